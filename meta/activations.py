@@ -1,0 +1,184 @@
+"""Expert activations: one row each, with its eager body and derivative.
+
+A gated expert computes ``gate_fn(gate) * up_fn(up)`` from the two halves of its first projection; a non-gated expert
+computes ``gate_fn`` alone. Bodies take and return the accumulation dtype (fp32, or fp64 as an oracle).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+GateFn = Callable[[Tensor, float, float], Tensor]
+
+
+@dataclass(frozen=True)
+class Activation:
+    """One activation.
+
+    Attributes:
+        name: the name that crosses operator schemas.
+        gate_fn: ``(gate, alpha, limit) -> f(gate)``.
+        gate_grad: ``(gate, alpha, limit) -> f'(gate)``.
+        clamp_up: whether the up half is clamped to ``[-limit, limit]``.
+        up_offset: added to the (clamped) up half.
+        alpha: default of the ``alpha`` option; None when the activation has none (it is then passed 1.0).
+        limit: default of the ``limit`` option; None when the activation has none (it is then passed infinity).
+    """
+
+    name: str
+    gate_fn: GateFn
+    gate_grad: GateFn
+    clamp_up: bool = False
+    up_offset: float = 0.0
+    alpha: float | None = None
+    limit: float | None = None
+
+    def eager(self, gate: Tensor, up: Tensor | None, alpha: float, limit: float) -> Tensor:
+        """The activation of one expert; ``up`` is None when it is not gated."""
+        value = self.gate_fn(gate, alpha, limit)
+        return value if up is None else value * self._up(up, limit)
+
+    def backward(
+        self, grad: Tensor, gate: Tensor, up: Tensor | None, alpha: float, limit: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """Gradients of gate and up (None when not gated) from the gradient of the result."""
+        slope = self.gate_grad(gate, alpha, limit)
+        if up is None:
+            return grad * slope, None
+        grad_up = grad * self.gate_fn(gate, alpha, limit)
+        if self.clamp_up:
+            grad_up = grad_up.masked_fill(up.abs() > limit, 0.0)
+        return grad * self._up(up, limit) * slope, grad_up
+
+    def _up(self, up: Tensor, limit: float) -> Tensor:
+        if self.clamp_up:
+            up = up.clamp(-limit, limit)
+        return up + self.up_offset if self.up_offset else up
+
+
+def _silu(gate: Tensor, alpha: float, limit: float) -> Tensor:
+    return F.silu(gate)
+
+
+def _silu_grad(gate: Tensor, alpha: float, limit: float) -> Tensor:
+    sigmoid = torch.sigmoid(gate)
+    return sigmoid * (1 + gate * (1 - sigmoid))
+
+
+def _gelu(gate: Tensor, alpha: float, limit: float) -> Tensor:
+    return F.gelu(gate)
+
+
+def _gelu_grad(gate: Tensor, alpha: float, limit: float) -> Tensor:
+    cdf = 0.5 * (1 + torch.erf(gate * math.sqrt(0.5)))
+    return cdf + gate * torch.exp(-0.5 * gate.square()) / math.sqrt(2 * math.pi)
+
+
+def _gelu_tanh(gate: Tensor, alpha: float, limit: float) -> Tensor:
+    return F.gelu(gate, approximate="tanh")
+
+
+def _gelu_tanh_grad(gate: Tensor, alpha: float, limit: float) -> Tensor:
+    slope = math.sqrt(2 / math.pi)
+    tanh = torch.tanh(slope * (gate + 0.044715 * gate**3))
+    return 0.5 * (1 + tanh) + 0.5 * gate * (1 - tanh.square()) * slope * (1 + 3 * 0.044715 * gate.square())
+
+
+def _relu(gate: Tensor, alpha: float, limit: float) -> Tensor:
+    return torch.relu(gate)
+
+
+def _relu_grad(gate: Tensor, alpha: float, limit: float) -> Tensor:
+    return (gate > 0).to(gate.dtype)
+
+
+def _relu2(gate: Tensor, alpha: float, limit: float) -> Tensor:
+    return torch.relu(gate).square()
+
+
+def _relu2_grad(gate: Tensor, alpha: float, limit: float) -> Tensor:
+    return 2 * torch.relu(gate)
+
+
+def _swiglu_oai(gate: Tensor, alpha: float, limit: float) -> Tensor:
+    gate = gate.clamp(max=limit)
+    return gate * torch.sigmoid(alpha * gate)
+
+
+def _swiglu_oai_grad(gate: Tensor, alpha: float, limit: float) -> Tensor:
+    clamped = gate.clamp(max=limit)
+    sigmoid = torch.sigmoid(alpha * clamped)
+    return (sigmoid * (1 + alpha * clamped * (1 - sigmoid))).masked_fill(gate > limit, 0.0)
+
+
+def _silu_clamp(gate: Tensor, alpha: float, limit: float) -> Tensor:
+    return F.silu(gate.clamp(max=limit))
+
+
+def _silu_clamp_grad(gate: Tensor, alpha: float, limit: float) -> Tensor:
+    return _silu_grad(gate, alpha, limit).masked_fill(gate > limit, 0.0)
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    row.name: row
+    for row in (
+        Activation("silu", _silu, _silu_grad),
+        Activation("gelu", _gelu, _gelu_grad),
+        Activation("gelu_tanh", _gelu_tanh, _gelu_tanh_grad),
+        Activation("relu", _relu, _relu_grad),
+        Activation("relu2", _relu2, _relu2_grad),
+        # gpt-oss: g = min(gate, limit); u = clamp(up, -limit, limit); g * sigmoid(alpha * g) * (u + 1)
+        Activation("swiglu_oai", _swiglu_oai, _swiglu_oai_grad, clamp_up=True, up_offset=1.0, alpha=1.702, limit=7.0),
+        # DeepSeek-V4: silu(min(gate, limit)) * clamp(up, -limit, limit)
+        Activation("silu_clamp", _silu_clamp, _silu_clamp_grad, clamp_up=True, limit=7.0),
+    )
+}
+
+
+def resolve_activation(op: str, name: str, alpha: float | None, limit: float | None) -> tuple[Activation, float, float]:
+    """Row of ``name`` with its options filled in.
+
+    Returns:
+        The row, ``alpha`` (1.0 when the row has none) and ``limit`` (infinity when the row has none).
+
+    Raises:
+        ValueError: unknown name, an option the row does not have, or a limit that is not positive.
+    """
+    row = ACTIVATIONS.get(name)
+    if row is None:
+        raise ValueError(f"{op}: activation must be one of {sorted(ACTIVATIONS)}, got {name!r}.")
+    for option, value, default in (("alpha", alpha, row.alpha), ("limit", limit, row.limit)):
+        if value is not None and default is None:
+            raise ValueError(
+                f"{op}: {option} must be None for activation {name!r}, got {value}. It has no such option."
+            )
+    if limit is not None and not limit > 0:
+        raise ValueError(f"{op}: limit must be > 0, got {limit}.")
+    alpha = row.alpha if alpha is None else alpha
+    limit = row.limit if limit is None else limit
+    return row, 1.0 if alpha is None else alpha, math.inf if limit is None else limit
+
+
+def split_glu(hidden: Tensor, glu_layout: str) -> tuple[Tensor, Tensor | None]:
+    """Gate and up views of a first projection's result ``[..., N]``; up is None for ``glu_layout="none"``."""
+    if glu_layout == "none":
+        return hidden, None
+    if glu_layout == "interleaved":
+        return hidden[..., 0::2], hidden[..., 1::2]
+    half = hidden.shape[-1] // 2
+    return hidden[..., :half], hidden[..., half:]
+
+
+def join_glu(gate: Tensor, up: Tensor | None, glu_layout: str) -> Tensor:
+    """Inverse of :func:`split_glu`: ``[..., N]`` from the gate and up halves."""
+    if up is None:
+        return gate
+    if glu_layout == "interleaved":
+        return torch.stack((gate, up), dim=-1).flatten(-2)
+    return torch.cat((gate, up), dim=-1)

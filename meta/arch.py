@@ -1,0 +1,99 @@
+"""GPU table: DENSE peak throughput, memory bandwidth and features, by compute capability and by product."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+
+@dataclass(frozen=True)
+class Arch:
+    """One device row.
+
+    Attributes:
+        name: product name used by :func:`lookup`.
+        sm: ``"sm90"``-like compute capability, or ``"cpu"``.
+        peak_tflops: dense peak by operand kind (``"bf16"``, ``"fp16"``, ``"tf32"``, ``"fp32"``, ``"fp8"``), TFLOP/s.
+        dram_tbps: datasheet memory bandwidth, TB/s.
+        shared_kib: shared memory usable by one block, KiB.
+        features: names out of ``{"fp8", "tma", "wgmma", "tcgen05"}``.
+        measured_tflops: highest bf16 rate seen from a dense product, TFLOP/s, None when never measured.
+        measured_tbps: highest copy rate seen, TB/s, None when never measured.
+    """
+
+    name: str
+    sm: str
+    peak_tflops: dict[str, float]
+    dram_tbps: float
+    shared_kib: int
+    features: frozenset[str]
+    measured_tflops: float | None = None
+    measured_tbps: float | None = None
+
+    def ceiling_tflops(self, kind: str) -> float:
+        """Rate a roofline should use for operands of ``kind``: the measured bf16 ceiling scaled to ``kind``, or the
+        peak.
+        """
+        peak = self.peak_tflops[kind]
+        if self.measured_tflops is None:
+            return peak
+        return peak * self.measured_tflops / self.peak_tflops["bf16"]
+
+    def ceiling_tbps(self) -> float:
+        """Bandwidth a roofline should use: measured when known, else the datasheet's."""
+        return self.dram_tbps if self.measured_tbps is None else self.measured_tbps
+
+
+_HOPPER = frozenset({"fp8", "tma", "wgmma"})
+_HOPPER_PEAKS = {"bf16": 989.0, "fp16": 989.0, "tf32": 494.0, "fp32": 67.0, "fp8": 1979.0}
+
+ARCHS: dict[str, Arch] = {
+    row.name: row
+    for row in (
+        Arch("A100", "sm80", {"bf16": 312.0, "fp16": 312.0, "tf32": 156.0, "fp32": 19.5}, 2.039, 163, frozenset()),
+        Arch("H100", "sm90", _HOPPER_PEAKS, 3.35, 227, _HOPPER),
+        # Ceilings: the best dense bf16 product and the best copy seen on this product.
+        Arch("H200", "sm90", _HOPPER_PEAKS, 4.8, 227, _HOPPER, measured_tflops=790.0, measured_tbps=4.3),
+        Arch(
+            "B200",
+            "sm100",
+            {"bf16": 2250.0, "fp16": 2250.0, "tf32": 1125.0, "fp32": 80.0, "fp8": 4500.0},
+            8.0,
+            227,
+            frozenset({"fp8", "tma", "tcgen05"}),
+        ),
+        # Nominal figures of one server socket: the order of magnitude is all that is used.
+        Arch("cpu", "cpu", {"bf16": 2.0, "fp16": 1.0, "tf32": 1.0, "fp32": 1.0, "fp8": 1.0}, 0.1, 0, frozenset()),
+    )
+}
+
+
+def lookup(name: str) -> Arch:
+    """Row whose name occurs in ``name`` (for example ``torch.cuda.get_device_name()``), case-insensitively.
+
+    Raises:
+        ValueError: no row matches.
+    """
+    for row in ARCHS.values():
+        if row.name.lower() in name.lower():
+            return row
+    raise ValueError(f"lookup: name must contain one of {sorted(ARCHS)}, got {name!r}. Add a row to meta/arch.py.")
+
+
+def device_arch(device: torch.device) -> str:
+    """``"sm90"``-like capability of a CUDA device, or the device type (``"cpu"``, ``"meta"``, ``"cuda"`` without a
+    GPU).
+    """
+    if device.type != "cuda":
+        return device.type
+    return _cuda_arch(device.index)
+
+
+@cache
+def _cuda_arch(index: int | None) -> str:
+    if not torch.cuda.is_available():
+        return "cuda"
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm{major}{minor}"

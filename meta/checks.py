@@ -1,0 +1,148 @@
+"""Argument checks shared by every shape rule. All raise ``ValueError: <op>: <argument> must be <rule>, got <x>.
+<cure>``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meta.dims import Dim, Problem
+from meta.schemes import FLOAT_DTYPES
+
+#: Raises ValueError; defers or specialises symbolic conditions as torch's own operators do.
+_check_value: Callable[[Any, Callable[[], str]], None] = torch._check_value
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+Sizes = tuple[Dim, ...]
+
+
+@dataclass(slots=True)
+class Checked:
+    """What a shape rule answers once the arguments are accepted.
+
+    Attributes:
+        problem: for choosing a backend.
+        device: where the outputs live.
+        outputs: ``(sizes, dtype)`` of every output; all are contiguous.
+        resolved: keyword arguments with defaults filled in, to override those of the caller.
+    """
+
+    problem: Problem
+    device: torch.device
+    outputs: tuple[tuple[Sizes, torch.dtype], ...]
+    resolved: dict[str, Any] = field(default_factory=dict)
+
+
+def fail(op: str, argument: str, rule: str, got: object, cure: str = "") -> ValueError:
+    """The one format of every message."""
+    return ValueError(f"{op}: {argument} must be {rule}, got {got}.{' ' + cure if cure else ''}")
+
+
+def check_name(op: str, argument: str, value: str, valid: Collection[str]) -> None:
+    """``value`` is one of ``valid``."""
+    if value not in valid:
+        raise fail(op, argument, f"one of {sorted(valid)}", repr(value))
+
+
+def check_shape(op: str, argument: str, tensor: Tensor, letters: str, sizes: Sizes, hint: bool = False) -> None:
+    """``tensor.shape == sizes``; ``letters`` names the dimensions ("E N K"), ``hint`` asks about a transposed weight.
+
+    Symbolic sizes are compared by ``torch._check_value``, which specialises or defers exactly as torch's own operators
+    do.
+    """
+    shape = tensor.shape
+    if len(shape) != len(sizes):
+        raise fail(op, argument, describe(letters, sizes), _show(shape))
+    for actual, wanted in zip(shape, sizes, strict=True):
+        if actual is wanted:
+            continue
+        if type(actual) is int and type(wanted) is int:
+            if actual != wanted:
+                raise _wrong_shape(op, argument, shape, letters, sizes, hint)
+        else:
+            _check_value(actual == wanted, lambda: str(_wrong_shape(op, argument, shape, letters, sizes, hint)))
+
+
+def describe(letters: str, sizes: Sizes) -> str:
+    """``"[E=8, H=4096]"`` from ``"E H"`` and ``(8, 4096)``."""
+    return "[" + ", ".join(f"{letter}={_text(size)}" for letter, size in zip(letters.split(), sizes, strict=True)) + "]"
+
+
+def _show(shape: torch.Size) -> str:
+    return "[" + ", ".join(_text(size) for size in shape) + "]"
+
+
+def _text(size: Dim) -> str:
+    """A size for a message: the traced value of a symbol where there is one."""
+    if isinstance(size, int):
+        return str(size)
+    hint = getattr(size.node, "hint", None)
+    return str(size) if hint is None else str(hint)
+
+
+def _wrong_shape(op: str, argument: str, shape: torch.Size, letters: str, sizes: Sizes, hint: bool) -> ValueError:
+    transposed = hint and len(shape) == 3 and _text(shape[1]) == _text(sizes[2])
+    cure = "Did you pass it transposed?" if transposed else ""
+    return fail(op, argument, describe(letters, sizes), _show(shape), cure)
+
+
+def check_rank(op: str, argument: str, tensor: Tensor, letters: str) -> None:
+    """``tensor`` has one dimension per letter."""
+    if tensor.dim() != len(letters.split()):
+        rule = "[" + ", ".join(letters.split()) + "]"
+        raise fail(op, argument, rule, _show(tensor.shape), f"It has {len(letters.split())} dimensions.")
+
+
+def check_at_most(op: str, argument: str, value: Dim, bound: Dim, rule: str, cure: str) -> None:
+    """``value <= bound`` for sizes, symbolic ones included."""
+    if type(value) is int and type(bound) is int:
+        if value > bound:
+            raise fail(op, argument, rule, value, cure)
+    else:
+        _check_value(value <= bound, lambda: str(fail(op, argument, rule, value, cure)))
+
+
+def check_positive(op: str, argument: str, value: Dim) -> None:
+    """``value >= 1``; the value is an option, hence an int in practice."""
+    if value < 1:
+        raise fail(op, argument, ">= 1", value)
+
+
+def check_float(op: str, argument: str, tensor: Tensor) -> None:
+    """bf16, fp16, fp32 or fp64."""
+    if tensor.dtype not in FLOAT_DTYPES:
+        raise fail(op, argument, "bfloat16, float16, float32 or float64", tensor.dtype, "Cast it first.")
+
+
+def check_index(op: str, argument: str, tensor: Tensor) -> None:
+    """int32 or int64."""
+    if tensor.dtype not in INDEX_DTYPES:
+        raise fail(op, argument, "int32 or int64", tensor.dtype, "Cast it first.")
+
+
+def check_dtype(op: str, argument: str, tensor: Tensor, dtype: torch.dtype, cure: str = "Cast it first.") -> None:
+    """Exactly ``dtype``."""
+    if tensor.dtype != dtype:
+        raise fail(op, argument, str(dtype), tensor.dtype, cure)
+
+
+def check_placement(op: str, tensors: dict[str, Tensor | None]) -> torch.device:
+    """All given tensors are strided and on the device of the first, which is returned."""
+    device: torch.device | None = None
+    for argument, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.layout != torch.strided:
+            raise fail(op, argument, "a strided tensor", tensor.layout, "Call .to_dense() first.")
+        if device is None:
+            first, device = argument, tensor.device
+        elif tensor.device != device:
+            raise fail(op, argument, f"on {device} like {first}", tensor.device, "Move it first.")
+    if device is None:
+        raise fail(op, "arguments", "tensors", "none")
+    return device

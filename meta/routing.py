@@ -1,0 +1,119 @@
+"""Routers: from logits to the K selected experts and their weights. One row and one eager body serve every method."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Routing:
+    """One routing method.
+
+    Attributes:
+        name: the name that crosses operator schemas.
+        score: what turns logits into scores over all experts: "softmax", "sigmoid", "sqrtsoftplus" or "none".
+        after: what is applied to the K selected scores: "none", "softmax" or "sigmoid".
+        group: how a group of experts is ranked: None (no groups), "max", or "top2" (sum of its two best).
+        supports_bias: whether a correction bias may steer the selection.
+    """
+
+    name: str
+    score: str
+    after: str = "none"
+    group: str | None = None
+    supports_bias: bool = True
+
+
+ROUTINGS: dict[str, Routing] = {
+    row.name: row
+    for row in (
+        Routing("softmax", "softmax"),
+        Routing("topk_softmax", "none", after="softmax", supports_bias=False),
+        Routing("sigmoid", "sigmoid"),
+        Routing("sqrtsoftplus", "sqrtsoftplus"),
+        Routing("topk_sigmoid", "none", after="sigmoid"),
+        Routing("softmax_group_max", "softmax", group="max"),
+        Routing("softmax_group_top2", "softmax", group="top2"),
+        Routing("sigmoid_group_max", "sigmoid", group="max"),
+        Routing("sigmoid_group_top2", "sigmoid", group="top2"),
+    )
+}
+
+
+def route(
+    router_logits: Tensor,
+    correction_bias: Tensor | None = None,
+    *,
+    top_k: int,
+    routing: str = "softmax",
+    renormalize: bool = True,
+    renorm_eps: float = 0.0,
+    num_groups: int = 1,
+    topk_groups: int = 1,
+    scale: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Select ``top_k`` experts per token, as the routers' papers write it.
+
+    ``score`` all experts; ``choice = score + bias``; keep the best ``topk_groups`` groups; take the K best choices
+    (ties: lowest expert id; order: descending choice); the weight is the UNBIASED score of the selected expert, then
+    ``after``, ``w / (sum(w) + renorm_eps)``, ``* scale``. A NaN choice ranks as -inf and a NaN weight is returned as 0,
+    so ids never repeat and never leave ``[0, E)``.
+
+    Args:
+        router_logits: ``[T, E]`` any float dtype.
+        correction_bias: ``[E]`` or None.
+        dtype: dtype of the computation; float64 makes an oracle of this function.
+
+    Returns:
+        topk_weights ``[T, K]`` in ``dtype`` and topk_ids ``[T, K]`` int32.
+    """
+    row = ROUTINGS[routing]
+    scores_TE = _score(router_logits.to(dtype), row.score)
+    choice_TE = scores_TE if correction_bias is None else scores_TE + correction_bias.to(dtype)
+    choice_TE = choice_TE.masked_fill(choice_TE.isnan(), -torch.inf)
+    if row.group is not None and num_groups > 1:
+        choice_TE = _limit_groups(choice_TE, row.group, num_groups, topk_groups)
+    ids_TK = first_k(choice_TE, top_k)
+    weights_TK = finish_weights(scores_TE.gather(1, ids_TK), row.after, renormalize, renorm_eps, scale)
+    return weights_TK, ids_TK.to(torch.int32, memory_format=torch.contiguous_format)
+
+
+def _score(logits_TE: Tensor, score: str) -> Tensor:
+    if score == "softmax":
+        return torch.softmax(logits_TE, dim=-1)
+    if score == "sigmoid":
+        return torch.sigmoid(logits_TE)
+    if score == "sqrtsoftplus":
+        return F.softplus(logits_TE).sqrt()
+    return logits_TE
+
+
+def first_k(choice: Tensor, k: int) -> Tensor:
+    """Indices of the k largest entries of the last dimension, descending, the lower index first among equals."""
+    return choice.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def _limit_groups(choice_TE: Tensor, group: str, num_groups: int, topk_groups: int) -> Tensor:
+    """-inf everywhere but in the best ``topk_groups`` of ``num_groups`` equal runs of experts."""
+    tokens, experts = choice_TE.shape
+    grouped = choice_TE.view(tokens, num_groups, experts // num_groups)
+    best = grouped.topk(1 if group == "max" else 2, dim=-1).values.sum(dim=-1)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter(1, first_k(best, topk_groups), True)
+    return grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(1)
+
+
+def finish_weights(selected_TK: Tensor, after: str, renormalize: bool, renorm_eps: float, scale: float) -> Tensor:
+    """Weights from the K selected scores: ``after``, renormalisation, scale, NaN to 0."""
+    if after == "softmax":
+        selected_TK = torch.softmax(selected_TK, dim=-1)
+    elif after == "sigmoid":
+        selected_TK = torch.sigmoid(selected_TK)
+    if renormalize:
+        selected_TK = selected_TK / (selected_TK.sum(dim=-1, keepdim=True) + renorm_eps)
+    weights_TK = selected_TK * scale
+    return weights_TK.masked_fill(weights_TK.isnan(), 0.0)
