@@ -1,0 +1,333 @@
+"""Measure which plan runs each (shape, tokens) fastest on this GPU and write it where `moe_ops.plans` looks.
+
+    python -m moe_ops.autotune --shapes qwen3-30b-a3b --tokens 1,16,256 [--scheme fp8_block128] [--output plans.json]
+
+Kernels are compiled beforehand in parallel processes, from shapes alone; then every candidate layer is timed inside a
+captured CUDA graph that rotates over several inputs, so that the weights of a decode step do not come from L2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import date
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from meta.layers import MODEL_LAYERS
+from meta.schemes import SCHEMES
+from moe_ops import plans
+from moe_ops.kernels.triton.config import MMConfig, SmallConfig
+from moe_ops.plans import LayerKey, Plan
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
+SHARED_BYTES = 227 * 1024
+INPUT_SETS = 4
+
+
+# ---- candidates ----
+
+
+def fits(tile: MMConfig, bytes_per_element: int) -> bool:
+    """Whether the software pipeline's tiles fit in shared memory."""
+    return (tile.block_m + tile.block_n) * tile.block_k * bytes_per_element * tile.num_stages <= SHARED_BYTES - 4096
+
+
+def _blocks_m(rows: float) -> list[int]:
+    """Row tiles worth trying: at most about twice the rows of an expert, else most of a tile is padding."""
+    limit = max(16, 2 * rows)
+    return [m for m in (16, 32, 64, 128, 256) if m <= limit][-3:]
+
+
+def gemm_tiles(scheme: str, rows: float, *, gated: bool, first: bool) -> list[MMConfig]:
+    """GEMM tiles to time. Weights always come by descriptor; rows by descriptor or gathered, see `candidates`."""
+    element = torch.empty((), dtype=SCHEMES[scheme].weight_dtype).element_size()
+    quantizes = SCHEMES[scheme].quantizes_rows
+    found = []
+    stage_counts = (2, 3, 4) if quantizes else (3, 4)
+    # fp32 registers a thread per accumulator element: a scaled product needs a second set, half of one when gate and
+    # up are two products.
+    sets = 1.0 if not quantizes else 1.5 if first and gated else 2.0
+    for block_m, block_n, block_k, warps, stages in product(
+        _blocks_m(rows), (32, 64, 128, 256), (64, 128, 256), (4, 8), stage_counts
+    ):
+        accumulators = sets * block_m * block_n / (32 * warps)
+        tile = MMConfig(block_m, block_n, block_k, 8 if rows > 16 else 1, warps, stages, a_tma=rows > 16, w_tma=True)
+        if accumulators > (192 if quantizes else 128) or accumulators < 4 or not fits(tile, element):
+            continue
+        if quantizes and (block_k != 128 or (first and block_n != (256 if gated else 128))):
+            continue
+        if block_m >= 64 and (block_k > 128 or block_m * block_n < 8192 or block_n < 128):
+            continue
+        if block_m < 64 and (block_k < 128 or (warps == 8 and block_n < 128)):
+            continue
+        found.append(tile)
+        if block_m >= 128 and stages == 3:
+            found.append(tile._replace(group_m=16))
+    return found
+
+
+def small_tiles(K: int, scheme: str, *, first: bool) -> list[SmallConfig]:
+    """Tiles of the small path to time: each thread has 4 to 16 loads of 16 bytes in flight."""
+    per_load = 16 // torch.empty((), dtype=SCHEMES[scheme].weight_dtype).element_size()
+    rows, columns, tensors = (
+        ((2, 4, 8, 16), (512, 1024, 2048), 2) if first else ((1, 2, 4, 8), (128, 256, 512, 1024), K)
+    )
+    return [
+        SmallConfig(n, k, warps, pdl=True)
+        for n, k, warps in product(rows, columns, (4, 8))
+        if 2 <= tensors * n * k // (32 * warps * per_load) <= 16
+    ]
+
+
+# ---- timing ----
+
+
+def graph_us(thunks: list[Callable[[], object]], repeats: int = 9) -> float:
+    """Median microseconds of one thunk, all of them back to back in one replayed CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for thunk in thunks:
+            thunk()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for thunk in thunks:
+            thunk()
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(thunks))
+    return statistics.median(times)
+
+
+class TrialLayer:
+    """Random weights and inputs of one key on one device (`meta` for compiling only), and a way to run a plan."""
+
+    def __init__(self, key: LayerKey, device: str) -> None:
+        self.key, self.device = key, device
+        scheme = SCHEMES[key.scheme]
+        rows = (2 if key.gated else 1) * key.I
+        self.weights = []
+        for n, k in ((rows, key.H), (key.H, key.I)):
+            weight = torch.empty(key.E, n, k, device=device, dtype=torch.bfloat16)
+            scale = None
+            if device != "meta":
+                weight.normal_(0, 0.02)
+            if scheme.quantized:
+                weight, scale = self._quantized(scheme, weight)
+            self.weights.append((weight, scale))
+
+    def _quantized(self, scheme: object, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        E, n, k = weight.shape
+        if self.device == "meta":
+            shape = scheme.weight_scale_shape(E, n, k)
+            return weight.to(scheme.weight_dtype), torch.empty(shape, device="meta")
+        parts = [scheme.quantize_weight(weight[e : e + 1].float()) for e in range(E)]
+        return torch.cat([q for q, _ in parts]), torch.cat([s for _, s in parts])
+
+    def inputs(self, tokens: int, sets: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """`sets` of (hidden_states, topk_weights, topk_ids) with uniform routing."""
+        key, made = self.key, []
+        for _ in range(sets):
+            x = torch.empty(tokens, key.H, device=self.device, dtype=torch.bfloat16)
+            weights = torch.empty(tokens, key.K, device=self.device, dtype=torch.float32)
+            ids = torch.empty(tokens, key.K, device=self.device, dtype=torch.int32)
+            if self.device != "meta":
+                x.normal_()
+                weights.uniform_()
+                ids = torch.rand(tokens, key.E, device=self.device).topk(key.K).indices.int()
+            made.append((x, weights, ids))
+        return made
+
+    def run(self, plan: Plan, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The layer's output by `plan`."""
+        from moe_ops.backends import torch_grouped
+        from moe_ops.kernels.triton.launch import ExpertMM
+        from moe_ops.kernels.triton.layer import Layer
+
+        (w1, s1), (w2, s2) = self.weights
+        glu_layout = "concat" if self.key.gated else "none"
+        if plan.path == torch_grouped.NAME:
+            options = {"activation": "silu", "alpha": 0.0, "limit": 0.0, "glu_layout": glu_layout}
+            return torch_grouped.fused_experts(
+                x, w1, w2, weights, ids, weight_on_input=False, scheme=self.key.scheme, format="grouped", **options
+            )
+        up = ExpertMM(w1, x.dtype, glu_layout=glu_layout, activation="silu", weight_scale=s1)
+        down = ExpertMM(w2, x.dtype, weight_scale=s2)
+        return Layer(up, down, self.key.scheme, capacity=self.capacity(x.shape[0])).run(plan, x, weights, ids)
+
+    def capacity(self, tokens: int) -> int:
+        """Rows per expert of the batched format: four times an even load, as engines provision it."""
+        return min(tokens, 4 * -(-tokens * self.key.K // self.key.E) + 16)
+
+
+# ---- parallel compilation ----
+
+
+@contextmanager
+def compile_only() -> Iterator[None]:
+    """Turn every Triton launch in this process into a compilation."""
+    from triton.runtime.jit import JITFunction
+
+    launch = JITFunction.__getitem__
+    JITFunction.__getitem__ = lambda self, grid: lambda *args, **kwargs: self.warmup(*args, grid=grid, **kwargs)
+    try:
+        yield
+    finally:
+        JITFunction.__getitem__ = launch
+
+
+def _compile(job: tuple[LayerKey, int, Plan]) -> str | None:
+    key, tokens, plan = job
+    layer = TrialLayer(key, "meta")
+    try:
+        with compile_only():
+            layer.run(plan, *layer.inputs(tokens, 1)[0])
+    except Exception as error:  # one candidate that does not compile must not end the tuning of the others
+        return f"{plan}: {type(error).__name__}: {str(error)[:200]}"
+    return None
+
+
+def precompile(jobs: Iterable[tuple[LayerKey, int, Plan]], processes: int) -> None:
+    """Fill Triton's disk cache for all jobs, with progress on stderr."""
+    jobs = list({(key, plan): (key, count, plan) for key, count, plan in jobs}.values())  # sizes do not reach the code
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        for done, error in enumerate(pool.imap_unordered(_compile, jobs, chunksize=2), 1):
+            if error:
+                print(f"\ndoes not compile: {error}", file=sys.stderr)
+            print(f"\rcompiling {done}/{len(jobs)}", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+
+
+# ---- search ----
+
+
+def candidates(key: LayerKey, tokens: int) -> tuple[list[Plan], list[MMConfig | SmallConfig]]:
+    """(plans that differ in GEMM 1, tiles of GEMM 2), for the paths that make sense at this size."""
+    rows = tokens * key.K / key.E
+    quantizes = SCHEMES[key.scheme].quantizes_rows
+    up = gemm_tiles(key.scheme, rows, gated=key.gated, first=True)
+    down = gemm_tiles(key.scheme, rows, gated=key.gated, first=False)
+    made = []
+    for tile in up:
+        if quantizes and rows <= 128:
+            made.append(Plan(key.format, tile._replace(a_tma=False), down[0]))
+        if quantizes and rows > 16:
+            made.append(Plan(key.format, tile, down[0], quantize_first=True))
+        if not quantizes:
+            made.append(Plan(key.format, tile, down[0]))
+            if key.format == "grouped" and rows >= 128 and tile.block_m >= 64:
+                made.append(Plan(key.format, tile, down[0], permute=True))
+    return made, down
+
+
+def small_candidates(key: LayerKey, tokens: int) -> tuple[list[Plan], list[SmallConfig]]:
+    """The same for the small path; empty where pairs share experts often."""
+    if key.format != "grouped" or tokens * key.K > 2 * key.E or tokens > 8:
+        return [], []
+    down = small_tiles(key.K, key.scheme, first=False)
+    return [Plan("small", tile, down[0]) for tile in small_tiles(key.K, key.scheme, first=True)], down
+
+
+def _best(layer: TrialLayer, sets: list[tuple[torch.Tensor, ...]], found: Iterable[Plan]) -> Plan | None:
+    best: Plan | None = None
+    for plan in found:
+        try:
+            us = graph_us([lambda s=s, p=plan: layer.run(p, *s) for s in sets])
+        except Exception as error:
+            print(f"\n{plan}: {type(error).__name__}: {str(error)[:160]}", file=sys.stderr)
+            torch.cuda.synchronize()
+            continue
+        if best is None or us < best.us:
+            best = replace(plan, us=us)
+    return best
+
+
+def tune(layer: TrialLayer, tokens: int) -> Plan:
+    """The fastest plan: GEMM 1 first, then GEMM 2, for each path of ours; then the best path, torch's included."""
+    sets = layer.inputs(tokens, INPUT_SETS if tokens <= 256 else 1)
+    theirs = [Plan("torch_grouped", None, None)] if (layer.key.scheme, layer.key.format) == ("bf16", "grouped") else []
+    winners = [plan for plan in [_best(layer, sets, theirs)] if plan is not None]
+    for first, second in (candidates(layer.key, tokens), small_candidates(layer.key, tokens)):
+        best = _best(layer, sets, first)
+        if best is not None:
+            best = _best(layer, sets, [replace(best, down=tile) for tile in second])
+        if best is not None:
+            winners.append(best)
+    return rematch(layer, sets, winners)
+
+
+def rematch(layer: TrialLayer, sets: list[tuple[torch.Tensor, ...]], plans_found: list[Plan], rounds: int = 5) -> Plan:
+    """The fastest of a few plans, timed in turns: a GPU that has grown hot slows down whatever happens to come last."""
+    times: list[list[float]] = [[] for _ in plans_found]
+    for _ in range(rounds if len(plans_found) > 1 else 1):
+        for plan, samples in zip(plans_found, times, strict=True):
+            samples.append(graph_us([lambda s=s, p=plan: layer.run(p, *s) for s in sets]))
+    us, best = min((statistics.median(samples), i) for i, samples in enumerate(times))
+    return replace(plans_found[best], us=us)
+
+
+def jobs_for(key: LayerKey, tokens: Iterable[int]) -> Iterator[tuple[LayerKey, int, Plan]]:
+    """Everything `tune` will launch. GEMM 2 tiles ride along with GEMM 1's, so that no kernel is compiled twice."""
+    for count in tokens:
+        for first, second in (candidates(key, count), small_candidates(key, count)):
+            for i in range(max(len(first), len(second))):
+                plan = first[min(i, len(first) - 1)]
+                yield key, count, replace(plan, down=second[min(i, len(second) - 1)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m moe_ops.autotune", description=__doc__.split("\n")[0])
+    parser.add_argument("--shapes", default=",".join(MODEL_LAYERS), help="comma-separated, or E:K:H:I")
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--scheme", default="bf16", choices=sorted(SCHEMES))
+    parser.add_argument("--format", default="grouped", choices=("grouped", "batched"))
+    parser.add_argument("--processes", type=int, default=max(1, (multiprocessing.cpu_count() or 2)))
+    parser.add_argument("--output", type=Path, help="default: the user's cache directory")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
+    gpu = torch.cuda.get_device_name()
+    output = arguments.output or plans.user_directory() / plans.file_name(gpu)
+    tokens = [int(t) for t in arguments.tokens.split(",")]
+    keys = {}
+    for name in arguments.shapes.split(","):
+        E, K, H, I = MODEL_LAYERS[name] if name in MODEL_LAYERS else map(int, name.split(":"))
+        keys[name] = LayerKey(arguments.scheme, arguments.format, E, K, H, I, True)
+    precompile((job for key in keys.values() for job in jobs_for(key, tokens)), arguments.processes)
+    stored = json.loads(output.read_text()) if output.exists() else {"gpu": gpu, "plans": {}}
+    stored |= {"date": date.today().isoformat(), "torch": torch.__version__}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    for name, key in keys.items():
+        layer = TrialLayer(key, "cuda")
+        for count in tokens:
+            plan = tune(layer, count)
+            stored["plans"].setdefault(str(key), {})[str(count)] = plan.to_json()
+            tiles = "" if plan.up is None else f" up={tuple(plan.up)} down={tuple(plan.down)}"
+            print(
+                f"{name} {arguments.scheme} T={count}: {plan.us:.1f} us {plan.path} permute={plan.permute}{tiles}",
+                flush=True,
+            )
+            output.write_text(json.dumps(stored, indent=1) + "\n")
+        del layer
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

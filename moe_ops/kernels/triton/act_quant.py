@@ -1,0 +1,249 @@
+"""Activations, and the stand-alone kernels that apply one or quantise rows.
+
+`apply_activation` is the one definition of every activation on the device: the GEMM epilogues inline it, and
+`glu_rows` wraps it for backends whose GEMM has no epilogue.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from meta.schemes import SCHEMES
+from moe_ops.kernels.triton.scales import quantize_tile
+from moe_ops.kernels.triton.util import cdiv, next_power_of_2, on_device, round_to
+
+PROGRAMS = 4096  # of quantize_batched, over all experts: enough to fill a GPU while most experts hold few rows
+NAN = tl.constexpr(tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _gate_activation(gate, alpha, limit, ACTIVATION: tl.constexpr):
+    """The activation of the gate alone; `x / (1 + exp(-x))` is x * sigmoid(x) with a single division."""
+    if ACTIVATION == "silu":
+        return gate / (1.0 + tl.exp(-gate))
+    elif ACTIVATION == "gelu":
+        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        # 0.5 * (1 + tanh(z)) = sigmoid(2 z) with z = sqrt(2 / pi) * (x + 0.044715 x^3)
+        return gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+    elif ACTIVATION == "relu":
+        return tl.maximum(gate, 0.0, propagate_nan=NAN)
+    elif ACTIVATION == "relu2":
+        positive = tl.maximum(gate, 0.0, propagate_nan=NAN)
+        return positive * positive
+    elif ACTIVATION == "swiglu_oai":
+        clipped = tl.minimum(gate, limit, propagate_nan=NAN)
+        return clipped / (1.0 + tl.exp(-alpha * clipped))
+    else:
+        tl.static_assert(ACTIVATION == "silu_clamp", "unknown activation")
+        clipped = tl.minimum(gate, limit, propagate_nan=NAN)
+        return clipped / (1.0 + tl.exp(-clipped))
+
+
+@triton.jit
+def apply_activation(gate, up, alpha, limit, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
+    """`act(gate) * up` in fp32 (`act(gate)` when not GATED), as `meta/activations.py` defines each name.
+
+    Args:
+        gate: fp32 tile of any shape; `up`: the same shape (ignored when not GATED: pass `gate`).
+        alpha, limit: fp32 scalars, read by "swiglu_oai" (both) and "silu_clamp" (limit).
+        ACTIVATION: one of silu, gelu, gelu_tanh, relu, relu2, swiglu_oai, silu_clamp.
+
+    Returns:
+        fp32 tile. NaN in `gate` or `up` stays NaN.
+    """
+    activated = _gate_activation(gate, alpha, limit, ACTIVATION)
+    if GATED:
+        if ACTIVATION == "swiglu_oai":
+            return activated * (tl.clamp(up, -limit, limit, propagate_nan=NAN) + 1.0)
+        elif ACTIVATION == "silu_clamp":
+            return activated * tl.clamp(up, -limit, limit, propagate_nan=NAN)
+        else:
+            return activated * up
+    else:
+        return activated
+
+
+@triton.jit(do_not_specialize=["R"])
+def _glu_rows_kernel(
+    h_ptr,
+    offsets_ptr,
+    out_ptr,
+    R,
+    I,
+    E,
+    stride_r,
+    alpha,
+    limit,
+    ACTIVATION: tl.constexpr,
+    GLU_LAYOUT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    """One program computes BLOCK_R x BLOCK_I outputs; rows past the last offset are skipped when offsets are given.
+
+    Bytes: 3 R I sizeof(element) gated, 2 R I sizeof(element) not.
+    """
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    used = R
+    if offsets_ptr is not None:
+        used = tl.load(offsets_ptr + E - 1)
+    i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
+    inside = (r < used)[:, None] & (i < I)[None, :]
+    row_ptr = h_ptr + r.to(tl.int64)[:, None] * stride_r
+    if GLU_LAYOUT == "interleaved":
+        n = tl.program_id(1) * (2 * BLOCK_I) + tl.arange(0, 2 * BLOCK_I)
+        both = tl.load(row_ptr + n[None, :], mask=(r < used)[:, None] & (n < 2 * I)[None, :], other=0.0)
+        gate, up = tl.split(tl.reshape(both.to(tl.float32), [BLOCK_R, BLOCK_I, 2]))
+    else:
+        gate = tl.load(row_ptr + i[None, :], mask=inside, other=0.0).to(tl.float32)
+        up = gate
+        if GLU_LAYOUT == "concat":
+            up = tl.load(row_ptr + I + i[None, :], mask=inside, other=0.0).to(tl.float32)
+    y = apply_activation(gate, up, alpha, limit, ACTIVATION, GLU_LAYOUT != "none")
+    to = r.to(tl.int64)[:, None] * I + i[None, :]
+    tl.store(out_ptr + to, round_to(y, out_ptr.dtype.element_ty), mask=inside)
+
+
+def glu_rows(
+    h: torch.Tensor,
+    *,
+    activation: str,
+    alpha: float,
+    limit: float,
+    glu_layout: str,
+    offsets: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Activation of a first projection's rows, for GEMMs that have no epilogue.
+
+    Args:
+        h: [R, N] any float dtype, any row stride; N = 2 I, or I when glu_layout is "none".
+        offsets: i32 [E] cumulative ends; rows past offsets[-1] are then neither read nor written.
+
+    Returns:
+        [R, I] in the dtype of h, computed in fp32.
+    """
+    R, N = h.shape
+    I = N if glu_layout == "none" else N // 2
+    out = h.new_empty((R, I))
+    if out.numel() == 0:
+        return out
+    if h.stride(1) != 1:
+        h = h.contiguous()
+    block_i = min(next_power_of_2(I), 1024)
+    block_r = max(1, min(4, 2048 // block_i, next_power_of_2(R)))
+    with on_device(h):
+        _glu_rows_kernel[(cdiv(R, block_r), cdiv(I, block_i))](
+            h,
+            offsets,
+            out,
+            R,
+            I,
+            0 if offsets is None else offsets.shape[0],
+            h.stride(0),
+            alpha,
+            limit,
+            ACTIVATION=activation,
+            GLU_LAYOUT=glu_layout,
+            BLOCK_R=block_r,
+            BLOCK_I=block_i,
+            num_warps=4,
+        )
+    return out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _quantize_kernel(
+    x_ptr,
+    counts_ptr,
+    q_ptr,
+    scale_ptr,
+    rows,
+    K,
+    groups,
+    stride_e,
+    stride_r,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """One program quantises blocks of BLOCK_M scale groups (GROUP columns of one row) of one expert.
+
+    Groups are numbered through the rows of the expert, so no width of K leaves lanes idle. Programs of an expert share
+    out the blocks of its first counts[e] rows (of all rows when counts is None).
+
+    Bytes: rows (K (sizeof(element) + 1) + 4 groups).
+    """
+    e = tl.program_id(1).to(tl.int64)
+    used = rows
+    if counts_ptr is not None:
+        used = tl.minimum(tl.load(counts_ptr + e), rows)
+    for first in range(tl.program_id(0) * BLOCK_M, used * groups, tl.num_programs(0) * BLOCK_M):
+        g = first + tl.arange(0, BLOCK_M)
+        r = (g // groups).to(tl.int64)
+        k = (g % groups * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
+        inside = (g < used * groups)[:, None] & (k < K)
+        x = tl.load(x_ptr + e * stride_e + r[:, None] * stride_r + k, mask=inside, other=0.0).to(tl.float32)
+        q, scale = quantize_tile(x)
+        tl.store(q_ptr + (e * rows + r)[:, None] * K + k, q, mask=inside)
+        tl.store(scale_ptr + e * rows * groups + g, scale, mask=g < used * groups)
+
+
+def _quantize(x: torch.Tensor, counts: torch.Tensor | None, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise [E, rows, K], one kernel; `counts` bounds the rows on the device."""
+    row = SCHEMES[scheme]
+    E, rows, K = x.shape
+    groups = cdiv(K, row.group_k)
+    q = torch.empty((E, rows, K), dtype=row.rows_dtype, device=x.device)
+    scale = torch.empty((E, rows, groups), dtype=torch.float32, device=x.device)
+    if q.numel() == 0:
+        return q, scale
+    if x.stride(2) != 1:
+        x = x.contiguous()
+    block_m = 32 if rows * groups >= 4096 else 4
+    blocks = cdiv(rows * groups, block_m)
+    with on_device(x):
+        _quantize_kernel[(blocks if counts is None else min(blocks, max(1, PROGRAMS // E)), E)](
+            x,
+            counts,
+            q,
+            scale,
+            rows,
+            K,
+            groups,
+            x.stride(0),
+            x.stride(1),
+            GROUP=row.group_k,
+            BLOCK_M=block_m,
+            num_warps=4 if block_m == 32 else 1,
+        )
+    return q, scale
+
+
+def quantize_rows(rows: torch.Tensor, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise activations by row and 128 columns.
+
+    Args:
+        rows: [R, K] any float dtype, any row stride.
+        scheme: a name of `meta.schemes.SCHEMES` whose activations are "fp8_1x128".
+
+    Returns:
+        (q e4m3 [R, K], scale f32 [R, ceil(K / 128)]): the numbers of `scales.quantize_tile`.
+    """
+    q, scale = _quantize(rows[None], None, scheme)
+    return q[0], scale[0]
+
+
+def quantize_batched(
+    batch: torch.Tensor, expert_num_tokens: torch.Tensor, scheme: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise the first expert_num_tokens[e] rows of each expert; other rows are neither read nor written.
+
+    Args:
+        batch: [E, C, K]; expert_num_tokens: i32 [E] on the device.
+
+    Returns:
+        (q e4m3 [E, C, K], scale f32 [E, C, ceil(K / 128)]).
+    """
+    return _quantize(batch, expert_num_tokens, scheme)

@@ -1,0 +1,33 @@
+"""The knobs of an expert GEMM launch. Plain tuples: importable without Triton."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class MMConfig(NamedTuple):
+    """Tile sizes of one expert GEMM. `block_n` counts weight rows: a gated GEMM writes block_n / 2 columns.
+
+    group_m: row tiles that share a weight tile in L2. a_tma, w_tma: load by tensor-map descriptor where strides allow.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int
+    num_warps: int
+    num_stages: int
+    a_tma: bool
+    w_tma: bool
+
+
+class SmallConfig(NamedTuple):
+    """Tile of one program of the small path: block_n output columns, block_k of the contraction at a time.
+
+    pdl: start while the kernel before it still runs (programmatic dependent launch, sm_90 and later).
+    """
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    pdl: bool

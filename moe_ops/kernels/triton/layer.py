@@ -1,0 +1,127 @@
+"""One layer's experts by a plan: the kernel sequences behind the operators, the tuner and the benchmarks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from meta.schemes import SCHEMES
+from moe_ops import plans
+from moe_ops.kernels.triton import act_quant, batched_io, combine, permute, small
+from moe_ops.kernels.triton.batched_mm import batched_mm as launch_batched_mm
+from moe_ops.kernels.triton.config import MMConfig
+from moe_ops.kernels.triton.grouped_mm import grouped_mm as launch_grouped_mm
+from moe_ops.kernels.triton.launch import ExpertMM
+from moe_ops.kernels.triton.util import INTERPRETED
+from moe_ops.plans import Plan
+
+Tensor = torch.Tensor
+
+
+def gpu_of(device: torch.device) -> tuple[str, int]:
+    """(name, capability) of the device; under the interpreter, a Hopper."""
+    if INTERPRETED.value:
+        return "interpreter", 90
+    return plans.gpu_of(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def pdl_launches(device: torch.device) -> bool:
+    """Whether kernels of one layer may overlap their starts: each waits for the one before it prior to any access."""
+    return not INTERPRETED.value and gpu_of(device)[1] >= 90
+
+
+def unit_stride(rows: Tensor) -> Tensor:
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's experts and the options that no plan changes.
+
+    Args:
+        up, down: the two projections.
+        expert_map: [E_global] local id or -1, or None.
+        weight_on_input: multiply the rows, not the results, by the routing weights.
+        capacity: rows per expert of the batched format.
+        scheme: name of the weights' scheme.
+    """
+
+    up: ExpertMM
+    down: ExpertMM
+    scheme: str
+    expert_map: Tensor | None = None
+    weight_on_input: bool = False
+    capacity: int | None = None
+
+    def run(self, plan: Plan, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        """[T, H] of hidden_states [T, H] routed by topk_weights, topk_ids [T, K], with the kernels of `plan`."""
+        hidden_states = unit_stride(hidden_states)
+        if plan.path == "small" and small.refuses(self.up, self.down, (plan.up, plan.down)):
+            tiles = plans.tiles(self.scheme, 1.0, gpu_of(hidden_states.device)[1])
+            plan = Plan("grouped", *tiles)
+        runs = {"small": self._small, "grouped": self._grouped, "batched": self._batched}
+        return runs[plan.path](plan, hidden_states, topk_weights, topk_ids)
+
+    def _small(self, plan: Plan, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        routing = (topk_weights.contiguous(), topk_ids.contiguous())
+        return small.small_experts(
+            hidden_states,
+            *routing,
+            self.up,
+            self.down,
+            (plan.up, plan.down),
+            expert_map=self.expert_map,
+            weight_on_input=self.weight_on_input,
+        )
+
+    def _grouped(self, plan: Plan, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        pdl, (before, after) = pdl_launches(hidden_states.device), self._weights(topk_weights)
+        up, tile = self._first(plan)
+        offsets, row_to_pair, pair_to_row = permute.sort_pairs(topk_ids, up.num_experts, self.expert_map, pdl=pdl)
+        rows, top_k = hidden_states, topk_ids.shape[1]
+        if plan.permute or self.weight_on_input:
+            rows, row_to_pair, top_k = permute.gather_rows(hidden_states, pair_to_row, before, pdl=pdl), None, 0
+        if plan.quantize_first and self._quantizes:
+            rows, rows_scale = act_quant.quantize_rows(rows, self.scheme)
+            up = replace(up, rows_scale=rows_scale)
+        count = topk_ids.numel()
+        gather = {"row_to_pair": row_to_pair, "top_k": top_k}
+        h, h_scale = launch_grouped_mm(rows, up, offsets, tile, num_rows=count, **gather, pdl=pdl)
+        y, _ = launch_grouped_mm(h, self._second(h_scale), offsets, plan.down, num_rows=count, pdl=pdl)
+        return combine.combine(y, pair_to_row, after, pdl=pdl)
+
+    def _batched(self, plan: Plan, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        pdl, (before, after) = pdl_launches(hidden_states.device), self._weights(topk_weights)
+        up, tile = self._first(plan)
+        batch, counts, slots = batched_io.dispatch(
+            hidden_states, topk_ids, up.num_experts, self.capacity, self.expert_map, before, pdl=pdl
+        )
+        if plan.quantize_first and self._quantizes:
+            batch, batch_scale = act_quant.quantize_batched(batch, counts, self.scheme)
+            up = replace(up, rows_scale=batch_scale)
+        h, h_scale = launch_batched_mm(batch, up, counts, tile, pdl=pdl)
+        y, _ = launch_batched_mm(h, self._second(h_scale), counts, plan.down, pdl=pdl)
+        return combine.combine(y.flatten(0, 1), slots, after, pdl=pdl)
+
+    @property
+    def _quantizes(self) -> bool:
+        return SCHEMES[self.scheme].quantizes_rows
+
+    def _weights(self, topk_weights: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Routing weights of the rows before the experts, and of the results after them."""
+        return (topk_weights, None) if self.weight_on_input else (None, topk_weights)
+
+    def _first(self, plan: Plan) -> tuple[ExpertMM, MMConfig]:
+        """GEMM 1, whose epilogue quantises for GEMM 2 where the scheme says so, and its tile."""
+        up = replace(self.up, quantize_output=True) if self._quantizes else self.up
+        return up, fit(plan.up, up)
+
+    def _second(self, h_scale: Tensor) -> ExpertMM:
+        """GEMM 2 on the rows that GEMM 1 left."""
+        return replace(self.down, rows_scale=h_scale) if self._quantizes else self.down
+
+
+def fit(tile: MMConfig, mm: ExpertMM) -> MMConfig:
+    """An epilogue that quantises needs one scale group of output columns."""
+    return tile._replace(block_n=256 if mm.glu else 128) if mm.quantize_output else tile

@@ -1,0 +1,390 @@
+"""The expert GEMM's inner part, shared by the grouped and the batched format: one output tile of one expert.
+
+A tile is BLOCK_M rows of one expert by BLOCK_N rows of its weight. Gated experts put their gate and their up rows into
+the same tile (the first and the second half of it, or alternating), so one wgmma covers both and the epilogue pairs
+them in registers: h = act(gate) * up never leaves the chip unactivated.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_ops.kernels.triton.act_quant import apply_activation
+from moe_ops.kernels.triton.scales import quantize_tile
+from moe_ops.kernels.triton.util import INTERPRETED, round_to
+
+# How the weight tile is laid out (GLU) and loaded (W_LOAD).
+NOT_GATED = tl.constexpr(0)
+CONCAT = tl.constexpr(1)
+INTERLEAVED = tl.constexpr(2)
+POINTERS = tl.constexpr(0)
+TMA_NK = tl.constexpr(1)
+TMA_KN = tl.constexpr(2)
+# What happens to the activations before the product (A_QUANT).
+UNQUANTIZED = tl.constexpr(0)
+PREQUANTIZED = tl.constexpr(1)
+QUANTIZE_HERE = tl.constexpr(2)
+
+
+@triton.jit
+def swizzle(pid, m_tiles, N_TILES: tl.constexpr, GROUP_M: tl.constexpr):
+    """Tile order: GROUP_M row tiles wide, then along the columns, so that neighbours share weights in L2."""
+    width = GROUP_M * N_TILES
+    first = (pid // width) * GROUP_M
+    group = tl.minimum(m_tiles - first, GROUP_M)
+    return first + (pid % width) % group, (pid % width) // group
+
+
+@triton.jit
+def weight_rows(n_start, N: tl.constexpr, BLOCK_N: tl.constexpr, GLU: tl.constexpr):
+    """Rows of the expert's weight in this tile, and which of them exist. N counts OUTPUT columns."""
+    column = tl.arange(0, BLOCK_N)
+    if GLU == CONCAT:
+        half: tl.constexpr = BLOCK_N // 2
+        output = n_start + column % half
+        row = (column // half) * N + output
+    elif GLU == INTERLEAVED:
+        output = n_start + column // 2
+        row = 2 * n_start + column
+    else:
+        output = n_start + column
+        row = output
+    return row, output < N
+
+
+@triton.jit
+def load_weight(
+    w,
+    w_desc,
+    w_row,
+    w_valid,
+    expert,
+    n_start,
+    k,
+    K: tl.constexpr,
+    W_STRIDES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GLU: tl.constexpr,
+    W_LOAD: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """Weight tile [BLOCK_K, BLOCK_N]; what lies outside the expert's matrix reads as 0.
+
+    HALF (concat only) picks where the descriptor starts: 0 for gate, and gate with up; 1 for up alone.
+    """
+    if W_LOAD == TMA_NK:
+        if GLU == CONCAT:
+            tile = w_desc.load([expert, HALF, n_start, k]).reshape(BLOCK_N, BLOCK_K).T
+        elif GLU == INTERLEAVED:
+            tile = w_desc.load([expert, 2 * n_start, k]).reshape(BLOCK_N, BLOCK_K).T
+        else:
+            tile = w_desc.load([expert, n_start, k]).reshape(BLOCK_N, BLOCK_K).T
+    elif W_LOAD == TMA_KN:
+        if GLU == CONCAT:
+            tile = w_desc.load([expert, k, HALF, n_start]).reshape(BLOCK_K, BLOCK_N)
+        elif GLU == INTERLEAVED:
+            tile = w_desc.load([expert, k, 2 * n_start]).reshape(BLOCK_K, BLOCK_N)
+        else:
+            tile = w_desc.load([expert, k, n_start]).reshape(BLOCK_K, BLOCK_N)
+    else:
+        k_index = k + tl.arange(0, BLOCK_K)
+        pointers = (
+            w
+            + expert.to(tl.int64) * W_STRIDES[0]
+            + w_row.to(tl.int64)[None, :] * W_STRIDES[1]
+            + k_index.to(tl.int64)[:, None] * W_STRIDES[2]
+        )
+        if K % BLOCK_K == 0:
+            tile = tl.load(pointers, mask=w_valid[None, :], other=0.0)
+        else:
+            tile = tl.load(pointers, mask=w_valid[None, :] & (k_index < K)[:, None], other=0.0)
+    return tile
+
+
+@triton.jit
+def load_rows(
+    a, a_desc, a_row, row_valid, row_start, stride_am, k, K: tl.constexpr, BLOCK_K: tl.constexpr, A_TMA: tl.constexpr
+):
+    """Activation tile [BLOCK_M, BLOCK_K]; a descriptor may also read rows past the end, which are not stored."""
+    if A_TMA:
+        tile = a_desc.load([row_start, k])
+    else:
+        k_index = k + tl.arange(0, BLOCK_K)
+        pointers = a + a_row.to(tl.int64)[:, None] * stride_am + k_index[None, :]
+        if K % BLOCK_K == 0:
+            tile = tl.load(pointers, mask=row_valid[:, None], other=0.0)
+        else:
+            tile = tl.load(pointers, mask=row_valid[:, None] & (k_index < K)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def quantized_rows(tile, a_scale, a_row, row_valid, k, K: tl.constexpr, A_QUANT: tl.constexpr):
+    """(e4m3 tile, scale of its rows): quantised here, or already with scales [rows, ceil(K / 128)]."""
+    if A_QUANT == QUANTIZE_HERE:
+        tile, scale = quantize_tile(tile.to(tl.float32))
+    else:
+        groups: tl.constexpr = (K + 127) // 128
+        scale = tl.load(a_scale + a_row.to(tl.int64) * groups + k // 128, mask=row_valid, other=0.0)
+    return tile, scale
+
+
+@triton.jit
+def scaled_product(
+    a_tile, row_scale, w_tile, w_scale, expert, row, w_valid, k, W_SCALE_STRIDES: tl.constexpr, ONE_SCALE: tl.constexpr
+):
+    """One scale group's product, promoted to fp32 with both scales.
+
+    Promotion group by group: the tensor core's own fp8 accumulator keeps too few bits for a long sum. ONE_SCALE: all
+    weight rows of the tile lie in one block of 128, so the column's scale folds into the row's.
+    """
+    pointers = w_scale + expert.to(tl.int64) * W_SCALE_STRIDES[0] + (k // 128) * W_SCALE_STRIDES[2]
+    if INTERPRETED:
+        a_tile = a_tile.to(tl.float32)
+        w_tile = w_tile.to(tl.float32)
+    if ONE_SCALE:
+        scale = (row_scale * tl.load(pointers + (row // 128) * W_SCALE_STRIDES[1]))[:, None]
+    else:
+        column_scale = tl.load(pointers + (row // 128) * W_SCALE_STRIDES[1], mask=w_valid, other=0.0)
+        scale = row_scale[:, None] * column_scale[None, :]
+    return tl.dot(a_tile, w_tile, input_precision="ieee") * scale
+
+
+@triton.jit
+def mm_tile(
+    a,
+    a_desc,
+    a_scale,
+    a_row,
+    row_valid,
+    row_start,
+    stride_am,
+    w,
+    w_desc,
+    w_scale,
+    expert,
+    n_start,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    W_STRIDES: tl.constexpr,
+    W_SCALE_STRIDES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GLU: tl.constexpr,
+    A_TMA: tl.constexpr,
+    W_LOAD: tl.constexpr,
+    A_QUANT: tl.constexpr,
+):
+    """fp32 accumulator [BLOCK_M, BLOCK_N] of a tile: sum over k of a[row, k] * w[expert, n, k].
+
+    Args:
+        a_row: [BLOCK_M] row of `a` for each row of the tile; row_valid masks rows of other experts.
+        row_start: first row, for the descriptor load.
+        a_scale: [rows, ceil(K / 128)] f32, contiguous; w_scale: f32 with strides W_SCALE_STRIDES over 128x128 blocks.
+    """
+    w_row, w_valid = weight_rows(n_start, N, BLOCK_N, GLU)
+    ONE_SCALE: tl.constexpr = GLU == NOT_GATED and BLOCK_N <= 128
+    accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        a_tile = load_rows(a, a_desc, a_row, row_valid, row_start, stride_am, k, K, BLOCK_K, A_TMA)
+        w_tile = load_weight(
+            w, w_desc, w_row, w_valid, expert, n_start, k, K, W_STRIDES, BLOCK_N, BLOCK_K, GLU, W_LOAD, 0
+        )
+        if A_QUANT == UNQUANTIZED:
+            if INTERPRETED:
+                a_tile = a_tile.to(tl.float32)
+                w_tile = w_tile.to(tl.float32)
+            accumulator = tl.dot(a_tile, w_tile, accumulator, input_precision="ieee")
+        else:
+            a_tile, row_scale = quantized_rows(a_tile, a_scale, a_row, row_valid, k, K, A_QUANT)
+            row = n_start if ONE_SCALE else w_row
+            accumulator += scaled_product(
+                a_tile, row_scale, w_tile, w_scale, expert, row, w_valid, k, W_SCALE_STRIDES, ONE_SCALE
+            )
+    return accumulator
+
+
+@triton.jit
+def scaled_glu_tile(
+    a,
+    a_desc,
+    a_scale,
+    a_row,
+    row_valid,
+    row_start,
+    stride_am,
+    w,
+    w_desc,
+    w_scale,
+    expert,
+    n_start,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    W_STRIDES: tl.constexpr,
+    W_SCALE_STRIDES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    A_TMA: tl.constexpr,
+    W_LOAD: tl.constexpr,
+    A_QUANT: tl.constexpr,
+):
+    """(gate, up) fp32 accumulators [BLOCK_M, COLUMNS] of a quantised gated tile, concat layout.
+
+    Two products instead of one twice as wide: a product that waits for its scales then takes half the registers, so
+    that two CTAs share a multiprocessor and one multiplies while the other promotes.
+    """
+    ONE_SCALE: tl.constexpr = N % COLUMNS == 0 and COLUMNS <= 128
+    gate_row, w_valid = weight_rows(n_start, N, COLUMNS, NOT_GATED)
+    gate = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
+    up = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        a_tile = load_rows(a, a_desc, a_row, row_valid, row_start, stride_am, k, K, BLOCK_K, A_TMA)
+        gate_tile = load_weight(
+            w, w_desc, gate_row, w_valid, expert, n_start, k, K, W_STRIDES, COLUMNS, BLOCK_K, CONCAT, W_LOAD, 0
+        )
+        up_tile = load_weight(
+            w, w_desc, N + gate_row, w_valid, expert, n_start, k, K, W_STRIDES, COLUMNS, BLOCK_K, CONCAT, W_LOAD, 1
+        )
+        a_tile, row_scale = quantized_rows(a_tile, a_scale, a_row, row_valid, k, K, A_QUANT)
+        row = n_start if ONE_SCALE else gate_row
+        gate += scaled_product(
+            a_tile, row_scale, gate_tile, w_scale, expert, row, w_valid, k, W_SCALE_STRIDES, ONE_SCALE
+        )
+        up += scaled_product(
+            a_tile, row_scale, up_tile, w_scale, expert, N + row, w_valid, k, W_SCALE_STRIDES, ONE_SCALE
+        )
+    return gate, up
+
+
+@triton.jit
+def _bias(bias, expert, row, valid, BIAS_STRIDES: tl.constexpr):
+    """fp32 row vector of the expert's bias."""
+    pointers = bias + expert.to(tl.int64) * BIAS_STRIDES[0] + row * BIAS_STRIDES[1]
+    return tl.load(pointers, mask=valid, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def compute_tile(
+    a,
+    a_desc,
+    a_scale,
+    a_row,
+    row_valid,
+    row_start,
+    stride_am,
+    w,
+    w_desc,
+    w_scale,
+    bias,
+    out,
+    out_scale,
+    expert,
+    rows,
+    n_start,
+    alpha,
+    limit,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    STRIDES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GLU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    LOADS: tl.constexpr,
+    A_QUANT: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+):
+    """A whole output tile: product, + bias (fp32), activation (fp32), one rounding, store.
+
+    Args: see `mm_tile`; rows: [BLOCK_M] output rows; QUANTIZE needs 128 output columns, one scale group.
+    """
+    W_STRIDES: tl.constexpr = STRIDES[0]
+    W_SCALE_STRIDES: tl.constexpr = STRIDES[1]
+    BIAS_STRIDES: tl.constexpr = STRIDES[2]
+    BLOCK_M: tl.constexpr = BLOCK[0]
+    BLOCK_N: tl.constexpr = BLOCK[1]
+    BLOCK_K: tl.constexpr = BLOCK[2]
+    A_TMA: tl.constexpr = LOADS[0]
+    W_LOAD: tl.constexpr = LOADS[1]
+    COLUMNS: tl.constexpr = BLOCK_N if GLU == NOT_GATED else BLOCK_N // 2
+    column, valid = weight_rows(n_start, N, COLUMNS, NOT_GATED)
+    if A_QUANT != UNQUANTIZED and GLU == CONCAT:
+        gate, up = scaled_glu_tile(
+            a,
+            a_desc,
+            a_scale,
+            a_row,
+            row_valid,
+            row_start,
+            stride_am,
+            w,
+            w_desc,
+            w_scale,
+            expert,
+            n_start,
+            N,
+            K,
+            W_STRIDES,
+            W_SCALE_STRIDES,
+            BLOCK_M,
+            COLUMNS,
+            BLOCK_K,
+            A_TMA,
+            W_LOAD,
+            A_QUANT,
+        )
+    else:
+        gate = mm_tile(
+            a,
+            a_desc,
+            a_scale,
+            a_row,
+            row_valid,
+            row_start,
+            stride_am,
+            w,
+            w_desc,
+            w_scale,
+            expert,
+            n_start,
+            N,
+            K,
+            W_STRIDES,
+            W_SCALE_STRIDES,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            GLU,
+            A_TMA,
+            W_LOAD,
+            A_QUANT,
+        )
+        up = gate
+        if GLU == CONCAT:
+            gate, up = tl.split(gate.reshape(BLOCK_M, 2, COLUMNS).permute(0, 2, 1))
+        elif GLU == INTERLEAVED:
+            gate, up = tl.split(gate.reshape(BLOCK_M, COLUMNS, 2))
+    if BIAS_STRIDES is not None:
+        if GLU == CONCAT:
+            gate += _bias(bias, expert, column, valid, BIAS_STRIDES)
+            up += _bias(bias, expert, N + column, valid, BIAS_STRIDES)
+        elif GLU == INTERLEAVED:
+            gate += _bias(bias, expert, 2 * column, valid, BIAS_STRIDES)
+            up += _bias(bias, expert, 2 * column + 1, valid, BIAS_STRIDES)
+        else:
+            gate += _bias(bias, expert, column, valid, BIAS_STRIDES)
+    value = gate
+    if ACTIVATION is not None:
+        value = apply_activation(gate, up, alpha, limit, ACTIVATION, GLU != NOT_GATED)
+    mask = row_valid[:, None] & valid[None, :]
+    pointers = out + rows.to(tl.int64)[:, None] * N + column[None, :]
+    if QUANTIZE:
+        quantized, scale = quantize_tile(tl.where(valid[None, :], value, 0.0))
+        tl.store(pointers, quantized, mask=mask)
+        groups: tl.constexpr = (N + 127) // 128
+        tl.store(out_scale + rows.to(tl.int64) * groups + n_start // 128, scale, mask=row_valid)
+    else:
+        tl.store(pointers, round_to(value, out.dtype.element_ty), mask=mask)

@@ -1,0 +1,338 @@
+"""Where every routed pair goes, and the copy that takes it there.
+
+Pair p = t * TOP_K + k. Sorted rows: pairs ordered by expert, then by p. Batched slots: e * capacity + the pair's place
+among e's pairs. Both are "count the pairs that come before mine", so the same kernels compute them, without atomics
+and hence without run-to-run differences.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_ops.kernels.triton.util import cdiv, load_expert, next_power_of_2, on_device, pdl_release, pdl_wait, round_to
+
+COUNT_ALL_PAIRS = 4096  # up to here R^2 comparisons, spread over all multiprocessors, beat a second kernel
+CHUNK = 128  # pairs ranked against one another at once in the large path
+MULTIPROCESSORS = 132  # about how many programs run side by side
+
+
+@triton.jit(do_not_specialize=["R", "capacity"])
+def _place_small_kernel(
+    topk_ids_ptr,
+    expert_map_ptr,
+    counts_ptr,
+    row_to_pair_ptr,
+    pair_to_row_ptr,
+    R,
+    E,
+    E_GLOBAL,
+    capacity,
+    BATCHED: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program places BLOCK_P items by comparing each with all R pairs; no program waits for another.
+
+    Items 0 .. R - 1 are the pairs, R .. R + E - 1 stand for the experts. With key = expert * R + p, the row of a pair
+    is the number of smaller keys, and the cumulative end of expert e the number of keys below (e + 1) * R. Batched,
+    only keys from expert * R on count. Dropped pairs sort last, so their rows are exactly the tail to fill with -1.
+
+    Comparisons: R (R + E). Bytes: 4 R (R + E) / BLOCK_P from L2, and 8 R + 4 E written.
+    """
+    pdl_wait(PDL)
+    pdl_release(PDL)
+    item = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    is_pair = item < R
+    expert = load_expert(topk_ids_ptr, expert_map_ptr, item, is_pair, E, E_GLOBAL)
+    expert = tl.where(is_pair, expert, item - R)
+    place = tl.where(is_pair, item, R)
+    if BATCHED:
+        first = expert * R
+        length = place.to(tl.uint32)
+    else:
+        first = tl.zeros_like(expert)
+        length = (expert * R + place).to(tl.uint32)
+    smaller = tl.zeros([BLOCK_P, BLOCK_Q], tl.int32)
+    for start in tl.range(0, R, BLOCK_Q, loop_unroll_factor=4):
+        q = start + tl.arange(0, BLOCK_Q)
+        key = load_expert(topk_ids_ptr, expert_map_ptr, q, q < R, E, E_GLOBAL) * R + q
+        key = tl.where(q < R, key, 0x7FFFFFFF)
+        smaller += ((key[None, :] - first[:, None]).to(tl.uint32) < length[:, None]).to(tl.int32)
+    row = tl.sum(smaller, axis=1)
+
+    is_expert = (item >= R) & (item < R + E)
+    held = is_pair & (expert < E)
+    if BATCHED:
+        tl.store(counts_ptr + item - R, tl.minimum(row, capacity), mask=is_expert)
+        row = tl.where(held & (row < capacity), expert * capacity + row, -1)
+    else:
+        tl.store(counts_ptr + item - R, row, mask=is_expert)
+        tl.store(row_to_pair_ptr + row, tl.where(held, item, -1), mask=is_pair)
+        row = tl.where(held, row, -1)
+    tl.store(pair_to_row_ptr + item, row, mask=is_pair)
+
+
+@triton.jit(do_not_specialize=["R"])
+def _count_kernel(
+    topk_ids_ptr,
+    expert_map_ptr,
+    table_ptr,
+    R,
+    E,
+    E_GLOBAL,
+    BLOCK: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program counts the pairs of each expert among its BLOCK pairs: row `program` of table i32 [blocks, BLOCK_E].
+
+    Bytes: R sizeof(id) + 4 BLOCK_E blocks.
+    """
+    pdl_wait(PDL)
+    pdl_release(PDL)
+    block = tl.program_id(0)
+    counts = tl.zeros([BLOCK_E], tl.int32)
+    for start in range(0, BLOCK, BLOCK_Q):
+        p = block * BLOCK + start + tl.arange(0, BLOCK_Q)
+        expert = load_expert(topk_ids_ptr, expert_map_ptr, p, p < R, E, E_GLOBAL)
+        counts += tl.histogram(tl.where(expert < E, expert, 0), BLOCK_E, mask=expert < E)
+    tl.store(table_ptr + block * BLOCK_E + tl.arange(0, BLOCK_E), counts)
+
+
+@triton.jit(do_not_specialize=["R", "capacity", "blocks"])
+def _place_kernel(
+    topk_ids_ptr,
+    expert_map_ptr,
+    table_ptr,
+    counts_ptr,
+    row_to_pair_ptr,
+    pair_to_row_ptr,
+    R,
+    E,
+    E_GLOBAL,
+    capacity,
+    blocks,
+    BATCHED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program places its BLOCK pairs, after summing for itself the count table up to its own row.
+
+    `next` [BLOCK_E] is the row of each expert's next pair. CHUNK pairs at a time are ranked by comparing all of them,
+    placed at next[expert] + rank, and then counted into `next`. Program 0 also writes the offsets (or counts).
+
+    Comparisons: R CHUNK. Bytes: R sizeof(id) + 4 BLOCK_E blocks^2 from L2, and 8 R + 4 E written.
+    """
+    pdl_wait(PDL)
+    pdl_release(PDL)
+    block = tl.program_id(0)
+    e = tl.arange(0, BLOCK_E)
+    before = tl.zeros([BLOCK_B, BLOCK_E], tl.int32)
+    total = tl.zeros([BLOCK_B, BLOCK_E], tl.int32)
+    for start in range(0, blocks, BLOCK_B):
+        b = start + tl.arange(0, BLOCK_B)
+        counts = tl.load(table_ptr + b[:, None] * BLOCK_E + e[None, :], mask=(b < blocks)[:, None], other=0)
+        total += counts
+        before += tl.where((b < block)[:, None], counts, 0)
+    next = tl.sum(before, axis=0)
+    totals = tl.sum(total, axis=0)
+    if BATCHED:
+        result = tl.minimum(totals, capacity)
+    else:
+        result = tl.cumsum(totals, axis=0)
+        next += result - totals
+    if block == 0:
+        tl.store(counts_ptr + e, result, mask=e < E)
+
+    i = tl.arange(0, CHUNK)
+    if not BATCHED:
+        rows = tl.sum(totals, axis=0)
+        for start in range(0, BLOCK, CHUNK):
+            p = block * BLOCK + start + i
+            tl.store(row_to_pair_ptr + p, tl.full([CHUNK], -1, tl.int32), mask=(p >= rows) & (p < R))
+    p = block * BLOCK + i
+    following = load_expert(topk_ids_ptr, expert_map_ptr, p, p < R, E, E_GLOBAL)
+    for start in range(0, BLOCK, CHUNK):
+        p = block * BLOCK + start + i
+        expert = following
+        # The next chunk's ids travel while this one is placed; past the block they are read and not used.
+        following = load_expert(topk_ids_ptr, expert_map_ptr, p + CHUNK, p + CHUNK < R, E, E_GLOBAL)
+        held = expert < E
+        earlier = (expert[:, None] == expert[None, :]) & (i[:, None] < i[None, :])
+        bin = tl.where(held, expert, 0)
+        row = tl.gather(next, bin, axis=0) + tl.sum(earlier.to(tl.int32), axis=0)
+        next += tl.histogram(bin, BLOCK_E, mask=held)
+        if BATCHED:
+            row = tl.where(held & (row < capacity), expert * capacity + row, -1)
+        else:
+            tl.store(row_to_pair_ptr + row, p, mask=held)
+            row = tl.where(held, row, -1)
+        tl.store(pair_to_row_ptr + p, row, mask=p < R)
+
+
+def place_pairs(
+    topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tensor | None, capacity: int | None, pdl: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Give every pair its row (capacity None) or its slot: one kernel up to `COUNT_ALL_PAIRS` pairs, else two.
+
+    Returns:
+        (offsets, row_to_pair, pair_to_row), or with a capacity (counts clamped to it, None, slots).
+    """
+    T, TOP_K = topk_ids.shape
+    R, E, device = T * TOP_K, num_experts, topk_ids.device
+    counts = torch.empty(E, dtype=torch.int32, device=device)
+    row_to_pair = None if capacity is not None else torch.empty(R, dtype=torch.int32, device=device)
+    pair_to_row = torch.empty((T, TOP_K), dtype=torch.int32, device=device)
+    if R == 0:
+        return counts.zero_(), row_to_pair, pair_to_row
+    ids = (topk_ids.contiguous(), None if expert_map is None else expert_map.contiguous())
+    outputs = (counts, row_to_pair, pair_to_row)
+    sizes = (R, E, 0 if expert_map is None else expert_map.shape[0])
+    options = {"PDL": pdl, "launch_pdl": pdl, "num_warps": 4}
+    batched = capacity is not None
+    with on_device(topk_ids):
+        if R <= COUNT_ALL_PAIRS:
+            block_q = max(16, min(128, next_power_of_2(R)))
+            _place_small_kernel[(cdiv(R + E, 32),)](
+                *ids, *outputs, *sizes, capacity or 0, BATCHED=batched, BLOCK_P=32, BLOCK_Q=block_q, **options
+            )
+            return counts, row_to_pair, pair_to_row
+        block = _block_of_pairs(R)
+        blocks = cdiv(R, block)
+        block_e = max(32, next_power_of_2(E))
+        table = torch.empty((blocks, block_e), dtype=torch.int32, device=device)
+        _count_kernel[(blocks,)](*ids, table, *sizes, BLOCK=block, BLOCK_Q=min(512, block), BLOCK_E=block_e, **options)
+        _place_kernel[(blocks,)](
+            *ids,
+            table,
+            *outputs,
+            *sizes,
+            capacity or 0,
+            blocks,
+            BATCHED=batched,
+            BLOCK=block,
+            BLOCK_E=block_e,
+            BLOCK_B=max(1, 4096 // block_e),
+            CHUNK=CHUNK,
+            **options,
+        )
+    return counts, row_to_pair, pair_to_row
+
+
+def _block_of_pairs(R: int) -> int:
+    """Pairs per program of the large path: one program per multiprocessor, until the table would have too many rows.
+
+    Every program reads the whole table (R / block rows) and walks its own chunks, so block grows with the square root.
+    """
+    block = CHUNK
+    while cdiv(R, block) > max(MULTIPROCESSORS, block // 8):
+        block *= 2
+    return block
+
+
+def sort_pairs(
+    topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tensor | None = None, *, pdl: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Stable counting sort of the pairs by expert.
+
+    Args:
+        topk_ids: [T, K] i32 or i64; ids outside the experts held here are dropped.
+        expert_map: i32 or i64 [E_global] -> local expert or -1, or None.
+        pdl: launch as programmatic dependents of the kernels before.
+
+    Returns:
+        (offsets i32 [E] cumulative ends, row_to_pair i32 [R] with -1 past offsets[-1], pair_to_row i32 [T, K] with -1
+        for dropped pairs).
+    """
+    offsets, row_to_pair, pair_to_row = place_pairs(topk_ids, num_experts, expert_map, None, pdl)
+    return offsets, row_to_pair, pair_to_row
+
+
+@triton.jit
+def _scatter_rows_kernel(
+    hidden_ptr,
+    weights_ptr,
+    pair_to_row_ptr,
+    rows_ptr,
+    H,
+    stride_t,
+    TOP_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program reads BLOCK_H columns of one token once and writes them to each of its TOP_K rows.
+
+    Bytes: (T + R) H sizeof(element).
+    """
+    pdl_wait(PDL)
+    pdl_release(PDL)
+    t = tl.program_id(0)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    x = tl.load(hidden_ptr + t.to(tl.int64) * stride_t + h, mask=h < H, other=0.0)
+    for k in tl.static_range(TOP_K):
+        row = tl.load(pair_to_row_ptr + t * TOP_K + k)
+        y = x
+        if weights_ptr is not None:
+            weight = tl.load(weights_ptr + t * TOP_K + k).to(tl.float32)
+            y = round_to(x.to(tl.float32) * weight, rows_ptr.dtype.element_ty)
+        tl.store(rows_ptr + row.to(tl.int64) * H + h, y, mask=(h < H) & (row >= 0))
+
+
+def scatter_rows(
+    hidden_states: torch.Tensor,
+    pair_to_row: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    rows: torch.Tensor,
+    pdl: bool,
+) -> None:
+    """Write token t, times its k-th weight if given, to `rows[pair_to_row[t, k]]` where that is not -1."""
+    T, H = hidden_states.shape
+    TOP_K = pair_to_row.shape[1]
+    if T == 0 or TOP_K == 0 or H == 0:
+        return
+    if hidden_states.stride(1) != 1:
+        hidden_states = hidden_states.contiguous()
+    block_h = min(next_power_of_2(H), 2048 if T >= 256 else 512)
+    with on_device(hidden_states):
+        _scatter_rows_kernel[(T, cdiv(H, block_h))](
+            hidden_states,
+            None if topk_weights is None else topk_weights.contiguous(),
+            pair_to_row.contiguous(),
+            rows,
+            H,
+            hidden_states.stride(0),
+            TOP_K=TOP_K,
+            BLOCK_H=block_h,
+            PDL=pdl,
+            num_warps=min(8, max(1, block_h // 256)),
+            launch_pdl=pdl,
+        )
+
+
+def gather_rows(
+    hidden_states: torch.Tensor,
+    pair_to_row: torch.Tensor,
+    topk_weights: torch.Tensor | None = None,
+    *,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """Expert-sorted copies of the tokens.
+
+    Args:
+        hidden_states: [T, H], any row stride.
+        pair_to_row: i32 [T, K], from `sort_pairs`.
+        topk_weights: [T, K] any float dtype, or None: multiplied in fp32, then rounded to the dtype of hidden_states.
+
+    Returns:
+        rows [T * K, H]; rows that no pair maps to are uninitialised.
+    """
+    rows = hidden_states.new_empty((pair_to_row.numel(), hidden_states.shape[1]))
+    scatter_rows(hidden_states, pair_to_row, topk_weights, rows, pdl)
+    return rows

@@ -1,0 +1,310 @@
+"""The decode path: a few (token, expert) pairs, no sorting, each pair streams its expert's weights once.
+
+Two kernels replace sort, two GEMMs and combine: with T * K pairs far fewer than experts almost no weight is shared
+between pairs, so a matrix-vector product per pair moves the same bytes as a grouped GEMM, starts at once, and keeps
+many more loads in flight. The second kernel owns its output columns for all K experts of a token, so the weighted sum
+is a register accumulation in fixed order and the unweighted rows never exist.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_ops.kernels.triton.act_quant import apply_activation
+from moe_ops.kernels.triton.config import SmallConfig
+from moe_ops.kernels.triton.launch import SCALE_GROUP, ExpertMM
+from moe_ops.kernels.triton.scales import quantize_tile
+from moe_ops.kernels.triton.util import cdiv, load_expert, next_power_of_2, on_device, pdl_release, pdl_wait, round_to
+
+
+@triton.jit
+def _quantized(x, group_scale, BLOCK_K: tl.constexpr):
+    """x [BLOCK_K] rounded through the 1x128 e4m3 grid, times both operands' scales for each group of 128."""
+    quantized, scale = quantize_tile(x.reshape(BLOCK_K // 128, 128))
+    return (quantized.to(tl.float32) * (scale * group_scale)[:, None]).reshape(BLOCK_K)
+
+
+@triton.jit
+def _scaled_input(x, w_scale, expert, row, k, K: tl.constexpr, S_STRIDES: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The vector a weight tile is multiplied with: x itself, or quantised x with the scales of weight row `row`."""
+    if S_STRIDES is None:
+        return x
+    else:
+        group = k // 128 + tl.arange(0, BLOCK_K // 128)
+        pointers = w_scale + expert.to(tl.int64) * S_STRIDES[0] + (row // 128) * S_STRIDES[1] + group * S_STRIDES[2]
+        return _quantized(x, tl.load(pointers, mask=group * 128 < K, other=0.0), BLOCK_K)
+
+
+@triton.jit
+def _weight_rows(w, expert, row, valid, k_index, K: tl.constexpr, STRIDES: tl.constexpr, BLOCK_K: tl.constexpr):
+    """fp32 tile [BLOCK_N, BLOCK_K] of the expert's weight; 0 outside."""
+    pointers = (
+        w
+        + expert.to(tl.int64) * STRIDES[0]
+        + row.to(tl.int64)[:, None] * STRIDES[1]
+        + k_index.to(tl.int64)[None, :] * STRIDES[2]
+    )
+    mask = valid[:, None] if K % BLOCK_K == 0 else valid[:, None] & (k_index < K)[None, :]
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _small_glu_kernel(
+    x,
+    topk_weights,
+    topk_ids,
+    expert_map,
+    w,
+    w_scale,
+    bias,
+    h,
+    stride_x,
+    alpha,
+    limit,
+    E: tl.constexpr,
+    MAPPED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    STRIDES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GLU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    WEIGHT_ON_INPUT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: BLOCK_N activated columns of one pair. h[pair, n] = act(x_t . w_gate[n]) * (x_t . w_up[n]).
+
+    Grid: (ceil(N / BLOCK_N), T * K). Bytes: pairs * N_w * K * w_size. FLOPs: 2 * pairs * N_w * K, on the CUDA cores,
+    whose rate is far above what the weight stream needs.
+    """
+    W_STRIDES: tl.constexpr = STRIDES[0]
+    SCALE_STRIDES: tl.constexpr = STRIDES[1]
+    BIAS_STRIDES: tl.constexpr = STRIDES[2]
+    pdl_wait(PDL)
+    pdl_release(PDL)
+    pair = tl.program_id(1)
+    expert = load_expert(topk_ids, expert_map, pair, pair >= 0, E, MAPPED)
+    if expert < E:
+        column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        valid = column < N
+        if GLU == 2:
+            gate_row, up_row = 2 * column, 2 * column + 1
+        else:
+            gate_row, up_row = column, N + column
+        first = tl.program_id(0) * BLOCK_N
+        gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        for k in range(0, K, BLOCK_K):
+            k_index = k + tl.arange(0, BLOCK_K)
+            value = tl.load(x + (pair // TOP_K).to(tl.int64) * stride_x + k_index, mask=k_index < K, other=0.0)
+            value = value.to(tl.float32)
+            if WEIGHT_ON_INPUT:
+                value *= tl.load(topk_weights + pair).to(tl.float32)
+                value = round_to(value, x.dtype.element_ty).to(tl.float32)
+            gate_in = _scaled_input(
+                value, w_scale, expert, 2 * first if GLU == 2 else first, k, K, SCALE_STRIDES, BLOCK_K
+            )
+            gate += _weight_rows(w, expert, gate_row, valid, k_index, K, W_STRIDES, BLOCK_K) * gate_in[None, :]
+            if GLU > 0:
+                up_in = gate_in
+                if GLU == 1:
+                    up_in = _scaled_input(value, w_scale, expert, N + first, k, K, SCALE_STRIDES, BLOCK_K)
+                up += _weight_rows(w, expert, up_row, valid, k_index, K, W_STRIDES, BLOCK_K) * up_in[None, :]
+        gate_sum = tl.sum(gate, axis=1)
+        up_sum = tl.sum(up, axis=1)
+        if BIAS_STRIDES is not None:
+            shift = bias + expert.to(tl.int64) * BIAS_STRIDES[0]
+            gate_sum += tl.load(shift + gate_row * BIAS_STRIDES[1], mask=valid, other=0.0).to(tl.float32)
+            if GLU > 0:
+                up_sum += tl.load(shift + up_row * BIAS_STRIDES[1], mask=valid, other=0.0).to(tl.float32)
+        value = apply_activation(gate_sum, up_sum, alpha, limit, ACTIVATION, GLU > 0)
+        tl.store(h + pair.to(tl.int64) * N + column, round_to(value, h.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def _small_down_kernel(
+    h,
+    topk_weights,
+    topk_ids,
+    expert_map,
+    w,
+    w_scale,
+    bias,
+    out,
+    E: tl.constexpr,
+    MAPPED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    STRIDES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WEIGHT_ON_INPUT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: BLOCK_N columns of one token's output, out[t] = sum_k weight_k * (w[e_k] h_k + bias[e_k]).
+
+    Grid: (ceil(N / BLOCK_N), T). Bytes: pairs * N * K * w_size. All TOP_K experts' rows are one load
+    [BLOCK_P, BLOCK_N, BLOCK_K] (BLOCK_P a power of two >= TOP_K), so no expert waits for another; the lanes are summed
+    once, at the end, in an order that depends on nothing.
+    """
+    W_STRIDES: tl.constexpr = STRIDES[0]
+    SCALE_STRIDES: tl.constexpr = STRIDES[1]
+    BIAS_STRIDES: tl.constexpr = STRIDES[2]
+    pdl_wait(PDL)
+    pdl_release(PDL)
+    token = tl.program_id(1)
+    first = tl.program_id(0) * BLOCK_N
+    column = first + tl.arange(0, BLOCK_N)
+    place = tl.arange(0, BLOCK_P)
+    pair = token * TOP_K + place
+    expert = load_expert(topk_ids, expert_map, pair, place < TOP_K, E, MAPPED)
+    held = expert < E
+    expert = tl.where(held, expert, 0).to(tl.int64)
+    if WEIGHT_ON_INPUT:
+        scale = tl.where(held, 1.0, 0.0)
+    else:
+        # `where`, not a product with 0: a dropped pair's weight may be NaN.
+        scale = tl.where(held, tl.load(topk_weights + pair, mask=held, other=0.0).to(tl.float32), 0.0)
+    exists = held[:, None] & (column < N)[None, :]
+    rows = w + expert[:, None] * W_STRIDES[0] + column.to(tl.int64)[None, :] * W_STRIDES[1]
+    total = tl.zeros((BLOCK_P, BLOCK_N, BLOCK_K), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        k_index = k + tl.arange(0, BLOCK_K)
+        inside = (k_index < K)[None, None, :]
+        tile = tl.load(
+            rows[:, :, None] + k_index.to(tl.int64)[None, None, :] * W_STRIDES[2],
+            mask=exists[:, :, None] & inside,
+            other=0.0,
+        ).to(tl.float32)
+        value = tl.load(
+            h + pair.to(tl.int64)[:, None] * K + k_index[None, :],
+            mask=held[:, None] & (k_index < K)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        if SCALE_STRIDES is not None:
+            group = k // 128 + tl.arange(0, BLOCK_K // 128)
+            pointers = (
+                w_scale
+                + expert[:, None] * SCALE_STRIDES[0]
+                + (first // 128) * SCALE_STRIDES[1]
+                + group[None, :] * SCALE_STRIDES[2]
+            )
+            group_scale = tl.load(pointers, mask=held[:, None] & (group * 128 < K)[None, :], other=0.0)
+            value = _quantized(
+                value.reshape(BLOCK_P * BLOCK_K), group_scale.reshape(BLOCK_P * (BLOCK_K // 128)), BLOCK_P * BLOCK_K
+            ).reshape(BLOCK_P, BLOCK_K)
+        total += tile * (value * scale[:, None])[:, None, :]
+    result = tl.sum(tl.sum(total, axis=2), axis=0)
+    if BIAS_STRIDES is not None:
+        pointers = bias + expert[:, None] * BIAS_STRIDES[0] + column[None, :] * BIAS_STRIDES[1]
+        result += tl.sum(scale[:, None] * tl.load(pointers, mask=exists, other=0.0).to(tl.float32), axis=0)
+    tl.store(out + token.to(tl.int64) * N + column, round_to(result, out.dtype.element_ty), mask=column < N)
+
+
+def refuses(up: ExpertMM, down: ExpertMM, config: tuple[SmallConfig, SmallConfig]) -> bool:
+    """Whether a program's weight rows could span two scale groups, which these kernels do not handle."""
+    if up.weight_scale is None:
+        return False
+    step = config[0].block_n * (2 if up.glu_layout == "interleaved" else 1)
+    aligned = SCALE_GROUP % step == 0 and SCALE_GROUP % config[1].block_n == 0
+    return not (aligned and up.out_features % step == 0)
+
+
+def small_experts(
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    up: ExpertMM,
+    down: ExpertMM,
+    config: tuple[SmallConfig, SmallConfig],
+    *,
+    expert_map: torch.Tensor | None,
+    weight_on_input: bool,
+) -> torch.Tensor:
+    """Experts of a few tokens in two launches.
+
+    Args:
+        hidden_states: [T, H], unit stride along H; topk_weights, topk_ids: [T, K], contiguous.
+        up, down: the two projections (`up` carries the activation).
+        expert_map: [E_global] local id or -1.
+
+    Returns:
+        [T, H] in the dtype of `down.out_dtype`.
+    """
+    T, top_k = topk_ids.shape
+    E, intermediate, hidden = up.num_experts, up.out_features, down.out_features
+    # Quantised: keep fp32, so that GEMM 2 quantises the same numbers that the large path's epilogue does.
+    h_dtype = torch.float32 if up.weight_scale is not None else hidden_states.dtype
+    h = hidden_states.new_empty((T * top_k, intermediate), dtype=h_dtype)
+    out = hidden_states.new_empty((T, hidden), dtype=down.out_dtype)
+    mapped = 0 if expert_map is None else expert_map.shape[0]
+    first, second = config
+    with on_device(hidden_states):
+        _small_glu_kernel[(cdiv(intermediate, first.block_n), T * top_k)](
+            hidden_states,
+            topk_weights,
+            topk_ids,
+            expert_map,
+            up.weight,
+            up.weight_scale,
+            up.bias,
+            h,
+            hidden_states.stride(0),
+            up.alpha,
+            up.limit,
+            E,
+            mapped,
+            top_k,
+            intermediate,
+            up.in_features,
+            _strides(up),
+            first.block_n,
+            first.block_k,
+            up.glu,
+            up.activation,
+            weight_on_input,
+            first.pdl,
+            num_warps=first.num_warps,
+            num_stages=1,
+            launch_pdl=first.pdl,
+        )
+        _small_down_kernel[(cdiv(hidden, second.block_n), T)](
+            h,
+            topk_weights,
+            topk_ids,
+            expert_map,
+            down.weight,
+            down.weight_scale,
+            down.bias,
+            out,
+            E,
+            mapped,
+            top_k,
+            next_power_of_2(top_k),
+            hidden,
+            intermediate,
+            _strides(down),
+            second.block_n,
+            second.block_k,
+            weight_on_input,
+            second.pdl,
+            num_warps=second.num_warps,
+            num_stages=1,
+            launch_pdl=second.pdl,
+        )
+    return out
+
+
+def _strides(mm: ExpertMM) -> tuple[tuple[int, ...], tuple[int, ...] | None, tuple[int, ...] | None]:
+    """(weight, weight scale, bias) strides, None for what is absent."""
+    return (
+        mm.weight.stride(),
+        None if mm.weight_scale is None else mm.weight_scale.stride(),
+        None if mm.bias is None else mm.bias.stride(),
+    )

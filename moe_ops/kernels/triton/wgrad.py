@@ -1,0 +1,72 @@
+"""Weight gradient of a grouped GEMM: one product per expert over that expert's rows."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_ops.kernels.triton.util import INTERPRETED, cdiv, on_device, round_to
+
+ROWS = 64  # rows per step
+
+
+@triton.jit
+def _wgrad_kernel(
+    grad,
+    x,
+    offsets,
+    out,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """One program: out[e, n block, k block] = sum over the expert's rows r of grad[r, n] * x[r, k], in row order.
+
+    Grid: (n tiles * k tiles, E). FLOPs: 2 * R * N * K. Bytes: R * (N * k tiles + K * n tiles) read, E * N * K written;
+    an expert without rows writes zeros.
+    """
+    expert = tl.program_id(1)
+    start = 0
+    if expert > 0:
+        start = tl.load(offsets + expert - 1)
+    end = tl.load(offsets + expert)
+    k_tiles: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    n = (tl.program_id(0) // k_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = (tl.program_id(0) % k_tiles) * BLOCK_K + tl.arange(0, BLOCK_K)
+    accumulator = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for first in range(start, end, BLOCK_R):
+        row = first + tl.arange(0, BLOCK_R)
+        exists = (row < end)[:, None]
+        row64 = row.to(tl.int64)[:, None]
+        g = tl.load(grad + row64 * N + n[None, :], mask=exists & (n < N)[None, :], other=0.0)
+        value = tl.load(x + row64 * K + k[None, :], mask=exists & (k < K)[None, :], other=0.0)
+        if INTERPRETED:
+            g = g.to(tl.float32)
+            value = value.to(tl.float32)
+        accumulator = tl.dot(g.T, value, accumulator, input_precision="ieee")
+    pointers = out + expert.to(tl.int64) * N * K + n.to(tl.int64)[:, None] * K + k[None, :]
+    tl.store(pointers, round_to(accumulator, out.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
+
+
+def grouped_wgrad(grad_rows: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """`out[e] = grad_rows[rows of e].T @ rows[rows of e]`.
+
+    Args:
+        grad_rows: [R, N]; rows: [R, K]; those past offsets[-1] are not read.
+        offsets: [E] i32 cumulative ends.
+
+    Returns:
+        [E, N, K] in the dtype of `rows`.
+    """
+    grad_rows, rows = grad_rows.contiguous(), rows.contiguous()
+    E, N, K = offsets.shape[0], grad_rows.shape[1], rows.shape[1]
+    out = rows.new_empty((E, N, K))
+    block = 64 if rows.dtype == torch.float32 else 128
+    with on_device(rows):
+        _wgrad_kernel[(cdiv(N, block) * cdiv(K, block), E)](
+            grad_rows, rows, offsets, out, N, K, block, block, ROWS if block == 128 else 32, num_warps=8, num_stages=3
+        )
+    return out

@@ -1,0 +1,162 @@
+"""Which kernels with which tiles run one MoE layer on a GPU: measured plans where there are any, a rule elsewhere.
+
+A plan is chosen from sizes alone, inside the operator, so that a batch size never causes a guard or a recompile.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meta.schemes import SCHEMES
+from moe_ops.kernels.triton.config import MMConfig, SmallConfig
+
+CONFIG_DIR = Path(__file__).parent / "configs"
+
+
+@dataclass(frozen=True)
+class LayerKey:
+    """What a tuned plan is filed under; the number of tokens selects among the plans of one key."""
+
+    scheme: str
+    format: str
+    E: int
+    K: int
+    H: int
+    I: int
+    gated: bool
+
+    def __str__(self) -> str:
+        return (
+            f"{self.scheme} {self.format} E={self.E} K={self.K} H={self.H} I={self.I} "
+            f"{'gated' if self.gated else 'plain'}"
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The kernels of one layer.
+
+    Args:
+        path: "small" (no sorting, two kernels), "grouped", "batched" or "torch_grouped" (torch's CUTLASS GEMMs).
+        up, down: tiles of the two GEMMs.
+        permute: copy the rows into expert order first, so that GEMM 1 can load them by descriptor; otherwise GEMM 1
+            gathers them.
+        quantize_first: quantise the activations of GEMM 1 in a kernel of its own; otherwise inside GEMM 1.
+        us: measured microseconds, None for a plan of the rule.
+    """
+
+    path: str
+    up: MMConfig | SmallConfig | None
+    down: MMConfig | SmallConfig | None
+    permute: bool = False
+    quantize_first: bool = False
+    us: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, tiles as objects."""
+        row = asdict(self)
+        for name in ("up", "down"):
+            tile = getattr(self, name)
+            row[name] = None if tile is None else tile._asdict()
+        return row
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Plan:
+        tile = SmallConfig if row["path"] == "small" else MMConfig
+        made = {name: None if row[name] is None else tile(**row[name]) for name in ("up", "down")}
+        return cls(**{**row, **made})
+
+
+def user_directory() -> Path:
+    """Where plans that a user tuned live: they come before the shipped ones."""
+    return Path.home() / ".cache" / "moe_ops"
+
+
+def file_name(gpu: str) -> str:
+    """`NVIDIA H200` -> `nvidia_h200.json`."""
+    return "_".join(gpu.lower().split()) + ".json"
+
+
+@cache
+def tuned(gpu: str) -> dict[str, dict[int, Plan]]:
+    """All measured plans for a GPU, key -> tokens -> plan. Read once, before any graph is captured."""
+    plans: dict[str, dict[int, Plan]] = {}
+    for directory in (CONFIG_DIR, user_directory()):
+        path = directory / file_name(gpu)
+        if os.path.exists(path):
+            for key, rows in json.loads(path.read_text())["plans"].items():
+                plans.setdefault(key, {}).update({int(tokens): Plan.from_json(row) for tokens, row in rows.items()})
+    return plans
+
+
+@cache
+def plan_for(key: LayerKey, tokens_log2: int, gpu: str, sm: int) -> Plan:
+    """The plan for about 2**tokens_log2 tokens: the nearest measured one, else the rule's."""
+    rows = tuned(gpu).get(str(key))
+    if rows:
+        return rows[min(rows, key=lambda tokens: abs(math.log2(tokens) - tokens_log2))]
+    return rule(key, 1 << tokens_log2, sm)
+
+
+def bucket(tokens: int) -> int:
+    """log2 of the number of tokens, rounded to the nearest integer: the granularity at which plans differ."""
+    return round(math.log2(max(tokens, 1)))
+
+
+@cache
+def gpu_of(index: int) -> tuple[str, int]:
+    """(name, compute capability as 90) of a device."""
+    major, minor = torch.cuda.get_device_capability(index)
+    return torch.cuda.get_device_name(index), 10 * major + minor
+
+
+SMALL_PAIRS_PER_EXPERT = 0.25  # below it, pairs hardly ever share an expert: streaming per pair moves no extra bytes
+PERMUTE_ROWS_PER_EXPERT = 512  # from here on a permuted copy costs less than gathering inside GEMM 1
+
+
+def rule(key: LayerKey, tokens: int, sm: int) -> Plan:
+    """Plan for shapes that nobody measured, from rows per expert and the generation alone."""
+    rows = tokens * key.K / key.E
+    quantizes = SCHEMES[key.scheme].quantizes_rows
+    if key.format == "grouped" and (tokens == 1 or rows <= SMALL_PAIRS_PER_EXPERT):
+        pdl = sm >= 90
+        return Plan("small", SmallConfig(2, 2048, 4, pdl), SmallConfig(1, 256, 4, pdl))
+    up, down = tiles(key.scheme, rows, sm)
+    return Plan(
+        key.format,
+        up,
+        down,
+        permute=up.a_tma and rows >= PERMUTE_ROWS_PER_EXPERT and not quantizes,
+        quantize_first=quantizes and rows > 64,
+    )
+
+
+def tiles(scheme: str, rows: float, sm: int) -> tuple[MMConfig, MMConfig]:
+    """Tiles of the two GEMMs for about `rows` rows per expert."""
+    tma = sm >= 90
+    if scheme == "fp32":
+        tile = MMConfig(16 if rows <= 16 else 64, 64, 32, 8, 4, 3, a_tma=False, w_tma=False)
+    elif SCHEMES[scheme].quantizes_rows:
+        if rows > 64:
+            tile = MMConfig(64, 256, 128, 8, 8, 3, a_tma=tma, w_tma=tma)
+        else:
+            up = MMConfig(16 if rows <= 16 else 32, 256, 128, 1, 8, 3, a_tma=False, w_tma=tma)
+            return up, up._replace(block_n=128, num_warps=4)
+    elif rows <= 16:
+        tile = MMConfig(16, 128, 128 if tma else 64, 1, 4, 3, a_tma=False, w_tma=tma)
+    elif rows <= 48:
+        tile = MMConfig(32 if rows <= 32 else 64, 128, 64, 8, 4, 4, a_tma=False, w_tma=tma)
+    elif tma:
+        tile = MMConfig(128, 256, 64, 8, 8, 3, a_tma=True, w_tma=True)
+    else:
+        tile = MMConfig(128, 128, 32, 8, 8, 4, a_tma=False, w_tma=False)
+    return tile, tile
