@@ -1,0 +1,276 @@
+"""Public functions: typed keyword options and documentation around one operator call each.
+
+Letters are those of :data:`meta.dims.LETTERS`. Every function raises ``ValueError`` naming the operator, the argument,
+the rule, what it got and the cure; the rules are in :mod:`meta.shapes`. All are functional and traceable with
+``torch.compile(fullgraph=True)``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meta.checks import check_name
+from meta.schemes import SCHEMES
+
+_ops = torch.ops.moe_ops
+
+
+def fused_topk(
+    router_logits: Tensor,
+    correction_bias: Tensor | None = None,
+    *,
+    top_k: int,
+    routing: str = "softmax",
+    renormalize: bool = True,
+    renorm_eps: float = 0.0,
+    num_groups: int = 1,
+    topk_groups: int = 1,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Select ``top_k`` experts per token and weigh them; fp32 throughout, differentiable in ``router_logits``.
+
+    Args:
+        router_logits: ``[T, E]`` any float dtype.
+        correction_bias: ``[E]`` added to the scores for the SELECTION only (no gradient), or None.
+        top_k: K, experts per token.
+        routing: a name of :data:`meta.routing.ROUTINGS`: score then top-k ("softmax", "sigmoid", "sqrtsoftplus"), top-k
+            then score ("topk_softmax", "topk_sigmoid"), or group-limited ("softmax_group_max", "sigmoid_group_top2",
+            ...).
+        renormalize: divide the K weights by their sum plus ``renorm_eps``.
+        num_groups, topk_groups: with a group-limited routing, experts come in ``num_groups`` equal groups and only the
+            best ``topk_groups`` may be chosen from.
+        scale: multiplies the weights at the end.
+
+    Returns:
+        topk_weights ``[T, K]`` fp32 and topk_ids ``[T, K]`` int32, best first, ties to the lower id. NaN logits rank
+        last and get weight 0; ids never repeat.
+
+    Raises:
+        ValueError: see the module's docstring; in particular when K exceeds the experts that may be chosen from.
+
+    Source: softmax routing of Mixtral (arXiv 2401.04088); group-limited routing of DeepSeek-V3 (arXiv 2412.19437,
+        2.1.2).
+
+    Example:
+        >>> weights, ids = moe_ops.fused_topk(torch.randn(4, 8), top_k=2)
+        >>> weights.shape, ids.dtype
+        (torch.Size([4, 2]), torch.int32)
+    """
+    return _ops.fused_topk(
+        router_logits,
+        correction_bias,
+        top_k=top_k,
+        routing=routing,
+        renormalize=renormalize,
+        renorm_eps=renorm_eps,
+        num_groups=num_groups,
+        topk_groups=topk_groups,
+        scale=scale,
+    )
+
+
+def fused_experts(
+    hidden_states: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    activation: str = "silu",
+    alpha: float | None = None,
+    limit: float | None = None,
+    glu_layout: str | None = "concat",
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    weight_on_input: bool = False,
+    scheme: str | None = None,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
+    gate_up_global_scale: Tensor | None = None,
+    down_global_scale: Tensor | None = None,
+    gate_up_zero_point: Tensor | None = None,
+    down_zero_point: Tensor | None = None,
+    format: str = "grouped",
+    capacity: int | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Run every token through its selected experts and sum the results.
+
+    ``out[t] = sum over k of w[t, k] * (activation(x[t] @ W1[e].T + b1[e]) @ W2[e].T + b2[e])`` with ``e = topk_ids[t,
+    k]``; with ``weight_on_input``, ``w[t, k]`` multiplies ``x[t]`` instead. fp32 accumulation, activation and combine,
+    in the order of k. Differentiable in hidden_states, the projections, the biases and topk_weights unless quantised.
+
+    Args:
+        hidden_states: ``[T, H]`` bf16, fp16 or fp32 (fp64 on CPU), the dtype of unquantised weights.
+        gate_up_proj: ``[E, 2I, H]``, any strides; pass the up projection ``[E, I, H]`` when ``glu_layout`` is "none".
+        down_proj: ``[E, H, I]``, any strides.
+        topk_weights: ``[T, K]`` any float dtype.
+        topk_ids: ``[T, K]`` int32 or int64; an id of -1 (or out of range) contributes exactly zero.
+        activation: a name of :data:`meta.activations.ACTIVATIONS`; ``alpha`` and ``limit`` are options of some of them.
+        glu_layout: "concat" ([gate; up] along N), "interleaved" (even rows gate, odd rows up), "none" or None (no
+            gate).
+        gate_up_bias, down_bias: ``[E, 2I]`` and ``[E, H]`` float, or None.
+        expert_map: ``[E_global]`` int32 or int64, global id to local id or -1; ids then index this map.
+        scheme: a name of :data:`meta.schemes.SCHEMES`; None means unquantised, by the weights' dtype.
+        gate_up_scale, down_scale, ...: what the scheme says; "fp8_block128" takes fp32 ``[E, ceil(N/128),
+            ceil(K/128)]``.
+        format: "grouped" (sorted rows) or "batched" (``[E, C, H]``).
+        capacity: C, batched format only; pairs past the first C of an expert are dropped. None means T: no drops.
+        backend: a name of :data:`meta.dims.BACKEND_NAMES`, to insist on it; None chooses.
+
+    Returns:
+        ``[T, H]`` in the dtype of hidden_states.
+
+    Raises:
+        ValueError: see the module's docstring.
+
+    Source: Outrageously Large Neural Networks (arXiv 1701.06538); the grouped form follows MegaBlocks (arXiv
+        2211.15841).
+
+    Example:
+        >>> x, gate_up, down = torch.randn(4, 16), torch.randn(8, 64, 16), torch.randn(8, 16, 32)
+        >>> weights, ids = moe_ops.fused_topk(torch.randn(4, 8), top_k=2)
+        >>> moe_ops.fused_experts(x, gate_up, down, weights, ids).shape
+        torch.Size([4, 16])
+    """
+    return _ops.fused_experts(
+        hidden_states,
+        gate_up_proj,
+        down_proj,
+        topk_weights,
+        topk_ids,
+        gate_up_bias,
+        down_bias,
+        expert_map,
+        gate_up_scale,
+        down_scale,
+        gate_up_global_scale,
+        down_global_scale,
+        gate_up_zero_point,
+        down_zero_point,
+        activation=activation,
+        alpha=alpha,
+        limit=limit,
+        glu_layout="none" if glu_layout is None else glu_layout,
+        weight_on_input=weight_on_input,
+        scheme=scheme,
+        format=format,
+        capacity=capacity,
+        backend=backend,
+    )
+
+
+def fused_moe(
+    hidden_states: Tensor,
+    router_logits: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    *,
+    top_k: int,
+    routing: str = "softmax",
+    renormalize: bool = True,
+    renorm_eps: float = 0.0,
+    num_groups: int = 1,
+    topk_groups: int = 1,
+    scale: float = 1.0,
+    correction_bias: Tensor | None = None,
+    activation: str = "silu",
+    alpha: float | None = None,
+    limit: float | None = None,
+    glu_layout: str | None = "concat",
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    weight_on_input: bool = False,
+    scheme: str | None = None,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
+    gate_up_global_scale: Tensor | None = None,
+    down_global_scale: Tensor | None = None,
+    gate_up_zero_point: Tensor | None = None,
+    down_zero_point: Tensor | None = None,
+    format: str = "grouped",
+    capacity: int | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """A whole MoE block behind its router product: :func:`fused_topk`, then :func:`fused_experts`.
+
+    Args:
+        hidden_states: ``[T, H]``.
+        router_logits: ``[T, E]``, or ``[T, E_global]`` with an ``expert_map``; any float dtype.
+        gate_up_proj, down_proj: ``[E, 2I, H]`` and ``[E, H, I]``, any strides.
+        top_k, routing, renormalize, renorm_eps, num_groups, topk_groups, scale, correction_bias: of :func:`fused_topk`.
+        activation, ..., backend: of :func:`fused_experts`.
+
+    Returns:
+        ``[T, H]`` in the dtype of hidden_states.
+
+    Raises:
+        ValueError: see the module's docstring.
+
+    Source: as :func:`fused_topk` and :func:`fused_experts`.
+
+    Example:
+        >>> x, gate_up, down = torch.randn(4, 16), torch.randn(8, 64, 16), torch.randn(8, 16, 32)
+        >>> moe_ops.fused_moe(x, torch.randn(4, 8), gate_up, down, top_k=2).shape
+        torch.Size([4, 16])
+    """
+    return _ops.fused_moe(
+        hidden_states,
+        router_logits,
+        gate_up_proj,
+        down_proj,
+        correction_bias,
+        gate_up_bias,
+        down_bias,
+        expert_map,
+        gate_up_scale,
+        down_scale,
+        gate_up_global_scale,
+        down_global_scale,
+        gate_up_zero_point,
+        down_zero_point,
+        top_k=top_k,
+        routing=routing,
+        renormalize=renormalize,
+        renorm_eps=renorm_eps,
+        num_groups=num_groups,
+        topk_groups=topk_groups,
+        scale=scale,
+        activation=activation,
+        alpha=alpha,
+        limit=limit,
+        glu_layout="none" if glu_layout is None else glu_layout,
+        weight_on_input=weight_on_input,
+        scheme=scheme,
+        format=format,
+        capacity=capacity,
+        backend=backend,
+    )
+
+
+def quantize_weight(weight: Tensor, *, scheme: str) -> tuple[Tensor, Tensor]:
+    """Quantise expert weights, offline.
+
+    Args:
+        weight: ``[E, N, K]`` float.
+        scheme: a quantised name of :data:`meta.schemes.SCHEMES`.
+
+    Returns:
+        The stored weight and its scale, as :func:`fused_experts` takes them.
+
+    Raises:
+        ValueError: unknown scheme, or one that does not quantise weights.
+
+    Source: 128 x 128 blocks, DeepSeek-V3 (arXiv 2412.19437, section 3.3).
+
+    Example:
+        >>> stored, scale = moe_ops.quantize_weight(torch.randn(2, 256, 128), scheme="fp8_block128")
+        >>> stored.dtype, scale.shape
+        (torch.float8_e4m3fn, torch.Size([2, 2, 1]))
+    """
+    bodies = {name: row.quantize_weight for name, row in SCHEMES.items() if row.quantize_weight is not None}
+    check_name("quantize_weight", "scheme", scheme, bodies)
+    return bodies[scheme](weight)

@@ -1,0 +1,38 @@
+"""The implementations of the operators, in order of preference. Each is a module, imported when first considered.
+
+A backend module has ``NAME``, ``refuses(problem) -> str | None`` (a reason, or None to accept) and functions named like
+the operators it implements, with the operators' signatures; it is called with validated, resolved arguments.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
+#: Tried in this order when the caller names none; ``reference`` is reachable by name only.
+BACKENDS = ("triton", "torch_grouped", "cpu")
+
+_MODULES = {
+    "triton": "moe_ops.backends.triton",
+    "torch_grouped": "moe_ops.backends.torch_grouped",
+    "cpu": "moe_ops.backends.cpu",
+    "reference": "moe_ops.reference",
+}
+
+#: Device types a backend can ever serve, so that a CPU-only process never imports a GPU compiler it cannot use.
+_DEVICES = {"triton": "cuda", "torch_grouped": "cuda", "cpu": "cpu"}
+
+
+def serves(name: str, device_type: str) -> bool:
+    """Whether backend ``name`` is worth importing for tensors on ``device_type``."""
+    return _DEVICES[name] == device_type
+
+
+@cache
+def load(name: str) -> ModuleType | str:
+    """The backend's module, or the reason why it cannot be imported."""
+    try:
+        return import_module(_MODULES[name])
+    except ImportError as error:
+        return f"cannot be imported: {error}"

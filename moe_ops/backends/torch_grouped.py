@@ -1,0 +1,101 @@
+"""torch's own grouped GEMM (CUTLASS) between our routing, activation and combine kernels, on NVIDIA GPUs.
+
+The GEMMs have no epilogue, so the activation is a kernel of its own and the gate_up rows make a trip to memory. Chosen
+when asked for by name, or where a tuned plan measured it faster than the Triton GEMMs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from meta.dims import Problem
+from moe_ops import compat
+from moe_ops.kernels.triton import act_quant, combine, permute, topk
+
+NAME = "torch_grouped"
+ALIGNMENT = 16  # bytes: what the tensor maps of the CUTLASS kernel need of every stride
+
+Tensor = torch.Tensor
+
+
+def refuses(problem: Problem) -> str | None:
+    """None when torch's grouped GEMM can run `problem`, else why not."""
+    if problem.device_type != "cuda":
+        return f"needs a CUDA device, got {problem.device_type}"
+    if problem.arch.startswith("sm") and int(problem.arch[2:]) < 90:
+        return f"needs compute capability 9.0 or later, got {problem.arch}"
+    if problem.scheme != "bf16" or problem.dtype != torch.bfloat16:
+        return f"supports scheme bf16, got {problem.scheme} on {problem.dtype}"
+    if problem.has_bias:
+        return "torch's grouped_mm takes no bias"
+    if problem.format != "grouped":
+        return "supports format 'grouped' only"
+    if problem.weight_layout not in ("nk", "kn"):
+        return "needs weights that are contiguous along N or K"
+    if any(isinstance(width, int) and width * 2 % ALIGNMENT for width in (problem.H, problem.I)):
+        return f"needs hidden and intermediate widths that are multiples of 8, got H={problem.H}, I={problem.I}"
+    return None
+
+
+def fused_experts(
+    hidden_states: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    *scales: Tensor | None,
+    activation: str,
+    alpha: float,
+    limit: float,
+    glu_layout: str,
+    weight_on_input: bool,
+    scheme: str,
+    format: str,
+    capacity: int | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    if hidden_states.shape[0] == 0:
+        return hidden_states.new_empty(hidden_states.shape)
+    offsets, _, pair_to_row = permute.sort_pairs(topk_ids, gate_up_proj.shape[0], expert_map)
+    rows = permute.gather_rows(hidden_states, pair_to_row, topk_weights if weight_on_input else None)
+    h = compat.grouped_mm(rows, gate_up_proj.transpose(1, 2), offsets)
+    h = act_quant.glu_rows(h, activation=activation, alpha=alpha, limit=limit, glu_layout=glu_layout, offsets=offsets)
+    y = compat.grouped_mm(h, down_proj.transpose(1, 2), offsets)
+    return combine.combine(y, pair_to_row, None if weight_on_input else topk_weights)
+
+
+def fused_moe(
+    hidden_states: Tensor,
+    router_logits: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    correction_bias: Tensor | None = None,
+    *experts_tensors: Tensor | None,
+    top_k: int,
+    routing: str,
+    renormalize: bool,
+    renorm_eps: float,
+    num_groups: int,
+    topk_groups: int,
+    scale: float,
+    **experts_options: Any,
+) -> Tensor:
+    topk_weights, topk_ids = topk.fused_topk(
+        router_logits,
+        correction_bias,
+        top_k=top_k,
+        routing=routing,
+        renormalize=renormalize,
+        renorm_eps=renorm_eps,
+        num_groups=num_groups,
+        topk_groups=topk_groups,
+        scale=scale,
+    )
+    return fused_experts(
+        hidden_states, gate_up_proj, down_proj, topk_weights, topk_ids, *experts_tensors, **experts_options
+    )

@@ -1,0 +1,97 @@
+"""Which backend runs a problem, and the one path by which every operator reaches it."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+from meta.dims import BACKEND_NAMES, Problem
+from meta.shapes import RULES
+from moe_ops import backends
+
+_VARIABLE = "MOE_OPS_BACKEND"
+
+
+#: Keyword defaults of every operator.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    name: getattr(rule, "__kwdefaults__", None) or {} for name, rule in RULES.items()
+}
+
+
+def _environment_backend() -> str | None:
+    name = os.environ.get(_VARIABLE) or None
+    if name is not None and name not in BACKEND_NAMES:
+        raise ValueError(
+            f"moe_ops: {_VARIABLE} must be one of {sorted(BACKEND_NAMES)}, got {name!r}. Unset it or fix it."
+        )
+    return name
+
+
+#: Backend of every call that names none; read once, at import.
+DEFAULT_BACKEND = _environment_backend()
+
+
+def choose(problem: Problem, requested: str | None = None, op: str = "fused_experts") -> ModuleType:
+    """The backend module that runs ``op`` on ``problem``.
+
+    Without a request (argument or ``MOE_OPS_BACKEND``) the first backend of :data:`moe_ops.backends.BACKENDS` that
+    implements ``op`` and does not refuse; with one, that backend or an error: a request never falls back.
+
+    Raises:
+        ValueError: unknown name, or every candidate refused; the message lists each refusal.
+    """
+    requested = requested or DEFAULT_BACKEND
+    if problem.has_symbols:
+        return _choose(problem, requested, op)
+    return _choose_cached(problem, requested, op)
+
+
+def _choose(problem: Problem, requested: str | None, op: str) -> ModuleType:
+    if requested is not None and requested not in BACKEND_NAMES:
+        raise ValueError(f"{op}: backend must be one of {sorted(BACKEND_NAMES)}, got {requested!r}.")
+    refusals = []
+    for name in backends.BACKENDS if requested is None else (requested,):
+        reason = _refusal(name, problem, requested, op)
+        if isinstance(reason, ModuleType):
+            return reason if requested else _measured_choice(reason, problem, op)
+        refusals.append(f"{name} {reason}")
+    asked = "any backend" if requested is None else f"backend={requested!r}"
+    raise ValueError(f"{op}: {asked} must accept the problem, got refusals: {'; '.join(refusals)}. Problem: {problem}.")
+
+
+def _refusal(name: str, problem: Problem, requested: str | None, op: str) -> ModuleType | str:
+    """The module when it accepts, else the reason."""
+    if requested is None and not backends.serves(name, problem.device_type):
+        return f"does not serve {problem.device_type} tensors"
+    module = backends.load(name)
+    if isinstance(module, str):
+        return module
+    if not hasattr(module, op):
+        return f"does not implement {op}"
+    reason = module.refuses(problem)
+    return module if reason is None else str(reason)
+
+
+def _measured_choice(module: ModuleType, problem: Problem, op: str) -> ModuleType:
+    """``module``, or the backend that it knows (``measured_faster(problem) -> name | None``) to be faster here."""
+    name = getattr(module, "measured_faster", lambda problem: None)(problem)
+    other = module if name is None else _refusal(name, problem, None, op)
+    return other if isinstance(other, ModuleType) else module
+
+
+_choose_cached = lru_cache(maxsize=4096)(_choose)
+
+
+def run(op: str, requested: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Validate by the operator's rule, choose a backend, call it.
+
+    Args:
+        requested: backend name, or None.
+        args, kwargs: those of the operator; torch drops entries that equal their default, the backend gets them all.
+    """
+    rule = RULES[op]
+    checked = rule(*args, **kwargs)
+    module = choose(checked.problem, requested, op)
+    return getattr(module, op)(*args, **{**_DEFAULTS[op], **kwargs, **checked.resolved})

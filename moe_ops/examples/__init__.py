@@ -1,0 +1,1 @@
+"""Programs to run with `python -m moe_ops.examples.NAME`."""

@@ -1,0 +1,1 @@
+"""Bindings to other libraries; each module imports its library, so none is imported by ``import moe_ops``."""

@@ -1,0 +1,159 @@
+"""``experts_implementation="moe_ops"`` for Hugging Face transformers, registered from outside.
+
+    from moe_ops.integrations.transformers import register
+    register()
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="moe_ops")
+
+transformers stores experts as 3-D parameters and describes them by attributes (``has_gate``, ``has_bias``,
+``is_transposed``); the activation is arbitrary code, ``_apply_gate``. It is recognised by what it computes: the
+module's own function and every known activation are evaluated on the same numbers, once per module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from meta.activations import ACTIVATIONS, resolve_activation, split_glu
+from moe_ops.api import fused_experts
+
+NAME = "moe_ops"
+
+#: Attributes under which transformers modules keep the options of clamped activations.
+_ALPHA_NAMES = ("alpha", "swiglu_alpha")
+_LIMIT_NAMES = ("limit", "swiglu_limit")
+
+
+class Gate(NamedTuple):
+    """The activation of one experts module, in the words of :func:`moe_ops.fused_experts`."""
+
+    activation: str
+    alpha: float | None
+    limit: float | None
+    glu_layout: str
+
+
+_recognised: WeakKeyDictionary[nn.Module, Gate] = WeakKeyDictionary()
+
+
+def register() -> None:
+    """Make ``"moe_ops"`` a valid ``experts_implementation``; calling it again changes nothing.
+
+    Raises:
+        ImportError: transformers is missing, or has no experts interface (it came with 5.0).
+    """
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+
+
+def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Forward of a transformers experts module.
+
+    Args:
+        self: the module, decorated with transformers' ``use_experts_implementation``.
+        hidden_states: ``[T, H]``.
+        top_k_index: ``[T, K]`` expert ids; ids past the module's experts (expert parallelism) contribute nothing.
+        top_k_weights: ``[T, K]``.
+
+    Returns:
+        ``[T, H]`` in the dtype of hidden_states.
+
+    Raises:
+        ValueError: the module normalises every expert's output, or its activation is not one of ours.
+    """
+    if getattr(self, "has_post_expert_norm", False):
+        raise ValueError(
+            f"transformers integration: {type(self).__name__} must have no norm after each expert, got "
+            "has_post_expert_norm=True. Use experts_implementation='grouped_mm' for this model."
+        )
+    gate = recognise_gate(self)
+    first, down = (self.gate_up_proj if self.has_gate else self.up_proj), self.down_proj
+    if self.is_transposed:
+        first, down = first.transpose(1, 2), down.transpose(1, 2)
+    first_bias = down_bias = None
+    if self.has_bias:
+        first_bias = self.gate_up_proj_bias if self.has_gate else self.up_proj_bias
+        down_bias = self.down_proj_bias
+    output = fused_experts(
+        hidden_states.to(first.dtype),
+        first,
+        down,
+        top_k_weights,
+        top_k_index,
+        activation=gate.activation,
+        alpha=gate.alpha,
+        limit=gate.limit,
+        glu_layout=gate.glu_layout,
+        gate_up_bias=first_bias,
+        down_bias=down_bias,
+    )
+    return output.to(hidden_states.dtype)
+
+
+@torch.compiler.assume_constant_result
+def recognise_gate(module: nn.Module) -> Gate:
+    """Which activation a module applies, by evaluating it; remembered per module, a constant under torch.compile.
+
+    Raises:
+        ValueError: no known activation gives the module's numbers.
+    """
+    gate = _recognised.get(module)
+    if gate is None:
+        gate = _recognised[module] = _probe(module)
+    return gate
+
+
+def _options(module: nn.Module, names: tuple[str, ...], default: float | None) -> list[float | None]:
+    """Values worth trying for an option: what the module holds, then the default."""
+    if default is None:
+        return [None]
+    held = [getattr(module, name, None) for name in names]
+    return [*dict.fromkeys(float(value) for value in held if isinstance(value, int | float)), default]
+
+
+def _candidates(module: nn.Module) -> Iterator[Gate]:
+    for layout in ("concat", "interleaved") if module.has_gate else ("none",):
+        for row in ACTIVATIONS.values():
+            for alpha in _options(module, _ALPHA_NAMES, row.alpha):
+                for limit in _options(module, _LIMIT_NAMES, row.limit):
+                    yield Gate(row.name, alpha, limit, layout)
+
+
+def _probe_values(module: nn.Module) -> Tensor:
+    """``[S, N]`` fp32: fine around zero, and past every limit the module may hold."""
+    width = 64
+    extent = 4 * max(value or 0.0 for value in (*_options(module, _LIMIT_NAMES, 7.0), 7.0))
+    fine = torch.linspace(-5.0, 5.0, width)
+    coarse = torch.linspace(-extent, extent, width)
+    # Reversed and shifted copies pair every gate with a different up value.
+    rows = (fine, coarse, coarse.flip(0), fine.roll(7), coarse.roll(19))
+    first = torch.stack(rows)
+    return torch.cat((first, first.roll(1, 0) + 0.37), dim=1) if module.has_gate else first
+
+
+def _probe(module: nn.Module) -> Gate:
+    values = _probe_values(module)
+    name = "_apply_gate" if module.has_gate else "act_fn"
+    with torch.no_grad():
+        try:
+            wanted = getattr(module, name)(values.clone())
+        except Exception as error:
+            raise _unknown(module, f"a function that fails on cpu tensors ({error})") from error
+        for gate in _candidates(module):
+            row, alpha, limit = resolve_activation("transformers integration", *gate[:3])
+            got = row.eager(*split_glu(values, gate.glu_layout), alpha, limit)
+            if got.shape == wanted.shape and torch.allclose(got, wanted.float(), rtol=1e-4, atol=1e-5):
+                return gate
+    raise _unknown(module, f"another function in {name}")
+
+
+def _unknown(module: nn.Module, got: str) -> ValueError:
+    return ValueError(
+        f"transformers integration: the activation of {type(module).__name__} must be one of {sorted(ACTIVATIONS)}, "
+        f"got {got}. Use experts_implementation='grouped_mm' for this model, or add a row to meta/activations.py."
+    )

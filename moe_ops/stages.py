@@ -1,0 +1,385 @@
+"""Public functions for the stages of a MoE layer, for code that composes them itself.
+
+The grouped chain is ``moe_permute -> grouped_mm_glu -> grouped_mm -> moe_unpermute`` on rows sorted by expert; the
+batched chain is ``batched_dispatch -> batched_mm_glu -> batched_mm -> batched_combine`` on an ``[E, C, H]`` batch.
+Stages do not
+differentiate: they raise when an input requires grad and gradients are enabled. See :mod:`moe_ops.api` for errors.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_ops = torch.ops.moe_ops
+
+
+def moe_permute(
+    hidden_states: Tensor, topk_ids: Tensor, expert_map: Tensor | None = None, *, num_experts: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Copy every token once per selected expert, rows sorted by expert (stable: by expert, then pair ``t * K + k``).
+
+    Args:
+        hidden_states: ``[T, H]`` float.
+        topk_ids: ``[T, K]`` int32 or int64; -1 and ids out of range are dropped.
+        expert_map: ``[E_global]`` global id to local id or -1, or None when ids are local.
+        num_experts: E, experts held here.
+
+    Returns:
+        rows ``[R, H]`` (rows past ``offsets[-1]`` are uninitialised), offsets int32 ``[E]`` (cumulative ends), and
+        pair_to_row int32 ``[T, K]`` (-1 = dropped).
+
+    Raises:
+        ValueError: a wrong shape, dtype or device.
+
+    Source: MegaBlocks (arXiv 2211.15841).
+
+    Example:
+        >>> ids = torch.tensor([[1], [0], [1]])
+        >>> rows, offsets, pair_to_row = moe_ops.moe_permute(torch.randn(3, 4), ids, num_experts=2)
+        >>> offsets.tolist(), pair_to_row.flatten().tolist()
+        ([1, 3], [1, 0, 2])
+    """
+    return _ops.moe_permute(hidden_states, topk_ids, expert_map, num_experts=num_experts)
+
+
+def moe_unpermute(rows: Tensor, pair_to_row: Tensor, topk_weights: Tensor) -> Tensor:
+    """Weighted sum of every token's rows, fp32, in the order of k.
+
+    Args:
+        rows: ``[R, H]`` float, R = T * K.
+        pair_to_row: ``[T, K]`` int32 of :func:`moe_permute`; -1 contributes exactly zero.
+        topk_weights: ``[T, K]`` any float dtype.
+
+    Returns:
+        ``[T, H]`` in the dtype of rows.
+
+    Raises:
+        ValueError: a wrong shape, dtype or device.
+
+    Source: MegaBlocks (arXiv 2211.15841).
+
+    Example:
+        >>> pair_to_row = torch.tensor([[0, 1]], dtype=torch.int32)
+        >>> moe_ops.moe_unpermute(torch.ones(2, 4), pair_to_row, torch.ones(1, 2)).tolist()
+        [[2.0, 2.0, 2.0, 2.0]]
+    """
+    return _ops.moe_unpermute(rows, pair_to_row, topk_weights)
+
+
+def batched_dispatch(
+    hidden_states: Tensor, topk_ids: Tensor, expert_map: Tensor | None = None, *, num_experts: int, capacity: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Copy every token into a batch of its selected expert; pairs past the first ``capacity`` of an expert are dropped.
+
+    Args:
+        hidden_states: ``[T, H]`` float.
+        topk_ids: ``[T, K]`` int32 or int64; -1 and ids out of range are dropped.
+        expert_map: ``[E_global]`` global id to local id or -1, or None when ids are local.
+        num_experts: E, experts held here.
+        capacity: C, rows per expert.
+
+    Returns:
+        batch ``[E, C, H]`` (rows past the count are uninitialised), expert_num_tokens int32 ``[E]`` (at most C), and
+        slots int32 ``[T, K]`` (``e * C + c``, -1 = dropped).
+
+    Raises:
+        ValueError: a wrong shape, dtype or device; overflow raises under :func:`moe_ops.debug` only.
+
+    Source: GShard (arXiv 2006.16668), capacity in pair order.
+
+    Example:
+        >>> ids = torch.tensor([[1], [0], [1]])
+        >>> batch, counts, slots = moe_ops.batched_dispatch(torch.randn(3, 4), ids, num_experts=2, capacity=1)
+        >>> counts.tolist(), slots.flatten().tolist()
+        ([1, 1], [1, 0, -1])
+    """
+    return _ops.batched_dispatch(hidden_states, topk_ids, expert_map, num_experts=num_experts, capacity=capacity)
+
+
+def batched_combine(batch: Tensor, slots: Tensor, topk_weights: Tensor) -> Tensor:
+    """Weighted sum of every token's slots, fp32, in the order of k.
+
+    Args:
+        batch: ``[E, C, H]`` float.
+        slots: ``[T, K]`` int32 of :func:`batched_dispatch`; -1 contributes exactly zero.
+        topk_weights: ``[T, K]`` any float dtype.
+
+    Returns:
+        ``[T, H]`` in the dtype of batch.
+
+    Raises:
+        ValueError: a wrong shape, dtype or device.
+
+    Source: GShard (arXiv 2006.16668).
+
+    Example:
+        >>> slots = torch.tensor([[0, -1]], dtype=torch.int32)
+        >>> moe_ops.batched_combine(torch.ones(2, 1, 4), slots, torch.ones(1, 2)).tolist()
+        [[1.0, 1.0, 1.0, 1.0]]
+    """
+    return _ops.batched_combine(batch, slots, topk_weights)
+
+
+def quantize_rows(rows: Tensor, *, scheme: str) -> tuple[Tensor, Tensor]:
+    """Quantise activations for the GEMMs of ``scheme``.
+
+    Args:
+        rows: ``[R, K]`` float.
+        scheme: a name of :data:`meta.schemes.SCHEMES` that quantises activations.
+
+    Returns:
+        stored ``[R, K]`` and its fp32 scale ``[R, ceil(K / 128)]``.
+
+    Raises:
+        ValueError: a wrong shape or dtype, or a scheme that keeps activations as they are.
+
+    Source: 1 x 128 tiles, DeepSeek-V3 (arXiv 2412.19437, section 3.3).
+
+    Example:
+        >>> stored, scale = moe_ops.quantize_rows(torch.randn(3, 256), scheme="fp8_block128")
+        >>> stored.dtype, scale.shape
+        (torch.float8_e4m3fn, torch.Size([3, 2]))
+    """
+    return _ops.quantize_rows(rows, scheme=scheme)
+
+
+def quantize_batched(batch: Tensor, expert_num_tokens: Tensor, *, scheme: str) -> tuple[Tensor, Tensor]:
+    """As :func:`quantize_rows` for an expert batch; only counted rows are quantised.
+
+    Args:
+        batch: ``[E, C, K]`` float.
+        expert_num_tokens: ``[E]`` int32.
+        scheme: a name of :data:`meta.schemes.SCHEMES` that quantises activations.
+
+    Returns:
+        stored ``[E, C, K]`` and its fp32 scale ``[E, C, ceil(K / 128)]``; rows past the count are uninitialised.
+
+    Raises:
+        ValueError: a wrong shape or dtype, or a scheme that keeps activations as they are.
+
+    Source: 1 x 128 tiles, DeepSeek-V3 (arXiv 2412.19437, section 3.3).
+
+    Example:
+        >>> counts = torch.tensor([1, 0], dtype=torch.int32)
+        >>> moe_ops.quantize_batched(torch.randn(2, 1, 128), counts, scheme="fp8_block128")[1].shape
+        torch.Size([2, 1, 1])
+    """
+    return _ops.quantize_batched(batch, expert_num_tokens, scheme=scheme)
+
+
+def grouped_mm_glu(
+    rows: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    activation: str = "silu",
+    alpha: float | None = None,
+    limit: float | None = None,
+    glu_layout: str | None = "concat",
+    scheme: str | None = None,
+    rows_scale: Tensor | None = None,
+    weight_scale: Tensor | None = None,
+    weight_global_scale: Tensor | None = None,
+    weight_zero_point: Tensor | None = None,
+    quantize_output: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """First projection of sorted rows, with the activation computed from the fp32 accumulator.
+
+    Args:
+        rows: ``[R, K]`` in the weights' dtype, or quantised by :func:`quantize_rows`.
+        weight: ``[E, N, K]`` any strides, N = 2I (N = I when ``glu_layout`` is "none" or None).
+        offsets: ``[E]`` int32 cumulative ends, as :func:`moe_permute` returns.
+        bias: ``[E, N]`` float or None.
+        activation, alpha, limit, glu_layout, scheme: of :func:`moe_ops.fused_experts`.
+        rows_scale, weight_scale, ...: what the scheme says.
+        quantize_output: return the activations quantised for the next GEMM.
+
+    Returns:
+        ``[R, I]`` in the dtype of rows (bf16 for quantised rows); with ``quantize_output`` a pair, stored ``[R, I]``
+        and fp32 scale ``[R, ceil(I / 128)]``. Rows past ``offsets[-1]`` are uninitialised.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or name.
+
+    Source: SwiGLU, GLU Variants Improve Transformer (arXiv 2002.05202).
+
+    Example:
+        >>> offsets = torch.tensor([2, 3], dtype=torch.int32)
+        >>> moe_ops.grouped_mm_glu(torch.randn(3, 16), torch.randn(2, 64, 16), offsets).shape
+        torch.Size([3, 32])
+    """
+    value, scale = _ops.grouped_mm_glu(
+        rows,
+        weight,
+        offsets,
+        bias,
+        rows_scale,
+        weight_scale,
+        weight_global_scale,
+        weight_zero_point,
+        activation=activation,
+        alpha=alpha,
+        limit=limit,
+        glu_layout="none" if glu_layout is None else glu_layout,
+        scheme=scheme,
+        quantize_output=quantize_output,
+    )
+    return (value, scale) if quantize_output else value
+
+
+def grouped_mm(
+    rows: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    scheme: str | None = None,
+    rows_scale: Tensor | None = None,
+    weight_scale: Tensor | None = None,
+    weight_global_scale: Tensor | None = None,
+    weight_zero_point: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``y[r] = rows[r] @ weight[e].T + bias[e]`` for sorted rows, e the expert of row r.
+
+    Args:
+        rows: ``[R, K]`` in the weights' dtype, or quantised by :func:`quantize_rows`.
+        weight: ``[E, N, K]`` any strides.
+        offsets: ``[E]`` int32 cumulative ends.
+        bias: ``[E, N]`` float or None.
+        scheme: a name of :data:`meta.schemes.SCHEMES`, or None.
+        rows_scale, weight_scale, ...: what the scheme says.
+        out_dtype: dtype of the result; None means that of rows (bf16 for quantised rows).
+
+    Returns:
+        ``[R, N]``; rows past ``offsets[-1]`` are uninitialised.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or name.
+
+    Source: MegaBlocks (arXiv 2211.15841).
+
+    Example:
+        >>> offsets = torch.tensor([2, 3], dtype=torch.int32)
+        >>> moe_ops.grouped_mm(torch.randn(3, 16), torch.randn(2, 8, 16), offsets).shape
+        torch.Size([3, 8])
+    """
+    return _ops.grouped_mm(
+        rows,
+        weight,
+        offsets,
+        bias,
+        rows_scale,
+        weight_scale,
+        weight_global_scale,
+        weight_zero_point,
+        scheme=scheme,
+        out_dtype=out_dtype,
+    )
+
+
+def batched_mm_glu(
+    batch: Tensor,
+    weight: Tensor,
+    expert_num_tokens: Tensor,
+    *,
+    bias: Tensor | None = None,
+    activation: str = "silu",
+    alpha: float | None = None,
+    limit: float | None = None,
+    glu_layout: str | None = "concat",
+    scheme: str | None = None,
+    batch_scale: Tensor | None = None,
+    weight_scale: Tensor | None = None,
+    weight_global_scale: Tensor | None = None,
+    weight_zero_point: Tensor | None = None,
+    quantize_output: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """As :func:`grouped_mm_glu` for an expert batch; rows past the count are neither read nor written.
+
+    Args:
+        batch: ``[E, C, K]`` in the weights' dtype, or quantised by :func:`quantize_batched`.
+        weight: ``[E, N, K]`` any strides.
+        expert_num_tokens: ``[E]`` int32, rows of each expert.
+        bias, activation, ..., quantize_output: of :func:`grouped_mm_glu`.
+
+    Returns:
+        ``[E, C, I]``; with ``quantize_output`` a pair, stored ``[E, C, I]`` and fp32 scale ``[E, C, ceil(I / 128)]``.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or name.
+
+    Source: SwiGLU, GLU Variants Improve Transformer (arXiv 2002.05202).
+
+    Example:
+        >>> counts = torch.tensor([3, 1], dtype=torch.int32)
+        >>> moe_ops.batched_mm_glu(torch.randn(2, 3, 16), torch.randn(2, 64, 16), counts).shape
+        torch.Size([2, 3, 32])
+    """
+    value, scale = _ops.batched_mm_glu(
+        batch,
+        weight,
+        expert_num_tokens,
+        bias,
+        batch_scale,
+        weight_scale,
+        weight_global_scale,
+        weight_zero_point,
+        activation=activation,
+        alpha=alpha,
+        limit=limit,
+        glu_layout="none" if glu_layout is None else glu_layout,
+        scheme=scheme,
+        quantize_output=quantize_output,
+    )
+    return (value, scale) if quantize_output else value
+
+
+def batched_mm(
+    batch: Tensor,
+    weight: Tensor,
+    expert_num_tokens: Tensor,
+    *,
+    bias: Tensor | None = None,
+    scheme: str | None = None,
+    batch_scale: Tensor | None = None,
+    weight_scale: Tensor | None = None,
+    weight_global_scale: Tensor | None = None,
+    weight_zero_point: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """As :func:`grouped_mm` for an expert batch; rows past the count are neither read nor written.
+
+    Args:
+        batch: ``[E, C, K]`` in the weights' dtype, or quantised by :func:`quantize_batched`.
+        weight: ``[E, N, K]`` any strides.
+        expert_num_tokens: ``[E]`` int32, rows of each expert.
+        bias, ..., out_dtype: of :func:`grouped_mm`.
+
+    Returns:
+        ``[E, C, N]``.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or name.
+
+    Source: GShard (arXiv 2006.16668).
+
+    Example:
+        >>> counts = torch.tensor([3, 1], dtype=torch.int32)
+        >>> moe_ops.batched_mm(torch.randn(2, 3, 16), torch.randn(2, 8, 16), counts).shape
+        torch.Size([2, 3, 8])
+    """
+    return _ops.batched_mm(
+        batch,
+        weight,
+        expert_num_tokens,
+        bias,
+        batch_scale,
+        weight_scale,
+        weight_global_scale,
+        weight_zero_point,
+        scheme=scheme,
+        out_dtype=out_dtype,
+    )

@@ -1,0 +1,298 @@
+"""A regression kit for models under torch.compile, for a project's own continuous integration.
+
+    from moe_ops.testing import assert_cuda_graph_safe, assert_fused, assert_no_graph_breaks, assert_no_recompiles
+
+    def test_my_model():
+        assert_fused(model, tokens, blocks=2)
+        assert_no_graph_breaks(model, tokens)
+        assert_no_recompiles(model, lambda size: torch.randint(0, 1000, (1, size)), sizes=(2, 7, 64))
+        assert_cuda_graph_safe(model, tokens)
+
+`inputs` is a tensor, a tuple of positional arguments, or a dict of keyword arguments. Every function compiles afresh
+(`torch.compiler.reset()` and an empty cache: the counters that they read stay 0 on a cache hit) and raises an
+AssertionError that says what broke and what to do. None of them trusts a single signal: each of torch's own signals
+alone misses some failure, which is named where the signal is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+
+from moe_ops.census import kernel_names
+
+__all__ = [
+    "assert_cuda_graph_safe",
+    "assert_fused",
+    "assert_no_graph_breaks",
+    "assert_no_recompiles",
+    "kernel_names",
+]
+
+Inputs = torch.Tensor | tuple[Any, ...] | Mapping[str, Any]
+REPLAYS = 4  # CUDA graph trees warm up, then record, then replay: the third call is the first replay
+
+
+def assert_fused(model: Callable[..., Any], inputs: Inputs, *, blocks: int | None = None) -> Any:
+    """Every MoE block that is found in `model` is fused, and there is at least one (exactly `blocks`, when given).
+
+    Returns:
+        The report of `moe_ops.explain`, for checks on its `.fused` rows.
+
+    Raises:
+        AssertionError: a block was refused (its source line, reason and cure are quoted), or the number is wrong.
+    """
+    import moe_ops
+
+    args, kwargs = _call(inputs)
+    with _fresh():
+        report = moe_ops.explain(model, *args, **kwargs)
+    if report.error:
+        raise AssertionError(f"the model raised: {report.error}")
+    if report.refused:
+        raise AssertionError(
+            f"{len(report.refused)} MoE block(s) were not fused:\n"
+            + "\n".join(f"  {row.location}: {row.reason} {row.cure}" for row in report.refused)
+        )
+    found = len(report.fused)
+    if found == 0:
+        raise AssertionError(
+            "no MoE block was found. Is the model's expert code captured? `print(moe_ops.explain(model, ...))` shows "
+            "the graphs; a Python loop over experts is not captured: use moe_ops.compile(model), or for transformers "
+            'models experts_implementation="grouped_mm".'
+        )
+    if blocks is not None and found != blocks:
+        raise AssertionError(f"{found} MoE block(s) were fused, expected {blocks}. print(moe_ops.explain(model, ...)).")
+    return report
+
+
+def assert_no_graph_breaks(
+    function: Callable[..., Any], inputs: Inputs, *, backend: str = "moe_ops", dynamic: bool | None = None
+) -> None:
+    """`function` compiles as exactly one graph.
+
+    Three signals, none of which suffices: `fullgraph=True` says why it fails but accepts a frame that Dynamo skips; the
+    break counter stays 0 for data-dependent branches and skipped frames; the number of graphs is 1 for a function whose
+    frame was entered but left half in Python.
+
+    Raises:
+        AssertionError: with Dynamo's own reason for the first break.
+    """
+    args, kwargs = _call(inputs)
+    with _fresh(), torch.no_grad():
+        compiled = torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)
+        try:
+            compiled(*args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise AssertionError(f"it does not compile as one graph:\n{_indent(error)}") from error
+        graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    if breaks:
+        reasons = "\n".join(f"  {count} x {reason}" for reason, count in counters["graph_break"].items())
+        raise AssertionError(f"{breaks} graph break(s):\n{reasons}\nTORCH_LOGS=graph_breaks shows the source lines.")
+    if graphs != 1:
+        raise AssertionError(
+            f"{graphs} graphs instead of 1. "
+            + (
+                "Dynamo skipped the function: is it disabled, or does it hold no tensor operation?"
+                if graphs == 0
+                else "TORCH_LOGS=graph_code shows where each of them begins."
+            )
+        )
+
+
+def assert_no_recompiles(
+    function: Callable[..., Any],
+    make_inputs: Callable[[int], Inputs],
+    *,
+    sizes: Sequence[int] = (2, 3, 16, 64),
+    backend: str = "moe_ops",
+    dynamic: bool | None = True,
+) -> None:
+    """The code compiled for `make_inputs(sizes[0])` serves every other size.
+
+    Shapes are dynamic from the start; pass `dynamic=None` where `make_inputs` marks its dimensions itself
+    (`torch._dynamo.mark_dynamic`). Left alone, torch.compile compiles a second time at the second size, by design.
+
+    Raises:
+        ValueError: `sizes` holds fewer than two sizes, or 0 or 1, which torch.compile always compiles on their own.
+        AssertionError: with the guard that failed.
+    """
+    if len(sizes) < 2 or min(sizes) < 2:
+        raise ValueError(
+            f"assert_no_recompiles: sizes must be at least two sizes >= 2, got {tuple(sizes)}. "
+            "torch.compile specialises 0 and 1: test them on their own."
+        )
+    with _fresh(), torch.no_grad():
+        compiled = torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)
+        args, kwargs = _call(make_inputs(sizes[0]))
+        compiled(*args, **kwargs)
+        for size in sizes[1:]:
+            args, kwargs = _call(make_inputs(size))
+            try:
+                with torch.compiler.set_stance("fail_on_recompile"):
+                    compiled(*args, **kwargs)
+            except RuntimeError as error:
+                raise AssertionError(
+                    f"size {size} compiles again after size {sizes[0]}:\n{_indent(error)}\n"
+                    "A Python int taken from a shape, or a branch on one, ties the code to a size: "
+                    "TORCH_LOGS=recompiles,guards shows the line."
+                ) from error
+        graphs = counters["stats"]["unique_graphs"]
+    if graphs != 1:
+        raise AssertionError(f"{graphs} graphs for {len(sizes)} sizes instead of 1: use assert_no_graph_breaks first.")
+
+
+def assert_cuda_graph_safe(
+    function: Callable[..., Any],
+    inputs: Inputs,
+    *,
+    changed: Sequence[Inputs] = (),
+    backend: str | None = "moe_ops",
+) -> None:
+    """`function` can be captured in a CUDA graph, and a replay with other values computes what a plain call computes.
+
+    With a backend, on a GPU: compiled under `mode="reduce-overhead"`, nothing is skipped and nothing is partitioned,
+    and the replays equal, bit for bit, the same compiled code without CUDA graphs. With `backend=None`: the function
+    as it stands is captured, and the replays equal its eager calls. On a CPU nothing can be captured; the compiled
+    graph is searched for the operations that torch refuses to capture.
+
+    Args:
+        changed: more inputs of the same shapes, whose values take another route; by default each tensor of `inputs`
+            flipped along its last dimension.
+
+    Raises:
+        AssertionError: with the operation, or torch's reason.
+        ValueError: `backend=None` without a CUDA device.
+    """
+    variants = [inputs, *(changed or [_flipped(inputs)])]
+    if torch.cuda.is_available():
+        with torch.no_grad():
+            if backend is None:
+                _assert_replays_equal_eager(function, variants)
+            else:
+                _assert_compiled_replays(function, variants, backend)
+    elif backend is None:
+        raise ValueError("assert_cuda_graph_safe: backend must be a name without a CUDA device, got None.")
+    else:
+        _assert_no_incompatible_node(function, inputs, backend)
+
+
+def _assert_compiled_replays(function: Callable[..., Any], variants: list[Inputs], backend: str) -> None:
+    """The compiled half of `assert_cuda_graph_safe` on a GPU."""
+    import torch._inductor.config as inductor_config
+
+    with _fresh():
+        plain = torch.compile(function, backend=backend, fullgraph=True)
+        expected = [_tensors(_run(plain, variant)) for variant in variants]
+    with _fresh(), inductor_config.patch("triton.cudagraph_or_error", True):
+        captured = torch.compile(function, backend=backend, fullgraph=True, mode="reduce-overhead")
+        for turn in range(REPLAYS):
+            for variant, wanted in zip(variants, expected, strict=True):
+                torch.compiler.cudagraph_mark_step_begin()
+                try:
+                    got = _tensors(_run(captured, variant))
+                except RuntimeError as error:
+                    raise AssertionError(f"it cannot be captured:\n{_indent(error)}") from error
+                _assert_same_bits(got, wanted, f"call {turn} under CUDA graphs", "the compiled code without them")
+        # cudagraph_or_error covers skips but not partitions, which split one graph into several around an operation.
+        for counter in ("cudagraph_skips", "cudagraph_partitions"):
+            if counters["inductor"][counter]:
+                count = counters["inductor"][counter]
+                raise AssertionError(f"{counter} is {count}, expected 0. TORCH_LOGS=cudagraphs names the operation.")
+
+
+def _assert_replays_equal_eager(function: Callable[..., Any], variants: list[Inputs]) -> None:
+    """The eager half of `assert_cuda_graph_safe`: capture by hand, replay over changed inputs."""
+    expected = [_tensors(_run(function, variant)) for variant in variants]
+    static = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, variants[0])
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        _run(function, static)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            outputs = _tensors(_run(function, static))
+    except RuntimeError as error:
+        raise AssertionError(f"it cannot be captured:\n{_indent(error)}") from error
+    for index, (variant, wanted) in enumerate(zip(variants, expected, strict=True)):
+        for target, source in zip(_tensors(static), _tensors(variant), strict=True):
+            target.copy_(source)
+        graph.replay()
+        _assert_same_bits(outputs, wanted, f"the replay with inputs {index}", "the eager call")
+
+
+def _assert_no_incompatible_node(function: Callable[..., Any], inputs: Inputs, backend: str) -> None:
+    """The CPU half: Inductor's own list of what it will not capture, applied to the graph after all passes."""
+    from torch._inductor.utils import get_first_incompatible_cudagraph_node
+
+    found: list[str] = []
+
+    def look(graph: torch.fx.Graph) -> None:
+        node = get_first_incompatible_cudagraph_node(graph.owning_module)
+        if node is not None:
+            trace = (node.meta.get("stack_trace") or "  (no source line)").strip().splitlines()
+            found.append(f"{node.format_node()}\n  " + "\n  ".join(trace[-2:]))
+
+    with _fresh(), torch.no_grad():
+        options = {"post_grad_custom_post_pass": look}
+        compiled = torch.compile(function, backend=backend, fullgraph=True, options=options)
+        try:
+            _run(compiled, inputs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise AssertionError(f"it does not compile as one graph:\n{_indent(error)}") from error
+    if found:
+        raise AssertionError(f"a CUDA graph cannot hold\n  {found[0]}\nKeep the value on the device, as a tensor.")
+
+
+@contextlib.contextmanager
+def _fresh() -> Iterator[None]:
+    """Compile from nothing: no compiled code, no cache entry, counters at 0."""
+    from torch._inductor.utils import fresh_cache
+
+    torch.compiler.reset()
+    counters.clear()
+    with fresh_cache():
+        yield
+    torch.compiler.reset()
+
+
+def _call(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`inputs` as positional and keyword arguments."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
+
+
+def _run(function: Callable[..., Any], inputs: Inputs) -> Any:
+    args, kwargs = _call(inputs)
+    return function(*args, **kwargs)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors of a nested value; outputs of a CUDA graph are cloned before the next replay overwrites them."""
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _flipped(inputs: Inputs) -> Inputs:
+    """The same values in another order: still valid token ids, but every token is routed elsewhere."""
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.flip(-1), inputs)
+
+
+def _assert_same_bits(got: list[torch.Tensor], wanted: list[torch.Tensor], what: str, reference: str) -> None:
+    for index, (left, right) in enumerate(zip(got, wanted, strict=True)):
+        if not torch.equal(left, right):
+            difference = (left.double() - right.double()).abs().max().item()
+            raise AssertionError(
+                f"output {index} of {what} differs from {reference} by up to {difference:g}: something was computed at "
+                "capture time (a size, a pointer, a Python number) instead of on the device."
+            )
+
+
+def _indent(error: BaseException) -> str:
+    return "\n".join("  " + line for line in str(error).strip().splitlines()[:12])
