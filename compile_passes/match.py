@@ -1,0 +1,172 @@
+"""What recognisers return: the parts of an MoE block as graph nodes, or the reason why there is none."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A "no": the node that stopped the recogniser, why, and what the user can do about it."""
+
+    node: fx.Node
+    reason: str
+    cure: str
+
+    @property
+    def location(self) -> str:
+        """``file:line in function`` of the user's code, or the node's name when the graph does not know."""
+        return location(self.node)
+
+    def __str__(self) -> str:
+        return f"{self.location}: {self.reason} {self.cure}"
+
+
+def location(node: fx.Node) -> str:
+    """Innermost source line outside of torch that ``node`` was traced from."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    if not frames:
+        return f"node {node.name}"
+    file, line, function = next((frame for frame in reversed(frames) if not frame[0].startswith(_TORCH)), frames[-1])
+    return f"{file}:{line} in {function}"
+
+
+def module_of(node: fx.Node) -> str:
+    """Path of the innermost module that ``node`` was traced in, as in ``named_modules()``; empty when unknown."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    path = re.sub(
+        r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]", lambda m: "." + next(g for g in m.groups() if g), path
+    )
+    return path.removeprefix("L.self").removeprefix("L").strip(".")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """An expert weight: ``node`` holds ``[E, N, K]``, or ``[E, K, N]`` when ``transposed``."""
+
+    node: fx.Node
+    transposed: bool
+
+
+@dataclass(frozen=True)
+class Product:
+    """One matrix product of routed rows with their experts' weights, its bias added.
+
+    Attributes:
+        anchor: the matrix product itself.
+        rows: its row operand ``[R, K]``.
+        weight: the stacked weight of all experts.
+        routing_key: what says which expert a row belongs to: the group offsets (grouped) or the ids (batched).
+        bias: stacked bias ``[E, N]``, or None.
+        bias_ids: the expert id of every row by which the bias was gathered, or None.
+        masks: masks by which rows or the result were zeroed.
+        result: the value ``[R, N]`` after the bias and the masks.
+    """
+
+    anchor: fx.Node
+    rows: fx.Node
+    weight: Weight
+    routing_key: fx.Node
+    bias: fx.Node | None
+    bias_ids: fx.Node | None
+    masks: tuple[fx.Node, ...]
+    result: fx.Node
+
+
+@dataclass(frozen=True)
+class Body:
+    """What an expert computes with one half or two of its first product."""
+
+    activation: str
+    alpha: float | None
+    limit: float | None
+    glu_layout: str
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """How rows are made from tokens: ``form`` is the spelling ("grouped_mm", "batched_mm").
+
+    ``ids`` is any value whose row-major elements are the R expert ids; ``perm`` sorts them by expert, None = unsorted.
+    """
+
+    form: str
+    hidden: fx.Node
+    ids: fx.Node
+    perm: fx.Node | None
+    top_k: int
+
+
+@dataclass(frozen=True)
+class Combine:
+    """How rows return to tokens: the weights (R row-major elements) and the ``[T, H]`` result."""
+
+    weights: fx.Node
+    output: fx.Node
+
+
+@dataclass(frozen=True)
+class Router:
+    """A router in the terms of ``fused_topk``."""
+
+    logits: fx.Node
+    bias: fx.Node | None
+    top_k: int
+    routing: str
+    renormalize: bool = False
+    renorm_eps: float = 0.0
+    num_groups: int = 1
+    topk_groups: int = 1
+    scale: float = 1.0
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of ``fused_topk``."""
+        return {name: value for name, value in vars(self).items() if name not in ("logits", "bias")}
+
+
+@dataclass(frozen=True)
+class MoEMatch:
+    """One MoE block: every role as a node, and the nodes that its replacement makes dead.
+
+    ``router`` is a Refusal when the router stays in the graph and only the experts are replaced.
+    """
+
+    up: Product
+    down: Product
+    body: Body
+    dispatch: Dispatch
+    combine: Combine
+    router: Router | Refusal
+    region: tuple[fx.Node, ...] = field(repr=False)
+
+    @property
+    def output(self) -> fx.Node:
+        """The node that the fused operator replaces."""
+        return self.combine.output
+
+    @property
+    def location(self) -> str:
+        """Source line of the second expert product."""
+        return location(self.down.anchor)
+
+
+@dataclass(frozen=True)
+class RoutedCall:
+    """A `fused_experts` call that the model itself makes, whose weights and ids come from a router of `fused_topk`."""
+
+    call: fx.Node
+    router: Router
+    weights: fx.Node
+    ids: fx.Node

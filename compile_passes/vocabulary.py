@@ -1,0 +1,297 @@
+"""One name for every spelling of an operation: torch functions, Tensor methods, Python operators, ATen overloads.
+
+`F.softmax(x, -1)`, `torch.softmax(x, dim=-1)`, `x.softmax(-1)` and `aten.softmax.int(x, -1)` are all
+`Call("softmax", {"x": x, "dim": -1})`. In-place forms (`x.add_(y)`, `x += y`, `aten.add_.Tensor`) get the name of the
+functional form and say which parameter they write. Only names that a recogniser asks about are listed; any other
+target keeps its own name with positional parameters, so that a refusal can still say what it is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+# name, parameters in order, spellings. A string spelling is a Tensor method AND the ATen operator of that name.
+_TABLE: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
+    # elementwise
+    ("add", "x y alpha", (torch.add, "add", operator.add)),
+    ("sub", "x y alpha", (torch.sub, "sub", operator.sub)),
+    ("mul", "x y", (torch.mul, torch.multiply, "mul", "multiply", operator.mul)),
+    ("div", "x y rounding_mode", (torch.div, torch.divide, torch.true_divide, "div", "true_divide", operator.truediv)),
+    ("floordiv", "x y", (torch.floor_divide, "floor_divide", operator.floordiv)),
+    ("addcmul", "x tensor1 tensor2 value", (torch.addcmul, "addcmul")),
+    ("pow", "x y", (torch.pow, "pow", operator.pow)),
+    ("square", "x", (torch.square, "square")),
+    ("neg", "x", (torch.neg, "neg", operator.neg)),
+    ("relu", "x inplace", (torch.relu, F.relu, "relu")),
+    ("silu", "x inplace", (F.silu, torch.ops.aten.silu)),
+    ("gelu", "x approximate", (F.gelu, torch.ops.aten.gelu)),
+    ("sigmoid", "x", (torch.sigmoid, F.sigmoid, "sigmoid")),
+    ("tanh", "x", (torch.tanh, F.tanh, "tanh")),
+    ("sqrt", "x", (torch.sqrt, "sqrt")),
+    ("rsqrt", "x", (torch.rsqrt, "rsqrt")),
+    ("softplus", "x beta threshold", (F.softplus, torch.ops.aten.softplus)),
+    ("clamp", "x min max", (torch.clamp, torch.clip, "clamp", "clip")),
+    ("clamp_min", "x min", (torch.clamp_min, "clamp_min")),
+    ("clamp_max", "x max", (torch.clamp_max, "clamp_max")),
+    ("masked_fill", "x mask value", (torch.masked_fill, "masked_fill")),
+    ("not", "x", (torch.bitwise_not, torch.logical_not, "bitwise_not", "logical_not", operator.invert)),
+    ("ge", "x y", (torch.ge, torch.greater_equal, "ge", "greater_equal", operator.ge)),
+    ("gt", "x y", (torch.gt, torch.greater, "gt", "greater", operator.gt)),
+    # the same values in the same order, in another shape
+    ("view", "x", ("view", "_unsafe_view", "view_as", "unflatten")),
+    ("view", "x", (torch.reshape, "reshape", "reshape_as", torch.flatten, "flatten", torch.ravel, "ravel")),
+    ("view", "x", (torch.unsqueeze, "unsqueeze", torch.squeeze, "squeeze", torch.unflatten)),
+    ("view", "x", ("contiguous", "alias")),
+    ("clone", "x", (torch.clone, "clone")),
+    # other views
+    ("transpose", "x dim0 dim1", (torch.transpose, "transpose", torch.swapaxes, "swapaxes", "swapdims")),
+    ("mt", "x", ("mT",)),
+    ("permute", "x dims", (torch.permute, "permute")),
+    ("expand", "x", ("expand", torch.broadcast_to, "broadcast_to", "expand_as")),
+    ("chunk", "x chunks dim", (torch.chunk, "chunk")),
+    ("split", "x size dim", (torch.split, "split", "split_with_sizes")),
+    ("slice", "x dim start end step", (torch.ops.aten.slice,)),
+    ("narrow", "x dim start length", (torch.narrow, "narrow")),
+    # casts (the result's dtype is read from its metadata)
+    ("cast", "x", ("to", "type", "type_as", "_to_copy")),
+    ("cast", "x", ("float", "half", "bfloat16", "double", "int", "long", "bool")),
+    # indexing, sorting, counting
+    ("getitem", "x index", (operator.getitem,)),
+    ("index", "x index", (torch.ops.aten.index,)),
+    ("index_select", "x dim index", (torch.index_select, "index_select")),
+    ("setitem", "x index values", (operator.setitem,)),
+    ("index_put", "x index values accumulate", (torch.index_put, "index_put")),
+    ("gather", "x dim index", (torch.gather, "gather")),
+    ("scatter", "x dim index src", (torch.scatter, "scatter")),
+    ("index_add", "x dim index source", (torch.index_add, "index_add")),
+    ("repeat_interleave", "x repeats dim", (torch.repeat_interleave, "repeat_interleave")),
+    ("sort", "x dim descending", (torch.sort, "sort")),
+    ("argsort", "x dim descending", (torch.argsort, "argsort")),
+    ("topk", "x k dim largest sorted", (torch.topk, "topk")),
+    ("max", "x dim keepdim", (torch.max, "max")),
+    ("amax", "x dim keepdim", (torch.amax, "amax")),
+    ("sum", "x dim keepdim dtype", (torch.sum, "sum")),
+    ("cumsum", "x dim dtype", (torch.cumsum, "cumsum")),
+    ("histc", "x bins min max", (torch.histc, "histc")),
+    ("bincount", "x weights minlength", (torch.bincount, "bincount")),
+    ("softmax", "x dim dtype", (torch.softmax, "softmax")),
+    ("softmax", "x dim _stacklevel dtype", (F.softmax,)),
+    ("softmax", "x dim half_to_float", (torch.ops.aten._softmax,)),
+    # creation
+    ("arange", "end", (torch.arange, torch.ops.aten.arange)),
+    ("empty_like", "x", (torch.empty_like, torch.ops.aten.empty_like)),
+    ("zeros_like", "x", (torch.zeros_like, torch.ops.aten.zeros_like)),
+    ("zeros", "size", (torch.zeros, torch.ops.aten.zeros)),
+    # products
+    ("grouped_mm", "x weight offs bias out_dtype", ("_grouped_mm",)),
+    ("bmm", "x y", (torch.bmm, "bmm")),
+    ("matmul", "x y", (torch.matmul, "matmul", operator.matmul)),
+    ("linear", "x weight bias", (F.linear, torch.ops.aten.linear)),
+    # where the search for the first projection stops and what a normalisation looks like
+    (
+        "norm",
+        "x",
+        (
+            F.rms_norm,
+            torch.rms_norm,
+            F.layer_norm,
+            torch.layer_norm,
+            torch.ops.aten.rms_norm,
+            torch.ops.aten.layer_norm,
+        ),
+    ),
+    ("embedding", "x", (F.embedding, torch.ops.aten.embedding)),
+)
+_OPERATORS_IN_PLACE: dict[Callable[..., Any], Callable[..., Any]] = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+    operator.ifloordiv: operator.floordiv,
+    operator.ipow: operator.pow,
+}
+_METADATA = frozenset({"size", "dim", "numel", "stride", "element_size", "is_contiguous", "storage_offset"})
+# Keyword spellings of the parameters above.
+_KEYWORDS = {
+    "input": "x", "self": "x", "other": "y", "mat2": "y", "exponent": "y", "keepdims": "keepdim", "mat1": "x",
+    "mat_a": "x", "mat_b": "weight", "split_size": "size", "split_size_or_sections": "size", "split_sizes": "size",
+    "offsets": "offs", "indices": "index", "axis": "dim", "value": "src",
+}  # fmt: skip
+_TRANSFORMERS_GROUPED_MM = "transformers::grouped_mm_fallback"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A node in the common vocabulary.
+
+    Attributes:
+        name: canonical name, or the target's own name when it is not in the vocabulary.
+        args: parameter -> value; tensors are graph nodes.
+        writes: the parameters whose storage the call overwrites; the call's value is then the first one's new value.
+    """
+
+    name: str
+    args: dict[str, Any]
+    writes: tuple[str, ...] = ()
+
+    def __getitem__(self, parameter: str) -> Any:
+        """Value of ``parameter``, or None when the call does not pass it."""
+        return self.args.get(parameter)
+
+
+def _index_table() -> tuple[dict[Any, tuple[str, tuple[str, ...]]], dict[str, tuple[str, tuple[str, ...]]]]:
+    functions: dict[Any, tuple[str, tuple[str, ...]]] = {}
+    names: dict[str, tuple[str, tuple[str, ...]]] = {}
+    for name, parameters, spellings in _TABLE:
+        row = (name, tuple(parameters.split()))
+        for spelling in spellings:
+            if isinstance(spelling, str):
+                names.setdefault(spelling, row)
+            elif isinstance(spelling, torch._ops.OpOverloadPacket):
+                names.setdefault(str(spelling).removeprefix("aten."), row)
+            else:
+                functions.setdefault(spelling, row)
+    grouped = names["_grouped_mm"]
+    for holder, attribute in ((torch, "_grouped_mm"), (F, "grouped_mm")):
+        if hasattr(holder, attribute):
+            functions[getattr(holder, attribute)] = grouped
+    names[_TRANSFORMERS_GROUPED_MM] = grouped
+    return functions, names
+
+
+_FUNCTIONS, _NAMES = _index_table()
+
+
+def spell(node: fx.Node) -> Call | None:
+    """The canonical call of ``node``, or None for placeholders, attributes, outputs and submodules."""
+    if node.op == "call_method":
+        return _spell_name(node, str(node.target))
+    if node.op != "call_function":
+        return None
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return _spell_operator(node, target)
+    if target is getattr:
+        return Call("getattr", {"x": node.args[0], "index": node.args[1]})
+    if target in _OPERATORS_IN_PLACE:
+        name, parameters = _FUNCTIONS[_OPERATORS_IN_PLACE[target]]
+        return Call(name, _bind(node, parameters), writes=("x",))
+    row = _FUNCTIONS.get(target)
+    if row is not None:
+        return _finish(node, *row, writes=("x",) if row[0] == "setitem" else ())
+    name = getattr(target, "__name__", str(target))
+    if name.endswith("_") and not name.endswith("__"):
+        return _spell_name(node, name)
+    return _finish(node, name, ())
+
+
+def _spell_name(node: fx.Node, name: str) -> Call:
+    """A Tensor method (or a function named like one); a trailing underscore means that it writes its tensor."""
+    in_place = name.endswith("_") and not name.endswith("__")
+    base = name[:-1] if in_place else name
+    if base in _METADATA:
+        return Call("metadata", {"x": node.args[0]})
+    canonical, parameters = _NAMES.get(base, (base, ()))
+    return _finish(node, canonical, parameters, writes=("x",) if in_place else ())
+
+
+def _spell_operator(node: fx.Node, target: torch._ops.OpOverload | torch._ops.OpOverloadPacket) -> Call:
+    overload = target if isinstance(target, torch._ops.OpOverload) else _first_overload(target)
+    qualified = overload._schema.name
+    base = qualified.removeprefix("aten::").removeprefix("prims::")
+    row = _NAMES.get(base) or _NAMES.get(base.removesuffix("_"))
+    written = [a.name for a in overload._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    if row is None:
+        names = tuple(a.name for a in overload._schema.arguments)
+        return Call(qualified, _bind(node, names, rename=False), writes=tuple(written))
+    writes = tuple("x" if name == "self" else name for name in written)
+    return _finish(node, *row, writes=writes)
+
+
+def _first_overload(packet: torch._ops.OpOverloadPacket) -> torch._ops.OpOverload:
+    overload: torch._ops.OpOverload = getattr(packet, packet._overload_names[0] or "default")
+    return overload
+
+
+def _finish(node: fx.Node, name: str, parameters: tuple[str, ...], writes: tuple[str, ...] = ()) -> Call:
+    """Bind the arguments and fold variants of one operation into one name."""
+    args = _bind(node, parameters)
+    if isinstance(node.kwargs.get("out"), fx.Node):
+        return Call(name, args, writes=("out",))
+    if args.pop("inplace", False):
+        writes = ("x",)
+    if name == "getitem":
+        name = _classify_getitem(args)
+    elif name == "index_select" and args.get("dim") == 0:
+        name = "index"
+    elif name in ("setitem", "index_put"):
+        name, args["index"] = "index_put", _single(args["index"])
+    elif name == "index":
+        args["index"] = _single(args["index"])
+    elif name in ("clamp_min", "clamp_max"):
+        name = "clamp"
+    elif name == "arange" and len(node.args) > 1:
+        name = "arange_from"
+    elif name == "div" and args.get("rounding_mode") == "floor":
+        name = "floordiv"
+    elif name == "matmul" and all(rank(args.get(side)) == 3 for side in ("x", "y")):
+        name = "bmm"
+    elif name == "split" and isinstance(args.get("size"), list | tuple):
+        args["sizes"] = args.pop("size")
+    return Call(name, args, writes)
+
+
+def _classify_getitem(args: dict[str, Any]) -> str:
+    """item: an element of a tuple result; index: rows by a tensor; slice: a strided view; fancy: anything else."""
+    source, index = args["x"], args["index"]
+    if isinstance(index, int) and (not isinstance(source, fx.Node) or example(source) is None):
+        return "item"
+    if isinstance(index, fx.Node) and isinstance(example(index), torch.Tensor):
+        return "index"
+    parts = index if isinstance(index, tuple) else (index,)
+    if all(part is None or part is Ellipsis or isinstance(part, slice | int) for part in parts):
+        if all(part is None or part is Ellipsis or part == slice(None) for part in parts):
+            return "view"
+        return "getslice"
+    return "fancy"
+
+
+def _single(index: Any) -> Any:
+    """``[i]`` and ``(i,)`` are ``i``: an index list of one tensor."""
+    if isinstance(index, list | tuple) and len(index) == 1:
+        return index[0]
+    return index
+
+
+def _bind(node: fx.Node, parameters: tuple[str, ...], rename: bool = True) -> dict[str, Any]:
+    args: dict[str, Any] = {}
+    for position, value in enumerate(node.args):
+        name = parameters[position] if position < len(parameters) else ("x" if position == 0 else f"arg{position}")
+        args[name] = value
+    for key, value in node.kwargs.items():
+        name = key
+        if rename and key not in parameters:
+            name = _KEYWORDS.get(key, key)
+        args[name] = value
+    return args
+
+
+def example(node: Any) -> torch.Tensor | None:
+    """The fake tensor recorded for ``node`` by Dynamo (``example_value``) or AOTAutograd (``val``), if it is one."""
+    if not isinstance(node, fx.Node):
+        return None
+    value = node.meta.get("example_value", node.meta.get("val"))
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def rank(node: Any) -> int | None:
+    """Number of dimensions of ``node``, when known."""
+    value = example(node)
+    return None if value is None else value.dim()
