@@ -1,0 +1,136 @@
+"""Command line: `python -m benchmarks [layers]`, `python -m benchmarks e2e`, `python -m benchmarks report`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks import shapes as shape_table
+from benchmarks.results import RESULTS, ResultFile, current_commit
+
+OUT = Path(__file__).parent / "out"
+COMMANDS = ("layers", "e2e", "report")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; `layers` when none is named."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = arguments.pop(0) if arguments and arguments[0] in COMMANDS else "layers"
+    try:
+        return {"layers": layers_command, "e2e": e2e_command, "report": report_command}[command](arguments)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def layers_command(arguments: list[str]) -> int:
+    """Time single layers."""
+    from benchmarks import layers
+    from benchmarks.peers import DEFAULT_PEERS, PEERS
+
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=layers.__doc__)
+    parser.add_argument("--list", action="store_true", help="list shapes and peers, and which of them can run here")
+    parser.add_argument("--shapes", default="all" if on_gpu else "tiny", help="comma-separated names, 'all' or 'tiny'")
+    parser.add_argument("--tokens", help="comma-separated numbers of tokens")
+    parser.add_argument("--peers", help="comma-separated names; 'optional' adds the optional ones")
+    parser.add_argument("--scheme", default="bf16", choices=("bf16", "fp8_block128"), help="picks the default peers")
+    parser.add_argument("--format", default="grouped", choices=("grouped", "batched"), help="picks the default peers")
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of activations and unquantised weights")
+    parser.add_argument("--replays", type=int, default=20)
+    parser.add_argument("--json", type=Path, help=f"result file (default: in {OUT.name}/)")
+    parser.add_argument("--commit", default=current_commit(), help="for the result file, where there is no checkout")
+    options = parser.parse_args(arguments)
+    if options.list:
+        print_lists()
+        return 0
+    chosen = shape_table.parse_shapes(options.shapes)
+    default_tokens = shape_table.TINY_TOKENS if not on_gpu else shape_table.TOKENS
+    tokens = parse_numbers("--tokens", options.tokens) if options.tokens else list(default_tokens)
+    names = parse_names("--peers", options.peers, PEERS, DEFAULT_PEERS[options.scheme, options.format])
+    path = options.json or OUT / f"layers-{options.scheme}-{options.format}.json"
+    header = {"scheme": options.scheme, "format": options.format, "dtype": options.dtype, "commit": options.commit}
+    results = ResultFile(path, "layers", layers.layer_method(options.replays), **header)
+    peers = [PEERS[name] for name in names]
+    layers.run(chosen, tokens, peers, results, dtype=DTYPES[options.dtype], replays=options.replays)
+    print(f"{len(results.rows)} rows in {path}")
+    return 0
+
+
+def e2e_command(arguments: list[str]) -> int:
+    """Time whole models."""
+    from benchmarks import e2e
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks e2e", description=e2e.__doc__)
+    parser.add_argument("--list", action="store_true", help="list rows and variants")
+    parser.add_argument("--rows", help="comma-separated batch x new tokens, such as 8x1,4x2048")
+    parser.add_argument("--variants", help="comma-separated names")
+    parser.add_argument("--model", default="qwen3-4l" if torch.cuda.is_available() else "tiny", choices=e2e.MODELS)
+    parser.add_argument("--cache-length", type=int, help="positions of the static cache, all of them attended to")
+    parser.add_argument("--steps", type=int, default=30, help="timed steps per row")
+    parser.add_argument("--json", type=Path, help=f"result file (default: in {OUT.name}/)")
+    parser.add_argument("--commit", default=current_commit(), help="for the result file, where there is no checkout")
+    options = parser.parse_args(arguments)
+    if options.list:
+        for name, variant in e2e.VARIANTS.items():
+            print(f"{name:<28} {variant.describe()}")
+        return 0
+    model = e2e.MODELS[options.model]
+    rows = [e2e.parse_row(text) for text in options.rows.split(",")] if options.rows else list(model.rows)
+    names = parse_names("--variants", options.variants, e2e.VARIANTS, tuple(e2e.VARIANTS))
+    path = options.json or OUT / "e2e.json"
+    results = e2e.run(model, rows, names, path, options.commit, cache_length=options.cache_length, steps=options.steps)
+    print(f"{len(results.rows)} rows in {path}")
+    return 0
+
+
+def report_command(arguments: list[str]) -> int:
+    """Draw the plots and write the README's generated sections."""
+    from benchmarks import report
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks report", description=report.__doc__)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of result files")
+    parser.add_argument("--readme", type=Path, default=RESULTS.parent.parent / "README.md")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if the README is not up to date")
+    options = parser.parse_args(arguments)
+    return report.main(options.results, options.readme, check=options.check)
+
+
+def print_lists() -> None:
+    """Shapes, and peers with what they time and whether they can run here."""
+    from benchmarks.peers import PEERS
+
+    for shape in (shape_table.SHAPES | shape_table.TINY_SHAPES).values():
+        print(f"{shape.name:<16} E={shape.E:<4} K={shape.K:<2} H={shape.H:<5} I={shape.I}")
+    for peer in PEERS.values():
+        print(f"{peer.name:<18} {peer.work:<8} {peer.missing() or 'available'}")
+
+
+def parse_numbers(option: str, text: str) -> list[int]:
+    """Positive integers of a comma-separated list."""
+    numbers = text.split(",")
+    if not all(number.isdigit() and int(number) > 0 for number in numbers):
+        raise ValueError(f"benchmarks: {option} must be positive integers separated by commas, got {text!r}.")
+    return [int(number) for number in numbers]
+
+
+def parse_names(option: str, text: str | None, known: dict, default: tuple[str, ...]) -> list[str]:
+    """Known names of a comma-separated list; "default" and "optional" stand for several."""
+    from benchmarks.peers import OPTIONAL
+
+    groups = {"default": list(default), "optional": [peer.name for peer in OPTIONAL if peer.name in known]}
+    names: list[str] = []
+    for name in (text or "default").split(","):
+        if name not in known and name not in groups:
+            raise ValueError(f"benchmarks: {option} must be among {', '.join([*known, *groups])}, got {name!r}.")
+        names += [item for item in groups.get(name, [name]) if item not in names]
+    return names
+
+
+if __name__ == "__main__":
+    sys.exit(main())

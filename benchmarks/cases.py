@@ -1,0 +1,142 @@
+"""One timed case: weights of a layer, input sets with their routing, the roof, and the exact answer on a sample."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.shapes import Shape
+from meta.arch import lookup
+from meta.cost import roofline_us
+from meta.dims import Problem
+from meta.routing import route
+
+SAMPLED_TOKENS = 16  # tokens whose exact answer is computed, so that checking costs little next to timing
+QUANTIZE_CHUNK = 8  # experts quantised at a time: the fp32 copies of all of them would not fit
+
+
+@dataclass(frozen=True)
+class InputSet:
+    """Inputs of one call: hidden_states `[T, H]`, router_logits `[T, E]`, and their routing, `[T, K]` each."""
+
+    hidden_states: torch.Tensor
+    router_logits: torch.Tensor
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+
+
+@dataclass
+class Weights:
+    """Both projections, `[E, 2I, H]` and `[E, H, I]`, and on demand their quantised forms by scheme."""
+
+    shape: Shape
+    gate_up_proj: torch.Tensor
+    down_proj: torch.Tensor
+    _quantized: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+
+    def quantized(self, scheme: str) -> dict[str, torch.Tensor]:
+        """The weight and scale arguments of `fused_moe` under a quantised scheme; made once."""
+        if scheme not in self._quantized:
+            gate_up, gate_up_scale = _quantize(self.gate_up_proj, scheme)
+            down, down_scale = _quantize(self.down_proj, scheme)
+            self._quantized[scheme] = {
+                "gate_up_proj": gate_up,
+                "down_proj": down,
+                "gate_up_scale": gate_up_scale,
+                "down_scale": down_scale,
+            }
+        return self._quantized[scheme]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A shape at T tokens."""
+
+    shape: Shape
+    T: int
+    weights: Weights
+    sets: list[InputSet]
+
+    def roof_us(self, scheme: str | None) -> float | None:
+        """Least microseconds, from the experts really routed to (meta/cost.py); None without a GPU to compare with."""
+        inputs = self.sets[0]
+        if not inputs.hidden_states.is_cuda:
+            return None
+        like = self.weights.quantized(scheme) if scheme else vars(self.weights)
+        gate_up, down = like["gate_up_proj"], like["down_proj"]
+        problem = Problem.from_experts(inputs.hidden_states, gate_up, down, inputs.topk_ids, scheme=scheme)
+        arch = lookup(torch.cuda.get_device_name())
+        return statistics.mean(roofline_us(problem, arch, experts) for experts in self.distinct_experts)
+
+    @cached_property
+    def distinct_experts(self) -> list[int]:
+        """Experts that each input set is routed to."""
+        return [int(inputs.topk_ids.unique().numel()) for inputs in self.sets]
+
+    @cached_property
+    def sample(self) -> torch.Tensor:
+        """Indices of the tokens that are checked."""
+        device = self.sets[0].hidden_states.device
+        return torch.arange(0, self.T, max(1, self.T // SAMPLED_TOKENS), device=device)[:SAMPLED_TOKENS]
+
+    @cached_property
+    def exact(self) -> torch.Tensor:
+        """float64 output of the first input set at the sampled tokens, `[S, H]`, one expert at a time."""
+        inputs = self.sets[0]
+        rows_SH = inputs.hidden_states[self.sample].double()
+        ids_SK = inputs.topk_ids[self.sample]
+        weights_SK = inputs.topk_weights[self.sample].double()
+        output_SH = torch.zeros_like(rows_SH)
+        for expert in ids_SK.unique().tolist():
+            token, slot = torch.where(ids_SK == expert)
+            gate, up = (rows_SH[token] @ self.weights.gate_up_proj[expert].double().T).chunk(2, dim=-1)
+            result = (F.silu(gate) * up) @ self.weights.down_proj[expert].double().T
+            output_SH.index_add_(0, token, result * weights_SK[token, slot].unsqueeze(-1))
+        return output_SH
+
+    def error(self, output: torch.Tensor) -> float:
+        """Relative error, in the Euclidean norm over the sample, of a peer's output for the first input set."""
+        difference = output[self.sample].double() - self.exact
+        return (difference.norm() / self.exact.norm()).item()
+
+
+def input_sets(T: int) -> int:
+    """How many input sets rotate: enough that a small batch's experts come from memory and not from the cache."""
+    return 8 if T <= 64 else 2
+
+
+def layer_weights(shape: Shape, dtype: torch.dtype, device: str) -> Weights:
+    """Random weights of a layer."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device).normal_(0, 0.02, generator=generator)
+
+    return Weights(shape, normal(shape.E, 2 * shape.I, shape.H), normal(shape.E, shape.H, shape.I))
+
+
+def make_case(weights: Weights, T: int) -> Case:
+    """Inputs with independent random logits: nearly uniform routing, the heaviest in memory traffic for a given T."""
+    like = weights.gate_up_proj
+    generator = torch.Generator(like.device).manual_seed(T)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=like.dtype, device=like.device).normal_(generator=generator)
+
+    sets = []
+    for _ in range(input_sets(T)):
+        logits = normal(T, weights.shape.E)
+        topk_weights, topk_ids = route(logits, None, routing="softmax", top_k=weights.shape.K, renormalize=True)
+        sets.append(InputSet(normal(T, weights.shape.H), logits, topk_weights, topk_ids))
+    return Case(weights.shape, T, weights, sets)
+
+
+def _quantize(weight: torch.Tensor, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
+    from meta.schemes import SCHEMES
+
+    parts = [SCHEMES[scheme].quantize_weight(chunk) for chunk in weight.split(QUANTIZE_CHUNK)]
+    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])

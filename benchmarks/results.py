@@ -1,0 +1,85 @@
+"""Result files: one JSON document per run, rewritten after every row so that a killed run keeps what it has."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "triton", "transformers", "moe-compile")
+
+
+class ResultFile:
+    """A growing list of rows under a header that says when, where, with what and how they were measured."""
+
+    def __init__(self, path: Path | None, kind: str, method: str, *, commit: str, **header: Any) -> None:
+        self.path = path
+        self.document: dict[str, Any] = {
+            "kind": kind,
+            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            "device": device_name(),
+            "commit": commit,
+            "versions": versions(),
+            "method": method,
+            **header,
+            "rows": [],
+        }
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return self.document["rows"]
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Append a row and write the whole file; the rename keeps the old file whole until the new one is."""
+        self.rows.append(row)
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(self.document, indent=1) + "\n")
+        os.replace(partial, self.path)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what is measured, and of what measures."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def device_name() -> str:
+    """The GPU's name, or the CPU's architecture and core count."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"CPU {platform.machine()}, {os.cpu_count()} cores"
+
+
+def current_commit() -> str:
+    """The commit of this checkout ("+" when files differ from it), or "unknown" outside a checkout."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
+        status = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit.stdout.strip() + ("+" if status.stdout.strip() else "")
+
+
+def load_results(folder: Path = RESULTS, kind: str | None = None) -> dict[str, dict[str, Any]]:
+    """Result documents of a folder by file stem, in name order; `kind` keeps one kind."""
+    documents = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    return {stem: document for stem, document in documents.items() if kind in (None, document["kind"])}

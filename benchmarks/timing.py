@@ -1,0 +1,74 @@
+"""Time of a function: replays of a captured CUDA graph on a GPU, the wall clock elsewhere.
+
+Several functions are timed together, each with its own inputs, one after the other: with a single input set the weights
+of a small batch would be served from the cache, which no running model sees.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Thunk = Callable[[], Any]
+CUDA_METHOD = (
+    "all input sets in one captured CUDA graph, median of {replays} replays measured by CUDA events, divided by the "
+    "number of sets"
+)
+CPU_METHOD = "wall clock over all input sets in turn, median of {replays} rounds, divided by the number of sets"
+CPU_BUDGET_S = 1.0  # stop adding rounds once they took this long
+
+
+def time_us(thunks: Sequence[Thunk], replays: int = 20) -> float:
+    """Median microseconds of one thunk."""
+    return _graph_time(thunks, replays) if torch.cuda.is_available() else _wall_time(thunks, replays)
+
+
+def method(replays: int = 20) -> str:
+    """What `time_us` does on this machine, for the result file."""
+    return (CUDA_METHOD if torch.cuda.is_available() else CPU_METHOD).format(replays=replays)
+
+
+def _graph_time(thunks: Sequence[Thunk], replays: int) -> float:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            for thunk in thunks:
+                thunk()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for thunk in thunks:
+            thunk()
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    samples = [cuda_event_ms(graph.replay) * 1e3 for _ in range(replays)]
+    return statistics.median(samples) / len(thunks)
+
+
+def cuda_event_ms(function: Thunk) -> float:
+    """Milliseconds that the GPU spends between the start and the end of one call."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def _wall_time(thunks: Sequence[Thunk], replays: int) -> float:
+    for thunk in thunks:
+        thunk()
+    samples: list[float] = []
+    while len(samples) < replays and (len(samples) < 3 or sum(samples) < CPU_BUDGET_S * 1e6):
+        start = time.perf_counter()
+        for thunk in thunks:
+            thunk()
+        samples.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(samples) / len(thunks)
