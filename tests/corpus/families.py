@@ -1,0 +1,105 @@
+"""The families of transformers whose experts come in the shared compiled forms, as tiny models.
+
+`compile_passes.tiny` shrinks a configuration by the meaning of its attributes; what a family needs beyond that is here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compile_passes.tiny import text_classes, tiny_config, tiny_model
+
+REQUIRED = (
+    "mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "granitemoe", "nemotron_h", "gemma4", "aria",
+    "minimax_m2",
+)  # fmt: skip
+OTHERS = (
+    "afmoe", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_ocr2", "deepseek_v2",
+    "deepseek_v32", "deepseek_v4", "diffusion_gemma", "dots1", "dots3_note", "ernie4_5_moe",
+    "ernie4_5_vl_moe", "exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "glm4v_moe",
+    "glm5_next", "glm_moe_dsa", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe",
+    "hy_v3", "hy_v4", "inkling", "inkling2", "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2_moe",
+    "mellum", "mimo_v2_flash", "minimax", "minimax_m3_vl", "mistral4", "mistral_large4", "muse_spark",
+    "openai_privacy_filter", "phimoe", "qwen2_moe", "qwen3_5_moe", "qwen3_next", "qwen3_omni_moe",
+    "qwen3_vl_moe", "qwen4_exp", "solar_open", "unlimited_ocr", "zaya",
+)  # fmt: skip
+# Families that are declined, with a word of the reason.
+REFUSED = {"muse_spark": "normalisation", "inkling2": "activation"}
+# MoE layers of the tiny model, where it is not the usual two.
+LAYERS = {"nemotron_h": 1}
+# Families with code of their own between the expert products.
+OWN_ACTIVATIONS = frozenset({"beam", "deepseek_v4", "inkling2", "minimax_m3_vl", "muse_spark", "openai_privacy_filter"})
+# Families whose router `fused_topk` does not express, with a word of the reason.
+KEPT_ROUTERS = {
+    "deepseek_v4": "ids", "diffusion_gemma": "mul", "ernie4_5_moe": "sum", "ernie4_5_vl_moe": "sum", "gemma4": "mul",
+    "inkling": "slice", "phimoe": "weights", "zaya": "masked_fill",
+}  # fmt: skip
+
+_FULL_ATTENTION = {"layer_types": ["full_attention", "full_attention"]}
+_GEMMA = {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0}
+_OVERRIDES: dict[str, dict[str, Any]] = {
+    "deepseek_ocr2": {"mlp_layer_types": ["sparse", "sparse"]},
+    "diffusion_gemma": {"layer_types": _GEMMA["layer_types"]},
+    "dots1": {"n_shared_experts": 1},
+    "ernie4_5_vl_moe": {
+        "moe_intermediate_size": [32, 32],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 4]},
+    },
+    "flint": {"mlp_only_layers": []},
+    "gemma4": _GEMMA,
+    "glm4v_moe": {
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2],
+        }
+    },
+    "glm5_next": {
+        "index_topk": 16, "qk_rope_head_dim": 0, "qk_head_dim": 16, "num_key_value_heads": 4, "layer_types": None,
+    },
+    "jamba": {"attn_layer_period": 1, "attn_layer_offset": 0, "expert_layer_period": 1, "expert_layer_offset": 0},
+    "kimi_linear": _FULL_ATTENTION,
+    "lfm2_moe": _FULL_ATTENTION,
+    "nemotron_h": {"layers_block_type": ["attention", "moe"], "n_group": 1},
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
+
+
+@cache
+def _classes(family: str) -> tuple[type[Any], type[Any]]:
+    package = f"transformers.models.{family}"
+    return text_classes(
+        importlib.import_module(f"{package}.configuration_{family}"),
+        importlib.import_module(f"{package}.modeling_{family}"),
+    )
+
+
+def available(family: str) -> bool:
+    """Whether the installed transformers has the family, with the shared experts code."""
+    if importlib.util.find_spec(f"transformers.models.{family}") is None:
+        return False
+    modeling = importlib.util.find_spec(f"transformers.models.{family}.modeling_{family}")
+    return modeling is not None and "@use_experts_implementation" in Path(str(modeling.origin)).read_text()
+
+
+def build(family: str, dtype: torch.dtype, experts: str) -> torch.nn.Module:
+    """A tiny model of ``family``: two layers, 8 experts, top-2 (zaya: top-1)."""
+    config_class, model_class = _classes(family)
+    return tiny_model(tiny_config(config_class, _OVERRIDES.get(family)), model_class, dtype=dtype, experts=experts)
+
+
+def tokens(batch: int, length: int, seed: int = 1) -> torch.Tensor:
+    """Random token ids that no tiny configuration uses for padding or image markers."""
+    return torch.randint(3, 100, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def result(output: Any) -> torch.Tensor:
+    """Logits or last hidden state of a model's output."""
+    for name in ("logits", "last_hidden_state"):
+        value = getattr(output, name, None)
+        if value is not None:
+            return value
+    return output[0]

@@ -1,0 +1,67 @@
+"""The other families of transformers with the shared experts: every layer fuses, or gives the documented refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from compile_passes.match import Refusal
+from compile_passes.passes import FUSE, Report, run
+from tests.corpus.families import (
+    KEPT_ROUTERS,
+    LAYERS,
+    OTHERS,
+    OWN_ACTIVATIONS,
+    REFUSED,
+    REQUIRED,
+    available,
+    build,
+    tokens,
+)
+
+
+def passes_on(model: torch.nn.Module) -> Report:
+    """Capture a model in one graph and run the pass on it; the rewritten graph is run once."""
+    reports: list[Report] = []
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        reports.append(run(FUSE, gm.graph))
+        gm.recompile()
+        return gm.forward
+
+    torch.compiler.reset()
+    with torch.no_grad():
+        torch.compile(model, backend=backend, fullgraph=True)(input_ids=tokens(2, 8))
+    torch.compiler.reset()
+    assert len(reports) == 1
+    return reports[0]
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_family(family: str) -> None:
+    if not available(family):
+        pytest.skip(f"transformers has no {family}")
+    # The tails are shared code, tested in both forms on ten families and on hand-written blocks; here routers differ.
+    for form in ("grouped_mm", "batched_mm") if family in OWN_ACTIVATIONS else ("grouped_mm",):
+        # inkling2 runs in bf16 only with the modules in fp32 that from_pretrained keeps so
+        report = passes_on(build(family, torch.float32 if family == "inkling2" else torch.bfloat16, form))
+        layers = LAYERS.get(family, 2)
+        if family in REFUSED:
+            assert not report.fused
+            assert [REFUSED[family] in refusal.reason for refusal in report.refused] == [True] * layers
+            continue
+        assert not report.refused, report.refused[0]
+        assert len(report.fused) == layers
+        routers = {decision.match.router for decision in report.fused}
+        kept = [router.reason for router in routers if isinstance(router, Refusal)]
+        assert all(KEPT_ROUTERS[family] in reason for reason in kept)
+        assert bool(kept) == (family in KEPT_ROUTERS)
+
+
+def test_every_decorated_family_is_listed() -> None:
+    """A family that a newer transformers adds should be added here; none is listed twice."""
+    assert len(set(REQUIRED) | set(OTHERS)) == len(REQUIRED) + len(OTHERS) == 64

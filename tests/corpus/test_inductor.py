@@ -1,0 +1,34 @@
+"""Whole models through Inductor: one graph for every token count, fused and joined, the model's numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+
+import compile_passes  # noqa: F401  (registers the backends)
+from tests.corpus.families import available, build, result, tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "form"), [("mixtral", "grouped_mm"), ("gpt_oss", "batched_mm")])
+def test_inductor(family: str, form: str) -> None:
+    if not available(family):
+        pytest.skip(f"transformers has no {family}")
+    model = build(family, torch.float32, form)
+    torch.compiler.reset()
+    counters.clear()
+    compiled = torch.compile(model, backend="moe_ops", fullgraph=True, dynamic=True)
+    with fresh_cache(), torch.no_grad():
+        compiled(input_ids=tokens(1, 5), use_cache=False)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for length in (2, 64):
+                ids = tokens(1, length)
+                torch.testing.assert_close(
+                    result(compiled(input_ids=ids, use_cache=False)), result(model(input_ids=ids, use_cache=False)),
+                    rtol=1e-4, atol=1e-4,
+                )  # fmt: skip
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    assert counters["moe_ops"] == {"fused": 2, "refused": 0, "joined": 2}
+    torch.compiler.reset()

@@ -1,0 +1,101 @@
+"""Compile a Triton kernel for a GPU that is not there, and read what came out of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+CAPABILITIES = (80, 90, 100)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel's machine code and its resources.
+
+    registers: per thread. stack: bytes of local memory per thread, which is where spills go. shared: bytes per CTA,
+    static and dynamic.
+    """
+
+    name: str
+    registers: int
+    stack: int
+    shared: int
+    ptx: str
+    cubin: bytes
+
+    @cached_property
+    def sass(self) -> str:
+        """Disassembly, for `"HGMMA" in kernel.sass` and the like."""
+        return _on_cubin(self.cubin, "cuobjdump", "-sass")
+
+    def ptx_count(self, pattern: str) -> int:
+        """How many PTX instructions match a regular expression."""
+        return len(re.findall(pattern, self.ptx))
+
+    @property
+    def loads_16_bytes(self) -> bool:
+        """Whether global loads (or asynchronous copies) of 16 bytes a thread are present."""
+        load, copy = r"ld\.global\S*\.(v4\.b32|v2\.b64)", r"cp\.async\.cg\.\S+ \[[^]]+\], \[[^]]+\], 0x10"
+        return self.ptx_count(f"{load}|{copy}") > 0
+
+    @property
+    def stores_16_bytes(self) -> bool:
+        """Whether global stores of 16 bytes a thread are present."""
+        return self.ptx_count(r"st\.global\S*\.v4\.b32|st\.global\S*\.v2\.b64") > 0
+
+
+def compile_kernel(
+    fn: Any,
+    signature: dict[str, str],
+    constexprs: dict[str, Any],
+    *,
+    capability: int = 90,
+    num_warps: int = 4,
+    num_stages: int = 3,
+    **options: Any,
+) -> Compiled:
+    """Compile `fn` for sm_<capability> and return a `Compiled`.
+
+    Args:
+        fn: a `triton.jit` function.
+        signature: argument name -> Triton type such as "*bf16", "i32" or "fp32"; a ":16" suffix says that the pointer
+            is 16-byte aligned or the integer divisible by 16, as the launcher would find out.
+        constexprs: argument name -> value; None for an absent pointer belongs here too.
+        options: further compile options, e.g. `launch_pdl=True`.
+    """
+    types = {name: kind.partition(":")[0] for name, kind in signature.items()}
+    types |= dict.fromkeys(constexprs, "constexpr")
+    ordered = {name: types[name] for name in fn.arg_names}
+    aligned = {(fn.arg_names.index(n),): [["tt.divisibility", 16]] for n, kind in signature.items() if ":16" in kind}
+    kernel = triton.compile(
+        ASTSource(fn, ordered, constexprs, aligned),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": num_warps, "num_stages": num_stages, **options},
+    )
+    usage = _on_cubin(kernel.asm["cubin"], "cuobjdump", "-res-usage")
+    numbers = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    return Compiled(
+        name=fn.__name__,
+        registers=numbers["REG"],
+        stack=numbers["STACK"] + numbers["LOCAL"],
+        shared=kernel.metadata.shared,
+        ptx=kernel.asm["ptx"],
+        cubin=kernel.asm["cubin"],
+    )
+
+
+def _on_cubin(cubin: bytes, tool: str, flag: str) -> str:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        return subprocess.run([TOOLS / tool, flag, path], check=True, capture_output=True, text=True).stdout

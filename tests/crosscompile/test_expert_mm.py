@@ -1,0 +1,208 @@
+"""The expert GEMM kernels compile for every generation, with its matrix and copy instructions and without spills."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_ops.kernels.triton.batched_mm import _batched_mm_kernel
+from moe_ops.kernels.triton.grouped_mm import _grouped_mm_kernel
+from moe_ops.kernels.triton.mm_tile import (
+    CONCAT,
+    INTERLEAVED,
+    NOT_GATED,
+    POINTERS,
+    PREQUANTIZED,
+    QUANTIZE_HERE,
+    TMA_KN,
+    TMA_NK,
+    UNQUANTIZED,
+)
+from moe_ops.kernels.triton.small import _small_down_kernel, _small_glu_kernel
+from tests.crosscompile.compiling import CAPABILITIES, Compiled, compile_kernel
+
+E, H, I = 8, 4096, 14336
+
+
+def tensormap(load: int, glu: int, block_n: int, block_k: int, dtype: str) -> str:
+    half, halves = block_n // 2, 1 if dtype == "fp8e4nv" else 2
+    if load == TMA_NK.value:
+        block = [1, halves, half, block_k] if glu == CONCAT.value else [1, block_n, block_k]
+    else:
+        block = [1, block_k, halves, half] if glu == CONCAT.value else [1, block_k, block_n]
+    return f"tensordesc<{dtype}[{', '.join(map(str, block))}]>"
+
+
+def compile_mm(
+    block: tuple[int, int, int],
+    *,
+    glu: int = CONCAT.value,
+    a_tma: bool = True,
+    w_load: int = TMA_NK.value,
+    a_quant: int = UNQUANTIZED.value,
+    quantize: bool = False,
+    gather: bool = False,
+    batched: bool = False,
+    capability: int = 90,
+    warps: int = 8,
+    stages: int = 3,
+    dtype: str = "bf16",
+) -> Compiled:
+    """One expert GEMM with Mixtral's dimensions: GEMM 1 when gated or activated, else GEMM 2."""
+    first = glu != NOT_GATED.value
+    N, K = (I, H) if first else (H, I)
+    rows_n = 2 * N if first else N
+    quantized = a_quant != UNQUANTIZED.value
+    w_type = "fp8e4nv" if quantized else dtype
+    a_type = "fp8e4nv" if a_quant == PREQUANTIZED.value else dtype
+    strides = (
+        (rows_n * K, 1, rows_n) if w_load == TMA_KN.value else (rows_n * K, K, 1),
+        (rows_n // 128 * (K // 128), K // 128, 1) if quantized else None,
+        None,
+    )
+    signature = {
+        "a": f"*{a_type}:16",
+        "w": f"*{w_type}:16",
+        "out": f"*{'fp8e4nv' if quantize else dtype}:16",
+        "stride_am": "i32:16",
+        "alpha": "fp32",
+        "limit": "fp32",
+    }
+    constexprs = {
+        "N": N,
+        "K": K,
+        "STRIDES": strides,
+        "BLOCK": (*block, 8, E),
+        "GLU": glu,
+        "bias": None,
+        "ACTIVATION": "silu" if first else None,
+        "LOADS": (a_tma, w_load),
+        "A_QUANT": a_quant,
+        "QUANTIZE": quantize,
+        "PDL": capability >= 90,
+    }
+    optional = {
+        "a_desc": f"tensordesc<{a_type}[{block[0]}, {block[2]}]>" if a_tma else None,
+        "w_desc": None if w_load == POINTERS.value else tensormap(w_load, glu, block[1], block[2], w_type),
+        "a_scale": "*fp32:16" if a_quant == PREQUANTIZED.value else None,
+        "w_scale": "*fp32:16" if quantized else None,
+        "out_scale": "*fp32:16",
+    }
+    if batched:
+        signature |= {"expert_num_tokens": "*i32:16", "capacity": "i32:16"}
+    else:
+        signature |= {"offsets": "*i32:16", "m_tiles": "i32"}
+        constexprs |= {"E": E, "TOP_K": 2 if gather else 0}
+        optional["row_to_pair"] = "*i32:16" if gather else None
+    for name, kind in optional.items():
+        if kind is None:
+            constexprs[name] = None
+        else:
+            signature[name] = kind
+    kernel = _batched_mm_kernel if batched else _grouped_mm_kernel
+    return compile_kernel(
+        kernel,
+        signature,
+        constexprs,
+        capability=capability,
+        num_warps=warps,
+        num_stages=stages,
+        launch_pdl=capability >= 90,
+    )
+
+
+LARGE = (128, 256, 64)
+FORMS = {
+    "glu_concat": dict(glu=CONCAT.value),
+    "glu_interleaved": dict(glu=INTERLEAVED.value),
+    "glu_concat_transposed": dict(glu=CONCAT.value, w_load=TMA_KN.value),
+    "glu_interleaved_transposed": dict(glu=INTERLEAVED.value, w_load=TMA_KN.value),
+    "glu_gathered": dict(glu=CONCAT.value, a_tma=False, gather=True),
+    "down": dict(glu=NOT_GATED.value),
+    "down_transposed": dict(glu=NOT_GATED.value, w_load=TMA_KN.value),
+    "batched_glu": dict(glu=CONCAT.value, batched=True),
+    "batched_down": dict(glu=NOT_GATED.value, batched=True),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_large_tiles_on_hopper_use_wgmma_and_tma_without_spills(form):
+    kernel = compile_mm(LARGE, **FORMS[form])
+    assert kernel.stack == 0, f"{kernel.stack} bytes of spills, {kernel.registers} registers"
+    assert "HGMMA.64x256x16" in kernel.sass
+    assert "UTMALDG" in kernel.sass
+    assert kernel.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize("form", ["glu", "glu_quantising", "down", "batched_glu"])
+def test_fp8_on_hopper_uses_qgmma_and_tma_without_spills(form):
+    forms = {
+        "glu": dict(glu=CONCAT.value),
+        "glu_quantising": dict(glu=CONCAT.value, quantize=True),
+        "down": dict(glu=NOT_GATED.value),
+        "batched_glu": dict(glu=CONCAT.value, batched=True, quantize=True),
+    }
+    kernel = compile_mm((64, 256, 128), a_quant=PREQUANTIZED.value, **forms[form])
+    assert kernel.stack == 0, f"{kernel.stack} bytes of spills, {kernel.registers} registers"
+    assert "QGMMA" in kernel.sass
+    assert "UTMALDG" in kernel.sass
+
+
+@pytest.mark.parametrize("a_quant", [UNQUANTIZED.value, QUANTIZE_HERE.value], ids=["bf16", "fp8"])
+def test_decode_tiles_use_the_tensor_cores_without_spills(a_quant):
+    kernel = compile_mm((16, 128, 128), a_tma=False, gather=True, a_quant=a_quant, warps=4)
+    assert kernel.stack == 0, f"{kernel.stack} bytes of spills, {kernel.registers} registers"
+    assert kernel.ptx_count(r"mma\.sync") > 0
+    assert "UTMALDG" in kernel.sass
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("form", ["glu", "down"])
+def test_every_generation(capability, form):
+    tma = capability >= 90
+    kernel = compile_mm(
+        (64, 128, 64),
+        glu=CONCAT.value if form == "glu" else NOT_GATED.value,
+        a_tma=tma,
+        w_load=TMA_NK.value if tma else POINTERS.value,
+        capability=capability,
+        warps=4,
+    )
+    assert kernel.stack == 0, f"{kernel.stack} bytes of spills, {kernel.registers} registers"
+
+
+@pytest.mark.parametrize("stage", ["glu", "down"])
+@pytest.mark.parametrize(("capability", "quantized"), [(80, False), (90, False), (100, False), (90, True), (100, True)])
+def test_small_kernels_stream_16_bytes_a_thread(capability, stage, quantized):
+    N, K = (768, 2048) if stage == "glu" else (2048, 768)
+    scale = (N // 128 * (K // 128), K // 128, 1) if quantized else None
+    w_type = "fp8e4nv" if quantized else "bf16"
+    block_k = 1024 if quantized else 512
+    signature = {"topk_weights": "*fp32:16", "topk_ids": "*i32:16", "w": f"*{w_type}:16", "h": "*bf16:16"}
+    constexprs = {
+        "expert_map": None,
+        "bias": None,
+        "E": 128,
+        "MAPPED": 0,
+        "TOP_K": 8,
+        "N": N,
+        "K": K,
+        "STRIDES": ((N * K * (2 if stage == "glu" else 1), K, 1), scale, None),
+        "BLOCK_N": 8,
+        "BLOCK_K": block_k,
+        "WEIGHT_ON_INPUT": False,
+        "PDL": False,
+    }
+    if quantized:
+        signature["w_scale"] = "*fp32:16"
+    else:
+        constexprs["w_scale"] = None
+    if stage == "glu":
+        signature |= {"x": "*bf16:16", "stride_x": "i32:16", "alpha": "fp32", "limit": "fp32"}
+        constexprs |= {"GLU": CONCAT.value, "ACTIVATION": "silu"}
+        kernel = compile_kernel(_small_glu_kernel, signature, constexprs, capability=capability, num_stages=1)
+    else:
+        signature["out"] = "*bf16:16"
+        constexprs |= {"BLOCK_P": 8, "BLOCK_K": 256}
+        kernel = compile_kernel(_small_down_kernel, signature, constexprs, capability=capability, num_stages=1)
+    assert kernel.stack == 0, f"{kernel.stack} bytes of spills, {kernel.registers} registers"
+    assert kernel.loads_16_bytes

@@ -1,0 +1,192 @@
+"""Routing, permuting, combining and quantising compile for every generation, without spills and as wide as claimed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from moe_ops.kernels.triton.act_quant import _glu_rows_kernel, _quantize_kernel
+from moe_ops.kernels.triton.combine import _combine_kernel, register_limit
+from moe_ops.kernels.triton.permute import _count_kernel, _place_kernel, _place_small_kernel, _scatter_rows_kernel
+from moe_ops.kernels.triton.topk import _topk_kernel
+from tests.crosscompile.compiling import CAPABILITIES, Compiled, compile_kernel
+
+FP8_CAPABILITIES = (90, 100)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One specialisation of a kernel, and which of its global accesses must be 16 bytes wide."""
+
+    kernel: Any
+    signature: dict[str, str]
+    constexprs: dict[str, Any]
+    num_warps: int = 4
+    wide_loads: bool = False
+    wide_stores: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def compile(self, capability: int) -> Compiled:
+        absent = {n: None for n in self.kernel.arg_names if n not in self.signature and n not in self.constexprs}
+        constexprs = {**absent, "PDL": False} if "PDL" in self.kernel.arg_names else absent
+        return compile_kernel(
+            self.kernel,
+            self.signature,
+            constexprs | self.constexprs,
+            capability=capability,
+            num_warps=self.num_warps,
+            **self.options,
+        )
+
+
+def topk_case(E: int, K: int, score: str, dtype: str, tokens: int = 1, groups: int = 1, bias: bool = False) -> Case:
+    signature = {
+        "logits_ptr": f"*{dtype}:16",
+        "weights_ptr": "*fp32:16",
+        "ids_ptr": "*i32:16",
+        "T": "i32",
+        "stride_t": "i32:16" if E % 16 == 0 else "i32",
+        "renorm_eps": "fp32",
+        "scale": "fp32",
+    }
+    slots = 1 << (max(E // groups, 32 // groups) - 1).bit_length()
+    constexprs = {
+        "stride_e": 1,
+        "E": E,
+        "TOP_K": K,
+        "SCORE": score,
+        "AFTER": "softmax" if score == "none" else "none",
+        "GROUP_SCORE": "top2" if groups > 1 else None,
+        "GROUPS": groups,
+        "TOPK_GROUPS": max(1, groups // 2),
+        "RENORMALIZE": True,
+        "BLOCK_T": tokens,
+        "BLOCK_G": groups,
+        "BLOCK_S": slots,
+        "PACKED": dtype != "fp32" and score in ("softmax", "none") and not bias and groups == 1,
+    }
+    return Case(_topk_kernel, signature | ({"bias_ptr": "*fp32:16"} if bias else {}), constexprs, num_warps=1)
+
+
+IDS = {"topk_ids_ptr": "*i64:16", "R": "i32", "E": "i32:16", "E_GLOBAL": "i32:16"}
+MAPPED = {**IDS, "expert_map_ptr": "*i64:16"}
+PLACES = {"counts_ptr": "*i32:16", "row_to_pair_ptr": "*i32:16", "pair_to_row_ptr": "*i32:16", "capacity": "i32"}
+SLOTS = {"counts_ptr": "*i32:16", "pair_to_row_ptr": "*i32:16", "capacity": "i32"}
+TABLE = {"table_ptr": "*i32:16", "blocks": "i32"}
+WEIGHTS = {"weights_ptr": "*fp32:16"}
+SCATTER = {
+    "hidden_ptr": "*bf16:16",
+    "pair_to_row_ptr": "*i32:16",
+    "rows_ptr": "*bf16:16",
+    "H": "i32:16",
+    "stride_t": "i32:16",
+}
+COMBINE = {
+    "rows_ptr": "*bf16:16",
+    "pair_to_row_ptr": "*i32:16",
+    "out_ptr": "*bf16:16",
+    "R": "i32",
+    "H": "i32:16",
+    "stride_r": "i32:16",
+}
+GLU = {"h_ptr": "*bf16:16", "out_ptr": "*bf16:16", "R": "i32", "I": "i32:16", "stride_r": "i32:16"}
+GLU |= {"E": "i32:16", "alpha": "fp32", "limit": "fp32"}
+QUANTIZE = {"x_ptr": "*bf16:16", "q_ptr": "*fp8e4nv:16", "scale_ptr": "*fp32:16", "counts_ptr": "*i32:16"}
+QUANTIZE |= dict.fromkeys(("K", "groups", "stride_e", "stride_r"), "i32:16") | {"rows": "i32"}
+WIDE = {"wide_loads": True, "wide_stores": True}
+
+
+def place_case(signature: dict[str, str], batched: bool, block_e: int) -> Case:
+    constexprs = {"BATCHED": batched, "BLOCK": 1024, "BLOCK_E": block_e, "BLOCK_B": 4096 // block_e, "CHUNK": 128}
+    return Case(_place_kernel, signature | TABLE, constexprs, wide_loads=True)
+
+
+def glu_case(activation: str, layout: str) -> Case:
+    constexprs = {"ACTIVATION": activation, "GLU_LAYOUT": layout, "BLOCK_R": 2, "BLOCK_I": 1024}
+    return Case(_glu_rows_kernel, GLU, constexprs, **WIDE)
+
+
+def combine_case(top_k: int, weights: dict[str, str], dtype: str = "bf16", vectorised: bool = True) -> Case:
+    signature = {name: kind.replace("bf16", dtype) for name, kind in (COMBINE | weights).items()}
+    if not vectorised:
+        signature |= {"H": "i32", "stride_r": "i32"}
+    return Case(
+        _combine_kernel,
+        signature,
+        {"TOP_K": top_k, "BLOCK_H": 1024 if dtype == "bf16" else 512},
+        options={"maxnreg": register_limit(top_k, vectorised)},
+        wide_loads=vectorised,
+        wide_stores=vectorised,
+    )
+
+
+CASES = {
+    "topk_qwen3": topk_case(128, 8, "softmax", "bf16"),
+    "topk_qwen3_many_tokens": topk_case(128, 8, "softmax", "bf16", tokens=4),
+    "topk_qwen3_fp32": topk_case(128, 8, "softmax", "fp32", tokens=4),
+    "topk_mixtral": topk_case(8, 2, "softmax", "bf16"),
+    "topk_gpt_oss": topk_case(128, 4, "none", "bf16"),
+    "topk_deepseek_v3": topk_case(256, 8, "sigmoid", "fp32", groups=8, bias=True),
+    "topk_deepseek_v3_many_tokens": topk_case(256, 8, "sigmoid", "fp32", tokens=2, groups=8, bias=True),
+    "topk_512_experts": topk_case(512, 22, "sqrtsoftplus", "fp32", bias=True),
+    "topk_60_experts": topk_case(60, 4, "softmax", "bf16"),
+    "place_8_pairs": Case(_place_small_kernel, IDS | PLACES, {"BATCHED": False, "BLOCK_P": 32, "BLOCK_Q": 16}),
+    "place_few": Case(_place_small_kernel, IDS | PLACES, {"BATCHED": False, "BLOCK_P": 32, "BLOCK_Q": 128}),
+    "place_few_slots": Case(_place_small_kernel, MAPPED | SLOTS, {"BATCHED": True, "BLOCK_P": 32, "BLOCK_Q": 128}),
+    "count": Case(_count_kernel, IDS | {"table_ptr": "*i32:16"}, {"BLOCK": 1024, "BLOCK_Q": 512, "BLOCK_E": 128}),
+    "place_128_experts": place_case(IDS | PLACES, False, 128),
+    "place_512_experts": place_case(MAPPED | PLACES, False, 512),
+    "place_slots": place_case(IDS | SLOTS, True, 128),
+    "scatter": Case(_scatter_rows_kernel, SCATTER, {"TOP_K": 8, "BLOCK_H": 2048}, num_warps=8, **WIDE),
+    "scatter_weighted": Case(
+        _scatter_rows_kernel, SCATTER | WEIGHTS, {"TOP_K": 8, "BLOCK_H": 2048}, num_warps=8, **WIDE
+    ),
+    "combine": combine_case(8, {}),
+    "combine_weighted": combine_case(8, WEIGHTS),
+    "combine_top_16": combine_case(16, WEIGHTS),
+    "combine_top_22": combine_case(22, WEIGHTS),
+    "combine_top_32": combine_case(32, WEIGHTS),
+    "combine_fp32": combine_case(8, WEIGHTS, "fp32"),
+    "combine_odd_width": combine_case(8, WEIGHTS, vectorised=False),
+    "glu_concat": glu_case("silu", "concat"),
+    "glu_interleaved": glu_case("swiglu_oai", "interleaved"),
+    "glu_none": glu_case("relu2", "none"),
+    "glu_gelu": glu_case("gelu", "concat"),
+    "quantize": Case(_quantize_kernel, QUANTIZE, {"GROUP": 128, "BLOCK_M": 32}, **WIDE),
+    "quantize_few": Case(_quantize_kernel, QUANTIZE, {"GROUP": 128, "BLOCK_M": 4}, num_warps=1, **WIDE),
+}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c}")
+@pytest.mark.parametrize("name", CASES)
+def test_compiles_without_spills_and_with_wide_accesses(name, capability):
+    case = CASES[name]
+    if name.startswith("quantize") and capability not in FP8_CAPABILITIES:
+        pytest.skip("no e4m3 conversion before sm_89")
+    kernel = case.compile(capability)
+    assert kernel.stack == 0, f"{kernel.stack} bytes of spills, {kernel.registers} registers"
+    assert kernel.registers * case.num_warps * 32 <= 65536 // 2, "at least two programs must fit a multiprocessor"
+    assert kernel.loads_16_bytes or not case.wide_loads
+    assert kernel.stores_16_bytes or not case.wide_stores
+
+
+@pytest.mark.parametrize("name", ["topk_qwen3", "topk_gpt_oss", "scatter", "combine_weighted"])
+def test_compiles_as_a_programmatic_dependent(name):
+    case = CASES[name]
+    kernel = Case(case.kernel, case.signature, case.constexprs | {"PDL": True}, case.num_warps).compile(90)
+    assert "griddepcontrol.wait" in kernel.ptx and "griddepcontrol.launch_dependents" in kernel.ptx
+
+
+def test_one_token_is_routed_without_shared_memory():
+    """A round of selection is one warp-wide integer reduction for 16-bit logits, two for fp32."""
+    packed, exact = CASES["topk_qwen3"].compile(90), topk_case(128, 8, "softmax", "fp32").compile(90)
+    assert packed.shared == exact.shared == 0
+    assert packed.sass.count("REDUX") == 8 and exact.sass.count("REDUX") == 16
+
+
+def test_combine_issues_all_its_loads_before_it_adds():
+    order = re.findall(r"\b(LDG\.E\.128|FFMA)\b", CASES["combine_weighted"].compile(90).sass)
+    assert order[:8] == ["LDG.E.128"] * 8 and "LDG.E.128" not in order[8:]

@@ -1,0 +1,268 @@
+"""The operators on a GPU: against float64, bit for bit under capture, and counted in kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import moe_ops
+from meta.schemes import SCHEMES
+from moe_ops.census import kernel_names
+from moe_ops.testing import assert_cuda_graph_safe
+
+pytestmark = pytest.mark.cuda
+ops = torch.ops.moe_ops
+TOKENS = (1, 2, 7, 16, 64, 300, 1024, 4096)
+SHAPES = {"many_small": (64, 8, 512, 256), "few_large": (8, 2, 1024, 1536), "odd": (60, 4, 480, 176)}
+FP8 = SCHEMES["fp8_block128"]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """Fill every uninitialised allocation with NaN, so that an element nobody wrote shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def weights(
+    shape: str, *, dtype: torch.dtype = torch.bfloat16, glu: str = "concat", layout: str = "nk", bias: bool = False
+) -> dict[str, Any]:
+    E, _, H, I = SHAPES[shape]
+    width = I if glu == "none" else 2 * I
+
+    def matrix(n: int, k: int) -> torch.Tensor:
+        if layout == "kn":
+            return (torch.randn(E, k, n, device="cuda") * k**-0.5).to(dtype).transpose(1, 2)
+        return (torch.randn(E, n, k, device="cuda") * k**-0.5).to(dtype)
+
+    made = {"gate_up_proj": matrix(width, H), "down_proj": matrix(H, I)}
+    if bias:
+        made["gate_up_bias"] = torch.randn(E, width, device="cuda").to(dtype)
+        made["down_bias"] = torch.randn(E, H, device="cuda").to(dtype)
+    return made
+
+
+def inputs(shape: str, T: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    E, K, H, _ = SHAPES[shape]
+    x = torch.randn(T, H, device="cuda").to(dtype)
+    return x, torch.rand(T, K, device="cuda"), torch.rand(T, E, device="cuda").topk(K).indices.int()
+
+
+def per_expert(
+    x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias=None, down_bias=None, *, glu="concat", staged=False
+) -> torch.Tensor:
+    """silu experts, expert by expert: in float64, or rounding every stage to the inputs' dtype (`staged`)."""
+    out = x.new_zeros(x.shape[0], down_proj.shape[1], dtype=x.dtype if staged else torch.float64)
+    kind = x.dtype if staged else torch.float64
+    for e in range(gate_up_proj.shape[0]):
+        token, slot = (topk_ids == e).nonzero(as_tuple=True)
+        if not len(token):
+            continue
+        h = x[token].to(kind) @ gate_up_proj[e].to(kind).T
+        if gate_up_bias is not None:
+            h = h + gate_up_bias[e].to(kind)
+        if glu == "none":
+            h = F.silu(h)
+        else:
+            gate, up = h.chunk(2, -1) if glu == "concat" else (h[:, ::2], h[:, 1::2])
+            h = F.silu(gate) * up
+        y = h @ down_proj[e].to(kind).T
+        if down_bias is not None:
+            y = y + down_bias[e].to(kind)
+        out.index_add_(0, token, y * topk_weights[token, slot].to(kind)[:, None])
+    return out
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+@pytest.mark.parametrize("T", TOKENS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_less_accurate_than_rounding_every_stage(shape, T, format):
+    torch.manual_seed(T)
+    w, (x, tw, ids) = weights(shape), inputs(shape, T)
+    gold = per_expert(x, topk_weights=tw, topk_ids=ids, **w)
+    staged = error(per_expert(x, topk_weights=tw.to(x.dtype), topk_ids=ids, staged=True, **w), gold)
+    got = ops.fused_experts(x, w["gate_up_proj"], w["down_proj"], tw, ids, format=format)
+    assert error(got, gold) <= staged
+
+
+@pytest.mark.parametrize("T", [1, 16, 1024])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+def test_other_dtypes(dtype, T, format):
+    torch.manual_seed(0)
+    w, (x, tw, ids) = weights("few_large", dtype=dtype), inputs("few_large", T, dtype)
+    got = ops.fused_experts(x, w["gate_up_proj"], w["down_proj"], tw, ids, format=format)
+    assert error(got, per_expert(x, topk_weights=tw, topk_ids=ids, **w)) < (1e-3 if dtype == torch.float16 else 2e-6)
+
+
+@pytest.mark.parametrize("T", [1, 16, 300, 4096])
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize("glu", ["concat", "interleaved", "none"])
+@pytest.mark.parametrize("shape", ["many_small", "odd"])
+def test_layouts_with_bias(shape, glu, layout, T):
+    torch.manual_seed(1)
+    w, (x, tw, ids) = weights(shape, glu=glu, layout=layout, bias=True), inputs(shape, T)
+    gold = per_expert(x, topk_weights=tw, topk_ids=ids, glu=glu, **w)
+    got = moe_ops.fused_experts(x, topk_weights=tw, topk_ids=ids, glu_layout=glu, **w)
+    assert error(got, gold) < 4e-3
+
+
+@pytest.mark.parametrize("T", [1, 64, 4096])
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+def test_dropped_and_mapped_experts(T, format):
+    torch.manual_seed(2)
+    E, K, *_ = SHAPES["many_small"]
+    w, (x, tw, _) = weights("many_small"), inputs("many_small", T)
+    ids = torch.randint(-1, 2 * E + 1, (T, K), device="cuda")
+    ids[0] = torch.arange(K)
+    expert_map = torch.full((2 * E,), -1, device="cuda", dtype=torch.int32)
+    expert_map[torch.randperm(2 * E, device="cuda")[:E]] = torch.arange(E, device="cuda", dtype=torch.int32)
+    expert_map[:4] = torch.tensor([5, -1, 3, -1])
+    local = torch.where((ids >= 0) & (ids < 2 * E), expert_map[ids.clamp(0, 2 * E - 1)].long(), -1)
+    gold = per_expert(x, topk_weights=tw, topk_ids=local, **w)
+    got = ops.fused_experts(x, w["gate_up_proj"], w["down_proj"], tw, ids, None, None, expert_map, format=format)
+    assert error(got, gold) < 4e-3
+
+
+@pytest.mark.parametrize("T", [1, 64, 4096])
+def test_weight_on_the_input(T):
+    torch.manual_seed(3)
+    w, (x, tw, ids) = weights("few_large"), inputs("few_large", T)
+    gold = torch.zeros(T, x.shape[1], device="cuda", dtype=torch.float64)
+    for k in range(ids.shape[1]):
+        scaled = (x.float() * tw[:, k : k + 1]).to(x.dtype)
+        gold += per_expert(scaled, topk_weights=torch.ones_like(tw[:, :1]), topk_ids=ids[:, k : k + 1], **w)
+    got = ops.fused_experts(x, w["gate_up_proj"], w["down_proj"], tw, ids, weight_on_input=True)
+    assert error(got, gold) < 4e-3
+
+
+@pytest.mark.parametrize("T", [16, 1024])
+def test_torch_grouped_backend(T):
+    torch.manual_seed(4)
+    w, (x, tw, ids) = weights("many_small"), inputs("many_small", T)
+    got = ops.fused_experts(x, w["gate_up_proj"], w["down_proj"], tw, ids, backend="torch_grouped")
+    assert error(got, per_expert(x, topk_weights=tw, topk_ids=ids, **w)) < 5e-3
+
+
+def fp8_layer(shape: str, T: int) -> tuple[tuple[torch.Tensor, ...], dict[str, Any], torch.Tensor]:
+    """Arguments, options and the float64 product of the dequantised operands, with h rounded as the scheme says."""
+    w, (x, tw, ids) = weights(shape), inputs(shape, T)
+    (w1, s1), (w2, s2) = (FP8.quantize_weight(w[n].float()) for n in ("gate_up_proj", "down_proj"))
+    rounded = FP8.dequantize_rows(*FP8.quantize_rows(x)).double()
+    d1, d2 = FP8.dequantize_weight(w1, s1).double(), FP8.dequantize_weight(w2, s2).double()
+    gold = torch.zeros(T, x.shape[1], device="cuda", dtype=torch.float64)
+    for e in range(w1.shape[0]):
+        token, slot = (ids == e).nonzero(as_tuple=True)
+        if len(token):
+            gate, up = (rounded[token] @ d1[e].T).chunk(2, -1)
+            h = FP8.dequantize_rows(*FP8.quantize_rows((F.silu(gate) * up).float())).double()
+            gold.index_add_(0, token, (h @ d2[e].T) * tw[token, slot].double()[:, None])
+    return (x, w1, w2, tw, ids), {"gate_up_scale": s1, "down_scale": s2, "scheme": "fp8_block128"}, gold
+
+
+@pytest.mark.parametrize("T", TOKENS)
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+@pytest.mark.parametrize("shape", ["many_small", "few_large"])
+def test_fp8_block128_is_the_product_of_the_dequantised_operands(shape, T, format):
+    torch.manual_seed(5)
+    arguments, options, gold = fp8_layer(shape, T)
+    got = ops.fused_experts(*arguments, format=format, **options)
+    # bf16 rounding of the result, plus an occasional e4m3 step where fp32 and fp64 round h to different sides
+    assert error(got, gold) < 6e-3
+
+
+@pytest.mark.parametrize("T", [1, 16, 300, 4096])
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+@pytest.mark.parametrize("scheme", ["bf16", "fp8_block128"])
+def test_same_bits_eager_compiled_and_captured_with_changed_routing(scheme, format, T):
+    torch.manual_seed(6)
+    if scheme == "bf16":
+        w, (x, tw, ids) = weights("many_small"), inputs("many_small", T)
+        fixed, options = (w["gate_up_proj"], w["down_proj"]), {}
+    else:
+        (x, w1, w2, tw, ids), options, _ = fp8_layer("many_small", T)
+        fixed = (w1, w2)
+
+    def layer(x, tw, ids):
+        return ops.fused_experts(x, *fixed, tw, ids, format=format, **options)
+
+    other = inputs("many_small", T)
+    compiled = torch.compile(layer, fullgraph=True)
+    for variant in ((x, tw, ids), other):
+        assert torch.equal(layer(*variant), compiled(*variant))
+        assert torch.equal(layer(*variant), layer(*variant))
+    assert_cuda_graph_safe(layer, (x, tw, ids), changed=[other], backend=None)
+
+
+@pytest.mark.parametrize(("T", "limit"), [(1, 4), (64, 7), (4096, 7)])
+@pytest.mark.parametrize("scheme", ["bf16", "fp8_block128"])
+@pytest.mark.parametrize("shape", ["many_small", "few_large"])
+def test_kernels_from_router_logits_to_output(shape, scheme, T, limit):
+    E, K, *_ = SHAPES[shape]
+    logits = torch.randn(T, E, device="cuda", dtype=torch.bfloat16)
+    if scheme == "bf16":
+        w, (x, *_) = weights(shape), inputs(shape, T)
+        fixed, options = (w["gate_up_proj"], w["down_proj"]), {}
+    else:
+        (x, w1, w2, *_), options, _ = fp8_layer(shape, T)
+        fixed = (w1, w2)
+    torch.use_deterministic_algorithms(False)  # filling memory launches kernels of its own
+    names = kernel_names(lambda: ops.fused_moe(x, logits, *fixed, top_k=K, **options))
+    assert len(names) <= limit, names
+
+
+@pytest.mark.parametrize("T", [2, 300])
+@pytest.mark.parametrize("glu", ["concat", "interleaved", "none"])
+def test_gradients_against_float64(glu, T):
+    torch.manual_seed(7)
+    w, (x, tw, ids) = weights("many_small", dtype=torch.float32, glu=glu), inputs("many_small", T, torch.float32)
+    leaves = [t.clone().requires_grad_() for t in (x, w["gate_up_proj"], w["down_proj"], tw)]
+    moe_ops.fused_experts(*leaves, ids, glu_layout=glu).square().sum().backward()
+    wide = [t.double().requires_grad_() for t in (x, w["gate_up_proj"], w["down_proj"], tw)]
+    per_expert(wide[0], wide[1], wide[2], wide[3], ids, glu=glu).square().sum().backward()
+    for leaf, want in zip(leaves, wide, strict=True):
+        assert error(leaf.grad, want.grad) < 1e-5
+
+
+@pytest.mark.parametrize("op", ["fused_topk", "fused_experts", "fused_experts_batched", "fused_moe", "moe_permute"])
+def test_opcheck(op):
+    torch.manual_seed(8)
+    torch.use_deterministic_algorithms(False)
+    w, (x, tw, ids) = weights("many_small", dtype=torch.float32), inputs("many_small", 9, torch.float32)
+    logits = torch.randn(9, 64, device="cuda")
+    fixed = (w["gate_up_proj"], w["down_proj"])
+    arguments, options = {
+        "fused_topk": ((logits.requires_grad_(),), {"top_k": 8}),
+        "fused_experts": ((x.requires_grad_(), *fixed, tw, ids), {}),
+        "fused_experts_batched": ((x, *fixed, tw, ids), {"format": "batched"}),
+        "fused_moe": ((x, logits, *fixed), {"top_k": 8}),
+        "moe_permute": ((x.detach(), ids), {"num_experts": 64}),
+    }[op]
+    torch.library.opcheck(getattr(ops, op.removesuffix("_batched")).default, arguments, options)
+
+
+def test_nan_logits_pick_valid_distinct_experts():
+    logits = torch.randn(33, 64, device="cuda")
+    logits[::2, ::3] = float("nan")
+    logits[4] = float("nan")
+    tw, ids = ops.fused_topk(logits, top_k=8)
+    assert bool(((ids >= 0) & (ids < 64)).all())
+    assert all(len(set(row)) == 8 for row in ids.tolist())
+    assert bool(tw.isfinite().all())
+
+
+def test_debug_reports_an_id_out_of_range():
+    w, (x, tw, ids) = weights("few_large"), inputs("few_large", 4)
+    ids[2, 1] = 99
+    with moe_ops.debug(), pytest.raises(ValueError, match="99"):
+        ops.fused_experts(x, w["gate_up_proj"], w["down_proj"], tw, ids)

@@ -1,0 +1,142 @@
+"""The benchmarks' command line on whatever machine runs the tests, and the report made of a sample result file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import report
+from benchmarks.__main__ import main
+from benchmarks.cases import layer_weights, make_case
+from benchmarks.plots import draw_layers
+from benchmarks.results import RESULTS, ResultFile, load_results
+from benchmarks.shapes import SHAPES, TINY_SHAPES
+
+TINY = TINY_SHAPES["tiny-qwen3"]
+
+
+def sample_document() -> dict[str, Any]:
+    rows = []
+    for T in (1, 16, 256):
+        for peer, us in (("ours", 20.0 * T), ("hf_grouped", 50.0 * T)):
+            row = {"shape": "qwen3-30b-a3b", "T": T, "peer": peer, "work": "moe", "us": us, "error": 1e-3}
+            rows.append(row | {"roof_us": 10.0 * T, "roof_kind": "bf16"})
+    rows.append({"shape": "qwen3-30b-a3b", "T": 1, "peer": "vllm", "work": "experts", "us": None, "reason": "missing"})
+    header = {"scheme": "bf16", "format": "grouped", "method": "made up", "device": "Sample", "commit": "0" * 12}
+    return {"kind": "layers", "date": "2000-01-01", "versions": {"torch": "2.11.0"}, **header, "rows": rows}
+
+
+def test_list_names_shapes_and_peers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    printed = capsys.readouterr().out
+    for name in (*SHAPES, *TINY_SHAPES, "ours", "hf_grouped", "hf_batched", "grouped_mm", "sonicmoe"):
+        assert name in printed
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--shapes", "nonsense"], ["--peers", "nonsense"], ["--tokens", "1,x"], ["e2e", "--rows", "8"]],
+    ids=lambda arguments: arguments[-2].strip("-"),
+)
+def test_bad_option_is_named_with_what_is_valid(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert "must be" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "peers", ["ours,ours_experts,hf_batched,grouped_mm", "ours_batched", "ours_fp8,ours_fp8_batched"], ids=str
+)
+def test_layers_run_and_are_accurate(peers: str, tmp_path: Path) -> None:
+    path = tmp_path / "layers.json"
+    arguments = ["--shapes", TINY.name, "--tokens", "1,5", "--replays", "2", "--peers", peers, "--json", str(path)]
+    assert main(arguments) == 0
+    document = json.loads(path.read_text())
+    assert {"date", "device", "commit", "versions", "method", "scheme"} <= set(document)
+    assert len(document["rows"]) == 2 * len(peers.split(","))
+    for row in document["rows"]:
+        assert row["us"] is not None, row["reason"]
+        limit = 0.1 if "fp8" in row["peer"] else 0.02
+        assert row["error"] is None or row["error"] < limit, row
+
+
+def test_missing_peer_is_a_row_with_the_reason(tmp_path: Path) -> None:
+    path = tmp_path / "layers.json"
+    arguments = ["--shapes", TINY.name, "--tokens", "1", "--peers", "sonicmoe", "--json", str(path)]
+    assert main(arguments) == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["us"] is None
+    assert "CUDA" in row["reason"] or "not installed" in row["reason"]
+
+
+@pytest.mark.slow
+def test_e2e_runs_every_variant(tmp_path: Path) -> None:
+    path = tmp_path / "e2e.json"
+    variants = "grouped_mm,grouped_mm compiled,moe_ops"
+    arguments = ["e2e", "--model", "tiny", "--rows", "2x1", "--steps", "2", "--variants", variants, "--json", str(path)]
+    assert main(arguments) == 0
+    document = json.loads(path.read_text())
+    assert document["cache_length"] == 64
+    rows = {row["variant"]: row for row in document["rows"]}
+    assert all(row["ms"] is not None for row in rows.values()), rows
+    assert rows["moe_ops"]["graphs"] == 1
+    assert (rows["moe_ops"]["fused"], rows["moe_ops"]["refused"]) == (2, 0)
+
+
+def test_result_file_is_whole_after_every_row(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "rows.json"
+    results = ResultFile(path, "layers", "made up", commit="0")
+    for number in range(3):
+        results.add({"number": number})
+        assert len(json.loads(path.read_text())["rows"]) == number + 1
+    assert [entry.name for entry in path.parent.iterdir()] == ["rows.json"]
+
+
+def test_exact_answer_is_the_layer() -> None:
+    weights = layer_weights(TINY, torch.float64, "cpu")
+    case = make_case(weights, 5)
+    inputs = case.sets[0]
+    output = torch.zeros_like(inputs.hidden_states)
+    for token in range(5):
+        for slot in range(TINY.K):
+            expert = int(inputs.topk_ids[token, slot])
+            gate, up = (weights.gate_up_proj[expert] @ inputs.hidden_states[token]).chunk(2)
+            result = weights.down_proj[expert] @ (torch.nn.functional.silu(gate) * up)
+            output[token] += inputs.topk_weights[token, slot] * result
+    assert case.error(output) < 1e-12
+
+
+def test_plots_from_a_sample_file(tmp_path: Path) -> None:
+    paths = draw_layers(sample_document(), tmp_path, "sample")
+    assert sorted(path.suffix for path in paths) == [".png", ".png", ".svg", ".svg"]
+    assert all(path.stat().st_size > 1000 for path in paths)
+    before = [path.read_bytes() for path in paths]
+    assert [path.read_bytes() for path in draw_layers(sample_document(), tmp_path, "sample")] == before
+
+
+def test_report_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sample.json").write_text(json.dumps(sample_document()))
+    readme = tmp_path / "README.md"
+    readme.write_text("".join(f"<!-- generated:{name} -->\n<!-- /generated:{name} -->\n" for name in report.SECTIONS))
+    options = ["report", "--results", str(tmp_path), "--readme", str(readme)]
+    assert main([*options, "--check"]) == 1, "nothing is generated yet"
+    assert main(options) == 0
+    assert main([*options, "--check"]) == 0
+    text = readme.read_text()
+    assert "| qwen3-30b-a3b | 16 | 160 | 320 (50%) | 800 (20%) | - |" in text
+    assert report.NO_RESULTS in text, "there is no file of whole models"
+
+
+def test_report_needs_its_markers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("# nothing\n")
+    assert main(["report", "--results", str(tmp_path), "--readme", str(readme)]) == 2
+    assert "generated:schemes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stem", sorted(load_results(RESULTS)), ids=str)
+def test_committed_results_say_how_they_were_made(stem: str) -> None:
+    document = load_results(RESULTS)[stem]
+    assert {"kind", "date", "device", "commit", "versions", "method", "rows"} <= set(document)
+    assert document["rows"]

@@ -1,0 +1,101 @@
+"""What the wheel holds, what it registers, and who may import whom."""
+
+import ast
+import importlib
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("meta", "moe_ops", "compile_passes")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The wheel, built from a copy so that nothing is left in the checkout."""
+    source = tmp_path_factory.mktemp("source")
+    for name in (*PACKAGES, "tests", "benchmarks"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", source, source]
+    subprocess.run(list(map(str, command)), check=True, capture_output=True)
+    (path,) = source.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+@pytest.mark.slow
+def test_wheel_holds_every_module_and_only_the_packages(wheel: zipfile.ZipFile) -> None:
+    names = set(wheel.namelist())
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
+    expected = {
+        str(path.relative_to(ROOT))
+        for package in PACKAGES
+        for pattern in ("*.py", "py.typed", "configs/*.json")
+        for path in (ROOT / package).rglob(pattern)
+    }
+    assert expected <= names, sorted(expected - names)
+
+
+@pytest.mark.slow
+def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
+    def read(ending: str) -> str:
+        (name,) = (name for name in wheel.namelist() if name.endswith(ending))
+        return wheel.read(name).decode()
+
+    entry_points = read("dist-info/entry_points.txt")
+    assert "[torch_dynamo_backends]" in entry_points
+    assert "moe_ops = compile_passes.backend:moe_ops\n" in entry_points
+    assert "Apache License" in read("LICENSE")
+    metadata = read("dist-info/METADATA")
+    assert "Name: moe-compile" in metadata
+    assert "License-Expression: Apache-2.0" in metadata
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_are_typed(package: str) -> None:
+    assert (ROOT / package / "py.typed").exists()
+
+
+@pytest.mark.parametrize("name", ["moe_ops", "moe_ops_eager"])
+def test_entry_point_is_a_backend(name: str) -> None:
+    import torch
+
+    assert callable(getattr(importlib.import_module("compile_passes.backend"), name))
+    assert name in torch._dynamo.list_backends(exclude_tags=())
+
+
+def test_import_layers() -> None:
+    lint = Path(sys.executable).with_name("lint-imports")
+    if not lint.exists():
+        pytest.skip("import-linter is not installed")
+    outcome = subprocess.run([lint, "--no-cache"], cwd=ROOT, capture_output=True, text=True)
+    assert outcome.returncode == 0, outcome.stdout
+
+
+def test_importing_moe_ops_imports_neither_triton_nor_inductor() -> None:
+    program = "import torch, sys; before = set(sys.modules); import moe_ops; print(*(set(sys.modules) - before))"
+    loaded = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
+    offenders = [
+        name for name in loaded.split() if name.split(".")[0] == "triton" or name.startswith("torch._inductor")
+    ]
+    assert not offenders
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_assert_outside_tests(package: str) -> None:
+    """Validation raises ValueError: an assert is gone under `python -O`."""
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in (ROOT / package).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Assert)
+    ]
+    assert not found

@@ -1,0 +1,97 @@
+"""Activations and the quantise kernels against their eager rows."""
+
+import pytest
+import torch
+
+from meta.activations import ACTIVATIONS, resolve_activation, split_glu
+from meta.schemes import SCHEMES
+from moe_ops.kernels.triton.act_quant import glu_rows, quantize_batched, quantize_rows
+
+FP8 = SCHEMES["fp8_block128"]
+NAN, INF = float("nan"), float("inf")
+
+
+def bits(tensor):
+    return tensor.view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("glu_layout", ["concat", "interleaved", "none"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_glu_rows_equals_the_eager_activation(activation, glu_layout, dtype, poisoned):
+    row, alpha, limit = resolve_activation("glu_rows", activation, None, None)
+    h = (6 * torch.randn(7, 200)).to(dtype)[:, : 100 if glu_layout == "none" else 200]
+    out = glu_rows(h, activation=activation, alpha=alpha, limit=limit, glu_layout=glu_layout)
+    expected = row.eager(*split_glu(h.double(), glu_layout), alpha, limit)
+    assert out.dtype == dtype and out.shape == (7, 100) and out.is_contiguous()
+    eps = max(torch.finfo(dtype).eps, 3e-6)
+    torch.testing.assert_close(out.double(), expected, rtol=eps, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_nan_survives_every_clamp(activation):
+    _, alpha, limit = resolve_activation("glu_rows", activation, None, None)
+    h = torch.tensor([[NAN, 1.0, 2.0, 3.0], [1.0, 1.0, NAN, 3.0], [100.0, -100.0, 100.0, -100.0]])
+    out = glu_rows(h, activation=activation, alpha=alpha, limit=limit, glu_layout="concat")
+    assert out[:2].isnan().tolist() == [[True, False], [True, False]]
+    assert not out[2].isnan().any()
+
+
+def test_glu_rows_stops_at_the_last_offset(poisoned):
+    h, offsets = torch.randn(9, 32), torch.tensor([2, 2, 5], dtype=torch.int32)
+    out = glu_rows(h, activation="silu", alpha=1.0, limit=INF, glu_layout="concat", offsets=offsets)
+    assert not poisoned(out[:5]).any() and poisoned(out[5:]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("K", [128, 384, 200, 72, 1])
+def test_quantize_rows_bit_for_bit(K, dtype, poisoned):
+    rows = (torch.randn(9, K) * torch.logspace(-13, 8, 9)[:, None]).to(dtype)
+    rows[4] = 0.0
+    q, scale = quantize_rows(rows, "fp8_block128")
+    expected_q, expected_scale = FP8.quantize_rows(rows)
+    assert q.dtype == torch.float8_e4m3fn and q.is_contiguous() and scale.is_contiguous()
+    assert torch.equal(scale, expected_scale)
+    assert torch.equal(bits(q), bits(expected_q))
+
+
+def test_quantize_rows_of_any_stride():
+    wide = torch.randn(6, 300)
+    for rows in (wide[:, 10:210], wide[:, ::2], wide[::2]):
+        q, scale = quantize_rows(rows, "fp8_block128")
+        expected_q, expected_scale = FP8.quantize_rows(rows.contiguous())
+        assert torch.equal(scale, expected_scale) and torch.equal(bits(q), bits(expected_q))
+
+
+def test_quantize_rows_many_groups():
+    rows = torch.randn(130, 4096).bfloat16()
+    q, scale = quantize_rows(rows, "fp8_block128")
+    expected_q, expected_scale = FP8.quantize_rows(rows)
+    assert torch.equal(scale, expected_scale) and torch.equal(bits(q), bits(expected_q))
+
+
+def test_nan_and_infinity_stay_visible():
+    rows = torch.randn(3, 128)
+    rows[0, 5], rows[1, 7] = NAN, INF
+    dequantised = FP8.dequantize_rows(*quantize_rows(rows, "fp8_block128"))
+    assert dequantised[0].isnan().nonzero().tolist() == [[5]]
+    assert dequantised[1].isnan().any()
+    assert dequantised[2].isfinite().all()
+
+
+@pytest.mark.parametrize("C", [4, 70])
+def test_quantize_batched_touches_only_counted_rows(C, poisoned):
+    batch = torch.randn(4, C, 200).bfloat16()
+    counts = torch.tensor([2, 0, C, C + 9], dtype=torch.int32)
+    q, scale = quantize_batched(batch, counts, "fp8_block128")
+    expected_q, expected_scale = FP8.quantize_rows(batch)
+    for e, count in enumerate(counts.clamp(max=C).tolist()):
+        assert torch.equal(scale[e, :count], expected_scale[e, :count])
+        assert torch.equal(bits(q[e, :count]), bits(expected_q[e, :count]))
+        assert poisoned(scale[e, count:]).all() and poisoned(q[e, count:]).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 128), (3, 0)])
+def test_nothing_to_quantise(shape):
+    q, scale = quantize_rows(torch.randn(shape), "fp8_block128")
+    assert q.shape == shape and scale.shape == (shape[0], -(-shape[1] // 128))

@@ -1,0 +1,235 @@
+"""Every operator through the Triton backend under the interpreter, against the reference: the dispatcher included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import moe_ops
+from meta.schemes import SCHEMES
+from moe_ops import plans, reference
+from moe_ops.backends import triton as backend
+from moe_ops.experts_backward import grouped_wgrad as plain_wgrad
+from moe_ops.kernels.triton.config import MMConfig, SmallConfig
+
+E, H, I = 6, 96, 40
+TILE = MMConfig(16, 32, 32, 2, 4, 2, a_tma=True, w_tma=True)
+FP8_TILE = MMConfig(16, 256, 128, 2, 4, 2, a_tma=True, w_tma=True)
+SMALL = SmallConfig(8, 128, 4, pdl=False)
+PLANS = {
+    "small": plans.Plan("small", SMALL, SMALL),
+    "gather": plans.Plan("grouped", TILE._replace(a_tma=False), TILE),
+    "permute": plans.Plan("grouped", TILE, TILE, permute=True),
+    "batched": plans.Plan("batched", TILE, TILE),
+}
+ops = torch.ops.moe_ops
+
+
+def case(
+    T: int = 7, top_k: int = 3, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[list[Any], dict[str, Any]]:
+    """Random arguments of fused_experts; ids include -1 and one past the end."""
+    glu = options.get("glu_layout", "concat")
+    width = I if glu == "none" else 2 * I
+    ids = torch.rand(T, E).topk(top_k, dim=1).indices.int()
+    if T > 2:
+        ids[1, 0], ids[2, 1] = -1, E
+    arguments = [torch.randn(T, H), torch.randn(E, width, H) * 0.1, torch.randn(E, H, I) * 0.1]
+    arguments = [a.to(dtype) for a in arguments] + [torch.rand(T, top_k), ids]
+    return arguments, options
+
+
+def gold(arguments: list[Any], options: dict[str, Any]) -> torch.Tensor:
+    """The reference on upcast inputs."""
+    wide = [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments]
+    return ops.fused_experts(*wide, backend="reference", **options)
+
+
+def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
+    error = ((got.double() - want).norm() / want.norm()).item()
+    assert error < tolerance, f"relative error {error:.2e} >= {tolerance:.0e}"
+
+
+@pytest.fixture
+def plan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Force one path, whatever the rule would choose."""
+    monkeypatch.setattr(plans, "plan_for", lambda *_: PLANS[request.param])
+    return request.param
+
+
+every_path = pytest.mark.parametrize("plan", PLANS, indirect=True)
+
+
+def run(plan: str, arguments: list[Any], options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    options = {**options, "format": "batched" if plan == "batched" else "grouped"}
+    return ops.fused_experts(*arguments, backend="triton", **options), gold(arguments, options)
+
+
+@every_path
+@pytest.mark.parametrize("glu", ["concat", "interleaved", "none"])
+@pytest.mark.parametrize("weight_on_input", [False, True], ids=["weight_after", "weight_before"])
+def test_fused_experts(plan, glu, weight_on_input):
+    torch.manual_seed(0)
+    close(*run(plan, *case(glu_layout=glu, weight_on_input=weight_on_input)), 1e-5)
+
+
+@every_path
+def test_fused_experts_with_bias_and_a_clamped_activation(plan):
+    torch.manual_seed(1)
+    arguments, options = case(activation="swiglu_oai", glu_layout="interleaved")
+    arguments += [torch.randn(E, 2 * I), torch.randn(E, H)]
+    close(*run(plan, arguments, options), 1e-5)
+
+
+@every_path
+def test_fused_experts_with_an_expert_map(plan):
+    torch.manual_seed(2)
+    arguments, options = case()
+    arguments[4] = torch.randint(-1, 10, (7, 3))
+    expert_map = torch.tensor([-1, 2, 5, -1, 0, 1, 4, 3, -1])
+    close(*run(plan, [*arguments, None, None, expert_map], options), 1e-5)
+
+
+@every_path
+@pytest.mark.parametrize("ids", ["all_to_one", "none_held", "one_token"])
+def test_fused_experts_with_extreme_routing(plan, ids):
+    torch.manual_seed(3)
+    arguments, options = case(T=1 if ids == "one_token" else 7)
+    if ids == "all_to_one":
+        arguments[4] = torch.full((7, 3), 4, dtype=torch.int32)
+    if ids == "none_held":
+        arguments[4] = torch.full((7, 3), -1, dtype=torch.int32)
+    got, want = run(plan, arguments, options)
+    if ids == "none_held":
+        assert torch.equal(got, torch.zeros_like(got))
+    else:
+        close(got, want, 1e-5)
+
+
+@every_path
+def test_no_tokens(plan):
+    arguments, options = case(T=0)
+    assert run(plan, arguments, options)[0].shape == (0, H)
+
+
+@every_path
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_low_precision_is_at_least_as_accurate_as_rounding_every_stage(plan, dtype):
+    torch.manual_seed(4)
+    arguments, options = case(T=16, dtype=dtype)
+    got, want = run(plan, arguments, options)
+    x, w1, w2, weights, ids = arguments
+    staged = torch.zeros(16, 3, H, dtype=dtype)
+    for t in range(16):
+        for k in range(3):
+            e = int(ids[t, k])
+            if 0 <= e < E:
+                gate, up = (w1[e].float() @ x[t].float()).to(dtype).chunk(2)
+                h = torch.nn.functional.silu(gate) * up
+                staged[t, k] = (w2[e].float() @ h.float()).to(dtype) * weights[t, k].to(dtype)
+    error = (got.double() - want).norm()
+    staged_error = (staged.sum(1).double() - want).norm()
+    assert error <= staged_error, f"{error:.2e} > {staged_error:.2e}"
+
+
+@every_path
+def test_transposed_weights(plan):
+    torch.manual_seed(5)
+    arguments, options = case()
+    for i in (1, 2):
+        arguments[i] = arguments[i].transpose(1, 2).contiguous().transpose(1, 2)
+    close(*run(plan, arguments, options), 1e-5)
+
+
+def test_batched_overflow_drops_the_same_pairs_as_the_reference(monkeypatch):
+    torch.manual_seed(6)
+    monkeypatch.setattr(plans, "plan_for", lambda *_: PLANS["batched"])
+    arguments, options = case(T=12)
+    options |= {"format": "batched", "capacity": 3}
+    close(ops.fused_experts(*arguments, backend="triton", **options), gold(arguments, options), 1e-5)
+
+
+@pytest.mark.parametrize("form", ["small", "grouped", "grouped_quantize_first", "batched", "batched_quantize_first"])
+def test_fp8_block128(form, monkeypatch):
+    torch.manual_seed(7)
+    scheme, T, hidden, inter = SCHEMES["fp8_block128"], 9, 256, 192
+    path = form.split("_")[0]
+    tile = SMALL if path == "small" else FP8_TILE
+    fixed = plans.Plan(
+        path, tile, tile if path == "small" else tile._replace(block_n=64), quantize_first=form.endswith("first")
+    )
+    monkeypatch.setattr(plans, "plan_for", lambda *_: fixed)
+    x = torch.randn(T, hidden, dtype=torch.bfloat16)
+    w1, s1 = scheme.quantize_weight(torch.randn(E, 2 * inter, hidden) * 0.1)
+    w2, s2 = scheme.quantize_weight(torch.randn(E, hidden, inter) * 0.1)
+    ids = torch.rand(T, E).topk(2, dim=1).indices.int()
+    arguments = (x, w1, w2, torch.rand(T, 2), ids)
+    options = {
+        "gate_up_scale": s1,
+        "down_scale": s2,
+        "scheme": "fp8_block128",
+        "format": "batched" if path == "batched" else "grouped",
+    }
+    got = ops.fused_experts(*arguments, backend="triton", **options)
+    want = ops.fused_experts(*arguments, backend="reference", **options)
+    close(got, want.double(), 4e-3)  # both round to bf16 once
+
+
+@pytest.mark.parametrize("name", ["grouped", "batched"])
+def test_stage_operators_chain_to_the_whole(name):
+    torch.manual_seed(8)
+    (x, w1, w2, weights, ids), _ = case()
+    want = gold([x, w1, w2, weights, ids], {})
+    if name == "grouped":
+        rows, offsets, pair_to_row = backend.moe_permute(x, ids, num_experts=E)
+        h, _ = backend.grouped_mm_glu(
+            rows, w1, offsets, activation="silu", alpha=0.0, limit=0.0, glu_layout="concat", scheme="fp32"
+        )
+        out = backend.moe_unpermute(backend.grouped_mm(h, w2, offsets, scheme="fp32"), pair_to_row, weights)
+    else:
+        batch, counts, slots = backend.batched_dispatch(x, ids, num_experts=E, capacity=7)
+        h, _ = backend.batched_mm_glu(
+            batch, w1, counts, activation="silu", alpha=0.0, limit=0.0, glu_layout="concat", scheme="fp32"
+        )
+        out = backend.batched_combine(backend.batched_mm(h, w2, counts, scheme="fp32"), slots, weights)
+    close(out, want, 1e-5)
+
+
+def test_fused_moe_equals_topk_then_experts(monkeypatch):
+    torch.manual_seed(9)
+    monkeypatch.setattr(plans, "plan_for", lambda *_: PLANS["gather"])
+    (x, w1, w2, _, _), _ = case()
+    logits = torch.randn(7, E)
+    got = ops.fused_moe(x, logits, w1, w2, top_k=2, backend="triton")
+    weights, ids = reference.fused_topk(logits.double(), top_k=2)
+    close(got, gold([x, w1, w2, weights, ids], {}), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_wgrad_of_a_grouped_mm(dtype):
+    torch.manual_seed(10)
+    offsets = torch.tensor([3, 3, 80, 81, 95], dtype=torch.int32)
+    grad, rows = torch.randn(100, 72).to(dtype), torch.randn(100, 40).to(dtype)
+    grad[95:], rows[95:] = float("nan"), float("nan")
+    want = plain_wgrad(grad[:95].double(), rows[:95].double(), offsets)
+    close(backend.grouped_wgrad(grad, rows, offsets), want, 1e-5 if dtype == torch.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("weight_on_input", [False, True], ids=["weight_after", "weight_before"])
+def test_gradients_through_the_triton_backend(weight_on_input):
+    torch.manual_seed(11)
+    arguments, options = case(weight_on_input=weight_on_input)
+    leaves = [a.clone().requires_grad_() for a in arguments[:4]]
+    moe_ops.fused_experts(*leaves, arguments[4], backend="triton", **options).square().sum().backward()
+    wide = [a.double().requires_grad_() for a in arguments[:4]]
+    moe_ops.fused_experts(*wide, arguments[4], backend="cpu", **options).square().sum().backward()
+    for leaf, want in zip(leaves, wide, strict=True):
+        close(leaf.grad, want.grad, 1e-4)
+
+
+def test_an_explicit_request_never_falls_back():
+    arguments, _ = case(dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"supports bfloat16, float16, float32, got torch\.float64"):
+        ops.fused_experts(*arguments, backend="triton")

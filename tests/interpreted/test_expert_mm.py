@@ -1,0 +1,268 @@
+"""The expert GEMM kernels (grouped, batched, small) under the CPU interpreter, against a per-expert float64 loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from meta.activations import ACTIVATIONS
+from meta.schemes import SCHEMES
+from moe_ops.kernels.triton.batched_mm import batched_mm
+from moe_ops.kernels.triton.config import MMConfig, SmallConfig
+from moe_ops.kernels.triton.grouped_mm import grouped_mm
+from moe_ops.kernels.triton.launch import ExpertMM
+from moe_ops.kernels.triton.small import small_experts
+
+E, H, I, TOP_K = 5, 160, 48, 2
+POINTERS = MMConfig(16, 32, 32, 2, 4, 2, a_tma=False, w_tma=False)
+DESCRIPTORS = MMConfig(16, 32, 32, 1, 4, 2, a_tma=True, w_tma=True)
+CONFIGS = {"pointers": POINTERS, "descriptors": DESCRIPTORS}
+
+
+def weight(n: int, k: int, layout: str, dtype: torch.dtype, experts: int = E) -> torch.Tensor:
+    """[E, n, k] view: "nk" contiguous, "kn" a transposed checkpoint, "strided" neither."""
+    if layout == "kn":
+        return (torch.randn(experts, k, n) * 0.1).to(dtype).transpose(1, 2)
+    if layout == "strided":
+        return (torch.randn(experts, n, 2 * k) * 0.1).to(dtype)[:, :, ::2]
+    return (torch.randn(experts, n, k) * 0.1).to(dtype)
+
+
+def gold_mm(
+    rows: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    counts: list[int],
+    *,
+    glu: str,
+    activation: str | None,
+) -> torch.Tensor:
+    """float64 product of each expert's rows, then bias and activation."""
+    parts, start = [], 0
+    for e, count in enumerate(counts):
+        product = rows[start : start + count].double() @ w[e].double().T
+        start += count
+        if bias is not None:
+            product = product + bias[e].double()
+        parts.append(product)
+    out = torch.cat(parts)
+    if activation is None:
+        return out
+    gate, up = {
+        "concat": lambda: out.chunk(2, -1),
+        "interleaved": lambda: (out[:, ::2], out[:, 1::2]),
+        "none": lambda: (out, None),
+    }[glu]()
+    row = ACTIVATIONS[activation]
+    return row.eager(gate, up, row.alpha, row.limit)
+
+
+def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
+    error = ((got.double() - want).norm() / want.norm()).item()
+    assert error < tolerance, f"relative error {error:.2e} >= {tolerance:.0e}"
+
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", ["nk", "kn", "strided"])
+@pytest.mark.parametrize("glu", ["concat", "interleaved", "none"])
+def test_grouped_glu(config, dtype, layout, glu):
+    torch.manual_seed(0)
+    counts = [7, 0, 19, 1, 16]
+    rows = torch.randn(sum(counts), H).to(dtype)
+    w = weight(I if glu == "none" else 2 * I, H, layout, dtype)
+    bias = torch.randn(E, w.shape[1]).to(dtype)
+    mm = ExpertMM(w, dtype, glu_layout=glu, activation="silu", bias=bias)
+    offsets = torch.tensor(counts).cumsum(0).int()
+    out, _ = grouped_mm(rows, mm, offsets, CONFIGS[config], num_rows=rows.shape[0])
+    close(out, gold_mm(rows, w, bias, counts, glu=glu, activation="silu"), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+@pytest.mark.parametrize("glu", ["concat", "interleaved", "none"])
+def test_every_activation_in_the_epilogue(activation, glu):
+    torch.manual_seed(1)
+    counts = [3, 4, 0, 9, 2]
+    rows = torch.randn(sum(counts), H) * 3
+    w = weight(I if glu == "none" else 2 * I, H, "nk", torch.float32)
+    row = ACTIVATIONS[activation]
+    mm = ExpertMM(
+        w, torch.float32, glu_layout=glu, activation=activation, alpha=row.alpha or 0.0, limit=row.limit or 0.0
+    )
+    out, _ = grouped_mm(rows, mm, torch.tensor(counts).cumsum(0).int(), DESCRIPTORS, num_rows=rows.shape[0])
+    close(out, gold_mm(rows, w, None, counts, glu=glu, activation=activation), 1e-5)
+
+
+@pytest.mark.parametrize("n", [40, 64, 72])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_grouped_plain_with_gathered_rows_and_ragged_edges(n, config):
+    torch.manual_seed(2)
+    tokens = torch.randn(6, 88)
+    row_to_pair = torch.randperm(12).int()
+    counts = [0, 5, 7, 0, 0]
+    w = weight(n, 88, "nk", torch.float32)
+    out, _ = grouped_mm(
+        tokens,
+        ExpertMM(w, torch.float32),
+        torch.tensor(counts).cumsum(0).int(),
+        CONFIGS[config],
+        num_rows=12,
+        row_to_pair=row_to_pair,
+        top_k=2,
+    )
+    rows = tokens[row_to_pair.long() // 2]
+    close(out, gold_mm(rows, w, None, counts, glu="none", activation=None), 1e-5)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("glu", ["concat", "interleaved", "none"])
+def test_batched_leaves_rows_past_the_count_alone(config, glu, monkeypatch):
+    torch.manual_seed(3)
+    C = 21
+    counts = torch.tensor([21, 0, 17, 1, 4], dtype=torch.int32)
+    batch = torch.randn(E, C, H)
+    for e in range(E):
+        batch[e, int(counts[e]) :] = float("nan")
+    w = weight(I if glu == "none" else 2 * I, H, "nk", torch.float32)
+    mm = ExpertMM(w, torch.float32, glu_layout=glu, activation="silu")
+    poison = 12345.0
+    monkeypatch.setattr(
+        ExpertMM, "allocate", lambda self, lead, like: (torch.full((*lead, self.out_features), poison), torch.empty(0))
+    )
+    out, _ = batched_mm(batch, mm, counts, CONFIGS[config])
+    rows = torch.cat([batch[e, : int(counts[e])] for e in range(E)])
+    got = torch.cat([out[e, : int(counts[e])] for e in range(E)])
+    close(got, gold_mm(rows, w, None, counts.tolist(), glu=glu, activation="silu"), 1e-5)
+    rest = torch.cat([out[e, int(counts[e]) :] for e in range(E)])
+    assert bool((rest == poison).all())
+
+
+SMALL = (SmallConfig(8, 64, 4, False), SmallConfig(16, 32, 4, False))
+
+
+def gold_experts(x, w1, w2, weights, ids, b1, b2, *, glu, activation, weight_on_input=False):
+    """float64, pair by pair."""
+    out = torch.zeros(x.shape[0], w2.shape[1], dtype=torch.float64)
+    for t in range(x.shape[0]):
+        for k in range(ids.shape[1]):
+            e = int(ids[t, k])
+            if not 0 <= e < w1.shape[0]:
+                continue
+            w = weights[t, k].double()
+            value = x[t : t + 1].double() * (w if weight_on_input else 1.0)
+            h = gold_mm(
+                value, w1[e : e + 1], None if b1 is None else b1[e : e + 1], [1], glu=glu, activation=activation
+            )
+            y = gold_mm(h, w2[e : e + 1], None if b2 is None else b2[e : e + 1], [1], glu="none", activation=None)
+            out[t] += y[0] * (1.0 if weight_on_input else w)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", ["nk", "kn", "strided"])
+@pytest.mark.parametrize("glu", ["concat", "interleaved", "none"])
+@pytest.mark.parametrize("weight_on_input", [False, True], ids=["weight_after", "weight_before"])
+def test_small_experts(dtype, layout, glu, weight_on_input):
+    torch.manual_seed(4)
+    T = 3
+    x = torch.randn(T, H).to(dtype)
+    w1, w2 = weight(I if glu == "none" else 2 * I, H, layout, dtype), weight(H, I, layout, dtype)
+    b1, b2 = torch.randn(E, w1.shape[1]).to(dtype), torch.randn(E, H).to(dtype)
+    ids = torch.tensor([[1, 4], [-1, 0], [2, E]], dtype=torch.int32)
+    weights = torch.rand(T, TOP_K)
+    weights[1, 0] = float("nan")
+    up = ExpertMM(w1, dtype, glu_layout=glu, activation="silu", bias=b1)
+    down = ExpertMM(w2, dtype, bias=b2)
+    out = small_experts(x, weights, ids, up, down, SMALL, expert_map=None, weight_on_input=weight_on_input)
+    gold = gold_experts(x, w1, w2, weights, ids, b1, b2, glu=glu, activation="silu", weight_on_input=weight_on_input)
+    close(out, gold, 2 * TOLERANCE[dtype])
+
+
+def test_small_experts_follow_the_expert_map():
+    torch.manual_seed(5)
+    x, w1, w2 = torch.randn(2, H), weight(2 * I, H, "nk", torch.float32), weight(H, I, "nk", torch.float32)
+    expert_map = torch.tensor([-1, 3, -1, 0, 4, -1, 1, 2])
+    ids = torch.tensor([[1, 7], [0, 6]])
+    weights = torch.rand(2, 2)
+    up, down = ExpertMM(w1, torch.float32, glu_layout="concat", activation="silu"), ExpertMM(w2, torch.float32)
+    out = small_experts(x, weights, ids, up, down, SMALL, expert_map=expert_map, weight_on_input=False)
+    close(out, gold_experts(x, w1, w2, weights, expert_map[ids], None, None, glu="concat", activation="silu"), 1e-5)
+
+
+FP8 = SCHEMES["fp8_block128"]
+FP8_TILE = MMConfig(16, 256, 128, 1, 4, 2, a_tma=False, w_tma=False)
+FP8_DESCRIPTORS = MMConfig(16, 256, 128, 1, 4, 2, a_tma=True, w_tma=True)
+
+
+def fp8_weight(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    quantized, scale = FP8.quantize_weight(torch.randn(E, n, k) * 0.1)
+    return quantized, scale, FP8.dequantize_weight(quantized, scale)
+
+
+@pytest.mark.parametrize("glu", ["concat", "interleaved", "none"])
+@pytest.mark.parametrize("config", [FP8_TILE, FP8_DESCRIPTORS], ids=["pointers", "descriptors"])
+@pytest.mark.parametrize("prequantized", [False, True], ids=["quantize_here", "prequantized"])
+def test_fp8_grouped_equals_the_product_of_the_dequantised_operands(glu, config, prequantized):
+    torch.manual_seed(6)
+    n, k, counts = 192, 320, [5, 0, 17, 1, 2]
+    rows = torch.randn(sum(counts), k)
+    q_rows, rows_scale = FP8.quantize_rows(rows)
+    wq, w_scale, wd = fp8_weight(n if glu == "none" else 2 * n, k)
+    mm = ExpertMM(
+        wq,
+        torch.float32,
+        glu_layout=glu,
+        activation="silu",
+        weight_scale=w_scale,
+        rows_scale=rows_scale if prequantized else None,
+    )
+    out, _ = grouped_mm(
+        q_rows if prequantized else rows, mm, torch.tensor(counts).cumsum(0).int(), config, num_rows=rows.shape[0]
+    )
+    gold = gold_mm(FP8.dequantize_rows(q_rows, rows_scale), wd, None, counts, glu=glu, activation="silu")
+    close(out, gold, 1e-5)
+
+
+def test_fp8_epilogue_quantises_what_the_stand_alone_rule_does():
+    torch.manual_seed(7)
+    counts = [5, 0, 17, 1, 2]
+    rows = torch.randn(sum(counts), 256)
+    wq, w_scale, _ = fp8_weight(2 * 200, 256)
+    offsets = torch.tensor(counts).cumsum(0).int()
+    plain = ExpertMM(wq, torch.float32, glu_layout="concat", activation="silu", weight_scale=w_scale)
+    fused = ExpertMM(
+        wq, torch.float32, glu_layout="concat", activation="silu", weight_scale=w_scale, quantize_output=True
+    )
+    h, _ = grouped_mm(rows, plain, offsets, FP8_TILE, num_rows=rows.shape[0])
+    q, scale = grouped_mm(rows, fused, offsets, FP8_TILE, num_rows=rows.shape[0])
+    want_q, want_scale = FP8.quantize_rows(h)
+    assert torch.equal(scale, want_scale)
+    assert torch.equal(q.float(), want_q.float())
+
+
+@pytest.mark.parametrize("glu", ["concat", "interleaved", "none"])
+def test_fp8_small_path_equals_the_grouped_path(glu):
+    torch.manual_seed(8)
+    T, hidden, inter = 3, 256, 192
+    x = torch.randn(T, hidden)
+    w1, s1, _ = fp8_weight(inter if glu == "none" else 2 * inter, hidden)
+    w2, s2, _ = fp8_weight(hidden, inter)
+    ids, weights = torch.tensor([[1, 4], [3, 0], [2, -1]]), torch.rand(T, 2)
+    up = ExpertMM(w1, torch.float32, glu_layout=glu, activation="silu", weight_scale=s1)
+    down = ExpertMM(w2, torch.float32, weight_scale=s2)
+    config = (SmallConfig(8, 128, 4, False), SmallConfig(16, 256, 4, False))
+    out = small_experts(x, weights, ids, up, down, config, expert_map=None, weight_on_input=False)
+    flat = ids.reshape(-1)
+    order = torch.argsort(flat.masked_fill(flat < 0, E), stable=True)
+    counts = torch.bincount(flat[flat >= 0], minlength=E)
+    offsets = counts.cumsum(0).int()
+    h, _ = grouped_mm(x, up, offsets, FP8_TILE, num_rows=T * 2, row_to_pair=order.int(), top_k=2)
+    y, _ = grouped_mm(h, down, offsets, FP8_TILE, num_rows=T * 2)
+    want = torch.zeros(T, hidden, dtype=torch.float64)
+    for row in range(int(offsets[-1])):
+        pair = int(order[row])
+        want[pair // 2] += y[row].double() * weights.view(-1)[pair].double()
+    close(out, want, 1e-5)

@@ -1,0 +1,53 @@
+"""Device helpers: rounding casts, and the lookup from tile number to expert rows."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from moe_ops.kernels.triton.util import cdiv, find_tile, next_power_of_2, round_to
+
+
+@triton.jit
+def _round_kernel(x_ptr, y_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(y_ptr + i, round_to(tl.load(x_ptr + i), y_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _tile_kernel(offsets_ptr, out_ptr, E, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+    pid = tl.program_id(0)
+    expert, row_start, row_end, valid = find_tile(offsets_ptr, pid, E, BLOCK_E, BLOCK_M)
+    tl.store(out_ptr + pid * 4, expert)
+    tl.store(out_ptr + pid * 4 + 1, row_start)
+    tl.store(out_ptr + pid * 4 + 2, row_end)
+    tl.store(out_ptr + pid * 4 + 3, valid.to(tl.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32], ids=str)
+def test_rounding_casts_equal_torchs(dtype):
+    least = {torch.float16: -14, torch.float8_e4m3fn: -12}.get(dtype, -60)
+    x = torch.randn(4096) * torch.exp2(torch.randint(least, 8, (4096,)).float())
+    x = torch.cat((x.clamp(-448, 448), torch.tensor([0.0, -0.0, 448.0, -448.0, float("nan")]), torch.zeros(4091)))
+    y = torch.full((8192,), 3.0).to(dtype)
+    _round_kernel[(1,)](x, y, N=8192)
+    assert torch.equal(y.isnan(), x.isnan())
+    assert torch.equal(y.float().nan_to_num(1.0), x.to(dtype).float().nan_to_num(1.0))
+
+
+@pytest.mark.parametrize("counts", [[3], [0, 5, 0, 16, 1], [0, 0, 0], [8, 8, 8, 8], [0, 0, 33]], ids=str)
+def test_find_tile_enumerates_every_tile_once(counts):
+    E, block_m = len(counts), 8
+    ends = torch.tensor(counts).cumsum(0).to(torch.int32)
+    programs = sum(counts) // block_m + E + 2
+    out = torch.full((programs, 4), -77, dtype=torch.int32)
+    _tile_kernel[(programs,)](ends, out, E, BLOCK_E=next_power_of_2(E), BLOCK_M=block_m)
+    expected = [
+        [e, int(end) - count + tile * block_m, int(end), 1]
+        for e, (count, end) in enumerate(zip(counts, ends, strict=True))
+        for tile in range(cdiv(count, block_m))
+    ]
+    assert out[: len(expected)].tolist() == expected
+    assert out[len(expected) :, 3].sum() == 0
+    assert (out[len(expected) :, 0] == E - 1).all()
+    assert torch.equal(out[len(expected) :, 1], out[len(expected) :, 2])

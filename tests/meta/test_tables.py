@@ -1,0 +1,153 @@
+"""Schemes, activations, problems, costs and the GPU table."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+
+from meta import cost
+from meta.activations import ACTIVATIONS, join_glu, resolve_activation, split_glu
+from meta.arch import ARCHS, device_arch, lookup
+from meta.dims import LETTERS, Problem, common_layout, weight_layout
+from meta.schemes import SCHEMES, resolve_scheme
+
+
+def problem(T: int = 4, scheme: str | None = None, **options: object) -> Problem:
+    x, ids = torch.randn(T, 256).bfloat16(), torch.zeros(T, 2, dtype=torch.int32)
+    dtype = torch.float8_e4m3fn if scheme else torch.bfloat16
+    gate_up, down = torch.zeros(8, 256, 256, dtype=dtype), torch.zeros(8, 256, 128, dtype=dtype)
+    return Problem.from_experts(x, gate_up, down, ids, scheme=scheme, **options)
+
+
+@pytest.mark.parametrize("name", [name for name, row in SCHEMES.items() if row.quantized])
+def test_weight_round_trip_is_within_the_bound(name: str) -> None:
+    row = SCHEMES[name]
+    weight = torch.randn(2, 200, 300)
+    weight[0, :128, :128] *= 1e-3
+    stored, scale = row.quantize_weight(weight)
+    assert stored.shape == weight.shape and stored.dtype == row.weight_dtype
+    assert scale.shape == row.weight_scale_shape(2, 200, 300) and scale.dtype == torch.float32
+    back = row.dequantize_weight(stored, scale)
+    steps = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :200, :300]
+    assert ((back - weight).abs() <= row.error_bound * weight.abs() + steps * 2**-9).all()
+
+
+@pytest.mark.parametrize("shape", [(3, 300), (2, 3, 128), (0, 128), (3, 1)], ids=str)
+def test_rows_round_trip_is_within_the_bound(shape: tuple[int, ...]) -> None:
+    row = SCHEMES["fp8_block128"]
+    rows = torch.randn(shape)
+    stored, scale = row.quantize_rows(rows)
+    assert stored.is_contiguous() and scale.shape == (*shape[:-1], -(-shape[-1] // 128))
+    back = row.dequantize_rows(stored, scale)
+    steps = scale.repeat_interleave(128, -1)[..., : shape[-1]]
+    assert ((back - rows).abs() <= row.error_bound * rows.abs() + steps * 2**-9).all()
+
+
+def test_rows_scale_is_the_largest_value_over_448() -> None:
+    rows = torch.zeros(1, 256)
+    rows[0, 3], rows[0, 200] = -44.8, 0.0
+    stored, scale = SCHEMES["fp8_block128"].quantize_rows(rows)
+    torch.testing.assert_close(scale, torch.tensor([[0.1, 1e-12 / 448]]))
+    assert float(stored[0, 3]) == -448.0
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_scheme_rows_are_frozen_and_consistent(name: str) -> None:
+    row = SCHEMES[name]
+    with pytest.raises(FrozenInstanceError):
+        row.pack = 2
+    assert row.quantized == (row.quantize_weight is not None) == (row.weight_scale_shape(1, 1, 1) is not None)
+    assert row.quantizes_rows == (row.quantize_rows is not None) == (row.rows_scale_shape(1, 1) is not None)
+    assert row.quantized or resolve_scheme("op", None, row.weight_dtype) is row
+
+
+@pytest.mark.parametrize("glu_layout", ["concat", "interleaved", "none"])
+def test_glu_layouts_split_and_join(glu_layout: str) -> None:
+    hidden = torch.arange(12.0).view(2, 6)
+    gate, up = split_glu(hidden, glu_layout)
+    assert torch.equal(join_glu(gate, up, glu_layout), hidden)
+    firsts = {"concat": [0, 1, 2], "interleaved": [0, 2, 4], "none": [0, 1, 2, 3, 4, 5]}
+    assert gate[0].tolist() == firsts[glu_layout]
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activation_options_are_resolved(name: str) -> None:
+    row, alpha, limit = resolve_activation("op", name, None, None)
+    assert alpha == (row.alpha or 1.0) and limit == (row.limit or float("inf"))
+    if row.limit is not None:
+        assert resolve_activation("op", name, None, 3.0)[2] == 3.0
+
+
+def test_weight_layouts() -> None:
+    weight = torch.empty(2, 6, 4)
+    assert weight_layout(weight) == "nk"
+    assert weight_layout(torch.empty(2, 4, 6).transpose(1, 2)) == "kn"
+    assert weight_layout(weight[:, :, ::2]) == "strided"
+    assert common_layout(weight, torch.empty(2, 4, 6).transpose(1, 2)) == "strided"
+
+
+def test_problem_reads_the_layer() -> None:
+    found = problem(format="batched", capacity=3, expert_map=torch.zeros(9))
+    assert (found.T, found.E, found.K, found.H, found.I, found.C, found.R) == (4, 8, 2, 256, 128, 3, 8)
+    assert (found.scheme, found.arch, found.weight_layout, found.gated) == ("bf16", "cpu", "nk", True)
+    assert (
+        found.has_expert_map
+        and not found.has_bias
+        and hash(found) == hash(problem(format="batched", capacity=3, expert_map=torch.zeros(1)))
+    )
+    assert problem().C is None and problem(format="batched").C == 4
+    assert problem(glu_layout="none").I == 256
+
+
+def test_every_dimension_of_a_problem_has_a_letter() -> None:
+    assert {"T", "E", "K", "R", "H", "I", "N", "C", "G"} == set(LETTERS)
+
+
+def test_flops_and_bytes() -> None:
+    found = problem()
+    assert cost.flops(found) == 2 * 8 * (256 * 256 + 256 * 128)
+    expert = 2 * (256 * 256 + 256 * 128)
+    assert cost.expert_bytes(found) == expert
+    tokens = 2 * 4 * 256 * 2
+    assert cost.bytes_moved(found) == pytest.approx(cost.expected_experts(8, 2, 4) * expert + tokens)
+    scales = 4 * (2 * 2 + 2 * 1)
+    assert cost.expert_bytes(problem(scheme="fp8_block128")) == expert // 2 + scales
+
+
+@pytest.mark.parametrize(("T", "wanted"), [(0, 0.0), (1, 2.0), (10_000, 8.0)])
+def test_expected_experts(T: int, wanted: float) -> None:
+    assert cost.expected_experts(8, 2, T) == pytest.approx(wanted)
+
+
+def test_expected_experts_against_a_simulation() -> None:
+    hits = [torch.rand(5, 8).argsort(1)[:, :2].unique().numel() for _ in range(2000)]
+    assert cost.expected_experts(8, 2, 5) == pytest.approx(sum(hits) / len(hits), rel=0.02)
+
+
+def test_roofline_is_memory_then_compute() -> None:
+    h200 = lookup("NVIDIA H200")
+    small, large = problem(T=1), problem(T=1 << 16)
+    assert cost.roofline_us(small, h200) == pytest.approx(cost.bytes_moved(small) / 4.3e6)
+    assert cost.roofline_us(large, h200) == pytest.approx(cost.flops(large) / 790e6)
+
+
+@pytest.mark.parametrize("name", ARCHS)
+def test_arch_rows(name: str) -> None:
+    row = lookup(f"NVIDIA {name} 80GB")
+    assert row is ARCHS[name]
+    assert row.ceiling_tflops("bf16") <= row.peak_tflops["bf16"] and row.ceiling_tbps() <= row.dram_tbps
+    assert ("fp8" in row.peak_tflops) == ("fp8" in row.features or name == "cpu")
+
+
+def test_unknown_gpu_lists_the_rows() -> None:
+    with pytest.raises(
+        ValueError, match=r"name must contain one of \['A100', 'B200', 'H100', 'H200', 'cpu'\], got 'V100'"
+    ):
+        lookup("V100")
+
+
+def test_architectures_of_devices() -> None:
+    assert device_arch(torch.device("cpu")) == "cpu" and device_arch(torch.device("meta")) == "meta"
+    assert device_arch(torch.device("cuda")).startswith(("sm", "cuda"))

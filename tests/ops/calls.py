@@ -1,0 +1,164 @@
+"""Calls of every operator: positional arguments and keywords by a readable id, for tests that treat operators alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meta.routing import ROUTINGS
+from meta.schemes import SCHEMES
+from tests.ops.layers import VARIANTS, Variant
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of ``torch.ops.moe_ops.<op>``."""
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def overload(self) -> Any:
+        return getattr(torch.ops.moe_ops, self.op).default
+
+    def run(self) -> tuple[Tensor, ...]:
+        outputs = self.overload(*self.args, **self.kwargs)
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def _topk_calls() -> dict[str, Call]:
+    logits, bias = torch.randn(5, 8), torch.randn(8)
+    calls = {}
+    for name, row in ROUTINGS.items():
+        groups = {"num_groups": 4, "topk_groups": 2} if row.group else {}
+        calls[f"fused_topk-{name}"] = Call("fused_topk", (logits,), {"top_k": 2, "routing": name, **groups})
+    calls["fused_topk-bias"] = Call("fused_topk", (logits, bias), {"top_k": 3, "routing": "sigmoid", "scale": 2.0})
+    calls["fused_topk-bf16"] = Call("fused_topk", (logits.bfloat16(),), {"top_k": 8, "renormalize": False})
+    calls["fused_topk-no_tokens"] = Call("fused_topk", (logits[:0],), {"top_k": 2})
+    calls["fused_topk-strided"] = Call("fused_topk", (torch.randn(8, 5).t(),), {"top_k": 2, "renorm_eps": 1e-20})
+    return calls
+
+
+def _move_calls() -> dict[str, Call]:
+    calls = {}
+    for name in ("plain", "bf16", "expert_map", "minus_ids", "no_ids", "one_expert", "no_tokens", "int64_ids"):
+        layer = VARIANTS[name].build()
+        x, ids, expert_map = (layer.tensors[key] for key in ("hidden_states", "topk_ids", "expert_map"))
+        E = layer.tensors["gate_up_proj"].shape[0]
+        calls[f"moe_permute-{name}"] = permute = Call("moe_permute", (x, ids, expert_map), {"num_experts": E})
+        options = {"num_experts": E, "capacity": 2}
+        calls[f"batched_dispatch-{name}"] = dispatch = Call("batched_dispatch", (x, ids, expert_map), options)
+        weights = layer.tensors["topk_weights"]
+        rows, _, pair_to_row = permute.run()
+        calls[f"moe_unpermute-{name}"] = Call("moe_unpermute", (rows, pair_to_row, weights), {})
+        batch, _, slots = dispatch.run()
+        calls[f"batched_combine-{name}"] = Call("batched_combine", (batch, slots, weights), {})
+    return calls
+
+
+def _quantise_calls() -> dict[str, Call]:
+    counts = torch.tensor([2, 0], dtype=torch.int32)
+    scheme = {"scheme": "fp8_block128"}
+    return {
+        "quantize_rows-bf16": Call("quantize_rows", (torch.randn(3, 256).bfloat16(),), scheme),
+        "quantize_rows-ragged": Call("quantize_rows", (torch.randn(3, 130),), scheme),
+        "quantize_rows-none": Call("quantize_rows", (torch.randn(0, 128),), scheme),
+        "quantize_batched-fp32": Call("quantize_batched", (torch.randn(2, 3, 200), counts), scheme),
+    }
+
+
+def _gemm_calls() -> dict[str, Call]:
+    calls = {}
+    names = ("plain", "bf16", "transposed", "bias", "interleaved", "not_gated", "gpt_oss", "no_tokens", "empty_experts")
+    for name in names:
+        layer = VARIANTS[name].build()
+        t, options = layer.tensors, layer.options
+        E, T = t["gate_up_proj"].shape[0], t["topk_ids"].shape[0]
+        rows, offsets, _ = torch.ops.moe_ops.moe_permute(t["hidden_states"], t["topk_ids"], num_experts=E)
+        batch, counts, _ = torch.ops.moe_ops.batched_dispatch(
+            t["hidden_states"], t["topk_ids"], num_experts=E, capacity=max(T, 1)
+        )
+        first, bias = t["gate_up_proj"], t["gate_up_bias"]
+        calls[f"grouped_mm_glu-{name}"] = Call("grouped_mm_glu", (rows, first, offsets, bias), options)
+        calls[f"grouped_mm-{name}"] = Call("grouped_mm", (rows, first, offsets, bias), {})
+        calls[f"batched_mm_glu-{name}"] = Call("batched_mm_glu", (batch, first, counts, bias), options)
+        calls[f"batched_mm-{name}"] = Call("batched_mm", (batch, first, counts, bias), {"out_dtype": torch.float32})
+    return {**calls, **_fp8_gemm_calls()}
+
+
+def _fp8_gemm_calls() -> dict[str, Call]:
+    scheme = SCHEMES["fp8_block128"]
+    weight, weight_scale = scheme.quantize_weight(torch.randn(2, 256, 160))
+    rows, rows_scale = scheme.quantize_rows(torch.randn(4, 160))
+    batch, batch_scale = scheme.quantize_rows(torch.randn(2, 3, 160))
+    offsets = torch.tensor([1, 4], dtype=torch.int32)
+    counts = torch.tensor([0, 3], dtype=torch.int32)
+    by_rows = (rows, weight, offsets, None, rows_scale, weight_scale)
+    by_batch = (batch, weight, counts, None, batch_scale, weight_scale)
+    name, quantised = {"scheme": "fp8_block128"}, {"scheme": "fp8_block128", "quantize_output": True}
+    return {
+        "grouped_mm_glu-fp8": Call("grouped_mm_glu", by_rows, name),
+        "grouped_mm_glu-fp8_quantised": Call("grouped_mm_glu", by_rows, quantised),
+        "grouped_mm-fp8": Call("grouped_mm", by_rows, {**name, "out_dtype": torch.float16}),
+        "batched_mm_glu-fp8": Call("batched_mm_glu", by_batch, name),
+        "batched_mm_glu-fp8_quantised": Call("batched_mm_glu", by_batch, quantised),
+        "batched_mm-fp8": Call("batched_mm", by_batch, name),
+    }
+
+
+def _layer_calls() -> dict[str, Call]:
+    calls = {}
+    for name, variant in VARIANTS.items():
+        layer = variant.build()
+        calls[f"fused_experts-{name}"] = Call("fused_experts", layer.args(), layer.options)
+        if "scheme" in layer.options:
+            continue
+        grad = torch.randn_like(layer.tensors["hidden_states"])
+        needs = {"needs": [True, True, True, True, variant.bias, variant.bias]}
+        backward = Call("fused_experts_backward", (grad, *layer.args()), {**layer.options, **needs})
+        calls[f"fused_experts_backward-{name}"] = backward
+    return {**calls, **_moe_calls()}
+
+
+def _moe_calls() -> dict[str, Call]:
+    calls = {}
+    for name in (
+        "plain",
+        "bf16",
+        "gpt_oss",
+        "not_gated",
+        "weight_on_input",
+        "batched",
+        "no_tokens",
+        "fp8",
+        "expert_map",
+    ):
+        variant: Variant = VARIANTS[name]
+        t = variant.build().tensors
+        logits = torch.randn(variant.T, variant.E * (2 if variant.expert_map else 1))
+        rest = (t["gate_up_bias"], t["down_bias"], t["expert_map"], t.get("gate_up_scale"), t.get("down_scale"))
+        args = (t["hidden_states"], logits, t["gate_up_proj"], t["down_proj"], None, *rest)
+        calls[f"fused_moe-{name}"] = Call("fused_moe", args, {"top_k": 2, **variant.build().options})
+    return calls
+
+
+torch.manual_seed(0)
+CALLS: dict[str, Call] = {**_topk_calls(), **_move_calls(), **_quantise_calls(), **_gemm_calls(), **_layer_calls()}
+
+#: Operators with a gradient formula.
+DIFFERENTIABLE = ("fused_topk", "fused_experts", "fused_moe")
+
+
+def with_grad(call: Call) -> Call:
+    """The same call with gradients asked of every argument that can have one, and of fresh leaves."""
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype == torch.float8_e4m3fn:
+            return value
+        return value.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+
+    return Call(call.op, tuple(leaf(value) for value in call.args), call.kwargs)

@@ -1,0 +1,235 @@
+"""Random MoE layers for the operator tests, and the float64 formula that they are measured against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meta.schemes import SCHEMES
+
+
+@dataclass
+class Layer:
+    """Arguments of ``fused_experts`` by name, and its options."""
+
+    tensors: dict[str, Tensor | None]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def args(self) -> tuple[Tensor | None, ...]:
+        return tuple(self.tensors.values())
+
+    def float64(self) -> Layer:
+        """The same layer in float64, quantised weights dequantised."""
+        tensors = dict(self.tensors)
+        scheme = self.options.get("scheme")
+        if scheme is not None:
+            for name in ("gate_up", "down"):
+                body = SCHEMES[scheme].dequantize_weight
+                tensors[f"{name}_proj"] = body(tensors[f"{name}_proj"], tensors.pop(f"{name}_scale"))
+        wide = {k: v.double() if v is not None and v.is_floating_point() else v for k, v in tensors.items()}
+        return Layer(wide, {k: v for k, v in self.options.items() if k != "scheme"})
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a layer differs from the plainest one."""
+
+    T: int = 7
+    E: int = 6
+    K: int = 3
+    H: int = 48
+    I: int = 40
+    dtype: torch.dtype = torch.float32
+    bias: bool = False
+    transposed: bool = False
+    expert_map: bool = False
+    ids: str = "random"
+    scheme: str | None = None
+    ids_dtype: torch.dtype = torch.int32
+    weights_dtype: torch.dtype = torch.float32
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def build(self, seed: int = 0) -> Layer:
+        generator = torch.Generator().manual_seed(seed)
+        return _build(self, generator)
+
+
+def _weight(shape: tuple[int, int, int], variant: Variant, generator: torch.Generator) -> Tensor:
+    weight = torch.randn(shape, generator=generator, dtype=torch.float64) / shape[2] ** 0.5
+    if variant.transposed:
+        return weight.transpose(1, 2).contiguous().to(variant.dtype).transpose(1, 2)
+    return weight.to(variant.dtype)
+
+
+def _ids(variant: Variant, generator: torch.Generator) -> Tensor:
+    experts = 2 * variant.E if variant.expert_map else variant.E
+    ids = torch.rand((variant.T, experts), generator=generator).argsort(dim=1)[:, : variant.K]
+    if variant.ids == "one":
+        ids = torch.full_like(ids, 2)
+    elif variant.ids == "none":
+        ids = torch.full_like(ids, -1)
+    elif variant.ids == "minus":
+        ids = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.4, -1)
+    elif variant.ids == "few":
+        ids = ids % 2
+    return ids.to(variant.ids_dtype)
+
+
+def _build(variant: Variant, generator: torch.Generator) -> Layer:
+    T, E, K, H, I, dtype = variant.T, variant.E, variant.K, variant.H, variant.I, variant.dtype
+    options = dict(variant.options)
+    N = I if options.get("glu_layout") == "none" else 2 * I
+    tensors: dict[str, Tensor | None] = {
+        "hidden_states": torch.randn((T, H), generator=generator).to(dtype),
+        "gate_up_proj": _weight((E, N, H), variant, generator),
+        "down_proj": _weight((E, H, I), variant, generator),
+        "topk_weights": torch.rand((T, K), generator=generator).to(variant.weights_dtype),
+        "topk_ids": _ids(variant, generator),
+        "gate_up_bias": torch.randn((E, N), generator=generator).to(dtype) if variant.bias else None,
+        "down_bias": torch.randn((E, H), generator=generator).to(dtype) if variant.bias else None,
+        "expert_map": None,
+    }
+    if variant.expert_map:
+        local = torch.full((2 * E,), -1, dtype=torch.int32)
+        local[torch.randperm(2 * E, generator=generator)[:E]] = torch.arange(E, dtype=torch.int32)
+        tensors["expert_map"] = local
+    if variant.scheme is not None:
+        options["scheme"] = variant.scheme
+        for name in ("gate_up", "down"):
+            weight = tensors[f"{name}_proj"]
+            tensors[f"{name}_proj"], tensors[f"{name}_scale"] = SCHEMES[variant.scheme].quantize_weight(weight)
+    return Layer(tensors, options)
+
+
+#: Every form that the experts operators must accept.
+VARIANTS: dict[str, Variant] = {
+    "plain": Variant(),
+    "bf16": Variant(dtype=torch.bfloat16),
+    "fp16": Variant(dtype=torch.float16),
+    "fp64": Variant(dtype=torch.float64),
+    "bf16_weights_bf16": Variant(dtype=torch.bfloat16, weights_dtype=torch.bfloat16),
+    "int64_ids": Variant(ids_dtype=torch.int64),
+    "bias": Variant(bias=True),
+    "bias_bf16": Variant(bias=True, dtype=torch.bfloat16),
+    "bias_fp16": Variant(bias=True, dtype=torch.float16, T=33),
+    "transposed": Variant(transposed=True),
+    "transposed_bias_bf16": Variant(transposed=True, bias=True, dtype=torch.bfloat16),
+    "transposed_fp16": Variant(transposed=True, dtype=torch.float16),
+    "interleaved": Variant(options=(("glu_layout", "interleaved"),)),
+    "not_gated": Variant(options=(("glu_layout", "none"), ("activation", "relu2"))),
+    "not_gated_bias": Variant(bias=True, options=(("glu_layout", "none"), ("activation", "gelu"))),
+    "gelu": Variant(options=(("activation", "gelu"),)),
+    "gelu_tanh": Variant(options=(("activation", "gelu_tanh"),)),
+    "relu": Variant(options=(("activation", "relu"),)),
+    "relu2": Variant(options=(("activation", "relu2"),)),
+    "gpt_oss": Variant(
+        bias=True,
+        transposed=True,
+        options=(("activation", "swiglu_oai"), ("glu_layout", "interleaved"), ("alpha", 1.5), ("limit", 1.0)),
+    ),
+    "gpt_oss_not_gated": Variant(options=(("activation", "swiglu_oai"), ("glu_layout", "none"), ("limit", 0.5))),
+    "silu_clamp": Variant(options=(("activation", "silu_clamp"), ("limit", 0.5))),
+    "expert_map": Variant(expert_map=True),
+    "expert_map_bias": Variant(expert_map=True, bias=True, ids="minus"),
+    "minus_ids": Variant(ids="minus"),
+    "no_ids": Variant(ids="none"),
+    "one_expert": Variant(ids="one"),
+    "empty_experts": Variant(ids="few", E=12),
+    "no_tokens": Variant(T=0),
+    "one_token": Variant(T=1),
+    "top1": Variant(K=1),
+    "top_all": Variant(K=6),
+    "weight_on_input": Variant(options=(("weight_on_input", True),)),
+    "weight_on_input_bias_bf16": Variant(dtype=torch.bfloat16, bias=True, options=(("weight_on_input", True),)),
+    "batched": Variant(options=(("format", "batched"),)),
+    "batched_bias_minus": Variant(ids="minus", bias=True, options=(("format", "batched"),)),
+    "batched_overflow": Variant(ids="few", options=(("format", "batched"), ("capacity", 3))),
+    "batched_overflow_map": Variant(expert_map=True, options=(("format", "batched"), ("capacity", 1))),
+    "batched_no_tokens": Variant(T=0, options=(("format", "batched"),)),
+    "fp8": Variant(scheme="fp8_block128", dtype=torch.bfloat16, H=160, I=144),
+    "fp8_fp32_bias": Variant(scheme="fp8_block128", bias=True, H=128, I=64),
+    "fp8_batched": Variant(scheme="fp8_block128", dtype=torch.bfloat16, H=256, I=136, options=(("format", "batched"),)),
+    "fp8_no_tokens": Variant(scheme="fp8_block128", dtype=torch.bfloat16, T=0, H=128, I=128),
+}
+
+_ACTIVATIONS = {
+    "silu": lambda g, alpha, limit: g / (1 + (-g).exp()),
+    "gelu": lambda g, alpha, limit: 0.5 * g * (1 + torch.erf(g / 2**0.5)),
+    "gelu_tanh": lambda g, alpha, limit: F.gelu(g, approximate="tanh"),
+    "relu": lambda g, alpha, limit: g.clamp(min=0),
+    "relu2": lambda g, alpha, limit: g.clamp(min=0) ** 2,
+    "swiglu_oai": lambda g, alpha, limit: g.clamp(max=limit) / (1 + (-alpha * g.clamp(max=limit)).exp()),
+    "silu_clamp": lambda g, alpha, limit: g.clamp(max=limit) / (1 + (-g.clamp(max=limit)).exp()),
+}
+
+
+def _kept(ids: Tensor, expert_map: Tensor | None, experts: int, capacity: int | None) -> Tensor:
+    """Local ids, -1 where a pair contributes nothing."""
+    local = torch.full(ids.shape, -1)
+    counts = [0] * experts
+    for t in range(ids.shape[0]):
+        for k in range(ids.shape[1]):
+            expert = int(ids[t, k])
+            if expert_map is not None:
+                expert = int(expert_map[expert]) if 0 <= expert < len(expert_map) else -1
+            if 0 <= expert < experts and (capacity is None or counts[expert] < capacity):
+                counts[expert] += 1
+                local[t, k] = expert
+    return local
+
+
+def dense_formula(layer: Layer) -> Tensor:
+    """``out = sum over k of w * E(x)``, every pair's weights gathered; differentiable, and in the dtype of the layer.
+    """
+    t = layer.tensors
+    x, gate_up, down, w = (t[name] for name in ("hidden_states", "gate_up_proj", "down_proj", "topk_weights"))
+    options = {"activation": "silu", "glu_layout": "concat", "alpha": None, "limit": None, **layer.options}
+    alpha = 1.702 if options["alpha"] is None else options["alpha"]
+    limit = 7.0 if options["limit"] is None else options["limit"]
+    local = _kept(t["topk_ids"], t.get("expert_map"), gate_up.shape[0], options.get("capacity"))
+    out = torch.zeros_like(x)
+    for k in range(local.shape[1]):
+        ids, kept = local[:, k].clamp(min=0), (local[:, k] >= 0).unsqueeze(1)
+        weight = w[:, k : k + 1].to(x.dtype)
+        before = weight if options.get("weight_on_input") else 1.0
+        h = torch.einsum("tnh,th->tn", gate_up[ids], x * before)
+        h = h if t.get("gate_up_bias") is None else h + t["gate_up_bias"][ids]
+        if options["glu_layout"] == "none":
+            gate, up = h, None
+        elif options["glu_layout"] == "interleaved":
+            gate, up = h[:, 0::2], h[:, 1::2]
+        else:
+            gate, up = h.chunk(2, dim=1)
+        value = _ACTIVATIONS[options["activation"]](gate, alpha, limit)
+        if up is not None and options["activation"] in ("swiglu_oai", "silu_clamp"):
+            up = up.clamp(-limit, limit)
+        if up is not None:
+            value = value * (up + 1 if options["activation"] == "swiglu_oai" else up)
+        y = torch.einsum("thi,ti->th", down[ids], value)
+        y = y if t.get("down_bias") is None else y + t["down_bias"][ids]
+        after = 1.0 if options.get("weight_on_input") else weight
+        out = out + torch.where(kept, y * after, 0.0)
+    return out
+
+
+def relative_error(got: Tensor, wanted: Tensor) -> float:
+    """Largest error against the largest wanted value."""
+    if wanted.numel() == 0:
+        return 0.0
+    return float((got.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp(min=1e-12))
+
+
+def tolerance(layer: Layer) -> float:
+    """Allowed relative error: twice that of the plain formula run in the layer's own dtype, and a few roundings.
+
+    A quantised layer may lose the rounding of its activations, once before each projection.
+    """
+    scheme = layer.options.get("scheme")
+    if scheme is not None:
+        return 2 * SCHEMES[scheme].error_bound
+    plain = relative_error(dense_formula(layer), dense_formula(layer.float64()))
+    return 2 * plain + 8 * torch.finfo(layer.tensors["hidden_states"].dtype).eps

@@ -1,0 +1,271 @@
+"""Gradients against float64 autograd of the plain formulas, eager and compiled; errors where there is no gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import moe_ops
+from meta.activations import ACTIVATIONS
+from meta.routing import ROUTINGS, route
+from moe_ops import experts_backward
+from moe_ops.backends import cpu
+from tests.ops.calls import CALLS, DIFFERENTIABLE, Call, with_grad
+from tests.ops.layers import VARIANTS, Layer, Variant, dense_formula, relative_error
+
+NAMES = ("hidden_states", "gate_up_proj", "down_proj", "topk_weights", "gate_up_bias", "down_bias")
+TRAINABLE = [name for name, variant in VARIANTS.items() if variant.scheme is None]
+
+
+def leaves(layer: Layer) -> Layer:
+    def leaf(name: str, tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or name not in NAMES:
+            return tensor
+        return tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+
+    return Layer({name: leaf(name, tensor) for name, tensor in layer.tensors.items()}, layer.options)
+
+
+def gradients(layer: Layer, function: Any, grad: Tensor) -> dict[str, Tensor]:
+    layer = leaves(layer)
+    function(layer).backward(grad.to(layer.tensors["hidden_states"].dtype))
+    return {name: layer.tensors[name].grad for name in NAMES if layer.tensors.get(name) is not None}
+
+
+def fused(layer: Layer) -> Tensor:
+    return torch.ops.moe_ops.fused_experts(**layer.tensors, **layer.options)
+
+
+def check_gradients(layer: Layer, function: Any) -> None:
+    grad = torch.randn(layer.tensors["hidden_states"].shape, generator=torch.Generator().manual_seed(1))
+    grad = grad.to(layer.tensors["hidden_states"].dtype)
+    got = gradients(layer, function, grad)
+    wanted = gradients(layer.float64(), dense_formula, grad)
+    plain = gradients(layer, dense_formula, grad)
+    for name, value in wanted.items():
+        assert got[name].shape == value.shape and got[name].dtype == layer.tensors[name].dtype
+        allowed = 3 * relative_error(plain[name], value) + 20 * torch.finfo(got[name].dtype).eps
+        assert relative_error(got[name], value) <= allowed, name
+
+
+@pytest.mark.parametrize("name", TRAINABLE)
+def test_experts_gradients(name: str) -> None:
+    check_gradients(VARIANTS[name].build(), fused)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_experts_gradients_of_a_requested_backend(backend: str) -> None:
+    layer = VARIANTS["gpt_oss"].build()
+    layer.options["backend"] = backend
+    plain = Layer(layer.tensors, {k: v for k, v in layer.options.items() if k != "backend"})
+    grad = torch.randn_like(layer.tensors["hidden_states"])
+    got, wanted = gradients(layer, fused, grad), gradients(plain.float64(), dense_formula, grad)
+    assert all(relative_error(got[name], wanted[name]) <= 1e-5 for name in wanted)
+
+
+@pytest.mark.parametrize("name", ["plain", "gpt_oss", "weight_on_input", "batched_overflow", "expert_map_bias"])
+def test_experts_gradients_compiled(name: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(fused, backend="aot_eager", fullgraph=True, dynamic=True)
+    check_gradients(VARIANTS[name].build(), compiled)
+
+
+def test_experts_gradients_compiled_by_inductor() -> None:
+    torch._dynamo.reset()
+    check_gradients(VARIANTS["bias"].build(), torch.compile(fused, fullgraph=True))
+
+
+def test_experts_pass_gradcheck() -> None:
+    layer = leaves(Variant(T=3, E=3, K=2, H=4, I=3, dtype=torch.float64, bias=True, ids="minus").build())
+    layer.tensors["topk_weights"] = layer.tensors["topk_weights"].detach().double().requires_grad_()
+    inputs = tuple(layer.tensors[name] for name in NAMES)
+
+    def function(*tensors: Tensor) -> Tensor:
+        return fused(Layer({**layer.tensors, **dict(zip(NAMES, tensors, strict=True))}, layer.options))
+
+    assert torch.autograd.gradcheck(function, inputs)
+
+
+@pytest.mark.parametrize("frozen", ["hidden_states", "gate_up_proj", "down_proj", "topk_weights"])
+def test_frozen_arguments_get_no_gradient(frozen: str) -> None:
+    layer = leaves(VARIANTS["plain"].build())
+    layer.tensors[frozen] = layer.tensors[frozen].detach()
+    fused(layer).sum().backward()
+    names = [name for name in NAMES if layer.tensors[name] is not None]
+    assert [name for name in names if layer.tensors[name].grad is None] == [frozen]
+
+
+def test_experts_without_rows_get_zero_gradients() -> None:
+    layer = leaves(VARIANTS["one_expert"].build())
+    fused(layer).sum().backward()
+    grad = layer.tensors["gate_up_proj"].grad
+    assert torch.equal(grad[[0, 1, 3, 4, 5]], torch.zeros_like(grad[1:])) and grad[2].abs().max() > 0
+
+
+def test_garbage_past_the_last_row_stays_out_of_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPU kernels leave rows past offsets[-1] uninitialised: poison them, and use the product for any device."""
+    layer = VARIANTS["expert_map_bias"].build()
+    grad = torch.randn_like(layer.tensors["hidden_states"])
+    wanted = gradients(layer, fused, grad)
+
+    def poison(rows: Tensor, offsets: Tensor) -> Tensor:
+        return rows.index_fill(0, torch.arange(int(offsets[-1]), rows.shape[0]), float("nan"))
+
+    permute, mm = cpu.moe_permute, cpu.grouped_mm
+
+    def moe_permute(*args: Any, **kwargs: Any) -> Any:
+        rows, offsets, pair_to_row = permute(*args, **kwargs)
+        return poison(rows, offsets), offsets, pair_to_row
+
+    monkeypatch.setattr(cpu, "moe_permute", moe_permute)
+    monkeypatch.setattr(
+        cpu, "grouped_mm", lambda rows, w, offsets, *a, **k: poison(mm(rows, w, offsets, *a, **k), offsets)
+    )
+    monkeypatch.delattr(cpu, "grouped_wgrad")
+    got = gradients(layer, fused, grad)
+    for name, value in wanted.items():
+        assert relative_error(got[name], value) <= 1e-5, name
+
+
+@pytest.mark.parametrize("name", ["plain", "empty_experts", "no_tokens"])
+def test_weight_gradient_for_any_device_equals_the_cpu_backend(name: str) -> None:
+    rows, _, offsets, *_ = CALLS[f"grouped_mm-{name}"].args
+    grads = torch.randn(rows.shape[0], 5)
+    got, wanted = experts_backward.grouped_wgrad(grads, rows, offsets), cpu.grouped_wgrad(grads, rows, offsets)
+    assert got.shape == wanted.shape and relative_error(got, wanted) <= 1e-6
+
+
+def topk_options(name: str) -> dict[str, Any]:
+    groups = {"num_groups": 4, "topk_groups": 2} if ROUTINGS[name].group else {}
+    return {"top_k": 3, "routing": name, **groups}
+
+
+@pytest.mark.parametrize("renormalize", [False, True], ids=["raw", "renormalised"])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_topk_gradients(name: str, renormalize: bool) -> None:
+    options = {**topk_options(name), "renormalize": renormalize, "renorm_eps": 0.01, "scale": 2.5}
+    logits = torch.randn(6, 12, requires_grad=True)
+    bias = torch.randn(12, requires_grad=True) if ROUTINGS[name].supports_bias else None
+    grad = torch.randn(6, 3)
+    moe_ops.fused_topk(logits, bias, **options)[0].backward(grad)
+    gold = logits.detach().double().requires_grad_()
+    route(gold, None if bias is None else bias.detach(), dtype=torch.float64, **options)[0].backward(grad.double())
+    assert relative_error(logits.grad, gold.grad) <= 2e-6
+    assert bias is None or bias.grad is None
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_topk_gradients_compiled(name: str) -> None:
+    torch._dynamo.reset()
+    options = topk_options(name)
+
+    def loss(logits: Tensor) -> Tensor:
+        return moe_ops.fused_topk(logits, **options)[0].square().sum()
+
+    logits = torch.randn(6, 12, requires_grad=True)
+    (wanted,) = torch.autograd.grad(loss(logits), logits)
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=True)
+    (got,) = torch.autograd.grad(compiled(logits), logits)
+    assert relative_error(got, wanted) <= 1e-6
+
+
+@pytest.mark.parametrize("name", ["softmax", "sigmoid", "topk_softmax", "sqrtsoftplus"])
+def test_topk_gradient_of_a_nan_row_is_zero(name: str) -> None:
+    logits = torch.randn(3, 6)
+    logits[1] = float("nan")
+    logits.requires_grad_()
+    moe_ops.fused_topk(logits, top_k=2, routing=name)[0].sum().backward()
+    assert torch.equal(logits.grad[1], torch.zeros(6)) and torch.isfinite(logits.grad).all()
+
+
+def test_topk_gradient_has_the_dtype_of_the_logits() -> None:
+    logits = torch.randn(3, 6, dtype=torch.bfloat16, requires_grad=True)
+    moe_ops.fused_topk(logits, top_k=2)[0][:, 0].sum().backward()
+    assert logits.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_moe_gradients_equal_those_of_its_parts(compiled: bool) -> None:
+    layer = Variant(bias=True).build()
+    logits = torch.randn(7, 6)
+
+    def whole(logits: Tensor, layer: Layer) -> Tensor:
+        t = layer.tensors
+        biases = {"gate_up_bias": t["gate_up_bias"], "down_bias": t["down_bias"]}
+        return moe_ops.fused_moe(t["hidden_states"], logits, t["gate_up_proj"], t["down_proj"], top_k=2, **biases)
+
+    def parts(logits: Tensor, layer: Layer) -> Tensor:
+        weights, ids = moe_ops.fused_topk(logits, top_k=2)
+        return dense_formula(Layer({**layer.tensors, "topk_weights": weights, "topk_ids": ids}, {}))
+
+    if compiled:
+        torch._dynamo.reset()
+        whole = torch.compile(whole, backend="aot_eager", fullgraph=True)
+    results = []
+    for function in (whole, parts):
+        a, b = logits.clone().requires_grad_(), leaves(layer)
+        function(a, b).square().sum().backward()
+        results.append([a.grad, *(b.tensors[name].grad for name in NAMES if name != "topk_weights")])
+    for got, wanted in zip(*results, strict=True):
+        assert relative_error(got, wanted) <= 1e-5
+
+
+@pytest.mark.parametrize("glu_layout", ["concat", "none"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activation_derivatives(name: str, glu_layout: str) -> None:
+    row = ACTIVATIONS[name]
+    alpha, limit = row.alpha or 1.0, 1.5 if row.limit else float("inf")
+    gate = torch.linspace(-4, 4, 41, dtype=torch.float64, requires_grad=True)
+    up = torch.linspace(3, -3, 41, dtype=torch.float64, requires_grad=True) if glu_layout == "concat" else None
+    grad = torch.randn(41, dtype=torch.float64)
+    inputs = [gate] if up is None else [gate, up]
+    wanted = torch.autograd.grad(row.eager(gate, up, alpha, limit), inputs, grad)
+    got = row.backward(grad, gate.detach(), None if up is None else up.detach(), alpha, limit)
+    for a, b in zip(got, wanted, strict=False):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+STAGES = sorted({call.op for call in CALLS.values()} - set(DIFFERENTIABLE))
+
+
+def first_call(op: str) -> Call:
+    return with_grad(next(call for call in CALLS.values() if call.op == op and call.args[0].numel()))
+
+
+@pytest.mark.parametrize("op", STAGES)
+def test_stages_refuse_inputs_that_require_grad(op: str) -> None:
+    call = first_call(op)
+    if not any(isinstance(a, Tensor) and a.requires_grad for a in call.args):
+        pytest.skip("no argument can require grad")
+    with pytest.raises(ValueError, match=f"{op}: inputs must not require grad"):
+        call.run()
+    with torch.no_grad():
+        call.run()
+
+
+@pytest.mark.parametrize("op", STAGES)
+def test_stages_refuse_inputs_that_require_grad_compiled(op: str) -> None:
+    torch._dynamo.reset()
+    call = first_call(op)
+    compiled = torch.compile(call.overload, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=f"{op}: inputs must not require grad"):
+        compiled(*call.args, **call.kwargs)
+
+
+@pytest.mark.parametrize("op", ["fused_experts", "fused_moe"])
+def test_quantised_weights_refuse_inputs_that_require_grad(op: str) -> None:
+    call = with_grad(CALLS[f"{op}-fp8"])
+    with pytest.raises(ValueError, match=f"{op}: inputs must not require grad for quantised weights"):
+        call.run()
+    with torch.no_grad():
+        call.run()
+
+
+def test_second_derivatives_are_refused() -> None:
+    layer = leaves(VARIANTS["plain"].build())
+    x = layer.tensors["hidden_states"]
+    with pytest.raises(ValueError, match="fused_experts_backward: inputs must not require grad"):
+        torch.autograd.grad(fused(layer).square().sum(), x, create_graph=True)

@@ -1,0 +1,176 @@
+"""Reference and CPU backend against the float64 formula, over every form of a layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import moe_ops
+from meta.activations import ACTIVATIONS
+from tests.ops.layers import VARIANTS, Layer, Variant, dense_formula, relative_error, tolerance
+
+experts = torch.ops.moe_ops.fused_experts
+BACKENDS = ("reference", "cpu")
+SAME = 3e-6  # two fp32 computations of one number in different orders of summation
+
+
+def run(layer: Layer, backend: str) -> torch.Tensor:
+    return experts(**layer.tensors, **layer.options, backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_experts_match_the_float64_formula(name: str, backend: str) -> None:
+    layer = VARIANTS[name].build()
+    got, wanted = run(layer, backend), dense_formula(layer.float64())
+    assert got.dtype == layer.tensors["hidden_states"].dtype
+    assert got.shape == wanted.shape and got.is_contiguous()
+    assert relative_error(got, wanted) <= tolerance(layer)
+
+
+@pytest.mark.parametrize("name", [name for name, variant in VARIANTS.items() if variant.scheme])
+def test_fp8_backends_agree_beyond_the_quantisation_error(name: str) -> None:
+    layer = VARIANTS[name].build()
+    bits = {torch.float32: 2e-3, torch.bfloat16: 1e-2}  # an e4m3 tie may fall either way after an fp32 rounding
+    assert relative_error(run(layer, "cpu"), run(layer, "reference")) <= bits[layer.tensors["hidden_states"].dtype]
+
+
+@pytest.mark.parametrize("name", ["minus_ids", "no_ids", "batched_overflow", "expert_map"])
+def test_dropped_pairs_add_exactly_nothing(name: str) -> None:
+    layer = VARIANTS[name].build()
+    ids, weights = layer.tensors["topk_ids"], layer.tensors["topk_weights"]
+    clean = run(layer, "cpu")
+    if name == "minus_ids":
+        layer.tensors["topk_weights"] = weights.masked_fill(ids < 0, float("nan"))
+        assert torch.equal(run(layer, "cpu"), clean)
+    elif name == "no_ids":
+        assert torch.equal(clean, torch.zeros_like(clean))
+    else:
+        assert torch.isfinite(clean).all()
+
+
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+def test_ids_out_of_range_are_dropped(format: str) -> None:
+    layer = Variant(ids="minus").build()
+    wanted = run(layer, "reference")
+    layer.options["format"] = format
+    ids = layer.tensors["topk_ids"]
+    layer.tensors["topk_ids"] = ids.masked_fill(ids < 0, 1000)
+    assert relative_error(run(layer, "cpu"), wanted) <= SAME
+
+
+def test_sliced_arguments_give_the_same_bits() -> None:
+    layer = Variant().build()
+    wanted = run(layer, "cpu")
+    for name in ("hidden_states", "topk_weights", "topk_ids"):
+        tensor = layer.tensors[name]
+        wide = torch.cat((tensor, tensor), dim=1)
+        layer.tensors[name] = wide[:, : tensor.shape[1]]
+        assert not layer.tensors[name].is_contiguous()
+    assert torch.equal(run(layer, "cpu"), wanted)
+
+
+def test_weights_with_no_contiguous_dimension() -> None:
+    layer = Variant().build()
+    wanted = run(layer, "cpu")
+    for name in ("gate_up_proj", "down_proj"):
+        layer.tensors[name] = layer.tensors[name].repeat_interleave(2, dim=2)[:, :, ::2]
+        assert 1 not in layer.tensors[name].stride()
+    assert relative_error(run(layer, "cpu"), wanted) <= SAME
+
+
+def test_runs_are_bit_identical() -> None:
+    layer = Variant(T=65, dtype=torch.bfloat16).build()
+    assert torch.equal(run(layer, "cpu"), run(layer, "cpu"))
+
+
+def test_batched_capacity_that_holds_everything_equals_grouped() -> None:
+    layer = Variant(T=20).build()
+    wanted = run(layer, "cpu")
+    layer.options.update(format="batched", capacity=20)
+    assert torch.equal(run(layer, "cpu"), wanted)
+
+
+@pytest.mark.parametrize("name", ["plain", "bf16", "gpt_oss", "not_gated", "expert_map_bias"])
+def test_stage_chains_equal_the_fused_operator(name: str) -> None:
+    layer = VARIANTS[name].build()
+    t, options = layer.tensors, dict(layer.options)
+    E = t["gate_up_proj"].shape[0]
+    glu = {key: options.pop(key) for key in ("activation", "alpha", "limit", "glu_layout") if key in options}
+    wanted = run(layer, "cpu")
+    routed = (t["hidden_states"], t["topk_ids"], t["expert_map"])
+
+    rows, offsets, pair_to_row = moe_ops.moe_permute(*routed, num_experts=E)
+    value = moe_ops.grouped_mm_glu(rows, t["gate_up_proj"], offsets, bias=t["gate_up_bias"], **glu)
+    out = moe_ops.grouped_mm(value, t["down_proj"], offsets, bias=t["down_bias"])
+    assert torch.equal(moe_ops.moe_unpermute(out, pair_to_row, t["topk_weights"]), wanted)
+
+    batch, counts, slots = moe_ops.batched_dispatch(*routed, num_experts=E, capacity=t["topk_ids"].shape[0])
+    value = moe_ops.batched_mm_glu(batch, t["gate_up_proj"], counts, bias=t["gate_up_bias"], **glu)
+    out = moe_ops.batched_mm(value, t["down_proj"], counts, bias=t["down_bias"])
+    assert torch.equal(moe_ops.batched_combine(out, slots, t["topk_weights"]), wanted)
+
+
+def test_fp8_stage_chain_equals_the_fused_operator() -> None:
+    layer = VARIANTS["fp8"].build()
+    t, scheme = layer.tensors, "fp8_block128"
+    rows, offsets, pair_to_row = moe_ops.moe_permute(t["hidden_states"], t["topk_ids"], num_experts=6)
+    stored, scale = moe_ops.quantize_rows(rows, scheme=scheme)
+    first = {"scheme": scheme, "rows_scale": scale, "weight_scale": t["gate_up_scale"], "quantize_output": True}
+    value, value_scale = moe_ops.grouped_mm_glu(stored, t["gate_up_proj"], offsets, **first)
+    second = {"scheme": scheme, "rows_scale": value_scale, "weight_scale": t["down_scale"], "out_dtype": torch.bfloat16}
+    out = moe_ops.grouped_mm(value, t["down_proj"], offsets, **second)
+    got = moe_ops.moe_unpermute(out, pair_to_row, t["topk_weights"])
+    assert relative_error(got, run(layer, "cpu")) <= 1e-2  # the fused operator keeps the last rows in fp32
+
+
+def test_fused_moe_is_topk_then_experts() -> None:
+    layer = Variant().build()
+    t = {name: layer.tensors[name] for name in ("hidden_states", "gate_up_proj", "down_proj")}
+    logits = torch.randn(7, 6)
+    routing = {"top_k": 2, "routing": "sigmoid_group_top2", "num_groups": 2, "topk_groups": 1, "scale": 2.5}
+    bias = torch.randn(6)
+    weights, ids = moe_ops.fused_topk(logits, bias, **routing)
+    wanted = moe_ops.fused_experts(*t.values(), weights, ids, activation="gelu")
+    for backend in BACKENDS:
+        got = moe_ops.fused_moe(
+            t["hidden_states"],
+            logits,
+            t["gate_up_proj"],
+            t["down_proj"],
+            correction_bias=bias,
+            activation="gelu",
+            backend=backend,
+            **routing,
+        )
+        assert relative_error(got, wanted) <= SAME
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    T=st.integers(0, 9),
+    E=st.integers(1, 9),
+    K=st.integers(1, 4),
+    H=st.integers(1, 33),
+    I=st.integers(1, 33),
+    bias=st.booleans(),
+    transposed=st.booleans(),
+    expert_map=st.booleans(),
+    ids=st.sampled_from(["random", "minus", "one", "none", "few"]),
+    activation=st.sampled_from(sorted(ACTIVATIONS)),
+    glu_layout=st.sampled_from(["concat", "interleaved", "none"]),
+    weight_on_input=st.booleans(),
+    capacity=st.none() | st.integers(1, 5),
+    seed=st.integers(0, 2**16),
+)
+def test_cpu_backend_equals_reference(
+    activation: str, glu_layout: str, weight_on_input: bool, capacity: int | None, seed: int, **shape: object
+) -> None:
+    options = {"activation": activation, "glu_layout": glu_layout, "weight_on_input": weight_on_input}
+    if capacity is not None:
+        options.update(format="batched", capacity=capacity)
+    shape["K"] = min(shape["K"], shape["E"])
+    layer = Variant(**shape, options=tuple(options.items())).build(seed)
+    assert relative_error(run(layer, "cpu"), run(layer, "reference")) <= 1e-5

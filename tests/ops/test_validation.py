@@ -1,0 +1,593 @@
+"""Every wrong argument gives one clear ValueError: operator, argument, rule with letters and values, got, cure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import moe_ops
+from meta.shapes import RULES
+from tests.ops.calls import CALLS
+
+T, E, K, H, I = 4, 8, 2, 16, 12
+
+
+def layer(**changes: Any) -> dict[str, Any]:
+    base = {
+        "hidden_states": torch.randn(T, H),
+        "gate_up_proj": torch.randn(E, 2 * I, H),
+        "down_proj": torch.randn(E, H, I),
+        "topk_weights": torch.rand(T, K),
+        "topk_ids": torch.zeros(T, K, dtype=torch.int32),
+    }
+    return {**base, **changes}
+
+
+def fp8(**changes: Any) -> dict[str, Any]:
+    return layer(
+        gate_up_proj=torch.zeros(E, 2 * I, H, dtype=torch.float8_e4m3fn),
+        down_proj=torch.zeros(E, H, I, dtype=torch.float8_e4m3fn),
+        **{
+            "scheme": "fp8_block128",
+            "gate_up_scale": torch.ones(E, 1, 1),
+            "down_scale": torch.ones(E, 1, 1),
+            **changes,
+        },
+    )
+
+
+def moe(**changes: Any) -> dict[str, Any]:
+    call = layer()
+    del call["topk_weights"], call["topk_ids"]
+    return {**call, "router_logits": torch.randn(T, E), "top_k": K, **changes}
+
+
+def topk(**changes: Any) -> dict[str, Any]:
+    return {"router_logits": torch.randn(T, E), "top_k": K, **changes}
+
+
+def permute(**changes: Any) -> dict[str, Any]:
+    ids = torch.zeros(T, K, dtype=torch.int32)
+    return {"hidden_states": torch.randn(T, H), "topk_ids": ids, "num_experts": E, **changes}
+
+
+def dispatch(**changes: Any) -> dict[str, Any]:
+    return permute(**{"capacity": 4, **changes})
+
+
+def unpermute(**changes: Any) -> dict[str, Any]:
+    rows, places = torch.randn(T * K, H), torch.zeros(T, K, dtype=torch.int32)
+    return {"rows": rows, "pair_to_row": places, "topk_weights": torch.rand(T, K), **changes}
+
+
+def combine(**changes: Any) -> dict[str, Any]:
+    batch, slots = torch.randn(E, 2, H), torch.zeros(T, K, dtype=torch.int32)
+    return {"batch": batch, "slots": slots, "topk_weights": torch.rand(T, K), **changes}
+
+
+def grouped(**changes: Any) -> dict[str, Any]:
+    offsets = torch.zeros(E, dtype=torch.int32)
+    return {"rows": torch.randn(6, H), "weight": torch.randn(E, 2 * I, H), "offsets": offsets, **changes}
+
+
+def grouped_fp8(**changes: Any) -> dict[str, Any]:
+    weight = torch.zeros(E, 2 * I, H, dtype=torch.float8_e4m3fn)
+    base = {"rows": torch.zeros(6, H, dtype=torch.float8_e4m3fn), "rows_scale": torch.ones(6, 1), "weight": weight}
+    return grouped(**{**base, "weight_scale": torch.ones(E, 1, 1), "scheme": "fp8_block128", **changes})
+
+
+def batched(**changes: Any) -> dict[str, Any]:
+    counts = torch.zeros(E, dtype=torch.int32)
+    return {"batch": torch.randn(E, 3, H), "weight": torch.randn(E, 2 * I, H), "expert_num_tokens": counts, **changes}
+
+
+Case = tuple[str, Callable[..., dict[str, Any]], dict[str, Any], str]
+
+half = torch.randn(T, H).half()
+CASES: dict[str, Case] = {
+    "down_transposed": (
+        "fused_experts",
+        layer,
+        {"down_proj": torch.randn(E, I, H)},
+        "fused_experts: down_proj must be [E=8, H=16, I=12], got [8, 12, 16]. Did you pass it transposed?",
+    ),
+    "gate_up_transposed": (
+        "fused_experts",
+        layer,
+        {"gate_up_proj": torch.randn(E, H, 2 * I)},
+        "fused_experts: gate_up_proj must be [E=8, N=16, H=16], got [8, 16, 24]. Did you pass it transposed?",
+    ),
+    "down_experts": (
+        "fused_experts",
+        layer,
+        {"down_proj": torch.randn(3, H, I)},
+        "down_proj must be [E=8, H=16, I=12], got [3",
+    ),
+    "gate_up_rank": (
+        "fused_experts",
+        layer,
+        {"gate_up_proj": torch.randn(E, H)},
+        "gate_up_proj must be [E, N, H], got [8, 16]",
+    ),
+    "odd_gate_up": (
+        "fused_experts",
+        layer,
+        {"gate_up_proj": torch.randn(E, 23, H)},
+        "glu_layout='concat', got N=23. For experts",
+    ),
+    "hidden_rank": (
+        "fused_experts",
+        layer,
+        {"hidden_states": torch.randn(1, T, H)},
+        "hidden_states must be [T, H], got [1, 4, 16]",
+    ),
+    "hidden_integer": (
+        "fused_experts",
+        layer,
+        {"hidden_states": torch.ones(T, H).int()},
+        "hidden_states must be bfloat16, float16",
+    ),
+    "hidden_dtype": (
+        "fused_experts",
+        layer,
+        {"hidden_states": half},
+        "hidden_states must be torch.float32, got torch.float16. Cast it to the weights' dtype.",
+    ),
+    "down_dtype": (
+        "fused_experts",
+        layer,
+        {"down_proj": torch.randn(E, H, I).half()},
+        "down_proj must be torch.float32, got",
+    ),
+    "weights_integer": (
+        "fused_experts",
+        layer,
+        {"topk_weights": torch.ones(T, K).int()},
+        "topk_weights must be bfloat16",
+    ),
+    "weights_shape": (
+        "fused_experts",
+        layer,
+        {"topk_weights": torch.rand(T, 3)},
+        "topk_weights must be [T=4, K=2], got [4, 3]",
+    ),
+    "ids_tokens": (
+        "fused_experts",
+        layer,
+        {"topk_ids": torch.zeros(5, K).int()},
+        "topk_ids must be [T=4, K=2], got [5, 2]",
+    ),
+    "ids_rank": ("fused_experts", layer, {"topk_ids": torch.zeros(T).int()}, "topk_ids must be [T, K], got [4]"),
+    "ids_float": (
+        "fused_experts",
+        layer,
+        {"topk_ids": torch.zeros(T, K)},
+        "topk_ids must be int32 or int64, got torch.float32",
+    ),
+    "ids_int16": (
+        "fused_experts",
+        layer,
+        {"topk_ids": torch.zeros(T, K).short()},
+        "topk_ids must be int32 or int64, got torch.int16",
+    ),
+    "map_float": (
+        "fused_experts",
+        layer,
+        {"expert_map": torch.zeros(E)},
+        "expert_map must be int32 or int64, got torch.float32",
+    ),
+    "map_rank": (
+        "fused_experts",
+        layer,
+        {"expert_map": torch.zeros(E, 1).int()},
+        "expert_map must be [E_global], got [8, 1]",
+    ),
+    "gate_up_bias": (
+        "fused_experts",
+        layer,
+        {"gate_up_bias": torch.zeros(E, I)},
+        "gate_up_bias must be [E=8, N=24], got [8, 12]",
+    ),
+    "down_bias": ("fused_experts", layer, {"down_bias": torch.zeros(H)}, "down_bias must be [E=8, H=16], got [16]"),
+    "bias_integer": (
+        "fused_experts",
+        layer,
+        {"down_bias": torch.zeros(E, H).int()},
+        "down_bias must be bfloat16, float16",
+    ),
+    "device": (
+        "fused_experts",
+        layer,
+        {"down_proj": torch.empty(E, H, I, device="meta")},
+        "down_proj must be on cpu like hidden_states",
+    ),
+    "sparse": (
+        "fused_experts",
+        layer,
+        {"hidden_states": torch.randn(T, H).to_sparse()},
+        "hidden_states must be a strided tensor, got",
+    ),
+    "activation": (
+        "fused_experts",
+        layer,
+        {"activation": "swish"},
+        "activation must be one of ['gelu', 'gelu_tanh', 'relu'",
+    ),
+    "alpha": ("fused_experts", layer, {"alpha": 2.0}, "alpha must be None for activation 'silu', got 2.0"),
+    "limit": ("fused_experts", layer, {"activation": "silu_clamp", "limit": -1.0}, "limit must be > 0, got -1.0"),
+    "glu_layout": (
+        "fused_experts",
+        layer,
+        {"glu_layout": "split"},
+        "glu_layout must be one of ['concat', 'interleaved', 'none'], got",
+    ),
+    "scheme": (
+        "fused_experts",
+        layer,
+        {"scheme": "int3"},
+        "scheme must be one of ['bf16', 'fp16', 'fp32', 'fp64', 'fp8_block128'], got",
+    ),
+    "scheme_of_other_weights": (
+        "fused_experts",
+        layer,
+        {"scheme": "bf16"},
+        "weights must be torch.bfloat16 for scheme='bf16', got",
+    ),
+    "format": (
+        "fused_experts",
+        layer,
+        {"format": "dense"},
+        "format must be one of ['batched', 'grouped'], got 'dense'",
+    ),
+    "capacity_grouped": (
+        "fused_experts",
+        layer,
+        {"capacity": 3},
+        "capacity must be None for format 'grouped', got 3. Pass format=",
+    ),
+    "capacity_zero": ("fused_experts", layer, {"format": "batched", "capacity": 0}, "capacity must be >= 1, got 0"),
+    "backend": (
+        "fused_experts",
+        layer,
+        {"backend": "cuda"},
+        "backend must be one of ['cpu', 'reference', 'torch_grouped', 'triton'], got",
+    ),
+    "scale_unquantised": (
+        "fused_experts",
+        layer,
+        {"gate_up_scale": torch.ones(E, 1, 1)},
+        "gate_up_scale must be None for scheme 'fp32'",
+    ),
+    "zero_point": (
+        "fused_experts",
+        layer,
+        {"down_zero_point": torch.ones(E, 1, 1)},
+        "down_zero_point must be None for scheme 'fp32'",
+    ),
+    "global_scale": (
+        "fused_experts",
+        layer,
+        {"down_global_scale": torch.ones(E)},
+        "down_global_scale must be None for scheme 'fp32'",
+    ),
+    "fp8_without_scheme": (
+        "fused_experts",
+        fp8,
+        {"scheme": None},
+        "scheme must be given for weights of dtype torch.float8_e4m3fn",
+    ),
+    "fp8_no_scale": (
+        "fused_experts",
+        fp8,
+        {"down_scale": None},
+        "down_scale must be fp32 [E, ceil(N / 128), ceil(K / 128)]",
+    ),
+    "fp8_scale_shape": (
+        "fused_experts",
+        fp8,
+        {"down_scale": torch.ones(E, 2, 1)},
+        "down_scale must be [E=8, N_groups=1, K_groups=1], got",
+    ),
+    "fp8_scale_dtype": (
+        "fused_experts",
+        fp8,
+        {"gate_up_scale": torch.ones(E, 1, 1).half()},
+        "gate_up_scale must be torch.float32",
+    ),
+    "k_above_e": (
+        "fused_topk",
+        topk,
+        {"top_k": 9},
+        "fused_topk: top_k must be <= E=8, got 9. A token cannot select more experts than it may choose from.",
+    ),
+    "k_zero": ("fused_topk", topk, {"top_k": 0}, "top_k must be >= 1, got 0"),
+    "k_above_groups": (
+        "fused_topk",
+        topk,
+        {"routing": "sigmoid_group_max", "num_groups": 4, "topk_groups": 1, "top_k": 3},
+        "top_k must be <= 2 = E=8 / num_groups=4 * topk_groups=1, got 3",
+    ),
+    "routing": ("fused_topk", topk, {"routing": "top2"}, "routing must be one of ['sigmoid', 'sigmoid_group_max'"),
+    "groups_without_routing": (
+        "fused_topk",
+        topk,
+        {"num_groups": 2},
+        "num_groups must be 1 for routing 'softmax', got 2. Use one of",
+    ),
+    "groups_divide": (
+        "fused_topk",
+        topk,
+        {"routing": "softmax_group_max", "num_groups": 3},
+        "num_groups must be a divisor of E=8",
+    ),
+    "groups_of_two": (
+        "fused_topk",
+        topk,
+        {"routing": "softmax_group_top2", "num_groups": 8},
+        "leaving >= 2 experts a group, got 8",
+    ),
+    "topk_groups": (
+        "fused_topk",
+        topk,
+        {"routing": "softmax_group_max", "num_groups": 2, "topk_groups": 3},
+        "topk_groups must be <= num_groups=2, got 3",
+    ),
+    "renorm_eps": ("fused_topk", topk, {"renorm_eps": -1.0}, "renorm_eps must be >= 0, got -1.0"),
+    "logits_rank": (
+        "fused_topk",
+        topk,
+        {"router_logits": torch.randn(2, T, E)},
+        "router_logits must be [T, E], got [2, 4, 8]",
+    ),
+    "logits_integer": (
+        "fused_topk",
+        topk,
+        {"router_logits": torch.ones(T, E).int()},
+        "router_logits must be bfloat16, float16",
+    ),
+    "correction_bias_shape": (
+        "fused_topk",
+        topk,
+        {"correction_bias": torch.zeros(7)},
+        "correction_bias must be [E=8], got [7]",
+    ),
+    "correction_bias_routing": (
+        "fused_topk",
+        topk,
+        {"routing": "topk_softmax", "correction_bias": torch.zeros(E)},
+        "correction_bias must be None for routing 'topk_softmax'",
+    ),
+    "moe_logits_experts": (
+        "fused_moe",
+        moe,
+        {"router_logits": torch.randn(T, 9)},
+        "router_logits must be [T=4, E=8], got [4, 9]",
+    ),
+    "moe_logits_tokens": (
+        "fused_moe",
+        moe,
+        {"router_logits": torch.randn(3, E)},
+        "router_logits must be [T=4, E=8], got [3, 8]",
+    ),
+    "moe_logits_global": (
+        "fused_moe",
+        moe,
+        {"expert_map": torch.zeros(16).int()},
+        "router_logits must be [T=4, E_global=16], got [4, 8]",
+    ),
+    "moe_k_above_e": ("fused_moe", moe, {"top_k": 9}, "fused_moe: top_k must be <= E=8, got 9"),
+    "moe_down_transposed": (
+        "fused_moe",
+        moe,
+        {"down_proj": torch.randn(E, I, H)},
+        "fused_moe: down_proj must be [E=8, H=16, I=12], got",
+    ),
+    "permute_experts": ("moe_permute", permute, {"num_experts": 0}, "num_experts must be >= 1, got 0"),
+    "permute_ids": (
+        "moe_permute",
+        permute,
+        {"topk_ids": torch.zeros(T, K)},
+        "topk_ids must be int32 or int64, got torch.float32",
+    ),
+    "permute_tokens": (
+        "moe_permute",
+        permute,
+        {"topk_ids": torch.zeros(3, K).int()},
+        "topk_ids must be [T=4, K=2], got [3, 2]",
+    ),
+    "dispatch_capacity": ("batched_dispatch", dispatch, {"capacity": 0}, "capacity must be >= 1, got 0"),
+    "dispatch_overflow": (
+        "batched_dispatch",
+        dispatch,
+        {"capacity": 2**30},
+        "so that a slot number fits int32, got 1073741824",
+    ),
+    "unpermute_rows": (
+        "moe_unpermute",
+        unpermute,
+        {"rows": torch.randn(7, H)},
+        "rows must be [R=8, H=16], got [7, 16]",
+    ),
+    "unpermute_places": (
+        "moe_unpermute",
+        unpermute,
+        {"pair_to_row": torch.zeros(T, K).long()},
+        "pair_to_row must be torch.int32, got torch.int64. Pass it as the dispatch operator returned it.",
+    ),
+    "unpermute_weights": (
+        "moe_unpermute",
+        unpermute,
+        {"topk_weights": torch.rand(T, 1)},
+        "topk_weights must be [T=4, K=2], got",
+    ),
+    "combine_batch": ("batched_combine", combine, {"batch": torch.randn(E, H)}, "batch must be [E, C, H], got [8, 16]"),
+    "combine_slots": (
+        "batched_combine",
+        combine,
+        {"slots": torch.zeros(T, K)},
+        "slots must be torch.int32, got torch.float32",
+    ),
+    "quantize_scheme": (
+        "quantize_rows",
+        lambda **k: {"rows": torch.randn(2, 8), **k},
+        {"scheme": "bf16"},
+        "quantize_rows: scheme must be one of ['fp8_block128'], got 'bf16'",
+    ),
+    "quantize_rank": (
+        "quantize_rows",
+        lambda **k: {"scheme": "fp8_block128", **k},
+        {"rows": torch.randn(8)},
+        "rows must be [R, K], got [8]",
+    ),
+    "quantize_counts": (
+        "quantize_batched",
+        lambda **k: {"batch": torch.randn(2, 3, 8), "scheme": "fp8_block128", **k},
+        {"expert_num_tokens": torch.zeros(3).int()},
+        "expert_num_tokens must be [E=2], got [3]",
+    ),
+    "gemm_transposed": (
+        "grouped_mm",
+        grouped,
+        {"weight": torch.randn(E, H, 2 * I)},
+        "weight must be [E=8, N=16, K=16], got [8, 16, 24]. Did you pass it transposed?",
+    ),
+    "gemm_dtype": (
+        "grouped_mm",
+        grouped,
+        {"rows": torch.randn(6, H).half()},
+        "rows must be torch.float32, got torch.float16. Cast",
+    ),
+    "gemm_offsets": ("grouped_mm", grouped, {"offsets": torch.zeros(9).int()}, "offsets must be [E=8], got [9]"),
+    "gemm_offsets_dtype": (
+        "grouped_mm",
+        grouped,
+        {"offsets": torch.zeros(E).long()},
+        "offsets must be torch.int32, got torch.int64",
+    ),
+    "gemm_bias": ("grouped_mm", grouped, {"bias": torch.zeros(E, I)}, "bias must be [E=8, N=24], got [8, 12]"),
+    "gemm_out_dtype": (
+        "grouped_mm",
+        grouped,
+        {"out_dtype": torch.int32},
+        "out_dtype must be bfloat16, float16, float32 or float64, got",
+    ),
+    "gemm_rows_scale": (
+        "grouped_mm",
+        grouped,
+        {"rows_scale": torch.ones(6, 1)},
+        "rows_scale must be None for scheme 'fp32'",
+    ),
+    "glu_quantize": (
+        "grouped_mm_glu",
+        grouped,
+        {"quantize_output": True},
+        "quantize_output must be False for scheme 'fp32', got True",
+    ),
+    "glu_odd": (
+        "grouped_mm_glu",
+        grouped,
+        {"weight": torch.randn(E, 23, H)},
+        "weight must be [E, N = 2 * I, ...] for glu_layout='concat'",
+    ),
+    "fp8_rows": (
+        "grouped_mm",
+        grouped_fp8,
+        {"rows": torch.randn(6, H)},
+        "rows must be torch.float8_e4m3fn, got torch.float32. Call moe_ops.quantize_rows first.",
+    ),
+    "fp8_rows_scale": (
+        "grouped_mm",
+        grouped_fp8,
+        {"rows_scale": None},
+        "rows_scale must be given for scheme 'fp8_block128', got None",
+    ),
+    "fp8_rows_scale_shape": (
+        "grouped_mm",
+        grouped_fp8,
+        {"rows_scale": torch.ones(6, 2)},
+        "rows_scale must be [R=6, K_groups=1], got",
+    ),
+    "batch_experts": (
+        "batched_mm",
+        batched,
+        {"batch": torch.randn(3, 3, H)},
+        "batch must be [E=8, C=3, K=16], got [3, 3, 16]",
+    ),
+    "batch_rank": ("batched_mm", batched, {"batch": torch.randn(3, H)}, "batch must be [E, C, K], got [3, 16]"),
+    "batch_counts": (
+        "batched_mm_glu",
+        batched,
+        {"expert_num_tokens": torch.zeros(E)},
+        "expert_num_tokens must be torch.int32, got",
+    ),
+}
+
+
+def call_of(case: Case) -> tuple[Any, dict[str, Any], str]:
+    op, base, changes, message = case
+    return getattr(torch.ops.moe_ops, op).default, base(**changes), message
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_argument(name: str) -> None:
+    op, arguments, message = call_of(CASES[name])
+    with pytest.raises(ValueError) as caught:
+        op(**arguments)
+    assert message in str(caught.value)
+    assert str(caught.value).startswith(f"{CASES[name][0]}: ")
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("sparse", "device")])
+def test_bad_argument_compiled(name: str) -> None:
+    torch._dynamo.reset()
+    op, arguments, message = call_of(CASES[name])
+    tensors = {key: value for key, value in arguments.items() if isinstance(value, Tensor)}
+    options = {key: value for key, value in arguments.items() if not isinstance(value, Tensor)}
+    compiled = torch.compile(lambda tensors: op(**tensors, **options), backend="eager", fullgraph=True)
+    with pytest.raises(Exception) as caught:
+        compiled(tensors)
+    assert message.replace("'", "\\'") in str(caught.value) or message in str(caught.value)
+
+
+def test_symbolic_sizes_are_shown_by_their_values() -> None:
+    torch._dynamo.reset()
+    arguments = layer(down_proj=torch.randn(E, I, H))
+    compiled = torch.compile(torch.ops.moe_ops.fused_experts.default, backend="eager", fullgraph=True, dynamic=True)
+    with pytest.raises(Exception) as caught:
+        compiled(**arguments)
+    assert "down_proj must be [E=8, H=16, I=12], got [8, 12, 16]. Did you pass it transposed?" in str(caught.value)
+
+
+@pytest.mark.parametrize("base", [layer, fp8], ids=["unquantised", "fp8"])
+def test_the_unchanged_calls_are_valid(base: Callable[..., dict[str, Any]]) -> None:
+    assert torch.ops.moe_ops.fused_experts(**base()).shape == (T, H)
+
+
+@pytest.mark.parametrize("op", [op for op in RULES if op != "fused_experts_backward"])
+def test_every_operator_has_a_case(op: str) -> None:
+    assert op in {case[0] for case in CASES.values()}
+
+
+def test_public_functions_raise_the_same() -> None:
+    with pytest.raises(ValueError, match="fused_experts: format must be one of"):
+        moe_ops.fused_experts(**layer(), format="dense")
+    with pytest.raises(ValueError, match=r"quantize_weight: scheme must be one of \['fp8_block128'\], got 'bf16'"):
+        moe_ops.quantize_weight(torch.randn(1, 2, 2), scheme="bf16")
+
+
+def test_none_means_no_gate() -> None:
+    arguments = layer(gate_up_proj=torch.randn(E, I, H))
+    got = moe_ops.fused_experts(**arguments, glu_layout=None, activation="relu2")
+    assert torch.equal(got, moe_ops.fused_experts(**arguments, glu_layout="none", activation="relu2"))
+
+
+def test_unquantised_glu_returns_one_tensor_and_quantised_a_pair() -> None:
+    assert isinstance(moe_ops.grouped_mm_glu(*CALLS["grouped_mm_glu-plain"].args[:3]), Tensor)
+    rows, weight, offsets, _, rows_scale, weight_scale = CALLS["grouped_mm_glu-fp8"].args
+    scales = {"scheme": "fp8_block128", "rows_scale": rows_scale, "weight_scale": weight_scale}
+    value, scale = moe_ops.grouped_mm_glu(rows, weight, offsets, quantize_output=True, **scales)
+    assert value.dtype == torch.float8_e4m3fn and scale.shape == (4, 1)

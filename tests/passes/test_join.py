@@ -1,0 +1,145 @@
+"""Chains of our own operators become the larger operator, and only when nothing between them is seen by anyone else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import moe_ops
+from compile_passes.join import join
+from tests.passes.blocks import E, H, I, K, capture, weights
+
+C = 8
+
+
+def grouped_stages(x, gate, w1, w2, **glu):
+    topk_weights, ids = moe_ops.fused_topk(F.linear(x, gate), top_k=K)
+    rows, offsets, places = moe_ops.moe_permute(x, ids, num_experts=E)
+    h, _ = torch.ops.moe_ops.grouped_mm_glu(rows, w1, offsets, **glu)
+    return moe_ops.moe_unpermute(torch.ops.moe_ops.grouped_mm(h, w2, offsets), places, topk_weights)
+
+
+def batched_stages(x, gate, w1, w2):
+    topk_weights, ids = moe_ops.fused_topk(F.linear(x, gate), top_k=K)
+    batch, counts, slots = moe_ops.batched_dispatch(x, ids, num_experts=E, capacity=C)
+    h, _ = torch.ops.moe_ops.batched_mm_glu(batch, w1, counts)
+    return moe_ops.batched_combine(torch.ops.moe_ops.batched_mm(h, w2, counts), slots, topk_weights)
+
+
+def operators(graph):
+    return [str(node.target) for node in graph.nodes if str(node.target).startswith("moe_ops.")]
+
+
+def joined(function, **inputs):
+    gm = capture(function, **(inputs or weights()))
+    count = join(gm.graph)
+    gm.graph.lint()
+    gm.recompile()
+    return gm, count
+
+
+@pytest.mark.parametrize(
+    ("stages", "keywords"),
+    [(grouped_stages, {"top_k": K}), (batched_stages, {"top_k": K, "format": "batched", "capacity": C})],
+    ids=["grouped", "batched"],
+)
+def test_users_stages_become_fused_moe(stages, keywords):
+    inputs = weights(dtype=torch.float32)
+    gm, count = joined(stages, **inputs)
+    assert count == 2 and operators(gm.graph) == ["moe_ops.fused_moe.default"]
+    (node,) = (n for n in gm.graph.nodes if n.target is torch.ops.moe_ops.fused_moe.default)
+    assert node.kwargs == keywords
+    (output,) = gm(
+        *(inputs[n.target.removeprefix("L_").removesuffix("_")] for n in gm.graph.nodes if n.op == "placeholder")
+    )
+    torch.testing.assert_close(output, stages(**inputs))
+
+
+def test_options_of_the_products_are_kept():
+    gm, _ = joined(lambda **inputs: grouped_stages(**inputs, activation="gelu", glu_layout="interleaved"))
+    (node,) = (n for n in gm.graph.nodes if n.target is torch.ops.moe_ops.fused_moe.default)
+    assert node.kwargs == {"top_k": K, "activation": "gelu", "glu_layout": "interleaved"}
+
+
+def test_foreign_ids_give_fused_experts():
+    def run(x, ids, topk_weights, w1, w2):
+        rows, offsets, places = moe_ops.moe_permute(x, ids, num_experts=E)
+        h, _ = torch.ops.moe_ops.grouped_mm_glu(rows, w1, offsets)
+        return moe_ops.moe_unpermute(torch.ops.moe_ops.grouped_mm(h, w2, offsets), places, topk_weights)
+
+    inputs = weights()
+    x, w1, w2 = inputs["x"], inputs["w1"], inputs["w2"]
+    gm, count = joined(
+        run, x=x, ids=torch.randint(-1, E, (len(x), K)), topk_weights=torch.rand(len(x), K), w1=w1, w2=w2
+    )
+    assert count == 1 and operators(gm.graph) == ["moe_ops.fused_experts.default"]
+
+
+def test_quantised_stages():
+    def run(x, ids, topk_weights, w1, s1, w2, s2):
+        rows, offsets, places = moe_ops.moe_permute(x, ids, num_experts=E)
+        q, scale = moe_ops.quantize_rows(rows, scheme="fp8_block128")
+        options = {"scheme": "fp8_block128"}
+        h, h_scale = torch.ops.moe_ops.grouped_mm_glu(
+            q, w1, offsets, rows_scale=scale, weight_scale=s1, quantize_output=True, **options
+        )
+        out = torch.ops.moe_ops.grouped_mm(
+            h, w2, offsets, rows_scale=h_scale, weight_scale=s2, out_dtype=x.dtype, **options
+        )
+        return moe_ops.moe_unpermute(out, places, topk_weights)
+
+    x = torch.randn(6, 128, dtype=torch.bfloat16)
+    (w1, s1), (w2, s2) = (moe_ops.quantize_weight(torch.randn(E, n, 128), scheme="fp8_block128") for n in (256, 128))
+    inputs = {
+        "x": x,
+        "ids": torch.randint(0, E, (6, K)),
+        "topk_weights": torch.rand(6, K),
+        "w1": w1,
+        "s1": s1,
+        "w2": w2,
+        "s2": s2,
+    }
+    gm, count = joined(run, **inputs)
+    assert count == 1
+    (node,) = (n for n in gm.graph.nodes if n.target is torch.ops.moe_ops.fused_experts.default)
+    assert node.kwargs == {"scheme": "fp8_block128"}
+
+
+@pytest.mark.parametrize("seen", ["ids", "rows", "h"])
+def test_a_value_that_is_seen_stays(seen):
+    def run(x, gate, w1, w2):
+        topk_weights, ids = moe_ops.fused_topk(F.linear(x, gate), top_k=K)
+        rows, offsets, places = moe_ops.moe_permute(x, ids, num_experts=E)
+        h, _ = torch.ops.moe_ops.grouped_mm_glu(rows, w1, offsets)
+        out = moe_ops.moe_unpermute(torch.ops.moe_ops.grouped_mm(h, w2, offsets), places, topk_weights)
+        return out, {"ids": ids, "rows": rows, "h": h}[seen]
+
+    gm, count = joined(run)
+    assert count == (1 if seen == "ids" else 0)
+    assert "moe_ops.fused_moe.default" not in operators(gm.graph)
+
+
+def test_an_input_overwritten_in_between_stays():
+    def run(x, gate, w1, w2):
+        logits = F.linear(x, gate)
+        topk_weights, ids = moe_ops.fused_topk(logits, top_k=K)
+        logits.mul_(0.0)
+        return moe_ops.fused_experts(x, w1, w2, topk_weights, ids), logits
+
+    assert joined(run)[1] == 0
+
+
+def test_other_dtype_than_the_tokens_stays():
+    def run(x, gate, w1, w2):
+        topk_weights, ids = moe_ops.fused_topk(F.linear(x, gate), top_k=K)
+        rows, offsets, places = moe_ops.moe_permute(x, ids, num_experts=E)
+        h, _ = torch.ops.moe_ops.grouped_mm_glu(rows, w1, offsets)
+        wide = torch.ops.moe_ops.grouped_mm(h, w2, offsets, out_dtype=torch.float32)
+        return moe_ops.moe_unpermute(wide, places, topk_weights)
+
+    assert joined(run)[1] == 0
+
+
+def test_graph_without_our_operators_is_left_alone():
+    assert joined(lambda x, w: F.silu(x) @ w, x=torch.randn(2, H), w=torch.randn(H, I))[1] == 0

@@ -1,0 +1,174 @@
+"""Every reason to leave a block as it is: one test each, with the node's line, a reason and a cure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from compile_passes.canonical import Canonical
+from compile_passes.decide import decide
+from compile_passes.match import Refusal
+from compile_passes.recognise import recognise
+from tests.passes.blocks import E, H, I, K, T, batched, block, capture, found, refusal
+
+
+def says(row: Refusal, words: str) -> None:
+    assert words in row.reason, row.reason
+    assert row.cure
+    assert __file__.rsplit("/", 1)[-1] in row.location or "blocks.py" in row.location, row.location
+
+
+def test_interior_value_escapes():
+    def run(x, gate, w1, w2):
+        seen = []
+        out = block(probe=lambda _, value: seen.append(value))(x, gate, w1, w2)
+        return out, seen[0]
+
+    says(refusal(run), "is also used by output")
+
+
+def test_unknown_activation():
+    says(refusal(block(activation=lambda h: torch.tanh(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1])), "Unknown activation")
+
+
+def test_quick_gelu_is_no_silu():
+    def quick(h):
+        gate, up = h.chunk(2, -1)
+        return gate * torch.sigmoid(1.702 * gate) * up
+
+    says(refusal(block(activation=quick)), "match no known activation")
+
+
+def test_up_before_gate():
+    says(refusal(block(activation=lambda h: h.chunk(2, -1)[0] * F.silu(h.chunk(2, -1)[1]))), "not the (first, second)")
+
+
+def test_post_expert_norm():
+    says(refusal(block(after=lambda rows: F.rms_norm(rows, (H,)))), "normalisation follows")
+
+
+def test_histogram_over_other_experts():
+    says(refusal(block(highest=E)), "8 bins from 0 to 8")
+
+
+def test_counts_of_foreign_ids():
+    says(refusal(block(count=lambda flat: flat.flip(0) * 1)), "takes its offsets by other ids")
+
+
+def test_counts_of_clamped_ids():
+    """Clamping before counting would give the last expert rows that the fused operator drops."""
+    says(refusal(block(count=lambda flat: flat.clamp(max=E - 1))), "takes its offsets by other ids")
+
+
+def test_weights_of_foreign_ids():
+    def run(x, ids, topk_weights, w1, w2):
+        flat = ids.reshape(-1)
+        h = torch.bmm(w1[flat], x.repeat_interleave(K, dim=0).unsqueeze(-1)).squeeze(-1)
+        gate, up = h.chunk(2, -1)
+        out = torch.bmm(w2[flat.flip(0)], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
+        return (out * topk_weights.reshape(-1, 1)).view(-1, K, H).sum(1).to(x.dtype)
+
+    says(refusal(block(run)), "takes its weights by other ids")
+
+
+def test_separate_gate_and_up():
+    def run(x, ids, topk_weights, w1, w2):
+        flat = ids.reshape(-1)
+        ordered, perm = torch.sort(flat)
+        offsets = torch.histc(ordered.float(), bins=E, min=0, max=E - 1).cumsum(0, dtype=torch.int32)
+        rows = x[perm // K]
+        gate = F.grouped_mm(rows, w1[:, :I].transpose(1, 2), offs=offsets)
+        up = F.grouped_mm(rows, w1[:, I:].transpose(1, 2), offs=offsets)
+        out = F.grouped_mm(F.silu(gate) * up, w2.transpose(1, 2), offs=offsets)
+        out = out * topk_weights.reshape(-1)[perm].unsqueeze(-1)
+        return out[perm.argsort()].view(-1, K, H).sum(1).to(x.dtype)
+
+    says(refusal(block(run)), "separate weights")
+
+
+def test_other_top_k_than_the_ids():
+    def run(x, ids, topk_weights, w1, w2):
+        flat = ids.reshape(-1)[: 2 * T - 4]
+        h = torch.bmm(w1[flat], x[2:].repeat_interleave(2, dim=0).unsqueeze(-1)).squeeze(-1)
+        gate, up = h.chunk(2, -1)
+        out = torch.bmm(w2[flat], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
+        return (out.view(-1, 2, H)[:, 0] * topk_weights[2:, :1]).to(x.dtype)
+
+    says(refusal(block(run)), "no known way to combine")
+
+
+def test_unweighted_sum():
+    def run(x, ids, topk_weights, w1, w2):
+        flat = ids.reshape(-1)
+        h = torch.bmm(w1[flat], x.repeat_interleave(K, dim=0).unsqueeze(-1)).squeeze(-1)
+        gate, up = h.chunk(2, -1)
+        out = torch.bmm(w2[flat], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
+        return out.view(-1, K, H).sum(1)
+
+    says(refusal(block(run)), "without routing weights")
+
+
+def test_single_product():
+    def run(x, gate, w1, w2):
+        flat = F.linear(x, gate).topk(K)[1].reshape(-1)
+        return torch.bmm(w1[flat], x.repeat_interleave(K, dim=0).unsqueeze(-1)).squeeze(-1)
+
+    says(refusal(run), "not followed or preceded")
+
+
+def test_sum_used_in_another_dtype():
+    def kept_in_fp32(x, ids, topk_weights, w1, w2):
+        flat = ids.reshape(-1)
+        h = torch.bmm(w1[flat], x.repeat_interleave(K, dim=0).unsqueeze(-1)).squeeze(-1)
+        gate, up = h.chunk(2, -1)
+        out = torch.bmm(w2[flat], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
+        return (out * topk_weights.reshape(-1, 1)).view(-1, K, H).sum(1)
+
+    says(refusal(block(kept_in_fp32)), "another dtype")
+
+
+def test_write_through_a_view():
+    """The gate half is overwritten through the whole after it was split off."""
+
+    def overwrite(h):
+        gate, up = h.chunk(2, -1)
+        h.mul_(2.0)
+        return F.silu(gate) * up
+
+    row = refusal(block(activation=overwrite))
+    assert "overwrites memory" in row.reason or "used by" in row.reason
+    assert row.cure
+
+
+def test_input_overwritten_inside_the_block():
+    def run(x, gate, w1, w2):
+        x = x * 1
+        return block(probe=lambda name, value: x.add_(1.0))(x, gate, w1, w2)
+
+    says(refusal(run), "before the MoE block has finished")
+
+
+def test_operators_refuse_what_they_cannot_run():
+    """The recognisers' match passes the operators' own rule; what the rule says no to becomes a refusal."""
+    (row,) = found(block(batched))
+    wrong = replace(row, body=replace(row.body, limit=-1.0, activation="silu_clamp"))
+    decided = decide(wrong)
+    assert isinstance(decided, Refusal)
+    assert "limit must be > 0" in decided.reason and decided.cure
+
+
+def test_no_block_no_word():
+    graph = capture(lambda x, w: F.linear(F.silu(x), w), torch.randn(3, 4), torch.randn(5, 4)).graph
+    assert recognise(Canonical(graph)) == []
+
+
+def test_two_blocks_are_two_matches():
+    def run(x, gate, w1, w2):
+        once = block()(x, gate, w1, w2)
+        return block(batched)(once, gate, w1, w2)
+
+    rows = found(run)
+    assert len(rows) == 2 and not any(isinstance(row, Refusal) for row in rows)
+    assert rows[1].dispatch.hidden is rows[0].output
