@@ -232,8 +232,6 @@ def candidates(key: LayerKey, tokens: int) -> tuple[list[Plan], list[MMConfig | 
             made.append(Plan(key.format, tile, down[0], quantize_first=True))
         if not quantizes:
             made.append(Plan(key.format, tile, down[0]))
-            if key.format == "grouped" and rows >= 128 and tile.block_m >= 64:
-                made.append(Plan(key.format, tile, down[0], permute=True))
     return made, down
 
 
@@ -321,7 +319,7 @@ def main() -> None:
             stored["plans"].setdefault(str(key), {})[str(count)] = plan.to_json()
             tiles = "" if plan.up is None else f" up={tuple(plan.up)} down={tuple(plan.down)}"
             print(
-                f"{name} {arguments.scheme} T={count}: {plan.us:.1f} us {plan.path} permute={plan.permute}{tiles}",
+                f"{name} {arguments.scheme} T={count}: {plan.us:.1f} us {plan.path}{tiles}",
                 flush=True,
             )
             output.write_text(json.dumps(stored, indent=1) + "\n")

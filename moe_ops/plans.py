@@ -48,8 +48,6 @@ class Plan:
     Args:
         path: "small" (no sorting, two kernels), "grouped", "batched" or "torch_grouped" (torch's CUTLASS GEMMs).
         up, down: tiles of the two GEMMs.
-        permute: copy the rows into expert order first, so that GEMM 1 can load them by descriptor; otherwise GEMM 1
-            gathers them.
         quantize_first: quantise the activations of GEMM 1 in a kernel of its own; otherwise inside GEMM 1.
         us: measured microseconds, None for a plan of the rule.
     """
@@ -57,7 +55,6 @@ class Plan:
     path: str
     up: MMConfig | SmallConfig | None
     down: MMConfig | SmallConfig | None
-    permute: bool = False
     quantize_first: bool = False
     us: float | None = None
 
@@ -120,7 +117,6 @@ def gpu_of(index: int) -> tuple[str, int]:
 
 
 SMALL_PAIRS_PER_EXPERT = 0.25  # below it, pairs hardly ever share an expert: streaming per pair moves no extra bytes
-PERMUTE_ROWS_PER_EXPERT = 512  # from here on a permuted copy costs less than gathering inside GEMM 1
 
 
 def rule(key: LayerKey, tokens: int, sm: int) -> Plan:
@@ -131,13 +127,7 @@ def rule(key: LayerKey, tokens: int, sm: int) -> Plan:
         pdl = sm >= 90
         return Plan("small", SmallConfig(2, 2048, 4, pdl), SmallConfig(1, 256, 4, pdl))
     up, down = tiles(key.scheme, rows, sm)
-    return Plan(
-        key.format,
-        up,
-        down,
-        permute=up.a_tma and rows >= PERMUTE_ROWS_PER_EXPERT and not quantizes,
-        quantize_first=quantizes and rows > 64,
-    )
+    return Plan(key.format, up, down, quantize_first=quantizes and rows > 64)
 
 
 def tiles(scheme: str, rows: float, sm: int) -> tuple[MMConfig, MMConfig]:

@@ -20,8 +20,7 @@ FP8_TILE = MMConfig(16, 256, 128, 2, 4, 2, a_tma=True, w_tma=True)
 SMALL = SmallConfig(8, 128, 4, pdl=False)
 PLANS = {
     "small": plans.Plan("small", SMALL, SMALL),
-    "gather": plans.Plan("grouped", TILE._replace(a_tma=False), TILE),
-    "permute": plans.Plan("grouped", TILE, TILE, permute=True),
+    "grouped": plans.Plan("grouped", TILE, TILE),
     "batched": plans.Plan("batched", TILE, TILE),
 }
 ops = torch.ops.moe_ops
@@ -199,7 +198,7 @@ def test_stage_operators_chain_to_the_whole(name):
 
 def test_fused_moe_equals_topk_then_experts(monkeypatch):
     torch.manual_seed(9)
-    monkeypatch.setattr(plans, "plan_for", lambda *_: PLANS["gather"])
+    monkeypatch.setattr(plans, "plan_for", lambda *_: PLANS["grouped"])
     (x, w1, w2, _, _), _ = case()
     logits = torch.randn(7, E)
     got = ops.fused_moe(x, logits, w1, w2, top_k=2, backend="triton")

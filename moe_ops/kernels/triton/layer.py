@@ -80,7 +80,7 @@ class Layer:
         up, tile = self._first(plan)
         offsets, row_to_pair, pair_to_row = permute.sort_pairs(topk_ids, up.num_experts, self.expert_map, pdl=pdl)
         rows, top_k = hidden_states, topk_ids.shape[1]
-        if plan.permute or self.weight_on_input:
+        if self.weight_on_input:
             rows, row_to_pair, top_k = permute.gather_rows(hidden_states, pair_to_row, before, pdl=pdl), None, 0
         if plan.quantize_first and self._quantizes:
             rows, rows_scale = act_quant.quantize_rows(rows, self.scheme)
