@@ -27,8 +27,8 @@ from benchmarks.timing import cuda_event_ms
 
 METHOD = (
     "{layers} decoder layers, random {dtype} weights, StaticCache of {cache} positions (or the new tokens, if more) "
-    "attended to in full, logits of the last token only; a step is timed {clock}; the cache is set back between steps, outside the timing; median of "
-    "{steps} steps. Every variant compiles afresh with static shapes and fullgraph=True"
+    "attended to in full, logits of the last token only; a step is timed {clock}; the cache is set back between steps, "
+    "outside the timing; median of {steps} steps. Every variant compiles afresh with static shapes and fullgraph=True"
 )
 WARMUP_STEPS = 4  # CUDA graph trees warm up, record and replay within the first three
 GATHER_LIMIT_BYTES = 30e9  # batched_mm copies the weights of every (token, expert) pair

@@ -63,7 +63,8 @@ def gemm_tiles(scheme: str, rows: float, *, gated: bool, first: bool) -> list[MM
         tile = MMConfig(block_m, block_n, block_k, 8 if rows > 16 else 1, warps, stages, a_tma=rows > 16, w_tma=True)
         if accumulators > (192 if quantizes else 128) or accumulators < 4 or not fits(tile, element):
             continue
-        if quantizes and (block_k != 128 or (first and block_n != (256 if gated else 128))):
+        whole_group = block_n == (256 if gated else 128)  # else the epilogue cannot quantise, and GEMM 2 does
+        if quantizes and (block_k != 128 or (first and not whole_group and rows > 1)):
             continue
         if block_m >= 64 and (block_k > 128 or block_m * block_n < 8192 or block_n < 128):
             continue

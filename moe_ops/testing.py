@@ -155,10 +155,10 @@ def assert_cuda_graph_safe(
 ) -> None:
     """`function` can be captured in a CUDA graph, and a replay with other values computes what a plain call computes.
 
-    With a backend, on a GPU: compiled under `mode="reduce-overhead"`, nothing is skipped and nothing is partitioned,
+    With a backend, inputs on a GPU: compiled under `mode="reduce-overhead"`, nothing is skipped or partitioned,
     and the replays equal, bit for bit, the same compiled code without CUDA graphs. With `backend=None`: the function
-    as it stands is captured, and the replays equal its eager calls. On a CPU nothing can be captured; the compiled
-    graph is searched for the operations that torch refuses to capture.
+    as it stands is captured, and the replays equal its eager calls. Inputs on a CPU: nothing can be captured; the
+    compiled graph is searched for the operations that torch refuses to capture.
 
     Args:
         changed: more inputs of the same shapes, whose values take another route; by default each tensor of `inputs`
@@ -166,17 +166,17 @@ def assert_cuda_graph_safe(
 
     Raises:
         AssertionError: with the operation, or torch's reason.
-        ValueError: `backend=None` without a CUDA device.
+        ValueError: `backend=None` for inputs that are not on a GPU.
     """
     variants = [inputs, *(changed or [_flipped(inputs)])]
-    if torch.cuda.is_available():
+    if any(tensor.is_cuda for tensor in _tensors(inputs)):
         with torch.no_grad():
             if backend is None:
                 _assert_replays_equal_eager(function, variants)
             else:
                 _assert_compiled_replays(function, variants, backend)
     elif backend is None:
-        raise ValueError("assert_cuda_graph_safe: backend must be a name without a CUDA device, got None.")
+        raise ValueError("assert_cuda_graph_safe: backend must be a name for inputs that are not on a GPU, got None.")
     else:
         _assert_no_incompatible_node(function, inputs, backend)
 

@@ -18,15 +18,17 @@ from moe_ops.kernels.cpu import (
     Span,
     accumulation_dtype,
     activate,
+    batched_linear,
     batched_spans,
     combine,
     dequantize_rows,
     grouped_spans,
     linear,
+    pays_to_pad,
     product,
     runs,
 )
-from moe_ops.pairs import drop_overflow, local_ids, places
+from moe_ops.pairs import count_pairs, drop_overflow, local_ids, places
 
 NAME = "cpu"
 
@@ -248,6 +250,12 @@ def fused_experts(
     ids = local_ids(topk_ids, expert_map, experts)
     if capacity is not None:
         ids = drop_overflow(ids, experts, capacity)
+    counts = count_pairs(ids, experts).tolist()
+    biases = (gate_up_bias, down_bias)
+    if SCHEMES[scheme].dequantize_weight is None and pays_to_pad(counts, hidden_states.dtype):
+        glu = (activation, alpha, limit, glu_layout)
+        weights = (gate_up_proj, down_proj)
+        return _padded_experts(hidden_states, weights, biases, topk_weights, topk_ids, ids, glu, weight_on_input)
     sorted_ids, order = ids.sort(stable=True)
     spans = runs(sorted_ids, experts)
     order = order[: spans[-1][2] if spans else 0]
@@ -267,16 +275,49 @@ def fused_experts(
     return _scatter_back(rows, order, topk_ids, weights_TK).to(hidden_states.dtype)
 
 
+def _padded_experts(
+    hidden_states: Tensor,
+    weights: tuple[Tensor, Tensor],
+    biases: tuple[Tensor | None, Tensor | None],
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    ids: Tensor,
+    glu: tuple[str, float, float, str],
+    weight_on_input: bool,
+) -> Tensor:
+    """Both GEMMs as batches ``[E, longest, .]``; dropped pairs share one more row, whose result nobody reads."""
+    experts, (tokens, top_k) = weights[0].shape[0], topk_ids.shape
+    counts, _, rank = places(ids, experts)
+    longest = int(counts.max())
+    slots = torch.where(ids == experts, experts * longest, ids * longest + rank)
+    rows = hidden_states.repeat_interleave(top_k, dim=0)
+    weights_TK: Tensor | None = topk_weights
+    if weight_on_input:
+        rows = (rows.to(accumulation_dtype(rows.dtype)) * topk_weights.reshape(-1, 1)).to(rows.dtype)
+        weights_TK = None
+    batch = rows.new_zeros((experts * longest + 1, rows.shape[1])).index_copy_(0, slots, rows)
+    hidden = batched_linear(batch[:-1].view(experts, longest, -1), weights[0], biases[0])
+    value = activate(hidden, *glu).to(rows.dtype)
+    out = batched_linear(value, weights[1], biases[1]).flatten(0, 1)
+    return _combine_dropping(out, slots.view(tokens, top_k), weights_TK)
+
+
+def _combine_dropping(rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+    """Combine where a place one past the rows marks a dropped pair: it reads a zero row, with weight 0."""
+    count = rows.shape[0]
+    dropped = places_TK == count
+    if bool(dropped.any()):
+        rows = torch.cat((rows, rows.new_zeros((1, rows.shape[1]))))
+        if weights_TK is not None:
+            weights_TK = weights_TK.masked_fill(dropped, 0)
+    return combine(rows, places_TK, weights_TK)
+
+
 def _scatter_back(rows: Tensor, order: Tensor, topk_ids: Tensor, weights_TK: Tensor | None) -> Tensor:
     """Combine sorted rows; pairs that are not in ``order`` read one added zero row."""
     count = order.shape[0]
     places = torch.full((topk_ids.numel(),), count).scatter_(0, order, torch.arange(count))
-    places_TK = places.view(topk_ids.shape)
-    if count < topk_ids.numel():
-        rows = torch.cat((rows, rows.new_zeros((1, rows.shape[1]))))
-        if weights_TK is not None:
-            weights_TK = weights_TK.masked_fill(places_TK == count, 0)
-    return combine(rows, places_TK, weights_TK)
+    return _combine_dropping(rows, places.view(topk_ids.shape), weights_TK)
 
 
 def fused_moe(

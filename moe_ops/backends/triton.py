@@ -44,7 +44,7 @@ def refuses(problem: Problem) -> str | None:
 
 def measured_faster(problem: Problem) -> str | None:
     """The backend whose tuned plan beat these kernels at this size, or None."""
-    if problem.has_symbols or problem.device_type != "cuda" or problem.format != "grouped" or not problem.H:
+    if problem.has_symbols or problem.device_type != "cuda" or problem.format != "grouped" or not problem.scheme:
         return None
     key = LayerKey(problem.scheme, "grouped", problem.E, problem.K, problem.H, problem.I, problem.gated)
     plan = plans.plan_for(key, plans.bucket(problem.T), *gpu_of(torch.device("cuda")))

@@ -12,6 +12,7 @@ from meta.schemes import SCHEMES
 Span = tuple[int, int, int]
 
 _COMBINE_ELEMENTS = 2**18
+_LONGEST_PADDED = {torch.bfloat16: 64, torch.float32: 24}  # rows; longer ones make good GEMMs of their own
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -45,10 +46,12 @@ def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, weight_scale: Tensor | None, spans: list[Span], scheme: str
 ) -> Tensor:
     """``[R, N]`` from ``x [R, K]``: one GEMM per span. Rows outside of the spans are zero, so that results repeat."""
-    allocate = torch.empty if sum(end - start for _, start, end in spans) == x.shape[0] else torch.zeros
-    out = allocate((x.shape[0], weight.shape[1]), dtype=x.dtype)
+    rows = x.shape[0]
+    spans = [(expert, start, min(end, rows)) for expert, start, end in spans if start < rows]  # whatever the data says
     dequantize = SCHEMES[scheme].dequantize_weight
     plain = dequantize is None and x.dtype != torch.float16 and (bias is None or bias.dtype == x.dtype)
+    allocate = torch.empty if sum(end - start for _, start, end in spans) == x.shape[0] else torch.zeros
+    out = allocate((x.shape[0], weight.shape[1]), dtype=x.dtype)
     transposed = weight.transpose(1, 2)
     for expert, start, end in spans:
         if plain and bias is None:
@@ -62,6 +65,26 @@ def linear(
             y = product(x[start:end], matrix)
             out[start:end] = y if bias is None else y.to(accumulation_dtype(y.dtype)) + bias[expert]
     return out
+
+
+def pays_to_pad(counts: list[int], dtype: torch.dtype) -> bool:
+    """Whether one batched GEMM over all experts, padded to the longest, beats a GEMM per expert with rows.
+
+    A GEMM of a few rows uses one core badly and several not at all; a batch spreads over them. On two cores, 64 experts
+    of about 8 rows with H=256, I=128 take 0.26 ms against 1.2 ms in bf16 and 0.9 against 1.2 in fp32; 128 experts of 4
+    rows with H=1024, I=512, padded threefold, still 32 ms against 42 in fp32, and the same in bf16.
+
+    Args:
+        counts: rows of every expert.
+    """
+    longest = max(counts, default=0)
+    return 0 < longest <= _LONGEST_PADDED.get(dtype, 0) and len(counts) * longest <= 3 * sum(counts)
+
+
+def batched_linear(batch: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``[E, C, N]`` from ``batch [E, C, K]``."""
+    transposed = weight.transpose(1, 2)
+    return torch.bmm(batch, transposed) if bias is None else torch.baddbmm(bias.unsqueeze(1), batch, transposed)
 
 
 def product(x: Tensor, matrix: Tensor) -> Tensor:

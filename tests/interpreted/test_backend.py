@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import moe_ops
 from meta.schemes import SCHEMES
+from meta.shapes import RULES
 from moe_ops import plans, reference
 from moe_ops.backends import triton as backend
 from moe_ops.experts_backward import grouped_wgrad as plain_wgrad
@@ -150,16 +152,22 @@ def test_batched_overflow_drops_the_same_pairs_as_the_reference(monkeypatch):
     close(ops.fused_experts(*arguments, backend="triton", **options), gold(arguments, options), 1e-5)
 
 
-@pytest.mark.parametrize("form", ["small", "grouped", "grouped_quantize_first", "batched", "batched_quantize_first"])
+FP8_FORMS = {
+    "small": plans.Plan("small", SMALL, SMALL),
+    "grouped": plans.Plan("grouped", FP8_TILE, FP8_TILE._replace(block_n=64)),
+    "grouped_quantize_first": plans.Plan("grouped", FP8_TILE, FP8_TILE._replace(block_n=64), quantize_first=True),
+    "grouped_narrow": plans.Plan("grouped", FP8_TILE._replace(block_n=64), FP8_TILE._replace(block_n=32)),
+    "batched": plans.Plan("batched", FP8_TILE, FP8_TILE._replace(block_n=64)),
+    "batched_quantize_first": plans.Plan("batched", FP8_TILE, FP8_TILE._replace(block_n=64), quantize_first=True),
+    "batched_narrow": plans.Plan("batched", FP8_TILE._replace(block_n=64), FP8_TILE._replace(block_n=32)),
+}
+
+
+@pytest.mark.parametrize("form", FP8_FORMS)
 def test_fp8_block128(form, monkeypatch):
     torch.manual_seed(7)
     scheme, T, hidden, inter = SCHEMES["fp8_block128"], 9, 256, 192
-    path = form.split("_")[0]
-    tile = SMALL if path == "small" else FP8_TILE
-    fixed = plans.Plan(
-        path, tile, tile if path == "small" else tile._replace(block_n=64), quantize_first=form.endswith("first")
-    )
-    monkeypatch.setattr(plans, "plan_for", lambda *_: fixed)
+    monkeypatch.setattr(plans, "plan_for", lambda *_: FP8_FORMS[form])
     x = torch.randn(T, hidden, dtype=torch.bfloat16)
     w1, s1 = scheme.quantize_weight(torch.randn(E, 2 * inter, hidden) * 0.1)
     w2, s2 = scheme.quantize_weight(torch.randn(E, hidden, inter) * 0.1)
@@ -169,7 +177,7 @@ def test_fp8_block128(form, monkeypatch):
         "gate_up_scale": s1,
         "down_scale": s2,
         "scheme": "fp8_block128",
-        "format": "batched" if path == "batched" else "grouped",
+        "format": "batched" if form.startswith("batched") else "grouped",
     }
     got = ops.fused_experts(*arguments, backend="triton", **options)
     want = ops.fused_experts(*arguments, backend="reference", **options)
@@ -232,3 +240,36 @@ def test_an_explicit_request_never_falls_back():
     arguments, _ = case(dtype=torch.float64)
     with pytest.raises(ValueError, match=r"supports bfloat16, float16, float32, got torch\.float64"):
         ops.fused_experts(*arguments, backend="triton")
+
+
+def test_the_measured_choice_is_asked_of_layers_and_never_of_stages(monkeypatch):
+    (x, w1, w2, _, ids), _ = case()
+    layer = replace(RULES["fused_experts"](x, w1, w2, torch.rand(7, 3), ids).problem, device_type="cuda")
+    stages = [
+        RULES["moe_permute"](x, ids, num_experts=E).problem,
+        RULES["fused_topk"](torch.randn(7, E), top_k=2).problem,
+        RULES["moe_unpermute"](torch.randn(21, H), ids, torch.rand(7, 3)).problem,
+    ]
+    assert backend.measured_faster(layer) is None
+    assert [backend.measured_faster(replace(stage, device_type="cuda")) for stage in stages] == [None] * 3
+    monkeypatch.setattr(plans, "plan_for", lambda *_: plans.Plan("torch_grouped", None, None))
+    assert backend.measured_faster(layer) == "torch_grouped"
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+@pytest.mark.parametrize("scheme", ["bf16", "fp32", "fp8_block128"])
+def test_the_rule_gives_tiles_for_every_size(scheme, format, gated):
+    """Whole scale groups wherever there are enough columns; and no tile that a Hopper could not hold."""
+    for tokens in (1, 2, 16, 256, 4096, 65536):
+        for sm in (80, 90, 100):
+            plan = plans.rule(plans.LayerKey(scheme, format, 64, 4, 2048, 1024, gated), tokens, sm)
+            if plan.path == "small":
+                continue
+            element = 4 if scheme == "fp32" else 1 if scheme.startswith("fp8") else 2
+            assert all(
+                (t.block_m + t.block_n) * t.block_k * element * t.num_stages < 227 * 1024 for t in (plan.up, plan.down)
+            )
+            assert sm >= 90 or not (plan.up.a_tma or plan.up.w_tma)
+            if scheme.startswith("fp8") and tokens >= 256:
+                assert plan.up.block_n == (256 if gated else 128)

@@ -105,12 +105,12 @@ def test_stage_chains_equal_the_fused_operator(name: str) -> None:
     rows, offsets, pair_to_row = moe_ops.moe_permute(*routed, num_experts=E)
     value = moe_ops.grouped_mm_glu(rows, t["gate_up_proj"], offsets, bias=t["gate_up_bias"], **glu)
     out = moe_ops.grouped_mm(value, t["down_proj"], offsets, bias=t["down_bias"])
-    assert torch.equal(moe_ops.moe_unpermute(out, pair_to_row, t["topk_weights"]), wanted)
+    assert relative_error(moe_ops.moe_unpermute(out, pair_to_row, t["topk_weights"]), wanted) <= 1e-6
 
     batch, counts, slots = moe_ops.batched_dispatch(*routed, num_experts=E, capacity=t["topk_ids"].shape[0])
     value = moe_ops.batched_mm_glu(batch, t["gate_up_proj"], counts, bias=t["gate_up_bias"], **glu)
     out = moe_ops.batched_mm(value, t["down_proj"], counts, bias=t["down_bias"])
-    assert torch.equal(moe_ops.batched_combine(out, slots, t["topk_weights"]), wanted)
+    assert relative_error(moe_ops.batched_combine(out, slots, t["topk_weights"]), wanted) <= 1e-6
 
 
 def test_fp8_stage_chain_equals_the_fused_operator() -> None:
@@ -173,4 +173,5 @@ def test_cpu_backend_equals_reference(
         options.update(format="batched", capacity=capacity)
     shape["K"] = min(shape["K"], shape["E"])
     layer = Variant(**shape, options=tuple(options.items())).build(seed)
-    assert relative_error(run(layer, "cpu"), run(layer, "reference")) <= 1e-5
+    # With a width of 1 a product that nearly cancels is the whole result; a wrong row or weight is off by its own size.
+    assert relative_error(run(layer, "cpu"), run(layer, "reference")) <= 1e-4

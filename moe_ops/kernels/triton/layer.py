@@ -77,7 +77,7 @@ class Layer:
 
     def _grouped(self, plan: Plan, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         pdl, (before, after) = pdl_launches(hidden_states.device), self._weights(topk_weights)
-        up, tile = self._first(plan)
+        up = self._first(plan.up)
         offsets, row_to_pair, pair_to_row = permute.sort_pairs(topk_ids, up.num_experts, self.expert_map, pdl=pdl)
         rows, top_k = hidden_states, topk_ids.shape[1]
         if self.weight_on_input:
@@ -87,20 +87,20 @@ class Layer:
             up = replace(up, rows_scale=rows_scale)
         count = topk_ids.numel()
         gather = {"row_to_pair": row_to_pair, "top_k": top_k}
-        h, h_scale = launch_grouped_mm(rows, up, offsets, tile, num_rows=count, **gather, pdl=pdl)
+        h, h_scale = launch_grouped_mm(rows, up, offsets, plan.up, num_rows=count, **gather, pdl=pdl)
         y, _ = launch_grouped_mm(h, self._second(h_scale), offsets, plan.down, num_rows=count, pdl=pdl)
         return combine.combine(y, pair_to_row, after, pdl=pdl)
 
     def _batched(self, plan: Plan, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         pdl, (before, after) = pdl_launches(hidden_states.device), self._weights(topk_weights)
-        up, tile = self._first(plan)
+        up = self._first(plan.up)
         batch, counts, slots = batched_io.dispatch(
             hidden_states, topk_ids, up.num_experts, self.capacity, self.expert_map, before, pdl=pdl
         )
         if plan.quantize_first and self._quantizes:
             batch, batch_scale = act_quant.quantize_batched(batch, counts, self.scheme)
             up = replace(up, rows_scale=batch_scale)
-        h, h_scale = launch_batched_mm(batch, up, counts, tile, pdl=pdl)
+        h, h_scale = launch_batched_mm(batch, up, counts, plan.up, pdl=pdl)
         y, _ = launch_batched_mm(h, self._second(h_scale), counts, plan.down, pdl=pdl)
         return combine.combine(y.flatten(0, 1), slots, after, pdl=pdl)
 
@@ -112,14 +112,21 @@ class Layer:
         """Routing weights of the rows before the experts, and of the results after them."""
         return (topk_weights, None) if self.weight_on_input else (None, topk_weights)
 
-    def _first(self, plan: Plan) -> tuple[ExpertMM, MMConfig]:
-        """GEMM 1, whose epilogue quantises for GEMM 2 where the scheme says so, and its tile."""
-        up = replace(self.up, quantize_output=True) if self._quantizes else self.up
-        return up, fit(plan.up, up)
+    def _first(self, tile: MMConfig) -> ExpertMM:
+        """GEMM 1. Quantising schemes: its epilogue quantises for GEMM 2 when the tile holds a whole scale group.
+
+        A narrower tile, which a few tokens need to fill the GPU, leaves fp32 rows instead, and GEMM 2 quantises the
+        same numbers as it loads them.
+        """
+        if not self._quantizes:
+            return self.up
+        if tile == fit(tile, replace(self.up, quantize_output=True)):
+            return replace(self.up, quantize_output=True)
+        return replace(self.up, out_dtype=torch.float32)
 
     def _second(self, h_scale: Tensor) -> ExpertMM:
         """GEMM 2 on the rows that GEMM 1 left."""
-        return replace(self.down, rows_scale=h_scale) if self._quantizes else self.down
+        return replace(self.down, rows_scale=h_scale) if h_scale.numel() else self.down
 
 
 def fit(tile: MMConfig, mm: ExpertMM) -> MMConfig:
