@@ -24,7 +24,7 @@ from moe_ops.kernels.cpu import (
     dequantize_rows,
     grouped_spans,
     linear,
-    pays_to_pad,
+    padded_length,
     product,
     runs,
 )
@@ -250,12 +250,14 @@ def fused_experts(
     ids = local_ids(topk_ids, expert_map, experts)
     if capacity is not None:
         ids = drop_overflow(ids, experts, capacity)
-    counts = count_pairs(ids, experts).tolist()
-    biases = (gate_up_bias, down_bias)
-    if SCHEMES[scheme].dequantize_weight is None and pays_to_pad(counts, hidden_states.dtype):
+    plain = SCHEMES[scheme].dequantize_weight is None
+    length = padded_length(count_pairs(ids, experts).tolist(), gate_up_proj) if plain else 0
+    if length:
         glu = (activation, alpha, limit, glu_layout)
-        weights = (gate_up_proj, down_proj)
-        return _padded_experts(hidden_states, weights, biases, topk_weights, topk_ids, ids, glu, weight_on_input)
+        projections = ((gate_up_proj, gate_up_bias), (down_proj, down_bias))
+        return _padded_experts(
+            hidden_states, projections, topk_weights, topk_ids, ids, length, glu, weight_on_input, scheme
+        )
     sorted_ids, order = ids.sort(stable=True)
     spans = runs(sorted_ids, experts)
     order = order[: spans[-1][2] if spans else 0]
@@ -277,28 +279,35 @@ def fused_experts(
 
 def _padded_experts(
     hidden_states: Tensor,
-    weights: tuple[Tensor, Tensor],
-    biases: tuple[Tensor | None, Tensor | None],
+    projections: tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]],
     topk_weights: Tensor,
     topk_ids: Tensor,
     ids: Tensor,
+    length: int,
     glu: tuple[str, float, float, str],
     weight_on_input: bool,
+    scheme: str,
 ) -> Tensor:
-    """Both GEMMs as batches ``[E, longest, .]``; dropped pairs share one more row, whose result nobody reads."""
-    experts, (tokens, top_k) = weights[0].shape[0], topk_ids.shape
-    counts, _, rank = places(ids, experts)
-    longest = int(counts.max())
-    slots = torch.where(ids == experts, experts * longest, ids * longest + rank)
+    """The first ``length`` rows of every expert as batches ``[E, length, .]``, longer experts' other rows in spans."""
+    experts, (tokens, top_k) = projections[0][0].shape[0], topk_ids.shape
+    _, order, rank = places(ids, experts)
     rows = hidden_states.repeat_interleave(top_k, dim=0)
     weights_TK: Tensor | None = topk_weights
     if weight_on_input:
         rows = (rows.to(accumulation_dtype(rows.dtype)) * topk_weights.reshape(-1, 1)).to(rows.dtype)
         weights_TK = None
-    batch = rows.new_zeros((experts * longest + 1, rows.shape[1])).index_copy_(0, slots, rows)
-    hidden = batched_linear(batch[:-1].view(experts, longest, -1), weights[0], biases[0])
-    value = activate(hidden, *glu).to(rows.dtype)
-    out = batched_linear(value, weights[1], biases[1]).flatten(0, 1)
+    batched, dropped = experts * length, ids == experts
+    rest = order[((rank >= length) & ~dropped)[order]]
+    slots = torch.where(dropped | (rank >= length), batched, ids * length + rank)
+    x = rows.new_zeros((batched + 1, rows.shape[1])).index_copy_(0, slots, rows)[:-1].view(experts, length, -1)
+    spans = runs(ids[rest], experts)
+    extra = rows.index_select(0, rest)
+    for i, (weight, bias) in enumerate(projections):
+        x, extra = batched_linear(x, weight, bias), linear(extra, weight, bias, None, spans, scheme)
+        if i == 0:
+            x, extra = activate(x, *glu).to(rows.dtype), activate(extra, *glu).to(rows.dtype)
+    out = torch.cat((x.flatten(0, 1), extra))
+    slots = slots.scatter_(0, rest, batched + torch.arange(rest.shape[0])).masked_fill_(dropped, out.shape[0])
     return _combine_dropping(out, slots.view(tokens, top_k), weights_TK)
 
 

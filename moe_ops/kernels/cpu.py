@@ -12,7 +12,11 @@ from meta.schemes import SCHEMES
 Span = tuple[int, int, int]
 
 _COMBINE_ELEMENTS = 2**18
-_LONGEST_PADDED = {torch.bfloat16: 64, torch.float32: 24}  # rows; longer ones make good GEMMs of their own
+_GEMM_IN_ROWS = {torch.bfloat16: 48, torch.float32: 16}
+_SMALL_WEIGHT = 512 * 256
+_LARGE_GEMM_IN_ROWS = 8
+_WORTHWHILE = 0.7  # what padding and splitting cost besides their GEMMs must be won back
+_LENGTHS = (0, 4, 8, 12, 16, 24, 32, 48, 64)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -67,18 +71,28 @@ def linear(
     return out
 
 
-def pays_to_pad(counts: list[int], dtype: torch.dtype) -> bool:
-    """Whether one batched GEMM over all experts, padded to the longest, beats a GEMM per expert with rows.
+def padded_length(counts: list[int], weight: Tensor) -> int:
+    """Rows of every expert to compute as one batched GEMM, the rest expert by expert; 0: all expert by expert.
 
-    A GEMM of a few rows uses one core badly and several not at all; a batch spreads over them. On two cores, 64 experts
-    of about 8 rows with H=256, I=128 take 0.26 ms against 1.2 ms in bf16 and 0.9 against 1.2 in fp32; 128 experts of 4
-    rows with H=1024, I=512, padded threefold, still 32 ms against 42 in fp32, and the same in bf16.
+    A GEMM of a few rows uses one core badly and several not at all; a batch spreads over them but computes padding. The
+    length minimises padded rows plus what the remaining GEMMs cost, both in rows. On two cores a GEMM of its own costs
+    as much as 48 batched rows in bf16 and 16 in fp32 (512 x 256; 64 experts of 8 rows: 1.2 against 0.26 ms, and 1.2
+    against 0.9 ms), less the larger the weight, and as much as 8 once reading it dominates (1024 x 1024).
 
     Args:
         counts: rows of every expert.
+        weight: ``[E, N, K]`` of the larger projection.
     """
-    longest = max(counts, default=0)
-    return 0 < longest <= _LONGEST_PADDED.get(dtype, 0) and len(counts) * longest <= 3 * sum(counts)
+    small = _GEMM_IN_ROWS.get(weight.dtype)
+    if small is None:
+        return 0
+    per_gemm = min(small, max(_LARGE_GEMM_IN_ROWS, small * _SMALL_WEIGHT // (weight.shape[1] * weight.shape[2])))
+
+    def cost(length: int) -> int:
+        return len(counts) * length + sum(per_gemm + count - length for count in counts if count > length)
+
+    best = min(_LENGTHS, key=cost)
+    return best if cost(best) <= _WORTHWHILE * cost(0) else 0
 
 
 def batched_linear(batch: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
