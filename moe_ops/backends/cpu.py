@@ -26,7 +26,7 @@ from moe_ops.kernels.cpu import (
     linear,
     padded_length,
     product,
-    runs,
+    sorted_spans,
 )
 from moe_ops.pairs import count_pairs, drop_overflow, local_ids, places
 
@@ -251,16 +251,16 @@ def fused_experts(
     if capacity is not None:
         ids = drop_overflow(ids, experts, capacity)
     plain = SCHEMES[scheme].dequantize_weight is None
-    length = padded_length(count_pairs(ids, experts).tolist(), gate_up_proj) if plain else 0
+    counts = count_pairs(ids, experts).tolist()
+    length = padded_length(counts, gate_up_proj) if plain else 0
     if length:
         glu = (activation, alpha, limit, glu_layout)
         projections = ((gate_up_proj, gate_up_bias), (down_proj, down_bias))
         return _padded_experts(
             hidden_states, projections, topk_weights, topk_ids, ids, length, glu, weight_on_input, scheme
         )
-    sorted_ids, order = ids.sort(stable=True)
-    spans = runs(sorted_ids, experts)
-    order = order[: spans[-1][2] if spans else 0]
+    spans = sorted_spans(counts)
+    order = ids.argsort(stable=True)[: sum(counts)]
     x = hidden_states.index_select(0, order // max(top_k, 1))
     weights_TK: Tensor | None = topk_weights
     if weight_on_input:
@@ -290,7 +290,7 @@ def _padded_experts(
 ) -> Tensor:
     """The first ``length`` rows of every expert as batches ``[E, length, .]``, longer experts' other rows in spans."""
     experts, (tokens, top_k) = projections[0][0].shape[0], topk_ids.shape
-    _, order, rank = places(ids, experts)
+    counts, order, rank = places(ids, experts)
     rows = hidden_states.repeat_interleave(top_k, dim=0)
     weights_TK: Tensor | None = topk_weights
     if weight_on_input:
@@ -300,7 +300,7 @@ def _padded_experts(
     rest = order[((rank >= length) & ~dropped)[order]]
     slots = torch.where(dropped | (rank >= length), batched, ids * length + rank)
     x = rows.new_zeros((batched + 1, rows.shape[1])).index_copy_(0, slots, rows)[:-1].view(experts, length, -1)
-    spans = runs(ids[rest], experts)
+    spans = sorted_spans([max(count - length, 0) for count in counts.tolist()])
     extra = rows.index_select(0, rest)
     for i, (weight, bias) in enumerate(projections):
         x, extra = batched_linear(x, weight, bias), linear(extra, weight, bias, None, spans, scheme)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -35,15 +37,10 @@ def batched_spans(capacity: int, counts: Tensor) -> list[Span]:
     return [(e, e * capacity, e * capacity + min(n, capacity)) for e, n in enumerate(counts.tolist()) if n > 0]
 
 
-def runs(sorted_ids: Tensor, num_experts: int) -> list[Span]:
-    """Spans of equal ids; the last run, of dropped pairs, is left out."""
-    experts, counts = torch.unique_consecutive(sorted_ids, return_counts=True)
-    spans, start = [], 0
-    for expert, count in zip(experts.tolist(), counts.tolist(), strict=True):
-        if expert < num_experts:
-            spans.append((expert, start, start + count))
-            start += count
-    return spans
+def sorted_spans(counts: list[int]) -> list[Span]:
+    """Spans of rows sorted by expert, from the rows of every expert."""
+    ends = accumulate(counts)
+    return [(e, end - count, end) for e, (count, end) in enumerate(zip(counts, ends, strict=True)) if count]
 
 
 def linear(
