@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meta.routing import ROUTINGS
+from moe_ops.backends.compose import ROUTING_OPTIONS
 
 Context = Any
 
 #: Keyword arguments that the backward needs.
-_TOPK_OPTIONS = ("top_k", "routing", "renormalize", "renorm_eps", "num_groups", "topk_groups", "scale")
 _LAYER_OPTIONS = ("activation", "alpha", "limit", "glu_layout", "weight_on_input", "format", "capacity", "backend")
 
 
@@ -123,7 +123,7 @@ def _setup_moe(ctx: Context, inputs: tuple[Any, ...], keyword_only_inputs: dict[
     _refuse_quantized("fused_moe", inputs[8], inputs[9])
     ctx.save_for_backward(*inputs[:8])
     ctx.options = {name: keyword_only_inputs[name] for name in _LAYER_OPTIONS}
-    ctx.topk_options = {name: keyword_only_inputs[name] for name in _TOPK_OPTIONS}
+    ctx.topk_options = {name: keyword_only_inputs[name] for name in ROUTING_OPTIONS}
 
 
 def _backward_moe(ctx: Context, grad_output: Tensor) -> tuple[Tensor | None, ...]:

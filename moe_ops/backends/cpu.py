@@ -1,4 +1,5 @@
-"""CPU backend: pairs sorted by expert, one GEMM per expert that has rows, fp32 activation and combine.
+"""CPU backend: pairs sorted by expert, one GEMM per expert that has rows, or one batched GEMM over short experts
+(`kernels.cpu.padded_length` decides); fp32 activation and combine.
 
 Experts without rows are never touched. Reading the row counts is free on the CPU, so ``.tolist()`` is used here, and
 only here. Weights may have any strides; fp8 weights are dequantised expert by expert.
@@ -14,6 +15,7 @@ from torch import Tensor
 from meta.dims import Problem
 from meta.routing import route
 from meta.schemes import SCHEMES
+from moe_ops.backends.compose import topk_then_experts
 from moe_ops.kernels.cpu import (
     Span,
     accumulation_dtype,
@@ -329,32 +331,4 @@ def _scatter_back(rows: Tensor, order: Tensor, topk_ids: Tensor, weights_TK: Ten
     return _combine_dropping(rows, places.view(topk_ids.shape), weights_TK)
 
 
-def fused_moe(
-    hidden_states: Tensor,
-    router_logits: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    correction_bias: Tensor | None = None,
-    *tensors: Tensor | None,
-    top_k: int,
-    routing: str = "softmax",
-    renormalize: bool = True,
-    renorm_eps: float = 0.0,
-    num_groups: int = 1,
-    topk_groups: int = 1,
-    scale: float = 1.0,
-    **experts: Any,
-) -> Tensor:
-    """Router, then experts; ``tensors`` and ``experts`` are those of :func:`fused_experts` from ``gate_up_bias`` on."""
-    topk_weights, topk_ids = route(
-        router_logits,
-        correction_bias,
-        top_k=top_k,
-        routing=routing,
-        renormalize=renormalize,
-        renorm_eps=renorm_eps,
-        num_groups=num_groups,
-        topk_groups=topk_groups,
-        scale=scale,
-    )
-    return fused_experts(hidden_states, gate_up_proj, down_proj, topk_weights, topk_ids, *tensors, **experts)
+fused_moe = topk_then_experts(fused_topk, fused_experts)

@@ -6,12 +6,11 @@ when asked for by name, or where a tuned plan measured it faster than the Triton
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from meta.dims import Problem
 from moe_ops import compat
+from moe_ops.backends.compose import topk_then_experts
 from moe_ops.kernels.triton import act_quant, combine, permute, topk
 
 NAME = "torch_grouped"
@@ -69,33 +68,4 @@ def fused_experts(
     return combine.combine(y, pair_to_row, None if weight_on_input else topk_weights)
 
 
-def fused_moe(
-    hidden_states: Tensor,
-    router_logits: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    correction_bias: Tensor | None = None,
-    *experts_tensors: Tensor | None,
-    top_k: int,
-    routing: str,
-    renormalize: bool,
-    renorm_eps: float,
-    num_groups: int,
-    topk_groups: int,
-    scale: float,
-    **experts_options: Any,
-) -> Tensor:
-    topk_weights, topk_ids = topk.fused_topk(
-        router_logits,
-        correction_bias,
-        top_k=top_k,
-        routing=routing,
-        renormalize=renormalize,
-        renorm_eps=renorm_eps,
-        num_groups=num_groups,
-        topk_groups=topk_groups,
-        scale=scale,
-    )
-    return fused_experts(
-        hidden_states, gate_up_proj, down_proj, topk_weights, topk_ids, *experts_tensors, **experts_options
-    )
+fused_moe = topk_then_experts(topk.fused_topk, fused_experts)

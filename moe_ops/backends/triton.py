@@ -9,6 +9,7 @@ import torch
 from meta.dims import Problem
 from meta.schemes import SCHEMES
 from moe_ops import plans
+from moe_ops.backends.compose import topk_then_experts
 from moe_ops.kernels.triton import act_quant, batched_io, combine, permute, topk
 from moe_ops.kernels.triton.batched_mm import batched_mm as launch_batched_mm
 from moe_ops.kernels.triton.grouped_mm import grouped_mm as launch_grouped_mm
@@ -55,7 +56,7 @@ def measured_faster(problem: Problem) -> str | None:
 
 
 def fused_topk(router_logits: Tensor, correction_bias: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
-    return topk.fused_topk(router_logits, correction_bias, **options)
+    return topk.fused_topk(router_logits, correction_bias, **options, pdl=pdl_launches(router_logits.device))
 
 
 def moe_permute(
@@ -260,34 +261,4 @@ def fused_experts(
     return layer.run(plan, hidden_states, topk_weights, topk_ids)
 
 
-def fused_moe(
-    hidden_states: Tensor,
-    router_logits: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    correction_bias: Tensor | None = None,
-    *experts_tensors: Tensor | None,
-    top_k: int,
-    routing: str,
-    renormalize: bool,
-    renorm_eps: float,
-    num_groups: int,
-    topk_groups: int,
-    scale: float,
-    **experts_options: Any,
-) -> Tensor:
-    topk_weights, topk_ids = topk.fused_topk(
-        router_logits,
-        correction_bias,
-        top_k=top_k,
-        routing=routing,
-        renormalize=renormalize,
-        renorm_eps=renorm_eps,
-        num_groups=num_groups,
-        topk_groups=topk_groups,
-        scale=scale,
-        pdl=pdl_launches(router_logits.device),
-    )
-    return fused_experts(
-        hidden_states, gate_up_proj, down_proj, topk_weights, topk_ids, *experts_tensors, **experts_options
-    )
+fused_moe = topk_then_experts(fused_topk, fused_experts)
