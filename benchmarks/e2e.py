@@ -24,6 +24,8 @@ from torch._dynamo.utils import counters
 import compile_passes  # noqa: F401  (registers the backend in a checkout that is not installed)
 from benchmarks.results import ResultFile
 from benchmarks.timing import cuda_event_ms
+from compile_passes.passes import SHARE, MoEPass, Pass
+from moe_ops.compat_compile import mode_options
 
 METHOD = (
     "{layers} decoder layers, random {dtype} weights, StaticCache of {cache} positions (or the new tokens, if more) "
@@ -89,15 +91,31 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Variant:
-    """An experts implementation of transformers, and how the model is compiled (None: not at all)."""
+    """An experts implementation of transformers, and how the model is compiled (None: not at all).
+
+    ``steps``: passes of this project to add to the default backend, which tells their part in a gain apart.
+    """
 
     experts: str
     compile_options: dict[str, Any] | None = field(default_factory=dict)
+    steps: tuple[Pass, ...] = ()
 
     def describe(self) -> str:
         """For the listing."""
-        options = self.compile_options
-        return f"{self.experts} experts, " + ("eager" if options is None else f"torch.compile({options or ''})")
+        if self.compile_options is None:
+            return f"{self.experts} experts, eager"
+        steps = "".join(f", pass {step.name}" for step in self.steps)
+        return f"{self.experts} experts, torch.compile({self.compile_options or ''}){steps}"
+
+    def compiled(self, network: Any) -> Any:
+        """``network`` as this variant runs it."""
+        if self.compile_options is None:
+            return network
+        options = dict(self.compile_options)
+        if self.steps:  # torch.compile takes a mode or options, not both
+            options = {"options": mode_options(options.pop("mode", None), False) | options}
+            options["options"]["pre_grad_custom_pass"] = MoEPass(self.steps)
+        return torch.compile(network, fullgraph=True, dynamic=False, **options)
 
 
 REDUCE = {"mode": "reduce-overhead"}
@@ -106,6 +124,7 @@ VARIANTS = {
     "grouped_mm compiled": Variant("grouped_mm"),
     "grouped_mm reduce-overhead": Variant("grouped_mm", REDUCE),
     "batched_mm reduce-overhead": Variant("batched_mm", REDUCE),
+    "shared heads alone reduce-overhead": Variant("grouped_mm", REDUCE, (SHARE,)),
     "moe_ops": Variant("grouped_mm", {"backend": "moe_ops"}),
     "moe_ops reduce-overhead": Variant("grouped_mm", {"backend": "moe_ops", **REDUCE}),
 }
@@ -193,8 +212,7 @@ def make_step(
     config = network.config
     cache.early_initialization(batch, config.num_key_value_heads, config.head_dim, network.dtype, device)
     tokens = torch.randint(0, network.config.vocab_size, (batch, new), device=device)
-    options = variant.compile_options
-    forward = network if options is None else torch.compile(network, fullgraph=True, dynamic=False, **options)
+    forward = variant.compiled(network)
 
     def step() -> torch.Tensor:
         torch.compiler.cudagraph_mark_step_begin()
@@ -228,6 +246,7 @@ def graph_counters() -> dict[str, int]:
         "cudagraph_partitions": inductor["cudagraph_partitions"],
         "fused": ours["fused"],
         "refused": ours["refused"],
+        "shared_heads": ours["shared_heads"],
     }
 
 
@@ -272,8 +291,8 @@ def uncached() -> Iterator[None]:
 
 def describe(row: dict[str, Any]) -> str:
     """One line for the terminal."""
-    head = f"{row['batch']}x{row['new_tokens']:<5} {row['variant']:<28}"
+    head = f"{row['batch']}x{row['new_tokens']:<5} {row['variant']:<42}"
     if row["ms"] is None:
         return f"{head} -  {row['reason']}"
-    signals = ("graphs", "cudagraph_skips", "cudagraph_partitions", "fused", "refused")
+    signals = ("graphs", "cudagraph_skips", "cudagraph_partitions", "fused", "refused", "shared_heads")
     return f"{head} {row['ms']:8.3f} ms  " + "  ".join(f"{name}={row[name]}" for name in signals)

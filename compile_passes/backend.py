@@ -17,10 +17,10 @@ import torch
 from torch import fx
 
 from compile_passes.loops import prepare
-from compile_passes.passes import FUSE, JOIN, MoEPass, graph_modules, run
+from compile_passes.passes import JOIN, POST_GRAD, PRE_GRAD, MoEPass, graph_modules, run
 from moe_ops import compat_compile as compat
 
-_HOOKS = {"pre_grad_custom_pass": FUSE, "post_grad_custom_pre_pass": JOIN}
+_HOOKS = {"pre_grad_custom_pass": PRE_GRAD, "post_grad_custom_pre_pass": POST_GRAD}
 
 
 def moe_ops(
@@ -62,9 +62,9 @@ def moe_ops_eager(
 def _with_our_passes(settings: dict[str, Any]) -> dict[str, MoEPass]:
     """Our passes for each hook, carrying the passes that the options or Inductor's configuration hold there."""
     hooks = {}
-    for hook, step in _HOOKS.items():
+    for hook, steps in _HOOKS.items():
         users = settings[hook] if hook in settings else compat.inductor_setting(hook)
-        hooks[hook] = MoEPass(step, users)
+        hooks[hook] = MoEPass(steps, users)
     return hooks
 
 

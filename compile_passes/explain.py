@@ -18,7 +18,7 @@ from compile_passes.decide import Decision
 from compile_passes.join import operator_name
 from compile_passes.loops import find_loops
 from compile_passes.match import Refusal, Router, module_of
-from compile_passes.passes import FUSE, graph_modules, run
+from compile_passes.passes import FUSE, SHARE, graph_modules, run
 from moe_ops.compat_compile import break_reason
 
 
@@ -67,6 +67,7 @@ class Report:
 
     Attributes:
         fused, refused: MoE blocks, in graph order.
+        shared_heads: attention calls that read key and value heads without repeating them.
         own_calls: calls of `fused_experts` or `fused_moe` that the model makes itself; nothing is left to fuse.
         graphs: graphs captured.
         graph_break_reasons: "reason (file:line)" of every graph break.
@@ -75,6 +76,7 @@ class Report:
 
     fused: list[Fused] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)
+    shared_heads: int = 0
     own_calls: int = 0
     graphs: int = 0
     graph_break_reasons: list[str] = field(default_factory=list)
@@ -100,6 +102,8 @@ class Report:
                 f"  why:  {row.reason}",
                 f"  cure: {row.cure}",
             ]
+        if self.shared_heads:
+            lines += ["", f"{self.shared_heads} attention call(s) read key and value heads without repeating them"]
         if self.own_calls:
             lines += ["", f"{self.own_calls} call(s) of moe_ops operators are the model's own"]
         elif not self.fused and not self.refused:
@@ -136,6 +140,7 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
             found = run(FUSE, part.graph)
             report.fused += [_fused(decision) for decision in found.fused]
             report.refused += [_refused(refusal) for refusal in found.refused]
+            report.shared_heads += run(SHARE, part.graph).shared_heads
             part.recompile()
         reason = break_reason(gm)
         if reason is not None:

@@ -1,10 +1,12 @@
 """The passes, and the runner that times, counts, checks, logs and traces them.
 
-Two passes, in this order:
+Three passes, in this order:
 
 1. `fuse_blocks` on the Dynamo graph (`pre_grad_custom_pass`): one node there is still one user-level operation, and
    autograd comes after, so that training goes through the same match. MoE blocks become `fused_topk` + `fused_experts`.
-2. `join` on the post-grad graph: `fused_topk` + `fused_experts`, and chains of stage operators that a user wrote,
+2. `share_heads` on the same graph: attention reads key and value heads without copies of them, which at decode are
+   as many bytes as the experts' weights.
+3. `join` on the post-grad graph: `fused_topk` + `fused_experts`, and chains of stage operators that a user wrote,
    become `fused_moe` or `fused_experts`. Backward graphs keep what they need, as a value saved for backward has a
    reader.
 """
@@ -20,6 +22,7 @@ from typing import Any
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from compile_passes.attention import share_heads
 from compile_passes.canonical import Canonical
 from compile_passes.decide import Decision, decide
 from compile_passes.identity import identity
@@ -46,12 +49,14 @@ class Report:
         fused, refused: MoE blocks.
         routed: `fused_experts` calls of the model's own that got a `fused_topk`.
         joined: operators that took the place of several.
+        shared_heads: attention calls that no longer repeat their key and value heads.
     """
 
     fused: list[Decision] = field(default_factory=list)
     refused: list[Refusal] = field(default_factory=list)
     joined: int = 0
     routed: int = 0
+    shared_heads: int = 0
 
 
 def fuse_blocks(graph: fx.Graph) -> Report:
@@ -80,6 +85,11 @@ def fuse_blocks(graph: fx.Graph) -> Report:
     return report
 
 
+def share_attention_heads(graph: fx.Graph) -> Report:
+    """Let grouped-query attention read its heads in place; see `attention`."""
+    return Report(shared_heads=len(share_heads(graph)))
+
+
 def join_operators(graph: fx.Graph) -> Report:
     """Join operators that are one step of a larger one; see `join`."""
     return Report(joined=join(graph))
@@ -94,7 +104,9 @@ class Pass:
 
 
 FUSE = Pass("moe_ops_fuse_blocks", fuse_blocks)
+SHARE = Pass("moe_ops_share_heads", share_attention_heads)
 JOIN = Pass("moe_ops_join", join_operators)
+PRE_GRAD, POST_GRAD = (FUSE, SHARE), (JOIN,)
 
 
 def run(step: Pass, graph: fx.Graph) -> Report:
@@ -107,7 +119,8 @@ def run(step: Pass, graph: fx.Graph) -> Report:
     section["fused"] += len(report.fused)
     section["refused"] += len(report.refused)
     section["joined"] += report.joined
-    if report.fused or report.joined or report.routed:
+    section["shared_heads"] += report.shared_heads
+    if report.fused or report.joined or report.routed or report.shared_heads:
         graph.lint()
         if before is not None:
             trace_artifact(f"{step.name}_before", before)
@@ -124,8 +137,8 @@ def _log(step: Pass, report: Report, seconds: float) -> None:
                  kept, decision.backend)  # fmt: skip
     for text in dict.fromkeys(str(refusal) for refusal in report.refused):  # once for all layers that share a line
         log.warning("not fused: %s", text)
-    log.debug("%s: %d fused, %d refused, %d joined in %.1f ms", step.name, len(report.fused), len(report.refused),
-              report.joined, 1e3 * seconds)  # fmt: skip
+    log.debug("%s: %d fused, %d refused, %d joined, %d attention calls share heads, in %.1f ms", step.name,
+              len(report.fused), len(report.refused), report.joined, report.shared_heads, 1e3 * seconds)  # fmt: skip
 
 
 def graph_modules(gm: fx.GraphModule) -> list[fx.GraphModule]:
@@ -134,28 +147,29 @@ def graph_modules(gm: fx.GraphModule) -> list[fx.GraphModule]:
 
 
 class MoEPass(CustomGraphPass):
-    """One of our passes as Inductor takes it, after the user's own passes of the same hook.
+    """Our passes of one hook as Inductor takes them, after the user's own.
 
     Args:
-        step: the pass.
+        steps: the passes.
         users: what the hook held before: None, a pass, or several.
     """
 
-    def __init__(self, step: Pass, users: Any = None) -> None:
-        self.step = step
+    def __init__(self, steps: tuple[Pass, ...], users: Any = None) -> None:
+        self.steps = steps
         self.users: tuple[Any, ...] = _as_tuple(users)
 
     def __call__(self, graph: fx.Graph) -> None:
         for own in self.users:
             own(graph)
-        run(self.step, graph)
+        for step in self.steps:
+            run(step, graph)
 
     def uuid(self) -> Any | None:
         """Our identity and the users'; None, which turns caching off, when one of theirs has none."""
         theirs = [own.uuid() if isinstance(own, CustomGraphPass) else None for own in self.users]
         if not all(theirs):
             return None
-        return identity(f"{self.step.name} {theirs!r}")
+        return identity(f"{[step.name for step in self.steps]} {theirs!r}")
 
 
 def _as_tuple(users: Any) -> tuple[Any, ...]:

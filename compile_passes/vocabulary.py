@@ -94,6 +94,11 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("bmm", "x y", (torch.bmm, "bmm")),
     ("matmul", "x y", (torch.matmul, "matmul", operator.matmul)),
     ("linear", "x weight bias", (F.linear, torch.ops.aten.linear)),
+    (
+        "sdpa",
+        "query key value attn_mask dropout_p is_causal scale enable_gqa",
+        (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention),
+    ),
     # where the search for the first projection stops and what a normalisation looks like
     (
         "norm",

@@ -63,8 +63,8 @@ def gemm_tiles(scheme: str, rows: float, *, gated: bool, first: bool) -> list[MM
         tile = MMConfig(block_m, block_n, block_k, 8 if rows > 16 else 1, warps, stages, a_tma=rows > 16, w_tma=True)
         if accumulators > (192 if quantizes else 128) or accumulators < 4 or not fits(tile, element):
             continue
-        whole_group = block_n == (256 if gated else 128)  # else the epilogue cannot quantise, and GEMM 2 does
-        if quantizes and (block_k != 128 or (first and not whole_group and rows > 1)):
+        whole_group = block_n == (256 if gated else 128)  # else the epilogue could not quantise
+        if quantizes and (block_k != 128 or (first and not whole_group)):
             continue
         if block_m >= 64 and (block_k > 128 or block_m * block_n < 8192 or block_n < 128):
             continue
@@ -222,18 +222,9 @@ def precompile(jobs: Iterable[tuple[LayerKey, int, Plan]], processes: int) -> No
 def candidates(key: LayerKey, tokens: int) -> tuple[list[Plan], list[MMConfig | SmallConfig]]:
     """(plans that differ in GEMM 1, tiles of GEMM 2), for the paths that make sense at this size."""
     rows = tokens * key.K / key.E
-    quantizes = SCHEMES[key.scheme].quantizes_rows
     up = gemm_tiles(key.scheme, rows, gated=key.gated, first=True)
     down = gemm_tiles(key.scheme, rows, gated=key.gated, first=False)
-    made = []
-    for tile in up:
-        if quantizes and rows <= 128:
-            made.append(Plan(key.format, tile._replace(a_tma=False), down[0]))
-        if quantizes and rows > 16:
-            made.append(Plan(key.format, tile, down[0], quantize_first=True))
-        if not quantizes:
-            made.append(Plan(key.format, tile, down[0]))
-    return made, down
+    return [Plan(key.format, tile, down[0]) for tile in up], down
 
 
 def small_candidates(key: LayerKey, tokens: int) -> tuple[list[Plan], list[SmallConfig]]:

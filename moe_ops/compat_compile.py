@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +25,14 @@ def fake_mode_of(value: Any) -> Any:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return value.fake_mode if isinstance(value, FakeTensor) else None
+
+
+def sdpa_kernel(mode: Any, tensors: Sequence[torch.Tensor | None], **options: Any) -> str:
+    """Which kernel `scaled_dot_product_attention` chooses for (query, key, value, attn_mask) and its options."""
+    from torch.nn.attention import SDPBackend
+
+    with mode or nullcontext(), torch.no_grad():
+        return SDPBackend(torch._fused_sdp_choice(*tensors, **options)).name
 
 
 def can_restart_with_constants(numbers: Sequence[torch.SymFloat]) -> bool:

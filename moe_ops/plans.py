@@ -47,15 +47,13 @@ class Plan:
 
     Args:
         path: "small" (no sorting, two kernels), "grouped", "batched" or "torch_grouped" (torch's CUTLASS GEMMs).
-        up, down: tiles of the two GEMMs; quantising schemes: `up` with 128 output columns quantises in its epilogue.
-        quantize_first: quantise the activations of GEMM 1 in a kernel of its own; otherwise inside GEMM 1.
+        up, down: tiles of the two GEMMs; quantising schemes: `up` has 128 output columns, a scale group.
         us: measured microseconds, None for a plan of the rule.
     """
 
     path: str
     up: MMConfig | SmallConfig | None
     down: MMConfig | SmallConfig | None
-    quantize_first: bool = False
     us: float | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -117,8 +115,6 @@ def gpu_of(index: int) -> tuple[str, int]:
 
 
 SMALL_PAIRS_PER_EXPERT = 0.25  # below it, pairs hardly ever share an expert: streaming per pair moves no extra bytes
-# Columns of all experts with tokens below which tiles of a whole scale group are fewer than two per multiprocessor.
-FEW_COLUMNS = 2 * 132 * 128
 
 
 def rule(key: LayerKey, tokens: int, sm: int) -> Plan:
@@ -131,9 +127,7 @@ def rule(key: LayerKey, tokens: int, sm: int) -> Plan:
     up, down = tiles(key.scheme, rows, sm)
     if quantizes and not key.gated:
         up = up._replace(block_n=128)
-    if quantizes and min(key.E, tokens * key.K) * key.I < FEW_COLUMNS:
-        up, down = up._replace(block_n=64, num_warps=4), down._replace(block_n=32, num_warps=4)
-    return Plan(key.format, up, down, quantize_first=quantizes and rows > 64)
+    return Plan(key.format, up, down)
 
 
 def tiles(scheme: str, rows: float, sm: int) -> tuple[MMConfig, MMConfig]:

@@ -11,11 +11,11 @@ from meta.schemes import SCHEMES
 from moe_ops import plans
 from moe_ops.backends.compose import topk_then_experts
 from moe_ops.kernels.triton import act_quant, batched_io, combine, permute, topk
-from moe_ops.kernels.triton.batched_mm import batched_mm as launch_batched_mm
-from moe_ops.kernels.triton.grouped_mm import grouped_mm as launch_grouped_mm
+from moe_ops.kernels.triton.expert_mm import batched_mm as launch_batched_mm
+from moe_ops.kernels.triton.expert_mm import grouped_mm as launch_grouped_mm
 from moe_ops.kernels.triton.launch import ExpertMM
-from moe_ops.kernels.triton.layer import Layer, fit, gpu_of, pdl_launches, unit_stride
-from moe_ops.kernels.triton.util import INTERPRETED
+from moe_ops.kernels.triton.layer import Layer, fit, gpu_of, pdl_launches
+from moe_ops.kernels.triton.util import INTERPRETED, unit_stride
 from moe_ops.kernels.triton.wgrad import grouped_wgrad as grouped_wgrad
 from moe_ops.plans import LayerKey
 
@@ -73,7 +73,8 @@ def moe_unpermute(rows: Tensor, pair_to_row: Tensor, topk_weights: Tensor) -> Te
 def batched_dispatch(
     hidden_states: Tensor, topk_ids: Tensor, expert_map: Tensor | None = None, *, num_experts: int, capacity: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return batched_io.dispatch(hidden_states, topk_ids, num_experts, capacity, expert_map)
+    batch, _, counts, slots = batched_io.dispatch(hidden_states, topk_ids, num_experts, capacity, expert_map)
+    return batch, counts, slots
 
 
 def batched_combine(batch: Tensor, slots: Tensor, topk_weights: Tensor) -> Tensor:

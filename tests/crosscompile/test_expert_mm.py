@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from moe_ops.kernels.triton.batched_mm import _batched_mm_kernel
-from moe_ops.kernels.triton.grouped_mm import _grouped_mm_kernel
+from moe_ops.kernels.triton.expert_mm import _expert_mm_kernel
 from moe_ops.kernels.triton.mm_tile import (
     CONCAT,
     INTERLEAVED,
     NOT_GATED,
     POINTERS,
-    PREQUANTIZED,
-    QUANTIZE_HERE,
     TMA_KN,
     TMA_NK,
-    UNQUANTIZED,
 )
 from moe_ops.kernels.triton.small import _small_down_kernel, _small_glu_kernel
 from tests.crosscompile.compiling import CAPABILITIES, Compiled, compile_kernel
@@ -38,7 +34,7 @@ def compile_mm(
     glu: int = CONCAT.value,
     a_tma: bool = True,
     w_load: int = TMA_NK.value,
-    a_quant: int = UNQUANTIZED.value,
+    quantized: bool = False,
     quantize: bool = False,
     gather: bool = False,
     batched: bool = False,
@@ -51,9 +47,7 @@ def compile_mm(
     first = glu != NOT_GATED.value
     N, K = (I, H) if first else (H, I)
     rows_n = 2 * N if first else N
-    quantized = a_quant != UNQUANTIZED.value
-    w_type = "fp8e4nv" if quantized else dtype
-    a_type = "fp8e4nv" if a_quant == PREQUANTIZED.value else dtype
+    a_type = w_type = "fp8e4nv" if quantized else dtype
     strides = (
         (rows_n * K, 1, rows_n) if w_load == TMA_KN.value else (rows_n * K, K, 1),
         (rows_n // 128 * (K // 128), K // 128, 1) if quantized else None,
@@ -63,44 +57,44 @@ def compile_mm(
         "a": f"*{a_type}:16",
         "w": f"*{w_type}:16",
         "out": f"*{'fp8e4nv' if quantize else dtype}:16",
+        "extents": "*i32:16",
+        "m_tiles": "i32",
+        "num_rows": "i32",
         "stride_am": "i32:16",
         "alpha": "fp32",
         "limit": "fp32",
     }
     constexprs = {
+        "E": E,
         "N": N,
         "K": K,
+        "TOP_K": 2 if gather else 0,
         "STRIDES": strides,
         "BLOCK": (*block, 8, E),
         "GLU": glu,
         "bias": None,
         "ACTIVATION": "silu" if first else None,
         "LOADS": (a_tma, w_load),
-        "A_QUANT": a_quant,
+        "QUANTIZED": quantized,
         "QUANTIZE": quantize,
+        "BATCHED": batched,
         "PDL": capability >= 90,
     }
     optional = {
         "a_desc": f"tensordesc<{a_type}[{block[0]}, {block[2]}]>" if a_tma else None,
         "w_desc": None if w_load == POINTERS.value else tensormap(w_load, glu, block[1], block[2], w_type),
-        "a_scale": "*fp32:16" if a_quant == PREQUANTIZED.value else None,
+        "a_scale": "*fp32:16" if quantized else None,
         "w_scale": "*fp32:16" if quantized else None,
         "out_scale": "*fp32:16",
+        "row_to_pair": "*i32:16" if gather else None,
     }
-    if batched:
-        signature |= {"expert_num_tokens": "*i32:16", "capacity": "i32:16"}
-    else:
-        signature |= {"offsets": "*i32:16", "m_tiles": "i32"}
-        constexprs |= {"E": E, "TOP_K": 2 if gather else 0}
-        optional["row_to_pair"] = "*i32:16" if gather else None
     for name, kind in optional.items():
         if kind is None:
             constexprs[name] = None
         else:
             signature[name] = kind
-    kernel = _batched_mm_kernel if batched else _grouped_mm_kernel
     return compile_kernel(
-        kernel,
+        _expert_mm_kernel,
         signature,
         constexprs,
         capability=capability,
@@ -141,15 +135,15 @@ def test_fp8_on_hopper_uses_qgmma_and_tma_without_spills(form):
         "down": dict(glu=NOT_GATED.value),
         "batched_glu": dict(glu=CONCAT.value, batched=True, quantize=True),
     }
-    kernel = compile_mm((64, 256, 128), a_quant=PREQUANTIZED.value, **forms[form])
+    kernel = compile_mm((64, 256, 128), quantized=True, **forms[form])
     assert kernel.stack == 0, f"{kernel.stack} bytes of spills, {kernel.registers} registers"
     assert "QGMMA" in kernel.sass
     assert "UTMALDG" in kernel.sass
 
 
-@pytest.mark.parametrize("a_quant", [UNQUANTIZED.value, QUANTIZE_HERE.value], ids=["bf16", "fp8"])
-def test_decode_tiles_use_the_tensor_cores_without_spills(a_quant):
-    kernel = compile_mm((16, 128, 128), a_tma=False, gather=True, a_quant=a_quant, warps=4)
+@pytest.mark.parametrize("quantized", [False, True], ids=["bf16", "fp8"])
+def test_decode_tiles_use_the_tensor_cores_without_spills(quantized):
+    kernel = compile_mm((16, 128, 128), a_tma=False, gather=True, quantized=quantized, warps=4)
     assert kernel.stack == 0, f"{kernel.stack} bytes of spills, {kernel.registers} registers"
     assert kernel.ptx_count(r"mma\.sync") > 0
     assert "UTMALDG" in kernel.sass

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from moe_ops.kernels.triton.act_quant import _glu_rows_kernel, _quantize_kernel
+from moe_ops.kernels.triton.batched_io import _dispatch_few_kernel
 from moe_ops.kernels.triton.combine import _combine_kernel, register_limit
 from moe_ops.kernels.triton.permute import _count_kernel, _place_kernel, _place_small_kernel, _scatter_rows_kernel
 from moe_ops.kernels.triton.topk import _topk_kernel
@@ -84,6 +85,7 @@ SCATTER = {
     "H": "i32:16",
     "stride_t": "i32:16",
 }
+QUANTIZED = {"rows_ptr": "*fp8e4nv:16", "scale_ptr": "*fp32:16"}
 COMBINE = {
     "rows_ptr": "*bf16:16",
     "pair_to_row_ptr": "*i32:16",
@@ -102,6 +104,25 @@ WIDE = {"wide_loads": True, "wide_stores": True}
 def place_case(signature: dict[str, str], batched: bool, block_e: int) -> Case:
     constexprs = {"BATCHED": batched, "BLOCK": 1024, "BLOCK_E": block_e, "BLOCK_B": 4096 // block_e, "CHUNK": 128}
     return Case(_place_kernel, signature | TABLE, constexprs, wide_loads=True)
+
+
+def scatter_case(signature: dict[str, str]) -> Case:
+    constexprs = {"TOP_K": 8, "BLOCK_H": 2048, "QUANTIZE": "scale_ptr" in signature}
+    return Case(
+        _scatter_rows_kernel,
+        signature,
+        constexprs,
+        num_warps=8,
+        wide_loads=True,
+        wide_stores=not constexprs["QUANTIZE"],
+    )
+
+
+def dispatch_case(rows: dict[str, str]) -> Case:
+    sizes = {"TOP_K": 8, "BLOCK_H": 1024, "BLOCK_Q": 128, "BLOCK_E": 16, "QUANTIZE": bool(rows)}
+    signature = SCATTER | IDS | {"counts_ptr": "*i32:16", "slots_ptr": "*i32:16", "capacity": "i32"} | rows
+    del signature["pair_to_row_ptr"]
+    return Case(_dispatch_few_kernel, signature, sizes, wide_loads=True, wide_stores=not rows)
 
 
 def glu_case(activation: str, layout: str) -> Case:
@@ -140,10 +161,11 @@ CASES = {
     "place_128_experts": place_case(IDS | PLACES, False, 128),
     "place_512_experts": place_case(MAPPED | PLACES, False, 512),
     "place_slots": place_case(IDS | SLOTS, True, 128),
-    "scatter": Case(_scatter_rows_kernel, SCATTER, {"TOP_K": 8, "BLOCK_H": 2048}, num_warps=8, **WIDE),
-    "scatter_weighted": Case(
-        _scatter_rows_kernel, SCATTER | WEIGHTS, {"TOP_K": 8, "BLOCK_H": 2048}, num_warps=8, **WIDE
-    ),
+    "scatter": scatter_case(SCATTER),
+    "scatter_weighted": scatter_case(SCATTER | WEIGHTS),
+    "scatter_quantising": scatter_case(SCATTER | QUANTIZED),
+    "dispatch_few": dispatch_case({}),
+    "dispatch_few_quantising": dispatch_case(QUANTIZED),
     "combine": combine_case(8, {}),
     "combine_weighted": combine_case(8, WEIGHTS),
     "combine_top_16": combine_case(16, WEIGHTS),
@@ -164,7 +186,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_compiles_without_spills_and_with_wide_accesses(name, capability):
     case = CASES[name]
-    if name.startswith("quantize") and capability not in FP8_CAPABILITIES:
+    if "quanti" in name and capability not in FP8_CAPABILITIES:
         pytest.skip("no e4m3 conversion before sm_89")
     kernel = case.compile(capability)
     assert kernel.stack == 0, f"{kernel.stack} bytes of spills, {kernel.registers} registers"

@@ -155,11 +155,7 @@ def test_batched_overflow_drops_the_same_pairs_as_the_reference(monkeypatch):
 FP8_FORMS = {
     "small": plans.Plan("small", SMALL, SMALL),
     "grouped": plans.Plan("grouped", FP8_TILE, FP8_TILE._replace(block_n=64)),
-    "grouped_quantize_first": plans.Plan("grouped", FP8_TILE, FP8_TILE._replace(block_n=64), quantize_first=True),
-    "grouped_narrow": plans.Plan("grouped", FP8_TILE._replace(block_n=64), FP8_TILE._replace(block_n=32)),
     "batched": plans.Plan("batched", FP8_TILE, FP8_TILE._replace(block_n=64)),
-    "batched_quantize_first": plans.Plan("batched", FP8_TILE, FP8_TILE._replace(block_n=64), quantize_first=True),
-    "batched_narrow": plans.Plan("batched", FP8_TILE._replace(block_n=64), FP8_TILE._replace(block_n=32)),
 }
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from meta.activations import ACTIVATIONS
 from meta.schemes import SCHEMES
-from moe_ops.kernels.triton.batched_mm import batched_mm
 from moe_ops.kernels.triton.config import MMConfig, SmallConfig
-from moe_ops.kernels.triton.grouped_mm import grouped_mm
+from moe_ops.kernels.triton.expert_mm import batched_mm, grouped_mm
 from moe_ops.kernels.triton.launch import ExpertMM
 from moe_ops.kernels.triton.small import small_experts
 
@@ -204,8 +205,7 @@ def fp8_weight(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 @pytest.mark.parametrize("glu", ["concat", "interleaved", "none"])
 @pytest.mark.parametrize("config", [FP8_TILE, FP8_DESCRIPTORS], ids=["pointers", "descriptors"])
-@pytest.mark.parametrize("prequantized", [False, True], ids=["quantize_here", "prequantized"])
-def test_fp8_grouped_equals_the_product_of_the_dequantised_operands(glu, config, prequantized):
+def test_fp8_grouped_equals_the_product_of_the_dequantised_operands(glu, config):
     torch.manual_seed(6)
     n, k, counts = 192, 320, [5, 0, 17, 1, 2]
     rows = torch.randn(sum(counts), k)
@@ -217,11 +217,9 @@ def test_fp8_grouped_equals_the_product_of_the_dequantised_operands(glu, config,
         glu_layout=glu,
         activation="silu",
         weight_scale=w_scale,
-        rows_scale=rows_scale if prequantized else None,
+        rows_scale=rows_scale,
     )
-    out, _ = grouped_mm(
-        q_rows if prequantized else rows, mm, torch.tensor(counts).cumsum(0).int(), config, num_rows=rows.shape[0]
-    )
+    out, _ = grouped_mm(q_rows, mm, torch.tensor(counts).cumsum(0).int(), config, num_rows=rows.shape[0])
     gold = gold_mm(FP8.dequantize_rows(q_rows, rows_scale), wd, None, counts, glu=glu, activation="silu")
     close(out, gold, 1e-5)
 
@@ -229,13 +227,12 @@ def test_fp8_grouped_equals_the_product_of_the_dequantised_operands(glu, config,
 def test_fp8_epilogue_quantises_what_the_stand_alone_rule_does():
     torch.manual_seed(7)
     counts = [5, 0, 17, 1, 2]
-    rows = torch.randn(sum(counts), 256)
+    rows, rows_scale = FP8.quantize_rows(torch.randn(sum(counts), 256))
     wq, w_scale, _ = fp8_weight(2 * 200, 256)
     offsets = torch.tensor(counts).cumsum(0).int()
-    plain = ExpertMM(wq, torch.float32, glu_layout="concat", activation="silu", weight_scale=w_scale)
-    fused = ExpertMM(
-        wq, torch.float32, glu_layout="concat", activation="silu", weight_scale=w_scale, quantize_output=True
-    )
+    scales = {"weight_scale": w_scale, "rows_scale": rows_scale}
+    plain = ExpertMM(wq, torch.float32, glu_layout="concat", activation="silu", **scales)
+    fused = replace(plain, quantize_output=True)
     h, _ = grouped_mm(rows, plain, offsets, FP8_TILE, num_rows=rows.shape[0])
     q, scale = grouped_mm(rows, fused, offsets, FP8_TILE, num_rows=rows.shape[0])
     want_q, want_scale = FP8.quantize_rows(h)
@@ -259,8 +256,11 @@ def test_fp8_small_path_equals_the_grouped_path(glu):
     order = torch.argsort(flat.masked_fill(flat < 0, E), stable=True)
     counts = torch.bincount(flat[flat >= 0], minlength=E)
     offsets = counts.cumsum(0).int()
-    h, _ = grouped_mm(x, up, offsets, FP8_TILE, num_rows=T * 2, row_to_pair=order.int(), top_k=2)
-    y, _ = grouped_mm(h, down, offsets, FP8_TILE, num_rows=T * 2)
+    q, q_scale = FP8.quantize_rows(x)
+    gather = {"row_to_pair": order.int(), "top_k": 2}
+    h, _ = grouped_mm(q, replace(up, rows_scale=q_scale), offsets, FP8_TILE, num_rows=T * 2, **gather)
+    q, q_scale = FP8.quantize_rows(h)
+    y, _ = grouped_mm(q, replace(down, rows_scale=q_scale), offsets, FP8_TILE, num_rows=T * 2)
     want = torch.zeros(T, hidden, dtype=torch.float64)
     for row in range(int(offsets[-1])):
         pair = int(order[row])

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from moe_ops.kernels.triton import permute
+from meta.schemes import SCHEMES
+from moe_ops.kernels.triton import batched_io, permute
 from moe_ops.kernels.triton.batched_io import dispatch
 from moe_ops.kernels.triton.permute import gather_rows, sort_pairs
 
@@ -55,10 +56,11 @@ def routings(E, T, K):
     }
 
 
-@pytest.fixture(params=["one_kernel", "two_kernels"])
+@pytest.fixture(params=["with_the_copy", "one_kernel", "two_kernels"])
 def path(request, monkeypatch):
-    """Both ways of placing pairs, whatever their number."""
-    monkeypatch.setattr(permute, "COUNT_ALL_PAIRS", 1 << 20 if request.param == "one_kernel" else 0)
+    """Every way of placing pairs, whatever their number; the first is the batched format's alone."""
+    monkeypatch.setattr(batched_io, "FEW_PAIRS", 1 << 20 if request.param == "with_the_copy" else 0)
+    monkeypatch.setattr(permute, "COUNT_ALL_PAIRS", 0 if request.param == "two_kernels" else 1 << 20)
 
 
 def assert_sorted(ids, E, expert_map=None):
@@ -100,7 +102,7 @@ def test_expert_map(path, dtype):
     ids = torch.randint(-2, 27, (19, 4)).to(dtype)
     assert_sorted(ids, 6, expert_map.to(dtype))
     counts, slots = expected_slots(ids, 6, 4, expert_map)
-    _, got_counts, got_slots = dispatch(torch.randn(19, 8), ids, 6, 4, expert_map.to(dtype))
+    _, _, got_counts, got_slots = dispatch(torch.randn(19, 8), ids, 6, 4, expert_map.to(dtype))
     assert torch.equal(got_counts, counts) and torch.equal(got_slots, slots)
 
 
@@ -109,7 +111,7 @@ def test_no_tokens(E):
     offsets, row_to_pair, pair_to_row = sort_pairs(torch.empty(0, 4, dtype=torch.int64), E)
     assert torch.equal(offsets, torch.zeros(E, dtype=torch.int32))
     assert row_to_pair.shape == (0,) and pair_to_row.shape == (0, 4)
-    batch, counts, slots = dispatch(torch.randn(0, 8), torch.empty(0, 4, dtype=torch.int32), E, 3)
+    batch, _, counts, slots = dispatch(torch.randn(0, 8), torch.empty(0, 4, dtype=torch.int32), E, 3)
     assert batch.shape == (E, 3, 8) and slots.shape == (0, 4)
     assert torch.equal(counts, torch.zeros(E, dtype=torch.int32))
 
@@ -146,7 +148,7 @@ def test_dispatch_keeps_the_first_pairs_and_writes_nothing_else(capacity, routin
     ids, x, weights = routings(E, T, K)[routing], torch.randn(T, H).bfloat16(), torch.rand(T, K)
     counts, slots = expected_slots(ids, E, capacity)
     for w in (None, weights):
-        batch, got_counts, got_slots = dispatch(x, ids, E, capacity, None, w)
+        batch, _, got_counts, got_slots = dispatch(x, ids, E, capacity, None, w)
         assert torch.equal(got_counts, counts) and torch.equal(got_slots, slots)
         written = torch.zeros(E * capacity, dtype=torch.bool)
         for pair, slot in enumerate(slots.flatten().tolist()):
@@ -156,3 +158,19 @@ def test_dispatch_keeps_the_first_pairs_and_writes_nothing_else(capacity, routin
                 assert torch.equal(batch.view(-1, H)[slot], expected.bfloat16())
         assert torch.equal(~poisoned(batch).all(-1).flatten(), written)
         assert torch.equal(written.view(E, capacity).sum(1).int(), counts)
+
+
+@pytest.mark.parametrize("H", [128, 256, 200])
+def test_dispatch_quantises_as_the_scheme_does(H, path, poisoned):
+    T, K, E, capacity = 9, 2, 4, 3
+    ids, x, weights = torch.randint(-1, E, (T, K)), torch.randn(T, H).bfloat16(), torch.rand(T, K)
+    scheme = SCHEMES["fp8_block128"]
+    for w in (None, weights):
+        batch, scale, counts, slots = dispatch(x, ids, E, capacity, None, w, scheme=scheme.name)
+        assert batch.dtype == scheme.rows_dtype and scale.shape == (E, capacity, -(-H // 128))
+        plain, _, _, _ = dispatch(x, ids, E, capacity, None, w)
+        for slot in slots[slots >= 0].tolist():
+            want, want_scale = scheme.quantize_rows(plain.view(-1, H)[slot : slot + 1])
+            assert torch.equal(batch.view(-1, H)[slot].view(torch.uint8), want[0].view(torch.uint8))
+            assert torch.equal(scale.view(E * capacity, -1)[slot], want_scale[0])
+        assert int((~poisoned(scale).all(-1)).sum()) == int(counts.sum())

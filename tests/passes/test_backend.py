@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moe_ops
 from compile_passes.backend import _with_our_passes
-from compile_passes.passes import FUSE, MoEPass
+from compile_passes.passes import PRE_GRAD, MoEPass
 from tests.corpus.families import build, result, tokens
 from tests.passes.blocks import E, H, I, K, batched, block, weights
 
@@ -53,7 +53,7 @@ def run(**compile_arguments):
 @pytest.mark.parametrize("backend", ["moe_ops", "moe_ops_eager"])
 def test_backend_fuses_and_joins(backend):
     run(backend=backend)
-    assert counters["moe_ops"] == {"fused": 1, "refused": 0, "joined": 1}
+    assert counters["moe_ops"] == {"fused": 1, "refused": 0, "joined": 1, "shared_heads": 0}
 
 
 def test_backend_is_listed():
@@ -127,16 +127,16 @@ def test_second_compilation_is_a_cache_hit():
 
 
 def test_uuid_covers_ours_and_the_users():
-    ours = MoEPass(FUSE)
-    assert ours.uuid() == MoEPass(FUSE).uuid()
-    with_user = MoEPass(FUSE, Recorder("one"))
-    assert len({ours.uuid(), with_user.uuid(), MoEPass(FUSE, [Recorder("two")]).uuid()}) == 3
-    assert MoEPass(FUSE, lambda graph: None).uuid() is None
+    ours = MoEPass(PRE_GRAD)
+    assert ours.uuid() == MoEPass(PRE_GRAD).uuid()
+    with_user = MoEPass(PRE_GRAD, Recorder("one"))
+    assert len({ours.uuid(), with_user.uuid(), MoEPass(PRE_GRAD, [Recorder("two")]).uuid()}) == 3
+    assert MoEPass(PRE_GRAD, lambda graph: None).uuid() is None
 
 
 def test_passes_of_an_enclosing_context_are_not_doubled():
     own = Recorder()
-    with config.patch({"pre_grad_custom_pass": MoEPass(FUSE, own)}):
+    with config.patch({"pre_grad_custom_pass": MoEPass(PRE_GRAD, own)}):
         assert _with_our_passes({})["pre_grad_custom_pass"].users == (own,)
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from meta.schemes import SCHEMES
 from moe_ops.kernels.triton.scales import quantize_tile
-from moe_ops.kernels.triton.util import cdiv, next_power_of_2, on_device, round_to
+from moe_ops.kernels.triton.util import cdiv, next_power_of_2, on_device, pdl_release, pdl_wait, round_to
 
 PROGRAMS = 4096  # of quantize_batched, over all experts: enough to fill a GPU while most experts hold few rows
 NAN = tl.constexpr(tl.PropagateNan.ALL)
@@ -167,6 +167,7 @@ def _quantize_kernel(
     stride_r,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program quantises blocks of BLOCK_M scale groups (GROUP columns of one row) of one expert.
 
@@ -175,6 +176,8 @@ def _quantize_kernel(
 
     Bytes: rows (K (sizeof(element) + 1) + 4 groups).
     """
+    pdl_wait(PDL)
+    pdl_release(PDL)
     e = tl.program_id(1).to(tl.int64)
     used = rows
     if counts_ptr is not None:
@@ -190,7 +193,9 @@ def _quantize_kernel(
         tl.store(scale_ptr + e * rows * groups + g, scale, mask=g < used * groups)
 
 
-def _quantize(x: torch.Tensor, counts: torch.Tensor | None, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize(
+    x: torch.Tensor, counts: torch.Tensor | None, scheme: str, pdl: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise [E, rows, K], one kernel; `counts` bounds the rows on the device."""
     row = SCHEMES[scheme]
     E, rows, K = x.shape
@@ -216,22 +221,25 @@ def _quantize(x: torch.Tensor, counts: torch.Tensor | None, scheme: str) -> tupl
             x.stride(1),
             GROUP=row.group_k,
             BLOCK_M=block_m,
+            PDL=pdl,
             num_warps=4 if block_m == 32 else 1,
+            launch_pdl=pdl,
         )
     return q, scale
 
 
-def quantize_rows(rows: torch.Tensor, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(rows: torch.Tensor, scheme: str, *, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise activations by row and 128 columns.
 
     Args:
         rows: [R, K] any float dtype, any row stride.
         scheme: a name of `meta.schemes.SCHEMES` whose activations are "fp8_1x128".
+        pdl: launch as a programmatic dependent of the kernel before.
 
     Returns:
         (q e4m3 [R, K], scale f32 [R, ceil(K / 128)]): the numbers of `scales.quantize_tile`.
     """
-    q, scale = _quantize(rows[None], None, scheme)
+    q, scale = _quantize(rows[None], None, scheme, pdl)
     return q[0], scale[0]
 
 

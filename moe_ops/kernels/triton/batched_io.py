@@ -3,8 +3,81 @@
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 
-from moe_ops.kernels.triton.permute import place_pairs, scatter_rows
+from meta.schemes import SCHEMES
+from moe_ops.kernels.triton.permute import place_pairs, scatter_rows, store_row
+from moe_ops.kernels.triton.util import (
+    cdiv,
+    load_expert,
+    next_power_of_2,
+    on_device,
+    pdl_release,
+    pdl_wait,
+    unit_stride,
+)
+
+FEW_PAIRS = 1024  # up to here one kernel that counts and copies saves more than its repeated reading of all ids costs
+COUNT_BLOCK = 16  # experts counted by one program
+
+
+@triton.jit(do_not_specialize=["R", "capacity"])
+def _dispatch_few_kernel(
+    hidden_ptr,
+    weights_ptr,
+    topk_ids_ptr,
+    expert_map_ptr,
+    rows_ptr,
+    scale_ptr,
+    counts_ptr,
+    slots_ptr,
+    R,
+    E,
+    E_GLOBAL,
+    H,
+    capacity,
+    stride_t,
+    TOP_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program p < R: find the slot of pair p by counting its expert's earlier pairs, and copy BLOCK_H columns there.
+
+    Programs R, R + 1, ...: count the pairs of BLOCK_E experts each. No program waits for another.
+    Bytes: 4 R (R + E / BLOCK_E) from L2 for the ids, R H sizeof(element) read, R H sizeof(row element) written.
+    """
+    pdl_wait(PDL)
+    pdl_release(PDL)
+    p = tl.program_id(0)
+    column = tl.program_id(1)
+    if p < R:
+        h = column * BLOCK_H + tl.arange(0, BLOCK_H)
+        x = tl.load(hidden_ptr + (p // TOP_K).to(tl.int64) * stride_t + h, mask=h < H, other=0.0)
+        expert = load_expert(topk_ids_ptr, expert_map_ptr, p, p < R, E, E_GLOBAL)
+        earlier = tl.zeros([BLOCK_Q], tl.int32)
+        for start in range(0, R, BLOCK_Q):
+            q = start + tl.arange(0, BLOCK_Q)
+            other = load_expert(topk_ids_ptr, expert_map_ptr, q, q < p, E, E_GLOBAL)
+            earlier += ((other == expert) & (q < p)).to(tl.int32)
+        place = tl.sum(earlier, axis=0)
+        kept = (expert < E) & (place < capacity)
+        slot = tl.where(kept, expert * capacity + place, -1)
+        if column == 0:
+            tl.store(slots_ptr + p, slot)
+        weight = None if weights_ptr is None else tl.load(weights_ptr + p).to(tl.float32)
+        store_row(x, weight, slot, kept, column * BLOCK_H, rows_ptr, scale_ptr, H, BLOCK_H, QUANTIZE)
+    elif column == 0:
+        e = (p - R) * BLOCK_E + tl.arange(0, BLOCK_E)
+        mine = tl.zeros([BLOCK_E, BLOCK_Q], tl.int32)
+        for start in range(0, R, BLOCK_Q):
+            q = start + tl.arange(0, BLOCK_Q)
+            expert = load_expert(topk_ids_ptr, expert_map_ptr, q, q < R, E, E_GLOBAL)
+            mine += (e[:, None] == expert[None, :]).to(tl.int32)
+        tl.store(counts_ptr + e, tl.minimum(tl.sum(mine, axis=1), capacity), mask=e < E)
 
 
 def dispatch(
@@ -15,9 +88,10 @@ def dispatch(
     expert_map: torch.Tensor | None = None,
     topk_weights: torch.Tensor | None = None,
     *,
+    scheme: str | None = None,
     pdl: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Copy every pair's token to its slot: one or two kernels for the slots, one for the copy.
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """Copy every pair's token to its slot: one kernel for few pairs, else one or two for the slots and one to copy.
 
     The first `capacity` pairs of an expert, by pair index, keep their slots; the others are dropped. Batch rows past
     an expert's count are not written.
@@ -25,11 +99,51 @@ def dispatch(
     Args:
         hidden_states: [T, H]; topk_ids: [T, K] i32 or i64, dropped when outside the experts held here.
         topk_weights: [T, K] to multiply the tokens by (fp32, rounded), or None.
+        scheme: a name of `meta.schemes.SCHEMES`: rows as it quantises activations. Without one, or if it does not
+            quantise them, rows are of the tokens' dtype.
 
     Returns:
-        (batch [E, C, H], expert_num_tokens i32 [E] at most C, slots i32 [T, K] = e * C + c, or -1 when dropped).
+        (batch [E, C, H], its scales f32 [E, C, ceil(H / 128)] or None, expert_num_tokens i32 [E] at most C,
+        slots i32 [T, K] = e * C + c, or -1 when dropped).
     """
-    expert_num_tokens, _, slots = place_pairs(topk_ids, num_experts, expert_map, capacity, pdl)
-    batch = hidden_states.new_empty((num_experts, capacity, hidden_states.shape[1]))
-    scatter_rows(hidden_states, slots, topk_weights, batch, pdl)
-    return batch, expert_num_tokens, slots
+    (T, H), TOP_K = hidden_states.shape, topk_ids.shape[1]
+    R, E = T * TOP_K, num_experts
+    scale, dtype = None, hidden_states.dtype
+    if scheme is not None and SCHEMES[scheme].quantizes_rows:
+        scale = hidden_states.new_empty((E, capacity, cdiv(H, SCHEMES[scheme].group_k)), dtype=torch.float32)
+        dtype = SCHEMES[scheme].rows_dtype
+    batch = hidden_states.new_empty((E, capacity, H), dtype=dtype)
+    if R == 0 or R > FEW_PAIRS or H == 0:
+        counts, _, slots = place_pairs(topk_ids, E, expert_map, capacity, pdl)
+        scatter_rows(hidden_states, slots, topk_weights, batch, scale, pdl)
+        return batch, scale, counts, slots
+    counts = torch.empty(E, dtype=torch.int32, device=topk_ids.device)
+    slots = torch.empty((T, TOP_K), dtype=torch.int32, device=topk_ids.device)
+    hidden_states = unit_stride(hidden_states)
+    block_h = max(128, min(next_power_of_2(H), 1024))
+    with on_device(hidden_states):
+        _dispatch_few_kernel[(R + cdiv(E, COUNT_BLOCK), cdiv(H, block_h))](
+            hidden_states,
+            None if topk_weights is None else topk_weights.contiguous(),
+            topk_ids.contiguous(),
+            None if expert_map is None else expert_map.contiguous(),
+            batch,
+            scale,
+            counts,
+            slots,
+            R,
+            E,
+            0 if expert_map is None else expert_map.shape[0],
+            H,
+            capacity,
+            hidden_states.stride(0),
+            TOP_K=TOP_K,
+            BLOCK_H=block_h,
+            BLOCK_Q=max(16, min(128, next_power_of_2(R))),
+            BLOCK_E=COUNT_BLOCK,
+            QUANTIZE=scale is not None,
+            PDL=pdl,
+            num_warps=4,
+            launch_pdl=pdl,
+        )
+    return batch, scale, counts, slots

@@ -14,11 +14,8 @@ from moe_ops.kernels.triton.mm_tile import (
     INTERLEAVED,
     NOT_GATED,
     POINTERS,
-    PREQUANTIZED,
-    QUANTIZE_HERE,
     TMA_KN,
     TMA_NK,
-    UNQUANTIZED,
 )
 from moe_ops.kernels.triton.util import cdiv, next_power_of_2
 
@@ -35,7 +32,6 @@ class Launch:
     strides: tuple[Any, Any, Any]
     block: tuple[int, int, int, int, int]
     loads: tuple[bool, int]
-    a_quant: int
     n_tiles: int
 
 
@@ -124,10 +120,6 @@ class ExpertMM:
         """Descriptors, strides and constants of a launch on rows `a` [rows, K]."""
         a_tma = config.a_tma and not gathered and _descriptor_strides(a, inner=1)
         w_load = self._weight_load(config)
-        if self.weight_scale is None:
-            a_quant = UNQUANTIZED.value
-        else:
-            a_quant = QUANTIZE_HERE.value if self.rows_scale is None else PREQUANTIZED.value
         out_columns = config.block_n // (2 if self.glu else 1)
         a_desc = (
             TensorDescriptor(a, list(a.shape), list(a.stride()), [config.block_m, config.block_k]) if a_tma else None
@@ -142,6 +134,5 @@ class ExpertMM:
             ),
             block=(config.block_m, config.block_n, config.block_k, config.group_m, next_power_of_2(self.num_experts)),
             loads=(a_tma, w_load),
-            a_quant=a_quant,
             n_tiles=cdiv(self.out_features, out_columns),
         )

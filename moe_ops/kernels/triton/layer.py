@@ -9,11 +9,11 @@ import torch
 from meta.schemes import SCHEMES
 from moe_ops import plans
 from moe_ops.kernels.triton import act_quant, batched_io, combine, permute, small
-from moe_ops.kernels.triton.batched_mm import batched_mm as launch_batched_mm
 from moe_ops.kernels.triton.config import MMConfig
-from moe_ops.kernels.triton.grouped_mm import grouped_mm as launch_grouped_mm
+from moe_ops.kernels.triton.expert_mm import batched_mm as launch_batched_mm
+from moe_ops.kernels.triton.expert_mm import grouped_mm as launch_grouped_mm
 from moe_ops.kernels.triton.launch import ExpertMM
-from moe_ops.kernels.triton.util import INTERPRETED
+from moe_ops.kernels.triton.util import INTERPRETED, unit_stride
 from moe_ops.plans import Plan
 
 Tensor = torch.Tensor
@@ -29,10 +29,6 @@ def gpu_of(device: torch.device) -> tuple[str, int]:
 def pdl_launches(device: torch.device) -> bool:
     """Whether kernels of one layer may overlap their starts: each waits for the one before it prior to any access."""
     return not INTERPRETED.value and gpu_of(device)[1] >= 90
-
-
-def unit_stride(rows: Tensor) -> Tensor:
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 @dataclass(frozen=True)
@@ -77,31 +73,30 @@ class Layer:
 
     def _grouped(self, plan: Plan, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         pdl, (before, after) = pdl_launches(hidden_states.device), self._weights(topk_weights)
-        up = self._first(plan.up)
+        up = self._first()
         offsets, row_to_pair, pair_to_row = permute.sort_pairs(topk_ids, up.num_experts, self.expert_map, pdl=pdl)
         rows, top_k = hidden_states, topk_ids.shape[1]
         if self.weight_on_input:
             rows, row_to_pair, top_k = permute.gather_rows(hidden_states, pair_to_row, before, pdl=pdl), None, 0
-        if plan.quantize_first and self._quantizes:
-            rows, rows_scale = act_quant.quantize_rows(rows, self.scheme)
+        if self._quantizes:
+            rows, rows_scale = act_quant.quantize_rows(rows, self.scheme, pdl=pdl)
             up = replace(up, rows_scale=rows_scale)
         count = topk_ids.numel()
         gather = {"row_to_pair": row_to_pair, "top_k": top_k}
-        h, h_scale = launch_grouped_mm(rows, up, offsets, plan.up, num_rows=count, **gather, pdl=pdl)
+        h, h_scale = launch_grouped_mm(rows, up, offsets, fit(plan.up, up), num_rows=count, **gather, pdl=pdl)
         y, _ = launch_grouped_mm(h, self._second(h_scale), offsets, plan.down, num_rows=count, pdl=pdl)
         return combine.combine(y, pair_to_row, after, pdl=pdl)
 
     def _batched(self, plan: Plan, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         pdl, (before, after) = pdl_launches(hidden_states.device), self._weights(topk_weights)
-        up = self._first(plan.up)
-        batch, counts, slots = batched_io.dispatch(
-            hidden_states, topk_ids, up.num_experts, self.capacity, self.expert_map, before, pdl=pdl
+        up = self._first()
+        batch, batch_scale, counts, slots = batched_io.dispatch(
+            hidden_states, topk_ids, up.num_experts, self.capacity, self.expert_map, before, scheme=self.scheme, pdl=pdl
         )
-        if plan.quantize_first and self._quantizes:
-            batch, batch_scale = act_quant.quantize_batched(batch, counts, self.scheme)
-            up = replace(up, rows_scale=batch_scale)
-        h, h_scale = launch_batched_mm(batch, up, counts, plan.up, pdl=pdl)
-        y, _ = launch_batched_mm(h, self._second(h_scale), counts, plan.down, pdl=pdl)
+        up = replace(up, rows_scale=batch_scale)
+        bound = {"most_rows": topk_ids.numel(), "pdl": pdl}
+        h, h_scale = launch_batched_mm(batch, up, counts, fit(plan.up, up), **bound)
+        y, _ = launch_batched_mm(h, self._second(h_scale), counts, plan.down, **bound)
         return combine.combine(y.flatten(0, 1), slots, after, pdl=pdl)
 
     @property
@@ -112,21 +107,13 @@ class Layer:
         """Routing weights of the rows before the experts, and of the results after them."""
         return (topk_weights, None) if self.weight_on_input else (None, topk_weights)
 
-    def _first(self, tile: MMConfig) -> ExpertMM:
-        """GEMM 1. Quantising schemes: its epilogue quantises for GEMM 2 when the tile holds a whole scale group.
-
-        A narrower tile, which a few tokens need to fill the GPU, leaves fp32 rows instead, and GEMM 2 quantises the
-        same numbers as it loads them.
-        """
-        if not self._quantizes:
-            return self.up
-        if tile == fit(tile, replace(self.up, quantize_output=True)):
-            return replace(self.up, quantize_output=True)
-        return replace(self.up, out_dtype=torch.float32)
+    def _first(self) -> ExpertMM:
+        """GEMM 1; quantising schemes: its epilogue quantises for GEMM 2."""
+        return replace(self.up, quantize_output=self._quantizes)
 
     def _second(self, h_scale: Tensor) -> ExpertMM:
         """GEMM 2 on the rows that GEMM 1 left."""
-        return replace(self.down, rows_scale=h_scale) if h_scale.numel() else self.down
+        return replace(self.down, rows_scale=h_scale) if self._quantizes else self.down
 
 
 def fit(tile: MMConfig, mm: ExpertMM) -> MMConfig:

@@ -21,10 +21,6 @@ INTERLEAVED = tl.constexpr(2)
 POINTERS = tl.constexpr(0)
 TMA_NK = tl.constexpr(1)
 TMA_KN = tl.constexpr(2)
-# What happens to the activations before the product (A_QUANT).
-UNQUANTIZED = tl.constexpr(0)
-PREQUANTIZED = tl.constexpr(1)
-QUANTIZE_HERE = tl.constexpr(2)
 
 
 @triton.jit
@@ -121,14 +117,10 @@ def load_rows(
 
 
 @triton.jit
-def quantized_rows(tile, a_scale, a_row, row_valid, k, K: tl.constexpr, A_QUANT: tl.constexpr):
-    """(e4m3 tile, scale of its rows): quantised here, or already with scales [rows, ceil(K / 128)]."""
-    if A_QUANT == QUANTIZE_HERE:
-        tile, scale = quantize_tile(tile.to(tl.float32))
-    else:
-        groups: tl.constexpr = (K + 127) // 128
-        scale = tl.load(a_scale + a_row.to(tl.int64) * groups + k // 128, mask=row_valid, other=0.0)
-    return tile, scale
+def load_row_scale(a_scale, a_row, row_valid, k, K: tl.constexpr):
+    """Scales [BLOCK_M] of a quantised activation tile, from [rows, ceil(K / 128)]."""
+    groups: tl.constexpr = (K + 127) // 128
+    return tl.load(a_scale + a_row.to(tl.int64) * groups + k // 128, mask=row_valid, other=0.0)
 
 
 @triton.jit
@@ -176,7 +168,7 @@ def mm_tile(
     GLU: tl.constexpr,
     A_TMA: tl.constexpr,
     W_LOAD: tl.constexpr,
-    A_QUANT: tl.constexpr,
+    QUANTIZED: tl.constexpr,
 ):
     """fp32 accumulator [BLOCK_M, BLOCK_N] of a tile: sum over k of a[row, k] * w[expert, n, k].
 
@@ -193,13 +185,13 @@ def mm_tile(
         w_tile = load_weight(
             w, w_desc, w_row, w_valid, expert, n_start, k, K, W_STRIDES, BLOCK_N, BLOCK_K, GLU, W_LOAD, 0
         )
-        if A_QUANT == UNQUANTIZED:
+        if not QUANTIZED:
             if INTERPRETED:
                 a_tile = a_tile.to(tl.float32)
                 w_tile = w_tile.to(tl.float32)
             accumulator = tl.dot(a_tile, w_tile, accumulator, input_precision="ieee")
         else:
-            a_tile, row_scale = quantized_rows(a_tile, a_scale, a_row, row_valid, k, K, A_QUANT)
+            row_scale = load_row_scale(a_scale, a_row, row_valid, k, K)
             row = n_start if ONE_SCALE else w_row
             accumulator += scaled_product(
                 a_tile, row_scale, w_tile, w_scale, expert, row, w_valid, k, W_SCALE_STRIDES, ONE_SCALE
@@ -230,7 +222,6 @@ def scaled_glu_tile(
     BLOCK_K: tl.constexpr,
     A_TMA: tl.constexpr,
     W_LOAD: tl.constexpr,
-    A_QUANT: tl.constexpr,
 ):
     """(gate, up) fp32 accumulators [BLOCK_M, COLUMNS] of a quantised gated tile, concat layout.
 
@@ -249,7 +240,7 @@ def scaled_glu_tile(
         up_tile = load_weight(
             w, w_desc, N + gate_row, w_valid, expert, n_start, k, K, W_STRIDES, COLUMNS, BLOCK_K, CONCAT, W_LOAD, 1
         )
-        a_tile, row_scale = quantized_rows(a_tile, a_scale, a_row, row_valid, k, K, A_QUANT)
+        row_scale = load_row_scale(a_scale, a_row, row_valid, k, K)
         row = n_start if ONE_SCALE else gate_row
         gate += scaled_product(
             a_tile, row_scale, gate_tile, w_scale, expert, row, w_valid, k, W_SCALE_STRIDES, ONE_SCALE
@@ -294,7 +285,7 @@ def compute_tile(
     GLU: tl.constexpr,
     ACTIVATION: tl.constexpr,
     LOADS: tl.constexpr,
-    A_QUANT: tl.constexpr,
+    QUANTIZED: tl.constexpr,
     QUANTIZE: tl.constexpr,
 ):
     """A whole output tile: product, + bias (fp32), activation (fp32), one rounding, store.
@@ -311,7 +302,7 @@ def compute_tile(
     W_LOAD: tl.constexpr = LOADS[1]
     COLUMNS: tl.constexpr = BLOCK_N if GLU == NOT_GATED else BLOCK_N // 2
     column, valid = weight_rows(n_start, N, COLUMNS, NOT_GATED)
-    if A_QUANT != UNQUANTIZED and GLU == CONCAT:
+    if QUANTIZED and GLU == CONCAT:
         gate, up = scaled_glu_tile(
             a,
             a_desc,
@@ -334,7 +325,6 @@ def compute_tile(
             BLOCK_K,
             A_TMA,
             W_LOAD,
-            A_QUANT,
         )
     else:
         gate = mm_tile(
@@ -360,7 +350,7 @@ def compute_tile(
             GLU,
             A_TMA,
             W_LOAD,
-            A_QUANT,
+            QUANTIZED,
         )
         up = gate
         if GLU == CONCAT:

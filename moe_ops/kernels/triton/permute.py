@@ -11,7 +11,17 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.triton.util import cdiv, load_expert, next_power_of_2, on_device, pdl_release, pdl_wait, round_to
+from moe_ops.kernels.triton.scales import quantize_tile
+from moe_ops.kernels.triton.util import (
+    cdiv,
+    load_expert,
+    next_power_of_2,
+    on_device,
+    pdl_release,
+    pdl_wait,
+    round_to,
+    unit_stride,
+)
 
 COUNT_ALL_PAIRS = 4096  # up to here R^2 comparisons, spread over all multiprocessors, beat a second kernel
 CHUNK = 128  # pairs ranked against one another at once in the large path
@@ -256,33 +266,66 @@ def sort_pairs(
 
 
 @triton.jit
+def store_row(
+    x,
+    weight,
+    row,
+    kept,
+    h_start,
+    rows_ptr,
+    scale_ptr,
+    H,
+    BLOCK_H: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+):
+    """Write columns h_start .. h_start + BLOCK_H - 1 of a token to `row`, times `weight` if given, if `kept`.
+
+    The product is rounded to the token's dtype. QUANTIZE: then to e4m3 with a scale for every 128 columns.
+    """
+    y = x
+    if weight is not None:
+        y = round_to(x.to(tl.float32) * weight, x.dtype)
+    if QUANTIZE:
+        group = tl.arange(0, BLOCK_H // 128)
+        columns = h_start + group[:, None] * 128 + tl.arange(0, 128)[None, :]
+        quantized, scale = quantize_tile(tl.reshape(y.to(tl.float32), [BLOCK_H // 128, 128]))
+        tl.store(rows_ptr + row.to(tl.int64) * H + columns, quantized, mask=(columns < H) & kept)
+        groups = (H + 127) // 128
+        g = h_start // 128 + group
+        tl.store(scale_ptr + row.to(tl.int64) * groups + g, scale, mask=(g < groups) & kept)
+    else:
+        h = h_start + tl.arange(0, BLOCK_H)
+        tl.store(rows_ptr + row.to(tl.int64) * H + h, y, mask=(h < H) & kept)
+
+
+@triton.jit
 def _scatter_rows_kernel(
     hidden_ptr,
     weights_ptr,
     pair_to_row_ptr,
     rows_ptr,
+    scale_ptr,
     H,
     stride_t,
     TOP_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    QUANTIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program reads BLOCK_H columns of one token once and writes them to each of its TOP_K rows.
 
-    Bytes: (T + R) H sizeof(element).
+    Bytes: T H sizeof(element) + R H sizeof(row element).
     """
     pdl_wait(PDL)
     pdl_release(PDL)
     t = tl.program_id(0)
-    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    h_start = tl.program_id(1) * BLOCK_H
+    h = h_start + tl.arange(0, BLOCK_H)
     x = tl.load(hidden_ptr + t.to(tl.int64) * stride_t + h, mask=h < H, other=0.0)
     for k in tl.static_range(TOP_K):
         row = tl.load(pair_to_row_ptr + t * TOP_K + k)
-        y = x
-        if weights_ptr is not None:
-            weight = tl.load(weights_ptr + t * TOP_K + k).to(tl.float32)
-            y = round_to(x.to(tl.float32) * weight, rows_ptr.dtype.element_ty)
-        tl.store(rows_ptr + row.to(tl.int64) * H + h, y, mask=(h < H) & (row >= 0))
+        weight = None if weights_ptr is None else tl.load(weights_ptr + t * TOP_K + k).to(tl.float32)
+        store_row(x, weight, row, row >= 0, h_start, rows_ptr, scale_ptr, H, BLOCK_H, QUANTIZE)
 
 
 def scatter_rows(
@@ -290,26 +333,31 @@ def scatter_rows(
     pair_to_row: torch.Tensor,
     topk_weights: torch.Tensor | None,
     rows: torch.Tensor,
+    rows_scale: torch.Tensor | None,
     pdl: bool,
 ) -> None:
-    """Write token t, times its k-th weight if given, to `rows[pair_to_row[t, k]]` where that is not -1."""
+    """Write token t, times its k-th weight if given, to `rows[pair_to_row[t, k]]` where that is not -1.
+
+    With `rows_scale` [rows, ceil(H / 128)] f32 the rows are e4m3, quantised here.
+    """
     T, H = hidden_states.shape
     TOP_K = pair_to_row.shape[1]
     if T == 0 or TOP_K == 0 or H == 0:
         return
-    if hidden_states.stride(1) != 1:
-        hidden_states = hidden_states.contiguous()
-    block_h = min(next_power_of_2(H), 2048 if T >= 256 else 512)
+    hidden_states = unit_stride(hidden_states)
+    block_h = max(128, min(next_power_of_2(H), 2048 if T >= 256 else 512))
     with on_device(hidden_states):
         _scatter_rows_kernel[(T, cdiv(H, block_h))](
             hidden_states,
             None if topk_weights is None else topk_weights.contiguous(),
             pair_to_row.contiguous(),
             rows,
+            rows_scale,
             H,
             hidden_states.stride(0),
             TOP_K=TOP_K,
             BLOCK_H=block_h,
+            QUANTIZE=rows_scale is not None,
             PDL=pdl,
             num_warps=min(8, max(1, block_h // 256)),
             launch_pdl=pdl,
@@ -334,5 +382,5 @@ def gather_rows(
         rows [T * K, H]; rows that no pair maps to are uninitialised.
     """
     rows = hidden_states.new_empty((pair_to_row.numel(), hidden_states.shape[1]))
-    scatter_rows(hidden_states, pair_to_row, topk_weights, rows, pdl)
+    scatter_rows(hidden_states, pair_to_row, topk_weights, rows, None, pdl)
     return rows

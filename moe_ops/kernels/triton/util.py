@@ -36,6 +36,11 @@ def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
     return nullcontext()
 
 
+def unit_stride(rows: torch.Tensor) -> torch.Tensor:
+    """`rows`, copied if its last dimension is strided."""
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
 @triton.jit
 def pdl_wait(PDL: tl.constexpr):
     """With programmatic dependent launch, wait for the previous kernel's writes; otherwise nothing."""
@@ -71,15 +76,17 @@ def round_to(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def find_tile(offsets_ptr, pid_m, E, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+def find_tile(extents_ptr, num_rows, pid_m, E, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BATCHED: tl.constexpr):
     """Which expert's rows tile `pid_m` covers when every expert's rows are cut into tiles of BLOCK_M.
 
-    Tiles are numbered expert by expert, so any grid of at least `ceil(R / BLOCK_M) + min(E, R)` programs covers all
-    rows, and programs past the last tile learn it here. One vector load of `offsets` and one scan: no tile table,
+    Tiles are numbered expert by expert, so any grid of at least `ceil(rows / BLOCK_M) + min(E, rows)` programs covers
+    all rows, and programs past the last tile learn it here. One vector load of `extents` and one scan: no tile table,
     no extra kernel.
 
     Args:
-        offsets_ptr: [E] i32, cumulative row ends.
+        extents_ptr: [E] i32, cumulative row ends; BATCHED: rows in use of each expert's block of rows. Clamped, so
+            that no value leads out of bounds.
+        num_rows: rows of all experts; BATCHED: of each expert's block.
         pid_m: tile number.
         E: number of experts; BLOCK_E: a power of two >= E.
 
@@ -88,8 +95,14 @@ def find_tile(offsets_ptr, pid_m, E, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexp
         row_end is where its expert ends. When not valid: expert E - 1 and an empty range.
     """
     e = tl.arange(0, BLOCK_E)
-    ends = tl.load(offsets_ptr + e, mask=e < E, other=0)
-    starts = tl.load(offsets_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
+    ends = tl.load(extents_ptr + e, mask=e < E, other=0)
+    ends = tl.minimum(tl.maximum(ends, 0), num_rows)
+    if BATCHED:
+        starts = tl.where(e < E, e * num_rows, 0)
+        ends += starts
+    else:
+        starts = tl.load(extents_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
+        starts = tl.minimum(tl.maximum(starts, 0), num_rows)
     tiles = (ends - starts + (BLOCK_M - 1)) // BLOCK_M
     tile_ends = tl.cumsum(tiles, axis=0)
     owner = (pid_m < tile_ends) & (pid_m >= tile_ends - tiles)

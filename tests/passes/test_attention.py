@@ -1,0 +1,176 @@
+"""Attention that repeats its key and value heads: which calls stop repeating them, and which are left alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
+
+from compile_passes import attention
+from compile_passes.passes import SHARE, run
+from tests.corpus.families import build, tokens
+
+B, HEADS, KV_HEADS, S, D = 2, 8, 2, 24, 16
+REPEATS = HEADS // KV_HEADS
+
+
+def expanded(x, n=REPEATS):
+    """As transformers repeats heads."""
+    batch, heads, length, width = x.shape
+    return x[:, :, None, :, :].expand(batch, heads, n, length, width).reshape(batch, heads * n, length, width)
+
+
+def unsqueezed(x):
+    return x.unsqueeze(2).expand(-1, -1, REPEATS, -1, -1).contiguous().view(x.shape[0], HEADS, x.shape[2], x.shape[3])
+
+
+def interleaved(x):
+    """As gpt-fast repeats heads."""
+    return x.repeat_interleave(REPEATS, dim=1)
+
+
+def tiled(x):
+    """The other order of heads: 0 1 0 1 ... instead of 0 0 ... 1 1 ..."""
+    return x.repeat(1, REPEATS, 1, 1)
+
+
+def tiled_by_expand(x):
+    return x[:, None].expand(B, REPEATS, KV_HEADS, S, D).reshape(B, HEADS, S, D)
+
+
+def inputs(length=1, **options):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(B, n, s, D, **options) for n, s in ((HEADS, length), (KV_HEADS, S), (KV_HEADS, S)))
+    return q, k, v, torch.rand(B, 1, length, S) < 0.8
+
+
+def attend(repeat, repeat_value=None):
+    def step(q, k, v, mask):
+        return F.scaled_dot_product_attention(q, repeat(k), (repeat_value or repeat)(v), attn_mask=mask)
+
+    return step
+
+
+def captured(step, *arguments, dynamic=False):
+    """(graph after the pass, what it changed, the rewritten graph's result)."""
+    found = []
+
+    def backend(gm, example_inputs):
+        found.append((gm.graph, run(SHARE, gm.graph).shared_heads))
+        gm.recompile()
+        return gm.forward
+
+    torch.compiler.reset()
+    result = torch.compile(step, backend=backend, fullgraph=True, dynamic=dynamic)(*arguments)
+    (graph, changed), = found  # fmt: skip
+    return graph, changed, result
+
+
+@pytest.mark.parametrize("length", [1, S], ids=["decode", "prefill"])
+@pytest.mark.parametrize("repeat", [expanded, unsqueezed, interleaved], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_repeated_heads_are_shared(repeat, length, dynamic):
+    arguments = inputs(length)
+    graph, changed, result = captured(attend(repeat), *arguments, dynamic=dynamic)
+    assert changed == 1
+    names = [str(node.target) for node in graph.nodes]
+    assert not any(word in name for name in names for word in ("expand", "repeat_interleave", "reshape"))
+    torch.testing.assert_close(result, attend(repeat)(*arguments), rtol=0, atol=0)
+
+
+def test_no_mask_and_other_options_stay():
+    def step(q, k, v, mask):
+        return F.scaled_dot_product_attention(q, expanded(k), expanded(v), is_causal=True, scale=0.3)
+
+    arguments = inputs(S)
+    graph, changed, result = captured(step, *arguments)
+    call = next(node for node in graph.nodes if node.target is F.scaled_dot_product_attention)
+    assert changed == 1 and call.kwargs == {"is_causal": True, "scale": 0.3, "enable_gqa": True}
+    torch.testing.assert_close(result, step(*arguments), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("repeat", [tiled, tiled_by_expand], ids=lambda f: f.__name__)
+def test_another_order_of_heads_is_left_alone(repeat):
+    arguments = inputs()
+    _, changed, result = captured(attend(repeat), *arguments)
+    assert changed == 0
+    torch.testing.assert_close(result, attend(repeat)(*arguments), rtol=0, atol=0)
+
+
+def test_one_of_the_two_repeated_is_left_alone():
+    q, k, _, mask = inputs()
+    v = torch.randn(B, HEADS, S, D)
+    step = attend(expanded, lambda x: x)
+    _, changed, result = captured(step, q, k, v, mask)
+    assert changed == 0
+    torch.testing.assert_close(result, step(q, k, v, mask), rtol=0, atol=0)
+
+
+def overwritten(q, k, v, mask):
+    keys, values = expanded(k), expanded(v)
+    k.mul_(2.0)
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+
+
+def test_a_cache_overwritten_after_the_copy_is_left_alone():
+    q, k, v, mask = inputs()
+    _, changed, result = captured(overwritten, q, k.clone(), v, mask)
+    assert changed == 0
+    torch.testing.assert_close(result, overwritten(q, k.clone(), v, mask), rtol=0, atol=0)
+
+
+def cached(q, k, v, mask, new):
+    k.index_copy_(2, torch.tensor([3]), new)
+    v.index_copy_(2, torch.tensor([3]), new)
+    return attend(expanded)(q, k, v, mask)
+
+
+def test_a_cache_overwritten_before_the_copy_is_read_after_the_write():
+    q, k, v, mask = inputs()
+    new = torch.randn(B, KV_HEADS, 1, D)
+    _, changed, result = captured(cached, q, k.clone(), v.clone(), mask, new)
+    assert changed == 1
+    torch.testing.assert_close(result, cached(q, k.clone(), v.clone(), mask, new), rtol=0, atol=0)
+
+
+def test_training_is_left_alone():
+    q, k, v, mask = inputs(requires_grad=True)
+    _, changed, result = captured(attend(expanded), q, k, v, mask)
+    assert changed == 0
+    result.sum().backward()
+    assert k.grad is not None
+
+
+def test_another_kernel_is_left_alone(monkeypatch):
+    monkeypatch.setattr(
+        attention, "sdpa_kernel", lambda mode, tensors, **options: "MATH" if options.get("enable_gqa") else "FLASH"
+    )
+    assert captured(attend(expanded), *inputs())[1] == 0
+
+
+def test_copies_that_are_read_elsewhere_stay():
+    def step(q, k, v, mask):
+        keys = expanded(k)
+        return F.scaled_dot_product_attention(q, keys, expanded(v), attn_mask=mask), keys.sum()
+
+    arguments = inputs()
+    _, changed, (result, total) = captured(step, *arguments)
+    assert changed == 1
+    want, want_total = step(*arguments)
+    torch.testing.assert_close(result, want, rtol=0, atol=0)
+    torch.testing.assert_close(total, want_total)
+
+
+@pytest.mark.parametrize("backend", ["moe_ops", "moe_ops_eager"])
+def test_a_transformers_model_shares_heads_in_every_layer(backend):
+    model, ids = build("qwen3_moe", torch.float32, "grouped_mm"), tokens(2, 8)
+    padded = torch.ones_like(ids)
+    padded[0, :3] = 0  # a mask, which is why transformers repeats the heads
+    torch.compiler.reset()
+    counters.clear()
+    with torch.no_grad():
+        want = model(ids, attention_mask=padded).logits
+        got = torch.compile(model, backend=backend, fullgraph=True)(ids, attention_mask=padded).logits
+    assert counters["moe_ops"]["shared_heads"] == model.config.num_hidden_layers
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
