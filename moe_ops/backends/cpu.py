@@ -1,5 +1,5 @@
-"""CPU backend: pairs sorted by expert, one GEMM per expert that has rows, or one batched GEMM over short experts
-(`kernels.cpu.padded_length` decides); fp32 activation and combine.
+"""CPU backend: the first rows of every expert in one batched GEMM where experts are short (`kernels.cpu.padded_length`
+decides), one GEMM for the other rows of each expert that has any; fp32 activation and combine.
 
 Experts without rows are never touched. Reading the row counts is free on the CPU, so ``.tolist()`` is used here, and
 only here. Weights may have any strides; fp8 weights are dequantised expert by expert.
@@ -20,17 +20,17 @@ from moe_ops.kernels.cpu import (
     Span,
     accumulation_dtype,
     activate,
-    batched_linear,
     batched_spans,
     combine,
     dequantize_rows,
     grouped_spans,
+    lay_out,
     linear,
     padded_length,
     product,
-    sorted_spans,
+    sort_pairs,
 )
-from moe_ops.pairs import count_pairs, drop_overflow, local_ids, places
+from moe_ops.pairs import local_ids, places
 
 NAME = "cpu"
 
@@ -245,90 +245,30 @@ def fused_experts(
     capacity: int | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Both formats in sorted rows: the batched format differs by the pairs that its capacity drops, and in nothing
+    """Both formats in the same rows: the batched format differs by the pairs that its capacity drops, and in nothing
     else.
     """
     experts, top_k = gate_up_proj.shape[0], topk_ids.shape[1]
-    ids = local_ids(topk_ids, expert_map, experts)
-    if capacity is not None:
-        ids = drop_overflow(ids, experts, capacity)
-    plain = SCHEMES[scheme].dequantize_weight is None
-    counts = count_pairs(ids, experts).tolist()
-    length = padded_length(counts, gate_up_proj) if plain else 0
-    if length:
-        glu = (activation, alpha, limit, glu_layout)
-        projections = ((gate_up_proj, gate_up_bias), (down_proj, down_bias))
-        return _padded_experts(
-            hidden_states, projections, topk_weights, topk_ids, ids, length, glu, weight_on_input, scheme
-        )
-    spans = sorted_spans(counts)
-    order = ids.argsort(stable=True)[: sum(counts)]
-    x = hidden_states.index_select(0, order // max(top_k, 1))
-    weights_TK: Tensor | None = topk_weights
+    order, counts = sort_pairs(topk_ids, expert_map, experts, capacity)
+    row = SCHEMES[scheme]
+    length = padded_length(counts, gate_up_proj) if row.dequantize_weight is None else 0
+    pair_of_row, row_of_pair, spans = lay_out(order, counts, topk_ids.numel(), length)
+    x = hidden_states.index_select(0, pair_of_row // max(top_k, 1))
     if weight_on_input:
-        row_weights = topk_weights.reshape(-1, 1).index_select(0, order)
+        row_weights = topk_weights.reshape(-1, 1).index_select(0, pair_of_row)
         x = (x.to(accumulation_dtype(x.dtype)) * row_weights).to(x.dtype)
-        weights_TK = None
-    requantize = SCHEMES[scheme].quantizes_rows
-    if requantize:
+    if row.quantizes_rows:
         x = dequantize_rows(*quantize_rows(x, scheme=scheme), scheme)
-    hidden = linear(x, gate_up_proj, gate_up_bias, gate_up_scale, spans, scheme)
+    hidden = linear(x, gate_up_proj, gate_up_bias, gate_up_scale, spans, scheme, length)
     value = activate(hidden, activation, alpha, limit, glu_layout)
-    value = dequantize_rows(*quantize_rows(value, scheme=scheme), scheme) if requantize else value.to(x.dtype)
-    rows = linear(value, down_proj, down_bias, down_scale, spans, scheme)
-    return _scatter_back(rows, order, topk_ids, weights_TK).to(hidden_states.dtype)
-
-
-def _padded_experts(
-    hidden_states: Tensor,
-    projections: tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]],
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    ids: Tensor,
-    length: int,
-    glu: tuple[str, float, float, str],
-    weight_on_input: bool,
-    scheme: str,
-) -> Tensor:
-    """The first ``length`` rows of every expert as batches ``[E, length, .]``, longer experts' other rows in spans."""
-    experts, (tokens, top_k) = projections[0][0].shape[0], topk_ids.shape
-    counts, order, rank = places(ids, experts)
-    rows = hidden_states.repeat_interleave(top_k, dim=0)
-    weights_TK: Tensor | None = topk_weights
-    if weight_on_input:
-        rows = (rows.to(accumulation_dtype(rows.dtype)) * topk_weights.reshape(-1, 1)).to(rows.dtype)
-        weights_TK = None
-    batched, dropped = experts * length, ids == experts
-    rest = order[((rank >= length) & ~dropped)[order]]
-    slots = torch.where(dropped | (rank >= length), batched, ids * length + rank)
-    x = rows.new_zeros((batched + 1, rows.shape[1])).index_copy_(0, slots, rows)[:-1].view(experts, length, -1)
-    spans = sorted_spans([max(count - length, 0) for count in counts.tolist()])
-    extra = rows.index_select(0, rest)
-    for i, (weight, bias) in enumerate(projections):
-        x, extra = batched_linear(x, weight, bias), linear(extra, weight, bias, None, spans, scheme)
-        if i == 0:
-            x, extra = activate(x, *glu).to(rows.dtype), activate(extra, *glu).to(rows.dtype)
-    out = torch.cat((x.flatten(0, 1), extra))
-    slots = slots.scatter_(0, rest, batched + torch.arange(rest.shape[0])).masked_fill_(dropped, out.shape[0])
-    return _combine_dropping(out, slots.view(tokens, top_k), weights_TK)
-
-
-def _combine_dropping(rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
-    """Combine where a place one past the rows marks a dropped pair: it reads a zero row, with weight 0."""
-    count = rows.shape[0]
-    dropped = places_TK == count
-    if bool(dropped.any()):
+    value = dequantize_rows(*quantize_rows(value, scheme=scheme), scheme) if row.quantizes_rows else value.to(x.dtype)
+    rows = linear(value, down_proj, down_bias, down_scale, spans, scheme, length)
+    places_TK, weights_TK = row_of_pair.view(topk_ids.shape), None if weight_on_input else topk_weights
+    if sum(counts) < topk_ids.numel():  # dropped pairs read one zero row more, with weight 0
+        dropped_TK = places_TK == rows.shape[0]
         rows = torch.cat((rows, rows.new_zeros((1, rows.shape[1]))))
-        if weights_TK is not None:
-            weights_TK = weights_TK.masked_fill(dropped, 0)
-    return combine(rows, places_TK, weights_TK)
-
-
-def _scatter_back(rows: Tensor, order: Tensor, topk_ids: Tensor, weights_TK: Tensor | None) -> Tensor:
-    """Combine sorted rows; pairs that are not in ``order`` read one added zero row."""
-    count = order.shape[0]
-    places = torch.full((topk_ids.numel(),), count).scatter_(0, order, torch.arange(count))
-    return _combine_dropping(rows, places.view(topk_ids.shape), weights_TK)
+        weights_TK = None if weights_TK is None else weights_TK.masked_fill(dropped_TK, 0)
+    return combine(rows, places_TK, weights_TK).to(hidden_states.dtype)
 
 
 fused_moe = topk_then_experts(fused_topk, fused_experts)

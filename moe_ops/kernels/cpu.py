@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from bisect import bisect_right
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from meta.activations import ACTIVATIONS, split_glu
 from meta.schemes import SCHEMES
+from moe_ops.pairs import local_ids
 
 #: ``(expert, first row, end row)`` of an expert that has rows.
 Span = tuple[int, int, int]
@@ -17,8 +19,9 @@ _COMBINE_ELEMENTS = 2**18
 _GEMM_IN_ROWS = {torch.bfloat16: 48, torch.float32: 16}
 _SMALL_WEIGHT = 512 * 256
 _LARGE_GEMM_IN_ROWS = 8
-_WORTHWHILE = 0.7  # what padding and splitting cost besides their GEMMs must be won back
-_LENGTHS = (0, 4, 8, 12, 16, 24, 32, 48, 64)
+# What padding costs besides its GEMMs must be won back, and splitting costs more than padding every expert whole.
+_WORTHWHILE, _WORTHWHILE_WHOLE = 0.7, 0.8
+_LENGTHS = (0, 8, 12, 16, 24, 32, 48, 64)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -43,17 +46,83 @@ def sorted_spans(counts: list[int]) -> list[Span]:
     return [(e, end - count, end) for e, (count, end) in enumerate(zip(counts, ends, strict=True)) if count]
 
 
+def sort_pairs(
+    topk_ids: Tensor, expert_map: Tensor | None, num_experts: int, capacity: int | None
+) -> tuple[Tensor, list[int]]:
+    """(pairs by expert, in pair order, without the dropped ones; how many each expert has).
+
+    Dropped: ids outside of ``[0, E)``, which sort to either end, and what an expert has past its capacity.
+    """
+    ids = topk_ids.reshape(-1) if expert_map is None else local_ids(topk_ids, expert_map, num_experts)
+    sorted_ids, order = ids.sort(stable=True)
+    bounds = torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, dtype=ids.dtype)).tolist()
+    counts = [end - start for start, end in pairwise(bounds)]
+    if capacity is not None and max(counts) > capacity:
+        kept = [order[start : min(end, start + capacity)] for start, end in pairwise(bounds)]
+        return torch.cat(kept), [min(count, capacity) for count in counts]
+    return order[bounds[0] : bounds[-1]], counts
+
+
+def lay_out(order: Tensor, counts: list[int], pairs: int, length: int) -> tuple[Tensor, Tensor, list[Span]]:
+    """Rows for the GEMMs: ``length`` of every expert, padded, then the other pairs sorted by expert.
+
+    Args:
+        order, counts: see :func:`sort_pairs`.
+        pairs: R, dropped ones included.
+
+    Returns:
+        pair_of_row ``[rows]`` (padding reads pair 0, and nobody reads its result), row_of_pair ``[R]`` (``rows`` for
+        dropped pairs), both int64; spans of the rows past the first ``E * length``.
+    """
+    total, batched = len(order), len(counts) * length
+    rest = [max(count - length, 0) for count in counts]
+    spans = sorted_spans(rest)
+    rows = torch.arange(total)
+    pair_of_row = order
+    if length:
+        ends = accumulate(counts)
+        # Sorted position s of expert e goes to row s + shift[e].
+        shift = torch.tensor(
+            [e * length - end + count for e, (end, count) in enumerate(zip(ends, counts, strict=True))]
+        )
+        rows = rows + shift.repeat_interleave(torch.tensor(counts), output_size=total)
+        if spans:
+            lengths = torch.tensor([(e + 1) * length for e in range(len(counts))])
+            past = rows >= lengths.repeat_interleave(torch.tensor(counts), output_size=total)
+            rows = torch.where(past, batched - 1 + past.cumsum(0), rows)
+        pair_of_row = torch.zeros(batched + sum(rest), dtype=torch.int64).scatter_(0, rows, order)
+    row_of_pair = torch.full((pairs,), batched + sum(rest)).scatter_(0, order, rows)
+    return pair_of_row, row_of_pair, spans
+
+
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, weight_scale: Tensor | None, spans: list[Span], scheme: str
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    weight_scale: Tensor | None,
+    spans: list[Span],
+    scheme: str,
+    length: int = 0,
 ) -> Tensor:
-    """``[R, N]`` from ``x [R, K]``: one GEMM per span. Rows outside of the spans are zero, so that results repeat."""
-    rows = x.shape[0]
-    spans = [(expert, start, min(end, rows)) for expert, start, end in spans if start < rows]  # whatever the data says
+    """``[R, N]`` from ``x [R, K]``: one batched GEMM for the first ``E * length`` rows, one for each span of the rows
+    after them. Rows in neither are zero, so that results repeat.
+    """
     dequantize = SCHEMES[scheme].dequantize_weight
+    batched, transposed = weight.shape[0] * length, weight.transpose(1, 2)
+    rows = x.shape[0] - batched
+    spans = [(expert, start, min(end, rows)) for expert, start, end in spans if start < rows]  # whatever the data says
     plain = dequantize is None and x.dtype != torch.float16 and (bias is None or bias.dtype == x.dtype)
-    allocate = torch.empty if sum(end - start for _, start, end in spans) == x.shape[0] else torch.zeros
-    out = allocate((x.shape[0], weight.shape[1]), dtype=x.dtype)
-    transposed = weight.transpose(1, 2)
+    allocate = torch.empty if sum(end - start for _, start, end in spans) == rows else torch.zeros
+    result = allocate((x.shape[0], weight.shape[1]), dtype=x.dtype)
+    if length:
+        batch, out = x[:batched].view(-1, length, x.shape[1]), result[:batched].view(-1, length, result.shape[1])
+        if bias is None:
+            torch.bmm(batch, transposed, out=out)
+        else:
+            torch.baddbmm(bias.unsqueeze(1), batch, transposed, out=out)
+        x, out = x[batched:], result[batched:]
+    else:
+        out = result
     for expert, start, end in spans:
         if plain and bias is None:
             torch.mm(x[start:end], transposed[expert], out=out[start:end])
@@ -65,7 +134,7 @@ def linear(
                 matrix = dequantize(weight[expert : expert + 1], weight_scale[expert : expert + 1])[0].t()
             y = product(x[start:end], matrix)
             out[start:end] = y if bias is None else y.to(accumulation_dtype(y.dtype)) + bias[expert]
-    return out
+    return result
 
 
 def padded_length(counts: list[int], weight: Tensor) -> int:
@@ -80,22 +149,21 @@ def padded_length(counts: list[int], weight: Tensor) -> int:
         counts: rows of every expert.
         weight: ``[E, N, K]`` of the larger projection.
     """
-    small = _GEMM_IN_ROWS.get(weight.dtype)
-    if small is None:
+    small, longest = _GEMM_IN_ROWS.get(weight.dtype), max(counts)
+    if small is None or longest == 0:
         return 0
     per_gemm = min(small, max(_LARGE_GEMM_IN_ROWS, small * _SMALL_WEIGHT // (weight.shape[1] * weight.shape[2])))
+    ascending = sorted(counts)
+    sums = [0, *accumulate(ascending)]
 
     def cost(length: int) -> int:
-        return len(counts) * length + sum(per_gemm + count - length for count in counts if count > length)
+        longer = len(counts) - (covered := bisect_right(ascending, length))
+        padded = len(counts) * max(length, _LARGE_GEMM_IN_ROWS) if length else 0  # every expert's weight is read
+        return padded + longer * (per_gemm - length) + sums[-1] - sums[covered]
 
-    best = min(_LENGTHS, key=cost)
-    return best if cost(best) <= _WORTHWHILE * cost(0) else 0
-
-
-def batched_linear(batch: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``[E, C, N]`` from ``batch [E, C, K]``."""
-    transposed = weight.transpose(1, 2)
-    return torch.bmm(batch, transposed) if bias is None else torch.baddbmm(bias.unsqueeze(1), batch, transposed)
+    best = min((*_LENGTHS, longest), key=cost)
+    worthwhile = _WORTHWHILE_WHOLE if best == longest else _WORTHWHILE
+    return best if cost(best) <= worthwhile * cost(0) else 0
 
 
 def product(x: Tensor, matrix: Tensor) -> Tensor:
@@ -128,12 +196,11 @@ def combine(rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None) -> Tenso
     out = torch.zeros((tokens, hidden), dtype=rows.dtype)
     block = max(1, _COMBINE_ELEMENTS // max(top_k * hidden, 1))
     for start in range(0, tokens if top_k else 0, block):
-        places = places_TK[start : start + block]
-        products = rows.index_select(0, places.reshape(-1)).to(dtype).view(*places.shape, hidden)
+        places_KT = places_TK[start : start + block].t()
+        products = rows.index_select(0, places_KT.reshape(-1)).to(dtype).view(*places_KT.shape, hidden)
         if weights_TK is not None:
-            products = products * weights_TK[start : start + block].to(dtype).unsqueeze(2)
-        first, *others = products.unbind(1)
-        total = first.clone()
+            products.mul_(weights_TK[start : start + block].t().unsqueeze(2))
+        total, *others = products.unbind()
         for product in others:
             total += product
         out[start : start + block] = total
