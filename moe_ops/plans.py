@@ -121,7 +121,8 @@ def rule(key: LayerKey, tokens: int, sm: int) -> Plan:
     """Plan for shapes that nobody measured, from rows per expert and the generation alone."""
     rows = tokens * key.K / key.E
     quantizes = SCHEMES[key.scheme].quantizes_rows
-    if key.format == "grouped" and (tokens == 1 or rows <= SMALL_PAIRS_PER_EXPERT):
+    # Small kernels quantise a token again for every few columns: only tuning can say where that pays.
+    if key.format == "grouped" and not quantizes and (tokens == 1 or rows <= SMALL_PAIRS_PER_EXPERT):
         pdl = sm >= 90
         return Plan("small", SmallConfig(2, 2048, 4, pdl), SmallConfig(1, 256, 4, pdl))
     up, down = tiles(key.scheme, rows, sm)

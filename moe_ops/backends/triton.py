@@ -9,8 +9,8 @@ import torch
 from meta.dims import Problem
 from meta.schemes import SCHEMES
 from moe_ops import plans
-from moe_ops.backends.compose import topk_then_experts
-from moe_ops.kernels.triton import act_quant, batched_io, combine, permute, topk
+from moe_ops.backends.compose import ROUTING_OPTIONS, topk_then_experts
+from moe_ops.kernels.triton import act_quant, batched_io, combine, permute, route, topk
 from moe_ops.kernels.triton.expert_mm import batched_mm as launch_batched_mm
 from moe_ops.kernels.triton.expert_mm import grouped_mm as launch_grouped_mm
 from moe_ops.kernels.triton.launch import ExpertMM
@@ -246,20 +246,67 @@ def fused_experts(
     capacity: int | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    T, H = hidden_states.shape
-    if T == 0:
-        return hidden_states.new_empty((0, H))
-    dtype = hidden_states.dtype
+    if hidden_states.shape[0] == 0:
+        return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+    tensors = (gate_up_bias, down_bias, expert_map, gate_up_scale, down_scale)
+    options = {"activation": activation, "alpha": alpha, "limit": limit, "glu_layout": glu_layout}
+    options |= {"weight_on_input": weight_on_input, "scheme": scheme, "format": format, "capacity": capacity}
+    layer, plan = _layer(hidden_states, gate_up_proj, down_proj, topk_ids.shape[1], *tensors, **options)
+    return layer.run(plan, hidden_states, topk_weights, topk_ids)
+
+
+def _layer(
+    hidden_states: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    top_k: int,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
+    *_: Tensor | None,
+    activation: str,
+    alpha: float,
+    limit: float,
+    glu_layout: str,
+    weight_on_input: bool,
+    scheme: str,
+    format: str,
+    capacity: int | None = None,
+    backend: str | None = None,
+) -> tuple[Layer, plans.Plan]:
+    """A layer's experts, and the plan for this many tokens."""
+    (T, H), dtype = hidden_states.shape, hidden_states.dtype
     epilogue = {"glu_layout": glu_layout, "activation": activation, "alpha": alpha, "limit": limit}
     up = ExpertMM(gate_up_proj, dtype, bias=gate_up_bias, weight_scale=gate_up_scale, **epilogue)
     down = ExpertMM(down_proj, dtype, bias=down_bias, weight_scale=down_scale)
-    key = LayerKey(scheme, format, up.num_experts, topk_ids.shape[1], H, up.out_features, glu_layout != "none")
+    key = LayerKey(scheme, format, up.num_experts, top_k, H, up.out_features, glu_layout != "none")
     gpu, sm = gpu_of(hidden_states.device)
     plan = plans.plan_for(key, plans.bucket(T), gpu, sm)
     if plan.path not in OWN_PATHS:
         plan = plans.rule(key, T, sm)
-    layer = Layer(up, down, scheme, expert_map, weight_on_input, T if capacity is None else capacity)
-    return layer.run(plan, hidden_states, topk_weights, topk_ids)
+    return Layer(up, down, scheme, expert_map, weight_on_input, T if capacity is None else capacity), plan
 
 
-fused_moe = topk_then_experts(fused_topk, fused_experts)
+_topk_then_experts = topk_then_experts(fused_topk, fused_experts)
+
+
+def fused_moe(
+    hidden_states: Tensor,
+    router_logits: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    correction_bias: Tensor | None = None,
+    *experts_tensors: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    (T, E), top_k = router_logits.shape, options["top_k"]
+    if route.is_few(T, top_k, E) and not options["weight_on_input"]:
+        of_experts = {name: value for name, value in options.items() if name not in ROUTING_OPTIONS}
+        layer, plan = _layer(hidden_states, gate_up_proj, down_proj, top_k, *experts_tensors, **of_experts)
+        if plan.path == "grouped":
+            routing = {name: options[name] for name in ROUTING_OPTIONS}
+            return layer.run_routed(plan, hidden_states, router_logits, correction_bias, **routing)
+    tensors = (hidden_states, router_logits, gate_up_proj, down_proj, correction_bias, *experts_tensors)
+    return _topk_then_experts(*tensors, **options)

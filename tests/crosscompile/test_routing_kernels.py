@@ -12,6 +12,7 @@ from moe_ops.kernels.triton.act_quant import _glu_rows_kernel, _quantize_kernel
 from moe_ops.kernels.triton.batched_io import _dispatch_few_kernel
 from moe_ops.kernels.triton.combine import _combine_kernel, register_limit
 from moe_ops.kernels.triton.permute import _count_kernel, _place_kernel, _place_small_kernel, _scatter_rows_kernel
+from moe_ops.kernels.triton.route import _route_few_kernel
 from moe_ops.kernels.triton.topk import _topk_kernel
 from tests.crosscompile.compiling import CAPABILITIES, Compiled, compile_kernel
 
@@ -101,6 +102,17 @@ QUANTIZE |= dict.fromkeys(("K", "groups", "stride_e", "stride_r"), "i32:16") | {
 WIDE = {"wide_loads": True, "wide_stores": True}
 
 
+def route_case(E: int, K: int, score: str, tokens: int, quantized: bool, **options: Any) -> Case:
+    """The kernel of `topk_case` that also sorts and quantises."""
+    topk = topk_case(E, K, score, "bf16", tokens=tokens, **options)
+    signature = topk.signature | {"offsets_ptr": "*i32:16", "row_to_pair_ptr": "*i32:16", "pair_to_row_ptr": "*i32:16"}
+    signature |= {"hidden_ptr": "*bf16:16", "E_HELD": "i32:16", "E_GLOBAL": "i32", "H": "i32:16", "stride_h": "i32:16"}
+    if quantized:
+        signature |= {"q_ptr": "*fp8e4nv:16", "scale_ptr": "*fp32:16"}
+    sizes = {"BLOCK_P": 32, "BLOCK_Q": 32, "GROUP": 128, "QUANTIZED_GROUPS": 4 if quantized else 0}
+    return Case(_route_few_kernel, signature, topk.constexprs | sizes, num_warps=1)
+
+
 def place_case(signature: dict[str, str], batched: bool, block_e: int) -> Case:
     constexprs = {"BATCHED": batched, "BLOCK": 1024, "BLOCK_E": block_e, "BLOCK_B": 4096 // block_e, "CHUNK": 128}
     return Case(_place_kernel, signature | TABLE, constexprs, wide_loads=True)
@@ -154,6 +166,9 @@ CASES = {
     "topk_deepseek_v3_many_tokens": topk_case(256, 8, "sigmoid", "fp32", tokens=2, groups=8, bias=True),
     "topk_512_experts": topk_case(512, 22, "sqrtsoftplus", "fp32", bias=True),
     "topk_60_experts": topk_case(60, 4, "softmax", "bf16"),
+    "route_few_qwen3": route_case(128, 8, "softmax", 4, quantized=False),
+    "route_few_qwen3_quantising": route_case(128, 8, "softmax", 4, quantized=True),
+    "route_few_deepseek_v3_quantising": route_case(256, 8, "sigmoid", 2, quantized=True, groups=8, bias=True),
     "place_8_pairs": Case(_place_small_kernel, IDS | PLACES, {"BATCHED": False, "BLOCK_P": 32, "BLOCK_Q": 16}),
     "place_few": Case(_place_small_kernel, IDS | PLACES, {"BATCHED": False, "BLOCK_P": 32, "BLOCK_Q": 128}),
     "place_few_slots": Case(_place_small_kernel, MAPPED | SLOTS, {"BATCHED": True, "BLOCK_P": 32, "BLOCK_Q": 128}),

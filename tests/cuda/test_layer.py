@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import moe_ops
+from meta.layers import MODEL_LAYERS
 from meta.schemes import SCHEMES
 from moe_ops.census import kernel_names
 from moe_ops.testing import assert_cuda_graph_safe
@@ -219,6 +220,45 @@ def test_kernels_from_router_logits_to_output(shape, scheme, T, limit):
     torch.use_deterministic_algorithms(False)  # filling memory launches kernels of its own
     names = kernel_names(lambda: ops.fused_moe(x, logits, *fixed, top_k=K, **options))
     assert len(names) <= limit, names
+
+
+@pytest.mark.parametrize(("T", "limit"), [(1, 4), (4096, 7)])
+@pytest.mark.parametrize("scheme", ["bf16", "fp8_block128"])
+@pytest.mark.parametrize("shape", MODEL_LAYERS)
+def test_kernels_at_the_dimensions_of_real_models(shape, scheme, T, limit):
+    E, K, H, I = MODEL_LAYERS[shape]
+    row, options = SCHEMES[scheme], {}
+    torch.use_deterministic_algorithms(False)
+    w1, w2 = (torch.empty(E, n, k, device="cuda", dtype=row.weight_dtype) for n, k in ((2 * I, H), (H, I)))
+    if row.quantized:
+        scales = (torch.ones(row.weight_scale_shape(E, n, k), device="cuda") for n, k in ((2 * I, H), (H, I)))
+        options = dict(zip(("gate_up_scale", "down_scale"), scales, strict=True)) | {"scheme": scheme}
+    x, logits = (torch.randn(T, n, device="cuda", dtype=torch.bfloat16) for n in (H, E))
+    names = kernel_names(lambda: ops.fused_moe(x, logits, w1, w2, top_k=K, **options))
+    assert len(names) <= limit, names
+
+
+@pytest.mark.parametrize("T", [1, 2, 4])
+@pytest.mark.parametrize("scheme", ["bf16", "fp8_block128"])
+@pytest.mark.parametrize("shape", ["many_small", "few_large"])
+def test_fused_moe_is_topk_then_experts_to_the_bit_and_replays(shape, scheme, T):
+    torch.manual_seed(10)
+    E, K, *_ = SHAPES[shape]
+    if scheme == "bf16":
+        w, (x, *_), options = weights(shape), inputs(shape, T), {}
+        fixed = (w["gate_up_proj"], w["down_proj"])
+    else:
+        (x, w1, w2, *_), options, _ = fp8_layer(shape, T)
+        fixed = (w1, w2)
+
+    def layer(x, logits):
+        return ops.fused_moe(x, logits, *fixed, top_k=K, **options)
+
+    first, second = (torch.randn(T, E, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    for logits in (first, second):
+        assert torch.equal(layer(x, logits), ops.fused_experts(x, *fixed, *ops.fused_topk(logits, top_k=K), **options))
+    torch.use_deterministic_algorithms(False)
+    assert_cuda_graph_safe(layer, (x, first), changed=[(x, second)], backend=None)
 
 
 @pytest.mark.parametrize("T", [2, 300])

@@ -14,6 +14,7 @@ from meta.shapes import RULES
 from moe_ops import plans, reference
 from moe_ops.backends import triton as backend
 from moe_ops.experts_backward import grouped_wgrad as plain_wgrad
+from moe_ops.kernels.triton import route
 from moe_ops.kernels.triton.config import MMConfig, SmallConfig
 
 E, H, I = 6, 96, 40
@@ -200,9 +201,11 @@ def test_stage_operators_chain_to_the_whole(name):
     close(out, want, 1e-5)
 
 
-def test_fused_moe_equals_topk_then_experts(monkeypatch):
+@pytest.mark.parametrize("few", [True, False], ids=["one_kernel", "two_kernels"])
+def test_fused_moe_equals_topk_then_experts(few, monkeypatch):
     torch.manual_seed(9)
     monkeypatch.setattr(plans, "plan_for", lambda *_: PLANS["grouped"])
+    monkeypatch.setattr(route, "is_few", lambda *_: few)
     (x, w1, w2, _, _), _ = case()
     logits = torch.randn(7, E)
     got = ops.fused_moe(x, logits, w1, w2, top_k=2, backend="triton")

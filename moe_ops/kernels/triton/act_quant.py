@@ -154,6 +154,30 @@ def glu_rows(
     return out
 
 
+@triton.jit
+def quantize_groups(
+    first,
+    x_ptr,
+    q_ptr,
+    scale_ptr,
+    rows,
+    K,
+    groups,
+    stride_r,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Quantise scale groups first .. first + BLOCK_M - 1 (GROUP columns each), numbered through the rows."""
+    g = first + tl.arange(0, BLOCK_M)
+    r = (g // groups).to(tl.int64)
+    k = (g % groups * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
+    inside = (g < rows * groups)[:, None] & (k < K)
+    x = tl.load(x_ptr + r[:, None] * stride_r + k, mask=inside, other=0.0).to(tl.float32)
+    q, scale = quantize_tile(x)
+    tl.store(q_ptr + r[:, None] * K + k, q, mask=inside)
+    tl.store(scale_ptr + g, scale, mask=g < rows * groups)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _quantize_kernel(
     x_ptr,
@@ -183,14 +207,18 @@ def _quantize_kernel(
     if counts_ptr is not None:
         used = tl.minimum(tl.load(counts_ptr + e), rows)
     for first in range(tl.program_id(0) * BLOCK_M, used * groups, tl.num_programs(0) * BLOCK_M):
-        g = first + tl.arange(0, BLOCK_M)
-        r = (g // groups).to(tl.int64)
-        k = (g % groups * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
-        inside = (g < used * groups)[:, None] & (k < K)
-        x = tl.load(x_ptr + e * stride_e + r[:, None] * stride_r + k, mask=inside, other=0.0).to(tl.float32)
-        q, scale = quantize_tile(x)
-        tl.store(q_ptr + (e * rows + r)[:, None] * K + k, q, mask=inside)
-        tl.store(scale_ptr + e * rows * groups + g, scale, mask=g < used * groups)
+        quantize_groups(
+            first,
+            x_ptr + e * stride_e,
+            q_ptr + e * rows * K,
+            scale_ptr + e * rows * groups,
+            used,
+            K,
+            groups,
+            stride_r,
+            GROUP,
+            BLOCK_M,
+        )
 
 
 def _quantize(

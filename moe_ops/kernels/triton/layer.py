@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from meta.schemes import SCHEMES
 from moe_ops import plans
-from moe_ops.kernels.triton import act_quant, batched_io, combine, permute, small
+from moe_ops.kernels.triton import act_quant, batched_io, combine, permute, route, small
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.expert_mm import batched_mm as launch_batched_mm
 from moe_ops.kernels.triton.expert_mm import grouped_mm as launch_grouped_mm
 from moe_ops.kernels.triton.launch import ExpertMM
+from moe_ops.kernels.triton.route import Routed
 from moe_ops.kernels.triton.util import INTERPRETED, unit_stride
 from moe_ops.plans import Plan
 
@@ -73,19 +75,39 @@ class Layer:
 
     def _grouped(self, plan: Plan, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         pdl, (before, after) = pdl_launches(hidden_states.device), self._weights(topk_weights)
-        up = self._first()
-        offsets, row_to_pair, pair_to_row = permute.sort_pairs(topk_ids, up.num_experts, self.expert_map, pdl=pdl)
-        rows, top_k = hidden_states, topk_ids.shape[1]
+        experts = self.up.num_experts
+        offsets, row_to_pair, pair_to_row = permute.sort_pairs(topk_ids, experts, self.expert_map, pdl=pdl)
+        rows, rows_scale, gather = hidden_states, None, row_to_pair
         if self.weight_on_input:
-            rows, row_to_pair, top_k = permute.gather_rows(hidden_states, pair_to_row, before, pdl=pdl), None, 0
+            rows, gather = permute.gather_rows(hidden_states, pair_to_row, before, pdl=pdl), None
         if self._quantizes:
             rows, rows_scale = act_quant.quantize_rows(rows, self.scheme, pdl=pdl)
-            up = replace(up, rows_scale=rows_scale)
-        count = topk_ids.numel()
-        gather = {"row_to_pair": row_to_pair, "top_k": top_k}
-        h, h_scale = launch_grouped_mm(rows, up, offsets, fit(plan.up, up), num_rows=count, **gather, pdl=pdl)
-        y, _ = launch_grouped_mm(h, self._second(h_scale), offsets, plan.down, num_rows=count, pdl=pdl)
-        return combine.combine(y, pair_to_row, after, pdl=pdl)
+        return self._products(plan, Routed(after, offsets, gather, pair_to_row, rows, rows_scale))
+
+    def run_routed(
+        self, plan: Plan, hidden_states: Tensor, router_logits: Tensor, correction_bias: Tensor | None, **routing: Any
+    ) -> Tensor:
+        """The grouped path from router logits, where `route.is_few`; `routing` as in `fused_topk`."""
+        routed = route.route_few(
+            unit_stride(hidden_states),
+            router_logits,
+            correction_bias,
+            self.up.num_experts,
+            self.expert_map,
+            scheme=self.scheme,
+            pdl=pdl_launches(hidden_states.device),
+            **routing,
+        )
+        return self._products(plan, routed)
+
+    def _products(self, plan: Plan, routed: Routed) -> Tensor:
+        """Both GEMMs and the combination, of rows that `routed.row_to_pair` gathers from tokens, or of sorted rows."""
+        pdl, pairs = pdl_launches(routed.tokens.device), routed.pair_to_row
+        up, rows = replace(self._first(), rows_scale=routed.tokens_scale), {"num_rows": pairs.numel(), "pdl": pdl}
+        gather = {"row_to_pair": routed.row_to_pair, "top_k": 0 if routed.row_to_pair is None else pairs.shape[1]}
+        h, h_scale = launch_grouped_mm(routed.tokens, up, routed.offsets, fit(plan.up, up), **gather, **rows)
+        y, _ = launch_grouped_mm(h, self._second(h_scale), routed.offsets, plan.down, **rows)
+        return combine.combine(y, pairs, routed.topk_weights, pdl=pdl)
 
     def _batched(self, plan: Plan, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         pdl, (before, after) = pdl_launches(hidden_states.device), self._weights(topk_weights)

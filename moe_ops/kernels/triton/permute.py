@@ -28,8 +28,9 @@ CHUNK = 128  # pairs ranked against one another at once in the large path
 MULTIPROCESSORS = 132  # about how many programs run side by side
 
 
-@triton.jit(do_not_specialize=["R", "capacity"])
-def _place_small_kernel(
+@triton.jit
+def place_items(
+    item,
     topk_ids_ptr,
     expert_map_ptr,
     counts_ptr,
@@ -42,19 +43,13 @@ def _place_small_kernel(
     BATCHED: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_Q: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """One program places BLOCK_P items by comparing each with all R pairs; no program waits for another.
+    """Place BLOCK_P items by comparing each with all R pairs.
 
     Items 0 .. R - 1 are the pairs, R .. R + E - 1 stand for the experts. With key = expert * R + p, the row of a pair
     is the number of smaller keys, and the cumulative end of expert e the number of keys below (e + 1) * R. Batched,
     only keys from expert * R on count. Dropped pairs sort last, so their rows are exactly the tail to fill with -1.
-
-    Comparisons: R (R + E). Bytes: 4 R (R + E) / BLOCK_P from L2, and 8 R + 4 E written.
     """
-    pdl_wait(PDL)
-    pdl_release(PDL)
-    item = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     is_pair = item < R
     expert = load_expert(topk_ids_ptr, expert_map_ptr, item, is_pair, E, E_GLOBAL)
     expert = tl.where(is_pair, expert, item - R)
@@ -83,6 +78,45 @@ def _place_small_kernel(
         tl.store(row_to_pair_ptr + row, tl.where(held, item, -1), mask=is_pair)
         row = tl.where(held, row, -1)
     tl.store(pair_to_row_ptr + item, row, mask=is_pair)
+
+
+@triton.jit(do_not_specialize=["R", "capacity"])
+def _place_small_kernel(
+    topk_ids_ptr,
+    expert_map_ptr,
+    counts_ptr,
+    row_to_pair_ptr,
+    pair_to_row_ptr,
+    R,
+    E,
+    E_GLOBAL,
+    capacity,
+    BATCHED: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program places BLOCK_P items, see `place_items`; no program waits for another.
+
+    Comparisons: R (R + E). Bytes: 4 R (R + E) / BLOCK_P from L2, and 8 R + 4 E written.
+    """
+    pdl_wait(PDL)
+    pdl_release(PDL)
+    place_items(
+        tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P),
+        topk_ids_ptr,
+        expert_map_ptr,
+        counts_ptr,
+        row_to_pair_ptr,
+        pair_to_row_ptr,
+        R,
+        E,
+        E_GLOBAL,
+        capacity,
+        BATCHED,
+        BLOCK_P,
+        BLOCK_Q,
+    )
 
 
 @triton.jit(do_not_specialize=["R"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -118,12 +120,13 @@ def _keep_groups(choice, GROUP_SCORE: tl.constexpr, GROUPS: tl.constexpr, KEEP: 
     return tl.sum(beaten.to(tl.int32), axis=2) < KEEP
 
 
-@triton.jit(do_not_specialize=["T"])
-def _topk_kernel(
+@triton.jit
+def route_tokens(
     logits_ptr,
     bias_ptr,
     weights_ptr,
     ids_ptr,
+    first,
     T,
     stride_t,
     stride_e,
@@ -141,9 +144,8 @@ def _topk_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     PACKED: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """One warp routes BLOCK_T tokens: reads their logits once, writes TOP_K weights and ids each.
+    """Route tokens first .. first + BLOCK_T - 1 with one warp: read logits once, write TOP_K weights and ids each.
 
     Columns are experts laid out [BLOCK_G groups, BLOCK_S slots], padded to powers of two. Each of TOP_K rounds takes
     the greatest (key, lowest expert id): two integer reductions, or one when PACKED puts the expert id into the unused
@@ -153,15 +155,13 @@ def _topk_kernel(
 
     Bytes: T (E sizeof(logit) + 8 TOP_K).
     """
-    pdl_wait(PDL)
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    t = first + tl.arange(0, BLOCK_T)
     column = tl.arange(0, BLOCK_G * BLOCK_S)
     expert = column // BLOCK_S * (E // GROUPS) + column % BLOCK_S
     real = (column % BLOCK_S < E // GROUPS) & (column < GROUPS * BLOCK_S)
     exists = real[None, :]
     at = t.to(tl.int64)[:, None] * stride_t + expert[None, :] * stride_e
     logits = tl.load(logits_ptr + at, mask=(t < T)[:, None] & exists, other=0.0).to(tl.float32)
-    pdl_release(PDL)
 
     PLAIN: tl.constexpr = bias_ptr is None and GROUPS == 1  # the choice is the score
     BY_LOGIT: tl.constexpr = SCORE == "softmax" and PLAIN
@@ -218,6 +218,99 @@ def _topk_kernel(
     tl.store(ids_ptr + to, ids, mask=stored)
 
 
+@triton.jit(do_not_specialize=["T"])
+def _topk_kernel(
+    logits_ptr,
+    bias_ptr,
+    weights_ptr,
+    ids_ptr,
+    T,
+    stride_t,
+    stride_e,
+    renorm_eps,
+    scale,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SCORE: tl.constexpr,
+    AFTER: tl.constexpr,
+    GROUP_SCORE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    PACKED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One warp routes BLOCK_T tokens, see `route_tokens`."""
+    pdl_wait(PDL)
+    pdl_release(PDL)
+    route_tokens(
+        logits_ptr,
+        bias_ptr,
+        weights_ptr,
+        ids_ptr,
+        tl.program_id(0) * BLOCK_T,
+        T,
+        stride_t,
+        stride_e,
+        renorm_eps,
+        scale,
+        E,
+        TOP_K,
+        SCORE,
+        AFTER,
+        GROUP_SCORE,
+        GROUPS,
+        TOPK_GROUPS,
+        RENORMALIZE,
+        BLOCK_T,
+        BLOCK_G,
+        BLOCK_S,
+        PACKED,
+    )
+
+
+def kernel_constants(
+    router_logits: torch.Tensor,
+    correction_bias: torch.Tensor | None,
+    top_k: int,
+    routing: str,
+    renormalize: bool,
+    num_groups: int,
+    topk_groups: int,
+) -> dict[str, Any]:
+    """The compile-time arguments of `route_tokens`."""
+    T, E = router_logits.shape
+    row = ROUTINGS[routing]
+    groups = num_groups if row.group is not None else 1
+    block_g = next_power_of_2(groups)
+    block_s = next_power_of_2(max(E // groups, cdiv(max(32, top_k), block_g)))
+    block_t = next_power_of_2(min(cdiv(T, WARPS_RESIDENT), max(1, 512 // (block_g * block_s))))
+    packed = (
+        router_logits.dtype in (torch.bfloat16, torch.float16)
+        and row.score in ("softmax", "none")
+        and correction_bias is None
+        and groups == 1
+        and E <= 512
+    )
+    return {
+        "E": E,
+        "TOP_K": top_k,
+        "SCORE": row.score,
+        "AFTER": row.after,
+        "GROUP_SCORE": row.group,
+        "GROUPS": groups,
+        "TOPK_GROUPS": topk_groups,
+        "RENORMALIZE": renormalize,
+        "BLOCK_T": block_t,
+        "BLOCK_G": block_g,
+        "BLOCK_S": block_s,
+        "PACKED": packed,
+    }
+
+
 def fused_topk(
     router_logits: torch.Tensor,
     correction_bias: torch.Tensor | None,
@@ -242,26 +335,15 @@ def fused_topk(
     Returns:
         (topk_weights f32 [T, K], topk_ids i32 [T, K]), by descending choice; ties go to the lower expert id.
     """
-    T, E = router_logits.shape
+    T = router_logits.shape[0]
     weights = torch.empty((T, top_k), dtype=torch.float32, device=router_logits.device)
     ids = torch.empty((T, top_k), dtype=torch.int32, device=router_logits.device)
     if T == 0 or top_k == 0:
         return weights, ids
-    row = ROUTINGS[routing]
-    groups = num_groups if row.group is not None else 1
-    block_g = next_power_of_2(groups)
-    block_s = next_power_of_2(max(E // groups, cdiv(max(32, top_k), block_g)))
-    block_t = next_power_of_2(min(cdiv(T, WARPS_RESIDENT), max(1, 512 // (block_g * block_s))))
-    packed = (
-        router_logits.dtype in (torch.bfloat16, torch.float16)
-        and row.score in ("softmax", "none")
-        and correction_bias is None
-        and groups == 1
-        and E <= 512
-    )
+    constants = kernel_constants(router_logits, correction_bias, top_k, routing, renormalize, num_groups, topk_groups)
     bias = None if correction_bias is None else correction_bias.contiguous()
     with on_device(router_logits):
-        _topk_kernel[(cdiv(T, block_t),)](
+        _topk_kernel[(cdiv(T, constants["BLOCK_T"]),)](
             router_logits,
             bias,
             weights,
@@ -270,18 +352,7 @@ def fused_topk(
             *router_logits.stride(),
             renorm_eps,
             scale,
-            E=E,
-            TOP_K=top_k,
-            SCORE=row.score,
-            AFTER=row.after,
-            GROUP_SCORE=row.group,
-            GROUPS=groups,
-            TOPK_GROUPS=topk_groups,
-            RENORMALIZE=renormalize,
-            BLOCK_T=block_t,
-            BLOCK_G=block_g,
-            BLOCK_S=block_s,
-            PACKED=packed,
+            **constants,
             PDL=pdl,
             num_warps=1,
             launch_pdl=pdl,

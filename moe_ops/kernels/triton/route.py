@@ -1,0 +1,206 @@
+"""Routing, sorting and quantising a few tokens in one kernel: at decode every launch shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from meta.schemes import SCHEMES
+from moe_ops.kernels.triton.act_quant import quantize_groups
+from moe_ops.kernels.triton.permute import place_items
+from moe_ops.kernels.triton.topk import kernel_constants, route_tokens
+from moe_ops.kernels.triton.util import cdiv, next_power_of_2, on_device, pdl_release, pdl_wait
+
+FEW_PAIRS, FEW_LOGITS = 16, 256  # one warp routes and sorts so few as fast as kernels of their own would
+GROUPS_PER_PROGRAM = 4
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Tokens that are routed, sorted by expert, and quantised if the scheme says so.
+
+    Args:
+        topk_weights: f32 [T, K], or None when the tokens were multiplied already.
+        offsets: i32 [E]; row_to_pair: i32 [R], or None when the tokens are sorted rows already; pair_to_row: i32 [T, K]
+            (see `permute`).
+        tokens: [T, H], or sorted rows [R, H]; tokens_scale: f32 [., ceil(H / 128)] or None.
+    """
+
+    topk_weights: torch.Tensor | None
+    offsets: torch.Tensor
+    row_to_pair: torch.Tensor | None
+    pair_to_row: torch.Tensor
+    tokens: torch.Tensor
+    tokens_scale: torch.Tensor | None
+
+
+@triton.jit(do_not_specialize=["T"])
+def _route_few_kernel(
+    logits_ptr,
+    bias_ptr,
+    weights_ptr,
+    ids_ptr,
+    expert_map_ptr,
+    offsets_ptr,
+    row_to_pair_ptr,
+    pair_to_row_ptr,
+    hidden_ptr,
+    q_ptr,
+    scale_ptr,
+    T,
+    E_HELD,
+    E_GLOBAL,
+    H,
+    stride_h,
+    stride_t,
+    stride_e,
+    renorm_eps,
+    scale,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SCORE: tl.constexpr,
+    AFTER: tl.constexpr,
+    GROUP_SCORE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    PACKED: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUANTIZED_GROUPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program 0, one warp: route all T tokens, then sort their pairs. The others: quantise some groups each.
+
+    Bytes: T (E sizeof(logit) + 16 TOP_K) + 4 E, and T H (sizeof(element) + 1) when quantising.
+    """
+    pdl_wait(PDL)
+    pdl_release(PDL)
+    if tl.program_id(0) == 0:
+        route_tokens(
+            logits_ptr,
+            bias_ptr,
+            weights_ptr,
+            ids_ptr,
+            0,
+            T,
+            stride_t,
+            stride_e,
+            renorm_eps,
+            scale,
+            E,
+            TOP_K,
+            SCORE,
+            AFTER,
+            GROUP_SCORE,
+            GROUPS,
+            TOPK_GROUPS,
+            RENORMALIZE,
+            BLOCK_T,
+            BLOCK_G,
+            BLOCK_S,
+            PACKED,
+        )
+        tl.debug_barrier()  # the ids just written are read back by other lanes
+        R = T * TOP_K
+        for start in range(0, R + E_HELD, BLOCK_P):
+            place_items(
+                start + tl.arange(0, BLOCK_P),
+                ids_ptr,
+                expert_map_ptr,
+                offsets_ptr,
+                row_to_pair_ptr,
+                pair_to_row_ptr,
+                R,
+                E_HELD,
+                E_GLOBAL,
+                0,
+                False,
+                BLOCK_P,
+                BLOCK_Q,
+            )
+    elif QUANTIZED_GROUPS > 0:
+        first_group = (tl.program_id(0) - 1) * QUANTIZED_GROUPS
+        groups = (H + GROUP - 1) // GROUP
+        quantize_groups(first_group, hidden_ptr, q_ptr, scale_ptr, T, H, groups, stride_h, GROUP, QUANTIZED_GROUPS)
+
+
+def is_few(tokens: int, top_k: int, experts: int) -> bool:
+    """Whether tokens are so few that one warp should do all of it."""
+    logits = next_power_of_2(tokens) * max(32, next_power_of_2(experts))
+    return 0 < tokens * top_k <= FEW_PAIRS and logits <= FEW_LOGITS
+
+
+def route_few(
+    hidden_states: torch.Tensor,
+    router_logits: torch.Tensor,
+    correction_bias: torch.Tensor | None,
+    num_experts: int,
+    expert_map: torch.Tensor | None,
+    *,
+    scheme: str,
+    top_k: int,
+    renorm_eps: float,
+    scale: float,
+    pdl: bool,
+    **routing: Any,
+) -> Routed:
+    """`fused_topk`, `sort_pairs` and `quantize_rows` in one kernel, where `is_few`; the same numbers.
+
+    Args:
+        hidden_states: [T, H], unit stride along H, T >= 1; router_logits: [T, E_global] any strides.
+        num_experts: experts held here; expert_map: [E_global] or None.
+        scheme: a name of `meta.schemes.SCHEMES`.
+        routing: the other options of `fused_topk`.
+    """
+    (T, H), device = hidden_states.shape, hidden_states.device
+    ids, row_to_pair, pair_to_row = (torch.empty((T, top_k), dtype=torch.int32, device=device) for _ in range(3))
+    offsets = torch.empty(num_experts, dtype=torch.int32, device=device)
+    weights = torch.empty((T, top_k), dtype=torch.float32, device=device)
+    tokens, tokens_scale, programs = hidden_states, None, 1
+    row = SCHEMES[scheme]
+    if row.quantizes_rows:
+        groups = cdiv(H, row.group_k)
+        tokens = torch.empty((T, H), dtype=row.rows_dtype, device=device)
+        tokens_scale = torch.empty((T, groups), dtype=torch.float32, device=device)
+        programs += cdiv(T * groups, GROUPS_PER_PROGRAM)
+    constants = kernel_constants(router_logits, correction_bias, top_k, **routing)
+    with on_device(hidden_states):
+        _route_few_kernel[(programs,)](
+            router_logits,
+            None if correction_bias is None else correction_bias.contiguous(),
+            weights,
+            ids,
+            None if expert_map is None else expert_map.contiguous(),
+            offsets,
+            row_to_pair,
+            pair_to_row,
+            hidden_states,
+            tokens if tokens_scale is not None else None,
+            tokens_scale,
+            T,
+            num_experts,
+            0 if expert_map is None else expert_map.shape[0],
+            H,
+            hidden_states.stride(0),
+            *router_logits.stride(),
+            renorm_eps,
+            scale,
+            **{**constants, "BLOCK_T": next_power_of_2(T)},
+            BLOCK_P=32,
+            BLOCK_Q=max(16, next_power_of_2(T * top_k)),
+            GROUP=row.group_k or 1,
+            QUANTIZED_GROUPS=0 if tokens_scale is None else GROUPS_PER_PROGRAM,
+            PDL=pdl,
+            num_warps=1,
+            launch_pdl=pdl,
+        )
+    return Routed(weights, offsets, row_to_pair.view(-1), pair_to_row, tokens, tokens_scale)

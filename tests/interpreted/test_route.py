@@ -1,0 +1,61 @@
+"""One kernel for routing, sorting and quantising a few tokens, against the three kernels that it stands for."""
+
+import pytest
+import torch
+
+from meta.schemes import SCHEMES
+from moe_ops.kernels.triton.act_quant import quantize_rows
+from moe_ops.kernels.triton.permute import sort_pairs
+from moe_ops.kernels.triton.route import is_few, route_few
+from moe_ops.kernels.triton.topk import fused_topk
+
+ROUTING = {"top_k": 4, "routing": "softmax", "renormalize": True, "renorm_eps": 0.0, "num_groups": 1, "topk_groups": 1}
+ROUTING |= {"scale": 1.0}
+GROUPED = ROUTING | {"routing": "sigmoid_group_top2", "num_groups": 4, "topk_groups": 2, "scale": 2.5}
+
+
+def check(T, E, routing, *, H=200, bias=False, expert_map=None, held=None, scheme="bf16", logits=None):
+    logits = torch.randn(T, E).bfloat16() if logits is None else logits
+    x, correction = torch.randn(T, 2 * H).bfloat16()[:, :H], torch.randn(E) if bias else None
+    held = E if held is None else held
+    routed = route_few(x, logits, correction, held, expert_map, scheme=scheme, pdl=False, **routing)
+    weights, ids = fused_topk(logits, correction, **routing)
+    assert torch.equal(routed.topk_weights, weights)
+    order = (routed.offsets, routed.row_to_pair, routed.pair_to_row)
+    for got, want in zip(order, sort_pairs(ids, held, expert_map), strict=True):
+        assert got.shape == want.shape and got.dtype == want.dtype and torch.equal(got, want)
+    if SCHEMES[scheme].quantizes_rows:
+        q, scale = quantize_rows(x, scheme)
+        assert torch.equal(routed.tokens.view(torch.uint8), q.view(torch.uint8))
+        assert torch.equal(routed.tokens_scale, scale)
+    else:
+        assert routed.tokens is x and routed.tokens_scale is None
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "fp8_block128"])
+@pytest.mark.parametrize("E", [8, 60, 128])
+@pytest.mark.parametrize("T", [1, 2, 3])
+def test_equals_the_three_kernels(T, E, scheme, poisoned):
+    check(T, E, ROUTING, scheme=scheme)
+
+
+def test_groups_and_a_bias(poisoned):
+    check(3, 16, GROUPED, bias=True)
+
+
+def test_expert_map(poisoned):
+    expert_map = torch.full((24,), -1)
+    expert_map[torch.randperm(24)[:6]] = torch.arange(6)
+    check(5, 24, ROUTING, expert_map=expert_map, held=6, scheme="fp8_block128")
+
+
+def test_nan_logits(poisoned):
+    logits = torch.randn(2, 16)
+    logits[0] = float("nan")
+    check(2, 16, ROUTING, logits=logits)
+
+
+def test_where_it_is_used():
+    assert is_few(1, 8, 256) and not is_few(2, 8, 256), "more logits than registers of one warp should hold"
+    assert is_few(2, 8, 128) and not is_few(3, 8, 64), "more pairs than one warp sorts in time"
+    assert is_few(8, 2, 8) and not is_few(0, 2, 8)
