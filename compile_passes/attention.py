@@ -102,6 +102,8 @@ def _refuses(canon: Canonical, node: fx.Node, call: Call, key: Repeated, value: 
     """Why the call has to stay as it is, or None."""
     if key.times != value.times or call["enable_gqa"]:
         return "keys and values are repeated differently"
+    if not {canon.operand(repeated.value) for repeated in (key, value)} <= {*node.all_input_nodes}:
+        return "it reads the heads under another name"
     if any(canon.written_between(repeated.source, node) for repeated in (key, value)):
         return "the cache is overwritten between the repetition and the attention"
     if any(reader in canon.hazards for reader in (node, key.value, value.value, key.source, value.source)):

@@ -4,8 +4,8 @@ Three passes, in this order:
 
 1. `fuse_blocks` on the Dynamo graph (`pre_grad_custom_pass`): one node there is still one user-level operation, and
    autograd comes after, so that training goes through the same match. MoE blocks become `fused_topk` + `fused_experts`.
-2. `share_heads` on the same graph: attention reads key and value heads without copies of them, which at decode are
-   as many bytes as the experts' weights.
+2. `share_heads` on the same graph: attention reads key and value heads without copies of them, which at decode can
+   cost as much as the experts.
 3. `join` on the post-grad graph: `fused_topk` + `fused_experts`, and chains of stage operators that a user wrote,
    become `fused_moe` or `fused_experts`. Backward graphs keep what they need, as a value saved for backward has a
    reader.
