@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 
 import compile_passes  # noqa: F401  (registers the backends)
 from tests.passes.test_attention import expanded
@@ -29,7 +30,7 @@ def test_shared_heads(length, dtype):
     mask = torch.rand(B, 1, length, S, device="cuda") < 0.8
     torch.compiler.reset()
     counters.clear()
-    with torch.no_grad():
+    with torch.no_grad(), fresh_cache():  # passes run, and count, when nothing is cached
         shared = torch.compile(step, backend="moe_ops", fullgraph=True)(q, k, v, mask)
         repeated = step(q, k, v, mask)
         exact = step(q.double(), k.double(), v.double(), mask)
