@@ -22,6 +22,7 @@ from moe_ops.kernels.cpu import (
     activate,
     batched_spans,
     combine,
+    combine_dropping,
     dequantize_rows,
     grouped_spans,
     lay_out,
@@ -79,9 +80,7 @@ def moe_unpermute(rows: Tensor, pair_to_row: Tensor, topk_weights: Tensor) -> Te
     dropped_TK = (places_TK < 0) | (places_TK >= rows.shape[0])
     if not bool(dropped_TK.any()):
         return combine(rows, places_TK, topk_weights)
-    # One zero row more serves every dropped pair: its own row may hold anything, NaN included.
-    padded = torch.cat((rows, rows.new_zeros((1, rows.shape[1]))))
-    return combine(padded, places_TK.masked_fill(dropped_TK, rows.shape[0]), topk_weights.masked_fill(dropped_TK, 0))
+    return combine_dropping(rows, places_TK, dropped_TK, topk_weights)
 
 
 def batched_combine(batch: Tensor, slots: Tensor, topk_weights: Tensor) -> Tensor:
@@ -264,11 +263,9 @@ def fused_experts(
     value = dequantize_rows(*quantize_rows(value, scheme=scheme), scheme) if row.quantizes_rows else value.to(x.dtype)
     rows = linear(value, down_proj, down_bias, down_scale, spans, scheme, length)
     places_TK, weights_TK = row_of_pair.view(topk_ids.shape), None if weight_on_input else topk_weights
-    if sum(counts) < topk_ids.numel():  # dropped pairs read one zero row more, with weight 0
-        dropped_TK = places_TK == rows.shape[0]
-        rows = torch.cat((rows, rows.new_zeros((1, rows.shape[1]))))
-        weights_TK = None if weights_TK is None else weights_TK.masked_fill(dropped_TK, 0)
-    return combine(rows, places_TK, weights_TK).to(hidden_states.dtype)
+    if sum(counts) == topk_ids.numel():
+        return combine(rows, places_TK, weights_TK).to(hidden_states.dtype)
+    return combine_dropping(rows, places_TK, places_TK == rows.shape[0], weights_TK).to(hidden_states.dtype)
 
 
 fused_moe = topk_then_experts(fused_topk, fused_experts)

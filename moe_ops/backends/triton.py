@@ -226,32 +226,12 @@ def fused_experts(
     down_proj: Tensor,
     topk_weights: Tensor,
     topk_ids: Tensor,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    expert_map: Tensor | None = None,
-    gate_up_scale: Tensor | None = None,
-    down_scale: Tensor | None = None,
-    gate_up_global_scale: Tensor | None = None,
-    down_global_scale: Tensor | None = None,
-    gate_up_zero_point: Tensor | None = None,
-    down_zero_point: Tensor | None = None,
-    *,
-    activation: str,
-    alpha: float,
-    limit: float,
-    glu_layout: str,
-    weight_on_input: bool,
-    scheme: str,
-    format: str,
-    capacity: int | None = None,
-    backend: str | None = None,
+    *experts_tensors: Tensor | None,
+    **options: Any,
 ) -> Tensor:
     if hidden_states.shape[0] == 0:
         return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
-    tensors = (gate_up_bias, down_bias, expert_map, gate_up_scale, down_scale)
-    options = {"activation": activation, "alpha": alpha, "limit": limit, "glu_layout": glu_layout}
-    options |= {"weight_on_input": weight_on_input, "scheme": scheme, "format": format, "capacity": capacity}
-    layer, plan = _layer(hidden_states, gate_up_proj, down_proj, topk_ids.shape[1], *tensors, **options)
+    layer, plan = _layer(hidden_states, gate_up_proj, down_proj, topk_ids.shape[1], *experts_tensors, **options)
     return layer.run(plan, hidden_states, topk_weights, topk_ids)
 
 

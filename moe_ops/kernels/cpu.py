@@ -205,3 +205,10 @@ def combine(rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None) -> Tenso
             total += product
         out[start : start + block] = total
     return out
+
+
+def combine_dropping(rows: Tensor, places_TK: Tensor, dropped_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+    """:func:`combine` where dropped pairs read one zero row more, with weight 0: a row of theirs may hold NaN."""
+    padded = torch.cat((rows, rows.new_zeros((1, rows.shape[1]))))
+    weights_TK = None if weights_TK is None else weights_TK.masked_fill(dropped_TK, 0)
+    return combine(padded, places_TK.masked_fill(dropped_TK, rows.shape[0]), weights_TK)
