@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 GateFn = Callable[[Tensor, float, float], Tensor]
+GateGrad = Callable[[Tensor, Tensor, float, float], Tensor]
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class Activation:
     Attributes:
         name: the name that crosses operator schemas.
         gate_fn: ``(gate, alpha, limit) -> f(gate)``.
-        gate_grad: ``(gate, alpha, limit) -> f'(gate)``.
+        gate_grad: ``(grad, gate, alpha, limit) -> grad * f'(gate)``. Where autograd selects, at a kink, so does this: a
+            product with 0 would let a NaN or an infinite ``grad`` through.
         clamp_up: whether the up half is clamped to ``[-limit, limit]``.
         up_offset: added to the (clamped) up half.
         alpha: default of the ``alpha`` option; None when the activation has none (it is then passed 1.0).
@@ -33,7 +35,7 @@ class Activation:
 
     name: str
     gate_fn: GateFn
-    gate_grad: GateFn
+    gate_grad: GateGrad
     clamp_up: bool = False
     up_offset: float = 0.0
     alpha: float | None = None
@@ -47,14 +49,13 @@ class Activation:
     def backward(
         self, grad: Tensor, gate: Tensor, up: Tensor | None, alpha: float, limit: float
     ) -> tuple[Tensor, Tensor | None]:
-        """Gradients of gate and up (None when not gated) from the gradient of the result."""
-        slope = self.gate_grad(gate, alpha, limit)
+        """Gradients of gate and up (None when not gated) from the gradient of the result; NaN where autograd's are."""
         if up is None:
-            return grad * slope, None
+            return self.gate_grad(grad, gate, alpha, limit), None
         grad_up = grad * self.gate_fn(gate, alpha, limit)
         if self.clamp_up:
-            grad_up = grad_up.masked_fill(up.abs() > limit, 0.0)
-        return grad * self._up(up, limit) * slope, grad_up
+            grad_up = torch.where(up.abs() <= limit, grad_up, 0.0)
+        return self.gate_grad(grad * self._up(up, limit), gate, alpha, limit), grad_up
 
     def _up(self, up: Tensor, limit: float) -> Tensor:
         if self.clamp_up:
@@ -66,44 +67,45 @@ def _silu(gate: Tensor, alpha: float, limit: float) -> Tensor:
     return F.silu(gate)
 
 
-def _silu_grad(gate: Tensor, alpha: float, limit: float) -> Tensor:
+def _silu_grad(grad: Tensor, gate: Tensor, alpha: float, limit: float) -> Tensor:
     sigmoid = torch.sigmoid(gate)
-    return sigmoid * (1 + gate * (1 - sigmoid))
+    return grad * (sigmoid * (1 + gate * (1 - sigmoid)))
 
 
 def _gelu(gate: Tensor, alpha: float, limit: float) -> Tensor:
     return F.gelu(gate)
 
 
-def _gelu_grad(gate: Tensor, alpha: float, limit: float) -> Tensor:
+def _gelu_grad(grad: Tensor, gate: Tensor, alpha: float, limit: float) -> Tensor:
     cdf = 0.5 * (1 + torch.erf(gate * math.sqrt(0.5)))
-    return cdf + gate * torch.exp(-0.5 * gate.square()) / math.sqrt(2 * math.pi)
+    return grad * (cdf + gate * torch.exp(-0.5 * gate.square()) / math.sqrt(2 * math.pi))
 
 
 def _gelu_tanh(gate: Tensor, alpha: float, limit: float) -> Tensor:
     return F.gelu(gate, approximate="tanh")
 
 
-def _gelu_tanh_grad(gate: Tensor, alpha: float, limit: float) -> Tensor:
+def _gelu_tanh_grad(grad: Tensor, gate: Tensor, alpha: float, limit: float) -> Tensor:
     slope = math.sqrt(2 / math.pi)
     tanh = torch.tanh(slope * (gate + 0.044715 * gate**3))
-    return 0.5 * (1 + tanh) + 0.5 * gate * (1 - tanh.square()) * slope * (1 + 3 * 0.044715 * gate.square())
+    curve = 0.5 * gate * (1 - tanh.square()) * slope * (1 + 3 * 0.044715 * gate.square())
+    return grad * (0.5 * (1 + tanh) + curve)
 
 
 def _relu(gate: Tensor, alpha: float, limit: float) -> Tensor:
     return torch.relu(gate)
 
 
-def _relu_grad(gate: Tensor, alpha: float, limit: float) -> Tensor:
-    return (gate > 0).to(gate.dtype)
+def _relu_grad(grad: Tensor, gate: Tensor, alpha: float, limit: float) -> Tensor:
+    return torch.where(gate <= 0, 0.0, grad)
 
 
 def _relu2(gate: Tensor, alpha: float, limit: float) -> Tensor:
     return torch.relu(gate).square()
 
 
-def _relu2_grad(gate: Tensor, alpha: float, limit: float) -> Tensor:
-    return 2 * torch.relu(gate)
+def _relu2_grad(grad: Tensor, gate: Tensor, alpha: float, limit: float) -> Tensor:
+    return torch.where(gate <= 0, 0.0, 2 * grad * gate)
 
 
 def _swiglu_oai(gate: Tensor, alpha: float, limit: float) -> Tensor:
@@ -111,18 +113,18 @@ def _swiglu_oai(gate: Tensor, alpha: float, limit: float) -> Tensor:
     return gate * torch.sigmoid(alpha * gate)
 
 
-def _swiglu_oai_grad(gate: Tensor, alpha: float, limit: float) -> Tensor:
+def _swiglu_oai_grad(grad: Tensor, gate: Tensor, alpha: float, limit: float) -> Tensor:
     clamped = gate.clamp(max=limit)
     sigmoid = torch.sigmoid(alpha * clamped)
-    return (sigmoid * (1 + alpha * clamped * (1 - sigmoid))).masked_fill(gate > limit, 0.0)
+    return torch.where(gate <= limit, grad * (sigmoid * (1 + alpha * clamped * (1 - sigmoid))), 0.0)
 
 
 def _silu_clamp(gate: Tensor, alpha: float, limit: float) -> Tensor:
     return F.silu(gate.clamp(max=limit))
 
 
-def _silu_clamp_grad(gate: Tensor, alpha: float, limit: float) -> Tensor:
-    return _silu_grad(gate, alpha, limit).masked_fill(gate > limit, 0.0)
+def _silu_clamp_grad(grad: Tensor, gate: Tensor, alpha: float, limit: float) -> Tensor:
+    return torch.where(gate <= limit, _silu_grad(grad, gate, alpha, limit), 0.0)
 
 
 ACTIVATIONS: dict[str, Activation] = {

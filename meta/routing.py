@@ -61,8 +61,11 @@ def route(
 
     ``score`` all experts; ``choice = score + bias``; keep the best ``topk_groups`` groups; take the K best choices
     (ties: lowest expert id; order: descending choice); the weight is the UNBIASED score of the selected expert, then
-    ``after``, ``w / (sum(w) + renorm_eps)``, ``* scale``. A NaN choice ranks as -inf and a NaN weight is returned as 0,
-    so ids never repeat and never leave ``[0, E)``.
+    ``after``, ``w / (sum(w) + renorm_eps)``, ``* scale``.
+
+    A NaN choice ranks above +inf, as in ``torch.topk``, and a group that holds one above every other group; NaN choices
+    are equal, so the lowest id comes first and ids never repeat nor leave ``[0, E)``. Weights are what the formula
+    gives: all NaN for a softmax over a NaN, a +inf or nothing but -inf, and NaN where renormalising divides 0 by 0.
 
     Args:
         router_logits: ``[T, E]`` any float dtype.
@@ -75,7 +78,6 @@ def route(
     row = ROUTINGS[routing]
     scores_TE = _score(router_logits.to(dtype), row.score)
     choice_TE = scores_TE if correction_bias is None else scores_TE + correction_bias.to(dtype)
-    choice_TE = choice_TE.masked_fill(choice_TE.isnan(), -torch.inf)
     if row.group is not None and num_groups > 1:
         choice_TE = _limit_groups(choice_TE, row.group, num_groups, topk_groups)
     ids_TK = first_k(choice_TE, top_k)
@@ -94,7 +96,7 @@ def _score(logits_TE: Tensor, score: str) -> Tensor:
 
 
 def first_k(choice: Tensor, k: int) -> Tensor:
-    """Indices of the k largest entries of the last dimension, descending, the lower index first among equals."""
+    """Indices of the k largest entries of the last dimension, NaN first, descending, equals by ascending index."""
     return choice.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
@@ -108,12 +110,11 @@ def _limit_groups(choice_TE: Tensor, group: str, num_groups: int, topk_groups: i
 
 
 def finish_weights(selected_TK: Tensor, after: str, renormalize: bool, renorm_eps: float, scale: float) -> Tensor:
-    """Weights from the K selected scores: ``after``, renormalisation, scale, NaN to 0."""
+    """Weights from the K selected scores: ``after``, renormalisation, scale."""
     if after == "softmax":
         selected_TK = torch.softmax(selected_TK, dim=-1)
     elif after == "sigmoid":
         selected_TK = torch.sigmoid(selected_TK)
     if renormalize:
         selected_TK = selected_TK / (selected_TK.sum(dim=-1, keepdim=True) + renorm_eps)
-    weights_TK = selected_TK * scale
-    return weights_TK.masked_fill(weights_TK.isnan(), 0.0)
+    return selected_TK * scale

@@ -20,7 +20,7 @@ from moe_ops.backends.compose import ROUTING_OPTIONS
 Context = Any
 
 #: Keyword arguments that the backward needs.
-_LAYER_OPTIONS = ("activation", "alpha", "limit", "glu_layout", "weight_on_input", "format", "capacity", "backend")
+_LAYER_OPTIONS = ("activation", "alpha", "limit", "glu_layout", "weight_on_input", "format", "capacity")
 
 
 def topk_backward(grad_TK: Tensor, logits_TE: Tensor, ids_TK: Tensor, options: dict[str, Any]) -> Tensor:
@@ -33,7 +33,8 @@ def topk_backward(grad_TK: Tensor, logits_TE: Tensor, ids_TK: Tensor, options: d
         options: the keyword arguments of ``fused_topk``.
 
     Returns:
-        ``[T, E]`` in the dtype of the logits; 0 where a NaN made the weight 0.
+        ``[T, E]`` in the dtype of the logits; NaN where autograd through the formula gives NaN, which includes scores
+        that are NaN and were not selected: their derivative is multiplied by a gradient of 0.
     """
     row = ROUTINGS[options["routing"]]
     logits, ids = logits_TE.float(), ids_TK.long()
@@ -50,12 +51,15 @@ def topk_backward(grad_TK: Tensor, logits_TE: Tensor, ids_TK: Tensor, options: d
         dense = probabilities * (
             torch.zeros_like(logits).scatter(1, ids, grad) - (grad * raw).sum(dim=-1, keepdim=True)
         )
-        return _without_nan(dense).to(logits_TE.dtype)
-    elif "sigmoid" in (row.score, row.after):
+        return dense.to(logits_TE.dtype)
+    elif row.after == "sigmoid":
         grad = grad * raw * (1 - raw)
+    dense = torch.zeros_like(logits).scatter(1, ids, grad)
+    if row.score == "sigmoid":
+        scores = torch.sigmoid(logits)
+        dense = dense * scores * (1 - scores)
     elif row.score == "sqrtsoftplus":
-        grad = grad * torch.sigmoid(picked) / (2 * raw)
-    dense = torch.zeros_like(logits).scatter(1, ids, _without_nan(grad))
+        dense = dense * torch.sigmoid(logits) / (2 * F.softplus(logits).sqrt())
     return dense.to(logits_TE.dtype)
 
 
@@ -68,10 +72,6 @@ def _selected(score: str, after: str, logits: Tensor, picked: Tensor, ids: Tenso
     if after == "softmax":
         return torch.softmax(picked, dim=-1)
     return torch.sigmoid(picked) if "sigmoid" in (score, after) else picked
-
-
-def _without_nan(grad: Tensor) -> Tensor:
-    return torch.where(grad.isnan(), 0.0, grad)
 
 
 def _setup_topk(ctx: Context, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:

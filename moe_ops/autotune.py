@@ -85,7 +85,7 @@ def small_tiles(K: int, scheme: str, *, first: bool) -> list[SmallConfig]:
         ((2, 4, 8, 16, *wide[1:]), (512, 1024, 2048), 2) if first else ((1, 2, 4, 8, *wide), (128, 256, 512, 1024), K)
     )
     return [
-        SmallConfig(n, k, warps, pdl=True)
+        SmallConfig(n, k, warps)
         for n, k, warps in product(rows, columns, (4, 8))
         if 2 <= tensors * n * k // (32 * warps * per_load) <= 16
     ]

@@ -32,7 +32,6 @@ def fused_experts_backward(
     weight_on_input: bool = False,
     format: str = "grouped",
     capacity: int | None = None,
-    backend: str | None = None,
 ) -> tuple[Tensor, ...]:
     """Gradients of ``fused_experts``, in sorted rows.
 
@@ -40,26 +39,28 @@ def fused_experts_backward(
     ``dw = <u, a> + <dout, b2>`` without a second forward GEMM (SonicMoE, arXiv 2512.14080), ``dh = act'(h) (w u)``,
     ``dx = dh W1^T``, ``dW1 = dh^T x``, ``dW2 = (w dout)^T a``. With ``weight_on_input`` the weight multiplies ``x``.
 
+    The stages choose their own backends: a request binds the operator that it was made for, and not every backend has
+    stages.
+
     Returns:
         Gradients of hidden_states, gate_up_proj, down_proj, topk_weights, gate_up_bias and down_bias, each of its
         primal's shape and dtype, numel 0 where ``needs`` is False.
     """
-    stage = _Stages(backend)
     experts, (tokens, top_k) = gate_up_proj.shape[0], topk_ids.shape
     row, alpha, limit = resolve_activation("fused_experts_backward", activation, alpha, limit)
     if format == "batched":
         ids = local_ids(topk_ids, expert_map, experts)
         ids = drop_overflow(ids, experts, tokens if capacity is None else capacity)
         topk_ids, expert_map = ids.masked_fill(ids == experts, -1).view(tokens, top_k), None
-    rows, offsets, pair_to_row = stage("moe_permute", hidden_states, topk_ids, expert_map, num_experts=experts)
+    rows, offsets, pair_to_row = _stage("moe_permute", hidden_states, topk_ids, expert_map, num_experts=experts)
     pairs_R = invert(pair_to_row, rows.shape[0])
     wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
     weights_R = topk_weights.reshape(-1, 1).index_select(0, pairs_R).to(wide)
     x = (rows.to(wide) * weights_R).to(rows.dtype) if weight_on_input else rows
 
-    gate, up = split_glu(stage("grouped_mm", x, gate_up_proj, offsets, gate_up_bias).to(wide), glu_layout)
+    gate, up = split_glu(_stage("grouped_mm", x, gate_up_proj, offsets, gate_up_bias).to(wide), glu_layout)
     grad_y = grad_output.index_select(0, pairs_R // max(top_k, 1))
-    grad_a = stage("grouped_mm", grad_y, down_proj.transpose(1, 2), offsets).to(wide)
+    grad_a = _stage("grouped_mm", grad_y, down_proj.transpose(1, 2), offsets).to(wide)
     value = row.eager(gate, up, alpha, limit)
     dot_R = (grad_a * value).sum(dim=-1)
     if down_bias is not None and not weight_on_input:
@@ -72,15 +73,15 @@ def fused_experts_backward(
 
     grad_hidden = None
     if needs[0] or (needs[3] and weight_on_input):
-        grad_x = stage("grouped_mm", grad_h, gate_up_proj.transpose(1, 2), offsets)
+        grad_x = _stage("grouped_mm", grad_h, gate_up_proj.transpose(1, 2), offsets)
         if weight_on_input:
             dot_R = (grad_x.to(wide) * rows.to(wide)).sum(dim=-1)
             grad_x = (grad_x.to(wide) * weights_R).to(rows.dtype)
-        grad_hidden = stage("moe_unpermute", grad_x, pair_to_row, torch.ones_like(pair_to_row, dtype=torch.float32))
+        grad_hidden = _stage("moe_unpermute", grad_x, pair_to_row, torch.ones_like(pair_to_row, dtype=torch.float32))
     grads = (
         grad_hidden,
-        stage.wgrad(grad_h, x, offsets) if needs[1] else None,
-        stage.wgrad(grad_y, value.to(rows.dtype), offsets) if needs[2] else None,
+        _wgrad(grad_h, x, offsets) if needs[1] else None,
+        _wgrad(grad_y, value.to(rows.dtype), offsets) if needs[2] else None,
         _pair_sums(dot_R, pair_to_row) if needs[3] else None,
         _expert_sums(grad_h, offsets) if needs[4] else None,
         _expert_sums(grad_y, offsets) if needs[5] else None,
@@ -94,21 +95,24 @@ def fused_experts_backward(
     )
 
 
-class _Stages:
-    """Stage operators of the requested backend, called below the dispatcher."""
+def _stage(op: str, *args: Any, **kwargs: Any) -> Any:
+    """A stage operator, called below torch's dispatcher."""
+    return dispatch.run(op, None, args, kwargs)
 
-    def __init__(self, backend: str | None) -> None:
-        self.backend = backend
 
-    def __call__(self, op: str, *args: Any, **kwargs: Any) -> Any:
-        return dispatch.run(op, self.backend, args, kwargs)
+def _wgrad(grad_rows: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+    """``[E, N, K]``: the backend's own ``grouped_wgrad(grad_rows, rows, offsets)``, else :func:`grouped_wgrad`."""
+    weight = grad_rows.new_empty((offsets.shape[0], 0, rows.shape[1]))
+    problem = dispatch.RULES["grouped_mm"](rows, weight, offsets).problem
+    module = dispatch.choose(problem, None, "grouped_mm")
+    return getattr(module, "grouped_wgrad", grouped_wgrad)(grad_rows, rows, offsets)
 
-    def wgrad(self, grad_rows: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
-        """``[E, N, K]``: the backend's own ``grouped_wgrad(grad_rows, rows, offsets)``, else :func:`grouped_wgrad`."""
-        weight = grad_rows.new_empty((offsets.shape[0], 0, rows.shape[1]))
-        problem = dispatch.RULES["grouped_mm"](rows, weight, offsets).problem
-        module = dispatch.choose(problem, self.backend, "grouped_mm")
-        return getattr(module, "grouped_wgrad", grouped_wgrad)(grad_rows, rows, offsets)
+
+def _expert_sums(grad_rows: Tensor, offsets: Tensor) -> Tensor:
+    """Sum of every expert's rows, ``[E, N]``, in a fixed order; a NaN is in the sum of its own expert alone."""
+    wide = torch.float64 if grad_rows.dtype == torch.float64 else torch.float32
+    ones = grad_rows.new_ones((grad_rows.shape[0], 1), dtype=wide)
+    return _wgrad(grad_rows.to(wide), ones, offsets).squeeze(2)
 
 
 def grouped_wgrad(grad_rows: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
@@ -135,16 +139,6 @@ def grouped_wgrad(grad_rows: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
 def _expert_of_row(offsets: Tensor, count: int) -> Tensor:
     """Expert of every sorted row, E for the rows past the last one, ``[count]`` int64."""
     return torch.searchsorted(offsets, torch.arange(count, device=offsets.device, dtype=offsets.dtype), right=True)
-
-
-def _expert_sums(grad_rows: Tensor, offsets: Tensor) -> Tensor:
-    """Sum of every expert's rows, ``[E, N]``: a product with a one-hot matrix, so the order of the sum is fixed."""
-    wide = torch.float64 if grad_rows.dtype == torch.float64 else torch.float32
-    expert_of_row = _expert_of_row(offsets, grad_rows.shape[0])
-    experts = torch.arange(offsets.shape[0], device=offsets.device)
-    mine = (expert_of_row.unsqueeze(0) == experts.unsqueeze(1)).to(wide)
-    counted = (expert_of_row < offsets.shape[0]).unsqueeze(1)
-    return mine @ torch.where(counted, grad_rows.to(wide), 0.0)
 
 
 def _pair_sums(values_R: Tensor, pair_to_row: Tensor) -> Tensor:

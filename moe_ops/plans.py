@@ -67,7 +67,11 @@ class Plan:
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Plan:
         tile = SmallConfig if row["path"] == "small" else MMConfig
-        made = {name: None if row[name] is None else tile(**row[name]) for name in ("up", "down")}
+        # By the fields of today: a file that an older version tuned may hold others.
+        made = {
+            name: None if row[name] is None else tile(**{field: row[name][field] for field in tile._fields})
+            for name in ("up", "down")
+        }
         return cls(**{**row, **made})
 
 
@@ -123,8 +127,7 @@ def rule(key: LayerKey, tokens: int, sm: int) -> Plan:
     quantizes = SCHEMES[key.scheme].quantizes_rows
     # Small kernels quantise a token again for every few columns: only tuning can say where that pays.
     if key.format == "grouped" and not quantizes and (tokens == 1 or rows <= SMALL_PAIRS_PER_EXPERT):
-        pdl = sm >= 90
-        return Plan("small", SmallConfig(2, 2048, 4, pdl), SmallConfig(1, 256, 4, pdl))
+        return Plan("small", SmallConfig(2, 2048, 4), SmallConfig(1, 256, 4))
     up, down = tiles(key.scheme, rows, sm)
     if quantizes and not key.gated:
         up = up._replace(block_n=128)

@@ -160,7 +160,28 @@ def test_dispatch_keeps_the_first_pairs_and_writes_nothing_else(capacity, routin
         assert torch.equal(written.view(E, capacity).sum(1).int(), counts)
 
 
-@pytest.mark.parametrize("H", [128, 256, 200])
+@pytest.mark.parametrize("capacity", [8, 9, 10])
+def test_capacity_one_short_exactly_full_and_with_room(capacity, path, poisoned):
+    ids = torch.full((5, 3), 1)
+    ids[:, 0], ids[0, 1] = 0, -1  # nine pairs of expert 1, five of expert 0
+    counts, slots = expected_slots(ids, 3, capacity)
+    assert counts.tolist() == [5, min(9, capacity), 0] and (slots[4, 2] < 0) == (capacity < 9)
+    _, _, got_counts, got_slots = dispatch(torch.randn(5, 8), ids, 3, capacity)
+    assert torch.equal(got_counts, counts) and torch.equal(got_slots, slots)
+
+
+def test_dispatch_of_a_transposed_input_to_more_experts_than_one_program_counts(path, poisoned):
+    E, x = 2 * batched_io.COUNT_BLOCK + 3, torch.randn(8, 6).t()
+    ids = torch.randint(0, E, (6, 4))
+    ids[5] = E - 1
+    counts, slots = expected_slots(ids, E, 2)
+    batch, _, got_counts, got_slots = dispatch(x, ids, E, 2)
+    assert torch.equal(got_counts, counts) and torch.equal(got_slots, slots)
+    kept = slots.flatten() >= 0
+    assert torch.equal(batch.view(-1, 8)[slots.flatten()[kept]], x.repeat_interleave(4, dim=0)[kept])
+
+
+@pytest.mark.parametrize("H", [128, 256, 200, 300])
 def test_dispatch_quantises_as_the_scheme_does(H, path, poisoned):
     T, K, E, capacity = 9, 2, 4, 3
     ids, x, weights = torch.randint(-1, E, (T, K)), torch.randn(T, H).bfloat16(), torch.rand(T, K)

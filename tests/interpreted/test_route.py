@@ -3,24 +3,26 @@
 import pytest
 import torch
 
+from meta.routing import ROUTINGS
 from meta.schemes import SCHEMES
 from moe_ops.kernels.triton.act_quant import quantize_rows
 from moe_ops.kernels.triton.permute import sort_pairs
 from moe_ops.kernels.triton.route import is_few, route_few
 from moe_ops.kernels.triton.topk import fused_topk
+from tests.ops.nan_cases import POISONS, E, logits_and_bias, routing_options
 
 ROUTING = {"top_k": 4, "routing": "softmax", "renormalize": True, "renorm_eps": 0.0, "num_groups": 1, "topk_groups": 1}
 ROUTING |= {"scale": 1.0}
 GROUPED = ROUTING | {"routing": "sigmoid_group_top2", "num_groups": 4, "topk_groups": 2, "scale": 2.5}
 
 
-def check(T, E, routing, *, H=200, bias=False, expert_map=None, held=None, scheme="bf16", logits=None):
+def check(T, E, routing, *, H=200, bias=None, expert_map=None, held=None, scheme="bf16", logits=None):
     logits = torch.randn(T, E).bfloat16() if logits is None else logits
-    x, correction = torch.randn(T, 2 * H).bfloat16()[:, :H], torch.randn(E) if bias else None
+    x = torch.randn(T, 2 * H).bfloat16()[:, :H]
     held = E if held is None else held
-    routed = route_few(x, logits, correction, held, expert_map, scheme=scheme, pdl=False, **routing)
-    weights, ids = fused_topk(logits, correction, **routing)
-    assert torch.equal(routed.topk_weights, weights)
+    routed = route_few(x, logits, bias, held, expert_map, scheme=scheme, pdl=False, **routing)
+    weights, ids = fused_topk(logits, bias, **routing)
+    assert torch.equal(routed.topk_weights.view(torch.int32), weights.view(torch.int32))
     order = (routed.offsets, routed.row_to_pair, routed.pair_to_row)
     for got, want in zip(order, sort_pairs(ids, held, expert_map), strict=True):
         assert got.shape == want.shape and got.dtype == want.dtype and torch.equal(got, want)
@@ -40,7 +42,7 @@ def test_equals_the_three_kernels(T, E, scheme, poisoned):
 
 
 def test_groups_and_a_bias(poisoned):
-    check(3, 16, GROUPED, bias=True)
+    check(3, 16, GROUPED, bias=torch.randn(16))
 
 
 def test_expert_map(poisoned):
@@ -49,10 +51,11 @@ def test_expert_map(poisoned):
     check(5, 24, ROUTING, expert_map=expert_map, held=6, scheme="fp8_block128")
 
 
-def test_nan_logits(poisoned):
-    logits = torch.randn(2, 16)
-    logits[0] = float("nan")
-    check(2, 16, ROUTING, logits=logits)
+@pytest.mark.parametrize("poison", ["nan_beside_inf", "nan_bias"])
+@pytest.mark.parametrize("routing", [name for name, row in ROUTINGS.items() if row.supports_bias])
+def test_nan_and_infinity(routing, poison, poisoned):
+    logits, bias = logits_and_bias(POISONS[poison])
+    check(5, E, routing_options(routing), bias=bias, logits=logits)
 
 
 def test_where_it_is_used():

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from meta.routing import ROUTINGS, route
 from moe_ops.kernels.triton.topk import fused_topk
+from tests.ops.nan_cases import BAD, CASES, NAN, POISONS, E, T, check_routing, logits_and_bias, routing_options
 
 OPTIONS = {
     "renormalize": True,
@@ -15,7 +16,6 @@ OPTIONS = {
     "topk_groups": 1,
     "scale": 1.0,
 }
-NAN, INF = float("nan"), float("inf")
 # E, K, num_groups, topk_groups: powers of two and not, one expert, K = E, groups that are not powers of two.
 SIZES = [(8, 2, 1, 1), (60, 4, 1, 1), (32, 6, 8, 3), (18, 6, 3, 2), (1, 1, 1, 1), (6, 6, 1, 1)]
 
@@ -27,7 +27,7 @@ def check(logits, bias=None, **options):
     expected_weights, expected_ids = route(logits, bias, **options)
     assert weights.dtype == torch.float32 and ids.dtype == torch.int32
     assert torch.equal(ids, expected_ids)
-    torch.testing.assert_close(weights, expected_weights, rtol=3e-6, atol=1e-30)
+    torch.testing.assert_close(weights, expected_weights, rtol=3e-6, atol=1e-30, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -53,22 +53,53 @@ def test_ties_go_to_the_lower_expert(routing, dtype):
     check(torch.tensor([[-0.0, 0.0, -0.0, 0.0]]).to(dtype), top_k=2, routing=routing)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("biased", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("case", CASES)
+def test_nan_and_infinity_give_what_torch_gives(case, poisoned):
+    """Before renormalising, which would make one NaN weight all of them."""
+    routing, poison = CASES[case]
+    logits, bias = logits_and_bias(poison)
+    options = routing_options(routing, renormalize=False)
+    check_routing(*fused_topk(logits, bias, **options), logits, bias, options)
+
+
+@pytest.mark.parametrize("poison", [name for name, values in POISONS.items() if not values.bias])
+@pytest.mark.parametrize("routing", ["softmax", "topk_softmax", "topk_sigmoid"])
+def test_nan_and_infinity_where_key_and_expert_share_an_integer(routing, poison, poisoned):
+    logits, bias = logits_and_bias(POISONS[poison], torch.bfloat16)
+    options = routing_options(routing, renormalize=False)
+    check_routing(*fused_topk(logits, bias, **options), logits, bias, options)
+
+
+@pytest.mark.parametrize("poison", ["nan_logit", "inf", "all_minus_inf"])
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_nan_and_infinite_logits(routing, biased, dtype):
-    if biased and not ROUTINGS[routing].supports_bias:
-        pytest.skip("takes no bias")
-    logits = torch.randn(6, 16)
-    logits[0] = NAN
-    logits[1, 3] = NAN
-    logits[2, 2:] = NAN
-    logits[3, 5] = -INF
-    logits[4] = -INF
-    logits[5, 1:15] = -INF
-    bias = torch.zeros(16) if biased else None
-    groups = {"num_groups": 4, "topk_groups": 2} if ROUTINGS[routing].group else {}
-    check(logits.to(dtype), bias, top_k=4, routing=routing, **groups)
+def test_renormalising_nan_and_zero_by_zero(routing, poison):
+    logits, bias = logits_and_bias(POISONS[poison])
+    options = routing_options(routing)
+    check_routing(*fused_topk(logits, bias, **options), logits, bias, options)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_a_nan_token_leaves_every_bit_of_the_others(routing, monkeypatch, poisoned):
+    """Several tokens share a program here."""
+    monkeypatch.setattr("moe_ops.kernels.triton.topk.WARPS_RESIDENT", 2)
+    logits, bias = logits_and_bias(POISONS["nan_beside_inf"])
+    healthy = logits.clone()
+    healthy[BAD] = torch.randn(E)
+    others = [t for t in range(T) if t != BAD]
+    for got, want in zip(
+        fused_topk(logits, bias, **routing_options(routing)),
+        fused_topk(healthy, bias, **routing_options(routing)),
+        strict=True,
+    ):
+        assert torch.equal(got[others].view(torch.int32), want[others].view(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_nan_is_the_same_nan(dtype):
+    """Neither sign nor payload ranks one NaN before another."""
+    bits = torch.tensor([[0, 0x7FC00000, -0x400000, 0x7FFF0000, 0x7F800000, -0x10000]], dtype=torch.int32)
+    _, ids = fused_topk(bits.view(torch.float32).to(dtype), None, **OPTIONS, top_k=6, routing="topk_sigmoid")
+    assert ids.tolist() == [[1, 2, 3, 5, 4, 0]]
 
 
 @pytest.mark.parametrize("renormalize", [False, True])

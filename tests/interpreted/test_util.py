@@ -5,13 +5,19 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.triton.util import cdiv, find_tile, next_power_of_2, round_to
+from moe_ops.kernels.triton.util import cdiv, find_tile, next_power_of_2, round_to, widen
 
 
 @triton.jit
 def _round_kernel(x_ptr, y_ptr, N: tl.constexpr):
     i = tl.arange(0, N)
     tl.store(y_ptr + i, round_to(tl.load(x_ptr + i), y_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _widen_kernel(x_ptr, y_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(y_ptr + i, widen(tl.load(x_ptr + i)))
 
 
 @triton.jit
@@ -56,6 +62,13 @@ def test_find_tile_enumerates_every_tile_once(counts, batched):
     assert out[len(expected) :, 3].sum() == 0
     assert (out[len(expected) :, 0] == E - 1).all()
     assert torch.equal(out[len(expected) :, 1], out[len(expected) :, 2])
+
+
+def test_every_e4m3_code_is_read_as_torch_reads_it():
+    codes = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn)
+    wide = torch.empty(256)
+    _widen_kernel[(1,)](codes, wide, 256)
+    torch.testing.assert_close(wide, codes.float(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("batched", [False, True], ids=["grouped", "batched"])

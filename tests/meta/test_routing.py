@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from meta.routing import ROUTINGS, route
+from tests.ops.nan_cases import CASES, INF, NAN, check_routing, logits_and_bias, routing_options
 
 E, K = 12, 3
 
@@ -66,25 +67,33 @@ def test_ties_go_to_the_lowest_id(name: str) -> None:
     assert ids.tolist() == [[0, 1, 2]] * 2
 
 
-@pytest.mark.parametrize("name", ROUTINGS)
-@pytest.mark.parametrize("bad", ["one", "all", "infinity"])
-def test_bad_logits_never_give_bad_ids(name: str, bad: str) -> None:
-    logits = torch.randn(5, E)
-    if bad == "all":
-        logits[:] = float("nan")
-    else:
-        logits[:, 4] = float("nan") if bad == "one" else float("inf")
-    weights, ids = route(logits, top_k=K, **options(name))
-    assert all(len(set(row)) == K and min(row) >= 0 and max(row) < E for row in ids.tolist())
-    assert not weights.isnan().any()
-    if bad == "all":
-        assert torch.equal(weights, torch.zeros(5, K)) and ids.tolist() == [[0, 1, 2]] * 5
+@pytest.mark.parametrize("renormalize", [False, True], ids=["raw", "renormalised"])
+@pytest.mark.parametrize("case", CASES)
+def test_nan_and_infinity_give_what_torch_gives(case: str, renormalize: bool) -> None:
+    name, poison = CASES[case]
+    logits, bias = logits_and_bias(poison)
+    wanted = routing_options(name, renormalize=renormalize)
+    check_routing(*route(logits, bias, **wanted), logits, bias, wanted)
 
 
-def test_a_nan_logit_is_not_chosen_while_others_remain() -> None:
-    logits = torch.tensor([[1.0, float("nan"), -5.0, 0.0]])
-    weights, ids = route(logits, top_k=3, routing="sigmoid")
-    assert ids.tolist() == [[0, 3, 2]] and weights.isfinite().all()
+def test_among_nan_choices_the_lowest_expert_comes_first() -> None:
+    logits = torch.tensor([[1.0, NAN, -5.0, INF, NAN, 0.0]])
+    weights, ids = route(logits, top_k=4, routing="sigmoid", renormalize=False)
+    assert ids.tolist() == [[1, 4, 3, 0]]
+    assert weights[0, :2].isnan().all() and weights[0, 2:].tolist() == [1.0, torch.sigmoid(torch.tensor(1.0)).item()]
+    assert route(logits, top_k=6)[1].tolist() == [[0, 1, 2, 3, 4, 5]], "a softmax over NaN leaves nothing to rank"
+
+
+def test_every_nan_is_the_same_nan() -> None:
+    """Neither sign nor payload ranks one NaN before another."""
+    bits = torch.tensor([[0, 0x7FC00000, -0x400000, 0x7FFF0000, 0x7F800000, -0x10000]], dtype=torch.int32)
+    _, ids = route(bits.view(torch.float32), top_k=6, routing="topk_sigmoid")
+    assert ids.tolist() == [[1, 2, 3, 5, 4, 0]]
+
+
+def test_a_masked_expert_weighs_nothing() -> None:
+    weights, ids = route(torch.tensor([[1.0, -INF, 0.0]]), top_k=3)
+    assert ids.tolist() == [[0, 2, 1]] and weights[0, 2] == 0 and weights.isfinite().all()
 
 
 def test_low_precision_logits_are_routed_in_fp32() -> None:

@@ -125,8 +125,9 @@ def test_fault_is_reported(name: str) -> None:
 def test_fault_is_silent_and_in_bounds_outside(name: str) -> None:
     op, args, kwargs, _ = FAULTS[name]
     outputs = op(*args, **kwargs)
+    healthy = [0, 1, 3] if name.startswith("nan") else slice(None)  # NaN in token 2 is NaN out
     for output in outputs if isinstance(outputs, tuple) else (outputs,):
-        assert torch.isfinite(output).all()
+        assert torch.isfinite(output[healthy]).all()
 
 
 def test_rows_out_of_range_contribute_nothing() -> None:

@@ -22,12 +22,8 @@ class MMConfig(NamedTuple):
 
 
 class SmallConfig(NamedTuple):
-    """Tile of one program of the small path: block_n output columns, block_k of the contraction at a time.
-
-    pdl: start while the kernel before it still runs (programmatic dependent launch, sm_90 and later).
-    """
+    """Tile of one program of the small path: block_n output columns, block_k of the contraction at a time."""
 
     block_n: int
     block_k: int
     num_warps: int
-    pdl: bool

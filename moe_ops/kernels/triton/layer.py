@@ -71,6 +71,7 @@ class Layer:
             (plan.up, plan.down),
             expert_map=self.expert_map,
             weight_on_input=self.weight_on_input,
+            pdl=pdl_launches(hidden_states.device),
         )
 
     def _grouped(self, plan: Plan, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from moe_ops.kernels.triton.act_quant import apply_activation
 from moe_ops.kernels.triton.scales import quantize_tile
-from moe_ops.kernels.triton.util import INTERPRETED, round_to
+from moe_ops.kernels.triton.util import INTERPRETED, round_to, widen
 
 # How the weight tile is laid out (GLU) and loaded (W_LOAD).
 NOT_GATED = tl.constexpr(0)
@@ -134,8 +134,8 @@ def scaled_product(
     """
     pointers = w_scale + expert.to(tl.int64) * W_SCALE_STRIDES[0] + (k // 128) * W_SCALE_STRIDES[2]
     if INTERPRETED:
-        a_tile = a_tile.to(tl.float32)
-        w_tile = w_tile.to(tl.float32)
+        a_tile = widen(a_tile)
+        w_tile = widen(w_tile)
     if ONE_SCALE:
         scale = (row_scale * tl.load(pointers + (row // 128) * W_SCALE_STRIDES[1]))[:, None]
     else:

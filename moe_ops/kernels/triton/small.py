@@ -16,14 +16,23 @@ from moe_ops.kernels.triton.act_quant import apply_activation
 from moe_ops.kernels.triton.config import SmallConfig
 from moe_ops.kernels.triton.launch import SCALE_GROUP, ExpertMM
 from moe_ops.kernels.triton.scales import quantize_tile
-from moe_ops.kernels.triton.util import cdiv, load_expert, next_power_of_2, on_device, pdl_release, pdl_wait, round_to
+from moe_ops.kernels.triton.util import (
+    cdiv,
+    load_expert,
+    next_power_of_2,
+    on_device,
+    pdl_release,
+    pdl_wait,
+    round_to,
+    widen,
+)
 
 
 @triton.jit
 def _quantized(x, group_scale, BLOCK_K: tl.constexpr):
     """x [BLOCK_K] rounded through the 1x128 e4m3 grid, times both operands' scales for each group of 128."""
     quantized, scale = quantize_tile(x.reshape(BLOCK_K // 128, 128))
-    return (quantized.to(tl.float32) * (scale * group_scale)[:, None]).reshape(BLOCK_K)
+    return (widen(quantized) * (scale * group_scale)[:, None]).reshape(BLOCK_K)
 
 
 @triton.jit
@@ -226,6 +235,7 @@ def small_experts(
     *,
     expert_map: torch.Tensor | None,
     weight_on_input: bool,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """Experts of a few tokens in two launches.
 
@@ -233,6 +243,7 @@ def small_experts(
         hidden_states: [T, H], unit stride along H; topk_weights, topk_ids: [T, K], contiguous.
         up, down: the two projections (`up` carries the activation).
         expert_map: [E_global] local id or -1.
+        pdl: start each kernel while the one before still runs (programmatic dependent launch).
 
     Returns:
         [T, H] in the dtype of `down.out_dtype`.
@@ -269,10 +280,10 @@ def small_experts(
             up.glu,
             up.activation,
             weight_on_input,
-            first.pdl,
+            pdl,
             num_warps=first.num_warps,
             num_stages=1,
-            launch_pdl=first.pdl,
+            launch_pdl=pdl,
         )
         _small_down_kernel[(cdiv(hidden, second.block_n), T)](
             h,
@@ -293,10 +304,10 @@ def small_experts(
             second.block_n,
             second.block_k,
             weight_on_input,
-            second.pdl,
+            pdl,
             num_warps=second.num_warps,
             num_stages=1,
-            launch_pdl=second.pdl,
+            launch_pdl=pdl,
         )
     return out
 

@@ -14,7 +14,7 @@ from moe_ops.kernels.triton.util import INTERPRETED, cdiv, next_power_of_2, on_d
 
 LEAST = tl.constexpr(-(2**31))  # below the key of every expert, -inf included: taken or absent
 MINUS_INF = tl.constexpr(float("-inf"))
-KEY_OF_NAN = tl.constexpr(-(2**31) + 512)
+KEY_OF_NAN = tl.constexpr(0x7FC00000)  # above +inf, and a NaN again in `_from_key`, its low bits cleared or not
 KEY_OF_MINUS_INF = tl.constexpr(-0x7F800001)
 EXPERT_BITS = tl.constexpr(511)  # a 16-bit float leaves at least 13 low bits of its fp32 key unused
 WARPS_RESIDENT = 4096  # 32 one-warp programs on each of about 132 multiprocessors
@@ -70,7 +70,7 @@ def _score(logits, exists, SCORE: tl.constexpr):
 
 @triton.jit
 def _finish_weights(weights, slot, renorm_eps, scale, AFTER: tl.constexpr, RENORMALIZE: tl.constexpr):
-    """Weights of the selected experts from their scores, which are the columns in `slot`; NaN becomes 0."""
+    """Weights of the selected experts from their scores, which are the columns in `slot`."""
     if AFTER == "softmax":
         weights = _softmax(weights, slot)
     elif AFTER == "sigmoid":
@@ -78,14 +78,14 @@ def _finish_weights(weights, slot, renorm_eps, scale, AFTER: tl.constexpr, RENOR
     if RENORMALIZE:
         total = tl.sum(tl.where(slot, weights, 0.0), axis=1) + renorm_eps
         weights = weights / total[:, None]
-    return tl.where(weights == weights, weights * scale, 0.0)
+    return weights * scale
 
 
 @triton.jit
 def _to_key(x):
     """fp32 -> i32 in the same order, so that reductions are single integer instructions. -0 equals +0.
 
-    NaN goes below -inf, to a key that `_from_key` turns back into a NaN.
+    Every NaN gets one key, above that of +inf: `torch.topk` ranks NaN greatest, and equals go by expert.
     """
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), KEY_OF_NAN)
@@ -103,19 +103,21 @@ def _clear_expert(packed):
 
 
 @triton.jit
-def _keep_groups(choice, GROUP_SCORE: tl.constexpr, GROUPS: tl.constexpr, KEEP: tl.constexpr):
-    """Whether each group of `choice` [T, groups, slots] (absent slots -inf) is among the KEEP best; ties to the lower.
+def _keep_groups(key, GROUP_SCORE: tl.constexpr, GROUPS: tl.constexpr, KEEP: tl.constexpr):
+    """Whether each group of keys [T, groups, slots] (absent slots LEAST) is among the KEEP best; ties to the lower.
 
-    A group's rank is the number of groups that beat it: all pairs at once instead of KEEP dependent rounds.
+    In keys NaN is a value like any other, so a group that holds one scores NaN and ranks first. A group's rank is the
+    number of groups that beat it: all pairs at once instead of KEEP dependent rounds.
     """
-    group = tl.arange(0, choice.shape[1])
-    score = tl.max(choice, axis=2)
+    group = tl.arange(0, key.shape[1])
+    score = tl.max(key, axis=2)
     if GROUP_SCORE == "top2":
-        slot = tl.arange(0, choice.shape[2])[None, None, :]
-        best = tl.min(tl.where(choice == score[:, :, None], slot, choice.shape[2]), axis=2)
-        score += tl.max(tl.where(slot == best[:, :, None], MINUS_INF, choice), axis=2)
-    key = tl.where((group < GROUPS)[None, :], _to_key(score), LEAST)
-    mine, other = key[:, :, None], key[:, None, :]
+        slot = tl.arange(0, key.shape[2])[None, None, :]
+        best = tl.min(tl.where(key == score[:, :, None], slot, key.shape[2]), axis=2)
+        second = tl.max(tl.where(slot == best[:, :, None], LEAST, key), axis=2)
+        score = _to_key(_from_key(score) + _from_key(second))
+    score = tl.where((group < GROUPS)[None, :], score, LEAST)
+    mine, other = score[:, :, None], score[:, None, :]
     beaten = (other > mine) | ((other == mine) & (group[None, None, :] < group[None, :, None]))
     return tl.sum(beaten.to(tl.int32), axis=2) < KEEP
 
@@ -170,11 +172,8 @@ def route_tokens(
     if bias_ptr is not None:
         choice += tl.load(bias_ptr + expert, mask=real, other=0.0).to(tl.float32)[None, :]
     key = tl.where(exists, _to_key(choice), LEAST)
-    if not PLAIN:
-        key = tl.maximum(key, tl.where(exists, KEY_OF_MINUS_INF, LEAST))
     if GROUPS > 1:
-        present = tl.where(exists & (choice == choice), choice, MINUS_INF)
-        keep = _keep_groups(tl.reshape(present, [BLOCK_T, BLOCK_G, BLOCK_S]), GROUP_SCORE, GROUPS, TOPK_GROUPS)
+        keep = _keep_groups(tl.reshape(key, [BLOCK_T, BLOCK_G, BLOCK_S]), GROUP_SCORE, GROUPS, TOPK_GROUPS)
         keep = tl.broadcast_to(keep.to(tl.int32)[:, :, None], [BLOCK_T, BLOCK_G, BLOCK_S])
         kept = tl.reshape(keep, [BLOCK_T, BLOCK_G * BLOCK_S]) != 0
         key = tl.where(exists & ~kept, KEY_OF_MINUS_INF, key)
@@ -208,7 +207,7 @@ def route_tokens(
 
     slot = (column < TOP_K)[None, :]
     if BY_LOGIT:
-        # One NaN logit makes the whole softmax NaN: such a row gets experts 0 .. TOP_K - 1 with weight 0.
+        # One NaN or +inf, or nothing but -inf, makes every score NaN, and equal scores go to the lowest experts.
         ids = tl.where((total == total)[:, None], ids, column[None, :])
         weights = _exp(weights - largest[:, None]) * (1.0 / total)[:, None]
     weights = _finish_weights(weights, slot, renorm_eps, scale, AFTER, RENORMALIZE)

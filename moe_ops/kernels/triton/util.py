@@ -76,6 +76,16 @@ def round_to(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def widen(x):
+    """`x` in fp32. The interpreter reads a NaN of e4m3 as 480, which is no number of e4m3."""
+    wide = x.to(tl.float32)
+    if INTERPRETED:
+        if x.dtype == tl.float8e4nv:
+            wide = tl.where(tl.abs(wide) == 480.0, float("nan"), wide)
+    return wide
+
+
+@triton.jit
 def find_tile(extents_ptr, num_rows, pid_m, E, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BATCHED: tl.constexpr):
     """Which expert's rows tile `pid_m` covers when every expert's rows are cut into tiles of BLOCK_M.
 
