@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
+from types import NoneType
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from meta.dims import Dim, Problem
 from meta.schemes import FLOAT_DTYPES
@@ -36,6 +37,50 @@ class Checked:
     device: torch.device
     outputs: tuple[tuple[Sizes, torch.dtype], ...]
     resolved: dict[str, Any] = field(default_factory=dict)
+
+
+#: Type in an operator's schema -> the Python types that are it, the rule in words, and the cure.
+_TYPES: dict[str, tuple[tuple[type, ...], str, str]] = {
+    "Tensor": ((Tensor,), "a torch.Tensor", "Convert it with torch.as_tensor first."),
+    "int": ((int, torch.SymInt), "an int", "Pass a Python int."),
+    "float": ((float, int, torch.SymFloat, torch.SymInt), "a number", "Pass a Python float."),
+    "bool": ((bool,), "True or False", ""),
+    "str": ((str,), "a string", ""),
+    "ScalarType": ((torch.dtype,), "a torch.dtype", ""),
+}
+
+
+class Accepts(NamedTuple):
+    """What one argument of a public function may be: an instance of ``types``, and no bool where it is a number."""
+
+    types: tuple[type, ...]
+    is_number: bool
+    rule: str
+    cure: str
+
+
+def accepts(schema_type: str) -> Accepts:
+    """The row of an argument of this type in a schema, such as ``"Optional[int]"``; a proxy of FX stands for any."""
+    kind = schema_type.removeprefix("Optional[").removesuffix("]")
+    types, rule, cure = _TYPES[kind]
+    if kind != schema_type:
+        types, rule = (*types, NoneType), f"{rule} or None"
+    return Accepts((*types, fx.Proxy), int in types, rule, cure)
+
+
+def check_type(op: str, argument: str, value: object, row: Accepts) -> None:
+    """``value`` is what ``row`` accepts; ``top_k=True`` is a slip, and refused."""
+    types, is_number, rule, cure = row
+    if not isinstance(value, types) or (is_number and isinstance(value, bool)):
+        raise fail(op, argument, rule, _describe_value(value), cure)
+
+
+def _describe_value(value: object) -> str:
+    """A short value as it is written, with its type; of the others the type."""
+    name = type(value).__name__
+    if value is None or isinstance(value, bool):
+        return str(value)
+    return f"{value!r} ({name})" if isinstance(value, int | float | str) else name
 
 
 def fail(op: str, argument: str, rule: str, got: object, cure: str = "") -> ValueError:

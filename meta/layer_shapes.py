@@ -306,7 +306,6 @@ def fused_experts_backward(
     weight_on_input: bool = False,
     format: str = "grouped",
     capacity: int | None = None,
-    backend: str | None = None,
 ) -> Checked:
     """Gradients of hidden_states, gate_up_proj, down_proj, topk_weights, gate_up_bias, down_bias; numel 0 when not
     needed.
@@ -316,7 +315,7 @@ def fused_experts_backward(
     routed = {"hidden_states": hidden_states, "topk_weights": topk_weights, "topk_ids": topk_ids}
     check_placement(op, {**routed, "grad_output": grad_output, **experts.tensors()})
     _check_topk(op, hidden_states, topk_weights, topk_ids)
-    options = (activation, alpha, limit, glu_layout, weight_on_input, None, format, capacity, backend)
+    options = (activation, alpha, limit, glu_layout, weight_on_input, None, format, capacity, None)
     checked = _check_layer(op, hidden_states, experts, topk_ids.shape[1], *options)
     check_shape(op, "grad_output", grad_output, "T H", tuple(hidden_states.shape))
     check_dtype(op, "grad_output", grad_output, hidden_states.dtype)

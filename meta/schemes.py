@@ -127,8 +127,8 @@ def _dequantize_rows_1x128(stored: Tensor, scale: Tensor) -> Tensor:
 SCHEMES: dict[str, QuantScheme] = {
     row.name: row
     for row in (
-        QuantScheme("bf16", torch.bfloat16, 2.0**-9),
-        QuantScheme("fp16", torch.float16, 2.0**-12),
+        QuantScheme("bf16", torch.bfloat16, 2.0**-8),
+        QuantScheme("fp16", torch.float16, 2.0**-11),
         QuantScheme("fp32", torch.float32, 2.0**-24),
         QuantScheme("fp64", torch.float64, 2.0**-53),  # gradient checks and oracles; the CPU backend alone runs it
         QuantScheme(

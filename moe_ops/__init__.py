@@ -1,14 +1,17 @@
 """Mixture-of-experts operators for PyTorch, and the entry points of the compiler passes that find MoE blocks.
 
 The operators are functions of this module and of ``torch.ops.moe_ops``. Importing it registers them and imports neither
-triton nor inductor. ``compile``, ``explain`` and ``fuse`` come from :mod:`compile_passes`, which is imported when one
-of
-them is first used: the only place where this package looks at the one above it.
+triton nor inductor. ``compile``, ``explain`` and ``fuse`` come from :mod:`compile_passes`, which is imported when
+one of them is first used: the only place where this package looks at the one above it.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+from moe_ops import siblings  # (first: it refuses a foreign `meta` before anything imports that)
+
+# isort: split
 
 from moe_ops import ops as _ops  # noqa: F401  (registers the operators)
 from moe_ops.api import fused_experts, fused_moe, fused_topk, quantize_weight
@@ -55,6 +58,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _FROM_PASSES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    siblings.require("compile_passes", by="moe_ops")
     import compile_passes
 
     return getattr(compile_passes, name)

@@ -7,13 +7,11 @@ the rule, what it got and the cure; the rules are in :mod:`meta.shapes`. All are
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from meta.checks import check_name
+from meta.checks import accepts, check_float, check_name, check_rank, check_type
 from meta.schemes import SCHEMES
-
-_ops = torch.ops.moe_ops
+from moe_ops.ops import call
 
 
 def fused_topk(
@@ -43,8 +41,8 @@ def fused_topk(
         scale: multiplies the weights at the end.
 
     Returns:
-        topk_weights ``[T, K]`` fp32 and topk_ids ``[T, K]`` int32, best first, ties to the lower id. NaN logits rank
-        last and get weight 0; ids never repeat.
+        topk_weights ``[T, K]`` fp32 and topk_ids ``[T, K]`` int32, best first, ties to the lower id. A NaN choice
+        ranks first, as in ``torch.topk``, and weights are NaN where the formula gives NaN; ids never repeat.
 
     Raises:
         ValueError: see the module's docstring; in particular when K exceeds the experts that may be chosen from.
@@ -57,7 +55,8 @@ def fused_topk(
         >>> weights.shape, ids.dtype
         (torch.Size([4, 2]), torch.int32)
     """
-    return _ops.fused_topk(
+    return call(
+        "fused_topk",
         router_logits,
         correction_bias,
         top_k=top_k,
@@ -135,7 +134,8 @@ def fused_experts(
         >>> moe_ops.fused_experts(x, gate_up, down, weights, ids).shape
         torch.Size([4, 16])
     """
-    return _ops.fused_experts(
+    return call(
+        "fused_experts",
         hidden_states,
         gate_up_proj,
         down_proj,
@@ -217,7 +217,8 @@ def fused_moe(
         >>> moe_ops.fused_moe(x, torch.randn(4, 8), gate_up, down, top_k=2).shape
         torch.Size([4, 16])
     """
-    return _ops.fused_moe(
+    return call(
+        "fused_moe",
         hidden_states,
         router_logits,
         gate_up_proj,
@@ -262,7 +263,7 @@ def quantize_weight(weight: Tensor, *, scheme: str) -> tuple[Tensor, Tensor]:
         The stored weight and its scale, as :func:`fused_experts` takes them.
 
     Raises:
-        ValueError: unknown scheme, or one that does not quantise weights.
+        ValueError: a weight of another rank or dtype, an unknown scheme, or one that does not quantise weights.
 
     Source: 128 x 128 blocks, DeepSeek-V3 (arXiv 2412.19437, section 3.3).
 
@@ -271,6 +272,10 @@ def quantize_weight(weight: Tensor, *, scheme: str) -> tuple[Tensor, Tensor]:
         >>> stored.dtype, scale.shape
         (torch.float8_e4m3fn, torch.Size([2, 2, 1]))
     """
+    check_type("quantize_weight", "weight", weight, accepts("Tensor"))
+    check_type("quantize_weight", "scheme", scheme, accepts("str"))
+    check_rank("quantize_weight", "weight", weight, "E N K")
+    check_float("quantize_weight", "weight", weight)
     bodies = {name: row.quantize_weight for name, row in SCHEMES.items() if row.quantize_weight is not None}
     check_name("quantize_weight", "scheme", scheme, bodies)
     return bodies[scheme](weight)

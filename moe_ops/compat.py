@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -34,8 +34,8 @@ def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return torch._grouped_mm(rows, weight, offs=offsets)
 
 
-class _AfterImport(MetaPathFinder, Loader):
-    """Loads one module as usual, then runs a callback; removes itself first, so it acts once."""
+class _AfterImport(MetaPathFinder):
+    """Lets the other finders find one module, and has a callback run once after its import."""
 
     def __init__(self, name: str, callback: Callable[[], None]) -> None:
         self.name = name
@@ -46,26 +46,42 @@ class _AfterImport(MetaPathFinder, Loader):
     ) -> ModuleSpec | None:
         if fullname != self.name:
             return None
-        sys.meta_path.remove(self)
-        spec = PathFinder.find_spec(fullname, path, target)
-        if spec is None or spec.loader is None:
-            return spec
-        self.loader: Any = spec.loader
-        spec.loader = self
+        others = (finder for finder in list(sys.meta_path) if finder is not self)
+        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((found for found in specs if found is not None), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Once(spec.loader, self)
         return spec
+
+
+class _Once(Loader):
+    """Stands in for a module's loader until the module's code runs: from then on only its own loader is to be seen."""
+
+    def __init__(self, loader: Any, finder: _AfterImport) -> None:
+        self.loader = loader
+        self.finder = finder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.loader
+        module.__loader__ = self.loader
         self.loader.exec_module(module)
-        self.callback()
+        if self.finder in sys.meta_path:  # a spec may have been asked for, and kept, without an import
+            sys.meta_path.remove(self.finder)
+            self.finder.callback()
 
 
 def when_imported(name: str, callback: Callable[[], None]) -> None:
     """Run ``callback`` now if module ``name`` is loaded, else right after its first import.
 
     ``torch.utils.flop_counter`` imports triton; formulas registered this way do not make every process pay for that.
+    The module keeps its own loader and spec, so that reloading, its source and pickling by name are as without this.
     """
     if name in sys.modules:
         callback()

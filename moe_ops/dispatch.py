@@ -36,19 +36,30 @@ DEFAULT_BACKEND = _environment_backend()
 def choose(problem: Problem, requested: str | None = None, op: str = "fused_experts") -> ModuleType:
     """The backend module that runs ``op`` on ``problem``.
 
-    Without a request (argument or ``MOE_OPS_BACKEND``) the first backend of :data:`moe_ops.backends.BACKENDS` that
-    implements ``op`` and does not refuse; with one, that backend or an error: a request never falls back.
+    Without a request the first backend of :data:`moe_ops.backends.BACKENDS` that implements ``op`` and does not refuse;
+    with one, that backend or an error: a request never falls back. ``MOE_OPS_BACKEND`` is a request for every call
+    that makes none, of the operators that the backend implements; the others are chosen for as if it were not set.
 
     Raises:
         ValueError: unknown name, or every candidate refused; the message lists each refusal.
     """
-    requested = requested or DEFAULT_BACKEND
+    by_variable = requested is None and DEFAULT_BACKEND is not None and _bound_by_variable(DEFAULT_BACKEND, op)
+    if by_variable:
+        requested = DEFAULT_BACKEND
     if problem.has_symbols:
-        return _choose(problem, requested, op)
-    return _choose_cached(problem, requested, op)
+        return _choose(problem, requested, op, by_variable)
+    return _choose_cached(problem, requested, op, by_variable)
 
 
-def _choose(problem: Problem, requested: str | None, op: str) -> ModuleType:
+def _bound_by_variable(name: str, op: str) -> bool:
+    """Whether the backend that the variable names implements ``op``; one that cannot be imported is asked, and says
+    so.
+    """
+    module = backends.load(name)
+    return isinstance(module, str) or hasattr(module, op)
+
+
+def _choose(problem: Problem, requested: str | None, op: str, by_variable: bool = False) -> ModuleType:
     if requested is not None and requested not in BACKEND_NAMES:
         raise ValueError(f"{op}: backend must be one of {sorted(BACKEND_NAMES)}, got {requested!r}.")
     refusals = []
@@ -58,7 +69,12 @@ def _choose(problem: Problem, requested: str | None, op: str) -> ModuleType:
             return reason if requested else _measured_choice(reason, problem, op)
         refusals.append(f"{name} {reason}")
     asked = "any backend" if requested is None else f"backend={requested!r}"
-    raise ValueError(f"{op}: {asked} must accept the problem, got refusals: {'; '.join(refusals)}. Problem: {problem}.")
+    cure = ""
+    if by_variable:
+        asked, cure = f"{_VARIABLE}={requested}", f" Unset {_VARIABLE}, or pass backend= to this call."
+    raise ValueError(
+        f"{op}: {asked} must accept the problem, got refusals: {'; '.join(refusals)}. Problem: {problem}.{cure}"
+    )
 
 
 def _refusal(name: str, problem: Problem, requested: str | None, op: str) -> ModuleType | str:
@@ -70,6 +86,9 @@ def _refusal(name: str, problem: Problem, requested: str | None, op: str) -> Mod
         return module
     if not hasattr(module, op):
         return f"does not implement {op}"
+    # Routing and row movement have no scheme.
+    if problem.scheme and problem.scheme not in module.SERVED_SCHEMES:
+        return f"serves the schemes {', '.join(sorted(module.SERVED_SCHEMES))}, got {problem.scheme}"
     reason = module.refuses(problem)
     return module if reason is None else str(reason)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from meta import cost
+from meta.checks import Accepts, accepts, check_type
 from meta.fakes import make_fake
 from meta.shapes import RULES
 from moe_ops import autograd, compat, debugging, dispatch, experts_backward
@@ -30,8 +31,8 @@ _EXPERT_TENSORS = (
     "Tensor? gate_up_zero_point=None, Tensor? down_zero_point=None"
 )
 _GLU = 'str activation="silu", float? alpha=None, float? limit=None, str glu_layout="concat"'
-_PLACE = 'str format="grouped", int? capacity=None, str? backend=None'
-_LAYER = f"{_GLU}, bool weight_on_input=False, str? scheme=None, {_PLACE}"
+_FORMAT = 'str format="grouped", int? capacity=None'
+_LAYER = f"{_GLU}, bool weight_on_input=False, str? scheme=None, {_FORMAT}, str? backend=None"
 _WEIGHT_SCALES = "Tensor? weight_scale=None, Tensor? weight_global_scale=None, Tensor? weight_zero_point=None"
 
 
@@ -61,7 +62,7 @@ SCHEMAS: dict[str, str] = {
     f"Tensor topk_ids, {_EXPERT_TENSORS}, *, {_LAYER}) -> Tensor",
     "fused_experts_backward": "(Tensor grad_output, Tensor hidden_states, Tensor gate_up_proj, Tensor down_proj, "
     "Tensor topk_weights, Tensor topk_ids, Tensor? gate_up_bias=None, Tensor? down_bias=None, Tensor? expert_map=None, "
-    f"*, bool[] needs, {_GLU}, bool weight_on_input=False, {_PLACE})"
+    f"*, bool[] needs, {_GLU}, bool weight_on_input=False, {_FORMAT})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "fused_moe": "(Tensor hidden_states, Tensor router_logits, Tensor gate_up_proj, Tensor down_proj, "
     f"Tensor? correction_bias=None, {_EXPERT_TENSORS}, *, {_ROUTING}, {_LAYER}) -> Tensor",
@@ -95,7 +96,7 @@ class Op:
 def _make_real(name: str) -> Callable[..., Any]:
     def real(*args: Any, **kwargs: Any) -> Any:
         if debugging.active():
-            debugging.check(name, _by_name(name, args, kwargs))
+            debugging.check(name, by_name(name, args, kwargs))
         return dispatch.run(name, kwargs.get("backend"), args, kwargs)
 
     return real
@@ -106,7 +107,7 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
     return experts_backward.fused_experts_backward(*args, **kwargs)
 
 
-def _by_name(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def by_name(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments of a call by name, defaults included."""
     schema = getattr(torch.ops.moe_ops, name).default._schema
     values = {argument.name: argument.default_value for argument in schema.arguments}
@@ -154,4 +155,29 @@ def _register_flops() -> None:
 
 for _op in OPS:
     _register(_op)
+
+#: What every argument of an operator may be: by name, in the order of its schema.
+ARGUMENTS: dict[str, dict[str, Accepts]] = {
+    name: {
+        argument.name: accepts(str(argument.real_type))
+        for argument in getattr(torch.ops.moe_ops, name).default._schema.arguments
+    }
+    for name in SCHEMAS
+    if name != "fused_experts_backward"  # no public function calls it
+}
+
+
+def call(name: str, *args: Any, **options: Any) -> Any:
+    """An operator for the public functions, which promise a ValueError with our words for an argument of a wrong type;
+    torch would raise its own before our rule is asked.
+    """
+    rows = ARGUMENTS[name]
+    for argument, value in (*zip(rows, args, strict=False), *options.items()):
+        # The check of `check_type`, without the call: it is most of what a valid call pays here.
+        types, is_number, _, _ = rows[argument]
+        if not isinstance(value, types) or (is_number and isinstance(value, bool)):
+            check_type(name, argument, value, rows[argument])
+    return getattr(torch.ops.moe_ops, name)(*args, **options)
+
+
 compat.when_imported("torch.utils.flop_counter", _register_flops)

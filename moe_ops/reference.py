@@ -15,6 +15,7 @@ from meta.routing import route
 from meta.schemes import SCHEMES
 
 NAME = "reference"
+SERVED_SCHEMES = frozenset({"bf16", "fp16", "fp32", "fp64", "fp8_block128"})
 
 
 def refuses(problem: Problem) -> str | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_ops = torch.ops.moe_ops
+from moe_ops.ops import call
 
 
 def moe_permute(
@@ -40,7 +40,7 @@ def moe_permute(
         >>> offsets.tolist(), pair_to_row.flatten().tolist()
         ([1, 3], [1, 0, 2])
     """
-    return _ops.moe_permute(hidden_states, topk_ids, expert_map, num_experts=num_experts)
+    return call("moe_permute", hidden_states, topk_ids, expert_map, num_experts=num_experts)
 
 
 def moe_unpermute(rows: Tensor, pair_to_row: Tensor, topk_weights: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def moe_unpermute(rows: Tensor, pair_to_row: Tensor, topk_weights: Tensor) -> Te
         >>> moe_ops.moe_unpermute(torch.ones(2, 4), pair_to_row, torch.ones(1, 2)).tolist()
         [[2.0, 2.0, 2.0, 2.0]]
     """
-    return _ops.moe_unpermute(rows, pair_to_row, topk_weights)
+    return call("moe_unpermute", rows, pair_to_row, topk_weights)
 
 
 def batched_dispatch(
@@ -94,7 +94,7 @@ def batched_dispatch(
         >>> counts.tolist(), slots.flatten().tolist()
         ([1, 1], [1, 0, -1])
     """
-    return _ops.batched_dispatch(hidden_states, topk_ids, expert_map, num_experts=num_experts, capacity=capacity)
+    return call("batched_dispatch", hidden_states, topk_ids, expert_map, num_experts=num_experts, capacity=capacity)
 
 
 def batched_combine(batch: Tensor, slots: Tensor, topk_weights: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ def batched_combine(batch: Tensor, slots: Tensor, topk_weights: Tensor) -> Tenso
         >>> moe_ops.batched_combine(torch.ones(2, 1, 4), slots, torch.ones(1, 2)).tolist()
         [[1.0, 1.0, 1.0, 1.0]]
     """
-    return _ops.batched_combine(batch, slots, topk_weights)
+    return call("batched_combine", batch, slots, topk_weights)
 
 
 def quantize_rows(rows: Tensor, *, scheme: str) -> tuple[Tensor, Tensor]:
@@ -141,7 +141,7 @@ def quantize_rows(rows: Tensor, *, scheme: str) -> tuple[Tensor, Tensor]:
         >>> stored.dtype, scale.shape
         (torch.float8_e4m3fn, torch.Size([3, 2]))
     """
-    return _ops.quantize_rows(rows, scheme=scheme)
+    return call("quantize_rows", rows, scheme=scheme)
 
 
 def quantize_batched(batch: Tensor, expert_num_tokens: Tensor, *, scheme: str) -> tuple[Tensor, Tensor]:
@@ -165,7 +165,7 @@ def quantize_batched(batch: Tensor, expert_num_tokens: Tensor, *, scheme: str) -
         >>> moe_ops.quantize_batched(torch.randn(2, 1, 128), counts, scheme="fp8_block128")[1].shape
         torch.Size([2, 1, 1])
     """
-    return _ops.quantize_batched(batch, expert_num_tokens, scheme=scheme)
+    return call("quantize_batched", batch, expert_num_tokens, scheme=scheme)
 
 
 def grouped_mm_glu(
@@ -210,7 +210,8 @@ def grouped_mm_glu(
         >>> moe_ops.grouped_mm_glu(torch.randn(3, 16), torch.randn(2, 64, 16), offsets).shape
         torch.Size([3, 32])
     """
-    value, scale = _ops.grouped_mm_glu(
+    value, scale = call(
+        "grouped_mm_glu",
         rows,
         weight,
         offsets,
@@ -266,7 +267,8 @@ def grouped_mm(
         >>> moe_ops.grouped_mm(torch.randn(3, 16), torch.randn(2, 8, 16), offsets).shape
         torch.Size([3, 8])
     """
-    return _ops.grouped_mm(
+    return call(
+        "grouped_mm",
         rows,
         weight,
         offsets,
@@ -318,7 +320,8 @@ def batched_mm_glu(
         >>> moe_ops.batched_mm_glu(torch.randn(2, 3, 16), torch.randn(2, 64, 16), counts).shape
         torch.Size([2, 3, 32])
     """
-    value, scale = _ops.batched_mm_glu(
+    value, scale = call(
+        "batched_mm_glu",
         batch,
         weight,
         expert_num_tokens,
@@ -371,7 +374,8 @@ def batched_mm(
         >>> moe_ops.batched_mm(torch.randn(2, 3, 16), torch.randn(2, 8, 16), counts).shape
         torch.Size([2, 3, 8])
     """
-    return _ops.batched_mm(
+    return call(
+        "batched_mm",
         batch,
         weight,
         expert_num_tokens,

@@ -1,7 +1,8 @@
 """The implementations of the operators, in order of preference. Each is a module, imported when first considered.
 
-A backend module has ``NAME``, ``refuses(problem) -> str | None`` (a reason, or None to accept) and functions named like
-the operators it implements, with the operators' signatures; it is called with validated, resolved arguments.
+A backend module has ``NAME``, ``SERVED_SCHEMES`` (names of :data:`meta.schemes.SCHEMES`; a problem with another one is
+refused before the module is asked), ``refuses(problem) -> str | None`` (a reason, or None to accept) and functions
+named like the operators it implements, with the operators' signatures; it is called with validated, resolved arguments.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from moe_ops.backends.compose import topk_then_experts
 from moe_ops.kernels.triton import act_quant, combine, permute, topk
 
 NAME = "torch_grouped"
+SERVED_SCHEMES = frozenset({"bf16"})
 ALIGNMENT = 16  # bytes: what the tensor maps of the CUTLASS kernel need of every stride
 
 Tensor = torch.Tensor
@@ -25,8 +26,6 @@ def refuses(problem: Problem) -> str | None:
         return f"needs a CUDA device, got {problem.device_type}"
     if problem.arch.startswith("sm") and int(problem.arch[2:]) < 90:
         return f"needs compute capability 9.0 or later, got {problem.arch}"
-    if problem.scheme != "bf16" or problem.dtype != torch.bfloat16:
-        return f"supports scheme bf16, got {problem.scheme} on {problem.dtype}"
     if problem.has_bias:
         return "torch's grouped_mm takes no bias"
     if problem.format != "grouped":

@@ -20,6 +20,7 @@ from moe_ops.kernels.triton.wgrad import grouped_wgrad as grouped_wgrad
 from moe_ops.plans import LayerKey
 
 NAME = "triton"
+SERVED_SCHEMES = frozenset({"bf16", "fp16", "fp32", "fp8_block128"})
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8_MIN_SM = 89
 

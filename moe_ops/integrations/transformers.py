@@ -1,9 +1,10 @@
-"""``experts_implementation="moe_ops"`` for Hugging Face transformers, registered from outside.
+"""``experts_implementation="moe_ops"`` for Hugging Face transformers, registered from outside by this module's import.
 
-    from moe_ops.integrations.transformers import register
-    register()
-    model = AutoModelForCausalLM.from_config(config, experts_implementation="moe_ops")
+    import moe_ops.integrations.transformers
+    model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="moe_ops")
 
+It is registered in both interfaces of transformers: for the experts of a model in its own dtype, and for those that the
+fine-grained FP8 quantiser put in their place (block scales, the scheme "fp8_block128").
 transformers stores experts as 3-D parameters and describes them by attributes (``has_gate``, ``has_bias``,
 ``is_transposed``); the activation is arbitrary code, ``_apply_gate``. It is recognised by what it computes: the
 module's own function and every known activation are evaluated on the same numbers, once per module.
@@ -12,16 +13,19 @@ module's own function and every known activation are evaluated on the same numbe
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from importlib import import_module
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from meta.activations import ACTIVATIONS, resolve_activation, split_glu
+from meta.schemes import SCHEMES
 from moe_ops.api import fused_experts
 
 NAME = "moe_ops"
+FP8_SCHEME = "fp8_block128"
 
 #: Attributes under which transformers modules keep the options of clamped activations.
 _ALPHA_NAMES = ("alpha", "swiglu_alpha")
@@ -40,17 +44,6 @@ class Gate(NamedTuple):
 _recognised: WeakKeyDictionary[nn.Module, Gate] = WeakKeyDictionary()
 
 
-def register() -> None:
-    """Make ``"moe_ops"`` a valid ``experts_implementation``; calling it again changes nothing.
-
-    Raises:
-        ImportError: transformers is missing, or has no experts interface (it came with 5.0).
-    """
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
-
-
 def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Forward of a transformers experts module.
 
@@ -66,11 +59,26 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     Raises:
         ValueError: the module normalises every expert's output, or its activation is not one of ours.
     """
+    return _forward(self, hidden_states, top_k_index, top_k_weights)
+
+
+def fp8_experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Forward of the module that transformers' fine-grained FP8 quantiser makes; see :func:`experts_forward`.
+
+    Raises:
+        ValueError: weights, scales or sizes that the scheme "fp8_block128" does not serve, by name.
+    """
+    first = "gate_up_proj" if self.has_gate else "up_proj"
+    _check_fp8(self, first)
+    scales = {"gate_up_scale": getattr(self, f"{first}_scale_inv"), "down_scale": self.down_proj_scale_inv}
+    return _forward(self, hidden_states, top_k_index, top_k_weights, scheme=FP8_SCHEME, **scales)
+
+
+def _forward(
+    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **quantised: Any
+) -> Tensor:
     if getattr(self, "has_post_expert_norm", False):
-        raise ValueError(
-            f"transformers integration: {type(self).__name__} must have no norm after each expert, got "
-            "has_post_expert_norm=True. Use experts_implementation='grouped_mm' for this model."
-        )
+        raise _refusal(self, "must have no norm after each expert", "has_post_expert_norm=True")
     gate = recognise_gate(self)
     first, down = (self.gate_up_proj if self.has_gate else self.up_proj), self.down_proj
     if self.is_transposed:
@@ -80,7 +88,7 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
         first_bias = self.gate_up_proj_bias if self.has_gate else self.up_proj_bias
         down_bias = self.down_proj_bias
     output = fused_experts(
-        hidden_states.to(first.dtype),
+        hidden_states if quantised else hidden_states.to(first.dtype),
         first,
         down,
         top_k_weights,
@@ -91,8 +99,38 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
         glu_layout=gate.glu_layout,
         gate_up_bias=first_bias,
         down_bias=down_bias,
+        **quantised,
     )
     return output.to(hidden_states.dtype)
+
+
+def _check_fp8(module: nn.Module, first: str) -> None:
+    """Weights, scales and sizes are those of the scheme. transformers' other forms: e2m1 pairs in int8, e8m0 exponents,
+    static activation scales, other blocks.
+    """
+    row = SCHEMES[FP8_SCHEME]
+    block = (row.group_n, row.group_k)
+    if module.activation_scheme != "dynamic":
+        raise _refusal(module, "activation_scheme must be 'dynamic'", repr(module.activation_scheme))
+    if module.block_size is None or tuple(module.block_size) != block:
+        raise _refusal(module, f"block_size must be {block}", module.block_size)
+    for name in (first, "down_proj"):
+        weight, scale = getattr(module, name), getattr(module, f"{name}_scale_inv")
+        if weight.dtype != row.weight_dtype:
+            raise _refusal(module, f"{name} must be {row.weight_dtype}", weight.dtype)
+        if scale.dtype != torch.float32:
+            raise _refusal(module, f"{name}_scale_inv must be torch.float32", scale.dtype)
+    width = module.down_proj.shape[2]
+    # The gate's and the up half's scales are separate: their last blocks are cut short, and a block never spans both.
+    if module.has_gate and width % row.group_n:
+        raise _refusal(module, f"intermediate size must be a multiple of {row.group_n}", width)
+
+
+def _refusal(module: nn.Module, rule: str, got: object) -> ValueError:
+    return ValueError(
+        f"transformers integration: {type(module).__name__} {rule}, got {got}. "
+        "Use experts_implementation='grouped_mm' for this model."
+    )
 
 
 @torch.compiler.assume_constant_result
@@ -157,3 +195,25 @@ def _unknown(module: nn.Module, got: str) -> ValueError:
         f"transformers integration: the activation of {type(module).__name__} must be one of {sorted(ACTIVATIONS)}, "
         f"got {got}. Use experts_implementation='grouped_mm' for this model, or add a row to meta/activations.py."
     )
+
+
+def _register() -> None:
+    """Enter both functions under ``"moe_ops"``; releases without FP8 experts have no interface for them.
+
+    Raises:
+        ImportError: transformers is missing, or has no experts interface.
+    """
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError as error:
+        raise ImportError(
+            "moe_ops.integrations.transformers: transformers with an experts interface (5.0 or later) must be "
+            "installed. pip install -U transformers"
+        ) from error
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    interface = getattr(import_module("transformers.integrations.finegrained_fp8"), "ALL_FP8_EXPERTS_FUNCTIONS", None)
+    if interface is not None:
+        interface.register(NAME, fp8_experts_forward)
+
+
+_register()

@@ -21,6 +21,11 @@ def problem(T: int = 4, scheme: str | None = None, **options: object) -> Problem
     return Problem.from_experts(x, gate_up, down, ids, scheme=scheme, **options)
 
 
+@pytest.mark.parametrize("name", SCHEMES)
+def test_error_bound_is_half_a_step_of_the_stored_dtype(name: str) -> None:
+    assert SCHEMES[name].error_bound == torch.finfo(SCHEMES[name].weight_dtype).eps / 2
+
+
 @pytest.mark.parametrize("name", [name for name, row in SCHEMES.items() if row.quantized])
 def test_weight_round_trip_is_within_the_bound(name: str) -> None:
     row = SCHEMES[name]

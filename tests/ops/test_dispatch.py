@@ -12,8 +12,9 @@ import torch
 
 import moe_ops
 from meta.dims import BACKEND_NAMES, Problem
+from meta.schemes import SCHEMES
 from moe_ops import backends, dispatch
-from moe_ops.backends import cpu
+from moe_ops.backends import cpu, torch_grouped
 from tests.ops.layers import VARIANTS
 
 
@@ -55,7 +56,7 @@ def test_every_refusal_is_listed() -> None:
 
 def test_first_backend_that_implements_the_operator_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     first = ModuleType("first")
-    first.refuses = lambda problem: None
+    first.refuses, first.SERVED_SCHEMES = lambda problem: None, {"fp32"}
     monkeypatch.setattr(backends, "serves", lambda name, device_type: True)
     monkeypatch.setattr(backends, "load", lambda name: first if name == "triton" else cpu)
     assert dispatch._choose(problem(), None, "fused_experts") is cpu
@@ -72,13 +73,47 @@ def test_a_backend_measured_faster_wins_unless_one_is_requested(monkeypatch: pyt
     first, second = ModuleType("first"), ModuleType("second")
     for module in (first, second):
         module.refuses, module.fused_experts = lambda problem: None, cpu.fused_experts
-    first.measured_faster = lambda problem: "torch_grouped"
+        module.SERVED_SCHEMES = {"fp32"}
+    first.measured_faster = lambda problem: "torch_grouped" if problem.E == 6 else None
     monkeypatch.setattr(backends, "serves", lambda name, device_type: True)
     monkeypatch.setattr(backends, "load", lambda name: {"triton": first, "torch_grouped": second}[name])
     assert dispatch._choose(problem(), None, "fused_experts") is second
+    assert dispatch._choose(problem(E=5), None, "fused_experts") is first
     assert dispatch._choose(problem(), "triton", "fused_experts") is first
     second.refuses = lambda problem: "is asleep"
     assert dispatch._choose(problem(), None, "fused_experts") is first
+
+
+SERVED = {"device_type": "cuda", "arch": "sm90", "scheme": "bf16", "dtype": torch.bfloat16, "weight_layout": "nk"}
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({}, None),
+        ({"weight_layout": "kn"}, None),
+        ({"arch": "sm100"}, None),
+        ({"device_type": "cpu"}, "needs a CUDA device, got cpu"),
+        ({"arch": "sm89"}, "needs compute capability 9.0 or later, got sm89"),
+        ({"scheme": "fp16"}, "supports scheme bf16, got fp16"),
+        ({"dtype": torch.float16}, "supports scheme bf16, got bf16 on torch.float16"),
+        ({"has_bias": True}, "takes no bias"),
+        ({"format": "batched"}, "supports format 'grouped' only"),
+        ({"weight_layout": "other"}, "contiguous along N or K"),
+        ({"H": 52}, "multiples of 8, got H=52, I=40"),
+        ({"I": 44}, "multiples of 8, got H=48, I=44"),
+    ],
+    ids=str,
+)
+def test_each_limit_of_torchs_grouped_gemm_refuses_alone(change: dict[str, object], reason: str | None) -> None:
+    said = torch_grouped.refuses(problem(**{**SERVED, **change}))
+    assert said is None if reason is None else reason in said
+
+
+def test_symbolic_widths_are_not_a_refusal_of_torchs_grouped_gemm() -> None:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    assert torch_grouped.refuses(problem(**SERVED, H=ShapeEnv().create_unbacked_symint())) is None
 
 
 def test_missing_module_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +149,82 @@ def test_backends_get_every_option_resolved(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen["weight_on_input"] is False and seen["glu_layout"] == "concat" and seen["backend"] is None
 
 
+def has_the_layer_alone(called: list[str]) -> ModuleType:
+    """A backend without stages or routing, as torch's grouped GEMM is; it notes that it was called."""
+    module = ModuleType("layer_alone")
+    module.refuses, module.SERVED_SCHEMES = lambda problem: None, {"fp32"}
+    module.fused_experts = lambda *args, **options: (
+        called.append("fused_experts") or cpu.fused_experts(*args, **options)
+    )
+    return module
+
+
+@pytest.fixture
+def layer_alone(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The calls of a backend that takes the name "torch_grouped" and has ``fused_experts`` alone."""
+    called: list[str] = []
+    module, load = has_the_layer_alone(called), backends.load
+    monkeypatch.setattr(backends, "load", lambda name: module if name == "torch_grouped" else load(name))
+    dispatch._choose_cached.cache_clear()
+    yield called
+    dispatch._choose_cached.cache_clear()
+
+
+@pytest.mark.parametrize("by", ["argument", "variable"])
+def test_the_backward_of_a_requested_backend_chooses_for_itself(
+    by: str, layer_alone: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if by == "variable":
+        monkeypatch.setattr(dispatch, "DEFAULT_BACKEND", "torch_grouped")
+    requests = {"backend": "torch_grouped"} if by == "argument" else {}
+    layer = VARIANTS["plain"].build()
+    arguments = [a.clone().requires_grad_() if i < 4 else a for i, a in enumerate(layer.args()[:5])]
+    moe_ops.fused_experts(*arguments, **requests).square().sum().backward()
+    assert layer_alone == ["fused_experts"]
+    monkeypatch.setattr(dispatch, "DEFAULT_BACKEND", None)
+    wanted = [a.detach().clone().requires_grad_() if i < 4 else a for i, a in enumerate(layer.args()[:5])]
+    moe_ops.fused_experts(*wanted).square().sum().backward()
+    for got, want in zip(arguments[:4], wanted[:4], strict=True):
+        assert torch.equal(got.grad, want.grad)
+
+
+def test_the_variable_binds_the_operators_that_its_backend_implements(
+    layer_alone: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "DEFAULT_BACKEND", "torch_grouped")
+    moe_ops.fused_topk(torch.randn(2, 4), top_k=1)
+    layer = VARIANTS["plain"].build()
+    moe_ops.fused_experts(*layer.args()[:5])
+    assert layer_alone == ["fused_experts"]
+    moe_ops.fused_experts(*layer.args()[:5], backend="cpu")
+    assert layer_alone == ["fused_experts"], "an argument comes before the variable"
+
+
+@pytest.mark.parametrize("name", [*backends.BACKENDS, "reference"])
+def test_a_backend_refuses_a_scheme_that_it_does_not_list(name: str) -> None:
+    module = backends.load(name)
+    if isinstance(module, str):
+        pytest.skip(module)
+    on_device = problem(device_type="cpu" if name in ("cpu", "reference") else "cuda", scheme="int8_channel")
+    with pytest.raises(ValueError) as caught:
+        dispatch.choose(on_device, name)
+    listed = ", ".join(sorted(module.SERVED_SCHEMES))
+    assert f"{name} serves the schemes {listed}, got int8_channel" in str(caught.value)
+
+
+def test_a_scheme_that_no_backend_serves_is_refused_by_all() -> None:
+    with pytest.raises(ValueError, match=r"any backend must accept .*cpu serves the schemes bf16, .*got int8_channel"):
+        dispatch.choose(problem(scheme="int8_channel"))
+
+
+@pytest.mark.parametrize("name", [*backends.BACKENDS, "reference"])
+def test_backends_list_schemes_that_exist(name: str) -> None:
+    module = backends.load(name)
+    if isinstance(module, str):
+        pytest.skip(module)
+    assert module.SERVED_SCHEMES <= set(SCHEMES)
+
+
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     import os
 
@@ -122,9 +233,49 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
+#: Prints which operators the reference ran, then the operators' words or "ran".
+CALLS_BY_VARIABLE = """
+import torch, moe_ops
+from moe_ops import reference
+
+def noting(name, function):
+    return lambda *args, **options: print(name) or function(*args, **options)
+
+for name in ("fused_topk", "fused_experts"):
+    setattr(reference, name, noting(name, getattr(reference, name)))
+x, logits, up, down = torch.randn(2, 4), torch.randn(2, 3), torch.randn(3, 4, 4), torch.randn(3, 4, 2)
+for options in {options}:
+    try:
+        weights, ids = moe_ops.fused_topk(logits, top_k=1)
+        moe_ops.fused_experts(x, up, down, weights, ids, **options)
+        print("ran")
+    except ValueError as error:
+        print(error)
+"""
+
+
+def calls_by_variable(backend: str, *options: dict[str, str]) -> list[str]:
+    result = run_python(CALLS_BY_VARIABLE.replace("{options}", repr(options)), MOE_OPS_BACKEND=backend)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
 def test_environment_variable_is_honoured() -> None:
-    code = "import torch, moe_ops; from moe_ops import dispatch; print(dispatch.DEFAULT_BACKEND)"
-    assert run_python(code, MOE_OPS_BACKEND="reference").stdout.strip() == "reference"
+    got = calls_by_variable("reference", {}, {"backend": "cpu"})
+    assert got == ["fused_topk", "fused_experts", "ran", "fused_topk", "ran"], "an argument comes before the variable"
+
+
+def test_environment_variable_leaves_alone_what_its_backend_lacks() -> None:
+    pytest.importorskip("triton")
+    refused, ran = calls_by_variable("torch_grouped", {}, {"backend": "cpu"})
+    assert refused.startswith("fused_experts: MOE_OPS_BACKEND=torch_grouped must accept the problem, got refusals:")
+    assert refused.endswith("Unset MOE_OPS_BACKEND, or pass backend= to this call.")
+    assert ran == "ran", "routing is not an operator of that backend"
+
+
+def test_environment_variable_never_falls_back() -> None:
+    (refused,) = calls_by_variable("triton", {})
+    assert refused.startswith("fused_topk: MOE_OPS_BACKEND=triton must accept the problem, got refusals: triton")
 
 
 def test_environment_variable_with_an_unknown_name_fails_at_import() -> None:

@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 
 import moe_ops
 from meta.activations import ACTIVATIONS
-from tests.ops.layers import VARIANTS, Layer, Variant, dense_formula, relative_error, tolerance
+from moe_ops import reference
+from moe_ops.backends import cpu
+from tests.ops.errors import assert_accurate
+from tests.ops.layers import VARIANTS, Layer, Variant, dense_formula, kept_ids, plain_result, relative_error
 
 experts = torch.ops.moe_ops.fused_experts
 BACKENDS = ("reference", "cpu")
@@ -27,7 +30,7 @@ def test_experts_match_the_float64_formula(name: str, backend: str) -> None:
     got, wanted = run(layer, backend), dense_formula(layer.float64())
     assert got.dtype == layer.tensors["hidden_states"].dtype
     assert got.shape == wanted.shape and got.is_contiguous()
-    assert relative_error(got, wanted) <= tolerance(layer)
+    assert_accurate(got, wanted, plain_result(layer))
 
 
 @pytest.mark.parametrize("name", [name for name, variant in VARIANTS.items() if variant.scheme])
@@ -37,18 +40,22 @@ def test_fp8_backends_agree_beyond_the_quantisation_error(name: str) -> None:
     assert relative_error(run(layer, "cpu"), run(layer, "reference")) <= bits[layer.tensors["hidden_states"].dtype]
 
 
-@pytest.mark.parametrize("name", ["minus_ids", "no_ids", "batched_overflow", "expert_map"])
-def test_dropped_pairs_add_exactly_nothing(name: str) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["minus_ids", "no_ids", "batched_overflow", "batched_overflow_map", "expert_map"])
+def test_dropped_pairs_add_exactly_nothing(name: str, backend: str) -> None:
+    """Whatever their weight is; and the same weight on one pair that is not dropped is seen in its token alone."""
     layer = VARIANTS[name].build()
-    ids, weights = layer.tensors["topk_ids"], layer.tensors["topk_weights"]
-    clean = run(layer, "cpu")
-    if name == "minus_ids":
-        layer.tensors["topk_weights"] = weights.masked_fill(ids < 0, float("nan"))
-        assert torch.equal(run(layer, "cpu"), clean)
-    elif name == "no_ids":
-        assert torch.equal(clean, torch.zeros_like(clean))
-    else:
-        assert torch.isfinite(clean).all()
+    t = layer.tensors
+    kept = kept_ids(t["topk_ids"], t["expert_map"], t["gate_up_proj"].shape[0], layer.options.get("capacity")) >= 0
+    assert not kept.all()
+    clean, weights = run(layer, backend), t["topk_weights"]
+    t["topk_weights"] = weights.masked_fill(~kept, float("nan"))
+    assert torch.equal(run(layer, backend), clean)
+    assert torch.equal(clean[~kept.any(1)], torch.zeros_like(clean[~kept.any(1)]))
+    if kept.any():
+        token, slot = kept.nonzero()[0].tolist()
+        t["topk_weights"][token, slot] = float("nan")
+        assert run(layer, backend).isnan().any(1).nonzero().flatten().tolist() == [token]
 
 
 @pytest.mark.parametrize("format", ["grouped", "batched"])
@@ -91,6 +98,23 @@ def test_batched_capacity_that_holds_everything_equals_grouped() -> None:
     wanted = run(layer, "cpu")
     layer.options.update(format="batched", capacity=20)
     assert torch.equal(run(layer, "cpu"), wanted)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("capacity", [5, 6, 7])
+def test_capacity_one_short_exactly_full_and_with_room(capacity: int, backend: str) -> None:
+    layer = Variant(T=6, K=1, ids="one").build()
+    grouped = run(layer, backend)
+    layer.options.update(format="batched", capacity=capacity)
+    kept = min(capacity, 6)
+    got = run(layer, backend)
+    assert torch.equal(got[:kept], grouped[:kept]) and not got[kept:].any() and grouped.any(1).all()
+    t = layer.tensors
+    module = {"cpu": cpu, "reference": reference}[backend]
+    batch, counts, slots = module.batched_dispatch(t["hidden_states"], t["topk_ids"], num_experts=6, capacity=capacity)
+    assert counts.tolist() == [0, 0, kept, 0, 0, 0]
+    assert slots.flatten().tolist() == [2 * capacity + place if place < kept else -1 for place in range(6)]
+    assert torch.equal(batch[2, :kept], t["hidden_states"][:kept])
 
 
 @pytest.mark.parametrize("name", ["plain", "bf16", "gpt_oss", "not_gated", "expert_map_bias"])

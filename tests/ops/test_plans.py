@@ -49,6 +49,47 @@ def test_nearest_measured_plan_else_the_rule() -> None:
     assert plans.plan_for(other, 5, gpu, 90) == plans.rule(other, 32, 90)
 
 
+@pytest.mark.parametrize(
+    "tokens, log2",
+    [(0, 0), (1, 0), (2, 1), (3, 2), (5, 2), (6, 3), (11, 3), (12, 4), (90, 6), (91, 7), (1448, 10), (1449, 11)],
+)
+def test_token_counts_between_powers_of_two_go_to_the_nearer_one(tokens: int, log2: int) -> None:
+    assert plans.bucket(tokens) == log2
+
+
+def test_a_token_count_between_two_measured_ones_takes_the_nearer_plan(tmp_path: Path) -> None:
+    key = plans.LayerKey("bf16", "grouped", 7, 2, 512, 256, True)
+    measured = {tokens: plans.Plan("torch_grouped", None, None, us=float(tokens)) for tokens in (4, 64)}
+    table = {"plans": {str(key): {str(tokens): plan.to_json() for tokens, plan in measured.items()}}}
+    (tmp_path / plans.file_name("a gpu")).write_text(json.dumps(table))
+    chosen = [plans.plan_for(key, plans.bucket(tokens), "a gpu", 90).us for tokens in (1, 4, 11, 23, 40, 10**5)]
+    assert chosen == [4, 4, 4, 64, 64, 64]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_plans_survive_being_written_and_read(path: Path) -> None:
+    rows = [plan for row in plans.tuned(json.loads(path.read_text())["gpu"]).values() for plan in row.values()]
+    assert {plan.path for plan in rows} >= {"small", "grouped", "batched"}
+    for plan in rows:
+        assert plans.Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+def test_the_rules_tiles_follow_rows_generation_and_scheme() -> None:
+    def rule(scheme: str, tokens: int, sm: int = 90, gated: bool = True, format: str = "grouped") -> plans.Plan:
+        return plans.rule(plans.LayerKey(scheme, format, 8, 2, 512, 256, gated), tokens, sm)
+
+    assert [rule("bf16", tokens).path for tokens in (1, 2)] == ["small", "grouped"]
+    assert rule("bf16", 1, format="batched").path == "batched" and rule("fp8_block128", 1).path == "grouped"
+    assert [rule("bf16", 1, sm).up.pdl for sm in (80, 90)] == [False, True]
+    # 16, 32, 48 and 64 rows an expert are the last of their tile.
+    assert [rule("bf16", tokens).up.block_m for tokens in (64, 65, 128, 129, 192, 193)] == [16, 32, 32, 64, 64, 128]
+    assert [rule("fp8_block128", tokens).up.block_m for tokens in (64, 65, 256, 257)] == [16, 32, 32, 64]
+    assert [rule("fp32", tokens).up.block_m for tokens in (64, 65)] == [16, 64]
+    for tokens in (8, 4096):
+        assert [rule("fp8_block128", tokens, gated=gated).up.block_n for gated in (True, False)] == [256, 128]
+    assert [rule("bf16", 4096, sm).up.a_tma for sm in (80, 90)] == [False, True]
+
+
 def test_a_users_own_plan_comes_first(tmp_path: Path) -> None:
     gpu = json.loads(FILES[0].read_text())["gpu"]
     key = plans.LayerKey("bf16", "grouped", 128, 8, 2048, 768, True)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -11,7 +14,8 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
 
-from moe_ops.integrations.transformers import NAME, Gate, recognise_gate, register  # noqa: E402
+from moe_ops.api import fused_experts, quantize_weight  # noqa: E402
+from moe_ops.integrations.transformers import NAME, Gate, recognise_gate  # noqa: E402
 
 SMALL = {
     "hidden_size": 32,
@@ -55,11 +59,6 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tens
 def run(module: nn.Module, name: str, arguments: tuple[Any, ...]) -> torch.Tensor:
     module.config._experts_implementation = name
     return module(*arguments)
-
-
-@pytest.fixture(autouse=True)
-def _registered() -> None:
-    register()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -188,3 +187,102 @@ def test_norm_after_each_expert_is_refused(compiled: bool) -> None:
     function = torch.compile(module, backend="eager", fullgraph=True) if compiled else module
     with pytest.raises(Exception, match="Qwen3MoeExperts must have no norm after each expert"):
         function(*inputs())
+
+
+def fp8_module(config_changes: dict[str, Any] | None = None, **changes: Any) -> nn.Module:
+    """The experts that transformers' quantiser puts into a Qwen3-MoE model, with weights of our own quantisation."""
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    if not hasattr(fp8, "ALL_FP8_EXPERTS_FUNCTIONS"):
+        pytest.skip("this transformers has no interface for FP8 experts")
+    from transformers import Qwen3MoeConfig
+    from transformers.integrations.moe import use_experts_implementation
+
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
+    missing = set(changes) - set(inspect.signature(fp8.FP8Experts.__init__).parameters)
+    if missing:
+        pytest.skip(f"this transformers has no {', '.join(missing)}")
+    config = Qwen3MoeConfig(**{**sizes, **(config_changes or {})})
+    config._experts_implementation = NAME
+    # The quantiser decorates the class anew for every module; a subclass keeps transformers' own class as it is.
+    experts_class = type("FP8Experts", (fp8.FP8Experts,), {})
+    decorated = use_experts_implementation(experts_class, experts_interface=fp8.ALL_FP8_EXPERTS_FUNCTIONS)
+    module = decorated(config, **{"block_size": (128, 128), **changes}).requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    for name in ("gate_up_proj", "down_proj"):
+        weight, scale = getattr(module, name), getattr(module, f"{name}_scale_inv")
+        if weight.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32:
+            stored, held = quantize_weight(torch.randn(weight.shape, generator=generator) / 8, scheme="fp8_block128")
+            weight.data = stored
+            if scale.shape == held.shape:
+                scale.data = held
+    return module
+
+
+def fp8_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.rand(5, 4, generator=generator).argsort(dim=1)[:, :2]
+    return torch.randn(5, 128, generator=generator).bfloat16(), ids, torch.rand(5, 2, generator=generator)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_fp8_experts_run(compiled: bool) -> None:
+    torch._dynamo.reset()
+    module, (x, ids, weights) = fp8_module(), fp8_inputs()
+    function = torch.compile(module, backend="eager", fullgraph=True) if compiled else module
+    got = function(x, ids, weights)
+    up, down = (
+        getattr(module, name).double()
+        * getattr(module, f"{name}_scale_inv").double().repeat_interleave(128, 1).repeat_interleave(128, 2)
+        for name in ("gate_up_proj", "down_proj")
+    )
+    wanted = fused_experts(x.double(), up, down, weights, ids)
+    assert got.dtype == torch.bfloat16
+    error = (got.double() - wanted).norm() / wanted.norm()
+    assert error < 0.1, "the activations are rounded to e4m3, twice"
+
+
+FP8_REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "blocks": ({}, {"block_size": (64, 128)}, r"block_size must be \(128, 128\), got \(64, 128\)"),
+    "per_tensor": ({}, {"block_size": None}, r"block_size must be \(128, 128\), got None"),
+    "static": ({}, {"activation_scheme": "static"}, "activation_scheme must be 'dynamic', got 'static'"),
+    "fp4": ({}, {"expert_dtype": "fp4"}, r"gate_up_proj must be torch\.float8_e4m3fn, got torch\.int8"),
+    "e8m0": ({}, {"scale_fmt": "ue8m0"}, r"gate_up_proj_scale_inv must be torch\.float32, got torch\.float8_e8m0fnu"),
+    "width": ({"moe_intermediate_size": 192}, {}, "intermediate size must be a multiple of 128, got 192"),
+}
+
+
+@pytest.mark.parametrize("name", FP8_REFUSED)
+def test_fp8_forms_that_the_scheme_does_not_serve_are_named(name: str) -> None:
+    config_changes, changes, message = FP8_REFUSED[name]
+    module = fp8_module(config_changes, **changes)
+    with pytest.raises(ValueError, match=f"transformers integration: FP8Experts {message}. Use experts_implementation"):
+        module(*fp8_inputs())
+
+
+def test_importing_the_module_is_all_that_registers() -> None:
+    program = (
+        "from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM\n"
+        "import moe_ops\n"
+        "from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS\n"
+        "from transformers.integrations import finegrained_fp8\n"
+        "both = (ALL_EXPERTS_FUNCTIONS, getattr(finegrained_fp8, 'ALL_FP8_EXPERTS_FUNCTIONS', ALL_EXPERTS_FUNCTIONS))\n"
+        "print(*('moe_ops' in interface for interface in both))\n"
+        "import moe_ops.integrations.transformers\n"
+        "print(*('moe_ops' in interface for interface in both))\n"
+    )
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert result.stdout.split("\n")[:2] == ["False False", "True True"], result.stderr
+
+
+def test_a_whole_model_runs_on_it() -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**SMALL, num_experts=6, head_dim=16, vocab_size=50)
+    model = Qwen3MoeForCausalLM._from_config(config, experts_implementation=NAME).eval()
+    tokens = torch.randint(0, 50, (1, 5))
+    with torch.no_grad():
+        got = model(tokens).logits
+        model.set_experts_implementation("grouped_mm")
+        torch.testing.assert_close(got, model(tokens).logits, rtol=1e-4, atol=1e-4)

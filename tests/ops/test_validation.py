@@ -8,82 +8,35 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moe_ops
+from meta.checks import check_placement
 from meta.shapes import RULES
 from tests.ops.calls import CALLS
-
-T, E, K, H, I = 4, 8, 2, 16, 12
-
-
-def layer(**changes: Any) -> dict[str, Any]:
-    base = {
-        "hidden_states": torch.randn(T, H),
-        "gate_up_proj": torch.randn(E, 2 * I, H),
-        "down_proj": torch.randn(E, H, I),
-        "topk_weights": torch.rand(T, K),
-        "topk_ids": torch.zeros(T, K, dtype=torch.int32),
-    }
-    return {**base, **changes}
-
-
-def fp8(**changes: Any) -> dict[str, Any]:
-    return layer(
-        gate_up_proj=torch.zeros(E, 2 * I, H, dtype=torch.float8_e4m3fn),
-        down_proj=torch.zeros(E, H, I, dtype=torch.float8_e4m3fn),
-        **{
-            "scheme": "fp8_block128",
-            "gate_up_scale": torch.ones(E, 1, 1),
-            "down_scale": torch.ones(E, 1, 1),
-            **changes,
-        },
-    )
-
-
-def moe(**changes: Any) -> dict[str, Any]:
-    call = layer()
-    del call["topk_weights"], call["topk_ids"]
-    return {**call, "router_logits": torch.randn(T, E), "top_k": K, **changes}
-
-
-def topk(**changes: Any) -> dict[str, Any]:
-    return {"router_logits": torch.randn(T, E), "top_k": K, **changes}
-
-
-def permute(**changes: Any) -> dict[str, Any]:
-    ids = torch.zeros(T, K, dtype=torch.int32)
-    return {"hidden_states": torch.randn(T, H), "topk_ids": ids, "num_experts": E, **changes}
-
-
-def dispatch(**changes: Any) -> dict[str, Any]:
-    return permute(**{"capacity": 4, **changes})
-
-
-def unpermute(**changes: Any) -> dict[str, Any]:
-    rows, places = torch.randn(T * K, H), torch.zeros(T, K, dtype=torch.int32)
-    return {"rows": rows, "pair_to_row": places, "topk_weights": torch.rand(T, K), **changes}
-
-
-def combine(**changes: Any) -> dict[str, Any]:
-    batch, slots = torch.randn(E, 2, H), torch.zeros(T, K, dtype=torch.int32)
-    return {"batch": batch, "slots": slots, "topk_weights": torch.rand(T, K), **changes}
-
-
-def grouped(**changes: Any) -> dict[str, Any]:
-    offsets = torch.zeros(E, dtype=torch.int32)
-    return {"rows": torch.randn(6, H), "weight": torch.randn(E, 2 * I, H), "offsets": offsets, **changes}
-
-
-def grouped_fp8(**changes: Any) -> dict[str, Any]:
-    weight = torch.zeros(E, 2 * I, H, dtype=torch.float8_e4m3fn)
-    base = {"rows": torch.zeros(6, H, dtype=torch.float8_e4m3fn), "rows_scale": torch.ones(6, 1), "weight": weight}
-    return grouped(**{**base, "weight_scale": torch.ones(E, 1, 1), "scheme": "fp8_block128", **changes})
-
-
-def batched(**changes: Any) -> dict[str, Any]:
-    counts = torch.zeros(E, dtype=torch.int32)
-    return {"batch": torch.randn(E, 3, H), "weight": torch.randn(E, 2 * I, H), "expert_num_tokens": counts, **changes}
-
+from tests.ops.valid import (
+    PUBLIC,
+    E,
+    H,
+    I,
+    K,
+    T,
+    backward,
+    batched,
+    batched_fp8,
+    combine,
+    dispatch,
+    fp8,
+    grouped,
+    grouped_fp8,
+    layer,
+    moe,
+    permute,
+    quantize,
+    quantize_batch,
+    topk,
+    unpermute,
+)
 
 Case = tuple[str, Callable[..., dict[str, Any]], dict[str, Any], str]
 
@@ -117,7 +70,7 @@ CASES: dict[str, Case] = {
         "fused_experts",
         layer,
         {"gate_up_proj": torch.randn(E, 23, H)},
-        "glu_layout='concat', got N=23. For experts",
+        "gate_up_proj must be [E, N = 2 * I, ...] for glu_layout='concat', got N=23. For experts",
     ),
     "hidden_rank": (
         "fused_experts",
@@ -328,7 +281,7 @@ CASES: dict[str, Case] = {
         "fused_topk",
         topk,
         {"routing": "softmax_group_top2", "num_groups": 8},
-        "leaving >= 2 experts a group, got 8",
+        "num_groups must be a divisor of E=8 leaving >= 2 experts a group, got 8",
     ),
     "topk_groups": (
         "fused_topk",
@@ -404,7 +357,7 @@ CASES: dict[str, Case] = {
         "batched_dispatch",
         dispatch,
         {"capacity": 2**30},
-        "so that a slot number fits int32, got 1073741824",
+        "capacity must be <= 268435455 so that a slot number fits int32, got 1073741824",
     ),
     "unpermute_rows": (
         "moe_unpermute",
@@ -433,19 +386,19 @@ CASES: dict[str, Case] = {
     ),
     "quantize_scheme": (
         "quantize_rows",
-        lambda **k: {"rows": torch.randn(2, 8), **k},
+        quantize,
         {"scheme": "bf16"},
         "quantize_rows: scheme must be one of ['fp8_block128'], got 'bf16'",
     ),
     "quantize_rank": (
         "quantize_rows",
-        lambda **k: {"scheme": "fp8_block128", **k},
+        quantize,
         {"rows": torch.randn(8)},
         "rows must be [R, K], got [8]",
     ),
     "quantize_counts": (
         "quantize_batched",
-        lambda **k: {"batch": torch.randn(2, 3, 8), "scheme": "fp8_block128", **k},
+        quantize_batch,
         {"expert_num_tokens": torch.zeros(3).int()},
         "expert_num_tokens must be [E=2], got [3]",
     ),
@@ -527,6 +480,321 @@ CASES: dict[str, Case] = {
 }
 
 
+#: Every other check of the rules.
+MORE: dict[str, Case] = {
+    "bias_dtype_gate_up": (
+        "fused_experts",
+        layer,
+        {"gate_up_bias": torch.zeros(E, 2 * I).int()},
+        "gate_up_bias must be bfloat16",
+    ),
+    "fp8_down_scale_dtype": (
+        "fused_experts",
+        fp8,
+        {"down_scale": torch.ones(E, 1, 1).bfloat16()},
+        "down_scale must be torch.float32, got torch.bfloat16",
+    ),
+    "fp8_gate_up_no_scale": (
+        "fused_experts",
+        fp8,
+        {"gate_up_scale": None},
+        "gate_up_scale must be fp32 [E, ceil(N / 128), ceil(K / 128)] for scheme 'fp8_block128', got None",
+    ),
+    "fp8_gate_up_scale_shape": (
+        "fused_experts",
+        fp8,
+        {"gate_up_scale": torch.ones(E, 1, 2)},
+        "gate_up_scale must be [E=8, N_groups=1, K_groups=1], got [8, 1, 2]",
+    ),
+    "fp8_down_dtype": (
+        "fused_experts",
+        fp8,
+        {"down_proj": torch.zeros(E, H, I)},
+        "down_proj must be torch.float8_e4m3fn, got torch.float32. Both projections share one scheme.",
+    ),
+    "fp8_hidden_integer": (
+        "fused_experts",
+        fp8,
+        {"hidden_states": torch.ones(T, H).int()},
+        "hidden_states must be bfloat16, float16",
+    ),
+    "gate_up_global_scale": (
+        "fused_experts",
+        layer,
+        {"gate_up_global_scale": torch.ones(E)},
+        "gate_up_global_scale must be None for scheme 'fp32', got a tensor",
+    ),
+    "gate_up_zero_point": (
+        "fused_experts",
+        layer,
+        {"gate_up_zero_point": torch.ones(E)},
+        "gate_up_zero_point must be None for scheme 'fp32', got a tensor",
+    ),
+    "down_scale_unquantised": (
+        "fused_experts",
+        layer,
+        {"down_scale": torch.ones(E, 1, 1)},
+        "down_scale must be None for scheme 'fp32'",
+    ),
+    "down_rank": ("fused_experts", layer, {"down_proj": torch.randn(E, H)}, "down_proj must be [E, H, I], got [8, 16]"),
+    "weights_rank": (
+        "fused_experts",
+        layer,
+        {"topk_weights": torch.rand(T)},
+        "topk_weights must be [T=4, K=2], got [4]",
+    ),
+    "format_of_moe": (
+        "fused_moe",
+        moe,
+        {"format": "dense"},
+        "format must be one of ['batched', 'grouped'], got 'dense'",
+    ),
+    "glu_layout_of_moe": (
+        "fused_moe",
+        moe,
+        {"glu_layout": "split"},
+        "glu_layout must be one of ['concat', 'interleaved', 'none'], got 'split'",
+    ),
+    "moe_hidden_rank": (
+        "fused_moe",
+        moe,
+        {"hidden_states": torch.randn(1, T, H)},
+        "hidden_states must be [T, H], got [1, 4, 16]",
+    ),
+    "moe_bias_integer": (
+        "fused_moe",
+        moe,
+        {"correction_bias": torch.zeros(E).int()},
+        "correction_bias must be bfloat16",
+    ),
+    "moe_map_float": ("fused_moe", moe, {"expert_map": torch.zeros(E)}, "expert_map must be int32 or int64"),
+    "correction_bias_integer": (
+        "fused_topk",
+        topk,
+        {"correction_bias": torch.zeros(E).int()},
+        "correction_bias must be bfloat16",
+    ),
+    "correction_bias_rank": (
+        "fused_topk",
+        topk,
+        {"correction_bias": torch.zeros(1, E)},
+        "correction_bias must be [E=8], got [1, 8]",
+    ),
+    "num_groups_zero": ("fused_topk", topk, {"num_groups": 0}, "num_groups must be >= 1, got 0"),
+    "topk_groups_zero": ("fused_topk", topk, {"topk_groups": 0}, "topk_groups must be >= 1, got 0"),
+    "renorm_eps_nan": ("fused_topk", topk, {"renorm_eps": float("nan")}, "renorm_eps must be >= 0, got nan"),
+    "permute_hidden_rank": (
+        "moe_permute",
+        permute,
+        {"hidden_states": torch.randn(H)},
+        "hidden_states must be [T, H], got [16]",
+    ),
+    "permute_hidden_integer": (
+        "moe_permute",
+        permute,
+        {"hidden_states": torch.ones(T, H).int()},
+        "hidden_states must be bfloat16",
+    ),
+    "permute_ids_rank": (
+        "moe_permute",
+        permute,
+        {"topk_ids": torch.zeros(T).int()},
+        "topk_ids must be [T, K], got [4]",
+    ),
+    "permute_map": (
+        "moe_permute",
+        permute,
+        {"expert_map": torch.zeros(E, 1).int()},
+        "expert_map must be [E_global], got [8, 1]",
+    ),
+    "dispatch_experts": ("batched_dispatch", dispatch, {"num_experts": 0}, "num_experts must be >= 1, got 0"),
+    "dispatch_map": ("batched_dispatch", dispatch, {"expert_map": torch.zeros(E)}, "expert_map must be int32 or int64"),
+    "unpermute_rank": (
+        "moe_unpermute",
+        unpermute,
+        {"rows": torch.randn(1, T * K, H)},
+        "rows must be [R, H], got [1, 8, 16]",
+    ),
+    "unpermute_integer": ("moe_unpermute", unpermute, {"rows": torch.ones(T * K, H).int()}, "rows must be bfloat16"),
+    "unpermute_places_rank": (
+        "moe_unpermute",
+        unpermute,
+        {"pair_to_row": torch.zeros(T).int()},
+        "pair_to_row must be [T, K], got [4]",
+    ),
+    "unpermute_weights_integer": (
+        "moe_unpermute",
+        unpermute,
+        {"topk_weights": torch.ones(T, K).int()},
+        "topk_weights must be bfloat16",
+    ),
+    "combine_integer": ("batched_combine", combine, {"batch": torch.ones(E, 2, H).int()}, "batch must be bfloat16"),
+    "combine_slots_rank": (
+        "batched_combine",
+        combine,
+        {"slots": torch.zeros(T).int()},
+        "slots must be [T, K], got [4]",
+    ),
+    "combine_weights": (
+        "batched_combine",
+        combine,
+        {"topk_weights": torch.rand(T, 3)},
+        "topk_weights must be [T=4, K=2], got [4, 3]",
+    ),
+    "quantize_integer": ("quantize_rows", quantize, {"rows": torch.ones(2, 8).int()}, "rows must be bfloat16"),
+    "quantize_batched_rank": (
+        "quantize_batched",
+        quantize_batch,
+        {"batch": torch.randn(2, 8)},
+        "batch must be [E, C, K], got [2, 8]",
+    ),
+    "quantize_batched_integer": (
+        "quantize_batched",
+        quantize_batch,
+        {"batch": torch.ones(2, 3, 8).int()},
+        "batch must be bfloat16",
+    ),
+    "quantize_batched_scheme": (
+        "quantize_batched",
+        quantize_batch,
+        {"scheme": "fp16"},
+        "scheme must be one of ['fp8_block128'], got 'fp16'",
+    ),
+    "quantize_counts_dtype": (
+        "quantize_batched",
+        quantize_batch,
+        {"expert_num_tokens": torch.zeros(2).long()},
+        "expert_num_tokens must be torch.int32, got torch.int64",
+    ),
+    "gemm_rank": ("grouped_mm", grouped, {"rows": torch.randn(1, 6, H)}, "rows must be [R, K], got [1, 6, 16]"),
+    "gemm_weight_rank": (
+        "grouped_mm",
+        grouped,
+        {"weight": torch.randn(2 * I, H)},
+        "weight must be [E, N, K], got [24, 16]",
+    ),
+    "gemm_bias_integer": ("grouped_mm", grouped, {"bias": torch.zeros(E, 2 * I).int()}, "bias must be bfloat16"),
+    "gemm_scheme": (
+        "grouped_mm",
+        grouped,
+        {"scheme": "int3"},
+        "scheme must be one of ['bf16', 'fp16', 'fp32', 'fp64', 'fp8_block128'], got 'int3'",
+    ),
+    "gemm_scheme_of_other_weights": (
+        "grouped_mm",
+        grouped,
+        {"scheme": "bf16"},
+        "weights must be torch.bfloat16 for scheme='bf16', got torch.float32. Convert",
+    ),
+    "gemm_global_scale": (
+        "grouped_mm",
+        grouped,
+        {"weight_global_scale": torch.ones(E)},
+        "weight_global_scale must be None for scheme 'fp32', got a tensor",
+    ),
+    "gemm_zero_point": (
+        "grouped_mm",
+        grouped,
+        {"weight_zero_point": torch.ones(E)},
+        "weight_zero_point must be None for scheme 'fp32', got a tensor",
+    ),
+    "gemm_weight_scale": (
+        "grouped_mm",
+        grouped,
+        {"weight_scale": torch.ones(E, 1, 1)},
+        "weight_scale must be None for scheme 'fp32', got a tensor",
+    ),
+    "glu_activation": ("grouped_mm_glu", grouped, {"activation": "swish"}, "activation must be one of ['gelu'"),
+    "glu_layout": (
+        "grouped_mm_glu",
+        grouped,
+        {"glu_layout": "split"},
+        "glu_layout must be one of ['concat', 'interleaved', 'none']",
+    ),
+    "fp8_weight_scale_dtype": (
+        "grouped_mm",
+        grouped_fp8,
+        {"weight_scale": torch.ones(E, 1, 1).half()},
+        "weight_scale must be torch.float32, got torch.float16",
+    ),
+    "fp8_weight_scale": (
+        "grouped_mm",
+        grouped_fp8,
+        {"weight_scale": None},
+        "weight_scale must be fp32 [E, ceil(N / 128), ceil(K / 128)] for scheme 'fp8_block128', got None",
+    ),
+    "fp8_weight_scale_shape": (
+        "grouped_mm",
+        grouped_fp8,
+        {"weight_scale": torch.ones(E, 2, 1)},
+        "weight_scale must be [E=8, N_groups=1, K_groups=1], got",
+    ),
+    "fp8_rows_scale_dtype": (
+        "grouped_mm",
+        grouped_fp8,
+        {"rows_scale": torch.ones(6, 1).double()},
+        "rows_scale must be torch.float32, got torch.float64",
+    ),
+    "fp8_batch": (
+        "batched_mm",
+        batched_fp8,
+        {"batch": torch.randn(E, 3, H)},
+        "batch must be torch.float8_e4m3fn, got torch.float32. Call moe_ops.quantize_batched first.",
+    ),
+    "fp8_batch_scale": (
+        "batched_mm",
+        batched_fp8,
+        {"batch_scale": None},
+        "batch_scale must be given for scheme 'fp8_block128', got None. Call moe_ops.quantize_batched first.",
+    ),
+    "fp8_batch_scale_dtype": (
+        "batched_mm",
+        batched_fp8,
+        {"batch_scale": torch.ones(E, 3, 1).half()},
+        "batch_scale must be torch.float32, got torch.float16",
+    ),
+    "fp8_batch_scale_shape": (
+        "batched_mm",
+        batched_fp8,
+        {"batch_scale": torch.ones(E, 3)},
+        "batch_scale must be [E=8, C=3, K_groups=1], got [8, 3]",
+    ),
+    "batch_weight": (
+        "batched_mm",
+        batched,
+        {"weight": torch.randn(E, H, 2 * I)},
+        "weight must be [E=8, N=16, K=16], got [8, 16, 24]. Did you pass it transposed?",
+    ),
+    "batch_bias": ("batched_mm", batched, {"bias": torch.zeros(E, I)}, "bias must be [E=8, N=24], got [8, 12]"),
+    "batch_counts_size": (
+        "batched_mm",
+        batched,
+        {"expert_num_tokens": torch.zeros(9).int()},
+        "expert_num_tokens must be [E=8], got [9]",
+    ),
+    "grad_dtype": (
+        "fused_experts_backward",
+        backward,
+        {"grad_output": torch.randn(T, H).half()},
+        "grad_output must be torch.float32, got torch.float16",
+    ),
+    "grad_shape": (
+        "fused_experts_backward",
+        backward,
+        {"grad_output": torch.randn(T, 5)},
+        "grad_output must be [T=4, H=16], got [4, 5]",
+    ),
+    "grad_needs": ("fused_experts_backward", backward, {"needs": [True] * 5}, "needs must be 6 booleans, got 5"),
+    "grad_activation": (
+        "fused_experts_backward",
+        backward,
+        {"activation": "swish"},
+        "activation must be one of ['gelu'",
+    ),
+}
+CASES |= MORE
+
+
 def call_of(case: Case) -> tuple[Any, dict[str, Any], str]:
     op, base, changes, message = case
     return getattr(torch.ops.moe_ops, op).default, base(**changes), message
@@ -537,8 +805,10 @@ def test_bad_argument(name: str) -> None:
     op, arguments, message = call_of(CASES[name])
     with pytest.raises(ValueError) as caught:
         op(**arguments)
-    assert message in str(caught.value)
-    assert str(caught.value).startswith(f"{CASES[name][0]}: ")
+    op_name = f"{CASES[name][0]}: "
+    assert str(caught.value).startswith(op_name)
+    # The message begins with the argument's name.
+    assert str(caught.value).removeprefix(op_name).startswith(message.removeprefix(op_name))
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("sparse", "device")])
@@ -567,7 +837,7 @@ def test_the_unchanged_calls_are_valid(base: Callable[..., dict[str, Any]]) -> N
     assert torch.ops.moe_ops.fused_experts(**base()).shape == (T, H)
 
 
-@pytest.mark.parametrize("op", [op for op in RULES if op != "fused_experts_backward"])
+@pytest.mark.parametrize("op", RULES)
 def test_every_operator_has_a_case(op: str) -> None:
     assert op in {case[0] for case in CASES.values()}
 
@@ -591,3 +861,43 @@ def test_unquantised_glu_returns_one_tensor_and_quantised_a_pair() -> None:
     scales = {"scheme": "fp8_block128", "rows_scale": rows_scale, "weight_scale": weight_scale}
     value, scale = moe_ops.grouped_mm_glu(rows, weight, offsets, quantize_output=True, **scales)
     assert value.dtype == torch.float8_e4m3fn and scale.shape == (4, 1)
+
+
+def tensors_of(op: str) -> list[str]:
+    """Arguments of an operator that are tensors."""
+    arguments = getattr(torch.ops.moe_ops, op).default._schema.arguments
+    return [argument.name for argument in arguments if "Tensor" in str(argument.type)]
+
+
+BASES = {**{op: base for op, base in PUBLIC.items() if op in RULES}, "fused_experts_backward": backward}
+#: Every tensor of every operator but the first, to whose device the others are compared.
+FIRST = {op: "hidden_states" if op == "fused_experts_backward" else tensors_of(op)[0] for op in BASES}
+OTHERS = [(op, argument) for op in BASES for argument in tensors_of(op) if argument != FIRST[op]]
+
+
+@pytest.mark.parametrize(("op", "argument"), OTHERS, ids=lambda value: value)
+def test_a_tensor_on_another_gpu(op: str, argument: str) -> None:
+    """cuda:0 beside cuda:1, which fake tensors have without a GPU."""
+    with FakeTensorMode():
+        arguments = {
+            name: torch.empty(value.shape, dtype=value.dtype, device="cuda:0") if isinstance(value, Tensor) else value
+            for name, value in BASES[op]().items()
+        }
+        given = arguments.get(argument)
+        arguments[argument] = torch.empty((1,) if given is None else given.shape, device="cuda:1")
+        with pytest.raises(ValueError) as caught:
+            getattr(torch.ops.moe_ops, op).default(**arguments)
+    wanted = f"{op}: {argument} must be on cuda:0 like {FIRST[op]}, got cuda:1. Move it first."
+    assert str(caught.value) == wanted
+
+
+@pytest.mark.parametrize(("op", "argument"), OTHERS, ids=lambda value: value)
+def test_a_sparse_tensor(op: str, argument: str) -> None:
+    arguments = BASES[op](**{argument: torch.eye(2).to_sparse()})
+    with pytest.raises(ValueError, match=f"^{op}: {argument} must be a strided tensor, got torch.sparse_coo. Call"):
+        getattr(torch.ops.moe_ops, op).default(**arguments)
+
+
+def test_a_rule_without_tensors_says_so() -> None:
+    with pytest.raises(ValueError, match=r"^op: arguments must be tensors, got none"):
+        check_placement("op", {"hidden_states": None})

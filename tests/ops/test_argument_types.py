@@ -1,0 +1,117 @@
+"""Every argument of every public function, given what it cannot be: our ValueError, eager and compiled."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import moe_ops
+from moe_ops.ops import ARGUMENTS
+from tests.ops.valid import PUBLIC
+
+PARAMETERS = [
+    (name, parameter) for name in PUBLIC for parameter in inspect.signature(getattr(moe_ops, name)).parameters
+]
+WRONG: dict[str, Any] = {
+    "none": None,
+    "list": [[1.0, 2.0], [3.0, 4.0]],
+    "array": np.ones((4, 8), dtype=np.float32),
+    "float": 2.5,
+    "str": "two",
+    "bool": True,
+    "numpy_int": np.int64(1),
+    "tensor": torch.tensor(1),
+}
+#: Types of the wrong values that a parameter of this annotation may have; a value of them may still break a rule.
+LEGAL = {
+    "Tensor": {"tensor"},
+    "int": set(),
+    "float": {"float"},
+    "bool": {"bool"},
+    "str": {"str"},
+    "torch.dtype": set(),
+}
+
+
+def legal(name: str, parameter: str) -> set[str]:
+    """Which of the wrong values are of a type that the parameter takes."""
+    kind, _, optional = inspect.signature(getattr(moe_ops, name)).parameters[parameter].annotation.partition(" | ")
+    return LEGAL[kind] | ({"none"} if optional else set())
+
+
+def call(name: str, arguments: dict[str, Any]) -> Any:
+    return getattr(moe_ops, name)(**arguments)
+
+
+@pytest.mark.parametrize("value", WRONG)
+@pytest.mark.parametrize(("name", "parameter"), PARAMETERS, ids=lambda value: value)
+def test_wrong_type(name: str, parameter: str, value: str) -> None:
+    arguments = PUBLIC[name](**{parameter: WRONG[value]})
+    if value in legal(name, parameter):
+        try:
+            call(name, arguments)
+        except ValueError as error:
+            assert str(error).startswith(f"{name}: ")
+        return
+    with pytest.raises(ValueError) as caught:
+        call(name, arguments)
+    given = WRONG[value]
+    got = {"none": "None", "bool": "True", "float": "2.5 (float)", "str": "'two' (str)"}.get(
+        value, type(given).__name__
+    )
+    assert str(caught.value).startswith(f"{name}: {parameter} must be ")
+    assert f", got {got}." in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "parameter"), PARAMETERS, ids=lambda value: value)
+def test_wrong_type_compiled(name: str, parameter: str) -> None:
+    torch._dynamo.reset()
+    value = "list" if parameter != "top_k" else "float"
+    arguments = PUBLIC[name](**{parameter: WRONG[value]})
+    compiled = torch.compile(lambda given: call(name, given), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=f"{name}: {parameter} must be "):
+        compiled(arguments)
+
+
+@pytest.mark.parametrize("value", [value for value in WRONG if value != "tensor"])
+def test_wrong_tensor_compiled(value: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: moe_ops.fused_topk(x, top_k=2), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"fused_topk: router_logits must be a torch\.Tensor, got "):
+        compiled(WRONG[value])
+
+
+def test_where_the_graph_may_break_the_error_is_the_eager_one() -> None:
+    torch._dynamo.reset()
+    with pytest.raises(ValueError, match=r"^fused_topk: top_k must be an int, got 2.5 \(float\). Pass a Python int.$"):
+        torch.compile(lambda x: moe_ops.fused_topk(x, top_k=2.5), backend="eager")(torch.randn(4, 8))
+
+
+def test_the_valid_calls_are_valid_eager_and_compiled() -> None:
+    for name, arguments in PUBLIC.items():
+        torch._dynamo.reset()
+        call(name, arguments())
+        torch.compile(lambda given, name=name: call(name, given), backend="eager", fullgraph=True)(arguments())
+
+
+def test_every_public_function_is_swept() -> None:
+    not_operators = {"compile", "debug", "explain", "fuse"}
+    assert set(PUBLIC) == set(moe_ops.__all__) - not_operators
+    assert set(ARGUMENTS) == set(PUBLIC) - {"quantize_weight"}
+
+
+def test_sizes_of_a_traced_graph_are_numbers() -> None:
+    """A symbolic size is an int, and a proxy of FX stands for anything."""
+    torch._dynamo.reset()
+
+    def permute(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return moe_ops.batched_dispatch(x, ids, num_experts=3, capacity=x.shape[0])[0]
+
+    compiled = torch.compile(permute, backend="eager", fullgraph=True, dynamic=True)
+    assert compiled(torch.randn(5, 4), torch.zeros(5, 2, dtype=torch.int32)).shape == (3, 5, 4)
+    traced = torch.fx.symbolic_trace(lambda logits: moe_ops.fused_topk(logits, top_k=2))
+    assert traced(torch.randn(3, 4))[0].shape == (3, 2)

@@ -1,0 +1,106 @@
+"""Where the CPU backend puts rows: a padded block for every expert, and the rest sorted behind it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_ops import reference
+from moe_ops.backends import cpu
+from moe_ops.kernels import cpu as kernels
+from moe_ops.kernels.cpu import lay_out, padded_length, sort_pairs
+from tests.ops.errors import assert_rounded
+from tests.ops.layers import Variant, dense_formula
+
+COUNTS = {
+    "even": [3, 3, 3, 3],
+    "one is long": [1, 9, 0, 2],
+    "two are long": [7, 0, 6, 1],
+    "first and last": [5, 0, 0, 5],
+    "none": [0, 0, 0, 0],
+}
+
+
+@pytest.mark.parametrize("length", [0, 1, 3, 5, 9])
+@pytest.mark.parametrize("name", COUNTS)
+def test_every_pair_has_a_row_of_its_expert(name: str, length: int) -> None:
+    counts = COUNTS[name]
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.arange(4).repeat_interleave(torch.tensor(counts))
+    ids = torch.cat((ids, torch.tensor([-1, 4])))[torch.randperm(sum(counts) + 2, generator=generator)]
+    order, found = sort_pairs(ids.view(-1, 1), None, 4, None)
+    assert found == counts
+    pair_of_row, row_of_pair, spans = lay_out(order, counts, len(ids), length)
+    rows = 4 * length + sum(max(count - length, 0) for count in counts) if length else sum(counts)
+    assert len(pair_of_row) == rows and row_of_pair.shape == ids.shape
+    expert_of_row = torch.cat((torch.arange(4).repeat_interleave(length), torch.full((rows - 4 * length,), -1)))
+    for expert, start, end in spans:
+        expert_of_row[4 * length + start : 4 * length + end] = expert
+    for pair, expert in enumerate(ids.tolist()):
+        row = int(row_of_pair[pair])
+        if 0 <= expert < 4:
+            assert pair_of_row[row] == pair and expert_of_row[row] == expert
+        else:
+            assert row == rows
+    assert (expert_of_row >= 0).all()
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 4, 7])
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("ids", ["random", "few", "minus"])
+def test_the_length_of_the_padded_block_changes_no_result(ids, bias, length, monkeypatch) -> None:
+    layer = Variant(ids=ids, bias=bias).build()
+    monkeypatch.setattr(cpu, "padded_length", lambda counts, weight: length)
+    assert_rounded(torch.ops.moe_ops.fused_experts(**layer.tensors, backend="cpu"), dense_formula(layer.float64()))
+
+
+def test_the_length_follows_the_counts() -> None:
+    weight = torch.empty(64, 512, 256, dtype=torch.bfloat16, device="meta")
+    assert padded_length([8] * 64, weight) == 8
+    assert padded_length([0] * 63 + [500], weight) == 0, "padding every expert to the longest would be all padding"
+    assert padded_length([0] * 64, weight) == 0
+    assert 0 < padded_length([8] * 60 + [300] * 4, weight) < 300, "the long experts' rest is computed by itself"
+    assert padded_length([8] * 64, weight.to(torch.float16)) == 0, "fp16 has no fast batched product"
+
+
+@pytest.mark.parametrize("backend", [cpu, reference], ids=["cpu", "reference"])
+def test_a_count_above_the_capacity_stops_at_it(backend) -> None:
+    generator = torch.Generator().manual_seed(0)
+    batch, weight = (torch.randn(shape, generator=generator) for shape in ((3, 4, 8), (3, 6, 8)))
+    options = {"scheme": "fp32", "out_dtype": torch.float32}
+    over, full = (torch.tensor(counts, dtype=torch.int32) for counts in ([9, 2, 6], [4, 2, 4]))
+    got, want = (backend.batched_mm(batch, weight, counts, **options) for counts in (over, full))
+    assert torch.equal(got, want)
+    assert torch.equal(got[1, 2:], torch.zeros(2, 6)) and got[2, 3].any()
+
+
+def test_rows_of_no_expert_are_zero_and_not_what_memory_held(monkeypatch) -> None:
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
+    rows, weight, offsets = torch.randn(7, 8), torch.randn(2, 6, 8), torch.tensor([2, 5], dtype=torch.int32)
+    out = cpu.grouped_mm(rows, weight, offsets, scheme="fp32", out_dtype=torch.float32)
+    assert torch.equal(out[5:], torch.zeros(2, 6)) and out[:5].isfinite().all()
+
+
+def combined(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """In fp32, k ascending, rounded once."""
+    total = torch.zeros(places.shape[0], rows.shape[1])
+    for k in range(places.shape[1]):
+        total += rows[places[:, k]].float() * weights[:, k, None].float()
+    return total.to(rows.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("tokens_at_once", [1, 2, 3, 100])
+def test_combine_sums_in_fp32_and_rounds_once_however_it_is_cut(tokens_at_once, dtype, monkeypatch) -> None:
+    rows, places, weights = torch.randn(21, 16).to(dtype), torch.randperm(21).view(7, 3), torch.rand(7, 3)
+    monkeypatch.setattr(kernels, "_COMBINE_ELEMENTS", tokens_at_once * 3 * 16)
+    assert torch.equal(kernels.combine(rows, places, weights), combined(rows, places, weights))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_activation_is_computed_in_fp32(dtype) -> None:
+    hidden = (3 * torch.randn(9, 32)).to(dtype)
+    got = kernels.activate(hidden, "silu", 1.0, 0.0, "concat")
+    gate, up = hidden.float().chunk(2, dim=-1)
+    assert got.dtype == torch.float32 and torch.equal(got, torch.nn.functional.silu(gate) * up)

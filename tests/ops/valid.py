@@ -1,0 +1,121 @@
+"""Valid arguments of the operators by name, with changes: what a test of one bad argument starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+T, E, K, H, I = 4, 8, 2, 16, 12
+
+
+def layer(**changes: Any) -> dict[str, Any]:
+    base = {
+        "hidden_states": torch.randn(T, H),
+        "gate_up_proj": torch.randn(E, 2 * I, H),
+        "down_proj": torch.randn(E, H, I),
+        "topk_weights": torch.rand(T, K),
+        "topk_ids": torch.zeros(T, K, dtype=torch.int32),
+    }
+    return {**base, **changes}
+
+
+def fp8(**changes: Any) -> dict[str, Any]:
+    base = {
+        "gate_up_proj": torch.zeros(E, 2 * I, H, dtype=torch.float8_e4m3fn),
+        "down_proj": torch.zeros(E, H, I, dtype=torch.float8_e4m3fn),
+        "scheme": "fp8_block128",
+        "gate_up_scale": torch.ones(E, 1, 1),
+        "down_scale": torch.ones(E, 1, 1),
+    }
+    return layer(**{**base, **changes})
+
+
+def moe(**changes: Any) -> dict[str, Any]:
+    call = layer()
+    del call["topk_weights"], call["topk_ids"]
+    return {**call, "router_logits": torch.randn(T, E), "top_k": K, **changes}
+
+
+def topk(**changes: Any) -> dict[str, Any]:
+    return {"router_logits": torch.randn(T, E), "top_k": K, **changes}
+
+
+def permute(**changes: Any) -> dict[str, Any]:
+    ids = torch.zeros(T, K, dtype=torch.int32)
+    return {"hidden_states": torch.randn(T, H), "topk_ids": ids, "num_experts": E, **changes}
+
+
+def dispatch(**changes: Any) -> dict[str, Any]:
+    return permute(**{"capacity": 4, **changes})
+
+
+def unpermute(**changes: Any) -> dict[str, Any]:
+    rows, places = torch.randn(T * K, H), torch.zeros(T, K, dtype=torch.int32)
+    return {"rows": rows, "pair_to_row": places, "topk_weights": torch.rand(T, K), **changes}
+
+
+def combine(**changes: Any) -> dict[str, Any]:
+    batch, slots = torch.randn(E, 2, H), torch.zeros(T, K, dtype=torch.int32)
+    return {"batch": batch, "slots": slots, "topk_weights": torch.rand(T, K), **changes}
+
+
+def grouped(**changes: Any) -> dict[str, Any]:
+    offsets = torch.zeros(E, dtype=torch.int32)
+    return {"rows": torch.randn(6, H), "weight": torch.randn(E, 2 * I, H), "offsets": offsets, **changes}
+
+
+def grouped_fp8(**changes: Any) -> dict[str, Any]:
+    weight = torch.zeros(E, 2 * I, H, dtype=torch.float8_e4m3fn)
+    base = {"rows": torch.zeros(6, H, dtype=torch.float8_e4m3fn), "rows_scale": torch.ones(6, 1), "weight": weight}
+    return grouped(**{**base, "weight_scale": torch.ones(E, 1, 1), "scheme": "fp8_block128", **changes})
+
+
+def batched(**changes: Any) -> dict[str, Any]:
+    counts = torch.zeros(E, dtype=torch.int32)
+    return {"batch": torch.randn(E, 3, H), "weight": torch.randn(E, 2 * I, H), "expert_num_tokens": counts, **changes}
+
+
+def quantize(**changes: Any) -> dict[str, Any]:
+    return {"rows": torch.randn(2, 8), "scheme": "fp8_block128", **changes}
+
+
+def quantize_batch(**changes: Any) -> dict[str, Any]:
+    counts = torch.zeros(2, dtype=torch.int32)
+    return {"batch": torch.randn(2, 3, 8), "expert_num_tokens": counts, "scheme": "fp8_block128", **changes}
+
+
+def weight(**changes: Any) -> dict[str, Any]:
+    return {"weight": torch.randn(1, 2, 2), "scheme": "fp8_block128", **changes}
+
+
+def batched_fp8(**changes: Any) -> dict[str, Any]:
+    weight = torch.zeros(E, 2 * I, H, dtype=torch.float8_e4m3fn)
+    base = {"batch": torch.zeros(E, 3, H, dtype=torch.float8_e4m3fn), "batch_scale": torch.ones(E, 3, 1)}
+    return batched(
+        **{**base, "weight": weight, "weight_scale": torch.ones(E, 1, 1), "scheme": "fp8_block128", **changes}
+    )
+
+
+def backward(**changes: Any) -> dict[str, Any]:
+    return layer(**{"grad_output": torch.randn(T, H), "needs": [True] * 6, **changes})
+
+
+#: Public function -> its valid arguments.
+PUBLIC: dict[str, Callable[..., dict[str, Any]]] = {
+    "fused_topk": topk,
+    "fused_experts": layer,
+    "fused_moe": moe,
+    "moe_permute": permute,
+    "moe_unpermute": unpermute,
+    "batched_dispatch": dispatch,
+    "batched_combine": combine,
+    "quantize_rows": quantize,
+    "quantize_batched": quantize_batch,
+    "grouped_mm_glu": grouped,
+    "grouped_mm": grouped,
+    "batched_mm_glu": batched,
+    "batched_mm": batched,
+    "quantize_weight": weight,
+}
