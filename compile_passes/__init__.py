@@ -5,6 +5,10 @@ on first use, which is the only time that it looks upward. Importing this packag
 "moe_ops" and "moe_ops_eager"; an installed distribution also announces them by entry points.
 """
 
+from compile_passes import siblings as _siblings  # noqa: F401  (first: it refuses a foreign `moe_ops`)
+
+# isort: split
+
 from compile_passes.backend import compile, fuse
 from compile_passes.explain import explain
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
+import logging
+import os
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; 0 when everything found was fused, 1 when something was refused, 2 for a bad request."""
     options = parser().parse_args(arguments)
     try:
-        report = _explain(options)
+        with _quiet():
+            report = _explain(options)
     except ValueError as error:
         print(f"explain: {error}", file=sys.stderr)
         return 2
@@ -59,10 +65,39 @@ def _explain(options: argparse.Namespace) -> Report:
     else:
         config, model_class = model_of(options.what)
         model = tiny_model(config, model_class, dtype=_DTYPES[options.dtype], experts=options.experts)
-        inputs = {"input_ids": torch.randint(3, 100, (1, options.tokens))}
+        inputs = _token_inputs(options, config, model)
     args = () if isinstance(inputs, dict) else inputs if isinstance(inputs, tuple) else (inputs,)
     with torch.no_grad():
         return explain(model, *args, **(inputs if isinstance(inputs, dict) else {}))
+
+
+def _token_inputs(options: argparse.Namespace, config: Any, model: Any) -> dict[str, torch.Tensor]:
+    """Random token ids, for the decoder as well when there is one."""
+    accepted = inspect.signature(model.forward).parameters
+    if "input_ids" not in accepted:
+        raise ValueError(
+            f"{options.what}: {type(model).__name__} takes no token ids. Give a function that returns the model and "
+            "its inputs, as module:factory."
+        )
+    ids = torch.randint(3, 100, (1, options.tokens))
+    both = getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted
+    return {"input_ids": ids, "decoder_input_ids": ids} if both else {"input_ids": ids}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep warnings away from the report, which says what those of torch.compile say; TORCH_LOGS brings them back."""
+    if "TORCH_LOGS" in os.environ:
+        yield
+        return
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _made_by(spelling: str) -> tuple[Callable[..., Any], Any]:

@@ -25,11 +25,13 @@ from typing import Any
 
 from torch import fx
 
-from compile_passes.canonical import Canonical, equal_sizes
-from compile_passes.match import location
-from compile_passes.rewrite import sweep
-from compile_passes.vocabulary import Call, example
-from moe_ops.compat_compile import fake_mode_of, sdpa_kernel
+from compile_passes.compat import fake_mode_of, sdpa_kernel
+from compile_passes.match import Refusal, location
+from compile_passes.reading import Reading
+from compile_passes.recognise import closure
+from compile_passes.rewrite import Rewriter
+from compile_passes.safety import changed_memory, different_scope, unknown_tensors
+from compile_passes.vocabulary import Call, equal_sizes, example, has_shape
 
 log = logging.getLogger(__name__)
 
@@ -43,40 +45,45 @@ class Repeated:
     times: int
 
 
-def share_heads(graph: fx.Graph) -> list[fx.Node]:
-    """Let attention read key and value heads without repeating them; returns the calls that were changed."""
-    canon = Canonical(graph)
-    changed = []
-    for node in list(graph.nodes):
-        call = canon.named(node, "sdpa")
+Change = tuple[fx.Node, Repeated, Repeated]
+
+
+def shareable(reading: Reading) -> list[Change]:
+    """The attention calls that need not repeat their key and value heads, with both repetitions."""
+    found = []
+    for node in reading.graph.nodes:
+        call = reading.read(node, "sdpa", "query key value attn_mask dropout_p is_causal scale")
         if call is None:
             continue
-        key, value = repeated_heads(canon, call["key"]), repeated_heads(canon, call["value"])
+        key, value = repeated_heads(reading, call["key"]), repeated_heads(reading, call["value"])
         if key is None or value is None:
             continue
-        reason = _refuses(canon, node, call, key, value)
-        if reason is not None:
+        reason = _refuses(reading, node, call, key, value)
+        if reason is None:
+            found.append((node, key, value))
+        else:
             log.info("key and value heads stay repeated at %s: %s", location(node), reason)
-            continue
-        for repeated in (key, value):
-            node.replace_input_with(canon.operand(repeated.value), canon.operand(repeated.source))
-        node.kwargs = {**node.kwargs, "enable_gqa": True}
-        sweep(graph, canon, [key.value, value.value])
-        changed.append(node)
-    return changed
+    return found
 
 
-def repeated_heads(canon: Canonical, value: Any) -> Repeated | None:
+def share_heads(rewriter: Rewriter, found: list[Change]) -> int:
+    """Let the calls of `shareable` read key and value heads without repeating them; returns how many there were."""
+    for node, key, value in found:
+        rewriter.apply_shared_heads(node, {"key": (1, key.source), "value": (2, value.source)})
+    return len(found)
+
+
+def repeated_heads(reading: Reading, value: Any) -> Repeated | None:
     """How ``value`` repeats the heads of another tensor, or None."""
-    call = canon.named(canon.strip(value), "expand", "repeat_interleave")
+    call = reading.read(reading.strip(value), "expand repeat_interleave", "repeats dim")
     if call is None or not isinstance(value, fx.Node):
         return None
-    source, times = _interleaved(call) if call.name == "repeat_interleave" else _expanded(canon, value, call)
+    source, times = _interleaved(call) if call.name == "repeat_interleave" else _expanded(reading, value, call)
     tensor = example(source)
     if source is None or tensor is None or tensor.dim() != 4 or type(times) is not int:
         return None
     batch, heads, length, width = tensor.shape
-    return Repeated(value, source, times) if _is_shape(value, (batch, heads * times, length, width)) else None
+    return Repeated(value, source, times) if has_shape(value, batch, heads * times, length, width) else None
 
 
 def _interleaved(call: Call) -> tuple[Any, Any]:
@@ -84,33 +91,33 @@ def _interleaved(call: Call) -> tuple[Any, Any]:
     return (call["x"], call["repeats"]) if call["dim"] in (1, -3) else (None, None)
 
 
-def _expanded(canon: Canonical, value: fx.Node, call: Call) -> tuple[Any, Any]:
+def _expanded(reading: Reading, value: fx.Node, call: Call) -> tuple[Any, Any]:
     """(source, times) of [B, heads, 1, S, D] expanded to [B, heads, times, S, D]."""
-    narrow, wide = example(call["x"]), example(canon.strip(value))
+    narrow, wide = example(call["x"]), example(reading.strip(value))
     if narrow is None or wide is None or not narrow.dim() == wide.dim() == 5 or not equal_sizes(narrow.shape[2], 1):
         return None, None
     heads = narrow.shape[:2] + narrow.shape[3:]
-    return next((x for x in canon.reshapes(call["x"]) if _is_shape(x, heads)), None), wide.shape[2]
+    return next((x for x in reading.reshapes(call["x"]) if has_shape(x, *heads)), None), wide.shape[2]
 
 
-def _is_shape(value: Any, shape: Any) -> bool:
-    tensor = example(value)
-    return tensor is not None and tensor.dim() == len(shape) and all(map(equal_sizes, tensor.shape, shape))
-
-
-def _refuses(canon: Canonical, node: fx.Node, call: Call, key: Repeated, value: Repeated) -> str | None:
+def _refuses(reading: Reading, node: fx.Node, call: Call, key: Repeated, value: Repeated) -> str | None:
     """Why the call has to stay as it is, or None."""
     if key.times != value.times or call["enable_gqa"]:
         return "keys and values are repeated differently"
-    if not {canon.operand(repeated.value) for repeated in (key, value)} <= {*node.all_input_nodes}:
-        return "it reads the heads under another name"
-    if any(canon.written_between(repeated.source, node) for repeated in (key, value)):
-        return "the cache is overwritten between the repetition and the attention"
-    if any(reader in canon.hazards for reader in (node, key.value, value.value, key.source, value.source)):
-        return "a view of the cache is read after it was overwritten through another name"
+    region = {node} | closure(reading, key.value, [key.source]) | closure(reading, value.value, [value.source])
+    sources = [key.source, value.source]
+    problem = unknown_tensors(reading, region, sources) or different_scope(reading, region)
+    if problem is not None:
+        return problem.reason
+    changed = changed_memory(reading, region, sources, node, node)
+    if isinstance(changed, Refusal) or changed:
+        return changed.reason if isinstance(changed, Refusal) else "an input is overwritten that may be the cache"
     query, mask = example(call["query"]), example(call["attn_mask"])
     if query is None or (mask is None and call["attn_mask"] is not None):
         return "the graph carries no shapes for it"
+    heads = example(key.value)
+    if query.dim() != 4 or heads is None or not all(map(equal_sizes, query.shape[:2], heads.shape[:2])):
+        return "the query has not one head for each repeated key head"
     repeated, shared = (
         (query, *map(example, heads), mask) for heads in ((key.value, value.value), (key.source, value.source))
     )

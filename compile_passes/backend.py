@@ -1,14 +1,17 @@
 """The ways into the passes: two `torch.compile` backends, `moe_ops.compile`, and `moe_ops.fuse()`.
 
-- `backend="moe_ops"`: Inductor with our passes after the user's own.
+- `backend="moe_ops"`: our passes on the graph that Dynamo captured, then Inductor, with the user's own passes.
 - `backend="moe_ops_eager"`: the same capture and passes; the rewritten graph runs as it is, without code generation.
 - `moe_ops.compile(model, **torch_compile_arguments)`: the same, `mode` and `options` together, and a transformers model
   on the eager expert loop is switched to a form that can be captured.
-- `with moe_ops.fuse():` for code that calls torch.compile with the default backend.
+- `with moe_ops.fuse():` for code that calls torch.compile with the default backend, and for AOTInductor.
+
+The first three count and log every compilation. `fuse()` can do so only when Inductor's caches have no entry.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,11 +19,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from compile_passes import compat
+from compile_passes.generation import prepare_generate
 from compile_passes.loops import prepare
-from compile_passes.passes import JOIN, POST_GRAD, PRE_GRAD, MoEPass, graph_modules, run
-from moe_ops import compat_compile as compat
+from compile_passes.observe import default_compilations
+from compile_passes.passes import PASSES, MoEPass, enter, graph_modules, run_all, users_passes
+from meta.checks import fail
 
-_HOOKS = {"pre_grad_custom_pass": PRE_GRAD, "post_grad_custom_pre_pass": POST_GRAD}
+# Inductor calls what is on the first hook; what is on the second is in the key of its caches, always. (A user's pass
+# without an identity takes the first hook out of the key.)
+_PASSES_HOOK, _KEY_HOOK = "pre_grad_custom_pass", "post_grad_custom_pre_pass"
 
 
 def moe_ops(
@@ -28,18 +36,15 @@ def moe_ops(
 ) -> Callable[..., Any]:
     """Backend "moe_ops": Inductor, with MoE blocks fused. ``mode`` and ``options`` are torch.compile's.
 
+    The user's own passes run where Inductor runs them, on the graph with our operators in it.
+
     Raises:
         RuntimeError: an option or mode that Inductor does not have.
     """
     settings = {**compat.mode_options(mode, None), **compat.inductor_options(options or {})}
-    counts = dict(compat.counters()["moe_ops"])
-    try:
-        return compat.inductor(gm, example_inputs, {**settings, **_with_our_passes(settings)})
-    except BaseException:
-        # Dynamo may trace and compile again (Inductor asks it to, for floats that it cannot keep symbolic): count once.
-        compat.counters()["moe_ops"].clear()
-        compat.counters()["moe_ops"].update(counts)
-        raise
+    with _counted_once():
+        reports = run_all(gm)
+        return enter(compat.inductor(gm, example_inputs, {**settings, **_hooks((), settings)}), reports)
 
 
 def moe_ops_eager(
@@ -47,29 +52,50 @@ def moe_ops_eager(
 ) -> Callable[..., Any]:
     """Backend "moe_ops_eager": the rewritten graph, run by the Python that FX generates; gradients flow through it.
 
-    Of ``options``, the custom passes are honoured and the rest, like ``mode``, concerns code generation alone.
+    Of ``options``, the user's `pre_grad_custom_pass` is honoured (after ours, as in "moe_ops"); the rest, like
+    ``mode``, concerns code generation alone.
     """
     settings = compat.inductor_options(options or {})
-    hooks = _with_our_passes(settings)
-    for part in graph_modules(gm):
-        hooks["pre_grad_custom_pass"](part.graph)
-        if not _needs_grad(example_inputs):
-            run(JOIN, part.graph)
+    with _counted_once():
+        reports = run_all(gm)
+    users = users_passes(_held(_PASSES_HOOK, settings))
+    for part in graph_modules(gm) if users else ():
+        for own in users:
+            own(part.graph)
         part.recompile()
-    return gm.forward
+    return enter(gm.forward, reports)
 
 
-def _with_our_passes(settings: dict[str, Any]) -> dict[str, MoEPass]:
-    """Our passes for each hook, carrying the passes that the options or Inductor's configuration hold there."""
-    hooks = {}
-    for hook, steps in _HOOKS.items():
-        users = settings[hook] if hook in settings else compat.inductor_setting(hook)
-        hooks[hook] = MoEPass(steps, users)
+def _hooks(steps: Sequence[Any], settings: dict[str, Any]) -> dict[str, MoEPass]:
+    """Our hooks, carrying the passes that the options or Inductor's configuration hold there.
+
+    Without ``steps`` the first one is needed only to put out of action the passes of an enclosing `fuse()`.
+    """
+    held = _held(_PASSES_HOOK, settings)
+    hooks = {_KEY_HOOK: MoEPass((), _held(_KEY_HOOK, settings))}
+    if steps or held is not None:
+        hooks[_PASSES_HOOK] = MoEPass(steps, held)
     return hooks
 
 
-def _needs_grad(inputs: Sequence[Any]) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs)
+def _held(hook: str, settings: dict[str, Any]) -> Any:
+    return settings[hook] if hook in settings else compat.inductor_setting(hook)
+
+
+@contextmanager
+def _counted_once() -> Iterator[None]:
+    """Take back what was counted inside when it ends in an exception.
+
+    Dynamo may trace and compile again: our passes and Inductor ask it to, for floats that they cannot keep symbolic.
+    """
+    section = compat.counters()["moe_ops"]
+    counts = dict(section)
+    try:
+        yield
+    except BaseException:
+        section.clear()
+        section.update(counts)
+        raise
 
 
 def compile(model: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
@@ -77,7 +103,8 @@ def compile(model: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
 
     A transformers model whose experts run as a Python loop, which no compiler can capture, is switched to
     ``experts_implementation="grouped_mm"`` first, with a warning. Other loops over experts are left as they are; a
-    warning says why.
+    warning says why. ``generate(cache_implementation="static")`` of a transformers model compiles its decode steps by
+    itself; its ``generation_config.compile_config`` is set to compile them in the same way, which a warning says.
 
     Args:
         model: module or function.
@@ -86,16 +113,24 @@ def compile(model: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
     Returns:
         The compiled model.
 
+    Raises:
+        ValueError: ``model`` is not callable.
+
     Example:
         >>> model = moe_ops.compile(model, mode="reduce-overhead", options={"max_autotune": True})
     """
-    if isinstance(model, torch.nn.Module):
-        prepare(model)
+    if not callable(model):
+        raise fail("compile", "model", "a module or a function", type(model).__name__)
     mode, options = kwargs.pop("mode", None), kwargs.pop("options", None)
     merged = {**compat.mode_options(mode, kwargs.get("dynamic")), **(options or {})}
     kwargs.setdefault("backend", "moe_ops")
     if merged:
         kwargs["options"] = merged
+    if isinstance(model, torch.nn.Module):
+        prepare(model)
+        asked = {} if mode is None and options is None else {"mode": None, "options": merged or None}
+        graph = {name: kwargs[name] for name in ("fullgraph", "dynamic") if name in kwargs}
+        prepare_generate(model, kwargs["backend"], asked, **graph)
     compiled: Callable[..., Any] = torch.compile(model, **kwargs)
     return compiled
 
@@ -104,15 +139,32 @@ def compile(model: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
 def fuse() -> Iterator[None]:
     """Compilations inside the block, by the default backend, fuse MoE blocks; the configuration is restored after it.
 
-    torch.compile compiles at the first call: that call has to be inside.
+    torch.compile compiles at the first call: that call has to be inside, and a warning says so when it was not. The
+    same goes for AOTInductor, which compiles at once:
+
+        with moe_ops.fuse():
+            torch._inductor.aoti_compile_and_package(exported_program, package_path="model.pt2")
+
+    Inductor calls passes when its caches have no entry: with a warm cache the fused code is used, but
+    ``counters["moe_ops"]`` stays empty and nothing is logged. The backend "moe_ops" counts and logs every time.
 
     Example:
         >>> compiled = torch.compile(model)
         >>> with moe_ops.fuse():
         ...     compiled(tokens)
     """
-    with compat.patch_inductor(_with_our_passes({})):
+    before = MoEPass.consultations
+    with default_compilations() as calls, compat.patch_inductor(_hooks(PASSES, {})):
         yield
+    if calls.made and MoEPass.consultations == before:
+        warnings.warn(_NOTHING_COMPILED, stacklevel=3)
+
+
+_NOTHING_COMPILED = (
+    "torch.compile was called inside moe_ops.fuse(), but nothing was compiled there, so nothing is fused: "
+    "torch.compile compiles at the first call of what it returns, and that call has to be inside too. "
+    'torch.compile(model, backend="moe_ops") has no such condition.'
+)
 
 
 for _name, _function in (("moe_ops", moe_ops), ("moe_ops_eager", moe_ops_eager)):

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from compile_passes.compat import fake_mode_of
 from compile_passes.match import MoEMatch, Refusal, Router, Weight
 from compile_passes.vocabulary import example
 from meta.dims import Problem
 from moe_ops import dispatch
-from moe_ops.compat_compile import fake_mode_of
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from compile_passes.compat import break_reason, compiling_apart
 from compile_passes.decide import Decision
-from compile_passes.join import operator_name
-from compile_passes.loops import find_loops
+from compile_passes.loops import cure, find_experts, find_loops
 from compile_passes.match import Refusal, Router, module_of
-from compile_passes.passes import FUSE, SHARE, graph_modules, run
-from moe_ops.compat_compile import break_reason
+from compile_passes.passes import FUSE, FUSE_CHECKED, SHARE, graph_modules, run
+from compile_passes.rewrite import operator_name
+from compile_passes.uncaptured import Seen, Stop, cut, explanation, first_line
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Report:
         own_calls: calls of `fused_experts` or `fused_moe` that the model makes itself; nothing is left to fuse.
         graphs: graphs captured.
         graph_break_reasons: "reason (file:line)" of every graph break.
+        eager_frames: "function (file:line): reason (file:line)" of every function that Dynamo left to Python.
         error: why the model did not run, or None.
     """
 
@@ -80,6 +82,7 @@ class Report:
     own_calls: int = 0
     graphs: int = 0
     graph_break_reasons: list[str] = field(default_factory=list)
+    eager_frames: list[str] = field(default_factory=list)
     error: str | None = None
 
     @property
@@ -107,19 +110,19 @@ class Report:
         if self.own_calls:
             lines += ["", f"{self.own_calls} call(s) of moe_ops operators are the model's own"]
         elif not self.fused and not self.refused:
-            lines += [
-                "",
-                "No product with stacked expert weights is in a captured graph. Experts in Python code",
-            ]
-            lines += ["around a graph break are in no graph: see the breaks, and moe_ops.compile."]
+            lines += ["", "No MoE block is in a captured graph."]
+            if self.graph_break_reasons or self.eager_frames:
+                lines += ["What runs around a graph break, or in a function left to Python, is in no graph: see below."]
         if self.graph_break_reasons:
             lines += ["", "graph breaks:", *(f"  {reason}" for reason in self.graph_break_reasons)]
+        if self.eager_frames:
+            lines += ["", "functions left to Python:", *(f"  {frame}" for frame in self.eager_frames)]
         if self.error:
             lines += ["", f"the model raised: {self.error}"]
         return "\n".join(lines)
 
 
-_LOOP = "The experts run in a Python loop whose trip count depends on the data: their products are in no graph."
+_LOOP = "The experts run in a Python loop over sizes that only the data knows: no graph holds the block as a whole."
 _FUSED_HEAD = ("block", "routing", "experts", "activation", "scheme", "backend", "E", "K", "H", "I")
 
 
@@ -132,31 +135,75 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         >>> print(moe_ops.explain(model, input_ids))
     """
     report = Report()
+    module = model if isinstance(model, torch.nn.Module) else None
+    seen = Seen([] if module is None else find_experts(module))
+    refused: list[tuple[Refusal, str]] = []
+    breaks: list[Stop] = []
 
     def collect(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         report.graphs += 1
+        seen.graph(gm, inputs)
         for part in graph_modules(gm):
-            report.own_calls += sum(operator_name(node) in ("fused_experts", "fused_moe") for node in part.graph.nodes)
-            found = run(FUSE, part.graph)
+            own = [node for node in part.graph.nodes if operator_name(node) in ("fused_experts", "fused_moe")]
+            report.own_calls += len(own)
+            found = run(FUSE_CHECKED if part is gm else FUSE, part.graph)
             report.fused += [_fused(decision) for decision in found.fused]
-            report.refused += [_refused(refusal) for refusal in found.refused]
+            refused.extend((refusal, seen.report(refusal.node)) for refusal in found.refused)
+            seen.modules.update(row.module for row in report.fused)
+            for node in (*own, *(decision.match.down.weight.node for decision in found.fused)):
+                seen.report(node)
             report.shared_heads += run(SHARE, part.graph).shared_heads
             part.recompile()
         reason = break_reason(gm)
         if reason is not None:
-            report.graph_break_reasons.append(f"{_first_line(reason[0])} ({reason[1]})")
+            breaks.append(Stop(*reason))
         return gm.forward
 
-    torch.compiler.reset()
-    try:
-        torch.compile(model, backend=collect)(*args, **kwargs)
-    except Exception as error:  # the report says so; a diagnosis must not end where the trouble starts
-        report.error = f"{type(error).__name__}: {_first_line(str(error))}"
-    finally:
-        torch.compiler.reset()
-    if isinstance(model, torch.nn.Module):
-        report.refused += [_refused_loop(loop.name, loop.switchable) for loop in find_loops(model)]
+    with compiling_apart(collect, model) as (options, lost):
+        try:
+            torch.compile(model, backend=collect, **options)(*args, **kwargs)
+        except Exception as error:  # the report says so; a diagnosis must not end where the trouble starts
+            report.error = f"{type(error).__name__}: {first_line(str(error))}"
+    report.graph_break_reasons = [stop.line for stop in breaks]
+    frames = (f"{frame.name} ({frame.location}): {first_line(frame.reason)} ({frame.where})" for frame in lost)
+    report.eager_frames = list(dict.fromkeys(frames))
+    report.refused = _rows(refused, breaks)
+    if module is not None:
+        stops = [*breaks, *(Stop(frame.reason, frame.where) for frame in lost)]
+        report.refused += _in_no_graph(module, seen, [] if report.error else stops)
     return report
+
+
+def _rows(refused: Sequence[tuple[Refusal, str]], breaks: Sequence[Stop]) -> list[Refused]:
+    """What the report says of refusals in graphs; the pieces of a block that a graph break cuts are one row."""
+    rows: dict[Any, Refused] = {}
+    for position, (refusal, path) in enumerate(refused):
+        stop = cut(refusal.node, breaks)
+        if stop is None:
+            rows[position] = Refused(refusal.location, path, refusal.reason, refusal.cure)
+        else:
+            reason = f"A graph break cuts the block in pieces: {stop.line}."
+            rows[path, stop.where] = Refused(stop.where, path, reason, "Take away what stopped the capture there.")
+    return list(rows.values())
+
+
+def _in_no_graph(model: torch.nn.Module, seen: Seen, stops: Sequence[Stop]) -> list[Refused]:
+    """The blocks of the model that no graph holds as a whole: those that loop over the data, and the others."""
+    loops = find_loops(model)
+    rows = []
+    for loop in loops:
+        weights = [weight for weight in loop.module.parameters() if weight.dim() > 1]
+        if not seen.is_reported(loop.name, weights):
+            rows.append(Refused(f"module {loop.name}", loop.name, _LOOP, cure(loop)))
+    for group in seen.experts:
+        looped = any(f"{group.name}.".startswith(f"{loop.name}.") or f"{loop.name}.".startswith(f"{group.name}.")
+                     or not loop.name for loop in loops)  # fmt: skip
+        if looped or seen.is_reported(group.name, group.weights):
+            continue
+        found = explanation(model, group, seen, stops)
+        if found is not None:
+            rows.append(Refused(f"module {group.name}", group.name, *found))
+    return rows
 
 
 def _fused(decision: Decision) -> Fused:
@@ -174,23 +221,6 @@ def _fused(decision: Decision) -> Fused:
         backend=decision.backend,
         E=problem.E, K=problem.K, H=problem.H, I=problem.I,
     )  # fmt: skip
-
-
-def _refused(refusal: Refusal) -> Refused:
-    return Refused(refusal.location, module_of(refusal.node), refusal.reason, refusal.cure)
-
-
-def _refused_loop(name: str, switchable: bool) -> Refused:
-    cure = (
-        'moe_ops.compile(model) switches it, or model.set_experts_implementation("grouped_mm").'
-        if switchable
-        else "Store the experts as stacked [E, N, K] weights and call F.grouped_mm or moe_ops.fused_experts."
-    )
-    return Refused(f"module {name}", name, _LOOP, cure)
-
-
-def _first_line(text: str) -> str:
-    return next((line for line in text.strip().splitlines() if line.strip()), "")
 
 
 def _fused_row(row: Fused) -> tuple[str, ...]:

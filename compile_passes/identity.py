@@ -1,7 +1,8 @@
 """What compiled code depends on besides the graph: the identity that Inductor's caches store next to it.
 
 Operator implementations, fakes and tuned tables are in none of Inductor's keys, so this identity covers every source
-and configuration file of the three packages, the versions of torch and triton, the device and the backend override.
+and configuration file of the three packages, the versions of torch and triton, every visible device and the backend
+override.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import torch
 
 _PACKAGES = ("meta", "moe_ops", "compile_passes")
 _SUFFIXES = frozenset({".py", ".json", ".cu", ".cuh", ".h"})
+# The distributions that hold the module `triton`: the released one, and the one that nightly builds of torch require.
+_TRITONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu")
 
 
 def identity(extra: str = "") -> str:
     """A digest that changes whenever the passes or the operators may behave differently."""
-    parts = (_sources(), _versions(), _device(), os.environ.get("MOE_OPS_BACKEND", ""), extra)
+    parts = (_sources(), _versions(), _devices(), os.environ.get("MOE_OPS_BACKEND", ""), extra)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
@@ -38,15 +41,26 @@ def _sources() -> str:
 
 @cache
 def _versions() -> str:
+    return " ".join([f"torch {torch.__version__}", *filter(None, map(_version, _TRITONS))])
+
+
+def _version(distribution: str) -> str:
+    """``name version`` of an installed distribution, else nothing."""
     try:
-        triton = version("triton")
+        return f"{distribution} {version(distribution)}"
     except PackageNotFoundError:
-        triton = ""
-    return f"{torch.__version__} {triton}"
+        return ""
+
+
+def _devices() -> str:
+    """Name and capability of every visible CUDA device, in order: a model may run on any, or several, of them.
+
+    The answer is kept per set of visible devices, which a process may change until CUDA starts.
+    """
+    return _describe(torch.cuda.device_count()) if torch.cuda.is_available() else "cpu"
 
 
 @cache
-def _device() -> str:
-    if not torch.cuda.is_available():
-        return "cpu"
-    return f"{torch.cuda.get_device_name()} {torch.cuda.get_device_capability()}"
+def _describe(count: int) -> str:
+    devices = ((torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in range(count))
+    return "; ".join(f"{name} {capability}" for name, capability in devices)

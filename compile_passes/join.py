@@ -6,26 +6,27 @@
 
 Why it is legal: the large operator is defined as the chain of the small ones, every value between them has no reader
 outside of the chain (a value saved for backward has one, so training graphs are left as they are), and no input is
-overwritten before the end of the chain. A chain may quantise its rows before the first product and between the two.
+overwritten, nor may be, before the end of the chain. A chain may quantise its rows before the first product and between
+the two.
 The large operator may keep in fp32 what the chain rounds.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
-from compile_passes.canonical import Canonical, equal_sizes
-from compile_passes.vocabulary import example
+from compile_passes.match import Refusal
+from compile_passes.reading import Reading
+from compile_passes.rewrite import Rewriter, arguments, operator_name
+from compile_passes.safety import changed_memory
+from compile_passes.vocabulary import equal_sizes, example
 
-_OPS = torch.ops.moe_ops
 _EXPERT_EXTRAS = ("bias", "scale", "global_scale", "zero_point")
-# What Inductor recorded about the arguments of the call that is replaced.
-_OF_THE_CALL = frozenset({"eager_input_vals", "arg_kwarg_vals"})
 _BODY = ("activation", "alpha", "limit", "glu_layout", "scheme")
 
 
@@ -61,31 +62,12 @@ def join(graph: fx.Graph) -> int:
         return 0
     joined = 0
     for chain in _CHAINS:
-        canon = Canonical(graph)
-        joined += sum(
-            _join_chain(canon, chain, node) for node in list(graph.nodes) if operator_name(node) == chain.combine
-        )
-    canon = Canonical(graph)
-    return joined + sum(_join_topk(canon, node) for node in list(graph.nodes) if operator_name(node) == "fused_experts")
-
-
-def operator_name(node: Any) -> str | None:
-    """Name of a ``moe_ops`` operator call."""
-    if not isinstance(node, fx.Node) or node.op != "call_function":
-        return None
-    target = node.target
-    packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
-    if not isinstance(packet, torch._ops.OpOverloadPacket) or not packet._qualified_op_name.startswith("moe_ops::"):
-        return None
-    return packet._qualified_op_name.removeprefix("moe_ops::")
-
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    """All arguments of an operator call by name, defaults included."""
-    schema = getattr(_OPS, operator_name(node) or "").default._schema
-    values = {argument.name: argument.default_value for argument in schema.arguments}
-    positional = [argument.name for argument in schema.arguments if not argument.kwarg_only]
-    return {**values, **dict(zip(positional, node.args, strict=False)), **node.kwargs}
+        rewriter = Rewriter(Reading(graph))
+        ends = [node for node in graph.nodes if operator_name(node) == chain.combine]
+        joined += sum(_join_chain(rewriter, chain, node) for node in ends)
+    rewriter = Rewriter(Reading(graph))
+    ends = [node for node in graph.nodes if operator_name(node) == "fused_experts"]
+    return joined + sum(_join_topk(rewriter, node) for node in ends)
 
 
 def _item(node: Any, name: str, index: int) -> fx.Node | None:
@@ -96,35 +78,33 @@ def _item(node: Any, name: str, index: int) -> fx.Node | None:
     return source if isinstance(source, fx.Node) and position == index and operator_name(source) == name else None
 
 
-def _join_topk(canon: Canonical, experts: fx.Node) -> bool:
+def _join_topk(rewriter: Rewriter, experts: fx.Node) -> bool:
     """``fused_experts(.., *fused_topk(..))`` becomes ``fused_moe`` when nothing else reads the weights or the ids."""
-    call = _arguments(experts)
+    call = arguments(experts)
     topk = _item(call["topk_weights"], "fused_topk", 0)
     if topk is None or _item(call["topk_ids"], "fused_topk", 1) is not topk:
         return False
     between = {call["topk_weights"], call["topk_ids"], topk}
-    router = _arguments(topk)
+    router = arguments(topk)
     logits, bias = router.pop("router_logits"), router.pop("correction_bias")
-    if not _closed(canon, between, experts, (logits, bias)):
+    if not _closed(rewriter.reading, between, experts, (logits, bias)):
         return False
-    hidden, gate_up, down = (call.pop(name) for name in ("hidden_states", "gate_up_proj", "down_proj"))
-    call.pop("topk_weights"), call.pop("topk_ids")
-    _replace(experts, "fused_moe", {"hidden_states": hidden, "router_logits": logits, "gate_up_proj": gate_up,
-                                    "down_proj": down, "correction_bias": bias, **call, **router}, between)  # fmt: skip
+    values = {**call, **router, "router_logits": logits, "correction_bias": bias}
+    rewriter.apply_operator(experts, "fused_moe", values, between)
     return True
 
 
-def _join_chain(canon: Canonical, chain: _Chain, combine: fx.Node) -> bool:
+def _join_chain(rewriter: Rewriter, chain: _Chain, combine: fx.Node) -> bool:
     """A user's own stages become ``fused_experts``."""
-    end = _arguments(combine)
+    end = arguments(combine)
     second_node = end[chain.rows]
     if operator_name(second_node) != chain.second:
         return False
-    second = _arguments(second_node)
+    second = arguments(second_node)
     first_node = _item(second[chain.rows], chain.first, 0)
     if first_node is None:
         return False
-    first = _arguments(first_node)
+    first = arguments(first_node)
     between: set[fx.Node] = {second_node, second[chain.rows], first_node}
     unquantized = _before_quantize(chain, first, second, first_node, between)
     dispatch_node = _item(unquantized, chain.dispatch, 0)
@@ -132,11 +112,13 @@ def _join_chain(canon: Canonical, chain: _Chain, combine: fx.Node) -> bool:
         return False
     between.update(item for item in dispatch_node.users)
     between.add(dispatch_node)
-    start = _arguments(dispatch_node)
+    start = arguments(dispatch_node)
     if not _consistent(chain, start, first, second, end, dispatch_node, combine):
         return False
     inputs = (start["hidden_states"], start["topk_ids"], start["expert_map"], *first.values(), *second.values())
-    if not _closed(canon, between, combine, [v for v in inputs if isinstance(v, fx.Node) and v not in between]):
+    if not _closed(
+        rewriter.reading, between, combine, [v for v in inputs if isinstance(v, fx.Node) and v not in between]
+    ):
         return False
     values = {
         "hidden_states": start["hidden_states"], "gate_up_proj": first["weight"], "down_proj": second["weight"],
@@ -146,7 +128,7 @@ def _join_chain(canon: Canonical, chain: _Chain, combine: fx.Node) -> bool:
     for name in _EXPERT_EXTRAS:
         source = name if name == "bias" else f"weight_{name}"
         values[f"gate_up_{name}"], values[f"down_{name}"] = first[source], second[source]
-    _replace(combine, "fused_experts", values, between)
+    rewriter.apply_operator(combine, "fused_experts", values, between)
     return True
 
 
@@ -164,7 +146,7 @@ def _before_quantize(
     if _item(second[scale], chain.first, 1) is not first_node or not first["quantize_output"]:
         return None
     between.update({rows, first[scale], second[scale], quantize})
-    call = _arguments(quantize)
+    call = arguments(quantize)
     if call["scheme"] != first["scheme"]:
         return None
     return call["rows" if chain.format == "grouped" else "batch"]
@@ -186,38 +168,10 @@ def _consistent(
     return equal_sizes(weight.shape[0], start["num_experts"])
 
 
-def _closed(canon: Canonical, between: set[fx.Node], end: fx.Node, inputs: Any) -> bool:
+def _closed(reading: Reading, between: set[fx.Node], end: fx.Node, inputs: Iterable[Any]) -> bool:
     """Whether only the chain reads its interior, and nothing overwrites its inputs before its end."""
     if any(user is not end and user not in between for node in between for user in node.users):
         return False
-    return all(
-        canon.written_between(value, end) is None
-        for value in inputs
-        if isinstance(value, fx.Node) and value in canon.order
-    )
-
-
-def _replace(end: fx.Node, name: str, values: dict[str, Any], between: set[fx.Node]) -> None:
-    """Put operator ``name`` in the place of ``end`` and erase the chain before it."""
-    overload = getattr(_OPS, name).default
-    args: list[Any] = []
-    kwargs: dict[str, Any] = {}
-    for argument in overload._schema.arguments:
-        value = values.get(argument.name, argument.default_value)
-        if not argument.kwarg_only:
-            args.append(value)
-        elif not argument.has_default_value() or value != argument.default_value:
-            kwargs[argument.name] = value
-    while args[-1] is None:
-        args.pop()
-    with end.graph.inserting_before(end):
-        node = end.graph.create_node("call_function", overload, tuple(args), kwargs, name=name)
-    node.meta = {key: value for key, value in end.meta.items() if key not in _OF_THE_CALL}
-    end.replace_all_uses_with(node)
-    end.graph.erase_node(end)
-    pending = set(between)
-    while pending:
-        dead = {n for n in pending if not n.users}
-        for n in dead:
-            n.graph.erase_node(n)
-        pending -= dead
+    nodes = [value for value in inputs if isinstance(value, fx.Node)]
+    changed = changed_memory(reading, {*between, end}, nodes, end, end)
+    return not isinstance(changed, Refusal) and not changed

@@ -6,11 +6,14 @@ breaks the graph there, and the expert products are in no graph at all, so that 
 
 from __future__ import annotations
 
+import ast
 import inspect
 import logging
-import re
+import textwrap
 import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -20,16 +23,32 @@ CAPTURABLE = "grouped_mm"
 # What transformers' `use_experts_implementation` sets on every instance of a class that it decorates.
 _DECORATED = ("config", "has_gate", "has_bias", "is_transposed")
 _SETTING = "_experts_implementation"
-_DATA_DEPENDENT = ("nonzero", "torch.where(", ".tolist()", ".item()", "index_add_", "bincount")
+# Calls whose result has a size, or a value, that only the data knows.
+_DATA_DEPENDENT = frozenset({"nonzero", "argwhere", "tolist", "item", "bincount", "masked_select", "unique", "numpy"})
 
 
 @dataclass(frozen=True)
 class ExpertLoop:
-    """A module that runs its experts in a Python loop. ``switchable``: transformers offers the same in one graph."""
+    """A module that runs its experts in a Python loop.
+
+    Attributes:
+        switchable: transformers offers the same in one graph.
+        stacked: its weights are parameters of all experts together, not those of a list of modules.
+    """
 
     name: str
     module: nn.Module
     switchable: bool
+    stacked: bool
+
+
+@dataclass(frozen=True)
+class ExpertGroup:
+    """The experts of one block: the module that holds them, and their weights."""
+
+    name: str
+    module: nn.Module
+    weights: tuple[nn.Parameter, ...]
 
 
 def find_loops(model: nn.Module) -> list[ExpertLoop]:
@@ -38,10 +57,39 @@ def find_loops(model: nn.Module) -> list[ExpertLoop]:
     for name, module in model.named_modules():
         if all(hasattr(module, attribute) for attribute in _DECORATED):
             if getattr(module.config, _SETTING, None) == "eager":
-                found.append(ExpertLoop(name, module, switchable=True))
+                found.append(ExpertLoop(name, module, switchable=True, stacked=True))
         elif _holds_experts(name, module) and _loops_over_data(type(module)):
-            found.append(ExpertLoop(name, module, switchable=False))
+            found.append(ExpertLoop(name, module, switchable=False, stacked=not any(map(_lists, module.modules()))))
     return found
+
+
+def find_experts(model: nn.Module) -> list[ExpertGroup]:
+    """The modules that hold the weights of several experts, one for each block."""
+    found: dict[str, ExpertGroup] = {}
+    for name, module in model.named_modules():
+        if any(name == inner or name.startswith(f"{inner}.") for inner in found):
+            continue
+        weights = _stacked_weights(name, module)
+        for child in _lists(module):
+            weights += [weight for weight in child.parameters() if weight.dim() > 1]
+        if weights:
+            found[name] = ExpertGroup(name, module, tuple(weights))
+    return _by_block(model, list(found.values()))
+
+
+def _by_block(model: nn.Module, groups: list[ExpertGroup]) -> list[ExpertGroup]:
+    """Groups beside each other in one module (a module per projection) are one block."""
+    beside: dict[str, list[ExpertGroup]] = {}
+    for group in groups:
+        beside.setdefault(group.name.rpartition(".")[0], []).append(group)
+    merged = []
+    for parent, rows in beside.items():
+        if len(rows) == 1:
+            merged.append(rows[0])
+        else:
+            weights = tuple(weight for row in rows for weight in row.weights)
+            merged.append(ExpertGroup(parent, model.get_submodule(parent), weights))
+    return merged
 
 
 def prepare(model: nn.Module) -> None:
@@ -62,8 +110,20 @@ def prepare(model: nn.Module) -> None:
         _say(
             f"moe_ops.compile: {rest[0].name or type(rest[0].module).__name__} ({type(rest[0].module).__name__}) and "
             f"{len(rest) - 1} more run their experts in a Python loop, which cannot be captured; they are left as is. "
-            "Store the experts as stacked [E, N, K] weights and use F.grouped_mm or moe_ops.fused_experts."
+            f"{cure(rest[0])}"
         )
+
+
+def cure(loop: ExpertLoop) -> str:
+    """What the user can do about a loop."""
+    if loop.switchable:
+        return f'moe_ops.compile(model) switches it, or model.set_experts_implementation("{CAPTURABLE}").'
+    call = "moe_ops.fused_experts(hidden_states, gate_up_proj, down_proj, topk_weights, topk_ids)"
+    if loop.stacked:
+        return (
+            f"Its weights are stacked already: viewed as [E, N, K], they can be given to {call} in place of the loop."
+        )
+    return f"Store the experts as stacked [E, N, K] weights, and replace the loop by {call}."
 
 
 def _say(message: str) -> None:
@@ -73,14 +133,76 @@ def _say(message: str) -> None:
 
 def _holds_experts(name: str, module: nn.Module) -> bool:
     """Whether ``module`` is called like experts or has a list of them."""
-    lists = (child for child, value in module.named_children() if isinstance(value, nn.ModuleList))
-    return "expert" in name.rsplit(".", 1)[-1] or any("expert" in child for child in lists)
+    return "expert" in name.rsplit(".", 1)[-1] or bool(_lists(module))
+
+
+def _lists(module: nn.Module) -> list[nn.Module]:
+    """The children of ``module`` that are lists of experts."""
+    kinds = (nn.ModuleList, nn.ModuleDict)
+    return [
+        child
+        for name, child in module.named_children()
+        if "expert" in name and isinstance(child, kinds) and len(child) > 1
+    ]
+
+
+def _stacked_weights(name: str, module: nn.Module) -> list[nn.Parameter]:
+    """Own weights of all experts together: ``[E, ., .]``, or several flat ones as in dbrx."""
+    called = f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
+    if "expert" not in called and "moe" not in called:
+        return []
+    own = [weight for weight in module.parameters(recurse=False) if weight.dim() > 1]
+    deep = [weight for weight in own if weight.dim() > 2 and weight.shape[0] > 1]
+    return deep or (own if len(own) > 1 and "expert" in called else [])
 
 
 def _loops_over_data(kind: type[nn.Module]) -> bool:
-    """Whether the source of ``forward`` has a loop next to an operation whose result size depends on the data."""
-    try:
-        source = inspect.getsource(kind.forward)
-    except (OSError, TypeError):
+    """Whether ``forward``, or a method or function that it calls, loops over what only the data knows."""
+    return any(_has_such_loop(tree) for tree in _forward_code(kind))
+
+
+def _has_such_loop(tree: ast.AST) -> bool:
+    """A loop statement, and an operation whose result size depends on the data, in one function."""
+    loop = any(isinstance(node, ast.For | ast.While) for node in ast.walk(tree))
+    return loop and any(_is_data_dependent(node) for node in ast.walk(tree))
+
+
+def _is_data_dependent(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call):
         return False
-    return re.search(r"^\s*for ", source, re.MULTILINE) is not None and any(word in source for word in _DATA_DEPENDENT)
+    name = _name(node.func)
+    # torch.where(condition) alone is nonzero; with values it is elementwise
+    return name in _DATA_DEPENDENT or (name == "where" and len(node.args) == 1 and not node.keywords)
+
+
+def _name(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _forward_code(kind: type[nn.Module]) -> Iterator[ast.AST]:
+    """The syntax trees of ``forward`` and of the methods of the class that it calls."""
+    waiting, seen = ["forward"], set()
+    while waiting:
+        name = waiting.pop()
+        function: Any = getattr(kind, name, None)
+        if name in seen or not callable(function) or (name != "forward" and hasattr(nn.Module, name)):
+            continue
+        seen.add(name)
+        tree = _parse(function)
+        if tree is not None:
+            yield tree
+            waiting += [
+                node.func.attr
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and isinstance(node.func.value, ast.Name)
+                and node.func.value.id == "self"
+            ]
+
+
+def _parse(function: Callable[..., Any]) -> ast.AST | None:
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    except (OSError, TypeError, SyntaxError, ValueError):  # no source, or a piece of one
+        return None

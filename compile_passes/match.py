@@ -100,6 +100,7 @@ class Dispatch:
     """How rows are made from tokens: ``form`` is the spelling ("grouped_mm", "batched_mm").
 
     ``ids`` is any value whose row-major elements are the R expert ids; ``perm`` sorts them by expert, None = unsorted.
+    ``wrapped``: a negative id counts from the end, as indexing the weights by it does.
     """
 
     form: str
@@ -107,6 +108,7 @@ class Dispatch:
     ids: fx.Node
     perm: fx.Node | None
     top_k: int
+    wrapped: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,8 @@ class Router:
 class MoEMatch:
     """One MoE block: every role as a node, and the nodes that its replacement makes dead.
 
-    ``router`` is a Refusal when the router stays in the graph and only the experts are replaced.
+    ``router`` is a Refusal when the router stays in the graph and only the experts are replaced. ``apart``: pairs of
+    graph inputs, one overwritten and the other read by the block, that have to be different memory in every call.
     """
 
     up: Product
@@ -150,6 +153,14 @@ class MoEMatch:
     combine: Combine
     router: Router | Refusal
     region: tuple[fx.Node, ...] = field(repr=False)
+    apart: frozenset[tuple[fx.Node, fx.Node]] = field(default=frozenset(), repr=False)
+
+    @property
+    def inputs(self) -> frozenset[fx.Node]:
+        """The values that the operator reads."""
+        values = (self.dispatch.hidden, self.dispatch.ids, self.combine.weights, self.up.weight.node,
+                  self.down.weight.node, self.up.bias, self.down.bias)  # fmt: skip
+        return frozenset(value for value in values if value is not None)
 
     @property
     def output(self) -> fx.Node:

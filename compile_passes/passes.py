@@ -1,44 +1,51 @@
 """The passes, and the runner that times, counts, checks, logs and traces them.
 
-Three passes, in this order:
+Three passes, in this order, all on the graph that Dynamo captured: one node there is still one user-level operation,
+and autograd comes after, so that training goes through the same match.
 
-1. `fuse_blocks` on the Dynamo graph (`pre_grad_custom_pass`): one node there is still one user-level operation, and
-   autograd comes after, so that training goes through the same match. MoE blocks become `fused_topk` + `fused_experts`.
-2. `share_heads` on the same graph: attention reads key and value heads without copies of them, which at decode can
-   cost as much as the experts.
-3. `join` on the post-grad graph: `fused_topk` + `fused_experts`, and chains of stage operators that a user wrote,
-   become `fused_moe` or `fused_experts`. Backward graphs keep what they need, as a value saved for backward has a
-   reader.
+1. `FUSE`: MoE blocks become `fused_topk` + `fused_experts`.
+2. `SHARE`: attention reads key and value heads without copies of them, which at decode can cost as much as the experts.
+3. `JOIN`, where nothing in the graph needs a gradient: `fused_topk` + `fused_experts`, and chains of stage operators
+   that a user wrote, become `fused_moe` or `fused_experts`.
+
+The backends run them before Inductor sees the graph (`run_all`), so that they run, count and log whatever the caches
+hold. `MoEPass` is the same for Inductor's hooks (`fuse()`, export), which torch calls on a cache miss alone.
+
+Nothing that goes wrong in a pass reaches the user's program: the graph is left as it was, the error is counted in
+``counters["moe_ops"]["errors"]`` and logged. The exceptions by which Dynamo is steered pass through.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
+import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from compile_passes.attention import share_heads
-from compile_passes.canonical import Canonical
+from compile_passes import compat
+from compile_passes.apart import guarded
+from compile_passes.attention import share_heads, shareable
 from compile_passes.decide import Decision, decide
 from compile_passes.identity import identity
 from compile_passes.join import join
 from compile_passes.match import MoEMatch, Refusal, Router
-from compile_passes.recognise import recognise, recognise_calls
-from compile_passes.rewrite import Rewriter
-from moe_ops.compat_compile import (
-    can_restart_with_constants,
-    counters,
-    is_tracing,
-    restart_with_constants,
-    trace_artifact,
-)
+from compile_passes.reading import Reading
+from compile_passes.recognise import recognise, recognise_calls, symbolic_numbers
+from compile_passes.rewrite import Rewriter, operator_name
+from compile_passes.transaction import change
 
 log = logging.getLogger(__name__)
+
+#: Tracebacks of the last errors of the passes in this process; the counters are for users, who may clear them.
+last_errors: deque[str] = deque(maxlen=16)
+_CURE = 'Please report it with the traceback that TORCH_LOGS="+compile_passes" shows.'
 
 
 @dataclass
@@ -50,6 +57,9 @@ class Report:
         routed: `fused_experts` calls of the model's own that got a `fused_topk`.
         joined: operators that took the place of several.
         shared_heads: attention calls that no longer repeat their key and value heads.
+        errors: what went wrong in the pass itself, one line each.
+        apart: positions of inputs that have to be different memory for the changed graph to be right, in pairs.
+        original: the graph before the change, when there are such pairs.
     """
 
     fused: list[Decision] = field(default_factory=list)
@@ -57,76 +67,177 @@ class Report:
     joined: int = 0
     routed: int = 0
     shared_heads: int = 0
+    errors: list[str] = field(default_factory=list)
+    apart: list[tuple[int, int]] = field(default_factory=list)
+    original: fx.GraphModule | None = None
+
+    @property
+    def changed(self) -> bool:
+        """Whether the graph is another one than before."""
+        return bool(self.fused or self.joined or self.routed or self.shared_heads or self.errors)
 
 
-def fuse_blocks(graph: fx.Graph) -> Report:
+@dataclass(frozen=True)
+class Plan:
+    """What a pass found in a graph; ``apply`` changes the graph and completes the report. None: nothing to change."""
+
+    report: Report
+    apply: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A named graph transformation: ``plan`` reads a graph without changing it."""
+
+    name: str
+    plan: Callable[[fx.Graph], Plan]
+
+
+def fuse_blocks(graph: fx.Graph, checked: bool = False) -> Plan:
     """Replace every MoE block of ``graph`` that the operators accept.
+
+    Args:
+        checked: whether the caller enters the compiled graph through `apart.guarded`. Without it, a block that reads an
+            input while another one is overwritten is refused: the two may be one memory in the next call.
 
     Raises:
         torch._dynamo.exc.TensorifyScalarRestartAnalysis: under Dynamo, when a number in a block (a clamp limit, a
             scaling factor) is symbolic; Dynamo then traces again with it as a constant.
     """
-    canon = Canonical(graph)
-    found, calls = recognise(canon), recognise_calls(canon)
-    if can_restart_with_constants(canon.asked_numbers):
-        log.debug("tracing again with %d symbolic numbers as constants", len(canon.asked_numbers))
-        restart_with_constants(canon.asked_numbers)
-    rows = [decide(row) if isinstance(row, MoEMatch) else row for row in found]
-    report = Report(
-        [row for row in rows if isinstance(row, Decision)],
-        [row for row in rows if isinstance(row, Refusal)],
-        routed=len(calls),
-    )
-    rewriter = Rewriter(canon)
-    for decision in report.fused:
-        rewriter.apply(decision.match)
-    for call in calls:
-        rewriter.apply_router(call)
-    return report
+    reading = Reading(graph)
+    found, calls = recognise(reading), recognise_calls(reading)
+    numbers = symbolic_numbers(reading, [*found, *calls])
+    if compat.can_restart_with_constants(numbers):
+        log.debug("tracing again with %d symbolic numbers as constants", len(numbers))
+        compat.restart_with_constants(numbers)
+    report = Report()
+    for row in found:
+        outcome = _decided(row, report, checked) if isinstance(row, MoEMatch) else row
+        if isinstance(outcome, Decision):
+            report.fused.append(outcome)
+        else:
+            report.refused.append(outcome)
+
+    def apply() -> None:
+        _keep_original(graph, report)
+        rewriter = Rewriter(reading)
+        for decision in report.fused:
+            rewriter.apply(decision.match)
+        for call in calls:
+            rewriter.apply_router(call)
+        report.routed = len(calls)
+
+    return Plan(report, apply if report.fused or calls else None)
 
 
-def share_attention_heads(graph: fx.Graph) -> Report:
+def _decided(match: MoEMatch, report: Report, checked: bool) -> Decision | Refusal:
+    """The decision on one block; an error in it refuses that block alone."""
+    if match.apart and not checked:
+        overwritten, read = min(match.apart, key=lambda pair: (pair[0].name, pair[1].name))
+        return Refusal(
+            match.down.anchor, f"{overwritten.name} is overwritten and may be the memory of {read.name}, which the MoE "
+            "block reads, in another call.", 'Compile with backend="moe_ops", which looks at them in every call.',
+        )  # fmt: skip
+    try:
+        return decide(match)
+    except compat.control_exceptions():
+        raise
+    except Exception as error:
+        report.errors.append(_record("deciding on a block", error))
+        return _refusal(match, error)
+
+
+def _keep_original(graph: fx.Graph, report: Report) -> None:
+    """Keep a copy of the graph for calls in which inputs share memory that the fused blocks need to be apart."""
+    inputs = {node: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
+    pairs = {(inputs[one], inputs[other]) for decision in report.fused for one, other in decision.match.apart}
+    if pairs:
+        copies = fx.Graph()
+        copies.output(copies.graph_copy(graph, {}))
+        report.apart, report.original = sorted(pairs), fx.GraphModule(graph.owning_module or torch.nn.Module(), copies)
+
+
+def share_attention_heads(graph: fx.Graph) -> Plan:
     """Let grouped-query attention read its heads in place; see `attention`."""
-    return Report(shared_heads=len(share_heads(graph)))
+    if not any("scaled_dot_product" in str(node.target) for node in graph.nodes if node.op == "call_function"):
+        return Plan(Report())
+    reading, report = Reading(graph), Report()
+    found = shareable(reading)
+
+    def apply() -> None:
+        report.shared_heads = share_heads(Rewriter(reading), found)
+
+    return Plan(report, apply if found else None)
 
 
-def join_operators(graph: fx.Graph) -> Report:
+def join_operators(graph: fx.Graph) -> Plan:
     """Join operators that are one step of a larger one; see `join`."""
-    return Report(joined=join(graph))
+    report = Report()
 
+    def apply() -> None:
+        report.joined = join(graph)
 
-@dataclass(frozen=True)
-class Pass:
-    """A named graph transformation."""
-
-    name: str
-    run: Callable[[fx.Graph], Report]
+    return Plan(report, apply if any(operator_name(node) for node in graph.nodes) else None)
 
 
 FUSE = Pass("moe_ops_fuse_blocks", fuse_blocks)
+#: `FUSE` for the graph of a backend, which looks at the inputs of every call.
+FUSE_CHECKED = Pass("moe_ops_fuse_blocks", partial(fuse_blocks, checked=True))
 SHARE = Pass("moe_ops_share_heads", share_attention_heads)
 JOIN = Pass("moe_ops_join", join_operators)
-PRE_GRAD, POST_GRAD = (FUSE, SHARE), (JOIN,)
+PASSES = (FUSE, SHARE, JOIN)
 
 
 def run(step: Pass, graph: fx.Graph) -> Report:
-    """Run one pass: count, time, lint, log, trace."""
-    before = str(graph) if is_tracing() else None
+    """Run one pass: check, count, time, log, trace. Never raises an error of the pass."""
+    before = str(graph) if compat.is_tracing() else None
     start = time.perf_counter()
-    report = step.run(graph)
+    report = _fail_closed(step, graph)
     seconds = time.perf_counter() - start
-    section = counters()["moe_ops"]
+    section = compat.counters()["moe_ops"]
     section["fused"] += len(report.fused)
     section["refused"] += len(report.refused)
     section["joined"] += report.joined
     section["shared_heads"] += report.shared_heads
-    if report.fused or report.joined or report.routed or report.shared_heads:
-        graph.lint()
-        if before is not None:
-            trace_artifact(f"{step.name}_before", before)
-            trace_artifact(f"{step.name}_after", str(graph))
+    section["errors"] += len(report.errors)
+    if before is not None and report.changed:
+        compat.trace_artifact(f"{step.name}_before", before)
+        compat.trace_artifact(f"{step.name}_after", str(graph))
     _log(step, report, seconds)
     return report
+
+
+def _fail_closed(step: Pass, graph: fx.Graph) -> Report:
+    """Plan and apply; after an error the graph is as it was, and the blocks found are refused."""
+    plan = Plan(Report())
+    try:
+        plan = step.plan(graph)
+        if plan.apply is not None:
+            change(graph, plan.apply)
+    except compat.control_exceptions():
+        raise
+    except Exception as error:
+        found = plan.report
+        refused = [_refusal(decision.match, error) for decision in found.fused]
+        return Report(refused=[*found.refused, *refused], errors=[*found.errors, _record(step.name, error)])
+    return plan.report
+
+
+def _record(what: str, error: Exception) -> str:
+    """Log an error of ours, keep its traceback, and return its one line."""
+    last_errors.append("".join(traceback.format_exception(error)))
+    line = f"{what}: {_one_line(error)}"
+    log.warning("an error in moe_ops, the graph is left as it was: %s. %s", line, _CURE)
+    log.debug("%s", last_errors[-1])
+    return line
+
+
+def _refusal(match: MoEMatch, error: Exception) -> Refusal:
+    return Refusal(match.down.anchor, f"An error in moe_ops: {_one_line(error)}.", _CURE)
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300].rstrip(" .")
 
 
 def _log(step: Pass, report: Report, seconds: float) -> None:
@@ -146,35 +257,98 @@ def graph_modules(gm: fx.GraphModule) -> list[fx.GraphModule]:
     return [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
 
 
-class MoEPass(CustomGraphPass):
-    """Our passes of one hook as Inductor takes them, after the user's own.
+def needs_gradient(graphs: Iterable[fx.Graph]) -> bool:
+    """Whether autograd will differentiate anything that these graphs compute.
+
+    The example values tell: what is computed from a tensor that requires grad requires it too, unless the code switched
+    gradients off there. Inputs alone do not (parameters require grad in inference, too), nor does a call that returned
+    its input (`weight.float()` of an fp32 parameter).
+    """
+    if compat.is_ahead_of_time():
+        return False
+    nodes = [node for graph in graphs for node in graph.nodes]
+    inputs = {id(value) for node in nodes if node.op in ("placeholder", "get_attr") for value in _tensors(node)}
+    computed = [v for node in nodes if node.op.startswith("call_") for v in _tensors(node) if id(v) not in inputs]
+    if not computed:  # a graph without example values
+        return torch.is_grad_enabled()
+    return any(value.requires_grad and (torch.is_grad_enabled() or not value.is_leaf) for value in computed)
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    value = node.meta.get("example_value", node.meta.get("val"))
+    return [
+        entry for entry in (value if isinstance(value, list | tuple) else (value,)) if isinstance(entry, torch.Tensor)
+    ]
+
+
+def run_all(gm: fx.GraphModule) -> list[Report]:
+    """Run every pass on ``gm`` and on the bodies of its higher-order operators.
+
+    What is compiled of the result has to be entered through `enter`.
+    """
+    parts = graph_modules(gm)
+    steps = _steps(PASSES, [part.graph for part in parts])
+    reports = []
+    for part in parts:
+        made = [run(FUSE_CHECKED if step is FUSE and part is gm else step, part.graph) for step in steps]
+        if any(report.changed for report in made):
+            part.recompile()
+        reports += made
+    return reports
+
+
+def enter(compiled: Callable[..., Any], reports: Iterable[Report]) -> Callable[..., Any]:
+    """``compiled``, which runs what `run_all` made, behind the checks that its reports ask for."""
+    for report in reports:
+        if report.original is not None:
+            compiled = guarded(compiled, report.original, report.apart)
+    return compiled
+
+
+def _steps(steps: Sequence[Pass], graphs: Iterable[fx.Graph]) -> list[Pass]:
+    """``steps`` without `JOIN` where a gradient is needed: autograd has to see the values between the operators."""
+    return [step for step in steps if step is not JOIN or not needs_gradient(graphs)]
+
+
+class MoEPass(compat.CustomGraphPass):
+    """Our passes as Inductor takes them on a hook, and after them the user's own.
+
+    Without passes it changes nothing: it carries our identity into the cache key of graphs that were rewritten before
+    Inductor saw them.
 
     Args:
         steps: the passes.
         users: what the hook held before: None, a pass, or several.
+
+    Attributes:
+        consultations: how often Inductor has run such passes or, to look into its caches, asked for their identity.
     """
 
-    def __init__(self, steps: tuple[Pass, ...], users: Any = None) -> None:
-        self.steps = steps
-        self.users: tuple[Any, ...] = _as_tuple(users)
+    consultations: ClassVar[int] = 0
+
+    def __init__(self, steps: Sequence[Pass] = (), users: Any = None) -> None:
+        self.steps = tuple(steps)
+        self.users: tuple[Any, ...] = users_passes(users)
 
     def __call__(self, graph: fx.Graph) -> None:
+        MoEPass.consultations += 1
+        for step in _steps(self.steps, [graph]):
+            run(step, graph)
         for own in self.users:
             own(graph)
-        for step in self.steps:
-            run(step, graph)
 
     def uuid(self) -> Any | None:
         """Our identity and the users'; None, which turns caching off, when one of theirs has none."""
-        theirs = [own.uuid() if isinstance(own, CustomGraphPass) else None for own in self.users]
+        MoEPass.consultations += 1
+        theirs = [own.uuid() if isinstance(own, compat.CustomGraphPass) else None for own in self.users]
         if not all(theirs):
             return None
         return identity(f"{[step.name for step in self.steps]} {theirs!r}")
 
 
-def _as_tuple(users: Any) -> tuple[Any, ...]:
-    """The user's passes, ours (from an enclosing `fuse()`) replaced by the users' passes that they carry."""
-    given: Sequence[Any] = users if isinstance(users, list | tuple) else () if users is None else (users,)
+def users_passes(hook: Any) -> tuple[Any, ...]:
+    """The user's passes on a hook; of ours (from an enclosing `fuse()`), the user's passes that they carry."""
+    given: Sequence[Any] = hook if isinstance(hook, list | tuple) else () if hook is None else (hook,)
     flat: list[Any] = []
     for own in given:
         flat.extend(own.users if isinstance(own, MoEPass) else (own,))

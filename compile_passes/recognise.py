@@ -1,115 +1,209 @@
 """From a graph to its MoE blocks: run the recognisers from every second expert product and prove the result closed.
 
-No side effects: the graph is only read. Time is linear in the graph: one canonical reading, then bounded local walks.
+No side effects: the graph is only read. Time is linear in the graph: one reading, then bounded local walks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
 
-from compile_passes.canonical import Canonical, equal_sizes, size_of
+from compile_passes.equal import narrower
 from compile_passes.match import Body, Combine, Dispatch, MoEMatch, Product, Refusal, RoutedCall, Router
 from compile_passes.patterns.activation import recognise_body
 from compile_passes.patterns.combine import recognise_combine
-from compile_passes.patterns.dispatch import ids_within, recognise_dispatch
+from compile_passes.patterns.dispatch import are_in_range, are_not_negative, ids_within, recognise_dispatch
 from compile_passes.patterns.experts import feeding_products, find_products, unpaired
-from compile_passes.patterns.router import recognise_router
-from compile_passes.vocabulary import example
+from compile_passes.patterns.forms import name_forms
+from compile_passes.patterns.router import kept, recognise_router
+from compile_passes.reading import Reading
+from compile_passes.safety import Pairs, changed_memory, different_gradient, different_scope, unknown_tensors
+from compile_passes.vocabulary import example, size_of
 
 _ESCAPE_CURE = "Only the routing logits, weights and ids may be used outside of the block."
 
 
-def recognise(canon: Canonical) -> list[MoEMatch | Refusal]:
+def recognise(reading: Reading) -> list[MoEMatch | Refusal]:
     """Every MoE block of the graph, as a match or as the reason why it is none, in graph order."""
-    products = find_products(canon)
+    products = find_products(reading)
     found: list[MoEMatch | Refusal] = []
     paired: set[fx.Node] = set()
     for anchor, down in products.items():
-        feeding = feeding_products(canon, down, products)
+        feeding = feeding_products(reading, down, products)
         if feeding:
             paired.update((anchor, *(product.anchor for product in feeding)))
-            found.append(_block(canon, down, feeding))
+            found.append(_block(reading, down, feeding))
     found.extend(unpaired(product) for anchor, product in products.items() if anchor not in paired)
+    found.extend(name_forms(reading, set(products)))
     return found
 
 
-def recognise_calls(canon: Canonical) -> list[RoutedCall]:
+def recognise_calls(reading: Reading) -> list[RoutedCall]:
     """The `fused_experts` calls that the model makes itself (`experts_implementation="moe_ops"`) and their routers.
 
     A call whose router is not recognised is left as it is: there is nothing to tell the user.
     """
     found: list[RoutedCall] = []
-    for node in canon.graph.nodes:
-        call = canon.named(node, "moe_ops::fused_experts")
-        weight, given = (None, None) if call is None else (example(call["gate_up_proj"]), example(call["topk_ids"]))
-        if call is None or weight is None or given is None or call["expert_map"] is not None:
+    for node in reading.graph.nodes:
+        call = reading.named(node, "moe_ops::fused_experts")
+        if call is None or call["expert_map"] is not None:
             continue
-        dispatch = Dispatch("moe_ops", call["hidden_states"], canon.uncast(call["topk_ids"]), None, given.shape[-1])
-        combine = Combine(canon.uncast(call["topk_weights"]), node)
-        router = recognise_router(canon, combine.weights, dispatch.ids, dispatch.top_k)
-        if isinstance(router, Refusal) or _router_lives(canon, router, dispatch, combine, {node}, weight.shape[0]):
+        hidden, weight, given = (example(call[name]) for name in ("hidden_states", "gate_up_proj", "topk_ids"))
+        if hidden is None or weight is None or given is None or given.dim() != 2:
             continue
-        found.append(RoutedCall(node, router, combine.weights, dispatch.ids))
+        experts, floor = weight.shape[0], _floor(hidden, weight)
+        ids, weights = reading.exact(call["topk_ids"], experts), reading.uncast(call["topk_weights"], floor)
+        dispatch = Dispatch("moe_ops", call["hidden_states"], ids, None, given.shape[1])
+        combine = Combine(weights, node)
+        router = recognise_router(
+            reading, weights, ids, tokens=hidden.shape[0], experts=experts, top_k=given.shape[1], floor=floor
+        )
+        if isinstance(router, Router) and _router_lives(reading, router, dispatch, combine, {node}) == frozenset():
+            found.append(RoutedCall(node, router, weights, ids))
     return found
 
 
-def _block(canon: Canonical, down: Product, feeding: list[Product]) -> MoEMatch | Refusal:
+def symbolic_numbers(reading: Reading, found: Iterable[MoEMatch | Refusal | RoutedCall]) -> list[torch.SymFloat]:
+    """Numbers that are symbolic in the arithmetic around the blocks (a clamp limit, a scaling factor).
+
+    No recogniser can compare them with anything; as constants they may make a refused block a match.
+    """
+    seeds = [row.output if isinstance(row, MoEMatch) else row.node if isinstance(row, Refusal) else row.call
+             for row in found]  # fmt: skip
+    numbers: list[torch.SymFloat] = []
+    seen: set[fx.Node] = set()
+    stack = [*seeds, *(reader for seed in seeds for reader in reading.readers(seed))]
+    while stack:
+        node = stack.pop()
+        call = reading.call(node)
+        if node in seen or call is None or call.name in ("linear", "matmul", "embedding", "norm"):
+            continue
+        seen.add(node)
+        operands = list(call.args.values())
+        numbers += [size for value in operands if isinstance(size := size_of(value), torch.SymFloat)]
+        skipped = call["x"] if call.name in ("index", "repeat_interleave") and _is_float(call["x"]) else None
+        stack += [value for value in operands if isinstance(value, fx.Node) and value is not skipped]
+    return numbers
+
+
+def _is_float(value: Any) -> bool:
+    tensor = example(value)
+    return tensor is not None and tensor.dtype.is_floating_point
+
+
+def _floor(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+    """The narrowest dtype that values inside of a block may be rounded to for the block to be replaceable."""
+    return narrower(hidden.dtype, weight.dtype)
+
+
+def _block(reading: Reading, down: Product, feeding: list[Product]) -> MoEMatch | Refusal:
+    if reading.reshaper is not None:
+        return Refusal(
+            reading.reshaper, f"{reading.reshaper.name} changes the shape or the storage of a tensor in place, after "
+            "which the graph's own record of it cannot be trusted.", "Use the out-of-place form of this operation.",
+        )  # fmt: skip
     if len(feeding) > 1:
         return Refusal(
             down.anchor, "Gate and up projections are separate weights.",
             "Store them as one [E, 2I, H] weight (torch.cat((w1, w3), dim=1)), gate first.",
         )  # fmt: skip
     up = feeding[0]
-    body = recognise_body(canon, down.rows, [up.result])
+    weight = example(up.weight.node)
+    if weight is None:
+        return Refusal(down.anchor, "The graph carries no shapes for this block.", "Compile with fake tensors.")
+    body = recognise_body(reading, down.rows, [up.result], weight.dtype)
     if isinstance(body, Refusal):
         return body
-    dispatch = recognise_dispatch(canon, up, down)
+    dispatch = recognise_dispatch(reading, up, down)
     if isinstance(dispatch, Refusal):
         return dispatch
-    combine = recognise_combine(canon, dispatch, down)
+    hidden = example(dispatch.hidden)
+    floor = weight.dtype if hidden is None else _floor(hidden, weight)
+    combine = recognise_combine(reading, dispatch, down, floor)
     if isinstance(combine, Refusal):
         return combine
-    return _close(canon, up, down, body[0], dispatch, combine)
+    return _close(reading, up, down, body[0], dispatch, combine, floor)
 
 
 def _close(
-    canon: Canonical, up: Product, down: Product, body: Body, dispatch: Dispatch, combine: Combine
+    reading: Reading, up: Product, down: Product, body: Body, dispatch: Dispatch, combine: Combine, floor: torch.dtype
 ) -> MoEMatch | Refusal:
     """Add router and region, and prove that nothing outside reads, and nothing overwrites, what the block computes."""
-    weight = example(up.weight.node)
+    weight, hidden = example(up.weight.node), example(dispatch.hidden)
     experts = None if weight is None else weight.shape[0]
+    wrapped = dispatch.perm is None and not are_in_range(reading, dispatch.ids, experts)
     if dispatch.perm is None:
-        dispatch = replace(dispatch, ids=ids_within(canon, dispatch.ids, experts))
-    dispatch = replace(dispatch, ids=canon.uncast(dispatch.ids))
-    inputs = {dispatch.hidden, dispatch.ids, combine.weights, up.weight.node, down.weight.node}
-    inputs.update(bias for bias in (up.bias, down.bias) if bias is not None)
-    region = closure(canon, combine.output, inputs)
-    problem = _escape(canon, region, combine.output, inputs) or _overwritten(canon, region, combine.output, inputs)
+        dispatch = replace(dispatch, ids=ids_within(reading, dispatch.ids, experts))
+    elif _may_be_negative(reading, dispatch.ids, experts):
+        return Refusal(
+            dispatch.ids, "The expert ids cannot be proved not to be negative, and a negative one would move every "
+            "row to another expert.", "Take them from topk, or clamp them with .clamp(0, num_experts - 1).",
+        )  # fmt: skip
+    dispatch = replace(dispatch, ids=reading.exact(dispatch.ids, experts), wrapped=wrapped)
+    match = MoEMatch(up, down, body, dispatch, combine, kept(combine.output, "it was not looked at"), ())
+    region = closure(reading, combine.output, match.inputs)
+    problem = (
+        unknown_tensors(reading, region, match.inputs)
+        or different_scope(reading, region)
+        or _escape(reading, region, combine.output, match.inputs)
+    )
     if problem is not None:
         return problem
-    router = recognise_router(canon, combine.weights, dispatch.ids, dispatch.top_k)
-    if isinstance(router, Router):
-        router = _router_lives(canon, router, dispatch, combine, region, experts) or router
-    return MoEMatch(up, down, body, dispatch, combine, router, tuple(sorted(region, key=canon.order.__getitem__)))
+    unsafe = changed_memory(reading, region, match.inputs, combine.output, combine.output)
+    if isinstance(unsafe, Refusal):
+        return unsafe
+    problem = different_gradient(reading, region, match.inputs, combine.output, combine.output)
+    if problem is not None:
+        return problem
+    match = replace(match, region=_ordered(reading, region), apart=unsafe)
+    router = recognise_router(
+        reading, combine.weights, dispatch.ids, tokens=None if hidden is None else hidden.shape[0], experts=experts,
+        top_k=dispatch.top_k, floor=floor,
+    )  # fmt: skip
+    if isinstance(router, Refusal):
+        return replace(match, router=router)
+    more = _router_lives(reading, router, dispatch, combine, region)
+    if isinstance(more, Refusal):
+        return replace(match, router=more)
+    return replace(match, router=router, apart=frozenset((*match.apart, *more)))
 
 
-def closure(canon: Canonical, output: fx.Node, inputs: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that compute ``output`` from ``inputs``, writes to their values without a later reader included."""
+def _ordered(reading: Reading, region: set[fx.Node]) -> tuple[fx.Node, ...]:
+    return tuple(sorted(region, key=reading.order.__getitem__))
+
+
+def _may_be_negative(reading: Reading, ids: fx.Node, experts: Any) -> bool:
+    """Whether the graph itself computes ids that are not proved: ids given to it, or read from a table, are the model's
+    data, and the sorted form gives rows of a negative id no meaning that anybody could rely on."""
+    call = reading.call(reading.exact(ids, experts))
+    return call is not None and call.name != "index" and not are_not_negative(reading, ids, experts)
+
+
+def closure(reading: Reading, output: fx.Node, inputs: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes that compute ``output`` from ``inputs``, writes to their own memory without a later reader included."""
     stop = set(inputs)
     region: set[fx.Node] = set()
     stack = [output]
     while stack:
         node = stack.pop()
-        if node in region or node in stop or canon.call(node) is None or _is_size(node):
+        if node in region or node in stop or reading.call(node) is None or _is_size(node):
             continue
         region.add(node)
-        stack.extend(_operands(canon, node))
-        stack.extend(reader for reader in canon.readers(node) if canon.is_writer(reader) and not canon.readers(reader))
+        stack.extend(_operands(reading, node))
+        stack.extend(reader for reader in reading.readers(node) if _dies_with(reading, reader, region))
     return region
+
+
+def _dies_with(reading: Reading, writer: fx.Node, region: set[fx.Node]) -> bool:
+    """Whether ``writer`` only changes what ``region`` computes, and nobody reads the change."""
+    targets = reading.memory.writes.get(writer, ())
+    if not targets or reading.readers(writer):
+        return False
+    return all(name in region or name is writer for target in targets for name in reading.memory.names(target))
 
 
 def _is_size(node: fx.Node) -> bool:
@@ -117,20 +211,20 @@ def _is_size(node: fx.Node) -> bool:
     return isinstance(size_of(node), int | float | torch.SymInt | torch.SymFloat | torch.Size)
 
 
-def _operands(canon: Canonical, node: fx.Node) -> list[fx.Node]:
+def _operands(reading: Reading, node: fx.Node) -> list[fx.Node]:
     """The values that ``node`` reads, the raw names of written tensors included."""
-    call = canon.call(node)
+    call = reading.call(node)
     values: list[fx.Node] = list(node.all_input_nodes)
     fx.map_arg(tuple(call.args.values()) if call is not None else (), values.append)
     return values
 
 
-def _escape(canon: Canonical, region: set[fx.Node], output: fx.Node, inputs: set[fx.Node]) -> Refusal | None:
-    """A refusal when a node outside of the region uses an interior value."""
+def _escape(reading: Reading, region: set[fx.Node], output: fx.Node, inputs: frozenset[fx.Node]) -> Refusal | None:
+    """A refusal when a node outside of the region reads an interior value."""
     for node in region:
-        if node is output or canon.strip(canon.uncast(node)) in inputs:
+        if node is output or _is_copy_of(reading, node, inputs):
             continue
-        for user in node.users:
+        for user in reading.readers(node):
             if user not in region:
                 return Refusal(
                     node, f"An interior value of the MoE block, {node.name}, is also used by {user.name}.", _ESCAPE_CURE
@@ -138,56 +232,35 @@ def _escape(canon: Canonical, region: set[fx.Node], output: fx.Node, inputs: set
     return None
 
 
-def _overwritten(canon: Canonical, region: set[fx.Node], output: fx.Node, inputs: set[fx.Node]) -> Refusal | None:
-    """A refusal when the block reads overwritten memory through an alias, or an input is overwritten too early."""
-    for node in region:
-        hazard = canon.hazards.get(node)
-        if hazard is not None:
-            return Refusal(
-                hazard.writer, f"{hazard.writer.name} overwrites memory that {node.name} reads through another view.",
-                "Use the out-of-place form of this operation.",
-            )  # fmt: skip
-    for value in inputs:
-        writer = canon.written_between(value, output)
-        if writer is not None:
-            return Refusal(
-                writer, f"{writer.name} overwrites {value.name} before the MoE block has finished with it.",
-                "Use the out-of-place form of this operation, or move it after the block.",
-            )  # fmt: skip
-    return None
+def _is_copy_of(reading: Reading, node: fx.Node, inputs: frozenset[fx.Node]) -> bool:
+    """Whether ``node`` is an input of the block in another shape or dtype, which anybody may use."""
+    while (call := reading.named(node, "view", "clone", "cast")) is not None:
+        node = call["x"]
+    return node in inputs
 
 
 def _router_lives(
-    canon: Canonical, router: Router, dispatch: Dispatch, combine: Combine, region: set[fx.Node], experts: object
-) -> Refusal | None:
-    """A refusal of the router when its own topk would stay alive beside the fused one, or its input changes."""
-    logits = example(router.logits)
-    if logits is None or not equal_sizes(logits.shape[-1], experts):
-        return _router_kept(router.logits, "it does not score the experts of the weights")
-    inputs = {router.logits} if router.bias is None else {router.logits, router.bias}
-    inside = region | closure(canon, combine.weights, inputs) | closure(canon, dispatch.ids, inputs)
-    topk = dispatch.ids.all_input_nodes[0]
-    for value in _views(canon, (dispatch.ids, combine.weights, *topk.users)):
-        for user in (*value.users, *canon.readers(value)):
+    reading: Reading, router: Router, dispatch: Dispatch, combine: Combine, region: set[fx.Node]
+) -> Pairs | Refusal:
+    """What `changed_memory` says of the router; a refusal when its own topk would stay alive beside the fused one."""
+    inputs = frozenset({router.logits} if router.bias is None else {router.logits, router.bias})
+    own = closure(reading, combine.weights, inputs) | closure(reading, dispatch.ids, inputs)
+    inside = region | own
+    topk = next(operand for operand in dispatch.ids.all_input_nodes)
+    for value in _views(reading, (dispatch.ids, combine.weights, *topk.users)):
+        for user in reading.readers(value):
             if user not in inside:
-                return _router_kept(user, f"{value.name} is also used by {user.name}")
-    hazard = next((canon.hazards[node] for node in inside if node in canon.hazards), None)
-    if hazard is not None:
-        return _router_kept(hazard.writer, f"{hazard.writer.name} overwrites memory that it reads through another view")
-    for value in inputs:
-        writer = canon.written_between(value, combine.output)
-        if writer is not None:
-            return _router_kept(writer, f"{writer.name} overwrites its input")
-    return None
+                return kept(user, f"{value.name} is also used by {user.name}")
+    problem = unknown_tensors(reading, own, inputs) or different_scope(reading, inside)
+    if problem is None:
+        problem = different_gradient(reading, own, inputs, combine.weights, combine.output)
+    if problem is not None:
+        return kept(problem.node, problem.reason)
+    changed = changed_memory(reading, inside, inputs, combine.output, combine.output)
+    return kept(changed.node, changed.reason) if isinstance(changed, Refusal) else changed
 
 
-def _router_kept(node: fx.Node, reason: str) -> Refusal:
-    return Refusal(
-        node, f"The router stays in the graph: {reason}.", "Nothing to do: the experts are fused all the same."
-    )
-
-
-def _views(canon: Canonical, values: Iterable[fx.Node]) -> list[fx.Node]:
+def _views(reading: Reading, values: Iterable[fx.Node]) -> list[fx.Node]:
     """``values`` and the nodes that hold the same numbers in another shape or dtype."""
     found: list[fx.Node] = []
     stack = list(values)
@@ -195,5 +268,5 @@ def _views(canon: Canonical, values: Iterable[fx.Node]) -> list[fx.Node]:
         node = stack.pop()
         if node not in found:
             found.append(node)
-            stack.extend(r for r in canon.readers(node) if canon.named(r, "view", "cast") is not None)
+            stack.extend(r for r in reading.readers(node) if reading.named(r, "view", "cast") is not None)
     return found

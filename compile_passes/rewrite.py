@@ -1,107 +1,199 @@
-"""The only file that names an operator to insert: from a match to `fused_topk` and `fused_experts` nodes.
+"""The only file that inserts nodes: `fused_topk` and `fused_experts` for a match, a larger operator for a chain.
 
 Why the rewrite is legal. `recognise` has proved that (1) the two products read rows of one token tensor, ordered by
 one id tensor, over one number of experts; (2) between them stands an activation of `meta.activations`; (3) the result
 is the weighted sum over each token's K rows; (4) no value computed inside is used outside; (5) no input is
-overwritten between its first use in the block and the block's end, where the operator is inserted. So the block
-computes what `fused_experts` computes, except that the operator accumulates, activates and combines in fp32, and that
-ids outside of [0, E) contribute exactly zero (transformers writes masks to that effect, which disappear with the
-block). A router is replaced only when its weights and ids have no reader outside of the block. Casts of the routing
-weights to a narrower dtype disappear: the operator takes them in fp32.
+overwritten between its first use in the block and the block's end, where the operator is inserted; (6) gradients flow
+where they flowed before. So the block computes what `fused_experts` computes, except that the operator accumulates,
+activates and combines in fp32, and that ids of E and more contribute exactly zero (transformers writes masks to that
+effect, which disappear with the block). Ids that index weights from the end where they are negative get E added. A
+router is replaced only when its weights and ids have no reader outside of the block. Casts of the routing weights to a
+narrower dtype, that of the hidden states at the least, disappear: the operator takes them in fp32.
 
     linear -> float -> softmax -> topk -> div --+--> reshape, sort, index, histc, cumsum, _grouped_mm, chunk, silu, mul,
                                                 |    _grouped_mm, mul, setitem, index, view, sum, to     (31 nodes)
     becomes
     linear -> moe_ops.fused_topk -> moe_ops.fused_experts
+
+Inserted calls spell out every argument of the schema: AOTInductor counts them, and knows no defaults.
 """
 
 from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-from compile_passes.canonical import Canonical
+from compile_passes.compat import fake_mode_of
 from compile_passes.match import MoEMatch, RoutedCall, Router, Weight
+from compile_passes.reading import Reading
 from compile_passes.vocabulary import example
-from moe_ops.compat_compile import fake_mode_of
+from moe_ops.ops import by_name
 
 _OPS = torch.ops.moe_ops
 _ATEN = torch.ops.aten
-# Places of the routing's results among the arguments of `fused_experts`.
-_ROUTED = {"topk_weights": 3, "topk_ids": 4}
+
+
+def operator_name(node: Any) -> str | None:
+    """Name of a ``moe_ops`` operator call."""
+    if not isinstance(node, fx.Node) or node.op != "call_function":
+        return None
+    target = node.target
+    packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+    if not isinstance(packet, torch._ops.OpOverloadPacket) or not packet._qualified_op_name.startswith("moe_ops::"):
+        return None
+    return packet._qualified_op_name.removeprefix("moe_ops::")
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """All arguments of a ``moe_ops`` operator call by name, defaults included."""
+    return by_name(operator_name(node) or "", node.args, node.kwargs)
 
 
 class Rewriter:
-    """Applies matches of one graph, which was read by ``canon`` before any change."""
+    """Applies changes to one graph, which was read before any of them."""
 
-    def __init__(self, canon: Canonical) -> None:
-        self.canon, self.graph = canon, canon.graph
+    def __init__(self, reading: Reading) -> None:
+        self.reading, self.graph = reading, reading.graph
         self._replaced: dict[fx.Node, fx.Node] = {}
 
     def apply(self, match: MoEMatch) -> fx.Node:
         """Replace one block; returns its `fused_experts` node."""
-        builder = _Builder(self.graph, match.output)
+        builder = Builder(self.graph, match.output)
         with self.graph.inserting_before(match.output):
             fused, result = self._build(builder, match)
-        match.output.replace_all_uses_with(result)
-        self.canon.adopt(match.output, result)
-        self._replaced[match.output] = result
-        sweep(self.graph, self.canon, [*match.region, match.combine.weights, match.dispatch.ids])
+        self._replace(match.output, result)
+        self._sweep([*match.region, match.combine.weights, match.dispatch.ids])
         return fused
 
     def apply_router(self, routed: RoutedCall) -> None:
         """Give a `fused_experts` call of the model the weights and ids of a `fused_topk`."""
-        call = routed.call
-        given = [call.kwargs[name] if name in call.kwargs else call.args[place] for name, place in _ROUTED.items()]
-        with self.graph.inserting_before(call):
-            made = self._topk(_Builder(self.graph, call), routed.router)
-        for old, new in zip(given, made, strict=True):
-            if isinstance(old, fx.Node):
-                call.replace_input_with(old, new)
-        seeds = (routed.weights, routed.ids, *(old for old in given if isinstance(old, fx.Node)))
-        sweep(self.graph, self.canon, seeds)
+        given = arguments(routed.call)
+        builder = Builder(self.graph, routed.call)
+        with self.graph.inserting_before(routed.call):
+            weights, ids = self._topk(builder, routed.router)
+            call = builder.operator("fused_experts", {**given, "topk_weights": weights, "topk_ids": ids})
+        self._replace(routed.call, call)
+        old = [given[name] for name in ("topk_weights", "topk_ids")]
+        self._sweep([routed.call, routed.weights, routed.ids, *(node for node in old if isinstance(node, fx.Node))])
 
-    def _build(self, builder: _Builder, match: MoEMatch) -> tuple[fx.Node, fx.Node]:
+    def apply_operator(self, end: fx.Node, name: str, values: Mapping[str, Any], between: Iterable[fx.Node]) -> None:
+        """Put operator ``name`` in the place of ``end``, the last of a chain of operators, and erase the chain."""
+        builder = Builder(self.graph, end)
+        with self.graph.inserting_before(end):
+            call = builder.operator(name, values)
+        self._replace(end, call)
+        self._sweep([end, *between])
+
+    def apply_shared_heads(self, call: fx.Node, places: Mapping[str, tuple[int, fx.Node]]) -> None:
+        """Give an attention call other key and value heads, and let it share them among its query heads."""
+        old = []
+        for name, (place, heads) in places.items():
+            if name in call.kwargs:
+                old.append(call.kwargs[name])
+                call.kwargs = {**call.kwargs, name: self._node(heads)}
+            else:
+                old.append(call.args[place])
+                call.args = (*call.args[:place], self._node(heads), *call.args[place + 1 :])
+        call.kwargs = {**call.kwargs, "enable_gqa": True}
+        self._sweep([node for node in old if isinstance(node, fx.Node)])
+
+    def _build(self, builder: Builder, match: MoEMatch) -> tuple[fx.Node, fx.Node]:
         """The new nodes; returns the `fused_experts` node and the block's result in its original dtype."""
+        gate_up, down = self._weight(builder, match.up.weight), self._weight(builder, match.down.weight)
         if isinstance(match.router, Router):
             weights, ids = self._topk(builder, match.router)
         else:
             weights = builder.rows(self._node(match.combine.weights), match.dispatch.top_k)
-            ids = builder.rows(self._node(match.dispatch.ids), match.dispatch.top_k)
-        gate_up, down = self._weight(builder, match.up.weight), self._weight(builder, match.down.weight)
-        biases = [None if bias is None else self._node(bias) for bias in (match.up.bias, match.down.bias)]
-        hidden = builder.cast(self._node(match.dispatch.hidden), gate_up)
+            ids = builder.integers(builder.rows(self._node(match.dispatch.ids), match.dispatch.top_k))
+            if match.dispatch.wrapped:
+                ids = builder.wrapped(ids, gate_up)
         body = match.body
-        fused = builder.call(
-            _OPS.fused_experts.default,
-            (hidden, gate_up, down, weights, ids, *biases),
-            {"activation": body.activation, "alpha": body.alpha, "limit": body.limit, "glu_layout": body.glu_layout},
-        )
+        fused = builder.operator(
+            "fused_experts",
+            {
+                "hidden_states": builder.cast(self._node(match.dispatch.hidden), gate_up), "gate_up_proj": gate_up,
+                "down_proj": down, "topk_weights": weights, "topk_ids": ids,
+                "gate_up_bias": None if match.up.bias is None else self._node(match.up.bias),
+                "down_bias": None if match.down.bias is None else self._node(match.down.bias),
+                "activation": body.activation, "alpha": body.alpha, "limit": body.limit, "glu_layout": body.glu_layout,
+            },
+        )  # fmt: skip
         return fused, builder.cast(fused, match.output)
 
-    def _topk(self, builder: _Builder, router: Router) -> tuple[fx.Node, fx.Node]:
+    def _topk(self, builder: Builder, router: Router) -> tuple[fx.Node, fx.Node]:
         logits = builder.rows(self._node(router.logits), None)
-        topk = builder.call(
-            _OPS.fused_topk.default,
-            (logits, None if router.bias is None else self._node(router.bias)),
-            router.options(),
-        )
+        bias = None if router.bias is None else self._node(router.bias)
+        topk = builder.operator("fused_topk", {"router_logits": logits, "correction_bias": bias, **router.options()})
         return builder.item(topk, 0, "topk_weights"), builder.item(topk, 1, "topk_ids")
 
-    def _weight(self, builder: _Builder, weight: Weight) -> fx.Node:
+    def _weight(self, builder: Builder, weight: Weight) -> fx.Node:
         node = self._node(weight.node)
-        return builder.call(_ATEN.transpose.int, (node, 1, 2), {}) if weight.transposed else node
+        return builder.call(_ATEN.transpose.int, (node, 1, 2)) if weight.transposed else node
 
     def _node(self, value: fx.Node) -> fx.Node:
-        return self._replaced.get(value, self.canon.operand(value))
+        """The node that holds ``value`` in the graph as it is now."""
+        while value in self._replaced:
+            value = self._replaced[value]
+        return value if value not in self.reading.order else self.reading.operand(value)
+
+    def _replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Let every reader of the value ``old`` read ``new``, under whichever name it reads it.
+
+        Where ``old`` wrote a tensor that existed before, what comes later reads and writes it by that tensor's name.
+        """
+        for reader, name in self.reading.later_reads(old):
+            reader.replace_input_with(name, new)
+        old.replace_all_uses_with(new)
+        self.reading.adopt(old, new)
+        self._replaced[old] = new
+
+    def _sweep(self, seeds: Iterable[fx.Node]) -> None:
+        """Erase ``seeds`` and what only they used, as far as nothing live reads it, in-place writes included.
+
+        FX's own dead-code elimination either keeps in-place operations for ever or drops them while another name of
+        their storage is still read; here a write dies when no live node after it reads any name of what it wrote.
+        """
+        order, memory = self.reading.order, self.reading.memory
+        erased: set[fx.Node] = set()
+        heap = [(-order[node], node.name, node) for node in seeds if node in order]
+        heapq.heapify(heap)
+        while heap:
+            node = heapq.heappop(heap)[2]
+            if node in erased:
+                continue
+            for check in [user for user in node.users if self.reading.is_check(user)]:
+                if self._is_dead(node, erased, ignored=check):
+                    self.graph.erase_node(check)
+                    erased.add(check)
+            if not self._is_dead(node, erased):
+                continue
+            touched = {*node.all_input_nodes}
+            touched.update(writer for name in node.all_input_nodes for writer in memory.writers(name))
+            self.graph.erase_node(node)
+            erased.add(node)
+            for other in touched - erased:
+                if other in order:
+                    heapq.heappush(heap, (-order[other], other.name, other))
+
+    def _is_dead(self, node: fx.Node, erased: set[fx.Node], ignored: fx.Node | None = None) -> bool:
+        if node.op not in ("call_function", "call_method") or any(user is not ignored for user in node.users):
+            return False
+        if not self.reading.is_writer(node):
+            return not node.is_impure()
+        order, memory = self.reading.order, self.reading.memory
+        names = {name for target in memory.writes[node] for name in memory.names(target)}
+        if any(name.op in ("placeholder", "get_attr") for name in names):
+            return False
+        readers = (user for name in names if name not in erased for user in name.users)
+        return all(user in (node, ignored) or order.get(user, len(order)) < order[node] for user in readers)
 
 
-class _Builder:
+class Builder:
     """Inserts calls with the metadata of the node they replace: source line, module, fake result."""
 
     def __init__(self, graph: fx.Graph, site: fx.Node) -> None:
@@ -112,15 +204,30 @@ class _Builder:
         self._key = "val" if "val" in site.meta and "example_value" not in site.meta else "example_value"
         self._fake_mode = fake_mode_of(example(site))
 
-    def call(self, target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        """A call without the arguments that equal the schema's defaults."""
-        while args and args[-1] is None:
-            args = args[:-1]
-        defaults = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
-        kwargs = {name: value for name, value in kwargs.items() if name not in defaults or defaults[name] != value}
+    def operator(self, name: str, values: Mapping[str, Any]) -> fx.Node:
+        """A call of one of our operators with every argument of its schema: ``values``, and defaults for the rest."""
+        overload = getattr(_OPS, name).default
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for argument in overload._schema.arguments:
+            value = values.get(argument.name, argument.default_value)
+            if argument.kwarg_only:
+                kwargs[argument.name] = value
+            else:
+                args.append(value)
+        return self.call(overload, tuple(args), kwargs)
+
+    def call(
+        self, target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> fx.Node:
+        """A call with the fake result of its operands."""
+        given = kwargs or {}
         name = target._overloadpacket.__name__
-        node = self.graph.create_node("call_function", target, args, kwargs, name=name)
-        self._annotate(node, lambda fake: target(*fx.map_arg(args, fake), **fx.map_arg(kwargs, fake)))
+        node = self.graph.create_node("call_function", target, args, given, name=name)
+        node.meta.update(self._meta)
+        if self._fake_mode is not None:
+            with self._fake_mode, torch.no_grad():
+                node.meta[self._key] = target(*fx.map_arg(args, self._value), **fx.map_arg(given, self._value))
         return node
 
     def item(self, source: fx.Node, index: int, name: str) -> fx.Node:
@@ -136,52 +243,29 @@ class _Builder:
         value = example(node)
         if value is None or (value.dim() == 2 and width in (None, value.shape[1])):
             return node
-        return self.call(_ATEN.reshape.default, (node, [-1, value.shape[-1] if width is None else width]), {})
+        return self.call(_ATEN.reshape.default, (node, [-1, value.shape[-1] if width is None else width]))
+
+    def integers(self, ids: fx.Node) -> fx.Node:
+        """``ids`` in a dtype that the operators take."""
+        value = example(ids)
+        if value is None or value.dtype in (torch.int32, torch.int64):
+            return ids
+        return self.call(_ATEN.to.dtype, (ids, torch.int64, False, False, None))
+
+    def wrapped(self, ids: fx.Node, weight: fx.Node) -> fx.Node:
+        """``ids`` with the number of experts added where they are negative, as indexing by them counts."""
+        stacked = example(weight)
+        if stacked is None:
+            return ids
+        negative = self.call(_ATEN.lt.Scalar, (ids, 0))
+        return self.call(_ATEN.where.self, (negative, self.call(_ATEN.add.Scalar, (ids, stacked.shape[0], 1)), ids))
 
     def cast(self, node: fx.Node, like: fx.Node) -> fx.Node:
         """``node`` in the dtype of ``like``."""
         value, wanted = example(node), example(like)
         if value is None or wanted is None or value.dtype == wanted.dtype:
             return node
-        return self.call(_ATEN.to.dtype, (node, wanted.dtype), {})
+        return self.call(_ATEN.to.dtype, (node, wanted.dtype, False, False, None))
 
-    def _annotate(self, node: fx.Node, run: Any) -> None:
-        node.meta.update(self._meta)
-        if self._fake_mode is not None:
-            with self._fake_mode, torch.no_grad():
-                node.meta[self._key] = run(lambda n: n.meta[self._key])
-
-
-def sweep(graph: fx.Graph, canon: Canonical, seeds: Iterable[fx.Node]) -> None:
-    """Erase ``seeds`` and what only they used, as far as nothing live reads it, in-place writes included.
-
-    FX's own dead-code elimination either keeps in-place operations for ever or drops them while another name of their
-    storage is still read; here a write dies when no live node after it reads any name of what it wrote.
-    """
-    erased: set[fx.Node] = set()
-    heap = [(-canon.order[node], node.name, node) for node in seeds]
-    heapq.heapify(heap)
-    while heap:
-        node = heapq.heappop(heap)[2]
-        if node in erased or not _is_dead(canon, node, erased):
-            continue
-        touched = {*node.all_input_nodes}
-        touched.update(writer for name in node.all_input_nodes for writer in canon.writers(name))
-        graph.erase_node(node)
-        erased.add(node)
-        for other in touched - erased:
-            if other in canon.order:
-                heapq.heappush(heap, (-canon.order[other], other.name, other))
-
-
-def _is_dead(canon: Canonical, node: fx.Node, erased: set[fx.Node]) -> bool:
-    if node.op not in ("call_function", "call_method") or node.users:
-        return False
-    if not canon.is_writer(node):
-        return not node.is_impure()
-    names = canon.storage_names(node)
-    if any(name.op in ("placeholder", "get_attr") for name in names):
-        return False
-    position = canon.order[node]
-    readers = (user for name in names if name not in erased for user in name.users)
-    return all(user is node or canon.order.get(user, len(canon.order)) < position for user in readers)
+    def _value(self, node: fx.Node) -> Any:
+        return node.meta.get("example_value", node.meta.get("val"))

@@ -45,7 +45,42 @@ _SIZES: tuple[tuple[Any, str], ...] = (
 )  # fmt: skip
 # Left as they are when the configuration has them as None: None means "not in this model".
 _OPTIONAL = frozenset({"n_group", "topk_group", "q_lora_rank", "num_global_key_value_heads"})
+# Above this a model is not tiny: a part with a configuration of its own (a vision tower) was not shrunk.
+_LARGEST = 100_000_000
 _PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers", "indexer_types")
+_FULL_ATTENTION = {"layer_types": ["full_attention", "full_attention"]}
+_GEMMA = {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0}
+# What a family needs beyond the sizes above, to be made at all and to have only MoE layers.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+        "ffn_config": {
+            "ffn_hidden_size": 64, "moe_num_experts": 8, "moe_top_k": 2, "ffn_act_fn": {"name": "silu"},
+        },
+    },
+    "deepseek_ocr2": {"mlp_layer_types": ["sparse", "sparse"]},
+    "diffusion_gemma": {"layer_types": _GEMMA["layer_types"]},
+    "dots1": {"n_shared_experts": 1},
+    "ernie4_5_vl_moe": {
+        "moe_intermediate_size": [32, 32],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 4]},
+    },
+    "flint": {"mlp_only_layers": []},
+    "gemma4": _GEMMA,
+    "glm4v_moe": {
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2],
+        }
+    },
+    "glm5_next": {
+        "index_topk": 16, "qk_rope_head_dim": 0, "qk_head_dim": 16, "num_key_value_heads": 4, "layer_types": None,
+    },
+    "jamba": {"attn_layer_period": 1, "attn_layer_offset": 0, "expert_layer_period": 1, "expert_layer_offset": 0},
+    "kimi_linear": _FULL_ATTENTION,
+    "lfm2_moe": _FULL_ATTENTION,
+    "nemotron_h": {"layers_block_type": ["attention", "moe"], "n_group": 1},
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
 
 
 def tiny_config(config_class: type, overrides: Mapping[str, Any] | None = None, base: Any = None) -> Any:
@@ -79,14 +114,17 @@ def tiny_model(
 
     Args:
         experts: transformers' ``experts_implementation``; None leaves the default.
+
+    Raises:
+        ValueError: the model cannot be made from a small configuration, or is large all the same.
     """
     torch.manual_seed(seed)
-    model = model_class(copy.deepcopy(config)).eval()
+    model = _construct_model(config, model_class)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() >= 2:
                 parameter.normal_(0, 0.08)
-            elif not parameter.isfinite().all() or parameter.abs().max() > 50:
+            elif parameter.numel() and (not parameter.isfinite().all() or parameter.abs().max() > 50):
                 parameter.zero_()
         for name, buffer in model.named_buffers():
             if "correction_bias" in name or name.endswith("expert_bias"):
@@ -95,6 +133,34 @@ def tiny_model(
                 buffer.copy_(torch.randint(0, 8, buffer.shape))
     model = model.to(dtype).requires_grad_(False)
     return model if experts is None else use_experts(model, experts)
+
+
+def _construct_model(config: Any, model_class: type[Any]) -> Any:
+    """The model in eval mode, after a look at its size on the meta device.
+
+    Configurations check and derive in ways that differ for every family; whatever one raises for small sizes says the
+    same, that there is no such model.
+    """
+    try:
+        with torch.device("meta"):
+            size = sum(weight.numel() for weight in model_class(copy.deepcopy(config)).parameters())
+    except Exception:  # some models compute with their weights while they are made
+        size = 0
+    if size > _LARGEST:
+        raise ValueError(
+            f"{model_class.__name__} cannot be made tiny: {size / 1e6:.0f} million parameters are left. Give a "
+            "function that returns a small model and its inputs, as module:factory."
+        )
+    try:
+        return model_class(copy.deepcopy(config)).eval()
+    except Exception as error:
+        raise ValueError(f"{model_class.__name__} cannot be made tiny: {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    """An error in one line."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {text}"
 
 
 def use_experts(model: Any, experts: str) -> Any:
@@ -125,9 +191,14 @@ def model_of(name: str) -> tuple[Any, type[Any]]:
         raise ValueError(
             f"{name!r} must be a transformers model type, or a path to a config.json, got neither. ({error})"
         ) from None
+    except ImportError as error:  # transformers names the package that this type needs
+        raise ValueError(f"{name!r} cannot be imported: {_said(error)}") from None
     config_class, model_class = text_classes(configurations, modeling)
-    base = config_class.from_dict(given.get("text_config", given)) if given else None
-    return tiny_config(config_class, base=base), model_class
+    try:
+        base = config_class.from_dict(given.get("text_config", given)) if given else None
+        return tiny_config(config_class, FAMILIES.get(family), base), model_class
+    except Exception as error:  # as in _construct_model
+        raise ValueError(f"{config_class.__name__} cannot be made tiny: {_said(error)}") from error
 
 
 def text_classes(configurations: Any, modeling: Any) -> tuple[type[Any], type[Any]]:

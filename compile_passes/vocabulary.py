@@ -2,20 +2,22 @@
 
 `F.softmax(x, -1)`, `torch.softmax(x, dim=-1)`, `x.softmax(-1)` and `aten.softmax.int(x, -1)` are all
 `Call("softmax", {"x": x, "dim": -1})`. In-place forms (`x.add_(y)`, `x += y`, `aten.add_.Tensor`) get the name of the
-functional form and say which parameter they write. Only names that a recogniser asks about are listed; any other
-target keeps its own name with positional parameters, so that a refusal can still say what it is.
+functional form: what they write is `memory.written`'s business. Only names that a recogniser asks about are listed; any
+other target keeps its own name with positional parameters, so that a refusal can still say what it is.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx
+
+from compile_passes.compat import statically_known_true
 
 # name, parameters in order, spellings. A string spelling is a Tensor method AND the ATen operator of that name.
 _TABLE: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
@@ -25,6 +27,7 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("mul", "x y", (torch.mul, torch.multiply, "mul", "multiply", operator.mul)),
     ("div", "x y rounding_mode", (torch.div, torch.divide, torch.true_divide, "div", "true_divide", operator.truediv)),
     ("floordiv", "x y", (torch.floor_divide, "floor_divide", operator.floordiv)),
+    ("mod", "x y", (torch.remainder, "remainder", operator.mod)),
     ("addcmul", "x tensor1 tensor2 value", (torch.addcmul, "addcmul")),
     ("pow", "x y", (torch.pow, "pow", operator.pow)),
     ("square", "x", (torch.square, "square")),
@@ -76,6 +79,7 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("argsort", "x dim descending", (torch.argsort, "argsort")),
     ("topk", "x k dim largest sorted", (torch.topk, "topk")),
     ("max", "x dim keepdim", (torch.max, "max")),
+    ("detach", "x", ("detach",)),
     ("amax", "x dim keepdim", (torch.amax, "amax")),
     ("sum", "x dim keepdim dtype", (torch.sum, "sum")),
     ("cumsum", "x dim dtype", (torch.cumsum, "cumsum")),
@@ -84,11 +88,16 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("softmax", "x dim dtype", (torch.softmax, "softmax")),
     ("softmax", "x dim _stacklevel dtype", (F.softmax,)),
     ("softmax", "x dim half_to_float", (torch.ops.aten._softmax,)),
+    ("randint", "low high size", (torch.randint, torch.ops.aten.randint)),
+    ("argmax", "x dim keepdim", (torch.argmax, "argmax")),
     # creation
-    ("arange", "end", (torch.arange, torch.ops.aten.arange)),
+    ("arange", "start end step", (torch.arange, torch.ops.aten.arange)),
     ("empty_like", "x", (torch.empty_like, torch.ops.aten.empty_like)),
     ("zeros_like", "x", (torch.zeros_like, torch.ops.aten.zeros_like)),
     ("zeros", "size", (torch.zeros, torch.ops.aten.zeros)),
+    ("zeros", "x size", ("new_zeros",)),
+    ("empty", "size", (torch.empty, torch.ops.aten.empty)),
+    ("empty", "x size", ("new_empty",)),
     # products
     ("grouped_mm", "x weight offs bias out_dtype", ("_grouped_mm",)),
     ("bmm", "x y", (torch.bmm, "bmm")),
@@ -114,14 +123,14 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ),
     ("embedding", "x", (F.embedding, torch.ops.aten.embedding)),
 )
-_OPERATORS_IN_PLACE: dict[Callable[..., Any], Callable[..., Any]] = {
-    operator.iadd: operator.add,
-    operator.isub: operator.sub,
-    operator.imul: operator.mul,
-    operator.itruediv: operator.truediv,
-    operator.ifloordiv: operator.floordiv,
-    operator.ipow: operator.pow,
-}
+# `x += y` and its kin: Python's in-place operators, by the functional operator of each.
+OPERATORS_IN_PLACE: dict[Callable[..., Any], Callable[..., Any]] = {
+    operator.iadd: operator.add, operator.isub: operator.sub, operator.imul: operator.mul,
+    operator.itruediv: operator.truediv, operator.ifloordiv: operator.floordiv, operator.imod: operator.mod,
+    operator.ipow: operator.pow, operator.iand: operator.and_, operator.ior: operator.or_,
+    operator.ixor: operator.xor, operator.ilshift: operator.lshift, operator.irshift: operator.rshift,
+    operator.imatmul: operator.matmul,
+}  # fmt: skip
 _METADATA = frozenset({"size", "dim", "numel", "stride", "element_size", "is_contiguous", "storage_offset"})
 # Keyword spellings of the parameters above.
 _KEYWORDS = {
@@ -129,7 +138,28 @@ _KEYWORDS = {
     "mat_a": "x", "mat_b": "weight", "split_size": "size", "split_size_or_sections": "size", "split_sizes": "size",
     "offsets": "offs", "indices": "index", "axis": "dim", "value": "src",
 }  # fmt: skip
+# Named results of sort, topk and max.
+_FIELDS = {"values": 0, "indices": 1}
 _TRANSFORMERS_GROUPED_MM = "transformers::grouped_mm_fallback"
+
+
+# Calls whose other arguments say what the result's metadata says too: its shape, dtype, device or memory format.
+_TOLD_BY_RESULT = frozenset(
+    {"view", "cast", "expand", "clone", "detach", "zeros", "zeros_like", "empty", "empty_like", "metadata"}
+)
+# Arguments that change no number, or none that a recogniser relies on (the order of a topk's results, of equal keys).
+_HARMLESS = frozenset(
+    {"sorted", "stable", "memory_format", "layout", "pin_memory", "device", "_stacklevel", "output_size", "mode"}
+)
+# What an argument is when it is not passed; None for those not listed. By (call, argument) where calls differ.
+_DEFAULTS: dict[str | tuple[str, str], Any] = {
+    "alpha": 1, "keepdim": False, "largest": True, "descending": False, "accumulate": False, "half_to_float": False,
+    "approximate": "none", "include_self": True, ("softplus", "beta"): 1, ("softplus", "threshold"): 20,
+    ("addcmul", "value"): 1, ("arange", "start"): 0, ("arange", "step"): 1, ("slice", "step"): 1,
+    ("topk", "dim"): -1, ("sort", "dim"): -1, ("argsort", "dim"): -1, ("bincount", "minlength"): 0,
+    "enable_gqa": False, "is_causal": False, "dropout_p": 0.0, ("histc", "min"): 0, ("histc", "max"): 0,
+    ("randint", "low"): 0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -139,16 +169,28 @@ class Call:
     Attributes:
         name: canonical name, or the target's own name when it is not in the vocabulary.
         args: parameter -> value; tensors are graph nodes.
-        writes: the parameters whose storage the call overwrites; the call's value is then the first one's new value.
     """
 
     name: str
     args: dict[str, Any]
-    writes: tuple[str, ...] = ()
 
     def __getitem__(self, parameter: str) -> Any:
-        """Value of ``parameter``, or None when the call does not pass it."""
-        return self.args.get(parameter)
+        """Value of ``parameter``; its default, or None, when the call does not pass it."""
+        value = self.args.get(parameter)
+        return self._default(parameter) if value is None else value
+
+    def passes_only(self, parameters: Iterable[str]) -> bool:
+        """Whether every argument that is not at its default is one of ``parameters``."""
+        if self.name in _TOLD_BY_RESULT:
+            return True
+        return all(
+            name in parameters or name in _HARMLESS or value is None
+            or (type(value) in (bool, int, float, str) and value == self._default(name))
+            for name, value in self.args.items()
+        )  # fmt: skip
+
+    def _default(self, parameter: str) -> Any:
+        return _DEFAULTS.get((self.name, parameter), _DEFAULTS.get(parameter))
 
 
 def _index_table() -> tuple[dict[Any, tuple[str, tuple[str, ...]]], dict[str, tuple[str, tuple[str, ...]]]]:
@@ -184,27 +226,37 @@ def spell(node: fx.Node) -> Call | None:
     if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return _spell_operator(node, target)
     if target is getattr:
-        return Call("getattr", {"x": node.args[0], "index": node.args[1]})
-    if target in _OPERATORS_IN_PLACE:
-        name, parameters = _FUNCTIONS[_OPERATORS_IN_PLACE[target]]
-        return Call(name, _bind(node, parameters), writes=("x",))
+        return _spell_attribute(node)
+    target = OPERATORS_IN_PLACE.get(target, target)  # type: ignore[arg-type]
     row = _FUNCTIONS.get(target)
     if row is not None:
-        return _finish(node, *row, writes=("x",) if row[0] == "setitem" else ())
+        return _finish(node, *row)
     name = getattr(target, "__name__", str(target))
-    if name.endswith("_") and not name.endswith("__"):
-        return _spell_name(node, name)
-    return _finish(node, name, ())
+    if name == "_get_data_attr":
+        return Call("detach", {"x": node.args[0]})
+    return _spell_name(node, name) if is_in_place_name(name) else _finish(node, name, ())
+
+
+def is_in_place_name(name: str) -> bool:
+    """Whether torch's naming says that the function or method ``name`` writes its tensor."""
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _spell_attribute(node: fx.Node) -> Call:
+    source, attribute = node.args[:2]
+    if attribute in _FIELDS and example(source) is None:
+        return Call("item", {"x": source, "index": _FIELDS[str(attribute)]})
+    if attribute == "mT" or (attribute == "T" and rank(source) == 2):
+        return Call("mt", {"x": source})
+    return Call("getattr", {"x": source, "index": attribute})
 
 
 def _spell_name(node: fx.Node, name: str) -> Call:
-    """A Tensor method (or a function named like one); a trailing underscore means that it writes its tensor."""
-    in_place = name.endswith("_") and not name.endswith("__")
-    base = name[:-1] if in_place else name
+    """A Tensor method, or a function named like one."""
+    base = name[:-1] if is_in_place_name(name) else name
     if base in _METADATA:
         return Call("metadata", {"x": node.args[0]})
-    canonical, parameters = _NAMES.get(base, (base, ()))
-    return _finish(node, canonical, parameters, writes=("x",) if in_place else ())
+    return _finish(node, *_NAMES.get(base, (base, ())))
 
 
 def _spell_operator(node: fx.Node, target: torch._ops.OpOverload | torch._ops.OpOverloadPacket) -> Call:
@@ -212,12 +264,10 @@ def _spell_operator(node: fx.Node, target: torch._ops.OpOverload | torch._ops.Op
     qualified = overload._schema.name
     base = qualified.removeprefix("aten::").removeprefix("prims::")
     row = _NAMES.get(base) or _NAMES.get(base.removesuffix("_"))
-    written = [a.name for a in overload._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     if row is None:
         names = tuple(a.name for a in overload._schema.arguments)
-        return Call(qualified, _bind(node, names, rename=False), writes=tuple(written))
-    writes = tuple("x" if name == "self" else name for name in written)
-    return _finish(node, *row, writes=writes)
+        return Call(qualified, _bind(node, names, rename=False))
+    return _finish(node, *row)
 
 
 def _first_overload(packet: torch._ops.OpOverloadPacket) -> torch._ops.OpOverload:
@@ -225,38 +275,59 @@ def _first_overload(packet: torch._ops.OpOverloadPacket) -> torch._ops.OpOverloa
     return overload
 
 
-def _finish(node: fx.Node, name: str, parameters: tuple[str, ...], writes: tuple[str, ...] = ()) -> Call:
+def _finish(node: fx.Node, name: str, parameters: tuple[str, ...]) -> Call:
     """Bind the arguments and fold variants of one operation into one name."""
+    if name == "arange":
+        parameters = ("end",) if len(node.args) == 1 else parameters
+    elif name == "randint":
+        parameters = ("high", "size") if len(node.args) + ("size" in node.kwargs) < 3 else parameters
     args = _bind(node, parameters)
-    if isinstance(node.kwargs.get("out"), fx.Node):
-        return Call(name, args, writes=("out",))
-    if args.pop("inplace", False):
-        writes = ("x",)
+    args.pop("inplace", None)
+    args.pop("out", None)
     if name == "getitem":
         name = _classify_getitem(args)
-    elif name == "index_select" and args.get("dim") == 0:
-        name = "index"
+    elif name == "index_select" and args.get("dim") == 0 and rank(args.get("index")) == 1:
+        name, args = "index", {"x": args["x"], "index": args["index"]}
+    elif name == "permute" and isinstance(args.get("dims"), int):  # x.permute(0, 2, 1)
+        args = {"x": args["x"], "dims": [args[key] for key in args if key != "x"]}
     elif name in ("setitem", "index_put"):
         name, args["index"] = "index_put", _single(args["index"])
     elif name == "index":
         args["index"] = _single(args["index"])
     elif name in ("clamp_min", "clamp_max"):
         name = "clamp"
-    elif name == "arange" and len(node.args) > 1:
-        name = "arange_from"
-    elif name == "div" and args.get("rounding_mode") == "floor":
-        name = "floordiv"
+    elif name == "div" and args.get("rounding_mode") in ("floor", "trunc"):
+        name = {"floor": "floordiv", "trunc": "truncdiv"}[args.pop("rounding_mode")]
     elif name == "matmul" and all(rank(args.get(side)) == 3 for side in ("x", "y")):
         name = "bmm"
     elif name == "split" and isinstance(args.get("size"), list | tuple):
         args["sizes"] = args.pop("size")
-    return Call(name, args, writes)
+    if name in ("index", "index_put") and not _is_position(args.get("index")):
+        name = "fancy" if name == "index" else "fancy_put"
+    if name in ("view", "cast", "clone") and not _keeps_elements(node, args.get("x")):
+        name = f"{name}_of_other_elements"
+    return Call(name, args)
+
+
+def _is_position(index: Any) -> bool:
+    """Whether ``index`` is one tensor of positions (a mask, or one of uint8, selects instead)."""
+    value = example(index)
+    return isinstance(index, fx.Node) and (value is None or value.dtype in (torch.int32, torch.int64))
+
+
+def _keeps_elements(node: fx.Node, source: Any) -> bool:
+    """False for a reinterpretation of bytes, or of another number of elements, that is spelled like a reshape."""
+    after, before = example(node), example(source)
+    if after is None or before is None:
+        return not any(isinstance(argument, torch.dtype) for argument in node.args) or node.target != "view"
+    changed = after.dtype != before.dtype and node.target in ("view", torch.ops.aten.view.dtype)
+    return not changed and equal_sizes(after.numel(), before.numel())
 
 
 def _classify_getitem(args: dict[str, Any]) -> str:
     """item: an element of a tuple result; index: rows by a tensor; slice: a strided view; fancy: anything else."""
     source, index = args["x"], args["index"]
-    if isinstance(index, int) and (not isinstance(source, fx.Node) or example(source) is None):
+    if type(index) is int and (not isinstance(source, fx.Node) or example(source) is None):
         return "item"
     if isinstance(index, fx.Node) and isinstance(example(index), torch.Tensor):
         return "index"
@@ -288,6 +359,13 @@ def _bind(node: fx.Node, parameters: tuple[str, ...], rename: bool = True) -> di
     return args
 
 
+def is_assertion(node: fx.Node) -> bool:
+    """Whether ``node`` only checks a value (`_assert_tensor_metadata`, constraints on sizes) and computes none."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "").startswith(
+        ("_assert", "sym_constrain", "_functional_assert", "_functional_sym_constrain")
+    )
+
+
 def example(node: Any) -> torch.Tensor | None:
     """The fake tensor recorded for ``node`` by Dynamo (``example_value``) or AOTAutograd (``val``), if it is one."""
     if not isinstance(node, fx.Node):
@@ -300,3 +378,28 @@ def rank(node: Any) -> int | None:
     """Number of dimensions of ``node``, when known."""
     value = example(node)
     return None if value is None else value.dim()
+
+
+def equal_sizes(left: Any, right: Any) -> bool:
+    """Whether two sizes (ints, SymInts, or the graph nodes that compute them) are equal for every input."""
+    one, two = size_of(left), size_of(right)
+    return one is not None and two is not None and statically_known_true(one == two)
+
+
+def size_of(value: Any) -> Any:
+    """The int or SymInt that ``value`` stands for."""
+    if isinstance(value, fx.Node):
+        return value.meta.get("example_value", value.meta.get("val"))
+    return value
+
+
+def has_shape(node: Any, *sizes: Any) -> bool:
+    """Whether ``node`` is a tensor of exactly this shape, for every input."""
+    value = example(node)
+    return value is not None and value.dim() == len(sizes) and all(map(equal_sizes, value.shape, sizes))
+
+
+def same_shape(left: Any, right: Any) -> bool:
+    """Whether two tensors have one shape, for every input."""
+    value = example(right)
+    return value is not None and has_shape(left, *value.shape)

@@ -3,18 +3,38 @@
 - `tests/interpreted` runs kernels in Triton's CPU interpreter. The switch is read when a kernel module is imported, so
   those tests are a process of their own: they are collected only when TRITON_INTERPRET=1, and then nothing else is.
 - Tests marked `cuda` are skipped where there is no CUDA device.
+- No test may make a pass fail: a pass that fails leaves the graph as it was, so that the outputs alone would not tell.
+  Tests marked `provokes_errors` do it on purpose.
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import compile_passes  # noqa: F401  (registers the backends in a checkout that is not installed)
+from compile_passes.passes import last_errors
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TESTS = Path(__file__).parent
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Markers that need this file."""
+    config.addinivalue_line("markers", "provokes_errors: makes a pass fail on purpose")
+
+
+@pytest.fixture(autouse=True)
+def _no_errors_in_passes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test during which a pass failed, even when it cleared the counters."""
+    last_errors.clear()
+    yield
+    errors = list(last_errors)
+    last_errors.clear()
+    if errors and request.node.get_closest_marker("provokes_errors") is None:
+        pytest.fail("a pass of moe_ops failed:\n" + "\n".join(errors), pytrace=False)
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

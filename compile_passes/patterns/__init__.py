@@ -1,5 +1,5 @@
 """Recognisers: small functions, one per spelling, that compose into an `MoEMatch`.
 
-They read `canonical.Canonical` and change nothing. Each returns its part, None for "not this spelling, try the next",
+They read `reading.Reading` and change nothing. Each returns its part, None for "not this spelling, try the next",
 or a `Refusal` for "this is an MoE block and here is why it cannot be replaced".
 """

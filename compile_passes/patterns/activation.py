@@ -1,8 +1,9 @@
 """What happens between the two expert products: an activation of the gate, times the up half if there is one.
 
 The expression is read as a product of factors (`act(g) * u`, `u * act(g)`, `(u + 1) * (g * sigmoid(a * g))`,
-`addcmul(x, x, u)`), so that the order of multiplication and the spelling of SiLU do not matter. Casts between floating
-dtypes are looked through: the fused operator computes the activation in fp32 from the fp32 accumulator.
+`addcmul(x, x, u)`), so that the order of multiplication and the spelling of SiLU do not matter. Casts to floating
+dtypes no narrower than the experts' own are looked through: the fused operator computes the activation in fp32 from the
+fp32 accumulator. Operands that broadcast are no halves of one product.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
-from compile_passes.canonical import Canonical
 from compile_passes.match import Body, Refusal
-from compile_passes.vocabulary import Call, example
+from compile_passes.reading import Reading
+from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank, same_shape
+from meta.activations import ACTIVATIONS
 
-_CURE = "Use one of meta.activations.ACTIVATIONS, or add a row there and its spelling to patterns/activation.py."
+_CURE = f"Use one of the activations {', '.join(ACTIVATIONS)} on the (gate, up) halves of one product."
 
 
 @dataclass(frozen=True)
@@ -41,46 +44,67 @@ class _Factor:
     plus_one: bool = False
 
 
-def recognise_body(canon: Canonical, rows: fx.Node, results: Iterable[fx.Node]) -> tuple[Body, fx.Node] | Refusal:
+def recognise_body(
+    reading: Reading, rows: fx.Node, results: Iterable[fx.Node], floor: torch.dtype
+) -> tuple[Body, fx.Node] | Refusal:
     """The activation whose value is ``rows``.
 
     Args:
         rows: operand of the second product.
         results: the values that first products may have.
+        floor: the narrowest dtype that a cast may go to.
 
     Returns:
         The body and the first product's result that it reads.
     """
-    return _Reader(canon, frozenset(results)).body(rows)
+    return _Reader(reading, frozenset(results), floor).body(rows)
 
 
 class _Reader:
-    def __init__(self, canon: Canonical, results: frozenset[fx.Node]) -> None:
-        self.canon, self.results = canon, results
+    def __init__(self, reading: Reading, results: frozenset[fx.Node], floor: torch.dtype) -> None:
+        self.reading, self.results, self.floor = reading, results, floor
 
     def body(self, rows: fx.Node) -> tuple[Body, fx.Node] | Refusal:
         terms: list[_Factor] = []
         for value in self._factors(rows):
             factor = self._factor(value) if isinstance(value, fx.Node | _PlusOne) else None
             if factor is None:
-                return _unknown(self.canon, value if isinstance(value, fx.Node) else rows)
+                return _unknown(self.reading, value if isinstance(value, fx.Node) else rows)
             terms.append(factor)
-        return _decide(terms, rows)
+        found = _decide(terms, rows)
+        if isinstance(found, Refusal) or self._fits(found[0], found[1], rows):
+            return found
+        return Refusal(rows, "The value between the expert products is not [rows, expert width].", _CURE)
+
+    def _fits(self, body: Body, source: fx.Node, rows: fx.Node) -> bool:
+        """Whether ``rows`` has the elements of the first product's ``[R, I]``, or those of one half of ``[R, 2I]``."""
+        before, after = example(source), example(rows)
+        if before is None or after is None or before.dim() != 2:
+            return False
+        return equal_sizes(after.numel() * (1 if body.glu_layout == "none" else 2), before.numel())
 
     def _uncast(self, value: Any) -> Any:
-        return self.canon.uncast(value, self.results)
+        return self.reading.uncast(value, self.floor, self.results)
+
+    def _elementwise(self, value: Any, names: str, parameters: str = "") -> Call | None:
+        """As `Reading.read`, of a call all of whose tensors have the shape of its result: nothing is broadcast."""
+        call = self.reading.read(value, names, parameters)
+        if call is None:
+            return None
+        tensors = [operand for operand in call.args.values() if example(operand) is not None]
+        return call if all(same_shape(operand, value) for operand in tensors) else None
 
     def _factors(self, value: Any) -> list[Any]:
         """The factors of a tree of multiplications; constants other than 1 are factors too."""
         value = self._uncast(value)
-        call = self.canon.call(value)
+        call = self._elementwise(value, "mul addcmul", "y tensor1 tensor2")
         if call is not None and call.name == "mul":
             return self._factors(call["x"]) + self._factors(call["y"])
-        if call is not None and call.name == "addcmul" and call["value"] in (None, 1):
+        if call is not None:
             for one, other in (("tensor1", "tensor2"), ("tensor2", "tensor1")):
-                if self.canon.same(call["x"], call[one]):  # x + x * u = x * (u + 1)
+                if self.reading.same(call["x"], call[one]):  # x + x * u = x * (u + 1)
                     return [*self._factors(call["x"]), _PlusOne(call[other])]
-        return [] if value == 1 else [value]
+        return [] if type(value) in (int, float) and value == 1 else [value]
 
     def _factor(self, value: Any) -> _Factor | None:
         if isinstance(value, _PlusOne):
@@ -89,30 +113,29 @@ class _Reader:
         half = self._half(value)
         if half is not None:
             return _Factor("plain", half)
-        call = self.canon.call(value)
+        call = self._elementwise(value, "add", "y")
+        if call is not None:
+            shifted = next((call[a] for a, b in (("x", "y"), ("y", "x")) if _is_one(call[b])), None)
+            half = self._half(shifted)
+            return None if half is None else _Factor("plain", half, plus_one=True)
+        return self._activated(value)
+
+    def _activated(self, value: Any) -> _Factor | None:
+        call = self._elementwise(value, "silu gelu relu sigmoid square pow", "y approximate")
         if call is None:
             return None
-        if call.name == "add":
-            shifted = next((call[a] for a, b in (("x", "y"), ("y", "x")) if call[b] == 1), None)
-            half = self._half(shifted) if call["alpha"] in (None, 1) else None
-            return None if half is None else _Factor("plain", half, plus_one=True)
-        return self._activated(call)
-
-    def _activated(self, call: Call) -> _Factor | None:
         kind, operand, alpha = call.name, call["x"], 1.0
-        if kind == "square" or (kind == "pow" and call["y"] == 2):
-            inner = self.canon.named(self._uncast(operand), "relu")
+        if kind == "square" or (kind == "pow" and type(call["y"]) in (int, float) and call["y"] == 2):
+            inner = self._elementwise(self._uncast(operand), "relu")
             kind, operand = ("relu2", inner["x"]) if inner is not None else ("", None)
         elif kind == "sigmoid":
-            scaled = self.canon.named(self._uncast(operand), "mul")
+            scaled = self._elementwise(self._uncast(operand), "mul", "y")
             if scaled is not None:
                 for one, other in (("x", "y"), ("y", "x")):
                     if isinstance(scaled[other], int | float):
                         operand, alpha = scaled[one], float(scaled[other])
-        elif kind == "gelu" and call["approximate"] not in (None, "none"):
-            kind = "gelu_tanh"
-        elif kind == "masked_fill":
-            return None
+        elif kind == "gelu" and call["approximate"] != "none":
+            kind = "gelu_tanh" if call["approximate"] == "tanh" else ""
         half = self._half(operand)
         return None if half is None or kind not in _KINDS else _Factor(kind, half, alpha)
 
@@ -120,7 +143,7 @@ class _Reader:
         value = self._uncast(value)
         if value in self.results:
             return _Half(value, "none", 0)
-        call = self.canon.named(value, "clamp")
+        call = self._elementwise(value, "clamp", "min max")
         if call is not None:
             inner = self._half(call["x"])
             bounds = (call["min"], call["max"])
@@ -131,31 +154,49 @@ class _Reader:
             return _Half(inner.source, inner.layout, inner.index, *bounds)
         return self._split(value)
 
-    def _split(self, value: fx.Node) -> _Half | None:
+    def _split(self, value: Any) -> _Half | None:
         """An element of chunk or split, or a slice of the last dimension: (first, second) or (even, odd)."""
-        call = self.canon.call(value)
+        call = self.reading.read(value, "item getslice slice narrow", "index dim start end step length")
         if call is None:
             return None
         if call.name == "item":
-            parts = self.canon.named(call["x"], "chunk", "split")
-            if parts is None or self._uncast(parts["x"]) not in self.results or call["index"] not in (0, 1):
+            parts = self.reading.read(call["x"], "chunk split", "chunks size sizes dim")
+            source = self._source(parts["x"]) if parts is not None else None
+            if parts is None or source is None or call["index"] not in (0, 1):
                 return None
-            source = self._uncast(parts["x"])
             width = _width(source)
-            sizes = {"chunk": parts["chunks"] == 2, "split": _halves(parts, width)}
-            last = parts["dim"] in (-1, (_rank(source) or 0) - 1)
-            return _Half(source, "concat", call["index"]) if last and sizes[parts.name] else None
-        bounds = _slice_of_last(call)
-        source = self._uncast(call["x"]) if bounds is not None else None
-        if bounds is None or source not in self.results:
+            halves = parts["chunks"] == 2 if parts.name == "chunk" else _halves(parts, width)
+            dim = 0 if parts["dim"] is None else parts["dim"]
+            last = dim in (-1, (rank(parts["x"]) or 0) - 1)
+            return _Half(source, "concat", call["index"]) if last and halves and width % 2 == 0 else None
+        bounds, source = _slice_of_last(call), self._source(call["x"])
+        if bounds is None or source is None:
             return None
-        start, stop, step = bounds.indices(_width(source))
         width = _width(source)
-        if step == 2 and start in (0, 1) and stop >= width - 1:
+        start, stop, step = bounds.indices(width)
+        if step == 2 and start in (0, 1) and stop >= width - 1 + start and width % 2 == 0:
             return _Half(source, "interleaved", start)
-        if step == 1 and (start, stop) in ((0, width // 2), (width // 2, width)):
+        if step == 1 and width % 2 == 0 and (start, stop) in ((0, width // 2), (width // 2, width)):
             return _Half(source, "concat", int(start > 0))
         return None
+
+    def _source(self, value: Any) -> fx.Node | None:
+        """The product's result ``[R, N]`` that ``value``, of the same rows, is: its halves are those of N."""
+        source, width = self._uncast(value), example(value)
+        if source not in self.results or width is None:
+            return None
+        rows = example(source)
+        if rows is None or rows.dim() != 2:
+            return None
+        return source if any(has_shape(value, *lead, rows.shape[1]) for lead in _leads(rows.shape[0])) else None
+
+
+def _leads(count: Any) -> tuple[tuple[Any, ...], ...]:
+    return ((count,), (count, 1), (1, count))
+
+
+def _is_one(value: Any) -> bool:
+    return type(value) in (int, float) and value == 1
 
 
 @dataclass(frozen=True)
@@ -219,10 +260,19 @@ def _layout(gate: _Half, up: _Half | None) -> str | None:
     return gate.layout
 
 
-def _unknown(canon: Canonical, value: fx.Node) -> Refusal:
-    call = canon.call(value)
+def _unknown(reading: Reading, value: fx.Node) -> Refusal:
+    """The refusal of a factor: it is no known function, or a known one of something that is no half of the product."""
+    call = reading.call(value)
     name = call.name if call is not None else value.name
-    return Refusal(value, f"Unknown activation between the expert products (at {name}).", _CURE)
+    if name not in _KINDS or call is None or not isinstance(call["x"], fx.Node):
+        return Refusal(value, f"Unknown activation between the expert products (at {name}).", _CURE)
+    operand = reading.strip(call["x"])
+    inner = reading.call(operand)
+    what = inner.name if inner is not None else getattr(operand, "name", str(operand))
+    return Refusal(
+        value, f"The operand of {name} is not the gate half of the first expert product, as far as can be proved (it "
+        f"comes from {what}).", "Take the halves with h.chunk(2, dim=-1), or h[..., ::2] and h[..., 1::2].",
+    )  # fmt: skip
 
 
 def _slice_of_last(call: Call) -> slice | None:
@@ -231,13 +281,16 @@ def _slice_of_last(call: Call) -> slice | None:
         index = call["index"] if isinstance(call["index"], tuple) else (call["index"],)
         *lead, last = index
         if isinstance(last, slice) and all(part is Ellipsis or part == slice(None) for part in lead):
-            whole = len(index) == (_rank(call["x"]) or 0) or Ellipsis in lead
+            whole = len(index) == (rank(call["x"]) or 0) or Ellipsis in lead
             return (
                 last if whole and all(isinstance(b, int | None) for b in (last.start, last.stop, last.step)) else None
             )
         return None
-    dim, source_rank = call["dim"], _rank(call["x"]) or 0
-    if call.name in ("slice", "narrow") and dim in (-1, source_rank - 1) and isinstance(call["start"], int):
+    dim, source_rank = call["dim"], rank(call["x"]) or 0
+    numbers = (call["start"], call["length"] if call.name == "narrow" else call["end"], call["step"])
+    if not all(isinstance(number, int | None) for number in numbers) or call["start"] is None:
+        return None
+    if call.name in ("slice", "narrow") and dim in (-1, source_rank - 1):
         end = call["start"] + call["length"] if call.name == "narrow" else call["end"]
         return slice(call["start"], end, call["step"])
     return None
@@ -252,8 +305,3 @@ def _halves(parts: Call, width: int) -> bool:
 def _width(value: fx.Node) -> int:
     tensor = example(value)
     return tensor.shape[-1] if tensor is not None and isinstance(tensor.shape[-1], int) else 0
-
-
-def _rank(value: Any) -> int | None:
-    tensor = example(value)
-    return None if tensor is None else tensor.dim()

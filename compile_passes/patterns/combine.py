@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from compile_passes.canonical import Canonical, equal_sizes, is_noop_cast, same_kind
+from compile_passes.equal import is_float_cast, is_noop_cast, no_narrower
 from compile_passes.match import Combine, Dispatch, Product, Refusal
-from compile_passes.patterns.dispatch import sorts
-from compile_passes.vocabulary import Call, example, rank
+from compile_passes.patterns.dispatch import is_ramp, sorts
+from compile_passes.reading import Reading
+from compile_passes.vocabulary import equal_sizes, example, has_shape, rank
 
 _NORM_SEARCH = 12
 # Calls that read the shape of their operand and none of its numbers.
@@ -28,132 +29,157 @@ class _State:
     done: bool = False
 
 
-def recognise_combine(canon: Canonical, dispatch: Dispatch, down: Product) -> Combine | Refusal:
-    """Follow the second product's result forward, reader by reader, to the ``[T, H]`` output."""
-    state = _State(down.result, in_token_order=dispatch.perm is None)
-    while not state.done:
-        readers = [r for r in canon.readers(state.value) if canon.named(r, *_SHAPE_ONLY) is None]
-        step = _step(canon, dispatch, state, readers[0]) if len(readers) == 1 else None
-        if step is None:
-            return _stopped(canon, state, readers)
-        state = step
-    output = _final_cast(canon, state.value, dispatch)
-    if isinstance(output, Refusal):
-        return output
-    if state.weights is None:
-        return Refusal(output, "The rows are summed without routing weights.", "Multiply them by topk_weights.")
-    return Combine(state.weights, output)
+def recognise_combine(reading: Reading, dispatch: Dispatch, down: Product, floor: torch.dtype) -> Combine | Refusal:
+    """Follow the second product's result forward, reader by reader, to the ``[T, H]`` output.
+
+    Args:
+        floor: the narrowest dtype that a cast of rows or weights may go to.
+    """
+    return _Walk(reading, dispatch, down, floor).run()
 
 
-def _step(canon: Canonical, dispatch: Dispatch, state: _State, reader: fx.Node) -> _State | None:
-    call = canon.call(reader)
-    if call is None:
-        return None
-    if call.name == "cast":
-        return replace(state, value=reader) if same_kind(reader, state.value) else None
-    if call.name == "mul" and state.weights is None:
-        weights = _weights(canon, dispatch, state, call["y"] if call["x"] is state.value else call["x"])
-        return None if weights is None else replace(state, value=reader, weights=weights)
-    if call.name in ("index", "index_put") and not state.in_token_order:
-        return replace(state, value=reader, in_token_order=True) if _unpermutes(canon, dispatch, state, call) else None
-    if call.name == "view" and state.in_token_order:
-        return replace(state, value=reader) if _token_shape(reader, dispatch) or rank(reader) == 2 else None
-    if call.name == "sum" and _token_shape(state.value, dispatch) and _sums_slots(call):
-        return replace(state, value=reader, done=True)
-    if call.name == "index_add" and not state.in_token_order and _adds_to_tokens(canon, dispatch, state, call):
-        return replace(state, value=reader, done=True)
-    return None
+class _Walk:
+    def __init__(self, reading: Reading, dispatch: Dispatch, down: Product, floor: torch.dtype) -> None:
+        self.reading, self.dispatch, self.floor = reading, dispatch, floor
+        self.start = _State(down.result, in_token_order=dispatch.perm is None)
+        hidden, ids, result = example(dispatch.hidden), example(dispatch.ids), example(down.result)
+        self.tokens: Any = None if hidden is None else hidden.shape[0]
+        self.rows: Any = None if ids is None else ids.numel()
+        self.width: Any = None if result is None else result.shape[-1]
 
-
-def _weights(canon: Canonical, dispatch: Dispatch, state: _State, other: Any) -> fx.Node | None:
-    """The weights that ``other`` brings to the order of the rows, or None."""
-    value = canon.uncast(other)
-    rows, factor = example(state.value), example(other)
-    if rows is None or factor is None or factor.dim() != rows.dim() or factor.shape[-1] != 1:
-        return None
-    if not state.in_token_order:
-        gathered = canon.named(value, "index")
-        if gathered is None or not canon.same(gathered["index"], dispatch.perm):
-            return None
-        value = canon.uncast(gathered["x"])
-    weights = example(value)
-    count = example(dispatch.ids)
-    if weights is None or count is None or not weights.dtype.is_floating_point:
-        return None
-    return value if equal_sizes(weights.numel(), count.numel()) else None
-
-
-def _unpermutes(canon: Canonical, dispatch: Dispatch, state: _State, call: Call) -> bool:
-    """``rows[inverse]``, or ``empty_like(rows)[perm] = rows``."""
-    if call.name == "index_put":
-        blank = canon.named(call["x"], "empty_like", "zeros_like", "zeros", "empty")
-        return call["values"] is state.value and blank is not None and canon.same(call["index"], dispatch.perm)
-    return call["x"] is state.value and _is_inverse(canon, dispatch, call["index"])
-
-
-def _is_inverse(canon: Canonical, dispatch: Dispatch, value: Any) -> bool:
-    """``inverse[perm] = arange(R)``, or the sorting permutation of ``perm``."""
-    call = canon.named(canon.strip(value), "index_put", "scatter")
-    if call is None:
-        return canon.same(sorts(canon, value), dispatch.perm)
-    filled = call["values"] if call.name == "index_put" else call["src"]
-    ramp, count = canon.named(canon.strip(filled), "arange"), example(dispatch.ids)
-    return (
-        ramp is not None and count is not None and not call["accumulate"]
-        and canon.same(call["index"], dispatch.perm) and _length_is(filled, count.numel())
-    )  # fmt: skip
-
-
-def _length_is(value: Any, length: Any) -> bool:
-    tensor = example(value)
-    return tensor is not None and equal_sizes(tensor.numel(), length)
-
-
-def _token_shape(value: fx.Node, dispatch: Dispatch) -> bool:
-    """Whether ``value`` is ``[T, K, H]``."""
-    shape, hidden = example(value), example(dispatch.hidden)
-    if shape is None or hidden is None or shape.dim() != 3:
-        return False
-    return equal_sizes(shape.shape[0], hidden.shape[0]) and equal_sizes(shape.shape[1], dispatch.top_k)
-
-
-def _sums_slots(call: Call) -> bool:
-    return call["dim"] in (1, -2, (1,), [1], (-2,), [-2]) and not call["keepdim"]
-
-
-def _adds_to_tokens(canon: Canonical, dispatch: Dispatch, state: _State, call: Call) -> bool:
-    """``zeros(T, H).index_add(0, perm // K, rows)``."""
-    start, divided = canon.named(call["x"], "zeros", "zeros_like"), canon.named(canon.uncast(call["index"]), "floordiv")
-    return (
-        start is not None and divided is not None and call["dim"] in (0, -2) and call["source"] is state.value
-        and call["alpha"] in (None, 1) and divided["y"] == dispatch.top_k and canon.same(divided["x"], dispatch.perm)
-    )  # fmt: skip
-
-
-def _final_cast(canon: Canonical, value: fx.Node, dispatch: Dispatch) -> fx.Node | Refusal:
-    """The sum in the dtype of the hidden states, which is what the fused operator returns."""
-    hidden = example(dispatch.hidden)
-    while True:
-        tensor, readers = example(value), canon.readers(value)
-        call = canon.named(readers[0], "cast") if len(readers) == 1 else None
-        # A dtype that is already right needs no cast; transformers writes one all the same.
-        if call is not None and (is_noop_cast(readers[0], value) or _differ(tensor, hidden)):
-            value = readers[0]
-            continue
-        if tensor is None or hidden is None or tensor.dtype != hidden.dtype:
+    def run(self) -> Combine | Refusal:
+        state = self.start
+        while not state.done:
+            readers = [r for r in self.reading.readers(state.value) if self.reading.named(r, *_SHAPE_ONLY) is None]
+            step = self._step(state, readers[0]) if len(readers) == 1 and self._known(state.value) else None
+            if step is None:
+                return _stopped(self.reading, state, readers)
+            state = step
+        output = self._final_cast(state.value)
+        if isinstance(output, Refusal):
+            return output
+        if state.weights is None:
+            return Refusal(output, "The rows are summed without routing weights.", "Multiply them by topk_weights.")
+        if not has_shape(output, self.tokens, self.width):
             return Refusal(
-                value, "The sum over experts is used in another dtype than the hidden states.",
-                "Cast it with .to(hidden_states.dtype) before using it.",
+                output, "The sum over experts is not [tokens, hidden].", "Sum into one row for every token, no more."
+            )
+        return Combine(state.weights, output)
+
+    def _known(self, value: fx.Node) -> bool:
+        return has_shape(self.reading.operand(value), self.rows, self.width) or self._by_token(value)
+
+    def _by_token(self, value: fx.Node) -> bool:
+        return has_shape(self.reading.operand(value), self.tokens, self.dispatch.top_k, self.width)
+
+    def _step(self, state: _State, reader: fx.Node) -> _State | None:
+        call = self.reading.call(reader)
+        if call is None:
+            return None
+        if self.reading.read(reader, "cast") is not None:
+            return replace(state, value=reader) if is_float_cast(reader, state.value, self.floor) else None
+        if self.reading.read(reader, "mul", "y") is not None and state.weights is None:
+            weights = self._weights(state, call["y"] if call["x"] is state.value else call["x"])
+            return None if weights is None else replace(state, value=reader, weights=weights)
+        if call.name in ("index", "index_put") and not state.in_token_order:
+            return replace(state, value=reader, in_token_order=True) if self._unpermutes(state, reader) else None
+        if self.reading.read(reader, "view") is not None and state.in_token_order:
+            return replace(state, value=reader) if self._known(reader) else None
+        if call.name == "sum" and self._by_token(state.value) and self._sums_slots(reader):
+            return replace(state, value=reader, done=True)
+        if call.name == "index_add" and not state.in_token_order and self._adds_to_tokens(state, reader):
+            return replace(state, value=reader, done=True)
+        return None
+
+    def _weights(self, state: _State, other: Any) -> fx.Node | None:
+        """The weights that ``other`` brings to the order of the rows, or None."""
+        rows = example(self.reading.operand(state.value))
+        if rows is None or not has_shape(other, *rows.shape[:-1], 1):
+            return None
+        value = self.reading.uncast(other, self.floor)
+        if not state.in_token_order:
+            gathered = self.reading.read(value, "index", "index")
+            if gathered is None or rank(gathered["x"]) != 1 or not self._is_perm(gathered["index"]):
+                return None
+            value = self.reading.uncast(gathered["x"], self.floor)
+        weights = example(value)
+        if weights is None or not weights.dtype.is_floating_point or not no_narrower(weights.dtype, self.floor):
+            return None
+        return value if equal_sizes(weights.numel(), self.rows) else None
+
+    def _is_perm(self, value: Any) -> bool:
+        return rank(value) == 1 and self.reading.same(value, self.dispatch.perm)
+
+    def _unpermutes(self, state: _State, reader: fx.Node) -> bool:
+        """``rows[inverse]``, or ``empty_like(rows)[perm] = rows``."""
+        put = self.reading.read(reader, "index_put", "index values")
+        if put is not None:
+            blank = self.reading.named(put["x"], "empty_like", "zeros_like", "zeros", "empty")
+            target = example(put["x"])
+            return (
+                blank is not None and target is not None and no_narrower(target.dtype, self.floor)
+                and has_shape(put["x"], self.rows, self.width)
+                and put["values"] is state.value and self._is_perm(put["index"])
             )  # fmt: skip
-        return value
+        taken = self.reading.read(reader, "index", "index")
+        return taken is not None and taken["x"] is state.value and self._is_inverse(taken["index"])
+
+    def _is_inverse(self, value: Any) -> bool:
+        """``inverse[perm] = arange(R)``, or the sorting permutation of ``perm``."""
+        if not isinstance(value, fx.Node) or not has_shape(self.reading.operand(value), self.rows):
+            return False
+        call = self.reading.read(self.reading.strip(value), "index_put scatter", "index values dim src")
+        if call is None:
+            ordered = sorts(self.reading, value)
+            return ordered is not None and self._is_perm(ordered)
+        filled = call["values"] if call.name == "index_put" else call["src"]
+        along = call.name == "index_put" or call["dim"] in (0, -1)
+        return (
+            along and has_shape(call["x"], self.rows) and self._is_perm(call["index"])
+            and has_shape(filled, self.rows) and is_ramp(self.reading, filled)
+        )  # fmt: skip
+
+    def _sums_slots(self, reader: fx.Node) -> bool:
+        call, result = self.reading.read(reader, "sum", "dim dtype"), example(reader)
+        dims = (1, -2, (1,), [1], (-2,), [-2])
+        return call is not None and call["dim"] in dims and result is not None and no_narrower(result.dtype, self.floor)
+
+    def _adds_to_tokens(self, state: _State, reader: fx.Node) -> bool:
+        """``zeros(T, H).index_add(0, perm // K, rows)``."""
+        call = self.reading.read(reader, "index_add", "dim index source")
+        if call is None or call["dim"] not in (0, -2) or call["source"] is not state.value:
+            return False
+        start = self.reading.named(call["x"], "zeros", "zeros_like")
+        divided = self.reading.read(self.reading.strip(call["index"]), "floordiv truncdiv", "y")
+        total = example(call["x"])
+        return (
+            start is not None and divided is not None and total is not None and no_narrower(total.dtype, self.floor)
+            and has_shape(call["x"], self.tokens, self.width) and type(divided["y"]) is int
+            and divided["y"] == self.dispatch.top_k and self._is_perm(divided["x"])
+        )  # fmt: skip
+
+    def _final_cast(self, value: fx.Node) -> fx.Node | Refusal:
+        """The sum in the dtype of the hidden states, which is what the fused operator returns."""
+        hidden = example(self.dispatch.hidden)
+        while True:
+            tensor, readers = example(value), self.reading.readers(value)
+            call = self.reading.read(readers[0], "cast") if len(readers) == 1 else None
+            if call is not None and hidden is not None and tensor is not None:
+                # A dtype that is already right needs no cast; transformers writes one all the same.
+                wider = tensor.dtype != hidden.dtype and is_float_cast(readers[0], value, hidden.dtype)
+                if wider or is_noop_cast(readers[0], value):
+                    value = readers[0]
+                    continue
+            if tensor is None or hidden is None or tensor.dtype != hidden.dtype:
+                return Refusal(
+                    value, "The sum over experts is used in another dtype than the hidden states.",
+                    "Cast it with .to(hidden_states.dtype) before using it.",
+                )  # fmt: skip
+            return value
 
 
-def _differ(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
-    return left is not None and right is not None and left.dtype != right.dtype
-
-
-def _stopped(canon: Canonical, state: _State, readers: list[fx.Node]) -> Refusal:
-    norm = _norm_after(canon, readers)
+def _stopped(reading: Reading, state: _State, readers: list[fx.Node]) -> Refusal:
+    norm = _norm_after(reading, readers)
     if norm is not None:
         return Refusal(
             norm, "A normalisation follows each expert's second projection, before the routing weights.",
@@ -169,7 +195,7 @@ def _stopped(canon: Canonical, state: _State, readers: list[fx.Node]) -> Refusal
             state.value, f"An interior value of the MoE block, {state.value.name}, {what}.",
             "Only the routing logits, weights and ids may be used outside of the block.",
         )  # fmt: skip
-    call = canon.call(readers[0])
+    call = reading.call(readers[0])
     name = "the graph's output" if call is None else call.name
     return Refusal(
         readers[0], f"The result of the second expert product meets {name}, which is no known way to combine.",
@@ -177,16 +203,16 @@ def _stopped(canon: Canonical, state: _State, readers: list[fx.Node]) -> Refusal
     )  # fmt: skip
 
 
-def _norm_after(canon: Canonical, readers: list[fx.Node]) -> fx.Node | None:
+def _norm_after(reading: Reading, readers: list[fx.Node]) -> fx.Node | None:
     seen, queue = set[fx.Node](), list(readers)
     while queue and len(seen) < _NORM_SEARCH:
         node = queue.pop(0)
-        call = canon.call(node)
+        call = reading.call(node)
         if node in seen or call is None:
             continue
         if call.name in ("rsqrt", "norm"):
             return node
         seen.add(node)
         if call.name in ("cast", "pow", "square", "add", "mul", "sqrt", "mean"):
-            queue.extend(canon.readers(node))
+            queue.extend(reading.readers(node))
     return None

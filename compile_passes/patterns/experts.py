@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
-from compile_passes.canonical import Canonical
 from compile_passes.match import Product, Refusal, Weight
-from compile_passes.vocabulary import Call, example, rank
+from compile_passes.reading import Reading
+from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank, same_shape
 
 # The rows of a first product come from tokens through one of these; the search for it goes no further back.
 _BARRIERS = frozenset(
@@ -19,17 +20,17 @@ _BARRIERS = frozenset(
 _SEARCH_LIMIT = 64
 
 
-def find_products(canon: Canonical) -> dict[fx.Node, Product]:
+def find_products(reading: Reading) -> dict[fx.Node, Product]:
     """Every product of routed rows with stacked expert weights, by its node, in graph order."""
     products = {}
-    for node in canon.graph.nodes:
-        product = _grouped_product(canon, node) or _batched_product(canon, node)
+    for node in reading.graph.nodes:
+        product = _grouped_product(reading, node) or _batched_product(reading, node)
         if product is not None:
             products[node] = product
     return products
 
 
-def feeding_products(canon: Canonical, down: Product, products: Mapping[fx.Node, Product]) -> list[Product]:
+def feeding_products(reading: Reading, down: Product, products: Mapping[fx.Node, Product]) -> list[Product]:
     """The products whose results reach the rows of ``down`` without passing through another gather or projection."""
     found: list[Product] = []
     seen: set[fx.Node] = set()
@@ -42,93 +43,126 @@ def feeding_products(canon: Canonical, down: Product, products: Mapping[fx.Node,
         if value in products:
             found.append(products[value])
             continue
-        call = canon.call(value)
+        call = reading.call(value)
         if call is not None and call.name not in _BARRIERS:
             stack.extend(call.args.values())
     return found
 
 
-def _grouped_product(canon: Canonical, node: fx.Node) -> Product | None:
+def _grouped_product(reading: Reading, node: fx.Node) -> Product | None:
     """``grouped_mm(rows [R, K], weight [E, K, N], offs)``: transformers, torchtitan, any hand-written code."""
-    call = canon.named(node, "grouped_mm")
-    if call is None or rank(call["weight"]) != 3 or call["offs"] is None or call["bias"] is not None:
+    call = reading.read(node, "grouped_mm", "weight offs")
+    stacked = example(call["weight"]) if call is not None else None
+    if call is None or stacked is None or stacked.dim() != 3 or rank(call["x"]) != 2 or rank(call["offs"]) != 1:
         return None
-    weight = _peel_transpose(canon, Weight(canon.strip(call["weight"]), transposed=True))
-    rows, masks = _peel_masks(canon, canon.uncast(call["x"]))
-    return _with_epilogue(canon, node, rows, weight, call["offs"], masks)
+    weight = _peel_transpose(reading, Weight(reading.unwrap(call["weight"]), transposed=True))
+    rows, masks = _peel_masks(reading, call["x"], stacked.dtype)
+    return _with_epilogue(reading, node, rows, weight, call["offs"], masks)
 
 
-def _batched_product(canon: Canonical, node: fx.Node) -> Product | None:
+def _batched_product(reading: Reading, node: fx.Node) -> Product | None:
     """``bmm(weight[ids] [R, N, K], rows [R, K, 1])`` or ``bmm(rows [R, 1, K], weight[ids] [R, K, N])``."""
-    call = canon.named(node, "bmm")
+    call = reading.read(node, "bmm", "y")
     if call is None:
         return None
-    for side, other, unit_dim, transposed in (("x", "y", 2, False), ("y", "x", 1, True)):
-        gathered = _peel_transpose(canon, Weight(call[side], transposed))
-        index = canon.named(canon.strip(gathered.node), "index")
-        value = example(call[other])
-        if index is None or rank(index["x"]) != 3 or rank(index["index"]) != 1 or value is None:
+    for side, other, transposed in (("x", "y", False), ("y", "x", True)):
+        gathered = _peel_transpose(reading, Weight(call[side], transposed))
+        index = reading.read(reading.unwrap(gathered.node), "index", "index")
+        copies, value = example(call[side]), example(call[other])
+        if index is None or copies is None or value is None or rank(index["x"]) != 3 or rank(index["index"]) != 1:
             continue
-        if value.dim() == 3 and value.shape[unit_dim] == 1:
-            weight = _peel_transpose(canon, Weight(canon.strip(index["x"]), gathered.transposed))
-            return _with_epilogue(canon, node, canon.uncast(call[other]), weight, index["index"], ())
+        count, inner = copies.shape[0], copies.shape[2 if side == "x" else 1]
+        column, row = has_shape(call[other], count, inner, 1), has_shape(call[other], count, 1, inner)
+        if column if side == "x" else row:
+            weight = _peel_transpose(reading, Weight(reading.unwrap(index["x"]), gathered.transposed))
+            rows = _two_dimensional(reading, call[other], count, inner, copies.dtype)
+            return None if rows is None else _with_epilogue(reading, node, rows, weight, index["index"], ())
     return None
 
 
-def _peel_transpose(canon: Canonical, weight: Weight) -> Weight:
+def _two_dimensional(reading: Reading, value: Any, count: Any, width: Any, floor: torch.dtype) -> Any:
+    """The rows ``[R, K]`` that ``value`` is a reshape or cast of; its root when there are none."""
+    root = reading.uncast(value, floor)
+    if has_shape(root, count, width):
+        return root
+    return next((node for node in reading.reshapes(value) if has_shape(node, count, width)), root)
+
+
+def _peel_transpose(reading: Reading, weight: Weight) -> Weight:
     """The same weight without transpositions of its last two dimensions."""
-    while (call := canon.named(weight.node, "transpose", "mt", "permute")) is not None and _swaps_last_two(call):
-        weight = Weight(canon.strip(call["x"]), not weight.transposed)
+    while (call := reading.read(weight.node, "transpose mt permute", "dim0 dim1 dims")) is not None:
+        if not _swaps_last_two(call):
+            break
+        weight = Weight(reading.unwrap(call["x"]), not weight.transposed)
     return weight
 
 
 def _swaps_last_two(call: Call) -> bool:
+    if rank(call["x"]) != 3:
+        return False
     if call.name == "mt":
         return True
     if call.name == "permute":
-        return call["dims"] in ((0, 2, 1), [0, 2, 1])
-    dims = (call["dim0"], call["dim1"])
-    return all(isinstance(dim, int) for dim in dims) and {dim % 3 for dim in dims} == {1, 2}
+        dims = call["dims"] if isinstance(call["dims"], list | tuple) else ()
+        return [dim % 3 for dim in dims if isinstance(dim, int)] == [0, 2, 1]
+    pair = (call["dim0"], call["dim1"])
+    return all(isinstance(dim, int) for dim in pair) and {dim % 3 for dim in pair} == {1, 2}
 
 
-def _peel_masks(canon: Canonical, rows: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
-    """Rows before they were zeroed by masks, and the masks."""
+def _peel_masks(reading: Reading, rows: fx.Node, floor: torch.dtype) -> tuple[fx.Node, tuple[fx.Node, ...]]:
+    """Rows before they were zeroed by masks and cast, and the masks."""
     masks: list[fx.Node] = []
-    while (call := canon.named(rows, "masked_fill")) is not None and call["value"] == 0:
+    rows = reading.uncast(rows, floor)
+    while (call := reading.read(rows, "masked_fill", "mask value")) is not None and _is_zero(call["value"]):
         masks.append(call["mask"])
-        rows = canon.uncast(call["x"])
+        rows = reading.uncast(call["x"], floor)
     return rows, tuple(masks)
 
 
+def _is_zero(value: Any) -> bool:
+    return type(value) in (int, float) and value == 0
+
+
 def _with_epilogue(
-    canon: Canonical, anchor: fx.Node, rows: fx.Node, weight: Weight, routing_key: fx.Node, masks: tuple[fx.Node, ...]
+    reading: Reading, anchor: fx.Node, rows: fx.Node, weight: Weight, routing_key: fx.Node, masks: tuple[fx.Node, ...]
 ) -> Product:
     """Follow the product forward through its squeeze, its gathered bias and the zeroing of rows of no expert."""
     value, bias, bias_ids = anchor, None, None
-    while len(readers := canon.readers(value)) == 1:
+    while len(readers := reading.readers(value)) == 1:
         reader = readers[0]
-        call = canon.call(reader)
-        if call is None:
+        call = reading.call(reader)
+        if call is None or (call := reading.read(reader, call.name, "y mask value")) is None:
             break
-        if call.name == "view" and value is anchor and rank(anchor) == 3:
+        if call.name == "view" and value is anchor and _squeezes(reader, anchor):
             value = reader
-        elif call.name == "add" and bias is None and (found := _gathered_bias(canon, call, value)) is not None:
+        elif call.name == "add" and bias is None and (found := _gathered_bias(reading, call, value)) is not None:
             bias, bias_ids = found
             value = reader
-        elif call.name == "masked_fill" and call["x"] is value and call["value"] == 0:
+        elif call.name == "masked_fill" and call["x"] is value and _is_zero(call["value"]):
             masks, value = (*masks, call["mask"]), reader
         else:
             break
     return Product(anchor, rows, weight, routing_key, bias, bias_ids, masks, value)
 
 
-def _gathered_bias(canon: Canonical, call: Call, value: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+def _squeezes(reader: fx.Node, anchor: fx.Node) -> bool:
+    """Whether ``reader`` is ``[R, N]`` of a batched product ``[R, N, 1]`` or ``[R, 1, N]``."""
+    shape = example(anchor)
+    if shape is None or shape.dim() != 3:
+        return False
+    count, one, two = shape.shape
+    return (equal_sizes(two, 1) and has_shape(reader, count, one)) or (
+        equal_sizes(one, 1) and has_shape(reader, count, two)
+    )
+
+
+def _gathered_bias(reading: Reading, call: Call, value: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """``value + bias[ids]`` with bias ``[E, N]``: the bias and the ids."""
     other = call["y"] if call["x"] is value else call["x"]
-    index = canon.named(canon.strip(other), "index")
-    if index is None or rank(index["x"]) != 2 or rank(index["index"]) != 1 or call["alpha"] not in (None, 1):
+    index = reading.read(reading.unwrap(other), "index", "index")
+    if index is None or not same_shape(other, value) or rank(index["x"]) != 2 or rank(index["index"]) != 1:
         return None
-    return canon.strip(index["x"]), index["index"]
+    return reading.unwrap(index["x"]), index["index"]
 
 
 def unpaired(product: Product) -> Refusal:

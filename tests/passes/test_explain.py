@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
+import compile_passes
 import moe_ops
 from compile_passes.__main__ import main
-from tests.corpus.families import build, tokens
-from tests.passes.blocks import E, H, batched, block, weights
+from compile_passes.tiny import model_of, tiny_model
+from tests.corpus.families import available, build, tokens
+from tests.passes.blocks import E, H, K, batched, block, silu_glu, softmax_router, weights
 from tests.passes.test_backend import Loop
+from tests.passes.test_forms import gpt_fast
 
 
 def factory():
@@ -40,12 +48,17 @@ def test_fused_row():
     assert "swiglu_oai (interleaved)" in str(report) and "model.layers.1.mlp.experts" in str(report)
 
 
+needs_muse_spark = pytest.mark.skipif(not available("muse_spark"), reason="transformers has no muse_spark")
+
+
+@needs_muse_spark
 def test_refused_row():
     report = moe_ops.explain(build("muse_spark", torch.float32, "grouped_mm"), input_ids=tokens(1, 8))
     assert len(report.refused) == 2 and not report.fused
     row = report.refused[0]
     assert "normalisation" in row.reason and "modeling_muse_spark.py" in row.location and row.cure
-    assert "why:" in str(report) and "cure:" in str(report)
+    lines = [f"refused at {row.location} ({row.module})", f"  why:  {row.reason}", f"  cure: {row.cure}"]
+    assert row.module == "layers.0.mlp.experts" and "\n".join(lines) in str(report)
 
 
 def test_router_that_stays_is_named():
@@ -63,7 +76,144 @@ def test_graph_breaks_do_not_raise():
 
 def test_other_loops_are_named():
     report = moe_ops.explain(Loop(), torch.randn(5, H))
-    assert any("Python loop" in row.reason for row in report.refused)
+    assert ["Python loop" in row.reason for row in report.refused] == [True]
+    assert report.refused[0].cure.startswith("Store the experts as stacked")
+
+
+class Break(torch.nn.Module):
+    """A block of stacked experts with a graph break somewhere inside."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.experts = StackedExperts(place)
+
+    def forward(self, x):
+        return self.experts(x)
+
+
+class StackedExperts(torch.nn.Module):
+    """Stacked weights, gathered."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.place = place
+        for name, value in weights(dtype=torch.float32).items():
+            if name != "x":
+                setattr(self, name, torch.nn.Parameter(value))
+
+    def forward(self, x):
+        topk_weights, ids = softmax_router(x, self.gate)
+        if self.place == "after the router":
+            torch._dynamo.graph_break()
+        rows, flat = x.repeat_interleave(K, dim=0), ids.reshape(-1)
+        h = torch.bmm(self.w1[flat], rows.unsqueeze(-1)).squeeze(-1)
+        if self.place == "between the products":
+            torch._dynamo.graph_break()
+        out = torch.bmm(self.w2[flat], silu_glu(h).unsqueeze(-1)).squeeze(-1)
+        return (out * topk_weights.reshape(-1, 1)).view(-1, K, H).sum(1)
+
+
+def test_a_block_cut_by_a_graph_break_is_refused_once():
+    report = moe_ops.explain(Break("between the products"), weights(dtype=torch.float32)["x"])
+    assert len(report.refused) == 1 and not report.fused
+    row = report.refused[0]
+    assert "cuts the block in pieces" in row.reason and "test_explain.py" in row.reason
+    assert "test_explain.py" in row.location and row.module == "experts"
+
+
+def test_a_break_before_the_experts_leaves_them_fused():
+    report = moe_ops.explain(Break("after the router"), weights(dtype=torch.float32)["x"])
+    assert (len(report.fused), report.refused, report.graph_breaks) == (1, [], 1)
+    assert report.fused[0].routing == "kept"
+
+
+def test_a_checkpointed_region_that_runs_in_python_is_refused():
+    model = build("mixtral", torch.float32, "grouped_mm").train().requires_grad_(True)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    report = moe_ops.explain(model, input_ids=tokens(1, 8), use_cache=False, output_router_logits=True)
+    assert [row.module for row in report.refused] == [f"model.layers.{layer}.mlp.experts" for layer in (0, 1)]
+    assert "The checkpointed region runs in Python" in report.refused[0].reason
+    assert "output_router_logits" in report.refused[0].cure
+    assert any("checkpoint" in frame or "HOP" in frame for frame in report.eager_frames)
+
+
+def test_products_in_separate_graphs_are_refused():
+    """jetmoe counts on the host, one line before its products."""
+    config, model_class = model_of("jetmoe")
+    report = moe_ops.explain(tiny_model(config, model_class), input_ids=tokens(1, 8))
+    assert [row.module for row in report.refused] == [
+        f"model.layers.{layer}.{part}" for layer in (0, 1) for part in ("mlp", "self_attention.experts")
+    ]
+    assert all(re.search(r"modeling_jetmoe.py:\d+", row.reason) for row in report.refused)
+
+
+def test_functions_left_to_python_are_named():
+    def inner(x):
+        for _ in range(2):
+            torch._dynamo.graph_break()
+            x = x + 1
+        return x
+
+    report = moe_ops.explain(lambda x: inner(x * 2) * 3, torch.zeros(3))
+    assert any(frame.startswith("inner (") and "test_explain.py" in frame for frame in report.eager_frames)
+    assert "functions left to Python" in str(report)
+
+
+def test_a_form_that_is_not_fused_is_no_absence():
+    report = moe_ops.explain(gpt_fast, **weights(dtype=torch.float32))
+    assert len(report.refused) == 1 and "gathered" in report.refused[0].reason
+    assert "No MoE block is in a captured graph" not in str(report)
+    assert "No MoE block is in a captured graph" in str(moe_ops.explain(torch.relu, torch.zeros(3)))
+
+
+class Helped(torch.nn.Module):
+    """Code that is compiled in two frames, the second shared with other callers."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(H, H)
+
+    def forward(self, x):
+        x = self.linear(x)
+        torch._dynamo.graph_break()
+        return _help(x)
+
+
+def _help(x):
+    return (x * 2).relu()
+
+
+@pytest.mark.parametrize("same_model", [True, False], ids=["same model", "shared code"])
+def test_what_else_is_compiled_stays_compiled(same_model):
+    graphs = []
+
+    def count(gm, inputs):
+        graphs.append(gm)
+        return gm.forward
+
+    torch.compiler.reset()
+    model, x = Helped(), torch.randn(3, H)
+    mine = torch.compile(model if same_model else _help, backend=count)
+    for size in (5, 7):  # neither size may be remembered: what comes next would be compiled for any size
+        assert moe_ops.explain(model, torch.randn(size, H)).graphs == 2
+    mine(x)
+    sizes = [node.meta["example_value"].shape[0] for node in graphs[-1].graph.nodes if node.op == "placeholder"]
+    compiled = len(graphs)
+    before = {section: dict(entries) for section, entries in counters.items()}
+    assert moe_ops.explain(model, x).graphs == 2
+    assert {section: dict(entries) for section, entries in counters.items()} == before
+    with torch.compiler.set_stance("fail_on_recompile"):
+        mine(x)
+    assert len(graphs) == compiled and sizes == [3]
+
+
+def test_the_model_is_unchanged_and_can_be_explained_again():
+    model = build("mixtral", torch.float32, "grouped_mm")
+    names, state = set(vars(model)), {name: value.clone() for name, value in model.state_dict().items()}
+    first, second = (str(moe_ops.explain(model, input_ids=tokens(1, 8))) for _ in range(2))
+    assert first == second and "2 MoE block(s) fused" in first
+    assert set(vars(model)) == names
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
 def test_calls_of_the_model_itself():
@@ -98,6 +248,7 @@ def test_command_line_config_file(tmp_path, capsys):
     assert "2 MoE block(s) fused" in capsys.readouterr().out
 
 
+@needs_muse_spark
 def test_command_line_says_what_was_refused(capsys):
     assert main(["explain", "muse_spark"]) == 1
     assert "normalisation" in capsys.readouterr().out
@@ -116,6 +267,63 @@ def test_command_line_says_what_was_refused(capsys):
 def test_command_line_errors(arguments, message, capsys):
     assert main(["explain", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+# What stands between these types and a small model, and what the one line says of it.
+NO_MODEL = {
+    "chameleon": "cannot be made tiny",
+    "cohere2_vision": "million parameters are left",
+    "cohere_compass": "cannot be made tiny",
+    "conditional_detr": "cannot be made tiny",
+    "cosmos3_edge": "cannot be made tiny",
+    "depth_anything": "has no text model",
+    "vit": "takes no token ids",
+}
+
+
+@pytest.mark.parametrize("family", NO_MODEL)
+def test_types_without_a_tiny_model_end_in_one_line(family, capsys):
+    if importlib.util.find_spec(f"transformers.models.{family}") is None:
+        pytest.skip(f"transformers has no {family}")
+    code, printed = main(["explain", family]), capsys.readouterr()
+    assert (code, printed.out) == (2, "")
+    assert printed.err.startswith("explain: ") and NO_MODEL[family] in printed.err
+    assert len(printed.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("family", ["dots1", "dbrx"])
+def test_types_that_need_more_than_sizes_are_reported(family, capsys):
+    code, printed = main(["explain", family, "--tokens", "8"]), capsys.readouterr()
+    assert code == (0 if family == "dots1" else 1)
+    assert "MoE block(s) fused" in printed.out and "the model raised" not in printed.out
+    assert printed.err == ""
+
+
+def test_nothing_is_printed_before_the_report():
+    command = [sys.executable, "-m", "compile_passes", "explain", "gpt_oss", "--experts", "eager", "--tokens", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (1, "") and done.stdout.startswith("0 MoE block(s) fused, 2 refused")
+
+
+def _texts():
+    """Every string in the code that makes refusals, with its place."""
+    package = Path(compile_passes.__file__).parent
+    for file in sorted(package.rglob("*.py")):
+        tree = ast.parse(file.read_text())
+        documentation = {id(node.body[0].value) for node in ast.walk(tree)
+                         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and node.body
+                         and isinstance(node.body[0], ast.Expr)}  # fmt: skip
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+                yield f"{file.relative_to(package)}:{node.lineno}", node.value
+
+
+def test_advice_is_for_the_user_of_a_wheel():
+    """Who installed the package has no folder to add a row in."""
+    texts = list(_texts())
+    assert len(texts) > 300
+    words = ("patterns/", "meta/", "add a row", "compile_passes/")
+    assert [place for place, text in texts if any(word in text.lower() for word in words)] == []
 
 
 def test_help():

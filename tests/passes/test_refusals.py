@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from compile_passes.canonical import Canonical
 from compile_passes.decide import decide
 from compile_passes.match import Refusal
+from compile_passes.reading import Reading
 from compile_passes.recognise import recognise
 from tests.passes.blocks import E, H, I, K, T, batched, block, capture, found, refusal
 
@@ -54,12 +54,12 @@ def test_histogram_over_other_experts():
 
 
 def test_counts_of_foreign_ids():
-    says(refusal(block(count=lambda flat: flat.flip(0) * 1)), "takes its offsets by other ids")
+    says(refusal(block(count=lambda flat: flat.flip(0) * 1)), "takes its offsets by ids that cannot be proved")
 
 
 def test_counts_of_clamped_ids():
     """Clamping before counting would give the last expert rows that the fused operator drops."""
-    says(refusal(block(count=lambda flat: flat.clamp(max=E - 1))), "takes its offsets by other ids")
+    says(refusal(block(count=lambda flat: flat.clamp(max=E - 1))), "takes its offsets by ids that cannot be proved")
 
 
 def test_weights_of_foreign_ids():
@@ -70,7 +70,7 @@ def test_weights_of_foreign_ids():
         out = torch.bmm(w2[flat.flip(0)], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
         return (out * topk_weights.reshape(-1, 1)).view(-1, K, H).sum(1).to(x.dtype)
 
-    says(refusal(block(run)), "takes its weights by other ids")
+    says(refusal(block(run)), "takes its weights by ids that cannot be proved")
 
 
 def test_separate_gate_and_up():
@@ -161,7 +161,7 @@ def test_operators_refuse_what_they_cannot_run():
 
 def test_no_block_no_word():
     graph = capture(lambda x, w: F.linear(F.silu(x), w), torch.randn(3, 4), torch.randn(5, 4)).graph
-    assert recognise(Canonical(graph)) == []
+    assert recognise(Reading(graph)) == []
 
 
 def test_two_blocks_are_two_matches():
@@ -172,3 +172,45 @@ def test_two_blocks_are_two_matches():
     rows = found(run)
     assert len(rows) == 2 and not any(isinstance(row, Refusal) for row in rows)
     assert rows[1].dispatch.hidden is rows[0].output
+
+
+def test_halves_that_broadcast():
+    """[R, 1, I] * [R, I] is [R, R, I]: every row's gate with every row's up half."""
+
+    def crossed(h):
+        gate, up = h.chunk(2, -1)
+        return (F.silu(gate.unsqueeze(1)) * up).sum(0)
+
+    def broadcast(h):
+        gate, up = h.chunk(2, -1)
+        return F.silu(gate[:1]) * up
+
+    for activation in (crossed, broadcast):
+        rows = found(block(batched, activation=activation))
+        assert all(isinstance(row, Refusal) for row in rows) and rows
+
+
+def test_two_activations():
+    def doubled(h):
+        gate, up = h.chunk(2, -1)
+        return F.silu(gate) * F.silu(up)
+
+    says(refusal(block(activation=doubled)), "2 activations")
+
+
+def test_the_node_that_cannot_combine_is_named():
+    def run(x, ids, topk_weights, w1, w2):
+        flat = ids.reshape(-1)
+        h = torch.bmm(w1[flat], x.repeat_interleave(K, dim=0).unsqueeze(-1)).squeeze(-1)
+        gate, up = h.chunk(2, -1)
+        out = torch.bmm(w2[flat], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
+        return out.cumsum(0)
+
+    says(refusal(block(run)), "meets cumsum")
+
+
+def test_a_gate_that_is_no_half_is_named():
+    def shifted(h):
+        return F.silu(h[..., 1 : I + 1]) * h[..., I:]
+
+    says(refusal(block(activation=shifted)), "comes from getslice")

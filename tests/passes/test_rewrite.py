@@ -9,18 +9,25 @@ from torch import fx
 
 import moe_ops
 from compile_passes.passes import FUSE, JOIN, run
+from compile_passes.rewrite import operator_name
 from tests.passes.blocks import E, H, K, batched, block, capture, weights
 
 
 def text(graph: fx.Graph) -> str:
-    """One line per call: name = target(arguments)."""
+    """One line per call: name = target(arguments), those of our operators without the ones at their defaults."""
     lines = []
     for node in graph.nodes:
         if node.op in ("call_function", "call_method"):
             target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
             target = str(node.target) if isinstance(node.target, torch._ops.OpOverload) else target
-            keywords = "".join(f", {key}={value}" for key, value in node.kwargs.items())
-            lines.append(f"{node.name} = {target}({', '.join(map(str, node.args))}{keywords})")
+            args, kwargs = node.args, node.kwargs
+            if operator_name(node):
+                while args[-1] is None:
+                    args = args[:-1]
+                defaults = {a.name: a.default_value for a in node.target._schema.arguments if a.has_default_value()}
+                kwargs = {key: value for key, value in kwargs.items() if defaults.get(key, ...) != value}
+            keywords = "".join(f", {key}={value}" for key, value in kwargs.items())
+            lines.append(f"{node.name} = {target}({', '.join(map(str, args))}{keywords})")
     return "\n".join(lines)
 
 
@@ -186,6 +193,16 @@ def test_nothing_else_is_touched():
     gm = capture(run_both, **weights())
     run(FUSE, gm.graph)
     assert any(node.target == "add_" for node in gm.graph.nodes)
+
+
+def test_inserted_calls_spell_out_every_argument():
+    """AOTInductor counts the arguments of a schema, and knows no defaults."""
+    gm = capture(block(), **weights())
+    run(FUSE, gm.graph)
+    calls = [node for node in gm.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    assert {operator_name(node) for node in calls} >= {"fused_topk", "fused_experts"}
+    for node in calls:
+        assert len(node.args) + len(node.kwargs) == len(node.target._schema.arguments), node
 
 
 def test_router_of_the_models_own_call():

@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from compile_passes.canonical import Canonical, equal_sizes
-from compile_passes.vocabulary import spell
+from compile_passes.equal import holds, no_narrower
+from compile_passes.memory import written
+from compile_passes.reading import Reading
+from compile_passes.vocabulary import equal_sizes, spell
 from tests.passes.blocks import capture
 
 ATEN = torch.ops.aten
@@ -57,7 +59,7 @@ IN_PLACE = [
     (node_of(operator.itruediv, X, Y), "div"),
     (node_of("clamp_", X, method=True, max=1), "clamp"),
     (node_of(F.silu, X, inplace=True), "silu"),
-    (node_of(operator.setitem, X, Y, 1), "index_put"),
+    (node_of(operator.setitem, X, torch.zeros(4, dtype=torch.long), 1), "index_put"),
     (node_of("brand_new_", X, method=True), "brand_new"),
 ]
 
@@ -65,20 +67,19 @@ IN_PLACE = [
 @pytest.mark.parametrize(("node", "name", "args"), SPELLINGS, ids=[f"{i}-{row[1]}" for i, row in enumerate(SPELLINGS)])
 def test_one_name(node, name, args):
     call = spell(node)
-    assert call.name == name and not call.writes
+    assert call.name == name and not written(node)
     assert {key: call.args[key] for key in args} == args
 
 
 @pytest.mark.parametrize(("node", "name"), IN_PLACE, ids=[f"{i}-{row[1]}" for i, row in enumerate(IN_PLACE)])
 def test_in_place_forms(node, name):
-    call = spell(node)
-    assert call.name == name and call.writes == ("x",)
+    assert spell(node).name == name and written(node) == (node.args[0],)
 
 
 def reading(function, *args):
     graph = capture(function, *args).graph
-    canon = Canonical(graph)
-    return canon, {node.name: node for node in graph.nodes}, graph.output_node()
+    read = Reading(graph)
+    return read, {node.name: node for node in graph.nodes}, graph.output_node()
 
 
 def test_reader_after_a_write_reads_the_writer():
@@ -88,10 +89,10 @@ def test_reader_after_a_write_reads_the_writer():
         out.add_(bias)
         return out.relu(), before
 
-    canon, nodes, _ = reading(run, torch.randn(3), torch.randn(3))
-    assert canon.call(nodes["relu"])["x"] is nodes["add_"]
-    assert canon.call(nodes["before"])["x"] is nodes["out"]
-    assert not canon.hazards
+    read, nodes, _ = reading(run, torch.randn(3), torch.randn(3))
+    assert read.call(nodes["relu"])["x"] is nodes["add_"]
+    assert read.call(nodes["before"])["x"] is nodes["out"]
+    assert not read.hazards
 
 
 def test_item_assignment_is_a_value():
@@ -100,10 +101,10 @@ def test_item_assignment_is_a_value():
         inverse[perm] = torch.arange(3)
         return inverse + 1
 
-    canon, nodes, _ = reading(run, torch.tensor([2, 0, 1]))
-    put = canon.named(canon.call(nodes["add"])["x"], "index_put")
+    read, nodes, _ = reading(run, torch.tensor([2, 0, 1]))
+    put = read.named(read.call(nodes["add"])["x"], "index_put")
     assert put is not None and put["index"].op == "placeholder"
-    assert canon.operand(canon.call(nodes["add"])["x"]) is nodes["inverse"]
+    assert read.operand(read.call(nodes["add"])["x"]) is nodes["inverse"]
 
 
 def test_read_through_another_view_is_a_hazard():
@@ -113,8 +114,8 @@ def test_read_through_another_view_is_a_hazard():
         x.mul_(3)
         return half * 2
 
-    canon, _, _ = reading(run, torch.randn(4))
-    (hazard,) = (h for h in canon.hazards.values() if h.reader.op != "output")
+    read, _, _ = reading(run, torch.randn(4))
+    (hazard,) = (h for h in read.hazards.values() if h.reader.op != "output")
     assert (hazard.operand.name, hazard.writer.name) == ("half", "mul_")
 
 
@@ -124,8 +125,8 @@ def test_write_through_a_view_spoils_the_base():
         x[:2].mul_(3)
         return x * 2
 
-    canon, _, _ = reading(run, torch.randn(4))
-    assert [hazard.writer.name for hazard in canon.hazards.values()] == ["mul_"]
+    read, _, _ = reading(run, torch.randn(4))
+    assert [hazard.writer.name for hazard in read.hazards.values()] == ["mul_"]
 
 
 def test_view_taken_after_the_write_is_no_hazard():
@@ -134,8 +135,8 @@ def test_view_taken_after_the_write_is_no_hazard():
         x.mul_(3)
         return x[:2] * 2
 
-    canon, _, _ = reading(run, torch.randn(4))
-    assert not canon.hazards
+    read, _, _ = reading(run, torch.randn(4))
+    assert not read.hazards
 
 
 def test_a_copy_is_no_alias():
@@ -145,17 +146,17 @@ def test_a_copy_is_no_alias():
         x.mul_(3)
         return kept * 2 + x
 
-    canon, _, _ = reading(run, torch.randn(4))
-    assert not canon.hazards
+    read, _, _ = reading(run, torch.randn(4))
+    assert not read.hazards
 
 
 def test_same_through_reshapes_and_equal_calls():
     def run(x):
         return x.view(-1).sort()[1] // 2, x.reshape(2, 6).flatten().sort()[1] // 2, x.view(-1).sort()[1] // 3
 
-    canon, _, output = reading(run, torch.randn(3, 4))
+    read, _, output = reading(run, torch.randn(3, 4))
     one, two, three = output.args[0]
-    assert canon.same(one, two) and not canon.same(one, three)
+    assert read.same(one, two) and not read.same(one, three)
 
 
 def test_written_between():
@@ -165,9 +166,9 @@ def test_written_between():
         x.add_(1)
         return y.relu(), x
 
-    canon, nodes, _ = reading(run, torch.randn(4))
-    assert canon.written_between(nodes["x"], nodes["relu"]) is nodes["add_"]
-    assert canon.written_between(nodes["x"], nodes["y"]) is None
+    read, nodes, _ = reading(run, torch.randn(4))
+    assert read.memory.written_between(nodes["x"], nodes["x"], nodes["relu"]) is nodes["add_"]
+    assert read.memory.written_between(nodes["x"], nodes["x"], nodes["y"]) is None
 
 
 def test_symbolic_sizes():
@@ -175,3 +176,75 @@ def test_symbolic_sizes():
     value = next(n for n in graph.nodes if n.op == "placeholder" and isinstance(n.meta["example_value"], torch.Tensor))
     size = value.meta["example_value"].shape[0]
     assert equal_sizes(size * 2, 2 * size) and not equal_sizes(size, size + 1) and equal_sizes(3, 3)
+
+
+WRITERS = [
+    (node_of(F.embedding, torch.zeros(3, dtype=torch.long), X, max_norm=1.0), 2),
+    (node_of(F.embedding, torch.zeros(3, dtype=torch.long), X), 0),
+    (node_of(F.batch_norm, X, torch.zeros(6), torch.ones(6), training=True), 3),
+    (node_of(F.relu, X, inplace=True), 1),
+    (node_of(F.leaky_relu, X, 0.1, True), 1),
+    (node_of(F.relu, X), 0),
+    (node_of("stride", X, method=True), 0),
+    (node_of("view", X, 2, 12, method=True), 0),
+    (node_of(torch.sort, X), 0),
+    (node_of(lambda x: x, X), 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("node", "count"),
+    WRITERS,
+    ids=[f"{i}-{getattr(row[0].target, '__name__', row[0].target)}" for i, row in enumerate(WRITERS)],
+)
+def test_how_many_operands_are_written(node, count):
+    assert len(written(node)) == count
+
+
+@pytest.mark.parametrize(
+    ("dtype", "count", "fits"),
+    [
+        (torch.bool, 2, True),
+        (torch.bool, 3, False),
+        (torch.int8, 128, True),
+        (torch.int8, 129, False),
+        (torch.uint8, 256, True),
+        (torch.bfloat16, 257, True),
+        (torch.bfloat16, 258, False),
+        (torch.float32, 1 << 24, True),
+        (torch.float32, (1 << 24) + 2, False),
+        (torch.int64, 1 << 40, True),
+    ],
+    ids=str,
+)
+def test_a_dtype_that_holds_every_id(dtype, count, fits):
+    assert holds(dtype, count) is fits
+
+
+@pytest.mark.parametrize(
+    ("dtype", "floor", "fits"),
+    [
+        (torch.float32, torch.bfloat16, True),
+        (torch.bfloat16, torch.bfloat16, True),
+        (torch.float16, torch.bfloat16, False),
+        (torch.bfloat16, torch.float16, False),
+        (torch.float8_e4m3fn, torch.float16, False),
+        (torch.bfloat16, torch.float32, False),
+    ],
+    ids=str,
+)
+def test_a_cast_that_loses_nothing_of_the_hidden_states(dtype, floor, fits):
+    assert no_narrower(dtype, floor) is fits
+
+
+@pytest.mark.parametrize(
+    "write", [lambda x: x.t_(), lambda x: x.unsqueeze_(0), lambda x: x.squeeze_()], ids=["t_", "unsqueeze_", "squeeze_"]
+)
+def test_a_changed_geometry_is_seen(write):
+    def run(x):
+        x = x + 1
+        write(x)
+        return x * 2
+
+    assert reading(run, torch.randn(4, 6))[0].reshaper is not None
+    assert reading(lambda x: (x + 1).add_(1), torch.randn(4, 6))[0].reshaper is None

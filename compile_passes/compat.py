@@ -1,0 +1,329 @@
+"""Every private or version-dependent part of torch that the passes use, behind a feature test with a stated fallback.
+
+Importing this module imports neither Dynamo nor Inductor's compiler.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import CodeType
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+
+try:
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+except ImportError:  # then Inductor asks no pass for an identity, and any callable will do
+
+    class CustomGraphPass:  # type: ignore[no-redef]
+        """What Inductor takes for a pass with an identity."""
+
+
+__all__ = [
+    "CustomGraphPass",
+    "LostFrame",
+    "break_reason",
+    "can_restart_with_constants",
+    "compiling_apart",
+    "control_exceptions",
+    "counters",
+    "fake_mode_of",
+    "feature",
+    "inductor",
+    "inductor_options",
+    "inductor_setting",
+    "is_ahead_of_time",
+    "is_plain",
+    "is_tracing",
+    "mode_options",
+    "patch_inductor",
+    "register_backend",
+    "restart_with_constants",
+    "sdpa_kernel",
+    "statically_known_true",
+    "trace_artifact",
+]
+
+
+@cache
+def feature(module: str, name: str) -> Any:
+    """``name`` of ``module``, or None where this torch has no such module or name."""
+    try:
+        return getattr(import_module(module), name, None)
+    except ImportError:
+        return None
+
+
+# ---- graphs: symbolic sizes, fake tensors, breaks
+
+
+def statically_known_true(condition: bool | torch.SymBool) -> bool:
+    """Whether ``condition`` holds for every value of the symbols in it; adds no guard. Without torch's test: no."""
+    if isinstance(condition, bool):
+        return condition
+    known = feature("torch.fx.experimental.symbolic_shapes", "statically_known_true")
+    return known is not None and bool(known(condition))
+
+
+def fake_mode_of(value: Any) -> Any:
+    """The mode that a fake tensor was made under, or None. The tracing context has another one when passes run."""
+    kind = feature("torch._subclasses.fake_tensor", "FakeTensor")
+    return value.fake_mode if kind is not None and isinstance(value, kind) else None
+
+
+def is_plain(value: torch.Tensor) -> bool:
+    """Whether ``value`` is a tensor like any other: no unknown subclass, no value of a function transform (vmap, grad).
+
+    Without torch's test for the latter, a tensor of a graph is plain only when it is a fake one, as those are not.
+    """
+    fake = feature("torch._subclasses.fake_tensor", "FakeTensor")
+    if fake is not None and type(value) is fake:
+        return True
+    wrapped = feature("torch._C._functorch", "is_functorch_wrapped_tensor")
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and wrapped is not None and not wrapped(value)
+
+
+def sdpa_kernel(mode: Any, tensors: Sequence[torch.Tensor | None], **options: Any) -> str:
+    """Which kernel `scaled_dot_product_attention` chooses for (query, key, value, attn_mask) and its options.
+
+    Where torch cannot be asked, the answer names the options, so that no two different calls get the same one.
+    """
+    choice = getattr(torch, "_fused_sdp_choice", None)
+    if choice is None:
+        return f"unknown for {sorted(options.items())}"
+    from torch.nn.attention import SDPBackend
+
+    with mode or nullcontext(), torch.no_grad():
+        return SDPBackend(choice(*tensors, **options)).name
+
+
+def break_reason(gm: fx.GraphModule) -> tuple[str, str, tuple[tuple[str, str], ...]] | None:
+    """Why Dynamo ended this graph early, where (``file:line``), and in which (file, function) frames, outermost first.
+
+    None for a graph that returned.
+    """
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not getattr(reason, "graph_break", False):
+        return None
+    stack = getattr(reason, "user_stack", None) or ()
+    where = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "unknown location"
+    return str(reason.reason), where, tuple((frame.filename, frame.name) for frame in stack)
+
+
+# ---- Dynamo: exceptions that steer it, restarts, counters, backends
+
+
+@cache
+def control_exceptions() -> tuple[type[Exception], ...]:
+    """Exceptions by which a backend steers Dynamo (trace again, leave this frame alone): never to be swallowed."""
+    names = ("RestartAnalysis", "TensorifyScalarRestartAnalysis", "SkipFrame")
+    kinds = [feature("torch._dynamo.exc", name) for name in names]
+    return tuple(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Exception))
+
+
+def can_restart_with_constants(numbers: Sequence[torch.SymFloat]) -> bool:
+    """Whether Dynamo is compiling and has not yet made these numbers constants. Never, where it cannot be told to."""
+    state = feature("torch._dynamo.symbolic_convert", "TensorifyState")
+    restart = feature("torch._dynamo.exc", "TensorifyScalarRestartAnalysis")
+    context = feature("torch._guards", "TracingContext")
+    if not numbers or state is None or restart is None or context is None or is_ahead_of_time():
+        return False
+    return context.try_get() is not None and not all(map(state.should_specialize, _symbol_names(numbers)))
+
+
+def restart_with_constants(numbers: Sequence[torch.SymFloat]) -> NoReturn:
+    """Make Dynamo trace again with these numbers as constants, guarded by their values.
+
+    ``dynamic=True`` turns the float attributes of modules (a clamp limit, a routed scaling factor) into graph inputs.
+    This is the mechanism by which Inductor itself gets rid of those that it cannot keep symbolic. Only after
+    `can_restart_with_constants` has answered yes.
+    """
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+    from torch._dynamo.symbolic_convert import TensorifyState
+
+    for name in _symbol_names(numbers):
+        TensorifyState.specialize(name)
+    raise TensorifyScalarRestartAnalysis
+
+
+def _symbol_names(numbers: Sequence[torch.SymFloat]) -> list[str]:
+    return sorted({str(symbol) for number in numbers for symbol in number.node._expr.free_symbols})
+
+
+_own_counters: defaultdict[str, Counter[str]] = defaultdict(Counter)
+
+
+def counters() -> Any:
+    """``torch._dynamo.utils.counters``: section -> name -> count; counters of our own where torch has none."""
+    theirs = feature("torch._dynamo.utils", "counters")
+    return _own_counters if theirs is None else theirs
+
+
+def register_backend(function: Callable[..., Any], name: str) -> None:
+    """Make ``torch.compile(backend=name)`` find ``function`` where no installed entry point already does.
+
+    Dynamo registers what it loads from an entry point itself, and refuses a name that is registered already.
+    """
+    from torch._dynamo.backends import registry
+
+    if name not in registry.list_backends(exclude_tags=()):
+        registry.register_backend(function, name)
+
+
+# ---- the structured trace
+
+
+def is_tracing() -> bool:
+    """Whether somebody collects the structured trace, so that the texts for it are worth making. Else: no."""
+    trace_log = feature("torch._logging._internal", "trace_log")
+    return bool(getattr(trace_log, "handlers", ()))
+
+
+def trace_artifact(name: str, text: str) -> None:
+    """Add a text to the structured trace (``TORCH_TRACE``), where tlparse shows it next to torch's own graphs."""
+    trace = feature("torch._logging", "trace_structured")
+    if trace is not None:
+        trace("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)
+
+
+# ---- Inductor
+
+
+def mode_options(mode: str | None, dynamic: bool | None) -> dict[str, Any]:
+    """The Inductor options that ``torch.compile(mode=mode)`` stands for."""
+    if mode is None or mode == "default":
+        return {}
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode, dynamic))
+
+
+def inductor_options(options: dict[str, Any]) -> dict[str, Any]:
+    """``options`` of torch.compile as Inductor configuration entries.
+
+    Where torch's own wrapper is missing, names are taken as they are, and Inductor's configuration rejects wrong ones.
+
+    Raises:
+        RuntimeError: an option that Inductor does not have, or of the wrong type.
+    """
+    wrapper = getattr(torch, "_TorchCompileInductorWrapper", None)
+    if wrapper is None:
+        return {name.replace("-", "_"): value for name, value in options.items()}
+    return dict(wrapper(None, options, None).config)
+
+
+def inductor_setting(name: str) -> Any:
+    """Present value of an Inductor configuration entry; None for an entry that it does not have."""
+    from torch._inductor import config
+
+    return getattr(config, name, None)
+
+
+def patch_inductor(settings: dict[str, Any]) -> Any:
+    """Context manager that changes Inductor's configuration inside it."""
+    from torch._inductor import config
+
+    return config.patch(settings)
+
+
+def inductor(gm: fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any]) -> Callable[..., Any]:
+    """Compile a Dynamo graph with Inductor under ``settings``."""
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Any = compile_fx(gm, list(inputs), config_patches=settings)
+    function: Callable[..., Any] = compiled
+    return function
+
+
+def is_ahead_of_time() -> bool:
+    """Whether AOTInductor is compiling, for which no gradient is ever needed. Where it cannot be asked: no."""
+    module = sys.modules.get("torch._inductor.virtualized")
+    return getattr(getattr(module, "V", None), "aot_compilation", False) is True
+
+
+@dataclass(frozen=True)
+class LostFrame:
+    """A Python frame that Dynamo gave back to the interpreter: its name, ``file:line``, why, and at which line."""
+
+    name: str
+    location: str
+    reason: str
+    where: str
+
+
+@contextmanager
+def compiling_apart(
+    backend: Callable[..., Any], model: Callable[..., Any]
+) -> Iterator[tuple[dict[str, Any], list[LostFrame]]]:
+    """Compiling ``model`` with ``backend`` inside the block leaves no trace: caches, size history, counters, marks.
+
+    Other compiled functions keep what they have, also where they share code with what is compiled here.
+
+    Yields:
+        Arguments for torch.compile, and a list that holds the frames that were not compiled once the block has ended.
+    """
+    from torch._dynamo import config, convert_frame, pgo, utils
+
+    def codes() -> dict[int, CodeType]:  # by identity: the code that Dynamo makes may hold constants without a hash
+        trackers = (convert_frame.input_codes, convert_frame.output_codes)
+        return {id(code): code for tracker in trackers for ref in tracker.seen if (code := ref()) is not None}
+
+    lost: list[LostFrame] = []
+    marked = hasattr(model, "_is_torch_compile")  # torch.compile(module) writes it on the module
+    apart = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+    limits = {"accumulated_recompile_limit": 1 << 30} | ({} if apart else {"recompile_limit": 1 << 30})
+    before, counts = codes(), {section: Counter(entries) for section, entries in utils.counters.items()}
+    with config.patch(limits), _replaced(pgo, "_CODE_STATE", None), _replaced(pgo, "_INIT_CODE_STATE", None):
+        with _replaced(utils, "_compilation_metrics", deque()) as metrics:
+            try:
+                yield ({"isolate_recompiles": True} if apart else {}), lost
+            finally:
+                for entry in metrics:
+                    if not getattr(entry, "has_guarded_code", True) and getattr(entry, "fail_reason", None):
+                        where = f"{entry.fail_user_frame_filename}:{entry.fail_user_frame_lineno}"
+                        location = f"{entry.co_filename}:{entry.co_firstlineno}"
+                        lost.append(LostFrame(str(entry.co_name), location, str(entry.fail_reason), where))
+                _forget(backend, codes(), before)
+                if not marked:
+                    getattr(model, "__dict__", {}).pop("_is_torch_compile", None)
+                utils.counters.clear()
+                utils.counters.update(counts)
+
+
+def _forget(backend: Callable[..., Any], codes: dict[int, CodeType], known: dict[int, CodeType]) -> None:
+    """Drop what ``backend`` compiled; code that was not known before loses its marks too (skipped, run as it is)."""
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
+    from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+    for key, code in codes.items():
+        entries = _debug_get_cache_entry_list(code)
+        ours = [entry for entry in entries if getattr(entry.backend, "compiler_fn", entry.backend) is backend]
+        if len(ours) == len(entries) and (ours or key not in known):
+            reset_code(code)
+        else:
+            for entry in ours:
+                state = entry.guard_manager.extra_state
+                if state is not None:
+                    state.invalidate(entry, DeletedGuardManagerWrapper("explained"))
+
+
+@contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[Any]:
+    """A private variable of torch replaced inside the block, where this release has it."""
+    missing = object()
+    old = getattr(module, name, missing)
+    if old is not missing:
+        setattr(module, name, value)
+    try:
+        yield value
+    finally:
+        if old is not missing:
+            setattr(module, name, old)

@@ -1,0 +1,178 @@
+"""The last recogniser: it never matches, it names the MoE forms that no other recogniser reads.
+
+A block that nothing reports is a block that nobody mends. What all forms have in common is looked for: two products
+with an activation between them, weights that come straight from the graph's inputs, and a routing value (what a topk,
+an argmax, a one-hot or a softmax over the experts gives) that chooses the weights, chooses or weighs the rows before
+the first product, or chooses or weighs the results after the second.
+
+    gathered   weight[ids], then einsum, matmul or bmm
+    dense      a product with all stacked weights, for every token
+    loop       separate weights [N, K] of every expert, on the tokens of a mask or on all of them
+    capacity   rows moved to [expert, slot] and back by products with a one-hot
+    opaque     a custom operator that takes the experts' weights, or is called after them
+
+Each needs more than one expert, so that a plain MLP under a gate is none; attention has no activation between its
+products, LoRA none either, ensembles have no routing value, and product keys gather vectors instead of matrices.
+
+One walk in graph order; every node is looked at a bounded number of times.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import fx
+
+from compile_passes.match import Refusal
+from compile_passes.patterns.flow import Evidence, Flow, Pair, Route, rank_of, shape_of
+from compile_passes.reading import Reading
+from compile_passes.vocabulary import equal_sizes
+
+_OWN = ("aten", "prims", "prim", "moe_ops", "transformers", "higher_order", "profiler", "inductor", "c10d")
+_MOE_NAME = re.compile(r"moe|expert", re.IGNORECASE)
+
+_CALL = "moe_ops.fused_experts(hidden_states, gate_up_proj, down_proj, topk_weights, topk_ids)"
+
+
+def name_forms(reading: Reading, taken: set[fx.Node]) -> list[Refusal]:
+    """A refusal for every MoE block in a form that is not fused, in graph order, one for each block.
+
+    Args:
+        taken: nodes of the blocks that are reported already; a block with a product among them is left out.
+    """
+    flow = Flow()
+    for node in reading.graph.nodes:
+        flow.visit(node)
+    found = _stacked(flow, taken) + _siblings(flow, taken) + _opaque(flow, taken)
+    return sorted(found, key=lambda refusal: reading.order[refusal.node])
+
+
+def _stacked(flow: Flow, taken: set[fx.Node]) -> list[Refusal]:
+    """Blocks whose products take the stacked weights of all experts, or weights gathered by expert ids."""
+    found: dict[Any, Refusal] = {}
+    for pair in flow.pairs:
+        if pair.up in taken or pair.down in taken or flow.stacked(pair.up) is None or flow.stacked(pair.down) is None:
+            continue
+        up, down = flow.products[pair.up], flow.products[pair.down]
+        if up in flow.gathered and down in flow.gathered:
+            found.setdefault((pair.down, "gathered"), _gathered(pair, flow))
+            continue
+        experts = shape_of(down)[0]
+        if up in flow.gathered or down in flow.gathered or not equal_sizes(experts, shape_of(up)[0]):
+            continue
+        for evidence in flow.evidence(pair):
+            if _routes_to(evidence.route, experts):
+                capacity = evidence.by == "product" and evidence.before
+                found.setdefault((evidence.route.source, "dense"), (_capacity if capacity else _dense)(pair, evidence))
+                break
+    return list(found.values())
+
+
+def _siblings(flow: Flow, taken: set[fx.Node]) -> list[Refusal]:
+    """Blocks whose experts are separate products with matrices, held together by one router."""
+    inner = {pair.up for pair in flow.pairs}
+    blocks: dict[fx.Node, dict[fx.Node, Evidence]] = {}
+    for pair in flow.pairs:
+        if pair.down in inner or pair.up in taken or pair.down in taken:
+            continue
+        if rank_of(flow.products[pair.up]) != 2 or rank_of(flow.products[pair.down]) != 2:
+            continue
+        for evidence in flow.evidence(pair):
+            blocks.setdefault(evidence.route.source, {}).setdefault(pair.down, evidence)
+    named: set[fx.Node] = set()
+    found = []
+    for experts in blocks.values():
+        experts = {down: evidence for down, evidence in experts.items() if down not in named}
+        roots = {flow.products[down] for down in experts}
+        if not experts or len({str(shape_of(root)) for root in roots}) > 1:
+            continue
+        first, evidence = next(iter(experts.items()))
+        if _routes_to(evidence.route, len(roots)):
+            named.update(experts)
+            stacked = rank_of(flow.weight[flow.products[first]]) >= 3
+            found.append(_loop(first, len(roots), evidence, stacked))
+    return found
+
+
+def _opaque(flow: Flow, taken: set[fx.Node]) -> list[Refusal]:
+    """Custom operators that hide a block."""
+    found = []
+    for node in flow.operators:
+        operands = node.all_input_nodes
+        weights = [flow.weight[operand] for operand in operands if operand in flow.weight and rank_of(operand) >= 3]
+        routed = any(operand in flow.route for operand in operands)
+        hides = routed and len(set(weights)) >= 2 and len({str(shape_of(weight)[0]) for weight in weights}) == 1
+        if node not in taken and _is_custom(node) and (hides or _MOE_NAME.search(_qualified(node))):
+            found.append(
+                Refusal(
+                    node,
+                    f"The custom operator {_qualified(node)} hides the experts: what it computes is not in the graph.",
+                    "Nothing to do if it is a fused kernel that you want. Else call the code inside it directly, so "
+                    f"that it is traced, or call {_CALL}.",
+                )
+            )
+    return found
+
+
+def _gathered(pair: Pair, flow: Flow) -> Refusal:
+    ids = flow.gathered[flow.products[pair.down]]
+    return Refusal(
+        pair.down,
+        f"The expert weights are gathered for every routed row (weight[{ids.name}]), and multiplied by a product that "
+        "is not fused in this spelling.",
+        f"Give the stacked weights to {_CALL}, which reads them in place.",
+    )
+
+
+def _dense(pair: Pair, evidence: Evidence) -> Refusal:
+    weighted = evidence.before and evidence.by == "mul"
+    return Refusal(
+        pair.down,
+        "Every token is multiplied by the weights of all experts, and the routing weights pick from the results"
+        + (" (here they multiply the input)." if weighted else "."),
+        f"Call {_CALL[:-1]}{', weight_on_input=True' if weighted else ''}) with the ids that topk selects: it computes "
+        "the selected experts alone.",
+    )
+
+
+def _capacity(pair: Pair, evidence: Evidence) -> Refusal:
+    return Refusal(
+        pair.down,
+        "Rows are moved to their experts by a product with a one-hot or dispatch mask (GShard): it costs tokens x "
+        "experts x capacity, and is not fused.",
+        f"Call {_CALL} with the ids and weights that make the mask: there is no capacity to exceed, and a pair with "
+        "the id -1 is dropped.",
+    )
+
+
+def _loop(down: fx.Node, experts: int, evidence: Evidence, stacked: bool) -> Refusal:
+    if evidence.before and evidence.by == "product":
+        how = "on the rows that a product with a one-hot or dispatch mask (GShard) gives it"
+    elif evidence.before and evidence.by != "mul":
+        how = "on the rows that a mask, an index or a split selects"
+    else:
+        how = "on every token, and the router picks from the results"
+    stack = "" if stacked else "Stack the weights once, as [E, 2I, H] (gate, then up) and [E, H, I], and "
+    return Refusal(
+        down,
+        f"{experts} experts run one after the other, each with its own products, {how}.",
+        f"{stack}{'replace' if stack else 'Replace'} the loop by one call, {_CALL}.",
+    )
+
+
+def _is_custom(node: fx.Node) -> bool:
+    return _qualified(node).split("::")[0] not in _OWN
+
+
+def _qualified(node: fx.Node) -> str:
+    target = node.target
+    name = target._schema.name if isinstance(target, torch._ops.OpOverload) else target._qualified_op_name  # type: ignore[union-attr]
+    return str(name)
+
+
+def _routes_to(route: Route, experts: Any) -> bool:
+    """Whether a routing value tells ``experts`` experts apart, and there is more than one."""
+    sizes = (route.scored, *shape_of(route.source)[-1:])
+    return not equal_sizes(experts, 1) and any(equal_sizes(size, experts) for size in sizes)

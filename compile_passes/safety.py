@@ -1,0 +1,214 @@
+"""What has to hold around a block, beyond its arithmetic, for one operator at its end to be able to replace it.
+
+Each check takes the nodes that would go (``region``) and the values that the operator would read (``inputs``), and
+answers with a `Refusal` when the graph does not prove what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import torch
+from torch import fx
+
+from compile_passes.compat import is_plain
+from compile_passes.match import Refusal
+from compile_passes.reading import Reading
+from compile_passes.vocabulary import example, size_of
+
+Pairs = frozenset[tuple[fx.Node, fx.Node]]
+
+_CREATES = frozenset({"zeros", "zeros_like", "empty", "empty_like", "metadata"})
+_OUT_OF_PLACE = "Use the out-of-place form of this operation, or move it after the block."
+
+
+def unknown_tensors(reading: Reading, region: Collection[fx.Node], inputs: Iterable[fx.Node]) -> Refusal | None:
+    """A refusal when a tensor of the block is of a type that the operators do not know, or of a function transform."""
+    for node in (*inputs, *region):
+        value = example(node)
+        if value is not None and not is_plain(value):
+            kind = type(value).__name__
+            what = "a value of a function transform (vmap, grad, jvp)" if kind == "Tensor" else f"of the type {kind}"
+            return Refusal(
+                node, f"{node.name} is {what}, which the operators do not know.",
+                "Pass plain tensors, or leave this block as it is.",
+            )  # fmt: skip
+    return None
+
+
+def different_scope(reading: Reading, region: Collection[fx.Node]) -> Refusal | None:
+    """A refusal when the block's nodes run under different modes, or inside of a function transform.
+
+    Gradient modes and autocast are no part of this: what they do shows in the results' requires_grad and dtype.
+    """
+    scopes = {reading.scopes[node]: node for node in region if node in reading.scopes}
+    for scope, node in scopes.items():
+        transform = next((opener for opener in scope if reading.opens_transform(opener)), None)
+        if transform is not None:
+            return Refusal(
+                node, f"The block runs inside of a function transform ({transform.name}), for which the operators "
+                "have no rule.", "Call torch.vmap, torch.func.grad or jvp on code around the block only.",
+            )  # fmt: skip
+    if len(scopes) > 1:
+        node = max(scopes.values(), key=reading.order.__getitem__)
+        return Refusal(
+            node, "Parts of the block run under different modes of torch.", "Put the whole block under one context."
+        )
+    return None
+
+
+def changed_memory(
+    reading: Reading, region: Collection[fx.Node], inputs: Iterable[fx.Node], output: fx.Node, site: fx.Node
+) -> Pairs | Refusal:
+    """Whether the values that the operator reads at ``site`` are still those that the block read.
+
+    Where a gradient is needed, nothing that the operator saves may be overwritten later either.
+
+    Returns:
+        A refusal, or the pairs (input that is overwritten, input that is read) which have to be memory apart: two
+        inputs of a graph may be views of one storage, which the fake tensors of this call do not show.
+    """
+    read = [value for value in dict.fromkeys((*inputs, *_read_from_outside(reading, region))) if _is_memory(value)]
+    problem = _spoiled(reading, region) or _writes_elsewhere(reading, region, output)
+    if problem is not None:
+        return problem
+    saved = _requires_grad(reading, output)
+    end = None if saved else site
+    for value in read:
+        writer = reading.memory.written_between(value, value, end)
+        if writer is not None and writer not in region:
+            when = (
+                "before the MoE block has finished with it"
+                if _before(reading, writer, site)
+                else ("after the MoE block, which keeps it for the backward pass")
+            )
+            return Refusal(writer, f"{writer.name} overwrites {value.name} {when}.", _OUT_OF_PLACE)
+    return _apart(reading, region, read, end)
+
+
+def _before(reading: Reading, one: fx.Node, other: fx.Node) -> bool:
+    return reading.order[one] < reading.order[other]
+
+
+def _is_memory(value: fx.Node) -> bool:
+    return not isinstance(size_of(value), bool | int | float | torch.SymInt | torch.SymFloat | torch.Size)
+
+
+def _read_from_outside(reading: Reading, region: Collection[fx.Node]) -> list[fx.Node]:
+    """The values that the nodes of the region read and do not compute."""
+    found: list[fx.Node] = []
+    for node in region:
+        call = reading.call(node)
+        if call is not None:
+            fx.map_arg(tuple(call.args.values()), found.append)
+    return [value for value in found if value not in region]
+
+
+def _spoiled(reading: Reading, region: Collection[fx.Node]) -> Refusal | None:
+    hazard = next((reading.hazards[node] for node in region if node in reading.hazards), None)
+    if hazard is None:
+        return None
+    return Refusal(
+        hazard.writer, f"{hazard.writer.name} overwrites memory that {hazard.reader.name} reads through another view.",
+        "Use the out-of-place form of this operation.",
+    )  # fmt: skip
+
+
+def _writes_elsewhere(reading: Reading, region: Collection[fx.Node], output: fx.Node) -> Refusal | None:
+    """A refusal when the block writes memory that somebody else sees: the replacement would not."""
+    for writer in region:
+        for target in reading.memory.writes.get(writer, ()):
+            seen = next(
+                (user for name in reading.memory.names(target) for user in name.users
+                 if user not in region and not _before(reading, user, writer) and user is not writer
+                 and not reading.reads_after(user, name, output)), None,
+            )  # fmt: skip
+            if reading.memory.is_outside(target) or seen is not None:
+                whose = "an input of the graph" if seen is None else f"memory that {seen.name} reads"
+                return Refusal(
+                    writer, f"{writer.name}, inside the MoE block, writes {whose}.",
+                    "Write into memory of the block's own, and copy the result.",
+                )  # fmt: skip
+    return None
+
+
+def _apart(
+    reading: Reading, region: Collection[fx.Node], read: Iterable[fx.Node], end: fx.Node | None
+) -> Pairs | Refusal:
+    """The pairs of graph inputs, one written and one read by the block, that nothing proves to be different memory."""
+    start = min(region, key=reading.order.__getitem__)
+    writes = [(writer, origin) for writer, target in reading.memory.outside_writes(start, end)
+              for origin in reading.memory.origins(target)]  # fmt: skip
+    if not writes:
+        return frozenset()
+    pairs: set[tuple[fx.Node, fx.Node]] = set()
+    for value in read:
+        for origin in reading.memory.origins(value):
+            for writer, written in writes:
+                if reading.memory.shares(written) & reading.memory.shares(origin):
+                    continue  # the same memory for certain; what is written there was looked at
+                if origin.op != "placeholder" or written.op != "placeholder":
+                    return Refusal(
+                        writer, f"{writer.name} writes {written.name}, which cannot be proved not to be the memory of "
+                        f"{origin.name}, a value that the MoE block reads.", _OUT_OF_PLACE,
+                    )  # fmt: skip
+                pairs.add((written, origin))
+    return frozenset(pairs)
+
+
+def different_gradient(
+    reading: Reading, region: Collection[fx.Node], inputs: Collection[fx.Node], output: fx.Node, site: fx.Node
+) -> Refusal | None:
+    """A refusal when an operator at ``site`` would give ``inputs`` another gradient than the nodes of the region do.
+
+    The fake results say where the code lets gradients through: a value that does not require grad although one of its
+    operands does was computed under `no_grad`.
+    """
+    path = _float_path(reading, region, output)
+    sources = {value for node in path for value in _float_operands(reading, node) if value not in path}
+    expected = any(_requires_grad(reading, value) for value in sources & {*inputs}) and reading.grad_enabled(site)
+    cut = next((node for node in path if _cuts(reading, node)), None)
+    given = _requires_grad(reading, output)
+    if given != expected or (expected and cut is not None):
+        return Refusal(
+            cut or output, "Part of the block runs under torch.no_grad(), and gradients would flow through it after "
+            "fusion.", "Put the whole block, or nothing of it, under torch.no_grad().",
+        )  # fmt: skip
+    return None
+
+
+def _float_path(reading: Reading, region: Collection[fx.Node], output: fx.Node) -> set[fx.Node]:
+    """The nodes of the region through which a gradient could flow from ``output`` to its inputs."""
+    path: set[fx.Node] = set()
+    stack = [output]
+    while stack:
+        node = stack.pop()
+        if node in path or node not in region:
+            continue
+        path.add(node)
+        stack.extend(_float_operands(reading, node))
+    return path
+
+
+def _float_operands(reading: Reading, node: fx.Node) -> list[fx.Node]:
+    call = reading.call(node)
+    if call is None or call.name in _CREATES:
+        return []
+    found: list[fx.Node] = []
+    fx.map_arg(tuple(call.args.values()), found.append)
+    return [value for value in found if any(part.dtype.is_floating_point for part in _parts(reading, value))]
+
+
+def _cuts(reading: Reading, node: fx.Node) -> bool:
+    needed = any(_requires_grad(reading, value) for value in _float_operands(reading, node))
+    return needed and not _requires_grad(reading, node)
+
+
+def _parts(reading: Reading, node: fx.Node) -> list[torch.Tensor]:
+    """The fake tensors of a value: of the tensor that it was written to, when it has no name of its own."""
+    value = size_of(reading.operand(node))
+    return [part for part in (value if isinstance(value, list | tuple) else (value,)) if isinstance(part, torch.Tensor)]
+
+
+def _requires_grad(reading: Reading, node: fx.Node) -> bool:
+    return any(part.requires_grad for part in _parts(reading, node))

@@ -1,0 +1,155 @@
+"""Which MoE blocks of a model are in no graph, or in pieces: what capture saw, held against the modules of the model.
+
+A recogniser reads graphs. A block that runs in a function that Dynamo left to Python, or that a graph break cuts, is in
+none of them as a whole, so that no recogniser can say a word about it. The weights of the experts tell: they are inputs
+of the graphs that compute with them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx, nn
+
+from compile_passes.loops import ExpertGroup
+from compile_passes.match import location, module_of
+
+_WALK = 400
+# How Dynamo calls the rest of a function behind a graph break.
+_RESUMED = re.compile(r"^torch_dynamo_resume_in_(.+)_at_\d+$")
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A place at which capture stopped: why, ``file:line``, and the (file, function) of every frame on the stack."""
+
+    reason: str
+    where: str
+    functions: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def line(self) -> str:
+        """``first line of the reason (file:line)``."""
+        return f"{first_line(self.reason)} ({self.where})"
+
+
+@dataclass
+class Seen:
+    """What went through the backend: the experts' weights in graphs, and those of the blocks that were reported.
+
+    Attributes:
+        experts: the blocks of the model.
+        in_graphs: ids of their weights that are in a graph.
+        reported: ids of their weights that a fused or refused block, or a call of ours, takes.
+        modules: paths of the modules in which such blocks are.
+    """
+
+    experts: list[ExpertGroup]
+    in_graphs: set[int] = field(default_factory=set)
+    reported: set[int] = field(default_factory=set)
+    modules: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._weights = {id(weight) for group in self.experts for weight in group.weights}
+        self._inputs: dict[str, int] = {}
+
+    def graph(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        """Remember which weights are inputs of a captured graph."""
+        names = [node.name for node in gm.graph.nodes if node.op == "placeholder"]
+        self._inputs = dict(zip(names, map(id, inputs), strict=False))
+        self.in_graphs |= self._weights.intersection(self._inputs.values())
+
+    def report(self, node: fx.Node) -> str:
+        """Remember the experts' weights next to ``node``, which belongs to a block that is reported.
+
+        Returns:
+            Path of the block's module. Where capture began inside the model, the graph alone knows a part of it.
+        """
+        path = module_of(node)
+        self.modules.add(path)
+        level, known = [node], {node}
+        while level and len(known) < _WALK:
+            # bodies of checkpointed regions call their inputs as the graph around them does
+            found = {self._inputs[value.name] for value in level if value.name in self._inputs} & self._weights
+            if found:
+                self.reported |= found
+                return next(group.name for group in self.experts if found & set(map(id, group.weights)))
+            level = [value for inner in level for value in inner.all_input_nodes if value not in known]
+            known.update(level)
+        return path
+
+    def is_reported(self, name: str, weights: Iterable[nn.Parameter] = ()) -> bool:
+        """Whether a block with these weights, or in the module of this name, is reported."""
+        inside = (path == name or path.startswith(f"{name}.") for path in self.modules if name)
+        return any(inside) or any(id(weight) in self.reported for weight in weights)
+
+
+def explanation(model: nn.Module, group: ExpertGroup, seen: Seen, stops: Sequence[Stop]) -> tuple[str, str] | None:
+    """(reason, cure) of a block that nothing reported; None when nothing is wrong with it: it was not run."""
+    near = _stop_inside(model, group, stops)
+    if not any(id(weight) in seen.in_graphs for weight in group.weights):
+        stop = near or next((stop for stop in stops if "HOP" in stop.reason), None) or next(iter(stops), None)
+        if stop is None:
+            return None
+        reason = f"None of its weights is in a captured graph: the code around it was left to Python, {stop.line}."
+        if "checkpoint" in stop.reason:
+            return f"The checkpointed region runs in Python. {reason}", (
+                "Nothing inside a checkpointed region may write to what is outside of it: leave out gradient "
+                "checkpointing, or what records values there (in transformers output_router_logits and its like)."
+            )
+        return reason, "Take away what stopped the capture there."
+    if near is not None:
+        return (
+            f"A graph break cuts the block in pieces: {near.line}.",
+            "Take away what stopped the capture there, or call moe_ops.fused_experts(hidden_states, gate_up_proj, "
+            "down_proj, topk_weights, topk_ids) in place of the experts.",
+        )
+    return (
+        "Its weights are in a captured graph, but not in a form in which experts are recognised.",
+        "Call moe_ops.fused_experts(hidden_states, gate_up_proj, down_proj, topk_weights, topk_ids) in its place.",
+    )
+
+
+def cut(node: fx.Node, breaks: Sequence[Stop]) -> Stop | None:
+    """The graph break in the function that ``node`` is from, if there is one: its block is cut there."""
+    file, _, rest = location(node).partition(":")
+    function = (file, _RESUMED.sub(r"\1", rest.rpartition(" in ")[2]))
+    for stop in breaks:
+        if stop.functions and function == (stop.functions[-1][0], _RESUMED.sub(r"\1", stop.functions[-1][1])):
+            return stop
+    return None
+
+
+def first_line(text: str) -> str:
+    """The first line of ``text`` that is not empty."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+
+
+def _stop_inside(model: nn.Module, group: ExpertGroup, stops: Sequence[Stop]) -> Stop | None:
+    """The first stop inside ``forward`` of the experts, of their modules, or of a module around them."""
+    for module in _inside_out(model, group):
+        try:
+            lines, first = inspect.getsourcelines(inspect.unwrap(type(module).forward))
+            file = inspect.getsourcefile(inspect.unwrap(type(module).forward))
+        except (OSError, TypeError):
+            continue
+        for stop in stops:
+            stop_file, _, line = stop.where.rpartition(":")
+            if stop_file == file and line.isdigit() and first <= int(line) < first + len(lines):
+                return stop
+    return None
+
+
+def _inside_out(model: nn.Module, group: ExpertGroup) -> Iterator[nn.Module]:
+    yield from group.module.modules()
+    name = group.name
+    while name:
+        name = name.rpartition(".")[0]
+        around = model.get_submodule(name)
+        # a router beside the experts, but not the other layers beside a layer
+        yield from around.children() if not isinstance(around, nn.ModuleList) and around is not model else ()
+        yield around

@@ -1,0 +1,121 @@
+"""Loops over experts are found by what the code does, not by what its comments say, and the advice is true."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from compile_passes.loops import cure, find_experts, find_loops
+from tests.corpus.families import build
+from tests.passes.blocks import E, H, I
+from tests.passes.test_backend import Loop
+
+
+class Stacked(nn.Module):
+    """Stacked expert weights; what runs them is in the classes below."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(E, I, H))
+        self.down = nn.Parameter(torch.randn(E, H, I))
+
+    def one(self, x, expert):
+        return (x @ self.up[expert].T).relu() @ self.down[expert].T
+
+
+class InAMethod(Stacked):
+    """The loop is in a method that forward calls."""
+
+    def forward(self, x, ids):
+        return self._loop(x, ids)
+
+    def _loop(self, x, ids):
+        out = torch.zeros_like(x)
+        for expert in ids.unique():
+            token, _ = torch.where(ids == expert)
+            out[token] += self.one(x[token], expert)
+        return out
+
+
+class While(Stacked):
+    """A while loop over sizes that were read on the host."""
+
+    def forward(self, x, ids):
+        sizes = ids.flatten().bincount().tolist()
+        while sizes:
+            x = self.one(x, sizes.pop())
+        return x
+
+
+class OnlyInTheText(Stacked):
+    """No loop over the data: only the words of one."""
+
+    def forward(self, x, ids):
+        """Instead of
+        for expert in hit.nonzero(): out.index_add_(0, *torch.where(mask))
+        """
+        # for expert in hit.nonzero().tolist(): the old form
+        how = "for expert in ids.unique().tolist()"
+        for layer in range(2):
+            x = torch.where(x > layer, x, -x)
+        return x @ self.up[0].T if how else x
+
+
+class InAnotherMethod(Stacked):
+    """The loop is in a method that forward does not call."""
+
+    def forward(self, x, ids):
+        return self.one(x, 0)
+
+    def counts(self, ids):
+        return [expert.item() for expert in ids] and list(ids.nonzero())
+
+    def loop(self, ids):
+        for expert in ids.nonzero():
+            self.counts(expert)
+
+
+class Holder(nn.Module):
+    """A layer with experts."""
+
+    def __init__(self, experts):
+        super().__init__()
+        self.experts = experts
+
+
+@pytest.mark.parametrize(
+    ("kind", "looping"), [(InAMethod, True), (While, True), (OnlyInTheText, False), (InAnotherMethod, False)]
+)
+def test_found_by_syntax(kind, looping):
+    assert [loop.name for loop in find_loops(Holder(kind()))] == ["experts"] * looping
+
+
+def test_advice_fits_the_weights():
+    stacked, listed = find_loops(Holder(While()))[0], find_loops(Loop())[0]
+    assert stacked.stacked and "stacked already" in cure(stacked)
+    assert not listed.stacked and cure(listed).startswith("Store the experts as stacked")
+    switchable = find_loops(build("mixtral", torch.float32, "eager"))[0]
+    assert switchable.switchable and "moe_ops.compile(model) switches it" in cure(switchable)
+
+
+class Projection(nn.Module):
+    """One projection of all experts, as jetmoe has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(E, I, H))
+
+
+class ParallelExperts(Projection):
+    """The same under a name that says what it is."""
+
+
+def test_experts_of_a_block_are_one_group():
+    two = nn.Module()
+    two.mlp = nn.Module()
+    two.mlp.input_linear, two.mlp.output_linear = ParallelExperts(), ParallelExperts()
+    groups = find_experts(two)
+    assert [(group.name, len(group.weights)) for group in groups] == [("mlp", 2)]
+    assert [(group.name, len(group.weights)) for group in find_experts(Loop())] == [("", 2 * E)]
+    assert find_experts(nn.Sequential(nn.Conv1d(4, 4, 3), Projection(), nn.Linear(4, 4))) == []
