@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from benchmarks import shapes as shape_table
-from benchmarks.results import RESULTS, ResultFile, current_commit
+from benchmarks.results import RESULTS, ResultFile, current_commit, new_path
 
 OUT = Path(__file__).parent / "out"
+INTERRUPTED = 130  # what shells report for a process that Ctrl-C ended
 COMMANDS = ("layers", "e2e", "report")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -26,6 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt as interrupt:
+        print(str(interrupt) or "benchmarks: interrupted.", file=sys.stderr)
+        return INTERRUPTED
 
 
 def layers_command(arguments: list[str]) -> int:
@@ -43,7 +48,7 @@ def layers_command(arguments: list[str]) -> int:
     parser.add_argument("--format", default="grouped", choices=("grouped", "batched"), help="picks the default peers")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of activations and unquantised weights")
     parser.add_argument("--replays", type=int, default=20)
-    parser.add_argument("--json", type=Path, help=f"result file (default: in {OUT.name}/)")
+    parser.add_argument("--json", type=Path, help=f"a new result file (default: in {OUT.name}/, numbered)")
     parser.add_argument("--commit", default=current_commit(), help="for the result file, where there is no checkout")
     options = parser.parse_args(arguments)
     if options.list:
@@ -53,11 +58,12 @@ def layers_command(arguments: list[str]) -> int:
     default_tokens = shape_table.TINY_TOKENS if not on_gpu else shape_table.TOKENS
     tokens = parse_numbers("--tokens", options.tokens) if options.tokens else list(default_tokens)
     names = parse_names("--peers", options.peers, PEERS, DEFAULT_PEERS[options.scheme, options.format])
-    path = options.json or OUT / f"layers-{options.scheme}-{options.format}.json"
+    path = new_path(options.json, OUT / f"layers-{options.scheme}-{options.format}.json")
     header = {"scheme": options.scheme, "format": options.format, "dtype": options.dtype, "commit": options.commit}
     results = ResultFile(path, "layers", layers.layer_method(options.replays), **header)
     peers = [PEERS[name] for name in names]
-    layers.run(chosen, tokens, peers, results, dtype=DTYPES[options.dtype], replays=options.replays)
+    with interruptible(results):
+        layers.run(chosen, tokens, peers, results, dtype=DTYPES[options.dtype], replays=options.replays)
     print(f"{len(results.rows)} rows in {path}")
     return 0
 
@@ -73,7 +79,7 @@ def e2e_command(arguments: list[str]) -> int:
     parser.add_argument("--model", default="qwen3-4l" if torch.cuda.is_available() else "tiny", choices=e2e.MODELS)
     parser.add_argument("--cache-length", type=int, help="positions of the static cache, all of them attended to")
     parser.add_argument("--steps", type=int, default=30, help="timed steps per row")
-    parser.add_argument("--json", type=Path, help=f"result file (default: in {OUT.name}/)")
+    parser.add_argument("--json", type=Path, help=f"a new result file (default: in {OUT.name}/, numbered)")
     parser.add_argument("--commit", default=current_commit(), help="for the result file, where there is no checkout")
     options = parser.parse_args(arguments)
     if options.list:
@@ -83,10 +89,24 @@ def e2e_command(arguments: list[str]) -> int:
     model = e2e.MODELS[options.model]
     rows = [e2e.parse_row(text) for text in options.rows.split(",")] if options.rows else list(model.rows)
     names = parse_names("--variants", options.variants, e2e.VARIANTS, tuple(e2e.VARIANTS))
-    path = options.json or OUT / "e2e.json"
-    results = e2e.run(model, rows, names, path, options.commit, cache_length=options.cache_length, steps=options.steps)
+    path = new_path(options.json, OUT / "e2e.json")
+    length = options.cache_length or model.cache_length
+    results = e2e.new_results(model, path, options.commit, length, options.steps)
+    with interruptible(results):
+        e2e.run(model, rows, names, results, length=length, steps=options.steps)
     print(f"{len(results.rows)} rows in {path}")
     return 0
+
+
+@contextmanager
+def interruptible(results: ResultFile) -> Iterator[None]:
+    """Ctrl-C inside says which rows are kept: a row is written when it is measured."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        rows = len(results.rows)
+        kept = f"{rows} rows are kept in {results.path}" if rows else "no row was measured"
+        raise KeyboardInterrupt(f"benchmarks: interrupted, {kept}.") from None
 
 
 def report_command(arguments: list[str]) -> int:

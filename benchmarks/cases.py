@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.shapes import Shape
-from meta.arch import lookup
+from meta.arch import Arch, lookup
 from meta.cost import roofline_us
 from meta.dims import Problem
 from meta.routing import route
@@ -62,14 +62,17 @@ class Case:
     sets: list[InputSet]
 
     def roof_us(self, scheme: str | None) -> float | None:
-        """Least microseconds, from the experts really routed to (meta/cost.py); None without a GPU to compare with."""
-        inputs = self.sets[0]
-        if not inputs.hidden_states.is_cuda:
+        """Least microseconds on this GPU; None without one to compare with."""
+        if not self.sets[0].hidden_states.is_cuda:
             return None
+        return self.roof_on(lookup(torch.cuda.get_device_name()), scheme)
+
+    def roof_on(self, arch: Arch, scheme: str | None) -> float:
+        """Least microseconds on ``arch``, from the experts really routed to (meta/cost.py)."""
+        inputs = self.sets[0]
         like = self.weights.quantized(scheme) if scheme else vars(self.weights)
         gate_up, down = like["gate_up_proj"], like["down_proj"]
         problem = Problem.from_experts(inputs.hidden_states, gate_up, down, inputs.topk_ids, scheme=scheme)
-        arch = lookup(torch.cuda.get_device_name())
         return statistics.mean(roofline_us(problem, arch, experts) for experts in self.distinct_experts)
 
     @cached_property

@@ -24,8 +24,8 @@ from torch._dynamo.utils import counters
 import compile_passes  # noqa: F401  (registers the backend in a checkout that is not installed)
 from benchmarks.results import ResultFile
 from benchmarks.timing import cuda_event_ms
+from compile_passes.compat import mode_options
 from compile_passes.passes import SHARE, MoEPass, Pass
-from moe_ops.compat_compile import mode_options
 
 METHOD = (
     "{layers} decoder layers, random {dtype} weights, StaticCache of {cache} positions (or the new tokens, if more) "
@@ -142,23 +142,25 @@ def parse_row(text: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[1])
 
 
-def run(
-    model: Model,
-    rows: Sequence[tuple[int, int]],
-    variants: Sequence[str],
-    path: Path | None,
-    commit: str,
-    *,
-    cache_length: int | None = None,
-    steps: int = 30,
-) -> ResultFile:
-    """Time every row under every variant; a variant that cannot run is a row with the reason instead of a time."""
-    length = cache_length or model.cache_length
+def new_results(model: Model, path: Path | None, commit: str, length: int, steps: int) -> ResultFile:
+    """The file of a run, without rows."""
     clock = "by CUDA events" if torch.cuda.is_available() else "by the wall clock"
     method = METHOD.format(
         layers=model.config["num_hidden_layers"], dtype=model.dtype, cache=length, clock=clock, steps=steps
     )
-    results = ResultFile(path, "e2e", method, commit=commit, cache_length=length, config=model.config)
+    return ResultFile(path, "e2e", method, commit=commit, cache_length=length, config=model.config)
+
+
+def run(
+    model: Model,
+    rows: Sequence[tuple[int, int]],
+    variants: Sequence[str],
+    results: ResultFile,
+    *,
+    length: int,
+    steps: int = 30,
+) -> None:
+    """Time every row under every variant; a variant that cannot run is a row with the reason instead of a time."""
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
     with built(model) as network, uncached(), Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("e2e", total=len(rows) * len(variants))
@@ -169,7 +171,6 @@ def run(
                 results.add(row | time_variant(network, VARIANTS[name], batch, new, max(length, new), steps))
                 progress.console.print(describe(results.rows[-1]), highlight=False, soft_wrap=True)
                 progress.advance(task)
-    return results
 
 
 def time_variant(network: Any, variant: Variant, batch: int, new: int, length: int, steps: int) -> dict[str, Any]:

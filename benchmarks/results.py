@@ -1,4 +1,7 @@
-"""Result files: one JSON document per run, rewritten after every row so that a killed run keeps what it has."""
+"""Result files: one JSON document per run, rewritten after every row so that a killed run keeps what it has.
+
+A run never writes over the file of another one.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,40 @@ RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "triton", "transformers", "moe-compile")
 
 
+def new_path(given: Path | None, default: Path) -> Path:
+    """Where a run's results go: ``given``, or ``default`` with the first number behind its name that is free.
+
+    Raises:
+        ValueError: ``given`` is there already.
+    """
+    if given is not None:
+        _must_be_new(given)
+        return given
+    numbered, number = default, 1
+    while numbered.exists():
+        number += 1
+        numbered = default.with_stem(f"{default.stem}-{number}")
+    return numbered
+
+
+def _must_be_new(path: Path) -> None:
+    if path.exists():
+        raise ValueError(
+            f"benchmarks: --json must name a new file, got {path}, which holds an older result. Name another one, or "
+            "move that one away."
+        )
+
+
 class ResultFile:
-    """A growing list of rows under a header that says when, where, with what and how they were measured."""
+    """A growing list of rows under a header that says when, where, with what and how they were measured.
+
+    Raises:
+        ValueError: the file is there already.
+    """
 
     def __init__(self, path: Path | None, kind: str, method: str, *, commit: str, **header: Any) -> None:
+        if path is not None:
+            _must_be_new(path)
         self.path = path
         self.document: dict[str, Any] = {
             "kind": kind,

@@ -26,7 +26,8 @@ CPU_BUDGET_S = 1.0  # stop adding rounds once they took this long
 
 def time_us(thunks: Sequence[Thunk], replays: int = 20) -> float:
     """Median microseconds of one thunk."""
-    return _graph_time(thunks, replays) if torch.cuda.is_available() else _wall_time(thunks, replays)
+    rounds = _graph_rounds if torch.cuda.is_available() else _wall_rounds
+    return statistics.median(rounds(thunks, replays)) / len(thunks)
 
 
 def method(replays: int = 20) -> str:
@@ -34,7 +35,8 @@ def method(replays: int = 20) -> str:
     return (CUDA_METHOD if torch.cuda.is_available() else CPU_METHOD).format(replays=replays)
 
 
-def _graph_time(thunks: Sequence[Thunk], replays: int) -> float:
+def _graph_rounds(thunks: Sequence[Thunk], replays: int) -> list[float]:
+    """Microseconds of all thunks together, as often as asked."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -51,8 +53,7 @@ def _graph_time(thunks: Sequence[Thunk], replays: int) -> float:
     while time.perf_counter() < deadline:
         graph.replay()
         torch.cuda.synchronize()
-    samples = [cuda_event_ms(graph.replay) * 1e3 for _ in range(replays)]
-    return statistics.median(samples) / len(thunks)
+    return [cuda_event_ms(graph.replay) * 1e3 for _ in range(replays)]
 
 
 def cuda_event_ms(function: Thunk) -> float:
@@ -65,7 +66,8 @@ def cuda_event_ms(function: Thunk) -> float:
     return start.elapsed_time(end)
 
 
-def _wall_time(thunks: Sequence[Thunk], replays: int) -> float:
+def _wall_rounds(thunks: Sequence[Thunk], replays: int) -> list[float]:
+    """As `_graph_rounds`, by the wall clock."""
     for thunk in thunks:
         thunk()
     samples: list[float] = []
@@ -74,4 +76,4 @@ def _wall_time(thunks: Sequence[Thunk], replays: int) -> float:
         for thunk in thunks:
             thunk()
         samples.append((time.perf_counter() - start) * 1e6)
-    return statistics.median(samples) / len(thunks)
+    return samples

@@ -17,13 +17,14 @@ alone misses some failure, which is named where the signal is read.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._dynamo.utils import counters
 
-from moe_ops.census import kernel_names
+from moe_ops.census import graph_kernel_names, kernel_names
 
 __all__ = [
     "assert_cuda_graph_safe",
@@ -155,9 +156,10 @@ def assert_cuda_graph_safe(
 ) -> None:
     """`function` can be captured in a CUDA graph, and a replay with other values computes what a plain call computes.
 
-    With a backend, inputs on a GPU: compiled under `mode="reduce-overhead"`, nothing is skipped or partitioned,
-    and the replays equal, bit for bit, the same compiled code without CUDA graphs. With `backend=None`: the function
-    as it stands is captured, and the replays equal its eager calls. Inputs on a CPU: nothing can be captured; the
+    With a backend, inputs on a GPU: compiled under `mode="reduce-overhead"`, nothing is skipped or partitioned, every
+    call of the last turn replays a recorded graph, and the replays equal, bit for bit, the same compiled code without
+    CUDA graphs. With `backend=None`: the function as it stands is captured, the graph holds work, and its replays equal
+    the eager calls. Inputs on a CPU: nothing can be captured; the
     compiled graph is searched for the operations that torch refuses to capture.
 
     Args:
@@ -191,14 +193,23 @@ def _assert_compiled_replays(function: Callable[..., Any], variants: list[Inputs
         expected = [_tensors(_run(plain, variant)) for variant in variants]
         torch.compiler.reset()
         captured = torch.compile(function, backend=backend, fullgraph=True, mode="reduce-overhead")
-        for turn in range(REPLAYS):
-            for variant, wanted in zip(variants, expected, strict=True):
-                torch.compiler.cudagraph_mark_step_begin()
-                try:
-                    got = _tensors(_run(captured, variant))
-                except RuntimeError as error:
-                    raise AssertionError(f"it cannot be captured:\n{_indent(error)}") from error
-                _assert_same_bits(got, wanted, f"call {turn} under CUDA graphs", "the compiled code without them")
+        with _graph_events() as events:
+            for turn in range(REPLAYS):
+                before = events["replay"]
+                for variant, wanted in zip(variants, expected, strict=True):
+                    torch.compiler.cudagraph_mark_step_begin()
+                    try:
+                        got = _tensors(_run(captured, variant))
+                    except RuntimeError as error:
+                        raise AssertionError(f"it cannot be captured:\n{_indent(error)}") from error
+                    _assert_same_bits(got, wanted, f"call {turn} under CUDA graphs", "the compiled code without them")
+        # Neither equal bits nor a skip counter at 0 says that there was a graph: a backend may ignore `mode`.
+        replays = events["replay"] - before
+        if not events["capture_end"] or replays < len(variants):
+            raise AssertionError(
+                f"{events['capture_end']} CUDA graph(s) were recorded, and the last {len(variants)} calls replayed "
+                f"{replays}: does the backend honour mode='reduce-overhead'? TORCH_LOGS=cudagraphs shows what it does."
+            )
         # cudagraph_or_error covers skips but not partitions, which split one graph into several around an operation.
         for counter in ("cudagraph_skips", "cudagraph_partitions"):
             if counters["inductor"][counter]:
@@ -215,17 +226,49 @@ def _assert_replays_equal_eager(function: Callable[..., Any], variants: list[Inp
     with torch.cuda.stream(stream):
         _run(function, static)
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
     try:
         with torch.cuda.graph(graph):
             outputs = _tensors(_run(function, static))
     except RuntimeError as error:
         raise AssertionError(f"it cannot be captured:\n{_indent(error)}") from error
+    if not _holds_work(graph):
+        raise AssertionError("the captured graph is empty: was the result computed before, or on another stream?")
     for index, (variant, wanted) in enumerate(zip(variants, expected, strict=True)):
         for target, source in zip(_tensors(static), _tensors(variant), strict=True):
             target.copy_(source)
         graph.replay()
         _assert_same_bits(outputs, wanted, f"the replay with inputs {index}", "the eager call")
+
+
+@contextlib.contextmanager
+def _graph_events() -> Iterator[Counter[str]]:
+    """Count the recordings and replays of CUDA graphs by anyone, Inductor's trees included: they call these methods."""
+    events: Counter[str] = Counter()
+
+    def counted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            events[name] += 1
+            return method(*args, **kwargs)
+
+        return call
+
+    methods = {name: getattr(torch.cuda.CUDAGraph, name) for name in ("capture_end", "replay")}
+    try:
+        for name, method in methods.items():
+            setattr(torch.cuda.CUDAGraph, name, counted(name, method))
+        yield events
+    finally:
+        for name, method in methods.items():
+            setattr(torch.cuda.CUDAGraph, name, method)
+
+
+def _holds_work(graph: torch.cuda.CUDAGraph) -> bool:
+    """Whether a replay runs anything; true where the nodes cannot be listed."""
+    try:
+        return bool(graph_kernel_names(graph))
+    except ImportError:
+        return True
 
 
 def _assert_no_incompatible_node(function: Callable[..., Any], inputs: Inputs, backend: str) -> None:

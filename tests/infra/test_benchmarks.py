@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import report
+from benchmarks import e2e, layers, report, timing
 from benchmarks.__main__ import main
 from benchmarks.cases import layer_weights, make_case
 from benchmarks.plots import draw_layers
 from benchmarks.results import RESULTS, ResultFile, load_results
 from benchmarks.shapes import SHAPES, TINY_SHAPES
+from meta.arch import lookup
 
 TINY = TINY_SHAPES["tiny-qwen3"]
 
@@ -91,6 +92,104 @@ def test_result_file_is_whole_after_every_row(tmp_path: Path) -> None:
         results.add({"number": number})
         assert len(json.loads(path.read_text())["rows"]) == number + 1
     assert [entry.name for entry in path.parent.iterdir()] == ["rows.json"]
+
+
+def test_json_that_is_there_is_refused_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "older.json"
+    path.write_text("older")
+    for command in (["--shapes", TINY.name], ["e2e", "--model", "tiny"]):
+        assert main([*command, "--json", str(path)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(
+            f"benchmarks: --json must name a new file, got {path}, which holds an older result. Name"
+        )
+    with pytest.raises(ValueError, match="must name a new file"):
+        ResultFile(path, "layers", "made up", commit="0")
+    assert path.read_text() == "older"
+
+
+def test_default_files_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.__main__.OUT", tmp_path)
+    arguments = ["--shapes", TINY.name, "--tokens", "1", "--peers", "sonicmoe"]
+    kept: dict[str, str] = {}
+    for names in (["grouped"], ["grouped", "grouped-2"], ["grouped", "grouped-2", "grouped-3"]):
+        assert main(arguments) == 0
+        texts = {path.stem: path.read_text() for path in tmp_path.iterdir()}
+        assert set(texts) == {f"layers-bf16-{name}" for name in names}
+        assert kept.items() <= texts.items(), "an older file is what it was"
+        kept = texts
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+@pytest.mark.parametrize("command", ["layers", "e2e"])
+def test_interrupt_is_one_line_and_keeps_the_rows(
+    command: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    done = []
+
+    def interrupted(*args: Any, **options: Any) -> dict[str, Any]:
+        if len(done) == rows:
+            raise KeyboardInterrupt
+        done.append(1)
+        times = {"us": None, "ms": None, "reason": "made up"}
+        return {"shape": "tiny", "T": 1, "peer": "ours", **times} if command == "layers" else times
+
+    monkeypatch.setattr(layers, "time_peer", interrupted)
+    monkeypatch.setattr(e2e, "time_variant", interrupted)
+    path = tmp_path / "rows.json"
+    options = {"layers": ["--shapes", TINY.name, "--tokens", "1,2,3", "--peers", "ours"], "e2e": ["--model", "tiny"]}
+    assert main([command, *options[command], "--json", str(path)]) == 130
+    said = capfd.readouterr().err
+    assert "Traceback" not in said
+    kept = f"{rows} rows are kept in {path}" if rows else "no row was measured"
+    assert said.splitlines()[-1] == f"benchmarks: interrupted, {kept}."
+    assert path.exists() == bool(rows)
+    if rows:
+        assert len(json.loads(path.read_text())["rows"]) == rows
+
+
+def test_time_is_that_of_one_input_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four thunks of 3 us each, by a clock that they move themselves."""
+    now = [0.0]
+
+    def thunk() -> None:
+        now[0] += 3e-6
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert timing.time_us([thunk] * 4, replays=5) == pytest.approx(3.0)
+    assert "divided by the number of sets" in timing.method()
+
+
+def test_time_on_a_gpu_is_that_of_one_input_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(timing, "_graph_rounds", lambda thunks, replays: [9.0, 12.0, 40.0][:replays])
+    assert timing.time_us([lambda: None] * 4, replays=3) == 3.0, "the median, over four sets"
+
+
+H200_TBPS, H200_TFLOPS = 4.3, {None: 790.0, "fp8_block128": 790.0 * 1979 / 989}
+
+
+@pytest.mark.parametrize("scheme", [None, "fp8_block128"], ids=["bf16", "fp8"])
+def test_roof_of_many_tokens_is_the_arithmetic_at_the_rate_of_the_scheme(scheme: str | None) -> None:
+    case = make_case(layer_weights(TINY, torch.bfloat16, "cpu"), 4096)
+    flops = 2 * 4096 * TINY.K * 3 * TINY.H * TINY.I
+    assert case.roof_on(lookup("H200"), scheme) == pytest.approx(flops / (H200_TFLOPS[scheme] * 1e6), rel=1e-6)
+
+
+@pytest.mark.parametrize("scheme", [None, "fp8_block128"], ids=["bf16", "fp8"])
+def test_roof_of_one_token_is_the_memory_of_its_experts(scheme: str | None) -> None:
+    case = make_case(layer_weights(TINY, torch.bfloat16, "cpu"), 1)
+    assert len(case.sets) == 8 and case.distinct_experts == [TINY.K] * 8
+    weights = TINY.K * 3 * TINY.H * TINY.I
+    scales = TINY.K * 4 * (2 * TINY.I // 128 * (TINY.H // 128) + TINY.H // 128 * (TINY.I // 128))
+    moved = 2 * weights if scheme is None else weights + scales
+    moved += 2 * TINY.H * 2  # the token in, and out
+    assert case.roof_on(lookup("H200"), scheme) == pytest.approx(moved / (H200_TBPS * 1e6), rel=1e-6)
+
+
+def test_there_is_no_roof_without_a_gpu() -> None:
+    assert make_case(layer_weights(TINY, torch.bfloat16, "cpu"), 1).roof_us(None) is None
 
 
 def test_exact_answer_is_the_layer() -> None:

@@ -2,10 +2,14 @@
 
 import pytest
 import torch
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.utils import counters
 
+import moe_ops
 from moe_ops import testing
 from moe_ops.testing import (
     assert_cuda_graph_safe,
+    assert_fused,
     assert_no_graph_breaks,
     assert_no_recompiles,
     kernel_names,
@@ -50,6 +54,30 @@ class Skipped(Sound):
         return x @ self.weight
 
 
+class Experts(torch.nn.Module):
+    """A router and stacked experts, as often as `blocks` says; the first of them with `activation`."""
+
+    def __init__(self, blocks: int = 1, activation=torch.nn.functional.silu) -> None:
+        super().__init__()
+        self.blocks, self.activation = blocks, activation
+        self.router = torch.nn.Parameter(torch.randn(4, 8))
+        self.gate_up = torch.nn.Parameter(torch.randn(4, 12, 8))
+        self.down = torch.nn.Parameter(torch.randn(4, 8, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in range(self.blocks):
+            x = x + self.block(x, self.activation if index == 0 else torch.nn.functional.silu)
+        return x
+
+    def block(self, x: torch.Tensor, activation) -> torch.Tensor:
+        weights, ids = torch.nn.functional.linear(x, self.router).softmax(-1).topk(2, dim=-1)
+        flat = ids.reshape(-1)
+        rows = x.repeat_interleave(2, dim=0)
+        gate, up = torch.bmm(self.gate_up[flat], rows.unsqueeze(-1)).squeeze(-1).chunk(2, dim=-1)
+        out = torch.bmm(self.down[flat], (activation(gate) * up).unsqueeze(-1)).squeeze(-1)
+        return (out * weights.reshape(-1, 1)).view(-1, 2, 8).sum(1)
+
+
 INPUTS = torch.randn(4, 8)
 BACKENDS = ("inductor", "moe_ops")
 
@@ -70,14 +98,62 @@ def test_every_form_of_inputs(inputs: testing.Inputs) -> None:
     assert_no_graph_breaks(Sound(), inputs, backend="inductor")
 
 
+@pytest.mark.parametrize("blocks", [None, 2], ids=["any number", "exactly two"])
+def test_fused_blocks_are_reported(blocks: int | None) -> None:
+    with torch.no_grad():
+        report = assert_fused(Experts(2), INPUTS, blocks=blocks)
+    assert len(report.fused) == 2 and not report.refused
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_another_number_of_fused_blocks_is_an_error(blocks: int) -> None:
+    with torch.no_grad(), pytest.raises(AssertionError, match=rf"^2 MoE block\(s\) were fused, expected {blocks}\. "):
+        assert_fused(Experts(2), INPUTS, blocks=blocks)
+
+
+@pytest.mark.parametrize("blocks", [None, 1], ids=["any number", "the fused one alone"])
+def test_one_refused_block_is_an_error_with_line_reason_and_cure(blocks: int | None) -> None:
+    model = Experts(2, activation=torch.cos)
+    with torch.no_grad():
+        (row,) = moe_ops.explain(model, INPUTS).refused
+        with pytest.raises(AssertionError) as caught:
+            assert_fused(model, INPUTS, blocks=blocks)
+    first, second = str(caught.value).splitlines()
+    assert first == "1 MoE block(s) were not fused:"
+    assert second == f"  {row.location}: {row.reason} {row.cure}"
+    assert "test_testing_kit.py" in row.location and row.reason and row.cure
+
+
+def test_code_without_experts_is_an_error_that_names_the_usual_causes() -> None:
+    with (
+        torch.no_grad(),
+        pytest.raises(AssertionError, match=r"^no MoE block was found[\s\S]*Python loop over experts"),
+    ):
+        assert_fused(Sound(), INPUTS)
+
+
+def test_a_model_that_raises_is_quoted() -> None:
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("the tokens are missing")
+
+    with pytest.raises(AssertionError, match=r"^the model raised: ValueError: the tokens are missing$"):
+        assert_fused(fails, INPUTS)
+
+
 def test_data_dependent_branch_is_a_break() -> None:
     with pytest.raises(AssertionError, match=r"does not compile as one graph[\s\S]*[Dd]ata-dependent"):
         assert_no_graph_breaks(Branches(), INPUTS, backend="inductor")
 
 
-def test_skipped_function_is_no_graph() -> None:
-    with pytest.raises(AssertionError, match="graph"):
+def test_disabled_function_is_a_break() -> None:
+    with pytest.raises(AssertionError, match=r"does not compile as one graph:[\s\S]*torch\.compiler\.disable"):
         assert_no_graph_breaks(Skipped(), INPUTS, backend="inductor")
+
+
+def test_skipped_function_is_no_graph() -> None:
+    """fullgraph=True accepts a frame without tensor operations, and no break is counted: only the number tells."""
+    with pytest.raises(AssertionError, match=r"0 graphs instead of 1\. Dynamo skipped the function"):
+        assert_no_graph_breaks(lambda x: x.shape[0], INPUTS, backend="inductor")
 
 
 def test_control_flow_on_a_size_recompiles() -> None:
@@ -105,9 +181,103 @@ def test_without_a_device_the_message_says_so() -> None:
         assert_cuda_graph_safe(Sound(), INPUTS, backend=None)
 
 
-def test_counters_and_caches_are_left_clean() -> None:
-    assert_no_graph_breaks(Sound(), INPUTS, backend="inductor")
-    assert_no_graph_breaks(Sound(), INPUTS, backend="inductor")
+def test_what_was_counted_and_compiled_before_does_not_matter() -> None:
+    """Counters as an earlier test leaves them, and code that the caller compiled: each assertion begins from nothing,
+    and leaves nothing behind.
+    """
+    code, compiled_before = Sound.forward.__code__, []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **_: object) -> torch.fx.GraphModule:
+        compiled_before.append(len(_debug_get_cache_entry_list(code)))
+        return graph
+
+    model = Sound()
+    torch.compile(model, backend=backend)(INPUTS)
+    assert len(_debug_get_cache_entry_list(code)) == 1
+    counters["graph_break"]["of another test"] += 1
+    counters["stats"]["unique_graphs"] += 1
+    assert_no_graph_breaks(model, INPUTS, backend=backend)
+    assert compiled_before == [0, 0]
+    assert _debug_get_cache_entry_list(code) == []
+
+
+class FakeGraph:
+    """Stands for torch.cuda.CUDAGraph where there is no device: it records that it was asked to."""
+
+    def capture_end(self) -> str:
+        return "captured"
+
+    def replay(self) -> str:
+        return "replayed"
+
+
+def capturing(calls_before_replay: int):
+    """A backend that runs as many calls plainly, then records one graph, and replays it from the next call on."""
+
+    def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: object):
+        graph, calls = torch.cuda.CUDAGraph(), 0
+
+        def run(*args: torch.Tensor) -> object:
+            nonlocal calls
+            calls += 1
+            if options.get("mode") == "reduce-overhead" and calls == calls_before_replay:
+                assert graph.capture_end() == "captured"
+            elif options.get("mode") == "reduce-overhead" and calls > calls_before_replay:
+                assert graph.replay() == "replayed"
+            return module(*args)
+
+        return run
+
+    return backend
+
+
+@pytest.mark.parametrize(
+    "backend, said",
+    [
+        (capturing(2), None),
+        (capturing(8), r"^1 CUDA graph\(s\) were recorded, and the last 2 calls replayed 0"),
+        (capturing(7), r"^1 CUDA graph\(s\) were recorded, and the last 2 calls replayed 1"),
+        (capturing(99), r"^0 CUDA graph\(s\) were recorded, and the last 2 calls replayed 0"),
+        (capturing(0), r"^0 CUDA graph\(s\) were recorded, and the last 2 calls replayed 2"),
+        ("eager", r"^0 CUDA graph\(s\) were recorded[\s\S]*does the backend honour mode='reduce-overhead'"),
+    ],
+    ids=["replays", "records in the last call", "one of two", "never records", "never recorded", "ignores the mode"],
+)
+def test_equal_results_do_not_prove_that_a_graph_was_replayed(backend, said, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    methods = dict(vars(FakeGraph))
+    check = torch.no_grad()(testing._assert_compiled_replays)
+    if said is None:
+        check(Sound(), [INPUTS, 2 * INPUTS], backend)
+    else:
+        with pytest.raises(AssertionError, match=said):
+            check(Sound(), [INPUTS, 2 * INPUTS], backend)
+    assert dict(vars(FakeGraph)) == methods, "the methods are put back"
+
+
+def test_a_graph_holds_work_when_it_has_nodes(monkeypatch) -> None:
+    for names, answer in ((["a kernel"], True), ([], False)):
+        monkeypatch.setattr(testing, "graph_kernel_names", lambda graph, names=names: names)
+        assert testing._holds_work(FakeGraph()) is answer
+
+    def without_cuda_python(graph: object) -> list[str]:
+        raise ImportError("no module named cuda")
+
+    monkeypatch.setattr(testing, "graph_kernel_names", without_cuda_python)
+    assert testing._holds_work(FakeGraph()) is True
+
+
+@pytest.mark.cuda
+def test_backend_without_cuda_graphs_is_found() -> None:
+    with pytest.raises(AssertionError, match=r"^0 CUDA graph\(s\) were recorded"):
+        assert_cuda_graph_safe(Sound().cuda(), INPUTS.cuda(), backend="eager")
+
+
+@pytest.mark.cuda
+def test_empty_capture_is_found() -> None:
+    kept = torch.ones(3, device="cuda")
+    with pytest.raises(AssertionError, match="the captured graph is empty"):
+        assert_cuda_graph_safe(lambda x: kept, INPUTS.cuda(), backend=None)
 
 
 @pytest.mark.cuda
