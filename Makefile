@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 # Two test processes on two cores: more threads in each of them would only wait for one another.
 TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 
-.PHONY: help demo test test-cuda check bench docs readme clean
+.PHONY: help demo test test-cuda mutants check bench docs readme clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -32,6 +32,9 @@ test: $(STAMP)  ## the test suite, then the kernels under the Triton CPU interpr
 
 test-cuda: $(STAMP)  ## the tests that need a GPU
 	$(PY) -m pytest -m cuda tests
+
+mutants: $(STAMP)  ## change the code at one point after another, list what no test sees (ARGS="--count 60 meta/*")
+	$(TEST_ENV) $(PY) tests/mutants.py $(ARGS)
 
 check: $(STAMP)  ## ruff, mypy, import layers
 	$(PY) -m ruff check .
