@@ -73,6 +73,7 @@ class Report:
         graphs: graphs captured.
         graph_break_reasons: "reason (file:line)" of every graph break.
         eager_frames: "function (file:line): reason (file:line)" of every function that Dynamo left to Python.
+        errors: what went wrong in the passes themselves, one line each; the blocks concerned are among the refused.
         error: why the model did not run, or None.
     """
 
@@ -83,6 +84,7 @@ class Report:
     graphs: int = 0
     graph_break_reasons: list[str] = field(default_factory=list)
     eager_frames: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
     error: str | None = None
 
     @property
@@ -117,6 +119,7 @@ class Report:
             lines += ["", "graph breaks:", *(f"  {reason}" for reason in self.graph_break_reasons)]
         if self.eager_frames:
             lines += ["", "functions left to Python:", *(f"  {frame}" for frame in self.eager_frames)]
+        lines += [f"\nan error in moe_ops: {line}" for line in self.errors]
         if self.error:
             lines += ["", f"the model raised: {self.error}"]
         return "\n".join(lines)
@@ -148,6 +151,7 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
             report.own_calls += len(own)
             found = run(FUSE_CHECKED if part is gm else FUSE, part.graph)
             report.fused += [_fused(decision) for decision in found.fused]
+            report.errors += found.errors
             refused.extend((refusal, seen.report(refusal.node)) for refusal in found.refused)
             seen.modules.update(row.module for row in report.fused)
             for node in (*own, *(decision.match.down.weight.node for decision in found.fused)):

@@ -14,8 +14,9 @@ The large operator may keep in fp32 what the chain rounds.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -58,16 +59,15 @@ _CHAINS = (
 
 def join(graph: fx.Graph) -> int:
     """Join what can be joined; returns the number of operators inserted."""
-    if not any(operator_name(node) for node in graph.nodes):
-        return 0
+    steps: list[tuple[str, Callable[[Rewriter, fx.Node], bool]]]
+    steps = [(chain.combine, partial(_join_chain, chain)) for chain in _CHAINS]
     joined = 0
-    for chain in _CHAINS:
-        rewriter = Rewriter(Reading(graph))
-        ends = [node for node in graph.nodes if operator_name(node) == chain.combine]
-        joined += sum(_join_chain(rewriter, chain, node) for node in ends)
-    rewriter = Rewriter(Reading(graph))
-    ends = [node for node in graph.nodes if operator_name(node) == "fused_experts"]
-    return joined + sum(_join_topk(rewriter, node) for node in ends)
+    for name, step in (*steps, ("fused_experts", _join_topk)):
+        ends = [node for node in graph.nodes if operator_name(node) == name]
+        if ends:
+            rewriter = Rewriter(Reading(graph))
+            joined += sum(step(rewriter, node) for node in ends)
+    return joined
 
 
 def _item(node: Any, name: str, index: int) -> fx.Node | None:
@@ -94,7 +94,7 @@ def _join_topk(rewriter: Rewriter, experts: fx.Node) -> bool:
     return True
 
 
-def _join_chain(rewriter: Rewriter, chain: _Chain, combine: fx.Node) -> bool:
+def _join_chain(chain: _Chain, rewriter: Rewriter, combine: fx.Node) -> bool:
     """A user's own stages become ``fused_experts``."""
     end = arguments(combine)
     second_node = end[chain.rows]

@@ -15,7 +15,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -42,10 +42,22 @@ class Signature:
     positional: tuple[bool | None, ...]
     named: Mapping[str, bool | None]
 
-    @property
-    def writes(self) -> bool:
-        """Whether a call can write anything."""
-        return any(value is not False for value in self.named.values())
+
+@dataclass(frozen=True)
+class Overloads:
+    """The overloads that a call may be one of, and where any of them writes: always, or when it is passed a name."""
+
+    signatures: tuple[Signature, ...] = ()
+
+    @cached_property
+    def always(self) -> bool:
+        """Whether an overload writes a positional argument."""
+        return any(is_written is not False for s in self.signatures for is_written in s.positional)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The arguments that an overload writes, by name."""
+        return frozenset(n for s in self.signatures for n, is_written in s.named.items() if is_written is not False)
 
 
 # Functions of torch that write an argument which their schema does not mark: running statistics, renormalised rows.
@@ -95,7 +107,7 @@ def written(node: fx.Node) -> tuple[fx.Node, ...]:
     if node.op == "call_function":
         found = _by_function(node, node.target)
     elif node.op == "call_method":
-        found = _by_signatures(node, _method_signatures(str(node.target)), str(node.target) in PURE_METHODS)
+        found = _by_overloads(node, _method_overloads(str(node.target)), str(node.target) in PURE_METHODS)
     else:
         found = _tensors(node)
     return tuple(dict.fromkeys((*given, *found)))
@@ -113,18 +125,18 @@ def _by_function(node: fx.Node, target: Any) -> Iterable[fx.Node]:
     if target in PURE:
         flag = _argument(node, target, "inplace")
         return _tensors(node) if flag not in (None, False) else ()
-    return _by_signatures(node, _signatures(target), pure=False)
+    return _by_overloads(node, _overloads(target), pure=False)
 
 
-def _by_signatures(node: fx.Node, signatures: tuple[Signature, ...], pure: bool) -> Iterable[fx.Node]:
+def _by_overloads(node: fx.Node, overloads: Overloads, pure: bool) -> Iterable[fx.Node]:
     """What the overloads that ``node`` may be a call of write; everything when there is none, unless it is ``pure``."""
-    if not signatures:
+    if not overloads.signatures:
         return () if pure else _tensors(node)
-    if not any(signature.writes for signature in signatures):
+    if not overloads.always and not any(name in overloads.names for name in node.kwargs):
         return ()
-    bound = [values for signature in signatures if (values := _bind(node, signature)) is not None]
+    bound = [values for signature in overloads.signatures if (values := _bind(node, signature)) is not None]
     if not bound:  # sizes as separate arguments, as in `x.view(2, 3)`, fit no schema
-        return _tensors(node) if any(is_written is not False for s in signatures for is_written in s.positional) else ()
+        return _tensors(node) if overloads.always else ()
     return [target for values in bound for value in values for target in _nodes(value)]
 
 
@@ -175,30 +187,30 @@ def _writes_inputs(graph: fx.Graph) -> bool:
 def signatures_of(node: fx.Node) -> tuple[Signature, ...]:
     """The overloads that ``node`` may be a call of; empty when torch has no schema for it."""
     if node.op == "call_method":
-        return _method_signatures(str(node.target))
-    return _signatures(node.target) if node.op == "call_function" else ()
+        return _method_overloads(str(node.target)).signatures
+    return _overloads(node.target).signatures if node.op == "call_function" else ()
 
 
 @cache
-def _method_signatures(name: str) -> tuple[Signature, ...]:
-    return () if name in PURE_METHODS else _overloads(getattr(torch.ops.aten, name, None))
+def _method_overloads(name: str) -> Overloads:
+    return Overloads() if name in PURE_METHODS else _of_packet(getattr(torch.ops.aten, name, None))
 
 
 @cache
-def _signatures(target: Any) -> tuple[Signature, ...]:
+def _overloads(target: Any) -> Overloads:
     if isinstance(target, torch._ops.OpOverload):
-        return (_signature(target),)
+        return Overloads((_signature(target),))
     if isinstance(target, torch._ops.OpOverloadPacket):
-        return _overloads(target)
+        return _of_packet(target)
     name = getattr(target, "__name__", "")
-    return _overloads(getattr(torch.ops.aten, name, None)) if name and _is_torchs(target, name) else ()
+    return _of_packet(getattr(torch.ops.aten, name, None)) if name and _is_torchs(target, name) else Overloads()
 
 
-def _overloads(packet: Any) -> tuple[Signature, ...]:
+def _of_packet(packet: Any) -> Overloads:
     if not isinstance(packet, torch._ops.OpOverloadPacket):
-        return ()
+        return Overloads()
     names: list[str] = packet.overloads()  # type: ignore[no-untyped-call]
-    return tuple(_signature(getattr(packet, name)) for name in names)
+    return Overloads(tuple(_signature(getattr(packet, name)) for name in names))
 
 
 def _signature(overload: torch._ops.OpOverload) -> Signature:

@@ -17,11 +17,13 @@ Nothing that goes wrong in a pass reaches the user's program: the graph is left 
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -289,12 +291,25 @@ def run_all(gm: fx.GraphModule) -> list[Report]:
     parts = graph_modules(gm)
     steps = _steps(PASSES, [part.graph for part in parts])
     reports = []
-    for part in parts:
-        made = [run(FUSE_CHECKED if step is FUSE and part is gm else step, part.graph) for step in steps]
-        if any(report.changed for report in made):
-            part.recompile()
-        reports += made
+    with _no_collection():
+        for part in parts:
+            made = [run(FUSE_CHECKED if step is FUSE and part is gm else step, part.graph) for step in steps]
+            if any(report.changed for report in made):
+                part.recompile()
+            reports += made
     return reports
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection inside: it would walk all that Dynamo holds, for as long as the passes take themselves."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def enter(compiled: Callable[..., Any], reports: Iterable[Report]) -> Callable[..., Any]:

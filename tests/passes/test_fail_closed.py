@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import torch
 from torch import fx
 from torch._dynamo.utils import counters
 
+import moe_ops
 from compile_passes import passes
 from compile_passes.compat import control_exceptions
 from compile_passes.passes import FUSE, JOIN, SHARE, Plan, Report, run
@@ -73,6 +75,22 @@ def test_error_in_fusing(where, monkeypatch, caplog):
         assert warned[1].startswith("not fused: ") and "blocks.py" in warned[1] and "KeyError" in warned[1]
     traces = [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG]
     assert any('raise KeyError("boom")' in message for message in traces)
+
+
+@pytest.mark.provokes_errors
+def test_garbage_is_collected_again_after_an_error(monkeypatch):
+    seen = []
+    monkeypatch.setattr(passes, "recognise", lambda reading: seen.append(gc.isenabled()) or boom())
+    check(block(batched), weights(dtype=torch.float32))
+    assert seen == [False] and gc.isenabled()
+
+
+@pytest.mark.provokes_errors
+def test_explain_shows_errors(monkeypatch):
+    monkeypatch.setattr(passes, "decide", boom)
+    report = moe_ops.explain(block(batched), **weights(dtype=torch.float32))
+    assert len(report.errors) == 1 and "KeyError" in report.errors[0]
+    assert f"an error in moe_ops: {report.errors[0]}" in str(report)
 
 
 @pytest.mark.provokes_errors
