@@ -95,8 +95,6 @@ SERVED = {"device_type": "cuda", "arch": "sm90", "scheme": "bf16", "dtype": torc
         ({"arch": "sm100"}, None),
         ({"device_type": "cpu"}, "needs a CUDA device, got cpu"),
         ({"arch": "sm89"}, "needs compute capability 9.0 or later, got sm89"),
-        ({"scheme": "fp16"}, "supports scheme bf16, got fp16"),
-        ({"dtype": torch.float16}, "supports scheme bf16, got bf16 on torch.float16"),
         ({"has_bias": True}, "takes no bias"),
         ({"format": "batched"}, "supports format 'grouped' only"),
         ({"weight_layout": "other"}, "contiguous along N or K"),
