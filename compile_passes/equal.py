@@ -101,18 +101,23 @@ class Values:
             return False
         if self.is_stale(left) or self.is_stale(right) or not (is_deterministic(left) and is_deterministic(right)):
             return False
-        if not same_shape(left, right) and example(left) is not None:
-            return False
-        return all(self._identical(value, two.args[key], depth - 1) for key, value in one.args.items())
+        return _alike(left, right) and all(
+            self._identical(value, two.args[key], depth - 1) for key, value in one.args.items()
+        )
 
     def _identical(self, left: Any, right: Any, depth: int) -> bool:
-        """As `same`, and of one shape and dtype."""
+        """As `same`, and of one shape."""
         if isinstance(left, list | tuple) and isinstance(right, list | tuple) and len(left) == len(right):
             return all(self._identical(one, two, depth) for one, two in zip(left, right, strict=True))
-        one, two = example(left), example(right)
-        if one is not None and (two is None or one.dtype != two.dtype or not same_shape(left, right)):
-            return False
-        return self.same(left, right, depth)
+        return _alike(left, right) and self.same(left, right, depth)
+
+
+def _alike(left: Any, right: Any) -> bool:
+    """Whether two tensors have one shape and dtype (`x.int()` and `x.bool()` are calls of one name and one operand)."""
+    one, two = example(left), example(right)
+    if one is None or two is None:
+        return one is two
+    return one.dtype == two.dtype and same_shape(left, right)
 
 
 def _equal_constants(left: Any, right: Any) -> bool:

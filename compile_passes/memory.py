@@ -63,7 +63,7 @@ class Overloads:
 # Functions of torch that write an argument which their schema does not mark: running statistics, renormalised rows.
 _UNDECLARED = frozenset(
     {"batch_norm", "instance_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm",
-     "_batch_norm_impl_index", "embedding", "embedding_bag"}
+     "_batch_norm_impl_index", "batch_norm_update_stats", "embedding", "embedding_bag"}
 )  # fmt: skip
 # What torch's modules hold of Python functions that are no operations on tensors.
 _NO_OPERATION = frozenset({"assert_int_or_pair", "align_tensors"})
@@ -118,7 +118,10 @@ def _by_function(node: fx.Node, target: Any) -> Iterable[fx.Node]:
         return () if _bodies_are_pure(node) else _tensors(node)
     if target is operator.setitem or target in OPERATORS_IN_PLACE:
         return [value for value in node.args[:1] if isinstance(value, fx.Node) and _may_be_tensor(value)]
-    name = getattr(target, "__name__", "")
+    if isinstance(target, torch._ops.OpOverload):
+        name = target._schema.name.removeprefix("aten::")
+    else:
+        name = getattr(target, "__name__", "")
     if name in _UNDECLARED:
         asked = _argument(node, target, _WRITES_IF[name]) if name in _WRITES_IF else True
         return _tensors(node) if asked not in (None, False) else ()

@@ -40,7 +40,8 @@ from mutmut.mutation.mutators import mutation_operators
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("meta", "moe_ops", "compile_passes", "benchmarks", "tests", "pyproject.toml", "README.md", "Makefile")
 
-_RECOGNISERS = "tests/passes/test_refusals.py tests/passes/test_experts.py tests/passes/test_routers.py"
+_RECOGNISERS = ("tests/passes/test_refusals.py tests/passes/test_experts.py tests/passes/test_routers.py "
+                "tests/passes/test_ids.py")  # fmt: skip
 #: Which tests a mutated file is run against: the first row whose pattern fits, the quickest tests first.
 TESTS: tuple[tuple[str, str], ...] = (
     ("meta/routing.py", "tests/meta/test_routing.py tests/ops/test_autograd.py"),
@@ -58,6 +59,8 @@ TESTS: tuple[tuple[str, str], ...] = (
                                 "tests/ops/test_opcheck.py"),
     ("moe_ops/backends/*", "tests/ops/test_experts_numerics.py tests/ops/test_dispatch.py tests/ops/test_opcheck.py"),
     ("moe_ops/reference.py", "tests/ops/test_experts_numerics.py tests/ops/test_opcheck.py"),
+    ("moe_ops/api.py", "tests/ops/test_api.py tests/ops/test_docs.py"),
+    ("moe_ops/siblings.py", "tests/infra/test_shadowed.py"),
     ("moe_ops/testing.py", "tests/infra/test_testing_kit.py"),
     ("moe_ops/plans.py", "tests/ops/test_plans.py"),
     ("moe_ops/debugging.py", "tests/ops/test_debug.py"),
@@ -69,12 +72,14 @@ TESTS: tuple[tuple[str, str], ...] = (
                   "tests/ops/test_flops.py tests/ops/test_docs.py"),
     ("compile_passes/patterns/f*.py", "tests/passes/test_forms.py"),
     ("compile_passes/patterns/*", f"{_RECOGNISERS} tests/passes/test_repros.py tests/passes/test_property.py"),
+    ("compile_passes/vocabulary.py", f"tests/passes/test_vocabulary.py tests/passes/test_reading.py {_RECOGNISERS}"),
     ("compile_passes/generation.py", "tests/passes/test_generation.py"),
     ("compile_passes/siblings.py", "tests/infra/test_shadowed.py"),
     *((f"compile_passes/{name}.py", "tests/passes/test_loops.py tests/passes/test_explain.py")
       for name in ("explain", "uncaptured", "loops", "tiny", "__main__")),
     *((f"compile_passes/{name}.py", "tests/passes/test_compat.py tests/passes/test_fail_closed.py "
-       "tests/passes/test_fuse_context.py tests/passes/test_backend.py tests/passes/test_repros.py")
+       "tests/passes/test_fuse_context.py tests/passes/test_backend.py tests/passes/test_generation.py "
+       "tests/passes/test_repros.py")
       for name in ("backend", "compat", "identity", "observe", "passes", "transaction", "apart")),
     *((f"compile_passes/{name}.py", "tests/passes/test_join.py tests/passes/test_attention.py "
        "tests/passes/test_rewrite.py tests/passes/test_repros.py tests/passes/test_property.py")
@@ -131,9 +136,15 @@ def clause_dropped(node: cst.BooleanOperation) -> Iterator[cst.BaseExpression]:
     yield node.right
 
 
-def in_a_message(node: cst.CSTNode) -> bool:
-    """A text, which only a test of that text could see: the words of an error are not arithmetic."""
-    return isinstance(node, cst.BaseString)
+#: Calls that take words for people.
+_SPEAKERS = m.OneOf(*(m.Call(func=m.Name(name)) for name in ("Refusal", "kept", "_say", "print", "fail")),
+                    *(m.Call(func=m.Attribute(value=m.Name(name))) for name in ("log", "warnings")))  # fmt: skip
+
+
+def messages(module: cst.Module) -> list[cst.CSTNode]:
+    """Where words for people are written: the words of an error or a refusal are not arithmetic."""
+    raised = [node.exc for node in m.findall(module, m.Raise()) if node.exc is not None]
+    return [*raised, *m.findall(module, _SPEAKERS)]
 
 
 def mutants_of(path: str) -> list[Mutant]:
@@ -145,14 +156,13 @@ def mutants_of(path: str) -> list[Mutant]:
     visitor = file_mutation.MutationVisitor(operators, file_mutation.get_ignored_lines(path, before, wrapper))
     module = wrapper.visit(visitor)
     positions = wrapper.resolve(cst.metadata.PositionProvider)
-    raised = [positions[node.exc] for node in m.findall(module, m.Raise()) if node.exc is not None]
+    said = [positions[node] for node in messages(module)]
     found = []
     for mutation in visitor.mutations:
         where = positions[mutation.original_node]
-        if in_a_message(mutation.original_node) and any(
-            span.start.line <= where.start.line <= span.end.line for span in raised
-        ):
-            continue
+        is_text = isinstance(mutation.original_node, cst.BaseString)
+        if is_text and any(span.start.line <= where.start.line <= span.end.line for span in said):
+            continue  # only a test of the text could see it
         found.append(Mutant(path, where.start.line, module, mutation))
     return found
 
@@ -165,8 +175,8 @@ def mutated_files(patterns: list[str], without: list[str]) -> list[str]:
     return [path for path in wanted if not any(fnmatch(path, pattern) for pattern in left_alone)]
 
 
-def tests_of(path: str) -> list[str]:
-    return next(tests.split() for pattern, tests in TESTS if fnmatch(path, pattern))
+def tests_of(path: str) -> tuple[str, ...]:
+    return next(tuple(tests.split()) for pattern, tests in TESTS if fnmatch(path, pattern))
 
 
 def copy_tree() -> Path:
@@ -180,7 +190,7 @@ def copy_tree() -> Path:
     return copy
 
 
-def run_tests(copy: Path, tests: list[str], log: Path) -> None:
+def run_tests(copy: Path, tests: tuple[str, ...], log: Path) -> None:
     """The body of a forked process: pytest in the copy; the exit status is pytest's."""
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -197,7 +207,7 @@ def run_tests(copy: Path, tests: list[str], log: Path) -> None:
     os._exit(int(pytest.main([*options, *tests])))
 
 
-def preload(tests: list[str]) -> None:
+def preload(tests: tuple[str, ...]) -> None:
     """Import, once, what every forked process inherits; nothing of ours, and no Triton where it must interpret."""
     import torch
 
@@ -206,33 +216,8 @@ def preload(tests: list[str]) -> None:
         import torch._dynamo
 
 
-def is_interpreted(tests: list[str]) -> bool:
+def is_interpreted(tests: tuple[str, ...]) -> bool:
     return tests[0].startswith(INTERPRETED)
-
-
-def start(copy: Path, tests: list[str], log: Path) -> int:
-    preload(tests)
-    sys.stdout.flush()
-    process = os.fork()
-    if process == 0:
-        try:
-            run_tests(copy, tests, log)
-        finally:
-            os._exit(70)
-    return process
-
-
-def wait(process: int, timeout: float) -> int | None:
-    """Exit status, or None after the timeout."""
-    end = time.monotonic() + timeout
-    while time.monotonic() < end:
-        done, status = os.waitpid(process, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.05)
-    os.killpg(process, signal.SIGKILL)
-    os.waitpid(process, 0)
-    return None
 
 
 def sample(mutants: list[Mutant], count: int, seed: int) -> list[Mutant]:
@@ -247,44 +232,106 @@ def sample(mutants: list[Mutant], count: int, seed: int) -> list[Mutant]:
     return [mutants[i] for i in sorted(i for _, i in sorted(keyed, reverse=True)[:count])]
 
 
-def seconds_when_green(copy: Path, tests: list[str], log: Path) -> float:
-    """How long the tests take on unchanged code; if they are red there, they would kill everything."""
-    began = time.monotonic()
-    if wait(start(copy, tests, log), 1800) != 0:
-        print(log.read_text()[-2000:])
-        raise SystemExit(f"{' '.join(tests)}: red without a mutant")
-    seconds = time.monotonic() - began
-    print(f"green in {seconds:.0f} s: {' '.join(tests)}", flush=True)
-    return seconds
+@dataclass
+class Running:
+    """A forked process that runs tests in a copy of the tree: for a mutant, or for the unchanged code."""
+
+    process: int
+    copy: Path
+    tests: tuple[str, ...]
+    mutant: Mutant | None
+    began: float
+    timeout: float
+
+    def status(self) -> int | str | None:
+        """Pytest's exit status, "timeout" after the process was killed, None while it runs."""
+        done, status = os.waitpid(self.process, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() < self.began + self.timeout:
+            return None
+        os.killpg(self.process, signal.SIGKILL)
+        os.waitpid(self.process, 0)
+        return "timeout"
 
 
-def run(chosen: list[Mutant], copy: Path) -> list[Mutant]:
-    """Test every mutant, the interpreted ones first; returns the survivors."""
-    chosen = sorted(chosen, key=lambda mutant: is_interpreted(tests_of(mutant.path)), reverse=True)
-    log = copy / "pytest.log"
-    seconds: dict[tuple[str, ...], float] = {}
-    survivors, killed, total = [], Counter(), Counter()
-    for index, mutant in enumerate(chosen, 1):
-        tests = tests_of(mutant.path)
-        if tuple(tests) not in seconds:
-            seconds[tuple(tests)] = seconds_when_green(copy, tests, log)
-        (copy / mutant.path).write_text(mutant.after)
-        began = time.monotonic()
-        status = wait(start(copy, tests, log), 3 * seconds[tuple(tests)] + 30)
-        (copy / mutant.path).write_text(mutant.before)
-        total[mutant.package] += 1
-        verdict = "timeout" if status is None else "survived" if status == 0 else "killed"
-        if verdict == "survived":
-            survivors.append(mutant)
-        else:
-            killed[mutant.package] += 1
-        took = time.monotonic() - began
-        print(f"[{index}/{len(chosen)}] {verdict:8} {took:5.1f} s  {mutant.path}:{mutant.line}", flush=True)
-        if verdict == "survived":
+class Runner:
+    """Tests mutants, `jobs` at a time, and counts what became of them."""
+
+    def __init__(self, jobs: int, end: float) -> None:
+        self.copies = [copy_tree() for _ in range(jobs)]
+        self.end = end
+        self.seconds: dict[tuple[str, ...], float] = {}
+        self.survivors: list[Mutant] = []
+        self.killed: Counter[str] = Counter()
+        self.total: Counter[str] = Counter()
+
+    def run(self, chosen: list[Mutant]) -> None:
+        """Test mutants until they or the time end; those that were begun are ended."""
+        rows = list(dict.fromkeys(tests_of(mutant.path) for mutant in chosen))
+        preload(rows[0])
+        self._drain([(tests, None) for tests in rows])
+        self._drain([(tests, mutant) for mutant in chosen if (tests := tests_of(mutant.path)) in self.seconds])
+
+    def _drain(self, waiting: list[tuple[tuple[str, ...], Mutant | None]]) -> None:
+        free, running = list(self.copies), list[Running]()
+        waiting = waiting[::-1]
+        while waiting or running:
+            while waiting and free and (waiting[-1][1] is None or time.monotonic() < self.end):
+                running.append(self._start(free.pop(), *waiting.pop()))
+            if not running:
+                return
+            time.sleep(0.05)
+            for one in list(running):
+                status = one.status()
+                if status is not None:
+                    running.remove(one)
+                    free.append(one.copy)
+                    self._record(one, status)
+
+    def _start(self, copy: Path, tests: tuple[str, ...], mutant: Mutant | None) -> Running:
+        timeout = 1800.0
+        if mutant is not None:
+            (copy / mutant.path).write_text(mutant.after)
+            timeout = 3 * self.seconds[tests] + 30
+        sys.stdout.flush()
+        process = os.fork()
+        if process == 0:
+            try:
+                run_tests(copy, tests, copy / "pytest.log")
+            finally:
+                os._exit(70)
+        return Running(process, copy, tests, mutant, time.monotonic(), timeout)
+
+    def _record(self, one: Running, status: int | str) -> None:
+        took, mutant = time.monotonic() - one.began, one.mutant
+        if mutant is None:
+            if status == 0:
+                self.seconds[one.tests] = took
+            else:  # they would kill every mutant
+                print((one.copy / "pytest.log").read_text()[-2000:])
+            print(f"{'red' if status else 'green'} in {took:.0f} s: {' '.join(one.tests)}", flush=True)
+            return
+        (one.copy / mutant.path).write_text(mutant.before)
+        self.total[mutant.package] += 1
+        survived = status == 0
+        verdict = "survived" if survived else "timeout" if status == "timeout" else "killed"
+        print(f"[{self.total.total()}] {verdict:8} {took:5.1f} s  {mutant.path}:{mutant.line}", flush=True)
+        if survived:
+            self.survivors.append(mutant)
             print(mutant.diff(), flush=True)
-    for package, number in total.items():
-        print(f"{package}: {killed[package]} of {number} killed, {killed[package] / number:.0%}")
-    return survivors
+        else:
+            self.killed[mutant.package] += 1
+
+    def report(self, chosen: int) -> None:
+        if self.total.total() < chosen:
+            print(f"{chosen - self.total.total()} not tested: the time was over, or their tests red without a mutant")
+        for package, number in self.total.items():
+            print(f"{package}: {self.killed[package]} of {number} killed, {self.killed[package] / number:.0%}")
+
+    def close(self) -> None:
+        for copy in self.copies:
+            shutil.rmtree(copy, ignore_errors=True)
 
 
 def main() -> int:
@@ -293,6 +340,8 @@ def main() -> int:
     parser.add_argument("--without", action="append", default=[], metavar="PATTERN", help="leave these files out")
     parser.add_argument("--count", type=int, default=60, help="how many mutants to sample, 0 for all (default: 60)")
     parser.add_argument("--seed", type=int, default=0, help="another seed samples others (default: 0)")
+    parser.add_argument("--jobs", type=int, default=1, help="how many to test at a time (default: 1)")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin none after so long (default: all)")
     parser.add_argument("--list", action="store_true", help="show the chosen mutants and stop")
     options = parser.parse_args()
     os.chdir(ROOT)  # mutmut reads pyproject.toml there
@@ -308,12 +357,17 @@ def main() -> int:
         return 0
     sys.dont_write_bytecode = True
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    copy = copy_tree()
+    random.Random(options.seed).shuffle(chosen)  # what the time leaves out is then no kind of its own
+    runner = Runner(options.jobs, time.monotonic() + 60 * options.minutes)
     try:
-        survivors = run(chosen, copy)
+        for interpreted in (True, False):  # Triton is imported once in a process, interpreting or not
+            part = [mutant for mutant in chosen if is_interpreted(tests_of(mutant.path)) is interpreted]
+            if part:
+                runner.run(part)
+        runner.report(len(chosen))
     finally:
-        shutil.rmtree(copy, ignore_errors=True)
-    return 1 if survivors else 0
+        runner.close()
+    return 1 if runner.survivors else 0
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from torch import fx
 
 from compile_passes.equal import is_float_cast, is_noop_cast, no_narrower
 from compile_passes.match import Combine, Dispatch, Product, Refusal
-from compile_passes.patterns.dispatch import is_ramp, sorts
+from compile_passes.patterns.dispatch import is_ramp, position, sorts
 from compile_passes.reading import Reading
 from compile_passes.vocabulary import equal_sizes, example, has_shape, rank
 
@@ -108,7 +108,7 @@ class _Walk:
         return value if equal_sizes(weights.numel(), self.rows) else None
 
     def _is_perm(self, value: Any) -> bool:
-        return rank(value) == 1 and self.reading.same(value, self.dispatch.perm)
+        return rank(value) == 1 and self.reading.same(position(self.reading, value), self.dispatch.perm)
 
     def _unpermutes(self, state: _State, reader: fx.Node) -> bool:
         """``rows[inverse]``, or ``empty_like(rows)[perm] = rows``."""

@@ -51,10 +51,12 @@ def _sorted_rows(reading: Reading, up: Product) -> Dispatch | Refusal:
     """``hidden[perm // K]`` with ``perm`` sorting the flattened ids."""
     gather = reading.read(up.rows, "index", "index")
     divided = _quotient(reading, gather["index"]) if gather is not None else None
-    ids = sorts(reading, _position(reading, divided["x"])) if divided is not None else None
+    ids = sorts(reading, position(reading, divided["x"])) if divided is not None else None
     if gather is None or divided is None or ids is None or type(divided["y"]) is not int:
         return _not_gathered(reading, up)
-    return _dispatch(reading, up, "grouped_mm", gather["x"], ids, reading.strip(divided["x"]), divided["y"])
+    return _dispatch(
+        reading, up, "grouped_mm", gather["x"], ids, reading.strip(position(reading, divided["x"])), divided["y"]
+    )
 
 
 def _not_gathered(reading: Reading, up: Product) -> Refusal:
@@ -73,10 +75,10 @@ def _not_gathered(reading: Reading, up: Product) -> Refusal:
 
 def _quotient(reading: Reading, value: Any) -> Call | None:
     """``x // y`` of positions, which are never negative, so that truncation is the same."""
-    return reading.read(_position(reading, value), "floordiv truncdiv", "y")
+    return reading.read(position(reading, value), "floordiv truncdiv", "y")
 
 
-def _position(reading: Reading, value: Any) -> Any:
+def position(reading: Reading, value: Any) -> Any:
     """Row positions without casts between the integers that hold any of them."""
     while (call := reading.read(value, "cast")) is not None:
         before, after = example(call["x"]), example(value)
@@ -106,7 +108,7 @@ def _repeated_rows(reading: Reading, up: Product) -> Dispatch | Refusal:
 
 def is_ramp(reading: Reading, value: Any) -> bool:
     """Whether ``value`` is 0, 1, 2, ... in one dimension."""
-    node = reading.strip(_position(reading, value))
+    node = reading.strip(position(reading, value))
     ramp, tensor = reading.read(node, "arange", "end dtype"), example(node)
     return ramp is not None and tensor is not None and tensor.dtype in _INDEX and rank(value) == 1
 
@@ -231,7 +233,11 @@ def row_ids(reading: Reading, value: Any, dispatch: Dispatch) -> bool:
         return False
     if call.name == "index":
         flat = rank(call["x"]) == 1
-        return flat and reading.same(call["x"], dispatch.ids) and reading.same(call["index"], dispatch.perm)
+        return (
+            flat
+            and reading.same(call["x"], dispatch.ids)
+            and reading.same(position(reading, call["index"]), dispatch.perm)
+        )
     ordered = reading.read(call["x"], "sort", "dim")
     return (
         ordered is not None and call["index"] == 0 and rank(ordered["x"]) == 1
@@ -290,41 +296,35 @@ def ids_within(reading: Reading, ids: fx.Node, experts: Any) -> fx.Node:
     return inner
 
 
-def are_in_range(reading: Reading, ids: Any, experts: Any, depth: int = _DEPTH) -> bool:
+def are_in_range(reading: Reading, ids: Any, experts: Any) -> bool:
     """Whether ``ids`` are proved to be in ``[0, E)``, whatever the data."""
+    return _bounded(reading, ids, experts, above=True, depth=_DEPTH)
+
+
+def are_not_negative(reading: Reading, ids: Any, experts: Any) -> bool:
+    """Whether ``ids`` are proved to be 0 or more, whatever the data."""
+    return _bounded(reading, ids, experts, above=False, depth=_DEPTH)
+
+
+def _bounded(reading: Reading, ids: Any, experts: Any, above: bool, depth: int) -> bool:
+    """Whether ``ids`` are 0 or more and, if asked ``above``, less than E."""
     value = reading.exact(ids, experts)
     if depth == 0 or reading.call(value) is None:
         return False
     parts = _picked_from(reading, value)
     if parts is not None:
-        return all(_is_within(part, experts) or are_in_range(reading, part, experts, depth - 1) for part in parts)
+        limit = experts if above else None
+        return all(_is_within(part, limit) or _bounded(reading, part, experts, above, depth - 1) for part in parts)
     if (call := reading.read(value, "item argmax argsort", "index dim keepdim descending")) is not None:
         source = _positions_source(reading, call)
-        return source is not None and _axis_is(source, experts)
+        return source is not None and (not above or _axis_is(source, experts))
     if (call := reading.read(value, "clamp", "min max")) is not None:
-        return call["min"] == 0 and call["max"] is not None and equal_sizes(call["max"], experts - 1)
+        low, high = call["min"], call["max"]
+        return _is_within(low, None) and (not above or (high is not None and equal_sizes(high, experts - 1)))
     if (call := reading.read(value, "randint", "low high size dtype")) is not None:
-        return call["low"] == 0 and equal_sizes(call["high"], experts)
+        return _is_within(call["low"], None) and (not above or equal_sizes(call["high"], experts))
     call = reading.read(value, "mod", "y")
-    return call is not None and equal_sizes(call["y"], experts)
-
-
-def are_not_negative(reading: Reading, ids: Any, experts: Any, depth: int = _DEPTH) -> bool:
-    """Whether ``ids`` are proved to be 0 or more, whatever the data."""
-    value = reading.exact(ids, experts)
-    if depth == 0 or reading.call(value) is None:
-        return False
-    parts = _picked_from(reading, value)
-    if parts is not None:
-        return all(_is_within(part, None) or are_not_negative(reading, part, experts, depth - 1) for part in parts)
-    if (call := reading.read(value, "item argmax argsort", "index dim keepdim descending")) is not None:
-        return _positions_source(reading, call) is not None
-    if (call := reading.read(value, "clamp", "min max")) is not None:
-        return type(call["min"]) is int and call["min"] >= 0
-    if (call := reading.read(value, "randint", "low high size dtype")) is not None:
-        return type(call["low"]) is int and call["low"] >= 0
-    call = reading.read(value, "mod", "y")
-    return call is not None and type(call["y"]) is int and call["y"] > 0
+    return call is not None and (equal_sizes(call["y"], experts) if above else _is_within(call["y"], None))
 
 
 def _picked_from(reading: Reading, value: Any) -> list[Any] | None:

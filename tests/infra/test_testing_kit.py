@@ -318,3 +318,12 @@ def test_census_counts_kernels_copies_and_fills() -> None:
     assert 2 <= len(names) <= 3
     assert "elementwise" in names[0]
     assert len(kernel_names(lambda: x.sum().item())) >= 1, "a function that synchronises is profiled"
+
+
+def test_results_of_a_replay_are_compared_to_the_bit() -> None:
+    one = [torch.tensor([1.0, 2.0]), torch.tensor([3])]
+    testing._assert_same_bits(one, [value.clone() for value in one], "the replay", "the eager call")
+    with pytest.raises(AssertionError, match="output 1 of the replay differs from the eager call by up to 2:"):
+        testing._assert_same_bits(one, [one[0], torch.tensor([5])], "the replay", "the eager call")
+    with pytest.raises(ValueError, match="shorter"):
+        testing._assert_same_bits(one, one[:1], "the replay", "the eager call")

@@ -14,9 +14,9 @@ from meta.dims import LETTERS, Problem, common_layout, weight_layout
 from meta.schemes import SCHEMES, resolve_scheme
 
 
-def problem(T: int = 4, scheme: str | None = None, **options: object) -> Problem:
-    x, ids = torch.randn(T, 256).bfloat16(), torch.zeros(T, 2, dtype=torch.int32)
-    dtype = torch.float8_e4m3fn if scheme else torch.bfloat16
+def problem(T: int = 4, scheme: str | None = None, dtype: torch.dtype = torch.bfloat16, **options: object) -> Problem:
+    x, ids = torch.randn(1, 256).to(dtype).expand(T, -1), torch.zeros(T, 2, dtype=torch.int32)
+    dtype = torch.float8_e4m3fn if scheme else dtype
     gate_up, down = torch.zeros(8, 256, 256, dtype=dtype), torch.zeros(8, 256, 128, dtype=dtype)
     return Problem.from_experts(x, gate_up, down, ids, scheme=scheme, **options)
 
@@ -156,3 +156,30 @@ def test_unknown_gpu_lists_the_rows() -> None:
 def test_architectures_of_devices() -> None:
     assert device_arch(torch.device("cpu")) == "cpu" and device_arch(torch.device("meta")) == "meta"
     assert device_arch(torch.device("cuda")).startswith(("sm", "cuda"))
+
+
+def test_the_compute_roof_of_a_scheme_is_the_rate_of_its_products() -> None:
+    h200 = lookup("NVIDIA H200")
+    large = problem(T=1 << 18, scheme="fp8_block128")
+    assert cost.roofline_us(large, h200) == pytest.approx(cost.flops(large) / (1e6 * h200.ceiling_tflops("fp8")))
+    wide = problem(T=1 << 18, dtype=torch.float32)
+    assert cost.roofline_us(wide, h200) == pytest.approx(cost.flops(wide) / (1e6 * h200.ceiling_tflops("tf32")))
+
+
+@pytest.mark.parametrize(
+    ("needs", "weight_on_input", "wanted"),
+    [
+        ((True, True, True, True), False, 5),
+        ((True, False, False, False), False, 3),
+        ((False, False, False, True), False, 2),
+        ((False, False, False, True), True, 3),
+        ((False, True, False, False), True, 3),
+        ((False, False, True, False), False, 3),
+    ],
+    ids=str,
+)
+def test_flops_of_the_backward(needs: tuple[bool, ...], weight_on_input: bool, wanted: int) -> None:
+    """Products of one size each: both recomputed, and one for each gradient that takes one."""
+    shapes = ((5, 8), (5, 8), (4, 8, 8), (4, 8, 8), (5, 2))
+    found = cost.OP_FLOPS["fused_experts_backward"](*shapes, needs=needs, weight_on_input=weight_on_input)
+    assert found == wanted * 2 * 5 * 2 * 8 * 8

@@ -260,3 +260,31 @@ def test_second_derivatives_are_refused() -> None:
     x = layer.tensors["hidden_states"]
     with pytest.raises(ValueError, match="fused_experts_backward: inputs must not require grad"):
         torch.autograd.grad(fused(layer).square().sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("leaf", ["hidden_states", "gate_up_proj", "down_proj", "topk_weights"])
+@pytest.mark.parametrize("name", ["plain", "gpt_oss", "weight_on_input", "expert_map_bias"])
+def test_each_gradient_alone_is_the_one_among_all(name: str, leaf: str) -> None:
+    """The backward computes what is needed and nothing else; what is needed does not depend on what else is."""
+
+    def gradient(alone: bool) -> Tensor:
+        layer = leaves(VARIANTS[name].build())
+        for other in NAMES:
+            if alone and other != leaf and layer.tensors[other] is not None:
+                layer.tensors[other] = layer.tensors[other].detach()
+        grad = torch.linspace(-1, 1, layer.tensors["hidden_states"].numel()).view_as(layer.tensors["hidden_states"])
+        fused(layer).backward(grad.to(layer.tensors["hidden_states"].dtype))
+        return layer.tensors[leaf].grad
+
+    torch.testing.assert_close(gradient(alone=True), gradient(alone=False), rtol=0, atol=0)
+
+
+def test_what_does_not_differentiate_says_what_does() -> None:
+    rows, weight = torch.randn(4, 6, requires_grad=True), torch.randn(2, 6, 6)
+    offsets = torch.tensor([2, 4], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"grouped_mm: .*Differentiate moe_ops\.fused_experts or moe_ops\.fused_moe"):
+        moe_ops.grouped_mm(rows, weight, offsets)
+    layer = leaves(VARIANTS["plain"].build())
+    loss = fused(layer).sum()
+    with pytest.raises(ValueError, match=r"fused_experts_backward: .*Second derivatives are not implemented"):
+        torch.autograd.grad(loss, layer.tensors["hidden_states"], create_graph=True)

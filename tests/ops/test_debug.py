@@ -60,6 +60,18 @@ FAULTS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any], str]] = {
         {"num_experts": E},
         "expert_map must be in [-1, E=4), got 1 entries that are not, the first 9 at [2]",
     ),
+    "expert_map_of_one_more": (
+        ops.moe_permute,
+        (x, ids, torch.tensor([0, 1, 2, E])),
+        {"num_experts": E},
+        "expert_map must be in [-1, E=4), got 1 entries that are not, the first 4 at [3]",
+    ),
+    "expert_map_below": (
+        ops.moe_permute,
+        (x, ids, torch.tensor([0, -2, 2, 3])),
+        {"num_experts": E},
+        "expert_map must be in [-1, E=4), got 1 entries that are not, the first -2 at [1]",
+    ),
     "capacity": (
         ops.batched_dispatch,
         (x, one_expert),

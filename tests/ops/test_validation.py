@@ -901,3 +901,31 @@ def test_a_sparse_tensor(op: str, argument: str) -> None:
 def test_a_rule_without_tensors_says_so() -> None:
     with pytest.raises(ValueError, match=r"^op: arguments must be tensors, got none"):
         check_placement("op", {"hidden_states": None})
+
+
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+@pytest.mark.parametrize("rows", [7, 9])
+def test_a_gated_weight_has_an_even_number_of_rows(format: str, rows: int) -> None:
+    x = torch.randn(4, 8) if format == "grouped" else torch.randn(2, 4, 8)
+    counts = torch.tensor([2, 4], dtype=torch.int32)
+    name = "grouped_mm_glu" if format == "grouped" else "batched_mm_glu"
+    product = getattr(moe_ops, name)
+    with pytest.raises(ValueError, match=rf"{name}: weight must be .*N = 2 \* I.*, got N={rows}.*glu_layout='none'"):
+        product(x, torch.randn(2, rows, 8), counts)
+    assert product(x, torch.randn(2, rows, 8), counts, glu_layout="none")[0].shape[-1] == rows
+    assert product(x, torch.randn(2, 6, 8), counts)[0].shape[-1] == 3
+
+
+def test_only_a_transposed_weight_is_asked_whether_it_is_transposed() -> None:
+    x, weights, ids = torch.randn(4, 8), torch.rand(4, 2), torch.zeros(4, 2, dtype=torch.int32)
+    gate_up, down = torch.randn(3, 12, 8), torch.randn(3, 8, 6)
+
+    def message(gate_up: torch.Tensor, down: torch.Tensor) -> str:
+        with pytest.raises(ValueError) as caught:
+            moe_ops.fused_experts(x, gate_up, down, weights, ids)
+        return str(caught.value)
+
+    assert message(gate_up.mT, down).endswith("Did you pass it transposed?")
+    assert message(torch.randn(3, 12, 9), down).endswith(".") and "transposed" not in message(
+        torch.randn(3, 12, 9), down
+    )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import re
 import warnings
 from contextlib import nullcontext
 
@@ -56,6 +58,24 @@ def run(**compile_arguments):
 def test_backend_fuses_and_joins(backend):
     run(backend=backend)
     assert counters["moe_ops"] == {"fused": 1, "refused": 0, "joined": 1, "shared_heads": 0, "errors": 0}
+
+
+def test_what_is_logged(caplog):
+    with caplog.at_level(logging.DEBUG, "compile_passes"):
+        run(backend="moe_ops_eager")
+        with torch.no_grad():
+            torch.compile(refused_block, backend="moe_ops_eager")(**weights(dtype=torch.float32))
+    said = {level: [r.getMessage() for r in caplog.records if r.levelno == level] for level in (10, 20, 30)}
+    fused = [line for line in said[logging.INFO] if line.startswith("fused ")]
+    assert len(fused) == 1 and "blocks.py:" in fused[0]
+    assert fused[0].endswith(": batched_mm experts, routing: softmax, backend cpu")
+    assert [line.split(": ")[0] for line in said[logging.WARNING]] == ["not fused"]
+    assert any(
+        re.match(
+            r"moe_ops_fuse_blocks: 1 fused, 0 refused, 0 joined, 0 attention calls share heads, in [\d.]+ ms", line
+        )
+        for line in said[logging.DEBUG]
+    )
 
 
 def test_backend_is_listed():

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from compile_passes.match import Body
-from tests.passes.blocks import E, H, I, K, T, batched, block, grouped, match, weights
+from tests.passes.blocks import E, H, I, K, T, batched, block, grouped, match, refusal, weights
 
 
 def halves(h):
@@ -141,3 +141,212 @@ def test_clamped_foreign_ids_stay_clamped():
     inputs.pop("gate")
     found = match(run, **inputs, ids=torch.randint(0, E, (T, K)), topk_weights=torch.rand(T, K))
     assert found.dispatch.ids.target == "clamp"
+
+
+def transposed_by(transpose):
+    def run(x, gate, w1, w2):
+        return block()(x, gate, transpose(w1), transpose(w2))
+
+    inputs = weights()
+    inputs.update(w1=inputs["w1"].transpose(1, 2).contiguous(), w2=inputs["w2"].transpose(1, 2).contiguous())
+    return run, inputs
+
+
+@pytest.mark.parametrize(
+    "transpose",
+    [lambda w: w.mT, lambda w: w.permute(0, 2, 1), lambda w: w.transpose(-1, -2), lambda w: w.swapaxes(2, 1),
+     lambda w: torch.permute(w, (0, -1, 1))],
+    ids=["mT", "permute", "negative_dims", "swapaxes", "permute_by_negative_dims"],
+)  # fmt: skip
+def test_spellings_of_transposed_weights(transpose):
+    run, inputs = transposed_by(transpose)
+    found = match(run, **inputs)
+    assert found.up.weight.transposed and found.down.weight.transposed
+    assert found.up.weight.node.target == "L_w1_"
+
+
+def test_a_transposition_of_other_dimensions_is_no_transposed_weight():
+    """[N, E, K] weights, experts second: the operators take what was permuted, not the parameter."""
+    inputs = weights()
+    inputs.update(w1=inputs["w1"].transpose(0, 1).contiguous())
+    found = match(lambda x, gate, w1, w2: block()(x, gate, w1.transpose(0, 1), w2), **inputs)
+    assert found.up.weight.node.target == "transpose" and not found.up.weight.transposed
+
+
+SQUEEZED = {
+    "squeeze": lambda h: h.squeeze(-1),
+    "index": lambda h: h.view(h.shape[0], -1),
+    "flatten": lambda h: h.flatten(1),
+    "reshape": lambda h: torch.reshape(h, h.shape[:2]),
+}
+
+
+@pytest.mark.parametrize("name", SQUEEZED)
+def test_spellings_of_a_batched_product_without_its_column(name):
+    def run(x, ids, topk_weights, w1, w2):
+        flat = ids.reshape(-1)
+        h = SQUEEZED[name](torch.bmm(w1[flat], x.repeat_interleave(K, dim=0).unsqueeze(-1)))
+        gate, up = h.chunk(2, -1)
+        out = SQUEEZED[name](torch.bmm(w2[flat], (F.silu(gate) * up).unsqueeze(-1)))
+        return (out * topk_weights.reshape(-1, 1)).view(-1, K, H).sum(1).to(x.dtype)
+
+    assert match(block(run)).dispatch.form == "batched_mm"
+
+
+def test_rows_before_weights():
+    """[R, 1, K] @ [R, K, N]."""
+
+    def run(x, ids, topk_weights, w1, w2):
+        flat = ids.reshape(-1)
+        h = torch.bmm(x.repeat_interleave(K, dim=0).unsqueeze(1), w1[flat].mT).squeeze(1)
+        gate, up = h.chunk(2, -1)
+        out = torch.bmm((F.silu(gate) * up).unsqueeze(1), w2[flat].mT).squeeze(1)
+        return (out * topk_weights.reshape(-1, 1)).view(-1, K, H).sum(1).to(x.dtype)
+
+    found = match(block(run))
+    assert not found.up.weight.transposed and not found.down.weight.transposed
+
+
+@pytest.mark.parametrize("form", [grouped, batched], ids=["grouped", "batched"])
+def test_gathered_biases(form):
+    def run(x, gate, w1, w2, b1, b2):
+        def biased(product, bias, ids):
+            return product + bias[ids]
+
+        values, ids = F.linear(x, gate).float().softmax(-1).topk(K, dim=-1)
+        flat = ids.reshape(-1)
+        if form is batched:
+            h = biased(torch.bmm(w1[flat], x.repeat_interleave(K, dim=0).unsqueeze(-1)).squeeze(-1), b1, flat)
+            gate_half, up = h.chunk(2, -1)
+            out = biased(torch.bmm(w2[flat], (F.silu(gate_half) * up).unsqueeze(-1)).squeeze(-1), b2, flat)
+            return (out * values.reshape(-1, 1)).view(-1, K, H).sum(1).to(x.dtype)
+        ordered, perm = torch.sort(flat)
+        offsets = torch.histc(ordered.float(), bins=E, min=0, max=E - 1).cumsum(0, dtype=torch.int32)
+        h = biased(F.grouped_mm(x[perm // K], w1.mT, offs=offsets), b1, ordered)
+        gate_half, up = h.chunk(2, -1)
+        out = biased(F.grouped_mm(F.silu(gate_half) * up, w2.mT, offs=offsets), b2, flat[perm])
+        out = out * values.reshape(-1)[perm].unsqueeze(-1)
+        return out[perm.argsort()].view(-1, K, H).sum(1).to(x.dtype)
+
+    inputs = weights()
+    found = match(run, **inputs, b1=inputs["w1"][:, :, 0], b2=inputs["w2"][:, :, 0])
+    assert (found.up.bias.target, found.down.bias.target) == ("L_b1_", "L_b2_")
+
+
+GROUPED = {
+    "histogram_of_the_ids": dict(counts=lambda flat, ordered: torch.histc(flat.float(), E, 0, E - 1)),
+    "argsort": dict(sort=lambda flat: (flat[flat.argsort()], flat.argsort())),
+    "stable_sort": dict(sort=lambda flat: torch.sort(flat, stable=True)),
+    "sort_of_int32": dict(sort=lambda flat: flat.to(torch.int32).sort(0)),
+    "truncated_quotient": dict(tokens=lambda perm: torch.div(perm, K, rounding_mode="trunc")),
+    "floor_divide": dict(tokens=lambda perm: perm.floor_divide(K)),
+    "int32_positions": dict(tokens=lambda perm: perm.to(torch.int32) // K),
+    "index_select": dict(rows=lambda x, index: x.index_select(0, index)),
+    "offsets_cast_after_the_sum": dict(offsets=lambda counts: counts.cumsum(0).to(torch.int32)),
+    "offsets_summed_in_integers": dict(offsets=lambda counts: counts.to(torch.int32).cumsum(-1, dtype=torch.int32)),
+    "weights_as_a_column_first": dict(weigh=lambda out, w, perm: out * w.reshape(-1, 1).view(-1)[perm].view(-1, 1)),
+    "weights_before_the_rows": dict(weigh=lambda out, w, perm: w.reshape(-1)[perm].unsqueeze(-1) * out),
+    "inverse_by_scatter": dict(undo=lambda out, perm: out[
+        torch.empty_like(perm).scatter(0, perm, torch.arange(perm.numel()))
+    ]),
+    "inverse_by_sort": dict(undo=lambda out, perm: out[torch.sort(perm)[1]]),
+    "rows_put_back": dict(undo=lambda out, perm: torch.zeros_like(out).index_put((perm,), out)),
+    "sum_by_keyword": dict(total=lambda out: out.view(-1, K, H).sum(dim=-2)),
+    "sum_of_a_list_of_dims": dict(total=lambda out: out.unflatten(0, (-1, K)).sum((1,))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_spellings_of_a_sorted_block(name):
+    how = {
+        "sort": torch.sort, "counts": lambda flat, ordered: torch.histc(ordered.float(), E, 0, E - 1),
+        "tokens": lambda perm: perm // K, "rows": lambda x, index: x[index],
+        "offsets": lambda counts: counts.cumsum(0, dtype=torch.int32),
+        "weigh": lambda out, w, perm: out * w.reshape(-1)[perm].unsqueeze(-1),
+        "undo": lambda out, perm: out[perm.argsort()], "total": lambda out: out.view(-1, K, H).sum(1), **GROUPED[name],
+    }  # fmt: skip
+
+    def run(x, ids, topk_weights, w1, w2):
+        flat = ids.reshape(-1)
+        ordered, perm = how["sort"](flat)
+        offsets = how["offsets"](how["counts"](flat, ordered))
+        h = F.grouped_mm(how["rows"](x, how["tokens"](perm)), w1.mT, offs=offsets)
+        gate, up = h.chunk(2, -1)
+        out = how["weigh"](F.grouped_mm(F.silu(gate) * up, w2.mT, offs=offsets), topk_weights, perm)
+        return how["total"](how["undo"](out, perm)).to(x.dtype)
+
+    found = match(block(run))
+    assert found.dispatch.form == "grouped_mm" and found.dispatch.top_k == K and found.router.routing == "softmax"
+
+
+def each(h):
+    return h.chunk(2, -1)
+
+
+MORE = {
+    "narrow": (lambda h: F.silu(h.narrow(-1, 0, I)) * h.narrow(1, I, I), Body("silu", None, None, "concat")),
+    "slice_operator": (lambda h: F.silu(torch.ops.aten.slice(h, 1, 0, I)) * torch.ops.aten.slice(h, -1, I, 2 * I),
+                       Body("silu", None, None, "concat")),
+    "slice_operator_with_a_step": (lambda h: F.silu(torch.ops.aten.slice(h, 1, 0, 2 * I, 2))
+                                   * torch.ops.aten.slice(h, 1, 1, 2 * I, 2), Body("silu", None, None, "interleaved")),
+    "even_and_odd": (lambda h: F.silu(h[..., 0 : 2 * I : 2]) * h[:, 1 : 2 * I : 2],
+                     Body("silu", None, None, "interleaved")),
+    "split_by_sizes": (lambda h: F.silu(h.split([I, I], -1)[0]) * h.split([I, I], -1)[1],
+                       Body("silu", None, None, "concat")),
+    "split_with_sizes": (lambda h: F.silu(h.split_with_sizes([I, I], -1)[0]) * h.split_with_sizes([I, I], -1)[1],
+                         Body("silu", None, None, "concat")),
+    "of_a_row_each": (lambda h: (F.silu(each(h.unsqueeze(1))[0]) * each(h.unsqueeze(1))[1]).squeeze(1),
+                      Body("silu", None, None, "concat")),
+    "times_one": (lambda h: 1.0 * F.silu(each(h)[0]) * each(h)[1] * 1, Body("silu", None, None, "concat")),
+    "relu2_of_the_gate": (lambda h: F.relu(each(h)[0]).square() * each(h)[1], Body("relu2", None, None, "concat")),
+    "exact_gelu": (lambda h: F.gelu(each(h)[0], approximate="none") * each(h)[1], Body("gelu", None, None, "concat")),
+    "sigmoid_last": (lambda h: each(h)[1] * torch.sigmoid(each(h)[0]) * each(h)[0], Body("silu", None, None, "concat")),
+    "oai_by_silu": (lambda h: F.silu(each(h)[0].clamp(max=3.0)) * (1 + each(h)[1].clamp(-3.0, 3.0)),
+                    Body("swiglu_oai", 1.0, 3.0, "concat")),
+}  # fmt: skip
+ALMOST = {
+    "gate_clamped_on_both_sides": lambda h: F.silu(each(h)[0].clamp(-3.0, 3.0)) * each(h)[1].clamp(-3.0, 3.0),
+    "up_clamped_elsewhere": lambda h: F.silu(each(h)[0].clamp(max=3.0)) * each(h)[1].clamp(-4.0, 4.0),
+    "up_clamped_on_one_side": lambda h: F.silu(each(h)[0].clamp(max=3.0)) * each(h)[1].clamp(max=3.0),
+    "up_alone_clamped": lambda h: F.silu(each(h)[0]) * each(h)[1].clamp(-3.0, 3.0),
+    "gate_alone_clamped": lambda h: F.silu(each(h)[0].clamp(max=3.0)) * each(h)[1],
+    "gelu_clamped": lambda h: F.gelu(each(h)[0].clamp(max=3.0)) * each(h)[1].clamp(-3.0, 3.0),
+    "plus_one_without_clamps": lambda h: F.silu(each(h)[0]) * (each(h)[1] + 1),
+    "plus_two": lambda h: F.silu(each(h)[0].clamp(max=3.0)) * (each(h)[1].clamp(-3.0, 3.0) + 2),
+    "clamped_twice": lambda h: F.silu(each(h)[0].clamp(max=3.0).clamp(max=2.0)) * each(h)[1].clamp(-3.0, 3.0),
+    "a_scaled_sigmoid_of_the_gate": lambda h: each(h)[0] * torch.sigmoid(2.0 * each(h)[0]) * each(h)[1],
+    "sigmoid_of_the_other_half": lambda h: each(h)[0] * torch.sigmoid(each(h)[1]) * each(h)[1],
+    "a_bare_sigmoid": lambda h: torch.sigmoid(each(h)[0]) * each(h)[1],
+    "three_factors": lambda h: F.silu(each(h)[0]) * each(h)[1] * each(h)[1],
+    "a_constant_factor": lambda h: 2.0 * F.silu(each(h)[0]) * each(h)[1],
+    "no_activation": lambda h: each(h)[0] * each(h)[1],
+    "cubes": lambda h: F.relu(each(h)[0]).pow(3) * each(h)[1],
+    "squares": lambda h: each(h)[0].square() * each(h)[1],
+    "relus_of_both_halves": lambda h: F.relu(each(h)[0]) * F.relu(each(h)[1]),
+    "the_gate_twice": lambda h: F.silu(each(h)[0]) * each(h)[0],
+    "the_first_halves": lambda h: F.silu(h.chunk(4, -1)[0].repeat(1, 2)) * each(h)[1],
+    "quarters": lambda h: (F.silu(h.split(I // 2, -1)[0]) * h.split(I // 2, -1)[1]).repeat(1, 2),
+    "uneven_parts": lambda h: F.silu(h.split([I, 1, I - 1], -1)[0]) * h.split([1, I, I - 1], -1)[1],
+    "halves_of_the_rows": lambda h: (F.silu(h.chunk(2, 0)[0]) * h.chunk(2, 0)[1]).view(-1, I),
+    "a_shifted_slice": lambda h: F.silu(h[:, :I]) * h[:, I - 1 : -1],
+    "every_third": lambda h: F.silu(h[:, ::2]) * h[:, 1::2].flip(1),
+    "mixed_layouts": lambda h: F.silu(h[:, ::2]) * h[:, I:],
+    "added": lambda h: F.silu(each(h)[0]) + each(h)[1],
+    "multiplied_by_the_sum": lambda h: F.silu(each(h)[0]) * (each(h)[1] + each(h)[0]),
+    "addcmul_of_another": lambda h: torch.addcmul(each(h)[1], F.silu(each(h)[0]), each(h)[1]),
+    "addcmul_with_a_value": lambda h: torch.addcmul(g := F.silu(each(h)[0].clamp(max=3.)), g,
+                                                    each(h)[1].clamp(-3., 3.), value=2),
+    "rounded_on_the_way": lambda h: F.silu(each(h)[0].to(torch.float8_e4m3fn).to(h.dtype)) * each(h)[1],
+    "other_gelu": lambda h: F.gelu(each(h)[0].bfloat16().int().bfloat16()) * each(h)[1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_more_spellings_of_activations(name):
+    activation, body = MORE[name]
+    assert match(block(batched, activation=activation)).body == body
+
+
+@pytest.mark.parametrize("name", ALMOST)
+def test_almost_an_activation(name):
+    assert refusal(block(batched, activation=ALMOST[name])).cure

@@ -69,6 +69,7 @@ def test_it_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     assert len(said) == 1
     assert 'generate(cache_implementation="static") of Qwen3MoeForCausalLM compiles its decode steps' in said[0]
     assert said == [record.message for record in caplog.records if "generate" in record.message]
+    assert [row.filename for row in caught if "generate" in str(row.message)] == [__file__]
 
 
 @pytest.mark.parametrize(

@@ -82,31 +82,26 @@ def test_foreign_ids_give_fused_experts():
     assert count == 1 and operators(gm.graph) == ["moe_ops.fused_experts.default"]
 
 
-def test_quantised_stages():
-    def run(x, ids, topk_weights, w1, s1, w2, s2):
-        rows, offsets, places = moe_ops.moe_permute(x, ids, num_experts=E)
-        q, scale = moe_ops.quantize_rows(rows, scheme="fp8_block128")
-        options = {"scheme": "fp8_block128"}
-        h, h_scale = torch.ops.moe_ops.grouped_mm_glu(
-            q, w1, offsets, rows_scale=scale, weight_scale=s1, quantize_output=True, **options
-        )
-        out = torch.ops.moe_ops.grouped_mm(
-            h, w2, offsets, rows_scale=h_scale, weight_scale=s2, out_dtype=x.dtype, **options
-        )
-        return moe_ops.moe_unpermute(out, places, topk_weights)
+def quantised(x, ids, topk_weights, w1, s1, w2, s2):
+    rows, offsets, places = moe_ops.moe_permute(x, ids, num_experts=E)
+    q, scale = moe_ops.quantize_rows(rows, scheme="fp8_block128")
+    h, h_scale = torch.ops.moe_ops.grouped_mm_glu(
+        q, w1, offsets, rows_scale=scale, weight_scale=s1, quantize_output=True, scheme="fp8_block128"
+    )
+    out = torch.ops.moe_ops.grouped_mm(
+        h, w2, offsets, rows_scale=h_scale, weight_scale=s2, out_dtype=x.dtype, scheme="fp8_block128"
+    )
+    return moe_ops.moe_unpermute(out, places, topk_weights)
 
-    x = torch.randn(6, 128, dtype=torch.bfloat16)
+
+def quantised_inputs():
     (w1, s1), (w2, s2) = (moe_ops.quantize_weight(torch.randn(E, n, 128), scheme="fp8_block128") for n in (256, 128))
-    inputs = {
-        "x": x,
-        "ids": torch.randint(0, E, (6, K)),
-        "topk_weights": torch.rand(6, K),
-        "w1": w1,
-        "s1": s1,
-        "w2": w2,
-        "s2": s2,
-    }
-    gm, count = joined(run, **inputs)
+    return dict(x=torch.randn(6, 128).bfloat16(), ids=torch.randint(0, E, (6, K)), topk_weights=torch.rand(6, K),
+                w1=w1, s1=s1, w2=w2, s2=s2)  # fmt: skip
+
+
+def test_quantised_stages():
+    gm, count = joined(quantised, **quantised_inputs())
     assert count == 1
     (node,) = (n for n in gm.graph.nodes if n.target is torch.ops.moe_ops.fused_experts.default)
     assert options(node) == {"scheme": "fp8_block128"}
@@ -149,3 +144,68 @@ def test_other_dtype_than_the_tokens_stays():
 
 def test_graph_without_our_operators_is_left_alone():
     assert joined(lambda x, w: F.silu(x) @ w, x=torch.randn(2, H), w=torch.randn(H, I))[1] == 0
+
+
+def stages_with(change):
+    """The grouped stages, each value as ``change`` (name, value, what a second dispatch made) returns it."""
+
+    def run(x, gate, w1, w2):
+        topk_weights, ids = moe_ops.fused_topk(F.linear(x, gate), top_k=K)
+        rows, offsets, places = moe_ops.moe_permute(x, ids, num_experts=E)
+        other = moe_ops.moe_permute(x, ids.flip(0), num_experts=E)
+        h, _ = torch.ops.moe_ops.grouped_mm_glu(change("rows", rows, other), w1, change("first", offsets, other))
+        out = torch.ops.moe_ops.grouped_mm(change("h", h, other), w2, change("second", offsets, other))
+        return moe_ops.moe_unpermute(change("out", out, other), change("places", places, other), topk_weights)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("what", "value"),
+    [
+        ("rows", lambda value, other: value * 2),
+        ("rows", lambda value, other: other[0]),
+        ("first", lambda value, other: other[1]),
+        ("first", lambda value, other: value + 0),
+        ("h", lambda value, other: value * 2),
+        ("second", lambda value, other: other[1]),
+        ("out", lambda value, other: value * 2),
+        ("places", lambda value, other: other[2]),
+    ],
+    ids=["rows_changed", "rows_of_another_dispatch", "first_offsets_of_another_dispatch", "first_offsets_copied",
+         "h_changed", "second_offsets_of_another_dispatch", "out_changed", "places_of_another_dispatch"],
+)  # fmt: skip
+def test_stages_that_do_not_belong_together_stay(what, value):
+    gm, count = joined(stages_with(lambda name, one, other: value(one, other) if name == what else one))
+    assert count == 0 and "moe_ops.moe_unpermute" in operators(gm.graph)
+    assert joined(stages_with(lambda name, one, other: one))[1] == 1
+
+
+def test_weights_and_ids_of_two_routers_stay():
+    def run(x, gate, w1, w2):
+        topk_weights, _ = moe_ops.fused_topk(F.linear(x, gate), top_k=K)
+        _, ids = moe_ops.fused_topk(F.linear(x, gate) * 2, top_k=K)
+        return moe_ops.fused_experts(x, w1, w2, topk_weights, ids)
+
+    assert joined(run)[1] == 0
+
+
+def test_ids_taken_for_weights_stay():
+    def run(x, gate, w1, w2):
+        topk_weights, ids = moe_ops.fused_topk(F.linear(x, gate), top_k=K)
+        return moe_ops.fused_experts(x, w1, w2, ids.float(), ids), topk_weights
+
+    assert joined(run)[1] == 0
+
+
+@pytest.mark.parametrize("target", ["quantize_rows", "grouped_mm_glu", "grouped_mm"])
+def test_stages_of_two_schemes_stay(target):
+    """No two schemes fit one graph yet: the graph is changed after it was captured."""
+    graph = capture(quantised, **quantised_inputs()).graph
+    (node,) = (node for node in graph.nodes if str(node.target) == f"moe_ops.{target}")
+    place = [a.name for a in node.target.default._schema.arguments].index("scheme")
+    if place < len(node.args):
+        node.args = (*node.args[:place], "another", *node.args[place + 1 :])
+    else:
+        node.kwargs = {**node.kwargs, "scheme": "another"}
+    assert join(graph) == 0

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 
 from compile_passes.decide import decide
 from compile_passes.match import Refusal
+from compile_passes.passes import fuse_blocks
 from compile_passes.reading import Reading
 from compile_passes.recognise import recognise
-from tests.passes.blocks import E, H, I, K, T, batched, block, capture, found, refusal
+from tests.passes.blocks import E, H, I, K, T, batched, block, capture, found, refusal, weights
 
 
 def says(row: Refusal, words: str) -> None:
@@ -214,3 +215,36 @@ def test_a_gate_that_is_no_half_is_named():
         return F.silu(h[..., 1 : I + 1]) * h[..., I:]
 
     says(refusal(block(activation=shifted)), "comes from getslice")
+
+
+def test_grouped_ids_that_may_be_negative():
+    """A negative id sorts first and is counted nowhere: every row would move to another expert."""
+
+    def run(x, gate, w1, w2):
+        values, ids = F.linear(x, gate).float().softmax(-1).topk(K)
+        return block(router=lambda *_: (values, ids - 1))(x, gate, w1, w2)
+
+    says(refusal(run), "cannot be proved not to be negative")
+
+
+def test_an_input_that_may_be_the_memory_of_another():
+    """Without a check of the addresses in every call (fuse(), export) such a block stays; with one it is fused."""
+
+    def run(x, gate, w1, w2, counter):
+        values, ids = F.linear(x, gate).float().softmax(-1).topk(K)
+        counter.add_(1.0)
+        return block(router=lambda *_: (values, ids))(x, gate, w1, w2)
+
+    for checked, fused in ((False, 0), (True, 1)):
+        graph = capture(run, **weights(), counter=torch.zeros(T, H, dtype=torch.bfloat16)).graph
+        report = fuse_blocks(graph, checked).report
+        assert len(report.fused) == fused and len(report.refused) == 1 - fused
+        if not fused:
+            assert "may be the memory of" in report.refused[0].reason and 'backend="moe_ops"' in report.refused[0].cure
+            assert report.refused[0].node.target is not None
+
+
+def test_a_refusal_of_the_operators_names_the_second_product():
+    (row,) = found(block(batched))
+    wrong = replace(row, body=replace(row.body, limit=-1.0, activation="silu_clamp"))
+    assert decide(wrong).node is row.down.anchor

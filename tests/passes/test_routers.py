@@ -181,3 +181,202 @@ def test_logits_are_taken_before_the_upcast():
     graph = capture(block(), **weights()).graph
     linear = next(node for node in graph.nodes if "linear" in node.name)
     assert match(block()).router.logits.name == linear.name
+
+
+def _rows(x, gate):
+    """Logits [2, T / 2, E]: a router that keeps batch and sequence apart."""
+    return F.linear(x.view(2, -1, x.shape[-1]), gate).float()
+
+
+def _flat(values, ids):
+    return values.reshape(-1, K), ids.reshape(-1, K)
+
+
+def soft_in_three(x, gate):
+    values, ids = _rows(x, gate).softmax(2).topk(K, dim=2)
+    return _flat(values / values.sum(2, keepdim=True), ids)
+
+
+def sigmoid_in_three(x, gate):
+    scores = _rows(x, gate).sigmoid()
+    ids = (scores + BIAS.view(1, 1, E)).topk(K, -1)[1]
+    chosen = scores.gather(2, ids)
+    return _flat(chosen / (chosen.sum(-1, True) + 1e-6) * 2.0, ids)
+
+
+def softmax_after_topk_in_three(x, gate):
+    values, ids = _rows(x, gate).topk(K)
+    return _flat(values.softmax(2, dtype=torch.float32), ids)
+
+
+@pytest.mark.parametrize(
+    ("router", "options"),
+    [
+        (soft_in_three, {"routing": "softmax", "renormalize": True}),
+        (sigmoid_in_three, {"routing": "sigmoid", "renormalize": True, "renorm_eps": 1e-6, "scale": 2.0}),
+        (softmax_after_topk_in_three, {"routing": "topk_softmax"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_router_of_three_dimensions(router, options):
+    found = match(block(router=router)).router
+    assert isinstance(found, Router), str(found)
+    defaults = {"renormalize": False, "renorm_eps": 0.0, "num_groups": 1, "topk_groups": 1, "scale": 1.0}
+    assert found.options() == {"top_k": K, **defaults, **options}
+    assert (found.bias is None) == (router is not sigmoid_in_three)
+
+
+def sum_over_the_sequence(x, gate):
+    values, ids = _rows(x, gate).softmax(-1).topk(K)
+    return _flat(values / values.sum(1, keepdim=True), ids)
+
+
+def softmax_over_the_batch(x, gate):
+    return _flat(*_rows(x, gate).softmax(0).topk(K))
+
+
+def softmax_of_the_chosen_over_the_sequence(x, gate):
+    values, ids = _rows(x, gate).topk(K)
+    return _flat(values.softmax(1), ids)
+
+
+def gathered_by_other_ids(x, gate):
+    scores = logits_of(x, gate).sigmoid()
+    ids = (scores + BIAS).topk(K)[1]
+    return scores.gather(1, (scores - BIAS).topk(K)[1]), ids
+
+
+def gathered_of_other_scores(x, gate):
+    scores = logits_of(x, gate).sigmoid()
+    ids = scores.topk(K)[1]
+    return (scores * 1.5).tanh().gather(1, ids), ids
+
+
+def bias_per_token(x, gate):
+    scores = logits_of(x, gate).sigmoid()
+    ids = (scores + scores.mean(-1, keepdim=True)).topk(K)[1]
+    return scores.gather(1, ids), ids
+
+
+def bias_on_softmax_groups(x, gate):
+    scores = logits_of(x, gate)
+    ids = (scores + BIAS).topk(K)[1]
+    return scores.gather(1, ids).softmax(-1), ids
+
+
+def renormalised_twice(x, gate):
+    values, ids = plain_softmax(x, gate)
+    values = values / values.sum(-1, keepdim=True)
+    return values / (values.sum(-1, keepdim=True) + 1.0), ids
+
+
+def scaled_before_the_sum_is_added(x, gate):
+    values, ids = plain_softmax(x, gate)
+    return values / (values.sum(-1, keepdim=True) * 2 + 1e-3), ids
+
+
+def number_divided_by_weights(x, gate):
+    values, ids = plain_softmax(x, gate)
+    return 0.1 / values, ids
+
+
+def double_logits(x, gate):
+    return F.linear(x.double(), gate.double()).softmax(-1).topk(K)
+
+
+def powers(x, gate):
+    values, ids = (logits_of(x, gate).sigmoid() ** 2).topk(K)
+    return values, ids
+
+
+def sqrt_of_sigmoid(x, gate):
+    return logits_of(x, gate).sigmoid().sqrt().topk(K)
+
+
+def sharp_softplus(x, gate):
+    return F.softplus(logits_of(x, gate), beta=2).sqrt().topk(K)
+
+
+def half_of_the_weights(x, gate):
+    values, ids = plain_softmax(x, gate)
+    return values.half(), ids
+
+
+def filled_with_one(x, gate):
+    return grouped_sigmoid(x, gate, fill=1.0)
+
+
+def unmasked(x, gate):
+    """The mask of the kept groups is not inverted: they are the ones that are excluded."""
+    scores = logits_of(x, gate).softmax(-1)
+    best = scores.view(-1, 4, E // 4).max(dim=-1).values
+    mask = torch.zeros_like(best).scatter(1, best.topk(2)[1], 1)
+    mask = mask.unsqueeze(-1).expand(-1, 4, E // 4).reshape(-1, E)
+    return scores.masked_fill(mask.bool(), 0.0).topk(K)
+
+
+def groups_ranked_by_three(x, gate):
+    scores = logits_of(x, gate).sigmoid()
+    best = scores.view(-1, 2, E // 2).topk(3, dim=-1)[0].sum(-1)
+    mask = torch.zeros_like(best).scatter(1, best.topk(1)[1], 1)
+    mask = mask.unsqueeze(-1).expand(-1, 2, E // 2).reshape(-1, E)
+    return scores.masked_fill(~mask.bool(), float("-inf")).topk(K)
+
+
+def groups_ranked_by_other_scores(x, gate):
+    scores = logits_of(x, gate).softmax(-1)
+    best = scores.square().view(-1, 4, E // 4).amax(-1)
+    mask = torch.zeros_like(best).scatter(1, best.topk(2)[1], 1)
+    mask = mask.unsqueeze(-1).expand(-1, 4, E // 4).reshape(-1, E)
+    return scores.masked_fill(~mask.bool(), 0.0).topk(K)
+
+
+def groups_ranked_by_the_least(x, gate):
+    scores = logits_of(x, gate).softmax(-1)
+    best = scores.view(-1, 4, E // 4).amax(-1)
+    mask = torch.zeros_like(best).scatter(1, best.topk(2, largest=False)[1], 1)
+    mask = mask.unsqueeze(-1).expand(-1, 4, E // 4).reshape(-1, E)
+    return scores.masked_fill(~mask.bool(), 0.0).topk(K)
+
+
+def groups_marked_on_ones(x, gate):
+    scores = logits_of(x, gate).softmax(-1)
+    best = scores.view(-1, 4, E // 4).amax(-1)
+    mask = torch.ones_like(best).scatter(1, best.topk(2)[1], 0)
+    mask = mask.unsqueeze(-1).expand(-1, 4, E // 4).reshape(-1, E)
+    return scores.masked_fill(~mask.bool(), 0.0).topk(K)
+
+
+@pytest.mark.parametrize(
+    ("router", "reason"),
+    [
+        (sum_over_the_sequence, "something else than their sum"),
+        (softmax_over_the_batch, "scores=none"),
+        (softmax_of_the_chosen_over_the_sequence, "not over the selected experts"),
+        (gathered_by_other_ids, "not the selected scores"),
+        (gathered_of_other_scores, "score + bias"),
+        (bias_per_token, "score + bias"),
+        (renormalised_twice, "pass through div"),
+        (scaled_before_the_sum_is_added, "something else than their sum"),
+        (number_divided_by_weights, "something else than their sum"),
+        (double_logits, "the logits are not"),
+        (powers, "scores=none"),
+        (sqrt_of_sigmoid, "scores=none"),
+        (sharp_softplus, "scores=none"),
+        (filled_with_one, "something else than a group limit"),
+        (unmasked, "something else than a group limit"),
+        (groups_ranked_by_three, "something else than a group limit"),
+        (groups_ranked_by_other_scores, "something else than a group limit"),
+        (groups_ranked_by_the_least, "something else than a group limit"),
+        (groups_marked_on_ones, "something else than a group limit"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_router_that_is_almost_known_stays(router, reason):
+    found = match(block(router=router))
+    assert not isinstance(found.router, Router) and reason in found.router.reason, str(found.router)
+
+
+def test_a_bias_is_refused_where_the_routing_takes_none():
+    found = match(block(router=bias_on_softmax_groups))
+    assert "takes no correction bias" in found.router.reason

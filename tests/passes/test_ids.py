@@ -1,0 +1,141 @@
+"""What is proved about expert ids: that they are in [0, E), that they are not negative, that a token's are distinct."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from compile_passes.patterns.dispatch import are_distinct, are_in_range, are_not_negative
+from compile_passes.reading import Reading
+from tests.passes.blocks import E, K, T, capture
+
+_make = torch.Generator().manual_seed(0)
+SCORES = torch.randn(T, E, generator=_make)
+WIDE = torch.randn(T, E + 3, generator=_make)
+GIVEN = torch.randint(E, (T, K), generator=_make)
+
+
+def top(scores, **options):
+    return scores.topk(K, **options)[1]
+
+
+#: function of (scores [T, E], wide [T, E + 3], ids given to the graph) -> (in [0, E), not negative).
+IDS = {
+    "topk": (lambda s, w, g: top(s), True, True),
+    "topk_named_result": (lambda s, w, g: s.topk(K).indices, True, True),
+    "smallest": (lambda s, w, g: top(s, largest=False), True, True),
+    "topk_of_the_other_dimension": (lambda s, w, g: top(s, dim=0), False, True),
+    "topk_of_first_dimension_of_E": (lambda s, w, g: top(s.mT, dim=0), True, True),
+    "topk_over_more_columns": (lambda s, w, g: top(w), False, True),
+    "topk_values": (lambda s, w, g: g.topk(K)[0] * 1, False, False),
+    "topk_values_of_ids": (lambda s, w, g: top(s).topk(1)[0], True, True),
+    "sort": (lambda s, w, g: s.sort(-1, descending=True)[1][:, :K], True, True),
+    "sorted_ids": (lambda s, w, g: top(s).sort(-1)[0], True, True),
+    "argsort": (lambda s, w, g: s.argsort(-1)[:, :K], True, True),
+    "argsort_over_the_tokens": (lambda s, w, g: s.argsort(0)[:, :K], False, True),
+    "argmax": (lambda s, w, g: s.argmax(-1, keepdim=True), True, True),
+    "argmax_of_everything": (lambda s, w, g: s.argmax(), False, True),
+    "max": (lambda s, w, g: s.max(-1, keepdim=True)[1], True, True),
+    "given": (lambda s, w, g: g * 1, False, False),
+    "shifted": (lambda s, w, g: top(s) - 1, False, False),
+    "negated": (lambda s, w, g: -top(s), False, False),
+    "clamped": (lambda s, w, g: g.clamp(0, E - 1), True, True),
+    "clamped_by_keyword": (lambda s, w, g: g.clamp(min=0, max=E - 1), True, True),
+    "clamped_too_high": (lambda s, w, g: g.clamp(0, E), False, True),
+    "clamped_too_low": (lambda s, w, g: g.clamp(-1, E - 1), False, False),
+    "clamped_below_only": (lambda s, w, g: g.clamp(min=0), False, True),
+    "clamped_above_only": (lambda s, w, g: g.clamp(max=E - 1), False, False),
+    "clamped_from_two": (lambda s, w, g: g.clamp(2, E - 1), True, True),
+    "remainder": (lambda s, w, g: g % E, True, True),
+    "remainder_of_another_number": (lambda s, w, g: torch.remainder(g, E + 1), False, True),
+    "remainder_of_a_negative_number": (lambda s, w, g: g % -E, False, False),
+    "truncated_remainder": (lambda s, w, g: torch.fmod(g, E), False, False),
+    "random": (lambda s, w, g: torch.randint(0, E, (T, K)), True, True),
+    "random_below": (lambda s, w, g: torch.randint(E, (T, K)), True, True),
+    "random_below_more": (lambda s, w, g: torch.randint(E + 1, (T, K)), False, True),
+    "random_from_a_negative": (lambda s, w, g: torch.randint(-1, E, (T, K)), False, False),
+    "random_from_one": (lambda s, w, g: torch.randint(1, E, (T, K)), True, True),
+    "shape_and_dtype": (lambda s, w, g: top(s).reshape(-1).to(torch.int32).view(T, K).long(), True, True),
+    "a_dtype_that_holds_them": (lambda s, w, g: top(s).to(torch.int8).long(), True, True),
+    "a_dtype_that_does_not": (lambda s, w, g: top(s).bool().long(), False, False),
+    "picked": (lambda s, w, g: top(s)[:, :1], True, True),
+    "picked_by_a_table": (lambda s, w, g: top(s).reshape(-1)[g], True, True),
+    "gathered": (lambda s, w, g: top(s).gather(1, g * 0), True, True),
+    "repeated": (lambda s, w, g: top(s).repeat_interleave(2, 0), True, True),
+    "transposed": (lambda s, w, g: top(s).transpose(0, 1), True, True),
+    "joined": (lambda s, w, g: torch.cat([top(s), s.argmax(-1, keepdim=True)], -1), True, True),
+    "joined_with_unknown": (lambda s, w, g: torch.cat([top(s), g], -1), False, False),
+    "part_of": (lambda s, w, g: top(s).chunk(2, -1)[0], True, True),
+    "one_or_the_other": (lambda s, w, g: torch.where(g > 1, top(s), s.argsort(-1)[:, :K]), True, True),
+    "one_or_unknown": (lambda s, w, g: torch.where(g > 1, top(s), g), False, False),
+    "filled_with_an_id": (lambda s, w, g: top(s).masked_fill(g > 1, E - 1), True, True),
+    "filled_with_no_id": (lambda s, w, g: top(s).masked_fill(g > 1, E), False, True),
+    "filled_with_a_negative": (lambda s, w, g: top(s).masked_fill(g > 1, -1), False, False),
+}  # fmt: skip
+
+
+def reading(function):
+    graph = capture(function, SCORES, WIDE, GIVEN).graph
+    (value,) = graph.output_node().args[0]
+    return Reading(graph), value
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_bounds(name):
+    function, in_range, not_negative = IDS[name]
+    read, ids = reading(function)
+    assert (are_in_range(read, ids, E), are_not_negative(read, ids, E)) == (in_range, not_negative)
+
+
+def test_ids_given_to_the_graph_are_not_proved():
+    read, _ = reading(lambda s, w, g: g * 1)
+    given = [node for node in read.graph.nodes if node.op == "placeholder"]
+    assert not any(are_in_range(read, node, E) or are_not_negative(read, node, E) for node in given)
+
+
+@pytest.mark.parametrize(
+    ("function", "distinct"),
+    [
+        (lambda s, w, g: top(s), True),
+        (lambda s, w, g: top(s).to(torch.int32), True),
+        (lambda s, w, g: s.topk(K + 1)[1], False),
+        (lambda s, w, g: top(w), False),
+        (lambda s, w, g: g * 1, False),
+        (lambda s, w, g: top(s).clamp(0, E - 2), False),
+        (lambda s, w, g: s.argmax(-1, keepdim=True).expand(-1, K), False),
+        (lambda s, w, g: s.topk(K)[0], False),
+        (lambda s, w, g: top(s.mT, dim=0), False),
+    ],
+    ids=["topk", "cast", "another_k", "more_columns", "given", "clamped", "repeated", "values", "other_dimension"],
+)
+def test_distinct(function, distinct):
+    read, ids = reading(function)
+    assert are_distinct(read, ids, E, K) is distinct
+
+
+def test_how_far_down_ids_are_looked_into():
+    """Eight steps: not without an end, and more than any model has."""
+
+    def deep(steps):
+        def run(s, w, g):
+            ids = top(s)
+            for step in range(steps):
+                ids = torch.where(g > step, ids, 0)
+            return ids
+
+        return reading(run)
+
+    assert are_in_range(*deep(7), E) and not are_in_range(*deep(8), E)
+
+
+def test_remainders_in_place_are_read_as_remainders():
+    def run(s, w, g):
+        ids = g * 1
+        ids = operator.imod(ids, E)
+        return F.relu(ids)
+
+    read, value = reading(run)
+    assert are_in_range(read, read.call(value)["x"], E)
