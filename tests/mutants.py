@@ -270,15 +270,11 @@ class Runner:
         """Test mutants until they or the time end; those that were begun are ended."""
         rows = list(dict.fromkeys(tests_of(mutant.path) for mutant in chosen))
         preload(rows[0])
-        self._drain([(tests, None) for tests in rows])
-        self._drain([(tests, mutant) for mutant in chosen if (tests := tests_of(mutant.path)) in self.seconds])
-
-    def _drain(self, waiting: list[tuple[tuple[str, ...], Mutant | None]]) -> None:
         free, running = list(self.copies), list[Running]()
-        waiting = waiting[::-1]
+        waiting: list[tuple[tuple[str, ...], Mutant | None]] = [(tests, None) for tests in rows]
         while waiting or running:
-            while waiting and free and (waiting[-1][1] is None or time.monotonic() < self.end):
-                running.append(self._start(free.pop(), *waiting.pop()))
+            while free and waiting and (waiting[0][1] is None or time.monotonic() < self.end):
+                running.append(self._start(free.pop(), *waiting.pop(0)))
             if not running:
                 return
             time.sleep(0.05)
@@ -288,6 +284,8 @@ class Runner:
                     running.remove(one)
                     free.append(one.copy)
                     self._record(one, status)
+                    if one.mutant is None and status == 0:
+                        waiting += [(one.tests, mutant) for mutant in chosen if tests_of(mutant.path) == one.tests]
 
     def _start(self, copy: Path, tests: tuple[str, ...], mutant: Mutant | None) -> Running:
         timeout = 1800.0
@@ -357,7 +355,7 @@ def main() -> int:
         return 0
     sys.dont_write_bytecode = True
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    random.Random(options.seed).shuffle(chosen)  # what the time leaves out is then no kind of its own
+    random.Random(options.seed).shuffle(chosen)
     runner = Runner(options.jobs, time.monotonic() + 60 * options.minutes)
     try:
         for interpreted in (True, False):  # Triton is imported once in a process, interpreting or not

@@ -126,6 +126,8 @@ def check(
         expected = _once(function, eager_args, gradients)
         try:
             got = _once(compiled(function, **options), own_args, gradients)
+        except torch._dynamo.exc.Unsupported as error:
+            raise Undefined(f"Dynamo does not capture it, before any pass: {' '.join(str(error).split())}") from error
         except Exception as error:
             counts, problem = _counts(), f"{type(error).__name__}: {' '.join(str(error).split())}"
             if not _captured_by_torch(function, copy.deepcopy(args), gradients, options):
