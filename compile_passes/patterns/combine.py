@@ -103,7 +103,7 @@ class _Walk:
                 return None
             value = self.reading.uncast(gathered["x"], self.floor)
         weights = example(value)
-        if weights is None or not weights.dtype.is_floating_point or not no_narrower(weights.dtype, self.floor):
+        if weights is None or not no_narrower(weights.dtype, self.floor):
             return None
         return value if equal_sizes(weights.numel(), self.rows) else None
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 import torch.nn.functional as F
+from torch import fx
 
+from compile_passes import compat
 from compile_passes.decide import decide
 from compile_passes.match import Refusal
-from compile_passes.passes import fuse_blocks
+from compile_passes.passes import _one_line, fuse_blocks, needs_gradient
 from compile_passes.reading import Reading
 from compile_passes.recognise import recognise
 from tests.passes.blocks import E, H, I, K, T, batched, block, capture, found, refusal, weights
@@ -248,3 +251,35 @@ def test_a_refusal_of_the_operators_names_the_second_product():
     (row,) = found(block(batched))
     wrong = replace(row, body=replace(row.body, limit=-1.0, activation="silu_clamp"))
     assert decide(wrong).node is row.down.anchor
+
+
+def test_a_grouped_product_of_two_matrices_is_no_expert():
+    """[T, K] @ [K, N] in groups of the inner dimension: what the backward of a grouped product is."""
+
+    def run(x, y, offsets):
+        return F.silu(F.grouped_mm(x, y, offs=offsets)).sum()
+
+    inputs = dict(x=torch.randn(H, 24).bfloat16(), y=torch.randn(24, H).bfloat16(),
+                  offsets=torch.tensor([8, 16, 24], dtype=torch.int32))  # fmt: skip
+    assert found(run, **inputs) == []
+
+
+def test_integer_weights_are_no_routing_weights():
+    def run(x, ids, topk_weights, w1, w2):
+        return batched(x, ids, (topk_weights * 4).int(), w1, w2)
+
+    says(refusal(block(run)), "meets mul")
+
+
+@pytest.mark.parametrize("ahead_of_time", [False, True])
+def test_nothing_needs_a_gradient_ahead_of_time(ahead_of_time, monkeypatch):
+    graph = fx.Graph()
+    node = graph.call_function(torch.neg, (graph.placeholder("x"),))
+    node.meta["example_value"] = torch.zeros(3, requires_grad=True) * 1
+    monkeypatch.setattr(compat, "is_ahead_of_time", lambda: ahead_of_time)
+    assert needs_gradient([graph]) is not ahead_of_time
+
+
+def test_an_error_is_told_in_one_line_without_a_full_stop():
+    assert _one_line(ValueError("two\n  lines, and an end. ")) == "ValueError: two lines, and an end"
+    assert len(_one_line(ValueError("x" * 1000))) == 300
