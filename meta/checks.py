@@ -43,6 +43,7 @@ class Checked:
 _TYPES: dict[str, tuple[tuple[type, ...], str, str]] = {
     "Tensor": ((Tensor,), "a torch.Tensor", "Convert it with torch.as_tensor first."),
     "int": ((int, torch.SymInt), "an int", "Pass a Python int."),
+    "SymInt": ((int, torch.SymInt), "an int", "Pass a Python int."),
     "float": ((float, int, torch.SymFloat, torch.SymInt), "a number", "Pass a Python float."),
     "bool": ((bool,), "True or False", ""),
     "str": ((str,), "a string", ""),
@@ -153,9 +154,12 @@ def check_at_most(op: str, argument: str, value: Dim, bound: Dim, rule: str, cur
 
 
 def check_positive(op: str, argument: str, value: Dim) -> None:
-    """``value >= 1``; the value is an option, hence an int in practice."""
-    if value < 1:
-        raise fail(op, argument, ">= 1", value)
+    """``value >= 1``, symbolic sizes included."""
+    if type(value) is int:
+        if value < 1:
+            raise fail(op, argument, ">= 1", value)
+    else:
+        _check_value(value >= 1, lambda: str(fail(op, argument, ">= 1", value)))
 
 
 def check_float(op: str, argument: str, tensor: Tensor) -> None:

@@ -203,7 +203,7 @@ def fused_experts(
     weight_on_input: bool = False,
     scheme: str | None = None,
     format: str = "grouped",
-    capacity: int | None = None,
+    capacity: Dim | None = None,
     backend: str | None = None,
 ) -> Checked:
     """``hidden_states [T, H]`` and ids ``[T, K]`` -> ``[T, H]``."""
@@ -258,7 +258,7 @@ def fused_moe(
     weight_on_input: bool = False,
     scheme: str | None = None,
     format: str = "grouped",
-    capacity: int | None = None,
+    capacity: Dim | None = None,
     backend: str | None = None,
 ) -> Checked:
     """``hidden_states [T, H]`` and ``router_logits [T, E]`` -> ``[T, H]``."""
@@ -305,7 +305,7 @@ def fused_experts_backward(
     glu_layout: str = "concat",
     weight_on_input: bool = False,
     format: str = "grouped",
-    capacity: int | None = None,
+    capacity: Dim | None = None,
 ) -> Checked:
     """Gradients of hidden_states, gate_up_proj, down_proj, topk_weights, gate_up_bias, down_bias; numel 0 when not
     needed.

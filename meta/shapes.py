@@ -56,7 +56,7 @@ def fused_topk(
 
 
 def _check_dispatch(
-    op: str, hidden_states: Tensor, topk_ids: Tensor, expert_map: Tensor | None, num_experts: int
+    op: str, hidden_states: Tensor, topk_ids: Tensor, expert_map: Tensor | None, num_experts: Dim
 ) -> tuple[torch.device, Dim, Dim, Dim]:
     device = check_placement(op, {"hidden_states": hidden_states, "topk_ids": topk_ids, "expert_map": expert_map})
     check_rank(op, "hidden_states", hidden_states, "T H")
@@ -72,7 +72,7 @@ def _check_dispatch(
 
 
 def moe_permute(
-    hidden_states: Tensor, topk_ids: Tensor, expert_map: Tensor | None = None, *, num_experts: int
+    hidden_states: Tensor, topk_ids: Tensor, expert_map: Tensor | None = None, *, num_experts: Dim
 ) -> Checked:
     """-> rows ``[R, H]``, offsets int32 ``[E]``, pair_to_row int32 ``[T, K]``."""
     device, tokens, hidden, top_k = _check_dispatch("moe_permute", hidden_states, topk_ids, expert_map, num_experts)
@@ -88,15 +88,14 @@ def moe_permute(
 
 
 def batched_dispatch(
-    hidden_states: Tensor, topk_ids: Tensor, expert_map: Tensor | None = None, *, num_experts: int, capacity: int
+    hidden_states: Tensor, topk_ids: Tensor, expert_map: Tensor | None = None, *, num_experts: Dim, capacity: Dim
 ) -> Checked:
     """-> batch ``[E, C, H]``, expert_num_tokens int32 ``[E]``, slots int32 ``[T, K]``."""
     op = "batched_dispatch"
     device, tokens, hidden, top_k = _check_dispatch(op, hidden_states, topk_ids, expert_map, num_experts)
     check_positive(op, "capacity", capacity)
-    if isinstance(capacity, int):
-        rule = f"<= {INT32_MAX // num_experts} so that a slot number fits int32"
-        check_at_most(op, "capacity", capacity, INT32_MAX // num_experts, rule, "Pass fewer rows per expert.")
+    rule = f"<= {INT32_MAX // num_experts} so that a slot number fits int32"
+    check_at_most(op, "capacity", capacity, INT32_MAX // num_experts, rule, "Pass fewer rows per expert.")
     problem = Problem.of_stage(
         hidden_states, T=tokens, E=num_experts, K=top_k, H=hidden, C=capacity, has_expert_map=expert_map is not None
     )

@@ -31,7 +31,7 @@ _EXPERT_TENSORS = (
     "Tensor? gate_up_zero_point=None, Tensor? down_zero_point=None"
 )
 _GLU = 'str activation="silu", float? alpha=None, float? limit=None, str glu_layout="concat"'
-_FORMAT = 'str format="grouped", int? capacity=None'
+_FORMAT = 'str format="grouped", SymInt? capacity=None'
 _LAYER = f"{_GLU}, bool weight_on_input=False, str? scheme=None, {_FORMAT}, str? backend=None"
 _WEIGHT_SCALES = "Tensor? weight_scale=None, Tensor? weight_global_scale=None, Tensor? weight_zero_point=None"
 
@@ -46,11 +46,11 @@ _PLAIN_OPTIONS = "str? scheme=None, ScalarType? out_dtype=None"
 
 SCHEMAS: dict[str, str] = {
     "fused_topk": f"(Tensor router_logits, Tensor? correction_bias=None, *, {_ROUTING}) -> (Tensor, Tensor)",
-    "moe_permute": "(Tensor hidden_states, Tensor topk_ids, Tensor? expert_map=None, *, int num_experts)"
+    "moe_permute": "(Tensor hidden_states, Tensor topk_ids, Tensor? expert_map=None, *, SymInt num_experts)"
     " -> (Tensor, Tensor, Tensor)",
     "moe_unpermute": "(Tensor rows, Tensor pair_to_row, Tensor topk_weights) -> Tensor",
-    "batched_dispatch": "(Tensor hidden_states, Tensor topk_ids, Tensor? expert_map=None, *, int num_experts, "
-    "int capacity) -> (Tensor, Tensor, Tensor)",
+    "batched_dispatch": "(Tensor hidden_states, Tensor topk_ids, Tensor? expert_map=None, *, SymInt num_experts, "
+    "SymInt capacity) -> (Tensor, Tensor, Tensor)",
     "batched_combine": "(Tensor batch, Tensor slots, Tensor topk_weights) -> Tensor",
     "quantize_rows": "(Tensor rows, *, str scheme) -> (Tensor, Tensor)",
     "quantize_batched": "(Tensor batch, Tensor expert_num_tokens, *, str scheme) -> (Tensor, Tensor)",

@@ -1,0 +1,110 @@
+"""One graph for every number of tokens: sizes that follow from it, a capacity among them, stay symbolic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import moe_ops
+
+E, K, H, I = 4, 2, 16, 8
+_make = torch.Generator().manual_seed(0)
+GATE_UP, DOWN = torch.randn(E, 2 * I, H, generator=_make), torch.randn(E, H, I, generator=_make)
+TOKENS = (3, 16, 40, 7)
+
+
+def experts(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    return moe_ops.fused_experts(x, GATE_UP, DOWN, weights, ids, format="batched", capacity=x.shape[0] // 2 + 1)
+
+
+def experts_of_every_token(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    return moe_ops.fused_experts(x, GATE_UP, DOWN, weights, ids, format="batched", capacity=x.shape[0])
+
+
+def layer(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    capacity = (x.shape[0] * K * 5 // 4 + E - 1) // E
+    return moe_ops.fused_moe(x, x[:, :E], GATE_UP, DOWN, top_k=K, format="batched", capacity=capacity)
+
+
+def stages(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    batch, counts, slots = moe_ops.batched_dispatch(x, ids, num_experts=E, capacity=x.shape[0] // 2 + 1)
+    h, _ = torch.ops.moe_ops.batched_mm_glu(batch, GATE_UP, counts)
+    return moe_ops.batched_combine(moe_ops.batched_mm(h, DOWN, counts), slots, weights)
+
+
+def a_row_of_experts_for_every_token(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    rows, offsets, places = moe_ops.moe_permute(x, ids, num_experts=x.shape[0] + E)
+    return moe_ops.moe_unpermute(rows, places, weights) + offsets.shape[0]
+
+
+FUNCTIONS = (experts, experts_of_every_token, layer, stages, a_row_of_experts_for_every_token)
+
+
+def inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    make = torch.Generator().manual_seed(tokens)
+    tensors = (torch.randn(tokens, H, generator=make), torch.rand(tokens, K, generator=make),
+               torch.randint(0, E, (tokens, K), generator=make))  # fmt: skip
+    for tensor in tensors:
+        torch._dynamo.mark_dynamic(tensor, 0)
+    return tensors
+
+
+def compiled(function: Callable[..., Any], backend: str) -> tuple[Callable[..., Any], list[Any]]:
+    graphs: list[Any] = []
+    inner = torch._dynamo.lookup_backend(backend)
+
+    def count(gm: torch.fx.GraphModule, example_inputs: list[Tensor]) -> Any:
+        graphs.append(gm)
+        return inner(gm, example_inputs)
+
+    torch._dynamo.reset()
+    return torch.compile(function, backend=count, fullgraph=True), graphs
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor", "moe_ops"])
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_one_graph_for_every_number_of_tokens(function: Callable[..., Any], backend: str) -> None:
+    run, graphs = compiled(function, backend)
+    for tokens in TOKENS:
+        with torch.no_grad():
+            torch.testing.assert_close(run(*inputs(tokens)), function(*inputs(tokens)))
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("function", [experts, layer], ids=lambda function: function.__name__)
+def test_one_graph_in_training(function: Callable[..., Any]) -> None:
+    run, graphs = compiled(function, "aot_eager")
+    for tokens in TOKENS:
+        got, wanted = ([value.requires_grad_() if value.is_floating_point() else value for value in inputs(tokens)]
+                       for _ in range(2))  # fmt: skip
+        run(*got).square().sum().backward()
+        function(*wanted).square().sum().backward()
+        torch.testing.assert_close(got[0].grad, wanted[0].grad)
+    assert len(graphs) == 1
+
+
+def test_a_capacity_below_one_is_an_error_under_compile_too() -> None:
+    def none_of_two(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        return moe_ops.fused_experts(x, GATE_UP, DOWN, weights, ids, format="batched", capacity=x.shape[0] // 2)
+
+    run, _ = compiled(none_of_two, "eager")
+    run(*inputs(8))
+    with pytest.raises(ValueError, match="fused_experts: capacity must be >= 1, got 0"):
+        none_of_two(*inputs(1))
+    with pytest.raises(Exception, match="capacity must be >= 1"):
+        run(*inputs(1))
+
+
+def test_stages_with_a_symbolic_capacity_are_joined() -> None:
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    run, graphs = compiled(stages, "moe_ops_eager")
+    with torch.no_grad():
+        for tokens in TOKENS:
+            torch.testing.assert_close(run(*inputs(tokens)), stages(*inputs(tokens)))
+    assert len(graphs) == 1 and counters["moe_ops"]["joined"] == 1 and not counters["moe_ops"]["errors"]
