@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
-PYTEST := $(PY) -m pytest -n $(WORKERS)
+PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadgroup
 # Threads that wait spinning make small CPU products a hundred times slower as soon as anything else runs.
 export OMP_WAIT_POLICY ?= passive
 export HF_HUB_OFFLINE := 1
