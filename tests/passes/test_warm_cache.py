@@ -120,7 +120,6 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("warm cache")  # a second worker would wait for the processes of the first
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES)
 def test_second_process_says_what_the_first_said(case: str, processes: tuple[dict[str, Any], dict[str, Any]]) -> None:
