@@ -4,7 +4,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
-PYTEST := $(PY) -m pytest -n $(WORKERS)
+# worksteal: neighbours share their fixtures and their imports in one process, until the other has nothing left.
+PYTEST := $(PY) -m pytest -n $(WORKERS) --dist worksteal
 # Threads that wait spinning make small CPU products a hundred times slower as soon as anything else runs.
 export OMP_WAIT_POLICY ?= passive
 export HF_HUB_OFFLINE := 1

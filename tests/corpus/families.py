@@ -58,10 +58,11 @@ def available(family: str) -> bool:
     return modeling is not None and "@use_experts_implementation" in Path(str(modeling.origin)).read_text()
 
 
-def build(family: str, dtype: torch.dtype, experts: str) -> torch.nn.Module:
-    """A tiny model of ``family``: two layers, 8 experts, top-2 (zaya: top-1)."""
+def build(family: str, dtype: torch.dtype, experts: str, **settings: Any) -> torch.nn.Module:
+    """A tiny model of ``family``: two layers, 8 experts, top-2 (zaya: top-1), but for ``settings`` of its config."""
     config_class, model_class = _classes(family)
-    return tiny_model(tiny_config(config_class, FAMILIES.get(family)), model_class, dtype=dtype, experts=experts)
+    config = tiny_config(config_class, {**FAMILIES.get(family, {}), **settings})
+    return tiny_model(config, model_class, dtype=dtype, experts=experts)
 
 
 def tokens(batch: int, length: int, seed: int = 1) -> torch.Tensor:

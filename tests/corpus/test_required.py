@@ -25,7 +25,6 @@ MEDIAN_SLACK = {"bf16": 1.02, "fp32": 1.05}
 
 pytestmark = pytest.mark.parametrize("family", REQUIRED)
 both_forms = pytest.mark.parametrize("form", FORMS)
-both_dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 
 @pytest.fixture(autouse=True)
@@ -50,26 +49,24 @@ def assert_one_fused_graph(family: str) -> None:
     assert counters["moe_ops"]["fused"] == LAYERS.get(family, 2)
 
 
-@both_forms
-@both_dtypes
-def test_fused_and_no_less_accurate(family: str, form: str, dtype: str) -> None:
-    """512 tokens, each an observation. In low precision a few of them are routed to another expert by either code (that
-    is what makes means useless), so the claim is on the median, and on a one-sided sign test over the pairs: the fused
-    code must not lose more often than a fair coin would at three standard deviations.
+def originals(model: torch.nn.Module, ids: torch.Tensor, form: str, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the model's output in float64, the original code's error against it).
 
-    In fp32 what differs is the order of sums, which a processor's matrix-vector and matrix-matrix products choose
-    differently: there the measure is the less accurate of transformers' own two forms on the machine at hand."""
-    model, ids = build(family, DTYPES[dtype], form), tokens(8, 64)
+    In fp32 what differs between two codes is the order of sums, which a processor's matrix-vector and matrix-matrix
+    products choose differently: there the measure is the less accurate of transformers' own two forms on the machine
+    at hand."""
     exact_model = use_experts(copy.deepcopy(model).double(), "eager")
-    with torch.no_grad():
-        exact = result(exact_model(input_ids=ids, use_cache=False))
-        forms = (form,) if dtype == "bf16" else FORMS
-        originals = [errors(result(use_experts(model, own)(input_ids=ids, use_cache=False)), exact) for own in forms]
-        original = max(originals, key=torch.median)
-        use_experts(model, form)
-        compiled = torch.compile(model, backend="moe_ops_eager", fullgraph=True)
-        fused = errors(result(compiled(input_ids=ids, use_cache=False)), exact)
-    assert_one_fused_graph(family)
+    exact = result(exact_model(input_ids=ids, use_cache=False))
+    forms = (form,) if dtype == "bf16" else FORMS
+    found = [errors(result(use_experts(model, own)(input_ids=ids, use_cache=False)), exact) for own in forms]
+    use_experts(model, form)
+    return exact, max(found, key=torch.median)
+
+
+def assert_no_less_accurate(fused: torch.Tensor, original: torch.Tensor, dtype: str) -> None:
+    """Each token is an observation. In low precision a few of them are routed to another expert by either code (that
+    is what makes means useless), so the claim is on the median, and on a one-sided sign test over the pairs: the fused
+    code must not lose more often than a fair coin would at three standard deviations."""
     assert fused.median() <= original.median() * MEDIAN_SLACK[dtype]
     decided = fused != original
     count, losses = int(decided.sum()), int((fused > original).sum())
@@ -77,13 +74,28 @@ def test_fused_and_no_less_accurate(family: str, form: str, dtype: str) -> None:
 
 
 @both_forms
-@both_dtypes
-def test_no_recompile_over_token_counts(family: str, form: str, dtype: str) -> None:
-    model = build(family, DTYPES[dtype], form)
+def test_fp32_is_fused_and_no_less_accurate(family: str, form: str) -> None:
+    """Compiled for the sizes of its 512 tokens."""
+    model, ids = build(family, DTYPES["fp32"], form), tokens(8, 64)
+    with torch.no_grad():
+        exact, original = originals(model, ids, form, "fp32")
+        compiled = torch.compile(model, backend="moe_ops_eager", fullgraph=True)
+        fused = errors(result(compiled(input_ids=ids, use_cache=False)), exact)
+    assert_one_fused_graph(family)
+    assert_no_less_accurate(fused, original, "fp32")
+
+
+@both_forms
+def test_bf16_is_fused_for_every_token_count_and_no_less_accurate(family: str, form: str) -> None:
+    """Compiled once, on 10 tokens, for every size; the sizes know nothing of the dtype, the recogniser of both."""
+    model, ids = build(family, DTYPES["bf16"], form), tokens(8, 64)
     compiled = torch.compile(model, backend="moe_ops_eager", fullgraph=True, dynamic=True)
     with torch.no_grad():
-        compiled(input_ids=tokens(1, 5), use_cache=False)
+        exact, original = originals(model, ids, form, "bf16")
+        compiled(input_ids=tokens(2, 5), use_cache=False)
         with torch.compiler.set_stance("fail_on_recompile"):
-            for length in (2, 7, 33, 64):
-                compiled(input_ids=tokens(1, length), use_cache=False)
+            for batch, length in ((2, 2), (2, 7), (3, 33), (5, 64)):
+                compiled(input_ids=tokens(batch, length), use_cache=False)
+            fused = errors(result(compiled(input_ids=ids, use_cache=False)), exact)
     assert_one_fused_graph(family)
+    assert_no_less_accurate(fused, original, "bf16")

@@ -1,9 +1,33 @@
 """Fixtures for kernels run by Triton's CPU interpreter."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+@pytest.fixture(scope="session", autouse=True)
+def language_patched_by_kernels() -> Iterator[None]:
+    """Triton's interpreter looks through its whole language for functions to replace at every call of a device
+    function, dozens in a program, though the launch of the kernel has replaced them already: then nothing is left.
+    """
+    patch = interpreter._patch_lang
+
+    @cache
+    def languages(fn: Callable[..., Any]) -> list[Any]:
+        return [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+
+    def patch_what_is_not(fn: Callable[..., Any]) -> Any:
+        done = languages(fn) and not any(tl.core.is_builtin(language.load) for language in languages(fn))
+        return interpreter._LangPatchScope() if done else patch(fn)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(interpreter, "_patch_lang", patch_what_is_not)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,8 @@ from tests.ops.layers import Layer, dense_formula
 E, H, I = 6, 96, 40
 TILE = MMConfig(16, 32, 32, 2, 4, 2, a_tma=True, w_tma=True)
 FP8_TILE = MMConfig(16, 256, 128, 2, 4, 2, a_tma=True, w_tma=True)
-SMALL = SmallConfig(8, 128, 4)
+SMALL = SmallConfig(16, 128, 4)
+FP8_SMALL = SmallConfig(64, 128, 4)  # no more programs than edges need: the interpreter pays for each
 PLANS = {
     "small": plans.Plan("small", SMALL, SMALL),
     "grouped": plans.Plan("grouped", TILE, TILE),
@@ -151,7 +152,7 @@ def test_batched_overflow_drops_the_same_pairs_as_the_reference(monkeypatch):
 
 
 FP8_FORMS = {
-    "small": plans.Plan("small", SMALL, SMALL),
+    "small": plans.Plan("small", FP8_SMALL, FP8_SMALL._replace(block_n=128)),
     "grouped": plans.Plan("grouped", FP8_TILE, FP8_TILE._replace(block_n=64)),
     "batched": plans.Plan("batched", FP8_TILE, FP8_TILE._replace(block_n=64)),
 }
@@ -160,7 +161,7 @@ FP8_FORMS = {
 @pytest.mark.parametrize("form", FP8_FORMS)
 def test_fp8_block128(form, monkeypatch):
     torch.manual_seed(7)
-    scheme, T, hidden, inter = SCHEMES["fp8_block128"], 9, 256, 192
+    scheme, T, hidden, inter = SCHEMES["fp8_block128"], 5, 256, 192
     monkeypatch.setattr(plans, "plan_for", lambda *_: FP8_FORMS[form])
     x = torch.randn(T, hidden, dtype=torch.bfloat16)
     w1, s1 = scheme.quantize_weight(torch.randn(E, 2 * inter, hidden) * 0.1)

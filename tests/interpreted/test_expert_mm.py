@@ -15,7 +15,7 @@ from moe_ops.kernels.triton.launch import ExpertMM
 from moe_ops.kernels.triton.small import small_experts
 from tests.ops.errors import assert_rounded
 
-E, H, I, TOP_K = 5, 160, 48, 2
+E, H, I, TOP_K = 5, 80, 48, 2
 POINTERS = MMConfig(16, 32, 32, 2, 4, 2, a_tma=False, w_tma=False)
 DESCRIPTORS = MMConfig(16, 32, 32, 1, 4, 2, a_tma=True, w_tma=True)
 CONFIGS = {"pointers": POINTERS, "descriptors": DESCRIPTORS}
@@ -291,7 +291,7 @@ def test_fp8_small_path_equals_the_grouped_path(glu):
     ids, weights = torch.tensor([[1, 4], [3, 0], [2, -1]]), torch.rand(T, 2)
     up = ExpertMM(w1, torch.float32, glu_layout=glu, activation="silu", weight_scale=s1)
     down = ExpertMM(w2, torch.float32, weight_scale=s2)
-    config = (SmallConfig(8, 128, 4), SmallConfig(16, 256, 4))
+    config = (SmallConfig(32, 128, 4), SmallConfig(64, 256, 4))
     out = small_experts(x, weights, ids, up, down, config, expert_map=None, weight_on_input=False)
     flat = ids.reshape(-1)
     order = torch.argsort(flat.masked_fill(flat < 0, E), stable=True)

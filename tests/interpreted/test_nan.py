@@ -88,7 +88,7 @@ def test_experts_with_the_weight_on_the_input(path, forced, poisoned):
 @pytest.mark.parametrize("path", ["small", "grouped", "batched_full"])
 def test_quantising_experts(path, forced, monkeypatch, poisoned):
     tile = MMConfig(16, 256, 128, 2, 4, 2, a_tma=False, w_tma=True)
-    small = SmallConfig(32, 128, 4)
+    small = SmallConfig(64, 128, 4)
     plan = plans.Plan(path.removesuffix("_full"), *((small, small) if path == "small" else (tile, tile)))
     monkeypatch.setattr(plans, "plan_for", lambda *_: plan)
     layer = few_tokens(H=160, I=160)

@@ -144,7 +144,7 @@ def test_gather_rows_of_a_transposed_input():
 @pytest.mark.parametrize("routing", routings(4, 1, 1))
 @pytest.mark.parametrize("capacity", [1, 5, 64])
 def test_dispatch_keeps_the_first_pairs_and_writes_nothing_else(capacity, routing, path, poisoned):
-    T, K, E, H = 21, 3, 6, 24
+    T, K, E, H = 11, 3, 6, 24
     ids, x, weights = routings(E, T, K)[routing], torch.randn(T, H).bfloat16(), torch.rand(T, K)
     counts, slots = expected_slots(ids, E, capacity)
     for w in (None, weights):

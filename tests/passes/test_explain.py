@@ -68,7 +68,7 @@ def test_router_that_stays_is_named():
 
 
 def test_graph_breaks_do_not_raise():
-    report = moe_ops.explain(build("mixtral", torch.float32, "eager"), input_ids=tokens(2, 8))
+    report = moe_ops.explain(build("mixtral", torch.float32, "eager", num_hidden_layers=1), input_ids=tokens(1, 3))
     assert report.graph_breaks >= 1 and report.graphs > 1
     assert any("modeling_mixtral.py" in reason for reason in report.graph_break_reasons)
     assert "moe_ops.compile(model) switches it" in report.refused[0].cure
@@ -128,10 +128,10 @@ def test_a_break_before_the_experts_leaves_them_fused():
 
 
 def test_a_checkpointed_region_that_runs_in_python_is_refused():
-    model = build("mixtral", torch.float32, "grouped_mm").train().requires_grad_(True)
+    model = build("mixtral", torch.float32, "grouped_mm", num_hidden_layers=1).train().requires_grad_(True)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     report = moe_ops.explain(model, input_ids=tokens(1, 8), use_cache=False, output_router_logits=True)
-    assert [row.module for row in report.refused] == [f"model.layers.{layer}.mlp.experts" for layer in (0, 1)]
+    assert [row.module for row in report.refused] == ["model.layers.0.mlp.experts"]
     assert "The checkpointed region runs in Python" in report.refused[0].reason
     assert "output_router_logits" in report.refused[0].cure
     assert any("checkpoint" in frame or "HOP" in frame for frame in report.eager_frames)
@@ -300,7 +300,7 @@ def test_types_that_need_more_than_sizes_are_reported(family, capsys):
 
 
 def test_nothing_is_printed_before_the_report():
-    command = [sys.executable, "-m", "compile_passes", "explain", "gpt_oss", "--experts", "eager", "--tokens", "4"]
+    command = [sys.executable, "-m", "compile_passes", "explain", "gpt_oss", "--experts", "eager", "--tokens", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (1, "") and done.stdout.startswith("0 MoE block(s) fused, 2 refused")
 
@@ -326,8 +326,8 @@ def test_advice_is_for_the_user_of_a_wheel():
     assert [place for place, text in texts if any(word in text.lower() for word in words)] == []
 
 
-def test_help():
-    done = subprocess.run(
-        [sys.executable, "-m", "compile_passes", "explain", "--help"], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0 and "module:factory" in done.stdout and "config.json" in done.stdout
+def test_help(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["explain", "--help"])
+    printed = capsys.readouterr().out
+    assert caught.value.code == 0 and "module:factory" in printed and "config.json" in printed

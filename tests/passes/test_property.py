@@ -6,7 +6,7 @@ import pytest
 
 from tests.passes import generator
 
-BLOCKS, NEAR_MISSES, COUNTED = 100, 60, 50
+BLOCKS, NEAR_MISSES, COUNTED = 50, 40, 40
 
 
 def _outcome(case: generator.Case):
