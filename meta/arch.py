@@ -1,4 +1,6 @@
-"""GPU table: DENSE peak throughput, memory bandwidth and features, by compute capability and by product."""
+"""What is known about devices: DENSE peak throughput and bandwidth by product, features by compute capability. No other
+file holds such a number.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ class Arch:
         peak_tflops: dense peak by operand kind (``"bf16"``, ``"fp16"``, ``"tf32"``, ``"fp32"``, ``"fp8"``), TFLOP/s.
         dram_tbps: datasheet memory bandwidth, TB/s.
         shared_kib: shared memory usable by one block, KiB.
-        features: names out of ``{"fp8", "tma", "wgmma", "tcgen05"}``.
+        multiprocessors: how many there are.
         measured_tflops: highest bf16 rate seen from a dense product, TFLOP/s, None when never measured.
         measured_tbps: highest copy rate seen, TB/s, None when never measured.
     """
@@ -28,7 +30,7 @@ class Arch:
     peak_tflops: dict[str, float]
     dram_tbps: float
     shared_kib: int
-    features: frozenset[str]
+    multiprocessors: int
     measured_tflops: float | None = None
     measured_tbps: float | None = None
 
@@ -46,28 +48,46 @@ class Arch:
         return self.dram_tbps if self.measured_tbps is None else self.measured_tbps
 
 
-_HOPPER = frozenset({"fp8", "tma", "wgmma"})
 _HOPPER_PEAKS = {"bf16": 989.0, "fp16": 989.0, "tf32": 494.0, "fp32": 67.0, "fp8": 1979.0}
 
 ARCHS: dict[str, Arch] = {
     row.name: row
     for row in (
-        Arch("A100", "sm80", {"bf16": 312.0, "fp16": 312.0, "tf32": 156.0, "fp32": 19.5}, 2.039, 163, frozenset()),
-        Arch("H100", "sm90", _HOPPER_PEAKS, 3.35, 227, _HOPPER),
+        Arch("A100", "sm80", {"bf16": 312.0, "fp16": 312.0, "tf32": 156.0, "fp32": 19.5}, 2.039, 163, 108),
+        Arch("H100", "sm90", _HOPPER_PEAKS, 3.35, 227, 132),
         # Ceilings: the best dense bf16 product and the best copy seen on this product.
-        Arch("H200", "sm90", _HOPPER_PEAKS, 4.8, 227, _HOPPER, measured_tflops=790.0, measured_tbps=4.3),
+        Arch("H200", "sm90", _HOPPER_PEAKS, 4.8, 227, 132, measured_tflops=790.0, measured_tbps=4.3),
         Arch(
             "B200",
             "sm100",
             {"bf16": 2250.0, "fp16": 2250.0, "tf32": 1125.0, "fp32": 80.0, "fp8": 4500.0},
             8.0,
             227,
-            frozenset({"fp8", "tma", "tcgen05"}),
+            148,
         ),
         # Nominal figures of one server socket: the order of magnitude is all that is used.
-        Arch("cpu", "cpu", {"bf16": 2.0, "fp16": 1.0, "tf32": 1.0, "fp32": 1.0, "fp8": 1.0}, 0.1, 0, frozenset()),
+        Arch("cpu", "cpu", {"bf16": 2.0, "fp16": 1.0, "tf32": 1.0, "fp32": 1.0, "fp8": 1.0}, 0.1, 0, 0),
     )
 }
+
+
+#: The device that launch heuristics have in mind which do not look at the one at hand.
+TYPICAL = ARCHS["H200"]
+
+#: The first compute capability that has a feature: what the Triton kernels need at all, products in fp8, bulk loads by
+#: descriptor, launches that overlap the kernel before them, torch's grouped product.
+FIRST_CAPABILITY = {"kernels": 80, "fp8": 89, "tma": 90, "dependent_launch": 90, "grouped_mm": 90}
+
+
+def lacks(arch: str, feature: str) -> str | None:
+    """Why a device of this architecture (as :func:`device_arch` names it) does not have ``feature``, or None.
+
+    Of a device without a compute capability, such as a fake one where there is no GPU, nothing is said.
+    """
+    first = FIRST_CAPABILITY[feature]
+    if not arch.startswith("sm") or int(arch.removeprefix("sm")) >= first:
+        return None
+    return f"needs compute capability {first // 10}.{first % 10} or later, got {arch}"
 
 
 def lookup(name: str) -> Arch:

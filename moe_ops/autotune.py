@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from meta.arch import TYPICAL
 from meta.layers import MODEL_LAYERS
 from meta.schemes import SCHEMES
 from moe_ops import plans
@@ -29,7 +30,6 @@ from moe_ops.kernels.triton.config import MMConfig, SmallConfig
 from moe_ops.plans import LayerKey, Plan
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
-SHARED_BYTES = 227 * 1024
 INPUT_SETS = 4
 
 
@@ -38,7 +38,9 @@ INPUT_SETS = 4
 
 def fits(tile: MMConfig, bytes_per_element: int) -> bool:
     """Whether the software pipeline's tiles fit in shared memory."""
-    return (tile.block_m + tile.block_n) * tile.block_k * bytes_per_element * tile.num_stages <= SHARED_BYTES - 4096
+    return (
+        tile.block_m + tile.block_n
+    ) * tile.block_k * bytes_per_element * tile.num_stages <= TYPICAL.shared_kib * 1024 - 4096
 
 
 def _blocks_m(rows: float) -> list[int]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from meta.arch import FIRST_CAPABILITY
 from meta.schemes import SCHEMES
 from moe_ops.kernels.triton.config import MMConfig, SmallConfig
 
@@ -136,7 +137,7 @@ def rule(key: LayerKey, tokens: int, sm: int) -> Plan:
 
 def tiles(scheme: str, rows: float, sm: int) -> tuple[MMConfig, MMConfig]:
     """Tiles of the two GEMMs for about `rows` rows per expert."""
-    tma = sm >= 90
+    tma = sm >= FIRST_CAPABILITY["tma"]
     if scheme == "fp32":
         tile = MMConfig(16 if rows <= 16 else 64, 64, 32, 8, 4, 3, a_tma=False, w_tma=False)
     elif SCHEMES[scheme].quantizes_rows:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from meta.arch import lacks
 from meta.dims import Problem
 from moe_ops import compat
 from moe_ops.backends.compose import topk_then_experts
@@ -24,8 +25,8 @@ def refuses(problem: Problem) -> str | None:
     """None when torch's grouped GEMM can run `problem`, else why not."""
     if problem.device_type != "cuda":
         return f"needs a CUDA device, got {problem.device_type}"
-    if problem.arch.startswith("sm") and int(problem.arch[2:]) < 90:
-        return f"needs compute capability 9.0 or later, got {problem.arch}"
+    if reason := lacks(problem.arch, "grouped_mm"):
+        return reason
     if problem.has_bias:
         return "torch's grouped_mm takes no bias"
     if problem.format != "grouped":

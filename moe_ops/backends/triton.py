@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from meta.arch import lacks
 from meta.dims import Problem
 from meta.schemes import SCHEMES
 from moe_ops import plans
@@ -22,7 +23,6 @@ from moe_ops.plans import LayerKey
 NAME = "triton"
 SERVED_SCHEMES = frozenset({"bf16", "fp16", "fp32", "fp8_block128"})
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FP8_MIN_SM = 89
 
 OWN_PATHS = ("small", "grouped", "batched")
 
@@ -35,13 +35,9 @@ def refuses(problem: Problem) -> str | None:
         return f"needs a CUDA device, got {problem.device_type}"
     if problem.dtype not in (*DTYPES, torch.float8_e4m3fn):
         return f"supports {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}, got {problem.dtype}"
-    if problem.arch.startswith("sm"):
-        sm = int(problem.arch[2:])
-        if sm < 80:
-            return f"needs compute capability 8.0 or later, got {problem.arch}"
-        if problem.scheme and SCHEMES[problem.scheme].quantizes_rows and sm < FP8_MIN_SM:
-            return f"scheme {problem.scheme} needs compute capability 8.9 or later, got {problem.arch}"
-    return None
+    if problem.scheme and SCHEMES[problem.scheme].quantizes_rows and (reason := lacks(problem.arch, "fp8")):
+        return f"scheme {problem.scheme} {reason}"
+    return lacks(problem.arch, "kernels")
 
 
 def measured_faster(problem: Problem) -> str | None:

@@ -9,7 +9,7 @@ import torch
 
 from meta import cost
 from meta.activations import ACTIVATIONS, join_glu, resolve_activation, split_glu
-from meta.arch import ARCHS, device_arch, lookup
+from meta.arch import ARCHS, device_arch, lacks, lookup
 from meta.dims import LETTERS, Problem, common_layout, weight_layout
 from meta.schemes import SCHEMES, resolve_scheme
 
@@ -143,7 +143,27 @@ def test_arch_rows(name: str) -> None:
     row = lookup(f"NVIDIA {name} 80GB")
     assert row is ARCHS[name]
     assert row.ceiling_tflops("bf16") <= row.peak_tflops["bf16"] and row.ceiling_tbps() <= row.dram_tbps
-    assert ("fp8" in row.peak_tflops) == ("fp8" in row.features or name == "cpu")
+    assert ("fp8" in row.peak_tflops) == (lacks(row.sm, "fp8") is None)
+    assert (row.multiprocessors > 0) == (name != "cpu")
+
+
+@pytest.mark.parametrize(
+    ("arch", "feature", "says"),
+    [
+        ("sm75", "kernels", "needs compute capability 8.0 or later, got sm75"),
+        ("sm80", "kernels", None),
+        ("sm86", "fp8", "needs compute capability 8.9 or later, got sm86"),
+        ("sm89", "fp8", None),
+        ("sm89", "tma", "needs compute capability 9.0 or later, got sm89"),
+        ("sm90", "tma", None),
+        ("sm100", "dependent_launch", None),
+        ("sm89", "grouped_mm", "needs compute capability 9.0 or later, got sm89"),
+        ("cuda", "fp8", None),
+        ("cpu", "grouped_mm", None),
+    ],
+)
+def test_features_by_compute_capability(arch: str, feature: str, says: str | None) -> None:
+    assert lacks(arch, feature) == says
 
 
 def test_unknown_gpu_lists_the_rows() -> None:

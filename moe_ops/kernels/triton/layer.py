@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from meta.arch import FIRST_CAPABILITY
 from meta.schemes import SCHEMES
 from moe_ops import plans
 from moe_ops.kernels.triton import act_quant, batched_io, combine, permute, route, small
@@ -24,13 +25,13 @@ Tensor = torch.Tensor
 def gpu_of(device: torch.device) -> tuple[str, int]:
     """(name, capability) of the device; under the interpreter, a Hopper."""
     if INTERPRETED.value:
-        return "interpreter", 90
+        return "interpreter", FIRST_CAPABILITY["tma"]
     return plans.gpu_of(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def pdl_launches(device: torch.device) -> bool:
     """Whether kernels of one layer may overlap their starts: each waits for the one before it prior to any access."""
-    return not INTERPRETED.value and gpu_of(device)[1] >= 90
+    return not INTERPRETED.value and gpu_of(device)[1] >= FIRST_CAPABILITY["dependent_launch"]
 
 
 @dataclass(frozen=True)

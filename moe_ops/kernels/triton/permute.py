@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from meta.arch import TYPICAL
 from moe_ops.kernels.triton.scales import quantize_tile
 from moe_ops.kernels.triton.util import (
     cdiv,
@@ -25,7 +26,7 @@ from moe_ops.kernels.triton.util import (
 
 COUNT_ALL_PAIRS = 4096  # up to here R^2 comparisons, spread over all multiprocessors, beat a second kernel
 CHUNK = 128  # pairs ranked against one another at once in the large path
-MULTIPROCESSORS = 132  # about how many programs run side by side
+MULTIPROCESSORS = TYPICAL.multiprocessors  # about how many programs run side by side
 
 
 @triton.jit

@@ -17,7 +17,7 @@ MINUS_INF = tl.constexpr(float("-inf"))
 KEY_OF_NAN = tl.constexpr(0x7FC00000)  # above +inf, and a NaN again in `_from_key`, its low bits cleared or not
 KEY_OF_MINUS_INF = tl.constexpr(-0x7F800001)
 EXPERT_BITS = tl.constexpr(511)  # a 16-bit float leaves at least 13 low bits of its fp32 key unused
-WARPS_RESIDENT = 4096  # 32 one-warp programs on each of about 132 multiprocessors
+WARPS_RESIDENT = 4096  # about 32 one-warp programs on each multiprocessor
 
 
 @triton.jit
