@@ -274,7 +274,6 @@ NO_MODEL = {
     "chameleon": "cannot be made tiny",
     "cohere2_vision": "million parameters are left",
     "cohere_compass": "cannot be made tiny",
-    "conditional_detr": "cannot be made tiny",
     "cosmos3_edge": "cannot be made tiny",
     "depth_anything": "has no text model",
     "vit": "takes no token ids",
