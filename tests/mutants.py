@@ -78,8 +78,8 @@ TESTS: tuple[tuple[str, str], ...] = (
     *((f"compile_passes/{name}.py", "tests/passes/test_loops.py tests/passes/test_explain.py")
       for name in ("explain", "uncaptured", "loops", "tiny", "__main__")),
     *((f"compile_passes/{name}.py", "tests/passes/test_compat.py tests/passes/test_fail_closed.py "
-       "tests/passes/test_fuse_context.py tests/passes/test_backend.py tests/passes/test_generation.py "
-       "tests/passes/test_repros.py")
+       "tests/passes/test_fuse_context.py tests/passes/test_refusals.py tests/passes/test_backend.py "
+       "tests/passes/test_generation.py tests/passes/test_repros.py")
       for name in ("backend", "compat", "identity", "observe", "passes", "transaction", "apart")),
     *((f"compile_passes/{name}.py", "tests/passes/test_join.py tests/passes/test_attention.py "
        "tests/passes/test_rewrite.py tests/passes/test_repros.py tests/passes/test_property.py")

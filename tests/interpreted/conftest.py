@@ -15,7 +15,10 @@ def language_patched_by_kernels() -> Iterator[None]:
     """Triton's interpreter looks through its whole language for functions to replace at every call of a device
     function, dozens in a program, though the launch of the kernel has replaced them already: then nothing is left.
     """
-    patch = interpreter._patch_lang
+    patch = getattr(interpreter, "_patch_lang", None)
+    if patch is None:  # another version of Triton, which may do it in another way
+        yield
+        return
 
     @cache
     def languages(fn: Callable[..., Any]) -> list[Any]:
