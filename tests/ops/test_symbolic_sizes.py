@@ -65,8 +65,11 @@ def compiled(function: Callable[..., Any], backend: str) -> tuple[Callable[..., 
     return torch.compile(function, backend=count, fullgraph=True), graphs
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor", "moe_ops"])
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    ("function", "backend"),
+    [*((function, "aot_eager") for function in FUNCTIONS), (layer, "inductor"), (stages, "moe_ops")],
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_one_graph_for_every_number_of_tokens(function: Callable[..., Any], backend: str) -> None:
     run, graphs = compiled(function, backend)
     for tokens in TOKENS:
