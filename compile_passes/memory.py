@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from compile_passes.vocabulary import OPERATORS_IN_PLACE, example, is_in_place_name, size_of
+from compile_passes.vocabulary import OPERATORS_IN_PLACE, example, is_in_place_name, size_of, target_name
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,7 @@ def _by_function(node: fx.Node, target: Any) -> Iterable[fx.Node]:
         return () if _bodies_are_pure(node) else _tensors(node)
     if target is operator.setitem or target in OPERATORS_IN_PLACE:
         return [value for value in node.args[:1] if isinstance(value, fx.Node) and _may_be_tensor(value)]
-    if isinstance(target, torch._ops.OpOverload):
-        name = target._schema.name.removeprefix("aten::")
-    else:
-        name = getattr(target, "__name__", "")
+    name = target_name(node)
     if name in _UNDECLARED:
         asked = _argument(node, target, _WRITES_IF[name]) if name in _WRITES_IF else True
         return _tensors(node) if asked not in (None, False) else ()
@@ -248,7 +245,7 @@ def changes_geometry(node: fx.Node) -> bool:
 
     The fake tensor that the graph holds for it then shows the state after the change wherever it is read.
     """
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    name = target_name(node)
     if name in ("set_", "resize_", "resize_as_", "_set_data_attr", "set_data"):
         return True
     return name != "detach_" and any(torch.Tag.inplace_view in signature.tags for signature in signatures_of(node))
@@ -348,7 +345,7 @@ class Memory:
 
 def _may_return_operand(node: fx.Node) -> bool:
     """Whether ``node`` returns its operand itself under conditions that its fake tensor does not show."""
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    name = target_name(node)
     return "dropout" in name or name == "rrelu"
 
 

@@ -42,6 +42,7 @@ from compile_passes.reading import Reading
 from compile_passes.recognise import recognise, recognise_calls, symbolic_numbers
 from compile_passes.rewrite import Rewriter, operator_name
 from compile_passes.transaction import change
+from compile_passes.vocabulary import tensors_of
 
 log = logging.getLogger(__name__)
 
@@ -269,18 +270,11 @@ def needs_gradient(graphs: Iterable[fx.Graph]) -> bool:
     if compat.is_ahead_of_time():
         return False
     nodes = [node for graph in graphs for node in graph.nodes]
-    inputs = {id(value) for node in nodes if node.op in ("placeholder", "get_attr") for value in _tensors(node)}
-    computed = [v for node in nodes if node.op.startswith("call_") for v in _tensors(node) if id(v) not in inputs]
+    inputs = {id(value) for node in nodes if node.op in ("placeholder", "get_attr") for value in tensors_of(node)}
+    computed = [v for node in nodes if node.op.startswith("call_") for v in tensors_of(node) if id(v) not in inputs]
     if not computed:  # a graph without example values
         return torch.is_grad_enabled()
     return any(value.requires_grad and (torch.is_grad_enabled() or not value.is_leaf) for value in computed)
-
-
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    value = node.meta.get("example_value", node.meta.get("val"))
-    return [
-        entry for entry in (value if isinstance(value, list | tuple) else (value,)) if isinstance(entry, torch.Tensor)
-    ]
 
 
 def run_all(gm: fx.GraphModule) -> list[Report]:

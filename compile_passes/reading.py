@@ -17,12 +17,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from compile_passes.equal import Values
 from compile_passes.memory import Memory, changes_geometry
-from compile_passes.vocabulary import Call, equal_sizes, example, is_assertion, same_shape, size_of, spell
+from compile_passes.vocabulary import Call, equal_sizes, example, is_assertion, same_shape, size_of, spell, target_name
 
 # Host arithmetic on constants that Dynamo leaves in the graph, as in `clamp(-limit, limit)`.
 _ARITHMETIC: dict[str, Callable[..., int | float]] = {
@@ -113,7 +112,7 @@ class Reading(Values):
 
     def opens_transform(self, node: fx.Node) -> bool:
         """Whether ``node`` opens a level of a function transform (vmap, grad, jvp)."""
-        return _TRANSFORMS.match(_target_name(node)) is not None
+        return _TRANSFORMS.match(target_name(node)) is not None
 
     def later_reads(self, value: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
         """(user, name) of the uses after ``value`` of older names of the same tensor."""
@@ -188,7 +187,7 @@ class Reading(Values):
     def _track_scopes(self, node: fx.Node) -> None:
         if node.op != "call_function" or any(example(operand) is not None for operand in node.all_input_nodes):
             return
-        name = _target_name(node)
+        name = target_name(node)
         if name == _GRAD_MODE:
             self._grad_mode = bool(node.args[0])
         elif example(node) is not None or _AUTOCAST.match(name):  # what autocast does shows in the results' dtypes
@@ -210,13 +209,6 @@ class Reading(Values):
 def _needs_grad(nodes: Iterable[fx.Node]) -> bool:
     values = map(example, nodes)
     return any(value is not None and value.requires_grad for value in values)
-
-
-def _target_name(node: fx.Node) -> str:
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name
-    return target if isinstance(target, str) else getattr(target, "__name__", "")
 
 
 def _same_geometry(left: fx.Node, right: fx.Node) -> bool:

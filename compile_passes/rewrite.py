@@ -31,7 +31,7 @@ from torch import fx
 from compile_passes.compat import fake_mode_of
 from compile_passes.match import MoEMatch, RoutedCall, Router, Weight
 from compile_passes.reading import Reading
-from compile_passes.vocabulary import example
+from compile_passes.vocabulary import example, size_of
 from moe_ops.ops import by_name
 
 _OPS = torch.ops.moe_ops
@@ -268,4 +268,4 @@ class Builder:
         return self.call(_ATEN.to.dtype, (node, wanted.dtype, False, False, None))
 
     def _value(self, node: fx.Node) -> Any:
-        return node.meta.get("example_value", node.meta.get("val"))
+        return size_of(node)

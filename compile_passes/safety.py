@@ -14,7 +14,7 @@ from torch import fx
 from compile_passes.compat import is_plain
 from compile_passes.match import Refusal
 from compile_passes.reading import Reading
-from compile_passes.vocabulary import example, size_of
+from compile_passes.vocabulary import example, size_of, tensors_of
 
 Pairs = frozenset[tuple[fx.Node, fx.Node]]
 
@@ -206,8 +206,7 @@ def _cuts(reading: Reading, node: fx.Node) -> bool:
 
 def _parts(reading: Reading, node: fx.Node) -> list[torch.Tensor]:
     """The fake tensors of a value: of the tensor that it was written to, when it has no name of its own."""
-    value = size_of(reading.operand(node))
-    return [part for part in (value if isinstance(value, list | tuple) else (value,)) if isinstance(part, torch.Tensor)]
+    return tensors_of(reading.operand(node))
 
 
 def _requires_grad(reading: Reading, node: fx.Node) -> bool:

@@ -359,6 +359,14 @@ def _bind(node: fx.Node, parameters: tuple[str, ...], rename: bool = True) -> di
     return args
 
 
+def target_name(node: fx.Node) -> str:
+    """What ``node`` calls, by name: a method, a function, or an operator of any overload (without its "aten::")."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.removeprefix("aten::")
+    return target if isinstance(target, str) else getattr(target, "__name__", "")
+
+
 def is_assertion(node: fx.Node) -> bool:
     """Whether ``node`` only checks a value (`_assert_tensor_metadata`, constraints on sizes) and computes none."""
     return node.op == "call_function" and getattr(node.target, "__name__", "").startswith(
@@ -370,8 +378,14 @@ def example(node: Any) -> torch.Tensor | None:
     """The fake tensor recorded for ``node`` by Dynamo (``example_value``) or AOTAutograd (``val``), if it is one."""
     if not isinstance(node, fx.Node):
         return None
-    value = node.meta.get("example_value", node.meta.get("val"))
+    value = size_of(node)
     return value if isinstance(value, torch.Tensor) else None
+
+
+def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """The fake tensors recorded for ``node``: one, or those of a tuple."""
+    value = size_of(node)
+    return [part for part in (value if isinstance(value, list | tuple) else (value,)) if isinstance(part, torch.Tensor)]
 
 
 def rank(node: Any) -> int | None:

@@ -38,9 +38,8 @@ INPUT_SETS = 4
 
 def fits(tile: MMConfig, bytes_per_element: int) -> bool:
     """Whether the software pipeline's tiles fit in shared memory."""
-    return (
-        tile.block_m + tile.block_n
-    ) * tile.block_k * bytes_per_element * tile.num_stages <= TYPICAL.shared_kib * 1024 - 4096
+    stage = (tile.block_m + tile.block_n) * tile.block_k * bytes_per_element
+    return stage * tile.num_stages <= TYPICAL.shared_kib * 1024 - 4096
 
 
 def _blocks_m(rows: float) -> list[int]:

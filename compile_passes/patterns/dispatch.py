@@ -51,12 +51,11 @@ def _sorted_rows(reading: Reading, up: Product) -> Dispatch | Refusal:
     """``hidden[perm // K]`` with ``perm`` sorting the flattened ids."""
     gather = reading.read(up.rows, "index", "index")
     divided = _quotient(reading, gather["index"]) if gather is not None else None
-    ids = sorts(reading, position(reading, divided["x"])) if divided is not None else None
+    perm = reading.strip(position(reading, divided["x"])) if divided is not None else None
+    ids = sorts(reading, perm)
     if gather is None or divided is None or ids is None or type(divided["y"]) is not int:
         return _not_gathered(reading, up)
-    return _dispatch(
-        reading, up, "grouped_mm", gather["x"], ids, reading.strip(position(reading, divided["x"])), divided["y"]
-    )
+    return _dispatch(reading, up, "grouped_mm", gather["x"], ids, perm, divided["y"])
 
 
 def _not_gathered(reading: Reading, up: Product) -> Refusal:
@@ -232,12 +231,9 @@ def row_ids(reading: Reading, value: Any, dispatch: Dispatch) -> bool:
     if call is None:
         return False
     if call.name == "index":
-        flat = rank(call["x"]) == 1
-        return (
-            flat
-            and reading.same(call["x"], dispatch.ids)
-            and reading.same(position(reading, call["index"]), dispatch.perm)
-        )
+        if rank(call["x"]) != 1 or not reading.same(call["x"], dispatch.ids):
+            return False
+        return reading.same(position(reading, call["index"]), dispatch.perm)
     ordered = reading.read(call["x"], "sort", "dim")
     return (
         ordered is not None and call["index"] == 0 and rank(ordered["x"]) == 1
@@ -324,7 +320,9 @@ def _bounded(reading: Reading, ids: Any, experts: Any, above: bool, depth: int) 
     if (call := reading.read(value, "randint", "low high size dtype")) is not None:
         return _is_within(call["low"], None) and (not above or equal_sizes(call["high"], experts))
     call = reading.read(value, "mod", "y")
-    return call is not None and (equal_sizes(call["y"], experts) if above else _is_within(call["y"], None))
+    if call is None:
+        return False
+    return equal_sizes(call["y"], experts) if above else type(call["y"]) is int and call["y"] > 0
 
 
 def _picked_from(reading: Reading, value: Any) -> list[Any] | None:

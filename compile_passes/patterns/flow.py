@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from compile_passes.vocabulary import equal_sizes, example, spell
+from compile_passes.reading import Reading
+from compile_passes.vocabulary import equal_sizes, example, size_of
 
 _PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "tensordot"})
 # The same numbers, or some of them, in another shape: what a weight or a routing value goes through unchanged.
@@ -71,7 +72,8 @@ class Evidence:
 class Flow:
     """What is known of every value after one walk: is it a weight, a routing value, or the inside of an expert."""
 
-    def __init__(self) -> None:
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
         self.weight: dict[fx.Node, fx.Node] = {}
         self.gathered: dict[fx.Node, fx.Node] = {}
         self.route: dict[fx.Node, Route] = {}
@@ -91,7 +93,7 @@ class Flow:
             if rank_of(node) >= 2:
                 self.weight[node] = node
             return
-        call = spell(node)
+        call = self._reading.call(node)
         if call is None:
             return
         name = self.names[node] = call.name.removeprefix("aten::")
@@ -245,7 +247,7 @@ class Flow:
 
 def _chosen_width(node: fx.Node, otherwise: Any) -> Any:
     """Size of the last axis of what a choice gives: K of a topk."""
-    value = node.meta.get("example_value", node.meta.get("val"))
+    value = size_of(node)
     values = value[0] if isinstance(value, tuple | list) and value else value
     return values.shape[-1] if isinstance(values, torch.Tensor) and values.dim() else otherwise
 

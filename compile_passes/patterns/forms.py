@@ -42,7 +42,7 @@ def name_forms(reading: Reading, taken: set[fx.Node]) -> list[Refusal]:
     Args:
         taken: nodes of the blocks that are reported already; a block with a product among them is left out.
     """
-    flow = Flow()
+    flow = Flow(reading)
     for node in reading.graph.nodes:
         flow.visit(node)
     found = _stacked(flow, taken) + _siblings(flow, taken) + _opaque(flow, taken)

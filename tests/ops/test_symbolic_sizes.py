@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 import moe_ops
 
@@ -103,8 +104,6 @@ def test_a_capacity_below_one_is_an_error_under_compile_too() -> None:
 
 
 def test_stages_with_a_symbolic_capacity_are_joined() -> None:
-    from torch._dynamo.utils import counters
-
     counters.clear()
     run, graphs = compiled(stages, "moe_ops_eager")
     with torch.no_grad():

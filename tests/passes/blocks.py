@@ -142,3 +142,20 @@ def refusal(function: Callable[..., Any], **inputs: Any) -> Refusal:
     rows = found(function, **inputs)
     assert len(rows) == 1 and isinstance(rows[0], Refusal), rows
     return rows[0]
+
+
+def node_of(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """The node of a new graph that calls ``target`` (a method when it is a name); tensors become placeholders."""
+    graph = fx.Graph()
+    placeholders: dict[int, fx.Node] = {}
+
+    def made(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if id(value) not in placeholders:
+                placeholders[id(value)] = graph.placeholder(f"p{len(placeholders)}")
+                placeholders[id(value)].meta["example_value"] = value
+            return placeholders[id(value)]
+        return type(value)(map(made, value)) if isinstance(value, list | tuple) else value
+
+    create = graph.call_method if isinstance(target, str) else graph.call_function
+    return create(target, made(args), {name: made(value) for name, value in kwargs.items()})

@@ -13,54 +13,39 @@ from compile_passes.equal import holds, no_narrower
 from compile_passes.memory import written
 from compile_passes.reading import Reading
 from compile_passes.vocabulary import equal_sizes, spell
-from tests.passes.blocks import capture
+from tests.passes.blocks import capture, node_of
 
 ATEN = torch.ops.aten
-
-
-def node_of(target, *args, method=False, **kwargs) -> fx.Node:
-    graph = fx.Graph()
-    placeholders = {}
-
-    def made(value):
-        if isinstance(value, torch.Tensor):
-            node = placeholders.setdefault(id(value), graph.placeholder(f"p{len(placeholders)}"))
-            node.meta["example_value"] = value
-            return node
-        return value
-
-    args = tuple(made(value) for value in args)
-    return graph.call_method(target, args, kwargs) if method else graph.call_function(target, args, kwargs)
 
 
 X, Y = torch.zeros(4, 6), torch.zeros(4, 6)
 SPELLINGS = [
     (node_of(torch.softmax, X, -1), "softmax", {"dim": -1}),
     (node_of(F.softmax, X, dim=-1, dtype=torch.float32), "softmax", {"dim": -1, "dtype": torch.float32}),
-    (node_of("softmax", X, -1, method=True), "softmax", {"dim": -1}),
+    (node_of("softmax", X, -1), "softmax", {"dim": -1}),
     (node_of(ATEN.softmax.int, X, -1), "softmax", {"dim": -1}),
     (node_of(ATEN._softmax.default, X, -1, False), "softmax", {"dim": -1}),
     (node_of(operator.floordiv, X, 2), "floordiv", {"y": 2}),
     (node_of(torch.div, X, 2, rounding_mode="floor"), "floordiv", {"y": 2}),
     (node_of(ATEN.floor_divide.default, X, 2), "floordiv", {"y": 2}),
-    (node_of("clamp_min", X, 0.5, method=True), "clamp", {"min": 0.5}),
+    (node_of("clamp_min", X, 0.5), "clamp", {"min": 0.5}),
     (node_of(ATEN.clamp_min.default, X, 0.5), "clamp", {"min": 0.5}),
     (node_of(operator.getitem, X, (Ellipsis, slice(None, 3))), "getslice", {}),
     (node_of(operator.getitem, X, (slice(None), None)), "view", {}),
-    (node_of("type_as", X, Y, method=True), "cast", {}),
-    (node_of("size", X, 0, method=True), "metadata", {}),
+    (node_of("type_as", X, Y), "cast", {}),
+    (node_of("size", X, 0), "metadata", {}),
     (node_of(ATEN.histc.default, X, 8, 0, 7), "histc", {"bins": 8, "min": 0, "max": 7}),
     (node_of(torch.topk, X, k=2, dim=-1, sorted=False), "topk", {"k": 2, "dim": -1, "sorted": False}),
 ]
 IN_PLACE = [
     (node_of(operator.iadd, X, Y), "add"),
-    (node_of("add_", X, Y, method=True), "add"),
+    (node_of("add_", X, Y), "add"),
     (node_of(ATEN.add_.Tensor, X, Y), "add"),
     (node_of(operator.itruediv, X, Y), "div"),
-    (node_of("clamp_", X, method=True, max=1), "clamp"),
+    (node_of("clamp_", X, max=1), "clamp"),
     (node_of(F.silu, X, inplace=True), "silu"),
     (node_of(operator.setitem, X, torch.zeros(4, dtype=torch.long), 1), "index_put"),
-    (node_of("brand_new_", X, method=True), "brand_new"),
+    (node_of("brand_new_", X), "brand_new"),
 ]
 
 
@@ -185,8 +170,8 @@ WRITERS = [
     (node_of(F.relu, X, inplace=True), 1),
     (node_of(F.leaky_relu, X, 0.1, True), 1),
     (node_of(F.relu, X), 0),
-    (node_of("stride", X, method=True), 0),
-    (node_of("view", X, 2, 12, method=True), 0),
+    (node_of("stride", X), 0),
+    (node_of("view", X, 2, 12), 0),
     (node_of(torch.sort, X), 0),
     (node_of(lambda x: x, X), 1),
 ]

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from compile_passes import vocabulary
 from compile_passes.vocabulary import Call, example, has_shape, rank, same_shape, spell
+from tests.passes.blocks import node_of
 
 A = torch.ops.aten
 _make = torch.Generator().manual_seed(0)
@@ -367,29 +368,19 @@ class Meant:
         return fx.map_arg(self.call[name], lambda node: node.meta["example_value"])
 
 
-def node_of(target, args, kwargs) -> fx.Node:
-    """A graph node that calls ``target`` with tensors as placeholders; its result is torch's, on copies."""
-    graph = fx.Graph()
+def copied(value):
+    if isinstance(value, Tensor):
+        return value.clone()
+    return type(value)(map(copied, value)) if isinstance(value, list | tuple) else value
 
-    def made(value):
-        if isinstance(value, Tensor):
-            node = graph.placeholder("p")
-            node.meta["example_value"] = value
-            return node
-        return type(value)(map(made, value)) if isinstance(value, list | tuple) else value
 
-    def copied(value):
-        if isinstance(value, Tensor):
-            return value.clone()
-        return type(value)(map(copied, value)) if isinstance(value, list | tuple) else value
-
-    create = graph.call_method if isinstance(target, str) else graph.call_function
-    node = create(target, made(args), {key: made(value) for key, value in kwargs.items()})
-    first, *rest = copied(args) or (None,)
-    call = getattr(first, target) if isinstance(target, str) else target
-    positional = rest if isinstance(target, str) else copied(args)
-    node.meta["example_value"] = call(*positional, **{key: copied(value) for key, value in kwargs.items()})
-    return node
+def evaluated(target, args, kwargs):
+    """What torch returns for the call, on copies."""
+    named = {key: copied(value) for key, value in kwargs.items()}
+    if isinstance(target, str):
+        first, *rest = copied(args)
+        return getattr(first, target)(*rest, **named)
+    return target(*copied(args), **named)
 
 
 CASES = [(name, formula, *call) for name, (formula, calls) in MEANT.items() for call in calls]
@@ -405,8 +396,9 @@ def words(target) -> str:
     ids=[f"{i}-{c[0]}-{words(c[2])}" for i, c in enumerate(CASES)],
 )
 def test_means_what_torch_computes(name, formula, target, args, kwargs):
-    node = node_of(target, args, kwargs)
-    result, call = node.meta["example_value"], spell(node)
+    node = node_of(target, *args, **kwargs)
+    result = node.meta["example_value"] = evaluated(target, args, kwargs)
+    call = spell(node)
     assert call.name == name
     meant = formula(Meant(call, result))
     pairs = [(meant, result)] if isinstance(result, Tensor) else list(zip(meant, result, strict=True))
