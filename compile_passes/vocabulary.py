@@ -265,8 +265,7 @@ def _spell_operator(node: fx.Node, target: torch._ops.OpOverload | torch._ops.Op
     base = qualified.removeprefix("aten::").removeprefix("prims::")
     row = _NAMES.get(base) or _NAMES.get(base.removesuffix("_"))
     if row is None:
-        names = tuple(a.name for a in overload._schema.arguments)
-        return Call(qualified, _bind(node, names, rename=False))
+        return Call(qualified, _bind(node, tuple(argument.name for argument in overload._schema.arguments)))
     return _finish(node, *row)
 
 
@@ -346,16 +345,13 @@ def _single(index: Any) -> Any:
     return index
 
 
-def _bind(node: fx.Node, parameters: tuple[str, ...], rename: bool = True) -> dict[str, Any]:
+def _bind(node: fx.Node, parameters: tuple[str, ...]) -> dict[str, Any]:
     args: dict[str, Any] = {}
     for position, value in enumerate(node.args):
         name = parameters[position] if position < len(parameters) else ("x" if position == 0 else f"arg{position}")
         args[name] = value
     for key, value in node.kwargs.items():
-        name = key
-        if rename and key not in parameters:
-            name = _KEYWORDS.get(key, key)
-        args[name] = value
+        args[key if key in parameters else _KEYWORDS.get(key, key)] = value
     return args
 
 

@@ -70,7 +70,7 @@ TESTS: tuple[tuple[str, str], ...] = (
     ("moe_ops/pairs.py", "tests/ops/test_experts_numerics.py tests/ops/test_autograd.py"),
     ("moe_ops/*", "tests/ops/test_validation.py tests/ops/test_experts_numerics.py tests/ops/test_dispatch.py "
                   "tests/ops/test_flops.py tests/ops/test_docs.py"),
-    ("compile_passes/patterns/f*.py", "tests/passes/test_forms.py"),
+    ("compile_passes/patterns/f*.py", "tests/passes/test_forms.py tests/passes/test_flow.py"),
     ("compile_passes/patterns/*", f"{_RECOGNISERS} tests/passes/test_repros.py tests/passes/test_property.py"),
     ("compile_passes/vocabulary.py", f"tests/passes/test_vocabulary.py tests/passes/test_reading.py {_RECOGNISERS}"),
     ("compile_passes/generation.py", "tests/passes/test_generation.py"),

@@ -125,7 +125,7 @@ class _Reader:
         if call is None:
             return None
         kind, operand, alpha = call.name, call["x"], 1.0
-        if kind == "square" or (kind == "pow" and type(call["y"]) in (int, float) and call["y"] == 2):
+        if kind == "square" or (kind == "pow" and call["y"] == 2):
             inner = self._elementwise(self._uncast(operand), "relu")
             kind, operand = ("relu2", inner["x"]) if inner is not None else ("", None)
         elif kind == "sigmoid":

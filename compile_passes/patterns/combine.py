@@ -196,9 +196,9 @@ def _stopped(reading: Reading, state: _State, readers: list[fx.Node]) -> Refusal
             "Only the routing logits, weights and ids may be used outside of the block.",
         )  # fmt: skip
     call = reading.call(readers[0])
-    name = "the graph's output" if call is None else call.name
+    node, name = (state.value, "the graph's output") if call is None else (readers[0], call.name)
     return Refusal(
-        readers[0], f"The result of the second expert product meets {name}, which is no known way to combine.",
+        node, f"The result of the second expert product meets {name}, which is no known way to combine.",
         "Combine as (rows * weights)[inverse].view(T, K, H).sum(1).",
     )  # fmt: skip
 

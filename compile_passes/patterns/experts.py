@@ -10,12 +10,12 @@ from torch import fx
 
 from compile_passes.match import Product, Refusal, Weight
 from compile_passes.reading import Reading
-from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank, same_shape
+from compile_passes.vocabulary import Call, example, has_shape, rank, same_shape
 
 # The rows of a first product come from tokens through one of these; the search for it goes no further back.
 _BARRIERS = frozenset(
     {"index", "index_select", "repeat_interleave", "gather", "expand", "linear", "matmul", "embedding", "sort", "topk",
-     "index_put", "scatter", "index_add", "scaled_dot_product_attention", "cat"}
+     "index_put", "scatter", "index_add", "sdpa", "cat"}
 )  # fmt: skip
 _SEARCH_LIMIT = 64
 
@@ -147,13 +147,8 @@ def _with_epilogue(
 
 def _squeezes(reader: fx.Node, anchor: fx.Node) -> bool:
     """Whether ``reader`` is ``[R, N]`` of a batched product ``[R, N, 1]`` or ``[R, 1, N]``."""
-    shape = example(anchor)
-    if shape is None or shape.dim() != 3:
-        return False
-    count, one, two = shape.shape
-    return (equal_sizes(two, 1) and has_shape(reader, count, one)) or (
-        equal_sizes(one, 1) and has_shape(reader, count, two)
-    )
+    product = example(anchor)
+    return product is not None and product.dim() == 3 and has_shape(reader, product.shape[0], product[0].numel())
 
 
 def _gathered_bias(reading: Reading, call: Call, value: fx.Node) -> tuple[fx.Node, fx.Node] | None:

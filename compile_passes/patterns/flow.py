@@ -24,7 +24,7 @@ _VIEWS = frozenset(
 )  # fmt: skip
 _ACTIVATIONS = frozenset(
     {"relu", "silu", "gelu", "sigmoid", "tanh", "softplus", "clamp", "pow", "square", "leaky_relu", "elu", "mish",
-     "relu6", "hardswish", "hardtanh", "selu", "celu", "glu", "erf", "exp", "softsign", "logsigmoid", "prelu"}
+     "relu6", "hardswish", "hardtanh", "selu", "celu", "glu", "erf", "exp", "softsign", "log_sigmoid", "prelu"}
 )  # fmt: skip
 _ELEMENTWISE = _ACTIVATIONS | frozenset(
     {"add", "sub", "mul", "div", "addcmul", "neg", "masked_fill", "where", "dropout", "minimum", "maximum", "abs"}

@@ -259,7 +259,7 @@ class _RouterReader:
             inverted is None
             or _dtype(inverted["x"]) != torch.bool
             or type(fill) not in (int, float)
-            or fill not in (float("-inf"), 0)
+            or fill not in (-torch.inf, 0)
         ):
             return reason
         if not self._scores_all(result) or not self._scores_all(limited["x"]) or not self._scores_all(limited["mask"]):

@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_passes.match import Body
-from tests.passes.blocks import E, H, I, K, T, batched, block, grouped, match, refusal, weights
+from compile_passes.match import Body, Refusal
+from compile_passes.patterns.experts import feeding_products, find_products
+from compile_passes.reading import Reading
+from tests.passes.blocks import E, H, I, K, T, batched, block, capture, found, grouped, match, refusal, weights
 
 
 def halves(h):
@@ -211,7 +213,7 @@ def test_rows_before_weights():
 def test_gathered_biases(form):
     def run(x, gate, w1, w2, b1, b2):
         def biased(product, bias, ids):
-            return product + bias[ids]
+            return product + bias[ids] if bias is b1 else bias[ids] + product
 
         values, ids = F.linear(x, gate).float().softmax(-1).topk(K, dim=-1)
         flat = ids.reshape(-1)
@@ -256,14 +258,124 @@ GROUPED = {
 }  # fmt: skip
 
 
+def one_hot(flat, value=True, dtype=torch.bool, dim=1, fill=torch.zeros, columns=E):
+    """Counts of the ids by a table [T, E] of what every token chose."""
+    return fill(T, columns, dtype=dtype).scatter(dim, flat.view(T, K), value)
+
+
+GROUPED |= {
+    "counted_in_a_table": dict(counts=lambda flat, ordered: one_hot(flat).sum(0)),
+    "counted_in_a_table_of_numbers": dict(
+        counts=lambda flat, ordered: one_hot(flat, 1, torch.long).sum((0,)).to(torch.int32)),
+    "rows_put_back_in_place": dict(undo=lambda out, perm: put_back(torch.empty_like(out), perm, out)),
+}
+
+
+def put_back(blank, perm, out):
+    blank[perm] = out
+    return blank
+
+
+def ramp():
+    return torch.arange(T * K)
+
+
+#: One step of a sorted block, changed so that it computes something else, or something that cannot be proved.
+WRONGLY_GROUPED = {
+    "sort_descending": dict(sort=lambda flat: flat.sort(descending=True)),
+    "argsort_descending": dict(sort=lambda flat: (flat, flat.argsort(descending=True))),
+    "sort_of_other_ids": dict(sort=lambda flat: flat.flip(0).sort()),
+    "sort_of_rows": dict(sort=lambda flat: tuple(part.view(-1) for part in flat.view(T, K).sort())),
+    "sorted_ids_for_the_permutation": dict(sort=lambda flat: flat.sort()[::-1]),
+    "no_permutation": dict(sort=lambda flat: (flat, ramp())),
+    "tokens_by_remainder": dict(tokens=lambda perm: perm % T),
+    "tokens_shifted": dict(tokens=lambda perm: (perm + 1) // K % T),
+    "tokens_of_the_inverse": dict(tokens=lambda perm: perm.argsort() // K),
+    "tokens_by_another_number": dict(tokens=lambda perm: perm // (K + 1)),
+    "tokens_rounded_on_the_way": dict(tokens=lambda perm: perm.to(torch.int8).long() // K),
+    "rows_of_another_tensor": dict(rows=lambda x, index: x.flip(0)[index] * 1),
+    "rows_without_their_last_columns": dict(rows=lambda x, index: F.pad(x[index][:, : H - 8], (0, 8))),
+    "counts_twice": dict(counts=lambda flat, ordered: one_hot(flat, 2, torch.long).sum(0)),
+    "counts_of_the_others": dict(counts=lambda flat, ordered: one_hot(flat, False, fill=torch.ones).sum(0)),
+    "counts_from_ones": dict(counts=lambda flat, ordered: one_hot(flat, 1, torch.long, fill=torch.ones).sum(0)),
+    "counts_of_other_ids_in_a_table": dict(counts=lambda flat, ordered: one_hot(flat.flip(0)).sum(0)),
+    "counts_along_the_tokens": dict(counts=lambda flat, ordered: one_hot(flat, dim=0).sum(0)),
+    "counts_of_the_first_experts": dict(counts=lambda flat, ordered: one_hot(flat, columns=2 * E)[:, E:].sum(0)),
+    "counts_of_half_the_tokens": dict(counts=lambda flat, ordered: one_hot(flat)[: T // 2].sum(0)),
+    "largest_in_a_table": dict(counts=lambda flat, ordered: one_hot(flat, 1, torch.long).amax(0)),
+    "counts_of_repeated_ids": dict(counts=lambda flat, ordered: one_hot(flat % (E - 1)).sum(0)),
+    "bins_from_one": dict(counts=lambda flat, ordered: torch.histc(ordered.float(), E, 1, E - 1)),
+    "bins_up_to_another": dict(counts=lambda flat, ordered: torch.histc(ordered.float(), E, 0, E)),
+    "more_bins": dict(counts=lambda flat, ordered: torch.histc(ordered.float(), 2 * E, 0, E - 1)[:E]),
+    "counts_in_few_bits": dict(counts=lambda flat, ordered: torch.histc((ordered * 64).float(), E, 0, E - 1)),
+    "counts_of_the_positions": dict(counts=lambda flat, ordered: torch.histc(ordered.argsort().float(), E, 0, E - 1)),
+    "weighted_counts": dict(counts=lambda flat, ordered: torch.bincount(ordered, ordered + 1.0, minlength=E)),
+    "offsets_of_counts": dict(offsets=lambda counts: counts.to(torch.int32)),
+    "offsets_from_the_end": dict(offsets=lambda counts: counts.flip(0).cumsum(0, dtype=torch.int32)),
+    "offsets_of_products": dict(offsets=lambda counts: counts.cumprod(0, dtype=torch.int32)),
+    "offsets_less_one": dict(offsets=lambda counts: (counts.cumsum(0) - 1).to(torch.int32)),
+    "offsets_of_a_row_each": dict(offsets=lambda counts: counts.view(E, 1).cumsum(1, dtype=torch.int32).view(-1)),
+    "weights_of_the_inverse": dict(weigh=lambda out, w, perm: out * w.reshape(-1)[perm.argsort()].unsqueeze(-1)),
+    "weights_not_gathered": dict(weigh=lambda out, w, perm: out * w.reshape(-1, 1)),
+    "weights_of_the_tokens": dict(weigh=lambda out, w, perm: out * w[perm // K, :1]),
+    "weights_added": dict(weigh=lambda out, w, perm: out + w.reshape(-1)[perm].unsqueeze(-1)),
+    "weights_divide": dict(weigh=lambda out, w, perm: out / w.reshape(-1)[perm].unsqueeze(-1)),
+    "weights_of_columns": dict(weigh=lambda out, w, perm: out * w.reshape(-1)[perm].repeat(2)[:H]),
+    "weights_rounded": dict(weigh=lambda out, w, perm: out * w.to(torch.float8_e4m3fn).float().view(-1)[perm][:, None]),
+    "weights_twice": dict(weigh=lambda out, w, perm: out * w.view(-1)[perm][:, None] * w.view(-1)[perm][:, None]),
+    "undone_by_the_permutation": dict(undo=lambda out, perm: out[perm]),
+    "undone_descending": dict(undo=lambda out, perm: out[perm.argsort(descending=True)]),
+    "undone_twice": dict(undo=lambda out, perm: out[perm.argsort()][perm.argsort()]),
+    "undone_by_another_shape": dict(undo=lambda out, perm: out[perm.view(T, K)].view(-1, H)),
+    "undone_by_parts": dict(undo=lambda out, perm: out[perm.argsort()[: T * K - 1]].repeat(2, 1)[: T * K]),
+    "scattered_by_the_inverse": dict(undo=lambda out, perm: out[
+        torch.empty_like(perm).scatter(0, perm.argsort(), ramp())]),
+    "scattered_backwards": dict(undo=lambda out, perm: out[torch.empty_like(perm).scatter(0, perm, ramp().flip(0))]),
+    "scattered_from_two": dict(undo=lambda out, perm: out[
+        torch.empty_like(perm).scatter(0, perm, torch.arange(2, T * K + 2)) % (T * K)]),
+    "scattered_by_steps": dict(undo=lambda out, perm: out[
+        torch.empty_like(perm).scatter(0, perm, torch.arange(0, 2 * T * K, 2)) // 2]),
+    "scattered_into_more": dict(undo=lambda out, perm: out[
+        perm.new_zeros(2 * T * K).scatter(0, perm, ramp())[: T * K]]),
+    "scattered_and_added": dict(undo=lambda out, perm: out[
+        torch.ones_like(perm).scatter_add(0, perm, ramp()).clamp(max=T * K - 1)]),
+    "a_constant_scattered": dict(undo=lambda out, perm: out[torch.zeros_like(perm).scatter(0, perm, 3)]),
+    "put_back_by_the_inverse": dict(undo=lambda out, perm: torch.zeros_like(out).index_put((perm.argsort(),), out)),
+    "put_back_and_added": dict(undo=lambda out, perm: torch.ones_like(out).index_put((perm,), out, accumulate=True)),
+    "put_back_into_more": dict(undo=lambda out, perm: put_back(out.new_zeros(2 * T * K, H), perm, out)[: T * K]),
+    "put_back_rounded": dict(undo=lambda out, perm: put_back(
+        out.new_zeros(T * K, H, dtype=torch.float8_e4m3fn), perm, out.to(torch.float8_e4m3fn)).float()),
+    "put_back_something_else": dict(undo=lambda out, perm: put_back(torch.zeros_like(out), perm, out + 1)),
+    "sum_over_the_tokens": dict(total=lambda out: out.view(K, T, H).sum(0)),
+    "sum_of_everything": dict(total=lambda out: out.view(T, K, H).sum((1, 2)).view(T, 1).expand(T, H)),
+    "sum_over_the_columns": dict(total=lambda out: out.view(T, K, H).sum(-1).repeat(1, H // K)),
+    "mean": dict(total=lambda out: out.view(T, K, H).mean(1)),
+    "largest": dict(total=lambda out: out.view(T, K, H).amax(1)),
+    "sum_of_halves": dict(total=lambda out: out.view(T, 2 * K, H // 2).sum(1).repeat(1, 2)),
+    "sum_in_few_bits": dict(total=lambda out: out.view(T, K, H).sum(1, dtype=torch.float16)),
+    "first_of_the_slots": dict(total=lambda out: out.view(T, K, H)[:, 0]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONGLY_GROUPED)
+def test_a_sorted_block_with_one_wrong_step(name):
+    assert refusal(sorted_block(**WRONGLY_GROUPED[name])).cure
+
+
 @pytest.mark.parametrize("name", GROUPED)
 def test_spellings_of_a_sorted_block(name):
+    found = match(sorted_block(**GROUPED[name]))
+    assert found.dispatch.form == "grouped_mm" and found.dispatch.top_k == K and found.router.routing == "softmax"
+
+
+def sorted_block(**steps):
+    """A sorted block with some of its steps spelled otherwise."""
     how = {
         "sort": torch.sort, "counts": lambda flat, ordered: torch.histc(ordered.float(), E, 0, E - 1),
         "tokens": lambda perm: perm // K, "rows": lambda x, index: x[index],
         "offsets": lambda counts: counts.cumsum(0, dtype=torch.int32),
         "weigh": lambda out, w, perm: out * w.reshape(-1)[perm].unsqueeze(-1),
-        "undo": lambda out, perm: out[perm.argsort()], "total": lambda out: out.view(-1, K, H).sum(1), **GROUPED[name],
+        "undo": lambda out, perm: out[perm.argsort()], "total": lambda out: out.view(-1, K, H).sum(1), **steps,
     }  # fmt: skip
 
     def run(x, ids, topk_weights, w1, w2):
@@ -275,8 +387,95 @@ def test_spellings_of_a_sorted_block(name):
         out = how["weigh"](F.grouped_mm(F.silu(gate) * up, w2.mT, offs=offsets), topk_weights, perm)
         return how["total"](how["undo"](out, perm)).to(x.dtype)
 
-    found = match(block(run))
-    assert found.dispatch.form == "grouped_mm" and found.dispatch.top_k == K and found.router.routing == "softmax"
+    return block(run)
+
+
+#: As `WRONGLY_GROUPED`, for rows in the order of the tokens.
+WRONGLY_BATCHED = {
+    "tokens_one_after_the_other": dict(rows=lambda x: x.repeat(K, 1)),
+    "tokens_of_a_ramp_by_remainder": dict(rows=lambda x: x[ramp() % T]),
+    "tokens_of_another_ramp": dict(rows=lambda x: x[(T * K - 1 - ramp()) // K]),
+    "tokens_of_a_ramp_from_two": dict(rows=lambda x: x[torch.arange(2, T * K + 2) // K % T]),
+    "repeated_by_a_tensor": dict(rows=lambda x: x.repeat_interleave(torch.tensor([K - 1, K + 1] * (T // 2)), 0)),
+    "repeated_columns": dict(rows=lambda x: x[:, : H // K].repeat_interleave(K, 1).repeat_interleave(K, 0) * 1),
+    "repeated_after_a_change": dict(rows=lambda x: x.repeat_interleave(K, 0).flip(0)),
+    "weights_of_other_ids": dict(first=lambda w, ids: w[ids.flip(0)]),
+    "second_weights_of_other_ids": dict(second=lambda w, ids: w[ids.flip(0)]),
+    "weights_by_a_slice": dict(first=lambda w, ids: w.repeat(K + 1, 1, 1)[: T * K]),
+    "weights_changed": dict(second=lambda w, ids: w[ids] + 1),
+    "weights_of_columns": dict(weigh=lambda out, w: out * w.reshape(-1).repeat(2)[:H]),
+    "rows_turned": dict(weigh=lambda out, w: (out * w.reshape(-1, 1)).flip(0)),
+    "sum_over_the_tokens": dict(total=lambda out: out.view(K, T, H).sum(0)),
+    "sum_of_the_columns": dict(total=lambda out: out.view(T, K, H).sum(-1).repeat(1, H // K)),
+    "sum_of_pairs_of_tokens": dict(total=lambda out: out.view(T // 2, 2 * K, H).sum(1).repeat(2, 1)),
+    "added_to_the_tokens": dict(total=lambda out: out.new_zeros(T, H).index_add(0, ramp() % T, out)),
+}  # fmt: skip
+
+
+def batched_block(**steps):
+    """A block of gathered weights with some of its steps spelled otherwise."""
+    how = {
+        "rows": lambda x: x.repeat_interleave(K, 0), "first": lambda w, ids: w[ids], "second": lambda w, ids: w[ids],
+        "weigh": lambda out, w: out * w.reshape(-1, 1), "total": lambda out: out.view(-1, K, H).sum(1), **steps,
+    }  # fmt: skip
+
+    def run(x, ids, topk_weights, w1, w2):
+        flat = ids.reshape(-1)
+        gate, up = torch.bmm(how["first"](w1, flat), how["rows"](x).unsqueeze(-1)).squeeze(-1).chunk(2, -1)
+        out = torch.bmm(how["second"](w2, flat), (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
+        return how["total"](how["weigh"](out, topk_weights)).to(x.dtype)
+
+    return block(run)
+
+
+BATCHED = {
+    "as_it_is": {},
+    "tokens_of_a_ramp": dict(rows=lambda x: x[ramp() // K]),
+    "repeated_along_minus_two": dict(rows=lambda x: x.repeat_interleave(K, dim=-2)),
+    "weights_first": dict(weigh=lambda out, w: w.reshape(-1, 1) * out),
+    "weights_of_slots": dict(weigh=lambda out, w: out.view(T, K, H) * w.unsqueeze(-1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_spellings_of_a_batched_block(name):
+    found = match(batched_block(**BATCHED[name]))
+    assert found.dispatch.form == "batched_mm" and found.dispatch.top_k == K and found.dispatch.perm is None
+
+
+@pytest.mark.parametrize("name", WRONGLY_BATCHED)
+def test_a_batched_block_with_one_wrong_step(name):
+    rows = found(batched_block(**WRONGLY_BATCHED[name]))
+    assert all(isinstance(row, Refusal) and row.cure for row in rows)
+
+
+#: Ways between a block and the next one, at which the search for what feeds a product ends.
+BARRIERS = {
+    "index": lambda h, i: h[i], "index_select": lambda h, i: h.index_select(0, i),
+    "repeat_interleave": lambda h, i: h.repeat_interleave(1, 0), "sort": lambda h, i: h.sort(0)[0],
+    "gather": lambda h, i: h.gather(0, i[:, None].expand(-1, H)), "topk": lambda h, i: h.topk(T, 0)[0],
+    "expand": lambda h, i: h.expand(T, H), "linear": lambda h, i: F.linear(h, h.new_ones(H, H)),
+    "matmul": lambda h, i: h @ h.new_ones(H, H), "embedding": lambda h, i: F.embedding(i, h),
+    "index_put": lambda h, i: torch.zeros_like(h).index_put((i,), h), "cat": lambda h, i: torch.cat([h, h])[:T],
+    "scatter": lambda h, i: torch.zeros_like(h).scatter(0, i[:, None].expand(-1, H), h),
+    "index_add": lambda h, i: torch.zeros_like(h).index_add(0, i, h),
+    "scaled_dot_product_attention": lambda h, i: F.scaled_dot_product_attention(h[None], h[None], h[None])[0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*BARRIERS, "none"])
+def test_the_search_for_the_first_product_ends_at_another_gather(name):
+    def run(x, w, i):
+        offsets = torch.arange(1, E + 1, dtype=torch.int32)
+        first = F.grouped_mm(x, w, offs=offsets)
+        between = BARRIERS.get(name, lambda h, i: torch.tanh(h))(first, i)
+        return F.grouped_mm(between, w, offs=offsets)
+
+    rows, stacked = torch.randn(T, H).bfloat16(), torch.randn(E, H, H).bfloat16()
+    reading = Reading(capture(run, rows, stacked, torch.arange(T)).graph)
+    products = find_products(reading)
+    first, second = products.values()
+    assert feeding_products(reading, second, products) == ([first] if name == "none" else [])
 
 
 def each(h):
@@ -297,6 +496,8 @@ MORE = {
                          Body("silu", None, None, "concat")),
     "of_a_row_each": (lambda h: (F.silu(each(h.unsqueeze(1))[0]) * each(h.unsqueeze(1))[1]).squeeze(1),
                       Body("silu", None, None, "concat")),
+    "of_one_table": (lambda h: (F.silu(each(h.view(1, T * K, 2 * I))[0]) * each(h[None])[1]).view(T * K, I),
+                     Body("silu", None, None, "concat")),
     "times_one": (lambda h: 1.0 * F.silu(each(h)[0]) * each(h)[1] * 1, Body("silu", None, None, "concat")),
     "relu2_of_the_gate": (lambda h: F.relu(each(h)[0]).square() * each(h)[1], Body("relu2", None, None, "concat")),
     "exact_gelu": (lambda h: F.gelu(each(h)[0], approximate="none") * each(h)[1], Body("gelu", None, None, "concat")),

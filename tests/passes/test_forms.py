@@ -249,6 +249,31 @@ def test_one_refusal_per_layer():
     assert [row.reason[0] for row in named(model, torch.randn(T, H))] == ["8", "4"]
 
 
+def test_stacked_layers_of_other_sizes_are_blocks_of_their_own():
+    """A pair of products whose experts differ is none, and hides none that comes after it."""
+
+    def run(x, gate, w1, w2, narrow):
+        one = F.silu(torch.einsum("th,eih->eti", x, narrow))
+        x = x + torch.einsum("eti,fhi->th", one, w2)
+        return weights_of_the_inside(x, gate, w1, w2)
+
+    inputs = weights(n=I, dtype=torch.float32)
+    (row,) = named(run, **inputs, narrow=torch.randn(3, I, H))
+    assert "all experts" in row.reason
+
+
+def weights_of_the_inside(x, gate, w1, w2):
+    """Every expert for every token, the routing weights on what is between the products."""
+    scores = F.linear(x, gate).softmax(-1)
+    inside = F.silu(torch.einsum("th,eih->eti", x, w1)) * scores.t().unsqueeze(-1)
+    return torch.einsum("eti,ehi->th", inside, w2)
+
+
+def test_weights_of_the_inside_are_not_said_to_multiply_the_input():
+    (row,) = named(weights_of_the_inside, **weights(n=I, dtype=torch.float32))
+    assert "pick from the results." in row.reason and "weight_on_input" not in row.cure
+
+
 @pytest.mark.parametrize("experts", [grouped, batched])
 def test_reported_blocks_are_left_out(experts):
     reading = Reading(capture(block(experts), **weights()).graph)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_passes.patterns.dispatch import are_distinct, are_in_range, are_not_negative
+from compile_passes.patterns.dispatch import are_distinct, are_in_range, are_not_negative, is_ramp
 from compile_passes.reading import Reading
 from tests.passes.blocks import E, K, T, capture
 
@@ -64,6 +64,19 @@ IDS = {
     "picked": (lambda s, w, g: top(s)[:, :1], True, True),
     "picked_by_a_table": (lambda s, w, g: top(s).reshape(-1)[g], True, True),
     "gathered": (lambda s, w, g: top(s).gather(1, g * 0), True, True),
+    "picked_by_index_select": (lambda s, w, g: top(s).index_select(1, g[0] * 0), True, True),
+    "narrowed": (lambda s, w, g: top(s).narrow(1, 1, 1), True, True),
+    "a_slice": (lambda s, w, g: torch.ops.aten.slice.Tensor(top(s), 1, 0, 1), True, True),
+    "expanded": (lambda s, w, g: s.argmax(-1, keepdim=True).expand(-1, K), True, True),
+    "permuted": (lambda s, w, g: top(s).permute(1, 0), True, True),
+    "transposed_by_attribute": (lambda s, w, g: top(s).mT.contiguous(), True, True),
+    "stacked": (lambda s, w, g: torch.stack([s.argmax(-1), s.argmin(-1) * 0], -1), False, False),
+    "stacked_choices": (lambda s, w, g: torch.stack([s.argmax(-1), s.max(-1)[1]], -1), True, True),
+    "second_of_a_split": (lambda s, w, g: top(s).split(1, -1)[1], True, True),
+    "largest_given": (lambda s, w, g: g.max(-1)[0], False, False),
+    "largest_id": (lambda s, w, g: top(s).max(-1)[0], True, True),
+    "where_of_a_condition_alone": (lambda s, w, g: torch.where(g[0] > -1)[0], False, False),
+    "times_one": (lambda s, w, g: top(s) * 2, False, False),
     "repeated": (lambda s, w, g: top(s).repeat_interleave(2, 0), True, True),
     "transposed": (lambda s, w, g: top(s).transpose(0, 1), True, True),
     "joined": (lambda s, w, g: torch.cat([top(s), s.argmax(-1, keepdim=True)], -1), True, True),
@@ -139,3 +152,18 @@ def test_remainders_in_place_are_read_as_remainders():
 
     read, value = reading(run)
     assert are_in_range(read, read.call(value)["x"], E)
+
+
+@pytest.mark.parametrize("function, ramp", [
+    (lambda s, w, g: torch.arange(7), True),
+    (lambda s, w, g: torch.arange(7, dtype=torch.int32), True),
+    (lambda s, w, g: torch.arange(0, 7), True),
+    (lambda s, w, g: torch.arange(1, 8), False),
+    (lambda s, w, g: torch.arange(7, dtype=torch.float32), False),
+    (lambda s, w, g: torch.arange(7).long(), True),
+    (lambda s, w, g: torch.arange(7).flip(0), False),
+    (lambda s, w, g: torch.arange(8).view(2, 4), False),
+    (lambda s, w, g: g.view(-1), False),
+])  # fmt: skip
+def test_ramp(function, ramp):
+    assert is_ramp(*reading(lambda s, w, g: function(s, w, g).clone())) is ramp

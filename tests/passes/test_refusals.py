@@ -214,6 +214,16 @@ def test_the_node_that_cannot_combine_is_named():
     says(refusal(block(run)), "meets cumsum")
 
 
+def test_rows_that_leave_the_graph_are_named():
+    def run(x, ids, topk_weights, w1, w2):
+        flat = ids.reshape(-1)
+        h = torch.bmm(w1[flat], x.repeat_interleave(K, dim=0).unsqueeze(-1)).squeeze(-1)
+        gate, up = h.chunk(2, -1)
+        return torch.bmm(w2[flat], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
+
+    says(refusal(block(run)), "meets the graph's output")
+
+
 def test_a_gate_that_is_no_half_is_named():
     def shifted(h):
         return F.silu(h[..., 1 : I + 1]) * h[..., I:]
