@@ -184,10 +184,9 @@ class Call:
         if self.name in _TOLD_BY_RESULT:
             return True
         return all(
-            name in parameters or name in _HARMLESS or value is None
-            or (type(value) in (bool, int, float, str) and value == self._default(name))
+            name in parameters or name in _HARMLESS or value is None or value == self._default(name)
             for name, value in self.args.items()
-        )  # fmt: skip
+        )
 
     def _default(self, parameter: str) -> Any:
         return _DEFAULTS.get((self.name, parameter), _DEFAULTS.get(parameter))
@@ -326,7 +325,7 @@ def _keeps_elements(node: fx.Node, source: Any) -> bool:
 def _classify_getitem(args: dict[str, Any]) -> str:
     """item: an element of a tuple result; index: rows by a tensor; slice: a strided view; fancy: anything else."""
     source, index = args["x"], args["index"]
-    if type(index) is int and (not isinstance(source, fx.Node) or example(source) is None):
+    if type(index) is int and example(source) is None:
         return "item"
     if isinstance(index, fx.Node) and isinstance(example(index), torch.Tensor):
         return "index"

@@ -148,7 +148,9 @@ def _with_epilogue(
 def _squeezes(reader: fx.Node, anchor: fx.Node) -> bool:
     """Whether ``reader`` is ``[R, N]`` of a batched product ``[R, N, 1]`` or ``[R, 1, N]``."""
     product = example(anchor)
-    return product is not None and product.dim() == 3 and has_shape(reader, product.shape[0], product[0].numel())
+    if product is None or product.dim() != 3:
+        return False
+    return has_shape(reader, product.shape[0], product.shape[1] * product.shape[2])
 
 
 def _gathered_bias(reading: Reading, call: Call, value: fx.Node) -> tuple[fx.Node, fx.Node] | None:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from compile_passes.reading import Reading
-from compile_passes.vocabulary import equal_sizes, example, size_of
+from compile_passes.vocabulary import equal_sizes, example, tensors_of
 
 _PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "tensordot"})
 # The same numbers, or some of them, in another shape: what a weight or a routing value goes through unchanged.
@@ -247,9 +247,8 @@ class Flow:
 
 def _chosen_width(node: fx.Node, otherwise: Any) -> Any:
     """Size of the last axis of what a choice gives: K of a topk."""
-    value = size_of(node)
-    values = value[0] if isinstance(value, tuple | list) and value else value
-    return values.shape[-1] if isinstance(values, torch.Tensor) and values.dim() else otherwise
+    tensors = tensors_of(node)
+    return tensors[0].shape[-1] if tensors and tensors[0].dim() else otherwise
 
 
 def shape_of(value: fx.Node) -> tuple[Any, ...]:

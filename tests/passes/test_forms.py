@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import moe_ops
 from compile_passes.patterns.forms import name_forms
 from compile_passes.reading import Reading
 from tests.passes.blocks import E, H, I, K, T, batched, block, capture, grouped, silu_glu, softmax_router, weights
@@ -226,7 +227,9 @@ FORMS = {
 def test_form(form):
     rows = named(form, **weights(dtype=torch.float32))
     assert len(rows) == 1, rows
-    assert FORMS[form] in rows[0].reason and "fused_experts" in rows[0].cure
+    weighted = ", weight_on_input=True" if "multiply the input" in FORMS[form] else ""
+    call = f"fused_experts(hidden_states, gate_up_proj, down_proj, topk_weights, topk_ids{weighted})"
+    assert FORMS[form] in rows[0].reason and call in rows[0].cure
     assert "test_forms.py" in rows[0].location
 
 
@@ -389,6 +392,12 @@ def stacked_shared_experts(x, gate, w1, w2):
     return (out * gammas.t().unsqueeze(-1)).sum(0)
 
 
+def our_operator(x, gate, w1, w2):
+    """What a block is replaced by hides nothing."""
+    topk_weights, ids = softmax_router(x, gate)
+    return moe_ops.fused_experts(x, w1, w2, topk_weights, ids)
+
+
 def attention_op(q, k, v):
     """An operator of another library that is no MoE."""
     return torch.ops.forms_test.attention(q, k, v).softmax(-1).topk(2)
@@ -416,6 +425,7 @@ OTHERS = {
     two_gated_branches: _shapes((T, H), (I, H), (H, I), (I, H), (H, I)),
     hyper_connections: _shapes((T, H), (4, H), (I, H), (H, I), (I, H), (H, I)),
     stacked_shared_experts: _shapes((T, H), (E, H), (E, 2 * I, H), (E, H, I)),
+    our_operator: _shapes((T, H), (E, H), (E, 2 * I, H), (E, H, I)),
     attention_op: _QKV,
 }
 

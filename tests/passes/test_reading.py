@@ -34,6 +34,8 @@ SPELLINGS = [
     (node_of(operator.getitem, X, (slice(None), None)), "view", {}),
     (node_of("type_as", X, Y), "cast", {}),
     (node_of("size", X, 0), "metadata", {}),
+    (node_of(ATEN.mul, X, Y), "mul", {}),
+    (node_of(ATEN.silu, X), "silu", {}),
     (node_of(ATEN.histc.default, X, 8, 0, 7), "histc", {"bins": 8, "min": 0, "max": 7}),
     (node_of(torch.topk, X, k=2, dim=-1, sorted=False), "topk", {"k": 2, "dim": -1, "sorted": False}),
 ]
