@@ -304,4 +304,4 @@ def _halves(parts: Call, width: int) -> bool:
 
 def _width(value: fx.Node) -> int:
     tensor = example(value)
-    return tensor.shape[-1] if tensor is not None and isinstance(tensor.shape[-1], int) else 0
+    return tensor.shape[1] if tensor is not None and isinstance(tensor.shape[1], int) else 0

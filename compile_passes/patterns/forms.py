@@ -45,19 +45,19 @@ def name_forms(reading: Reading, taken: set[fx.Node]) -> list[Refusal]:
     flow = Flow(reading)
     for node in reading.graph.nodes:
         flow.visit(node)
-    found = _stacked(flow, taken) + _siblings(flow, taken) + _opaque(flow, taken)
+    found = _stacked(flow, taken) + _siblings(flow) + _opaque(flow, taken)
     return sorted(found, key=lambda refusal: reading.order[refusal.node])
 
 
 def _stacked(flow: Flow, taken: set[fx.Node]) -> list[Refusal]:
     """Blocks whose products take the stacked weights of all experts, or weights gathered by expert ids."""
-    found: dict[Any, Refusal] = {}
+    found: dict[fx.Node, Refusal] = {}
     for pair in flow.pairs:
         if pair.up in taken or pair.down in taken or flow.stacked(pair.up) is None or flow.stacked(pair.down) is None:
             continue
         up, down = flow.products[pair.up], flow.products[pair.down]
         if up in flow.gathered and down in flow.gathered:
-            found.setdefault((pair.down, "gathered"), _gathered(pair, flow))
+            found.setdefault(pair.down, _gathered(pair, flow))
             continue
         experts = shape_of(down)[0]
         if up in flow.gathered or down in flow.gathered or not equal_sizes(experts, shape_of(up)[0]):
@@ -65,19 +65,17 @@ def _stacked(flow: Flow, taken: set[fx.Node]) -> list[Refusal]:
         for evidence in flow.evidence(pair):
             if _routes_to(evidence.route, experts):
                 capacity = evidence.by == "product" and evidence.before
-                found.setdefault((evidence.route.source, "dense"), (_capacity if capacity else _dense)(pair, evidence))
+                found.setdefault(evidence.route.source, (_capacity if capacity else _dense)(pair, evidence))
                 break
     return list(found.values())
 
 
-def _siblings(flow: Flow, taken: set[fx.Node]) -> list[Refusal]:
+def _siblings(flow: Flow) -> list[Refusal]:
     """Blocks whose experts are separate products with matrices, held together by one router."""
     inner = {pair.up for pair in flow.pairs}
     blocks: dict[fx.Node, dict[fx.Node, Evidence]] = {}
     for pair in flow.pairs:
-        if pair.down in inner or pair.up in taken or pair.down in taken:
-            continue
-        if rank_of(flow.products[pair.up]) != 2 or rank_of(flow.products[pair.down]) != 2:
+        if pair.down in inner or any(rank_of(flow.products[end]) != 2 for end in (pair.up, pair.down)):
             continue
         for evidence in flow.evidence(pair):
             blocks.setdefault(evidence.route.source, {}).setdefault(pair.down, evidence)

@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_passes.match import Body, Refusal
+from compile_passes.match import Body, MoEMatch, Refusal
 from compile_passes.patterns.experts import feeding_products, find_products
 from compile_passes.reading import Reading
+from compile_passes.recognise import recognise
 from tests.passes.blocks import E, H, I, K, T, batched, block, capture, found, grouped, match, refusal, weights
 
 
@@ -145,6 +146,35 @@ def test_clamped_foreign_ids_stay_clamped():
     assert found.dispatch.ids.target == "clamp"
 
 
+def test_a_clamp_that_changes_ids_stays():
+    def run(x, ids, topk_weights, w1, w2):
+        return batched(x, ids.reshape(-1).clamp(1, E - 1), topk_weights, w1, w2)
+
+    found = match(block(run))
+    assert found.dispatch.ids.target == "clamp" and isinstance(found.router, Refusal)
+
+
+def test_a_bias_of_clamped_ids_is_a_bias_where_the_clamp_changes_none():
+    def run(low):
+        def inner(x, ids, topk_weights, w1, w2):
+            flat = ids.reshape(-1)
+            ordered, perm = torch.sort(flat)
+            offsets = torch.histc(ordered.float(), bins=E, min=0, max=E - 1).cumsum(0, dtype=torch.int32)
+            h = F.grouped_mm(x[perm // K], w1.mT, offs=offsets) + w1[:, :, 0][ordered.clamp(low, E - 1)]
+            gate, up = h.chunk(2, -1)
+            out = F.grouped_mm(F.silu(gate) * up, w2.mT, offs=offsets) * topk_weights.reshape(-1)[perm].unsqueeze(-1)
+            return out[perm.argsort()].view(-1, K, H).sum(1).to(x.dtype)
+
+        return block(inner)
+
+    assert match(run(0)).up.bias is not None
+    assert "takes its bias by ids" in refusal(run(1)).reason
+
+
+def test_a_cast_to_the_dtype_that_is_there_belongs_to_the_block():
+    assert match(block(batched), **weights(dtype=torch.float32)).combine.output.target == "to"
+
+
 def transposed_by(transpose):
     def run(x, gate, w1, w2):
         return block()(x, gate, transpose(w1), transpose(w2))
@@ -254,7 +284,7 @@ GROUPED = {
     "inverse_by_sort": dict(undo=lambda out, perm: out[torch.sort(perm)[1]]),
     "rows_put_back": dict(undo=lambda out, perm: torch.zeros_like(out).index_put((perm,), out)),
     "sum_by_keyword": dict(total=lambda out: out.view(-1, K, H).sum(dim=-2)),
-    "sum_of_a_list_of_dims": dict(total=lambda out: out.unflatten(0, (-1, K)).sum((1,))),
+    "sum_of_a_list_of_dims": dict(total=lambda out: out.unflatten(0, (-1, K)).sum((1,)).view(-1, H)),
 }  # fmt: skip
 
 
@@ -267,6 +297,7 @@ GROUPED |= {
     "counted_in_a_table": dict(counts=lambda flat, ordered: one_hot(flat).sum(0)),
     "counted_in_a_table_of_numbers": dict(
         counts=lambda flat, ordered: one_hot(flat, 1, torch.long).sum((0,)).to(torch.int32)),
+    "rows_of_a_shape_that_is_asked_for": dict(undo=lambda out, perm: out[perm.argsort()].view(out.shape[0], -1)),
     "rows_put_back_in_place": dict(undo=lambda out, perm: put_back(torch.empty_like(out), perm, out)),
 }
 
@@ -309,6 +340,8 @@ WRONGLY_GROUPED = {
     "more_bins": dict(counts=lambda flat, ordered: torch.histc(ordered.float(), 2 * E, 0, E - 1)[:E]),
     "counts_in_few_bits": dict(counts=lambda flat, ordered: torch.histc((ordered * 64).float(), E, 0, E - 1)),
     "counts_of_the_positions": dict(counts=lambda flat, ordered: torch.histc(ordered.argsort().float(), E, 0, E - 1)),
+    "counts_of_the_permutation": dict(counts=lambda flat, ordered: torch.histc(flat.sort()[1].float(), E, 0, E - 1)),
+    "other_ids_in_the_same_order": dict(sort=lambda flat: (flat.flip(0)[flat.argsort()], flat.argsort())),
     "weighted_counts": dict(counts=lambda flat, ordered: torch.bincount(ordered, ordered + 1.0, minlength=E)),
     "offsets_of_counts": dict(offsets=lambda counts: counts.to(torch.int32)),
     "offsets_from_the_end": dict(offsets=lambda counts: counts.flip(0).cumsum(0, dtype=torch.int32)),
@@ -363,8 +396,10 @@ def test_a_sorted_block_with_one_wrong_step(name):
 
 
 @pytest.mark.parametrize("name", GROUPED)
-def test_spellings_of_a_sorted_block(name):
-    found = match(sorted_block(**GROUPED[name]))
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_spellings_of_a_sorted_block(name, dynamic):
+    (found,) = recognise(Reading(capture(sorted_block(**GROUPED[name]), dynamic=dynamic, **weights()).graph))
+    assert isinstance(found, MoEMatch), str(found)
     assert found.dispatch.form == "grouped_mm" and found.dispatch.top_k == K and found.router.routing == "softmax"
 
 

@@ -195,6 +195,14 @@ def test_halves_that_broadcast():
         assert all(isinstance(row, Refusal) for row in rows) and rows
 
 
+def test_an_up_half_of_one_column_for_a_gate_of_two():
+    inputs = weights(n=4)
+    inputs["w2"] = inputs["w2"][:, :, :2].contiguous()
+    assert found(block(batched, activation=lambda h: F.silu(h[:, ::2]) * h[:, 1::2]), **inputs)[0].body
+    rows = found(block(batched, activation=lambda h: F.silu(h[:, ::2]) * h[:, 1:2:2]), **inputs)
+    assert rows and all(isinstance(row, Refusal) for row in rows)
+
+
 def test_two_activations():
     def doubled(h):
         gate, up = h.chunk(2, -1)

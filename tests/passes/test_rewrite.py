@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
@@ -10,7 +11,7 @@ from torch import fx
 import moe_ops
 from compile_passes.passes import FUSE, JOIN, run
 from compile_passes.rewrite import operator_name
-from tests.passes.blocks import E, H, K, batched, block, capture, weights
+from tests.passes.blocks import E, H, K, batched, block, capture, softmax_router, weights
 
 
 def text(graph: fx.Graph) -> str:
@@ -144,15 +145,22 @@ def test_new_nodes_have_shapes_and_lines():
     assert "blocks.py" in fused.meta["stack_trace"]
 
 
-def test_same_numbers():
+def in_three(x, gate):
+    """Logits [2, T / 2, E]."""
+    values, ids = F.linear(x.view(2, -1, H), gate).softmax(-1).topk(K)
+    return values.view(-1, K), ids.view(-1, K)
+
+
+@pytest.mark.parametrize("router", [softmax_router, in_three])
+def test_same_numbers(router):
     inputs = weights(dtype=torch.float32)
-    gm = capture(block(batched), **inputs)
+    gm = capture(block(batched, router), **inputs)
     run(FUSE, gm.graph)
     run(JOIN, gm.graph)
     gm.recompile()
     names = [n.target.removeprefix("L_").removesuffix("_") for n in gm.graph.nodes if n.op == "placeholder"]
     (output,) = gm(*(inputs[name] for name in names))
-    torch.testing.assert_close(output, block(batched)(**inputs))
+    torch.testing.assert_close(output, block(batched, router)(**inputs))
 
 
 def test_gradients_flow_through_the_rewritten_graph():

@@ -284,6 +284,11 @@ def double_logits(x, gate):
     return F.linear(x.double(), gate.double()).softmax(-1).topk(K)
 
 
+def logits_of_another_shape(x, gate):
+    halves = F.linear(x.reshape(-1, x.shape[-1] // 2), gate[: E // 2, : x.shape[-1] // 2])
+    return halves.view(-1, E).float().softmax(-1).topk(K)
+
+
 def powers(x, gate):
     values, ids = (logits_of(x, gate).sigmoid() ** 2).topk(K)
     return values, ids
@@ -360,6 +365,7 @@ def groups_marked_on_ones(x, gate):
         (scaled_before_the_sum_is_added, "something else than their sum"),
         (number_divided_by_weights, "something else than their sum"),
         (double_logits, "the logits are not"),
+        (logits_of_another_shape, "not one row of the experts' scores"),
         (powers, "scores=none"),
         (sqrt_of_sigmoid, "scores=none"),
         (sharp_softplus, "scores=none"),
