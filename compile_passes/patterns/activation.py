@@ -174,7 +174,7 @@ class _Reader:
             return None
         width = _width(source)
         start, stop, step = bounds.indices(width)
-        if step == 2 and start in (0, 1) and stop >= width - 1 + start and width % 2 == 0:
+        if step == 2 and start in (0, 1) and width % 2 == 0:  # `_fits` sees where it stops
             return _Half(source, "interleaved", start)
         if step == 1 and width % 2 == 0 and (start, stop) in ((0, width // 2), (width // 2, width)):
             return _Half(source, "concat", int(start > 0))

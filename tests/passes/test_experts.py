@@ -284,7 +284,7 @@ GROUPED = {
     "inverse_by_sort": dict(undo=lambda out, perm: out[torch.sort(perm)[1]]),
     "rows_put_back": dict(undo=lambda out, perm: torch.zeros_like(out).index_put((perm,), out)),
     "sum_by_keyword": dict(total=lambda out: out.view(-1, K, H).sum(dim=-2)),
-    "sum_of_a_list_of_dims": dict(total=lambda out: out.unflatten(0, (-1, K)).sum((1,)).view(-1, H)),
+    "sum_of_a_list_of_dims": dict(total=lambda out: out.view(-1, H).unflatten(0, (-1, K)).sum((1,))),
 }  # fmt: skip
 
 

@@ -288,10 +288,16 @@ def test_meets_the_hidden_states(name):
     assert result not in flow.route
 
 
+def test_a_projection_as_wide_as_there_are_experts_is_a_hidden_state():
+    flow, result = flow_of(lambda x, g: F.linear(x.cos(), g) * F.linear(x, g).softmax(-1)[:, :1], X, GATE)
+    assert flow.mixed[result].by == "mul"
+
+
 APART = {
     "scores beside scores": lambda x, s: s * s.sum(-1, keepdim=True),
     "a bias of the scores": lambda x, s: s + s.new_zeros(1, E),
     "a constant": lambda x, s: s[:, :1] * torch.ones(T, H),
+    "a bias that is an input": lambda x, s: s + x[:, :E],
     "a position": lambda x, s: s.argmax(-1) * torch.arange(T),
 }
 
