@@ -13,14 +13,14 @@ from tests.corpus.families import available, build, result, tokens
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "form", "layers"),
-    [("mixtral", "grouped_mm", 2), ("gpt_oss", "batched_mm", 1)],
+    ("family", "form"),
+    [("mixtral", "grouped_mm"), ("gpt_oss", "batched_mm")],
     ids=["mixtral-grouped_mm", "gpt_oss-batched_mm"],
 )
-def test_inductor(family: str, form: str, layers: int) -> None:
+def test_inductor(family: str, form: str) -> None:
     if not available(family):
         pytest.skip(f"transformers has no {family}")
-    model = build(family, torch.float32, form, num_hidden_layers=layers)
+    model = build(family, torch.float32, form, num_hidden_layers=1)
     torch.compiler.reset()
     counters.clear()
     compiled = torch.compile(model, backend="moe_ops", fullgraph=True, dynamic=True)
@@ -35,5 +35,5 @@ def test_inductor(family: str, form: str, layers: int) -> None:
                 )  # fmt: skip
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     blocks = {name: counters["moe_ops"][name] for name in ("fused", "refused", "joined")}
-    assert blocks == {"fused": layers, "refused": 0, "joined": layers}
+    assert blocks == {"fused": 1, "refused": 0, "joined": 1}
     torch.compiler.reset()

@@ -42,11 +42,17 @@ def errors(output: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     return ((output.double() - exact).norm(dim=-1) / exact.norm(dim=-1)).flatten()
 
 
-def assert_one_fused_graph(family: str) -> None:
+# Symbolic sizes take a capture several times as long; that every layer fuses is seen in the other test.
+ONE_LAYER: dict[str, dict[str, object]] = {
+    "nemotron_h": {}, "gemma4": {"num_hidden_layers": 1, "layer_types": ["full_attention"]},
+}  # fmt: skip
+
+
+def assert_one_fused_graph(layers: int) -> None:
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
     assert counters["moe_ops"]["refused"] == 0
-    assert counters["moe_ops"]["fused"] == LAYERS.get(family, 2)
+    assert counters["moe_ops"]["fused"] == layers
 
 
 def originals(model: torch.nn.Module, ids: torch.Tensor, form: str, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,14 +87,15 @@ def test_fp32_is_fused_and_no_less_accurate(family: str, form: str) -> None:
         exact, original = originals(model, ids, form, "fp32")
         compiled = torch.compile(model, backend="moe_ops_eager", fullgraph=True)
         fused = errors(result(compiled(input_ids=ids, use_cache=False)), exact)
-    assert_one_fused_graph(family)
+    assert_one_fused_graph(LAYERS.get(family, 2))
     assert_no_less_accurate(fused, original, "fp32")
 
 
 @both_forms
 def test_bf16_is_fused_for_every_token_count_and_no_less_accurate(family: str, form: str) -> None:
     """Compiled once, on 10 tokens, for every size; the sizes know nothing of the dtype, the recogniser of both."""
-    model, ids = build(family, DTYPES["bf16"], form), tokens(8, 64)
+    settings = ONE_LAYER.get(family, {"num_hidden_layers": 1})
+    model, ids = build(family, DTYPES["bf16"], form, **settings), tokens(8, 64)
     compiled = torch.compile(model, backend="moe_ops_eager", fullgraph=True, dynamic=True)
     with torch.no_grad():
         exact, original = originals(model, ids, form, "bf16")
@@ -97,5 +104,5 @@ def test_bf16_is_fused_for_every_token_count_and_no_less_accurate(family: str, f
             for batch, length in ((2, 2), (2, 7), (3, 33), (5, 64)):
                 compiled(input_ids=tokens(batch, length), use_cache=False)
             fused = errors(result(compiled(input_ids=ids, use_cache=False)), exact)
-    assert_one_fused_graph(family)
+    assert_one_fused_graph(1)
     assert_no_less_accurate(fused, original, "bf16")

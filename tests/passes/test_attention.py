@@ -163,9 +163,9 @@ def test_copies_that_are_read_elsewhere_stay():
     torch.testing.assert_close(total, want_total)
 
 
-@pytest.mark.parametrize("backend", ["moe_ops", "moe_ops_eager"])
-def test_a_transformers_model_shares_heads_in_every_layer(backend):
-    model, ids = build("qwen3_moe", torch.float32, "grouped_mm"), tokens(2, 8)
+@pytest.mark.parametrize(("backend", "layers"), [("moe_ops", 1), ("moe_ops_eager", 2)])
+def test_a_transformers_model_shares_heads_in_every_layer(backend, layers):
+    model, ids = build("qwen3_moe", torch.float32, "grouped_mm", num_hidden_layers=layers), tokens(2, 8)
     padded = torch.ones_like(ids)
     padded[0, :3] = 0  # a mask, which is why transformers repeats the heads
     torch.compiler.reset()
@@ -173,5 +173,5 @@ def test_a_transformers_model_shares_heads_in_every_layer(backend):
     with torch.no_grad(), fresh_cache():  # passes run, and count, when nothing is cached
         want = model(ids, attention_mask=padded).logits
         got = torch.compile(model, backend=backend, fullgraph=True)(ids, attention_mask=padded).logits
-    assert counters["moe_ops"]["shared_heads"] == model.config.num_hidden_layers
+    assert counters["moe_ops"]["shared_heads"] == layers
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)

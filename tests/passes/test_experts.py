@@ -396,9 +396,9 @@ def test_a_sorted_block_with_one_wrong_step(name):
 
 
 @pytest.mark.parametrize("name", GROUPED)
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_spellings_of_a_sorted_block(name, dynamic):
-    (found,) = recognise(Reading(capture(sorted_block(**GROUPED[name]), dynamic=dynamic, **weights()).graph))
+def test_spellings_of_a_sorted_block(name):
+    """Of symbolic sizes, about which less can be proved."""
+    (found,) = recognise(Reading(capture(sorted_block(**GROUPED[name]), dynamic=True, **weights()).graph))
     assert isinstance(found, MoEMatch), str(found)
     assert found.dispatch.form == "grouped_mm" and found.dispatch.top_k == K and found.router.routing == "softmax"
 
