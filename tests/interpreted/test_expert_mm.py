@@ -61,8 +61,9 @@ def gold_mm(
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("layout", ["nk", "kn", "strided"])
+@pytest.mark.parametrize(
+    ("layout", "dtype"), [("nk", torch.float32), ("kn", torch.bfloat16), ("strided", torch.float16)], ids=str
+)
 @pytest.mark.parametrize("glu", ["concat", "interleaved", "none"])
 def test_grouped_glu(config, dtype, layout, glu):
     torch.manual_seed(0)
@@ -203,8 +204,9 @@ def gold_experts(x, w1, w2, weights, ids, b1, b2, *, glu, activation, weight_on_
     return out
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("layout", ["nk", "kn", "strided"])
+@pytest.mark.parametrize(
+    ("layout", "dtype"), [("nk", torch.float32), ("kn", torch.bfloat16), ("strided", torch.bfloat16)], ids=str
+)
 @pytest.mark.parametrize("glu", ["concat", "interleaved", "none"])
 @pytest.mark.parametrize("weight_on_input", [False, True], ids=["weight_after", "weight_before"])
 def test_small_experts(dtype, layout, glu, weight_on_input):
