@@ -209,7 +209,7 @@ def _overloads(target: Any) -> Overloads:
 def _of_packet(packet: Any) -> Overloads:
     if not isinstance(packet, torch._ops.OpOverloadPacket):
         return Overloads()
-    names: list[str] = packet.overloads()  # type: ignore[no-untyped-call]
+    names: list[str] = packet.overloads()
     return Overloads(tuple(_signature(getattr(packet, name)) for name in names))
 
 

@@ -48,10 +48,9 @@ def topk_backward(grad_TK: Tensor, logits_TE: Tensor, ids_TK: Tensor, options: d
         grad = raw * (grad - (grad * raw).sum(dim=-1, keepdim=True))
     elif row.score == "softmax":
         probabilities = torch.softmax(logits, dim=-1)
-        dense = probabilities * (
-            torch.zeros_like(logits).scatter(1, ids, grad) - (grad * raw).sum(dim=-1, keepdim=True)
-        )
-        return dense.to(logits_TE.dtype)
+        centred = torch.zeros_like(logits).scatter(1, ids, grad) - (grad * raw).sum(dim=-1, keepdim=True)
+        grad_logits: Tensor = probabilities * centred
+        return grad_logits.to(logits_TE.dtype)
     elif row.after == "sigmoid":
         grad = grad * raw * (1 - raw)
     dense = torch.zeros_like(logits).scatter(1, ids, grad)

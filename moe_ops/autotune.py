@@ -10,21 +10,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date
+from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from meta.arch import TYPICAL
 from meta.layers import MODEL_LAYERS
-from meta.schemes import SCHEMES
+from meta.schemes import SCHEMES, QuantScheme
 from moe_ops import plans
 from moe_ops.kernels.triton.config import MMConfig, SmallConfig
 from moe_ops.plans import LayerKey, Plan
@@ -117,7 +120,11 @@ def graph_us(thunks: list[Callable[[], object]], repeats: int = 9) -> float:
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / len(thunks))
-    return statistics.median(times)
+    return float(statistics.median(times))
+
+
+#: (hidden_states, topk_weights, topk_ids).
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class TrialLayer:
@@ -137,15 +144,17 @@ class TrialLayer:
                 weight, scale = self._quantized(scheme, weight)
             self.weights.append((weight, scale))
 
-    def _quantized(self, scheme: object, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _quantized(self, scheme: QuantScheme, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         E, n, k = weight.shape
+        shape, quantize = scheme.weight_scale_shape(E, n, k), scheme.quantize_weight
+        if shape is None or quantize is None:
+            raise ValueError(f"autotune: scheme must quantise weights, got {scheme.name!r}.")
         if self.device == "meta":
-            shape = scheme.weight_scale_shape(E, n, k)
             return weight.to(scheme.weight_dtype), torch.empty(shape, device="meta")
-        parts = [scheme.quantize_weight(weight[e : e + 1].float()) for e in range(E)]
+        parts = [quantize(weight[e : e + 1].float()) for e in range(E)]
         return torch.cat([q for q, _ in parts]), torch.cat([s for _, s in parts])
 
-    def inputs(self, tokens: int, sets: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def inputs(self, tokens: int, sets: int) -> list[Inputs]:
         """`sets` of (hidden_states, topk_weights, topk_ids) with uniform routing."""
         key, made = self.key, []
         for _ in range(sets):
@@ -168,7 +177,7 @@ class TrialLayer:
         (w1, s1), (w2, s2) = self.weights
         glu_layout = "concat" if self.key.gated else "none"
         if plan.path == torch_grouped.NAME:
-            options = {"activation": "silu", "alpha": 0.0, "limit": 0.0, "glu_layout": glu_layout}
+            options: dict[str, Any] = {"activation": "silu", "alpha": 0.0, "limit": 0.0, "glu_layout": glu_layout}
             return torch_grouped.fused_experts(
                 x, w1, w2, weights, ids, weight_on_input=False, scheme=self.key.scheme, format="grouped", **options
             )
@@ -222,7 +231,7 @@ def precompile(jobs: Iterable[tuple[LayerKey, int, Plan]], processes: int) -> No
 # ---- search ----
 
 
-def candidates(key: LayerKey, tokens: int) -> tuple[list[Plan], list[MMConfig | SmallConfig]]:
+def candidates(key: LayerKey, tokens: int) -> tuple[list[Plan], list[MMConfig]]:
     """(plans that differ in GEMM 1, tiles of GEMM 2), for the paths that make sense at this size."""
     rows = tokens * key.K / key.E
     up = gemm_tiles(key.scheme, rows, gated=key.gated, first=True)
@@ -238,17 +247,17 @@ def small_candidates(key: LayerKey, tokens: int) -> tuple[list[Plan], list[Small
     return [Plan("small", tile, down[0]) for tile in small_tiles(key.K, key.scheme, first=True)], down
 
 
-def _best(layer: TrialLayer, sets: list[tuple[torch.Tensor, ...]], found: Iterable[Plan]) -> Plan | None:
-    best: Plan | None = None
+def _best(layer: TrialLayer, sets: Sequence[Inputs], found: Iterable[Plan]) -> Plan | None:
+    best, fastest = None, math.inf
     for plan in found:
         try:
-            us = graph_us([lambda s=s, p=plan: layer.run(p, *s) for s in sets])
+            us = graph_us([partial(layer.run, plan, *inputs) for inputs in sets])
         except Exception as error:
             print(f"\n{plan}: {type(error).__name__}: {str(error)[:160]}", file=sys.stderr)
             torch.cuda.synchronize()
             continue
-        if best is None or us < best.us:
-            best = replace(plan, us=us)
+        if us < fastest:
+            best, fastest = replace(plan, us=us), us
     return best
 
 
@@ -266,12 +275,12 @@ def tune(layer: TrialLayer, tokens: int) -> Plan:
     return rematch(layer, sets, winners)
 
 
-def rematch(layer: TrialLayer, sets: list[tuple[torch.Tensor, ...]], plans_found: list[Plan], rounds: int = 5) -> Plan:
+def rematch(layer: TrialLayer, sets: Sequence[Inputs], plans_found: list[Plan], rounds: int = 5) -> Plan:
     """The fastest of a few plans, timed in turns: a GPU that has grown hot slows down whatever happens to come last."""
     times: list[list[float]] = [[] for _ in plans_found]
     for _ in range(rounds if len(plans_found) > 1 else 1):
         for plan, samples in zip(plans_found, times, strict=True):
-            samples.append(graph_us([lambda s=s, p=plan: layer.run(p, *s) for s in sets]))
+            samples.append(graph_us([partial(layer.run, plan, *inputs) for inputs in sets]))
     us, best = min((statistics.median(samples), i) for i, samples in enumerate(times))
     return replace(plans_found[best], us=us)
 
@@ -304,7 +313,7 @@ def main() -> None:
         E, K, H, I = MODEL_LAYERS[name] if name in MODEL_LAYERS else map(int, name.split(":"))
         keys[name] = LayerKey(arguments.scheme, arguments.format, E, K, H, I, True)
     precompile((job for key in keys.values() for job in jobs_for(key, tokens)), arguments.processes)
-    stored = json.loads(output.read_text()) if output.exists() else {"gpu": gpu, "plans": {}}
+    stored: dict[str, Any] = json.loads(output.read_text()) if output.exists() else {"gpu": gpu, "plans": {}}
     stored |= {"date": date.today().isoformat(), "torch": torch.__version__}
     output.parent.mkdir(parents=True, exist_ok=True)
     for name, key in keys.items():
@@ -312,7 +321,7 @@ def main() -> None:
         for count in tokens:
             plan = tune(layer, count)
             stored["plans"].setdefault(str(key), {})[str(count)] = plan.to_json()
-            tiles = "" if plan.up is None else f" up={tuple(plan.up)} down={tuple(plan.down)}"
+            tiles = "" if plan.up is None or plan.down is None else f" up={tuple(plan.up)} down={tuple(plan.down)}"
             print(
                 f"{name} {arguments.scheme} T={count}: {plan.us:.1f} us {plan.path}{tiles}",
                 flush=True,

@@ -75,7 +75,8 @@ def profiled_kernel_names(function: Callable[..., Any], *args: Any, **kwargs: An
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         function(*args, **kwargs)
         torch.cuda.synchronize()
-    events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    cuda = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+    events = [event for event in profile.events() if event.device_type == cuda]
     return [event.name for event in sorted(events, key=lambda event: event.time_range.start)]
 
 

@@ -91,7 +91,7 @@ def _expert_map(op: str, call: Mapping[str, Any]) -> None:
 
 def _num_experts(call: Mapping[str, Any]) -> int:
     count = call.get("num_experts")
-    return call["gate_up_proj"].shape[0] if count is None else count
+    return int(call["gate_up_proj"].shape[0] if count is None else count)
 
 
 def _capacity(op: str, call: Mapping[str, Any]) -> None:

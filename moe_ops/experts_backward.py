@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from meta.activations import join_glu, resolve_activation, split_glu
+from meta.shapes import RULES
 from moe_ops import dispatch
 from moe_ops.pairs import drop_overflow, invert, local_ids
 
@@ -103,7 +104,7 @@ def _stage(op: str, *args: Any, **kwargs: Any) -> Any:
 def _wgrad(grad_rows: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
     """``[E, N, K]``: the backend's own ``grouped_wgrad(grad_rows, rows, offsets)``, else :func:`grouped_wgrad`."""
     weight = grad_rows.new_empty((offsets.shape[0], 0, rows.shape[1]))
-    problem = dispatch.RULES["grouped_mm"](rows, weight, offsets).problem
+    problem = RULES["grouped_mm"](rows, weight, offsets).problem
     module = dispatch.choose(problem, None, "grouped_mm")
     return getattr(module, "grouped_wgrad", grouped_wgrad)(grad_rows, rows, offsets)
 

@@ -6,6 +6,8 @@ or in fp64 when the inputs are fp64, so that upcast inputs give a gold result. T
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -276,7 +278,8 @@ def batched_mm(
     x = _activations(batch, batch_scale, scheme).flatten(0, 1)
     spans = _batched_spans(capacity, expert_num_tokens)
     y = _expert_linears(x, _weights(weight, weight_scale, scheme), bias, spans)
-    return y.unflatten(0, (experts, capacity)).to(out_dtype)
+    batch_out: Tensor = y.unflatten(0, (experts, capacity))
+    return batch_out.to(out_dtype)
 
 
 def fused_experts(
@@ -348,7 +351,7 @@ def fused_moe(
     num_groups: int = 1,
     topk_groups: int = 1,
     scale: float = 1.0,
-    **experts: object,
+    **experts: Any,
 ) -> Tensor:
     """Router, then experts; ``tensors`` and ``experts`` are those of :func:`fused_experts` from ``gate_up_bias`` on."""
     topk_weights, topk_ids = fused_topk(

@@ -278,13 +278,14 @@ def _assert_no_incompatible_node(function: Callable[..., Any], inputs: Inputs, b
     found: list[str] = []
 
     def look(graph: torch.fx.Graph) -> None:
-        node = get_first_incompatible_cudagraph_node(graph.owning_module)
+        module = graph.owning_module
+        node = None if module is None else get_first_incompatible_cudagraph_node(module)
         if node is not None:
             trace = (node.meta.get("stack_trace") or "  (no source line)").strip().splitlines()
             found.append(f"{node.format_node()}\n  " + "\n  ".join(trace[-2:]))
 
     with _fresh(), torch.no_grad():
-        options = {"post_grad_custom_post_pass": look}
+        options: dict[str, Any] = {"post_grad_custom_post_pass": look}
         compiled = torch.compile(function, backend=backend, fullgraph=True, options=options)
         try:
             _run(compiled, inputs)
@@ -325,7 +326,8 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def _flipped(inputs: Inputs) -> Inputs:
     """The same values in another order: still valid token ids, but every token is routed elsewhere."""
-    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.flip(-1), inputs)
+    flipped: Inputs = torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.flip(-1), inputs)
+    return flipped
 
 
 def _assert_same_bits(got: list[torch.Tensor], wanted: list[torch.Tensor], what: str, reference: str) -> None:

@@ -12,6 +12,7 @@ from meta.schemes import SCHEMES
 from moe_ops import plans
 from moe_ops.backends.compose import ROUTING_OPTIONS, topk_then_experts
 from moe_ops.kernels.triton import act_quant, batched_io, combine, permute, route, topk
+from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.expert_mm import batched_mm as launch_batched_mm
 from moe_ops.kernels.triton.expert_mm import grouped_mm as launch_grouped_mm
 from moe_ops.kernels.triton.launch import ExpertMM
@@ -44,8 +45,10 @@ def measured_faster(problem: Problem) -> str | None:
     """The backend whose tuned plan beat these kernels at this size, or None."""
     if problem.has_symbols or problem.device_type != "cuda" or problem.format != "grouped" or not problem.scheme:
         return None
-    key = LayerKey(problem.scheme, "grouped", problem.E, problem.K, problem.H, problem.I, problem.gated)
-    plan = plans.plan_for(key, plans.bucket(problem.T), *gpu_of(torch.device("cuda")))
+    # The sizes are no symbols here.
+    T, E, K, H, I = (int(size) for size in (problem.T, problem.E, problem.K, problem.H, problem.I))
+    key = LayerKey(problem.scheme, "grouped", E, K, H, I, problem.gated)
+    plan = plans.plan_for(key, plans.bucket(T), *gpu_of(torch.device("cuda")))
     return None if plan.path in OWN_PATHS else plan.path
 
 
@@ -104,7 +107,7 @@ def _stage_mm(
     return ExpertMM(weight, out_dtype, bias=bias, rows_scale=rows_scale, weight_scale=weight_scale, **epilogue)
 
 
-def _stage_tile(mm: ExpertMM, rows: int, scheme: str, device: torch.device) -> plans.MMConfig:
+def _stage_tile(mm: ExpertMM, rows: int, scheme: str, device: torch.device) -> MMConfig:
     """Tile of GEMM 1 or GEMM 2 for `rows` rows spread over the experts."""
     up, down = plans.tiles(scheme, rows / mm.num_experts, gpu_of(device)[1])
     return fit(up, mm) if mm.activation else down
@@ -255,7 +258,7 @@ def _layer(
 ) -> tuple[Layer, plans.Plan]:
     """A layer's experts, and the plan for this many tokens."""
     (T, H), dtype = hidden_states.shape, hidden_states.dtype
-    epilogue = {"glu_layout": glu_layout, "activation": activation, "alpha": alpha, "limit": limit}
+    epilogue: dict[str, Any] = {"glu_layout": glu_layout, "activation": activation, "alpha": alpha, "limit": limit}
     up = ExpertMM(gate_up_proj, dtype, bias=gate_up_bias, weight_scale=gate_up_scale, **epilogue)
     down = ExpertMM(down_proj, dtype, bias=down_bias, weight_scale=down_scale)
     key = LayerKey(scheme, format, up.num_experts, top_k, H, up.out_features, glu_layout != "none")

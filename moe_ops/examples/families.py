@@ -50,7 +50,8 @@ class Family:
         torch.set_default_dtype(dtype)
         try:
             with torch.device(device):
-                return model_class(config).eval().requires_grad_(False)
+                model: torch.nn.Module = model_class(config)
+                return model.eval().requires_grad_(False)
         finally:
             torch.set_default_dtype(default)
 

@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(family: Family, device: str, show_graphs: bool, step: Callable[[str], None]) -> Outcome:
     """Everything that is shown of one family."""
     step("building the model")
-    model = family.build(device, torch.bfloat16)
+    model: Any = family.build(device, torch.bfloat16)
     tokens = torch.randint(0, model.config.vocab_size, (BATCH, SEQUENCE), device=device)
     step("explaining what is fused")
     report = moe_ops.explain(model, tokens, use_cache=False)
@@ -114,7 +114,8 @@ def run(family: Family, device: str, show_graphs: bool, step: Callable[[str], No
     model.set_experts_implementation("eager")
     loop = time_ms([model], tokens)
     model.set_experts_implementation("grouped_mm")
-    variants = [model, torch.compile(model, mode=mode), torch.compile(model, backend="moe_ops", mode=mode)]
+    plain = torch.compile(model, mode=mode)
+    variants: list[Callable[..., Any]] = [model, plain, torch.compile(model, backend="moe_ops", mode=mode)]
     for text, variant in zip(
         ("as it is", "under plain torch.compile", 'under backend="moe_ops"'), variants, strict=True
     ):
@@ -141,9 +142,12 @@ def compile_block(model: torch.nn.Module, tokens: torch.Tensor, backend: str) ->
     before: list[str] = []
     after: list[str] = []
 
+    compiler: Callable[..., Any] = torch._dynamo.lookup_backend(backend)
+
     def record_before(gm: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
         before[:] = lines(gm.graph)
-        return torch._dynamo.lookup_backend(backend)(gm, inputs, options={"post_grad_custom_post_pass": record_after})
+        traced: Callable[..., Any] = compiler(gm, inputs, options={"post_grad_custom_post_pass": record_after})
+        return traced
 
     def record_after(graph: torch.fx.Graph) -> None:
         after[:] = lines(graph)
@@ -184,21 +188,22 @@ def block_errors(block: Block) -> tuple[float, float]:
 
     The median, because a token whose two best experts tie within bfloat16 may be routed otherwise in float64, in both.
     """
-    exact = copy.deepcopy(block.module).double()
+    exact: Any = copy.deepcopy(block.module).double()
     exact.experts.config._experts_implementation = "eager"
     wanted = first(exact(block.hidden_states.double()))
     del exact
 
     def error(output: torch.Tensor) -> float:
         difference = (output.double() - wanted).flatten(0, -2).norm(dim=-1)
-        return (difference / wanted.flatten(0, -2).norm(dim=-1)).median().item()
+        return float((difference / wanted.flatten(0, -2).norm(dim=-1)).median())
 
     return error(first(block.module(block.hidden_states))), error(block.compiled(block.hidden_states))
 
 
 def first(output: Any) -> torch.Tensor:
     """The hidden states of a block that may return its router's scores too."""
-    return output[0] if isinstance(output, tuple) else output
+    hidden_states: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return hidden_states
 
 
 def time_ms(functions: Sequence[Callable[..., Any]], tokens: torch.Tensor) -> list[float]:

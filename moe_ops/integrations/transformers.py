@@ -75,7 +75,7 @@ def fp8_experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Ten
 
 
 def _forward(
-    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **quantised: Any
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **quantised: Any
 ) -> Tensor:
     if getattr(self, "has_post_expert_norm", False):
         raise _refusal(self, "must have no norm after each expert", "has_post_expert_norm=True")
@@ -104,7 +104,7 @@ def _forward(
     return output.to(hidden_states.dtype)
 
 
-def _check_fp8(module: nn.Module, first: str) -> None:
+def _check_fp8(module: Any, first: str) -> None:
     """Weights, scales and sizes are those of the scheme. transformers' other forms: e2m1 pairs in int8, e8m0 exponents,
     static activation scales, other blocks.
     """
@@ -133,7 +133,7 @@ def _refusal(module: nn.Module, rule: str, got: object) -> ValueError:
     )
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def recognise_gate(module: nn.Module) -> Gate:
     """Which activation a module applies, by evaluating it; remembered per module, a constant under torch.compile.
 
