@@ -1,5 +1,6 @@
-"""CPU backend: the first rows of every expert in one batched GEMM where experts are short (`kernels.cpu.padded_length`
-decides), one GEMM for the other rows of each expert that has any; fp32 activation and combine.
+"""CPU backend: a product for each pair where pairs rarely share an expert; else the first rows of every expert in one
+batched GEMM where experts are short (`kernels.cpu.padded_length` decides), one GEMM for the other rows of each expert
+that has any. fp32 activation and combine.
 
 Experts without rows are never touched. Reading the row counts is free on the CPU, so ``.tolist()`` is used here, and
 only here. Weights may have any strides; fp8 weights are dequantised expert by expert.
@@ -17,6 +18,7 @@ from meta.routing import route
 from meta.schemes import SCHEMES
 from moe_ops.backends.compose import topk_then_experts
 from moe_ops.kernels.cpu import (
+    RARELY_SHARED,
     Span,
     accumulation_dtype,
     activate,
@@ -24,6 +26,7 @@ from moe_ops.kernels.cpu import (
     combine,
     combine_dropping,
     dequantize_rows,
+    few_rows,
     grouped_spans,
     lay_out,
     linear,
@@ -248,9 +251,17 @@ def fused_experts(
     """Both formats in the same rows: the batched format differs by the pairs that its capacity drops, and in nothing
     else.
     """
-    experts, top_k = gate_up_proj.shape[0], topk_ids.shape[1]
-    order, counts = sort_pairs(topk_ids, expert_map, experts, capacity)
+    experts, pairs, top_k = gate_up_proj.shape[0], topk_ids.numel(), topk_ids.shape[1]
     row = SCHEMES[scheme]
+    simple = expert_map is None and row.dequantize_weight is None and not weight_on_input
+    if simple and 0 < pairs * RARELY_SHARED <= experts and (capacity is None or capacity >= pairs):
+        ids = topk_ids.reshape(-1).tolist()
+        if 0 <= min(ids) and max(ids) < experts:
+            hidden = few_rows(hidden_states, gate_up_proj, gate_up_bias, ids, top_k)
+            value = activate(hidden, activation, alpha, limit, glu_layout).to(hidden_states.dtype)
+            rows = few_rows(value, down_proj, down_bias, ids, 1)
+            return combine(rows, torch.arange(pairs).view(topk_ids.shape), topk_weights)
+    order, counts = sort_pairs(topk_ids, expert_map, experts, capacity)
     length = padded_length(counts, gate_up_proj) if row.dequantize_weight is None else 0
     pair_of_row, row_of_pair, spans = lay_out(order, counts, topk_ids.numel(), length)
     x = hidden_states.index_select(0, pair_of_row // max(top_k, 1))

@@ -9,7 +9,7 @@ from moe_ops import reference
 from moe_ops.backends import cpu
 from moe_ops.kernels import cpu as kernels
 from moe_ops.kernels.cpu import lay_out, padded_length, sort_pairs
-from tests.ops.errors import assert_rounded
+from tests.ops.errors import assert_accurate, assert_rounded
 from tests.ops.layers import Variant, dense_formula
 
 COUNTS = {
@@ -52,6 +52,84 @@ def test_the_length_of_the_padded_block_changes_no_result(ids, bias, length, mon
     layer = Variant(ids=ids, bias=bias).build()
     monkeypatch.setattr(cpu, "padded_length", lambda counts, weight: length)
     assert_rounded(torch.ops.moe_ops.fused_experts(**layer.tensors, backend="cpu"), dense_formula(layer.float64()))
+
+
+def of_few_pairs(ids: list[list[int]], dtype: torch.dtype, bias: torch.dtype | None, experts: int = 16) -> dict:
+    """A layer of ``experts`` experts, and its arguments by name."""
+    make = torch.Generator().manual_seed(0)
+
+    def normal(*sizes: int, to: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(*sizes, generator=make).to(to)
+
+    return {
+        "hidden_states": normal(len(ids), 192), "gate_up_proj": normal(experts, 96, 192) / 8,
+        "down_proj": normal(experts, 192, 48) / 4, "topk_ids": torch.tensor(ids),
+        "topk_weights": torch.rand(len(ids), len(ids[0]), generator=make),
+        "gate_up_bias": None if bias is None else normal(experts, 96, to=bias),
+        "down_bias": None if bias is None else normal(experts, 192, to=bias),
+    }  # fmt: skip
+
+
+def by_the_formula(layer: dict, dtype: torch.dtype) -> torch.Tensor:
+    """Pair by pair, in ``dtype``."""
+    cast = {name: value.to(dtype) for name, value in layer.items() if value is not None and name != "topk_ids"}
+    out = torch.zeros_like(cast["hidden_states"])
+    for t, row in enumerate(layer["topk_ids"].tolist()):
+        for weight, expert in zip(cast["topk_weights"][t], row, strict=True):
+            if 0 <= expert < 16:
+                hidden = cast["gate_up_proj"][expert] @ cast["hidden_states"][t]
+                gate, up = (hidden + cast["gate_up_bias"][expert] if "gate_up_bias" in cast else hidden).chunk(2)
+                value = cast["down_proj"][expert] @ (torch.nn.functional.silu(gate) * up)
+                out[t] += weight * (value + cast["down_bias"][expert] if "down_bias" in cast else value)
+    return out
+
+
+def assert_right(out: torch.Tensor, layer: dict) -> None:
+    assert_accurate(out, by_the_formula(layer, torch.float64), by_the_formula(layer, out.dtype))
+
+
+@pytest.mark.parametrize("ids", [[[3, 0]], [[15, 15]], [[7, 1], [1, 0]], [[5], [5]]], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "bias"),
+    [(torch.float32, None), (torch.float32, torch.float32), (torch.bfloat16, None), (torch.bfloat16, torch.bfloat16),
+     (torch.bfloat16, torch.float32), (torch.float16, None), (torch.float16, torch.float16)],
+    ids=str,
+)  # fmt: skip
+def test_few_pairs_are_one_product_each(ids, dtype, bias, monkeypatch) -> None:
+    layer = of_few_pairs(ids, dtype, bias)
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu, "lay_out", None)  # nothing is sorted
+        out = torch.ops.moe_ops.fused_experts(**layer)
+    assert_right(out, layer)
+    monkeypatch.setattr(cpu, "few_rows", None)
+    monkeypatch.setattr(cpu, "RARELY_SHARED", 1000)
+    assert_right(torch.ops.moe_ops.fused_experts(**layer), layer)
+
+
+@pytest.mark.parametrize(
+    ("ids", "options"),
+    [
+        ([[3, 0], [1, 2], [4, 5]], {}),
+        ([[3, -1]], {}),
+        ([[16, 0]], {}),
+        ([[7, 1], [1, 0]], {"format": "batched", "capacity": 1}),
+        ([[3, 0]], {"weight_on_input": True}),
+        ([[3, 0]], {"expert_map": torch.arange(16).flip(0)}),
+    ],
+    ids=["more_pairs", "no_expert", "past_the_last", "capacity", "weight_before", "map"],
+)
+def test_other_pairs_are_sorted(ids, options, monkeypatch) -> None:
+    monkeypatch.setattr(cpu, "few_rows", None)
+    layer = of_few_pairs(ids, torch.float32, None)
+    out = torch.ops.moe_ops.fused_experts(**layer, **options)
+    if not options:
+        assert_right(out, layer)
+
+
+def test_few_pairs_of_a_capacity_that_holds_them_are_not_sorted(monkeypatch) -> None:
+    monkeypatch.setattr(cpu, "lay_out", None)
+    layer = of_few_pairs([[7, 1], [1, 0]], torch.float32, None)
+    assert_right(torch.ops.moe_ops.fused_experts(**layer, format="batched", capacity=4), layer)
 
 
 def test_the_length_follows_the_counts() -> None:

@@ -37,6 +37,7 @@ def test_a_result_off_by_two_percent_is_red(name: str, factor: float) -> None:
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_a_gradient_off_by_five_percent_is_red(name: str, factor: float) -> None:
     layer = VARIANTS[name].build()
+    torch.manual_seed(0)
     grad = torch.randn_like(layer.tensors["hidden_states"])
     got, exact = gradients(layer, fused, grad), gradients(layer.float64(), dense_formula, grad)
     plain = gradients(layer, dense_formula, grad)
