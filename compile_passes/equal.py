@@ -99,7 +99,7 @@ class Values:
         one, two = self.call(left), self.call(right)
         if depth == 0 or one is None or two is None or one.name != two.name or set(one.args) != set(two.args):
             return False
-        if self.is_stale(left) or self.is_stale(right) or not is_deterministic(left):
+        if self.is_stale(left) or self.is_stale(right) or not (is_deterministic(left) and is_deterministic(right)):
             return False
         return _alike(left, right) and all(
             self._identical(value, two.args[key], depth - 1) for key, value in one.args.items()

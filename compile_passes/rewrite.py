@@ -227,7 +227,7 @@ class Builder:
         node.meta.update(self._meta)
         if self._fake_mode is not None:
             with self._fake_mode, torch.no_grad():
-                node.meta[self._key] = target(*fx.map_arg(args, self._value), **fx.map_arg(given, self._value))
+                node.meta[self._key] = target(*fx.map_arg(args, size_of), **fx.map_arg(given, size_of))
         return node
 
     def item(self, source: fx.Node, index: int, name: str) -> fx.Node:
@@ -266,6 +266,3 @@ class Builder:
         if value is None or wanted is None or value.dtype == wanted.dtype:
             return node
         return self.call(_ATEN.to.dtype, (node, wanted.dtype, False, False, None))
-
-    def _value(self, node: fx.Node) -> Any:
-        return size_of(node)

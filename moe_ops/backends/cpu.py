@@ -18,7 +18,6 @@ from meta.routing import route
 from meta.schemes import SCHEMES
 from moe_ops.backends.compose import topk_then_experts
 from moe_ops.kernels.cpu import (
-    RARELY_SHARED,
     Span,
     accumulation_dtype,
     activate,
@@ -26,8 +25,8 @@ from moe_ops.kernels.cpu import (
     combine,
     combine_dropping,
     dequantize_rows,
-    few_rows,
     grouped_spans,
+    in_pair_order,
     lay_out,
     linear,
     padded_length,
@@ -254,16 +253,14 @@ def fused_experts(
     experts, pairs, top_k = gate_up_proj.shape[0], topk_ids.numel(), topk_ids.shape[1]
     row = SCHEMES[scheme]
     simple = expert_map is None and row.dequantize_weight is None and not weight_on_input
-    if simple and 0 < pairs * RARELY_SHARED <= experts and (capacity is None or capacity >= pairs):
-        ids = topk_ids.reshape(-1).tolist()
-        if 0 <= min(ids) and max(ids) < experts:
-            hidden = few_rows(hidden_states, gate_up_proj, gate_up_bias, ids, top_k)
-            value = activate(hidden, activation, alpha, limit, glu_layout).to(hidden_states.dtype)
-            rows = few_rows(value, down_proj, down_bias, ids, 1)
-            return combine(rows, torch.arange(pairs).view(topk_ids.shape), topk_weights)
-    order, counts = sort_pairs(topk_ids, expert_map, experts, capacity)
-    length = padded_length(counts, gate_up_proj) if row.dequantize_weight is None else 0
-    pair_of_row, row_of_pair, spans = lay_out(order, counts, topk_ids.numel(), length)
+    layout = in_pair_order(topk_ids, experts) if simple and (capacity is None or capacity >= pairs) else None
+    length, kept = 0, pairs
+    if layout is None:
+        order, counts = sort_pairs(topk_ids, expert_map, experts, capacity)
+        length = padded_length(counts, gate_up_proj) if row.dequantize_weight is None else 0
+        kept = sum(counts)
+        layout = lay_out(order, counts, pairs, length)
+    pair_of_row, row_of_pair, spans = layout
     x = hidden_states.index_select(0, pair_of_row // max(top_k, 1))
     if weight_on_input:
         row_weights = topk_weights.reshape(-1, 1).index_select(0, pair_of_row)
@@ -275,7 +272,7 @@ def fused_experts(
     value = dequantize_rows(*quantize_rows(value, scheme=scheme), scheme) if row.quantizes_rows else value.to(x.dtype)
     rows = linear(value, down_proj, down_bias, down_scale, spans, scheme, length)
     places_TK, weights_TK = row_of_pair.view(topk_ids.shape), None if weight_on_input else topk_weights
-    if sum(counts) == topk_ids.numel():
+    if kept == pairs:
         return combine(rows, places_TK, weights_TK).to(hidden_states.dtype)
     return combine_dropping(rows, places_TK, places_TK == rows.shape[0], weights_TK).to(hidden_states.dtype)
 

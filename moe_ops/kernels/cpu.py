@@ -15,9 +15,10 @@ from moe_ops.pairs import local_ids
 #: ``(expert, first row, end row)`` of an expert that has rows.
 Span = tuple[int, int, int]
 
-#: With so many experts for every pair, pairs share few of them: sorting and laying out costs more than a product for
-#: each pair. On two cores 0.43 to 0.97 of the time (8 and 16 pairs of 64 experts, 2 of 8); 8 pairs of 8 experts: 1.4.
-RARELY_SHARED = 4
+# With so many experts for every pair, pairs share few of them: sorting and laying out costs more than the products that
+# it saves. On two cores 0.41 to 1.03 of the time, the median 0.91 (8 and 16 pairs of 64 experts, 2 of 8); 8 pairs of 8
+# experts: 1.4.
+_RARELY_SHARED = 4
 _COMBINE_ELEMENTS = 2**18
 _GEMM_IN_ROWS = {torch.bfloat16: 48, torch.float32: 16}
 _SMALL_WEIGHT = 512 * 256
@@ -64,6 +65,21 @@ def sort_pairs(
         kept = [order[start : min(end, start + capacity)] for start, end in pairwise(bounds)]
         return torch.cat(kept), [min(count, capacity) for count in counts]
     return order[bounds[0] : bounds[-1]], counts
+
+
+def in_pair_order(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, list[Span]] | None:
+    """The result of :func:`lay_out` without sorting, one row for each pair, where pairs rarely share an expert.
+
+    None where they do, or where one is dropped.
+    """
+    pairs = topk_ids.numel()
+    if not 0 < pairs * _RARELY_SHARED <= num_experts:
+        return None
+    experts = topk_ids.reshape(-1).tolist()
+    if min(experts) < 0 or max(experts) >= num_experts:
+        return None
+    rows = torch.arange(pairs)
+    return rows, rows, [(expert, pair, pair + 1) for pair, expert in enumerate(experts)]
 
 
 def lay_out(order: Tensor, counts: list[int], pairs: int, length: int) -> tuple[Tensor, Tensor, list[Span]]:
@@ -137,23 +153,6 @@ def linear(
                 matrix = dequantize(weight[expert : expert + 1], weight_scale[expert : expert + 1])[0].t()
             y = product(x[start:end], matrix)
             out[start:end] = y if bias is None else y.to(accumulation_dtype(y.dtype)) + bias[expert]
-    return result
-
-
-def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, experts: list[int], copies: int) -> Tensor:
-    """``[R, N]``, one product for each row and nothing to sort: row ``r // copies`` of x by expert ``experts[r]``."""
-    result = torch.empty((len(experts), weight.shape[1]), dtype=x.dtype)
-    rows, transposed = x.split(1), weight.transpose(1, 2)
-    plain = x.dtype != torch.float16 and (bias is None or bias.dtype == x.dtype)
-    for r, (expert, out) in enumerate(zip(experts, result.split(1), strict=True)):
-        row, matrix = rows[r // copies], transposed[expert]
-        if plain and bias is None:
-            torch.mm(row, matrix, out=out)
-        elif plain and bias is not None:
-            torch.addmm(bias[expert], row, matrix, out=out)
-        else:
-            y = product(row, matrix)
-            out.copy_(y if bias is None else y.to(accumulation_dtype(y.dtype)) + bias[expert])
     return result
 
 

@@ -10,7 +10,7 @@ from moe_ops.backends import cpu
 from moe_ops.kernels import cpu as kernels
 from moe_ops.kernels.cpu import lay_out, padded_length, sort_pairs
 from tests.ops.errors import assert_accurate, assert_rounded
-from tests.ops.layers import Variant, dense_formula
+from tests.ops.layers import Layer, Variant, dense_formula
 
 COUNTS = {
     "even": [3, 3, 3, 3],
@@ -54,38 +54,22 @@ def test_the_length_of_the_padded_block_changes_no_result(ids, bias, length, mon
     assert_rounded(torch.ops.moe_ops.fused_experts(**layer.tensors, backend="cpu"), dense_formula(layer.float64()))
 
 
-def of_few_pairs(ids: list[list[int]], dtype: torch.dtype, bias: torch.dtype | None, experts: int = 16) -> dict:
-    """A layer of ``experts`` experts, and its arguments by name."""
-    make = torch.Generator().manual_seed(0)
-
-    def normal(*sizes: int, to: torch.dtype = dtype) -> torch.Tensor:
-        return torch.randn(*sizes, generator=make).to(to)
-
-    return {
-        "hidden_states": normal(len(ids), 192), "gate_up_proj": normal(experts, 96, 192) / 8,
-        "down_proj": normal(experts, 192, 48) / 4, "topk_ids": torch.tensor(ids),
-        "topk_weights": torch.rand(len(ids), len(ids[0]), generator=make),
-        "gate_up_bias": None if bias is None else normal(experts, 96, to=bias),
-        "down_bias": None if bias is None else normal(experts, 192, to=bias),
-    }  # fmt: skip
+def of_few_pairs(ids: list[list[int]], dtype: torch.dtype, bias: torch.dtype | None, **options: object) -> Layer:
+    """A layer of 16 experts with these ids, and biases in a dtype of their own."""
+    sizes = {"T": len(ids), "E": 16, "K": len(ids[0]), "H": 192, "I": 48}
+    layer = Variant(**sizes, dtype=dtype, bias=bias is not None, options=tuple(options.items())).build()
+    layer.tensors["topk_ids"] = torch.tensor(ids)
+    for name in ("gate_up_bias", "down_bias") if bias is not None else ():
+        layer.tensors[name] = layer.tensors[name].to(bias)
+    return layer
 
 
-def by_the_formula(layer: dict, dtype: torch.dtype) -> torch.Tensor:
-    """Pair by pair, in ``dtype``."""
-    cast = {name: value.to(dtype) for name, value in layer.items() if value is not None and name != "topk_ids"}
-    out = torch.zeros_like(cast["hidden_states"])
-    for t, row in enumerate(layer["topk_ids"].tolist()):
-        for weight, expert in zip(cast["topk_weights"][t], row, strict=True):
-            if 0 <= expert < 16:
-                hidden = cast["gate_up_proj"][expert] @ cast["hidden_states"][t]
-                gate, up = (hidden + cast["gate_up_bias"][expert] if "gate_up_bias" in cast else hidden).chunk(2)
-                value = cast["down_proj"][expert] @ (torch.nn.functional.silu(gate) * up)
-                out[t] += weight * (value + cast["down_bias"][expert] if "down_bias" in cast else value)
-    return out
-
-
-def assert_right(out: torch.Tensor, layer: dict) -> None:
-    assert_accurate(out, by_the_formula(layer, torch.float64), by_the_formula(layer, out.dtype))
+def assert_right(layer: Layer, kept: list[list[int]] | None = None) -> None:
+    """The operator against the formula, which ``kept`` tells which pairs a capacity leaves."""
+    out = torch.ops.moe_ops.fused_experts(**layer.tensors, **layer.options)
+    if kept is not None:
+        layer.tensors["topk_ids"] = torch.tensor(kept)
+    assert_accurate(out, dense_formula(layer.float64()), dense_formula(layer.wide(out.dtype)))
 
 
 @pytest.mark.parametrize("ids", [[[3, 0]], [[15, 15]], [[7, 1], [1, 0]], [[5], [5]]], ids=str)
@@ -99,37 +83,35 @@ def test_few_pairs_are_one_product_each(ids, dtype, bias, monkeypatch) -> None:
     layer = of_few_pairs(ids, dtype, bias)
     with monkeypatch.context() as patch:
         patch.setattr(cpu, "lay_out", None)  # nothing is sorted
-        out = torch.ops.moe_ops.fused_experts(**layer)
-    assert_right(out, layer)
-    monkeypatch.setattr(cpu, "few_rows", None)
-    monkeypatch.setattr(cpu, "RARELY_SHARED", 1000)
-    assert_right(torch.ops.moe_ops.fused_experts(**layer), layer)
+        assert_right(layer)
+    monkeypatch.setattr(cpu, "in_pair_order", lambda ids, experts: None)
+    assert_right(layer)
 
 
 @pytest.mark.parametrize(
-    ("ids", "options"),
+    ("ids", "options", "expert_map", "kept"),
     [
-        ([[3, 0], [1, 2], [4, 5]], {}),
-        ([[3, -1]], {}),
-        ([[16, 0]], {}),
-        ([[7, 1], [1, 0]], {"format": "batched", "capacity": 1}),
-        ([[3, 0]], {"weight_on_input": True}),
-        ([[3, 0]], {"expert_map": torch.arange(16).flip(0)}),
+        ([[3, 0], [1, 2], [4, 5]], {}, None, None),
+        ([[3, -1]], {}, None, None),
+        ([[16, 0]], {}, None, None),
+        ([[7, 1], [1, 0]], {"format": "batched", "capacity": 1}, None, [[7, 1], [-1, 0]]),
+        ([[3, 0]], {"weight_on_input": True}, None, None),
+        ([[3, 0]], {}, torch.arange(16).flip(0), None),
     ],
     ids=["more_pairs", "no_expert", "past_the_last", "capacity", "weight_before", "map"],
 )
-def test_other_pairs_are_sorted(ids, options, monkeypatch) -> None:
-    monkeypatch.setattr(cpu, "few_rows", None)
-    layer = of_few_pairs(ids, torch.float32, None)
-    out = torch.ops.moe_ops.fused_experts(**layer, **options)
-    if not options:
-        assert_right(out, layer)
+def test_other_pairs_are_sorted(ids, options, expert_map, kept, monkeypatch) -> None:
+    laid: list[int] = []
+    monkeypatch.setattr(cpu, "lay_out", lambda *arguments: laid.append(1) or lay_out(*arguments))
+    layer = of_few_pairs(ids, torch.float32, None, **options)
+    layer.tensors["expert_map"] = expert_map
+    assert_right(layer, kept)
+    assert laid == [1]
 
 
 def test_few_pairs_of_a_capacity_that_holds_them_are_not_sorted(monkeypatch) -> None:
     monkeypatch.setattr(cpu, "lay_out", None)
-    layer = of_few_pairs([[7, 1], [1, 0]], torch.float32, None)
-    assert_right(torch.ops.moe_ops.fused_experts(**layer, format="batched", capacity=4), layer)
+    assert_right(of_few_pairs([[7, 1], [1, 0]], torch.float32, None, format="batched", capacity=4))
 
 
 def test_the_length_follows_the_counts() -> None:

@@ -285,21 +285,17 @@ GROUPED = {
     "rows_put_back": dict(undo=lambda out, perm: torch.zeros_like(out).index_put((perm,), out)),
     "sum_by_keyword": dict(total=lambda out: out.view(-1, K, H).sum(dim=-2)),
     "sum_of_a_list_of_dims": dict(total=lambda out: out.view(-1, H).unflatten(0, (-1, K)).sum((1,))),
+    "counted_in_a_table": dict(counts=lambda flat, ordered: one_hot(flat).sum(0)),
+    "counted_in_a_table_of_numbers": dict(
+        counts=lambda flat, ordered: one_hot(flat, 1, torch.long).sum((0,)).to(torch.int32)),
+    "rows_of_a_shape_that_is_asked_for": dict(undo=lambda out, perm: out[perm.argsort()].view(out.shape[0], -1)),
+    "rows_put_back_in_place": dict(undo=lambda out, perm: put_back(torch.empty_like(out), perm, out)),
 }  # fmt: skip
 
 
 def one_hot(flat, value=True, dtype=torch.bool, dim=1, fill=torch.zeros, columns=E):
     """Counts of the ids by a table [T, E] of what every token chose."""
     return fill(T, columns, dtype=dtype).scatter(dim, flat.view(T, K), value)
-
-
-GROUPED |= {
-    "counted_in_a_table": dict(counts=lambda flat, ordered: one_hot(flat).sum(0)),
-    "counted_in_a_table_of_numbers": dict(
-        counts=lambda flat, ordered: one_hot(flat, 1, torch.long).sum((0,)).to(torch.int32)),
-    "rows_of_a_shape_that_is_asked_for": dict(undo=lambda out, perm: out[perm.argsort()].view(out.shape[0], -1)),
-    "rows_put_back_in_place": dict(undo=lambda out, perm: put_back(torch.empty_like(out), perm, out)),
-}
 
 
 def put_back(blank, perm, out):
