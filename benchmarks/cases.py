@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +13,9 @@ import torch.nn.functional as F
 from benchmarks.shapes import Shape
 from meta.arch import Arch, lookup
 from meta.cost import roofline_us
-from meta.dims import Problem
+from meta.dims import LayerProblem
 from meta.routing import route
+from moe_ops.ops import parse
 
 SAMPLED_TOKENS = 16  # tokens whose exact answer is computed, so that checking costs little next to timing
 QUANTIZE_CHUNK = 8  # experts quantised at a time: the fp32 copies of all of them would not fit
@@ -36,18 +38,18 @@ class Weights:
     shape: Shape
     gate_up_proj: torch.Tensor
     down_proj: torch.Tensor
-    _quantized: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    _quantized: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def quantized(self, scheme: str) -> dict[str, torch.Tensor]:
+    def quantized(self, scheme: str) -> dict[str, Any]:
         """The weight and scale arguments of `fused_moe` under a quantised scheme; made once."""
         if scheme not in self._quantized:
-            gate_up, gate_up_scale = _quantize(self.gate_up_proj, scheme)
-            down, down_scale = _quantize(self.down_proj, scheme)
+            gate_up, gate_up_scales = _quantize(self.gate_up_proj, scheme)
+            down, down_scales = _quantize(self.down_proj, scheme)
             self._quantized[scheme] = {
                 "gate_up_proj": gate_up,
                 "down_proj": down,
-                "gate_up_scale": gate_up_scale,
-                "down_scale": down_scale,
+                "gate_up_scales": gate_up_scales,
+                "down_scales": down_scales,
             }
         return self._quantized[scheme]
 
@@ -71,8 +73,13 @@ class Case:
         """Least microseconds on ``arch``, from the experts really routed to (meta/cost.py)."""
         inputs = self.sets[0]
         like = self.weights.quantized(scheme) if scheme else vars(self.weights)
-        gate_up, down = like["gate_up_proj"], like["down_proj"]
-        problem = Problem.from_experts(inputs.hidden_states, gate_up, down, inputs.topk_ids, scheme=scheme)
+        weights = {name: value for name, value in like.items() if not name.startswith("_")}
+        lists = {"gate_up_scales": (), "down_scales": (), **weights}
+        call = parse(
+            "fused_experts", inputs.hidden_states, topk_weights=inputs.topk_weights, topk_ids=inputs.topk_ids,
+            scheme=scheme, **lists,
+        )  # fmt: skip
+        problem = cast(LayerProblem, call.problem)
         return statistics.mean(roofline_us(problem, arch, experts) for experts in self.distinct_experts)
 
     @cached_property
@@ -138,8 +145,9 @@ def make_case(weights: Weights, T: int) -> Case:
     return Case(weights.shape, T, weights, sets)
 
 
-def _quantize(weight: torch.Tensor, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
-    from meta.schemes import SCHEMES
+def _quantize(weight: torch.Tensor, scheme: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    from moe_ops import quantize_weight
 
-    parts = [SCHEMES[scheme].quantize_weight(chunk) for chunk in weight.split(QUANTIZE_CHUNK)]
-    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+    parts = [quantize_weight(chunk, scheme=scheme) for chunk in weight.split(QUANTIZE_CHUNK)]
+    stored, *scales = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return stored, scales

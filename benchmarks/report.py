@@ -133,8 +133,8 @@ def schemes_section(_: Documents) -> str:
         [
             f"`{row.name}`",
             short_dtype(row.weight_dtype),
-            f"one per {row.group_n} x {row.group_k}" if row.quantized else "none",
-            row.activation if row.rows_dtype else "as given",
+            ", ".join(f"one per {spec.group_n} x {spec.group_k}" for spec in row.scales) or "none",
+            row.rows.name if row.rows is not None else "as given",
         ]
         for row in SCHEMES.values()
     ]

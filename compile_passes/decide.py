@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 
 from compile_passes.compat import fake_mode_of
 from compile_passes.match import MoEMatch, Refusal, Router, Weight
 from compile_passes.vocabulary import example
-from meta.dims import Problem
-from moe_ops import dispatch
+from meta.dims import LayerProblem
+from moe_ops import choice
+from moe_ops.ops import parse
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Decision:
     """
 
     match: MoEMatch
-    problem: Problem
+    problem: LayerProblem
     backend: str
 
 
@@ -51,15 +53,12 @@ def _describe(match: MoEMatch, hidden: torch.Tensor, gate_up: torch.Tensor, down
     ids = tokens.new_empty((tokens.shape[0], match.dispatch.top_k), dtype=torch.int32)
     biases = [None if bias is None else example(bias) for bias in (match.up.bias, match.down.bias)]
     body = match.body
-    problem = Problem.from_experts(
-        tokens, gate_up, down, ids, gate_up_bias=biases[0], down_bias=biases[1],
-        activation=body.activation, glu_layout=body.glu_layout,
-    )  # fmt: skip
-    torch.ops.moe_ops.fused_experts(
-        tokens, gate_up, down, ids.float(), ids, *biases,
+    call = parse(
+        "fused_experts", tokens, gate_up, down, ids.float(), ids, None, None, None, *biases,
         activation=body.activation, alpha=body.alpha, limit=body.limit, glu_layout=body.glu_layout,
     )  # fmt: skip
-    return Decision(replace(match, router=_router(match)), problem, dispatch.choose(problem).NAME)
+    problem = cast(LayerProblem, call.problem)
+    return Decision(replace(match, router=_router(match)), problem, choice.choose(problem).NAME)
 
 
 def _router(match: MoEMatch) -> Router | Refusal:
@@ -70,7 +69,7 @@ def _router(match: MoEMatch) -> Router | Refusal:
         return match.router
     bias = None if router.bias is None else example(router.bias)
     try:
-        torch.ops.moe_ops.fused_topk(logits.reshape(-1, logits.shape[-1]), bias, **router.options())
+        parse("fused_topk", logits.reshape(-1, logits.shape[-1]), bias, **router.options())
     except ValueError as error:
         return Refusal(router.logits, f"The router stays in the graph: {error}", "")
     return router

@@ -27,7 +27,6 @@ from compile_passes.rewrite import Rewriter, arguments, operator_name
 from compile_passes.safety import changed_memory
 from compile_passes.vocabulary import equal_sizes, example
 
-_EXPERT_EXTRAS = ("bias", "scale", "global_scale", "zero_point")
 _BODY = ("activation", "alpha", "limit", "glu_layout", "scheme")
 
 
@@ -115,7 +114,7 @@ def _join_chain(chain: _Chain, rewriter: Rewriter, combine: fx.Node) -> bool:
     start = arguments(dispatch_node)
     if not _consistent(chain, start, first, second, end, dispatch_node, combine):
         return False
-    inputs = (start["hidden_states"], start["topk_ids"], start["expert_map"], *first.values(), *second.values())
+    inputs = (start["hidden_states"], start["topk_ids"], start["expert_map"], *_nodes(first), *_nodes(second))
     if not _closed(
         rewriter.reading, between, combine, [v for v in inputs if isinstance(v, fx.Node) and v not in between]
     ):
@@ -124,12 +123,16 @@ def _join_chain(chain: _Chain, rewriter: Rewriter, combine: fx.Node) -> bool:
         "hidden_states": start["hidden_states"], "gate_up_proj": first["weight"], "down_proj": second["weight"],
         "topk_weights": end["topk_weights"], "topk_ids": start["topk_ids"], "expert_map": start["expert_map"],
         **{name: first[name] for name in _BODY}, "format": chain.format, "capacity": start.get("capacity"),
+        "gate_up_scales": first["weight_scales"], "down_scales": second["weight_scales"], "up_proj": first["up_weight"],
+        "gate_up_bias": first["bias"], "down_bias": second["bias"],
     }  # fmt: skip
-    for name in _EXPERT_EXTRAS:
-        source = name if name == "bias" else f"weight_{name}"
-        values[f"gate_up_{name}"], values[f"down_{name}"] = first[source], second[source]
     rewriter.apply_operator(combine, "fused_experts", values, between)
     return True
+
+
+def _nodes(call: dict[str, Any]) -> list[Any]:
+    """The values of a call, those in lists included."""
+    return [item for value in call.values() for item in (value if isinstance(value, list | tuple) else [value])]
 
 
 def _before_quantize(
@@ -157,6 +160,8 @@ def _consistent(
     dispatch_node: fx.Node, combine: fx.Node,
 ) -> bool:  # fmt: skip
     """Whether both products and the combine use what this dispatch made, in one scheme and the hidden states' dtype."""
+    if end["added"] is not None or start.get("slot_order", "token") != "token":
+        return False
     counts = "offsets" if chain.format == "grouped" else "expert_num_tokens"
     if any(_item(product[counts], chain.dispatch, 1) is not dispatch_node for product in (first, second)):
         return False

@@ -76,7 +76,7 @@ TYPICAL = ARCHS["H200"]
 
 #: The first compute capability that has a feature: what the Triton kernels need at all, products in fp8, bulk loads by
 #: descriptor, launches that overlap the kernel before them, torch's grouped product.
-FIRST_CAPABILITY = {"kernels": 80, "fp8": 89, "tma": 90, "dependent_launch": 90, "grouped_mm": 90}
+FIRST_CAPABILITY = {"kernels": 80, "fp8": 89, "tma": 90, "dependent_launch": 90}
 
 
 def lacks(arch: str, feature: str) -> str | None:

@@ -5,43 +5,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from meta.dims import Dim, Problem
+from meta.calls import Sizes
+from meta.dims import Dim
 from meta.schemes import FLOAT_DTYPES
 
 #: Raises ValueError; defers or specialises symbolic conditions as torch's own operators do.
 _check_value: Callable[[Any, Callable[[], str]], None] = torch._check_value
 
 INDEX_DTYPES = (torch.int32, torch.int64)
-Sizes = tuple[Dim, ...]
-
-
-@dataclass(slots=True)
-class Checked:
-    """What a shape rule answers once the arguments are accepted.
-
-    Attributes:
-        problem: for choosing a backend.
-        device: where the outputs live.
-        outputs: ``(sizes, dtype)`` of every output; all are contiguous.
-        resolved: keyword arguments with defaults filled in, to override those of the caller.
-    """
-
-    problem: Problem
-    device: torch.device
-    outputs: tuple[tuple[Sizes, torch.dtype], ...]
-    resolved: dict[str, Any] = field(default_factory=dict)
 
 
 #: Type in an operator's schema -> the Python types that are it, the rule in words, and the cure.
 _TYPES: dict[str, tuple[tuple[type, ...], str, str]] = {
     "Tensor": ((Tensor,), "a torch.Tensor", "Convert it with torch.as_tensor first."),
+    "List[Tensor]": ((list, tuple), "a list or tuple of tensors", "Put it in a list, in the order of the scheme."),
     "int": ((int, torch.SymInt), "an int", "Pass a Python int."),
     "SymInt": ((int, torch.SymInt), "an int", "Pass a Python int."),
     "float": ((float, int, torch.SymFloat, torch.SymInt), "a number", "Pass a Python float."),
@@ -52,28 +35,36 @@ _TYPES: dict[str, tuple[tuple[type, ...], str, str]] = {
 
 
 class Accepts(NamedTuple):
-    """What one argument of a public function may be: an instance of ``types``, and no bool where it is a number."""
+    """What one argument of a public function may be: an instance of ``types``, no bool where it is a number, nothing
+    but tensors where it is a list.
+    """
 
     types: tuple[type, ...]
     is_number: bool
+    is_list: bool
     rule: str
     cure: str
 
 
 def accepts(schema_type: str) -> Accepts:
     """The row of an argument of this type in a schema, such as ``"Optional[int]"``; a proxy of FX stands for any."""
-    kind = schema_type.removeprefix("Optional[").removesuffix("]")
+    kind = schema_type.removeprefix("Optional[").removesuffix("]") if schema_type.startswith("Opt") else schema_type
     types, rule, cure = _TYPES[kind]
-    if kind != schema_type:
+    # The public default of a list is an empty one.
+    if kind != schema_type and list not in types:
         types, rule = (*types, NoneType), f"{rule} or None"
-    return Accepts((*types, fx.Proxy), int in types, rule, cure)
+    return Accepts((*types, fx.Proxy), int in types, list in types, rule, cure)
 
 
 def check_type(op: str, argument: str, value: object, row: Accepts) -> None:
     """``value`` is what ``row`` accepts; ``top_k=True`` is a slip, and refused."""
-    types, is_number, rule, cure = row
+    types, is_number, is_list, rule, cure = row
     if not isinstance(value, types) or (is_number and isinstance(value, bool)):
         raise fail(op, argument, rule, _describe_value(value), cure)
+    if is_list and isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            if not isinstance(item, Tensor | fx.Proxy):
+                raise fail(op, f"{argument}[{i}]", "a torch.Tensor", _describe_value(item))
 
 
 def _describe_value(value: object) -> str:

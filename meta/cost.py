@@ -5,24 +5,25 @@ The figures feed the flop counter, the roofline plots and the tuner's pruning.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from meta.arch import Arch
-from meta.dims import Dim, Problem
+from meta.dims import GRADIENTS, Dim, LayerProblem
 from meta.schemes import SCHEMES, ceil_div
 
 Shape = Sequence[int]
 
 
-def projection_rows(problem: Problem) -> Dim:
+def projection_rows(problem: LayerProblem) -> Dim:
     """N of the first projection."""
     return problem.I * 2 if problem.gated else problem.I
 
 
-def flops(problem: Problem) -> Dim:
+def flops(problem: LayerProblem) -> Dim:
     """Multiplications and additions of both expert GEMMs, ``2 R N H + 2 R I H``; routing, activation are left out."""
     return 2 * problem.R * problem.H * (projection_rows(problem) + problem.I)
 
@@ -35,20 +36,19 @@ def expected_experts(E: int, K: int, T: int) -> float:
     return E * (1.0 - (1.0 - min(K / E, 1.0)) ** T) if E else 0.0
 
 
-def expert_bytes(problem: Problem) -> int:
+def expert_bytes(problem: LayerProblem) -> int:
     """Bytes of one expert's two weights, scales included."""
     scheme = SCHEMES[problem.scheme]
     H, I = int(problem.H), int(problem.I)
     total = 0
     for N, K in ((int(projection_rows(problem)), H), (H, I)):
         total += N * int(ceil_div(K, scheme.pack)) * scheme.weight_dtype.itemsize
-        scale = scheme.weight_scale_shape(1, N, K)
-        if scale is not None:
-            total += 4 * int(scale[1]) * int(scale[2])
+        for spec in scheme.scales:
+            total += spec.dtypes[0].itemsize * math.prod(int(size) for size in spec.shape(1, N, K))
     return total
 
 
-def bytes_moved(problem: Problem, experts: float | None = None) -> float:
+def bytes_moved(problem: LayerProblem, experts: float | None = None) -> float:
     """Least traffic of the experts of a layer: weights of the distinct experts once, tokens in once, tokens out once.
 
     ``experts`` is the number of distinct experts when it is known; uniform routing is assumed otherwise.
@@ -58,60 +58,61 @@ def bytes_moved(problem: Problem, experts: float | None = None) -> float:
     return experts * expert_bytes(problem) + 2.0 * int(problem.T) * int(problem.H) * problem.dtype.itemsize
 
 
-def _kind(problem: Problem) -> str:
-    if SCHEMES[problem.scheme].quantizes_rows:
+def _kind(problem: LayerProblem) -> str:
+    if SCHEMES[problem.scheme].rows is not None:
         return "fp8"
     return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(problem.dtype, "tf32")
 
 
-def roofline_us(problem: Problem, arch: Arch, experts: float | None = None) -> float:
+def roofline_us(problem: LayerProblem, arch: Arch, experts: float | None = None) -> float:
     """Microseconds that no implementation can beat: the larger of memory time and compute time (see `bytes_moved`)."""
     memory = bytes_moved(problem, experts) / (arch.ceiling_tbps() * 1e6)
     compute = int(flops(problem)) / (arch.ceiling_tflops(_kind(problem)) * 1e6)
     return max(memory, compute)
 
 
-def _no_flops(*args: Any, **kwargs: Any) -> int:
+def _no_flops(flat: Any) -> int:
     """Operators that only move or rank data."""
     return 0
 
 
-def _gemm_flops(x: Shape, weight: Shape, *args: Any, **kwargs: Any) -> int:
+def _gemm_flops(flat: Any) -> int:
     """``2 * rows * N * K``. In the batched format every slot counts: how many are filled is known to the device
     alone.
     """
-    rows = 1
-    for size in x[:-1]:
-        rows *= size
-    return 2 * rows * weight[1] * x[-1]
+    x: Shape = flat.rows if hasattr(flat, "rows") else flat.batch
+    separate = getattr(flat, "up_weight", None) is not None
+    return int(2 * math.prod(x) * flat.weight[1] * (2 if separate else 1))
 
 
-def _layer_flops(pairs: int, gate_up: Shape, down: Shape) -> int:
-    return 2 * pairs * (gate_up[1] * down[1] + down[1] * down[2])
+def _products(flat: Any, pairs: int) -> tuple[int, int]:
+    """Of the first projection and of the second, for so many routed pairs."""
+    gate_up, down = flat.gate_up_proj, flat.down_proj
+    columns = gate_up[1] * (1 if flat.up_proj is None else 2)
+    return 2 * pairs * columns * down[1], 2 * pairs * down[1] * down[2]
 
 
-def _fused_experts_flops(hidden: Shape, gate_up: Shape, down: Shape, weights: Shape, *args: Any, **kwargs: Any) -> int:
-    return _layer_flops(weights[0] * weights[1], gate_up, down)
+def _fused_experts_flops(flat: Any) -> int:
+    return sum(_products(flat, math.prod(flat.topk_weights)))
 
 
-def _fused_moe_flops(hidden: Shape, logits: Shape, gate_up: Shape, down: Shape, *args: Any, **kwargs: Any) -> int:
-    return _layer_flops(hidden[0] * kwargs["top_k"], gate_up, down)
+def _fused_moe_flops(flat: Any) -> int:
+    return sum(_products(flat, flat.hidden_states[0] * flat.top_k))
 
 
-def _backward_flops(
-    grad: Shape, hidden: Shape, gate_up: Shape, down: Shape, weights: Shape, *args: Any, **kwargs: Any
-) -> int:
+def _backward_flops(flat: Any) -> int:
     """The recomputed first projection, the data gradients, and the weight gradients that are needed."""
-    pairs = weights[0] * weights[1]
-    first = 2 * pairs * gate_up[1] * down[1]
-    second = 2 * pairs * down[1] * down[2]
-    need_hidden, need_gate_up, need_down, need_weights, *_ = kwargs["needs"]
-    data = first if need_hidden or (need_weights and kwargs.get("weight_on_input", False)) else 0
-    return int(first + second + data + first * need_gate_up + second * need_down)
+    first, second = _products(flat, math.prod(flat.topk_weights))
+    needs = dict(zip(GRADIENTS, flat.needs, strict=True))
+    data = first if needs["hidden_states"] or (needs["topk_weights"] and flat.weight_on_input) else 0
+    of_first = first if needs["gate_up_proj"] or needs["up_proj"] else 0
+    if flat.up_proj is not None and needs["gate_up_proj"] != needs["up_proj"]:
+        of_first //= 2
+    return first + second + data + of_first + (second if needs["down_proj"] else 0)
 
 
-#: Formulas for ``torch.utils.flop_counter``: tensors arrive as shapes.
-OP_FLOPS: dict[str, Callable[..., int]] = {
+#: Formulas for ``torch.utils.flop_counter``, of the arguments by name, with the shapes of tensors.
+OP_FLOPS: dict[str, Callable[[Any], int]] = {
     "fused_topk": _no_flops,
     "moe_permute": _no_flops,
     "moe_unpermute": _no_flops,

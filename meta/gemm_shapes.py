@@ -1,18 +1,20 @@
-"""Shape rules of the four GEMM operators, which share one body: grouped rows or an expert batch, with or without a
-GLU.
+"""Rules of the four GEMM operators, which share one body, and what every rule asks of a weight.
+
+Grouped rows or an expert batch, with or without a GLU.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from meta.activations import resolve_activation
+from meta.arch import device_arch
+from meta.calls import GemmCall, GluCall, Output, Sizes
 from meta.checks import (
-    Checked,
-    Sizes,
     check_dtype,
     check_float,
     check_name,
@@ -21,34 +23,17 @@ from meta.checks import (
     check_shape,
     fail,
 )
-from meta.dims import GLU_LAYOUTS, Dim, Problem
-from meta.schemes import FLOAT_DTYPES, QuantScheme, ceil_div, resolve_scheme
+from meta.dims import GLU_LAYOUTS, Dim, GemmProblem, common_layout, is_known_equal
+from meta.operands import Glu, Operand
+from meta.schemes import FLOAT_DTYPES, SCHEMES, QuantScheme, Scale, ceil_div, resolve_scheme
+
+#: An operator's arguments by the names of its schema.
+Flat = Any
 
 
-@dataclass(slots=True)
-class Gemm:
-    """The tensors of one GEMM operator under the names its messages use."""
-
-    op: str
-    batched: bool
-    x: Tensor
-    weight: Tensor
-    counts: Tensor
-    bias: Tensor | None
-    x_scale: Tensor | None
-    weight_scale: Tensor | None
-    weight_global_scale: Tensor | None
-    weight_zero_point: Tensor | None
-
-    @property
-    def x_name(self) -> str:
-        """Name of the activations argument."""
-        return "batch" if self.batched else "rows"
-
-    @property
-    def counts_name(self) -> str:
-        """Name of the argument that says which rows belong to which expert."""
-        return "expert_num_tokens" if self.batched else "offsets"
+def by_place(argument: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    """A list argument's tensors, named for messages."""
+    return {f"{argument}[{i}]": tensor for i, tensor in enumerate(tensors)}
 
 
 def check_bias(op: str, argument: str, bias: Tensor | None, letters: str, sizes: Sizes) -> None:
@@ -58,240 +43,242 @@ def check_bias(op: str, argument: str, bias: Tensor | None, letters: str, sizes:
         check_shape(op, argument, bias, letters, sizes)
 
 
-def check_weight_extras(
+def weight_operand(
     op: str,
-    prefix: str,
+    argument: str,
+    data: Tensor,
     scheme: QuantScheme,
+    scales: Sequence[Tensor],
     sizes: tuple[Dim, Dim, Dim],
-    scale: Tensor | None,
-    global_scale: Tensor | None,
-    zero_point: Tensor | None,
-) -> None:
-    """Scales and zero points are given exactly when the scheme has them; the scale's shape and dtype are right.
+    *,
+    halves: bool = False,
+) -> Operand:
+    """A weight with the scales that its scheme asks for.
 
     Args:
-        prefix: start of the argument names, e.g. ``"gate_up_"``.
+        argument: the list of scales, e.g. ``"gate_up_scales"``.
         sizes: the logical ``(E, N, K)`` of the weight.
+        halves: its rows are a gate and an up half, at whose border the groups may start again.
     """
-    wanted = scheme.weight_scale_shape(*sizes)
-    if wanted is None:
-        if scale is not None:
-            raise fail(
-                op, f"{prefix}scale", f"None for scheme {scheme.name!r}", "a tensor", "Pass the weights' scheme."
-            )
-    else:
-        rule = f"[E, ceil(N / {scheme.group_n}), ceil(K / {scheme.group_k})]"
-        if scale is None:
-            raise fail(op, f"{prefix}scale", f"fp32 {rule} for scheme {scheme.name!r}", "None")
-        check_dtype(op, f"{prefix}scale", scale, torch.float32)
-        check_shape(op, f"{prefix}scale", scale, "E N_groups K_groups", wanted)
-    for name, tensor in (("global_scale", global_scale), ("zero_point", zero_point)):
-        if (tensor is not None) != (name in scheme.extras):
-            rule = "given" if name in scheme.extras else "None"
-            got = "None" if tensor is None else "a tensor"
-            raise fail(op, f"{prefix}{name}", f"{rule} for scheme {scheme.name!r}", got)
+    least = sum(not spec.optional for spec in scheme.scales)
+    if not least <= len(scales) <= len(scheme.scales):
+        rule = f"[{', '.join(str(spec) for spec in scheme.scales)}]" if scheme.scales else "empty"
+        cure = "Pass them in this order." if scheme.scales else "Pass the weights' scheme."
+        raise fail(op, argument, f"{rule} for scheme {scheme.name!r}", f"{len(scales)} tensors", cure)
+    checked = [
+        _check_scale(op, f"{argument}[{i}]", scale, spec, sizes, halves)
+        for i, (scale, spec) in enumerate(zip(scales, scheme.scales, strict=False))
+    ]
+    return Operand(data, scheme, tuple(checked))
 
 
-def _check_activations(gemm: Gemm, scheme: QuantScheme, width: Dim) -> None:
-    """Dtype of the activations, and their scale when the scheme quantises them."""
-    op, x, name = gemm.op, gemm.x, gemm.x_name
-    if scheme.rows_dtype is None:
-        if gemm.x_scale is not None:
-            raise fail(op, f"{name}_scale", f"None for scheme {scheme.name!r}", "a tensor")
-        if scheme.quantized:
-            check_float(op, name, x)
-        else:
-            check_dtype(op, name, x, gemm.weight.dtype, "Cast it to the weights' dtype.")
-        return
-    cure = f"Call moe_ops.quantize_{'batched' if gemm.batched else 'rows'} first."
-    check_dtype(op, name, x, scheme.rows_dtype, cure)
-    if gemm.x_scale is None:
-        raise fail(op, f"{name}_scale", f"given for scheme {scheme.name!r}", "None", cure)
-    check_dtype(op, f"{name}_scale", gemm.x_scale, torch.float32)
-    sizes = (*x.shape[:-1], scheme.rows_scale_width(width))
-    check_shape(op, f"{name}_scale", gemm.x_scale, "E C K_groups" if gemm.batched else "R K_groups", sizes)
+def _check_scale(
+    op: str, argument: str, scale: Tensor, spec: Scale, sizes: tuple[Dim, Dim, Dim], halves: bool
+) -> Tensor:
+    """The scale, as ``[E, 2, N groups, K groups]`` where the groups start again at the up half, in either spelling."""
+    if scale.dtype not in spec.dtypes:
+        raise fail(op, argument, " or ".join(str(dtype) for dtype in spec.dtypes), scale.dtype, "Cast it first.")
+    through = spec.shape(*sizes)
+    if halves:
+        apart = spec.halves_shape(*sizes)
+        if scale.dim() == 4:
+            check_shape(op, argument, scale, "E 2 I_groups K_groups", apart)
+            return scale
+        rows = apart[1] * apart[2]
+        if scale.dim() == 3 and not is_known_equal(rows, through[1]) and is_known_equal(scale.shape[1], rows):
+            scale = scale.unflatten(1, (2, -1))
+            check_shape(op, argument, scale, "E 2 I_groups K_groups", apart)
+            return scale
+    check_shape(op, argument, scale, "E N_groups K_groups", through)
+    return scale
 
 
-def _check_gemm(gemm: Gemm, scheme_name: str | None) -> tuple[torch.device, QuantScheme, Dim, Dim, Dim]:
-    """Everything but the activation function; returns device, scheme, E, N and K."""
-    op, x, weight = gemm.op, gemm.x, gemm.weight
-    device = check_placement(
-        op,
-        {
-            gemm.x_name: x,
-            "weight": weight,
-            gemm.counts_name: gemm.counts,
-            "bias": gemm.bias,
-            f"{gemm.x_name}_scale": gemm.x_scale,
-            "weight_scale": gemm.weight_scale,
-            "weight_global_scale": gemm.weight_global_scale,
-            "weight_zero_point": gemm.weight_zero_point,
-        },
-    )
-    check_rank(op, gemm.x_name, x, "E C K" if gemm.batched else "R K")
-    check_rank(op, "weight", weight, "E N K")
-    scheme = resolve_scheme(op, scheme_name, weight.dtype)
-    experts, rows_of_weight, _ = weight.shape
-    width = x.shape[-1]
-    check_shape(op, "weight", weight, "E N K", (experts, rows_of_weight, ceil_div(width, scheme.pack)), hint=True)
-    if gemm.batched:
-        check_shape(op, "batch", x, "E C K", (experts, x.shape[1], width))
-    check_dtype(op, gemm.counts_name, gemm.counts, torch.int32)
-    check_shape(op, gemm.counts_name, gemm.counts, "E", (experts,))
-    check_bias(op, "bias", gemm.bias, "E N", (experts, rows_of_weight))
-    extras = (gemm.weight_scale, gemm.weight_global_scale, gemm.weight_zero_point)
-    check_weight_extras(op, "weight_", scheme, (experts, rows_of_weight, width), *extras)
-    _check_activations(gemm, scheme, width)
-    return device, scheme, experts, rows_of_weight, width
+def rows_operand(op: str, argument: str, x: Tensor, scheme: QuantScheme, scale: Tensor | None, letters: str) -> Operand:
+    """Quantised activations with their scale."""
+    if scheme.rows is None:
+        raise fail(op, f"{argument}_scale", f"None for scheme {scheme.name!r}", "a tensor")
+    cure = f"Call moe_ops.quantize_{'batched' if x.dim() == 3 else 'rows'} first."
+    check_dtype(op, argument, x, scheme.rows.dtype, cure)
+    if scale is None:
+        raise fail(op, f"{argument}_scale", f"given for scheme {scheme.name!r}", "None", cure)
+    check_dtype(op, f"{argument}_scale", scale, torch.float32)
+    check_shape(op, f"{argument}_scale", scale, letters, (*x.shape[:-1], scheme.rows.scale_width(x.shape[-1])))
+    return Operand(x, scheme.rows, (scale,))
 
 
-def half_width(op: str, argument: str, rows_of_weight: Dim, glu_layout: str) -> Dim:
+def glu_layout(op: str, layout: str, argument: str, up: Tensor | None) -> str:
+    """The layout; the default becomes "separate" beside the up projection ``argument``."""
+    check_name(op, "glu_layout", layout, GLU_LAYOUTS)
+    if up is None:
+        if layout == "separate":
+            raise fail(op, argument, "given for glu_layout='separate'", "None", "Pass the up projection.")
+        return layout
+    if layout not in ("concat", "separate"):
+        raise fail(op, argument, f"None for glu_layout={layout!r}", "a tensor", "Pass glu_layout='separate'.")
+    return "separate"
+
+
+def half_width(op: str, argument: str, rows_of_weight: Dim, layout: str) -> Dim:
     """I from N; raises when a gated weight has an odd number of rows."""
-    if glu_layout == "none":
+    if layout in ("none", "separate"):
         return rows_of_weight
     if isinstance(rows_of_weight, int) and rows_of_weight % 2:
         cure = "For experts without a gate pass glu_layout='none'."
-        raise fail(op, argument, f"[E, N = 2 * I, ...] for glu_layout={glu_layout!r}", f"N={rows_of_weight}", cure)
+        raise fail(op, argument, f"[E, N = 2 * I, ...] for glu_layout={layout!r}", f"N={rows_of_weight}", cure)
     return rows_of_weight // 2
 
 
-def _problem(gemm: Gemm, scheme: QuantScheme, E: Dim, K: Dim, width_out: Dim, activation: str, glu: str) -> Problem:
-    return Problem.of_stage(
-        gemm.x,
-        T=gemm.x.shape[0] * gemm.x.shape[1] if gemm.batched else gemm.x.shape[0],
-        E=E,
-        H=K,
-        I=width_out,
-        C=gemm.x.shape[1] if gemm.batched else None,
+def _gemm(op: str, flat: Flat, glu: Glu | None) -> tuple[dict[str, Any], Operand | None]:
+    """Fields of a :class:`GemmCall`, everything that the four have in common checked, and the up half."""
+    batched = op.startswith("batched")
+    x_name, counts_name = ("batch", "expert_num_tokens") if batched else ("rows", "offsets")
+    x: Tensor = getattr(flat, x_name)
+    scale: Tensor | None = getattr(flat, f"{x_name}_scale")
+    counts: Tensor = getattr(flat, counts_name)
+    weight: Tensor = flat.weight
+    up: Tensor | None = flat.up_weight if glu is not None else None
+    device = check_placement(
+        op,
+        {
+            x_name: x,
+            "weight": weight,
+            counts_name: counts,
+            **by_place("weight_scales", flat.weight_scales),
+            "up_weight": up,
+            "bias": flat.bias,
+            f"{x_name}_scale": scale,
+        },
+    )
+    check_rank(op, x_name, x, "E C K" if batched else "R K")
+    check_rank(op, "weight", weight, "E N K")
+    scheme = resolve_scheme(op, flat.scheme, weight.dtype)
+    experts, rows_of_weight, _ = weight.shape
+    width = x.shape[-1]
+    sizes = (experts, rows_of_weight, width)
+    check_shape(op, "weight", weight, "E N K", (experts, rows_of_weight, ceil_div(width, scheme.pack)), hint=True)
+    if batched:
+        check_shape(op, "batch", x, "E C K", (experts, x.shape[1], width))
+    check_dtype(op, counts_name, counts, torch.int32)
+    check_shape(op, counts_name, counts, "E", (experts,))
+    out_width = rows_of_weight if glu is None else half_width(op, "weight", rows_of_weight, glu.layout)
+    check_bias(op, "bias", flat.bias, "E N", (experts, rows_of_weight if up is None else 2 * rows_of_weight))
+    first, second = stacked_or_separate(
+        op, ("weight", "up_weight", "weight_scales"), weight, up, scheme, flat.weight_scales, sizes,
+        halves=glu is not None and glu.layout == "concat",
+    )  # fmt: skip
+    if scheme.rows is not None:
+        rows = rows_operand(op, x_name, x, scheme, scale, "E C K_groups" if batched else "R K_groups")
+    else:
+        if scale is not None:
+            raise fail(op, f"{x_name}_scale", f"None for scheme {scheme.name!r}", "a tensor")
+        if scheme.quantized:
+            check_float(op, x_name, x)
+        else:
+            check_dtype(op, x_name, x, weight.dtype, "Cast it to the weights' dtype.")
+        rows = Operand(x, None)
+    problem = GemmProblem(
+        dtype=x.dtype,
+        device_type=device.type,
+        arch=device_arch(device),
         scheme=scheme.name,
-        activation=activation,
-        glu_layout=glu,
-        weight=gemm.weight,
-        has_bias=gemm.bias is not None,
+        M=x.shape[0] * x.shape[1] if batched else x.shape[0],
+        E=experts,
+        N=out_width,
+        K=width,
+        C=x.shape[1] if batched else None,
+        format="batched" if batched else "grouped",
+        activation=None if glu is None else glu.activation,
+        glu_layout="none" if glu is None else glu.layout,
+        weight_layout=common_layout(weight) if up is None else common_layout(weight, up),
+        has_bias=flat.bias is not None,
     )
+    out_dtype = torch.bfloat16 if scheme.rows is not None else x.dtype
+    fields = {
+        "op": op,
+        "problem": problem,
+        "device": device,
+        "outputs": (((*x.shape[:-1], out_width), out_dtype),),
+        "x": rows,
+        "weight": first,
+        "extents": counts,
+        "bias": flat.bias,
+    }
+    return fields, second
 
 
-def _glu(
-    gemm: Gemm,
-    activation: str,
-    alpha: float | None,
-    limit: float | None,
-    glu_layout: str,
-    scheme_name: str | None,
-    quantize_output: bool,
-) -> Checked:
-    row, alpha, limit = resolve_activation(gemm.op, activation, alpha, limit)
-    check_name(gemm.op, "glu_layout", glu_layout, GLU_LAYOUTS)
-    device, scheme, experts, rows_of_weight, width = _check_gemm(gemm, scheme_name)
-    width_out = half_width(gemm.op, "weight", rows_of_weight, glu_layout)
-    lead = tuple(gemm.x.shape[:-1])
-    out_dtype = torch.bfloat16 if scheme.rows_dtype is not None else gemm.x.dtype
-    scale_sizes: Sizes = (0,)
-    if quantize_output:
-        if scheme.rows_dtype is None:
-            rule = f"False for scheme {scheme.name!r}"
-            raise fail(gemm.op, "quantize_output", rule, "True", "This scheme keeps activations unquantised.")
-        out_dtype = scheme.rows_dtype
-        scale_sizes = (*lead, scheme.rows_scale_width(width_out))
-    return Checked(
-        _problem(gemm, scheme, experts, width, width_out, row.name, glu_layout),
-        device,
-        (((*lead, width_out), out_dtype), (scale_sizes, torch.float32)),
-        {"scheme": scheme.name, "alpha": alpha, "limit": limit},
-    )
-
-
-def _plain(gemm: Gemm, scheme_name: str | None, out_dtype: torch.dtype | None) -> Checked:
-    device, scheme, experts, rows_of_weight, width = _check_gemm(gemm, scheme_name)
-    if out_dtype is None:
-        out_dtype = torch.bfloat16 if scheme.rows_dtype is not None else gemm.x.dtype
-    elif out_dtype not in FLOAT_DTYPES:
-        raise fail(gemm.op, "out_dtype", "bfloat16, float16, float32 or float64", out_dtype)
-    return Checked(
-        _problem(gemm, scheme, experts, width, rows_of_weight, "", "none"),
-        device,
-        (((*gemm.x.shape[:-1], rows_of_weight), out_dtype),),
-        {"scheme": scheme.name, "out_dtype": out_dtype},
-    )
-
-
-def grouped_mm_glu(
-    rows: Tensor,
+def stacked_or_separate(
+    op: str,
+    names: tuple[str, str, str],
     weight: Tensor,
-    offsets: Tensor,
-    bias: Tensor | None = None,
-    rows_scale: Tensor | None = None,
-    weight_scale: Tensor | None = None,
-    weight_global_scale: Tensor | None = None,
-    weight_zero_point: Tensor | None = None,
+    up: Tensor | None,
+    scheme: QuantScheme,
+    scales: Sequence[Tensor],
+    sizes: tuple[Dim, Dim, Dim],
     *,
-    activation: str = "silu",
-    alpha: float | None = None,
-    limit: float | None = None,
-    glu_layout: str = "concat",
-    scheme: str | None = None,
-    quantize_output: bool = False,
-) -> Checked:
-    """``rows [R, K]``, ``weight [E, N, K]`` -> ``[R, I]`` and its scale (numel 0 unless ``quantize_output``)."""
-    scales = (rows_scale, weight_scale, weight_global_scale, weight_zero_point)
-    gemm = Gemm("grouped_mm_glu", False, rows, weight, offsets, bias, *scales)
-    return _glu(gemm, activation, alpha, limit, glu_layout, scheme, quantize_output)
+    halves: bool,
+) -> tuple[Operand, Operand | None]:
+    """The first projection's operands: one, or the gate's and the up half's, whose scales come one list after the
+    other.
+
+    Args:
+        names: of the weight, of the up half and of the list of scales.
+        sizes: the logical ``(E, N, K)`` of ``weight``.
+    """
+    weight_name, up_name, scales_name = names
+    if up is None:
+        return weight_operand(op, scales_name, weight, scheme, scales, sizes, halves=halves), None
+    check_dtype(op, up_name, up, weight.dtype, f"Store it as {weight_name} is stored.")
+    check_shape(op, up_name, up, "E I K", tuple(weight.shape), hint=True)
+    if len(scales) % 2:
+        rule = f"as many tensors for {up_name} as for {weight_name}, after them"
+        raise fail(op, scales_name, rule, f"{len(scales)} tensors")
+    half = len(scales) // 2
+    gate = weight_operand(op, scales_name, weight, scheme, scales[:half], sizes)
+    return gate, weight_operand(op, scales_name, up, scheme, scales[half:], sizes)
 
 
-def grouped_mm(
-    rows: Tensor,
-    weight: Tensor,
-    offsets: Tensor,
-    bias: Tensor | None = None,
-    rows_scale: Tensor | None = None,
-    weight_scale: Tensor | None = None,
-    weight_global_scale: Tensor | None = None,
-    weight_zero_point: Tensor | None = None,
-    *,
-    scheme: str | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Checked:
-    """``rows [R, K]``, ``weight [E, N, K]`` -> ``[R, N]``."""
-    scales = (rows_scale, weight_scale, weight_global_scale, weight_zero_point)
-    return _plain(Gemm("grouped_mm", False, rows, weight, offsets, bias, *scales), scheme, out_dtype)
+def _glu(op: str, flat: Flat) -> GluCall:
+    """``rows [R, K]`` or ``batch [E, C, K]`` -> the activated ``[..., I]`` and its scale (numel 0 unless
+    ``quantize_output``).
+    """
+    row, alpha, limit = resolve_activation(op, flat.activation, flat.alpha, flat.limit)
+    layout = glu_layout(op, flat.glu_layout, "up_weight", flat.up_weight)
+    glu = Glu(row.name, alpha, limit, layout)
+    fields, up = _gemm(op, flat, glu)
+    sizes, dtype = fields["outputs"][0]
+    scale: Output = ((0,), torch.float32)
+    if flat.quantize_output:
+        name = fields["problem"].scheme
+        form = SCHEMES[name].rows
+        if form is None:
+            cure = "This scheme keeps activations unquantised."
+            raise fail(op, "quantize_output", f"False for scheme {name!r}", "True", cure)
+        dtype, scale = form.dtype, ((*sizes[:-1], form.scale_width(sizes[-1])), torch.float32)
+    fields["outputs"] = ((sizes, dtype), scale)
+    return GluCall(**fields, glu=glu, up=up, quantize_output=flat.quantize_output)
 
 
-def batched_mm_glu(
-    batch: Tensor,
-    weight: Tensor,
-    expert_num_tokens: Tensor,
-    bias: Tensor | None = None,
-    batch_scale: Tensor | None = None,
-    weight_scale: Tensor | None = None,
-    weight_global_scale: Tensor | None = None,
-    weight_zero_point: Tensor | None = None,
-    *,
-    activation: str = "silu",
-    alpha: float | None = None,
-    limit: float | None = None,
-    glu_layout: str = "concat",
-    scheme: str | None = None,
-    quantize_output: bool = False,
-) -> Checked:
-    """``batch [E, C, K]``, ``weight [E, N, K]`` -> ``[E, C, I]`` and its scale (numel 0 unless ``quantize_output``)."""
-    scales = (batch_scale, weight_scale, weight_global_scale, weight_zero_point)
-    gemm = Gemm("batched_mm_glu", True, batch, weight, expert_num_tokens, bias, *scales)
-    return _glu(gemm, activation, alpha, limit, glu_layout, scheme, quantize_output)
+def _plain(op: str, flat: Flat) -> GemmCall:
+    """``rows [R, K]`` or ``batch [E, C, K]``, ``weight [E, N, K]`` -> ``[..., N]``."""
+    fields, _ = _gemm(op, flat, None)
+    if flat.out_dtype is not None:
+        if flat.out_dtype not in FLOAT_DTYPES:
+            raise fail(op, "out_dtype", "bfloat16, float16, float32 or float64", flat.out_dtype)
+        fields["outputs"] = ((fields["outputs"][0][0], flat.out_dtype),)
+    return GemmCall(**fields)
 
 
-def batched_mm(
-    batch: Tensor,
-    weight: Tensor,
-    expert_num_tokens: Tensor,
-    bias: Tensor | None = None,
-    batch_scale: Tensor | None = None,
-    weight_scale: Tensor | None = None,
-    weight_global_scale: Tensor | None = None,
-    weight_zero_point: Tensor | None = None,
-    *,
-    scheme: str | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Checked:
-    """``batch [E, C, K]``, ``weight [E, N, K]`` -> ``[E, C, N]``."""
-    scales = (batch_scale, weight_scale, weight_global_scale, weight_zero_point)
-    return _plain(Gemm("batched_mm", True, batch, weight, expert_num_tokens, bias, *scales), scheme, out_dtype)
+def grouped_mm_glu(flat: Flat) -> GluCall:
+    return _glu("grouped_mm_glu", flat)
+
+
+def grouped_mm(flat: Flat) -> GemmCall:
+    return _plain("grouped_mm", flat)
+
+
+def batched_mm_glu(flat: Flat) -> GluCall:
+    return _glu("batched_mm_glu", flat)
+
+
+def batched_mm(flat: Flat) -> GemmCall:
+    return _plain("batched_mm", flat)

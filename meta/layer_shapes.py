@@ -1,16 +1,16 @@
-"""Shape rules of the whole-layer operators: ``fused_experts``, its backward, and ``fused_moe``."""
+"""Rules of the whole-layer operators: ``fused_experts``, its backward, and ``fused_moe``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from meta.activations import resolve_activation
+from meta.arch import device_arch
+from meta.calls import BackwardCall, ExpertsCall, MoeCall, RouteCall, RouterOptions
 from meta.checks import (
-    Checked,
     check_at_most,
     check_dtype,
     check_float,
@@ -22,10 +22,20 @@ from meta.checks import (
     check_shape,
     fail,
 )
-from meta.dims import BACKEND_NAMES, FORMATS, GLU_LAYOUTS, Dim, Problem
-from meta.gemm_shapes import check_bias, check_weight_extras, half_width
+from meta.dims import BACKEND_NAMES, FORMATS, GRADIENTS, Dim, LayerProblem, Problem, common_layout
+from meta.gemm_shapes import (
+    Flat,
+    by_place,
+    check_bias,
+    glu_layout,
+    half_width,
+    rows_operand,
+    stacked_or_separate,
+    weight_operand,
+)
+from meta.operands import Experts, Glu, Operand
 from meta.routing import ROUTINGS
-from meta.schemes import ceil_div, resolve_scheme
+from meta.schemes import QuantScheme, ceil_div, resolve_scheme
 
 
 def check_expert_map(op: str, expert_map: Tensor | None) -> None:
@@ -35,139 +45,163 @@ def check_expert_map(op: str, expert_map: Tensor | None) -> None:
         check_index(op, "expert_map", expert_map)
 
 
-def check_routing(
-    op: str,
-    router_logits: Tensor,
-    correction_bias: Tensor | None,
-    top_k: int,
-    routing: str,
-    renorm_eps: float,
-    num_groups: int,
-    topk_groups: int,
-) -> None:
+def check_backend(op: str, backend: str | None) -> None:
+    """A name of :data:`meta.dims.BACKEND_NAMES` or None."""
+    if backend is not None:
+        check_name(op, "backend", backend, BACKEND_NAMES)
+
+
+def route_call(op: str, flat: Flat, device: torch.device) -> RouteCall:
     """Everything about a router but where its tensors are."""
-    check_name(op, "routing", routing, ROUTINGS)
-    row = ROUTINGS[routing]
-    check_rank(op, "router_logits", router_logits, "T E")
-    check_float(op, "router_logits", router_logits)
-    experts = router_logits.shape[1]
-    if correction_bias is not None:
+    logits: Tensor = flat.router_logits
+    check_name(op, "routing", flat.routing, ROUTINGS)
+    row = ROUTINGS[flat.routing]
+    check_rank(op, "router_logits", logits, "T E")
+    check_float(op, "router_logits", logits)
+    tokens, experts = logits.shape
+    if flat.correction_bias is not None:
         if not row.supports_bias:
-            raise fail(op, "correction_bias", f"None for routing {routing!r}", "a tensor")
-        check_float(op, "correction_bias", correction_bias)
-        check_shape(op, "correction_bias", correction_bias, "E", (experts,))
-    check_positive(op, "top_k", top_k)
-    if not renorm_eps >= 0:
-        raise fail(op, "renorm_eps", ">= 0", renorm_eps)
-    check_positive(op, "num_groups", num_groups)
-    check_positive(op, "topk_groups", topk_groups)
+            raise fail(op, "correction_bias", f"None for routing {flat.routing!r}", "a tensor")
+        check_float(op, "correction_bias", flat.correction_bias)
+        check_shape(op, "correction_bias", flat.correction_bias, "E", (experts,))
+    check_positive(op, "top_k", flat.top_k)
+    if not flat.renorm_eps >= 0:
+        raise fail(op, "renorm_eps", ">= 0", flat.renorm_eps)
+    check_positive(op, "num_groups", flat.num_groups)
+    check_positive(op, "topk_groups", flat.topk_groups)
     allowed: Dim = experts
     rule = f"<= E={experts}"
-    if num_groups > 1:
+    groups, kept = flat.num_groups, flat.topk_groups
+    if groups > 1:
         if row.group is None:
             cure = f"Use one of {sorted(name for name, other in ROUTINGS.items() if other.group)}."
-            raise fail(op, "num_groups", f"1 for routing {routing!r}", num_groups, cure)
+            raise fail(op, "num_groups", f"1 for routing {flat.routing!r}", groups, cure)
         least = 2 if row.group == "top2" else 1
-        if experts % num_groups or experts // num_groups < least:
-            raise fail(op, "num_groups", f"a divisor of E={experts} leaving >= {least} experts a group", num_groups)
-        check_at_most(op, "topk_groups", topk_groups, num_groups, f"<= num_groups={num_groups}", "")
-        allowed = experts // num_groups * topk_groups
-        rule = f"<= {allowed} = E={experts} / num_groups={num_groups} * topk_groups={topk_groups}"
-    check_at_most(op, "top_k", top_k, allowed, rule, "A token cannot select more experts than it may choose from.")
+        if experts % groups or experts // groups < least:
+            raise fail(op, "num_groups", f"a divisor of E={experts} leaving >= {least} experts a group", groups)
+        check_at_most(op, "topk_groups", kept, groups, f"<= num_groups={groups}", "")
+        allowed = experts // groups * kept
+        rule = f"<= {allowed} = E={experts} / num_groups={groups} * topk_groups={kept}"
+    check_at_most(op, "top_k", flat.top_k, allowed, rule, "A token cannot select more experts than it may choose from.")
+    sizes = (tokens, flat.top_k)
+    return RouteCall(
+        op=op,
+        problem=Problem(logits.dtype, device.type, device_arch(device), ""),
+        device=device,
+        outputs=((sizes, torch.float32), (sizes, torch.int32)),
+        router_logits=logits,
+        correction_bias=flat.correction_bias,
+        options=RouterOptions(*[getattr(flat, name) for name in RouterOptions._fields]),
+    )
 
 
-@dataclass(slots=True)
-class Experts:
-    """The expert tensors of one layer, named as in the operators."""
-
-    gate_up_proj: Tensor
-    down_proj: Tensor
-    gate_up_bias: Tensor | None
-    down_bias: Tensor | None
-    expert_map: Tensor | None
-    gate_up_scale: Tensor | None = None
-    down_scale: Tensor | None = None
-    gate_up_global_scale: Tensor | None = None
-    down_global_scale: Tensor | None = None
-    gate_up_zero_point: Tensor | None = None
-    down_zero_point: Tensor | None = None
-
-    def tensors(self) -> dict[str, Tensor | None]:
-        """Every tensor by argument name."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
-
-def _check_weights(op: str, experts: Experts, hidden: Dim, glu_layout: str, pack: int) -> tuple[Dim, Dim, Dim]:
-    """Shapes of the two projections; returns E, N and I."""
-    gate_up, down = experts.gate_up_proj, experts.down_proj
+def _experts(op: str, flat: Flat, scheme: QuantScheme, hidden: Dim) -> tuple[Experts, Dim]:
+    """The weights, and I."""
+    row, alpha, limit = resolve_activation(op, flat.activation, flat.alpha, flat.limit)
+    layout = glu_layout(op, flat.glu_layout, "up_proj", flat.up_proj)
+    gate_up, down = flat.gate_up_proj, flat.down_proj
+    check_dtype(op, "down_proj", down, scheme.weight_dtype, "Both projections share one scheme.")
     check_rank(op, "gate_up_proj", gate_up, "E N H")
     check_rank(op, "down_proj", down, "E H I")
     count, rows_of_weight, _ = gate_up.shape
-    stored = ceil_div(hidden, pack)
+    stored = ceil_div(hidden, scheme.pack)
     check_shape(op, "gate_up_proj", gate_up, "E N H", (count, rows_of_weight, stored), hint=True)
-    width = half_width(op, "gate_up_proj", rows_of_weight, glu_layout)
-    check_shape(op, "down_proj", down, "E H I", (count, hidden, ceil_div(width, pack)), hint=True)
-    return count, rows_of_weight, width
+    width = half_width(op, "gate_up_proj", rows_of_weight, layout)
+    check_shape(op, "down_proj", down, "E H I", (count, hidden, ceil_div(width, scheme.pack)), hint=True)
+    columns = 2 * rows_of_weight if layout == "separate" else rows_of_weight
+    check_bias(op, "gate_up_bias", flat.gate_up_bias, "E N", (count, columns))
+    check_bias(op, "down_bias", flat.down_bias, "E H", (count, hidden))
+    first, up = stacked_or_separate(
+        op, ("gate_up_proj", "up_proj", "gate_up_scales"), gate_up, flat.up_proj, scheme, flat.gate_up_scales,
+        (count, rows_of_weight, hidden), halves=layout == "concat",
+    )  # fmt: skip
+    second = weight_operand(op, "down_scales", down, scheme, flat.down_scales, (count, hidden, width))
+    glu = Glu(row.name, alpha, limit, layout)
+    return Experts(scheme, first, second, up, flat.gate_up_bias, flat.down_bias, glu), width
 
 
-def _check_layer(
-    op: str,
-    hidden_states: Tensor,
-    experts: Experts,
-    top_k: Dim,
-    activation: str,
-    alpha: float | None,
-    limit: float | None,
-    glu_layout: str,
-    weight_on_input: bool,
-    scheme: str | None,
-    format: str,
-    capacity: Dim | None,
-    backend: str | None,
-) -> Checked:
-    """Everything about the experts of a layer; placement was checked by the caller."""
-    _, alpha, limit = resolve_activation(op, activation, alpha, limit)
-    check_name(op, "glu_layout", glu_layout, GLU_LAYOUTS)
-    check_name(op, "format", format, FORMATS)
-    if backend is not None:
-        check_name(op, "backend", backend, BACKEND_NAMES)
-    check_rank(op, "hidden_states", hidden_states, "T H")
-    check_float(op, "hidden_states", hidden_states)
-    row = resolve_scheme(op, scheme, experts.gate_up_proj.dtype)
-    check_dtype(op, "down_proj", experts.down_proj, row.weight_dtype, "Both projections share one scheme.")
-    if not row.quantized:
-        check_dtype(op, "hidden_states", hidden_states, row.weight_dtype, "Cast it to the weights' dtype.")
-    tokens, hidden = hidden_states.shape
-    count, rows_of_weight, width = _check_weights(op, experts, hidden, glu_layout, row.pack)
-    check_bias(op, "gate_up_bias", experts.gate_up_bias, "E N", (count, rows_of_weight))
-    check_bias(op, "down_bias", experts.down_bias, "E H", (count, hidden))
-    check_expert_map(op, experts.expert_map)
-    gate_up_extras = (experts.gate_up_scale, experts.gate_up_global_scale, experts.gate_up_zero_point)
-    check_weight_extras(op, "gate_up_", row, (count, rows_of_weight, hidden), *gate_up_extras)
-    down_extras = (experts.down_scale, experts.down_global_scale, experts.down_zero_point)
-    check_weight_extras(op, "down_", row, (count, hidden, width), *down_extras)
-    if capacity is not None:
-        if format != "batched":
-            raise fail(op, "capacity", f"None for format {format!r}", capacity, "Pass format='batched'.")
-        check_positive(op, "capacity", capacity)
-    elif format == "batched":
-        capacity = tokens
-    problem = Problem.of_layer(
-        hidden_states,
-        experts.gate_up_proj,
-        experts.down_proj,
-        top_k,
-        row.name,
-        has_bias=experts.gate_up_bias is not None or experts.down_bias is not None,
-        has_expert_map=experts.expert_map is not None,
-        activation=activation,
-        glu_layout=glu_layout,
-        weight_on_input=weight_on_input,
-        format=format,
-        capacity=capacity,
+def _hidden_states(op: str, flat: Flat, scheme: QuantScheme) -> Operand:
+    hidden, scale = flat.hidden_states, flat.hidden_states_scale
+    check_rank(op, "hidden_states", hidden, "T H")
+    if scale is not None:
+        if flat.weight_on_input:
+            cure = "Weigh the rows before they are quantised."
+            raise fail(op, "hidden_states_scale", "None with weight_on_input", "a tensor", cure)
+        return rows_operand(op, "hidden_states", hidden, scheme, scale, "T H_groups")
+    check_float(op, "hidden_states", hidden)
+    if not scheme.quantized:
+        check_dtype(op, "hidden_states", hidden, scheme.weight_dtype, "Cast it to the weights' dtype.")
+    return Operand(hidden, None)
+
+
+def _layer(op: str, flat: Flat, top_k: Dim, routed: dict[str, Tensor | None]) -> dict[str, Any]:
+    """Fields of a :class:`LayerCall`, everything about the experts checked; ``routed``: the tensors beside theirs."""
+    check_placement(
+        op,
+        {
+            "hidden_states": flat.hidden_states,
+            **routed,
+            "gate_up_proj": flat.gate_up_proj,
+            "down_proj": flat.down_proj,
+            **by_place("gate_up_scales", flat.gate_up_scales),
+            **by_place("down_scales", flat.down_scales),
+            "up_proj": flat.up_proj,
+            "gate_up_bias": flat.gate_up_bias,
+            "down_bias": flat.down_bias,
+            "expert_map": flat.expert_map,
+            "hidden_states_scale": flat.hidden_states_scale,
+        },
     )
-    resolved = {"scheme": row.name, "alpha": alpha, "limit": limit, "format": format, "capacity": capacity}
-    return Checked(problem, hidden_states.device, (((tokens, hidden), hidden_states.dtype),), resolved)
+    if "topk_ids" in routed:
+        _check_topk(op, flat.hidden_states, flat.topk_weights, flat.topk_ids)
+    check_name(op, "format", flat.format, FORMATS)
+    check_backend(op, flat.backend)
+    check_rank(op, "gate_up_proj", flat.gate_up_proj, "E N H")
+    scheme = resolve_scheme(op, flat.scheme, flat.gate_up_proj.dtype)
+    hidden_states = _hidden_states(op, flat, scheme)
+    device, (tokens, hidden) = flat.hidden_states.device, flat.hidden_states.shape
+    experts, width = _experts(op, flat, scheme, hidden)
+    check_expert_map(op, flat.expert_map)
+    capacity: Dim | None = flat.capacity
+    if capacity is not None:
+        if flat.format != "batched":
+            raise fail(op, "capacity", f"None for format {flat.format!r}", capacity, "Pass format='batched'.")
+        check_positive(op, "capacity", capacity)
+    elif flat.format == "batched":
+        capacity = tokens
+    dtype = flat.hidden_states.dtype if hidden_states.scheme is None else torch.bfloat16
+    weights = (flat.gate_up_proj, flat.down_proj) if flat.up_proj is None else (
+        flat.gate_up_proj, flat.up_proj, flat.down_proj)  # fmt: skip
+    problem = LayerProblem(
+        dtype=flat.hidden_states.dtype,
+        device_type=device.type,
+        arch=device_arch(device),
+        scheme=scheme.name,
+        T=tokens,
+        E=flat.gate_up_proj.shape[0],
+        K=top_k,
+        H=hidden,
+        I=width,
+        C=capacity,
+        format=flat.format,
+        activation=experts.glu.activation,
+        glu_layout=experts.glu.layout,
+        weight_layout=common_layout(*weights),
+        has_bias=flat.gate_up_bias is not None or flat.down_bias is not None,
+        has_expert_map=flat.expert_map is not None,
+        weight_on_input=flat.weight_on_input,
+    )
+    return {
+        "op": op,
+        "problem": problem,
+        "device": device,
+        "outputs": (((tokens, hidden), dtype),),
+        "backend": flat.backend,
+        "hidden_states": hidden_states,
+        "experts": experts,
+        "expert_map": flat.expert_map,
+        "weight_on_input": flat.weight_on_input,
+    }
 
 
 def _check_topk(op: str, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> None:
@@ -180,150 +214,47 @@ def _check_topk(op: str, hidden_states: Tensor, topk_weights: Tensor, topk_ids: 
     check_float(op, "topk_weights", topk_weights)
 
 
-def fused_experts(
-    hidden_states: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    expert_map: Tensor | None = None,
-    gate_up_scale: Tensor | None = None,
-    down_scale: Tensor | None = None,
-    gate_up_global_scale: Tensor | None = None,
-    down_global_scale: Tensor | None = None,
-    gate_up_zero_point: Tensor | None = None,
-    down_zero_point: Tensor | None = None,
-    *,
-    activation: str = "silu",
-    alpha: float | None = None,
-    limit: float | None = None,
-    glu_layout: str = "concat",
-    weight_on_input: bool = False,
-    scheme: str | None = None,
-    format: str = "grouped",
-    capacity: Dim | None = None,
-    backend: str | None = None,
-) -> Checked:
+def _routed(flat: Flat) -> dict[str, Any]:
+    return {"topk_weights": flat.topk_weights, "topk_ids": flat.topk_ids}
+
+
+def _top_k(op: str, topk_ids: Tensor) -> Dim:
+    check_rank(op, "topk_ids", topk_ids, "T K")
+    return topk_ids.shape[1]
+
+
+def fused_experts(flat: Flat) -> ExpertsCall:
     """``hidden_states [T, H]`` and ids ``[T, K]`` -> ``[T, H]``."""
     op = "fused_experts"
-    experts = Experts(
-        gate_up_proj,
-        down_proj,
-        gate_up_bias,
-        down_bias,
-        expert_map,
-        gate_up_scale,
-        down_scale,
-        gate_up_global_scale,
-        down_global_scale,
-        gate_up_zero_point,
-        down_zero_point,
-    )
-    routed = {"hidden_states": hidden_states, "topk_weights": topk_weights, "topk_ids": topk_ids}
-    check_placement(op, {**routed, **experts.tensors()})
-    _check_topk(op, hidden_states, topk_weights, topk_ids)
-    options = (activation, alpha, limit, glu_layout, weight_on_input, scheme, format, capacity, backend)
-    return _check_layer(op, hidden_states, experts, topk_ids.shape[1], *options)
+    routed = _routed(flat)
+    return ExpertsCall(**_layer(op, flat, _top_k(op, flat.topk_ids), routed), **routed)
 
 
-def fused_moe(
-    hidden_states: Tensor,
-    router_logits: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    correction_bias: Tensor | None = None,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    expert_map: Tensor | None = None,
-    gate_up_scale: Tensor | None = None,
-    down_scale: Tensor | None = None,
-    gate_up_global_scale: Tensor | None = None,
-    down_global_scale: Tensor | None = None,
-    gate_up_zero_point: Tensor | None = None,
-    down_zero_point: Tensor | None = None,
-    *,
-    top_k: int,
-    routing: str = "softmax",
-    renormalize: bool = True,
-    renorm_eps: float = 0.0,
-    num_groups: int = 1,
-    topk_groups: int = 1,
-    scale: float = 1.0,
-    activation: str = "silu",
-    alpha: float | None = None,
-    limit: float | None = None,
-    glu_layout: str = "concat",
-    weight_on_input: bool = False,
-    scheme: str | None = None,
-    format: str = "grouped",
-    capacity: Dim | None = None,
-    backend: str | None = None,
-) -> Checked:
+def fused_moe(flat: Flat) -> MoeCall:
     """``hidden_states [T, H]`` and ``router_logits [T, E]`` -> ``[T, H]``."""
     op = "fused_moe"
-    experts = Experts(
-        gate_up_proj,
-        down_proj,
-        gate_up_bias,
-        down_bias,
-        expert_map,
-        gate_up_scale,
-        down_scale,
-        gate_up_global_scale,
-        down_global_scale,
-        gate_up_zero_point,
-        down_zero_point,
-    )
-    routed = {"hidden_states": hidden_states, "router_logits": router_logits, "correction_bias": correction_bias}
-    check_placement(op, {**routed, **experts.tensors()})
-    check_routing(op, router_logits, correction_bias, top_k, routing, renorm_eps, num_groups, topk_groups)
-    options = (activation, alpha, limit, glu_layout, weight_on_input, scheme, format, capacity, backend)
-    checked = _check_layer(op, hidden_states, experts, top_k, *options)
-    routed_experts = gate_up_proj.shape[0] if expert_map is None else expert_map.shape[0]
-    letters = "T E" if expert_map is None else "T E_global"
-    check_shape(op, "router_logits", router_logits, letters, (hidden_states.shape[0], routed_experts))
-    return checked
+    tensors = {"router_logits": flat.router_logits, "correction_bias": flat.correction_bias}
+    fields = _layer(op, flat, flat.top_k, tensors)
+    route = route_call(op, flat, fields["device"])
+    experts = flat.gate_up_proj.shape[0] if flat.expert_map is None else flat.expert_map.shape[0]
+    letters = "T E" if flat.expert_map is None else "T E_global"
+    check_shape(op, "router_logits", flat.router_logits, letters, (flat.hidden_states.shape[0], experts))
+    return MoeCall(**fields, route=route)
 
 
-def fused_experts_backward(
-    grad_output: Tensor,
-    hidden_states: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    expert_map: Tensor | None = None,
-    *,
-    needs: Sequence[bool],
-    activation: str = "silu",
-    alpha: float | None = None,
-    limit: float | None = None,
-    glu_layout: str = "concat",
-    weight_on_input: bool = False,
-    format: str = "grouped",
-    capacity: Dim | None = None,
-) -> Checked:
-    """Gradients of hidden_states, gate_up_proj, down_proj, topk_weights, gate_up_bias, down_bias; numel 0 when not
-    needed.
+def fused_experts_backward(flat: Flat) -> BackwardCall:
+    """Gradients of hidden_states, gate_up_proj, down_proj, topk_weights, up_proj, gate_up_bias, down_bias; numel 0 when
+    not needed.
     """
     op = "fused_experts_backward"
-    experts = Experts(gate_up_proj, down_proj, gate_up_bias, down_bias, expert_map)
-    routed = {"hidden_states": hidden_states, "topk_weights": topk_weights, "topk_ids": topk_ids}
-    check_placement(op, {**routed, "grad_output": grad_output, **experts.tensors()})
-    _check_topk(op, hidden_states, topk_weights, topk_ids)
-    options = (activation, alpha, limit, glu_layout, weight_on_input, None, format, capacity, None)
-    checked = _check_layer(op, hidden_states, experts, topk_ids.shape[1], *options)
-    check_shape(op, "grad_output", grad_output, "T H", tuple(hidden_states.shape))
-    check_dtype(op, "grad_output", grad_output, hidden_states.dtype)
-    primals = (hidden_states, gate_up_proj, down_proj, topk_weights, gate_up_bias, down_bias)
-    if len(needs) != len(primals):
-        raise fail(op, "needs", f"{len(primals)} booleans", len(needs))
-    checked.outputs = tuple(
-        (tuple(primal.shape), primal.dtype) if primal is not None and need else ((0,), torch.float32)
-        for primal, need in zip(primals, needs, strict=True)
+    fields = _layer(op, flat, _top_k(op, flat.topk_ids), {"grad_output": flat.grad_output, **_routed(flat)})
+    check_shape(op, "grad_output", flat.grad_output, "T H", tuple(flat.hidden_states.shape))
+    check_dtype(op, "grad_output", flat.grad_output, flat.hidden_states.dtype)
+    if len(flat.needs) != len(GRADIENTS):
+        raise fail(op, "needs", f"{len(GRADIENTS)} booleans", len(flat.needs))
+    needs = {name: need and getattr(flat, name) is not None for name, need in zip(GRADIENTS, flat.needs, strict=True)}
+    fields["outputs"] = tuple(
+        (tuple(getattr(flat, name).shape), getattr(flat, name).dtype) if need else ((0,), torch.float32)
+        for name, need in needs.items()
     )
-    return checked
+    return BackwardCall(**fields, **_routed(flat), grad_output=flat.grad_output, needs=needs)

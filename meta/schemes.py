@@ -1,9 +1,13 @@
-"""Number formats of weights and activations: one frozen row each. Only the row's NAME crosses an operator schema."""
+"""Number formats of weights and activations: one frozen row each. Only the row's NAME crosses an operator schema.
+
+A quantised weight is its data and the scheme's list of scales, in the order of the row; an activation has a format of
+its own, data and one scale.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +18,66 @@ from meta.dims import Dim
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+#: A group of elements that is the whole axis.
+WHOLE = 0
 
-QuantizePair = Callable[[Tensor], tuple[Tensor, Tensor]]
-Dequantize = Callable[[Tensor, Tensor], Tensor]
+Scales = Sequence[Tensor]
+Quantize = Callable[[Tensor], tuple[Tensor, tuple[Tensor, ...]]]
+Dequantize = Callable[[Tensor, Scales], Tensor]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """One tensor of a scheme's list, ``[E, ceil(N / group_n), ceil(K / group_k)]``.
+
+    Attributes:
+        name: what messages call it.
+        group_n, group_k: weight elements along N and K that share an entry; :data:`WHOLE` for the axis.
+        dtypes: those that a checkpoint may store it in; computed with in fp32.
+        optional: may be left out; such entries come last, and the list's length says which are there.
+    """
+
+    name: str
+    group_n: int
+    group_k: int
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    optional: bool = False
+
+    def __str__(self) -> str:
+        sizes = ("1" if group == WHOLE else f"ceil({letter} / {group})" for letter, group in
+                 (("N", self.group_n), ("K", self.group_k)))  # fmt: skip
+        return f"{self.name} [E, {', '.join(sizes)}]{' or nothing' if self.optional else ''}"
+
+    def shape(self, E: Dim, N: Dim, K: Dim) -> tuple[Dim, Dim, Dim]:
+        """Of an ``[E, N, K]`` weight whose groups run on over all N rows."""
+        return (E, groups(N, self.group_n), groups(K, self.group_k))
+
+    def halves_shape(self, E: Dim, N: Dim, K: Dim) -> tuple[Dim, Dim, Dim, Dim]:
+        """Of an ``[E, 2 I, K]`` stack of gate and up whose groups start again with the up half."""
+        return (E, 2, groups(N // 2, self.group_n), groups(K, self.group_k))
+
+
+@dataclass(frozen=True)
+class ActivationFormat:
+    """How quantised activations ``[..., K]`` are stored.
+
+    Attributes:
+        name: of the format.
+        dtype: of the stored elements.
+        group: elements along K that share an fp32 scale; :data:`WHOLE` for a row.
+        quantize: ``x [..., K] float -> (stored [..., K], (scale fp32 [..., ceil(K / group)],))``.
+        dequantize: ``(stored, scales) -> fp32 [..., K]``.
+    """
+
+    name: str
+    dtype: torch.dtype
+    group: int
+    quantize: Quantize
+    dequantize: Dequantize
+
+    def scale_width(self, K: Dim) -> Dim:
+        """Scales of a row of K elements."""
+        return groups(K, self.group)
 
 
 @dataclass(frozen=True)
@@ -26,53 +87,32 @@ class QuantScheme:
     Attributes:
         name: the name that crosses operator schemas.
         weight_dtype: stored dtype of an ``[E, N, K]`` weight.
-        activation: "none" (activations stay in the hidden dtype) or the activation format, e.g. "fp8_1x128".
-        rows_dtype: stored dtype of activations; None when ``activation`` is "none".
-        group_n, group_k: weight elements that share a scale along N and K; 0 when there are no scales.
-        pack: logical K elements in one stored element.
-        extras: further tensors that weights need, out of {"global_scale", "zero_point"}.
         error_bound: largest relative rounding error of one stored element against its scale group's value.
-        quantize_weight: ``w [E, N, K] float -> (stored, scale)``.
-        dequantize_weight: ``(stored, scale) -> fp32 [E, N, K]``.
-        quantize_rows: ``x [..., K] float -> (stored [..., K], scale fp32 [..., ceil(K / 128)])``.
-        dequantize_rows: ``(stored, scale) -> fp32 [..., K]``.
+        scales: the tensors that decode a weight, in the order of the operators' lists.
+        rows: format of the activations; None when they stay in the hidden dtype.
+        pack: logical K elements in one stored element.
+        quantize: ``w [E, N, K] float -> (stored, scales)``.
+        dequantize: ``(stored, scales) -> fp32 [E, N, K]``.
     """
 
     name: str
     weight_dtype: torch.dtype
     error_bound: float
-    activation: str = "none"
-    rows_dtype: torch.dtype | None = None
-    group_n: int = 0
-    group_k: int = 0
+    scales: tuple[Scale, ...] = ()
+    rows: ActivationFormat | None = None
     pack: int = 1
-    extras: frozenset[str] = frozenset()
-    quantize_weight: QuantizePair | None = None
-    dequantize_weight: Dequantize | None = None
-    quantize_rows: QuantizePair | None = None
-    dequantize_rows: Dequantize | None = None
+    quantize: Quantize | None = None
+    dequantize: Dequantize | None = None
 
     @property
     def quantized(self) -> bool:
         """Whether weights carry scales."""
-        return self.group_k > 0
+        return bool(self.scales)
 
-    @property
-    def quantizes_rows(self) -> bool:
-        """Whether activations are quantised too."""
-        return self.rows_dtype is not None
 
-    def weight_scale_shape(self, E: Dim, N: Dim, K: Dim) -> tuple[Dim, Dim, Dim] | None:
-        """Shape of the fp32 scale of an ``[E, N, K]`` weight, or None."""
-        return (E, ceil_div(N, self.group_n), ceil_div(K, self.group_k)) if self.quantized else None
-
-    def rows_scale_width(self, K: Dim) -> Dim:
-        """Columns of the fp32 scale of activations ``[..., K]``."""
-        return ceil_div(K, self.group_k)
-
-    def rows_scale_shape(self, R: Dim, K: Dim) -> tuple[Dim, Dim] | None:
-        """Shape of the fp32 scale of activations ``[R, K]``, or None."""
-        return (R, self.rows_scale_width(K)) if self.quantizes_rows else None
+def groups(size: Dim, group: int) -> Dim:
+    """Groups that cover ``size`` elements, symbolic sizes included."""
+    return 1 if group == WHOLE else ceil_div(size, group)
 
 
 def ceil_div(a: Dim, b: int) -> Dim:
@@ -80,12 +120,25 @@ def ceil_div(a: Dim, b: int) -> Dim:
     return (a + b - 1) // b
 
 
-def _expand_blocks(scale: Tensor, shape: torch.Size, group_n: int, group_k: int) -> Tensor:
-    wide = scale.repeat_interleave(group_n, dim=-2).repeat_interleave(group_k, dim=-1)
-    return wide[..., : shape[-2], : shape[-1]]
+def per_element(scale: Tensor, spec: Scale, N: int, K: int) -> Tensor:
+    """The fp32 value of every element ``[E, N, K]`` (or broadcast over a :data:`WHOLE` axis) of a weight's scale.
+
+    Args:
+        scale: of :meth:`Scale.shape`, or of :meth:`Scale.halves_shape`.
+    """
+    wide = scale.float()
+    if scale.dim() == 4:
+        wide = _spread(wide, 2, spec.group_n, N // 2).flatten(1, 2)
+    else:
+        wide = _spread(wide, 1, spec.group_n, N)
+    return _spread(wide, -1, spec.group_k, K)
 
 
-def _quantize_weight_block128(weight: Tensor) -> tuple[Tensor, Tensor]:
+def _spread(scale: Tensor, dim: int, group: int, size: int) -> Tensor:
+    return scale if group == WHOLE else scale.repeat_interleave(group, dim=dim).narrow(dim, 0, size)
+
+
+def _quantize_weight_block128(weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     """e4m3 with one fp32 scale ``max|w| / 448`` per 128 x 128 block (DeepSeek-V3, section 3.3)."""
     E, N, K = weight.shape
     blocks_n, blocks_k = math.ceil(N / 128), math.ceil(K / 128)
@@ -93,8 +146,8 @@ def _quantize_weight_block128(weight: Tensor) -> tuple[Tensor, Tensor]:
     padded[:, :N, :K] = weight
     amax = padded.abs().view(E, blocks_n, 128, blocks_k, 128).amax(dim=(2, 4))
     scale = _scale_of(amax)
-    stored = (weight.float() / _expand_blocks(scale, weight.shape, 128, 128)).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
-    return stored, scale
+    quotient = weight.float() / per_element(scale, _BLOCK128, N, K)
+    return quotient.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3), (scale,)
 
 
 def _scale_of(amax: Tensor) -> Tensor:
@@ -106,23 +159,25 @@ def _scale_of(amax: Tensor) -> Tensor:
     return amax.clamp(min=1e-12) / amax.new_full((), E4M3_MAX)
 
 
-def _dequantize_weight_block128(stored: Tensor, scale: Tensor) -> Tensor:
-    return stored.float() * _expand_blocks(scale, stored.shape, 128, 128)
+def _dequantize_weight_block128(stored: Tensor, scales: Scales) -> Tensor:
+    return stored.float() * per_element(scales[0], _BLOCK128, stored.shape[1], stored.shape[2])
 
 
-def _quantize_rows_1x128(rows: Tensor) -> tuple[Tensor, Tensor]:
+def _quantize_rows_1x128(rows: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     """e4m3 with one fp32 scale ``max(max|x|, 1e-12) / 448`` per row and 128 columns."""
     K = rows.shape[-1]
     blocks = math.ceil(K / 128)
     padded = torch.nn.functional.pad(rows.float(), (0, blocks * 128 - K)).reshape(*rows.shape[:-1], blocks, 128)
     scale = _scale_of(padded.abs().amax(dim=-1))
     stored = (padded / scale.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX).flatten(-2)[..., :K].to(E4M3)
-    return stored.contiguous(), scale.clone(memory_format=torch.contiguous_format)
+    return stored.contiguous(), (scale.clone(memory_format=torch.contiguous_format),)
 
 
-def _dequantize_rows_1x128(stored: Tensor, scale: Tensor) -> Tensor:
-    return stored.float() * scale.repeat_interleave(128, dim=-1)[..., : stored.shape[-1]]
+def _dequantize_rows_1x128(stored: Tensor, scales: Scales) -> Tensor:
+    return stored.float() * scales[0].repeat_interleave(128, dim=-1)[..., : stored.shape[-1]]
 
+
+_BLOCK128 = Scale("scale", 128, 128, (torch.float32, torch.bfloat16, torch.float8_e8m0fnu))
 
 SCHEMES: dict[str, QuantScheme] = {
     row.name: row
@@ -135,14 +190,10 @@ SCHEMES: dict[str, QuantScheme] = {
             "fp8_block128",
             E4M3,
             2.0**-4,
-            activation="fp8_1x128",
-            rows_dtype=E4M3,
-            group_n=128,
-            group_k=128,
-            quantize_weight=_quantize_weight_block128,
-            dequantize_weight=_dequantize_weight_block128,
-            quantize_rows=_quantize_rows_1x128,
-            dequantize_rows=_dequantize_rows_1x128,
+            scales=(_BLOCK128,),
+            rows=ActivationFormat("fp8_1x128", E4M3, 128, _quantize_rows_1x128, _dequantize_rows_1x128),
+            quantize=_quantize_weight_block128,
+            dequantize=_dequantize_weight_block128,
         ),
     )
 }

@@ -7,6 +7,8 @@ the rule, what it got and the cure; the rules are in :mod:`meta.shapes`. All are
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from meta.checks import accepts, check_float, check_name, check_rank, check_type
@@ -80,17 +82,15 @@ def fused_experts(
     alpha: float | None = None,
     limit: float | None = None,
     glu_layout: str | None = "concat",
+    up_proj: Tensor | None = None,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     expert_map: Tensor | None = None,
     weight_on_input: bool = False,
     scheme: str | None = None,
-    gate_up_scale: Tensor | None = None,
-    down_scale: Tensor | None = None,
-    gate_up_global_scale: Tensor | None = None,
-    down_global_scale: Tensor | None = None,
-    gate_up_zero_point: Tensor | None = None,
-    down_zero_point: Tensor | None = None,
+    gate_up_scales: Sequence[Tensor] = (),
+    down_scales: Sequence[Tensor] = (),
+    hidden_states_scale: Tensor | None = None,
     format: str = "grouped",
     capacity: int | None = None,
     backend: str | None = None,
@@ -103,24 +103,28 @@ def fused_experts(
 
     Args:
         hidden_states: ``[T, H]`` bf16, fp16 or fp32 (fp64 on CPU), the dtype of unquantised weights.
-        gate_up_proj: ``[E, 2I, H]``, any strides; pass the up projection ``[E, I, H]`` when ``glu_layout`` is "none".
+        gate_up_proj: ``[E, 2I, H]``, any strides; ``[E, I, H]`` of the gate beside ``up_proj``, and of the only half
+            when ``glu_layout`` is "none".
         down_proj: ``[E, H, I]``, any strides.
         topk_weights: ``[T, K]`` any float dtype.
         topk_ids: ``[T, K]`` int32 or int64; an id of -1 (or out of range) contributes exactly zero.
         activation: a name of :data:`meta.activations.ACTIVATIONS`; ``alpha`` and ``limit`` are options of some of them.
-        glu_layout: "concat" ([gate; up] along N), "interleaved" (even rows gate, odd rows up), "none" or None (no
-            gate).
+        glu_layout: "concat" ([gate; up] along N), "interleaved" (even rows gate, odd rows up), "separate" (what
+            "concat" becomes beside ``up_proj``), "none" or None (no gate).
+        up_proj: ``[E, I, H]``, the up half where it is a tensor of its own, or None.
         gate_up_bias, down_bias: ``[E, 2I]`` and ``[E, H]`` float, or None.
         expert_map: ``[E_global]`` int32 or int64, global id to local id or -1; ids then index this map.
         scheme: a name of :data:`meta.schemes.SCHEMES`; None means unquantised, by the weights' dtype.
-        gate_up_scale, down_scale, ...: what the scheme says; "fp8_block128" takes fp32 ``[E, ceil(N/128),
-            ceil(K/128)]``.
+        gate_up_scales, down_scales: what the scheme's row lists, in its order. "fp8_block128": one tensor ``[E,
+            ceil(N/128), ceil(K/128)]`` fp32, bf16 or e8m0; blocks that start again with the up half are ``[E, 2,
+            ceil(I/128), ceil(K/128)]``. Beside ``up_proj``: the gate's list, then the up half's.
+        hidden_states_scale: fp32 ``[T, ceil(H/128)]`` of hidden_states that the scheme's format holds already.
         format: "grouped" (sorted rows) or "batched" (``[E, C, H]``).
         capacity: C, batched format only; pairs past the first C of an expert are dropped. None means T: no drops.
         backend: a name of :data:`meta.dims.BACKEND_NAMES`, to insist on it; None chooses.
 
     Returns:
-        ``[T, H]`` in the dtype of hidden_states.
+        ``[T, H]`` in the dtype of hidden_states (bf16 for quantised ones).
 
     Raises:
         ValueError: see the module's docstring.
@@ -141,15 +145,13 @@ def fused_experts(
         down_proj,
         topk_weights,
         topk_ids,
+        gate_up_scales,
+        down_scales,
+        up_proj,
         gate_up_bias,
         down_bias,
         expert_map,
-        gate_up_scale,
-        down_scale,
-        gate_up_global_scale,
-        down_global_scale,
-        gate_up_zero_point,
-        down_zero_point,
+        hidden_states_scale,
         activation=activation,
         alpha=alpha,
         limit=limit,
@@ -180,17 +182,15 @@ def fused_moe(
     alpha: float | None = None,
     limit: float | None = None,
     glu_layout: str | None = "concat",
+    up_proj: Tensor | None = None,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     expert_map: Tensor | None = None,
     weight_on_input: bool = False,
     scheme: str | None = None,
-    gate_up_scale: Tensor | None = None,
-    down_scale: Tensor | None = None,
-    gate_up_global_scale: Tensor | None = None,
-    down_global_scale: Tensor | None = None,
-    gate_up_zero_point: Tensor | None = None,
-    down_zero_point: Tensor | None = None,
+    gate_up_scales: Sequence[Tensor] = (),
+    down_scales: Sequence[Tensor] = (),
+    hidden_states_scale: Tensor | None = None,
     format: str = "grouped",
     capacity: int | None = None,
     backend: str | None = None,
@@ -223,16 +223,14 @@ def fused_moe(
         router_logits,
         gate_up_proj,
         down_proj,
+        gate_up_scales,
+        down_scales,
         correction_bias,
+        up_proj,
         gate_up_bias,
         down_bias,
         expert_map,
-        gate_up_scale,
-        down_scale,
-        gate_up_global_scale,
-        down_global_scale,
-        gate_up_zero_point,
-        down_zero_point,
+        hidden_states_scale,
         top_k=top_k,
         routing=routing,
         renormalize=renormalize,
@@ -252,7 +250,7 @@ def fused_moe(
     )
 
 
-def quantize_weight(weight: Tensor, *, scheme: str) -> tuple[Tensor, Tensor]:
+def quantize_weight(weight: Tensor, *, scheme: str) -> tuple[Tensor, ...]:
     """Quantise expert weights, offline.
 
     Args:
@@ -260,7 +258,7 @@ def quantize_weight(weight: Tensor, *, scheme: str) -> tuple[Tensor, Tensor]:
         scheme: a quantised name of :data:`meta.schemes.SCHEMES`.
 
     Returns:
-        The stored weight and its scale, as :func:`fused_experts` takes them.
+        The stored weight and its scales: ``stored, *scales``, in the order that :func:`fused_experts` takes them.
 
     Raises:
         ValueError: a weight of another rank or dtype, an unknown scheme, or one that does not quantise weights.
@@ -276,6 +274,7 @@ def quantize_weight(weight: Tensor, *, scheme: str) -> tuple[Tensor, Tensor]:
     check_type("quantize_weight", "scheme", scheme, accepts("str"))
     check_rank("quantize_weight", "weight", weight, "E N K")
     check_float("quantize_weight", "weight", weight)
-    bodies = {name: row.quantize_weight for name, row in SCHEMES.items() if row.quantize_weight is not None}
+    bodies = {name: row.quantize for name, row in SCHEMES.items() if row.quantize is not None}
     check_name("quantize_weight", "scheme", scheme, bodies)
-    return bodies[scheme](weight)
+    stored, scales = bodies[scheme](weight)
+    return (stored, *scales)

@@ -7,20 +7,27 @@ requires grad: without a registration autograd would record through their bodies
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meta.calls import RouterOptions
+from meta.dims import GRADIENTS
 from meta.routing import ROUTINGS
-from moe_ops.backends.compose import ROUTING_OPTIONS
 
 Context = Any
 
 #: Keyword arguments that the backward needs.
 _LAYER_OPTIONS = ("activation", "alpha", "limit", "glu_layout", "weight_on_input", "format", "capacity")
+#: Tensor arguments of ``fused_experts_backward`` behind the gradient.
+_BACKWARD_TENSORS = (
+    "hidden_states", "gate_up_proj", "down_proj", "topk_weights", "topk_ids", "up_proj", "gate_up_bias", "down_bias",
+    "expert_map",
+)  # fmt: skip
+_SAVED = (*_BACKWARD_TENSORS, "router_logits", "correction_bias")
 
 
 def topk_backward(grad_TK: Tensor, logits_TE: Tensor, ids_TK: Tensor, options: dict[str, Any]) -> Tensor:
@@ -83,62 +90,51 @@ def _backward_topk(ctx: Context, grad_weights: Tensor, grad_ids: Tensor | None) 
     return topk_backward(grad_weights, logits, ids, ctx.options), None
 
 
-def _refuse_quantized(op: str, gate_up_scale: Tensor | None, down_scale: Tensor | None) -> None:
-    if gate_up_scale is not None or down_scale is not None:
-        raise ValueError(
-            f"{op}: inputs must not require grad for quantised weights, got one that does. "
-            "Call it under torch.no_grad(), or train with unquantised weights."
-        )
-
-
-def _setup_experts(ctx: Context, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    _refuse_quantized("fused_experts", inputs[8], inputs[9])
-    ctx.save_for_backward(*inputs[:8])
-    ctx.options = {name: keyword_only_inputs[name] for name in _LAYER_OPTIONS}
-
-
-def _backward_experts(ctx: Context, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    needed = _needed(ctx)
-    grads = _experts_grads(ctx, grad_output, ctx.saved_tensors, [needed[i] for i in (0, 1, 2, 3, 5, 6)])
-    hidden, gate_up, down, weights, gate_up_bias, down_bias = grads
-    return (hidden, gate_up, down, weights, None, gate_up_bias, down_bias, *[None] * 7)
-
-
-def _needed(ctx: Context) -> list[bool]:
-    """Which positional inputs require grad; torch leaves out trailing inputs that equal their default."""
-    return [*ctx.needs_input_grad, *[False] * (14 - len(ctx.needs_input_grad))]
-
-
-def _experts_grads(
-    ctx: Context, grad_output: Tensor, tensors: Sequence[Tensor | None], needs: list[bool]
-) -> list[Tensor | None]:
-    """The backward operator, with None for what is not needed."""
-    op = torch.ops.moe_ops.fused_experts_backward.default
-    grads = op(grad_output, *tensors, needs=needs, **ctx.options)
-    return [grad if need else None for grad, need in zip(grads, needs, strict=True)]
-
-
-def _setup_moe(ctx: Context, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    _refuse_quantized("fused_moe", inputs[8], inputs[9])
-    ctx.save_for_backward(*inputs[:8])
-    ctx.options = {name: keyword_only_inputs[name] for name in _LAYER_OPTIONS}
-    ctx.topk_options = {name: keyword_only_inputs[name] for name in ROUTING_OPTIONS}
-
-
-def _backward_moe(ctx: Context, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    hidden_states, logits, gate_up, down, correction_bias, gate_up_bias, down_bias, expert_map = ctx.saved_tensors
-    with torch.no_grad():
-        weights, ids = torch.ops.moe_ops.fused_topk.default(logits, correction_bias, **ctx.topk_options)
-    needed = _needed(ctx)
-    needs = [needed[0], needed[2], needed[3], needed[1], needed[5], needed[6]]
-    tensors = (hidden_states, gate_up, down, weights, ids, gate_up_bias, down_bias, expert_map)
-    grads = _experts_grads(ctx, grad_output, tensors, needs)
-    grad_weights = grads[3]
-    grad_logits = None if grad_weights is None else topk_backward(grad_weights, logits, ids, ctx.topk_options)
-    return (grads[0], grad_logits, grads[1], grads[2], None, grads[4], grads[5], *[None] * 7)
-
-
 Formula = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+class _Formula:
+    """The formula of one layer operator; its inputs are read by the names of its schema."""
+
+    def __init__(self, op: str, names: tuple[str, ...]) -> None:
+        self._op, self._names = op, names
+
+    def setup_context(
+        self, ctx: Context, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
+    ) -> None:
+        given = dict(zip(self._names, inputs, strict=False))
+        if given.get("gate_up_scales") or given.get("down_scales") or given.get("hidden_states_scale") is not None:
+            raise ValueError(
+                f"{self._op}: inputs must not require grad for quantised weights, got one that does. "
+                "Call it under torch.no_grad(), or train with unquantised weights."
+            )
+        ctx.saved = tuple(name for name in _SAVED if name in self._names)
+        ctx.save_for_backward(*(given.get(name) for name in ctx.saved))
+        ctx.options = {name: keyword_only_inputs[name] for name in _LAYER_OPTIONS}
+        if self._op == "fused_moe":
+            ctx.topk_options = {name: keyword_only_inputs[name] for name in RouterOptions._fields}
+
+    def backward(self, ctx: Context, grad_output: Tensor) -> tuple[Any, ...]:
+        saved = dict(zip(ctx.saved, ctx.saved_tensors, strict=True))
+        # torch leaves out trailing inputs that equal their default; of a list there is a list.
+        given = dict(zip(self._names, ctx.needs_input_grad, strict=False))
+        needed = dict(given)
+        if self._op == "fused_moe":
+            logits, bias = saved.pop("router_logits"), saved.pop("correction_bias")
+            with torch.no_grad():
+                weights, ids = torch.ops.moe_ops.fused_topk.default(logits, bias, **ctx.topk_options)
+            saved |= {"topk_weights": weights, "topk_ids": ids}
+            needed["topk_weights"] = given["router_logits"]
+        needs = [needed.get(name, False) for name in GRADIENTS]
+        op = torch.ops.moe_ops.fused_experts_backward.default
+        found = op(grad_output, *(saved[name] for name in _BACKWARD_TENSORS), needs=needs, **ctx.options)
+        grads: dict[str, Tensor | None] = {
+            name: grad for name, grad, need in zip(GRADIENTS, found, needs, strict=True) if need
+        }
+        grad_weights = grads.get("topk_weights")
+        if self._op == "fused_moe" and grad_weights is not None:
+            grads["router_logits"] = topk_backward(grad_weights, logits, ids, ctx.topk_options)
+        return tuple([None] * len(need) if isinstance(need, list) else grads.get(name) for name, need in given.items())
 
 
 def no_formula(op: str, cure: str) -> Formula:
@@ -153,9 +149,11 @@ def no_formula(op: str, cure: str) -> Formula:
     return backward, setup_context
 
 
-#: ``(backward, setup_context)`` of the differentiable operators.
-FORMULAS: dict[str, Formula] = {
-    "fused_topk": (_backward_topk, _setup_topk),
-    "fused_experts": (_backward_experts, _setup_experts),
-    "fused_moe": (_backward_moe, _setup_moe),
-}
+def formula(op: str, names: tuple[str, ...]) -> Formula | None:
+    """``(backward, setup_context)`` of a differentiable operator, whose positional arguments have these names."""
+    if op == "fused_topk":
+        return _backward_topk, _setup_topk
+    if op in ("fused_experts", "fused_moe"):
+        rows = _Formula(op, names)
+        return rows.backward, rows.setup_context
+    return None

@@ -27,6 +27,7 @@ import torch
 
 from meta.arch import TYPICAL
 from meta.layers import MODEL_LAYERS
+from meta.operands import Operand
 from meta.schemes import SCHEMES, QuantScheme
 from moe_ops import plans
 from moe_ops.kernels.triton.config import MMConfig, SmallConfig
@@ -54,7 +55,7 @@ def _blocks_m(rows: float) -> list[int]:
 def gemm_tiles(scheme: str, rows: float, *, gated: bool, first: bool) -> list[MMConfig]:
     """GEMM tiles to time. Weights always come by descriptor; rows by descriptor or gathered, see `candidates`."""
     element = torch.empty((), dtype=SCHEMES[scheme].weight_dtype).element_size()
-    quantizes = SCHEMES[scheme].quantizes_rows
+    quantizes = SCHEMES[scheme].rows is not None
     found = []
     stage_counts = (2, 3, 4) if quantizes else (3, 4)
     # fp32 registers a thread per accumulator element: a scaled product needs a second set, half of one when gate and
@@ -84,7 +85,7 @@ def small_tiles(K: int, scheme: str, *, first: bool) -> list[SmallConfig]:
     """Tiles of the small path to time: each thread has 4 to 16 loads of 16 bytes in flight."""
     per_load = 16 // torch.empty((), dtype=SCHEMES[scheme].weight_dtype).element_size()
     # Quantising schemes: every program quantises its rows again, which more weight rows a program pay for.
-    wide = (16, 32, 64) if SCHEMES[scheme].quantizes_rows else ()
+    wide = (16, 32, 64) if SCHEMES[scheme].rows is not None else ()
     rows, columns, tensors = (
         ((2, 4, 8, 16, *wide[1:]), (512, 1024, 2048), 2) if first else ((1, 2, 4, 8, *wide), (128, 256, 512, 1024), K)
     )
@@ -137,22 +138,20 @@ class TrialLayer:
         self.weights = []
         for n, k in ((rows, key.H), (key.H, key.I)):
             weight = torch.empty(key.E, n, k, device=device, dtype=torch.bfloat16)
-            scale = None
             if device != "meta":
                 weight.normal_(0, 0.02)
-            if scheme.quantized:
-                weight, scale = self._quantized(scheme, weight)
-            self.weights.append((weight, scale))
+            self.weights.append(self._quantized(scheme, weight) if scheme.quantized else Operand(weight, scheme))
 
-    def _quantized(self, scheme: QuantScheme, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _quantized(self, scheme: QuantScheme, weight: torch.Tensor) -> Operand:
         E, n, k = weight.shape
-        shape, quantize = scheme.weight_scale_shape(E, n, k), scheme.quantize_weight
-        if shape is None or quantize is None:
+        if scheme.quantize is None:
             raise ValueError(f"autotune: scheme must quantise weights, got {scheme.name!r}.")
         if self.device == "meta":
-            return weight.to(scheme.weight_dtype), torch.empty(shape, device="meta")
-        parts = [quantize(weight[e : e + 1].float()) for e in range(E)]
-        return torch.cat([q for q, _ in parts]), torch.cat([s for _, s in parts])
+            shapes = [spec.shape(E, n, k) for spec in scheme.scales]
+            return Operand(weight.to(scheme.weight_dtype), scheme, tuple(torch.empty(s, device="meta") for s in shapes))
+        parts = [scheme.quantize(weight[e : e + 1].float()) for e in range(E)]
+        scales = zip(*(scales for _, scales in parts), strict=True)
+        return Operand(torch.cat([q for q, _ in parts]), scheme, tuple(torch.cat(scale) for scale in scales))
 
     def inputs(self, tokens: int, sets: int) -> list[Inputs]:
         """`sets` of (hidden_states, topk_weights, topk_ids) with uniform routing."""
@@ -170,20 +169,15 @@ class TrialLayer:
 
     def run(self, plan: Plan, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The layer's output by `plan`."""
-        from moe_ops.backends import torch_grouped
         from moe_ops.kernels.triton.launch import ExpertMM
         from moe_ops.kernels.triton.layer import Layer
 
-        (w1, s1), (w2, s2) = self.weights
+        first, second = self.weights
         glu_layout = "concat" if self.key.gated else "none"
-        if plan.path == torch_grouped.NAME:
-            options: dict[str, Any] = {"activation": "silu", "alpha": 0.0, "limit": 0.0, "glu_layout": glu_layout}
-            return torch_grouped.fused_experts(
-                x, w1, w2, weights, ids, weight_on_input=False, scheme=self.key.scheme, format="grouped", **options
-            )
-        up = ExpertMM(w1, x.dtype, glu_layout=glu_layout, activation="silu", weight_scale=s1)
-        down = ExpertMM(w2, x.dtype, weight_scale=s2)
-        return Layer(up, down, self.key.scheme, capacity=self.capacity(x.shape[0])).run(plan, x, weights, ids)
+        up = ExpertMM(first, x.dtype, glu_layout=glu_layout, activation="silu")
+        down = ExpertMM(second, x.dtype)
+        layer = Layer(up, down, self.key.scheme, capacity=self.capacity(x.shape[0]))
+        return layer.run(plan, Operand(x, None), weights, ids)
 
     def capacity(self, tokens: int) -> int:
         """Rows per expert of the batched format: four times an even load, as engines provision it."""
@@ -262,10 +256,9 @@ def _best(layer: TrialLayer, sets: Sequence[Inputs], found: Iterable[Plan]) -> P
 
 
 def tune(layer: TrialLayer, tokens: int) -> Plan:
-    """The fastest plan: GEMM 1 first, then GEMM 2, for each path of ours; then the best path, torch's included."""
+    """The fastest plan: GEMM 1 first, then GEMM 2, for each path; then the best path."""
     sets = layer.inputs(tokens, INPUT_SETS if tokens <= 256 else 1)
-    theirs = [Plan("torch_grouped", None, None)] if (layer.key.scheme, layer.key.format) == ("bf16", "grouped") else []
-    winners = [plan for plan in [_best(layer, sets, theirs)] if plan is not None]
+    winners = []
     for first, second in (candidates(layer.key, tokens), small_candidates(layer.key, tokens)):
         best = _best(layer, sets, first)
         if best is not None:

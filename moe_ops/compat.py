@@ -9,30 +9,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-import torch
-from torch import Tensor
-
-
-def has_grouped_mm() -> bool:
-    """Whether torch has a grouped GEMM under either of its names."""
-    return hasattr(torch.nn.functional, "grouped_mm") or hasattr(torch, "_grouped_mm")
-
-
-def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """torch's grouped GEMM.
-
-    Args:
-        rows: ``[R, K]``; or ``[N, R]`` for the product that sums over the rows of each group.
-        weight: ``[E, K, N]``; or ``[R, K]`` for the second form.
-        offsets: ``[E]`` int32 cumulative ends.
-
-    Returns:
-        ``[R, N]``, rows past ``offsets[-1]`` uninitialised; or ``[E, N, K]``.
-    """
-    if hasattr(torch.nn.functional, "grouped_mm"):
-        return torch.nn.functional.grouped_mm(rows, weight, offs=offsets)
-    return torch._grouped_mm(rows, weight, offs=offsets)
-
 
 class _AfterImport(MetaPathFinder):
     """Lets the other finders find one module, and has a callback run once after its import."""

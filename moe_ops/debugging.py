@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from meta.calls import Call, CombineCall, DispatchCall, ExpertsCall, GemmCall, GluCall, MoeCall, QuantizeCall, RouteCall
 from meta.routing import route
 from moe_ops.pairs import count_pairs, local_ids
-
-_ROUTING_OPTIONS = ("top_k", "routing", "renormalize", "renorm_eps", "num_groups", "topk_groups", "scale")
 
 _depth = 0
 
@@ -46,12 +44,14 @@ def debug() -> Iterator[None]:
         _depth -= 1
 
 
-def check(op: str, arguments: Mapping[str, Any]) -> None:
-    """Run every check that applies to a call; ``arguments`` are the operator's, by name, defaults included."""
+def check(call: Call) -> None:
+    """Run every check that applies to a call."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise ValueError(f"{op}: moe_ops.debug() must be off during CUDA graph capture, got on. Capture outside of it.")
-    for checker in _CHECKS.get(op, ()):
-        checker(op, arguments)
+        raise ValueError(
+            f"{call.op}: moe_ops.debug() must be off during CUDA graph capture, got on. Capture outside of it."
+        )
+    for checker in _CHECKS.get(type(call), ()):
+        checker(call)
 
 
 def _report(op: str, argument: str, rule: str, bad: Tensor, values: Tensor, cure: str) -> None:
@@ -66,91 +66,84 @@ def _report(op: str, argument: str, rule: str, bad: Tensor, values: Tensor, cure
         )
 
 
-def _logits(op: str, call: Mapping[str, Any]) -> None:
-    logits = call["router_logits"]
+def _logits(call: RouteCall | MoeCall) -> None:
+    logits = (call.route if isinstance(call, MoeCall) else call).router_logits
     cure = "Look for the layer that produced NaN, or mask padding tokens."
-    _report(op, "router_logits", "free of NaN", logits.isnan(), logits, cure)
+    _report(call.op, "router_logits", "free of NaN", logits.isnan(), logits, cure)
 
 
-def _ids(op: str, call: Mapping[str, Any]) -> None:
-    ids, expert_map = call["topk_ids"], call["expert_map"]
+def _ids(call: DispatchCall | ExpertsCall) -> None:
+    ids, expert_map = call.topk_ids, call.expert_map
     if expert_map is None:
         size, letter = _num_experts(call), "E"
     else:
         size, letter = expert_map.shape[0], "E_global"
     cure = "Use -1 for pairs to skip, and pass expert_map when ids are global."
-    _report(op, "topk_ids", f"in [-1, {letter}={size})", (ids < -1) | (ids >= size), ids, cure)
+    _report(call.op, "topk_ids", f"in [-1, {letter}={size})", (ids < -1) | (ids >= size), ids, cure)
 
 
-def _expert_map(op: str, call: Mapping[str, Any]) -> None:
-    expert_map, experts = call["expert_map"], _num_experts(call)
+def _expert_map(call: DispatchCall | ExpertsCall | MoeCall) -> None:
+    expert_map, experts = call.expert_map, _num_experts(call)
     if expert_map is not None:
         bad = (expert_map < -1) | (expert_map >= experts)
-        _report(op, "expert_map", f"in [-1, E={experts})", bad, expert_map, "Map experts held elsewhere to -1.")
+        _report(call.op, "expert_map", f"in [-1, E={experts})", bad, expert_map, "Map experts held elsewhere to -1.")
 
 
-def _num_experts(call: Mapping[str, Any]) -> int:
-    count = call.get("num_experts")
-    return int(call["gate_up_proj"].shape[0] if count is None else count)
+def _num_experts(call: DispatchCall | ExpertsCall | MoeCall) -> int:
+    return int(call.num_experts if isinstance(call, DispatchCall) else call.experts.count)
 
 
-def _capacity(op: str, call: Mapping[str, Any]) -> None:
-    capacity = call["capacity"]
+def _capacity(call: DispatchCall | ExpertsCall) -> None:
+    capacity, experts = call.capacity, _num_experts(call)
     if capacity is None:
         return
-    experts = _num_experts(call)
-    counts = count_pairs(local_ids(call["topk_ids"], call["expert_map"], experts), experts)
+    counts = count_pairs(local_ids(call.topk_ids, call.expert_map, experts), experts)
     cure = f"The rows past capacity were dropped; pass capacity >= {int(counts.max()) if experts else 0}."
-    _report(op, "rows per expert", f"<= capacity={capacity}", counts > capacity, counts, cure)
+    _report(call.op, "rows per expert", f"<= capacity={capacity}", counts > capacity, counts, cure)
 
 
-def _moe_capacity(op: str, call: Mapping[str, Any]) -> None:
-    if call["capacity"] is not None:
-        options = {name: call[name] for name in _ROUTING_OPTIONS}
-        _, ids = route(call["router_logits"], call["correction_bias"], **options)
-        _capacity(op, {**call, "topk_ids": ids})
+def _moe_capacity(call: MoeCall) -> None:
+    if call.capacity is not None:
+        _capacity(
+            call.routed(*route(call.route.router_logits, call.route.correction_bias, **call.route.options._asdict()))
+        )
 
 
-def _offsets(op: str, call: Mapping[str, Any]) -> None:
-    offsets, rows = call["offsets"], call["rows"].shape[0]
+def _extents(call: GemmCall) -> None:
+    if call.problem.format == "batched":
+        _counts(call.op, call.extents, call.x.data)
+        return
+    offsets, rows = call.extents, call.x.data.shape[0]
     before = torch.cat((offsets.new_zeros(1), offsets[:-1]))
-    bad = (offsets < before) | (offsets > rows)
-    _report(
-        op,
-        "offsets",
-        f"non-decreasing and in [0, R={rows}]",
-        bad,
-        offsets,
-        "Pass cumulative ENDS, as moe_permute returns.",
-    )
+    rule, cure = f"non-decreasing and in [0, R={rows}]", "Pass cumulative ENDS, as moe_permute returns."
+    _report(call.op, "offsets", rule, (offsets < before) | (offsets > rows), offsets, cure)
 
 
-def _counts(op: str, call: Mapping[str, Any]) -> None:
-    counts, capacity = call["expert_num_tokens"], call["batch"].shape[1]
-    bad = (counts < 0) | (counts > capacity)
-    _report(op, "expert_num_tokens", f"in [0, C={capacity}]", bad, counts, "Clamp it to the batch's capacity.")
+def _counts(op: str, counts: Tensor, batch: Tensor) -> None:
+    capacity = batch.shape[1]
+    cure = "Clamp it to the batch's capacity."
+    _report(op, "expert_num_tokens", f"in [0, C={capacity}]", (counts < 0) | (counts > capacity), counts, cure)
 
 
-def _places(name: str, source: str) -> Callable[[str, Mapping[str, Any]], None]:
-    def checker(op: str, call: Mapping[str, Any]) -> None:
-        places, size = call[name], call[source].shape[:-1].numel()
-        cure = "Pass it as the dispatch operator returned it."
-        _report(op, name, f"in [-1, {size})", (places < -1) | (places >= size), places, cure)
-
-    return checker
+def _quantized_counts(call: QuantizeCall) -> None:
+    if call.expert_num_tokens is not None:
+        _counts(call.op, call.expert_num_tokens, call.rows)
 
 
-_CHECKS: dict[str, tuple[Callable[[str, Mapping[str, Any]], None], ...]] = {
-    "fused_topk": (_logits,),
-    "moe_permute": (_ids, _expert_map),
-    "batched_dispatch": (_ids, _expert_map, _capacity),
-    "moe_unpermute": (_places("pair_to_row", "rows"),),
-    "batched_combine": (_places("slots", "batch"),),
-    "grouped_mm_glu": (_offsets,),
-    "grouped_mm": (_offsets,),
-    "batched_mm_glu": (_counts,),
-    "batched_mm": (_counts,),
-    "quantize_batched": (_counts,),
-    "fused_experts": (_ids, _expert_map, _capacity),
-    "fused_moe": (_logits, _expert_map, _moe_capacity),
+def _places(call: CombineCall) -> None:
+    places, size = call.places, call.rows.shape[:-1].numel()
+    name = "pair_to_row" if call.op == "moe_unpermute" else "slots"
+    cure = "Pass it as the dispatch operator returned it."
+    _report(call.op, name, f"in [-1, {size})", (places < -1) | (places >= size), places, cure)
+
+
+_CHECKS: dict[type[Call], tuple[Callable[..., None], ...]] = {
+    RouteCall: (_logits,),
+    DispatchCall: (_ids, _expert_map, _capacity),
+    CombineCall: (_places,),
+    GemmCall: (_extents,),
+    GluCall: (_extents,),
+    QuantizeCall: (_quantized_counts,),
+    ExpertsCall: (_ids, _expert_map, _capacity),
+    MoeCall: (_logits, _expert_map, _moe_capacity),
 }

@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meta.activations import join_glu, resolve_activation, split_glu
-from meta.shapes import RULES
-from moe_ops import dispatch
+from meta.activations import ACTIVATIONS, join_glu, split_glu
+from meta.arch import device_arch
+from meta.calls import BackwardCall
+from meta.dims import GRADIENTS, Problem
+from moe_ops import choice
 from moe_ops.pairs import drop_overflow, invert, local_ids
 
+#: Runs a stage operator by its name and flat arguments.
+Stage = Callable[..., Any]
 
-def fused_experts_backward(
-    grad_output: Tensor,
-    hidden_states: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    expert_map: Tensor | None = None,
-    *,
-    needs: Sequence[bool],
-    activation: str = "silu",
-    alpha: float | None = None,
-    limit: float | None = None,
-    glu_layout: str = "concat",
-    weight_on_input: bool = False,
-    format: str = "grouped",
-    capacity: int | None = None,
-) -> tuple[Tensor, ...]:
+
+def fused_experts_backward(call: BackwardCall, stage: Stage) -> tuple[Tensor, ...]:
     """Gradients of ``fused_experts``, in sorted rows.
 
     With rows ``x``, ``h = x W1 + b1``, ``a = act(h)``, ``y = a W2 + b2``, out = sum of ``w y``: ``u = dout W2`` gives
@@ -44,68 +30,80 @@ def fused_experts_backward(
     stages.
 
     Returns:
-        Gradients of hidden_states, gate_up_proj, down_proj, topk_weights, gate_up_bias and down_bias, each of its
-        primal's shape and dtype, numel 0 where ``needs`` is False.
+        Gradients of :data:`meta.dims.GRADIENTS`, each of its primal's shape and dtype, numel 0 where not needed.
     """
-    experts, (tokens, top_k) = gate_up_proj.shape[0], topk_ids.shape
-    row, alpha, limit = resolve_activation("fused_experts_backward", activation, alpha, limit)
-    if format == "batched":
-        ids = local_ids(topk_ids, expert_map, experts)
-        ids = drop_overflow(ids, experts, tokens if capacity is None else capacity)
+    weights, glu, needs = call.experts, call.experts.glu, call.needs
+    gate_up_proj, down_proj = weights.gate_up.data, weights.down.data
+    up_proj = None if weights.up is None else weights.up.data
+    topk_ids, expert_map, experts = call.topk_ids, call.expert_map, gate_up_proj.shape[0]
+    tokens, top_k = topk_ids.shape
+    activation = ACTIVATIONS[glu.activation]
+    if call.capacity is not None:
+        ids = drop_overflow(local_ids(topk_ids, expert_map, experts), experts, call.capacity)
         topk_ids, expert_map = ids.masked_fill(ids == experts, -1).view(tokens, top_k), None
-    rows, offsets, pair_to_row = _stage("moe_permute", hidden_states, topk_ids, expert_map, num_experts=experts)
+    rows, offsets, pair_to_row = stage(
+        "moe_permute", call.hidden_states.data, topk_ids, expert_map, num_experts=experts
+    )
     pairs_R = invert(pair_to_row, rows.shape[0])
     wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    weights_R = topk_weights.reshape(-1, 1).index_select(0, pairs_R).to(wide)
-    x = (rows.to(wide) * weights_R).to(rows.dtype) if weight_on_input else rows
+    weights_R = call.topk_weights.reshape(-1, 1).index_select(0, pairs_R).to(wide)
+    x = (rows.to(wide) * weights_R).to(rows.dtype) if call.weight_on_input else rows
 
-    gate, up = split_glu(_stage("grouped_mm", x, gate_up_proj, offsets, gate_up_bias).to(wide), glu_layout)
-    grad_y = grad_output.index_select(0, pairs_R // max(top_k, 1))
-    grad_a = _stage("grouped_mm", grad_y, down_proj.transpose(1, 2), offsets).to(wide)
-    value = row.eager(gate, up, alpha, limit)
+    bias = weights.gate_up_bias
+    if up_proj is None:
+        gate, up = split_glu(stage("grouped_mm", x, gate_up_proj, offsets, [], bias).to(wide), glu.layout)
+    else:
+        biases = (None, None) if bias is None else bias.chunk(2, dim=1)
+        pair = zip((gate_up_proj, up_proj), biases, strict=True)
+        gate, up = (stage("grouped_mm", x, weight, offsets, [], half).to(wide) for weight, half in pair)
+    grad_y = call.grad_output.index_select(0, pairs_R // max(top_k, 1))
+    grad_a = stage("grouped_mm", grad_y, down_proj.transpose(1, 2), offsets, []).to(wide)
+    value = activation.eager(gate, up, glu.alpha, glu.limit)
     dot_R = (grad_a * value).sum(dim=-1)
-    if down_bias is not None and not weight_on_input:
-        bias_rows = down_bias.index_select(0, _expert_of_row(offsets, rows.shape[0]).clamp(max=experts - 1))
+    if weights.down_bias is not None and not call.weight_on_input:
+        bias_rows = weights.down_bias.index_select(0, _expert_of_row(offsets, rows.shape[0]).clamp(max=experts - 1))
         dot_R = dot_R + (grad_y.to(wide) * bias_rows.to(wide)).sum(dim=-1)
-    if not weight_on_input:
+    if not call.weight_on_input:
         grad_a = grad_a * weights_R
         grad_y = (grad_y.to(wide) * weights_R).to(rows.dtype)
-    grad_h = join_glu(*row.backward(grad_a, gate, up, alpha, limit), glu_layout).to(rows.dtype)
+    halves = activation.backward(grad_a, gate, up, glu.alpha, glu.limit)
+    grad_h = join_glu(*halves, glu.layout).to(rows.dtype)
+    grad_first = [(grad_h, gate_up_proj)]
+    if up_proj is not None:
+        grad_first = [(half, w) for half, w in zip(grad_h.chunk(2, dim=1), (gate_up_proj, up_proj), strict=True)]
 
-    grad_hidden = None
-    if needs[0] or (needs[3] and weight_on_input):
-        grad_x = _stage("grouped_mm", grad_h, gate_up_proj.transpose(1, 2), offsets)
-        if weight_on_input:
+    grads: dict[str, Tensor] = {}
+    if needs["hidden_states"] or (needs["topk_weights"] and call.weight_on_input):
+        # The sum of two halves is rounded once.
+        dtype = None if up_proj is None else wide
+        parts = [stage("grouped_mm", half, w.transpose(1, 2), offsets, [], out_dtype=dtype) for half, w in grad_first]
+        grad_x = sum(parts[1:], parts[0]).to(rows.dtype)
+        if call.weight_on_input:
             dot_R = (grad_x.to(wide) * rows.to(wide)).sum(dim=-1)
             grad_x = (grad_x.to(wide) * weights_R).to(rows.dtype)
-        grad_hidden = _stage("moe_unpermute", grad_x, pair_to_row, torch.ones_like(pair_to_row, dtype=torch.float32))
-    grads = (
-        grad_hidden,
-        _wgrad(grad_h, x, offsets) if needs[1] else None,
-        _wgrad(grad_y, value.to(rows.dtype), offsets) if needs[2] else None,
-        _pair_sums(dot_R, pair_to_row) if needs[3] else None,
-        _expert_sums(grad_h, offsets) if needs[4] else None,
-        _expert_sums(grad_y, offsets) if needs[5] else None,
-    )
-    primals = (hidden_states, gate_up_proj, down_proj, topk_weights, gate_up_bias, down_bias)
+        ones = torch.ones_like(pair_to_row, dtype=torch.float32)
+        grads["hidden_states"] = stage("moe_unpermute", grad_x, pair_to_row, ones)
+    for name, (half, _) in zip(("gate_up_proj", "up_proj"), grad_first, strict=False):
+        if needs[name]:
+            grads[name] = _wgrad(half, x, offsets)
+    if needs["down_proj"]:
+        grads["down_proj"] = _wgrad(grad_y, value.to(rows.dtype), offsets)
+    if needs["topk_weights"]:
+        grads["topk_weights"] = _pair_sums(dot_R, pair_to_row)
+    if needs["gate_up_bias"]:
+        grads["gate_up_bias"] = _expert_sums(grad_h, offsets)
+    if needs["down_bias"]:
+        grads["down_bias"] = _expert_sums(grad_y, offsets)
     return tuple(
-        grad.to(primal.dtype).contiguous()
-        if need and grad is not None and primal is not None
-        else hidden_states.new_empty(0, dtype=torch.float32)
-        for grad, primal, need in zip(grads, primals, needs, strict=True)
+        grads[name].to(dtype).contiguous() if needs[name] else rows.new_empty(0, dtype=torch.float32)
+        for name, (_, dtype) in zip(GRADIENTS, call.outputs, strict=True)
     )
-
-
-def _stage(op: str, *args: Any, **kwargs: Any) -> Any:
-    """A stage operator, called below torch's dispatcher."""
-    return dispatch.run(op, None, args, kwargs)
 
 
 def _wgrad(grad_rows: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
     """``[E, N, K]``: the backend's own ``grouped_wgrad(grad_rows, rows, offsets)``, else :func:`grouped_wgrad`."""
-    weight = grad_rows.new_empty((offsets.shape[0], 0, rows.shape[1]))
-    problem = RULES["grouped_mm"](rows, weight, offsets).problem
-    module = dispatch.choose(problem, None, "grouped_mm")
+    problem = Problem(rows.dtype, rows.device.type, device_arch(rows.device), "")
+    module = choice.choose(problem, None, "grouped_mm")
     return getattr(module, "grouped_wgrad", grouped_wgrad)(grad_rows, rows, offsets)
 
 

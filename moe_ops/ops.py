@@ -1,23 +1,25 @@
 """The operator table and the one loop that registers it.
 
-Every operator is functional, and takes the same path: its rule in :mod:`meta.shapes` validates the arguments, the
-rule's answer is also the fake implementation, :mod:`moe_ops.dispatch` picks the backend, and :mod:`moe_ops.debugging`
-may check the data.
+Every operator is functional, and takes the same path: its rule in :mod:`meta.shapes` parses and validates the arguments
+once, the rule's answer is also the fake implementation, :mod:`moe_ops.choice` picks the backend, and
+:mod:`moe_ops.debugging` may check the data.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from meta import cost
+from meta.calls import BackwardCall, Call
 from meta.checks import Accepts, accepts, check_type
-from meta.fakes import make_fake
+from meta.fakes import allocate
 from meta.shapes import RULES
-from moe_ops import autograd, compat, debugging, dispatch, experts_backward
+from moe_ops import autograd, choice, compat, debugging, experts_backward
 
 NAMESPACE = "moe_ops"
 
@@ -25,51 +27,98 @@ _ROUTING = (
     'int top_k, str routing="softmax", bool renormalize=True, float renorm_eps=0.0, int num_groups=1, '
     "int topk_groups=1, float scale=1.0"
 )
-_EXPERT_TENSORS = (
-    "Tensor? gate_up_bias=None, Tensor? down_bias=None, Tensor? expert_map=None, Tensor? gate_up_scale=None, "
-    "Tensor? down_scale=None, Tensor? gate_up_global_scale=None, Tensor? down_global_scale=None, "
-    "Tensor? gate_up_zero_point=None, Tensor? down_zero_point=None"
-)
+_BIASES = "Tensor? gate_up_bias=None, Tensor? down_bias=None, Tensor? expert_map=None"
+_EXPERTS = f"Tensor? up_proj=None, {_BIASES}, Tensor? hidden_states_scale=None"
 _GLU = 'str activation="silu", float? alpha=None, float? limit=None, str glu_layout="concat"'
 _FORMAT = 'str format="grouped", SymInt? capacity=None'
 _LAYER = f"{_GLU}, bool weight_on_input=False, str? scheme=None, {_FORMAT}, str? backend=None"
-_WEIGHT_SCALES = "Tensor? weight_scale=None, Tensor? weight_global_scale=None, Tensor? weight_zero_point=None"
+_SCALES = "Tensor[]? gate_up_scales=None, Tensor[]? down_scales=None"
 
 
-def _gemm(x: str, counts: str, options: str, result: str) -> str:
-    tensors = f"Tensor {x}, Tensor weight, Tensor {counts}, Tensor? bias=None, Tensor? {x}_scale=None, {_WEIGHT_SCALES}"
-    return f"({tensors}, *, {options}) -> {result}"
+def _gemm(x: str, counts: str, up: str, options: str, result: str) -> str:
+    tensors = f"Tensor {x}, Tensor weight, Tensor {counts}, Tensor[]? weight_scales=None, {up}Tensor? bias=None"
+    return f"({tensors}, Tensor? {x}_scale=None, *, {options}) -> {result}"
 
 
-_GLU_OPTIONS = f"{_GLU}, str? scheme=None, bool quantize_output=False"
-_PLAIN_OPTIONS = "str? scheme=None, ScalarType? out_dtype=None"
+def _glu(x: str, counts: str) -> str:
+    options = f"{_GLU}, str? scheme=None, bool quantize_output=False"
+    return _gemm(x, counts, "Tensor? up_weight=None, ", options, "(Tensor, Tensor)")
 
+
+def _plain(x: str, counts: str) -> str:
+    return _gemm(x, counts, "", "str? scheme=None, ScalarType? out_dtype=None", "Tensor")
+
+
+#: Lists are optional rather than empty by default: AOTInductor hands an empty one on as None, and neither autograd's
+#: registration nor opcheck takes a list that is keyword-only or has another default.
 SCHEMAS: dict[str, str] = {
     "fused_topk": f"(Tensor router_logits, Tensor? correction_bias=None, *, {_ROUTING}) -> (Tensor, Tensor)",
     "moe_permute": "(Tensor hidden_states, Tensor topk_ids, Tensor? expert_map=None, *, SymInt num_experts)"
     " -> (Tensor, Tensor, Tensor)",
-    "moe_unpermute": "(Tensor rows, Tensor pair_to_row, Tensor topk_weights) -> Tensor",
+    "moe_unpermute": "(Tensor rows, Tensor pair_to_row, Tensor topk_weights, Tensor? added=None) -> Tensor",
     "batched_dispatch": "(Tensor hidden_states, Tensor topk_ids, Tensor? expert_map=None, *, SymInt num_experts, "
-    "SymInt capacity) -> (Tensor, Tensor, Tensor)",
-    "batched_combine": "(Tensor batch, Tensor slots, Tensor topk_weights) -> Tensor",
+    'SymInt capacity, str slot_order="token") -> (Tensor, Tensor, Tensor)',
+    "batched_combine": "(Tensor batch, Tensor slots, Tensor topk_weights, Tensor? added=None) -> Tensor",
     "quantize_rows": "(Tensor rows, *, str scheme) -> (Tensor, Tensor)",
     "quantize_batched": "(Tensor batch, Tensor expert_num_tokens, *, str scheme) -> (Tensor, Tensor)",
-    "grouped_mm_glu": _gemm("rows", "offsets", _GLU_OPTIONS, "(Tensor, Tensor)"),
-    "grouped_mm": _gemm("rows", "offsets", _PLAIN_OPTIONS, "Tensor"),
-    "batched_mm_glu": _gemm("batch", "expert_num_tokens", _GLU_OPTIONS, "(Tensor, Tensor)"),
-    "batched_mm": _gemm("batch", "expert_num_tokens", _PLAIN_OPTIONS, "Tensor"),
+    "grouped_mm_glu": _glu("rows", "offsets"),
+    "grouped_mm": _plain("rows", "offsets"),
+    "batched_mm_glu": _glu("batch", "expert_num_tokens"),
+    "batched_mm": _plain("batch", "expert_num_tokens"),
     "fused_experts": "(Tensor hidden_states, Tensor gate_up_proj, Tensor down_proj, Tensor topk_weights, "
-    f"Tensor topk_ids, {_EXPERT_TENSORS}, *, {_LAYER}) -> Tensor",
+    f"Tensor topk_ids, {_SCALES}, {_EXPERTS}, *, {_LAYER}) -> Tensor",
     "fused_experts_backward": "(Tensor grad_output, Tensor hidden_states, Tensor gate_up_proj, Tensor down_proj, "
-    "Tensor topk_weights, Tensor topk_ids, Tensor? gate_up_bias=None, Tensor? down_bias=None, Tensor? expert_map=None, "
-    f"*, bool[] needs, {_GLU}, bool weight_on_input=False, {_FORMAT})"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"Tensor topk_weights, Tensor topk_ids, Tensor? up_proj=None, {_BIASES}, *, bool[] needs, {_GLU}, "
+    f"bool weight_on_input=False, {_FORMAT}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "fused_moe": "(Tensor hidden_states, Tensor router_logits, Tensor gate_up_proj, Tensor down_proj, "
-    f"Tensor? correction_bias=None, {_EXPERT_TENSORS}, *, {_ROUTING}, {_LAYER}) -> Tensor",
+    f"{_SCALES}, Tensor? correction_bias=None, {_EXPERTS}, *, {_ROUTING}, {_LAYER}) -> Tensor",
 }
 
 _STAGE_CURE = "Differentiate moe_ops.fused_experts or moe_ops.fused_moe instead, or call it under torch.no_grad()."
 _BACKWARD_CURE = "Second derivatives are not implemented; do not pass create_graph=True."
+#: The gradient takes no quantised weights, and chooses its backends stage by stage.
+_ABSENT = {
+    "fused_experts_backward": {
+        "gate_up_scales": (), "down_scales": (), "hidden_states_scale": None, "scheme": None, "backend": None,
+    },
+}  # fmt: skip
+
+
+class Signature:
+    """The arguments of an operator's schema: how flat ones get their names."""
+
+    def __init__(self, name: str) -> None:
+        arguments = torch._C.parse_schema(f"{NAMESPACE}::{name}{SCHEMAS[name]}").arguments
+        self.positional = tuple(argument.name for argument in arguments if not argument.kwarg_only)
+        self.types = {argument.name: str(argument.real_type) for argument in arguments}
+        self._defaults = {argument.name: argument.default_value for argument in arguments}
+        self.lists = tuple(name for name, kind in self.types.items() if "List[Tensor]" in kind)
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """All arguments by name, defaults included."""
+        return {**self._defaults, **dict(zip(self.positional, args, strict=False)), **kwargs}
+
+
+SIGNATURES: dict[str, Signature] = {name: Signature(name) for name in SCHEMAS}
+
+
+def by_name(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call by name, defaults included."""
+    return SIGNATURES[name].bind(args, kwargs)
+
+
+def parse(name: str, *args: Any, **kwargs: Any) -> Call:
+    """The rule's answer to a call of operator ``name``.
+
+    Raises:
+        ValueError: the rule refuses the arguments.
+    """
+    signature = SIGNATURES[name]
+    flat = SimpleNamespace(**signature.bind(args, kwargs), **_ABSENT.get(name, {}))
+    for lists in signature.lists:
+        if getattr(flat, lists) is None:
+            setattr(flat, lists, ())
+    return RULES[name](flat)
 
 
 @dataclass(frozen=True)
@@ -93,38 +142,30 @@ class Op:
     flops: Callable[..., int]
 
 
-def _make_real(name: str) -> Callable[..., Any]:
-    def real(*args: Any, **kwargs: Any) -> Any:
-        if debugging.active():
-            debugging.check(name, by_name(name, args, kwargs))
-        return dispatch.run(name, kwargs.get("backend"), args, kwargs)
-
-    return real
-
-
-def _run_backward(*args: Any, **kwargs: Any) -> Any:
-    RULES["fused_experts_backward"](*args, **kwargs)
-    return experts_backward.fused_experts_backward(*args, **kwargs)
-
-
-def by_name(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by name, defaults included."""
-    schema = getattr(torch.ops.moe_ops, name).default._schema
-    values = {argument.name: argument.default_value for argument in schema.arguments}
-    positional = [argument.name for argument in schema.arguments if not argument.kwarg_only]
-    return {**values, **dict(zip(positional, args, strict=False)), **kwargs}
+def run(name: str, *args: Any, **kwargs: Any) -> Any:
+    """An operator below torch's dispatcher: parse, check the data if asked to, choose a backend, call it."""
+    call = parse(name, *args, **kwargs)
+    if debugging.active():
+        debugging.check(call)
+    if isinstance(call, BackwardCall):
+        return experts_backward.fused_experts_backward(call, run)
+    return choice.run(call)
 
 
 def _row(name: str) -> Op:
     cure = _BACKWARD_CURE if name == "fused_experts_backward" else _STAGE_CURE
-    return Op(
-        name,
-        SCHEMAS[name],
-        _run_backward if name == "fused_experts_backward" else _make_real(name),
-        make_fake(RULES[name]),
-        autograd.FORMULAS.get(name) or autograd.no_formula(name, cure),
-        cost.OP_FLOPS[name],
-    )
+
+    def real(*args: Any, **kwargs: Any) -> Any:
+        return run(name, *args, **kwargs)
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        return allocate(parse(name, *args, **kwargs))
+
+    def flops(*shapes: Any, out_shape: Any = None, **options: Any) -> int:
+        return cost.OP_FLOPS[name](SimpleNamespace(**by_name(name, shapes, options)))
+
+    formula = autograd.formula(name, SIGNATURES[name].positional) or autograd.no_formula(name, cure)
+    return Op(name, SCHEMAS[name], real, fake, formula, flops)
 
 
 OPS: tuple[Op, ...] = tuple(_row(name) for name in SCHEMAS)
@@ -158,10 +199,7 @@ for _op in OPS:
 
 #: What every argument of an operator may be: by name, in the order of its schema.
 ARGUMENTS: dict[str, dict[str, Accepts]] = {
-    name: {
-        argument.name: accepts(str(argument.real_type))
-        for argument in getattr(torch.ops.moe_ops, name).default._schema.arguments
-    }
+    name: {argument: accepts(kind) for argument, kind in SIGNATURES[name].types.items()}
     for name in SCHEMAS
     if name != "fused_experts_backward"  # no public function calls it
 }
@@ -174,8 +212,8 @@ def call(name: str, *args: Any, **options: Any) -> Any:
     rows = ARGUMENTS[name]
     for argument, value in (*zip(rows, args, strict=False), *options.items()):
         # The check of `check_type`, without the call: it is most of what a valid call pays here.
-        types, is_number, _, _ = rows[argument]
-        if not isinstance(value, types) or (is_number and isinstance(value, bool)):
+        types, is_number, is_list, _, _ = rows[argument]
+        if not isinstance(value, types) or (is_number and isinstance(value, bool)) or (is_list and value):
             check_type(name, argument, value, rows[argument])
     return getattr(torch.ops.moe_ops, name)(*args, **options)
 

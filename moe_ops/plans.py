@@ -47,32 +47,25 @@ class Plan:
     """The kernels of one layer.
 
     Args:
-        path: "small" (no sorting, two kernels), "grouped", "batched" or "torch_grouped" (torch's CUTLASS GEMMs).
+        path: "small" (no sorting, two kernels), "grouped" or "batched".
         up, down: tiles of the two GEMMs; quantising schemes: `up` has 128 output columns, a scale group.
         us: measured microseconds, None for a plan of the rule.
     """
 
     path: str
-    up: MMConfig | SmallConfig | None
-    down: MMConfig | SmallConfig | None
+    up: MMConfig | SmallConfig
+    down: MMConfig | SmallConfig
     us: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, tiles as objects."""
-        row = asdict(self)
-        for name in ("up", "down"):
-            tile = getattr(self, name)
-            row[name] = None if tile is None else tile._asdict()
-        return row
+        return {**asdict(self), "up": self.up._asdict(), "down": self.down._asdict()}
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Plan:
         tile = SmallConfig if row["path"] == "small" else MMConfig
         # By the fields of today: a file that an older version tuned may hold others.
-        made = {
-            name: None if row[name] is None else tile(**{field: row[name][field] for field in tile._fields})
-            for name in ("up", "down")
-        }
+        made = {name: tile(**{field: row[name][field] for field in tile._fields}) for name in ("up", "down")}
         return cls(**{**row, **made})
 
 
@@ -125,7 +118,7 @@ SMALL_PAIRS_PER_EXPERT = 0.25  # below it, pairs hardly ever share an expert: st
 def rule(key: LayerKey, tokens: int, sm: int) -> Plan:
     """Plan for shapes that nobody measured, from rows per expert and the generation alone."""
     rows = tokens * key.K / key.E
-    quantizes = SCHEMES[key.scheme].quantizes_rows
+    quantizes = SCHEMES[key.scheme].rows is not None
     # Small kernels quantise a token again for every few columns: only tuning can say where that pays.
     if key.format == "grouped" and not quantizes and (tokens == 1 or rows <= SMALL_PAIRS_PER_EXPERT):
         return Plan("small", SmallConfig(2, 2048, 4), SmallConfig(1, 256, 4))
@@ -140,7 +133,7 @@ def tiles(scheme: str, rows: float, sm: int) -> tuple[MMConfig, MMConfig]:
     tma = sm >= FIRST_CAPABILITY["tma"]
     if scheme == "fp32":
         tile = MMConfig(16 if rows <= 16 else 64, 64, 32, 8, 4, 3, a_tma=False, w_tma=False)
-    elif SCHEMES[scheme].quantizes_rows:
+    elif SCHEMES[scheme].rows is not None:
         if rows > 64:
             tile = MMConfig(64, 256, 128, 8, 8, 3, a_tma=tma, w_tma=tma)
         else:

@@ -8,6 +8,8 @@ differentiate: they raise when an input requires grad and gradients are enabled.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -43,13 +45,14 @@ def moe_permute(
     return call("moe_permute", hidden_states, topk_ids, expert_map, num_experts=num_experts)
 
 
-def moe_unpermute(rows: Tensor, pair_to_row: Tensor, topk_weights: Tensor) -> Tensor:
+def moe_unpermute(rows: Tensor, pair_to_row: Tensor, topk_weights: Tensor, *, added: Tensor | None = None) -> Tensor:
     """Weighted sum of every token's rows, fp32, in the order of k.
 
     Args:
-        rows: ``[R, H]`` float, R = T * K.
+        rows: ``[R, H]`` float.
         pair_to_row: ``[T, K]`` int32 of :func:`moe_permute`; -1 contributes exactly zero.
         topk_weights: ``[T, K]`` any float dtype.
+        added: ``[T, H]`` any float dtype, a shared expert's output: added to the sum before it is rounded, or None.
 
     Returns:
         ``[T, H]`` in the dtype of rows.
@@ -64,11 +67,17 @@ def moe_unpermute(rows: Tensor, pair_to_row: Tensor, topk_weights: Tensor) -> Te
         >>> moe_ops.moe_unpermute(torch.ones(2, 4), pair_to_row, torch.ones(1, 2)).tolist()
         [[2.0, 2.0, 2.0, 2.0]]
     """
-    return call("moe_unpermute", rows, pair_to_row, topk_weights)
+    return call("moe_unpermute", rows, pair_to_row, topk_weights, added)
 
 
 def batched_dispatch(
-    hidden_states: Tensor, topk_ids: Tensor, expert_map: Tensor | None = None, *, num_experts: int, capacity: int
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor | None = None,
+    *,
+    num_experts: int,
+    capacity: int,
+    slot_order: str = "token",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Copy every token into a batch of its selected expert; pairs past the first ``capacity`` of an expert are dropped.
 
@@ -78,6 +87,8 @@ def batched_dispatch(
         expert_map: ``[E_global]`` global id to local id or -1, or None when ids are local.
         num_experts: E, experts held here.
         capacity: C, rows per expert.
+        slot_order: which pairs come first in an expert: "token" (by token, then k), or "choice" (every token's first
+            choice before any second one).
 
     Returns:
         batch ``[E, C, H]`` (rows past the count are uninitialised), expert_num_tokens int32 ``[E]`` (at most C), and
@@ -86,7 +97,7 @@ def batched_dispatch(
     Raises:
         ValueError: a wrong shape, dtype or device; overflow raises under :func:`moe_ops.debug` only.
 
-    Source: GShard (arXiv 2006.16668), capacity in pair order.
+    Source: GShard (arXiv 2006.16668); its capacity counts first choices first.
 
     Example:
         >>> ids = torch.tensor([[1], [0], [1]])
@@ -94,16 +105,25 @@ def batched_dispatch(
         >>> counts.tolist(), slots.flatten().tolist()
         ([1, 1], [1, 0, -1])
     """
-    return call("batched_dispatch", hidden_states, topk_ids, expert_map, num_experts=num_experts, capacity=capacity)
+    return call(
+        "batched_dispatch",
+        hidden_states,
+        topk_ids,
+        expert_map,
+        num_experts=num_experts,
+        capacity=capacity,
+        slot_order=slot_order,
+    )
 
 
-def batched_combine(batch: Tensor, slots: Tensor, topk_weights: Tensor) -> Tensor:
+def batched_combine(batch: Tensor, slots: Tensor, topk_weights: Tensor, *, added: Tensor | None = None) -> Tensor:
     """Weighted sum of every token's slots, fp32, in the order of k.
 
     Args:
         batch: ``[E, C, H]`` float.
         slots: ``[T, K]`` int32 of :func:`batched_dispatch`; -1 contributes exactly zero.
         topk_weights: ``[T, K]`` any float dtype.
+        added: of :func:`moe_unpermute`.
 
     Returns:
         ``[T, H]`` in the dtype of batch.
@@ -118,7 +138,7 @@ def batched_combine(batch: Tensor, slots: Tensor, topk_weights: Tensor) -> Tenso
         >>> moe_ops.batched_combine(torch.ones(2, 1, 4), slots, torch.ones(1, 2)).tolist()
         [[1.0, 1.0, 1.0, 1.0]]
     """
-    return call("batched_combine", batch, slots, topk_weights)
+    return call("batched_combine", batch, slots, topk_weights, added)
 
 
 def quantize_rows(rows: Tensor, *, scheme: str) -> tuple[Tensor, Tensor]:
@@ -173,27 +193,28 @@ def grouped_mm_glu(
     weight: Tensor,
     offsets: Tensor,
     *,
+    up_weight: Tensor | None = None,
     bias: Tensor | None = None,
     activation: str = "silu",
     alpha: float | None = None,
     limit: float | None = None,
     glu_layout: str | None = "concat",
     scheme: str | None = None,
+    weight_scales: Sequence[Tensor] = (),
     rows_scale: Tensor | None = None,
-    weight_scale: Tensor | None = None,
-    weight_global_scale: Tensor | None = None,
-    weight_zero_point: Tensor | None = None,
     quantize_output: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """First projection of sorted rows, with the activation computed from the fp32 accumulator.
 
     Args:
         rows: ``[R, K]`` in the weights' dtype, or quantised by :func:`quantize_rows`.
-        weight: ``[E, N, K]`` any strides, N = 2I (N = I when ``glu_layout`` is "none" or None).
+        weight: ``[E, N, K]`` any strides, N = 2I; N = I beside ``up_weight`` and when ``glu_layout`` is "none".
         offsets: ``[E]`` int32 cumulative ends, as :func:`moe_permute` returns.
-        bias: ``[E, N]`` float or None.
+        up_weight: ``[E, I, K]``, the up half where it is a tensor of its own, or None.
+        bias: ``[E, 2I]`` (``[E, I]`` without a gate) float or None.
         activation, alpha, limit, glu_layout, scheme: of :func:`moe_ops.fused_experts`.
-        rows_scale, weight_scale, ...: what the scheme says.
+        weight_scales: what the scheme's row lists, see :func:`moe_ops.fused_experts`.
+        rows_scale: fp32, of :func:`quantize_rows`, for quantised rows.
         quantize_output: return the activations quantised for the next GEMM.
 
     Returns:
@@ -215,11 +236,10 @@ def grouped_mm_glu(
         rows,
         weight,
         offsets,
+        weight_scales,
+        up_weight,
         bias,
         rows_scale,
-        weight_scale,
-        weight_global_scale,
-        weight_zero_point,
         activation=activation,
         alpha=alpha,
         limit=limit,
@@ -237,10 +257,8 @@ def grouped_mm(
     *,
     bias: Tensor | None = None,
     scheme: str | None = None,
+    weight_scales: Sequence[Tensor] = (),
     rows_scale: Tensor | None = None,
-    weight_scale: Tensor | None = None,
-    weight_global_scale: Tensor | None = None,
-    weight_zero_point: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """``y[r] = rows[r] @ weight[e].T + bias[e]`` for sorted rows, e the expert of row r.
@@ -251,7 +269,8 @@ def grouped_mm(
         offsets: ``[E]`` int32 cumulative ends.
         bias: ``[E, N]`` float or None.
         scheme: a name of :data:`meta.schemes.SCHEMES`, or None.
-        rows_scale, weight_scale, ...: what the scheme says.
+        weight_scales: what the scheme's row lists, see :func:`moe_ops.fused_experts`.
+        rows_scale: fp32, of :func:`quantize_rows`, for quantised rows.
         out_dtype: dtype of the result; None means that of rows (bf16 for quantised rows).
 
     Returns:
@@ -272,11 +291,9 @@ def grouped_mm(
         rows,
         weight,
         offsets,
+        weight_scales,
         bias,
         rows_scale,
-        weight_scale,
-        weight_global_scale,
-        weight_zero_point,
         scheme=scheme,
         out_dtype=out_dtype,
     )
@@ -287,16 +304,15 @@ def batched_mm_glu(
     weight: Tensor,
     expert_num_tokens: Tensor,
     *,
+    up_weight: Tensor | None = None,
     bias: Tensor | None = None,
     activation: str = "silu",
     alpha: float | None = None,
     limit: float | None = None,
     glu_layout: str | None = "concat",
     scheme: str | None = None,
+    weight_scales: Sequence[Tensor] = (),
     batch_scale: Tensor | None = None,
-    weight_scale: Tensor | None = None,
-    weight_global_scale: Tensor | None = None,
-    weight_zero_point: Tensor | None = None,
     quantize_output: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """As :func:`grouped_mm_glu` for an expert batch; rows past the count are neither read nor written.
@@ -305,7 +321,7 @@ def batched_mm_glu(
         batch: ``[E, C, K]`` in the weights' dtype, or quantised by :func:`quantize_batched`.
         weight: ``[E, N, K]`` any strides.
         expert_num_tokens: ``[E]`` int32, rows of each expert.
-        bias, activation, ..., quantize_output: of :func:`grouped_mm_glu`.
+        up_weight, ..., quantize_output: of :func:`grouped_mm_glu`.
 
     Returns:
         ``[E, C, I]``; with ``quantize_output`` a pair, stored ``[E, C, I]`` and fp32 scale ``[E, C, ceil(I / 128)]``.
@@ -325,11 +341,10 @@ def batched_mm_glu(
         batch,
         weight,
         expert_num_tokens,
+        weight_scales,
+        up_weight,
         bias,
         batch_scale,
-        weight_scale,
-        weight_global_scale,
-        weight_zero_point,
         activation=activation,
         alpha=alpha,
         limit=limit,
@@ -347,10 +362,8 @@ def batched_mm(
     *,
     bias: Tensor | None = None,
     scheme: str | None = None,
+    weight_scales: Sequence[Tensor] = (),
     batch_scale: Tensor | None = None,
-    weight_scale: Tensor | None = None,
-    weight_global_scale: Tensor | None = None,
-    weight_zero_point: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """As :func:`grouped_mm` for an expert batch; rows past the count are neither read nor written.
@@ -379,11 +392,9 @@ def batched_mm(
         batch,
         weight,
         expert_num_tokens,
+        weight_scales,
         bias,
         batch_scale,
-        weight_scale,
-        weight_global_scale,
-        weight_zero_point,
         scheme=scheme,
         out_dtype=out_dtype,
     )

@@ -48,16 +48,15 @@ TESTS: tuple[tuple[str, str], ...] = (
     ("meta/activations.py", "tests/meta tests/ops/test_experts_numerics.py tests/ops/test_autograd.py"),
     ("meta/arch.py", "tests/meta/test_tables.py tests/ops/test_plans.py"),
     ("meta/cost.py", "tests/meta/test_tables.py tests/ops/test_flops.py"),
-    ("meta/dims.py", "tests/meta tests/ops/test_dispatch.py tests/ops/test_validation.py"),
+    ("meta/dims.py", "tests/meta tests/ops/test_choice.py tests/ops/test_validation.py"),
     ("meta/fakes.py", "tests/ops/test_opcheck.py"),
     ("meta/*shapes.py", "tests/meta tests/ops/test_validation.py tests/ops/test_experts_numerics.py "
                         "tests/ops/test_opcheck.py"),
     ("meta/*", "tests/meta tests/ops/test_validation.py tests/ops/test_experts_numerics.py"),
     ("moe_ops/backends/triton.py", "tests/interpreted/test_backend.py"),
-    ("moe_ops/backends/torch_grouped.py", "tests/ops/test_dispatch.py tests/ops/test_validation.py"),
     ("moe_ops/backends/cpu.py", "tests/ops/test_experts_numerics.py tests/ops/test_cpu_layout.py "
                                 "tests/ops/test_opcheck.py"),
-    ("moe_ops/backends/*", "tests/ops/test_experts_numerics.py tests/ops/test_dispatch.py tests/ops/test_opcheck.py"),
+    ("moe_ops/backends/*", "tests/ops/test_experts_numerics.py tests/ops/test_choice.py tests/ops/test_opcheck.py"),
     ("moe_ops/reference.py", "tests/ops/test_experts_numerics.py tests/ops/test_opcheck.py"),
     ("moe_ops/api.py", "tests/ops/test_api.py tests/ops/test_docs.py"),
     ("moe_ops/siblings.py", "tests/infra/test_shadowed.py"),
@@ -68,7 +67,7 @@ TESTS: tuple[tuple[str, str], ...] = (
     ("moe_ops/*autograd.py", "tests/ops/test_autograd.py"),
     ("moe_ops/*backward.py", "tests/ops/test_autograd.py"),
     ("moe_ops/pairs.py", "tests/ops/test_experts_numerics.py tests/ops/test_autograd.py"),
-    ("moe_ops/*", "tests/ops/test_validation.py tests/ops/test_experts_numerics.py tests/ops/test_dispatch.py "
+    ("moe_ops/*", "tests/ops/test_validation.py tests/ops/test_experts_numerics.py tests/ops/test_choice.py "
                   "tests/ops/test_flops.py tests/ops/test_docs.py"),
     ("compile_passes/patterns/f*.py", "tests/passes/test_forms.py tests/passes/test_flow.py"),
     ("compile_passes/patterns/*", f"{_RECOGNISERS} tests/passes/test_repros.py tests/passes/test_property.py"),

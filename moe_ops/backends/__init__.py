@@ -2,7 +2,7 @@
 
 A backend module has ``NAME``, ``SERVED_SCHEMES`` (names of :data:`meta.schemes.SCHEMES`; a problem with another one is
 refused before the module is asked), ``refuses(problem) -> str | None`` (a reason, or None to accept) and functions
-named like the operators it implements, with the operators' signatures; it is called with validated, resolved arguments.
+named like the operators it implements, of the operator's :class:`meta.calls.Call`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ from importlib import import_module
 from types import ModuleType
 
 #: Tried in this order when the caller names none; ``reference`` is reachable by name only.
-BACKENDS = ("triton", "torch_grouped", "cpu")
+BACKENDS = ("triton", "cpu")
 
 _MODULES = {
     "triton": "moe_ops.backends.triton",
-    "torch_grouped": "moe_ops.backends.torch_grouped",
     "cpu": "moe_ops.backends.cpu",
     "reference": "moe_ops.reference",
 }
 
 #: Device types a backend can ever serve, so that a CPU-only process never imports a GPU compiler it cannot use.
-_DEVICES = {"triton": "cuda", "torch_grouped": "cuda", "cpu": "cpu"}
+_DEVICES = {"triton": "cuda", "cpu": "cpu"}
 
 
 def serves(name: str, device_type: str) -> bool:

@@ -8,23 +8,21 @@ only here. Weights may have any strides; fp8 weights are dequantised expert by e
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from meta.calls import CombineCall, DispatchCall, ExpertsCall, GemmCall, GluCall, MoeCall, QuantizeCall, RouteCall
 from meta.dims import Problem
+from meta.operands import quantized
 from meta.routing import route
 from meta.schemes import SCHEMES
-from moe_ops.backends.compose import topk_then_experts
 from moe_ops.kernels.cpu import (
     Span,
     accumulation_dtype,
-    activate,
     batched_spans,
     combine,
     combine_dropping,
-    dequantize_rows,
+    first_projection,
     grouped_spans,
     in_pair_order,
     lay_out,
@@ -44,173 +42,93 @@ def refuses(problem: Problem) -> str | None:
     return None if problem.device_type == "cpu" else f"computes on cpu tensors, got {problem.device_type}"
 
 
-def fused_topk(router_logits: Tensor, correction_bias: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
+def fused_topk(call: RouteCall) -> tuple[Tensor, Tensor]:
     """The vectorised router of :mod:`meta.routing`."""
-    return route(router_logits, correction_bias, **options)
+    return route(call.router_logits, call.correction_bias, **call.options._asdict())
 
 
-def moe_permute(
-    hidden_states: Tensor, topk_ids: Tensor, expert_map: Tensor | None = None, *, num_experts: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def moe_permute(call: DispatchCall) -> tuple[Tensor, Tensor, Tensor]:
     """Sort pairs by expert and gather their tokens; rows of dropped pairs come last."""
-    ids = local_ids(topk_ids, expert_map, num_experts)
-    counts, order, rank = places(ids, num_experts)
+    ids = local_ids(call.topk_ids, call.expert_map, call.num_experts)
+    counts, order, rank = places(ids, call.num_experts)
     ends = counts.cumsum(0)
     starts = torch.cat((ends - counts, ends.new_zeros(1)))
-    pair_to_row = (starts[ids] + rank).masked_fill(ids == num_experts, -1)
-    rows = hidden_states.index_select(0, order // max(topk_ids.shape[1], 1))
-    return rows, ends.int(), pair_to_row.int().view(topk_ids.shape)
+    pair_to_row = (starts[ids] + rank).masked_fill(ids == call.num_experts, -1)
+    rows = call.hidden_states.index_select(0, order // max(call.topk_ids.shape[1], 1))
+    return rows, ends.int(), pair_to_row.int().view(call.topk_ids.shape)
 
 
-def batched_dispatch(
-    hidden_states: Tensor, topk_ids: Tensor, expert_map: Tensor | None = None, *, num_experts: int, capacity: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def batched_dispatch(call: DispatchCall) -> tuple[Tensor, Tensor, Tensor]:
     """Copy every kept pair's token to slot ``expert * C + rank``."""
-    ids = local_ids(topk_ids, expert_map, num_experts)
-    counts, _, rank = places(ids, num_experts)
-    kept = (ids < num_experts) & (rank < capacity)
+    experts, capacity, hidden_states = call.num_experts, call.capacity or 0, call.hidden_states
+    tokens, top_k = call.topk_ids.shape
+    ids = local_ids(call.topk_ids, call.expert_map, experts)
+    if call.slot_order == "choice":
+        counts, _, rank = places(ids.view(tokens, top_k).t().reshape(-1), experts)
+        rank = rank.view(top_k, tokens).t().reshape(-1)
+    else:
+        counts, _, rank = places(ids, experts)
+    kept = (ids < experts) & (rank < capacity)
     slots = (ids * capacity + rank).masked_fill(~kept, -1)
-    batch = hidden_states.new_zeros((num_experts * capacity, hidden_states.shape[1]))
+    batch = hidden_states.new_zeros((experts * capacity, hidden_states.shape[1]))
     pairs = kept.nonzero().squeeze(1)
-    batch[slots[pairs]] = hidden_states[pairs // max(topk_ids.shape[1], 1)]
-    batch = batch.view(num_experts, capacity, hidden_states.shape[1])
-    return batch, counts.clamp(max=capacity).int(), slots.int().view(topk_ids.shape)
+    batch[slots[pairs]] = hidden_states[pairs // max(top_k, 1)]
+    batch = batch.view(experts, capacity, hidden_states.shape[1])
+    return batch, counts.clamp(max=capacity).int(), slots.int().view(call.topk_ids.shape)
 
 
-def moe_unpermute(rows: Tensor, pair_to_row: Tensor, topk_weights: Tensor) -> Tensor:
+def moe_unpermute(call: CombineCall) -> Tensor:
     """Weighted sum over k, in the order of k."""
-    places_TK = pair_to_row.long()
+    rows = call.rows.flatten(0, -2)
+    places_TK = call.places.long()
     dropped_TK = (places_TK < 0) | (places_TK >= rows.shape[0])
     if not bool(dropped_TK.any()):
-        return combine(rows, places_TK, topk_weights)
-    return combine_dropping(rows, places_TK, dropped_TK, topk_weights)
+        return combine(rows, places_TK, call.topk_weights, call.added)
+    return combine_dropping(rows, places_TK, dropped_TK, call.topk_weights, call.added)
 
 
-def batched_combine(batch: Tensor, slots: Tensor, topk_weights: Tensor) -> Tensor:
-    """Weighted sum over k of the slots' rows."""
-    return moe_unpermute(batch.flatten(0, 1), slots, topk_weights)
+batched_combine = moe_unpermute
 
 
-def quantize_rows(rows: Tensor, *, scheme: str) -> tuple[Tensor, Tensor]:
-    """The scheme's own body."""
-    quantize = SCHEMES[scheme].quantize_rows
-    if quantize is None:
-        raise ValueError(f"quantize_rows: scheme must quantise activations, got {scheme!r}.")
-    return quantize(rows)
+def quantize_rows(call: QuantizeCall) -> tuple[Tensor, Tensor]:
+    """The scheme's own body; rows past the count are not read by anyone."""
+    stored = quantized(call.rows, SCHEMES[call.problem.scheme].rows)
+    return stored.data, stored.scales[0]
 
 
-def quantize_batched(batch: Tensor, expert_num_tokens: Tensor, *, scheme: str) -> tuple[Tensor, Tensor]:
-    """Quantise the whole batch; rows past the count are not read by anyone."""
-    return quantize_rows(batch, scheme=scheme)
+quantize_batched = quantize_rows
 
 
-def _glu(
-    rows: Tensor,
-    weight: Tensor,
-    spans: list[Span],
-    bias: Tensor | None,
-    rows_scale: Tensor | None,
-    weight_scale: Tensor | None,
-    activation: str,
-    alpha: float,
-    limit: float,
-    glu_layout: str,
-    scheme: str,
-    quantize_output: bool,
-) -> tuple[Tensor, Tensor]:
-    out_dtype = torch.bfloat16 if SCHEMES[scheme].quantizes_rows else rows.dtype
-    x = dequantize_rows(rows, rows_scale, scheme)
-    value = activate(linear(x, weight, bias, weight_scale, spans, scheme), activation, alpha, limit, glu_layout)
-    if quantize_output:
-        return quantize_rows(value, scheme=scheme)
-    return value.to(out_dtype).contiguous(), torch.empty(0)
+def _rows_and_spans(call: GemmCall) -> tuple[Tensor, list[Span]]:
+    """Rows ``[R, K]`` of either format as a product takes them, and whose they are."""
+    if call.problem.format == "grouped":
+        return call.x.dequantized(), grouped_spans(call.extents)
+    return call.x.dequantized().flatten(0, 1), batched_spans(call.x.data.shape[1], call.extents)
 
 
-def grouped_mm_glu(
-    rows: Tensor,
-    weight: Tensor,
-    offsets: Tensor,
-    bias: Tensor | None = None,
-    rows_scale: Tensor | None = None,
-    weight_scale: Tensor | None = None,
-    weight_global_scale: Tensor | None = None,
-    weight_zero_point: Tensor | None = None,
-    *,
-    activation: str,
-    alpha: float,
-    limit: float,
-    glu_layout: str = "concat",
-    scheme: str,
-    quantize_output: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """First projection and activation of sorted rows."""
-    tensors = (rows, weight, grouped_spans(offsets), bias, rows_scale, weight_scale)
-    return _glu(*tensors, activation, alpha, limit, glu_layout, scheme, quantize_output)
+def grouped_mm_glu(call: GluCall) -> tuple[Tensor, Tensor]:
+    """First projection and activation."""
+    rows, spans = _rows_and_spans(call)
+    value = first_projection(rows, call.weight, call.up, call.bias, call.glu, spans)
+    (sizes, dtype), _ = call.outputs
+    if call.quantize_output:
+        stored = quantized(value, SCHEMES[call.problem.scheme].rows)
+        scale = stored.scales[0]
+        return stored.data.view(sizes), scale.view(*sizes[:-1], scale.shape[1])
+    return value.to(dtype).contiguous().view(sizes), torch.empty(0)
 
 
-def grouped_mm(
-    rows: Tensor,
-    weight: Tensor,
-    offsets: Tensor,
-    bias: Tensor | None = None,
-    rows_scale: Tensor | None = None,
-    weight_scale: Tensor | None = None,
-    weight_global_scale: Tensor | None = None,
-    weight_zero_point: Tensor | None = None,
-    *,
-    scheme: str,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """One projection of sorted rows."""
-    x = dequantize_rows(rows, rows_scale, scheme)
-    return linear(x, weight, bias, weight_scale, grouped_spans(offsets), scheme).to(out_dtype)
+batched_mm_glu = grouped_mm_glu
 
 
-def batched_mm_glu(
-    batch: Tensor,
-    weight: Tensor,
-    expert_num_tokens: Tensor,
-    bias: Tensor | None = None,
-    batch_scale: Tensor | None = None,
-    weight_scale: Tensor | None = None,
-    weight_global_scale: Tensor | None = None,
-    weight_zero_point: Tensor | None = None,
-    *,
-    activation: str,
-    alpha: float,
-    limit: float,
-    glu_layout: str = "concat",
-    scheme: str,
-    quantize_output: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """First projection and activation of the counted rows of an expert batch."""
-    experts, capacity, _ = batch.shape
-    scale = None if batch_scale is None else batch_scale.flatten(0, 1)
-    tensors = (batch.flatten(0, 1), weight, batched_spans(capacity, expert_num_tokens), bias, scale, weight_scale)
-    value, value_scale = _glu(*tensors, activation, alpha, limit, glu_layout, scheme, quantize_output)
-    if quantize_output:
-        value_scale = value_scale.view(experts, capacity, value_scale.shape[1])
-    return value.view(experts, capacity, value.shape[1]), value_scale
+def grouped_mm(call: GemmCall) -> Tensor:
+    """One projection."""
+    rows, spans = _rows_and_spans(call)
+    out = linear(rows, call.weight, call.bias, spans).to(call.out_dtype)
+    return out.view(call.outputs[0][0])
 
 
-def batched_mm(
-    batch: Tensor,
-    weight: Tensor,
-    expert_num_tokens: Tensor,
-    bias: Tensor | None = None,
-    batch_scale: Tensor | None = None,
-    weight_scale: Tensor | None = None,
-    weight_global_scale: Tensor | None = None,
-    weight_zero_point: Tensor | None = None,
-    *,
-    scheme: str,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """One projection of the counted rows of an expert batch."""
-    experts, capacity, _ = batch.shape
-    x = dequantize_rows(batch, batch_scale, scheme).flatten(0, 1)
-    out = linear(x, weight, bias, weight_scale, batched_spans(capacity, expert_num_tokens), scheme)
-    return out.to(out_dtype).view(experts, capacity, out.shape[1])
+batched_mm = grouped_mm
 
 
 def grouped_wgrad(grad_rows: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
@@ -221,60 +139,37 @@ def grouped_wgrad(grad_rows: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
-def fused_experts(
-    hidden_states: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    expert_map: Tensor | None = None,
-    gate_up_scale: Tensor | None = None,
-    down_scale: Tensor | None = None,
-    gate_up_global_scale: Tensor | None = None,
-    down_global_scale: Tensor | None = None,
-    gate_up_zero_point: Tensor | None = None,
-    down_zero_point: Tensor | None = None,
-    *,
-    activation: str,
-    alpha: float,
-    limit: float,
-    glu_layout: str = "concat",
-    weight_on_input: bool = False,
-    scheme: str,
-    format: str = "grouped",
-    capacity: int | None = None,
-    backend: str | None = None,
-) -> Tensor:
+def fused_experts(call: ExpertsCall) -> Tensor:
     """Both formats in the same rows: the batched format differs by the pairs that its capacity drops, and in nothing
     else.
     """
-    experts, pairs, top_k = gate_up_proj.shape[0], topk_ids.numel(), topk_ids.shape[1]
-    row = SCHEMES[scheme]
-    simple = expert_map is None and row.dequantize_weight is None and not weight_on_input
+    weights, topk_ids, capacity = call.experts, call.topk_ids, call.capacity
+    experts, pairs, top_k = int(weights.count), topk_ids.numel(), topk_ids.shape[1]
+    form = weights.scheme.rows
+    simple = call.expert_map is None and not weights.scheme.quantized and not call.weight_on_input
     layout = in_pair_order(topk_ids, experts) if simple and (capacity is None or capacity >= pairs) else None
     length, kept = 0, pairs
     if layout is None:
-        order, counts = sort_pairs(topk_ids, expert_map, experts, capacity)
-        length = padded_length(counts, gate_up_proj) if row.dequantize_weight is None else 0
+        order, counts = sort_pairs(topk_ids, call.expert_map, experts, capacity)
+        length = 0 if weights.scheme.quantized else padded_length(counts, weights.gate_up.data)
         kept = sum(counts)
         layout = lay_out(order, counts, pairs, length)
     pair_of_row, row_of_pair, spans = layout
-    x = hidden_states.index_select(0, pair_of_row // max(top_k, 1))
-    if weight_on_input:
-        row_weights = topk_weights.reshape(-1, 1).index_select(0, pair_of_row)
+    x = call.hidden_states.dequantized().index_select(0, pair_of_row // max(top_k, 1))
+    if call.weight_on_input:
+        row_weights = call.topk_weights.reshape(-1, 1).index_select(0, pair_of_row)
         x = (x.to(accumulation_dtype(x.dtype)) * row_weights).to(x.dtype)
-    if row.quantizes_rows:
-        x = dequantize_rows(*quantize_rows(x, scheme=scheme), scheme)
-    hidden = linear(x, gate_up_proj, gate_up_bias, gate_up_scale, spans, scheme, length)
-    value = activate(hidden, activation, alpha, limit, glu_layout)
-    value = dequantize_rows(*quantize_rows(value, scheme=scheme), scheme) if row.quantizes_rows else value.to(x.dtype)
-    rows = linear(value, down_proj, down_bias, down_scale, spans, scheme, length)
-    places_TK, weights_TK = row_of_pair.view(topk_ids.shape), None if weight_on_input else topk_weights
+    if call.hidden_states.scheme is None:
+        x = quantized(x, form).dequantized()
+    value = first_projection(x, weights.gate_up, weights.up, weights.gate_up_bias, weights.glu, spans, length)
+    value = value.to(x.dtype) if form is None else quantized(value, form).dequantized()
+    rows = linear(value, weights.down, weights.down_bias, spans, length)
+    places_TK, weights_TK = row_of_pair.view(topk_ids.shape), None if call.weight_on_input else call.topk_weights
     if kept == pairs:
-        return combine(rows, places_TK, weights_TK).to(hidden_states.dtype)
-    return combine_dropping(rows, places_TK, places_TK == rows.shape[0], weights_TK).to(hidden_states.dtype)
+        return combine(rows, places_TK, weights_TK).to(call.out_dtype)
+    return combine_dropping(rows, places_TK, places_TK == rows.shape[0], weights_TK).to(call.out_dtype)
 
 
-fused_moe = topk_then_experts(fused_topk, fused_experts)
+def fused_moe(call: MoeCall) -> Tensor:
+    """The router, then the experts."""
+    return fused_experts(call.routed(*fused_topk(call.route)))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from meta.activations import ACTIVATIONS, resolve_activation, split_glu
-from meta.schemes import SCHEMES
+from meta.schemes import SCHEMES, ceil_div
 from moe_ops.api import fused_experts
 
 NAME = "moe_ops"
@@ -70,13 +70,11 @@ def fp8_experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Ten
     """
     first = "gate_up_proj" if self.has_gate else "up_proj"
     _check_fp8(self, first)
-    scales = {"gate_up_scale": getattr(self, f"{first}_scale_inv"), "down_scale": self.down_proj_scale_inv}
+    scales = {"gate_up_scales": [getattr(self, f"{first}_scale_inv")], "down_scales": [self.down_proj_scale_inv]}
     return _forward(self, hidden_states, top_k_index, top_k_weights, scheme=FP8_SCHEME, **scales)
 
 
-def _forward(
-    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **quantised: Any
-) -> Tensor:
+def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **quantised: Any) -> Tensor:
     if getattr(self, "has_post_expert_norm", False):
         raise _refusal(self, "must have no norm after each expert", "has_post_expert_norm=True")
     gate = recognise_gate(self)
@@ -109,7 +107,8 @@ def _check_fp8(module: Any, first: str) -> None:
     static activation scales, other blocks.
     """
     row = SCHEMES[FP8_SCHEME]
-    block = (row.group_n, row.group_k)
+    spec = row.scales[0]
+    block = (spec.group_n, spec.group_k)
     if module.activation_scheme != "dynamic":
         raise _refusal(module, "activation_scheme must be 'dynamic'", repr(module.activation_scheme))
     if module.block_size is None or tuple(module.block_size) != block:
@@ -118,12 +117,17 @@ def _check_fp8(module: Any, first: str) -> None:
         weight, scale = getattr(module, name), getattr(module, f"{name}_scale_inv")
         if weight.dtype != row.weight_dtype:
             raise _refusal(module, f"{name} must be {row.weight_dtype}", weight.dtype)
-        if scale.dtype != torch.float32:
-            raise _refusal(module, f"{name}_scale_inv must be torch.float32", scale.dtype)
+        if scale.dtype not in spec.dtypes:
+            dtypes = " or ".join(str(dtype) for dtype in spec.dtypes)
+            raise _refusal(module, f"{name}_scale_inv must be {dtypes}", scale.dtype)
     width = module.down_proj.shape[2]
-    # The gate's and the up half's scales are separate: their last blocks are cut short, and a block never spans both.
-    if module.has_gate and width % row.group_n:
-        raise _refusal(module, f"intermediate size must be a multiple of {row.group_n}", width)
+    if module.has_gate and width % spec.group_n:
+        # A checkpoint's blocks of the gate and of the up half are separate, the last ones cut short: none spans both.
+        # As many rows as there are blocks that run on would not say which they are.
+        rows, apart = getattr(module, f"{first}_scale_inv").shape[1], 2 * ceil_div(width, spec.group_n)
+        if rows != apart or apart == ceil_div(2 * width, spec.group_n):
+            rule = f"intermediate size must be a multiple of {spec.group_n}, or its scales start again with the up half"
+            raise _refusal(module, rule, f"{width} with {rows} rows of scales")
 
 
 def _refusal(module: nn.Module, rule: str, got: object) -> ValueError:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meta.activations import ACTIVATIONS, split_glu
-from meta.schemes import SCHEMES
+from meta.operands import Glu, Operand
 from moe_ops.pairs import local_ids
 
 #: ``(expert, first row, end row)`` of an expert that has rows.
@@ -114,23 +114,15 @@ def lay_out(order: Tensor, counts: list[int], pairs: int, length: int) -> tuple[
     return pair_of_row, row_of_pair, spans
 
 
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    weight_scale: Tensor | None,
-    spans: list[Span],
-    scheme: str,
-    length: int = 0,
-) -> Tensor:
+def linear(x: Tensor, operand: Operand, bias: Tensor | None, spans: list[Span], length: int = 0) -> Tensor:
     """``[R, N]`` from ``x [R, K]``: one batched GEMM for the first ``E * length`` rows, one for each span of the rows
     after them. Rows in neither are zero, so that results repeat.
     """
-    dequantize = SCHEMES[scheme].dequantize_weight
+    weight = operand.data
     batched, transposed = weight.shape[0] * length, weight.transpose(1, 2)
     rows = x.shape[0] - batched
     spans = [(expert, start, min(end, rows)) for expert, start, end in spans if start < rows]  # whatever the data says
-    plain = dequantize is None and x.dtype != torch.float16 and (bias is None or bias.dtype == x.dtype)
+    plain = not operand.scales and x.dtype != torch.float16 and (bias is None or bias.dtype == x.dtype)
     allocate = torch.empty if sum(end - start for _, start, end in spans) == rows else torch.zeros
     result = allocate((x.shape[0], weight.shape[1]), dtype=x.dtype)
     if length:
@@ -148,10 +140,7 @@ def linear(
         elif plain and bias is not None:
             torch.addmm(bias[expert], x[start:end], transposed[expert], out=out[start:end])
         else:
-            matrix = transposed[expert]
-            if dequantize is not None and weight_scale is not None:
-                matrix = dequantize(weight[expert : expert + 1], weight_scale[expert : expert + 1])[0].t()
-            y = product(x[start:end], matrix)
+            y = product(x[start:end], operand.of_expert(expert).t())
             out[start:end] = y if bias is None else y.to(accumulation_dtype(y.dtype)) + bias[expert]
     return result
 
@@ -196,23 +185,30 @@ def product(x: Tensor, matrix: Tensor) -> Tensor:
     return x @ matrix
 
 
-def activate(hidden: Tensor, activation: str, alpha: float, limit: float, glu_layout: str) -> Tensor:
-    """The activation in the accumulation dtype."""
-    hidden = hidden.to(accumulation_dtype(hidden.dtype))
-    return ACTIVATIONS[activation].eager(*split_glu(hidden, glu_layout), alpha, limit)
+def first_projection(
+    x: Tensor, gate_up: Operand, up: Operand | None, bias: Tensor | None, glu: Glu, spans: list[Span], length: int = 0
+) -> Tensor:
+    """The activated ``[R, I]`` in the accumulation dtype; the weights are stacked, or two beside each other."""
+    wide = accumulation_dtype(x.dtype)
+    if up is None:
+        halves = split_glu(linear(x, gate_up, bias, spans, length).to(wide), glu.layout)
+    else:
+        biases = (None, None) if bias is None else bias.chunk(2, dim=1)
+        pair = zip((gate_up, up), biases, strict=True)
+        gate, other = (linear(x, weight, half, spans, length).to(wide) for weight, half in pair)
+        halves = (gate, other)
+    return ACTIVATIONS[glu.activation].eager(*halves, glu.alpha, glu.limit)
 
 
-def dequantize_rows(rows: Tensor, rows_scale: Tensor | None, scheme: str) -> Tensor:
-    """Activations as a GEMM takes them: fp32 when they were quantised."""
-    dequantize = SCHEMES[scheme].dequantize_rows
-    return rows if dequantize is None or rows_scale is None else dequantize(rows, rows_scale)
-
-
-def combine(rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
-    """Sum over k in the order of k, in blocks of tokens whose fp32 products stay in a core's cache."""
+def combine(rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None, added_TH: Tensor | None = None) -> Tensor:
+    """Sum over k in the order of k, in blocks of tokens whose fp32 products stay in a core's cache; ``added_TH`` joins
+    the sum last.
+    """
     (tokens, top_k), hidden = places_TK.shape, rows.shape[1]
     dtype = accumulation_dtype(rows.dtype)
     out = torch.zeros((tokens, hidden), dtype=rows.dtype)
+    if added_TH is not None and not top_k:
+        out.copy_(added_TH)
     block = max(1, _COMBINE_ELEMENTS // max(top_k * hidden, 1))
     for start in range(0, tokens if top_k else 0, block):
         places_KT = places_TK[start : start + block].t()
@@ -222,12 +218,16 @@ def combine(rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None) -> Tenso
         total, *others = products.unbind()
         for product in others:
             total += product
+        if added_TH is not None:
+            total += added_TH[start : start + block]
         out[start : start + block] = total
     return out
 
 
-def combine_dropping(rows: Tensor, places_TK: Tensor, dropped_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+def combine_dropping(
+    rows: Tensor, places_TK: Tensor, dropped_TK: Tensor, weights_TK: Tensor | None, added_TH: Tensor | None = None
+) -> Tensor:
     """:func:`combine` where dropped pairs read one zero row more, with weight 0: a row of theirs may hold NaN."""
     padded = torch.cat((rows, rows.new_zeros((1, rows.shape[1]))))
     weights_TK = None if weights_TK is None else weights_TK.masked_fill(dropped_TK, 0)
-    return combine(padded, places_TK.masked_fill(dropped_TK, rows.shape[0]), weights_TK)
+    return combine(padded, places_TK.masked_fill(dropped_TK, rows.shape[0]), weights_TK, added_TH)

@@ -17,7 +17,6 @@ from moe_ops.testing import assert_cuda_graph_safe
 from tests.ops.errors import assert_accurate
 
 pytestmark = pytest.mark.cuda
-ops = torch.ops.moe_ops
 TOKENS = (1, 2, 7, 16, 64, 300, 1024, 4096)
 SHAPES = {"many_small": (64, 8, 512, 256), "few_large": (8, 2, 1024, 1536), "odd": (60, 4, 480, 176)}
 FP8 = SCHEMES["fp8_block128"]
@@ -101,7 +100,7 @@ def test_no_less_accurate_than_rounding_every_stage(shape, T, format):
     w, (x, tw, ids) = weights(shape), inputs(shape, T)
     gold = per_expert(x, topk_weights=tw, topk_ids=ids, **w)
     staged = error(per_expert(x, topk_weights=tw.to(x.dtype), topk_ids=ids, staged=True, **w), gold)
-    got = ops.fused_experts(x, w["gate_up_proj"], w["down_proj"], tw, ids, format=format)
+    got = moe_ops.fused_experts(x, w["gate_up_proj"], w["down_proj"], tw, ids, format=format)
     assert error(got, gold) <= staged
 
 
@@ -111,7 +110,7 @@ def test_no_less_accurate_than_rounding_every_stage(shape, T, format):
 def test_other_dtypes(dtype, T, format):
     torch.manual_seed(0)
     w, (x, tw, ids) = weights("few_large", dtype=dtype), inputs("few_large", T, dtype)
-    got = ops.fused_experts(x, w["gate_up_proj"], w["down_proj"], tw, ids, format=format)
+    got = moe_ops.fused_experts(x, w["gate_up_proj"], w["down_proj"], tw, ids, format=format)
     check(got, x, tw, ids, w)
 
 
@@ -137,7 +136,7 @@ def test_dropped_and_mapped_experts(T, format):
     expert_map[torch.randperm(2 * E, device="cuda")[:E]] = torch.arange(E, device="cuda", dtype=torch.int32)
     expert_map[:4] = torch.tensor([5, -1, 3, -1])
     local = torch.where((ids >= 0) & (ids < 2 * E), expert_map[ids.clamp(0, 2 * E - 1)].long(), -1)
-    got = ops.fused_experts(x, w["gate_up_proj"], w["down_proj"], tw, ids, None, None, expert_map, format=format)
+    got = moe_ops.fused_experts(x, w["gate_up_proj"], w["down_proj"], tw, ids, expert_map=expert_map, format=format)
     check(got, x, tw, local, w)
 
 
@@ -154,32 +153,24 @@ def test_weight_on_the_input(T):
             out += per_expert(scaled, staged=staged, **one, **w)
         return out
 
-    got = ops.fused_experts(x, w["gate_up_proj"], w["down_proj"], tw, ids, weight_on_input=True)
+    got = moe_ops.fused_experts(x, w["gate_up_proj"], w["down_proj"], tw, ids, weight_on_input=True)
     assert_accurate(got, formula(staged=False), formula(staged=True))
-
-
-@pytest.mark.parametrize("T", [16, 1024])
-def test_torch_grouped_backend(T):
-    torch.manual_seed(4)
-    w, (x, tw, ids) = weights("many_small"), inputs("many_small", T)
-    got = ops.fused_experts(x, w["gate_up_proj"], w["down_proj"], tw, ids, backend="torch_grouped")
-    check(got, x, tw, ids, w)
 
 
 def fp8_layer(shape: str, T: int) -> tuple[tuple[torch.Tensor, ...], dict[str, Any], torch.Tensor]:
     """Arguments, options and the float64 product of the dequantised operands, with h rounded as the scheme says."""
     w, (x, tw, ids) = weights(shape), inputs(shape, T)
-    (w1, s1), (w2, s2) = (FP8.quantize_weight(w[n].float()) for n in ("gate_up_proj", "down_proj"))
-    rounded = FP8.dequantize_rows(*FP8.quantize_rows(x)).double()
-    d1, d2 = FP8.dequantize_weight(w1, s1).double(), FP8.dequantize_weight(w2, s2).double()
+    (w1, s1), (w2, s2) = (FP8.quantize(w[n].float()) for n in ("gate_up_proj", "down_proj"))
+    rounded = FP8.rows.dequantize(*FP8.rows.quantize(x)).double()
+    d1, d2 = FP8.dequantize(w1, s1).double(), FP8.dequantize(w2, s2).double()
     gold = torch.zeros(T, x.shape[1], device="cuda", dtype=torch.float64)
     for e in range(w1.shape[0]):
         token, slot = (ids == e).nonzero(as_tuple=True)
         if len(token):
             gate, up = (rounded[token] @ d1[e].T).chunk(2, -1)
-            h = FP8.dequantize_rows(*FP8.quantize_rows((F.silu(gate) * up).float())).double()
+            h = FP8.rows.dequantize(*FP8.rows.quantize((F.silu(gate) * up).float())).double()
             gold.index_add_(0, token, (h @ d2[e].T) * tw[token, slot].double()[:, None])
-    return (x, w1, w2, tw, ids), {"gate_up_scale": s1, "down_scale": s2, "scheme": "fp8_block128"}, gold
+    return (x, w1, w2, tw, ids), {"gate_up_scales": s1, "down_scales": s2, "scheme": "fp8_block128"}, gold
 
 
 @pytest.mark.parametrize("T", TOKENS)
@@ -188,7 +179,7 @@ def fp8_layer(shape: str, T: int) -> tuple[tuple[torch.Tensor, ...], dict[str, A
 def test_fp8_block128_is_the_product_of_the_dequantised_operands(shape, T, format):
     torch.manual_seed(5)
     arguments, options, gold = fp8_layer(shape, T)
-    got = ops.fused_experts(*arguments, format=format, **options)
+    got = moe_ops.fused_experts(*arguments, format=format, **options)
     # bf16 rounding of the result, plus an occasional e4m3 step where fp32 and fp64 round h to different sides
     assert error(got, gold) < 6e-3
 
@@ -206,7 +197,7 @@ def test_same_bits_eager_compiled_and_captured_with_changed_routing(scheme, form
         fixed = (w1, w2)
 
     def layer(x, tw, ids):
-        return ops.fused_experts(x, *fixed, tw, ids, format=format, **options)
+        return moe_ops.fused_experts(x, *fixed, tw, ids, format=format, **options)
 
     other = inputs("many_small", T)
     compiled = torch.compile(layer, fullgraph=True)
@@ -229,7 +220,7 @@ def test_kernels_from_router_logits_to_output(shape, scheme, T, limit):
         (x, w1, w2, *_), options, _ = fp8_layer(shape, T)
         fixed = (w1, w2)
     torch.use_deterministic_algorithms(False)  # filling memory launches kernels of its own
-    names = kernel_names(lambda: ops.fused_moe(x, logits, *fixed, top_k=K, **options))
+    names = kernel_names(lambda: moe_ops.fused_moe(x, logits, *fixed, top_k=K, **options))
     assert len(names) <= limit, names
 
 
@@ -242,10 +233,11 @@ def test_kernels_at_the_dimensions_of_real_models(shape, scheme, T, limit):
     torch.use_deterministic_algorithms(False)
     w1, w2 = (torch.empty(E, n, k, device="cuda", dtype=row.weight_dtype) for n, k in ((2 * I, H), (H, I)))
     if row.quantized:
-        scales = (torch.ones(row.weight_scale_shape(E, n, k), device="cuda") for n, k in ((2 * I, H), (H, I)))
-        options = dict(zip(("gate_up_scale", "down_scale"), scales, strict=True)) | {"scheme": scheme}
+        sizes = ((2 * I, H), (H, I))
+        scales = [[torch.ones(spec.shape(E, n, k), device="cuda") for spec in row.scales] for n, k in sizes]
+        options = dict(zip(("gate_up_scales", "down_scales"), scales, strict=True)) | {"scheme": scheme}
     x, logits = (torch.randn(T, n, device="cuda", dtype=torch.bfloat16) for n in (H, E))
-    names = kernel_names(lambda: ops.fused_moe(x, logits, w1, w2, top_k=K, **options))
+    names = kernel_names(lambda: moe_ops.fused_moe(x, logits, w1, w2, top_k=K, **options))
     assert len(names) <= limit, names
 
 
@@ -263,11 +255,12 @@ def test_fused_moe_is_topk_then_experts_to_the_bit_and_replays(shape, scheme, T)
         fixed = (w1, w2)
 
     def layer(x, logits):
-        return ops.fused_moe(x, logits, *fixed, top_k=K, **options)
+        return moe_ops.fused_moe(x, logits, *fixed, top_k=K, **options)
 
     first, second = (torch.randn(T, E, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     for logits in (first, second):
-        assert torch.equal(layer(x, logits), ops.fused_experts(x, *fixed, *ops.fused_topk(logits, top_k=K), **options))
+        routed = moe_ops.fused_topk(logits, top_k=K)
+        assert torch.equal(layer(x, logits), moe_ops.fused_experts(x, *fixed, *routed, **options))
     torch.use_deterministic_algorithms(False)
     assert_cuda_graph_safe(layer, (x, first), changed=[(x, second)], backend=None)
 
@@ -308,11 +301,11 @@ def test_opcheck(op):
         "fused_moe": ((x, logits, *fixed), {"top_k": 8}),
         "moe_permute": ((x.detach(), ids), {"num_experts": 64}),
     }[op]
-    torch.library.opcheck(getattr(ops, op.removesuffix("_batched")).default, arguments, options)
+    torch.library.opcheck(getattr(torch.ops.moe_ops, op.removesuffix("_batched")).default, arguments, options)
 
 
 def test_debug_reports_an_id_out_of_range():
     w, (x, tw, ids) = weights("few_large"), inputs("few_large", 4)
     ids[2, 1] = 99
     with moe_ops.debug(), pytest.raises(ValueError, match="99"):
-        ops.fused_experts(x, w["gate_up_proj"], w["down_proj"], tw, ids)
+        moe_ops.fused_experts(x, w["gate_up_proj"], w["down_proj"], tw, ids)

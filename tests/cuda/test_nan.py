@@ -31,7 +31,6 @@ from tests.ops.nan_cases import (
 )
 
 pytestmark = pytest.mark.cuda
-ops = torch.ops.moe_ops
 DEVICE = "cuda"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FORMS = ("grouped", "weight_on_input", "batched", "batched_full", "batched_overflow")
@@ -80,7 +79,7 @@ def test_topk(case: str, dtype: str, renormalize: bool) -> None:
     routing, poison = CASES[case]
     logits, bias = logits_and_bias(poison, DTYPES[dtype])
     options = routing_options(routing, renormalize=renormalize)
-    got = ops.fused_topk(logits.to(DEVICE), None if bias is None else bias.to(DEVICE), **options)
+    got = moe_ops.fused_topk(logits.to(DEVICE), None if bias is None else bias.to(DEVICE), **options)
     check_routing(*got, logits, bias, options)
 
 
@@ -89,14 +88,14 @@ def test_topk(case: str, dtype: str, renormalize: bool) -> None:
 def test_topk_compiled_and_captured(routing: str, way: str) -> None:
     logits, _ = logits_and_bias(POISONS["nan_beside_inf"])
     options = routing_options(routing)
-    check_routing(*WAYS[way](lambda x: ops.fused_topk(x, **options))(logits.to(DEVICE)), logits, None, options)
+    check_routing(*WAYS[way](lambda x: moe_ops.fused_topk(x, **options))(logits.to(DEVICE)), logits, None, options)
 
 
 def test_every_nan_is_the_same_nan() -> None:
     """Neither sign nor payload ranks one NaN before another."""
     bits = torch.tensor([[0, 0x7FC00000, -0x400000, 0x7FFF0000, 0x7F800000, -0x10000]], dtype=torch.int32)
     for dtype in (torch.float32, torch.bfloat16):
-        _, ids = ops.fused_topk(bits.view(torch.float32).to(dtype).to(DEVICE), top_k=6, routing="topk_sigmoid")
+        _, ids = moe_ops.fused_topk(bits.view(torch.float32).to(dtype).to(DEVICE), top_k=6, routing="topk_sigmoid")
         assert ids.tolist() == [[1, 2, 3, 5, 4, 0]]
 
 
@@ -125,7 +124,7 @@ def test_experts(T: int, dtype: str, form: str, way: str) -> None:
     gate_up, down = layer["gate_up_proj"], layer["down_proj"]
 
     def whole(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        return ops.fused_experts(x, gate_up, down, weights, ids, **options)
+        return moe_ops.fused_experts(x, gate_up, down, weights, ids, **options)
 
     function = WAYS[way](whole)
     names = ("hidden_states", "topk_weights", "topk_ids")
@@ -137,7 +136,7 @@ def test_experts(T: int, dtype: str, form: str, way: str) -> None:
 def test_dropped_pairs_are_exactly_zero(T: int, form: str) -> None:
     layer = layer_of(T, torch.bfloat16)
     options = form_of(form, layer) if form != "batched_overflow" else form_of("batched", layer)
-    check_dropped_pairs_are_exactly_zero(lambda layer: ops.fused_experts(**layer, **options), layer)
+    check_dropped_pairs_are_exactly_zero(lambda layer: moe_ops.fused_experts(**layer, **options), layer)
 
 
 @pytest.mark.parametrize("form", ["grouped", "batched", "batched_full"])
@@ -145,10 +144,10 @@ def test_dropped_pairs_are_exactly_zero(T: int, form: str) -> None:
 def test_quantising_experts(T: int, form: str) -> None:
     layer, scales = layer_of(T, torch.bfloat16), {}
     for name in ("gate_up", "down"):
-        quantized = SCHEMES["fp8_block128"].quantize_weight(layer[f"{name}_proj"].float())
-        layer[f"{name}_proj"], scales[f"{name}_scale"] = quantized
+        quantized = SCHEMES["fp8_block128"].quantize(layer[f"{name}_proj"].float())
+        layer[f"{name}_proj"], scales[f"{name}_scales"] = quantized
     options = {"scheme": "fp8_block128", **scales, **form_of(form, layer)}
-    check_nan_stays_in_its_token(lambda layer: ops.fused_experts(**layer, **options), layer)
+    check_nan_stays_in_its_token(lambda layer: moe_ops.fused_experts(**layer, **options), layer)
 
 
 @every_way
@@ -163,7 +162,7 @@ def test_fused_moe(routing: str, tokens: int, format: str, way: str) -> None:
     options = routing_options(routing)
     wanted = eager_experts(x, gate_up, down, *by_torch(logits, None, options))
     fixed = (gate_up.to(DEVICE), down.to(DEVICE))
-    function = WAYS[way](lambda x, logits: ops.fused_moe(x, logits, *fixed, format=format, **options))
+    function = WAYS[way](lambda x, logits: moe_ops.fused_moe(x, logits, *fixed, format=format, **options))
     got = function(x.to(DEVICE), logits.to(DEVICE))
     torch.testing.assert_close(got.cpu(), wanted, rtol=1e-3, atol=1e-4, equal_nan=True)
 
@@ -176,7 +175,7 @@ def test_a_nan_router_row_leaves_every_bit_of_the_other_tokens(format: str, T: i
     x, gate_up, down = (layer[name] for name in ("hidden_states", "gate_up_proj", "down_proj"))
     healthy = torch.randn(T, gate_up.shape[0], device=DEVICE)
     poisoned = healthy.index_fill(0, torch.tensor(BAD, device=DEVICE), NAN)
-    clean, out = (ops.fused_moe(x, logits, gate_up, down, top_k=4, format=format) for logits in (healthy, poisoned))
+    clean, out = (moe_ops.fused_moe(x, logits, gate_up, down, top_k=4, format=format) for logits in (healthy, poisoned))
     others = [t for t in range(T) if t != BAD]
     assert out[BAD].isnan().all() and torch.equal(out[others], clean[others]) and clean.isfinite().all()
 
@@ -209,7 +208,9 @@ def test_experts_gradients(activation: str, poison: str, way: str) -> None:
     biases = torch.randn(12, 128, device=DEVICE), torch.randn(12, 128, device=DEVICE)
 
     def fused(x: Tensor, up: Tensor, down: Tensor, weights: Tensor, up_bias: Tensor, down_bias: Tensor) -> Tensor:
-        return ops.fused_experts(x, up, down, weights, ids, up_bias, down_bias, activation=activation)
+        return moe_ops.fused_experts(
+            x, up, down, weights, ids, gate_up_bias=up_bias, down_bias=down_bias, activation=activation
+        )
 
     def eager(x: Tensor, up: Tensor, down: Tensor, weights: Tensor, up_bias: Tensor, down_bias: Tensor) -> Tensor:
         return eager_experts(x, up, down, weights, ids, up_bias, down_bias, activation=activation)

@@ -49,7 +49,7 @@ def test_quantize_rows_bit_for_bit(K, dtype, poisoned):
     rows = (torch.randn(9, K) * torch.logspace(-13, 8, 9)[:, None]).to(dtype)
     rows[4] = 0.0
     q, scale = quantize_rows(rows, "fp8_block128")
-    expected_q, expected_scale = FP8.quantize_rows(rows)
+    expected_q, (expected_scale,) = FP8.rows.quantize(rows)
     assert q.dtype == torch.float8_e4m3fn and q.is_contiguous() and scale.is_contiguous()
     assert torch.equal(scale, expected_scale)
     assert torch.equal(bits(q), bits(expected_q))
@@ -59,21 +59,22 @@ def test_quantize_rows_of_any_stride():
     wide = torch.randn(6, 300)
     for rows in (wide[:, 10:210], wide[:, ::2], wide[::2]):
         q, scale = quantize_rows(rows, "fp8_block128")
-        expected_q, expected_scale = FP8.quantize_rows(rows.contiguous())
+        expected_q, (expected_scale,) = FP8.rows.quantize(rows.contiguous())
         assert torch.equal(scale, expected_scale) and torch.equal(bits(q), bits(expected_q))
 
 
 def test_quantize_rows_many_groups():
     rows = torch.randn(130, 4096).bfloat16()
     q, scale = quantize_rows(rows, "fp8_block128")
-    expected_q, expected_scale = FP8.quantize_rows(rows)
+    expected_q, (expected_scale,) = FP8.rows.quantize(rows)
     assert torch.equal(scale, expected_scale) and torch.equal(bits(q), bits(expected_q))
 
 
 def test_nan_and_infinity_stay_visible():
     rows = torch.randn(3, 128)
     rows[0, 5], rows[1, 7] = NAN, INF
-    dequantised = FP8.dequantize_rows(*quantize_rows(rows, "fp8_block128"))
+    q, scale = quantize_rows(rows, "fp8_block128")
+    dequantised = FP8.rows.dequantize(q, (scale,))
     assert dequantised[0].isnan().nonzero().tolist() == [[5]]
     assert dequantised[1].isnan().any()
     assert dequantised[2].isfinite().all()
@@ -84,7 +85,7 @@ def test_quantize_batched_touches_only_counted_rows(C, poisoned):
     batch = torch.randn(4, C, 200).bfloat16()
     counts = torch.tensor([2, 0, C, C + 9], dtype=torch.int32)
     q, scale = quantize_batched(batch, counts, "fp8_block128")
-    expected_q, expected_scale = FP8.quantize_rows(batch)
+    expected_q, (expected_scale,) = FP8.rows.quantize(batch)
     for e, count in enumerate(counts.clamp(max=C).tolist()):
         assert torch.equal(scale[e, :count], expected_scale[e, :count])
         assert torch.equal(bits(q[e, :count]), bits(expected_q[e, :count]))

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import moe_ops
+from meta.routing import route as route_pairs
 from meta.schemes import SCHEMES
-from meta.shapes import RULES
-from moe_ops import dispatch, plans, reference
+from moe_ops import choice, plans
 from moe_ops.backends import triton as backend
 from moe_ops.experts_backward import grouped_wgrad as plain_wgrad
 from moe_ops.kernels.triton import route
 from moe_ops.kernels.triton.config import MMConfig, SmallConfig
+from moe_ops.ops import parse
 from tests.ops.errors import assert_rounded, norm_error
 from tests.ops.layers import Layer, dense_formula
 
@@ -29,7 +29,6 @@ PLANS = {
     "grouped": plans.Plan("grouped", TILE, TILE),
     "batched": plans.Plan("batched", TILE, TILE),
 }
-ops = torch.ops.moe_ops
 
 
 def case(
@@ -48,8 +47,8 @@ def case(
 
 def gold(arguments: list[Any], options: dict[str, Any]) -> torch.Tensor:
     """The reference on upcast inputs."""
-    wide = [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments]
-    return ops.fused_experts(*wide, backend="reference", **options)
+    wide = [a.double() if a.is_floating_point() else a for a in arguments]
+    return moe_ops.fused_experts(*wide, backend="reference", **options)
 
 
 @pytest.fixture
@@ -64,7 +63,7 @@ every_path = pytest.mark.parametrize("plan", PLANS, indirect=True)
 
 def run(plan: str, arguments: list[Any], options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     options = {**options, "format": "batched" if plan == "batched" else "grouped"}
-    return ops.fused_experts(*arguments, backend="triton", **options), gold(arguments, options)
+    return moe_ops.fused_experts(*arguments, backend="triton", **options), gold(arguments, options)
 
 
 @every_path
@@ -79,7 +78,7 @@ def test_fused_experts(plan, glu, weight_on_input):
 def test_fused_experts_with_bias_and_a_clamped_activation(plan):
     torch.manual_seed(1)
     arguments, options = case(activation="swiglu_oai", glu_layout="interleaved")
-    arguments += [torch.randn(E, 2 * I), torch.randn(E, H)]
+    options |= {"gate_up_bias": torch.randn(E, 2 * I), "down_bias": torch.randn(E, H)}
     assert_rounded(*run(plan, arguments, options))
 
 
@@ -89,7 +88,7 @@ def test_fused_experts_with_an_expert_map(plan):
     arguments, options = case()
     arguments[4] = torch.randint(-1, 10, (7, 3))
     expert_map = torch.tensor([-1, 2, 5, -1, 0, 1, 4, 3, -1])
-    assert_rounded(*run(plan, [*arguments, None, None, expert_map], options))
+    assert_rounded(*run(plan, arguments, {**options, "expert_map": expert_map}))
 
 
 @every_path
@@ -148,7 +147,7 @@ def test_batched_overflow_drops_the_same_pairs_as_the_reference(monkeypatch):
     monkeypatch.setattr(plans, "plan_for", lambda *_: PLANS["batched"])
     arguments, options = case(T=12)
     options |= {"format": "batched", "capacity": 3}
-    assert_rounded(ops.fused_experts(*arguments, backend="triton", **options), gold(arguments, options))
+    assert_rounded(moe_ops.fused_experts(*arguments, backend="triton", **options), gold(arguments, options))
 
 
 FP8_FORMS = {
@@ -164,14 +163,18 @@ def test_fp8_block128(form, monkeypatch):
     scheme, T, hidden, inter = SCHEMES["fp8_block128"], 5, 256, 192
     monkeypatch.setattr(plans, "plan_for", lambda *_: FP8_FORMS[form])
     x = torch.randn(T, hidden, dtype=torch.bfloat16)
-    w1, s1 = scheme.quantize_weight(torch.randn(E, 2 * inter, hidden) * 0.1)
-    w2, s2 = scheme.quantize_weight(torch.randn(E, hidden, inter) * 0.1)
+    w1, s1 = scheme.quantize(torch.randn(E, 2 * inter, hidden) * 0.1)
+    w2, s2 = scheme.quantize(torch.randn(E, hidden, inter) * 0.1)
     ids = torch.rand(T, E).topk(2, dim=1).indices.int()
     tensors = {"hidden_states": x, "gate_up_proj": w1, "down_proj": w2, "topk_weights": torch.rand(T, 2)}
-    tensors |= {"topk_ids": ids, "gate_up_scale": s1, "down_scale": s2}
+    tensors |= {"topk_ids": ids, "gate_up_scales": s1, "down_scales": s2}
     layer = Layer(tensors, {"scheme": "fp8_block128", "format": "batched" if form == "batched" else "grouped"})
-    got = ops.fused_experts(**layer.tensors, **layer.options, backend="triton")
+    got = moe_ops.fused_experts(**layer.tensors, **layer.options, backend="triton")
     assert_rounded(got, dense_formula(layer.float64()))
+
+
+def stage(op: str, *args: Any, **options: Any) -> Any:
+    return getattr(backend, op)(parse(op, *args, **options))
 
 
 @pytest.mark.parametrize("name", ["grouped", "batched"])
@@ -180,17 +183,13 @@ def test_stage_operators_chain_to_the_whole(name):
     (x, w1, w2, weights, ids), _ = case()
     want = gold([x, w1, w2, weights, ids], {})
     if name == "grouped":
-        rows, offsets, pair_to_row = backend.moe_permute(x, ids, num_experts=E)
-        h, _ = backend.grouped_mm_glu(
-            rows, w1, offsets, activation="silu", alpha=0.0, limit=0.0, glu_layout="concat", scheme="fp32"
-        )
-        out = backend.moe_unpermute(backend.grouped_mm(h, w2, offsets, scheme="fp32"), pair_to_row, weights)
+        rows, offsets, pair_to_row = stage("moe_permute", x, ids, num_experts=E)
+        h, _ = stage("grouped_mm_glu", rows, w1, offsets, [])
+        out = stage("moe_unpermute", stage("grouped_mm", h, w2, offsets, []), pair_to_row, weights)
     else:
-        batch, counts, slots = backend.batched_dispatch(x, ids, num_experts=E, capacity=7)
-        h, _ = backend.batched_mm_glu(
-            batch, w1, counts, activation="silu", alpha=0.0, limit=0.0, glu_layout="concat", scheme="fp32"
-        )
-        out = backend.batched_combine(backend.batched_mm(h, w2, counts, scheme="fp32"), slots, weights)
+        batch, counts, slots = stage("batched_dispatch", x, ids, num_experts=E, capacity=7)
+        h, _ = stage("batched_mm_glu", batch, w1, counts, [])
+        out = stage("batched_combine", stage("batched_mm", h, w2, counts, []), slots, weights)
     assert_rounded(out, want)
 
 
@@ -201,8 +200,8 @@ def test_fused_moe_equals_topk_then_experts(few, monkeypatch):
     monkeypatch.setattr(route, "is_few", lambda *_: few)
     (x, w1, w2, _, _), _ = case()
     logits = torch.randn(7, E)
-    got = ops.fused_moe(x, logits, w1, w2, top_k=2, backend="triton")
-    weights, ids = reference.fused_topk(logits.double(), top_k=2)
+    got = moe_ops.fused_moe(x, logits, w1, w2, top_k=2, backend="triton")
+    weights, ids = route_pairs(logits.double(), top_k=2)
     assert_rounded(got, gold([x, w1, w2, weights, ids], {}))
 
 
@@ -214,8 +213,8 @@ def test_few_tokens_with_the_weight_on_their_input(plan):
     logits = torch.randn(3, E)
     assert route.is_few(3, 2, E)
     options = {"weight_on_input": True, "format": "batched" if plan == "batched" else "grouped"}
-    got = ops.fused_moe(x, logits, w1, w2, top_k=2, backend="triton", **options)
-    weights, ids = reference.fused_topk(logits.double(), top_k=2)
+    got = moe_ops.fused_moe(x, logits, w1, w2, top_k=2, backend="triton", **options)
+    weights, ids = route_pairs(logits.double(), top_k=2)
     before, after = (gold([x, w1, w2, weights, ids], {"weight_on_input": value}) for value in (True, False))
     assert_rounded(got, before)
     assert norm_error(after, before) > 0.1
@@ -229,7 +228,7 @@ def test_capacity_one_short_exactly_full_and_with_room(capacity, monkeypatch):
     arguments[4] = torch.full((4, 3), -1, dtype=torch.int32)
     arguments[4][:, 1] = 2  # four pairs of one expert
     options = {"format": "batched", "capacity": capacity}
-    got = ops.fused_experts(*arguments, backend="triton", **options)
+    got = moe_ops.fused_experts(*arguments, backend="triton", **options)
     assert_rounded(got, gold(arguments, options))
     assert got.any(1).tolist() == [True, True, True, capacity > 3]
 
@@ -239,8 +238,8 @@ def test_fused_moe_by_the_plans_of_the_rule(tokens):
     torch.manual_seed(12)
     (x, w1, w2, _, _), _ = case()
     logits = torch.randn(tokens, E)
-    got = ops.fused_moe(x[:tokens], logits, w1, w2, top_k=2, backend="triton")
-    weights, ids = reference.fused_topk(logits.double(), top_k=2)
+    got = moe_ops.fused_moe(x[:tokens], logits, w1, w2, top_k=2, backend="triton")
+    weights, ids = route_pairs(logits.double(), top_k=2)
     assert_rounded(got, gold([x[:tokens], w1, w2, weights, ids], {}))
 
 
@@ -256,7 +255,7 @@ def test_wgrad_of_a_grouped_mm(dtype):
 
 @pytest.mark.parametrize("weight_on_input", [False, True], ids=["weight_after", "weight_before"])
 def test_gradients_through_the_triton_backend(weight_on_input, monkeypatch):
-    monkeypatch.setattr(dispatch, "DEFAULT_BACKEND", "triton")  # a request by argument does not reach the backward
+    monkeypatch.setattr(choice, "DEFAULT_BACKEND", "triton")  # a request by argument does not reach the backward
     torch.manual_seed(11)
     arguments, options = case(weight_on_input=weight_on_input)
     leaves = [a.clone().requires_grad_() for a in arguments[:4]]
@@ -271,21 +270,7 @@ def test_gradients_through_the_triton_backend(weight_on_input, monkeypatch):
 def test_an_explicit_request_never_falls_back():
     arguments, _ = case(dtype=torch.float64)
     with pytest.raises(ValueError, match="triton serves the schemes bf16, fp16, fp32, fp8_block128, got fp64"):
-        ops.fused_experts(*arguments, backend="triton")
-
-
-def test_the_measured_choice_is_asked_of_layers_and_never_of_stages(monkeypatch):
-    (x, w1, w2, _, ids), _ = case()
-    layer = replace(RULES["fused_experts"](x, w1, w2, torch.rand(7, 3), ids).problem, device_type="cuda")
-    stages = [
-        RULES["moe_permute"](x, ids, num_experts=E).problem,
-        RULES["fused_topk"](torch.randn(7, E), top_k=2).problem,
-        RULES["moe_unpermute"](torch.randn(21, H), ids, torch.rand(7, 3)).problem,
-    ]
-    assert backend.measured_faster(layer) is None
-    assert [backend.measured_faster(replace(stage, device_type="cuda")) for stage in stages] == [None] * 3
-    monkeypatch.setattr(plans, "plan_for", lambda *_: plans.Plan("torch_grouped", None, None))
-    assert backend.measured_faster(layer) == "torch_grouped"
+        moe_ops.fused_experts(*arguments, backend="triton")
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])

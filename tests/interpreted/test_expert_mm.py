@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from meta.activations import ACTIVATIONS
+from meta.operands import Operand
 from meta.schemes import SCHEMES
 from moe_ops.kernels.triton.config import MMConfig, SmallConfig
 from moe_ops.kernels.triton.expert_mm import batched_mm, grouped_mm, most_tiles
@@ -20,6 +22,13 @@ POINTERS = MMConfig(16, 32, 32, 2, 4, 2, a_tma=False, w_tma=False)
 DESCRIPTORS = MMConfig(16, 32, 32, 1, 4, 2, a_tma=True, w_tma=True)
 CONFIGS = {"pointers": POINTERS, "descriptors": DESCRIPTORS}
 SMALL = (SmallConfig(8, 64, 4), SmallConfig(16, 32, 4))
+
+
+def expert_mm(
+    w: torch.Tensor, dtype: torch.dtype, *, scales: tuple[torch.Tensor, ...] = (), **options: Any
+) -> ExpertMM:
+    """A projection by weights of this kind."""
+    return ExpertMM(Operand(w, None, scales), dtype, **options)
 
 
 def weight(n: int, k: int, layout: str, dtype: torch.dtype, experts: int = E) -> torch.Tensor:
@@ -71,7 +80,7 @@ def test_grouped_glu(config, dtype, layout, glu):
     rows = torch.randn(sum(counts), H).to(dtype)
     w = weight(I if glu == "none" else 2 * I, H, layout, dtype)
     bias = torch.randn(E, w.shape[1]).to(dtype)
-    mm = ExpertMM(w, dtype, glu_layout=glu, activation="silu", bias=bias)
+    mm = expert_mm(w, dtype, glu_layout=glu, activation="silu", bias=bias)
     offsets = torch.tensor(counts).cumsum(0).int()
     out, _ = grouped_mm(rows, mm, offsets, CONFIGS[config], num_rows=rows.shape[0])
     assert_rounded(out, gold_mm(rows, w, bias, counts, glu=glu, activation="silu"))
@@ -85,7 +94,7 @@ def test_every_activation_in_the_epilogue(activation, glu):
     rows = torch.randn(sum(counts), H) * 3
     w = weight(I if glu == "none" else 2 * I, H, "nk", torch.float32)
     row = ACTIVATIONS[activation]
-    mm = ExpertMM(
+    mm = expert_mm(
         w, torch.float32, glu_layout=glu, activation=activation, alpha=row.alpha or 0.0, limit=row.limit or 0.0
     )
     out, _ = grouped_mm(rows, mm, torch.tensor(counts).cumsum(0).int(), DESCRIPTORS, num_rows=rows.shape[0])
@@ -102,7 +111,7 @@ def test_grouped_plain_with_gathered_rows_and_ragged_edges(n, config):
     w = weight(n, 88, "nk", torch.float32)
     out, _ = grouped_mm(
         tokens,
-        ExpertMM(w, torch.float32),
+        expert_mm(w, torch.float32),
         torch.tensor(counts).cumsum(0).int(),
         CONFIGS[config],
         num_rows=12,
@@ -119,7 +128,7 @@ def test_the_grid_has_a_program_for_every_tile(counts):
     assert tiles <= most_tiles(sum(counts), len(counts), POINTERS) <= tiles + len(counts)
     rows, w = torch.randn(sum(counts), 32), weight(40, 32, "nk", torch.float32)
     out, _ = grouped_mm(
-        rows, ExpertMM(w, torch.float32), torch.tensor(counts).cumsum(0).int(), POINTERS, num_rows=sum(counts)
+        rows, expert_mm(w, torch.float32), torch.tensor(counts).cumsum(0).int(), POINTERS, num_rows=sum(counts)
     )
     assert_rounded(out, gold_mm(rows, w, None, counts, glu="none", activation=None))
 
@@ -142,7 +151,7 @@ def test_nan_behind_the_last_column_of_k_is_not_multiplied(config, poisoned_oper
     rows, w = torch.randn(sum(counts), k), weight(I if glu == "none" else 2 * I, k, "nk", torch.float32)
     wide_rows = inside_nan(rows, 40) if poisoned_operand != "weight" else rows
     wide_w = inside_nan(w, 40) if poisoned_operand != "rows" else w
-    mm = ExpertMM(wide_w, torch.float32, glu_layout=glu, activation="silu")
+    mm = expert_mm(wide_w, torch.float32, glu_layout=glu, activation="silu")
     out, _ = grouped_mm(wide_rows, mm, torch.tensor(counts).cumsum(0).int(), CONFIGS[config], num_rows=rows.shape[0])
     assert_rounded(out, gold_mm(rows, w, None, counts, glu=glu, activation="silu"))
 
@@ -156,8 +165,8 @@ def test_nan_behind_the_last_column_of_k_is_not_multiplied_by_the_small_kernels(
     w1 = weight(inter if glu == "none" else 2 * inter, hidden, "nk", torch.float32)
     w2 = weight(hidden, inter, "nk", torch.float32)
     wide = [inside_nan(w, 40) if poisoned_operand != "rows" else w for w in (w1, w2)]
-    up = ExpertMM(wide[0], torch.float32, glu_layout=glu, activation="silu")
-    down = ExpertMM(wide[1], torch.float32)
+    up = expert_mm(wide[0], torch.float32, glu_layout=glu, activation="silu")
+    down = expert_mm(wide[1], torch.float32)
     wide_x = inside_nan(x, 40) if poisoned_operand != "weight" else x
     out = small_experts(wide_x, weights, ids, up, down, SMALL, expert_map=None, weight_on_input=False)
     assert_rounded(out, gold_experts(x, w1, w2, weights, ids, None, None, glu=glu, activation="silu"))
@@ -173,7 +182,7 @@ def test_batched_leaves_rows_past_the_count_alone(config, glu, monkeypatch):
     for e in range(E):
         batch[e, int(counts[e]) :] = float("nan")
     w = weight(I if glu == "none" else 2 * I, H, "nk", torch.float32)
-    mm = ExpertMM(w, torch.float32, glu_layout=glu, activation="silu")
+    mm = expert_mm(w, torch.float32, glu_layout=glu, activation="silu")
     poison = 12345.0
     monkeypatch.setattr(
         ExpertMM, "allocate", lambda self, lead, like: (torch.full((*lead, self.out_features), poison), torch.empty(0))
@@ -218,8 +227,8 @@ def test_small_experts(dtype, layout, glu, weight_on_input):
     ids = torch.tensor([[1, 4], [-1, 0], [2, E]], dtype=torch.int32)
     weights = torch.rand(T, TOP_K)
     weights[1, 0] = float("nan")
-    up = ExpertMM(w1, dtype, glu_layout=glu, activation="silu", bias=b1)
-    down = ExpertMM(w2, dtype, bias=b2)
+    up = expert_mm(w1, dtype, glu_layout=glu, activation="silu", bias=b1)
+    down = expert_mm(w2, dtype, bias=b2)
     out = small_experts(x, weights, ids, up, down, SMALL, expert_map=None, weight_on_input=weight_on_input)
     gold = gold_experts(x, w1, w2, weights, ids, b1, b2, glu=glu, activation="silu", weight_on_input=weight_on_input)
     assert_rounded(out, gold)
@@ -231,7 +240,7 @@ def test_small_experts_follow_the_expert_map():
     expert_map = torch.tensor([-1, 3, -1, 0, 4, -1, 1, 2])
     ids = torch.tensor([[1, 7], [0, 6]])
     weights = torch.rand(2, 2)
-    up, down = ExpertMM(w1, torch.float32, glu_layout="concat", activation="silu"), ExpertMM(w2, torch.float32)
+    up, down = expert_mm(w1, torch.float32, glu_layout="concat", activation="silu"), expert_mm(w2, torch.float32)
     out = small_experts(x, weights, ids, up, down, SMALL, expert_map=expert_map, weight_on_input=False)
     assert_rounded(out, gold_experts(x, w1, w2, weights, expert_map[ids], None, None, glu="concat", activation="silu"))
 
@@ -241,9 +250,9 @@ FP8_TILE = MMConfig(16, 256, 128, 1, 4, 2, a_tma=False, w_tma=False)
 FP8_DESCRIPTORS = MMConfig(16, 256, 128, 1, 4, 2, a_tma=True, w_tma=True)
 
 
-def fp8_weight(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    quantized, scale = FP8.quantize_weight(torch.randn(E, n, k) * 0.1)
-    return quantized, scale, FP8.dequantize_weight(quantized, scale)
+def fp8_weight(n: int, k: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
+    quantized, scales = FP8.quantize(torch.randn(E, n, k) * 0.1)
+    return quantized, scales, FP8.dequantize(quantized, scales)
 
 
 @pytest.mark.parametrize("glu", ["concat", "interleaved", "none"])
@@ -252,33 +261,33 @@ def test_fp8_grouped_equals_the_product_of_the_dequantised_operands(glu, config)
     torch.manual_seed(6)
     n, k, counts = 192, 320, [5, 0, 17, 1, 2]
     rows = torch.randn(sum(counts), k)
-    q_rows, rows_scale = FP8.quantize_rows(rows)
+    q_rows, (rows_scale,) = FP8.rows.quantize(rows)
     wq, w_scale, wd = fp8_weight(n if glu == "none" else 2 * n, k)
-    mm = ExpertMM(
+    mm = expert_mm(
         wq,
         torch.float32,
         glu_layout=glu,
         activation="silu",
-        weight_scale=w_scale,
+        scales=w_scale,
         rows_scale=rows_scale,
     )
     out, _ = grouped_mm(q_rows, mm, torch.tensor(counts).cumsum(0).int(), config, num_rows=rows.shape[0])
-    gold = gold_mm(FP8.dequantize_rows(q_rows, rows_scale), wd, None, counts, glu=glu, activation="silu")
+    gold = gold_mm(FP8.rows.dequantize(q_rows, (rows_scale,)), wd, None, counts, glu=glu, activation="silu")
     assert_rounded(out, gold)
 
 
 def test_fp8_epilogue_quantises_what_the_stand_alone_rule_does():
     torch.manual_seed(7)
     counts = [5, 0, 17, 1, 2]
-    rows, rows_scale = FP8.quantize_rows(torch.randn(sum(counts), 256))
+    rows, (rows_scale,) = FP8.rows.quantize(torch.randn(sum(counts), 256))
     wq, w_scale, _ = fp8_weight(2 * 200, 256)
     offsets = torch.tensor(counts).cumsum(0).int()
-    scales = {"weight_scale": w_scale, "rows_scale": rows_scale}
-    plain = ExpertMM(wq, torch.float32, glu_layout="concat", activation="silu", **scales)
+    scales = {"scales": w_scale, "rows_scale": rows_scale}
+    plain = expert_mm(wq, torch.float32, glu_layout="concat", activation="silu", **scales)
     fused = replace(plain, quantize_output=True)
     h, _ = grouped_mm(rows, plain, offsets, FP8_TILE, num_rows=rows.shape[0])
     q, scale = grouped_mm(rows, fused, offsets, FP8_TILE, num_rows=rows.shape[0])
-    want_q, want_scale = FP8.quantize_rows(h)
+    want_q, (want_scale,) = FP8.rows.quantize(h)
     assert torch.equal(scale, want_scale)
     assert torch.equal(q.float(), want_q.float())
 
@@ -291,18 +300,18 @@ def test_fp8_small_path_equals_the_grouped_path(glu):
     w1, s1, _ = fp8_weight(inter if glu == "none" else 2 * inter, hidden)
     w2, s2, _ = fp8_weight(hidden, inter)
     ids, weights = torch.tensor([[1, 4], [3, 0], [2, -1]]), torch.rand(T, 2)
-    up = ExpertMM(w1, torch.float32, glu_layout=glu, activation="silu", weight_scale=s1)
-    down = ExpertMM(w2, torch.float32, weight_scale=s2)
+    up = expert_mm(w1, torch.float32, glu_layout=glu, activation="silu", scales=s1)
+    down = expert_mm(w2, torch.float32, scales=s2)
     config = (SmallConfig(32, 128, 4), SmallConfig(64, 256, 4))
     out = small_experts(x, weights, ids, up, down, config, expert_map=None, weight_on_input=False)
     flat = ids.reshape(-1)
     order = torch.argsort(flat.masked_fill(flat < 0, E), stable=True)
     counts = torch.bincount(flat[flat >= 0], minlength=E)
     offsets = counts.cumsum(0).int()
-    q, q_scale = FP8.quantize_rows(x)
+    q, (q_scale,) = FP8.rows.quantize(x)
     gather = {"row_to_pair": order.int(), "top_k": 2}
     h, _ = grouped_mm(q, replace(up, rows_scale=q_scale), offsets, FP8_TILE, num_rows=T * 2, **gather)
-    q, q_scale = FP8.quantize_rows(h)
+    q, (q_scale,) = FP8.rows.quantize(h)
     y, _ = grouped_mm(q, replace(down, rows_scale=q_scale), offsets, FP8_TILE, num_rows=T * 2)
     want = torch.zeros(T, hidden, dtype=torch.float64)
     for row in range(int(offsets[-1])):

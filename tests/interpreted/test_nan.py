@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import moe_ops
 from meta.routing import ROUTINGS
 from meta.schemes import SCHEMES
 from moe_ops import plans
@@ -25,7 +26,6 @@ from tests.ops.nan_cases import (
     routing_options,
 )
 
-ops = torch.ops.moe_ops
 SMALL = SmallConfig(16, 32, 4)
 POINTERS = MMConfig(16, 32, 32, 2, 4, 2, a_tma=False, w_tma=False)
 TMA = POINTERS._replace(a_tma=True, w_tma=True)
@@ -66,19 +66,19 @@ def forced(path, monkeypatch):
 @pytest.mark.parametrize("check", [check_nan_stays_in_its_token, check_dropped_pairs_are_exactly_zero])
 def test_experts(check, path, forced, poisoned):
     layer = few_tokens()
-    check(lambda layer: ops.fused_experts(**layer, backend="triton", **forced(layer)), layer)
+    check(lambda layer: moe_ops.fused_experts(**layer, backend="triton", **forced(layer)), layer)
 
 
 @pytest.mark.parametrize("path", ["small", "grouped", "batched_full"])
 def test_experts_in_bf16(path, forced, poisoned):
     layer = few_tokens(torch.bfloat16)
-    check_nan_stays_in_its_token(lambda layer: ops.fused_experts(**layer, backend="triton", **forced(layer)), layer)
+    check_nan_stays_in_its_token(lambda layer: moe_ops.fused_experts(**layer, backend="triton", **forced(layer)), layer)
 
 
 @pytest.mark.parametrize("path", ["small", "grouped", "batched_full"])
 def test_experts_with_the_weight_on_the_input(path, forced, poisoned):
     def run(layer):
-        return ops.fused_experts(**layer, backend="triton", weight_on_input=True, **forced(layer))
+        return moe_ops.fused_experts(**layer, backend="triton", weight_on_input=True, **forced(layer))
 
     layer = few_tokens()
     check_nan_stays_in_its_token(run, layer)
@@ -94,11 +94,11 @@ def test_quantising_experts(path, forced, monkeypatch, poisoned):
     layer = few_tokens(H=160, I=160)
     scales = {}
     for name in ("gate_up", "down"):
-        quantized = SCHEMES["fp8_block128"].quantize_weight(layer[f"{name}_proj"])
-        layer[f"{name}_proj"], scales[f"{name}_scale"] = quantized
+        quantized = SCHEMES["fp8_block128"].quantize(layer[f"{name}_proj"])
+        layer[f"{name}_proj"], scales[f"{name}_scales"] = quantized
 
     def run(layer):
-        return ops.fused_experts(**layer, **scales, scheme="fp8_block128", backend="triton", **forced(layer))
+        return moe_ops.fused_experts(**layer, **scales, scheme="fp8_block128", backend="triton", **forced(layer))
 
     check_nan_stays_in_its_token(run, layer)
 
@@ -116,7 +116,7 @@ def test_fused_moe(routing, tokens, path, forced, poisoned):
     x, gate_up, down = (layer[name] for name in ("hidden_states", "gate_up_proj", "down_proj"))
     options = routing_options(routing)
     format = "batched" if path == "batched" else "grouped"
-    got = ops.fused_moe(x, logits, gate_up, down, backend="triton", format=format, **options)
+    got = moe_ops.fused_moe(x, logits, gate_up, down, backend="triton", format=format, **options)
     wanted = eager_experts(x, gate_up, down, *by_torch(logits, None, options))
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5, equal_nan=True)
 
@@ -127,8 +127,8 @@ def test_one_token_by_the_rule(format):
     layer = experts_layer(T=1, H=40, I=24)
     x, gate_up, down = (layer[name] for name in ("hidden_states", "gate_up_proj", "down_proj"))
     logits = torch.randn(1, 6)
-    got = ops.fused_moe(x, logits, gate_up, down, top_k=2, backend="triton", format=format)
-    weights, ids = ops.fused_topk(logits, top_k=2)
+    got = moe_ops.fused_moe(x, logits, gate_up, down, top_k=2, backend="triton", format=format)
+    weights, ids = moe_ops.fused_topk(logits, top_k=2)
     torch.testing.assert_close(got, eager_experts(x, gate_up, down, weights, ids), rtol=1e-4, atol=1e-5)
 
 
@@ -144,6 +144,10 @@ def test_gradients(poison, poisoned):
         x, gate_up, down, weights, *rest = leaves.values()
         return torch.autograd.grad(function(x, gate_up, down, weights, ids, *rest), list(leaves.values()), grad)
 
-    got = gradients(lambda *tensors: ops.fused_experts(*tensors, backend="triton"))
+    def fused(x, gate_up, down, weights, ids, up_bias, down_bias):
+        biases = {"gate_up_bias": up_bias, "down_bias": down_bias}
+        return moe_ops.fused_experts(x, gate_up, down, weights, ids, **biases, backend="triton")
+
+    got = gradients(fused)
     for one, wanted in zip(got, gradients(eager_experts), strict=True):
         torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-5, equal_nan=True)

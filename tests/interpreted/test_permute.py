@@ -188,10 +188,10 @@ def test_dispatch_quantises_as_the_scheme_does(H, path, poisoned):
     scheme = SCHEMES["fp8_block128"]
     for w in (None, weights):
         batch, scale, counts, slots = dispatch(x, ids, E, capacity, None, w, scheme=scheme.name)
-        assert batch.dtype == scheme.rows_dtype and scale.shape == (E, capacity, -(-H // 128))
+        assert batch.dtype == scheme.rows.dtype and scale.shape == (E, capacity, -(-H // 128))
         plain, _, _, _ = dispatch(x, ids, E, capacity, None, w)
         for slot in slots[slots >= 0].tolist():
-            want, want_scale = scheme.quantize_rows(plain.view(-1, H)[slot : slot + 1])
+            want, (want_scale,) = scheme.rows.quantize(plain.view(-1, H)[slot : slot + 1])
             assert torch.equal(batch.view(-1, H)[slot].view(torch.uint8), want[0].view(torch.uint8))
             assert torch.equal(scale.view(E * capacity, -1)[slot], want_scale[0])
         assert int((~poisoned(scale).all(-1)).sum()) == int(counts.sum())

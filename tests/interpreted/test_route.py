@@ -26,7 +26,7 @@ def check(T, E, routing, *, H=200, bias=None, expert_map=None, held=None, scheme
     order = (routed.offsets, routed.row_to_pair, routed.pair_to_row)
     for got, want in zip(order, sort_pairs(ids, held, expert_map), strict=True):
         assert got.shape == want.shape and got.dtype == want.dtype and torch.equal(got, want)
-    if SCHEMES[scheme].quantizes_rows:
+    if SCHEMES[scheme].rows is not None:
         q, scale = quantize_rows(x, scheme)
         assert torch.equal(routed.tokens.view(torch.uint8), q.view(torch.uint8))
         assert torch.equal(routed.tokens_scale, scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,15 +11,20 @@ import torch
 from meta import cost
 from meta.activations import ACTIVATIONS, join_glu, resolve_activation, split_glu
 from meta.arch import ARCHS, device_arch, lacks, lookup
-from meta.dims import LETTERS, Problem, common_layout, weight_layout
+from meta.dims import LETTERS, LayerProblem, common_layout, weight_layout
 from meta.schemes import SCHEMES, resolve_scheme
+from moe_ops.ops import parse
 
 
-def problem(T: int = 4, scheme: str | None = None, dtype: torch.dtype = torch.bfloat16, **options: object) -> Problem:
-    x, ids = torch.randn(1, 256).to(dtype).expand(T, -1), torch.zeros(T, 2, dtype=torch.int32)
+def problem(
+    T: int = 4, scheme: str | None = None, dtype: torch.dtype = torch.bfloat16, **options: object
+) -> LayerProblem:
+    x, ids = torch.randn(1, 256).to(dtype).expand(T, -1), torch.zeros(1, 2, dtype=torch.int32).expand(T, -1)
     dtype = torch.float8_e4m3fn if scheme else dtype
-    gate_up, down = torch.zeros(8, 256, 256, dtype=dtype), torch.zeros(8, 256, 128, dtype=dtype)
-    return Problem.from_experts(x, gate_up, down, ids, scheme=scheme, **options)
+    width = 256 if options.get("glu_layout") == "none" else 128
+    gate_up, down = torch.zeros(8, 256, 256, dtype=dtype), torch.zeros(8, 256, width, dtype=dtype)
+    scales = ([torch.ones(8, 2, 2)], [torch.ones(8, 2, 1)]) if scheme else ([], [])
+    return parse("fused_experts", x, gate_up, down, ids.float(), ids, *scales, scheme=scheme, **options).problem
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -31,11 +37,12 @@ def test_weight_round_trip_is_within_the_bound(name: str) -> None:
     row = SCHEMES[name]
     weight = torch.randn(2, 200, 300)
     weight[0, :128, :128] *= 1e-3
-    stored, scale = row.quantize_weight(weight)
+    stored, scales = row.quantize(weight)
     assert stored.shape == weight.shape and stored.dtype == row.weight_dtype
-    assert scale.shape == row.weight_scale_shape(2, 200, 300) and scale.dtype == torch.float32
-    back = row.dequantize_weight(stored, scale)
-    steps = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :200, :300]
+    assert [scale.shape for scale in scales] == [spec.shape(2, 200, 300) for spec in row.scales]
+    assert all(scale.dtype in spec.dtypes for scale, spec in zip(scales, row.scales, strict=True))
+    back = row.dequantize(stored, scales)
+    steps = scales[0].repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :200, :300]
     assert ((back - weight).abs() <= row.error_bound * weight.abs() + steps * 2**-9).all()
 
 
@@ -43,9 +50,9 @@ def test_weight_round_trip_is_within_the_bound(name: str) -> None:
 def test_rows_round_trip_is_within_the_bound(shape: tuple[int, ...]) -> None:
     row = SCHEMES["fp8_block128"]
     rows = torch.randn(shape)
-    stored, scale = row.quantize_rows(rows)
+    stored, (scale,) = row.rows.quantize(rows)
     assert stored.is_contiguous() and scale.shape == (*shape[:-1], -(-shape[-1] // 128))
-    back = row.dequantize_rows(stored, scale)
+    back = row.rows.dequantize(stored, (scale,))
     steps = scale.repeat_interleave(128, -1)[..., : shape[-1]]
     assert ((back - rows).abs() <= row.error_bound * rows.abs() + steps * 2**-9).all()
 
@@ -53,7 +60,7 @@ def test_rows_round_trip_is_within_the_bound(shape: tuple[int, ...]) -> None:
 def test_rows_scale_is_the_largest_value_over_448() -> None:
     rows = torch.zeros(1, 256)
     rows[0, 3], rows[0, 200] = -44.8, 0.0
-    stored, scale = SCHEMES["fp8_block128"].quantize_rows(rows)
+    stored, (scale,) = SCHEMES["fp8_block128"].rows.quantize(rows)
     torch.testing.assert_close(scale, torch.tensor([[0.1, 1e-12 / 448]]))
     assert float(stored[0, 3]) == -448.0
 
@@ -63,8 +70,9 @@ def test_scheme_rows_are_frozen_and_consistent(name: str) -> None:
     row = SCHEMES[name]
     with pytest.raises(FrozenInstanceError):
         row.pack = 2
-    assert row.quantized == (row.quantize_weight is not None) == (row.weight_scale_shape(1, 1, 1) is not None)
-    assert row.quantizes_rows == (row.quantize_rows is not None) == (row.rows_scale_shape(1, 1) is not None)
+    assert row.quantized == (row.quantize is not None) == (row.dequantize is not None)
+    optional = [spec.optional for spec in row.scales]
+    assert optional == sorted(optional), "the length of the list says which optional ones are there"
     assert row.quantized or resolve_scheme("op", None, row.weight_dtype) is row
 
 
@@ -94,13 +102,13 @@ def test_weight_layouts() -> None:
 
 
 def test_problem_reads_the_layer() -> None:
-    found = problem(format="batched", capacity=3, expert_map=torch.zeros(9))
+    found = problem(format="batched", capacity=3, expert_map=torch.zeros(9).int())
     assert (found.T, found.E, found.K, found.H, found.I, found.C, found.R) == (4, 8, 2, 256, 128, 3, 8)
     assert (found.scheme, found.arch, found.weight_layout, found.gated) == ("bf16", "cpu", "nk", True)
     assert (
         found.has_expert_map
         and not found.has_bias
-        and hash(found) == hash(problem(format="batched", capacity=3, expert_map=torch.zeros(1)))
+        and hash(found) == hash(problem(format="batched", capacity=3, expert_map=torch.zeros(1).int()))
     )
     assert problem().C is None and problem(format="batched").C == 4
     assert problem(glu_layout="none").I == 256
@@ -157,9 +165,8 @@ def test_arch_rows(name: str) -> None:
         ("sm89", "tma", "needs compute capability 9.0 or later, got sm89"),
         ("sm90", "tma", None),
         ("sm100", "dependent_launch", None),
-        ("sm89", "grouped_mm", "needs compute capability 9.0 or later, got sm89"),
         ("cuda", "fp8", None),
-        ("cpu", "grouped_mm", None),
+        ("cpu", "tma", None),
     ],
 )
 def test_features_by_compute_capability(arch: str, feature: str, says: str | None) -> None:
@@ -189,17 +196,20 @@ def test_the_compute_roof_of_a_scheme_is_the_rate_of_its_products() -> None:
 @pytest.mark.parametrize(
     ("needs", "weight_on_input", "wanted"),
     [
-        ((True, True, True, True), False, 5),
-        ((True, False, False, False), False, 3),
-        ((False, False, False, True), False, 2),
-        ((False, False, False, True), True, 3),
-        ((False, True, False, False), True, 3),
-        ((False, False, True, False), False, 3),
+        ((True, True, True, True, False, False, False), False, 5),
+        ((True, *[False] * 6), False, 3),
+        ((*[False] * 3, True, *[False] * 3), False, 2),
+        ((*[False] * 3, True, *[False] * 3), True, 3),
+        ((False, True, *[False] * 5), True, 3),
+        ((False, False, True, *[False] * 4), False, 3),
     ],
     ids=str,
 )
 def test_flops_of_the_backward(needs: tuple[bool, ...], weight_on_input: bool, wanted: int) -> None:
     """Products of one size each: both recomputed, and one for each gradient that takes one."""
-    shapes = ((5, 8), (5, 8), (4, 8, 8), (4, 8, 8), (5, 2))
-    found = cost.OP_FLOPS["fused_experts_backward"](*shapes, needs=needs, weight_on_input=weight_on_input)
+    flat = SimpleNamespace(
+        gate_up_proj=(4, 8, 8), down_proj=(4, 8, 8), topk_weights=(5, 2), up_proj=None, weight_on_input=weight_on_input,
+        needs=needs,
+    )  # fmt: skip
+    found = cost.OP_FLOPS["fused_experts_backward"](flat)
     assert found == wanted * 2 * 5 * 2 * 8 * 8

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from meta.routing import ROUTINGS
 from meta.schemes import SCHEMES
@@ -24,6 +25,11 @@ class Call:
     @property
     def overload(self) -> Any:
         return getattr(torch.ops.moe_ops, self.op).default
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Every tensor argument, those in lists included."""
+        return [leaf for leaf in tree_leaves(self.args) if isinstance(leaf, Tensor)]
 
     def run(self) -> tuple[Tensor, ...]:
         outputs = self.overload(*self.args, **self.kwargs)
@@ -83,29 +89,30 @@ def _gemm_calls() -> dict[str, Call]:
             t["hidden_states"], t["topk_ids"], num_experts=E, capacity=max(T, 1)
         )
         first, bias = t["gate_up_proj"], t["gate_up_bias"]
-        calls[f"grouped_mm_glu-{name}"] = Call("grouped_mm_glu", (rows, first, offsets, bias), options)
-        calls[f"grouped_mm-{name}"] = Call("grouped_mm", (rows, first, offsets, bias), {})
-        calls[f"batched_mm_glu-{name}"] = Call("batched_mm_glu", (batch, first, counts, bias), options)
-        calls[f"batched_mm-{name}"] = Call("batched_mm", (batch, first, counts, bias), {"out_dtype": torch.float32})
+        calls[f"grouped_mm_glu-{name}"] = Call("grouped_mm_glu", (rows, first, offsets, [], None, bias), options)
+        calls[f"grouped_mm-{name}"] = Call("grouped_mm", (rows, first, offsets, [], bias), {})
+        calls[f"batched_mm_glu-{name}"] = Call("batched_mm_glu", (batch, first, counts, [], None, bias), options)
+        calls[f"batched_mm-{name}"] = Call("batched_mm", (batch, first, counts, [], bias), {"out_dtype": torch.float32})
     return {**calls, **_fp8_gemm_calls()}
 
 
 def _fp8_gemm_calls() -> dict[str, Call]:
     scheme = SCHEMES["fp8_block128"]
-    weight, weight_scale = scheme.quantize_weight(torch.randn(2, 256, 160))
-    rows, rows_scale = scheme.quantize_rows(torch.randn(4, 160))
-    batch, batch_scale = scheme.quantize_rows(torch.randn(2, 3, 160))
+    weight, scales = scheme.quantize(torch.randn(2, 256, 160))
+    rows, (rows_scale,) = scheme.rows.quantize(torch.randn(4, 160))
+    batch, (batch_scale,) = scheme.rows.quantize(torch.randn(2, 3, 160))
     offsets = torch.tensor([1, 4], dtype=torch.int32)
     counts = torch.tensor([0, 3], dtype=torch.int32)
-    by_rows = (rows, weight, offsets, None, rows_scale, weight_scale)
-    by_batch = (batch, weight, counts, None, batch_scale, weight_scale)
+    by_rows, by_batch = (rows, weight, offsets, list(scales)), (batch, weight, counts, list(scales))
+    glu_rows, glu_batch = (*by_rows, None, None, rows_scale), (*by_batch, None, None, batch_scale)
+    by_rows, by_batch = (*by_rows, None, rows_scale), (*by_batch, None, batch_scale)
     name, quantised = {"scheme": "fp8_block128"}, {"scheme": "fp8_block128", "quantize_output": True}
     return {
-        "grouped_mm_glu-fp8": Call("grouped_mm_glu", by_rows, name),
-        "grouped_mm_glu-fp8_quantised": Call("grouped_mm_glu", by_rows, quantised),
+        "grouped_mm_glu-fp8": Call("grouped_mm_glu", glu_rows, name),
+        "grouped_mm_glu-fp8_quantised": Call("grouped_mm_glu", glu_rows, quantised),
         "grouped_mm-fp8": Call("grouped_mm", by_rows, {**name, "out_dtype": torch.float16}),
-        "batched_mm_glu-fp8": Call("batched_mm_glu", by_batch, name),
-        "batched_mm_glu-fp8_quantised": Call("batched_mm_glu", by_batch, quantised),
+        "batched_mm_glu-fp8": Call("batched_mm_glu", glu_batch, name),
+        "batched_mm_glu-fp8_quantised": Call("batched_mm_glu", glu_batch, quantised),
         "batched_mm-fp8": Call("batched_mm", by_batch, name),
     }
 
@@ -118,8 +125,9 @@ def _layer_calls() -> dict[str, Call]:
         if "scheme" in layer.options:
             continue
         grad = torch.randn_like(layer.tensors["hidden_states"])
-        needs = {"needs": [True, True, True, True, variant.bias, variant.bias]}
-        backward = Call("fused_experts_backward", (grad, *layer.args()), {**layer.options, **needs})
+        needs = {"needs": [True, True, True, True, variant.separate, variant.bias, variant.bias]}
+        args = [value for name, value in layer.tensors.items() if not name.endswith("_scales")]
+        backward = Call("fused_experts_backward", (grad, *args), {**layer.options, **needs})
         calls[f"fused_experts_backward-{name}"] = backward
     return {**calls, **_moe_calls()}
 
@@ -136,12 +144,15 @@ def _moe_calls() -> dict[str, Call]:
         "no_tokens",
         "fp8",
         "expert_map",
+        "separate_bias",
+        "fp8_separate",
     ):
         variant: Variant = VARIANTS[name]
         t = variant.build().tensors
         logits = torch.randn(variant.T, variant.E * (2 if variant.expert_map else 1))
-        rest = (t["gate_up_bias"], t["down_bias"], t["expert_map"], t.get("gate_up_scale"), t.get("down_scale"))
-        args = (t["hidden_states"], logits, t["gate_up_proj"], t["down_proj"], None, *rest)
+        lists, rest = ("gate_up_scales", "down_scales"), ("up_proj", "gate_up_bias", "down_bias", "expert_map")
+        experts = (t["hidden_states"], logits, t["gate_up_proj"], t["down_proj"])
+        args = (*experts, *(t[name] for name in lists), None, *(t[name] for name in rest))
         calls[f"fused_moe-{name}"] = Call("fused_moe", args, {"top_k": 2, **variant.build().options})
     return calls
 

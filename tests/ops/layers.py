@@ -16,12 +16,19 @@ from meta.schemes import SCHEMES
 class Layer:
     """Arguments of ``fused_experts`` by name, and its options."""
 
-    tensors: dict[str, Tensor | None]
+    tensors: dict[str, Any]  # tensors, lists of them, None
     options: dict[str, Any] = field(default_factory=dict)
     rows_scheme: str | None = None  # rounds the activations of `dense_formula`, as the operators do
+    halves: int = 0  # see Variant
 
-    def args(self) -> tuple[Tensor | None, ...]:
+    def args(self) -> tuple[Any, ...]:
         return tuple(self.tensors.values())
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """Of the operator's result."""
+        dtype = self.tensors["hidden_states"].dtype
+        return torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
 
     def float64(self) -> Layer:
         """The same layer in float64."""
@@ -32,11 +39,18 @@ class Layer:
         tensors = dict(self.tensors)
         scheme = self.options.get("scheme")
         if scheme is not None:
-            for name in ("gate_up", "down"):
-                body = SCHEMES[scheme].dequantize_weight
-                tensors[f"{name}_proj"] = body(tensors[f"{name}_proj"], tensors.pop(f"{name}_scale"))
-        wide = {k: v.to(dtype) if v is not None and v.is_floating_point() else v for k, v in tensors.items()}
-        rows_scheme = scheme if scheme is not None and SCHEMES[scheme].quantizes_rows else None
+            row, (scale, *up_scale) = SCHEMES[scheme], tensors["gate_up_scales"]
+            if self.halves == 3:
+                scale = scale.unflatten(1, (2, -1))
+            tensors["gate_up_proj"] = row.dequantize(tensors["gate_up_proj"], [scale])
+            tensors["down_proj"] = row.dequantize(tensors["down_proj"], tensors["down_scales"])
+            if up_scale:
+                tensors["up_proj"] = row.dequantize(tensors["up_proj"], up_scale)
+            tensors["gate_up_scales"], tensors["down_scales"] = [], []
+            if (held := tensors.pop("hidden_states_scale", None)) is not None:
+                tensors["hidden_states"] = row.rows.dequantize(tensors["hidden_states"], [held])
+        wide = {k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in tensors.items()}
+        rows_scheme = scheme if scheme is not None and SCHEMES[scheme].rows is not None else self.rows_scheme
         return Layer(wide, {k: v for k, v in self.options.items() if k != "scheme"}, rows_scheme)
 
 
@@ -58,6 +72,10 @@ class Variant:
     ids_dtype: torch.dtype = torch.int32
     weights_dtype: torch.dtype = torch.float32
     options: tuple[tuple[str, Any], ...] = ()
+    separate: bool = False
+    halves: int = 0  # dimensions of scales that start again with the up half
+    scale_dtype: torch.dtype = torch.float32
+    stored_rows: bool = False
 
     def build(self, seed: int = 0) -> Layer:
         generator = torch.Generator().manual_seed(seed)
@@ -89,12 +107,15 @@ def _build(variant: Variant, generator: torch.Generator) -> Layer:
     T, E, K, H, I, dtype = variant.T, variant.E, variant.K, variant.H, variant.I, variant.dtype
     options = dict(variant.options)
     N = I if options.get("glu_layout") == "none" else 2 * I
-    tensors: dict[str, Tensor | None] = {
+    tensors: dict[str, Any] = {
         "hidden_states": torch.randn((T, H), generator=generator).to(dtype),
         "gate_up_proj": _weight((E, N, H), variant, generator),
         "down_proj": _weight((E, H, I), variant, generator),
         "topk_weights": torch.rand((T, K), generator=generator).to(variant.weights_dtype),
         "topk_ids": _ids(variant, generator),
+        "gate_up_scales": [],
+        "down_scales": [],
+        "up_proj": None,
         "gate_up_bias": torch.randn((E, N), generator=generator).to(dtype) if variant.bias else None,
         "down_bias": torch.randn((E, H), generator=generator).to(dtype) if variant.bias else None,
         "expert_map": None,
@@ -103,12 +124,30 @@ def _build(variant: Variant, generator: torch.Generator) -> Layer:
         local = torch.full((2 * E,), -1, dtype=torch.int32)
         local[torch.randperm(2 * E, generator=generator)[:E]] = torch.arange(E, dtype=torch.int32)
         tensors["expert_map"] = local
+    if variant.separate:
+        tensors["gate_up_proj"], tensors["up_proj"] = (half.clone() for half in tensors["gate_up_proj"].chunk(2, dim=1))
     if variant.scheme is not None:
+        _quantize(tensors, variant)
         options["scheme"] = variant.scheme
-        for name in ("gate_up", "down"):
-            weight = tensors[f"{name}_proj"]
-            tensors[f"{name}_proj"], tensors[f"{name}_scale"] = SCHEMES[variant.scheme].quantize_weight(weight)
-    return Layer(tensors, options)
+    return Layer(tensors, options, halves=variant.halves)
+
+
+def _quantize(tensors: dict[str, Any], variant: Variant) -> None:
+    """Put the scheme's data and scales in the place of the weights, and of the hidden states if asked to."""
+    scheme = SCHEMES[variant.scheme]
+    halves = tensors["gate_up_proj"].chunk(2, dim=1) if variant.halves else (tensors["gate_up_proj"],)
+    gate_up = [scheme.quantize(half) for half in halves]
+    tensors["gate_up_proj"] = torch.cat([stored for stored, _ in gate_up], dim=1)
+    scales = [scale for _, (scale,) in gate_up]
+    scales = [torch.stack(scales, dim=1) if variant.halves == 4 else torch.cat(scales, dim=1)]
+    if variant.separate:
+        tensors["up_proj"], up_scales = scheme.quantize(tensors["up_proj"])
+        scales += up_scales
+    tensors["down_proj"], down_scales = scheme.quantize(tensors["down_proj"])
+    for name, given in (("gate_up_scales", scales), ("down_scales", down_scales)):
+        tensors[name] = [scale.to(variant.scale_dtype) for scale in given]
+    if variant.stored_rows:
+        tensors["hidden_states"], (tensors["hidden_states_scale"],) = scheme.rows.quantize(tensors["hidden_states"])
 
 
 #: Every form that the experts operators must accept.
@@ -152,6 +191,10 @@ VARIANTS: dict[str, Variant] = {
     "top_all": Variant(K=6),
     "weight_on_input": Variant(options=(("weight_on_input", True),)),
     "weight_on_input_bias_bf16": Variant(dtype=torch.bfloat16, bias=True, options=(("weight_on_input", True),)),
+    "separate": Variant(separate=True),
+    "separate_bias": Variant(separate=True, bias=True, dtype=torch.bfloat16),
+    "separate_transposed": Variant(separate=True, transposed=True),
+    "separate_batched": Variant(separate=True, options=(("format", "batched"), ("glu_layout", "separate"))),
     "batched": Variant(options=(("format", "batched"),)),
     "batched_bias_minus": Variant(ids="minus", bias=True, options=(("format", "batched"),)),
     "batched_overflow": Variant(ids="few", options=(("format", "batched"), ("capacity", 3))),
@@ -160,6 +203,17 @@ VARIANTS: dict[str, Variant] = {
     "fp8": Variant(scheme="fp8_block128", dtype=torch.bfloat16, H=160, I=144),
     "fp8_fp32_bias": Variant(scheme="fp8_block128", bias=True, H=128, I=64),
     "fp8_batched": Variant(scheme="fp8_block128", dtype=torch.bfloat16, H=256, I=136, options=(("format", "batched"),)),
+    "fp8_separate": Variant(scheme="fp8_block128", dtype=torch.bfloat16, H=160, I=144, separate=True),
+    "fp8_halves": Variant(scheme="fp8_block128", dtype=torch.bfloat16, H=160, I=192, halves=3),
+    "fp8_halves_4d": Variant(scheme="fp8_block128", dtype=torch.bfloat16, H=160, I=224, halves=4),
+    "fp8_bf16_scales": Variant(scheme="fp8_block128", dtype=torch.bfloat16, H=160, I=136, scale_dtype=torch.bfloat16),
+    "fp8_e8m0_scales": Variant(
+        scheme="fp8_block128", dtype=torch.bfloat16, H=160, I=192, halves=4, scale_dtype=torch.float8_e8m0fnu
+    ),
+    "fp8_rows": Variant(scheme="fp8_block128", dtype=torch.bfloat16, H=160, I=136, stored_rows=True),
+    "fp8_rows_batched": Variant(
+        scheme="fp8_block128", dtype=torch.bfloat16, H=160, I=136, stored_rows=True, options=(("format", "batched"),)
+    ),
     "fp8_no_tokens": Variant(scheme="fp8_block128", dtype=torch.bfloat16, T=0, H=128, I=128),
 }
 
@@ -197,9 +251,10 @@ def dense_formula(layer: Layer) -> Tensor:
         if layer.rows_scheme is None:
             return rows
         scheme = SCHEMES[layer.rows_scheme]
-        return scheme.dequantize_rows(*scheme.quantize_rows(rows)).to(rows.dtype)
+        return scheme.rows.dequantize(*scheme.rows.quantize(rows)).to(rows.dtype)
 
     x, gate_up, down, w = (t[name] for name in ("hidden_states", "gate_up_proj", "down_proj", "topk_weights"))
+    gate_up = gate_up if t.get("up_proj") is None else torch.cat((gate_up, t["up_proj"]), dim=1)
     options = {"activation": "silu", "glu_layout": "concat", "alpha": None, "limit": None, **layer.options}
     alpha = 1.702 if options["alpha"] is None else options["alpha"]
     limit = 7.0 if options["limit"] is None else options["limit"]
@@ -238,5 +293,5 @@ def relative_error(got: Tensor, wanted: Tensor) -> float:
 
 def plain_result(layer: Layer) -> Tensor:
     """The formula as eager code computes it: in the layer's dtype, or, for quantised rows, in fp32 and rounded once."""
-    scheme, dtype = layer.options.get("scheme"), layer.tensors["hidden_states"].dtype
+    scheme, dtype = layer.options.get("scheme"), layer.out_dtype
     return dense_formula(layer if scheme is None else layer.wide(torch.float32)).to(dtype)

@@ -116,14 +116,12 @@ def test_garbage_past_the_last_row_stays_out_of_the_gradients(monkeypatch: pytes
 
     permute, mm = cpu.moe_permute, cpu.grouped_mm
 
-    def moe_permute(*args: Any, **kwargs: Any) -> Any:
-        rows, offsets, pair_to_row = permute(*args, **kwargs)
+    def moe_permute(call: Any) -> Any:
+        rows, offsets, pair_to_row = permute(call)
         return poison(rows, offsets), offsets, pair_to_row
 
     monkeypatch.setattr(cpu, "moe_permute", moe_permute)
-    monkeypatch.setattr(
-        cpu, "grouped_mm", lambda rows, w, offsets, *a, **k: poison(mm(rows, w, offsets, *a, **k), offsets)
-    )
+    monkeypatch.setattr(cpu, "grouped_mm", lambda call: poison(mm(call), call.extents))
     monkeypatch.delattr(cpu, "grouped_wgrad")
     got = gradients(layer, fused, grad)
     for name, value in wanted.items():

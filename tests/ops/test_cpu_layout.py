@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from meta.operands import Glu, Operand
+from meta.schemes import SCHEMES
 from moe_ops import reference
 from moe_ops.backends import cpu
 from moe_ops.kernels import cpu as kernels
 from moe_ops.kernels.cpu import lay_out, padded_length, sort_pairs
+from moe_ops.ops import parse
 from tests.ops.errors import assert_accurate, assert_rounded
 from tests.ops.layers import Layer, Variant, dense_formula
 
@@ -127,9 +130,8 @@ def test_the_length_follows_the_counts() -> None:
 def test_a_count_above_the_capacity_stops_at_it(backend) -> None:
     generator = torch.Generator().manual_seed(0)
     batch, weight = (torch.randn(shape, generator=generator) for shape in ((3, 4, 8), (3, 6, 8)))
-    options = {"scheme": "fp32", "out_dtype": torch.float32}
     over, full = (torch.tensor(counts, dtype=torch.int32) for counts in ([9, 2, 6], [4, 2, 4]))
-    got, want = (backend.batched_mm(batch, weight, counts, **options) for counts in (over, full))
+    got, want = (backend.batched_mm(parse("batched_mm", batch, weight, counts, [])) for counts in (over, full))
     assert torch.equal(got, want)
     assert torch.equal(got[1, 2:], torch.zeros(2, 6)) and got[2, 3].any()
 
@@ -138,7 +140,7 @@ def test_rows_of_no_expert_are_zero_and_not_what_memory_held(monkeypatch) -> Non
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
     rows, weight, offsets = torch.randn(7, 8), torch.randn(2, 6, 8), torch.tensor([2, 5], dtype=torch.int32)
-    out = cpu.grouped_mm(rows, weight, offsets, scheme="fp32", out_dtype=torch.float32)
+    out = cpu.grouped_mm(parse("grouped_mm", rows, weight, offsets, []))
     assert torch.equal(out[5:], torch.zeros(2, 6)) and out[:5].isfinite().all()
 
 
@@ -160,7 +162,8 @@ def test_combine_sums_in_fp32_and_rounds_once_however_it_is_cut(tokens_at_once, 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_activation_is_computed_in_fp32(dtype) -> None:
-    hidden = (3 * torch.randn(9, 32)).to(dtype)
-    got = kernels.activate(hidden, "silu", 1.0, 0.0, "concat")
-    gate, up = hidden.float().chunk(2, dim=-1)
+    x, weight = (3 * torch.randn(9, 16)).to(dtype), torch.randn(1, 32, 16).to(dtype)
+    operand, glu, spans = Operand(weight, SCHEMES["fp32"]), Glu("silu", 1.0, 0.0, "concat"), [(0, 0, 9)]
+    got = kernels.first_projection(x, operand, None, None, glu, spans)
+    gate, up = kernels.linear(x, operand, None, spans).float().chunk(2, dim=-1)
     assert got.dtype == torch.float32 and torch.equal(got, torch.nn.functional.silu(gate) * up)

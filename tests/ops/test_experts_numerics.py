@@ -11,6 +11,7 @@ import moe_ops
 from meta.activations import ACTIVATIONS
 from moe_ops import reference
 from moe_ops.backends import cpu
+from moe_ops.ops import parse
 from tests.ops.errors import assert_accurate
 from tests.ops.layers import VARIANTS, Layer, Variant, dense_formula, kept_ids, plain_result, relative_error
 
@@ -28,7 +29,7 @@ def run(layer: Layer, backend: str) -> torch.Tensor:
 def test_experts_match_the_float64_formula(name: str, backend: str) -> None:
     layer = VARIANTS[name].build()
     got, wanted = run(layer, backend), dense_formula(layer.float64())
-    assert got.dtype == layer.tensors["hidden_states"].dtype
+    assert got.dtype == layer.out_dtype
     assert got.shape == wanted.shape and got.is_contiguous()
     assert_accurate(got, wanted, plain_result(layer))
 
@@ -37,7 +38,7 @@ def test_experts_match_the_float64_formula(name: str, backend: str) -> None:
 def test_fp8_backends_agree_beyond_the_quantisation_error(name: str) -> None:
     layer = VARIANTS[name].build()
     bits = {torch.float32: 2e-3, torch.bfloat16: 1e-2}  # an e4m3 tie may fall either way after an fp32 rounding
-    assert relative_error(run(layer, "cpu"), run(layer, "reference")) <= bits[layer.tensors["hidden_states"].dtype]
+    assert relative_error(run(layer, "cpu"), run(layer, "reference")) <= bits[layer.out_dtype]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -111,18 +112,20 @@ def test_capacity_one_short_exactly_full_and_with_room(capacity: int, backend: s
     assert torch.equal(got[:kept], grouped[:kept]) and not got[kept:].any() and grouped.any(1).all()
     t = layer.tensors
     module = {"cpu": cpu, "reference": reference}[backend]
-    batch, counts, slots = module.batched_dispatch(t["hidden_states"], t["topk_ids"], num_experts=6, capacity=capacity)
+    call = parse("batched_dispatch", t["hidden_states"], t["topk_ids"], num_experts=6, capacity=capacity)
+    batch, counts, slots = module.batched_dispatch(call)
     assert counts.tolist() == [0, 0, kept, 0, 0, 0]
     assert slots.flatten().tolist() == [2 * capacity + place if place < kept else -1 for place in range(6)]
     assert torch.equal(batch[2, :kept], t["hidden_states"][:kept])
 
 
-@pytest.mark.parametrize("name", ["plain", "bf16", "gpt_oss", "not_gated", "expert_map_bias"])
+@pytest.mark.parametrize("name", ["plain", "bf16", "gpt_oss", "not_gated", "expert_map_bias", "separate_bias"])
 def test_stage_chains_equal_the_fused_operator(name: str) -> None:
     layer = VARIANTS[name].build()
     t, options = layer.tensors, dict(layer.options)
     E = t["gate_up_proj"].shape[0]
     glu = {key: options.pop(key) for key in ("activation", "alpha", "limit", "glu_layout") if key in options}
+    glu["up_weight"] = t["up_proj"]
     wanted = run(layer, "cpu")
     routed = (t["hidden_states"], t["topk_ids"], t["expert_map"])
 
@@ -142,9 +145,9 @@ def test_fp8_stage_chain_equals_the_fused_operator() -> None:
     t, scheme = layer.tensors, "fp8_block128"
     rows, offsets, pair_to_row = moe_ops.moe_permute(t["hidden_states"], t["topk_ids"], num_experts=6)
     stored, scale = moe_ops.quantize_rows(rows, scheme=scheme)
-    first = {"scheme": scheme, "rows_scale": scale, "weight_scale": t["gate_up_scale"], "quantize_output": True}
+    first = {"scheme": scheme, "rows_scale": scale, "weight_scales": t["gate_up_scales"], "quantize_output": True}
     value, value_scale = moe_ops.grouped_mm_glu(stored, t["gate_up_proj"], offsets, **first)
-    second = {"scheme": scheme, "rows_scale": value_scale, "weight_scale": t["down_scale"], "out_dtype": torch.bfloat16}
+    second = {"scheme": scheme, "rows_scale": value_scale, "weight_scales": t["down_scales"]}
     out = moe_ops.grouped_mm(value, t["down_proj"], offsets, **second)
     got = moe_ops.moe_unpermute(out, pair_to_row, t["topk_weights"])
     assert relative_error(got, run(layer, "cpu")) <= 1e-2  # the fused operator keeps the last rows in fp32

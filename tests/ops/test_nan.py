@@ -14,6 +14,7 @@ from meta.activations import ACTIVATIONS
 from meta.routing import route
 from moe_ops import reference
 from moe_ops.backends import cpu
+from moe_ops.ops import parse
 from tests.ops.nan_cases import (
     BAD,
     CASES,
@@ -34,14 +35,13 @@ from tests.ops.nan_cases import (
     routing_options,
 )
 
-ops = torch.ops.moe_ops
 MODULES = {"reference": reference, "cpu": cpu}
 BACKENDS = tuple(MODULES)
 Run = Callable[[dict[str, Tensor]], Tensor]
 
 
 def whole(backend: str, **options: Any) -> Run:
-    return lambda layer: ops.fused_experts(**layer, backend=backend, **options)
+    return lambda layer: moe_ops.fused_experts(**layer, backend=backend, **options)
 
 
 def grouped_stages(layer: dict[str, Tensor]) -> Tensor:
@@ -106,7 +106,7 @@ def test_topk(case: str, backend: str) -> None:
     routing, poison = CASES[case]
     logits, bias = logits_and_bias(poison)
     options = routing_options(routing)
-    check_routing(*MODULES[backend].fused_topk(logits, bias, **options), logits, bias, options)
+    check_routing(*MODULES[backend].fused_topk(parse("fused_topk", logits, bias, **options)), logits, bias, options)
 
 
 @pytest.mark.parametrize("tokens", [T, 1])
@@ -121,7 +121,7 @@ def test_fused_moe_is_nan_where_eager_code_is(case: str, backend: str, format: s
     x, gate_up, down = (layer[name] for name in ("hidden_states", "gate_up_proj", "down_proj"))
     options = routing_options(routing)
     wanted = eager_experts(x, gate_up, down, *by_torch(logits, bias, options))
-    got = ops.fused_moe(x, logits, gate_up, down, bias, backend=backend, format=format, **options)
+    got = moe_ops.fused_moe(x, logits, gate_up, down, correction_bias=bias, backend=backend, format=format, **options)
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
@@ -180,7 +180,9 @@ def test_experts_gradients_are_nan_where_those_of_eager_code_are(activation: str
     options = {"format": "batched"} if form == "batched" else {}
 
     def fused(x: Tensor, up: Tensor, down: Tensor, weights: Tensor, up_bias: Tensor, down_bias: Tensor) -> Tensor:
-        return ops.fused_experts(x, up, down, weights, ids, up_bias, down_bias, activation=activation, **options)
+        return moe_ops.fused_experts(
+            x, up, down, weights, ids, gate_up_bias=up_bias, down_bias=down_bias, activation=activation, **options
+        )
 
     def eager(x: Tensor, up: Tensor, down: Tensor, weights: Tensor, up_bias: Tensor, down_bias: Tensor) -> Tensor:
         return eager_experts(x, up, down, weights, ids, up_bias, down_bias, activation=activation)
@@ -197,7 +199,7 @@ def test_gradients_of_dropped_pairs_are_exactly_zero() -> None:
     x, gate_up, down, weights, ids = layer.values()
 
     def fused(*tensors: Tensor) -> Tensor:
-        return ops.fused_experts(*tensors, ids)
+        return moe_ops.fused_experts(*tensors, ids)
 
     grad = torch.randn(x.shape)
     wanted = autograd(fused, [x, gate_up, down, weights], grad)

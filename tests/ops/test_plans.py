@@ -12,6 +12,7 @@ from meta.schemes import SCHEMES
 from moe_ops import plans
 from moe_ops.kernels.triton.config import MMConfig, SmallConfig
 
+TILE = MMConfig(16, 32, 32, 2, 4, 2, a_tma=True, w_tma=True)
 FILES = sorted(plans.CONFIG_DIR.glob("*.json"))
 
 
@@ -30,7 +31,7 @@ def test_shipped_plans_fit_their_gpu(path: Path) -> None:
     for key, rows in plans.tuned(gpu).items():
         element = SCHEMES[key.split()[0]].weight_dtype.itemsize
         for plan in rows.values():
-            assert plan.path in ("small", "grouped", "batched", "torch_grouped")
+            assert plan.path in ("small", "grouped", "batched")
             for tile in (plan.up, plan.down):
                 if isinstance(tile, MMConfig):
                     used = (tile.block_m + tile.block_n) * tile.block_k * element * tile.num_stages
@@ -59,7 +60,7 @@ def test_token_counts_between_powers_of_two_go_to_the_nearer_one(tokens: int, lo
 
 def test_a_token_count_between_two_measured_ones_takes_the_nearer_plan(tmp_path: Path) -> None:
     key = plans.LayerKey("bf16", "grouped", 7, 2, 512, 256, True)
-    measured = {tokens: plans.Plan("torch_grouped", None, None, us=float(tokens)) for tokens in (4, 64)}
+    measured = {tokens: plans.Plan("grouped", TILE, TILE, us=float(tokens)) for tokens in (4, 64)}
     table = {"plans": {str(key): {str(tokens): plan.to_json() for tokens, plan in measured.items()}}}
     (tmp_path / plans.file_name("a gpu")).write_text(json.dumps(table))
     chosen = [plans.plan_for(key, plans.bucket(tokens), "a gpu", 90).us for tokens in (1, 4, 11, 23, 40, 10**5)]
@@ -92,7 +93,7 @@ def test_the_rules_tiles_follow_rows_generation_and_scheme() -> None:
 def test_a_users_own_plan_comes_first(tmp_path: Path) -> None:
     gpu = json.loads(FILES[0].read_text())["gpu"]
     key = plans.LayerKey("bf16", "grouped", 128, 8, 2048, 768, True)
-    mine = plans.Plan("torch_grouped", None, None, us=1.0)
+    mine = plans.Plan("grouped", TILE, TILE, us=1.0)
     table = {"plans": {str(key): {"4096": mine.to_json()}}}
     (tmp_path / plans.file_name(gpu)).write_text(json.dumps(table))
     assert plans.plan_for(key, 12, gpu, 90) == mine

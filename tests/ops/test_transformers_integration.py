@@ -246,8 +246,11 @@ FP8_REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "per_tensor": ({}, {"block_size": None}, r"block_size must be \(128, 128\), got None"),
     "static": ({}, {"activation_scheme": "static"}, "activation_scheme must be 'dynamic', got 'static'"),
     "fp4": ({}, {"expert_dtype": "fp4"}, r"gate_up_proj must be torch\.float8_e4m3fn, got torch\.int8"),
-    "e8m0": ({}, {"scale_fmt": "ue8m0"}, r"gate_up_proj_scale_inv must be torch\.float32, got torch\.float8_e8m0fnu"),
-    "width": ({"moe_intermediate_size": 192}, {}, "intermediate size must be a multiple of 128, got 192"),
+    "width": (
+        {"moe_intermediate_size": 192}, {},
+        "intermediate size must be a multiple of 128, or its scales start again with the up half, got 192 with 3 rows "
+        "of scales",
+    ),
 }
 
 

@@ -176,7 +176,7 @@ CASES: dict[str, Case] = {
         "fused_experts",
         layer,
         {"glu_layout": "split"},
-        "glu_layout must be one of ['concat', 'interleaved', 'none'], got",
+        "glu_layout must be one of ['concat', 'interleaved', 'none', 'separate'], got",
     ),
     "scheme": (
         "fused_experts",
@@ -207,25 +207,13 @@ CASES: dict[str, Case] = {
         "fused_experts",
         layer,
         {"backend": "cuda"},
-        "backend must be one of ['cpu', 'reference', 'torch_grouped', 'triton'], got",
+        "backend must be one of ['cpu', 'reference', 'triton'], got",
     ),
     "scale_unquantised": (
         "fused_experts",
         layer,
-        {"gate_up_scale": torch.ones(E, 1, 1)},
-        "gate_up_scale must be None for scheme 'fp32'",
-    ),
-    "zero_point": (
-        "fused_experts",
-        layer,
-        {"down_zero_point": torch.ones(E, 1, 1)},
-        "down_zero_point must be None for scheme 'fp32'",
-    ),
-    "global_scale": (
-        "fused_experts",
-        layer,
-        {"down_global_scale": torch.ones(E)},
-        "down_global_scale must be None for scheme 'fp32'",
+        {"gate_up_scales": [torch.ones(E, 1, 1)]},
+        "gate_up_scales must be empty for scheme 'fp32', got 1 tensors. Pass the weights' scheme.",
     ),
     "fp8_without_scheme": (
         "fused_experts",
@@ -236,20 +224,145 @@ CASES: dict[str, Case] = {
     "fp8_no_scale": (
         "fused_experts",
         fp8,
-        {"down_scale": None},
-        "down_scale must be fp32 [E, ceil(N / 128), ceil(K / 128)]",
+        {"down_scales": []},
+        "down_scales must be [scale [E, ceil(N / 128), ceil(K / 128)]] for scheme 'fp8_block128', got 0 tensors",
     ),
     "fp8_scale_shape": (
         "fused_experts",
         fp8,
-        {"down_scale": torch.ones(E, 2, 1)},
-        "down_scale must be [E=8, N_groups=1, K_groups=1], got",
+        {"down_scales": [torch.ones(E, 2, 1)]},
+        "down_scales[0] must be [E=8, N_groups=1, K_groups=1], got",
     ),
     "fp8_scale_dtype": (
         "fused_experts",
         fp8,
-        {"gate_up_scale": torch.ones(E, 1, 1).half()},
-        "gate_up_scale must be torch.float32",
+        {"gate_up_scales": [torch.ones(E, 1, 1).half()]},
+        "gate_up_scales[0] must be torch.float32 or torch.bfloat16 or torch.float8_e8m0fnu, got torch.float16",
+    ),
+    "fp8_too_many_scales": (
+        "fused_experts",
+        fp8,
+        {"gate_up_scales": [torch.ones(E, 1, 1)] * 2},
+        "gate_up_scales must be [scale [E, ceil(N / 128), ceil(K / 128)]] for scheme 'fp8_block128', got 2 tensors",
+    ),
+    "fp8_halves_shape": (
+        "fused_experts",
+        fp8,
+        {"gate_up_scales": [torch.ones(E, 2, 2, 1)]},
+        "gate_up_scales[0] must be [E=8, 2=2, I_groups=1, K_groups=1], got [8, 2, 2, 1]",
+    ),
+    "fp8_halves_of_interleaved": (
+        "fused_experts",
+        fp8,
+        {"gate_up_scales": [torch.ones(E, 2, 1, 1)], "glu_layout": "interleaved"},
+        "gate_up_scales[0] must be [E=8, N_groups=1, K_groups=1], got [8, 2, 1, 1]",
+    ),
+    "fp8_halves_of_down": (
+        "fused_experts",
+        fp8,
+        {"down_scales": [torch.ones(E, 2, 1, 1)]},
+        "down_scales[0] must be [E=8, N_groups=1, K_groups=1], got [8, 2, 1, 1]",
+    ),
+    "fp8_separate_without_its_scales": (
+        "fused_experts",
+        fp8,
+        {
+            "up_proj": torch.zeros(E, 2 * I, H, dtype=torch.float8_e4m3fn),
+            "down_proj": torch.zeros(E, H, 2 * I, dtype=torch.float8_e4m3fn),
+        },
+        "gate_up_scales must be as many tensors for up_proj as for gate_up_proj, after them, got 1 tensors",
+    ),
+    "rows_scale_unquantised": (
+        "fused_experts",
+        layer,
+        {"hidden_states_scale": torch.ones(T, 1)},
+        "hidden_states_scale must be None for scheme 'fp32', got a tensor",
+    ),
+    "rows_scale_shape": (
+        "fused_experts",
+        fp8,
+        {"hidden_states": torch.zeros(T, H, dtype=torch.float8_e4m3fn), "hidden_states_scale": torch.ones(T, 2)},
+        "hidden_states_scale must be [T=4, H_groups=1], got [4, 2]",
+    ),
+    "rows_scale_of_floats": (
+        "fused_experts",
+        fp8,
+        {"hidden_states_scale": torch.ones(T, 1)},
+        "hidden_states must be torch.float8_e4m3fn, got torch.float32. Call moe_ops.quantize_rows first.",
+    ),
+    "rows_without_scale": (
+        "fused_experts",
+        fp8,
+        {"hidden_states": torch.zeros(T, H, dtype=torch.float8_e4m3fn)},
+        "hidden_states must be bfloat16, float16, float32 or float64, got torch.float8_e4m3fn",
+    ),
+    "rows_scale_with_weight_on_input": (
+        "fused_experts",
+        fp8,
+        {
+            "hidden_states": torch.zeros(T, H, dtype=torch.float8_e4m3fn),
+            "hidden_states_scale": torch.ones(T, 1),
+            "weight_on_input": True,
+        },
+        "hidden_states_scale must be None with weight_on_input, got a tensor. Weigh the rows before",
+    ),
+    "separate_without_up": (
+        "fused_experts",
+        layer,
+        {"glu_layout": "separate"},
+        "up_proj must be given for glu_layout='separate', got None. Pass the up projection.",
+    ),
+    "up_of_interleaved": (
+        "fused_experts",
+        layer,
+        {"glu_layout": "interleaved", "up_proj": torch.randn(E, 2 * I, H)},
+        "up_proj must be None for glu_layout='interleaved', got a tensor. Pass glu_layout='separate'.",
+    ),
+    "up_shape": (
+        "fused_experts",
+        layer,
+        {"up_proj": torch.randn(E, I, H), "down_proj": torch.randn(E, H, 2 * I)},
+        "up_proj must be [E=8, I=24, K=16], got [8, 12, 16]",
+    ),
+    "up_dtype": (
+        "fused_moe",
+        moe,
+        {"up_proj": torch.randn(E, 2 * I, H).bfloat16(), "down_proj": torch.randn(E, H, 2 * I)},
+        "up_proj must be torch.float32, got torch.bfloat16. Store it as gate_up_proj is stored.",
+    ),
+    "up_bias": (
+        "fused_experts",
+        layer,
+        {
+            "up_proj": torch.randn(E, 2 * I, H),
+            "down_proj": torch.randn(E, H, 2 * I),
+            "gate_up_bias": torch.zeros(E, 2 * I),
+        },
+        "gate_up_bias must be [E=8, N=48], got [8, 24]",
+    ),
+    "up_weight_shape": (
+        "grouped_mm_glu",
+        grouped,
+        {"up_weight": torch.randn(E, 2 * I, H + 1)},
+        "up_weight must be [E=8, I=24, K=16], got [8, 24, 17]",
+    ),
+    "added_shape": (
+        "moe_unpermute",
+        unpermute,
+        {"added": torch.zeros(T, H + 1)},
+        "added must be [T=4, H=16], got [4, 17]",
+    ),
+    "added_integer": (
+        "batched_combine",
+        combine,
+        {"added": torch.zeros(T, H).int()},
+        "added must be bfloat16, float16",
+    ),
+    "slot_order": (
+        "batched_dispatch",
+        dispatch,
+        {"slot_order": "k"},
+        "slot_order must be one of ['choice', 'token'], got 'k'",
     ),
     "k_above_e": (
         "fused_topk",
@@ -362,8 +475,8 @@ CASES: dict[str, Case] = {
     "unpermute_rows": (
         "moe_unpermute",
         unpermute,
-        {"rows": torch.randn(7, H)},
-        "rows must be [R=8, H=16], got [7, 16]",
+        {"rows": torch.randn(7, 2, H)},
+        "rows must be [R, H], got [7, 2, 16]",
     ),
     "unpermute_places": (
         "moe_unpermute",
@@ -491,20 +604,20 @@ MORE: dict[str, Case] = {
     "fp8_down_scale_dtype": (
         "fused_experts",
         fp8,
-        {"down_scale": torch.ones(E, 1, 1).bfloat16()},
-        "down_scale must be torch.float32, got torch.bfloat16",
+        {"down_scales": [torch.ones(E, 1, 1).double()]},
+        "down_scales[0] must be torch.float32 or torch.bfloat16 or torch.float8_e8m0fnu, got torch.float64",
     ),
     "fp8_gate_up_no_scale": (
         "fused_experts",
         fp8,
-        {"gate_up_scale": None},
-        "gate_up_scale must be fp32 [E, ceil(N / 128), ceil(K / 128)] for scheme 'fp8_block128', got None",
+        {"gate_up_scales": ()},
+        "gate_up_scales must be [scale [E, ceil(N / 128), ceil(K / 128)]] for scheme 'fp8_block128', got 0 tensors",
     ),
     "fp8_gate_up_scale_shape": (
         "fused_experts",
         fp8,
-        {"gate_up_scale": torch.ones(E, 1, 2)},
-        "gate_up_scale must be [E=8, N_groups=1, K_groups=1], got [8, 1, 2]",
+        {"gate_up_scales": [torch.ones(E, 1, 2)]},
+        "gate_up_scales[0] must be [E=8, N_groups=1, K_groups=1], got [8, 1, 2]",
     ),
     "fp8_down_dtype": (
         "fused_experts",
@@ -518,23 +631,11 @@ MORE: dict[str, Case] = {
         {"hidden_states": torch.ones(T, H).int()},
         "hidden_states must be bfloat16, float16",
     ),
-    "gate_up_global_scale": (
-        "fused_experts",
-        layer,
-        {"gate_up_global_scale": torch.ones(E)},
-        "gate_up_global_scale must be None for scheme 'fp32', got a tensor",
-    ),
-    "gate_up_zero_point": (
-        "fused_experts",
-        layer,
-        {"gate_up_zero_point": torch.ones(E)},
-        "gate_up_zero_point must be None for scheme 'fp32', got a tensor",
-    ),
     "down_scale_unquantised": (
         "fused_experts",
         layer,
-        {"down_scale": torch.ones(E, 1, 1)},
-        "down_scale must be None for scheme 'fp32'",
+        {"down_scales": [torch.ones(E, 1, 1)]},
+        "down_scales must be empty for scheme 'fp32'",
     ),
     "down_rank": ("fused_experts", layer, {"down_proj": torch.randn(E, H)}, "down_proj must be [E, H, I], got [8, 16]"),
     "weights_rank": (
@@ -553,7 +654,7 @@ MORE: dict[str, Case] = {
         "fused_moe",
         moe,
         {"glu_layout": "split"},
-        "glu_layout must be one of ['concat', 'interleaved', 'none'], got 'split'",
+        "glu_layout must be one of ['concat', 'interleaved', 'none', 'separate'], got 'split'",
     ),
     "moe_hidden_rank": (
         "fused_moe",
@@ -686,48 +787,36 @@ MORE: dict[str, Case] = {
         {"scheme": "bf16"},
         "weights must be torch.bfloat16 for scheme='bf16', got torch.float32. Convert",
     ),
-    "gemm_global_scale": (
-        "grouped_mm",
-        grouped,
-        {"weight_global_scale": torch.ones(E)},
-        "weight_global_scale must be None for scheme 'fp32', got a tensor",
-    ),
-    "gemm_zero_point": (
-        "grouped_mm",
-        grouped,
-        {"weight_zero_point": torch.ones(E)},
-        "weight_zero_point must be None for scheme 'fp32', got a tensor",
-    ),
     "gemm_weight_scale": (
         "grouped_mm",
         grouped,
-        {"weight_scale": torch.ones(E, 1, 1)},
-        "weight_scale must be None for scheme 'fp32', got a tensor",
+        {"weight_scales": [torch.ones(E, 1, 1)]},
+        "weight_scales must be empty for scheme 'fp32', got 1 tensors",
     ),
     "glu_activation": ("grouped_mm_glu", grouped, {"activation": "swish"}, "activation must be one of ['gelu'"),
     "glu_layout": (
         "grouped_mm_glu",
         grouped,
         {"glu_layout": "split"},
-        "glu_layout must be one of ['concat', 'interleaved', 'none']",
+        "glu_layout must be one of ['concat', 'interleaved', 'none', 'separate']",
     ),
     "fp8_weight_scale_dtype": (
         "grouped_mm",
         grouped_fp8,
-        {"weight_scale": torch.ones(E, 1, 1).half()},
-        "weight_scale must be torch.float32, got torch.float16",
+        {"weight_scales": [torch.ones(E, 1, 1).half()]},
+        "weight_scales[0] must be torch.float32 or torch.bfloat16 or torch.float8_e8m0fnu, got torch.float16",
     ),
     "fp8_weight_scale": (
         "grouped_mm",
         grouped_fp8,
-        {"weight_scale": None},
-        "weight_scale must be fp32 [E, ceil(N / 128), ceil(K / 128)] for scheme 'fp8_block128', got None",
+        {"weight_scales": []},
+        "weight_scales must be [scale [E, ceil(N / 128), ceil(K / 128)]] for scheme 'fp8_block128', got 0 tensors",
     ),
     "fp8_weight_scale_shape": (
         "grouped_mm",
         grouped_fp8,
-        {"weight_scale": torch.ones(E, 2, 1)},
-        "weight_scale must be [E=8, N_groups=1, K_groups=1], got",
+        {"weight_scales": [torch.ones(E, 2, 1)]},
+        "weight_scales[0] must be [E=8, N_groups=1, K_groups=1], got",
     ),
     "fp8_rows_scale_dtype": (
         "grouped_mm",
@@ -784,7 +873,7 @@ MORE: dict[str, Case] = {
         {"grad_output": torch.randn(T, 5)},
         "grad_output must be [T=4, H=16], got [4, 5]",
     ),
-    "grad_needs": ("fused_experts_backward", backward, {"needs": [True] * 5}, "needs must be 6 booleans, got 5"),
+    "grad_needs": ("fused_experts_backward", backward, {"needs": [True] * 5}, "needs must be 7 booleans, got 5"),
     "grad_activation": (
         "fused_experts_backward",
         backward,
@@ -857,8 +946,8 @@ def test_none_means_no_gate() -> None:
 
 def test_unquantised_glu_returns_one_tensor_and_quantised_a_pair() -> None:
     assert isinstance(moe_ops.grouped_mm_glu(*CALLS["grouped_mm_glu-plain"].args[:3]), Tensor)
-    rows, weight, offsets, _, rows_scale, weight_scale = CALLS["grouped_mm_glu-fp8"].args
-    scales = {"scheme": "fp8_block128", "rows_scale": rows_scale, "weight_scale": weight_scale}
+    rows, weight, offsets, weight_scales, *_, rows_scale = CALLS["grouped_mm_glu-fp8"].args
+    scales = {"scheme": "fp8_block128", "rows_scale": rows_scale, "weight_scales": weight_scales}
     value, scale = moe_ops.grouped_mm_glu(rows, weight, offsets, quantize_output=True, **scales)
     assert value.dtype == torch.float8_e4m3fn and scale.shape == (4, 1)
 
@@ -884,17 +973,23 @@ def test_a_tensor_on_another_gpu(op: str, argument: str) -> None:
             for name, value in BASES[op]().items()
         }
         given = arguments.get(argument)
-        arguments[argument] = torch.empty((1,) if given is None else given.shape, device="cuda:1")
+        is_list = argument.endswith("_scales")
+        other = torch.empty((1,) if given is None or is_list else given.shape, device="cuda:1")
+        arguments[argument] = [other] if is_list else other
         with pytest.raises(ValueError) as caught:
             getattr(torch.ops.moe_ops, op).default(**arguments)
-    wanted = f"{op}: {argument} must be on cuda:0 like {FIRST[op]}, got cuda:1. Move it first."
+    wanted = (
+        f"{op}: {argument}{'[0]' if is_list else ''} must be on cuda:0 like {FIRST[op]}, got cuda:1. Move it first."
+    )
     assert str(caught.value) == wanted
 
 
 @pytest.mark.parametrize(("op", "argument"), OTHERS, ids=lambda value: value)
 def test_a_sparse_tensor(op: str, argument: str) -> None:
-    arguments = BASES[op](**{argument: torch.eye(2).to_sparse()})
-    with pytest.raises(ValueError, match=f"^{op}: {argument} must be a strided tensor, got torch.sparse_coo. Call"):
+    is_list, sparse = argument.endswith("_scales"), torch.eye(2).to_sparse()
+    arguments = BASES[op](**{argument: [sparse] if is_list else sparse})
+    place = argument + r"\[0\]" if is_list else argument
+    with pytest.raises(ValueError, match=f"^{op}: {place} must be a strided tensor, got torch.sparse_coo. Call"):
         getattr(torch.ops.moe_ops, op).default(**arguments)
 
 

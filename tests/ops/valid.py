@@ -17,6 +17,8 @@ def layer(**changes: Any) -> dict[str, Any]:
         "down_proj": torch.randn(E, H, I),
         "topk_weights": torch.rand(T, K),
         "topk_ids": torch.zeros(T, K, dtype=torch.int32),
+        "gate_up_scales": [],
+        "down_scales": [],
     }
     return {**base, **changes}
 
@@ -26,8 +28,8 @@ def fp8(**changes: Any) -> dict[str, Any]:
         "gate_up_proj": torch.zeros(E, 2 * I, H, dtype=torch.float8_e4m3fn),
         "down_proj": torch.zeros(E, H, I, dtype=torch.float8_e4m3fn),
         "scheme": "fp8_block128",
-        "gate_up_scale": torch.ones(E, 1, 1),
-        "down_scale": torch.ones(E, 1, 1),
+        "gate_up_scales": [torch.ones(E, 1, 1)],
+        "down_scales": [torch.ones(E, 1, 1)],
     }
     return layer(**{**base, **changes})
 
@@ -63,18 +65,20 @@ def combine(**changes: Any) -> dict[str, Any]:
 
 def grouped(**changes: Any) -> dict[str, Any]:
     offsets = torch.zeros(E, dtype=torch.int32)
-    return {"rows": torch.randn(6, H), "weight": torch.randn(E, 2 * I, H), "offsets": offsets, **changes}
+    base = {"rows": torch.randn(6, H), "weight": torch.randn(E, 2 * I, H), "offsets": offsets, "weight_scales": []}
+    return {**base, **changes}
 
 
 def grouped_fp8(**changes: Any) -> dict[str, Any]:
     weight = torch.zeros(E, 2 * I, H, dtype=torch.float8_e4m3fn)
     base = {"rows": torch.zeros(6, H, dtype=torch.float8_e4m3fn), "rows_scale": torch.ones(6, 1), "weight": weight}
-    return grouped(**{**base, "weight_scale": torch.ones(E, 1, 1), "scheme": "fp8_block128", **changes})
+    return grouped(**{**base, "weight_scales": [torch.ones(E, 1, 1)], "scheme": "fp8_block128", **changes})
 
 
 def batched(**changes: Any) -> dict[str, Any]:
     counts = torch.zeros(E, dtype=torch.int32)
-    return {"batch": torch.randn(E, 3, H), "weight": torch.randn(E, 2 * I, H), "expert_num_tokens": counts, **changes}
+    base = {"batch": torch.randn(E, 3, H), "weight": torch.randn(E, 2 * I, H), "expert_num_tokens": counts}
+    return {**base, "weight_scales": [], **changes}
 
 
 def quantize(**changes: Any) -> dict[str, Any]:
@@ -94,12 +98,13 @@ def batched_fp8(**changes: Any) -> dict[str, Any]:
     weight = torch.zeros(E, 2 * I, H, dtype=torch.float8_e4m3fn)
     base = {"batch": torch.zeros(E, 3, H, dtype=torch.float8_e4m3fn), "batch_scale": torch.ones(E, 3, 1)}
     return batched(
-        **{**base, "weight": weight, "weight_scale": torch.ones(E, 1, 1), "scheme": "fp8_block128", **changes}
+        **{**base, "weight": weight, "weight_scales": [torch.ones(E, 1, 1)], "scheme": "fp8_block128", **changes}
     )
 
 
 def backward(**changes: Any) -> dict[str, Any]:
-    return layer(**{"grad_output": torch.randn(T, H), "needs": [True] * 6, **changes})
+    base = layer(**{"grad_output": torch.randn(T, H), "needs": [True] * 7, **changes})
+    return {name: value for name, value in base.items() if not name.endswith("_scales")}
 
 
 #: Public function -> its valid arguments.

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import moe_ops
 from compile_passes.join import join
+from compile_passes.rewrite import arguments
 from tests.passes.blocks import E, H, I, K, capture, weights
 
 C = 8
@@ -86,10 +87,10 @@ def quantised(x, ids, topk_weights, w1, s1, w2, s2):
     rows, offsets, places = moe_ops.moe_permute(x, ids, num_experts=E)
     q, scale = moe_ops.quantize_rows(rows, scheme="fp8_block128")
     h, h_scale = torch.ops.moe_ops.grouped_mm_glu(
-        q, w1, offsets, rows_scale=scale, weight_scale=s1, quantize_output=True, scheme="fp8_block128"
+        q, w1, offsets, rows_scale=scale, weight_scales=[s1], quantize_output=True, scheme="fp8_block128"
     )
     out = torch.ops.moe_ops.grouped_mm(
-        h, w2, offsets, rows_scale=h_scale, weight_scale=s2, out_dtype=x.dtype, scheme="fp8_block128"
+        h, w2, offsets, rows_scale=h_scale, weight_scales=[s2], out_dtype=x.dtype, scheme="fp8_block128"
     )
     return moe_ops.moe_unpermute(out, places, topk_weights)
 
@@ -196,6 +197,34 @@ def test_ids_taken_for_weights_stay():
         return moe_ops.fused_experts(x, w1, w2, ids.float(), ids), topk_weights
 
     assert joined(run)[1] == 0
+
+
+def test_separate_halves_are_joined():
+    def run(x, ids, topk_weights, w1, w3, w2):
+        rows, offsets, places = moe_ops.moe_permute(x, ids, num_experts=E)
+        h = moe_ops.grouped_mm_glu(rows, w1, offsets, up_weight=w3)
+        return moe_ops.moe_unpermute(moe_ops.grouped_mm(h, w2, offsets), places, topk_weights)
+
+    inputs = dict(x=torch.randn(6, 16), ids=torch.randint(0, E, (6, K)), topk_weights=torch.rand(6, K),
+                  w1=torch.randn(E, 12, 16), w3=torch.randn(E, 12, 16), w2=torch.randn(E, 16, 12))  # fmt: skip
+    gm, count = joined(run, **inputs)
+    assert count == 1 and operators(gm.graph) == ["moe_ops.fused_experts.default"]
+    (node,) = (n for n in gm.graph.nodes if n.target is torch.ops.moe_ops.fused_experts.default)
+    assert "w3" in str(arguments(node)["up_proj"]) and "w1" in str(arguments(node)["gate_up_proj"])
+
+
+@pytest.mark.parametrize("what", ["added", "choice", "neither"])
+def test_what_the_whole_layer_has_no_argument_for_stays(what):
+    def run(x, ids, topk_weights, w1, w2):
+        options = {"slot_order": "choice"} if what == "choice" else {}
+        batch, counts, slots = moe_ops.batched_dispatch(x, ids, num_experts=E, capacity=2, **options)
+        h = moe_ops.batched_mm_glu(batch, w1, counts)
+        added = {"added": x} if what == "added" else {}
+        return moe_ops.batched_combine(moe_ops.batched_mm(h, w2, counts), slots, topk_weights, **added)
+
+    inputs = dict(x=torch.randn(6, 16), ids=torch.randint(0, E, (6, K)), topk_weights=torch.rand(6, K),
+                  w1=torch.randn(E, 24, 16), w2=torch.randn(E, 16, 12))  # fmt: skip
+    assert joined(run, **inputs)[1] == (what == "neither")
 
 
 @pytest.mark.parametrize("target", ["quantize_rows", "grouped_mm_glu", "grouped_mm"])

@@ -226,5 +226,5 @@ def test_router_of_the_models_own_call():
         text(gm.graph),
         """\
 linear = linear(l_x_, l_gate_)
-fused_moe = moe_ops.fused_moe.default(l_x_, linear, l_w1_, l_w2_, top_k=2)""",
+fused_moe = moe_ops.fused_moe.default(l_x_, linear, l_w1_, l_w2_, (), (), top_k=2)""",
     )

@@ -225,10 +225,10 @@ def _quantize(
     x: torch.Tensor, counts: torch.Tensor | None, scheme: str, pdl: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise [E, rows, K], one kernel; `counts` bounds the rows on the device."""
-    row = SCHEMES[scheme]
+    form = SCHEMES[scheme].rows
     E, rows, K = x.shape
-    groups = cdiv(K, row.group_k)
-    q = torch.empty((E, rows, K), dtype=row.rows_dtype, device=x.device)
+    groups = form.scale_width(K)
+    q = torch.empty((E, rows, K), dtype=form.dtype, device=x.device)
     scale = torch.empty((E, rows, groups), dtype=torch.float32, device=x.device)
     if q.numel() == 0:
         return q, scale
@@ -247,7 +247,7 @@ def _quantize(
             groups,
             x.stride(0),
             x.stride(1),
-            GROUP=row.group_k,
+            GROUP=form.group,
             BLOCK_M=block_m,
             PDL=pdl,
             num_warps=4 if block_m == 32 else 1,

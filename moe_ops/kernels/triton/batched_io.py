@@ -89,12 +89,13 @@ def dispatch(
     topk_weights: torch.Tensor | None = None,
     *,
     scheme: str | None = None,
+    by_choice: bool = False,
     pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """Copy every pair's token to its slot: one kernel for few pairs, else one or two for the slots and one to copy.
 
-    The first `capacity` pairs of an expert, by pair index, keep their slots; the others are dropped. Batch rows past
-    an expert's count are not written.
+    The first `capacity` pairs of an expert, by pair index or `by_choice` (k, then token), keep their slots; the others
+    are dropped. Batch rows past an expert's count are not written.
 
     Args:
         hidden_states: [T, H]; topk_ids: [T, K] i32 or i64, dropped when outside the experts held here.
@@ -109,12 +110,15 @@ def dispatch(
     (T, H), TOP_K = hidden_states.shape, topk_ids.shape[1]
     R, E = T * TOP_K, num_experts
     scale, dtype = None, hidden_states.dtype
-    if scheme is not None and SCHEMES[scheme].quantizes_rows:
-        scale = hidden_states.new_empty((E, capacity, cdiv(H, SCHEMES[scheme].group_k)), dtype=torch.float32)
-        dtype = SCHEMES[scheme].rows_dtype
+    form = None if scheme is None else SCHEMES[scheme].rows
+    if form is not None:
+        scale = hidden_states.new_empty((E, capacity, form.scale_width(H)), dtype=torch.float32)
+        dtype = form.dtype
     batch = hidden_states.new_empty((E, capacity, H), dtype=dtype)
-    if R == 0 or R > FEW_PAIRS or H == 0:
-        counts, _, slots = place_pairs(topk_ids, E, expert_map, capacity, pdl)
+    if R == 0 or R > FEW_PAIRS or H == 0 or by_choice:
+        ids = topk_ids.t() if by_choice else topk_ids
+        counts, _, slots = place_pairs(ids, E, expert_map, capacity, pdl)
+        slots = slots.t().contiguous() if by_choice else slots
         scatter_rows(hidden_states, slots, topk_weights, batch, scale, pdl)
         return batch, scale, counts, slots
     counts = torch.empty(E, dtype=torch.int32, device=topk_ids.device)

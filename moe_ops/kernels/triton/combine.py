@@ -6,7 +6,15 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.triton.util import cdiv, next_power_of_2, on_device, pdl_release, pdl_wait, round_to
+from moe_ops.kernels.triton.util import (
+    cdiv,
+    next_power_of_2,
+    on_device,
+    pdl_release,
+    pdl_wait,
+    round_to,
+    unit_stride,
+)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -14,15 +22,17 @@ def _combine_kernel(
     rows_ptr,
     weights_ptr,
     pair_to_row_ptr,
+    added_ptr,
     out_ptr,
     R,
     H,
     stride_r,
+    stride_added,
     TOP_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program sums BLOCK_H columns of one token over its TOP_K rows, k ascending, and rounds once.
+    """One program sums BLOCK_H columns of one token over its TOP_K rows, k ascending, then `added`, and rounds once.
 
     A dropped pair reads row 0 and selects zero, because loads predicated on the row are not issued together.
     Bytes: (R + T) H sizeof(element).
@@ -41,6 +51,8 @@ def _combine_kernel(
             acc += y
         else:
             acc += y * tl.where(kept, tl.load(weights_ptr + t * TOP_K + k).to(tl.float32), 0.0)
+    if added_ptr is not None:
+        acc += tl.load(added_ptr + t.to(tl.int64) * stride_added + h, mask=h < H, other=0.0).to(tl.float32)
     tl.store(out_ptr + t.to(tl.int64) * H + h, round_to(acc, out_ptr.dtype.element_ty), mask=h < H)
 
 
@@ -54,14 +66,20 @@ def register_limit(top_k: int, vectorised: bool) -> int:
 
 
 def combine(
-    rows: torch.Tensor, pair_to_row: torch.Tensor, topk_weights: torch.Tensor | None, *, pdl: bool = False
+    rows: torch.Tensor,
+    pair_to_row: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    added: torch.Tensor | None = None,
+    *,
+    pdl: bool = False,
 ) -> torch.Tensor:
-    """out[t] = sum over k of topk_weights[t, k] * rows[pair_to_row[t, k]], skipping -1.
+    """out[t] = sum over k of topk_weights[t, k] * rows[pair_to_row[t, k]], skipping -1, + added[t].
 
     Args:
         rows: [R, H], or the [E, C, H] batch viewed as [E * C, H]; any row stride.
         pair_to_row: i32 [T, K]: rows or slots; anything outside [0, R) counts as dropped.
         topk_weights: [T, K] any float dtype, or None for weights of 1.
+        added: [T, H] any float dtype, or None.
         pdl: launch as a programmatic dependent of the kernel before.
 
     Returns:
@@ -73,7 +91,8 @@ def combine(
     if out.numel() == 0:
         return out
     if R == 0:
-        return out.zero_()
+        return out.zero_() if added is None else out.copy_(added)
+    added = None if added is None else unit_stride(added)
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     vector = 16 // rows.element_size()
@@ -83,10 +102,12 @@ def combine(
             rows,
             None if topk_weights is None else topk_weights.contiguous(),
             pair_to_row.contiguous(),
+            added,
             out,
             R,
             H,
             rows.stride(0),
+            0 if added is None else added.stride(0),
             TOP_K=TOP_K,
             BLOCK_H=block_h,
             PDL=pdl,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from meta.operands import Operand
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.mm_tile import (
     CONCAT,
@@ -47,27 +48,36 @@ class ExpertMM:
     """One projection of every expert.
 
     Args:
-        weight: [E, N, K] (N = 2 * out features when gated), any strides.
+        operand: [E, N, K] (N = 2 * out features when gated), any strides, with its scales f32 [E, ceil(N/128),
+            ceil(K/128)].
         glu_layout: "none", "concat" or "interleaved".
         activation: name, or None for a plain product.
-        bias: [E, N]; weight_scale: f32 [E, ceil(N/128), ceil(K/128)]; rows_scale: f32 [rows, ceil(K/128)].
+        bias: [E, N]; rows_scale: f32 [rows, ceil(K/128)].
         quantize_output: write e4m3 with 1x128 scales instead of `out_dtype`.
     """
 
-    weight: torch.Tensor
+    operand: Operand
     out_dtype: torch.dtype
+    up: Operand | None = None
     glu_layout: str = "none"
     activation: str | None = None
     alpha: float = 0.0
     limit: float = 0.0
     bias: torch.Tensor | None = None
-    weight_scale: torch.Tensor | None = None
     rows_scale: torch.Tensor | None = None
     quantize_output: bool = False
     glu: int = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "glu", GLU_CODES[self.glu_layout])
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.operand.data
+
+    @property
+    def weight_scale(self) -> torch.Tensor | None:
+        return self.operand.scales[0] if self.operand.scales else None
 
     @property
     def num_experts(self) -> int:

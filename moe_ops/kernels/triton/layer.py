@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from meta.arch import FIRST_CAPABILITY
+from meta.operands import Operand
 from meta.schemes import SCHEMES
 from moe_ops import plans
 from moe_ops.kernels.triton import act_quant, batched_io, combine, permute, route, small
@@ -53,14 +54,19 @@ class Layer:
     weight_on_input: bool = False
     capacity: int | None = None
 
-    def run(self, plan: Plan, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+    def run(self, plan: Plan, hidden_states: Operand, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """[T, H] of hidden_states [T, H] routed by topk_weights, topk_ids [T, K], with the kernels of `plan`."""
-        hidden_states = unit_stride(hidden_states)
-        if plan.path == "small" and small.refuses(self.up, self.down, (plan.up, plan.down)):
-            tiles = plans.tiles(self.scheme, 1.0, gpu_of(hidden_states.device)[1])
+        rows = unit_stride(hidden_states.data)
+        stored = tuple(scale.contiguous() for scale in hidden_states.scales)
+        hidden_states = Operand(rows, hidden_states.scheme, stored)
+        # The small kernels quantise the rows themselves.
+        if plan.path == "small" and (stored or small.refuses(self.up, self.down, (plan.up, plan.down))):
+            tiles = plans.tiles(self.scheme, 1.0, gpu_of(rows.device)[1])
             plan = Plan("grouped", *tiles)
-        runs = {"small": self._small, "grouped": self._grouped, "batched": self._batched}
-        return runs[plan.path](plan, hidden_states, topk_weights, topk_ids)
+        if plan.path == "small":
+            return self._small(plan, rows, topk_weights, topk_ids)
+        run = self._grouped if plan.path == "grouped" else self._batched
+        return run(plan, hidden_states, topk_weights, topk_ids)
 
     def _small(self, plan: Plan, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         routing = (topk_weights.contiguous(), topk_ids.contiguous())
@@ -75,14 +81,15 @@ class Layer:
             pdl=pdl_launches(hidden_states.device),
         )
 
-    def _grouped(self, plan: Plan, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
-        pdl, (before, after) = pdl_launches(hidden_states.device), self._weights(topk_weights)
+    def _grouped(self, plan: Plan, hidden_states: Operand, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        rows, rows_scale = hidden_states.data, hidden_states.scales[0] if hidden_states.scales else None
+        pdl, (before, after) = pdl_launches(rows.device), self._weights(topk_weights)
         experts = self.up.num_experts
         offsets, row_to_pair, pair_to_row = permute.sort_pairs(topk_ids, experts, self.expert_map, pdl=pdl)
-        rows, rows_scale, gather = hidden_states, None, row_to_pair
+        gather = row_to_pair
         if self.weight_on_input:
-            rows, gather = permute.gather_rows(hidden_states, pair_to_row, before, pdl=pdl), None
-        if self._quantizes:
+            rows, gather = permute.gather_rows(rows, pair_to_row, before, pdl=pdl), None
+        if self._quantizes and rows_scale is None:
             rows, rows_scale = act_quant.quantize_rows(rows, self.scheme, pdl=pdl)
         return self._products(plan, Routed(after, offsets, gather, pair_to_row, rows, rows_scale))
 
@@ -111,12 +118,17 @@ class Layer:
         y, _ = launch_grouped_mm(h, self._second(h_scale), routed.offsets, plan.down, **rows)
         return combine.combine(y, pairs, routed.topk_weights, pdl=pdl)
 
-    def _batched(self, plan: Plan, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
-        pdl, (before, after) = pdl_launches(hidden_states.device), self._weights(topk_weights)
+    def _batched(self, plan: Plan, hidden_states: Operand, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        pdl, (before, after) = pdl_launches(hidden_states.data.device), self._weights(topk_weights)
         up = self._first()
+        scheme = None if hidden_states.scales else self.scheme
         batch, batch_scale, counts, slots = batched_io.dispatch(
-            hidden_states, topk_ids, up.num_experts, self.capacity, self.expert_map, before, scheme=self.scheme, pdl=pdl
+            hidden_states.data, topk_ids, up.num_experts, self.capacity, self.expert_map, before, scheme=scheme, pdl=pdl
         )
+        if hidden_states.scales:
+            scales = hidden_states.scales[0]
+            batch_scale = scales.new_empty((*batch.shape[:2], scales.shape[1]))
+            permute.scatter_rows(scales, slots, None, batch_scale, None, pdl)
         up = replace(up, rows_scale=batch_scale)
         bound = {"most_rows": topk_ids.numel(), "pdl": pdl}
         h, h_scale = launch_batched_mm(batch, up, counts, fit(plan.up, up), **bound)
@@ -125,7 +137,7 @@ class Layer:
 
     @property
     def _quantizes(self) -> bool:
-        return SCHEMES[self.scheme].quantizes_rows
+        return SCHEMES[self.scheme].rows is not None
 
     def _weights(self, topk_weights: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Routing weights of the rows before the experts, and of the results after them."""

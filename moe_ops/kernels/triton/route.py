@@ -166,10 +166,10 @@ def route_few(
     offsets = torch.empty(num_experts, dtype=torch.int32, device=device)
     weights = torch.empty((T, top_k), dtype=torch.float32, device=device)
     tokens, tokens_scale, programs = hidden_states, None, 1
-    row = SCHEMES[scheme]
-    if row.quantizes_rows:
-        groups = cdiv(H, row.group_k)
-        tokens = torch.empty((T, H), dtype=row.rows_dtype, device=device)
+    form = SCHEMES[scheme].rows
+    if form is not None:
+        groups = form.scale_width(H)
+        tokens = torch.empty((T, H), dtype=form.dtype, device=device)
         tokens_scale = torch.empty((T, groups), dtype=torch.float32, device=device)
         programs += cdiv(T * groups, GROUPS_PER_PROGRAM)
     constants = kernel_constants(router_logits, correction_bias, top_k, **routing)
@@ -197,7 +197,7 @@ def route_few(
             **{**constants, "BLOCK_T": next_power_of_2(T)},
             BLOCK_P=32,
             BLOCK_Q=max(16, next_power_of_2(T * top_k)),
-            GROUP=row.group_k or 1,
+            GROUP=1 if form is None else form.group,
             QUANTIZED_GROUPS=0 if tokens_scale is None else GROUPS_PER_PROGRAM,
             PDL=pdl,
             num_warps=1,

@@ -1,4 +1,4 @@
-"""Which backend runs a problem, and the one path by which every operator reaches it."""
+"""Which backend runs a problem, and the call of it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,11 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
+from meta.calls import Call
 from meta.dims import BACKEND_NAMES, Problem
-from meta.shapes import RULES
 from moe_ops import backends
 
 _VARIABLE = "MOE_OPS_BACKEND"
-
-
-#: Keyword defaults of every operator.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    name: getattr(rule, "__kwdefaults__", None) or {} for name, rule in RULES.items()
-}
 
 
 def _environment_backend() -> str | None:
@@ -66,7 +60,7 @@ def _choose(problem: Problem, requested: str | None, op: str, by_variable: bool 
     for name in backends.BACKENDS if requested is None else (requested,):
         reason = _refusal(name, problem, requested, op)
         if isinstance(reason, ModuleType):
-            return reason if requested else _measured_choice(reason, problem, op)
+            return reason
         refusals.append(f"{name} {reason}")
     asked = "any backend" if requested is None else f"backend={requested!r}"
     cure = ""
@@ -93,24 +87,9 @@ def _refusal(name: str, problem: Problem, requested: str | None, op: str) -> Mod
     return module if reason is None else str(reason)
 
 
-def _measured_choice(module: ModuleType, problem: Problem, op: str) -> ModuleType:
-    """``module``, or the backend that it knows (``measured_faster(problem) -> name | None``) to be faster here."""
-    name = getattr(module, "measured_faster", lambda problem: None)(problem)
-    other = module if name is None else _refusal(name, problem, None, op)
-    return other if isinstance(other, ModuleType) else module
-
-
 _choose_cached = lru_cache(maxsize=4096)(_choose)
 
 
-def run(op: str, requested: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Validate by the operator's rule, choose a backend, call it.
-
-    Args:
-        requested: backend name, or None.
-        args, kwargs: those of the operator; torch drops entries that equal their default, the backend gets them all.
-    """
-    rule = RULES[op]
-    checked = rule(*args, **kwargs)
-    module = choose(checked.problem, requested, op)
-    return getattr(module, op)(*args, **{**_DEFAULTS[op], **kwargs, **checked.resolved})
+def run(call: Call) -> Any:
+    """The operator, by the backend that is chosen for it."""
+    return getattr(choose(call.problem, call.backend, call.op), call.op)(call)

@@ -11,46 +11,43 @@ import pytest
 import torch
 
 import moe_ops
-from meta.dims import BACKEND_NAMES, Problem
+from meta.dims import BACKEND_NAMES, LayerProblem
 from meta.schemes import SCHEMES
-from moe_ops import backends, dispatch
-from moe_ops.backends import cpu, torch_grouped
+from moe_ops import backends, choice
+from moe_ops.backends import cpu
+from moe_ops.ops import parse
 from tests.ops.layers import VARIANTS
 
 
-def problem(**changes: object) -> Problem:
-    t = VARIANTS["plain"].build().tensors
-    found = Problem.from_experts(t["hidden_states"], t["gate_up_proj"], t["down_proj"], t["topk_ids"])
-    return replace(found, **changes)
+def problem(**changes: object) -> LayerProblem:
+    return replace(parse("fused_experts", **VARIANTS["plain"].build().tensors).problem, **changes)
 
 
 def test_cpu_tensors_run_on_the_cpu_backend() -> None:
-    assert dispatch.choose(problem()) is cpu
-    assert dispatch.choose(problem(), "cpu") is cpu
+    assert choice.choose(problem()) is cpu
+    assert choice.choose(problem(), "cpu") is cpu
 
 
 def test_reference_by_name_only() -> None:
     assert "reference" not in backends.BACKENDS and set(backends.BACKENDS) < set(BACKEND_NAMES)
-    assert dispatch.choose(problem(), "reference").NAME == "reference"
+    assert choice.choose(problem(), "reference").NAME == "reference"
 
 
 def test_request_never_falls_back() -> None:
     with pytest.raises(
         ValueError, match=r"fused_experts: backend='triton' must accept the problem, got refusals: triton"
     ):
-        dispatch.choose(problem(), "triton")
+        choice.choose(problem(), "triton")
 
 
 def test_unknown_backend_lists_the_names() -> None:
-    with pytest.raises(
-        ValueError, match=r"backend must be one of \['cpu', 'reference', 'torch_grouped', 'triton'\], got 'x'"
-    ):
-        dispatch.choose(problem(), "x")
+    with pytest.raises(ValueError, match=r"backend must be one of \['cpu', 'reference', 'triton'\], got 'x'"):
+        choice.choose(problem(), "x")
 
 
 def test_every_refusal_is_listed() -> None:
     with pytest.raises(ValueError) as caught:
-        dispatch.choose(problem(device_type="xpu"))
+        choice.choose(problem(device_type="xpu"))
     assert all(f"{name} does not serve xpu tensors" in str(caught.value) for name in backends.BACKENDS)
 
 
@@ -59,73 +56,28 @@ def test_first_backend_that_implements_the_operator_wins(monkeypatch: pytest.Mon
     first.refuses, first.SERVED_SCHEMES = lambda problem: None, {"fp32"}
     monkeypatch.setattr(backends, "serves", lambda name, device_type: True)
     monkeypatch.setattr(backends, "load", lambda name: first if name == "triton" else cpu)
-    assert dispatch._choose(problem(), None, "fused_experts") is cpu
+    assert choice._choose(problem(), None, "fused_experts") is cpu
     with pytest.raises(ValueError, match="triton does not implement fused_experts"):
-        dispatch._choose(problem(), "triton", "fused_experts")
+        choice._choose(problem(), "triton", "fused_experts")
     first.fused_experts = cpu.fused_experts
-    assert dispatch._choose(problem(), None, "fused_experts") is first
+    assert choice._choose(problem(), None, "fused_experts") is first
     first.refuses = lambda problem: "is asleep"
     with pytest.raises(ValueError, match="triton is asleep"):
-        dispatch._choose(problem(), "triton", "fused_experts")
-
-
-def test_a_backend_measured_faster_wins_unless_one_is_requested(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = ModuleType("first"), ModuleType("second")
-    for module in (first, second):
-        module.refuses, module.fused_experts = lambda problem: None, cpu.fused_experts
-        module.SERVED_SCHEMES = {"fp32"}
-    first.measured_faster = lambda problem: "torch_grouped" if problem.E == 6 else None
-    monkeypatch.setattr(backends, "serves", lambda name, device_type: True)
-    monkeypatch.setattr(backends, "load", lambda name: {"triton": first, "torch_grouped": second}[name])
-    assert dispatch._choose(problem(), None, "fused_experts") is second
-    assert dispatch._choose(problem(E=5), None, "fused_experts") is first
-    assert dispatch._choose(problem(), "triton", "fused_experts") is first
-    second.refuses = lambda problem: "is asleep"
-    assert dispatch._choose(problem(), None, "fused_experts") is first
-
-
-SERVED = {"device_type": "cuda", "arch": "sm90", "scheme": "bf16", "dtype": torch.bfloat16, "weight_layout": "nk"}
-
-
-@pytest.mark.parametrize(
-    "change, reason",
-    [
-        ({}, None),
-        ({"weight_layout": "kn"}, None),
-        ({"arch": "sm100"}, None),
-        ({"device_type": "cpu"}, "needs a CUDA device, got cpu"),
-        ({"arch": "sm89"}, "needs compute capability 9.0 or later, got sm89"),
-        ({"has_bias": True}, "takes no bias"),
-        ({"format": "batched"}, "supports format 'grouped' only"),
-        ({"weight_layout": "other"}, "contiguous along N or K"),
-        ({"H": 52}, "multiples of 8, got H=52, I=40"),
-        ({"I": 44}, "multiples of 8, got H=48, I=44"),
-    ],
-    ids=str,
-)
-def test_each_limit_of_torchs_grouped_gemm_refuses_alone(change: dict[str, object], reason: str | None) -> None:
-    said = torch_grouped.refuses(problem(**{**SERVED, **change}))
-    assert said is None if reason is None else reason in said
-
-
-def test_symbolic_widths_are_not_a_refusal_of_torchs_grouped_gemm() -> None:
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    assert torch_grouped.refuses(problem(**SERVED, H=ShapeEnv().create_unbacked_symint())) is None
+        choice._choose(problem(), "triton", "fused_experts")
 
 
 def test_missing_module_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(backends._MODULES, "torch_grouped", "moe_ops.backends.no_such_module")
+    monkeypatch.setitem(backends._MODULES, "triton", "moe_ops.backends.no_such_module")
     backends.load.cache_clear()
-    assert "cannot be imported" in backends.load("torch_grouped")
+    assert "cannot be imported" in backends.load("triton")
     backends.load.cache_clear()
 
 
 def test_choices_are_remembered() -> None:
-    before = dispatch._choose_cached.cache_info().misses
+    before = choice._choose_cached.cache_info().misses
     found = problem(T=123457)
-    assert dispatch.choose(found) is dispatch.choose(replace(found))
-    assert dispatch._choose_cached.cache_info().misses == before + 1
+    assert choice.choose(found) is choice.choose(replace(found))
+    assert choice._choose_cached.cache_info().misses == before + 1
 
 
 def test_symbolic_sizes_are_chosen_for_without_a_hash() -> None:
@@ -133,39 +85,37 @@ def test_symbolic_sizes_are_chosen_for_without_a_hash() -> None:
 
     symbol = ShapeEnv().create_unbacked_symint()
     assert problem(T=symbol).has_symbols
-    assert dispatch.choose(problem(T=symbol)) is cpu
+    assert choice.choose(problem(T=symbol)) is cpu
 
 
 def test_backends_get_every_option_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = {}
-    monkeypatch.setattr(
-        dispatch, "choose", lambda *a: SimpleNamespace(fused_experts=lambda *a, **k: seen.update(k) or a[0])
-    )
+    seen = []
+    said = SimpleNamespace(fused_experts=lambda call: seen.append(call) or call.hidden_states.data)
+    monkeypatch.setattr(choice, "choose", lambda *a: said)
     layer = VARIANTS["plain"].build()
     moe_ops.fused_experts(*layer.args()[:5], activation="swiglu_oai", format="batched")
-    assert (seen["scheme"], seen["alpha"], seen["limit"], seen["capacity"]) == ("fp32", 1.702, 7.0, 7)
-    assert seen["weight_on_input"] is False and seen["glu_layout"] == "concat" and seen["backend"] is None
+    (call,) = seen
+    assert call.experts.scheme is SCHEMES["fp32"] and call.experts.glu == ("swiglu_oai", 1.702, 7.0, "concat")
+    assert call.capacity == 7 and call.weight_on_input is False and call.backend is None
 
 
 def has_the_layer_alone(called: list[str]) -> ModuleType:
-    """A backend without stages or routing, as torch's grouped GEMM is; it notes that it was called."""
+    """A backend without stages or routing; it notes that it was called."""
     module = ModuleType("layer_alone")
     module.refuses, module.SERVED_SCHEMES = lambda problem: None, {"fp32"}
-    module.fused_experts = lambda *args, **options: (
-        called.append("fused_experts") or cpu.fused_experts(*args, **options)
-    )
+    module.fused_experts = lambda call: called.append("fused_experts") or cpu.fused_experts(call)
     return module
 
 
 @pytest.fixture
 def layer_alone(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The calls of a backend that takes the name "torch_grouped" and has ``fused_experts`` alone."""
+    """The calls of a backend that takes the name "triton" and has ``fused_experts`` alone."""
     called: list[str] = []
     module, load = has_the_layer_alone(called), backends.load
-    monkeypatch.setattr(backends, "load", lambda name: module if name == "torch_grouped" else load(name))
-    dispatch._choose_cached.cache_clear()
+    monkeypatch.setattr(backends, "load", lambda name: module if name == "triton" else load(name))
+    choice._choose_cached.cache_clear()
     yield called
-    dispatch._choose_cached.cache_clear()
+    choice._choose_cached.cache_clear()
 
 
 @pytest.mark.parametrize("by", ["argument", "variable"])
@@ -173,13 +123,13 @@ def test_the_backward_of_a_requested_backend_chooses_for_itself(
     by: str, layer_alone: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by == "variable":
-        monkeypatch.setattr(dispatch, "DEFAULT_BACKEND", "torch_grouped")
-    requests = {"backend": "torch_grouped"} if by == "argument" else {}
+        monkeypatch.setattr(choice, "DEFAULT_BACKEND", "triton")
+    requests = {"backend": "triton"} if by == "argument" else {}
     layer = VARIANTS["plain"].build()
     arguments = [a.clone().requires_grad_() if i < 4 else a for i, a in enumerate(layer.args()[:5])]
     moe_ops.fused_experts(*arguments, **requests).square().sum().backward()
     assert layer_alone == ["fused_experts"]
-    monkeypatch.setattr(dispatch, "DEFAULT_BACKEND", None)
+    monkeypatch.setattr(choice, "DEFAULT_BACKEND", None)
     wanted = [a.detach().clone().requires_grad_() if i < 4 else a for i, a in enumerate(layer.args()[:5])]
     moe_ops.fused_experts(*wanted).square().sum().backward()
     for got, want in zip(arguments[:4], wanted[:4], strict=True):
@@ -189,7 +139,7 @@ def test_the_backward_of_a_requested_backend_chooses_for_itself(
 def test_the_variable_binds_the_operators_that_its_backend_implements(
     layer_alone: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "DEFAULT_BACKEND", "torch_grouped")
+    monkeypatch.setattr(choice, "DEFAULT_BACKEND", "triton")
     moe_ops.fused_topk(torch.randn(2, 4), top_k=1)
     layer = VARIANTS["plain"].build()
     moe_ops.fused_experts(*layer.args()[:5])
@@ -205,14 +155,14 @@ def test_a_backend_refuses_a_scheme_that_it_does_not_list(name: str) -> None:
         pytest.skip(module)
     on_device = problem(device_type="cpu" if name in ("cpu", "reference") else "cuda", scheme="int8_channel")
     with pytest.raises(ValueError) as caught:
-        dispatch.choose(on_device, name)
+        choice.choose(on_device, name)
     listed = ", ".join(sorted(module.SERVED_SCHEMES))
     assert f"{name} serves the schemes {listed}, got int8_channel" in str(caught.value)
 
 
 def test_a_scheme_that_no_backend_serves_is_refused_by_all() -> None:
     with pytest.raises(ValueError, match=r"any backend must accept .*cpu serves the schemes bf16, .*got int8_channel"):
-        dispatch.choose(problem(scheme="int8_channel"))
+        choice.choose(problem(scheme="int8_channel"))
 
 
 @pytest.mark.parametrize("name", [*backends.BACKENDS, "reference"])
@@ -237,7 +187,7 @@ import torch, moe_ops
 from moe_ops import reference
 
 def noting(name, function):
-    return lambda *args, **options: print(name) or function(*args, **options)
+    return lambda call: print(name) or function(call)
 
 for name in ("fused_topk", "fused_experts"):
     setattr(reference, name, noting(name, getattr(reference, name)))
@@ -263,24 +213,15 @@ def test_environment_variable_is_honoured() -> None:
     assert got == ["fused_topk", "fused_experts", "ran", "fused_topk", "ran"], "an argument comes before the variable"
 
 
-def test_environment_variable_leaves_alone_what_its_backend_lacks() -> None:
-    pytest.importorskip("triton")
-    refused, ran = calls_by_variable("torch_grouped", {}, {"backend": "cpu"})
-    assert refused.startswith("fused_experts: MOE_OPS_BACKEND=torch_grouped must accept the problem, got refusals:")
-    assert refused.endswith("Unset MOE_OPS_BACKEND, or pass backend= to this call.")
-    assert ran == "ran", "routing is not an operator of that backend"
-
-
 def test_environment_variable_never_falls_back() -> None:
     (refused,) = calls_by_variable("triton", {})
     assert refused.startswith("fused_topk: MOE_OPS_BACKEND=triton must accept the problem, got refusals: triton")
+    assert refused.endswith("Unset MOE_OPS_BACKEND, or pass backend= to this call.")
 
 
 def test_environment_variable_with_an_unknown_name_fails_at_import() -> None:
     result = run_python("import moe_ops", MOE_OPS_BACKEND="cutlass")
-    assert (
-        "MOE_OPS_BACKEND must be one of ['cpu', 'reference', 'torch_grouped', 'triton'], got 'cutlass'" in result.stderr
-    )
+    assert "MOE_OPS_BACKEND must be one of ['cpu', 'reference', 'triton'], got 'cutlass'" in result.stderr
 
 
 def test_import_and_cpu_calls_load_neither_triton_nor_inductor() -> None:
@@ -306,5 +247,5 @@ def test_public_names_exist() -> None:
 
 def test_torch_operators_and_public_functions_agree() -> None:
     layer = VARIANTS["plain"].build()
-    wanted = torch.ops.moe_ops.fused_experts(*layer.args()[:5])
+    wanted = torch.ops.moe_ops.fused_experts(*layer.args()[:5], [], [])
     assert torch.equal(moe_ops.fused_experts(*layer.args()[:5]), wanted)

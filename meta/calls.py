@@ -1,0 +1,192 @@
+"""What an operator's rule makes of its flat arguments, once: operands, sizes and options, for everyone who comes after.
+
+The same object goes to the backends, the checks of :mod:`moe_ops.debugging` and the choice of a backend, and its
+``outputs`` are the fake implementation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meta.dims import Dim, GemmProblem, LayerProblem, Problem
+from meta.operands import Experts, Glu, Operand
+
+Sizes = tuple[Dim, ...]
+Output = tuple[Sizes, torch.dtype]
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """One accepted call.
+
+    Attributes:
+        op: name of the operator.
+        problem: what a backend is chosen by.
+        device: where the outputs live.
+        outputs: ``(sizes, dtype)`` of every output; all are contiguous.
+        backend: the one that the caller insists on, or None.
+    """
+
+    op: str
+    problem: Problem
+    device: torch.device
+    outputs: tuple[Output, ...]
+    backend: str | None = None
+
+
+class RouterOptions(NamedTuple):
+    """Keyword arguments of ``fused_topk``."""
+
+    top_k: int
+    routing: str
+    renormalize: bool
+    renorm_eps: float
+    num_groups: int
+    topk_groups: int
+    scale: float
+
+
+@dataclass(slots=True, kw_only=True)
+class RouteCall(Call):
+    """``fused_topk``."""
+
+    router_logits: Tensor
+    correction_bias: Tensor | None
+    options: RouterOptions
+
+
+@dataclass(slots=True, kw_only=True)
+class DispatchCall(Call):
+    """``moe_permute`` and ``batched_dispatch``, which has a capacity."""
+
+    hidden_states: Tensor
+    topk_ids: Tensor
+    expert_map: Tensor | None
+    num_experts: Any  # ints outside of tracing
+    capacity: Any = None
+    slot_order: str = "token"
+
+
+@dataclass(slots=True, kw_only=True)
+class CombineCall(Call):
+    """``moe_unpermute`` and ``batched_combine``: ``rows [R, H]`` or ``[E, C, H]``, and where each pair's row is."""
+
+    rows: Tensor
+    places: Tensor
+    topk_weights: Tensor
+    added: Tensor | None
+
+
+@dataclass(slots=True, kw_only=True)
+class QuantizeCall(Call):
+    """``quantize_rows`` and ``quantize_batched``, which has counts."""
+
+    rows: Tensor
+    expert_num_tokens: Tensor | None = None
+
+    @property
+    def counts(self) -> Tensor:
+        """``expert_num_tokens`` of a batch."""
+        if self.expert_num_tokens is None:
+            raise TypeError(f"{self.op} has no counts")
+        return self.expert_num_tokens
+
+
+@dataclass(slots=True, kw_only=True)
+class GemmCall(Call):
+    """``grouped_mm`` and ``batched_mm``.
+
+    Attributes:
+        x: ``[R, K]`` sorted by expert, or ``[E, C, K]``.
+        weight: ``[E, N, K]``.
+        extents: int32 ``[E]``: offsets of grouped rows, or how many rows of each batch are used.
+        bias: ``[E, N]`` or None.
+    """
+
+    problem: GemmProblem
+    x: Operand
+    weight: Operand
+    extents: Tensor
+    bias: Tensor | None
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """Of the product."""
+        return self.outputs[0][1]
+
+
+@dataclass(slots=True, kw_only=True)
+class GluCall(GemmCall):
+    """``grouped_mm_glu`` and ``batched_mm_glu``.
+
+    Attributes:
+        up: the up half ``[E, I, K]`` when ``weight`` holds the gate's alone.
+        quantize_output: write the activations quantised for the next product.
+    """
+
+    glu: Glu
+    up: Operand | None
+    quantize_output: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class LayerCall(Call):
+    """What ``fused_experts`` and ``fused_moe`` share."""
+
+    problem: LayerProblem
+    hidden_states: Operand
+    experts: Experts
+    expert_map: Tensor | None
+    weight_on_input: bool
+
+    @property
+    def capacity(self) -> Any:
+        """C, an int outside of tracing, or None in the grouped format."""
+        return self.problem.C
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """Of the result."""
+        return self.outputs[0][1]
+
+
+@dataclass(slots=True, kw_only=True)
+class ExpertsCall(LayerCall):
+    """``fused_experts``."""
+
+    topk_weights: Tensor
+    topk_ids: Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class BackwardCall(ExpertsCall):
+    """``fused_experts_backward``."""
+
+    grad_output: Tensor
+    needs: dict[str, bool]
+
+
+@dataclass(slots=True, kw_only=True)
+class MoeCall(LayerCall):
+    """``fused_moe``."""
+
+    route: RouteCall
+
+    def routed(self, topk_weights: Tensor, topk_ids: Tensor) -> ExpertsCall:
+        """The experts' part of it."""
+        return ExpertsCall(
+            op=self.op,
+            problem=self.problem,
+            device=self.device,
+            outputs=self.outputs,
+            hidden_states=self.hidden_states,
+            experts=self.experts,
+            expert_map=self.expert_map,
+            weight_on_input=self.weight_on_input,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+        )

@@ -1,0 +1,88 @@
+"""A tensor and everything that decodes it, never apart, and the experts of a layer made of such."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from meta.dims import Dim
+from meta.schemes import ActivationFormat, QuantScheme
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """One weight ``[E, N, K]`` (any strides) or activation ``[..., K]``.
+
+    Attributes:
+        data: as the scheme stores it.
+        scheme: the weight's or the activation format's row; None for activations that are not quantised.
+        scales: the row's tensors, in its order. One over the halves of a gate|up stack is ``[E, 2, N groups, K
+            groups]``.
+    """
+
+    data: Tensor
+    scheme: QuantScheme | ActivationFormat | None
+    scales: tuple[Tensor, ...] = ()
+
+    def dequantized(self) -> Tensor:
+        """fp32 when it is quantised, else the data."""
+        decode = None if self.scheme is None else self.scheme.dequantize
+        return self.data if decode is None else decode(self.data, self.scales)
+
+    def of_expert(self, expert: int) -> Tensor:
+        """``[N, K]`` of one expert of a weight, as :meth:`dequantized`."""
+        if not self.scales:
+            return self.data[expert]
+        one = slice(expert, expert + 1)
+        return Operand(self.data[one], self.scheme, tuple(scale[one] for scale in self.scales)).dequantized()[0]
+
+    def flatten_rows(self) -> Operand:
+        """Activations ``[E, C, K]`` as ``[E * C, K]``."""
+        return Operand(self.data.flatten(0, 1), self.scheme, tuple(scale.flatten(0, 1) for scale in self.scales))
+
+
+def quantized(rows: Tensor, form: ActivationFormat | None) -> Operand:
+    """Activations ``[..., K]`` as ``form`` stores them; as they are without one."""
+    if form is None:
+        return Operand(rows, None)
+    data, scales = form.quantize(rows)
+    return Operand(data, form, scales)
+
+
+class Glu(NamedTuple):
+    """An activation with its options filled in: names of :data:`meta.activations.ACTIVATIONS` and
+    :data:`meta.dims.GLU_LAYOUTS`.
+    """
+
+    activation: str
+    alpha: float
+    limit: float
+    layout: str
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The weights of one layer and what it computes between its two products.
+
+    Attributes:
+        scheme: of all three weights.
+        gate_up: ``[E, 2I, H]``; ``[E, I, H]`` of the gate alone beside ``up``, and where there is no gate.
+        down: ``[E, H, I]``.
+        up: ``[E, I, H]`` when the layout is "separate", else None.
+        gate_up_bias, down_bias: ``[E, 2I]`` (``[E, I]`` without a gate) and ``[E, H]``, or None.
+    """
+
+    scheme: QuantScheme
+    gate_up: Operand
+    down: Operand
+    up: Operand | None
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+    glu: Glu
+
+    @property
+    def count(self) -> Dim:
+        """E."""
+        return self.gate_up.data.shape[0]
