@@ -149,6 +149,7 @@ def test_a_stream_multiplies_while_the_next_tile_is_loaded(form):
     assert walk(MMConfig(*LARGE, 8, 8, 3, True, True), True, False) == STREAM.value
     kernel = compile_mm(LARGE, **FORMS[form])
     assert kernel.ptx_count(r"wgmma\.wait_group\.sync\.aligned 1") == 1
+    assert kernel.ptx_count(r"wgmma\.wait_group\.sync\.aligned 0") == 2, "before an epilogue in the loop, and behind it"
     assert kernel.ptx_count(r"wgmma\.mma_async") == LARGE[2] // 16, "products in a single loop"
     assert kernel.registers <= 192
 
