@@ -135,7 +135,9 @@ def tiles(scheme: str, rows: float, sm: int) -> tuple[MMConfig, MMConfig]:
         tile = MMConfig(16 if rows <= 16 else 64, 64, 32, 8, 4, 3, a_tma=False, w_tma=False)
     elif SCHEMES[scheme].rows is not None:
         if rows > 64:
-            tile = MMConfig(64, 256, 128, 8, 8, 3, a_tma=tma, w_tma=tma)
+            # us on an H200, Qwen3-30B-A3B, T = 4096: GEMM 1 328, with 64 rows 393; GEMM 2 169, with 256 columns 236.
+            up = MMConfig(128, 256, 128, 8, 8, 3, a_tma=tma, w_tma=tma)
+            return up, MMConfig(64, 128, 128, 8, 4, 3, a_tma=tma, w_tma=tma)
         else:
             up = MMConfig(16 if rows <= 16 else 32, 256, 128, 1, 8, 3, a_tma=False, w_tma=tma)
             return up, up._replace(block_n=128, num_warps=4)
@@ -144,7 +146,10 @@ def tiles(scheme: str, rows: float, sm: int) -> tuple[MMConfig, MMConfig]:
     elif rows <= 48:
         tile = MMConfig(32 if rows <= 32 else 64, 128, 64, 8, 4, 4, a_tma=False, w_tma=tma)
     elif tma:
-        tile = MMConfig(128, 256, 64, 8, 8, 3, a_tma=True, w_tma=True)
+        # us of GEMM 2 on an H200, T = 4096, against tiles of 128 x 256: Qwen3-30B-A3B 232 and 246, OLMoE-1B-7B 256 and
+        # 268, gpt-oss-120b's dimensions 770 and 785.
+        up = MMConfig(128, 256, 64, 8, 8, 3, a_tma=True, w_tma=True)
+        return up, MMConfig(128, 128, 64, 8, 4, 3, a_tma=True, w_tma=True)
     else:
         tile = MMConfig(128, 128, 32, 8, 8, 4, a_tma=False, w_tma=False)
     return tile, tile

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.expert_mm import _expert_mm_kernel
+from moe_ops.kernels.triton.launch import STREAM, ExpertMM, walk
 from moe_ops.kernels.triton.mm_tile import (
     CONCAT,
     INTERLEAVED,
@@ -48,19 +51,25 @@ def compile_mm(
     N, K = (I, H) if first else (H, I)
     rows_n = 2 * N if first else N
     a_type = w_type = "fp8e4nv" if quantized else dtype
+    # Rows that threads gather leave by descriptor all the same: the config says so, not how they came.
+    config = MMConfig(*block, 8, warps, stages, a_tma=block[0] >= 64 and capability >= 90, w_tma=True)
+    layout = {NOT_GATED.value: "none", CONCAT.value: "concat", INTERLEAVED.value: "interleaved"}[glu]
+    element = torch.float8_e4m3fn if quantized else torch.bfloat16
+    mm = ExpertMM(torch.empty(E, rows_n, K, device="meta", dtype=element), torch.bfloat16, glu_layout=layout)
+    out = torch.empty(256, N, device="meta", dtype=torch.float8_e4m3fn if quantize else torch.bfloat16)
+    store = mm.store_columns(out, config)
     strides = (
         (rows_n * K, 1, rows_n) if w_load == TMA_KN.value else (rows_n * K, K, 1),
         (rows_n // 128 * (K // 128), K // 128, 1) if quantized else None,
         None,
+        K,
     )
     signature = {
         "a": f"*{a_type}:16",
         "w": f"*{w_type}:16",
         "out": f"*{'fp8e4nv' if quantize else dtype}:16",
         "extents": "*i32:16",
-        "m_tiles": "i32",
         "num_rows": "i32",
-        "stride_am": "i32:16",
         "alpha": "fp32",
         "limit": "fp32",
     }
@@ -74,15 +83,18 @@ def compile_mm(
         "GLU": glu,
         "bias": None,
         "ACTIVATION": "silu" if first else None,
-        "LOADS": (a_tma, w_load),
+        "MOVES": (a_tma, w_load, store),
         "QUANTIZED": quantized,
         "QUANTIZE": quantize,
         "BATCHED": batched,
+        "WALK": walk(config, a_tma, quantized),
         "PDL": capability >= 90,
     }
+    out_type = "fp8e4nv" if quantize else dtype
     optional = {
         "a_desc": f"tensordesc<{a_type}[{block[0]}, {block[2]}]>" if a_tma else None,
         "w_desc": None if w_load == POINTERS.value else tensormap(w_load, glu, block[1], block[2], w_type),
+        "out_desc": f"tensordesc<{out_type}[1, 1, {block[0]}, {store}]>" if store else None,
         "a_scale": "*fp32:16" if quantized else None,
         "w_scale": "*fp32:16" if quantized else None,
         "out_scale": "*fp32:16",
@@ -118,13 +130,35 @@ FORMS = {
 }
 
 
+@pytest.mark.parametrize("stages", [3, 4])
 @pytest.mark.parametrize("form", FORMS)
-def test_large_tiles_on_hopper_use_wgmma_and_tma_without_spills(form):
-    kernel = compile_mm(LARGE, **FORMS[form])
+def test_large_tiles_on_hopper_use_wgmma_and_tma_without_spills(form, stages):
+    kernel = compile_mm(LARGE, stages=stages, **FORMS[form])
     assert kernel.stack == 0, f"{kernel.stack} bytes of spills, {kernel.registers} registers"
     assert "HGMMA.64x256x16" in kernel.sass
-    assert "UTMALDG" in kernel.sass
+    assert "UTMALDG" in kernel.sass and "UTMASTG" in kernel.sass
     assert kernel.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize("form", ["glu_concat", "down", "batched_glu"])
+def test_a_stream_multiplies_while_the_next_tile_is_loaded(form):
+    """One loop over tiles and k: products wait for the one before, not for themselves, except before an epilogue.
+
+    What follows from a tile's number is uniform: or the loop would take every thread 240 registers and more.
+    """
+    assert walk(MMConfig(*LARGE, 8, 8, 3, True, True), True, False) == STREAM.value
+    kernel = compile_mm(LARGE, **FORMS[form])
+    assert kernel.ptx_count(r"wgmma\.wait_group\.sync\.aligned 1") == 1
+    assert kernel.ptx_count(r"wgmma\.wait_group\.sync\.aligned 0") == 2, "before an epilogue in the loop, and behind it"
+    assert kernel.ptx_count(r"wgmma\.mma_async") == LARGE[2] // 16, "products in a single loop"
+    assert kernel.registers <= 192
+
+
+@pytest.mark.parametrize(("form", "warps"), [("down", 4), ("down", 8), ("glu_concat", 8), ("glu_gathered", 8)])
+def test_two_programs_of_128_by_128_share_a_multiprocessor(form, warps):
+    kernel = compile_mm((128, 128, 64), warps=warps, **FORMS[form])
+    assert 2 * (kernel.shared + 1024) <= 228 * 1024
+    assert 2 * kernel.registers * 32 * warps <= 65536
 
 
 @pytest.mark.parametrize("form", ["glu", "glu_quantising", "down", "batched_glu"])
@@ -135,8 +169,10 @@ def test_fp8_on_hopper_uses_qgmma_and_tma_without_spills(form):
         "down": dict(glu=NOT_GATED.value),
         "batched_glu": dict(glu=CONCAT.value, batched=True, quantize=True),
     }
-    kernel = compile_mm((64, 256, 128), quantized=True, **forms[form])
-    assert kernel.stack == 0, f"{kernel.stack} bytes of spills, {kernel.registers} registers"
+    tall = {"glu_quantising": (128, 256, 128), "batched_glu": (128, 256, 128), "down": (128, 128, 128)}
+    for block in [(64, 256, 128), *filter(None, [tall.get(form)])]:
+        kernel = compile_mm(block, quantized=True, **forms[form])
+        assert kernel.stack == 0, f"{kernel.stack} bytes of spills, {kernel.registers} registers"
     assert "QGMMA" in kernel.sass
     assert "UTMALDG" in kernel.sass
 

@@ -20,7 +20,9 @@ from tests.ops.errors import assert_rounded
 E, H, I, TOP_K = 5, 80, 48, 2
 POINTERS = MMConfig(16, 32, 32, 2, 4, 2, a_tma=False, w_tma=False)
 DESCRIPTORS = MMConfig(16, 32, 32, 1, 4, 2, a_tma=True, w_tma=True)
-CONFIGS = {"pointers": POINTERS, "descriptors": DESCRIPTORS}
+STREAM = MMConfig(64, 32, 32, 2, 4, 2, a_tma=True, w_tma=True)
+TILE_BY_TILE = MMConfig(128, 16, 32, 1, 4, 2, a_tma=False, w_tma=False)
+CONFIGS = {"pointers": POINTERS, "descriptors": DESCRIPTORS, "stream": STREAM, "tile_by_tile": TILE_BY_TILE}
 SMALL = (SmallConfig(8, 64, 4), SmallConfig(16, 32, 4))
 
 

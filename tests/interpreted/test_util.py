@@ -1,11 +1,11 @@
-"""Device helpers: rounding casts, and the lookup from tile number to expert rows."""
+"""Device helpers: rounding casts, and the walk through the experts' tiles."""
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.triton.util import cdiv, find_tile, next_power_of_2, round_to, widen
+from moe_ops.kernels.triton.util import cdiv, cut_into_tiles, find_tile, next_power_of_2, round_to, widen
 
 
 @triton.jit
@@ -21,15 +21,25 @@ def _widen_kernel(x_ptr, y_ptr, N: tl.constexpr):
 
 
 @triton.jit
-def _tile_kernel(
-    extents_ptr, out_ptr, num_rows, E, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BATCHED: tl.constexpr
+def _walk_kernel(
+    extents_ptr,
+    out_ptr,
+    num_rows,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    N_TILES: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BATCHED: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    expert, row_start, row_end, valid = find_tile(extents_ptr, num_rows, pid, E, BLOCK_E, BLOCK_M, BATCHED)
-    tl.store(out_ptr + pid * 4, expert)
-    tl.store(out_ptr + pid * 4 + 1, row_start)
-    tl.store(out_ptr + pid * 4 + 2, row_end)
-    tl.store(out_ptr + pid * 4 + 3, valid.to(tl.int32))
+    tile = tl.program_id(0)
+    start, end, last = cut_into_tiles(extents_ptr, num_rows, E, BLOCK_E, BLOCK_M, N_TILES, BATCHED)
+    expert, row_start, row_end, n_tile = find_tile(tile, start, end, last, BLOCK_M, N_TILES, GROUP_M)
+    tl.store(out_ptr + tile * 5, expert)
+    tl.store(out_ptr + tile * 5 + 1, row_start)
+    tl.store(out_ptr + tile * 5 + 2, row_end)
+    tl.store(out_ptr + tile * 5 + 3, n_tile)
+    tl.store(out_ptr + tile * 5 + 4, tl.max(last, axis=0))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32], ids=str)
@@ -44,24 +54,25 @@ def test_rounding_casts_equal_torchs(dtype):
 
 
 @pytest.mark.parametrize("batched", [False, True], ids=["grouped", "batched"])
-@pytest.mark.parametrize("counts", [[3], [0, 5, 0, 16, 1], [0, 0, 0], [8, 8, 8, 8], [0, 0, 33]], ids=str)
-def test_find_tile_enumerates_every_tile_once(counts, batched):
-    E, block_m, capacity = len(counts), 8, 40
+@pytest.mark.parametrize("counts", [[3], [0, 5, 0, 16, 1], [0, 0, 0], [8, 8, 8, 8], [0, 0, 33], [40, 0, 17]], ids=str)
+def test_the_walk_visits_every_tile_once_and_an_expert_s_together(counts, batched):
+    E, block_m, capacity, group = len(counts), 8, 40, 2
     if batched:
         starts, extents, num_rows = [e * capacity for e in range(E)], torch.tensor(counts).int(), capacity
     else:
         extents, num_rows = torch.tensor(counts).cumsum(0).int(), sum(counts)
         starts = (extents - torch.tensor(counts)).tolist()
-    out = tiles(extents, num_rows, block_m, batched)
+    out = walk(extents, num_rows, block_m, group, batched)
     expected = [
-        [e, start + tile * block_m, start + count, 1]
+        [e, start + tile * block_m, start + count, column]
         for e, (count, start) in enumerate(zip(counts, starts, strict=True))
-        for tile in range(cdiv(count, block_m))
+        for first in range(0, cdiv(count, block_m), group)
+        for column in range(N_TILES)
+        for tile in range(first, min(first + group, cdiv(count, block_m)))
     ]
-    assert out[: len(expected)].tolist() == expected
-    assert out[len(expected) :, 3].sum() == 0
-    assert (out[len(expected) :, 0] == E - 1).all()
-    assert torch.equal(out[len(expected) :, 1], out[len(expected) :, 2])
+    assert (out[:, 4] == len(expected)).all()
+    assert out[: len(expected), :4].tolist() == expected
+    assert (out[len(expected) :, 1] >= out[len(expected) :, 2]).all(), "no rows past the last tile"
 
 
 def test_every_e4m3_code_is_read_as_torch_reads_it():
@@ -72,19 +83,23 @@ def test_every_e4m3_code_is_read_as_torch_reads_it():
 
 
 @pytest.mark.parametrize("batched", [False, True], ids=["grouped", "batched"])
-def test_find_tile_stays_inside_whatever_the_extents_say(batched):
+def test_the_walk_stays_inside_whatever_the_extents_say(batched):
     num_rows = 20
     rows = num_rows * (4 if batched else 1)
-    out = tiles(torch.tensor([-5, 2**30, 7, 21]).int(), num_rows, 8, batched)
-    valid = out[out[:, 3] == 1]
-    assert len(valid) > 0 and (valid[:, 1] >= 0).all() and (valid[:, 2] <= rows).all()
+    out = walk(torch.tensor([-5, 2**30, 7, 21]).int(), num_rows, 8, 2, batched)
+    tiles = out[: int(out[0, 4])]
+    assert len(tiles) > 0 and (tiles[:, 1] >= 0).all() and (tiles[:, 1] < tiles[:, 2]).all()
+    assert (tiles[:, 2] <= rows).all() and ((tiles[:, 3] >= 0) & (tiles[:, 3] < N_TILES)).all()
 
 
-def tiles(extents, num_rows, block_m, batched):
-    """[programs, (expert, row_start, row_end, valid)] for a grid that covers everything and more."""
+N_TILES = 3
+
+
+def walk(extents, num_rows, block_m, group, batched):
+    """[tiles and some more, (expert, row_start, row_end, n_tile, how many tiles)]."""
     E = len(extents)
-    programs = E * cdiv(num_rows, block_m) + E + 2
-    out = torch.full((programs, 4), -77, dtype=torch.int32)
-    options = {"BLOCK_E": next_power_of_2(E), "BLOCK_M": block_m, "BATCHED": batched}
-    _tile_kernel[(programs,)](extents, out, num_rows, E, **options)
+    programs = (E * cdiv(num_rows, block_m) + 2) * N_TILES
+    out = torch.full((programs, 5), -77, dtype=torch.int32)
+    sizes = {"BLOCK_E": next_power_of_2(E), "BLOCK_M": block_m, "N_TILES": N_TILES, "GROUP_M": group}
+    _walk_kernel[(programs,)](extents, out, num_rows, E, **sizes, BATCHED=batched)
     return out

@@ -83,7 +83,7 @@ def test_the_rules_tiles_follow_rows_generation_and_scheme() -> None:
     assert rule("bf16", 1, format="batched").path == "batched" and rule("fp8_block128", 1).path == "grouped"
     # 16, 32, 48 and 64 rows an expert are the last of their tile.
     assert [rule("bf16", tokens).up.block_m for tokens in (64, 65, 128, 129, 192, 193)] == [16, 32, 32, 64, 64, 128]
-    assert [rule("fp8_block128", tokens).up.block_m for tokens in (64, 65, 256, 257)] == [16, 32, 32, 64]
+    assert [rule("fp8_block128", tokens).up.block_m for tokens in (64, 65, 256, 257)] == [16, 32, 32, 128]
     assert [rule("fp32", tokens).up.block_m for tokens in (64, 65)] == [16, 64]
     for tokens in (8, 4096):
         assert [rule("fp8_block128", tokens, gated=gated).up.block_n for gated in (True, False)] == [256, 128]

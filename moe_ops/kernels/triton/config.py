@@ -8,7 +8,8 @@ from typing import NamedTuple
 class MMConfig(NamedTuple):
     """Tile sizes of one expert GEMM. `block_n` counts weight rows: a gated GEMM writes block_n / 2 columns.
 
-    group_m: row tiles that share a weight tile in L2. a_tma, w_tma: load by tensor-map descriptor where strides allow.
+    group_m: row tiles of an expert that go along its columns together and share weight tiles in L2. a_tma: rows come
+    (unless gathered) and leave by tensor-map descriptor where strides allow; w_tma: weights come so.
     """
 
     block_m: int

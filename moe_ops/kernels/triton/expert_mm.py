@@ -11,12 +11,80 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels.triton.config import MMConfig
-from moe_ops.kernels.triton.launch import ExpertMM
-from moe_ops.kernels.triton.mm_tile import compute_tile, swizzle
-from moe_ops.kernels.triton.util import cdiv, find_tile, on_device, pdl_release, pdl_wait
+from moe_ops.kernels.triton.launch import ONE_TILE, STREAM, ExpertMM, side_by_side
+from moe_ops.kernels.triton.mm_tile import compute_tile
+from moe_ops.kernels.triton.util import cdiv, cut_into_tiles, find_tile, on_device, pdl_release, pdl_wait, uniform
 
 
-@triton.jit(do_not_specialize=["m_tiles", "num_rows"])
+@triton.jit
+def _tile(
+    expert,
+    row_start,
+    row_end,
+    n_start,
+    a,
+    a_desc,
+    a_scale,
+    row_to_pair,
+    w,
+    w_desc,
+    w_scale,
+    bias,
+    out,
+    out_desc,
+    out_scale,
+    alpha,
+    limit,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    STRIDES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GLU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    MOVES: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+):
+    """The tile of rows row_start .. row_end - 1, at most BLOCK_M of them, and columns n_start and on."""
+    rows = row_start + tl.arange(0, BLOCK[0])
+    row_valid = rows < row_end
+    if TOP_K > 0:
+        a_row = tl.load(row_to_pair + rows, mask=row_valid, other=0) // TOP_K
+    else:
+        a_row = rows
+    compute_tile(
+        a,
+        a_desc,
+        a_scale,
+        a_row,
+        row_valid,
+        row_start,
+        row_end,
+        w,
+        w_desc,
+        w_scale,
+        bias,
+        out,
+        out_desc,
+        out_scale,
+        expert,
+        n_start,
+        alpha,
+        limit,
+        N,
+        K,
+        STRIDES,
+        BLOCK,
+        GLU,
+        ACTIVATION,
+        MOVES,
+        QUANTIZED,
+        QUANTIZE,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
 def _expert_mm_kernel(
     a,
     a_desc,
@@ -28,10 +96,9 @@ def _expert_mm_kernel(
     w_scale,
     bias,
     out,
+    out_desc,
     out_scale,
-    m_tiles,
     num_rows,
-    stride_am,
     alpha,
     limit,
     E: tl.constexpr,
@@ -42,66 +109,93 @@ def _expert_mm_kernel(
     BLOCK: tl.constexpr,
     GLU: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    LOADS: tl.constexpr,
+    MOVES: tl.constexpr,
     QUANTIZED: tl.constexpr,
     QUANTIZE: tl.constexpr,
     BATCHED: tl.constexpr,
+    WALK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: BLOCK_M rows of one expert times BLOCK_N rows of its weight.
+    """One program: tiles of BLOCK_M rows of one expert times BLOCK_N rows of its weight, every num_programs-th of them.
 
-    Grid: (bound on row tiles) * ceil(N / out_columns), from shapes only; a program past the last tile returns after
-    one load of the experts' `extents`: cumulative row ends, or BATCHED, how many of each block's `num_rows` are used.
+    How many tiles there are is known on the device only, from the experts' `extents`: cumulative row ends, or BATCHED,
+    how many of each block's `num_rows` are used. WALK, see `launch.walk`: ONE_TILE needs a program for every tile; of
+    the others as many as run at once do. A STREAM is one loop over tiles and k: the next tile's loads run under this
+    tile's epilogue. Each tile is summed over k in order, by one program.
     Bytes: sum over experts with rows of N_w * K * w_size, + R * K + R * N activations. FLOPs: 2 * R * N_w * K.
     With TOP_K > 0 the rows of `a` are tokens: row r reads token row_to_pair[r] // TOP_K, so no permuted copy exists.
     """
-    BLOCK_M: tl.constexpr = BLOCK[0]
-    BLOCK_N: tl.constexpr = BLOCK[1]
-    GROUP_M: tl.constexpr = BLOCK[3]
-    BLOCK_E: tl.constexpr = BLOCK[4]
-    out_columns: tl.constexpr = BLOCK_N if GLU == 0 else BLOCK_N // 2
-    N_TILES: tl.constexpr = (N + out_columns - 1) // out_columns
+    columns: tl.constexpr = BLOCK[1] if GLU == 0 else BLOCK[1] // 2
+    N_TILES: tl.constexpr = (N + columns - 1) // columns
     pdl_wait(PDL)
     pdl_release(PDL)
-    pid_m, pid_n = swizzle(tl.program_id(0), m_tiles, N_TILES, GROUP_M)
-    expert, row_start, row_end, valid = find_tile(extents, num_rows, pid_m, E, BLOCK_E, BLOCK_M, BATCHED)
-    if valid:
-        rows = row_start + tl.arange(0, BLOCK_M)
-        row_valid = rows < row_end
-        if TOP_K > 0:
-            a_row = tl.load(row_to_pair + rows, mask=row_valid, other=0) // TOP_K
-        else:
-            a_row = rows
-        n_start = pid_n * out_columns
-        compute_tile(
-            a,
-            a_desc,
-            a_scale,
-            a_row,
-            row_valid,
-            row_start,
-            stride_am,
-            w,
-            w_desc,
-            w_scale,
-            bias,
-            out,
-            out_scale,
-            expert,
-            rows,
-            n_start,
-            alpha,
-            limit,
-            N,
-            K,
-            STRIDES,
-            BLOCK,
-            GLU,
-            ACTIVATION,
-            LOADS,
-            QUANTIZED,
-            QUANTIZE,
-        )
+    start, end, last = cut_into_tiles(extents, num_rows, E, BLOCK[4], BLOCK[0], N_TILES, BATCHED)
+    if WALK == ONE_TILE:
+        tile = tl.program_id(0)
+        expert, row_start, row_end, n_tile = find_tile(tile, start, end, last, BLOCK[0], N_TILES, BLOCK[3])
+        if row_start < row_end:
+            _tile(
+                expert,
+                row_start,
+                row_end,
+                n_tile * columns,
+                a,
+                a_desc,
+                a_scale,
+                row_to_pair,
+                w,
+                w_desc,
+                w_scale,
+                bias,
+                out,
+                out_desc,
+                out_scale,
+                alpha,
+                limit,
+                N,
+                K,
+                TOP_K,
+                STRIDES,
+                BLOCK,
+                GLU,
+                ACTIVATION,
+                MOVES,
+                QUANTIZED,
+                QUANTIZE,
+            )
+    else:
+        tiles = uniform(tl.max(last, axis=0))
+        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=WALK == STREAM):
+            expert, row_start, row_end, n_tile = find_tile(tile, start, end, last, BLOCK[0], N_TILES, BLOCK[3])
+            _tile(
+                expert,
+                row_start,
+                row_end,
+                n_tile * columns,
+                a,
+                a_desc,
+                a_scale,
+                row_to_pair,
+                w,
+                w_desc,
+                w_scale,
+                bias,
+                out,
+                out_desc,
+                out_scale,
+                alpha,
+                limit,
+                N,
+                K,
+                TOP_K,
+                STRIDES,
+                BLOCK,
+                GLU,
+                ACTIVATION,
+                MOVES,
+                QUANTIZED,
+                QUANTIZE,
+            )
 
 
 def grouped_mm(
@@ -129,8 +223,8 @@ def grouped_mm(
         (out [R, N], out_scale [R, ceil(N / 128)] f32, empty unless the epilogue quantises).
     """
     out, out_scale = mm.allocate((num_rows,), a)
-    m_tiles = most_tiles(num_rows, mm.num_experts, config)
-    _launch(a, mm, offsets, config, (out, out_scale), (m_tiles, num_rows, False), row_to_pair, top_k, pdl)
+    row_tiles = most_tiles(num_rows, mm.num_experts, config)
+    _launch(a, mm, offsets, config, (out, out_scale), (row_tiles, num_rows, False), row_to_pair, top_k, pdl)
     return out, out_scale
 
 
@@ -158,10 +252,11 @@ def batched_mm(
     """
     E, C, K = batch.shape
     out, out_scale = mm.allocate((E, C), batch)
-    m_tiles = E * cdiv(C, config.block_m)
+    row_tiles = E * cdiv(C, config.block_m)
     if most_rows is not None:
-        m_tiles = min(m_tiles, most_tiles(most_rows, E, config))
-    _launch(batch.view(E * C, K), mm, expert_num_tokens, config, (out, out_scale), (m_tiles, C, True), None, 0, pdl)
+        row_tiles = min(row_tiles, most_tiles(most_rows, E, config))
+    outputs = (out.view(E * C, mm.out_features), out_scale)
+    _launch(batch.view(E * C, K), mm, expert_num_tokens, config, outputs, (row_tiles, C, True), None, 0, pdl)
     return out, out_scale
 
 
@@ -182,41 +277,46 @@ def _launch(
     pdl: bool,
 ) -> None:
     """Launch the kernel on rows `a` [rows, K]; `grid`: (bound on row tiles, num_rows, batched)."""
-    if outputs[0].numel() == 0:
+    out, out_scale = outputs
+    if out.numel() == 0:
         return
-    m_tiles, num_rows, batched = grid
-    launch = mm.prepare(a, config, gathered=row_to_pair is not None)
+    row_tiles, num_rows, batched = grid
+    launch = mm.prepare(a, out, config, gathered=row_to_pair is not None)
+    arguments = (
+        a,
+        launch.a_desc,
+        mm.rows_scale,
+        row_to_pair,
+        extents,
+        mm.weight,
+        launch.w_desc,
+        mm.weight_scale,
+        mm.bias,
+        out,
+        launch.out_desc,
+        out_scale,
+        num_rows,
+        mm.alpha,
+        mm.limit,
+        mm.num_experts,
+        mm.out_features,
+        mm.in_features,
+        top_k,
+        launch.strides,
+        launch.block,
+        mm.glu,
+        mm.activation,
+        launch.moves,
+        mm.weight_scale is not None,
+        mm.quantize_output,
+        batched,
+        launch.walk,
+        pdl,
+    )
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "launch_pdl": pdl}
     with on_device(a):
-        _expert_mm_kernel[(m_tiles * launch.n_tiles,)](
-            a,
-            launch.a_desc,
-            mm.rows_scale,
-            row_to_pair,
-            extents,
-            mm.weight,
-            launch.w_desc,
-            mm.weight_scale,
-            mm.bias,
-            *outputs,
-            m_tiles,
-            num_rows,
-            a.stride(0),
-            mm.alpha,
-            mm.limit,
-            mm.num_experts,
-            mm.out_features,
-            mm.in_features,
-            top_k,
-            launch.strides,
-            launch.block,
-            mm.glu,
-            mm.activation,
-            launch.loads,
-            mm.weight_scale is not None,
-            mm.quantize_output,
-            batched,
-            pdl,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            launch_pdl=pdl,
-        )
+        programs = row_tiles * launch.n_tiles
+        if launch.walk != ONE_TILE.value:
+            key = (arguments[-14:], config, a.dtype, out.dtype, mm.bias is None, a.device)
+            programs = min(programs, side_by_side(_expert_mm_kernel, key, arguments, options))
+        _expert_mm_kernel[(programs,)](*arguments, **options)

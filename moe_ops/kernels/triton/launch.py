@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
+import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from meta.arch import TYPICAL
 from meta.operands import Operand
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.mm_tile import (
@@ -15,13 +18,21 @@ from moe_ops.kernels.triton.mm_tile import (
     INTERLEAVED,
     NOT_GATED,
     POINTERS,
+    RAGGED,
     TMA_KN,
     TMA_NK,
 )
-from moe_ops.kernels.triton.util import cdiv, next_power_of_2
+from moe_ops.kernels.triton.util import INTERPRETED, cdiv, next_power_of_2
 
 GLU_CODES = {"none": NOT_GATED.value, "concat": CONCAT.value, "interleaved": INTERLEAVED.value}
 SCALE_GROUP = 128  # columns per activation scale of fp8_block128
+
+# How programs get from tile to tile.
+ONE_TILE = tl.constexpr(0)
+TILE_BY_TILE = tl.constexpr(1)
+STREAM = tl.constexpr(2)
+
+PROGRAM_BYTES = 2048  # shared memory of a program besides its tiles: the driver's 1 KiB, barriers, reductions
 
 
 @dataclass(frozen=True)
@@ -30,10 +41,28 @@ class Launch:
 
     a_desc: TensorDescriptor | None
     w_desc: TensorDescriptor | None
-    strides: tuple[Any, Any, Any]
+    out_desc: TensorDescriptor | None
+    strides: tuple[Any, Any, Any, int]
     block: tuple[int, int, int, int, int]
-    loads: tuple[bool, int]
+    moves: tuple[bool, int, int]
+    walk: int
     n_tiles: int
+
+
+def walk(config: MMConfig, a_tma: bool, quantized: bool) -> int:
+    """How programs walk; us of one expert GEMM on an H200, Qwen3-30B-A3B's where no other is named.
+
+    ONE_TILE each, as many programs as there may be tiles, where tiles are small and the weights' bytes are the time:
+    the hardware then balances better than equal shares do (GEMM 1, T = 64: 177.7 against 180.4), and where a stream's
+    store buffer would cost a resident program (fp8_block128, GEMM 2, T = 16384: 584 against 627).
+    STREAM where rows come by descriptor (GEMM 2, T = 4096: 220 against 260; T = 16384: 714 against 825).
+    TILE_BY_TILE where threads gather the rows, whose copies cost more in a loop that runs on through the tiles (GEMM 1,
+    T = 16384: 1426, as a stream 1490, one by one 1502), and where every product waits to be scaled (fp8_block128,
+    GEMM 1, T = 4096: 328, 346, 393; Mixtral's GEMM 2: 1169, 1328, 1203).
+    """
+    if config.block_m < 64 or (config.block_m < 128 and (quantized or not a_tma)):
+        return ONE_TILE.value
+    return STREAM.value if a_tma and not quantized else TILE_BY_TILE.value
 
 
 def _descriptor_strides(tensor: torch.Tensor, inner: int) -> bool:
@@ -41,6 +70,18 @@ def _descriptor_strides(tensor: torch.Tensor, inner: int) -> bool:
     size = tensor.element_size()
     outer = [s for d, s in enumerate(tensor.stride()) if d != inner]
     return tensor.stride(inner) == 1 and tensor.data_ptr() % 16 == 0 and all(s * size % 16 == 0 for s in outer)
+
+
+def _store_descriptor(out: torch.Tensor, block_m: int, columns: int) -> TensorDescriptor:
+    """Tensor map of `out` [R, N] for stores of [block_m, columns] that end where the expert at hand does.
+
+    `mm_tile.store_rows` stores at (2**30, end, 2**30 - left, column). The strides of these add up to row end - left:
+    the outermost is 2**34 elements less a row, and 2**30 * 2**34 elements are a multiple of the 2**64 bytes that
+    addresses wrap around at. The third dimension is 2**30 long, so the row `left` below the first is out of bounds.
+    """
+    stride = out.stride(0)
+    shape = [RAGGED.value + 1, 2**31 - 1, RAGGED.value, out.shape[1]]
+    return TensorDescriptor(out, shape, [2**34 - stride, stride, stride, 1], [1, 1, block_m, columns])
 
 
 @dataclass(frozen=True)
@@ -126,23 +167,75 @@ class ExpertMM:
             return TensorDescriptor(self.weight, shape, strides, [1, block_k, halves, block_n // 2])
         return TensorDescriptor(self.weight, [E, K, rows], [stride_e, stride_k, 1], [1, block_k, block_n])
 
-    def prepare(self, a: torch.Tensor, config: MMConfig, *, gathered: bool) -> Launch:
-        """Descriptors, strides and constants of a launch on rows `a` [rows, K]."""
+    def store_columns(self, out: torch.Tensor, config: MMConfig) -> int:
+        """Columns that one store by descriptor writes, 0 for stores by pointer.
+
+        All of the tile's, or half where the buffer for all would leave shared memory room for a program less.
+        """
+        if not config.a_tma or not _descriptor_strides(out, inner=1):
+            return 0
+        columns = self.columns(config)
+        stages = config.num_stages * (config.block_m + config.block_n) * config.block_k * self.weight.element_size()
+        room = TYPICAL.shared_kib * 1024
+        left = room // max(1, room // (stages + PROGRAM_BYTES)) - stages - PROGRAM_BYTES
+        return columns if config.block_m * columns * out.element_size() <= left else columns // 2
+
+    def columns(self, config: MMConfig) -> int:
+        """Output columns of a tile."""
+        return config.block_n // (2 if self.glu else 1)
+
+    def prepare(self, a: torch.Tensor, out: torch.Tensor, config: MMConfig, *, gathered: bool) -> Launch:
+        """Descriptors, strides and constants of a launch on rows `a` [rows, K] that writes `out` [rows, N]."""
         a_tma = config.a_tma and not gathered and _descriptor_strides(a, inner=1)
         w_load = self._weight_load(config)
-        out_columns = config.block_n // (2 if self.glu else 1)
-        a_desc = (
-            TensorDescriptor(a, list(a.shape), list(a.stride()), [config.block_m, config.block_k]) if a_tma else None
-        )
+        store = self.store_columns(out, config)
         return Launch(
-            a_desc=a_desc,
+            a_desc=TensorDescriptor(a, list(a.shape), list(a.stride()), [config.block_m, config.block_k])
+            if a_tma
+            else None,
             w_desc=self._weight_descriptor(w_load, config),
+            out_desc=_store_descriptor(out, config.block_m, store) if store else None,
             strides=(
                 self.weight.stride(),
                 None if self.weight_scale is None else self.weight_scale.stride(),
                 None if self.bias is None else self.bias.stride(),
+                a.stride(0) if a.shape[0] > 1 else a.shape[1],
             ),
             block=(config.block_m, config.block_n, config.block_k, config.group_m, next_power_of_2(self.num_experts)),
-            loads=(a_tma, w_load),
-            n_tiles=cdiv(self.out_features, out_columns),
+            moves=(a_tma, w_load, store),
+            walk=walk(config, a_tma, self.weight_scale is not None),
+            n_tiles=cdiv(self.out_features, self.columns(config)),
         )
+
+
+INTERPRETED_PROGRAMS = 3  # so that under the interpreter, too, a program walks several tiles
+
+
+@cache
+def _fitting(device: int, registers: int, shared: int, warps: int) -> int:
+    """Programs of a kernel that all multiprocessors of a GPU hold at once."""
+    gpu = torch.cuda.get_device_properties(device)
+    by_registers = gpu.regs_per_multiprocessor // (warps * cdiv(32 * registers, 256) * 256)
+    by_shared = gpu.shared_memory_per_multiprocessor // (shared + 1024)
+    by_threads = gpu.max_threads_per_multi_processor // (32 * warps)
+    return gpu.multi_processor_count * max(1, min(by_registers, by_shared, by_threads))
+
+
+_FITTING: dict[Any, int] = {}
+
+
+def side_by_side(kernel: Any, key: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> int:
+    """How many programs of `kernel` run at once: what its registers and its shared memory leave room for.
+
+    Known once the kernel is compiled; remembered under `key`, which names its constants, dtypes and device.
+    """
+    found = _FITTING.get(key)
+    if found is None:
+        device = arguments[0].device
+        if INTERPRETED or device.type != "cuda":
+            return INTERPRETED_PROGRAMS
+        compiled = kernel.warmup(*arguments, grid=(1,), **options)
+        _ = compiled.run  # loads the machine code: before that, the number of its registers is not known
+        registers = getattr(compiled, "n_regs", 255)  # of code that does not load, as the launch will say
+        found = _FITTING[key] = _fitting(device.index, registers, compiled.metadata.shared, options["num_warps"])
+    return found

@@ -21,15 +21,7 @@ INTERLEAVED = tl.constexpr(2)
 POINTERS = tl.constexpr(0)
 TMA_NK = tl.constexpr(1)
 TMA_KN = tl.constexpr(2)
-
-
-@triton.jit
-def swizzle(pid, m_tiles, N_TILES: tl.constexpr, GROUP_M: tl.constexpr):
-    """Tile order: GROUP_M row tiles wide, then along the columns, so that neighbours share weights in L2."""
-    width = GROUP_M * N_TILES
-    first = (pid // width) * GROUP_M
-    group = tl.minimum(m_tiles - first, GROUP_M)
-    return first + (pid % width) % group, (pid % width) // group
+RAGGED = tl.constexpr(2**30)  # see `launch._store_descriptor`
 
 
 @triton.jit
@@ -101,14 +93,23 @@ def load_weight(
 
 @triton.jit
 def load_rows(
-    a, a_desc, a_row, row_valid, row_start, stride_am, k, K: tl.constexpr, BLOCK_K: tl.constexpr, A_TMA: tl.constexpr
+    a,
+    a_desc,
+    a_row,
+    row_valid,
+    row_start,
+    k,
+    K: tl.constexpr,
+    A_STRIDE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    A_TMA: tl.constexpr,
 ):
     """Activation tile [BLOCK_M, BLOCK_K]; a descriptor may also read rows past the end, which are not stored."""
     if A_TMA:
         tile = a_desc.load([row_start, k])
     else:
         k_index = k + tl.arange(0, BLOCK_K)
-        pointers = a + a_row.to(tl.int64)[:, None] * stride_am + k_index[None, :]
+        pointers = a + a_row.to(tl.int64)[:, None] * A_STRIDE + k_index[None, :]
         if K % BLOCK_K == 0:
             tile = tl.load(pointers, mask=row_valid[:, None], other=0.0)
         else:
@@ -152,7 +153,6 @@ def mm_tile(
     a_row,
     row_valid,
     row_start,
-    stride_am,
     w,
     w_desc,
     w_scale,
@@ -160,6 +160,7 @@ def mm_tile(
     n_start,
     N: tl.constexpr,
     K: tl.constexpr,
+    A_STRIDE: tl.constexpr,
     W_STRIDES: tl.constexpr,
     W_SCALE_STRIDES: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -181,7 +182,7 @@ def mm_tile(
     ONE_SCALE: tl.constexpr = GLU == NOT_GATED and BLOCK_N <= 128
     accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, K, BLOCK_K):
-        a_tile = load_rows(a, a_desc, a_row, row_valid, row_start, stride_am, k, K, BLOCK_K, A_TMA)
+        a_tile = load_rows(a, a_desc, a_row, row_valid, row_start, k, K, A_STRIDE, BLOCK_K, A_TMA)
         w_tile = load_weight(
             w, w_desc, w_row, w_valid, expert, n_start, k, K, W_STRIDES, BLOCK_N, BLOCK_K, GLU, W_LOAD, 0
         )
@@ -207,7 +208,6 @@ def scaled_glu_tile(
     a_row,
     row_valid,
     row_start,
-    stride_am,
     w,
     w_desc,
     w_scale,
@@ -215,6 +215,7 @@ def scaled_glu_tile(
     n_start,
     N: tl.constexpr,
     K: tl.constexpr,
+    A_STRIDE: tl.constexpr,
     W_STRIDES: tl.constexpr,
     W_SCALE_STRIDES: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -233,7 +234,7 @@ def scaled_glu_tile(
     gate = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
     up = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
     for k in range(0, K, BLOCK_K):
-        a_tile = load_rows(a, a_desc, a_row, row_valid, row_start, stride_am, k, K, BLOCK_K, A_TMA)
+        a_tile = load_rows(a, a_desc, a_row, row_valid, row_start, k, K, A_STRIDE, BLOCK_K, A_TMA)
         gate_tile = load_weight(
             w, w_desc, gate_row, w_valid, expert, n_start, k, K, W_STRIDES, COLUMNS, BLOCK_K, CONCAT, W_LOAD, 0
         )
@@ -259,6 +260,13 @@ def _bias(bias, expert, row, valid, BIAS_STRIDES: tl.constexpr):
 
 
 @triton.jit
+def store_rows(out_desc, row_start, row_end, n_start, tile):
+    """Rows of `tile` to row_start .. row_end - 1; those past the end, and columns past the last, are cut off."""
+    at = [RAGGED, row_end, RAGGED - (row_end - row_start), n_start]
+    out_desc.store(at, tile.reshape(1, 1, tile.shape[0], tile.shape[1]))
+
+
+@triton.jit
 def compute_tile(
     a,
     a_desc,
@@ -266,15 +274,15 @@ def compute_tile(
     a_row,
     row_valid,
     row_start,
-    stride_am,
+    row_end,
     w,
     w_desc,
     w_scale,
     bias,
     out,
+    out_desc,
     out_scale,
     expert,
-    rows,
     n_start,
     alpha,
     limit,
@@ -284,22 +292,27 @@ def compute_tile(
     BLOCK: tl.constexpr,
     GLU: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    LOADS: tl.constexpr,
+    MOVES: tl.constexpr,
     QUANTIZED: tl.constexpr,
     QUANTIZE: tl.constexpr,
 ):
     """A whole output tile: product, + bias (fp32), activation (fp32), one rounding, store.
 
-    Args: see `mm_tile`; rows: [BLOCK_M] output rows; QUANTIZE needs 128 output columns, one scale group.
+    Args: see `mm_tile`; row_end: the expert's, so of rows row_start .. row_start + BLOCK_M - 1 those before it are
+        written, from rows `a_row` of `a`; QUANTIZE needs 128 output columns, one scale group.
+    MOVES: whether rows come by descriptor, how weights do, and columns of one store by descriptor, 0 for pointers.
     """
     W_STRIDES: tl.constexpr = STRIDES[0]
     W_SCALE_STRIDES: tl.constexpr = STRIDES[1]
     BIAS_STRIDES: tl.constexpr = STRIDES[2]
+    A_STRIDE: tl.constexpr = STRIDES[3]
     BLOCK_M: tl.constexpr = BLOCK[0]
     BLOCK_N: tl.constexpr = BLOCK[1]
     BLOCK_K: tl.constexpr = BLOCK[2]
-    A_TMA: tl.constexpr = LOADS[0]
-    W_LOAD: tl.constexpr = LOADS[1]
+    A_TMA: tl.constexpr = MOVES[0]
+    W_LOAD: tl.constexpr = MOVES[1]
+    STORE: tl.constexpr = MOVES[2]
+    rows = row_start + tl.arange(0, BLOCK_M)
     COLUMNS: tl.constexpr = BLOCK_N if GLU == NOT_GATED else BLOCK_N // 2
     column, valid = weight_rows(n_start, N, COLUMNS, NOT_GATED)
     if QUANTIZED and GLU == CONCAT:
@@ -310,7 +323,6 @@ def compute_tile(
             a_row,
             row_valid,
             row_start,
-            stride_am,
             w,
             w_desc,
             w_scale,
@@ -318,6 +330,7 @@ def compute_tile(
             n_start,
             N,
             K,
+            A_STRIDE,
             W_STRIDES,
             W_SCALE_STRIDES,
             BLOCK_M,
@@ -334,7 +347,6 @@ def compute_tile(
             a_row,
             row_valid,
             row_start,
-            stride_am,
             w,
             w_desc,
             w_scale,
@@ -342,6 +354,7 @@ def compute_tile(
             n_start,
             N,
             K,
+            A_STRIDE,
             W_STRIDES,
             W_SCALE_STRIDES,
             BLOCK_M,
@@ -369,12 +382,19 @@ def compute_tile(
     value = gate
     if ACTIVATION is not None:
         value = apply_activation(gate, up, alpha, limit, ACTIVATION, GLU != NOT_GATED)
-    mask = row_valid[:, None] & valid[None, :]
-    pointers = out + rows.to(tl.int64)[:, None] * N + column[None, :]
     if QUANTIZE:
-        quantized, scale = quantize_tile(tl.where(valid[None, :], value, 0.0))
-        tl.store(pointers, quantized, mask=mask)
+        tile, scale = quantize_tile(tl.where(valid[None, :], value, 0.0))
         groups: tl.constexpr = (N + 127) // 128
         tl.store(out_scale + rows.to(tl.int64) * groups + n_start // 128, scale, mask=row_valid)
     else:
-        tl.store(pointers, round_to(value, out.dtype.element_ty), mask=mask)
+        tile = round_to(value, out.dtype.element_ty)
+    if STORE > 0:
+        if COLUMNS > STORE:
+            left, right = tl.split(tile.reshape(BLOCK_M, 2, COLUMNS // 2).permute(0, 2, 1))
+            store_rows(out_desc, row_start, row_end, n_start, left)
+            store_rows(out_desc, row_start, row_end, n_start + COLUMNS // 2, right)
+        else:
+            store_rows(out_desc, row_start, row_end, n_start, tile)
+    else:
+        mask = row_valid[:, None] & valid[None, :]
+        tl.store(out + rows.to(tl.int64)[:, None] * N + column[None, :], tile, mask=mask)

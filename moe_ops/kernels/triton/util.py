@@ -1,4 +1,4 @@
-"""What every Triton kernel here shares: interpreter flag, rounding casts, programmatic launch, tile lookup.
+"""What every Triton kernel here shares: interpreter flag, rounding casts, programmatic launch, the walk through tiles.
 
 The CPU interpreter (`TRITON_INTERPRET=1`, set before this module is imported) computes bf16 arithmetic wrongly and
 truncates float casts, so kernels load, `.to(tl.float32)` at once, compute in fp32, and store through `round_to`.
@@ -86,42 +86,90 @@ def widen(x):
 
 
 @triton.jit
-def find_tile(extents_ptr, num_rows, pid_m, E, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BATCHED: tl.constexpr):
-    """Which expert's rows tile `pid_m` covers when every expert's rows are cut into tiles of BLOCK_M.
+def uniform(x):
+    """The scalar i32 `x`, which all lanes hold, as lane 0 has it.
 
-    Tiles are numbered expert by expert, so any grid of at least `ceil(rows / BLOCK_M) + min(E, rows)` programs covers
-    all rows, and programs past the last tile learn it here. One vector load of `extents` and one scan: no tile table,
-    no extra kernel.
+    The compiler cannot tell that what a reduction left is the same in all lanes; a shuffle's result it knows to be.
+    Then a loop's trip count and a descriptor's coordinates stay in uniform registers: on sm_90 a stream of tiles of
+    128 x 256 takes 172 registers a thread instead of 254, of 128 x 128 98 instead of 135, so that two programs fit.
+    """
+    if INTERPRETED:
+        return x
+    return tl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def cut_into_tiles(
+    extents_ptr,
+    num_rows,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    N_TILES: tl.constexpr,
+    BATCHED: tl.constexpr,
+):
+    """The table of work, in registers: every expert's rows are cut into tiles of BLOCK_M rows by N_TILES columns.
+
+    An expert's tiles are neighbours and an expert without rows has none. One vector load and one scan a program, and a
+    reduction a tile, which runs while products do: a table in memory would need a kernel of its own, or the sort to
+    write one for the tile shape of each GEMM.
 
     Args:
         extents_ptr: [E] i32, cumulative row ends; BATCHED: rows in use of each expert's block of rows. Clamped, so
             that no value leads out of bounds.
         num_rows: rows of all experts; BATCHED: of each expert's block.
-        pid_m: tile number.
-        E: number of experts; BLOCK_E: a power of two >= E.
+        BLOCK_E: a power of two >= E.
 
     Returns:
-        (expert, row_start, row_end, valid): the tile is rows row_start .. min(row_start + BLOCK_M, row_end) - 1, and
-        row_end is where its expert ends. When not valid: expert E - 1 and an empty range.
+        (start, end, last), each [BLOCK_E]: the expert's rows are start .. end - 1, its tiles end before tile `last`.
     """
     e = tl.arange(0, BLOCK_E)
-    ends = tl.load(extents_ptr + e, mask=e < E, other=0)
-    ends = tl.minimum(tl.maximum(ends, 0), num_rows)
+    end = tl.load(extents_ptr + e, mask=e < E, other=0)
+    end = tl.minimum(tl.maximum(end, 0), num_rows)
     if BATCHED:
-        starts = tl.where(e < E, e * num_rows, 0)
-        ends += starts
+        start = tl.where(e < E, e * num_rows, 0)
+        end += start
     else:
-        starts = tl.load(extents_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
-        starts = tl.minimum(tl.maximum(starts, 0), num_rows)
-    tiles = (ends - starts + (BLOCK_M - 1)) // BLOCK_M
-    tile_ends = tl.cumsum(tiles, axis=0)
-    owner = (pid_m < tile_ends) & (pid_m >= tile_ends - tiles)
-    # Exactly one lane owns a valid tile, so each sum reads that lane out (0 when there is none).
-    row_start = tl.sum(tl.where(owner, starts + (pid_m - tile_ends + tiles) * BLOCK_M, 0), axis=0)
-    row_end = tl.sum(tl.where(owner, ends, 0), axis=0)
-    expert = tl.sum(tl.where(owner, e, 0), axis=0)
-    valid = row_end > row_start
-    return tl.where(valid, expert, E - 1), row_start, row_end, valid
+        start = tl.load(extents_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
+        start = tl.minimum(tl.maximum(start, 0), num_rows)
+    row_tiles = (tl.maximum(end - start, 0) + (BLOCK_M - 1)) // BLOCK_M
+    return start, end, tl.cumsum(row_tiles, axis=0) * N_TILES
+
+
+@triton.jit
+def _add_each(a0, a1, a2, a3, b0, b1, b2, b3):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
+
+
+@triton.jit
+def find_tile(tile, start, end, last, BLOCK_M: tl.constexpr, N_TILES: tl.constexpr, GROUP_M: tl.constexpr):
+    """Tile number `tile` of the table of `cut_into_tiles`.
+
+    Within an expert GROUP_M row tiles go along all columns together, so that neighbours share weights and rows in L2.
+
+    Returns:
+        (expert, row_start, row_end, n_tile): rows row_start .. min(row_start + BLOCK_M, row_end) - 1, where row_end is
+        the end of the expert's; uniform. Past the last tile: an empty range.
+    """
+    e = tl.arange(0, last.shape[0])
+    row_tiles = (tl.maximum(end - start, 0) + (BLOCK_M - 1)) // BLOCK_M
+    first = last - row_tiles * N_TILES
+    owner = (tile >= first) & (tile < last)
+    # Exactly one lane owns a tile that exists, so each sum reads that lane out (0 when there is none).
+    expert, begin, row_end, first = tl.reduce(
+        (tl.where(owner, e, 0), tl.where(owner, start, 0), tl.where(owner, end, 0), tl.where(owner, first, 0)),
+        0,
+        _add_each,
+    )
+    place = tile - first
+    group = place // (GROUP_M * N_TILES) * GROUP_M
+    place %= GROUP_M * N_TILES
+    height = tl.minimum((row_end - begin + (BLOCK_M - 1)) // BLOCK_M - group, GROUP_M)
+    height = tl.maximum(height, 1)
+    row_start = begin + (group + place % height) * BLOCK_M
+    return uniform(expert), uniform(row_start), uniform(row_end), uniform(place // height)
 
 
 @triton.jit
