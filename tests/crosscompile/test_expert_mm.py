@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from meta.operands import Operand
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.expert_mm import _expert_mm_kernel
 from moe_ops.kernels.triton.launch import STREAM, ExpertMM, walk
@@ -55,7 +56,8 @@ def compile_mm(
     config = MMConfig(*block, 8, warps, stages, a_tma=block[0] >= 64 and capability >= 90, w_tma=True)
     layout = {NOT_GATED.value: "none", CONCAT.value: "concat", INTERLEAVED.value: "interleaved"}[glu]
     element = torch.float8_e4m3fn if quantized else torch.bfloat16
-    mm = ExpertMM(torch.empty(E, rows_n, K, device="meta", dtype=element), torch.bfloat16, glu_layout=layout)
+    weight = Operand(torch.empty(E, rows_n, K, device="meta", dtype=element), None)
+    mm = ExpertMM(weight, torch.bfloat16, glu_layout=layout)
     out = torch.empty(256, N, device="meta", dtype=torch.float8_e4m3fn if quantize else torch.bfloat16)
     store = mm.store_columns(out, config)
     strides = (
@@ -70,6 +72,8 @@ def compile_mm(
         "out": f"*{'fp8e4nv' if quantize else dtype}:16",
         "extents": "*i32:16",
         "num_rows": "i32",
+        "up_offset": "i32:16",
+        "up_scale_offset": "i32",
         "alpha": "fp32",
         "limit": "fp32",
     }
@@ -83,9 +87,8 @@ def compile_mm(
         "GLU": glu,
         "bias": None,
         "ACTIVATION": "silu" if first else None,
-        "MOVES": (a_tma, w_load, store),
-        "QUANTIZED": quantized,
-        "QUANTIZE": quantize,
+        "MOVES": (a_tma, w_load, store, False),
+        "SCHEME": (128, 128, False, quantize) if quantized else None,
         "BATCHED": batched,
         "WALK": walk(config, a_tma, quantized),
         "PDL": capability >= 90,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from meta.operands import Operand
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.expert_mm import batched_mm, grouped_mm
 from moe_ops.kernels.triton.launch import ONE_TILE, STREAM, TILE_BY_TILE, ExpertMM, walk
@@ -40,7 +41,7 @@ def product(w: torch.Tensor, rows: list[torch.Tensor], glu: str) -> torch.Tensor
 
 def projection(glu: str) -> ExpertMM:
     w = (torch.randn(E, N if glu == "none" else 2 * N, K, device="cuda") * K**-0.5).bfloat16()
-    return ExpertMM(w, torch.bfloat16, glu_layout=glu, activation=None if glu == "none" else "silu")
+    return ExpertMM(Operand(w, None), torch.bfloat16, glu_layout=glu, activation=None if glu == "none" else "silu")
 
 
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:

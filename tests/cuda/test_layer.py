@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_map_only
 
 import moe_ops
 from meta.layers import MODEL_LAYERS
@@ -15,6 +18,7 @@ from meta.schemes import SCHEMES
 from moe_ops.census import kernel_names
 from moe_ops.testing import assert_cuda_graph_safe
 from tests.ops.errors import assert_accurate
+from tests.ops.layers import VARIANTS, dense_formula, plain_result
 
 pytestmark = pytest.mark.cuda
 TOKENS = (1, 2, 7, 16, 64, 300, 1024, 4096)
@@ -285,6 +289,56 @@ def test_gradients_against_float64(glu, dtype, T):
     names = ("hidden_states", "gate_up_proj", "down_proj", "topk_weights")
     for name, *three in zip(names, got, exact, plain, strict=True):
         assert_accurate(*three, dtype=dtype, what=name)
+
+
+@pytest.mark.parametrize("T", [1, 16, 300])
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name.startswith(("separate", "fp8"))])
+def test_every_form_of_a_weight(name, T):
+    """Halves in tensors of their own; scales in every spelling; rows quantised before."""
+    layer = replace(VARIANTS[name], T=T).build()
+    on_gpu = tree_map_only(torch.Tensor, lambda tensor: tensor.cuda(), layer.tensors)
+    run = partial(moe_ops.fused_experts, **on_gpu, **layer.options)
+    got = run()
+    assert got.dtype == layer.out_dtype
+    assert_accurate(got.cpu(), dense_formula(layer.float64()), plain_result(layer))
+    assert torch.equal(torch.compile(run, fullgraph=True)(), got)
+
+
+@pytest.mark.parametrize("T", [1, 16, 300, 4096])
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+def test_halves_apart_give_the_bits_of_the_stack(layout, T):
+    torch.manual_seed(12)
+    w, (x, tw, ids) = weights("many_small", layout=layout), inputs("many_small", T)
+    wanted = moe_ops.fused_experts(x, w["gate_up_proj"], w["down_proj"], tw, ids)
+    # One copy of each half on either side of the other.
+    halves = [half.clone(memory_format=torch.preserve_format) for half in w["gate_up_proj"].chunk(2, dim=1) * 2]
+    for gate, up in (halves[:2], (halves[2], halves[1])):
+        got = moe_ops.fused_experts(x, gate, w["down_proj"], tw, ids, up_proj=up)
+        assert torch.equal(got, wanted)
+    assert len({gate.data_ptr() < up.data_ptr() for gate, up in (halves[:2], (halves[2], halves[1]))}) == 2
+
+
+@pytest.mark.parametrize("op", ["moe_unpermute", "batched_combine"])
+def test_a_shared_experts_output_joins_the_sum(op):
+    torch.manual_seed(13)
+    rows, added = torch.randn(24, 96, device="cuda").bfloat16(), torch.randn(8, 192, device="cuda").bfloat16()[:, ::2]
+    places, weights = torch.randint(-1, 24, (8, 3), device="cuda").int(), torch.rand(8, 3, device="cuda")
+    given = rows.view(4, 6, 96) if op == "batched_combine" else rows
+    got = getattr(moe_ops, op)(given, places, weights, added=added)
+    picked = torch.where((places >= 0).unsqueeze(2), rows.double()[places.clamp(min=0).long()], 0.0)
+    wanted = (picked * weights.double().unsqueeze(2)).sum(1) + added.double()
+    assert (got.double() - wanted).abs().max() <= 2**-8 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("T", [3, 5000])
+def test_slots_by_choice_are_those_of_the_cpu(T):
+    ids, x = torch.randint(-1, 6, (T, 2)).int(), torch.randn(T, 16)
+    options = {"num_experts": 6, "capacity": 2 + T // 8, "slot_order": "choice"}
+    batch, counts, slots = moe_ops.batched_dispatch(x.cuda(), ids.cuda(), **options)
+    wanted, counts_wanted, slots_wanted = moe_ops.batched_dispatch(x, ids, **options)
+    assert torch.equal(counts.cpu(), counts_wanted) and torch.equal(slots.cpu(), slots_wanted)
+    for e, count in enumerate(counts_wanted.tolist()):
+        assert torch.equal(batch[e, :count].cpu(), wanted[e, :count])
 
 
 @pytest.mark.parametrize("op", ["fused_topk", "fused_experts", "fused_experts_batched", "fused_moe", "moe_permute"])

@@ -16,8 +16,8 @@ from moe_ops.experts_backward import grouped_wgrad as plain_wgrad
 from moe_ops.kernels.triton import route
 from moe_ops.kernels.triton.config import MMConfig, SmallConfig
 from moe_ops.ops import parse
-from tests.ops.errors import assert_rounded, norm_error
-from tests.ops.layers import Layer, dense_formula
+from tests.ops.errors import assert_accurate, assert_rounded, norm_error
+from tests.ops.layers import VARIANTS, Layer, dense_formula, plain_result
 
 E, H, I = 6, 96, 40
 TILE = MMConfig(16, 32, 32, 2, 4, 2, a_tma=True, w_tma=True)
@@ -171,6 +171,41 @@ def test_fp8_block128(form, monkeypatch):
     layer = Layer(tensors, {"scheme": "fp8_block128", "format": "batched" if form == "batched" else "grouped"})
     got = moe_ops.fused_experts(**layer.tensors, **layer.options, backend="triton")
     assert_rounded(got, dense_formula(layer.float64()))
+
+
+FORMS = ["separate", "separate_bias", "separate_transposed", "separate_batched", "fp8_separate", "fp8_halves",
+         "fp8_halves_4d", "fp8_bf16_scales", "fp8_e8m0_scales", "fp8_rows", "fp8_rows_batched"]  # fmt: skip
+
+
+@pytest.mark.parametrize("loads", ["pointers", "descriptors"])
+@pytest.mark.parametrize("path", ["small", "grouped"])
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_of_a_weight(name, path, loads, monkeypatch):
+    """Halves in tensors of their own, before or behind one another; scales in every spelling; rows quantised before."""
+    layer = VARIANTS[name].build()
+    tma = loads == "descriptors"
+    if path == "small":
+        tiles = FP8_FORMS["small"].up, FP8_FORMS["small"].down
+    else:
+        tile = (FP8_TILE if name.startswith("fp8") else TILE)._replace(a_tma=tma, w_tma=tma)
+        path, tiles = "batched" if layer.options.get("format") == "batched" else path, (tile, tile)
+    monkeypatch.setattr(plans, "plan_for", lambda *_: plans.Plan(path, *tiles))
+    t = layer.tensors
+    if t["up_proj"] is not None and tma:
+        t["gate_up_proj"] = t["gate_up_proj"].clone(memory_format=torch.preserve_format)  # may change which is lower
+    got = moe_ops.fused_experts(**t, **layer.options, backend="triton")
+    assert got.dtype == layer.out_dtype
+    assert_accurate(got, dense_formula(layer.float64()), plain_result(layer))
+
+
+def test_the_up_half_may_be_the_lower_one():
+    torch.manual_seed(3)
+    both = torch.randn(2, E, I, H) * 0.1
+    x, down, weights = torch.randn(5, H), torch.randn(E, H, I) * 0.1, torch.rand(5, 2)
+    ids = torch.rand(5, E).topk(2, dim=1).indices.int()
+    for gate, up in ((both[0], both[1]), (both[1], both[0])):
+        got = moe_ops.fused_experts(x, gate, down, weights, ids, up_proj=up, backend="triton")
+        assert_rounded(got, gold([x, torch.cat((gate, up), dim=1), down, weights, ids], {}))
 
 
 def stage(op: str, *args: Any, **options: Any) -> Any:

@@ -30,7 +30,7 @@ def expert_mm(
     w: torch.Tensor, dtype: torch.dtype, *, scales: tuple[torch.Tensor, ...] = (), **options: Any
 ) -> ExpertMM:
     """A projection by weights of this kind."""
-    return ExpertMM(Operand(w, None, scales), dtype, **options)
+    return ExpertMM(Operand(w, FP8 if scales else None, scales), dtype, **options)
 
 
 def weight(n: int, k: int, layout: str, dtype: torch.dtype, experts: int = E) -> torch.Tensor:

@@ -42,7 +42,7 @@ def _dispatch_few_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    QUANTIZE: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program p < R: find the slot of pair p by counting its expert's earlier pairs, and copy BLOCK_H columns there.
@@ -69,7 +69,7 @@ def _dispatch_few_kernel(
         if column == 0:
             tl.store(slots_ptr + p, slot)
         weight = None if weights_ptr is None else tl.load(weights_ptr + p).to(tl.float32)
-        store_row(x, weight, slot, kept, column * BLOCK_H, rows_ptr, scale_ptr, H, BLOCK_H, QUANTIZE)
+        store_row(x, weight, slot, kept, column * BLOCK_H, rows_ptr, scale_ptr, H, BLOCK_H, GROUP)
     elif column == 0:
         e = (p - R) * BLOCK_E + tl.arange(0, BLOCK_E)
         mine = tl.zeros([BLOCK_E, BLOCK_Q], tl.int32)
@@ -111,6 +111,7 @@ def dispatch(
     R, E = T * TOP_K, num_experts
     scale, dtype = None, hidden_states.dtype
     form = None if scheme is None else SCHEMES[scheme].rows
+    group = 0 if form is None else form.group
     if form is not None:
         scale = hidden_states.new_empty((E, capacity, form.scale_width(H)), dtype=torch.float32)
         dtype = form.dtype
@@ -119,12 +120,12 @@ def dispatch(
         ids = topk_ids.t() if by_choice else topk_ids
         counts, _, slots = place_pairs(ids, E, expert_map, capacity, pdl)
         slots = slots.t().contiguous() if by_choice else slots
-        scatter_rows(hidden_states, slots, topk_weights, batch, scale, pdl)
+        scatter_rows(hidden_states, slots, topk_weights, batch, scale, pdl, group)
         return batch, scale, counts, slots
     counts = torch.empty(E, dtype=torch.int32, device=topk_ids.device)
     slots = torch.empty((T, TOP_K), dtype=torch.int32, device=topk_ids.device)
     hidden_states = unit_stride(hidden_states)
-    block_h = max(128, min(next_power_of_2(H), 1024))
+    block_h = max(group, 128, min(next_power_of_2(H), 1024))
     with on_device(hidden_states):
         _dispatch_few_kernel[(R + cdiv(E, COUNT_BLOCK), cdiv(H, block_h))](
             hidden_states,
@@ -145,7 +146,7 @@ def dispatch(
             BLOCK_H=block_h,
             BLOCK_Q=max(16, min(128, next_power_of_2(R))),
             BLOCK_E=COUNT_BLOCK,
-            QUANTIZE=scale is not None,
+            GROUP=group,
             PDL=pdl,
             num_warps=4,
             launch_pdl=pdl,

@@ -29,6 +29,8 @@ def _tile(
     w,
     w_desc,
     w_scale,
+    up_offset,
+    up_scale_offset,
     bias,
     out,
     out_desc,
@@ -43,8 +45,7 @@ def _tile(
     GLU: tl.constexpr,
     ACTIVATION: tl.constexpr,
     MOVES: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    QUANTIZE: tl.constexpr,
+    SCHEME: tl.constexpr,
 ):
     """The tile of rows row_start .. row_end - 1, at most BLOCK_M of them, and columns n_start and on."""
     rows = row_start + tl.arange(0, BLOCK[0])
@@ -64,6 +65,8 @@ def _tile(
         w,
         w_desc,
         w_scale,
+        up_offset,
+        up_scale_offset,
         bias,
         out,
         out_desc,
@@ -79,12 +82,11 @@ def _tile(
         GLU,
         ACTIVATION,
         MOVES,
-        QUANTIZED,
-        QUANTIZE,
+        SCHEME,
     )
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "up_scale_offset"])
 def _expert_mm_kernel(
     a,
     a_desc,
@@ -94,6 +96,8 @@ def _expert_mm_kernel(
     w,
     w_desc,
     w_scale,
+    up_offset,
+    up_scale_offset,
     bias,
     out,
     out_desc,
@@ -110,8 +114,7 @@ def _expert_mm_kernel(
     GLU: tl.constexpr,
     ACTIVATION: tl.constexpr,
     MOVES: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    QUANTIZE: tl.constexpr,
+    SCHEME: tl.constexpr,
     BATCHED: tl.constexpr,
     WALK: tl.constexpr,
     PDL: tl.constexpr,
@@ -146,6 +149,8 @@ def _expert_mm_kernel(
                 w,
                 w_desc,
                 w_scale,
+                up_offset,
+                up_scale_offset,
                 bias,
                 out,
                 out_desc,
@@ -160,8 +165,7 @@ def _expert_mm_kernel(
                 GLU,
                 ACTIVATION,
                 MOVES,
-                QUANTIZED,
-                QUANTIZE,
+                SCHEME,
             )
     else:
         tiles = uniform(tl.max(last, axis=0))
@@ -179,6 +183,8 @@ def _expert_mm_kernel(
                 w,
                 w_desc,
                 w_scale,
+                up_offset,
+                up_scale_offset,
                 bias,
                 out,
                 out_desc,
@@ -193,8 +199,7 @@ def _expert_mm_kernel(
                 GLU,
                 ACTIVATION,
                 MOVES,
-                QUANTIZED,
-                QUANTIZE,
+                SCHEME,
             )
 
 
@@ -291,6 +296,8 @@ def _launch(
         mm.weight,
         launch.w_desc,
         mm.weight_scale,
+        mm.up_offset,
+        mm.up_scale_offset,
         mm.bias,
         out,
         launch.out_desc,
@@ -307,8 +314,7 @@ def _launch(
         mm.glu,
         mm.activation,
         launch.moves,
-        mm.weight_scale is not None,
-        mm.quantize_output,
+        mm.scheme,
         batched,
         launch.walk,
         pdl,
@@ -317,6 +323,7 @@ def _launch(
     with on_device(a):
         programs = row_tiles * launch.n_tiles
         if launch.walk != ONE_TILE.value:
-            key = (arguments[-14:], config, a.dtype, out.dtype, mm.bias is None, a.device)
+            scales = None if mm.weight_scale is None else mm.weight_scale.dtype
+            key = (arguments[-13:], config, a.dtype, out.dtype, scales, mm.bias is None, a.device)
             programs = min(programs, side_by_side(_expert_mm_kernel, key, arguments, options))
         _expert_mm_kernel[(programs,)](*arguments, **options)

@@ -24,8 +24,14 @@ from moe_ops.kernels.triton.mm_tile import (
 )
 from moe_ops.kernels.triton.util import INTERPRETED, cdiv, next_power_of_2
 
-GLU_CODES = {"none": NOT_GATED.value, "concat": CONCAT.value, "interleaved": INTERLEAVED.value}
-SCALE_GROUP = 128  # columns per activation scale of fp8_block128
+# Halves in tensors of their own are a stack whose halves are far apart.
+GLU_CODES = {
+    "none": NOT_GATED.value,
+    "concat": CONCAT.value,
+    "separate": CONCAT.value,
+    "interleaved": INTERLEAVED.value,
+}
+LARGEST_STRIDE = 2**40  # bytes, of a tensor map
 
 # How programs get from tile to tile.
 ONE_TILE = tl.constexpr(0)
@@ -44,7 +50,7 @@ class Launch:
     out_desc: TensorDescriptor | None
     strides: tuple[Any, Any, Any, int]
     block: tuple[int, int, int, int, int]
-    moves: tuple[bool, int, int]
+    moves: tuple[bool, int, int, bool]
     walk: int
     n_tiles: int
 
@@ -84,17 +90,24 @@ def _store_descriptor(out: torch.Tensor, block_m: int, columns: int) -> TensorDe
     return TensorDescriptor(out, shape, [2**34 - stride, stride, stride, 1], [1, 1, block_m, columns])
 
 
+def _scale_of(operand: Operand) -> torch.Tensor | None:
+    if not operand.scales:
+        return None
+    scale = operand.scales[0]
+    return scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale
+
+
 @dataclass(frozen=True)
 class ExpertMM:
     """One projection of every expert.
 
     Args:
-        operand: [E, N, K] (N = 2 * out features when gated), any strides, with its scales f32 [E, ceil(N/128),
-            ceil(K/128)].
-        glu_layout: "none", "concat" or "interleaved".
+        operand: [E, N, K] (N = 2 * out features when gated), any strides, with its scales.
+        up: the up half [E, out features, K] with its scales, when `operand` is the gate's alone ("separate").
+        glu_layout: a name of `meta.dims.GLU_LAYOUTS`.
         activation: name, or None for a plain product.
-        bias: [E, N]; rows_scale: f32 [rows, ceil(K/128)].
-        quantize_output: write e4m3 with 1x128 scales instead of `out_dtype`.
+        bias: [E, 2 * out features], or [E, out features] without a gate; rows_scale: f32 [rows, groups of K].
+        quantize_output: write rows as the scheme quantises activations instead of `out_dtype`.
     """
 
     operand: Operand
@@ -111,6 +124,11 @@ class ExpertMM:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "glu", GLU_CODES[self.glu_layout])
+        if self.up is not None and self.up.data.stride() != self.operand.data.stride():
+            # One set of strides addresses both halves.
+            for name in ("operand", "up"):
+                half = getattr(self, name)
+                object.__setattr__(self, name, Operand(half.data.contiguous(), half.scheme, half.scales))
 
     @property
     def weight(self) -> torch.Tensor:
@@ -118,7 +136,53 @@ class ExpertMM:
 
     @property
     def weight_scale(self) -> torch.Tensor | None:
-        return self.operand.scales[0] if self.operand.scales else None
+        """The scales of `operand`; e8m0, which Triton does not know, as the bytes that it is."""
+        return _scale_of(self.operand)
+
+    @property
+    def up_offset(self) -> int:
+        """Elements from the gate half of a gated weight in two halves to its up half."""
+        if self.up is not None:
+            return (self.up.data.data_ptr() - self.weight.data_ptr()) // self.weight.element_size()
+        return self.out_features * self.weight.stride(1) if self.glu == CONCAT.value else 0
+
+    @property
+    def up_scale_offset(self) -> int:
+        """The same of its scales, where their groups do not run on from one half into the other."""
+        scale = self.weight_scale
+        if self.glu != CONCAT.value or scale is None:
+            return 0
+        if self.up is not None:
+            other = _scale_of(self.up)
+            return (other.data_ptr() - scale.data_ptr()) // scale.element_size()
+        return scale.stride(1) if scale.dim() == 4 else self.out_features // self.scheme[0] * scale.stride(1)
+
+    @property
+    def scheme(self) -> tuple[int, int, bool, bool] | None:
+        """What kernels need of the scheme: rows and columns of a weight that share a scale, whether these groups run on
+        from the gate into the up half, whether the output is quantised.
+        """
+        if not self.operand.scales:
+            return None
+        spec = self.operand.scheme.scales[0]
+        stacked = self.glu == CONCAT.value and self.up is None and self.operand.scales[0].dim() == 3
+        runs_on = stacked and self.out_features % spec.group_n != 0
+        return spec.group_n, spec.group_k, runs_on, self.quantize_output
+
+    @property
+    def out_group(self) -> int:
+        """Columns of a quantised output that share a scale."""
+        return self.operand.scheme.rows.group
+
+    @property
+    def strides(self) -> tuple[tuple[int, ...], tuple[int, ...] | None, tuple[int, ...] | None]:
+        """(weight, weight scale [E, N groups, K groups], bias) strides, None for what is absent."""
+        scale = self.weight_scale
+        return (
+            self.weight.stride(),
+            None if scale is None else (scale.stride(0), *scale.stride()[-2:]),
+            None if self.bias is None else self.bias.stride(),
+        )
 
     @property
     def num_experts(self) -> int:
@@ -130,24 +194,23 @@ class ExpertMM:
 
     @property
     def out_features(self) -> int:
-        return self.weight.shape[1] // (2 if self.glu else 1)
+        return self.weight.shape[1] // (2 if self.glu and self.up is None else 1)
 
     def allocate(self, leading: tuple[int, ...], like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Uninitialised output and scale for rows of shape `leading`."""
         N = self.out_features
         dtype = torch.float8_e4m3fn if self.quantize_output else self.out_dtype
-        scale_shape = (*leading, cdiv(N, SCALE_GROUP)) if self.quantize_output else (0,)
+        scale_shape = (*leading, cdiv(N, self.out_group)) if self.quantize_output else (0,)
         return like.new_empty((*leading, N), dtype=dtype), like.new_empty(scale_shape, dtype=torch.float32)
 
     def _weight_load(self, config: MMConfig) -> int:
         """Descriptor loads along whichever of K and N is contiguous, pointers for any other strides."""
-        if not config.w_tma:
+        apart = abs(self.up_offset) * self.weight.element_size()
+        if not config.w_tma or apart % 16 or apart >= LARGEST_STRIDE:
             return POINTERS.value
         if _descriptor_strides(self.weight, inner=2):
             return TMA_NK.value
-        # Two output columns per pair of weight columns: the concat view below needs the second half 16-byte aligned.
-        half_aligned = self.glu != CONCAT.value or self.out_features * self.weight.element_size() % 16 == 0
-        return TMA_KN.value if half_aligned and _descriptor_strides(self.weight, inner=1) else POINTERS.value
+        return TMA_KN.value if _descriptor_strides(self.weight, inner=1) else POINTERS.value
 
     def _weight_descriptor(self, load: int, config: MMConfig) -> TensorDescriptor | None:
         if load == POINTERS.value:
@@ -157,14 +220,16 @@ class ExpertMM:
         I = self.out_features
         block_n, block_k = config.block_n, config.block_k
         halves = 2 if self.weight_scale is None else 1  # quantised: gate and up are two products
+        # The lower of two halves comes first: no stride of a tensor map is negative.
+        base, apart = (self.up.data if self.up_offset < 0 else self.weight), abs(self.up_offset)
         if load == TMA_NK.value:
             if self.glu == CONCAT.value:
-                shape, strides = [E, 2, I, K], [stride_e, I * stride_n, stride_n, 1]
-                return TensorDescriptor(self.weight, shape, strides, [1, halves, block_n // 2, block_k])
+                shape, strides = [E, 2, I, K], [stride_e, apart, stride_n, 1]
+                return TensorDescriptor(base, shape, strides, [1, halves, block_n // 2, block_k])
             return TensorDescriptor(self.weight, [E, rows, K], [stride_e, stride_n, 1], [1, block_n, block_k])
         if self.glu == CONCAT.value:
-            shape, strides = [E, K, 2, I], [stride_e, stride_k, I, 1]
-            return TensorDescriptor(self.weight, shape, strides, [1, block_k, halves, block_n // 2])
+            shape, strides = [E, K, 2, I], [stride_e, stride_k, apart, 1]
+            return TensorDescriptor(base, shape, strides, [1, block_k, halves, block_n // 2])
         return TensorDescriptor(self.weight, [E, K, rows], [stride_e, stride_k, 1], [1, block_k, block_n])
 
     def store_columns(self, out: torch.Tensor, config: MMConfig) -> int:
@@ -195,15 +260,10 @@ class ExpertMM:
             else None,
             w_desc=self._weight_descriptor(w_load, config),
             out_desc=_store_descriptor(out, config.block_m, store) if store else None,
-            strides=(
-                self.weight.stride(),
-                None if self.weight_scale is None else self.weight_scale.stride(),
-                None if self.bias is None else self.bias.stride(),
-                a.stride(0) if a.shape[0] > 1 else a.shape[1],
-            ),
+            strides=(*self.strides, a.stride(0) if a.shape[0] > 1 else a.shape[1]),
             block=(config.block_m, config.block_n, config.block_k, config.group_m, next_power_of_2(self.num_experts)),
-            moves=(a_tma, w_load, store),
-            walk=walk(config, a_tma, self.weight_scale is not None),
+            moves=(a_tma, w_load, store, self.up_offset < 0 and w_load != POINTERS.value),
+            walk=walk(config, a_tma, self.scheme is not None),
             n_tiles=cdiv(self.out_features, self.columns(config)),
         )
 

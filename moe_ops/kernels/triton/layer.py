@@ -154,4 +154,4 @@ class Layer:
 
 def fit(tile: MMConfig, mm: ExpertMM) -> MMConfig:
     """An epilogue that quantises needs one scale group of output columns."""
-    return tile._replace(block_n=256 if mm.glu else 128) if mm.quantize_output else tile
+    return tile._replace(block_n=(2 if mm.glu else 1) * mm.out_group) if mm.quantize_output else tile

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels.triton.act_quant import apply_activation
-from moe_ops.kernels.triton.scales import quantize_tile
+from moe_ops.kernels.triton.scales import load_scale, quantize_tile
 from moe_ops.kernels.triton.util import INTERPRETED, round_to, widen
 
 # How the weight tile is laid out (GLU) and loaded (W_LOAD).
@@ -22,16 +22,22 @@ POINTERS = tl.constexpr(0)
 TMA_NK = tl.constexpr(1)
 TMA_KN = tl.constexpr(2)
 RAGGED = tl.constexpr(2**30)  # see `launch._store_descriptor`
+# Which part of a gated weight in two halves a tile holds.
+GATE = tl.constexpr(0)
+UP = tl.constexpr(1)
+BOTH = tl.constexpr(2)
 
 
 @triton.jit
 def weight_rows(n_start, N: tl.constexpr, BLOCK_N: tl.constexpr, GLU: tl.constexpr):
-    """Rows of the expert's weight in this tile, and which of them exist. N counts OUTPUT columns."""
+    """Rows of the expert's weight in this tile, of their own half when concat, and which of them exist.
+
+    N counts OUTPUT columns.
+    """
     column = tl.arange(0, BLOCK_N)
     if GLU == CONCAT:
-        half: tl.constexpr = BLOCK_N // 2
-        output = n_start + column % half
-        row = (column // half) * N + output
+        output = n_start + column % (BLOCK_N // 2)
+        row = output
     elif GLU == INTERLEAVED:
         output = n_start + column // 2
         row = 2 * n_start + column
@@ -45,6 +51,7 @@ def weight_rows(n_start, N: tl.constexpr, BLOCK_N: tl.constexpr, GLU: tl.constex
 def load_weight(
     w,
     w_desc,
+    up_offset,
     w_row,
     w_valid,
     expert,
@@ -56,12 +63,15 @@ def load_weight(
     BLOCK_K: tl.constexpr,
     GLU: tl.constexpr,
     W_LOAD: tl.constexpr,
-    HALF: tl.constexpr,
+    SWAPPED: tl.constexpr,
+    PART: tl.constexpr,
 ):
     """Weight tile [BLOCK_K, BLOCK_N]; what lies outside the expert's matrix reads as 0.
 
-    HALF (concat only) picks where the descriptor starts: 0 for gate, and gate with up; 1 for up alone.
+    PART (concat only): GATE, UP, or BOTH in the order of the descriptor, which begins with UP when SWAPPED. By pointers
+    the up half is `up_offset` elements behind the gate, wherever that is.
     """
+    HALF: tl.constexpr = 0 if PART == BOTH else (1 - PART if SWAPPED else PART)
     if W_LOAD == TMA_NK:
         if GLU == CONCAT:
             tile = w_desc.load([expert, HALF, n_start, k]).reshape(BLOCK_N, BLOCK_K).T
@@ -78,11 +88,14 @@ def load_weight(
             tile = w_desc.load([expert, k, n_start]).reshape(BLOCK_K, BLOCK_N)
     else:
         k_index = k + tl.arange(0, BLOCK_K)
+        column = w_row.to(tl.int64) * W_STRIDES[1]
+        if GLU == CONCAT:
+            if PART == BOTH:
+                column += (tl.arange(0, BLOCK_N) // (BLOCK_N // 2)).to(tl.int64) * up_offset
+            elif PART == UP:
+                column += up_offset
         pointers = (
-            w
-            + expert.to(tl.int64) * W_STRIDES[0]
-            + w_row.to(tl.int64)[None, :] * W_STRIDES[1]
-            + k_index.to(tl.int64)[:, None] * W_STRIDES[2]
+            w + expert.to(tl.int64) * W_STRIDES[0] + column[None, :] + k_index.to(tl.int64)[:, None] * W_STRIDES[2]
         )
         if K % BLOCK_K == 0:
             tile = tl.load(pointers, mask=w_valid[None, :], other=0.0)
@@ -118,30 +131,40 @@ def load_rows(
 
 
 @triton.jit
-def load_row_scale(a_scale, a_row, row_valid, k, K: tl.constexpr):
-    """Scales [BLOCK_M] of a quantised activation tile, from [rows, ceil(K / 128)]."""
-    groups: tl.constexpr = (K + 127) // 128
-    return tl.load(a_scale + a_row.to(tl.int64) * groups + k // 128, mask=row_valid, other=0.0)
+def load_row_scale(a_scale, a_row, row_valid, k, K: tl.constexpr, GROUP: tl.constexpr):
+    """Scales [BLOCK_M] of a quantised activation tile, from [rows, ceil(K / GROUP)]."""
+    groups: tl.constexpr = (K + GROUP - 1) // GROUP
+    return tl.load(a_scale + a_row.to(tl.int64) * groups + k // GROUP, mask=row_valid, other=0.0)
 
 
 @triton.jit
 def scaled_product(
-    a_tile, row_scale, w_tile, w_scale, expert, row, w_valid, k, W_SCALE_STRIDES: tl.constexpr, ONE_SCALE: tl.constexpr
+    a_tile,
+    row_scale,
+    w_tile,
+    w_scale,
+    expert,
+    row,
+    w_valid,
+    k,
+    W_SCALE_STRIDES: tl.constexpr,
+    SCHEME: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
 ):
     """One scale group's product, promoted to fp32 with both scales.
 
     Promotion group by group: the tensor core's own fp8 accumulator keeps too few bits for a long sum. ONE_SCALE: all
-    weight rows of the tile lie in one block of 128, so the column's scale folds into the row's.
+    weight rows of the tile share their scales, so the column's folds into the row's.
     """
-    pointers = w_scale + expert.to(tl.int64) * W_SCALE_STRIDES[0] + (k // 128) * W_SCALE_STRIDES[2]
+    pointers = w_scale + expert.to(tl.int64) * W_SCALE_STRIDES[0] + (k // SCHEME[1]) * W_SCALE_STRIDES[2]
+    pointers += (row // SCHEME[0]) * W_SCALE_STRIDES[1]
     if INTERPRETED:
         a_tile = widen(a_tile)
         w_tile = widen(w_tile)
     if ONE_SCALE:
-        scale = (row_scale * tl.load(pointers + (row // 128) * W_SCALE_STRIDES[1]))[:, None]
+        scale = (row_scale * load_scale(pointers))[:, None]
     else:
-        column_scale = tl.load(pointers + (row // 128) * W_SCALE_STRIDES[1], mask=w_valid, other=0.0)
-        scale = row_scale[:, None] * column_scale[None, :]
+        scale = row_scale[:, None] * load_scale(pointers, w_valid)[None, :]
     return tl.dot(a_tile, w_tile, input_precision="ieee") * scale
 
 
@@ -156,6 +179,7 @@ def mm_tile(
     w,
     w_desc,
     w_scale,
+    up_offset,
     expert,
     n_start,
     N: tl.constexpr,
@@ -169,33 +193,51 @@ def mm_tile(
     GLU: tl.constexpr,
     A_TMA: tl.constexpr,
     W_LOAD: tl.constexpr,
-    QUANTIZED: tl.constexpr,
+    SWAPPED: tl.constexpr,
+    SCHEME: tl.constexpr,
 ):
     """fp32 accumulator [BLOCK_M, BLOCK_N] of a tile: sum over k of a[row, k] * w[expert, n, k].
 
     Args:
         a_row: [BLOCK_M] row of `a` for each row of the tile; row_valid masks rows of other experts.
         row_start: first row, for the descriptor load.
-        a_scale: [rows, ceil(K / 128)] f32, contiguous; w_scale: f32 with strides W_SCALE_STRIDES over 128x128 blocks.
+        a_scale: [rows, groups of K] f32, contiguous; w_scale: with strides W_SCALE_STRIDES over its groups.
+        SCHEME: None, or of the weights' scales (rows that share one, columns, whether groups run on from the gate into
+            the up half, whether the output is quantised).
     """
     w_row, w_valid = weight_rows(n_start, N, BLOCK_N, GLU)
-    ONE_SCALE: tl.constexpr = GLU == NOT_GATED and BLOCK_N <= 128
     accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, K, BLOCK_K):
         a_tile = load_rows(a, a_desc, a_row, row_valid, row_start, k, K, A_STRIDE, BLOCK_K, A_TMA)
         w_tile = load_weight(
-            w, w_desc, w_row, w_valid, expert, n_start, k, K, W_STRIDES, BLOCK_N, BLOCK_K, GLU, W_LOAD, 0
+            w,
+            w_desc,
+            up_offset,
+            w_row,
+            w_valid,
+            expert,
+            n_start,
+            k,
+            K,
+            W_STRIDES,
+            BLOCK_N,
+            BLOCK_K,
+            GLU,
+            W_LOAD,
+            SWAPPED,
+            BOTH,
         )
-        if not QUANTIZED:
+        if SCHEME is None:
             if INTERPRETED:
                 a_tile = a_tile.to(tl.float32)
                 w_tile = w_tile.to(tl.float32)
             accumulator = tl.dot(a_tile, w_tile, accumulator, input_precision="ieee")
         else:
-            row_scale = load_row_scale(a_scale, a_row, row_valid, k, K)
+            ONE_SCALE: tl.constexpr = GLU == NOT_GATED and BLOCK_N <= SCHEME[0]
+            row_scale = load_row_scale(a_scale, a_row, row_valid, k, K, SCHEME[1])
             row = n_start if ONE_SCALE else w_row
             accumulator += scaled_product(
-                a_tile, row_scale, w_tile, w_scale, expert, row, w_valid, k, W_SCALE_STRIDES, ONE_SCALE
+                a_tile, row_scale, w_tile, w_scale, expert, row, w_valid, k, W_SCALE_STRIDES, SCHEME, ONE_SCALE
             )
     return accumulator
 
@@ -211,6 +253,8 @@ def scaled_glu_tile(
     w,
     w_desc,
     w_scale,
+    up_offset,
+    up_scale_offset,
     expert,
     n_start,
     N: tl.constexpr,
@@ -223,31 +267,66 @@ def scaled_glu_tile(
     BLOCK_K: tl.constexpr,
     A_TMA: tl.constexpr,
     W_LOAD: tl.constexpr,
+    SWAPPED: tl.constexpr,
+    SCHEME: tl.constexpr,
 ):
     """(gate, up) fp32 accumulators [BLOCK_M, COLUMNS] of a quantised gated tile, concat layout.
 
     Two products instead of one twice as wide: a product that waits for its scales then takes half the registers, so
     that two CTAs share a multiprocessor and one multiplies while the other promotes.
     """
-    ONE_SCALE: tl.constexpr = N % COLUMNS == 0 and COLUMNS <= 128
+    RUNS_ON: tl.constexpr = SCHEME[2]
+    ONE_SCALE: tl.constexpr = COLUMNS <= SCHEME[0] and (not RUNS_ON or N % COLUMNS == 0)
+    up_scale = w_scale if RUNS_ON else w_scale + up_scale_offset
     gate_row, w_valid = weight_rows(n_start, N, COLUMNS, NOT_GATED)
     gate = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
     up = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
     for k in range(0, K, BLOCK_K):
         a_tile = load_rows(a, a_desc, a_row, row_valid, row_start, k, K, A_STRIDE, BLOCK_K, A_TMA)
         gate_tile = load_weight(
-            w, w_desc, gate_row, w_valid, expert, n_start, k, K, W_STRIDES, COLUMNS, BLOCK_K, CONCAT, W_LOAD, 0
+            w,
+            w_desc,
+            up_offset,
+            gate_row,
+            w_valid,
+            expert,
+            n_start,
+            k,
+            K,
+            W_STRIDES,
+            COLUMNS,
+            BLOCK_K,
+            CONCAT,
+            W_LOAD,
+            SWAPPED,
+            GATE,
         )
         up_tile = load_weight(
-            w, w_desc, N + gate_row, w_valid, expert, n_start, k, K, W_STRIDES, COLUMNS, BLOCK_K, CONCAT, W_LOAD, 1
+            w,
+            w_desc,
+            up_offset,
+            gate_row,
+            w_valid,
+            expert,
+            n_start,
+            k,
+            K,
+            W_STRIDES,
+            COLUMNS,
+            BLOCK_K,
+            CONCAT,
+            W_LOAD,
+            SWAPPED,
+            UP,
         )
-        row_scale = load_row_scale(a_scale, a_row, row_valid, k, K)
+        row_scale = load_row_scale(a_scale, a_row, row_valid, k, K, SCHEME[1])
         row = n_start if ONE_SCALE else gate_row
         gate += scaled_product(
-            a_tile, row_scale, gate_tile, w_scale, expert, row, w_valid, k, W_SCALE_STRIDES, ONE_SCALE
+            a_tile, row_scale, gate_tile, w_scale, expert, row, w_valid, k, W_SCALE_STRIDES, SCHEME, ONE_SCALE
         )
+        up_row = N + row if RUNS_ON else row
         up += scaled_product(
-            a_tile, row_scale, up_tile, w_scale, expert, N + row, w_valid, k, W_SCALE_STRIDES, ONE_SCALE
+            a_tile, row_scale, up_tile, up_scale, expert, up_row, w_valid, k, W_SCALE_STRIDES, SCHEME, ONE_SCALE
         )
     return gate, up
 
@@ -278,6 +357,8 @@ def compute_tile(
     w,
     w_desc,
     w_scale,
+    up_offset,
+    up_scale_offset,
     bias,
     out,
     out_desc,
@@ -293,14 +374,14 @@ def compute_tile(
     GLU: tl.constexpr,
     ACTIVATION: tl.constexpr,
     MOVES: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    QUANTIZE: tl.constexpr,
+    SCHEME: tl.constexpr,
 ):
     """A whole output tile: product, + bias (fp32), activation (fp32), one rounding, store.
 
     Args: see `mm_tile`; row_end: the expert's, so of rows row_start .. row_start + BLOCK_M - 1 those before it are
-        written, from rows `a_row` of `a`; QUANTIZE needs 128 output columns, one scale group.
-    MOVES: whether rows come by descriptor, how weights do, and columns of one store by descriptor, 0 for pointers.
+        written, from rows `a_row` of `a`; a quantised output needs as many columns as a scale group has.
+    MOVES: whether rows come by descriptor, how weights do, columns of one store by descriptor, 0 for pointers, and
+        whether the weights' descriptor begins with the up half.
     """
     W_STRIDES: tl.constexpr = STRIDES[0]
     W_SCALE_STRIDES: tl.constexpr = STRIDES[1]
@@ -312,10 +393,11 @@ def compute_tile(
     A_TMA: tl.constexpr = MOVES[0]
     W_LOAD: tl.constexpr = MOVES[1]
     STORE: tl.constexpr = MOVES[2]
+    SWAPPED: tl.constexpr = MOVES[3]
     rows = row_start + tl.arange(0, BLOCK_M)
     COLUMNS: tl.constexpr = BLOCK_N if GLU == NOT_GATED else BLOCK_N // 2
     column, valid = weight_rows(n_start, N, COLUMNS, NOT_GATED)
-    if QUANTIZED and GLU == CONCAT:
+    if GLU == CONCAT and SCHEME is not None:
         gate, up = scaled_glu_tile(
             a,
             a_desc,
@@ -326,6 +408,8 @@ def compute_tile(
             w,
             w_desc,
             w_scale,
+            up_offset,
+            up_scale_offset,
             expert,
             n_start,
             N,
@@ -338,6 +422,8 @@ def compute_tile(
             BLOCK_K,
             A_TMA,
             W_LOAD,
+            SWAPPED,
+            SCHEME,
         )
     else:
         gate = mm_tile(
@@ -350,6 +436,7 @@ def compute_tile(
             w,
             w_desc,
             w_scale,
+            up_offset,
             expert,
             n_start,
             N,
@@ -363,11 +450,16 @@ def compute_tile(
             GLU,
             A_TMA,
             W_LOAD,
-            QUANTIZED,
+            SWAPPED,
+            SCHEME,
         )
         up = gate
         if GLU == CONCAT:
-            gate, up = tl.split(gate.reshape(BLOCK_M, 2, COLUMNS).permute(0, 2, 1))
+            first, second = tl.split(gate.reshape(BLOCK_M, 2, COLUMNS).permute(0, 2, 1))
+            if SWAPPED:
+                gate, up = second, first
+            else:
+                gate, up = first, second
         elif GLU == INTERLEAVED:
             gate, up = tl.split(gate.reshape(BLOCK_M, COLUMNS, 2))
     if BIAS_STRIDES is not None:
@@ -382,10 +474,11 @@ def compute_tile(
     value = gate
     if ACTIVATION is not None:
         value = apply_activation(gate, up, alpha, limit, ACTIVATION, GLU != NOT_GATED)
+    QUANTIZE: tl.constexpr = False if SCHEME is None else SCHEME[3]
     if QUANTIZE:
         tile, scale = quantize_tile(tl.where(valid[None, :], value, 0.0))
-        groups: tl.constexpr = (N + 127) // 128
-        tl.store(out_scale + rows.to(tl.int64) * groups + n_start // 128, scale, mask=row_valid)
+        groups: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
+        tl.store(out_scale + rows.to(tl.int64) * groups + n_start // COLUMNS, scale, mask=row_valid)
     else:
         tile = round_to(value, out.dtype.element_ty)
     if STORE > 0:

@@ -311,22 +311,22 @@ def store_row(
     scale_ptr,
     H,
     BLOCK_H: tl.constexpr,
-    QUANTIZE: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """Write columns h_start .. h_start + BLOCK_H - 1 of a token to `row`, times `weight` if given, if `kept`.
 
-    The product is rounded to the token's dtype. QUANTIZE: then to e4m3 with a scale for every 128 columns.
+    The product is rounded to the token's dtype. GROUP > 0: then quantised with a scale for every GROUP columns.
     """
     y = x
     if weight is not None:
         y = round_to(x.to(tl.float32) * weight, x.dtype)
-    if QUANTIZE:
-        group = tl.arange(0, BLOCK_H // 128)
-        columns = h_start + group[:, None] * 128 + tl.arange(0, 128)[None, :]
-        quantized, scale = quantize_tile(tl.reshape(y.to(tl.float32), [BLOCK_H // 128, 128]))
+    if GROUP > 0:
+        group = tl.arange(0, BLOCK_H // GROUP)
+        columns = h_start + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        quantized, scale = quantize_tile(tl.reshape(y.to(tl.float32), [BLOCK_H // GROUP, GROUP]))
         tl.store(rows_ptr + row.to(tl.int64) * H + columns, quantized, mask=(columns < H) & kept)
-        groups = (H + 127) // 128
-        g = h_start // 128 + group
+        groups = (H + GROUP - 1) // GROUP
+        g = h_start // GROUP + group
         tl.store(scale_ptr + row.to(tl.int64) * groups + g, scale, mask=(g < groups) & kept)
     else:
         h = h_start + tl.arange(0, BLOCK_H)
@@ -344,7 +344,7 @@ def _scatter_rows_kernel(
     stride_t,
     TOP_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    QUANTIZE: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program reads BLOCK_H columns of one token once and writes them to each of its TOP_K rows.
@@ -360,7 +360,7 @@ def _scatter_rows_kernel(
     for k in tl.static_range(TOP_K):
         row = tl.load(pair_to_row_ptr + t * TOP_K + k)
         weight = None if weights_ptr is None else tl.load(weights_ptr + t * TOP_K + k).to(tl.float32)
-        store_row(x, weight, row, row >= 0, h_start, rows_ptr, scale_ptr, H, BLOCK_H, QUANTIZE)
+        store_row(x, weight, row, row >= 0, h_start, rows_ptr, scale_ptr, H, BLOCK_H, GROUP)
 
 
 def scatter_rows(
@@ -370,17 +370,18 @@ def scatter_rows(
     rows: torch.Tensor,
     rows_scale: torch.Tensor | None,
     pdl: bool,
+    group: int = 0,
 ) -> None:
     """Write token t, times its k-th weight if given, to `rows[pair_to_row[t, k]]` where that is not -1.
 
-    With `rows_scale` [rows, ceil(H / 128)] f32 the rows are e4m3, quantised here.
+    With a `group` of columns that share a scale the rows are quantised here, their scales go to `rows_scale` f32.
     """
     T, H = hidden_states.shape
     TOP_K = pair_to_row.shape[1]
     if T == 0 or TOP_K == 0 or H == 0:
         return
     hidden_states = unit_stride(hidden_states)
-    block_h = max(128, min(next_power_of_2(H), 2048 if T >= 256 else 512))
+    block_h = max(group, 128, min(next_power_of_2(H), 2048 if T >= 256 else 512))
     with on_device(hidden_states):
         _scatter_rows_kernel[(T, cdiv(H, block_h))](
             hidden_states,
@@ -392,7 +393,7 @@ def scatter_rows(
             hidden_states.stride(0),
             TOP_K=TOP_K,
             BLOCK_H=block_h,
-            QUANTIZE=rows_scale is not None,
+            GROUP=group,
             PDL=pdl,
             num_warps=min(8, max(1, block_h // 256)),
             launch_pdl=pdl,

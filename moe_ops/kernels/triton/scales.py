@@ -1,6 +1,6 @@
-"""Quantisation arithmetic inlined into kernels: one helper per scheme's activation side.
+"""Quantisation arithmetic inlined into kernels: how scales are read, and one helper per scheme's activation side.
 
-The helper is the only place that computes these numbers, so a stand-alone quantise kernel and a GEMM epilogue that
+The helpers are the only place that computes these numbers, so a stand-alone quantise kernel and a GEMM epilogue that
 quantises give the same bits.
 """
 
@@ -13,6 +13,18 @@ from moe_ops.kernels.triton.util import INTERPRETED, round_to
 
 E4M3_MAX = tl.constexpr(448.0)
 AMAX_FLOOR = tl.constexpr(1e-12)  # keeps an all-zero group's scale a normal number and its quotient 0
+
+
+@triton.jit
+def load_scale(pointers, mask=None):
+    """fp32 scales, stored as fp32, bf16 or e8m0: an exponent alone, which arrives as uint8."""
+    stored = tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0)
+    if pointers.dtype.element_ty == tl.uint8:
+        bits = stored.to(tl.int32) << 23
+        bits = tl.where(stored == 0, 0x00400000, bits)  # 2^-127, a subnormal
+        return tl.where(stored == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    else:
+        return stored.to(tl.float32)
 
 
 @triton.jit

@@ -14,8 +14,8 @@ import triton.language as tl
 
 from moe_ops.kernels.triton.act_quant import apply_activation
 from moe_ops.kernels.triton.config import SmallConfig
-from moe_ops.kernels.triton.launch import SCALE_GROUP, ExpertMM
-from moe_ops.kernels.triton.scales import quantize_tile
+from moe_ops.kernels.triton.launch import ExpertMM
+from moe_ops.kernels.triton.scales import load_scale, quantize_tile
 from moe_ops.kernels.triton.util import (
     cdiv,
     load_expert,
@@ -29,21 +29,24 @@ from moe_ops.kernels.triton.util import (
 
 
 @triton.jit
-def _quantized(x, group_scale, BLOCK_K: tl.constexpr):
-    """x [BLOCK_K] rounded through the 1x128 e4m3 grid, times both operands' scales for each group of 128."""
-    quantized, scale = quantize_tile(x.reshape(BLOCK_K // 128, 128))
+def _quantized(x, group_scale, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+    """x [BLOCK_K] rounded through the grid of its groups' scales, times both operands' scales for each group."""
+    quantized, scale = quantize_tile(x.reshape(BLOCK_K // GROUP, GROUP))
     return (widen(quantized) * (scale * group_scale)[:, None]).reshape(BLOCK_K)
 
 
 @triton.jit
-def _scaled_input(x, w_scale, expert, row, k, K: tl.constexpr, S_STRIDES: tl.constexpr, BLOCK_K: tl.constexpr):
+def _scaled_input(
+    x, w_scale, expert, row, k, K: tl.constexpr, STRIDES: tl.constexpr, SCHEME: tl.constexpr, BLOCK_K: tl.constexpr
+):
     """The vector a weight tile is multiplied with: x itself, or quantised x with the scales of weight row `row`."""
-    if S_STRIDES is None:
+    if SCHEME is None:
         return x
     else:
-        group = k // 128 + tl.arange(0, BLOCK_K // 128)
-        pointers = w_scale + expert.to(tl.int64) * S_STRIDES[0] + (row // 128) * S_STRIDES[1] + group * S_STRIDES[2]
-        return _quantized(x, tl.load(pointers, mask=group * 128 < K, other=0.0), BLOCK_K)
+        GROUP: tl.constexpr = SCHEME[1]
+        group = k // GROUP + tl.arange(0, BLOCK_K // GROUP)
+        pointers = w_scale + expert.to(tl.int64) * STRIDES[0] + (row // SCHEME[0]) * STRIDES[1] + group * STRIDES[2]
+        return _quantized(x, load_scale(pointers, group * GROUP < K), BLOCK_K, GROUP)
 
 
 @triton.jit
@@ -69,6 +72,8 @@ def _small_glu_kernel(
     w_scale,
     bias,
     h,
+    up_offset,
+    up_scale_offset,
     stride_x,
     alpha,
     limit,
@@ -82,11 +87,13 @@ def _small_glu_kernel(
     BLOCK_K: tl.constexpr,
     GLU: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    SCHEME: tl.constexpr,
     WEIGHT_ON_INPUT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program: BLOCK_N activated columns of one pair. h[pair, n] = act(x_t . w_gate[n]) * (x_t . w_up[n]).
 
+    The up half starts `up_offset` elements behind the gate, its scales `up_scale_offset` behind the gate's.
     Grid: (ceil(N / BLOCK_N), T * K). Bytes: pairs * N_w * K * w_size. FLOPs: 2 * pairs * N_w * K, on the CUDA cores,
     whose rate is far above what the weight stream needs.
     """
@@ -103,7 +110,7 @@ def _small_glu_kernel(
         if GLU == 2:
             gate_row, up_row = 2 * column, 2 * column + 1
         else:
-            gate_row, up_row = column, N + column
+            gate_row, up_row = column, column
         first = tl.program_id(0) * BLOCK_N
         gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
         up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
@@ -115,21 +122,27 @@ def _small_glu_kernel(
                 value *= tl.load(topk_weights + pair).to(tl.float32)
                 value = round_to(value, x.dtype.element_ty).to(tl.float32)
             gate_in = _scaled_input(
-                value, w_scale, expert, 2 * first if GLU == 2 else first, k, K, SCALE_STRIDES, BLOCK_K
+                value, w_scale, expert, 2 * first if GLU == 2 else first, k, K, SCALE_STRIDES, SCHEME, BLOCK_K
             )
             gate += _weight_rows(w, expert, gate_row, valid, k_index, K, W_STRIDES, BLOCK_K) * gate_in[None, :]
             if GLU > 0:
-                up_in = gate_in
+                up_in, w_up = gate_in, w
                 if GLU == 1:
-                    up_in = _scaled_input(value, w_scale, expert, N + first, k, K, SCALE_STRIDES, BLOCK_K)
-                up += _weight_rows(w, expert, up_row, valid, k_index, K, W_STRIDES, BLOCK_K) * up_in[None, :]
+                    w_up = w + up_offset
+                    if SCHEME is not None:
+                        # Groups that run on over both halves are counted from the stack's first row.
+                        row = N + first if SCHEME[2] else first
+                        up_scale = w_scale + (0 if SCHEME[2] else up_scale_offset)
+                        up_in = _scaled_input(value, up_scale, expert, row, k, K, SCALE_STRIDES, SCHEME, BLOCK_K)
+                up += _weight_rows(w_up, expert, up_row, valid, k_index, K, W_STRIDES, BLOCK_K) * up_in[None, :]
         gate_sum = tl.sum(gate, axis=1)
         up_sum = tl.sum(up, axis=1)
         if BIAS_STRIDES is not None:
             shift = bias + expert.to(tl.int64) * BIAS_STRIDES[0]
             gate_sum += tl.load(shift + gate_row * BIAS_STRIDES[1], mask=valid, other=0.0).to(tl.float32)
             if GLU > 0:
-                up_sum += tl.load(shift + up_row * BIAS_STRIDES[1], mask=valid, other=0.0).to(tl.float32)
+                bias_row = N + column if GLU == 1 else up_row
+                up_sum += tl.load(shift + bias_row * BIAS_STRIDES[1], mask=valid, other=0.0).to(tl.float32)
         value = apply_activation(gate_sum, up_sum, alpha, limit, ACTIVATION, GLU > 0)
         tl.store(h + pair.to(tl.int64) * N + column, round_to(value, h.dtype.element_ty), mask=valid)
 
@@ -153,6 +166,7 @@ def _small_down_kernel(
     STRIDES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SCHEME: tl.constexpr,
     WEIGHT_ON_INPUT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -196,18 +210,19 @@ def _small_down_kernel(
             mask=held[:, None] & (k_index < K)[None, :],
             other=0.0,
         ).to(tl.float32)
-        if SCALE_STRIDES is not None:
-            group = k // 128 + tl.arange(0, BLOCK_K // 128)
+        if SCHEME is not None:
+            GROUP: tl.constexpr = SCHEME[1]
+            group = k // GROUP + tl.arange(0, BLOCK_K // GROUP)
             pointers = (
                 w_scale
                 + expert[:, None] * SCALE_STRIDES[0]
-                + (first // 128) * SCALE_STRIDES[1]
+                + (first // SCHEME[0]) * SCALE_STRIDES[1]
                 + group[None, :] * SCALE_STRIDES[2]
             )
-            group_scale = tl.load(pointers, mask=held[:, None] & (group * 128 < K)[None, :], other=0.0)
-            value = _quantized(
-                value.reshape(BLOCK_P * BLOCK_K), group_scale.reshape(BLOCK_P * (BLOCK_K // 128)), BLOCK_P * BLOCK_K
-            ).reshape(BLOCK_P, BLOCK_K)
+            group_scale = load_scale(pointers, held[:, None] & (group * GROUP < K)[None, :])
+            group_scale = group_scale.reshape(BLOCK_P * (BLOCK_K // GROUP))
+            value = _quantized(value.reshape(BLOCK_P * BLOCK_K), group_scale, BLOCK_P * BLOCK_K, GROUP)
+            value = value.reshape(BLOCK_P, BLOCK_K)
         total += tile * (value * scale[:, None])[:, None, :]
     result = tl.sum(tl.sum(total, axis=2), axis=0)
     if BIAS_STRIDES is not None:
@@ -218,10 +233,10 @@ def _small_down_kernel(
 
 def refuses(up: ExpertMM, down: ExpertMM, config: tuple[SmallConfig, SmallConfig]) -> bool:
     """Whether a program's weight rows could span two scale groups, which these kernels do not handle."""
-    if up.weight_scale is None:
+    if up.scheme is None or down.scheme is None:
         return False
     step = config[0].block_n * (2 if up.glu_layout == "interleaved" else 1)
-    aligned = SCALE_GROUP % step == 0 and SCALE_GROUP % config[1].block_n == 0
+    aligned = up.scheme[0] % step == 0 and down.scheme[0] % config[1].block_n == 0
     return not (aligned and up.out_features % step == 0)
 
 
@@ -251,7 +266,7 @@ def small_experts(
     T, top_k = topk_ids.shape
     E, intermediate, hidden = up.num_experts, up.out_features, down.out_features
     # Quantised: keep fp32, so that GEMM 2 quantises the same numbers that the large path's epilogue does.
-    h_dtype = torch.float32 if up.weight_scale is not None else hidden_states.dtype
+    h_dtype = torch.float32 if up.scheme is not None else hidden_states.dtype
     h = hidden_states.new_empty((T * top_k, intermediate), dtype=h_dtype)
     out = hidden_states.new_empty((T, hidden), dtype=down.out_dtype)
     mapped = 0 if expert_map is None else expert_map.shape[0]
@@ -266,6 +281,8 @@ def small_experts(
             up.weight_scale,
             up.bias,
             h,
+            up.up_offset,
+            up.up_scale_offset,
             hidden_states.stride(0),
             up.alpha,
             up.limit,
@@ -274,11 +291,12 @@ def small_experts(
             top_k,
             intermediate,
             up.in_features,
-            _strides(up),
+            up.strides,
             first.block_n,
             first.block_k,
             up.glu,
             up.activation,
+            up.scheme,
             weight_on_input,
             pdl,
             num_warps=first.num_warps,
@@ -300,9 +318,10 @@ def small_experts(
             next_power_of_2(top_k),
             hidden,
             intermediate,
-            _strides(down),
+            down.strides,
             second.block_n,
             second.block_k,
+            down.scheme,
             weight_on_input,
             pdl,
             num_warps=second.num_warps,
@@ -310,12 +329,3 @@ def small_experts(
             launch_pdl=pdl,
         )
     return out
-
-
-def _strides(mm: ExpertMM) -> tuple[tuple[int, ...], tuple[int, ...] | None, tuple[int, ...] | None]:
-    """(weight, weight scale, bias) strides, None for what is absent."""
-    return (
-        mm.weight.stride(),
-        None if mm.weight_scale is None else mm.weight_scale.stride(),
-        None if mm.bias is None else mm.bias.stride(),
-    )
