@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
@@ -47,7 +47,7 @@ class Problem:
     @property
     def has_symbols(self) -> bool:
         """Whether a size is symbolic, so that the problem cannot be hashed."""
-        return any(isinstance(getattr(self, field.name), torch.SymInt) for field in fields(self))
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,10 @@ class GemmProblem(Problem):
     weight_layout: str
     has_bias: bool
 
+    @property
+    def has_symbols(self) -> bool:
+        return _any_symbol(self.M, self.E, self.N, self.K, self.C)
+
 
 @dataclass(frozen=True, slots=True)
 class LayerProblem(Problem):
@@ -92,6 +96,10 @@ class LayerProblem(Problem):
     weight_on_input: bool
 
     @property
+    def has_symbols(self) -> bool:
+        return _any_symbol(self.T, self.E, self.K, self.H, self.I, self.C)
+
+    @property
     def R(self) -> Dim:
         """Routed rows, T * K."""
         return self.T * self.K
@@ -100,6 +108,10 @@ class LayerProblem(Problem):
     def gated(self) -> bool:
         """Whether the first projection holds a gate and an up half."""
         return self.glu_layout != "none"
+
+
+def _any_symbol(*sizes: Dim | None) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
 def weight_layout(weight: torch.Tensor) -> str:
@@ -114,8 +126,8 @@ def weight_layout(weight: torch.Tensor) -> str:
 
 def common_layout(*weights: torch.Tensor) -> str:
     """The layout that all weights share, or ``"strided"``."""
-    layouts = {weight_layout(weight) for weight in weights}
-    return layouts.pop() if len(layouts) == 1 else "strided"
+    first, *others = map(weight_layout, weights)
+    return first if all(layout == first for layout in others) else "strided"
 
 
 def is_known_equal(a: Dim, b: Dim) -> bool:

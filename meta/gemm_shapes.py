@@ -60,6 +60,8 @@ def weight_operand(
         sizes: the logical ``(E, N, K)`` of the weight.
         halves: its rows are a gate and an up half, at whose border the groups may start again.
     """
+    if not scheme.scales and not scales:
+        return Operand(data, scheme)
     least = sum(not spec.optional for spec in scheme.scales)
     if not least <= len(scales) <= len(scheme.scales):
         rule = f"[{', '.join(str(spec) for spec in scheme.scales)}]" if scheme.scales else "empty"

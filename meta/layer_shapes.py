@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -51,8 +52,11 @@ def check_backend(op: str, backend: str | None) -> None:
         check_name(op, "backend", backend, BACKEND_NAMES)
 
 
-def route_call(op: str, flat: Flat, device: torch.device) -> RouteCall:
-    """Everything about a router but where its tensors are."""
+_router_options = attrgetter(*RouterOptions._fields)
+
+
+def route_call(op: str, flat: Flat, device: torch.device, problem: Problem | None = None) -> RouteCall:
+    """Everything about a router but where its tensors are; ``problem`` of the layer that it is a part of."""
     logits: Tensor = flat.router_logits
     check_name(op, "routing", flat.routing, ROUTINGS)
     row = ROUTINGS[flat.routing]
@@ -86,12 +90,12 @@ def route_call(op: str, flat: Flat, device: torch.device) -> RouteCall:
     sizes = (tokens, flat.top_k)
     return RouteCall(
         op=op,
-        problem=Problem(logits.dtype, device.type, device_arch(device), ""),
+        problem=Problem(logits.dtype, device.type, device_arch(device), "") if problem is None else problem,
         device=device,
         outputs=((sizes, torch.float32), (sizes, torch.int32)),
         router_logits=logits,
         correction_bias=flat.correction_bias,
-        options=RouterOptions(*[getattr(flat, name) for name in RouterOptions._fields]),
+        options=RouterOptions(*_router_options(flat)),
     )
 
 
@@ -101,7 +105,6 @@ def _experts(op: str, flat: Flat, scheme: QuantScheme, hidden: Dim) -> tuple[Exp
     layout = glu_layout(op, flat.glu_layout, "up_proj", flat.up_proj)
     gate_up, down = flat.gate_up_proj, flat.down_proj
     check_dtype(op, "down_proj", down, scheme.weight_dtype, "Both projections share one scheme.")
-    check_rank(op, "gate_up_proj", gate_up, "E N H")
     check_rank(op, "down_proj", down, "E H I")
     count, rows_of_weight, _ = gate_up.shape
     stored = ceil_div(hidden, scheme.pack)
@@ -136,30 +139,30 @@ def _hidden_states(op: str, flat: Flat, scheme: QuantScheme) -> Operand:
 
 def _layer(op: str, flat: Flat, top_k: Dim, routed: dict[str, Tensor | None]) -> dict[str, Any]:
     """Fields of a :class:`LayerCall`, everything about the experts checked; ``routed``: the tensors beside theirs."""
-    check_placement(
-        op,
-        {
-            "hidden_states": flat.hidden_states,
-            **routed,
-            "gate_up_proj": flat.gate_up_proj,
-            "down_proj": flat.down_proj,
-            **by_place("gate_up_scales", flat.gate_up_scales),
-            **by_place("down_scales", flat.down_scales),
-            "up_proj": flat.up_proj,
-            "gate_up_bias": flat.gate_up_bias,
-            "down_bias": flat.down_bias,
-            "expert_map": flat.expert_map,
-            "hidden_states_scale": flat.hidden_states_scale,
-        },
-    )
+    gate_up: Tensor = flat.gate_up_proj
+    tensors = {
+        "hidden_states": flat.hidden_states,
+        **routed,
+        "gate_up_proj": gate_up,
+        "down_proj": flat.down_proj,
+        "up_proj": flat.up_proj,
+        "gate_up_bias": flat.gate_up_bias,
+        "down_bias": flat.down_bias,
+        "expert_map": flat.expert_map,
+        "hidden_states_scale": flat.hidden_states_scale,
+    }
+    for name in ("gate_up_scales", "down_scales"):
+        if scales := getattr(flat, name):
+            tensors |= by_place(name, scales)
+    device = check_placement(op, tensors)
     if "topk_ids" in routed:
         _check_topk(op, flat.hidden_states, flat.topk_weights, flat.topk_ids)
     check_name(op, "format", flat.format, FORMATS)
     check_backend(op, flat.backend)
-    check_rank(op, "gate_up_proj", flat.gate_up_proj, "E N H")
-    scheme = resolve_scheme(op, flat.scheme, flat.gate_up_proj.dtype)
+    check_rank(op, "gate_up_proj", gate_up, "E N H")
+    scheme = resolve_scheme(op, flat.scheme, gate_up.dtype)
     hidden_states = _hidden_states(op, flat, scheme)
-    device, (tokens, hidden) = flat.hidden_states.device, flat.hidden_states.shape
+    tokens, hidden = flat.hidden_states.shape
     experts, width = _experts(op, flat, scheme, hidden)
     check_expert_map(op, flat.expert_map)
     capacity: Dim | None = flat.capacity
@@ -169,16 +172,15 @@ def _layer(op: str, flat: Flat, top_k: Dim, routed: dict[str, Tensor | None]) ->
         check_positive(op, "capacity", capacity)
     elif flat.format == "batched":
         capacity = tokens
-    dtype = flat.hidden_states.dtype if hidden_states.scheme is None else torch.bfloat16
-    weights = (flat.gate_up_proj, flat.down_proj) if flat.up_proj is None else (
-        flat.gate_up_proj, flat.up_proj, flat.down_proj)  # fmt: skip
+    stored = flat.hidden_states.dtype
+    weights = (gate_up, flat.down_proj) if flat.up_proj is None else (gate_up, flat.up_proj, flat.down_proj)
     problem = LayerProblem(
-        dtype=flat.hidden_states.dtype,
+        dtype=stored,
         device_type=device.type,
         arch=device_arch(device),
         scheme=scheme.name,
         T=tokens,
-        E=flat.gate_up_proj.shape[0],
+        E=gate_up.shape[0],
         K=top_k,
         H=hidden,
         I=width,
@@ -195,7 +197,7 @@ def _layer(op: str, flat: Flat, top_k: Dim, routed: dict[str, Tensor | None]) ->
         "op": op,
         "problem": problem,
         "device": device,
-        "outputs": (((tokens, hidden), dtype),),
+        "outputs": (((tokens, hidden), stored if hidden_states.scheme is None else torch.bfloat16),),
         "backend": flat.backend,
         "hidden_states": hidden_states,
         "experts": experts,
@@ -235,7 +237,7 @@ def fused_moe(flat: Flat) -> MoeCall:
     op = "fused_moe"
     tensors = {"router_logits": flat.router_logits, "correction_bias": flat.correction_bias}
     fields = _layer(op, flat, flat.top_k, tensors)
-    route = route_call(op, flat, fields["device"])
+    route = route_call(op, flat, fields["device"], fields["problem"])
     experts = flat.gate_up_proj.shape[0] if flat.expert_map is None else flat.expert_map.shape[0]
     letters = "T E" if flat.expert_map is None else "T E_global"
     check_shape(op, "router_logits", flat.router_logits, letters, (flat.hidden_states.shape[0], experts))

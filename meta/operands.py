@@ -11,7 +11,7 @@ from meta.dims import Dim
 from meta.schemes import ActivationFormat, QuantScheme
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Operand:
     """One weight ``[E, N, K]`` (any strides) or activation ``[..., K]``.
 
@@ -62,7 +62,7 @@ class Glu(NamedTuple):
     layout: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Experts:
     """The weights of one layer and what it computes between its two products.
 
