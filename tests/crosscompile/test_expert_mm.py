@@ -222,6 +222,7 @@ def test_small_kernels_stream_16_bytes_a_thread(capability, stage, quantized):
         "STRIDES": ((N * K * (2 if stage == "glu" else 1), K, 1), scale, None),
         "BLOCK_N": 8,
         "BLOCK_K": block_k,
+        "SCHEME": (128, 128, False, False) if quantized else None,
         "WEIGHT_ON_INPUT": False,
         "PDL": False,
     }
@@ -231,6 +232,7 @@ def test_small_kernels_stream_16_bytes_a_thread(capability, stage, quantized):
         constexprs["w_scale"] = None
     if stage == "glu":
         signature |= {"x": "*bf16:16", "stride_x": "i32:16", "alpha": "fp32", "limit": "fp32"}
+        signature |= {"up_offset": "i32:16", "up_scale_offset": "i32"}
         constexprs |= {"GLU": CONCAT.value, "ACTIVATION": "silu"}
         kernel = compile_kernel(_small_glu_kernel, signature, constexprs, capability=capability, num_stages=1)
     else:

@@ -119,19 +119,19 @@ def place_case(signature: dict[str, str], batched: bool, block_e: int) -> Case:
 
 
 def scatter_case(signature: dict[str, str]) -> Case:
-    constexprs = {"TOP_K": 8, "BLOCK_H": 2048, "QUANTIZE": "scale_ptr" in signature}
+    constexprs = {"TOP_K": 8, "BLOCK_H": 2048, "GROUP": 128 if "scale_ptr" in signature else 0}
     return Case(
         _scatter_rows_kernel,
         signature,
         constexprs,
         num_warps=8,
         wide_loads=True,
-        wide_stores=not constexprs["QUANTIZE"],
+        wide_stores=not constexprs["GROUP"],
     )
 
 
 def dispatch_case(rows: dict[str, str]) -> Case:
-    sizes = {"TOP_K": 8, "BLOCK_H": 1024, "BLOCK_Q": 128, "BLOCK_E": 16, "QUANTIZE": bool(rows)}
+    sizes = {"TOP_K": 8, "BLOCK_H": 1024, "BLOCK_Q": 128, "BLOCK_E": 16, "GROUP": 128 if rows else 0}
     signature = SCATTER | IDS | {"counts_ptr": "*i32:16", "slots_ptr": "*i32:16", "capacity": "i32"} | rows
     del signature["pair_to_row_ptr"]
     return Case(_dispatch_few_kernel, signature, sizes, wide_loads=True, wide_stores=not rows)
@@ -188,6 +188,7 @@ CASES = {
     "combine_top_32": combine_case(32, WEIGHTS),
     "combine_fp32": combine_case(8, WEIGHTS, "fp32"),
     "combine_odd_width": combine_case(8, WEIGHTS, vectorised=False),
+    "combine_added": combine_case(8, WEIGHTS | {"added_ptr": "*bf16:16", "stride_added": "i32:16"}),
     "glu_concat": glu_case("silu", "concat"),
     "glu_interleaved": glu_case("swiglu_oai", "interleaved"),
     "glu_none": glu_case("relu2", "none"),
