@@ -38,10 +38,6 @@ class Operand:
         one = slice(expert, expert + 1)
         return Operand(self.data[one], self.scheme, tuple(scale[one] for scale in self.scales)).dequantized()[0]
 
-    def flatten_rows(self) -> Operand:
-        """Activations ``[E, C, K]`` as ``[E * C, K]``."""
-        return Operand(self.data.flatten(0, 1), self.scheme, tuple(scale.flatten(0, 1) for scale in self.scales))
-
 
 def quantized(rows: Tensor, form: ActivationFormat | None) -> Operand:
     """Activations ``[..., K]`` as ``form`` stores them; as they are without one."""

@@ -21,6 +21,8 @@ from meta.schemes import SCHEMES
 from moe_ops.kernels.triton.config import MMConfig, SmallConfig
 
 CONFIG_DIR = Path(__file__).parent / "configs"
+#: Sequences of kernels. A file that a user tuned with an older version may name others, which are passed over.
+PATHS = ("small", "grouped", "batched")
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Plan:
 
     Args:
         path: "small" (no sorting, two kernels), "grouped" or "batched".
-        up, down: tiles of the two GEMMs; quantising schemes: `up` has 128 output columns, a scale group.
+        up, down: tiles of the two GEMMs; quantising schemes: `up` has a scale group of output columns.
         us: measured microseconds, None for a plan of the rule.
     """
 
@@ -87,7 +89,8 @@ def tuned(gpu: str) -> dict[str, dict[int, Plan]]:
         path = directory / file_name(gpu)
         if os.path.exists(path):
             for key, rows in json.loads(path.read_text())["plans"].items():
-                plans.setdefault(key, {}).update({int(tokens): Plan.from_json(row) for tokens, row in rows.items()})
+                known = {int(tokens): Plan.from_json(row) for tokens, row in rows.items() if row["path"] in PATHS}
+                plans.setdefault(key, {}).update(known)
     return plans
 
 
@@ -118,13 +121,13 @@ SMALL_PAIRS_PER_EXPERT = 0.25  # below it, pairs hardly ever share an expert: st
 def rule(key: LayerKey, tokens: int, sm: int) -> Plan:
     """Plan for shapes that nobody measured, from rows per expert and the generation alone."""
     rows = tokens * key.K / key.E
-    quantizes = SCHEMES[key.scheme].rows is not None
+    form = SCHEMES[key.scheme].rows
     # Small kernels quantise a token again for every few columns: only tuning can say where that pays.
-    if key.format == "grouped" and not quantizes and (tokens == 1 or rows <= SMALL_PAIRS_PER_EXPERT):
+    if key.format == "grouped" and form is None and (tokens == 1 or rows <= SMALL_PAIRS_PER_EXPERT):
         return Plan("small", SmallConfig(2, 2048, 4), SmallConfig(1, 256, 4))
     up, down = tiles(key.scheme, rows, sm)
-    if quantizes and not key.gated:
-        up = up._replace(block_n=128)
+    if form is not None and not key.gated:
+        up = up._replace(block_n=form.group)
     return Plan(key.format, up, down)
 
 

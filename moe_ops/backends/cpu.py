@@ -101,9 +101,11 @@ quantize_batched = quantize_rows
 
 def _rows_and_spans(call: GemmCall) -> tuple[Tensor, list[Span]]:
     """Rows ``[R, K]`` of either format as a product takes them, and whose they are."""
+    rows = call.x.dequantized()
+    rows = rows.float() if call.weight.scales else rows
     if call.problem.format == "grouped":
-        return call.x.dequantized(), grouped_spans(call.extents)
-    return call.x.dequantized().flatten(0, 1), batched_spans(call.x.data.shape[1], call.extents)
+        return rows, grouped_spans(call.extents)
+    return rows.flatten(0, 1), batched_spans(rows.shape[1], call.extents)
 
 
 def grouped_mm_glu(call: GluCall) -> tuple[Tensor, Tensor]:
@@ -161,6 +163,7 @@ def fused_experts(call: ExpertsCall) -> Tensor:
         x = (x.to(accumulation_dtype(x.dtype)) * row_weights).to(x.dtype)
     if call.hidden_states.scheme is None:
         x = quantized(x, form).dequantized()
+    x = x.float() if weights.scheme.quantized else x
     value = first_projection(x, weights.gate_up, weights.up, weights.gate_up_bias, weights.glu, spans, length)
     value = value.to(x.dtype) if form is None else quantized(value, form).dequantized()
     rows = linear(value, weights.down, weights.down_bias, spans, length)

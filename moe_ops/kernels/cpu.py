@@ -115,8 +115,8 @@ def lay_out(order: Tensor, counts: list[int], pairs: int, length: int) -> tuple[
 
 
 def linear(x: Tensor, operand: Operand, bias: Tensor | None, spans: list[Span], length: int = 0) -> Tensor:
-    """``[R, N]`` from ``x [R, K]``: one batched GEMM for the first ``E * length`` rows, one for each span of the rows
-    after them. Rows in neither are zero, so that results repeat.
+    """``[R, N]`` from ``x [R, K]``, fp32 for weights to be decoded: one batched GEMM for the first ``E * length``
+    rows, one for each span of the rows after them. Rows in neither are zero, so that results repeat.
     """
     weight = operand.data
     batched, transposed = weight.shape[0] * length, weight.transpose(1, 2)

@@ -90,6 +90,16 @@ def test_the_rules_tiles_follow_rows_generation_and_scheme() -> None:
     assert [rule("bf16", 4096, sm).up.a_tma for sm in (80, 90)] == [False, True]
 
 
+def test_a_sequence_that_is_no_more_is_passed_over(tmp_path: Path) -> None:
+    """As an older version wrote it, beside one that still is."""
+    key = plans.LayerKey("bf16", "grouped", 7, 2, 512, 256, True)
+    old = {"path": "torch_grouped", "up": None, "down": None, "us": 1.0}
+    rows = {"64": old, "512": plans.Plan("grouped", TILE, TILE, us=2.0).to_json()}
+    (tmp_path / plans.file_name("a gpu")).write_text(json.dumps({"plans": {str(key): rows, "another": {"64": old}}}))
+    assert [plans.plan_for(key, plans.bucket(tokens), "a gpu", 90).us for tokens in (64, 512)] == [2.0, 2.0]
+    assert plans.tuned("a gpu")["another"] == {}
+
+
 def test_a_users_own_plan_comes_first(tmp_path: Path) -> None:
     gpu = json.loads(FILES[0].read_text())["gpu"]
     key = plans.LayerKey("bf16", "grouped", 128, 8, 2048, 768, True)

@@ -257,7 +257,7 @@ def _quantize(
 
 
 def quantize_rows(rows: torch.Tensor, scheme: str, *, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise activations by row and 128 columns.
+    """Quantise activations by row and group of columns.
 
     Args:
         rows: [R, K] any float dtype, any row stride.
@@ -265,7 +265,7 @@ def quantize_rows(rows: torch.Tensor, scheme: str, *, pdl: bool = False) -> tupl
         pdl: launch as a programmatic dependent of the kernel before.
 
     Returns:
-        (q e4m3 [R, K], scale f32 [R, ceil(K / 128)]): the numbers of `scales.quantize_tile`.
+        (q e4m3 [R, K], scale f32 [R, groups of K]): the numbers of `scales.quantize_tile`.
     """
     q, scale = _quantize(rows[None], None, scheme, pdl)
     return q[0], scale[0]
@@ -280,6 +280,6 @@ def quantize_batched(
         batch: [E, C, K]; expert_num_tokens: i32 [E] on the device.
 
     Returns:
-        (q e4m3 [E, C, K], scale f32 [E, C, ceil(K / 128)]).
+        (q e4m3 [E, C, K], scale f32 [E, C, groups of K]).
     """
     return _quantize(batch, expert_num_tokens, scheme)

@@ -104,7 +104,7 @@ def dispatch(
             quantise them, rows are of the tokens' dtype.
 
     Returns:
-        (batch [E, C, H], its scales f32 [E, C, ceil(H / 128)] or None, expert_num_tokens i32 [E] at most C,
+        (batch [E, C, H], its scales f32 [E, C, groups of H] or None, expert_num_tokens i32 [E] at most C,
         slots i32 [T, K] = e * C + c, or -1 when dropped).
     """
     (T, H), TOP_K = hidden_states.shape, topk_ids.shape[1]

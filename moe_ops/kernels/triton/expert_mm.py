@@ -225,7 +225,7 @@ def grouped_mm(
         pdl: start while the kernel before still runs (programmatic dependent launch).
 
     Returns:
-        (out [R, N], out_scale [R, ceil(N / 128)] f32, empty unless the epilogue quantises).
+        (out [R, N], out_scale [R, groups of N] f32, empty unless the epilogue quantises).
     """
     out, out_scale = mm.allocate((num_rows,), a)
     row_tiles = most_tiles(num_rows, mm.num_experts, config)
@@ -252,7 +252,7 @@ def batched_mm(
         pdl: start while the kernel before still runs (programmatic dependent launch).
 
     Returns:
-        (out [E, C, N], out_scale [E, C, ceil(N / 128)] f32, empty unless the epilogue quantises). Rows past an
+        (out [E, C, N], out_scale [E, C, groups of N] f32, empty unless the epilogue quantises). Rows past an
         expert's count are not written.
     """
     E, C, K = batch.shape

@@ -27,7 +27,7 @@ class Routed:
         topk_weights: f32 [T, K], or None when the tokens were multiplied already.
         offsets: i32 [E]; row_to_pair: i32 [R], or None when the tokens are sorted rows already; pair_to_row: i32 [T, K]
             (see `permute`).
-        tokens: [T, H], or sorted rows [R, H]; tokens_scale: f32 [., ceil(H / 128)] or None.
+        tokens: [T, H], or sorted rows [R, H]; tokens_scale: f32 [., groups of H] or None.
     """
 
     topk_weights: torch.Tensor | None
