@@ -302,6 +302,22 @@ def test_gradients_through_the_triton_backend(weight_on_input, monkeypatch):
         assert_rounded(leaf.grad, want.grad)
 
 
+def test_gradients_of_halves_apart_through_the_triton_backend(monkeypatch):
+    monkeypatch.setattr(choice, "DEFAULT_BACKEND", "triton")
+    torch.manual_seed(14)
+    (x, stacked, down, weights, ids), _ = case()
+    halves = [half.clone() for half in stacked.chunk(2, dim=1)]
+    leaves = [t.requires_grad_() for t in (x.clone(), *halves, down.clone(), weights.clone())]
+    gate_leaf, up_leaf = leaves[1:3]
+    moe_ops.fused_experts(leaves[0], gate_leaf, *leaves[3:], ids, up_proj=up_leaf).square().sum().backward()
+    monkeypatch.undo()
+    wide = [t.double().requires_grad_() for t in (x, stacked, down, weights)]
+    moe_ops.fused_experts(*wide, ids, backend="cpu").square().sum().backward()
+    gate, up = wide[1].grad.chunk(2, dim=1)
+    for leaf, want in zip(leaves, (wide[0].grad, gate, up, wide[2].grad, wide[3].grad), strict=True):
+        assert_rounded(leaf.grad, want)
+
+
 def test_an_explicit_request_never_falls_back():
     arguments, _ = case(dtype=torch.float64)
     with pytest.raises(ValueError, match="triton serves the schemes bf16, fp16, fp32, fp8_block128, got fp64"):
