@@ -88,13 +88,6 @@ class QuantizeCall(Call):
     rows: Tensor
     expert_num_tokens: Tensor | None = None
 
-    @property
-    def counts(self) -> Tensor:
-        """``expert_num_tokens`` of a batch."""
-        if self.expert_num_tokens is None:
-            raise TypeError(f"{self.op} has no counts")
-        return self.expert_num_tokens
-
 
 @dataclass(slots=True, kw_only=True)
 class GemmCall(Call):

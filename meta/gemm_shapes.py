@@ -83,12 +83,10 @@ def _check_scale(
     through = spec.shape(*sizes)
     if halves:
         apart = spec.halves_shape(*sizes)
-        if scale.dim() == 4:
-            check_shape(op, argument, scale, "E 2 I_groups K_groups", apart)
-            return scale
         rows = apart[1] * apart[2]
         if scale.dim() == 3 and not is_known_equal(rows, through[1]) and is_known_equal(scale.shape[1], rows):
             scale = scale.unflatten(1, (2, -1))
+        if scale.dim() == 4:
             check_shape(op, argument, scale, "E 2 I_groups K_groups", apart)
             return scale
     check_shape(op, argument, scale, "E N_groups K_groups", through)

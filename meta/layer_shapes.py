@@ -125,7 +125,6 @@ def _experts(op: str, flat: Flat, scheme: QuantScheme, hidden: Dim) -> tuple[Exp
 
 def _hidden_states(op: str, flat: Flat, scheme: QuantScheme) -> Operand:
     hidden, scale = flat.hidden_states, flat.hidden_states_scale
-    check_rank(op, "hidden_states", hidden, "T H")
     if scale is not None:
         if flat.weight_on_input:
             cure = "Weigh the rows before they are quantised."
@@ -137,7 +136,7 @@ def _hidden_states(op: str, flat: Flat, scheme: QuantScheme) -> Operand:
     return Operand(hidden, None)
 
 
-def _layer(op: str, flat: Flat, top_k: Dim, routed: dict[str, Tensor | None]) -> dict[str, Any]:
+def _layer(op: str, flat: Flat, routed: dict[str, Tensor | None]) -> dict[str, Any]:
     """Fields of a :class:`LayerCall`, everything about the experts checked; ``routed``: the tensors beside theirs."""
     gate_up: Tensor = flat.gate_up_proj
     tensors = {
@@ -155,8 +154,8 @@ def _layer(op: str, flat: Flat, top_k: Dim, routed: dict[str, Tensor | None]) ->
         if scales := getattr(flat, name):
             tensors |= by_place(name, scales)
     device = check_placement(op, tensors)
-    if "topk_ids" in routed:
-        _check_topk(op, flat.hidden_states, flat.topk_weights, flat.topk_ids)
+    check_rank(op, "hidden_states", flat.hidden_states, "T H")
+    top_k = _top_k(op, flat) if "topk_ids" in routed else flat.top_k
     check_name(op, "format", flat.format, FORMATS)
     check_backend(op, flat.backend)
     check_rank(op, "gate_up_proj", gate_up, "E N H")
@@ -206,37 +205,35 @@ def _layer(op: str, flat: Flat, top_k: Dim, routed: dict[str, Tensor | None]) ->
     }
 
 
-def _check_topk(op: str, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> None:
-    check_rank(op, "hidden_states", hidden_states, "T H")
-    check_rank(op, "topk_ids", topk_ids, "T K")
-    check_index(op, "topk_ids", topk_ids)
-    sizes = (hidden_states.shape[0], topk_ids.shape[1])
-    check_shape(op, "topk_ids", topk_ids, "T K", sizes)
-    check_shape(op, "topk_weights", topk_weights, "T K", sizes)
-    check_float(op, "topk_weights", topk_weights)
+def _top_k(op: str, flat: Flat) -> Dim:
+    """K, everything about the weights and ids checked."""
+    ids: Tensor = flat.topk_ids
+    check_rank(op, "topk_ids", ids, "T K")
+    check_index(op, "topk_ids", ids)
+    top_k = ids.shape[1]
+    sizes = (flat.hidden_states.shape[0], top_k)
+    check_shape(op, "topk_ids", ids, "T K", sizes)
+    check_shape(op, "topk_weights", flat.topk_weights, "T K", sizes)
+    check_float(op, "topk_weights", flat.topk_weights)
+    return top_k
 
 
 def _routed(flat: Flat) -> dict[str, Any]:
     return {"topk_weights": flat.topk_weights, "topk_ids": flat.topk_ids}
 
 
-def _top_k(op: str, topk_ids: Tensor) -> Dim:
-    check_rank(op, "topk_ids", topk_ids, "T K")
-    return topk_ids.shape[1]
-
-
 def fused_experts(flat: Flat) -> ExpertsCall:
     """``hidden_states [T, H]`` and ids ``[T, K]`` -> ``[T, H]``."""
     op = "fused_experts"
     routed = _routed(flat)
-    return ExpertsCall(**_layer(op, flat, _top_k(op, flat.topk_ids), routed), **routed)
+    return ExpertsCall(**_layer(op, flat, routed), **routed)
 
 
 def fused_moe(flat: Flat) -> MoeCall:
     """``hidden_states [T, H]`` and ``router_logits [T, E]`` -> ``[T, H]``."""
     op = "fused_moe"
     tensors = {"router_logits": flat.router_logits, "correction_bias": flat.correction_bias}
-    fields = _layer(op, flat, flat.top_k, tensors)
+    fields = _layer(op, flat, tensors)
     route = route_call(op, flat, fields["device"], fields["problem"])
     experts = flat.gate_up_proj.shape[0] if flat.expert_map is None else flat.expert_map.shape[0]
     letters = "T E" if flat.expert_map is None else "T E_global"
@@ -249,7 +246,8 @@ def fused_experts_backward(flat: Flat) -> BackwardCall:
     not needed.
     """
     op = "fused_experts_backward"
-    fields = _layer(op, flat, _top_k(op, flat.topk_ids), {"grad_output": flat.grad_output, **_routed(flat)})
+    routed = _routed(flat)
+    fields = _layer(op, flat, {"grad_output": flat.grad_output, **routed})
     check_shape(op, "grad_output", flat.grad_output, "T H", tuple(flat.hidden_states.shape))
     check_dtype(op, "grad_output", flat.grad_output, flat.hidden_states.dtype)
     if len(flat.needs) != len(GRADIENTS):
@@ -259,4 +257,4 @@ def fused_experts_backward(flat: Flat) -> BackwardCall:
         (tuple(getattr(flat, name).shape), getattr(flat, name).dtype) if need else ((0,), torch.float32)
         for name, need in needs.items()
     )
-    return BackwardCall(**fields, **_routed(flat), grad_output=flat.grad_output, needs=needs)
+    return BackwardCall(**fields, **routed, grad_output=flat.grad_output, needs=needs)

@@ -19,6 +19,7 @@ from meta.calls import (
     RouteCall,
 )
 from meta.dims import Problem
+from meta.operands import Glu
 from meta.schemes import SCHEMES
 from moe_ops import plans
 from moe_ops.kernels.triton import act_quant, batched_io, combine, permute, route, topk
@@ -85,10 +86,15 @@ def quantize_rows(call: QuantizeCall) -> tuple[Tensor, Tensor]:
 
 
 def quantize_batched(call: QuantizeCall) -> tuple[Tensor, Tensor]:
-    return act_quant.quantize_batched(call.rows, call.counts, call.problem.scheme)
+    return act_quant.quantize_batched(call.rows, call.expert_num_tokens, call.problem.scheme)
 
 
 # ---- single GEMMs ----
+
+
+def _epilogue(glu: Glu) -> dict[str, Any]:
+    """An activation as `ExpertMM` takes it."""
+    return {"glu_layout": glu.layout, "activation": glu.activation, "alpha": glu.alpha, "limit": glu.limit}
 
 
 def _gemm(call: GemmCall, **epilogue: Any) -> tuple[Tensor, Tensor]:
@@ -110,16 +116,7 @@ batched_mm = grouped_mm
 
 
 def grouped_mm_glu(call: GluCall) -> tuple[Tensor, Tensor]:
-    glu = call.glu
-    return _gemm(
-        call,
-        up=call.up,
-        glu_layout=glu.layout,
-        activation=glu.activation,
-        alpha=glu.alpha,
-        limit=glu.limit,
-        quantize_output=call.quantize_output,
-    )
+    return _gemm(call, up=call.up, **_epilogue(call.glu), quantize_output=call.quantize_output)
 
 
 batched_mm_glu = grouped_mm_glu
@@ -139,17 +136,7 @@ def fused_experts(call: ExpertsCall) -> Tensor:
 def _layer(call: LayerCall) -> tuple[Layer, plans.Plan]:
     """A layer's experts, and the plan for this many tokens."""
     problem, weights, dtype = call.problem, call.experts, call.out_dtype
-    glu = weights.glu
-    up = ExpertMM(
-        weights.gate_up,
-        dtype,
-        up=weights.up,
-        bias=weights.gate_up_bias,
-        glu_layout=glu.layout,
-        activation=glu.activation,
-        alpha=glu.alpha,
-        limit=glu.limit,
-    )
+    up = ExpertMM(weights.gate_up, dtype, up=weights.up, bias=weights.gate_up_bias, **_epilogue(weights.glu))
     down = ExpertMM(weights.down, dtype, bias=weights.down_bias)
     tokens, hidden = call.hidden_states.data.shape
     key = LayerKey(

@@ -46,6 +46,7 @@ def compile_mm(
     warps: int = 8,
     stages: int = 3,
     dtype: str = "bf16",
+    activation: str | None = None,
 ) -> Compiled:
     """One expert GEMM with Mixtral's dimensions: GEMM 1 when gated or activated, else GEMM 2."""
     first = glu != NOT_GATED.value
@@ -86,7 +87,7 @@ def compile_mm(
         "BLOCK": (*block, 8, E),
         "GLU": glu,
         "bias": None,
-        "ACTIVATION": "silu" if first else None,
+        "ACTIVATION": activation or ("silu" if first else None),
         "MOVES": (a_tma, w_load, store, False),
         "SCHEME": (128, 128, False, quantize) if quantized else None,
         "BATCHED": batched,
@@ -186,6 +187,18 @@ def test_decode_tiles_use_the_tensor_cores_without_spills(quantized):
     assert kernel.stack == 0, f"{kernel.stack} bytes of spills, {kernel.registers} registers"
     assert kernel.ptx_count(r"mma\.sync") > 0
     assert "UTMALDG" in kernel.sass
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(
+    ("activation", "glu"), [("swiglu_oai", INTERLEAVED), ("relu2", NOT_GATED), ("gelu", CONCAT)], ids=str
+)
+def test_activations_compile_without_spills(activation, glu, capability):
+    tma = capability >= 90
+    loads = {"a_tma": tma, "w_load": TMA_NK.value if tma else POINTERS.value}
+    kernel = compile_mm((64, 128, 64), glu=glu.value, activation=activation, capability=capability, warps=4, **loads)
+    assert kernel.stack == 0, f"{kernel.stack} bytes of spills, {kernel.registers} registers"
+    assert kernel.loads_16_bytes or tma
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

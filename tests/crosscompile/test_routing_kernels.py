@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moe_ops.kernels.triton.act_quant import _glu_rows_kernel, _quantize_kernel
+from moe_ops.kernels.triton.act_quant import _quantize_kernel
 from moe_ops.kernels.triton.batched_io import _dispatch_few_kernel
 from moe_ops.kernels.triton.combine import _combine_kernel, register_limit
 from moe_ops.kernels.triton.permute import _count_kernel, _place_kernel, _place_small_kernel, _scatter_rows_kernel
@@ -95,8 +95,6 @@ COMBINE = {
     "H": "i32:16",
     "stride_r": "i32:16",
 }
-GLU = {"h_ptr": "*bf16:16", "out_ptr": "*bf16:16", "R": "i32", "I": "i32:16", "stride_r": "i32:16"}
-GLU |= {"E": "i32:16", "alpha": "fp32", "limit": "fp32"}
 QUANTIZE = {"x_ptr": "*bf16:16", "q_ptr": "*fp8e4nv:16", "scale_ptr": "*fp32:16", "counts_ptr": "*i32:16"}
 QUANTIZE |= dict.fromkeys(("K", "groups", "stride_e", "stride_r"), "i32:16") | {"rows": "i32"}
 WIDE = {"wide_loads": True, "wide_stores": True}
@@ -135,11 +133,6 @@ def dispatch_case(rows: dict[str, str]) -> Case:
     signature = SCATTER | IDS | {"counts_ptr": "*i32:16", "slots_ptr": "*i32:16", "capacity": "i32"} | rows
     del signature["pair_to_row_ptr"]
     return Case(_dispatch_few_kernel, signature, sizes, wide_loads=True, wide_stores=not rows)
-
-
-def glu_case(activation: str, layout: str) -> Case:
-    constexprs = {"ACTIVATION": activation, "GLU_LAYOUT": layout, "BLOCK_R": 2, "BLOCK_I": 1024}
-    return Case(_glu_rows_kernel, GLU, constexprs, **WIDE)
 
 
 def combine_case(top_k: int, weights: dict[str, str], dtype: str = "bf16", vectorised: bool = True) -> Case:
@@ -189,10 +182,6 @@ CASES = {
     "combine_fp32": combine_case(8, WEIGHTS, "fp32"),
     "combine_odd_width": combine_case(8, WEIGHTS, vectorised=False),
     "combine_added": combine_case(8, WEIGHTS | {"added_ptr": "*bf16:16", "stride_added": "i32:16"}),
-    "glu_concat": glu_case("silu", "concat"),
-    "glu_interleaved": glu_case("swiglu_oai", "interleaved"),
-    "glu_none": glu_case("relu2", "none"),
-    "glu_gelu": glu_case("gelu", "concat"),
     "quantize": Case(_quantize_kernel, QUANTIZE, {"GROUP": 128, "BLOCK_M": 32}, **WIDE),
     "quantize_few": Case(_quantize_kernel, QUANTIZE, {"GROUP": 128, "BLOCK_M": 4}, num_warps=1, **WIDE),
 }

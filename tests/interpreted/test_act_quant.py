@@ -4,10 +4,15 @@ import pytest
 import torch
 
 from meta.activations import ACTIVATIONS, resolve_activation, split_glu
+from meta.operands import Operand
 from meta.schemes import SCHEMES
-from moe_ops.kernels.triton.act_quant import glu_rows, quantize_batched, quantize_rows
+from moe_ops.kernels.triton.act_quant import quantize_batched, quantize_rows
+from moe_ops.kernels.triton.config import MMConfig
+from moe_ops.kernels.triton.expert_mm import grouped_mm
+from moe_ops.kernels.triton.launch import ExpertMM
 
 FP8 = SCHEMES["fp8_block128"]
+TILE = MMConfig(16, 64, 16, 2, 4, 2, a_tma=False, w_tma=False)
 NAN, INF = float("nan"), float("inf")
 
 
@@ -15,13 +20,25 @@ def bits(tensor):
     return tensor.view(torch.uint8)
 
 
+def activated(h, activation, alpha, limit, glu_layout, rows=None, offsets=None):
+    """`h` after an activation in the epilogue of a product of zeros, as the bias: row r is that of expert r."""
+    count, n = h.shape
+    mm = ExpertMM(
+        Operand(torch.zeros(count, n, 16, dtype=h.dtype), None), h.dtype, bias=h, glu_layout=glu_layout,
+        activation=activation, alpha=alpha, limit=limit,
+    )  # fmt: skip
+    rows = torch.zeros(count, 16, dtype=h.dtype) if rows is None else rows
+    offsets = torch.arange(1, count + 1, dtype=torch.int32) if offsets is None else offsets
+    return grouped_mm(rows, mm, offsets, TILE, num_rows=rows.shape[0])[0]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("glu_layout", ["concat", "interleaved", "none"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_glu_rows_equals_the_eager_activation(activation, glu_layout, dtype, poisoned):
-    row, alpha, limit = resolve_activation("glu_rows", activation, None, None)
+def test_the_activation_equals_the_eager_one(activation, glu_layout, dtype, poisoned):
+    row, alpha, limit = resolve_activation("test", activation, None, None)
     h = (6 * torch.randn(7, 200)).to(dtype)[:, : 100 if glu_layout == "none" else 200]
-    out = glu_rows(h, activation=activation, alpha=alpha, limit=limit, glu_layout=glu_layout)
+    out = activated(h, activation, alpha, limit, glu_layout)
     expected = row.eager(*split_glu(h.double(), glu_layout), alpha, limit)
     assert out.dtype == dtype and out.shape == (7, 100) and out.is_contiguous()
     eps = max(torch.finfo(dtype).eps, 3e-6)
@@ -30,16 +47,16 @@ def test_glu_rows_equals_the_eager_activation(activation, glu_layout, dtype, poi
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_nan_survives_every_clamp(activation):
-    _, alpha, limit = resolve_activation("glu_rows", activation, None, None)
+    _, alpha, limit = resolve_activation("test", activation, None, None)
     h = torch.tensor([[NAN, 1.0, 2.0, 3.0], [1.0, 1.0, NAN, 3.0], [100.0, -100.0, 100.0, -100.0]])
-    out = glu_rows(h, activation=activation, alpha=alpha, limit=limit, glu_layout="concat")
+    out = activated(h, activation, alpha, limit, "concat")
     assert out[:2].isnan().tolist() == [[True, False], [True, False]]
     assert not out[2].isnan().any()
 
 
-def test_glu_rows_stops_at_the_last_offset(poisoned):
-    h, offsets = torch.randn(9, 32), torch.tensor([2, 2, 5], dtype=torch.int32)
-    out = glu_rows(h, activation="silu", alpha=1.0, limit=INF, glu_layout="concat", offsets=offsets)
+def test_activated_rows_stop_at_the_last_offset(poisoned):
+    h, offsets = torch.randn(3, 32), torch.tensor([2, 2, 5], dtype=torch.int32)
+    out = activated(h, "silu", 1.0, INF, "concat", rows=torch.randn(9, 16), offsets=offsets)
     assert not poisoned(out[:5]).any() and poisoned(out[5:]).all()
 
 

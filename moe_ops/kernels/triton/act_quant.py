@@ -1,7 +1,6 @@
-"""Activations, and the stand-alone kernels that apply one or quantise rows.
+"""Activations, and the stand-alone kernels that quantise rows.
 
-`apply_activation` is the one definition of every activation on the device: the GEMM epilogues inline it, and
-`glu_rows` wraps it for backends whose GEMM has no epilogue.
+`apply_activation` is the one definition of every activation on the device: the GEMM epilogues inline it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import triton.language as tl
 
 from meta.schemes import SCHEMES
 from moe_ops.kernels.triton.scales import quantize_tile
-from moe_ops.kernels.triton.util import cdiv, next_power_of_2, on_device, pdl_release, pdl_wait, round_to
+from moe_ops.kernels.triton.util import cdiv, on_device, pdl_release, pdl_wait
 
 PROGRAMS = 4096  # of quantize_batched, over all experts: enough to fill a GPU while most experts hold few rows
 NAN = tl.constexpr(tl.PropagateNan.ALL)
@@ -64,94 +63,6 @@ def apply_activation(gate, up, alpha, limit, ACTIVATION: tl.constexpr, GATED: tl
             return activated * up
     else:
         return activated
-
-
-@triton.jit(do_not_specialize=["R"])
-def _glu_rows_kernel(
-    h_ptr,
-    offsets_ptr,
-    out_ptr,
-    R,
-    I,
-    E,
-    stride_r,
-    alpha,
-    limit,
-    ACTIVATION: tl.constexpr,
-    GLU_LAYOUT: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-):
-    """One program computes BLOCK_R x BLOCK_I outputs; rows past the last offset are skipped when offsets are given.
-
-    Bytes: 3 R I sizeof(element) gated, 2 R I sizeof(element) not.
-    """
-    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    used = R
-    if offsets_ptr is not None:
-        used = tl.load(offsets_ptr + E - 1)
-    i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
-    inside = (r < used)[:, None] & (i < I)[None, :]
-    row_ptr = h_ptr + r.to(tl.int64)[:, None] * stride_r
-    if GLU_LAYOUT == "interleaved":
-        n = tl.program_id(1) * (2 * BLOCK_I) + tl.arange(0, 2 * BLOCK_I)
-        both = tl.load(row_ptr + n[None, :], mask=(r < used)[:, None] & (n < 2 * I)[None, :], other=0.0)
-        gate, up = tl.split(tl.reshape(both.to(tl.float32), [BLOCK_R, BLOCK_I, 2]))
-    else:
-        gate = tl.load(row_ptr + i[None, :], mask=inside, other=0.0).to(tl.float32)
-        up = gate
-        if GLU_LAYOUT == "concat":
-            up = tl.load(row_ptr + I + i[None, :], mask=inside, other=0.0).to(tl.float32)
-    y = apply_activation(gate, up, alpha, limit, ACTIVATION, GLU_LAYOUT != "none")
-    to = r.to(tl.int64)[:, None] * I + i[None, :]
-    tl.store(out_ptr + to, round_to(y, out_ptr.dtype.element_ty), mask=inside)
-
-
-def glu_rows(
-    h: torch.Tensor,
-    *,
-    activation: str,
-    alpha: float,
-    limit: float,
-    glu_layout: str,
-    offsets: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Activation of a first projection's rows, for GEMMs that have no epilogue.
-
-    Args:
-        h: [R, N] any float dtype, any row stride; N = 2 I, or I when glu_layout is "none".
-        offsets: i32 [E] cumulative ends; rows past offsets[-1] are then neither read nor written.
-
-    Returns:
-        [R, I] in the dtype of h, computed in fp32.
-    """
-    R, N = h.shape
-    I = N if glu_layout == "none" else N // 2
-    out = h.new_empty((R, I))
-    if out.numel() == 0:
-        return out
-    if h.stride(1) != 1:
-        h = h.contiguous()
-    block_i = min(next_power_of_2(I), 1024)
-    block_r = max(1, min(4, 2048 // block_i, next_power_of_2(R)))
-    with on_device(h):
-        _glu_rows_kernel[(cdiv(R, block_r), cdiv(I, block_i))](
-            h,
-            offsets,
-            out,
-            R,
-            I,
-            0 if offsets is None else offsets.shape[0],
-            h.stride(0),
-            alpha,
-            limit,
-            ACTIVATION=activation,
-            GLU_LAYOUT=glu_layout,
-            BLOCK_R=block_r,
-            BLOCK_I=block_i,
-            num_warps=4,
-        )
-    return out
 
 
 @triton.jit
@@ -272,12 +183,12 @@ def quantize_rows(rows: torch.Tensor, scheme: str, *, pdl: bool = False) -> tupl
 
 
 def quantize_batched(
-    batch: torch.Tensor, expert_num_tokens: torch.Tensor, scheme: str
+    batch: torch.Tensor, expert_num_tokens: torch.Tensor | None, scheme: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise the first expert_num_tokens[e] rows of each expert; other rows are neither read nor written.
 
     Args:
-        batch: [E, C, K]; expert_num_tokens: i32 [E] on the device.
+        batch: [E, C, K]; expert_num_tokens: i32 [E] on the device, or None for all rows.
 
     Returns:
         (q e4m3 [E, C, K], scale f32 [E, C, groups of K]).

@@ -16,76 +16,6 @@ from moe_ops.kernels.triton.mm_tile import compute_tile
 from moe_ops.kernels.triton.util import cdiv, cut_into_tiles, find_tile, on_device, pdl_release, pdl_wait, uniform
 
 
-@triton.jit
-def _tile(
-    expert,
-    row_start,
-    row_end,
-    n_start,
-    a,
-    a_desc,
-    a_scale,
-    row_to_pair,
-    w,
-    w_desc,
-    w_scale,
-    up_offset,
-    up_scale_offset,
-    bias,
-    out,
-    out_desc,
-    out_scale,
-    alpha,
-    limit,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    TOP_K: tl.constexpr,
-    STRIDES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GLU: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    MOVES: tl.constexpr,
-    SCHEME: tl.constexpr,
-):
-    """The tile of rows row_start .. row_end - 1, at most BLOCK_M of them, and columns n_start and on."""
-    rows = row_start + tl.arange(0, BLOCK[0])
-    row_valid = rows < row_end
-    if TOP_K > 0:
-        a_row = tl.load(row_to_pair + rows, mask=row_valid, other=0) // TOP_K
-    else:
-        a_row = rows
-    compute_tile(
-        a,
-        a_desc,
-        a_scale,
-        a_row,
-        row_valid,
-        row_start,
-        row_end,
-        w,
-        w_desc,
-        w_scale,
-        up_offset,
-        up_scale_offset,
-        bias,
-        out,
-        out_desc,
-        out_scale,
-        expert,
-        n_start,
-        alpha,
-        limit,
-        N,
-        K,
-        STRIDES,
-        BLOCK,
-        GLU,
-        ACTIVATION,
-        MOVES,
-        SCHEME,
-    )
-
-
 @triton.jit(do_not_specialize=["num_rows", "up_scale_offset"])
 def _expert_mm_kernel(
     a,
@@ -132,74 +62,39 @@ def _expert_mm_kernel(
     N_TILES: tl.constexpr = (N + columns - 1) // columns
     pdl_wait(PDL)
     pdl_release(PDL)
+    tensors = (
+        a,
+        a_desc,
+        a_scale,
+        row_to_pair,
+        w,
+        w_desc,
+        w_scale,
+        up_offset,
+        up_scale_offset,
+        bias,
+        out,
+        out_desc,
+        out_scale,
+        alpha,
+        limit,
+    )
     start, end, last = cut_into_tiles(extents, num_rows, E, BLOCK[4], BLOCK[0], N_TILES, BATCHED)
     if WALK == ONE_TILE:
         tile = tl.program_id(0)
-        expert, row_start, row_end, n_tile = find_tile(tile, start, end, last, BLOCK[0], N_TILES, BLOCK[3])
-        if row_start < row_end:
-            _tile(
-                expert,
-                row_start,
-                row_end,
-                n_tile * columns,
-                a,
-                a_desc,
-                a_scale,
-                row_to_pair,
-                w,
-                w_desc,
-                w_scale,
-                up_offset,
-                up_scale_offset,
-                bias,
-                out,
-                out_desc,
-                out_scale,
-                alpha,
-                limit,
-                N,
-                K,
-                TOP_K,
-                STRIDES,
-                BLOCK,
-                GLU,
-                ACTIVATION,
-                MOVES,
-                SCHEME,
+        expert, first, past, n_tile = find_tile(tile, start, end, last, BLOCK[0], N_TILES, BLOCK[3])
+        if first < past:
+            n_start = n_tile * columns
+            compute_tile(
+                expert, first, past, n_start, *tensors, N, K, TOP_K, STRIDES, BLOCK, GLU, ACTIVATION, MOVES, SCHEME
             )
     else:
         tiles = uniform(tl.max(last, axis=0))
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=WALK == STREAM):
-            expert, row_start, row_end, n_tile = find_tile(tile, start, end, last, BLOCK[0], N_TILES, BLOCK[3])
-            _tile(
-                expert,
-                row_start,
-                row_end,
-                n_tile * columns,
-                a,
-                a_desc,
-                a_scale,
-                row_to_pair,
-                w,
-                w_desc,
-                w_scale,
-                up_offset,
-                up_scale_offset,
-                bias,
-                out,
-                out_desc,
-                out_scale,
-                alpha,
-                limit,
-                N,
-                K,
-                TOP_K,
-                STRIDES,
-                BLOCK,
-                GLU,
-                ACTIVATION,
-                MOVES,
-                SCHEME,
+            expert, first, past, n_tile = find_tile(tile, start, end, last, BLOCK[0], N_TILES, BLOCK[3])
+            n_start = n_tile * columns
+            compute_tile(
+                expert, first, past, n_start, *tensors, N, K, TOP_K, STRIDES, BLOCK, GLU, ACTIVATION, MOVES, SCHEME
             )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -134,12 +134,12 @@ class ExpertMM:
     def weight(self) -> torch.Tensor:
         return self.operand.data
 
-    @property
+    @cached_property
     def weight_scale(self) -> torch.Tensor | None:
         """The scales of `operand`; e8m0, which Triton does not know, as the bytes that it is."""
         return _scale_of(self.operand)
 
-    @property
+    @cached_property
     def up_offset(self) -> int:
         """Elements from the gate half of a gated weight in two halves to its up half."""
         if self.up is not None:
@@ -157,7 +157,7 @@ class ExpertMM:
             return (other.data_ptr() - scale.data_ptr()) // scale.element_size()
         return scale.stride(1) if scale.dim() == 4 else self.out_features // self.scheme[0] * scale.stride(1)
 
-    @property
+    @cached_property
     def scheme(self) -> tuple[int, int, bool, bool] | None:
         """What kernels need of the scheme: rows and columns of a weight that share a scale, whether these groups run on
         from the gate into the up half, whether the output is quantised.

@@ -283,42 +283,9 @@ def scaled_glu_tile(
     up = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
     for k in range(0, K, BLOCK_K):
         a_tile = load_rows(a, a_desc, a_row, row_valid, row_start, k, K, A_STRIDE, BLOCK_K, A_TMA)
-        gate_tile = load_weight(
-            w,
-            w_desc,
-            up_offset,
-            gate_row,
-            w_valid,
-            expert,
-            n_start,
-            k,
-            K,
-            W_STRIDES,
-            COLUMNS,
-            BLOCK_K,
-            CONCAT,
-            W_LOAD,
-            SWAPPED,
-            GATE,
-        )
-        up_tile = load_weight(
-            w,
-            w_desc,
-            up_offset,
-            gate_row,
-            w_valid,
-            expert,
-            n_start,
-            k,
-            K,
-            W_STRIDES,
-            COLUMNS,
-            BLOCK_K,
-            CONCAT,
-            W_LOAD,
-            SWAPPED,
-            UP,
-        )
+        where = (w, w_desc, up_offset, gate_row, w_valid, expert, n_start, k)
+        gate_tile = load_weight(*where, K, W_STRIDES, COLUMNS, BLOCK_K, CONCAT, W_LOAD, SWAPPED, GATE)
+        up_tile = load_weight(*where, K, W_STRIDES, COLUMNS, BLOCK_K, CONCAT, W_LOAD, SWAPPED, UP)
         row_scale = load_row_scale(a_scale, a_row, row_valid, k, K, SCHEME[1])
         row = n_start if ONE_SCALE else gate_row
         gate += scaled_product(
@@ -347,13 +314,14 @@ def store_rows(out_desc, row_start, row_end, n_start, tile):
 
 @triton.jit
 def compute_tile(
+    expert,
+    row_start,
+    row_end,
+    n_start,
     a,
     a_desc,
     a_scale,
-    a_row,
-    row_valid,
-    row_start,
-    row_end,
+    row_to_pair,
     w,
     w_desc,
     w_scale,
@@ -363,12 +331,11 @@ def compute_tile(
     out,
     out_desc,
     out_scale,
-    expert,
-    n_start,
     alpha,
     limit,
     N: tl.constexpr,
     K: tl.constexpr,
+    TOP_K: tl.constexpr,
     STRIDES: tl.constexpr,
     BLOCK: tl.constexpr,
     GLU: tl.constexpr,
@@ -378,8 +345,10 @@ def compute_tile(
 ):
     """A whole output tile: product, + bias (fp32), activation (fp32), one rounding, store.
 
-    Args: see `mm_tile`; row_end: the expert's, so of rows row_start .. row_start + BLOCK_M - 1 those before it are
-        written, from rows `a_row` of `a`; a quantised output needs as many columns as a scale group has.
+    The rows are row_start .. row_end - 1, at most BLOCK_M of them, the columns n_start and on.
+
+    Args: see `mm_tile`; row_to_pair: with TOP_K > 0, row r is that of token row_to_pair[r] // TOP_K in `a`, else row r.
+        A quantised output needs as many columns as a scale group has.
     MOVES: whether rows come by descriptor, how weights do, columns of one store by descriptor, 0 for pointers, and
         whether the weights' descriptor begins with the up half.
     """
@@ -395,6 +364,11 @@ def compute_tile(
     STORE: tl.constexpr = MOVES[2]
     SWAPPED: tl.constexpr = MOVES[3]
     rows = row_start + tl.arange(0, BLOCK_M)
+    row_valid = rows < row_end
+    if TOP_K > 0:
+        a_row = tl.load(row_to_pair + rows, mask=row_valid, other=0) // TOP_K
+    else:
+        a_row = rows
     COLUMNS: tl.constexpr = BLOCK_N if GLU == NOT_GATED else BLOCK_N // 2
     column, valid = weight_rows(n_start, N, COLUMNS, NOT_GATED)
     if GLU == CONCAT and SCHEME is not None:
