@@ -1,4 +1,4 @@
-"""Command line: `python -m benchmarks [layers]`, `python -m benchmarks e2e`, `python -m benchmarks report`."""
+"""Command line: `python -m benchmarks [layers]`, and `e2e`, `host` or `report` in its place."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from benchmarks.results import RESULTS, ResultFile, current_commit, new_path
 
 OUT = Path(__file__).parent / "out"
 INTERRUPTED = 130  # what shells report for a process that Ctrl-C ended
-COMMANDS = ("layers", "e2e", "report")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; `layers` when none is named."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    command = arguments.pop(0) if arguments and arguments[0] in COMMANDS else "layers"
+    commands = {"layers": layers_command, "e2e": e2e_command, "host": host_command, "report": report_command}
+    command = arguments.pop(0) if arguments and arguments[0] in commands else "layers"
     try:
-        return {"layers": layers_command, "e2e": e2e_command, "report": report_command}[command](arguments)
+        return commands[command](arguments)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -95,6 +95,25 @@ def e2e_command(arguments: list[str]) -> int:
     with interruptible(results):
         e2e.run(model, rows, names, results, length=length, steps=options.steps)
     print(f"{len(results.rows)} rows in {path}")
+    return 0
+
+
+def host_command(arguments: list[str]) -> int:
+    """Time what a call costs the CPU."""
+    from benchmarks import host
+
+    shapes = shape_table.SHAPES | shape_table.TINY_SHAPES
+    default = "qwen3-30b-a3b" if torch.cuda.is_available() else next(iter(shape_table.TINY_SHAPES))
+    parser = argparse.ArgumentParser(prog="python -m benchmarks host", description=host.__doc__)
+    parser.add_argument("--shape", default=default, choices=shapes)
+    parser.add_argument("--tokens", default="1,2,8,32", help="comma-separated numbers of tokens")
+    parser.add_argument("--json", type=Path, help=f"a new result file (default: in {OUT.name}/, numbered)")
+    parser.add_argument("--commit", default=current_commit(), help="for the result file, where there is no checkout")
+    options = parser.parse_args(arguments)
+    results = ResultFile(new_path(options.json, OUT / "host.json"), "host", host.METHOD, commit=options.commit)
+    with interruptible(results):
+        host.run(shapes[options.shape], parse_numbers("--tokens", options.tokens), results)
+    print(f"{len(results.rows)} rows in {results.path}")
     return 0
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from functools import lru_cache
 from types import ModuleType
-from typing import Any
 
 from meta.calls import Call
 from meta.dims import BACKEND_NAMES, Problem
 from moe_ops import backends
+from moe_ops.runtime import Chosen
 
 _VARIABLE = "MOE_OPS_BACKEND"
 
@@ -90,6 +90,7 @@ def _refusal(name: str, problem: Problem, requested: str | None, op: str) -> Mod
 _choose_cached = lru_cache(maxsize=4096)(_choose)
 
 
-def run(call: Call) -> Any:
-    """The operator, by the backend that is chosen for it."""
-    return getattr(choose(call.problem, call.backend, call.op), call.op)(call)
+def chosen(call: Call) -> Chosen:
+    """The function of the backend that is chosen for a call, and the backend's way to record it, if it has one."""
+    module = choose(call.problem, call.backend, call.op)
+    return getattr(module, call.op), getattr(module, "record", None)

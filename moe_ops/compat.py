@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
+
+import torch
 
 
 class _AfterImport(MetaPathFinder):
@@ -64,3 +66,75 @@ def when_imported(name: str, callback: Callable[[], None]) -> None:
         callback()
     else:
         sys.meta_path.insert(0, _AfterImport(name, callback))
+
+
+#: Enters the dispatcher below autograd, as autograd's own kernels do. Its Python part, and a second conversion of all
+#: arguments, are half of what a call of an operator costs.
+below_autograd = torch._C._AutoDispatchBelowAutograd
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def needs_no_autograd(args: Sequence[Any]) -> bool:
+    """Whether nobody above or in autograd wants to know of a call with these arguments, tensors and lists of such."""
+    differentiable = torch.is_grad_enabled()
+    for arg in args:
+        for value in arg if isinstance(arg, (list, tuple)) else (arg,):
+            if value is not None and (type(value) not in _PLAIN or (differentiable and value.requires_grad)):
+                return False
+    return not torch._C._is_torch_function_mode_enabled() and torch._C._functorch.maybe_current_level() is None
+
+
+def lower_directly(signatures: Mapping[str, Any], source: str, line: str) -> None:
+    """Have Inductor emit a plain call for every operator of ours; once ``torch._inductor.lowering`` is imported.
+
+    A compiled graph has no use for torch's dispatcher and autograd: AOTAutograd has differentiated it, and its tensors
+    are plain. Emitted code holds names alone, so another process can run it from Inductor's cache. C++ code
+    (``cpp_wrapper``, AOTInductor) calls the operator itself.
+
+    Args:
+        signatures: :class:`moe_ops.ops.Signature` by operator.
+        source: what emitted code calls, an attribute of it by operator.
+        line: imports it.
+    """
+    from torch._inductor import ir
+    from torch._inductor.lowering import add_needs_realized_inputs, register_lowering
+    from torch._inductor.virtualized import V
+    from torch.utils import _pytree as pytree
+
+    def wrapped(node: Any) -> Any:
+        if not isinstance(node, ir.IRNode):
+            return node
+        # torch 2.11 has one wrapping for all nodes.
+        return node.wrap_for_lowering() if hasattr(node, "wrap_for_lowering") else ir.TensorBox.create(node)
+
+    class DirectKernel(ir.FallbackKernel):
+        """The operator as an extern kernel: inputs in the strides that the fake saw, by the tag of the schema."""
+
+        def codegen(self, wrapper: Any) -> None:
+            if not V.graph.cpp_wrapper:
+                wrapper.add_import_once(line)
+                self.python_kernel_name = f"{source}.{cast(Any, self.op_overload)._opname}"
+            super().codegen(wrapper)
+
+        def codegen_kwargs(self, skip_out: bool = False) -> list[str]:
+            if not V.graph.cpp_wrapper:
+                # Those that say nothing would be looked at on every call.
+                signature = signatures[cast(Any, self.op_overload)._opname]
+                self.kwargs = signature.without_defaults((), self.kwargs)[1]
+            return super().codegen_kwargs(skip_out)
+
+    def lower(name: str, signature: Any) -> None:
+        op = getattr(torch.ops.moe_ops, name).default
+
+        def lowering(*args: Any, **kwargs: Any) -> Any:
+            # As the dispatcher would hand them on: tensors by position.
+            given = signature.bind(args, kwargs)
+            tensors = [given.pop(argument) for argument in signature.positional]
+            return pytree.tree_map(wrapped, DirectKernel.create(op, *tensors, **given))
+
+        add_needs_realized_inputs(op)
+        register_lowering(op, type_promotion_kind=None)(lowering)
+
+    for name, signature in signatures.items():
+        lower(name, signature)

@@ -1,14 +1,15 @@
 """The operator table and the one loop that registers it.
 
 Every operator is functional, and takes the same path: its rule in :mod:`meta.shapes` parses and validates the arguments
-once, the rule's answer is also the fake implementation, :mod:`moe_ops.choice` picks the backend, and
-:mod:`moe_ops.debugging` may check the data.
+once, the rule's answer is also the fake implementation, :mod:`moe_ops.choice` picks the backend,
+:mod:`moe_ops.debugging` may check the data, and :mod:`moe_ops.runtime` remembers all that for the next call like it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,8 @@ from meta.calls import BackwardCall, Call
 from meta.checks import Accepts, accepts, check_type
 from meta.fakes import allocate
 from meta.shapes import RULES
-from moe_ops import autograd, choice, compat, debugging, experts_backward
+from moe_ops import autograd, choice, compat, experts_backward
+from moe_ops.runtime import Chosen, Launcher
 
 NAMESPACE = "moe_ops"
 
@@ -92,11 +94,29 @@ class Signature:
         self.positional = tuple(argument.name for argument in arguments if not argument.kwarg_only)
         self.types = {argument.name: str(argument.real_type) for argument in arguments}
         self._defaults = {argument.name: argument.default_value for argument in arguments}
+        defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+        self._optional = {argument: (type(default), default) for argument, default in defaults.items()}
         self.lists = tuple(name for name, kind in self.types.items() if "List[Tensor]" in kind)
+        #: Arguments from here on are tensors that may be None.
+        self._absent = sum(argument not in defaults or argument in self.lists for argument in self.positional)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """All arguments by name, defaults included."""
         return {**self._defaults, **dict(zip(self.positional, args, strict=False)), **kwargs}
+
+    def without_defaults(
+        self, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments without absent tensors at the end and options that are the schema's default, type and all."""
+        end = len(args)
+        while end > self._absent and args[end - 1] is None:
+            end -= 1
+        optional, none, kept = self._optional, (None, None), {}
+        for argument, value in options.items():
+            kind, default = optional.get(argument, none)
+            if type(value) is not kind or value != default:
+                kept[argument] = value
+        return args[:end], kept
 
 
 SIGNATURES: dict[str, Signature] = {name: Signature(name) for name in SCHEMAS}
@@ -143,20 +163,34 @@ class Op:
 
 
 def run(name: str, *args: Any, **kwargs: Any) -> Any:
-    """An operator below torch's dispatcher: parse, check the data if asked to, choose a backend, call it."""
-    call = parse(name, *args, **kwargs)
-    if debugging.active():
-        debugging.check(call)
+    """An operator below torch's dispatcher."""
+    return LAUNCHERS[name](*args, **kwargs)
+
+
+def _chosen(call: Call) -> Chosen:
     if isinstance(call, BackwardCall):
-        return experts_backward.fused_experts_backward(call, run)
-    return choice.run(call)
+        return partial(experts_backward.fused_experts_backward, stage=run), None
+    return choice.chosen(call)
+
+
+def _launcher(name: str) -> Launcher:
+    names = SIGNATURES[name].positional
+    apart = ("up_proj", "up_weight", "gate_up_proj", "weight", "gate_up_scales", "weight_scales")
+    positions = tuple(names.index(half) for half in apart if half in names)
+    return Launcher(
+        partial(parse, name),
+        _chosen,
+        positions if {"up_proj", "up_weight"} & set(names) else (),
+    )
+
+
+LAUNCHERS: dict[str, Launcher] = {name: _launcher(name) for name in SCHEMAS}
+#: The same as attributes, for the code that Inductor emits.
+DIRECT = SimpleNamespace(**LAUNCHERS)
 
 
 def _row(name: str) -> Op:
     cure = _BACKWARD_CURE if name == "fused_experts_backward" else _STAGE_CURE
-
-    def real(*args: Any, **kwargs: Any) -> Any:
-        return run(name, *args, **kwargs)
 
     def fake(*args: Any, **kwargs: Any) -> Any:
         return allocate(parse(name, *args, **kwargs))
@@ -165,7 +199,7 @@ def _row(name: str) -> Op:
         return cost.OP_FLOPS[name](SimpleNamespace(**by_name(name, shapes, options)))
 
     formula = autograd.formula(name, SIGNATURES[name].positional) or autograd.no_formula(name, cure)
-    return Op(name, SCHEMAS[name], real, fake, formula, flops)
+    return Op(name, SCHEMAS[name], LAUNCHERS[name], fake, formula, flops)
 
 
 OPS: tuple[Op, ...] = tuple(_row(name) for name in SCHEMAS)
@@ -177,9 +211,13 @@ _library = torch.library.Library(NAMESPACE, "DEF")
 _KEYS = ("CPU", "CUDA", "SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA", "MkldnnCPU")
 
 
+#: Kernels are chosen by strides: compiled code passes those that the fake saw.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+
+
 def _register(op: Op) -> None:
     qualified = f"{NAMESPACE}::{op.name}"
-    _library.define(f"{op.name}{op.schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    _library.define(f"{op.name}{op.schema}", tags=_TAGS)
     for key in _KEYS:
         _library.impl(op.name, op.real, key)
     torch.library.register_fake(qualified, op.fake, lib=_library)
@@ -205,17 +243,32 @@ ARGUMENTS: dict[str, dict[str, Accepts]] = {
 }
 
 
+#: The default overloads: the search for one is not free.
+_OVERLOADS: dict[str, Any] = {name: getattr(torch.ops.moe_ops, name).default for name in SCHEMAS}
+
+
 def call(name: str, *args: Any, **options: Any) -> Any:
     """An operator for the public functions, which promise a ValueError with our words for an argument of a wrong type;
     torch would raise its own before our rule is asked.
+
+    What the schema has as a default is not handed on: the dispatcher charges for each argument.
     """
-    rows = ARGUMENTS[name]
+    rows, compiling = ARGUMENTS[name], torch.compiler.is_compiling()
+    if not compiling:
+        args, options = SIGNATURES[name].without_defaults(args, options)
     for argument, value in (*zip(rows, args, strict=False), *options.items()):
         # The check of `check_type`, without the call: it is most of what a valid call pays here.
         types, is_number, is_list, _, _ = rows[argument]
         if not isinstance(value, types) or (is_number and isinstance(value, bool)) or (is_list and value):
             check_type(name, argument, value, rows[argument])
-    return getattr(torch.ops.moe_ops, name)(*args, **options)
+    if compiling or not compat.needs_no_autograd(args):
+        return getattr(torch.ops.moe_ops, name)(*args, **options)
+    with compat.below_autograd():
+        return _OVERLOADS[name](*args, **options)
 
 
 compat.when_imported("torch.utils.flop_counter", _register_flops)
+compat.when_imported(
+    "torch._inductor.lowering",
+    lambda: compat.lower_directly(SIGNATURES, "moe_ops_direct", "from moe_ops.ops import DIRECT as moe_ops_direct"),
+)

@@ -16,6 +16,7 @@ import torch
 
 import compile_passes  # noqa: F401  (registers the backends in a checkout that is not installed)
 from compile_passes.passes import last_errors
+from moe_ops.ops import LAUNCHERS
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TESTS = Path(__file__).parent
@@ -24,6 +25,13 @@ TESTS = Path(__file__).parent
 def pytest_configure(config: pytest.Config) -> None:
     """Markers that need this file."""
     config.addinivalue_line("markers", "provokes_errors: makes a pass fail on purpose")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_learnt() -> None:
+    """No test runs what a call of another one, under other plans or backends, left behind."""
+    for launcher in LAUNCHERS.values():
+        launcher.forget()
 
 
 @pytest.fixture(autouse=True)

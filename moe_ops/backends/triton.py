@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from meta.arch import lacks
 from meta.calls import (
+    Call,
     CombineCall,
     DispatchCall,
     ExpertsCall,
@@ -27,6 +29,7 @@ from moe_ops.kernels.triton.expert_mm import batched_mm as launch_batched_mm
 from moe_ops.kernels.triton.expert_mm import grouped_mm as launch_grouped_mm
 from moe_ops.kernels.triton.launch import ExpertMM
 from moe_ops.kernels.triton.layer import Layer, fit, gpu_of, pdl_launches
+from moe_ops.kernels.triton.record import Recorder
 from moe_ops.kernels.triton.util import INTERPRETED, unit_stride
 from moe_ops.kernels.triton.wgrad import grouped_wgrad as grouped_wgrad
 from moe_ops.plans import LayerKey
@@ -47,6 +50,16 @@ def refuses(problem: Problem) -> str | None:
     if problem.scheme and SCHEMES[problem.scheme].rows is not None and (reason := lacks(problem.arch, "fp8")):
         return f"scheme {problem.scheme} {reason}"
     return lacks(problem.arch, "kernels")
+
+
+def record(
+    function: Callable[[Any], Any], call: Call, tensors: Sequence[Tensor]
+) -> tuple[Any, Callable[..., Any] | None]:
+    """The result of a call, and what fires its launches for other tensors, if no more than launches are needed."""
+    with Recorder(tensors) as recorder:
+        result = function(call)
+    made = recorder.finish(result)
+    return result, None if made is None else made.fire
 
 
 # ---- routing and rows ----

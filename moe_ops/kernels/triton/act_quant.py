@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 
 from meta.schemes import SCHEMES
+from moe_ops.kernels.triton.record import launch
 from moe_ops.kernels.triton.scales import quantize_tile
-from moe_ops.kernels.triton.util import cdiv, on_device, pdl_release, pdl_wait
+from moe_ops.kernels.triton.util import cdiv, pdl_release, pdl_wait
 
 PROGRAMS = 4096  # of quantize_batched, over all experts: enough to fill a GPU while most experts hold few rows
 NAN = tl.constexpr(tl.PropagateNan.ALL)
@@ -147,23 +148,24 @@ def _quantize(
         x = x.contiguous()
     block_m = 32 if rows * groups >= 4096 else 4
     blocks = cdiv(rows * groups, block_m)
-    with on_device(x):
-        _quantize_kernel[(blocks if counts is None else min(blocks, max(1, PROGRAMS // E)), E)](
-            x,
-            counts,
-            q,
-            scale,
-            rows,
-            K,
-            groups,
-            x.stride(0),
-            x.stride(1),
-            GROUP=form.group,
-            BLOCK_M=block_m,
-            PDL=pdl,
-            num_warps=4 if block_m == 32 else 1,
-            launch_pdl=pdl,
-        )
+    launch(
+        _quantize_kernel,
+        (blocks if counts is None else min(blocks, max(1, PROGRAMS // E)), E),
+        x,
+        counts,
+        q,
+        scale,
+        rows,
+        K,
+        groups,
+        x.stride(0),
+        x.stride(1),
+        GROUP=form.group,
+        BLOCK_M=block_m,
+        PDL=pdl,
+        num_warps=4 if block_m == 32 else 1,
+        launch_pdl=pdl,
+    )
     return q, scale
 
 

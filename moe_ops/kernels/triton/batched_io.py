@@ -8,11 +8,11 @@ import triton.language as tl
 
 from meta.schemes import SCHEMES
 from moe_ops.kernels.triton.permute import place_pairs, scatter_rows, store_row
+from moe_ops.kernels.triton.record import launch
 from moe_ops.kernels.triton.util import (
     cdiv,
     load_expert,
     next_power_of_2,
-    on_device,
     pdl_release,
     pdl_wait,
     unit_stride,
@@ -126,29 +126,30 @@ def dispatch(
     slots = torch.empty((T, TOP_K), dtype=torch.int32, device=topk_ids.device)
     hidden_states = unit_stride(hidden_states)
     block_h = max(group, 128, min(next_power_of_2(H), 1024))
-    with on_device(hidden_states):
-        _dispatch_few_kernel[(R + cdiv(E, COUNT_BLOCK), cdiv(H, block_h))](
-            hidden_states,
-            None if topk_weights is None else topk_weights.contiguous(),
-            topk_ids.contiguous(),
-            None if expert_map is None else expert_map.contiguous(),
-            batch,
-            scale,
-            counts,
-            slots,
-            R,
-            E,
-            0 if expert_map is None else expert_map.shape[0],
-            H,
-            capacity,
-            hidden_states.stride(0),
-            TOP_K=TOP_K,
-            BLOCK_H=block_h,
-            BLOCK_Q=max(16, min(128, next_power_of_2(R))),
-            BLOCK_E=COUNT_BLOCK,
-            GROUP=group,
-            PDL=pdl,
-            num_warps=4,
-            launch_pdl=pdl,
-        )
+    launch(
+        _dispatch_few_kernel,
+        (R + cdiv(E, COUNT_BLOCK), cdiv(H, block_h)),
+        hidden_states,
+        None if topk_weights is None else topk_weights.contiguous(),
+        topk_ids.contiguous(),
+        None if expert_map is None else expert_map.contiguous(),
+        batch,
+        scale,
+        counts,
+        slots,
+        R,
+        E,
+        0 if expert_map is None else expert_map.shape[0],
+        H,
+        capacity,
+        hidden_states.stride(0),
+        TOP_K=TOP_K,
+        BLOCK_H=block_h,
+        BLOCK_Q=max(16, min(128, next_power_of_2(R))),
+        BLOCK_E=COUNT_BLOCK,
+        GROUP=group,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
     return batch, scale, counts, slots

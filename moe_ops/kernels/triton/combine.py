@@ -6,10 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_ops.kernels.triton.record import launch
 from moe_ops.kernels.triton.util import (
     cdiv,
     next_power_of_2,
-    on_device,
     pdl_release,
     pdl_wait,
     round_to,
@@ -97,22 +97,23 @@ def combine(
         rows = rows.contiguous()
     vector = 16 // rows.element_size()
     block_h = min(next_power_of_2(H), 32 * vector * (4 if T >= 256 else 1))
-    with on_device(rows):
-        _combine_kernel[(T, cdiv(H, block_h))](
-            rows,
-            None if topk_weights is None else topk_weights.contiguous(),
-            pair_to_row.contiguous(),
-            added,
-            out,
-            R,
-            H,
-            rows.stride(0),
-            0 if added is None else added.stride(0),
-            TOP_K=TOP_K,
-            BLOCK_H=block_h,
-            PDL=pdl,
-            launch_pdl=pdl,
-            num_warps=max(1, block_h // (32 * vector)),
-            maxnreg=register_limit(TOP_K, H % vector == 0 and rows.stride(0) % vector == 0),
-        )
+    launch(
+        _combine_kernel,
+        (T, cdiv(H, block_h)),
+        rows,
+        None if topk_weights is None else topk_weights.contiguous(),
+        pair_to_row.contiguous(),
+        added,
+        out,
+        R,
+        H,
+        rows.stride(0),
+        0 if added is None else added.stride(0),
+        TOP_K=TOP_K,
+        BLOCK_H=block_h,
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=max(1, block_h // (32 * vector)),
+        maxnreg=register_limit(TOP_K, H % vector == 0 and rows.stride(0) % vector == 0),
+    )
     return out

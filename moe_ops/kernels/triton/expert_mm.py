@@ -13,7 +13,8 @@ import triton.language as tl
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.launch import ONE_TILE, STREAM, ExpertMM, side_by_side
 from moe_ops.kernels.triton.mm_tile import compute_tile
-from moe_ops.kernels.triton.util import cdiv, cut_into_tiles, find_tile, on_device, pdl_release, pdl_wait, uniform
+from moe_ops.kernels.triton.record import launch, on_device
+from moe_ops.kernels.triton.util import cdiv, cut_into_tiles, find_tile, pdl_release, pdl_wait, uniform
 
 
 @triton.jit(do_not_specialize=["num_rows", "up_scale_offset"])
@@ -181,21 +182,21 @@ def _launch(
     if out.numel() == 0:
         return
     row_tiles, num_rows, batched = grid
-    launch = mm.prepare(a, out, config, gathered=row_to_pair is not None)
+    made = mm.prepare(a, out, config, gathered=row_to_pair is not None)
     arguments = (
         a,
-        launch.a_desc,
+        made.a_desc,
         mm.rows_scale,
         row_to_pair,
         extents,
         mm.weight,
-        launch.w_desc,
+        made.w_desc,
         mm.weight_scale,
         mm.up_offset,
         mm.up_scale_offset,
         mm.bias,
         out,
-        launch.out_desc,
+        made.out_desc,
         out_scale,
         num_rows,
         mm.alpha,
@@ -204,21 +205,21 @@ def _launch(
         mm.out_features,
         mm.in_features,
         top_k,
-        launch.strides,
-        launch.block,
+        made.strides,
+        made.block,
         mm.glu,
         mm.activation,
-        launch.moves,
+        made.moves,
         mm.scheme,
         batched,
-        launch.walk,
+        made.walk,
         pdl,
     )
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "launch_pdl": pdl}
-    with on_device(a):
-        programs = row_tiles * launch.n_tiles
-        if launch.walk != ONE_TILE.value:
-            scales = None if mm.weight_scale is None else mm.weight_scale.dtype
-            key = (arguments[-13:], config, a.dtype, out.dtype, scales, mm.bias is None, a.device)
+    programs = row_tiles * made.n_tiles
+    if made.walk != ONE_TILE.value:
+        scales = None if mm.weight_scale is None else mm.weight_scale.dtype
+        key = (arguments[-13:], config, a.dtype, out.dtype, scales, mm.bias is None, a.device)
+        with on_device(a):
             programs = min(programs, side_by_side(_expert_mm_kernel, key, arguments, options))
-        _expert_mm_kernel[(programs,)](*arguments, **options)
+    launch(_expert_mm_kernel, (programs,), *arguments, **options)

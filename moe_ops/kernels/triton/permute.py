@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 
 from meta.arch import TYPICAL
+from moe_ops.kernels.triton.record import launch
 from moe_ops.kernels.triton.scales import quantize_tile
 from moe_ops.kernels.triton.util import (
     cdiv,
     load_expert,
     next_power_of_2,
-    on_device,
     pdl_release,
     pdl_wait,
     round_to,
@@ -242,32 +242,44 @@ def place_pairs(
     sizes = (R, E, 0 if expert_map is None else expert_map.shape[0])
     options = {"PDL": pdl, "launch_pdl": pdl, "num_warps": 4}
     batched = capacity is not None
-    with on_device(topk_ids):
-        if R <= COUNT_ALL_PAIRS:
-            block_q = max(16, min(128, next_power_of_2(R)))
-            _place_small_kernel[(cdiv(R + E, 32),)](
-                *ids, *outputs, *sizes, capacity or 0, BATCHED=batched, BLOCK_P=32, BLOCK_Q=block_q, **options
-            )
-            return counts, row_to_pair, pair_to_row
-        block = _block_of_pairs(R)
-        blocks = cdiv(R, block)
-        block_e = max(32, next_power_of_2(E))
-        table = torch.empty((blocks, block_e), dtype=torch.int32, device=device)
-        _count_kernel[(blocks,)](*ids, table, *sizes, BLOCK=block, BLOCK_Q=min(512, block), BLOCK_E=block_e, **options)
-        _place_kernel[(blocks,)](
+    if R <= COUNT_ALL_PAIRS:
+        block_q = max(16, min(128, next_power_of_2(R)))
+        launch(
+            _place_small_kernel,
+            (cdiv(R + E, 32),),
             *ids,
-            table,
             *outputs,
             *sizes,
             capacity or 0,
-            blocks,
             BATCHED=batched,
-            BLOCK=block,
-            BLOCK_E=block_e,
-            BLOCK_B=max(1, 4096 // block_e),
-            CHUNK=CHUNK,
+            BLOCK_P=32,
+            BLOCK_Q=block_q,
             **options,
         )
+        return counts, row_to_pair, pair_to_row
+    block = _block_of_pairs(R)
+    blocks = cdiv(R, block)
+    block_e = max(32, next_power_of_2(E))
+    table = torch.empty((blocks, block_e), dtype=torch.int32, device=device)
+    launch(
+        _count_kernel, (blocks,), *ids, table, *sizes, BLOCK=block, BLOCK_Q=min(512, block), BLOCK_E=block_e, **options
+    )
+    launch(
+        _place_kernel,
+        (blocks,),
+        *ids,
+        table,
+        *outputs,
+        *sizes,
+        capacity or 0,
+        blocks,
+        BATCHED=batched,
+        BLOCK=block,
+        BLOCK_E=block_e,
+        BLOCK_B=max(1, 4096 // block_e),
+        CHUNK=CHUNK,
+        **options,
+    )
     return counts, row_to_pair, pair_to_row
 
 
@@ -382,22 +394,23 @@ def scatter_rows(
         return
     hidden_states = unit_stride(hidden_states)
     block_h = max(group, 128, min(next_power_of_2(H), 2048 if T >= 256 else 512))
-    with on_device(hidden_states):
-        _scatter_rows_kernel[(T, cdiv(H, block_h))](
-            hidden_states,
-            None if topk_weights is None else topk_weights.contiguous(),
-            pair_to_row.contiguous(),
-            rows,
-            rows_scale,
-            H,
-            hidden_states.stride(0),
-            TOP_K=TOP_K,
-            BLOCK_H=block_h,
-            GROUP=group,
-            PDL=pdl,
-            num_warps=min(8, max(1, block_h // 256)),
-            launch_pdl=pdl,
-        )
+    launch(
+        _scatter_rows_kernel,
+        (T, cdiv(H, block_h)),
+        hidden_states,
+        None if topk_weights is None else topk_weights.contiguous(),
+        pair_to_row.contiguous(),
+        rows,
+        rows_scale,
+        H,
+        hidden_states.stride(0),
+        TOP_K=TOP_K,
+        BLOCK_H=block_h,
+        GROUP=group,
+        PDL=pdl,
+        num_warps=min(8, max(1, block_h // 256)),
+        launch_pdl=pdl,
+    )
 
 
 def gather_rows(

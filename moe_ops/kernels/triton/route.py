@@ -12,8 +12,9 @@ import triton.language as tl
 from meta.schemes import SCHEMES
 from moe_ops.kernels.triton.act_quant import quantize_groups
 from moe_ops.kernels.triton.permute import place_items
+from moe_ops.kernels.triton.record import launch
 from moe_ops.kernels.triton.topk import kernel_constants, route_tokens
-from moe_ops.kernels.triton.util import cdiv, next_power_of_2, on_device, pdl_release, pdl_wait
+from moe_ops.kernels.triton.util import cdiv, next_power_of_2, pdl_release, pdl_wait
 
 FEW_PAIRS, FEW_LOGITS = 16, 256  # one warp routes and sorts so few as fast as kernels of their own would
 GROUPS_PER_PROGRAM = 4
@@ -173,34 +174,35 @@ def route_few(
         tokens_scale = torch.empty((T, groups), dtype=torch.float32, device=device)
         programs += cdiv(T * groups, GROUPS_PER_PROGRAM)
     constants = kernel_constants(router_logits, correction_bias, top_k, **routing)
-    with on_device(hidden_states):
-        _route_few_kernel[(programs,)](
-            router_logits,
-            None if correction_bias is None else correction_bias.contiguous(),
-            weights,
-            ids,
-            None if expert_map is None else expert_map.contiguous(),
-            offsets,
-            row_to_pair,
-            pair_to_row,
-            hidden_states,
-            tokens if tokens_scale is not None else None,
-            tokens_scale,
-            T,
-            num_experts,
-            0 if expert_map is None else expert_map.shape[0],
-            H,
-            hidden_states.stride(0),
-            *router_logits.stride(),
-            renorm_eps,
-            scale,
-            **{**constants, "BLOCK_T": next_power_of_2(T)},
-            BLOCK_P=32,
-            BLOCK_Q=max(16, next_power_of_2(T * top_k)),
-            GROUP=1 if form is None else form.group,
-            QUANTIZED_GROUPS=0 if tokens_scale is None else GROUPS_PER_PROGRAM,
-            PDL=pdl,
-            num_warps=1,
-            launch_pdl=pdl,
-        )
+    launch(
+        _route_few_kernel,
+        (programs,),
+        router_logits,
+        None if correction_bias is None else correction_bias.contiguous(),
+        weights,
+        ids,
+        None if expert_map is None else expert_map.contiguous(),
+        offsets,
+        row_to_pair,
+        pair_to_row,
+        hidden_states,
+        tokens if tokens_scale is not None else None,
+        tokens_scale,
+        T,
+        num_experts,
+        0 if expert_map is None else expert_map.shape[0],
+        H,
+        hidden_states.stride(0),
+        *router_logits.stride(),
+        renorm_eps,
+        scale,
+        **{**constants, "BLOCK_T": next_power_of_2(T)},
+        BLOCK_P=32,
+        BLOCK_Q=max(16, next_power_of_2(T * top_k)),
+        GROUP=1 if form is None else form.group,
+        QUANTIZED_GROUPS=0 if tokens_scale is None else GROUPS_PER_PROGRAM,
+        PDL=pdl,
+        num_warps=1,
+        launch_pdl=pdl,
+    )
     return Routed(weights, offsets, row_to_pair.view(-1), pair_to_row, tokens, tokens_scale)

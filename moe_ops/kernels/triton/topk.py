@@ -10,7 +10,8 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from meta.routing import ROUTINGS
-from moe_ops.kernels.triton.util import INTERPRETED, cdiv, next_power_of_2, on_device, pdl_release, pdl_wait
+from moe_ops.kernels.triton.record import launch
+from moe_ops.kernels.triton.util import INTERPRETED, cdiv, next_power_of_2, pdl_release, pdl_wait
 
 LEAST = tl.constexpr(-(2**31))  # below the key of every expert, -inf included: taken or absent
 MINUS_INF = tl.constexpr(float("-inf"))
@@ -341,19 +342,20 @@ def fused_topk(
         return weights, ids
     constants = kernel_constants(router_logits, correction_bias, top_k, routing, renormalize, num_groups, topk_groups)
     bias = None if correction_bias is None else correction_bias.contiguous()
-    with on_device(router_logits):
-        _topk_kernel[(cdiv(T, constants["BLOCK_T"]),)](
-            router_logits,
-            bias,
-            weights,
-            ids,
-            T,
-            *router_logits.stride(),
-            renorm_eps,
-            scale,
-            **constants,
-            PDL=pdl,
-            num_warps=1,
-            launch_pdl=pdl,
-        )
+    launch(
+        _topk_kernel,
+        (cdiv(T, constants["BLOCK_T"]),),
+        router_logits,
+        bias,
+        weights,
+        ids,
+        T,
+        *router_logits.stride(),
+        renorm_eps,
+        scale,
+        **constants,
+        PDL=pdl,
+        num_warps=1,
+        launch_pdl=pdl,
+    )
     return weights, ids

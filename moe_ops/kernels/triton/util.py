@@ -9,8 +9,6 @@ that is not a multiple of 16 would compile its kernels anew.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 import triton
 import triton.language as tl
@@ -27,13 +25,6 @@ def cdiv(numerator: int, denominator: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is >= max(n, 1)."""
     return 1 << max(n - 1, 0).bit_length()
-
-
-def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Make `tensor`'s GPU current for a launch. Free when it already is: Triton launches on the current device."""
-    if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
-        return torch.cuda.device(tensor.get_device())
-    return nullcontext()
 
 
 def unit_stride(rows: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.triton.util import INTERPRETED, cdiv, next_power_of_2, on_device, round_to
+from moe_ops.kernels.triton.record import launch
+from moe_ops.kernels.triton.util import INTERPRETED, cdiv, next_power_of_2, round_to
 
 ROWS = 64  # rows per step
 
@@ -66,8 +67,19 @@ def grouped_wgrad(grad_rows: torch.Tensor, rows: torch.Tensor, offsets: torch.Te
     out = rows.new_empty((E, N, K))
     block = 64 if rows.dtype == torch.float32 else 128
     block_k = min(block, max(16, next_power_of_2(K)))
-    with on_device(rows):
-        _wgrad_kernel[(cdiv(N, block) * cdiv(K, block_k), E)](
-            grad_rows, rows, offsets, out, N, K, block, block_k, ROWS if block == 128 else 32, num_warps=8, num_stages=3
-        )
+    launch(
+        _wgrad_kernel,
+        (cdiv(N, block) * cdiv(K, block_k), E),
+        grad_rows,
+        rows,
+        offsets,
+        out,
+        N,
+        K,
+        block,
+        block_k,
+        ROWS if block == 128 else 32,
+        num_warps=8,
+        num_stages=3,
+    )
     return out

@@ -1,0 +1,328 @@
+"""Launches of kernels, and records of them: what one call launched, to be fired again for other tensors.
+
+A record says where every argument came from: which input, or which piece of memory that the call allocated. So a call
+with the same signature (sizes, strides, dtypes, alignment, options: `moe_ops.runtime`) needs neither the code that
+chose kernels and sizes nor Triton's binder. A kernel's machine code and all that it was given but for addresses follow
+from the signature, and tensor maps from the signature and one address.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from triton.backends.nvidia import driver as nvidia
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+Tensor = torch.Tensor
+aten = torch.ops.aten
+
+INTERPRETED = triton.knobs.runtime.interpret
+ALIGNMENT = 512  # bytes, of a piece of the workspace: what torch's allocator gives
+MOST_LAUNCHES = 16  # of a call worth a record: beyond, the kernels take longer than their launches
+MOST_MAPS = 4096  # addresses that one argument's tensor maps are kept for
+
+_ALLOCATIONS = (
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.empty_like.default,
+)
+
+_running = threading.local()
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Launch `kernel` on the GPU that its first tensor is on; a record under way takes note."""
+    first = next(argument for argument in arguments if isinstance(argument, Tensor))
+    recorder = getattr(_running, "recorder", None)
+    with on_device(first), nullcontext() if recorder is None else _disable_current_modes():
+        compiled = kernel[grid](*arguments, **options)
+    if recorder is not None:
+        recorder.launched(kernel, compiled, grid, arguments, options)
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager[object]:
+    """Make `tensor`'s GPU current for a launch. Free when it already is: Triton launches on the current device."""
+    if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
+        return torch.cuda.device(tensor.get_device())
+    return nullcontext()
+
+
+class Place(NamedTuple):
+    """An address: `offset` bytes into source number `source`, with what a view of it needs."""
+
+    source: int
+    offset: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Map(NamedTuple):
+    """A tensor map, but for its address."""
+
+    place: Place
+    shape: list[int]
+    strides: list[int]
+    block: list[int]
+
+
+@dataclass(frozen=True)
+class Launched:
+    """One launch of a record."""
+
+    kernel: Any
+    compiled: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[misc]
+    """Takes note of one call's allocations, views and launches.
+
+    Attributes:
+        reason: why the call cannot be fired again from a record, or None.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._kept: list[Any] = list(inputs)  # so that no id is used twice
+        self._sources = {id(tensor): (index, 0) for index, tensor in enumerate(inputs)}
+        self._inputs = len(inputs)
+        self._pieces: list[Tensor] = []
+        self._launches: list[Launched] = []
+        self.reason = None if len(self._sources) == len(inputs) else "one tensor is two arguments"
+
+    def __enter__(self) -> Recorder:
+        _running.recorder = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        _running.recorder = None
+        super().__exit__(*exception)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in _ALLOCATIONS:
+            self._sources[id(out)] = (self._inputs + len(self._pieces), 0)
+            self._pieces.append(out)
+        elif not func._schema.is_mutable and self._is_view(out, args[0] if args else None):
+            source, offset = self._sources[id(args[0])]
+            self._sources[id(out)] = (source, offset + out.data_ptr() - args[0].data_ptr())
+        else:
+            self._against(f"{func} is not a launch")
+        self._kept.append(out)
+        return out
+
+    def _against(self, reason: str) -> None:
+        self.reason = self.reason or reason
+
+    def _is_view(self, out: Any, of: Any) -> bool:
+        # By the memory: `contiguous` and `reshape` come here whole, as views by their schema, and may have copied.
+        return (
+            isinstance(out, Tensor)
+            and id(of) in self._sources
+            and out.untyped_storage().data_ptr() == of.untyped_storage().data_ptr()
+        )
+
+    def launched(self, kernel: Any, compiled: Any, grid: tuple[int, ...], arguments: Any, options: Any) -> None:
+        """Take note of a launch."""
+        given = {**dict(zip(kernel.arg_names, arguments, strict=False)), **options}
+        named = {name: given.pop(name) for name in kernel.arg_names}
+        described = {name: self._describe(value) for name, value in named.items()}
+        self._launches.append(Launched(kernel, compiled, grid, described, given))
+
+    def _describe(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._place(value)
+        if isinstance(value, TensorDescriptor):
+            return Map(self._place(value.base), list(value.shape), list(value.strides), list(value.block_shape))
+        return value
+
+    def _place(self, tensor: Tensor) -> Place:
+        source, offset = self._sources.get(id(tensor), (-1, 0))
+        if source < 0:
+            self._against("a tensor of unknown origin")
+        return Place(source, offset, tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+    def _is_piece(self, place: Place, tensor: Tensor) -> bool:
+        number = place.source - self._inputs
+        return number >= 0 and place.offset == 0 and tensor.numel() == self._pieces[number].numel()
+
+    def finish(self, result: Any) -> Record | None:
+        """The record of a call that returned `result`, None if there is a :attr:`reason` against one."""
+        returned = result if isinstance(result, tuple) else (result,)
+        places = [self._place(tensor) for tensor in returned]
+        sources = [place.source for place in places]
+        whole = [self._is_piece(place, tensor) for place, tensor in zip(places, returned, strict=True)]
+        if len(set(sources)) < len(sources) or not all(whole):
+            self._against("a result is not a piece of memory of its own")
+        if not 0 < len(self._launches) <= MOST_LAUNCHES:
+            self._against(f"{len(self._launches)} launches")
+        if self.reason is None and not INTERPRETED:
+            self.reason = next(filter(None, (_obstacle(one.compiled) for one in self._launches)), None)
+        if self.reason is not None:
+            return None
+        offsets, size = {}, 0
+        for number, piece in enumerate(self._pieces, self._inputs):
+            if number not in sources:
+                offsets[number] = size
+                size += -(-piece.untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT
+        make = RecordInterpreted if INTERPRETED else Record
+        return make(self._launches, places, self._inputs, offsets, size, returned[0].device, isinstance(result, tuple))
+
+
+@cache
+def _base_format_known() -> bool:
+    """Whether Triton's launch function takes what :class:`Record` gives it: the form of Triton 3.6."""
+    return getattr(nvidia, "_BASE_ARGS_FORMAT", None) == "iiiKKppOOOOOO"
+
+
+def _obstacle(compiled: Any) -> str | None:
+    if not _base_format_known():
+        return "another form of Triton's launch function"
+    if compiled.run.global_scratch_size or compiled.run.profile_scratch_size:
+        return "a kernel with scratch memory"
+    return None
+
+
+def _hooked() -> bool:
+    """Whether somebody (a profiler) wants to be told of launches, which only Triton's own way does."""
+    runtime = triton.knobs.runtime
+    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+
+
+class _Fire(NamedTuple):
+    """One launch, with all that does not depend on addresses."""
+
+    function: Callable[..., None]
+    grid: tuple[int, int, int]
+    fixed: tuple[Any, ...]
+    arguments: list[Any]
+    pointers: tuple[tuple[int, int, int], ...]
+    maps: tuple[tuple[int, int, int, dict[int, Any], tuple[Any, ...]], ...]
+
+
+class Record:
+    """A call's launches, to be fired for other tensors of the same signature."""
+
+    def __init__(
+        self,
+        launches: Sequence[Launched],
+        results: Sequence[Place],
+        inputs: int,
+        offsets: dict[int, int],
+        workspace: int,
+        device: torch.device,
+        several: bool,
+    ) -> None:
+        self._forms = [(place.size, place.stride, place.dtype) for place in results]
+        # In the order of `fire`: inputs, results, workspace.
+        self._order = {number: (number, 0) for number in range(inputs)}
+        self._order |= {place.source: (inputs + i, 0) for i, place in enumerate(results)}
+        self._order |= {number: (inputs + len(results), offset) for number, offset in offsets.items()}
+        self._workspace, self._device, self._several = workspace, device, several
+        self._stream = None if INTERPRETED else triton.runtime.driver.active.get_current_stream
+        self._launches = [self._prepare(one) for one in launches]
+
+    def _where(self, place: Place) -> tuple[int, int]:
+        source, offset = self._order[place.source]
+        return source, offset + place.offset
+
+    def _prepare(self, one: Launched) -> Any:
+        compiled, arguments, pointers, maps = one.compiled, [], [], []
+        names = one.kernel.arg_names
+        kinds = [compiled.src.signature[name] for name in names]
+        described = iter(compiled.metadata.tensordesc_meta or ())
+        for kind, value in zip(kinds, (one.arguments[name] for name in names), strict=True):
+            if kind == "constexpr":
+                arguments.append(None)
+            elif isinstance(value, Place):
+                pointers.append((len(arguments), *self._where(value)))
+                arguments.append(0)
+            elif isinstance(value, Map):
+                meta = next(described)
+                code = nvidia.TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
+                before = (meta["swizzle"], meta["elem_size"], code, meta["block_size"], value.shape, value.strides, 0)
+                maps.append((len(arguments), *self._where(value.place), {}, before))
+                arguments += [None, *value.shape, *value.strides]
+            else:
+                arguments.append(value)
+        run = compiled.run
+        launcher = inspect.getclosurevars(run.launch).nonlocals["launcher"] if maps else run.launch
+        fixed = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None)
+        fixed += (compiled.packed_metadata, None, None, None)
+        grid = (*one.grid, 1, 1)[:3]
+        return _Fire(launcher, grid, fixed, arguments, tuple(pointers), tuple(maps))
+
+    def fire(self, tensors: Sequence[Tensor], pointers: Sequence[int]) -> Any:
+        """The call's result for these inputs, whose addresses `pointers` are; None when it must be run anew."""
+        if _hooked():
+            return None
+        device = self._device.index
+        if device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self._fire(pointers)
+        return self._fire(pointers)
+
+    def _fire(self, pointers: Sequence[int]) -> Any:
+        device = self._device
+        stream = self._stream(device.index)
+        results = [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride, dtype in self._forms]
+        workspace = torch.empty(self._workspace, dtype=torch.uint8, device=device) if self._workspace else None
+        address = [*pointers, *[result.data_ptr() for result in results]]
+        if workspace is not None:
+            address.append(workspace.data_ptr())
+        for function, grid, fixed, template, places, maps in self._launches:
+            arguments = template.copy()
+            for position, source, offset in places:
+                arguments[position] = address[source] + offset
+            for position, source, offset, known, rest in maps:
+                base = address[source] + offset
+                found = known.get(base)
+                if found is None:
+                    if len(known) >= MOST_MAPS:
+                        known.clear()
+                    found = known[base] = triton.runtime.driver.active.utils.fill_tma_descriptor(base, *rest)
+                arguments[position] = found
+            function(*grid, stream, *fixed, *arguments)
+        return tuple(results) if self._several else results[0]
+
+
+class RecordInterpreted(Record):
+    """The same through Triton's interpreter, which takes tensors."""
+
+    def _prepare(self, one: Launched) -> Any:
+        return one
+
+    def fire(self, tensors: Sequence[Tensor], pointers: Sequence[int]) -> Any:
+        results = [torch.empty_strided(*form[:2], dtype=form[2]) for form in self._forms]
+        sources = [*tensors, *results, torch.empty(self._workspace, dtype=torch.uint8)]
+
+        def view(place: Place) -> Tensor:
+            source, offset = self._where(place)
+            first = sources[source].storage_offset() * sources[source].element_size() + offset
+            bytes_of = torch.empty(0, dtype=place.dtype).set_(sources[source].untyped_storage())
+            return bytes_of.as_strided(place.size, place.stride, first // place.dtype.itemsize)
+
+        def filled(value: Any) -> Any:
+            if isinstance(value, Map):
+                return TensorDescriptor(view(value.place), value.shape, value.strides, value.block)
+            return view(value) if isinstance(value, Place) else value
+
+        for one in self._launches:
+            arguments = [filled(one.arguments[name]) for name in one.kernel.arg_names]
+            one.kernel[one.grid](*arguments, **one.options)
+        return tuple(results) if self._several else results[0]

@@ -1,0 +1,174 @@
+"""Warm calls: what a call's signature was found to need is remembered, and later calls pay for their kernels alone.
+
+A signature is everything that may change which kernels run and what they are given, but for addresses: sizes, strides,
+dtypes, alignment and options. Its first call is an ordinary one; its second is learnt from; the third and later ones
+fire what was learnt: a backend's record of launches, or, for a backend that has none, its function on a call object
+that is filled in again without the rule. No tensor is kept, and what is allocated belongs to the call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
+from operator import itemgetter
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from meta.calls import Call
+from moe_ops import debugging
+
+#: Fires a learnt call for tensors and their addresses; None when it has to be run anew.
+Warm: TypeAlias = Callable[[Sequence[Tensor], Sequence[int]], Any]
+#: A backend's function for a call, and how it is recorded: ``(function, call, tensors) -> (result, warm or None)``.
+Chosen: TypeAlias = tuple[Callable[[Call], Any], Callable[..., tuple[Any, Warm | None]] | None]
+
+MOST_SIGNATURES = 4096  # of one operator; the oldest are forgotten first
+
+
+def _seen(tensors: Sequence[Tensor], pointers: Sequence[int]) -> None:
+    """Stands for a signature that came once."""
+
+
+def _cold(tensors: Sequence[Tensor], pointers: Sequence[int]) -> None:
+    """Stands for a signature of which nothing can be learnt: it is run anew every time."""
+
+
+class Launcher:
+    """One operator below torch's dispatcher.
+
+    Args:
+        parse: the rule.
+        choose: the backend's function for a call, and its ``record``.
+        apart: positions of a weight's up half and of what goes with it: kernels are given the distance between halves
+            that are tensors of their own, so their addresses are part of the signature.
+    """
+
+    def __init__(self, parse: Callable[..., Call], choose: Callable[[Call], Chosen], apart: tuple[int, ...]) -> None:
+        self._parse, self._choose, self._apart = parse, choose, apart
+        self._warm: dict[Any, Warm] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The operator's result."""
+        if debugging.active():
+            call = self._parse(*args, **kwargs)
+            debugging.check(call)
+            return self._choose(call)[0](call)
+        try:
+            key, tensors, pointers = self._signature(args, kwargs)
+            warm = self._warm.get(key)
+        except (RuntimeError, TypeError):  # a layout without strides, or a value that is no constant: for the rule
+            return self._run(args, kwargs)
+        if warm is None:
+            result = self._run(args, kwargs)
+            self._remember(key, _seen)
+        elif warm is _seen:
+            result = self._learn(key, args, kwargs, tensors)
+        else:
+            result = warm(tensors, pointers)
+            if result is None:
+                result = self._run(args, kwargs)
+        return result
+
+    def forget(self) -> None:
+        """Learn again: something that no signature holds was changed, such as a table of plans."""
+        with self._lock:
+            self._warm.clear()
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = self._parse(*args, **kwargs)
+        return self._choose(call)[0](call)
+
+    def _signature(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], list[Tensor], list[int]]:
+        key: list[Any] = [len(args)]
+        tensors: list[Tensor] = []
+        for argument in args:
+            if argument is None:
+                key.append(None)
+            elif isinstance(argument, Tensor):
+                key.append(len(tensors))
+                tensors.append(argument)
+            elif isinstance(argument, (list, tuple)):
+                key.append((len(tensors), len(argument)))
+                tensors += argument
+            else:
+                key.append(argument)
+        pointers = []
+        for tensor in tensors:
+            pointer = tensor.data_ptr()
+            pointers.append(pointer)
+            key += (tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device(), pointer & 15)
+        for name, value in kwargs.items():
+            key += (name, tuple(value) if isinstance(value, list) else value)
+        if self._apart and len(args) > self._apart[0] and args[self._apart[0]] is not None:
+            for position in self._apart:
+                argument = args[position]
+                halves = [argument] if isinstance(argument, Tensor) else argument or ()
+                key += [half.data_ptr() for half in halves]
+        return tuple(key), tensors, pointers
+
+    def _learn(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+        call = self._parse(*args, **kwargs)
+        function, record = self._choose(call)
+        result, warm = (function(call), None) if record is None else record(function, call, tensors)
+        self._remember(key, warm or _filled_in(function, call, tensors))
+        return result
+
+    def _remember(self, key: Any, warm: Warm) -> None:
+        with self._lock:
+            self._warm[key] = warm
+            while len(self._warm) > MOST_SIGNATURES:
+                del self._warm[next(iter(self._warm))]
+
+
+class _OfItsOwn(Exception):
+    """A rule's answer holds a tensor that is no argument."""
+
+
+def _filled_in(function: Callable[[Call], Any], call: Call, tensors: Sequence[Tensor]) -> Warm:
+    """``function`` on ``call`` with other tensors, where one example tells which goes where."""
+    numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
+    if len(numbers) < len(tensors):
+        return _cold
+    try:
+        fill = _filler(call, numbers)
+    except _OfItsOwn:
+        return _cold
+    return _cold if fill is None else lambda given, _: function(fill(given))
+
+
+def _filler(value: Any, numbers: dict[int, int]) -> Callable[[Sequence[Tensor]], Any] | None:
+    """Makes ``value`` anew around other tensors; None for a value without any."""
+    if isinstance(value, Tensor):
+        if id(value) not in numbers:
+            raise _OfItsOwn
+        return itemgetter(numbers[id(value)])
+    if isinstance(value, tuple):
+        fillers = [_filler(part, numbers) for part in value]
+        if not any(fillers):
+            return None
+        make = getattr(type(value), "_make", tuple)
+        pairs = list(zip(value, fillers, strict=True))
+        return lambda given: make([part if fill is None else fill(given) for part, fill in pairs])
+    if not is_dataclass(value):
+        return None
+    cls, names = type(value), [field.name for field in fields(value)]
+    filled = [(name, fill) for name in names if (fill := _filler(getattr(value, name), numbers)) is not None]
+    if not filled:
+        return None
+    changing = {name for name, _ in filled}
+    constant = [(name, getattr(value, name)) for name in names if name not in changing]
+
+    def make_one(given: Sequence[Tensor]) -> Any:
+        one = object.__new__(cls)
+        for name, part in constant:
+            setattr(one, name, part)
+        for name, fill in filled:
+            setattr(one, name, fill(given))
+        return one
+
+    return make_one

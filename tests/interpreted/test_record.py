@@ -1,0 +1,175 @@
+"""Records of launches: the same bits as the call they were taken of, for other tensors, through the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import moe_ops
+from moe_ops import plans
+from moe_ops.kernels.triton import record
+from moe_ops.kernels.triton.config import MMConfig, SmallConfig
+from moe_ops.ops import LAUNCHERS
+
+E, K, H, I = 4, 2, 128, 64
+TILE = MMConfig(16, 32, 32, 2, 4, 2, a_tma=True, w_tma=True)
+TALL = MMConfig(64, 32, 32, 2, 4, 2, a_tma=True, w_tma=True)  # a stream of tiles, stored by tensor map
+FP8_TILE = MMConfig(16, 256, 128, 2, 4, 2, a_tma=True, w_tma=True)
+FP8_SECOND = FP8_TILE._replace(block_n=128)
+SMALL = SmallConfig(16, 128, 4)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """Fill every uninitialised allocation with NaN, so that an element nobody wrote shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def reasons(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """Why each recorded call has no record."""
+    found: list[str | None] = []
+    finish = record.Recorder.finish
+
+    def note(self: record.Recorder, result: Any) -> Any:
+        made = finish(self, result)
+        found.append(self.reason)
+        return made
+
+    monkeypatch.setattr(record.Recorder, "finish", note)
+    return found
+
+
+def layer(T: int = 5, scheme: str | None = None, dtype: torch.dtype = torch.float32, **options: Any) -> dict[str, Any]:
+    made = {"hidden_states": torch.randn(T, H).to(dtype), "router_logits": torch.randn(T, E), "top_k": K, **options}
+    weights = {"gate_up_proj": torch.randn(E, 2 * I, H) * 0.1, "down_proj": torch.randn(E, H, I) * 0.1}
+    if scheme is None:
+        return {**made, **{name: weight.to(dtype) for name, weight in weights.items()}}
+    for name, weight in weights.items():
+        stored, *scales = moe_ops.quantize_weight(weight, scheme=scheme)
+        made |= {name: stored, f"{name.removesuffix('_proj')}_scales": scales}
+    return {**made, "scheme": scheme}
+
+
+LAYERS: dict[str, tuple[plans.Plan, Callable[[], dict[str, Any]]]] = {
+    "small": (plans.Plan("small", SMALL, SMALL), lambda: layer(1)),
+    "grouped": (plans.Plan("grouped", TILE, TILE), layer),
+    "stream": (plans.Plan("grouped", TALL, TALL), lambda: layer(40)),
+    "sorted": (plans.Plan("grouped", TILE, TILE), lambda: layer(33)),
+    "weight_on_input": (plans.Plan("grouped", TILE, TILE), lambda: layer(weight_on_input=True)),
+    "expert_map": (plans.Plan("grouped", TILE, TILE), lambda: layer(expert_map=torch.tensor([1, 0, -1, 2]))),
+    "biases": (
+        plans.Plan("grouped", TILE, TILE),
+        lambda: layer(gate_up_bias=torch.randn(E, 2 * I), down_bias=torch.randn(E, H)),
+    ),
+    "batched": (plans.Plan("batched", TILE, TILE), lambda: layer(format="batched")),
+    "capacity": (plans.Plan("batched", TILE, TILE), lambda: layer(33, format="batched", capacity=3)),
+    "fp8": (plans.Plan("grouped", FP8_TILE, FP8_SECOND), lambda: layer(scheme="fp8_block128", dtype=torch.bfloat16)),
+    "fp8_batched": (
+        plans.Plan("batched", FP8_TILE, FP8_SECOND),
+        lambda: layer(scheme="fp8_block128", dtype=torch.bfloat16, format="batched"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(name: str, monkeypatch: pytest.MonkeyPatch, reasons: list[str | None]):
+    plan, build = LAYERS[name]
+    monkeypatch.setattr(plans, "plan_for", lambda *_: plan)
+    for _ in range(2):
+        moe_ops.fused_moe(**build(), backend="triton")
+    changed = build()
+    warm = moe_ops.fused_moe(**changed, backend="triton")
+    assert reasons == [None]
+    LAUNCHERS["fused_moe"].forget()
+    cold = moe_ops.fused_moe(**changed, backend="triton")
+    assert not cold.isnan().any()
+    torch.testing.assert_close(warm, cold, rtol=0, atol=0)
+
+
+def test_halves_apart(reasons: list[str | None]):
+    """Kernels are given the distance between halves that are tensors of their own: another one is another signature."""
+    made = layer()
+    stacked = made.pop("gate_up_proj")
+    expected = moe_ops.fused_moe(**made, gate_up_proj=stacked, backend="reference")
+    for place in (1, 1, 1, 2):
+        memory = torch.full((3, E, I, H), float("nan"))
+        memory[0], memory[place] = stacked.chunk(2, dim=1)
+        halves = {"gate_up_proj": memory[0], "up_proj": memory[place], "glu_layout": "separate"}
+        found = moe_ops.fused_moe(**made, **halves, backend="triton")
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def stages(x: torch.Tensor, logits: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    weights, ids = moe_ops.fused_topk(logits, top_k=K)
+    rows, offsets, places = moe_ops.moe_permute(x, ids, num_experts=E)
+    h = moe_ops.grouped_mm_glu(rows, up, offsets)
+    return moe_ops.moe_unpermute(moe_ops.grouped_mm(h, down, offsets), places, weights)
+
+
+def test_stages(reasons: list[str | None], monkeypatch: pytest.MonkeyPatch):
+    """Operators with several results, which are theirs alone."""
+    from moe_ops import choice
+
+    monkeypatch.setattr(choice, "DEFAULT_BACKEND", "triton")
+    for _ in range(3):
+        made = layer()
+        arguments = [made[name] for name in ("hidden_states", "router_logits", "gate_up_proj", "down_proj")]
+        warm = stages(*arguments)
+    assert reasons == [None] * 5
+    expected = moe_ops.fused_moe(**made, backend="reference")
+    torch.testing.assert_close(warm, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_results_are_no_part_of_the_workspace():
+    for _ in range(3):
+        made = layer(scheme="fp8_block128", dtype=torch.bfloat16)
+        stored, scale = torch.ops.moe_ops.quantize_rows(made["hidden_states"], scheme="fp8_block128")
+        weights, ids = torch.ops.moe_ops.fused_topk(made["router_logits"], top_k=K)
+    for result in (stored, scale, weights, ids):
+        assert result.untyped_storage().nbytes() == result.numel() * result.element_size()
+
+
+def test_copies_are_not_recorded(reasons: list[str | None]):
+    """Rows without a unit stride are copied before the kernels: such a call is run anew, and right."""
+    for _ in range(3):
+        made = layer()
+        made["hidden_states"] = torch.randn(H, 5).t()
+        warm = moe_ops.fused_moe(**made, backend="triton")
+    assert reasons and "is not a launch" in reasons[0]
+    torch.testing.assert_close(warm, moe_ops.fused_moe(**made, backend="reference"), rtol=1e-3, atol=1e-3)
+
+
+def test_a_call_that_fails_is_not_recorded(monkeypatch: pytest.MonkeyPatch):
+    """What a failed recording leaves behind takes no note of later calls."""
+    made = layer()
+    moe_ops.fused_moe(**made, backend="triton")
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no kernel")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(record, "on_device", fail)
+        with pytest.raises(RuntimeError, match="no kernel"):
+            moe_ops.fused_moe(**made, backend="triton")
+    assert getattr(record._running, "recorder", None) is None
+    for _ in range(2):
+        found = moe_ops.fused_moe(**made, backend="triton")
+    torch.testing.assert_close(found, moe_ops.fused_moe(**made, backend="reference"), rtol=1e-3, atol=1e-3)
+
+
+def test_fills_are_not_recorded():
+    """Whoever writes to memory by other means than a launch writes there in every call."""
+    memory = torch.empty(4)
+    with record.Recorder([memory]) as recorder:
+        torch.zeros_like(memory)
+        memory.zero_()
+    assert recorder.finish(memory) is None and "is not a launch" in str(recorder.reason)
+    with record.Recorder([memory]) as recorder:
+        memory.zero_()
+    assert recorder.finish(memory) is None and "zero_" in str(recorder.reason)
