@@ -86,7 +86,7 @@ def transformers_experts(implementation: str) -> Callable[[Case], list[Thunk]]:
     """The experts of transformers' Qwen3-MoE (plain silu-gated experts) under torch.compile, static shapes."""
 
     def prepare(case: Case) -> list[Thunk]:
-        compiled = torch.compile(_experts_module(case, implementation), fullgraph=True, dynamic=False)
+        compiled = torch.compile(transformers_module(case, implementation), fullgraph=True, dynamic=False)
         dtype = case.weights.down_proj.dtype
         routings = [(inputs.topk_ids.long(), inputs.topk_weights.to(dtype)) for inputs in case.sets]
 
@@ -100,7 +100,7 @@ def transformers_experts(implementation: str) -> Callable[[Case], list[Thunk]]:
 
 def transformers_moe(case: Case) -> list[Thunk]:
     """Qwen3-MoE's routing from logits, then its grouped_mm experts, in one compiled function."""
-    experts = _experts_module(case, "grouped_mm")
+    experts = transformers_module(case, "grouped_mm")
     top_k = case.shape.K
 
     def layer(hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
@@ -112,7 +112,7 @@ def transformers_moe(case: Case) -> list[Thunk]:
     return [lambda inputs=inputs: compiled(inputs.hidden_states, inputs.router_logits) for inputs in case.sets]
 
 
-def _experts_module(case: Case, implementation: str) -> torch.nn.Module:
+def transformers_module(case: Case, implementation: str) -> torch.nn.Module:
     """transformers' experts module holding the case's weights."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts

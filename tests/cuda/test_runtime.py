@@ -17,7 +17,6 @@ import torch
 import moe_ops
 from moe_ops.kernels.triton import record
 from moe_ops.ops import LAUNCHERS
-from moe_ops.testing import cudagraph_or_error
 
 pytestmark = pytest.mark.cuda
 E, K, H, I = 16, 4, 256, 128
@@ -164,7 +163,7 @@ def test_cuda_graph_trees_alternate_two_batch_sizes():
         lambda x, logits: moe_ops.fused_moe(x, logits, **made, top_k=K), mode="reduce-overhead", dynamic=False
     )
     cases = [inputs(T) for T in (8, 200)]
-    with torch.no_grad(), cudagraph_or_error():
+    with torch.no_grad(), torch._inductor.config.patch("triton.cudagraph_or_error", True):
         expected = [moe_ops.fused_moe(*case, **made, top_k=K) for case in cases]
         for turn in range(1000):
             torch.compiler.cudagraph_mark_step_begin()
@@ -190,7 +189,7 @@ def test_launch_hooks_are_told():
         moe_ops.fused_moe(*inputs(8), **made, top_k=K)
     finally:
         triton.knobs.runtime.launch_enter_hook.remove(hook)
-    assert len(told) == 4
+    assert told.count("_expert_mm_kernel") == 2
 
 
 PROCESS = """

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +21,8 @@ import triton
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.backends.nvidia import driver as nvidia
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moe_ops.compat import empty_cuda
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -204,15 +206,18 @@ def _hooked() -> bool:
     return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
 
-class _Fire(NamedTuple):
-    """One launch, with all that does not depend on addresses."""
+class _Maps(dict[int, Any]):
+    """Tensor maps of one argument by address."""
 
-    function: Callable[..., None]
-    grid: tuple[int, int, int]
-    fixed: tuple[Any, ...]
-    arguments: list[Any]
-    pointers: tuple[tuple[int, int, int], ...]
-    maps: tuple[tuple[int, int, int, dict[int, Any], tuple[Any, ...]], ...]
+    def __init__(self, rest: tuple[Any, ...]) -> None:
+        super().__init__()
+        self._rest = rest
+
+    def __missing__(self, address: int) -> Any:
+        if len(self) >= MOST_MAPS:
+            self.clear()
+        made = self[address] = triton.runtime.driver.active.utils.fill_tma_descriptor(address, *self._rest)
+        return made
 
 
 class Record:
@@ -228,88 +233,86 @@ class Record:
         device: torch.device,
         several: bool,
     ) -> None:
-        self._forms = [(place.size, place.stride, place.dtype) for place in results]
         # In the order of `fire`: inputs, results, workspace.
         self._order = {number: (number, 0) for number in range(inputs)}
         self._order |= {place.source: (inputs + i, 0) for i, place in enumerate(results)}
         self._order |= {number: (inputs + len(results), offset) for number, offset in offsets.items()}
-        self._workspace, self._device, self._several = workspace, device, several
-        self._stream = None if INTERPRETED else triton.runtime.driver.active.get_current_stream
-        self._launches = [self._prepare(one) for one in launches]
+        self._forms = [(place.size, place.stride, place.dtype) for place in results]
+        self._forms.append(((workspace,), (1,), torch.uint8))
+        self._device, self._several = device.index, several
+        self._prepare(launches)
 
     def _where(self, place: Place) -> tuple[int, int]:
         source, offset = self._order[place.source]
         return source, offset + place.offset
 
-    def _prepare(self, one: Launched) -> Any:
-        compiled, arguments, pointers, maps = one.compiled, [], [], []
-        names = one.kernel.arg_names
-        kinds = [compiled.src.signature[name] for name in names]
+    def _prepare(self, launches: Sequence[Launched]) -> None:
+        """One function with a line for each launch: nothing is looked up or copied that does not change."""
+        names: dict[str, Any] = {}
+        lines = [f"    {self._line(one, names)}" for one in launches]
+        exec("\n".join(["def fire(at, stream):", *lines]), names)
+        self._launch = names["fire"]
+        self._stream = triton.runtime.driver.active.get_current_stream
+
+    def _line(self, one: Launched, names: dict[str, Any]) -> str:
+        """A call of the launch function: numbers as they are, `at[source]` for addresses, all else by name."""
+
+        def named(value: Any) -> str:
+            if value is None or type(value) is int:
+                return repr(value)
+            name = f"constant{len(names)}"
+            names[name] = value
+            return name
+
+        compiled, run = one.compiled, one.compiled.run
         described = iter(compiled.metadata.tensordesc_meta or ())
-        for kind, value in zip(kinds, (one.arguments[name] for name in names), strict=True):
-            if kind == "constexpr":
-                arguments.append(None)
+        launcher, arguments = run.launch, []
+        for name in one.kernel.arg_names:
+            value = one.arguments[name]
+            if compiled.src.signature[name] == "constexpr":
+                arguments.append("None")
             elif isinstance(value, Place):
-                pointers.append((len(arguments), *self._where(value)))
-                arguments.append(0)
+                arguments.append("at[{}] + {}".format(*self._where(value)))
             elif isinstance(value, Map):
                 meta = next(described)
                 code = nvidia.TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
-                before = (meta["swizzle"], meta["elem_size"], code, meta["block_size"], value.shape, value.strides, 0)
-                maps.append((len(arguments), *self._where(value.place), {}, before))
-                arguments += [None, *value.shape, *value.strides]
+                maps = _Maps(
+                    (meta["swizzle"], meta["elem_size"], code, meta["block_size"], value.shape, value.strides, 0)
+                )
+                arguments.append("{}[at[{}] + {}]".format(named(maps), *self._where(value.place)))
+                arguments += [named(number) for number in (*value.shape, *value.strides)]
+                launcher = inspect.getclosurevars(run.launch).nonlocals["launcher"]
             else:
-                arguments.append(value)
-        run = compiled.run
-        launcher = inspect.getclosurevars(run.launch).nonlocals["launcher"] if maps else run.launch
+                arguments.append(named(value))
         fixed = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None)
         fixed += (compiled.packed_metadata, None, None, None)
-        grid = (*one.grid, 1, 1)[:3]
-        return _Fire(launcher, grid, fixed, arguments, tuple(pointers), tuple(maps))
+        grid = [repr(size) for size in (*one.grid, 1, 1)[:3]]
+        return f"{named(launcher)}({', '.join([*grid, 'stream', *map(named, fixed), *arguments])})"
 
     def fire(self, tensors: Sequence[Tensor], pointers: Sequence[int]) -> Any:
         """The call's result for these inputs, whose addresses `pointers` are; None when it must be run anew."""
         if _hooked():
             return None
-        device = self._device.index
-        if device != torch.cuda.current_device():
-            with torch.cuda.device(device):
+        if self._device != torch.cuda.current_device():
+            with torch.cuda.device(self._device):
                 return self._fire(pointers)
         return self._fire(pointers)
 
     def _fire(self, pointers: Sequence[int]) -> Any:
-        device = self._device
-        stream = self._stream(device.index)
-        results = [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride, dtype in self._forms]
-        workspace = torch.empty(self._workspace, dtype=torch.uint8, device=device) if self._workspace else None
-        address = [*pointers, *[result.data_ptr() for result in results]]
-        if workspace is not None:
-            address.append(workspace.data_ptr())
-        for function, grid, fixed, template, places, maps in self._launches:
-            arguments = template.copy()
-            for position, source, offset in places:
-                arguments[position] = address[source] + offset
-            for position, source, offset, known, rest in maps:
-                base = address[source] + offset
-                found = known.get(base)
-                if found is None:
-                    if len(known) >= MOST_MAPS:
-                        known.clear()
-                    found = known[base] = triton.runtime.driver.active.utils.fill_tma_descriptor(base, *rest)
-                arguments[position] = found
-            function(*grid, stream, *fixed, *arguments)
-        return tuple(results) if self._several else results[0]
+        made = [empty_cuda(size, stride, dtype) for size, stride, dtype in self._forms]
+        self._launch([*pointers, *[piece.data_ptr() for piece in made]], self._stream(self._device))
+        return tuple(made[:-1]) if self._several else made[0]
 
 
 class RecordInterpreted(Record):
     """The same through Triton's interpreter, which takes tensors."""
 
-    def _prepare(self, one: Launched) -> Any:
-        return one
+    def _prepare(self, launches: Sequence[Launched]) -> None:
+        self._launches = launches
 
     def fire(self, tensors: Sequence[Tensor], pointers: Sequence[int]) -> Any:
-        results = [torch.empty_strided(*form[:2], dtype=form[2]) for form in self._forms]
-        sources = [*tensors, *results, torch.empty(self._workspace, dtype=torch.uint8)]
+        made = [torch.empty_strided(size, stride, dtype=dtype) for size, stride, dtype in self._forms]
+        sources = [*tensors, *made]
 
         def view(place: Place) -> Tensor:
             source, offset = self._where(place)
@@ -325,4 +328,4 @@ class RecordInterpreted(Record):
         for one in self._launches:
             arguments = [filled(one.arguments[name]) for name in one.kernel.arg_names]
             one.kernel[one.grid](*arguments, **one.options)
-        return tuple(results) if self._several else results[0]
+        return tuple(made[:-1]) if self._several else made[0]
