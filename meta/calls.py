@@ -127,6 +127,15 @@ class GluCall(GemmCall):
 
 
 @dataclass(slots=True, kw_only=True)
+class WgradCall(Call):
+    """``grouped_wgrad``: ``grad_rows [R, N]`` and ``rows [R, K]``, sorted by expert, ``offsets`` int32 ``[E]``."""
+
+    grad_rows: Tensor
+    rows: Tensor
+    offsets: Tensor
+
+
+@dataclass(slots=True, kw_only=True)
 class LayerCall(Call):
     """What ``fused_experts`` and ``fused_moe`` share."""
 

@@ -58,6 +58,23 @@ def bytes_moved(problem: LayerProblem, experts: float | None = None) -> float:
     return experts * expert_bytes(problem) + 2.0 * int(problem.T) * int(problem.H) * problem.dtype.itemsize
 
 
+PASS_BYTES = 768 * 2**20  # of rows between the products and behind them: with the sort within 1 GiB
+PASS_ROWS = 512  # an expert, at the least: every pass reads the weights again, which far fewer rows would wait for
+
+
+def tokens_per_pass(T: int, E: int, K: int, row_bytes: int) -> int:
+    """How many of T tokens the experts should take at once, so that their rows need no more than :data:`PASS_BYTES`.
+
+    Passes are of equal length, a multiple of 128.
+
+    Args:
+        row_bytes: of what a pair's row needs in all buffers together.
+    """
+    most = max(PASS_BYTES // max(K * row_bytes, 1), PASS_ROWS * E // max(K, 1), 1)
+    passes = max(-(-T // most), 1)
+    return -(-T // (passes * 128)) * 128
+
+
 def _kind(problem: LayerProblem) -> str:
     if SCHEMES[problem.scheme].rows is not None:
         return "fp8"
@@ -83,6 +100,11 @@ def _gemm_flops(flat: Any) -> int:
     x: Shape = flat.rows if hasattr(flat, "rows") else flat.batch
     separate = getattr(flat, "up_weight", None) is not None
     return int(2 * math.prod(x) * flat.weight[1] * (2 if separate else 1))
+
+
+def _wgrad_flops(flat: Any) -> int:
+    """``2 * rows * N * K``."""
+    return int(2 * math.prod(flat.grad_rows) * flat.rows[1])
 
 
 def _products(flat: Any, pairs: int) -> tuple[int, int]:
@@ -124,6 +146,7 @@ OP_FLOPS: dict[str, Callable[[Any], int]] = {
     "grouped_mm": _gemm_flops,
     "batched_mm_glu": _gemm_flops,
     "batched_mm": _gemm_flops,
+    "grouped_wgrad": _wgrad_flops,
     "fused_experts": _fused_experts_flops,
     "fused_experts_backward": _backward_flops,
     "fused_moe": _fused_moe_flops,

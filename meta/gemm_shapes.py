@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meta.activations import resolve_activation
 from meta.arch import device_arch
-from meta.calls import GemmCall, GluCall, Output, Sizes
+from meta.calls import GemmCall, GluCall, Output, Sizes, WgradCall
 from meta.checks import (
     check_dtype,
     check_float,
@@ -23,7 +23,7 @@ from meta.checks import (
     check_shape,
     fail,
 )
-from meta.dims import GLU_LAYOUTS, Dim, GemmProblem, common_layout, is_known_equal
+from meta.dims import GLU_LAYOUTS, Dim, GemmProblem, Problem, common_layout, is_known_equal
 from meta.operands import Glu, Operand
 from meta.schemes import FLOAT_DTYPES, SCHEMES, QuantScheme, Scale, ceil_div, resolve_scheme
 
@@ -282,3 +282,26 @@ def batched_mm_glu(flat: Flat) -> GluCall:
 
 def batched_mm(flat: Flat) -> GemmCall:
     return _plain("batched_mm", flat)
+
+
+def grouped_wgrad(flat: Flat) -> WgradCall:
+    """``grad_rows [R, N]``, ``rows [R, K]`` -> ``[E, N, K]`` in the dtype of the rows."""
+    op = "grouped_wgrad"
+    grad_rows, rows, offsets = flat.grad_rows, flat.rows, flat.offsets
+    device = check_placement(op, {"grad_rows": grad_rows, "rows": rows, "offsets": offsets})
+    check_rank(op, "grad_rows", grad_rows, "R N")
+    check_rank(op, "rows", rows, "R K")
+    check_float(op, "rows", rows)
+    check_dtype(op, "grad_rows", grad_rows, rows.dtype)
+    check_shape(op, "rows", rows, "R K", (grad_rows.shape[0], rows.shape[1]))
+    check_rank(op, "offsets", offsets, "E")
+    check_dtype(op, "offsets", offsets, torch.int32)
+    return WgradCall(
+        op=op,
+        problem=Problem(rows.dtype, device.type, device_arch(device), ""),
+        device=device,
+        outputs=(((offsets.shape[0], grad_rows.shape[1], rows.shape[1]), rows.dtype),),
+        grad_rows=grad_rows,
+        rows=rows,
+        offsets=offsets,
+    )

@@ -27,7 +27,7 @@ from meta.checks import (
     check_shape,
 )
 from meta.dims import SLOT_ORDERS, Dim, Problem
-from meta.gemm_shapes import Flat, batched_mm, batched_mm_glu, grouped_mm, grouped_mm_glu
+from meta.gemm_shapes import Flat, batched_mm, batched_mm_glu, grouped_mm, grouped_mm_glu, grouped_wgrad
 from meta.layer_shapes import check_expert_map, fused_experts, fused_experts_backward, fused_moe, route_call
 from meta.schemes import SCHEMES, ActivationFormat
 
@@ -171,6 +171,7 @@ RULES: dict[str, Rule] = {
         grouped_mm,
         batched_mm_glu,
         batched_mm,
+        grouped_wgrad,
         fused_experts,
         fused_experts_backward,
         fused_moe,

@@ -16,6 +16,7 @@ from moe_ops import siblings  # (first: it refuses a foreign `meta` before anyth
 from moe_ops import ops as _ops  # noqa: F401  (registers the operators)
 from moe_ops.api import fused_experts, fused_moe, fused_topk, quantize_weight
 from moe_ops.debugging import debug
+from moe_ops.layer import Prepared, experts, finalize, prepare
 from moe_ops.stages import (
     batched_combine,
     batched_dispatch,
@@ -34,13 +35,16 @@ __version__ = "0.1.0"
 _FROM_PASSES = ("compile", "explain", "fuse")
 
 __all__ = [
+    "Prepared",
     "batched_combine",
     "batched_dispatch",
     "batched_mm",
     "batched_mm_glu",
     "compile",
     "debug",
+    "experts",
     "explain",
+    "finalize",
     "fuse",
     "fused_experts",
     "fused_moe",
@@ -49,6 +53,7 @@ __all__ = [
     "grouped_mm_glu",
     "moe_permute",
     "moe_unpermute",
+    "prepare",
     "quantize_batched",
     "quantize_rows",
     "quantize_weight",

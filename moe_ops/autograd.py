@@ -1,7 +1,8 @@
 """Backward formulas of the operators, traceable: plain tensor code and calls of our own operators.
 
 ``fused_topk`` differentiates analytically through the selected scores. ``fused_experts`` saves its inputs alone and
-runs ``fused_experts_backward``, which recomputes the first projection. Operators without a formula raise when an input
+runs ``fused_experts_backward``, which recomputes the first projection; the stages' formulas are in
+:mod:`moe_ops.stage_gradients`. Operators without a formula raise when an input
 requires grad: without a registration autograd would record through their bodies without a word.
 """
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from meta.calls import RouterOptions
 from meta.dims import GRADIENTS
 from meta.routing import ROUTINGS
+from moe_ops.stage_gradients import FORMULAS, StageFormula
 
 Context = Any
 
@@ -156,4 +158,7 @@ def formula(op: str, names: tuple[str, ...]) -> Formula | None:
     if op in ("fused_experts", "fused_moe"):
         rows = _Formula(op, names)
         return rows.backward, rows.setup_context
+    if op in FORMULAS:
+        stage = StageFormula(op, names)
+        return stage.backward, stage.setup_context
     return None

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from meta.activations import ACTIVATIONS, join_glu, split_glu
-from meta.arch import device_arch
 from meta.calls import BackwardCall
-from meta.dims import GRADIENTS, Problem
-from moe_ops import choice
+from meta.dims import GRADIENTS
 from moe_ops.pairs import drop_overflow, invert, local_ids
 
 #: Runs a stage operator by its name and flat arguments.
@@ -61,7 +59,7 @@ def fused_experts_backward(call: BackwardCall, stage: Stage) -> tuple[Tensor, ..
     value = activation.eager(gate, up, glu.alpha, glu.limit)
     dot_R = (grad_a * value).sum(dim=-1)
     if weights.down_bias is not None and not call.weight_on_input:
-        bias_rows = weights.down_bias.index_select(0, _expert_of_row(offsets, rows.shape[0]).clamp(max=experts - 1))
+        bias_rows = weights.down_bias.index_select(0, expert_of_row(offsets, rows.shape[0]).clamp(max=experts - 1))
         dot_R = dot_R + (grad_y.to(wide) * bias_rows.to(wide)).sum(dim=-1)
     if not call.weight_on_input:
         grad_a = grad_a * weights_R
@@ -85,57 +83,30 @@ def fused_experts_backward(call: BackwardCall, stage: Stage) -> tuple[Tensor, ..
         grads["hidden_states"] = stage("moe_unpermute", grad_x, pair_to_row, ones)
     for name, (half, _) in zip(("gate_up_proj", "up_proj"), grad_first, strict=False):
         if needs[name]:
-            grads[name] = _wgrad(half, x, offsets)
+            grads[name] = stage("grouped_wgrad", half, x, offsets)
     if needs["down_proj"]:
-        grads["down_proj"] = _wgrad(grad_y, value.to(rows.dtype), offsets)
+        grads["down_proj"] = stage("grouped_wgrad", grad_y, value.to(rows.dtype), offsets)
     if needs["topk_weights"]:
         grads["topk_weights"] = _pair_sums(dot_R, pair_to_row)
     if needs["gate_up_bias"]:
-        grads["gate_up_bias"] = _expert_sums(grad_h, offsets)
+        grads["gate_up_bias"] = expert_sums(grad_h, offsets, stage)
     if needs["down_bias"]:
-        grads["down_bias"] = _expert_sums(grad_y, offsets)
+        grads["down_bias"] = expert_sums(grad_y, offsets, stage)
     return tuple(
         grads[name].to(dtype).contiguous() if needs[name] else rows.new_empty(0, dtype=torch.float32)
         for name, (_, dtype) in zip(GRADIENTS, call.outputs, strict=True)
     )
 
 
-def _wgrad(grad_rows: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
-    """``[E, N, K]``: the backend's own ``grouped_wgrad(grad_rows, rows, offsets)``, else :func:`grouped_wgrad`."""
-    problem = Problem(rows.dtype, rows.device.type, device_arch(rows.device), "")
-    module = choice.choose(problem, None, "grouped_mm")
-    return getattr(module, "grouped_wgrad", grouped_wgrad)(grad_rows, rows, offsets)
-
-
-def _expert_sums(grad_rows: Tensor, offsets: Tensor) -> Tensor:
+def expert_sums(grad_rows: Tensor, offsets: Tensor, stage: Stage) -> Tensor:
     """Sum of every expert's rows, ``[E, N]``, in a fixed order; a NaN is in the sum of its own expert alone."""
     wide = torch.float64 if grad_rows.dtype == torch.float64 else torch.float32
     ones = grad_rows.new_ones((grad_rows.shape[0], 1), dtype=wide)
-    return _wgrad(grad_rows.to(wide), ones, offsets).squeeze(2)
+    sums: Tensor = stage("grouped_wgrad", grad_rows.to(wide), ones, offsets)
+    return sums.squeeze(2)
 
 
-def grouped_wgrad(grad_rows: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
-    """``out[e] = grad_rows[rows of e].T @ rows[rows of e]`` on any device: one masked product per expert.
-
-    The work is E times what it must be; a backend with a segmented product replaces it.
-
-    Args:
-        grad_rows: ``[R, N]``; rows past ``offsets[-1]`` may hold anything.
-        rows: ``[R, K]``, likewise.
-        offsets: ``[E]`` int32 cumulative ends.
-
-    Returns:
-        ``[E, N, K]`` in the dtype of the rows.
-    """
-    expert_of_row = _expert_of_row(offsets, rows.shape[0])
-    products = []
-    for expert in range(offsets.shape[0]):
-        mine = (expert_of_row == expert).unsqueeze(1)
-        products.append(torch.where(mine, grad_rows, 0).t() @ torch.where(mine, rows, 0))
-    return torch.stack(products)
-
-
-def _expert_of_row(offsets: Tensor, count: int) -> Tensor:
+def expert_of_row(offsets: Tensor, count: int) -> Tensor:
     """Expert of every sorted row, E for the rows past the last one, ``[count]`` int64."""
     return torch.searchsorted(offsets, torch.arange(count, device=offsets.device, dtype=offsets.dtype), right=True)
 

@@ -67,6 +67,7 @@ SCHEMAS: dict[str, str] = {
     "grouped_mm": _plain("rows", "offsets"),
     "batched_mm_glu": _glu("batch", "expert_num_tokens"),
     "batched_mm": _plain("batch", "expert_num_tokens"),
+    "grouped_wgrad": "(Tensor grad_rows, Tensor rows, Tensor offsets) -> Tensor",
     "fused_experts": "(Tensor hidden_states, Tensor gate_up_proj, Tensor down_proj, Tensor topk_weights, "
     f"Tensor topk_ids, {_SCALES}, {_EXPERTS}, *, {_LAYER}) -> Tensor",
     "fused_experts_backward": "(Tensor grad_output, Tensor hidden_states, Tensor gate_up_proj, Tensor down_proj, "
@@ -76,8 +77,10 @@ SCHEMAS: dict[str, str] = {
     f"{_SCALES}, Tensor? correction_bias=None, {_EXPERTS}, *, {_ROUTING}, {_LAYER}) -> Tensor",
 }
 
-_STAGE_CURE = "Differentiate moe_ops.fused_experts or moe_ops.fused_moe instead, or call it under torch.no_grad()."
+_QUANTIZE_CURE = "Quantised activations have no gradient; call it under torch.no_grad()."
 _BACKWARD_CURE = "Second derivatives are not implemented; do not pass create_graph=True."
+#: What formulas call, and no public function.
+_OF_GRADIENTS = ("fused_experts_backward", "grouped_wgrad")
 #: The gradient takes no quantised weights, and chooses its backends stage by stage.
 _ABSENT = {
     "fused_experts_backward": {
@@ -190,7 +193,7 @@ DIRECT = SimpleNamespace(**LAUNCHERS)
 
 
 def _row(name: str) -> Op:
-    cure = _BACKWARD_CURE if name == "fused_experts_backward" else _STAGE_CURE
+    cure = _BACKWARD_CURE if name in _OF_GRADIENTS else _QUANTIZE_CURE
 
     def fake(*args: Any, **kwargs: Any) -> Any:
         return allocate(parse(name, *args, **kwargs))
@@ -239,7 +242,7 @@ for _op in OPS:
 ARGUMENTS: dict[str, dict[str, Accepts]] = {
     name: {argument: accepts(kind) for argument, kind in SIGNATURES[name].types.items()}
     for name in SCHEMAS
-    if name != "fused_experts_backward"  # no public function calls it
+    if name not in _OF_GRADIENTS
 }
 
 

@@ -6,11 +6,23 @@ are fp64, so that upcast inputs give a gold result. They share no code with the 
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
 from meta.activations import ACTIVATIONS, split_glu
-from meta.calls import CombineCall, DispatchCall, ExpertsCall, GemmCall, GluCall, MoeCall, QuantizeCall, RouteCall
+from meta.calls import (
+    CombineCall,
+    DispatchCall,
+    ExpertsCall,
+    GemmCall,
+    GluCall,
+    MoeCall,
+    QuantizeCall,
+    RouteCall,
+    WgradCall,
+)
 from meta.dims import Problem
 from meta.operands import Operand, quantized
 from meta.routing import route
@@ -158,6 +170,15 @@ def grouped_mm(call: GemmCall) -> Tensor:
 
 
 batched_mm = grouped_mm
+
+
+def grouped_wgrad(call: WgradCall) -> Tensor:
+    """``out[e] = grad_rows[rows of e].T @ rows[rows of e]``."""
+    wide = _accumulation_dtype(call.rows.dtype)
+    ends = pairwise([0, *call.offsets.tolist()])
+    products = [call.grad_rows[start:end].to(wide).T @ call.rows[start:end].to(wide) for start, end in ends]
+    (sizes, dtype), *_ = call.outputs
+    return torch.stack(products).to(dtype) if products else call.rows.new_empty(sizes)
 
 
 def fused_experts(call: ExpertsCall) -> Tensor:

@@ -2,8 +2,9 @@
 
 The grouped chain is ``moe_permute -> grouped_mm_glu -> grouped_mm -> moe_unpermute`` on rows sorted by expert; the
 batched chain is ``batched_dispatch -> batched_mm_glu -> batched_mm -> batched_combine`` on an ``[E, C, H]`` batch.
-Stages do not
-differentiate: they raise when an input requires grad and gradients are enabled. See :mod:`moe_ops.api` for errors.
+All
+but the two that quantise differentiate; :mod:`moe_ops.layer` is a chain in three steps. See :mod:`moe_ops.api` for
+errors.
 """
 
 from __future__ import annotations

@@ -11,7 +11,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meta.calls import CombineCall, DispatchCall, ExpertsCall, GemmCall, GluCall, MoeCall, QuantizeCall, RouteCall
+from meta.calls import (
+    CombineCall,
+    DispatchCall,
+    ExpertsCall,
+    GemmCall,
+    GluCall,
+    MoeCall,
+    QuantizeCall,
+    RouteCall,
+    WgradCall,
+)
 from meta.dims import Problem
 from meta.operands import quantized
 from meta.routing import route
@@ -133,11 +143,12 @@ def grouped_mm(call: GemmCall) -> Tensor:
 batched_mm = grouped_mm
 
 
-def grouped_wgrad(grad_rows: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
-    """``out[e] = grad_rows[rows of e].T @ rows[rows of e]``, ``[E, N, K]``; zero for experts without rows."""
-    out = grad_rows.new_zeros((offsets.shape[0], grad_rows.shape[1], rows.shape[1]))
-    for expert, start, end in grouped_spans(offsets):
-        out[expert] = product(grad_rows[start:end].t(), rows[start:end])
+def grouped_wgrad(call: WgradCall) -> Tensor:
+    """``out[e] = grad_rows[rows of e].T @ rows[rows of e]``; zero for experts without rows."""
+    ((sizes, _),) = call.outputs
+    out = call.rows.new_zeros(sizes)
+    for expert, start, end in grouped_spans(call.offsets):
+        out[expert] = product(call.grad_rows[start:end].t(), call.rows[start:end])
     return out
 
 

@@ -19,19 +19,19 @@ from meta.calls import (
     MoeCall,
     QuantizeCall,
     RouteCall,
+    WgradCall,
 )
 from meta.dims import Problem
 from meta.operands import Glu
 from meta.schemes import SCHEMES
 from moe_ops import plans
-from moe_ops.kernels.triton import act_quant, batched_io, combine, permute, route, topk
+from moe_ops.kernels.triton import act_quant, batched_io, combine, permute, route, topk, wgrad
 from moe_ops.kernels.triton.expert_mm import batched_mm as launch_batched_mm
 from moe_ops.kernels.triton.expert_mm import grouped_mm as launch_grouped_mm
 from moe_ops.kernels.triton.launch import ExpertMM
 from moe_ops.kernels.triton.layer import Layer, fit, gpu_of, pdl_launches
 from moe_ops.kernels.triton.record import Recorder
 from moe_ops.kernels.triton.util import INTERPRETED, unit_stride
-from moe_ops.kernels.triton.wgrad import grouped_wgrad as grouped_wgrad
 from moe_ops.plans import LayerKey
 
 NAME = "triton"
@@ -133,6 +133,10 @@ def grouped_mm_glu(call: GluCall) -> tuple[Tensor, Tensor]:
 
 
 batched_mm_glu = grouped_mm_glu
+
+
+def grouped_wgrad(call: WgradCall) -> Tensor:
+    return wgrad.grouped_wgrad(call.grad_rows, call.rows, call.offsets)
 
 
 # ---- the whole layer ----

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_map_only
 
 import moe_ops
+from meta import cost
 from meta.layers import MODEL_LAYERS
 from meta.schemes import SCHEMES
 from moe_ops.census import kernel_names
@@ -371,3 +372,26 @@ def test_debug_reports_an_id_out_of_range():
     ids[2, 1] = 99
     with moe_ops.debug(), pytest.raises(ValueError, match="99"):
         moe_ops.fused_experts(x, w["gate_up_proj"], w["down_proj"], tw, ids)
+
+
+def test_a_long_batch_in_passes(monkeypatch: pytest.MonkeyPatch):
+    """T = 65536 at Qwen3-30B-A3B's dimensions: within 1 GiB beyond inputs and outputs, the bits of one pass."""
+    torch.use_deterministic_algorithms(False)  # poisoning would cost minutes
+    E, K, H, I = MODEL_LAYERS["qwen3-30b-a3b"]
+    T = 65536
+    up = torch.randn(E, 2 * I, H, device="cuda", dtype=torch.bfloat16) / H**0.5
+    down = torch.randn(E, H, I, device="cuda", dtype=torch.bfloat16) / I**0.5
+    x, logits = torch.randn(T, H, device="cuda", dtype=torch.bfloat16), torch.randn(T, E, device="cuda")
+
+    def run() -> tuple[torch.Tensor, int]:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = moe_ops.fused_moe(x, logits, up, down, top_k=K)
+        return out, torch.cuda.max_memory_allocated() - before - out.numel() * out.element_size()
+
+    found, beyond = run()
+    assert beyond <= 2**30
+    monkeypatch.setattr(cost, "PASS_BYTES", 2**40)
+    whole, all_of_it = run()
+    assert all_of_it > 2**31 and torch.equal(found, whole)

@@ -10,10 +10,9 @@ import torch
 import moe_ops
 from meta.routing import route as route_pairs
 from meta.schemes import SCHEMES
-from moe_ops import choice, plans
+from moe_ops import choice, plans, reference
 from moe_ops.backends import triton as backend
-from moe_ops.experts_backward import grouped_wgrad as plain_wgrad
-from moe_ops.kernels.triton import route
+from moe_ops.kernels.triton import layer, route
 from moe_ops.kernels.triton.config import MMConfig, SmallConfig
 from moe_ops.ops import parse
 from tests.ops.errors import assert_accurate, assert_rounded, norm_error
@@ -284,8 +283,8 @@ def test_wgrad_of_a_grouped_mm(dtype):
     offsets = torch.tensor([3, 3, 80, 81, 95], dtype=torch.int32)
     grad, rows = torch.randn(100, 72).to(dtype), torch.randn(100, 40).to(dtype)
     grad[95:], rows[95:] = float("nan"), float("nan")
-    want = plain_wgrad(grad[:95].double(), rows[:95].double(), offsets)
-    assert_rounded(backend.grouped_wgrad(grad, rows, offsets), want)
+    want = reference.grouped_wgrad(parse("grouped_wgrad", grad[:95].double(), rows[:95].double(), offsets))
+    assert_rounded(backend.grouped_wgrad(parse("grouped_wgrad", grad, rows, offsets)), want)
 
 
 @pytest.mark.parametrize("weight_on_input", [False, True], ids=["weight_after", "weight_before"])
@@ -341,3 +340,35 @@ def test_the_rule_gives_tiles_for_every_size(scheme, format, gated):
             assert sm >= 90 or not (plan.up.a_tma or plan.up.w_tma)
             if scheme.startswith("fp8") and tokens >= 256:
                 assert plan.up.block_n == (256 if gated else 128)
+
+
+PASSES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "weight_on_input": {"weight_on_input": True},
+    "expert_map": {"expert_map": torch.tensor([2, -1, 0, 1, 5, 4, 3])},
+    "biases": {"gate_up_bias": torch.randn(E, 2 * I), "down_bias": torch.randn(E, H)},
+}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_passes_of_a_long_batch_are_the_whole(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Tokens in three passes, the last one shorter: the bits of one pass."""
+    monkeypatch.setattr(plans, "plan_for", lambda *_: PLANS["grouped"])
+    arguments, options = case(20, dtype=torch.bfloat16, **PASSES[name])
+    whole = moe_ops.fused_experts(*arguments, backend="triton", **options)
+    monkeypatch.setattr(layer, "tokens_per_pass", lambda *_: 8)
+    assert torch.equal(moe_ops.fused_experts(*arguments, backend="triton", **options), whole)
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["tokens", "stored_tokens"])
+def test_passes_of_a_long_fp8_batch_are_the_whole(stored: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(plans, "plan_for", lambda *_: plans.Plan("grouped", FP8_TILE, FP8_TILE._replace(block_n=128)))
+    arguments, options = case(20, dtype=torch.bfloat16)
+    scheme = SCHEMES["fp8_block128"]
+    for place, name in ((1, "gate_up_scales"), (2, "down_scales")):
+        arguments[place], options[name] = scheme.quantize(arguments[place])
+    if stored:
+        arguments[0], (options["hidden_states_scale"],) = scheme.rows.quantize(arguments[0])
+    whole = moe_ops.fused_experts(*arguments, backend="triton", scheme=scheme.name, **options)
+    monkeypatch.setattr(layer, "tokens_per_pass", lambda *_: 8)
+    assert torch.equal(moe_ops.fused_experts(*arguments, backend="triton", scheme=scheme.name, **options), whole)

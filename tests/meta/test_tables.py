@@ -213,3 +213,16 @@ def test_flops_of_the_backward(needs: tuple[bool, ...], weight_on_input: bool, w
     )  # fmt: skip
     found = cost.OP_FLOPS["fused_experts_backward"](flat)
     assert found == wanted * 2 * 5 * 2 * 8 * 8
+
+
+@pytest.mark.parametrize(("T", "E", "K", "row_bytes", "expected"), [
+    (4096, 128, 8, 5632, 4096),  # fits
+    (65536, 128, 8, 5632, 16384),  # Qwen3-30B-A3B: four equal passes
+    (65536, 256, 8, 18432, 16384),  # DeepSeek-V3: 512 rows an expert rather than 768 MiB
+    (40000, 128, 8, 5632, 13440),  # three, of a multiple of 128 tokens
+    (0, 8, 2, 64, 0),
+    (5, 8, 0, 64, 128),
+])  # fmt: skip
+def test_tokens_per_pass(T: int, E: int, K: int, row_bytes: int, expected: int) -> None:
+    step = cost.tokens_per_pass(T, E, K, row_bytes)
+    assert step >= expected if T == 4096 else step == expected

@@ -93,6 +93,8 @@ def _gemm_calls() -> dict[str, Call]:
         calls[f"grouped_mm-{name}"] = Call("grouped_mm", (rows, first, offsets, [], bias), {})
         calls[f"batched_mm_glu-{name}"] = Call("batched_mm_glu", (batch, first, counts, [], None, bias), options)
         calls[f"batched_mm-{name}"] = Call("batched_mm", (batch, first, counts, [], bias), {"out_dtype": torch.float32})
+        grad_rows = torch.randn(rows.shape[0], 5).to(rows.dtype)
+        calls[f"grouped_wgrad-{name}"] = Call("grouped_wgrad", (grad_rows, rows, offsets), {})
     return {**calls, **_fp8_gemm_calls()}
 
 
@@ -161,7 +163,10 @@ torch.manual_seed(0)
 CALLS: dict[str, Call] = {**_topk_calls(), **_move_calls(), **_quantise_calls(), **_gemm_calls(), **_layer_calls()}
 
 #: Operators with a gradient formula.
-DIFFERENTIABLE = ("fused_topk", "fused_experts", "fused_moe")
+DIFFERENTIABLE = (
+    "fused_topk", "fused_experts", "fused_moe", "moe_permute", "moe_unpermute", "batched_dispatch", "batched_combine",
+    "grouped_mm_glu", "grouped_mm", "batched_mm_glu", "batched_mm",
+)  # fmt: skip
 
 
 def with_grad(call: Call) -> Call:

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import moe_ops
-from moe_ops import api, debugging, stages
+from moe_ops import api, debugging, layer, stages
 
 FINDER = doctest.DocTestFinder(exclude_empty=True)
 EXAMPLES = {
     test.name: test
-    for module in (api, stages, debugging)
+    for module in (api, stages, layer, debugging)
     for test in FINDER.find(module, globs={"torch": torch, "moe_ops": moe_ops})
     if test.examples
 }
@@ -25,7 +25,7 @@ def test_example(name: str) -> None:
     assert runner.run(EXAMPLES[name]).failed == 0
 
 
-FUNCTIONS = [name for name in moe_ops.__all__ if name not in ("compile", "explain", "fuse", "debug")]
+FUNCTIONS = [name for name in moe_ops.__all__ if name not in ("compile", "explain", "fuse", "debug", "Prepared")]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -36,6 +36,7 @@ from tests.ops.valid import (
     quantize_batch,
     topk,
     unpermute,
+    wgrad,
 )
 
 Case = tuple[str, Callable[..., dict[str, Any]], dict[str, Any], str]
@@ -874,6 +875,19 @@ MORE: dict[str, Case] = {
         "grad_output must be [T=4, H=16], got [4, 5]",
     ),
     "grad_needs": ("fused_experts_backward", backward, {"needs": [True] * 5}, "needs must be 7 booleans, got 5"),
+    "wgrad_dtype": (
+        "grouped_wgrad",
+        wgrad,
+        {"grad_rows": torch.randn(6, I).half()},
+        "grad_rows must be torch.float32, got torch.float16",
+    ),
+    "wgrad_rows": ("grouped_wgrad", wgrad, {"rows": torch.randn(5, H)}, "rows must be [R=6, K=16], got [5, 16]"),
+    "wgrad_offsets": (
+        "grouped_wgrad",
+        wgrad,
+        {"offsets": torch.zeros(E)},
+        "offsets must be torch.int32, got torch.float32",
+    ),
     "grad_activation": (
         "fused_experts_backward",
         backward,
@@ -958,7 +972,8 @@ def tensors_of(op: str) -> list[str]:
     return [argument.name for argument in arguments if "Tensor" in str(argument.type)]
 
 
-BASES = {**{op: base for op, base in PUBLIC.items() if op in RULES}, "fused_experts_backward": backward}
+BASES = {**{op: base for op, base in PUBLIC.items() if op in RULES}, "fused_experts_backward": backward,
+         "grouped_wgrad": wgrad}
 #: Every tensor of every operator but the first, to whose device the others are compared.
 FIRST = {op: "hidden_states" if op == "fused_experts_backward" else tensors_of(op)[0] for op in BASES}
 OTHERS = [(op, argument) for op in BASES for argument in tensors_of(op) if argument != FIRST[op]]

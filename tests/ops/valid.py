@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+import moe_ops
+
 T, E, K, H, I = 4, 8, 2, 16, 12
 
 
@@ -107,6 +109,30 @@ def backward(**changes: Any) -> dict[str, Any]:
     return {name: value for name, value in base.items() if not name.endswith("_scales")}
 
 
+def wgrad(**changes: Any) -> dict[str, Any]:
+    offsets = torch.zeros(E, dtype=torch.int32)
+    return {"grad_rows": torch.randn(6, I), "rows": torch.randn(6, H), "offsets": offsets, **changes}
+
+
+def _prepared() -> Any:
+    return moe_ops.prepare(torch.randn(T, H), torch.rand(T, K), torch.zeros(T, K, dtype=torch.int32), num_experts=E)
+
+
+def prepare(**changes: Any) -> dict[str, Any]:
+    ids = torch.zeros(T, K, dtype=torch.int32)
+    base = {"hidden_states": torch.randn(T, H), "topk_weights": torch.rand(T, K), "topk_ids": ids, "num_experts": E}
+    return {**base, **changes}
+
+
+def experts(**changes: Any) -> dict[str, Any]:
+    base = {"prepared": _prepared(), "gate_up_proj": torch.randn(E, 2 * I, H), "down_proj": torch.randn(E, H, I)}
+    return {**base, **changes}
+
+
+def finalize(**changes: Any) -> dict[str, Any]:
+    return {"result": torch.randn(T * K, H), "prepared": _prepared(), **changes}
+
+
 #: Public function -> its valid arguments.
 PUBLIC: dict[str, Callable[..., dict[str, Any]]] = {
     "fused_topk": topk,
@@ -123,4 +149,7 @@ PUBLIC: dict[str, Callable[..., dict[str, Any]]] = {
     "batched_mm_glu": batched,
     "batched_mm": batched,
     "quantize_weight": weight,
+    "prepare": prepare,
+    "experts": experts,
+    "finalize": finalize,
 }

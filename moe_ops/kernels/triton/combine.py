@@ -71,6 +71,7 @@ def combine(
     topk_weights: torch.Tensor | None,
     added: torch.Tensor | None = None,
     *,
+    out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
     """out[t] = sum over k of topk_weights[t, k] * rows[pair_to_row[t, k]], skipping -1, + added[t].
@@ -80,6 +81,7 @@ def combine(
         pair_to_row: i32 [T, K]: rows or slots; anything outside [0, R) counts as dropped.
         topk_weights: [T, K] any float dtype, or None for weights of 1.
         added: [T, H] any float dtype, or None.
+        out: [T, H] contiguous, in the dtype of rows, to write to; None allocates.
         pdl: launch as a programmatic dependent of the kernel before.
 
     Returns:
@@ -87,7 +89,7 @@ def combine(
     """
     T, TOP_K = pair_to_row.shape
     R, H = rows.shape
-    out = rows.new_empty((T, H))
+    out = rows.new_empty((T, H)) if out is None else out
     if out.numel() == 0:
         return out
     if R == 0:

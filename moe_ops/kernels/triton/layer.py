@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from meta.arch import FIRST_CAPABILITY
+from meta.cost import tokens_per_pass
 from meta.operands import Operand
 from meta.schemes import SCHEMES
 from moe_ops import plans
@@ -65,8 +66,22 @@ class Layer:
             plan = Plan("grouped", *tiles)
         if plan.path == "small":
             return self._small(plan, rows, topk_weights, topk_ids)
-        run = self._grouped if plan.path == "grouped" else self._batched
-        return run(plan, hidden_states, topk_weights, topk_ids)
+        if plan.path == "batched":
+            return self._batched(plan, hidden_states, topk_weights, topk_ids)
+        step = self._tokens_per_pass(topk_ids)
+        if step >= rows.shape[0]:
+            return self._grouped(plan, hidden_states, topk_weights, topk_ids)
+        out = rows.new_empty((rows.shape[0], self.down.out_features), dtype=self.down.out_dtype)
+        for start in range(0, rows.shape[0], step):
+            part = slice(start, start + step)
+            tokens = Operand(rows[part], hidden_states.scheme, tuple(scale[part] for scale in stored))
+            self._grouped(plan, tokens, topk_weights[part], topk_ids[part], out[part])
+        return out
+
+    def _tokens_per_pass(self, topk_ids: Tensor) -> int:
+        H, I, size = self.up.in_features, self.up.out_features, self.down.out_dtype.itemsize
+        row_bytes = (I + self.down.out_features + (H if self.weight_on_input else 0)) * size
+        return tokens_per_pass(topk_ids.shape[0], self.up.num_experts, topk_ids.shape[1], row_bytes)
 
     def _small(self, plan: Plan, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         routing = (topk_weights.contiguous(), topk_ids.contiguous())
@@ -81,7 +96,9 @@ class Layer:
             pdl=pdl_launches(hidden_states.device),
         )
 
-    def _grouped(self, plan: Plan, hidden_states: Operand, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+    def _grouped(
+        self, plan: Plan, hidden_states: Operand, topk_weights: Tensor, topk_ids: Tensor, out: Tensor | None = None
+    ) -> Tensor:
         rows, rows_scale = hidden_states.data, hidden_states.scales[0] if hidden_states.scales else None
         pdl, (before, after) = pdl_launches(rows.device), self._weights(topk_weights)
         experts = self.up.num_experts
@@ -91,7 +108,7 @@ class Layer:
             rows, gather = permute.gather_rows(rows, pair_to_row, before, pdl=pdl), None
         if self._quantizes and rows_scale is None:
             rows, rows_scale = act_quant.quantize_rows(rows, self.scheme, pdl=pdl)
-        return self._products(plan, Routed(after, offsets, gather, pair_to_row, rows, rows_scale))
+        return self._products(plan, Routed(after, offsets, gather, pair_to_row, rows, rows_scale), out)
 
     def run_routed(
         self, plan: Plan, hidden_states: Tensor, router_logits: Tensor, correction_bias: Tensor | None, **routing: Any
@@ -109,14 +126,14 @@ class Layer:
         )
         return self._products(plan, routed)
 
-    def _products(self, plan: Plan, routed: Routed) -> Tensor:
+    def _products(self, plan: Plan, routed: Routed, out: Tensor | None = None) -> Tensor:
         """Both GEMMs and the combination, of rows that `routed.row_to_pair` gathers from tokens, or of sorted rows."""
         pdl, pairs = pdl_launches(routed.tokens.device), routed.pair_to_row
         up, rows = replace(self._first(), rows_scale=routed.tokens_scale), {"num_rows": pairs.numel(), "pdl": pdl}
         gather = {"row_to_pair": routed.row_to_pair, "top_k": 0 if routed.row_to_pair is None else pairs.shape[1]}
         h, h_scale = launch_grouped_mm(routed.tokens, up, routed.offsets, fit(plan.up, up), **gather, **rows)
         y, _ = launch_grouped_mm(h, self._second(h_scale), routed.offsets, plan.down, **rows)
-        return combine.combine(y, pairs, routed.topk_weights, pdl=pdl)
+        return combine.combine(y, pairs, routed.topk_weights, out=out, pdl=pdl)
 
     def _batched(self, plan: Plan, hidden_states: Operand, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         pdl, (before, after) = pdl_launches(hidden_states.data.device), self._weights(topk_weights)

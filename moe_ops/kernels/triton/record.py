@@ -29,7 +29,9 @@ aten = torch.ops.aten
 
 INTERPRETED = triton.knobs.runtime.interpret
 ALIGNMENT = 512  # bytes, of a piece of the workspace: what torch's allocator gives
-MOST_LAUNCHES = 16  # of a call worth a record: beyond, the kernels take longer than their launches
+# Of a call worth a record: beyond, kernels take longer than their launches, and pieces should be freed one by one.
+MOST_LAUNCHES = 16
+MOST_BYTES = 2**28
 MOST_MAPS = 4096  # addresses that one argument's tensor maps are kept for
 
 _ALLOCATIONS = (
@@ -173,6 +175,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             self._against("a result is not a piece of memory of its own")
         if not 0 < len(self._launches) <= MOST_LAUNCHES:
             self._against(f"{len(self._launches)} launches")
+        taken = sum(piece.untyped_storage().nbytes() for piece in self._pieces)
+        if taken > MOST_BYTES:
+            self._against(f"{taken} bytes of memory")
         if self.reason is None and not INTERPRETED:
             self.reason = next(filter(None, (_obstacle(one.compiled) for one in self._launches)), None)
         if self.reason is not None:

@@ -1,0 +1,278 @@
+"""A layer's experts in three steps, for code that puts something between them, such as expert parallelism's exchange.
+
+``finalize(experts(prepare(...), ...), ...)`` is :func:`moe_ops.fused_experts`, in both formats and on every backend,
+from the stage operators alone: it differentiates, traces and captures as they do. What stands between the steps need
+not be what the step before gave: rows may be sent away and others received, and their number is free.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meta.checks import Accepts, accepts, check_float, check_name, check_rank, check_shape, check_type, fail
+from meta.dims import FORMATS
+from meta.schemes import SCHEMES
+from moe_ops import stages
+from moe_ops.ops import SIGNATURES
+from moe_ops.pairs import invert
+
+
+class Prepared(NamedTuple):
+    """Rows by expert, and the way back to tokens; a pytree.
+
+    Attributes:
+        rows: ``[R, H]`` sorted by expert, or a batch ``[E, C, H]``; quantised if the scheme says so.
+        rows_scale: of quantised rows, fp32 ``[..., groups of H]``, or None.
+        extents: int32 ``[E]``: cumulative ends of sorted rows, or how many rows of each expert's batch are used.
+        places: int32 ``[T, K]``: every pair's row, or its slot ``e * C + c``; -1 = dropped.
+        topk_weights: ``[T, K]``, by which :func:`finalize` multiplies the results.
+    """
+
+    rows: Tensor
+    rows_scale: Tensor | None
+    extents: Tensor
+    places: Tensor
+    topk_weights: Tensor
+
+    @property
+    def format(self) -> str:
+        """ "grouped" or "batched"."""
+        return "batched" if self.rows.dim() == 3 else "grouped"
+
+
+_ACCEPTS = {
+    **{name: accepts(kind) for name, kind in SIGNATURES["fused_experts"].types.items()},
+    "prepared": Accepts((Prepared,), False, False, "a moe_ops.Prepared", "Call moe_ops.prepare first."),
+    "slot_order": accepts("str"),
+    "num_experts": accepts("int"),
+    "out_dtype": accepts("Optional[ScalarType]"),
+    "result": accepts("Tensor"),
+    "added": accepts("Optional[Tensor]"),
+}
+#: What the stages' arguments are called here.
+_ROWS = {
+    "rows": "prepared.rows", "batch": "prepared.rows", "rows_scale": "prepared.rows_scale",
+    "batch_scale": "prepared.rows_scale", "offsets": "prepared.extents", "expert_num_tokens": "prepared.extents",
+}  # fmt: skip
+_FIRST = {**_ROWS, "weight": "gate_up_proj", "up_weight": "up_proj", "bias": "gate_up_bias",
+          "weight_scales": "gate_up_scales"}  # fmt: skip
+_SECOND = {**_ROWS, "weight": "down_proj", "bias": "down_bias", "weight_scales": "down_scales"}
+_LAST = {"rows": "result", "batch": "result", "pair_to_row": "prepared.places", "slots": "prepared.places",
+         "topk_weights": "prepared.topk_weights"}  # fmt: skip
+
+
+def _check(op: str, arguments: dict[str, Any]) -> None:
+    for name, value in arguments.items():
+        check_type(op, name, value, _ACCEPTS[name])
+
+
+def _stage(op: str, names: dict[str, str], stage: str, *args: Any, **options: Any) -> Any:
+    """A stage operator's result, its errors in the words of `op`."""
+    try:
+        return getattr(stages, stage)(*args, **options)
+    except ValueError as error:
+        found = re.match(r"\w+: (\w+)(.*)", str(error), re.DOTALL)
+        if found is None:
+            raise
+        argument, rest = found.groups()
+        raise ValueError(f"{op}: {names.get(argument, argument)}{rest}") from None
+
+
+def prepare(
+    hidden_states: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor | None = None,
+    *,
+    num_experts: int,
+    weight_on_input: bool = False,
+    scheme: str | None = None,
+    format: str = "grouped",
+    capacity: int | None = None,
+    slot_order: str = "token",
+) -> Prepared:
+    """Bring every token to its selected experts, and quantise the rows once.
+
+    Args:
+        hidden_states: ``[T, H]`` float.
+        topk_weights: ``[T, K]`` any float dtype.
+        topk_ids: ``[T, K]`` int32 or int64; -1 and ids out of range are dropped.
+        expert_map: ``[E_global]`` global id to local id or -1, or None when ids are local.
+        num_experts: E, experts held here.
+        weight_on_input: multiply the rows, not the results, by the routing weights.
+        scheme: a name of :data:`meta.schemes.SCHEMES`, whose activation format the rows get; None keeps them.
+        format: "grouped" (sorted rows) or "batched" (``[E, C, H]``).
+        capacity: C, batched format only; pairs past the first C of an expert are dropped. None means T: no drops.
+        slot_order: of :func:`moe_ops.batched_dispatch`.
+
+    Returns:
+        A :class:`Prepared`; its rows that hold no pair are uninitialised.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or name.
+
+    Source: MegaBlocks (arXiv 2211.15841) and GShard (arXiv 2006.16668).
+
+    Example:
+        >>> weights, ids = moe_ops.fused_topk(torch.randn(4, 8), top_k=2)
+        >>> prepared = moe_ops.prepare(torch.randn(4, 16), weights, ids, num_experts=8)
+        >>> prepared.rows.shape, prepared.extents.shape
+        (torch.Size([8, 16]), torch.Size([8]))
+    """
+    op = "prepare"
+    _check(op, {
+        "hidden_states": hidden_states, "topk_weights": topk_weights, "topk_ids": topk_ids, "expert_map": expert_map,
+        "num_experts": num_experts, "weight_on_input": weight_on_input, "scheme": scheme, "format": format,
+        "capacity": capacity, "slot_order": slot_order,
+    })  # fmt: skip
+    check_rank(op, "topk_ids", topk_ids, "T K")
+    check_shape(op, "topk_weights", topk_weights, "T K", tuple(topk_ids.shape))
+    check_float(op, "topk_weights", topk_weights)
+    check_name(op, "format", format, FORMATS)
+    if scheme is not None:
+        check_name(op, "scheme", scheme, SCHEMES)
+    if format == "grouped":
+        if capacity is not None:
+            raise fail(op, "capacity", "None for format='grouped'", capacity, "Pass format='batched'.")
+        move, options = "moe_permute", {}
+    else:
+        room = max(topk_ids.shape[0], 1) if capacity is None else capacity
+        move, options = "batched_dispatch", {"capacity": room, "slot_order": slot_order}
+    rows, extents, places = _stage(
+        op, {}, move, hidden_states, topk_ids, expert_map, num_experts=num_experts, **options
+    )
+    if weight_on_input:
+        rows = _weighed(rows, extents, places, topk_weights)
+        topk_weights = torch.ones_like(topk_weights)
+    scale = None
+    if scheme is not None and SCHEMES[scheme].rows is not None:
+        if format == "grouped":
+            rows, scale = stages.quantize_rows(rows, scheme=scheme)
+        else:
+            rows, scale = stages.quantize_batched(rows, extents, scheme=scheme)
+    return Prepared(rows, scale, extents, places, topk_weights)
+
+
+def _weighed(rows: Tensor, extents: Tensor, places: Tensor, topk_weights: Tensor) -> Tensor:
+    """Every row times the weight of its pair, in fp32; zero where a row holds none, whatever is in its memory."""
+    wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    flat = rows.flatten(0, -2)
+    if topk_weights.numel() == 0:
+        return rows
+    of_rows = topk_weights.reshape(-1).index_select(0, invert(places, flat.shape[0])).to(wide)
+    if rows.dim() == 3:
+        used = torch.arange(rows.shape[1], device=rows.device) < extents.unsqueeze(1)
+    else:
+        used = torch.arange(rows.shape[0], device=rows.device) < extents[-1]
+    return torch.where(used.reshape(-1, 1), flat, 0).to(wide).mul(of_rows.unsqueeze(1)).to(rows.dtype).view(rows.shape)
+
+
+def experts(
+    prepared: Prepared,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    *,
+    activation: str = "silu",
+    alpha: float | None = None,
+    limit: float | None = None,
+    glu_layout: str | None = "concat",
+    up_proj: Tensor | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    scheme: str | None = None,
+    gate_up_scales: Sequence[Tensor] = (),
+    down_scales: Sequence[Tensor] = (),
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Both products of every expert, with the activation between them.
+
+    Args:
+        prepared: of :func:`prepare`, or rows from elsewhere with their extents.
+        gate_up_proj, ..., down_scales: of :func:`moe_ops.fused_experts`.
+        out_dtype: dtype of the result; None means that of the rows (bf16 for quantised ones).
+
+    Returns:
+        ``[R, H]`` or ``[E, C, H]``; rows that hold no pair are uninitialised.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or name.
+
+    Source: MegaBlocks (arXiv 2211.15841).
+
+    Example:
+        >>> weights, ids = moe_ops.fused_topk(torch.randn(4, 8), top_k=2)
+        >>> prepared = moe_ops.prepare(torch.randn(4, 16), weights, ids, num_experts=8)
+        >>> moe_ops.experts(prepared, torch.randn(8, 64, 16), torch.randn(8, 16, 32)).shape
+        torch.Size([8, 16])
+    """
+    op, layout = "experts", "none" if glu_layout is None else glu_layout
+    _check(op, {
+        "prepared": prepared,
+        "gate_up_proj": gate_up_proj, "down_proj": down_proj, "activation": activation, "alpha": alpha, "limit": limit,
+        "glu_layout": layout, "up_proj": up_proj, "gate_up_bias": gate_up_bias, "down_bias": down_bias,
+        "scheme": scheme, "gate_up_scales": gate_up_scales, "down_scales": down_scales, "out_dtype": out_dtype,
+    })  # fmt: skip
+    quantized = scheme in SCHEMES and SCHEMES[scheme].rows is not None
+    batched = prepared.format == "batched"
+    x_scale = "batch_scale" if batched else "rows_scale"
+    first_options: dict[str, Any] = {x_scale: prepared.rows_scale}
+    first = _stage(
+        op,
+        _FIRST,
+        "batched_mm_glu" if batched else "grouped_mm_glu",
+        prepared.rows,
+        gate_up_proj,
+        prepared.extents,
+        up_weight=up_proj,
+        bias=gate_up_bias,
+        activation=activation,
+        alpha=alpha,
+        limit=limit,
+        glu_layout=layout,
+        scheme=scheme,
+        weight_scales=gate_up_scales,
+        quantize_output=quantized,
+        **first_options,
+    )
+    h, h_scale = first if isinstance(first, tuple) else (first, None)
+    options: dict[str, Any] = {"bias": down_bias, "scheme": scheme, "weight_scales": down_scales, x_scale: h_scale}
+    options["out_dtype"] = out_dtype
+    second = "batched_mm" if batched else "grouped_mm"
+    result: Tensor = _stage(op, _SECOND, second, h, down_proj, prepared.extents, **options)
+    return result
+
+
+def finalize(result: Tensor, prepared: Prepared, *, added: Tensor | None = None) -> Tensor:
+    """Bring the experts' results back to their tokens: weighted sums in fp32, in the order of k.
+
+    Args:
+        result: of :func:`experts`.
+        prepared: of :func:`prepare`.
+        added: ``[T, H]`` any float dtype, a shared expert's output: added to the sum before it is rounded, or None.
+
+    Returns:
+        ``[T, H]`` in the dtype of the result.
+
+    Raises:
+        ValueError: a wrong shape, dtype or device.
+
+    Source: MegaBlocks (arXiv 2211.15841).
+
+    Example:
+        >>> weights, ids = moe_ops.fused_topk(torch.randn(4, 8), top_k=2)
+        >>> prepared = moe_ops.prepare(torch.randn(4, 16), weights, ids, num_experts=8)
+        >>> result = moe_ops.experts(prepared, torch.randn(8, 64, 16), torch.randn(8, 16, 32))
+        >>> moe_ops.finalize(result, prepared).shape
+        torch.Size([4, 16])
+    """
+    op = "finalize"
+    _check(op, {"prepared": prepared, "result": result, "added": added})
+    check_rank(op, "result", result, "E C H" if prepared.format == "batched" else "R H")
+    collect = "batched_combine" if prepared.format == "batched" else "moe_unpermute"
+    tokens: Tensor = _stage(op, _LAST, collect, result, prepared.places, prepared.topk_weights, added=added)
+    return tokens

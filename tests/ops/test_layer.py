@@ -1,0 +1,202 @@
+"""prepare, experts, finalize: the layer in every form, its gradient, one graph, and rows that come from elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import moe_ops
+from moe_ops.backends import cpu
+from tests.ops.errors import assert_accurate
+from tests.ops.layers import VARIANTS, Layer, dense_formula, relative_error
+from tests.ops.test_autograd import TRAINABLE, check_gradients, gradients
+
+EXPERTS = (
+    "activation", "alpha", "limit", "glu_layout", "up_proj", "gate_up_bias", "down_bias", "scheme", "gate_up_scales",
+    "down_scales",
+)  # fmt: skip
+FORWARD = [name for name, variant in VARIANTS.items() if not variant.stored_rows]
+GRADIENT = [name for name in TRAINABLE if name in FORWARD]
+
+
+def staged(layer: Layer) -> Tensor:
+    """The layer in three steps."""
+    given = {**layer.tensors, **layer.options}
+    prepared = moe_ops.prepare(
+        given["hidden_states"],
+        given["topk_weights"],
+        given["topk_ids"],
+        given["expert_map"],
+        num_experts=given["gate_up_proj"].shape[0],
+        **{name: given[name] for name in ("weight_on_input", "scheme", "format", "capacity") if name in given},
+    )
+    options = {name: given[name] for name in EXPERTS if name in given}
+    options["out_dtype"] = given["hidden_states"].dtype
+    result = moe_ops.experts(prepared, given["gate_up_proj"], given["down_proj"], **options)
+    return moe_ops.finalize(result, prepared)
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_is_the_layer(name: str) -> None:
+    layer = VARIANTS[name].build()
+    whole = torch.ops.moe_ops.fused_experts(**layer.tensors, **layer.options)
+    got = staged(layer)
+    assert got.dtype == whole.dtype and got.shape == whole.shape
+    # The whole keeps what lies between the products in fp32 on the CPU; the steps round it to the rows' dtype.
+    tolerance = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float64: 1e-10}.get(got.dtype, 1e-5)
+    assert relative_error(got, whole) <= (3e-2 if layer.tensors["gate_up_scales"] else tolerance)
+
+
+@pytest.mark.parametrize("name", GRADIENT)
+def test_gradients(name: str) -> None:
+    check_gradients(VARIANTS[name].build(), staged)
+
+
+COMPILED = ["plain", "gpt_oss", "weight_on_input", "batched_overflow", "expert_map_bias", "separate_bias"]
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_gradients_compiled(name: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(staged, backend="aot_eager", fullgraph=True, dynamic=True)
+    check_gradients(VARIANTS[name].build(), compiled)
+
+
+def test_gradients_compiled_by_inductor() -> None:
+    torch._dynamo.reset()
+    check_gradients(VARIANTS["bias"].build(), torch.compile(staged, fullgraph=True))
+
+
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+def test_gradcheck(format: str) -> None:
+    """Second-order differences in float64, an id of -1, a pair past its expert's capacity and what is added."""
+    T, E, K, H, I = 5, 3, 2, 4, 3
+    ids = torch.tensor([[0, 1], [0, 2], [0, -1], [1, 0], [2, 1]], dtype=torch.int32)
+    options = {"capacity": 3} if format == "batched" else {}
+
+    def function(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, weights: Tensor, added: Tensor) -> Tensor:
+        prepared = moe_ops.prepare(x, weights, ids, num_experts=E, format=format, **options)
+        result = moe_ops.experts(prepared, w1, w2, gate_up_bias=b1, down_bias=b2)
+        return moe_ops.finalize(result, prepared, added=added)
+
+    shapes = [(T, H), (E, 2 * I, H), (E, 2 * I), (E, H, I), (E, H), (T, K), (T, H)]
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    assert torch.autograd.gradcheck(function, inputs)
+
+
+@pytest.mark.parametrize("name", ["expert_map_bias", "weight_on_input", "batched_overflow", "minus_ids"])
+def test_garbage_in_unused_rows_stays_out_of_the_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPU kernels leave rows that hold no pair uninitialised."""
+    layer = VARIANTS[name].build()
+    grad = torch.randn_like(layer.tensors["hidden_states"])
+    wanted = gradients(layer, dense_formula, grad)
+
+    def poison(rows: Tensor, extents: Tensor) -> Tensor:
+        places = torch.arange(rows.shape[-2])
+        used = places < (extents.unsqueeze(1) if rows.dim() == 3 else extents[-1])
+        return torch.where(used.unsqueeze(-1), rows, float("nan"))
+
+    for op in ("moe_permute", "batched_dispatch"):
+        move = getattr(cpu, op)
+
+        def dispatch(call: Any, move: Any = move) -> Any:
+            rows, extents, places = move(call)
+            return poison(rows, extents), extents, places
+
+        monkeypatch.setattr(cpu, op, dispatch)
+    for op in ("grouped_mm", "batched_mm"):
+        mm = getattr(cpu, op)
+        monkeypatch.setattr(cpu, op, lambda call, mm=mm: poison(mm(call), call.extents))
+    got = gradients(layer, staged, grad)
+    for leaf, value in wanted.items():
+        assert relative_error(got[leaf], value) <= 1e-5, leaf
+
+
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+def test_one_graph_for_every_number_of_tokens(format: str) -> None:
+    """T = 1 is one graph, every other T another one."""
+    torch._dynamo.reset()
+    layer = VARIANTS["plain"].build()
+    up, down = layer.tensors["gate_up_proj"], layer.tensors["down_proj"]
+    graphs = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=count, fullgraph=True)
+    def step(x: Tensor, logits: Tensor) -> Tensor:
+        weights, ids = moe_ops.fused_topk(logits, top_k=2)
+        prepared = moe_ops.prepare(x, weights, ids, num_experts=up.shape[0], format=format)
+        return moe_ops.finalize(moe_ops.experts(prepared, up, down), prepared)
+
+    for T in (4, 3, 16, 40, 1, 7, 1):
+        x, logits = torch.randn(T, up.shape[2]), torch.randn(T, up.shape[0])
+        torch.testing.assert_close(
+            step(x, logits), moe_ops.fused_moe(x, logits, up, down, top_k=2), rtol=1e-4, atol=1e-4
+        )
+    assert len(graphs) <= 3  # the first T, every T, T = 1
+
+
+def test_rows_from_elsewhere() -> None:
+    """An exchange between the steps: twice as many rows as pairs, of which each expert uses what arrived for it."""
+    layer = VARIANTS["plain"].build()
+    x, up, down = (layer.tensors[name] for name in ("hidden_states", "gate_up_proj", "down_proj"))
+    weights, ids = layer.tensors["topk_weights"], layer.tensors["topk_ids"]
+    prepared = moe_ops.prepare(x, weights, ids, num_experts=up.shape[0])
+    received = torch.full((2 * prepared.rows.shape[0], x.shape[1]), float("nan"))
+    received[: prepared.rows.shape[0]] = prepared.rows
+    result = moe_ops.experts(prepared._replace(rows=received), up, down)
+    assert result.shape == received.shape
+    assert_accurate(
+        moe_ops.finalize(result, prepared), dense_formula(layer.float64()), dense_formula(layer), dtype=x.dtype
+    )
+
+
+def test_two_pairs_of_one_row() -> None:
+    """A row that was computed once for two pairs gets both gradients."""
+    rows = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    places, weights = torch.tensor([[0, 0], [1, -1]], dtype=torch.int32), torch.rand(2, 2, dtype=torch.float64)
+    grad = torch.randn(2, 4, dtype=torch.float64)
+    moe_ops.moe_unpermute(rows, places, weights).backward(grad)
+    expected = torch.stack((grad[0] * weights[0].sum(), grad[1] * weights[1, 0]))
+    torch.testing.assert_close(rows.grad, expected)
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "format": ({"format": "dense"}, "prepare: format must be one of"),
+    "scheme": ({"scheme": "int3"}, "prepare: scheme must be one of"),
+    "capacity": ({"capacity": 3}, "prepare: capacity must be None for format='grouped', got 3"),
+    "weights": ({"topk_weights": torch.rand(7, 2)}, "prepare: topk_weights must be [T=7, K=3], got [7, 2]"),
+    "ids": ({"topk_ids": torch.zeros(6, 3).int(), "topk_weights": torch.rand(6, 3)}, "prepare: topk_ids must be"),
+    "type": ({"topk_ids": [[1]]}, "prepare: topk_ids must be a torch.Tensor"),
+}
+
+
+def test_errors_name_the_arguments_of_the_step() -> None:
+    tensors = VARIANTS["plain"].build().tensors
+    up, down = tensors["gate_up_proj"], tensors["down_proj"]
+    prepared = moe_ops.prepare(
+        tensors["hidden_states"], tensors["topk_weights"], tensors["topk_ids"], num_experts=up.shape[0]
+    )
+    with pytest.raises(ValueError, match=r"^experts: gate_up_proj must be \[E=6, N=48, K=48\]"):
+        moe_ops.experts(prepared, up.transpose(1, 2), down)
+    with pytest.raises(ValueError, match=r"^experts: down_proj must be \[E=6, N=40, K=40\]"):
+        moe_ops.experts(prepared, up, down.transpose(1, 2))
+    with pytest.raises(ValueError, match=r"^finalize: result must be \[R, H\]"):
+        moe_ops.finalize(torch.randn(2, 3, 4), prepared)
+    with pytest.raises(ValueError, match=r"^finalize: prepared must be a moe_ops.Prepared, got Tensor"):
+        moe_ops.finalize(prepared.rows, prepared.rows)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_argument(name: str) -> None:
+    changes, message = BAD[name]
+    tensors = VARIANTS["plain"].build().tensors
+    arguments = {key: tensors[key] for key in ("hidden_states", "topk_weights", "topk_ids")}
+    with pytest.raises(ValueError) as caught:
+        moe_ops.prepare(**{**arguments, "num_experts": 6, **changes})
+    assert str(caught.value).startswith(message)
