@@ -81,16 +81,9 @@ def empty_cuda(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -
 if hasattr(torch._C._dynamo.guards, "_empty_strided_cuda"):
     empty_cuda = torch._C._dynamo.guards._empty_strided_cuda
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-
-def needs_no_autograd(args: Sequence[Any]) -> bool:
-    """Whether nobody above or in autograd wants to know of a call with these arguments, tensors and lists of such."""
-    differentiable = torch.is_grad_enabled()
-    for arg in args:
-        for value in arg if isinstance(arg, (list, tuple)) else (arg,):
-            if value is not None and (type(value) not in _PLAIN or (differentiable and value.requires_grad)):
-                return False
+def dispatcher_is_undisturbed() -> bool:
+    """Whether no mode for functions and no transform is active: those stand above autograd."""
     return not torch._C._is_torch_function_mode_enabled() and torch._C._functorch.maybe_current_level() is None
 
 

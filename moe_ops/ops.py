@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from sys import intern
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,6 +90,10 @@ _ABSENT = {
 }  # fmt: skip
 
 
+_REQUIRED = object()  # stands for the default of an argument that has none
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 class Signature:
     """The arguments of an operator's schema: how flat ones get their names."""
 
@@ -98,9 +103,12 @@ class Signature:
         self.types = {argument.name: str(argument.real_type) for argument in arguments}
         self._defaults = {argument.name: argument.default_value for argument in arguments}
         defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
-        self._optional = {argument: (type(default), default) for argument, default in defaults.items()}
+        self._optional = {name: intern(value) if isinstance(value, str) else value for name, value in defaults.items()}
         self.lists = tuple(name for name, kind in self.types.items() if "List[Tensor]" in kind)
-        #: Arguments from here on are tensors that may be None.
+        self._kinds = tuple(
+            "list" if name in self.lists else "optional" if name in defaults else "required" for name in self.positional
+        )
+        # Arguments from here on are tensors that may be None.
         self._absent = sum(argument not in defaults or argument in self.lists for argument in self.positional)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -114,12 +122,26 @@ class Signature:
         end = len(args)
         while end > self._absent and args[end - 1] is None:
             end -= 1
-        optional, none, kept = self._optional, (None, None), {}
+        default_of, kept = self._optional.get, {}
         for argument, value in options.items():
-            kind, default = optional.get(argument, none)
-            if type(value) is not kind or value != default:
+            default = default_of(argument, _REQUIRED)
+            # Most are the very object; `True` is no 1.
+            if value is not default and (type(value) is not type(default) or value != default):
                 kept[argument] = value
         return args[:end], kept
+
+    def are_plain(self, args: tuple[Any, ...]) -> bool:
+        """Whether all are what they should be, and tensors that nobody above or in autograd wants to know of."""
+        differentiable = torch.is_grad_enabled()
+        for kind, value in zip(self._kinds, args, strict=False):
+            if value is None and kind == "optional":
+                continue
+            if kind == "list" and type(value) not in (list, tuple):
+                return False
+            for tensor in value if kind == "list" else (value,):
+                if type(tensor) not in _PLAIN or (differentiable and tensor.requires_grad):
+                    return False
+        return compat.dispatcher_is_undisturbed()
 
 
 SIGNATURES: dict[str, Signature] = {name: Signature(name) for name in SCHEMAS}
@@ -256,18 +278,20 @@ def call(name: str, *args: Any, **options: Any) -> Any:
 
     What the schema has as a default is not handed on: the dispatcher charges for each argument.
     """
-    rows, compiling = ARGUMENTS[name], torch.compiler.is_compiling()
-    if not compiling:
-        args, options = SIGNATURES[name].without_defaults(args, options)
-    for argument, value in (*zip(rows, args, strict=False), *options.items()):
+    signature, undisturbed = SIGNATURES[name], False
+    if not torch.compiler.is_compiling():
+        args, options = signature.without_defaults(args, options)
+        undisturbed = signature.are_plain(args)
+    rows = ARGUMENTS[name]
+    for argument, value in options.items() if undisturbed else (*zip(rows, args, strict=False), *options.items()):
         # The check of `check_type`, without the call: it is most of what a valid call pays here.
         types, is_number, is_list, _, _ = rows[argument]
         if not isinstance(value, types) or (is_number and isinstance(value, bool)) or (is_list and value):
             check_type(name, argument, value, rows[argument])
-    if compiling or not compat.needs_no_autograd(args):
-        return getattr(torch.ops.moe_ops, name)(*args, **options)
-    with compat.below_autograd():
-        return _OVERLOADS[name](*args, **options)
+    if undisturbed:
+        with compat.below_autograd():
+            return _OVERLOADS[name](*args, **options)
+    return getattr(torch.ops.moe_ops, name)(*args, **options)
 
 
 compat.when_imported("torch.utils.flop_counter", _register_flops)

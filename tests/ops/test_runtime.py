@@ -227,3 +227,38 @@ def test_functorch_is_not_passed_by():
         moe_ops.fused_moe(x, logits, up, down, top_k=K)
     with pytest.raises(RuntimeError, match="functorch"):
         torch.func.grad(lambda x: moe_ops.fused_moe(x, logits, up, down, top_k=K).sum())(x)
+
+
+@pytest.mark.parametrize("value", [None, True, 1.0, "grouped"], ids=str)
+def test_a_default_of_another_type_is_no_default(value: Any):
+    """1 == True == 1.0: what is left out for speed must be the default itself."""
+    _, kept = ops.SIGNATURES["fused_moe"].without_defaults((), {"num_groups": value, "renormalize": 1, "scale": 1})
+    assert kept == {"num_groups": value, "renormalize": 1, "scale": 1}
+
+
+class Wrapped(torch.Tensor):
+    """A subclass may want to know."""
+
+
+PLAIN: dict[str, tuple[bool, Any]] = {
+    "plain": (True, lambda x, up: (x, x, up, up, (), [])),
+    "parameters": (True, lambda x, up: (x, x, torch.nn.Parameter(up, requires_grad=False), up, (), [])),
+    "optional_none": (True, lambda x, up: (x, x, up, up, (), [], None, None, up)),
+    "required_none": (False, lambda x, up: (x, x, None, up, (), [])),
+    "gradient": (False, lambda x, up: (x, x, up.requires_grad_(), up, (), [])),
+    "gradient_in_a_list": (False, lambda x, up: (x, x, up, up, [up.clone().requires_grad_()], [])),
+    "subclass": (False, lambda x, up: (x.as_subclass(Wrapped), x, up, up, (), [])),
+    "tensor_for_a_list": (False, lambda x, up: (x, x, up, up, up, [])),
+    "no_tensor": (False, lambda x, up: (x, x, up, [[1.0]], (), [])),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_who_may_pass_by_autograd(name: str):
+    expected, build = PLAIN[name]
+    assert ops.SIGNATURES["fused_moe"].are_plain(build(torch.randn(3), torch.randn(3))) is expected
+
+
+def test_function_modes_are_not_passed_by():
+    with torch.device("cpu"):
+        assert not ops.SIGNATURES["fused_moe"].are_plain((torch.randn(3),))
