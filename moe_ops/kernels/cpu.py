@@ -22,7 +22,8 @@ _RARELY_SHARED = 4
 _COMBINE_ELEMENTS = 2**18
 _GEMM_IN_ROWS = {torch.bfloat16: 48, torch.float32: 16}
 _SMALL_WEIGHT = 512 * 256
-_LARGE_GEMM_IN_ROWS = 8
+_LARGE_GEMM_IN_ROWS = 2
+_LEAST_PADDED = 8
 # What padding costs besides its GEMMs must be won back, and splitting costs more than padding every expert whole.
 _WORTHWHILE, _WORTHWHILE_WHOLE = 0.7, 0.8
 _LENGTHS = (0, 8, 12, 16, 24, 32, 48, 64)
@@ -151,7 +152,8 @@ def padded_length(counts: list[int], weight: Tensor) -> int:
     A GEMM of a few rows uses one core badly and several not at all; a batch spreads over them but computes padding. The
     length minimises padded rows plus what the remaining GEMMs cost, both in rows. On two cores a GEMM of its own costs
     as much as 48 batched rows in bf16 and 16 in fp32 (512 x 256; 64 experts of 8 rows: 1.2 against 0.26 ms, and 1.2
-    against 0.9 ms), less the larger the weight, and as much as 8 once reading it dominates (1024 x 1024).
+    against 0.9 ms), less the larger the weight, and next to nothing once reading it dominates, where a batch reads it
+    worse (2048 x 2048 in fp32, 8 experts of 4 rows: 17.6 ms, padded to 8 rows 30.3).
 
     Args:
         counts: rows of every expert.
@@ -166,7 +168,7 @@ def padded_length(counts: list[int], weight: Tensor) -> int:
 
     def cost(length: int) -> int:
         longer = len(counts) - (covered := bisect_right(ascending, length))
-        padded = len(counts) * max(length, _LARGE_GEMM_IN_ROWS) if length else 0  # every expert's weight is read
+        padded = len(counts) * max(length, _LEAST_PADDED) if length else 0  # every expert's weight is read
         return padded + longer * (per_gemm - length) + sums[-1] - sums[covered]
 
     best = min((*_LENGTHS, longest), key=cost)
