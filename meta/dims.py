@@ -21,7 +21,6 @@ LETTERS: dict[str, str] = {
 FORMATS = ("grouped", "batched")
 GLU_LAYOUTS = ("concat", "interleaved", "separate", "none")
 SLOT_ORDERS = ("token", "choice")
-BACKEND_NAMES = ("triton", "cpu", "reference")
 #: What ``fused_experts_backward`` returns the gradients of, in this order.
 GRADIENTS = ("hidden_states", "gate_up_proj", "down_proj", "topk_weights", "up_proj", "gate_up_bias", "down_bias")
 

@@ -23,7 +23,7 @@ from meta.checks import (
     check_shape,
     fail,
 )
-from meta.dims import BACKEND_NAMES, FORMATS, GRADIENTS, Dim, LayerProblem, Problem, common_layout
+from meta.dims import FORMATS, GRADIENTS, Dim, LayerProblem, Problem, common_layout
 from meta.gemm_shapes import (
     Flat,
     by_place,
@@ -44,12 +44,6 @@ def check_expert_map(op: str, expert_map: Tensor | None) -> None:
     if expert_map is not None:
         check_rank(op, "expert_map", expert_map, "E_global")
         check_index(op, "expert_map", expert_map)
-
-
-def check_backend(op: str, backend: str | None) -> None:
-    """A name of :data:`meta.dims.BACKEND_NAMES` or None."""
-    if backend is not None:
-        check_name(op, "backend", backend, BACKEND_NAMES)
 
 
 _router_options = attrgetter(*RouterOptions._fields)
@@ -157,7 +151,6 @@ def _layer(op: str, flat: Flat, routed: dict[str, Tensor | None]) -> dict[str, A
     check_rank(op, "hidden_states", flat.hidden_states, "T H")
     top_k = _top_k(op, flat) if "topk_ids" in routed else flat.top_k
     check_name(op, "format", flat.format, FORMATS)
-    check_backend(op, flat.backend)
     check_rank(op, "gate_up_proj", gate_up, "E N H")
     scheme = resolve_scheme(op, flat.scheme, gate_up.dtype)
     hidden_states = _hidden_states(op, flat, scheme)

@@ -121,7 +121,7 @@ def fused_experts(
         hidden_states_scale: fp32 ``[T, ceil(H/128)]`` of hidden_states that the scheme's format holds already.
         format: "grouped" (sorted rows) or "batched" (``[E, C, H]``).
         capacity: C, batched format only; pairs past the first C of an expert are dropped. None means T: no drops.
-        backend: a name of :data:`meta.dims.BACKEND_NAMES`, to insist on it; None chooses.
+        backend: a name of :data:`moe_ops.backends.BACKENDS`, to insist on it; None chooses.
 
     Returns:
         ``[T, H]`` in the dtype of hidden_states (bf16 for quantised ones).

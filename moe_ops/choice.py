@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import os
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from types import ModuleType
+from typing import Any
 
 from meta.calls import Call
-from meta.dims import BACKEND_NAMES, Problem
+from meta.dims import Problem
 from moe_ops import backends
 from moe_ops.runtime import Chosen
 
 _VARIABLE = "MOE_OPS_BACKEND"
+#: Operators that are compositions of others.
+LAYERS = ("fused_experts", "fused_moe")
 
 
 def _environment_backend() -> str | None:
     name = os.environ.get(_VARIABLE) or None
-    if name is not None and name not in BACKEND_NAMES:
+    if name is not None and name not in backends.BACKENDS:
         raise ValueError(
-            f"moe_ops: {_VARIABLE} must be one of {sorted(BACKEND_NAMES)}, got {name!r}. Unset it or fix it."
+            f"moe_ops: {_VARIABLE} must be one of {sorted(backends.BACKENDS)}, got {name!r}. Unset it or fix it."
         )
     return name
 
@@ -54,10 +58,12 @@ def _bound_by_variable(name: str, op: str) -> bool:
 
 
 def _choose(problem: Problem, requested: str | None, op: str, by_variable: bool = False) -> ModuleType:
-    if requested is not None and requested not in BACKEND_NAMES:
-        raise ValueError(f"{op}: backend must be one of {sorted(BACKEND_NAMES)}, got {requested!r}.")
+    if requested is not None and requested not in backends.BACKENDS:
+        raise ValueError(f"{op}: backend must be one of {sorted(backends.BACKENDS)}, got {requested!r}.")
     refusals = []
     for name in backends.BACKENDS if requested is None else (requested,):
+        if requested is None and backends.BACKENDS[name].device is None:
+            continue
         reason = _refusal(name, problem, requested, op)
         if isinstance(reason, ModuleType):
             return reason
@@ -73,12 +79,12 @@ def _choose(problem: Problem, requested: str | None, op: str, by_variable: bool 
 
 def _refusal(name: str, problem: Problem, requested: str | None, op: str) -> ModuleType | str:
     """The module when it accepts, else the reason."""
-    if requested is None and not backends.serves(name, problem.device_type):
+    if requested is None and backends.BACKENDS[name].device != problem.device_type:
         return f"does not serve {problem.device_type} tensors"
     module = backends.load(name)
     if isinstance(module, str):
         return module
-    if not hasattr(module, op):
+    if not hasattr(module, op) and not (requested is not None and _has_parts(module, op, problem)):
         return f"does not implement {op}"
     # Routing and row movement have no scheme.
     if problem.scheme and problem.scheme not in module.SERVED_SCHEMES:
@@ -90,7 +96,35 @@ def _refusal(name: str, problem: Problem, requested: str | None, op: str) -> Mod
 _choose_cached = lru_cache(maxsize=4096)(_choose)
 
 
+def _has_parts(module: ModuleType, op: str, problem: Problem) -> bool:
+    """Whether ``op`` is a layer that can be composed around the module's products."""
+    prefix = getattr(problem, "format", "grouped")
+    return op in LAYERS and any(hasattr(module, f"{prefix}_{product}") for product in ("mm", "mm_glu"))
+
+
 def chosen(call: Call) -> Chosen:
-    """The function of the backend that is chosen for a call, and the backend's way to record it, if it has one."""
+    """The function of the backend that is chosen for a call, and the backend's way to record it, if it has one.
+
+    A layer that a requested backend has only products of is composed: every stage by that backend if it has it and does
+    not refuse, else by the one that is chosen without a request.
+    """
     module = choose(call.problem, call.backend, call.op)
-    return getattr(module, call.op), getattr(module, "record", None)
+    function = getattr(module, call.op, None)
+    if function is not None:
+        return function, getattr(module, "record", None)
+    return partial(_composed, module=module), None
+
+
+def _composed(call: Any, module: ModuleType) -> Any:
+    from moe_ops import layer  # (above this module: its public functions call the operators)
+
+    return layer.composed(call, module)
+
+
+def stage_of(module: ModuleType, call: Call) -> Callable[[Any], Any]:
+    """The function of a stage: the module's own if it can run it."""
+    function: Callable[[Any], Any] | None = getattr(module, call.op, None)
+    served = not call.problem.scheme or call.problem.scheme in module.SERVED_SCHEMES
+    if function is not None and served and module.refuses(call.problem) is None:
+        return function
+    return chosen(call)[0]

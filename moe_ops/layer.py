@@ -8,18 +8,24 @@ not be what the step before gave: rows may be sent away and others received, and
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from meta.activations import ACTIVATIONS
+from meta.calls import ExpertsCall, MoeCall
 from meta.checks import Accepts, accepts, check_float, check_name, check_rank, check_shape, check_type, fail
 from meta.dims import FORMATS
 from meta.schemes import SCHEMES
-from moe_ops import stages
-from moe_ops.ops import SIGNATURES
+from moe_ops import choice
+from moe_ops.ops import SIGNATURES, call, parse
 from moe_ops.pairs import invert
+
+#: Runs an operator by its name and flat arguments.
+Stage = Callable[..., Any]
 
 
 class Prepared(NamedTuple):
@@ -71,16 +77,20 @@ def _check(op: str, arguments: dict[str, Any]) -> None:
         check_type(op, name, value, _ACCEPTS[name])
 
 
-def _stage(op: str, names: dict[str, str], stage: str, *args: Any, **options: Any) -> Any:
-    """A stage operator's result, its errors in the words of `op`."""
-    try:
-        return getattr(stages, stage)(*args, **options)
-    except ValueError as error:
-        found = re.match(r"\w+: (\w+)(.*)", str(error), re.DOTALL)
-        if found is None:
-            raise
-        argument, rest = found.groups()
-        raise ValueError(f"{op}: {names.get(argument, argument)}{rest}") from None
+def _public(op: str, names: dict[str, str]) -> Stage:
+    """The operators as public functions run them, their errors in the words of `op`."""
+
+    def run(name: str, *args: Any, **options: Any) -> Any:
+        try:
+            return call(name, *args, **options)
+        except ValueError as error:
+            found = re.match(r"\w+: (\w+)(.*)", str(error), re.DOTALL)
+            if found is None:
+                raise
+            argument, rest = found.groups()
+            raise ValueError(f"{op}: {names.get(argument, argument)}{rest}") from None
+
+    return run
 
 
 def prepare(
@@ -136,25 +146,44 @@ def prepare(
     check_name(op, "format", format, FORMATS)
     if scheme is not None:
         check_name(op, "scheme", scheme, SCHEMES)
-    if format == "grouped":
-        if capacity is not None:
-            raise fail(op, "capacity", "None for format='grouped'", capacity, "Pass format='batched'.")
-        move, options = "moe_permute", {}
+    if format == "grouped" and capacity is not None:
+        raise fail(op, "capacity", "None for format='grouped'", capacity, "Pass format='batched'.")
+    if format == "batched" and capacity is None:
+        capacity = max(topk_ids.shape[0], 1)
+    form = None if scheme is None else SCHEMES[scheme].rows
+    return _prepare(
+        _public(op, {}), hidden_states, topk_weights, topk_ids, expert_map, num_experts, weight_on_input,
+        scheme if form is not None else None, capacity, slot_order,
+    )  # fmt: skip
+
+
+def _prepare(
+    run: Stage,
+    hidden_states: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    num_experts: Any,
+    weight_on_input: bool,
+    row_scheme: str | None,
+    capacity: Any,
+    slot_order: str = "token",
+) -> Prepared:
+    """`row_scheme`: of rows to quantise; `capacity`: None in the grouped format."""
+    tokens = (hidden_states, topk_ids, expert_map)
+    if capacity is None:
+        rows, extents, places = run("moe_permute", *tokens, num_experts=num_experts)
     else:
-        room = max(topk_ids.shape[0], 1) if capacity is None else capacity
-        move, options = "batched_dispatch", {"capacity": room, "slot_order": slot_order}
-    rows, extents, places = _stage(
-        op, {}, move, hidden_states, topk_ids, expert_map, num_experts=num_experts, **options
-    )
+        options = {"num_experts": num_experts, "capacity": capacity, "slot_order": slot_order}
+        rows, extents, places = run("batched_dispatch", *tokens, **options)
     if weight_on_input:
         rows = _weighed(rows, extents, places, topk_weights)
         topk_weights = torch.ones_like(topk_weights)
     scale = None
-    if scheme is not None and SCHEMES[scheme].rows is not None:
-        if format == "grouped":
-            rows, scale = stages.quantize_rows(rows, scheme=scheme)
-        else:
-            rows, scale = stages.quantize_batched(rows, extents, scheme=scheme)
+    if row_scheme is not None and capacity is None:
+        rows, scale = run("quantize_rows", rows, scheme=row_scheme)
+    elif row_scheme is not None:
+        rows, scale = run("quantize_batched", rows, extents, scheme=row_scheme)
     return Prepared(rows, scale, extents, places, topk_weights)
 
 
@@ -217,33 +246,33 @@ def experts(
         "glu_layout": layout, "up_proj": up_proj, "gate_up_bias": gate_up_bias, "down_bias": down_bias,
         "scheme": scheme, "gate_up_scales": gate_up_scales, "down_scales": down_scales, "out_dtype": out_dtype,
     })  # fmt: skip
-    quantized = scheme in SCHEMES and SCHEMES[scheme].rows is not None
-    batched = prepared.format == "batched"
-    x_scale = "batch_scale" if batched else "rows_scale"
-    first_options: dict[str, Any] = {x_scale: prepared.rows_scale}
-    first = _stage(
-        op,
-        _FIRST,
-        "batched_mm_glu" if batched else "grouped_mm_glu",
-        prepared.rows,
-        gate_up_proj,
-        prepared.extents,
-        up_weight=up_proj,
-        bias=gate_up_bias,
-        activation=activation,
-        alpha=alpha,
-        limit=limit,
-        glu_layout=layout,
-        scheme=scheme,
-        weight_scales=gate_up_scales,
-        quantize_output=quantized,
-        **first_options,
+    if scheme is not None:
+        check_name(op, "scheme", scheme, SCHEMES)
+    quantize = scheme is not None and SCHEMES[scheme].rows is not None
+    first = [gate_up_proj, prepared.extents, gate_up_scales, up_proj, gate_up_bias, prepared.rows_scale]
+    second = [down_proj, prepared.extents, down_scales, down_bias]
+    glu = {"activation": activation, "alpha": alpha, "limit": limit, "glu_layout": layout}
+    return _experts(
+        _public(op, _FIRST), _public(op, _SECOND), prepared, first, second, glu, scheme, quantize, out_dtype
     )
-    h, h_scale = first if isinstance(first, tuple) else (first, None)
-    options: dict[str, Any] = {"bias": down_bias, "scheme": scheme, "weight_scales": down_scales, x_scale: h_scale}
-    options["out_dtype"] = out_dtype
-    second = "batched_mm" if batched else "grouped_mm"
-    result: Tensor = _stage(op, _SECOND, second, h, down_proj, prepared.extents, **options)
+
+
+def _experts(
+    run_first: Stage,
+    run_second: Stage,
+    prepared: Prepared,
+    first: list[Any],
+    second: list[Any],
+    glu: dict[str, Any],
+    scheme: str | None,
+    quantize: bool,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """`first`, `second`: the products' positional arguments behind their rows; `quantize`: the rows between them."""
+    prefix = prepared.format
+    h, h_scale = run_first(f"{prefix}_mm_glu", prepared.rows, *first, **glu, scheme=scheme, quantize_output=quantize)
+    scale = h_scale if quantize else None
+    result: Tensor = run_second(f"{prefix}_mm", h, *second, scale, scheme=scheme, out_dtype=out_dtype)
     return result
 
 
@@ -273,6 +302,46 @@ def finalize(result: Tensor, prepared: Prepared, *, added: Tensor | None = None)
     op = "finalize"
     _check(op, {"prepared": prepared, "result": result, "added": added})
     check_rank(op, "result", result, "E C H" if prepared.format == "batched" else "R H")
+    return _finalize(_public(op, _LAST), result, prepared, added)
+
+
+def _finalize(run: Stage, result: Tensor, prepared: Prepared, added: Tensor | None = None) -> Tensor:
     collect = "batched_combine" if prepared.format == "batched" else "moe_unpermute"
-    tokens: Tensor = _stage(op, _LAST, collect, result, prepared.places, prepared.topk_weights, added=added)
+    tokens: Tensor = run(collect, result, prepared.places, prepared.topk_weights, added)
     return tokens
+
+
+def composed(layer: ExpertsCall | MoeCall, module: ModuleType) -> Tensor:
+    """``fused_experts`` or ``fused_moe`` around a backend that has none: the stages that ``module`` has, and for the
+    others those that are chosen without a request.
+
+    Raises:
+        ValueError: rows that are quantised already, which no stage moves.
+    """
+
+    def run(name: str, *args: Any, **options: Any) -> Any:
+        stage = parse(name, *args, **options)
+        return choice.stage_of(module, stage)(stage)
+
+    if layer.hidden_states.scales:
+        rule = f"None for backend={layer.backend!r}, whose layer is composed of stages"
+        raise fail(layer.op, "hidden_states_scale", rule, "a tensor", "Pass hidden_states before they are quantised.")
+    if isinstance(layer, MoeCall):
+        route = layer.route
+        layer = layer.routed(*run("fused_topk", route.router_logits, route.correction_bias, **route.options._asdict()))
+    weights, glu, scheme = layer.experts, layer.experts.glu, layer.experts.scheme
+    prepared = _prepare(
+        run, layer.hidden_states.data, layer.topk_weights, layer.topk_ids, layer.expert_map, weights.count,
+        layer.weight_on_input, None if scheme.rows is None else scheme.name, layer.capacity,
+    )  # fmt: skip
+    up, up_scales = (None, ()) if weights.up is None else (weights.up.data, weights.up.scales)
+    first = [
+        weights.gate_up.data, prepared.extents, [*weights.gate_up.scales, *up_scales], up, weights.gate_up_bias,
+        prepared.rows_scale,
+    ]  # fmt: skip
+    second = [weights.down.data, prepared.extents, list(weights.down.scales), weights.down_bias]
+    row = ACTIVATIONS[glu.activation]  # which was filled in what it does not take
+    alpha, limit = glu.alpha if row.alpha is not None else None, glu.limit if row.limit is not None else None
+    options = {"activation": glu.activation, "alpha": alpha, "limit": limit, "glu_layout": glu.layout}
+    result = _experts(run, run, prepared, first, second, options, scheme.name, scheme.rows is not None, layer.out_dtype)
+    return _finalize(run, result, prepared)

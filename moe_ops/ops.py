@@ -18,10 +18,11 @@ import torch
 
 from meta import cost
 from meta.calls import BackwardCall, Call
-from meta.checks import Accepts, accepts, check_type
+from meta.checks import Accepts, accepts, check_name, check_type
 from meta.fakes import allocate
 from meta.shapes import RULES
 from moe_ops import autograd, choice, compat, experts_backward
+from moe_ops.backends import BACKENDS
 from moe_ops.runtime import Chosen, Launcher
 
 NAMESPACE = "moe_ops"
@@ -163,7 +164,10 @@ def parse(name: str, *args: Any, **kwargs: Any) -> Call:
     for lists in signature.lists:
         if getattr(flat, lists) is None:
             setattr(flat, lists, ())
-    return RULES[name](flat)
+    call = RULES[name](flat)
+    if call.backend is not None:
+        check_name(name, "backend", call.backend, BACKENDS)
+    return call
 
 
 @dataclass(frozen=True)

@@ -1,38 +1,51 @@
-"""The implementations of the operators, in order of preference. Each is a module, imported when first considered.
+"""The implementations of the operators: one row each, in order of preference.
 
-A backend module has ``NAME``, ``SERVED_SCHEMES`` (names of :data:`meta.schemes.SCHEMES`; a problem with another one is
-refused before the module is asked), ``refuses(problem) -> str | None`` (a reason, or None to accept) and functions
-named like the operators it implements, of the operator's :class:`meta.calls.Call`.
+A backend is a module, imported when first considered. It has ``SERVED_SCHEMES`` (names of
+:data:`meta.schemes.SCHEMES`; a problem with another one is refused before the module is asked), ``refuses(problem) ->
+str | None`` (a reason, or None to accept) and functions named like the operators it implements, of the operator's
+:class:`meta.calls.Call`. Which operators those are is its own affair: every one is chosen for by itself, so that a
+product from one module stands between the sort and the combination of another, and a layer that a requested backend
+does not have is composed around what it has (:func:`moe_ops.layer.composed`).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from types import ModuleType
 
-#: Tried in this order when the caller names none; ``reference`` is reachable by name only.
-BACKENDS = ("triton", "cpu")
 
-_MODULES = {
-    "triton": "moe_ops.backends.triton",
-    "cpu": "moe_ops.backends.cpu",
-    "reference": "moe_ops.reference",
+@dataclass(frozen=True)
+class Backend:
+    """One row.
+
+    Attributes:
+        name: what a call insists on it by.
+        module: import path.
+        device: type of the tensors that it is considered for, so that a process without a GPU imports no compiler for
+            one; None for a backend that is reachable by name only.
+    """
+
+    name: str
+    module: str
+    device: str | None
+
+
+BACKENDS: dict[str, Backend] = {
+    row.name: row
+    for row in (
+        Backend("triton", "moe_ops.backends.triton", "cuda"),
+        Backend("cpu", "moe_ops.backends.cpu", "cpu"),
+        Backend("reference", "moe_ops.reference", None),
+    )
 }
-
-#: Device types a backend can ever serve, so that a CPU-only process never imports a GPU compiler it cannot use.
-_DEVICES = {"triton": "cuda", "cpu": "cpu"}
-
-
-def serves(name: str, device_type: str) -> bool:
-    """Whether backend ``name`` is worth importing for tensors on ``device_type``."""
-    return _DEVICES[name] == device_type
 
 
 @cache
 def load(name: str) -> ModuleType | str:
     """The backend's module, or the reason why it cannot be imported."""
     try:
-        return import_module(_MODULES[name])
+        return import_module(BACKENDS[name].module)
     except ImportError as error:
         return f"cannot be imported: {error}"

@@ -1,6 +1,11 @@
-"""What a new row of a table touches: a scheme and an activation that nobody else knows run on the CPU backends."""
+"""What a new row of a table touches: a scheme, an activation and a backend that nobody else knows run on the CPU."""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +13,7 @@ import torch
 import moe_ops
 from meta.activations import ACTIVATIONS, Activation
 from meta.schemes import SCHEMES, WHOLE, QuantScheme, Scale, per_element
-from moe_ops import reference
+from moe_ops import backends, choice, reference
 from moe_ops.backends import cpu
 from tests.ops.errors import assert_accurate
 from tests.ops.layers import VARIANTS, Layer, Variant, dense_formula, plain_result
@@ -107,3 +112,73 @@ def test_an_activation_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
         leaves[0][:1], leaves[1], leaves[2], torch.ones(1, 1), t["topk_ids"][:1, :1], activation="quick_gelu"
     )
     torch.testing.assert_close(alone[0], first)
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A backend of one file and one row that has products alone; the operators that it was asked for."""
+    asked: list[str] = []
+    module = ModuleType("products_of_the_test")
+    module.SERVED_SCHEMES, module.refuses = frozenset({"fp32", "bf16", "fp8_block128"}), lambda problem: None
+
+    def product(name: str) -> Callable[[Any], Any]:
+        return lambda call: asked.append(name) or getattr(cpu, name)(call)
+
+    for name in ("grouped_mm", "grouped_mm_glu", "batched_mm"):
+        setattr(module, name, product(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(backends.BACKENDS, "products", backends.Backend("products", module.__name__, "cpu"))
+    yield asked
+    backends.load.cache_clear()
+    choice._choose_cached.cache_clear()
+
+
+LAYERS = ["plain", "bias", "weight_on_input", "expert_map", "separate_bias", "fp8", "batched_overflow", "no_tokens"]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_backend_of_products_alone(name: str, products: list[str]) -> None:
+    """Its products stand between the sort and the combination of the backend that has those."""
+    layer = VARIANTS[name].build()
+    batched = layer.options.get("format") == "batched"
+    got = moe_ops.fused_experts(**layer.tensors, **layer.options, backend="products")
+    assert_accurate(got, dense_formula(layer.float64()), plain_result(layer), dtype=got.dtype)
+    assert products == (["batched_mm"] if batched else ["grouped_mm_glu", "grouped_mm"])
+
+
+def test_it_routes_and_differentiates(products: list[str]) -> None:
+    layer = VARIANTS["plain"].build()
+    x, up, down = (layer.tensors[name] for name in ("hidden_states", "gate_up_proj", "down_proj"))
+    x.requires_grad_()
+    logits = torch.randn(x.shape[0], up.shape[0])
+    got = moe_ops.fused_moe(x, logits, up, down, top_k=2, backend="products")
+    assert products == ["grouped_mm_glu", "grouped_mm"]
+    wanted = moe_ops.fused_moe(x, logits, up, down, top_k=2)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*(torch.autograd.grad(out.sum(), x)[0] for out in (got, wanted)), rtol=1e-4, atol=1e-4)
+
+
+def test_it_refuses_what_no_stage_moves(products: list[str]) -> None:
+    layer = VARIANTS["fp8_rows"].build()
+    with pytest.raises(ValueError, match="fused_experts: hidden_states_scale must be None for backend='products'"):
+        moe_ops.fused_experts(**layer.tensors, **layer.options, backend="products")
+
+
+def test_without_a_request_its_place_in_the_table_counts(products: list[str]) -> None:
+    """Last in the table it is asked for nothing; as the first one it is, operator by operator."""
+    layer = VARIANTS["plain"].build()
+    x, up, down, weights, ids = layer.args()[:5]
+    moe_ops.finalize(moe_ops.experts(prepared := moe_ops.prepare(x, weights, ids, num_experts=6), up, down), prepared)
+    assert products == []
+    row = backends.BACKENDS.pop("products")
+    others = dict(backends.BACKENDS)
+    backends.BACKENDS.clear()
+    backends.BACKENDS.update({"products": row, **others})
+    choice._choose_cached.cache_clear()
+    try:
+        moe_ops.finalize(moe_ops.experts(prepared, up, down), prepared)
+        moe_ops.fused_experts(x, up, down, weights, ids)
+        assert products == ["grouped_mm_glu", "grouped_mm"]
+    finally:
+        backends.BACKENDS.clear()
+        backends.BACKENDS.update({**others, "products": row})
