@@ -127,6 +127,33 @@ def speedup(times: dict[str, float | None]) -> str:
     return f"{min(theirs) / min(ours):.2f}x" if ours and theirs else "-"
 
 
+def host_section(documents: Documents) -> str:
+    """A table for every result file of host times."""
+    parts = [
+        f"#### {source_line(stem, document)}\n\n{host_table(document)}\n\nMethod: {document['method']}."
+        for stem, document in documents.items()
+        if document["kind"] == "host"
+    ]
+    return "\n\n".join(parts) or NO_RESULTS
+
+
+def host_table(document: dict[str, Any]) -> str:
+    """Microseconds, the share of the reference, and the way through the code, by shape, T and way to call."""
+    body = [
+        [
+            row["shape"],
+            str(row["T"]),
+            row["peer"],
+            format_us(row["host_us"]),
+            f"{row['share']:.2f}",
+            str(row["files"]),
+            str(row["calls"]),
+        ]
+        for row in document["rows"]
+    ]
+    return table(["shape", "T", "call", "us", "share", "files", "calls"], body)
+
+
 def schemes_section(_: Documents) -> str:
     """The table of schemes, from meta/schemes.py."""
     body = [
@@ -161,6 +188,7 @@ SECTIONS: dict[str, Callable[[Documents], str]] = {
     "activations": activations_section,
     "layers": layers_section,
     "e2e": e2e_section,
+    "host": host_section,
 }
 
 

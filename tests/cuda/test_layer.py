@@ -374,6 +374,51 @@ def test_debug_reports_an_id_out_of_range():
         moe_ops.fused_experts(x, w["gate_up_proj"], w["down_proj"], tw, ids)
 
 
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+@pytest.mark.parametrize("form", ["plain", "weight_on_input", "interleaved", "bias"])
+def test_gradients_of_the_stages(form: str, format: str):
+    """prepare, experts, finalize against float64, in memory that is NaN where nobody wrote."""
+    shape, T = "odd", 70
+    glu = "interleaved" if form == "interleaved" else "concat"
+    made = weights(shape, bias=form == "bias", glu=glu)
+    x, topk_weights, ids = inputs(shape, T)
+    ids[::9, 0] = -1
+    leaves = {"x": x, "topk_weights": topk_weights, **made}
+    grad = torch.randn_like(x)
+
+    def gradients(run: Any, kind: torch.dtype | None) -> dict[str, torch.Tensor]:
+        given = {
+            name: value.detach().clone().to(kind or value.dtype).requires_grad_() for name, value in leaves.items()
+        }
+        run(given).backward(grad.to(kind or grad.dtype))
+        return {name: value.grad for name, value in given.items()}
+
+    def staged(t: dict[str, torch.Tensor]) -> torch.Tensor:
+        options = {"num_experts": SHAPES[shape][0], "weight_on_input": form == "weight_on_input", "format": format}
+        prepared = moe_ops.prepare(t["x"], t["topk_weights"], ids, **options)
+        biases = {name: t[name] for name in ("gate_up_bias", "down_bias") if name in t}
+        result = moe_ops.experts(prepared, t["gate_up_proj"], t["down_proj"], glu_layout=glu, **biases)
+        return moe_ops.finalize(result, prepared)
+
+    def dense(t: dict[str, torch.Tensor]) -> torch.Tensor:
+        out = torch.zeros_like(t["x"])
+        for k in range(ids.shape[1]):
+            held, e = (ids[:, k] >= 0).unsqueeze(1), ids[:, k].clamp(min=0).long()
+            weight = t["topk_weights"][:, k : k + 1].to(out.dtype)
+            rows = t["x"] * weight if form == "weight_on_input" else t["x"]
+            h = torch.einsum("tnh,th->tn", t["gate_up_proj"][e], rows)
+            h = h + t["gate_up_bias"][e] if "gate_up_bias" in t else h
+            gate, up = (h[:, ::2], h[:, 1::2]) if glu == "interleaved" else h.chunk(2, dim=1)
+            y = torch.einsum("thi,ti->th", t["down_proj"][e], F.silu(gate) * up)
+            y = y + t["down_bias"][e] if "down_bias" in t else y
+            out = out + torch.where(held, y if form == "weight_on_input" else y * weight, 0)
+        return out
+
+    got, exact, plain = gradients(staged, None), gradients(dense, torch.float64), gradients(dense, None)
+    for name, value in got.items():
+        assert_accurate(value, exact[name], plain[name], dtype=x.dtype, what=name)
+
+
 def test_a_long_batch_in_passes(monkeypatch: pytest.MonkeyPatch):
     """T = 65536 at Qwen3-30B-A3B's dimensions: within 1 GiB beyond inputs and outputs, the bits of one pass."""
     torch.use_deterministic_algorithms(False)  # poisoning would cost minutes

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import e2e, layers, report, timing
+from benchmarks import e2e, host, layers, report, timing
 from benchmarks.__main__ import main
 from benchmarks.cases import layer_weights, make_case
 from benchmarks.plots import draw_layers
@@ -228,6 +228,30 @@ def test_report_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[
     text = readme.read_text()
     assert "| qwen3-30b-a3b | 16 | 160 | 320 (50%) | 800 (20%) | - |" in text
     assert report.NO_RESULTS in text, "there is no file of whole models"
+
+
+def test_host_times_and_their_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every way to call is a row; the reference is its own share, and a warm call passes few files."""
+    for name, few in (("LAYERS", 2), ("ROUNDS", 2), ("CALLS", 4)):
+        monkeypatch.setattr(host, name, few)
+    path = tmp_path / "host.json"
+    assert main(["host", "--shape", "tiny-mixtral", "--tokens", "1", "--json", str(path)]) == 0
+    document = json.loads(path.read_text())
+    rows = {row["peer"]: row for row in document["rows"]}
+    reference = rows[f"{host.REFERENCE} compiled"]
+    assert len(rows) == 8 and reference["share"] == 1.0
+    assert all(row["host_us"] > 0 and row["files"] > 0 and row["calls"] > 0 for row in rows.values())
+    assert rows["ours"]["share"] == pytest.approx(rows["ours"]["host_us"] / reference["host_us"], rel=1.0)
+    cells = [f"{rows['ours']['host_us']:.1f}", f"{rows['ours']['host_us']:.0f}"]
+    assert any(f"| tiny-mixtral | 1 | ours | {cell} |" in report.host_table(document) for cell in cells)
+
+
+def test_path_of_a_call_counts_functions_and_files() -> None:
+    def called() -> int:
+        return len(json.dumps([1]))
+
+    files, calls = host.path_of(called)
+    assert files == 3 and calls >= 5  # this one, json's two; each Python and C function that is entered
 
 
 def test_report_needs_its_markers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
