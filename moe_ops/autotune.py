@@ -1,15 +1,12 @@
-"""Measure which plan runs each (shape, tokens) fastest on this GPU and write it where `moe_ops.plans` looks.
-
-    python -m moe_ops.autotune --shapes qwen3-30b-a3b --tokens 1,16,256 [--scheme fp8_block128] [--output plans.json]
+"""Measure which plan runs each (shape, tokens) fastest on this GPU: what `python -m moe_ops tune` does.
 
 Kernels are compiled beforehand in parallel processes, from shapes alone; then every candidate layer is timed inside a
-captured CUDA graph that rotates over several inputs, so that the weights of a decode step do not come from L2.
+captured CUDA graph that rotates over several inputs, so that the weights of a decode step do not come from L2. A scan
+of all candidates picks a few, which are timed in turns: a GPU that has grown hot slows down whatever comes last.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import multiprocessing
 import statistics
@@ -17,19 +14,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import date
 from functools import partial
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from meta.arch import TYPICAL
-from meta.layers import MODEL_LAYERS
 from meta.operands import Operand
 from meta.schemes import SCHEMES, QuantScheme
-from moe_ops import plans
 from moe_ops.kernels.triton.config import MMConfig, SmallConfig
 from moe_ops.plans import LayerKey, Plan
 
@@ -211,15 +203,12 @@ def _compile(job: tuple[LayerKey, int, Plan]) -> str | None:
     return None
 
 
-def precompile(jobs: Iterable[tuple[LayerKey, int, Plan]], processes: int) -> None:
-    """Fill Triton's disk cache for all jobs, with progress on stderr."""
+def precompile(jobs: Iterable[tuple[LayerKey, int, Plan]], processes: int) -> Iterator[tuple[int, int, str | None]]:
+    """Fill Triton's disk cache for all jobs: (how many are done, of how many, why one did not compile or None)."""
     jobs = list({(key, plan): (key, count, plan) for key, count, plan in jobs}.values())  # sizes do not reach the code
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         for done, error in enumerate(pool.imap_unordered(_compile, jobs, chunksize=2), 1):
-            if error:
-                print(f"\ndoes not compile: {error}", file=sys.stderr)
-            print(f"\rcompiling {done}/{len(jobs)}", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
+            yield done, len(jobs), error
 
 
 # ---- search ----
@@ -241,8 +230,12 @@ def small_candidates(key: LayerKey, tokens: int) -> tuple[list[Plan], list[Small
     return [Plan("small", tile, down[0]) for tile in small_tiles(key.K, key.scheme, first=True)], down
 
 
-def _best(layer: TrialLayer, sets: Sequence[Inputs], found: Iterable[Plan]) -> Plan | None:
-    best, fastest = None, math.inf
+FINALISTS = 4  # of a scan, to be timed in turns
+
+
+def _scan(layer: TrialLayer, sets: Sequence[Inputs], found: Iterable[Plan]) -> list[Plan]:
+    """The fastest few of these plans by one measurement of each; those that do not run are said and left out."""
+    timed = []
     for plan in found:
         try:
             us = graph_us([partial(layer.run, plan, *inputs) for inputs in sets])
@@ -250,30 +243,38 @@ def _best(layer: TrialLayer, sets: Sequence[Inputs], found: Iterable[Plan]) -> P
             print(f"\n{plan}: {type(error).__name__}: {str(error)[:160]}", file=sys.stderr)
             torch.cuda.synchronize()
             continue
-        if us < fastest:
-            best, fastest = replace(plan, us=us), us
-    return best
+        timed.append(replace(plan, us=us))
+    return sorted(timed, key=lambda plan: plan.us or math.inf)[:FINALISTS]
 
 
 def tune(layer: TrialLayer, tokens: int) -> Plan:
-    """The fastest plan: GEMM 1 first, then GEMM 2, for each path; then the best path."""
+    """The fastest plan: GEMM 1 first, then GEMM 2, for each path; then the best path.
+
+    Raises:
+        RuntimeError: no candidate runs.
+    """
     sets = layer.inputs(tokens, INPUT_SETS if tokens <= 256 else 1)
     winners = []
     for first, second in (candidates(layer.key, tokens), small_candidates(layer.key, tokens)):
-        best = _best(layer, sets, first)
-        if best is not None:
-            best = _best(layer, sets, [replace(best, down=tile) for tile in second])
-        if best is not None:
-            winners.append(best)
+        finalists = _scan(layer, sets, first)
+        if finalists:
+            best = rematch(layer, sets, finalists)
+            winners += _scan(layer, sets, [replace(best, down=tile) for tile in second])
+    if not winners:
+        raise RuntimeError(f"tune: no candidate runs for {layer.key} and {tokens} tokens.")
     return rematch(layer, sets, winners)
 
 
-def rematch(layer: TrialLayer, sets: Sequence[Inputs], plans_found: list[Plan], rounds: int = 5) -> Plan:
-    """The fastest of a few plans, timed in turns: a GPU that has grown hot slows down whatever happens to come last."""
+def rematch(layer: TrialLayer, sets: Sequence[Inputs], plans_found: list[Plan], rounds: int = 3) -> Plan:
+    """The fastest of a few plans, timed in turns, there and back: so that a steady drift falls on all alike."""
     times: list[list[float]] = [[] for _ in plans_found]
+    order = range(len(plans_found))
     for _ in range(rounds if len(plans_found) > 1 else 1):
-        for plan, samples in zip(plans_found, times, strict=True):
-            samples.append(graph_us([partial(layer.run, plan, *inputs) for inputs in sets]))
+        both = [0.0] * len(plans_found)
+        for i in (*order, *reversed(order)):
+            both[i] += graph_us([partial(layer.run, plans_found[i], *inputs) for inputs in sets]) / 2
+        for samples, us in zip(times, both, strict=True):
+            samples.append(us)
     us, best = min((statistics.median(samples), i) for i, samples in enumerate(times))
     return replace(plans_found[best], us=us)
 
@@ -285,44 +286,3 @@ def jobs_for(key: LayerKey, tokens: Iterable[int]) -> Iterator[tuple[LayerKey, i
             for i in range(max(len(first), len(second))):
                 plan = first[min(i, len(first) - 1)]
                 yield key, count, replace(plan, down=second[min(i, len(second) - 1)])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m moe_ops.autotune", description=__doc__.split("\n")[0])
-    parser.add_argument("--shapes", default=",".join(MODEL_LAYERS), help="comma-separated, or E:K:H:I")
-    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
-    parser.add_argument("--scheme", default="bf16", choices=sorted(SCHEMES))
-    parser.add_argument("--format", default="grouped", choices=("grouped", "batched"))
-    parser.add_argument("--processes", type=int, default=max(1, (multiprocessing.cpu_count() or 2)))
-    parser.add_argument("--output", type=Path, help="default: the user's cache directory")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("needs a CUDA device")
-    gpu = torch.cuda.get_device_name()
-    output = arguments.output or plans.user_directory() / plans.file_name(gpu)
-    tokens = [int(t) for t in arguments.tokens.split(",")]
-    keys = {}
-    for name in arguments.shapes.split(","):
-        E, K, H, I = MODEL_LAYERS[name] if name in MODEL_LAYERS else map(int, name.split(":"))
-        keys[name] = LayerKey(arguments.scheme, arguments.format, E, K, H, I, True)
-    precompile((job for key in keys.values() for job in jobs_for(key, tokens)), arguments.processes)
-    stored: dict[str, Any] = json.loads(output.read_text()) if output.exists() else {"gpu": gpu, "plans": {}}
-    stored |= {"date": date.today().isoformat(), "torch": torch.__version__}
-    output.parent.mkdir(parents=True, exist_ok=True)
-    for name, key in keys.items():
-        layer = TrialLayer(key, "cuda")
-        for count in tokens:
-            plan = tune(layer, count)
-            stored["plans"].setdefault(str(key), {})[str(count)] = plan.to_json()
-            tiles = "" if plan.up is None or plan.down is None else f" up={tuple(plan.up)} down={tuple(plan.down)}"
-            print(
-                f"{name} {arguments.scheme} T={count}: {plan.us:.1f} us {plan.path}{tiles}",
-                flush=True,
-            )
-            output.write_text(json.dumps(stored, indent=1) + "\n")
-        del layer
-        torch.cuda.empty_cache()
-
-
-if __name__ == "__main__":
-    main()

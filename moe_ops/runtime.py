@@ -152,7 +152,8 @@ def _filler(value: Any, numbers: dict[int, int]) -> Callable[[Sequence[Tensor]],
         if not any(fillers):
             return None
         make = getattr(type(value), "_make", tuple)
-        pairs = list(zip(value, fillers, strict=True))
+        # Without what is filled in: no tensor is kept.
+        pairs = [(part if fill is None else None, fill) for part, fill in zip(value, fillers, strict=True)]
         return lambda given: make([part if fill is None else fill(given) for part, fill in pairs])
     if not is_dataclass(value):
         return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -133,6 +135,18 @@ def test_results_are_no_part_of_the_workspace():
         weights, ids = torch.ops.moe_ops.fused_topk(made["router_logits"], top_k=K)
     for result in (stored, scale, weights, ids):
         assert result.untyped_storage().nbytes() == result.numel() * result.element_size()
+
+
+def test_no_tensor_is_kept():
+    for _ in range(3):
+        made = layer(2, scheme="fp8_block128", dtype=torch.bfloat16)
+        result = moe_ops.fused_moe(**made, backend="triton")
+    tensors = [value for value in made.values() if isinstance(value, torch.Tensor)]
+    tensors += [*made["gate_up_scales"], *made["down_scales"], result]
+    alive = [weakref.ref(tensor) for tensor in tensors]
+    del made, result, tensors
+    gc.collect()
+    assert not any(reference() is not None for reference in alive)
 
 
 def test_copies_are_not_recorded(reasons: list[str | None]):

@@ -207,8 +207,8 @@ def _obstacle(compiled: Any) -> str | None:
 
 def _hooked() -> bool:
     """Whether somebody (a profiler) wants to be told of launches, which only Triton's own way does."""
-    runtime = triton.knobs.runtime
-    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+    enter, leave = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 class _Maps(dict[int, Any]):
