@@ -276,7 +276,7 @@ def _experts(
     return result
 
 
-def finalize(result: Tensor, prepared: Prepared, *, added: Tensor | None = None) -> Tensor:
+def finalize(result: Tensor, prepared: Prepared, added: Tensor | None = None) -> Tensor:
     """Bring the experts' results back to their tokens: weighted sums in fp32, in the order of k.
 
     Args:

@@ -345,8 +345,6 @@ def test_the_rule_gives_tiles_for_every_size(scheme, format, gated):
 PASSES: dict[str, dict[str, Any]] = {
     "plain": {},
     "weight_on_input": {"weight_on_input": True},
-    "expert_map": {"expert_map": torch.tensor([2, -1, 0, 1, 5, 4, 3])},
-    "biases": {"gate_up_bias": torch.randn(E, 2 * I), "down_bias": torch.randn(E, H)},
 }
 
 
@@ -354,21 +352,21 @@ PASSES: dict[str, dict[str, Any]] = {
 def test_passes_of_a_long_batch_are_the_whole(name: str, monkeypatch: pytest.MonkeyPatch):
     """Tokens in three passes, the last one shorter: the bits of one pass."""
     monkeypatch.setattr(plans, "plan_for", lambda *_: PLANS["grouped"])
-    arguments, options = case(20, dtype=torch.bfloat16, **PASSES[name])
+    arguments, options = case(14, dtype=torch.bfloat16, **PASSES[name])
     whole = moe_ops.fused_experts(*arguments, backend="triton", **options)
-    monkeypatch.setattr(layer, "tokens_per_pass", lambda *_: 8)
+    monkeypatch.setattr(layer, "tokens_per_pass", lambda *_: 6)
     assert torch.equal(moe_ops.fused_experts(*arguments, backend="triton", **options), whole)
 
 
 @pytest.mark.parametrize("stored", [False, True], ids=["tokens", "stored_tokens"])
 def test_passes_of_a_long_fp8_batch_are_the_whole(stored: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(plans, "plan_for", lambda *_: plans.Plan("grouped", FP8_TILE, FP8_TILE._replace(block_n=128)))
-    arguments, options = case(20, dtype=torch.bfloat16)
+    arguments, options = case(14, dtype=torch.bfloat16)
     scheme = SCHEMES["fp8_block128"]
     for place, name in ((1, "gate_up_scales"), (2, "down_scales")):
         arguments[place], options[name] = scheme.quantize(arguments[place])
     if stored:
         arguments[0], (options["hidden_states_scale"],) = scheme.rows.quantize(arguments[0])
     whole = moe_ops.fused_experts(*arguments, backend="triton", scheme=scheme.name, **options)
-    monkeypatch.setattr(layer, "tokens_per_pass", lambda *_: 8)
+    monkeypatch.setattr(layer, "tokens_per_pass", lambda *_: 6)
     assert torch.equal(moe_ops.fused_experts(*arguments, backend="triton", scheme=scheme.name, **options), whole)

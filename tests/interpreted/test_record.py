@@ -61,8 +61,8 @@ def layer(T: int = 5, scheme: str | None = None, dtype: torch.dtype = torch.floa
 LAYERS: dict[str, tuple[plans.Plan, Callable[[], dict[str, Any]]]] = {
     "small": (plans.Plan("small", SMALL, SMALL), lambda: layer(1)),
     "grouped": (plans.Plan("grouped", TILE, TILE), layer),
-    "stream": (plans.Plan("grouped", TALL, TALL), lambda: layer(40)),
-    "sorted": (plans.Plan("grouped", TILE, TILE), lambda: layer(33)),
+    "stream": (plans.Plan("grouped", TALL, TALL), lambda: layer(9)),
+    "sorted": (plans.Plan("grouped", TILE, TILE), lambda: layer(17)),
     "weight_on_input": (plans.Plan("grouped", TILE, TILE), lambda: layer(weight_on_input=True)),
     "expert_map": (plans.Plan("grouped", TILE, TILE), lambda: layer(expert_map=torch.tensor([1, 0, -1, 2]))),
     "biases": (
@@ -70,7 +70,7 @@ LAYERS: dict[str, tuple[plans.Plan, Callable[[], dict[str, Any]]]] = {
         lambda: layer(gate_up_bias=torch.randn(E, 2 * I), down_bias=torch.randn(E, H)),
     ),
     "batched": (plans.Plan("batched", TILE, TILE), lambda: layer(format="batched")),
-    "capacity": (plans.Plan("batched", TILE, TILE), lambda: layer(33, format="batched", capacity=3)),
+    "capacity": (plans.Plan("batched", TILE, TILE), lambda: layer(17, format="batched", capacity=3)),
     "fp8": (plans.Plan("grouped", FP8_TILE, FP8_SECOND), lambda: layer(scheme="fp8_block128", dtype=torch.bfloat16)),
     "fp8_batched": (
         plans.Plan("batched", FP8_TILE, FP8_SECOND),
