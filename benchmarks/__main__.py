@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import shapes as shape_table
 from benchmarks.results import RESULTS, ResultFile, current_commit, new_path
+from meta.checks import positive_integers
 
 OUT = Path(__file__).parent / "out"
 INTERRUPTED = 130  # what shells report for a process that Ctrl-C ended
@@ -56,7 +57,7 @@ def layers_command(arguments: list[str]) -> int:
         return 0
     chosen = shape_table.parse_shapes(options.shapes)
     default_tokens = shape_table.TINY_TOKENS if not on_gpu else shape_table.TOKENS
-    tokens = parse_numbers("--tokens", options.tokens) if options.tokens else list(default_tokens)
+    tokens = positive_integers("benchmarks", "--tokens", options.tokens) if options.tokens else list(default_tokens)
     names = parse_names("--peers", options.peers, PEERS, DEFAULT_PEERS[options.scheme, options.format])
     path = new_path(options.json, OUT / f"layers-{options.scheme}-{options.format}.json")
     header = {"scheme": options.scheme, "format": options.format, "dtype": options.dtype, "commit": options.commit}
@@ -112,7 +113,7 @@ def host_command(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     results = ResultFile(new_path(options.json, OUT / "host.json"), "host", host.METHOD, commit=options.commit)
     with interruptible(results):
-        host.run(shapes[options.shape], parse_numbers("--tokens", options.tokens), results)
+        host.run(shapes[options.shape], positive_integers("benchmarks", "--tokens", options.tokens), results)
     print(f"{len(results.rows)} rows in {results.path}")
     return 0
 
@@ -148,14 +149,6 @@ def print_lists() -> None:
         print(f"{shape.name:<16} E={shape.E:<4} K={shape.K:<2} H={shape.H:<5} I={shape.I}")
     for peer in PEERS.values():
         print(f"{peer.name:<18} {peer.work:<8} {peer.missing() or 'available'}")
-
-
-def parse_numbers(option: str, text: str) -> list[int]:
-    """Positive integers of a comma-separated list."""
-    numbers = text.split(",")
-    if not all(number.isdigit() and int(number) > 0 for number in numbers):
-        raise ValueError(f"benchmarks: {option} must be positive integers separated by commas, got {text!r}.")
-    return [int(number) for number in numbers]
 
 
 def parse_names(option: str, text: str | None, known: dict, default: tuple[str, ...]) -> list[str]:

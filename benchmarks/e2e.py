@@ -17,12 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch._dynamo.utils import counters
 
 import compile_passes  # noqa: F401  (registers the backend in a checkout that is not installed)
-from benchmarks.results import ResultFile
+from benchmarks.results import ResultFile, progress_bar
 from benchmarks.timing import cuda_event_ms
 from compile_passes.compat import mode_options
 from compile_passes.passes import SHARE, MoEPass, Pass
@@ -161,8 +159,7 @@ def run(
     steps: int = 30,
 ) -> None:
     """Time every row under every variant; a variant that cannot run is a row with the reason instead of a time."""
-    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
-    with built(model) as network, uncached(), Progress(*columns, console=Console(stderr=True)) as progress:
+    with built(model) as network, uncached(), progress_bar() as progress:
         task = progress.add_task("e2e", total=len(rows) * len(variants))
         for batch, new in rows:
             for name in variants:

@@ -10,13 +10,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import moe_ops
 from benchmarks.cases import Case, layer_weights, make_case
 from benchmarks.peers import FP8, transformers_module
-from benchmarks.results import ResultFile
+from benchmarks.results import ResultFile, progress_bar
 from benchmarks.shapes import Shape
 from benchmarks.timing import Thunk
 
@@ -35,9 +33,8 @@ METHOD = (
 
 def run(shape: Shape, tokens: Sequence[int], results: ResultFile, *, dtype: torch.dtype = torch.bfloat16) -> None:
     """Measure every T, one row for each way to call."""
-    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with Progress(*columns, console=Console(stderr=True)) as progress, torch.no_grad():
+    with progress_bar() as progress, torch.no_grad():
         task = progress.add_task(shape.name, total=len(tokens))
         with torch._dynamo.config.patch(recompile_limit=256):
             weights = layer_weights(shape, dtype, device)

@@ -8,12 +8,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.cases import Case, layer_weights, make_case
 from benchmarks.peers import Peer
-from benchmarks.results import ResultFile
+from benchmarks.results import ResultFile, progress_bar
 from benchmarks.shapes import Shape
 from benchmarks.timing import method, time_us
 
@@ -35,9 +33,7 @@ def run(
     replays: int = 20,
 ) -> None:
     """Time every (shape, T, peer), one row each; a peer that cannot run is a row with the reason instead of a time."""
-    # stderr, so that what is printed on stdout can be piped; without a terminal the bar prints nothing.
-    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress, torch.no_grad():
+    with progress_bar() as progress, torch.no_grad():
         task = progress.add_task("layers", total=len(shapes) * len(tokens) * len(peers))
         for shape in shapes:
             for row in time_shape(shape, tokens, peers, dtype, replays):

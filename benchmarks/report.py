@@ -97,12 +97,15 @@ def layer_cell(row: dict[str, Any] | None) -> str:
 
 def e2e_section(documents: Documents) -> str:
     """A table for every result file of whole models."""
-    parts = []
-    for stem, document in documents.items():
-        if document["kind"] == "e2e":
-            parts.append(
-                f"#### {source_line(stem, document)}\n\n{e2e_table(document)}\n\nMethod: {document['method']}."
-            )
+    return _tables(documents, "e2e", e2e_table)
+
+
+def _tables(documents: Documents, kind: str, draw: Callable[[dict[str, Any]], str]) -> str:
+    parts = [
+        f"#### {source_line(stem, document)}\n\n{draw(document)}\n\nMethod: {document['method']}."
+        for stem, document in documents.items()
+        if document["kind"] == kind
+    ]
     return "\n\n".join(parts) or NO_RESULTS
 
 
@@ -129,12 +132,7 @@ def speedup(times: dict[str, float | None]) -> str:
 
 def host_section(documents: Documents) -> str:
     """A table for every result file of host times."""
-    parts = [
-        f"#### {source_line(stem, document)}\n\n{host_table(document)}\n\nMethod: {document['method']}."
-        for stem, document in documents.items()
-        if document["kind"] == "host"
-    ]
-    return "\n\n".join(parts) or NO_RESULTS
+    return _tables(documents, "host", host_table)
 
 
 def host_table(document: dict[str, Any]) -> str:

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "triton", "transformers", "moe-compile")
@@ -79,6 +81,12 @@ class ResultFile:
         partial = self.path.with_suffix(".partial")
         partial.write_text(json.dumps(self.document, indent=1) + "\n")
         os.replace(partial, self.path)
+
+
+def progress_bar() -> Progress:
+    """On stderr, so that what is printed on stdout can be piped; without a terminal it prints nothing."""
+    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True))
 
 
 def versions() -> dict[str, str]:

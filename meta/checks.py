@@ -80,6 +80,14 @@ def fail(op: str, argument: str, rule: str, got: object, cure: str = "") -> Valu
     return ValueError(f"{op}: {argument} must be {rule}, got {got}.{' ' + cure if cure else ''}")
 
 
+def positive_integers(op: str, argument: str, text: str) -> list[int]:
+    """The numbers of a comma-separated list, for command lines."""
+    numbers = text.split(",")
+    if not all(number.isdigit() and int(number) > 0 for number in numbers):
+        raise fail(op, argument, "positive integers separated by commas", repr(text))
+    return [int(number) for number in numbers]
+
+
 def check_name(op: str, argument: str, value: str, valid: Collection[str]) -> None:
     """``value`` is one of ``valid``."""
     if value not in valid:

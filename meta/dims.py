@@ -145,3 +145,8 @@ def is_one(size: Dim) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(size == 1)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums of ``dtype`` are computed in: fp32, or fp64 for fp64 data."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from meta.checks import positive_integers
 from meta.dims import FORMATS
 from meta.layers import MODEL_LAYERS
 from meta.schemes import SCHEMES
@@ -86,15 +86,8 @@ def keys_of(options: argparse.Namespace) -> dict[str, LayerKey]:
     }
 
 
-def _numbers(option: str, text: str) -> list[int]:
-    parts = text.split(",")
-    if not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise ValueError(f"tune: {option} must be positive integers separated by commas, got {text!r}.")
-    return [int(part) for part in parts]
-
-
 def _shape(text: str) -> tuple[int, int, int, int]:
-    numbers = _numbers("--shape", text)
+    numbers = positive_integers("tune", "--shape", text)
     if len(numbers) != 4:
         raise ValueError(f"tune: --shape must be E,K,H,I, got {text!r}.")
     E, K, H, I = numbers
@@ -130,7 +123,7 @@ def missing(
 
 def tune(options: argparse.Namespace) -> None:
     """Measure, and write the file after every plan."""
-    keys, tokens = keys_of(options), _numbers("--tokens", options.tokens)
+    keys, tokens = keys_of(options), positive_integers("tune", "--tokens", options.tokens)
     if not torch.cuda.is_available():
         raise ValueError("tune: needs a CUDA device, got none.")
     try:
@@ -171,5 +164,4 @@ def tune(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    multiprocessing.freeze_support()
     sys.exit(main())

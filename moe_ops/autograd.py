@@ -2,8 +2,8 @@
 
 ``fused_topk`` differentiates analytically through the selected scores. ``fused_experts`` saves its inputs alone and
 runs ``fused_experts_backward``, which recomputes the first projection; the stages' formulas are in
-:mod:`moe_ops.stage_gradients`. Operators without a formula raise when an input
-requires grad: without a registration autograd would record through their bodies without a word.
+:mod:`moe_ops.stage_gradients`. Operators without a formula raise when an input requires grad: without a registration
+autograd would record through their bodies without a word.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from meta.calls import RouterOptions
 from meta.dims import GRADIENTS
 from meta.routing import ROUTINGS
-from moe_ops.stage_gradients import FORMULAS, StageFormula
+from moe_ops import stage_gradients
 
 Context = Any
 
@@ -96,47 +96,90 @@ Formula = tuple[Callable[..., Any], Callable[..., Any]]
 
 
 class _Formula:
-    """The formula of one layer operator; its inputs are read by the names of its schema."""
+    """The formula of one operator; its inputs are read by the names of its schema."""
+
+    quantised: str  # what the operator takes that has no gradient when it is quantised
 
     def __init__(self, op: str, names: tuple[str, ...]) -> None:
         self._op, self._names = op, names
 
+    def _given(self, values: tuple[Any, ...]) -> dict[str, Any]:
+        # torch leaves out trailing inputs that equal their default.
+        return dict(zip(self._names, values, strict=False))
+
+    def _refuse(self, quantised: bool) -> None:
+        if quantised:
+            raise ValueError(
+                f"{self._op}: inputs must not require grad for quantised {self.quantised}, got one that does. "
+                "Call it under torch.no_grad(), or train with unquantised weights."
+            )
+
+    def _save(self, ctx: Context, tensors: dict[str, Tensor | None]) -> None:
+        ctx.saved = tuple(tensors)
+        ctx.save_for_backward(*tensors.values())
+
+    def backward(self, ctx: Context, *grads: Tensor | None) -> tuple[Any, ...]:
+        """Gradients of the inputs, in their order."""
+        saved = dict(zip(ctx.saved, ctx.saved_tensors, strict=True))
+        given = self._given(ctx.needs_input_grad)  # of a list there is a list
+        found = self._gradients(ctx, saved, {name: need is True for name, need in given.items()}, grads[0])
+        return tuple([None] * len(need) if isinstance(need, list) else found.get(name) for name, need in given.items())
+
+    def _gradients(self, ctx: Context, saved: Any, needs: dict[str, bool], grad: Any) -> dict[str, Tensor | None]:
+        raise NotImplementedError
+
+
+class _LayerFormula(_Formula):
+    quantised = "weights"
+
     def setup_context(
         self, ctx: Context, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
     ) -> None:
-        given = dict(zip(self._names, inputs, strict=False))
-        if given.get("gate_up_scales") or given.get("down_scales") or given.get("hidden_states_scale") is not None:
-            raise ValueError(
-                f"{self._op}: inputs must not require grad for quantised weights, got one that does. "
-                "Call it under torch.no_grad(), or train with unquantised weights."
-            )
-        ctx.saved = tuple(name for name in _SAVED if name in self._names)
-        ctx.save_for_backward(*(given.get(name) for name in ctx.saved))
+        """Save the inputs alone."""
+        given = self._given(inputs)
+        scales = given.get("gate_up_scales") or given.get("down_scales")
+        self._refuse(bool(scales) or given.get("hidden_states_scale") is not None)
+        self._save(ctx, {name: given.get(name) for name in _SAVED if name in self._names})
         ctx.options = {name: keyword_only_inputs[name] for name in _LAYER_OPTIONS}
         if self._op == "fused_moe":
             ctx.topk_options = {name: keyword_only_inputs[name] for name in RouterOptions._fields}
 
-    def backward(self, ctx: Context, grad_output: Tensor) -> tuple[Any, ...]:
-        saved = dict(zip(ctx.saved, ctx.saved_tensors, strict=True))
-        # torch leaves out trailing inputs that equal their default; of a list there is a list.
-        given = dict(zip(self._names, ctx.needs_input_grad, strict=False))
-        needed = dict(given)
+    def _gradients(self, ctx: Context, saved: Any, needs: dict[str, bool], grad: Any) -> dict[str, Tensor | None]:
         if self._op == "fused_moe":
             logits, bias = saved.pop("router_logits"), saved.pop("correction_bias")
             with torch.no_grad():
                 weights, ids = torch.ops.moe_ops.fused_topk.default(logits, bias, **ctx.topk_options)
             saved |= {"topk_weights": weights, "topk_ids": ids}
-            needed["topk_weights"] = given["router_logits"]
-        needs = [needed.get(name, False) for name in GRADIENTS]
+            needs["topk_weights"] = needs["router_logits"]
+        asked = [needs.get(name, False) for name in GRADIENTS]
         op = torch.ops.moe_ops.fused_experts_backward.default
-        found = op(grad_output, *(saved[name] for name in _BACKWARD_TENSORS), needs=needs, **ctx.options)
+        found = op(grad, *(saved[name] for name in _BACKWARD_TENSORS), needs=asked, **ctx.options)
         grads: dict[str, Tensor | None] = {
-            name: grad for name, grad, need in zip(GRADIENTS, found, needs, strict=True) if need
+            name: value for name, value, need in zip(GRADIENTS, found, asked, strict=True) if need
         }
         grad_weights = grads.get("topk_weights")
         if self._op == "fused_moe" and grad_weights is not None:
             grads["router_logits"] = topk_backward(grad_weights, logits, ids, ctx.topk_options)
-        return tuple([None] * len(need) if isinstance(need, list) else grads.get(name) for name, need in given.items())
+        return grads
+
+
+class _StageFormula(_Formula):
+    quantised = "operands"
+
+    def setup_context(
+        self, ctx: Context, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any] | None = None, output: Any = ()
+    ) -> None:
+        """Save what the formula reads."""
+        given, options = self._given(inputs), keyword_only_inputs or {}
+        scales = given.get("weight_scales") or any(given.get(f"{x}_scale") is not None for x in ("rows", "batch"))
+        self._refuse(bool(scales or options.get("quantize_output")))
+        arguments, results = stage_gradients.SAVED[stage_gradients.FORMULAS[self._op]]
+        tensors = {name: given[name] for name in arguments if given.get(name) is not None}
+        self._save(ctx, tensors | {name: output[place] for name, place in results.items()})
+        ctx.options = {name: options[name] for name in stage_gradients.OPTIONS if name in options}
+
+    def _gradients(self, ctx: Context, saved: Any, needs: dict[str, bool], grad: Any) -> dict[str, Tensor | None]:
+        return stage_gradients.FORMULAS[self._op](self._op, saved, needs, grad, **ctx.options)
 
 
 def no_formula(op: str, cure: str) -> Formula:
@@ -155,10 +198,10 @@ def formula(op: str, names: tuple[str, ...]) -> Formula | None:
     """``(backward, setup_context)`` of a differentiable operator, whose positional arguments have these names."""
     if op == "fused_topk":
         return _backward_topk, _setup_topk
-    if op in ("fused_experts", "fused_moe"):
-        rows = _Formula(op, names)
-        return rows.backward, rows.setup_context
-    if op in FORMULAS:
-        stage = StageFormula(op, names)
-        return stage.backward, stage.setup_context
-    return None
+    kind: type[_LayerFormula | _StageFormula] = _LayerFormula
+    if op in stage_gradients.FORMULAS:
+        kind = _StageFormula
+    elif op not in ("fused_experts", "fused_moe"):
+        return None
+    found = kind(op, names)
+    return found.backward, found.setup_context

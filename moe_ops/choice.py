@@ -61,9 +61,8 @@ def _choose(problem: Problem, requested: str | None, op: str, by_variable: bool 
     if requested is not None and requested not in backends.BACKENDS:
         raise ValueError(f"{op}: backend must be one of {sorted(backends.BACKENDS)}, got {requested!r}.")
     refusals = []
-    for name in backends.BACKENDS if requested is None else (requested,):
-        if requested is None and backends.BACKENDS[name].device is None:
-            continue
+    considered = [name for name, row in backends.BACKENDS.items() if row.device is not None]
+    for name in considered if requested is None else (requested,):
         reason = _refusal(name, problem, requested, op)
         if isinstance(reason, ModuleType):
             return reason

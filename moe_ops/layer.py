@@ -18,11 +18,11 @@ from torch import Tensor
 from meta.activations import ACTIVATIONS
 from meta.calls import ExpertsCall, MoeCall
 from meta.checks import Accepts, accepts, check_float, check_name, check_rank, check_shape, check_type, fail
-from meta.dims import FORMATS
+from meta.dims import FORMATS, accumulation_dtype
 from meta.schemes import SCHEMES
 from moe_ops import choice
 from moe_ops.ops import SIGNATURES, call, parse
-from moe_ops.pairs import invert
+from moe_ops.pairs import invert, used_rows
 
 #: Runs an operator by its name and flat arguments.
 Stage = Callable[..., Any]
@@ -150,11 +150,15 @@ def prepare(
         raise fail(op, "capacity", "None for format='grouped'", capacity, "Pass format='batched'.")
     if format == "batched" and capacity is None:
         capacity = max(topk_ids.shape[0], 1)
-    form = None if scheme is None else SCHEMES[scheme].rows
     return _prepare(
-        _public(op, {}), hidden_states, topk_weights, topk_ids, expert_map, num_experts, weight_on_input,
-        scheme if form is not None else None, capacity, slot_order,
+        _public(op, {}), hidden_states, topk_weights, topk_ids, expert_map, num_experts, weight_on_input, scheme,
+        capacity, slot_order,
     )  # fmt: skip
+
+
+def _quantizes(scheme: str | None) -> bool:
+    """Whether rows are quantised for it."""
+    return scheme is not None and SCHEMES[scheme].rows is not None
 
 
 def _prepare(
@@ -165,11 +169,11 @@ def _prepare(
     expert_map: Tensor | None,
     num_experts: Any,
     weight_on_input: bool,
-    row_scheme: str | None,
+    scheme: str | None,
     capacity: Any,
     slot_order: str = "token",
 ) -> Prepared:
-    """`row_scheme`: of rows to quantise; `capacity`: None in the grouped format."""
+    """`capacity`: None in the grouped format."""
     tokens = (hidden_states, topk_ids, expert_map)
     if capacity is None:
         rows, extents, places = run("moe_permute", *tokens, num_experts=num_experts)
@@ -180,25 +184,20 @@ def _prepare(
         rows = _weighed(rows, extents, places, topk_weights)
         topk_weights = torch.ones_like(topk_weights)
     scale = None
-    if row_scheme is not None and capacity is None:
-        rows, scale = run("quantize_rows", rows, scheme=row_scheme)
-    elif row_scheme is not None:
-        rows, scale = run("quantize_batched", rows, extents, scheme=row_scheme)
+    if _quantizes(scheme) and capacity is None:
+        rows, scale = run("quantize_rows", rows, scheme=scheme)
+    elif _quantizes(scheme):
+        rows, scale = run("quantize_batched", rows, extents, scheme=scheme)
     return Prepared(rows, scale, extents, places, topk_weights)
 
 
 def _weighed(rows: Tensor, extents: Tensor, places: Tensor, topk_weights: Tensor) -> Tensor:
     """Every row times the weight of its pair, in fp32; zero where a row holds none, whatever is in its memory."""
-    wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    flat = rows.flatten(0, -2)
     if topk_weights.numel() == 0:
         return rows
-    of_rows = topk_weights.reshape(-1).index_select(0, invert(places, flat.shape[0])).to(wide)
-    if rows.dim() == 3:
-        used = torch.arange(rows.shape[1], device=rows.device) < extents.unsqueeze(1)
-    else:
-        used = torch.arange(rows.shape[0], device=rows.device) < extents[-1]
-    return torch.where(used.reshape(-1, 1), flat, 0).to(wide).mul(of_rows.unsqueeze(1)).to(rows.dtype).view(rows.shape)
+    wide, sizes = accumulation_dtype(rows.dtype), rows.shape[:-1]
+    of_rows = topk_weights.reshape(-1).index_select(0, invert(places, sizes.numel())).to(wide).view(*sizes, 1)
+    return torch.where(used_rows(rows, extents), rows, 0).to(wide).mul(of_rows).to(rows.dtype)
 
 
 def experts(
@@ -248,13 +247,10 @@ def experts(
     })  # fmt: skip
     if scheme is not None:
         check_name(op, "scheme", scheme, SCHEMES)
-    quantize = scheme is not None and SCHEMES[scheme].rows is not None
     first = [gate_up_proj, prepared.extents, gate_up_scales, up_proj, gate_up_bias, prepared.rows_scale]
     second = [down_proj, prepared.extents, down_scales, down_bias]
     glu = {"activation": activation, "alpha": alpha, "limit": limit, "glu_layout": layout}
-    return _experts(
-        _public(op, _FIRST), _public(op, _SECOND), prepared, first, second, glu, scheme, quantize, out_dtype
-    )
+    return _experts(_public(op, _FIRST), _public(op, _SECOND), prepared, first, second, glu, scheme, out_dtype)
 
 
 def _experts(
@@ -265,11 +261,10 @@ def _experts(
     second: list[Any],
     glu: dict[str, Any],
     scheme: str | None,
-    quantize: bool,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
-    """`first`, `second`: the products' positional arguments behind their rows; `quantize`: the rows between them."""
-    prefix = prepared.format
+    """`first`, `second`: the products' positional arguments behind their rows."""
+    prefix, quantize = prepared.format, _quantizes(scheme)
     h, h_scale = run_first(f"{prefix}_mm_glu", prepared.rows, *first, **glu, scheme=scheme, quantize_output=quantize)
     scale = h_scale if quantize else None
     result: Tensor = run_second(f"{prefix}_mm", h, *second, scale, scheme=scheme, out_dtype=out_dtype)
@@ -332,7 +327,7 @@ def composed(layer: ExpertsCall | MoeCall, module: ModuleType) -> Tensor:
     weights, glu, scheme = layer.experts, layer.experts.glu, layer.experts.scheme
     prepared = _prepare(
         run, layer.hidden_states.data, layer.topk_weights, layer.topk_ids, layer.expert_map, weights.count,
-        layer.weight_on_input, None if scheme.rows is None else scheme.name, layer.capacity,
+        layer.weight_on_input, scheme.name, layer.capacity,
     )  # fmt: skip
     up, up_scales = (None, ()) if weights.up is None else (weights.up.data, weights.up.scales)
     first = [
@@ -343,5 +338,5 @@ def composed(layer: ExpertsCall | MoeCall, module: ModuleType) -> Tensor:
     row = ACTIVATIONS[glu.activation]  # which was filled in what it does not take
     alpha, limit = glu.alpha if row.alpha is not None else None, glu.limit if row.limit is not None else None
     options = {"activation": glu.activation, "alpha": alpha, "limit": limit, "glu_layout": glu.layout}
-    result = _experts(run, run, prepared, first, second, options, scheme.name, scheme.rows is not None, layer.out_dtype)
+    result = _experts(run, run, prepared, first, second, options, scheme.name, layer.out_dtype)
     return _finalize(run, result, prepared)

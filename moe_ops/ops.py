@@ -288,10 +288,7 @@ def call(name: str, *args: Any, **options: Any) -> Any:
         undisturbed = signature.are_plain(args)
     rows = ARGUMENTS[name]
     for argument, value in options.items() if undisturbed else (*zip(rows, args, strict=False), *options.items()):
-        # The check of `check_type`, without the call: it is most of what a valid call pays here.
-        types, is_number, is_list, _, _ = rows[argument]
-        if not isinstance(value, types) or (is_number and isinstance(value, bool)) or (is_list and value):
-            check_type(name, argument, value, rows[argument])
+        check_type(name, argument, value, rows[argument])
     if undisturbed:
         with compat.below_autograd():
             return _OVERLOADS[name](*args, **options)

@@ -60,3 +60,18 @@ def invert(pair_to_row: Tensor, count: int) -> Tensor:
     pairs = torch.arange(flat.shape[0], device=flat.device)
     inverse = torch.zeros(count + 1, dtype=torch.int64, device=flat.device)
     return inverse.scatter_(0, flat.masked_fill(flat < 0, count), pairs)[:count]
+
+
+def used_rows(rows: Tensor, extents: Tensor) -> Tensor:
+    """Which rows hold a pair, boolean ``[R, 1]`` or ``[E, C, 1]``.
+
+    Args:
+        rows: ``[R, H]`` sorted by expert, or a batch ``[E, C, H]``.
+        extents: ``[E]``: cumulative ends, or how many rows of each expert's block are used.
+    """
+    places = torch.arange(rows.shape[-2], device=rows.device)
+    if rows.dim() == 3:
+        ends = extents.unsqueeze(1)
+    else:
+        ends = extents[-1:] if extents.shape[0] else extents.new_zeros(1)  # without experts no row is used
+    return (places < ends).unsqueeze(-1)

@@ -23,7 +23,7 @@ from meta.calls import (
     RouteCall,
     WgradCall,
 )
-from meta.dims import Problem
+from meta.dims import Problem, accumulation_dtype
 from meta.operands import Operand, quantized
 from meta.routing import route
 from meta.schemes import SCHEMES
@@ -89,14 +89,10 @@ def batched_dispatch(call: DispatchCall) -> tuple[Tensor, Tensor, Tensor]:
     return batch, counts, slots
 
 
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def moe_unpermute(call: CombineCall) -> Tensor:
     """``out[t] = sum over k of weight[t, k] * rows[place[t, k]]``, in the order of k, then ``+ added[t]``."""
     rows, places = call.rows.flatten(0, -2), call.places
-    out = torch.zeros((places.shape[0], rows.shape[1]), dtype=_accumulation_dtype(rows.dtype))
+    out = torch.zeros((places.shape[0], rows.shape[1]), dtype=accumulation_dtype(rows.dtype))
     for token in range(places.shape[0]):
         for k in range(places.shape[1]):
             row = int(places[token, k])
@@ -122,7 +118,7 @@ quantize_batched = quantize_rows
 def _wide(operand: Operand) -> Tensor:
     """The operand in the accumulation dtype."""
     value = operand.dequantized()
-    return value.to(_accumulation_dtype(value.dtype))
+    return value.to(accumulation_dtype(value.dtype))
 
 
 def _first_weight(gate_up: Operand, up: Operand | None) -> Tensor:
@@ -174,7 +170,7 @@ batched_mm = grouped_mm
 
 def grouped_wgrad(call: WgradCall) -> Tensor:
     """``out[e] = grad_rows[rows of e].T @ rows[rows of e]``."""
-    wide = _accumulation_dtype(call.rows.dtype)
+    wide = accumulation_dtype(call.rows.dtype)
     ends = pairwise([0, *call.offsets.tolist()])
     products = [call.grad_rows[start:end].to(wide).T @ call.rows[start:end].to(wide) for start, end in ends]
     (sizes, dtype), *_ = call.outputs

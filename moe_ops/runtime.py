@@ -53,9 +53,7 @@ class Launcher:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The operator's result."""
         if debugging.active():
-            call = self._parse(*args, **kwargs)
-            debugging.check(call)
-            return self._choose(call)[0](call)
+            return self._run(args, kwargs)
         try:
             key, tensors, pointers = self._signature(args, kwargs)
             warm = self._warm.get(key)
@@ -79,6 +77,8 @@ class Launcher:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._parse(*args, **kwargs)
+        if debugging.active():
+            debugging.check(call)
         return self._choose(call)[0](call)
 
     def _signature(

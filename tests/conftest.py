@@ -10,6 +10,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,32 @@ def _nothing_learnt() -> None:
     """No test runs what a call of another one, under other plans or backends, left behind."""
     for launcher in LAUNCHERS.values():
         launcher.forget()
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Fill every uninitialised allocation, with NaN where there is one, so that an element nobody wrote shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def reasons(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """Why each recorded call of the Triton backend has no record."""
+    from moe_ops.kernels.triton.record import Recorder
+
+    found: list[str | None] = []
+    finish = Recorder.finish
+
+    def note(self: Recorder, result: Any) -> Any:
+        made = finish(self, result)
+        found.append(self.reason)
+        return made
+
+    monkeypatch.setattr(Recorder, "finish", note)
+    return found
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """The implementations of the operators: one row each, in order of preference.
 
-A backend is a module, imported when first considered. It has ``SERVED_SCHEMES`` (names of
+A backend is a module, imported when first considered. It has ``NAME``, ``SERVED_SCHEMES`` (names of
 :data:`meta.schemes.SCHEMES`; a problem with another one is refused before the module is asked), ``refuses(problem) ->
 str | None`` (a reason, or None to accept) and functions named like the operators it implements, of the operator's
 :class:`meta.calls.Call`. Which operators those are is its own affair: every one is chosen for by itself, so that a

@@ -22,13 +22,12 @@ from meta.calls import (
     RouteCall,
     WgradCall,
 )
-from meta.dims import Problem
+from meta.dims import Problem, accumulation_dtype
 from meta.operands import quantized
 from meta.routing import route
 from meta.schemes import SCHEMES
 from moe_ops.kernels.cpu import (
     Span,
-    accumulation_dtype,
     batched_spans,
     combine,
     combine_dropping,

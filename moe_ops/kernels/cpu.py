@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from meta.activations import ACTIVATIONS, split_glu
+from meta.dims import accumulation_dtype
 from meta.operands import Glu, Operand
 from moe_ops.pairs import local_ids
 
@@ -27,11 +28,6 @@ _LEAST_PADDED = 8
 # What padding costs besides its GEMMs must be won back, and splitting costs more than padding every expert whole.
 _WORTHWHILE, _WORTHWHILE_WHOLE = 0.7, 0.8
 _LENGTHS = (0, 8, 12, 16, 24, 32, 48, 64)
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp32, or fp64 for fp64 data."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def grouped_spans(offsets: Tensor) -> list[Span]:

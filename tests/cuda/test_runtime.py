@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,35 +14,11 @@ import pytest
 import torch
 
 import moe_ops
-from moe_ops.kernels.triton import record
 from moe_ops.ops import LAUNCHERS
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("poisoned_memory")]
 E, K, H, I = 16, 4, 256, 128
 TOKENS = (1, 2, 8, 33, 200, 1500)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """Fill every uninitialised allocation with NaN, so that an element nobody wrote shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def reasons(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
-    """Why each recorded call has no record."""
-    found: list[str | None] = []
-    finish = record.Recorder.finish
-
-    def note(self: record.Recorder, result: Any) -> Any:
-        made = finish(self, result)
-        found.append(self.reason)
-        return made
-
-    monkeypatch.setattr(record.Recorder, "finish", note)
-    return found
 
 
 def weights(scheme: str | None = None, device: str = "cuda") -> dict[str, Any]:

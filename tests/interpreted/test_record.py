@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,35 +16,13 @@ from moe_ops.kernels.triton import record
 from moe_ops.kernels.triton.config import MMConfig, SmallConfig
 from moe_ops.ops import LAUNCHERS
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 E, K, H, I = 4, 2, 128, 64
 TILE = MMConfig(16, 32, 32, 2, 4, 2, a_tma=True, w_tma=True)
 TALL = MMConfig(64, 32, 32, 2, 4, 2, a_tma=True, w_tma=True)  # a stream of tiles, stored by tensor map
 FP8_TILE = MMConfig(16, 256, 128, 2, 4, 2, a_tma=True, w_tma=True)
 FP8_SECOND = FP8_TILE._replace(block_n=128)
 SMALL = SmallConfig(16, 128, 4)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """Fill every uninitialised allocation with NaN, so that an element nobody wrote shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def reasons(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
-    """Why each recorded call has no record."""
-    found: list[str | None] = []
-    finish = record.Recorder.finish
-
-    def note(self: record.Recorder, result: Any) -> Any:
-        made = finish(self, result)
-        found.append(self.reason)
-        return made
-
-    monkeypatch.setattr(record.Recorder, "finish", note)
-    return found
 
 
 def layer(T: int = 5, scheme: str | None = None, dtype: torch.dtype = torch.float32, **options: Any) -> dict[str, Any]:

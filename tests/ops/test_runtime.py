@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -39,14 +38,6 @@ def rules_run(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
     rule = ops.RULES[name]
     monkeypatch.setitem(ops.RULES, name, lambda flat: runs.append(name) or rule(flat))
     return runs
-
-
-@pytest.fixture
-def poisoned_memory() -> Iterator[None]:
-    """Fill every uninitialised allocation, so that what nobody wrote is the same in two runs."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.usefixtures("poisoned_memory")

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +22,11 @@ from triton.backends.nvidia import driver as nvidia
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_ops.compat import empty_cuda
+from moe_ops.kernels.triton.util import INTERPRETED, cdiv
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
 
-INTERPRETED = triton.knobs.runtime.interpret
 ALIGNMENT = 512  # bytes, of a piece of the workspace: what torch's allocator gives
 # Of a call worth a record: beyond, kernels take longer than their launches, and pieces should be freed one by one.
 MOST_LAUNCHES = 16
@@ -178,7 +177,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         taken = sum(piece.untyped_storage().nbytes() for piece in self._pieces)
         if taken > MOST_BYTES:
             self._against(f"{taken} bytes of memory")
-        if self.reason is None and not INTERPRETED:
+        if self.reason is None and not INTERPRETED.value:
             self.reason = next(filter(None, (_obstacle(one.compiled) for one in self._launches)), None)
         if self.reason is not None:
             return None
@@ -186,19 +185,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         for number, piece in enumerate(self._pieces, self._inputs):
             if number not in sources:
                 offsets[number] = size
-                size += -(-piece.untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT
-        make = RecordInterpreted if INTERPRETED else Record
+                size += cdiv(piece.untyped_storage().nbytes(), ALIGNMENT) * ALIGNMENT
+        make = RecordInterpreted if INTERPRETED.value else Record
         return make(self._launches, places, self._inputs, offsets, size, returned[0].device, isinstance(result, tuple))
 
 
-@cache
-def _base_format_known() -> bool:
-    """Whether Triton's launch function takes what :class:`Record` gives it: the form of Triton 3.6."""
-    return getattr(nvidia, "_BASE_ARGS_FORMAT", None) == "iiiKKppOOOOOO"
-
-
 def _obstacle(compiled: Any) -> str | None:
-    if not _base_format_known():
+    # What `Record` gives it is the form of Triton 3.6.
+    if getattr(nvidia, "_BASE_ARGS_FORMAT", None) != "iiiKKppOOOOOO":
         return "another form of Triton's launch function"
     if compiled.run.global_scratch_size or compiled.run.profile_scratch_size:
         return "a kernel with scratch memory"
