@@ -1,4 +1,4 @@
-"""Command line: `python -m benchmarks [layers]`, and `e2e`, `host` or `report` in its place."""
+"""Command line: `python -m benchmarks [layers]`, and `e2e`, `host`, `compare`, `carry` or `report` in its place."""
 
 from __future__ import annotations
 
@@ -6,23 +6,38 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from benchmarks import shapes as shape_table
-from benchmarks.results import RESULTS, ResultFile, current_commit, new_path
+from benchmarks.intervals import enough_rounds
+from benchmarks.results import RESULTS, ResultFile, commit_of, current_commit, new_path
+from benchmarks.timing import ROUNDS
 from meta.checks import positive_integers
+
+if TYPE_CHECKING:
+    from benchmarks.layers import Plan
 
 OUT = Path(__file__).parent / "out"
 INTERRUPTED = 130  # what shells report for a process that Ctrl-C ended
+LAYER_OPTIONS = ("shapes", "tokens", "routing", "peers", "scheme", "format", "dtype", "rounds")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; `layers` when none is named."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands = {"layers": layers_command, "e2e": e2e_command, "host": host_command, "report": report_command}
+    commands = {
+        "layers": layers_command,
+        "e2e": e2e_command,
+        "host": host_command,
+        "compare": compare_command,
+        "carry": carry_command,
+        "report": report_command,
+    }
     command = arguments.pop(0) if arguments and arguments[0] in commands else "layers"
     try:
         return commands[command](arguments)
@@ -36,65 +51,93 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def layers_command(arguments: list[str]) -> int:
     """Time single layers."""
-    from benchmarks import layers
-    from benchmarks.peers import DEFAULT_PEERS, PEERS
+    from benchmarks import device, layers
 
-    on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=layers.__doc__)
     parser.add_argument("--list", action="store_true", help="list shapes and peers, and which of them can run here")
-    parser.add_argument("--shapes", default="all" if on_gpu else "tiny", help="comma-separated names, 'all' or 'tiny'")
-    parser.add_argument("--tokens", help="comma-separated numbers of tokens")
-    parser.add_argument("--peers", help="comma-separated names; 'optional' adds the optional ones")
-    parser.add_argument("--scheme", default="bf16", choices=("bf16", "fp8_block128"), help="picks the default peers")
-    parser.add_argument("--format", default="grouped", choices=("grouped", "batched"), help="picks the default peers")
-    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of activations and unquantised weights")
-    parser.add_argument("--replays", type=int, default=20)
+    add_layer_options(parser)
+    parser.add_argument("--times-only", action="store_true", help="no ceilings of the GPU, and no times of kernels")
     parser.add_argument("--json", type=Path, help=f"a new result file (default: in {OUT.name}/, numbered)")
     parser.add_argument("--commit", default=current_commit(), help="for the result file, where there is no checkout")
     options = parser.parse_args(arguments)
     if options.list:
         print_lists()
         return 0
-    chosen = shape_table.parse_shapes(options.shapes)
-    default_tokens = shape_table.TINY_TOKENS if not on_gpu else shape_table.TOKENS
-    tokens = positive_integers("benchmarks", "--tokens", options.tokens) if options.tokens else list(default_tokens)
-    names = parse_names("--peers", options.peers, PEERS, DEFAULT_PEERS[options.scheme, options.format])
+    plan = layer_plan(options)
     path = new_path(options.json, OUT / f"layers-{options.scheme}-{options.format}.json")
+    ceilings = None if options.times_only else device.ceilings()
+    plan = replace(plan, roof=device.measured_arch(ceilings), kernels=not options.times_only)
     header = {"scheme": options.scheme, "format": options.format, "dtype": options.dtype, "commit": options.commit}
-    results = ResultFile(path, "layers", layers.layer_method(options.replays), **header)
-    peers = [PEERS[name] for name in names]
+    header |= {"reference": plan.reference, "ceilings": ceilings}
+    results = ResultFile(path, "layers", layers.layer_method(plan.rounds), **header)
     with interruptible(results):
-        layers.run(chosen, tokens, peers, results, dtype=DTYPES[options.dtype], replays=options.replays)
+        layers.run(plan, results)
     print(f"{len(results.rows)} rows in {path}")
     return 0
+
+
+def add_layer_options(parser: argparse.ArgumentParser) -> None:
+    """What is timed by `layers` and by `compare`."""
+    from benchmarks.routings import ROUTINGS
+
+    default = "all" if torch.cuda.is_available() else "tiny"
+    help = "comma-separated names, 'all', 'tiny', or ExKxHxI such as 16x1x5120x8192"
+    parser.add_argument("--shapes", default=default, help=help)
+    parser.add_argument("--tokens", help="comma-separated numbers of tokens")
+    parser.add_argument("--routing", default="uniform", help=f"comma-separated, among {', '.join(ROUTINGS)}")
+    parser.add_argument("--peers", help="comma-separated names; 'optional' adds the optional ones")
+    parser.add_argument("--scheme", default="bf16", choices=("bf16", "fp8_block128"), help="picks the default peers")
+    parser.add_argument("--format", default="grouped", choices=("grouped", "batched"), help="picks the default peers")
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of activations and unquantised weights")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="in each, every peer is timed once")
+
+
+def layer_plan(options: argparse.Namespace) -> Plan:
+    """The options of `add_layer_options`, checked."""
+    from benchmarks import layers
+    from benchmarks.peers import DEFAULT_PEERS, PEERS
+    from benchmarks.routings import ROUTINGS
+
+    default_tokens = shape_table.TOKENS if torch.cuda.is_available() else shape_table.TINY_TOKENS
+    names = parse_names("--peers", options.peers, PEERS, DEFAULT_PEERS[options.scheme, options.format])
+    return layers.Plan(
+        shapes=shape_table.parse_shapes(options.shapes),
+        tokens=positive_integers("benchmarks", "--tokens", options.tokens) if options.tokens else default_tokens,
+        peers=[PEERS[name] for name in names],
+        routings=parse_names("--routing", options.routing, ROUTINGS, ("uniform",)),
+        dtype=DTYPES[options.dtype],
+        rounds=enough_rounds(options.rounds),
+    )
 
 
 def e2e_command(arguments: list[str]) -> int:
     """Time whole models."""
     from benchmarks import e2e
+    from benchmarks.models import MODELS, VARIANTS
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks e2e", description=e2e.__doc__)
     parser.add_argument("--list", action="store_true", help="list rows and variants")
     parser.add_argument("--rows", help="comma-separated batch x new tokens, such as 8x1,4x2048")
     parser.add_argument("--variants", help="comma-separated names")
-    parser.add_argument("--model", default="qwen3-4l" if torch.cuda.is_available() else "tiny", choices=e2e.MODELS)
+    parser.add_argument("--model", default="qwen3-4l" if torch.cuda.is_available() else "tiny", choices=MODELS)
     parser.add_argument("--cache-length", type=int, help="positions of the static cache, all of them attended to")
-    parser.add_argument("--steps", type=int, default=30, help="timed steps per row")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="in each, every variant is timed for one step")
     parser.add_argument("--json", type=Path, help=f"a new result file (default: in {OUT.name}/, numbered)")
     parser.add_argument("--commit", default=current_commit(), help="for the result file, where there is no checkout")
     options = parser.parse_args(arguments)
     if options.list:
-        for name, variant in e2e.VARIANTS.items():
+        for name, variant in VARIANTS.items():
             print(f"{name:<28} {variant.describe()}")
         return 0
-    model = e2e.MODELS[options.model]
+    model = MODELS[options.model]
     rows = [e2e.parse_row(text) for text in options.rows.split(",")] if options.rows else list(model.rows)
-    names = parse_names("--variants", options.variants, e2e.VARIANTS, tuple(e2e.VARIANTS))
+    names = parse_names("--variants", options.variants, VARIANTS, tuple(VARIANTS))
+    rounds = enough_rounds(options.rounds)
     path = new_path(options.json, OUT / "e2e.json")
     length = options.cache_length or model.cache_length
-    results = e2e.new_results(model, path, options.commit, length, options.steps)
+    results = e2e.new_results(model, path, options.commit, length, rounds)
     with interruptible(results):
-        e2e.run(model, rows, names, results, length=length, steps=options.steps)
+        e2e.run(model, rows, names, results, length=length, rounds=rounds)
     print(f"{len(results.rows)} rows in {path}")
     return 0
 
@@ -115,6 +158,44 @@ def host_command(arguments: list[str]) -> int:
     with interruptible(results):
         host.run(shapes[options.shape], positive_integers("benchmarks", "--tokens", options.tokens), results)
     print(f"{len(results.rows)} rows in {results.path}")
+    return 0
+
+
+def compare_command(arguments: list[str]) -> int:
+    """Time our layers of two checkouts."""
+    from benchmarks import compare
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks compare", description=compare.__doc__)
+    parser.add_argument("--old", type=Path, required=True, help="folder of a checkout")
+    parser.add_argument("--new", type=Path, required=True, help="folder of another one")
+    parser.add_argument("--pairs", type=int, default=2, help="processes of each checkout")
+    add_layer_options(parser)
+    parser.add_argument("--json", type=Path, help=f"a new result file (default: in {OUT.name}/, numbered)")
+    options = parser.parse_args(arguments)
+    peers = layer_plan(options).peers  # every option is checked before a process starts
+    checkouts = {"old": compare.checkout("--old", options.old), "new": compare.checkout("--new", options.new)}
+    path = new_path(options.json, OUT / "comparison.json")
+    layers = {name: str(value) for name, value in vars(options).items() if name in LAYER_OPTIONS and value is not None}
+    layers["peers"] = compare.our_peers(peers)
+    commits = {name: commit_of(folder) for name, folder in checkouts.items()}
+    header = {"commit": commits["new"], "commits": commits, "options": layers}
+    results = ResultFile(path, "comparison", compare.METHOD.format(pairs=options.pairs), **header)
+    with interruptible(results):
+        compare.run(checkouts, layers, options.pairs, results)
+    print(f"{len(results.rows)} rows in {path}")
+    return 0
+
+
+def carry_command(arguments: list[str]) -> int:
+    """Bring other projects' code."""
+    from benchmarks import carry
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks carry", description=carry.__doc__)
+    parser.add_argument("wheel", type=Path, help="of vLLM: pip download --no-deps vllm==0.33")
+    parser.add_argument("--to", type=Path, default=carry.PEERS, help="folder; peers look in the default one")
+    options = parser.parse_args(arguments)
+    files = carry.carry(options.wheel, options.to)
+    print(f"{len(files)} files in {options.to}")
     return 0
 
 
@@ -155,7 +236,9 @@ def parse_names(option: str, text: str | None, known: dict, default: tuple[str, 
     """Known names of a comma-separated list; "default" and "optional" stand for several."""
     from benchmarks.peers import OPTIONAL
 
-    groups = {"default": list(default), "optional": [peer.name for peer in OPTIONAL if peer.name in known]}
+    groups = {"default": list(default)}
+    if optional := [peer.name for peer in OPTIONAL if peer.name in known]:
+        groups["optional"] = optional
     names: list[str] = []
     for name in (text or "default").split(","):
         if name not in known and name not in groups:

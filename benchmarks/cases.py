@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
@@ -10,8 +11,9 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 
+from benchmarks.routings import router_logits
 from benchmarks.shapes import Shape
-from meta.arch import Arch, lookup
+from meta.arch import Arch
 from meta.cost import roofline_us
 from meta.dims import LayerProblem
 from meta.routing import route
@@ -33,48 +35,49 @@ class InputSet:
 
 @dataclass
 class Weights:
-    """Both projections, `[E, 2I, H]` and `[E, H, I]`, and on demand their quantised forms by scheme."""
+    """Both projections, `[E, 2I, H]` and `[E, H, I]`, and on demand other forms of them, each made once a shape."""
 
     shape: Shape
     gate_up_proj: torch.Tensor
     down_proj: torch.Tensor
-    _quantized: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _forms: dict[str, Any] = field(default_factory=dict)
+
+    def form(self, name: str, make: Callable[[], Any]) -> Any:
+        """What ``make`` returned the first time that ``name`` was asked for."""
+        if name not in self._forms:
+            self._forms[name] = make()
+        return self._forms[name]
+
+    def arguments(self, scheme: str | None) -> dict[str, Any]:
+        """The weight and scale arguments of `fused_moe`."""
+        plain = {"gate_up_proj": self.gate_up_proj, "down_proj": self.down_proj}
+        return plain if scheme is None else self.quantized(scheme)
 
     def quantized(self, scheme: str) -> dict[str, Any]:
-        """The weight and scale arguments of `fused_moe` under a quantised scheme; made once."""
-        if scheme not in self._quantized:
-            gate_up, gate_up_scales = _quantize(self.gate_up_proj, scheme)
-            down, down_scales = _quantize(self.down_proj, scheme)
-            self._quantized[scheme] = {
-                "gate_up_proj": gate_up,
-                "down_proj": down,
-                "gate_up_scales": gate_up_scales,
-                "down_scales": down_scales,
-            }
-        return self._quantized[scheme]
+        """The weight and scale arguments of `fused_moe` under a quantised scheme."""
+        return self.form(scheme, lambda: self._quantize(scheme))
+
+    def _quantize(self, scheme: str) -> dict[str, Any]:
+        gate_up, gate_up_scales = _quantize(self.gate_up_proj, scheme)
+        down, down_scales = _quantize(self.down_proj, scheme)
+        scales = {"gate_up_scales": gate_up_scales, "down_scales": down_scales}
+        return {"gate_up_proj": gate_up, "down_proj": down, **scales}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A shape at T tokens."""
+    """A shape at T tokens that are routed in one way."""
 
     shape: Shape
     T: int
     weights: Weights
     sets: list[InputSet]
-
-    def roof_us(self, scheme: str | None) -> float | None:
-        """Least microseconds on this GPU; None without one to compare with."""
-        if not self.sets[0].hidden_states.is_cuda:
-            return None
-        return self.roof_on(lookup(torch.cuda.get_device_name()), scheme)
+    routing: str = "uniform"
 
     def roof_on(self, arch: Arch, scheme: str | None) -> float:
         """Least microseconds on ``arch``, from the experts really routed to (meta/cost.py)."""
         inputs = self.sets[0]
-        like = self.weights.quantized(scheme) if scheme else vars(self.weights)
-        weights = {name: value for name, value in like.items() if not name.startswith("_")}
-        lists = {"gate_up_scales": (), "down_scales": (), **weights}
+        lists: dict[str, Any] = {"gate_up_scales": (), "down_scales": (), **self.weights.arguments(scheme)}
         call = parse(
             "fused_experts", inputs.hidden_states, topk_weights=inputs.topk_weights, topk_ids=inputs.topk_ids,
             scheme=scheme, **lists,
@@ -129,20 +132,17 @@ def layer_weights(shape: Shape, dtype: torch.dtype, device: str) -> Weights:
     return Weights(shape, normal(shape.E, 2 * shape.I, shape.H), normal(shape.E, shape.H, shape.I))
 
 
-def make_case(weights: Weights, T: int) -> Case:
-    """Inputs with independent random logits: nearly uniform routing, the heaviest in memory traffic for a given T."""
-    like = weights.gate_up_proj
+def make_case(weights: Weights, T: int, routing: str = "uniform") -> Case:
+    """Random inputs, routed under a distribution of benchmarks/routings.py."""
+    shape, like = weights.shape, weights.gate_up_proj
     generator = torch.Generator(like.device).manual_seed(T)
-
-    def normal(*size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=like.dtype, device=like.device).normal_(generator=generator)
-
     sets = []
     for _ in range(input_sets(T)):
-        logits = normal(T, weights.shape.E)
-        topk_weights, topk_ids = route(logits, None, routing="softmax", top_k=weights.shape.K, renormalize=True)
-        sets.append(InputSet(normal(T, weights.shape.H), logits, topk_weights, topk_ids))
-    return Case(weights.shape, T, weights, sets)
+        logits = router_logits(routing, shape, T, like.dtype, like.device, generator)
+        topk_weights, topk_ids = route(logits, None, routing="softmax", top_k=shape.K, renormalize=True)
+        hidden_states = torch.empty(T, shape.H, dtype=like.dtype, device=like.device).normal_(generator=generator)
+        sets.append(InputSet(hidden_states, logits, topk_weights, topk_ids))
+    return Case(shape, T, weights, sets, routing)
 
 
 def _quantize(weight: torch.Tensor, scheme: str) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -6,126 +6,33 @@ tokens are its last ones), ending in the logits of each sequence's last token.
 
 from __future__ import annotations
 
+import copy
 import gc
-import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch._dynamo.utils import counters
 
-import compile_passes  # noqa: F401  (registers the backend in a checkout that is not installed)
+from benchmarks.intervals import fields, median_interval, ratio_interval
+from benchmarks.models import TRANSFORMERS, VARIANTS, Model, Variant
 from benchmarks.results import ResultFile, progress_bar
-from benchmarks.timing import cuda_event_ms
-from compile_passes.compat import mode_options
-from compile_passes.passes import SHARE, MoEPass, Pass
+from benchmarks.timing import IN_TURN, INTERVALS, ROUNDS, WARM_SECONDS, Run, in_turn, warm
 
 METHOD = (
     "{layers} decoder layers, random {dtype} weights, StaticCache of {cache} positions (or the new tokens, if more) "
-    "attended to in full, logits of the last token only; a step is timed {clock}; the cache is set back between steps, "
-    "outside the timing; median of {steps} steps. Every variant compiles afresh with static shapes and fullgraph=True"
+    "attended to in full, logits of the last token only. Every variant compiles afresh with static shapes and "
+    "fullgraph=True; all of a row are in one process, run in turn for {warm} s, to hot clocks, then in {in_turn}, a "
+    "step each, timed {clock}; before a step, outside the timing, the device idles and the cache is set back; "
+    "{intervals}"
 )
 WARMUP_STEPS = 4  # CUDA graph trees warm up, record and replay within the first three
 GATHER_LIMIT_BYTES = 30e9  # batched_mm copies the weights of every (token, expert) pair
-
-
-@dataclass(frozen=True)
-class Model:
-    """A configuration to build, and the rows (batch, new tokens) that are timed on it."""
-
-    config: dict[str, Any]
-    dtype: torch.dtype
-    cache_length: int
-    rows: tuple[tuple[int, int], ...]
-
-
-MODELS = {
-    # Qwen3-30B-A3B's dimensions; the vocabulary is cut so that embeddings do not dominate four layers.
-    "qwen3-4l": Model(
-        {
-            "num_hidden_layers": 4,
-            "vocab_size": 32000,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "moe_intermediate_size": 768,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "norm_topk_prob": True,
-            "max_position_embeddings": 40960,
-        },
-        torch.bfloat16,
-        cache_length=1024,
-        rows=((1, 1), (8, 1), (32, 1), (1, 2048), (4, 2048)),
-    ),
-    "tiny": Model(
-        {
-            "num_hidden_layers": 2,
-            "vocab_size": 1000,
-            "hidden_size": 128,
-            "intermediate_size": 256,
-            "moe_intermediate_size": 128,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-            "norm_topk_prob": True,
-            "max_position_embeddings": 512,
-        },
-        torch.float32,
-        cache_length=64,
-        rows=((1, 1), (8, 1), (1, 64)),
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Variant:
-    """An experts implementation of transformers, and how the model is compiled (None: not at all).
-
-    ``steps``: passes of this project to add to the default backend, which tells their part in a gain apart.
-    """
-
-    experts: str
-    compile_options: dict[str, Any] | None = field(default_factory=dict)
-    steps: tuple[Pass, ...] = ()
-
-    def describe(self) -> str:
-        """For the listing."""
-        if self.compile_options is None:
-            return f"{self.experts} experts, eager"
-        steps = "".join(f", pass {step.name}" for step in self.steps)
-        return f"{self.experts} experts, torch.compile({self.compile_options or ''}){steps}"
-
-    def compiled(self, network: Any) -> Any:
-        """``network`` as this variant runs it."""
-        if self.compile_options is None:
-            return network
-        options = dict(self.compile_options)
-        if self.steps:  # torch.compile takes a mode or options, not both
-            options = {"options": mode_options(options.pop("mode", None), False) | options}
-            options["options"]["pre_grad_custom_pass"] = MoEPass(self.steps)
-        return torch.compile(network, fullgraph=True, dynamic=False, **options)
-
-
-REDUCE = {"mode": "reduce-overhead"}
-VARIANTS = {
-    "grouped_mm": Variant("grouped_mm", None),
-    "grouped_mm compiled": Variant("grouped_mm"),
-    "grouped_mm reduce-overhead": Variant("grouped_mm", REDUCE),
-    "batched_mm reduce-overhead": Variant("batched_mm", REDUCE),
-    "shared heads alone reduce-overhead": Variant("grouped_mm", REDUCE, (SHARE,)),
-    "moe_ops": Variant("grouped_mm", {"backend": "moe_ops"}),
-    "moe_ops reduce-overhead": Variant("grouped_mm", {"backend": "moe_ops", **REDUCE}),
-}
 
 
 def parse_row(text: str) -> tuple[int, int]:
@@ -140,11 +47,20 @@ def parse_row(text: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[1])
 
 
-def new_results(model: Model, path: Path | None, commit: str, length: int, steps: int) -> ResultFile:
+def new_results(model: Model, path: Path | None, commit: str, length: int, rounds: int) -> ResultFile:
     """The file of a run, without rows."""
-    clock = "by CUDA events" if torch.cuda.is_available() else "by the wall clock"
     method = METHOD.format(
-        layers=model.config["num_hidden_layers"], dtype=model.dtype, cache=length, clock=clock, steps=steps
+        layers=model.config["num_hidden_layers"],
+        dtype=model.dtype,
+        cache=length,
+        warm=WARM_SECONDS,
+        in_turn=IN_TURN.format(rounds=rounds),
+        clock="by CUDA events" if torch.cuda.is_available() else "by the wall clock",
+        intervals=INTERVALS.format(
+            unit="ms",
+            division="",
+            of="the variant's time over that of transformers' fastest variant (the row's reference)",
+        ),
     )
     return ResultFile(path, "e2e", method, commit=commit, cache_length=length, config=model.config)
 
@@ -156,82 +72,144 @@ def run(
     results: ResultFile,
     *,
     length: int,
-    steps: int = 30,
+    rounds: int = ROUNDS,
 ) -> None:
     """Time every row under every variant; a variant that cannot run is a row with the reason instead of a time."""
     with built(model) as network, uncached(), progress_bar() as progress:
         task = progress.add_task("e2e", total=len(rows) * len(variants))
         for batch, new in rows:
-            for name in variants:
-                progress.update(task, description=f"{batch}x{new} {name}")
-                row = {"batch": batch, "new_tokens": new, "cache_length": max(length, new), "variant": name}
-                results.add(row | time_variant(network, VARIANTS[name], batch, new, max(length, new), steps))
-                progress.console.print(describe(results.rows[-1]), highlight=False, soft_wrap=True)
+            case = Case(network, batch, new, max(length, new))
+
+            def say(name: str, title: str = f"{batch}x{new}") -> None:
+                progress.update(task, description=f"{title} {name}")
+
+            for row in time_case(case, variants, rounds, say):
+                results.add(row)
+                progress.console.print(describe(row), highlight=False, soft_wrap=True)
                 progress.advance(task)
 
 
-def time_variant(network: Any, variant: Variant, batch: int, new: int, length: int, steps: int) -> dict[str, Any]:
-    """Milliseconds of a step, or the reason there is none; with torch's counters of graphs, skips and partitions."""
-    config = network.config
-    gathered = batch * new * config.num_experts_per_tok * 6 * config.hidden_size * config.moe_intermediate_size
-    if variant.experts == "batched_mm" and gathered > GATHER_LIMIT_BYTES:
-        return {"ms": None, "reason": f"copies {gathered / 1e9:.0f} GB of weights"}
-    torch.compiler.reset()
+@dataclass(frozen=True)
+class Case:
+    """A step of ``batch`` sequences with ``new`` tokens each, the last of ``length`` in the cache."""
+
+    network: Any
+    batch: int
+    new: int
+    length: int
+
+    def unfit(self, variant: Variant) -> str | None:
+        """Why a variant is not tried, or None."""
+        config = self.network.config
+        pairs = self.batch * self.new * config.num_experts_per_tok
+        gathered = pairs * 6 * config.hidden_size * config.moe_intermediate_size
+        if variant.experts == "batched_mm" and gathered > GATHER_LIMIT_BYTES:
+            return f"copies {gathered / 1e9:.0f} GB of weights"
+        return None
+
+
+def time_case(case: Case, variants: Sequence[str], rounds: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """A result row for each variant: all are compiled, each to completion, then timed in turn."""
+    release_memory()
+    rows: dict[str, dict[str, Any]] = {}
+    runs: dict[str, Run] = {}
+    for name in variants:
+        say(name)
+        head = {"batch": case.batch, "new_tokens": case.new, "cache_length": case.length, "variant": name}
+        outcome, step = prepare(case, VARIANTS[name])
+        rows[name] = head | outcome
+        if step is not None:
+            runs[name] = step
+    say("all in turn")
+    warm(runs)
+    samples = in_turn({name: counting(step, rows[name]) for name, step in runs.items()}, rounds)
+    add_times(rows, samples)
+    runs.clear()
+    release_memory()
+    return list(rows.values())
+
+
+def prepare(case: Case, variant: Variant) -> tuple[dict[str, Any], Run | None]:
+    """(torch's counters of graphs, skips and partitions; a step), or the reason and None."""
+    reason = case.unfit(variant)
+    if reason:
+        return {"ms": None, "reason": reason}, None
     counters.clear()
     start = time.perf_counter()
+    step = None
     try:
-        step, rewind = make_step(network, variant, batch, new, length)
+        step = make_step(case, variant)
         for _ in range(WARMUP_STEPS):
-            rewind()
             step()
-        warm = time.perf_counter() - start
-        samples = []
-        for _ in range(steps):
-            rewind()
-            samples.append(step_ms(step))
-        outcome: dict[str, Any] = {"ms": statistics.median(samples), "first_steps_s": round(warm, 1)}
+        outcome: dict[str, Any] = {"first_steps_s": round(time.perf_counter() - start, 1)}
     except torch.OutOfMemoryError:
         outcome = {"ms": None, "reason": "out of memory"}
     except Exception as failure:
         traceback.print_exc(limit=-3)
         outcome = {"ms": None, "reason": f"{type(failure).__name__}: {str(failure).strip().splitlines()[0][:200]}"}
-    return outcome | graph_counters() | {"peak_gb": release_memory()}
+    return outcome | graph_counters(), None if "reason" in outcome else step
 
 
-def make_step(
-    network: Any, variant: Variant, batch: int, new: int, length: int
-) -> tuple[Callable[[], Any], Callable[[], None]]:
-    """(one forward pass, setting the cache back to where the new tokens are its last)."""
+def make_step(case: Case, variant: Variant) -> Run:
+    """One forward pass, after setting the cache back to where the new tokens are its last."""
     from transformers import StaticCache
 
+    network = sharing_copy(case.network)
     network.set_experts_implementation(variant.experts)
-    device = next(network.parameters()).device
-    cache = StaticCache(config=network.config, max_cache_len=length)
-    config = network.config
-    cache.early_initialization(batch, config.num_key_value_heads, config.head_dim, network.dtype, device)
-    tokens = torch.randint(0, network.config.vocab_size, (batch, new), device=device)
+    device, config = next(network.parameters()).device, network.config
+    cache = StaticCache(config=config, max_cache_len=case.length)
+    cache.early_initialization(case.batch, config.num_key_value_heads, config.head_dim, network.dtype, device)
+    generator = torch.Generator(device).manual_seed(0)  # every variant reads the same tokens, and so the same experts
+    tokens = torch.randint(0, config.vocab_size, (case.batch, case.new), device=device, generator=generator)
     forward = variant.compiled(network)
 
-    def step() -> torch.Tensor:
+    def step() -> None:
         torch.compiler.cudagraph_mark_step_begin()
         with torch.no_grad():
-            return forward(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            forward(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
     def rewind() -> None:
         for layer in cache.layers:
-            layer.cumulative_length.fill_(length - new)
+            layer.cumulative_length.fill_(case.length - case.new)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
-    return step, rewind
+    return Run(step, rewind)
 
 
-def step_ms(step: Callable[[], Any]) -> float:
-    """Milliseconds of one step."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        return cuda_event_ms(step)
-    start = time.perf_counter()
-    step()
-    return (time.perf_counter() - start) * 1e3
+def sharing_copy(network: Any) -> Any:
+    """The same parameters and buffers in modules, and under a configuration, of their own.
+
+    The implementation of the experts is a setting that graphs are guarded on, so variants cannot share it.
+    """
+    tensors = [*network.parameters(), *network.buffers()]
+    return copy.deepcopy(network, {id(tensor): tensor for tensor in tensors})
+
+
+def counting(run: Run, row: dict[str, Any]) -> Run:
+    """``run``, adding to its row what it compiles: nothing, or it is no steady state that is timed."""
+    row["recompiles"] = 0
+
+    def call() -> None:
+        before = counters["stats"]["unique_graphs"]
+        run.call()
+        row["recompiles"] += counters["stats"]["unique_graphs"] - before
+
+    return Run(call, run.before)
+
+
+def add_times(rows: dict[str, dict[str, Any]], samples: Mapping[str, Sequence[float]]) -> None:
+    """Write into rows, by variant, what their samples say; a variant that recompiled has no time."""
+    kept = {name: [us / 1e3 for us in of_name] for name, of_name in samples.items() if not rows[name]["recompiles"]}
+    for name in samples:
+        if name not in kept:
+            rows[name] |= {"ms": None, "reason": f"compiled {rows[name]['recompiles']} times while it was timed"}
+    theirs = [name for name in kept if name.startswith(TRANSFORMERS)]
+    best = min(theirs, key=lambda name: median_interval(kept[name])[0], default=None)
+    for name, of_name in kept.items():
+        rows[name] |= fields("ms", median_interval(of_name)) | {"rounds": len(of_name)}
+        if best is not None:
+            rows[name] |= fields("ratio", ratio_interval(of_name, kept[best])) | {"reference": best}
 
 
 def graph_counters() -> dict[str, int]:
@@ -248,17 +226,13 @@ def graph_counters() -> dict[str, int]:
     }
 
 
-def release_memory() -> float | None:
-    """Free compiled code, graph pools and caches; returns the peak in GB since the last call."""
+def release_memory() -> None:
+    """Free compiled code, graph pools and caches."""
     torch.compiler.reset()
     gc.collect()
-    if not torch.cuda.is_available():
-        return None
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() / 1e9
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    return round(peak, 1)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 @contextmanager
@@ -292,5 +266,6 @@ def describe(row: dict[str, Any]) -> str:
     head = f"{row['batch']}x{row['new_tokens']:<5} {row['variant']:<42}"
     if row["ms"] is None:
         return f"{head} -  {row['reason']}"
+    ratio = f"  ratio {row['ratio']:.3f} [{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]" if "ratio" in row else ""
     signals = ("graphs", "cudagraph_skips", "cudagraph_partitions", "fused", "refused", "shared_heads")
-    return f"{head} {row['ms']:8.3f} ms  " + "  ".join(f"{name}={row[name]}" for name in signals)
+    return f"{head} {row['ms']:8.3f} ms{ratio}  " + "  ".join(f"{name}={row[name]}" for name in signals)

@@ -1,50 +1,53 @@
-"""Other projects' layers, timed only where their packages are importable; they are no dependencies of this one.
+"""Other projects' layers, timed only where their code is importable; they are no dependencies of this one.
 
-Each is called through its public functions, as its own users would. What a peer's kind of work excludes is said in its
-docstring. A peer whose interface has changed fails in its own row.
+Code is found where it is installed, or in the ignored folder `.peers` that `python -m benchmarks carry` fills. What a
+peer's kind of work excludes is said in its docstring. A peer whose interface has changed fails in its own row.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import sys
 
 import torch
 
+from benchmarks.carry import LIBRARY, PEERS
 from benchmarks.cases import Case, InputSet
 from benchmarks.timing import Thunk
 
 
 def not_importable(package: str) -> str | None:
-    """Why a package's peer is left out, or None."""
+    """Why a package's peer is left out, or None. What is installed goes before what was carried."""
     if not torch.cuda.is_available():
         return "needs a CUDA device"
-    return None if importlib.util.find_spec(package) else f"package {package} is not installed"
+    carried = str(PEERS / LIBRARY)
+    if carried not in sys.path:
+        sys.path.append(carried)
+    return None if importlib.util.find_spec(package) else f"package {package} is not installed, nor in {carried}"
 
 
-def vllm(case: Case) -> list[Thunk]:
-    """vLLM's Triton experts with its own alignment, routing given."""
-    from vllm.model_executor.layers.fused_moe import fused_experts
+def vllm_kernel(case: Case) -> list[Thunk]:
+    """vLLM's Triton kernel with its own choice of configuration; rows are aligned outside of what is timed."""
+    from benchmarks import vllm_peer  # which needs triton
 
-    weights = case.weights
+    return [vllm_peer.bind(case, inputs) for inputs in case.sets]
 
-    def bind(inputs: InputSet) -> Thunk:
-        return lambda: fused_experts(
-            inputs.hidden_states, weights.gate_up_proj, weights.down_proj, inputs.topk_weights, inputs.topk_ids
-        )
 
-    return [bind(inputs) for inputs in case.sets]
+def vllm_note(case: Case) -> str:
+    """Whether vLLM has a tuned file for the case."""
+    from benchmarks import vllm_peer
+
+    return vllm_peer.configuration(case)[1]
 
 
 def triton_kernels(case: Case) -> list[Thunk]:
-    """OpenAI's triton_kernels, router logits to output. Its gated activation reads gate and up rows alternately."""
+    """OpenAI's triton_kernels, router logits to output. Its gated activation reads gate and up columns alternately."""
     from triton_kernels.matmul_ogs import FnSpecs, FusedActivation, PrecisionConfig, matmul_ogs
     from triton_kernels.routing import routing
     from triton_kernels.swiglu import swiglu_fn
 
     shape = case.shape
-    gate, up = case.weights.gate_up_proj.chunk(2, dim=1)
-    gate_up_EHN = torch.stack([gate, up], dim=2).flatten(1, 2).transpose(1, 2).contiguous()
-    down_EIH = case.weights.down_proj.transpose(1, 2).contiguous()
+    gate_up_EHN, down_EIH = case.weights.form("triton_kernels", lambda: _transposed(case))
     activation = FusedActivation(FnSpecs("swiglu", swiglu_fn, ("alpha", "limit")), (1.0, None), 2)
     precision = PrecisionConfig(allow_tf32=False)
 
@@ -67,6 +70,21 @@ def triton_kernels(case: Case) -> list[Thunk]:
         return run
 
     return [bind(inputs) for inputs in case.sets]
+
+
+def _transposed(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[E, H, 2I]` with gate and up columns in turn, and `[E, I, H]`, both contiguous, without a third copy."""
+    gate_EIH, up_EIH = case.weights.gate_up_proj.chunk(2, dim=1)
+    E, I, H = gate_EIH.shape
+    gate_up_EHN = gate_EIH.new_empty(E, H, 2 * I)
+    gate_up_EHN[..., 0::2] = gate_EIH.transpose(1, 2)
+    gate_up_EHN[..., 1::2] = up_EIH.transpose(1, 2)
+    return gate_up_EHN, case.weights.down_proj.transpose(1, 2).contiguous()
+
+
+def routes_by_itself(case: Case) -> str | None:
+    """Why a peer that takes no logits cannot run a case, or None."""
+    return None if case.routing == "uniform" else "routes by a product of its own, which is uniform"
 
 
 def sonicmoe(case: Case) -> list[Thunk]:

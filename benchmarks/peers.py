@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from benchmarks import optional_peers
 from benchmarks.cases import Case, InputSet
+from benchmarks.results import OURS
 from benchmarks.timing import Thunk
 
 FP8 = "fp8_block128"
@@ -31,6 +32,7 @@ class Peer:
         missing: why the peer cannot run here, or None.
         unfit: why it cannot run a case, or None.
         exact: whether the output is the layer's own, so that an error against it means something.
+        note: what to know of it on a case, for its row, or None.
     """
 
     name: str
@@ -40,6 +42,12 @@ class Peer:
     missing: Callable[[], str | None] = lambda: None
     unfit: Callable[[Case], str | None] = lambda case: None
     exact: bool = True
+    note: Callable[[Case], str | None] = lambda case: None
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it times this project's operators."""
+        return self.name.startswith(OURS)
 
 
 def ours(
@@ -50,11 +58,7 @@ def ours(
     def prepare(case: Case) -> list[Thunk]:
         import moe_ops
 
-        weights = case.weights
-        if scheme is None:
-            tensors = {"gate_up_proj": weights.gate_up_proj, "down_proj": weights.down_proj}
-        else:
-            tensors = weights.quantized(scheme)
+        tensors = case.weights.arguments(scheme)
         options = {"scheme": scheme, "format": format}
         if format == "batched":
             options["capacity"] = batched_capacity(case)
@@ -197,7 +201,13 @@ BUILT_IN = (
     Peer("scaled_grouped_mm", "gemms", torch_scaled_grouped_mm, FP8, missing=needs_cuda, exact=False),
 )
 OPTIONAL = (
-    Peer("vllm", "experts", optional_peers.vllm, missing=lambda: optional_peers.not_importable("vllm")),
+    Peer(
+        "vllm_kernel",
+        "experts",
+        optional_peers.vllm_kernel,
+        missing=lambda: optional_peers.not_importable("vllm_kernel"),
+        note=optional_peers.vllm_note,
+    ),
     Peer(
         "triton_kernels",
         "moe",
@@ -210,13 +220,16 @@ OPTIONAL = (
         "moe",
         optional_peers.sonicmoe,
         missing=lambda: optional_peers.not_importable("sonicmoe"),
+        unfit=optional_peers.routes_by_itself,
         exact=False,
     ),
 )
 PEERS = {peer.name: peer for peer in (*BUILT_IN, *OPTIONAL)}
 DEFAULT_PEERS = {
-    ("bf16", "grouped"): ("ours", "ours_experts", "hf_grouped", "hf_batched", "grouped_mm"),
+    ("bf16", "grouped"): ("ours", "ours_experts", "hf_moe", "hf_grouped", "hf_batched", "grouped_mm"),
     ("bf16", "batched"): ("ours_batched", "ours", "hf_grouped"),
     (FP8, "grouped"): ("ours_fp8", "ours_fp8_batched", "ours", "scaled_grouped_mm"),
     (FP8, "batched"): ("ours_fp8_batched", "ours_batched"),
 }
+#: (a whole, a part of it that is timed as well): where the whole is faster, something is wrong, or worth knowing.
+PARTS = (("ours", "ours_experts"), ("hf_moe", "hf_grouped"), ("hf_grouped", "grouped_mm"))

@@ -1,4 +1,6 @@
-"""Roofline plots of a result file of layers: time by tokens, and share of the roof by tokens, one panel per shape."""
+"""Plots of a result file of layers by tokens: time, share of the roof, and our time over the best other's; one panel
+for each shape and routing.
+"""
 
 from __future__ import annotations
 
@@ -7,45 +9,62 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results import OURS
+
 PANELS_PER_LINE = 3
 FORMATS = ("png", "svg")
 Rows = list[dict[str, Any]]
 
 
-def plot_paths(folder: Path, stem: str) -> list[Path]:
-    """Files that `draw_layers` writes: the time plot in each format, then the share plot."""
-    return [folder / f"{stem}-{plot}.{suffix}" for plot in ("time", "share") for suffix in FORMATS]
+def plot_paths(document: dict[str, Any], folder: Path, stem: str) -> list[Path]:
+    """Files that `draw_layers` writes, plot by plot in each format; ratios only of peers that were timed in turn."""
+    plots = ("time", "share", "ratio") if document.get("reference") else ("time", "share")
+    return [folder / f"{stem}-{plot}.{suffix}" for plot in plots for suffix in FORMATS]
 
 
 def draw_layers(document: dict[str, Any], folder: Path, stem: str) -> list[Path]:
-    """Draw both plots of a document with kind "layers" into `folder`; returns the files written."""
+    """Draw the plots of a document with kind "layers" into `folder`; returns the files written."""
     import matplotlib
 
     matplotlib.use("Agg")
     # A fixed salt and no date: drawing the same file twice gives the same bytes.
     matplotlib.rcParams["svg.hashsalt"] = stem
     title = f"{document['device']}, {document['scheme']}, {document['date']}"
-    paths = plot_paths(folder, stem)
+    paths = plot_paths(document, folder, stem)
     _draw(document["rows"], f"One MoE layer: {title}", "microseconds", _time_panel, paths[:2])
-    _draw(document["rows"], f"Share of the roofline: {title}", "roof / time, %", _share_panel, paths[2:])
+    _draw(document["rows"], f"Share of the roofline: {title}", "roof / time, %", _share_panel, paths[2:4])
+    if paths[4:]:
+        label = f"{document['reference']} / best other, by time"
+        _draw(document["rows"], f"Against the best other peer: {title}", label, _ratio_panel, paths[4:])
     return paths
+
+
+def routings_of(rows: Rows) -> list[str]:
+    """Routings of a file, in its order; older files say nothing of theirs, which was uniform."""
+    return list(dict.fromkeys(row.get("routing", "uniform") for row in rows))
+
+
+def best_peer(rows: Rows) -> dict[str, Any] | None:
+    """The fastest row of another project's layer (products alone are none) that can be compared, or None."""
+    others = [row for row in rows if row.get("ratio") and row["work"] != "gemms" and not row["peer"].startswith(OURS)]
+    return min(others, key=lambda row: row["us"], default=None)
 
 
 def _draw(rows: Rows, title: str, label: str, panel: Callable[[Any, Rows], None], paths: list[Path]) -> None:
     from matplotlib import pyplot
 
-    shapes = list(dict.fromkeys(row["shape"] for row in rows))
-    columns = min(len(shapes), PANELS_PER_LINE)
-    lines = math.ceil(len(shapes) / columns)
+    kinds = list(dict.fromkeys(_kind(row) for row in rows))
+    columns = min(len(kinds), PANELS_PER_LINE)
+    lines = math.ceil(len(kinds) / columns)
     figure, grid = pyplot.subplots(lines, columns, figsize=(4.6 * columns, 3.4 * lines + 0.8), squeeze=False)
     panels = list(grid.flat)
-    for axes, shape in zip(panels, shapes, strict=False):
-        panel(axes, [row for row in rows if row["shape"] == shape])
-        axes.set_title(shape)
+    for axes, kind in zip(panels, kinds, strict=False):
+        panel(axes, [row for row in rows if _kind(row) == kind])
+        axes.set_title(kind)
         axes.set_xscale("log", base=2)
         axes.set_xlabel("tokens")
         axes.grid(alpha=0.3)
-    for axes in panels[len(shapes) :]:
+    for axes in panels[len(kinds) :]:
         axes.axis("off")
     panels[0].set_ylabel(label)
     handles, labels = panels[0].get_legend_handles_labels()
@@ -76,6 +95,22 @@ def _share_panel(axes: Any, rows: Rows) -> None:
         shares = [100 * row["roof_us"] / row["us"] for row in with_roof]
         axes.plot([row["T"] for row in with_roof], shares, marker="o", markersize=3, label=peer)
     axes.set_ylim(0, 105)
+
+
+def _ratio_panel(axes: Any, rows: Rows) -> None:
+    tokens = list(dict.fromkeys(row["T"] for row in rows))
+    best = [row for T in tokens if (row := best_peer([row for row in rows if row["T"] == T]))]
+    points = [row["T"] for row in best]
+    axes.fill_between(points, [row["ratio_low"] for row in best], [row["ratio_high"] for row in best], alpha=0.3)
+    axes.plot(points, [row["ratio"] for row in best], marker="o", markersize=3, label="median of the rounds, 95 %")
+    axes.axhline(1.0, linestyle="--", color="black", alpha=0.5)
+    axes.set_ylim(bottom=0)
+
+
+def _kind(row: dict[str, Any]) -> str:
+    """A panel's title."""
+    routing = row.get("routing", "uniform")
+    return row["shape"] if routing == "uniform" else f"{row['shape']}, {routing}"
 
 
 def _series(rows: Rows) -> dict[str, Rows]:

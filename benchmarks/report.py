@@ -10,13 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plots import draw_layers, plot_paths
+from benchmarks.plots import best_peer, draw_layers, plot_paths, routings_of
 from benchmarks.results import load_results
 from meta.activations import ACTIVATIONS
 from meta.routing import ROUTINGS
 from meta.schemes import SCHEMES
 
 NO_RESULTS = "No result file yet."
+CAPTIONS = {
+    "time.png": "time by tokens",
+    "share.png": "share of the roofline by tokens",
+    "ratio.png": "our time over the best other's by tokens",
+}
 Documents = dict[str, dict[str, Any]]
 
 
@@ -27,7 +32,8 @@ def main(folder: Path, readme: Path, *, check: bool = False) -> int:
     new = render(old, documents)
     layers = {stem: document for stem, document in documents.items() if document["kind"] == "layers"}
     if check:
-        missing = [path for stem in layers for path in plot_paths(folder, stem) if not path.exists()]
+        drawn = [path for stem, document in layers.items() for path in plot_paths(document, folder, stem)]
+        missing = [path for path in drawn if not path.exists()]
         stale = old != new
         if stale or missing:
             print(f"README or plots are not up to date ({', '.join(map(str, missing)) or readme}): make readme")
@@ -56,43 +62,73 @@ def render(text: str, documents: Documents) -> str:
 
 
 def layers_section(documents: Documents) -> str:
-    """A table and two plots for every result file of single layers."""
+    """Tables and plots for every result file of single layers."""
     parts = []
     for stem, document in documents.items():
         if document["kind"] == "layers":
-            time_plot, share_plot = (path.name for path in plot_paths(Path(), stem)[::2])
-            parts.append(
-                f"#### {document['scheme']}, {document['format']}: {source_line(stem, document)}\n\n"
-                f"{layers_table(document)}\n\n"
-                f"![time by tokens](benchmarks/results/{time_plot})\n\n"
-                f"![share of the roofline by tokens](benchmarks/results/{share_plot})\n\n"
-                f"Method: {document['method']}."
-            )
-    return "\n\n".join(parts) or NO_RESULTS
+            plots = [path.name for path in plot_paths(document, Path(), stem) if path.suffix == ".png"]
+            parts += [
+                f"#### {document['scheme']}, {document['format']}: {source_line(stem, document)}",
+                conditions(document),
+                *(layers_table(document, routing) for routing in routings_of(document["rows"])),
+                *(f"![{CAPTIONS[name.split('-')[-1]]}](benchmarks/results/{name})" for name in plots),
+                f"Method: {document['method']}.",
+            ]
+    return "\n\n".join(filter(None, parts)) or NO_RESULTS
 
 
-def layers_table(document: dict[str, Any]) -> str:
-    """Microseconds by shape, tokens and peer; in parentheses the share of the peer's own roof."""
-    rows = document["rows"]
+def conditions(document: dict[str, Any]) -> str:
+    """The ceilings that the run measured, and the state of the GPU over its cases; "" for a file without."""
+    rates = document.get("ceilings")
+    if not rates:
+        return ""
+    units = {"bf16_tflops": "bf16 {:.0f} TFLOP/s", "fp8_tflops": "fp8 {:.0f} TFLOP/s", "read_gbps": "read {:.0f} GB/s"}
+    said = ", ".join(text.format(rates[name]) for name, text in units.items() if name in rates)
+    for name, label in (("sm_mhz", "SM clock {:.0f} to {:.0f} MHz"), ("watts", "{:.0f} to {:.0f} W")):
+        if seen := [row[name] for row in document["rows"] if row.get(name) is not None]:
+            said += "; " + label.format(min(seen), max(seen))
+    return f"Ceilings in the same run: {said}."
+
+
+def layers_table(document: dict[str, Any], routing: str) -> str:
+    """Microseconds by shape, tokens and peer, with the share of the peer's own roof; what is odd stands below."""
+    rows = [row for row in document["rows"] if row.get("routing", "uniform") == routing]
     peers = list(dict.fromkeys(row["peer"] for row in rows))
     work = {row["peer"]: row["work"] for row in rows}
     by_key = {(row["shape"], row["T"], row["peer"]): row for row in rows}
     keys = list(dict.fromkeys((row["shape"], row["T"]) for row in rows))
+    reference = document.get("reference")
     header = ["shape", "T", "roof", *(f"{peer} ({work[peer]})" for peer in peers)]
     body = []
     for shape, T in keys:
         cells = [by_key.get((shape, T, peer)) for peer in peers]
         roof = next((cell["roof_us"] for cell in cells if cell and cell.get("roof_us")), None)
-        body.append([shape, str(T), format_us(roof), *(layer_cell(cell) for cell in cells)])
-    return table(header, body)
+        best = [best_peer_cell([cell for cell in cells if cell])] if reference else []
+        body.append([shape, str(T), format_us(roof), *(layer_cell(cell, reference) for cell in cells), *best])
+    flags = [f"† {row['shape']}, {row['T']}: {row['flag']}." for row in rows if row.get("flag")]
+    head = [] if routing == "uniform" else [f"Routing `{routing}`:"]
+    drawn = table([*header, *([f"{reference} / best of others"] if reference else [])], body)
+    return "\n\n".join([*head, drawn, *flags])
 
 
-def layer_cell(row: dict[str, Any] | None) -> str:
-    """ "28.8 (61%)", or "-" where the peer did not run."""
+def layer_cell(row: dict[str, Any] | None, reference: str | None = None) -> str:
+    """ "28.8 (61%) 0.79x", the last of which is the reference's time over the peer's; "-" where it did not run."""
     if row is None or row["us"] is None:
         return "-"
     share = f" ({row['roof_us'] / row['us']:.0%})" if row.get("roof_us") else ""
-    return format_us(row["us"]) + share
+    ratio = f" {row['ratio']:.2f}x" if row.get("ratio") and row["peer"] != reference else ""
+    return format_us(row["us"]) + share + ratio + ("†" if row.get("flag") else "")
+
+
+def best_peer_cell(rows: list[dict[str, Any]]) -> str:
+    """ "0.79 (0.78 to 0.80) hf_moe"."""
+    best = best_peer(rows)
+    return f"{interval(best)} {best['peer']}" if best else "-"
+
+
+def interval(row: dict[str, Any]) -> str:
+    """A ratio and where it lies with 95 %."""
+    return f"{row['ratio']:.2f} ({row['ratio_low']:.2f} to {row['ratio_high']:.2f})"
 
 
 def e2e_section(documents: Documents) -> str:
@@ -110,21 +146,30 @@ def _tables(documents: Documents, kind: str, draw: Callable[[dict[str, Any]], st
 
 
 def e2e_table(document: dict[str, Any]) -> str:
-    """Milliseconds by batch x new tokens and variant; the last column compares transformers' best with ours."""
+    """Milliseconds by batch x new tokens and variant; the last column compares our best with transformers'."""
     rows = document["rows"]
     variants = list(dict.fromkeys(row["variant"] for row in rows))
     by_key = {(row["batch"], row["new_tokens"], row["variant"]): row for row in rows}
     keys = list(dict.fromkeys((row["batch"], row["new_tokens"]) for row in rows))
+    in_turn = any("ratio" in row for row in rows)
     body = []
     for batch, new in keys:
-        times = {variant: by_key.get((batch, new, variant), {}).get("ms") for variant in variants}
-        cells = [f"{ms:.3g}" if ms else "-" for ms in times.values()]
-        body.append([f"{batch} x {new}", *cells, speedup(times)])
-    return table(["batch x new tokens", *variants, "best of transformers / best of moe_ops"], body)
+        of_key = [by_key.get((batch, new, variant), {}) for variant in variants]
+        cells = [f"{row['ms']:.3g}" if row.get("ms") else "-" for row in of_key]
+        times = {variant: row.get("ms") for variant, row in zip(variants, of_key, strict=True)}
+        body.append([f"{batch} x {new}", *cells, gain(of_key) if in_turn else speedup(times)])
+    last = "best of moe_ops / best of transformers" if in_turn else "best of transformers / best of moe_ops"
+    return table(["batch x new tokens", *variants, last], body)
+
+
+def gain(rows: list[dict[str, Any]]) -> str:
+    """The ratio of our fastest variant, whose rounds were transformers' too."""
+    ours = [row for row in rows if row.get("ratio") and row["variant"].startswith("moe_ops")]
+    return interval(min(ours, key=lambda row: row["ms"])) if ours else "-"
 
 
 def speedup(times: dict[str, float | None]) -> str:
-    """Best time without this project over the best time with all of it."""
+    """Of files whose variants were timed one after the other: transformers' best time over ours."""
     ours = [ms for variant, ms in times.items() if ms and variant.startswith("moe_ops")]
     theirs = [ms for variant, ms in times.items() if ms and variant.startswith(("grouped_mm", "batched_mm"))]
     return f"{min(theirs) / min(ours):.2f}x" if ours and theirs else "-"

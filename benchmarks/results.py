@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 RESULTS = Path(__file__).parent / "results"
+OURS = "ours"  # what names of this project's peers begin with
 PACKAGES = ("torch", "triton", "transformers", "moe-compile")
 
 
@@ -73,8 +74,12 @@ class ResultFile:
         return self.document["rows"]
 
     def add(self, row: dict[str, Any]) -> None:
-        """Append a row and write the whole file; the rename keeps the old file whole until the new one is."""
+        """Append a row and write the whole file."""
         self.rows.append(row)
+        self.write()
+
+    def write(self) -> None:
+        """The rename keeps the old file whole until the new one is."""
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,8 +115,13 @@ def device_name() -> str:
 
 
 def current_commit() -> str:
-    """The commit of this checkout ("+" when files differ from it), or "unknown" outside a checkout."""
-    git = ["git", "-C", str(Path(__file__).parent)]
+    """The commit of this checkout."""
+    return commit_of(Path(__file__).parent)
+
+
+def commit_of(folder: Path) -> str:
+    """The commit of a checkout ("+" when files differ from it), or "unknown" of another folder."""
+    git = ["git", "-C", str(folder)]
     try:
         commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
         status = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)

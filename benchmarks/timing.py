@@ -1,42 +1,78 @@
-"""Time of a function: replays of a captured CUDA graph on a GPU, the wall clock elsewhere.
+"""Times of several functions, measured in turn: the same kernel takes up to 1.2 times as long on a hot GPU as on a cool
+one, so that only functions timed in the same rounds can be compared.
 
-Several functions are timed together, each with its own inputs, one after the other: with a single input set the weights
-of a small batch would be served from the cache, which no running model sees.
+A layer is timed over several input sets, one after the other: with a single one the weights of a small batch would be
+served from the cache, which no running model sees.
 """
 
 from __future__ import annotations
 
-import statistics
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 Thunk = Callable[[], Any]
-# Long products run into the power limit: a GPU that idled while a peer was compiled would flatter that peer.
-WARM_SECONDS = 0.3
+ROUNDS = 21
+# Long products run into the power limit: a GPU that idled while the peers were compiled would flatter the first rounds.
+WARM_SECONDS = 0.5
+SAMPLE_US = 200.0  # a sample takes at least as long, by repetition
+CPU_BUDGET_S = 1.0  # for each function: rounds end once they took this long, but never before the third
+IN_TURN = "{rounds} rounds, everyone once in each, in alternating order"
 CUDA_METHOD = (
-    f"all input sets in one captured CUDA graph, replayed for {WARM_SECONDS} s to reach steady clocks, then the median "
-    "of {replays} replays measured by CUDA events, divided by the number of sets"
+    "all input sets in one captured CUDA graph for each peer; the graphs of all peers are replayed in turn for "
+    f"{WARM_SECONDS} s, to hot clocks, then in {IN_TURN}, each repeated to at least {SAMPLE_US / 1e3} ms, by CUDA "
+    "events, the queue never empty"
 )
-CPU_METHOD = "wall clock over all input sets in turn, median of {replays} rounds, divided by the number of sets"
-CPU_BUDGET_S = 1.0  # stop adding rounds once they took this long
+CPU_METHOD = (
+    f"wall clock over all input sets, at most {IN_TURN}, each repeated to at least {SAMPLE_US / 1e3} ms; rounds end "
+    f"after {CPU_BUDGET_S} s for each peer"
+)
+INTERVALS = (
+    "{unit}: the median of the rounds{division}, with the order statistics that hold it with 95 % (low, high); "
+    "ratio: {of} in the same round, median and interval alike"
+)
 
 
-def time_us(thunks: Sequence[Thunk], replays: int = 20) -> float:
-    """Median microseconds of one thunk."""
-    rounds = _graph_rounds if torch.cuda.is_available() else _wall_rounds
-    return statistics.median(rounds(thunks, replays)) / len(thunks)
+@dataclass(frozen=True)
+class Run:
+    """What is timed: ``repeats`` times ``call``, after ``before``, which is not."""
+
+    call: Thunk
+    before: Thunk = lambda: None
+    repeats: int = 1
+
+    def __call__(self) -> None:
+        self.before()
+        for _ in range(self.repeats):
+            self.call()
 
 
-def method(replays: int = 20) -> str:
-    """What `time_us` does on this machine, for the result file."""
-    return (CUDA_METHOD if torch.cuda.is_available() else CPU_METHOD).format(replays=replays)
+def method(rounds: int = ROUNDS) -> str:
+    """How this machine times layers, for the result file."""
+    return (CUDA_METHOD if torch.cuda.is_available() else CPU_METHOD).format(rounds=rounds)
 
 
-def _graph_rounds(thunks: Sequence[Thunk], replays: int) -> list[float]:
-    """Microseconds of all thunks together, as often as asked."""
+def sequence(thunks: Sequence[Thunk]) -> Thunk:
+    """All thunks in one call: a replay of their captured graph on a GPU, else one after the other."""
+    return _captured(thunks) if torch.cuda.is_available() else lambda: [thunk() for thunk in thunks]
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """A graph, and the thunks that it was captured from: they hold the memory that it reads."""
+
+    graph: torch.cuda.CUDAGraph
+    thunks: Sequence[Thunk]
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
+def _captured(thunks: Sequence[Thunk]) -> Thunk:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -49,31 +85,74 @@ def _graph_rounds(thunks: Sequence[Thunk], replays: int) -> list[float]:
     with torch.cuda.graph(graph):
         for thunk in thunks:
             thunk()
-    deadline = time.perf_counter() + WARM_SECONDS
+    return _Captured(graph, thunks)
+
+
+def warm(runs: Mapping[str, Run], seconds: float = WARM_SECONDS) -> None:
+    """All of them in turn; the last pass is left in the GPU's queue, behind which the first sample is issued."""
+    deadline = time.perf_counter() + (seconds if torch.cuda.is_available() else 0.0)
     while time.perf_counter() < deadline:
-        graph.replay()
+        for run in runs.values():
+            run()
+        _wait()
+    for run in runs.values():
+        run()
+
+
+def repeated(run: Run) -> Run:
+    """``run`` as often as a sample needs."""
+    _wait()
+    run()  # behind which the next is issued
+    start = _mark()
+    run()
+    end = _mark()
+    _wait()
+    return replace(run, repeats=max(1, math.ceil(SAMPLE_US / max(_elapsed_us(start, end), 1e-3))))
+
+
+def there_and_back(names: Sequence[str], number: int) -> list[str]:
+    """Order in a round: every other one backwards, so that no name always follows the same other one."""
+    return list(names) if number % 2 == 0 else list(reversed(names))
+
+
+def in_turn(runs: Mapping[str, Run], rounds: int, *, budget_s: float | None = None) -> dict[str, list[float]]:
+    """Microseconds of one call by name, a sample a round.
+
+    On a GPU nothing waits for the device but what a run's ``before`` waits for.
+    """
+    marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in runs}
+    begin = time.perf_counter()
+    for number in range(rounds):
+        if budget_s is not None and number >= 3 and time.perf_counter() - begin > budget_s:
+            break
+        for name in there_and_back(list(runs), number):
+            runs[name].before()
+            start = _mark()
+            for _ in range(runs[name].repeats):
+                runs[name].call()
+            marks[name].append((start, _mark()))
+    _wait()
+    return {name: [_elapsed_us(*pair) / runs[name].repeats for pair in pairs] for name, pairs in marks.items()}
+
+
+def cpu_budget(runs: Mapping[str, Run]) -> float | None:
+    """Seconds that the rounds may take; on a GPU they are all made."""
+    return None if torch.cuda.is_available() else CPU_BUDGET_S * len(runs)
+
+
+def _mark() -> Any:
+    """A point in time of the device that is timed."""
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _elapsed_us(start: Any, end: Any) -> float:
+    return (end - start) * 1e6 if isinstance(start, float) else start.elapsed_time(end) * 1e3
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return [cuda_event_ms(graph.replay) * 1e3 for _ in range(replays)]
-
-
-def cuda_event_ms(function: Thunk) -> float:
-    """Milliseconds that the GPU spends between the start and the end of one call."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    function()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
-
-
-def _wall_rounds(thunks: Sequence[Thunk], replays: int) -> list[float]:
-    """As `_graph_rounds`, by the wall clock."""
-    for thunk in thunks:
-        thunk()
-    samples: list[float] = []
-    while len(samples) < replays and (len(samples) < 3 or sum(samples) < CPU_BUDGET_S * 1e6):
-        start = time.perf_counter()
-        for thunk in thunks:
-            thunk()
-        samples.append((time.perf_counter() - start) * 1e6)
-    return samples

@@ -153,12 +153,10 @@ def tune(options: argparse.Namespace) -> None:
                 layer = autotune.TrialLayer(key, "cuda")
             plan = autotune.tune(layer, count)
             stored |= {"date": date.today().isoformat(), "torch": torch.__version__}
-            stored["plans"].setdefault(str(key), {})[str(count)] = plan.to_json()
-            partial = output.with_suffix(".partial")
-            partial.write_text(json.dumps(stored, indent=1) + "\n")
-            os.replace(partial, output)
-            line = f"{name} {key.scheme} T={count}: {plan.us:.1f} us {plan.path} {tuple(plan.up)} {tuple(plan.down)}"
-            progress.console.print(line, highlight=False, soft_wrap=True)
+            stored["plans"].setdefault(str(key), {})[str(count)] = plan and plan.to_json()
+            plans.write(stored, output)
+            found = f"{plan.us:.1f} us {plan.path} {tuple(plan.up)} {tuple(plan.down)}" if plan else "the plan by cost"
+            progress.console.print(f"{name} {key.scheme} T={count}: {found}", highlight=False, soft_wrap=True)
             progress.update(measuring, advance=1)
     print(f"{len(todo)} plans measured, {len(keys) * len(tokens) - len(todo)} were there, in {output}")
 

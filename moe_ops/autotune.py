@@ -22,20 +22,15 @@ import torch
 from meta.arch import TYPICAL
 from meta.operands import Operand
 from meta.schemes import SCHEMES, QuantScheme
+from moe_ops import plans
 from moe_ops.kernels.triton.config import MMConfig, SmallConfig
-from moe_ops.plans import LayerKey, Plan
+from moe_ops.plans import LayerKey, Plan, fits
 
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
+TOKENS = tuple(2**octave for octave in range(15))  # a plan serves half an octave to either side
 INPUT_SETS = 4
 
 
 # ---- candidates ----
-
-
-def fits(tile: MMConfig, bytes_per_element: int) -> bool:
-    """Whether the software pipeline's tiles fit in shared memory."""
-    stage = (tile.block_m + tile.block_n) * tile.block_k * bytes_per_element
-    return stage * tile.num_stages <= TYPICAL.shared_kib * 1024 - 4096
 
 
 def _blocks_m(rows: float) -> list[int]:
@@ -58,7 +53,7 @@ def gemm_tiles(scheme: str, rows: float, *, gated: bool, first: bool) -> list[MM
     ):
         accumulators = sets * block_m * block_n / (32 * warps)
         tile = MMConfig(block_m, block_n, block_k, 8 if rows > 16 else 1, warps, stages, a_tma=rows > 16, w_tma=True)
-        if accumulators > (192 if quantizes else 128) or accumulators < 4 or not fits(tile, element):
+        if not 4 <= accumulators <= (192 if quantizes else 128) or not fits(tile, element, TYPICAL.shared_kib):
             continue
         whole_group = block_n == (256 if gated else 128)  # else the epilogue could not quantise
         if quantizes and (block_k != 128 or (first and not whole_group)):
@@ -244,11 +239,23 @@ def _scan(layer: TrialLayer, sets: Sequence[Inputs], found: Iterable[Plan]) -> l
             torch.cuda.synchronize()
             continue
         timed.append(replace(plan, us=us))
-    return sorted(timed, key=lambda plan: plan.us or math.inf)[:FINALISTS]
+    return sorted(timed, key=_us)[:FINALISTS]
 
 
-def tune(layer: TrialLayer, tokens: int) -> Plan:
-    """The fastest plan: GEMM 1 first, then GEMM 2, for each path; then the best path.
+WORTH = 0.97  # of the time of the plan by cost: what a plan must stay below to be kept
+
+
+WORTH = 0.97  # of the time of the plan by cost: what a measured plan must stay below to be kept
+
+
+def by_cost(key: LayerKey, tokens: int) -> Plan:
+    """What serves where nothing was measured."""
+    return plans.cheapest(key, tokens, *plans.gpu_of(torch.cuda.current_device()))
+
+
+def tune(layer: TrialLayer, tokens: int) -> Plan | None:
+    """The fastest plan: GEMM 1 first, then GEMM 2, for each path; then the best path. None where the plan by cost is as
+    fast, or nearly.
 
     Raises:
         RuntimeError: no candidate runs.
@@ -258,15 +265,22 @@ def tune(layer: TrialLayer, tokens: int) -> Plan:
     for first, second in (candidates(layer.key, tokens), small_candidates(layer.key, tokens)):
         finalists = _scan(layer, sets, first)
         if finalists:
-            best = rematch(layer, sets, finalists)
+            best = rematch(layer, sets, finalists)[0]
             winners += _scan(layer, sets, [replace(best, down=tile) for tile in second])
     if not winners:
         raise RuntimeError(f"tune: no candidate runs for {layer.key} and {tokens} tokens.")
-    return rematch(layer, sets, winners)
+    known = by_cost(layer.key, tokens)
+    ranked = rematch(layer, sets, [known, *(plan for plan in winners if replace(plan, us=None) != known)])
+    limit = next(_us(plan) for plan in ranked if replace(plan, us=None) == known)
+    return ranked[0] if _us(ranked[0]) < WORTH * limit else None
 
 
-def rematch(layer: TrialLayer, sets: Sequence[Inputs], plans_found: list[Plan], rounds: int = 3) -> Plan:
-    """The fastest of a few plans, timed in turns, there and back: so that a steady drift falls on all alike."""
+def _us(plan: Plan) -> float:
+    return math.inf if plan.us is None else plan.us
+
+
+def rematch(layer: TrialLayer, sets: Sequence[Inputs], plans_found: list[Plan], rounds: int = 3) -> list[Plan]:
+    """A few plans, the fastest first, timed in turns, there and back: so that a steady drift falls on all alike."""
     times: list[list[float]] = [[] for _ in plans_found]
     order = range(len(plans_found))
     for _ in range(rounds if len(plans_found) > 1 else 1):
@@ -275,13 +289,14 @@ def rematch(layer: TrialLayer, sets: Sequence[Inputs], plans_found: list[Plan], 
             both[i] += graph_us([partial(layer.run, plans_found[i], *inputs) for inputs in sets]) / 2
         for samples, us in zip(times, both, strict=True):
             samples.append(us)
-    us, best = min((statistics.median(samples), i) for i, samples in enumerate(times))
-    return replace(plans_found[best], us=us)
+    timed = [replace(plan, us=statistics.median(samples)) for plan, samples in zip(plans_found, times, strict=True)]
+    return sorted(timed, key=_us)
 
 
 def jobs_for(key: LayerKey, tokens: Iterable[int]) -> Iterator[tuple[LayerKey, int, Plan]]:
     """Everything `tune` will launch. GEMM 2 tiles ride along with GEMM 1's, so that no kernel is compiled twice."""
     for count in tokens:
+        yield key, count, by_cost(key, count)
         for first, second in (candidates(key, count), small_candidates(key, count)):
             for i in range(max(len(first), len(second))):
                 plan = first[min(i, len(first) - 1)]

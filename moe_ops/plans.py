@@ -1,4 +1,4 @@
-"""Which kernels with which tiles run one MoE layer on a GPU: measured plans where there are any, a rule elsewhere.
+"""Which kernels with which tiles run one MoE layer on a GPU: measured plans where they win, else the cheapest by cost.
 
 A plan is chosen from sizes alone, inside the operator, so that a batch size never causes a guard or a recompile.
 """
@@ -12,15 +12,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from meta.arch import FIRST_CAPABILITY
+from meta.arch import ARCHS, FIRST_CAPABILITY, TYPICAL
+from meta.cost import TileCost, Work, pairwise_us, product_us, robust_us
 from meta.schemes import SCHEMES
 from moe_ops.kernels.triton.config import MMConfig, SmallConfig
 
 CONFIG_DIR = Path(__file__).parent / "configs"
+Cost = tuple[float, float, float, int, float]
 #: Sequences of kernels. A file that a user tuned with an older version may name others, which are passed over.
 PATHS = ("small", "grouped", "batched")
 
@@ -51,7 +53,7 @@ class Plan:
     Args:
         path: "small" (no sorting, two kernels), "grouped" or "batched".
         up, down: tiles of the two GEMMs; quantising schemes: `up` has a scale group of output columns.
-        us: measured microseconds, None for a plan of the rule.
+        us: measured microseconds, None for a plan by cost.
     """
 
     path: str
@@ -81,6 +83,20 @@ def file_name(gpu: str) -> str:
     return "_".join(gpu.lower().split()) + ".json"
 
 
+def write(table: Mapping[str, Any], path: Path) -> None:
+    """Write a file of plans, one a line. The rename keeps the old file whole until the new one is."""
+    head = [f" {json.dumps(name)}: {json.dumps(value)}," for name, value in table.items() if name != "plans"]
+    keys = [
+        f"  {json.dumps(key)}: {{\n"
+        + ",\n".join(f"   {json.dumps(tokens)}: {json.dumps(row)}" for tokens, row in rows.items())
+        + "\n  }"
+        for key, rows in table["plans"].items()
+    ]
+    partial = path.with_suffix(".partial")
+    partial.write_text("\n".join(["{", *head, ' "plans": {', ",\n".join(keys), " }", "}"]) + "\n")
+    os.replace(partial, path)
+
+
 @cache
 def tuned(gpu: str) -> dict[str, dict[int, Plan]]:
     """All measured plans for a GPU, key -> tokens -> plan. Read once, before any graph is captured."""
@@ -89,23 +105,31 @@ def tuned(gpu: str) -> dict[str, dict[int, Plan]]:
         path = directory / file_name(gpu)
         if os.path.exists(path):
             for key, rows in json.loads(path.read_text())["plans"].items():
-                known = {int(tokens): Plan.from_json(row) for tokens, row in rows.items() if row["path"] in PATHS}
+                known = {
+                    int(tokens): Plan.from_json(row) for tokens, row in rows.items() if row and row["path"] in PATHS
+                }
                 plans.setdefault(key, {}).update(known)
     return plans
 
 
 @cache
-def plan_for(key: LayerKey, tokens_log2: int, gpu: str, sm: int) -> Plan:
-    """The plan for about 2**tokens_log2 tokens: the nearest measured one, else the rule's."""
-    rows = tuned(gpu).get(str(key))
-    if rows:
-        return rows[min(rows, key=lambda tokens: abs(math.log2(tokens) - tokens_log2))]
-    return rule(key, 1 << tokens_log2, sm)
+def plan_for(key: LayerKey, at: int, gpu: str, sm: int) -> Plan:
+    """The plan for the tokens of bucket `at`: the nearest measured one within half an octave, else the cheapest."""
+    rows = tuned(gpu).get(str(key), {})
+    near = min(rows, key=lambda tokens: abs(bucket(tokens) - at), default=None)
+    if near is not None and abs(bucket(near) - at) <= 1:
+        return rows[near]
+    return cheapest(key, tokens_of(at), gpu, sm)
 
 
 def bucket(tokens: int) -> int:
-    """log2 of the number of tokens, rounded to the nearest integer: the granularity at which plans differ."""
-    return round(math.log2(max(tokens, 1)))
+    """2 log2 of the number of tokens, rounded to the nearest integer: the granularity at which plans differ."""
+    return round(2 * math.log2(max(tokens, 1)))
+
+
+def tokens_of(at: int) -> int:
+    """The number of tokens in the middle of bucket `at`."""
+    return round(math.exp2(at / 2))
 
 
 @cache
@@ -115,44 +139,142 @@ def gpu_of(index: int) -> tuple[str, int]:
     return torch.cuda.get_device_name(index), 10 * major + minor
 
 
-SMALL_PAIRS_PER_EXPERT = 0.25  # below it, pairs hardly ever share an expert: streaming per pair moves no extra bytes
+# ---- tiles by what they cost ----
 
 
-def rule(key: LayerKey, tokens: int, sm: int) -> Plan:
-    """Plan for shapes that nobody measured, from rows per expert and the generation alone."""
-    rows = tokens * key.K / key.E
+class Family(NamedTuple):
+    """A tile shape, and what it costs in GEMM 1 and in GEMM 2 where it serves there."""
+
+    tile: MMConfig
+    up: TileCost | None
+    down: TileCost | None
+
+
+def _family(tile: tuple[int, int, int, int, int, int, bool], up: Cost | None, down: Cost | None) -> Family:
+    rows, columns, *_ = tile
+    return Family(MMConfig(*tile, w_tma=True), *(cost and TileCost(rows, columns, *cost) for cost in (up, down)))
+
+
+#: `MMConfig` without w_tma; TB/s, us to fill, us for 1024 columns, programs, us to launch (`meta.cost.TileCost`), as
+#: GEMM 1 and as GEMM 2: fitted to times of both for ten layers at nine numbers of tokens, which `python -m benchmarks
+#: tiles` measures and fits (benchmarks/comparisons/h200-tiles.json).
+FAMILIES: dict[str, tuple[Family, ...]] = {
+    "plain": (
+        _family((16, 128, 128, 1, 4, 3, False), (4.58, 0.02, 5.02, 1, 5.7), (4.43, 0.02, 4.53, 1, 4.6)),
+        _family((16, 64, 256, 1, 4, 3, False), (4.67, 0.02, 2.76, 1, 5.1), (4.54, 0.23, 2.69, 1, 4.2)),
+        _family((32, 128, 128, 1, 4, 3, False), (4.59, 0.02, 10.82, 2, 2.9), (4.48, 0.64, 9.83, 2, 5.8)),
+        _family((64, 128, 64, 8, 4, 4, False), (4.43, 0.02, 9.80, 2, 5.2), (4.32, 0.92, 4.59, 1, 5.4)),
+        _family((128, 128, 64, 8, 4, 3, True), (4.32, 0.02, 14.18, 2, 7.4), (4.12, 0.24, 6.55, 1, 6.3)),
+        _family((128, 256, 64, 8, 8, 4, True), (4.33, 0.02, 12.24, 1, 10.7), (4.13, 1.37, 11.56, 1, 6.6)),
+    ),
+    # GEMM 1 writes a scale group of output columns, which are 256 weight rows.
+    "scaled": (
+        _family((16, 256, 128, 1, 4, 3, False), (4.31, 0.02, 4.86, 1, 6.9), None),
+        _family((64, 256, 128, 8, 8, 3, True), (4.05, 2.49, 6.19, 1, 12.2), None),
+        _family((128, 256, 128, 8, 8, 3, True), (3.79, 5.57, 8.15, 1, 6.1), None),
+        _family((16, 128, 128, 1, 4, 3, False), None, (4.13, 0.19, 4.49, 2, 3.6)),
+        _family((64, 128, 128, 8, 4, 3, True), None, (4.24, 1.35, 7.23, 3, 8.4)),
+        _family((128, 128, 128, 8, 8, 3, True), None, (3.01, 3.07, 4.82, 1, 5.5)),
+    ),
+}
+#: TB/s, us to launch of the two small kernels (`meta.cost.pairwise_us`).
+PAIRWISE = {"plain": (4.45, 5.0), "scaled": (3.0, 7.0)}
+AROUND_US = 2.0  # of the kernels that sort pairs and combine results, beyond what the products hide
+SMALL_PAIRS = 64  # the most that the small kernels were ever seen to win with
+
+
+def _kind(scheme: str) -> str:
+    return "plain" if SCHEMES[scheme].rows is None else "scaled"
+
+
+def cheapest(key: LayerKey, tokens: int, gpu: str, sm: int) -> Plan:
+    """The plan that should be fastest by `meta.cost`, for shapes that nobody measured."""
+    plan, us = _by_products(key, tokens, gpu, sm)
+    if tokens * key.K <= SMALL_PAIRS and _small_serves(key):
+        first, second = _works(key, tokens)
+        expert_bytes = (first.N * first.depth + second.N * second.depth) * first.itemsize
+        if pairwise_us(first, expert_bytes, *PAIRWISE[_kind(key.scheme)]) < us + AROUND_US:
+            return Plan("small", *small_tiles(key))
+    return plan
+
+
+@cache
+def by_products(key: LayerKey, at: int, gpu: str, sm: int) -> Plan:
+    """The cheapest plan of grouped products, where the small kernels cannot serve."""
+    return _by_products(key, tokens_of(at), gpu, sm)[0]
+
+
+def _by_products(key: LayerKey, tokens: int, gpu: str, sm: int) -> tuple[Plan, float]:
+    """The plan, and the microseconds that both products should take."""
+    first, second = _works(key, tokens)
+    (up, up_us), (down, down_us) = _tile(key.scheme, first, gpu, sm, "up"), _tile(key.scheme, second, gpu, sm, "down")
     form = SCHEMES[key.scheme].rows
-    # Small kernels quantise a token again for every few columns: only tuning can say where that pays.
-    if key.format == "grouped" and form is None and (tokens == 1 or rows <= SMALL_PAIRS_PER_EXPERT):
-        return Plan("small", SmallConfig(2, 2048, 4), SmallConfig(1, 256, 4))
-    up, down = tiles(key.scheme, rows, sm)
     if form is not None and not key.gated:
         up = up._replace(block_n=form.group)
-    return Plan(key.format, up, down)
+    if form is None and key.format == "batched" and up.block_m == 128:
+        # Whose rows come by descriptor: us on an H200, DeepSeek-V3, T = 4096: 8091, with four stages 8774.
+        up = up._replace(num_stages=3)
+    return Plan(key.format, up, down), up_us + down_us
 
 
-def tiles(scheme: str, rows: float, sm: int) -> tuple[MMConfig, MMConfig]:
-    """Tiles of the two GEMMs for about `rows` rows per expert."""
+def _works(key: LayerKey, tokens: int) -> tuple[Work, Work]:
+    itemsize = SCHEMES[key.scheme].weight_dtype.itemsize
+    first = Work(key.E, key.K, tokens, (2 if key.gated else 1) * key.I, key.H, itemsize)
+    return first, first._replace(N=key.H, depth=key.I)
+
+
+def _small_serves(key: LayerKey) -> bool:
+    """Programs that quantise their rows again cannot afford columns of a block that no row has."""
+    whole = key.H % small_tiles(key)[0].block_k == 0
+    return key.format == "grouped" and key.scheme != "fp32" and (whole or _kind(key.scheme) == "plain")
+
+
+def small_tiles(key: LayerKey) -> tuple[SmallConfig, SmallConfig]:
+    """Tiles of the small kernels, by what ran fastest at T = 1 on an H200: the second holds all K experts of a token
+    at once, so that its columns are fewer the larger K is.
+    """
+    if _kind(key.scheme) == "scaled":
+        up = SmallConfig(4, 2048, 4) if key.H < 4096 else SmallConfig(8, 512, 4)
+        return up, SmallConfig(16, 512, 4) if key.K <= 2 else SmallConfig(16, 256, 8)
+    up = SmallConfig(4, 2048, 4) if key.H <= 2048 else SmallConfig(2, 2048, 8 if key.H <= 4096 else 4)
+    return up, SmallConfig(8 if key.K <= 4 else 2, 256, 8)
+
+
+@cache
+def tile_for(scheme: str, E: int, at: int, N: int, depth: int, gpu: str, sm: int, product: str) -> MMConfig:
+    """The tile that should run one product of a bucket's rows fastest, as GEMM 1 ("up") or GEMM 2 ("down") of a layer:
+    E experts' weights of N rows and `depth` columns.
+    """
+    work = Work(E, 1, tokens_of(at), N, depth, SCHEMES[scheme].weight_dtype.itemsize)
+    return _tile(scheme, work, gpu, sm, product)[0]
+
+
+def _tile(scheme: str, work: Work, gpu: str, sm: int, product: str) -> tuple[MMConfig, float]:
+    """The tile, and the microseconds that it should take."""
     tma = sm >= FIRST_CAPABILITY["tma"]
     if scheme == "fp32":
-        tile = MMConfig(16 if rows <= 16 else 64, 64, 32, 8, 4, 3, a_tma=False, w_tma=False)
-    elif SCHEMES[scheme].rows is not None:
-        if rows > 64:
-            # us on an H200, Qwen3-30B-A3B, T = 4096: GEMM 1 328, with 64 rows 393; GEMM 2 169, with 256 columns 236.
-            up = MMConfig(128, 256, 128, 8, 8, 3, a_tma=tma, w_tma=tma)
-            return up, MMConfig(64, 128, 128, 8, 4, 3, a_tma=tma, w_tma=tma)
-        else:
-            up = MMConfig(16 if rows <= 16 else 32, 256, 128, 1, 8, 3, a_tma=False, w_tma=tma)
-            return up, up._replace(block_n=128, num_warps=4)
-    elif rows <= 16:
-        tile = MMConfig(16, 128, 128 if tma else 64, 1, 4, 3, a_tma=False, w_tma=tma)
-    elif rows <= 48:
-        tile = MMConfig(32 if rows <= 32 else 64, 128, 64, 8, 4, 4, a_tma=False, w_tma=tma)
-    elif tma:
-        # us of GEMM 2 on an H200, T = 4096, against tiles of 128 x 256: Qwen3-30B-A3B 232 and 246, OLMoE-1B-7B 256 and
-        # 268, gpt-oss-120b's dimensions 770 and 785.
-        up = MMConfig(128, 256, 64, 8, 8, 3, a_tma=True, w_tma=True)
-        return up, MMConfig(128, 128, 64, 8, 4, 3, a_tma=True, w_tma=True)
-    else:
-        tile = MMConfig(128, 128, 32, 8, 8, 4, a_tma=False, w_tma=False)
-    return tile, tile
+        return MMConfig(16 if work.T * work.K <= 16 * work.E else 64, 64, 32, 8, 4, 3, a_tma=False, w_tma=False), 0.0
+    arch = next((arch for name, arch in ARCHS.items() if name in gpu), TYPICAL)
+    # Scale groups that run on from the gate into the up half: every column has its scale, for which 128 rows leave no
+    # registers (us on an H200, gpt-oss-120b's dimensions, T = 4096: 4428, with 64 rows 1893).
+    ragged = product == "up" and any(work.N // 2 % spec.group_n for spec in SCHEMES[scheme].scales)
+    costs = {
+        family.tile: cost
+        for family in FAMILIES[_kind(scheme)]
+        if (cost := getattr(family, product)) is not None
+        and fits(family.tile, work.itemsize, arch.shared_kib)
+        and not (ragged and cost.rows > 64)
+    }
+    tile = min(costs, key=lambda tile: robust_us(work, costs[tile], arch.multiprocessors))
+    us = product_us(work, costs[tile], arch.multiprocessors)
+    if not tma:
+        # Products whose operands are registers, not shared memory, want a tile spread over more warps.
+        warps = 8 if tile.block_m * tile.block_n >= 128 * 128 else tile.num_warps
+        tile = tile._replace(a_tma=False, w_tma=False, num_warps=warps)
+    return tile, us
+
+
+def fits(tile: MMConfig, bytes_per_element: int, shared_kib: int) -> bool:
+    """Whether the software pipeline's tiles fit in shared memory."""
+    stage = (tile.block_m + tile.block_n) * tile.block_k * bytes_per_element
+    return stage * tile.num_stages <= shared_kib * 1024 - 4096

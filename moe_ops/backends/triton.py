@@ -114,8 +114,9 @@ def _gemm(call: GemmCall, **epilogue: Any) -> tuple[Tensor, Tensor]:
     scales = call.x.scales
     mm = ExpertMM(call.weight, call.out_dtype, bias=call.bias, rows_scale=scales[0] if scales else None, **epilogue)
     problem = call.problem
-    up, down = plans.tiles(problem.scheme, problem.M / mm.num_experts, gpu_of(call.device)[1])
-    tile = fit(up, mm) if mm.activation else down
+    product = "up" if mm.activation else "down"
+    sizes = (mm.num_experts, plans.bucket(int(problem.M)), mm.out_features * (2 if mm.glu else 1), mm.in_features)
+    tile = fit(plans.tile_for(problem.scheme, *sizes, *gpu_of(call.device), product), mm)
     if problem.format == "batched":
         return launch_batched_mm(call.x.data.contiguous(), mm, call.extents, tile)
     return launch_grouped_mm(unit_stride(call.x.data), mm, call.extents, tile, num_rows=call.x.data.shape[0])

@@ -1,20 +1,18 @@
 """The benchmarks' command line on whatever machine runs the tests, and the report made of a sample result file."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from benchmarks import e2e, host, layers, report, timing
+from benchmarks import e2e, host, layers, models, report
 from benchmarks.__main__ import main
-from benchmarks.cases import layer_weights, make_case
 from benchmarks.plots import draw_layers
 from benchmarks.results import RESULTS, ResultFile, load_results
-from benchmarks.shapes import SHAPES, TINY_SHAPES
-from meta.arch import lookup
+from benchmarks.shapes import SHAPES, TINY_SHAPES, parse_shapes
 
 TINY = TINY_SHAPES["tiny-qwen3"]
 
@@ -30,6 +28,25 @@ def sample_document() -> dict[str, Any]:
     return {"kind": "layers", "date": "2000-01-01", "versions": {"torch": "2.11.0"}, **header, "rows": rows}
 
 
+def in_turn_document() -> dict[str, Any]:
+    """As a GPU makes them now: ceilings, ratios, a second routing, and a whole that beats its part."""
+    document = sample_document()
+    for row in document["rows"]:
+        if row["us"] is not None:
+            ratio = 20.0 / 50.0 if row["peer"] == "hf_grouped" else 1.0
+            row |= {
+                "ratio": ratio,
+                "ratio_low": ratio - 0.01,
+                "ratio_high": ratio + 0.01,
+                "sm_mhz": 1500,
+                "watts": 690.0,
+            }
+    document["rows"][0]["flag"] = "ours is faster than its part ours_experts: 20.0 against 30.0 us"
+    document["rows"] += [row | {"routing": "zipf"} for row in document["rows"][1:]]
+    rates = {"bf16_tflops": 680.0, "fp8_tflops": 1340.0, "read_gbps": 4400.0}
+    return document | {"reference": "ours", "ceilings": rates}
+
+
 def test_list_names_shapes_and_peers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list"]) == 0
     printed = capsys.readouterr().out
@@ -39,12 +56,29 @@ def test_list_names_shapes_and_peers(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--shapes", "nonsense"], ["--peers", "nonsense"], ["--tokens", "1,x"], ["e2e", "--rows", "8"]],
-    ids=lambda arguments: arguments[-2].strip("-"),
+    [
+        ["--shapes", "nonsense"],
+        ["--shapes", "2x3x8x8"],
+        ["--peers", "nonsense"],
+        ["--routing", "nonsense"],
+        ["--tokens", "1,x"],
+        ["--rounds", "14"],
+        ["e2e", "--rounds", "14"],
+        ["e2e", "--rows", "8"],
+        ["compare", "--new", ".", "--old", "nowhere"],
+        ["compare", "--old", ".", "--new", ".", "--peers", "hf_moe"],
+    ],
+    ids=" ".join,
 )
 def test_bad_option_is_named_with_what_is_valid(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
-    assert "must be" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith(f"benchmarks: {arguments[-2]} must ") and ", got " in said
+
+
+def test_a_shape_can_be_spelled() -> None:
+    (shape,) = parse_shapes("16x1x5120x8192")
+    assert (shape.name, shape.E, shape.K, shape.H, shape.I) == ("16x1x5120x8192", 16, 1, 5120, 8192)
 
 
 @pytest.mark.parametrize(
@@ -52,13 +86,17 @@ def test_bad_option_is_named_with_what_is_valid(arguments: list[str], capsys: py
 )
 def test_layers_run_and_are_accurate(peers: str, tmp_path: Path) -> None:
     path = tmp_path / "layers.json"
-    arguments = ["--shapes", TINY.name, "--tokens", "1,5", "--replays", "2", "--peers", peers, "--json", str(path)]
-    assert main(arguments) == 0
+    arguments = ["--shapes", TINY.name, "--tokens", "1,5", "--peers", peers, "--json", str(path)]
+    assert main([*arguments, "--routing", "zipf", "--rounds", "15"]) == 0
     document = json.loads(path.read_text())
     assert {"date", "device", "commit", "versions", "method", "scheme"} <= set(document)
     assert len(document["rows"]) == 2 * len(peers.split(","))
+    assert document["reference"] == peers.split(",")[0]
     for row in document["rows"]:
         assert row["us"] is not None, row["reason"]
+        assert row["routing"] == "zipf" and row["us_low"] <= row["us"] <= row["us_high"]
+        assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"] and 3 <= row["rounds"] <= 15
+        assert row["ratio"] == 1.0 or row["peer"] != document["reference"]
         limit = 0.1 if "fp8" in row["peer"] else 0.02
         assert row["error"] is None or row["error"] < limit, row
 
@@ -74,17 +112,21 @@ def test_missing_peer_is_a_row_with_the_reason(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_e2e_runs_every_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = e2e.MODELS["tiny"]
-    monkeypatch.setitem(e2e.MODELS, "tiny", replace(tiny, config={**tiny.config, "num_hidden_layers": 1}))
+    tiny = models.MODELS["tiny"]
+    monkeypatch.setitem(models.MODELS, "tiny", replace(tiny, config={**tiny.config, "num_hidden_layers": 1}))
     path = tmp_path / "e2e.json"
-    variants = "grouped_mm,grouped_mm compiled,moe_ops"
-    arguments = ["e2e", "--model", "tiny", "--rows", "2x1", "--steps", "2", "--variants", variants, "--json", str(path)]
-    assert main(arguments) == 0
+    variants = "grouped_mm,grouped_mm compiled,batched_mm reduce-overhead,moe_ops"
+    arguments = ["e2e", "--model", "tiny", "--rows", "2x1", "--variants", variants, "--json", str(path)]
+    assert main([*arguments, "--rounds", "15"]) == 0
     document = json.loads(path.read_text())
     assert document["cache_length"] == 64
     rows = {row["variant"]: row for row in document["rows"]}
     assert all(row["ms"] is not None for row in rows.values()), rows
-    assert rows["moe_ops"]["graphs"] == 1
+    assert {row["rounds"] for row in rows.values()} == {15}
+    assert {row["recompiles"] for row in rows.values()} == {0}, "variants live side by side"
+    assert [rows[name]["graphs"] for name in variants.split(",")] == [0, 1, 1, 1]
+    best = rows[rows["moe_ops"]["reference"]]
+    assert best["variant"] != "moe_ops" and best["ratio"] == 1.0 and rows["moe_ops"]["ratio_low"] > 0
     assert (rows["moe_ops"]["fused"], rows["moe_ops"]["refused"]) == (1, 0)
 
 
@@ -130,15 +172,16 @@ def test_interrupt_is_one_line_and_keeps_the_rows(
 ) -> None:
     done = []
 
-    def interrupted(*args: Any, **options: Any) -> dict[str, Any]:
+    def interrupted(*args: Any, **options: Any) -> list[dict[str, Any]]:
         if len(done) == rows:
             raise KeyboardInterrupt
         done.append(1)
-        times = {"us": None, "ms": None, "reason": "made up"}
-        return {"shape": "tiny", "T": 1, "peer": "ours", **times} if command == "layers" else times
+        case = {"shape": "tiny", "T": 1, "routing": "uniform", "peer": "ours"}
+        case |= {"batch": 1, "new_tokens": 1, "variant": "moe_ops"}
+        return [case | {"us": None, "ms": None, "reason": "made up"}]
 
-    monkeypatch.setattr(layers, "time_peer", interrupted)
-    monkeypatch.setattr(e2e, "time_variant", interrupted)
+    monkeypatch.setattr(layers, "time_case", interrupted)
+    monkeypatch.setattr(e2e, "time_case", interrupted)
     path = tmp_path / "rows.json"
     options = {"layers": ["--shapes", TINY.name, "--tokens", "1,2,3", "--peers", "ours"], "e2e": ["--model", "tiny"]}
     assert main([command, *options[command], "--json", str(path)]) == 130
@@ -151,70 +194,15 @@ def test_interrupt_is_one_line_and_keeps_the_rows(
         assert len(json.loads(path.read_text())["rows"]) == rows
 
 
-def test_time_is_that_of_one_input_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four thunks of 3 us each, by a clock that they move themselves."""
-    now = [0.0]
-
-    def thunk() -> None:
-        now[0] += 3e-6
-
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert timing.time_us([thunk] * 4, replays=5) == pytest.approx(3.0)
-    assert "divided by the number of sets" in timing.method()
-
-
-def test_time_on_a_gpu_is_that_of_one_input_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(timing, "_graph_rounds", lambda thunks, replays: [9.0, 12.0, 40.0][:replays])
-    assert timing.time_us([lambda: None] * 4, replays=3) == 3.0, "the median, over four sets"
-
-
-H200_TBPS, H200_TFLOPS = 4.3, {None: 790.0, "fp8_block128": 790.0 * 1979 / 989}
-
-
-@pytest.mark.parametrize("scheme", [None, "fp8_block128"], ids=["bf16", "fp8"])
-def test_roof_of_many_tokens_is_the_arithmetic_at_the_rate_of_the_scheme(scheme: str | None) -> None:
-    case = make_case(layer_weights(TINY, torch.bfloat16, "cpu"), 4096)
-    flops = 2 * 4096 * TINY.K * 3 * TINY.H * TINY.I
-    assert case.roof_on(lookup("H200"), scheme) == pytest.approx(flops / (H200_TFLOPS[scheme] * 1e6), rel=1e-6)
-
-
-@pytest.mark.parametrize("scheme", [None, "fp8_block128"], ids=["bf16", "fp8"])
-def test_roof_of_one_token_is_the_memory_of_its_experts(scheme: str | None) -> None:
-    case = make_case(layer_weights(TINY, torch.bfloat16, "cpu"), 1)
-    assert len(case.sets) == 8 and case.distinct_experts == [TINY.K] * 8
-    weights = TINY.K * 3 * TINY.H * TINY.I
-    scales = TINY.K * 4 * (2 * TINY.I // 128 * (TINY.H // 128) + TINY.H // 128 * (TINY.I // 128))
-    moved = 2 * weights if scheme is None else weights + scales
-    moved += 2 * TINY.H * 2  # the token in, and out
-    assert case.roof_on(lookup("H200"), scheme) == pytest.approx(moved / (H200_TBPS * 1e6), rel=1e-6)
-
-
-def test_there_is_no_roof_without_a_gpu() -> None:
-    assert make_case(layer_weights(TINY, torch.bfloat16, "cpu"), 1).roof_us(None) is None
-
-
-def test_exact_answer_is_the_layer() -> None:
-    weights = layer_weights(TINY, torch.float64, "cpu")
-    case = make_case(weights, 5)
-    inputs = case.sets[0]
-    output = torch.zeros_like(inputs.hidden_states)
-    for token in range(5):
-        for slot in range(TINY.K):
-            expert = int(inputs.topk_ids[token, slot])
-            gate, up = (weights.gate_up_proj[expert] @ inputs.hidden_states[token]).chunk(2)
-            result = weights.down_proj[expert] @ (torch.nn.functional.silu(gate) * up)
-            output[token] += inputs.topk_weights[token, slot] * result
-    assert case.error(output) < 1e-12
-
-
-def test_plots_from_a_sample_file(tmp_path: Path) -> None:
-    paths = draw_layers(sample_document(), tmp_path, "sample")
-    assert sorted(path.suffix for path in paths) == [".png", ".png", ".svg", ".svg"]
+@pytest.mark.parametrize("make", [sample_document, in_turn_document], ids=["older", "in_turn"])
+def test_plots_from_a_sample_file(make: Callable[[], dict[str, Any]], tmp_path: Path) -> None:
+    document = make()
+    plots = ["time", "share"] + (["ratio"] if "reference" in document else [])
+    paths = draw_layers(document, tmp_path, "sample")
+    assert [path.name for path in paths] == [f"sample-{plot}.{kind}" for plot in plots for kind in ("png", "svg")]
     assert all(path.stat().st_size > 1000 for path in paths)
     before = [path.read_bytes() for path in paths]
-    assert [path.read_bytes() for path in draw_layers(sample_document(), tmp_path, "sample")] == before
+    assert [path.read_bytes() for path in draw_layers(document, tmp_path, "sample")] == before
 
 
 def test_report_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,6 +216,23 @@ def test_report_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[
     text = readme.read_text()
     assert "| qwen3-30b-a3b | 16 | 160 | 320 (50%) | 800 (20%) | - |" in text
     assert report.NO_RESULTS in text, "there is no file of whole models"
+
+
+def test_report_of_peers_timed_in_turn() -> None:
+    text = report.layers_section({"sample": in_turn_document()})
+    assert "bf16 680 TFLOP/s, fp8 1340 TFLOP/s, read 4400 GB/s; SM clock 1500 to 1500 MHz; 690 to 690 W." in text
+    assert "| 1 | 10.0 | 20.0 (50%)† | 50.0 (20%) 0.40x | - | 0.40 (0.39 to 0.41) hf_grouped |" in text
+    assert "† qwen3-30b-a3b, 1: ours is faster than its part ours_experts: 20.0 against 30.0 us." in text
+    assert text.count("ours / best of others") == 2 and text.count("Routing `zipf`:") == 1
+    assert "benchmarks/results/sample-ratio.png" in text
+
+
+def test_report_of_variants_timed_in_turn() -> None:
+    row = {"batch": 8, "new_tokens": 1}
+    ours = row | {"variant": "moe_ops", "ms": 0.9, "ratio": 0.6, "ratio_low": 0.55, "ratio_high": 0.65}
+    theirs = row | {"variant": "grouped_mm", "ms": 1.5, "ratio": 1.0, "ratio_low": 1.0, "ratio_high": 1.0}
+    text = report.e2e_table({"rows": [theirs, ours]})
+    assert "best of moe_ops / best of transformers" in text and "| 8 x 1 | 1.5 | 0.9 | 0.60 (0.55 to 0.65) |" in text
 
 
 def test_host_times_and_their_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def test_benchmark_commands_parse(capsys: pytest.CaptureFixture[str]) -> None:
     commands = [command.split("#")[0].split()[3:] for command in COMMANDS if command.startswith("python -m benchmarks")]
     assert commands
     for command in commands:
-        subcommand = [command.pop(0)] if command and command[0] in ("e2e", "host", "report") else []
+        subcommand = [command.pop(0)] if command and command[0] in ("e2e", "host", "compare", "carry", "report") else []
         with pytest.raises(SystemExit) as caught:
             main([*subcommand, *command, "--help"])
         assert caught.value.code == 0

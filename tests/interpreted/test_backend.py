@@ -268,7 +268,7 @@ def test_capacity_one_short_exactly_full_and_with_room(capacity, monkeypatch):
 
 
 @pytest.mark.parametrize("tokens", [1, 2])
-def test_fused_moe_by_the_plans_of_the_rule(tokens):
+def test_fused_moe_by_the_cheapest_plans(tokens):
     torch.manual_seed(12)
     (x, w1, w2, _, _), _ = case()
     logits = torch.randn(tokens, E)
@@ -326,11 +326,11 @@ def test_an_explicit_request_never_falls_back():
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 @pytest.mark.parametrize("format", ["grouped", "batched"])
 @pytest.mark.parametrize("scheme", ["bf16", "fp32", "fp8_block128"])
-def test_the_rule_gives_tiles_for_every_size(scheme, format, gated):
+def test_there_are_tiles_for_every_size(scheme, format, gated):
     """Whole scale groups wherever there are enough columns; and no tile that a Hopper could not hold."""
     for tokens in (1, 2, 16, 256, 4096, 65536):
         for sm in (80, 90, 100):
-            plan = plans.rule(plans.LayerKey(scheme, format, 64, 4, 2048, 1024, gated), tokens, sm)
+            plan = plans.cheapest(plans.LayerKey(scheme, format, 64, 4, 2048, 1024, gated), tokens, "a GPU", sm)
             if plan.path == "small":
                 continue
             element = 4 if scheme == "fp32" else 1 if scheme.startswith("fp8") else 2

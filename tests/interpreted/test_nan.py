@@ -122,7 +122,7 @@ def test_fused_moe(routing, tokens, path, forced, poisoned):
 
 
 @pytest.mark.parametrize("format", ["grouped", "batched"])
-def test_one_token_by_the_rule(format):
+def test_one_token_by_the_cheapest_plan(format):
     """No plan forced: what a user's first call does, and whether kernels overlap their starts is decided once."""
     layer = experts_layer(T=1, H=40, I=24)
     x, gate_up, down = (layer[name] for name in ("hidden_states", "gate_up_proj", "down_proj"))

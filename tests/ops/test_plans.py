@@ -1,9 +1,11 @@
-"""The shipped plans can be read, fit the GPU they name, and the nearest one serves a size that nobody measured."""
+"""The shipped plans can be read and fit the GPU they name; where none was measured, the cheapest by cost serves."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,31 +42,25 @@ def test_shipped_plans_fit_their_gpu(path: Path) -> None:
                     assert tile is None or isinstance(tile, SmallConfig)
 
 
-def test_nearest_measured_plan_else_the_rule() -> None:
-    gpu = json.loads(FILES[0].read_text())["gpu"]
-    key = plans.LayerKey("bf16", "grouped", 128, 8, 2048, 768, True)
-    rows = plans.tuned(gpu)[str(key)]
-    assert plans.plan_for(key, plans.bucket(4096), gpu, 90) is rows[4096]
-    assert plans.plan_for(key, plans.bucket(10**6), gpu, 90) is rows[max(rows)]
-    other = plans.LayerKey("bf16", "grouped", 7, 2, 512, 256, True)
-    assert plans.plan_for(other, 5, gpu, 90) == plans.rule(other, 32, 90)
+KEY = plans.LayerKey("bf16", "grouped", 7, 2, 512, 256, True)
 
 
-@pytest.mark.parametrize(
-    "tokens, log2",
-    [(0, 0), (1, 0), (2, 1), (3, 2), (5, 2), (6, 3), (11, 3), (12, 4), (90, 6), (91, 7), (1448, 10), (1449, 11)],
-)
-def test_token_counts_between_powers_of_two_go_to_the_nearer_one(tokens: int, log2: int) -> None:
-    assert plans.bucket(tokens) == log2
+def write(path: Path, rows: dict[int, plans.Plan], key: plans.LayerKey = KEY) -> None:
+    table = {"plans": {str(key): {str(tokens): plan.to_json() for tokens, plan in rows.items()}}}
+    path.write_text(json.dumps(table))
 
 
-def test_a_token_count_between_two_measured_ones_takes_the_nearer_plan(tmp_path: Path) -> None:
-    key = plans.LayerKey("bf16", "grouped", 7, 2, 512, 256, True)
-    measured = {tokens: plans.Plan("grouped", TILE, TILE, us=float(tokens)) for tokens in (4, 64)}
-    table = {"plans": {str(key): {str(tokens): plan.to_json() for tokens, plan in measured.items()}}}
-    (tmp_path / plans.file_name("a gpu")).write_text(json.dumps(table))
-    chosen = [plans.plan_for(key, plans.bucket(tokens), "a gpu", 90).us for tokens in (1, 4, 11, 23, 40, 10**5)]
-    assert chosen == [4, 4, 4, 64, 64, 64]
+@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 4, 5, 6, 11, 16, 90, 91, 1024, 4000, 10**6])
+def test_a_bucket_is_half_an_octave(tokens: int) -> None:
+    middle = plans.tokens_of(plans.bucket(tokens))
+    assert middle == 1 if tokens < 2 else abs(math.log2(middle / tokens)) <= 0.27  # a quarter, and rounding
+
+
+def test_a_measured_plan_serves_half_an_octave_to_either_side(tmp_path: Path) -> None:
+    write(tmp_path / "a_gpu.json", {tokens: plans.Plan("grouped", TILE, TILE, us=float(tokens)) for tokens in (4, 64)})
+    chosen = [plans.plan_for(KEY, plans.bucket(tokens), "a gpu", 90).us for tokens in (1, 3, 4, 5, 23, 48, 64, 90, 128)]
+    assert chosen == [None, 4, 4, 4, None, 64, 64, 64, None]
+    assert plans.plan_for(KEY, plans.bucket(23), "a gpu", 90) == plans.cheapest(KEY, 23, "a gpu", 90)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -75,28 +71,48 @@ def test_plans_survive_being_written_and_read(path: Path) -> None:
         assert plans.Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
-def test_the_rules_tiles_follow_rows_generation_and_scheme() -> None:
-    def rule(scheme: str, tokens: int, sm: int = 90, gated: bool = True, format: str = "grouped") -> plans.Plan:
-        return plans.rule(plans.LayerKey(scheme, format, 8, 2, 512, 256, gated), tokens, sm)
+def cheapest(tokens: int, scheme: str = "bf16", sm: int = 90, gpu: str = "NVIDIA H200", **sizes: Any) -> plans.Plan:
+    made = {"E": 8, "K": 2, "H": 512, "I": 256, "gated": True, "format": "grouped", **sizes}
+    return plans.cheapest(plans.LayerKey(scheme=scheme, **made), tokens, gpu, sm)
 
-    assert [rule("bf16", tokens).path for tokens in (1, 2)] == ["small", "grouped"]
-    assert rule("bf16", 1, format="batched").path == "batched" and rule("fp8_block128", 1).path == "grouped"
-    # 16, 32, 48 and 64 rows an expert are the last of their tile.
-    assert [rule("bf16", tokens).up.block_m for tokens in (64, 65, 128, 129, 192, 193)] == [16, 32, 32, 64, 64, 128]
-    assert [rule("fp8_block128", tokens).up.block_m for tokens in (64, 65, 256, 257)] == [16, 32, 32, 128]
-    assert [rule("fp32", tokens).up.block_m for tokens in (64, 65)] == [16, 64]
-    for tokens in (8, 4096):
-        assert [rule("fp8_block128", tokens, gated=gated).up.block_n for gated in (True, False)] == [256, 128]
-    assert [rule("bf16", 4096, sm).up.a_tma for sm in (80, 90)] == [False, True]
+
+def test_the_cheapest_plan_follows_the_sizes() -> None:
+    assert cheapest(1).path == "small" and cheapest(1, format="batched").path == "batched"
+    assert cheapest(64).path == "grouped"
+    assert [cheapest(tokens, "fp32").up.block_m for tokens in (64, 65)] == [16, 64]
+    for tokens in (64, 4096):
+        assert [cheapest(tokens, "fp8_block128", gated=gated).up.block_n for gated in (True, False)] == [256, 128]
+    assert [cheapest(4096, sm=sm).up.w_tma for sm in (80, 90)] == [False, True]
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "fp8_block128"])
+def test_tiles_grow_with_an_experts_rows(scheme: str) -> None:
+    heights = [cheapest(2**octave, scheme, E=64, K=4, H=4096, I=1024).up for octave in range(4, 16)]
+    heights = [plan.block_m for plan in heights if hasattr(plan, "block_m")]
+    assert heights == sorted(heights) and heights[0] == 16 and heights[-1] == 128
+
+
+def test_pairs_that_share_experts_are_sorted() -> None:
+    """Of eight experts few tokens take all; of 512 eight tokens hardly share one, but T = 1 is small for both."""
+    few, many = ({"E": E, "K": K, "H": 2048, "I": 1024} for E, K in ((8, 2), (512, 8)))
+    assert [cheapest(tokens, **few).path for tokens in (1, 8)] == ["small", "grouped"]
+    assert [cheapest(tokens, **many).path for tokens in (1, 4)] == ["small", "small"]
+
+
+def test_tiles_fit_the_gpu() -> None:
+    for gpu, sm, kib in (("NVIDIA A100-SXM4-80GB", 80, 163), ("NVIDIA H200", 90, 227)):
+        for tokens in (16, 300, 5000):
+            plan = cheapest(tokens, gpu=gpu, sm=sm, H=4096, I=2048)
+            for tile in (plan.up, plan.down):
+                assert (tile.block_m + tile.block_n) * tile.block_k * 2 * tile.num_stages <= kib * 1024
 
 
 def test_a_sequence_that_is_no_more_is_passed_over(tmp_path: Path) -> None:
     """As an older version wrote it, beside one that still is."""
-    key = plans.LayerKey("bf16", "grouped", 7, 2, 512, 256, True)
     old = {"path": "torch_grouped", "up": None, "down": None, "us": 1.0}
     rows = {"64": old, "512": plans.Plan("grouped", TILE, TILE, us=2.0).to_json()}
-    (tmp_path / plans.file_name("a gpu")).write_text(json.dumps({"plans": {str(key): rows, "another": {"64": old}}}))
-    assert [plans.plan_for(key, plans.bucket(tokens), "a gpu", 90).us for tokens in (64, 512)] == [2.0, 2.0]
+    (tmp_path / plans.file_name("a gpu")).write_text(json.dumps({"plans": {str(KEY): rows, "another": {"64": old}}}))
+    assert [plans.plan_for(KEY, plans.bucket(tokens), "a gpu", 90).us for tokens in (64, 512)] == [None, 2.0]
     assert plans.tuned("a gpu")["another"] == {}
 
 
@@ -104,6 +120,5 @@ def test_a_users_own_plan_comes_first(tmp_path: Path) -> None:
     gpu = json.loads(FILES[0].read_text())["gpu"]
     key = plans.LayerKey("bf16", "grouped", 128, 8, 2048, 768, True)
     mine = plans.Plan("grouped", TILE, TILE, us=1.0)
-    table = {"plans": {str(key): {"4096": mine.to_json()}}}
-    (tmp_path / plans.file_name(gpu)).write_text(json.dumps(table))
-    assert plans.plan_for(key, 12, gpu, 90) == mine
+    write(tmp_path / plans.file_name(gpu), {4096: mine}, key)
+    assert plans.plan_for(key, plans.bucket(4096), gpu, 90) == mine

@@ -84,18 +84,19 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[i
     """A GPU that measures nothing: the numbers of tokens that it was asked for, in turn."""
     asked: list[int] = []
 
-    def tune(layer: Any, tokens: int) -> Plan:
+    def tune(layer: Any, tokens: int) -> Plan | None:
         if len(asked) == 2 and 1 not in asked[2:]:
             asked.append(1)  # only once
             raise KeyboardInterrupt
         asked.append(tokens)
-        return Plan("grouped", TILE, TILE, us=float(tokens))
+        return Plan("grouped", TILE, TILE, us=float(tokens)) if tokens < 32 else None
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Test GPU")
     monkeypatch.setattr(autotune, "TrialLayer", lambda key, device: SimpleNamespace(key=key))
     monkeypatch.setattr(autotune, "precompile", lambda jobs, processes: iter([(1, 1, "one that does not")]))
     monkeypatch.setattr(autotune, "tune", tune)
+    monkeypatch.setattr(autotune, "by_cost", lambda *_: Plan("grouped", TILE, TILE))
     monkeypatch.setattr(plans, "user_directory", lambda: tmp_path)
     yield asked
 
@@ -112,6 +113,7 @@ def test_a_stopped_run_goes_on(measured: list[int], tmp_path: Path, capsys: pyte
     assert "2 plans measured, 2 were there" in capsys.readouterr().out
     plans.tuned.cache_clear()
     assert plans.tuned("Test GPU")[key][16] == Plan("grouped", TILE, TILE, us=16.0)
+    assert 32 not in plans.tuned("Test GPU")[key]  # the plan by cost serves
     plans.tuned.cache_clear()
     assert command.main([*arguments, "--again"]) == 0
     assert measured[5:] == [4, 8, 16, 32]
@@ -127,9 +129,13 @@ def test_plans_of_another_gpu_are_not_mixed_in(
     assert measured == []
 
 
-def test_candidates_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU that grows slower with every measurement the fastest plan wins, though it comes last in every scan."""
+@pytest.mark.parametrize("cost_us", [100.0, 89.0, None], ids=["slower", "within_3_percent", "among_them"])
+def test_candidates_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch, cost_us: float | None) -> None:
+    """On a GPU that grows slower with every measurement the fastest plan wins, though it comes last in every scan. It
+    is kept where it beats the plan by cost by more than 3 %.
+    """
     tiles = [TILE._replace(num_stages=stages) for stages in (3, 4, 5)]
+    other = TILE._replace(block_n=64) if cost_us else tiles[2]
     seen: list[float] = []
 
     def heated(thunks: list[Callable[[], float]], repeats: int = 9) -> float:
@@ -137,14 +143,20 @@ def test_candidates_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         return seen[-1] * (1 + 0.02 * len(seen))
 
     def run(plan: Plan, *inputs: Any) -> float:
+        if cost_us and plan.up == other:
+            return cost_us
         return 100.0 - plan.up.num_stages - plan.down.num_stages
 
     monkeypatch.setattr(autotune, "graph_us", heated)
     monkeypatch.setattr(autotune, "candidates", lambda *_: ([Plan("grouped", tile, tiles[0]) for tile in tiles], tiles))
     monkeypatch.setattr(autotune, "small_candidates", lambda *_: ([], []))
+    monkeypatch.setattr(autotune, "by_cost", lambda *_: Plan("grouped", other, other))
     layer = SimpleNamespace(key=None, run=run, inputs=lambda tokens, sets: [()])
     best = autotune.tune(layer, 4)
-    assert (best.up.num_stages, best.down.num_stages) == (5, 5)
+    if cost_us == 100.0:
+        assert (best.up.num_stages, best.down.num_stages) == (5, 5)
+    else:
+        assert best is None
 
 
 def test_no_candidate_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,8 @@ def _combine_kernel(
 ):
     """One program sums BLOCK_H columns of one token over its TOP_K rows, k ascending, then `added`, and rounds once.
 
-    A dropped pair reads row 0 and selects zero, because loads predicated on the row are not issued together.
+    A dropped pair loads nothing. us on an H200, K = 8, H = 2048, against reading row 0 and selecting zero: T = 1 1.25
+    and 1.72, T = 1024 5.6 and 6.8, T = 4096 36.3 and 38.4.
     Bytes: (R + T) H sizeof(element).
     """
     pdl_wait(PDL)
@@ -45,8 +46,7 @@ def _combine_kernel(
     for k in tl.static_range(TOP_K):
         row = tl.load(pair_to_row_ptr + t * TOP_K + k)
         kept = (row >= 0) & (row < R)
-        y = tl.load(rows_ptr + tl.where(kept, row, 0).to(tl.int64) * stride_r + h, mask=h < H, other=0.0)
-        y = tl.where(kept, y, 0.0).to(tl.float32)
+        y = tl.load(rows_ptr + row.to(tl.int64) * stride_r + h, mask=kept & (h < H), other=0.0).to(tl.float32)
         if weights_ptr is None:
             acc += y
         else:

@@ -17,6 +17,7 @@ from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.expert_mm import batched_mm as launch_batched_mm
 from moe_ops.kernels.triton.expert_mm import grouped_mm as launch_grouped_mm
 from moe_ops.kernels.triton.launch import ExpertMM
+from moe_ops.kernels.triton.mm_tile import NOT_GATED
 from moe_ops.kernels.triton.route import Routed
 from moe_ops.kernels.triton.util import INTERPRETED, unit_stride
 from moe_ops.plans import Plan
@@ -62,8 +63,9 @@ class Layer:
         hidden_states = Operand(rows, hidden_states.scheme, stored)
         # The small kernels quantise the rows themselves.
         if plan.path == "small" and (stored or small.refuses(self.up, self.down, (plan.up, plan.down))):
-            tiles = plans.tiles(self.scheme, 1.0, gpu_of(rows.device)[1])
-            plan = Plan("grouped", *tiles)
+            sizes = (self.up.num_experts, topk_ids.shape[1], self.up.in_features, self.up.out_features)
+            key = plans.LayerKey(self.scheme, "grouped", *sizes, self.up.glu != NOT_GATED.value)
+            plan = plans.by_products(key, plans.bucket(rows.shape[0]), *gpu_of(rows.device))
         if plan.path == "small":
             return self._small(plan, rows, topk_weights, topk_ids)
         if plan.path == "batched":

@@ -148,6 +148,49 @@ def _small_glu_kernel(
 
 
 @triton.jit
+def _expert_rows(rows, exists, k, K: tl.constexpr, STRIDES: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Tile [BLOCK_P, BLOCK_N, BLOCK_K] of the weight rows at `rows` [BLOCK_P, BLOCK_N], as stored; 0 outside."""
+    k_index = k + tl.arange(0, BLOCK_K)
+    pointers = rows[:, :, None] + k_index.to(tl.int64)[None, None, :] * STRIDES[2]
+    return tl.load(pointers, mask=exists[:, :, None] & (k_index < K)[None, None, :], other=0.0)
+
+
+@triton.jit
+def _add_product(
+    total,
+    tile,
+    h,
+    pair,
+    held,
+    scale,
+    w_scale,
+    expert,
+    first,
+    k,
+    K: tl.constexpr,
+    STRIDES: tl.constexpr,
+    SCHEME: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """total + tile * scale h, element by element, of the BLOCK_K columns of h [pairs, K] from k on."""
+    k_index = k + tl.arange(0, BLOCK_K)
+    mask = held[:, None] & (k_index < K)[None, :]
+    value = tl.load(h + pair.to(tl.int64)[:, None] * K + k_index[None, :], mask=mask, other=0.0).to(tl.float32)
+    if SCHEME is not None:
+        PAIRS: tl.constexpr = tile.shape[0]
+        GROUP: tl.constexpr = SCHEME[1]
+        group = k // GROUP + tl.arange(0, BLOCK_K // GROUP)
+        pointers = (
+            w_scale + expert[:, None] * STRIDES[0] + (first // SCHEME[0]) * STRIDES[1] + group[None, :] * STRIDES[2]
+        )
+        group_scale = load_scale(pointers, held[:, None] & (group * GROUP < K)[None, :])
+        group_scale = group_scale.reshape(PAIRS * (BLOCK_K // GROUP))
+        value = _quantized(value.reshape(PAIRS * BLOCK_K), group_scale, PAIRS * BLOCK_K, GROUP)
+        value = value.reshape(PAIRS, BLOCK_K)
+    return total + tile.to(tl.float32) * (value * scale[:, None])[:, None, :]
+
+
+@triton.jit
 def _small_down_kernel(
     h,
     topk_weights,
@@ -179,8 +222,6 @@ def _small_down_kernel(
     W_STRIDES: tl.constexpr = STRIDES[0]
     SCALE_STRIDES: tl.constexpr = STRIDES[1]
     BIAS_STRIDES: tl.constexpr = STRIDES[2]
-    pdl_wait(PDL)
-    pdl_release(PDL)
     token = tl.program_id(1)
     first = tl.program_id(0) * BLOCK_N
     column = first + tl.arange(0, BLOCK_N)
@@ -189,41 +230,26 @@ def _small_down_kernel(
     expert = load_expert(topk_ids, expert_map, pair, place < TOP_K, E, MAPPED)
     held = expert < E
     expert = tl.where(held, expert, 0).to(tl.int64)
+    exists = held[:, None] & (column < N)[None, :]
+    rows = w + expert[:, None] * W_STRIDES[0] + column.to(tl.int64)[None, :] * W_STRIDES[1]
+    total = tl.zeros((BLOCK_P, BLOCK_N, BLOCK_K), tl.float32)
+    # The kernel before writes h alone: weights and ids were there when it started.
+    tile = _expert_rows(rows, exists, 0, K, W_STRIDES, BLOCK_K)
+    pdl_wait(PDL)
+    pdl_release(PDL)
     if WEIGHT_ON_INPUT:
         scale = tl.where(held, 1.0, 0.0)
     else:
         # `where`, not a product with 0: a dropped pair's weight may be NaN.
         scale = tl.where(held, tl.load(topk_weights + pair, mask=held, other=0.0).to(tl.float32), 0.0)
-    exists = held[:, None] & (column < N)[None, :]
-    rows = w + expert[:, None] * W_STRIDES[0] + column.to(tl.int64)[None, :] * W_STRIDES[1]
-    total = tl.zeros((BLOCK_P, BLOCK_N, BLOCK_K), tl.float32)
-    for k in range(0, K, BLOCK_K):
-        k_index = k + tl.arange(0, BLOCK_K)
-        inside = (k_index < K)[None, None, :]
-        tile = tl.load(
-            rows[:, :, None] + k_index.to(tl.int64)[None, None, :] * W_STRIDES[2],
-            mask=exists[:, :, None] & inside,
-            other=0.0,
-        ).to(tl.float32)
-        value = tl.load(
-            h + pair.to(tl.int64)[:, None] * K + k_index[None, :],
-            mask=held[:, None] & (k_index < K)[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        if SCHEME is not None:
-            GROUP: tl.constexpr = SCHEME[1]
-            group = k // GROUP + tl.arange(0, BLOCK_K // GROUP)
-            pointers = (
-                w_scale
-                + expert[:, None] * SCALE_STRIDES[0]
-                + (first // SCHEME[0]) * SCALE_STRIDES[1]
-                + group[None, :] * SCALE_STRIDES[2]
-            )
-            group_scale = load_scale(pointers, held[:, None] & (group * GROUP < K)[None, :])
-            group_scale = group_scale.reshape(BLOCK_P * (BLOCK_K // GROUP))
-            value = _quantized(value.reshape(BLOCK_P * BLOCK_K), group_scale, BLOCK_P * BLOCK_K, GROUP)
-            value = value.reshape(BLOCK_P, BLOCK_K)
-        total += tile * (value * scale[:, None])[:, None, :]
+    total = _add_product(
+        total, tile, h, pair, held, scale, w_scale, expert, first, 0, K, SCALE_STRIDES, SCHEME, BLOCK_K
+    )
+    for k in range(BLOCK_K, K, BLOCK_K):
+        tile = _expert_rows(rows, exists, k, K, W_STRIDES, BLOCK_K)
+        total = _add_product(
+            total, tile, h, pair, held, scale, w_scale, expert, first, k, K, SCALE_STRIDES, SCHEME, BLOCK_K
+        )
     result = tl.sum(tl.sum(total, axis=2), axis=0)
     if BIAS_STRIDES is not None:
         pointers = bias + expert[:, None] * BIAS_STRIDES[0] + column[None, :] * BIAS_STRIDES[1]

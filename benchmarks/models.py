@@ -1,0 +1,124 @@
+"""What whole models are timed: configurations, and the ways in which each is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import torch
+
+import compile_passes  # noqa: F401  (registers the backend in a checkout that is not installed)
+from compile_passes.compat import mode_options
+from compile_passes.passes import SHARE, MoEPass, Pass
+
+
+@dataclass(frozen=True)
+class Model:
+    """A configuration to build, and the rows (batch, new tokens) that are timed on it."""
+
+    config: dict[str, Any]
+    dtype: torch.dtype
+    cache_length: int
+    rows: tuple[tuple[int, int], ...]
+
+
+MODELS = {
+    # Qwen3-30B-A3B's dimensions; the vocabulary is cut so that embeddings do not dominate four layers.
+    "qwen3-4l": Model(
+        {
+            "num_hidden_layers": 4,
+            "vocab_size": 32000,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "norm_topk_prob": True,
+            "max_position_embeddings": 40960,
+        },
+        torch.bfloat16,
+        cache_length=1024,
+        rows=((1, 1), (8, 1), (32, 1), (1, 2048), (4, 2048)),
+    ),
+    "tiny": Model(
+        {
+            "num_hidden_layers": 2,
+            "vocab_size": 1000,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "moe_intermediate_size": 128,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "norm_topk_prob": True,
+            "max_position_embeddings": 512,
+        },
+        torch.float32,
+        cache_length=64,
+        rows=((1, 1), (8, 1), (1, 64)),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An experts implementation of transformers, and how the model is compiled (None: not at all).
+
+    ``steps``: passes of this project to add to the default backend, which tells their part in a gain apart.
+    """
+
+    experts: str
+    compile_options: dict[str, Any] | None = field(default_factory=dict)
+    steps: tuple[Pass, ...] = ()
+
+    def describe(self) -> str:
+        """For the listing."""
+        if self.compile_options is None:
+            return f"{self.experts} experts, eager"
+        steps = "".join(f", pass {step.name}" for step in self.steps)
+        return f"{self.experts} experts, torch.compile({self.compile_options or ''}){steps}"
+
+    def compiled(self, network: Any) -> Any:
+        """``network`` as this variant runs it."""
+        if self.compile_options is None:
+            return network
+        network = own_code(network)
+        options = dict(self.compile_options)
+        if self.steps:  # torch.compile takes a mode or options, not both
+            options = {"options": mode_options(options.pop("mode", None), False) | options}
+            options["options"]["pre_grad_custom_pass"] = MoEPass(self.steps)
+        return torch.compile(network, fullgraph=True, dynamic=False, **options)
+
+
+TRANSFORMERS = ("grouped_mm", "batched_mm")  # what names of variants without this project begin with
+REDUCE = {"mode": "reduce-overhead"}
+VARIANTS = {
+    "grouped_mm": Variant("grouped_mm", None),
+    "grouped_mm compiled": Variant("grouped_mm"),
+    "grouped_mm reduce-overhead": Variant("grouped_mm", REDUCE),
+    "batched_mm reduce-overhead": Variant("batched_mm", REDUCE),
+    "shared heads alone reduce-overhead": Variant("grouped_mm", REDUCE, (SHARE,)),
+    "moe_ops": Variant("grouped_mm", {"backend": "moe_ops"}),
+    "moe_ops reduce-overhead": Variant("grouped_mm", {"backend": "moe_ops", **REDUCE}),
+}
+
+
+def own_code(network: Any) -> Callable[..., Any]:
+    """``network`` behind a function with a code object of its own.
+
+    Dynamo keeps graphs by code object, and tries the guards of one after the other: variants that share one would be
+    charged for each other's guards.
+    """
+
+    def forward(**inputs: Any) -> Any:
+        return network(**inputs)
+
+    code = forward.__code__.replace(co_name=f"forward_{id(network)}")
+    return FunctionType(code, forward.__globals__, code.co_name, None, forward.__closure__)

@@ -1,0 +1,66 @@
+"""Every kernel on small layers, to be run under NVIDIA's compute-sanitizer: `test_sanitizers.py` does.
+
+Tensors are allocations of their own (PYTORCH_NO_CUDA_MEMORY_CACHING): the sanitizer then sees where each one ends and
+what nothing has written. It does not see what a tensor map's stores write: --stores-by-pointer keeps to the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from typing import Any
+
+import torch
+
+import moe_ops
+from moe_ops.kernels.triton.launch import ExpertMM
+
+E, K, H, I = 6, 2, 256, 192
+TOKENS = (1, 3, 40, 300)
+SCHEMES = (None, "fp8_block128")
+
+
+def main() -> None:
+    """Layers, their steps and their gradients, in both formats and every scheme."""
+    if "--stores-by-pointer" in sys.argv:
+        ExpertMM.store_columns = lambda self, out, config: 0
+    torch.manual_seed(0)
+    for scheme, format in itertools.product(SCHEMES, ("grouped", "batched")):
+        made = weights(scheme)
+        for T in TOKENS:
+            x, logits = torch.randn(T, H, device="cuda").bfloat16(), torch.randn(T, E, device="cuda")
+            moe_ops.fused_moe(x, logits, top_k=K, format=format, **made)
+            stages(x, logits, format, made)
+    made = {name: weight.requires_grad_() for name, weight in weights(None).items()}
+    for T in TOKENS:
+        x = torch.randn(T, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        moe_ops.fused_moe(x, torch.randn(T, E, device="cuda"), top_k=K, **made).float().pow(2).sum().backward()
+    torch.cuda.synchronize()
+    print("ran")
+
+
+def weights(scheme: str | None) -> dict[str, Any]:
+    """Arguments of a layer. The last expert's memory is the last of its allocation."""
+    made: dict[str, Any] = {}
+    for name, (n, k) in {"gate_up": (2 * I, H), "down": (H, I)}.items():
+        weight = (torch.randn(E, n, k, device="cuda") * k**-0.5).bfloat16()
+        if scheme is None:
+            made[f"{name}_proj"] = weight
+        else:
+            made[f"{name}_proj"], *made[f"{name}_scales"] = moe_ops.quantize_weight(weight, scheme=scheme)
+    return made if scheme is None else {**made, "scheme": scheme}
+
+
+def stages(x: torch.Tensor, logits: torch.Tensor, format: str, made: dict[str, Any]) -> None:
+    """The three steps, some experts without a row."""
+    topk_weights, topk_ids = moe_ops.fused_topk(logits, top_k=K)
+    scheme = made.get("scheme")
+    topk_ids = topk_ids.clamp(max=E - 2)  # the last expert has no row
+    if format == "batched" or scheme is None:
+        topk_ids[-1] = -1  # else rows behind the last pair, which nothing wrote, would be quantised for nothing
+    prepared = moe_ops.prepare(x, topk_weights, topk_ids, num_experts=E, format=format, scheme=scheme)
+    moe_ops.finalize(moe_ops.experts(prepared, **made), prepared)
+
+
+if __name__ == "__main__":
+    main()
