@@ -80,6 +80,7 @@ class TileCost(NamedTuple):
         depth_us: of 1024 columns of the contraction, in one tile.
         programs: that a multiprocessor runs at once.
         launch_us: of a kernel that does nothing else.
+        tall_rows, tall_depth_us: of the tiles of experts with more than ``rows``; 0 where all tiles are alike.
     """
 
     rows: int
@@ -89,29 +90,40 @@ class TileCost(NamedTuple):
     depth_us: float
     programs: int
     launch_us: float
+    tall_rows: int = 0
+    tall_depth_us: float = 0.0
 
 
 MANY_ROWS = 200  # of an expert: from here on its last tile is half full on average
 
 
-def row_tiles(T: int, share: float, rows: int) -> tuple[float, float]:
-    """Of an expert that each of T tokens selects with probability ``share``: tiles of so many rows that its rows fill,
-    expected, and the probability that it has any.
+def row_tiles(T: int, share: float, rows: int, tall_rows: int = 0) -> tuple[float, float, float]:
+    """Of an expert that each of T tokens selects with probability ``share``: how many tiles of ``rows`` its rows fill,
+    expected; how many of ``tall_rows``, which take their place where it has more than ``rows``, unless 0; and the
+    probability that it has any row.
     """
     mean = T * share
+    height = tall_rows or rows
+
+    def tiles(n: int) -> tuple[float, float]:
+        return (0.0, float(-(-n // height))) if tall_rows and n > rows else (float(-(-n // rows)), 0.0)
+
     if share >= 1.0:
-        return float(-(-T // rows)), 1.0
+        return *tiles(T), 1.0
     if mean >= MANY_ROWS:
-        return mean / rows + 0.5, 1.0
+        many = mean / height + 0.5
+        return (0.0, many, 1.0) if tall_rows else (many, 0.0, 1.0)
     odds, probability = share / (1.0 - share), (1.0 - share) ** T
-    none, tiles, left = probability, 0.0, 1.0 - probability
+    none, short, tall, left = probability, 0.0, 0.0, 1.0 - probability
     for n in range(1, T + 1):
         probability *= odds * (T - n + 1) / n
-        tiles += probability * -(-n // rows)
+        low, high = tiles(n)
+        short += probability * low
+        tall += probability * high
         left -= probability
         if n > mean and left < 1e-6:
             break
-    return tiles, 1.0 - none
+    return short, tall, 1.0 - none
 
 
 def product_us(work: Work, cost: TileCost, multiprocessors: int) -> float:
@@ -120,13 +132,14 @@ def product_us(work: Work, cost: TileCost, multiprocessors: int) -> float:
     Bytes: weights of the distinct experts, rows in and out once. Tiles: as many as the rows of every expert fill,
     as many at a time as the multiprocessors run. Where both are near each other they get into each other's way.
     """
-    tiles, used = row_tiles(work.T, work.K / work.E, cost.rows)
+    short, tall, used = row_tiles(work.T, work.K / work.E, cost.rows, cost.tall_rows)
     pairs = work.T * work.K
     moved = work.E * used * work.N * work.depth * work.itemsize + pairs * (work.depth * work.itemsize + work.N)
-    waves = work.E * tiles * -(-work.N // cost.columns) / (multiprocessors * cost.programs)
+    waves = work.E * (short + tall) * -(-work.N // cost.columns) / (multiprocessors * cost.programs)
     waves = math.ceil(waves) if waves < 8 else waves + 0.5
+    depth_us = (short * cost.depth_us + tall * cost.tall_depth_us) / (short + tall)
     memory = moved / (cost.tbps * 1e6)
-    compute = waves * (cost.fill_us + cost.depth_us * work.depth / 1024)
+    compute = waves * (cost.fill_us + depth_us * work.depth / 1024)
     return cost.launch_us + math.pow(memory**6 + compute**6, 1 / 6)
 
 
@@ -144,9 +157,9 @@ SKEW = 0.1
 def robust_us(work: Work, cost: TileCost, multiprocessors: int) -> float:
     """`product_us` with even routing, and a little of it with all tokens on the same K experts: the host cannot know.
 
-    us of tiles picked so against the best, geometric mean over ten layers on an H200: even routing 1.01, Zipf's law
-    (1.2) 1.02, half of the experts empty 1.04, K experts 1.15; of tiles picked for even routing alone 1.01, 1.05, 1.09,
-    1.45.
+    us of tiles picked so against the best of nine, geometric mean over both GEMMs of six layers on an H200: even
+    routing 1.01, half of the experts empty 1.03, K experts 1.17; of tiles picked for even routing alone 1.01, 1.07 and
+    1.76.
     """
     even = product_us(work, cost, multiprocessors)
     return even * math.pow(product_us(work._replace(E=work.K), cost, multiprocessors), SKEW)

@@ -22,7 +22,7 @@ from meta.schemes import SCHEMES
 from moe_ops.kernels.triton.config import MMConfig, SmallConfig
 
 CONFIG_DIR = Path(__file__).parent / "configs"
-Cost = tuple[float, float, float, int, float]
+Cost = tuple[float, ...]
 #: Sequences of kernels. A file that a user tuned with an older version may name others, which are passed over.
 PATHS = ("small", "grouped", "batched")
 
@@ -69,7 +69,10 @@ class Plan:
     def from_json(cls, row: Mapping[str, Any]) -> Plan:
         tile = SmallConfig if row["path"] == "small" else MMConfig
         # By the fields of today: a file that an older version tuned may hold others.
-        made = {name: tile(**{field: row[name][field] for field in tile._fields}) for name in ("up", "down")}
+        made = {
+            name: tile(**{field: row[name][field] for field in tile._fields if field in row[name]})
+            for name in ("up", "down")
+        }
         return cls(**{**row, **made})
 
 
@@ -150,31 +153,55 @@ class Family(NamedTuple):
     down: TileCost | None
 
 
-def _family(tile: tuple[int, int, int, int, int, int, bool], up: Cost | None, down: Cost | None) -> Family:
-    rows, columns, *_ = tile
-    return Family(MMConfig(*tile, w_tma=True), *(cost and TileCost(rows, columns, *cost) for cost in (up, down)))
+def _family(tile: MMConfig, up: Cost | None, down: Cost | None) -> Family:
+    return Family(tile, _cost(tile, up), _cost(tile, down))
 
 
-#: `MMConfig` without w_tma; TB/s, us to fill, us for 1024 columns, programs, us to launch (`meta.cost.TileCost`), as
-#: GEMM 1 and as GEMM 2: fitted to times of both for ten layers at nine numbers of tokens, which `python -m benchmarks
-#: tiles` measures and fits (benchmarks/comparisons/h200-tiles.json).
+def _cost(tile: MMConfig, cost: Cost | None) -> TileCost | None:
+    if cost is None:
+        return None
+    tbps, fill_us, depth_us, programs, launch_us, *tall = cost
+    sizes = (tile.block_m, tile.block_n)
+    return TileCost(*sizes, tbps, fill_us, depth_us, int(programs), launch_us, tile.tall_m, *tall)
+
+
+def _gathered(
+    m: int, n: int, k: int, group: int, warps: int, stages: int, tall: int = 0, tall_stages: int = 0
+) -> MMConfig:
+    """Rows loaded by threads, also where they are sorted."""
+    return MMConfig(m, n, k, group, warps, stages, a_tma=False, w_tma=True, tall_m=tall, tall_stages=tall_stages)
+
+
+def _streamed(m: int, n: int, k: int, group: int, warps: int, stages: int) -> MMConfig:
+    """Rows by descriptor, where they are sorted."""
+    return MMConfig(m, n, k, group, warps, stages, a_tma=True, w_tma=True)
+
+
+#: TB/s, us to fill, us for 1024 columns, programs, us to launch, us for 1024 columns of a tall tile
+#: (`meta.cost.TileCost`), as GEMM 1 and as GEMM 2: fitted to times of both, which `python -m benchmarks tiles` measures
+#: and fits (benchmarks/comparisons/h200-tiles.json).
 FAMILIES: dict[str, tuple[Family, ...]] = {
     "plain": (
-        _family((16, 128, 128, 1, 4, 3, False), (4.58, 0.02, 5.02, 1, 5.7), (4.43, 0.02, 4.53, 1, 4.6)),
-        _family((16, 64, 256, 1, 4, 3, False), (4.67, 0.02, 2.76, 1, 5.1), (4.54, 0.23, 2.69, 1, 4.2)),
-        _family((32, 128, 128, 1, 4, 3, False), (4.59, 0.02, 10.82, 2, 2.9), (4.48, 0.64, 9.83, 2, 5.8)),
-        _family((64, 128, 64, 8, 4, 4, False), (4.43, 0.02, 9.80, 2, 5.2), (4.32, 0.92, 4.59, 1, 5.4)),
-        _family((128, 128, 64, 8, 4, 3, True), (4.32, 0.02, 14.18, 2, 7.4), (4.12, 0.24, 6.55, 1, 6.3)),
-        _family((128, 256, 64, 8, 8, 4, True), (4.33, 0.02, 12.24, 1, 10.7), (4.13, 1.37, 11.56, 1, 6.6)),
+        # Two heights: as fast as 16 rows alone where experts have few (DeepSeek-V3, T = 128: 1.00 and 1.01 of it in the
+        # two GEMMs), 0.4 to 0.7 of it where all tokens are on K experts.
+        _family(
+            _gathered(16, 128, 128, 8, 4, 3, tall=64, tall_stages=2),
+            (4.52, 0.02, 5.05, 2, 6.5, 11.03),
+            (4.43, 2.00, 3.47, 2, 5.9, 9.96),
+        ),
+        _family(_gathered(16, 64, 256, 1, 4, 3), (4.66, 0.02, 2.71, 1, 4.9), (4.56, 0.20, 2.64, 1, 4.9)),
+        _family(_gathered(64, 128, 64, 8, 4, 4), (4.48, 0.02, 4.81, 1, 6.9), (4.40, 0.97, 4.49, 1, 6.2)),
+        _family(_streamed(128, 128, 64, 8, 4, 3), (4.23, 0.02, 14.00, 2, 4.6), (4.08, 0.79, 12.50, 2, 5.0)),
+        _family(_streamed(128, 256, 64, 8, 8, 4), (4.18, 2.58, 11.02, 1, 4.8), (4.07, 1.65, 11.17, 1, 5.6)),
     ),
     # GEMM 1 writes a scale group of output columns, which are 256 weight rows.
     "scaled": (
-        _family((16, 256, 128, 1, 4, 3, False), (4.31, 0.02, 4.86, 1, 6.9), None),
-        _family((64, 256, 128, 8, 8, 3, True), (4.05, 2.49, 6.19, 1, 12.2), None),
-        _family((128, 256, 128, 8, 8, 3, True), (3.79, 5.57, 8.15, 1, 6.1), None),
-        _family((16, 128, 128, 1, 4, 3, False), None, (4.13, 0.19, 4.49, 2, 3.6)),
-        _family((64, 128, 128, 8, 4, 3, True), None, (4.24, 1.35, 7.23, 3, 8.4)),
-        _family((128, 128, 128, 8, 8, 3, True), None, (3.01, 3.07, 4.82, 1, 5.5)),
+        _family(_gathered(16, 256, 128, 1, 4, 3), (4.31, 0.02, 4.86, 1, 6.9), None),
+        _family(_streamed(64, 256, 128, 8, 8, 3), (4.05, 2.49, 6.19, 1, 12.2), None),
+        _family(_streamed(128, 256, 128, 8, 8, 3), (3.79, 5.57, 8.15, 1, 6.1), None),
+        _family(_gathered(16, 128, 128, 1, 4, 3), None, (4.13, 0.19, 4.49, 2, 3.6)),
+        _family(_streamed(64, 128, 128, 8, 4, 3), None, (4.24, 1.35, 7.23, 3, 8.4)),
+        _family(_streamed(128, 128, 128, 8, 8, 3), None, (3.01, 3.07, 4.82, 1, 5.5)),
     ),
 }
 #: TB/s, us to launch of the two small kernels (`meta.cost.pairwise_us`).

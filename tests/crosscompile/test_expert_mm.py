@@ -47,6 +47,7 @@ def compile_mm(
     stages: int = 3,
     dtype: str = "bf16",
     activation: str | None = None,
+    tall: tuple[int, int] = (0, 0),
 ) -> Compiled:
     """One expert GEMM with Mixtral's dimensions: GEMM 1 when gated or activated, else GEMM 2."""
     first = glu != NOT_GATED.value
@@ -84,7 +85,7 @@ def compile_mm(
         "K": K,
         "TOP_K": 2 if gather else 0,
         "STRIDES": strides,
-        "BLOCK": (*block, 8, E),
+        "BLOCK": (*block, 8, E, *tall),
         "GLU": glu,
         "bias": None,
         "ACTIVATION": activation or ("silu" if first else None),

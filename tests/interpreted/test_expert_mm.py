@@ -22,7 +22,14 @@ POINTERS = MMConfig(16, 32, 32, 2, 4, 2, a_tma=False, w_tma=False)
 DESCRIPTORS = MMConfig(16, 32, 32, 1, 4, 2, a_tma=True, w_tma=True)
 STREAM = MMConfig(64, 32, 32, 2, 4, 2, a_tma=True, w_tma=True)
 TILE_BY_TILE = MMConfig(128, 16, 32, 1, 4, 2, a_tma=False, w_tma=False)
-CONFIGS = {"pointers": POINTERS, "descriptors": DESCRIPTORS, "stream": STREAM, "tile_by_tile": TILE_BY_TILE}
+TWO_HEIGHTS = MMConfig(16, 32, 32, 2, 4, 2, a_tma=False, w_tma=True, tall_m=64, tall_stages=3)
+CONFIGS = {
+    "pointers": POINTERS,
+    "descriptors": DESCRIPTORS,
+    "stream": STREAM,
+    "tile_by_tile": TILE_BY_TILE,
+    "two_heights": TWO_HEIGHTS,
+}
 SMALL = (SmallConfig(8, 64, 4), SmallConfig(16, 32, 4))
 
 
@@ -78,7 +85,7 @@ def gold_mm(
 @pytest.mark.parametrize("glu", ["concat", "interleaved", "none"])
 def test_grouped_glu(config, dtype, layout, glu):
     torch.manual_seed(0)
-    counts = [7, 0, 19, 1, 16]
+    counts = [7, 0, 19, 1, 67]
     rows = torch.randn(sum(counts), H).to(dtype)
     w = weight(I if glu == "none" else 2 * I, H, layout, dtype)
     bias = torch.randn(E, w.shape[1]).to(dtype)
@@ -125,12 +132,15 @@ def test_grouped_plain_with_gathered_rows_and_ragged_edges(n, config):
 
 
 @pytest.mark.parametrize("counts", [[1, 1, 17, 1, 1], [0, 0, 33, 0, 0], [16] * 5, [1, 0, 0, 0, 0], [17] * 5], ids=str)
-def test_the_grid_has_a_program_for_every_tile(counts):
-    tiles = sum(-(-count // POINTERS.block_m) for count in counts)
-    assert tiles <= most_tiles(sum(counts), len(counts), POINTERS) <= tiles + len(counts)
+@pytest.mark.parametrize("config", ["pointers", "two_heights"])
+def test_the_grid_has_a_program_for_every_tile(counts, config):
+    config = CONFIGS[config]
+    heights = [config.tall_m if config.tall_m and count > config.block_m else config.block_m for count in counts]
+    tiles = sum(-(-count // height) for count, height in zip(counts, heights, strict=True))
+    assert tiles <= most_tiles(sum(counts), len(counts), config) <= tiles + len(counts)
     rows, w = torch.randn(sum(counts), 32), weight(40, 32, "nk", torch.float32)
     out, _ = grouped_mm(
-        rows, expert_mm(w, torch.float32), torch.tensor(counts).cumsum(0).int(), POINTERS, num_rows=sum(counts)
+        rows, expert_mm(w, torch.float32), torch.tensor(counts).cumsum(0).int(), config, num_rows=sum(counts)
     )
     assert_rounded(out, gold_mm(rows, w, None, counts, glu="none", activation=None))
 

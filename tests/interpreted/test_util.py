@@ -28,13 +28,14 @@ def _walk_kernel(
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    TALL_M: tl.constexpr,
     N_TILES: tl.constexpr,
     GROUP_M: tl.constexpr,
     BATCHED: tl.constexpr,
 ):
     tile = tl.program_id(0)
-    start, end, last = cut_into_tiles(extents_ptr, num_rows, E, BLOCK_E, BLOCK_M, N_TILES, BATCHED)
-    expert, row_start, row_end, n_tile = find_tile(tile, start, end, last, BLOCK_M, N_TILES, GROUP_M)
+    start, end, last = cut_into_tiles(extents_ptr, num_rows, E, BLOCK_E, BLOCK_M, TALL_M, N_TILES, BATCHED)
+    expert, row_start, row_end, n_tile = find_tile(tile, start, end, last, BLOCK_M, TALL_M, N_TILES, GROUP_M)
     tl.store(out_ptr + tile * 5, expert)
     tl.store(out_ptr + tile * 5 + 1, row_start)
     tl.store(out_ptr + tile * 5 + 2, row_end)
@@ -53,22 +54,24 @@ def test_rounding_casts_equal_torchs(dtype):
     assert torch.equal(y.float().nan_to_num(1.0), x.to(dtype).float().nan_to_num(1.0))
 
 
+@pytest.mark.parametrize("tall_m", [0, 16], ids=["one_height", "two_heights"])
 @pytest.mark.parametrize("batched", [False, True], ids=["grouped", "batched"])
 @pytest.mark.parametrize("counts", [[3], [0, 5, 0, 16, 1], [0, 0, 0], [8, 8, 8, 8], [0, 0, 33], [40, 0, 17]], ids=str)
-def test_the_walk_visits_every_tile_once_and_an_expert_s_together(counts, batched):
+def test_the_walk_visits_every_tile_once_and_an_expert_s_together(counts, batched, tall_m):
     E, block_m, capacity, group = len(counts), 8, 40, 2
     if batched:
         starts, extents, num_rows = [e * capacity for e in range(E)], torch.tensor(counts).int(), capacity
     else:
         extents, num_rows = torch.tensor(counts).cumsum(0).int(), sum(counts)
         starts = (extents - torch.tensor(counts)).tolist()
-    out = walk(extents, num_rows, block_m, group, batched)
+    out = walk(extents, num_rows, block_m, group, batched, tall_m)
+    heights = [tall_m if tall_m and count > block_m else block_m for count in counts]
     expected = [
-        [e, start + tile * block_m, start + count, column]
-        for e, (count, start) in enumerate(zip(counts, starts, strict=True))
-        for first in range(0, cdiv(count, block_m), group)
+        [e, start + tile * height, start + count, column]
+        for e, (count, start, height) in enumerate(zip(counts, starts, heights, strict=True))
+        for first in range(0, cdiv(count, height), group)
         for column in range(N_TILES)
-        for tile in range(first, min(first + group, cdiv(count, block_m)))
+        for tile in range(first, min(first + group, cdiv(count, height)))
     ]
     assert (out[:, 4] == len(expected)).all()
     assert out[: len(expected), :4].tolist() == expected
@@ -95,11 +98,11 @@ def test_the_walk_stays_inside_whatever_the_extents_say(batched):
 N_TILES = 3
 
 
-def walk(extents, num_rows, block_m, group, batched):
+def walk(extents, num_rows, block_m, group, batched, tall_m=0):
     """[tiles and some more, (expert, row_start, row_end, n_tile, how many tiles)]."""
     E = len(extents)
     programs = (E * cdiv(num_rows, block_m) + 2) * N_TILES
     out = torch.full((programs, 5), -77, dtype=torch.int32)
-    sizes = {"BLOCK_E": next_power_of_2(E), "BLOCK_M": block_m, "N_TILES": N_TILES, "GROUP_M": group}
+    sizes = {"BLOCK_E": next_power_of_2(E), "BLOCK_M": block_m, "TALL_M": tall_m, "N_TILES": N_TILES, "GROUP_M": group}
     _walk_kernel[(programs,)](extents, out, num_rows, E, **sizes, BATCHED=batched)
     return out

@@ -16,6 +16,8 @@ E, K, H, I = 4, 2, 16, 8
 _make = torch.Generator().manual_seed(0)
 GATE_UP, DOWN = torch.randn(E, 2 * I, H, generator=_make), torch.randn(E, H, I, generator=_make)
 TOKENS = (3, 16, 40, 7)
+#: Joined stages are another kernel. The terms of a result are as large as 50, so that its last bit says little.
+CLOSE = {"atol": 1e-4, "rtol": 1e-5}
 
 
 def experts(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -75,7 +77,7 @@ def test_one_graph_for_every_number_of_tokens(function: Callable[..., Any], back
     run, graphs = compiled(function, backend)
     for tokens in TOKENS:
         with torch.no_grad():
-            torch.testing.assert_close(run(*inputs(tokens)), function(*inputs(tokens)))
+            torch.testing.assert_close(run(*inputs(tokens)), function(*inputs(tokens)), **CLOSE)
     assert len(graphs) == 1
 
 
@@ -108,5 +110,5 @@ def test_stages_with_a_symbolic_capacity_are_joined() -> None:
     run, graphs = compiled(stages, "moe_ops_eager")
     with torch.no_grad():
         for tokens in TOKENS:
-            torch.testing.assert_close(run(*inputs(tokens)), stages(*inputs(tokens)))
+            torch.testing.assert_close(run(*inputs(tokens)), stages(*inputs(tokens)), **CLOSE)
     assert len(graphs) == 1 and counters["moe_ops"]["joined"] == 1 and not counters["moe_ops"]["errors"]

@@ -9,7 +9,8 @@ class MMConfig(NamedTuple):
     """Tile sizes of one expert GEMM. `block_n` counts weight rows: a gated GEMM writes block_n / 2 columns.
 
     group_m: row tiles of an expert that go along its columns together and share weight tiles in L2. a_tma: rows come
-    (unless gathered) and leave by tensor-map descriptor where strides allow; w_tma: weights come so.
+    (unless gathered) and leave by tensor-map descriptor where strides allow; w_tma: weights come so. tall_m: rows of
+    the tiles of experts that have more than block_m, with a pipeline of tall_stages; 0: all tiles have block_m.
     """
 
     block_m: int
@@ -20,6 +21,8 @@ class MMConfig(NamedTuple):
     num_stages: int
     a_tma: bool
     w_tma: bool
+    tall_m: int = 0
+    tall_stages: int = 0
 
 
 class SmallConfig(NamedTuple):

@@ -80,19 +80,24 @@ def _expert_mm_kernel(
         alpha,
         limit,
     )
-    start, end, last = cut_into_tiles(extents, num_rows, E, BLOCK[4], BLOCK[0], N_TILES, BATCHED)
+    start, end, last = cut_into_tiles(extents, num_rows, E, BLOCK[4], BLOCK[0], BLOCK[5], N_TILES, BATCHED)
     if WALK == ONE_TILE:
         tile = tl.program_id(0)
-        expert, first, past, n_tile = find_tile(tile, start, end, last, BLOCK[0], N_TILES, BLOCK[3])
+        expert, first, past, n_tile = find_tile(tile, start, end, last, BLOCK[0], BLOCK[5], N_TILES, BLOCK[3])
+        n_start = n_tile * columns
+        if BLOCK[5] > 0:
+            if past - first > BLOCK[0]:
+                where = (expert, first, past, n_start)
+                compute_tile(*where, *tensors, N, K, TOP_K, STRIDES, BLOCK, GLU, ACTIVATION, MOVES, SCHEME, TALL=True)
+                first = past
         if first < past:
-            n_start = n_tile * columns
             compute_tile(
                 expert, first, past, n_start, *tensors, N, K, TOP_K, STRIDES, BLOCK, GLU, ACTIVATION, MOVES, SCHEME
             )
     else:
         tiles = uniform(tl.max(last, axis=0))
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=WALK == STREAM):
-            expert, first, past, n_tile = find_tile(tile, start, end, last, BLOCK[0], N_TILES, BLOCK[3])
+            expert, first, past, n_tile = find_tile(tile, start, end, last, BLOCK[0], BLOCK[5], N_TILES, BLOCK[3])
             n_start = n_tile * columns
             compute_tile(
                 expert, first, past, n_start, *tensors, N, K, TOP_K, STRIDES, BLOCK, GLU, ACTIVATION, MOVES, SCHEME
@@ -153,7 +158,7 @@ def batched_mm(
     """
     E, C, K = batch.shape
     out, out_scale = mm.allocate((E, C), batch)
-    row_tiles = E * cdiv(C, config.block_m)
+    row_tiles = E * cdiv(C, config.tall_m or config.block_m)
     if most_rows is not None:
         row_tiles = min(row_tiles, most_tiles(most_rows, E, config))
     outputs = (out.view(E * C, mm.out_features), out_scale)
@@ -163,7 +168,7 @@ def batched_mm(
 
 def most_tiles(rows: int, num_experts: int, config: MMConfig) -> int:
     """Bound on row tiles when each expert's rows are cut into tiles by themselves."""
-    return cdiv(rows, config.block_m) + min(num_experts, rows)
+    return cdiv(rows, config.tall_m or config.block_m) + min(num_experts, rows)
 
 
 def _launch(

@@ -43,13 +43,16 @@ PROGRAM_BYTES = 2048  # shared memory of a program besides its tiles: the driver
 
 @dataclass(frozen=True)
 class Launch:
-    """Arguments of one launch that follow from the tensors and the config."""
+    """Arguments of one launch that follow from the tensors and the config.
+
+    block: BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, a power of two >= E, TALL_M and the stages of its loop.
+    """
 
     a_desc: TensorDescriptor | None
     w_desc: TensorDescriptor | None
     out_desc: TensorDescriptor | None
     strides: tuple[Any, Any, Any, int]
-    block: tuple[int, int, int, int, int]
+    block: tuple[int, int, int, int, int, int, int]
     moves: tuple[bool, int, int, bool]
     walk: int
     n_tiles: int
@@ -261,7 +264,7 @@ class ExpertMM:
             w_desc=self._weight_descriptor(w_load, config),
             out_desc=_store_descriptor(out, config.block_m, store) if store else None,
             strides=(*self.strides, a.stride(0) if a.shape[0] > 1 else a.shape[1]),
-            block=(config.block_m, config.block_n, config.block_k, config.group_m, next_power_of_2(self.num_experts)),
+            block=(*config[:4], next_power_of_2(self.num_experts), config.tall_m, config.tall_stages),
             moves=(a_tma, w_load, store, self.up_offset < 0 and w_load != POINTERS.value),
             walk=walk(config, a_tma, self.scheme is not None),
             n_tiles=cdiv(self.out_features, self.columns(config)),

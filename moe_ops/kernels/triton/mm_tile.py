@@ -195,6 +195,7 @@ def mm_tile(
     W_LOAD: tl.constexpr,
     SWAPPED: tl.constexpr,
     SCHEME: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """fp32 accumulator [BLOCK_M, BLOCK_N] of a tile: sum over k of a[row, k] * w[expert, n, k].
 
@@ -207,7 +208,7 @@ def mm_tile(
     """
     w_row, w_valid = weight_rows(n_start, N, BLOCK_N, GLU)
     accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in range(0, K, BLOCK_K):
+    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         a_tile = load_rows(a, a_desc, a_row, row_valid, row_start, k, K, A_STRIDE, BLOCK_K, A_TMA)
         w_tile = load_weight(
             w,
@@ -269,6 +270,7 @@ def scaled_glu_tile(
     W_LOAD: tl.constexpr,
     SWAPPED: tl.constexpr,
     SCHEME: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """(gate, up) fp32 accumulators [BLOCK_M, COLUMNS] of a quantised gated tile, concat layout.
 
@@ -281,7 +283,7 @@ def scaled_glu_tile(
     gate_row, w_valid = weight_rows(n_start, N, COLUMNS, NOT_GATED)
     gate = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
     up = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
-    for k in range(0, K, BLOCK_K):
+    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         a_tile = load_rows(a, a_desc, a_row, row_valid, row_start, k, K, A_STRIDE, BLOCK_K, A_TMA)
         where = (w, w_desc, up_offset, gate_row, w_valid, expert, n_start, k)
         gate_tile = load_weight(*where, K, W_STRIDES, COLUMNS, BLOCK_K, CONCAT, W_LOAD, SWAPPED, GATE)
@@ -342,6 +344,7 @@ def compute_tile(
     ACTIVATION: tl.constexpr,
     MOVES: tl.constexpr,
     SCHEME: tl.constexpr,
+    TALL: tl.constexpr = False,
 ):
     """A whole output tile: product, + bias (fp32), activation (fp32), one rounding, store.
 
@@ -349,6 +352,7 @@ def compute_tile(
 
     Args: see `mm_tile`; row_to_pair: with TOP_K > 0, row r is that of token row_to_pair[r] // TOP_K in `a`, else row r.
         A quantised output needs as many columns as a scale group has.
+    BLOCK: see `launch.Launch`; TALL: of the taller of two heights.
     MOVES: whether rows come by descriptor, how weights do, columns of one store by descriptor, 0 for pointers, and
         whether the weights' descriptor begins with the up half.
     """
@@ -356,7 +360,8 @@ def compute_tile(
     W_SCALE_STRIDES: tl.constexpr = STRIDES[1]
     BIAS_STRIDES: tl.constexpr = STRIDES[2]
     A_STRIDE: tl.constexpr = STRIDES[3]
-    BLOCK_M: tl.constexpr = BLOCK[0]
+    BLOCK_M: tl.constexpr = BLOCK[5] if TALL else BLOCK[0]
+    STAGES: tl.constexpr = BLOCK[6] if TALL else None
     BLOCK_N: tl.constexpr = BLOCK[1]
     BLOCK_K: tl.constexpr = BLOCK[2]
     A_TMA: tl.constexpr = MOVES[0]
@@ -398,6 +403,7 @@ def compute_tile(
             W_LOAD,
             SWAPPED,
             SCHEME,
+            STAGES,
         )
     else:
         gate = mm_tile(
@@ -426,6 +432,7 @@ def compute_tile(
             W_LOAD,
             SWAPPED,
             SCHEME,
+            STAGES,
         )
         up = gate
         if GLU == CONCAT:

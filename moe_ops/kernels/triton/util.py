@@ -98,10 +98,12 @@ def cut_into_tiles(
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    TALL_M: tl.constexpr,
     N_TILES: tl.constexpr,
     BATCHED: tl.constexpr,
 ):
-    """The table of work, in registers: every expert's rows are cut into tiles of BLOCK_M rows by N_TILES columns.
+    """The table of work, in registers: every expert's rows are cut into tiles of BLOCK_M rows by N_TILES columns; those
+    of an expert that has more into tiles of TALL_M, unless that is 0.
 
     An expert's tiles are neighbours and an expert without rows has none. One vector load and one scan a program, and a
     reduction a tile, which runs while products do: a table in memory would need a kernel of its own, or the sort to
@@ -125,8 +127,17 @@ def cut_into_tiles(
     else:
         start = tl.load(extents_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
         start = tl.minimum(tl.maximum(start, 0), num_rows)
-    row_tiles = (tl.maximum(end - start, 0) + (BLOCK_M - 1)) // BLOCK_M
-    return start, end, tl.cumsum(row_tiles, axis=0) * N_TILES
+    return start, end, tl.cumsum(_row_tiles(end - start, BLOCK_M, TALL_M), axis=0) * N_TILES
+
+
+@triton.jit
+def _row_tiles(rows, BLOCK_M: tl.constexpr, TALL_M: tl.constexpr):
+    """How many tiles an expert's rows fill."""
+    rows = tl.maximum(rows, 0)
+    if TALL_M == 0:
+        return (rows + (BLOCK_M - 1)) // BLOCK_M
+    else:
+        return tl.where(rows > BLOCK_M, (rows + (TALL_M - 1)) // TALL_M, tl.minimum(rows, 1))
 
 
 @triton.jit
@@ -135,18 +146,27 @@ def _add_each(a0, a1, a2, a3, b0, b1, b2, b3):
 
 
 @triton.jit
-def find_tile(tile, start, end, last, BLOCK_M: tl.constexpr, N_TILES: tl.constexpr, GROUP_M: tl.constexpr):
+def find_tile(
+    tile,
+    start,
+    end,
+    last,
+    BLOCK_M: tl.constexpr,
+    TALL_M: tl.constexpr,
+    N_TILES: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
     """Tile number `tile` of the table of `cut_into_tiles`.
 
     Within an expert GROUP_M row tiles go along all columns together, so that neighbours share weights and rows in L2.
 
     Returns:
-        (expert, row_start, row_end, n_tile): rows row_start .. min(row_start + BLOCK_M, row_end) - 1, where row_end is
-        the end of the expert's; uniform. Past the last tile: an empty range.
+        (expert, row_start, row_end, n_tile): rows row_start .. min(row_start + height, row_end) - 1, where row_end is
+        the end of the expert's and the height TALL_M if more than BLOCK_M rows are left; uniform. Past the last tile an
+        empty range.
     """
     e = tl.arange(0, last.shape[0])
-    row_tiles = (tl.maximum(end - start, 0) + (BLOCK_M - 1)) // BLOCK_M
-    first = last - row_tiles * N_TILES
+    first = last - _row_tiles(end - start, BLOCK_M, TALL_M) * N_TILES
     owner = (tile >= first) & (tile < last)
     # Exactly one lane owns a tile that exists, so each sum reads that lane out (0 when there is none).
     expert, begin, row_end, first = tl.reduce(
@@ -157,9 +177,9 @@ def find_tile(tile, start, end, last, BLOCK_M: tl.constexpr, N_TILES: tl.constex
     place = tile - first
     group = place // (GROUP_M * N_TILES) * GROUP_M
     place %= GROUP_M * N_TILES
-    height = tl.minimum((row_end - begin + (BLOCK_M - 1)) // BLOCK_M - group, GROUP_M)
+    height = tl.minimum(_row_tiles(row_end - begin, BLOCK_M, TALL_M) - group, GROUP_M)
     height = tl.maximum(height, 1)
-    row_start = begin + (group + place % height) * BLOCK_M
+    row_start = begin + (group + place % height) * (BLOCK_M if TALL_M == 0 else TALL_M)
     return uniform(expert), uniform(row_start), uniform(row_end), uniform(place // height)
 
 
