@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters
 
 from benchmarks.intervals import fields, median_interval, ratio_interval
 from benchmarks.models import TRANSFORMERS, VARIANTS, Model, Variant
-from benchmarks.results import ResultFile, progress_bar
+from benchmarks.results import ResultFile, progress_bar, why
 from benchmarks.timing import IN_TURN, INTERVALS, ROUNDS, WARM_SECONDS, Run, in_turn, warm
 
 METHOD = (
@@ -146,7 +146,7 @@ def prepare(case: Case, variant: Variant) -> tuple[dict[str, Any], Run | None]:
         outcome = {"ms": None, "reason": "out of memory"}
     except Exception as failure:
         traceback.print_exc(limit=-3)
-        outcome = {"ms": None, "reason": f"{type(failure).__name__}: {str(failure).strip().splitlines()[0][:200]}"}
+        outcome = {"ms": None, "reason": why(failure)}
     return outcome | graph_counters(), None if "reason" in outcome else step
 
 

@@ -15,7 +15,7 @@ from benchmarks.cases import Case, Weights, layer_weights, make_case
 from benchmarks.intervals import fields, median_interval, ratio_interval
 from benchmarks.kernels import kernel_times
 from benchmarks.peers import PARTS, Peer
-from benchmarks.results import ResultFile, progress_bar
+from benchmarks.results import ResultFile, progress_bar, why
 from benchmarks.shapes import Shape
 from benchmarks.timing import INTERVALS, ROUNDS, Run, cpu_budget, in_turn, method, repeated, sequence, warm
 from meta.arch import Arch
@@ -129,7 +129,7 @@ def prepare(case: Case, peer: Peer, roof: Arch | None) -> tuple[dict[str, Any], 
     except torch.OutOfMemoryError:
         reason = "out of memory"
     except Exception as failure:
-        reason = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0][:200]}"
+        reason = why(failure)
         traceback.print_exc(limit=-3)
     empty_cache()
     return {"us": None, "reason": reason}, None

@@ -16,10 +16,15 @@ FORMATS = ("png", "svg")
 Rows = list[dict[str, Any]]
 
 
+def plots_of(document: dict[str, Any]) -> list[str]:
+    """Names of the plots of a file: shares of a roof that it knows, ratios of peers that were timed in turn."""
+    shares = any(row.get("roof_us") for row in document["rows"])
+    return ["time", *(["share"] if shares else []), *(["ratio"] if document.get("reference") else [])]
+
+
 def plot_paths(document: dict[str, Any], folder: Path, stem: str) -> list[Path]:
-    """Files that `draw_layers` writes, plot by plot in each format; ratios only of peers that were timed in turn."""
-    plots = ("time", "share", "ratio") if document.get("reference") else ("time", "share")
-    return [folder / f"{stem}-{plot}.{suffix}" for plot in plots for suffix in FORMATS]
+    """Files that `draw_layers` writes, plot by plot in each format."""
+    return [folder / f"{stem}-{plot}.{suffix}" for plot in plots_of(document) for suffix in FORMATS]
 
 
 def draw_layers(document: dict[str, Any], folder: Path, stem: str) -> list[Path]:
@@ -30,13 +35,15 @@ def draw_layers(document: dict[str, Any], folder: Path, stem: str) -> list[Path]
     # A fixed salt and no date: drawing the same file twice gives the same bytes.
     matplotlib.rcParams["svg.hashsalt"] = stem
     title = f"{document['device']}, {document['scheme']}, {document['date']}"
-    paths = plot_paths(document, folder, stem)
-    _draw(document["rows"], f"One MoE layer: {title}", "microseconds", _time_panel, paths[:2])
-    _draw(document["rows"], f"Share of the roofline: {title}", "roof / time, %", _share_panel, paths[2:4])
-    if paths[4:]:
-        label = f"{document['reference']} / best other, by time"
-        _draw(document["rows"], f"Against the best other peer: {title}", label, _ratio_panel, paths[4:])
-    return paths
+    drawings = {
+        "time": (f"One MoE layer: {title}", "microseconds", _time_panel),
+        "share": (f"Share of the roofline: {title}", "roof / time, %", _share_panel),
+        "ratio": (f"Against the best other peer: {title}", f"{document.get('reference')} / best other", _ratio_panel),
+    }
+    for plot in plots_of(document):
+        paths = [folder / f"{stem}-{plot}.{suffix}" for suffix in FORMATS]
+        _draw(document["rows"], *drawings[plot], paths)
+    return plot_paths(document, folder, stem)
 
 
 def routings_of(rows: Rows) -> list[str]:

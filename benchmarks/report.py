@@ -106,6 +106,8 @@ def layers_table(document: dict[str, Any], routing: str) -> str:
         best = [best_peer_cell([cell for cell in cells if cell])] if reference else []
         body.append([shape, str(T), format_us(roof), *(layer_cell(cell, reference) for cell in cells), *best])
     flags = [f"† {row['shape']}, {row['T']}: {row['flag']}." for row in rows if row.get("flag")]
+    left_out = list(dict.fromkeys(f"{row['peer']}: {row['reason'].rstrip(':')}" for row in rows if row["us"] is None))
+    flags += [f"Left out (`-`): {'; '.join(left_out)}."] if left_out else []
     head = [] if routing == "uniform" else [f"Routing `{routing}`:"]
     drawn = table([*header, *([f"{reference} / best of others"] if reference else [])], body)
     return "\n\n".join([*head, drawn, *flags])

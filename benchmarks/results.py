@@ -130,6 +130,12 @@ def commit_of(folder: Path) -> str:
     return commit.stdout.strip() + ("+" if status.stdout.strip() else "")
 
 
+def why(failure: Exception) -> str:
+    """One line: the first of the message, or the last where the first only says where (Triton's compiler does so)."""
+    lines = [line for line in str(failure).strip().splitlines() if line.strip()] or [""]
+    return f"{type(failure).__name__}: {lines[-1 if lines[0].endswith(':') else 0].strip()[:200]}"
+
+
 def load_results(folder: Path = RESULTS, kind: str | None = None) -> dict[str, dict[str, Any]]:
     """Result documents of a folder by file stem, in name order; `kind` keeps one kind."""
     documents = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}

@@ -10,6 +10,7 @@ from benchmarks import kernels, layers, timing
 from benchmarks.cases import layer_weights, make_case
 from benchmarks.intervals import median_interval, ratio_interval
 from benchmarks.peers import PEERS
+from benchmarks.results import why
 from benchmarks.shapes import TINY_SHAPES
 
 TINY = TINY_SHAPES["tiny-qwen3"]
@@ -105,3 +106,16 @@ def test_kernels_are_added_up_by_replay_and_set() -> None:
     launches = [(name, us) for us in (2.0, 8.0, 4.0) for name in names]
     assert kernels.by_name(launches, 3, 2) == {"gemm": 4.0, "_topk_kernel": 2.0}
     assert kernels.by_name([("lost", 6.0)], 3, 2) == {"lost": 1.0}, "the mean where launches are missing"
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ("out of luck\nsecond line", "RuntimeError: out of luck"),
+        ("at 26:15:\n    x = arange(0, N)\narange's range must be a power of 2", "RuntimeError: arange's range"),
+        ("", "RuntimeError: "),
+    ],
+    ids=["first_line", "last_line", "silent"],
+)
+def test_the_reason_of_a_failure_is_its_telling_line(message: str, reason: str) -> None:
+    assert why(RuntimeError(message)).startswith(reason)
