@@ -108,10 +108,11 @@ def tuned(gpu: str) -> dict[str, dict[int, Plan]]:
         path = directory / file_name(gpu)
         if os.path.exists(path):
             for key, rows in json.loads(path.read_text())["plans"].items():
-                known = {
-                    int(tokens): Plan.from_json(row) for tokens, row in rows.items() if row and row["path"] in PATHS
-                }
-                plans.setdefault(key, {}).update(known)
+                of_key = plans.setdefault(key, {})
+                for tokens, row in rows.items():
+                    of_key.pop(int(tokens), None)  # where nothing won, no plan of another file does
+                    if row is not None and row["path"] in PATHS:
+                        of_key[int(tokens)] = Plan.from_json(row)
     return plans
 
 
@@ -303,5 +304,6 @@ def _tile(scheme: str, work: Work, gpu: str, sm: int, product: str) -> tuple[MMC
 
 def fits(tile: MMConfig, bytes_per_element: int, shared_kib: int) -> bool:
     """Whether the software pipeline's tiles fit in shared memory."""
-    stage = (tile.block_m + tile.block_n) * tile.block_k * bytes_per_element
-    return stage * tile.num_stages <= shared_kib * 1024 - 4096
+    pipelines = ((tile.block_m, tile.num_stages), (tile.tall_m, tile.tall_stages))
+    elements = max((rows + tile.block_n) * tile.block_k * stages for rows, stages in pipelines)
+    return elements * bytes_per_element <= shared_kib * 1024 - 4096

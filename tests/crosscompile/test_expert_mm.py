@@ -190,6 +190,16 @@ def test_decode_tiles_use_the_tensor_cores_without_spills(quantized):
     assert "UTMALDG" in kernel.sass
 
 
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+def test_two_heights_keep_two_programs_of_four_warps_on_a_multiprocessor(gated):
+    """Both pipelines in one kernel: tensor cores by warp and by warp group, no spills, memory for two."""
+    form = {"glu": CONCAT.value, "gather": True} if gated else {"glu": NOT_GATED.value}
+    kernel = compile_mm((16, 128, 128), a_tma=False, warps=4, tall=(64, 2), **form)
+    assert kernel.stack == 0, f"{kernel.stack} bytes of spills, {kernel.registers} registers"
+    assert kernel.ptx_count(r"mma\.sync") > 0 and "HGMMA" in kernel.sass
+    assert 2 * (kernel.shared + 1024) <= 227 * 1024 and kernel.registers <= 255
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(
     ("activation", "glu"), [("swiglu_oai", INTERLEAVED), ("relu2", NOT_GATED), ("gelu", CONCAT)], ids=str

@@ -45,8 +45,8 @@ def test_shipped_plans_fit_their_gpu(path: Path) -> None:
 KEY = plans.LayerKey("bf16", "grouped", 7, 2, 512, 256, True)
 
 
-def write(path: Path, rows: dict[int, plans.Plan], key: plans.LayerKey = KEY) -> None:
-    table = {"plans": {str(key): {str(tokens): plan.to_json() for tokens, plan in rows.items()}}}
+def write(path: Path, rows: dict[int, plans.Plan | None], key: plans.LayerKey = KEY) -> None:
+    table = {"plans": {str(key): {str(tokens): plan and plan.to_json() for tokens, plan in rows.items()}}}
     path.write_text(json.dumps(table))
 
 
@@ -114,6 +114,28 @@ def test_a_sequence_that_is_no_more_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / plans.file_name("a gpu")).write_text(json.dumps({"plans": {str(KEY): rows, "another": {"64": old}}}))
     assert [plans.plan_for(KEY, plans.bucket(tokens), "a gpu", 90).us for tokens in (64, 512)] == [None, 2.0]
     assert plans.tuned("a gpu")["another"] == {}
+
+
+def test_where_a_user_measured_that_nothing_wins_no_shipped_plan_serves(tmp_path: Path) -> None:
+    gpu, key = "NVIDIA H200", plans.LayerKey("fp8_block128", "grouped", 256, 8, 7168, 2048, True)
+    assert plans.plan_for(key, plans.bucket(256), gpu, 90).us is not None
+    write(tmp_path / plans.file_name(gpu), {256: None}, key)
+    plans.tuned.cache_clear()
+    plans.plan_for.cache_clear()
+    assert 256 not in plans.tuned(gpu)[str(key)] and 512 in plans.tuned(gpu)[str(key)]
+
+
+def test_a_tall_tile_counts_where_memory_is_short() -> None:
+    tile = MMConfig(16, 128, 128, 8, 4, 3, a_tma=False, w_tma=True, tall_m=128, tall_stages=3)
+    assert plans.fits(tile, 2, 227) and not plans.fits(tile, 2, 163)
+    assert plans.fits(tile._replace(tall_m=0, tall_stages=0), 2, 163)
+
+
+def test_a_file_of_plans_has_one_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "plans.json"
+    table = {"gpu": "a gpu", "plans": {"a key": {"4": plans.Plan("grouped", TILE, TILE).to_json(), "8": None}}}
+    plans.write(table, path)
+    assert json.loads(path.read_text()) == table and len(path.read_text().splitlines()) == 9
 
 
 def test_a_users_own_plan_comes_first(tmp_path: Path) -> None:
