@@ -1,4 +1,4 @@
-"""Command line: `python -m benchmarks [layers]`, and `e2e`, `host`, `compare`, `carry` or `report` in its place."""
+"""Command line: `python -m benchmarks [layers]`, or `e2e`, `host`, `tiles`, `compare`, `carry` or `report` for it."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "layers": layers_command,
         "e2e": e2e_command,
         "host": host_command,
+        "tiles": tiles_command,
         "compare": compare_command,
         "carry": carry_command,
         "report": report_command,
@@ -158,6 +159,33 @@ def host_command(arguments: list[str]) -> int:
     with interruptible(results):
         host.run(shapes[options.shape], positive_integers("benchmarks", "--tokens", options.tokens), results)
     print(f"{len(results.rows)} rows in {results.path}")
+    return 0
+
+
+def tiles_command(arguments: list[str]) -> int:
+    """Time the tiles that plans by cost choose among, and fit what they cost."""
+    from benchmarks import tiles
+
+    names = f"comma-separated, among {', '.join(tiles.SHAPES)} (all of them by default), or as `layers` takes them"
+    parser = argparse.ArgumentParser(prog="python -m benchmarks tiles", description=tiles.__doc__)
+    parser.add_argument("--fit", type=Path, help="time nothing, fit an older result file")
+    parser.add_argument("--shapes", help=names)
+    parser.add_argument("--tokens", default=",".join(map(str, tiles.TOKENS)), help="comma-separated numbers of tokens")
+    parser.add_argument("--scheme", help=f"comma-separated, among {', '.join(tiles.KINDS)} (all of them by default)")
+    parser.add_argument("--json", type=Path, help=f"a new result file (default: in {OUT.name}/, numbered)")
+    parser.add_argument("--commit", default=current_commit(), help="for the result file, where there is no checkout")
+    options = parser.parse_args(arguments)
+    document = tiles.load(options.fit) if options.fit else None
+    if document is None:
+        schemes = parse_names("--scheme", options.scheme, tiles.KINDS, tuple(tiles.KINDS))
+        shapes, tokens = tiles.parse_layers(options.shapes), positive_integers("benchmarks", "--tokens", options.tokens)
+        results = tiles.new_results(new_path(options.json, OUT / "tiles.json"), options.commit, shapes)
+        with interruptible(results):
+            tiles.run(shapes, tokens, schemes, results)
+        print(f"{len(results.rows)} rows in {results.path}")
+        document = results.document
+    for line in tiles.report(document):
+        print(line)
     return 0
 
 

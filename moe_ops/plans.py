@@ -180,7 +180,8 @@ def _streamed(m: int, n: int, k: int, group: int, warps: int, stages: int) -> MM
 
 #: TB/s, us to fill, us for 1024 columns, programs, us to launch, us for 1024 columns of a tall tile
 #: (`meta.cost.TileCost`), as GEMM 1 and as GEMM 2: fitted to times of both, which `python -m benchmarks tiles` measures
-#: and fits (benchmarks/comparisons/h200-tiles.json).
+#: and fits (benchmarks/comparisons/h200-tiles.json; those of 16 x 64 and of 64 x 128 without the skewed rows of its
+#: first run, which would move what they predict by 11 % at most, and no pick for the better).
 FAMILIES: dict[str, tuple[Family, ...]] = {
     "plain": (
         # Two heights: as fast as 16 rows alone where experts have few (DeepSeek-V3, T = 128: 1.00 and 1.01 of it in the
