@@ -144,20 +144,29 @@ def test_rows_of_no_expert_are_zero_and_not_what_memory_held(monkeypatch) -> Non
     assert torch.equal(out[5:], torch.zeros(2, 6)) and out[:5].isfinite().all()
 
 
-def combined(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """In fp32, k ascending, rounded once."""
-    total = torch.zeros(places.shape[0], rows.shape[1])
-    for k in range(places.shape[1]):
-        total += rows[places[:, k]].float() * weights[:, k, None].float()
-    return total.to(rows.dtype)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("weighted", [True, False], ids=["weighted", "plain"])
+@pytest.mark.parametrize(
+    "gathered, widened", [(2**16, 2**24), (0, 2**24), (0, 21 * 5)], ids=["gathered", "bags", "cut"]
+)
+def test_combine_sums_in_fp32_and_rounds_once_either_way(gathered, widened, weighted, dtype, monkeypatch) -> None:
+    monkeypatch.setattr(kernels, "_GATHERED_ELEMENTS", gathered)
+    monkeypatch.setattr(kernels, "_WIDENED_ELEMENTS", widened)
+    rows, places = torch.randn(21, 16).to(dtype), torch.randperm(21).view(7, 3)
+    weights, added = torch.rand(7, 3) if weighted else None, torch.randn(7, 16).to(dtype)
+    exact = (rows.double()[places] * (1.0 if weights is None else weights.double().unsqueeze(2))).sum(1)
+    for shared, wanted in ((None, exact), (added, exact + added.double())):
+        assert_rounded(kernels.combine(rows, places, weights, shared), wanted)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("tokens_at_once", [1, 2, 3, 100])
-def test_combine_sums_in_fp32_and_rounds_once_however_it_is_cut(tokens_at_once, dtype, monkeypatch) -> None:
-    rows, places, weights = torch.randn(21, 16).to(dtype), torch.randperm(21).view(7, 3), torch.rand(7, 3)
-    monkeypatch.setattr(kernels, "_COMBINE_ELEMENTS", tokens_at_once * 3 * 16)
-    assert torch.equal(kernels.combine(rows, places, weights), combined(rows, places, weights))
+@pytest.mark.parametrize("gathered", [2**16, 0], ids=["gathered", "bags"])
+@pytest.mark.parametrize("tokens, top_k", [(0, 2), (3, 0), (0, 0)], ids=str)
+def test_combine_of_nothing_is_what_is_added(tokens, top_k, gathered, monkeypatch) -> None:
+    monkeypatch.setattr(kernels, "_GATHERED_ELEMENTS", gathered)
+    places, added = torch.zeros((tokens, top_k), dtype=torch.int64), torch.randn(tokens, 4)
+    rows = torch.randn(max(tokens * top_k, 1), 4)
+    assert torch.equal(kernels.combine(rows, places, None), torch.zeros(tokens, 4))
+    assert torch.equal(kernels.combine(rows, places, None, added), added)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
