@@ -21,7 +21,7 @@ Span = tuple[int, int, int]
 # it saves. On two cores 0.41 to 1.03 of the time, the median 0.91 (8 and 16 pairs of 64 experts, 2 of 8); 8 pairs of 8
 # experts: 1.4.
 _RARELY_SHARED = 4
-_GATHERED_ELEMENTS = 2**16
+_GATHERED_ELEMENTS = 2**15
 _WIDENED_ELEMENTS = 2**24  # of half precision rows, at a time
 _GEMM_IN_ROWS = {torch.bfloat16: 48, torch.float32: 16}
 _SMALL_WEIGHT = 512 * 256
