@@ -7,7 +7,6 @@ tokens are its last ones), ending in the logits of each sequence's last token.
 from __future__ import annotations
 
 import copy
-import gc
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from benchmarks.intervals import fields, median_interval, ratio_interval
+from benchmarks.layers import release
 from benchmarks.models import TRANSFORMERS, VARIANTS, Model, Variant
 from benchmarks.results import ResultFile, progress_bar, why
 from benchmarks.timing import IN_TURN, INTERVALS, ROUNDS, WARM_SECONDS, Run, in_turn, warm
@@ -110,7 +110,7 @@ class Case:
 
 def time_case(case: Case, variants: Sequence[str], rounds: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
     """A result row for each variant: all are compiled, each to completion, then timed in turn."""
-    release_memory()
+    release()
     rows: dict[str, dict[str, Any]] = {}
     runs: dict[str, Run] = {}
     for name in variants:
@@ -125,7 +125,7 @@ def time_case(case: Case, variants: Sequence[str], rounds: int, say: Callable[[s
     samples = in_turn({name: counting(step, rows[name]) for name, step in runs.items()}, rounds)
     add_times(rows, samples)
     runs.clear()
-    release_memory()
+    release()
     return list(rows.values())
 
 
@@ -224,15 +224,6 @@ def graph_counters() -> dict[str, int]:
         "refused": ours["refused"],
         "shared_heads": ours["shared_heads"],
     }
-
-
-def release_memory() -> None:
-    """Free compiled code, graph pools and caches."""
-    torch.compiler.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
 
 
 @contextmanager

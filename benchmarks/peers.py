@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -200,29 +202,17 @@ BUILT_IN = (
     Peer("grouped_mm", "gemms", torch_grouped_mm, exact=False),
     Peer("scaled_grouped_mm", "gemms", torch_scaled_grouped_mm, FP8, missing=needs_cuda, exact=False),
 )
+
+
+def optional(package: str, work: str, prepare: Callable[[Case], list[Thunk]], **options: Any) -> Peer:
+    """A peer that has the name of the package it needs."""
+    return Peer(package, work, prepare, missing=partial(optional_peers.not_importable, package), **options)
+
+
 OPTIONAL = (
-    Peer(
-        "vllm_kernel",
-        "experts",
-        optional_peers.vllm_kernel,
-        missing=lambda: optional_peers.not_importable("vllm_kernel"),
-        note=optional_peers.vllm_note,
-    ),
-    Peer(
-        "triton_kernels",
-        "moe",
-        optional_peers.triton_kernels,
-        missing=lambda: optional_peers.not_importable("triton_kernels"),
-        exact=False,
-    ),
-    Peer(
-        "sonicmoe",
-        "moe",
-        optional_peers.sonicmoe,
-        missing=lambda: optional_peers.not_importable("sonicmoe"),
-        unfit=optional_peers.routes_by_itself,
-        exact=False,
-    ),
+    optional("vllm_kernel", "experts", optional_peers.vllm_kernel, note=optional_peers.vllm_note),
+    optional("triton_kernels", "moe", optional_peers.triton_kernels, exact=False),
+    optional("sonicmoe", "moe", optional_peers.sonicmoe, unfit=optional_peers.routes_by_itself, exact=False),
 )
 PEERS = {peer.name: peer for peer in (*BUILT_IN, *OPTIONAL)}
 DEFAULT_PEERS = {

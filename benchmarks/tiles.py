@@ -22,13 +22,13 @@ from benchmarks.results import ResultFile, device_name, progress_bar
 from benchmarks.routings import router_logits
 from benchmarks.shapes import Shape, parse_shapes
 from benchmarks.timing import IN_TURN, Run, in_turn, repeated, sequence, warm
-from meta.arch import ARCHS, FIRST_CAPABILITY, TYPICAL
+from meta.arch import FIRST_CAPABILITY, lookup_gpu
 from meta.cost import TileCost, Work, product_us, robust_us
 from meta.routing import route
 from meta.schemes import SCHEMES
 from moe_ops.autotune import TrialLayer, precompile
 from moe_ops.kernels.triton.config import MMConfig
-from moe_ops.plans import FAMILIES, LayerKey, Plan, gpu_of
+from moe_ops.plans import FAMILIES, LayerKey, Plan, gpu_of, kind, runs_on
 
 SHAPES = {
     shape.name: shape
@@ -46,7 +46,7 @@ SHAPES = {
     )
 }
 TOKENS = (2, 5, 16, 48, 128, 400, 1024, 3000, 8192)
-KINDS = {"bf16": "plain", "fp8_block128": "scaled"}  # scheme -> tiles that serve it
+KINDS = {scheme: kind(scheme) for scheme in ("bf16", "fp8_block128")}
 GEMMS = ("up", "down")
 #: Routing -> experts that tokens choose among.
 EXPERTS: dict[str, Callable[[Shape], int]] = {
@@ -91,7 +91,8 @@ def new_results(path: Path, commit: str, shapes: Sequence[Shape]) -> ResultFile:
 
 def run(shapes: Iterable[Shape], tokens: Sequence[int], schemes: Iterable[str], results: ResultFile) -> None:
     """Compile every tile, then time it in every case; the file is written after each number of tokens."""
-    pairs = [(scheme, shape) for scheme, shape in product(schemes, shapes) if not runs_on(scheme, shape)]
+    # Where scale groups run on into the up half, it is another kernel, for which no constant stands.
+    pairs = [(scheme, shape) for scheme, shape in product(schemes, shapes) if not runs_on(scheme, shape.I)]
     jobs = [job for scheme, shape in pairs for job in compilations(scheme, shape)]
     with progress_bar() as progress, torch.no_grad():
         task = progress.add_task("compiling", total=len(jobs))
@@ -118,11 +119,6 @@ def run(shapes: Iterable[Shape], tokens: Sequence[int], schemes: Iterable[str], 
 def key_of(scheme: str, shape: Shape) -> LayerKey:
     """A gated layer."""
     return LayerKey(scheme, "grouped", shape.E, shape.K, shape.H, shape.I, gated=True)
-
-
-def runs_on(scheme: str, shape: Shape) -> bool:
-    """Whether a scale group runs on from the gate into the up half: another kernel, for which no constant stands."""
-    return any(shape.I % spec.group_n for spec in SCHEMES[scheme].scales)
 
 
 def compilations(scheme: str, shape: Shape) -> Iterator[tuple[LayerKey, int, Plan]]:
@@ -242,7 +238,7 @@ def work_of(document: Mapping[str, Any], row: Mapping[str, Any], routing: str) -
 
 def report(document: Mapping[str, Any]) -> Iterator[str]:
     """Lines: of every scheme the rows of FAMILIES fitted to all its times, and the regret of picking tiles by them."""
-    arch = next((arch for name, arch in ARCHS.items() if name in document["device"]), TYPICAL)
+    arch = lookup_gpu(document["device"])
     timed = [{**row, "tile": MMConfig(*row["tile"])} for row in document["rows"] if row["us"] is not None]
     for scheme in dict.fromkeys(row["scheme"] for row in timed):
         costs: dict[str, Costs] = {}

@@ -96,10 +96,19 @@ def lookup(name: str) -> Arch:
     Raises:
         ValueError: no row matches.
     """
-    for row in ARCHS.values():
-        if row.name.lower() in name.lower():
-            return row
-    raise ValueError(f"lookup: name must contain one of {sorted(ARCHS)}, got {name!r}. Add a row to meta/arch.py.")
+    if (row := _named(name)) is None:
+        raise ValueError(f"lookup: name must contain one of {sorted(ARCHS)}, got {name!r}. Add a row to meta/arch.py.")
+    return row
+
+
+def lookup_gpu(name: str) -> Arch:
+    """The same for launch heuristics, which must go on: :data:`TYPICAL` where no row of a GPU matches."""
+    row = _named(name)
+    return TYPICAL if row is None or not row.multiprocessors else row
+
+
+def _named(name: str) -> Arch | None:
+    return next((row for row in ARCHS.values() if row.name.lower() in name.lower()), None)
 
 
 def device_arch(device: torch.device) -> str:

@@ -97,10 +97,9 @@ class TileCost(NamedTuple):
 MANY_ROWS = 200  # of an expert: from here on its last tile is half full on average
 
 
-def row_tiles(T: int, share: float, rows: int, tall_rows: int = 0) -> tuple[float, float, float]:
+def row_tiles(T: int, share: float, rows: int, tall_rows: int = 0) -> tuple[float, float]:
     """Of an expert that each of T tokens selects with probability ``share``: how many tiles of ``rows`` its rows fill,
-    expected; how many of ``tall_rows``, which take their place where it has more than ``rows``, unless 0; and the
-    probability that it has any row.
+    expected, and how many of ``tall_rows``, which take their place where it has more than ``rows``, unless 0.
     """
     mean = T * share
     height = tall_rows or rows
@@ -109,12 +108,12 @@ def row_tiles(T: int, share: float, rows: int, tall_rows: int = 0) -> tuple[floa
         return (0.0, float(-(-n // height))) if tall_rows and n > rows else (float(-(-n // rows)), 0.0)
 
     if share >= 1.0:
-        return *tiles(T), 1.0
+        return tiles(T)
     if mean >= MANY_ROWS:
         many = mean / height + 0.5
-        return (0.0, many, 1.0) if tall_rows else (many, 0.0, 1.0)
+        return (0.0, many) if tall_rows else (many, 0.0)
     odds, probability = share / (1.0 - share), (1.0 - share) ** T
-    none, short, tall, left = probability, 0.0, 0.0, 1.0 - probability
+    short, tall, left = 0.0, 0.0, 1.0 - probability
     for n in range(1, T + 1):
         probability *= odds * (T - n + 1) / n
         low, high = tiles(n)
@@ -123,7 +122,7 @@ def row_tiles(T: int, share: float, rows: int, tall_rows: int = 0) -> tuple[floa
         left -= probability
         if n > mean and left < 1e-6:
             break
-    return short, tall, 1.0 - none
+    return short, tall
 
 
 def product_us(work: Work, cost: TileCost, multiprocessors: int) -> float:
@@ -132,9 +131,9 @@ def product_us(work: Work, cost: TileCost, multiprocessors: int) -> float:
     Bytes: weights of the distinct experts, rows in and out once. Tiles: as many as the rows of every expert fill,
     as many at a time as the multiprocessors run. Where both are near each other they get into each other's way.
     """
-    short, tall, used = row_tiles(work.T, work.K / work.E, cost.rows, cost.tall_rows)
-    pairs = work.T * work.K
-    moved = work.E * used * work.N * work.depth * work.itemsize + pairs * (work.depth * work.itemsize + work.N)
+    short, tall = row_tiles(work.T, work.K / work.E, cost.rows, cost.tall_rows)
+    distinct, pairs = expected_experts(work.E, work.K, work.T), work.T * work.K
+    moved = distinct * work.N * work.depth * work.itemsize + pairs * (work.depth * work.itemsize + work.N)
     waves = work.E * (short + tall) * -(-work.N // cost.columns) / (multiprocessors * cost.programs)
     waves = math.ceil(waves) if waves < 8 else waves + 0.5
     depth_us = (short * cost.depth_us + tall * cost.tall_depth_us) / (short + tall)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meta.arch import ARCHS, FIRST_CAPABILITY, TYPICAL
+from meta.arch import FIRST_CAPABILITY, lookup_gpu
 from meta.cost import TileCost, Work, pairwise_us, product_us, robust_us
 from meta.schemes import SCHEMES
 from moe_ops.kernels.triton.config import MMConfig, SmallConfig
@@ -212,7 +212,8 @@ AROUND_US = 2.0  # of the kernels that sort pairs and combine results, beyond wh
 SMALL_PAIRS = 64  # the most that the small kernels were ever seen to win with
 
 
-def _kind(scheme: str) -> str:
+def kind(scheme: str) -> str:
+    """The tiles that serve a scheme: a name of FAMILIES."""
     return "plain" if SCHEMES[scheme].rows is None else "scaled"
 
 
@@ -222,7 +223,7 @@ def cheapest(key: LayerKey, tokens: int, gpu: str, sm: int) -> Plan:
     if tokens * key.K <= SMALL_PAIRS and _small_serves(key):
         first, second = _works(key, tokens)
         expert_bytes = (first.N * first.depth + second.N * second.depth) * first.itemsize
-        if pairwise_us(first, expert_bytes, *PAIRWISE[_kind(key.scheme)]) < us + AROUND_US:
+        if pairwise_us(first, expert_bytes, *PAIRWISE[kind(key.scheme)]) < us + AROUND_US:
             return Plan("small", *small_tiles(key))
     return plan
 
@@ -255,14 +256,14 @@ def _works(key: LayerKey, tokens: int) -> tuple[Work, Work]:
 def _small_serves(key: LayerKey) -> bool:
     """Programs that quantise their rows again cannot afford columns of a block that no row has."""
     whole = key.H % small_tiles(key)[0].block_k == 0
-    return key.format == "grouped" and key.scheme != "fp32" and (whole or _kind(key.scheme) == "plain")
+    return key.format == "grouped" and key.scheme != "fp32" and (whole or kind(key.scheme) == "plain")
 
 
 def small_tiles(key: LayerKey) -> tuple[SmallConfig, SmallConfig]:
     """Tiles of the small kernels, by what ran fastest at T = 1 on an H200: the second holds all K experts of a token
     at once, so that its columns are fewer the larger K is.
     """
-    if _kind(key.scheme) == "scaled":
+    if kind(key.scheme) == "scaled":
         up = SmallConfig(4, 2048, 4) if key.H < 4096 else SmallConfig(8, 512, 4)
         return up, SmallConfig(16, 512, 4) if key.K <= 2 else SmallConfig(16, 256, 8)
     up = SmallConfig(4, 2048, 4) if key.H <= 2048 else SmallConfig(2, 2048, 8 if key.H <= 4096 else 4)
@@ -283,13 +284,13 @@ def _tile(scheme: str, work: Work, gpu: str, sm: int, product: str) -> tuple[MMC
     tma = sm >= FIRST_CAPABILITY["tma"]
     if scheme == "fp32":
         return MMConfig(16 if work.T * work.K <= 16 * work.E else 64, 64, 32, 8, 4, 3, a_tma=False, w_tma=False), 0.0
-    arch = next((arch for name, arch in ARCHS.items() if name in gpu), TYPICAL)
-    # Scale groups that run on from the gate into the up half: every column has its scale, for which 128 rows leave no
-    # registers (us on an H200, gpt-oss-120b's dimensions, T = 4096: 4428, with 64 rows 1893).
-    ragged = product == "up" and any(work.N // 2 % spec.group_n for spec in SCHEMES[scheme].scales)
+    arch = lookup_gpu(gpu)
+    # Then every column has its scale, for which 128 rows leave no registers (us on an H200, gpt-oss-120b's dimensions,
+    # T = 4096: 4428, with 64 rows 1893).
+    ragged = product == "up" and runs_on(scheme, work.N // 2)
     costs = {
         family.tile: cost
-        for family in FAMILIES[_kind(scheme)]
+        for family in FAMILIES[kind(scheme)]
         if (cost := getattr(family, product)) is not None
         and fits(family.tile, work.itemsize, arch.shared_kib)
         and not (ragged and cost.rows > 64)
@@ -301,6 +302,11 @@ def _tile(scheme: str, work: Work, gpu: str, sm: int, product: str) -> tuple[MMC
         warps = 8 if tile.block_m * tile.block_n >= 128 * 128 else tile.num_warps
         tile = tile._replace(a_tma=False, w_tma=False, num_warps=warps)
     return tile, us
+
+
+def runs_on(scheme: str, columns: int) -> bool:
+    """Whether scale groups run on from the gate into the up half, of so many columns each."""
+    return any(columns % spec.group_n for spec in SCHEMES[scheme].scales)
 
 
 def fits(tile: MMConfig, bytes_per_element: int, shared_kib: int) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from meta import cost
 from meta.activations import ACTIVATIONS, join_glu, resolve_activation, split_glu
-from meta.arch import ARCHS, device_arch, lacks, lookup
+from meta.arch import ARCHS, TYPICAL, device_arch, lacks, lookup, lookup_gpu
 from meta.dims import LETTERS, LayerProblem, common_layout, weight_layout
 from meta.schemes import SCHEMES, resolve_scheme
 from moe_ops.ops import parse
@@ -226,3 +226,12 @@ def test_flops_of_the_backward(needs: tuple[bool, ...], weight_on_input: bool, w
 def test_tokens_per_pass(T: int, E: int, K: int, row_bytes: int, expected: int) -> None:
     step = cost.tokens_per_pass(T, E, K, row_bytes)
     assert step >= expected if T == 4096 else step == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [("NVIDIA A100-SXM4-80GB", ARCHS["A100"]), ("another", TYPICAL), ("CPU x86_64", TYPICAL)],
+    ids=["known", "unknown", "no_gpu"],
+)
+def test_launch_heuristics_go_on_without_a_row(name: str, row: object) -> None:
+    assert lookup_gpu(name) is row
