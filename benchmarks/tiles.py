@@ -246,6 +246,8 @@ def report(document: Mapping[str, Any]) -> Iterator[str]:
             of_tile: dict[MMConfig, list[tuple[Work, float]]] = {}
             rows = [row for row in timed if (row["scheme"], row["gemm"]) == (scheme, gemm)]
             for row in rows:
+                if row["routing"] == "k_experts":
+                    continue  # a fit that bends to it predicts even routing worse, and picks for it no better
                 of_tile.setdefault(row["tile"], []).append((work_of(document, row, row["routing"]), row["us"]))
             costs[gemm] = {tile: fit(tile, of_tile[tile], arch.multiprocessors) for tile in sorted(of_tile)}
             for routing, ratios in regrets(document, rows, costs[gemm], arch.multiprocessors).items():

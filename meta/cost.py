@@ -80,7 +80,7 @@ class TileCost(NamedTuple):
         depth_us: of 1024 columns of the contraction, in one tile.
         programs: that a multiprocessor runs at once.
         launch_us: of a kernel that does nothing else.
-        tall_rows, tall_depth_us: of the tiles of experts with more than ``rows``; 0 where all tiles are alike.
+        tall_rows, tall_depth_us: of the tiles where an expert has more than ``rows`` left; 0 where all are alike.
     """
 
     rows: int
@@ -94,24 +94,28 @@ class TileCost(NamedTuple):
     tall_depth_us: float = 0.0
 
 
-MANY_ROWS = 200  # of an expert: from here on its last tile is half full on average
+MANY_ROWS = 200  # of an expert: from here on what its last tile holds is as good as evenly distributed
 
 
 def row_tiles(T: int, share: float, rows: int, tall_rows: int = 0) -> tuple[float, float]:
     """Of an expert that each of T tokens selects with probability ``share``: how many tiles of ``rows`` its rows fill,
-    expected, and how many of ``tall_rows``, which take their place where it has more than ``rows``, unless 0.
+    expected, and how many of ``tall_rows``, which take their place, unless 0, as long as more than ``rows`` are left.
     """
     mean = T * share
-    height = tall_rows or rows
 
     def tiles(n: int) -> tuple[float, float]:
-        return (0.0, float(-(-n // height))) if tall_rows and n > rows else (float(-(-n // rows)), 0.0)
+        if not tall_rows:
+            return float(-(-n // rows)), 0.0
+        full, left = divmod(n, tall_rows)
+        return float(0 < left <= rows), float(full + (left > rows))
 
     if share >= 1.0:
         return tiles(T)
     if mean >= MANY_ROWS:
-        many = mean / height + 0.5
-        return (0.0, many) if tall_rows else (many, 0.0)
+        if not tall_rows:
+            return mean / rows + 0.5, 0.0
+        short = rows / tall_rows
+        return short, mean / tall_rows + 0.5 - short
     odds, probability = share / (1.0 - share), (1.0 - share) ** T
     short, tall, left = 0.0, 0.0, 1.0 - probability
     for n in range(1, T + 1):

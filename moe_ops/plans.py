@@ -147,7 +147,7 @@ def gpu_of(index: int) -> tuple[str, int]:
 
 
 class Family(NamedTuple):
-    """A tile shape, and what it costs in GEMM 1 and in GEMM 2 where it serves there."""
+    """A tile shape, and what it costs in each of two kinds of product, where it serves there."""
 
     tile: MMConfig
     up: TileCost | None
@@ -170,31 +170,39 @@ def _gathered(
     m: int, n: int, k: int, group: int, warps: int, stages: int, tall: int = 0, tall_stages: int = 0
 ) -> MMConfig:
     """Rows loaded by threads, also where they are sorted."""
-    return MMConfig(m, n, k, group, warps, stages, a_tma=False, w_tma=True, tall_m=tall, tall_stages=tall_stages)
+    return _streamed(m, n, k, group, warps, stages, tall, tall_stages)._replace(a_tma=False)
 
 
-def _streamed(m: int, n: int, k: int, group: int, warps: int, stages: int) -> MMConfig:
+def _streamed(
+    m: int, n: int, k: int, group: int, warps: int, stages: int, tall: int = 0, tall_stages: int = 0
+) -> MMConfig:
     """Rows by descriptor, where they are sorted."""
-    return MMConfig(m, n, k, group, warps, stages, a_tma=True, w_tma=True)
+    return MMConfig(m, n, k, group, warps, stages, a_tma=True, w_tma=True, tall_m=tall, tall_stages=tall_stages)
 
 
 #: TB/s, us to fill, us for 1024 columns, programs, us to launch, us for 1024 columns of a tall tile
-#: (`meta.cost.TileCost`), as GEMM 1 and as GEMM 2: fitted to times of both, which `python -m benchmarks tiles` measures
-#: and fits (benchmarks/comparisons/h200-tiles.json; those of 16 x 64 and of 64 x 128 without the skewed rows of its
-#: first run, which would move what they predict by 11 % at most, and no pick for the better).
+#: (`meta.cost.TileCost`), of rows that are gathered and of sorted rows, or, where the rows are quantised, as GEMM 1 and
+#: as GEMM 2: fitted to times that `python -m benchmarks tiles` measures and fits
+#: (benchmarks/comparisons/h200-tiles.json).
 FAMILIES: dict[str, tuple[Family, ...]] = {
     "plain": (
         # Two heights: as fast as 16 rows alone where experts have few (DeepSeek-V3, T = 128: 1.00 and 1.01 of it in the
         # two GEMMs), 0.4 to 0.7 of it where all tokens are on K experts.
         _family(
             _gathered(16, 128, 128, 8, 4, 3, tall=64, tall_stages=2),
-            (4.52, 0.02, 5.05, 2, 6.5, 11.03),
-            (4.43, 2.00, 3.47, 2, 5.9, 9.96),
+            (4.55, 0.02, 9.29, 2, 3.9, 13.43),
+            (4.45, 0.70, 4.40, 1, 4.5, 6.47),
         ),
-        _family(_gathered(16, 64, 256, 1, 4, 3), (4.66, 0.02, 2.71, 1, 4.9), (4.56, 0.20, 2.64, 1, 4.9)),
-        _family(_gathered(64, 128, 64, 8, 4, 4), (4.48, 0.02, 4.81, 1, 6.9), (4.40, 0.97, 4.49, 1, 6.2)),
-        _family(_streamed(128, 128, 64, 8, 4, 3), (4.23, 0.02, 14.00, 2, 4.6), (4.08, 0.79, 12.50, 2, 5.0)),
-        _family(_streamed(128, 256, 64, 8, 8, 4), (4.18, 2.58, 11.02, 1, 4.8), (4.07, 1.65, 11.17, 1, 5.6)),
+        _family(_gathered(16, 64, 256, 1, 4, 3), (4.75, 0.02, 2.94, 1, 4.9), (4.54, 0.37, 2.62, 1, 4.0)),
+        _family(_gathered(64, 128, 64, 8, 4, 4), (4.48, 0.02, 10.54, 2, 5.3), (4.35, 0.96, 4.82, 1, 4.1)),
+        # Short ends: 0.89 to 1.02 of the time of 128 rows alone, gathered (eight models, T = 1024 to 16384).
+        _family(
+            _streamed(64, 256, 64, 8, 8, 4, tall=128, tall_stages=4),
+            (4.33, 1.99, 10.36, 1, 8.8, 13.29),
+            (4.31, 3.74, 7.24, 1, 11.3, 13.30),
+        ),
+        _family(_streamed(128, 128, 64, 8, 4, 3), (4.08, 1.73, 15.31, 2, 1.2), (4.05, 0.20, 6.93, 1, 4.8)),
+        _family(_streamed(128, 256, 64, 8, 8, 4), (4.13, 2.71, 13.07, 1, 4.6), (4.05, 1.81, 12.95, 1, 3.8)),
     ),
     # GEMM 1 writes a scale group of output columns, which are 256 weight rows.
     "scaled": (
@@ -207,7 +215,7 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
     ),
 }
 #: TB/s, us to launch of the two small kernels (`meta.cost.pairwise_us`).
-PAIRWISE = {"plain": (4.45, 5.0), "scaled": (3.0, 7.0)}
+PAIRWISE = {"plain": (4.45, 5.0), "scaled": (3.7, 7.2)}
 AROUND_US = 2.0  # of the kernels that sort pairs and combine results, beyond what the products hide
 SMALL_PAIRS = 64  # the most that the small kernels were ever seen to win with
 
@@ -220,7 +228,7 @@ def kind(scheme: str) -> str:
 def cheapest(key: LayerKey, tokens: int, gpu: str, sm: int) -> Plan:
     """The plan that should be fastest by `meta.cost`, for shapes that nobody measured."""
     plan, us = _by_products(key, tokens, gpu, sm)
-    if tokens * key.K <= SMALL_PAIRS and _small_serves(key):
+    if tokens * key.K <= SMALL_PAIRS and key.format == "grouped" and key.scheme != "fp32":
         first, second = _works(key, tokens)
         expert_bytes = (first.N * first.depth + second.N * second.depth) * first.itemsize
         if pairwise_us(first, expert_bytes, *PAIRWISE[kind(key.scheme)]) < us + AROUND_US:
@@ -237,13 +245,12 @@ def by_products(key: LayerKey, at: int, gpu: str, sm: int) -> Plan:
 def _by_products(key: LayerKey, tokens: int, gpu: str, sm: int) -> tuple[Plan, float]:
     """The plan, and the microseconds that both products should take."""
     first, second = _works(key, tokens)
-    (up, up_us), (down, down_us) = _tile(key.scheme, first, gpu, sm, "up"), _tile(key.scheme, second, gpu, sm, "down")
+    gathered = key.format == "grouped"
+    up, up_us = _tile(key.scheme, first, gpu, sm, product(key.scheme, first=True, gathered=gathered))
+    down, down_us = _tile(key.scheme, second, gpu, sm, product(key.scheme, first=False, gathered=False))
     form = SCHEMES[key.scheme].rows
     if form is not None and not key.gated:
         up = up._replace(block_n=form.group)
-    if form is None and key.format == "batched" and up.block_m == 128:
-        # Whose rows come by descriptor: us on an H200, DeepSeek-V3, T = 4096: 8091, with four stages 8774.
-        up = up._replace(num_stages=3)
     return Plan(key.format, up, down), up_us + down_us
 
 
@@ -253,10 +260,11 @@ def _works(key: LayerKey, tokens: int) -> tuple[Work, Work]:
     return first, first._replace(N=key.H, depth=key.I)
 
 
-def _small_serves(key: LayerKey) -> bool:
-    """Programs that quantise their rows again cannot afford columns of a block that no row has."""
-    whole = key.H % small_tiles(key)[0].block_k == 0
-    return key.format == "grouped" and key.scheme != "fp32" and (whole or kind(key.scheme) == "plain")
+def product(scheme: str, *, first: bool, gathered: bool) -> str:
+    """The column of FAMILIES for a product: of quantised rows whether it is GEMM 1, whose epilogue quantises, else
+    whether its rows are gathered.
+    """
+    return "up" if (first if kind(scheme) == "scaled" else gathered) else "down"
 
 
 def small_tiles(key: LayerKey) -> tuple[SmallConfig, SmallConfig]:
@@ -264,22 +272,22 @@ def small_tiles(key: LayerKey) -> tuple[SmallConfig, SmallConfig]:
     at once, so that its columns are fewer the larger K is.
     """
     if kind(key.scheme) == "scaled":
-        up = SmallConfig(4, 2048, 4) if key.H < 4096 else SmallConfig(8, 512, 4)
-        return up, SmallConfig(16, 512, 4) if key.K <= 2 else SmallConfig(16, 256, 8)
+        up = SmallConfig(8, 1024 if key.H % 2048 else 2048, 4)
+        return up, SmallConfig(4, 1024 if key.K <= 4 else 256, 4)
     up = SmallConfig(4, 2048, 4) if key.H <= 2048 else SmallConfig(2, 2048, 8 if key.H <= 4096 else 4)
     return up, SmallConfig(8 if key.K <= 4 else 2, 256, 8)
 
 
 @cache
-def tile_for(scheme: str, E: int, at: int, N: int, depth: int, gpu: str, sm: int, product: str) -> MMConfig:
-    """The tile that should run one product of a bucket's rows fastest, as GEMM 1 ("up") or GEMM 2 ("down") of a layer:
+def tile_for(scheme: str, E: int, at: int, N: int, depth: int, gpu: str, sm: int, column: str) -> MMConfig:
+    """The tile that should run one product of a bucket's rows fastest, of the kind that a `column` of FAMILIES is for:
     E experts' weights of N rows and `depth` columns.
     """
     work = Work(E, 1, tokens_of(at), N, depth, SCHEMES[scheme].weight_dtype.itemsize)
-    return _tile(scheme, work, gpu, sm, product)[0]
+    return _tile(scheme, work, gpu, sm, column)[0]
 
 
-def _tile(scheme: str, work: Work, gpu: str, sm: int, product: str) -> tuple[MMConfig, float]:
+def _tile(scheme: str, work: Work, gpu: str, sm: int, column: str) -> tuple[MMConfig, float]:
     """The tile, and the microseconds that it should take."""
     tma = sm >= FIRST_CAPABILITY["tma"]
     if scheme == "fp32":
@@ -287,11 +295,11 @@ def _tile(scheme: str, work: Work, gpu: str, sm: int, product: str) -> tuple[MMC
     arch = lookup_gpu(gpu)
     # Then every column has its scale, for which 128 rows leave no registers (us on an H200, gpt-oss-120b's dimensions,
     # T = 4096: 4428, with 64 rows 1893).
-    ragged = product == "up" and runs_on(scheme, work.N // 2)
+    ragged = column == "up" and runs_on(scheme, work.N // 2)
     costs = {
         family.tile: cost
         for family in FAMILIES[kind(scheme)]
-        if (cost := getattr(family, product)) is not None
+        if (cost := getattr(family, column)) is not None
         and fits(family.tile, work.itemsize, arch.shared_kib)
         and not (ragged and cost.rows > 64)
     }

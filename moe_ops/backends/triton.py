@@ -25,7 +25,7 @@ from meta.dims import Problem
 from meta.operands import Glu
 from meta.schemes import SCHEMES
 from moe_ops import plans
-from moe_ops.kernels.triton import act_quant, batched_io, combine, permute, route, topk, wgrad
+from moe_ops.kernels.triton import act_quant, batched_io, combine, permute, topk, wgrad
 from moe_ops.kernels.triton.expert_mm import batched_mm as launch_batched_mm
 from moe_ops.kernels.triton.expert_mm import grouped_mm as launch_grouped_mm
 from moe_ops.kernels.triton.launch import ExpertMM
@@ -114,9 +114,9 @@ def _gemm(call: GemmCall, **epilogue: Any) -> tuple[Tensor, Tensor]:
     scales = call.x.scales
     mm = ExpertMM(call.weight, call.out_dtype, bias=call.bias, rows_scale=scales[0] if scales else None, **epilogue)
     problem = call.problem
-    product = "up" if mm.activation else "down"
+    column = plans.product(problem.scheme, first=mm.activation is not None, gathered=False)
     sizes = (mm.num_experts, plans.bucket(int(problem.M)), mm.out_features * (2 if mm.glu else 1), mm.in_features)
-    tile = fit(plans.tile_for(problem.scheme, *sizes, *gpu_of(call.device), product), mm)
+    tile = fit(plans.tile_for(problem.scheme, *sizes, *gpu_of(call.device), column), mm)
     if problem.format == "batched":
         return launch_batched_mm(call.x.data.contiguous(), mm, call.extents, tile)
     return launch_grouped_mm(unit_stride(call.x.data), mm, call.extents, tile, num_rows=call.x.data.shape[0])
@@ -168,9 +168,9 @@ def fused_moe(call: MoeCall) -> Tensor:
     logits, options = call.route.router_logits, call.route.options
     tokens, experts = logits.shape
     plain = call.hidden_states.scheme is None and not call.weight_on_input
-    if plain and route.is_few(tokens, options.top_k, experts):
+    if plain and topk.is_few(tokens, options.top_k, experts):
         layer, plan = _layer(call)
-        if plan.path == "grouped":
+        if plan.path == "grouped" or (plan.path == "small" and SCHEMES[layer.scheme].rows is not None):
             routing = options._asdict()
             return layer.run_routed(plan, call.hidden_states.data, logits, call.route.correction_bias, **routing)
     return fused_experts(call.routed(*fused_topk(call.route)))

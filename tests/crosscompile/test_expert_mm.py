@@ -8,7 +8,7 @@ import torch
 from meta.operands import Operand
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.expert_mm import _expert_mm_kernel
-from moe_ops.kernels.triton.launch import STREAM, ExpertMM, walk
+from moe_ops.kernels.triton.launch import STREAM, ExpertMM, most_registers, walk
 from moe_ops.kernels.triton.mm_tile import (
     CONCAT,
     INTERLEAVED,
@@ -18,6 +18,7 @@ from moe_ops.kernels.triton.mm_tile import (
     TMA_NK,
 )
 from moe_ops.kernels.triton.small import _small_down_kernel, _small_glu_kernel
+from moe_ops.plans import LayerKey, small_tiles
 from tests.crosscompile.compiling import CAPABILITIES, Compiled, compile_kernel
 
 E, H, I = 8, 4096, 14336
@@ -55,7 +56,7 @@ def compile_mm(
     rows_n = 2 * N if first else N
     a_type = w_type = "fp8e4nv" if quantized else dtype
     # Rows that threads gather leave by descriptor all the same: the config says so, not how they came.
-    config = MMConfig(*block, 8, warps, stages, a_tma=block[0] >= 64 and capability >= 90, w_tma=True)
+    config = MMConfig(*block, 8, warps, stages, block[0] >= 64 and capability >= 90, True, *tall)
     layout = {NOT_GATED.value: "none", CONCAT.value: "concat", INTERLEAVED.value: "interleaved"}[glu]
     element = torch.float8_e4m3fn if quantized else torch.bfloat16
     weight = Operand(torch.empty(E, rows_n, K, device="meta", dtype=element), None)
@@ -97,9 +98,9 @@ def compile_mm(
     }
     out_type = "fp8e4nv" if quantize else dtype
     optional = {
-        "a_desc": f"tensordesc<{a_type}[{block[0]}, {block[2]}]>" if a_tma else None,
+        "a_desc": f"tensordesc<{a_type}[{config.rows}, {block[2]}]>" if a_tma else None,
         "w_desc": None if w_load == POINTERS.value else tensormap(w_load, glu, block[1], block[2], w_type),
-        "out_desc": f"tensordesc<{out_type}[1, 1, {block[0]}, {store}]>" if store else None,
+        "out_desc": f"tensordesc<{out_type}[1, 1, {config.rows}, {store}]>" if store else None,
         "a_scale": "*fp32:16" if quantized else None,
         "w_scale": "*fp32:16" if quantized else None,
         "out_scale": "*fp32:16",
@@ -118,6 +119,7 @@ def compile_mm(
         num_warps=warps,
         num_stages=stages,
         launch_pdl=capability >= 90,
+        maxnreg=most_registers(config, glu, quantized),
     )
 
 
@@ -190,6 +192,14 @@ def test_decode_tiles_use_the_tensor_cores_without_spills(quantized):
     assert "UTMALDG" in kernel.sass
 
 
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("form", ["glu_gathered", "batched_glu"])
+def test_three_programs_of_16_rows_that_quantise_share_a_multiprocessor(form, stages):
+    kernel = compile_mm((16, 256, 128), quantized=True, quantize=True, warps=4, stages=stages, **FORMS[form])
+    assert kernel.stack == 0, f"{kernel.stack} bytes of spills, {kernel.registers} registers"
+    assert 3 * kernel.registers * 32 * 4 <= 65536 and 3 * (kernel.shared + 1024) <= 228 * 1024
+
+
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 def test_two_heights_keep_two_programs_of_four_warps_on_a_multiprocessor(gated):
     """Both pipelines in one kernel: tensor cores by warp and by warp group, no spills, memory for two."""
@@ -198,6 +208,15 @@ def test_two_heights_keep_two_programs_of_four_warps_on_a_multiprocessor(gated):
     assert kernel.stack == 0, f"{kernel.stack} bytes of spills, {kernel.registers} registers"
     assert kernel.ptx_count(r"mma\.sync") > 0 and "HGMMA" in kernel.sass
     assert 2 * (kernel.shared + 1024) <= 227 * 1024 and kernel.registers <= 255
+
+
+@pytest.mark.parametrize("form", ["glu_gathered", "glu_concat", "down", "batched_glu"])
+def test_short_ends_of_a_large_tile_spill_nothing(form):
+    """128 rows by 256, rows by descriptor where they are sorted; 64 rows by pointer at the end of an expert."""
+    kernel = compile_mm((64, 256, 64), stages=4, tall=(128, 4), **FORMS[form])
+    assert kernel.stack == 0, f"{kernel.stack} bytes of spills, {kernel.registers} registers"
+    assert "HGMMA.64x256x16" in kernel.sass and "HGMMA.64x128x16" in kernel.sass
+    assert kernel.shared <= 227 * 1024
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -228,40 +247,52 @@ def test_every_generation(capability, form):
 
 
 @pytest.mark.parametrize("stage", ["glu", "down"])
+@pytest.mark.parametrize("model", ["qwen3", "mixtral"])
 @pytest.mark.parametrize(("capability", "quantized"), [(80, False), (90, False), (100, False), (90, True), (100, True)])
-def test_small_kernels_stream_16_bytes_a_thread(capability, stage, quantized):
-    N, K = (768, 2048) if stage == "glu" else (2048, 768)
+def test_small_kernels_stream_16_bytes_a_thread(capability, quantized, model, stage):
+    experts, top_k, hidden, inter = {"qwen3": (128, 8, 2048, 768), "mixtral": (8, 2, 4096, 14336)}[model]
+    key = LayerKey("fp8_block128" if quantized else "bf16", "grouped", experts, top_k, hidden, inter, gated=True)
+    tile = small_tiles(key)[stage == "down"]
+    N, K = (inter, hidden) if stage == "glu" else (hidden, inter)
     scale = (N // 128 * (K // 128), K // 128, 1) if quantized else None
     w_type = "fp8e4nv" if quantized else "bf16"
-    block_k = 1024 if quantized else 512
-    signature = {"topk_weights": "*fp32:16", "topk_ids": "*i32:16", "w": f"*{w_type}:16", "h": "*bf16:16"}
+    signature = {"topk_weights": "*fp32:16", "topk_ids": "*i32:16", "w": f"*{w_type}:16"}
     constexprs = {
         "expert_map": None,
         "bias": None,
-        "E": 128,
+        "E": experts,
         "MAPPED": 0,
-        "TOP_K": 8,
+        "TOP_K": top_k,
         "N": N,
         "K": K,
         "STRIDES": ((N * K * (2 if stage == "glu" else 1), K, 1), scale, None),
-        "BLOCK_N": 8,
-        "BLOCK_K": block_k,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
         "SCHEME": (128, 128, False, False) if quantized else None,
         "WEIGHT_ON_INPUT": False,
         "PDL": False,
     }
-    if quantized:
-        signature["w_scale"] = "*fp32:16"
-    else:
-        constexprs["w_scale"] = None
+    rows = "x" if stage == "glu" else "h"
+    for scale_of in ("w_scale", f"{rows}_scale"):
+        if quantized:
+            signature[scale_of] = "*fp32:16"
+        else:
+            constexprs[scale_of] = None
+    signature |= {rows: f"*{w_type}:16"}
     if stage == "glu":
-        signature |= {"x": "*bf16:16", "stride_x": "i32:16", "alpha": "fp32", "limit": "fp32"}
+        signature |= {
+            "h": "*fp32:16" if quantized else "*bf16:16",
+            "alpha": "fp32",
+            "limit": "fp32",
+            "stride_x": "i32:16",
+        }
         signature |= {"up_offset": "i32:16", "up_scale_offset": "i32"}
         constexprs |= {"GLU": CONCAT.value, "ACTIVATION": "silu"}
-        kernel = compile_kernel(_small_glu_kernel, signature, constexprs, capability=capability, num_stages=1)
     else:
         signature["out"] = "*bf16:16"
-        constexprs |= {"BLOCK_P": 8, "BLOCK_K": 256}
-        kernel = compile_kernel(_small_down_kernel, signature, constexprs, capability=capability, num_stages=1)
+        constexprs |= {"BLOCK_P": top_k}
+    function = _small_glu_kernel if stage == "glu" else _small_down_kernel
+    options = {"capability": capability, "num_warps": tile.num_warps, "num_stages": 1}
+    kernel = compile_kernel(function, signature, constexprs, **options)
     assert kernel.stack == 0, f"{kernel.stack} bytes of spills, {kernel.registers} registers"
     assert kernel.loads_16_bytes

@@ -19,6 +19,7 @@ COUNTS = ([0, 300, 1, 128, 0, 77], [40, 0, 0, 0, 640, 129], [0] * 6, [1] * 6)
 TILES = {
     "one_tile": MMConfig(16, 64, 64, 1, 4, 3, a_tma=False, w_tma=True),
     "two_heights": MMConfig(16, 128, 128, 8, 4, 3, a_tma=False, w_tma=True, tall_m=64, tall_stages=2),
+    "short_ends": MMConfig(64, 256, 64, 9, 8, 4, a_tma=True, w_tma=True, tall_m=128, tall_stages=4),
     "stream": MMConfig(128, 128, 64, 4, 8, 3, a_tma=True, w_tma=True),
     "stream_in_halves": MMConfig(128, 256, 64, 2, 8, 4, a_tma=True, w_tma=True),
     "tile_by_tile": MMConfig(128, 128, 64, 4, 4, 3, a_tma=False, w_tma=True),

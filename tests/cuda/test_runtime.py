@@ -157,11 +157,11 @@ def test_launch_hooks_are_told():
 
     made, told = weights(), []
     for _ in range(3):
-        moe_ops.fused_moe(*inputs(8), **made, top_k=K)
+        moe_ops.fused_moe(*inputs(64), **made, top_k=K)
     hook = lambda metadata: told.append(metadata.get()["name"])  # noqa: E731
     triton.knobs.runtime.launch_enter_hook.add(hook)
     try:
-        moe_ops.fused_moe(*inputs(8), **made, top_k=K)
+        moe_ops.fused_moe(*inputs(64), **made, top_k=K)
     finally:
         triton.knobs.runtime.launch_enter_hook.remove(hook)
     assert told.count("_expert_mm_kernel") == 2

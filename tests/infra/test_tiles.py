@@ -20,7 +20,7 @@ from moe_ops.kernels.triton.config import MMConfig
 
 COMMITTED = Path(tiles.__file__).parent / "comparisons" / "h200-tiles.json"
 TINY = "16x2x256x128"
-TALL, WIDE = (plans.FAMILIES["plain"][number].tile for number in (0, 4))
+TALL, WIDE = (plans.FAMILIES["plain"][number].tile for number in (0, 5))
 COSTS = [
     (TALL, TileCost(16, 128, 3.9, 0.8, 4.4, 2, 5.2, 64, 9.0)),
     (WIDE, TileCost(128, 256, 3.1, 2.2, 13.0, 1, 6.6)),
@@ -123,7 +123,7 @@ def test_every_tile_is_timed_in_every_case(tmp_path: Path, monkeypatch: pytest.M
         assert (row["us"], row.get("reason")) == ((None, "RuntimeError: made up") if fails else (5.0, None))
 
 
-CHOSEN = [(0.1, [16, 64, 64]), (16, [16, 64, 64, 128, 128]), (200, [64, 64, 128, 128]), (9000, [128, 128])]
+CHOSEN = [(0.1, [16, 64, 64, 128]), (16, [16, 64, 64, *[128] * 3]), (200, [64, 64, *[128] * 3]), (9000, [128] * 3)]
 
 
 @pytest.mark.parametrize(("rows", "heights"), CHOSEN)

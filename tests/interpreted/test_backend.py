@@ -12,7 +12,7 @@ from meta.routing import route as route_pairs
 from meta.schemes import SCHEMES
 from moe_ops import choice, plans, reference
 from moe_ops.backends import triton as backend
-from moe_ops.kernels.triton import layer, route
+from moe_ops.kernels.triton import layer, topk
 from moe_ops.kernels.triton.config import MMConfig, SmallConfig
 from moe_ops.ops import parse
 from tests.ops.errors import assert_accurate, assert_rounded, norm_error
@@ -231,7 +231,7 @@ def test_stage_operators_chain_to_the_whole(name):
 def test_fused_moe_equals_topk_then_experts(few, monkeypatch):
     torch.manual_seed(9)
     monkeypatch.setattr(plans, "plan_for", lambda *_: PLANS["grouped"])
-    monkeypatch.setattr(route, "is_few", lambda *_: few)
+    monkeypatch.setattr(topk, "is_few", lambda *_: few)
     (x, w1, w2, _, _), _ = case()
     logits = torch.randn(7, E)
     got = moe_ops.fused_moe(x, logits, w1, w2, top_k=2, backend="triton")
@@ -245,7 +245,7 @@ def test_few_tokens_with_the_weight_on_their_input(plan):
     torch.manual_seed(12)
     (x, w1, w2, _, _), _ = case(T=3)
     logits = torch.randn(3, E)
-    assert route.is_few(3, 2, E)
+    assert topk.is_few(3, 2, E)
     options = {"weight_on_input": True, "format": "batched" if plan == "batched" else "grouped"}
     got = moe_ops.fused_moe(x, logits, w1, w2, top_k=2, backend="triton", **options)
     weights, ids = route_pairs(logits.double(), top_k=2)

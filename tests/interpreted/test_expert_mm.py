@@ -15,7 +15,7 @@ from moe_ops.kernels.triton.config import MMConfig, SmallConfig
 from moe_ops.kernels.triton.expert_mm import batched_mm, grouped_mm, most_tiles
 from moe_ops.kernels.triton.launch import ExpertMM
 from moe_ops.kernels.triton.small import small_experts
-from tests.ops.errors import assert_rounded
+from tests.ops.errors import assert_rounded, norm_error
 
 E, H, I, TOP_K = 5, 80, 48, 2
 POINTERS = MMConfig(16, 32, 32, 2, 4, 2, a_tma=False, w_tma=False)
@@ -23,12 +23,14 @@ DESCRIPTORS = MMConfig(16, 32, 32, 1, 4, 2, a_tma=True, w_tma=True)
 STREAM = MMConfig(64, 32, 32, 2, 4, 2, a_tma=True, w_tma=True)
 TILE_BY_TILE = MMConfig(128, 16, 32, 1, 4, 2, a_tma=False, w_tma=False)
 TWO_HEIGHTS = MMConfig(16, 32, 32, 2, 4, 2, a_tma=False, w_tma=True, tall_m=64, tall_stages=3)
+SHORT_ENDS = MMConfig(16, 32, 32, 2, 4, 2, a_tma=True, w_tma=True, tall_m=32, tall_stages=3)
 CONFIGS = {
     "pointers": POINTERS,
     "descriptors": DESCRIPTORS,
     "stream": STREAM,
     "tile_by_tile": TILE_BY_TILE,
     "two_heights": TWO_HEIGHTS,
+    "short_ends": SHORT_ENDS,
 }
 SMALL = (SmallConfig(8, 64, 4), SmallConfig(16, 32, 4))
 
@@ -315,12 +317,13 @@ def test_fp8_small_path_equals_the_grouped_path(glu):
     up = expert_mm(w1, torch.float32, glu_layout=glu, activation="silu", scales=s1)
     down = expert_mm(w2, torch.float32, scales=s2)
     config = (SmallConfig(32, 128, 4), SmallConfig(64, 256, 4))
-    out = small_experts(x, weights, ids, up, down, config, expert_map=None, weight_on_input=False)
+    q, (q_scale,) = FP8.rows.quantize(x)
+    first = replace(up, rows_scale=q_scale, quantize_output=True)
+    out = small_experts(q, weights, ids, first, down, config, expert_map=None, weight_on_input=False)
     flat = ids.reshape(-1)
     order = torch.argsort(flat.masked_fill(flat < 0, E), stable=True)
     counts = torch.bincount(flat[flat >= 0], minlength=E)
     offsets = counts.cumsum(0).int()
-    q, (q_scale,) = FP8.rows.quantize(x)
     gather = {"row_to_pair": order.int(), "top_k": 2}
     h, _ = grouped_mm(q, replace(up, rows_scale=q_scale), offsets, FP8_TILE, num_rows=T * 2, **gather)
     q, (q_scale,) = FP8.rows.quantize(h)
@@ -329,4 +332,5 @@ def test_fp8_small_path_equals_the_grouped_path(glu):
     for row in range(int(offsets[-1])):
         pair = int(order[row])
         want[pair // 2] += y[row].double() * weights.view(-1)[pair].double()
-    assert_rounded(out, want)
+    # Sums in another order may round an element of h to its other neighbour, but hardly any.
+    assert norm_error(out, want) < 2e-5

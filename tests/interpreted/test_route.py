@@ -7,8 +7,8 @@ from meta.routing import ROUTINGS
 from meta.schemes import SCHEMES
 from moe_ops.kernels.triton.act_quant import quantize_rows
 from moe_ops.kernels.triton.permute import sort_pairs
-from moe_ops.kernels.triton.route import is_few, route_few
-from moe_ops.kernels.triton.topk import fused_topk
+from moe_ops.kernels.triton.route import route_few
+from moe_ops.kernels.triton.topk import fused_topk, is_few
 from tests.ops.nan_cases import POISONS, E, logits_and_bias, routing_options
 
 ROUTING = {"top_k": 4, "routing": "softmax", "renormalize": True, "renorm_eps": 0.0, "num_groups": 1, "topk_groups": 1}

@@ -112,8 +112,9 @@ def _quantize_kernel(
 
     Bytes: rows (K (sizeof(element) + 1) + 4 groups).
     """
-    pdl_wait(PDL)
+    # Released first: the next kernel may load weights from now on, and waits for this one, which waits here.
     pdl_release(PDL)
+    pdl_wait(PDL)
     e = tl.program_id(1).to(tl.int64)
     used = rows
     if counts_ptr is not None:

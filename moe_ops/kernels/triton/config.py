@@ -24,6 +24,11 @@ class MMConfig(NamedTuple):
     tall_m: int = 0
     tall_stages: int = 0
 
+    @property
+    def rows(self) -> int:
+        """Rows of the tallest tile."""
+        return self.tall_m or self.block_m
+
 
 class SmallConfig(NamedTuple):
     """Tile of one program of the small path: block_n output columns, block_k of the contraction at a time."""

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels.triton.config import MMConfig
-from moe_ops.kernels.triton.launch import ONE_TILE, STREAM, ExpertMM, side_by_side
+from moe_ops.kernels.triton.launch import ONE_TILE, STREAM, ExpertMM, most_registers, side_by_side
 from moe_ops.kernels.triton.mm_tile import compute_tile
 from moe_ops.kernels.triton.record import launch, on_device
 from moe_ops.kernels.triton.util import cdiv, cut_into_tiles, find_tile, pdl_release, pdl_wait, uniform
@@ -82,26 +82,41 @@ def _expert_mm_kernel(
     )
     start, end, last = cut_into_tiles(extents, num_rows, E, BLOCK[4], BLOCK[0], BLOCK[5], N_TILES, BATCHED)
     if WALK == ONE_TILE:
-        tile = tl.program_id(0)
-        expert, first, past, n_tile = find_tile(tile, start, end, last, BLOCK[0], BLOCK[5], N_TILES, BLOCK[3])
-        n_start = n_tile * columns
-        if BLOCK[5] > 0:
-            if past - first > BLOCK[0]:
-                where = (expert, first, past, n_start)
-                compute_tile(*where, *tensors, N, K, TOP_K, STRIDES, BLOCK, GLU, ACTIVATION, MOVES, SCHEME, TALL=True)
-                first = past
-        if first < past:
-            compute_tile(
-                expert, first, past, n_start, *tensors, N, K, TOP_K, STRIDES, BLOCK, GLU, ACTIVATION, MOVES, SCHEME
-            )
+        where = find_tile(tl.program_id(0), start, end, last, BLOCK[0], BLOCK[5], N_TILES, BLOCK[3])
+        if where[1] < where[2]:
+            _tile(where, columns, tensors, N, K, TOP_K, STRIDES, BLOCK, GLU, ACTIVATION, MOVES, SCHEME)
     else:
         tiles = uniform(tl.max(last, axis=0))
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=WALK == STREAM):
-            expert, first, past, n_tile = find_tile(tile, start, end, last, BLOCK[0], BLOCK[5], N_TILES, BLOCK[3])
-            n_start = n_tile * columns
-            compute_tile(
-                expert, first, past, n_start, *tensors, N, K, TOP_K, STRIDES, BLOCK, GLU, ACTIVATION, MOVES, SCHEME
-            )
+            where = find_tile(tile, start, end, last, BLOCK[0], BLOCK[5], N_TILES, BLOCK[3])
+            _tile(where, columns, tensors, N, K, TOP_K, STRIDES, BLOCK, GLU, ACTIVATION, MOVES, SCHEME)
+
+
+@triton.jit
+def _tile(
+    where,
+    COLUMNS: tl.constexpr,
+    tensors,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    STRIDES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GLU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    MOVES: tl.constexpr,
+    SCHEME: tl.constexpr,
+):
+    """The tile that `find_tile` found, with the height that its rows want."""
+    expert, first, past, n_tile = where
+    at = (expert, first, past, n_tile * COLUMNS)
+    if BLOCK[5] > 0:
+        if past - first > BLOCK[0]:
+            compute_tile(*at, *tensors, N, K, TOP_K, STRIDES, BLOCK, GLU, ACTIVATION, MOVES, SCHEME, TALL=True)
+        else:
+            compute_tile(*at, *tensors, N, K, TOP_K, STRIDES, BLOCK, GLU, ACTIVATION, MOVES, SCHEME)
+    else:
+        compute_tile(*at, *tensors, N, K, TOP_K, STRIDES, BLOCK, GLU, ACTIVATION, MOVES, SCHEME)
 
 
 def grouped_mm(
@@ -158,7 +173,7 @@ def batched_mm(
     """
     E, C, K = batch.shape
     out, out_scale = mm.allocate((E, C), batch)
-    row_tiles = E * cdiv(C, config.tall_m or config.block_m)
+    row_tiles = E * cdiv(C, config.rows)
     if most_rows is not None:
         row_tiles = min(row_tiles, most_tiles(most_rows, E, config))
     outputs = (out.view(E * C, mm.out_features), out_scale)
@@ -168,7 +183,7 @@ def batched_mm(
 
 def most_tiles(rows: int, num_experts: int, config: MMConfig) -> int:
     """Bound on row tiles when each expert's rows are cut into tiles by themselves."""
-    return cdiv(rows, config.tall_m or config.block_m) + min(num_experts, rows)
+    return cdiv(rows, config.rows) + min(num_experts, rows)
 
 
 def _launch(
@@ -221,6 +236,8 @@ def _launch(
         pdl,
     )
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "launch_pdl": pdl}
+    if (registers := most_registers(config, mm.glu, mm.scheme is not None)) is not None:
+        options["maxnreg"] = registers
     programs = row_tiles * made.n_tiles
     if made.walk != ONE_TILE.value:
         scales = None if mm.weight_scale is None else mm.weight_scale.dtype

@@ -61,13 +61,12 @@ class Layer:
         rows = unit_stride(hidden_states.data)
         stored = tuple(scale.contiguous() for scale in hidden_states.scales)
         hidden_states = Operand(rows, hidden_states.scheme, stored)
-        # The small kernels quantise the rows themselves.
-        if plan.path == "small" and (stored or small.refuses(self.up, self.down, (plan.up, plan.down))):
+        if plan.path == "small" and small.refuses(self.up, self.down, (plan.up, plan.down), self.weight_on_input):
             sizes = (self.up.num_experts, topk_ids.shape[1], self.up.in_features, self.up.out_features)
             key = plans.LayerKey(self.scheme, "grouped", *sizes, self.up.glu != NOT_GATED.value)
             plan = plans.by_products(key, plans.bucket(rows.shape[0]), *gpu_of(rows.device))
         if plan.path == "small":
-            return self._small(plan, rows, topk_weights, topk_ids)
+            return self._small(plan, hidden_states, topk_weights, topk_ids)
         if plan.path == "batched":
             return self._batched(plan, hidden_states, topk_weights, topk_ids)
         step = self._tokens_per_pass(topk_ids)
@@ -85,48 +84,60 @@ class Layer:
         row_bytes = (I + self.down.out_features + (H if self.weight_on_input else 0)) * size
         return tokens_per_pass(topk_ids.shape[0], self.up.num_experts, topk_ids.shape[1], row_bytes)
 
-    def _small(self, plan: Plan, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
-        routing = (topk_weights.contiguous(), topk_ids.contiguous())
+    def _small(self, plan: Plan, hidden_states: Operand, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        rows, rows_scale = self._quantized(hidden_states)
         return small.small_experts(
-            hidden_states,
-            *routing,
-            self.up,
+            rows,
+            topk_weights.contiguous(),
+            topk_ids.contiguous(),
+            replace(self._first(), rows_scale=rows_scale),
             self.down,
             (plan.up, plan.down),
             expert_map=self.expert_map,
             weight_on_input=self.weight_on_input,
-            pdl=pdl_launches(hidden_states.device),
+            pdl=pdl_launches(rows.device),
         )
+
+    def _quantized(self, rows: Operand) -> tuple[Tensor, Tensor | None]:
+        """Rows and their scales as the products take them."""
+        if self._quantizes and not rows.scales:
+            return act_quant.quantize_rows(rows.data, self.scheme, pdl=pdl_launches(rows.data.device))
+        return rows.data, rows.scales[0] if rows.scales else None
 
     def _grouped(
         self, plan: Plan, hidden_states: Operand, topk_weights: Tensor, topk_ids: Tensor, out: Tensor | None = None
     ) -> Tensor:
-        rows, rows_scale = hidden_states.data, hidden_states.scales[0] if hidden_states.scales else None
+        rows = hidden_states.data
         pdl, (before, after) = pdl_launches(rows.device), self._weights(topk_weights)
         experts = self.up.num_experts
         offsets, row_to_pair, pair_to_row = permute.sort_pairs(topk_ids, experts, self.expert_map, pdl=pdl)
         gather = row_to_pair
         if self.weight_on_input:
-            rows, gather = permute.gather_rows(rows, pair_to_row, before, pdl=pdl), None
-        if self._quantizes and rows_scale is None:
-            rows, rows_scale = act_quant.quantize_rows(rows, self.scheme, pdl=pdl)
-        return self._products(plan, Routed(after, offsets, gather, pair_to_row, rows, rows_scale), out)
+            hidden_states = replace(hidden_states, data=permute.gather_rows(rows, pair_to_row, before, pdl=pdl))
+            gather = None
+        quantized = self._quantized(hidden_states)
+        return self._products(plan, Routed(after, None, offsets, gather, pair_to_row, *quantized), out)
 
     def run_routed(
         self, plan: Plan, hidden_states: Tensor, router_logits: Tensor, correction_bias: Tensor | None, **routing: Any
     ) -> Tensor:
-        """The grouped path from router logits, where `route.is_few`; `routing` as in `fused_topk`."""
+        """`run` from router logits, where `topk.is_few`; `routing` as in `fused_topk`."""
+        grouped = plan.path == "grouped"
         routed = route.route_few(
             unit_stride(hidden_states),
             router_logits,
             correction_bias,
-            self.up.num_experts,
+            self.up.num_experts if grouped else None,
             self.expert_map,
             scheme=self.scheme,
             pdl=pdl_launches(hidden_states.device),
             **routing,
         )
-        return self._products(plan, routed)
+        if grouped:
+            return self._products(plan, routed)
+        scales = () if routed.tokens_scale is None else (routed.tokens_scale,)
+        tokens = Operand(routed.tokens, SCHEMES[self.scheme].rows, scales)
+        return self.run(plan, tokens, routed.topk_weights, routed.topk_ids)
 
     def _products(self, plan: Plan, routed: Routed, out: Tensor | None = None) -> Tensor:
         """Both GEMMs and the combination, of rows that `routed.row_to_pair` gathers from tokens, or of sorted rows."""

@@ -362,11 +362,13 @@ def compute_tile(
     A_STRIDE: tl.constexpr = STRIDES[3]
     BLOCK_M: tl.constexpr = BLOCK[5] if TALL else BLOCK[0]
     STAGES: tl.constexpr = BLOCK[6] if TALL else None
+    # Descriptors have the rows of the taller tile: the shorter one's come and leave by pointer.
+    TALLEST: tl.constexpr = TALL or BLOCK[5] == 0
     BLOCK_N: tl.constexpr = BLOCK[1]
     BLOCK_K: tl.constexpr = BLOCK[2]
-    A_TMA: tl.constexpr = MOVES[0]
+    A_TMA: tl.constexpr = MOVES[0] and TALLEST
     W_LOAD: tl.constexpr = MOVES[1]
-    STORE: tl.constexpr = MOVES[2]
+    STORE: tl.constexpr = MOVES[2] if TALLEST else 0
     SWAPPED: tl.constexpr = MOVES[3]
     rows = row_start + tl.arange(0, BLOCK_M)
     row_valid = rows < row_end

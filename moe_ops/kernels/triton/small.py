@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.triton.act_quant import apply_activation
+from moe_ops.kernels.triton.act_quant import apply_activation, quantize_rows
 from moe_ops.kernels.triton.config import SmallConfig
 from moe_ops.kernels.triton.launch import ExpertMM
 from moe_ops.kernels.triton.record import launch
-from moe_ops.kernels.triton.scales import load_scale, quantize_tile
+from moe_ops.kernels.triton.scales import load_scale
 from moe_ops.kernels.triton.util import (
     cdiv,
     load_expert,
@@ -29,29 +29,53 @@ from moe_ops.kernels.triton.util import (
 
 
 @triton.jit
-def _quantized(x, group_scale, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
-    """x [BLOCK_K] rounded through the grid of its groups' scales, times both operands' scales for each group."""
-    quantized, scale = quantize_tile(x.reshape(BLOCK_K // GROUP, GROUP))
-    return (widen(quantized) * (scale * group_scale)[:, None]).reshape(BLOCK_K)
+def _lanes(product, VECTOR: tl.constexpr):
+    """`product` [..., BLOCK_K] summed over what one thread loaded at once, [..., BLOCK_K / VECTOR]: fewer registers for
+    a running sum. us on an H200, T = 1: Mixtral in fp8 129 without and 93 with it, Qwen3-30B-A3B 18.0 and 17.6; but in
+    bf16 21.9 and 29.6, so of quantised weights alone.
+    """
+    if VECTOR == 1:
+        return product
+    elif len(product.shape) == 2:
+        return tl.sum(product.reshape(product.shape[0], product.shape[1] // VECTOR, VECTOR), axis=2)
+    else:
+        parts = product.reshape(product.shape[0], product.shape[1], product.shape[2] // VECTOR, VECTOR)
+        return tl.sum(parts, axis=3)
 
 
 @triton.jit
 def _scaled_input(
-    x, w_scale, expert, row, k, K: tl.constexpr, STRIDES: tl.constexpr, SCHEME: tl.constexpr, BLOCK_K: tl.constexpr
+    x,
+    x_scale,
+    w_scale,
+    x_row,
+    expert,
+    w_row,
+    k,
+    K: tl.constexpr,
+    STRIDES: tl.constexpr,
+    SCHEME: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    """The vector a weight tile is multiplied with: x itself, or quantised x with the scales of weight row `row`."""
+    """The vector a weight tile is multiplied with: x itself, or quantised x times its scales and those of weight row
+    `w_row`, group by group.
+    """
     if SCHEME is None:
         return x
     else:
         GROUP: tl.constexpr = SCHEME[1]
+        GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
         group = k // GROUP + tl.arange(0, BLOCK_K // GROUP)
-        pointers = w_scale + expert.to(tl.int64) * STRIDES[0] + (row // SCHEME[0]) * STRIDES[1] + group * STRIDES[2]
-        return _quantized(x, load_scale(pointers, group * GROUP < K), BLOCK_K, GROUP)
+        pointers = w_scale + expert.to(tl.int64) * STRIDES[0] + (w_row // SCHEME[0]) * STRIDES[1] + group * STRIDES[2]
+        scale = tl.load(x_scale + x_row.to(tl.int64) * GROUPS + group, mask=group < GROUPS, other=0.0)
+        scale *= load_scale(pointers, group < GROUPS)
+        return (x.reshape(BLOCK_K // GROUP, GROUP) * scale[:, None]).reshape(BLOCK_K)
 
 
 @triton.jit
-def _weight_rows(w, expert, row, valid, k_index, K: tl.constexpr, STRIDES: tl.constexpr, BLOCK_K: tl.constexpr):
-    """fp32 tile [BLOCK_N, BLOCK_K] of the expert's weight; 0 outside."""
+def _weight_rows(w, expert, row, valid, k, K: tl.constexpr, STRIDES: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Tile [BLOCK_N, BLOCK_K] of the expert's weight as stored; 0 outside."""
+    k_index = k + tl.arange(0, BLOCK_K)
     pointers = (
         w
         + expert.to(tl.int64) * STRIDES[0]
@@ -59,12 +83,13 @@ def _weight_rows(w, expert, row, valid, k_index, K: tl.constexpr, STRIDES: tl.co
         + k_index.to(tl.int64)[None, :] * STRIDES[2]
     )
     mask = valid[:, None] if K % BLOCK_K == 0 else valid[:, None] & (k_index < K)[None, :]
-    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    return tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
 def _small_glu_kernel(
     x,
+    x_scale,
     topk_weights,
     topk_ids,
     expert_map,
@@ -112,29 +137,31 @@ def _small_glu_kernel(
         else:
             gate_row, up_row = column, column
         first = tl.program_id(0) * BLOCK_N
-        gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-        up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        w_up = w + up_offset if GLU == 1 else w
+        VECTOR: tl.constexpr = 1 if SCHEME is None else 128 // w.dtype.element_ty.primitive_bitwidth
+        gate = tl.zeros((BLOCK_N, BLOCK_K // VECTOR), tl.float32)
+        up = tl.zeros((BLOCK_N, BLOCK_K // VECTOR), tl.float32)
         for k in range(0, K, BLOCK_K):
+            gate_tile = _weight_rows(w, expert, gate_row, valid, k, K, W_STRIDES, BLOCK_K)
+            up_tile = _weight_rows(w_up, expert, up_row, valid, k, K, W_STRIDES, BLOCK_K) if GLU > 0 else gate_tile
             k_index = k + tl.arange(0, BLOCK_K)
-            value = tl.load(x + (pair // TOP_K).to(tl.int64) * stride_x + k_index, mask=k_index < K, other=0.0)
-            value = value.to(tl.float32)
+            token = pair // TOP_K
+            value = widen(tl.load(x + token.to(tl.int64) * stride_x + k_index, mask=k_index < K, other=0.0))
             if WEIGHT_ON_INPUT:
                 value *= tl.load(topk_weights + pair).to(tl.float32)
                 value = round_to(value, x.dtype.element_ty).to(tl.float32)
-            gate_in = _scaled_input(
-                value, w_scale, expert, 2 * first if GLU == 2 else first, k, K, SCALE_STRIDES, SCHEME, BLOCK_K
-            )
-            gate += _weight_rows(w, expert, gate_row, valid, k_index, K, W_STRIDES, BLOCK_K) * gate_in[None, :]
+            row = 2 * first if GLU == 2 else first
+            scales = (x_scale, w_scale, token, expert)
+            gate_in = _scaled_input(value, *scales, row, k, K, SCALE_STRIDES, SCHEME, BLOCK_K)
+            gate += _lanes(gate_tile.to(tl.float32) * gate_in[None, :], VECTOR)
             if GLU > 0:
-                up_in, w_up = gate_in, w
-                if GLU == 1:
-                    w_up = w + up_offset
-                    if SCHEME is not None:
-                        # Groups that run on over both halves are counted from the stack's first row.
-                        row = N + first if SCHEME[2] else first
-                        up_scale = w_scale + (0 if SCHEME[2] else up_scale_offset)
-                        up_in = _scaled_input(value, up_scale, expert, row, k, K, SCALE_STRIDES, SCHEME, BLOCK_K)
-                up += _weight_rows(w_up, expert, up_row, valid, k_index, K, W_STRIDES, BLOCK_K) * up_in[None, :]
+                up_in = gate_in
+                if GLU == 1 and SCHEME is not None:
+                    # Groups that run on over both halves are counted from the stack's first row.
+                    row = N + first if SCHEME[2] else first
+                    scales = (x_scale, w_scale + (0 if SCHEME[2] else up_scale_offset), token, expert)
+                    up_in = _scaled_input(value, *scales, row, k, K, SCALE_STRIDES, SCHEME, BLOCK_K)
+                up += _lanes(up_tile.to(tl.float32) * up_in[None, :], VECTOR)
         gate_sum = tl.sum(gate, axis=1)
         up_sum = tl.sum(up, axis=1)
         if BIAS_STRIDES is not None:
@@ -160,6 +187,7 @@ def _add_product(
     total,
     tile,
     h,
+    h_scale,
     pair,
     held,
     scale,
@@ -175,7 +203,7 @@ def _add_product(
     """total + tile * scale h, element by element, of the BLOCK_K columns of h [pairs, K] from k on."""
     k_index = k + tl.arange(0, BLOCK_K)
     mask = held[:, None] & (k_index < K)[None, :]
-    value = tl.load(h + pair.to(tl.int64)[:, None] * K + k_index[None, :], mask=mask, other=0.0).to(tl.float32)
+    value = widen(tl.load(h + pair.to(tl.int64)[:, None] * K + k_index[None, :], mask=mask, other=0.0))
     if SCHEME is not None:
         PAIRS: tl.constexpr = tile.shape[0]
         GROUP: tl.constexpr = SCHEME[1]
@@ -183,16 +211,19 @@ def _add_product(
         pointers = (
             w_scale + expert[:, None] * STRIDES[0] + (first // SCHEME[0]) * STRIDES[1] + group[None, :] * STRIDES[2]
         )
-        group_scale = load_scale(pointers, held[:, None] & (group * GROUP < K)[None, :])
-        group_scale = group_scale.reshape(PAIRS * (BLOCK_K // GROUP))
-        value = _quantized(value.reshape(PAIRS * BLOCK_K), group_scale, PAIRS * BLOCK_K, GROUP)
+        inside = held[:, None] & (group * GROUP < K)[None, :]
+        GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+        group_scale = tl.load(h_scale + pair.to(tl.int64)[:, None] * GROUPS + group[None, :], mask=inside, other=0.0)
+        group_scale *= load_scale(pointers, inside)
+        value = value.reshape(PAIRS, BLOCK_K // GROUP, GROUP) * group_scale[:, :, None]
         value = value.reshape(PAIRS, BLOCK_K)
-    return total + tile.to(tl.float32) * (value * scale[:, None])[:, None, :]
+    return total + _lanes(tile.to(tl.float32) * (value * scale[:, None])[:, None, :], BLOCK_K // total.shape[2])
 
 
 @triton.jit
 def _small_down_kernel(
     h,
+    h_scale,
     topk_weights,
     topk_ids,
     expert_map,
@@ -232,7 +263,8 @@ def _small_down_kernel(
     expert = tl.where(held, expert, 0).to(tl.int64)
     exists = held[:, None] & (column < N)[None, :]
     rows = w + expert[:, None] * W_STRIDES[0] + column.to(tl.int64)[None, :] * W_STRIDES[1]
-    total = tl.zeros((BLOCK_P, BLOCK_N, BLOCK_K), tl.float32)
+    VECTOR: tl.constexpr = 1 if SCHEME is None else 128 // w.dtype.element_ty.primitive_bitwidth
+    total = tl.zeros((BLOCK_P, BLOCK_N, BLOCK_K // VECTOR), tl.float32)
     # The kernel before writes h alone: weights and ids were there when it started.
     tile = _expert_rows(rows, exists, 0, K, W_STRIDES, BLOCK_K)
     pdl_wait(PDL)
@@ -242,14 +274,17 @@ def _small_down_kernel(
     else:
         # `where`, not a product with 0: a dropped pair's weight may be NaN.
         scale = tl.where(held, tl.load(topk_weights + pair, mask=held, other=0.0).to(tl.float32), 0.0)
-    total = _add_product(
-        total, tile, h, pair, held, scale, w_scale, expert, first, 0, K, SCALE_STRIDES, SCHEME, BLOCK_K
-    )
-    for k in range(BLOCK_K, K, BLOCK_K):
-        tile = _expert_rows(rows, exists, k, K, W_STRIDES, BLOCK_K)
+    for k in range(0, K, BLOCK_K):
+        if SCHEME is not None:
+            # On their way while these are multiplied. Wider weights take too many registers (us on an H200,
+            # gpt-oss-120b in bf16, T = 1: 50.1, then 55.0).
+            following = _expert_rows(rows, exists, k + BLOCK_K, K, W_STRIDES, BLOCK_K)
         total = _add_product(
-            total, tile, h, pair, held, scale, w_scale, expert, first, k, K, SCALE_STRIDES, SCHEME, BLOCK_K
+            total, tile, h, h_scale, pair, held, scale, w_scale, expert, first, k, K, SCALE_STRIDES, SCHEME, BLOCK_K
         )
+        if SCHEME is None:
+            following = _expert_rows(rows, exists, k + BLOCK_K, K, W_STRIDES, BLOCK_K)
+        tile = following
     result = tl.sum(tl.sum(total, axis=2), axis=0)
     if BIAS_STRIDES is not None:
         pointers = bias + expert[:, None] * BIAS_STRIDES[0] + column[None, :] * BIAS_STRIDES[1]
@@ -257,13 +292,15 @@ def _small_down_kernel(
     tl.store(out + token.to(tl.int64) * N + column, round_to(result, out.dtype.element_ty), mask=column < N)
 
 
-def refuses(up: ExpertMM, down: ExpertMM, config: tuple[SmallConfig, SmallConfig]) -> bool:
-    """Whether a program's weight rows could span two scale groups, which these kernels do not handle."""
+def refuses(up: ExpertMM, down: ExpertMM, config: tuple[SmallConfig, SmallConfig], weight_on_input: bool) -> bool:
+    """Whether a program's weight rows could span two scale groups, or a token's pairs differ before they are quantised,
+    neither of which these kernels handle.
+    """
     if up.scheme is None or down.scheme is None:
         return False
     step = config[0].block_n * (2 if up.glu_layout == "interleaved" else 1)
     aligned = up.scheme[0] % step == 0 and down.scheme[0] % config[1].block_n == 0
-    return not (aligned and up.out_features % step == 0)
+    return weight_on_input or not (aligned and up.out_features % step == 0)
 
 
 def small_experts(
@@ -278,11 +315,11 @@ def small_experts(
     weight_on_input: bool,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Experts of a few tokens in two launches.
+    """Experts of a few tokens in two launches, and one between them that quantises if the scheme says so.
 
     Args:
         hidden_states: [T, H], unit stride along H; topk_weights, topk_ids: [T, K], contiguous.
-        up, down: the two projections (`up` carries the activation).
+        up, down: the two projections; `up` has the activation, the rows' scales, and whether its output is quantised.
         expert_map: [E_global] local id or -1.
         pdl: start each kernel while the one before still runs (programmatic dependent launch).
 
@@ -291,8 +328,8 @@ def small_experts(
     """
     T, top_k = topk_ids.shape
     E, intermediate, hidden = up.num_experts, up.out_features, down.out_features
-    # Quantised: keep fp32, so that GEMM 2 quantises the same numbers that the large path's epilogue does.
-    h_dtype = torch.float32 if up.scheme is not None else hidden_states.dtype
+    # Quantised from fp32, the numbers that the large path's epilogue quantises.
+    h_dtype = torch.float32 if up.quantize_output else hidden_states.dtype
     h = hidden_states.new_empty((T * top_k, intermediate), dtype=h_dtype)
     out = hidden_states.new_empty((T, hidden), dtype=down.out_dtype)
     mapped = 0 if expert_map is None else expert_map.shape[0]
@@ -301,6 +338,7 @@ def small_experts(
         _small_glu_kernel,
         (cdiv(intermediate, first.block_n), T * top_k),
         hidden_states,
+        up.rows_scale,
         topk_weights,
         topk_ids,
         expert_map,
@@ -330,10 +368,14 @@ def small_experts(
         num_stages=1,
         launch_pdl=pdl,
     )
+    h_scale = None
+    if up.quantize_output:
+        h, h_scale = quantize_rows(h, up.operand.scheme.name, pdl=pdl)
     launch(
         _small_down_kernel,
         (cdiv(hidden, second.block_n), T),
         h,
+        h_scale,
         topk_weights,
         topk_ids,
         expert_map,

@@ -18,6 +18,7 @@ MINUS_INF = tl.constexpr(float("-inf"))
 KEY_OF_NAN = tl.constexpr(0x7FC00000)  # above +inf, and a NaN again in `_from_key`, its low bits cleared or not
 KEY_OF_MINUS_INF = tl.constexpr(-0x7F800001)
 EXPERT_BITS = tl.constexpr(511)  # a 16-bit float leaves at least 13 low bits of its fp32 key unused
+FEW_PAIRS, FEW_LOGITS = 16, 256  # one warp routes and sorts so few as fast as kernels of their own would
 WARPS_RESIDENT = 4096  # about 32 one-warp programs on each multiprocessor
 
 
@@ -272,6 +273,12 @@ def _topk_kernel(
     )
 
 
+def is_few(tokens: int, top_k: int, experts: int) -> bool:
+    """Whether tokens are so few that one warp should do all of it."""
+    logits = next_power_of_2(tokens) * max(32, next_power_of_2(experts))
+    return 0 < tokens * top_k <= FEW_PAIRS and logits <= FEW_LOGITS
+
+
 def kernel_constants(
     router_logits: torch.Tensor,
     correction_bias: torch.Tensor | None,
@@ -287,7 +294,9 @@ def kernel_constants(
     groups = num_groups if row.group is not None else 1
     block_g = next_power_of_2(groups)
     block_s = next_power_of_2(max(E // groups, cdiv(max(32, top_k), block_g)))
-    block_t = next_power_of_2(min(cdiv(T, WARPS_RESIDENT), max(1, 512 // (block_g * block_s))))
+    # One warp for few tokens, here as in `route.route_few`: a sum's order, and so its bits, go with a warp's tokens.
+    per_warp = T if is_few(T, top_k, E) else min(cdiv(T, WARPS_RESIDENT), max(1, 512 // (block_g * block_s)))
+    block_t = next_power_of_2(per_warp)
     packed = (
         router_logits.dtype in (torch.bfloat16, torch.float16)
         and row.score in ("softmax", "none")
