@@ -17,9 +17,9 @@ Rows = list[dict[str, Any]]
 
 
 def plots_of(document: dict[str, Any]) -> list[str]:
-    """Names of the plots of a file: shares of a roof that it knows, ratios of peers that were timed in turn."""
+    """Names of the plots of a file: shares of a roof that it knows, ratios of others' layers that were timed in turn."""
     shares = any(row.get("roof_us") for row in document["rows"])
-    return ["time", *(["share"] if shares else []), *(["ratio"] if document.get("reference") else [])]
+    return ["time", *(["share"] if shares else []), *(["ratio"] if best_peer(document["rows"]) else [])]
 
 
 def plot_paths(document: dict[str, Any], folder: Path, stem: str) -> list[Path]:

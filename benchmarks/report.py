@@ -97,19 +97,19 @@ def layers_table(document: dict[str, Any], routing: str) -> str:
     work = {row["peer"]: row["work"] for row in rows}
     by_key = {(row["shape"], row["T"], row["peer"]): row for row in rows}
     keys = list(dict.fromkeys((row["shape"], row["T"]) for row in rows))
-    reference = document.get("reference")
+    reference, comparable = document.get("reference"), best_peer(rows) is not None
     header = ["shape", "T", "roof", *(f"{peer} ({work[peer]})" for peer in peers)]
     body = []
     for shape, T in keys:
         cells = [by_key.get((shape, T, peer)) for peer in peers]
         roof = next((cell["roof_us"] for cell in cells if cell and cell.get("roof_us")), None)
-        best = [best_peer_cell([cell for cell in cells if cell])] if reference else []
+        best = [best_peer_cell([cell for cell in cells if cell])] if comparable else []
         body.append([shape, str(T), format_us(roof), *(layer_cell(cell, reference) for cell in cells), *best])
     flags = [f"† {row['shape']}, {row['T']}: {row['flag']}." for row in rows if row.get("flag")]
     left_out = list(dict.fromkeys(f"{row['peer']}: {row['reason'].rstrip(':')}" for row in rows if row["us"] is None))
     flags += [f"Left out (`-`): {'; '.join(left_out)}."] if left_out else []
     head = [] if routing == "uniform" else [f"Routing `{routing}`:"]
-    drawn = table([*header, *([f"{reference} / best of others"] if reference else [])], body)
+    drawn = table([*header, *([f"{reference} / best of others"] if comparable else [])], body)
     return "\n\n".join([*head, drawn, *flags])
 
 

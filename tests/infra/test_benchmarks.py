@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import e2e, host, layers, models, report
 from benchmarks.__main__ import main
-from benchmarks.plots import draw_layers
+from benchmarks.plots import draw_layers, plots_of
 from benchmarks.results import RESULTS, ResultFile, load_results
 from benchmarks.shapes import SHAPES, TINY_SHAPES, parse_shapes
 
@@ -203,6 +203,14 @@ def test_plots_from_a_sample_file(make: Callable[[], dict[str, Any]], tmp_path: 
     assert all(path.stat().st_size > 1000 for path in paths)
     before = [path.read_bytes() for path in paths]
     assert [path.read_bytes() for path in draw_layers(document, tmp_path, "sample")] == before
+
+
+def test_a_file_of_ours_alone_is_compared_to_nobody() -> None:
+    document = in_turn_document()
+    document["rows"] = [row for row in document["rows"] if row["peer"].startswith("ours")]
+    assert document["rows"] and plots_of(document) == ["time", "share"]
+    assert "best of others" not in report.layers_table(document, "uniform")
+    assert "best of others" in report.layers_table(in_turn_document(), "uniform")
 
 
 def test_report_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
