@@ -17,7 +17,7 @@ Rows = list[dict[str, Any]]
 
 
 def plots_of(document: dict[str, Any]) -> list[str]:
-    """Names of the plots of a file: shares of a roof that it knows, ratios of others' layers that were timed in turn."""
+    """Names of the plots of a file: shares of a roof that it knows, ratios of others' layers timed in turn."""
     shares = any(row.get("roof_us") for row in document["rows"])
     return ["time", *(["share"] if shares else []), *(["ratio"] if best_peer(document["rows"]) else [])]
 
