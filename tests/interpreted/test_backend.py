@@ -12,7 +12,7 @@ from meta.routing import route as route_pairs
 from meta.schemes import SCHEMES
 from moe_ops import choice, plans, reference
 from moe_ops.backends import triton as backend
-from moe_ops.kernels.triton import layer, topk
+from moe_ops.kernels.triton import layer, small, topk
 from moe_ops.kernels.triton.config import MMConfig, SmallConfig
 from moe_ops.ops import parse
 from tests.ops.errors import assert_accurate, assert_rounded, norm_error
@@ -170,6 +170,28 @@ def test_fp8_block128(form, monkeypatch):
     layer = Layer(tensors, {"scheme": "fp8_block128", "format": "batched" if form == "batched" else "grouped"})
     got = moe_ops.fused_experts(**layer.tensors, **layer.options, backend="triton")
     assert_rounded(got, dense_formula(layer.float64()))
+
+
+@pytest.mark.parametrize("glu", ["concat", "interleaved", "none"])
+@pytest.mark.parametrize(("top_k", "hidden", "inter"), [(4, 480, 176), (2, 2176, 368), (1, 1100, 272)], ids=str)
+def test_fp8_of_few_tokens_at_sizes_that_fill_no_block(top_k, hidden, inter, glu, monkeypatch):
+    """Router logits to output in the small kernels, with the tiles that plans have for them: scale groups that run on
+    from the gate into the up half, groups and blocks that no size fills.
+    """
+    torch.manual_seed(14)
+    key = plans.LayerKey("fp8_block128", "grouped", 8, top_k, hidden, inter, glu != "none")
+    monkeypatch.setattr(plans, "plan_for", lambda *_: plans.Plan("small", *plans.small_tiles(key)))
+    ran, experts = [], small.small_experts
+    monkeypatch.setattr(small, "small_experts", lambda *a, **named: ran.append(1) or experts(*a, **named))
+    scheme = SCHEMES["fp8_block128"]
+    w1, s1 = scheme.quantize(torch.randn(8, (1 if glu == "none" else 2) * inter, hidden) * hidden**-0.5)
+    w2, s2 = scheme.quantize(torch.randn(8, hidden, inter) * inter**-0.5)
+    x, logits = torch.randn(3, hidden).bfloat16(), torch.randn(3, 8)
+    options = {"scheme": "fp8_block128", "gate_up_scales": s1, "down_scales": s2, "top_k": top_k}
+    options |= {"glu_layout": None, "activation": "relu2"} if glu == "none" else {"glu_layout": glu}
+    got, want = (moe_ops.fused_moe(x, logits, w1, w2, backend=name, **options) for name in ("triton", "reference"))
+    # A sum in another order may round an element to its other neighbour, but hardly any.
+    assert ran and norm_error(got, want.double()) < 1.5e-3
 
 
 FORMS = ["separate", "separate_bias", "separate_transposed", "separate_batched", "fp8_separate", "fp8_halves",

@@ -92,6 +92,16 @@ def test_tiles_grow_with_an_experts_rows(scheme: str) -> None:
     assert heights == sorted(heights) and heights[0] == 16 and heights[-1] == 128
 
 
+def test_rows_that_are_gathered_cost_more_than_rows_by_descriptor() -> None:
+    """GEMM 1 of the batched format, whose rows are sorted, has the tiles of GEMM 2; quantised, it has its own."""
+    assert plans.product("bf16", first=True, gathered=True) == "up"
+    assert plans.product("bf16", first=True, gathered=False) == plans.product("bf16", first=False, gathered=False)
+    assert plans.product("fp8_block128", first=True, gathered=False) == "up"
+    sizes = {"E": 64, "K": 8, "H": 2048, "I": 1024}
+    gathered, batched = (cheapest(6000, format=format, **sizes).up for format in ("grouped", "batched"))
+    assert (gathered.block_m, gathered.tall_m) == (64, 128) and (batched.block_m, batched.tall_m) == (128, 0)
+
+
 def test_pairs_that_share_experts_are_sorted() -> None:
     """Of eight experts few tokens take all; of 512 eight tokens hardly share one, but T = 1 is small for both."""
     few, many = ({"E": E, "K": K, "H": 2048, "I": 1024} for E, K in ((8, 2), (512, 8)))
