@@ -173,7 +173,7 @@ def test_fp8_block128(form, monkeypatch):
 
 
 @pytest.mark.parametrize("glu", ["concat", "interleaved", "none"])
-@pytest.mark.parametrize(("top_k", "hidden", "inter"), [(4, 480, 176), (2, 2176, 368), (1, 1100, 272)], ids=str)
+@pytest.mark.parametrize(("top_k", "hidden", "inter"), [(5, 480, 304), (2, 2176, 368), (1, 1100, 272)], ids=str)
 def test_fp8_of_few_tokens_at_sizes_that_fill_no_block(top_k, hidden, inter, glu, monkeypatch):
     """Router logits to output in the small kernels, with the tiles that plans have for them: scale groups that run on
     from the gate into the up half, groups and blocks that no size fills.
