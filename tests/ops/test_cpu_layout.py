@@ -123,6 +123,8 @@ def test_the_length_follows_the_counts() -> None:
     assert padded_length([0] * 63 + [500], weight) == 0, "padding every expert to the longest would be all padding"
     assert padded_length([0] * 64, weight) == 0
     assert 0 < padded_length([8] * 60 + [300] * 4, weight) < 300, "the long experts' rest is computed by itself"
+    wide, counts = weight.new_empty((8, 1024, 256)), [49, 58, 60, 64, 66, 70, 70, 75]
+    assert padded_length(counts, wide) == 75, "a sixth of padding costs less than eight products of their own"
     assert padded_length([8] * 64, weight.to(torch.float16)) == 0, "fp16 has no fast batched product"
 
 
