@@ -135,7 +135,7 @@ def tiles_of(scheme: str, gemm: str) -> list[MMConfig]:
 
 def worth_timing(tile: MMConfig, rows: float) -> bool:
     """Not with tiles mostly empty or far too many at ``rows`` an expert: no plan takes them, and a fit would bend."""
-    return tile.block_m <= max(64, 8 * rows) and (tile.tall_m or tile.block_m) >= min(128, rows / 6)
+    return tile.block_m <= max(64, 8 * rows) and tile.rows >= min(128, rows / 6)
 
 
 def time_case(layer: TrialLayer, shape: Shape, T: int, routing: str, gemm: str) -> list[dict[str, Any]]:
@@ -237,7 +237,7 @@ def work_of(document: Mapping[str, Any], row: Mapping[str, Any], routing: str) -
 
 
 def report(document: Mapping[str, Any]) -> Iterator[str]:
-    """Lines: of every scheme the rows of FAMILIES fitted to all its times, and the regret of picking tiles by them."""
+    """Lines: of every scheme the rows of FAMILIES fitted to its times, and the regret of picking tiles by them."""
     arch = lookup_gpu(document["device"])
     timed = [{**row, "tile": MMConfig(*row["tile"])} for row in document["rows"] if row["us"] is not None]
     for scheme in dict.fromkeys(row["scheme"] for row in timed):
@@ -292,6 +292,6 @@ def family(tile: MMConfig, up: TileCost | None, down: TileCost | None) -> str:
             f"({cost.tbps:.2f}, {cost.fill_us:.2f}, {cost.depth_us:.2f}, {cost.programs}, {cost.launch_us:.1f}{tall})"
         )
 
-    made, tall = "_streamed" if tile.a_tma else "_gathered", f", tall={tile.tall_m}, tall_stages={tile.tall_stages}"
+    made, tall = "_streamed" if tile.a_tma else "_gathered", f", tall_m={tile.tall_m}, tall_stages={tile.tall_stages}"
     sizes = ", ".join(map(str, tile[:6])) + (tall if tile.tall_m else "")
     return f"_family({made}({sizes}), {constants(up)}, {constants(down)})"

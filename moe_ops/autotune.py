@@ -242,7 +242,6 @@ def _scan(layer: TrialLayer, sets: Sequence[Inputs], found: Iterable[Plan]) -> l
     return sorted(timed, key=_us)[:FINALISTS]
 
 
-
 WORTH = 0.97  # of the time of the plan by cost: what a measured plan must stay below to be kept
 
 

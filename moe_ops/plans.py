@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -166,19 +166,8 @@ def _cost(tile: MMConfig, cost: Cost | None) -> TileCost | None:
     return TileCost(*sizes, tbps, fill_us, depth_us, int(programs), launch_us, tile.tall_m, *tall)
 
 
-def _gathered(
-    m: int, n: int, k: int, group: int, warps: int, stages: int, tall: int = 0, tall_stages: int = 0
-) -> MMConfig:
-    """Rows loaded by threads, also where they are sorted."""
-    return _streamed(m, n, k, group, warps, stages, tall, tall_stages)._replace(a_tma=False)
-
-
-def _streamed(
-    m: int, n: int, k: int, group: int, warps: int, stages: int, tall: int = 0, tall_stages: int = 0
-) -> MMConfig:
-    """Rows by descriptor, where they are sorted."""
-    return MMConfig(m, n, k, group, warps, stages, a_tma=True, w_tma=True, tall_m=tall, tall_stages=tall_stages)
-
+#: Rows loaded by threads, also where they are sorted; rows by descriptor, where they are.
+_gathered, _streamed = (partial(MMConfig, a_tma=a_tma, w_tma=True) for a_tma in (False, True))
 
 #: TB/s, us to fill, us for 1024 columns, programs, us to launch, us for 1024 columns of a tall tile
 #: (`meta.cost.TileCost`), of rows that are gathered and of sorted rows, or, where the rows are quantised, as GEMM 1 and
@@ -189,7 +178,7 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
         # Two heights: as fast as 16 rows alone where experts have few (DeepSeek-V3, T = 128: 1.00 and 1.01 of it in the
         # two GEMMs), 0.4 to 0.7 of it where all tokens are on K experts.
         _family(
-            _gathered(16, 128, 128, 8, 4, 3, tall=64, tall_stages=2),
+            _gathered(16, 128, 128, 8, 4, 3, tall_m=64, tall_stages=2),
             (4.55, 0.02, 9.29, 2, 3.9, 13.43),
             (4.45, 0.70, 4.40, 1, 4.5, 6.47),
         ),
@@ -197,7 +186,7 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
         _family(_gathered(64, 128, 64, 8, 4, 4), (4.48, 0.02, 10.54, 2, 5.3), (4.35, 0.96, 4.82, 1, 4.1)),
         # Short ends: 0.89 to 1.02 of the time of 128 rows alone, gathered (eight models, T = 1024 to 16384).
         _family(
-            _streamed(64, 256, 64, 8, 8, 4, tall=128, tall_stages=4),
+            _streamed(64, 256, 64, 8, 8, 4, tall_m=128, tall_stages=4),
             (4.33, 1.99, 10.36, 1, 8.8, 13.29),
             (4.31, 3.74, 7.24, 1, 11.3, 13.30),
         ),

@@ -170,7 +170,7 @@ def fused_moe(call: MoeCall) -> Tensor:
     plain = call.hidden_states.scheme is None and not call.weight_on_input
     if plain and topk.is_few(tokens, options.top_k, experts):
         layer, plan = _layer(call)
-        if plan.path == "grouped" or (plan.path == "small" and SCHEMES[layer.scheme].rows is not None):
+        if plan.path == "grouped" or (plan.path == "small" and layer.quantizes):
             routing = options._asdict()
             return layer.run_routed(plan, call.hidden_states.data, logits, call.route.correction_bias, **routing)
     return fused_experts(call.routed(*fused_topk(call.route)))

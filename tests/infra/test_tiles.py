@@ -129,7 +129,7 @@ CHOSEN = [(0.1, [16, 64, 64, 128]), (16, [16, 64, 64, *[128] * 3]), (200, [64, 6
 @pytest.mark.parametrize(("rows", "heights"), CHOSEN)
 def test_tiles_too_high_or_too_low_are_not_timed(rows: float, heights: list[int]) -> None:
     """At so many rows an expert; two heights count as the taller where rows are many."""
-    found = [tile.tall_m or tile.block_m for tile in tiles.tiles_of("bf16", "up") if tiles.worth_timing(tile, rows)]
+    found = [tile.rows for tile in tiles.tiles_of("bf16", "up") if tiles.worth_timing(tile, rows)]
     assert sorted(found) == heights
 
 

@@ -82,41 +82,20 @@ def _expert_mm_kernel(
     )
     start, end, last = cut_into_tiles(extents, num_rows, E, BLOCK[4], BLOCK[0], BLOCK[5], N_TILES, BATCHED)
     if WALK == ONE_TILE:
-        where = find_tile(tl.program_id(0), start, end, last, BLOCK[0], BLOCK[5], N_TILES, BLOCK[3])
-        if where[1] < where[2]:
-            _tile(where, columns, tensors, N, K, TOP_K, STRIDES, BLOCK, GLU, ACTIVATION, MOVES, SCHEME)
+        tile = tl.program_id(0)
+        expert, first, past, n_tile = find_tile(tile, start, end, last, BLOCK[0], BLOCK[5], N_TILES, BLOCK[3])
+        if first < past:
+            where = (expert, first, past, n_tile * columns)
+            if BLOCK[5] > 0 and past - first > BLOCK[0]:
+                compute_tile(*where, *tensors, N, K, TOP_K, STRIDES, BLOCK, GLU, ACTIVATION, MOVES, SCHEME, TALL=True)
+            else:
+                compute_tile(*where, *tensors, N, K, TOP_K, STRIDES, BLOCK, GLU, ACTIVATION, MOVES, SCHEME)
     else:
         tiles = uniform(tl.max(last, axis=0))
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=WALK == STREAM):
-            where = find_tile(tile, start, end, last, BLOCK[0], BLOCK[5], N_TILES, BLOCK[3])
-            _tile(where, columns, tensors, N, K, TOP_K, STRIDES, BLOCK, GLU, ACTIVATION, MOVES, SCHEME)
-
-
-@triton.jit
-def _tile(
-    where,
-    COLUMNS: tl.constexpr,
-    tensors,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    TOP_K: tl.constexpr,
-    STRIDES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GLU: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    MOVES: tl.constexpr,
-    SCHEME: tl.constexpr,
-):
-    """The tile that `find_tile` found, with the height that its rows want."""
-    expert, first, past, n_tile = where
-    at = (expert, first, past, n_tile * COLUMNS)
-    if BLOCK[5] > 0:
-        if past - first > BLOCK[0]:
-            compute_tile(*at, *tensors, N, K, TOP_K, STRIDES, BLOCK, GLU, ACTIVATION, MOVES, SCHEME, TALL=True)
-        else:
-            compute_tile(*at, *tensors, N, K, TOP_K, STRIDES, BLOCK, GLU, ACTIVATION, MOVES, SCHEME)
-    else:
-        compute_tile(*at, *tensors, N, K, TOP_K, STRIDES, BLOCK, GLU, ACTIVATION, MOVES, SCHEME)
+            expert, first, past, n_tile = find_tile(tile, start, end, last, BLOCK[0], BLOCK[5], N_TILES, BLOCK[3])
+            where = (expert, first, past, n_tile * columns)
+            compute_tile(*where, *tensors, N, K, TOP_K, STRIDES, BLOCK, GLU, ACTIVATION, MOVES, SCHEME)
 
 
 def grouped_mm(

@@ -100,7 +100,7 @@ class Layer:
 
     def _quantized(self, rows: Operand) -> tuple[Tensor, Tensor | None]:
         """Rows and their scales as the products take them."""
-        if self._quantizes and not rows.scales:
+        if self.quantizes and not rows.scales:
             return act_quant.quantize_rows(rows.data, self.scheme, pdl=pdl_launches(rows.data.device))
         return rows.data, rows.scales[0] if rows.scales else None
 
@@ -166,7 +166,8 @@ class Layer:
         return combine.combine(y.flatten(0, 1), slots, after, pdl=pdl)
 
     @property
-    def _quantizes(self) -> bool:
+    def quantizes(self) -> bool:
+        """Whether rows are quantised for the products."""
         return SCHEMES[self.scheme].rows is not None
 
     def _weights(self, topk_weights: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -175,11 +176,11 @@ class Layer:
 
     def _first(self) -> ExpertMM:
         """GEMM 1; quantising schemes: its epilogue quantises for GEMM 2."""
-        return replace(self.up, quantize_output=self._quantizes)
+        return replace(self.up, quantize_output=self.quantizes)
 
     def _second(self, h_scale: Tensor) -> ExpertMM:
         """GEMM 2 on the rows that GEMM 1 left."""
-        return replace(self.down, rows_scale=h_scale) if self._quantizes else self.down
+        return replace(self.down, rows_scale=h_scale) if self.quantizes else self.down
 
 
 def fit(tile: MMConfig, mm: ExpertMM) -> MMConfig:
