@@ -77,6 +77,9 @@ IDS = {"topk_ids_ptr": "*i64:16", "R": "i32", "E": "i32:16", "E_GLOBAL": "i32:16
 MAPPED = {**IDS, "expert_map_ptr": "*i64:16"}
 PLACES = {"counts_ptr": "*i32:16", "row_to_pair_ptr": "*i32:16", "pair_to_row_ptr": "*i32:16", "capacity": "i32"}
 SLOTS = {"counts_ptr": "*i32:16", "pair_to_row_ptr": "*i32:16", "capacity": "i32"}
+PLACING = {"BATCHED": False, "BLOCK_P": 32, "BLOCK_Q": 128, "GROUP": 0}
+BESIDE = {"hidden_ptr": "*bf16:16", "q_ptr": "*fp8e4nv:16", "scale_ptr": "*fp32:16", "T": "i32"}
+BESIDE |= {"H": "i32:16", "stride_h": "i32:16"}
 TABLE = {"table_ptr": "*i32:16", "blocks": "i32"}
 WEIGHTS = {"weights_ptr": "*fp32:16"}
 SCATTER = {
@@ -104,11 +107,9 @@ def route_case(E: int, K: int, score: str, tokens: int, quantized: bool, **optio
     """The kernel of `topk_case` that also sorts and quantises."""
     topk = topk_case(E, K, score, "bf16", tokens=tokens, **options)
     signature = topk.signature | {"offsets_ptr": "*i32:16", "row_to_pair_ptr": "*i32:16", "pair_to_row_ptr": "*i32:16"}
-    signature |= {"hidden_ptr": "*bf16:16", "E_HELD": "i32:16", "E_GLOBAL": "i32", "H": "i32:16", "stride_h": "i32:16"}
-    if quantized:
-        signature |= {"q_ptr": "*fp8e4nv:16", "scale_ptr": "*fp32:16"}
-    sizes = {"BLOCK_P": 32, "BLOCK_Q": 32, "GROUP": 128, "QUANTIZED_GROUPS": 4 if quantized else 0}
-    return Case(_route_few_kernel, signature, topk.constexprs | sizes, num_warps=1)
+    signature |= {"E_HELD": "i32:16", "E_GLOBAL": "i32"} | (BESIDE if quantized else {})
+    sizes = {"BLOCK_K": K, "BLOCK_E": E, "GROUP": 128 if quantized else 0}
+    return Case(_route_few_kernel, signature, topk.constexprs | sizes, num_warps=tokens)
 
 
 def place_case(signature: dict[str, str], batched: bool, block_e: int) -> Case:
@@ -161,10 +162,12 @@ CASES = {
     "topk_60_experts": topk_case(60, 4, "softmax", "bf16"),
     "route_few_qwen3": route_case(128, 8, "softmax", 4, quantized=False),
     "route_few_qwen3_quantising": route_case(128, 8, "softmax", 4, quantized=True),
-    "route_few_deepseek_v3_quantising": route_case(256, 8, "sigmoid", 2, quantized=True, groups=8, bias=True),
-    "place_8_pairs": Case(_place_small_kernel, IDS | PLACES, {"BATCHED": False, "BLOCK_P": 32, "BLOCK_Q": 16}),
-    "place_few": Case(_place_small_kernel, IDS | PLACES, {"BATCHED": False, "BLOCK_P": 32, "BLOCK_Q": 128}),
-    "place_few_slots": Case(_place_small_kernel, MAPPED | SLOTS, {"BATCHED": True, "BLOCK_P": 32, "BLOCK_Q": 128}),
+    "route_few_qwen3_8_tokens": route_case(128, 8, "softmax", 8, quantized=False),
+    "route_few_deepseek_v3_quantising": route_case(256, 8, "sigmoid", 8, quantized=True, groups=8, bias=True),
+    "place_8_pairs": Case(_place_small_kernel, IDS | PLACES, {**PLACING, "BLOCK_Q": 16}),
+    "place_few": Case(_place_small_kernel, IDS | PLACES, PLACING),
+    "place_few_quantising": Case(_place_small_kernel, IDS | PLACES | BESIDE, {**PLACING, "GROUP": 128}),
+    "place_few_slots": Case(_place_small_kernel, MAPPED | SLOTS, {**PLACING, "BATCHED": True}),
     "count": Case(_count_kernel, IDS | {"table_ptr": "*i32:16"}, {"BLOCK": 1024, "BLOCK_Q": 512, "BLOCK_E": 128}),
     "place_128_experts": place_case(IDS | PLACES, False, 128),
     "place_512_experts": place_case(MAPPED | PLACES, False, 512),

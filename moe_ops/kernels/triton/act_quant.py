@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +17,7 @@ from moe_ops.kernels.triton.scales import quantize_tile
 from moe_ops.kernels.triton.util import cdiv, pdl_release, pdl_wait
 
 PROGRAMS = 4096  # of quantize_batched, over all experts: enough to fill a GPU while most experts hold few rows
+BESIDE = tl.constexpr(4)  # scale groups of a program that quantises beside another kernel's work
 NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 
@@ -88,6 +91,51 @@ def quantize_groups(
     q, scale = quantize_tile(x)
     tl.store(q_ptr + r[:, None] * K + k, q, mask=inside)
     tl.store(scale_ptr + g, scale, mask=g < rows * groups)
+
+
+class Beside(NamedTuple):
+    """Rows that a kernel quantises beside its own work, in further programs.
+
+    Args:
+        rows: [T, H], unit stride along H; quantized: [T, H]; scale: f32 [T, groups of H].
+        group: columns that share a scale.
+    """
+
+    rows: torch.Tensor
+    quantized: torch.Tensor
+    scale: torch.Tensor
+    group: int
+
+    @property
+    def programs(self) -> int:
+        """How many programs that takes."""
+        return cdiv(self.scale.numel(), BESIDE)
+
+
+def beside(rows: torch.Tensor, scheme: str) -> Beside | None:
+    """Room for quantised `rows`, None where the scheme takes them as they are."""
+    form = SCHEMES[scheme].rows
+    if form is None:
+        return None
+    T, H = rows.shape
+    quantized = torch.empty((T, H), dtype=form.dtype, device=rows.device)
+    return Beside(rows, quantized, quantized.new_empty((T, form.scale_width(H)), dtype=torch.float32), form.group)
+
+
+def beside_arguments(rows: Beside | None) -> dict[str, Any]:
+    """What a kernel that calls `quantize_beside` takes."""
+    if rows is None:
+        return {"hidden_ptr": None, "q_ptr": None, "scale_ptr": None, "H": 0, "stride_h": 0, "GROUP": 0}
+    tensors = {"hidden_ptr": rows.rows, "q_ptr": rows.quantized, "scale_ptr": rows.scale}
+    return {**tensors, "H": rows.rows.shape[1], "stride_h": rows.rows.stride(0), "GROUP": rows.group}
+
+
+@triton.jit
+def quantize_beside(program, hidden_ptr, q_ptr, scale_ptr, rows, H, stride_h, GROUP: tl.constexpr):
+    """What program number `program` of those beside does; GROUP 0: nothing."""
+    if GROUP > 0:
+        groups = (H + GROUP - 1) // GROUP
+        quantize_groups(program * BESIDE, hidden_ptr, q_ptr, scale_ptr, rows, H, groups, stride_h, GROUP, BESIDE)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -109,13 +109,16 @@ class Layer:
     ) -> Tensor:
         rows = hidden_states.data
         pdl, (before, after) = pdl_launches(rows.device), self._weights(topk_weights)
-        experts = self.up.num_experts
-        offsets, row_to_pair, pair_to_row = permute.sort_pairs(topk_ids, experts, self.expert_map, pdl=pdl)
+        beside = None
+        if not (self.weight_on_input or hidden_states.scales) and 0 < topk_ids.numel() <= permute.COUNT_ALL_PAIRS:
+            beside = act_quant.beside(rows, self.scheme)
+        sorting = (topk_ids, self.up.num_experts, self.expert_map)
+        offsets, row_to_pair, pair_to_row = permute.sort_pairs(*sorting, pdl=pdl, rows=beside)
         gather = row_to_pair
         if self.weight_on_input:
             hidden_states = replace(hidden_states, data=permute.gather_rows(rows, pair_to_row, before, pdl=pdl))
             gather = None
-        quantized = self._quantized(hidden_states)
+        quantized = self._quantized(hidden_states) if beside is None else (beside.quantized, beside.scale)
         return self._products(plan, Routed(after, None, offsets, gather, pair_to_row, *quantized), out)
 
     def run_routed(

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from meta.arch import TYPICAL
+from moe_ops.kernels.triton.act_quant import Beside, beside_arguments, quantize_beside
 from moe_ops.kernels.triton.record import launch
 from moe_ops.kernels.triton.scales import quantize_tile
 from moe_ops.kernels.triton.util import (
@@ -29,59 +30,7 @@ CHUNK = 128  # pairs ranked against one another at once in the large path
 MULTIPROCESSORS = TYPICAL.multiprocessors  # about how many programs run side by side
 
 
-@triton.jit
-def place_items(
-    item,
-    topk_ids_ptr,
-    expert_map_ptr,
-    counts_ptr,
-    row_to_pair_ptr,
-    pair_to_row_ptr,
-    R,
-    E,
-    E_GLOBAL,
-    capacity,
-    BATCHED: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-):
-    """Place BLOCK_P items by comparing each with all R pairs.
-
-    Items 0 .. R - 1 are the pairs, R .. R + E - 1 stand for the experts. With key = expert * R + p, the row of a pair
-    is the number of smaller keys, and the cumulative end of expert e the number of keys below (e + 1) * R. Batched,
-    only keys from expert * R on count. Dropped pairs sort last, so their rows are exactly the tail to fill with -1.
-    """
-    is_pair = item < R
-    expert = load_expert(topk_ids_ptr, expert_map_ptr, item, is_pair, E, E_GLOBAL)
-    expert = tl.where(is_pair, expert, item - R)
-    place = tl.where(is_pair, item, R)
-    if BATCHED:
-        first = expert * R
-        length = place.to(tl.uint32)
-    else:
-        first = tl.zeros_like(expert)
-        length = (expert * R + place).to(tl.uint32)
-    smaller = tl.zeros([BLOCK_P, BLOCK_Q], tl.int32)
-    for start in tl.range(0, R, BLOCK_Q, loop_unroll_factor=4):
-        q = start + tl.arange(0, BLOCK_Q)
-        key = load_expert(topk_ids_ptr, expert_map_ptr, q, q < R, E, E_GLOBAL) * R + q
-        key = tl.where(q < R, key, 0x7FFFFFFF)
-        smaller += ((key[None, :] - first[:, None]).to(tl.uint32) < length[:, None]).to(tl.int32)
-    row = tl.sum(smaller, axis=1)
-
-    is_expert = (item >= R) & (item < R + E)
-    held = is_pair & (expert < E)
-    if BATCHED:
-        tl.store(counts_ptr + item - R, tl.minimum(row, capacity), mask=is_expert)
-        row = tl.where(held & (row < capacity), expert * capacity + row, -1)
-    else:
-        tl.store(counts_ptr + item - R, row, mask=is_expert)
-        tl.store(row_to_pair_ptr + row, tl.where(held, item, -1), mask=is_pair)
-        row = tl.where(held, row, -1)
-    tl.store(pair_to_row_ptr + item, row, mask=is_pair)
-
-
-@triton.jit(do_not_specialize=["R", "capacity"])
+@triton.jit(do_not_specialize=["R", "capacity", "T"])
 def _place_small_kernel(
     topk_ids_ptr,
     expert_map_ptr,
@@ -92,32 +41,62 @@ def _place_small_kernel(
     E,
     E_GLOBAL,
     capacity,
+    hidden_ptr,
+    q_ptr,
+    scale_ptr,
+    T,
+    H,
+    stride_h,
     BATCHED: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_Q: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program places BLOCK_P items, see `place_items`; no program waits for another.
+    """One program places BLOCK_P items by comparing each with all R pairs; no program waits for another. Those behind
+    them quantise rows.
+
+    Items 0 .. R - 1 are the pairs, R .. R + E - 1 stand for the experts. With key = expert * R + p, the row of a pair
+    is the number of smaller keys, and the cumulative end of expert e the number of keys below (e + 1) * R. Batched,
+    only keys from expert * R on count. Dropped pairs sort last, so their rows are exactly the tail to fill with -1.
 
     Comparisons: R (R + E). Bytes: 4 R (R + E) / BLOCK_P from L2, and 8 R + 4 E written.
     """
     pdl_wait(PDL)
     pdl_release(PDL)
-    place_items(
-        tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P),
-        topk_ids_ptr,
-        expert_map_ptr,
-        counts_ptr,
-        row_to_pair_ptr,
-        pair_to_row_ptr,
-        R,
-        E,
-        E_GLOBAL,
-        capacity,
-        BATCHED,
-        BLOCK_P,
-        BLOCK_Q,
-    )
+    placing = (R + E + BLOCK_P - 1) // BLOCK_P
+    if tl.program_id(0) >= placing:
+        quantize_beside(tl.program_id(0) - placing, hidden_ptr, q_ptr, scale_ptr, T, H, stride_h, GROUP)
+    else:
+        item = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+        is_pair = item < R
+        expert = load_expert(topk_ids_ptr, expert_map_ptr, item, is_pair, E, E_GLOBAL)
+        expert = tl.where(is_pair, expert, item - R)
+        place = tl.where(is_pair, item, R)
+        if BATCHED:
+            first = expert * R
+            length = place.to(tl.uint32)
+        else:
+            first = tl.zeros_like(expert)
+            length = (expert * R + place).to(tl.uint32)
+        smaller = tl.zeros([BLOCK_P, BLOCK_Q], tl.int32)
+        for start in tl.range(0, R, BLOCK_Q, loop_unroll_factor=4):
+            q = start + tl.arange(0, BLOCK_Q)
+            key = load_expert(topk_ids_ptr, expert_map_ptr, q, q < R, E, E_GLOBAL) * R + q
+            key = tl.where(q < R, key, 0x7FFFFFFF)
+            smaller += ((key[None, :] - first[:, None]).to(tl.uint32) < length[:, None]).to(tl.int32)
+        row = tl.sum(smaller, axis=1)
+
+        is_expert = (item >= R) & (item < R + E)
+        held = is_pair & (expert < E)
+        if BATCHED:
+            tl.store(counts_ptr + item - R, tl.minimum(row, capacity), mask=is_expert)
+            row = tl.where(held & (row < capacity), expert * capacity + row, -1)
+        else:
+            tl.store(counts_ptr + item - R, row, mask=is_expert)
+            tl.store(row_to_pair_ptr + row, tl.where(held, item, -1), mask=is_pair)
+            row = tl.where(held, row, -1)
+        tl.store(pair_to_row_ptr + item, row, mask=is_pair)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -223,9 +202,15 @@ def _place_kernel(
 
 
 def place_pairs(
-    topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tensor | None, capacity: int | None, pdl: bool
+    topk_ids: torch.Tensor,
+    num_experts: int,
+    expert_map: torch.Tensor | None,
+    capacity: int | None,
+    pdl: bool,
+    rows: Beside | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Give every pair its row (capacity None) or its slot: one kernel up to `COUNT_ALL_PAIRS` pairs, else two.
+    """Give every pair its row (capacity None) or its slot: one kernel up to `COUNT_ALL_PAIRS` pairs, else two. That one
+    may quantise `rows` too.
 
     Returns:
         (offsets, row_to_pair, pair_to_row), or with a capacity (counts clamped to it, None, slots).
@@ -246,11 +231,13 @@ def place_pairs(
         block_q = max(16, min(128, next_power_of_2(R)))
         launch(
             _place_small_kernel,
-            (cdiv(R + E, 32),),
+            (cdiv(R + E, 32) + (0 if rows is None else rows.programs),),
             *ids,
             *outputs,
             *sizes,
             capacity or 0,
+            **beside_arguments(rows),
+            T=T,
             BATCHED=batched,
             BLOCK_P=32,
             BLOCK_Q=block_q,
@@ -295,7 +282,12 @@ def _block_of_pairs(R: int) -> int:
 
 
 def sort_pairs(
-    topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tensor | None = None, *, pdl: bool = False
+    topk_ids: torch.Tensor,
+    num_experts: int,
+    expert_map: torch.Tensor | None = None,
+    *,
+    pdl: bool = False,
+    rows: Beside | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Stable counting sort of the pairs by expert.
 
@@ -303,12 +295,13 @@ def sort_pairs(
         topk_ids: [T, K] i32 or i64; ids outside the experts held here are dropped.
         expert_map: i32 or i64 [E_global] -> local expert or -1, or None.
         pdl: launch as programmatic dependents of the kernels before.
+        rows: what to quantise in the same kernel; up to `COUNT_ALL_PAIRS` pairs, not none.
 
     Returns:
         (offsets i32 [E] cumulative ends, row_to_pair i32 [R] with -1 past offsets[-1], pair_to_row i32 [T, K] with -1
         for dropped pairs).
     """
-    offsets, row_to_pair, pair_to_row = place_pairs(topk_ids, num_experts, expert_map, None, pdl)
+    offsets, row_to_pair, pair_to_row = place_pairs(topk_ids, num_experts, expert_map, None, pdl, rows)
     return offsets, row_to_pair, pair_to_row
 
 

@@ -9,14 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from meta.schemes import SCHEMES
-from moe_ops.kernels.triton.act_quant import quantize_groups
-from moe_ops.kernels.triton.permute import place_items
+from moe_ops.kernels.triton.act_quant import beside, beside_arguments, quantize_beside
 from moe_ops.kernels.triton.record import launch
 from moe_ops.kernels.triton.topk import kernel_constants, route_tokens
-from moe_ops.kernels.triton.util import cdiv, next_power_of_2, pdl_release, pdl_wait
-
-GROUPS_PER_PROGRAM = 4
+from moe_ops.kernels.triton.util import held_expert, next_power_of_2, pdl_release, pdl_wait
 
 
 @dataclass(frozen=True)
@@ -38,6 +34,43 @@ class Routed:
     pair_to_row: torch.Tensor | None
     tokens: torch.Tensor
     tokens_scale: torch.Tensor | None
+
+
+@triton.jit
+def _sort_few(
+    ids,
+    expert_map_ptr,
+    offsets_ptr,
+    row_to_pair_ptr,
+    pair_to_row_ptr,
+    T,
+    E,
+    E_GLOBAL,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Place all pairs of T tokens whose ids are the first TOP_K columns of `ids` [BLOCK_T, columns], without memory in
+    between: by `permute`'s keys, all compared with all at once.
+
+    Comparisons: R (R + E). Bytes: 8 R + 4 E.
+    """
+    BLOCK_T: tl.constexpr = ids.shape[0]
+    t = tl.arange(0, BLOCK_T)[:, None]
+    k = tl.arange(0, BLOCK_K)[None, :]
+    chosen = tl.gather(ids, tl.broadcast_to(k, [BLOCK_T, BLOCK_K]), axis=1)
+    R = T * TOP_K
+    pair = tl.reshape(tl.where((t < T) & (k < TOP_K), t * TOP_K + k, R), [BLOCK_T * BLOCK_K])
+    is_pair = pair < R
+    expert = held_expert(tl.where(is_pair, tl.reshape(chosen, [BLOCK_T * BLOCK_K]), -1), expert_map_ptr, E, E_GLOBAL)
+    key = tl.where(is_pair, expert * R + pair, 0x7FFFFFFF)
+    row = tl.sum((key[:, None] < key[None, :]).to(tl.int32), axis=0)  # (lanes lie along axis 1)
+    held = expert < E
+    tl.store(row_to_pair_ptr + row, tl.where(held, pair, -1), mask=is_pair)
+    tl.store(pair_to_row_ptr + pair, tl.where(held, row, -1), mask=is_pair)
+    e = tl.arange(0, BLOCK_E)
+    ends = tl.sum((key[:, None] < ((e + 1) * R)[None, :]).to(tl.int32), axis=0)
+    tl.store(offsets_ptr + e, ends, mask=e < E)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -74,13 +107,12 @@ def _route_few_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     PACKED: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     GROUP: tl.constexpr,
-    QUANTIZED_GROUPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program 0, one warp: route all T tokens, then sort their pairs if there is room for the offsets. The others:
+    """Program 0: route all T tokens, then sort their pairs if there is room for the offsets. The others:
     quantise some groups each.
 
     Bytes: T (E sizeof(logit) + 16 TOP_K) + 4 E, and T H (sizeof(element) + 1) when quantising.
@@ -88,7 +120,7 @@ def _route_few_kernel(
     pdl_wait(PDL)
     pdl_release(PDL)
     if tl.program_id(0) == 0:
-        route_tokens(
+        ids = route_tokens(
             logits_ptr,
             bias_ptr,
             weights_ptr,
@@ -113,28 +145,21 @@ def _route_few_kernel(
             PACKED,
         )
         if offsets_ptr is not None:
-            tl.debug_barrier()  # the ids just written are read back by other lanes
-            R = T * TOP_K
-            for start in range(0, R + E_HELD, BLOCK_P):
-                place_items(
-                    start + tl.arange(0, BLOCK_P),
-                    ids_ptr,
-                    expert_map_ptr,
-                    offsets_ptr,
-                    row_to_pair_ptr,
-                    pair_to_row_ptr,
-                    R,
-                    E_HELD,
-                    E_GLOBAL,
-                    0,
-                    False,
-                    BLOCK_P,
-                    BLOCK_Q,
-                )
-    elif QUANTIZED_GROUPS > 0:
-        first_group = (tl.program_id(0) - 1) * QUANTIZED_GROUPS
-        groups = (H + GROUP - 1) // GROUP
-        quantize_groups(first_group, hidden_ptr, q_ptr, scale_ptr, T, H, groups, stride_h, GROUP, QUANTIZED_GROUPS)
+            _sort_few(
+                ids,
+                expert_map_ptr,
+                offsets_ptr,
+                row_to_pair_ptr,
+                pair_to_row_ptr,
+                T,
+                E_HELD,
+                E_GLOBAL,
+                TOP_K,
+                BLOCK_K,
+                BLOCK_E,
+            )
+    else:
+        quantize_beside(tl.program_id(0) - 1, hidden_ptr, q_ptr, scale_ptr, T, H, stride_h, GROUP)
 
 
 def route_few(
@@ -159,21 +184,15 @@ def route_few(
         scheme: a name of `meta.schemes.SCHEMES`.
         routing: the other options of `fused_topk`.
     """
-    (T, H), device = hidden_states.shape, hidden_states.device
+    T, device = hidden_states.shape[0], hidden_states.device
     ids, row_to_pair, pair_to_row = (torch.empty((T, top_k), dtype=torch.int32, device=device) for _ in range(3))
     offsets = None if num_experts is None else torch.empty(num_experts, dtype=torch.int32, device=device)
     weights = torch.empty((T, top_k), dtype=torch.float32, device=device)
-    tokens, tokens_scale, programs = hidden_states, None, 1
-    form = SCHEMES[scheme].rows
-    if form is not None:
-        groups = form.scale_width(H)
-        tokens = torch.empty((T, H), dtype=form.dtype, device=device)
-        tokens_scale = torch.empty((T, groups), dtype=torch.float32, device=device)
-        programs += cdiv(T * groups, GROUPS_PER_PROGRAM)
+    rows = beside(hidden_states, scheme)
     constants = kernel_constants(router_logits, correction_bias, top_k, **routing)
     launch(
         _route_few_kernel,
-        (programs,),
+        (1 if rows is None else 1 + rows.programs,),
         router_logits,
         None if correction_bias is None else correction_bias.contiguous(),
         weights,
@@ -182,24 +201,19 @@ def route_few(
         offsets,
         row_to_pair,
         pair_to_row,
-        hidden_states,
-        tokens if tokens_scale is not None else None,
-        tokens_scale,
-        T,
-        num_experts or 0,
-        0 if expert_map is None else expert_map.shape[0],
-        H,
-        hidden_states.stride(0),
-        *router_logits.stride(),
-        renorm_eps,
-        scale,
-        **{**constants, "BLOCK_T": next_power_of_2(T)},  # all of them, as `topk.fused_topk` has few
-        BLOCK_P=32,
-        BLOCK_Q=max(16, next_power_of_2(T * top_k)),
-        GROUP=1 if form is None else form.group,
-        QUANTIZED_GROUPS=0 if tokens_scale is None else GROUPS_PER_PROGRAM,
+        **beside_arguments(rows),
+        T=T,
+        E_HELD=num_experts or 0,
+        E_GLOBAL=0 if expert_map is None else expert_map.shape[0],
+        stride_t=router_logits.stride(0),
+        stride_e=router_logits.stride(1),
+        renorm_eps=renorm_eps,
+        scale=scale,
+        **constants,
+        BLOCK_K=next_power_of_2(top_k),
+        BLOCK_E=next_power_of_2(num_experts or 1),
         PDL=pdl,
-        num_warps=1,
         launch_pdl=pdl,
     )
-    return Routed(weights, ids, offsets, row_to_pair.view(-1), pair_to_row, tokens, tokens_scale)
+    tokens = (hidden_states, None) if rows is None else (rows.quantized, rows.scale)
+    return Routed(weights, ids, offsets, row_to_pair.view(-1), pair_to_row, *tokens)

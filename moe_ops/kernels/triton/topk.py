@@ -18,7 +18,8 @@ MINUS_INF = tl.constexpr(float("-inf"))
 KEY_OF_NAN = tl.constexpr(0x7FC00000)  # above +inf, and a NaN again in `_from_key`, its low bits cleared or not
 KEY_OF_MINUS_INF = tl.constexpr(-0x7F800001)
 EXPERT_BITS = tl.constexpr(511)  # a 16-bit float leaves at least 13 low bits of its fp32 key unused
-FEW_PAIRS, FEW_LOGITS = 16, 256  # one warp routes and sorts so few as fast as kernels of their own would
+FEW_PAIRS, FEW_LOGITS = 64, 2048  # one program routes and sorts so few as fast as kernels of their own would
+LOGITS_OF_A_WARP = 256
 WARPS_RESIDENT = 4096  # about 32 one-warp programs on each multiprocessor
 
 
@@ -149,7 +150,8 @@ def route_tokens(
     BLOCK_S: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Route tokens first .. first + BLOCK_T - 1 with one warp: read logits once, write TOP_K weights and ids each.
+    """Route tokens first .. first + BLOCK_T - 1: read logits once, write TOP_K weights and ids each; the first TOP_K
+    columns of the result are the ids.
 
     Columns are experts laid out [BLOCK_G groups, BLOCK_S slots], padded to powers of two. Each of TOP_K rounds takes
     the greatest (key, lowest expert id): two integer reductions, or one when PACKED puts the expert id into the unused
@@ -217,6 +219,7 @@ def route_tokens(
     stored = (t < T)[:, None] & slot
     tl.store(weights_ptr + to, weights, mask=stored)
     tl.store(ids_ptr + to, ids, mask=stored)
+    return ids
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -244,7 +247,7 @@ def _topk_kernel(
     PACKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One warp routes BLOCK_T tokens, see `route_tokens`."""
+    """One program routes BLOCK_T tokens, see `route_tokens`."""
     pdl_wait(PDL)
     pdl_release(PDL)
     route_tokens(
@@ -274,9 +277,13 @@ def _topk_kernel(
 
 
 def is_few(tokens: int, top_k: int, experts: int) -> bool:
-    """Whether tokens are so few that one warp should do all of it."""
-    logits = next_power_of_2(tokens) * max(32, next_power_of_2(experts))
-    return 0 < tokens * top_k <= FEW_PAIRS and logits <= FEW_LOGITS
+    """Whether tokens are so few that one program should do all of it."""
+    return 0 < tokens * top_k <= FEW_PAIRS and _logits(tokens, experts) <= FEW_LOGITS
+
+
+def _logits(tokens: int, experts: int) -> int:
+    """How many a tile that holds all tokens' logits has."""
+    return next_power_of_2(tokens) * max(32, next_power_of_2(experts))
 
 
 def kernel_constants(
@@ -288,15 +295,17 @@ def kernel_constants(
     num_groups: int,
     topk_groups: int,
 ) -> dict[str, Any]:
-    """The compile-time arguments of `route_tokens`."""
+    """The compile-time arguments of `route_tokens`, and the warps of a program."""
     T, E = router_logits.shape
     row = ROUTINGS[routing]
     groups = num_groups if row.group is not None else 1
     block_g = next_power_of_2(groups)
     block_s = next_power_of_2(max(E // groups, cdiv(max(32, top_k), block_g)))
-    # One warp for few tokens, here as in `route.route_few`: a sum's order, and so its bits, go with a warp's tokens.
-    per_warp = T if is_few(T, top_k, E) else min(cdiv(T, WARPS_RESIDENT), max(1, 512 // (block_g * block_s)))
-    block_t = next_power_of_2(per_warp)
+    # Few tokens are one program's, here as in `route.route_few`: the order of a sum, and so its bits, go with the tile.
+    few, num_warps = is_few(T, top_k, E), 1
+    block_t = next_power_of_2(T if few else min(cdiv(T, WARPS_RESIDENT), max(1, 512 // (block_g * block_s))))
+    if few and _logits(T, E) > LOGITS_OF_A_WARP:
+        num_warps = min(8, block_t)
     packed = (
         router_logits.dtype in (torch.bfloat16, torch.float16)
         and row.score in ("softmax", "none")
@@ -317,6 +326,7 @@ def kernel_constants(
         "BLOCK_G": block_g,
         "BLOCK_S": block_s,
         "PACKED": packed,
+        "num_warps": num_warps,
     }
 
 
@@ -333,7 +343,7 @@ def fused_topk(
     scale: float,
     pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Route every token: one kernel of one-warp programs.
+    """Route every token in one kernel: one-warp programs, or a single one where tokens are few.
 
     Args:
         router_logits: [T, E] any float dtype, any strides.
@@ -364,7 +374,6 @@ def fused_topk(
         scale,
         **constants,
         PDL=pdl,
-        num_warps=1,
         launch_pdl=pdl,
     )
     return weights, ids

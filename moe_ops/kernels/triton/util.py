@@ -185,12 +185,17 @@ def find_tile(
 
 @triton.jit
 def load_expert(topk_ids_ptr, expert_map_ptr, p, exists, E, E_GLOBAL):
-    """The expert, 0 .. E - 1, that holds each pair `p`, or E for a pair to drop.
+    """`held_expert` of each pair `p`; a pair outside `exists` is one to drop."""
+    return held_expert(tl.load(topk_ids_ptr + p, mask=exists, other=-1), expert_map_ptr, E, E_GLOBAL)
 
-    Dropped: pairs outside `exists`, ids outside [0, E), and with an `expert_map` (i32 or i64 [E_GLOBAL], else None)
-    ids outside it and those it maps outside [0, E). Compared before narrowing, so no int64 id wraps into range.
+
+@triton.jit
+def held_expert(expert, expert_map_ptr, E, E_GLOBAL):
+    """The place 0 .. E - 1 of an expert among those held here, or E for a pair to drop.
+
+    Dropped: ids outside [0, E), and with an `expert_map` (i32 or i64 [E_GLOBAL], else None) ids outside it and those
+    it maps outside [0, E). Compared before narrowing, so no int64 id wraps into range.
     """
-    expert = tl.load(topk_ids_ptr + p, mask=exists, other=-1)
     if expert_map_ptr is not None:
         mapped = (expert >= 0) & (expert < E_GLOBAL)
         expert = tl.load(expert_map_ptr + expert, mask=mapped, other=-1)
