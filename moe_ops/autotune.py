@@ -71,10 +71,8 @@ def gemm_tiles(scheme: str, rows: float, *, gated: bool, first: bool) -> list[MM
 def small_tiles(K: int, scheme: str, *, first: bool) -> list[SmallConfig]:
     """Tiles of the small path to time: each thread has 4 to 16 loads of 16 bytes in flight."""
     per_load = 16 // torch.empty((), dtype=SCHEMES[scheme].weight_dtype).element_size()
-    # Quantising schemes: every program quantises its rows again, which more weight rows a program pay for.
-    wide = (16, 32, 64) if SCHEMES[scheme].rows is not None else ()
     rows, columns, tensors = (
-        ((2, 4, 8, 16, *wide[1:]), (512, 1024, 2048), 2) if first else ((1, 2, 4, 8, *wide), (128, 256, 512, 1024), K)
+        ((2, 4, 8, 16), (512, 1024, 2048), 2) if first else ((1, 2, 4, 8), (128, 256, 512, 1024), K)
     )
     return [
         SmallConfig(n, k, warps)
