@@ -62,6 +62,7 @@ def test_sorting_quantises_beside(T, poisoned):
         assert torch.equal(got, want)
     assert_quantized(x, (rows.quantized, rows.scale), "fp8_block128")
     assert beside(x, "bf16") is None
+    assert type(rows.programs) is int, "a record writes grids down as numbers"
 
 
 @pytest.mark.parametrize("poison", ["nan_beside_inf", "nan_bias"])

@@ -109,7 +109,7 @@ class Beside(NamedTuple):
     @property
     def programs(self) -> int:
         """How many programs that takes."""
-        return cdiv(self.scale.numel(), BESIDE)
+        return cdiv(self.scale.numel(), BESIDE.value)
 
 
 def beside(rows: torch.Tensor, scheme: str) -> Beside | None:
