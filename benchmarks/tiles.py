@@ -1,4 +1,4 @@
-"""Times of both expert GEMMs alone with every tile of `moe_ops.plans.FAMILIES`, and the constants of
+"""Times of both expert GEMMs alone with every tile of `moe_ops.backends.triton_plans.FAMILIES`, and the constants of
 `meta.cost.TileCost` that fit them: on another GPU, the table to put in its place.
 """
 
@@ -27,8 +27,9 @@ from meta.cost import TileCost, Work, product_us, robust_us
 from meta.routing import route
 from meta.schemes import SCHEMES
 from moe_ops.autotune import TrialLayer, precompile
+from moe_ops.backends.triton_plans import FAMILIES, kind, plan, runs_on
 from moe_ops.kernels.triton.config import MMConfig
-from moe_ops.plans import FAMILIES, LayerKey, Plan, gpu_of, kind, runs_on
+from moe_ops.plans import LayerKey, Plan, gpu_of
 
 SHAPES = {
     shape.name: shape
@@ -125,7 +126,7 @@ def compilations(scheme: str, shape: Shape) -> Iterator[tuple[LayerKey, int, Pla
     """All tiles of both GEMMs, as layers for `precompile`."""
     tiles = [tiles_of(scheme, gemm) for gemm in GEMMS]
     for up, down in zip_longest(*tiles):
-        yield key_of(scheme, shape), 64, Plan("grouped", up or tiles[0][0], down or tiles[1][0])
+        yield key_of(scheme, shape), 64, plan("grouped", up or tiles[0][0], down or tiles[1][0])
 
 
 def tiles_of(scheme: str, gemm: str) -> list[MMConfig]:

@@ -155,7 +155,8 @@ def tune(options: argparse.Namespace) -> None:
             stored |= {"date": date.today().isoformat(), "torch": torch.__version__}
             stored["plans"].setdefault(str(key), {})[str(count)] = plan and plan.to_json()
             plans.write(stored, output)
-            found = f"{plan.us:.1f} us {plan.path} {tuple(plan.up)} {tuple(plan.down)}" if plan else "the plan by cost"
+            configs = " ".join(str(tuple(config)) for config in plan.configs) if plan else ""
+            found = f"{plan.us:.1f} us {plan.backend} {plan.sequence} {configs}" if plan else "the plan by cost"
             progress.console.print(f"{name} {key.scheme} T={count}: {found}", highlight=False, soft_wrap=True)
             progress.update(measuring, advance=1)
     print(f"{len(todo)} plans measured, {len(keys) * len(tokens) - len(todo)} were there, in {output}")

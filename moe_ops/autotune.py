@@ -15,70 +15,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from typing import Any
 
 import torch
 
-from meta.arch import TYPICAL
 from meta.operands import Operand
 from meta.schemes import SCHEMES, QuantScheme
-from moe_ops import plans
-from moe_ops.kernels.triton.config import MMConfig, SmallConfig
-from moe_ops.plans import LayerKey, Plan, fits
+from moe_ops import backends, plans
+from moe_ops.plans import LayerKey, Plan
 
 TOKENS = tuple(2**octave for octave in range(15))  # a plan serves half an octave to either side
 INPUT_SETS = 4
-
-
-# ---- candidates ----
-
-
-def _blocks_m(rows: float) -> list[int]:
-    """Row tiles worth trying: at most about twice the rows of an expert, else most of a tile is padding."""
-    limit = max(16, 2 * rows)
-    return [m for m in (16, 32, 64, 128, 256) if m <= limit][-3:]
-
-
-def gemm_tiles(scheme: str, rows: float, *, gated: bool, first: bool) -> list[MMConfig]:
-    """GEMM tiles to time. Weights always come by descriptor; rows by descriptor or gathered, see `candidates`."""
-    element = torch.empty((), dtype=SCHEMES[scheme].weight_dtype).element_size()
-    quantizes = SCHEMES[scheme].rows is not None
-    found = []
-    stage_counts = (2, 3, 4) if quantizes else (3, 4)
-    # fp32 registers a thread per accumulator element: a scaled product needs a second set, half of one when gate and
-    # up are two products.
-    sets = 1.0 if not quantizes else 1.5 if first and gated else 2.0
-    for block_m, block_n, block_k, warps, stages in product(
-        _blocks_m(rows), (32, 64, 128, 256), (64, 128, 256), (4, 8), stage_counts
-    ):
-        accumulators = sets * block_m * block_n / (32 * warps)
-        tile = MMConfig(block_m, block_n, block_k, 8 if rows > 16 else 1, warps, stages, a_tma=rows > 16, w_tma=True)
-        if not 4 <= accumulators <= (192 if quantizes else 128) or not fits(tile, element, TYPICAL.shared_kib):
-            continue
-        whole_group = block_n == (256 if gated else 128)  # else the epilogue could not quantise
-        if quantizes and (block_k != 128 or (first and not whole_group)):
-            continue
-        if block_m >= 64 and (block_k > 128 or block_m * block_n < 8192 or block_n < 128):
-            continue
-        if block_m < 64 and (block_k < 128 or (warps == 8 and block_n < 128)):
-            continue
-        found.append(tile)
-        if block_m >= 128 and stages == 3:
-            found.append(tile._replace(group_m=16))
-    return found
-
-
-def small_tiles(K: int, scheme: str, *, first: bool) -> list[SmallConfig]:
-    """Tiles of the small path to time: each thread has 4 to 16 loads of 16 bytes in flight."""
-    per_load = 16 // torch.empty((), dtype=SCHEMES[scheme].weight_dtype).element_size()
-    rows, columns, tensors = (
-        ((2, 4, 8, 16), (512, 1024, 2048), 2) if first else ((1, 2, 4, 8), (128, 256, 512, 1024), K)
-    )
-    return [
-        SmallConfig(n, k, warps)
-        for n, k, warps in product(rows, columns, (4, 8))
-        if 2 <= tensors * n * k // (32 * warps * per_load) <= 16
-    ]
 
 
 # ---- timing ----
@@ -154,15 +101,11 @@ class TrialLayer:
 
     def run(self, plan: Plan, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The layer's output by `plan`."""
-        from moe_ops.kernels.triton.launch import ExpertMM
-        from moe_ops.kernels.triton.layer import Layer
-
-        first, second = self.weights
-        glu_layout = "concat" if self.key.gated else "none"
-        up = ExpertMM(first, x.dtype, glu_layout=glu_layout, activation="silu")
-        down = ExpertMM(second, x.dtype)
-        layer = Layer(up, down, self.key.scheme, capacity=self.capacity(x.shape[0]))
-        return layer.run(plan, Operand(x, None), weights, ids)
+        module, capacity = backends.load(plan.backend), self.capacity(x.shape[0])
+        if isinstance(module, str):
+            raise RuntimeError(f"autotune: {plan.backend} must be importable, but {module}.")
+        out: torch.Tensor = module.run_plan(self.key, plan, self.weights, x, weights, ids, capacity=capacity)
+        return out
 
     def capacity(self, tokens: int) -> int:
         """Rows per expert of the batched format: four times an even load, as engines provision it."""
@@ -207,22 +150,6 @@ def precompile(jobs: Iterable[tuple[LayerKey, int, Plan]], processes: int) -> It
 # ---- search ----
 
 
-def candidates(key: LayerKey, tokens: int) -> tuple[list[Plan], list[MMConfig]]:
-    """(plans that differ in GEMM 1, tiles of GEMM 2), for the paths that make sense at this size."""
-    rows = tokens * key.K / key.E
-    up = gemm_tiles(key.scheme, rows, gated=key.gated, first=True)
-    down = gemm_tiles(key.scheme, rows, gated=key.gated, first=False)
-    return [Plan(key.format, tile, down[0]) for tile in up], down
-
-
-def small_candidates(key: LayerKey, tokens: int) -> tuple[list[Plan], list[SmallConfig]]:
-    """The same for the small path; empty where pairs share experts often."""
-    if key.format != "grouped" or tokens * key.K > 2 * key.E or tokens > 8:
-        return [], []
-    down = small_tiles(key.K, key.scheme, first=False)
-    return [Plan("small", tile, down[0]) for tile in small_tiles(key.K, key.scheme, first=True)], down
-
-
 FINALISTS = 4  # of a scan, to be timed in turns
 
 
@@ -245,23 +172,44 @@ WORTH = 0.97  # of the time of the plan by cost: what a measured plan must stay 
 
 def by_cost(key: LayerKey, tokens: int) -> Plan:
     """What serves where nothing was measured."""
-    return plans.cheapest(key, tokens, *plans.gpu_of(torch.cuda.current_device()))
+    _, preferred = next(backends.tunable())
+    found: Plan = preferred.cheapest(key, tokens, *plans.gpu_of(torch.cuda.current_device()))
+    return found
+
+
+def searches(key: LayerKey, tokens: int) -> Iterator[tuple[Plan, tuple[list[Any], ...]]]:
+    """(a plan to start from, what to try in place of each of its configs), for every backend and sequence that serves
+    at this size.
+    """
+    for name, module in backends.tunable():
+        for sequence, found in module.candidates(key, tokens).items():
+            if all(found):
+                yield Plan(name, sequence, tuple(of_config[0] for of_config in found)), found
+
+
+def _with(plan: Plan, index: int, config: Any) -> Plan:
+    return replace(plan, configs=(*plan.configs[:index], config, *plan.configs[index + 1 :]))
 
 
 def tune(layer: TrialLayer, tokens: int) -> Plan | None:
-    """The fastest plan: GEMM 1 first, then GEMM 2, for each path; then the best path. None where the plan by cost is as
-    fast, or nearly.
+    """The fastest plan: one config after another, for each sequence; then the best sequence. None where the plan by
+    cost is as fast, or nearly.
 
     Raises:
         RuntimeError: no candidate runs.
     """
     sets = layer.inputs(tokens, INPUT_SETS if tokens <= 256 else 1)
     winners = []
-    for first, second in (candidates(layer.key, tokens), small_candidates(layer.key, tokens)):
-        finalists = _scan(layer, sets, first)
-        if finalists:
-            best = rematch(layer, sets, finalists)[0]
-            winners += _scan(layer, sets, [replace(best, down=tile) for tile in second])
+    for best, found in searches(layer.key, tokens):
+        finalists = [best]
+        for index, configs in enumerate(found):
+            start = finalists[0]
+            finalists = _scan(layer, sets, [_with(start, index, config) for config in configs])
+            if not finalists:
+                break
+            if index + 1 < len(found):
+                finalists = rematch(layer, sets, finalists)
+        winners += finalists
     if not winners:
         raise RuntimeError(f"tune: no candidate runs for {layer.key} and {tokens} tokens.")
     known = by_cost(layer.key, tokens)
@@ -289,10 +237,10 @@ def rematch(layer: TrialLayer, sets: Sequence[Inputs], plans_found: list[Plan], 
 
 
 def jobs_for(key: LayerKey, tokens: Iterable[int]) -> Iterator[tuple[LayerKey, int, Plan]]:
-    """Everything `tune` will launch. GEMM 2 tiles ride along with GEMM 1's, so that no kernel is compiled twice."""
+    """Everything `tune` will launch. All configs are tried at once, so that no kernel is compiled twice."""
     for count in tokens:
         yield key, count, by_cost(key, count)
-        for first, second in (candidates(key, count), small_candidates(key, count)):
-            for i in range(max(len(first), len(second))):
-                plan = first[min(i, len(first) - 1)]
-                yield key, count, replace(plan, down=second[min(i, len(second) - 1)])
+        for start, found in searches(key, count):
+            for i in range(max(map(len, found))):
+                configs = tuple(of_config[min(i, len(of_config) - 1)] for of_config in found)
+                yield key, count, replace(start, configs=configs)

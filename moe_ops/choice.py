@@ -8,9 +8,9 @@ from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any
 
-from meta.calls import Call
+from meta.calls import Call, LayerCall
 from meta.dims import Problem
-from moe_ops import backends
+from moe_ops import backends, plans
 from moe_ops.runtime import Chosen
 
 _VARIABLE = "MOE_OPS_BACKEND"
@@ -31,12 +31,15 @@ def _environment_backend() -> str | None:
 DEFAULT_BACKEND = _environment_backend()
 
 
-def choose(problem: Problem, requested: str | None = None, op: str = "fused_experts") -> ModuleType:
+def choose(
+    problem: Problem, requested: str | None = None, op: str = "fused_experts", fastest: str | None = None
+) -> ModuleType:
     """The backend module that runs ``op`` on ``problem``.
 
-    Without a request the first backend of :data:`moe_ops.backends.BACKENDS` that implements ``op`` and does not refuse;
-    with one, that backend or an error: a request never falls back. ``MOE_OPS_BACKEND`` is a request for every call
-    that makes none, of the operators that the backend implements; the others are chosen for as if it were not set.
+    Without a request the first backend that implements ``op`` and does not refuse: ``fastest``, if something measured
+    that, then in the order of :data:`moe_ops.backends.BACKENDS`; with one, that backend or an error: a request never
+    falls back. ``MOE_OPS_BACKEND`` is a request for every call that makes none, of the operators that the backend
+    implements; the others are chosen for as if it were not set.
 
     Raises:
         ValueError: unknown name, or every candidate refused; the message lists each refusal.
@@ -45,8 +48,8 @@ def choose(problem: Problem, requested: str | None = None, op: str = "fused_expe
     if by_variable:
         requested = DEFAULT_BACKEND
     if problem.has_symbols:
-        return _choose(problem, requested, op, by_variable)
-    return _choose_cached(problem, requested, op, by_variable)
+        return _choose(problem, requested, op, by_variable, fastest)
+    return _choose_cached(problem, requested, op, by_variable, fastest)
 
 
 def _bound_by_variable(name: str, op: str) -> bool:
@@ -57,11 +60,14 @@ def _bound_by_variable(name: str, op: str) -> bool:
     return isinstance(module, str) or hasattr(module, op)
 
 
-def _choose(problem: Problem, requested: str | None, op: str, by_variable: bool = False) -> ModuleType:
+def _choose(
+    problem: Problem, requested: str | None, op: str, by_variable: bool = False, fastest: str | None = None
+) -> ModuleType:
     if requested is not None and requested not in backends.BACKENDS:
         raise ValueError(f"{op}: backend must be one of {sorted(backends.BACKENDS)}, got {requested!r}.")
     refusals = []
     considered = [name for name, row in backends.BACKENDS.items() if row.device is not None]
+    considered.sort(key=lambda name: name != fastest)
     for name in considered if requested is None else (requested,):
         reason = _refusal(name, problem, requested, op)
         if isinstance(reason, ModuleType):
@@ -107,7 +113,10 @@ def chosen(call: Call) -> Chosen:
     A layer that a requested backend has only products of is composed: every stage by that backend if it has it and does
     not refuse, else by the one that is chosen without a request.
     """
-    module = choose(call.problem, call.backend, call.op)
+    fastest = None
+    if call.backend is None and isinstance(call, LayerCall):
+        fastest = plans.fastest_backend(call.problem, call.device)
+    module = choose(call.problem, call.backend, call.op, fastest)
     function = getattr(module, call.op, None)
     if function is not None:
         return function, getattr(module, "record", None)

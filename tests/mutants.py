@@ -54,6 +54,7 @@ TESTS: tuple[tuple[str, str], ...] = (
                         "tests/ops/test_opcheck.py"),
     ("meta/*", "tests/meta tests/ops/test_validation.py tests/ops/test_experts_numerics.py"),
     ("moe_ops/backends/triton.py", "tests/interpreted/test_backend.py"),
+    ("moe_ops/backends/triton_plans.py", "tests/ops/test_plans.py"),
     ("moe_ops/backends/cpu.py", "tests/ops/test_experts_numerics.py tests/ops/test_cpu_layout.py "
                                 "tests/ops/test_opcheck.py"),
     ("moe_ops/backends/*", "tests/ops/test_experts_numerics.py tests/ops/test_choice.py tests/ops/test_opcheck.py"),

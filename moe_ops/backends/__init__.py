@@ -10,10 +10,12 @@ does not have is composed around what it has (:func:`moe_ops.layer.composed`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -25,17 +27,21 @@ class Backend:
         module: import path.
         device: type of the tensors that it is considered for, so that a process without a GPU imports no compiler for
             one; None for a backend that is reachable by name only.
+        plans: import path of what its layers can be told: ``SEQUENCES`` (name -> types of the configs, named tuples),
+            ``cheapest(key, tokens, gpu, sm) -> Plan`` where nothing was measured, and for the tuner ``candidates(key,
+            tokens)`` (sequence -> what to time for each config; its module then has ``run_plan``). None: nothing.
     """
 
     name: str
     module: str
     device: str | None
+    plans: str | None = None
 
 
 BACKENDS: dict[str, Backend] = {
     row.name: row
     for row in (
-        Backend("triton", "moe_ops.backends.triton", "cuda"),
+        Backend("triton", "moe_ops.backends.triton", "cuda", plans="moe_ops.backends.triton_plans"),
         Backend("cpu", "moe_ops.backends.cpu", "cpu"),
         Backend("reference", "moe_ops.reference", None),
     )
@@ -49,3 +55,16 @@ def load(name: str) -> ModuleType | str:
         return import_module(BACKENDS[name].module)
     except ImportError as error:
         return f"cannot be imported: {error}"
+
+
+def sequences(name: str) -> Mapping[str, tuple[type[Any], ...]]:
+    """The sequences that plans of a backend may name, with the types of their configs; empty if there is none such."""
+    row = BACKENDS.get(name)
+    return {} if row is None or row.plans is None else import_module(row.plans).SEQUENCES
+
+
+def tunable() -> Iterator[tuple[str, ModuleType]]:
+    """(name, module of the plans) of every backend for GPUs that can be tuned, in order of preference."""
+    for row in BACKENDS.values():
+        if row.device == "cuda" and row.plans is not None:
+            yield row.name, import_module(row.plans)

@@ -22,9 +22,9 @@ from meta.calls import (
     WgradCall,
 )
 from meta.dims import Problem
-from meta.operands import Glu
+from meta.operands import Glu, Operand
 from meta.schemes import SCHEMES
-from moe_ops import plans
+from moe_ops.backends import triton_plans
 from moe_ops.kernels.triton import act_quant, batched_io, combine, permute, topk, wgrad
 from moe_ops.kernels.triton.expert_mm import batched_mm as launch_batched_mm
 from moe_ops.kernels.triton.expert_mm import grouped_mm as launch_grouped_mm
@@ -32,9 +32,9 @@ from moe_ops.kernels.triton.launch import ExpertMM
 from moe_ops.kernels.triton.layer import Layer, fit, gpu_of, pdl_launches
 from moe_ops.kernels.triton.record import Recorder
 from moe_ops.kernels.triton.util import INTERPRETED, unit_stride
-from moe_ops.plans import LayerKey
+from moe_ops.plans import LayerKey, Plan, bucket
 
-NAME = "triton"
+NAME = triton_plans.NAME
 SERVED_SCHEMES = frozenset({"bf16", "fp16", "fp32", "fp8_block128"})
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -114,9 +114,9 @@ def _gemm(call: GemmCall, **epilogue: Any) -> tuple[Tensor, Tensor]:
     scales = call.x.scales
     mm = ExpertMM(call.weight, call.out_dtype, bias=call.bias, rows_scale=scales[0] if scales else None, **epilogue)
     problem = call.problem
-    column = plans.product(problem.scheme, first=mm.activation is not None, gathered=False)
-    sizes = (mm.num_experts, plans.bucket(int(problem.M)), mm.out_features * (2 if mm.glu else 1), mm.in_features)
-    tile = fit(plans.tile_for(problem.scheme, *sizes, *gpu_of(call.device), column), mm)
+    column = triton_plans.product(problem.scheme, first=mm.activation is not None, gathered=False)
+    sizes = (mm.num_experts, bucket(int(problem.M)), mm.out_features * (2 if mm.glu else 1), mm.in_features)
+    tile = fit(triton_plans.tile_for(problem.scheme, *sizes, *gpu_of(call.device), column), mm)
     if problem.format == "batched":
         return launch_batched_mm(call.x.data.contiguous(), mm, call.extents, tile)
     return launch_grouped_mm(unit_stride(call.x.data), mm, call.extents, tile, num_rows=call.x.data.shape[0])
@@ -151,17 +151,35 @@ def fused_experts(call: ExpertsCall) -> Tensor:
     return layer.run(plan, call.hidden_states, call.topk_weights, call.topk_ids)
 
 
-def _layer(call: LayerCall) -> tuple[Layer, plans.Plan]:
+def _layer(call: LayerCall) -> tuple[Layer, Plan]:
     """A layer's experts, and the plan for this many tokens."""
     problem, weights, dtype = call.problem, call.experts, call.out_dtype
     up = ExpertMM(weights.gate_up, dtype, up=weights.up, bias=weights.gate_up_bias, **_epilogue(weights.glu))
     down = ExpertMM(weights.down, dtype, bias=weights.down_bias)
-    tokens, hidden = call.hidden_states.data.shape
-    key = LayerKey(
-        problem.scheme, problem.format, up.num_experts, int(problem.K), hidden, up.out_features, problem.gated
-    )
-    plan = plans.plan_for(key, plans.bucket(tokens), *gpu_of(call.device))
+    plan = triton_plans.plan_for(LayerKey.of(problem), bucket(int(problem.T)), *gpu_of(call.device))
     return Layer(up, down, problem.scheme, call.expert_map, call.weight_on_input, call.capacity), plan
+
+
+def run_plan(
+    key: LayerKey,
+    plan: Plan,
+    weights: Sequence[Operand],
+    hidden_states: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    capacity: int,
+) -> Tensor:
+    """A layer by a plan, for the tuner.
+
+    Args:
+        weights: of the two projections; hidden_states: [T, H]; topk_weights, topk_ids: [T, K].
+        capacity: rows per expert of the batched format.
+    """
+    first, second = weights
+    up = ExpertMM(first, hidden_states.dtype, glu_layout="concat" if key.gated else "none", activation="silu")
+    layer = Layer(up, ExpertMM(second, hidden_states.dtype), key.scheme, capacity=capacity)
+    return layer.run(plan, Operand(hidden_states, None), topk_weights, topk_ids)
 
 
 def fused_moe(call: MoeCall) -> Tensor:
@@ -170,7 +188,7 @@ def fused_moe(call: MoeCall) -> Tensor:
     plain = call.hidden_states.scheme is None and not call.weight_on_input
     if plain and topk.is_few(tokens, options.top_k, experts):
         layer, plan = _layer(call)
-        if plan.path == "grouped" or (plan.path == "small" and layer.quantizes):
+        if plan.sequence == "grouped" or (plan.sequence == "small" and layer.quantizes):
             routing = options._asdict()
             return layer.run_routed(plan, call.hidden_states.data, logits, call.route.correction_bias, **routing)
     return fused_experts(call.routed(*fused_topk(call.route)))

@@ -15,12 +15,12 @@ from benchmarks import tiles
 from benchmarks.__main__ import main
 from benchmarks.results import ResultFile
 from meta.cost import TileCost, Work, product_us
-from moe_ops import plans
+from moe_ops.backends import triton_plans
 from moe_ops.kernels.triton.config import MMConfig
 
 COMMITTED = Path(tiles.__file__).parent / "comparisons" / "h200-tiles.json"
 TINY = "16x2x256x128"
-TALL, WIDE = (plans.FAMILIES["plain"][number].tile for number in (0, 5))
+TALL, WIDE = (triton_plans.FAMILIES["plain"][number].tile for number in (0, 5))
 COSTS = [
     (TALL, TileCost(16, 128, 3.9, 0.8, 4.4, 2, 5.2, 64, 9.0)),
     (WIDE, TileCost(128, 256, 3.1, 2.2, 13.0, 1, 6.6)),
@@ -41,15 +41,15 @@ def test_fit_predicts_what_it_was_made_from(outliers: int, tile: MMConfig, known
 
 
 def test_constants_are_printed_as_families_has_them() -> None:
-    rows = [row for family in plans.FAMILIES.values() for row in family]
-    names = {name: getattr(plans, name) for name in ("_family", "_gathered", "_streamed")}
+    rows = [row for family in triton_plans.FAMILIES.values() for row in family]
+    names = {name: getattr(triton_plans, name) for name in ("_family", "_gathered", "_streamed")}
     assert [eval(tiles.family(*row), names) for row in rows] == rows
 
 
 def test_regret_is_of_tiles_timed_together() -> None:
     """Tiles are picked as by plans, which do not know the routing; a single tile of a case has no regret."""
     head = {"shape": "qwen3", "scheme": "bf16", "gemm": "up"}
-    document, low = {"shapes": {"qwen3": [128, 8, 2048, 768]}}, plans.FAMILIES["plain"][1].tile
+    document, low = {"shapes": {"qwen3": [128, 8, 2048, 768]}}, triton_plans.FAMILIES["plain"][1].tile
 
     def row(T: int, routing: str, tile: MMConfig, us: float, **more: int) -> dict[str, Any]:
         return {**head, "T": T, "routing": routing, "tile": tile, "us": us, **more}
@@ -70,7 +70,8 @@ def test_committed_times_are_what_families_says() -> None:
     for row in document["rows"]:
         tile = MMConfig(*row["tile"])
         key = row["scheme"], row["gemm"], tile
-        (cost,) = (getattr(family, key[1]) for family in plans.FAMILIES[tiles.KINDS[key[0]]] if family.tile == tile)
+        families = triton_plans.FAMILIES[tiles.KINDS[key[0]]]
+        (cost,) = (getattr(family, key[1]) for family in families if family.tile == tile)
         us = product_us(tiles.work_of(document, row, row["routing"]), cost, 132)
         errors.setdefault(key, []).append(abs(math.log(us / row["us"])))
     wanted = {(scheme, gemm, tile) for scheme, gemm in CASES for tile in tiles.tiles_of(scheme, gemm)}
@@ -110,7 +111,7 @@ def test_every_tile_is_timed_in_every_case(tmp_path: Path, monkeypatch: pytest.M
     shapes, path = tiles.parse_layers(TINY), tmp_path / "tiles.json"
     results = ResultFile(path, "tiles", tiles.METHOD, commit="0", shapes={TINY: [16, 2, 256, 128]})
     tiles.run(shapes, [256], tiles.KINDS, results)
-    planned = {(key.scheme, name, getattr(plan, name)) for key, _, plan in jobs for name in tiles.GEMMS}
+    planned = {(key.scheme, *pair) for key, _, plan in jobs for pair in zip(tiles.GEMMS, plan.configs, strict=True)}
     assert planned == {(scheme, gemm, tile) for scheme, gemm in CASES for tile in tiles.tiles_of(scheme, gemm)}
     assert tiles.input_sets(256) == 2
     chosen = [choose(shapes[0]) for choose in tiles.EXPERTS.values()]
@@ -163,4 +164,4 @@ def test_a_file_is_fitted_and_the_constants_printed(tmp_path: Path, capsys: pyte
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("fp8_block128 up uniform: picked / best 1.0")
     assert printed[2] == '"scaled": (  # fp8_block128' and printed[-1] == "),"
-    assert len(printed) == 4 + len(plans.FAMILIES["scaled"])
+    assert len(printed) == 4 + len(triton_plans.FAMILIES["scaled"])

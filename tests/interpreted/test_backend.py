@@ -12,6 +12,7 @@ from meta.routing import route as route_pairs
 from meta.schemes import SCHEMES
 from moe_ops import choice, plans, reference
 from moe_ops.backends import triton as backend
+from moe_ops.backends import triton_plans
 from moe_ops.kernels.triton import layer, small, topk
 from moe_ops.kernels.triton.config import MMConfig, SmallConfig
 from moe_ops.ops import parse
@@ -24,9 +25,9 @@ FP8_TILE = MMConfig(16, 256, 128, 2, 4, 2, a_tma=True, w_tma=True)
 SMALL = SmallConfig(16, 128, 4)
 FP8_SMALL = SmallConfig(64, 128, 4)  # no more programs than edges need: the interpreter pays for each
 PLANS = {
-    "small": plans.Plan("small", SMALL, SMALL),
-    "grouped": plans.Plan("grouped", TILE, TILE),
-    "batched": plans.Plan("batched", TILE, TILE),
+    "small": triton_plans.plan("small", SMALL, SMALL),
+    "grouped": triton_plans.plan("grouped", TILE, TILE),
+    "batched": triton_plans.plan("batched", TILE, TILE),
 }
 
 
@@ -53,7 +54,7 @@ def gold(arguments: list[Any], options: dict[str, Any]) -> torch.Tensor:
 @pytest.fixture
 def plan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Force one path, whatever the rule would choose."""
-    monkeypatch.setattr(plans, "plan_for", lambda *_: PLANS[request.param])
+    monkeypatch.setattr(triton_plans, "plan_for", lambda *_: PLANS[request.param])
     return request.param
 
 
@@ -143,16 +144,16 @@ def test_transposed_weights(plan):
 
 def test_batched_overflow_drops_the_same_pairs_as_the_reference(monkeypatch):
     torch.manual_seed(6)
-    monkeypatch.setattr(plans, "plan_for", lambda *_: PLANS["batched"])
+    monkeypatch.setattr(triton_plans, "plan_for", lambda *_: PLANS["batched"])
     arguments, options = case(T=12)
     options |= {"format": "batched", "capacity": 3}
     assert_rounded(moe_ops.fused_experts(*arguments, backend="triton", **options), gold(arguments, options))
 
 
 FP8_FORMS = {
-    "small": plans.Plan("small", FP8_SMALL, FP8_SMALL._replace(block_n=128)),
-    "grouped": plans.Plan("grouped", FP8_TILE, FP8_TILE._replace(block_n=64)),
-    "batched": plans.Plan("batched", FP8_TILE, FP8_TILE._replace(block_n=64)),
+    "small": triton_plans.plan("small", FP8_SMALL, FP8_SMALL._replace(block_n=128)),
+    "grouped": triton_plans.plan("grouped", FP8_TILE, FP8_TILE._replace(block_n=64)),
+    "batched": triton_plans.plan("batched", FP8_TILE, FP8_TILE._replace(block_n=64)),
 }
 
 
@@ -160,7 +161,7 @@ FP8_FORMS = {
 def test_fp8_block128(form, monkeypatch):
     torch.manual_seed(7)
     scheme, T, hidden, inter = SCHEMES["fp8_block128"], 5, 256, 192
-    monkeypatch.setattr(plans, "plan_for", lambda *_: FP8_FORMS[form])
+    monkeypatch.setattr(triton_plans, "plan_for", lambda *_: FP8_FORMS[form])
     x = torch.randn(T, hidden, dtype=torch.bfloat16)
     w1, s1 = scheme.quantize(torch.randn(E, 2 * inter, hidden) * 0.1)
     w2, s2 = scheme.quantize(torch.randn(E, hidden, inter) * 0.1)
@@ -180,7 +181,7 @@ def test_fp8_of_few_tokens_at_sizes_that_fill_no_block(top_k, hidden, inter, glu
     """
     torch.manual_seed(14)
     key = plans.LayerKey("fp8_block128", "grouped", 8, top_k, hidden, inter, glu != "none")
-    monkeypatch.setattr(plans, "plan_for", lambda *_: plans.Plan("small", *plans.small_tiles(key)))
+    monkeypatch.setattr(triton_plans, "plan_for", lambda *_: triton_plans.plan("small", *triton_plans.small_tiles(key)))
     ran, experts = [], small.small_experts
     monkeypatch.setattr(small, "small_experts", lambda *a, **named: ran.append(1) or experts(*a, **named))
     scheme = SCHEMES["fp8_block128"]
@@ -206,11 +207,11 @@ def test_every_form_of_a_weight(name, path, loads, monkeypatch):
     layer = VARIANTS[name].build()
     tma = loads == "descriptors"
     if path == "small":
-        tiles = FP8_FORMS["small"].up, FP8_FORMS["small"].down
+        tiles = FP8_FORMS["small"].configs
     else:
         tile = (FP8_TILE if name.startswith("fp8") else TILE)._replace(a_tma=tma, w_tma=tma)
         path, tiles = "batched" if layer.options.get("format") == "batched" else path, (tile, tile)
-    monkeypatch.setattr(plans, "plan_for", lambda *_: plans.Plan(path, *tiles))
+    monkeypatch.setattr(triton_plans, "plan_for", lambda *_: triton_plans.plan(path, *tiles))
     t = layer.tensors
     if t["up_proj"] is not None and tma:
         t["gate_up_proj"] = t["gate_up_proj"].clone(memory_format=torch.preserve_format)  # may change which is lower
@@ -252,7 +253,7 @@ def test_stage_operators_chain_to_the_whole(name):
 @pytest.mark.parametrize("few", [True, False], ids=["one_kernel", "two_kernels"])
 def test_fused_moe_equals_topk_then_experts(few, monkeypatch):
     torch.manual_seed(9)
-    monkeypatch.setattr(plans, "plan_for", lambda *_: PLANS["grouped"])
+    monkeypatch.setattr(triton_plans, "plan_for", lambda *_: PLANS["grouped"])
     monkeypatch.setattr(topk, "is_few", lambda *_: few)
     (x, w1, w2, _, _), _ = case()
     logits = torch.randn(7, E)
@@ -279,7 +280,7 @@ def test_few_tokens_with_the_weight_on_their_input(plan):
 @pytest.mark.parametrize("capacity", [3, 4, 5])
 def test_capacity_one_short_exactly_full_and_with_room(capacity, monkeypatch):
     torch.manual_seed(13)
-    monkeypatch.setattr(plans, "plan_for", lambda *_: PLANS["batched"])
+    monkeypatch.setattr(triton_plans, "plan_for", lambda *_: PLANS["batched"])
     arguments, _ = case(T=4)
     arguments[4] = torch.full((4, 3), -1, dtype=torch.int32)
     arguments[4][:, 1] = 2  # four pairs of one expert
@@ -352,16 +353,15 @@ def test_there_are_tiles_for_every_size(scheme, format, gated):
     """Whole scale groups wherever there are enough columns; and no tile that a Hopper could not hold."""
     for tokens in (1, 2, 16, 256, 4096, 65536):
         for sm in (80, 90, 100):
-            plan = plans.cheapest(plans.LayerKey(scheme, format, 64, 4, 2048, 1024, gated), tokens, "a GPU", sm)
-            if plan.path == "small":
+            plan = triton_plans.cheapest(plans.LayerKey(scheme, format, 64, 4, 2048, 1024, gated), tokens, "a GPU", sm)
+            if plan.sequence == "small":
                 continue
             element = 4 if scheme == "fp32" else 1 if scheme.startswith("fp8") else 2
-            assert all(
-                (t.block_m + t.block_n) * t.block_k * element * t.num_stages < 227 * 1024 for t in (plan.up, plan.down)
-            )
-            assert sm >= 90 or not (plan.up.a_tma or plan.up.w_tma)
+            for tile in plan.configs:
+                assert (tile.block_m + tile.block_n) * tile.block_k * element * tile.num_stages < 227 * 1024
+                assert sm >= 90 or not (tile.a_tma or tile.w_tma)
             if scheme.startswith("fp8") and tokens >= 256:
-                assert plan.up.block_n == (256 if gated else 128)
+                assert plan.configs[0].block_n == (256 if gated else 128)
 
 
 PASSES: dict[str, dict[str, Any]] = {
@@ -373,7 +373,7 @@ PASSES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", PASSES)
 def test_passes_of_a_long_batch_are_the_whole(name: str, monkeypatch: pytest.MonkeyPatch):
     """Tokens in three passes, the last one shorter: the bits of one pass."""
-    monkeypatch.setattr(plans, "plan_for", lambda *_: PLANS["grouped"])
+    monkeypatch.setattr(triton_plans, "plan_for", lambda *_: PLANS["grouped"])
     arguments, options = case(14, dtype=torch.bfloat16, **PASSES[name])
     whole = moe_ops.fused_experts(*arguments, backend="triton", **options)
     monkeypatch.setattr(layer, "tokens_per_pass", lambda *_: 6)
@@ -382,7 +382,9 @@ def test_passes_of_a_long_batch_are_the_whole(name: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("stored", [False, True], ids=["tokens", "stored_tokens"])
 def test_passes_of_a_long_fp8_batch_are_the_whole(stored: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(plans, "plan_for", lambda *_: plans.Plan("grouped", FP8_TILE, FP8_TILE._replace(block_n=128)))
+    monkeypatch.setattr(
+        triton_plans, "plan_for", lambda *_: triton_plans.plan("grouped", FP8_TILE, FP8_TILE._replace(block_n=128))
+    )
     arguments, options = case(14, dtype=torch.bfloat16)
     scheme = SCHEMES["fp8_block128"]
     for place, name in ((1, "gate_up_scales"), (2, "down_scales")):

@@ -8,7 +8,7 @@ import torch
 import moe_ops
 from meta.routing import ROUTINGS
 from meta.schemes import SCHEMES
-from moe_ops import plans
+from moe_ops.backends import triton_plans
 from moe_ops.kernels.triton.config import MMConfig, SmallConfig
 from tests.ops.nan_cases import (
     BAD,
@@ -30,12 +30,12 @@ SMALL = SmallConfig(16, 32, 4)
 POINTERS = MMConfig(16, 32, 32, 2, 4, 2, a_tma=False, w_tma=False)
 TMA = POINTERS._replace(a_tma=True, w_tma=True)
 PLANS = {
-    "small": plans.Plan("small", SMALL, SMALL),
-    "grouped": plans.Plan("grouped", TMA, TMA),
-    "grouped_pointers": plans.Plan("grouped", POINTERS, POINTERS),
-    "batched": plans.Plan("batched", TMA, TMA),
-    "batched_full": plans.Plan("batched", TMA, TMA),
-    "batched_overflow": plans.Plan("batched", POINTERS, POINTERS),
+    "small": triton_plans.plan("small", SMALL, SMALL),
+    "grouped": triton_plans.plan("grouped", TMA, TMA),
+    "grouped_pointers": triton_plans.plan("grouped", POINTERS, POINTERS),
+    "batched": triton_plans.plan("batched", TMA, TMA),
+    "batched_full": triton_plans.plan("batched", TMA, TMA),
+    "batched_overflow": triton_plans.plan("batched", POINTERS, POINTERS),
 }
 every_path = pytest.mark.parametrize("path", PLANS)
 
@@ -50,7 +50,7 @@ def few_tokens(dtype=torch.float32, H=40, I=24):
 @pytest.fixture
 def forced(path, monkeypatch):
     """Force one path, whatever the rule would choose; returns its options for a layer."""
-    monkeypatch.setattr(plans, "plan_for", lambda *_: PLANS[path])
+    monkeypatch.setattr(triton_plans, "plan_for", lambda *_: PLANS[path])
 
     def options(layer):
         if not path.startswith("batched"):
@@ -89,8 +89,8 @@ def test_experts_with_the_weight_on_the_input(path, forced, poisoned):
 def test_quantising_experts(path, forced, monkeypatch, poisoned):
     tile = MMConfig(16, 256, 128, 2, 4, 2, a_tma=False, w_tma=True)
     small = SmallConfig(64, 128, 4)
-    plan = plans.Plan(path.removesuffix("_full"), *((small, small) if path == "small" else (tile, tile)))
-    monkeypatch.setattr(plans, "plan_for", lambda *_: plan)
+    plan = triton_plans.plan(path.removesuffix("_full"), *((small, small) if path == "small" else (tile, tile)))
+    monkeypatch.setattr(triton_plans, "plan_for", lambda *_: plan)
     layer = few_tokens(H=160, I=160)
     scales = {}
     for name in ("gate_up", "down"):

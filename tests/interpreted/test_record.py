@@ -12,6 +12,8 @@ import torch
 
 import moe_ops
 from moe_ops import plans
+from moe_ops.backends import triton_plans
+from moe_ops.backends.triton_plans import plan
 from moe_ops.kernels.triton import record
 from moe_ops.kernels.triton.config import MMConfig, SmallConfig
 from moe_ops.ops import LAUNCHERS
@@ -37,21 +39,24 @@ def layer(T: int = 5, scheme: str | None = None, dtype: torch.dtype = torch.floa
 
 
 LAYERS: dict[str, tuple[plans.Plan, Callable[[], dict[str, Any]]]] = {
-    "small": (plans.Plan("small", SMALL, SMALL), lambda: layer(1)),
-    "grouped": (plans.Plan("grouped", TILE, TILE), layer),
-    "stream": (plans.Plan("grouped", TALL, TALL), lambda: layer(9)),
-    "sorted": (plans.Plan("grouped", TILE, TILE), lambda: layer(17)),
-    "weight_on_input": (plans.Plan("grouped", TILE, TILE), lambda: layer(weight_on_input=True)),
-    "expert_map": (plans.Plan("grouped", TILE, TILE), lambda: layer(expert_map=torch.tensor([1, 0, -1, 2]))),
+    "small": (plan("small", SMALL, SMALL), lambda: layer(1)),
+    "grouped": (plan("grouped", TILE, TILE), layer),
+    "stream": (plan("grouped", TALL, TALL), lambda: layer(9)),
+    "sorted": (plan("grouped", TILE, TILE), lambda: layer(17)),
+    "weight_on_input": (plan("grouped", TILE, TILE), lambda: layer(weight_on_input=True)),
+    "expert_map": (plan("grouped", TILE, TILE), lambda: layer(expert_map=torch.tensor([1, 0, -1, 2]))),
     "biases": (
-        plans.Plan("grouped", TILE, TILE),
+        plan("grouped", TILE, TILE),
         lambda: layer(gate_up_bias=torch.randn(E, 2 * I), down_bias=torch.randn(E, H)),
     ),
-    "batched": (plans.Plan("batched", TILE, TILE), lambda: layer(format="batched")),
-    "capacity": (plans.Plan("batched", TILE, TILE), lambda: layer(17, format="batched", capacity=3)),
-    "fp8": (plans.Plan("grouped", FP8_TILE, FP8_SECOND), lambda: layer(scheme="fp8_block128", dtype=torch.bfloat16)),
+    "batched": (plan("batched", TILE, TILE), lambda: layer(format="batched")),
+    "capacity": (plan("batched", TILE, TILE), lambda: layer(17, format="batched", capacity=3)),
+    "fp8": (
+        plan("grouped", FP8_TILE, FP8_SECOND),
+        lambda: layer(scheme="fp8_block128", dtype=torch.bfloat16),
+    ),
     "fp8_batched": (
-        plans.Plan("batched", FP8_TILE, FP8_SECOND),
+        plan("batched", FP8_TILE, FP8_SECOND),
         lambda: layer(scheme="fp8_block128", dtype=torch.bfloat16, format="batched"),
     ),
 }
@@ -59,8 +64,8 @@ LAYERS: dict[str, tuple[plans.Plan, Callable[[], dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(name: str, monkeypatch: pytest.MonkeyPatch, reasons: list[str | None]):
-    plan, build = LAYERS[name]
-    monkeypatch.setattr(plans, "plan_for", lambda *_: plan)
+    chosen, build = LAYERS[name]
+    monkeypatch.setattr(triton_plans, "plan_for", lambda *_: chosen)
     for _ in range(2):
         moe_ops.fused_moe(**build(), backend="triton")
     changed = build()

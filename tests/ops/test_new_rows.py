@@ -13,7 +13,7 @@ import torch
 import moe_ops
 from meta.activations import ACTIVATIONS, Activation
 from meta.schemes import SCHEMES, WHOLE, QuantScheme, Scale, per_element
-from moe_ops import backends, choice, reference
+from moe_ops import backends, choice, plans, reference
 from moe_ops.backends import cpu
 from tests.ops.errors import assert_accurate
 from tests.ops.layers import VARIANTS, Layer, Variant, dense_formula, plain_result
@@ -182,3 +182,18 @@ def test_without_a_request_its_place_in_the_table_counts(products: list[str]) ->
     finally:
         backends.BACKENDS.clear()
         backends.BACKENDS.update({**others, "products": row})
+
+
+@pytest.mark.parametrize("tokens", [3, 4], ids=["serves", "refuses"])
+def test_the_backend_that_measured_fastest_goes_first(
+    tokens: int, products: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it is the last of the table; where it refuses, the others are asked as ever."""
+    module: Any = sys.modules["products_of_the_test"]
+    module.fused_experts = lambda call: products.append("fused_experts") or cpu.fused_experts(call)
+    module.refuses = lambda problem: "not today" if problem.T == 4 else None
+    monkeypatch.setattr(plans, "fastest_backend", lambda problem, device: "products")
+    layer = VARIANTS["plain"].build()
+    x, up, down, weights, ids = layer.args()[:5]
+    moe_ops.fused_experts(x[:tokens], up, down, weights[:tokens], ids[:tokens])
+    assert products == (["fused_experts"] if tokens == 3 else [])

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from meta.arch import lookup
 from meta.schemes import SCHEMES
-from moe_ops import plans
-from moe_ops.kernels.triton.config import MMConfig, SmallConfig
+from moe_ops import backends, plans
+from moe_ops.backends import triton_plans
+from moe_ops.kernels.triton.config import MMConfig
 
 TILE = MMConfig(16, 32, 32, 2, 4, 2, a_tma=True, w_tma=True)
 FILES = sorted(plans.CONFIG_DIR.glob("*.json"))
@@ -21,7 +24,7 @@ FILES = sorted(plans.CONFIG_DIR.glob("*.json"))
 @pytest.fixture(autouse=True)
 def _fresh_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(plans, "user_directory", lambda: tmp_path)
-    for table in (plans.tuned, plans.plan_for):
+    for table in (plans.tuned, plans.measured, triton_plans.plan_for):
         table.cache_clear()
 
 
@@ -33,13 +36,11 @@ def test_shipped_plans_fit_their_gpu(path: Path) -> None:
     for key, rows in plans.tuned(gpu).items():
         element = SCHEMES[key.split()[0]].weight_dtype.itemsize
         for plan in rows.values():
-            assert plan.path in ("small", "grouped", "batched")
-            for tile in (plan.up, plan.down):
+            assert tuple(map(type, plan.configs)) == backends.sequences(plan.backend)[plan.sequence]
+            for tile in plan.configs:
                 if isinstance(tile, MMConfig):
                     used = (tile.block_m + tile.block_n) * tile.block_k * element * tile.num_stages
                     assert used <= shared_bytes, (key, tile)
-                else:
-                    assert tile is None or isinstance(tile, SmallConfig)
 
 
 KEY = plans.LayerKey("bf16", "grouped", 7, 2, 512, 256, True)
@@ -57,93 +58,105 @@ def test_a_bucket_is_half_an_octave(tokens: int) -> None:
 
 
 def test_a_measured_plan_serves_half_an_octave_to_either_side(tmp_path: Path) -> None:
-    write(tmp_path / "a_gpu.json", {tokens: plans.Plan("grouped", TILE, TILE, us=float(tokens)) for tokens in (4, 64)})
-    chosen = [plans.plan_for(KEY, plans.bucket(tokens), "a gpu", 90).us for tokens in (1, 3, 4, 5, 23, 48, 64, 90, 128)]
+    made = {tokens: triton_plans.plan("grouped", TILE, TILE, us=float(tokens)) for tokens in (4, 64)}
+    write(tmp_path / "a_gpu.json", made)
+    tokens = (1, 3, 4, 5, 23, 48, 64, 90, 128)
+    chosen = [triton_plans.plan_for(KEY, plans.bucket(T), "a gpu", 90).us for T in tokens]
     assert chosen == [None, 4, 4, 4, None, 64, 64, 64, None]
-    assert plans.plan_for(KEY, plans.bucket(23), "a gpu", 90) == plans.cheapest(KEY, 23, "a gpu", 90)
+    assert triton_plans.plan_for(KEY, plans.bucket(23), "a gpu", 90) == triton_plans.cheapest(KEY, 23, "a gpu", 90)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_plans_survive_being_written_and_read(path: Path) -> None:
     rows = [plan for row in plans.tuned(json.loads(path.read_text())["gpu"]).values() for plan in row.values()]
-    assert {plan.path for plan in rows} >= {"small", "grouped", "batched"}
+    assert {plan.sequence for plan in rows} >= {"small", "grouped", "batched"}
     for plan in rows:
         assert plans.Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
 def cheapest(tokens: int, scheme: str = "bf16", sm: int = 90, gpu: str = "NVIDIA H200", **sizes: Any) -> plans.Plan:
     made = {"E": 8, "K": 2, "H": 512, "I": 256, "gated": True, "format": "grouped", **sizes}
-    return plans.cheapest(plans.LayerKey(scheme=scheme, **made), tokens, gpu, sm)
+    return triton_plans.cheapest(plans.LayerKey(scheme=scheme, **made), tokens, gpu, sm)
 
 
 def test_the_cheapest_plan_follows_the_sizes() -> None:
-    assert cheapest(1).path == "small" and cheapest(1, format="batched").path == "batched"
-    assert cheapest(64).path == "grouped"
-    assert [cheapest(tokens, "fp32").up.block_m for tokens in (64, 65)] == [16, 64]
+    assert cheapest(1).sequence == "small" and cheapest(1, format="batched").sequence == "batched"
+    assert cheapest(64).sequence == "grouped"
+    assert [cheapest(tokens, "fp32").configs[0].block_m for tokens in (64, 65)] == [16, 64]
     for tokens in (64, 4096):
-        assert [cheapest(tokens, "fp8_block128", gated=gated).up.block_n for gated in (True, False)] == [256, 128]
-    assert [cheapest(4096, sm=sm).up.w_tma for sm in (80, 90)] == [False, True]
+        tiles = [cheapest(tokens, "fp8_block128", gated=gated).configs[0] for gated in (True, False)]
+        assert [tile.block_n for tile in tiles] == [256, 128]
+    assert [cheapest(4096, sm=sm).configs[0].w_tma for sm in (80, 90)] == [False, True]
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "fp8_block128"])
 def test_tiles_grow_with_an_experts_rows(scheme: str) -> None:
-    tiles = [cheapest(2**octave, scheme, E=64, K=4, H=4096, I=1024).up for octave in range(2, 16)]
+    tiles = [cheapest(2**octave, scheme, E=64, K=4, H=4096, I=1024).configs[0] for octave in range(2, 16)]
     heights = [max(tile.block_m, tile.tall_m) for tile in tiles if isinstance(tile, MMConfig)]
     assert heights == sorted(heights) and heights[0] == 16 and heights[-1] == 128
 
 
 def test_rows_that_are_gathered_cost_more_than_rows_by_descriptor() -> None:
     """GEMM 1 of the batched format, whose rows are sorted, has the tiles of GEMM 2; quantised, it has its own."""
-    assert plans.product("bf16", first=True, gathered=True) == "up"
-    assert plans.product("bf16", first=True, gathered=False) == plans.product("bf16", first=False, gathered=False)
-    assert plans.product("fp8_block128", first=True, gathered=False) == "up"
+    assert triton_plans.product("bf16", first=True, gathered=True) == "up"
+    assert triton_plans.product("bf16", first=True, gathered=False) == triton_plans.product(
+        "bf16", first=False, gathered=False
+    )
+    assert triton_plans.product("fp8_block128", first=True, gathered=False) == "up"
     sizes = {"E": 64, "K": 8, "H": 2048, "I": 1024}
-    gathered, batched = (cheapest(6000, format=format, **sizes).up for format in ("grouped", "batched"))
+    gathered, batched = (cheapest(6000, format=format, **sizes).configs[0] for format in ("grouped", "batched"))
     assert (gathered.block_m, gathered.tall_m) == (64, 128) and (batched.block_m, batched.tall_m) == (128, 0)
 
 
 def test_pairs_that_share_experts_are_sorted() -> None:
     """Of eight experts few tokens take all; of 512 eight tokens hardly share one, but T = 1 is small for both."""
     few, many = ({"E": E, "K": K, "H": 2048, "I": 1024} for E, K in ((8, 2), (512, 8)))
-    assert [cheapest(tokens, **few).path for tokens in (1, 8)] == ["small", "grouped"]
-    assert [cheapest(tokens, **many).path for tokens in (1, 4)] == ["small", "small"]
+    assert [cheapest(tokens, **few).sequence for tokens in (1, 8)] == ["small", "grouped"]
+    assert [cheapest(tokens, **many).sequence for tokens in (1, 4)] == ["small", "small"]
 
 
 def test_tiles_fit_the_gpu() -> None:
     for gpu, sm, kib in (("NVIDIA A100-SXM4-80GB", 80, 163), ("NVIDIA H200", 90, 227)):
         for tokens in (16, 300, 5000):
             plan = cheapest(tokens, gpu=gpu, sm=sm, H=4096, I=2048)
-            for tile in (plan.up, plan.down):
+            for tile in plan.configs:
                 assert (tile.block_m + tile.block_n) * tile.block_k * 2 * tile.num_stages <= kib * 1024
 
 
 def test_a_sequence_that_is_no_more_is_passed_over(tmp_path: Path) -> None:
-    """As an older version wrote it, beside one that still is."""
-    old = {"path": "torch_grouped", "up": None, "down": None, "us": 1.0}
-    rows = {"64": old, "512": plans.Plan("grouped", TILE, TILE, us=2.0).to_json()}
+    """As older versions wrote it, beside one that still is."""
+    old = {"path": "grouped", "up": TILE._asdict(), "down": TILE._asdict(), "us": 1.0}
+    gone = {"backend": "triton", "sequence": "torch_grouped", "configs": [], "us": 1.0}
+    rows = {
+        "64": old,
+        "128": gone,
+        "256": {**gone, "backend": "gone"},
+        "512": triton_plans.plan("grouped", TILE, TILE, us=2.0).to_json(),
+    }
     (tmp_path / plans.file_name("a gpu")).write_text(json.dumps({"plans": {str(KEY): rows, "another": {"64": old}}}))
-    assert [plans.plan_for(KEY, plans.bucket(tokens), "a gpu", 90).us for tokens in (64, 512)] == [None, 2.0]
+    assert [triton_plans.plan_for(KEY, plans.bucket(tokens), "a gpu", 90).us for tokens in (64, 128, 256, 512)] == [
+        None
+    ] * 3 + [2.0]
     assert plans.tuned("a gpu")["another"] == {}
 
 
 def test_where_a_user_measured_that_nothing_wins_no_shipped_plan_serves(tmp_path: Path) -> None:
     gpu, key = "NVIDIA H200", plans.LayerKey("fp8_block128", "grouped", 256, 8, 7168, 2048, True)
-    assert plans.plan_for(key, plans.bucket(256), gpu, 90).us is not None
+    assert triton_plans.plan_for(key, plans.bucket(256), gpu, 90).us is not None
     write(tmp_path / plans.file_name(gpu), {256: None}, key)
     plans.tuned.cache_clear()
-    plans.plan_for.cache_clear()
     assert 256 not in plans.tuned(gpu)[str(key)] and 512 in plans.tuned(gpu)[str(key)]
 
 
 def test_a_tall_tile_counts_where_memory_is_short() -> None:
     tile = MMConfig(16, 128, 128, 8, 4, 3, a_tma=False, w_tma=True, tall_m=128, tall_stages=3)
-    assert plans.fits(tile, 2, 227) and not plans.fits(tile, 2, 163)
-    assert plans.fits(tile._replace(tall_m=0, tall_stages=0), 2, 163)
+    assert triton_plans.fits(tile, 2, 227) and not triton_plans.fits(tile, 2, 163)
+    assert triton_plans.fits(tile._replace(tall_m=0, tall_stages=0), 2, 163)
 
 
 def test_a_file_of_plans_has_one_a_line(tmp_path: Path) -> None:
     path = tmp_path / "plans.json"
-    table = {"gpu": "a gpu", "plans": {"a key": {"4": plans.Plan("grouped", TILE, TILE).to_json(), "8": None}}}
+    table = {"gpu": "a gpu", "plans": {"a key": {"4": triton_plans.plan("grouped", TILE, TILE).to_json(), "8": None}}}
     plans.write(table, path)
     assert json.loads(path.read_text()) == table and len(path.read_text().splitlines()) == 9
 
@@ -151,6 +164,18 @@ def test_a_file_of_plans_has_one_a_line(tmp_path: Path) -> None:
 def test_a_users_own_plan_comes_first(tmp_path: Path) -> None:
     gpu = json.loads(FILES[0].read_text())["gpu"]
     key = plans.LayerKey("bf16", "grouped", 128, 8, 2048, 768, True)
-    mine = plans.Plan("grouped", TILE, TILE, us=1.0)
+    mine = triton_plans.plan("grouped", TILE, TILE, us=1.0)
     write(tmp_path / plans.file_name(gpu), {4096: mine}, key)
-    assert plans.plan_for(key, plans.bucket(4096), gpu, 90) == mine
+    assert triton_plans.plan_for(key, plans.bucket(4096), gpu, 90) == mine
+
+
+def test_a_measured_plan_names_its_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "gpu_of", lambda index: (f"gpu {index}", 90))
+    write(tmp_path / "gpu_1.json", {64: triton_plans.plan("grouped", TILE, TILE)})
+    sizes = {"scheme": KEY.scheme, "format": KEY.format, "E": 7, "K": 2, "H": 512, "I": 256, "gated": True}
+
+    def fastest(T: int, device: str) -> str | None:
+        return plans.fastest_backend(SimpleNamespace(**sizes, T=T), torch.device(device))
+
+    assert [fastest(64, "cuda:1"), fastest(64, "cuda:0"), fastest(8, "cuda:1")] == ["triton", None, None]
+    assert fastest(64, "cpu") is None

@@ -13,6 +13,8 @@ import torch
 
 from moe_ops import __main__ as command
 from moe_ops import autotune, plans
+from moe_ops.backends import triton_plans
+from moe_ops.backends.triton_plans import plan
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.plans import LayerKey, Plan
 
@@ -89,14 +91,14 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[i
             asked.append(1)  # only once
             raise KeyboardInterrupt
         asked.append(tokens)
-        return Plan("grouped", TILE, TILE, us=float(tokens)) if tokens < 32 else None
+        return plan("grouped", TILE, TILE, us=float(tokens)) if tokens < 32 else None
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Test GPU")
     monkeypatch.setattr(autotune, "TrialLayer", lambda key, device: SimpleNamespace(key=key))
     monkeypatch.setattr(autotune, "precompile", lambda jobs, processes: iter([(1, 1, "one that does not")]))
     monkeypatch.setattr(autotune, "tune", tune)
-    monkeypatch.setattr(autotune, "by_cost", lambda *_: Plan("grouped", TILE, TILE))
+    monkeypatch.setattr(autotune, "by_cost", lambda *_: plan("grouped", TILE, TILE))
     monkeypatch.setattr(plans, "user_directory", lambda: tmp_path)
     yield asked
 
@@ -112,7 +114,7 @@ def test_a_stopped_run_goes_on(measured: list[int], tmp_path: Path, capsys: pyte
     assert measured == [4, 8, 1, 16, 32]
     assert "2 plans measured, 2 were there" in capsys.readouterr().out
     plans.tuned.cache_clear()
-    assert plans.tuned("Test GPU")[key][16] == Plan("grouped", TILE, TILE, us=16.0)
+    assert plans.tuned("Test GPU")[key][16] == plan("grouped", TILE, TILE, us=16.0)
     assert 32 not in plans.tuned("Test GPU")[key]  # the plan by cost serves
     plans.tuned.cache_clear()
     assert command.main([*arguments, "--again"]) == 0
@@ -143,24 +145,21 @@ def test_candidates_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch, cost_us:
         return seen[-1] * (1 + 0.02 * len(seen))
 
     def run(plan: Plan, *inputs: Any) -> float:
-        if cost_us and plan.up == other:
-            return cost_us
-        return 100.0 - plan.up.num_stages - plan.down.num_stages
+        up, down = plan.configs
+        return cost_us if cost_us and up == other else 100.0 - up.num_stages - down.num_stages
 
     monkeypatch.setattr(autotune, "graph_us", heated)
-    monkeypatch.setattr(autotune, "candidates", lambda *_: ([Plan("grouped", tile, tiles[0]) for tile in tiles], tiles))
-    monkeypatch.setattr(autotune, "small_candidates", lambda *_: ([], []))
-    monkeypatch.setattr(autotune, "by_cost", lambda *_: Plan("grouped", other, other))
+    monkeypatch.setattr(triton_plans, "candidates", lambda *_: {"grouped": (tiles, tiles), "small": ([], [])})
+    monkeypatch.setattr(autotune, "by_cost", lambda *_: plan("grouped", other, other))
     layer = SimpleNamespace(key=None, run=run, inputs=lambda tokens, sets: [()])
     best = autotune.tune(layer, 4)
     if cost_us == 100.0:
-        assert (best.up.num_stages, best.down.num_stages) == (5, 5)
+        assert [tile.num_stages for tile in best.configs] == [5, 5]
     else:
         assert best is None
 
 
 def test_no_candidate_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autotune, "candidates", lambda *_: ([], []))
-    monkeypatch.setattr(autotune, "small_candidates", lambda *_: ([], []))
+    monkeypatch.setattr(triton_plans, "candidates", lambda *_: {"grouped": ([], [])})
     with pytest.raises(RuntimeError, match="no candidate runs"):
         autotune.tune(SimpleNamespace(key="a layer", inputs=lambda tokens, sets: []), 4)

@@ -12,6 +12,7 @@ from meta.cost import tokens_per_pass
 from meta.operands import Operand
 from meta.schemes import SCHEMES
 from moe_ops import plans
+from moe_ops.backends import triton_plans
 from moe_ops.kernels.triton import act_quant, batched_io, combine, permute, route, small
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.expert_mm import batched_mm as launch_batched_mm
@@ -61,13 +62,13 @@ class Layer:
         rows = unit_stride(hidden_states.data)
         stored = tuple(scale.contiguous() for scale in hidden_states.scales)
         hidden_states = Operand(rows, hidden_states.scheme, stored)
-        if plan.path == "small" and small.refuses(self.up, self.down, (plan.up, plan.down), self.weight_on_input):
+        if plan.sequence == "small" and small.refuses(self.up, self.down, plan.configs, self.weight_on_input):
             sizes = (self.up.num_experts, topk_ids.shape[1], self.up.in_features, self.up.out_features)
             key = plans.LayerKey(self.scheme, "grouped", *sizes, self.up.glu != NOT_GATED.value)
-            plan = plans.by_products(key, plans.bucket(rows.shape[0]), *gpu_of(rows.device))
-        if plan.path == "small":
+            plan = triton_plans.by_products(key, plans.bucket(rows.shape[0]), *gpu_of(rows.device))
+        if plan.sequence == "small":
             return self._small(plan, hidden_states, topk_weights, topk_ids)
-        if plan.path == "batched":
+        if plan.sequence == "batched":
             return self._batched(plan, hidden_states, topk_weights, topk_ids)
         step = self._tokens_per_pass(topk_ids)
         if step >= rows.shape[0]:
@@ -92,7 +93,7 @@ class Layer:
             topk_ids.contiguous(),
             replace(self._first(), rows_scale=rows_scale),
             self.down,
-            (plan.up, plan.down),
+            plan.configs,
             expert_map=self.expert_map,
             weight_on_input=self.weight_on_input,
             pdl=pdl_launches(rows.device),
@@ -125,7 +126,7 @@ class Layer:
         self, plan: Plan, hidden_states: Tensor, router_logits: Tensor, correction_bias: Tensor | None, **routing: Any
     ) -> Tensor:
         """`run` from router logits, where `topk.is_few`; `routing` as in `fused_topk`."""
-        grouped = plan.path == "grouped"
+        grouped = plan.sequence == "grouped"
         routed = route.route_few(
             unit_stride(hidden_states),
             router_logits,
@@ -147,8 +148,9 @@ class Layer:
         pdl, pairs = pdl_launches(routed.tokens.device), routed.pair_to_row
         up, rows = replace(self._first(), rows_scale=routed.tokens_scale), {"num_rows": pairs.numel(), "pdl": pdl}
         gather = {"row_to_pair": routed.row_to_pair, "top_k": 0 if routed.row_to_pair is None else pairs.shape[1]}
-        h, h_scale = launch_grouped_mm(routed.tokens, up, routed.offsets, fit(plan.up, up), **gather, **rows)
-        y, _ = launch_grouped_mm(h, self._second(h_scale), routed.offsets, plan.down, **rows)
+        first, second = plan.configs
+        h, h_scale = launch_grouped_mm(routed.tokens, up, routed.offsets, fit(first, up), **gather, **rows)
+        y, _ = launch_grouped_mm(h, self._second(h_scale), routed.offsets, second, **rows)
         return combine.combine(y, pairs, routed.topk_weights, out=out, pdl=pdl)
 
     def _batched(self, plan: Plan, hidden_states: Operand, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
@@ -164,8 +166,9 @@ class Layer:
             permute.scatter_rows(scales, slots, None, batch_scale, None, pdl)
         up = replace(up, rows_scale=batch_scale)
         bound = {"most_rows": topk_ids.numel(), "pdl": pdl}
-        h, h_scale = launch_batched_mm(batch, up, counts, fit(plan.up, up), **bound)
-        y, _ = launch_batched_mm(h, self._second(h_scale), counts, plan.down, **bound)
+        first, second = plan.configs
+        h, h_scale = launch_batched_mm(batch, up, counts, fit(first, up), **bound)
+        y, _ = launch_batched_mm(h, self._second(h_scale), counts, second, **bound)
         return combine.combine(y.flatten(0, 1), slots, after, pdl=pdl)
 
     @property

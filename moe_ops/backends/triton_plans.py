@@ -1,0 +1,267 @@
+"""Which Triton kernels with which tiles run one MoE layer: the cheapest by cost, and what the tuner may try."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from itertools import product as every
+from typing import Any, NamedTuple
+
+from meta.arch import FIRST_CAPABILITY, TYPICAL, lookup_gpu
+from meta.cost import TileCost, Work, pairwise_us, product_us, robust_us
+from meta.schemes import SCHEMES
+from moe_ops.kernels.triton.config import MMConfig, SmallConfig
+from moe_ops.plans import LayerKey, Plan, measured, tokens_of
+
+NAME = "triton"
+#: Sequence -> types of what its two products are told. "small": no sorting, two kernels.
+SEQUENCES: dict[str, tuple[type[Any], ...]] = {
+    "small": (SmallConfig, SmallConfig),
+    "grouped": (MMConfig, MMConfig),
+    "batched": (MMConfig, MMConfig),
+}
+Cost = tuple[float, ...]
+
+
+def plan(sequence: str, up: MMConfig | SmallConfig, down: MMConfig | SmallConfig, us: float | None = None) -> Plan:
+    """A plan of these kernels; quantising schemes: `up` has a scale group of output columns."""
+    return Plan(NAME, sequence, (up, down), us)
+
+
+@cache
+def plan_for(key: LayerKey, at: int, gpu: str, sm: int) -> Plan:
+    """The plan for the tokens of bucket `at`: a measured one, else the cheapest."""
+    found = measured(key, at, gpu)
+    return cheapest(key, tokens_of(at), gpu, sm) if found is None or found.backend != NAME else found
+
+
+# ---- tiles by what they cost ----
+
+
+class Family(NamedTuple):
+    """A tile shape, and what it costs in each of two kinds of product, where it serves there."""
+
+    tile: MMConfig
+    up: TileCost | None
+    down: TileCost | None
+
+
+def _family(tile: MMConfig, up: Cost | None, down: Cost | None) -> Family:
+    return Family(tile, _cost(tile, up), _cost(tile, down))
+
+
+def _cost(tile: MMConfig, cost: Cost | None) -> TileCost | None:
+    if cost is None:
+        return None
+    tbps, fill_us, depth_us, programs, launch_us, *tall = cost
+    sizes = (tile.block_m, tile.block_n)
+    return TileCost(*sizes, tbps, fill_us, depth_us, int(programs), launch_us, tile.tall_m, *tall)
+
+
+#: Rows loaded by threads, also where they are sorted; rows by descriptor, where they are.
+_gathered, _streamed = (partial(MMConfig, a_tma=a_tma, w_tma=True) for a_tma in (False, True))
+
+#: TB/s, us to fill, us for 1024 columns, programs, us to launch, us for 1024 columns of a tall tile
+#: (`meta.cost.TileCost`), of rows that are gathered and of sorted rows, or, where the rows are quantised, as GEMM 1 and
+#: as GEMM 2: fitted to times that `python -m benchmarks tiles` measures and fits
+#: (benchmarks/comparisons/h200-tiles.json).
+FAMILIES: dict[str, tuple[Family, ...]] = {
+    "plain": (
+        # Two heights: as fast as 16 rows alone where experts have few (DeepSeek-V3, T = 128: 1.00 and 1.01 of it in the
+        # two GEMMs), 0.4 to 0.7 of it where all tokens are on K experts.
+        _family(
+            _gathered(16, 128, 128, 8, 4, 3, tall_m=64, tall_stages=2),
+            (4.55, 0.02, 9.29, 2, 3.9, 13.43),
+            (4.45, 0.70, 4.40, 1, 4.5, 6.47),
+        ),
+        _family(_gathered(16, 64, 256, 1, 4, 3), (4.75, 0.02, 2.94, 1, 4.9), (4.54, 0.37, 2.62, 1, 4.0)),
+        _family(_gathered(64, 128, 64, 8, 4, 4), (4.48, 0.02, 10.54, 2, 5.3), (4.35, 0.96, 4.82, 1, 4.1)),
+        # Short ends: 0.89 to 1.02 of the time of 128 rows alone, gathered (eight models, T = 1024 to 16384).
+        _family(
+            _streamed(64, 256, 64, 8, 8, 4, tall_m=128, tall_stages=4),
+            (4.33, 1.99, 10.36, 1, 8.8, 13.29),
+            (4.31, 3.74, 7.24, 1, 11.3, 13.30),
+        ),
+        _family(_streamed(128, 128, 64, 8, 4, 3), (4.08, 1.73, 15.31, 2, 1.2), (4.05, 0.20, 6.93, 1, 4.8)),
+        _family(_streamed(128, 256, 64, 8, 8, 4), (4.13, 2.71, 13.07, 1, 4.6), (4.05, 1.81, 12.95, 1, 3.8)),
+    ),
+    # GEMM 1 writes a scale group of output columns, which are 256 weight rows.
+    "scaled": (
+        _family(_gathered(16, 256, 128, 1, 4, 3), (4.31, 0.02, 4.86, 1, 6.9), None),
+        _family(_streamed(64, 256, 128, 8, 8, 3), (4.05, 2.49, 6.19, 1, 12.2), None),
+        _family(_streamed(128, 256, 128, 8, 8, 3), (3.79, 5.57, 8.15, 1, 6.1), None),
+        _family(_gathered(16, 128, 128, 1, 4, 3), None, (4.13, 0.19, 4.49, 2, 3.6)),
+        _family(_streamed(64, 128, 128, 8, 4, 3), None, (4.24, 1.35, 7.23, 3, 8.4)),
+        _family(_streamed(128, 128, 128, 8, 8, 3), None, (3.01, 3.07, 4.82, 1, 5.5)),
+    ),
+}
+#: TB/s, us to launch of the two small kernels (`meta.cost.pairwise_us`).
+PAIRWISE = {"plain": (4.45, 5.0), "scaled": (3.7, 7.2)}
+AROUND_US = 2.0  # of the kernels that sort pairs and combine results, beyond what the products hide
+SMALL_PAIRS = 64  # the most that the small kernels were ever seen to win with
+
+
+def kind(scheme: str) -> str:
+    """The tiles that serve a scheme: a name of FAMILIES."""
+    return "plain" if SCHEMES[scheme].rows is None else "scaled"
+
+
+def cheapest(key: LayerKey, tokens: int, gpu: str, sm: int) -> Plan:
+    """The plan that should be fastest by `meta.cost`, for shapes that nobody measured."""
+    grouped, us = _by_products(key, tokens, gpu, sm)
+    if tokens * key.K <= SMALL_PAIRS and key.format == "grouped" and key.scheme != "fp32":
+        first, second = _works(key, tokens)
+        expert_bytes = (first.N * first.depth + second.N * second.depth) * first.itemsize
+        if pairwise_us(first, expert_bytes, *PAIRWISE[kind(key.scheme)]) < us + AROUND_US:
+            return plan("small", *small_tiles(key))
+    return grouped
+
+
+@cache
+def by_products(key: LayerKey, at: int, gpu: str, sm: int) -> Plan:
+    """The cheapest plan of grouped products, where the small kernels cannot serve."""
+    return _by_products(key, tokens_of(at), gpu, sm)[0]
+
+
+def _by_products(key: LayerKey, tokens: int, gpu: str, sm: int) -> tuple[Plan, float]:
+    """The plan, and the microseconds that both products should take."""
+    first, second = _works(key, tokens)
+    gathered = key.format == "grouped"
+    up, up_us = _tile(key.scheme, first, gpu, sm, product(key.scheme, first=True, gathered=gathered))
+    down, down_us = _tile(key.scheme, second, gpu, sm, product(key.scheme, first=False, gathered=False))
+    form = SCHEMES[key.scheme].rows
+    if form is not None and not key.gated:
+        up = up._replace(block_n=form.group)
+    return plan(key.format, up, down), up_us + down_us
+
+
+def _works(key: LayerKey, tokens: int) -> tuple[Work, Work]:
+    itemsize = SCHEMES[key.scheme].weight_dtype.itemsize
+    first = Work(key.E, key.K, tokens, (2 if key.gated else 1) * key.I, key.H, itemsize)
+    return first, first._replace(N=key.H, depth=key.I)
+
+
+def product(scheme: str, *, first: bool, gathered: bool) -> str:
+    """The column of FAMILIES for a product: of quantised rows whether it is GEMM 1, whose epilogue quantises, else
+    whether its rows are gathered.
+    """
+    return "up" if (first if kind(scheme) == "scaled" else gathered) else "down"
+
+
+def small_tiles(key: LayerKey) -> tuple[SmallConfig, SmallConfig]:
+    """Tiles of the small kernels, by what ran fastest at T = 1 on an H200: the second holds all K experts of a token
+    at once, so that its columns are fewer the larger K is.
+    """
+    if kind(key.scheme) == "scaled":
+        up = SmallConfig(8, 1024 if key.H % 2048 else 2048, 4)
+        return up, SmallConfig(4, 1024 if key.K <= 4 else 256, 4)
+    up = SmallConfig(4, 2048, 4) if key.H <= 2048 else SmallConfig(2, 2048, 8 if key.H <= 4096 else 4)
+    return up, SmallConfig(8 if key.K <= 4 else 2, 256, 8)
+
+
+@cache
+def tile_for(scheme: str, E: int, at: int, N: int, depth: int, gpu: str, sm: int, column: str) -> MMConfig:
+    """The tile that should run one product of a bucket's rows fastest, of the kind that a `column` of FAMILIES is for:
+    E experts' weights of N rows and `depth` columns.
+    """
+    work = Work(E, 1, tokens_of(at), N, depth, SCHEMES[scheme].weight_dtype.itemsize)
+    return _tile(scheme, work, gpu, sm, column)[0]
+
+
+def _tile(scheme: str, work: Work, gpu: str, sm: int, column: str) -> tuple[MMConfig, float]:
+    """The tile, and the microseconds that it should take."""
+    tma = sm >= FIRST_CAPABILITY["tma"]
+    if scheme == "fp32":
+        return MMConfig(16 if work.T * work.K <= 16 * work.E else 64, 64, 32, 8, 4, 3, a_tma=False, w_tma=False), 0.0
+    arch = lookup_gpu(gpu)
+    # Then every column has its scale, for which 128 rows leave no registers (us on an H200, gpt-oss-120b's dimensions,
+    # T = 4096: 4428, with 64 rows 1893).
+    ragged = column == "up" and runs_on(scheme, work.N // 2)
+    costs = {
+        family.tile: cost
+        for family in FAMILIES[kind(scheme)]
+        if (cost := getattr(family, column)) is not None
+        and fits(family.tile, work.itemsize, arch.shared_kib)
+        and not (ragged and cost.rows > 64)
+    }
+    tile = min(costs, key=lambda tile: robust_us(work, costs[tile], arch.multiprocessors))
+    us = product_us(work, costs[tile], arch.multiprocessors)
+    if not tma:
+        # Products whose operands are registers, not shared memory, want a tile spread over more warps.
+        warps = 8 if tile.block_m * tile.block_n >= 128 * 128 else tile.num_warps
+        tile = tile._replace(a_tma=False, w_tma=False, num_warps=warps)
+    return tile, us
+
+
+def runs_on(scheme: str, columns: int) -> bool:
+    """Whether scale groups run on from the gate into the up half, of so many columns each."""
+    return any(columns % spec.group_n for spec in SCHEMES[scheme].scales)
+
+
+def fits(tile: MMConfig, bytes_per_element: int, shared_kib: int) -> bool:
+    """Whether the software pipeline's tiles fit in shared memory."""
+    pipelines = ((tile.block_m, tile.num_stages), (tile.tall_m, tile.tall_stages))
+    elements = max((rows + tile.block_n) * tile.block_k * stages for rows, stages in pipelines)
+    return elements * bytes_per_element <= shared_kib * 1024 - 4096
+
+
+# ---- candidates ----
+
+
+def _blocks_m(rows: float) -> list[int]:
+    """Row tiles worth trying: at most about twice the rows of an expert, else most of a tile is padding."""
+    limit = max(16, 2 * rows)
+    return [m for m in (16, 32, 64, 128, 256) if m <= limit][-3:]
+
+
+def gemm_candidates(scheme: str, rows: float, *, gated: bool, first: bool) -> list[MMConfig]:
+    """GEMM tiles to time. Weights always come by descriptor; rows by descriptor or gathered."""
+    element = SCHEMES[scheme].weight_dtype.itemsize
+    quantizes = SCHEMES[scheme].rows is not None
+    found = []
+    stage_counts = (2, 3, 4) if quantizes else (3, 4)
+    # fp32 registers a thread per accumulator element: a scaled product needs a second set, half of one when gate and
+    # up are two products.
+    sets = 1.0 if not quantizes else 1.5 if first and gated else 2.0
+    for block_m, block_n, block_k, warps, stages in every(
+        _blocks_m(rows), (32, 64, 128, 256), (64, 128, 256), (4, 8), stage_counts
+    ):
+        accumulators = sets * block_m * block_n / (32 * warps)
+        tile = MMConfig(block_m, block_n, block_k, 8 if rows > 16 else 1, warps, stages, a_tma=rows > 16, w_tma=True)
+        if not 4 <= accumulators <= (192 if quantizes else 128) or not fits(tile, element, TYPICAL.shared_kib):
+            continue
+        whole_group = block_n == (256 if gated else 128)  # else the epilogue could not quantise
+        if quantizes and (block_k != 128 or (first and not whole_group)):
+            continue
+        if block_m >= 64 and (block_k > 128 or block_m * block_n < 8192 or block_n < 128):
+            continue
+        if block_m < 64 and (block_k < 128 or (warps == 8 and block_n < 128)):
+            continue
+        found.append(tile)
+        if block_m >= 128 and stages == 3:
+            found.append(tile._replace(group_m=16))
+    return found
+
+
+def small_candidates(K: int, scheme: str, *, first: bool) -> list[SmallConfig]:
+    """Tiles of the small path to time: each thread has 4 to 16 loads of 16 bytes in flight."""
+    per_load = 16 // SCHEMES[scheme].weight_dtype.itemsize
+    rows, columns, tensors = (
+        ((2, 4, 8, 16), (512, 1024, 2048), 2) if first else ((1, 2, 4, 8), (128, 256, 512, 1024), K)
+    )
+    return [
+        SmallConfig(n, k, warps)
+        for n, k, warps in every(rows, columns, (4, 8))
+        if 2 <= tensors * n * k // (32 * warps * per_load) <= 16
+    ]
+
+
+def candidates(key: LayerKey, tokens: int) -> dict[str, tuple[list[Any], ...]]:
+    """Sequence -> what is worth timing for each of its products, for the sequences that make sense at this size."""
+    rows = tokens * key.K / key.E
+    both = (True, False)
+    found: dict[str, tuple[list[Any], ...]]
+    found = {key.format: tuple(gemm_candidates(key.scheme, rows, gated=key.gated, first=first) for first in both)}
+    # Small kernels serve where pairs rarely share experts.
+    if key.format == "grouped" and tokens * key.K <= 2 * key.E and tokens <= 8:
+        found["small"] = tuple(small_candidates(key.K, key.scheme, first=first) for first in both)
+    return found
