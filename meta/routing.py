@@ -116,5 +116,6 @@ def finish_weights(selected_TK: Tensor, after: str, renormalize: bool, renorm_ep
     elif after == "sigmoid":
         selected_TK = torch.sigmoid(selected_TK)
     if renormalize:
-        selected_TK = selected_TK / (selected_TK.sum(dim=-1, keepdim=True) + renorm_eps)
-    return selected_TK * scale
+        total = selected_TK.sum(dim=-1, keepdim=True)
+        selected_TK = selected_TK / (total + renorm_eps if renorm_eps else total)
+    return selected_TK if scale == 1.0 else selected_TK * scale

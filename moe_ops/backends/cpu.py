@@ -26,19 +26,21 @@ from meta.dims import Problem, accumulation_dtype
 from meta.operands import quantized
 from meta.routing import route
 from meta.schemes import SCHEMES
+from moe_ops.compat import kernels_alone
 from moe_ops.kernels.cpu import (
     Span,
     batched_spans,
     combine,
     combine_dropping,
+    combine_pairs,
     first_projection,
     grouped_spans,
-    in_pair_order,
     lay_out,
     linear,
     padded_length,
     product,
     sort_pairs,
+    spans_of_pairs,
 )
 from moe_ops.pairs import local_ids, places
 
@@ -113,7 +115,7 @@ def _rows_and_spans(call: GemmCall) -> tuple[Tensor, list[Span]]:
     rows = call.x.dequantized()
     rows = rows.float() if call.weight.scales else rows
     if call.problem.format == "grouped":
-        return rows, grouped_spans(call.extents)
+        return rows, grouped_spans(call.extents, rows.shape[0])
     return rows.flatten(0, 1), batched_spans(rows.shape[1], call.extents)
 
 
@@ -146,12 +148,24 @@ def grouped_wgrad(call: WgradCall) -> Tensor:
     """``out[e] = grad_rows[rows of e].T @ rows[rows of e]``; zero for experts without rows."""
     ((sizes, _),) = call.outputs
     out = call.rows.new_zeros(sizes)
-    for expert, start, end in grouped_spans(call.offsets):
+    for expert, start, end in grouped_spans(call.offsets, call.rows.shape[0]):
         out[expert] = product(call.grad_rows[start:end].t(), call.rows[start:end])
     return out
 
 
 def fused_experts(call: ExpertsCall) -> Tensor:
+    """Of either format."""
+    with kernels_alone():
+        return _experts(call)
+
+
+def fused_moe(call: MoeCall) -> Tensor:
+    """The router, then the experts."""
+    with kernels_alone():
+        return _experts(call.routed(*fused_topk(call.route)))
+
+
+def _experts(call: ExpertsCall) -> Tensor:
     """Both formats in the same rows: the batched format differs by the pairs that its capacity drops, and in nothing
     else.
     """
@@ -159,14 +173,14 @@ def fused_experts(call: ExpertsCall) -> Tensor:
     experts, pairs, top_k = int(weights.count), topk_ids.numel(), topk_ids.shape[1]
     form = weights.scheme.rows
     simple = call.expert_map is None and not weights.scheme.quantized and not call.weight_on_input
-    layout = in_pair_order(topk_ids, experts) if simple and (capacity is None or capacity >= pairs) else None
-    length, kept = 0, pairs
-    if layout is None:
-        order, counts = sort_pairs(topk_ids, call.expert_map, experts, capacity)
-        length = 0 if weights.scheme.quantized else padded_length(counts, weights.gate_up.data)
-        kept = sum(counts)
-        layout = lay_out(order, counts, pairs, length)
-    pair_of_row, row_of_pair, spans = layout
+    if simple and (capacity is None or capacity >= pairs):
+        few = spans_of_pairs(topk_ids, weights.gate_up.data)
+        if few is not None:
+            return _pair_by_pair(call, few)
+    order, counts = sort_pairs(topk_ids, call.expert_map, experts, capacity)
+    length = 0 if weights.scheme.quantized else padded_length(counts, weights.gate_up.data)
+    kept = sum(counts)
+    pair_of_row, row_of_pair, spans = lay_out(order, counts, pairs, length)
     x = call.hidden_states.dequantized().index_select(0, pair_of_row // max(top_k, 1))
     if call.weight_on_input:
         row_weights = call.topk_weights.reshape(-1, 1).index_select(0, pair_of_row)
@@ -183,6 +197,10 @@ def fused_experts(call: ExpertsCall) -> Tensor:
     return combine_dropping(rows, places_TK, places_TK == rows.shape[0], weights_TK).to(call.out_dtype)
 
 
-def fused_moe(call: MoeCall) -> Tensor:
-    """The router, then the experts."""
-    return fused_experts(call.routed(*fused_topk(call.route)))
+def _pair_by_pair(call: ExpertsCall, spans: list[Span]) -> Tensor:
+    """:func:`_experts` of unquantised weights, without sorting."""
+    weights, x, (tokens, top_k) = call.experts, call.hidden_states.data, call.topk_ids.shape
+    rows = x.unsqueeze(1).expand(tokens, top_k, x.shape[1]).reshape(tokens * top_k, x.shape[1])
+    value = first_projection(rows, weights.gate_up, weights.up, weights.gate_up_bias, weights.glu, spans)
+    rows = linear(value.to(x.dtype), weights.down, weights.down_bias, spans)
+    return combine_pairs(rows, call.topk_weights, tokens).to(call.out_dtype)

@@ -18,9 +18,11 @@ from moe_ops.pairs import local_ids
 Span = tuple[int, int, int]
 
 # With so many experts for every pair, pairs share few of them: sorting and laying out costs more than the products that
-# it saves. On two cores 0.41 to 1.03 of the time, the median 0.91 (8 and 16 pairs of 64 experts, 2 of 8); 8 pairs of 8
-# experts: 1.4.
-_RARELY_SHARED = 4
+# it saves, and more still where one product of small weights costs less than laying out. On two cores 0.57 to 1.00 of
+# the time, the median 0.84 (2 to 64 pairs, 8 to 64 experts, 256 x 128 to 2048 x 768, fp32 and bf16); twice the pairs:
+# 1.1 to 1.6.
+_RARELY_SHARED, _RARELY_SHARED_SMALL = 2, 1
+_SMALL_TO_READ = 2**20  # elements of an expert's larger projection, in fp32
 _GATHERED_ELEMENTS = 2**15
 _WIDENED_ELEMENTS = 2**24  # of half precision rows, at a time
 _GEMM_IN_ROWS = {torch.bfloat16: 48, torch.float32: 16}
@@ -34,9 +36,9 @@ _WORTHWHILE, _WORTHWHILE_WHOLE = 0.7, 0.9
 _LENGTHS = (0, 8, 12, 16, 24, 32, 48, 64)
 
 
-def grouped_spans(offsets: Tensor) -> list[Span]:
-    """Spans of sorted rows from cumulative ends."""
-    ends = offsets.tolist()
+def grouped_spans(offsets: Tensor, rows: int) -> list[Span]:
+    """Spans of so many sorted rows from cumulative ends, whatever the data says."""
+    ends = [min(max(end, 0), rows) for end in offsets.tolist()]
     return [(e, start, end) for e, (start, end) in enumerate(zip([0, *ends], ends, strict=False)) if end > start]
 
 
@@ -68,19 +70,20 @@ def sort_pairs(
     return order[bounds[0] : bounds[-1]], counts
 
 
-def in_pair_order(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, list[Span]] | None:
-    """The result of :func:`lay_out` without sorting, one row for each pair, where pairs rarely share an expert.
+def spans_of_pairs(topk_ids: Tensor, weight: Tensor) -> list[Span] | None:
+    """A span for each pair, in their order, where pairs rarely share an expert; None where they do, or one is dropped.
 
-    None where they do, or where one is dropped.
+    Args:
+        weight: ``[E, N, K]`` of the larger projection.
     """
-    pairs = topk_ids.numel()
-    if not 0 < pairs * _RARELY_SHARED <= num_experts:
+    pairs, num_experts = topk_ids.numel(), weight.shape[0]
+    small = weight.dtype == torch.float32 and weight.shape[1] * weight.shape[2] <= _SMALL_TO_READ
+    if not 0 < pairs * (_RARELY_SHARED_SMALL if small else _RARELY_SHARED) <= num_experts:
         return None
     experts = topk_ids.reshape(-1).tolist()
     if min(experts) < 0 or max(experts) >= num_experts:
         return None
-    rows = torch.arange(pairs)
-    return rows, rows, [(expert, pair, pair + 1) for pair, expert in enumerate(experts)]
+    return [(expert, pair, pair + 1) for pair, expert in enumerate(experts)]
 
 
 def lay_out(order: Tensor, counts: list[int], pairs: int, length: int) -> tuple[Tensor, Tensor, list[Span]]:
@@ -122,7 +125,6 @@ def linear(x: Tensor, operand: Operand, bias: Tensor | None, spans: list[Span], 
     weight = operand.data
     batched, transposed = weight.shape[0] * length, weight.transpose(1, 2)
     rows = x.shape[0] - batched
-    spans = [(expert, start, min(end, rows)) for expert, start, end in spans if start < rows]  # whatever the data says
     plain = not operand.scales and x.dtype != torch.float16 and (bias is None or bias.dtype == x.dtype)
     allocate = torch.empty if sum(end - start for _, start, end in spans) == rows else torch.zeros
     result = allocate((x.shape[0], weight.shape[1]), dtype=x.dtype)
@@ -214,12 +216,8 @@ def combine(rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None, added_TH
     if not tokens * top_k * hidden:
         total = torch.zeros((tokens, hidden), dtype=dtype)
     elif tokens * top_k * hidden <= _GATHERED_ELEMENTS:
-        products = rows.index_select(0, places_TK.t().reshape(-1)).to(dtype).view(top_k, tokens, hidden)
-        if weights_TK is not None:
-            products = products * weights_TK.t().unsqueeze(2)
-        total, *others = products.unbind()
-        for product in others:
-            total = total + product
+        gathered = rows.index_select(0, places_TK.t().reshape(-1)).view(top_k, tokens, hidden)
+        total = _weighted_sum(gathered, None if weights_TK is None else weights_TK.t(), 0)
     else:
         columns = hidden if rows.dtype == dtype else max(1, _WIDENED_ELEMENTS // rows.shape[0])
         bags = [
@@ -228,6 +226,22 @@ def combine(rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None, added_TH
         ]
         total = bags[0] if len(bags) == 1 else torch.cat(bags, dim=1)
     return (total if added_TH is None else total + added_TH).to(rows.dtype)
+
+
+def combine_pairs(rows: Tensor, weights_TK: Tensor | None, tokens: int) -> Tensor:
+    """:func:`combine` of one row for each pair, in their order."""
+    return _weighted_sum(rows.view(tokens, -1, rows.shape[1]), weights_TK, 1).to(rows.dtype)
+
+
+def _weighted_sum(products: Tensor, weights: Tensor | None, dim: int) -> Tensor:
+    """Sum of ``products * weights`` over ``dim`` of both, in its order and the accumulation dtype."""
+    products = products.to(accumulation_dtype(products.dtype))
+    if weights is not None:
+        products = products * weights.to(products.dtype).unsqueeze(2)
+    total, *others = products.unbind(dim)
+    for product in others:
+        total = total + product
+    return total
 
 
 def combine_dropping(

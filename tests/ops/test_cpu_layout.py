@@ -87,14 +87,14 @@ def test_few_pairs_are_one_product_each(ids, dtype, bias, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(cpu, "lay_out", None)  # nothing is sorted
         assert_right(layer)
-    monkeypatch.setattr(cpu, "in_pair_order", lambda ids, experts: None)
+    monkeypatch.setattr(cpu, "spans_of_pairs", lambda ids, weight: None)
     assert_right(layer)
 
 
 @pytest.mark.parametrize(
     ("ids", "options", "expert_map", "kept"),
     [
-        ([[3, 0], [1, 2], [4, 5]], {}, None, None),
+        ([[3, 0], [1, 2], [4, 5]] * 3, {}, None, None),
         ([[3, -1]], {}, None, None),
         ([[16, 0]], {}, None, None),
         ([[7, 1], [1, 0]], {"format": "batched", "capacity": 1}, None, [[7, 1], [-1, 0]]),
@@ -110,6 +110,22 @@ def test_other_pairs_are_sorted(ids, options, expert_map, kept, monkeypatch) -> 
     layer.tensors["expert_map"] = expert_map
     assert_right(layer, kept)
     assert laid == [1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "most"),
+    [(torch.float32, 1024, 16), (torch.float32, 1025, 8), (torch.bfloat16, 1024, 8)],
+    ids=["small", "large", "bf16"],
+)
+def test_how_many_pairs_are_few(dtype: torch.dtype, width: int, most: int) -> None:
+    weight = torch.empty(16, 1024, width, dtype=dtype, device="meta")
+    for pairs in (1, most, most + 1, 0):
+        spans = kernels.spans_of_pairs(torch.zeros(pairs, 1, dtype=torch.int32), weight)
+        assert spans == ([(0, pair, pair + 1) for pair in range(pairs)] if 0 < pairs <= most else None)
+
+
+def test_offsets_of_any_value_stay_within_the_rows() -> None:
+    assert kernels.grouped_spans(torch.tensor([2, -3, 7, 50]), 9) == [(0, 0, 2), (2, 0, 7), (3, 7, 9)]
 
 
 def test_few_pairs_of_a_capacity_that_holds_them_are_not_sorted(monkeypatch) -> None:
