@@ -13,7 +13,7 @@ from meta.schemes import SCHEMES
 from moe_ops import choice, plans, reference
 from moe_ops.backends import triton as backend
 from moe_ops.backends import triton_plans
-from moe_ops.kernels.triton import layer, small, topk
+from moe_ops.kernels.triton import layer, permute, small, topk
 from moe_ops.kernels.triton.config import MMConfig, SmallConfig
 from moe_ops.ops import parse
 from tests.ops.errors import assert_accurate, assert_rounded, norm_error
@@ -171,6 +171,21 @@ def test_fp8_block128(form, monkeypatch):
     layer = Layer(tensors, {"scheme": "fp8_block128", "format": "batched" if form == "batched" else "grouped"})
     got = moe_ops.fused_experts(**layer.tensors, **layer.options, backend="triton")
     assert_rounded(got, dense_formula(layer.float64()))
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["tokens", "stored_tokens"])
+def test_quantised_rows_are_copied_for_descriptors_and_gathered_by_threads(stored, monkeypatch):
+    """To the same numbers."""
+    torch.manual_seed(15)
+    copied, scatter, results = [], permute.scatter_rows, []
+    monkeypatch.setattr(permute, "scatter_rows", lambda *a, **named: copied.append(1) or scatter(*a, **named))
+    form = VARIANTS["fp8_rows" if stored else "fp8"].build()
+    for a_tma in (True, False):
+        plan = triton_plans.plan("grouped", FP8_TILE._replace(a_tma=a_tma), FP8_TILE._replace(block_n=64))
+        monkeypatch.setattr(triton_plans, "plan_for", lambda *_, plan=plan: plan)
+        results.append(moe_ops.fused_experts(**form.tensors, **form.options, backend="triton"))
+        assert len(copied) == (2 if stored else 1)
+    assert torch.equal(*results) and results[0].any()
 
 
 @pytest.mark.parametrize("glu", ["concat", "interleaved", "none"])
