@@ -44,8 +44,14 @@ def test_equals_the_three_kernels(T, E, scheme, poisoned):
     check(T, E, ROUTING, scheme=scheme)
 
 
-def test_groups_and_a_bias(poisoned):
-    check(3, 16, GROUPED, bias=torch.randn(16))
+@pytest.mark.parametrize("top_k", [1, 3, 6])
+def test_any_number_of_experts_a_token(top_k, poisoned):
+    check(7, 24, ROUTING | {"top_k": top_k}, scheme="fp8_block128")
+
+
+@pytest.mark.parametrize("T", [3, 8])
+def test_groups_and_a_bias(T, poisoned):
+    check(T, 16, GROUPED, bias=torch.randn(16))
 
 
 def test_expert_map(poisoned):
