@@ -104,7 +104,7 @@ def transformers_experts(implementation: str) -> Callable[[Case], list[Thunk]]:
     return prepare
 
 
-def transformers_moe(case: Case) -> list[Thunk]:
+def transformers_moe(case: Case, **options: Any) -> list[Thunk]:
     """Qwen3-MoE's routing from logits, then its grouped_mm experts, in one compiled function."""
     experts = transformers_module(case, "grouped_mm")
     top_k = case.shape.K
@@ -114,8 +114,22 @@ def transformers_moe(case: Case) -> list[Thunk]:
         values = values / values.sum(dim=-1, keepdim=True)
         return experts(hidden_states, ids, values.to(router_logits.dtype))
 
-    compiled = torch.compile(layer, fullgraph=True, dynamic=False)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=False, **options)
     return [lambda inputs=inputs: compiled(inputs.hidden_states, inputs.router_logits) for inputs in case.sets]
+
+
+def transformers_fused(case: Case) -> list[Thunk]:
+    """The same code, compiled with this project's backend.
+
+    Raises:
+        RuntimeError: nothing was fused.
+    """
+    thunks, counts = transformers_moe(case, backend="moe_ops"), torch._dynamo.utils.counters["moe_ops"]
+    before = counts["fused"]
+    thunks[0]()
+    if counts["fused"] == before:
+        raise RuntimeError(f"nothing was fused in the layer of {case.shape.name}, T={case.T}")
+    return thunks
 
 
 def transformers_module(case: Case, implementation: str) -> torch.nn.Module:
@@ -196,6 +210,7 @@ BUILT_IN = (
     Peer("ours_batched", "moe", ours(format="batched")),
     Peer("ours_fp8", "moe", ours(scheme=FP8), FP8),
     Peer("ours_fp8_batched", "moe", ours(scheme=FP8, format="batched"), FP8),
+    Peer("ours_compiled", "moe", transformers_fused),
     Peer("hf_moe", "moe", transformers_moe),
     Peer("hf_grouped", "experts", transformers_experts("grouped_mm")),
     Peer("hf_batched", "experts", transformers_experts("batched_mm"), unfit=gather_too_large),

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks import e2e, host, layers, models, report
+from benchmarks import e2e, host, layers, models, peers, report
 from benchmarks.__main__ import main
+from benchmarks.cases import layer_weights, make_case
 from benchmarks.plots import draw_layers, plots_of
 from benchmarks.results import RESULTS, ResultFile, load_results
 from benchmarks.shapes import SHAPES, TINY_SHAPES, parse_shapes
@@ -82,16 +84,18 @@ def test_a_shape_can_be_spelled() -> None:
 
 
 @pytest.mark.parametrize(
-    "peers", ["ours,ours_experts,hf_batched,grouped_mm", "ours_batched", "ours_fp8,ours_fp8_batched"], ids=str
+    "names",
+    ["ours,ours_experts,hf_batched,grouped_mm", "ours_compiled,hf_moe", "ours_batched", "ours_fp8,ours_fp8_batched"],
+    ids=str,
 )
-def test_layers_run_and_are_accurate(peers: str, tmp_path: Path) -> None:
+def test_layers_run_and_are_accurate(names: str, tmp_path: Path) -> None:
     path = tmp_path / "layers.json"
-    arguments = ["--shapes", TINY.name, "--tokens", "1,5", "--peers", peers, "--json", str(path)]
+    arguments = ["--shapes", TINY.name, "--tokens", "1,5", "--peers", names, "--json", str(path)]
     assert main([*arguments, "--routing", "zipf", "--rounds", "15"]) == 0
     document = json.loads(path.read_text())
     assert {"date", "device", "commit", "versions", "method", "scheme"} <= set(document)
-    assert len(document["rows"]) == 2 * len(peers.split(","))
-    assert document["reference"] == peers.split(",")[0]
+    assert len(document["rows"]) == 2 * len(names.split(","))
+    assert document["reference"] == names.split(",")[0]
     for row in document["rows"]:
         assert row["us"] is not None, row["reason"]
         assert row["routing"] == "zipf" and row["us_low"] <= row["us"] <= row["us_high"]
@@ -99,6 +103,13 @@ def test_layers_run_and_are_accurate(peers: str, tmp_path: Path) -> None:
         assert row["ratio"] == 1.0 or row["peer"] != document["reference"]
         limit = 0.1 if "fp8" in row["peer"] else 0.02
         assert row["error"] is None or row["error"] < limit, row
+
+
+def test_a_compiled_layer_of_ours_that_was_not_fused_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(layer_weights(TINY, torch.float32, "cpu"), 1)
+    monkeypatch.setattr(peers, "transformers_moe", lambda case, backend: [lambda: None])
+    with pytest.raises(RuntimeError, match="nothing was fused in the layer of"):
+        peers.transformers_fused(case)
 
 
 def test_missing_peer_is_a_row_with_the_reason(tmp_path: Path) -> None:
