@@ -125,15 +125,18 @@ def linear(x: Tensor, operand: Operand, bias: Tensor | None, spans: list[Span], 
     weight = operand.data
     batched, transposed = weight.shape[0] * length, weight.transpose(1, 2)
     rows = x.shape[0] - batched
-    plain = not operand.scales and x.dtype != torch.float16 and (bias is None or bias.dtype == x.dtype)
+    same = bias is None or bias.dtype == x.dtype
+    plain = not operand.scales and x.dtype != torch.float16 and same
     allocate = torch.empty if sum(end - start for _, start, end in spans) == rows else torch.zeros
     result = allocate((x.shape[0], weight.shape[1]), dtype=x.dtype)
     if length:
         batch, out = x[:batched].view(-1, length, x.shape[1]), result[:batched].view(-1, length, result.shape[1])
         if bias is None:
             torch.bmm(batch, transposed, out=out)
-        else:
+        elif same:
             torch.baddbmm(bias.unsqueeze(1), batch, transposed, out=out)
+        else:
+            out.copy_(torch.bmm(batch, transposed).to(accumulation_dtype(x.dtype)) + bias.unsqueeze(1))
         x, out = x[batched:], result[batched:]
     else:
         out = result

@@ -57,6 +57,16 @@ def test_the_length_of_the_padded_block_changes_no_result(ids, bias, length, mon
     assert_rounded(torch.ops.moe_ops.fused_experts(**layer.tensors, backend="cpu"), dense_formula(layer.float64()))
 
 
+@pytest.mark.parametrize("length", [0, 3])
+def test_a_bias_may_have_a_dtype_of_its_own(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in models that keep biases in fp32; with a padded block and without."""
+    layer = Variant(T=24, bias=True, dtype=torch.bfloat16).build()
+    for name in ("gate_up_bias", "down_bias"):
+        layer.tensors[name] = layer.tensors[name].float()
+    monkeypatch.setattr(cpu, "padded_length", lambda counts, weight: length)
+    assert_right(layer)
+
+
 def of_few_pairs(ids: list[list[int]], dtype: torch.dtype, bias: torch.dtype | None, **options: object) -> Layer:
     """A layer of 16 experts with these ids, and biases in a dtype of their own."""
     sizes = {"T": len(ids), "E": 16, "K": len(ids[0]), "H": 192, "I": 48}
