@@ -37,6 +37,7 @@ from moe_ops.kernels.cpu import (
     grouped_spans,
     lay_out,
     linear,
+    one_by_one,
     padded_length,
     product,
     sort_pairs,
@@ -170,18 +171,34 @@ def _experts(call: ExpertsCall) -> Tensor:
     else.
     """
     weights, topk_ids, capacity = call.experts, call.topk_ids, call.capacity
-    experts, pairs, top_k = int(weights.count), topk_ids.numel(), topk_ids.shape[1]
-    form = weights.scheme.rows
+    experts, pairs = int(weights.count), topk_ids.numel()
     simple = call.expert_map is None and not weights.scheme.quantized and not call.weight_on_input
     if simple and (capacity is None or capacity >= pairs):
         few = spans_of_pairs(topk_ids, weights.gate_up.data)
         if few is not None:
             return _pair_by_pair(call, few)
     order, counts = sort_pairs(topk_ids, call.expert_map, experts, capacity)
-    length = 0 if weights.scheme.quantized else padded_length(counts, weights.gate_up.data)
+    alone = not weights.scheme.quantized and one_by_one(counts, weights.gate_up.data)
+    length = 0 if alone or weights.scheme.quantized else padded_length(counts, weights.gate_up.data)
     kept = sum(counts)
     pair_of_row, row_of_pair, spans = lay_out(order, counts, pairs, length)
-    x = call.hidden_states.dequantized().index_select(0, pair_of_row // max(top_k, 1))
+    if not alone:
+        rows = _rows(call, pair_of_row, spans, length)
+    else:
+        rows = call.hidden_states.data.new_empty((len(pair_of_row), weights.down.data.shape[1]))
+        for expert, start, end in spans:
+            _rows(call, pair_of_row[start:end], [(expert, 0, end - start)], 0, rows[start:end])
+    places_TK, weights_TK = row_of_pair.view(topk_ids.shape), None if call.weight_on_input else call.topk_weights
+    if kept == pairs:
+        return combine(rows, places_TK, weights_TK).to(call.out_dtype)
+    return combine_dropping(rows, places_TK, places_TK == rows.shape[0], weights_TK).to(call.out_dtype)
+
+
+def _rows(call: ExpertsCall, pair_of_row: Tensor, spans: list[Span], length: int, out: Tensor | None = None) -> Tensor:
+    """Results of the experts, by row."""
+    weights = call.experts
+    form = weights.scheme.rows
+    x = call.hidden_states.dequantized().index_select(0, pair_of_row // max(call.topk_ids.shape[1], 1))
     if call.weight_on_input:
         row_weights = call.topk_weights.reshape(-1, 1).index_select(0, pair_of_row)
         x = (x.to(accumulation_dtype(x.dtype)) * row_weights).to(x.dtype)
@@ -190,11 +207,7 @@ def _experts(call: ExpertsCall) -> Tensor:
     x = x.float() if weights.scheme.quantized else x
     value = first_projection(x, weights.gate_up, weights.up, weights.gate_up_bias, weights.glu, spans, length)
     value = value.to(x.dtype) if form is None else quantized(value, form).dequantized()
-    rows = linear(value, weights.down, weights.down_bias, spans, length)
-    places_TK, weights_TK = row_of_pair.view(topk_ids.shape), None if call.weight_on_input else call.topk_weights
-    if kept == pairs:
-        return combine(rows, places_TK, weights_TK).to(call.out_dtype)
-    return combine_dropping(rows, places_TK, places_TK == rows.shape[0], weights_TK).to(call.out_dtype)
+    return linear(value, weights.down, weights.down_bias, spans, length, out)
 
 
 def _pair_by_pair(call: ExpertsCall, spans: list[Span]) -> Tensor:

@@ -13,7 +13,7 @@ from moe_ops.kernels import cpu as kernels
 from moe_ops.kernels.cpu import lay_out, padded_length, sort_pairs
 from moe_ops.ops import parse
 from tests.ops.errors import assert_accurate, assert_rounded
-from tests.ops.layers import Layer, Variant, dense_formula
+from tests.ops.layers import VARIANTS, Layer, Variant, dense_formula
 
 COUNTS = {
     "even": [3, 3, 3, 3],
@@ -141,6 +141,26 @@ def test_offsets_of_any_value_stay_within_the_rows() -> None:
 def test_few_pairs_of_a_capacity_that_holds_them_are_not_sorted(monkeypatch) -> None:
     monkeypatch.setattr(cpu, "lay_out", None)
     assert_right(of_few_pairs([[7, 1], [1, 0]], torch.float32, None, format="batched", capacity=4))
+
+
+@pytest.mark.parametrize("name", ["plain", "bias", "bf16", "weight_on_input", "expert_map", "separate_bias", "minus"])
+def test_experts_one_by_one_give_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = (VARIANTS[name] if name in VARIANTS else Variant(ids=name)).build()
+    wanted = torch.ops.moe_ops.fused_experts(**layer.tensors, **layer.options, backend="cpu")
+    alone: list[int] = []
+    monkeypatch.setattr(cpu, "spans_of_pairs", lambda ids, weight: None)
+    monkeypatch.setattr(cpu, "one_by_one", lambda counts, weight: alone.append(1) or True)
+    got = torch.ops.moe_ops.fused_experts(**layer.tensors, **layer.options, backend="cpu")
+    torch.testing.assert_close(got, wanted)
+    assert alone and got.any()
+
+
+def test_when_experts_go_one_by_one() -> None:
+    weight = torch.empty(8, 256, 256, device="meta")
+    assert kernels.one_by_one([256] * 8, weight) and kernels.one_by_one([0, 2048, *[0] * 6], weight)
+    assert not kernels.one_by_one([255] * 8, weight), "little is between the products"
+    assert not kernels.one_by_one([127] * 8, torch.empty(8, 4096, 256, device="meta")), "few rows an expert"
+    assert not kernels.one_by_one([256] * 8, weight.half()) and not kernels.one_by_one([0] * 8, weight)
 
 
 def test_the_length_follows_the_counts() -> None:
