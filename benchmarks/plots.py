@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import OURS
+from benchmarks.results import OURS, numbers_of
 
 PANELS_PER_LINE = 3
 FORMATS = ("png", "svg")
@@ -34,7 +34,7 @@ def draw_layers(document: dict[str, Any], folder: Path, stem: str) -> list[Path]
     matplotlib.use("Agg")
     # A fixed salt and no date: drawing the same file twice gives the same bytes.
     matplotlib.rcParams["svg.hashsalt"] = stem
-    title = f"{document['device']}, {document['scheme']}, {document['date']}"
+    title = f"{document['device']}, {numbers_of(document)}, {document['date']}"
     drawings = {
         "time": (f"One MoE layer: {title}", "microseconds", _time_panel),
         "share": (f"Share of the roofline: {title}", "roof / time, %", _share_panel),

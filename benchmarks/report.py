@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.plots import best_peer, draw_layers, plot_paths, routings_of
-from benchmarks.results import load_results
+from benchmarks.results import load_results, numbers_of
 from meta.activations import ACTIVATIONS
 from meta.routing import ROUTINGS
 from meta.schemes import SCHEMES
@@ -68,7 +68,7 @@ def layers_section(documents: Documents) -> str:
         if document["kind"] == "layers":
             plots = [path.name for path in plot_paths(document, Path(), stem) if path.suffix == ".png"]
             parts += [
-                f"#### {document['scheme']}, {document['format']}: {source_line(stem, document)}",
+                f"#### {numbers_of(document)}, {document['format']}: {source_line(stem, document)}",
                 conditions(document),
                 *(layers_table(document, routing) for routing in routings_of(document["rows"])),
                 *(f"![{CAPTIONS[name.split('-')[-1]]}](benchmarks/results/{name})" for name in plots),

@@ -107,6 +107,18 @@ def versions() -> dict[str, str]:
     return found
 
 
+#: Dtype of a layer's weights -> what they are called.
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+def numbers_of(document: dict[str, Any]) -> str:
+    """What the weights of a file of layers are: the scheme, or the dtype of weights as they are, for which one scheme
+    stands on the command line.
+    """
+    scheme = str(document["scheme"])
+    return _SHORT.get(str(document.get("dtype")), scheme) if scheme == "bf16" else scheme
+
+
 def device_name() -> str:
     """The GPU's name, or the CPU's architecture and core count."""
     if torch.cuda.is_available():
