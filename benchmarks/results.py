@@ -18,6 +18,8 @@ import torch
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from meta.schemes import SCHEMES, resolve_scheme
+
 RESULTS = Path(__file__).parent / "results"
 OURS = "ours"  # what names of this project's peers begin with
 PACKAGES = ("torch", "triton", "transformers", "moe-compile")
@@ -107,16 +109,14 @@ def versions() -> dict[str, str]:
     return found
 
 
-#: Dtype of a layer's weights -> what they are called.
-_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-
-
 def numbers_of(document: dict[str, Any]) -> str:
     """What the weights of a file of layers are: the scheme, or the dtype of weights as they are, for which one scheme
     stands on the command line.
     """
-    scheme = str(document["scheme"])
-    return _SHORT.get(str(document.get("dtype")), scheme) if scheme == "bf16" else scheme
+    scheme, dtype = str(document["scheme"]), document.get("dtype")
+    if dtype is None or SCHEMES[scheme].quantized:
+        return scheme
+    return resolve_scheme("benchmarks", None, getattr(torch, dtype)).name
 
 
 def device_name() -> str:

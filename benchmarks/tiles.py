@@ -76,7 +76,7 @@ def new_results(path: Path, commit: str, shapes: Sequence[Shape]) -> ResultFile:
     Raises:
         ValueError: no GPU whose tiles these are, or a shape too small for a routing.
     """
-    if not torch.cuda.is_available() or gpu_of(torch.cuda.current_device())[1] < FIRST_CAPABILITY["tma"]:
+    if not torch.cuda.is_available() or gpu_of(torch.device("cuda"))[1] < FIRST_CAPABILITY["tma"]:
         raise ValueError(
             f"benchmarks: tiles must run on a GPU with tensor-map descriptors (Hopper or later), got {device_name()}. "
             "Run it there, or fit a file that was made there with --fit."

@@ -173,7 +173,7 @@ WORTH = 0.97  # of the time of the plan by cost: what a measured plan must stay 
 def by_cost(key: LayerKey, tokens: int) -> Plan:
     """What serves where nothing was measured."""
     _, preferred = next(backends.tunable())
-    found: Plan = preferred.cheapest(key, tokens, *plans.gpu_of(torch.cuda.current_device()))
+    found: Plan = preferred.cheapest(key, tokens, *plans.gpu_of(torch.device("cuda")))
     return found
 
 
@@ -200,11 +200,11 @@ def tune(layer: TrialLayer, tokens: int) -> Plan | None:
     """
     sets = layer.inputs(tokens, INPUT_SETS if tokens <= 256 else 1)
     winners = []
-    for best, found in searches(layer.key, tokens):
-        finalists = [best]
+    for start, found in searches(layer.key, tokens):
+        finalists = [start]
         for index, configs in enumerate(found):
-            start = finalists[0]
-            finalists = _scan(layer, sets, [_with(start, index, config) for config in configs])
+            best = finalists[0]
+            finalists = _scan(layer, sets, [_with(best, index, config) for config in configs])
             if not finalists:
                 break
             if index + 1 < len(found):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -73,15 +72,9 @@ def when_imported(name: str, callback: Callable[[], None]) -> None:
 #: arguments, are half of what a call of an operator costs.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
-_NOT_A_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-_NOT_A_KERNEL |= torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
-
-
-def kernels_alone() -> AbstractContextManager[Any]:
-    """For the body of an operator on the CPU: what it calls is neither recorded by autograd nor as a view. That takes a
-    tenth of the time of a small layer; what is made inside, and no view, is a tensor like any other.
-    """
-    return torch._C._ExcludeDispatchKeyGuard(_NOT_A_KERNEL)
+#: For the body of an operator on the CPU: what it calls is neither recorded by autograd nor as a view. That takes a
+#: tenth of the time of a small layer; what is made inside, and no view, is a tensor like any other.
+kernels_alone = torch._C._AutoDispatchBelowADInplaceOrView
 
 
 def empty_cuda(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -136,8 +136,7 @@ def fastest_backend(problem: LayerProblem, device: torch.device) -> str | None:
     """The backend that measured fastest for a layer and its number of tokens, None where nothing was measured."""
     if device.type != "cuda":
         return None
-    index = torch.cuda.current_device() if device.index is None else device.index
-    plan = measured(LayerKey.of(problem), bucket(int(problem.T)), gpu_of(index)[0])
+    plan = measured(LayerKey.of(problem), bucket(int(problem.T)), gpu_of(device)[0])
     return None if plan is None else plan.backend
 
 
@@ -151,8 +150,12 @@ def tokens_of(at: int) -> int:
     return round(math.exp2(at / 2))
 
 
+def gpu_of(device: torch.device) -> tuple[str, int]:
+    """(name, compute capability as 90) of a device, without an index of the current one."""
+    return _gpu_at(torch.cuda.current_device() if device.index is None else device.index)
+
+
 @cache
-def gpu_of(index: int) -> tuple[str, int]:
-    """(name, compute capability as 90) of a device."""
+def _gpu_at(index: int) -> tuple[str, int]:
     major, minor = torch.cuda.get_device_capability(index)
     return torch.cuda.get_device_name(index), 10 * major + minor

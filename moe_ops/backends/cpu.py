@@ -178,16 +178,18 @@ def _experts(call: ExpertsCall) -> Tensor:
         if few is not None:
             return _pair_by_pair(call, few)
     order, counts = sort_pairs(topk_ids, call.expert_map, experts, capacity)
-    alone = not weights.scheme.quantized and one_by_one(counts, weights.gate_up.data)
-    length = 0 if alone or weights.scheme.quantized else padded_length(counts, weights.gate_up.data)
+    alone, length = False, 0
+    if not weights.scheme.quantized:
+        alone = one_by_one(counts, weights.gate_up.data)
+        length = 0 if alone else padded_length(counts, weights.gate_up.data)
     kept = sum(counts)
     pair_of_row, row_of_pair, spans = lay_out(order, counts, pairs, length)
-    if not alone:
-        rows = _rows(call, pair_of_row, spans, length)
-    else:
+    if alone:
         rows = call.hidden_states.data.new_empty((len(pair_of_row), weights.down.data.shape[1]))
         for expert, start, end in spans:
             _rows(call, pair_of_row[start:end], [(expert, 0, end - start)], 0, rows[start:end])
+    else:
+        rows = _rows(call, pair_of_row, spans, length)
     places_TK, weights_TK = row_of_pair.view(topk_ids.shape), None if call.weight_on_input else call.topk_weights
     if kept == pairs:
         return combine(rows, places_TK, weights_TK).to(call.out_dtype)

@@ -127,8 +127,10 @@ def linear(
     x: Tensor, operand: Operand, bias: Tensor | None, spans: list[Span], length: int = 0, result: Tensor | None = None
 ) -> Tensor:
     """``[R, N]`` from ``x [R, K]``, fp32 for weights to be decoded: one batched GEMM for the first ``E * length``
-    rows, one for each span of the rows after them. Rows in neither are zero, so that results repeat; ``result``, where
-    there is one to write to, has none.
+    rows, one for each span of the rows after them. Rows in neither are zero, so that results repeat.
+
+    Args:
+        result: where to write it, of rows that are all in one of them; None for new memory.
     """
     weight = operand.data
     batched, transposed = weight.shape[0] * length, weight.transpose(1, 2)

@@ -170,7 +170,7 @@ def test_a_users_own_plan_comes_first(tmp_path: Path) -> None:
 
 
 def test_a_measured_plan_names_its_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "gpu_of", lambda index: (f"gpu {index}", 90))
+    monkeypatch.setattr(plans, "gpu_of", lambda device: (f"gpu {device.index}", 90))
     write(tmp_path / "gpu_1.json", {64: triton_plans.plan("grouped", TILE, TILE)})
     sizes = {"scheme": KEY.scheme, "format": KEY.format, "E": 7, "K": 2, "H": 512, "I": 256, "gated": True}
 

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from meta.schemes import SCHEMES
+from meta.schemes import SCHEMES, ActivationFormat
 from moe_ops.kernels.triton.record import launch
 from moe_ops.kernels.triton.scales import quantize_tile
 from moe_ops.kernels.triton.util import cdiv, pdl_release, pdl_wait
@@ -93,6 +93,12 @@ def quantize_groups(
     tl.store(scale_ptr + g, scale, mask=g < rows * groups)
 
 
+def room(size: tuple[int, ...], form: ActivationFormat, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for quantised rows [..., H] and their scales f32 [..., groups of H]."""
+    scales = (*size[:-1], form.scale_width(size[-1]))
+    return torch.empty(size, dtype=form.dtype, device=device), torch.empty(scales, dtype=torch.float32, device=device)
+
+
 class Beside(NamedTuple):
     """Rows that a kernel quantises beside its own work, in further programs.
 
@@ -117,9 +123,7 @@ def beside(rows: torch.Tensor, scheme: str) -> Beside | None:
     form = SCHEMES[scheme].rows
     if form is None:
         return None
-    T, H = rows.shape
-    quantized = torch.empty((T, H), dtype=form.dtype, device=rows.device)
-    return Beside(rows, quantized, quantized.new_empty((T, form.scale_width(H)), dtype=torch.float32), form.group)
+    return Beside(rows, *room(tuple(rows.shape), form, rows.device), form.group)
 
 
 def beside_arguments(rows: Beside | None) -> dict[str, Any]:
@@ -188,9 +192,8 @@ def _quantize(
     """Quantise [E, rows, K], one kernel; `counts` bounds the rows on the device."""
     form = SCHEMES[scheme].rows
     E, rows, K = x.shape
-    groups = form.scale_width(K)
-    q = torch.empty((E, rows, K), dtype=form.dtype, device=x.device)
-    scale = torch.empty((E, rows, groups), dtype=torch.float32, device=x.device)
+    q, scale = room((E, rows, K), form, x.device)
+    groups = scale.shape[2]
     if q.numel() == 0:
         return q, scale
     if x.stride(2) != 1:

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from meta.schemes import SCHEMES
+from moe_ops.kernels.triton.act_quant import room
 from moe_ops.kernels.triton.permute import place_pairs, scatter_rows, store_row
 from moe_ops.kernels.triton.record import launch
 from moe_ops.kernels.triton.util import (
@@ -109,13 +110,11 @@ def dispatch(
     """
     (T, H), TOP_K = hidden_states.shape, topk_ids.shape[1]
     R, E = T * TOP_K, num_experts
-    scale, dtype = None, hidden_states.dtype
     form = None if scheme is None else SCHEMES[scheme].rows
-    group = 0 if form is None else form.group
-    if form is not None:
-        scale = hidden_states.new_empty((E, capacity, form.scale_width(H)), dtype=torch.float32)
-        dtype = form.dtype
-    batch = hidden_states.new_empty((E, capacity, H), dtype=dtype)
+    if form is None:
+        group, batch, scale = 0, hidden_states.new_empty((E, capacity, H)), None
+    else:
+        group, (batch, scale) = form.group, room((E, capacity, H), form, hidden_states.device)
     if R == 0 or R > FEW_PAIRS or H == 0 or by_choice:
         ids = topk_ids.t() if by_choice else topk_ids
         counts, _, slots = place_pairs(ids, E, expert_map, capacity, pdl)

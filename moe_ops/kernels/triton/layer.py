@@ -30,7 +30,7 @@ def gpu_of(device: torch.device) -> tuple[str, int]:
     """(name, capability) of the device; under the interpreter, a Hopper."""
     if INTERPRETED.value:
         return "interpreter", FIRST_CAPABILITY["tma"]
-    return plans.gpu_of(torch.cuda.current_device() if device.index is None else device.index)
+    return plans.gpu_of(device)
 
 
 def pdl_launches(device: torch.device) -> bool:
@@ -138,9 +138,8 @@ class Layer:
             made = [permute.gather_rows(rows, pair_to_row, topk_weights, pdl=pdl)]
             made += [permute.gather_rows(scale, pair_to_row, pdl=pdl) for scale in hidden_states.scales]
             return made[0], made[1] if len(made) > 1 else None
-        form, size = SCHEMES[self.scheme].rows, (pair_to_row.numel(), rows.shape[1])
-        quantized = rows.new_empty(size, dtype=form.dtype)
-        scale = rows.new_empty((size[0], form.scale_width(size[1])), dtype=torch.float32)
+        form = SCHEMES[self.scheme].rows
+        quantized, scale = act_quant.room((pair_to_row.numel(), rows.shape[1]), form, rows.device)
         permute.scatter_rows(rows, pair_to_row, topk_weights, quantized, scale, pdl, form.group)
         return quantized, scale
 
