@@ -5,6 +5,7 @@ import torch
 
 from meta.routing import ROUTINGS
 from meta.schemes import SCHEMES
+from moe_ops.kernels.triton import permute
 from moe_ops.kernels.triton.act_quant import beside, quantize_rows
 from moe_ops.kernels.triton.permute import sort_pairs
 from moe_ops.kernels.triton.route import route_few
@@ -60,8 +61,10 @@ def test_expert_map(poisoned):
     check(5, 24, ROUTING, expert_map=expert_map, held=6, scheme="fp8_block128")
 
 
+@pytest.mark.parametrize("most", [4096, 8], ids=["in_one_kernel", "in_one_of_its_own"])
 @pytest.mark.parametrize("T", [1, 40])
-def test_sorting_quantises_beside(T, poisoned):
+def test_sorting_quantises_beside(T, most, poisoned, monkeypatch):
+    monkeypatch.setattr(permute, "COUNT_ALL_PAIRS", most)
     x, ids = torch.randn(T, 400).bfloat16()[:, :200], torch.randint(-1, 12, (T, 4))
     rows = beside(x, "fp8_block128")
     for got, want in zip(sort_pairs(ids, 12, rows=rows), sort_pairs(ids, 12), strict=True):

@@ -187,15 +187,12 @@ def _quantize_kernel(
 
 
 def _quantize(
-    x: torch.Tensor, counts: torch.Tensor | None, scheme: str, pdl: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise [E, rows, K], one kernel; `counts` bounds the rows on the device."""
-    form = SCHEMES[scheme].rows
-    E, rows, K = x.shape
-    q, scale = room((E, rows, K), form, x.device)
-    groups = scale.shape[2]
+    x: torch.Tensor, counts: torch.Tensor | None, q: torch.Tensor, scale: torch.Tensor, group: int, pdl: bool = False
+) -> None:
+    """Quantise [E, rows, K] into `q` and `scale`, one kernel; `counts` bounds the rows on the device."""
+    (E, rows, K), groups = x.shape, scale.shape[2]
     if q.numel() == 0:
-        return q, scale
+        return
     if x.stride(2) != 1:
         x = x.contiguous()
     block_m = 32 if rows * groups >= 4096 else 4
@@ -212,13 +209,17 @@ def _quantize(
         groups,
         x.stride(0),
         x.stride(1),
-        GROUP=form.group,
+        GROUP=group,
         BLOCK_M=block_m,
         PDL=pdl,
         num_warps=4 if block_m == 32 else 1,
         launch_pdl=pdl,
     )
-    return q, scale
+
+
+def fill(rows: Beside, pdl: bool) -> None:
+    """Quantise in a kernel of its own, where no other one does it beside its work."""
+    _quantize(rows.rows[None], None, rows.quantized[None], rows.scale[None], rows.group, pdl)
 
 
 def quantize_rows(rows: torch.Tensor, scheme: str, *, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -232,8 +233,10 @@ def quantize_rows(rows: torch.Tensor, scheme: str, *, pdl: bool = False) -> tupl
     Returns:
         (q e4m3 [R, K], scale f32 [R, groups of K]): the numbers of `scales.quantize_tile`.
     """
-    q, scale = _quantize(rows[None], None, scheme, pdl)
-    return q[0], scale[0]
+    form = SCHEMES[scheme].rows
+    made = Beside(rows, *room(tuple(rows.shape), form, rows.device), form.group)
+    fill(made, pdl)
+    return made.quantized, made.scale
 
 
 def quantize_batched(
@@ -247,4 +250,7 @@ def quantize_batched(
     Returns:
         (q e4m3 [E, C, K], scale f32 [E, C, groups of K]).
     """
-    return _quantize(batch, expert_num_tokens, scheme)
+    form = SCHEMES[scheme].rows
+    q, scale = room(tuple(batch.shape), form, batch.device)
+    _quantize(batch, expert_num_tokens, q, scale, form.group)
+    return q, scale

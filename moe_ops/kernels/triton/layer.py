@@ -110,9 +110,7 @@ class Layer:
     ) -> Tensor:
         rows, copied = hidden_states.data, self._copies_rows(plan)
         pdl, (before, after) = pdl_launches(rows.device), self._weights(topk_weights)
-        beside = None
-        if not (copied or hidden_states.scales) and 0 < topk_ids.numel() <= permute.COUNT_ALL_PAIRS:
-            beside = act_quant.beside(rows, self.scheme)
+        beside = None if copied or hidden_states.scales else act_quant.beside(rows, self.scheme)
         sorting = (topk_ids, self.up.num_experts, self.expert_map)
         offsets, row_to_pair, pair_to_row = permute.sort_pairs(*sorting, pdl=pdl, rows=beside)
         if copied:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from meta.arch import TYPICAL
-from moe_ops.kernels.triton.act_quant import Beside, beside_arguments, quantize_beside
+from moe_ops.kernels.triton.act_quant import Beside, beside_arguments, fill, quantize_beside
 from moe_ops.kernels.triton.record import launch
 from moe_ops.kernels.triton.scales import quantize_tile
 from moe_ops.kernels.triton.util import (
@@ -295,13 +295,16 @@ def sort_pairs(
         topk_ids: [T, K] i32 or i64; ids outside the experts held here are dropped.
         expert_map: i32 or i64 [E_global] -> local expert or -1, or None.
         pdl: launch as programmatic dependents of the kernels before.
-        rows: what to quantise in the same kernel; up to `COUNT_ALL_PAIRS` pairs, not none.
+        rows: what to quantise as well, in the same kernel up to `COUNT_ALL_PAIRS` pairs.
 
     Returns:
         (offsets i32 [E] cumulative ends, row_to_pair i32 [R] with -1 past offsets[-1], pair_to_row i32 [T, K] with -1
         for dropped pairs).
     """
-    offsets, row_to_pair, pair_to_row = place_pairs(topk_ids, num_experts, expert_map, None, pdl, rows)
+    beside = rows if 0 < topk_ids.numel() <= COUNT_ALL_PAIRS else None
+    offsets, row_to_pair, pair_to_row = place_pairs(topk_ids, num_experts, expert_map, None, pdl, beside)
+    if rows is not None and beside is None:
+        fill(rows, pdl)
     return offsets, row_to_pair, pair_to_row
 
 
