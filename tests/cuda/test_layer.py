@@ -410,7 +410,8 @@ def test_gradients_of_the_stages(form: str, format: str):
         assert_accurate(value, exact[name], plain[name], dtype=x.dtype, what=name)
 
 
-def test_a_long_batch_in_passes(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("scheme", ["bf16", "fp8_block128"])
+def test_a_long_batch_in_passes(scheme: str, monkeypatch: pytest.MonkeyPatch):
     """T = 65536 at Qwen3-30B-A3B's dimensions: within 1 GiB beyond inputs and outputs, the bits of one pass."""
     torch.use_deterministic_algorithms(False)  # poisoning would cost minutes
     E, K, H, I = MODEL_LAYERS["qwen3-30b-a3b"]
@@ -418,12 +419,16 @@ def test_a_long_batch_in_passes(monkeypatch: pytest.MonkeyPatch):
     up = torch.randn(E, 2 * I, H, device="cuda", dtype=torch.bfloat16) / H**0.5
     down = torch.randn(E, H, I, device="cuda", dtype=torch.bfloat16) / I**0.5
     x, logits = torch.randn(T, H, device="cuda", dtype=torch.bfloat16), torch.randn(T, E, device="cuda")
+    options = {"scheme": scheme}
+    if SCHEMES[scheme].scales:
+        up, options["gate_up_scales"] = SCHEMES[scheme].quantize(up)
+        down, options["down_scales"] = SCHEMES[scheme].quantize(down)
 
     def run() -> tuple[torch.Tensor, int]:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        out = moe_ops.fused_moe(x, logits, up, down, top_k=K)
+        out = moe_ops.fused_moe(x, logits, up, down, top_k=K, **options)
         return out, torch.cuda.max_memory_allocated() - before - out.numel() * out.element_size()
 
     found, beyond = run()

@@ -81,9 +81,17 @@ class Layer:
         return out
 
     def _tokens_per_pass(self, plan: Plan, topk_ids: Tensor) -> int:
-        H, I, size = self.up.in_features, self.up.out_features, self.down.out_dtype.itemsize
-        row_bytes = (I + self.down.out_features + (H if self._copies_rows(plan) else 0)) * size
+        copied = self._row_bytes(self.up.in_features) if self._copies_rows(plan) else 0
+        result = self.down.out_features * self.down.out_dtype.itemsize
+        row_bytes = self._row_bytes(self.up.out_features) + max(copied, result)  # copies end where results begin
         return tokens_per_pass(topk_ids.shape[0], self.up.num_experts, topk_ids.shape[1], row_bytes)
+
+    def _row_bytes(self, columns: int) -> int:
+        """Bytes of a product's input row."""
+        form = SCHEMES[self.scheme].rows
+        if form is None:
+            return columns * self.down.out_dtype.itemsize
+        return columns * form.dtype.itemsize + 4 * form.scale_width(columns)
 
     def _small(self, plan: Plan, hidden_states: Operand, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         rows, rows_scale = self._quantized(hidden_states)
@@ -118,7 +126,9 @@ class Layer:
         else:
             gather = row_to_pair
             tokens = self._quantized(hidden_states) if beside is None else (beside.quantized, beside.scale)
-        return self._products(plan, Routed(after, None, offsets, gather, pair_to_row, *tokens), out)
+        h = self._gemm_1(plan, Routed(after, None, offsets, gather, pair_to_row, *tokens))
+        del tokens  # copies of many rows: their memory is GEMM 2's
+        return self._gemm_2(plan, *h, offsets, pair_to_row, after, out)
 
     def _copies_rows(self, plan: Plan) -> bool:
         """Whether GEMM 1 reads sorted copies of the tokens: where they carry the routing weights, or are quantised and
@@ -157,20 +167,35 @@ class Layer:
             **routing,
         )
         if grouped:
-            return self._products(plan, routed)
+            h = self._gemm_1(plan, routed)
+            return self._gemm_2(plan, *h, routed.offsets, routed.pair_to_row, routed.topk_weights)
         scales = () if routed.tokens_scale is None else (routed.tokens_scale,)
         tokens = Operand(routed.tokens, SCHEMES[self.scheme].rows, scales)
         return self.run(plan, tokens, routed.topk_weights, routed.topk_ids)
 
-    def _products(self, plan: Plan, routed: Routed, out: Tensor | None = None) -> Tensor:
-        """Both GEMMs and the combination, of rows that `routed.row_to_pair` gathers from tokens, or of sorted rows."""
+    def _gemm_1(self, plan: Plan, routed: Routed) -> tuple[Tensor, Tensor]:
+        """Activated rows by expert and their scales, of rows that `routed.row_to_pair` gathers from tokens, or of
+        sorted rows.
+        """
         pdl, pairs = pdl_launches(routed.tokens.device), routed.pair_to_row
         up, rows = replace(self._first(), rows_scale=routed.tokens_scale), {"num_rows": pairs.numel(), "pdl": pdl}
         gather = {"row_to_pair": routed.row_to_pair, "top_k": 0 if routed.row_to_pair is None else pairs.shape[1]}
-        first, second = plan.configs
-        h, h_scale = launch_grouped_mm(routed.tokens, up, routed.offsets, fit(first, up), **gather, **rows)
-        y, _ = launch_grouped_mm(h, self._second(h_scale), routed.offsets, second, **rows)
-        return combine.combine(y, pairs, routed.topk_weights, out=out, pdl=pdl)
+        return launch_grouped_mm(routed.tokens, up, routed.offsets, fit(plan.configs[0], up), **gather, **rows)
+
+    def _gemm_2(
+        self,
+        plan: Plan,
+        h: Tensor,
+        h_scale: Tensor,
+        offsets: Tensor,
+        pair_to_row: Tensor,
+        topk_weights: Tensor | None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The tokens' results, from the rows of GEMM 1."""
+        rows: dict[str, Any] = {"num_rows": pair_to_row.numel(), "pdl": pdl_launches(h.device)}
+        y, _ = launch_grouped_mm(h, self._second(h_scale), offsets, plan.configs[1], **rows)
+        return combine.combine(y, pair_to_row, topk_weights, out=out, pdl=rows["pdl"])
 
     def _batched(self, plan: Plan, hidden_states: Operand, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         pdl, (before, after) = pdl_launches(hidden_states.data.device), self._weights(topk_weights)
