@@ -32,33 +32,50 @@ class Decision:
 
 def decide(match: MoEMatch) -> Decision | Refusal:
     """Check the block's shapes and types by the operators' own rules, and choose its backend."""
-    tensors = [example(match.dispatch.hidden), _weight(match.up.weight), _weight(match.down.weight)]
-    hidden, gate_up, down = tensors
-    if hidden is None or gate_up is None or down is None:
+    tensors = [example(match.dispatch.hidden), *(_weight(product.weight) for product in match.products)]
+    if any(tensor is None for tensor in tensors):
         return Refusal(match.down.anchor, "The graph carries no shapes for this block.", "Compile with fake tensors.")
+    hidden, *weights = cast(list[torch.Tensor], tensors)
     try:
         mode = fake_mode_of(hidden)
         if mode is None:
-            return _describe(match, hidden, gate_up, down)
+            return _describe(match, hidden, weights)
         with mode, torch.no_grad():
-            return _describe(match, hidden, gate_up, down)
+            return _describe(match, hidden, weights)
     except ValueError as error:
         return Refusal(
             match.down.anchor, f"The operators refuse this block: {error}", "See the message of the operator."
         )
 
 
-def _describe(match: MoEMatch, hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> Decision:
+def _describe(match: MoEMatch, hidden: torch.Tensor, weights: list[torch.Tensor]) -> Decision:
+    gate_up, *halves, down = weights
+    up, layout, body = halves[0] if halves else None, match.body.glu_layout, match.body
+    bias, down_bias = _bias(match), None if match.down.bias is None else example(match.down.bias)
+    parts = body.halves(gate_up.shape[1])
+    if parts is not None:
+        up, gate_up, layout = gate_up[:, parts[1]], gate_up[:, parts[0]], "separate"
     tokens = hidden.new_empty(hidden.shape, dtype=gate_up.dtype)
     ids = tokens.new_empty((tokens.shape[0], match.dispatch.top_k), dtype=torch.int32)
-    biases = [None if bias is None else example(bias) for bias in (match.up.bias, match.down.bias)]
-    body = match.body
     call = parse(
-        "fused_experts", tokens, gate_up, down, ids.float(), ids, None, None, None, *biases,
-        activation=body.activation, alpha=body.alpha, limit=body.limit, glu_layout=body.glu_layout,
+        "fused_experts", tokens, gate_up, down, ids.float(), ids, None, None, up_proj=up, gate_up_bias=bias,
+        down_bias=down_bias, activation=body.activation, alpha=body.alpha, limit=body.limit, glu_layout=layout,
+        weight_on_input=match.dispatch.weights is not None,
     )  # fmt: skip
     problem = cast(LayerProblem, call.problem)
     return Decision(replace(match, router=_router(match)), problem, choice.choose(problem).NAME)
+
+
+def _bias(match: MoEMatch) -> torch.Tensor | None:
+    """The bias of gate and up, as one."""
+    found = [None if bias is None else example(bias)
+             for bias in (match.up.bias, None if match.up_half is None else match.up_half.bias)]  # fmt: skip
+    one, other = found
+    if one is None or other is None:
+        if match.up_half is not None and (one is None) != (other is None):
+            raise ValueError("Of gate and up only one has a bias.")
+        return one
+    return torch.cat((one, other), 1)
 
 
 def _router(match: MoEMatch) -> Router | Refusal:

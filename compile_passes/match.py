@@ -66,13 +66,14 @@ class Product:
 
     Attributes:
         anchor: the matrix product itself.
-        rows: its row operand ``[R, K]``.
+        rows: its row operand ``[R, K]``, or ``[T, slots, K]``.
         weight: the stacked weight of all experts.
         routing_key: what says which expert a row belongs to: the group offsets (grouped) or the ids (batched).
         bias: stacked bias ``[E, N]``, or None.
         bias_ids: the expert id of every row by which the bias was gathered, or None.
         masks: masks by which rows or the result were zeroed.
-        result: the value ``[R, N]`` after the bias and the masks.
+        result: the value ``[R, N]``, or ``[T, slots, N]``, after the bias and the masks.
+        copies: K, where the rows are tokens ``[T, K]`` that each meet the weights of K experts.
     """
 
     anchor: fx.Node
@@ -83,16 +84,29 @@ class Product:
     bias_ids: fx.Node | None
     masks: tuple[fx.Node, ...]
     result: fx.Node
+    copies: int | None = None
 
 
 @dataclass(frozen=True)
 class Body:
-    """What an expert computes with one half or two of its first product."""
+    """What an expert computes with one half or two of its first product, or with two products.
+
+    ``up_first``: the up half, or the odd rows' half, is where the operator expects the gate.
+    """
 
     activation: str
     alpha: float | None
     limit: float | None
     glu_layout: str
+    up_first: bool = False
+
+    def halves(self, rows: Any) -> tuple[slice, slice] | None:
+        """Where gate and up are among the ``rows`` of a stacked weight, if the operator has to be told."""
+        if not self.up_first:
+            return None
+        if self.glu_layout == "interleaved":
+            return slice(1, None, 2), slice(0, None, 2)
+        return slice(rows // 2, None), slice(0, rows // 2)
 
 
 @dataclass(frozen=True)
@@ -100,7 +114,8 @@ class Dispatch:
     """How rows are made from tokens: ``form`` is the spelling ("grouped_mm", "batched_mm").
 
     ``ids`` is any value whose row-major elements are the R expert ids; ``perm`` sorts them by expert, None = unsorted.
-    ``wrapped``: a negative id counts from the end, as indexing the weights by it does.
+    ``wrapped``: a negative id counts from the end, as indexing the weights by it does. ``weights``: R routing weights,
+    row-major, that multiply the rows before the experts, or None.
     """
 
     form: str
@@ -109,14 +124,20 @@ class Dispatch:
     perm: fx.Node | None
     top_k: int
     wrapped: bool = False
+    weights: fx.Node | None = None
 
 
 @dataclass(frozen=True)
 class Combine:
-    """How rows return to tokens: the weights (R row-major elements) and the ``[T, H]`` result."""
+    """How rows return to tokens: the weights (R row-major elements) and the ``[T, H]`` result.
+
+    ``total``: what sums over the experts. ``added``: the ``[T, H]`` that it adds to, or None.
+    """
 
     weights: fx.Node
     output: fx.Node
+    total: fx.Node
+    added: fx.Node | None = None
 
 
 @dataclass(frozen=True)
@@ -142,6 +163,7 @@ class Router:
 class MoEMatch:
     """One MoE block: every role as a node, and the nodes that its replacement makes dead.
 
+    ``up_half`` is the product with the up projection where that is a weight of its own, and ``up`` the gate's.
     ``router`` is a Refusal when the router stays in the graph and only the experts are replaced. ``apart``: pairs of
     graph inputs, one overwritten and the other read by the block, that have to be different memory in every call.
     """
@@ -154,13 +176,20 @@ class MoEMatch:
     router: Router | Refusal
     region: tuple[fx.Node, ...] = field(repr=False)
     apart: frozenset[tuple[fx.Node, fx.Node]] = field(default=frozenset(), repr=False)
+    up_half: Product | None = None
 
     @property
     def inputs(self) -> frozenset[fx.Node]:
         """The values that the operator reads."""
-        values = (self.dispatch.hidden, self.dispatch.ids, self.combine.weights, self.up.weight.node,
-                  self.down.weight.node, self.up.bias, self.down.bias)  # fmt: skip
+        values = [self.dispatch.hidden, self.dispatch.ids, self.combine.weights, self.combine.added]
+        for product in self.products:
+            values += [product.weight.node, product.bias]
         return frozenset(value for value in values if value is not None)
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """The expert products: gate and up, or gate, then up, and down."""
+        return (self.up, self.down) if self.up_half is None else (self.up, self.up_half, self.down)
 
     @property
     def output(self) -> fx.Node:

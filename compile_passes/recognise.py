@@ -16,12 +16,13 @@ from compile_passes.equal import narrower
 from compile_passes.match import Body, Combine, Dispatch, MoEMatch, Product, Refusal, RoutedCall, Router
 from compile_passes.patterns.activation import recognise_body
 from compile_passes.patterns.combine import recognise_combine
-from compile_passes.patterns.dispatch import are_in_range, are_not_negative, ids_within, recognise_dispatch
+from compile_passes.patterns.dispatch import recognise_dispatch
 from compile_passes.patterns.experts import feeding_products, find_products, unpaired
 from compile_passes.patterns.forms import name_forms
+from compile_passes.patterns.ids import are_in_range, are_not_negative, ids_within
 from compile_passes.patterns.router import kept, recognise_router
 from compile_passes.reading import Reading
-from compile_passes.safety import Pairs, changed_memory, different_gradient, different_scope, unknown_tensors
+from compile_passes.safety import CREATES, Pairs, changed_memory, different_gradient, different_scope, unknown_tensors
 from compile_passes.vocabulary import example, size_of
 
 _ESCAPE_CURE = "Only the routing logits, weights and ids may be used outside of the block."
@@ -58,7 +59,7 @@ def recognise_calls(reading: Reading) -> list[RoutedCall]:
         experts, floor = weight.shape[0], _floor(hidden, weight)
         ids, weights = reading.exact(call["topk_ids"], experts), reading.uncast(call["topk_weights"], floor)
         dispatch = Dispatch("moe_ops", call["hidden_states"], ids, None, given.shape[1])
-        combine = Combine(weights, node)
+        combine = Combine(weights, node, node)
         router = recognise_router(
             reading, weights, ids, tokens=hidden.shape[0], experts=experts, top_k=given.shape[1], floor=floor
         )
@@ -106,34 +107,41 @@ def _block(reading: Reading, down: Product, feeding: list[Product]) -> MoEMatch 
             reading.reshaper, f"{reading.reshaper.name} changes the shape or the storage of a tensor in place, after "
             "which the graph's own record of it cannot be trusted.", "Use the out-of-place form of this operation.",
         )  # fmt: skip
-    if len(feeding) > 1:
-        return Refusal(
-            down.anchor, "Gate and up projections are separate weights.",
-            "Store them as one [E, 2I, H] weight (torch.cat((w1, w3), dim=1)), gate first.",
-        )  # fmt: skip
-    up = feeding[0]
-    weight = example(up.weight.node)
-    if weight is None:
+    stacked = example(feeding[0].weight.node)
+    if stacked is None:
         return Refusal(down.anchor, "The graph carries no shapes for this block.", "Compile with fake tensors.")
-    body = recognise_body(reading, down.rows, [up.result], weight.dtype)
+    body = recognise_body(reading, down.rows, [product.result for product in feeding], stacked.dtype)
     if isinstance(body, Refusal):
         return body
-    dispatch = recognise_dispatch(reading, up, down)
+    ups = [next(product for product in feeding if product.result is source) for source in body[1]]
+    unused = [product for product in feeding if product not in ups]
+    if unused:
+        return Refusal(
+            unused[0].anchor, "More expert products than gate and up come before the last one.",
+            "Give every expert one product, or gate and up, before the last one.",
+        )  # fmt: skip
+    dispatch = recognise_dispatch(reading, ups, down, stacked.dtype)
     if isinstance(dispatch, Refusal):
         return dispatch
     hidden = example(dispatch.hidden)
-    floor = weight.dtype if hidden is None else _floor(hidden, weight)
+    if dispatch.weights is not None and (hidden is None or hidden.dtype != stacked.dtype):
+        return Refusal(
+            dispatch.weights, "The routing weights multiply the rows in another dtype than that of the experts.",
+            "Give the block hidden states in the experts' dtype, or apply the weights after the experts.",
+        )  # fmt: skip
+    floor = stacked.dtype if hidden is None else _floor(hidden, stacked)
     combine = recognise_combine(reading, dispatch, down, floor)
     if isinstance(combine, Refusal):
         return combine
-    return _close(reading, up, down, body[0], dispatch, combine, floor)
+    return _close(reading, ups, down, body[0], dispatch, combine, floor)
 
 
 def _close(
-    reading: Reading, up: Product, down: Product, body: Body, dispatch: Dispatch, combine: Combine, floor: torch.dtype
+    reading: Reading, ups: list[Product], down: Product, body: Body, dispatch: Dispatch, combine: Combine,
+    floor: torch.dtype,
 ) -> MoEMatch | Refusal:
     """Add router and region, and prove that nothing outside reads, and nothing overwrites, what the block computes."""
-    weight, hidden = example(up.weight.node), example(dispatch.hidden)
+    weight, hidden = example(ups[0].weight.node), example(dispatch.hidden)
     experts = None if weight is None else weight.shape[0]
     wrapped = dispatch.perm is None and not are_in_range(reading, dispatch.ids, experts)
     if dispatch.perm is None:
@@ -144,8 +152,11 @@ def _close(
             "row to another expert.", "Take them from topk, or clamp them with .clamp(0, num_experts - 1).",
         )  # fmt: skip
     dispatch = replace(dispatch, ids=reading.exact(dispatch.ids, experts), wrapped=wrapped)
-    match = MoEMatch(up, down, body, dispatch, combine, kept(combine.output, "it was not looked at"), ())
+    unseen, up_half = kept(combine.output, "it was not looked at"), ups[1] if len(ups) > 1 else None
+    match = MoEMatch(ups[0], down, body, dispatch, combine, unseen, (), up_half=up_half)
     region = closure(reading, combine.output, match.inputs)
+    region -= _read_elsewhere(reading, region, dispatch.ids, combine.output)
+    region |= _sizes_of(reading, region - {combine.output})
     problem = (
         unknown_tensors(reading, region, match.inputs)
         or different_scope(reading, region)
@@ -198,6 +209,38 @@ def closure(reading: Reading, output: fx.Node, inputs: Iterable[fx.Node]) -> set
     return region
 
 
+def _read_elsewhere(reading: Reading, region: set[fx.Node], ids: fx.Node, output: fx.Node) -> set[fx.Node]:
+    """The nodes of the region that stay, because somebody else reads what they make of the ids alone: counts that a
+    load-balancing buffer or loss wants.
+    """
+    made_of_ids: set[fx.Node] = set()
+    for node in _ordered(reading, region - {output}):
+        if all(value is ids or value in made_of_ids or _is_size(value) for value in _operands(reading, node)):
+            made_of_ids.add(node)
+    stack = [node for node in made_of_ids if any(reader not in region for reader in reading.readers(node))]
+    staying: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node in made_of_ids and node not in staying:
+            staying.add(node)
+            stack.extend(_operands(reading, node))
+    return staying
+
+
+def _sizes_of(reading: Reading, region: set[fx.Node]) -> set[fx.Node]:
+    """The sizes that are asked of what the region computes, as far as nobody else uses them."""
+    sizes: set[fx.Node] = set()
+    stack = [reader for node in region for reader in reading.readers(node)]
+    while stack:
+        node = stack.pop()
+        if node not in sizes and node not in region and _is_size(node):
+            sizes.add(node)
+            stack.extend(reading.readers(node))
+    while used := {size for size in sizes if any(r not in region and r not in sizes for r in reading.readers(size))}:
+        sizes -= used
+    return sizes
+
+
 def _dies_with(reading: Reading, writer: fx.Node, region: set[fx.Node]) -> bool:
     """Whether ``writer`` only changes what ``region`` computes, and nobody reads the change."""
     targets = reading.memory.writes.get(writer, ())
@@ -212,8 +255,10 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _operands(reading: Reading, node: fx.Node) -> list[fx.Node]:
-    """The values that ``node`` reads, the raw names of written tensors included."""
+    """The values whose numbers ``node`` reads, the raw names of written tensors included."""
     call = reading.call(node)
+    if call is not None and call.name in CREATES:
+        return []
     values: list[fx.Node] = list(node.all_input_nodes)
     fx.map_arg(tuple(call.args.values()) if call is not None else (), values.append)
     return values

@@ -60,6 +60,8 @@ class Rewriter:
     def __init__(self, reading: Reading) -> None:
         self.reading, self.graph = reading, reading.graph
         self._replaced: dict[fx.Node, fx.Node] = {}
+        # New nodes that read what was there before an old one wrote it.
+        self._before: dict[fx.Node, fx.Node] = {}
 
     def apply(self, match: MoEMatch) -> fx.Node:
         """Replace one block; returns its `fused_experts` node."""
@@ -68,6 +70,9 @@ class Rewriter:
             fused, result = self._build(builder, match)
         self._replace(match.output, result)
         self._sweep([*match.region, match.combine.weights, match.dispatch.ids])
+        total = match.combine.total
+        if match.combine.added is not None and self.reading.is_writer(total) and not total._erased:
+            raise RuntimeError(f"{total.name} stays, and adds the sum over experts a second time")
         return fused
 
     def apply_router(self, routed: RoutedCall) -> None:
@@ -104,7 +109,8 @@ class Rewriter:
 
     def _build(self, builder: Builder, match: MoEMatch) -> tuple[fx.Node, fx.Node]:
         """The new nodes; returns the `fused_experts` node and the block's result in its original dtype."""
-        gate_up, down = self._weight(builder, match.up.weight), self._weight(builder, match.down.weight)
+        projections = self._projections(builder, match)
+        gate_up, added = projections["gate_up_proj"], match.combine.added
         if isinstance(match.router, Router):
             weights, ids = self._topk(builder, match.router)
         else:
@@ -116,14 +122,38 @@ class Rewriter:
         fused = builder.operator(
             "fused_experts",
             {
-                "hidden_states": builder.cast(self._node(match.dispatch.hidden), gate_up), "gate_up_proj": gate_up,
-                "down_proj": down, "topk_weights": weights, "topk_ids": ids,
-                "gate_up_bias": None if match.up.bias is None else self._node(match.up.bias),
-                "down_bias": None if match.down.bias is None else self._node(match.down.bias),
-                "activation": body.activation, "alpha": body.alpha, "limit": body.limit, "glu_layout": body.glu_layout,
+                "hidden_states": builder.cast(self._node(match.dispatch.hidden), gate_up), **projections,
+                "topk_weights": weights, "topk_ids": ids, "activation": body.activation, "alpha": body.alpha,
+                "limit": body.limit, "weight_on_input": match.dispatch.weights is not None,
             },
         )  # fmt: skip
-        return fused, builder.cast(fused, match.output)
+        result = fused
+        if added is not None:
+            start = self._node(added)
+            result = builder.call(_ATEN.add.Tensor, (start, builder.cast(fused, start)))
+            self._before[result] = match.combine.total
+        return fused, builder.cast(result, match.output)
+
+    def _projections(self, builder: Builder, match: MoEMatch) -> dict[str, Any]:
+        """The weights and biases of the block, and how gate and up lie in them."""
+        gate_up, layout, up = self._weight(builder, match.up.weight), match.body.glu_layout, None
+        bias = None if match.up.bias is None else self._node(match.up.bias)
+        stacked = example(gate_up)
+        halves = None if stacked is None else match.body.halves(stacked.shape[1])
+        if match.up_half is not None:
+            up = self._weight(builder, match.up_half.weight)
+            if bias is not None and match.up_half.bias is not None:
+                bias = builder.joined(bias, self._node(match.up_half.bias))
+        elif halves is not None:
+            gate_up, up = (builder.part(gate_up, half) for half in halves)
+            layout = "separate"
+            if bias is not None:
+                bias = builder.joined(*(builder.part(bias, half) for half in halves))
+        return {
+            "gate_up_proj": gate_up, "up_proj": up, "down_proj": self._weight(builder, match.down.weight),
+            "gate_up_bias": bias, "down_bias": None if match.down.bias is None else self._node(match.down.bias),
+            "glu_layout": layout,
+        }  # fmt: skip
 
     def _topk(self, builder: Builder, router: Router) -> tuple[fx.Node, fx.Node]:
         logits = builder.rows(self._node(router.logits), None)
@@ -190,6 +220,7 @@ class Rewriter:
         if any(name.op in ("placeholder", "get_attr") for name in names):
             return False
         readers = (user for name in names if name not in erased for user in name.users)
+        readers = (user for user in readers if self._before.get(user) is not node)
         return all(user in (node, ignored) or order.get(user, len(order)) < order[node] for user in readers)
 
 
@@ -251,6 +282,14 @@ class Builder:
         if value is None or value.dtype in (torch.int32, torch.int64):
             return ids
         return self.call(_ATEN.to.dtype, (ids, torch.int64, False, False, None))
+
+    def part(self, node: fx.Node, rows: slice) -> fx.Node:
+        """A view of ``node``: some entries of its second dimension."""
+        return self.call(_ATEN.slice.Tensor, (node, 1, rows.start, rows.stop, rows.step or 1))
+
+    def joined(self, one: fx.Node, other: fx.Node) -> fx.Node:
+        """Two biases ``[E, I]`` as one ``[E, 2I]``."""
+        return self.call(_ATEN.cat.default, ([one, other], 1))
 
     def wrapped(self, ids: fx.Node, weight: fx.Node) -> fx.Node:
         """``ids`` with the number of experts added where they are negative, as indexing by them counts."""

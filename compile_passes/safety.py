@@ -18,7 +18,8 @@ from compile_passes.vocabulary import example, size_of, tensors_of
 
 Pairs = frozenset[tuple[fx.Node, fx.Node]]
 
-_CREATES = frozenset({"zeros", "zeros_like", "empty", "empty_like", "metadata"})
+#: Calls whose result depends on the shape of their operand and none of its numbers.
+CREATES = frozenset({"zeros", "zeros_like", "empty", "empty_like", "ones", "ones_like", "metadata"})
 _OUT_OF_PLACE = "Use the out-of-place form of this operation, or move it after the block."
 
 
@@ -192,7 +193,7 @@ def _float_path(reading: Reading, region: Collection[fx.Node], output: fx.Node) 
 
 def _float_operands(reading: Reading, node: fx.Node) -> list[fx.Node]:
     call = reading.call(node)
-    if call is None or call.name in _CREATES:
+    if call is None or call.name in CREATES:
         return []
     found: list[fx.Node] = []
     fx.map_arg(tuple(call.args.values()), found.append)

@@ -45,6 +45,7 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("clamp_max", "x max", (torch.clamp_max, "clamp_max")),
     ("masked_fill", "x mask value", (torch.masked_fill, "masked_fill")),
     ("not", "x", (torch.bitwise_not, torch.logical_not, "bitwise_not", "logical_not", operator.invert)),
+    ("eq", "x y", (torch.eq, "eq", operator.eq)),
     ("ge", "x y", (torch.ge, torch.greater_equal, "ge", "greater_equal", operator.ge)),
     ("gt", "x y", (torch.gt, torch.greater, "gt", "greater", operator.gt)),
     # the same values in the same order, in another shape
@@ -60,6 +61,9 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("expand", "x", ("expand", torch.broadcast_to, "broadcast_to", "expand_as")),
     ("chunk", "x chunks dim", (torch.chunk, "chunk")),
     ("split", "x size dim", (torch.split, "split", "split_with_sizes")),
+    ("tensor_split", "x size dim", (torch.tensor_split, "tensor_split")),
+    ("unbind", "x dim", (torch.unbind, "unbind")),
+    ("select", "x dim index", (torch.select, "select")),
     ("slice", "x dim start end step", (torch.ops.aten.slice,)),
     ("narrow", "x dim start length", (torch.narrow, "narrow")),
     # casts (the result's dtype is read from its metadata)
@@ -72,8 +76,11 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("setitem", "x index values", (operator.setitem,)),
     ("index_put", "x index values accumulate", (torch.index_put, "index_put")),
     ("gather", "x dim index", (torch.gather, "gather")),
+    ("take_along_dim", "x index dim", (torch.take_along_dim, "take_along_dim")),
     ("scatter", "x dim index src", (torch.scatter, "scatter")),
+    ("scatter_add", "x dim index src", (torch.scatter_add, "scatter_add")),
     ("index_add", "x dim index source", (torch.index_add, "index_add")),
+    ("index_copy", "x dim index source", (torch.index_copy, "index_copy")),
     ("repeat_interleave", "x repeats dim", (torch.repeat_interleave, "repeat_interleave")),
     ("sort", "x dim descending", (torch.sort, "sort")),
     ("argsort", "x dim descending", (torch.argsort, "argsort")),
@@ -84,6 +91,10 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("sum", "x dim keepdim dtype", (torch.sum, "sum")),
     ("cumsum", "x dim dtype", (torch.cumsum, "cumsum")),
     ("histc", "x bins min max", (torch.histc, "histc")),
+    ("count_nonzero", "x dim", (torch.count_nonzero, "count_nonzero")),
+    ("one_hot", "x num_classes", (F.one_hot, "one_hot")),
+    ("searchsorted", "x y out_int32 right side", (torch.searchsorted, torch.ops.aten.searchsorted)),
+    ("bucketize", "x y out_int32 right", (torch.bucketize, torch.ops.aten.bucketize)),
     ("bincount", "x weights minlength", (torch.bincount, "bincount")),
     ("softmax", "x dim dtype", (torch.softmax, "softmax")),
     ("softmax", "x dim _stacklevel dtype", (F.softmax,)),
@@ -94,6 +105,9 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("arange", "start end step", (torch.arange, torch.ops.aten.arange)),
     ("empty_like", "x", (torch.empty_like, torch.ops.aten.empty_like)),
     ("zeros_like", "x", (torch.zeros_like, torch.ops.aten.zeros_like)),
+    ("ones_like", "x", (torch.ones_like, torch.ops.aten.ones_like)),
+    ("ones", "size", (torch.ones, torch.ops.aten.ones)),
+    ("ones", "x size", ("new_ones",)),
     ("zeros", "size", (torch.zeros, torch.ops.aten.zeros)),
     ("zeros", "x size", ("new_zeros",)),
     ("empty", "size", (torch.empty, torch.ops.aten.empty)),
@@ -136,7 +150,8 @@ _METADATA = frozenset({"size", "dim", "numel", "stride", "element_size", "is_con
 _KEYWORDS = {
     "input": "x", "self": "x", "other": "y", "mat2": "y", "exponent": "y", "keepdims": "keepdim", "mat1": "x",
     "mat_a": "x", "mat_b": "weight", "split_size": "size", "split_size_or_sections": "size", "split_sizes": "size",
-    "offsets": "offs", "indices": "index", "axis": "dim", "value": "src",
+    "offsets": "offs", "indices": "index", "axis": "dim", "value": "src", "sorted_sequence": "x", "boundaries": "y",
+    "indices_or_sections": "size", "sections": "size",
 }  # fmt: skip
 # Named results of sort, topk and max.
 _FIELDS = {"values": 0, "indices": 1}
@@ -145,7 +160,8 @@ _TRANSFORMERS_GROUPED_MM = "transformers::grouped_mm_fallback"
 
 # Calls whose other arguments say what the result's metadata says too: its shape, dtype, device or memory format.
 _TOLD_BY_RESULT = frozenset(
-    {"view", "cast", "expand", "clone", "detach", "zeros", "zeros_like", "empty", "empty_like", "metadata"}
+    {"view", "cast", "expand", "clone", "detach", "zeros", "zeros_like", "empty", "empty_like", "ones", "ones_like",
+     "metadata"}
 )
 # Arguments that change no number, or none that a recogniser relies on (the order of a topk's results, of equal keys).
 _HARMLESS = frozenset(
@@ -157,6 +173,7 @@ _DEFAULTS: dict[str | tuple[str, str], Any] = {
     "approximate": "none", "include_self": True, ("softplus", "beta"): 1, ("softplus", "threshold"): 20,
     ("addcmul", "value"): 1, ("arange", "start"): 0, ("arange", "step"): 1, ("slice", "step"): 1,
     ("topk", "dim"): -1, ("sort", "dim"): -1, ("argsort", "dim"): -1, ("bincount", "minlength"): 0,
+    "out_int32": False, "right": False, "num_classes": -1, ("unbind", "dim"): 0,
     "enable_gqa": False, "is_causal": False, "dropout_p": 0.0, ("histc", "min"): 0, ("histc", "max"): 0,
     ("randint", "low"): 0,
 }  # fmt: skip
@@ -298,7 +315,7 @@ def _finish(node: fx.Node, name: str, parameters: tuple[str, ...]) -> Call:
         name = {"floor": "floordiv", "trunc": "truncdiv"}[args.pop("rounding_mode")]
     elif name == "matmul" and all(rank(args.get(side)) == 3 for side in ("x", "y")):
         name = "bmm"
-    elif name == "split" and isinstance(args.get("size"), list | tuple):
+    elif name in ("split", "tensor_split") and isinstance(args.get("size"), list | tuple):
         args["sizes"] = args.pop("size")
     if name in ("index", "index_put") and not _is_position(args.get("index")):
         name = "fancy" if name == "index" else "fancy_put"
@@ -324,7 +341,7 @@ def _keeps_elements(node: fx.Node, source: Any) -> bool:
 
 def _classify_getitem(args: dict[str, Any]) -> str:
     """item: an element of a tuple result; index: rows by a tensor; slice: a strided view; fancy: anything else."""
-    source, index = args["x"], args["index"]
+    source, index = args["x"], args["index"] = args["x"], _without_the_rest(args["index"])
     if type(index) is int and example(source) is None:
         return "item"
     if isinstance(index, fx.Node) and isinstance(example(index), torch.Tensor):
@@ -335,6 +352,14 @@ def _classify_getitem(args: dict[str, Any]) -> str:
             return "view"
         return "getslice"
     return "fancy"
+
+
+def _without_the_rest(index: Any) -> Any:
+    """``[i, ...]`` and ``[i, :, :]`` are ``[i]``: what is said of the other dimensions takes them whole."""
+    if not isinstance(index, tuple) or not isinstance(index[0] if index else None, fx.Node):
+        return index
+    whole = all(part is Ellipsis or part == slice(None) for part in index[1:] if not isinstance(part, fx.Node))
+    return index[0] if whole and not any(isinstance(part, fx.Node) for part in index[1:]) else index
 
 
 def _single(index: Any) -> Any:

@@ -8,6 +8,7 @@ fp32 accumulator. Operands that broadcast are no halves of one product.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +47,7 @@ class _Factor:
 
 def recognise_body(
     reading: Reading, rows: fx.Node, results: Iterable[fx.Node], floor: torch.dtype
-) -> tuple[Body, fx.Node] | Refusal:
+) -> tuple[Body, tuple[fx.Node, ...]] | Refusal:
     """The activation whose value is ``rows``.
 
     Args:
@@ -55,7 +56,7 @@ def recognise_body(
         floor: the narrowest dtype that a cast may go to.
 
     Returns:
-        The body and the first product's result that it reads.
+        The body and the results of the first products that it reads: the gate's, then the up half's if it is another.
     """
     return _Reader(reading, frozenset(results), floor).body(rows)
 
@@ -64,7 +65,7 @@ class _Reader:
     def __init__(self, reading: Reading, results: frozenset[fx.Node], floor: torch.dtype) -> None:
         self.reading, self.results, self.floor = reading, results, floor
 
-    def body(self, rows: fx.Node) -> tuple[Body, fx.Node] | Refusal:
+    def body(self, rows: fx.Node) -> tuple[Body, tuple[fx.Node, ...]] | Refusal:
         terms: list[_Factor] = []
         for value in self._factors(rows):
             factor = self._factor(value) if isinstance(value, fx.Node | _PlusOne) else None
@@ -76,12 +77,16 @@ class _Reader:
             return found
         return Refusal(rows, "The value between the expert products is not [rows, expert width].", _CURE)
 
-    def _fits(self, body: Body, source: fx.Node, rows: fx.Node) -> bool:
-        """Whether ``rows`` has the elements of the first product's ``[R, I]``, or those of one half of ``[R, 2I]``."""
-        before, after = example(source), example(rows)
-        if before is None or after is None or before.dim() != 2:
-            return False
-        return equal_sizes(after.numel() * (1 if body.glu_layout == "none" else 2), before.numel())
+    def _fits(self, body: Body, sources: tuple[fx.Node, ...], rows: fx.Node) -> bool:
+        """Whether ``rows`` has the elements of each first product's ``[R, I]``, or those of one half of ``[R, 2I]``."""
+        after, whole = example(rows), body.glu_layout in ("none", "separate")
+        for source in sources:
+            before = example(source)
+            if before is None or after is None or not same_shape(source, sources[0]):
+                return False
+            if not equal_sizes(after.numel() * (1 if whole else 2), before.numel()):
+                return False
+        return True
 
     def _uncast(self, value: Any) -> Any:
         return self.reading.uncast(value, self.floor, self.results)
@@ -155,12 +160,17 @@ class _Reader:
         return self._split(value)
 
     def _split(self, value: Any) -> _Half | None:
-        """An element of chunk or split, or a slice of the last dimension: (first, second) or (even, odd)."""
-        call = self.reading.read(value, "item getslice slice narrow", "index dim start end step length")
+        """An element of chunk or split, a slice of the last dimension, or one of two along a dimension of size 2:
+        (first, second) or (even, odd).
+        """
+        call = self.reading.read(value, "item getslice slice narrow select", "index dim start end step length")
         if call is None:
             return None
+        chosen = self._selected(call)
+        if chosen is not None:
+            return self._of_two(*chosen)
         if call.name == "item":
-            parts = self.reading.read(call["x"], "chunk split", "chunks size sizes dim")
+            parts = self.reading.read(call["x"], "chunk split tensor_split", "chunks size sizes dim")
             source = self._source(parts["x"]) if parts is not None else None
             if parts is None or source is None or call["index"] not in (0, 1):
                 return None
@@ -180,19 +190,49 @@ class _Reader:
             return _Half(source, "concat", int(start > 0))
         return None
 
+    def _selected(self, call: Call) -> tuple[Any, int, int] | None:
+        """(x, dimension, place) of ``x[..., place, ...]``, whatever else of x is taken whole."""
+        if call.name == "item":
+            parts = self.reading.read(call["x"], "unbind", "dim")
+            return None if parts is None else (parts["x"], parts["dim"], call["index"])
+        if call.name == "select":
+            return call["x"], call["dim"], call["index"]
+        index = call["index"] if call.name == "getslice" else None
+        index = index if isinstance(index, tuple) else (index,)
+        numbers = [place for place, part in enumerate(index) if type(part) is int]
+        whole = all(part is Ellipsis or part == slice(None) for part in index if type(part) is not int)
+        if len(numbers) != 1 or not whole:
+            return None
+        (place,) = numbers
+        return call["x"], place - len(index) if Ellipsis in index[:place] else place, index[place]
+
+    def _of_two(self, value: Any, dim: Any, place: Any) -> _Half | None:
+        """Gate or up of the product's result as [R, 2, I] or [R, I, 2]."""
+        shape, source = example(value), self._uncast(value)
+        rows = example(source) if source in self.results else None
+        if shape is None or rows is None or type(dim) is not int or place not in (0, 1, -1, -2):
+            return None
+        lead, width, dim = shape.dim() - 2, _width(source), dim % shape.dim()
+        for at, layout, sizes in ((lead, "concat", (2, width // 2)), (lead + 1, "interleaved", (width // 2, 2))):
+            fits = any(has_shape(value, *front, *sizes) for front in _leads(rows))
+            if dim == at and width % 2 == 0 and fits:
+                return _Half(source, layout, place % 2)
+        return None
+
     def _source(self, value: Any) -> fx.Node | None:
-        """The product's result ``[R, N]`` that ``value``, of the same rows, is: its halves are those of N."""
-        source, width = self._uncast(value), example(value)
-        if source not in self.results or width is None:
+        """The product's result ``[..., N]`` that ``value``, of the same rows, is: its halves are those of N."""
+        source = self._uncast(value)
+        rows = example(source) if source in self.results else None
+        if rows is None:
             return None
-        rows = example(source)
-        if rows is None or rows.dim() != 2:
-            return None
-        return source if any(has_shape(value, *lead, rows.shape[1]) for lead in _leads(rows.shape[0])) else None
+        return source if any(has_shape(value, *lead, rows.shape[-1]) for lead in _leads(rows)) else None
 
 
-def _leads(count: Any) -> tuple[tuple[Any, ...], ...]:
-    return ((count,), (count, 1), (1, count))
+def _leads(rows: torch.Tensor) -> tuple[tuple[Any, ...], ...]:
+    """The shapes that rows [..., N] have in front of N, as they are and one after the other."""
+    lead = tuple(rows.shape[:-1])
+    count = math.prod(lead)
+    return (lead, (count,), (count, 1), (1, count))
 
 
 def _is_one(value: Any) -> bool:
@@ -207,7 +247,7 @@ class _PlusOne:
 _KINDS = frozenset({"silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid"})
 
 
-def _decide(terms: list[_Factor], rows: fx.Node) -> tuple[Body, fx.Node] | Refusal:
+def _decide(terms: list[_Factor], rows: fx.Node) -> tuple[Body, tuple[fx.Node, ...]] | Refusal:
     active = [term for term in terms if term.kind != "plain"]
     plain = [term for term in terms if term.kind == "plain"]
     if len(active) == 2 and active[0] == active[1] and active[0].kind == "relu":
@@ -227,13 +267,15 @@ def _decide(terms: list[_Factor], rows: fx.Node) -> tuple[Body, fx.Node] | Refus
     named = _name(kind, alpha, gate, up)
     if named is None:
         return Refusal(rows, f"The clamps or scales around {kind} match no known activation.", _CURE)
-    layout = _layout(gate, None if up is None else up.half)
+    half = None if up is None else up.half
+    layout = _layout(gate, half)
     if layout is None:
         return Refusal(
-            rows, "Gate and up are not the (first, second) or (even, odd) halves of one product.",
+            rows, "Gate and up are not the halves of one product, nor two products.",
             "Store gate and up in one [E, 2I, H] weight, gate first.",
         )  # fmt: skip
-    return Body(*named, layout), gate.source
+    sources = (gate.source,) if half is None or half.source is gate.source else (gate.source, half.source)
+    return Body(*named, layout, up_first=layout in ("concat", "interleaved") and gate.index == 1), sources
 
 
 def _name(kind: str, alpha: float, gate: _Half, up: _Factor | None) -> tuple[str, float | None, float | None] | None:
@@ -255,9 +297,9 @@ def _name(kind: str, alpha: float, gate: _Half, up: _Factor | None) -> tuple[str
 def _layout(gate: _Half, up: _Half | None) -> str | None:
     if up is None:
         return "none" if gate.layout == "none" else None
-    if gate.source is not up.source or gate.layout != up.layout or (gate.index, up.index) != (0, 1):
-        return None
-    return gate.layout
+    if gate.source is not up.source:
+        return "separate" if gate.layout == up.layout == "none" else None
+    return gate.layout if gate.layout == up.layout and {gate.index, up.index} == {0, 1} else None
 
 
 def _unknown(reading: Reading, value: fx.Node) -> Refusal:
@@ -297,6 +339,8 @@ def _slice_of_last(call: Call) -> slice | None:
 
 
 def _halves(parts: Call, width: int) -> bool:
+    if parts.name == "tensor_split":
+        return list(parts["sizes"]) == [width // 2] if parts["sizes"] is not None else bool(parts["size"] == 2)
     if parts["sizes"] is not None:
         return list(parts["sizes"]) == [width // 2, width // 2]
     return bool(parts["size"] == width // 2)
@@ -304,4 +348,4 @@ def _halves(parts: Call, width: int) -> bool:
 
 def _width(value: fx.Node) -> int:
     tensor = example(value)
-    return tensor.shape[1] if tensor is not None and isinstance(tensor.shape[1], int) else 0
+    return tensor.shape[-1] if tensor is not None and isinstance(tensor.shape[-1], int) else 0

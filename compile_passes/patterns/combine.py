@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,23 +11,27 @@ from torch import fx
 
 from compile_passes.equal import is_float_cast, is_noop_cast, no_narrower
 from compile_passes.match import Combine, Dispatch, Product, Refusal
-from compile_passes.patterns.dispatch import is_ramp, position, sorts
+from compile_passes.patterns.rows import Order, is_ramp, sorts
 from compile_passes.reading import Reading
-from compile_passes.vocabulary import equal_sizes, example, has_shape, rank
+from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank
 
 _NORM_SEARCH = 12
 # Calls that read the shape of their operand and none of its numbers.
-_SHAPE_ONLY = ("empty_like", "zeros_like", "metadata")
+_SHAPE_ONLY = ("empty_like", "zeros_like", "ones_like", "metadata")
+_BLANK = ("empty_like", "zeros_like", "zeros", "empty")
 
 
 @dataclass(frozen=True)
 class _State:
-    """Where the walk is: ``value`` holds rows (weighted or not, in token order or not) or ``[T, K, H]``."""
+    """Where the walk is: ``value`` holds rows (weighted or not, in pair order or not) or ``[T, K, H]``, or, ``done``,
+    the sum over the slots; ``added``: what it was added to.
+    """
 
     value: fx.Node
-    in_token_order: bool
+    in_pair_order: bool
     weights: fx.Node | None = None
     done: bool = False
+    added: fx.Node | None = None
 
 
 def recognise_combine(reading: Reading, dispatch: Dispatch, down: Product, floor: torch.dtype) -> Combine | Refusal:
@@ -41,7 +46,8 @@ def recognise_combine(reading: Reading, dispatch: Dispatch, down: Product, floor
 class _Walk:
     def __init__(self, reading: Reading, dispatch: Dispatch, down: Product, floor: torch.dtype) -> None:
         self.reading, self.dispatch, self.floor = reading, dispatch, floor
-        self.start = _State(down.result, in_token_order=dispatch.perm is None)
+        self.order = Order(reading, floor)
+        self.start = _State(down.result, in_pair_order=dispatch.perm is None)
         hidden, ids, result = example(dispatch.hidden), example(dispatch.ids), example(down.result)
         self.tokens: Any = None if hidden is None else hidden.shape[0]
         self.rows: Any = None if ids is None else ids.numel()
@@ -52,19 +58,40 @@ class _Walk:
         while not state.done:
             readers = [r for r in self.reading.readers(state.value) if self.reading.named(r, *_SHAPE_ONLY) is None]
             step = self._step(state, readers[0]) if len(readers) == 1 and self._known(state.value) else None
+            if step is None and self._is_whole(state):
+                break
             if step is None:
                 return _stopped(self.reading, state, readers)
             state = step
         output = self._final_cast(state.value)
         if isinstance(output, Refusal):
             return output
-        if state.weights is None:
-            return Refusal(output, "The rows are summed without routing weights.", "Multiply them by topk_weights.")
+        weights = self._all_weights(state, output)
+        if isinstance(weights, Refusal):
+            return weights
         if not has_shape(output, self.tokens, self.width):
             return Refusal(
                 output, "The sum over experts is not [tokens, hidden].", "Sum into one row for every token, no more."
             )
-        return Combine(state.weights, output)
+        return Combine(weights, output, state.value, state.added)
+
+    def _is_whole(self, state: _State) -> bool:
+        """Whether one expert for each token leaves nothing to sum."""
+        return self.dispatch.top_k == 1 and state.in_pair_order and has_shape(
+            self.reading.operand(state.value), self.tokens, self.width
+        )  # fmt: skip
+
+    def _all_weights(self, state: _State, output: fx.Node) -> fx.Node | Refusal:
+        """The routing weights: those of the rows before the experts, or of their results."""
+        before, after = self.dispatch.weights, state.weights
+        if before is not None and after is not None:
+            return Refusal(
+                after, "The routing weights multiply the experts' inputs and their results.", "Apply them once."
+            )
+        weights = after if before is None else before
+        if weights is None:
+            return Refusal(output, "The rows are summed without routing weights.", "Multiply them by topk_weights.")
+        return weights
 
     def _known(self, value: fx.Node) -> bool:
         return has_shape(self.reading.operand(value), self.rows, self.width) or self._by_token(value)
@@ -79,63 +106,60 @@ class _Walk:
         if self.reading.read(reader, "cast") is not None:
             return replace(state, value=reader) if is_float_cast(reader, state.value, self.floor) else None
         if self.reading.read(reader, "mul", "y") is not None and state.weights is None:
-            weights = self._weights(state, call["y"] if call["x"] is state.value else call["x"])
-            return None if weights is None else replace(state, value=reader, weights=weights)
-        if call.name in ("index", "index_put") and not state.in_token_order:
-            return replace(state, value=reader, in_token_order=True) if self._unpermutes(state, reader) else None
-        if self.reading.read(reader, "view") is not None and state.in_token_order:
+            perm = None if state.in_pair_order else self.dispatch.perm
+            weights = self.order.weights(call["y"] if call["x"] is state.value else call["x"], state.value, perm)
+            fits = weights is not None and equal_sizes(_count(weights), self.rows)
+            return replace(state, value=reader, weights=weights) if fits else None
+        if self.reading.read(reader, "view") is not None and state.in_pair_order:
             return replace(state, value=reader) if self._known(reader) else None
         if call.name == "sum" and self._by_token(state.value) and self._sums_slots(reader):
             return replace(state, value=reader, done=True)
-        if call.name == "index_add" and not state.in_token_order and self._adds_to_tokens(state, reader):
-            return replace(state, value=reader, done=True)
-        return None
+        if call.name in ("bmm", "einsum") and state.weights is None and state.in_pair_order:
+            return self._contracts(state, reader, call)
+        if not state.in_pair_order and self._unpermutes(state, reader):
+            return replace(state, value=reader, in_pair_order=True)
+        return self._adds_to_tokens(state, reader)
 
-    def _weights(self, state: _State, other: Any) -> fx.Node | None:
-        """The weights that ``other`` brings to the order of the rows, or None."""
-        rows = example(self.reading.operand(state.value))
-        if rows is None or not has_shape(other, *rows.shape[:-1], 1):
-            return None
-        value = self.reading.uncast(other, self.floor)
-        if not state.in_token_order:
-            gathered = self.reading.read(value, "index", "index")
-            if gathered is None or rank(gathered["x"]) != 1 or not self._is_perm(gathered["index"]):
-                return None
-            value = self.reading.uncast(gathered["x"], self.floor)
-        weights = example(value)
-        if weights is None or not no_narrower(weights.dtype, self.floor):
-            return None
-        return value if equal_sizes(weights.numel(), self.rows) else None
-
-    def _is_perm(self, value: Any) -> bool:
-        return rank(value) == 1 and self.reading.same(position(self.reading, value), self.dispatch.perm)
+    def _is_perm(self, value: Any, wide: bool = False) -> bool:
+        return self.order.has_order(value, self.dispatch.perm, wide)
 
     def _unpermutes(self, state: _State, reader: fx.Node) -> bool:
         """``rows[inverse]``, or ``empty_like(rows)[perm] = rows``."""
-        put = self.reading.read(reader, "index_put", "index values")
+        put = self.reading.read(reader, "index_put index_copy scatter", "dim index values source src")
         if put is not None:
-            blank = self.reading.named(put["x"], "empty_like", "zeros_like", "zeros", "empty")
-            target = example(put["x"])
+            blank, target = self.reading.named(put["x"], *_BLANK), example(put["x"])
+            given = put[{"index_put": "values", "index_copy": "source", "scatter": "src"}[put.name]]
             return (
                 blank is not None and target is not None and no_narrower(target.dtype, self.floor)
-                and has_shape(put["x"], self.rows, self.width)
-                and put["values"] is state.value and self._is_perm(put["index"])
+                and has_shape(put["x"], self.rows, self.width) and given is state.value
+                and (put.name == "index_put" or put["dim"] in (0, -2))
+                and self._places(put, self._is_perm)
             )  # fmt: skip
-        taken = self.reading.read(reader, "index", "index")
-        return taken is not None and taken["x"] is state.value and self._is_inverse(taken["index"])
+        taken = self.order.taken(reader)
+        if taken is None or taken.source is not state.value:
+            return False
+        index = self.order.column(taken.index) if taken.wide else taken.index
+        return index is not None and self._is_inverse(index)
+
+    def _places(self, put: Call, accept: Any) -> bool:
+        """Whether ``accept`` holds of the index, one for each row, under which a call writes rows."""
+        if put.name in ("scatter", "scatter_add"):
+            return has_shape(put["index"], self.rows, self.width) and accept(put["index"], wide=True)
+        return rank(put["index"]) == 1 and accept(put["index"])
 
     def _is_inverse(self, value: Any) -> bool:
         """``inverse[perm] = arange(R)``, or the sorting permutation of ``perm``."""
+        value = self.order.bare(value)
         if not isinstance(value, fx.Node) or not has_shape(self.reading.operand(value), self.rows):
             return False
-        call = self.reading.read(self.reading.strip(value), "index_put scatter", "index values dim src")
+        call = self.reading.read(value, "index_put scatter index_copy", "index values dim src source")
         if call is None:
             ordered = sorts(self.reading, value)
             return ordered is not None and self._is_perm(ordered)
-        filled = call["values"] if call.name == "index_put" else call["src"]
+        filled = call[{"index_put": "values", "index_copy": "source", "scatter": "src"}[call.name]]
         along = call.name == "index_put" or call["dim"] in (0, -1)
         return (
-            along and has_shape(call["x"], self.rows) and self._is_perm(call["index"])
+            along and has_shape(call["x"], self.rows) and rank(call["index"]) == 1 and self._is_perm(call["index"])
             and has_shape(filled, self.rows) and is_ramp(self.reading, filled)
         )  # fmt: skip
 
@@ -144,25 +168,76 @@ class _Walk:
         dims = (1, -2, (1,), [1], (-2,), [-2])
         return call is not None and call["dim"] in dims and result is not None and no_narrower(result.dtype, self.floor)
 
-    def _adds_to_tokens(self, state: _State, reader: fx.Node) -> bool:
-        """``zeros(T, H).index_add(0, perm // K, rows)``."""
-        call = self.reading.read(reader, "index_add", "dim index source")
-        if call is None or call["dim"] not in (0, -2) or call["source"] is not state.value:
-            return False
-        start = self.reading.named(call["x"], "zeros", "zeros_like")
-        divided = self.reading.read(self.reading.strip(call["index"]), "floordiv truncdiv", "y")
+    def _contracts(self, state: _State, reader: fx.Node, call: Call) -> _State | None:
+        """Weights and rows ``[T, K, H]`` in one product that sums over the slots."""
+        result = example(reader)
+        if not self._by_token(state.value) or result is None or not no_narrower(result.dtype, self.floor):
+            return None
+        if call.name == "bmm":
+            # [T, 1, K] @ [T, K, H]
+            fits = call["y"] is state.value and has_shape(call["x"], self.tokens, 1, self.dispatch.top_k)
+            other = call["x"] if fits and self.reading.read(reader, "bmm", "y") is not None else None
+        else:
+            other = self._summed_by_einsum(state.value, reader)
+        weights = None if other is None else self.order.weights_of(other, self.rows, None)
+        return None if weights is None else replace(state, value=reader, weights=weights, done=True)
+
+    def _summed_by_einsum(self, rows: fx.Node, reader: fx.Node) -> Any:
+        """The weights of ``einsum("tkh,tk->th", rows, weights)``, in either order, whatever the letters."""
+        call = self.reading.read(reader, "einsum", "arg1 arg2")
+        text = call["x"].replace(" ", "") if call is not None and isinstance(call["x"], str) else ""
+        inputs, arrow, result = text.partition("->")
+        labels = inputs.split(",")
+        if call is None or not arrow or len(labels) != 2:
+            return None
+        operands = [call["arg1"], call["arg2"]]
+        if not all(isinstance(operand, fx.Node) for operand in operands) or rows not in operands:
+            return None
+        place = operands.index(rows)
+        mine, other, weights = labels[place], labels[1 - place], operands[1 - place]
+        letters = len(mine) == 3 and len(set(mine)) == 3
+        if not letters or not has_shape(weights, self.tokens, self.dispatch.top_k):
+            return None
+        return weights if other == mine[:2] and result == mine[0] + mine[2] else None
+
+    def _adds_to_tokens(self, state: _State, reader: fx.Node) -> _State | None:
+        """``start.index_add(0, tokens, rows)``: the sum, added to what was there."""
+        call = self.reading.read(reader, "index_add scatter_add index_put", "dim index source src values accumulate")
+        if call is None or not has_shape(self.reading.operand(state.value), self.rows, self.width):
+            return None
+        given = call[{"index_add": "source", "scatter_add": "src", "index_put": "values"}[call.name]]
+        along = call["accumulate"] is True if call.name == "index_put" else call["dim"] in (0, -2)
         total = example(call["x"])
-        return (
-            start is not None and divided is not None and total is not None and no_narrower(total.dtype, self.floor)
-            and has_shape(call["x"], self.tokens, self.width) and type(divided["y"]) is int
-            and divided["y"] == self.dispatch.top_k and self._is_perm(divided["x"])
-        )  # fmt: skip
+        if (
+            given is not state.value or not along or total is None or not no_narrower(total.dtype, self.floor)
+            or not has_shape(call["x"], self.tokens, self.width)
+            or not self._places(call, partial(self._are_tokens, state))
+        ):  # fmt: skip
+            return None
+        zeros = self.reading.named(self.reading.strip(call["x"]), "zeros", "zeros_like") is not None
+        return replace(state, value=reader, done=True, added=None if zeros else call["x"])
+
+    def _are_tokens(self, state: _State, value: Any, wide: bool = False) -> bool:
+        """Whether ``value`` is the token of every row."""
+        found, perm = self.order.positions(value, wide), None if state.in_pair_order else self.dispatch.perm
+        if found is None or (found.perm is None) != (perm is None):
+            return False
+        if perm is not None and not self.order.same(found.perm, perm):
+            return False
+        if found.kind == "pair":
+            return bool(self.dispatch.top_k == 1)
+        return found.kind == "token" and bool(found.top_k == self.dispatch.top_k)
 
     def _final_cast(self, value: fx.Node) -> fx.Node | Refusal:
-        """The sum in the dtype of the hidden states, which is what the fused operator returns."""
+        """The sum in the dtype of the hidden states, and as [tokens, hidden], which the fused operator returns."""
         hidden = example(self.dispatch.hidden)
         while True:
             tensor, readers = example(value), self.reading.readers(value)
+            if len(readers) == 1 and not has_shape(value, self.tokens, self.width):
+                flat = self.reading.read(readers[0], "view") is not None
+                if flat and has_shape(readers[0], self.tokens, self.width):
+                    value = readers[0]
+                    continue
             call = self.reading.read(readers[0], "cast") if len(readers) == 1 else None
             if call is not None and hidden is not None and tensor is not None:
                 # A dtype that is already right needs no cast; transformers writes one all the same.
@@ -176,6 +251,11 @@ class _Walk:
                     "Cast it with .to(hidden_states.dtype) before using it.",
                 )  # fmt: skip
             return value
+
+
+def _count(value: fx.Node) -> Any:
+    tensor = example(value)
+    return None if tensor is None else tensor.numel()
 
 
 def _stopped(reading: Reading, state: _State, readers: list[fx.Node]) -> Refusal:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from compile_passes.equal import is_float_cast
 from compile_passes.match import Product, Refusal, Weight
 from compile_passes.reading import Reading
-from compile_passes.vocabulary import Call, example, has_shape, rank, same_shape
+from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank, same_shape
 
 # The rows of a first product come from tokens through one of these; the search for it goes no further back.
 _BARRIERS = frozenset(
@@ -24,7 +26,9 @@ def find_products(reading: Reading) -> dict[fx.Node, Product]:
     """Every product of routed rows with stacked expert weights, by its node, in graph order."""
     products = {}
     for node in reading.graph.nodes:
-        product = _grouped_product(reading, node) or _batched_product(reading, node)
+        product = (
+            _grouped_product(reading, node) or _batched_product(reading, node) or _product_by_slot(reading, node)
+        )
         if product is not None:
             products[node] = product
     return products
@@ -80,6 +84,87 @@ def _batched_product(reading: Reading, node: fx.Node) -> Product | None:
     return None
 
 
+def _product_by_slot(reading: Reading, node: fx.Node) -> Product | None:
+    """``einsum("ti,taoi->tao", tokens, weight[ids])`` or ``matmul(weight[ids], rows[..., None])``, with ids ``[T, K]``,
+    or [R], of tokens or of rows.
+    """
+    found = _einsum(reading, node) or _matmul_by_slot(reading, node)
+    if found is None:
+        return None
+    rows, gathered, transposed = found
+    weight = _peel_transpose(reading, Weight(gathered, transposed))
+    index, shape = _gather_of(reading, weight.node), example(weight.node)
+    if index is None or shape is None:
+        return None
+    stacked = _peel_transpose(reading, Weight(reading.unwrap(index["x"]), weight.transposed))
+    copies = shape.shape[1] if shape.dim() == 4 and rank(rows) == 2 else None
+    if copies is not None and type(copies) is not int:
+        return None
+    return replace(_with_epilogue(reading, node, rows, stacked, index["index"], ()), copies=copies)
+
+
+def _gather_of(reading: Reading, weight: Any) -> Call | None:
+    """The ``stacked[ids]`` that ``weight`` [..., N, K] is, its rows perhaps as [T, slots]."""
+    shape, root = example(weight), reading.strip(weight)
+    made, index = example(root), reading.read(root, "index", "index")
+    if shape is None or made is None or index is None or rank(index["x"]) != 3 or rank(index["index"]) not in (1, 2):
+        return None
+    return index if all(map(equal_sizes, shape.shape[-2:], made.shape[-2:])) else None
+
+
+def _einsum(reading: Reading, node: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:
+    """(rows, gathered weights, whether these are [..., K, N]) of an einsum that is a product for every slot."""
+    call = reading.read(node, "einsum", "arg1 arg2")
+    text = call["x"].replace(" ", "") if call is not None and isinstance(call["x"], str) else ""
+    inputs, arrow, result = text.partition("->")
+    labels = inputs.split(",")
+    if call is None or not arrow or len(labels) != 2 or any(len(set(part)) != len(part) for part in (*labels, result)):
+        return None
+    operands = (call["arg1"], call["arg2"])
+    for place in (0, 1):
+        rows, weight = operands[place], operands[1 - place]
+        of_rows, of_weight = labels[place], labels[1 - place]
+        lead, last = of_weight[:-2], of_weight[-2:]
+        if not lead or len(of_weight) not in (3, 4) or not of_rows or not isinstance(rows, fx.Node):
+            continue
+        inner = of_rows[-1]
+        outer = last.replace(inner, "")
+        if len(outer) == 1 and of_rows[:-1] in (lead, lead[0]) and result == lead + outer:
+            if rank(rows) == len(of_rows) and rank(weight) == len(of_weight):
+                return rows, weight, last[0] == inner
+    return None
+
+
+def _matmul_by_slot(reading: Reading, node: fx.Node) -> tuple[Any, fx.Node, bool] | None:
+    """As `_einsum`, of ``weight[ids] [T, K, N, H] @ rows [T, K or 1, H, 1]``, or the other way round."""
+    call = reading.read(node, "matmul", "y")
+    if call is None or rank(call["x"]) != 4 or rank(call["y"]) != 4:
+        return None
+    for side, other, at, transposed in (("x", "y", -1, False), ("y", "x", -2, True)):
+        weight, value = example(call[side]), example(call[other])
+        if weight is None or value is None or not equal_sizes(value.shape[at], 1):
+            continue
+        tokens, slots = weight.shape[:2]
+        inner = weight.shape[-1 if side == "x" else -2]
+        if equal_sizes(value.shape[0], tokens) and equal_sizes(value.shape[1], slots):
+            return call[other], call[side], transposed
+        views = _views(reading, call[other], weight.dtype)
+        rows = next((node for node in views if has_shape(node, tokens, inner)), None)
+        if rows is not None:
+            return rows, call[side], transposed
+    return None
+
+
+def _views(reading: Reading, value: Any, floor: torch.dtype) -> list[Any]:
+    """``value`` and what it is a reshape, or a cast to no less than ``floor``, of."""
+    found = [value]
+    while (call := reading.read(found[-1], "view clone cast")) is not None:
+        if call.name == "cast" and not is_float_cast(found[-1], call["x"], floor):
+            break
+        found.append(call["x"])
+    return found
+
+
 def _two_dimensional(reading: Reading, value: Any, count: Any, width: Any, floor: torch.dtype) -> Any:
     """The rows ``[R, K]`` that ``value`` is a reshape or cast of; its root when there are none."""
     root = reading.uncast(value, floor)
@@ -98,15 +183,16 @@ def _peel_transpose(reading: Reading, weight: Weight) -> Weight:
 
 
 def _swaps_last_two(call: Call) -> bool:
-    if rank(call["x"]) != 3:
+    dims = rank(call["x"])
+    if dims is None or dims < 3:
         return False
     if call.name == "mt":
         return True
     if call.name == "permute":
-        dims = call["dims"] if isinstance(call["dims"], list | tuple) else ()
-        return [dim % 3 for dim in dims if isinstance(dim, int)] == [0, 2, 1]
+        order = call["dims"] if isinstance(call["dims"], list | tuple) else ()
+        return [dim % dims for dim in order if isinstance(dim, int)] == [*range(dims - 2), dims - 1, dims - 2]
     pair = (call["dim0"], call["dim1"])
-    return all(isinstance(dim, int) for dim in pair) and {dim % 3 for dim in pair} == {1, 2}
+    return all(isinstance(dim, int) for dim in pair) and {dim % dims for dim in pair} == {dims - 2, dims - 1}
 
 
 def _peel_masks(reading: Reading, rows: fx.Node, floor: torch.dtype) -> tuple[fx.Node, tuple[fx.Node, ...]]:
@@ -146,18 +232,19 @@ def _with_epilogue(
 
 
 def _squeezes(reader: fx.Node, anchor: fx.Node) -> bool:
-    """Whether ``reader`` is ``[R, N]`` of a batched product ``[R, N, 1]`` or ``[R, 1, N]``."""
+    """Whether ``reader`` is ``[..., N]`` of a batched product ``[..., N, 1]`` or ``[..., 1, N]``."""
     product = example(anchor)
-    if product is None or product.dim() != 3:
+    if product is None or product.dim() < 3:
         return False
-    return has_shape(reader, product.shape[0], product.shape[1] * product.shape[2])
+    *lead, rows, columns = product.shape
+    return any(equal_sizes(size, 1) for size in (rows, columns)) and has_shape(reader, *lead, rows * columns)
 
 
 def _gathered_bias(reading: Reading, call: Call, value: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """``value + bias[ids]`` with bias ``[E, N]``: the bias and the ids."""
     other = call["y"] if call["x"] is value else call["x"]
     index = reading.read(reading.unwrap(other), "index", "index")
-    if index is None or not same_shape(other, value) or rank(index["x"]) != 2 or rank(index["index"]) != 1:
+    if index is None or not same_shape(other, value) or rank(index["x"]) != 2 or rank(index["index"]) not in (1, 2):
         return None
     return reading.unwrap(index["x"]), index["index"]
 

@@ -17,7 +17,7 @@ from torch import fx
 
 from compile_passes.equal import no_narrower
 from compile_passes.match import Refusal, Router
-from compile_passes.patterns.dispatch import topk_over_experts
+from compile_passes.patterns.ids import topk_over_experts
 from compile_passes.reading import Reading
 from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, same_shape
 from meta.routing import ROUTINGS

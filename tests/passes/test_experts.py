@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from compile_passes.match import Body, MoEMatch, Refusal
+from compile_passes.passes import FUSE, run
 from compile_passes.patterns.experts import feeding_products, find_products
 from compile_passes.reading import Reading
 from compile_passes.recognise import recognise
 from tests.passes.blocks import E, H, I, K, T, batched, block, capture, found, grouped, match, refusal, weights
+from tests.passes.generator import GATHERS, INVERSES, PUTS, Sizes, counters, tokens_of_rows
 
 
 def halves(h):
@@ -293,6 +295,21 @@ GROUPED = {
 }  # fmt: skip
 
 
+_SIZES = Sizes(T, E, K, H, I)
+#: The spellings of the generator, one by one.
+SPELLED = {
+    f"counts_{name}": dict(counts=lambda flat, ordered, count=count: count(flat))
+    for name, count in counters(_SIZES).items()
+}
+SPELLED |= {f"tokens_{name}": dict(tokens=tokens) for name, tokens in tokens_of_rows(_SIZES).items()}
+SPELLED |= {f"rows_{name}": dict(rows=gather) for name, gather in GATHERS.items()}
+SPELLED |= {f"put_{name}": dict(undo=put) for name, put in PUTS.items()}
+SPELLED |= {
+    f"inverse_{name}": dict(undo=lambda out, perm, inverse=inverse: out[inverse(perm)])
+    for name, inverse in INVERSES.items()
+}
+
+
 def one_hot(flat, value=True, dtype=torch.bool, dim=1, fill=torch.zeros, columns=E):
     """Counts of the ids by a table [T, E] of what every token chose."""
     return fill(T, columns, dtype=dtype).scatter(dim, flat.view(T, K), value)
@@ -332,7 +349,7 @@ WRONGLY_GROUPED = {
     "largest_in_a_table": dict(counts=lambda flat, ordered: one_hot(flat, 1, torch.long).amax(0)),
     "counts_of_repeated_ids": dict(counts=lambda flat, ordered: one_hot(flat % (E - 1)).sum(0)),
     "bins_from_one": dict(counts=lambda flat, ordered: torch.histc(ordered.float(), E, 1, E - 1)),
-    "bins_up_to_another": dict(counts=lambda flat, ordered: torch.histc(ordered.float(), E, 0, E)),
+    "bins_up_to_another": dict(counts=lambda flat, ordered: torch.histc(ordered.float(), E, 0, E + 1)),
     "more_bins": dict(counts=lambda flat, ordered: torch.histc(ordered.float(), 2 * E, 0, E - 1)[:E]),
     "counts_in_few_bits": dict(counts=lambda flat, ordered: torch.histc((ordered * 64).float(), E, 0, E - 1)),
     "counts_of_the_positions": dict(counts=lambda flat, ordered: torch.histc(ordered.argsort().float(), E, 0, E - 1)),
@@ -397,6 +414,23 @@ def test_spellings_of_a_sorted_block(name):
     (found,) = recognise(Reading(capture(sorted_block(**GROUPED[name]), dynamic=True, **weights()).graph))
     assert isinstance(found, MoEMatch), str(found)
     assert found.dispatch.form == "grouped_mm" and found.dispatch.top_k == K and found.router.routing == "softmax"
+
+
+@pytest.mark.parametrize("name", SPELLED)
+def test_spellings_of_the_generator(name):
+    found = match(sorted_block(**SPELLED[name]))
+    assert found.dispatch.form == "grouped_mm" and found.dispatch.top_k == K and found.router.routing == "softmax"
+
+
+def test_sizes_of_what_is_computed_inside():
+    """Sizes that only the block asks for go with it."""
+
+    def undo(out, perm):
+        return torch.zeros(out.shape[0], out.size(1), dtype=out.dtype).index_copy(0, perm, out)
+
+    graph = capture(sorted_block(undo=undo), dynamic=True, **weights()).graph
+    assert run(FUSE, graph).fused
+    assert not [node for node in graph.nodes if node.target in (torch._grouped_mm, F.grouped_mm)]
 
 
 def sorted_block(**steps):
@@ -547,7 +581,7 @@ ALMOST = {
     "plus_two": lambda h: F.silu(each(h)[0].clamp(max=3.0)) * (each(h)[1].clamp(-3.0, 3.0) + 2),
     "clamped_twice": lambda h: F.silu(each(h)[0].clamp(max=3.0).clamp(max=2.0)) * each(h)[1].clamp(-3.0, 3.0),
     "a_scaled_sigmoid_of_the_gate": lambda h: each(h)[0] * torch.sigmoid(2.0 * each(h)[0]) * each(h)[1],
-    "sigmoid_of_the_other_half": lambda h: each(h)[0] * torch.sigmoid(each(h)[1]) * each(h)[1],
+    "sigmoid_of_the_other_half": lambda h: each(h)[0] * torch.sigmoid(each(h)[1]),
     "a_bare_sigmoid": lambda h: torch.sigmoid(each(h)[0]) * each(h)[1],
     "three_factors": lambda h: F.silu(each(h)[0]) * each(h)[1] * each(h)[1],
     "a_constant_factor": lambda h: 2.0 * F.silu(each(h)[0]) * each(h)[1],

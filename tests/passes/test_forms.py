@@ -11,6 +11,7 @@ import moe_ops
 from compile_passes.patterns.forms import name_forms
 from compile_passes.reading import Reading
 from tests.passes.blocks import E, H, I, K, T, batched, block, capture, grouped, silu_glu, softmax_router, weights
+from tests.passes.compare import check
 
 
 def _define(name, arguments):
@@ -231,6 +232,13 @@ def test_form(form):
     call = f"fused_experts(hidden_states, gate_up_proj, down_proj, topk_weights, topk_ids{weighted})"
     assert FORMS[form] in rows[0].reason and call in rows[0].cure
     assert "test_forms.py" in rows[0].location
+
+
+@pytest.mark.parametrize("form", [gpt_fast, gathered_matmul, index_select_matmul], ids=lambda form: form.__name__)
+def test_gathered_weights_are_read_in_place(form):
+    """Gathered for every slot, and multiplied by einsum or in four dimensions: no form left for the last recogniser."""
+    outcome = check(form, *weights(dtype=torch.float32).values(), fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 1)
 
 
 @pytest.mark.parametrize(

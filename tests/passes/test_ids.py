@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_passes.patterns.dispatch import are_distinct, are_in_range, are_not_negative, is_ramp
+from compile_passes.patterns.ids import are_distinct, are_in_range, are_not_negative
+from compile_passes.patterns.rows import is_ramp
 from compile_passes.reading import Reading
 from tests.passes.blocks import E, K, T, capture
 

@@ -1,0 +1,315 @@
+"""Which token, which slot and whose weight every routed row has: one algebra for all spellings of an order of rows.
+
+R = T * K pairs of a token and one of its K slots are numbered row by row of ``topk_ids`` [T, K]: pair r is slot r % K
+of token r // K. Rows are in pair order, or sorted by a permutation. An index says which pairs, tokens or slots a list
+of rows has, in an order; taking rows by an index of pairs sorts what was in pair order, whatever it is:
+``x[perm // K]``, ``x.repeat_interleave(K, 0)[perm]`` and ``x.gather(0, tokens[perm][:, None].expand(-1, H))`` are one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from compile_passes.equal import no_narrower
+from compile_passes.reading import Reading
+from compile_passes.vocabulary import equal_sizes, example, has_shape, rank, same_shape
+
+# Integers that a position or an expert id may be computed in.
+_INDEX = (torch.int32, torch.int64)
+# How far down an index, or rows, are looked into.
+_DEPTH = 12
+
+
+@dataclass(frozen=True)
+class Positions:
+    """What an integer vector says of every row: the number of its pair, its token or its slot.
+
+    Attributes:
+        kind: "pair", "token" or "slot".
+        top_k: the K that tokens and slots were computed with; None of pairs.
+        perm: the permutation that the rows are sorted by, None in pair order.
+    """
+
+    kind: str
+    top_k: Any = None
+    perm: fx.Node | None = None
+
+
+class Taken(NamedTuple):
+    """``source[index]``; a ``wide`` index is [N, W], and has to be alike in all columns."""
+
+    source: fx.Node
+    index: Any
+    wide: bool
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Tokens as rows ``[R, H]``: ``hidden`` [T, H], ``top_k`` copies of each, ``perm`` as above.
+
+    ``weights``: R routing weights, in pair order, that the rows were multiplied by, or None.
+    """
+
+    hidden: fx.Node
+    top_k: Any
+    perm: fx.Node | None = None
+    weights: fx.Node | None = None
+
+
+class Order:
+    """Reads orders of rows in one graph. ``floor``: the narrowest dtype that rows and weights may be rounded to."""
+
+    def __init__(self, reading: Reading, floor: torch.dtype) -> None:
+        self.reading, self.floor = reading, floor
+
+    # ---- indices
+
+    def positions(self, value: Any, wide: bool = False, depth: int = _DEPTH) -> Positions | None:
+        """What ``value``, integers in any shape, says of the rows, row-major.
+
+        Args:
+            wide: it is [N, W], and has to be alike in all columns.
+        """
+        node = position(self.reading, value) if wide else self.bare(value)
+        call = self.reading.call(node)
+        if depth == 0 or call is None:
+            return None
+        if self.reading.read(node, "floordiv truncdiv mod", "y") is not None:
+            inner = self.positions(call["x"], wide, depth - 1)
+            if inner is None or inner.kind != "pair" or type(call["y"]) is not int or call["y"] < 1:
+                return None
+            return replace(inner, kind="slot" if call.name == "mod" else "token", top_k=call["y"])
+        if wide:
+            column = self.column(node)
+            return None if column is None else self.positions(column, False, depth - 1)
+        if is_ramp(self.reading, node):
+            return Positions("pair")
+        if sorts(self.reading, node) is not None:
+            return Positions("pair", perm=node)
+        return self._repeated_positions(node) or self._taken_positions(node, depth)
+
+    def column(self, value: Any) -> Any:
+        """``value`` [N, W] is [N, 1] in every column, or is [N, 1] itself."""
+        shape = example(value)
+        if shape is None or shape.dim() != 2:
+            return None
+        if has_shape(value, shape.shape[0], 1):
+            return value
+        call = self.reading.named(value, "expand", "repeat")
+        return call["x"] if call is not None and has_shape(call["x"], shape.shape[0], 1) else None
+
+    def _taken_positions(self, node: Any, depth: int) -> Positions | None:
+        taken = self.taken(node)
+        if taken is None or rank(taken.source) != 1 or not self._as_many(node, taken.source):
+            return None
+        source = self.positions(taken.source, False, depth - 1)
+        by = self.positions(taken.index, False, depth - 1)
+        if source is None or by is None or source.perm is not None or by.kind != "pair":
+            return None
+        return replace(source, perm=by.perm)
+
+    def _repeated_positions(self, node: Any) -> Positions | None:
+        """0, 1, 2, ... of tokens or slots, each repeated for all slots or tokens."""
+        call = self.reading.read(node, "repeat_interleave", "repeats dim")
+        if call is not None:
+            ramp = rank(call["x"]) == 1 and is_ramp(self.reading, call["x"])
+            return Positions("token", call["repeats"]) if ramp and type(call["repeats"]) is int else None
+        call = self.reading.named(node, "expand", "repeat")
+        shape = example(node)
+        if call is None or shape is None or shape.dim() != 2 or not is_ramp(self.reading, self.bare(call["x"])):
+            return None
+        tokens, top_k = shape.shape
+        if has_shape(call["x"], tokens, 1) and type(top_k) is int:
+            return Positions("token", top_k)
+        if type(top_k) is int and (has_shape(call["x"], top_k) or has_shape(call["x"], 1, top_k)):
+            return Positions("slot", top_k)
+        return None
+
+    def bare(self, value: Any) -> Any:
+        """Positions without reshapes, and casts between the integers that hold any of them."""
+        while (inner := position(self.reading, self.reading.strip(value))) is not value:
+            value = inner
+        return value
+
+    def same(self, perm: Any, other: Any) -> bool:
+        """Whether two permutations are the same numbers."""
+        return self.reading.same(self.bare(perm), self.bare(other))
+
+    def has_order(self, value: Any, perm: fx.Node | None, wide: bool = False) -> bool:
+        """Whether ``value`` numbers all pairs, in the order of ``perm``."""
+        found = self.positions(value, wide)
+        if found is None or found.kind != "pair" or (found.perm is None) != (perm is None):
+            return False
+        return perm is None or self.same(found.perm, perm)
+
+    # ---- taking
+
+    def taken(self, value: Any) -> Taken | None:
+        """Rows ``x[i]``, one for every entry of ``i`` [N], however they are gathered."""
+        call = self.reading.read(value, "index", "index")
+        if call is not None:
+            return Taken(call["x"], call["index"], False) if self._is_vector(call["index"]) else None
+        call = self.reading.read(value, "gather take_along_dim", "dim index")
+        shape, source = example(value), example(call["x"]) if call is not None else None
+        if call is None or shape is None or source is None or call["dim"] not in (0, -shape.dim()):
+            return None
+        if shape.dim() == 1:
+            return Taken(call["x"], call["index"], False) if self._is_vector(call["index"]) else None
+        if shape.dim() != 2 or source.dim() != 2 or not equal_sizes(shape.shape[1], source.shape[1]):
+            return None
+        along = same_shape(call["index"], value) or (
+            call.name == "take_along_dim" and has_shape(call["index"], shape.shape[0], 1)
+        )
+        return Taken(call["x"], call["index"], True) if along else None
+
+    def _is_vector(self, value: Any) -> bool:
+        return isinstance(value, fx.Node) and rank(self.reading.operand(value)) == 1
+
+    def _in_a_row(self, value: Any) -> bool:
+        """Whether ``value`` is [N] or [N, 1]."""
+        shape = example(value)
+        return shape is not None and (shape.dim() == 1 or has_shape(value, shape.shape[0], 1))
+
+    def _as_many(self, value: Any, other: Any) -> bool:
+        one, two = example(value), example(other)
+        return one is not None and two is not None and equal_sizes(one.numel(), two.numel())
+
+    # ---- rows
+
+    def rows(self, value: Any, depth: int = _DEPTH) -> Rows | None:
+        """The tokens that ``value`` [R, H], or [T, K, H], has as rows."""
+        value = self.reading.uncast(value, self.floor)
+        if depth == 0 or self.reading.call(value) is None:
+            return None
+        return self._weighted(value, depth) or self._copied(value) or self._taken_rows(value, depth)
+
+    def _taken_rows(self, value: fx.Node, depth: int) -> Rows | None:
+        taken = self.taken(value)
+        by = self.positions(taken.index, taken.wide) if taken is not None else None
+        if taken is None or by is None or rank(taken.source) != 2:
+            return None
+        if by.kind == "token":
+            return Rows(taken.source, by.top_k, by.perm)
+        if by.kind != "pair" or not self._as_many(value, taken.source):
+            return None
+        inner = self.rows(taken.source, depth - 1)
+        if inner is None:
+            return Rows(taken.source, 1, by.perm)
+        return replace(inner, perm=by.perm) if inner.perm is None and self._is_wide(taken.source, inner) else None
+
+    def _is_wide(self, value: Any, rows: Rows) -> bool:
+        """Whether the last dimension of ``value`` is that of the tokens."""
+        one, two = example(value), example(rows.hidden)
+        return one is not None and two is not None and equal_sizes(one.shape[-1], two.shape[-1])
+
+    def _copied(self, value: fx.Node) -> Rows | None:
+        """K copies of every token one after the other."""
+        call = self.reading.read(value, "repeat_interleave", "repeats dim")
+        if call is not None:
+            along = call["dim"] in (0, -2) and rank(call["x"]) == 2 and type(call["repeats"]) is int
+            return Rows(call["x"], call["repeats"]) if along else None
+        call = self.reading.named(value, "expand", "repeat")
+        shape = example(value)
+        if call is None or shape is None or shape.dim() != 3 or type(shape.shape[1]) is not int:
+            return None
+        if not has_shape(call["x"], shape.shape[0], 1, shape.shape[2]):
+            return None
+        tokens = self._tokens(call["x"], shape)
+        return None if tokens is None else Rows(tokens, shape.shape[1])
+
+    def _weighted(self, value: fx.Node, depth: int) -> Rows | None:
+        call, result = self.reading.read(value, "mul", "y"), example(value)
+        if call is None or result is None or not no_narrower(result.dtype, self.floor):
+            return None
+        for one, other in (("x", "y"), ("y", "x")):
+            inner = self._factor(call[one], value, depth - 1)
+            if inner is None or inner.weights is not None or not self._is_wide(value, inner):
+                continue
+            weights = self.weights(call[other], value, inner.perm)
+            if weights is not None:
+                return replace(inner, weights=weights)
+        return None
+
+    def _factor(self, value: Any, product: fx.Node, depth: int) -> Rows | None:
+        """The rows of one factor: as many as the product has, or [T, 1, H] that are broadcast over the slots."""
+        if same_shape(value, product):
+            return self.rows(value, depth)
+        shape = example(product)
+        if shape is None or shape.dim() != 3 or not has_shape(value, shape.shape[0], 1, shape.shape[2]):
+            return None
+        tokens = self._tokens(value, shape)
+        return Rows(tokens, shape.shape[1]) if tokens is not None and type(shape.shape[1]) is int else None
+
+    def _tokens(self, value: Any, shape: torch.Tensor) -> fx.Node | None:
+        """The [T, H] that ``value`` [T, 1, H] is a reshape of."""
+        return next((n for n in self.reading.reshapes(value) if has_shape(n, shape.shape[0], shape.shape[2])), None)
+
+    def weights(self, value: Any, rows: Any, perm: fx.Node | None) -> fx.Node | None:
+        """The weights, in pair order, that ``value`` brings to ``rows`` [..., H] in the order of ``perm``, or None."""
+        shape = example(self.reading.operand(rows) if isinstance(rows, fx.Node) else rows)
+        if shape is None or not has_shape(value, *shape.shape[:-1], 1):
+            return None
+        return self.weights_of(value, shape.numel() // max(shape.shape[-1], 1), perm)
+
+    def weights_of(self, value: Any, count: Any, perm: fx.Node | None) -> fx.Node | None:
+        """As `weights`, of ``count`` rows; ``value`` in any shape."""
+        value = self.reading.uncast(value, self.floor)
+        if perm is not None:
+            value = self._sorted_weights(value, perm)
+        weights = example(value)
+        if weights is None or not no_narrower(weights.dtype, self.floor):
+            return None
+        found: fx.Node = value
+        return found if equal_sizes(weights.numel(), count) else None
+
+    def _sorted_weights(self, value: Any, perm: fx.Node) -> Any:
+        """What ``value`` takes in the order of ``perm``: ``w[perm]`` of flat weights, ``w[perm // K, perm % K]``."""
+        taken = self.taken(value)
+        if taken is not None:
+            by_pair = self._in_a_row(taken.source) and self.has_order(taken.index, perm, taken.wide)
+            return self.reading.uncast(taken.source, self.floor) if by_pair else None
+        call = self.reading.read(value, "fancy", "index")
+        index = call["index"] if call is not None else None
+        if call is None or not isinstance(index, list | tuple) or len(index) != 2 or rank(call["x"]) != 2:
+            return None
+        token, slot = (self.positions(part) if isinstance(part, fx.Node) else None for part in index)
+        width = example(call["x"])
+        if token is None or slot is None or (token.kind, slot.kind) != ("token", "slot") or width is None:
+            return None
+        agree = token.top_k == slot.top_k and equal_sizes(width.shape[1], token.top_k)
+        ordered = all(p.perm is not None and self.same(p.perm, perm) for p in (token, slot))
+        return self.reading.uncast(call["x"], self.floor) if agree and ordered else None
+
+
+def sorts(reading: Reading, value: Any) -> fx.Node | None:
+    """The ids that ``value`` is the ascending sorting permutation of, or None."""
+    call = reading.read(reading.strip(value), "item argsort", "index dim")
+    if call is None:
+        return None
+    if call.name == "item":
+        call = reading.read(call["x"], "sort", "dim") if call["index"] == 1 else None
+    if call is None or call["dim"] not in (-1, 0) or rank(call["x"]) != 1:
+        return None
+    ids: fx.Node = call["x"]
+    return ids
+
+
+def position(reading: Reading, value: Any) -> Any:
+    """Row positions without casts between the integers that hold any of them."""
+    while (call := reading.read(value, "cast")) is not None:
+        before, after = example(call["x"]), example(value)
+        if before is None or after is None or before.dtype not in _INDEX or after.dtype not in _INDEX:
+            break
+        value = call["x"]
+    return value
+
+
+def is_ramp(reading: Reading, value: Any) -> bool:
+    """Whether ``value`` is 0, 1, 2, ... row by row."""
+    node = reading.strip(position(reading, value))
+    ramp, tensor = reading.read(node, "arange", "end dtype"), example(node)
+    return ramp is not None and tensor is not None and tensor.dtype in _INDEX and rank(value) == 1

@@ -1,0 +1,116 @@
+"""Layers of `foreign.py`: fused in one graph, equal to eager, no recompile, gradients as eager gives them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from tests.passes.compare import check, compiled
+from tests.passes.foreign import GptFast, GptOss, TorchTitan
+
+DIM = 32
+
+
+def titan(**options: object) -> Callable[[], nn.Module]:
+    return lambda: TorchTitan(dim=DIM, **options)  # type: ignore[arg-type]
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    f"torchtitan_{'before' if before else 'after'}_{'shared' if shared else 'alone'}_{counting}": titan(
+        score_before_experts=before, shared=shared, counting=counting
+    )
+    for before, shared, counting in itertools.product((True, False), (True, False), ("histc", "scatter"))
+}
+LAYERS |= {
+    "torchtitan_without_bias": titan(biased=False),
+    "torchtitan_softmax": titan(score_func="softmax", route_norm=False, route_scale=2.5),
+    "torchtitan_top_1": titan(top_k=1),
+    "torchtitan_fp32": titan(dtype=torch.float32, score_before_experts=False),
+    "gpt_fast": lambda: GptFast(dim=DIM),
+    "gpt_fast_top_1": lambda: GptFast(dim=DIM, top_k=1),
+    "gpt_oss": lambda: GptOss(dim=DIM),
+    "gpt_oss_top_4": lambda: GptOss(dim=DIM, top_k=4),
+}
+
+
+def layer(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return LAYERS[name]()
+
+
+def tokens(batch: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(batch, 3, DIM, generator=torch.Generator().manual_seed(batch)).to(dtype)
+
+
+def dtype_of(module: nn.Module) -> torch.dtype:
+    return next(module.parameters()).dtype
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_fused_in_one_graph(name: str):
+    module = layer(name)
+    # The products are in bf16 whatever the tokens are in.
+    outcome = check(module, tokens(4, dtype_of(module)), fullgraph=True, tolerance=3e-2)
+    assert (outcome.problem, outcome.fused) == (None, 1)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_no_recompile_over_tokens(name: str):
+    """One graph for the first number of tokens, one for all others."""
+    module = layer(name)
+    torch._dynamo.reset()
+    counters.clear()
+    function = compiled(module, fullgraph=True)
+    with torch.no_grad():
+        for batch in (4, 9, 2, 16):
+            function(tokens(batch, dtype_of(module)))
+    graphs = counters["stats"]["unique_graphs"]
+    assert graphs <= 2 and counters["moe_ops"]["fused"] == graphs
+
+
+# With one renormalised expert for each token the router's gradient is nothing but rounding.
+@pytest.mark.parametrize("name", [name for name in LAYERS if not name.endswith("top_1")])
+def test_gradients(name: str):
+    module = layer(name)
+    x = tokens(4, dtype_of(module))
+    names = [key for key, value in module.named_parameters() if value.dtype.is_floating_point]
+
+    def gradients(function: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        module.zero_grad()
+        given = x.detach().clone().requires_grad_()
+        out = function(given)
+        (out.float() * torch.linspace(-1, 1, out.shape[-1])).sum().backward()
+        return [given.grad, *(value.grad for key, value in module.named_parameters() if key in names)]
+
+    expected = gradients(module)
+    counters.clear()
+    found = gradients(compiled(module, fullgraph=True))
+    assert counters["moe_ops"]["fused"] == 1
+    for key, one, other in zip(("x", *names), found, expected, strict=True):
+        scale = other.float().abs().max().clamp(min=1e-3)
+        error = (one.float() - other.float()).abs().max() / scale
+        assert error <= 4e-2, f"{key}: {error:.3g}"
+
+
+def test_counts_still_feed_the_load_balancer():
+    """The block is fused although a buffer reads its counts, and the buffer gets them."""
+    one, other = layer("torchtitan_before_shared_histc"), layer("torchtitan_before_shared_histc")
+    counters.clear()
+    with torch.no_grad():
+        compiled(one, fullgraph=True)(tokens(4))
+        other(tokens(4))
+    assert counters["moe_ops"]["fused"] == 1
+    assert torch.equal(one.tokens_per_expert, other.tokens_per_expert) and one.tokens_per_expert.sum() == 4 * 3 * 2
+
+
+def test_rows_weighted_in_more_bits_than_the_experts_take():
+    """fp32 rows times scores, then bf16: the operator would round the rows before it multiplies them, too."""
+    torch.manual_seed(0)
+    module = TorchTitan(dim=DIM, dtype=torch.float32)
+    outcome = check(module, tokens(4, torch.float32), fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 0)
