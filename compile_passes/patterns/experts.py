@@ -14,10 +14,12 @@ from compile_passes.match import Product, Refusal, Weight
 from compile_passes.reading import Reading
 from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank, same_shape
 
-# The rows of a first product come from tokens through one of these; the search for it goes no further back.
+# The rows of a first product come from tokens, or the tokens from the layer before, through one of these; the search
+# for it goes no further back.
 _BARRIERS = frozenset(
     {"index", "index_select", "repeat_interleave", "gather", "expand", "linear", "matmul", "embedding", "sort", "topk",
-     "index_put", "scatter", "index_add", "sdpa", "cat"}
+     "index_put", "scatter", "index_add", "sdpa", "cat", "take_along_dim", "scatter_add", "index_copy", "sum", "einsum",
+     "bmm"}
 )  # fmt: skip
 _SEARCH_LIMIT = 64
 

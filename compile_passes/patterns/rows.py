@@ -140,11 +140,9 @@ class Order:
         return self.reading.same(self.bare(perm), self.bare(other))
 
     def has_order(self, value: Any, perm: fx.Node | None, wide: bool = False) -> bool:
-        """Whether ``value`` numbers all pairs, in the order of ``perm``."""
+        """Whether ``value`` numbers all pairs, sorted by ``perm``."""
         found = self.positions(value, wide)
-        if found is None or found.kind != "pair" or (found.perm is None) != (perm is None):
-            return False
-        return perm is None or self.same(found.perm, perm)
+        return found is not None and found.kind == "pair" and found.perm is not None and self.same(found.perm, perm)
 
     # ---- taking
 

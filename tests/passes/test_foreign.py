@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+import moe_ops
 from tests.passes.compare import check, compiled
 from tests.passes.foreign import GptFast, GptOss, TorchTitan
 
@@ -95,6 +97,29 @@ def test_gradients(name: str):
         scale = other.float().abs().max().clamp(min=1e-3)
         error = (one.float() - other.float()).abs().max() / scale
         assert error <= 4e-2, f"{key}: {error:.3g}"
+
+
+class Decoder(nn.Module):
+    """Layers with a norm before each and a residual around it, and nothing else between them."""
+
+    def __init__(self, make: Callable[[], nn.Module], layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make() for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.layers:
+            x = x + module(F.rms_norm(x, (DIM,))).view_as(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    "name", ["torchtitan_before_shared_histc", "torchtitan_after_alone_scatter", "gpt_fast", "gpt_oss"]
+)
+def test_layer_after_layer(name: str):
+    """Each is a block of its own: what sums over the experts of one is no activation of the next."""
+    torch.manual_seed(0)
+    report = moe_ops.explain(Decoder(LAYERS[name]), tokens(4))
+    assert (len(report.fused), [row.reason for row in report.refused]) == (3, [])
 
 
 def test_counts_still_feed_the_load_balancer():
