@@ -137,7 +137,12 @@ def _block(reading: Reading, down: Product, feeding: list[Product]) -> MoEMatch 
 
 
 def _close(
-    reading: Reading, ups: list[Product], down: Product, body: Body, dispatch: Dispatch, combine: Combine,
+    reading: Reading,
+    ups: list[Product],
+    down: Product,
+    body: Body,
+    dispatch: Dispatch,
+    combine: Combine,
     floor: torch.dtype,
 ) -> MoEMatch | Refusal:
     """Add router and region, and prove that nothing outside reads, and nothing overwrites, what the block computes."""

@@ -160,8 +160,20 @@ _TRANSFORMERS_GROUPED_MM = "transformers::grouped_mm_fallback"
 
 # Calls whose other arguments say what the result's metadata says too: its shape, dtype, device or memory format.
 _TOLD_BY_RESULT = frozenset(
-    {"view", "cast", "expand", "clone", "detach", "zeros", "zeros_like", "empty", "empty_like", "ones", "ones_like",
-     "metadata"}
+    {
+        "view",
+        "cast",
+        "expand",
+        "clone",
+        "detach",
+        "zeros",
+        "zeros_like",
+        "empty",
+        "empty_like",
+        "ones",
+        "ones_like",
+        "metadata",
+    }
 )
 # Arguments that change no number, or none that a recogniser relies on (the order of a topk's results, of equal keys).
 _HARMLESS = frozenset(

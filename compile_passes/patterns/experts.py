@@ -28,9 +28,7 @@ def find_products(reading: Reading) -> dict[fx.Node, Product]:
     """Every product of routed rows with stacked expert weights, by its node, in graph order."""
     products = {}
     for node in reading.graph.nodes:
-        product = (
-            _grouped_product(reading, node) or _batched_product(reading, node) or _product_by_slot(reading, node)
-        )
+        product = _grouped_product(reading, node) or _batched_product(reading, node) or _product_by_slot(reading, node)
         if product is not None:
             products[node] = product
     return products

@@ -143,9 +143,7 @@ class GptOss(nn.Module):
         self.mlp1_weight, self.mlp1_bias = (
             _filled(num_experts, 2 * hidden, *shape, dtype=dtype) for shape in ((dim,), ())
         )
-        self.mlp2_weight, self.mlp2_bias = (
-            _filled(num_experts, dim, *shape, dtype=dtype) for shape in ((hidden,), ())
-        )
+        self.mlp2_weight, self.mlp2_bias = (_filled(num_experts, dim, *shape, dtype=dtype) for shape in ((hidden,), ()))
         self.top_k, self.dim = top_k, dim
 
     def swiglu(self, x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
