@@ -132,7 +132,7 @@ class Rewriter:
         if added is not None:
             start = self._node(added)
             result = builder.call(_ATEN.add.Tensor, (start, builder.cast(fused, start)))
-            self._before[result] = match.combine.total
+            self._before |= dict.fromkeys(builder.made, match.combine.total)
         return fused, builder.cast(result, match.output)
 
     def _projections(self, builder: Builder, match: MoEMatch) -> dict[str, Any]:
@@ -226,7 +226,11 @@ class Rewriter:
 
 
 class Builder:
-    """Inserts calls with the metadata of the node they replace: source line, module, fake result."""
+    """Inserts calls with the metadata of the node they replace: source line, module, fake result.
+
+    Attributes:
+        made: the calls that were inserted.
+    """
 
     def __init__(self, graph: fx.Graph, site: fx.Node) -> None:
         self.graph = graph
@@ -235,6 +239,7 @@ class Builder:
         }
         self._key = "val" if "val" in site.meta and "example_value" not in site.meta else "example_value"
         self._fake_mode = fake_mode_of(example(site))
+        self.made: list[fx.Node] = []
 
     def operator(self, name: str, values: Mapping[str, Any]) -> fx.Node:
         """A call of one of our operators with every argument of its schema: ``values``, and defaults for the rest."""
@@ -257,6 +262,7 @@ class Builder:
         name = target._overloadpacket.__name__
         node = self.graph.create_node("call_function", target, args, given, name=name)
         node.meta.update(self._meta)
+        self.made.append(node)
         if self._fake_mode is not None:
             with self._fake_mode, torch.no_grad():
                 node.meta[self._key] = target(*fx.map_arg(args, size_of), **fx.map_arg(given, size_of))

@@ -235,12 +235,25 @@ def test_every_form_of_a_weight(name, path, loads, monkeypatch):
     assert_accurate(got, dense_formula(layer.float64()), plain_result(layer))
 
 
-def test_the_up_half_may_be_the_lower_one():
+HALVES = {
+    "apart": lambda both: (both.flatten(0, 1)[:E], both.flatten(0, 1)[E:]),
+    "stacked": lambda both: both.view(E, 2 * I, H).chunk(2, dim=1),
+    "in_turn": lambda both: (both.view(E, 2 * I, H)[:, ::2], both.view(E, 2 * I, H)[:, 1::2]),
+}
+
+
+@pytest.mark.parametrize("loads", ["pointers", "descriptors"])
+@pytest.mark.parametrize("name", HALVES)
+def test_the_up_half_may_be_the_lower_one(name, loads, monkeypatch):
+    """In memory of its own, in front of the gate, or in turn with it."""
+    tma = loads == "descriptors"
+    tile = TILE._replace(a_tma=tma, w_tma=tma)
+    monkeypatch.setattr(triton_plans, "plan_for", lambda *_: triton_plans.plan("grouped", tile, tile))
     torch.manual_seed(3)
-    both = torch.randn(2, E, I, H) * 0.1
     x, down, weights = torch.randn(5, H), torch.randn(E, H, I) * 0.1, torch.rand(5, 2)
     ids = torch.rand(5, E).topk(2, dim=1).indices.int()
-    for gate, up in ((both[0], both[1]), (both[1], both[0])):
+    one, other = HALVES[name](torch.randn(2, E, I, H) * 0.1)
+    for gate, up in ((one, other), (other, one)):
         got = moe_ops.fused_experts(x, gate, down, weights, ids, up_proj=up, backend="triton")
         assert_rounded(got, gold([x, torch.cat((gate, up), dim=1), down, weights, ids], {}))
 

@@ -381,6 +381,12 @@ PUTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "scatter": lambda out, perm: torch.zeros_like(out).scatter(0, perm[:, None].expand(-1, out.shape[1]), out),
 }
 COMBINES = ("index", "put", "add")
+STARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "more": lambda x: x * 0.5,
+    "itself": lambda x: x,
+    "its_view": lambda x: x.view(-1).view(x.shape),
+    "its_copy": lambda x: x.clone(),
+}
 BY_SLOT = ("einsum", "einsum_of_all", "matmul", "matmul_from_the_left")
 
 
@@ -1427,7 +1433,7 @@ def make(seed: int, misses: int | None = None) -> Case:
     combine = rng.choice(COMBINES)
     before = rng.random() < 0.5
     search_name, search = pick(searches(s)) if rng.random() < 0.2 else ("", None)
-    shared = combine == "add" and rng.random() < 0.3
+    shared, start = combine == "add" and rng.random() < 0.3, rng.choice(list(STARTS))
 
     def activated(h: Any) -> Tensor:
         if not weights["gated"]:
@@ -1437,7 +1443,7 @@ def make(seed: int, misses: int | None = None) -> Case:
     def parts() -> Parts:
         more = {} if search is None else {"offsets": search}
         if shared:
-            more["start"] = lambda x: x * 0.5
+            more["start"] = STARTS[start]
         return Parts(
             route=route, activation=activated, combine=combine, sort=sort, counts=counts, repeat=repeat,
             inverse=inverse, before_unsort=before, tokens=tokens, gather=gather, add=add, put=put, finish=finish,
@@ -1445,7 +1451,7 @@ def make(seed: int, misses: int | None = None) -> Case:
         )  # fmt: skip
 
     body = (act, half) if weights["gated"] else (plain_name,)
-    back = {"index": inverse_name, "put": put_name, "add": f"{add_name}{'_to_more' if shared else ''}"}[combine]
+    back = {"index": inverse_name, "put": put_name, "add": f"{add_name}{f'_to_{start}' if shared else ''}"}[combine]
     tail = (sort_name, search_name or count_name, token_name, gather_name, combine, back, finish_name,
             "weights_first" if before else "weights_last")  # fmt: skip
     by_slot = rng.choice(BY_SLOT) if form == BATCHED and rng.random() < 0.5 else ""
