@@ -1505,7 +1505,11 @@ def with_mutation(name: str) -> Case:
 
 
 def _changes(case: Case) -> bool:
+    """Whether eager torch runs the near miss, backwards too where the case trains, and gives another result."""
     try:
+        if case.train:
+            given = [value.requires_grad_(value.is_floating_point()) for value in inputs(case)]
+            block(case, case.parts)(*given)[0].sum().backward()
         with torch.no_grad():
             return changes_something(case)
     except (RuntimeError, IndexError, ValueError, TypeError):
