@@ -73,12 +73,17 @@ class Values:
 
         Goes no further than a value in ``stop``.
         """
-        while value not in stop:
-            call = self.read(value, "view clone cast")
+        *_, root = self.casts(value, floor, stop)
+        return root
+
+    def casts(self, value: Any, floor: torch.dtype, stop: Container[Any] = ()) -> Iterator[Any]:
+        """``value``, then what it is a reshape, or a cast as `uncast` looks through it, of, and so on to the root."""
+        while True:
+            yield value
+            call = self.read(value, "view clone cast") if value not in stop else None
             if call is None or (call.name == "cast" and not is_float_cast(value, call["x"], floor)):
-                break
+                return
             value = call["x"]
-        return value
 
     def exact(self, value: Any, count: Any) -> Any:
         """``value``, integers in ``[0, count)``, without reshapes and casts to dtypes that hold all of them."""

@@ -73,14 +73,14 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("getitem", "x index", (operator.getitem,)),
     ("index", "x index", (torch.ops.aten.index,)),
     ("index_select", "x dim index", (torch.index_select, "index_select")),
-    ("setitem", "x index values", (operator.setitem,)),
-    ("index_put", "x index values accumulate", (torch.index_put, "index_put")),
+    ("setitem", "x index src", (operator.setitem,)),
+    ("index_put", "x index src accumulate", (torch.index_put, "index_put")),
     ("gather", "x dim index", (torch.gather, "gather")),
     ("take_along_dim", "x index dim", (torch.take_along_dim, "take_along_dim")),
     ("scatter", "x dim index src", (torch.scatter, "scatter")),
     ("scatter_add", "x dim index src", (torch.scatter_add, "scatter_add")),
-    ("index_add", "x dim index source", (torch.index_add, "index_add")),
-    ("index_copy", "x dim index source", (torch.index_copy, "index_copy")),
+    ("index_add", "x dim index src", (torch.index_add, "index_add")),
+    ("index_copy", "x dim index src", (torch.index_copy, "index_copy")),
     ("repeat_interleave", "x repeats dim", (torch.repeat_interleave, "repeat_interleave")),
     ("sort", "x dim descending", (torch.sort, "sort")),
     ("argsort", "x dim descending", (torch.argsort, "argsort")),
@@ -150,8 +150,8 @@ _METADATA = frozenset({"size", "dim", "numel", "stride", "element_size", "is_con
 _KEYWORDS = {
     "input": "x", "self": "x", "other": "y", "mat2": "y", "exponent": "y", "keepdims": "keepdim", "mat1": "x",
     "mat_a": "x", "mat_b": "weight", "split_size": "size", "split_size_or_sections": "size", "split_sizes": "size",
-    "offsets": "offs", "indices": "index", "axis": "dim", "value": "src", "sorted_sequence": "x", "boundaries": "y",
-    "indices_or_sections": "size", "sections": "size",
+    "offsets": "offs", "indices": "index", "axis": "dim", "value": "src", "values": "src", "source": "src",
+    "sorted_sequence": "x", "boundaries": "y", "indices_or_sections": "size", "sections": "size",
 }  # fmt: skip
 # Named results of sort, topk and max.
 _FIELDS = {"values": 0, "indices": 1}
@@ -389,6 +389,19 @@ def _bind(node: fx.Node, parameters: tuple[str, ...]) -> dict[str, Any]:
     for key, value in node.kwargs.items():
         args[key if key in parameters else _KEYWORDS.get(key, key)] = value
     return args
+
+
+def two_labelled(call: Call | None) -> tuple[tuple[fx.Node, fx.Node], tuple[str, str], str] | None:
+    """(operands, the letters of each, those of the result) of ``einsum("ti,toi->to", x, y)``; None where dimensions are
+    left to torch, or a letter stands twice.
+    """
+    text = call["x"].replace(" ", "") if call is not None and isinstance(call["x"], str) else ""
+    inputs, arrow, result = text.partition("->")
+    labels = tuple(inputs.split(","))
+    if call is None or not arrow or len(labels) != 2 or any(len(set(part)) < len(part) for part in (*labels, result)):
+        return None
+    one, other = call["arg1"], call["arg2"]
+    return ((one, other), labels, result) if isinstance(one, fx.Node) and isinstance(other, fx.Node) else None
 
 
 def target_name(node: fx.Node) -> str:

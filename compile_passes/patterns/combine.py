@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from compile_passes.equal import is_float_cast, is_noop_cast, no_narrower
 from compile_passes.match import Combine, Dispatch, Product, Refusal
 from compile_passes.patterns.rows import Order, is_ramp, sorts
 from compile_passes.reading import Reading
-from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank
+from compile_passes.vocabulary import Call, example, has_shape, two_labelled
 
 _NORM_SEARCH = 12
 # Calls that read the shape of their operand and none of its numbers.
@@ -108,8 +107,7 @@ class _Walk:
         if self.reading.read(reader, "mul", "y") is not None and state.weights is None:
             perm = None if state.in_pair_order else self.dispatch.perm
             weights = self.order.weights(call["y"] if call["x"] is state.value else call["x"], state.value, perm)
-            fits = weights is not None and equal_sizes(_count(weights), self.rows)
-            return replace(state, value=reader, weights=weights) if fits else None
+            return None if weights is None else replace(state, value=reader, weights=weights)
         if self.reading.read(reader, "view") is not None and state.in_pair_order:
             return replace(state, value=reader) if self._known(reader) else None
         if call.name == "sum" and self._by_token(state.value) and self._sums_slots(reader):
@@ -125,15 +123,13 @@ class _Walk:
 
     def _unpermutes(self, state: _State, reader: fx.Node) -> bool:
         """``rows[inverse]``, or ``empty_like(rows)[perm] = rows``."""
-        put = self.reading.read(reader, "index_put index_copy scatter", "dim index values source src")
+        put = self.order.placed(reader)
         if put is not None:
-            blank, target = self.reading.named(put["x"], *_BLANK), example(put["x"])
-            given = put[{"index_put": "values", "index_copy": "source", "scatter": "src"}[put.name]]
+            blank, target = self.reading.named(put.start, *_BLANK), example(put.start)
             return (
                 blank is not None and target is not None and no_narrower(target.dtype, self.floor)
-                and has_shape(put["x"], self.rows, self.width) and given is state.value
-                and (put.name == "index_put" or put["dim"] in (0, -2))
-                and self._places(put, self._is_perm)
+                and has_shape(put.start, self.rows, self.width) and put.rows is state.value
+                and self._is_perm(put.index, put.wide)
             )  # fmt: skip
         taken = self.order.taken(reader)
         if taken is None or taken.source is not state.value:
@@ -141,26 +137,18 @@ class _Walk:
         index = self.order.column(taken.index) if taken.wide else taken.index
         return index is not None and self._is_inverse(index)
 
-    def _places(self, put: Call, accept: Any) -> bool:
-        """Whether ``accept`` holds of the index, one for each row, under which a call writes rows."""
-        if put.name in ("scatter", "scatter_add"):
-            return has_shape(put["index"], self.rows, self.width) and accept(put["index"], wide=True)
-        return rank(put["index"]) == 1 and accept(put["index"])
-
     def _is_inverse(self, value: Any) -> bool:
         """``inverse[perm] = arange(R)``, or the sorting permutation of ``perm``."""
         value = self.order.bare(value)
         if not isinstance(value, fx.Node) or not has_shape(self.reading.operand(value), self.rows):
             return False
-        call = self.reading.read(value, "index_put scatter index_copy", "index values dim src source")
-        if call is None:
+        put = self.order.placed(value)
+        if put is None:
             ordered = sorts(self.reading, value)
             return ordered is not None and self._is_perm(ordered)
-        filled = call[{"index_put": "values", "index_copy": "source", "scatter": "src"}[call.name]]
-        along = call.name == "index_put" or call["dim"] in (0, -1)
         return (
-            along and has_shape(call["x"], self.rows) and rank(call["index"]) == 1 and self._is_perm(call["index"])
-            and has_shape(filled, self.rows) and is_ramp(self.reading, filled)
+            has_shape(put.start, self.rows) and self._is_perm(put.index)
+            and has_shape(put.rows, self.rows) and is_ramp(self.reading, put.rows)
         )  # fmt: skip
 
     def _sums_slots(self, reader: fx.Node) -> bool:
@@ -184,40 +172,32 @@ class _Walk:
 
     def _summed_by_einsum(self, rows: fx.Node, reader: fx.Node) -> Any:
         """The weights of ``einsum("tkh,tk->th", rows, weights)``, in either order, whatever the letters."""
-        call = self.reading.read(reader, "einsum", "arg1 arg2")
-        text = call["x"].replace(" ", "") if call is not None and isinstance(call["x"], str) else ""
-        inputs, arrow, result = text.partition("->")
-        labels = inputs.split(",")
-        if call is None or not arrow or len(labels) != 2:
+        found = two_labelled(self.reading.read(reader, "einsum", "arg1 arg2"))
+        if found is None or rows not in found[0]:
             return None
-        operands = [call["arg1"], call["arg2"]]
-        if not all(isinstance(operand, fx.Node) for operand in operands) or rows not in operands:
-            return None
+        operands, labels, result = found
         place = operands.index(rows)
         mine, other, weights = labels[place], labels[1 - place], operands[1 - place]
-        letters = len(mine) == 3 and len(set(mine)) == 3
-        if not letters or not has_shape(weights, self.tokens, self.dispatch.top_k):
+        if len(mine) != 3 or not has_shape(weights, self.tokens, self.dispatch.top_k):
             return None
         return weights if other == mine[:2] and result == mine[0] + mine[2] else None
 
     def _adds_to_tokens(self, state: _State, reader: fx.Node) -> _State | None:
         """``start.index_add(0, tokens, rows)``: the sum, added to what was there."""
-        call = self.reading.read(reader, "index_add scatter_add index_put", "dim index source src values accumulate")
-        if call is None or not has_shape(self.reading.operand(state.value), self.rows, self.width):
+        added = self.order.added(reader)
+        if added is None or not has_shape(self.reading.operand(state.value), self.rows, self.width):
             return None
-        given = call[{"index_add": "source", "scatter_add": "src", "index_put": "values"}[call.name]]
-        along = call["accumulate"] is True if call.name == "index_put" else call["dim"] in (0, -2)
-        total = example(call["x"])
+        total = example(added.start)
         if (
-            given is not state.value or not along or total is None or not no_narrower(total.dtype, self.floor)
-            or not has_shape(call["x"], self.tokens, self.width)
-            or not self._places(call, partial(self._are_tokens, state))
+            added.rows is not state.value or total is None or not no_narrower(total.dtype, self.floor)
+            or not has_shape(added.start, self.tokens, self.width)
+            or not self._are_tokens(state, added.index, added.wide)
         ):  # fmt: skip
             return None
-        zeros = self.reading.named(self.reading.strip(call["x"]), "zeros", "zeros_like") is not None
-        return replace(state, value=reader, done=True, added=None if zeros else call["x"])
+        zeros = self.reading.named(self.reading.strip(added.start), "zeros", "zeros_like") is not None
+        return replace(state, value=reader, done=True, added=None if zeros else added.start)
 
-    def _are_tokens(self, state: _State, value: Any, wide: bool = False) -> bool:
+    def _are_tokens(self, state: _State, value: Any, wide: bool) -> bool:
         """Whether ``value`` is the token of every row."""
         found, perm = self.order.positions(value, wide), None if state.in_pair_order else self.dispatch.perm
         if found is None or (found.perm is None) != (perm is None):
@@ -233,12 +213,13 @@ class _Walk:
         hidden = example(self.dispatch.hidden)
         while True:
             tensor, readers = example(value), self.reading.readers(value)
-            if len(readers) == 1 and not has_shape(value, self.tokens, self.width):
-                flat = self.reading.read(readers[0], "view") is not None
-                if flat and has_shape(readers[0], self.tokens, self.width):
+            call = self.reading.read(readers[0], "cast view") if len(readers) == 1 else None
+            if call is not None and call.name == "view":
+                flat = has_shape(readers[0], self.tokens, self.width)
+                if flat and not has_shape(value, self.tokens, self.width):
                     value = readers[0]
                     continue
-            call = self.reading.read(readers[0], "cast") if len(readers) == 1 else None
+                call = None
             if call is not None and hidden is not None and tensor is not None:
                 # A dtype that is already right needs no cast; transformers writes one all the same.
                 wider = tensor.dtype != hidden.dtype and is_float_cast(readers[0], value, hidden.dtype)
@@ -251,11 +232,6 @@ class _Walk:
                     "Cast it with .to(hidden_states.dtype) before using it.",
                 )  # fmt: skip
             return value
-
-
-def _count(value: fx.Node) -> Any:
-    tensor = example(value)
-    return None if tensor is None else tensor.numel()
 
 
 def _stopped(reading: Reading, state: _State, readers: list[fx.Node]) -> Refusal:

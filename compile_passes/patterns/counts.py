@@ -124,7 +124,7 @@ class _Counting:
         right = call["right"] is True or call["side"] == "right"
         if call["side"] == "left" or not row_ids(self.order, self._exact_ids(call[ordered]), self.dispatch):
             return False
-        return right and self._is_experts(call[asked]) if right else self._is_experts(call[asked], first=1)
+        return self._is_experts(call[asked], first=0 if right else 1)
 
     def _is_experts(self, value: Any, first: int = 0) -> bool:
         """Whether ``value`` is first, first + 1, ... for all experts, one after the other."""
@@ -142,13 +142,11 @@ class _Counting:
 
     def _added_ones(self, value: Any) -> bool:
         """``zeros(E).scatter_add(0, ids, ones)`` and its kin."""
-        call = self.reading.read(value, "scatter_add index_add index_put", "dim index src source values accumulate")
-        if call is None or not has_shape(call["x"], self.experts):
+        added = self.order.added(value)
+        if added is None or not has_shape(added.start, self.experts):
             return False
-        zeros = self.reading.named(self.reading.strip(call["x"]), "zeros", "zeros_like")
-        name = {"scatter_add": "src", "index_add": "source", "index_put": "values"}[call.name]
-        along = call["accumulate"] is True if call.name == "index_put" else call["dim"] in (0, -1)
-        return zeros is not None and along and self._are_ones(call[name]) and self._all_ids(call["index"])
+        zeros = self.reading.named(self.reading.strip(added.start), "zeros", "zeros_like")
+        return zeros is not None and self._are_ones(added.rows) and self._all_ids(added.index)
 
     def _are_ones(self, value: Any) -> bool:
         shape = example(value)

@@ -27,21 +27,24 @@ def recognise_dispatch(
         ups: the product with gate and up, or that of the gate, then that of the up half.
         floor: the narrowest dtype that rows may be rounded to.
     """
-    order, found = Order(reading, floor), None
+    order = Order(reading, floor)
+    found: list[Dispatch] = []
     for up in ups:
-        in_groups = reading.named(up.anchor, "grouped_mm") is not None
-        one = _sorted_rows(order, up) if in_groups else _repeated_rows(order, up)
+        one = _rows_of(order, up)
         if isinstance(one, Refusal):
             return one
-        if found is not None and not _alike(order, found, one):
-            return Refusal(
-                up.anchor, "The gate and the up projection cannot be proved to be of the same rows.",
-                "Multiply the same rows by both.",
-            )  # fmt: skip
-        found = found or one
-    if found is None:
-        raise ValueError("a block without a first product")
-    return _disagreement(order, found, (*ups, down)) or found
+        found.append(one)
+    if not all(_alike(order, found[0], other) for other in found[1:]):
+        return Refusal(
+            ups[-1].anchor, "The gate and the up projection cannot be proved to be of the same rows.",
+            "Multiply the same rows by both.",
+        )  # fmt: skip
+    return _disagreement(order, found[0], (*ups, down)) or found[0]
+
+
+def _rows_of(order: Order, up: Product) -> Dispatch | Refusal:
+    in_groups = order.reading.named(up.anchor, "grouped_mm") is not None
+    return _sorted_rows(order, up) if in_groups else _repeated_rows(order, up)
 
 
 def _alike(order: Order, one: Dispatch, other: Dispatch) -> bool:
@@ -103,11 +106,6 @@ def _dispatch(up: Product, form: str, rows: Rows, ids: fx.Node) -> Dispatch | Re
             up.anchor, f"There are {count.numel()} expert ids for {tokens.shape[0]} tokens, not top_k={rows.top_k} "
             "each.", "Gather with perm // topk_ids.shape[1].",
         )  # fmt: skip
-    weights = example(rows.weights)
-    if weights is not None and not equal_sizes(weights.numel(), count.numel()):
-        return Refusal(
-            up.anchor, "The rows are not multiplied by one routing weight each.", "Multiply them by topk_weights."
-        )
     return Dispatch(form, rows.hidden, ids, rows.perm, rows.top_k, weights=rows.weights)
 
 

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from compile_passes.equal import is_float_cast
 from compile_passes.match import Product, Refusal, Weight
 from compile_passes.reading import Reading
-from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank, same_shape
+from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank, same_shape, two_labelled
 
 # The rows of a first product come from tokens, or the tokens from the layer before, through one of these; the search
 # for it goes no further back.
@@ -114,24 +113,20 @@ def _gather_of(reading: Reading, weight: Any) -> Call | None:
 
 def _einsum(reading: Reading, node: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:
     """(rows, gathered weights, whether these are [..., K, N]) of an einsum that is a product for every slot."""
-    call = reading.read(node, "einsum", "arg1 arg2")
-    text = call["x"].replace(" ", "") if call is not None and isinstance(call["x"], str) else ""
-    inputs, arrow, result = text.partition("->")
-    labels = inputs.split(",")
-    if call is None or not arrow or len(labels) != 2 or any(len(set(part)) != len(part) for part in (*labels, result)):
+    found = two_labelled(reading.read(node, "einsum", "arg1 arg2"))
+    if found is None:
         return None
-    operands = (call["arg1"], call["arg2"])
+    operands, labels, result = found
     for place in (0, 1):
         rows, weight = operands[place], operands[1 - place]
         of_rows, of_weight = labels[place], labels[1 - place]
         lead, last = of_weight[:-2], of_weight[-2:]
-        if not lead or len(of_weight) not in (3, 4) or not of_rows or not isinstance(rows, fx.Node):
+        if not lead or len(of_weight) not in (3, 4) or not of_rows:
             continue
         inner = of_rows[-1]
         outer = last.replace(inner, "")
         if len(outer) == 1 and of_rows[:-1] in (lead, lead[0]) and result == lead + outer:
-            if rank(rows) == len(of_rows) and rank(weight) == len(of_weight):
-                return rows, weight, last[0] == inner
+            return rows, weight, last[0] == inner
     return None
 
 
@@ -148,21 +143,11 @@ def _matmul_by_slot(reading: Reading, node: fx.Node) -> tuple[Any, fx.Node, bool
         inner = weight.shape[-1 if side == "x" else -2]
         if equal_sizes(value.shape[0], tokens) and equal_sizes(value.shape[1], slots):
             return call[other], call[side], transposed
-        views = _views(reading, call[other], weight.dtype)
+        views = reading.casts(call[other], weight.dtype)
         rows = next((node for node in views if has_shape(node, tokens, inner)), None)
         if rows is not None:
             return rows, call[side], transposed
     return None
-
-
-def _views(reading: Reading, value: Any, floor: torch.dtype) -> list[Any]:
-    """``value`` and what it is a reshape, or a cast to no less than ``floor``, of."""
-    found = [value]
-    while (call := reading.read(found[-1], "view clone cast")) is not None:
-        if call.name == "cast" and not is_float_cast(found[-1], call["x"], floor):
-            break
-        found.append(call["x"])
-    return found
 
 
 def _two_dimensional(reading: Reading, value: Any, count: Any, width: Any, floor: torch.dtype) -> Any:

@@ -47,6 +47,15 @@ class Taken(NamedTuple):
     wide: bool
 
 
+class Written(NamedTuple):
+    """``rows`` written, or added, into ``start`` at ``index``, which is as in `Taken`."""
+
+    start: fx.Node
+    index: Any
+    rows: Any
+    wide: bool
+
+
 @dataclass(frozen=True)
 class Rows:
     """Tokens as rows ``[R, H]``: ``hidden`` [T, H], ``top_k`` copies of each, ``perm`` as above.
@@ -148,21 +157,36 @@ class Order:
 
     def taken(self, value: Any) -> Taken | None:
         """Rows ``x[i]``, one for every entry of ``i`` [N], however they are gathered."""
-        call = self.reading.read(value, "index", "index")
-        if call is not None:
-            return Taken(call["x"], call["index"], False) if self._is_vector(call["index"]) else None
-        call = self.reading.read(value, "gather take_along_dim", "dim index")
-        shape, source = example(value), example(call["x"]) if call is not None else None
-        if call is None or shape is None or source is None or call["dim"] not in (0, -shape.dim()):
+        call, shape = self.reading.read(value, "index gather take_along_dim", "dim index"), example(value)
+        if call is None or (call.name != "index" and (shape is None or call["dim"] not in (0, -shape.dim()))):
             return None
-        if shape.dim() == 1:
+        if call.name == "index" or shape is None or shape.dim() == 1:
             return Taken(call["x"], call["index"], False) if self._is_vector(call["index"]) else None
-        if shape.dim() != 2 or source.dim() != 2 or not equal_sizes(shape.shape[1], source.shape[1]):
+        source = example(call["x"])
+        if source is None or shape.dim() != 2 or source.dim() != 2 or not equal_sizes(shape.shape[1], source.shape[1]):
             return None
         along = same_shape(call["index"], value) or (
             call.name == "take_along_dim" and has_shape(call["index"], shape.shape[0], 1)
         )
         return Taken(call["x"], call["index"], True) if along else None
+
+    def placed(self, value: Any) -> Written | None:
+        """``start`` with rows put at an index, one for each, in place of what was there."""
+        return self._written(value, "index_put index_copy scatter", "")
+
+    def added(self, value: Any) -> Written | None:
+        """``start`` with rows added at an index, one for each."""
+        return self._written(value, "index_put index_add scatter_add", "accumulate")
+
+    def _written(self, value: Any, names: str, flag: str) -> Written | None:
+        call = self.reading.read(value, names, f"dim index src {flag}")
+        dims = rank(call["x"]) if call is not None else None
+        if call is None or dims is None:
+            return None
+        wide = dims == 2 and call.name in ("scatter", "scatter_add")
+        fits = not wide or same_shape(call["index"], self.reading.operand(call["src"]))
+        along = bool(call[flag]) == bool(flag) if call.name == "index_put" else call["dim"] in (0, -dims)
+        return Written(call["x"], call["index"], call["src"], wide) if fits and along else None
 
     def _is_vector(self, value: Any) -> bool:
         return isinstance(value, fx.Node) and rank(self.reading.operand(value)) == 1

@@ -15,7 +15,22 @@ from compile_passes.match import Refusal
 from compile_passes.passes import _one_line, fuse_blocks, needs_gradient
 from compile_passes.reading import Reading
 from compile_passes.recognise import recognise
-from tests.passes.blocks import E, H, I, K, T, batched, block, capture, found, refusal, weights
+from tests.passes.blocks import (
+    E,
+    H,
+    I,
+    K,
+    T,
+    batched,
+    block,
+    capture,
+    found,
+    match,
+    refusal,
+    silu_glu,
+    softmax_router,
+    weights,
+)  # fmt: skip
 
 
 def says(row: Refusal, words: str) -> None:
@@ -73,34 +88,153 @@ def test_weights_of_foreign_ids():
     says(refusal(block(run)), "takes its weights by ids that cannot be proved")
 
 
-def test_three_products_before_the_last():
+def in_two_products(up_rows=lambda x: x, third=False, between=lambda gate, up, more: F.silu(gate) * up, before=False):
+    """A sorted block whose gate and up are products of their own, perhaps with a third one beside them."""
+
     def run(x, ids, topk_weights, w1, w2):
-        flat = ids.reshape(-1)
-        ordered, perm = torch.sort(flat)
+        ordered, perm = torch.sort(ids.reshape(-1))
         offsets = torch.histc(ordered.float(), bins=E, min=0, max=E - 1).cumsum(0, dtype=torch.int32)
-        rows = x[perm // K]
-        gate = F.grouped_mm(rows, w1[:, :I].transpose(1, 2), offs=offsets)
-        up = F.grouped_mm(rows, w1[:, I:].transpose(1, 2), offs=offsets)
-        more = F.grouped_mm(rows, w1[:, I:].transpose(1, 2) * 2, offs=offsets)
-        out = F.grouped_mm(F.silu(gate) * up * more, w2.transpose(1, 2), offs=offsets)
-        out = out * topk_weights.reshape(-1)[perm].unsqueeze(-1)
+        scores = topk_weights.reshape(-1)[perm].unsqueeze(-1)
+
+        def rows(value):
+            return (value[perm // K] * scores).to(x.dtype) if before else value[perm // K]
+
+        gate = F.grouped_mm(rows(x), w1[:, :I].transpose(1, 2), offs=offsets)
+        up = F.grouped_mm(rows(up_rows(x)), w1[:, I:].transpose(1, 2), offs=offsets)
+        more = F.grouped_mm(rows(x), w1[:, I:].transpose(1, 2) * 2, offs=offsets) if third else None
+        out = F.grouped_mm(between(gate, up, more), w2.transpose(1, 2), offs=offsets) * scores
         return out[perm.argsort()].view(-1, K, H).sum(1).to(x.dtype)
 
-    says(refusal(block(run)), "More than two factors")
+    return block(run)
+
+
+def test_gate_and_up_in_two_products():
+    assert match(in_two_products()).up_half is not None
+
+
+def test_three_products_before_the_last():
+    says(refusal(in_two_products(third=True, between=lambda g, u, m: F.silu(g) * u * m)), "More than two factors")
+
+
+def test_a_third_product_whose_numbers_nobody_reads():
+    says(refusal(in_two_products(third=True, between=lambda g, u, m: F.silu(g) * u.type_as(m))), "More expert products")
 
 
 def test_gate_and_up_of_other_rows():
+    says(refusal(in_two_products(up_rows=lambda x: x.flip(0))), "of the same rows")
+
+
+def test_weights_before_and_after_the_experts():
+    says(refusal(in_two_products(before=True)), "experts' inputs and their results")
+
+
+def test_a_bias_of_the_gate_alone():
+    def run(x, gate, w1, w2, bias):
+        values, ids = F.linear(x, gate).float().softmax(-1).topk(K)
+        flat, rows = ids.reshape(-1), x.repeat_interleave(K, 0).unsqueeze(-1)
+        one = torch.bmm(w1[:, :I][flat], rows).squeeze(-1) + bias[flat]
+        other = torch.bmm(w1[:, I:][flat], rows).squeeze(-1)
+        out = torch.bmm(w2[flat], (F.silu(one) * other).unsqueeze(-1)).squeeze(-1)
+        return (out * values.reshape(-1, 1)).view(-1, K, H).sum(1).to(x.dtype)
+
+    inputs = weights()
+    graph = capture(run, **inputs, bias=inputs["w1"][:, :I, 0]).graph
+    (row,) = fuse_blocks(graph).report.refused
+    assert "only one has a bias" in row.reason
+
+
+def test_weights_before_the_experts_in_another_dtype():
     def run(x, ids, topk_weights, w1, w2):
         flat = ids.reshape(-1)
-        ordered, perm = torch.sort(flat)
-        offsets = torch.histc(ordered.float(), bins=E, min=0, max=E - 1).cumsum(0, dtype=torch.int32)
-        gate = F.grouped_mm(x[perm // K], w1[:, :I].transpose(1, 2), offs=offsets)
-        up = F.grouped_mm(x.flip(0)[perm // K], w1[:, I:].transpose(1, 2), offs=offsets)
-        out = F.grouped_mm(F.silu(gate) * up, w2.transpose(1, 2), offs=offsets)
+        rows = (x.repeat_interleave(K, dim=0) * topk_weights.reshape(-1, 1)).to(w1.dtype)
+        h = torch.bmm(w1[flat], rows.unsqueeze(-1)).squeeze(-1)
+        out = torch.bmm(w2[flat], silu_glu(h).unsqueeze(-1)).squeeze(-1)
+        return out.view(-1, K, H).sum(1).to(x.dtype)
+
+    def wide(x, gate, w1, w2):
+        topk_weights, ids = softmax_router(x, gate)
+        return run(x.float(), ids, topk_weights, w1, w2)
+
+    assert match(block(run)).dispatch.weights is not None
+    says(refusal(wide), "in another dtype than that of the experts")
+
+
+#: Ways to count that raise on an id of no expert, or count it, which the operator leaves out.
+RAISING = {
+    "one_hot": lambda flat: F.one_hot(flat, E).sum(0),
+    "whole_bins": lambda flat: torch.histc(flat.float(), bins=E, min=0, max=E),
+    "scatter_add": lambda flat: torch.zeros(E, dtype=torch.long).scatter_add(0, flat, torch.ones_like(flat)),
+    "index_add": lambda flat: torch.zeros(E).index_add(0, flat, torch.ones(flat.shape[0])),
+    "index_put": lambda flat: torch.zeros(E).index_put((flat,), torch.ones(flat.shape[0]), accumulate=True),
+}
+LENIENT = {
+    "histc": lambda flat: torch.histc(flat.float(), bins=E, min=0, max=E - 1),
+    "equal": lambda flat: (flat[:, None] == torch.arange(E)).sum(0),
+    "one_by_one": lambda flat: torch.stack([(flat == e).sum() for e in range(E)]),
+}
+
+
+def with_given_ids(count, tokens=T):
+    """A sorted block whose ids come from outside: nobody knows whether they are ids of experts."""
+
+    def run(x, topk_weights, ids, w1, w2):
+        flat = ids.reshape(-1)
+        perm = flat.argsort()
+        offsets = count(flat).cumsum(0, dtype=torch.int32)
+        out = F.grouped_mm(silu_glu(F.grouped_mm(x[perm // K], w1.mT, offs=offsets)), w2.mT, offs=offsets)
         out = out * topk_weights.reshape(-1)[perm].unsqueeze(-1)
         return out[perm.argsort()].view(-1, K, H).sum(1).to(x.dtype)
 
-    says(refusal(block(run)), "of the same rows")
+    made = weights()
+    given = {"x": torch.randn(tokens, H).bfloat16(), "w1": made["w1"], "w2": made["w2"]}
+    return run, {**given, "topk_weights": torch.rand(tokens, K), "ids": torch.rand(tokens, E).topk(K)[1]}
+
+
+@pytest.mark.parametrize("name", RAISING)
+def test_counts_that_raise_on_ids_nobody_proved(name):
+    run, inputs = with_given_ids(RAISING[name])
+    says(refusal(run, **inputs), "does not leave others out")
+
+
+@pytest.mark.parametrize("name", LENIENT)
+def test_counts_that_leave_ids_of_no_expert_out(name):
+    run, inputs = with_given_ids(LENIENT[name])
+    assert match(run, **inputs).dispatch.form == "grouped_mm"
+
+
+def test_counts_in_a_dtype_that_cannot_hold_them():
+    """bf16 counts to 256, one by one."""
+    for tokens, fits in ((128, True), (129, False)):
+        run, inputs = with_given_ids(
+            lambda flat: (flat[:, None] == torch.arange(E)).to(torch.bfloat16).sum(0).float(), tokens
+        )
+        if fits:
+            assert match(run, **inputs).dispatch.form == "grouped_mm"
+        else:
+            says(refusal(run, **inputs), "not a histogram")
+
+
+def test_rows_of_any_origin_have_one_expert_each():
+    """Gathered weights and rows that are nobody's copies: so many tokens with one expert; the sum stays outside."""
+
+    def run(x, gate, w1, w2):
+        values, ids = F.linear(x, gate).softmax(-1).topk(K)
+        flat = ids.reshape(-1)
+        h = torch.bmm(w1[flat], x[torch.arange(T * K) % T].unsqueeze(-1)).squeeze(-1)
+        out = torch.bmm(w2[flat], silu_glu(h).unsqueeze(-1)).squeeze(-1)
+        return (out * values.reshape(-1, 1)).view(-1, K, H).sum(1)
+
+    assert match(run, **weights(dtype=torch.float32)).dispatch.top_k == 1
+
+
+def test_rows_that_are_not_one_for_each_id():
+    def run(x, gate, w1, w2):
+        values, ids = F.linear(x, gate).softmax(-1).topk(K)
+        h = torch.matmul(w1[ids], x.repeat(K, 1).view(T, K, H, 1)).squeeze(-1)
+        out = torch.matmul(w2[ids], silu_glu(h).unsqueeze(-1)).squeeze(-1)
+        return (out * values.unsqueeze(-1)).sum(1)
+
+    says(refusal(run, **weights(dtype=torch.float32)), "not tokens repeated top_k times")
 
 
 def test_other_top_k_than_the_ids():

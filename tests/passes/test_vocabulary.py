@@ -33,8 +33,8 @@ COUNTS = torch.tensor([3, 0, 3, 1, 0, 0, 3])
 def _put(c):
     value = c["x"].clone()
     if c["accumulate"]:
-        return value.index_put((c["index"],), c["values"], accumulate=True)
-    value[c["index"]] = c["values"]
+        return value.index_put((c["index"],), c["src"], accumulate=True)
+    value[c["index"]] = c["src"]
     return value
 
 
@@ -272,7 +272,7 @@ MEANT = {
         ("scatter_", (X, 1, AT), {"value": 7.0}),
         ("scatter", (X,), {"dim": 1, "index": AT[:, :1], "src": Y}), (A.scatter.value, (X, 1, AT, 7.0), {}),
     ]),
-    "index_add": (lambda c: c["x"] + torch.eye(4)[:, c["index"]] @ c["source"], [
+    "index_add": (lambda c: c["x"] + torch.eye(4)[:, c["index"]] @ c["src"], [
         (torch.index_add, (X, 0, ROW, Y[:3]), {}), ("index_add_", (X, 0, ROW, Y[:3]), {}),
         ("index_add", (X,), {"dim": 0, "index": ROW, "source": Y[:3]}), (A.index_add.default, (X, 0, ROW, Y[:3]), {}),
     ]),
