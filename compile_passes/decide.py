@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -55,7 +56,7 @@ def _describe(match: MoEMatch, hidden: torch.Tensor, weights: list[torch.Tensor]
     parts = body.halves(gate_up.shape[1])
     if parts is not None:
         up, gate_up, layout = gate_up[:, parts[1]], gate_up[:, parts[0]], "separate"
-    tokens = hidden.new_empty(hidden.shape, dtype=gate_up.dtype)
+    tokens = hidden.new_empty((math.prod(hidden.shape[:-1]), hidden.shape[-1]), dtype=gate_up.dtype)
     ids = tokens.new_empty((tokens.shape[0], match.dispatch.top_k), dtype=torch.int32)
     call = parse(
         "fused_experts", tokens, gate_up, down, ids.float(), ids, None, None, up_proj=up, gate_up_bias=bias,

@@ -53,11 +53,41 @@ def module_of(node: fx.Node) -> str:
 
 
 @dataclass(frozen=True)
+class Made:
+    """A value that the graph does not hold: ``operator`` of ``args``, which are nodes, such values, or constants."""
+
+    operator: torch._ops.OpOverload
+    args: tuple[Any, ...]
+
+
+# A value that the rewritten graph reads.
+Value = fx.Node | Made
+
+
+def leaves(value: Value) -> list[fx.Node]:
+    """The nodes that ``value`` is, or is made of."""
+    if isinstance(value, fx.Node):
+        return [value]
+    return [node for arg in value.args if isinstance(arg, fx.Node | Made) for node in leaves(arg)]
+
+
+@dataclass(frozen=True)
 class Weight:
     """An expert weight: ``node`` holds ``[E, N, K]``, or ``[E, K, N]`` when ``transposed``."""
 
     node: fx.Node
     transposed: bool
+
+
+@dataclass(frozen=True)
+class Spread:
+    """An order of one row for every token and every expert: how many tokens vary slower than the expert, and faster.
+
+    Tokens are numbered in one order throughout: ``[E, T, .]`` is (1, T), ``[T, E, .]`` is (T, 1).
+    """
+
+    before: Any
+    after: Any
 
 
 @dataclass(frozen=True)
@@ -68,12 +98,15 @@ class Product:
         anchor: the matrix product itself.
         rows: its row operand ``[R, K]``, or ``[T, slots, K]``.
         weight: the stacked weight of all experts.
-        routing_key: what says which expert a row belongs to: the group offsets (grouped) or the ids (batched).
+        routing_key: what says which expert a row belongs to: the group offsets (grouped) or the ids (batched); the
+            weight itself where all experts take all tokens.
         bias: stacked bias ``[E, N]``, or None.
         bias_ids: the expert id of every row by which the bias was gathered, or None.
         masks: masks by which rows or the result were zeroed.
         result: the value ``[R, N]``, or ``[T, slots, N]``, after the bias and the masks.
         copies: K, where the rows are tokens ``[T, K]`` that each meet the weights of K experts.
+        spread: where every token meets every expert, the order of the rows and that of the result, each None where it
+            has no experts: the rows are the tokens, or the product sums over the experts.
     """
 
     anchor: fx.Node
@@ -85,6 +118,7 @@ class Product:
     masks: tuple[fx.Node, ...]
     result: fx.Node
     copies: int | None = None
+    spread: tuple[Spread | None, Spread | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -124,20 +158,22 @@ class Dispatch:
     perm: fx.Node | None
     top_k: int
     wrapped: bool = False
-    weights: fx.Node | None = None
+    weights: Value | None = None
 
 
 @dataclass(frozen=True)
 class Combine:
     """How rows return to tokens: the weights (R row-major elements) and the ``[T, H]`` result.
 
-    ``total``: what sums over the experts. ``added``: the ``[T, H]`` that it adds to, or None.
+    ``total``: what sums over the experts. ``added``: the ``[T, H]`` that it adds to, or None. ``like``: a value of the
+    result's shape where that is not [T, H].
     """
 
-    weights: fx.Node
+    weights: Value
     output: fx.Node
     total: fx.Node
     added: fx.Node | None = None
+    like: fx.Node | None = None
 
 
 @dataclass(frozen=True)
@@ -181,7 +217,7 @@ class MoEMatch:
     @property
     def inputs(self) -> frozenset[fx.Node]:
         """The values that the operator reads."""
-        values = [self.dispatch.hidden, self.dispatch.ids, self.combine.weights, self.combine.added]
+        values = [self.dispatch.hidden, self.dispatch.ids, *leaves(self.combine.weights), self.combine.added]
         for product in self.products:
             values += [product.weight.node, product.bias]
         return frozenset(value for value in values if value is not None)

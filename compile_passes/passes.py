@@ -24,7 +24,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -37,7 +37,7 @@ from compile_passes.attention import share_heads, shareable
 from compile_passes.decide import Decision, decide
 from compile_passes.identity import identity
 from compile_passes.join import join
-from compile_passes.match import MoEMatch, Refusal, Router
+from compile_passes.match import Made, MoEMatch, Refusal, Router
 from compile_passes.reading import Reading
 from compile_passes.recognise import recognise, recognise_calls, symbolic_numbers
 from compile_passes.rewrite import Rewriter, operator_name
@@ -124,13 +124,27 @@ def fuse_blocks(graph: fx.Graph, checked: bool = False) -> Plan:
     def apply() -> None:
         _keep_original(graph, report)
         rewriter = Rewriter(reading)
-        for decision in report.fused:
-            rewriter.apply(decision.match)
+        nodes = [rewriter.apply(decision.match) for decision in report.fused]
         for call in calls:
             rewriter.apply_router(call)
         report.routed = len(calls)
+        _add_routers(graph, report.fused, nodes)
 
     return Plan(report, apply if report.fused or calls else None)
+
+
+def _add_routers(graph: fx.Graph, fused: list[Decision], nodes: Sequence[fx.Node]) -> None:
+    """Give the blocks whose weights were made of dense scores the `fused_topk` that makes them, if there is one."""
+    places = {node: place for place, node in enumerate(nodes) if isinstance(fused[place].match.combine.weights, Made)}
+    if not places:
+        return
+    reading = Reading(graph)
+    rewriter = Rewriter(reading)
+    for call in recognise_calls(reading):
+        if call.call in places:
+            rewriter.apply_router(call)
+            place = places[call.call]
+            fused[place] = replace(fused[place], match=replace(fused[place].match, router=call.router))
 
 
 def _decided(match: MoEMatch, report: Report, checked: bool) -> Decision | Refusal:

@@ -5,6 +5,7 @@ No side effects: the graph is only read. Time is linear in the graph: one readin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -13,9 +14,10 @@ import torch
 from torch import fx
 
 from compile_passes.equal import narrower
-from compile_passes.match import Body, Combine, Dispatch, MoEMatch, Product, Refusal, RoutedCall, Router
+from compile_passes.match import Body, Combine, Dispatch, MoEMatch, Product, Refusal, RoutedCall, Router, leaves
 from compile_passes.patterns.activation import recognise_body
 from compile_passes.patterns.combine import recognise_combine
+from compile_passes.patterns.dense import recognise_dense, weighted_inside
 from compile_passes.patterns.dispatch import recognise_dispatch
 from compile_passes.patterns.experts import feeding_products, find_products, unpaired
 from compile_passes.patterns.forms import name_forms
@@ -33,13 +35,18 @@ def recognise(reading: Reading) -> list[MoEMatch | Refusal]:
     products = find_products(reading)
     found: list[MoEMatch | Refusal] = []
     paired: set[fx.Node] = set()
+    guesses: dict[fx.Node, Refusal] = {}
     for anchor, down in products.items():
         feeding = feeding_products(reading, down, products)
-        if feeding:
+        outcome = _block(reading, down, feeding) if feeding else None
+        if isinstance(outcome, Refusal) and down.spread is not None:
+            guesses[anchor] = outcome  # attention and ensembles are pairs of such products, too
+        elif outcome is not None:
             paired.update((anchor, *(product.anchor for product in feeding)))
-            found.append(_block(reading, down, feeding))
-    found.extend(unpaired(product) for anchor, product in products.items() if anchor not in paired)
-    found.extend(name_forms(reading, set(products)))
+            found.append(outcome)
+    routed = {anchor for anchor, product in products.items() if product.spread is None}
+    found.extend(unpaired(products[anchor]) for anchor in products if anchor in routed - paired)
+    found.extend(name_forms(reading, routed | paired, guesses))
     return found
 
 
@@ -56,14 +63,16 @@ def recognise_calls(reading: Reading) -> list[RoutedCall]:
         hidden, weight, given = (example(call[name]) for name in ("hidden_states", "gate_up_proj", "topk_ids"))
         if hidden is None or weight is None or given is None or given.dim() != 2:
             continue
-        experts, floor = weight.shape[0], _floor(hidden, weight)
+        experts, floor = weight.shape[0], _floor(hidden, weight.dtype)
         ids, weights = reading.exact(call["topk_ids"], experts), reading.uncast(call["topk_weights"], floor)
         dispatch = Dispatch("moe_ops", call["hidden_states"], ids, None, given.shape[1])
-        combine = Combine(weights, node, node)
         router = recognise_router(
             reading, weights, ids, tokens=hidden.shape[0], experts=experts, top_k=given.shape[1], floor=floor
         )
-        if isinstance(router, Router) and _router_lives(reading, router, dispatch, combine, {node}) == frozenset():
+        if (
+            isinstance(router, Router)
+            and _router_lives(reading, router, dispatch, weights, node, {node}) == frozenset()
+        ):
             found.append(RoutedCall(node, router, weights, ids))
     return found
 
@@ -96,9 +105,9 @@ def _is_float(value: Any) -> bool:
     return tensor is not None and tensor.dtype.is_floating_point
 
 
-def _floor(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+def _floor(hidden: torch.Tensor | None, dtype: torch.dtype) -> torch.dtype:
     """The narrowest dtype that values inside of a block may be rounded to for the block to be replaceable."""
-    return narrower(hidden.dtype, weight.dtype)
+    return dtype if hidden is None else narrower(hidden.dtype, dtype)
 
 
 def _block(reading: Reading, down: Product, feeding: list[Product]) -> MoEMatch | Refusal:
@@ -110,6 +119,10 @@ def _block(reading: Reading, down: Product, feeding: list[Product]) -> MoEMatch 
     stacked = example(feeding[0].weight.node)
     if stacked is None:
         return Refusal(down.anchor, "The graph carries no shapes for this block.", "Compile with fake tensors.")
+    inside = None
+    if down.spread is not None:
+        rows, inside = weighted_inside(reading, down, stacked.dtype)
+        down = replace(down, rows=rows)
     body = recognise_body(reading, down.rows, [product.result for product in feeding], stacked.dtype)
     if isinstance(body, Refusal):
         return body
@@ -120,20 +133,32 @@ def _block(reading: Reading, down: Product, feeding: list[Product]) -> MoEMatch 
             unused[0].anchor, "More expert products than gate and up come before the last one.",
             "Give every expert one product, or gate and up, before the last one.",
         )  # fmt: skip
-    dispatch = recognise_dispatch(reading, ups, down, stacked.dtype)
-    if isinstance(dispatch, Refusal):
-        return dispatch
+    found = (
+        _routed_rows(reading, ups, down, stacked.dtype)
+        if down.spread is None
+        else recognise_dense(reading, ups, down, stacked.dtype, inside)
+    )
+    if isinstance(found, Refusal):
+        return found
+    dispatch, combine = found
     hidden = example(dispatch.hidden)
     if dispatch.weights is not None and (hidden is None or hidden.dtype != stacked.dtype):
         return Refusal(
-            dispatch.weights, "The routing weights multiply the rows in another dtype than that of the experts.",
-            "Give the block hidden states in the experts' dtype, or apply the weights after the experts.",
+            leaves(dispatch.weights)[0], "The routing weights multiply the rows in another dtype than that of the "
+            "experts.", "Give the block hidden states in the experts' dtype, or apply the weights after the experts.",
         )  # fmt: skip
-    floor = stacked.dtype if hidden is None else _floor(hidden, stacked)
-    combine = recognise_combine(reading, dispatch, down, floor)
-    if isinstance(combine, Refusal):
-        return combine
-    return _close(reading, ups, down, body[0], dispatch, combine, floor)
+    return _close(reading, ups, down, body[0], dispatch, combine, _floor(hidden, stacked.dtype))
+
+
+def _routed_rows(
+    reading: Reading, ups: list[Product], down: Product, dtype: torch.dtype
+) -> tuple[Dispatch, Combine] | Refusal:  # fmt: skip
+    """How rows of selected experts come from the tokens and return to them."""
+    dispatch = recognise_dispatch(reading, ups, down, dtype)
+    if isinstance(dispatch, Refusal):
+        return dispatch
+    combine = recognise_combine(reading, dispatch, down, _floor(example(dispatch.hidden), dtype))
+    return combine if isinstance(combine, Refusal) else (dispatch, combine)
 
 
 def _close(
@@ -160,7 +185,7 @@ def _close(
     unseen, up_half = kept(combine.output, "it was not looked at"), ups[1] if len(ups) > 1 else None
     match = MoEMatch(ups[0], down, body, dispatch, combine, unseen, (), up_half=up_half)
     region = closure(reading, combine.output, match.inputs)
-    region -= _read_elsewhere(reading, region, dispatch.ids, combine.output)
+    region -= _read_elsewhere(reading, region, {dispatch.ids, *leaves(combine.weights)}, combine.output)
     region |= _sizes_of(reading, region - {combine.output})
     problem = (
         unknown_tensors(reading, region, match.inputs)
@@ -176,13 +201,15 @@ def _close(
     if problem is not None:
         return problem
     match = replace(match, region=_ordered(reading, region), apart=unsafe)
+    if not isinstance(combine.weights, fx.Node):
+        return replace(match, router=kept(combine.output, "its scores are for all experts"))
     router = recognise_router(
-        reading, combine.weights, dispatch.ids, tokens=None if hidden is None else hidden.shape[0], experts=experts,
-        top_k=dispatch.top_k, floor=floor,
+        reading, combine.weights, dispatch.ids, tokens=None if hidden is None else math.prod(hidden.shape[:-1]),
+        experts=experts, top_k=dispatch.top_k, floor=floor,
     )  # fmt: skip
     if isinstance(router, Refusal):
         return replace(match, router=router)
-    more = _router_lives(reading, router, dispatch, combine, region)
+    more = _router_lives(reading, router, dispatch, combine.weights, combine.output, region)
     if isinstance(more, Refusal):
         return replace(match, router=more)
     return replace(match, router=router, apart=frozenset((*match.apart, *more)))
@@ -214,19 +241,21 @@ def closure(reading: Reading, output: fx.Node, inputs: Iterable[fx.Node]) -> set
     return region
 
 
-def _read_elsewhere(reading: Reading, region: set[fx.Node], ids: fx.Node, output: fx.Node) -> set[fx.Node]:
-    """The nodes of the region that stay, because somebody else reads what they make of the ids alone: counts that a
-    load-balancing buffer or loss wants.
+def _read_elsewhere(
+    reading: Reading, region: set[fx.Node], routing: set[fx.Node], output: fx.Node
+) -> set[fx.Node]:  # fmt: skip
+    """The nodes of the region that stay, because somebody else reads what they make of ids and weights alone: counts
+    that a load-balancing buffer wants, scores for a loss.
     """
-    made_of_ids: set[fx.Node] = set()
+    made: set[fx.Node] = set()
     for node in _ordered(reading, region - {output}):
-        if all(value is ids or value in made_of_ids or _is_size(value) for value in _operands(reading, node)):
-            made_of_ids.add(node)
-    stack = [node for node in made_of_ids if any(reader not in region for reader in reading.readers(node))]
+        if all(value in routing or value in made or _is_size(value) for value in _operands(reading, node)):
+            made.add(node)
+    stack = [node for node in made if any(reader not in region for reader in reading.readers(node))]
     staying: set[fx.Node] = set()
     while stack:
         node = stack.pop()
-        if node in made_of_ids and node not in staying:
+        if node in made and node not in staying:
             staying.add(node)
             stack.extend(_operands(reading, node))
     return staying
@@ -290,23 +319,24 @@ def _is_copy_of(reading: Reading, node: fx.Node, inputs: frozenset[fx.Node]) -> 
 
 
 def _router_lives(
-    reading: Reading, router: Router, dispatch: Dispatch, combine: Combine, region: set[fx.Node]
+    reading: Reading, router: Router, dispatch: Dispatch, weights: fx.Node, output: fx.Node, region: set[fx.Node]
 ) -> Pairs | Refusal:
     """What `changed_memory` says of the router; a refusal when its own topk would stay alive beside the fused one."""
     inputs = frozenset({router.logits} if router.bias is None else {router.logits, router.bias})
-    own = closure(reading, combine.weights, inputs) | closure(reading, dispatch.ids, inputs)
+    own = closure(reading, weights, inputs) | closure(reading, dispatch.ids, inputs)
     inside = region | own
     topk = next(operand for operand in dispatch.ids.all_input_nodes)
-    for value in _views(reading, (dispatch.ids, combine.weights, *topk.users)):
+    views = _views(reading, (dispatch.ids, weights, *topk.users))
+    for value in views:
         for user in reading.readers(value):
-            if user not in inside:
+            if user not in inside and user not in views:
                 return kept(user, f"{value.name} is also used by {user.name}")
     problem = unknown_tensors(reading, own, inputs) or different_scope(reading, inside)
     if problem is None:
-        problem = different_gradient(reading, own, inputs, combine.weights, combine.output)
+        problem = different_gradient(reading, own, inputs, weights, output)
     if problem is not None:
         return kept(problem.node, problem.reason)
-    changed = changed_memory(reading, inside, inputs, combine.output, combine.output)
+    changed = changed_memory(reading, inside, inputs, output, output)
     return kept(changed.node, changed.reason) if isinstance(changed, Refusal) else changed
 
 

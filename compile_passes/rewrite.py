@@ -30,7 +30,7 @@ import torch
 from torch import fx
 
 from compile_passes.compat import fake_mode_of
-from compile_passes.match import MoEMatch, RoutedCall, Router, Weight
+from compile_passes.match import Made, MoEMatch, RoutedCall, Router, Value, Weight, leaves
 from compile_passes.reading import Reading
 from compile_passes.vocabulary import example, size_of
 from moe_ops.ops import by_name
@@ -70,7 +70,7 @@ class Rewriter:
         with self.graph.inserting_before(match.output):
             fused, result = self._build(builder, match)
         self._replace(match.output, result)
-        self._sweep([*match.region, match.combine.weights, match.dispatch.ids])
+        self._sweep([*match.region, *leaves(match.combine.weights), match.dispatch.ids])
         total = match.combine.total
         if match.combine.added is not None and self.reading.is_writer(total) and not total._erased:
             raise RuntimeError(f"{total.name} stays, and adds the sum over experts a second time")
@@ -115,20 +115,23 @@ class Rewriter:
         if isinstance(match.router, Router):
             weights, ids = self._topk(builder, match.router)
         else:
-            weights = builder.rows(self._node(match.combine.weights), match.dispatch.top_k)
+            weights = builder.rows(self._value(builder, match.combine.weights), match.dispatch.top_k)
             ids = builder.integers(builder.rows(self._node(match.dispatch.ids), match.dispatch.top_k))
             if match.dispatch.wrapped:
                 ids = builder.wrapped(ids, gate_up)
         body = match.body
+        hidden = builder.cast(self._node(match.dispatch.hidden), gate_up)
         fused = builder.operator(
             "fused_experts",
             {
-                "hidden_states": builder.cast(self._node(match.dispatch.hidden), gate_up), **projections,
+                "hidden_states": builder.rows(hidden, None), **projections,
                 "topk_weights": weights, "topk_ids": ids, "activation": body.activation, "alpha": body.alpha,
                 "limit": body.limit, "weight_on_input": match.dispatch.weights is not None,
             },
         )  # fmt: skip
         result = fused
+        if match.combine.like is not None:
+            result = builder.call(_ATEN.view_as.default, (fused, self._node(match.combine.like)))
         if added is not None:
             start = self._node(added)
             result = builder.call(_ATEN.add.Tensor, (start, builder.cast(fused, start)))
@@ -165,6 +168,13 @@ class Rewriter:
     def _weight(self, builder: Builder, weight: Weight) -> fx.Node:
         node = self._node(weight.node)
         return builder.call(_ATEN.transpose.int, (node, 1, 2)) if weight.transposed else node
+
+    def _value(self, builder: Builder, value: Value) -> fx.Node:
+        """``value``, made where the graph does not hold it."""
+        if isinstance(value, fx.Node):
+            return self._node(value)
+        args = tuple(self._value(builder, arg) if isinstance(arg, fx.Node | Made) else arg for arg in value.args)
+        return builder.call(value.operator, args)
 
     def _node(self, value: fx.Node) -> fx.Node:
         """The node that holds ``value`` in the graph as it is now."""
@@ -211,16 +221,25 @@ class Rewriter:
                 if other in order:
                     heapq.heappush(heap, (-order[other], other.name, other))
 
+    def _aliases(self, node: fx.Node, erased: set[fx.Node]) -> set[fx.Node]:
+        """The names of what ``node`` writes; a view, taken later, of what took a writer's place is none any more."""
+        order, memory = self.reading.order, self.reading.memory
+        names = {name for target in memory.writes[node] for name in memory.names(target)} - erased
+        found: set[fx.Node] = set()
+        for name in sorted(names, key=order.__getitem__):
+            if order[name] <= order[node] or any(operand in found for operand in name.all_input_nodes):
+                found.add(name)
+        return found
+
     def _is_dead(self, node: fx.Node, erased: set[fx.Node], ignored: fx.Node | None = None) -> bool:
         if node.op not in ("call_function", "call_method") or any(user is not ignored for user in node.users):
             return False
         if not self.reading.is_writer(node):
             return not node.is_impure()
-        order, memory = self.reading.order, self.reading.memory
-        names = {name for target in memory.writes[node] for name in memory.names(target)}
+        order, names = self.reading.order, self._aliases(node, erased)
         if any(name.op in ("placeholder", "get_attr") for name in names):
             return False
-        readers = (user for name in names if name not in erased for user in name.users)
+        readers = (user for name in names for user in name.users)
         readers = (user for user in readers if self._before.get(user) is not node)
         return all(user in (node, ignored) or order.get(user, len(order)) < order[node] for user in readers)
 

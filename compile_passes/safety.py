@@ -19,7 +19,7 @@ from compile_passes.vocabulary import example, size_of, tensors_of
 Pairs = frozenset[tuple[fx.Node, fx.Node]]
 
 #: Calls whose result depends on the shape of their operand and none of its numbers.
-CREATES = frozenset({"zeros", "zeros_like", "empty", "empty_like", "ones", "ones_like", "metadata"})
+CREATES = frozenset({"zeros", "zeros_like", "empty", "empty_like", "ones", "ones_like", "full", "metadata"})
 _OUT_OF_PLACE = "Use the out-of-place form of this operation, or move it after the block."
 
 

@@ -44,10 +44,14 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("clamp_min", "x min", (torch.clamp_min, "clamp_min")),
     ("clamp_max", "x max", (torch.clamp_max, "clamp_max")),
     ("masked_fill", "x mask value", (torch.masked_fill, "masked_fill")),
+    ("where", "mask x y", (torch.where, "where")),
     ("not", "x", (torch.bitwise_not, torch.logical_not, "bitwise_not", "logical_not", operator.invert)),
     ("eq", "x y", (torch.eq, "eq", operator.eq)),
     ("ge", "x y", (torch.ge, torch.greater_equal, "ge", "greater_equal", operator.ge)),
     ("gt", "x y", (torch.gt, torch.greater, "gt", "greater", operator.gt)),
+    ("le", "x y", (torch.le, torch.less_equal, "le", "less_equal", operator.le)),
+    ("lt", "x y", (torch.lt, torch.less, "lt", "less", operator.lt)),
+    ("ne", "x y", (torch.ne, torch.not_equal, "ne", "not_equal", operator.ne)),
     # the same values in the same order, in another shape
     ("view", "x", ("view", "_unsafe_view", "view_as", "unflatten")),
     ("view", "x", (torch.reshape, "reshape", "reshape_as", torch.flatten, "flatten", torch.ravel, "ravel")),
@@ -88,6 +92,7 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("max", "x dim keepdim", (torch.max, "max")),
     ("detach", "x", ("detach",)),
     ("amax", "x dim keepdim", (torch.amax, "amax")),
+    ("any", "x dim keepdim", (torch.any, "any")),
     ("sum", "x dim keepdim dtype", (torch.sum, "sum")),
     ("cumsum", "x dim dtype", (torch.cumsum, "cumsum")),
     ("histc", "x bins min max", (torch.histc, "histc")),
@@ -110,11 +115,15 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("ones", "x size", ("new_ones",)),
     ("zeros", "size", (torch.zeros, torch.ops.aten.zeros)),
     ("zeros", "x size", ("new_zeros",)),
+    ("full", "size fill", (torch.full, torch.ops.aten.full)),
+    ("full", "x fill", (torch.full_like, torch.ops.aten.full_like)),
+    ("full", "x size fill", ("new_full",)),
     ("empty", "size", (torch.empty, torch.ops.aten.empty)),
     ("empty", "x size", ("new_empty",)),
     # products
     ("grouped_mm", "x weight offs bias out_dtype", ("_grouped_mm",)),
     ("bmm", "x y", (torch.bmm, "bmm")),
+    ("baddbmm", "bias x y beta alpha", (torch.baddbmm, "baddbmm")),
     ("matmul", "x y", (torch.matmul, "matmul", operator.matmul)),
     ("linear", "x weight bias", (F.linear, torch.ops.aten.linear)),
     (
@@ -152,6 +161,7 @@ _KEYWORDS = {
     "mat_a": "x", "mat_b": "weight", "split_size": "size", "split_size_or_sections": "size", "split_sizes": "size",
     "offsets": "offs", "indices": "index", "axis": "dim", "value": "src", "values": "src", "source": "src",
     "sorted_sequence": "x", "boundaries": "y", "indices_or_sections": "size", "sections": "size",
+    "fill_value": "fill", "condition": "mask",
 }  # fmt: skip
 # Named results of sort, topk and max.
 _FIELDS = {"values": 0, "indices": 1}
@@ -170,6 +180,7 @@ _TOLD_BY_RESULT = frozenset(
         "zeros_like",
         "empty",
         "empty_like",
+        "full",
         "ones",
         "ones_like",
         "metadata",
@@ -185,7 +196,7 @@ _DEFAULTS: dict[str | tuple[str, str], Any] = {
     "approximate": "none", "include_self": True, ("softplus", "beta"): 1, ("softplus", "threshold"): 20,
     ("addcmul", "value"): 1, ("arange", "start"): 0, ("arange", "step"): 1, ("slice", "step"): 1,
     ("topk", "dim"): -1, ("sort", "dim"): -1, ("argsort", "dim"): -1, ("bincount", "minlength"): 0,
-    "out_int32": False, "right": False, "num_classes": -1, ("unbind", "dim"): 0,
+    ("baddbmm", "beta"): 1, "out_int32": False, "right": False, "num_classes": -1, ("unbind", "dim"): 0,
     "enable_gqa": False, "is_causal": False, "dropout_p": 0.0, ("histc", "min"): 0, ("histc", "max"): 0,
     ("randint", "low"): 0,
 }  # fmt: skip
@@ -306,6 +317,8 @@ def _finish(node: fx.Node, name: str, parameters: tuple[str, ...]) -> Call:
     """Bind the arguments and fold variants of one operation into one name."""
     if name == "arange":
         parameters = ("end",) if len(node.args) == 1 else parameters
+    elif name == "where" and node.op == "call_method":
+        parameters = ("x", "mask", "y")
     elif name == "randint":
         parameters = ("high", "size") if len(node.args) + ("size" in node.kwargs) < 3 else parameters
     args = _bind(node, parameters)
@@ -331,6 +344,8 @@ def _finish(node: fx.Node, name: str, parameters: tuple[str, ...]) -> Call:
         args["sizes"] = args.pop("size")
     if name in ("index", "index_put") and not _is_position(args.get("index")):
         name = "fancy" if name == "index" else "fancy_put"
+    if name in ("getslice", "select", "slice", "narrow") and _keeps_all(node, args.get("x")):
+        return Call("view", {"x": args["x"]})  # every element, in the same order
     if name in ("view", "cast", "clone") and not _keeps_elements(node, args.get("x")):
         name = f"{name}_of_other_elements"
     return Call(name, args)
@@ -349,6 +364,12 @@ def _keeps_elements(node: fx.Node, source: Any) -> bool:
         return not any(isinstance(argument, torch.dtype) for argument in node.args) or node.target != "view"
     changed = after.dtype != before.dtype and node.target in ("view", torch.ops.aten.view.dtype)
     return not changed and equal_sizes(after.numel(), before.numel())
+
+
+def _keeps_all(node: fx.Node, source: Any) -> bool:
+    """Whether a slice takes every element."""
+    after, before = example(node), example(source)
+    return after is not None and before is not None and equal_sizes(after.numel(), before.numel())
 
 
 def _classify_getitem(args: dict[str, Any]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,10 +11,10 @@ import torch
 from torch import fx
 
 from compile_passes.equal import is_float_cast, is_noop_cast, no_narrower
-from compile_passes.match import Combine, Dispatch, Product, Refusal
+from compile_passes.match import Combine, Dispatch, Product, Refusal, Value
 from compile_passes.patterns.rows import Order, is_ramp, sorts
 from compile_passes.reading import Reading
-from compile_passes.vocabulary import Call, example, has_shape, two_labelled
+from compile_passes.vocabulary import Call, example, has_shape, same_shape, two_labelled
 
 _NORM_SEARCH = 12
 # Calls that read the shape of their operand and none of its numbers.
@@ -60,18 +62,14 @@ class _Walk:
             if step is None and self._is_whole(state):
                 break
             if step is None:
-                return _stopped(self.reading, state, readers)
+                return stopped(self.reading, state.value, readers)
             state = step
-        output = self._final_cast(state.value)
+        output = final_cast(self.reading, self.dispatch.hidden, state.value)
         if isinstance(output, Refusal):
             return output
         weights = self._all_weights(state, output)
         if isinstance(weights, Refusal):
             return weights
-        if not has_shape(output, self.tokens, self.width):
-            return Refusal(
-                output, "The sum over experts is not [tokens, hidden].", "Sum into one row for every token, no more."
-            )
         return Combine(weights, output, state.value, state.added)
 
     def _is_whole(self, state: _State) -> bool:
@@ -80,7 +78,7 @@ class _Walk:
             self.reading.operand(state.value), self.tokens, self.width
         )  # fmt: skip
 
-    def _all_weights(self, state: _State, output: fx.Node) -> fx.Node | Refusal:
+    def _all_weights(self, state: _State, output: fx.Node) -> Value | Refusal:
         """The routing weights: those of the rows before the experts, or of their results."""
         before, after = self.dispatch.weights, state.weights
         if before is not None and after is not None:
@@ -208,33 +206,45 @@ class _Walk:
             return bool(self.dispatch.top_k == 1)
         return found.kind == "token" and bool(found.top_k == self.dispatch.top_k)
 
-    def _final_cast(self, value: fx.Node) -> fx.Node | Refusal:
-        """The sum in the dtype of the hidden states, and as [tokens, hidden], which the fused operator returns."""
-        hidden = example(self.dispatch.hidden)
-        while True:
-            tensor, readers = example(value), self.reading.readers(value)
-            call = self.reading.read(readers[0], "cast view") if len(readers) == 1 else None
-            if call is not None and call.name == "view":
-                flat = has_shape(readers[0], self.tokens, self.width)
-                if flat and not has_shape(value, self.tokens, self.width):
-                    value = readers[0]
-                    continue
-                call = None
-            if call is not None and hidden is not None and tensor is not None:
-                # A dtype that is already right needs no cast; transformers writes one all the same.
-                wider = tensor.dtype != hidden.dtype and is_float_cast(readers[0], value, hidden.dtype)
-                if wider or is_noop_cast(readers[0], value):
-                    value = readers[0]
-                    continue
-            if tensor is None or hidden is None or tensor.dtype != hidden.dtype:
-                return Refusal(
-                    value, "The sum over experts is used in another dtype than the hidden states.",
-                    "Cast it with .to(hidden_states.dtype) before using it.",
-                )  # fmt: skip
+
+def final_cast(
+    reading: Reading, hidden: fx.Node, value: fx.Node, shapes: Iterable[fx.Node] = ()
+) -> fx.Node | Refusal:  # fmt: skip
+    """The sum over the experts ``value`` in the dtype of the hidden states, and as [tokens, hidden], or of one of the
+    ``shapes``.
+    """
+    tokens = example(hidden)
+    while True:
+        tensor, readers = example(value), reading.readers(value)
+        if tensor is None or tokens is None:
+            break
+        flat = (math.prod(tokens.shape[:-1]), tensor.shape[-1])
+        call = reading.read(readers[0], "cast view") if len(readers) == 1 else None
+        if call is not None and call.name == "view":
+            if has_shape(readers[0], *flat) and not has_shape(value, *flat):
+                value = readers[0]
+                continue
+            call = None
+        # A dtype that is already right needs no cast; transformers writes one all the same.
+        wider = tensor.dtype != tokens.dtype and call is not None and is_float_cast(readers[0], value, tokens.dtype)
+        if wider or (call is not None and is_noop_cast(readers[0], value)):
+            value = readers[0]
+            continue
+        if tensor.dtype != tokens.dtype:
+            break
+        if has_shape(value, *flat) or any(same_shape(value, shape) for shape in shapes):
             return value
+        return Refusal(
+            value, "The sum over experts is not [tokens, hidden].", "Sum into one row for every token, no more."
+        )
+    return Refusal(
+        value, "The sum over experts is used in another dtype than the hidden states.",
+        "Cast it with .to(hidden_states.dtype) before using it.",
+    )  # fmt: skip
 
 
-def _stopped(reading: Reading, state: _State, readers: list[fx.Node]) -> Refusal:
+def stopped(reading: Reading, value: fx.Node, readers: list[fx.Node]) -> Refusal:
+    """Why the walk from the second product's result does not go on from ``value``."""
     norm = _norm_after(reading, readers)
     if norm is not None:
         return Refusal(
@@ -248,11 +258,11 @@ def _stopped(reading: Reading, state: _State, readers: list[fx.Node]) -> Refusal
             else f"is read {len(readers)} times ({', '.join(r.name for r in readers)})"
         )
         return Refusal(
-            state.value, f"An interior value of the MoE block, {state.value.name}, {what}.",
+            value, f"An interior value of the MoE block, {value.name}, {what}.",
             "Only the routing logits, weights and ids may be used outside of the block.",
         )  # fmt: skip
     call = reading.call(readers[0])
-    node, name = (state.value, "the graph's output") if call is None else (readers[0], call.name)
+    node, name = (value, "the graph's output") if call is None else (readers[0], call.name)
     return Refusal(
         node, f"The result of the second expert product meets {name}, which is no known way to combine.",
         "Combine as (rows * weights)[inverse].view(T, K, H).sum(1).",

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from compile_passes.match import Product, Refusal, Weight
+from compile_passes.patterns.contraction import dense_product, peel_transpose
 from compile_passes.reading import Reading
 from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank, same_shape, two_labelled
 
@@ -24,10 +25,11 @@ _SEARCH_LIMIT = 64
 
 
 def find_products(reading: Reading) -> dict[fx.Node, Product]:
-    """Every product of routed rows with stacked expert weights, by its node, in graph order."""
+    """Every product of rows with stacked expert weights, by its node, in graph order."""
     products = {}
     for node in reading.graph.nodes:
         product = _grouped_product(reading, node) or _batched_product(reading, node) or _product_by_slot(reading, node)
+        product = product or dense_product(reading, node)
         if product is not None:
             products[node] = product
     return products
@@ -58,7 +60,7 @@ def _grouped_product(reading: Reading, node: fx.Node) -> Product | None:
     stacked = example(call["weight"]) if call is not None else None
     if call is None or stacked is None or stacked.dim() != 3 or rank(call["x"]) != 2 or rank(call["offs"]) != 1:
         return None
-    weight = _peel_transpose(reading, Weight(reading.unwrap(call["weight"]), transposed=True))
+    weight = peel_transpose(reading, Weight(reading.unwrap(call["weight"]), transposed=True))
     rows, masks = _peel_masks(reading, call["x"], stacked.dtype)
     return _with_epilogue(reading, node, rows, weight, call["offs"], masks)
 
@@ -69,7 +71,7 @@ def _batched_product(reading: Reading, node: fx.Node) -> Product | None:
     if call is None:
         return None
     for side, other, transposed in (("x", "y", False), ("y", "x", True)):
-        gathered = _peel_transpose(reading, Weight(call[side], transposed))
+        gathered = peel_transpose(reading, Weight(call[side], transposed))
         index = reading.read(reading.unwrap(gathered.node), "index", "index")
         copies, value = example(call[side]), example(call[other])
         if index is None or copies is None or value is None or rank(index["x"]) != 3 or rank(index["index"]) != 1:
@@ -77,7 +79,7 @@ def _batched_product(reading: Reading, node: fx.Node) -> Product | None:
         count, inner = copies.shape[0], copies.shape[2 if side == "x" else 1]
         column, row = has_shape(call[other], count, inner, 1), has_shape(call[other], count, 1, inner)
         if column if side == "x" else row:
-            weight = _peel_transpose(reading, Weight(reading.unwrap(index["x"]), gathered.transposed))
+            weight = peel_transpose(reading, Weight(reading.unwrap(index["x"]), gathered.transposed))
             rows = _two_dimensional(reading, call[other], count, inner, copies.dtype)
             return None if rows is None else _with_epilogue(reading, node, rows, weight, index["index"], ())
     return None
@@ -91,11 +93,11 @@ def _product_by_slot(reading: Reading, node: fx.Node) -> Product | None:
     if found is None:
         return None
     rows, gathered, transposed = found
-    weight = _peel_transpose(reading, Weight(gathered, transposed))
+    weight = peel_transpose(reading, Weight(gathered, transposed))
     index, shape = _gather_of(reading, weight.node), example(weight.node)
     if index is None or shape is None:
         return None
-    stacked = _peel_transpose(reading, Weight(reading.unwrap(index["x"]), weight.transposed))
+    stacked = peel_transpose(reading, Weight(reading.unwrap(index["x"]), weight.transposed))
     copies = shape.shape[1] if shape.dim() == 4 and rank(rows) == 2 else None
     if copies is not None and type(copies) is not int:
         return None
@@ -156,28 +158,6 @@ def _two_dimensional(reading: Reading, value: Any, count: Any, width: Any, floor
     if has_shape(root, count, width):
         return root
     return next((node for node in reading.reshapes(value) if has_shape(node, count, width)), root)
-
-
-def _peel_transpose(reading: Reading, weight: Weight) -> Weight:
-    """The same weight without transpositions of its last two dimensions."""
-    while (call := reading.read(weight.node, "transpose mt permute", "dim0 dim1 dims")) is not None:
-        if not _swaps_last_two(call):
-            break
-        weight = Weight(reading.unwrap(call["x"]), not weight.transposed)
-    return weight
-
-
-def _swaps_last_two(call: Call) -> bool:
-    dims = rank(call["x"])
-    if dims is None or dims < 3:
-        return False
-    if call.name == "mt":
-        return True
-    if call.name == "permute":
-        order = call["dims"] if isinstance(call["dims"], list | tuple) else ()
-        return [dim % dims for dim in order if isinstance(dim, int)] == [*range(dims - 2), dims - 1, dims - 2]
-    pair = (call["dim0"], call["dim1"])
-    return all(isinstance(dim, int) for dim in pair) and {dim % dims for dim in pair} == {dims - 2, dims - 1}
 
 
 def _peel_masks(reading: Reading, rows: fx.Node, floor: torch.dtype) -> tuple[fx.Node, tuple[fx.Node, ...]]:

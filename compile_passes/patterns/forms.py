@@ -20,6 +20,7 @@ One walk in graph order; every node is looked at a bounded number of times.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -36,20 +37,23 @@ _MOE_NAME = re.compile(r"moe|expert", re.IGNORECASE)
 _CALL = "moe_ops.fused_experts(hidden_states, gate_up_proj, down_proj, topk_weights, topk_ids)"
 
 
-def name_forms(reading: Reading, taken: set[fx.Node]) -> list[Refusal]:
+def name_forms(
+    reading: Reading, taken: set[fx.Node], known: Mapping[fx.Node, Refusal] | None = None
+) -> list[Refusal]:  # fmt: skip
     """A refusal for every MoE block in a form that is not fused, in graph order, one for each block.
 
     Args:
         taken: nodes of the blocks that are reported already; a block with a product among them is left out.
+        known: what a recogniser says of a second product that may be no MoE block's.
     """
     flow = Flow(reading)
     for node in reading.graph.nodes:
         flow.visit(node)
-    found = _stacked(flow, taken) + _siblings(flow) + _opaque(flow, taken)
+    found = _stacked(flow, taken, known or {}) + _siblings(flow) + _opaque(flow, taken)
     return sorted(found, key=lambda refusal: reading.order[refusal.node])
 
 
-def _stacked(flow: Flow, taken: set[fx.Node]) -> list[Refusal]:
+def _stacked(flow: Flow, taken: set[fx.Node], known: Mapping[fx.Node, Refusal]) -> list[Refusal]:
     """Blocks whose products take the stacked weights of all experts, or weights gathered by expert ids."""
     found: dict[fx.Node, Refusal] = {}
     for pair in flow.pairs:
@@ -65,7 +69,8 @@ def _stacked(flow: Flow, taken: set[fx.Node]) -> list[Refusal]:
         for evidence in flow.evidence(pair):
             if _routes_to(evidence.route, experts):
                 capacity = evidence.by == "product" and evidence.before
-                found.setdefault(evidence.route.source, (_capacity if capacity else _dense)(pair, evidence))
+                refusal = _capacity(pair, evidence) if capacity else known.get(pair.down) or _dense(pair, evidence)
+                found.setdefault(evidence.route.source, refusal)
                 break
     return list(found.values())
 

@@ -92,7 +92,7 @@ def _picked_from(reading: Reading, value: Any) -> list[Any] | None:
     if call.name in ("cat", "concat", "stack", "hstack", "vstack") and isinstance(call["x"], list | tuple):
         return list(call["x"])
     if call.name == "where" and len(call.args) == 3:
-        return list(call.args.values())[1:]
+        return [call["x"], call["y"]]
     if call.name == "masked_fill":
         return [call["x"], call["value"]]
     if call.name == "item":

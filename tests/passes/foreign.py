@@ -164,3 +164,98 @@ class GptOss(nn.Module):
         t += self.mlp2_bias[expert_indices, ...]
         t = torch.einsum("bec,be->bc", t, expert_weights)
         return x + t
+
+
+class Llama4(nn.Module):
+    """Meta's llama 4 (models/llama4/moe.py), on one device: scores, zero for most experts, multiply the input; every
+    expert takes a copy of every token, and results are added in place to those of the shared expert.
+    """
+
+    def __init__(self, *, dim: int = 32, hidden: int = 16, num_experts: int = 8, top_k: int = 1) -> None:
+        super().__init__()
+        dtype = torch.bfloat16
+        self.router_DE = _filled(dim, num_experts, dtype=dtype)
+        self.w_in_eDF, self.w_swiglu_eDF = (_filled(num_experts, dim, hidden, dtype=dtype) for _ in range(2))
+        self.w_out_eFD = _filled(num_experts, hidden, dim, dtype=dtype)
+        self.shared_expert = SwiGLU(dim, hidden, dtype)
+        self.top_k = top_k
+
+    def experts(self, routed_in_egD: Tensor) -> Tensor:
+        e, D = self.w_in_eDF.shape[0], routed_in_egD.shape[-1]
+        x_egD = routed_in_egD.view(e, -1, D)
+        middle_out_egF = F.silu(torch.bmm(x_egD, self.w_in_eDF)) * torch.bmm(x_egD, self.w_swiglu_eDF)
+        return torch.bmm(middle_out_egF, self.w_out_eFD).view(-1, D)
+
+    def forward(self, x_bsD: Tensor) -> Tensor:
+        _, slen, D = x_bsD.shape
+        x_aD = x_bsD.view(-1, D)
+        a = x_aD.shape[0]
+        router_scores: Tensor = torch.matmul(x_aD, self.router_DE).transpose(0, 1)
+        router_scores_aK, router_indices_aK = torch.topk(router_scores.transpose(0, 1), self.top_k, dim=1)
+        router_scores = (
+            torch.full_like(router_scores.transpose(0, 1), float("-inf"))
+            .scatter_(1, router_indices_aK, router_scores_aK)
+            .transpose(0, 1)
+        )
+        router_indices = torch.arange(a).view(1, -1).expand(router_scores.size(0), -1)
+        router_scores = torch.sigmoid(router_scores)
+        tokens = router_indices.reshape(-1, 1).expand(-1, D)
+        routed_in_EG_D = torch.gather(x_aD, dim=0, index=tokens)
+        routed_in_EG_D = routed_in_EG_D * router_scores.reshape(-1, 1)
+        out_aD = self.shared_expert(x_aD)
+        routed_out_eg_D = self.experts(routed_in_EG_D)
+        out_aD.scatter_add_(dim=0, index=tokens, src=routed_out_eg_D.view(-1, D))
+        return out_aD.view(-1, slen, D)
+
+
+class Llama4OfTransformers(nn.Module):
+    """transformers' llama4 text MoE: as Meta's, with the copies by `repeat`, the scores returned, and `add_`."""
+
+    def __init__(self, *, dim: int = 32, hidden: int = 16, num_experts: int = 8, top_k: int = 1) -> None:
+        super().__init__()
+        dtype = torch.bfloat16
+        self.router = nn.Linear(dim, num_experts, bias=False, dtype=dtype)
+        self.gate_up_proj = _filled(num_experts, dim, 2 * hidden, dtype=dtype)
+        self.down_proj = _filled(num_experts, hidden, dim, dtype=dtype)
+        self.shared_expert = SwiGLU(dim, hidden, dtype)
+        self.top_k, self.num_experts, self.dim = top_k, num_experts, dim
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        hidden_states = hidden_states.reshape(-1, self.dim)
+        router_logits = self.router(hidden_states)
+        router_top_value, router_indices = torch.topk(router_logits, self.top_k, dim=1)
+        scores = torch.full_like(router_logits, float("-inf")).scatter_(1, router_indices, router_top_value)
+        scores = torch.sigmoid(scores.float()).to(router_logits.dtype)
+        routed_in = hidden_states.repeat(scores.shape[1], 1)
+        routed_in = routed_in * scores.transpose(0, 1).reshape(-1, 1)
+        gate, up = torch.bmm(routed_in.view(self.num_experts, -1, self.dim), self.gate_up_proj).chunk(2, dim=-1)
+        routed_out = torch.bmm(up * F.silu(gate), self.down_proj).view(-1, self.dim)
+        out = self.shared_expert(hidden_states)
+        out.add_(routed_out.reshape(scores.shape[1], -1, routed_out.shape[-1]).sum(dim=0))
+        return out, router_logits
+
+
+class SparseByMask(nn.Module):
+    """The mixture of tutorials ("makeMoE"): softmax over what a topk leaves, every expert for every token."""
+
+    def __init__(self, *, dim: int = 32, hidden: int = 16, num_experts: int = 8, top_k: int = 2) -> None:
+        super().__init__()
+        self.route = nn.Linear(dim, num_experts)
+        self.w1, self.b1 = (
+            nn.Parameter(torch.randn(num_experts, dim, hidden) * 0.1),
+            nn.Parameter(torch.randn(num_experts, hidden)),
+        )
+        self.w2, self.b2 = (
+            nn.Parameter(torch.randn(num_experts, hidden, dim) * 0.1),
+            nn.Parameter(torch.randn(num_experts, dim)),
+        )
+        self.top_k = top_k
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.route(x)
+        top_k_logits, indices = logits.topk(self.top_k, dim=-1)
+        sparse_logits = torch.full_like(logits, float("-inf")).scatter(-1, indices, top_k_logits)
+        gates = F.softmax(sparse_logits, dim=-1)
+        h = F.relu(torch.einsum("bth,ehi->btei", x, self.w1) + self.b1).square()
+        out = torch.einsum("btei,eih->bteh", h, self.w2) + self.b2
+        return torch.einsum("bte,bteh->bth", gates, out)

@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -1545,13 +1546,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of the first case; the others follow")
     parser.add_argument("--misses", type=int, default=None, help="near misses in every case (default: 0 to 2)")
+    parser.add_argument("--family", choices=("routed", "dense"), default="routed", help="of forms")
     parser.add_argument("--list", action="store_true", help="say of every case what became of it")
     options = parser.parse_args(arguments)
+    family: Any = sys.modules[__name__] if options.family == "routed" else import_module("tests.passes.dense")
     counted: Counter[str] = Counter()
     failures: list[str] = []
     for number in range(options.count):
-        case = make(options.seed + number, options.misses)
-        outcome = run(case)
+        case = family.make(options.seed + number, options.misses)
+        outcome = family.run(case)
         kind = "near miss" if case.mutations else "block of symbolic sizes" if case.dynamic == "all" else "block"
         if outcome is None:
             word = "eager raises"

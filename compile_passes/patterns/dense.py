@@ -1,0 +1,385 @@
+"""Every token through every expert: products without any routing, whose results scores [T, E] then pick from.
+
+The scores may multiply the tokens, the value between the products (where the second adds no bias), or the results, in
+the order of tokens and experts that these have; or the results of selected experts are gathered. Which K experts the
+scores leave is `selection`'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from compile_passes.equal import is_float_cast, narrower, no_narrower
+from compile_passes.match import Combine, Dispatch, Product, Refusal, Spread
+from compile_passes.patterns.combine import final_cast, recognise_combine, stopped
+from compile_passes.patterns.contraction import alike, axis_of, moves_one, spread_of
+from compile_passes.patterns.ids import are_in_range
+from compile_passes.patterns.rows import Order, is_ramp
+from compile_passes.patterns.selection import selected_of
+from compile_passes.reading import Reading
+from compile_passes.safety import CREATES
+from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank, same_shape, two_labelled
+
+_LATER = "Apply the weights after the experts."
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """What multiplies the experts' rows, and the order of tokens and experts that it has to have for that."""
+
+    node: fx.Node
+    order: Spread
+
+
+@dataclass(frozen=True)
+class _State:
+    """Where the walk is: the results ``value`` and their order, or, ``done``, the sum over the experts."""
+
+    value: fx.Node
+    order: Spread | None
+    scores: _Scores | None
+    done: bool
+    added: fx.Node | None = None
+
+
+def recognise_dense(
+    reading: Reading, ups: Sequence[Product], down: Product, floor: torch.dtype, inside: fx.Node | None
+) -> tuple[Dispatch, Combine] | Refusal:
+    """The tokens before, and the sum over the selected experts behind, products of every token with every expert.
+
+    Args:
+        inside: what multiplies the value between the products, or None.
+        floor: the narrowest dtype that rows and scores may be rounded to.
+    """
+    return _Dense(reading, ups, down, floor, inside).block()
+
+
+def weighted_inside(reading: Reading, down: Product, floor: torch.dtype) -> tuple[fx.Node, fx.Node | None]:
+    """The operand of the second product without a factor ``[..., 1]`` of its rows, and that factor."""
+    rows = reading.uncast(down.rows, floor)
+    call, shape = reading.read(rows, "mul", "y"), example(rows)
+    if call is None or shape is None:
+        return down.rows, None
+    for one, other in (("x", "y"), ("y", "x")):
+        if same_shape(call[one], rows) and _multiplies_rows(call[other], shape):
+            return call[one], call[other]
+    return down.rows, None
+
+
+class _Dense:
+    def __init__(
+        self, reading: Reading, ups: Sequence[Product], down: Product, floor: torch.dtype, inside: fx.Node | None
+    ) -> None:
+        self.reading, self.ups, self.down, self.floor, self.inside = reading, ups, down, floor, inside
+        self.order = Order(reading, floor)
+        stacked, result = example(down.weight.node), example(down.result)
+        self.experts: Any = None if stacked is None else stacked.shape[0]
+        self.width: Any = None if result is None else result.shape[-1]
+        self.hidden: fx.Node = down.rows
+        self.tokens: Any = None
+        # What the results may be rounded to: the hidden states' own dtype may be narrower than that of the weights.
+        self.wide = floor
+
+    def block(self) -> tuple[Dispatch, Combine] | Refusal:
+        if not self._agrees():
+            return Refusal(
+                self.down.anchor, "The expert products have different numbers of experts, or other orders of tokens "
+                "and experts, as far as can be proved.", "Keep [experts, tokens, ...] or [tokens, experts, ...].",
+            )  # fmt: skip
+        (hidden, scores), *others = [self._tokens_of(up) for up in self.ups]
+        tensor = example(hidden)
+        if hidden is None or tensor is None:
+            return Refusal(
+                self.ups[0].anchor, "The rows of the first expert product are not all tokens for all experts, as far "
+                "as can be proved.", "Write them as hidden_states.expand(num_experts, -1, -1).",
+            )  # fmt: skip
+        if any(other != (hidden, scores) for other in others):
+            return Refusal(
+                self.ups[-1].anchor, "The gate and the up projection cannot be proved to be of the same rows.",
+                "Multiply the same rows by both.",
+            )  # fmt: skip
+        self.hidden, self.tokens = hidden, prod(tensor.shape[:-1])
+        self.wide = narrower(tensor.dtype, self.floor)
+        return self._weighted(scores)
+
+    def _agrees(self) -> bool:
+        """One number of experts, and one order of rows from the first product to the second."""
+        inner = self.down.spread[0] if self.down.spread is not None else None
+        for up in self.ups:
+            weight = example(up.weight.node)
+            if weight is None or up.spread is None or not equal_sizes(weight.shape[0], self.experts):
+                return False
+            if inner is None or not alike(up.spread[1], inner):
+                return False
+        return True
+
+    # ---- the tokens
+
+    def _tokens_of(self, up: Product) -> tuple[fx.Node | None, _Scores | None]:
+        """The hidden states [..., H] that are the rows of a first product, and what multiplies them."""
+        order = up.spread[0] if up.spread is not None else None
+        if order is None:
+            return self._flat(up.rows), None
+        rows = self.reading.uncast(up.rows, self.floor)
+        call, shape = self.reading.read(rows, "mul", "y"), example(rows)
+        if call is not None and shape is not None:
+            for one, other in (("x", "y"), ("y", "x")):
+                hidden = self._copies(call[one], order, shape) if _multiplies_rows(call[other], shape) else None
+                if hidden is not None:
+                    return hidden, _Scores(call[other], order)
+        found = two_labelled(self.reading.read(rows, "einsum", "arg1 arg2"))
+        if found is not None:
+            return _outer(*found)
+        return (None if shape is None else self._copies(rows, order, shape)), None
+
+    def _flat(self, value: Any) -> fx.Node | None:
+        """The hidden states [..., H] that ``value`` is a reshape or cast of: [T, H] where there are such."""
+        shape = example(value)
+        if shape is None:
+            return None
+        width = shape.shape[-2] if shape.dim() > 1 and equal_sizes(shape.shape[-1], 1) else shape.shape[-1]
+        views = [(node, example(node)) for node in self.reading.casts(value, self.floor)]
+        wide = [(node, view) for node, view in views if view is not None and equal_sizes(view.shape[-1], width)]
+        flat = [(node, view) for node, view in wide if view.dim() == 2]
+        found = (flat or wide)[-1:]
+        return found[0][0] if found else None
+
+    def _copies(self, value: Any, order: Spread, rows: torch.Tensor) -> fx.Node | None:
+        """The hidden states of which ``value`` is one copy for every expert, or has room for one, in ``rows``."""
+        root = self.reading.uncast(value, self.floor)
+        call, shape, given = self.reading.call(root), example(root), example(value)
+        if shape is None or given is None:
+            return None
+        if self._broadcasts(given, rows, order):
+            return self._flat(value)
+        if call is None or not equal_sizes(shape.numel(), rows.numel()):
+            return None
+        before = example(call["x"])
+        if call.name in ("expand", "repeat") and before is not None:
+            if self._broadcasts(before, shape, order):
+                return self._flat(call["x"])
+            return self._flat(call["x"]) if self._in_blocks(call, order) and before.dim() == shape.dim() == 2 else None
+        if self.reading.read(root, "repeat_interleave", "repeats dim") is not None:
+            along = call["dim"] in (0, -2) and rank(call["x"]) == 2 and equal_sizes(order.after, 1)
+            return call["x"] if along and equal_sizes(call["repeats"], self.experts) else None
+        taken = self.order.taken(root)
+        if taken is None or rank(taken.source) != 2 or not equal_sizes(order.before, 1):
+            return None
+        index = self.order.column(taken.index) if taken.wide else taken.index
+        return taken.source if self._numbers_tokens(index, example(taken.source)) else None
+
+    def _broadcasts(self, given: torch.Tensor, whole: torch.Tensor, order: Spread) -> bool:
+        """Whether ``given`` [..., 1, ..., H] meets ``whole`` [..., E, ..., H] with a dimension of 1 for the experts."""
+        at = axis_of(whole.shape, order, self.experts)
+        shape = [1] * (whole.dim() - given.dim()) + list(given.shape)
+        if at is None or len(shape) != whole.dim():
+            return False
+        wanted = [1 if place == at else size for place, size in enumerate(whole.shape)]
+        return all(map(equal_sizes, shape, wanted))
+
+    def _in_blocks(self, call: Call, order: Spread) -> bool:
+        """``x.repeat(E, 1)``: all tokens for one expert after the other."""
+        counts = [value for key, value in call.args.items() if key != "x"]
+        counts = list(counts[0]) if len(counts) == 1 and isinstance(counts[0], list | tuple) else counts
+        once = len(counts) == 2 and counts[1] == 1 and call.name == "repeat"
+        return once and equal_sizes(counts[0], self.experts) and equal_sizes(order.before, 1)
+
+    def _numbers_tokens(self, value: Any, tokens: torch.Tensor | None) -> bool:
+        """Whether ``value`` is 0, 1, 2, ... T - 1, once for every expert."""
+        root = self.order.bare(value)
+        call = self.reading.named(root, "expand", "repeat")
+        ramp = self.order.bare(call["x"]) if call is not None else None
+        if call is None or tokens is None or not has_shape(root, self.experts, tokens.shape[0]):
+            return False
+        one = has_shape(call["x"], tokens.shape[0]) or has_shape(call["x"], 1, tokens.shape[0])
+        return one and is_ramp(self.reading, ramp)
+
+    # ---- the sum over the experts
+
+    def _weighted(self, before: _Scores | None) -> tuple[Dispatch, Combine] | Refusal:
+        """Walk from the second product to the sum, and read the one factor there is as a selection."""
+        if before is not None and any(product.bias is not None for product in (*self.ups, self.down)):
+            return Refusal(
+                self.down.anchor, "The routing weights multiply the input of the experts, and those not selected add "
+                "their biases.", _LATER,
+            )  # fmt: skip
+        if self.inside is not None and (before is not None or self.down.bias is not None):
+            return Refusal(
+                self.down.anchor, "The routing weights multiply what the second product takes, and not its bias, or "
+                "multiply twice.", _LATER,
+            )  # fmt: skip
+        inner, order = self.down.spread or (None, None)
+        inside = None if self.inside is None or inner is None else _Scores(self.inside, inner)
+        state = _State(self.down.result, order, before or inside, done=order is None)
+        while not state.done:
+            readers = [r for r in self.reading.readers(state.value) if self.reading.named(r, *CREATES) is None]
+            ids = self._gathered(state, readers[0]) if len(readers) == 1 and state.scores is None else None
+            if ids is not None:
+                return self._by_slot(ids, readers[0])
+            step = self._step(state, readers[0]) if len(readers) == 1 else None
+            if step is None:
+                return stopped(self.reading, state.value, readers)
+            state = step
+        return self._finish(state, before is not None)
+
+    def _step(self, state: _State, reader: fx.Node) -> _State | None:
+        """What ``reader`` makes of the results so far; None where it is nothing that a sum over the experts does."""
+        shape, made, call = example(self.reading.operand(state.value)), example(reader), self.reading.call(reader)
+        if call is None or shape is None or state.order is None:
+            return None
+        at = axis_of(shape.shape, state.order, self.experts)
+        if self.reading.read(reader, "cast") is not None:
+            return replace(state, value=reader) if is_float_cast(reader, state.value, self.wide) else None
+        if self.reading.read(reader, "view") is not None:
+            return (
+                replace(state, value=reader) if made is not None and equal_sizes(made.shape[-1], self.width) else None
+            )
+        if self.reading.read(reader, "mul", "y") is not None:
+            other = call["y"] if call["x"] is state.value else call["x"]
+            fits = state.scores is None and same_shape(reader, state.value) and _multiplies_rows(other, shape)
+            return replace(state, value=reader, scores=_Scores(other, state.order)) if fits else None
+        if call.name in ("transpose", "permute", "mt"):
+            dims = moves_one(call, shape.dim(), at)
+            if at is None or dims is None or dims[-1] != shape.dim() - 1:
+                return None
+            moved = spread_of([shape.shape[dim] for dim in dims[:-1]], dims.index(at))
+            return replace(state, value=reader, order=moved)
+        if call.name == "sum":
+            dim = self._summed_dim(reader)
+            fits = type(dim) is int and dim % shape.dim() == at
+            return replace(state, value=reader, done=True) if fits else None
+        if call.name in ("einsum", "bmm"):
+            scores = (
+                self._contracted(state.value, reader, call, at) if at is not None and state.scores is None else None
+            )
+            return None if scores is None else replace(state, value=reader, scores=scores, done=True)
+        return self._adds(state, reader)
+
+    def _summed_dim(self, reader: fx.Node) -> Any:
+        call, made = self.reading.read(reader, "sum", "dim dtype"), example(reader)
+        if call is None or made is None or not no_narrower(made.dtype, self.wide):
+            return None
+        return call["dim"][0] if isinstance(call["dim"], list | tuple) and len(call["dim"]) == 1 else call["dim"]
+
+    def _contracted(self, value: fx.Node, reader: fx.Node, call: Call, at: int) -> _Scores | None:
+        """The scores of a product that sums over the experts."""
+        shape, made = example(value), example(reader)
+        if shape is None or made is None or not no_narrower(made.dtype, self.wide):
+            return None
+        if call.name == "bmm":  # [T, 1, E] @ [T, E, H]
+            fits = call["y"] is value and self.reading.read(reader, "bmm", "y") is not None and at == 1
+            row = has_shape(call["x"], shape.shape[0], 1, self.experts)
+            return _Scores(call["x"], Spread(self.tokens, 1)) if fits and row else None
+        found = two_labelled(self.reading.read(reader, "einsum", "arg1 arg2"))
+        if found is None or value not in found[0]:
+            return None
+        operands, labels, result = found
+        place = operands.index(value)
+        mine, other = labels[place], labels[1 - place]
+        expert, tokens = mine[at], mine[:-1].replace(mine[at], "")
+        if result != tokens + mine[-1] or other not in (tokens + expert, expert + tokens):
+            return None
+        order = Spread(1, self.tokens) if other == expert + tokens else Spread(self.tokens, 1)
+        return _Scores(operands[1 - place], order)
+
+    def _adds(self, state: _State, reader: fx.Node) -> _State | None:
+        """Results added to their tokens: ``out.scatter_add(0, token_of_every_row, rows)``."""
+        added = self.order.added(reader)
+        if (
+            added is None
+            or state.order is None
+            or not equal_sizes(state.order.before, 1)
+            or added.rows is not state.value
+        ):
+            return None
+        index, total = self.order.column(added.index) if added.wide else added.index, example(added.start)
+        if (
+            total is None
+            or not no_narrower(total.dtype, self.wide)
+            or not self._numbers_tokens(index, example(self.hidden))
+        ):
+            return None
+        if not has_shape(added.start, self.tokens, self.width):
+            return None
+        zeros = self.reading.named(self.reading.strip(added.start), "zeros", "zeros_like") is not None
+        return replace(state, value=reader, done=True, added=None if zeros else added.start)
+
+    def _finish(self, state: _State, before: bool) -> tuple[Dispatch, Combine] | Refusal:
+        if state.scores is None:
+            return Refusal(state.value, "The experts' results are summed without routing weights.", "Multiply by them.")
+        found = selected_of(self.reading, state.scores.node, self.tokens, self.experts, state.scores.order, self.floor)
+        if isinstance(found, Refusal):
+            return found
+        shapes = [*self.reading.casts(self.ups[0].rows, self.floor)]
+        output = final_cast(self.reading, self.hidden, state.value, shapes)
+        if isinstance(output, Refusal):
+            return output
+        flat = has_shape(output, self.tokens, self.width)
+        like = None if flat else next(shape for shape in shapes if same_shape(shape, output))
+        given = found.weights if before else None
+        dispatch = Dispatch("dense", self.hidden, found.ids, None, found.top_k, weights=given)
+        return dispatch, Combine(found.weights, output, state.value, state.added, like)
+
+    # ---- results of selected experts
+
+    def _gathered(self, state: _State, reader: fx.Node) -> fx.Node | None:
+        """The ids [T, K] by which ``reader`` takes the results of K experts for every token."""
+        made, call = example(reader), self.reading.call(reader)
+        if call is None or made is None or made.dim() != 3 or type(made.shape[1]) is not int:
+            return None
+        if state.order is None or not equal_sizes(state.order.after, 1):
+            return None
+        if call["x"] is not state.value or not has_shape(state.value, self.tokens, self.experts, self.width):
+            return None
+        if self.reading.read(reader, "gather take_along_dim", "dim index") is not None and call["dim"] in (1, -2):
+            root = self.reading.named(self.reading.unwrap(call["index"]), "expand", "repeat")
+            column = call["index"] if root is None else root["x"]
+            ids = self.reading.strip(column)
+            one = has_shape(column, self.tokens, made.shape[1], 1)
+            return ids if one and has_shape(reader, self.tokens, made.shape[1], self.width) else None
+        index = call["index"] if call.name == "fancy" else None
+        if not isinstance(index, list | tuple) or len(index) < 2 or any(part != slice(None) for part in index[2:]):
+            return None
+        numbers, ids = index[:2]
+        ramp = isinstance(numbers, fx.Node) and is_ramp(self.reading, self.order.bare(numbers))
+        flat = rank(ids) == 2 and has_shape(numbers, self.tokens, 1)
+        return ids if ramp and flat and has_shape(ids, self.tokens, made.shape[1]) else None
+
+    def _by_slot(self, ids: fx.Node, reader: fx.Node) -> tuple[Dispatch, Combine] | Refusal:
+        """The results of K experts for every token, to be weighted and summed as anywhere."""
+        if not are_in_range(self.reading, ids, self.experts):
+            return Refusal(
+                ids, "The expert ids cannot be proved to be in [0, number of experts).", "Take them from a topk."
+            )
+        made = example(reader)
+        dispatch = Dispatch("dense", self.hidden, ids, None, made.shape[1])  # type: ignore[union-attr]
+        combine = recognise_combine(self.reading, dispatch, replace(self.down, result=reader), self.floor)
+        return combine if isinstance(combine, Refusal) else (dispatch, combine)
+
+
+def _multiplies_rows(factor: Any, rows: torch.Tensor) -> bool:
+    """Whether ``factor`` has one number for every row of ``rows`` [..., H], its dimensions in their places."""
+    given, sizes = example(factor), [*rows.shape[:-1], 1]
+    if given is None or given.dim() > rows.dim() or not has_shape(factor, *sizes[len(sizes) - given.dim() :]):
+        return False
+    return equal_sizes(given.numel(), prod(sizes))
+
+
+def _outer(operands: Any, labels: Any, result: str) -> tuple[fx.Node | None, _Scores | None]:
+    """The tokens and the scores of ``einsum("th,te->teh", x, scores)``."""
+    for place in (0, 1):
+        tokens, scores = labels[place], labels[1 - place]
+        if len(tokens) != 2 or len(scores) != 2 or tokens[0] not in scores:
+            continue
+        expert = scores.replace(tokens[0], "")
+        if expert not in tokens and result in (tokens[0] + expert + tokens[1], expert + tokens):
+            made = example(operands[1 - place])
+            sizes = () if made is None else made.shape
+            return operands[place], _Scores(operands[1 - place], spread_of(sizes, scores.index(expert)))
+    return None, None

@@ -1,0 +1,458 @@
+"""Dense scores to a selection: from weights [T, E] of all experts to K ids and K weights for every token.
+
+A value ``[..., E]`` is read as a number for each of K ids and one constant everywhere else: what a scatter writes over
+a fill, a one-hot, a score times a mask. Operations on such a value are followed on its K numbers alone:
+``full(-inf).scatter(1, ids, logits).softmax(-1)`` is ``logits.softmax(-1)`` at the ids, and 0 everywhere else. In the
+end everything else has to be 0 by this construction, whatever the data: a threshold may let more than K pass where
+scores are equal, and is no selection.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+import torch
+from torch import fx
+
+from compile_passes.equal import is_float_cast
+from compile_passes.match import Made, Refusal, Spread, Value
+from compile_passes.patterns.contraction import alike, axis_of, moves_one, permutation, spread_of
+from compile_passes.patterns.ids import are_distinct, are_in_range
+from compile_passes.patterns.rows import is_ramp
+from compile_passes.reading import Reading
+from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, same_shape, two_labelled
+
+_ATEN = torch.ops.aten
+_COMPARES: dict[str, Callable[[float, float], bool]] = {
+    "eq": operator.eq, "ne": operator.ne, "gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le,
+}  # fmt: skip
+# How far down scores are looked into.
+_DEPTH = 16
+_CURE = (
+    "Make them zero but for the ids of a topk: torch.zeros_like(scores).scatter(-1, topk_ids, topk_weights), or give "
+    "ids and weights to moe_ops.fused_experts."
+)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The experts of every token: ``ids`` [..., K] in row-major order of tokens, ``weights`` [T, K]."""
+
+    ids: fx.Node
+    weights: Value
+    top_k: int
+
+
+@dataclass(frozen=True)
+class _Sparse:
+    """A value for all experts of every token: ``values`` [T, K], or one number, at ``ids``; else ``elsewhere``.
+
+    Attributes:
+        index: the ids as [T, K].
+        once: an id that a token has twice counts once.
+        order: of tokens and experts.
+    """
+
+    ids: fx.Node
+    index: Value
+    top_k: int
+    values: Value | float
+    elsewhere: float
+    once: bool
+    order: Spread
+
+
+def selected_of(
+    reading: Reading, scores: fx.Node, tokens: Any, experts: Any, order: Spread, floor: torch.dtype
+) -> Selection | Refusal:  # fmt: skip
+    """The K ids and weights of every token that ``scores``, as many as tokens times experts, come to.
+
+    Args:
+        order: the order of tokens and experts that they have to have.
+        floor: the narrowest dtype that scores may be rounded to.
+    """
+    found = _Reader(reading, experts, floor).sparse(scores)
+    if found is None or found.elsewhere != 0 or not alike(found.order, order):
+        what = _origin(reading, scores)
+        return Refusal(
+            scores, f"A token's weights for the {experts} experts cannot be proved to be zero for all but top_k of "
+            f"them (they come from {what}).", _CURE,
+        )  # fmt: skip
+    ids, count = found.ids, example(found.ids)
+    if count is None or not equal_sizes(count.numel(), tokens * found.top_k):
+        return Refusal(ids, f"There are not top_k={found.top_k} expert ids for every token.", _CURE)
+    if not are_in_range(reading, ids, experts):
+        return Refusal(ids, "The expert ids cannot be proved to be in [0, number of experts).", _CURE)
+    if found.once and found.top_k > 1 and not are_distinct(reading, ids, experts, found.top_k):
+        return Refusal(
+            ids, "A token may have an expert id twice, as far as can be proved, and its weight would count once.",
+            "Take the ids from one topk over the experts.",
+        )  # fmt: skip
+    if not isinstance(found.values, fx.Node | Made):
+        return Refusal(scores, "The experts are summed without routing weights.", "Multiply them by topk_weights.")
+    return Selection(ids, found.values, found.top_k)
+
+
+def _origin(reading: Reading, value: Any) -> str:
+    """What made ``value``, whatever its shape and dtype."""
+    while (
+        call := reading.named(value, "view", "clone", "cast", "transpose", "mt", "t", "permute", "item")
+    ) is not None:
+        value = call["x"]
+    call = reading.call(value)
+    return "a graph input" if call is None else call.name
+
+
+class _Reader:
+    def __init__(self, reading: Reading, experts: Any, floor: torch.dtype) -> None:
+        self.reading, self.experts, self.floor = reading, experts, floor
+        self._known: dict[fx.Node, _Sparse | None] = {}
+
+    def sparse(self, value: Any, depth: int = _DEPTH) -> _Sparse | None:
+        """``value`` [..., E], or the experts elsewhere among the tokens, as K numbers for every token."""
+        call = self.reading.call(value)
+        step = None if call is None or depth == 0 else _STEPS.get(call.name)
+        if call is None or step is None:
+            return None
+        if value not in self._known:
+            self._known[value] = step(self, value, call, depth - 1)
+        return self._known[value]
+
+    # ---- where sparsity comes from
+
+    def _scatter(self, value: fx.Node, call: Call, depth: int) -> _Sparse | None:
+        understood = self.reading.read(value, "scatter scatter_add", "dim index src") is not None
+        start, index, shape = self._constant(call["x"]), example(call["index"]), example(value)
+        if not understood or start is None or index is None or shape is None or type(index.shape[-1]) is not int:
+            return None
+        top_k, src = index.shape[-1], call["src"]
+        if not self._over_experts(value, call["dim"]) or not has_shape(call["index"], *shape.shape[:-1], top_k):
+            return None
+        values: Value | float | None = self._constant(src)
+        if values is None:
+            values = _rows(src, top_k) if same_shape(src, call["index"]) else None
+        if values is None or (call.name == "scatter_add" and start != 0):
+            return None
+        return self._at(call["index"], top_k, values, start, call.name == "scatter")
+
+    def _at(self, ids: fx.Node, top_k: int, values: Value | float, elsewhere: float, once: bool) -> _Sparse:
+        index, tensor = _rows(ids, top_k), example(ids)
+        if tensor is not None and tensor.dtype != torch.int64:
+            index = Made(_ATEN.to.dtype, (index, torch.int64))
+        tokens = 0 if tensor is None else tensor.numel() // top_k
+        return _Sparse(ids, index, top_k, values, elsewhere, once, Spread(tokens, 1))
+
+    def _one_hot(self, value: fx.Node, call: Call, depth: int) -> _Sparse | None:
+        """One expert for each: a one-hot of ids ``[...]``."""
+        ids = self._compared(value)
+        return None if ids is None else self._at(ids, 1, 1.0, 0.0, False)
+
+    def _compared(self, value: Any) -> fx.Node | None:
+        """The ids that ``value`` [..., E] is a one-hot of."""
+        call, shape = self.reading.read(value, "one_hot eq", "num_classes y"), example(value)
+        if call is None or shape is None or not equal_sizes(shape.shape[-1], self.experts):
+            return None
+        if call.name == "one_hot":
+            return call["x"] if equal_sizes(call["num_classes"], self.experts) else None
+        for one, other in (("x", "y"), ("y", "x")):
+            ids, experts = example(call[one]), example(call[other])
+            if ids is None or experts is None or not has_shape(call[one], *shape.shape[:-1], 1):
+                continue
+            if equal_sizes(experts.numel(), self.experts) and is_ramp(self.reading, self.reading.strip(call[other])):
+                return self.reading.strip(call[one]) if equal_sizes(ids.numel() * self.experts, shape.numel()) else None
+        return None
+
+    def _by_slot(self, value: Any, depth: int) -> tuple[fx.Node, int, Value | float] | None:
+        """(ids, K, values) of ``value`` [..., K, E] that is a one-hot for every slot, times a weight for every slot."""
+        while (call := self.reading.read(value, "cast clone")) is not None:
+            before = example(call["x"])
+            if before is None or (before.dtype.is_floating_point and not self._is_float_or_mask(value)):
+                return None
+            value = call["x"]
+        call, shape = self.reading.read(value, "mul", "y"), example(value)
+        if depth == 0 or shape is None or shape.dim() < 3 or type(shape.shape[-2]) is not int:
+            return None
+        if call is None:
+            ids = self._compared(value)
+            return None if ids is None else (ids, shape.shape[-2], 1.0)
+        for one, other in (("x", "y"), ("y", "x")):
+            hot = self._by_slot(call[one], depth - 1) if same_shape(call[one], value) else None
+            if hot is not None and hot[2] == 1 and has_shape(call[other], *shape.shape[:-1], 1):
+                weights = self._strip_float(call[other])
+                return (hot[0], hot[1], _rows(weights, hot[1]))
+        return None
+
+    def _sum(self, value: fx.Node, call: Call, depth: int) -> _Sparse | None:
+        """A sum, or a maximum, over the slots of one-hots."""
+        if call.name == "item":
+            inner = self.reading.read(call["x"], "max", "dim keepdim") if call["index"] == 0 else None
+        else:
+            inner = self.reading.read(value, "sum any amax", "dim keepdim")
+        shape = example(inner["x"]) if inner is not None else None
+        if inner is None or shape is None or inner["keepdim"] or not self._is_float_or_mask(value):
+            return None
+        dim = _only(inner["dim"])
+        found = self._by_slot(inner["x"], depth) if dim in (-2, shape.dim() - 2) else None
+        if found is None or (inner.name != "sum" and found[2] != 1):
+            return None
+        ids, top_k, values = found
+        return self._at(ids, top_k, values, 0.0, inner.name != "sum")
+
+    def _contracted(self, value: fx.Node, call: Call, depth: int) -> _Sparse | None:
+        """Weights and one-hots in one product: ``einsum("tk,tke->te", w, hot)``, ``w.unsqueeze(1) @ hot``."""
+        if call.name == "einsum":
+            found = two_labelled(self.reading.read(value, "einsum", "arg1 arg2"))
+            if found is None:
+                return None
+            (one, other), (left, right), result = found
+            if len(left) > len(right):
+                one, other, left, right = other, one, right, left
+            fits = right[:-1] == left and result == right[:-2] + right[-1]
+        else:
+            one, other, shape = call["x"], call["y"], example(call["x"])
+            fits = shape is not None and shape.dim() == 3 and equal_sizes(shape.shape[1], 1)
+        hot = self._by_slot(other, depth) if fits else None
+        if hot is None or hot[2] != 1:
+            return None
+        return self._at(hot[0], hot[1], _rows(self._strip_float(one), hot[1]), 0.0, False)
+
+    # ---- what is done to it
+
+    def _same(self, value: fx.Node, call: Call, depth: int) -> _Sparse | None:
+        return self.sparse(call["x"], depth)
+
+    def _cast(self, value: fx.Node, call: Call, depth: int) -> _Sparse | None:
+        found = self.sparse(call["x"], depth)
+        after = example(value)
+        if found is None or after is None or not isinstance(found.values, float):
+            return found if is_float_cast(value, call["x"], self.floor) else None
+        exact = {found.values, found.elsewhere} <= {0.0, 1.0}
+        return replace(found, once=found.once or after.dtype == torch.bool) if exact else None
+
+    def _transpose(self, value: fx.Node, call: Call, depth: int) -> _Sparse | None:
+        """Experts moved to another place among the tokens, which stay in their order."""
+        found, shape = self.sparse(call["x"], depth), example(call["x"])
+        at = None if found is None or shape is None else axis_of((*shape.shape, 1), found.order, self.experts)
+        dims = None if shape is None else moves_one(call, shape.dim(), at)
+        if found is None or shape is None or at is None or dims is None:
+            return None
+        order = spread_of([shape.shape[dim] for dim in dims], dims.index(at))
+        return replace(found, order=order)
+
+    def _not(self, value: fx.Node, call: Call, depth: int) -> _Sparse | None:
+        found, mask = self.sparse(call["x"], depth), example(call["x"])
+        if found is None or mask is None or mask.dtype != torch.bool or not isinstance(found.values, float):
+            return None
+        return replace(found, values=1 - found.values, elsewhere=1 - found.elsewhere, once=True)
+
+    def _compare(self, value: fx.Node, call: Call, depth: int) -> _Sparse | None:
+        """Ids compared with all experts, or a mask of numbers compared with one."""
+        hot = self._one_hot(value, call, depth) if call.name == "eq" else None
+        if hot is not None or type(call["y"]) not in (int, float, bool):
+            return hot
+        found = self.sparse(call["x"], depth)
+        if found is None or not isinstance(found.values, float):
+            return None
+        met = [float(_COMPARES[call.name](number, call["y"])) for number in (found.values, found.elsewhere)]
+        return replace(found, values=met[0], elsewhere=met[1], once=True)
+
+    def _mul(self, value: fx.Node, call: Call, depth: int) -> _Sparse | None:
+        for one, other in (("x", "y"), ("y", "x")):
+            found = self.sparse(call[one], depth)
+            if found is None or not self._is_float_or_mask(value):
+                continue
+            factor = self._factor(found, call[other], value, depth)
+            if factor is not None and found.elsewhere == 0:
+                twice = self.sparse(call[other], depth) is not None
+                return replace(found, values=_times(found.values, factor), once=found.once or twice)
+        return None
+
+    def _factor(self, found: _Sparse, other: Any, value: fx.Node, depth: int) -> Value | float | None:
+        """What ``other`` multiplies the K numbers by; it is finite wherever the product has to be 0."""
+        if type(other) in (int, float):
+            return float(other)
+        if same_shape(other, value):
+            inner = self.sparse(other, depth)
+            if inner is not None:
+                agree = self.reading.same(inner.ids, found.ids) and alike(inner.order, found.order)
+                return inner.values if agree and abs(inner.elsewhere) < inf else None
+            return self._at_ids(found, other) if self._is_bounded(other) else None
+        factor = self._per_token(found, other, value)
+        return factor if factor is None or found.top_k == 1 else Made(_ATEN.expand.default, (factor, [-1, found.top_k]))
+
+    def _div(self, value: fx.Node, call: Call, depth: int) -> _Sparse | None:
+        found = self.sparse(call["x"], depth) if self.reading.read(value, "div", "y") is not None else None
+        if found is None or found.elsewhere != 0 or not isinstance(found.values, fx.Node | Made):
+            return None
+        if type(call["y"]) in (int, float):
+            return replace(found, values=Made(_ATEN.div.Scalar, (found.values, call["y"])))
+        divisor = self._total(found, call["y"], call["x"], depth) or self._per_token(found, call["y"], value)
+        return None if divisor is None else replace(found, values=Made(_ATEN.div.Tensor, (found.values, divisor)))
+
+    def _total(self, found: _Sparse, value: Any, scores: Any, depth: int) -> Made | None:
+        """``scores.sum(-1, keepdim=True)``, at least or plus a number: the sum of the K numbers."""
+        value = self.reading.uncast(value, self.floor)
+        call = self.reading.read(value, "add clamp", "y min")
+        number = call["y" if call.name == "add" else "min"] if call is not None else None
+        if call is not None and type(number) in (int, float):
+            inner = self._total(found, call["x"], scores, depth)
+            made = _ATEN.add.Scalar if call.name == "add" else _ATEN.clamp_min.default
+            return None if inner is None else Made(made, (inner, number))
+        call = self.reading.read(value, "sum", "dim keepdim dtype")
+        if call is None or not self._over_experts(call["x"], _only(call["dim"]), found):
+            return None
+        summed = (self.reading.uncast(side, self.floor) for side in (call["x"], scores))
+        return Made(_ATEN.sum.dim_IntList, (found.values, [-1], True)) if self.reading.same(*summed) else None
+
+    def _per_token(self, found: _Sparse, other: Any, value: fx.Node) -> Value | None:
+        """A factor ``[..., 1]`` of every token."""
+        shape = example(value)
+        if shape is None or not self._over_experts(value, -1, found) or not has_shape(other, *shape.shape[:-1], 1):
+            return None
+        return _rows(self._strip_float(other), 1)
+
+    def _masked_fill(self, value: fx.Node, call: Call, depth: int) -> _Sparse | None:
+        return self._either(call["mask"], self._constant(call["value"]), call["x"], value, depth)
+
+    def _where(self, value: fx.Node, call: Call, depth: int) -> _Sparse | None:
+        if "y" not in call.args:
+            return None
+        chosen = self._constant(call["x"])
+        if chosen is not None:
+            return self._either(call["mask"], chosen, call["y"], value, depth)
+        mask, other = self.sparse(call["mask"], depth), self._constant(call["y"])
+        if mask is None or not isinstance(mask.values, float):
+            return None
+        flipped = replace(mask, values=1 - mask.values, elsewhere=1 - mask.elsewhere)
+        return self._filled(flipped, other, call["x"], value, depth)
+
+    def _either(self, mask: Any, number: float | None, scores: Any, value: fx.Node, depth: int) -> _Sparse | None:
+        """``number`` where the mask is set, ``scores`` where it is not."""
+        found = self.sparse(mask, depth)
+        return None if found is None else self._filled(found, number, scores, value, depth)
+
+    def _filled(
+        self, mask: _Sparse, number: float | None, scores: Any, value: fx.Node, depth: int
+    ) -> _Sparse | None:  # fmt: skip
+        if number is None or (mask.values, mask.elsewhere) != (0.0, 1.0) or not same_shape(scores, value):
+            return None
+        inner = self.sparse(scores, depth)
+        if inner is not None:
+            same = self.reading.same(inner.ids, mask.ids) and alike(inner.order, mask.order)
+            return replace(inner, elsewhere=number, once=True) if same else None
+        values = self._at_ids(mask, scores)
+        return None if values is None else replace(mask, values=values, elsewhere=number, once=True)
+
+    def _softmax(self, value: fx.Node, call: Call, depth: int) -> _Sparse | None:
+        call_ = self.reading.read(value, "softmax", "dim dtype half_to_float")
+        found, shape = self.sparse(call["x"], depth), example(value)
+        if call_ is None or found is None or shape is None or not isinstance(found.values, fx.Node | Made):
+            return None
+        if found.elsewhere != -inf or not self._no_narrower(value):
+            return None
+        if not self._over_experts(value, call["dim"], found):
+            return None
+        return replace(found, values=Made(_ATEN.softmax.int, (found.values, -1, shape.dtype)), elsewhere=0.0)
+
+    def _sigmoid(self, value: fx.Node, call: Call, depth: int) -> _Sparse | None:
+        found = self.sparse(call["x"], depth)
+        if found is None or found.elsewhere != -inf or not isinstance(found.values, fx.Node | Made):
+            return None
+        return replace(found, values=Made(_ATEN.sigmoid.default, (found.values,)), elsewhere=0.0)
+
+    # ---- values
+
+    def _constant(self, value: Any) -> float | None:
+        """The number that ``value``, a tensor or a number, is everywhere."""
+        if type(value) in (int, float, bool):
+            return float(value)
+        root = self.reading.strip(value)
+        while (call := self.reading.named(root, "expand", "cast")) is not None:
+            root = self.reading.strip(call["x"])
+        call = self.reading.named(root, "zeros", "zeros_like", "ones", "ones_like", "full", "tensor")
+        if call is None:
+            return None
+        if call.name == "tensor":
+            return float(call["x"]) if type(call["x"]) in (int, float, bool) else None
+        if call.name == "full":
+            return float(call["fill"]) if type(call["fill"]) in (int, float, bool) else None
+        return float(call.name.startswith("ones"))
+
+    def _at_ids(self, found: _Sparse, scores: Any) -> Value | None:
+        """The numbers of dense ``scores`` at the ids."""
+        shape = example(scores)
+        at = None if shape is None else axis_of((*shape.shape, 1), found.order, self.experts)
+        if at is not None and not equal_sizes(found.order.after, 1):
+            moved = self.reading.named(scores, "transpose", "mt", "t", "permute")
+            dims = None if moved is None or shape is None else permutation(moved, shape.dim())
+            if moved is None or dims is None or sorted(rest := [dim for dim in dims if dim != dims[at]]) != rest:
+                return None
+            if dims[at] != len(dims) - 1:
+                return None
+            scores = moved["x"]
+        tensor = example(scores)
+        if tensor is None or not equal_sizes(tensor.shape[-1], self.experts):
+            return None
+        return Made(_ATEN.gather.default, (_rows(scores, self.experts), -1, found.index))
+
+    def _is_bounded(self, value: Any) -> bool:
+        """Whether ``value`` is finite, or NaN, whatever the data: 0 times it is 0."""
+        call = self.reading.call(self.reading.uncast(value, self.floor))
+        return call is not None and call.name in ("softmax", "sigmoid")
+
+    def _is_float_or_mask(self, value: Any) -> bool:
+        tensor = example(value)
+        return tensor is not None and (not tensor.dtype.is_floating_point or self._no_narrower(value))
+
+    def _no_narrower(self, value: Any) -> bool:
+        tensor = example(value)
+        return tensor is not None and torch.finfo(tensor.dtype).eps <= torch.finfo(self.floor).eps
+
+    def _strip_float(self, value: Any) -> Any:
+        return self.reading.uncast(value, self.floor)
+
+    def _over_experts(self, value: Any, dim: Any, found: _Sparse | None = None) -> bool:
+        """Whether ``dim`` is that of the experts in ``value``: the last of [..., E], or where ``found`` has them."""
+        shape = example(value)
+        if shape is None or type(dim) is not int or not -shape.dim() <= dim < shape.dim():
+            return False
+        last = shape.dim() - 1 if equal_sizes(shape.shape[-1], self.experts) else None
+        at = last if found is None else axis_of((*shape.shape, 1), found.order, self.experts)
+        return at is not None and dim % shape.dim() == at
+
+
+def _rows(value: Any, width: Any) -> Value:
+    """``value`` as [T, width]."""
+    shape = example(value)
+    if shape is not None and shape.dim() == 2 and equal_sizes(shape.shape[1], width):
+        node: fx.Node = value
+        return node
+    return Made(_ATEN.reshape.default, (value, [-1, width]))
+
+
+def _times(values: Value | float, factor: Value | float) -> Value | float:
+    if isinstance(values, float) or isinstance(factor, float):
+        number, other = (values, factor) if isinstance(values, float) else (factor, values)
+        if isinstance(other, float):
+            return number * other  # type: ignore[operator]
+        return other if number == 1 else Made(_ATEN.mul.Scalar, (other, number))
+    return Made(_ATEN.mul.Tensor, (values, factor))
+
+
+def _only(dims: Any) -> Any:
+    return dims[0] if isinstance(dims, list | tuple) and len(dims) == 1 else dims
+
+
+_STEPS = {
+    "scatter": _Reader._scatter, "scatter_add": _Reader._scatter, "one_hot": _Reader._one_hot,
+    "sum": _Reader._sum, "any": _Reader._sum, "amax": _Reader._sum, "item": _Reader._sum,
+    "einsum": _Reader._contracted, "bmm": _Reader._contracted, "view": _Reader._same, "clone": _Reader._same,
+    "cast": _Reader._cast, "transpose": _Reader._transpose, "mt": _Reader._transpose, "t": _Reader._transpose,
+    "permute": _Reader._transpose, "not": _Reader._not, "mul": _Reader._mul, "div": _Reader._div,
+    "masked_fill": _Reader._masked_fill, "where": _Reader._where, "softmax": _Reader._softmax,
+    "sigmoid": _Reader._sigmoid, **dict.fromkeys(_COMPARES, _Reader._compare),
+}  # fmt: skip

@@ -1,0 +1,141 @@
+"""Blocks that send every token through every expert: fused where the scores leave K experts by construction."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import moe_ops
+from tests.passes import dense
+from tests.passes.blocks import E, H, I, K, T, silu_glu, weights
+from tests.passes.compare import check
+
+BLOCKS, NEAR_MISSES = 40, 30
+
+
+def _outcome(case: dense.Case):
+    outcome = dense.run(case)
+    if outcome is None:
+        pytest.skip("eager torch raises")
+    assert outcome.problem is None, f"{outcome.problem}\n{case}"
+    return outcome
+
+
+@pytest.mark.parametrize("seed", range(BLOCKS))
+def test_block(seed):
+    """Fused, unless the weights' sizes are symbols."""
+    case = dense.make(seed, misses=0)
+    assert _outcome(case).fused == (case.dynamic != "all"), str(case)
+
+
+@pytest.mark.parametrize("name", dense.MUTATIONS)
+def test_near_miss(name):
+    """Each near miss on its own, on the first block that it gives another result."""
+    _outcome(dense.with_mutation(name))
+
+
+@pytest.mark.parametrize("seed", range(1000, 1000 + NEAR_MISSES))
+def test_changed_block(seed):
+    _outcome(dense.make(seed, misses=1 + seed % 2))
+
+
+def every_expert(x, scores, w1, w2):
+    h = silu_glu(torch.einsum("th,enh->ten", x, w1))
+    return torch.einsum("te,teh->th", scores, torch.einsum("ten,ehn->teh", h, w2))
+
+
+def soft(x, gate, w1, w2):
+    return every_expert(x, F.linear(x, gate).softmax(-1), w1, w2)
+
+
+def threshold(x, gate, w1, w2):
+    logits = F.linear(x, gate)
+    low = logits < logits.topk(K).values[:, -1:]
+    return every_expert(x, logits.masked_fill(low, float("-inf")).softmax(-1), w1, w2)
+
+
+def unbounded(x, gate, w1, w2):
+    """0 * inf is NaN: a logit that is not selected may be infinite."""
+    logits = F.linear(x, gate)
+    return every_expert(x, logits * F.one_hot(logits.topk(K).indices, E).sum(1), w1, w2)
+
+
+def repeated(x, gate, w1, w2):
+    """Two choices that may be the same expert, whose weight then counts once."""
+    scores = F.linear(x, gate).softmax(-1)
+    ids = torch.stack((scores.argmax(-1), scores.roll(1, 0).argmax(-1)), dim=1)
+    return every_expert(x, torch.zeros_like(scores).scatter(1, ids, scores.gather(1, ids)), w1, w2)
+
+
+def biased_input(x, gate, w1, w2):
+    """An expert that a token did not select computes something of its biases."""
+    scores = torch.zeros(T, E).scatter(1, *F.linear(x, gate).topk(K, dim=1)[::-1])
+    rows = x.unsqueeze(1) * scores.unsqueeze(-1)
+    h = silu_glu(torch.einsum("teh,enh->ten", rows, w1) + w1[:, :, 0])
+    return torch.einsum("ten,ehn->th", h, w2)
+
+
+def escaping(x, gate, w1, w2):
+    scores = torch.zeros(T, E).scatter(1, *F.linear(x, gate).topk(K, dim=1)[::-1])
+    h = silu_glu(torch.einsum("th,enh->ten", x, w1))
+    return torch.einsum("te,teh->th", scores, torch.einsum("ten,ehn->teh", h, w2)), h.mean()
+
+
+REFUSED = {
+    soft: "A token's weights for the 8 experts cannot be proved to be zero for all but top_k of them (they come",
+    threshold: "(they come from softmax)",
+    unbounded: "(they come from mul)",
+    repeated: "A token may have an expert id twice",
+    biased_input: "those not selected add their biases",
+    escaping: "is also used by mean",
+}
+
+
+@pytest.mark.parametrize("program", REFUSED, ids=lambda program: program.__name__)
+def test_refused_with_the_reason(program):
+    inputs = weights(dtype=torch.float32)
+    (row,) = moe_ops.explain(program, *inputs.values()).refused
+    assert REFUSED[program] in row.reason and row.cure
+    outcome = check(program, *inputs.values(), fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 0)
+
+
+@pytest.mark.parametrize(
+    ("scores", "routing"),
+    [("scattered", "softmax"), ("softmax_of_the_rest", "topk_softmax"), ("sigmoid_of_the_rest", "topk_sigmoid"),
+     ("multiplied", "softmax"), ("multiplied_by_one_hot", "sigmoid"), ("filled", "topk_softmax"),
+     ("filled_where_zero", "topk_softmax")],
+)  # fmt: skip
+def test_router_is_fused_too(scores, routing):
+    """What the scores are at the ids is a routing of `fused_topk`, although no node of the graph holds it."""
+    sizes = dense.Sizes(T, E, K, H, I)
+
+    def program(x, gate, w1, w2):
+        return every_expert(x, dense.SCORES[scores](F.linear(x, gate), sizes), w1, w2)
+
+    (row,) = moe_ops.explain(program, *weights(dtype=torch.float32).values()).fused
+    assert (row.routing, row.experts, row.K) == (routing, "dense", K)
+
+
+def test_scores_that_somebody_else_reads_stay():
+    """A load-balancing loss reads the dense scores: they stay, the products of all experts go."""
+
+    def program(x, gate, w1, w2):
+        scores = torch.zeros(T, E).scatter(1, *F.linear(x, gate).softmax(-1).topk(K, dim=1)[::-1])
+        return every_expert(x, scores, w1, w2), scores.mean(0)
+
+    outcome = check(program, *weights(dtype=torch.float32).values(), fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 1)
+
+
+def test_nan_scores_give_nan():
+    """A broken router is not hidden: NaN where eager torch has NaN."""
+
+    def program(x, gate, w1, w2):
+        return every_expert(x, dense.SCORES["multiplied"](F.linear(x, gate), dense.Sizes(T, E, K, H, I)), w1, w2)
+
+    inputs = weights(dtype=torch.float32)
+    inputs["x"][3] = float("nan")
+    outcome = check(program, *inputs.values(), fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 1)
