@@ -23,6 +23,7 @@ from compile_passes.patterns.experts import feeding_products, find_products, unp
 from compile_passes.patterns.forms import name_forms
 from compile_passes.patterns.ids import are_in_range, are_not_negative, ids_within
 from compile_passes.patterns.router import kept, recognise_router
+from compile_passes.patterns.siblings import Expert, find_siblings, recognise_loop
 from compile_passes.reading import Reading
 from compile_passes.safety import CREATES, Pairs, changed_memory, different_gradient, different_scope, unknown_tensors
 from compile_passes.vocabulary import example, size_of
@@ -44,6 +45,14 @@ def recognise(reading: Reading) -> list[MoEMatch | Refusal]:
         elif outcome is not None:
             paired.update((anchor, *(product.anchor for product in feeding)))
             found.append(outcome)
+    for experts in find_siblings(reading):
+        loop = _loop_block(reading, experts)
+        downs = [expert.down.anchor for expert in experts]
+        if isinstance(loop, Refusal):
+            guesses.update(dict.fromkeys(downs, loop))
+        else:
+            paired.update(downs)
+            found.append(loop)
     routed = {anchor for anchor, product in products.items() if product.spread is None}
     found.extend(unpaired(products[anchor]) for anchor in products if anchor in routed - paired)
     found.extend(name_forms(reading, routed | paired, guesses))
@@ -110,12 +119,19 @@ def _floor(hidden: torch.Tensor | None, dtype: torch.dtype) -> torch.dtype:
     return dtype if hidden is None else narrower(hidden.dtype, dtype)
 
 
+def _untouched(reading: Reading) -> Refusal | None:
+    if reading.reshaper is None:
+        return None
+    return Refusal(
+        reading.reshaper, f"{reading.reshaper.name} changes the shape or the storage of a tensor in place, after which "
+        "the graph's own record of it cannot be trusted.", "Use the out-of-place form of this operation.",
+    )  # fmt: skip
+
+
 def _block(reading: Reading, down: Product, feeding: list[Product]) -> MoEMatch | Refusal:
-    if reading.reshaper is not None:
-        return Refusal(
-            reading.reshaper, f"{reading.reshaper.name} changes the shape or the storage of a tensor in place, after "
-            "which the graph's own record of it cannot be trusted.", "Use the out-of-place form of this operation.",
-        )  # fmt: skip
+    problem = _untouched(reading)
+    if problem is not None:
+        return problem
     stacked = example(feeding[0].weight.node)
     if stacked is None:
         return Refusal(down.anchor, "The graph carries no shapes for this block.", "Compile with fake tensors.")
@@ -150,6 +166,15 @@ def _block(reading: Reading, down: Product, feeding: list[Product]) -> MoEMatch 
     return _close(reading, ups, down, body[0], dispatch, combine, _floor(hidden, stacked.dtype))
 
 
+def _loop_block(reading: Reading, experts: list[Expert]) -> MoEMatch | Refusal:
+    found = _untouched(reading) or recognise_loop(reading, experts)
+    if isinstance(found, Refusal):
+        return found
+    stacked = example(found.down.weight.node)
+    floor = _floor(example(found.dispatch.hidden), torch.float64 if stacked is None else stacked.dtype)
+    return _close(reading, found.ups, found.down, found.body, found.dispatch, found.combine, floor)
+
+
 def _routed_rows(
     reading: Reading, ups: list[Product], down: Product, dtype: torch.dtype
 ) -> tuple[Dispatch, Combine] | Refusal:  # fmt: skip
@@ -173,7 +198,7 @@ def _close(
     """Add router and region, and prove that nothing outside reads, and nothing overwrites, what the block computes."""
     weight, hidden = example(ups[0].weight.node), example(dispatch.hidden)
     experts = None if weight is None else weight.shape[0]
-    wrapped = dispatch.perm is None and not are_in_range(reading, dispatch.ids, experts)
+    wrapped = dispatch.form == "batched_mm" and not are_in_range(reading, dispatch.ids, experts)
     if dispatch.perm is None:
         dispatch = replace(dispatch, ids=ids_within(reading, dispatch.ids, experts))
     elif _may_be_negative(reading, dispatch.ids, experts):
@@ -185,8 +210,8 @@ def _close(
     unseen, up_half = kept(combine.output, "it was not looked at"), ups[1] if len(ups) > 1 else None
     match = MoEMatch(ups[0], down, body, dispatch, combine, unseen, (), up_half=up_half)
     region = closure(reading, combine.output, match.inputs)
+    region |= _idle(reading, region - {combine.output})
     region -= _read_elsewhere(reading, region, {dispatch.ids, *leaves(combine.weights)}, combine.output)
-    region |= _sizes_of(reading, region - {combine.output})
     problem = (
         unknown_tensors(reading, region, match.inputs)
         or different_scope(reading, region)
@@ -261,18 +286,18 @@ def _read_elsewhere(
     return staying
 
 
-def _sizes_of(reading: Reading, region: set[fx.Node]) -> set[fx.Node]:
-    """The sizes that are asked of what the region computes, as far as nobody else uses them."""
-    sizes: set[fx.Node] = set()
+def _idle(reading: Reading, region: set[fx.Node]) -> set[fx.Node]:
+    """The sizes that are asked of what the region computes, as far as nobody but checks of them uses them."""
+    idle: set[fx.Node] = set()
     stack = [reader for node in region for reader in reading.readers(node)]
     while stack:
         node = stack.pop()
-        if node not in sizes and node not in region and _is_size(node):
-            sizes.add(node)
+        if node not in idle and node not in region and (_is_size(node) or reading.named(node, "item") is not None):
+            idle.add(node)
             stack.extend(reading.readers(node))
-    while used := {size for size in sizes if any(r not in region and r not in sizes for r in reading.readers(size))}:
-        sizes -= used
-    return sizes
+    while used := {node for node in idle if any(r not in region and r not in idle for r in reading.readers(node))}:
+        idle -= used
+    return idle
 
 
 def _dies_with(reading: Reading, writer: fx.Node, region: set[fx.Node]) -> bool:
@@ -285,7 +310,7 @@ def _dies_with(reading: Reading, writer: fx.Node, region: set[fx.Node]) -> bool:
 
 def _is_size(node: fx.Node) -> bool:
     """Whether ``node`` computes a number on the host, which blocks may share freely."""
-    return isinstance(size_of(node), int | float | torch.SymInt | torch.SymFloat | torch.Size)
+    return isinstance(size_of(node), int | float | torch.SymInt | torch.SymFloat | torch.SymBool | torch.Size)
 
 
 def _operands(reading: Reading, node: fx.Node) -> list[fx.Node]:

@@ -61,20 +61,27 @@ class Rewriter:
     def __init__(self, reading: Reading) -> None:
         self.reading, self.graph = reading, reading.graph
         self._replaced: dict[fx.Node, fx.Node] = {}
-        # New nodes that read what was there before an old one wrote it.
-        self._before: dict[fx.Node, fx.Node] = {}
+        # New nodes that read what was there before old ones wrote it.
+        self._before: dict[fx.Node, frozenset[fx.Node]] = {}
 
     def apply(self, match: MoEMatch) -> fx.Node:
         """Replace one block; returns its `fused_experts` node."""
-        builder = Builder(self.graph, match.output)
+        builder = Builder(self.graph, match.output, self.reading.operand(match.output))
         with self.graph.inserting_before(match.output):
             fused, result = self._build(builder, match)
         self._replace(match.output, result)
         self._sweep([*match.region, *leaves(match.combine.weights), match.dispatch.ids])
-        total = match.combine.total
-        if match.combine.added is not None and self.reading.is_writer(total) and not total._erased:
-            raise RuntimeError(f"{total.name} stays, and adds the sum over experts a second time")
+        stays = self._still_adds(match)
+        if stays is not None:
+            raise RuntimeError(f"{stays.name} stays, and adds the sum over experts a second time")
         return fused
+
+    def _still_adds(self, match: MoEMatch) -> fx.Node | None:
+        """A node of the block that still writes what the sum over the experts is added to."""
+        if match.combine.added is None:
+            return None
+        writers = set(self.reading.memory.writers(match.combine.added)).intersection(match.region)
+        return next((writer for writer in writers if not writer._erased), None)
 
     def apply_router(self, routed: RoutedCall) -> None:
         """Give a `fused_experts` call of the model the weights and ids of a `fused_topk`."""
@@ -135,8 +142,8 @@ class Rewriter:
         if added is not None:
             start = self._node(added)
             result = builder.call(_ATEN.add.Tensor, (start, builder.cast(fused, start)))
-            self._before |= dict.fromkeys(builder.made, match.combine.total)
-        return fused, builder.cast(result, match.output)
+            self._before |= dict.fromkeys(builder.made, frozenset(match.region))
+        return fused, builder.cast(result, self.reading.operand(match.output))
 
     def _projections(self, builder: Builder, match: MoEMatch) -> dict[str, Any]:
         """The weights and biases of the block, and how gate and up lie in them."""
@@ -240,24 +247,28 @@ class Rewriter:
         if any(name.op in ("placeholder", "get_attr") for name in names):
             return False
         readers = (user for name in names for user in name.users)
-        readers = (user for user in readers if self._before.get(user) is not node)
+        readers = (user for user in readers if node not in self._before.get(user, ()))
         return all(user in (node, ignored) or order.get(user, len(order)) < order[node] for user in readers)
 
 
 class Builder:
     """Inserts calls with the metadata of the node they replace: source line, module, fake result.
 
+    Args:
+        like: a node with the fake result of ``site``, which may have none of its own.
+
     Attributes:
         made: the calls that were inserted.
     """
 
-    def __init__(self, graph: fx.Graph, site: fx.Node) -> None:
+    def __init__(self, graph: fx.Graph, site: fx.Node, like: fx.Node | None = None) -> None:
         self.graph = graph
         self._meta: dict[str, Any] = {
             key: site.meta[key] for key in ("stack_trace", "nn_module_stack", "source_fn_stack") if key in site.meta
         }
-        self._key = "val" if "val" in site.meta and "example_value" not in site.meta else "example_value"
-        self._fake_mode = fake_mode_of(example(site))
+        shown = (site if like is None else like).meta
+        self._key = "val" if "val" in shown and "example_value" not in shown else "example_value"
+        self._fake_mode = fake_mode_of(example(site if like is None else like))
         self.made: list[fx.Node] = []
 
     def operator(self, name: str, values: Mapping[str, Any]) -> fx.Node:

@@ -70,6 +70,8 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("select", "x dim index", (torch.select, "select")),
     ("slice", "x dim start end step", (torch.ops.aten.slice,)),
     ("narrow", "x dim start length", (torch.narrow, "narrow")),
+    ("stack", "x dim", (torch.stack, torch.ops.aten.stack)),
+    ("cat", "x dim", (torch.cat, torch.concat, torch.concatenate, torch.ops.aten.cat)),
     # casts (the result's dtype is read from its metadata)
     ("cast", "x", ("to", "type", "type_as", "_to_copy")),
     ("cast", "x", ("float", "half", "bfloat16", "double", "int", "long", "bool")),
@@ -124,7 +126,8 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("grouped_mm", "x weight offs bias out_dtype", ("_grouped_mm",)),
     ("bmm", "x y", (torch.bmm, "bmm")),
     ("baddbmm", "bias x y beta alpha", (torch.baddbmm, "baddbmm")),
-    ("matmul", "x y", (torch.matmul, "matmul", operator.matmul)),
+    ("matmul", "x y", (torch.matmul, "matmul", operator.matmul, torch.mm, "mm")),
+    ("addmm", "bias x y beta alpha", (torch.addmm, "addmm")),
     ("linear", "x weight bias", (F.linear, torch.ops.aten.linear)),
     (
         "sdpa",
@@ -157,6 +160,7 @@ OPERATORS_IN_PLACE: dict[Callable[..., Any], Callable[..., Any]] = {
 _METADATA = frozenset({"size", "dim", "numel", "stride", "element_size", "is_contiguous", "storage_offset"})
 # Keyword spellings of the parameters above.
 _KEYWORDS = {
+    "tensors": "x",
     "input": "x", "self": "x", "other": "y", "mat2": "y", "exponent": "y", "keepdims": "keepdim", "mat1": "x",
     "mat_a": "x", "mat_b": "weight", "split_size": "size", "split_size_or_sections": "size", "split_sizes": "size",
     "offsets": "offs", "indices": "index", "axis": "dim", "value": "src", "values": "src", "source": "src",
@@ -193,10 +197,11 @@ _HARMLESS = frozenset(
 # What an argument is when it is not passed; None for those not listed. By (call, argument) where calls differ.
 _DEFAULTS: dict[str | tuple[str, str], Any] = {
     "alpha": 1, "keepdim": False, "largest": True, "descending": False, "accumulate": False, "half_to_float": False,
-    "approximate": "none", "include_self": True, ("softplus", "beta"): 1, ("softplus", "threshold"): 20,
+    "approximate": "none", "include_self": True, ("softplus", "threshold"): 20,
     ("addcmul", "value"): 1, ("arange", "start"): 0, ("arange", "step"): 1, ("slice", "step"): 1,
     ("topk", "dim"): -1, ("sort", "dim"): -1, ("argsort", "dim"): -1, ("bincount", "minlength"): 0,
-    ("baddbmm", "beta"): 1, "out_int32": False, "right": False, "num_classes": -1, ("unbind", "dim"): 0,
+    "beta": 1, "out_int32": False, "right": False, "num_classes": -1,
+    ("unbind", "dim"): 0, ("stack", "dim"): 0, ("cat", "dim"): 0,
     "enable_gqa": False, "is_causal": False, "dropout_p": 0.0, ("histc", "min"): 0, ("histc", "max"): 0,
     ("randint", "low"): 0,
 }  # fmt: skip

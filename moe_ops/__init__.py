@@ -1,8 +1,9 @@
 """Mixture-of-experts operators for PyTorch, and the entry points of the compiler passes that find MoE blocks.
 
 The operators are functions of this module and of ``torch.ops.moe_ops``. Importing it registers them and imports neither
-triton nor inductor. ``compile``, ``explain`` and ``fuse`` come from :mod:`compile_passes`, which is imported when
-one of them is first used: the only place where this package looks at the one above it.
+triton nor inductor. ``compile``, ``explain``, ``fuse``, ``stack_experts_`` and ``restore`` come from
+:mod:`compile_passes`, which is imported when one of them is first used: the only place where this package looks at the
+one above it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from moe_ops.stages import (
 
 __version__ = "0.1.0"
 
-_FROM_PASSES = ("compile", "explain", "fuse")
+_FROM_PASSES = ("compile", "explain", "fuse", "restore", "stack_experts_")
 
 __all__ = [
     "Prepared",
@@ -57,6 +58,8 @@ __all__ = [
     "quantize_batched",
     "quantize_rows",
     "quantize_weight",
+    "restore",
+    "stack_experts_",
 ]
 
 

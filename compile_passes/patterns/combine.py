@@ -49,7 +49,8 @@ class _Walk:
         self.reading, self.dispatch, self.floor = reading, dispatch, floor
         self.order = Order(reading, floor)
         self.start = _State(down.result, in_pair_order=dispatch.perm is None)
-        hidden, ids, result = example(dispatch.hidden), example(dispatch.ids), example(down.result)
+        hidden, ids = example(dispatch.hidden), example(dispatch.ids)
+        result = example(reading.operand(down.result))
         self.tokens: Any = None if hidden is None else hidden.shape[0]
         self.rows: Any = None if ids is None else ids.numel()
         self.width: Any = None if result is None else result.shape[-1]
@@ -215,13 +216,13 @@ def final_cast(
     """
     tokens = example(hidden)
     while True:
-        tensor, readers = example(value), reading.readers(value)
+        tensor, readers = example(reading.operand(value)), reading.readers(value)
         if tensor is None or tokens is None:
             break
         flat = (math.prod(tokens.shape[:-1]), tensor.shape[-1])
         call = reading.read(readers[0], "cast view") if len(readers) == 1 else None
         if call is not None and call.name == "view":
-            if has_shape(readers[0], *flat) and not has_shape(value, *flat):
+            if has_shape(readers[0], *flat) and not has_shape(reading.operand(value), *flat):
                 value = readers[0]
                 continue
             call = None
@@ -232,7 +233,8 @@ def final_cast(
             continue
         if tensor.dtype != tokens.dtype:
             break
-        if has_shape(value, *flat) or any(same_shape(value, shape) for shape in shapes):
+        held = reading.operand(value)
+        if has_shape(held, *flat) or any(same_shape(held, shape) for shape in shapes):
             return value
         return Refusal(
             value, "The sum over experts is not [tokens, hidden].", "Sum into one row for every token, no more."

@@ -49,7 +49,7 @@ def name_forms(
     flow = Flow(reading)
     for node in reading.graph.nodes:
         flow.visit(node)
-    found = _stacked(flow, taken, known or {}) + _siblings(flow) + _opaque(flow, taken)
+    found = _stacked(flow, taken, known or {}) + _siblings(flow, taken, known or {}) + _opaque(flow, taken)
     return sorted(found, key=lambda refusal: reading.order[refusal.node])
 
 
@@ -75,12 +75,16 @@ def _stacked(flow: Flow, taken: set[fx.Node], known: Mapping[fx.Node, Refusal]) 
     return list(found.values())
 
 
-def _siblings(flow: Flow) -> list[Refusal]:
+def _siblings(flow: Flow, taken: set[fx.Node], known: Mapping[fx.Node, Refusal]) -> list[Refusal]:
     """Blocks whose experts are separate products with matrices, held together by one router."""
     inner = {pair.up for pair in flow.pairs}
     blocks: dict[fx.Node, dict[fx.Node, Evidence]] = {}
     for pair in flow.pairs:
-        if pair.down in inner or any(rank_of(flow.products[end]) != 2 for end in (pair.up, pair.down)):
+        if (
+            pair.down in inner
+            or pair.down in taken
+            or any(rank_of(flow.products[end]) != 2 for end in (pair.up, pair.down))
+        ):
             continue
         for evidence in flow.evidence(pair):
             blocks.setdefault(evidence.route.source, {}).setdefault(pair.down, evidence)
@@ -88,14 +92,15 @@ def _siblings(flow: Flow) -> list[Refusal]:
     found = []
     for experts in blocks.values():
         experts = {down: evidence for down, evidence in experts.items() if down not in named}
-        roots = {flow.products[down] for down in experts}
-        if not experts or len({str(shape_of(root)) for root in roots}) > 1:
+        # w[e] is one weight, however often a loop over slots takes it
+        roots = {_spelled(root): root for root in (flow.products[down] for down in experts)}
+        if not experts or len({str(shape_of(root)) for root in roots.values()}) > 1:
             continue
         first, evidence = next(iter(experts.items()))
-        if _routes_to(evidence.route, len(roots)):
+        if _routes_to(evidence.route, len(roots)) or (first in known and evidence.route.chosen):
             named.update(experts)
             stacked = rank_of(flow.weight[flow.products[first]]) >= 3
-            found.append(_loop(first, len(roots), evidence, stacked))
+            found.append(known.get(first) or _loop(first, len(roots), evidence, stacked))
     return found
 
 
@@ -163,6 +168,10 @@ def _loop(down: fx.Node, experts: int, evidence: Evidence, stacked: bool) -> Ref
         f"{experts} experts run one after the other, each with its own products, {how}.",
         f"{stack}{'replace' if stack else 'Replace'} the loop by one call, {_CALL}.",
     )
+
+
+def _spelled(weight: fx.Node) -> str:
+    return weight.name if weight.op in ("placeholder", "get_attr") else f"{weight.target}{weight.args}"
 
 
 def _is_custom(node: fx.Node) -> bool:

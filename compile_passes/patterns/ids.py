@@ -89,7 +89,7 @@ def _picked_from(reading: Reading, value: Any) -> list[Any] | None:
         return None
     if call.name in _PICKS:
         return [call["x"]]
-    if call.name in ("cat", "concat", "stack", "hstack", "vstack") and isinstance(call["x"], list | tuple):
+    if call.name in ("cat", "stack", "hstack", "vstack") and isinstance(call["x"], list | tuple):
         return list(call["x"])
     if call.name == "where" and len(call.args) == 3:
         return [call["x"], call["y"]]

@@ -1546,10 +1546,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of the first case; the others follow")
     parser.add_argument("--misses", type=int, default=None, help="near misses in every case (default: 0 to 2)")
-    parser.add_argument("--family", choices=("routed", "dense"), default="routed", help="of forms")
+    parser.add_argument("--family", choices=("routed", "dense", "unrolled"), default="routed", help="of forms")
     parser.add_argument("--list", action="store_true", help="say of every case what became of it")
     options = parser.parse_args(arguments)
-    family: Any = sys.modules[__name__] if options.family == "routed" else import_module("tests.passes.dense")
+    routed = options.family == "routed"
+    family: Any = sys.modules[__name__] if routed else import_module(f"tests.passes.{options.family}")
     counted: Counter[str] = Counter()
     failures: list[str] = []
     for number in range(options.count):

@@ -1,0 +1,275 @@
+"""Lists of experts as stacked weights: one parameter [E, ...] for what every expert of an `nn.ModuleList` has.
+
+A pass cannot rebind parameters, and copying E weights into one at every call would cost more than the experts. So the
+list itself is given the stacks, and each expert's layer reads its slice of them: the model's code runs as before, its
+state dict has the old keys, and a loop over the list is a loop over slices of one tensor, which the passes fuse.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from meta.checks import fail
+
+log = logging.getLogger(__name__)
+
+# On a list: stacked parameter -> the parameter of an expert that it holds. On a layer of an expert: the list, the
+# expert's number, and its own parameter -> stacked parameter.
+_STACKS, _SLICE = "_moe_ops_stacks", "_moe_ops_slice"
+
+
+@dataclass(frozen=True)
+class ExpertList:
+    """A list of experts in a model: ``path`` as in ``named_modules()``, and the names of an expert's parameters."""
+
+    path: str
+    module: nn.Module
+    parameters: tuple[str, ...]
+
+    @property
+    def experts(self) -> list[nn.Module]:
+        return list(self.module.children())
+
+
+def stack_experts_(model: nn.Module, *names: str) -> nn.Module:
+    """Give every list of experts of ``model`` one stacked parameter ``[E, ...]`` per parameter of an expert, in place.
+
+    The experts' layers read slices of the stacks, so the model computes what it did, to the bit, and
+    ``torch.compile(model, backend="moe_ops")`` can fuse a loop over them. ``state_dict`` and ``load_state_dict`` keep
+    the old keys, both ways. Beyond the model itself it needs the memory of one stack at a time. Call it before the
+    optimizer, DDP or FSDP are made: the experts' parameters are new ones. `restore` undoes it.
+
+    Args:
+        model: a module.
+        names: paths of the lists, as in ``model.named_modules()``; by default every ``nn.ModuleList`` and
+            ``nn.ModuleDict`` of two or more modules whose name has "expert" in it.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: there is no such list; its experts differ in class, in parameters, shapes, dtypes or devices; a
+            parameter has a gradient or a hook, is used twice, is no plain tensor, or is held by an optimizer. Nothing
+            is changed then.
+
+    Example:
+        >>> model = moe_ops.stack_experts_(model)
+        >>> compiled = torch.compile(model, backend="moe_ops")
+    """
+    lists = expert_lists(model, names)
+    if not lists:
+        raise fail(
+            "stack_experts_", "model", 'a module with an nn.ModuleList of experts, called "...expert..."',
+            f"{type(model).__name__} without one. Name the list: stack_experts_(model, \"layers.0.ffns\")",
+        )  # fmt: skip
+    held = _held_by_optimizers()
+    for found in lists:
+        problem = why_not(model, found, held)
+        if problem is not None:
+            raise fail("stack_experts_", "model", "a model whose lists of experts can be stacked", problem)
+    for found in lists:
+        _stack(found)
+    return model
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Undo `stack_experts_`: every expert has its own parameters again, with the present values.
+
+    Args:
+        model: a module, some of whose lists of experts may be stacked.
+
+    Returns:
+        ``model``.
+    """
+    for module in model.modules():
+        stacks = vars(module).get(_STACKS)
+        if stacks is not None:
+            _unstack(module, stacks)
+    return model
+
+
+def expert_lists(model: nn.Module, names: tuple[str, ...] = ()) -> list[ExpertList]:
+    """The lists of experts of ``model`` that are not stacked yet: those of the ``names``, or all that are called so."""
+    found = []
+    modules = dict(model.named_modules())
+    for name in names:
+        if not isinstance(modules.get(name), nn.ModuleList | nn.ModuleDict):
+            raise fail("stack_experts_", "names", "paths of nn.ModuleList or nn.ModuleDict in the model", repr(name))
+    for path, module in modules.items():
+        called = path in names if names else "expert" in path.rpartition(".")[2]
+        if not called or not isinstance(module, nn.ModuleList | nn.ModuleDict) or len(module) < 2:
+            continue
+        if _STACKS not in vars(module):
+            first = next(iter(module.children()))
+            parameters = tuple(name for name, _ in first.named_parameters(remove_duplicate=False))
+            if parameters:
+                found.append(ExpertList(path, module, parameters))
+    return found
+
+
+def why_not(model: nn.Module, found: ExpertList, held: Mapping[int, str]) -> str | None:
+    """Why a list cannot be stacked, in words; None when it can."""
+    first = found.experts[0]
+    shape = {name: _facts(weight) for name, weight in first.named_parameters(remove_duplicate=False)}
+    for place, expert in enumerate(found.experts):
+        where = f"{found.path}.{place}"
+        own = dict(expert.named_parameters(remove_duplicate=False))
+        if [type(module) for module in expert.modules()] != [type(module) for module in first.modules()]:
+            return f"{where} is made of other modules than {found.path}.0"
+        if list(own) != list(shape):
+            return f"{where} has other parameters than {found.path}.0"
+        for name, weight in own.items():
+            problem = _unfit(weight, shape[name]) or held.get(id(weight))
+            if problem is not None:
+                return f"{where}.{name}, which {problem}"
+    users: dict[int, int] = {}
+    for _, weight in model.named_parameters(remove_duplicate=False):
+        users[id(weight)] = users.get(id(weight), 0) + 1
+    for place, expert in enumerate(found.experts):
+        for name, weight in expert.named_parameters(remove_duplicate=False):
+            if users.get(id(weight), 1) > 1:
+                return f"{found.path}.{place}.{name}, which the model uses in more than one place"
+    return None
+
+
+def _facts(weight: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(weight.shape), weight.dtype, weight.device, weight.requires_grad
+
+
+def _unfit(weight: torch.Tensor, like: tuple[Any, ...]) -> str | None:
+    if type(weight) is not nn.Parameter:
+        return f"is a {type(weight).__name__}"
+    if type(weight.data) is not torch.Tensor:
+        return f"holds a {type(weight.data).__name__}"
+    if _facts(weight) != like:
+        mine = f"{weight.dtype} {list(weight.shape)} on {weight.device}, requires_grad={weight.requires_grad}"
+        return f"is {mine}, unlike that of expert 0"
+    if weight.grad is not None:
+        return "has a gradient: stack the experts before training starts, or after zero_grad()"
+    if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+        return "has a hook"
+    return None
+
+
+def _held_by_optimizers() -> dict[int, str]:
+    """Parameters of the optimizers that exist, by id, and what is wrong with that."""
+    held = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.optim.Optimizer):  # isinstance would ask proxies for their class
+            why = f"a {type(thing).__name__} optimizer holds already: make it after stacking the experts"
+            held.update({id(weight): why for group in thing.param_groups for weight in group["params"]})
+    return held
+
+
+# ---- stacking
+
+
+def _stack(found: ExpertList) -> None:
+    """Replace the parameters of a list's experts by slices of stacked ones."""
+    stacks: dict[str, str] = {}
+    vars(found.module)[_STACKS] = stacks
+    for name in found.parameters:
+        stacked = name.replace(".", "_")
+        owners = [_owner(expert, name) for expert in found.experts]
+        weights = [owner._parameters[own] for owner, own in owners]
+        first = weights[0]
+        with torch.no_grad():
+            data = torch.stack([weight for weight in weights if weight is not None])
+        for number, (owner, own) in enumerate(owners):
+            del owner._parameters[own]
+            _, _, slices = vars(owner).setdefault(_SLICE, (found.module, number, {}))
+            slices[own] = stacked
+            owner.__class__ = _sliced(_original(type(owner)), tuple(sorted(slices)))
+        del weights, owners
+        found.module.register_parameter(stacked, nn.Parameter(data, first is None or first.requires_grad))
+        stacks[stacked] = name
+    found.module.register_state_dict_post_hook(_split_state)
+    found.module.register_load_state_dict_pre_hook(_stack_state)
+    log.info("stacked %d experts of %s: %s", len(found.experts), found.path or "the model", ", ".join(stacks.values()))
+
+
+def _unstack(module: nn.Module, stacks: Mapping[str, str]) -> None:
+    experts = list(module.children())
+    for stacked, name in stacks.items():
+        held = module._parameters.pop(stacked)
+        for number, expert in enumerate(experts):
+            owner, own = _owner(expert, name)
+            owner.__class__ = _original(type(owner))
+            vars(owner).pop(_SLICE, None)
+            if held is not None:
+                owner.register_parameter(own, nn.Parameter(held.detach()[number].clone(), held.requires_grad))
+    del vars(module)[_STACKS]
+    for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
+        for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) in (_split_state, _stack_state)]:
+            del hooks[key]
+
+
+def _owner(expert: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module of an expert that a parameter belongs to, and its name there."""
+    path, _, own = name.rpartition(".")
+    return expert.get_submodule(path), own
+
+
+@cache
+def _sliced(kind: Any, names: tuple[str, ...]) -> type[nn.Module]:
+    """The class ``kind`` whose parameters ``names`` are slices of stacked ones."""
+    members: dict[str, Any] = {name: property(_reader(name)) for name in names}
+    return type(kind.__name__, (kind,), {**members, "__module__": kind.__module__, "_moe_ops_original": kind})
+
+
+def _reader(name: str) -> Any:
+    def read(self: nn.Module) -> torch.Tensor:
+        module, number, slices = self.__dict__[_SLICE]
+        stacked: torch.Tensor = module._parameters[slices[name]]
+        return stacked[number]
+
+    return read
+
+
+def _original(kind: type[nn.Module]) -> type[nn.Module]:
+    found: type[nn.Module] = vars(kind).get("_moe_ops_original", kind)
+    return found
+
+
+# ---- state dicts with the keys of single experts
+
+
+def _numbered(module: nn.Module) -> Iterator[tuple[str, int]]:
+    return ((key, number) for number, key in enumerate(module._modules))
+
+
+def _split_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Stacked parameters under the keys that their slices had."""
+    stacks: Mapping[str, str] = vars(module)[_STACKS]
+    held = {name: state.pop(prefix + stacked) for stacked, name in stacks.items() if prefix + stacked in state}
+    rest = {key: state.pop(key) for key in list(state) if key.startswith(prefix)}  # buffers of the experts
+    for key, number in _numbered(module):
+        state.update({f"{prefix}{key}.{name}": stacked[number] for name, stacked in held.items()})
+        own = f"{prefix}{key}."
+        state.update({name: value for name, value in rest.items() if name.startswith(own)})
+
+
+def _stack_state(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str],
+    unexpected: list[str], errors: list[str],
+) -> None:  # fmt: skip
+    """The old keys of a state dict, each slice's own, as the stacked ones."""
+    for stacked, name in vars(module)[_STACKS].items():
+        keys = [f"{prefix}{key}.{name}" for key, _ in _numbered(module)]
+        given = [state.pop(key) for key in keys if key in state]
+        if len(given) == len(keys):
+            alike = len({(value.shape, value.dtype, value.device) for value in given}) == 1
+            if alike:
+                state[prefix + stacked] = torch.stack(given)
+            else:
+                errors.append(f"{prefix}*.{name}: the experts of the checkpoint differ in shape, dtype or device.")
+        elif given:
+            errors.append(f"{prefix}*.{name}: {len(given)} of {len(keys)} experts are in the checkpoint.")

@@ -1,0 +1,287 @@
+"""Lists of experts as stacked parameters: the model computes, saves and loads what it did, and its loop is fused."""
+
+from __future__ import annotations
+
+import copy
+import io
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import moe_ops
+from tests.passes.blocks import E, H, I, K
+from tests.passes.compare import compiled
+
+
+class Expert(nn.Module):
+    """The expert of Mixtral: w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.w1, self.w3 = nn.Linear(H, I, bias=bias), nn.Linear(H, I, bias=bias)
+        self.w2 = nn.Linear(I, H, bias=bias)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(H, I), nn.GELU(), nn.Linear(I, H))
+
+
+class Mixture(nn.Module):
+    """A list of experts, and a loop over it in one of the ways of `how`."""
+
+    def __init__(self, how: str = "index_add", make=Expert) -> None:
+        super().__init__()
+        self.gate = nn.Linear(H, E, bias=False)
+        self.experts = nn.ModuleList(make() for _ in range(E))
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape, x = x.shape, x.view(-1, H)
+        weights, ids = self.gate(x).float().softmax(-1).topk(K)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+        if self.how == "stack":
+            outs = torch.stack([expert(x) for expert in self.experts], dim=1)
+            picked = outs.gather(1, ids.unsqueeze(-1).expand(-1, -1, H))
+            return (picked * weights.unsqueeze(-1)).sum(1).view(shape)
+        out = torch.zeros_like(x)
+        if self.how == "index_add":  # transformers, Mixtral 4.x
+            mask = F.one_hot(ids, num_classes=E).permute(2, 1, 0)
+            for e in range(E):
+                slot, token = torch.where(mask[e])
+                rows = self.experts[e](x[None, token].reshape(-1, H)) * weights[token, slot, None]
+                out.index_add_(0, token, rows.to(x.dtype))
+        elif self.how == "assign":  # mistral-inference
+            for e, expert in enumerate(self.experts):
+                token, slot = torch.where(ids == e)
+                out[token] += weights[token, slot, None] * expert(x[token])
+        else:
+            for e, expert in enumerate(self.experts):
+                out = out + (weights * (ids == e)).sum(-1, keepdim=True) * expert(x)
+        return out.view(shape)
+
+
+WAYS = ("index_add", "assign", "mask", "stack")
+MAKES = {"expert": Expert, "biased": lambda: Expert(bias=True), "sequential": perceptron}
+
+
+def mixture(how: str = "index_add", make=Expert) -> Mixture:
+    torch.manual_seed(0)
+    return Mixture(how, make)
+
+
+X = torch.randn(4, 3, H, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize("how", WAYS)
+def test_fused_in_one_graph(how, make):
+    """Not fused as a list; stacked, one operator, for every number of tokens but the first one graph."""
+    model = mixture(how, MAKES[make])
+    expected = [model(X[:n]) for n in (4, 2, 3)]
+    moe_ops.stack_experts_(model)
+    assert torch.equal(model(X), expected[0])
+    function = compiled(model, fullgraph=True)
+    with torch.no_grad():
+        for value, n in zip(expected, (4, 2, 3), strict=True):
+            torch.testing.assert_close(function(X[:n]), value, atol=1e-5, rtol=1e-5)
+    graphs = counters["stats"]["unique_graphs"]
+    assert graphs <= 2 and counters["moe_ops"]["fused"] == graphs
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_gradients(how):
+    """Those of the stacked parameters are those of the single ones, stacked."""
+    single, stacked = mixture(how), moe_ops.stack_experts_(mixture(how))
+    single(X).square().sum().backward()
+    compiled(stacked, fullgraph=True)(X).square().sum().backward()
+    assert counters["moe_ops"]["fused"] == 1
+    for name in ("w1", "w2", "w3"):
+        expected = torch.stack([getattr(expert, name).weight.grad for expert in single.experts])
+        torch.testing.assert_close(getattr(stacked.experts, f"{name}_weight").grad, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(stacked.gate.weight.grad, single.gate.weight.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_one_parameter_per_projection():
+    model = moe_ops.stack_experts_(mixture())
+    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    assert shapes == {
+        "gate.weight": (E, H), "experts.w1_weight": (E, I, H), "experts.w3_weight": (E, I, H),
+        "experts.w2_weight": (E, H, I),
+    }  # fmt: skip
+    assert all(isinstance(expert, Expert) and isinstance(expert.w1, nn.Linear) for expert in model.experts)
+
+
+def test_state_dict_keeps_its_keys_and_their_order():
+    single, stacked = mixture(make=MAKES["biased"]), moe_ops.stack_experts_(mixture(make=MAKES["biased"]))
+    one, other = single.state_dict(), stacked.state_dict()
+    assert sorted(one) == sorted(other) and all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_load_both_ways(assign):
+    source = mixture()
+    with torch.no_grad():
+        for weight in source.parameters():
+            weight.mul_(1.5)
+    stacked = moe_ops.stack_experts_(mixture())
+    stacked.load_state_dict(source.state_dict(), assign=assign)
+    assert torch.equal(stacked(X), source(X))
+    again = mixture()
+    again.load_state_dict(stacked.state_dict(), assign=assign)
+    assert torch.equal(again(X), source(X))
+    function = compiled(stacked, fullgraph=True)
+    torch.testing.assert_close(function(X), source(X), atol=1e-5, rtol=1e-5)
+    assert counters["moe_ops"]["fused"] == 1
+
+
+def test_saved_to_a_file():
+    stacked, file = moe_ops.stack_experts_(mixture()), io.BytesIO()
+    torch.save(stacked.state_dict(), file)
+    file.seek(0)
+    loaded = mixture("mask")
+    loaded.load_state_dict(torch.load(file))
+    assert torch.equal(loaded.experts[3].w2.weight, stacked.experts[3].w2.weight)
+
+
+def test_incomplete_checkpoint_is_refused():
+    stacked, state = moe_ops.stack_experts_(mixture()), mixture().state_dict()
+    del state["experts.2.w1.weight"]
+    with pytest.raises(RuntimeError, match=re.escape(f"experts.*.w1.weight: {E - 1} of {E} experts")):
+        stacked.load_state_dict(state)
+
+
+def test_dtype_and_device():
+    model = moe_ops.stack_experts_(mixture()).to(torch.bfloat16)
+    assert model.experts[1].w1.weight.dtype == torch.bfloat16
+    with torch.no_grad():
+        out = compiled(model, fullgraph=True)(X.bfloat16())
+    torch.testing.assert_close(out, model(X.bfloat16()), atol=1e-2, rtol=3e-2)
+    assert counters["moe_ops"]["fused"] == 1
+    assert model.to("meta").experts[0].w3.weight.device.type == "meta"
+
+
+def test_deepcopy_is_on_its_own():
+    model = moe_ops.stack_experts_(mixture())
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        model.experts.w1_weight.zero_()
+    assert twin.experts[0].w1.weight.abs().sum() > 0 and model.experts[0].w1.weight.abs().sum() == 0
+    assert sorted(twin.state_dict()) == sorted(mixture().state_dict())
+    assert twin.state_dict()["experts.0.w1.weight"].abs().sum() > 0
+    moe_ops.restore(twin)
+    assert isinstance(twin.experts[0].w1.weight, nn.Parameter)
+
+
+def test_optimizer_made_after_it():
+    """A step of training changes stacked experts as it changes single ones."""
+    single, stacked = mixture("mask"), moe_ops.stack_experts_(mixture("mask"))
+    for model, function in ((single, single), (stacked, compiled(stacked, fullgraph=True))):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        function(X).square().mean().backward()
+        optimizer.step()
+    for key, value in single.state_dict().items():
+        torch.testing.assert_close(stacked.state_dict()[key], value, atol=1e-6, rtol=1e-5)
+
+
+def test_restore():
+    model = moe_ops.stack_experts_(mixture(make=MAKES["biased"]))
+    with torch.no_grad():
+        model.experts.w1_weight.mul_(2)
+    expected, state = model(X), model.state_dict()
+    assert moe_ops.restore(model) is model
+    assert torch.equal(model(X), expected) and type(model.experts[0].w1) is nn.Linear
+    assert sorted(name for name, _ in model.named_parameters()) == sorted(
+        name for name, _ in mixture(make=MAKES["biased"]).named_parameters()
+    )
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    moe_ops.stack_experts_(model)
+    assert torch.equal(model(X), expected)
+
+
+def test_by_name():
+    class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ffns = nn.ModuleList(Expert() for _ in range(E))
+
+    model = Other()
+    with pytest.raises(ValueError, match="without one. Name the list"):
+        moe_ops.stack_experts_(model)
+    with pytest.raises(ValueError, match="ffn"):
+        moe_ops.stack_experts_(model, "ffn")
+    moe_ops.stack_experts_(model, "ffns")
+    assert model.ffns.w2_weight.shape == (E, H, I)
+
+
+def _tied(model):
+    model.experts[1].w1.weight = model.experts[0].w1.weight
+
+
+def _other_shape(model):
+    model.experts[2].w1 = nn.Linear(H, 2 * I, bias=False)
+
+
+def _other_class(model):
+    model.experts[2] = perceptron()
+
+
+def _other_dtype(model):
+    model.experts[2].w3.half()
+
+
+def _frozen(model):
+    model.experts[2].w3.requires_grad_(False)
+
+
+def _gradient(model):
+    model(X).sum().backward()
+
+
+def _hook(model):
+    model.experts[4].w2.weight.register_hook(lambda grad: grad)
+
+
+def _subclass(model):
+    class Special(nn.Parameter):
+        pass
+
+    model.experts[0].w1._parameters["weight"] = Special(model.experts[0].w1.weight.detach())
+
+
+UNFIT = {
+    _tied: r"experts\.0\.w1\.weight, which the model uses in more than one place",
+    _other_shape: r"experts\.2\.w1\.weight, which is torch.float32 \[32, 32\] .* unlike",
+    _other_class: r"experts\.2 is made of other modules than experts\.0",
+    _other_dtype: r"experts\.2\.w3\.weight, which is torch\.float16",
+    _frozen: r"experts\.2\.w3\.weight, which is .*requires_grad=False",
+    _gradient: r"experts\.\d\.w1\.weight, which has a gradient",
+    _hook: r"experts\.4\.w2\.weight, which has a hook",
+    _subclass: r"experts\.0\.w1\.weight, which is a Special",
+}
+
+
+@pytest.mark.parametrize("spoil", UNFIT, ids=lambda spoil: spoil.__name__.strip("_"))
+def test_refused_by_name(spoil):
+    """And nothing is changed."""
+    model = mixture("mask")
+    spoil(model)
+    with pytest.raises(ValueError, match=UNFIT[spoil]):
+        moe_ops.stack_experts_(model)
+    assert isinstance(model.experts[0].w2.weight, nn.Parameter) and type(model.experts[0].w2) is nn.Linear
+
+
+def test_refused_after_the_optimizer():
+    model = mixture()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match="AdamW optimizer holds already"):
+        moe_ops.stack_experts_(model)
+    del optimizer
+    moe_ops.stack_experts_(model)

@@ -1,0 +1,172 @@
+"""Blocks that run one expert after the other over stacked weights: every spelling of the loop is one operator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import moe_ops
+from compile_passes.passes import run_all
+from tests.passes import unrolled
+from tests.passes.blocks import E, H, K, silu_glu, softmax_router, weights
+from tests.passes.compare import check
+from tests.passes.test_forms import boolean_assignment, masked_everywhere, mixtral_v4
+
+BLOCKS, NEAR_MISSES = 40, 30
+
+
+def _outcome(case: unrolled.Case):
+    outcome = unrolled.run(case)
+    if outcome is None:
+        pytest.skip("eager torch raises")
+    assert outcome.problem is None, f"{outcome.problem}\n{case}"
+    return outcome
+
+
+@pytest.mark.parametrize("seed", range(BLOCKS))
+def test_block(seed):
+    case = unrolled.make(seed, misses=0)
+    assert _outcome(case).fused == 1, str(case)
+
+
+@pytest.mark.parametrize("name", unrolled.MUTATIONS)
+def test_near_miss(name):
+    """Each near miss on its own, on the first block that it gives another result."""
+    _outcome(unrolled.with_mutation(name))
+
+
+@pytest.mark.parametrize("seed", range(1000, 1000 + NEAR_MISSES))
+def test_changed_block(seed):
+    _outcome(unrolled.make(seed, misses=1 + seed % 2))
+
+
+def expert(x, w1, w2):
+    return F.linear(silu_glu(F.linear(x, w1)), w2)
+
+
+def mistral(x, gate, w1, w2):
+    """mistral-inference: tokens and slots of an expert's pairs, results added by an item assignment."""
+    topk_weights, ids = torch.topk(F.linear(x, gate), K)
+    topk_weights = F.softmax(topk_weights, dim=1, dtype=torch.float).to(x.dtype)
+    results = torch.zeros_like(x)
+    for e in range(E):
+        batch, nth = torch.where(ids == e)
+        results[batch] += topk_weights[batch, nth, None] * expert(x[batch], w1[e], w2[e])
+    return results
+
+
+def by_mask(x, gate, w1, w2):
+    """The tokens that have an expert in any slot."""
+    topk_weights, ids = softmax_router(x, gate)
+    out = torch.zeros_like(x)
+    for e in range(E):
+        mine = (ids == e).any(-1)
+        scores = (topk_weights * (ids == e)).sum(-1)
+        out[mine] += expert(x[mine], w1[e], w2[e]) * scores[mine].unsqueeze(-1)
+    return out
+
+
+@pytest.mark.parametrize(
+    "form", [mixtral_v4, mistral, by_mask, boolean_assignment, masked_everywhere], ids=lambda form: form.__name__
+)
+def test_nothing_depends_on_the_data(form):
+    """With its router: no nonzero, no symbol of the data and no check of one stays in the graph."""
+    left = []
+
+    def collect(gm, inputs):
+        run_all(gm)
+        left.extend(str(node.target) for node in gm.graph.nodes if node.op.startswith("call_"))
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(form, backend=collect, fullgraph=True)(*weights(dtype=torch.float32).values())
+    assert len(left) <= 3 and "fused_moe" in left[1], left
+
+
+def skipping(x, gate, w1, w2):
+    out, (topk_weights, ids) = torch.zeros_like(x), softmax_router(x, gate)
+    for e in range(1, E):
+        out = out + (topk_weights * (ids == e)).sum(-1, keepdim=True) * expert(x, w1[e], w2[e])
+    return out
+
+
+def unweighted(x, gate, w1, w2):
+    out, (_, ids) = torch.zeros_like(x), softmax_router(x, gate)
+    for e in range(E):
+        out = out + expert(x, w1[e], w2[e])
+    return out * ids.sum()
+
+
+def of_another_expert(x, gate, w1, w2):
+    out, (topk_weights, ids) = torch.zeros_like(x), softmax_router(x, gate)
+    for e in range(E):
+        out = out + (topk_weights * (ids == (e + 1) % E)).sum(-1, keepdim=True) * expert(x, w1[e], w2[e])
+    return out
+
+
+def one_is_different(x, gate, w1, w2):
+    out, (topk_weights, ids) = torch.zeros_like(x), softmax_router(x, gate)
+    for e in range(E):
+        h = F.linear(x, w1[e])
+        a = silu_glu(h) if e else F.gelu(h[:, : h.shape[1] // 2]) * h[:, h.shape[1] // 2 :]
+        out = out + (topk_weights * (ids == e)).sum(-1, keepdim=True) * F.linear(a, w2[e])
+    return out
+
+
+def counted_once(x, gate, w1, w2):
+    """A token that has an expert twice is assigned once."""
+    topk_weights = F.linear(x, gate).softmax(-1)[:, :K]
+    ids = torch.stack([F.linear(x, gate).argmax(-1), F.linear(x, gate).roll(1, 0).argmax(-1)], dim=1)
+    out = torch.zeros_like(x)
+    for e in range(E):
+        token, slot = torch.where(ids == e)
+        out[token] += topk_weights[token, slot, None] * expert(x[token], w1[e], w2[e])
+    return out
+
+
+REFUSED = {
+    skipping: f"The loop runs {E - 1} of {E} experts",
+    unweighted: "summed without routing weights",
+    of_another_expert: "cannot be proved to be its routing weight",
+    one_is_different: "other activations",
+    counted_once: "A token may have an expert id twice",
+}
+
+
+@pytest.mark.parametrize("program", REFUSED, ids=lambda program: program.__name__)
+def test_refused_with_the_reason(program):
+    inputs = weights(dtype=torch.float32)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        (row,) = moe_ops.explain(program, *inputs.values()).refused
+    assert REFUSED[program] in row.reason and row.cure
+    outcome = check(program, *inputs.values(), fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 0)
+
+
+def test_added_in_place_to_what_is_there():
+    """Every addition of the chain goes, and what it added to is read before any of them."""
+
+    def program(x, gate, w1, w2):
+        out, (topk_weights, ids) = x * 0.5, softmax_router(x, gate)
+        for e in range(E):
+            out += (topk_weights * (ids == e)).sum(-1, keepdim=True) * expert(x, w1[e], w2[e])
+        return out
+
+    outcome = check(program, *weights(dtype=torch.float32).values(), fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 1)
+
+
+def test_sequences():
+    """Tokens [B, S, H], as a decoder has them."""
+
+    def program(x, gate, w1, w2):
+        x = x.view(3, -1, H)
+        topk_weights, ids = F.linear(x, gate).softmax(-1).topk(K)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            out = out + (topk_weights * (ids == e)).sum(-1, keepdim=True) * expert(x, w1[e], w2[e])
+        return out
+
+    outcome = check(program, *weights(dtype=torch.float32).values(), fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 1)
