@@ -11,7 +11,6 @@ import gc
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -218,11 +217,16 @@ def _owner(expert: nn.Module, name: str) -> tuple[nn.Module, str]:
     return expert.get_submodule(path), own
 
 
-@cache
-def _sliced(kind: Any, names: tuple[str, ...]) -> type[nn.Module]:
-    """The class ``kind`` whose parameters ``names`` are slices of stacked ones."""
+_SLICED: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
+
+
+def _sliced(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """The class ``kind`` whose parameters ``names`` are slices of stacked ones, the same for all experts."""
+    if (kind, names) in _SLICED:
+        return _SLICED[kind, names]
     members: dict[str, Any] = {name: property(_reader(name)) for name in names}
-    return type(kind.__name__, (kind,), {**members, "__module__": kind.__module__, "_moe_ops_original": kind})
+    made = type(kind.__name__, (kind,), {**members, "__module__": kind.__module__, "_moe_ops_original": kind})
+    return _SLICED.setdefault((kind, names), made)
 
 
 def _reader(name: str) -> Any:

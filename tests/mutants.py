@@ -70,12 +70,16 @@ TESTS: tuple[tuple[str, str], ...] = (
     ("moe_ops/pairs.py", "tests/ops/test_experts_numerics.py tests/ops/test_autograd.py"),
     ("moe_ops/*", "tests/ops/test_validation.py tests/ops/test_experts_numerics.py tests/ops/test_choice.py "
                   "tests/ops/test_flops.py tests/ops/test_docs.py"),
+    *((f"compile_passes/patterns/{name}.py", "tests/passes/test_dense.py tests/passes/test_foreign.py")
+      for name in ("contraction", "dense", "selection")),
+    ("compile_passes/patterns/siblings.py", "tests/passes/test_unrolled.py"),
     ("compile_passes/patterns/f*.py", "tests/passes/test_forms.py tests/passes/test_flow.py"),
     ("compile_passes/patterns/*", f"{_RECOGNISERS} tests/passes/test_repros.py tests/passes/test_property.py"),
     ("compile_passes/vocabulary.py", f"tests/passes/test_vocabulary.py tests/passes/test_reading.py {_RECOGNISERS}"),
     ("compile_passes/apart.py", "tests/passes/test_apart.py tests/passes/test_repros.py"),
     ("compile_passes/generation.py", "tests/passes/test_generation.py"),
     ("compile_passes/siblings.py", "tests/infra/test_shadowed.py"),
+    ("compile_passes/stacking.py", "tests/passes/test_stacking.py"),
     *((f"compile_passes/{name}.py", "tests/passes/test_loops.py tests/passes/test_explain.py")
       for name in ("explain", "uncaptured", "loops", "tiny", "__main__")),
     *((f"compile_passes/{name}.py", "tests/passes/test_compat.py tests/passes/test_fail_closed.py "

@@ -92,7 +92,7 @@ def test_quantised_weights_are_those_of_the_scheme() -> None:
         moe_ops.quantize_weight(weight.long(), scheme="fp8_block128")
 
 
-@pytest.mark.parametrize("name", ["compile", "explain", "fuse"])
+@pytest.mark.parametrize("name", moe_ops._FROM_PASSES)
 def test_names_of_the_compiler_side(name: str) -> None:
     import compile_passes
 

@@ -25,7 +25,7 @@ def test_example(name: str) -> None:
     assert runner.run(EXAMPLES[name]).failed == 0
 
 
-FUNCTIONS = [name for name in moe_ops.__all__ if name not in ("compile", "explain", "fuse", "debug", "Prepared")]
+FUNCTIONS = [name for name in moe_ops.__all__ if name not in (*moe_ops._FROM_PASSES, "debug", "Prepared")]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
