@@ -1,4 +1,4 @@
-"""Command line: `python -m benchmarks [layers]`, or `e2e`, `host`, `tiles`, `compare`, `carry` or `report` for it."""
+"""Command line: `python -m benchmarks [layers]`; or `e2e`, `host`, `forms`, `tiles`, `compare`, `carry`, `report`."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "layers": layers_command,
         "e2e": e2e_command,
         "host": host_command,
+        "forms": forms_command,
         "tiles": tiles_command,
         "compare": compare_command,
         "carry": carry_command,
@@ -158,6 +159,26 @@ def host_command(arguments: list[str]) -> int:
     results = ResultFile(new_path(options.json, OUT / "host.json"), "host", host.METHOD, commit=options.commit)
     with interruptible(results):
         host.run(shapes[options.shape], positive_integers("benchmarks", "--tokens", options.tokens), results)
+    print(f"{len(results.rows)} rows in {results.path}")
+    return 0
+
+
+def forms_command(arguments: list[str]) -> int:
+    """Time layers of other people's code."""
+    from benchmarks import forms
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks forms", description=forms.__doc__)
+    parser.add_argument("--forms", help=f"comma-separated, among {', '.join(forms.FORMS)} (all of them by default)")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--json", type=Path, help=f"a new result file (default: in {OUT.name}/, numbered)")
+    parser.add_argument("--commit", default=current_commit(), help="for the result file, where there is no checkout")
+    options = parser.parse_args(arguments)
+    names = parse_names("--forms", options.forms, forms.FORMS, tuple(forms.FORMS))
+    rounds = enough_rounds(options.rounds)
+    path = new_path(options.json, OUT / "forms.json")
+    results = ResultFile(path, "forms", forms.METHOD.format(rounds=rounds), commit=options.commit)
+    with interruptible(results):
+        forms.run(names, results, rounds)
     print(f"{len(results.rows)} rows in {results.path}")
     return 0
 

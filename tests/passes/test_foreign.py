@@ -1,4 +1,4 @@
-"""Layers of `foreign.py`: fused in one graph, equal to eager, no recompile, gradients as eager gives them."""
+"""Layers of `benchmarks/foreign.py`: fused in one graph, equal to eager, no recompile, gradients as eager's."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import moe_ops
+from benchmarks.foreign import GptFast, GptOss, Llama4, Llama4OfTransformers, SparseByMask, TorchTitan
 from compile_passes.passes import run_all
 from tests.passes.compare import check, compiled
-from tests.passes.foreign import GptFast, GptOss, Llama4, Llama4OfTransformers, SparseByMask, TorchTitan
 
 DIM = 32
 

@@ -5,76 +5,25 @@ from __future__ import annotations
 import copy
 import io
 import re
+from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.utils import counters
 
 import moe_ops
-from tests.passes.blocks import E, H, I, K
+from benchmarks.foreign import Expert, ExpertLoop, perceptron
+from tests.passes.blocks import E, H, I
 from tests.passes.compare import compiled
 
-
-class Expert(nn.Module):
-    """The expert of Mixtral: w2(silu(w1 x) * w3 x)."""
-
-    def __init__(self, bias: bool = False) -> None:
-        super().__init__()
-        self.w1, self.w3 = nn.Linear(H, I, bias=bias), nn.Linear(H, I, bias=bias)
-        self.w2 = nn.Linear(I, H, bias=bias)
-        self.register_buffer("scale", torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+WAYS = ("transformers", "mistral", "mask", "stack")
+MAKES = {"expert": Expert, "biased": partial(Expert, bias=True), "sequential": perceptron}
 
 
-def perceptron() -> nn.Module:
-    return nn.Sequential(nn.Linear(H, I), nn.GELU(), nn.Linear(I, H))
-
-
-class Mixture(nn.Module):
-    """A list of experts, and a loop over it in one of the ways of `how`."""
-
-    def __init__(self, how: str = "index_add", make=Expert) -> None:
-        super().__init__()
-        self.gate = nn.Linear(H, E, bias=False)
-        self.experts = nn.ModuleList(make() for _ in range(E))
-        self.how = how
-
-    def forward(self, x: Tensor) -> Tensor:
-        shape, x = x.shape, x.view(-1, H)
-        weights, ids = self.gate(x).float().softmax(-1).topk(K)
-        weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
-        if self.how == "stack":
-            outs = torch.stack([expert(x) for expert in self.experts], dim=1)
-            picked = outs.gather(1, ids.unsqueeze(-1).expand(-1, -1, H))
-            return (picked * weights.unsqueeze(-1)).sum(1).view(shape)
-        out = torch.zeros_like(x)
-        if self.how == "index_add":  # transformers, Mixtral 4.x
-            mask = F.one_hot(ids, num_classes=E).permute(2, 1, 0)
-            for e in range(E):
-                slot, token = torch.where(mask[e])
-                rows = self.experts[e](x[None, token].reshape(-1, H)) * weights[token, slot, None]
-                out.index_add_(0, token, rows.to(x.dtype))
-        elif self.how == "assign":  # mistral-inference
-            for e, expert in enumerate(self.experts):
-                token, slot = torch.where(ids == e)
-                out[token] += weights[token, slot, None] * expert(x[token])
-        else:
-            for e, expert in enumerate(self.experts):
-                out = out + (weights * (ids == e)).sum(-1, keepdim=True) * expert(x)
-        return out.view(shape)
-
-
-WAYS = ("index_add", "assign", "mask", "stack")
-MAKES = {"expert": Expert, "biased": lambda: Expert(bias=True), "sequential": perceptron}
-
-
-def mixture(how: str = "index_add", make=Expert) -> Mixture:
+def mixture(how: str = "transformers", make=Expert) -> ExpertLoop:
     torch.manual_seed(0)
-    return Mixture(how, make)
+    return ExpertLoop(how, dim=H, hidden=I, num_experts=E, make=make)
 
 
 X = torch.randn(4, 3, H, generator=torch.Generator().manual_seed(1))
@@ -210,7 +159,7 @@ def test_by_name():
     class Other(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.ffns = nn.ModuleList(Expert() for _ in range(E))
+            self.ffns = nn.ModuleList(Expert(H, I) for _ in range(E))
 
     model = Other()
     with pytest.raises(ValueError, match="Name the list"):
@@ -230,7 +179,7 @@ def _other_shape(model):
 
 
 def _other_class(model):
-    model.experts[2] = perceptron()
+    model.experts[2] = perceptron(H, I)
 
 
 def _other_dtype(model):

@@ -1,9 +1,12 @@
 """MoE layers as people write them outside of transformers: after the public definition of each, in fewer lines.
 
-Where a layer has its own names for dimensions they are kept: that is the code a user has.
+Where a layer has its own names for dimensions they are kept: that is the code a user has. The tests fuse them, and
+`python -m benchmarks forms` times them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -197,7 +200,7 @@ class Llama4(nn.Module):
             .scatter_(1, router_indices_aK, router_scores_aK)
             .transpose(0, 1)
         )
-        router_indices = torch.arange(a).view(1, -1).expand(router_scores.size(0), -1)
+        router_indices = torch.arange(a, device=x_aD.device).view(1, -1).expand(router_scores.size(0), -1)
         router_scores = torch.sigmoid(router_scores)
         tokens = router_indices.reshape(-1, 1).expand(-1, D)
         routed_in_EG_D = torch.gather(x_aD, dim=0, index=tokens)
@@ -259,3 +262,80 @@ class SparseByMask(nn.Module):
         h = F.relu(torch.einsum("bth,ehi->btei", x, self.w1) + self.b1).square()
         out = torch.einsum("btei,eih->bteh", h, self.w2) + self.b2
         return torch.einsum("bte,bteh->bth", gates, out)
+
+
+class Expert(nn.Module):
+    """The expert of Mixtral: w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, dim: int, hidden: int, dtype: torch.dtype = torch.float32, bias: bool = False) -> None:
+        super().__init__()
+        self.w1, self.w3 = (nn.Linear(dim, hidden, bias=bias, dtype=dtype) for _ in range(2))
+        self.w2 = nn.Linear(hidden, dim, bias=bias, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+def perceptron(dim: int, hidden: int, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The expert of nanoGPT-like mixtures."""
+    return nn.Sequential(nn.Linear(dim, hidden, dtype=dtype), nn.GELU(), nn.Linear(hidden, dim, dtype=dtype))
+
+
+class ExpertLoop(nn.Module):
+    """A list of experts, and a loop over it.
+
+    Args:
+        how: "transformers" (Mixtral up to 4.53: one-hot, where, index_add_), "mistral" (mistral-inference: where, an
+            item assignment), "mask" (every expert for every token, times its weight), "stack" (every expert for every
+            token, stacked, the selected ones gathered).
+    """
+
+    def __init__(
+        self,
+        how: str,
+        *,
+        dim: int = 32,
+        hidden: int = 16,
+        num_experts: int = 8,
+        top_k: int = 2,
+        dtype: torch.dtype = torch.float32,
+        make: Callable[..., nn.Module] = Expert,
+    ) -> None:
+        super().__init__()
+        self.gate = nn.Linear(dim, num_experts, bias=False, dtype=dtype)
+        self.experts = nn.ModuleList(make(dim, hidden, dtype) for _ in range(num_experts))
+        self.how, self.top_k = how, top_k
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        x = hidden_states.view(-1, hidden_states.shape[-1])
+        weights, ids = self.gate(x).float().softmax(-1).topk(self.top_k)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+        return getattr(self, f"_{self.how}")(x, weights, ids).view(hidden_states.shape)
+
+    def _transformers(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        expert_mask = F.one_hot(ids, num_classes=len(self.experts)).permute(2, 1, 0)
+        for expert_idx in range(len(self.experts)):
+            idx, top_x = torch.where(expert_mask[expert_idx])
+            current_state = x[None, top_x].reshape(-1, x.shape[-1])
+            rows = self.experts[expert_idx](current_state) * weights[top_x, idx, None]
+            out.index_add_(0, top_x, rows.to(x.dtype))
+        return out
+
+    def _mistral(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        results = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            batch_idx, nth_expert = torch.where(ids == i)
+            results[batch_idx] += weights[batch_idx, nth_expert, None] * expert(x[batch_idx])
+        return results
+
+    def _mask(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            out = out + (weights * (ids == i)).sum(-1, keepdim=True) * expert(x)
+        return out
+
+    def _stack(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        outs = torch.stack([expert(x) for expert in self.experts], dim=1)
+        picked = outs.gather(1, ids.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+        return (picked * weights.unsqueeze(-1)).sum(1)

@@ -1,0 +1,129 @@
+"""MoE layers of other people's code, as it is: torch.compile with the backend "moe_ops" against plain torch.compile."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import moe_ops
+from benchmarks import foreign
+from benchmarks.intervals import fields, median_interval, ratio_interval
+from benchmarks.results import ResultFile, progress_bar
+from benchmarks.timing import INTERVALS, Run, cpu_budget, in_turn, repeated, warm
+
+CPU_SHRINK = 16  # of widths, where there is no GPU
+METHOD = (
+    "one layer, bf16, no gradients, called as a user calls it (default mode, no CUDA graph): CUDA events around calls "
+    "that the queue holds, {rounds} rounds, both ways in turn; lists of experts stacked for ours; "
+    + INTERVALS.format(unit="us", division="", of="ours / plain torch.compile")
+    + "; error: largest difference from the eager layer, of its largest element"
+)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A layer at one real size, and the numbers of tokens that it is timed at."""
+
+    name: str
+    make: Callable[..., nn.Module]
+    dim: int
+    hidden: int
+    num_experts: int
+    top_k: int
+    tokens: tuple[int, ...]
+
+    def build(self, device: str, shrink: int) -> nn.Module:
+        """The layer with random weights; with ``shrink``, of a fraction of its width."""
+        torch.manual_seed(0)
+        with torch.device(device):
+            sizes = {"dim": self.dim // shrink, "hidden": self.hidden // shrink}
+            module = self.make(**sizes, num_experts=self.num_experts, top_k=self.top_k).to(torch.bfloat16)
+        for weight in module.parameters():
+            weight.requires_grad_(False).normal_(std=weight.shape[-1] ** -0.5)
+        return module
+
+
+def _loop(how: str) -> Callable[..., nn.Module]:
+    return partial(foreign.ExpertLoop, how)
+
+
+_MIXTRAL = (4096, 14336, 8, 2)
+FORMS = {
+    form.name: form
+    for form in (
+        Form("torchtitan", foreign.TorchTitan, 2048, 1408, 64, 6, (16, 4096)),
+        Form("gpt-fast", foreign.GptFast, *_MIXTRAL, (1, 8)),
+        Form("gpt-oss", foreign.GptOss, 2880, 2880, 32, 4, (1, 8)),
+        Form("llama4", foreign.Llama4, 5120, 8192, 16, 1, (1, 512)),
+        Form("llama4-transformers", foreign.Llama4OfTransformers, 5120, 8192, 16, 1, (1, 512)),
+        Form("sparse-by-mask", foreign.SparseByMask, 2048, 8192, 8, 2, (1, 1024)),
+        Form("mixtral-4x-loop", _loop("transformers"), *_MIXTRAL, (1, 512)),
+        Form("mistral-loop", _loop("mistral"), *_MIXTRAL, (1, 512)),
+        Form("mask-loop", _loop("mask"), *_MIXTRAL, (1, 512)),
+        Form("stack-loop", _loop("stack"), *_MIXTRAL, (1, 512)),
+    )
+}
+
+
+def run(names: Sequence[str], results: ResultFile, rounds: int) -> None:
+    """Measure every form at each of its numbers of tokens, one row each."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with progress_bar() as progress, torch.no_grad():
+        task = progress.add_task("forms", total=sum(len(FORMS[name].tokens) for name in names))
+        for name in names:
+            form = FORMS[name]
+            for tokens in form.tokens if device == "cuda" else form.tokens[:1]:
+                row = measure(form, tokens, device, rounds)
+                results.add(row)
+                progress.console.print(describe(row), highlight=False, soft_wrap=True)
+                progress.update(task, advance=1)
+
+
+def measure(form: Form, tokens: int, device: str, rounds: int) -> dict[str, Any]:
+    """The row of one form at one number of tokens."""
+    gc.collect()
+    torch.compiler.reset()
+    shrink = 1 if device == "cuda" else CPU_SHRINK
+    module, width = form.build(device, shrink), form.dim // shrink
+    x = torch.randn(1, tokens, width, device=device, dtype=torch.bfloat16)
+    wanted = _first(module(x)).float()
+    plain = torch.compile(module)
+    plain(x)
+    ours = _ours(module)
+    counters.clear()
+    error = ((_first(ours(x)).float() - wanted).abs().max() / wanted.abs().max()).item()
+    if counters["moe_ops"]["fused"] != 1:
+        raise RuntimeError(f"benchmarks: the block of {form.name} is not fused")
+    runs = {"ours": repeated(Run(partial(ours, x))), "plain": repeated(Run(partial(plain, x)))}
+    warm(runs)
+    times = in_turn(runs, rounds, budget_s=cpu_budget(runs))
+    return {
+        "form": form.name, "E": form.num_experts, "K": form.top_k, "H": width, "I": form.hidden // shrink, "T": tokens,
+        **fields("ours_us", median_interval(times["ours"])), **fields("plain_us", median_interval(times["plain"])),
+        **fields("ratio", ratio_interval(times["ours"], times["plain"])), "error": error,
+    }  # fmt: skip
+
+
+def _ours(module: nn.Module) -> Callable[[Tensor], Any]:
+    """``module`` with its block fused; a list of experts is stacked, in a copy."""
+    if isinstance(module, foreign.ExpertLoop):
+        module = moe_ops.stack_experts_(copy.deepcopy(module))
+    return torch.compile(module, backend="moe_ops", fullgraph=True)
+
+
+def _first(result: Any) -> Tensor:
+    return result if isinstance(result, Tensor) else result[0]
+
+
+def describe(row: dict[str, Any]) -> str:
+    """One line for the terminal."""
+    head = f"{row['form']:>20} T={row['T']:<5} ours {row['ours_us']:9.1f} us  plain {row['plain_us']:9.1f} us"
+    return f"{head}  {row['plain_us'] / row['ours_us']:6.2f}x  error {row['error']:.1e}"
