@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+import compile_passes  # noqa: F401  (registers the backend)
 import moe_ops
 from benchmarks import foreign
 from benchmarks.intervals import fields, median_interval, ratio_interval

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from compile_passes.vocabulary import OPERATORS_IN_PLACE, example, is_in_place_name, size_of, target_name
+from compile_passes.vocabulary import OPERATORS_IN_PLACE, example, is_in_place_name, method_name, size_of, target_name
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def signatures_of(node: fx.Node) -> tuple[Signature, ...]:
 
 @cache
 def _method_overloads(name: str) -> Overloads:
-    return Overloads() if name in PURE_METHODS else _of_packet(getattr(torch.ops.aten, name, None))
+    return Overloads() if name in PURE_METHODS else _of_packet(getattr(torch.ops.aten, method_name(name), None))
 
 
 @cache

@@ -172,6 +172,21 @@ _FIELDS = {"values": 0, "indices": 1}
 _TRANSFORMERS_GROUPED_MM = "transformers::grouped_mm_fallback"
 
 
+# Python's operators as methods of Tensor, as some versions of Dynamo write them; those that swap their operands, and
+# those in place, keep their names.
+_DUNDER = {
+    "__eq__": "eq", "__ne__": "ne", "__lt__": "lt", "__le__": "le", "__gt__": "gt", "__ge__": "ge", "__add__": "add",
+    "__radd__": "add", "__sub__": "sub", "__mul__": "mul", "__rmul__": "mul", "__truediv__": "div", "__neg__": "neg",
+    "__floordiv__": "floor_divide", "__mod__": "remainder", "__pow__": "pow", "__matmul__": "matmul", "__abs__": "abs",
+    "__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor", "__invert__": "bitwise_not",
+}  # fmt: skip
+
+
+def method_name(target: str) -> str:
+    """The Tensor method that ``target`` is, where it is an operator's."""
+    return _DUNDER.get(target, target)
+
+
 # Calls whose other arguments say what the result's metadata says too: its shape, dtype, device or memory format.
 _TOLD_BY_RESULT = frozenset(
     {
@@ -297,7 +312,7 @@ def _spell_attribute(node: fx.Node) -> Call:
 
 def _spell_name(node: fx.Node, name: str) -> Call:
     """A Tensor method, or a function named like one."""
-    base = name[:-1] if is_in_place_name(name) else name
+    base = name[:-1] if is_in_place_name(name) else method_name(name)
     if base in _METADATA:
         return Call("metadata", {"x": node.args[0]})
     return _finish(node, *_NAMES.get(base, (base, ())))

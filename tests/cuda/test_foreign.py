@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+import compile_passes  # noqa: F401  (registers the backend)
 import moe_ops
 from benchmarks import foreign
 
@@ -51,7 +52,10 @@ def first(result: Tensor | tuple[Tensor, ...]) -> Tensor:
 @pytest.mark.parametrize("count", [1, 33, 700])
 @pytest.mark.parametrize("name", LAYERS)
 def test_fused_and_as_accurate(name: str, count: int):
-    """Against the layer itself, whose own rounding in bf16 is a few thousandths of the largest element."""
+    """Against the layer itself, whose own rounding in bf16 is a few thousandths of the largest element.
+
+    Where a router's scores are bf16, two experts may have one score: a token in a hundred may go to the other.
+    """
     module, x = layer(name), tokens(count)
     torch.compiler.reset()
     counters.clear()
@@ -59,7 +63,8 @@ def test_fused_and_as_accurate(name: str, count: int):
         wanted = first(module(x)).float()
         got = first(torch.compile(module, backend="moe_ops", fullgraph=True)(x)).float()
     assert counters["moe_ops"]["fused"] == 1
-    assert ((got - wanted).abs().max() / wanted.abs().max()).item() < 2e-2
+    off = (got - wanted).abs().amax(-1) > 2e-2 * wanted.abs().max()
+    assert off.sum() <= count // 100, f"{int(off.sum())} of {count} tokens"
 
 
 @pytest.mark.parametrize("name", LAYERS)
