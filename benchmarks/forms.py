@@ -18,12 +18,14 @@ import moe_ops
 from benchmarks import foreign
 from benchmarks.intervals import fields, median_interval, ratio_interval
 from benchmarks.results import ResultFile, progress_bar
-from benchmarks.timing import INTERVALS, Run, cpu_budget, in_turn, repeated, warm
+from benchmarks.timing import INTERVALS, Run, Thunk, cpu_budget, in_turn, repeated, sequence, wait, warm
 
 CPU_SHRINK = 16  # of widths, where there is no GPU
+CALLS = 20  # of a sample
 METHOD = (
-    "one layer, bf16, no gradients, called as a user calls it (default mode, no CUDA graph): CUDA events around calls "
-    "that the queue holds, {rounds} rounds, both ways in turn; lists of experts stacked for ours; "
+    "one layer, bf16, no gradients, torch.compile in its default mode, lists of experts stacked for ours. call: wall "
+    f"clock of {CALLS} calls between two waits for the device, divided by {CALLS}, what a caller sees; graph: the "
+    "layer in a captured CUDA graph, by CUDA events, where it can be captured. {rounds} rounds, both ways in turn; "
     + INTERVALS.format(unit="us", division="", of="ours / plain torch.compile")
     + "; error: largest difference from the eager layer, of its largest element"
 )
@@ -103,14 +105,48 @@ def measure(form: Form, tokens: int, device: str, rounds: int) -> dict[str, Any]
     error = ((_first(ours(x)).float() - wanted).abs().max() / wanted.abs().max()).item()
     if counters["moe_ops"]["fused"] != 1:
         raise RuntimeError(f"benchmarks: the block of {form.name} is not fused")
-    runs = {"ours": repeated(Run(partial(ours, x))), "plain": repeated(Run(partial(plain, x)))}
-    warm(runs)
-    times = in_turn(runs, rounds, budget_s=cpu_budget(runs))
-    return {
+    ways = {"ours": partial(ours, x), "plain": partial(plain, x)}
+    row = {
         "form": form.name, "E": form.num_experts, "K": form.top_k, "H": width, "I": form.hidden // shrink, "T": tokens,
-        **fields("ours_us", median_interval(times["ours"])), **fields("plain_us", median_interval(times["plain"])),
-        **fields("ratio", ratio_interval(times["ours"], times["plain"])), "error": error,
+        "error": error,
     }  # fmt: skip
+    row |= _intervals("call", {name: Run(partial(_calls, way), repeats=1) for name, way in ways.items()}, rounds, CALLS)
+    graphs = {name: graph for name, way in ways.items() if (graph := _captured(way)) is not None}
+    row |= _intervals("graph", {name: repeated(Run(graph)) for name, graph in graphs.items()}, rounds, 1)
+    return row
+
+
+def _intervals(kind: str, runs: dict[str, Run], rounds: int, calls: int) -> dict[str, Any]:
+    """Microseconds of one call for each way, and their ratio."""
+    if not runs:
+        return {}
+    warm(runs)
+    times = {name: [us / calls for us in row] for name, row in in_turn(runs, rounds, budget_s=cpu_budget(runs)).items()}
+    found: dict[str, Any] = {}
+    for name, row in times.items():
+        found |= fields(f"{name}_{kind}_us", median_interval(row))
+    if len(times) == 2:
+        found |= fields(f"{kind}_ratio", ratio_interval(times["ours"], times["plain"]))
+    return found
+
+
+def _calls(way: Thunk) -> None:
+    """A sample of calls that begins and ends with a device that has nothing to do."""
+    wait()
+    for _ in range(CALLS):
+        way()
+    wait()
+
+
+def _captured(way: Thunk) -> Thunk | None:
+    """A replay of ``way`` in a CUDA graph; None without a GPU, and where a call waits for what the data says."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        return sequence([way])
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return None
 
 
 def _ours(module: nn.Module) -> Callable[[Tensor], Any]:
@@ -126,5 +162,9 @@ def _first(result: Any) -> Tensor:
 
 def describe(row: dict[str, Any]) -> str:
     """One line for the terminal."""
-    head = f"{row['form']:>20} T={row['T']:<5} ours {row['ours_us']:9.1f} us  plain {row['plain_us']:9.1f} us"
-    return f"{head}  {row['plain_us'] / row['ours_us']:6.2f}x  error {row['error']:.1e}"
+    line = f"{row['form']:>20} T={row['T']:<5}"
+    for kind in ("call", "graph"):
+        ours, plain = (row.get(f"{name}_{kind}_us") for name in ("ours", "plain"))
+        if ours is not None:
+            line += f"  {kind} {ours:8.1f} us" + ("" if plain is None else f" / {plain:8.1f} = {ours / plain:4.2f}")
+    return f"{line}  error {row['error']:.1e}"

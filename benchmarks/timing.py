@@ -94,19 +94,19 @@ def warm(runs: Mapping[str, Run], seconds: float = WARM_SECONDS) -> None:
     while time.perf_counter() < deadline:
         for run in runs.values():
             run()
-        _wait()
+        wait()
     for run in runs.values():
         run()
 
 
 def repeated(run: Run) -> Run:
     """``run`` as often as a sample needs."""
-    _wait()
+    wait()
     run()  # behind which the next is issued
     start = _mark()
     run()
     end = _mark()
-    _wait()
+    wait()
     return replace(run, repeats=max(1, math.ceil(SAMPLE_US / max(_elapsed_us(start, end), 1e-3))))
 
 
@@ -131,7 +131,7 @@ def in_turn(runs: Mapping[str, Run], rounds: int, *, budget_s: float | None = No
             for _ in range(runs[name].repeats):
                 runs[name].call()
             marks[name].append((start, _mark()))
-    _wait()
+    wait()
     return {name: [_elapsed_us(*pair) / runs[name].repeats for pair in pairs] for name, pairs in marks.items()}
 
 
@@ -153,6 +153,7 @@ def _elapsed_us(start: Any, end: Any) -> float:
     return (end - start) * 1e6 if isinstance(start, float) else start.elapsed_time(end) * 1e3
 
 
-def _wait() -> None:
+def wait() -> None:
+    """Until the device has nothing to do."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
