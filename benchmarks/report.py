@@ -199,6 +199,24 @@ def host_table(document: dict[str, Any]) -> str:
     return table(["shape", "T", "call", "us", "share", "files", "calls"], body)
 
 
+def forms_section(documents: Documents) -> str:
+    """A table for every result file of layers of other people's code."""
+    return _tables(documents, "forms", forms_table)
+
+
+def forms_table(document: dict[str, Any]) -> str:
+    """Microseconds of both ways, and how many times as fast ours is, by layer and T."""
+    body = []
+    for row in document["rows"]:
+        cells = [row["form"], *(str(row[letter]) for letter in "EKHIT")]
+        for kind in ("call", "graph"):
+            ours, plain = (row.get(f"{name}_{kind}_us") for name in ("ours", "plain"))
+            cells += [format_us(ours), format_us(plain), f"{plain / ours:.2f}x" if ours and plain else "-"]
+        body.append(cells)
+    head = [f"{kind}: {name}" for kind in ("call", "graph") for name in ("ours", "torch.compile", "gain")]
+    return table(["layer", *"EKHIT", *head], body)
+
+
 def schemes_section(_: Documents) -> str:
     """The table of schemes, from meta/schemes.py."""
     body = [
@@ -229,6 +247,7 @@ def activations_section(_: Documents) -> str:
 
 SECTIONS: dict[str, Callable[[Documents], str]] = {
     "schemes": schemes_section,
+    "forms": forms_section,
     "routings": routings_section,
     "activations": activations_section,
     "layers": layers_section,

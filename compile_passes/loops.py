@@ -15,7 +15,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+
+from compile_passes.stacking import expert_lists, held_by_optimizers, stack_list, why_not
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +27,9 @@ CAPTURABLE = "grouped_mm"
 _DECORATED = ("config", "has_gate", "has_bias", "is_transposed")
 _SETTING = "_experts_implementation"
 # Calls whose result has a size, or a value, that only the data knows.
-_DATA_DEPENDENT = frozenset({"nonzero", "argwhere", "tolist", "item", "bincount", "masked_select", "unique", "numpy"})
+_DATA_DEPENDENT = frozenset({"argwhere", "tolist", "item", "bincount", "masked_select", "unique", "numpy"})
+# Lists of positions: a loop over them has a trip count that only the data knows; indexing by them has not.
+_POSITIONS = frozenset({"nonzero", "where"})
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,8 @@ def _by_block(model: nn.Module, groups: list[ExpertGroup]) -> list[ExpertGroup]:
 
 
 def prepare(model: nn.Module) -> None:
-    """Make the experts of ``model`` capturable where transformers can, and warn about what was and was not done."""
+    """Make the experts of ``model`` capturable, by transformers or by stacking; warn of what was and was not done."""
+    _stack_lists(model)
     loops = find_loops(model)
     switch = getattr(model, "set_experts_implementation", None)
     if any(loop.switchable for loop in loops) and switch is not None:
@@ -112,6 +118,35 @@ def prepare(model: nn.Module) -> None:
             f"{len(rest) - 1} more run their experts in a Python loop, which cannot be captured; they are left as is. "
             f"{cure(rest[0])}"
         )
+
+
+def _stack_lists(model: nn.Module) -> None:
+    """Stack the lists of experts that a capturable loop runs over, and allow the capture of what it needs."""
+    held = held_by_optimizers()
+    done, left = [], []
+    for found in expert_lists(model):
+        owner = model.get_submodule(found.path.rpartition(".")[0])
+        if _loops_over_data(type(owner)):
+            continue  # `find_loops` names it
+        problem = why_not(model, found, held)
+        if problem is None:
+            stack_list(found)
+            done.append(found.path)
+        else:
+            left.append(problem)
+    if done:
+        torch._dynamo.config.capture_dynamic_output_shape_ops = True
+        _say(
+            f"moe_ops.compile: stacked the experts of {_and_more(done)}: one parameter for all experts in place of one "
+            "for each, so make optimizers after this. The state dict keeps its keys; moe_ops.restore(model) undoes it. "
+            "torch._dynamo.config.capture_dynamic_output_shape_ops is set, which loops with torch.where need."
+        )
+    if left:
+        _say(f"moe_ops.compile: a list of experts stays a list, which is not fused: {_and_more(left)}.")
+
+
+def _and_more(names: list[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def cure(loop: ExpertLoop) -> str:
@@ -163,16 +198,38 @@ def _loops_over_data(kind: type[nn.Module]) -> bool:
 
 def _has_such_loop(tree: ast.AST) -> bool:
     """A loop statement, and an operation whose result size depends on the data, in one function."""
-    loop = any(isinstance(node, ast.For | ast.While) for node in ast.walk(tree))
-    return loop and any(_is_data_dependent(node) for node in ast.walk(tree))
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While)]
+    if loops and any(isinstance(node, ast.Call) and _name(node.func) in _DATA_DEPENDENT for node in ast.walk(tree)):
+        return True
+    listed = {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and _lists_positions(node.value)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    over = [loop.iter for loop in loops if isinstance(loop, ast.For)]
+    if any(_lists_positions(value) or listed & _names(value) for value in over):
+        return True
+    return any(_decides(node) for loop in loops for node in ast.walk(loop))
 
 
-def _is_data_dependent(node: ast.AST) -> bool:
-    if not isinstance(node, ast.Call):
+def _lists_positions(tree: ast.AST) -> bool:
+    """Whether an expression is made of the places where a condition holds."""
+    return any(isinstance(node, ast.Call) and _name(node.func) in _POSITIONS for node in ast.walk(tree))
+
+
+def _names(tree: ast.AST) -> set[str]:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+def _decides(node: ast.AST) -> bool:
+    """An `if` on what tensors hold, or on how many positions there are: `if mask.any():`, `if token.shape[0] == 0:`."""
+    if not isinstance(node, ast.If):
         return False
-    name = _name(node.func)
-    # torch.where(condition) alone is nonzero; with values it is elementwise
-    return name in _DATA_DEPENDENT or (name == "where" and len(node.args) == 1 and not node.keywords)
+    asked = {_name(part.func) for part in ast.walk(node.test) if isinstance(part, ast.Call)}
+    sizes = any(isinstance(part, ast.Attribute) and part.attr == "shape" for part in ast.walk(node.test))
+    return bool(asked & {"any", "all", "numel", "size", "sum"}) or sizes
 
 
 def _name(function: ast.expr) -> str:

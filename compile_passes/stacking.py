@@ -69,13 +69,13 @@ def stack_experts_(model: nn.Module, *names: str) -> nn.Module:
             "stack_experts_", "model", 'a module with an nn.ModuleList of experts, called "...expert..."',
             f"{type(model).__name__} without one. Name the list: stack_experts_(model, \"layers.0.ffns\")",
         )  # fmt: skip
-    held = _held_by_optimizers()
+    held = held_by_optimizers()
     for found in lists:
         problem = why_not(model, found, held)
         if problem is not None:
             raise fail("stack_experts_", "model", "a model whose lists of experts can be stacked", problem)
     for found in lists:
-        _stack(found)
+        stack_list(found)
     return model
 
 
@@ -158,7 +158,7 @@ def _unfit(weight: torch.Tensor, like: tuple[Any, ...]) -> str | None:
     return None
 
 
-def _held_by_optimizers() -> dict[int, str]:
+def held_by_optimizers() -> dict[int, str]:
     """Parameters of the optimizers that exist, by id, and what is wrong with that."""
     held = {}
     for thing in gc.get_objects():
@@ -171,7 +171,7 @@ def _held_by_optimizers() -> dict[int, str]:
 # ---- stacking
 
 
-def _stack(found: ExpertList) -> None:
+def stack_list(found: ExpertList) -> None:
     """Replace the parameters of a list's experts by slices of stacked ones."""
     stacks: dict[str, str] = {}
     vars(found.module)[_STACKS] = stacks

@@ -20,6 +20,8 @@ from compile_passes.match import location, module_of
 
 _WALK = 400
 # How Dynamo calls the rest of a function behind a graph break.
+# What Dynamo says of `torch.where(condition)`, `nonzero` and boolean masks.
+_OF_THE_DATA = "Dynamic shape operator"
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_(.+)_at_\d+$")
 
 
@@ -102,6 +104,12 @@ def explanation(model: nn.Module, group: ExpertGroup, seen: Seen, stops: Sequenc
                 "checkpointing, or what records values there (in transformers output_router_logits and its like)."
             )
         return reason, "Take away what stopped the capture there."
+    if near is not None and _OF_THE_DATA in near.reason:
+        return (
+            f"Capture stops in its loop, at an operation whose result has a size of the data: {near.line}.",
+            "moe_ops.compile(model) allows that capture, and stacks a list of experts; by hand: "
+            "torch._dynamo.config.capture_dynamic_output_shape_ops = True, and moe_ops.stack_experts_(model).",
+        )
     if near is not None:
         return (
             f"A graph break cuts the block in pieces: {near.line}.",
@@ -130,11 +138,11 @@ def first_line(text: str) -> str:
 
 
 def _stop_inside(model: nn.Module, group: ExpertGroup, stops: Sequence[Stop]) -> Stop | None:
-    """The first stop inside ``forward`` of the experts, of their modules, or of a module around them."""
+    """The first stop inside the class of the experts, of their modules, or of a module around them."""
     for module in _inside_out(model, group):
         try:
-            lines, first = inspect.getsourcelines(inspect.unwrap(type(module).forward))
-            file = inspect.getsourcefile(inspect.unwrap(type(module).forward))
+            lines, first = inspect.getsourcelines(type(module))
+            file = inspect.getsourcefile(type(module))
         except (OSError, TypeError):
             continue
         for stop in stops:

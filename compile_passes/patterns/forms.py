@@ -162,12 +162,14 @@ def _loop(down: fx.Node, experts: int, evidence: Evidence, stacked: bool) -> Ref
         how = "on the rows that a mask, an index or a split selects"
     else:
         how = "on every token, and the router picks from the results"
-    stack = "" if stacked else "Stack the weights once, as [E, 2I, H] (gate, then up) and [E, H, I], and "
-    return Refusal(
-        down,
-        f"{experts} experts run one after the other, each with its own products, {how}.",
-        f"{stack}{'replace' if stack else 'Replace'} the loop by one call, {_CALL}.",
-    )
+    cure = f"Replace the loop by one call, {_CALL}."
+    if not stacked:
+        cure = (
+            "Compile with moe_ops.compile(model), which stacks the experts' weights, or call "
+            "moe_ops.stack_experts_(model) before an optimizer is made: a loop over stacked weights can be fused. Or "
+            f"stack them once, as [E, 2I, H] (gate, then up) and [E, H, I], and r{cure[1:]}"
+        )
+    return Refusal(down, f"{experts} experts run one after the other, each with its own products, {how}.", cure)
 
 
 def _spelled(weight: fx.Node) -> str:

@@ -278,6 +278,17 @@ def test_path_of_a_call_counts_functions_and_files() -> None:
     assert files == 3 and calls >= 5  # this one, json's two; each Python and C function that is entered
 
 
+def test_layers_of_others_and_their_table(tmp_path: Path) -> None:
+    """The whole run, small: each layer fused, timed in both ways, as accurate as bf16 is."""
+    out = tmp_path / "forms.json"
+    assert main(["forms", "--forms", "torchtitan,mistral-loop", "--rounds", "15", "--json", str(out)]) == 0
+    document = json.loads(out.read_text())
+    assert [row["form"] for row in document["rows"]] == ["torchtitan", "mistral-loop"]
+    assert all(row["ours_call_us"] > 0 and row["plain_call_us"] > 0 and row["error"] < 0.02 for row in document["rows"])
+    assert "| mistral-loop | 8 | 2 | 256 | 896 | 1 |" in report.forms_table(document)
+    assert main(["forms", "--forms", "nothing", "--json", str(tmp_path / "other.json")]) == 2
+
+
 def test_report_needs_its_markers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("# nothing\n")

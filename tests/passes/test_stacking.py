@@ -234,3 +234,34 @@ def test_refused_after_the_optimizer():
         moe_ops.stack_experts_(model)
     del optimizer
     moe_ops.stack_experts_(model)
+
+
+def test_compile_stacks_and_says_so():
+    """One call is all that a model with a loop over a list needs; an optimizer's parameters are left alone."""
+    model = mixture("mistral")
+    expected = model(X)
+    with (
+        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=False),
+        pytest.warns(UserWarning, match=r"stacked the experts of experts: .*moe_ops\.restore\(model\) undoes it"),
+    ):
+        torch.compiler.reset()
+        counters.clear()
+        function = moe_ops.compile(model, backend="moe_ops_eager")
+        with torch.no_grad():
+            torch.testing.assert_close(function(X), expected, atol=1e-5, rtol=1e-5)
+    assert counters["moe_ops"]["fused"] == 1 and counters["stats"]["unique_graphs"] == 1
+
+
+def test_compile_leaves_what_an_optimizer_holds():
+    model = mixture("mask")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match=r"a list of experts stays a list.* which a SGD optimizer holds already"):
+        moe_ops.compile(model, backend="moe_ops_eager")
+    assert isinstance(model.experts[0].w1.weight, nn.Parameter) and optimizer is not None
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_list_is_refused_with_the_cure(how):
+    """By explain, and by the backend alone: a pass cannot rebind parameters."""
+    (row,) = moe_ops.explain(mixture(how), X).refused
+    assert "moe_ops.compile(model)" in row.cure and "moe_ops.stack_experts_(model)" in row.cure
