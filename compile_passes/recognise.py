@@ -350,8 +350,9 @@ def _router_lives(
     inputs = frozenset({router.logits} if router.bias is None else {router.logits, router.bias})
     own = closure(reading, weights, inputs) | closure(reading, dispatch.ids, inputs)
     inside = region | own
-    topk = next(operand for operand in dispatch.ids.all_input_nodes)
-    views = _views(reading, (dispatch.ids, weights, *topk.users))
+    chosen = reading.named(dispatch.ids, "item")
+    results = chosen["x"].users if chosen is not None else ()
+    views = _views(reading, (dispatch.ids, weights, *results))
     for value in views:
         for user in reading.readers(value):
             if user not in inside and user not in views:

@@ -432,6 +432,9 @@ def _bind(node: fx.Node, parameters: tuple[str, ...]) -> dict[str, Any]:
     return args
 
 
+_LETTERS = "ABCDEFGH"  # for the dimensions of "..."
+
+
 def two_labelled(call: Call | None) -> tuple[tuple[fx.Node, fx.Node], tuple[str, str], str] | None:
     """(operands, the letters of each, those of the result) of ``einsum("ti,toi->to", x, y)``; None where dimensions are
     left to torch, or a letter stands twice.
@@ -439,10 +442,26 @@ def two_labelled(call: Call | None) -> tuple[tuple[fx.Node, fx.Node], tuple[str,
     text = call["x"].replace(" ", "") if call is not None and isinstance(call["x"], str) else ""
     inputs, arrow, result = text.partition("->")
     labels = tuple(inputs.split(","))
-    if call is None or not arrow or len(labels) != 2 or any(len(set(part)) < len(part) for part in (*labels, result)):
+    bare = [part.replace("...", "") for part in (*labels, result)]
+    if call is None or not arrow or len(labels) != 2 or any(len(set(part)) < len(part) for part in bare):
         return None
     one, other = call["arg1"], call["arg2"]
-    return ((one, other), labels, result) if isinstance(one, fx.Node) and isinstance(other, fx.Node) else None
+    if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
+        return None
+    spelled = _spell_out((one, other), labels, result) if "." in text else (labels, result)
+    return None if spelled is None else ((one, other), *spelled)
+
+
+def _spell_out(
+    operands: tuple[fx.Node, fx.Node], labels: tuple[str, ...], result: str
+) -> tuple[tuple[str, str], str] | None:  # fmt: skip
+    """Labels with letters for "...", which has to stand for as many dimensions in each operand that has it."""
+    counts = {(rank(operand) or 0) - len(label) + 3 for operand, label in zip(operands, labels, strict=True)
+              if "..." in label}  # fmt: skip
+    if len(counts) != 1 or not 0 <= (count := counts.pop()) <= len(_LETTERS) or set(_LETTERS) & set("".join(labels)):
+        return None
+    one, other, summed = (label.replace("...", _LETTERS[:count]) for label in (*labels, result))
+    return (one, other), summed
 
 
 def target_name(node: fx.Node) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -208,8 +208,12 @@ class _Walk:
         return found.kind == "token" and bool(found.top_k == self.dispatch.top_k)
 
 
+def _is_result(value: fx.Node, flat: tuple[Any, ...], shapes: Sequence[fx.Node]) -> bool:
+    return has_shape(value, *flat) or any(same_shape(value, shape) for shape in shapes)
+
+
 def final_cast(
-    reading: Reading, hidden: fx.Node, value: fx.Node, shapes: Iterable[fx.Node] = ()
+    reading: Reading, hidden: fx.Node, value: fx.Node, shapes: Sequence[fx.Node] = ()
 ) -> fx.Node | Refusal:  # fmt: skip
     """The sum over the experts ``value`` in the dtype of the hidden states, and as [tokens, hidden], or of one of the
     ``shapes``.
@@ -222,7 +226,7 @@ def final_cast(
         flat = (math.prod(tokens.shape[:-1]), tensor.shape[-1])
         call = reading.read(readers[0], "cast view") if len(readers) == 1 else None
         if call is not None and call.name == "view":
-            if has_shape(readers[0], *flat) and not has_shape(reading.operand(value), *flat):
+            if _is_result(readers[0], flat, shapes) and not _is_result(reading.operand(value), flat, shapes):
                 value = readers[0]
                 continue
             call = None
@@ -233,8 +237,7 @@ def final_cast(
             continue
         if tensor.dtype != tokens.dtype:
             break
-        held = reading.operand(value)
-        if has_shape(held, *flat) or any(same_shape(held, shape) for shape in shapes):
+        if _is_result(reading.operand(value), flat, shapes):
             return value
         return Refusal(
             value, "The sum over experts is not [tokens, hidden].", "Sum into one row for every token, no more."

@@ -254,7 +254,7 @@ class _Dense:
             dim = self._summed_dim(reader)
             fits = type(dim) is int and dim % shape.dim() == at
             return replace(state, value=reader, done=True) if fits else None
-        if call.name in ("einsum", "bmm"):
+        if call.name in ("einsum", "bmm", "matmul"):
             scores = (
                 self._contracted(state.value, reader, call, at) if at is not None and state.scores is None else None
             )
@@ -272,9 +272,9 @@ class _Dense:
         shape, made = example(value), example(reader)
         if shape is None or made is None or not no_narrower(made.dtype, self.wide):
             return None
-        if call.name == "bmm":  # [T, 1, E] @ [T, E, H]
-            fits = call["y"] is value and self.reading.read(reader, "bmm", "y") is not None and at == 1
-            row = has_shape(call["x"], shape.shape[0], 1, self.experts)
+        if call.name != "einsum":  # [T, 1, E] @ [T, E, H]
+            fits = call["y"] is value and self.reading.read(reader, "bmm matmul", "y") is not None
+            row = at == shape.dim() - 2 and has_shape(call["x"], *shape.shape[:at], 1, self.experts)
             return _Scores(call["x"], Spread(self.tokens, 1)) if fits and row else None
         found = two_labelled(self.reading.read(reader, "einsum", "arg1 arg2"))
         if found is None or value not in found[0]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -24,20 +25,40 @@ def is_harmless(clamp: Call, experts: Any) -> bool:
     return (low is None or low == 0) and (high is None or equal_sizes(high, experts - 1))
 
 
-def topk_over_experts(reading: Reading, ids: Any, experts: Any) -> Call | None:
-    """The topk over ``experts`` columns whose indices ``ids`` are, in another shape or dtype."""
-    item = reading.read(reading.exact(ids, experts), "item", "index")
-    topk = reading.read(item["x"], "topk", "k dim largest") if item is not None and item["index"] == 1 else None
-    scores = example(topk["x"]) if topk is not None else None
-    if topk is None or scores is None or topk["dim"] not in (-1, scores.dim() - 1):
+@dataclass(frozen=True)
+class Choice:
+    """The best ``k`` of ``scores`` [..., E]: a topk, or max or argmax, which are a topk of one.
+
+    ``node``: what has the scores and the ids as its results, or None where it has the ids alone.
+    """
+
+    scores: Any
+    k: Any
+    largest: Any
+    node: fx.Node | None
+
+
+def topk_over_experts(reading: Reading, ids: Any, experts: Any) -> Choice | None:
+    """The choice over ``experts`` columns whose indices ``ids`` are, in another shape or dtype."""
+    value = reading.exact(ids, experts)
+    item = reading.read(value, "item", "index")
+    source = value if item is None else item["x"]
+    call = reading.read(source, "argmax" if item is None else "topk max", "k dim largest keepdim")
+    scores = example(call["x"]) if call is not None else None
+    if call is None or scores is None or call["dim"] not in (-1, scores.dim() - 1) or (item and item["index"] != 1):
         return None
-    return topk if equal_sizes(scores.shape[-1], experts) else None
+    if not equal_sizes(scores.shape[-1], experts):
+        return None
+    one = call.name != "topk"
+    return Choice(
+        call["x"], 1 if one else call["k"], True if one else call["largest"], None if item is None else source
+    )
 
 
 def are_distinct(reading: Reading, ids: Any, experts: Any, top_k: int) -> bool:
     """Whether the ids of one token never repeat: they are the indices of one topk."""
     topk = topk_over_experts(reading, ids, experts)
-    return topk is not None and topk["k"] == top_k
+    return topk is not None and bool(topk.k == top_k)
 
 
 def ids_within(reading: Reading, ids: fx.Node, experts: Any) -> fx.Node:

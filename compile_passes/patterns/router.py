@@ -17,7 +17,7 @@ from torch import fx
 
 from compile_passes.equal import no_narrower
 from compile_passes.match import Refusal, Router
-from compile_passes.patterns.ids import topk_over_experts
+from compile_passes.patterns.ids import Choice, topk_over_experts
 from compile_passes.reading import Reading
 from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, same_shape
 from meta.routing import ROUTINGS
@@ -72,12 +72,12 @@ class _RouterReader:
         if isinstance(finished, Refusal):
             return finished
         topk = topk_over_experts(self.reading, ids, self.experts)
-        if topk is None or topk["largest"] is not True or topk["k"] != self.top_k or not self._scores_all(topk["x"]):
+        if topk is None or topk.largest is not True or topk.k != self.top_k or not self._scores_all(topk.scores):
             return kept(ids, "the expert ids are not the indices of a topk over the experts")
         selected = self._scores(finished, ids, topk)
         if isinstance(selected, Refusal):
             return selected
-        found = self._selection(*selected, topk["x"])
+        found = self._selection(*selected, topk.scores)
         if isinstance(found, Refusal):
             return found
         router = replace(
@@ -177,11 +177,11 @@ class _RouterReader:
     def _is_selected(self, value: Any) -> bool:
         return self.reading.named(self._uncast(value), "item", "gather") is not None
 
-    def _scores(self, weights: _Weights, ids: fx.Node, topk: Call) -> tuple[fx.Node, str] | Refusal:
+    def _scores(self, weights: _Weights, ids: fx.Node, topk: Choice) -> tuple[fx.Node, str] | Refusal:
         """The scores over all experts from which the weights were selected, and what is applied after the selection."""
         item = self.reading.read(weights.selected, "item", "index")
-        if item is not None and item["index"] == 0 and self.reading.call(item["x"]) is topk:
-            return topk["x"], weights.after
+        if item is not None and item["index"] == 0 and item["x"] is topk.node:
+            return topk.scores, weights.after
         call = self.reading.read(weights.selected, "gather", "dim index")
         if call is not None and _over_last(call) and self._scores_all(call["x"]):
             chosen = self.reading.exact(call["index"], self.experts)

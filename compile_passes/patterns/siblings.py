@@ -33,7 +33,7 @@ from compile_passes.patterns.rows import Order
 from compile_passes.patterns.selection import selected_of
 from compile_passes.reading import Reading
 from compile_passes.safety import CREATES
-from compile_passes.vocabulary import equal_sizes, example, has_shape, rank, same_shape
+from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank, same_shape
 
 _CALL = "moe_ops.fused_experts(hidden_states, gate_up_proj, down_proj, topk_weights, topk_ids)"
 _BLANK = ("empty_like", "zeros_like", "zeros", "empty")
@@ -127,11 +127,15 @@ def recognise_loop(reading: Reading, experts: Sequence[Expert]) -> Loop | Refusa
 
 @dataclass(frozen=True)
 class _End:
-    """What becomes of one expert's results: ``value``, multiplied by ``factor`` if at all, meets ``reader``."""
+    """What becomes of one expert's results: ``value``, multiplied by ``factor`` if at all, meets ``reader``.
+
+    ``mask``: where the results are not replaced by zeros, if some are.
+    """
 
     value: fx.Node
     factor: fx.Node | None
     reader: fx.Node
+    mask: fx.Node | None = None
 
 
 class _Loop:
@@ -145,6 +149,7 @@ class _Loop:
         self.width: Any = None if result is None else result.shape[-1]
         self.order = Order(reading, self.floor)
         self._ups: list[Product] = []
+        self._indexed: tuple[fx.Node, ...] = ()
 
     def block(self) -> Loop | Refusal:
         if [expert.number for expert in self.experts] != list(range(self.count)) or self.count < 2:
@@ -184,7 +189,7 @@ class _Loop:
 
     def _follow(self, value: fx.Node) -> _End | None:
         """From an expert's result to what sums or collects the results of all."""
-        factor = None
+        factor = mask = None
         while True:
             readers = [r for r in self.reading.readers(value) if self.reading.named(r, *CREATES) is None]
             if len(readers) != 1:
@@ -199,8 +204,18 @@ class _Loop:
                 if not has_shape(factor, *shape.shape[:-1], 1) or not same_shape(reader, value):
                     return None
                 value = reader
+            elif mask is None and (kept := self._kept_by(reader, value)) is not None:
+                value, mask = reader, kept
             else:
-                return _End(value, factor, reader)
+                return _End(value, factor, reader, mask)
+
+    def _kept_by(self, reader: fx.Node, value: fx.Node) -> fx.Node | None:
+        """The mask of ``where(mask, value, 0)``."""
+        call = self.reading.read(reader, "where", "mask y")
+        if call is None or call["x"] is not value or type(call["y"]) not in (int, float) or call["y"] != 0:
+            return None
+        mask: fx.Node = call["mask"]
+        return mask if same_shape(reader, value) else None
 
     @property
     def floor_of_results(self) -> torch.dtype:
@@ -223,10 +238,17 @@ class _Loop:
         self.tokens = prod(tensor.shape[:-1])
         if self.reading.named(met[0].reader, "stack", "cat") is not None:
             return self._stacked(met)
+        if self.reading.named(met[0].reader, "where") is not None and met[0].mask is None:
+            return self._chosen(hidden, met)
         found = self._added_up([end.value for end in met])
         if found is None:
             return None
         total, start = found
+        if any(end.mask is not None for end in met):
+            pairs = [self._pairs(end.mask, number) for number, end in enumerate(met)]
+            kept = [(pair[0], end.factor) for pair, end in zip(pairs, met, strict=True) if pair is not None]
+            one = len(kept) == len(met) and all(self._one_each(ids) for ids, _ in kept) and start is None
+            return self._one_expert(hidden, kept, total) if one else None
         selection = self._selection([end.factor for end in met])
         if isinstance(selection, Refusal):
             return selection
@@ -236,7 +258,8 @@ class _Loop:
         self, hidden: fx.Node, selection: tuple[fx.Node, Any, int], total: fx.Node, start: fx.Node | None
     ) -> tuple[Dispatch, Combine] | Refusal:
         ids, weights, top_k = selection
-        shapes = list(self.reading.casts(self._ups[0].rows, self.floor))
+        views = (self._ups[0].rows, hidden, *self._indexed)
+        shapes = [shape for view in views for shape in self.reading.casts(view, self.floor)]
         output = final_cast(self.reading, hidden, total, shapes)
         if isinstance(output, Refusal):
             return output
@@ -245,6 +268,8 @@ class _Loop:
         like = None if flat else next(shape for shape in shapes if same_shape(shape, held))
         if like is not None and start is not None:
             return self._no("The results are added to a tensor that is not [tokens, hidden].")
+        if not self._one_each(ids) and top_k == 1:
+            return self._no("There is not one expert id for each token.")
         return Dispatch("loop", hidden, ids, None, top_k), Combine(weights, output, total, start, like)
 
     def _same_rows(self) -> fx.Node | None:
@@ -265,19 +290,89 @@ class _Loop:
     def _stacked(self, ends: Sequence[_End]) -> tuple[Dispatch, Combine] | Refusal | None:
         """Results of all experts as one tensor, from which scores or ids pick."""
         reader, result = ends[0].reader, example(ends[0].value)
-        call, shape = self.reading.read(reader, "stack", "dim"), example(reader)
+        call, shape = self.reading.read(reader, "stack cat", "dim"), example(reader)
         values = call["x"] if call is not None else None
         if call is None or result is None or shape is None or not isinstance(values, list | tuple):
             return None
-        dim = (call["dim"] or 0) % shape.dim()
+        dim = call["dim"] % shape.dim()
         if [*values] != [end.value for end in ends] or any(end.factor is not None for end in ends):
             return None
+        if call.name == "cat":  # of [..., 1, ..., H]
+            if not equal_sizes(result.shape[dim], 1):
+                return None
+            result = result.squeeze(dim)
         if dim == result.dim():
             return None
         spread = Spread(prod(result.shape[:dim]), prod(result.shape[dim:-1]))
         ups = [replace(up, spread=(None, spread)) for up in self._ups]
         down = replace(self.first.down, result=reader, spread=(spread, spread))
         return recognise_dense(self.reading, ups, down, self.floor, None)
+
+    def _chosen(self, hidden: fx.Node, ends: Sequence[_End]) -> tuple[Dispatch, Combine] | Refusal | None:
+        """``out = where(ids == e, expert_e(x), out)`` with one expert for each token."""
+        found: list[tuple[fx.Node, Any]] = []
+        total: Any = None
+        for number, end in enumerate(ends):
+            call = self.reading.read(end.reader, "where", "mask y")
+            pair = None if call is None else self._pairs(call["mask"], number)
+            if (
+                call is None
+                or pair is None
+                or call["x"] is not end.value
+                or (total is not None and call["y"] is not total)
+            ):
+                return None
+            if not same_shape(end.reader, end.value) or not self._one_each(pair[0]) or example(call["y"]) is None:
+                return None
+            found.append((pair[0], end.factor))
+            total = end.reader
+        return self._one_expert(hidden, found, total)
+
+    def _one_expert(
+        self, hidden: fx.Node, found: Sequence[tuple[fx.Node, Any]], total: fx.Node
+    ) -> tuple[Dispatch, Combine] | Refusal | None:
+        """Every token has the result of its one expert in ``total``: weighted before, or after it."""
+        ids, weights = found[0]
+        if any(not self.reading.same(one, ids) or (other is None) != (weights is None) for one, other in found):
+            return None
+        if weights is None:
+            total, weights = self._weighted_after(total)
+        elif any(not self.reading.same(other, weights) for _, other in found):
+            return None
+        if weights is None:
+            return self._no("The experts' results are taken without routing weights.")
+        weights = self.reading.uncast(weights, self.floor)
+        given = example(weights)
+        if given is None or not equal_sizes(given.numel(), self.tokens):
+            return None
+        if not are_in_range(self.reading, ids, self.count):
+            return Refusal(
+                ids, "The expert ids cannot be proved to be in [0, number of experts), and a token of no expert would "
+                "keep what was there.", "Take the ids from topk, max or argmax over the experts.",
+            )  # fmt: skip
+        return self._combined(hidden, (ids, weights, 1), total, None)
+
+    def _weighted_after(self, value: fx.Node) -> tuple[fx.Node, Any]:
+        """What follows the results of all experts up to their weights, and these."""
+        while len(readers := self.reading.readers(value)) == 1:
+            (reader,), shape = readers, example(self.reading.operand(value))
+            call = self.reading.read(reader, "mul cast view", "y")
+            if call is None or shape is None:
+                break
+            if call.name == "mul":
+                factor = call["y"] if call["x"] is value else call["x"]
+                fits = has_shape(factor, *shape.shape[:-1], 1) and has_shape(reader, *shape.shape)
+                return (reader, factor) if fits else (value, None)
+            if call.name == "cast" and not is_float_cast(reader, value, self.floor_of_results):
+                break
+            if call.name == "view" and not equal_sizes(example(reader).shape[-1], self.width):  # type: ignore[union-attr]
+                break
+            value = reader
+        return value, None
+
+    def _one_each(self, ids: fx.Node) -> bool:
+        shape = example(ids)
+        return shape is not None and equal_sizes(shape.numel(), self.tokens)
 
     def _added_up(self, values: Sequence[fx.Node]) -> tuple[fx.Node, fx.Node | None] | None:
         """The node at which all ``values`` have been added up, and the one other term there is."""
@@ -448,41 +543,81 @@ class _Loop:
             return None
         rows, met = [row for row in taken if row is not None], [end for end in ends if end is not None]
         source, shape = rows[0][0], example(rows[0][0])
+        self._indexed = (rows[0][2],)
         if shape is None or shape.dim() != 2 or any(row[0] is not source for row in rows):
             return None
-        if self.reading.named(met[0].reader, "fancy_put") is not None:
-            return self._put_by_mask(source, [row[1] for row in rows], met)
+        put = self._put_by_mask(source, [row[1] for row in rows], met)
+        if put is not None:
+            return put
         self.tokens = shape.shape[0]
-        found = [self._hits(index, number) for number, (_, index) in enumerate(rows)]
+        found = [self._hits(index, number) for number, (_, index, _) in enumerate(rows)]
         if any(hit is None for hit in found):
             return None
         hits = [hit for hit in found if hit is not None]
         ids = hits[0].ids
-        if any(hit.ids is not ids or hit.alone != hits[0].alone for hit in hits):
+        if any(not self.reading.same(hit.ids, ids) or hit.alone != hits[0].alone for hit in hits):
             return None
+        indices = [row[1] for row in rows]
+        total_put = self._put_in_turn(met, indices) if hits[0].alone and self._one_each(ids) else None
         weights = [self._weights_at(end.factor, hit, n) for n, (end, hit) in enumerate(zip(met, hits, strict=True))]
+        if total_put is not None and all(
+            end.factor is None or weight for end, weight in zip(met, weights, strict=True)
+        ):
+            return self._one_expert(source, [(ids, weight) for weight in weights], total_put)
         if weights[0] is None or any(one is None or not self.reading.same(one, weights[0]) for one in weights):
             return Refusal(
                 met[0].factor or met[0].value, "What multiplies an expert's rows cannot be proved to be their routing "
                 "weights.", "Multiply by topk_weights[token, slot, None], with token, slot = torch.where(ids == e).",
             )  # fmt: skip
-        summed = self._added_to_tokens(met, [row[1] for row in rows])
+        summed = self._added_to_tokens(met, indices)
         if summed is None:
             return None
         total, start, once = summed
-        checked = self._checked(ids, weights[0])
-        if isinstance(checked, Refusal):
-            return checked
-        if (once or hits[0].alone) and not are_distinct(self.reading, ids, self.count, checked[2]) and checked[2] > 1:
+        chosen = self._weights_of_all(ids, weights[0])
+        if isinstance(chosen, Refusal):
+            return chosen
+        if (once or hits[0].alone) and not are_distinct(self.reading, ids, self.count, chosen[2]) and chosen[2] > 1:
             return Refusal(
                 ids, "A token may have an expert id twice, as far as can be proved, and its row would count once.",
                 "Take the ids from one topk over the experts, or add with index_add_.",
             )  # fmt: skip
-        return self._combined(source, checked, total, start)
+        return self._combined(source, chosen, total, start)
 
-    def _taken(self, expert: Expert) -> tuple[fx.Node, Any] | None:
-        """(tokens or rows [N, H], the index or mask by which an expert takes its own)."""
-        found: list[tuple[fx.Node, Any]] = []
+    def _weights_of_all(self, ids: fx.Node, weights: fx.Node) -> tuple[fx.Node, Any, int] | Refusal:
+        """(ids, weights, K) of weights [T, K], or of scores for all experts."""
+        given = example(weights)
+        if self._one_each(ids) and given is not None and equal_sizes(given.numel(), self.tokens):
+            return ids, weights, 1
+        if same_shape(ids, weights):
+            return self._checked(ids, weights)
+        found = selected_of(self.reading, weights, self.tokens, self.count, Spread(self.tokens, 1), self.floor)
+        if isinstance(found, Refusal):
+            return found
+        if not self.reading.same(found.ids, ids):
+            return self._no("The scores are zero for others than the experts that take the rows.")
+        return found.ids, found.weights, found.top_k
+
+    def _put_in_turn(self, ends: Sequence[_End], indices: Sequence[Any]) -> fx.Node | None:
+        """What the experts have written one after the other, each the results of its tokens."""
+        total: fx.Node | None = None
+        for end, index in zip(self._in_order(ends), self._in_order(indices, ends), strict=True):
+            placed = self.order.placed(end.reader)
+            if placed is not None and placed.rows is end.value and self.reading.same(placed.index, index):
+                before = placed.start
+            else:
+                put = self._put(end.reader, index)
+                if put is None or put[1] is not end.value:
+                    return None
+                before = put[0]
+            if total is not None and before is not total:
+                return None
+            total = end.reader
+        held = example(self.reading.operand(total)) if total is not None else None
+        return total if held is not None and no_narrower(held.dtype, self.floor_of_results) else None
+
+    def _taken(self, expert: Expert) -> tuple[fx.Node, Any, fx.Node] | None:
+        """(tokens or rows [N, H], the index or mask by which an expert takes its own, what is indexed by it)."""
+        found: list[tuple[fx.Node, Any, fx.Node]] = []
         for up in expert.ups:
             value = self.reading.uncast(up.rows, self.floor)
             call = self.reading.read(value, "index fancy", "index")
@@ -496,7 +631,7 @@ class _Loop:
             source = source if rank(source) == 2 else call["x"]
             if not isinstance(index, fx.Node):
                 return None
-            found.append((source, index))
+            found.append((source, index, call["x"]))
         first = found[0]
         same = all(row[0] is first[0] and self.reading.same(row[1], first[1]) for row in found)
         return first if same else None
@@ -514,20 +649,28 @@ class _Loop:
         shape = example(value)
         if shape is not None and shape.dtype == torch.bool:
             return self._hit(value, number, value, 0)
+        listed = self.reading.read(value, "nonzero", "as_tuple")  # of one dimension, squeezed
+        if listed is not None and rank(listed["x"]) == 1 and not listed["as_tuple"]:
+            return self._hit(listed["x"], number, value, 0)
         return None
 
     def _hit(self, mask: Any, number: int, places: fx.Node, place: int) -> _Hits | None:
-        found = self._pairs(mask, number)
-        if found is not None and rank(mask) == 2:
+        found, boolean = self._pairs(mask, number), places is mask
+        if found is not None:
             ids, flipped = found
-            return _Hits(ids, places, int(flipped), False) if place == int(flipped) else None
+            if rank(mask) == 2 and rank(ids) == 2 and not boolean:
+                return _Hits(ids, places, int(flipped), False) if place == int(flipped) else None
+            alone = not flipped and self._one_each(ids) and (rank(mask) == 1 or boolean)
+            return _Hits(ids, places, 0, True) if alone and place == 0 else None
         any_slot = self.reading.read(self.reading.exact(mask, 2), "any sum amax", "dim")
-        if any_slot is None or rank(mask) != 1 or rank(any_slot["x"]) != 2 or place != 0:
+        found = None if any_slot is None else self._pairs(any_slot["x"], number)
+        if any_slot is None or found is None or place != 0 or not (rank(mask) == 1 or boolean):
             return None
-        found = self._pairs(any_slot["x"], number)
-        if found is None or any_slot["dim"] not in ((0,) if found[1] else (-1, 1)):
-            return None
-        return _Hits(found[0], places, 0, True)
+        dims = rank(any_slot["x"]) or 0
+        wanted = (0,) if found[1] else (-1, dims - 1)
+        shape = example(mask)
+        fits = any_slot["dim"] in wanted and shape is not None and equal_sizes(shape.numel(), self.tokens)
+        return _Hits(found[0], places, 0, True) if fits else None
 
     def _weights_at(self, factor: Any, hit: _Hits, number: int) -> fx.Node | None:
         """The weights [T, K] that ``factor`` takes at the pairs of ``hit``."""
@@ -536,12 +679,7 @@ class _Loop:
         if call is None:
             return None
         if hit.alone:
-            parts = [call["index"]] if isinstance(call["index"], fx.Node) else [*call["index"]]
-            place, *rest = [part for part in parts if part is not None]
-            if rest or not self._is_places(place, hit):
-                return None
-            found = self._weight_of_pairs(call["x"], number)
-            return found[1] if found is not None and self.reading.same(found[0], hit.ids) else None
+            return self._weights_of_tokens(call, hit, number)
         index = call["index"] if isinstance(call["index"], list | tuple) else ()
         parts = [part for part in index if part is not None]
         if len(parts) != 2 or rank(call["x"]) != 2:
@@ -553,6 +691,21 @@ class _Loop:
                 return None
         weights: fx.Node = self.reading.uncast(call["x"], self.floor)
         return weights
+
+    def _weights_of_tokens(self, call: Call, hit: _Hits, number: int) -> fx.Node | None:
+        """The weights, or the scores for all experts, from which an expert's tokens take their own."""
+        parts = [call["index"]] if isinstance(call["index"], fx.Node) else [*call["index"]]
+        place, *rest = [part for part in parts if part is not None]
+        if not self._is_places(place, hit):
+            return None
+        source: fx.Node = call["x"]
+        if rest:  # scores[mask, e]
+            return self._scores(source) if rest == [number] and rank(source) == 2 else None
+        found, given = self._weight_of_pairs(source, number), example(source)
+        if found is not None:
+            return found[1] if self.reading.same(found[0], hit.ids) else None
+        single = self._one_each(hit.ids) and given is not None and equal_sizes(given.numel(), self.tokens)
+        return self.reading.uncast(source, self.floor) if single else None
 
     def _is_places(self, value: Any, hit: _Hits) -> bool:
         value = self.order.bare(value)

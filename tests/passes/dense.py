@@ -124,7 +124,7 @@ SCORES: dict[str, Callable[[Tensor, Sizes], Tensor]] = {
 }  # fmt: skip
 # With K of 1.
 FIRST: dict[str, Callable[[Tensor, Sizes], Tensor]] = {
-    "argmax": lambda logits, s: logits.softmax(-1) * F.one_hot(logits.argmax(-1), s.E),
+    "argmax": lambda logits, s: (lambda scores: scores * F.one_hot(scores.argmax(-1), s.E))(logits.softmax(-1)),
     "max": lambda logits, s: _max(logits, s),
 }
 

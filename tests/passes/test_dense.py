@@ -118,6 +118,21 @@ def test_router_is_fused_too(scores, routing):
     assert (row.routing, row.experts, row.K) == (routing, "dense", K)
 
 
+@pytest.mark.parametrize("scores", dense.FIRST)
+def test_router_of_one_expert(scores):
+    """max and argmax are a topk of one."""
+    sizes = dense.Sizes(T, E, 1, H, I)
+
+    def program(x, gate, w1, w2):
+        return every_expert(x, dense.FIRST[scores](F.linear(x, gate), sizes), w1, w2)
+
+    inputs = weights(dtype=torch.float32).values()
+    (row,) = moe_ops.explain(program, *inputs).fused
+    assert (row.routing, row.K) == ("softmax", 1)
+    outcome = check(program, *inputs, fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 1)
+
+
 def test_scores_that_somebody_else_reads_stay():
     """A load-balancing loss reads the dense scores: they stay, the products of all experts go."""
 

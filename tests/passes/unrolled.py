@@ -111,7 +111,35 @@ PICKS: dict[str, Callable[[list[Tensor], Tensor, Tensor], Tensor]] = {
     "sum": lambda outs, ids, w: (torch.stack(outs) * _dense(ids, w, len(outs)).t().unsqueeze(-1)).sum(0),
     "bmm": lambda outs, ids, w: (_dense(ids, w, len(outs)).unsqueeze(1) @ torch.stack(outs, dim=-2)).squeeze(1),
 }
-WAYS = ("factors", "factors", "rows", "rows", "rows", "stacked", "masked", "pairs")
+# One expert for each token: (out, mask [T], rows for all tokens or those of the mask, weights [T]) -> out.
+
+
+def _put_where(out: Tensor, mask: Tensor, expert: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return torch.where(mask.unsqueeze(-1), expert(x), out)
+
+
+def _add_where(out: Tensor, mask: Tensor, expert: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return out + torch.where(mask[:, None], expert(x), 0.0)
+
+
+def _put_at(out: Tensor, mask: Tensor, expert: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    (mine,) = torch.where(mask)
+    out[mine] = expert(x[mine])
+    return out
+
+
+def _copy_at(out: Tensor, mask: Tensor, expert: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    mine = mask.nonzero().squeeze(-1)
+    return out.index_copy(0, mine, expert(x[mine]))
+
+
+def _put_by_mask(out: Tensor, mask: Tensor, expert: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    out[mask] = expert(x[mask])
+    return out
+
+
+SINGLES = {"where": _put_where, "add_where": _add_where, "put": _put_at, "copy": _copy_at, "mask": _put_by_mask}
+WAYS = ("factors", "factors", "rows", "rows", "rows", "stacked", "masked", "pairs", "single")
 
 
 @dataclass(frozen=True)
@@ -120,7 +148,8 @@ class Case:
 
     Attributes:
         way: "factors" (all tokens, times a factor), "rows" (those of an expert's pairs), "stacked" (picked from the
-            results of all), "masked" (tokens by a mask), "pairs" (rows of pairs by a mask).
+            results of all), "masked" (tokens by a mask), "pairs" (rows of pairs by a mask), "single" (one expert for
+            each token, weighted after all of them).
     """
 
     seed: int
@@ -204,8 +233,19 @@ def block(case: Case, mutations: tuple[str, ...]) -> Callable[..., Any]:
             out = start
             for e in experts:
                 mask = at("mask", (ids == at("number", e, e)).any(dim=-1), e)
-                score = (weights * (ids == e)).sum(-1)
-                out[mask] += at("row", expert(e, at("tokens", x[mask], e)) * score[mask].unsqueeze(-1), e)
+                if names["score"] == "sum":
+                    score = (weights * (ids == e)).sum(-1)[mask].unsqueeze(-1)
+                else:
+                    score = _dense(ids, weights, s.E)[mask, e].unsqueeze(1)
+                out[mask] += at("row", expert(e, at("tokens", x[mask], e)) * score, e)
+        elif case.way == "single":
+            out = torch.zeros_like(x) if names["single"] == "add_where" else start
+            for e in experts:
+                mask = at("mask", ids[:, 0] == at("number", e, e), e)
+                out = SINGLES[names["single"]](
+                    out, mask, lambda rows, e=e: at("row", expert(e, at("tokens", rows, e)), e), x
+                )
+            out = out * weights
         else:
             rows, flat = x.repeat_interleave(s.K, dim=0), ids.view(-1)
             outs = torch.empty_like(rows) if names["start"] == "new_zeros" else torch.zeros_like(rows)
@@ -299,6 +339,7 @@ _PLACES = {
     "rows": {"weights", "ids", "seconds", "inner", "result", "experts", "pairs", "number", "tokens", "row_weights",
              "target", "row", "out"},
     "masked": {"weights", "ids", "seconds", "inner", "result", "experts", "number", "mask", "row", "tokens", "out"},
+    "single": {"weights", "ids", "seconds", "inner", "result", "experts", "number", "mask", "row", "tokens", "out"},
     "pairs": {"weights", "ids", "seconds", "inner", "result", "experts", "number", "mask", "row", "tokens", "out"},
 }  # fmt: skip
 
@@ -311,6 +352,8 @@ def make(seed: int, misses: int | None = None) -> Case:
     apart = gated and rng.random() < 0.4
     dtype = rng.choice((torch.float32, torch.float32, torch.bfloat16))
     way = rng.choice(WAYS)
+    if way == "single":
+        sizes = replace(sizes, K=1)
     names = {
         "router": rng.choice(list(generator.routers(sizes))), "slices": rng.choice(list(SLICES)),
         "product": rng.choice(list(PRODUCTS)), "start": rng.choice(list(STARTS)),
@@ -318,7 +361,8 @@ def make(seed: int, misses: int | None = None) -> Case:
         "halves": rng.choice([name for name in generator.halves(sizes) if "unbind" not in name and "view" not in name]),
     }  # fmt: skip
     more = {"factors": {"factors": FACTORS, "sum": ("add", "add_", "radd")}, "stacked": {"pick": PICKS},
-            "rows": {"pairs": PAIRS, "take": TAKES, "weights": WEIGHTS, "add": ADDS}}  # fmt: skip
+            "rows": {"pairs": PAIRS, "take": TAKES, "weights": WEIGHTS, "add": ADDS}, "single": {"single": SINGLES},
+            "masked": {"score": ("sum", "scores")}}  # fmt: skip
     names |= {part: rng.choice(list(forms)) for part, forms in more.get(way, {}).items()}
     batch = rng.choice([b for b in (1, 1, 2) if sizes.T % b == 0])
     if (batch > 1 and names["router"] in ("deepseek", "softmax_groups", "sigmoid_biased")) or names["start"] == "more":
