@@ -32,7 +32,8 @@ class Fused:
         module: path of the experts' module, when the model is one of modules.
         routing: routing of `fused_topk`, or "kept" when the router stays in the graph.
         router_note: why the router stays; empty when it does not.
-        experts: spelling of the experts in the model ("grouped_mm", "batched_mm").
+        experts: spelling of the experts in the model: "grouped_mm" (rows sorted by expert), "batched_mm" (weights
+            gathered by ids), "dense" (all experts for all tokens), "loop" (one expert after the other).
         activation, glu_layout, scheme, backend: what the operator runs.
         E, K, H, I: experts, top-k, hidden and expert width.
     """

@@ -145,7 +145,9 @@ class Body:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """How rows are made from tokens: ``form`` is the spelling ("grouped_mm", "batched_mm").
+    """How rows are made from tokens: ``form`` is the spelling: "grouped_mm", "batched_mm", "dense" or "loop".
+
+    ``hidden`` is [T, H]; where every token meets every expert it may be [..., H].
 
     ``ids`` is any value whose row-major elements are the R expert ids; ``perm`` sorts them by expert, None = unsorted.
     ``wrapped``: a negative id counts from the end, as indexing the weights by it does. ``weights``: R routing weights,

@@ -1,7 +1,8 @@
 """The only file that inserts nodes: `fused_topk` and `fused_experts` for a match, a larger operator for a chain.
 
 Why the rewrite is legal. `recognise` has proved that (1) the products, two or three, read rows of one token tensor,
-ordered by one id tensor, over one number of experts; (2) between them stands an activation of `meta.activations`; (3)
+ordered by one id tensor, over one number of experts; or all tokens for all experts, at once or one after the other, of
+which scores leave K by construction; (2) between them stands an activation of `meta.activations`; (3)
 the result is the sum over each token's K rows, which the routing weights multiply before or after the experts, or that
 sum added to a tensor; (4) no value computed inside is used outside, but for what is made of the ids alone, which stays;
 (5) no input is overwritten between its first use in the block and the block's end, where the operator is inserted; (6)
@@ -9,7 +10,8 @@ gradients flow where they flowed before. So the block computes what `fused_exper
 accumulates, activates and combines in fp32, and that ids of E and more contribute exactly zero (transformers writes
 masks to that effect, which disappear with the block). Ids that index weights from the end where they are negative get E
 added. A router is replaced only when its weights and ids have no reader outside of the block. Casts of the routing
-weights to a narrower dtype, that of the hidden states at the least, disappear: the operator takes them in fp32.
+weights to a narrower dtype, that of the hidden states at the least, disappear: the operator takes them in fp32. Experts
+that a token did not select are no longer computed for it: where 0 times an infinity of theirs was NaN, it is nothing.
 
     linear -> float -> softmax -> topk -> div --+--> reshape, sort, index, histc, cumsum, _grouped_mm, chunk, silu, mul,
                                                 |    _grouped_mm, mul, setitem, index, view, sum, to     (31 nodes)

@@ -1076,8 +1076,10 @@ MUTATIONS.update(
         "hidden_transposed": _set(None, lambda s: s.T == s.H, hidden=lambda s: lambda x: x.t()),
         "rows_in_float8": _set(None, rows_out=lambda s: lambda rows: rows.to(torch.float8_e4m3fn).to(rows.dtype)),
         "rows_in_integers": _set(None, rows_out=lambda s: lambda rows: (rows * 8).int().to(rows.dtype)),
+        # (one weighted row for each token is the block's result, whose last bit becomes any bit)
         "rows_reinterpreted": _set(
-            None, rows_out=lambda s: lambda rows: rows.bfloat16().clone().view(torch.float16).to(rows.dtype)
+            None, where=lambda case: case.sizes.K > 1 or not case.weights["before"],
+            rows_out=lambda s: lambda rows: rows.bfloat16().clone().view(torch.float16).to(rows.dtype),
         ),
         "rows_doubled": _set(None, rows_out=lambda s: lambda rows: rows + rows),
         "rows_flipped": _set(None, rows_out=lambda s: lambda rows: rows.flip(0)),
