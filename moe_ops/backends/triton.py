@@ -25,7 +25,7 @@ from meta.dims import Problem
 from meta.operands import Glu, Operand
 from meta.schemes import SCHEMES
 from moe_ops.backends import triton_plans
-from moe_ops.kernels.triton import act_quant, batched_io, combine, permute, topk, wgrad
+from moe_ops.kernels.triton import act_quant, batched_io, combine, permute, small, topk, wgrad
 from moe_ops.kernels.triton.expert_mm import batched_mm as launch_batched_mm
 from moe_ops.kernels.triton.expert_mm import grouped_mm as launch_grouped_mm
 from moe_ops.kernels.triton.launch import ExpertMM
@@ -156,7 +156,10 @@ def _layer(call: LayerCall) -> tuple[Layer, Plan]:
     problem, weights, dtype = call.problem, call.experts, call.out_dtype
     up = ExpertMM(weights.gate_up, dtype, up=weights.up, bias=weights.gate_up_bias, **_epilogue(weights.glu))
     down = ExpertMM(weights.down, dtype, bias=weights.down_bias)
-    plan = triton_plans.plan_for(LayerKey.of(problem), bucket(int(problem.T)), *gpu_of(call.device))
+    wanted = (LayerKey.of(problem), bucket(int(problem.T)), *gpu_of(call.device))
+    plan = triton_plans.plan_for(*wanted)
+    if plan.sequence == "small" and not small.reads_rows(up, down):
+        plan = triton_plans.by_products(*wanted)
     return Layer(up, down, problem.scheme, call.expert_map, call.weight_on_input, call.capacity), plan
 
 

@@ -142,6 +142,20 @@ def test_transposed_weights(plan):
     assert_rounded(*run(plan, arguments, options))
 
 
+@pytest.mark.parametrize("stored", ["rows", "columns", "columns of the second"])
+def test_only_contiguous_rows_are_streamed(stored, monkeypatch):
+    """Weights [E, K, N] take the products at a few tokens, too: rows in pieces are read at a fifth of the rate."""
+    torch.manual_seed(5)
+    arguments, options = case(T=1)
+    for i in {"rows": (), "columns": (1, 2), "columns of the second": (2,)}[stored]:
+        arguments[i] = arguments[i].transpose(1, 2).contiguous().transpose(1, 2)
+    monkeypatch.setattr(triton_plans, "plan_for", lambda *_: PLANS["small"])
+    ran, experts = [], small.small_experts
+    monkeypatch.setattr(small, "small_experts", lambda *a, **named: ran.append(1) or experts(*a, **named))
+    assert_rounded(*run("small", arguments, options))
+    assert bool(ran) == (stored == "rows")
+
+
 def test_batched_overflow_drops_the_same_pairs_as_the_reference(monkeypatch):
     torch.manual_seed(6)
     monkeypatch.setattr(triton_plans, "plan_for", lambda *_: PLANS["batched"])
