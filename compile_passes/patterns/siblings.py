@@ -215,7 +215,12 @@ class _Loop:
         if call is None or call["x"] is not value or type(call["y"]) not in (int, float) or call["y"] != 0:
             return None
         mask: fx.Node = call["mask"]
-        return mask if same_shape(reader, value) else None
+        return mask if same_shape(reader, value) and self._is_by_token(mask, value) else None
+
+    def _is_by_token(self, mask: Any, value: fx.Node) -> bool:
+        """Whether ``mask`` is one for all features of ``value`` [..., H], not one that is broadcast over tokens."""
+        shape = example(value)
+        return shape is not None and has_shape(mask, *shape.shape[:-1], 1)
 
     @property
     def floor_of_results(self) -> torch.dtype:
@@ -295,7 +300,7 @@ class _Loop:
         if call is None or result is None or shape is None or not isinstance(values, list | tuple):
             return None
         dim = call["dim"] % shape.dim()
-        if [*values] != [end.value for end in ends] or any(end.factor is not None for end in ends):
+        if [*values] != [end.value for end in ends] or any(end.factor or end.mask for end in ends):
             return None
         if call.name == "cat":  # of [..., 1, ..., H]
             if not equal_sizes(result.shape[dim], 1):
@@ -321,6 +326,8 @@ class _Loop:
                 or call["x"] is not end.value
                 or (total is not None and call["y"] is not total)
             ):
+                return None
+            if end.mask is not None or not self._is_by_token(call["mask"], end.value):
                 return None
             if not same_shape(end.reader, end.value) or not self._one_each(pair[0]) or example(call["y"]) is None:
                 return None
@@ -539,7 +546,7 @@ class _Loop:
     def _of_rows(self, ends: Sequence[_End | None]) -> tuple[Dispatch, Combine] | Refusal | None:
         """Rows of every expert's pairs, or tokens, by the places where a mask is set."""
         taken = [self._taken(expert) for expert in self.experts]
-        if any(row is None for row in taken) or any(end is None for end in ends):
+        if any(row is None for row in taken) or any(end is None or end.mask is not None for end in ends):
             return None
         rows, met = [row for row in taken if row is not None], [end for end in ends if end is not None]
         source, shape = rows[0][0], example(rows[0][0])

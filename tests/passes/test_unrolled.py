@@ -171,6 +171,30 @@ def test_refused_with_the_reason(program):
     assert (outcome.problem, outcome.fused) == (None, 0)
 
 
+def test_mask_that_is_broadcast_over_the_tokens():
+    """As many tokens as features: a mask [T] is one of features, and chooses no tokens."""
+
+    def program(x, gate, w1, w2):
+        x = x[:1].expand(H, H) + torch.eye(H)
+        scores, choice = F.linear(x, gate).softmax(-1).max(dim=-1)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            out = torch.where(choice == e, expert(x, w1[e], w2[e]), out)
+        return out * scores.unsqueeze(-1)
+
+    def added(x, gate, w1, w2):
+        x = x[:1].expand(H, H) + torch.eye(H)
+        scores, choice = F.linear(x, gate).softmax(-1).max(dim=-1)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            out = out + torch.where(choice == e, expert(x, w1[e], w2[e]) * scores.unsqueeze(-1), 0.0)
+        return out
+
+    for form in (program, added):
+        outcome = check(form, *weights(dtype=torch.float32).values(), fullgraph=True)
+        assert (outcome.problem, outcome.fused) == (None, 0)
+
+
 def test_added_in_place_to_what_is_there():
     """Every addition of the chain goes, and what it added to is read before any of them."""
 
