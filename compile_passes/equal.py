@@ -94,6 +94,10 @@ class Values:
             value = call["x"]
         return value
 
+    def is_zeros(self, value: Any) -> bool:
+        """Whether ``value`` is 0 everywhere, made so, in whatever shape."""
+        return self.named(self.strip(value), "zeros", "zeros_like") is not None
+
     def same(self, left: Any, right: Any, depth: int = _DEPTH) -> bool:
         """Whether two values hold provably equal numbers in row-major order: one node, or equal pure calls."""
         left, right = self.strip(left), self.strip(right)

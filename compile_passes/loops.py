@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_passes.stacking import expert_lists, held_by_optimizers, stack_list, why_not
+from compile_passes.stacking import expert_lists, stack_list, taken_elsewhere, why_not
 
 log = logging.getLogger(__name__)
 
@@ -122,13 +122,13 @@ def prepare(model: nn.Module) -> None:
 
 def _stack_lists(model: nn.Module) -> None:
     """Stack the lists of experts that a capturable loop runs over, and allow the capture of what it needs."""
-    held = held_by_optimizers()
+    owners = {found: type(model.get_submodule(found.path.rpartition(".")[0])) for found in expert_lists(model)}
+    looping = {kind for kind in set(owners.values()) if _loops_over_data(kind)}  # `find_loops` names these
+    lists = [found for found, kind in owners.items() if kind not in looping]
+    taken = taken_elsewhere(model) if lists else {}
     done, left = [], []
-    for found in expert_lists(model):
-        owner = model.get_submodule(found.path.rpartition(".")[0])
-        if _loops_over_data(type(owner)):
-            continue  # `find_loops` names it
-        problem = why_not(model, found, held)
+    for found in lists:
+        problem = why_not(found, taken)
         if problem is None:
             stack_list(found)
             done.append(found.path)
@@ -192,7 +192,7 @@ def _stacked_weights(name: str, module: nn.Module) -> list[nn.Parameter]:
 
 
 def _loops_over_data(kind: type[nn.Module]) -> bool:
-    """Whether ``forward``, or a method or function that it calls, loops over what only the data knows."""
+    """Whether ``forward`` of a class, or a method or function that it calls, loops over what only the data knows."""
     return any(_has_such_loop(tree) for tree in _forward_code(kind))
 
 

@@ -23,6 +23,11 @@ CREATES = frozenset({"zeros", "zeros_like", "empty", "empty_like", "ones", "ones
 _OUT_OF_PLACE = "Use the out-of-place form of this operation, or move it after the block."
 
 
+def readers_of_numbers(reading: Reading, value: fx.Node) -> list[fx.Node]:
+    """The nodes that read more of ``value`` than its shape, in graph order."""
+    return [reader for reader in reading.readers(value) if reading.named(reader, *CREATES) is None]
+
+
 def unknown_tensors(reading: Reading, region: Collection[fx.Node], inputs: Iterable[fx.Node]) -> Refusal | None:
     """A refusal when a tensor of the block is of a type that the operators do not know, or of a function transform."""
     for node in (*inputs, *region):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -69,9 +70,9 @@ def stack_experts_(model: nn.Module, *names: str) -> nn.Module:
             "stack_experts_", "model", 'a module with an nn.ModuleList of experts, called "...expert..."',
             f"{type(model).__name__} without one. Name the list: stack_experts_(model, \"layers.0.ffns\")",
         )  # fmt: skip
-    held = held_by_optimizers()
+    taken = taken_elsewhere(model)
     for found in lists:
-        problem = why_not(model, found, held)
+        problem = why_not(found, taken)
         if problem is not None:
             raise fail("stack_experts_", "model", "a model whose lists of experts can be stacked", problem)
     for found in lists:
@@ -114,8 +115,12 @@ def expert_lists(model: nn.Module, names: tuple[str, ...] = ()) -> list[ExpertLi
     return found
 
 
-def why_not(model: nn.Module, found: ExpertList, held: Mapping[int, str]) -> str | None:
-    """Why a list cannot be stacked, in words; None when it can."""
+def why_not(found: ExpertList, taken: Mapping[int, str]) -> str | None:
+    """Why a list cannot be stacked, in words; None when it can.
+
+    Args:
+        taken: what `taken_elsewhere` says of the model's parameters.
+    """
     first = found.experts[0]
     shape = {name: _facts(weight) for name, weight in first.named_parameters(remove_duplicate=False)}
     for place, expert in enumerate(found.experts):
@@ -126,16 +131,9 @@ def why_not(model: nn.Module, found: ExpertList, held: Mapping[int, str]) -> str
         if list(own) != list(shape):
             return f"{where} has other parameters than {found.path}.0"
         for name, weight in own.items():
-            problem = _unfit(weight, shape[name]) or held.get(id(weight))
+            problem = _unfit(weight, shape[name]) or taken.get(id(weight))
             if problem is not None:
                 return f"{where}.{name}, which {problem}"
-    users: dict[int, int] = {}
-    for _, weight in model.named_parameters(remove_duplicate=False):
-        users[id(weight)] = users.get(id(weight), 0) + 1
-    for place, expert in enumerate(found.experts):
-        for name, weight in expert.named_parameters(remove_duplicate=False):
-            if users.get(id(weight), 1) > 1:
-                return f"{found.path}.{place}.{name}, which the model uses in more than one place"
     return None
 
 
@@ -158,14 +156,15 @@ def _unfit(weight: torch.Tensor, like: tuple[Any, ...]) -> str | None:
     return None
 
 
-def held_by_optimizers() -> dict[int, str]:
-    """Parameters of the optimizers that exist, by id, and what is wrong with that."""
-    held = {}
+def taken_elsewhere(model: nn.Module) -> dict[int, str]:
+    """Parameters that somebody holds besides their expert, by id, and who: the model once more, or an optimizer."""
+    users = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+    taken = {weight: "the model uses in more than one place" for weight, count in users.items() if count > 1}
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.optim.Optimizer):  # isinstance would ask proxies for their class
             why = f"a {type(thing).__name__} optimizer holds already: make it after stacking the experts"
-            held.update({id(weight): why for group in thing.param_groups for weight in group["params"]})
-    return held
+            taken.update({id(weight): why for group in thing.param_groups for weight in group["params"]})
+    return taken
 
 
 # ---- stacking

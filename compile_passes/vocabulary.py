@@ -351,9 +351,9 @@ def _finish(node: fx.Node, name: str, parameters: tuple[str, ...]) -> Call:
     elif name == "permute" and isinstance(args.get("dims"), int):  # x.permute(0, 2, 1)
         args = {"x": args["x"], "dims": [args[key] for key in args if key != "x"]}
     elif name in ("setitem", "index_put"):
-        name, args["index"] = "index_put", _single(args["index"])
+        name, args["index"] = "index_put", single(args["index"])
     elif name == "index":
-        args["index"] = _single(args["index"])
+        args["index"] = single(args["index"])
     elif name in ("clamp_min", "clamp_max"):
         name = "clamp"
     elif name == "div" and args.get("rounding_mode") in ("floor", "trunc"):
@@ -415,11 +415,9 @@ def _without_the_rest(index: Any) -> Any:
     return index[0] if whole and not any(isinstance(part, fx.Node) for part in index[1:]) else index
 
 
-def _single(index: Any) -> Any:
-    """``[i]`` and ``(i,)`` are ``i``: an index list of one tensor."""
-    if isinstance(index, list | tuple) and len(index) == 1:
-        return index[0]
-    return index
+def single(value: Any) -> Any:
+    """``[i]`` and ``(i,)`` are ``i``: an index of one tensor, or one dimension."""
+    return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
 
 
 def _bind(node: fx.Node, parameters: tuple[str, ...]) -> dict[str, Any]:

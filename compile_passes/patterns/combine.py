@@ -12,14 +12,12 @@ from torch import fx
 
 from compile_passes.equal import is_float_cast, is_noop_cast, no_narrower
 from compile_passes.match import Combine, Dispatch, Product, Refusal, Value
-from compile_passes.patterns.rows import Order, is_ramp, sorts
+from compile_passes.patterns.rows import BLANK, Order, is_ramp, sorts
 from compile_passes.reading import Reading
+from compile_passes.safety import readers_of_numbers
 from compile_passes.vocabulary import Call, example, has_shape, same_shape, two_labelled
 
 _NORM_SEARCH = 12
-# Calls that read the shape of their operand and none of its numbers.
-_SHAPE_ONLY = ("empty_like", "zeros_like", "ones_like", "metadata")
-_BLANK = ("empty_like", "zeros_like", "zeros", "empty")
 
 
 @dataclass(frozen=True)
@@ -58,20 +56,20 @@ class _Walk:
     def run(self) -> Combine | Refusal:
         state = self.start
         while not state.done:
-            readers = [r for r in self.reading.readers(state.value) if self.reading.named(r, *_SHAPE_ONLY) is None]
+            readers = readers_of_numbers(self.reading, state.value)
             step = self._step(state, readers[0]) if len(readers) == 1 and self._known(state.value) else None
             if step is None and self._is_whole(state):
                 break
             if step is None:
                 return stopped(self.reading, state.value, readers)
             state = step
-        output = final_cast(self.reading, self.dispatch.hidden, state.value)
-        if isinstance(output, Refusal):
-            return output
-        weights = self._all_weights(state, output)
+        found = final_cast(self.reading, self.dispatch.hidden, state.value)
+        if isinstance(found, Refusal):
+            return found
+        weights = self._all_weights(state, found[0])
         if isinstance(weights, Refusal):
             return weights
-        return Combine(weights, output, state.value, state.added)
+        return Combine(weights, found[0], state.value, state.added)
 
     def _is_whole(self, state: _State) -> bool:
         """Whether one expert for each token leaves nothing to sum."""
@@ -124,7 +122,7 @@ class _Walk:
         """``rows[inverse]``, or ``empty_like(rows)[perm] = rows``."""
         put = self.order.placed(reader)
         if put is not None:
-            blank, target = self.reading.named(put.start, *_BLANK), example(put.start)
+            blank, target = self.reading.named(put.start, *BLANK), example(put.start)
             return (
                 blank is not None and target is not None and no_narrower(target.dtype, self.floor)
                 and has_shape(put.start, self.rows, self.width) and put.rows is state.value
@@ -193,8 +191,8 @@ class _Walk:
             or not self._are_tokens(state, added.index, added.wide)
         ):  # fmt: skip
             return None
-        zeros = self.reading.named(self.reading.strip(added.start), "zeros", "zeros_like") is not None
-        return replace(state, value=reader, done=True, added=None if zeros else added.start)
+        start = None if self.reading.is_zeros(added.start) else added.start
+        return replace(state, value=reader, done=True, added=start)
 
     def _are_tokens(self, state: _State, value: Any, wide: bool) -> bool:
         """Whether ``value`` is the token of every row."""
@@ -208,25 +206,22 @@ class _Walk:
         return found.kind == "token" and bool(found.top_k == self.dispatch.top_k)
 
 
-def _is_result(value: fx.Node, flat: tuple[Any, ...], shapes: Sequence[fx.Node]) -> bool:
-    return has_shape(value, *flat) or any(same_shape(value, shape) for shape in shapes)
-
-
 def final_cast(
     reading: Reading, hidden: fx.Node, value: fx.Node, shapes: Sequence[fx.Node] = ()
-) -> fx.Node | Refusal:  # fmt: skip
-    """The sum over the experts ``value`` in the dtype of the hidden states, and as [tokens, hidden], or of one of the
-    ``shapes``.
+) -> tuple[fx.Node, fx.Node | None] | Refusal:  # fmt: skip
+    """The sum over the experts ``value`` in the dtype of the hidden states, and as [tokens, hidden] or of one of the
+    ``shapes``; and which of these, where it is not [tokens, hidden].
     """
     tokens = example(hidden)
     while True:
-        tensor, readers = example(reading.operand(value)), reading.readers(value)
+        held, readers = reading.operand(value), reading.readers(value)
+        tensor = example(held)
         if tensor is None or tokens is None:
             break
         flat = (math.prod(tokens.shape[:-1]), tensor.shape[-1])
         call = reading.read(readers[0], "cast view") if len(readers) == 1 else None
         if call is not None and call.name == "view":
-            if _is_result(readers[0], flat, shapes) and not _is_result(reading.operand(value), flat, shapes):
+            if _is_result(readers[0], flat, shapes) and not _is_result(held, flat, shapes):
                 value = readers[0]
                 continue
             call = None
@@ -237,8 +232,8 @@ def final_cast(
             continue
         if tensor.dtype != tokens.dtype:
             break
-        if _is_result(reading.operand(value), flat, shapes):
-            return value
+        if _is_result(held, flat, shapes):
+            return value, None if has_shape(held, *flat) else _alike(held, shapes)
         return Refusal(
             value, "The sum over experts is not [tokens, hidden].", "Sum into one row for every token, no more."
         )
@@ -246,6 +241,14 @@ def final_cast(
         value, "The sum over experts is used in another dtype than the hidden states.",
         "Cast it with .to(hidden_states.dtype) before using it.",
     )  # fmt: skip
+
+
+def _is_result(value: fx.Node, flat: tuple[Any, ...], shapes: Sequence[fx.Node]) -> bool:
+    return has_shape(value, *flat) or _alike(value, shapes) is not None
+
+
+def _alike(value: fx.Node, shapes: Sequence[fx.Node]) -> fx.Node | None:
+    return next((shape for shape in shapes if same_shape(shape, value)), None)
 
 
 def stopped(reading: Reading, value: fx.Node, readers: list[fx.Node]) -> Refusal:

@@ -39,10 +39,11 @@ def dense_product(reading: Reading, node: fx.Node) -> Product | None:
     stacked = example(weight.node)
     if stacked is None or equal_sizes(stacked.shape[0], 1):
         return None
-    bias = _first_bias(reading, node, found)
-    product = Product(
-        node, found.rows, weight, weight.node, bias, None, (), node, spread=(found.of_rows, found.of_result)
-    )
+    call, orders = reading.named(node, "baddbmm"), (found.of_rows, found.of_result)
+    bias = None if call is None else _stacked_bias(reading, call["bias"], node, found.of_result)
+    if call is not None and bias is None:
+        return None
+    product = Product(node, found.rows, weight, weight.node, bias, None, (), node, spread=orders)
     return _with_bias(reading, product)
 
 
@@ -127,6 +128,7 @@ def permutation(call: Call, dims: int) -> list[int] | None:
 
 
 def alike(one: Spread | None, other: Spread | None) -> bool:
+    """Whether two orders are one, or there is none."""
     if one is None or other is None:
         return one is other
     return equal_sizes(one.before, other.before) and equal_sizes(one.after, other.after)
@@ -141,28 +143,19 @@ def axis_of(shape: Sequence[Any], spread: Spread, experts: Any) -> int | None:
     return None
 
 
-def _first_bias(reading: Reading, node: fx.Node, found: _Parts) -> fx.Node | None:
-    """The bias of a baddbmm."""
-    call = reading.named(node, "baddbmm")
-    return None if call is None else _stacked_bias(reading, call["bias"], node, found.of_result)
-
-
 def _with_bias(reading: Reading, product: Product) -> Product:
     """Follow a product through the removal of dimensions of size 1 and the addition of a bias."""
-    value, bias, order = product.result, product.bias, product.spread[1] if product.spread else None
-    while len(readers := reading.readers(value)) == 1:
+    value, order = product.result, product.spread[1] if product.spread else None
+    while product.bias is None and len(readers := reading.readers(value)) == 1:
         (reader,) = readers
-        if reading.read(reader, "view") is not None and bias is None and _drops_ones(reader, value):
+        if reading.read(reader, "view") is not None and _drops_ones(reader, value):
             value = reader
             continue
-        call = reading.read(reader, "add", "y") if bias is None else None
+        call = reading.read(reader, "add", "y") if same_shape(reader, value) else None
         added = None if call is None else call["y"] if call["x"] is value else call["x"]
-        bias = _stacked_bias(reading, added, value, order) if added is not None and same_shape(reader, value) else None
-        if bias is None:
-            return replace(product, bias=product.bias, result=value)
-        value = reader
-        return replace(product, bias=bias, result=value)
-    return replace(product, bias=bias, result=value)
+        bias = None if added is None else _stacked_bias(reading, added, value, order)
+        return replace(product, bias=bias, result=value if bias is None else reader)
+    return replace(product, result=value)
 
 
 def _drops_ones(reader: fx.Node, value: fx.Node) -> bool:

@@ -145,8 +145,7 @@ class _Counting:
         added = self.order.added(value)
         if added is None or not has_shape(added.start, self.experts):
             return False
-        zeros = self.reading.named(self.reading.strip(added.start), "zeros", "zeros_like")
-        return zeros is not None and self._are_ones(added.rows) and self._all_ids(added.index)
+        return self.reading.is_zeros(added.start) and self._are_ones(added.rows) and self._all_ids(added.index)
 
     def _are_ones(self, value: Any) -> bool:
         shape = example(value)
@@ -190,9 +189,9 @@ class _Counting:
     def _scattered(self, call: Call) -> bool:
         """torchtitan: ``zeros(T, E, bool).scatter(1, ids, True)``, right where a token's ids are distinct."""
         tokens, top_k = example(self.dispatch.hidden), self.dispatch.top_k
-        zeros = self.reading.named(self.reading.strip(call["x"]), "zeros", "zeros_like")
         return (
-            zeros is not None and tokens is not None and call["dim"] in (1, -1) and call["src"] in (1, True)
+            self.reading.is_zeros(call["x"]) and tokens is not None
+            and call["dim"] in (1, -1) and call["src"] in (1, True)
             and has_shape(call["x"], tokens.shape[0], self.experts)
             and has_shape(call["index"], tokens.shape[0], top_k) and self._all_ids(call["index"])
             and are_distinct(self.reading, call["index"], self.experts, top_k)

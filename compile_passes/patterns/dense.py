@@ -23,8 +23,8 @@ from compile_passes.patterns.ids import are_in_range
 from compile_passes.patterns.rows import Order, is_ramp
 from compile_passes.patterns.selection import selected_of
 from compile_passes.reading import Reading
-from compile_passes.safety import CREATES
-from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank, same_shape, two_labelled
+from compile_passes.safety import readers_of_numbers
+from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank, same_shape, single, two_labelled
 
 _LATER = "Apply the weights after the experts."
 
@@ -125,7 +125,7 @@ class _Dense:
         """The hidden states [..., H] that are the rows of a first product, and what multiplies them."""
         order = up.spread[0] if up.spread is not None else None
         if order is None:
-            return self._flat(up.rows), None
+            return self.order.flat(up.rows), None
         rows = self.reading.uncast(up.rows, self.floor)
         call, shape = self.reading.read(rows, "mul", "y"), example(rows)
         if call is not None and shape is not None:
@@ -138,18 +138,6 @@ class _Dense:
             return _outer(*found)
         return (None if shape is None else self._copies(rows, order, shape)), None
 
-    def _flat(self, value: Any) -> fx.Node | None:
-        """The hidden states [..., H] that ``value`` is a reshape or cast of: [T, H] where there are such."""
-        shape = example(value)
-        if shape is None:
-            return None
-        width = shape.shape[-2] if shape.dim() > 1 and equal_sizes(shape.shape[-1], 1) else shape.shape[-1]
-        views = [(node, example(node)) for node in self.reading.casts(value, self.floor)]
-        wide = [(node, view) for node, view in views if view is not None and equal_sizes(view.shape[-1], width)]
-        flat = [(node, view) for node, view in wide if view.dim() == 2]
-        found = (flat or wide)[-1:]
-        return found[0][0] if found else None
-
     def _copies(self, value: Any, order: Spread, rows: torch.Tensor) -> fx.Node | None:
         """The hidden states of which ``value`` is one copy for every expert, or has room for one, in ``rows``."""
         root = self.reading.uncast(value, self.floor)
@@ -157,14 +145,18 @@ class _Dense:
         if shape is None or given is None:
             return None
         if self._broadcasts(given, rows, order):
-            return self._flat(value)
+            return self.order.flat(value)
         if call is None or not equal_sizes(shape.numel(), rows.numel()):
             return None
         before = example(call["x"])
         if call.name in ("expand", "repeat") and before is not None:
             if self._broadcasts(before, shape, order):
-                return self._flat(call["x"])
-            return self._flat(call["x"]) if self._in_blocks(call, order) and before.dim() == shape.dim() == 2 else None
+                return self.order.flat(call["x"])
+            return (
+                self.order.flat(call["x"])
+                if self._in_blocks(call, order) and before.dim() == shape.dim() == 2
+                else None
+            )
         if self.reading.read(root, "repeat_interleave", "repeats dim") is not None:
             along = call["dim"] in (0, -2) and rank(call["x"]) == 2 and equal_sizes(order.after, 1)
             return call["x"] if along and equal_sizes(call["repeats"], self.experts) else None
@@ -218,7 +210,7 @@ class _Dense:
         inside = None if self.inside is None or inner is None else _Scores(self.inside, inner)
         state = _State(self.down.result, order, before or inside, done=order is None)
         while not state.done:
-            readers = [r for r in self.reading.readers(state.value) if self.reading.named(r, *CREATES) is None]
+            readers = readers_of_numbers(self.reading, state.value)
             ids = self._gathered(state, readers[0]) if len(readers) == 1 and state.scores is None else None
             if ids is not None:
                 return self._by_slot(ids, readers[0])
@@ -237,9 +229,8 @@ class _Dense:
         if self.reading.read(reader, "cast") is not None:
             return replace(state, value=reader) if is_float_cast(reader, state.value, self.wide) else None
         if self.reading.read(reader, "view") is not None:
-            return (
-                replace(state, value=reader) if made is not None and equal_sizes(made.shape[-1], self.width) else None
-            )
+            wide = made is not None and equal_sizes(made.shape[-1], self.width)
+            return replace(state, value=reader) if wide else None
         if self.reading.read(reader, "mul", "y") is not None:
             other = call["y"] if call["x"] is state.value else call["x"]
             fits = state.scores is None and same_shape(reader, state.value) and _multiplies_rows(other, shape)
@@ -255,9 +246,9 @@ class _Dense:
             fits = type(dim) is int and dim % shape.dim() == at
             return replace(state, value=reader, done=True) if fits else None
         if call.name in ("einsum", "bmm", "matmul"):
-            scores = (
-                self._contracted(state.value, reader, call, at) if at is not None and state.scores is None else None
-            )
+            if at is None or state.scores is not None:
+                return None
+            scores = self._contracted(state.value, reader, call, at)
             return None if scores is None else replace(state, value=reader, scores=scores, done=True)
         return self._adds(state, reader)
 
@@ -265,7 +256,7 @@ class _Dense:
         call, made = self.reading.read(reader, "sum", "dim dtype"), example(reader)
         if call is None or made is None or not no_narrower(made.dtype, self.wide):
             return None
-        return call["dim"][0] if isinstance(call["dim"], list | tuple) and len(call["dim"]) == 1 else call["dim"]
+        return single(call["dim"])
 
     def _contracted(self, value: fx.Node, reader: fx.Node, call: Call, at: int) -> _Scores | None:
         """The scores of a product that sums over the experts."""
@@ -291,24 +282,18 @@ class _Dense:
     def _adds(self, state: _State, reader: fx.Node) -> _State | None:
         """Results added to their tokens: ``out.scatter_add(0, token_of_every_row, rows)``."""
         added = self.order.added(reader)
-        if (
-            added is None
-            or state.order is None
-            or not equal_sizes(state.order.before, 1)
-            or added.rows is not state.value
-        ):
+        by_expert = state.order is not None and equal_sizes(state.order.before, 1)
+        if added is None or added.rows is not state.value or not by_expert:
             return None
         index, total = self.order.column(added.index) if added.wide else added.index, example(added.start)
-        if (
-            total is None
-            or not no_narrower(total.dtype, self.wide)
-            or not self._numbers_tokens(index, example(self.hidden))
-        ):
+        if total is None or not no_narrower(total.dtype, self.wide):
             return None
         if not has_shape(added.start, self.tokens, self.width):
             return None
-        zeros = self.reading.named(self.reading.strip(added.start), "zeros", "zeros_like") is not None
-        return replace(state, value=reader, done=True, added=None if zeros else added.start)
+        if not self._numbers_tokens(index, example(self.hidden)):
+            return None
+        start = None if self.reading.is_zeros(added.start) else added.start
+        return replace(state, value=reader, done=True, added=start)
 
     def _finish(self, state: _State, before: bool) -> tuple[Dispatch, Combine] | Refusal:
         if state.scores is None:
@@ -317,14 +302,12 @@ class _Dense:
         if isinstance(found, Refusal):
             return found
         shapes = [*self.reading.casts(self.ups[0].rows, self.floor)]
-        output = final_cast(self.reading, self.hidden, state.value, shapes)
-        if isinstance(output, Refusal):
-            return output
-        flat = has_shape(output, self.tokens, self.width)
-        like = None if flat else next(shape for shape in shapes if same_shape(shape, output))
+        result = final_cast(self.reading, self.hidden, state.value, shapes)
+        if isinstance(result, Refusal):
+            return result
         given = found.weights if before else None
         dispatch = Dispatch("dense", self.hidden, found.ids, None, found.top_k, weights=given)
-        return dispatch, Combine(found.weights, output, state.value, state.added, like)
+        return dispatch, Combine(found.weights, result[0], state.value, state.added, result[1])
 
     # ---- results of selected experts
 

@@ -19,7 +19,7 @@ from compile_passes.equal import no_narrower
 from compile_passes.match import Refusal, Router
 from compile_passes.patterns.ids import Choice, topk_over_experts
 from compile_passes.reading import Reading
-from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, same_shape
+from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, same_shape, single
 from meta.routing import ROUTINGS
 
 _CURE = "Nothing to do: the experts are fused all the same."
@@ -271,10 +271,14 @@ class _RouterReader:
         scattered = self.reading.read(mask, "scatter", "dim index src")
         if scattered is None or not _over_last(scattered) or scattered["src"] not in (1, 1.0, True):
             return reason
-        zeros = self.reading.named(self.reading.strip(scattered["x"]), "zeros_like", "zeros")
         item = self.reading.read(self.reading.strip(scattered["index"]), "item", "index")
         best = self.reading.read(item["x"], "topk", "k dim") if item is not None and item["index"] == 1 else None
-        if zeros is None or best is None or type(best["k"]) is not int or not _over_last(best):
+        if (
+            not self.reading.is_zeros(scattered["x"])
+            or best is None
+            or type(best["k"]) is not int
+            or not _over_last(best)
+        ):
             return reason
         ranking = self._ranking(best["x"], limited["x"], count)
         indices = self._per_token(scattered["index"], best["k"])
@@ -340,7 +344,5 @@ def _constant_factor(call: Call) -> tuple[Any, float] | None:
 
 def _over_last(call: Call) -> bool:
     """Whether ``call`` reduces, gathers from or selects along the last dimension."""
-    tensor, dim = example(call["x"]), call["dim"]
-    if isinstance(dim, list | tuple) and len(dim) == 1:
-        (dim,) = dim
+    tensor, dim = example(call["x"]), single(call["dim"])
     return tensor is not None and type(dim) is int and dim in (-1, tensor.dim() - 1)

@@ -18,6 +18,8 @@ from compile_passes.equal import no_narrower
 from compile_passes.reading import Reading
 from compile_passes.vocabulary import equal_sizes, example, has_shape, rank, same_shape
 
+#: Calls whose memory rows may be put into, all of them.
+BLANK = ("empty_like", "zeros_like", "zeros", "empty")
 # Integers that a position or an expert id may be computed in.
 _INDEX = (torch.int32, torch.int64)
 # How far down an index, or rows, are looked into.
@@ -171,8 +173,8 @@ class Order:
         return Taken(call["x"], call["index"], True) if along else None
 
     def placed(self, value: Any) -> Written | None:
-        """``start`` with rows put at an index, one for each, in place of what was there."""
-        return self._written(value, "index_put index_copy scatter", "")
+        """``start`` with rows put at an index, or where a mask is set, one for each, in place of what was there."""
+        return self._written(value, "index_put fancy_put index_copy scatter", "")
 
     def added(self, value: Any) -> Written | None:
         """``start`` with rows added at an index, one for each."""
@@ -180,12 +182,13 @@ class Order:
 
     def _written(self, value: Any, names: str, flag: str) -> Written | None:
         call = self.reading.read(value, names, f"dim index src {flag}")
-        dims = rank(call["x"]) if call is not None else None
-        if call is None or dims is None:
+        dims = rank(self.reading.operand(call["x"])) if call is not None and isinstance(call["x"], fx.Node) else None
+        if call is None or dims is None or (call.name == "fancy_put" and not isinstance(call["index"], fx.Node)):
             return None
         wide = dims == 2 and call.name in ("scatter", "scatter_add")
         fits = not wide or same_shape(call["index"], self.reading.operand(call["src"]))
-        along = bool(call[flag]) == bool(flag) if call.name == "index_put" else call["dim"] in (0, -dims)
+        by_index = call.name in ("index_put", "fancy_put")
+        along = bool(call[flag]) == bool(flag) if by_index else call["dim"] in (0, -dims)
         return Written(call["x"], call["index"], call["src"], wide) if fits and along else None
 
     def _is_vector(self, value: Any) -> bool:
@@ -201,6 +204,18 @@ class Order:
         return one is not None and two is not None and equal_sizes(one.numel(), two.numel())
 
     # ---- rows
+
+    def flat(self, value: Any) -> fx.Node | None:
+        """The hidden states [..., H] that ``value`` is a reshape or cast of: [T, H] where there are such."""
+        shape = example(value)
+        if shape is None:
+            return None
+        width = shape.shape[-2] if shape.dim() > 1 and equal_sizes(shape.shape[-1], 1) else shape.shape[-1]
+        views = [(node, example(node)) for node in self.reading.casts(value, self.floor)]
+        wide = [(node, view) for node, view in views if view is not None and equal_sizes(view.shape[-1], width)]
+        flat = [(node, view) for node, view in wide if view.dim() == 2]
+        found = (flat or wide)[-1:]
+        return found[0][0] if found else None
 
     def rows(self, value: Any, depth: int = _DEPTH) -> Rows | None:
         """The tokens that ``value`` [R, H], or [T, K, H], has as rows."""

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from compile_passes.equal import is_float_cast
+from compile_passes.equal import is_float_cast, no_narrower
 from compile_passes.match import Made, Refusal, Spread, Value
 from compile_passes.patterns.contraction import alike, axis_of, moves_one, permutation, spread_of
 from compile_passes.patterns.ids import are_distinct, are_in_range
 from compile_passes.patterns.rows import is_ramp
 from compile_passes.reading import Reading
-from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, same_shape, two_labelled
+from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, same_shape, single, two_labelled
 
 _ATEN = torch.ops.aten
 _COMPARES: dict[str, Callable[[float, float], bool]] = {
@@ -182,7 +182,7 @@ class _Reader:
         for one, other in (("x", "y"), ("y", "x")):
             hot = self._by_slot(call[one], depth - 1) if same_shape(call[one], value) else None
             if hot is not None and hot[2] == 1 and has_shape(call[other], *shape.shape[:-1], 1):
-                weights = self._strip_float(call[other])
+                weights = self._uncast(call[other])
                 return (hot[0], hot[1], _rows(weights, hot[1]))
         return None
 
@@ -195,7 +195,7 @@ class _Reader:
         shape = example(inner["x"]) if inner is not None else None
         if inner is None or shape is None or inner["keepdim"] or not self._is_float_or_mask(value):
             return None
-        dim = _only(inner["dim"])
+        dim = single(inner["dim"])
         found = self._by_slot(inner["x"], depth) if dim in (-2, shape.dim() - 2) else None
         if found is None or (inner.name != "sum" and found[2] != 1):
             return None
@@ -218,7 +218,7 @@ class _Reader:
         hot = self._by_slot(other, depth) if fits else None
         if hot is None or hot[2] != 1:
             return None
-        return self._at(hot[0], hot[1], _rows(self._strip_float(one), hot[1]), 0.0, False)
+        return self._at(hot[0], hot[1], _rows(self._uncast(one), hot[1]), 0.0, False)
 
     # ---- what is done to it
 
@@ -295,7 +295,7 @@ class _Reader:
 
     def _total(self, found: _Sparse, value: Any, scores: Any, depth: int) -> Made | None:
         """``scores.sum(-1, keepdim=True)``, at least or plus a number: the sum of the K numbers."""
-        value = self.reading.uncast(value, self.floor)
+        value = self._uncast(value)
         call = self.reading.read(value, "add clamp", "y min")
         number = call["y" if call.name == "add" else "min"] if call is not None else None
         if call is not None and type(number) in (int, float):
@@ -303,9 +303,9 @@ class _Reader:
             made = _ATEN.add.Scalar if call.name == "add" else _ATEN.clamp_min.default
             return None if inner is None else Made(made, (inner, number))
         call = self.reading.read(value, "sum", "dim keepdim dtype")
-        if call is None or not self._over_experts(call["x"], _only(call["dim"]), found):
+        if call is None or not self._over_experts(call["x"], single(call["dim"]), found):
             return None
-        summed = (self.reading.uncast(side, self.floor) for side in (call["x"], scores))
+        summed = (self._uncast(side) for side in (call["x"], scores))
         return Made(_ATEN.sum.dim_IntList, (found.values, [-1], True)) if self.reading.same(*summed) else None
 
     def _per_token(self, found: _Sparse, other: Any, value: fx.Node) -> Value | None:
@@ -313,7 +313,7 @@ class _Reader:
         shape = example(value)
         if shape is None or not self._over_experts(value, -1, found) or not has_shape(other, *shape.shape[:-1], 1):
             return None
-        return _rows(self._strip_float(other), 1)
+        return _rows(self._uncast(other), 1)
 
     def _masked_fill(self, value: fx.Node, call: Call, depth: int) -> _Sparse | None:
         return self._either(call["mask"], self._constant(call["value"]), call["x"], value, depth)
@@ -348,9 +348,9 @@ class _Reader:
         return None if values is None else replace(mask, values=values, elsewhere=number, once=True)
 
     def _softmax(self, value: fx.Node, call: Call, depth: int) -> _Sparse | None:
-        call_ = self.reading.read(value, "softmax", "dim dtype half_to_float")
+        understood = self.reading.read(value, "softmax", "dim dtype half_to_float") is not None
         found, shape = self.sparse(call["x"], depth), example(value)
-        if call_ is None or found is None or shape is None or not isinstance(found.values, fx.Node | Made):
+        if not understood or found is None or shape is None or not isinstance(found.values, fx.Node | Made):
             return None
         if found.elsewhere != -inf or not self._no_narrower(value):
             return None
@@ -401,7 +401,7 @@ class _Reader:
 
     def _is_bounded(self, value: Any) -> bool:
         """Whether ``value`` is finite, or NaN, whatever the data: 0 times it is 0."""
-        call = self.reading.call(self.reading.uncast(value, self.floor))
+        call = self.reading.call(self._uncast(value))
         return call is not None and call.name in ("softmax", "sigmoid")
 
     def _is_float_or_mask(self, value: Any) -> bool:
@@ -410,9 +410,9 @@ class _Reader:
 
     def _no_narrower(self, value: Any) -> bool:
         tensor = example(value)
-        return tensor is not None and torch.finfo(tensor.dtype).eps <= torch.finfo(self.floor).eps
+        return tensor is not None and no_narrower(tensor.dtype, self.floor)
 
-    def _strip_float(self, value: Any) -> Any:
+    def _uncast(self, value: Any) -> Any:
         return self.reading.uncast(value, self.floor)
 
     def _over_experts(self, value: Any, dim: Any, found: _Sparse | None = None) -> bool:
@@ -441,10 +441,6 @@ def _times(values: Value | float, factor: Value | float) -> Value | float:
             return number * other  # type: ignore[operator]
         return other if number == 1 else Made(_ATEN.mul.Scalar, (other, number))
     return Made(_ATEN.mul.Tensor, (values, factor))
-
-
-def _only(dims: Any) -> Any:
-    return dims[0] if isinstance(dims, list | tuple) and len(dims) == 1 else dims
 
 
 _STEPS = {

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.passes import generator
-from tests.passes.compare import Outcome, check, difference
+from tests.passes.compare import Outcome
 from tests.passes.generator import GATED, PLAIN, Sizes
 
 INF = float("inf")
@@ -617,38 +617,13 @@ def make(seed: int, misses: int | None = None) -> Case:
 
 def with_mutation(name: str) -> Case:
     """The first block in fp32 that the near miss ``name`` applies to, and that it gives another result."""
-    first = None
-    for seed in range(400):
-        case = make(seed, misses=0)
-        changed = MUTATIONS[name](case.parts, case) if case.dtype == torch.float32 else None
-        if changed is not None:
-            found = replace(case, parts=changed, mutations=(name,))
-            first = first or found
-            if _changes(found):
-                return found
-    if first is None:
-        raise LookupError(name)
-    return first
-
-
-def _changes(case: Case) -> bool:
-    try:
-        with torch.no_grad():
-            given = inputs(case)
-            return difference(block(case, case.parts)(*given), block(case, case.original)(*given)) is not None
-    except (RuntimeError, IndexError, ValueError, TypeError):
-        return False
+    blocks = (case for seed in range(400) if (case := make(seed, misses=0)).dtype == torch.float32)
+    changed = ((case, MUTATIONS[name](case.parts, case)) for case in blocks)
+    cases = (replace(case, parts=parts, mutations=(name,)) for case, parts in changed if parts is not None)
+    programs = lambda case: (block(case, case.parts), block(case, case.original))  # noqa: E731
+    return generator.first_that_changes(name, cases, programs, inputs)
 
 
 def run(case: Case) -> Outcome | None:
     """What compiling the case comes to; None when eager torch itself raises."""
-    function, given = block(case, case.parts), inputs(case)
-    if case.dynamic == "tokens":
-        torch._dynamo.maybe_mark_dynamic(given[0], 0)
-    try:
-        return check(
-            function, *given, tolerance=1e-3 if case.train else None, gradients=case.train,
-            dynamic=generator.DYNAMIC[case.dynamic], fullgraph=True,
-        )  # fmt: skip
-    except (RuntimeError, IndexError, ValueError, TypeError):
-        return None
+    return generator.outcome_of(case, block(case, case.parts), inputs(case))

@@ -13,7 +13,7 @@ import argparse
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -1491,37 +1491,68 @@ def make(seed: int, misses: int | None = None) -> Case:
 
 
 def with_mutation(name: str) -> Case:
-    """The first block that the near miss ``name`` applies to, in fp32, and gives another result; the first one that it
-    applies to, if it is as good as what it replaces in all of many.
+    """The first block that the near miss ``name`` applies to, in fp32, and gives another result."""
+
+    def changed() -> Iterator[Case]:
+        for seed in range(500):
+            case = make(seed, misses=0)
+            if case.dtype == torch.float32 and MUTATIONS[name](case.parts, case, random.Random(seed)):
+                yield Case(**{**vars(case), "mutations": (name,)})
+
+    programs = lambda case: (block(case, case.parts), block(case, case.original))  # noqa: E731
+    return first_that_changes(name, changed(), programs, inputs)
+
+
+def run(case: Case) -> Outcome | None:
+    """What compiling the case comes to; None when eager torch itself raises."""
+    return outcome_of(case, block(case, case.parts), inputs(case))
+
+
+# ---- what generated cases of all families have in common
+
+
+Program = Callable[..., Any]
+Inputs = Callable[[Any], tuple[Tensor, ...]]
+
+
+def first_that_changes(
+    name: str, cases: Iterable[Any], programs: Callable[[Any], tuple[Program, Program]], inputs: Inputs
+) -> Any:
+    """The first case whose near miss ``name`` gives another result than the block; the first one of all, if it is as
+    good as what it replaces in each.
+
+    Args:
+        programs: the near miss and the block, of a case; inputs: what both take.
     """
     first = None
-    for seed in range(500):
-        case = make(seed, misses=0)
-        if case.dtype == torch.float32 and MUTATIONS[name](case.parts, case, random.Random(seed)):
-            found = Case(**{**vars(case), "mutations": (name,)})
-            first = first or found
-            if _changes(found):
-                return found
+    for case in cases:
+        first = first or case
+        if _changes(case, *programs(case), inputs):
+            return case
     if first is None:
         raise LookupError(name)
     return first
 
 
-def _changes(case: Case) -> bool:
+def _changes(case: Any, changed: Program, original: Program, inputs: Inputs) -> bool:
     """Whether eager torch runs the near miss, backwards too where the case trains, and gives another result."""
     try:
         if case.train:
             given = [value.requires_grad_(value.is_floating_point()) for value in inputs(case)]
-            block(case, case.parts)(*given)[0].sum().backward()
+            changed(*given)[0].sum().backward()
         with torch.no_grad():
-            return changes_something(case)
+            results = []
+            for program in (changed, original):
+                given = list(inputs(case))
+                torch.manual_seed(0)
+                results.append(program(*given))
+            return difference(*results) is not None
     except (RuntimeError, IndexError, ValueError, TypeError):
         return False
 
 
-def run(case: Case) -> Outcome | None:
-    """What compiling the case comes to; None when eager torch itself raises."""
-    function, given = block(case, case.parts), inputs(case)
+def outcome_of(case: Any, function: Program, given: tuple[Tensor, ...]) -> Outcome | None:
+    """What compiling a case's program comes to; None when eager torch itself raises."""
     if case.dynamic == "tokens":
         torch._dynamo.maybe_mark_dynamic(given[0], 0)
     try:
@@ -1531,15 +1562,6 @@ def run(case: Case) -> Outcome | None:
         )
     except (RuntimeError, IndexError, ValueError, TypeError):
         return None
-
-
-def changes_something(case: Case) -> bool:
-    """Whether eager torch gives another result for the near miss than for the block."""
-    given = inputs(case)
-    torch.manual_seed(0)
-    one = block(case, case.parts)(*given)
-    torch.manual_seed(0)
-    return difference(one, block(case, case.original)(*given)) is not None
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -5,21 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tests.passes import generator
+from tests.passes.compare import settled
 
 BLOCKS, NEAR_MISSES, COUNTED = 50, 40, 40
 
 
-def _outcome(case: generator.Case):
-    outcome = generator.run(case)
-    if outcome is None:
-        pytest.skip("eager torch raises")
-    assert outcome.problem is None, f"{outcome.problem}\n{case}"
-    return outcome
-
-
 @pytest.mark.parametrize("seed", range(BLOCKS))
 def test_block(seed):
-    _outcome(generator.make(seed, misses=0))
+    settled(generator.run, generator.make(seed, misses=0))
 
 
 def test_blocks_fuse():
@@ -33,10 +26,10 @@ def test_blocks_fuse():
 @pytest.mark.parametrize("name", generator.MUTATIONS)
 def test_near_miss(name):
     """Each near miss on its own, on the first block that it applies to."""
-    _outcome(generator.with_mutation(name))
+    settled(generator.run, generator.with_mutation(name))
 
 
 @pytest.mark.parametrize("seed", range(1000, 1000 + NEAR_MISSES))
 def test_changed_block(seed):
     """One or two near misses in one block, drawn at random."""
-    _outcome(generator.make(seed, misses=1 + seed % 2))
+    settled(generator.run, generator.make(seed, misses=1 + seed % 2))

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.passes import generator
-from tests.passes.compare import Outcome, check, difference
+from tests.passes.compare import Outcome
 from tests.passes.generator import GATED, PLAIN, Sizes
 
 # ---- the weights of one expert, and products with them
@@ -391,37 +391,12 @@ def applies(name: str, case: Case) -> bool:
 
 def with_mutation(name: str) -> Case:
     """The first block in fp32 that the near miss ``name`` applies to, and that it gives another result."""
-    first = None
-    for seed in range(300):
-        case = make(seed, misses=0)
-        if case.dtype == torch.float32 and applies(name, case):
-            found = replace(case, mutations=(name,))
-            first = first or found
-            if _changes(found):
-                return found
-    if first is None:
-        raise LookupError(name)
-    return first
-
-
-def _changes(case: Case) -> bool:
-    try:
-        with torch.no_grad():
-            given = inputs(case)
-            return difference(block(case, case.mutations)(*given), block(case, ())(*given)) is not None
-    except (RuntimeError, IndexError, ValueError, TypeError):
-        return False
+    blocks = (case for seed in range(300) if (case := make(seed, misses=0)).dtype == torch.float32)
+    cases = (replace(case, mutations=(name,)) for case in blocks if applies(name, case))
+    programs = lambda case: (block(case, case.mutations), block(case, ()))  # noqa: E731
+    return generator.first_that_changes(name, cases, programs, inputs)
 
 
 def run(case: Case) -> Outcome | None:
     """What compiling the case comes to; None when eager torch itself raises."""
-    function, given = block(case, case.mutations), inputs(case)
-    if case.dynamic == "tokens":
-        torch._dynamo.maybe_mark_dynamic(given[0], 0)
-    try:
-        return check(
-            function, *given, tolerance=1e-3 if case.train else None, gradients=case.train,
-            dynamic=generator.DYNAMIC[case.dynamic], fullgraph=True,
-        )  # fmt: skip
-    except (RuntimeError, IndexError, ValueError, TypeError):
-        return None
+    return generator.outcome_of(case, block(case, case.mutations), inputs(case))

@@ -1,0 +1,282 @@
+"""Which pairs of a token and a slot one expert of an unrolled loop gets, and what they are weighted by.
+
+An expert e finds its pairs by ``ids == e`` or column e of a one-hot, as a mask [T, K] or [K, T], as the places where
+one is set (``torch.where``, ``nonzero``), or as a mask [T] of the tokens that have e in any slot. Its weights are taken
+at those places, are the sum over the slots of ``weights * mask``, or are column e of scores for all experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from compile_passes.match import Refusal, Spread
+from compile_passes.patterns.ids import are_in_range
+from compile_passes.patterns.rows import Order
+from compile_passes.patterns.selection import Selection, selected_of
+from compile_passes.vocabulary import Call, equal_sizes, example, rank, same_shape, single
+
+_CALL = "moe_ops.fused_experts(hidden_states, gate_up_proj, down_proj, topk_weights, topk_ids)"
+
+
+@dataclass(frozen=True)
+class Hits:
+    """The pairs of one expert: ``places`` lists them, ``token`` is which of its results holds tokens.
+
+    ``alone``: tokens, whatever the slot.
+    """
+
+    ids: fx.Node
+    places: fx.Node
+    token: int
+    alone: bool
+
+
+def no_loop(anchor: fx.Node, reason: str) -> Refusal:
+    """The refusal of a loop over experts at its first second product."""
+    return Refusal(anchor, reason, f"Replace the loop by one call, {_CALL}.")
+
+
+class Pairs:
+    """Reads masks and weights of the experts of one loop.
+
+    Args:
+        order: reads orders of rows, and knows the narrowest dtype that weights may be rounded to.
+        tokens, experts: T and E of the block.
+        anchor: where the block is refused.
+    """
+
+    def __init__(self, order: Order, tokens: Any, experts: Any, anchor: fx.Node) -> None:
+        self.order, self.reading, self.floor = order, order.reading, order.floor
+        self.tokens, self.experts, self.anchor = tokens, experts, anchor
+
+    # ---- masks
+
+    def of_mask(self, mask: Any, number: int) -> tuple[fx.Node, bool] | None:
+        """(ids, whether slots come before tokens) of the mask of the pairs that expert ``number`` gets."""
+        value = self.reading.exact(mask, 2)
+        call = self.reading.read(value, "eq", "y")
+        if call is not None and type(call["y"]) is int:
+            return (call["x"], False) if call["y"] == number else None
+        call = self.reading.read(value, "getslice select item", "index dim")
+        if call is None or not same_shape(value, mask):
+            return None
+        source, index, dim = call["x"], call["index"], call["dim"]
+        if call.name == "item":
+            parts = self.reading.read(source, "unbind", "dim")
+            source, dim = (None, None) if parts is None else (parts["x"], parts["dim"])
+        index = index if isinstance(index, tuple) else (index,)
+        turned = self.reading.read(source, "permute", "dims")
+        if turned is not None and index == (number,) and dim in (None, 0):
+            ids = self._one_hot_of(turned["x"])
+            order = [axis % 3 for axis in turned["dims"] if type(axis) is int]
+            known = ids is not None and rank(ids) == 2 and order in ([2, 1, 0], [2, 0, 1])
+            return (ids, order == [2, 1, 0]) if ids is not None and known else None
+        ids = self._one_hot_of(source)
+        *lead, last = index
+        whole = all(part is Ellipsis or part == slice(None) for part in lead)
+        full = len(index) == rank(source) or Ellipsis in lead or (call.name != "getslice" and dim in (-1, 2))
+        return (ids, False) if ids is not None and whole and full and last == number else None
+
+    def _one_hot_of(self, value: Any) -> fx.Node | None:
+        call = self.reading.read(self.reading.exact(value, 2), "one_hot", "num_classes")
+        if call is None or not equal_sizes(call["num_classes"], self.experts):
+            return None
+        ids: fx.Node = call["x"]
+        return ids if are_in_range(self.reading, ids, self.experts) else None
+
+    def one_each(self, ids: fx.Node) -> bool:
+        """Whether there is one expert id for each token."""
+        return self._numbers(ids, self.tokens)
+
+    def _numbers(self, value: Any, count: Any) -> bool:
+        shape = example(value)
+        return shape is not None and equal_sizes(shape.numel(), count)
+
+    # ---- places
+
+    def hits(self, index: Any, number: int) -> Hits | None:
+        """The pairs of expert ``number``, if ``index`` is their tokens."""
+        value = self.order.bare(index)
+        call = self.reading.read(value, "item", "index")
+        if call is not None:
+            where = self.reading.read(call["x"], "where nonzero", "mask as_tuple")
+            if where is None or "y" in where.args:
+                return None
+            return self._hits(where["mask" if where.name == "where" else "x"], number, call["x"], call["index"])
+        shape = example(value)
+        if shape is not None and shape.dtype == torch.bool:
+            return self._hits(value, number, value, 0)
+        listed = self.reading.read(value, "nonzero", "as_tuple")  # of one dimension, squeezed
+        if listed is not None and rank(listed["x"]) == 1 and not listed["as_tuple"]:
+            return self._hits(listed["x"], number, value, 0)
+        return None
+
+    def _hits(self, mask: Any, number: int, places: fx.Node, place: int) -> Hits | None:
+        found, boolean = self.of_mask(mask, number), places is mask
+        if found is not None:
+            ids, flipped = found
+            if rank(mask) == 2 and rank(ids) == 2 and not boolean:
+                return Hits(ids, places, int(flipped), False) if place == int(flipped) else None
+            alone = not flipped and self.one_each(ids) and (rank(mask) == 1 or boolean)
+            return Hits(ids, places, 0, True) if alone and place == 0 else None
+        any_slot = self.reading.read(self.reading.exact(mask, 2), "any sum amax", "dim")
+        found = None if any_slot is None else self.of_mask(any_slot["x"], number)
+        if any_slot is None or found is None or place != 0 or not (rank(mask) == 1 or boolean):
+            return None
+        wanted = (0,) if found[1] else (-1, (rank(any_slot["x"]) or 0) - 1)
+        fits = any_slot["dim"] in wanted and self._numbers(mask, self.tokens)
+        return Hits(found[0], places, 0, True) if fits else None
+
+    def _lists(self, value: Any, hits: Hits, result: int) -> bool:
+        """Whether ``value`` is result ``result`` of what lists the pairs, or the mask of them."""
+        value = self.order.bare(value)
+        item = self.reading.read(value, "item", "index")
+        if item is not None:
+            return bool(item["index"] == result) and self.reading.same(item["x"], hits.places)
+        return hits.alone and self.reading.same(value, hits.places)
+
+    # ---- weights
+
+    def weights_at(self, factor: Any, hits: Hits, number: int) -> fx.Node | None:
+        """The weights [T, K], or the scores [T, E], that ``factor`` takes at the pairs of ``hits``."""
+        value = self.reading.uncast(factor, self.floor) if isinstance(factor, fx.Node) else None
+        call = self.reading.read(value, "fancy index", "index")
+        if call is None:
+            return None
+        index = call["index"]
+        parts = [part for part in ([index] if isinstance(index, fx.Node) else index) if part is not None]
+        if hits.alone:
+            return self._weights_of_tokens(call, parts, hits, number)
+        if len(parts) != 2 or rank(call["x"]) != 2:
+            return None
+        if not self._lists(parts[0], hits, hits.token) or not self._lists(parts[1], hits, 1 - hits.token):
+            return None
+        weights: fx.Node = self.reading.uncast(call["x"], self.floor)
+        return weights
+
+    def _weights_of_tokens(self, call: Call, parts: Sequence[Any], hits: Hits, number: int) -> fx.Node | None:
+        place, *rest = parts
+        if not self._lists(place, hits, hits.token):
+            return None
+        source: fx.Node = call["x"]
+        if rest:  # scores[mask, e]
+            return self._scores(source) if rest == [number] and rank(source) == 2 else None
+        found = self.summed(source, number)
+        if found is not None:
+            return found[1] if self.reading.same(found[0], hits.ids) else None
+        one = self.one_each(hits.ids) and self._numbers(source, self.tokens)
+        return self.reading.uncast(source, self.floor) if one else None
+
+    def summed(self, value: Any, number: int) -> tuple[fx.Node, fx.Node] | None:
+        """(ids, weights) of ``(weights * (ids == e)).sum(-1)``."""
+        value = self.reading.uncast(value, self.floor)
+        call = self.reading.read(value, "sum", "dim keepdim")
+        shape = example(call["x"]) if call is not None else None
+        if call is None or shape is None:
+            return None
+        dim, product = single(call["dim"]), self.reading.uncast(call["x"], self.floor)
+        inner = self.reading.read(product, "mul where", "y mask")
+        if inner is None or not same_shape(product, call["x"]) or type(dim) is not int:
+            return None
+        if inner.name == "where":
+            sides = [(inner["x"], inner["mask"])] if inner["y"] == 0 else []
+        else:
+            sides = [(inner["x"], inner["y"]), (inner["y"], inner["x"])]
+        for weights, mask in sides:
+            found = self.of_mask(mask, number)
+            if found is None or not same_shape(mask, product):
+                continue
+            ids, flipped = found
+            if dim % shape.dim() != (0 if flipped else shape.dim() - 1):
+                return None
+            root = self.reading.uncast(weights, self.floor)
+            if flipped:
+                turned = self.reading.named(root, "transpose", "mt", "t", "permute")
+                root = turned["x"] if turned is not None and rank(turned["x"]) == 2 else None
+            return (ids, root) if root is not None and same_shape(root, ids) else None
+        return None
+
+    def _column(self, value: Any, number: int) -> fx.Node | None:
+        """The scores [..., E] of which ``value`` is column ``number``."""
+        value = self.reading.uncast(value, self.floor)
+        call = self.reading.read(value, "getslice select slice narrow item", "index dim start end length step")
+        if call is None:
+            return None
+        if call.name == "item":
+            parts = self.reading.read(call["x"], "unbind split chunk", "dim size chunks")
+            if parts is None or call["index"] != number or not self._is_last(parts):
+                return None
+            one = parts.name == "unbind" or parts["size"] == 1 or equal_sizes(parts["chunks"], self.experts)
+            return self._scores(parts["x"]) if one else None
+        if call.name == "getslice":
+            index = call["index"] if isinstance(call["index"], tuple) else (call["index"],)
+            *lead, last = [part for part in index if part is not None]
+            whole = all(part is Ellipsis or part == slice(None) for part in lead)
+            full = len(lead) + 1 == rank(call["x"]) or Ellipsis in lead
+            taken = last == number or last == slice(number, number + 1)
+            return self._scores(call["x"]) if whole and full and taken else None
+        start = call["index"] if call.name == "select" else call["start"]
+        one = self._is_last(call) and type(start) is int and start == number and self._numbers(value, self.tokens)
+        return self._scores(call["x"]) if one else None
+
+    def _is_last(self, call: Call) -> bool:
+        """Whether ``call`` works along the last dimension."""
+        dims = rank(call["x"])
+        return dims is not None and type(call["dim"]) is int and call["dim"] % dims == dims - 1
+
+    def _scores(self, value: Any) -> fx.Node | None:
+        """``value`` if it is [..., E] with a number for every token and expert."""
+        shape = example(value)
+        last = shape is not None and equal_sizes(shape.shape[-1], self.experts)
+        return value if last and self._numbers(value, self.tokens * self.experts) else None
+
+    # ---- what the weights of all experts come to
+
+    def selection(self, factors: Sequence[Any]) -> Selection | Refusal:
+        """The experts of every token, by what multiplies every expert's results for all tokens."""
+        if any(factor is None for factor in factors):
+            return no_loop(self.anchor, "The experts' results are summed without routing weights.")
+        columns = [self._column(factor, number) for number, factor in enumerate(factors)]
+        if columns[0] is not None and self.all_same(columns):
+            return self._selected(columns[0])
+        found = [self.summed(factor, number) for number, factor in enumerate(factors)]
+        pairs = [pair for pair in found if pair is not None]
+        ids, weights = ([pair[side] for pair in pairs] for side in (0, 1))
+        if len(pairs) != len(factors) or not self.all_same(ids) or not self.all_same(weights):
+            return Refusal(
+                factors[0], "What multiplies an expert's results cannot be proved to be its routing weight.",
+                "Multiply by (topk_weights * (topk_ids == e)).sum(-1, keepdim=True).",
+            )  # fmt: skip
+        return self._checked(*pairs[0])
+
+    def selection_of(self, ids: fx.Node, weights: fx.Node) -> Selection | Refusal:
+        """The experts of every token, by the ids of the rows and weights [T, K], or scores for all experts."""
+        if self.one_each(ids) and self._numbers(weights, self.tokens):
+            return Selection(ids, weights, 1)
+        if same_shape(ids, weights):
+            return self._checked(ids, weights)
+        found = self._selected(weights)
+        if isinstance(found, Selection) and not self.reading.same(found.ids, ids):
+            return no_loop(self.anchor, "The scores are zero for others than the experts that take the rows.")
+        return found
+
+    def all_same(self, values: Sequence[Any]) -> bool:
+        """Whether all ``values`` are provably equal numbers, and none is None."""
+        return all(value is not None and self.reading.same(value, values[0]) for value in values)
+
+    def _selected(self, scores: fx.Node) -> Selection | Refusal:
+        return selected_of(self.reading, scores, self.tokens, self.experts, Spread(self.tokens, 1), self.floor)
+
+    def _checked(self, ids: fx.Node, weights: fx.Node) -> Selection | Refusal:
+        shape = example(ids)
+        if shape is None or shape.dim() == 0 or type(shape.shape[-1]) is not int:
+            return no_loop(self.anchor, "The number of experts for each token is not known.")
+        top_k = shape.shape[-1]
+        if not self._numbers(ids, self.tokens * top_k) or not same_shape(ids, weights):
+            return no_loop(self.anchor, "The expert ids and the routing weights are not [tokens, top_k].")
+        return Selection(ids, weights, top_k)
