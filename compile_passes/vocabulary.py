@@ -435,19 +435,33 @@ _LETTERS = "ABCDEFGH"  # for the dimensions of "..."
 
 def two_labelled(call: Call | None) -> tuple[tuple[fx.Node, fx.Node], tuple[str, str], str] | None:
     """(operands, the letters of each, those of the result) of ``einsum("ti,toi->to", x, y)``; None where dimensions are
-    left to torch, or a letter stands twice.
+    left to torch, a letter stands twice, or for two sizes (einsum repeats an operand along a dimension of size 1).
     """
     text = call["x"].replace(" ", "") if call is not None and isinstance(call["x"], str) else ""
     inputs, arrow, result = text.partition("->")
-    labels = tuple(inputs.split(","))
+    left, comma, right = inputs.partition(",")
+    labels = (left, right)
     bare = [part.replace("...", "") for part in (*labels, result)]
-    if call is None or not arrow or len(labels) != 2 or any(len(set(part)) < len(part) for part in bare):
+    if call is None or not arrow or not comma or "," in right or any(len(set(part)) < len(part) for part in bare):
         return None
     one, other = call["arg1"], call["arg2"]
     if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
         return None
     spelled = _spell_out((one, other), labels, result) if "." in text else (labels, result)
-    return None if spelled is None else ((one, other), *spelled)
+    if spelled is None or not _agree((one, other), spelled[0]):
+        return None
+    return ((one, other), *spelled)
+
+
+def _agree(operands: tuple[fx.Node, fx.Node], labels: tuple[str, ...]) -> bool:
+    """Whether the letters that both operands have are of one size."""
+    sizes = []
+    for operand, label in zip(operands, labels, strict=True):
+        tensor = example(operand)
+        if tensor is None or tensor.dim() != len(label):
+            return False
+        sizes.append(dict(zip(label, tensor.shape, strict=True)))
+    return all(equal_sizes(sizes[0][letter], sizes[1][letter]) for letter in sizes[0].keys() & sizes[1].keys())
 
 
 def _spell_out(

@@ -298,7 +298,7 @@ class _Dense:
     def _finish(self, state: _State, before: bool) -> tuple[Dispatch, Combine] | Refusal:
         if state.scores is None:
             return Refusal(state.value, "The experts' results are summed without routing weights.", "Multiply by them.")
-        found = selected_of(self.reading, state.scores.node, self.tokens, self.experts, state.scores.order, self.floor)
+        found = selected_of(self.reading, state.scores.node, self.experts, state.scores.order, self.floor)
         if isinstance(found, Refusal):
             return found
         shapes = [*self.reading.casts(self.ups[0].rows, self.floor)]

@@ -122,7 +122,9 @@ class Flow:
             self.body[node] = ((node,), False)
         routed = [operand for operand in operands if operand in self.route]
         others = [operand for operand in operands if operand not in self.route]
-        if routed and any(operand not in self.weight or _is_activation(operand) for operand in others):
+        if routed and not others:
+            self.route[node] = max((self.route[operand] for operand in routed), key=lambda route: route.chosen)
+        elif routed and any(operand not in self.weight or _is_activation(operand) for operand in others):
             self.mixed[node] = Evidence(self.route[routed[0]], True, "product")
 
     def _is_matrix(self, value: fx.Node) -> bool:

@@ -254,9 +254,10 @@ class Pairs:
             )  # fmt: skip
         return self._checked(*pairs[0])
 
-    def selection_of(self, ids: fx.Node, weights: fx.Node) -> Selection | Refusal:
-        """The experts of every token, by the ids of the rows and weights [T, K], or scores for all experts."""
-        if self.one_each(ids) and self._numbers(weights, self.tokens):
+    def selection_of(self, hits: Hits, weights: fx.Node) -> Selection | Refusal:
+        """The experts of every token, by the pairs of an expert and weights [T, K], or scores for all experts."""
+        ids = hits.ids
+        if hits.alone and self.one_each(ids) and self._numbers(weights, self.tokens):
             return Selection(ids, weights, 1)
         if same_shape(ids, weights):
             return self._checked(ids, weights)
@@ -270,7 +271,7 @@ class Pairs:
         return all(value is not None and self.reading.same(value, values[0]) for value in values)
 
     def _selected(self, scores: fx.Node) -> Selection | Refusal:
-        return selected_of(self.reading, scores, self.tokens, self.experts, Spread(self.tokens, 1), self.floor)
+        return selected_of(self.reading, scores, self.experts, Spread(self.tokens, 1), self.floor)
 
     def _checked(self, ids: fx.Node, weights: fx.Node) -> Selection | Refusal:
         shape = example(ids)

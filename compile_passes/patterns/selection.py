@@ -67,12 +67,12 @@ class _Sparse:
 
 
 def selected_of(
-    reading: Reading, scores: fx.Node, tokens: Any, experts: Any, order: Spread, floor: torch.dtype
+    reading: Reading, scores: fx.Node, experts: Any, order: Spread, floor: torch.dtype
 ) -> Selection | Refusal:  # fmt: skip
-    """The K ids and weights of every token that ``scores``, as many as tokens times experts, come to.
+    """The K ids and weights of every token that ``scores`` come to.
 
     Args:
-        order: the order of tokens and experts that they have to have.
+        order: the order of tokens and experts that they have to have, and so for how many tokens.
         floor: the narrowest dtype that scores may be rounded to.
     """
     found = _Reader(reading, experts, floor).sparse(scores)
@@ -82,9 +82,7 @@ def selected_of(
             scores, f"A token's weights for the {experts} experts cannot be proved to be zero for all but top_k of "
             f"them (they come from {what}).", _CURE,
         )  # fmt: skip
-    ids, count = found.ids, example(found.ids)
-    if count is None or not equal_sizes(count.numel(), tokens * found.top_k):
-        return Refusal(ids, f"There are not top_k={found.top_k} expert ids for every token.", _CURE)
+    ids = found.ids
     if not are_in_range(reading, ids, experts):
         return Refusal(ids, "The expert ids cannot be proved to be in [0, number of experts).", _CURE)
     if found.once and found.top_k > 1 and not are_distinct(reading, ids, experts, found.top_k):

@@ -257,7 +257,7 @@ class _Loop:
         total, start = found
         if any(end.mask is not None for end in ends):
             kept = [pairs.of_mask(end.mask, number) for number, end in enumerate(ends)]
-            ids = [pair[0] for pair in kept if pair is not None]
+            ids = [pair[0] for pair in kept if pair is not None and not pair[1]]
             one = len(ids) == len(ends) and all(map(pairs.one_each, ids)) and start is None
             return self._one_expert(pairs, hidden, ids, [end.factor for end in ends], total) if one else None
         selection = pairs.selection([end.factor for end in ends])
@@ -308,7 +308,7 @@ class _Loop:
         for number, end in enumerate(ends):
             call = self.reading.read(end.reader, "where", "mask y")
             pair = None if call is None else pairs.of_mask(call["mask"], number)
-            if call is None or pair is None or call["x"] is not end.value or end.mask is not None:
+            if call is None or pair is None or pair[1] or call["x"] is not end.value or end.mask is not None:
                 return None
             if not self._is_by_row(call["mask"], end.value) or not same_shape(end.reader, end.value):
                 return None
@@ -423,7 +423,7 @@ class _Loop:
         if added is None:
             return None
         total, start, once = added
-        chosen = pairs.selection_of(ids, weights[0])
+        chosen = pairs.selection_of(hits[0], weights[0])
         if isinstance(chosen, Refusal):
             return chosen
         if (once or alone) and chosen.top_k > 1 and not are_distinct(self.reading, ids, self.count, chosen.top_k):

@@ -74,6 +74,65 @@ def escaping(x, gate, w1, w2):
     return torch.einsum("te,teh->th", scores, torch.einsum("ten,ehn->teh", h, w2)), h.mean()
 
 
+def scattered(x, gate):
+    return torch.zeros(x.shape[0], E).scatter(1, *F.linear(x, gate).topk(K, dim=1)[::-1])
+
+
+def unproven(x, gate):
+    """Ids that are in range, but by numbers alone."""
+    return (F.linear(x, gate)[:, :K].sigmoid() * E).long()
+
+
+def another_order(x, gate, w1, w2):
+    """As many tokens as experts: [experts, tokens] out of the first product, [tokens, experts] into the second."""
+    x = x[:E]
+    out = torch.einsum("tei,ehi->teh", silu_glu(x @ w1.mT), w2)
+    return (out * scattered(x, gate).unsqueeze(-1)).sum(1)
+
+
+def other_copies(x, gate, w1, w2):
+    """Copies of one token after the other, read as copies of all tokens for one expert after the other."""
+    rows = x.repeat_interleave(E, 0).view(E, -1, H) * scattered(x, gate).t().unsqueeze(-1)
+    return torch.bmm(silu_glu(torch.bmm(rows, w1.mT)), w2.mT).sum(0)
+
+
+def gate_of_other_tokens(x, gate, w1, w2):
+    one, other = w1.chunk(2, dim=1)
+    h = F.silu(torch.einsum("th,enh->ten", x.roll(1, 0), one)) * torch.einsum("th,enh->ten", x, other)
+    return torch.einsum("te,teh->th", scattered(x, gate), torch.einsum("ten,ehn->teh", h, w2))
+
+
+def weighted_before_a_bias(x, gate, w1, w2):
+    h = silu_glu(torch.einsum("th,enh->ten", x, w1)) * scattered(x, gate).unsqueeze(-1)
+    return (torch.einsum("ten,ehn->teh", h, w2) + w2[:, :, 0]).sum(1)
+
+
+def ids_not_in_range(x, gate, w1, w2):
+    scores = torch.zeros(T, E).scatter_add(1, unproven(x, gate), F.linear(x, gate)[:, :K].sigmoid())
+    return every_expert(x, scores, w1, w2)
+
+
+def picked_by_ids_not_in_range(x, gate, w1, w2):
+    out = torch.einsum("ten,ehn->teh", silu_glu(torch.einsum("th,enh->ten", x, w1)), w2)
+    picked = out.gather(1, unproven(x, gate).unsqueeze(-1).expand(-1, -1, H))
+    return (picked * F.linear(x, gate)[:, :K].sigmoid().unsqueeze(-1)).sum(1)
+
+
+def mask_alone(x, gate, w1, w2):
+    """The selected experts, added up."""
+    return every_expert(x, F.one_hot(F.linear(x, gate).topk(K).indices, E).sum(1).to(x.dtype), w1, w2)
+
+
+def without_scores(x, gate, w1, w2):
+    return (silu_glu(x @ w1.mT) @ w2.mT).sum(0) * F.linear(x, gate).softmax(-1).topk(1).values
+
+
+def weights_of_the_first_token(x, gate, w1, w2):
+    """einsum repeats an operand along a dimension of size 1."""
+    topk_weights, ids = F.linear(x, gate).softmax(-1).topk(K)
+    return every_expert(x, torch.einsum("tk,tke->te", topk_weights[:1], F.one_hot(ids, E).float()), w1, w2)
+
+
 REFUSED = {
     soft: "A token's weights for the 8 experts cannot be proved to be zero for all but top_k of them (they come",
     threshold: "(they come from softmax)",
@@ -81,6 +140,15 @@ REFUSED = {
     repeated: "A token may have an expert id twice",
     biased_input: "those not selected add their biases",
     escaping: "is also used by mean",
+    another_order: "other orders of tokens and experts",
+    other_copies: "not all tokens for all experts",
+    gate_of_other_tokens: "cannot be proved to be of the same rows",
+    weighted_before_a_bias: "and not its bias",
+    ids_not_in_range: "cannot be proved to be in [0, number of experts)",
+    picked_by_ids_not_in_range: "cannot be proved to be in [0, number of experts)",
+    mask_alone: "The experts are summed without routing weights",
+    without_scores: "results are summed without routing weights",
+    weights_of_the_first_token: "(they come from einsum)",
 }
 
 

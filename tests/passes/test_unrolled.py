@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import moe_ops
 from compile_passes.passes import run_all
 from tests.passes import unrolled
-from tests.passes.blocks import E, H, K, silu_glu, softmax_router, weights
+from tests.passes.blocks import E, H, K, T, silu_glu, softmax_router, weights
 from tests.passes.compare import check, settled
 from tests.passes.test_forms import boolean_assignment, masked_everywhere, mixtral_v4
 
@@ -144,12 +144,100 @@ def counted_once(x, gate, w1, w2):
     return out
 
 
+def unproven(x, gate):
+    """Ids that are in range, but by numbers alone."""
+    return (F.linear(x, gate)[:, :K].sigmoid() * E).long()
+
+
+def one_with_a_bias(x, gate, w1, w2):
+    out, (topk_weights, ids) = torch.zeros_like(x), softmax_router(x, gate)
+    for e in range(E):
+        row = F.linear(silu_glu(F.linear(x, w1[e])), w2[e], w2[:, :, 0][e] if e == 0 else None)
+        out = out + (topk_weights * (ids == e)).sum(-1, keepdim=True) * row
+    return out
+
+
+def multiplied(x, gate, w1, w2):
+    out, (topk_weights, ids) = torch.ones_like(x), softmax_router(x, gate)
+    for e in range(E):
+        out = out * ((topk_weights * (ids == e)).sum(-1, keepdim=True) * expert(x, w1[e], w2[e]))
+    return out
+
+
+def first_slot_for_all(x, gate, w1, w2):
+    out, (topk_weights, ids) = torch.zeros_like(x), softmax_router(x, gate)
+    for e in range(E):
+        token, slot = torch.where(ids == e)
+        out.index_add_(0, token, topk_weights[token, slot * 0, None] * expert(x[token], w1[e], w2[e]))
+    return out
+
+
+def scores_of_others(x, gate, w1, w2):
+    """Rows by one choice, scores by another."""
+    logits = F.linear(x, gate)
+    scores = torch.zeros(T, E).scatter(1, logits.abs().topk(K).indices, logits.sigmoid()[:, :K])
+    out, ids = torch.zeros_like(x), logits.topk(K).indices
+    for e in range(E):
+        mine = (ids == e).any(-1)
+        out[mine] += expert(x[mine], w1[e], w2[e]) * scores[mine, e].unsqueeze(-1)
+    return out
+
+
+def added_to_sequences(x, gate, w1, w2):
+    x = x.view(3, -1, H)
+    topk_weights, ids = F.linear(x, gate).softmax(-1).topk(K)
+    out = x * 0.5
+    for e in range(E):
+        out = out + (topk_weights * (ids == e)).sum(-1, keepdim=True) * expert(x, w1[e], w2[e])
+    return out
+
+
+def one_expert(ids, x, w1, w2):
+    out = torch.zeros_like(x)
+    for e in range(E):
+        out = torch.where(ids == e, expert(x, w1[e], w2[e]), out)
+    return out
+
+
+def one_expert_unweighted(x, gate, w1, w2):
+    return one_expert(F.linear(x, gate).argmax(-1, keepdim=True), x, w1, w2)
+
+
+def one_expert_or_none(x, gate, w1, w2):
+    return one_expert(unproven(x, gate)[:, :1], x, w1, w2) * F.linear(x, gate)[:, :1].sigmoid()
+
+
+def rows_of_pairs_or_none(x, gate, w1, w2):
+    rows, flat = x.repeat_interleave(K, dim=0), unproven(x, gate).view(-1)
+    out = torch.empty_like(rows)
+    for e in range(E):
+        out[flat == e] = expert(rows[flat == e], w1[e], w2[e])
+    return (out.view(T, K, H) * F.linear(x, gate)[:, :K].sigmoid().unsqueeze(-1)).sum(1)
+
+
+def ids_of_half_of_the_tokens(x, gate, w1, w2):
+    out, (topk_weights, ids) = torch.zeros_like(x), softmax_router(x[: T // 2], gate)
+    for e in range(E):
+        token, slot = torch.where(ids == e)
+        out.index_add_(0, token, topk_weights[token, slot, None] * expert(x[token], w1[e], w2[e]))
+    return out
+
+
 REFUSED = {
     skipping: f"The loop runs {E - 1} of {E} experts",
     unweighted: "summed without routing weights",
     of_another_expert: "cannot be proved to be its routing weight",
     one_is_different: "other activations",
     counted_once: "A token may have an expert id twice",
+    one_with_a_bias: "not alike",
+    multiplied: "no known way to route",
+    first_slot_for_all: "cannot be proved to be their routing weights",
+    scores_of_others: "for others than the experts that take the rows",
+    added_to_sequences: "added to a tensor that is not [tokens, hidden]",
+    one_expert_unweighted: "taken without routing weights",
+    one_expert_or_none: "a token of no expert would keep what was there",
+    rows_of_pairs_or_none: "rows of no expert would not be written",
+    ids_of_half_of_the_tokens: "are not [tokens, top_k]",
 }
 
 
