@@ -54,7 +54,7 @@ def module_of(node: fx.Node) -> str:
 
 @dataclass(frozen=True)
 class Made:
-    """A value that the graph does not hold: ``operator`` of ``args``, which are nodes, such values, or constants."""
+    """A value that the graph does not hold: ``operator`` of ``args``: nodes, such values, constants, lists of them."""
 
     operator: torch._ops.OpOverload
     args: tuple[Any, ...]
@@ -68,7 +68,8 @@ def leaves(value: Value) -> list[fx.Node]:
     """The nodes that ``value`` is, or is made of."""
     if isinstance(value, fx.Node):
         return [value]
-    return [node for arg in value.args if isinstance(arg, fx.Node | Made) for node in leaves(arg)]
+    args = [part for arg in value.args for part in (arg if isinstance(arg, list | tuple) else (arg,))]
+    return [node for arg in args if isinstance(arg, fx.Node | Made) for node in leaves(arg)]
 
 
 @dataclass(frozen=True)
@@ -145,18 +146,18 @@ class Body:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """How rows are made from tokens: ``form`` is the spelling: "grouped_mm", "batched_mm", "dense" or "loop".
+    """How rows are made from tokens. ``form``: "grouped_mm", "batched_mm", "dense", "loop" or "capacity".
 
     ``hidden`` is [T, H]; where every token meets every expert it may be [..., H].
 
-    ``ids`` is any value whose row-major elements are the R expert ids; ``perm`` sorts them by expert, None = unsorted.
-    ``wrapped``: a negative id counts from the end, as indexing the weights by it does. ``weights``: R routing weights,
-    row-major, that multiply the rows before the experts, or None.
+    ``ids`` is any value whose row-major elements are the R expert ids, -1 for a row that is dropped; ``perm`` sorts
+    them by expert, None = unsorted. ``wrapped``: a negative id counts from the end, as indexing the weights by it does.
+    ``weights``: R routing weights, row-major, that multiply the rows before the experts, or None.
     """
 
     form: str
     hidden: fx.Node
-    ids: fx.Node
+    ids: Value
     perm: fx.Node | None
     top_k: int
     wrapped: bool = False
@@ -219,7 +220,8 @@ class MoEMatch:
     @property
     def inputs(self) -> frozenset[fx.Node]:
         """The values that the operator reads."""
-        values = [self.dispatch.hidden, self.dispatch.ids, *leaves(self.combine.weights), self.combine.added]
+        routing = [*leaves(self.dispatch.ids), *leaves(self.combine.weights)]
+        values = [self.dispatch.hidden, *routing, self.combine.added]
         for product in self.products:
             values += [product.weight.node, product.bias]
         return frozenset(value for value in values if value is not None)

@@ -16,6 +16,7 @@ from torch import fx
 from compile_passes.equal import narrower
 from compile_passes.match import Body, Combine, Dispatch, MoEMatch, Product, Refusal, RoutedCall, Router, leaves
 from compile_passes.patterns.activation import recognise_body
+from compile_passes.patterns.capacity import recognise_capacity
 from compile_passes.patterns.combine import recognise_combine
 from compile_passes.patterns.dense import recognise_dense, weighted_inside
 from compile_passes.patterns.dispatch import recognise_dispatch
@@ -74,14 +75,10 @@ def recognise_calls(reading: Reading) -> list[RoutedCall]:
             continue
         experts, floor = weight.shape[0], _floor(hidden, weight.dtype)
         ids, weights = reading.exact(call["topk_ids"], experts), reading.uncast(call["topk_weights"], floor)
-        dispatch = Dispatch("moe_ops", call["hidden_states"], ids, None, given.shape[1])
         router = recognise_router(
             reading, weights, ids, tokens=hidden.shape[0], experts=experts, top_k=given.shape[1], floor=floor
         )
-        if (
-            isinstance(router, Router)
-            and _router_lives(reading, router, dispatch, weights, node, {node}) == frozenset()
-        ):
+        if isinstance(router, Router) and _router_lives(reading, router, ids, weights, node, {node}) == frozenset():
             found.append(RoutedCall(node, router, weights, ids))
     return found
 
@@ -149,11 +146,11 @@ def _block(reading: Reading, down: Product, feeding: list[Product]) -> MoEMatch 
             unused[0].anchor, "More expert products than gate and up come before the last one.",
             "Give every expert one product, or gate and up, before the last one.",
         )  # fmt: skip
-    found = (
-        _routed_rows(reading, ups, down, stacked.dtype)
-        if down.spread is None
-        else recognise_dense(reading, ups, down, stacked.dtype, inside)
-    )
+    if down.spread is None:
+        found = _routed_rows(reading, ups, down, stacked.dtype)
+    else:
+        slots = recognise_capacity(reading, ups, down, stacked.dtype) if inside is None else None
+        found = slots or recognise_dense(reading, ups, down, stacked.dtype, inside)
     if isinstance(found, Refusal):
         return found
     dispatch, combine = found
@@ -198,20 +195,16 @@ def _close(
     """Add router and region, and prove that nothing outside reads, and nothing overwrites, what the block computes."""
     weight, hidden = example(ups[0].weight.node), example(dispatch.hidden)
     experts = None if weight is None else weight.shape[0]
-    wrapped = dispatch.form == "batched_mm" and not are_in_range(reading, dispatch.ids, experts)
-    if dispatch.perm is None:
-        dispatch = replace(dispatch, ids=ids_within(reading, dispatch.ids, experts))
-    elif _may_be_negative(reading, dispatch.ids, experts):
-        return Refusal(
-            dispatch.ids, "The expert ids cannot be proved not to be negative, and a negative one would move every "
-            "row to another expert.", "Take them from topk, or clamp them with .clamp(0, num_experts - 1).",
-        )  # fmt: skip
-    dispatch = replace(dispatch, ids=reading.exact(dispatch.ids, experts), wrapped=wrapped)
+    if isinstance(dispatch.ids, fx.Node):
+        ids = _own_ids(reading, dispatch, dispatch.ids, experts)
+        if isinstance(ids, Refusal):
+            return ids
+        dispatch = ids
     unseen, up_half = kept(combine.output, "it was not looked at"), ups[1] if len(ups) > 1 else None
     match = MoEMatch(ups[0], down, body, dispatch, combine, unseen, (), up_half=up_half)
     region = closure(reading, combine.output, match.inputs)
     region |= _idle(reading, region - {combine.output})
-    region -= _read_elsewhere(reading, region, {dispatch.ids, *leaves(combine.weights)}, combine.output)
+    region -= _read_elsewhere(reading, region, {*leaves(dispatch.ids), *leaves(combine.weights)}, combine.output)
     problem = (
         unknown_tensors(reading, region, match.inputs)
         or different_scope(reading, region)
@@ -226,7 +219,7 @@ def _close(
     if problem is not None:
         return problem
     match = replace(match, region=_ordered(reading, region), apart=unsafe)
-    if not isinstance(combine.weights, fx.Node):
+    if not isinstance(combine.weights, fx.Node) or not isinstance(dispatch.ids, fx.Node):
         return replace(match, router=kept(combine.output, "its scores are for all experts"))
     router = recognise_router(
         reading, combine.weights, dispatch.ids, tokens=None if hidden is None else math.prod(hidden.shape[:-1]),
@@ -234,10 +227,23 @@ def _close(
     )  # fmt: skip
     if isinstance(router, Refusal):
         return replace(match, router=router)
-    more = _router_lives(reading, router, dispatch, combine.weights, combine.output, region)
+    more = _router_lives(reading, router, dispatch.ids, combine.weights, combine.output, region)
     if isinstance(more, Refusal):
         return replace(match, router=more)
     return replace(match, router=router, apart=frozenset((*match.apart, *more)))
+
+
+def _own_ids(reading: Reading, dispatch: Dispatch, ids: fx.Node, experts: Any) -> Dispatch | Refusal:
+    """``dispatch`` with its ids as the graph computed them, and with what the operator has to know of them."""
+    wrapped = dispatch.form == "batched_mm" and not are_in_range(reading, ids, experts)
+    if dispatch.perm is None:
+        ids = ids_within(reading, ids, experts)
+    elif _may_be_negative(reading, ids, experts):
+        return Refusal(
+            ids, "The expert ids cannot be proved not to be negative, and a negative one would move every "
+            "row to another expert.", "Take them from topk, or clamp them with .clamp(0, num_experts - 1).",
+        )  # fmt: skip
+    return replace(dispatch, ids=reading.exact(ids, experts), wrapped=wrapped)
 
 
 def _ordered(reading: Reading, region: set[fx.Node]) -> tuple[fx.Node, ...]:
@@ -344,15 +350,15 @@ def _is_copy_of(reading: Reading, node: fx.Node, inputs: frozenset[fx.Node]) -> 
 
 
 def _router_lives(
-    reading: Reading, router: Router, dispatch: Dispatch, weights: fx.Node, output: fx.Node, region: set[fx.Node]
+    reading: Reading, router: Router, ids: fx.Node, weights: fx.Node, output: fx.Node, region: set[fx.Node]
 ) -> Pairs | Refusal:
     """What `changed_memory` says of the router; a refusal when its own topk would stay alive beside the fused one."""
     inputs = frozenset({router.logits} if router.bias is None else {router.logits, router.bias})
-    own = closure(reading, weights, inputs) | closure(reading, dispatch.ids, inputs)
+    own = closure(reading, weights, inputs) | closure(reading, ids, inputs)
     inside = region | own
-    chosen = reading.named(dispatch.ids, "item")
+    chosen = reading.named(ids, "item")
     results = chosen["x"].users if chosen is not None else ()
-    views = _views(reading, (dispatch.ids, weights, *results))
+    views = _views(reading, (ids, weights, *results))
     for value in views:
         for user in reading.readers(value):
             if user not in inside and user not in views:

@@ -2,16 +2,17 @@
 
 Why the rewrite is legal. `recognise` has proved that (1) the products, two or three, read rows of one token tensor,
 ordered by one id tensor, over one number of experts; or all tokens for all experts, at once or one after the other, of
-which scores leave K by construction; (2) between them stands an activation of `meta.activations`; (3)
-the result is the sum over each token's K rows, which the routing weights multiply before or after the experts, or that
-sum added to a tensor; (4) no value computed inside is used outside, but for what is made of the ids alone, which stays;
-(5) no input is overwritten between its first use in the block and the block's end, where the operator is inserted; (6)
-gradients flow where they flowed before. So the block computes what `fused_experts` computes, except that the operator
-accumulates, activates and combines in fp32, and that ids of E and more contribute exactly zero (transformers writes
-masks to that effect, which disappear with the block). Ids that index weights from the end where they are negative get E
-added. A router is replaced only when its weights and ids have no reader outside of the block. Casts of the routing
-weights to a narrower dtype, that of the hidden states at the least, disappear: the operator takes them in fp32. Experts
-that a token did not select are no longer computed for it: where 0 times an infinity of theirs was NaN, it is nothing.
+which scores leave K by construction, or every token at most once in the slots of an expert; (2) between them stands an
+activation of `meta.activations`; (3) the result is the sum over each token's K rows, which the routing weights multiply
+before or after the experts, or that sum added to a tensor; (4) no value computed inside is used outside, but for what
+is made of the ids alone, which stays; (5) no input is overwritten between its first use in the block and the block's
+end, where the operator is inserted; (6) gradients flow where they flowed before. So the block computes what
+`fused_experts` computes, except that the operator accumulates, activates and combines in fp32, and that ids of E and
+more contribute exactly zero (transformers writes masks to that effect, which disappear with the block). Ids that index
+weights from the end where they are negative get E added. A router is replaced only when its weights and ids have no
+reader outside of the block. Casts of the routing weights to a narrower dtype, that of the hidden states at the least,
+disappear: the operator takes them in fp32. Experts that a token did not select are no longer computed for it: where 0
+times an infinity of theirs was NaN, it is nothing.
 
     linear -> float -> softmax -> topk -> div --+--> reshape, sort, index, histc, cumsum, _grouped_mm, chunk, silu, mul,
                                                 |    _grouped_mm, mul, setitem, index, view, sum, to     (31 nodes)
@@ -72,7 +73,7 @@ class Rewriter:
         with self.graph.inserting_before(match.output):
             fused, result = self._build(builder, match)
         self._replace(match.output, result)
-        self._sweep([*match.region, *leaves(match.combine.weights), match.dispatch.ids])
+        self._sweep([*match.region, *leaves(match.combine.weights), *leaves(match.dispatch.ids)])
         stays = self._still_adds(match)
         if stays is not None:
             raise RuntimeError(f"{stays.name} stays, and adds the sum over experts a second time")
@@ -125,7 +126,7 @@ class Rewriter:
             weights, ids = self._topk(builder, match.router)
         else:
             weights = builder.rows(self._value(builder, match.combine.weights), match.dispatch.top_k)
-            ids = builder.integers(builder.rows(self._node(match.dispatch.ids), match.dispatch.top_k))
+            ids = builder.integers(builder.rows(self._value(builder, match.dispatch.ids), match.dispatch.top_k))
             if match.dispatch.wrapped:
                 ids = builder.wrapped(ids, gate_up)
         body = match.body
@@ -182,8 +183,12 @@ class Rewriter:
         """``value``, made where the graph does not hold it."""
         if isinstance(value, fx.Node):
             return self._node(value)
-        args = tuple(self._value(builder, arg) if isinstance(arg, fx.Node | Made) else arg for arg in value.args)
-        return builder.call(value.operator, args)
+        return builder.call(value.operator, tuple(self._argument(builder, arg) for arg in value.args))
+
+    def _argument(self, builder: Builder, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [self._argument(builder, part) for part in value]
+        return self._value(builder, value) if isinstance(value, fx.Node | Made) else value
 
     def _node(self, value: fx.Node) -> fx.Node:
         """The node that holds ``value`` in the graph as it is now."""

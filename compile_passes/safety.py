@@ -201,7 +201,8 @@ def _float_operands(reading: Reading, node: fx.Node) -> list[fx.Node]:
     if call is None or call.name in CREATES:
         return []
     found: list[fx.Node] = []
-    fx.map_arg(tuple(call.args.values()), found.append)
+    like = call.name in ("cast", "view", "expand")  # x.type_as(y) takes no numbers of y
+    fx.map_arg(call["x"] if like else tuple(call.args.values()), found.append)
     return [value for value in found if any(part.dtype.is_floating_point for part in _parts(reading, value))]
 
 

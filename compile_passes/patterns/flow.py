@@ -98,6 +98,8 @@ class Flow:
             return
         name = self.names[node] = call.name.removeprefix("aten::")
         operands = node.all_input_nodes
+        if name in ("cast", "view", "expand") and isinstance(call["x"], fx.Node):
+            operands = [call["x"]]  # x.type_as(y) takes no numbers of y
         if name in _CARRIERS and operands:
             self.root[node] = self.root.get(operands[0], operands[0])
         if name in _PRODUCTS:

@@ -68,8 +68,9 @@ def _stacked(flow: Flow, taken: set[fx.Node], known: Mapping[fx.Node, Refusal]) 
             continue
         for evidence in flow.evidence(pair):
             if _routes_to(evidence.route, experts):
-                capacity = evidence.by == "product" and evidence.before
-                refusal = _capacity(pair, evidence) if capacity else known.get(pair.down) or _dense(pair, evidence)
+                refusal = known.get(pair.down) or _dense(pair, evidence)
+                if evidence.by == "product" and evidence.before and refusal.node in (pair.up, pair.down):
+                    refusal = _capacity(pair)  # what is known is only that the rows are no tokens
                 found.setdefault(evidence.route.source, refusal)
                 break
     return list(found.values())
@@ -145,7 +146,7 @@ def _dense(pair: Pair, evidence: Evidence) -> Refusal:
     )
 
 
-def _capacity(pair: Pair, evidence: Evidence) -> Refusal:
+def _capacity(pair: Pair) -> Refusal:
     return Refusal(
         pair.down,
         "Rows are moved to their experts by a product with a one-hot or dispatch mask (GShard): it costs tokens x "

@@ -1570,7 +1570,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of the first case; the others follow")
     parser.add_argument("--misses", type=int, default=None, help="near misses in every case (default: 0 to 2)")
-    parser.add_argument("--family", choices=("routed", "dense", "unrolled"), default="routed", help="of forms")
+    families = ("routed", "dense", "unrolled", "capacity")
+    parser.add_argument("--family", choices=families, default="routed", help="of forms")
     parser.add_argument("--list", action="store_true", help="say of every case what became of it")
     options = parser.parse_args(arguments)
     routed = options.family == "routed"
