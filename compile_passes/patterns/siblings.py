@@ -7,6 +7,7 @@ a block where their results meet in one sum, in one of these ways:
     rows of pairs   token, slot = torch.where(ids == e)
                     out.index_add_(0, token, expert_e(x[token]) * weights[token, slot, None])
     rows by mask    y[ids == e] = expert_e(x_of_pairs[ids == e]), then weighted and summed over the slots
+    rows of slots   torch.stack([expert_e(rows[e]) ...]) of rows that were moved to [E, C]
 
 Whose rows these are, and what weighs them, is the business of `pairs`.
 """
@@ -24,6 +25,7 @@ from torch import fx
 from compile_passes.equal import is_float_cast, narrower, no_narrower
 from compile_passes.match import Body, Combine, Dispatch, Product, Refusal, Spread, Weight
 from compile_passes.patterns.activation import recognise_body
+from compile_passes.patterns.capacity import recognise_capacity
 from compile_passes.patterns.combine import final_cast, recognise_combine
 from compile_passes.patterns.dense import recognise_dense
 from compile_passes.patterns.experts import feeding_products
@@ -166,7 +168,8 @@ class _Loop:
         self.wide = self.floor if rows is None else narrower(rows.dtype, self.floor)
         followed = [self._follow(expert.down.result) for expert in self.experts]
         ends = [end for end in followed if end is not None]
-        found = (self._of_all_tokens(ends) or self._of_rows(ends)) if len(ends) == len(followed) else None
+        ways = (self._of_all_tokens, self._of_slots, self._of_rows) if len(ends) == len(followed) else ()
+        found = next((outcome for way in ways if (outcome := way(ends)) is not None), None)
         if found is None:
             return self._no("The rows of the experts, or what becomes of their results, are no known way to route.")
         return found if isinstance(found, Refusal) else Loop(self.ups, self.first.down, body, *found)
@@ -280,6 +283,16 @@ class _Loop:
 
     def _stacked(self, ends: Sequence[_End]) -> tuple[Dispatch, Combine] | Refusal | None:
         """Results of all experts as one tensor, from which scores or ids pick."""
+        collected = self._collected(ends)
+        if collected is None:
+            return None
+        reader, spread = collected
+        ups = [replace(up, spread=(None, spread)) for up in self.ups]
+        down = replace(self.first.down, result=reader, spread=(spread, spread))
+        return recognise_dense(self.reading, ups, down, self.floor, None)
+
+    def _collected(self, ends: Sequence[_End]) -> tuple[fx.Node, Spread] | None:
+        """What puts the results of all experts beside each other, and their order in it."""
         reader, result = ends[0].reader, example(ends[0].value)
         call, shape = self.reading.read(reader, "stack cat", "dim"), example(reader)
         values = call["x"] if call is not None else None
@@ -294,10 +307,45 @@ class _Loop:
             result = result.squeeze(dim)
         if dim == result.dim():
             return None
-        spread = Spread(prod(result.shape[:dim]), prod(result.shape[dim:-1]))
-        ups = [replace(up, spread=(None, spread)) for up in self.ups]
-        down = replace(self.first.down, result=reader, spread=(spread, spread))
-        return recognise_dense(self.reading, ups, down, self.floor, None)
+        return reader, Spread(prod(result.shape[:dim]), prod(result.shape[dim:-1]))
+
+    # ---- rows of the slots of every expert
+
+    def _of_slots(self, ends: Sequence[_End]) -> tuple[Dispatch, Combine] | Refusal | None:
+        """Every expert takes its part of rows [.., E, .., H] that others made, and the results are put together."""
+        parts = [self._part(up.rows, expert.number) for expert in self.experts for up in expert.ups]
+        collected = self._collected(ends) if parts[0] is not None else None
+        if collected is None or parts[0] is None or any(part != parts[0] for part in parts):
+            return None
+        source, dim = parts[0]
+        shape = example(source).shape  # type: ignore[union-attr]
+        order = Spread(prod(shape[:dim]), prod(shape[dim + 1 : -1]))
+        ups = [replace(up, rows=source, spread=(order, order)) for up in self.ups]
+        down = replace(self.first.down, result=collected[0], spread=(order, collected[1]))
+        return recognise_capacity(self.reading, ups, down, self.floor)
+
+    def _part(self, rows: fx.Node, number: int) -> tuple[fx.Node, int] | None:
+        """What ``rows`` are entry ``number`` of along a dimension of E, and which dimension."""
+        call = self.reading.call(self.reading.uncast(rows, self.floor))
+        if call is None or call.name not in ("getslice", "select", "narrow", "item"):
+            return None
+        source, dim, taken = call["x"], call["dim"], call["index"] == number
+        if call.name == "item":
+            parts = self.reading.read(source, "unbind chunk split", "dim size chunks")
+            source, dim = (None, None) if parts is None else (parts["x"], parts["dim"] or 0)
+        elif call.name == "narrow":
+            taken = call["start"] == number and call["length"] == 1
+        elif call.name == "getslice":
+            index = call["index"] if isinstance(call["index"], tuple) else (call["index"],)
+            some = [place for place, part in enumerate(index) if part != slice(None) and part is not Ellipsis]
+            dim = some[0] if len(some) == 1 and Ellipsis not in index[: some[0]] else None
+            taken = dim is not None and index[dim] in (number, slice(number, number + 1))
+        shape, made = example(source), example(rows)
+        if not taken or shape is None or made is None or type(dim) is not int:
+            return None
+        dim %= shape.dim()
+        one = equal_sizes(made.numel() * self.count, shape.numel()) and equal_sizes(shape.shape[dim], self.count)
+        return (source, dim) if one and dim < shape.dim() - 1 else None
 
     def _chosen(
         self, pairs: Pairs, hidden: fx.Node, ends: Sequence[_End]

@@ -335,3 +335,37 @@ def test_one_choice_is_fused():
     """What the refusals above change is a block."""
     outcome = check(one_choice, *weights(dtype=torch.float32).values(), fullgraph=True)
     assert (outcome.problem, outcome.fused) == (None, 1)
+
+
+# How experts one after the other take their slots and give back the results: DeepSpeed's Experts, and others.
+LISTS = {
+    "chunk": lambda rows, expert: torch.cat(
+        [expert(e, part) for e, part in enumerate(rows.unsqueeze(0).chunk(E, dim=1))], dim=1
+    ).squeeze(0),
+    "index": lambda rows, expert: torch.stack([expert(e, rows[e]) for e in range(E)]),
+    "index_all": lambda rows, expert: torch.stack([expert(e, rows[e, :, :]) for e in range(E)], dim=0),
+    "unbind": lambda rows, expert: torch.stack([expert(e, part) for e, part in enumerate(rows.unbind(0))]),
+    "slice": lambda rows, expert: torch.cat([expert(e, rows[e : e + 1]) for e in range(E)]),
+    "narrow": lambda rows, expert: torch.cat([expert(e, rows.narrow(0, e, 1)) for e in range(E)]),
+    "split": lambda rows, expert: torch.cat([expert(e, part) for e, part in enumerate(rows.split(1))]),
+    "of_the_next": lambda rows, expert: torch.stack([expert(e, rows[(e + 1) % E]) for e in range(E)]),
+    "in_another_order": lambda rows, expert: torch.stack([expert(e, rows[e]) for e in range(E)][::-1]),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_experts_one_after_the_other(name):
+    """The slots of one expert after the other; not those of another, and not the results in another order."""
+
+    def program(x, gate, w1, w2):
+        gates = F.linear(x, gate).float().softmax(-1)
+        hot = F.one_hot(gates.argmax(-1), E)
+        rank = hot.cumsum(0) - 1
+        hot = hot * (rank < CAPACITY)
+        combine = torch.einsum("se,sc->sec", gates * hot, F.one_hot((rank * hot).sum(-1), CAPACITY).float())
+        rows = torch.einsum("sec,sm->ecm", combine.bool().type_as(x), x)
+        out = LISTS[name](rows, lambda e, part: F.linear(silu_glu(F.linear(part, w1[e])), w2[e]))
+        return torch.einsum("sec,ecm->sm", combine.type_as(x), out)
+
+    outcome = check(program, *weights(dtype=torch.float32).values(), fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, int(name not in ("of_the_next", "in_another_order")))
