@@ -17,6 +17,7 @@ from compile_passes.equal import narrower
 from compile_passes.match import Body, Combine, Dispatch, MoEMatch, Product, Refusal, RoutedCall, Router, leaves
 from compile_passes.patterns.activation import recognise_body
 from compile_passes.patterns.capacity import recognise_capacity
+from compile_passes.patterns.chains import Expert, find_siblings
 from compile_passes.patterns.combine import recognise_combine
 from compile_passes.patterns.dense import recognise_dense, weighted_inside
 from compile_passes.patterns.dispatch import recognise_dispatch
@@ -24,7 +25,7 @@ from compile_passes.patterns.experts import feeding_products, find_products, unp
 from compile_passes.patterns.forms import name_forms
 from compile_passes.patterns.ids import are_in_range, are_not_negative, ids_within
 from compile_passes.patterns.router import kept, recognise_router
-from compile_passes.patterns.siblings import Expert, find_siblings, recognise_loop
+from compile_passes.patterns.siblings import recognise_loop
 from compile_passes.reading import Reading
 from compile_passes.safety import CREATES, Pairs, changed_memory, different_gradient, different_scope, unknown_tensors
 from compile_passes.vocabulary import example, size_of
@@ -46,14 +47,13 @@ def recognise(reading: Reading) -> list[MoEMatch | Refusal]:
         elif outcome is not None:
             paired.update((anchor, *(product.anchor for product in feeding)))
             found.append(outcome)
-    for experts in find_siblings(reading):
-        loop = _loop_block(reading, experts)
-        downs = [expert.down.anchor for expert in experts]
-        if isinstance(loop, Refusal):
-            guesses.update(dict.fromkeys(downs, loop))
-        else:
-            paired.update(downs)
-            found.append(loop)
+    for loops in find_siblings(reading):
+        for loop, downs in _loop_blocks(reading, loops):
+            if isinstance(loop, Refusal):
+                guesses.update(dict.fromkeys(downs, loop))
+            else:
+                paired.update(downs)
+                found.append(loop)
     routed = {anchor for anchor, product in products.items() if product.spread is None}
     found.extend(unpaired(products[anchor]) for anchor in products if anchor in routed - paired)
     found.extend(name_forms(reading, routed | paired, guesses))
@@ -161,6 +161,20 @@ def _block(reading: Reading, down: Product, feeding: list[Product]) -> MoEMatch 
             "experts.", "Give the block hidden states in the experts' dtype, or apply the weights after the experts.",
         )  # fmt: skip
     return _close(reading, ups, down, body[0], dispatch, combine, _floor(hidden, stacked.dtype))
+
+
+def _loop_blocks(
+    reading: Reading, loops: list[list[Expert]]
+) -> list[tuple[MoEMatch | Refusal, list[fx.Node]]]:  # fmt: skip
+    """What the loops over the same weights are, and their second products: one block with a loop for every slot, or one
+    block each.
+    """
+    downs = [[expert.down.anchor for expert in loop] for loop in loops]
+    if len(loops) > 1:
+        block = _loop_block(reading, [expert for loop in loops for expert in loop])
+        if not isinstance(block, Refusal):
+            return [(block, [anchor for loop in downs for anchor in loop])]
+    return [(_loop_block(reading, loop), anchors) for loop, anchors in zip(loops, downs, strict=True)]
 
 
 def _loop_block(reading: Reading, experts: list[Expert]) -> MoEMatch | Refusal:

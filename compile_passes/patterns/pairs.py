@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from compile_passes.match import Refusal, Spread
+from compile_passes.match import Made, Refusal, Spread, Value
 from compile_passes.patterns.ids import are_in_range
 from compile_passes.patterns.rows import Order
 from compile_passes.patterns.selection import Selection, selected_of
-from compile_passes.vocabulary import Call, equal_sizes, example, rank, same_shape, single
+from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank, same_shape, single
 
+_ATEN = torch.ops.aten
 _CALL = "moe_ops.fused_experts(hidden_states, gate_up_proj, down_proj, topk_weights, topk_ids)"
 
 
@@ -34,6 +35,22 @@ class Hits:
     places: fx.Node
     token: int
     alone: bool
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Numbers of one slot of every token: column ``number`` of ``source`` [T, K], or all of ``source`` [T]."""
+
+    source: fx.Node
+    number: int | None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The ids and the weights of one slot."""
+
+    ids: Slot
+    weights: Slot
 
 
 def no_loop(anchor: fx.Node, reason: str) -> Refusal:
@@ -265,6 +282,116 @@ class Pairs:
         if isinstance(found, Selection) and not self.reading.same(found.ids, ids):
             return no_loop(self.anchor, "The scores are zero for others than the experts that take the rows.")
         return found
+
+    # ---- one slot alone
+
+    def chosen(self, mask: Any, factor: Any, number: int) -> Chosen | None:
+        """The slot in which expert ``number`` is one of each token's: ``w[:, k] * (ids[:, k] == e)``, multiplied by or
+        masked by.
+        """
+        if mask is not None:
+            return self._alone(mask, factor, number)
+        value = self.reading.uncast(factor, self.floor)
+        call = self.reading.read(value, "mul where", "y mask")
+        if call is None:
+            return None
+        sides = [(call["x"], call["mask"])] if call.name == "where" and call["y"] == 0 else []
+        sides += [(call["x"], call["y"]), (call["y"], call["x"])] if call.name == "mul" else []
+        found = (self._alone(given, weights, number) for weights, given in sides if isinstance(given, fx.Node))
+        return next((one for one in found if one is not None), None)
+
+    def _alone(self, mask: Any, weights: Any, number: int) -> Chosen | None:
+        found, one = self.of_mask(mask, number), isinstance(weights, fx.Node)
+        if (
+            not one
+            or found is None
+            or found[1]
+            or not self.one_each(found[0])
+            or not self._numbers(weights, self.tokens)
+        ):
+            return None
+        return Chosen(self._slot(found[0]), self._slot(self.reading.uncast(weights, self.floor)))
+
+    def chosen_at(self, index: Any, factor: Any, number: int) -> Chosen | None:
+        """As `chosen`, for the tokens that ``index`` lists, or its mask has: ``w[token, k]``, ``w[:, k][token]``."""
+        hits = self.hits(index, number)
+        value = self.reading.uncast(factor, self.floor) if isinstance(factor, fx.Node) else None
+        call = self.reading.read(value, "fancy index", "index")
+        if call is None or hits is None or not hits.alone or not self.one_each(hits.ids):
+            return None
+        index = call["index"]
+        place, *rest = [part for part in ([index] if isinstance(index, fx.Node) else index) if part is not None]
+        if not self._lists(place, hits, hits.token):
+            return None
+        source, ids = self.reading.uncast(call["x"], self.floor), self._slot(hits.ids)
+        if not rest:
+            return Chosen(ids, self._slot(source)) if self._numbers(source, self.tokens) else None
+        whole = example(source)
+        fits = whole is not None and whole.dim() == 2 and equal_sizes(whole.shape[0], self.tokens)
+        return Chosen(ids, Slot(source, rest[0])) if fits and len(rest) == 1 and type(rest[0]) is int else None
+
+    def _slot(self, value: fx.Node) -> Slot:
+        """``value``, one number for every token, as a column if it is one."""
+        root = self.reading.strip(value)
+        found = self._column_of(root)
+        return found if found is not None else Slot(root, None)
+
+    def _column_of(self, root: Any) -> Slot | None:
+        call = self.reading.named(root, "select", "getslice", "item")
+        if call is None:
+            return None
+        source, number, dim = call["x"], call["index"], call["dim"]
+        if call.name == "item":
+            parts = self.reading.read(source, "unbind", "dim")
+            source, dim = (None, None) if parts is None else (parts["x"], parts["dim"])
+        elif call.name == "getslice":
+            lead, number = number if isinstance(number, tuple) and len(number) == 2 else (None, None)
+            dim = 1 if lead is Ellipsis or lead == slice(None) else None
+            if (
+                isinstance(number, slice)
+                and type(number.start) is int
+                and number == slice(number.start, number.start + 1)
+            ):
+                number = number.start
+        whole = example(source)
+        if dim not in (1, -1) or type(number) is not int or whole is None or whole.dim() != 2:
+            return None
+        slots = whole.shape[1]
+        if type(slots) is not int or not equal_sizes(whole.shape[0], self.tokens):
+            return None
+        same = [node for node in self.reading.casts(source, self.floor) if same_shape(node, source)]
+        return Slot(same[-1], number % slots)
+
+    def beside(self, numbers: Sequence[int], chosen: Sequence[Chosen]) -> Selection | Refusal:
+        """The experts of every token, by the slots in which each expert, of these numbers, is looked for."""
+        by_expert: dict[int, list[Chosen]] = {}
+        for number, one in zip(numbers, chosen, strict=True):
+            by_expert.setdefault(number, []).append(one)
+        first, *others = by_expert.values()
+        for slots in others:
+            left = list(slots)
+            for one in first:
+                match = next((two for two in left if self._equal(one, two)), None)
+                if match is None:
+                    return no_loop(self.anchor, "The experts of the loop are looked for in other slots of the tokens.")
+                left.remove(match)
+        ids, weights = ([getattr(one, side) for one in first] for side in ("ids", "weights"))
+        return Selection(self._columns(ids), self._columns(weights), len(first))
+
+    def _equal(self, one: Chosen, other: Chosen) -> bool:
+        pairs = ((one.ids, other.ids), (one.weights, other.weights))
+        return all(a.number == b.number and self.reading.same(a.source, b.source) for a, b in pairs)
+
+    def _columns(self, slots: Sequence[Slot]) -> Value:
+        """[T, K] of slots: what they are the columns of, in order, or these put together."""
+        source, whole = slots[0].source, example(slots[0].source)
+        in_order = [slot.number for slot in slots] == list(range(len(slots)))
+        if in_order and has_shape(source, self.tokens, len(slots)) and whole is not None:
+            if all(self.reading.same(slot.source, source) for slot in slots):
+                return source
+        taken = [slot.source if slot.number is None else Made(_ATEN.select.int, (slot.source, 1, slot.number))
+                 for slot in slots]  # fmt: skip
+        return Made(_ATEN.stack.default, ([Made(_ATEN.reshape.default, (one, [-1])) for one in taken], 1))
 
     def all_same(self, values: Sequence[Any]) -> bool:
         """Whether all ``values`` are provably equal numbers, and none is None."""

@@ -42,7 +42,7 @@ _CURE = (
 class Selection:
     """The experts of every token: ``ids`` [..., K] in row-major order of tokens, ``weights`` [T, K]."""
 
-    ids: fx.Node
+    ids: Value
     weights: Value
     top_k: int
 

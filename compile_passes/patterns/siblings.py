@@ -23,28 +23,19 @@ import torch
 from torch import fx
 
 from compile_passes.equal import is_float_cast, narrower, no_narrower
-from compile_passes.match import Body, Combine, Dispatch, Product, Refusal, Spread, Weight
+from compile_passes.match import Body, Combine, Dispatch, Product, Refusal, Spread
 from compile_passes.patterns.activation import recognise_body
 from compile_passes.patterns.capacity import recognise_capacity
+from compile_passes.patterns.chains import Expert
 from compile_passes.patterns.combine import final_cast, recognise_combine
 from compile_passes.patterns.dense import recognise_dense
-from compile_passes.patterns.experts import feeding_products
 from compile_passes.patterns.ids import are_distinct, are_in_range
-from compile_passes.patterns.pairs import Pairs, no_loop
+from compile_passes.patterns.pairs import Chosen, Pairs, no_loop
 from compile_passes.patterns.rows import BLANK, Order
 from compile_passes.patterns.selection import Selection
 from compile_passes.reading import Reading
 from compile_passes.safety import readers_of_numbers
 from compile_passes.vocabulary import equal_sizes, example, has_shape, rank, same_shape
-
-
-@dataclass(frozen=True)
-class Expert:
-    """The chain of one expert: its first products, and its second one."""
-
-    number: int
-    ups: tuple[Product, ...]
-    down: Product
 
 
 @dataclass(frozen=True)
@@ -56,67 +47,6 @@ class Loop:
     body: Body
     dispatch: Dispatch
     combine: Combine
-
-
-def find_siblings(reading: Reading) -> list[list[Expert]]:
-    """The experts of every unrolled loop over stacked weights, in the order of their numbers."""
-    links = {node: link for node in reading.graph.nodes if (link := _link(reading, node)) is not None}
-    products = {node: link[0] for node, link in links.items()}
-    groups: dict[Any, list[list[Expert]]] = {}
-    for node, (down, number) in links.items():
-        ups = feeding_products(reading, down, products)
-        if not ups or any(links[up.anchor][1] != number for up in ups):
-            continue
-        ups.sort(key=lambda up: reading.order[up.anchor])
-        runs = groups.setdefault((down.weight, tuple(up.weight for up in ups)), [[]])
-        if any(expert.number == number for expert in runs[-1]):
-            runs.append([])
-        runs[-1].append(Expert(number, tuple(ups), products[node]))
-    return [sorted(run, key=lambda expert: expert.number) for runs in groups.values() for run in runs]
-
-
-def _link(reading: Reading, node: fx.Node) -> tuple[Product, int] | None:
-    """A product of rows with the weight of one expert, and the expert's number."""
-    call = reading.read(node, "linear matmul addmm", "weight bias y")
-    found = None if call is None else _slice(reading, call["weight" if call.name == "linear" else "y"])
-    if call is None or found is None:
-        return None
-    weight, number = found
-    if call.name != "linear":
-        weight = replace(weight, transposed=not weight.transposed)
-    given = None if call["bias"] is None else _slice(reading, call["bias"], dims=2)
-    if call["bias"] is not None and (given is None or given[1] != number):
-        return None
-    bias = None if given is None else given[0].node
-    product = Product(node, call["x"], weight, weight.node, bias, None, (), node)
-    readers = reading.readers(node)
-    added = reading.read(readers[0], "add", "y") if len(readers) == 1 and bias is None else None
-    if added is not None and same_shape(readers[0], node):
-        more = _slice(reading, added["y"] if added["x"] is node else added["x"], dims=2)
-        if more is not None and more[1] == number:
-            product = replace(product, bias=more[0].node, result=readers[0])
-    return product, number
-
-
-def _slice(reading: Reading, value: Any, dims: int = 3) -> tuple[Weight, int] | None:
-    """``stacked[e]``, perhaps transposed: the stack, and e."""
-    value, transposed = reading.unwrap(value), False
-    while dims == 3 and rank(value) == 2 and (call := reading.named(value, "transpose", "mt", "t")) is not None:
-        value, transposed = reading.unwrap(call["x"]), not transposed
-    call = reading.read(value, "getslice select item", "index dim")
-    source: Any = call["x"] if call is not None else None
-    number = call["index"] if call is not None else None
-    if call is not None and call.name == "item":
-        parts = reading.read(source, "unbind", "dim")
-        source = parts["x"] if parts is not None and parts["dim"] == 0 else None
-    elif call is not None and call.name == "select" and call["dim"] != 0:
-        return None
-    if isinstance(number, tuple):
-        number = number[0] if all(part in (slice(None), Ellipsis) for part in number[1:]) else None
-    stacked = example(source)
-    if stacked is None or stacked.dim() != dims or type(number) is not int or type(stacked.shape[0]) is not int:
-        return None
-    return Weight(source, transposed), number % stacked.shape[0]
 
 
 def recognise_loop(reading: Reading, experts: Sequence[Expert]) -> Loop | Refusal:
@@ -159,8 +89,10 @@ class _Loop:
         self.wide = self.floor
 
     def block(self) -> Loop | Refusal:
-        if [expert.number for expert in self.experts] != list(range(self.count)) or self.count < 2:
-            return self._no(f"The loop runs {len(self.experts)} of {self.count} experts, or some of them twice.")
+        numbers = [expert.number for expert in self.experts]
+        slots = len(numbers) // self.count
+        if self.count < 2 or slots < 1 or sorted(numbers) != sorted([*range(self.count)] * slots):
+            return self._no(f"The loop runs {len({*numbers})} of {self.count} experts, or some of them twice.")
         body = self._body()
         if isinstance(body, Refusal):
             return body
@@ -168,11 +100,17 @@ class _Loop:
         self.wide = self.floor if rows is None else narrower(rows.dtype, self.floor)
         followed = [self._follow(expert.down.result) for expert in self.experts]
         ends = [end for end in followed if end is not None]
-        ways = (self._of_all_tokens, self._of_slots, self._of_rows) if len(ends) == len(followed) else ()
-        found = next((outcome for way in ways if (outcome := way(ends)) is not None), None)
-        if found is None:
-            return self._no("The rows of the experts, or what becomes of their results, are no known way to route.")
-        return found if isinstance(found, Refusal) else Loop(self.ups, self.first.down, body, *found)
+        ways = [self._of_all_tokens, self._of_slots, self._of_rows] if slots == 1 else []
+        refusal: Refusal | None = None
+        for way in [*ways, self._slot_by_slot] if len(ends) == len(followed) else []:
+            found = way(ends)
+            if isinstance(found, Refusal):
+                refusal = refusal or found
+            elif found is not None:
+                return Loop(self.ups, self.first.down, body, *found)
+        return refusal or self._no(
+            "The rows of the experts, or what becomes of their results, are no known way to route."
+        )
 
     def _no(self, reason: str) -> Refusal:
         return no_loop(self.first.down.anchor, reason)
@@ -480,6 +418,42 @@ class _Loop:
                 "Take the ids from one topk over the experts, or add with index_add_.",
             )  # fmt: skip
         return self._combined(source, chosen, total, start, rows[0].indexed)
+
+    # ---- one slot after the other
+
+    def _slot_by_slot(self, ends: Sequence[_End]) -> tuple[Dispatch, Combine] | Refusal | None:
+        """A loop over the slots, and one over the experts, whichever is inside: every pair is added by its own step."""
+        roots = {self.reading.uncast(up.rows, self.floor) for expert in self.experts for up in expert.ups}
+        hidden = self.order.flat(self.ups[0].rows) if len(roots) == 1 else None
+        tensor = example(hidden)
+        chosen: list[Chosen | None] = []
+        added: tuple[fx.Node, fx.Node | None] | None = None
+        views: list[fx.Node] = []
+        if hidden is not None and tensor is not None:
+            pairs = self._pairs(prod(tensor.shape[:-1]))
+            chosen = [
+                pairs.chosen(end.mask, end.factor, expert.number)
+                for end, expert in zip(ends, self.experts, strict=True)
+            ]
+            added = self._added_up([end.value for end in ends])
+        else:
+            rows = [row for row in map(self._taken, self.experts) if row is not None]
+            shape = example(rows[0].source) if len(rows) == len(ends) else None
+            if shape is None or shape.dim() != 2 or any(row.source is not rows[0].source for row in rows):
+                return None
+            hidden, views = rows[0].source, [rows[0].indexed]
+            pairs = self._pairs(shape.shape[0])
+            chosen = [
+                None if end.mask is not None else pairs.chosen_at(row.index, end.factor, expert.number)
+                for end, row, expert in zip(ends, rows, self.experts, strict=True)
+            ]
+            total = self._added_to_tokens(ends, [row.index for row in rows])
+            added = None if total is None else total[:2]
+        found = [one for one in chosen if one is not None]
+        if added is None or len(found) < len(chosen):
+            return None
+        selection = pairs.beside([expert.number for expert in self.experts], found)
+        return selection if isinstance(selection, Refusal) else self._combined(hidden, selection, *added, *views)
 
     def _taken(self, expert: Expert) -> _Taken | None:
         """The tokens or rows [N, H] that an expert takes its own from, and by what."""

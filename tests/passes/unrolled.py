@@ -139,7 +139,29 @@ def _put_by_mask(out: Tensor, mask: Tensor, expert: Callable[[Tensor], Tensor], 
 
 
 SINGLES = {"where": _put_where, "add_where": _add_where, "put": _put_at, "copy": _copy_at, "mask": _put_by_mask}
-WAYS = ("factors", "factors", "rows", "rows", "rows", "stacked", "masked", "pairs", "single")
+
+
+def _slot_factors(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, e: int, k: int, expert: Any) -> Tensor:
+    return out + (weights[:, k] * (ids[:, k] == e)).unsqueeze(-1) * expert(x)
+
+
+def _slot_where(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, e: int, k: int, expert: Any) -> Tensor:
+    return out + torch.where(ids[:, k : k + 1] == e, weights[:, k : k + 1] * expert(x), 0.0)
+
+
+def _slot_rows(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, e: int, k: int, expert: Any) -> Tensor:
+    (token,) = torch.where(ids.select(1, k) == e)
+    return out.index_add_(0, token, expert(x[token]) * weights[token, k, None])
+
+
+def _slot_masks(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, e: int, k: int, expert: Any) -> Tensor:
+    mine = ids.unbind(1)[k] == e
+    out[mine] += weights[:, k][mine].unsqueeze(-1) * expert(x[mine])
+    return out
+
+
+SLOTS = {"factors": _slot_factors, "where": _slot_where, "rows": _slot_rows, "masks": _slot_masks}
+WAYS = ("factors", "factors", "rows", "rows", "rows", "stacked", "masked", "pairs", "single", "slots", "slots")
 
 
 @dataclass(frozen=True)
@@ -149,7 +171,7 @@ class Case:
     Attributes:
         way: "factors" (all tokens, times a factor), "rows" (those of an expert's pairs), "stacked" (picked from the
             results of all), "masked" (tokens by a mask), "pairs" (rows of pairs by a mask), "single" (one expert for
-            each token, weighted after all of them).
+            each token, weighted after all of them), "slots" (a step for every expert and slot).
     """
 
     seed: int
@@ -238,6 +260,13 @@ def block(case: Case, mutations: tuple[str, ...]) -> Callable[..., Any]:
                 else:
                     score = _dense(ids, weights, s.E)[mask, e].unsqueeze(1)
                 out[mask] += at("row", expert(e, at("tokens", x[mask], e)) * score, e)
+        elif case.way == "slots":
+            out, slots = start, range(s.K)
+            steps = [(e, k) for k in slots for e in experts] if names["outer"] == "slots" else [
+                (e, k) for e in experts for k in slots]  # fmt: skip
+            for e, k in at("steps", steps):
+                run_one = lambda rows, e=e: at("row", expert(e, at("tokens", rows, e)), e)  # noqa: E731
+                out = SLOTS[names["slot"]](out, x, ids, weights, at("number", e, e), k, run_one)
         elif case.way == "single":
             out = torch.zeros_like(x) if names["single"] == "add_where" else start
             for e in experts:
@@ -329,6 +358,10 @@ MUTATIONS: dict[str, tuple[str, Callable[[Any, int, Sizes], Any]]] = {
     "row_masked_by_feature": ("row", _all(lambda row: torch.where(torch.arange(row.shape[-1]) > 2, row, 0.0))),
     "result_masked": ("result", _all(lambda out: torch.where(out[..., :1] > 0, out, 0.0))),
     "result_masked_in_one": ("result", _one(lambda out: torch.where(out[..., :1] > 0, out, 0.0))),
+    "one_step_left_out": ("steps", _all(lambda steps: steps[1:])),
+    "one_step_twice": ("steps", _all(lambda steps: [*steps, steps[0]])),
+    "one_step_of_another_slot": ("steps", _all(lambda steps: [(steps[0][0], steps[-1][1]), *steps[1:]])),
+    "first_slot_for_all": ("steps", _all(lambda steps: [(e, 0) for e, _ in steps])),
     "weights_flipped": ("weights", _all(lambda weights: weights.flip(-1))),
     "weights_of_other_tokens": ("weights", _all(lambda weights: weights.roll(1, 0))),
     "outs_rolled": ("outs", _all(lambda outs: outs[1:] + outs[:1])),
@@ -344,6 +377,7 @@ _PLACES = {
              "target", "row", "out"},
     "masked": {"weights", "ids", "seconds", "inner", "result", "experts", "number", "mask", "row", "tokens", "out"},
     "single": {"weights", "ids", "seconds", "inner", "result", "experts", "number", "mask", "row", "tokens", "out"},
+    "slots": {"weights", "ids", "seconds", "inner", "result", "experts", "number", "steps", "row", "tokens", "out"},
     "pairs": {"weights", "ids", "seconds", "inner", "result", "experts", "number", "mask", "row", "tokens", "out"},
 }  # fmt: skip
 
@@ -366,6 +400,7 @@ def make(seed: int, misses: int | None = None) -> Case:
     }  # fmt: skip
     more = {"factors": {"factors": FACTORS, "sum": ("add", "add_", "radd")}, "stacked": {"pick": PICKS},
             "rows": {"pairs": PAIRS, "take": TAKES, "weights": WEIGHTS, "add": ADDS}, "single": {"single": SINGLES},
+            "slots": {"slot": SLOTS, "outer": ("slots", "experts")},
             "masked": {"score": ("sum", "scores")}}  # fmt: skip
     names |= {part: rng.choice(list(forms)) for part, forms in more.get(way, {}).items()}
     batch = rng.choice([b for b in (1, 1, 2) if sizes.T % b == 0])
