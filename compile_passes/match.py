@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)(?:\n +([^\n]+))?')
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,31 @@ class Refusal:
 
 def location(node: fx.Node) -> str:
     """Innermost source line outside of torch that ``node`` was traced from."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    file, line, function, _ = _frame(node)
+    return f"{file}:{line} in {function}" if file else f"node {node.name}"
+
+
+def source(node: fx.Node) -> str:
+    """The text of that source line; empty when the graph does not know it."""
+    return _frame(node)[3].strip()
+
+
+def in_words(node: fx.Node) -> str:
+    """``node`` for somebody who knows the model and not the graph: its source line and where that is."""
+    if node.op == "output":
+        return "what the captured code returns"
+    if node.op in ("placeholder", "get_attr"):
+        return f"the input {node.name}"
+    file, line, _, code = _frame(node)
+    return f"`{code.strip()}` ({os.path.basename(file)}:{line})" if code else f"the operation {node.name}"
+
+
+def _frame(node: fx.Node) -> tuple[str, str, str, str]:
+    """File, line, function and text of the innermost source line outside of torch; empty without one."""
+    frames: list[tuple[str, str, str, str]] = _FRAME.findall(node.meta.get("stack_trace") or "")
     if not frames:
-        return f"node {node.name}"
-    file, line, function = next((frame for frame in reversed(frames) if not frame[0].startswith(_TORCH)), frames[-1])
-    return f"{file}:{line} in {function}"
+        return "", "", "", ""
+    return next((frame for frame in reversed(frames) if not frame[0].startswith(_TORCH)), frames[-1])
 
 
 def module_of(node: fx.Node) -> str:

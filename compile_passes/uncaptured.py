@@ -8,6 +8,7 @@ of the graphs that compute with them.
 from __future__ import annotations
 
 import inspect
+import linecache
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,12 @@ class Stop:
     def line(self) -> str:
         """``first line of the reason (file:line)``."""
         return f"{first_line(self.reason)} ({self.where})"
+
+    @property
+    def source(self) -> str:
+        """The text of the source line."""
+        file, _, line = self.where.rpartition(":")
+        return linecache.getline(file, int(line)).strip() if line.isdigit() else ""
 
 
 @dataclass
@@ -130,6 +137,15 @@ def cut(node: fx.Node, breaks: Sequence[Stop]) -> Stop | None:
         if stop.functions and function == (stop.functions[-1][0], _RESUMED.sub(r"\1", stop.functions[-1][1])):
             return stop
     return None
+
+
+def defined_at(module: nn.Module) -> str:
+    """``file:line in function`` of the code that a module runs; its class where the source is not there."""
+    forward = inspect.unwrap(type(module).forward)
+    try:
+        return f"{inspect.getsourcefile(forward)}:{inspect.getsourcelines(forward)[1]} in {forward.__qualname__}"
+    except (OSError, TypeError):
+        return f"class {type(module).__qualname__}"
 
 
 def first_line(text: str) -> str:

@@ -57,8 +57,9 @@ def test_refused_row():
     assert len(report.refused) == 2 and not report.fused
     row = report.refused[0]
     assert "normalisation" in row.reason and "modeling_muse_spark.py" in row.location and row.cure
-    lines = [f"refused at {row.location} ({row.module})", f"  why:  {row.reason}", f"  cure: {row.cure}"]
-    assert row.module == "layers.0.mlp.experts" and "\n".join(lines) in str(report)
+    first = f"refused: {row.module} ({row.location})"  # the module first: all blocks of transformers share a line
+    lines = [first, f"  line: {row.source}", f"  why:  {row.reason}", f"  cure: {row.cure}"]
+    assert row.source and row.module == "layers.0.mlp.experts" and "\n".join(lines) in str(report)
 
 
 def test_router_that_stays_is_named():
@@ -234,9 +235,9 @@ def test_an_error_of_the_model_is_reported():
     assert "no such luck" in moe_ops.explain(broken, torch.zeros(1)).error
 
 
-@pytest.mark.parametrize("what", ["mixtral", "tests.passes.test_explain:factory"])
+@pytest.mark.parametrize("what", [["mixtral", "--tokens", "8"], ["tests.passes.test_explain:factory"]], ids=" ".join)
 def test_command_line(what, capsys):
-    assert main(["explain", what, "--tokens", "8"]) == 0
+    assert main(["explain", *what]) == 0
     assert "fused, 0 refused; 1 graph(s), 0 graph break(s)" in capsys.readouterr().out
 
 
@@ -257,11 +258,11 @@ def test_command_line_says_what_was_refused(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["no_such_model"], "must be a transformers model type"),
+        (["no_such_model"], "must be the name of a model of a known family"),
         (["no_such_module:factory"], "must be module:factory"),
         (["tests.passes.test_explain:NOT_A_FUNCTION"], "must be a function"),
         (["tests.passes.test_explain:not_a_pair"], "must return (model, inputs)"),
-        (["mixtral", "--tokens", "0"], "--tokens must be at least 1"),
+        (["mixtral", "--tokens", "0"], "tokens must be at least 1, got 0"),
     ],
 )
 def test_command_line_errors(arguments, message, capsys):
