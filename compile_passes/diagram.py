@@ -76,6 +76,13 @@ class Diagram:
     operations: tuple[str, ...]
     after: tuple[Operator, ...] = ()
 
+    @property
+    def whole(self) -> bool:
+        """Whether the graph holds every part of a block: a selection, two products, and what comes after them."""
+        roles = {stage.role: stage.lines for stage in self.stages}
+        products = sum(line.times for line in roles.get("experts", ()) if _PRODUCTS.intersection(line.operations))
+        return {"top-k", "experts", "combine"} <= set(roles) and products > 1
+
 
 class Snapshot:
     """What a graph says of its operations, kept while passes change it."""

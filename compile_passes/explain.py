@@ -23,7 +23,7 @@ from compile_passes.named import is_named, subject
 from compile_passes.passes import FUSE, FUSE_CHECKED, JOIN, SHARE, graph_modules, needs_gradient, run
 from compile_passes.report import Fused, Refused, Report
 from compile_passes.rewrite import operator_name
-from compile_passes.uncaptured import Seen, Stop, cut, defined_at, explanation, first_line
+from compile_passes.uncaptured import MEND, Seen, Stop, cut, defined_at, explanation, first_line
 
 _LOOP = "The experts run in a Python loop over sizes that only the data knows: no graph holds the block as a whole."
 
@@ -68,7 +68,7 @@ def _explain(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     report.graph_break_reasons = [stop.line for stop in collector.breaks]
     frames = (f"{frame.name} ({frame.location}): {first_line(frame.reason)} ({frame.where})" for frame in lost)
     report.eager_frames = list(dict.fromkeys(frames))
-    report.refused = _rows(collector.refused, collector.breaks)
+    report.refused = _rows(collector)
     if module is not None:
         stops = [*collector.breaks, *(Stop(frame.reason, frame.where) for frame in lost)]
         report.refused += _in_no_graph(module, collector.seen, [] if report.error else stops)
@@ -125,20 +125,18 @@ class _Collector:
             return None
 
 
-def _rows(refused: Sequence[tuple[Refusal, str, Diagram | None]], breaks: Sequence[Stop]) -> list[Refused]:
+def _rows(collector: _Collector) -> list[Refused]:
     """What the report says of refusals in graphs; the pieces of a block that a graph break cuts are one row."""
     rows: dict[Any, Refused] = {}
-    for position, (refusal, path, diagram) in enumerate(refused):
-        stop = cut(refusal.node, breaks)
+    for position, (refusal, path, diagram) in enumerate(collector.refused):
+        whole = diagram is not None and diagram.whole
+        stop = None if whole else cut(refusal.node, collector.seen.at(path), collector.breaks)
         if stop is None:
             line = source(refusal.node)
             rows[position] = Refused(path, refusal.location, refusal.reason, refusal.cure, line, diagram)
         else:
-            reason, remedy = (
-                f"A graph break cuts the block in pieces: {stop.line}.",
-                "Take away what stopped the capture.",
-            )
-            rows[path, stop.where] = Refused(path, stop.where, reason, remedy, stop.source)
+            reason = f"A graph break cuts the block in pieces: {stop.line}."
+            rows[path, stop.where] = Refused(path, stop.where, reason, MEND, stop.source)
     return list(rows.values())
 
 

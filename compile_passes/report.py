@@ -44,6 +44,11 @@ class Fused:
     I: Any
     diagram: Diagram | None = field(default=None, repr=False, compare=False)
 
+    @property
+    def name(self) -> str:
+        """Path of the module, or the source line where there is none."""
+        return self.module or self.location.rsplit("/", 1)[-1]
+
     def to_dict(self) -> dict[str, Any]:
         """This row as one of the ``blocks`` of `Report.to_dict`."""
         found = self.diagram.after if self.diagram is not None else ()
@@ -76,6 +81,11 @@ class Refused:
     def to_dict(self) -> dict[str, Any]:
         """This row as one of the ``blocks`` of `Report.to_dict`."""
         return _row("refused", self, reason=self.reason, cure=self.cure, source=self.source)
+
+    def __str__(self) -> str:
+        line = [f"  line: {self.source}"] if self.source else []
+        where = f"{self.module} ({self.location})" if self.module else self.location
+        return "\n".join([f"refused: {where}", *line, f"  why:  {self.reason}", f"  cure: {self.cure}"])
 
 
 @dataclass
@@ -157,9 +167,9 @@ class Report:
         lines = [self.summary]
         if self.fused:
             lines += ["", *_table(_FUSED_HEAD, [_fused_row(row) for row in self.fused])]
-            lines += [f"  {name_of(row)}: {row.router_note}" for row in self.fused if row.router_note]
+            lines += [f"  {row.name}: {row.router_note}" for row in self.fused if row.router_note]
         for row in self.refused:
-            lines += ["", *refused_lines(row)]
+            lines += ["", str(row)]
         if self.shared_heads:
             lines += ["", f"{self.shared_heads} attention call(s) read key and value heads without repeating them"]
         if self.own_calls:
@@ -176,13 +186,6 @@ class Report:
         if self.error:
             lines += ["", f"the model raised: {self.error}"]
         return "\n".join(lines)
-
-
-def refused_lines(row: Refused) -> list[str]:
-    """A refused block as text: which, the nearest miss, why, and the cure."""
-    line = [f"  line: {row.source}"] if row.source else []
-    where = f"{row.module} ({row.location})" if row.module else row.location
-    return [f"refused: {where}", *line, f"  why:  {row.reason}", f"  cure: {row.cure}"]
 
 
 _KEYS = (
@@ -206,12 +209,7 @@ _FUSED_HEAD = ("block", "routing", "experts", "activation", "scheme", "backend",
 def _fused_row(row: Fused) -> tuple[str, ...]:
     activation = row.activation if row.glu_layout == "concat" else f"{row.activation} ({row.glu_layout})"
     sizes = (str(size) for size in (row.E, row.K, row.H, row.I))
-    return (name_of(row), row.routing, row.experts, activation, row.scheme, row.backend, *sizes)
-
-
-def name_of(row: Fused | Refused) -> str:
-    """Path of the module, or the source line where there is none."""
-    return row.module or row.location.rsplit("/", 1)[-1]
+    return (row.name, row.routing, row.experts, activation, row.scheme, row.backend, *sizes)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

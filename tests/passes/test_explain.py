@@ -331,3 +331,58 @@ def test_help(capsys):
         main(["explain", "--help"])
     printed = capsys.readouterr().out
     assert caught.value.code == 0 and "module:factory" in printed and "config.json" in printed
+
+
+class InHelpers(StackedExperts):
+    """The same, each step in a method of its own; a break in one of them cuts the block, elsewhere it does not."""
+
+    def __init__(self, place, activation=silu_glu):
+        super().__init__(place)
+        self.activation = activation
+
+    def forward(self, x):
+        topk_weights, ids = softmax_router(x, self.gate)
+        if self.place == "before":
+            self.stop()
+        rows, flat = x.repeat_interleave(K, dim=0), ids.reshape(-1)
+        out = self.product(self.w2, flat, self.between(self.product(self.w1, flat, rows)))
+        return (out * topk_weights.reshape(-1, 1)).view(-1, K, H).sum(1)
+
+    def product(self, weight, ids, rows):
+        return torch.bmm(weight[ids], rows.unsqueeze(-1)).squeeze(-1)
+
+    def between(self, h):
+        if self.place == "between":
+            self.stop()
+        return self.activation(h)
+
+    def stop(self):
+        torch._dynamo.graph_break()
+
+
+def test_a_break_in_a_helper_cuts_the_block():
+    report = moe_ops.explain(InHelpers("between"), weights(dtype=torch.float32)["x"])
+    assert ["cuts the block in pieces" in row.reason for row in report.refused] == [True]
+    assert report.refused[0].source == "torch._dynamo.graph_break()"
+
+
+def test_a_break_elsewhere_hides_no_other_reason():
+    """The block is whole in the graph after the break, and refused for its activation."""
+
+    def tanh_glu(h):
+        gate, up = h.chunk(2, dim=-1)
+        return torch.tanh(gate) * up
+
+    report = moe_ops.explain(WholeAfterBreak(tanh_glu), weights(dtype=torch.float32)["x"])
+    assert report.graph_breaks == 1
+    assert ["activation" in row.reason for row in report.refused] == [True]
+
+
+class WholeAfterBreak(InHelpers):
+    def __init__(self, activation):
+        super().__init__("nowhere", activation)
+
+    def forward(self, x):
+        x = x * 0.5
+        torch._dynamo.graph_break()
+        return super().forward(x)
