@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
 
 from torch import fx
 
 from compile_passes.match import MoEMatch, leaves, location, module_of, source
 from compile_passes.rewrite import arguments, operator_name
-from compile_passes.vocabulary import example, target_name
+from compile_passes.vocabulary import example, target_name, tensors_of
 from moe_ops.graphs import describe, operation
 
-ROLES = ("router", "top-k", "dispatch", "experts", "combine")
+#: The steps of a block, and what else reads a value from inside of it.
+ROLES = ("router", "top-k", "dispatch", "experts", "combine", "outside")
 _PRODUCTS = frozenset(
     {"linear", "matmul", "mm", "bmm", "baddbmm", "addmm", "einsum", "grouped_mm", "_grouped_mm", "scaled_grouped_mm"}
 )
@@ -113,15 +113,14 @@ class Snapshot:
 
     def of_refusal(self, stopped: fx.Node) -> Diagram | None:
         """The code around the operation at which a recogniser stopped; None where no expert product is near."""
-        near = self._near(stopped)
-        selections = self._selections(near)
-        before = self._reached(selections, self._operands)
+        near, selections = self._own(self._near(stopped), stopped)
+        before = self._reached(selections, self._operands, near)
         products = {node for node in near if target_name(node) in _PRODUCTS and node not in before}
         if not products:
             return None
         router = self._router(selections)
-        upstream = self._reached(router, self._operands) - router
-        related = self._reached(products, self._operands) | self._reached(products, self._readers)
+        upstream = self._reached(router, self._operands, near) - router
+        related = self._reached(products, self._operands, near) | self._reached(products, self._readers, near)
         nodes = {node for node in near if (node in related or node in router) and node not in upstream}
         return self._diagram(nodes | router | {stopped}, products, None, stopped, ())
 
@@ -134,15 +133,16 @@ class Snapshot:
         after: tuple[Operator, ...],
     ) -> Diagram:
         ordered = sorted((node for node in nodes if node in self.order), key=self.order.__getitem__)
-        above, below = self._reached(products, self._operands), self._reached(products, self._readers)
+        above, below = (self._reached(products, edges, ordered) for edges in (self._operands, self._readers))
         selections = self._selections([node for node in ordered if node not in below])
-        selected = self._reached(selections, self._readers)
+        selected = self._reached(selections, self._readers, ordered)
         router = self._router(selections) - selected
-        routed = None if routing is None else self._reached(routing, self._operands)
+        routed = None if routing is None else self._reached(routing, self._operands, ordered)
+        results = self._reached(self._last(products, ordered), self._readers, ordered)
         roles: dict[str, list[fx.Node]] = {role: [] for role in ROLES}
         for node in ordered:
             if node in below:
-                role = "experts" if node in above else "combine"
+                role = "experts" if node in above else "combine" if node in results else "outside"
             elif node in selected:
                 of_slots = node in routed if routed is not None else self._of_slots(node, selections, roles["top-k"])
                 role = "top-k" if of_slots else "dispatch"
@@ -190,15 +190,41 @@ class Snapshot:
         middle = next((place for place, other in enumerate(inside) if self.order[other] >= self.order.get(node, 0)), 0)
         return inside[max(0, middle - _NEAR) : middle + _NEAR]
 
-    def _reached(self, start: Iterable[fx.Node], edges: Mapping[fx.Node, list[fx.Node]]) -> set[fx.Node]:
-        """``start`` and all that can be reached from there."""
-        found: set[fx.Node] = set()
-        stack = list(start)
+    def _own(self, near: list[fx.Node], stopped: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+        """The operations before the router of the next block, and the selections of the block of ``stopped``."""
+        selections = set(self._selections(near))
+        blocks: list[list[fx.Node]] = []
+        apart = True  # selections with a product between them are those of two blocks
+        for node in near:
+            if node in selections:
+                blocks += [[]] if apart else []
+                blocks[-1].append(node)
+            apart = (apart and node not in selections) or target_name(node) in _PRODUCTS
+        here = self.order.get(stopped, 0)
+        own = max((place for place, block in enumerate(blocks) if self.order[block[0]] <= here), default=0)
+        if own + 1 >= len(blocks):
+            return near, blocks[own] if blocks else []
+        end = min(self.order[node] for node in self._router(blocks[own + 1]))
+        return [node for node in near if self.order[node] < max(end, here + 1)], blocks[own]
+
+    def _last(self, products: Collection[fx.Node], within: Iterable[fx.Node]) -> list[fx.Node]:
+        """The products that lead to no other one."""
+        leading: set[fx.Node] = set()
+        for node in reversed(list(within)):
+            if any(reader in leading or reader in products for reader in self._readers[node]):
+                leading.add(node)
+        return [product for product in products if product not in leading]
+
+    def _reached(
+        self, start: Iterable[fx.Node], edges: Mapping[fx.Node, list[fx.Node]], within: Iterable[fx.Node]
+    ) -> set[fx.Node]:
+        """``start``, and all that can be reached from there without leaving ``within``."""
+        inside, found, stack = set(within), set[fx.Node](), list(start)
         while stack:
             node = stack.pop()
             if node not in found:
                 found.add(node)
-                stack += edges.get(node, [])
+                stack += [other for other in edges.get(node, ()) if other in inside]
         return found
 
 
@@ -235,11 +261,10 @@ def _operator(node: fx.Node) -> Operator:
 
 
 def shape_of(node: fx.Node) -> str:
-    """``[12, 32] bfloat16`` of the tensor that a node makes; empty for anything else."""
-    value: Any = example(node)
-    if value is None:
-        return ""
-    return f"[{', '.join(map(str, value.shape))}] {str(value.dtype).removeprefix('torch.')}"
+    """``[12, 32] bfloat16`` of the tensor that a node makes, or of each of several; empty for anything else."""
+    return ", ".join(
+        f"[{', '.join(map(str, value.shape))}] {str(value.dtype).removeprefix('torch.')}" for value in tensors_of(node)
+    )
 
 
 def _lines(nodes: Iterable[fx.Node], stopped: fx.Node | None) -> tuple[Line, ...]:

@@ -22,6 +22,7 @@ _STAGES = {
     "dispatch": ("Dispatch", "brings the tokens to their experts"),
     "experts": ("Expert products", "each expert's matrix products, with the activation between them"),
     "combine": ("Combine", "weighs each token's results and adds them up"),
+    "outside": ("Outside", "reads a value from inside of the block"),
 }
 _OPERATORS = {
     "fused_moe": "router, dispatch, both products and the sum in one call",
@@ -116,12 +117,13 @@ def _flow(row: Fused | Refused) -> str:
     if diagram is None:
         return f"<div style='margin-top:12px'>{right}</div>"
     down = "<div class='down'>&#8595;</div>"
-    before = down.join(map(_stage, diagram.stages))
+    kept = getattr(row, "routing", "") == "kept"
+    before = down.join(_stage(stage, kept) for stage in diagram.stages)
     count = len(diagram.operations)
     after = "after" if diagram.after else "why it stays as it is"
     arrow = "&#10142;" if diagram.after else "&#10005;"
     return (
-        f"{_strip(diagram)}"
+        f"{_strip(diagram, kept)}"
         f"<div class='flow'><p class='head'>before: {count} operations</p><span></span><p class='head'>{after}</p>"
         f"<div>{before}</div><div class='big side'>{arrow}</div><div class='side'>{right}</div></div>"
         f"<details><summary>the {count} operations, as captured</summary>"
@@ -129,12 +131,12 @@ def _flow(row: Fused | Refused) -> str:
     )
 
 
-def _strip(diagram: Diagram) -> str:
+def _strip(diagram: Diagram, kept: bool) -> str:
     """The steps of a block in one row, and what takes their place."""
     steps = []
     for stage in diagram.stages:
         stopped = any(line.stopped for line in stage.lines)
-        mark, look = (" &#10005;", " not") if stopped else ("", "")
+        mark, look = (" &#10005;", " not") if stopped else (" stays", " kept") if _stays(stage, kept) else ("", "")
         steps.append(f"<span class='step{look}' style='{_hue(stage)}'>{_STAGES[stage.role][0]}{mark}</span>")
     made = [f"<span class='step new mono'>{escape(operator.name)}</span>" for operator in diagram.after]
     arrow = "<span class='soft'>&#8594;</span>"
@@ -142,12 +144,17 @@ def _strip(diagram: Diagram) -> str:
     return f"<div class='strip'>{arrow.join(steps)}{becomes}</div>"
 
 
+def _stays(stage: Stage, kept: bool) -> bool:
+    return kept and stage.role in ("router", "top-k")
+
+
 def _hue(stage: Stage) -> str:
     return f"--hue:var(--{stage.role.replace('-', '')})"
 
 
-def _stage(stage: Stage) -> str:
+def _stage(stage: Stage, kept: bool) -> str:
     title, text = _STAGES[stage.role]
+    text += "; stays as it is" if _stays(stage, kept) else ""
     lines = "".join(map(_line, stage.lines))
     return (
         f"<div class='stage' style='{_hue(stage)}'><span class='what'>{title}</span> "

@@ -34,9 +34,10 @@ def unknown_tensors(reading: Reading, region: Collection[fx.Node], inputs: Itera
         value = example(node)
         if value is not None and not is_plain(value):
             kind = type(value).__name__
-            what = "a value of a function transform (vmap, grad, jvp)" if kind == "Tensor" else f"of the type {kind}"
+            transformed = "a value of a function transform (vmap, grad, jvp)"
+            what = transformed if kind == "Tensor" else f"a tensor of the type {kind}"
             return Refusal(
-                node, f"The value of {in_words(node)} is {what}, which the operators do not know.",
+                node, f"{in_words(node)}: this is {what}, which the operators do not know.",
                 "Pass plain tensors, or leave this block as it is.",
             )  # fmt: skip
     return None

@@ -2,11 +2,11 @@
 
 STYLE = """
 .moe-ops{--paper:#fff;--ink:#1d2430;--soft:#5b6675;--line:#d9dee6;--box:#f6f8fa;--good:#0b7a53;--goodbox:#e7f6ef;
---bad:#b3261e;--badbox:#fdecea;--router:#7c4dcc;--topk:#b0579b;--dispatch:#2f6fdb;--experts:#c26a00;--combine:#0f8a8a;
-color:var(--ink);background:var(--paper);font:14px/1.45 system-ui,sans-serif}
+--bad:#b3261e;--badbox:#fdecea;--router:#7c4dcc;--topk:#b0579b;--dispatch:#2f6fdb;--experts:#c26a00;
+--combine:#0f8a8a;--outside:#b3261e;color:var(--ink);background:var(--paper);font:14px/1.45 system-ui,sans-serif}
 @media (prefers-color-scheme:dark){.moe-ops{--paper:#14181f;--ink:#e6eaf0;--soft:#9aa6b5;--line:#323a47;--box:#1c222c;
 --good:#4cc38a;--goodbox:#12291f;--bad:#ff8a80;--badbox:#341a1a;--router:#b794f6;--topk:#e39ad1;--dispatch:#7fb0ff;
---experts:#f0a64b;--combine:#4fd1c5}}
+--experts:#f0a64b;--combine:#4fd1c5;--outside:#ff8a80}}
 .moe-ops *{box-sizing:border-box}
 .moe-ops code,.moe-ops .mono{font:12.5px/1.45 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;
 overflow-wrap:anywhere;white-space:pre-wrap}
@@ -24,6 +24,7 @@ overflow-wrap:anywhere;white-space:pre-wrap}
 .moe-ops .step{border:1.5px solid var(--hue);color:var(--hue);border-radius:6px;padding:2px 10px;font-weight:600;
 font-size:13px}
 .moe-ops .step.not{border-color:var(--bad);color:var(--bad);background:var(--badbox)}
+.moe-ops .step.kept{border-style:dashed}
 .moe-ops .step.new{--hue:var(--good);background:var(--goodbox)}
 .moe-ops .flow{display:grid;grid-template-columns:minmax(0,1.7fr) 40px minmax(0,1fr);gap:0 8px;margin-top:12px;
 align-items:start}
@@ -52,6 +53,7 @@ vertical-align:top;color:inherit;background:none}
 .moe-ops .step{border:1.5px solid var(--hue);color:var(--hue);border-radius:6px;padding:2px 10px;font-weight:600;
 font-size:13px}
 .moe-ops .step.not{border-color:var(--bad);color:var(--bad);background:var(--badbox)}
+.moe-ops .step.kept{border-style:dashed}
 .moe-ops .step.new{--hue:var(--good);background:var(--goodbox)}
 .moe-ops .flow{grid-template-columns:1fr}.moe-ops .big{transform:rotate(90deg)}}
 """

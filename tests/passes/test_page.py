@@ -16,6 +16,8 @@ from compile_passes.report import Fused, Refused, Report
 from tests.passes.blocks import E, H, I, K, batched, block, grouped, weights
 from tests.passes.test_backend import Loop
 
+STEPS = [role for role in ROLES if role != "outside"]
+
 
 @pytest.fixture(scope="module")
 def fused() -> Report:
@@ -73,6 +75,7 @@ def test_what_runs_in_training_is_two_operators():
     inputs = {name: value.requires_grad_(name != "x") for name, value in weights(dtype=torch.float32).items()}
     (row,) = moe_ops.explain(block(batched), **inputs).fused
     assert row.to_dict()["operators"] == ["fused_topk", "fused_experts"]
+    assert row.diagram.after[0].shape == "[12, 2] float32, [12, 2] int32"
 
 
 def lines_of(diagram, role):
@@ -81,7 +84,7 @@ def lines_of(diagram, role):
 
 def test_stages_of_a_fused_block(fused):
     diagram = fused.fused[0].diagram
-    assert [stage.role for stage in diagram.stages] == list(ROLES)
+    assert [stage.role for stage in diagram.stages] == list(STEPS)
     assert any("topk" in code for code in lines_of(diagram, "top-k"))
     assert "rows = x[perm // K]" in lines_of(diagram, "dispatch")
     assert "ordered, perm = torch.sort(flat)" in lines_of(diagram, "dispatch")
@@ -99,9 +102,36 @@ def test_stages_of_a_fused_block(fused):
 
 def test_stages_of_a_refused_block(refused):
     diagram = refused.refused[0].diagram
-    assert [stage.role for stage in diagram.stages] == list(ROLES) and diagram.after == ()
+    assert [stage.role for stage in diagram.stages] == list(STEPS) and diagram.after == ()
     stopped = [(stage.role, line.code) for stage in diagram.stages for line in stage.lines if line.stopped]
     assert stopped == [("experts", "return torch.tanh(gate) * up")]
+
+
+def test_what_reads_a_value_from_inside_is_outside():
+    def run(x, gate, w1, w2):
+        seen = []
+        out = block(grouped, probe=lambda _, value: seen.append(value.abs().amax()))(x, gate, w1, w2)
+        return out, seen[0]
+
+    with torch.no_grad():
+        report = moe_ops.explain(run, **weights())
+    diagram = report.refused[0].diagram
+    (outside,) = lines_of(diagram, "outside")
+    assert "seen.append(value.abs().amax())" in outside
+    assert outside not in lines_of(diagram, "combine") and "reads a value from inside" in report.html()
+
+
+def test_a_router_that_stays_is_shown_as_such():
+    def router(x, gate):
+        values, ids = F.linear(x, gate).float().softmax(-1).topk(K, dim=-1)
+        return values.roll(1, 0), ids
+
+    with torch.no_grad():
+        report = moe_ops.explain(block(batched, router), **weights())
+    assert report.fused[0].to_dict()["operators"] == ["fused_experts"]
+    text = " ".join(Tags(report.html()).text)
+    assert "Router stays" in text and "stays as it is" in text and report.fused[0].router_note in text
+    assert "Router stays" not in " ".join(Tags(moe_ops.explain("mixtral").html()).text)
 
 
 def test_experts_in_a_loop_are_drawn_once():
@@ -226,3 +256,18 @@ def test_a_page_that_cannot_be_written(place, tmp_path, capsys):
     assert main(["explain", "tests.passes.test_explain:factory", "--html", str(tmp_path / place)]) == 2
     said = capsys.readouterr().err
     assert said.startswith("explain: --html must be a file") and len(said.splitlines()) == 1
+
+
+def test_each_of_two_blocks_is_drawn_alone():
+    def twice(x, gate, w1, w2):
+        first = block(batched, activation=lambda h: torch.tanh(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1])
+        second = block(grouped, activation=lambda h: torch.cos(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1])
+        return second(first(x, gate, w1, w2), gate, w1, w2)
+
+    with torch.no_grad():
+        report = moe_ops.explain(twice, **weights())
+    one, other = (row.diagram for row in report.refused)
+    for diagram, mine, theirs in ((one, "torch.tanh", "torch.cos"), (other, "torch.cos", "torch.tanh")):
+        code = [line.code for stage in diagram.stages for line in stage.lines]
+        assert [stage.role for stage in diagram.stages] == STEPS
+        assert any(mine in text for text in code) and not any(theirs in text for text in code), code
