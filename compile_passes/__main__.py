@@ -1,87 +1,100 @@
-"""`python -m compile_passes explain WHAT`: what the passes do to a model, without writing a script."""
+"""Fuse Mixture-of-Experts blocks under torch.compile: see what is fused, and tune it for a GPU.
+
+`moe-ops`, `python -m moe_ops` and `python -m compile_passes` are the same.
+"""
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import inspect
+import json
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
 
 import torch
 
-from compile_passes.explain import Report, explain
-from compile_passes.tiny import model_of, tiny_model
+from compile_passes.explain import explain
+from compile_passes.named import EXPERTS
+from moe_ops import tuning
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 _WHAT = """What to explain:
-  module:factory     a function without arguments that returns (model, inputs); inputs is a tensor,
-                     a tuple of positional arguments or a dict of keyword arguments
-  mixtral            a transformers model type: a tiny random model of it is built, nothing is downloaded
-  path/config.json   a transformers configuration (or the folder that holds it): likewise
+  module:factory             a function without arguments that returns (model, inputs); inputs is a tensor,
+                             a tuple of positional arguments or a dict of keyword arguments
+  mixtral                    a transformers model type
+  path/config.json           a transformers configuration (or the folder that holds it)
+  Qwen/Qwen3-30B-A3B         the name of a model on the hub: its family is what the local cache, or the name, says
+
+Of a transformers model a tiny random one is made, whose code is that of the real one; nothing is downloaded.
+
+Exit status: 0 when every block that was found is fused, 1 when one was refused or the model raised, 2 for a bad
+request.
 """
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    top = argparse.ArgumentParser(prog="python -m compile_passes", description=__doc__)
-    commands = top.add_subparsers(dest="command", required=True)
+    top = argparse.ArgumentParser(
+        prog="moe-ops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = top.add_subparsers(required=True, metavar="command")
     command = commands.add_parser(
         "explain", help="print which MoE blocks are fused, which are refused, why, and the cure",
         description="Capture a model, fuse its MoE blocks, print what was fused, what was refused, why, and the cure.",
         epilog=_WHAT, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    command.add_argument("what", help="module:factory, a transformers model type, or a path to a config.json")
-    command.add_argument("--experts", choices=("grouped_mm", "batched_mm", "eager"), default="grouped_mm",
-                         help="experts implementation of a transformers model (default: %(default)s)")  # fmt: skip
-    command.add_argument("--dtype", choices=tuple(_DTYPES), default="bf16", help="weights (default: %(default)s)")
-    command.add_argument("--tokens", type=int, default=16, help="length of the token sequence (default: %(default)s)")
+    command.add_argument("what", help="module:factory, a model type, a config.json, or the name of a model on the hub")
+    command.add_argument("--experts", choices=EXPERTS,
+                         help=f"experts implementation of a transformers model (default: {EXPERTS[0]})")  # fmt: skip
+    command.add_argument("--dtype", choices=tuple(_DTYPES), help="weights of a transformers model (default: bf16)")
+    command.add_argument("--tokens", type=int, help="length of its token sequence (default: 16)")
+    command.add_argument("--json", action="store_true", help="print the report as JSON (its schema: Report.to_dict)")
+    command.add_argument("--html", type=Path, metavar="FILE", help="write a page that draws every block, too")
+    command.set_defaults(command=_explain)
+    tuning.add_command(commands)
     return top
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; 0 when everything found was fused, 1 when something was refused, 2 for a bad request."""
+    """Run the command line; 2 for a bad request."""
     options = parser().parse_args(arguments)
+    code: int = options.command(options)
+    return code
+
+
+def _explain(options: argparse.Namespace) -> int:
+    """0 when everything found was fused, 1 when something was refused, 2 for a bad request."""
+    given = {
+        "experts": options.experts,
+        "dtype": None if options.dtype is None else _DTYPES[options.dtype],
+        "tokens": options.tokens,
+    }
+    if options.html is not None and not options.html.absolute().parent.is_dir():
+        return _refuse(f"--html must be a file in a folder that exists, got {options.html}.")
+    sys.path.insert(0, str(Path.cwd()))  # a factory is where the user is, as under `python -m`
     try:
         with _quiet():
-            report = _explain(options)
+            report = explain(options.what, **{name: value for name, value in given.items() if value is not None})
     except ValueError as error:
-        print(f"explain: {error}", file=sys.stderr)
-        return 2
-    print(report)
+        return _refuse(str(error).removeprefix("explain: "))
+    finally:
+        sys.path.remove(str(Path.cwd()))
+    print(json.dumps(report.to_dict(), indent=2) if options.json else report)
+    if options.html is not None:
+        try:
+            options.html.write_text(report.html(), encoding="utf-8")
+        except OSError as error:
+            return _refuse(f"--html must be a file that can be written, got {options.html} ({error.strerror}).")
     return 1 if report.refused or report.error else 0
 
 
-def _explain(options: argparse.Namespace) -> Report:
-    if options.tokens < 1:
-        raise ValueError(f"--tokens must be at least 1, got {options.tokens}.")
-    if ":" in options.what:
-        model, inputs = _made_by(options.what)
-    else:
-        config, model_class = model_of(options.what)
-        model = tiny_model(config, model_class, dtype=_DTYPES[options.dtype], experts=options.experts)
-        inputs = _token_inputs(options, config, model)
-    args = () if isinstance(inputs, dict) else inputs if isinstance(inputs, tuple) else (inputs,)
-    with torch.no_grad():
-        return explain(model, *args, **(inputs if isinstance(inputs, dict) else {}))
-
-
-def _token_inputs(options: argparse.Namespace, config: Any, model: Any) -> dict[str, torch.Tensor]:
-    """Random token ids, for the decoder as well when there is one."""
-    accepted = inspect.signature(model.forward).parameters
-    if "input_ids" not in accepted:
-        raise ValueError(
-            f"{options.what}: {type(model).__name__} takes no token ids. Give a function that returns the model and "
-            "its inputs, as module:factory."
-        )
-    ids = torch.randint(3, 100, (1, options.tokens))
-    both = getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted
-    return {"input_ids": ids, "decoder_input_ids": ids} if both else {"input_ids": ids}
+def _refuse(message: str) -> int:
+    print(f"explain: {message}", file=sys.stderr)
+    return 2
 
 
 @contextmanager
@@ -98,21 +111,6 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-def _made_by(spelling: str) -> tuple[Callable[..., Any], Any]:
-    """(model, inputs) of ``module:factory``."""
-    module_name, _, name = spelling.partition(":")
-    try:
-        factory = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{spelling!r} must be module:factory, got {type(error).__name__}: {error}.") from None
-    if not callable(factory):
-        raise ValueError(f"{spelling} must be a function, got {type(factory).__name__}.")
-    made = factory()
-    if not isinstance(made, tuple) or len(made) != 2 or not callable(made[0]):
-        raise ValueError(f"{spelling} must return (model, inputs), got {type(made).__name__}.")
-    return made
 
 
 if __name__ == "__main__":

@@ -35,7 +35,9 @@ def decide(match: MoEMatch) -> Decision | Refusal:
     """Check the block's shapes and types by the operators' own rules, and choose its backend."""
     tensors = [example(match.dispatch.hidden), *(_weight(product.weight) for product in match.products)]
     if any(tensor is None for tensor in tensors):
-        return Refusal(match.down.anchor, "The graph carries no shapes for this block.", "Compile with fake tensors.")
+        return Refusal(
+            match.down.anchor, "The graph does not record the shapes in this block.", "Compile with torch.compile."
+        )
     hidden, *weights = cast(list[torch.Tensor], tensors)
     try:
         mode = fake_mode_of(hidden)

@@ -2,13 +2,13 @@
 
 report = moe_ops.explain(model, tokens)
 print(report)
-report.refused[0].location, report.refused[0].reason, report.refused[0].cure
+report.refused[0].module, report.refused[0].location, report.refused[0].reason, report.refused[0].cure
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,179 +16,127 @@ from torch import fx
 
 from compile_passes.compat import break_reason, compiling_apart
 from compile_passes.decide import Decision
+from compile_passes.diagram import Diagram, Snapshot, operators_of
 from compile_passes.loops import cure, find_experts, find_loops
-from compile_passes.match import Refusal, Router, module_of
-from compile_passes.passes import FUSE, FUSE_CHECKED, SHARE, graph_modules, run
+from compile_passes.match import Refusal, Router, module_of, source
+from compile_passes.named import is_named, subject
+from compile_passes.passes import FUSE, FUSE_CHECKED, JOIN, SHARE, graph_modules, needs_gradient, run
+from compile_passes.report import Fused, Refused, Report
 from compile_passes.rewrite import operator_name
-from compile_passes.uncaptured import Seen, Stop, cut, explanation, first_line
-
-
-@dataclass(frozen=True)
-class Fused:
-    """A block that was replaced.
-
-    Attributes:
-        location: source line of its second expert product.
-        module: path of the experts' module, when the model is one of modules.
-        routing: routing of `fused_topk`, or "kept" when the router stays in the graph.
-        router_note: why the router stays; empty when it does not.
-        experts: spelling of the experts in the model: "grouped_mm" (rows sorted by expert), "batched_mm" (weights
-            gathered by ids), "dense" (all experts for all tokens), "loop" (one expert after the other).
-        activation, glu_layout, scheme, backend: what the operator runs.
-        E, K, H, I: experts, top-k, hidden and expert width.
-    """
-
-    location: str
-    module: str
-    routing: str
-    router_note: str
-    experts: str
-    activation: str
-    glu_layout: str
-    scheme: str
-    backend: str
-    E: Any
-    K: Any
-    H: Any
-    I: Any
-
-
-@dataclass(frozen=True)
-class Refused:
-    """A block that was not replaced: where, why, and what can be done."""
-
-    location: str
-    module: str
-    reason: str
-    cure: str
-
-
-@dataclass
-class Report:
-    """Result of `explain`.
-
-    Attributes:
-        fused, refused: MoE blocks, in graph order.
-        shared_heads: attention calls that read key and value heads without repeating them.
-        own_calls: calls of `fused_experts` or `fused_moe` that the model makes itself; nothing is left to fuse.
-        graphs: graphs captured.
-        graph_break_reasons: "reason (file:line)" of every graph break.
-        eager_frames: "function (file:line): reason (file:line)" of every function that Dynamo left to Python.
-        errors: what went wrong in the passes themselves, one line each; the blocks concerned are among the refused.
-        error: why the model did not run, or None.
-    """
-
-    fused: list[Fused] = field(default_factory=list)
-    refused: list[Refused] = field(default_factory=list)
-    shared_heads: int = 0
-    own_calls: int = 0
-    graphs: int = 0
-    graph_break_reasons: list[str] = field(default_factory=list)
-    eager_frames: list[str] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-    error: str | None = None
-
-    @property
-    def graph_breaks(self) -> int:
-        """Number of places at which capture stopped."""
-        return len(self.graph_break_reasons)
-
-    def __str__(self) -> str:
-        lines = [
-            f"{len(self.fused)} MoE block(s) fused, {len(self.refused)} refused; "
-            f"{self.graphs} graph(s), {self.graph_breaks} graph break(s)"
-        ]
-        if self.fused:
-            lines += ["", *_table(_FUSED_HEAD, [_fused_row(row) for row in self.fused])]
-            lines += [f"  {_name(row)}: {row.router_note}" for row in self.fused if row.router_note]
-        for row in self.refused:
-            lines += [
-                "",
-                f"refused at {row.location}" + (f" ({row.module})" if row.module else ""),
-                f"  why:  {row.reason}",
-                f"  cure: {row.cure}",
-            ]
-        if self.shared_heads:
-            lines += ["", f"{self.shared_heads} attention call(s) read key and value heads without repeating them"]
-        if self.own_calls:
-            lines += ["", f"{self.own_calls} call(s) of moe_ops operators are the model's own"]
-        elif not self.fused and not self.refused:
-            lines += ["", "No MoE block is in a captured graph."]
-            if self.graph_break_reasons or self.eager_frames:
-                lines += ["What runs around a graph break, or in a function left to Python, is in no graph: see below."]
-        if self.graph_break_reasons:
-            lines += ["", "graph breaks:", *(f"  {reason}" for reason in self.graph_break_reasons)]
-        if self.eager_frames:
-            lines += ["", "functions left to Python:", *(f"  {frame}" for frame in self.eager_frames)]
-        lines += [f"\nan error in moe_ops: {line}" for line in self.errors]
-        if self.error:
-            lines += ["", f"the model raised: {self.error}"]
-        return "\n".join(lines)
-
+from compile_passes.uncaptured import MEND, Seen, Stop, cut, defined_at, explanation, first_line
 
 _LOOP = "The experts run in a Python loop over sizes that only the data knows: no graph holds the block as a whole."
-_FUSED_HEAD = ("block", "routing", "experts", "activation", "scheme", "backend", "E", "K", "H", "I")
 
 
-def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
+def explain(model: Any, *args: Any, **kwargs: Any) -> Report:
     """Capture ``model(*args, **kwargs)``, fuse what can be fused, run the result once, and report.
 
     Graph breaks, refusals and errors of the model are part of the report and are not raised. The model is not changed.
 
+    Args:
+        model: a model, or any function, and its inputs. Or what stands for a model, without inputs:
+            "package.module:factory", a function that returns (model, inputs); a transformers model type ("mixtral"),
+            configuration class or object, or a path to a config.json; or the name of a model on the hub
+            ("Qwen/Qwen3-30B-A3B"), of which nothing is downloaded: its family is told by the local cache, or by the
+            name. A tiny random model is made of the last ones, with keywords experts ("grouped_mm", "batched_mm" or
+            "eager"), dtype (torch.bfloat16) and tokens (16), and is run without gradients.
+
+    Raises:
+        ValueError: ``model`` is a name that stands for nothing, or comes with inputs.
+
     Example:
         >>> print(moe_ops.explain(model, input_ids))
+        >>> print(moe_ops.explain("mistralai/Mixtral-8x7B-v0.1"))
     """
-    report = Report()
+    if not is_named(model):
+        return _explain(model, args, kwargs)
+    if args:
+        raise ValueError("explain: a model by name must come without inputs: they are made with it. Give the model.")
+    with torch.no_grad():
+        return _explain(*subject(model, **kwargs))
+
+
+def _explain(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:
     module = model if isinstance(model, torch.nn.Module) else None
-    seen = Seen([] if module is None else find_experts(module))
-    refused: list[tuple[Refusal, str]] = []
-    breaks: list[Stop] = []
-
-    def collect(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        report.graphs += 1
-        seen.graph(gm, inputs)
-        for part in graph_modules(gm):
-            own = [node for node in part.graph.nodes if operator_name(node) in ("fused_experts", "fused_moe")]
-            report.own_calls += len(own)
-            found = run(FUSE_CHECKED if part is gm else FUSE, part.graph)
-            report.fused += [_fused(decision) for decision in found.fused]
-            report.errors += found.errors
-            refused.extend((refusal, seen.report(refusal.node)) for refusal in found.refused)
-            seen.modules.update(row.module for row in report.fused)
-            for node in (*own, *(decision.match.down.weight.node for decision in found.fused)):
-                seen.report(node)
-            report.shared_heads += run(SHARE, part.graph).shared_heads
-            part.recompile()
-        reason = break_reason(gm)
-        if reason is not None:
-            breaks.append(Stop(*reason))
-        return gm.forward
-
-    with compiling_apart(collect, model) as (options, lost):
+    collector = _Collector(Seen([] if module is None else find_experts(module)))
+    report = collector.report
+    with compiling_apart(collector.collect, model) as (options, lost):
         try:
-            torch.compile(model, backend=collect, **options)(*args, **kwargs)
+            torch.compile(model, backend=collector.collect, **options)(*args, **kwargs)
         except Exception as error:  # the report says so; a diagnosis must not end where the trouble starts
             report.error = f"{type(error).__name__}: {first_line(str(error))}"
-    report.graph_break_reasons = [stop.line for stop in breaks]
+    report.graph_break_reasons = [stop.line for stop in collector.breaks]
     frames = (f"{frame.name} ({frame.location}): {first_line(frame.reason)} ({frame.where})" for frame in lost)
     report.eager_frames = list(dict.fromkeys(frames))
-    report.refused = _rows(refused, breaks)
+    report.refused = _rows(collector)
     if module is not None:
-        stops = [*breaks, *(Stop(frame.reason, frame.where) for frame in lost)]
-        report.refused += _in_no_graph(module, seen, [] if report.error else stops)
+        stops = [*collector.breaks, *(Stop(frame.reason, frame.where) for frame in lost)]
+        report.refused += _in_no_graph(module, collector.seen, [] if report.error else stops)
     return report
 
 
-def _rows(refused: Sequence[tuple[Refusal, str]], breaks: Sequence[Stop]) -> list[Refused]:
+class _Collector:
+    """The backend that `explain` compiles with: it runs the passes, and keeps what they say."""
+
+    def __init__(self, seen: Seen) -> None:
+        self.seen, self.report = seen, Report()
+        self.refused: list[tuple[Refusal, str, Diagram | None]] = []
+        self.breaks: list[Stop] = []
+
+    def collect(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        self.report.graphs += 1
+        self.seen.graph(gm, inputs)
+        parts = graph_modules(gm)
+        joins = not needs_gradient(part.graph for part in parts)
+        for part in parts:
+            self._fuse(part, checked=part is gm, joins=joins)
+            part.recompile()
+        reason = break_reason(gm)
+        if reason is not None:
+            self.breaks.append(Stop(*reason))
+        return gm.forward
+
+    def _fuse(self, part: fx.GraphModule, checked: bool, joins: bool) -> None:
+        """Run on one graph what the backend runs on it."""
+        report, seen, snapshot = self.report, self.seen, Snapshot(part.graph)
+        own = [node for node in part.graph.nodes if operator_name(node) in ("fused_experts", "fused_moe")]
+        report.own_calls += len(own)
+        found = run(FUSE_CHECKED if checked else FUSE, part.graph)
+        report.shared_heads += run(SHARE, part.graph).shared_heads
+        if joins:
+            run(JOIN, part.graph)
+        report.errors += found.errors
+        for decision in found.fused:
+            made = operators_of(decision.match.down.weight.node)
+            report.fused.append(_fused(decision, self._drawn(partial(snapshot.of_match, decision.match, made))))
+        for refusal in found.refused:
+            diagram = self._drawn(partial(snapshot.of_refusal, refusal.node))
+            self.refused.append((refusal, seen.report(refusal.node), diagram))
+        seen.modules.update(row.module for row in report.fused)
+        for node in (*own, *(decision.match.down.weight.node for decision in found.fused)):
+            seen.report(node)
+
+    def _drawn(self, draw: Callable[[], Diagram | None]) -> Diagram | None:
+        """A block's picture; an error in drawing it is reported, and takes nothing else away."""
+        try:
+            return draw()
+        except Exception as error:
+            self.report.errors.append(f"drawing a block: {type(error).__name__}: {first_line(str(error))}")
+            return None
+
+
+def _rows(collector: _Collector) -> list[Refused]:
     """What the report says of refusals in graphs; the pieces of a block that a graph break cuts are one row."""
     rows: dict[Any, Refused] = {}
-    for position, (refusal, path) in enumerate(refused):
-        stop = cut(refusal.node, breaks)
+    for position, (refusal, path, diagram) in enumerate(collector.refused):
+        whole = diagram is not None and diagram.whole
+        stop = None if whole else cut(refusal.node, collector.seen.at(path), collector.breaks)
         if stop is None:
-            rows[position] = Refused(refusal.location, path, refusal.reason, refusal.cure)
+            line = source(refusal.node)
+            rows[position] = Refused(path, refusal.location, refusal.reason, refusal.cure, line, diagram)
         else:
             reason = f"A graph break cuts the block in pieces: {stop.line}."
-            rows[path, stop.where] = Refused(stop.where, path, reason, "Take away what stopped the capture there.")
+            rows[path, stop.where] = Refused(path, stop.where, reason, MEND, stop.source)
     return list(rows.values())
 
 
@@ -199,7 +147,7 @@ def _in_no_graph(model: torch.nn.Module, seen: Seen, stops: Sequence[Stop]) -> l
     for loop in loops:
         weights = [weight for weight in loop.module.parameters() if weight.dim() > 1]
         if not seen.is_reported(loop.name, weights):
-            rows.append(Refused(f"module {loop.name}", loop.name, _LOOP, cure(loop)))
+            rows.append(Refused(loop.name, defined_at(loop.module), _LOOP, cure(loop)))
     for group in seen.experts:
         looped = any(f"{group.name}.".startswith(f"{loop.name}.") or f"{loop.name}.".startswith(f"{group.name}.")
                      or not loop.name for loop in loops)  # fmt: skip
@@ -207,16 +155,16 @@ def _in_no_graph(model: torch.nn.Module, seen: Seen, stops: Sequence[Stop]) -> l
             continue
         found = explanation(model, group, seen, stops)
         if found is not None:
-            rows.append(Refused(f"module {group.name}", group.name, *found))
+            rows.append(Refused(group.name, defined_at(group.module), *found))
     return rows
 
 
-def _fused(decision: Decision) -> Fused:
+def _fused(decision: Decision, diagram: Diagram | None) -> Fused:
     match, problem = decision.match, decision.problem
     router = match.router
     return Fused(
-        location=match.location,
         module=module_of(match.down.anchor),
+        location=match.location,
         routing=router.routing if isinstance(router, Router) else "kept",
         router_note="" if isinstance(router, Router) else router.reason,
         experts=match.dispatch.form,
@@ -225,22 +173,5 @@ def _fused(decision: Decision) -> Fused:
         scheme=problem.scheme,
         backend=decision.backend,
         E=problem.E, K=problem.K, H=problem.H, I=problem.I,
+        diagram=diagram,
     )  # fmt: skip
-
-
-def _fused_row(row: Fused) -> tuple[str, ...]:
-    activation = row.activation if row.glu_layout == "concat" else f"{row.activation} ({row.glu_layout})"
-    sizes = (str(size) for size in (row.E, row.K, row.H, row.I))
-    return (_name(row), row.routing, row.experts, activation, row.scheme, row.backend, *sizes)
-
-
-def _name(row: Fused) -> str:
-    return row.module or row.location.rsplit("/", 1)[-1]
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)
-    ]
-    return [lines[0], "-" * len(lines[0]), *lines[1:]]

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+from moe_ops.graphs import TORCH, frame, frames, trace_of
+
+_SCOPES = re.compile(r"_(?:modules|parameters|buffers)_")
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,29 @@ class Refusal:
 
 def location(node: fx.Node) -> str:
     """Innermost source line outside of torch that ``node`` was traced from."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    if not frames:
-        return f"node {node.name}"
-    file, line, function = next((frame for frame in reversed(frames) if not frame[0].startswith(_TORCH)), frames[-1])
-    return f"{file}:{line} in {function}"
+    file, line, function, _ = frame(trace_of(node))
+    return f"{file}:{line} in {function}" if file else f"node {node.name}"
+
+
+def source(node: fx.Node) -> str:
+    """The text of that source line; empty when the graph does not know it."""
+    return frame(trace_of(node))[3].strip()
+
+
+def in_words(node: fx.Node) -> str:
+    """``node`` for somebody who knows the model and not the graph: its source line and where that is."""
+    if node.op == "output":
+        return "what the captured code returns"
+    if node.op in ("placeholder", "get_attr"):
+        name = node.name.removeprefix("l_").strip("_")  # as Dynamo spells them: l_self_modules_gate_parameters_weight_
+        return f"the input {_SCOPES.sub('.', name)}"
+    file, line, _, code = frame(trace_of(node))
+    return f"`{code.strip()}` ({os.path.basename(file)}:{line})" if code else f"the operation {node.name}"
+
+
+def functions(node: fx.Node) -> list[tuple[str, str]]:
+    """(file, function) of the frames outside of torch that ``node`` was traced in, outermost first."""
+    return [(file, function) for file, _, function, _ in frames(trace_of(node)) if not file.startswith(TORCH)]
 
 
 def module_of(node: fx.Node) -> str:

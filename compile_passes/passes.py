@@ -37,7 +37,7 @@ from compile_passes.attention import share_heads, shareable
 from compile_passes.decide import Decision, decide
 from compile_passes.identity import identity
 from compile_passes.join import join
-from compile_passes.match import Made, MoEMatch, Refusal, Router
+from compile_passes.match import Made, MoEMatch, Refusal, Router, in_words
 from compile_passes.reading import Reading
 from compile_passes.recognise import recognise, recognise_calls, symbolic_numbers
 from compile_passes.rewrite import Rewriter, operator_name
@@ -152,8 +152,9 @@ def _decided(match: MoEMatch, report: Report, checked: bool) -> Decision | Refus
     if match.apart and not checked:
         overwritten, read = min(match.apart, key=lambda pair: (pair[0].name, pair[1].name))
         return Refusal(
-            match.down.anchor, f"{overwritten.name} is overwritten and may be the memory of {read.name}, which the MoE "
-            "block reads, in another call.", 'Compile with backend="moe_ops", which looks at them in every call.',
+            match.down.anchor, f"{in_words(overwritten)} is overwritten and may be the memory of {in_words(read)}, "
+            "which the MoE block reads, in another call.",
+            'Compile with backend="moe_ops", which looks at them in every call.',
         )  # fmt: skip
     try:
         return decide(match)

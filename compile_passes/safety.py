@@ -12,9 +12,9 @@ import torch
 from torch import fx
 
 from compile_passes.compat import is_plain
-from compile_passes.match import Refusal
+from compile_passes.match import Refusal, in_words
 from compile_passes.reading import Reading
-from compile_passes.vocabulary import example, size_of, tensors_of
+from compile_passes.vocabulary import example, size_of, target_name, tensors_of
 
 Pairs = frozenset[tuple[fx.Node, fx.Node]]
 
@@ -34,9 +34,10 @@ def unknown_tensors(reading: Reading, region: Collection[fx.Node], inputs: Itera
         value = example(node)
         if value is not None and not is_plain(value):
             kind = type(value).__name__
-            what = "a value of a function transform (vmap, grad, jvp)" if kind == "Tensor" else f"of the type {kind}"
+            transformed = "a value of a function transform (vmap, grad, jvp)"
+            what = transformed if kind == "Tensor" else f"a tensor of the type {kind}"
             return Refusal(
-                node, f"{node.name} is {what}, which the operators do not know.",
+                node, f"{in_words(node)}: this is {what}, which the operators do not know.",
                 "Pass plain tensors, or leave this block as it is.",
             )  # fmt: skip
     return None
@@ -52,8 +53,8 @@ def different_scope(reading: Reading, region: Collection[fx.Node]) -> Refusal | 
         transform = next((opener for opener in scope if reading.opens_transform(opener)), None)
         if transform is not None:
             return Refusal(
-                node, f"The block runs inside of a function transform ({transform.name}), for which the operators "
-                "have no rule.", "Call torch.vmap, torch.func.grad or jvp on code around the block only.",
+                node, f"The block runs inside of a function transform ({target_name(transform).strip('_')}), for which "
+                "the operators have no rule.", "Call torch.vmap, torch.func.grad or jvp on code around the block only.",
             )  # fmt: skip
     if len(scopes) > 1:
         node = max(scopes.values(), key=reading.order.__getitem__)
@@ -88,7 +89,7 @@ def changed_memory(
                 if _before(reading, writer, site)
                 else ("after the MoE block, which keeps it for the backward pass")
             )
-            return Refusal(writer, f"{writer.name} overwrites {value.name} {when}.", _OUT_OF_PLACE)
+            return Refusal(writer, f"{in_words(writer)} overwrites {in_words(value)} {when}.", _OUT_OF_PLACE)
     return _apart(reading, region, read, end)
 
 
@@ -115,7 +116,8 @@ def _spoiled(reading: Reading, region: Collection[fx.Node]) -> Refusal | None:
     if hazard is None:
         return None
     return Refusal(
-        hazard.writer, f"{hazard.writer.name} overwrites memory that {hazard.reader.name} reads through another view.",
+        hazard.writer, f"{in_words(hazard.writer)} overwrites memory that {in_words(hazard.reader)} reads "
+        "through another view.",
         "Use the out-of-place form of this operation.",
     )  # fmt: skip
 
@@ -130,9 +132,9 @@ def _writes_elsewhere(reading: Reading, region: Collection[fx.Node], output: fx.
                  and not reading.reads_after(user, name, output)), None,
             )  # fmt: skip
             if reading.memory.is_outside(target) or seen is not None:
-                whose = "an input of the graph" if seen is None else f"memory that {seen.name} reads"
+                whose = "an input of the graph" if seen is None else f"memory that {in_words(seen)} reads"
                 return Refusal(
-                    writer, f"{writer.name}, inside the MoE block, writes {whose}.",
+                    writer, f"{in_words(writer)}, inside the MoE block, writes {whose}.",
                     "Write into memory of the block's own, and copy the result.",
                 )  # fmt: skip
     return None
@@ -155,8 +157,8 @@ def _apart(
                     continue  # the same memory for certain; what is written there was looked at
                 if origin.op != "placeholder" or written.op != "placeholder":
                     return Refusal(
-                        writer, f"{writer.name} writes {written.name}, which cannot be proved not to be the memory of "
-                        f"{origin.name}, a value that the MoE block reads.", _OUT_OF_PLACE,
+                        writer, f"{in_words(writer)} writes {in_words(written)}, which cannot be proved not to be the "
+                        f"memory of {in_words(origin)}, a value that the MoE block reads.", _OUT_OF_PLACE,
                     )  # fmt: skip
                 pairs.add((written, origin))
     return frozenset(pairs)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
+#: How configurations call the number of experts.
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 # meaning -> (small value, the attribute names that transformers uses for it)
 _SIZES: tuple[tuple[Any, str], ...] = (
     (64, "hidden_size d_model n_embd"),
@@ -29,7 +29,7 @@ _SIZES: tuple[tuple[Any, str], ...] = (
     (128, "vocab_size vocab_size_per_layer_input max_position_embeddings"),
     (0, "hidden_size_per_layer_input first_k_dense_replace num_dense_layers moe_layer_start_index pad_token_id dropout "
         "num_nextn_predict_layers mtp_num_hidden_layers"),
-    (8, "num_experts num_local_experts n_routed_experts moe_num_experts num_routed_experts"),
+    (8, " ".join(EXPERT_COUNTS)),
     (2, "num_experts_per_tok moe_topk moe_k top_k_experts moe_top_k num_experts_per_token moe_router_topk router_topk "
         "num_selected_experts"),
     (2, "n_group num_expert_group n_groups eos_token_id mamba_expand linear_num_key_heads index_n_heads"),
@@ -47,6 +47,8 @@ _SIZES: tuple[tuple[Any, str], ...] = (
 _OPTIONAL = frozenset({"n_group", "topk_group", "q_lora_rank", "num_global_key_value_heads"})
 # Above this a model is not tiny: a part with a configuration of its own (a vision tower) was not shrunk.
 _LARGEST = 100_000_000
+# Of a checkpoint, or of where it runs, not of what it computes.
+_NO_CHOICE = frozenset({"model_type", "transformers_version", "dtype", "torch_dtype", "name_or_path"})
 _PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers", "indexer_types")
 _FULL_ATTENTION = {"layer_types": ["full_attention", "full_attention"]}
 _GEMMA = {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0}
@@ -84,9 +86,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(config_class: type, overrides: Mapping[str, Any] | None = None, base: Any = None) -> Any:
-    """An instance of ``config_class`` with small sizes; ``base`` supplies the rest (default: the class's defaults)."""
+    """An instance of ``config_class`` with small sizes; ``base`` makes the choices (default: the class's defaults)."""
+    settings = {} if base is None else _choices(base)
     base = config_class() if base is None else base
-    settings = {}
     for value, names in _SIZES:
         for name in names.split():
             present = _present(base, name)
@@ -100,6 +102,12 @@ def tiny_config(config_class: type, overrides: Mapping[str, Any] | None = None, 
         settings.update({name: 8 for name in ("head_dim",) if name in settings})
     settings.update(overrides or {})
     return _cut_layer_lists(_construct(config_class, settings))
+
+
+def _choices(config: Any) -> dict[str, Any]:
+    """What a configuration chooses in other ways than its class does, apart from sizes: names, switches and factors."""
+    values = {name: value for name, value in config.to_diff_dict().items() if isinstance(value, bool | str | float)}
+    return {name: value for name, value in values.items() if name not in _NO_CHOICE and not name.startswith("_")}
 
 
 def tiny_model(
@@ -154,10 +162,10 @@ def _construct_model(config: Any, model_class: type[Any]) -> Any:
     try:
         return model_class(copy.deepcopy(config)).eval()
     except Exception as error:
-        raise ValueError(f"{model_class.__name__} cannot be made tiny: {_said(error)}") from error
+        raise ValueError(f"{model_class.__name__} cannot be made tiny: {said(error)}") from error
 
 
-def _said(error: Exception) -> str:
+def said(error: Exception) -> str:
     """An error in one line."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {text}"
@@ -171,34 +179,39 @@ def use_experts(model: Any, experts: str) -> Any:
     return model
 
 
-def model_of(name: str) -> tuple[Any, type[Any]]:
-    """(tiny configuration, model class) of a transformers model type, or of a ``config.json`` or its folder.
+def model_of(family: str, given: Any = None) -> tuple[Any, type[Any]]:
+    """(tiny configuration, model class) of a transformers model type.
+
+    Args:
+        given: the values of a config.json, or a configuration of the family, whose choices (activation, scoring,
+            scales) the tiny one makes, too.
 
     Raises:
-        ValueError: no such model type or file, or no text model for it.
+        ValueError: no such model type, or no text model for it.
     """
-    path = Path(name)
-    if path.exists():
-        file = path / "config.json" if path.is_dir() else path
-        values = json.loads(file.read_text())
-        family, given = str(values.get("model_type", "")), values
-    else:
-        family, given = name, {}
     try:
         configurations = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
         modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"{name!r} must be a transformers model type, or a path to a config.json, got neither. ({error})"
+            f"{family!r} must be a transformers model type, got one that transformers does not have. ({error})"
         ) from None
     except ImportError as error:  # transformers names the package that this type needs
-        raise ValueError(f"{name!r} cannot be imported: {_said(error)}") from None
+        raise ValueError(f"{family!r} cannot be imported: {said(error)}") from None
     config_class, model_class = text_classes(configurations, modeling)
     try:
-        base = config_class.from_dict(given.get("text_config", given)) if given else None
+        base = given if given is None or isinstance(given, config_class) else _text_part(config_class, given)
         return tiny_config(config_class, FAMILIES.get(family), base), model_class
     except Exception as error:  # as in _construct_model
-        raise ValueError(f"{config_class.__name__} cannot be made tiny: {_said(error)}") from error
+        raise ValueError(f"{config_class.__name__} cannot be made tiny: {said(error)}") from error
+
+
+def _text_part(config_class: type[Any], given: Any) -> Any:
+    """The configuration of the text model in a config.json, or in a configuration with several parts."""
+    if isinstance(given, Mapping):
+        return config_class.from_dict(given.get("text_config", given))
+    part = given.get_text_config()
+    return part if isinstance(part, config_class) else None
 
 
 def text_classes(configurations: Any, modeling: Any) -> tuple[type[Any], type[Any]]:

@@ -8,6 +8,7 @@ of the graphs that compute with them.
 from __future__ import annotations
 
 import inspect
+import linecache
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,12 +17,18 @@ from typing import Any
 from torch import fx, nn
 
 from compile_passes.loops import ExpertGroup
-from compile_passes.match import location, module_of
+from compile_passes.match import functions, module_of
+from moe_ops.graphs import TORCH
 
+#: What to do about a graph break.
+MEND = (
+    "Take what stopped the capture out of the block, or write it with tensors alone: torch.where in place of `if`, no "
+    "print, no .item()."
+)
 _WALK = 400
-# How Dynamo calls the rest of a function behind a graph break.
 # What Dynamo says of `torch.where(condition)`, `nonzero` and boolean masks.
 _OF_THE_DATA = "Dynamic shape operator"
+# How Dynamo calls the rest of a function behind a graph break.
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_(.+)_at_\d+$")
 
 
@@ -37,6 +44,12 @@ class Stop:
     def line(self) -> str:
         """``first line of the reason (file:line)``."""
         return f"{first_line(self.reason)} ({self.where})"
+
+    @property
+    def source(self) -> str:
+        """The text of the source line."""
+        file, _, line = self.where.rpartition(":")
+        return linecache.getline(file, int(line)).strip() if line.isdigit() else ""
 
 
 @dataclass
@@ -84,6 +97,10 @@ class Seen:
             known.update(level)
         return path
 
+    def at(self, path: str) -> nn.Module | None:
+        """The module that holds the experts of the block at ``path``."""
+        return next((group.module for group in self.experts if group.name == path), None)
+
     def is_reported(self, name: str, weights: Iterable[nn.Parameter] = ()) -> bool:
         """Whether a block with these weights, or in the module of this name, is reported."""
         inside = (path == name or path.startswith(f"{name}.") for path in self.modules if name)
@@ -103,7 +120,7 @@ def explanation(model: nn.Module, group: ExpertGroup, seen: Seen, stops: Sequenc
                 "Nothing inside a checkpointed region may write to what is outside of it: leave out gradient "
                 "checkpointing, or what records values there (in transformers output_router_logits and its like)."
             )
-        return reason, "Take away what stopped the capture there."
+        return reason, MEND
     if near is not None and _OF_THE_DATA in near.reason:
         return (
             f"Capture stops in its loop, at an operation whose result has a size of the data: {near.line}.",
@@ -113,8 +130,8 @@ def explanation(model: nn.Module, group: ExpertGroup, seen: Seen, stops: Sequenc
     if near is not None:
         return (
             f"A graph break cuts the block in pieces: {near.line}.",
-            "Take away what stopped the capture there, or call moe_ops.fused_experts(hidden_states, gate_up_proj, "
-            "down_proj, topk_weights, topk_ids) in place of the experts.",
+            f"{MEND} Or call moe_ops.fused_experts(hidden_states, gate_up_proj, down_proj, topk_weights, topk_ids) in "
+            "place of the experts.",
         )
     return (
         "Its weights are in a captured graph, but not in a form in which experts are recognised.",
@@ -122,14 +139,35 @@ def explanation(model: nn.Module, group: ExpertGroup, seen: Seen, stops: Sequenc
     )
 
 
-def cut(node: fx.Node, breaks: Sequence[Stop]) -> Stop | None:
-    """The graph break in the function that ``node`` is from, if there is one: its block is cut there."""
-    file, _, rest = location(node).partition(":")
-    function = (file, _RESUMED.sub(r"\1", rest.rpartition(" in ")[2]))
+def cut(node: fx.Node, module: nn.Module | None, breaks: Sequence[Stop]) -> Stop | None:
+    """The graph break that cuts the block that ``node`` is from, if there is one.
+
+    It is inside the forward that ``node`` is from, or what that calls; code that is in no forward is a function that
+    was compiled. Or it is inside the class of ``module``, which holds the experts: after a break Dynamo begins again
+    in the middle, and a stack has lost its outer frames.
+    """
+    frames = [(file, _resumed(name)) for file, name in functions(node)]
+    last = max((place for place, (_, name) in enumerate(frames) if name == "forward"), default=0)
+    around = frames[: last + 1]
     for stop in breaks:
-        if stop.functions and function == (stop.functions[-1][0], _RESUMED.sub(r"\1", stop.functions[-1][1])):
+        stopped = [(file, _resumed(name)) for file, name in stop.functions if not file.startswith(TORCH)]
+        if around and stopped[: len(around)] == around:
             return stop
-    return None
+    return None if module is None else _stop_in(module, breaks)
+
+
+def _resumed(name: str) -> str:
+    """The function that a function which Dynamo made continues."""
+    return _RESUMED.sub(r"\1", name)
+
+
+def defined_at(module: nn.Module) -> str:
+    """``file:line in function`` of the code that a module runs; its class where the source is not there."""
+    forward = inspect.unwrap(type(module).forward)
+    try:
+        return f"{inspect.getsourcefile(forward)}:{inspect.getsourcelines(forward)[1]} in {forward.__qualname__}"
+    except (OSError, TypeError):
+        return f"class {type(module).__qualname__}"
 
 
 def first_line(text: str) -> str:
@@ -139,10 +177,18 @@ def first_line(text: str) -> str:
 
 def _stop_inside(model: nn.Module, group: ExpertGroup, stops: Sequence[Stop]) -> Stop | None:
     """The first stop inside the class of the experts, of their modules, or of a module around them."""
-    for module in _inside_out(model, group):
+    found = (_stop_in(module, stops) for module in _inside_out(model, group))
+    return next((stop for stop in found if stop is not None), None)
+
+
+def _stop_in(module: nn.Module, stops: Sequence[Stop]) -> Stop | None:
+    """The first stop inside the class of a module, or one that it inherits from."""
+    for kind in type(module).__mro__:
+        if kind is nn.Module:
+            break
         try:
-            lines, first = inspect.getsourcelines(type(module))
-            file = inspect.getsourcefile(type(module))
+            lines, first = inspect.getsourcelines(kind)
+            file = inspect.getsourcefile(kind)
         except (OSError, TypeError):
             continue
         for stop in stops:

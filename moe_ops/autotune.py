@@ -1,4 +1,4 @@
-"""Measure which plan runs each (shape, tokens) fastest on this GPU: what `python -m moe_ops tune` does.
+"""Measure which plan runs each (shape, tokens) fastest on this GPU: what `moe-ops tune` does.
 
 Kernels are compiled beforehand in parallel processes, from shapes alone; then every candidate layer is timed inside a
 captured CUDA graph that rotates over several inputs, so that the weights of a decode step do not come from L2. A scan

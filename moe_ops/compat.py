@@ -144,3 +144,16 @@ def lower_directly(signatures: Mapping[str, Any], source: str, line: str) -> Non
 
     for name, signature in signatures.items():
         lower(name, signature)
+
+
+def size_guards() -> dict[str, str]:
+    """What the graph that is being compiled assumes of sizes, and the source line of each, for use inside a backend.
+
+    Empty where this torch cannot be asked.
+    """
+    context = getattr(torch._guards, "TracingContext", None)
+    current = None if context is None else context.try_get()
+    env = getattr(getattr(current, "fake_mode", None), "shape_env", None)
+    guards = getattr(env, "guards", None) or ()
+    lines = ((str(guard.expr), getattr(getattr(guard, "sloc", None), "maybe_user_loc", None)) for guard in guards)
+    return {assumed: str(line) for assumed, line in lines if line}

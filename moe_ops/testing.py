@@ -17,6 +17,7 @@ alone misses some failure, which is named where the signal is read.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,7 +25,9 @@ from typing import Any
 import torch
 from torch._dynamo.utils import counters
 
+from moe_ops import graphs
 from moe_ops.census import graph_kernel_names, kernel_names
+from moe_ops.compat import size_guards
 
 __all__ = [
     "assert_cuda_graph_safe",
@@ -38,36 +41,45 @@ Inputs = torch.Tensor | tuple[Any, ...] | Mapping[str, Any]
 REPLAYS = 4  # CUDA graph trees warm up, then record, then replay: the third call is the first replay
 
 
-def assert_fused(model: Callable[..., Any], inputs: Inputs, *, blocks: int | None = None) -> Any:
+def assert_fused(model: Any, *inputs: Any, blocks: int | None = None) -> Any:
     """Every MoE block that is found in `model` is fused, and there is at least one (exactly `blocks`, when given).
+
+    Args:
+        model: a model or function, or a name that `moe_ops.explain` knows.
+        inputs: its positional arguments; or one tuple of them, or one dict of keyword arguments. None for a name.
 
     Returns:
         The report of `moe_ops.explain`, for checks on its `.fused` rows.
 
     Raises:
-        AssertionError: a block was refused (its source line, reason and cure are quoted), or the number is wrong.
+        AssertionError: a block was refused (its module, the source line that came nearest, the reason and the cure are
+            quoted), or the number is wrong.
     """
     import moe_ops
 
-    args, kwargs = _call(inputs)
-    with _fresh():
+    args, kwargs = _call(inputs[0] if len(inputs) == 1 else inputs)
+    with _fresh(), _quiet():
         report = moe_ops.explain(model, *args, **kwargs)
     if report.error:
         raise AssertionError(f"the model raised: {report.error}")
-    if report.refused:
-        raise AssertionError(
-            f"{len(report.refused)} MoE block(s) were not fused:\n"
-            + "\n".join(f"  {row.location}: {row.reason} {row.cure}" for row in report.refused)
-        )
     found = len(report.fused)
+    if report.refused:
+        rows = "\n".join(_indented(str(row)) for row in report.refused)
+        raise AssertionError(f"{len(report.refused)} of {found + len(report.refused)} MoE block(s) not fused:\n{rows}")
+    stops = [*report.graph_break_reasons, *report.eager_frames]
+    stopped = "\nCapture stopped at:\n" + "\n".join(f"  {stop}" for stop in stops) if stops else ""
     if found == 0:
         raise AssertionError(
             "no MoE block was found. Is the model's expert code captured? `print(moe_ops.explain(model, ...))` shows "
             "the graphs; a Python loop over experts is not captured: use moe_ops.compile(model), or for transformers "
-            'models experts_implementation="grouped_mm".'
+            f'models experts_implementation="grouped_mm".{stopped}'
         )
     if blocks is not None and found != blocks:
-        raise AssertionError(f"{found} MoE block(s) were fused, expected {blocks}. print(moe_ops.explain(model, ...)).")
+        names = "\n".join(f"  {row.name}" for row in report.fused)
+        raise AssertionError(
+            f"{found} MoE block(s) were fused, expected {blocks}. print(moe_ops.explain(model, ...)).\n"
+            f"Fused are:\n{names}{stopped}"
+        )
     return report
 
 
@@ -137,10 +149,11 @@ def assert_no_recompiles(
                 with torch.compiler.set_stance("fail_on_recompile"):
                     compiled(*args, **kwargs)
             except RuntimeError as error:
+                lines = _tied_to_sizes(function, make_inputs, sizes[0], size, dynamic)
                 raise AssertionError(
-                    f"size {size} compiles again after size {sizes[0]}:\n{_indent(error)}\n"
-                    "A Python int taken from a shape, or a branch on one, ties the code to a size: "
-                    "TORCH_LOGS=recompiles,guards shows the line."
+                    f"size {size} compiles again after size {sizes[0]}:\n{lines}{_indent(error)}\n"
+                    "A Python int taken from a shape, or a branch on one, ties the code to a size: compute with "
+                    "tensors there, or take the branch out. TORCH_LOGS=recompiles,guards shows more."
                 ) from error
         graphs = counters["stats"]["unique_graphs"]
     if graphs != 1:
@@ -281,8 +294,9 @@ def _assert_no_incompatible_node(function: Callable[..., Any], inputs: Inputs, b
         module = graph.owning_module
         node = None if module is None else get_first_incompatible_cudagraph_node(module)
         if node is not None:
-            trace = (node.meta.get("stack_trace") or "  (no source line)").strip().splitlines()
-            found.append(f"{node.format_node()}\n  " + "\n  ".join(trace[-2:]))
+            place = graphs.frame(graphs.trace_of(node))
+            line = graphs.in_line(place) if place[0] else "(no source line)"
+            found.append(f"  {line}\n    as {graphs.describe(node)}")
 
     with _fresh(), torch.no_grad():
         options: dict[str, Any] = {"post_grad_custom_post_pass": look}
@@ -292,7 +306,40 @@ def _assert_no_incompatible_node(function: Callable[..., Any], inputs: Inputs, b
         except torch._dynamo.exc.TorchDynamoException as error:
             raise AssertionError(f"it does not compile as one graph:\n{_indent(error)}") from error
     if found:
-        raise AssertionError(f"a CUDA graph cannot hold\n  {found[0]}\nKeep the value on the device, as a tensor.")
+        raise AssertionError(
+            f"the host needs a value that is on the device, and a CUDA graph cannot hold that:\n{found[0]}\n"
+            "Keep the value on the device, as a tensor."
+        )
+
+
+def _tied_to_sizes(
+    function: Callable[..., Any], make_inputs: Callable[[int], Inputs], size: int, other: int, dynamic: bool | None
+) -> str:
+    """The source lines whose code holds for `size` and not for `other`, one a line; empty when torch does not know."""
+    assumed: list[dict[str, str]] = []
+
+    def look(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        assumed[-1].update(size_guards())
+        return gm.forward
+
+    for each in (size, other):
+        torch.compiler.reset()
+        assumed.append({})
+        _run(torch.compile(function, backend=look, dynamic=dynamic), make_inputs(each))
+    lines = (line for guard, line in assumed[0].items() if guard not in assumed[1])
+    return "".join(f"  {line}\n" for line in dict.fromkeys(lines))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings that say what the message will say."""
+    logger = logging.getLogger("compile_passes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextlib.contextmanager
@@ -341,4 +388,12 @@ def _assert_same_bits(got: list[torch.Tensor], wanted: list[torch.Tensor], what:
 
 
 def _indent(error: BaseException) -> str:
-    return "\n".join("  " + line for line in str(error).strip().splitlines()[:12])
+    """The first lines of an error, below the line of the user's code that Dynamo names at the end of its own."""
+    text, _, trace = str(error).strip().partition("from user code:")
+    place = graphs.frame(trace)
+    first = [graphs.in_line(place)] if place[0] else []
+    return _indented("\n".join([*first, *text.strip().splitlines()[:12]]))
+
+
+def _indented(text: str) -> str:
+    return "\n".join("  " + line for line in text.splitlines())

@@ -80,8 +80,11 @@ TESTS: tuple[tuple[str, str], ...] = (
     ("compile_passes/generation.py", "tests/passes/test_generation.py"),
     ("compile_passes/siblings.py", "tests/infra/test_shadowed.py"),
     ("compile_passes/stacking.py", "tests/passes/test_stacking.py"),
-    *((f"compile_passes/{name}.py", "tests/passes/test_loops.py tests/passes/test_explain.py")
-      for name in ("explain", "uncaptured", "loops", "tiny", "__main__")),
+    *((f"compile_passes/{name}.py", "tests/passes/test_page.py tests/passes/test_explain.py")
+      for name in ("diagram", "page", "report")),
+    ("compile_passes/named.py", "tests/passes/test_named.py tests/passes/test_explain.py"),
+    *((f"compile_passes/{name}.py", "tests/passes/test_loops.py tests/passes/test_explain.py "
+       "tests/passes/test_named.py") for name in ("explain", "uncaptured", "loops", "tiny", "__main__")),
     *((f"compile_passes/{name}.py", "tests/passes/test_compat.py tests/passes/test_fail_closed.py "
        "tests/passes/test_fuse_context.py tests/passes/test_refusals.py tests/passes/test_backend.py "
        "tests/passes/test_generation.py tests/passes/test_repros.py")

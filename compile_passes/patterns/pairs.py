@@ -280,7 +280,10 @@ class Pairs:
             return self._checked(ids, weights)
         found = self._selected(weights)
         if isinstance(found, Selection) and not self.reading.same(found.ids, ids):
-            return no_loop(self.anchor, "The scores are zero for others than the experts that take the rows.")
+            return no_loop(
+                self.anchor,
+                "The rows go to other experts than those whose weights are not zero, as far as can be proved.",
+            )
         return found
 
     # ---- one slot alone

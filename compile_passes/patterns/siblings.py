@@ -109,7 +109,8 @@ class _Loop:
             elif found is not None:
                 return Loop(self.ups, self.first.down, body, *found)
         return refusal or self._no(
-            "The rows of the experts, or what becomes of their results, are no known way to route."
+            "The rows that an expert of the loop takes, or what becomes of its results, are no known way to route: "
+            "neither all tokens times its weights, nor the rows of torch.where(ids == e), added or assigned back."
         )
 
     def _no(self, reason: str) -> Refusal:
@@ -130,7 +131,9 @@ class _Loop:
             self.ups = self.ups or ups
             alike = [(up.weight, up.bias) for up in ups] == [(up.weight, up.bias) for up in self.ups]
             if not alike or len(ups) != len(expert.ups) or expert.down.bias is not self.first.down.bias:
-                return self._no("The experts of the loop are not alike.")
+                return self._no(
+                    "The experts of the loop are not alike: one of them has a bias, or a product, that another has not."
+                )
             if bodies and found[0] != bodies[0]:
                 return self._no("The experts of the loop have other activations.")
             bodies.append(found[0])

@@ -25,6 +25,7 @@ from rich.table import Table
 import moe_ops
 from moe_ops.census import kernel_names
 from moe_ops.examples.families import FAMILIES, Family
+from moe_ops.graphs import lines
 
 BATCH, SEQUENCE = 2, 64
 WARMUP_CALLS = 3
@@ -155,20 +156,6 @@ def compile_block(model: torch.nn.Module, tokens: torch.Tensor, backend: str) ->
     compiled = torch.compile(module, backend=record_before, fullgraph=True)
     compiled(seen[0])
     return Block(module, lambda hidden_states: first(compiled(hidden_states)), seen[0], before, after)
-
-
-def lines(graph: torch.fx.Graph) -> list[str]:
-    """One line per operation of a graph."""
-    return [describe(node) for node in graph.nodes if node.op in ("call_function", "call_method", "call_module")]
-
-
-def describe(node: torch.fx.Node) -> str:
-    """`name = operation(arguments)`."""
-    target = node.target if isinstance(node.target, str) else torch.fx.node._get_qualified_name(node.target)
-    target = "." + target if node.op == "call_method" else target.removeprefix("_operator.").removeprefix("torch._VF.")
-    arguments = [str(argument) for argument in node.args]
-    arguments += [f"{name}={value}" for name, value in node.kwargs.items() if value is not None]
-    return f"{node.name} = {target}({', '.join(arguments)})"
 
 
 def show(name: str, block: Block) -> None:

@@ -5,6 +5,7 @@ import importlib
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -51,6 +52,7 @@ def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
     entry_points = read("dist-info/entry_points.txt")
     assert "[torch_dynamo_backends]" in entry_points
     assert "moe_ops = compile_passes.backend:moe_ops\n" in entry_points
+    assert "[console_scripts]\nmoe-ops = compile_passes.__main__:main\n" in entry_points
     assert "Apache License" in read("LICENSE")
     metadata = read("dist-info/METADATA")
     assert "Name: moe-compile" in metadata
@@ -68,6 +70,18 @@ def test_entry_point_is_a_backend(name: str) -> None:
 
     assert callable(getattr(importlib.import_module("compile_passes.backend"), name))
     assert name in torch._dynamo.list_backends(exclude_tags=())
+
+
+def test_the_command_line_is_one() -> None:
+    """`moe-ops`, `python -m moe_ops` and `python -m compile_passes` are one function."""
+    script = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["moe-ops"]
+    module, _, name = script.partition(":")
+    main = getattr(importlib.import_module(module), name)
+    assert importlib.import_module("moe_ops.__main__").main is main
+    help_of = subprocess.run(
+        [sys.executable, "-m", "moe_ops", "--help"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
+    assert help_of.startswith("usage: moe-ops") and "explain" in help_of and "tune" in help_of
 
 
 def test_import_layers() -> None:

@@ -1,5 +1,7 @@
 """Each assertion of moe_ops.testing passes on sound code and fails, with a useful message, on code broken for it."""
 
+import logging
+
 import pytest
 import torch
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
@@ -107,8 +109,10 @@ def test_fused_blocks_are_reported(blocks: int | None) -> None:
 
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_another_number_of_fused_blocks_is_an_error(blocks: int) -> None:
-    with torch.no_grad(), pytest.raises(AssertionError, match=rf"^2 MoE block\(s\) were fused, expected {blocks}\. "):
+    said = rf"^2 MoE block\(s\) were fused, expected {blocks}\. "
+    with torch.no_grad(), pytest.raises(AssertionError, match=said) as caught:
         assert_fused(Experts(2), INPUTS, blocks=blocks)
+    assert str(caught.value).count("  test_testing_kit.py:") == 2, "the fused blocks are named"
 
 
 @pytest.mark.parametrize("blocks", [None, 1], ids=["any number", "the fused one alone"])
@@ -118,10 +122,65 @@ def test_one_refused_block_is_an_error_with_line_reason_and_cure(blocks: int | N
         (row,) = moe_ops.explain(model, INPUTS).refused
         with pytest.raises(AssertionError) as caught:
             assert_fused(model, INPUTS, blocks=blocks)
-    first, second = str(caught.value).splitlines()
-    assert first == "1 MoE block(s) were not fused:"
-    assert second == f"  {row.location}: {row.reason} {row.cure}"
+    assert str(caught.value).splitlines() == [
+        "1 of 2 MoE block(s) not fused:",
+        f"  refused: {row.location}",
+        f"    line: {row.source}",
+        f"    why:  {row.reason}",
+        f"    cure: {row.cure}",
+    ]
     assert "test_testing_kit.py" in row.location and row.reason and row.cure
+    assert row.source.startswith("out = torch.bmm(")
+
+
+def test_the_module_is_named_first() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), Experts(activation=torch.cos))
+    said = r"\n  refused: 1 \(.*test_testing_kit\.py:\d+ in block\)"
+    with torch.no_grad(), pytest.raises(AssertionError, match=said):
+        assert_fused(model, INPUTS)
+
+
+class Scaled(Experts):
+    """Takes two inputs."""
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * scale
+
+
+SCALE = torch.tensor(2.0)
+
+
+@pytest.mark.parametrize(
+    "inputs", [(INPUTS, SCALE), ((INPUTS, SCALE),), ({"x": INPUTS, "scale": SCALE},)], ids=["several", "tuple", "dict"]
+)
+def test_inputs_of_assert_fused(inputs: tuple[object, ...]) -> None:
+    with torch.no_grad():
+        assert len(assert_fused(Scaled(), *inputs, blocks=1).fused) == 1
+
+
+def test_a_model_by_name() -> None:
+    assert len(assert_fused("mixtral", blocks=2).fused) == 2
+
+
+def test_the_warnings_of_the_passes_are_in_the_message_alone(caplog: pytest.LogCaptureFixture) -> None:
+    with torch.no_grad(), pytest.raises(AssertionError, match="1 of 1 MoE block"):
+        assert_fused(Experts(activation=torch.cos), INPUTS)
+    assert not caplog.records
+    assert logging.getLogger("compile_passes").level == logging.NOTSET
+
+
+class Outside(Experts):
+    """The experts run where Dynamo does not look."""
+
+    @torch._dynamo.disable
+    def block(self, x: torch.Tensor, activation) -> torch.Tensor:
+        return super().block(x, activation)
+
+
+def test_what_stopped_the_capture_is_named() -> None:
+    with torch.no_grad(), pytest.raises(AssertionError) as caught:
+        assert_fused(Outside(), INPUTS)
+    assert "torch.compiler.disable" in str(caught.value) and "test_testing_kit.py" in str(caught.value)
 
 
 def test_code_without_experts_is_an_error_that_names_the_usual_causes() -> None:
@@ -141,8 +200,9 @@ def test_a_model_that_raises_is_quoted() -> None:
 
 
 def test_data_dependent_branch_is_a_break() -> None:
-    with pytest.raises(AssertionError, match=r"does not compile as one graph[\s\S]*[Dd]ata-dependent"):
+    with pytest.raises(AssertionError, match=r"does not compile as one graph[\s\S]*[Dd]ata-dependent") as caught:
         assert_no_graph_breaks(Branches(), INPUTS, backend="inductor")
+    assert str(caught.value).splitlines()[1].startswith("  return x @ self.weight if x.sum() > 0 else x  # ")
 
 
 def test_disabled_function_is_a_break() -> None:
@@ -157,8 +217,18 @@ def test_skipped_function_is_no_graph() -> None:
 
 
 def test_control_flow_on_a_size_recompiles() -> None:
-    with pytest.raises(AssertionError, match=r"size 64 compiles again after size 2[\s\S]*TORCH_LOGS=recompiles"):
+    said = r"size 64 compiles again after size 2[\s\S]*TORCH_LOGS=recompiles"
+    with pytest.raises(AssertionError, match=said) as caught:
         assert_no_recompiles(TiesSize(), batch, sizes=(2, 5, 64), backend="inductor")
+    first = str(caught.value).splitlines()[1]
+    assert "if x.shape[0] > 10 else" in first and "test_testing_kit.py" in first, "the line that ties the code to sizes"
+    assert "self.weight" not in str(caught.value), "what holds for both sizes is left out"
+
+
+def test_without_torchs_record_of_sizes_the_guard_alone_is_quoted(monkeypatch) -> None:
+    monkeypatch.setattr(testing, "size_guards", dict)
+    with pytest.raises(AssertionError, match=r"^size 64 compiles again after size 2:\n  Detected recompile"):
+        assert_no_recompiles(TiesSize(), batch, sizes=(2, 64), backend="inductor")
 
 
 @pytest.mark.parametrize("sizes", [(2,), (1, 2), (0, 4)])
@@ -170,7 +240,8 @@ def test_sizes_that_torch_specialises_are_refused(sizes: tuple[int, ...]) -> Non
 def test_host_synchronisation_is_not_capturable() -> None:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), pytest.raises(AssertionError) as caught:
         assert_cuda_graph_safe(DataDependentSize(), INPUTS, backend="inductor")
-    assert "torch.nonzero(x @ self.weight)" in str(caught.value), "the message quotes the source line"
+    second = str(caught.value).splitlines()[1]
+    assert second.startswith("  return torch.nonzero(x @ self.weight)  # ") and "test_testing_kit.py" in second
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's answer")

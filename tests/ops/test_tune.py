@@ -1,4 +1,4 @@
-"""`python -m moe_ops tune`: what it is asked for, what it keeps when it is stopped, and what it calls the fastest."""
+"""`moe-ops tune`: what it is asked for, what it keeps when it is stopped, and what it calls the fastest."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ops import __main__ as command
-from moe_ops import autotune, plans
+from compile_passes.__main__ import main, parser
+from moe_ops import autotune, plans, tuning
 from moe_ops.backends import triton_plans
 from moe_ops.backends.triton_plans import plan
 from moe_ops.kernels.triton.config import MMConfig
@@ -22,7 +22,7 @@ TILE = MMConfig(16, 128, 128, 1, 4, 3, a_tma=False, w_tma=True)
 
 
 def keys(*arguments: str) -> dict[str, LayerKey]:
-    return command.keys_of(command.parser().parse_args(["tune", *arguments]))
+    return tuning.keys_of(parser().parse_args(["tune", *arguments]))
 
 
 def test_shapes_and_models() -> None:
@@ -71,13 +71,13 @@ def test_bad_requests(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     if name == "no_gpu" and torch.cuda.is_available():
         pytest.skip("there is one")
     arguments, message = BAD[name]
-    assert command.main(["tune", *arguments]) == 2
+    assert main(["tune", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_a_model_without_experts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert command.main(["tune", "--model", str(tmp_path)]) == 2
+    assert main(["tune", "--model", str(tmp_path)]) == 2
     assert "--model must be a Mixture of Experts" in capsys.readouterr().err
 
 
@@ -105,19 +105,19 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[i
 
 def test_a_stopped_run_goes_on(measured: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["tune", "--shape", "8,2,64,32", "--tokens", "4,8,16,32"]
-    assert command.main(arguments) == command.INTERRUPTED
+    assert main(arguments) == tuning.INTERRUPTED
     path = tmp_path / "test_gpu.json"
     key = str(LayerKey("bf16", "grouped", 8, 2, 64, 32, True))
     assert list(json.loads(path.read_text())["plans"][key]) == ["4", "8"]
     assert "the same command goes on from there" in capsys.readouterr().err
-    assert command.main(arguments) == 0
+    assert main(arguments) == 0
     assert measured == [4, 8, 1, 16, 32]
     assert "2 plans measured, 2 were there" in capsys.readouterr().out
     plans.tuned.cache_clear()
     assert plans.tuned("Test GPU")[key][16] == plan("grouped", TILE, TILE, us=16.0)
     assert 32 not in plans.tuned("Test GPU")[key]  # the plan by cost serves
     plans.tuned.cache_clear()
-    assert command.main([*arguments, "--again"]) == 0
+    assert main([*arguments, "--again"]) == 0
     assert measured[5:] == [4, 8, 16, 32]
 
 
@@ -126,7 +126,7 @@ def test_plans_of_another_gpu_are_not_mixed_in(
 ) -> None:
     path = tmp_path / "plans.json"
     path.write_text(json.dumps({"gpu": "Another GPU", "plans": {}}))
-    assert command.main(["tune", "--shape", "8,2,64,32", "--output", str(path)]) == 2
+    assert main(["tune", "--shape", "8,2,64,32", "--output", str(path)]) == 2
     assert "--output must hold plans of Test GPU, got those of Another GPU" in capsys.readouterr().err
     assert measured == []
 

@@ -57,8 +57,9 @@ def test_refused_row():
     assert len(report.refused) == 2 and not report.fused
     row = report.refused[0]
     assert "normalisation" in row.reason and "modeling_muse_spark.py" in row.location and row.cure
-    lines = [f"refused at {row.location} ({row.module})", f"  why:  {row.reason}", f"  cure: {row.cure}"]
-    assert row.module == "layers.0.mlp.experts" and "\n".join(lines) in str(report)
+    first = f"refused: {row.module} ({row.location})"  # the module first: all blocks of transformers share a line
+    lines = [first, f"  line: {row.source}", f"  why:  {row.reason}", f"  cure: {row.cure}"]
+    assert row.source and row.module == "layers.0.mlp.experts" and "\n".join(lines) in str(report)
 
 
 def test_router_that_stays_is_named():
@@ -234,9 +235,9 @@ def test_an_error_of_the_model_is_reported():
     assert "no such luck" in moe_ops.explain(broken, torch.zeros(1)).error
 
 
-@pytest.mark.parametrize("what", ["mixtral", "tests.passes.test_explain:factory"])
+@pytest.mark.parametrize("what", [["mixtral", "--tokens", "8"], ["tests.passes.test_explain:factory"]], ids=" ".join)
 def test_command_line(what, capsys):
-    assert main(["explain", what, "--tokens", "8"]) == 0
+    assert main(["explain", *what]) == 0
     assert "fused, 0 refused; 1 graph(s), 0 graph break(s)" in capsys.readouterr().out
 
 
@@ -257,11 +258,11 @@ def test_command_line_says_what_was_refused(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["no_such_model"], "must be a transformers model type"),
+        (["no_such_model"], "must be the name of a model of a known family"),
         (["no_such_module:factory"], "must be module:factory"),
         (["tests.passes.test_explain:NOT_A_FUNCTION"], "must be a function"),
         (["tests.passes.test_explain:not_a_pair"], "must return (model, inputs)"),
-        (["mixtral", "--tokens", "0"], "--tokens must be at least 1"),
+        (["mixtral", "--tokens", "0"], "tokens must be at least 1, got 0"),
     ],
 )
 def test_command_line_errors(arguments, message, capsys):
@@ -330,3 +331,58 @@ def test_help(capsys):
         main(["explain", "--help"])
     printed = capsys.readouterr().out
     assert caught.value.code == 0 and "module:factory" in printed and "config.json" in printed
+
+
+class InHelpers(StackedExperts):
+    """The same, each step in a method of its own; a break in one of them cuts the block, elsewhere it does not."""
+
+    def __init__(self, place, activation=silu_glu):
+        super().__init__(place)
+        self.activation = activation
+
+    def forward(self, x):
+        topk_weights, ids = softmax_router(x, self.gate)
+        if self.place == "before":
+            self.stop()
+        rows, flat = x.repeat_interleave(K, dim=0), ids.reshape(-1)
+        out = self.product(self.w2, flat, self.between(self.product(self.w1, flat, rows)))
+        return (out * topk_weights.reshape(-1, 1)).view(-1, K, H).sum(1)
+
+    def product(self, weight, ids, rows):
+        return torch.bmm(weight[ids], rows.unsqueeze(-1)).squeeze(-1)
+
+    def between(self, h):
+        if self.place == "between":
+            self.stop()
+        return self.activation(h)
+
+    def stop(self):
+        torch._dynamo.graph_break()
+
+
+def test_a_break_in_a_helper_cuts_the_block():
+    report = moe_ops.explain(InHelpers("between"), weights(dtype=torch.float32)["x"])
+    assert ["cuts the block in pieces" in row.reason for row in report.refused] == [True]
+    assert report.refused[0].source == "torch._dynamo.graph_break()"
+
+
+def test_a_break_elsewhere_hides_no_other_reason():
+    """The block is whole in the graph after the break, and refused for its activation."""
+
+    def tanh_glu(h):
+        gate, up = h.chunk(2, dim=-1)
+        return torch.tanh(gate) * up
+
+    report = moe_ops.explain(WholeAfterBreak(tanh_glu), weights(dtype=torch.float32)["x"])
+    assert report.graph_breaks == 1
+    assert ["activation" in row.reason for row in report.refused] == [True]
+
+
+class WholeAfterBreak(InHelpers):
+    def __init__(self, activation):
+        super().__init__("nowhere", activation)
+
+    def forward(self, x):
+        x = x * 0.5
+        torch._dynamo.graph_break()
+        return super().forward(x)

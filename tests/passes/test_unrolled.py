@@ -232,7 +232,7 @@ REFUSED = {
     one_with_a_bias: "not alike",
     multiplied: "no known way to route",
     first_slot_for_all: "cannot be proved to be their routing weights",
-    scores_of_others: "for others than the experts that take the rows",
+    scores_of_others: "other experts than those whose weights are not zero",
     added_to_sequences: "added to a tensor that is not [tokens, hidden]",
     one_expert_unweighted: "taken without routing weights",
     one_expert_or_none: "a token of no expert would keep what was there",
