@@ -1,4 +1,6 @@
-"""Command line: `python -m benchmarks [layers]`; or `e2e`, `host`, `forms`, `tiles`, `compare`, `carry`, `report`."""
+"""Command line: `python -m benchmarks [layers]`, or `e2e`, `host`, `forms`, `first-call`, `tiles`, `compare`, `carry`,
+`report`.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "e2e": e2e_command,
         "host": host_command,
         "forms": forms_command,
+        "first-call": first_call_command,
         "tiles": tiles_command,
         "compare": compare_command,
         "carry": carry_command,
@@ -179,6 +182,29 @@ def forms_command(arguments: list[str]) -> int:
     results = ResultFile(path, "forms", forms.METHOD.format(rounds=rounds), commit=options.commit)
     with interruptible(results):
         forms.run(names, results, rounds)
+    print(f"{len(results.rows)} rows in {results.path}")
+    return 0
+
+
+def first_call_command(arguments: list[str]) -> int:
+    """Time the first call of deep models, and the passes in it."""
+    from benchmarks import first_call
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks first-call", description=first_call.__doc__)
+    parser.add_argument(
+        "--models", help=f"comma-separated, among {', '.join(first_call.MODELS)} (default: all of them)"
+    )
+    parser.add_argument("--layers", default="48", help="at most (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help=f"a new result file (default: in {OUT.name}/, numbered)")
+    parser.add_argument("--commit", default=current_commit(), help="for the result file, where there is no checkout")
+    options = parser.parse_args(arguments)
+    names = parse_names("--models", options.models, first_call.MODELS, tuple(first_call.MODELS))
+    (layers,) = positive_integers("benchmarks", "--layers", options.layers)
+    results = ResultFile(
+        new_path(options.json, OUT / "first-call.json"), "first-call", first_call.METHOD, commit=options.commit
+    )
+    with interruptible(results):
+        first_call.run(names, layers, results)
     print(f"{len(results.rows)} rows in {results.path}")
     return 0
 

@@ -6,6 +6,7 @@ Where a layer has its own names for dimensions they are kept: that is the code a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -339,3 +340,64 @@ class ExpertLoop(nn.Module):
         outs = torch.stack([expert(x) for expert in self.experts], dim=1)
         picked = outs.gather(1, ids.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
         return (picked * weights.unsqueeze(-1)).sum(1)
+
+
+class DeepSpeed(nn.Module):
+    """DeepSpeed's MOELayer with top2gating (deepspeed/moe/sharded_moe.py) on one device: every expert has slots for
+    some tokens, second choices come behind all first ones, gates are renormalised over what is kept. Returns the result
+    and the load-balancing loss.
+
+    Args:
+        capacity_factor: slots of an expert, by its even share of the tokens; the capacity is a number of Python here.
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: int = 32,
+        hidden: int = 16,
+        num_experts: int = 8,
+        top_k: int = 2,
+        capacity_factor: float = 1.0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.wg = nn.Linear(dim, num_experts, bias=False)
+        self.experts = nn.ModuleList(Expert(dim, hidden, dtype) for _ in range(num_experts))
+        self.top_k, self.capacity_factor = top_k, capacity_factor
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        combine_weights, dispatch_mask, l_aux = self._gate(x.float())
+        dispatched = torch.einsum("sec,sm->ecm", dispatch_mask.type_as(x), x).unsqueeze(0)
+        chunks = dispatched.chunk(len(self.experts), dim=1)
+        outs = torch.cat([expert(chunk) for chunk, expert in zip(chunks, self.experts, strict=True)], dim=1)
+        combined = torch.einsum("sec,ecm->sm", combine_weights.type_as(x), outs.squeeze(0))
+        return combined.reshape(hidden_states.shape), l_aux
+
+    def _gate(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        gates = F.softmax(F.linear(x, self.wg.weight.float()), dim=1)
+        num_experts = gates.shape[1]
+        capacity = max(math.ceil(x.shape[0] / num_experts * self.capacity_factor * self.top_k), 4)
+        mask1 = F.one_hot(torch.argmax(gates, dim=1), num_classes=num_experts)
+        rest = gates.masked_fill(mask1.bool(), float("-inf"))
+        mask2 = F.one_hot(torch.argmax(rest, dim=1), num_classes=num_experts)
+        locations1, locations2 = torch.cumsum(mask1, dim=0) - 1, torch.cumsum(mask2, dim=0) - 1
+        locations2 += torch.sum(mask1, dim=0, keepdim=True)
+        l_aux = torch.mean(gates.mean(dim=0) * mask1.float().mean(dim=0)) * num_experts * num_experts
+        mask1 *= torch.lt(locations1, capacity)
+        mask2 *= torch.lt(locations2, capacity)
+        locations1_s, locations2_s = torch.sum(locations1 * mask1, dim=1), torch.sum(locations2 * mask2, dim=1)
+        gates1_s = torch.einsum("se,se->s", gates, mask1.float())
+        gates2_s = torch.einsum("se,se->s", gates, mask2.float())
+        denom_s = torch.clamp(gates1_s + gates2_s, min=torch.finfo(gates.dtype).eps)
+        gates1_s /= denom_s
+        gates2_s /= denom_s
+        gates1 = torch.einsum("s,se->se", gates1_s, mask1.float())
+        gates2 = torch.einsum("s,se->se", gates2_s, mask2.float())
+        locations1_sc = F.one_hot(locations1_s, num_classes=capacity).float()
+        locations2_sc = F.one_hot(locations2_s, num_classes=capacity).float()
+        combine1_sec = torch.einsum("se,sc->sec", gates1, locations1_sc)
+        combine2_sec = torch.einsum("se,sc->sec", gates2, locations2_sc)
+        combine_weights = combine1_sec + combine2_sec
+        return combine_weights, combine_weights.bool(), l_aux

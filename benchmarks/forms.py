@@ -72,6 +72,7 @@ FORMS = {
         Form("llama4", foreign.Llama4, 5120, 8192, 16, 1, (1, 512)),
         Form("llama4-transformers", foreign.Llama4OfTransformers, 5120, 8192, 16, 1, (1, 512)),
         Form("sparse-by-mask", foreign.SparseByMask, 2048, 8192, 8, 2, (1, 1024)),
+        Form("deepspeed", foreign.DeepSpeed, *_MIXTRAL, (64, 512)),
         Form("mixtral-4x-loop", _loop("transformers"), *_MIXTRAL, (1, 512), waits=True),
         Form("mistral-loop", _loop("mistral"), *_MIXTRAL, (1, 512), waits=True),
         Form("mask-loop", _loop("mask"), *_MIXTRAL, (1, 512)),
@@ -144,7 +145,7 @@ def _calls(way: Thunk) -> None:
 
 def _ours(module: nn.Module) -> Callable[[Tensor], Any]:
     """``module`` with its block fused; a list of experts is stacked, in a copy."""
-    if isinstance(module, foreign.ExpertLoop):
+    if isinstance(module, foreign.ExpertLoop | foreign.DeepSpeed):
         module = moe_ops.stack_experts_(copy.deepcopy(module))
     return torch.compile(module, backend="moe_ops", fullgraph=True)
 

@@ -289,6 +289,17 @@ def test_layers_of_others_and_their_table(tmp_path: Path) -> None:
     assert main(["forms", "--forms", "nothing", "--json", str(tmp_path / "other.json")]) == 2
 
 
+def test_passes_in_a_first_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every layer fused; the passes are a part of the call. Their share of a deep model is in a committed file."""
+    out = tmp_path / "first.json"
+    assert main(["first-call", "--models", "torchtitan", "--layers", "2", "--json", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["model"], row["layers"]) for row in rows] == [("torchtitan", 2)]
+    assert all(0 < row["share"] == row["passes"] / row["seconds"] < 0.5 for row in rows)
+    assert main(["first-call", "--layers", "0"]) == 2
+    assert "--layers" in capsys.readouterr().err
+
+
 def test_report_needs_its_markers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("# nothing\n")

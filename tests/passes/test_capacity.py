@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import moe_ops
+from benchmarks.foreign import DeepSpeed
 from tests.passes import capacity as family
 from tests.passes.blocks import E, H, T, silu_glu, weights
 from tests.passes.compare import check, settled
@@ -369,3 +370,26 @@ def test_experts_one_after_the_other(name):
 
     outcome = check(program, *weights(dtype=torch.float32).values(), fullgraph=True)
     assert (outcome.problem, outcome.fused) == (None, int(name not in ("of_the_next", "in_another_order")))
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_deepspeed_layer(train):
+    """A list of experts that take their chunk of the slots, stacked: one graph, one operator, the loss as it was."""
+    torch.manual_seed(0)
+    module = moe_ops.stack_experts_(DeepSpeed(capacity_factor=0.6))
+    x = torch.randn(2, 9, 32)
+    outcome = check(module, x, gradients=train, fullgraph=True, tolerance=1e-3 if train else None)
+    assert (outcome.problem, outcome.fused) == (None, 1)
+
+
+def test_deepspeed_layer_by_compile():
+    """`moe_ops.compile` stacks the experts by itself."""
+    torch.manual_seed(0)
+    module, x = DeepSpeed(capacity_factor=0.6), torch.randn(18, 32)
+    with torch.no_grad():
+        expected = module(x)
+        counters.clear()
+        with pytest.warns(UserWarning, match="stacked the experts of experts"):
+            compiled = moe_ops.compile(module, fullgraph=True)
+        torch.testing.assert_close(compiled(x), expected)
+    assert counters["moe_ops"]["fused"] == 1

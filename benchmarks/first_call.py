@@ -1,0 +1,118 @@
+"""What the passes cost the first call of a deep model: seconds of the call, of them in the passes, and their share."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import moe_ops
+from benchmarks import foreign
+from benchmarks.results import ResultFile, progress_bar
+from compile_passes import passes
+from compile_passes.tiny import model_of, tiny_model
+
+WIDTH = 32
+METHOD = (
+    "tiny models of many layers, no gradients, torch.compile with the backend moe_ops and Inductor, without caches. "
+    "seconds: the first call, from capture to result; passes: of these in our passes, what they look at included"
+)
+
+
+class Decoder(nn.Module):
+    """Layers with a norm before each and a residual around it."""
+
+    def __init__(self, make: Callable[[], nn.Module], layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make() for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            result = layer(F.rms_norm(x, (WIDTH,)))
+            x = x + (result[0] if isinstance(result, tuple) else result)
+        return x
+
+
+def _of_transformers(family: str, layers: int) -> tuple[nn.Module, Tensor]:
+    config, kind = model_of(family)
+    config.num_hidden_layers = layers
+    model = tiny_model(config, kind, dtype=torch.float32, experts="grouped_mm")
+    return model, torch.randint(3, 100, (1, 16))
+
+
+def _of_others(make: Callable[[], nn.Module], layers: int) -> tuple[nn.Module, Tensor]:
+    model = Decoder(make, layers)
+    if hasattr(model.layers[0], "experts") and isinstance(model.layers[0].experts, nn.ModuleList):
+        moe_ops.stack_experts_(model)
+    return model, torch.randn(1, 16, WIDTH, dtype=next(model.parameters()).dtype)
+
+
+# name: (how to make the model, its layers where that is not the number asked for: loops are long to capture)
+MODELS: dict[str, tuple[Callable[[int], tuple[nn.Module, Tensor]], int | None]] = {
+    "qwen3-moe": (partial(_of_transformers, "qwen3_moe"), None),
+    "torchtitan": (partial(_of_others, foreign.TorchTitan), None),
+    "llama4": (partial(_of_others, foreign.Llama4), None),
+    "deepspeed": (partial(_of_others, foreign.DeepSpeed), 12),
+    "mask-loop": (partial(_of_others, partial(foreign.ExpertLoop, "mask")), 12),
+}
+
+
+def run(names: Sequence[str], layers: int, results: ResultFile) -> None:
+    """Measure every model once, one row each."""
+    with progress_bar() as progress, torch.no_grad():
+        task = progress.add_task("first calls", total=len(names))
+        for name in names:
+            row = measure(name, layers)
+            results.add(row)
+            progress.console.print(describe(row), highlight=False, soft_wrap=True)
+            progress.update(task, advance=1)
+
+
+def measure(name: str, layers: int) -> dict[str, Any]:
+    """The row of one model."""
+    gc.collect()
+    torch.compiler.reset()
+    make, at_most = MODELS[name]
+    layers = layers if at_most is None else min(layers, at_most)
+    torch.manual_seed(0)
+    model, given = make(layers)
+    counters.clear()
+    with torch._inductor.config.patch(force_disable_caches=True), _timed() as spent:
+        start = time.perf_counter()
+        torch.compile(model.eval(), backend="moe_ops", fullgraph=True)(given)
+        seconds = time.perf_counter() - start
+    if counters["moe_ops"]["fused"] != layers:
+        raise RuntimeError(f"benchmarks: {counters['moe_ops']['fused']} of {layers} blocks of {name} are fused")
+    return {"model": name, "layers": layers, "seconds": seconds, "passes": sum(spent), "share": sum(spent) / seconds}
+
+
+@contextmanager
+def _timed() -> Iterator[list[float]]:
+    """The seconds of every pass inside."""
+    spent: list[float] = []
+    inner = passes.run
+
+    def run_timed(*given: Any) -> passes.Report:
+        start = time.perf_counter()
+        try:
+            return inner(*given)
+        finally:
+            spent.append(time.perf_counter() - start)
+
+    with mock.patch.object(passes, "run", run_timed):
+        yield spent
+
+
+def describe(row: dict[str, Any]) -> str:
+    """One line for the terminal."""
+    of_call = f"first call {row['seconds']:6.1f} s, passes {row['passes']:5.2f} s, {100 * row['share']:.1f} %"
+    return f"{row['model']:>12} {row['layers']:3d} layers: {of_call}"
