@@ -73,8 +73,9 @@ def _explain(options: argparse.Namespace) -> int:
         "dtype": None if options.dtype is None else _DTYPES[options.dtype],
         "tokens": options.tokens,
     }
-    if options.html is not None and not options.html.absolute().parent.is_dir():
-        return _refuse(f"--html must be a file in a folder that exists, got {options.html}.")
+    page = options.html
+    if page is not None and (page.is_dir() or not page.absolute().parent.is_dir()):
+        return _refuse(f"--html must be a file in a folder that exists, got {page}.")
     sys.path.insert(0, str(Path.cwd()))  # a factory is where the user is, as under `python -m`
     try:
         with _quiet():
@@ -84,11 +85,11 @@ def _explain(options: argparse.Namespace) -> int:
     finally:
         sys.path.remove(str(Path.cwd()))
     print(json.dumps(report.to_dict(), indent=2) if options.json else report)
-    if options.html is not None:
+    if page is not None:
         try:
-            options.html.write_text(report.html(), encoding="utf-8")
+            page.write_text(report.html(), encoding="utf-8")
         except OSError as error:
-            return _refuse(f"--html must be a file that can be written, got {options.html} ({error.strerror}).")
+            return _refuse(f"--html must be a file that can be written, got {page} ({error.strerror}).")
     return 1 if report.refused or report.error else 0
 
 

@@ -130,7 +130,7 @@ def _rows(collector: _Collector) -> list[Refused]:
     rows: dict[Any, Refused] = {}
     for position, (refusal, path, diagram) in enumerate(collector.refused):
         whole = diagram is not None and diagram.whole
-        stop = None if whole else cut(refusal.node, collector.seen.at(path), collector.breaks)
+        stop = None if whole else cut(refusal.node, collector.breaks)
         if stop is None:
             line = source(refusal.node)
             rows[position] = Refused(path, refusal.location, refusal.reason, refusal.cure, line, diagram)

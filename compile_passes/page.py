@@ -124,8 +124,8 @@ def _flow(row: Fused | Refused) -> str:
     arrow = "&#10142;" if diagram.after else "&#10005;"
     return (
         f"{_strip(diagram, kept)}"
-        f"<div class='flow'><p class='head'>before: {count} operations</p><span></span><p class='head'>{after}</p>"
-        f"<div>{before}</div><div class='big side'>{arrow}</div><div class='side'>{right}</div></div>"
+        f"<div class='flow'><div><p class='head'>before: {count} operations</p>{before}</div>"
+        f"<div class='big side'>{arrow}</div><div class='side'><p class='head'>{after}</p>{right}</div></div>"
         f"<details><summary>the {count} operations, as captured</summary>"
         f"<p class='mono'>{escape(chr(10).join(diagram.operations))}</p></details>"
     )

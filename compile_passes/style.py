@@ -12,7 +12,7 @@ STYLE = """
 overflow-wrap:anywhere;white-space:pre-wrap}
 .moe-ops code{background:none;color:inherit;padding:0}
 .moe-ops h1{font-size:22px;margin:0 0 4px}.moe-ops h2{font-size:16px;margin:28px 0 8px}
-.moe-ops p{margin:4px 0}.moe-ops .soft{color:var(--soft)}.moe-ops .small{font-size:12px}
+.moe-ops p{margin:4px 0;overflow-wrap:anywhere}.moe-ops .soft{color:var(--soft)}.moe-ops .small{font-size:12px}
 .moe-ops .chips{display:flex;flex-wrap:wrap;gap:6px;margin:8px 0}
 .moe-ops .chip{border:1px solid var(--line);border-radius:999px;padding:1px 10px;font-size:12.5px;background:var(--box)}
 .moe-ops .chip b{font-weight:600}
@@ -28,9 +28,9 @@ font-size:13px}
 .moe-ops .step.new{--hue:var(--good);background:var(--goodbox)}
 .moe-ops .flow{display:grid;grid-template-columns:minmax(0,1.7fr) 40px minmax(0,1fr);gap:0 8px;margin-top:12px;
 align-items:start}
-.moe-ops .big{text-align:center;font-size:26px;color:var(--soft)}
+.moe-ops .big{text-align:center;font-size:26px;color:var(--soft);padding-top:18px}
 .moe-ops .side{position:sticky;top:16px}
-.moe-ops .head{font-weight:600;font-size:12.5px;color:var(--soft);align-self:end;margin:0 0 6px}
+.moe-ops .head{font-weight:600;font-size:12.5px;color:var(--soft);margin:0 0 6px}
 .moe-ops .stage{border:1px solid var(--line);border-left:5px solid var(--hue);border-radius:8px;background:var(--box);
 padding:8px 12px}
 .moe-ops .stage .what{color:var(--hue);font-weight:600}
@@ -49,11 +49,7 @@ border-top:1px solid var(--line)}
 vertical-align:top;color:inherit;background:none}
 .moe-ops details{margin-top:8px}.moe-ops summary{cursor:pointer;color:var(--soft);font-size:12.5px}
 .moe-ops ul{margin:4px 0;padding-left:20px}
-@media (max-width:760px){.moe-ops .strip{display:flex;flex-wrap:wrap;gap:6px 8px;align-items:center;margin:12px 0 4px}
-.moe-ops .step{border:1.5px solid var(--hue);color:var(--hue);border-radius:6px;padding:2px 10px;font-weight:600;
-font-size:13px}
-.moe-ops .step.not{border-color:var(--bad);color:var(--bad);background:var(--badbox)}
-.moe-ops .step.kept{border-style:dashed}
-.moe-ops .step.new{--hue:var(--good);background:var(--goodbox)}
-.moe-ops .flow{grid-template-columns:1fr}.moe-ops .big{transform:rotate(90deg)}}
+@media (max-width:760px){.moe-ops .flow{grid-template-columns:minmax(0,1fr)}.moe-ops .side{position:static}
+.moe-ops .big{padding:0;transform:rotate(90deg)}.moe-ops .row{grid-template-columns:minmax(0,1fr)}
+.moe-ops .row .shape{text-align:left}}
 """

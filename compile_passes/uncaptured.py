@@ -97,10 +97,6 @@ class Seen:
             known.update(level)
         return path
 
-    def at(self, path: str) -> nn.Module | None:
-        """The module that holds the experts of the block at ``path``."""
-        return next((group.module for group in self.experts if group.name == path), None)
-
     def is_reported(self, name: str, weights: Iterable[nn.Parameter] = ()) -> bool:
         """Whether a block with these weights, or in the module of this name, is reported."""
         inside = (path == name or path.startswith(f"{name}.") for path in self.modules if name)
@@ -139,12 +135,10 @@ def explanation(model: nn.Module, group: ExpertGroup, seen: Seen, stops: Sequenc
     )
 
 
-def cut(node: fx.Node, module: nn.Module | None, breaks: Sequence[Stop]) -> Stop | None:
-    """The graph break that cuts the block that ``node`` is from, if there is one.
+def cut(node: fx.Node, breaks: Sequence[Stop]) -> Stop | None:
+    """The graph break inside the forward that ``node`` is from, or what that calls, if there is one: its block is cut.
 
-    It is inside the forward that ``node`` is from, or what that calls; code that is in no forward is a function that
-    was compiled. Or it is inside the class of ``module``, which holds the experts: after a break Dynamo begins again
-    in the middle, and a stack has lost its outer frames.
+    Code that is in no forward is a function that was compiled.
     """
     frames = [(file, _resumed(name)) for file, name in functions(node)]
     last = max((place for place, (_, name) in enumerate(frames) if name == "forward"), default=0)
@@ -153,7 +147,7 @@ def cut(node: fx.Node, module: nn.Module | None, breaks: Sequence[Stop]) -> Stop
         stopped = [(file, _resumed(name)) for file, name in stop.functions if not file.startswith(TORCH)]
         if around and stopped[: len(around)] == around:
             return stop
-    return None if module is None else _stop_in(module, breaks)
+    return None
 
 
 def _resumed(name: str) -> str:

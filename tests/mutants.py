@@ -61,7 +61,9 @@ TESTS: tuple[tuple[str, str], ...] = (
     ("moe_ops/reference.py", "tests/ops/test_experts_numerics.py tests/ops/test_opcheck.py"),
     ("moe_ops/api.py", "tests/ops/test_api.py tests/ops/test_docs.py"),
     ("moe_ops/siblings.py", "tests/infra/test_shadowed.py"),
-    ("moe_ops/testing.py", "tests/infra/test_testing_kit.py"),
+    ("moe_ops/testing.py", "tests/infra/test_testing_kit.py tests/infra/test_broken_models.py"),
+    ("moe_ops/graphs.py", "tests/infra/test_testing_kit.py tests/passes/test_page.py tests/passes/test_words.py"),
+    ("moe_ops/tuning.py", "tests/ops/test_tune.py"),
     ("moe_ops/plans.py", "tests/ops/test_plans.py"),
     ("moe_ops/debugging.py", "tests/ops/test_debug.py"),
     ("moe_ops/integrations/*", "tests/ops/test_transformers_integration.py"),
@@ -89,7 +91,8 @@ TESTS: tuple[tuple[str, str], ...] = (
        "tests/passes/test_fuse_context.py tests/passes/test_refusals.py tests/passes/test_backend.py "
        "tests/passes/test_generation.py tests/passes/test_repros.py")
       for name in ("backend", "compat", "identity", "observe", "passes", "transaction")),
-    ("compile_passes/match.py", "tests/passes/test_explain.py tests/passes/test_refusals.py"),
+    ("compile_passes/match.py", "tests/passes/test_explain.py tests/passes/test_refusals.py "
+                                "tests/passes/test_words.py"),
     *((f"compile_passes/{name}.py", "tests/passes/test_join.py tests/passes/test_attention.py "
        "tests/passes/test_rewrite.py tests/passes/test_refusals.py tests/passes/test_repros.py "
        "tests/passes/test_property.py")

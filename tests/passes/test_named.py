@@ -119,6 +119,18 @@ def factory():
     return block(batched), weights()
 
 
+def with_gradients():
+    """A model as it is made: all of its parameters require grad."""
+    from moe_ops.examples.broken import Sound, tokens
+
+    return Sound(), tokens()
+
+
+def test_a_model_by_name_is_run_without_gradients():
+    (row,) = moe_ops.explain(f"{__name__}:with_gradients").fused
+    assert row.to_dict()["operators"] == ["fused_moe"]
+
+
 def with_one_tensor():
     return torch.relu, torch.ones(3)
 

@@ -254,8 +254,20 @@ def test_command_line_page(tmp_path, capsys):
 @pytest.mark.parametrize("place", ["no/such/folder/report.html", ""], ids=["no folder", "a folder"])
 def test_a_page_that_cannot_be_written(place, tmp_path, capsys):
     assert main(["explain", "tests.passes.test_explain:factory", "--html", str(tmp_path / place)]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("explain: --html must be a file") and len(said.splitlines()) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith("explain: --html must be a file") and len(said.err.splitlines()) == 1
+    assert said.out == "", "before anything is compiled"
+
+
+def test_a_page_for_which_there_is_no_room(tmp_path, capsys, monkeypatch):
+    def write_text(path, text, encoding):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_text", write_text)
+    assert main(["explain", "tests.passes.test_explain:factory", "--html", str(tmp_path / "report.html")]) == 2
+    said = capsys.readouterr()
+    assert "must be a file that can be written" in said.err and "(No space left on device)" in said.err
+    assert "1 MoE block(s) fused" in said.out, "what was found out is not lost"
 
 
 def test_each_of_two_blocks_is_drawn_alone():
