@@ -125,7 +125,8 @@ class Product:
 class Body:
     """What an expert computes with one half or two of its first product, or with two products.
 
-    ``up_first``: the up half, or the odd rows' half, is where the operator expects the gate.
+    ``up_first``: the up half, or the odd rows' half, is where the operator expects the gate. ``scale`` multiplies the
+    value, or the expert's result.
     """
 
     activation: str
@@ -133,6 +134,7 @@ class Body:
     limit: float | None
     glu_layout: str
     up_first: bool = False
+    scale: float = 1.0
 
     def halves(self, rows: Any) -> tuple[slice, slice] | None:
         """Where gate and up are among the ``rows`` of a stacked weight, if the operator has to be told."""

@@ -196,6 +196,11 @@ def _close(
     floor: torch.dtype,
 ) -> MoEMatch | Refusal:
     """Add router and region, and prove that nothing outside reads, and nothing overwrites, what the block computes."""
+    if body.scale != 1 and (down.bias is not None or dispatch.weights is not None):
+        return Refusal(
+            down.anchor, f"The experts' inner values are multiplied by {body.scale}, which the routing weights cannot "
+            "take over: a bias is added, or they multiply the input.", "Multiply the second projection's weight by it.",
+        )  # fmt: skip
     weight, hidden = example(ups[0].weight.node), example(dispatch.hidden)
     experts = None if weight is None else weight.shape[0]
     wrapped = dispatch.form == "batched_mm" and not are_in_range(reading, dispatch.ids, experts)
@@ -237,6 +242,7 @@ def _close(
     more = _router_lives(reading, router, dispatch, combine.weights, combine.output, region)
     if isinstance(more, Refusal):
         return replace(match, router=more)
+    router = replace(router, scale=router.scale * body.scale)
     return replace(match, router=router, apart=frozenset((*match.apart, *more)))
 
 

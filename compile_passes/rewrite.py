@@ -8,7 +8,8 @@ sum added to a tensor; (4) no value computed inside is used outside, but for wha
 (5) no input is overwritten between its first use in the block and the block's end, where the operator is inserted; (6)
 gradients flow where they flowed before. So the block computes what `fused_experts` computes, except that the operator
 accumulates, activates and combines in fp32, and that ids of E and more contribute exactly zero (transformers writes
-masks to that effect, which disappear with the block). Ids that index weights from the end where they are negative get E
+masks to that effect, which disappear with the block). A number that multiplies what is between the products multiplies
+the routing weights: the second product is linear. Ids that index weights from the end where they are negative get E
 added. A router is replaced only when its weights and ids have no reader outside of the block. Casts of the routing
 weights to a narrower dtype, that of the hidden states at the least, disappear: the operator takes them in fp32. Experts
 that a token did not select are no longer computed for it: where 0 times an infinity of theirs was NaN, it is nothing.
@@ -125,6 +126,7 @@ class Rewriter:
             weights, ids = self._topk(builder, match.router)
         else:
             weights = builder.rows(self._value(builder, match.combine.weights), match.dispatch.top_k)
+            weights = builder.scaled(weights, match.body.scale)
             ids = builder.integers(builder.rows(self._node(match.dispatch.ids), match.dispatch.top_k))
             if match.dispatch.wrapped:
                 ids = builder.wrapped(ids, gate_up)
@@ -321,6 +323,15 @@ class Builder:
         if value is None or value.dtype in (torch.int32, torch.int64):
             return ids
         return self.call(_ATEN.to.dtype, (ids, torch.int64, False, False, None))
+
+    def scaled(self, weights: fx.Node, scale: float) -> fx.Node:
+        """``scale`` times routing weights, in fp32 and wider."""
+        value = example(weights)
+        if scale == 1:
+            return weights
+        if value is not None and value.dtype.itemsize < 4:
+            weights = self.call(_ATEN.to.dtype, (weights, torch.float32, False, False, None))
+        return self.call(_ATEN.mul.Scalar, (weights, scale))
 
     def part(self, node: fx.Node, rows: slice) -> fx.Node:
         """A view of ``node``: some entries of its second dimension."""

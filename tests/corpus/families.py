@@ -29,7 +29,7 @@ OTHERS = (
     "qwen3_vl_moe", "qwen4_exp", "solar_open", "unlimited_ocr", "zaya",
 )  # fmt: skip
 # Families that are declined, with a word of the reason.
-REFUSED = {"muse_spark": "normalisation", "inkling2": "activation"}
+REFUSED = {"muse_spark": "normalisation"}
 # MoE layers of the tiny model, where it is not the usual two.
 LAYERS = {"nemotron_h": 1}
 # Families with code of their own between the expert products.
