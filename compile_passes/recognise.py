@@ -18,7 +18,7 @@ from compile_passes.match import Body, Combine, Dispatch, MoEMatch, Product, Ref
 from compile_passes.patterns.activation import recognise_body
 from compile_passes.patterns.combine import recognise_combine
 from compile_passes.patterns.dense import recognise_dense, weighted_inside
-from compile_passes.patterns.dispatch import recognise_dispatch
+from compile_passes.patterns.dispatch import recognise_dispatch, weighted_tokens
 from compile_passes.patterns.experts import feeding_products, find_products, unpaired
 from compile_passes.patterns.forms import name_forms
 from compile_passes.patterns.ids import are_in_range, are_not_negative, ids_within
@@ -182,7 +182,12 @@ def _routed_rows(
     dispatch = recognise_dispatch(reading, ups, down, dtype)
     if isinstance(dispatch, Refusal):
         return dispatch
-    combine = recognise_combine(reading, dispatch, down, _floor(example(dispatch.hidden), dtype))
+    floor = _floor(example(dispatch.hidden), dtype)
+    combine = recognise_combine(reading, dispatch, down, floor)
+    weighted = weighted_tokens(reading, dispatch, floor) if isinstance(combine, Refusal) else None
+    again = combine if weighted is None else recognise_combine(reading, weighted, down, floor)
+    if weighted is not None and not isinstance(again, Refusal):
+        return weighted, again
     return combine if isinstance(combine, Refusal) else (dispatch, combine)
 
 

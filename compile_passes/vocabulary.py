@@ -32,6 +32,7 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("pow", "x y", (torch.pow, "pow", operator.pow)),
     ("square", "x", (torch.square, "square")),
     ("neg", "x", (torch.neg, "neg", operator.neg)),
+    ("abs", "x", (torch.abs, "abs")),
     ("relu", "x inplace", (torch.relu, F.relu, "relu")),
     ("silu", "x inplace", (F.silu, torch.ops.aten.silu)),
     ("gelu", "x approximate", (F.gelu, torch.ops.aten.gelu)),
@@ -94,6 +95,8 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("sort", "x dim descending", (torch.sort, "sort")),
     ("argsort", "x dim descending", (torch.argsort, "argsort")),
     ("topk", "x k dim largest sorted", (torch.topk, "topk")),
+    ("vector_norm", "x y dim keepdim", (torch.norm, torch.linalg.vector_norm, torch.linalg.norm, "norm")),
+    ("vector_norm", "x y dim keepdim", ("linalg_vector_norm",)),
     ("max", "x dim keepdim", (torch.max, "max")),
     ("detach", "x", ("detach",)),
     ("amax", "x dim keepdim", (torch.amax, "amax")),
@@ -168,7 +171,7 @@ _KEYWORDS = {
     "mat_a": "x", "mat_b": "weight", "split_size": "size", "split_size_or_sections": "size", "split_sizes": "size",
     "offsets": "offs", "indices": "index", "axis": "dim", "value": "src", "values": "src", "source": "src",
     "sorted_sequence": "x", "boundaries": "y", "indices_or_sections": "size", "sections": "size",
-    "fill_value": "fill", "condition": "mask",
+    "fill_value": "fill", "condition": "mask", "p": "y", "ord": "y",
 }  # fmt: skip
 # Named results of sort, topk and max.
 _FIELDS = {"values": 0, "indices": 1}

@@ -284,7 +284,7 @@ def _norm_after(reading: Reading, readers: list[fx.Node]) -> fx.Node | None:
         call = reading.call(node)
         if node in seen or call is None:
             continue
-        if call.name in ("rsqrt", "norm"):
+        if call.name in ("rsqrt", "norm", "vector_norm"):
             return node
         seen.add(node)
         if call.name in ("cast", "pow", "square", "add", "mul", "sqrt", "mean"):
