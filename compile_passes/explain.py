@@ -69,6 +69,7 @@ class Report:
 
     Attributes:
         fused, refused: MoE blocks, in graph order.
+        staged: blocks whose experts and combine are replaced, with code of the model (a norm) left between them.
         shared_heads: attention calls that read key and value heads without repeating them.
         own_calls: calls of `fused_experts` or `fused_moe` that the model makes itself; nothing is left to fuse.
         graphs: graphs captured.
@@ -79,6 +80,7 @@ class Report:
     """
 
     fused: list[Fused] = field(default_factory=list)
+    staged: list[Fused] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)
     shared_heads: int = 0
     own_calls: int = 0
@@ -94,13 +96,18 @@ class Report:
         return len(self.graph_break_reasons)
 
     def __str__(self) -> str:
+        staged = f"{len(self.staged)} staged, " if self.staged else ""
         lines = [
-            f"{len(self.fused)} MoE block(s) fused, {len(self.refused)} refused; "
+            f"{len(self.fused)} MoE block(s) fused, {staged}{len(self.refused)} refused; "
             f"{self.graphs} graph(s), {self.graph_breaks} graph break(s)"
         ]
         if self.fused:
             lines += ["", *_table(_FUSED_HEAD, [_fused_row(row) for row in self.fused])]
             lines += [f"  {_name(row)}: {row.router_note}" for row in self.fused if row.router_note]
+        if self.staged:
+            lines += ["", "staged: the model's own code stays between the experts and the combine"]
+            lines += _table(_FUSED_HEAD, [_fused_row(row) for row in self.staged])
+            lines += [f"  {_name(row)}: {row.router_note}" for row in self.staged if row.router_note]
         for row in self.refused:
             lines += [
                 "",
@@ -112,7 +119,7 @@ class Report:
             lines += ["", f"{self.shared_heads} attention call(s) read key and value heads without repeating them"]
         if self.own_calls:
             lines += ["", f"{self.own_calls} call(s) of moe_ops operators are the model's own"]
-        elif not self.fused and not self.refused:
+        elif not self.fused and not self.staged and not self.refused:
             lines += ["", "No MoE block is in a captured graph."]
             if self.graph_break_reasons or self.eager_frames:
                 lines += ["What runs around a graph break, or in a function left to Python, is in no graph: see below."]
@@ -152,10 +159,11 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
             report.own_calls += len(own)
             found = run(FUSE_CHECKED if part is gm else FUSE, part.graph)
             report.fused += [_fused(decision) for decision in found.fused]
+            report.staged += [_fused(decision) for decision in found.staged]
             report.errors += found.errors
             refused.extend((refusal, seen.report(refusal.node)) for refusal in found.refused)
-            seen.modules.update(row.module for row in report.fused)
-            for node in (*own, *(decision.match.down.weight.node for decision in found.fused)):
+            seen.modules.update(row.module for row in (*report.fused, *report.staged))
+            for node in (*own, *(decision.match.down.weight.node for decision in (*found.fused, *found.staged))):
                 seen.report(node)
             report.shared_heads += run(SHARE, part.graph).shared_heads
             part.recompile()

@@ -166,11 +166,25 @@ class Dispatch:
 
 
 @dataclass(frozen=True)
+class Staged:
+    """Row-wise code of the model that stays between the second product and the combine.
+
+    It makes ``end`` of ``start``, the rows [R, H] of one order or another, and of what is ``beside``; ``nodes`` are its
+    calls, ``end`` included.
+    """
+
+    start: fx.Node
+    end: fx.Node
+    nodes: frozenset[fx.Node]
+    beside: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
 class Combine:
     """How rows return to tokens: the weights (R row-major elements) and the ``[T, H]`` result.
 
     ``total``: what sums over the experts. ``added``: the ``[T, H]`` that it adds to, or None. ``like``: a value of the
-    result's shape where that is not [T, H].
+    result's shape where that is not [T, H]. ``staged``: what stays between the experts and it, or None.
     """
 
     weights: Value
@@ -178,6 +192,7 @@ class Combine:
     total: fx.Node
     added: fx.Node | None = None
     like: fx.Node | None = None
+    staged: Staged | None = None
 
 
 @dataclass(frozen=True)
@@ -224,6 +239,8 @@ class MoEMatch:
         values = [self.dispatch.hidden, self.dispatch.ids, *leaves(self.combine.weights), self.combine.added]
         for product in self.products:
             values += [product.weight.node, product.bias]
+        if self.combine.staged is not None:
+            values += self.combine.staged.beside
         return frozenset(value for value in values if value is not None)
 
     @property

@@ -216,6 +216,12 @@ def _close(
             dispatch.ids, "The expert ids cannot be proved not to be negative, and a negative one would move every "
             "row to another expert.", "Take them from topk, or clamp them with .clamp(0, num_experts - 1).",
         )  # fmt: skip
+    if combine.staged is not None and not are_in_range(reading, dispatch.ids, experts):
+        return Refusal(
+            combine.staged.end, "The model's own code runs on each expert's result, and on rows of ids that cannot be "
+            "proved to be in [0, number of experts), for which the operators make no row.",
+            "Take the ids from topk over the experts.",
+        )  # fmt: skip
     dispatch = replace(dispatch, ids=reading.exact(dispatch.ids, experts), wrapped=wrapped)
     unseen, up_half = kept(combine.output, "it was not looked at"), ups[1] if len(ups) > 1 else None
     match = MoEMatch(ups[0], down, body, dispatch, combine, unseen, (), up_half=up_half)

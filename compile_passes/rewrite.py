@@ -19,6 +19,12 @@ that a token did not select are no longer computed for it: where 0 times an infi
     becomes
     linear -> moe_ops.fused_topk -> moe_ops.fused_experts
 
+Where row-wise code of the model stands between the second product and the combine (`Combine.staged`), it stays: the
+stages' operators are put around it. It makes each row of its own row alone, so that it may read rows in another order,
+that of `moe_permute`; ids are proved to be in range there, so that every row is one of an expert.
+
+    linear -> moe_ops.fused_topk -> moe_permute -> grouped_mm_glu -> grouped_mm -> [the model's norm] -> moe_unpermute
+
 Inserted calls spell out every argument of the schema: AOTInductor counts them, and knows no defaults.
 """
 
@@ -68,10 +74,11 @@ class Rewriter:
         self._before: dict[fx.Node, frozenset[fx.Node]] = {}
 
     def apply(self, match: MoEMatch) -> fx.Node:
-        """Replace one block; returns its `fused_experts` node."""
+        """Replace one block; returns its `fused_experts` node, or that of `moe_unpermute` where the block is staged."""
+        rows = self._rows(match) if match.combine.staged is not None else None
         builder = Builder(self.graph, match.output, self.reading.operand(match.output))
         with self.graph.inserting_before(match.output):
-            fused, result = self._build(builder, match)
+            fused, result = self._build(builder, match) if rows is None else self._return_rows(builder, match, rows)
         self._replace(match.output, result)
         self._sweep([*match.region, *leaves(match.combine.weights), match.dispatch.ids])
         stays = self._still_adds(match)
@@ -121,33 +128,82 @@ class Rewriter:
     def _build(self, builder: Builder, match: MoEMatch) -> tuple[fx.Node, fx.Node]:
         """The new nodes; returns the `fused_experts` node and the block's result in its original dtype."""
         projections = self._projections(builder, match)
-        gate_up, added = projections["gate_up_proj"], match.combine.added
-        if isinstance(match.router, Router):
-            weights, ids = self._topk(builder, match.router)
-        else:
-            weights = builder.rows(self._value(builder, match.combine.weights), match.dispatch.top_k)
-            weights = builder.scaled(weights, match.body.scale)
-            ids = builder.integers(builder.rows(self._node(match.dispatch.ids), match.dispatch.top_k))
-            if match.dispatch.wrapped:
-                ids = builder.wrapped(ids, gate_up)
-        body = match.body
-        hidden = builder.cast(self._node(match.dispatch.hidden), gate_up)
+        weights, ids = self._routing(builder, match, projections["gate_up_proj"])
         fused = builder.operator(
             "fused_experts",
             {
-                "hidden_states": builder.rows(hidden, None), **projections,
-                "topk_weights": weights, "topk_ids": ids, "activation": body.activation, "alpha": body.alpha,
-                "limit": body.limit, "weight_on_input": match.dispatch.weights is not None,
+                "hidden_states": self._hidden(builder, match, projections["gate_up_proj"]), **projections,
+                **self._activation(match), "topk_weights": weights, "topk_ids": ids,
+                "weight_on_input": match.dispatch.weights is not None,
             },
         )  # fmt: skip
-        result = fused
+        return fused, self._finished(builder, match, fused)
+
+    def _rows(self, match: MoEMatch) -> tuple[fx.Node, fx.Node]:
+        """Put the experts' results, sorted by expert, in the place of the rows that row-wise code reads; returns where
+        each pair's row is, and the routing weights."""
+        start = match.combine.staged.start if match.combine.staged is not None else match.output
+        builder = Builder(self.graph, start, self.reading.operand(start))
+        with self.graph.inserting_before(start):
+            given = self._projections(builder, match)
+            gate_up, down = given["gate_up_proj"], given["down_proj"]
+            weights, ids = self._routing(builder, match, gate_up)
+            stacked = example(gate_up)
+            tokens = {"hidden_states": self._hidden(builder, match, gate_up), "topk_ids": ids}
+            count = None if stacked is None else stacked.shape[0]
+            permuted = builder.operator("moe_permute", {**tokens, "num_experts": count})
+            rows, offsets, places = (
+                builder.item(permuted, place, name) for place, name in enumerate(("rows", "offsets", "pair_to_row"))
+            )
+            first = builder.operator(
+                "grouped_mm_glu",
+                {
+                    "rows": rows, "weight": gate_up, "offsets": offsets, "up_weight": given["up_proj"],
+                    "bias": given["gate_up_bias"], "glu_layout": given["glu_layout"], **self._activation(match),
+                },
+            )  # fmt: skip
+            inner = builder.item(first, 0, "activated")
+            second = {"rows": inner, "weight": down, "offsets": offsets, "bias": given["down_bias"]}
+            made = builder.cast(builder.operator("grouped_mm", second), self.reading.operand(start))
+        self._replace(start, made)
+        return places, weights
+
+    def _return_rows(
+        self, builder: Builder, match: MoEMatch, rows: tuple[fx.Node, fx.Node]
+    ) -> tuple[fx.Node, fx.Node]:  # fmt: skip
+        """`moe_unpermute` of what row-wise code made of the experts' results; as `_build`."""
+        places, weights = rows
+        end = match.output if match.combine.staged is None else match.combine.staged.end
+        values = {"rows": self._node(end), "pair_to_row": places, "topk_weights": weights}
+        fused = builder.operator("moe_unpermute", values)
+        return fused, self._finished(builder, match, fused)
+
+    def _routing(self, builder: Builder, match: MoEMatch, gate_up: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """Routing weights and ids ``[T, K]``."""
+        if isinstance(match.router, Router):
+            return self._topk(builder, match.router)
+        weights = builder.rows(self._value(builder, match.combine.weights), match.dispatch.top_k)
+        weights = builder.scaled(weights, match.body.scale)
+        ids = builder.integers(builder.rows(self._node(match.dispatch.ids), match.dispatch.top_k))
+        return weights, builder.wrapped(ids, gate_up) if match.dispatch.wrapped else ids
+
+    def _hidden(self, builder: Builder, match: MoEMatch, gate_up: fx.Node) -> fx.Node:
+        """The hidden states ``[T, H]`` in the weights' dtype."""
+        return builder.rows(builder.cast(self._node(match.dispatch.hidden), gate_up), None)
+
+    def _activation(self, match: MoEMatch) -> dict[str, Any]:
+        return {"activation": match.body.activation, "alpha": match.body.alpha, "limit": match.body.limit}
+
+    def _finished(self, builder: Builder, match: MoEMatch, fused: fx.Node) -> fx.Node:
+        """The sum over the experts as the block's result: in its shape and dtype, and added to what it was added to."""
+        added, result = match.combine.added, fused
         if match.combine.like is not None:
             result = builder.call(_ATEN.view_as.default, (fused, self._node(match.combine.like)))
         if added is not None:
             start = self._node(added)
             result = builder.call(_ATEN.add.Tensor, (start, builder.cast(fused, start)))
             self._before |= dict.fromkeys(builder.made, frozenset(match.region))
-        return fused, builder.cast(result, self.reading.operand(match.output))
+        return builder.cast(result, self.reading.operand(match.output))
 
     def _projections(self, builder: Builder, match: MoEMatch) -> dict[str, Any]:
         """The weights and biases of the block, and how gate and up lie in them."""

@@ -102,6 +102,8 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("amax", "x dim keepdim", (torch.amax, "amax")),
     ("any", "x dim keepdim", (torch.any, "any")),
     ("sum", "x dim keepdim dtype", (torch.sum, "sum")),
+    ("mean", "x dim keepdim dtype", (torch.mean, "mean")),
+    ("var", "x dim unbiased keepdim", (torch.var, "var")),
     ("cumsum", "x dim dtype", (torch.cumsum, "cumsum")),
     ("histc", "x bins min max", (torch.histc, "histc")),
     ("count_nonzero", "x dim", (torch.count_nonzero, "count_nonzero")),

@@ -84,8 +84,8 @@ def test_a_factor_beside_weights_on_the_input():
     says(refusal(block(run)), "multiplied by 2.0, which the routing weights cannot")
 
 
-def test_post_expert_norm():
-    says(refusal(block(after=lambda rows: F.rms_norm(rows, (H,)))), "normalisation follows")
+def test_post_expert_norm_of_all_rows():
+    says(refusal(block(after=lambda rows: rows * rows.pow(2).mean(0, True).rsqrt())), "normalisation follows")
 
 
 def test_histogram_over_other_experts():
