@@ -73,10 +73,14 @@ def leaves(value: Value) -> list[fx.Node]:
 
 @dataclass(frozen=True)
 class Weight:
-    """An expert weight: ``node`` holds ``[E, N, K]``, or ``[E, K, N]`` when ``transposed``."""
+    """An expert weight: ``node`` holds ``[E, N, K]``, or ``[E, K, N]`` when ``transposed``.
+
+    ``experts``: how many of them the block has, the first ones; None means all.
+    """
 
     node: fx.Node
     transposed: bool
+    experts: int | None = None
 
 
 @dataclass(frozen=True)

@@ -206,7 +206,7 @@ def _close(
             down.anchor, f"The experts' inner values are multiplied by {body.scale}, which the routing weights cannot "
             "take over: a bias is added, or they multiply the input.", "Multiply the second projection's weight by it.",
         )  # fmt: skip
-    weight, hidden = example(ups[0].weight.node), example(dispatch.hidden)
+    weight, hidden = example(down.weight.node), example(dispatch.hidden)
     experts = None if weight is None else weight.shape[0]
     wrapped = dispatch.form == "batched_mm" and not are_in_range(reading, dispatch.ids, experts)
     if dispatch.perm is None:

@@ -234,6 +234,8 @@ class Rewriter:
 
     def _weight(self, builder: Builder, weight: Weight) -> fx.Node:
         node = self._node(weight.node)
+        if weight.experts is not None:
+            node = builder.call(_ATEN.slice.Tensor, (node, 0, 0, weight.experts, 1))
         return builder.call(_ATEN.transpose.int, (node, 1, 2)) if weight.transposed else node
 
     def _value(self, builder: Builder, value: Value) -> fx.Node:
@@ -289,10 +291,11 @@ class Rewriter:
                     heapq.heappush(heap, (-order[other], other.name, other))
 
     def _aliases(self, node: fx.Node, erased: set[fx.Node]) -> set[fx.Node]:
-        """The names of what ``node`` writes; a view, taken later, of what took a writer's place is none any more."""
+        """The names of what ``node`` writes; a view, taken later, of what took a writer's place is none any more, unless
+        it is that which ``node`` writes now."""
         order, memory = self.reading.order, self.reading.memory
         names = {name for target in memory.writes[node] for name in memory.names(target)} - erased
-        found: set[fx.Node] = set()
+        found = set(node.all_input_nodes).intersection(self._replaced.values())
         for name in sorted(names, key=order.__getitem__):
             if order[name] <= order[node] or any(operand in found for operand in name.all_input_nodes):
                 found.add(name)

@@ -114,7 +114,14 @@ def _slice(reading: Reading, value: Any, dims: int = 3) -> tuple[Weight, int] | 
     stacked = example(source)
     if stacked is None or stacked.dim() != dims or type(number) is not int or type(stacked.shape[0]) is not int:
         return None
-    return Weight(source, transposed), number % stacked.shape[0]
+    return Weight(_first_view(reading, source), transposed), number % stacked.shape[0]
+
+
+def _first_view(reading: Reading, stacked: fx.Node) -> fx.Node:
+    """``flat.view(E, N, K)`` is written anew for every expert: the first of such views of one tensor stands for all."""
+    call = reading.read(stacked, "view")
+    views = [] if call is None else [reader for reader in reading.readers(call["x"]) if same_shape(reader, stacked)]
+    return next((view for view in views if reading.read(view, "view") is not None), stacked)
 
 
 def recognise_loop(reading: Reading, experts: Sequence[Expert]) -> Loop | Refusal:
@@ -162,6 +169,9 @@ class _Loop:
         body = self._body()
         if isinstance(body, Refusal):
             return body
+        self.ups = [replace(up, weight=self._of_count(up)) for up in self.ups]
+        if any(up.bias is not None and up.weight.experts is not None for up in self.ups):
+            return self._no("The stacked weights, with a bias, are of more experts than the loop runs.")
         rows = example(self.reading.uncast(self.ups[0].rows, self.floor))
         self.wide = self.floor if rows is None else narrower(rows.dtype, self.floor)
         followed = [self._follow(expert.down.result) for expert in self.experts]
@@ -170,6 +180,12 @@ class _Loop:
         if found is None:
             return self._no("The rows of the experts, or what becomes of their results, are no known way to route.")
         return found if isinstance(found, Refusal) else Loop(self.ups, self.first.down, body, *found)
+
+    def _of_count(self, up: Product) -> Weight:
+        """The weight of a first product, which may be stacked with more than the experts that the second one has."""
+        stacked = example(up.weight.node)
+        more = stacked is not None and not equal_sizes(stacked.shape[0], self.count)
+        return replace(up.weight, experts=self.count) if more else up.weight
 
     def _no(self, reason: str) -> Refusal:
         return no_loop(self.first.down.anchor, reason)
