@@ -291,11 +291,13 @@ class Rewriter:
                     heapq.heappush(heap, (-order[other], other.name, other))
 
     def _aliases(self, node: fx.Node, erased: set[fx.Node]) -> set[fx.Node]:
-        """The names of what ``node`` writes; a view, taken later, of what took a writer's place is none any more, unless
-        it is that which ``node`` writes now."""
+        """The names of what ``node`` writes: those of the tensor that was there, and what took the place of an earlier
+        writer of it. A view of that, taken later, is none of those for the writers before.
+        """
         order, memory = self.reading.order, self.reading.memory
-        names = {name for target in memory.writes[node] for name in memory.names(target)} - erased
-        found = set(node.all_input_nodes).intersection(self._replaced.values())
+        shared = {name for target in memory.writes[node] for name in memory.names(target)}
+        found = {new for old, new in self._replaced.items() if old in shared and order[old] < order[node]}
+        names = shared - erased
         for name in sorted(names, key=order.__getitem__):
             if order[name] <= order[node] or any(operand in found for operand in name.all_input_nodes):
                 found.add(name)
