@@ -97,4 +97,6 @@ def _router(match: MoEMatch) -> Router | Refusal:
 
 def _weight(weight: Weight) -> torch.Tensor | None:
     value = example(weight.node)
+    if value is not None and weight.experts is not None:
+        value = value[: weight.experts]
     return value.transpose(1, 2) if value is not None and weight.transposed else value

@@ -106,14 +106,15 @@ class _Collector:
         if joins:
             run(JOIN, part.graph)
         report.errors += found.errors
-        for decision in found.fused:
-            made = operators_of(decision.match.down.weight.node)
-            report.fused.append(_fused(decision, self._drawn(partial(snapshot.of_match, decision.match, made))))
+        for rows, decisions in ((report.fused, found.fused), (report.staged, found.staged)):
+            for decision in decisions:
+                made = operators_of(decision.match.down.weight.node)
+                rows.append(_fused(decision, self._drawn(partial(snapshot.of_match, decision.match, made))))
         for refusal in found.refused:
             diagram = self._drawn(partial(snapshot.of_refusal, refusal.node))
             self.refused.append((refusal, seen.report(refusal.node), diagram))
-        seen.modules.update(row.module for row in report.fused)
-        for node in (*own, *(decision.match.down.weight.node for decision in found.fused)):
+        seen.modules.update(row.module for row in (*report.fused, *report.staged))
+        for node in (*own, *(decision.match.down.weight.node for decision in (*found.fused, *found.staged))):
             seen.report(node)
 
     def _drawn(self, draw: Callable[[], Diagram | None]) -> Diagram | None:
@@ -168,6 +169,7 @@ def _fused(decision: Decision, diagram: Diagram | None) -> Fused:
         routing=router.routing if isinstance(router, Router) else "kept",
         router_note="" if isinstance(router, Router) else router.reason,
         experts=match.dispatch.form,
+        staged=match.combine.staged is not None,
         activation=match.body.activation,
         glu_layout=match.body.glu_layout,
         scheme=problem.scheme,

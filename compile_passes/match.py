@@ -93,10 +93,14 @@ def leaves(value: Value) -> list[fx.Node]:
 
 @dataclass(frozen=True)
 class Weight:
-    """An expert weight: ``node`` holds ``[E, N, K]``, or ``[E, K, N]`` when ``transposed``."""
+    """An expert weight: ``node`` holds ``[E, N, K]``, or ``[E, K, N]`` when ``transposed``.
+
+    ``experts``: how many of them the block has, the first ones; None means all.
+    """
 
     node: fx.Node
     transposed: bool
+    experts: int | None = None
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,8 @@ class Product:
 class Body:
     """What an expert computes with one half or two of its first product, or with two products.
 
-    ``up_first``: the up half, or the odd rows' half, is where the operator expects the gate.
+    ``up_first``: the up half, or the odd rows' half, is where the operator expects the gate. ``scale`` multiplies the
+    value, or the expert's result.
     """
 
     activation: str
@@ -153,6 +158,7 @@ class Body:
     limit: float | None
     glu_layout: str
     up_first: bool = False
+    scale: float = 1.0
 
     def halves(self, rows: Any) -> tuple[slice, slice] | None:
         """Where gate and up are among the ``rows`` of a stacked weight, if the operator has to be told."""
@@ -184,11 +190,25 @@ class Dispatch:
 
 
 @dataclass(frozen=True)
+class Staged:
+    """Row-wise code of the model that stays between the second product and the combine.
+
+    It makes ``end`` of ``start``, the rows [R, H] of one order or another, and of what is ``beside``; ``nodes`` are its
+    calls, ``end`` included.
+    """
+
+    start: fx.Node
+    end: fx.Node
+    nodes: frozenset[fx.Node]
+    beside: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
 class Combine:
     """How rows return to tokens: the weights (R row-major elements) and the ``[T, H]`` result.
 
     ``total``: what sums over the experts. ``added``: the ``[T, H]`` that it adds to, or None. ``like``: a value of the
-    result's shape where that is not [T, H].
+    result's shape where that is not [T, H]. ``staged``: what stays between the experts and it, or None.
     """
 
     weights: Value
@@ -196,6 +216,7 @@ class Combine:
     total: fx.Node
     added: fx.Node | None = None
     like: fx.Node | None = None
+    staged: Staged | None = None
 
 
 @dataclass(frozen=True)
@@ -243,6 +264,8 @@ class MoEMatch:
         values = [self.dispatch.hidden, *routing, self.combine.added]
         for product in self.products:
             values += [product.weight.node, product.bias]
+        if self.combine.staged is not None:
+            values += self.combine.staged.beside
         return frozenset(value for value in values if value is not None)
 
     @property

@@ -39,7 +39,7 @@ _PAGE = """<!doctype html>
 
 def whole(report: Report) -> str:
     """One page: the summary, every block before and after, and what stopped the capture."""
-    blocks = "".join(_card(rows) for rows in _alike([*report.refused, *report.fused]))
+    blocks = "".join(_card(rows) for rows in _alike([*report.refused, *report.staged, *report.fused]))
     body = f"""<h1>MoE blocks under torch.compile</h1>
 {_summary(report)}
 <p class="soft">On the left, what the model's own code does, by source line, in the order in which it runs; a coloured
@@ -51,7 +51,7 @@ box is one step of a Mixture-of-Experts layer. On the right, what runs in its pl
 def fragment(report: Report) -> str:
     """What a notebook shows: the summary, a table of blocks, and why some were refused."""
     lines = []
-    for row, *others in _alike([*report.refused, *report.fused]):
+    for row, *others in _alike([*report.refused, *report.staged, *report.fused]):
         more = f"<div class='soft small'>and {len(others)} more, which are alike</div>" if others else ""
         lines.append(
             f"<tr><td><span class='chip {_look(row)}'>{_status(row)}</span></td><td><span class='mono'>"
@@ -72,7 +72,7 @@ def _summary(report: Report) -> str:
         chips.append(_chip(f"<b>{report.shared_heads}</b> attention call(s) read shared heads in place"))
     if report.own_calls:
         chips.append(_chip(f"<b>{report.own_calls}</b> operator call(s) of the model's own"))
-    if not report.fused and not report.refused and not report.own_calls:
+    if not report.fused and not report.staged and not report.refused and not report.own_calls:
         chips.append(_chip("no MoE block is in a captured graph"))
     return f"<div class='chips'>{''.join(chips)}</div>"
 

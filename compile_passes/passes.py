@@ -56,7 +56,7 @@ class Report:
     """What a pass did to one graph.
 
     Attributes:
-        fused, refused: MoE blocks.
+        fused, staged, refused: MoE blocks; the staged ones keep code of their own between the experts and the combine.
         routed: `fused_experts` calls of the model's own that got a `fused_topk`.
         joined: operators that took the place of several.
         shared_heads: attention calls that no longer repeat their key and value heads.
@@ -66,6 +66,7 @@ class Report:
     """
 
     fused: list[Decision] = field(default_factory=list)
+    staged: list[Decision] = field(default_factory=list)
     refused: list[Refusal] = field(default_factory=list)
     joined: int = 0
     routed: int = 0
@@ -77,7 +78,7 @@ class Report:
     @property
     def changed(self) -> bool:
         """Whether the graph is another one than before."""
-        return bool(self.fused or self.joined or self.routed or self.shared_heads or self.errors)
+        return bool(self.fused or self.staged or self.joined or self.routed or self.shared_heads or self.errors)
 
 
 @dataclass(frozen=True)
@@ -117,20 +118,22 @@ def fuse_blocks(graph: fx.Graph, checked: bool = False) -> Plan:
     for row in found:
         outcome = _decided(row, report, checked) if isinstance(row, MoEMatch) else row
         if isinstance(outcome, Decision):
-            report.fused.append(outcome)
+            (report.fused if outcome.match.combine.staged is None else report.staged).append(outcome)
         else:
             report.refused.append(outcome)
 
     def apply() -> None:
         _keep_original(graph, report)
         rewriter = Rewriter(reading)
+        for decision in report.staged:
+            rewriter.apply(decision.match)
         nodes = [rewriter.apply(decision.match) for decision in report.fused]
         for call in calls:
             rewriter.apply_router(call)
         report.routed = len(calls)
         _add_routers(graph, report.fused, nodes)
 
-    return Plan(report, apply if report.fused or calls else None)
+    return Plan(report, apply if report.fused or report.staged or calls else None)
 
 
 def _add_routers(graph: fx.Graph, fused: list[Decision], nodes: Sequence[fx.Node]) -> None:
@@ -168,7 +171,8 @@ def _decided(match: MoEMatch, report: Report, checked: bool) -> Decision | Refus
 def _keep_original(graph: fx.Graph, report: Report) -> None:
     """Keep a copy of the graph for calls in which inputs share memory that the fused blocks need to be apart."""
     inputs = {node: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
-    pairs = {(inputs[one], inputs[other]) for decision in report.fused for one, other in decision.match.apart}
+    decisions = [*report.fused, *report.staged]
+    pairs = {(inputs[one], inputs[other]) for decision in decisions for one, other in decision.match.apart}
     if pairs:
         copies = fx.Graph()
         copies.output(copies.graph_copy(graph, {}))
@@ -214,6 +218,7 @@ def run(step: Pass, graph: fx.Graph) -> Report:
     seconds = time.perf_counter() - start
     section = compat.counters()["moe_ops"]
     section["fused"] += len(report.fused)
+    section["staged"] += len(report.staged)
     section["refused"] += len(report.refused)
     section["joined"] += report.joined
     section["shared_heads"] += report.shared_heads
@@ -236,7 +241,7 @@ def _fail_closed(step: Pass, graph: fx.Graph) -> Report:
         raise
     except Exception as error:
         found = plan.report
-        refused = [_refusal(decision.match, error) for decision in found.fused]
+        refused = [_refusal(decision.match, error) for decision in (*found.fused, *found.staged)]
         return Report(refused=[*found.refused, *refused], errors=[*found.errors, _record(step.name, error)])
     return plan.report
 
@@ -259,15 +264,17 @@ def _one_line(error: Exception) -> str:
 
 
 def _log(step: Pass, report: Report, seconds: float) -> None:
-    for decision in report.fused:
+    for decision in (*report.fused, *report.staged):
         router = decision.match.router
         kept = router.routing if isinstance(router, Router) else router.reason
-        log.info("fused %s: %s experts, routing: %s, backend %s", decision.match.location, decision.match.dispatch.form,
-                 kept, decision.backend)  # fmt: skip
+        done = "fused" if decision.match.combine.staged is None else "staged"
+        where, form = decision.match.location, decision.match.dispatch.form
+        log.info("%s %s: %s experts, routing: %s, backend %s", done, where, form, kept, decision.backend)
     for text in dict.fromkeys(str(refusal) for refusal in report.refused):  # once for all layers that share a line
         log.warning("not fused: %s", text)
-    log.debug("%s: %d fused, %d refused, %d joined, %d attention calls share heads, in %.1f ms", step.name,
-              len(report.fused), len(report.refused), report.joined, report.shared_heads, 1e3 * seconds)  # fmt: skip
+    blocks = (len(report.fused), len(report.staged), len(report.refused))
+    log.debug("%s: %d fused, %d staged, %d refused, %d joined, %d attention calls share heads, in %.1f ms", step.name,
+              *blocks, report.joined, report.shared_heads, 1e3 * seconds)  # fmt: skip
 
 
 def graph_modules(gm: fx.GraphModule) -> list[fx.GraphModule]:

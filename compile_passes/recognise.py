@@ -20,7 +20,7 @@ from compile_passes.patterns.capacity import recognise_capacity
 from compile_passes.patterns.chains import Expert, find_siblings
 from compile_passes.patterns.combine import recognise_combine
 from compile_passes.patterns.dense import recognise_dense, weighted_inside
-from compile_passes.patterns.dispatch import recognise_dispatch
+from compile_passes.patterns.dispatch import recognise_dispatch, weighted_tokens
 from compile_passes.patterns.experts import feeding_products, find_products, unpaired
 from compile_passes.patterns.forms import name_forms
 from compile_passes.patterns.ids import are_in_range, are_not_negative, ids_within
@@ -193,7 +193,12 @@ def _routed_rows(
     dispatch = recognise_dispatch(reading, ups, down, dtype)
     if isinstance(dispatch, Refusal):
         return dispatch
-    combine = recognise_combine(reading, dispatch, down, _floor(example(dispatch.hidden), dtype))
+    floor = _floor(example(dispatch.hidden), dtype)
+    combine = recognise_combine(reading, dispatch, down, floor)
+    weighted = weighted_tokens(reading, dispatch, floor) if isinstance(combine, Refusal) else None
+    again = combine if weighted is None else recognise_combine(reading, weighted, down, floor)
+    if weighted is not None and not isinstance(again, Refusal):
+        return weighted, again
     return combine if isinstance(combine, Refusal) else (dispatch, combine)
 
 
@@ -207,13 +212,24 @@ def _close(
     floor: torch.dtype,
 ) -> MoEMatch | Refusal:
     """Add router and region, and prove that nothing outside reads, and nothing overwrites, what the block computes."""
-    weight, hidden = example(ups[0].weight.node), example(dispatch.hidden)
+    if body.scale != 1 and (down.bias is not None or dispatch.weights is not None):
+        return Refusal(
+            down.anchor, f"The experts' inner values are multiplied by {body.scale}, which the routing weights cannot "
+            "take over: a bias is added, or they multiply the input.", "Multiply the second projection's weight by it.",
+        )  # fmt: skip
+    weight, hidden = example(down.weight.node), example(dispatch.hidden)
     experts = None if weight is None else weight.shape[0]
     if isinstance(dispatch.ids, fx.Node):
         ids = _own_ids(reading, dispatch, dispatch.ids, experts)
         if isinstance(ids, Refusal):
             return ids
         dispatch = ids
+    if combine.staged is not None and not are_in_range(reading, dispatch.ids, experts):
+        return Refusal(
+            combine.staged.end, "The model's own code runs on each expert's result, and on rows of ids that cannot be "
+            "proved to be in [0, number of experts), for which the operators make no row.",
+            "Take the ids from topk over the experts.",
+        )  # fmt: skip
     unseen, up_half = kept(combine.output, "it was not looked at"), ups[1] if len(ups) > 1 else None
     match = MoEMatch(ups[0], down, body, dispatch, combine, unseen, (), up_half=up_half)
     region = closure(reading, combine.output, match.inputs)
@@ -244,6 +260,7 @@ def _close(
     more = _router_lives(reading, router, dispatch.ids, combine.weights, combine.output, region)
     if isinstance(more, Refusal):
         return replace(match, router=more)
+    router = replace(router, scale=router.scale * body.scale)
     return replace(match, router=router, apart=frozenset((*match.apart, *more)))
 
 

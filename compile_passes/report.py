@@ -23,10 +23,12 @@ class Fused:
         routing: routing of `fused_topk`, or "kept" when the router stays in the graph.
         router_note: why the router stays; empty when it does not.
         experts: spelling of the experts in the model: "grouped_mm" (rows sorted by expert), "batched_mm" (weights
-            gathered by ids), "dense" (all experts for all tokens), "loop" (one expert after the other).
+            gathered by ids), "dense" (all experts for all tokens), "loop" (one expert after the other), "capacity"
+            (rows moved to slots of their experts by a product with a one-hot).
         activation, glu_layout, scheme, backend: what the operator runs.
         E, K, H, I: experts, top-k, hidden and expert width.
         diagram: the block before and after.
+        staged: whether code of the model stays between the experts and the combine.
     """
 
     module: str
@@ -43,6 +45,7 @@ class Fused:
     H: Any
     I: Any
     diagram: Diagram | None = field(default=None, repr=False, compare=False)
+    staged: bool = False
 
     @property
     def name(self) -> str:
@@ -53,7 +56,7 @@ class Fused:
         """This row as one of the ``blocks`` of `Report.to_dict`."""
         found = self.diagram.after if self.diagram is not None else ()
         return _row(
-            "fused", self, routing=self.routing, router_note=self.router_note, experts=self.experts,
+            "staged" if self.staged else "fused", self, routing=self.routing, router_note=self.router_note, experts=self.experts,
             activation=self.activation, glu_layout=self.glu_layout, scheme=self.scheme, backend=self.backend,
             operators=[operator.name for operator in found],
             sizes={name: _number(getattr(self, name)) for name in "EKHI"},
@@ -94,6 +97,7 @@ class Report:
 
     Attributes:
         fused, refused: MoE blocks, in graph order.
+        staged: blocks whose experts and combine are replaced, with code of the model (a norm) left between them.
         shared_heads: attention calls that read key and value heads without repeating them.
         own_calls: calls of `fused_experts` or `fused_moe` that the model makes itself; nothing is left to fuse.
         graphs: graphs captured.
@@ -104,6 +108,7 @@ class Report:
     """
 
     fused: list[Fused] = field(default_factory=list)
+    staged: list[Fused] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)
     shared_heads: int = 0
     own_calls: int = 0
@@ -124,8 +129,8 @@ class Report:
         Returns:
             schema: 1, the version of what follows.
             blocks: one dictionary for each block, those fused first. All have every key: module, location, status
-                ("fused" or "refused"), and, null where the status has no such thing,
-                for fused ones routing, router_note, experts, activation, glu_layout, scheme, backend, operators (names
+                ("fused", "staged" or "refused"), and, null where the status has no such thing,
+                for fused and staged ones routing, router_note, experts, activation, glu_layout, scheme, backend, operators (names
                 of the calls that took its place), sizes (E experts, K top-k, H hidden, I expert width: numbers, or
                 text where a size is symbolic);
                 for refused ones reason, cure, source (the line at ``location``).
@@ -134,7 +139,7 @@ class Report:
             shared_heads, own_calls: numbers, as in the attributes of this class.
             error: why the model did not run, or null.
         """
-        rows: list[Fused | Refused] = [*self.fused, *self.refused]
+        rows: list[Fused | Refused] = [*self.fused, *self.staged, *self.refused]
         return {
             "schema": SCHEMA,
             "blocks": [row.to_dict() for row in rows],
@@ -158,8 +163,9 @@ class Report:
     @property
     def summary(self) -> str:
         """The report in one line."""
+        staged = f"{len(self.staged)} staged, " if self.staged else ""
         return (
-            f"{len(self.fused)} MoE block(s) fused, {len(self.refused)} refused; "
+            f"{len(self.fused)} MoE block(s) fused, {staged}{len(self.refused)} refused; "
             f"{self.graphs} graph(s), {self.graph_breaks} graph break(s)"
         )
 
@@ -168,13 +174,17 @@ class Report:
         if self.fused:
             lines += ["", *_table(_FUSED_HEAD, [_fused_row(row) for row in self.fused])]
             lines += [f"  {row.name}: {row.router_note}" for row in self.fused if row.router_note]
+        if self.staged:
+            lines += ["", "staged: the model's own code stays between the experts and the combine"]
+            lines += _table(_FUSED_HEAD, [_fused_row(row) for row in self.staged])
+            lines += [f"  {row.name}: {row.router_note}" for row in self.staged if row.router_note]
         for row in self.refused:
             lines += ["", str(row)]
         if self.shared_heads:
             lines += ["", f"{self.shared_heads} attention call(s) read key and value heads without repeating them"]
         if self.own_calls:
             lines += ["", f"{self.own_calls} call(s) of moe_ops operators are the model's own"]
-        elif not self.fused and not self.refused:
+        elif not self.fused and not self.staged and not self.refused:
             lines += ["", "No MoE block is in a captured graph."]
             if self.graph_break_reasons or self.eager_frames:
                 lines += ["What runs around a graph break, or in a function left to Python, is in no graph: see below."]

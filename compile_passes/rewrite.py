@@ -8,7 +8,8 @@ before or after the experts, or that sum added to a tensor; (4) no value compute
 is made of the ids alone, which stays; (5) no input is overwritten between its first use in the block and the block's
 end, where the operator is inserted; (6) gradients flow where they flowed before. So the block computes what
 `fused_experts` computes, except that the operator accumulates, activates and combines in fp32, and that ids of E and
-more contribute exactly zero (transformers writes masks to that effect, which disappear with the block). Ids that index
+more contribute exactly zero (transformers writes masks to that effect, which disappear with the block). A number that
+multiplies what is between the products multiplies the routing weights: the second product is linear. Ids that index
 weights from the end where they are negative get E added. A router is replaced only when its weights and ids have no
 reader outside of the block. Casts of the routing weights to a narrower dtype, that of the hidden states at the least,
 disappear: the operator takes them in fp32. Experts that a token did not select are no longer computed for it: where 0
@@ -18,6 +19,12 @@ times an infinity of theirs was NaN, it is nothing.
                                                 |    _grouped_mm, mul, setitem, index, view, sum, to     (31 nodes)
     becomes
     linear -> moe_ops.fused_topk -> moe_ops.fused_experts
+
+Where row-wise code of the model stands between the second product and the combine (`Combine.staged`), it stays: the
+stages' operators are put around it. It makes each row of its own row alone, so that it may read rows in another order,
+that of `moe_permute`; ids are proved to be in range there, so that every row is one of an expert.
+
+    linear -> moe_ops.fused_topk -> moe_permute -> grouped_mm_glu -> grouped_mm -> [the model's norm] -> moe_unpermute
 
 Inserted calls spell out every argument of the schema: AOTInductor counts them, and knows no defaults.
 """
@@ -68,10 +75,11 @@ class Rewriter:
         self._before: dict[fx.Node, frozenset[fx.Node]] = {}
 
     def apply(self, match: MoEMatch) -> fx.Node:
-        """Replace one block; returns its `fused_experts` node."""
+        """Replace one block; returns its `fused_experts` node, or that of `moe_unpermute` where the block is staged."""
+        rows = self._rows(match) if match.combine.staged is not None else None
         builder = Builder(self.graph, match.output, self.reading.operand(match.output))
         with self.graph.inserting_before(match.output):
-            fused, result = self._build(builder, match)
+            fused, result = self._build(builder, match) if rows is None else self._return_rows(builder, match, rows)
         self._replace(match.output, result)
         self._sweep([*match.region, *leaves(match.combine.weights), *leaves(match.dispatch.ids)])
         stays = self._still_adds(match)
@@ -121,32 +129,82 @@ class Rewriter:
     def _build(self, builder: Builder, match: MoEMatch) -> tuple[fx.Node, fx.Node]:
         """The new nodes; returns the `fused_experts` node and the block's result in its original dtype."""
         projections = self._projections(builder, match)
-        gate_up, added = projections["gate_up_proj"], match.combine.added
-        if isinstance(match.router, Router):
-            weights, ids = self._topk(builder, match.router)
-        else:
-            weights = builder.rows(self._value(builder, match.combine.weights), match.dispatch.top_k)
-            ids = builder.integers(builder.rows(self._value(builder, match.dispatch.ids), match.dispatch.top_k))
-            if match.dispatch.wrapped:
-                ids = builder.wrapped(ids, gate_up)
-        body = match.body
-        hidden = builder.cast(self._node(match.dispatch.hidden), gate_up)
+        weights, ids = self._routing(builder, match, projections["gate_up_proj"])
         fused = builder.operator(
             "fused_experts",
             {
-                "hidden_states": builder.rows(hidden, None), **projections,
-                "topk_weights": weights, "topk_ids": ids, "activation": body.activation, "alpha": body.alpha,
-                "limit": body.limit, "weight_on_input": match.dispatch.weights is not None,
+                "hidden_states": self._hidden(builder, match, projections["gate_up_proj"]), **projections,
+                **self._activation(match), "topk_weights": weights, "topk_ids": ids,
+                "weight_on_input": match.dispatch.weights is not None,
             },
         )  # fmt: skip
-        result = fused
+        return fused, self._finished(builder, match, fused)
+
+    def _rows(self, match: MoEMatch) -> tuple[fx.Node, fx.Node]:
+        """Put the experts' results, sorted by expert, in the place of the rows that row-wise code reads; returns where
+        each pair's row is, and the routing weights."""
+        start = match.combine.staged.start if match.combine.staged is not None else match.output
+        builder = Builder(self.graph, start, self.reading.operand(start))
+        with self.graph.inserting_before(start):
+            given = self._projections(builder, match)
+            gate_up, down = given["gate_up_proj"], given["down_proj"]
+            weights, ids = self._routing(builder, match, gate_up)
+            stacked = example(gate_up)
+            tokens = {"hidden_states": self._hidden(builder, match, gate_up), "topk_ids": ids}
+            count = None if stacked is None else stacked.shape[0]
+            permuted = builder.operator("moe_permute", {**tokens, "num_experts": count})
+            rows, offsets, places = (
+                builder.item(permuted, place, name) for place, name in enumerate(("rows", "offsets", "pair_to_row"))
+            )
+            first = builder.operator(
+                "grouped_mm_glu",
+                {
+                    "rows": rows, "weight": gate_up, "offsets": offsets, "up_weight": given["up_proj"],
+                    "bias": given["gate_up_bias"], "glu_layout": given["glu_layout"], **self._activation(match),
+                },
+            )  # fmt: skip
+            inner = builder.item(first, 0, "activated")
+            second = {"rows": inner, "weight": down, "offsets": offsets, "bias": given["down_bias"]}
+            made = builder.cast(builder.operator("grouped_mm", second), self.reading.operand(start))
+        self._replace(start, made)
+        return places, weights
+
+    def _return_rows(
+        self, builder: Builder, match: MoEMatch, rows: tuple[fx.Node, fx.Node]
+    ) -> tuple[fx.Node, fx.Node]:  # fmt: skip
+        """`moe_unpermute` of what row-wise code made of the experts' results; as `_build`."""
+        places, weights = rows
+        end = match.output if match.combine.staged is None else match.combine.staged.end
+        values = {"rows": self._node(end), "pair_to_row": places, "topk_weights": weights}
+        fused = builder.operator("moe_unpermute", values)
+        return fused, self._finished(builder, match, fused)
+
+    def _routing(self, builder: Builder, match: MoEMatch, gate_up: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """Routing weights and ids ``[T, K]``."""
+        if isinstance(match.router, Router):
+            return self._topk(builder, match.router)
+        weights = builder.rows(self._value(builder, match.combine.weights), match.dispatch.top_k)
+        weights = builder.scaled(weights, match.body.scale)
+        ids = builder.integers(builder.rows(self._value(builder, match.dispatch.ids), match.dispatch.top_k))
+        return weights, builder.wrapped(ids, gate_up) if match.dispatch.wrapped else ids
+
+    def _hidden(self, builder: Builder, match: MoEMatch, gate_up: fx.Node) -> fx.Node:
+        """The hidden states ``[T, H]`` in the weights' dtype."""
+        return builder.rows(builder.cast(self._node(match.dispatch.hidden), gate_up), None)
+
+    def _activation(self, match: MoEMatch) -> dict[str, Any]:
+        return {"activation": match.body.activation, "alpha": match.body.alpha, "limit": match.body.limit}
+
+    def _finished(self, builder: Builder, match: MoEMatch, fused: fx.Node) -> fx.Node:
+        """The sum over the experts as the block's result: in its shape and dtype, and added to what it was added to."""
+        added, result = match.combine.added, fused
         if match.combine.like is not None:
             result = builder.call(_ATEN.view_as.default, (fused, self._node(match.combine.like)))
         if added is not None:
             start = self._node(added)
             result = builder.call(_ATEN.add.Tensor, (start, builder.cast(fused, start)))
             self._before |= dict.fromkeys(builder.made, frozenset(match.region))
-        return fused, builder.cast(result, self.reading.operand(match.output))
+        return builder.cast(result, self.reading.operand(match.output))
 
     def _projections(self, builder: Builder, match: MoEMatch) -> dict[str, Any]:
         """The weights and biases of the block, and how gate and up lie in them."""
@@ -177,6 +235,8 @@ class Rewriter:
 
     def _weight(self, builder: Builder, weight: Weight) -> fx.Node:
         node = self._node(weight.node)
+        if weight.experts is not None:
+            node = builder.call(_ATEN.slice.Tensor, (node, 0, 0, weight.experts, 1))
         return builder.call(_ATEN.transpose.int, (node, 1, 2)) if weight.transposed else node
 
     def _value(self, builder: Builder, value: Value) -> fx.Node:
@@ -236,10 +296,13 @@ class Rewriter:
                     heapq.heappush(heap, (-order[other], other.name, other))
 
     def _aliases(self, node: fx.Node, erased: set[fx.Node]) -> set[fx.Node]:
-        """The names of what ``node`` writes; a view, taken later, of what took a writer's place is none any more."""
+        """The names of what ``node`` writes: those of the tensor that was there, and what took the place of an earlier
+        writer of it. A view of that, taken later, is none of those for the writers before.
+        """
         order, memory = self.reading.order, self.reading.memory
-        names = {name for target in memory.writes[node] for name in memory.names(target)} - erased
-        found: set[fx.Node] = set()
+        shared = {name for target in memory.writes[node] for name in memory.names(target)}
+        found = {new for old, new in self._replaced.items() if old in shared and order[old] < order[node]}
+        names = shared - erased
         for name in sorted(names, key=order.__getitem__):
             if order[name] <= order[node] or any(operand in found for operand in name.all_input_nodes):
                 found.add(name)
@@ -326,6 +389,15 @@ class Builder:
         if value is None or value.dtype in (torch.int32, torch.int64):
             return ids
         return self.call(_ATEN.to.dtype, (ids, torch.int64, False, False, None))
+
+    def scaled(self, weights: fx.Node, scale: float) -> fx.Node:
+        """``scale`` times routing weights, in fp32 and wider."""
+        value = example(weights)
+        if scale == 1:
+            return weights
+        if value is not None and value.dtype.itemsize < 4:
+            weights = self.call(_ATEN.to.dtype, (weights, torch.float32, False, False, None))
+        return self.call(_ATEN.mul.Scalar, (weights, scale))
 
     def part(self, node: fx.Node, rows: slice) -> fx.Node:
         """A view of ``node``: some entries of its second dimension."""

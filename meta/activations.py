@@ -28,6 +28,7 @@ class Activation:
         gate_grad: ``(grad, gate, alpha, limit) -> grad * f'(gate)``. Where autograd selects, at a kink, so does this: a
             product with 0 would let a NaN or an infinite ``grad`` through.
         clamp_up: whether the up half is clamped to ``[-limit, limit]``.
+        cap_up: whether the up half is ``limit * tanh(up / limit)``.
         up_offset: added to the (clamped) up half.
         alpha: default of the ``alpha`` option; None when the activation has none (it is then passed 1.0).
         limit: default of the ``limit`` option; None when the activation has none (it is then passed infinity).
@@ -37,6 +38,7 @@ class Activation:
     gate_fn: GateFn
     gate_grad: GateGrad
     clamp_up: bool = False
+    cap_up: bool = False
     up_offset: float = 0.0
     alpha: float | None = None
     limit: float | None = None
@@ -55,11 +57,15 @@ class Activation:
         grad_up = grad * self.gate_fn(gate, alpha, limit)
         if self.clamp_up:
             grad_up = torch.where(up.abs() <= limit, grad_up, 0.0)
+        if self.cap_up:
+            grad_up = grad_up * (1 - torch.tanh(up / limit).square())
         return self.gate_grad(grad * self._up(up, limit), gate, alpha, limit), grad_up
 
     def _up(self, up: Tensor, limit: float) -> Tensor:
         if self.clamp_up:
             up = up.clamp(-limit, limit)
+        if self.cap_up:
+            up = torch.tanh(up / limit) * limit
         return up + self.up_offset if self.up_offset else up
 
 
@@ -127,6 +133,32 @@ def _silu_clamp_grad(grad: Tensor, gate: Tensor, alpha: float, limit: float) -> 
     return torch.where(gate <= limit, _silu_grad(grad, gate, alpha, limit), 0.0)
 
 
+def _silu_then_clamp(gate: Tensor, alpha: float, limit: float) -> Tensor:
+    return F.silu(gate).clamp(max=limit)
+
+
+def _silu_then_clamp_grad(grad: Tensor, gate: Tensor, alpha: float, limit: float) -> Tensor:
+    return _silu_grad(torch.where(F.silu(gate) <= limit, grad, 0.0), gate, alpha, limit)
+
+
+def _quick_gelu(gate: Tensor, alpha: float, limit: float) -> Tensor:
+    return gate * torch.sigmoid(alpha * gate)
+
+
+def _quick_gelu_grad(grad: Tensor, gate: Tensor, alpha: float, limit: float) -> Tensor:
+    sigmoid = torch.sigmoid(alpha * gate)
+    return grad * (sigmoid * (1 + alpha * gate * (1 - sigmoid)))
+
+
+def _silu_softcap(gate: Tensor, alpha: float, limit: float) -> Tensor:
+    return torch.tanh(gate / alpha) * alpha * torch.sigmoid(gate)
+
+
+def _silu_softcap_grad(grad: Tensor, gate: Tensor, alpha: float, limit: float) -> Tensor:
+    tanh, sigmoid = torch.tanh(gate / alpha), torch.sigmoid(gate)
+    return grad * (sigmoid * (1 - tanh.square() + alpha * tanh * (1 - sigmoid)))
+
+
 ACTIVATIONS: dict[str, Activation] = {
     row.name: row
     for row in (
@@ -139,6 +171,12 @@ ACTIVATIONS: dict[str, Activation] = {
         Activation("swiglu_oai", _swiglu_oai, _swiglu_oai_grad, clamp_up=True, up_offset=1.0, alpha=1.702, limit=7.0),
         # DeepSeek-V4: silu(min(gate, limit)) * clamp(up, -limit, limit)
         Activation("silu_clamp", _silu_clamp, _silu_clamp_grad, clamp_up=True, limit=7.0),
+        # Step-3.7: min(silu(gate), limit) * clamp(up, -limit, limit)
+        Activation("silu_then_clamp", _silu_then_clamp, _silu_then_clamp_grad, clamp_up=True, limit=7.0),
+        # CLIP, and gated experts after it: gate * sigmoid(alpha * gate)
+        Activation("quick_gelu", _quick_gelu, _quick_gelu_grad, alpha=1.702),
+        # Inkling 2: alpha * tanh(gate / alpha) * sigmoid(gate) * limit * tanh(up / limit)
+        Activation("silu_softcap", _silu_softcap, _silu_softcap_grad, cap_up=True, alpha=4.0, limit=25.0),
     )
 }
 
@@ -150,7 +188,8 @@ def resolve_activation(op: str, name: str, alpha: float | None, limit: float | N
         The row, ``alpha`` (1.0 when the row has none) and ``limit`` (infinity when the row has none).
 
     Raises:
-        ValueError: unknown name, an option the row does not have, or a limit that is not positive.
+        ValueError: unknown name, an option the row does not have, a limit, or an alpha that is a cap, that is not
+            positive.
     """
     row = ACTIVATIONS.get(name)
     if row is None:
@@ -162,6 +201,8 @@ def resolve_activation(op: str, name: str, alpha: float | None, limit: float | N
             )
     if limit is not None and not limit > 0:
         raise ValueError(f"{op}: limit must be > 0, got {limit}.")
+    if row.cap_up and alpha is not None and not alpha > 0:
+        raise ValueError(f"{op}: alpha must be > 0 for activation {name!r}, the cap of the gate, got {alpha}.")
     alpha = row.alpha if alpha is None else alpha
     limit = row.limit if limit is None else limit
     return row, 1.0 if alpha is None else alpha, math.inf if limit is None else limit

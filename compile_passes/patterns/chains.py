@@ -83,4 +83,11 @@ def _slice(reading: Reading, value: Any, dims: int = 3) -> tuple[Weight, int] | 
     stacked = example(source)
     if stacked is None or stacked.dim() != dims or type(number) is not int or type(stacked.shape[0]) is not int:
         return None
-    return Weight(source, transposed), number % stacked.shape[0]
+    return Weight(_first_view(reading, source), transposed), number % stacked.shape[0]
+
+
+def _first_view(reading: Reading, stacked: fx.Node) -> fx.Node:
+    """``flat.view(E, N, K)`` is written anew for every expert: the first of such views of one tensor stands for all."""
+    call = reading.read(stacked, "view")
+    views = [] if call is None else [reader for reader in reading.readers(call["x"]) if same_shape(reader, stacked)]
+    return next((view for view in views if reading.read(view, "view") is not None), stacked)

@@ -11,8 +11,9 @@ import torch
 from torch import fx
 
 from compile_passes.equal import is_float_cast, is_noop_cast, no_narrower
-from compile_passes.match import Combine, Dispatch, Product, Refusal, Value
+from compile_passes.match import Combine, Dispatch, Product, Refusal, Staged, Value
 from compile_passes.patterns.rows import BLANK, Order, is_ramp, sorts
+from compile_passes.patterns.rowwise import row_wise
 from compile_passes.reading import Reading
 from compile_passes.safety import readers_of_numbers
 from compile_passes.vocabulary import Call, example, has_shape, same_shape, two_labelled
@@ -23,7 +24,7 @@ _NORM_SEARCH = 12
 @dataclass(frozen=True)
 class _State:
     """Where the walk is: ``value`` holds rows (weighted or not, in pair order or not) or ``[T, K, H]``, or, ``done``,
-    the sum over the slots; ``added``: what it was added to.
+    the sum over the slots; ``added``: what it was added to; ``staged``: the row-wise code that was passed.
     """
 
     value: fx.Node
@@ -31,6 +32,7 @@ class _State:
     weights: fx.Node | None = None
     done: bool = False
     added: fx.Node | None = None
+    staged: Staged | None = None
 
 
 def recognise_combine(reading: Reading, dispatch: Dispatch, down: Product, floor: torch.dtype) -> Combine | Refusal:
@@ -54,10 +56,13 @@ class _Walk:
         self.width: Any = None if result is None else result.shape[-1]
 
     def run(self) -> Combine | Refusal:
-        state = self.start
+        state = rows = self.start
         while not state.done:
             readers = readers_of_numbers(self.reading, state.value)
             step = self._step(state, readers[0]) if len(readers) == 1 and self._known(state.value) else None
+            if step is not None and step.in_pair_order != state.in_pair_order:
+                rows = step
+            step = step or self._passed(state, rows)
             if step is None and self._is_whole(state):
                 break
             if step is None:
@@ -69,7 +74,18 @@ class _Walk:
         weights = self._all_weights(state, found[0])
         if isinstance(weights, Refusal):
             return weights
-        return Combine(weights, found[0], state.value, state.added)
+        return Combine(weights, found[0], state.value, state.added, staged=state.staged)
+
+    def _passed(self, state: _State, rows: _State) -> _State | None:
+        """Behind the row-wise code that reads ``rows``, the last value that was in this order: it may stay."""
+        plain = state.weights is None and state.staged is None and self.dispatch.weights is None
+        if not plain or not has_shape(self.reading.operand(rows.value), self.rows, self.width):
+            return None
+        staged = row_wise(self.reading, rows.value)
+        made = None if staged is None else example(staged.end)
+        if staged is None or made is None or not self._known(staged.end) or not no_narrower(made.dtype, self.floor):
+            return None
+        return replace(rows, value=staged.end, staged=staged)
 
     def _is_whole(self, state: _State) -> bool:
         """Whether one expert for each token leaves nothing to sum."""
@@ -256,8 +272,9 @@ def stopped(reading: Reading, value: fx.Node, readers: list[fx.Node]) -> Refusal
     norm = _norm_after(reading, readers)
     if norm is not None:
         return Refusal(
-            norm, "A normalisation follows each expert's second projection, before the routing weights.",
-            "Post-expert norms are not fused; move the norm after the sum over experts if the model allows it.",
+            norm, "A normalisation follows each expert's second projection, before the routing weights, and cannot be "
+            "proved to be of each row alone.", "Norm the rows [R, hidden] over their last dimension, with weights "
+            "[hidden], and use nothing inside of it elsewhere.",
         )  # fmt: skip
     if len(readers) != 1:
         what = (
@@ -284,7 +301,7 @@ def _norm_after(reading: Reading, readers: list[fx.Node]) -> fx.Node | None:
         call = reading.call(node)
         if node in seen or call is None:
             continue
-        if call.name in ("rsqrt", "norm"):
+        if call.name in ("rsqrt", "norm", "vector_norm"):
             return node
         seen.add(node)
         if call.name in ("cast", "pow", "square", "add", "mul", "sqrt", "mean"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,6 +41,28 @@ def recognise_dispatch(
             "Multiply the same rows by both.",
         )  # fmt: skip
     return _disagreement(order, found[0], (*ups, down)) or found[0]
+
+
+def weighted_tokens(reading: Reading, dispatch: Dispatch, floor: torch.dtype) -> Dispatch | None:
+    """The same, of one expert for each token, whose tokens are hidden states times one weight each; or None.
+
+    Args:
+        floor: the narrowest dtype that hidden states and weights may be rounded to.
+    """
+    order, product = Order(reading, floor), reading.uncast(dispatch.hidden, floor)
+    call = reading.read(product, "mul", "y")
+    if call is None or dispatch.top_k != 1 or dispatch.weights is not None or not has_shape(product, *_shape(dispatch)):
+        return None
+    for one, other in (("x", "y"), ("y", "x")):
+        weights = order.weights(call[other], product, None)
+        if weights is not None and has_shape(call[one], *_shape(dispatch)):
+            return replace(dispatch, hidden=call[one], weights=weights)
+    return None
+
+
+def _shape(dispatch: Dispatch) -> Sequence[Any]:
+    tokens = example(dispatch.hidden)
+    return () if tokens is None else tokens.shape
 
 
 def _rows_of(order: Order, up: Product) -> Dispatch | Refusal:

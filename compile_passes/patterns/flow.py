@@ -30,7 +30,9 @@ _ELEMENTWISE = _ACTIVATIONS | frozenset(
     {"add", "sub", "mul", "div", "addcmul", "neg", "masked_fill", "where", "dropout", "minimum", "maximum", "abs"}
 )
 # A value that went through one of these is a normalised hidden state, and no longer the inside of an expert.
-_NORMALISING = frozenset({"rsqrt", "sqrt", "mean", "var", "norm", "softmax", "sum", "var_mean", "native_layer_norm"})
+_NORMALISING = frozenset(
+    {"rsqrt", "sqrt", "mean", "var", "norm", "vector_norm", "softmax", "sum", "var_mean", "native_layer_norm"}
+)  # fmt: skip
 # Choices: their result says by itself that rows go to some experts and not to others.
 _CHOICES = frozenset({"topk", "argmax", "max", "sort", "argsort", "one_hot", "multinomial"})
 # Scores: routing only where as many values are scored as there are experts.

@@ -100,11 +100,13 @@ class Pairs:
         return (ids, False) if ids is not None and whole and full and last == number else None
 
     def _one_hot_of(self, value: Any) -> fx.Node | None:
+        """The ids of a one-hot with a class for every expert, or more: a token of another class is no expert's."""
         call = self.reading.read(self.reading.exact(value, 2), "one_hot", "num_classes")
-        if call is None or not equal_sizes(call["num_classes"], self.experts):
+        if call is None or type(classes := call["num_classes"]) is not int or not classes >= self.experts:
             return None
         ids: fx.Node = call["x"]
-        return ids if are_in_range(self.reading, ids, self.experts) else None
+        known = any(are_in_range(self.reading, ids, count) for count in (self.experts, classes))
+        return ids if known else None
 
     def one_each(self, ids: fx.Node) -> bool:
         """Whether there is one expert id for each token."""

@@ -23,14 +23,19 @@ from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, sam
 from meta.routing import ROUTINGS
 
 _CURE = "Nothing to do: the experts are fused all the same."
+_TAKES = ("gather", "take_along_dim")
 _MASKED = "the scores are masked by something else than a group limit"
 
 
 @dataclass(frozen=True)
 class _Weights:
-    """What is done to the K selected scores: ``after``, renormalisation, scale. ``selected`` holds those scores."""
+    """What is done to the K selected scores: ``after``, renormalisation, scale. ``selected`` holds those scores.
+
+    ``absolute``: they are divided by the sum of their absolute values.
+    """
 
     selected: fx.Node
+    absolute: bool = False
     after: str = "none"
     renormalize: bool = False
     renorm_eps: float = 0.0
@@ -80,6 +85,9 @@ class _RouterReader:
         found = self._selection(*selected, topk.scores)
         if isinstance(found, Refusal):
             return found
+        row = ROUTINGS[found.routing]
+        if finished.absolute and (row.score, row.after) == ("none", "none"):
+            return kept(weights, "the weights are divided by the sum of their absolute values, and may be negative")
         router = replace(
             found, top_k=self.top_k, renormalize=finished.renormalize, renorm_eps=finished.renorm_eps,
             scale=finished.scale,
@@ -125,7 +133,7 @@ class _RouterReader:
             call = self.reading.call(value)
             if call is None:
                 return kept(value, f"the weights come from {value.name}")
-            if call.name in ("item", "gather"):
+            if call.name in ("item", *_TAKES):
                 return state
             found = self._finishing_step(state, value)
             if found is None:
@@ -143,23 +151,38 @@ class _RouterReader:
             rest, constant = found
             scale = state.scale * constant if call.name == "mul" else state.scale / constant
             return replace(state, selected=self._uncast(rest), scale=scale)
-        if call.name == "div" and not state.renormalize:
-            eps = self._sum_of(call["y"], call["x"])
-            if eps is None:
+        divided = None if state.renormalize else self._division(call)
+        if divided is not None:
+            found_sum = self._sum_of(divided[1], divided[0])
+            if found_sum is None:
                 return kept(value, "the weights are divided by something else than their sum")
-            return replace(state, selected=self._uncast(call["x"]), renormalize=True, renorm_eps=eps)
+            eps, absolute = found_sum
+            selected = self._uncast(divided[0])
+            return replace(state, selected=selected, renormalize=True, renorm_eps=eps, absolute=absolute)
         if call.name in ("softmax", "sigmoid") and self._is_selected(call["x"]):
             if call.name == "softmax" and not (self._per_token(call["x"], self.top_k) and _over_last(call)):
                 return kept(value, "the softmax is not over the selected experts")
             return replace(state, selected=self._uncast(call["x"]), after=call.name)
         return None
 
+    def _division(self, call: Call) -> tuple[Any, Any] | None:
+        """(dividend, divisor) of a division, or of a product with a reciprocal."""
+        if call.name == "div":
+            return call["x"], call["y"]
+        for one, other in (("x", "y"), ("y", "x")) if call.name == "mul" else ():
+            inverse = self.reading.read(self._uncast(call[other]), "reciprocal")
+            if inverse is not None and self._is_no_narrower(call[other]):
+                return call[one], inverse["x"]
+        return None
+
     def _is_no_narrower(self, value: Any) -> bool:
         tensor = example(value)
         return tensor is not None and no_narrower(tensor.dtype, self.floor)
 
-    def _sum_of(self, denominator: Any, weights: Any) -> float | None:
-        """eps when ``denominator`` is ``weights.sum(-1, keepdim=True) + eps``, one sum for every token's K weights."""
+    def _sum_of(self, denominator: Any, weights: Any) -> tuple[float, bool] | None:
+        """(eps, whether of absolute values) when ``denominator`` is ``weights.sum(-1, keepdim=True) + eps``: one sum
+        for every token's K weights.
+        """
         divided = example(weights)
         if divided is None or not self._per_token(weights, self.top_k):
             return None
@@ -169,25 +192,62 @@ class _RouterReader:
         call = self.reading.read(value, "add", "y")
         if call is not None and (found := _constant_factor(call)) is not None:
             value, eps = self._uncast(found[0]), found[1]
-        total = self.reading.read(value, "sum", "dim keepdim dtype")
+        total = self.reading.read(value, "sum vector_norm", "dim keepdim dtype y")
         if total is None or not _over_last(total) or not self._per_token(total["x"], self.top_k):
             return None
-        return eps if self.reading.same(self._uncast(total["x"]), self._uncast(weights)) else None
+        if not self._is_no_narrower(value):
+            return None
+        absolute = total.name == "vector_norm"
+        if absolute and total["y"] != 1:
+            return None
+        summed = self._uncast(total["x"])
+        if not absolute and (inner := self.reading.read(summed, "abs")) is not None:
+            summed, absolute = self._uncast(inner["x"]), True
+        return (eps, absolute) if self.reading.same(summed, self._uncast(weights)) else None
 
     def _is_selected(self, value: Any) -> bool:
-        return self.reading.named(self._uncast(value), "item", "gather") is not None
+        return self.reading.named(self._uncast(value), "item", *_TAKES) is not None
 
     def _scores(self, weights: _Weights, ids: fx.Node, topk: Choice) -> tuple[fx.Node, str] | Refusal:
         """The scores over all experts from which the weights were selected, and what is applied after the selection."""
         item = self.reading.read(weights.selected, "item", "index")
         if item is not None and item["index"] == 0 and item["x"] is topk.node:
             return topk.scores, weights.after
-        call = self.reading.read(weights.selected, "gather", "dim index")
-        if call is not None and _over_last(call) and self._scores_all(call["x"]):
-            chosen = self.reading.exact(call["index"], self.experts)
-            if chosen is self.reading.exact(ids, self.experts) and self._per_token(call["index"], self.top_k):
-                return self._uncast(call["x"]), weights.after
+        call = self.reading.read(weights.selected, " ".join(_TAKES), "dim index")
+        if call is not None and _over_last(call) and self._scores_all(call["x"]) and self._are_ids(call["index"], ids):
+            chosen = weights.after == "none" and self._is_softmax_of_chosen(call["x"], ids, topk)
+            return (topk.scores, "softmax") if chosen else (self._uncast(call["x"]), weights.after)
         return kept(weights.selected, "the weights are not the selected scores")
+
+    def _are_ids(self, value: Any, ids: fx.Node) -> bool:
+        """Whether ``value`` [..., K] is the ids."""
+        same = self.reading.exact(value, self.experts) is self.reading.exact(ids, self.experts)
+        return same and self._per_token(value, self.top_k)
+
+    def _is_softmax_of_chosen(self, value: Any, ids: fx.Node, topk: Choice) -> bool:
+        """Whether ``value`` [..., E] is the softmax of what topk chose from, -inf wherever it did not choose."""
+        value = self._uncast(value)
+        call = self.reading.read(value, "softmax", "dim dtype")
+        if call is None or not _over_last(call) or not self._scores_all(call["x"]) or not self._is_no_narrower(value):
+            return False
+        inner = self._uncast(call["x"])
+        put = self.reading.read(inner, "scatter", "dim index src")
+        if put is not None and _over_last(put) and self._are_ids(put["index"], ids):
+            blank, item = self.reading.named(self.reading.strip(put["x"]), "full"), self._uncast(put["src"])
+            source = self.reading.read(item, "item", "index")
+            best = source is not None and source["index"] == 0 and source["x"] is topk.node
+            return blank is not None and blank["fill"] == -torch.inf and best and self._per_token(item, self.top_k)
+        limited = self.reading.read(inner, "masked_fill", "mask value")
+        unchosen = None if limited is None else self.reading.read(self.reading.exact(limited["mask"], 2), "not")
+        if limited is None or unchosen is None or limited["value"] != -torch.inf or not self._scores_all(inner):
+            return False
+        chosen = self.reading.read(self.reading.exact(unchosen["x"], 2), "scatter", "dim index src")
+        return (
+            chosen is not None and _dtype(unchosen["x"]) == torch.bool and _over_last(chosen)
+            and self._scores_all(limited["mask"]) and self._are_ids(chosen["index"], ids)
+            and chosen["src"] in (1, 1.0, True) and self.reading.is_zeros(chosen["x"])
+            and self._uncast(limited["x"]) is self._uncast(topk.scores)
+        )  # fmt: skip
 
     # ---- from the scores to the logits
 

@@ -96,6 +96,9 @@ class _Loop:
         body = self._body()
         if isinstance(body, Refusal):
             return body
+        self.ups = [replace(up, weight=self._of_count(up)) for up in self.ups]
+        if any(up.bias is not None and up.weight.experts is not None for up in self.ups):
+            return self._no("The stacked weights, with a bias, are of more experts than the loop runs.")
         rows = example(self.reading.uncast(self.ups[0].rows, self.floor))
         self.wide = self.floor if rows is None else narrower(rows.dtype, self.floor)
         followed = [self._follow(expert.down.result) for expert in self.experts]
@@ -112,6 +115,12 @@ class _Loop:
             "The rows that an expert of the loop takes, or what becomes of its results, are no known way to route: "
             "neither all tokens times its weights, nor the rows of torch.where(ids == e), added or assigned back."
         )
+
+    def _of_count(self, up: Product) -> Weight:
+        """The weight of a first product, which may be stacked with more than the experts that the second one has."""
+        stacked = example(up.weight.node)
+        more = stacked is not None and not equal_sizes(stacked.shape[0], self.count)
+        return replace(up.weight, experts=self.count) if more else up.weight
 
     def _no(self, reason: str) -> Refusal:
         return no_loop(self.first.down.anchor, reason)

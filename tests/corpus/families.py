@@ -28,8 +28,8 @@ OTHERS = (
     "openai_privacy_filter", "phimoe", "qwen2_moe", "qwen3_5_moe", "qwen3_next", "qwen3_omni_moe",
     "qwen3_vl_moe", "qwen4_exp", "solar_open", "unlimited_ocr", "zaya",
 )  # fmt: skip
-# Families that are declined, with a word of the reason.
-REFUSED = {"muse_spark": "normalisation", "inkling2": "activation"}
+# Families whose own code stays between the experts and the combine.
+STAGED = frozenset({"muse_spark"})
 # MoE layers of the tiny model, where it is not the usual two.
 LAYERS = {"nemotron_h": 1}
 # Families with code of their own between the expert products.

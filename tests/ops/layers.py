@@ -179,6 +179,9 @@ VARIANTS: dict[str, Variant] = {
     ),
     "gpt_oss_not_gated": Variant(options=(("activation", "swiglu_oai"), ("glu_layout", "none"), ("limit", 0.5))),
     "silu_clamp": Variant(options=(("activation", "silu_clamp"), ("limit", 0.5))),
+    "silu_then_clamp": Variant(options=(("activation", "silu_then_clamp"), ("limit", 0.3))),
+    "quick_gelu": Variant(options=(("activation", "quick_gelu"), ("alpha", 1.6))),
+    "silu_softcap": Variant(options=(("activation", "silu_softcap"), ("alpha", 0.5), ("limit", 0.7))),
     "expert_map": Variant(expert_map=True),
     "expert_map_bias": Variant(expert_map=True, bias=True, ids="minus"),
     "minus_ids": Variant(ids="minus"),
@@ -225,6 +228,9 @@ _ACTIVATIONS = {
     "relu2": lambda g, alpha, limit: g.clamp(min=0) ** 2,
     "swiglu_oai": lambda g, alpha, limit: g.clamp(max=limit) / (1 + (-alpha * g.clamp(max=limit)).exp()),
     "silu_clamp": lambda g, alpha, limit: g.clamp(max=limit) / (1 + (-g.clamp(max=limit)).exp()),
+    "silu_then_clamp": lambda g, alpha, limit: (g / (1 + (-g).exp())).clamp(max=limit),
+    "quick_gelu": lambda g, alpha, limit: g / (1 + (-alpha * g).exp()),
+    "silu_softcap": lambda g, alpha, limit: alpha * torch.tanh(g / alpha) / (1 + (-g).exp()),
 }
 
 
@@ -273,8 +279,10 @@ def dense_formula(layer: Layer) -> Tensor:
         else:
             gate, up = h.chunk(2, dim=1)
         value = _ACTIVATIONS[options["activation"]](gate, alpha, limit)
-        if up is not None and options["activation"] in ("swiglu_oai", "silu_clamp"):
+        if up is not None and options["activation"] in ("swiglu_oai", "silu_clamp", "silu_then_clamp"):
             up = up.clamp(-limit, limit)
+        if up is not None and options["activation"] == "silu_softcap":
+            up = limit * torch.tanh(up / limit)
         if up is not None:
             value = value * (up + 1 if options["activation"] == "swiglu_oai" else up)
         y = torch.einsum("thi,ti->th", down[ids], stored(value))

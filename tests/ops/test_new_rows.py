@@ -97,19 +97,19 @@ def test_an_activation_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
         sigmoid = torch.sigmoid(alpha * gate)
         return grad * (sigmoid + alpha * gate * sigmoid * (1 - sigmoid))
 
-    row = Activation("quick_gelu", quick_gelu, gradient, alpha=1.702)
+    row = Activation("gelu_of_the_test", quick_gelu, gradient, alpha=1.702)
     monkeypatch.setitem(ACTIVATIONS, row.name, row)
     t = VARIANTS["fp64"].build().tensors
     leaves = [t[name].requires_grad_() for name in ("hidden_states", "gate_up_proj", "down_proj")]
 
     def layer(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-        return moe_ops.fused_experts(x, gate_up, down, t["topk_weights"], t["topk_ids"], activation="quick_gelu")
+        return moe_ops.fused_experts(x, gate_up, down, t["topk_weights"], t["topk_ids"], activation="gelu_of_the_test")
 
     assert torch.autograd.gradcheck(layer, leaves, fast_mode=True)
     gate, up = (leaves[0][0] @ leaves[1][int(t["topk_ids"][0, 0])].T).chunk(2)
     first = (quick_gelu(gate, 1.702, 0.0) * up) @ leaves[2][int(t["topk_ids"][0, 0])].T
     alone = moe_ops.fused_experts(
-        leaves[0][:1], leaves[1], leaves[2], torch.ones(1, 1), t["topk_ids"][:1, :1], activation="quick_gelu"
+        leaves[0][:1], leaves[1], leaves[2], torch.ones(1, 1), t["topk_ids"][:1, :1], activation="gelu_of_the_test"
     )
     torch.testing.assert_close(alone[0], first)
 

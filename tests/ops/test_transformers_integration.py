@@ -144,6 +144,10 @@ GATES: dict[str, tuple[Other, Gate]] = {
         Other(lambda v: (nn.functional.silu(halves(v)[0].float()) * halves(v)[1].float()).to(v.dtype)),
         Gate("silu", None, None, "concat"),
     ),
+    "silu_then_clamp": (
+        Other(lambda v: nn.functional.silu(halves(v)[0]).clamp(max=7.0) * halves(v)[1].clamp(-7.0, 7.0)),
+        Gate("silu_then_clamp", None, 7.0, "concat"),
+    ),
 }
 
 
@@ -154,7 +158,6 @@ def test_gate_is_recognised_by_its_numbers(name: str) -> None:
 
 
 UNKNOWN = {
-    "silu_then_clamp": lambda v: nn.functional.silu(halves(v)[0]).clamp(max=7.0) * halves(v)[1].clamp(-7.0, 7.0),
     "limit_held_nowhere": lambda v: nn.functional.silu(halves(v)[0].clamp(max=9.0)) * halves(v)[1],
     "up_first": lambda v: halves(v)[0] * nn.functional.silu(halves(v)[1]),
     "wrong_width": lambda v: v,

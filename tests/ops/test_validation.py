@@ -173,6 +173,7 @@ CASES: dict[str, Case] = {
     ),
     "alpha": ("fused_experts", layer, {"alpha": 2.0}, "alpha must be None for activation 'silu', got 2.0"),
     "limit": ("fused_experts", layer, {"activation": "silu_clamp", "limit": -1.0}, "limit must be > 0, got -1.0"),
+    "cap": ("fused_experts", layer, {"activation": "silu_softcap", "alpha": 0.0}, "alpha must be > 0 for activation"),
     "glu_layout": (
         "fused_experts",
         layer,

@@ -51,12 +51,21 @@ def test_fused_row():
 needs_muse_spark = pytest.mark.skipif(not available("muse_spark"), reason="transformers has no muse_spark")
 
 
+def normed_over_rows():
+    """muse_spark, but for a norm after the experts that is over all rows together; and its inputs."""
+    model = build("muse_spark", torch.float32, "grouped_mm")
+    for layer in model.layers:
+        layer.mlp.experts.post_expert_norm._norm = lambda x: x * torch.rsqrt(x.pow(2).mean() + 1e-6)
+    return model, {"input_ids": tokens(1, 8)}
+
+
 @needs_muse_spark
 def test_refused_row():
-    report = moe_ops.explain(build("muse_spark", torch.float32, "grouped_mm"), input_ids=tokens(1, 8))
-    assert len(report.refused) == 2 and not report.fused
+    model, inputs = normed_over_rows()
+    report = moe_ops.explain(model, **inputs)
+    assert len(report.refused) == 2 and not report.fused and not report.staged
     row = report.refused[0]
-    assert "normalisation" in row.reason and "modeling_muse_spark.py" in row.location and row.cure
+    assert "normalisation" in row.reason and "test_explain.py" in row.location and row.cure
     first = f"refused: {row.module} ({row.location})"  # the module first: all blocks of transformers share a line
     lines = [first, f"  line: {row.source}", f"  why:  {row.reason}", f"  cure: {row.cure}"]
     assert row.source and row.module == "layers.0.mlp.experts" and "\n".join(lines) in str(report)
@@ -251,7 +260,7 @@ def test_command_line_config_file(tmp_path, capsys):
 
 @needs_muse_spark
 def test_command_line_says_what_was_refused(capsys):
-    assert main(["explain", "muse_spark"]) == 1
+    assert main(["explain", "tests.passes.test_explain:normed_over_rows"]) == 1
     assert "normalisation" in capsys.readouterr().out
 
 

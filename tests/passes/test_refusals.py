@@ -52,16 +52,40 @@ def test_unknown_activation():
     says(refusal(block(activation=lambda h: torch.tanh(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1])), "Unknown activation")
 
 
-def test_quick_gelu_is_no_silu():
-    def quick(h):
+def test_sigmoid_of_the_up_half_is_no_silu():
+    def crossed(h):
         gate, up = h.chunk(2, -1)
-        return gate * torch.sigmoid(1.702 * gate) * up
+        return gate * torch.sigmoid(up) * gate
 
-    says(refusal(block(activation=quick)), "match no known activation")
+    says(refusal(block(activation=crossed)), "a bare sigmoid")
 
 
-def test_post_expert_norm():
-    says(refusal(block(after=lambda rows: F.rms_norm(rows, (H,)))), "normalisation follows")
+def test_a_factor_that_no_routing_weight_can_take_over():
+    """The second product adds a bias to its result, which the factor does not multiply."""
+
+    def run(x, gate, w1, w2, b2):
+        topk_weights, ids = softmax_router(x, gate)
+        flat = ids.reshape(-1)
+        h = torch.bmm(w1[flat], x.repeat_interleave(K, dim=0).unsqueeze(-1)).squeeze(-1)
+        out = torch.bmm(w2[flat], (2 * silu_glu(h)).unsqueeze(-1)).squeeze(-1) + b2[flat]
+        return (out * topk_weights.reshape(-1, 1)).view(-1, K, H).sum(1).to(x.dtype)
+
+    inputs = weights()
+    says(refusal(run, **inputs, b2=inputs["w2"][:, :, 0]), "multiplied by 2.0, which the routing weights cannot")
+
+
+def test_a_factor_beside_weights_on_the_input():
+    def run(x, ids, topk_weights, w1, w2):
+        flat = ids.reshape(-1)
+        rows = x.repeat_interleave(K, dim=0) * topk_weights.to(x.dtype).reshape(-1, 1)
+        h = torch.bmm(w1[flat], rows.unsqueeze(-1)).squeeze(-1)
+        return torch.bmm(w2[flat], (2 * silu_glu(h)).unsqueeze(-1)).squeeze(-1).view(-1, K, H).sum(1)
+
+    says(refusal(block(run)), "multiplied by 2.0, which the routing weights cannot")
+
+
+def test_post_expert_norm_of_all_rows():
+    says(refusal(block(after=lambda rows: rows * rows.pow(2).mean(0, True).rsqrt())), "normalisation follows")
 
 
 def test_histogram_over_other_experts():

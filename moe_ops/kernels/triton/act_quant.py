@@ -22,6 +22,18 @@ NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 
 @triton.jit
+def _tanh(x):
+    """tanh(x) to a few units in the last place; the series below 1/4, where 1 - exp(-2 x) would cancel."""
+    square = x * x
+    series = 1.0 + square * (
+        -0.3333333333 + square * (0.1333333333 + square * (-0.05396825397 + square * 0.02186948854))
+    )
+    decay = tl.exp(-2.0 * tl.abs(x))
+    large = (1.0 - decay) / (1.0 + decay)
+    return tl.where(tl.abs(x) < 0.25, x * series, tl.where(x < 0.0, -large, large))
+
+
+@triton.jit
 def _gate_activation(gate, alpha, limit, ACTIVATION: tl.constexpr):
     """The activation of the gate alone; `x / (1 + exp(-x))` is x * sigmoid(x) with a single division."""
     if ACTIVATION == "silu":
@@ -39,6 +51,12 @@ def _gate_activation(gate, alpha, limit, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "swiglu_oai":
         clipped = tl.minimum(gate, limit, propagate_nan=NAN)
         return clipped / (1.0 + tl.exp(-alpha * clipped))
+    elif ACTIVATION == "quick_gelu":
+        return gate / (1.0 + tl.exp(-alpha * gate))
+    elif ACTIVATION == "silu_softcap":
+        return alpha * _tanh(gate / alpha) / (1.0 + tl.exp(-gate))
+    elif ACTIVATION == "silu_then_clamp":
+        return tl.minimum(gate / (1.0 + tl.exp(-gate)), limit, propagate_nan=NAN)
     else:
         tl.static_assert(ACTIVATION == "silu_clamp", "unknown activation")
         clipped = tl.minimum(gate, limit, propagate_nan=NAN)
@@ -51,8 +69,9 @@ def apply_activation(gate, up, alpha, limit, ACTIVATION: tl.constexpr, GATED: tl
 
     Args:
         gate: fp32 tile of any shape; `up`: the same shape (ignored when not GATED: pass `gate`).
-        alpha, limit: fp32 scalars, read by "swiglu_oai" (both) and "silu_clamp" (limit).
-        ACTIVATION: one of silu, gelu, gelu_tanh, relu, relu2, swiglu_oai, silu_clamp.
+        alpha, limit: fp32 scalars, read by "swiglu_oai" and "silu_softcap" (both), "quick_gelu" (alpha), "silu_clamp"
+            and "silu_then_clamp" (limit).
+        ACTIVATION: a name of `meta.activations.ACTIVATIONS`.
 
     Returns:
         fp32 tile. NaN in `gate` or `up` stays NaN.
@@ -61,7 +80,9 @@ def apply_activation(gate, up, alpha, limit, ACTIVATION: tl.constexpr, GATED: tl
     if GATED:
         if ACTIVATION == "swiglu_oai":
             return activated * (tl.clamp(up, -limit, limit, propagate_nan=NAN) + 1.0)
-        elif ACTIVATION == "silu_clamp":
+        elif ACTIVATION == "silu_softcap":
+            return activated * (limit * _tanh(up / limit))
+        elif ACTIVATION == "silu_clamp" or ACTIVATION == "silu_then_clamp":
             return activated * tl.clamp(up, -limit, limit, propagate_nan=NAN)
         else:
             return activated * up
