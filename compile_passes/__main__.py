@@ -76,14 +76,15 @@ def _explain(options: argparse.Namespace) -> int:
     page = options.html
     if page is not None and (page.is_dir() or not page.absolute().parent.is_dir()):
         return _refuse(f"--html must be a file in a folder that exists, got {page}.")
-    sys.path.insert(0, str(Path.cwd()))  # a factory is where the user is, as under `python -m`
+    here = str(Path.cwd())
+    sys.path.insert(0, here)  # a factory is where the user is, as under `python -m`
     try:
         with _quiet():
             report = explain(options.what, **{name: value for name, value in given.items() if value is not None})
     except ValueError as error:
         return _refuse(str(error).removeprefix("explain: "))
     finally:
-        sys.path.remove(str(Path.cwd()))
+        sys.path.remove(here)
     print(json.dumps(report.to_dict(), indent=2) if options.json else report)
     if page is not None:
         try:
