@@ -104,7 +104,7 @@ class Snapshot:
 
     def of_match(self, match: MoEMatch, after: tuple[Operator, ...]) -> Diagram:
         """A block that was fused."""
-        routing = [match.dispatch.ids, *leaves(match.combine.weights)]
+        routing = [*leaves(match.dispatch.ids), *leaves(match.combine.weights)]
         nodes = {*match.region, *self._router(routing)}
         products = {product.anchor for product in match.products} & set(self.order)
         if match.dispatch.form == "loop" or not products:

@@ -64,6 +64,7 @@ def fragment(report: Report) -> str:
 def _summary(report: Report) -> str:
     chips = [
         _chip(f"<b>{len(report.fused)}</b> fused", "good" if report.fused else ""),
+        *([_chip(f"<b>{len(report.staged)}</b> staged", "good")] if report.staged else []),
         _chip(f"<b>{len(report.refused)}</b> refused", "bad" if report.refused else ""),
         _chip(f"<b>{report.graphs}</b> graph(s)"),
         _chip(f"<b>{report.graph_breaks}</b> graph break(s)", "bad" if report.graph_breaks else ""),

@@ -56,7 +56,8 @@ class Fused:
         """This row as one of the ``blocks`` of `Report.to_dict`."""
         found = self.diagram.after if self.diagram is not None else ()
         return _row(
-            "staged" if self.staged else "fused", self, routing=self.routing, router_note=self.router_note, experts=self.experts,
+            "staged" if self.staged else "fused", self, routing=self.routing, router_note=self.router_note,
+            experts=self.experts,
             activation=self.activation, glu_layout=self.glu_layout, scheme=self.scheme, backend=self.backend,
             operators=[operator.name for operator in found],
             sizes={name: _number(getattr(self, name)) for name in "EKHI"},
@@ -130,8 +131,8 @@ class Report:
             schema: 1, the version of what follows.
             blocks: one dictionary for each block, those fused first. All have every key: module, location, status
                 ("fused", "staged" or "refused"), and, null where the status has no such thing,
-                for fused and staged ones routing, router_note, experts, activation, glu_layout, scheme, backend, operators (names
-                of the calls that took its place), sizes (E experts, K top-k, H hidden, I expert width: numbers, or
+                for fused and staged ones routing, router_note, experts, activation, glu_layout, scheme, backend, operators
+                (names of the calls that took its place), sizes (E experts, K top-k, H hidden, I expert width: numbers, or
                 text where a size is symbolic);
                 for refused ones reason, cure, source (the line at ``location``).
             graphs: number of graphs captured.

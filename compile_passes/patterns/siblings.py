@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from compile_passes.equal import is_float_cast, narrower, no_narrower
-from compile_passes.match import Body, Combine, Dispatch, Product, Refusal, Spread
+from compile_passes.match import Body, Combine, Dispatch, Product, Refusal, Spread, Weight
 from compile_passes.patterns.activation import recognise_body
 from compile_passes.patterns.capacity import recognise_capacity
 from compile_passes.patterns.chains import Expert
