@@ -1,5 +1,6 @@
-"""Command line: `python -m benchmarks [layers]`, or `e2e`, `host`, `forms`, `first-call`, `tiles`, `compare`, `carry`,
-`report`.
+"""Command line: `python -m benchmarks [layers]`.
+
+Or `e2e`, `host`, `forms`, `first-call`, `tiles`, `compare`, `carry`, `models`, `report`.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "tiles": tiles_command,
         "compare": compare_command,
         "carry": carry_command,
+        "models": models_command,
         "report": report_command,
     }
     command = arguments.pop(0) if arguments and arguments[0] in commands else "layers"
@@ -295,6 +297,16 @@ def report_command(arguments: list[str]) -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; fail if the README is not up to date")
     options = parser.parse_args(arguments)
     return report.main(options.results, options.readme, check=options.check)
+
+
+def models_command(arguments: list[str]) -> int:
+    """Write the table of model families: fused, staged, refused, and why."""
+    from benchmarks import families
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks models", description=families.__doc__)
+    parser.add_argument("--output", type=Path, default=families.TABLE, help="the file (default: %(default)s)")
+    families.write(parser.parse_args(arguments).output)
+    return 0
 
 
 def print_lists() -> None:

@@ -131,9 +131,9 @@ class Report:
             schema: 1, the version of what follows.
             blocks: one dictionary for each block, those fused first. All have every key: module, location, status
                 ("fused", "staged" or "refused"), and, null where the status has no such thing,
-                for fused and staged ones routing, router_note, experts, activation, glu_layout, scheme, backend, operators
-                (names of the calls that took its place), sizes (E experts, K top-k, H hidden, I expert width: numbers, or
-                text where a size is symbolic);
+                for fused and staged ones routing, router_note, experts, activation, glu_layout, scheme, backend,
+                operators (names of the calls that took its place), sizes (E experts, K top-k, H hidden, I expert
+                width: numbers, or text where a size is symbolic);
                 for refused ones reason, cure, source (the line at ``location``).
             graphs: number of graphs captured.
             graph_breaks, eager_frames, errors: lists of lines, as in the attributes of this class.
