@@ -21,9 +21,9 @@ from torch import fx
 
 from compile_passes import compat
 from compile_passes.generation import prepare_generate
-from compile_passes.loops import prepare
 from compile_passes.observe import default_compilations
 from compile_passes.passes import PASSES, MoEPass, enter, graph_modules, run_all, users_passes
+from compile_passes.prepare import prepare
 from meta.checks import fail
 
 # Inductor calls what is on the first hook; what is on the second is in the key of its caches, always. (A user's pass

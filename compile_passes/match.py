@@ -151,7 +151,8 @@ class Dispatch:
 
     ``ids`` is any value whose row-major elements are the R expert ids; ``perm`` sorts them by expert, None = unsorted.
     ``wrapped``: a negative id counts from the end, as indexing the weights by it does. ``weights``: R routing weights,
-    row-major, that multiply the rows before the experts, or None.
+    row-major, that multiply the rows before the experts, or None. ``routed``: which of the R pairs an expert gets at
+    all; None means all of them.
     """
 
     form: str
@@ -161,6 +162,7 @@ class Dispatch:
     top_k: int
     wrapped: bool = False
     weights: Value | None = None
+    routed: Value | None = None
 
 
 @dataclass(frozen=True)
@@ -220,6 +222,7 @@ class MoEMatch:
     def inputs(self) -> frozenset[fx.Node]:
         """The values that the operator reads."""
         values = [self.dispatch.hidden, self.dispatch.ids, *leaves(self.combine.weights), self.combine.added]
+        values += [] if self.dispatch.routed is None else leaves(self.dispatch.routed)
         for product in self.products:
             values += [product.weight.node, product.bias]
         return frozenset(value for value in values if value is not None)

@@ -226,6 +226,8 @@ def _close(
     if problem is not None:
         return problem
     match = replace(match, region=_ordered(reading, region), apart=unsafe)
+    if dispatch.routed is not None:
+        return replace(match, router=kept(combine.output, "some of its pairs are dropped"))
     if not isinstance(combine.weights, fx.Node):
         return replace(match, router=kept(combine.output, "its scores are for all experts"))
     router = recognise_router(

@@ -72,7 +72,8 @@ class Rewriter:
         with self.graph.inserting_before(match.output):
             fused, result = self._build(builder, match)
         self._replace(match.output, result)
-        self._sweep([*match.region, *leaves(match.combine.weights), match.dispatch.ids])
+        routed = [] if match.dispatch.routed is None else leaves(match.dispatch.routed)
+        self._sweep([*match.region, *leaves(match.combine.weights), match.dispatch.ids, *routed])
         stays = self._still_adds(match)
         if stays is not None:
             raise RuntimeError(f"{stays.name} stays, and adds the sum over experts a second time")
@@ -128,6 +129,9 @@ class Rewriter:
             ids = builder.integers(builder.rows(self._node(match.dispatch.ids), match.dispatch.top_k))
             if match.dispatch.wrapped:
                 ids = builder.wrapped(ids, gate_up)
+            if match.dispatch.routed is not None:
+                routed = builder.rows(self._value(builder, match.dispatch.routed), match.dispatch.top_k)
+                ids = builder.call(_ATEN.where.ScalarOther, (routed, ids, -1))
         body = match.body
         hidden = builder.cast(self._node(match.dispatch.hidden), gate_up)
         fused = builder.operator(
@@ -214,7 +218,7 @@ class Rewriter:
         heapq.heapify(heap)
         while heap:
             node = heapq.heappop(heap)[2]
-            if node in erased:
+            if node in erased or node._erased:
                 continue
             for check in [user for user in node.users if self.reading.is_check(user)]:
                 if self._is_dead(node, erased, ignored=check):
