@@ -142,7 +142,7 @@ def loops_over_data(kind: type[nn.Module]) -> bool:
 def _has_such_loop(tree: ast.AST) -> bool:
     """A loop statement, and an operation whose result size depends on the data, in one function."""
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While)]
-    if loops and any(isinstance(node, ast.Call) and _name(node.func) in _DATA_DEPENDENT for node in ast.walk(tree)):
+    if loops and has_data_dependent_calls(tree):
         return True
     listed = {
         target.id
@@ -154,7 +154,12 @@ def _has_such_loop(tree: ast.AST) -> bool:
     over = [loop.iter for loop in loops if isinstance(loop, ast.For)]
     if any(_lists_positions(value) or listed & _names(value) for value in over):
         return True
-    return any(_decides(node) for loop in loops for node in ast.walk(loop))
+    return any(decides(node) for loop in loops for node in ast.walk(loop))
+
+
+def has_data_dependent_calls(tree: ast.AST) -> bool:
+    """Whether a piece of code calls what has a size, or a value, that only the data knows."""
+    return any(isinstance(node, ast.Call) and _name(node.func) in _DATA_DEPENDENT for node in ast.walk(tree))
 
 
 def _lists_positions(tree: ast.AST) -> bool:
@@ -166,7 +171,7 @@ def _names(tree: ast.AST) -> set[str]:
     return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
-def _decides(node: ast.AST) -> bool:
+def decides(node: ast.AST) -> bool:
     """An `if` on what tensors hold, or on how many positions there are: `if mask.any():`, `if token.shape[0] == 0:`."""
     if not isinstance(node, ast.If):
         return False

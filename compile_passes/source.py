@@ -109,6 +109,7 @@ def build(source: Source, tree: ast.FunctionDef) -> Callable[..., Any]:
         if spelled.startswith("__") and not spelled.endswith("__"):
             raise NotStatic(f"the name {spelled} is private to its class", node)
     tree.decorator_list, tree.returns = [], None
+    _number(tree)
     free = [ast.arg(name) for name in function.__code__.co_freevars]
     around = ast.FunctionDef(
         name="around", args=ast.arguments([], free, None, [], [], None, []), body=[tree], decorator_list=[]
@@ -130,6 +131,18 @@ def build(source: Source, tree: ast.FunctionDef) -> Callable[..., Any]:
     for mode in reversed(source.modes):
         result = _MODES[mode]()(result)
     return result
+
+
+def _number(tree: ast.FunctionDef) -> None:
+    """Give what was made of other text the line of the statement that it is in."""
+    for statement in ast.walk(tree):
+        if isinstance(statement, ast.stmt):
+            for node in ast.iter_child_nodes(statement):
+                parts = [] if isinstance(node, ast.stmt) else ast.walk(node)
+                for part in parts:
+                    if isinstance(part, ast.expr):
+                        part.lineno = part.end_lineno = statement.lineno
+                        part.col_offset = part.end_col_offset = 0
 
 
 def _inner(code: CodeType, name: str) -> CodeType:

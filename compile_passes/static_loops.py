@@ -30,6 +30,7 @@ from compile_passes.loop_body import (
     drop_unread,
     take_known_branches,
 )
+from compile_passes.loops import decides, has_data_dependent_calls
 from compile_passes.sorted_slices import CONVERSIONS, counted, takes_slices, unsort
 from compile_passes.source import NotStatic, Scope, Source, build, called, held, is_zero, methods_of, names, subject
 from compile_passes.updates import Updates
@@ -76,15 +77,17 @@ def static_form(module: nn.Module) -> StaticForm:
     sources: dict[str, Source] = {}
     said: list[str] = []
     holds: dict[str, None] = {}
+    unknown: list[str] = []
     for name, source in methods_of(module).items():
         rewriting = _Method(module, source)
         rewriting.run()
+        unknown += rewriting.unknown
         if rewriting.said:
             methods[name], sources[name] = rewriting.tree, source
             said += rewriting.said
             holds.update(dict.fromkeys(rewriting.holds))
     if not methods:
-        raise NotStatic("no loop in it is over the experts that were hit, as far as its text tells")
+        raise NotStatic(unknown[0] if unknown else "no loop in it is over the experts that were hit")
     return StaticForm(methods, sources, tuple(said), tuple(holds))
 
 
@@ -95,6 +98,7 @@ class _Method:
         self.module, self.source = module, source
         self.tree = copy.deepcopy(source.tree)
         self.said: list[str] = []
+        self.unknown: list[str] = []
         self.holds: list[str] = []
         self.dead = self._dead()
         self.scope = Scope(self.tree, self.dead)
@@ -166,11 +170,21 @@ class _Method:
         tests = Tests(self.scope, counts, updates if unsorted is None else None)
         loop.body = without_tests(loop.body, tests) or [ast.Pass()]
         if ast.dump(loop) == before:
+            self._note(loop)
             return
         check_body(kept)
         check_tests(loop)
         new = f"for {ast.unparse(loop.target)} in {ast.unparse(loop.iter)}"
         self.said.append(f"line {loop.lineno}: `{head}`" + (f" as `{new}`" if new != head else " without its tests"))
+
+    def _note(self, loop: ast.For) -> None:
+        """Remember what keeps a loop that was not rewritten from being captured."""
+        tests = [node for node in ast.walk(loop) if isinstance(node, ast.If) and decides(node)]
+        if has_data_dependent_calls(loop.iter) or called(self.scope.resolved(loop.iter, loop)[0]) == "tolist":
+            self.unknown.append(f"line {loop.lineno}: {ast.unparse(loop.iter)} is no list of the experts that were hit")
+        elif tests:
+            test = ast.unparse(tests[0].test)
+            self.unknown.append(f"line {tests[0].lineno}: `if {test}` is no test for an expert without tokens")
 
     def _counts(self, loop: ast.For, updates: Updates) -> frozenset[str]:
         """Names of numbers of the rows that the loop writes, and of lists of them."""
@@ -201,8 +215,9 @@ class _Method:
         if not isinstance(loop.target, ast.Name):
             raise NotStatic(f"a loop over {ast.unparse(loop.iter)} with several names", loop)
         element, rows, roots = loop.target.id, *listed
+        check_body(loop)
         if not updates.chosen_by(roots):
-            raise NotStatic(f"{ast.unparse(loop.iter)} are not the experts that the loop's rows are for", loop)
+            raise NotStatic(f"what the loop writes is not chosen by {ast.unparse(loop.iter)} alone", loop)
         count = self._experts(loop, element)
         first = loop.body[0]
         if rows and ast.unparse(first) in (f"{element} = {element}[0]", f"{element} = {element}.item()"):

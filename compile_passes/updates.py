@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 
-from compile_passes.source import Scope, called, is_zero, names, subject
+from compile_passes.source import Scope, called, names, subject
 
 # Calls that write rows of the tensor that they are called on, and which argument says what rows.
 _WRITES = {
@@ -109,10 +109,10 @@ class Updates:
         index = value.slice
         if isinstance(index, ast.Tuple):
             index = next((part for part in index.elts if isinstance(part, ast.Name)), index)
-        made = self.scope.value(index.id, place) if isinstance(index, ast.Name) else None
-        if made is None:
-            return isinstance(index, ast.Compare)
-        return not is_zero(made[0]) and not isinstance(made[0], ast.Constant)
+        made, _ = self.scope.resolved(index, place)
+        if isinstance(made, ast.Subscript):  # places from `where(mask)`; `e[0]` of the loop's own `e` is a number
+            return called(made.value) in ("where", "nonzero")
+        return isinstance(made, ast.Compare) or (isinstance(made, ast.Call) and called(made) not in ("int", "item"))
 
 
 def _of_one(call: ast.Call) -> bool:

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from compile_passes.equal import is_float_cast, narrower, no_narrower
-from compile_passes.match import Body, Combine, Dispatch, Made, Product, Refusal, Spread, Weight
+from compile_passes.match import Body, Combine, Dispatch, Made, Product, Refusal, Spread, Value, Weight
 from compile_passes.patterns.activation import recognise_body
 from compile_passes.patterns.combine import final_cast, recognise_combine
 from compile_passes.patterns.dense import recognise_dense
@@ -35,7 +35,7 @@ from compile_passes.reading import Reading
 from compile_passes.safety import readers_of_numbers
 from compile_passes.vocabulary import equal_sizes, example, has_shape, rank, same_shape
 
-_ANY, _SCALED = torch.ops.aten.any.dim, torch.ops.aten.mul.Scalar
+_ANY, _CAST, _SCALED = torch.ops.aten.any.dim, torch.ops.aten.to.dtype, torch.ops.aten.mul.Scalar
 
 
 @dataclass(frozen=True)
@@ -459,8 +459,16 @@ class _Loop:
         if routed is not None:
             dispatch = replace(dispatch, routed=Made(_ANY, (routed, -1)))
         if scale != 1:
-            combine = replace(combine, weights=Made(_SCALED, (combine.weights, scale)))
+            combine = replace(combine, weights=self._scaled(combine.weights, scale))
         return dispatch, combine
+
+    def _scaled(self, weights: Value, scale: int | float) -> Made:
+        """``scale`` times routing weights, in no fewer bits than the original has for their product with the rows."""
+        held = example(weights) if isinstance(weights, fx.Node) else None
+        if held is not None:
+            wide = torch.promote_types(torch.promote_types(held.dtype, self.floor), torch.float32)
+            weights = Made(_CAST, (weights, wide, False, False, None))
+        return Made(_SCALED, (weights, scale))
 
     def _taken(self, expert: Expert) -> _Taken | None:
         """The tokens or rows [N, H] that an expert takes its own from, and by what."""
