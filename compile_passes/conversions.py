@@ -1,7 +1,8 @@
 """`self.classifier = self.classifier.to(self.dtype)` in a forward: left out where the weights have that dtype.
 
-Written so that a router runs in float32 whatever the model's dtype is, it does something in the first call alone. In a
-graph it replaces the memory of a weight, after which nothing that the graph says of its tensors can be trusted.
+Written so that a router runs in float32 whatever the model's dtype is, it does something in the first call alone, which
+is done when the module is bound. In a graph it replaces the memory of a weight, after which nothing that the graph says
+of its tensors can be trusted.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def without_conversions(module: nn.Module) -> StaticForm | None:
     """The methods of a module without such statements; None when it has none."""
     methods: dict[str, ast.FunctionDef] = {}
     sources: dict[str, Source] = {}
-    said, holds = [], []
+    said, holds, converts = [], [], []
     try:
         found = methods_of(module)
     except NotStatic:
@@ -35,7 +36,9 @@ def without_conversions(module: nn.Module) -> StaticForm | None:
                     methods[name], sources[name] = tree, source
                     said.append(f"line {statement.lineno}: without `{ast.unparse(statement)}`")
                     holds += conditions
-    return StaticForm(methods, sources, tuple(said), tuple(holds)) if methods else None
+                    assert isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call)
+                    converts.append((statement.targets[0], statement.value.args[0]))
+    return StaticForm(methods, sources, tuple(said), tuple(holds), tuple(converts)) if methods else None
 
 
 def _conditions(module: nn.Module, statement: ast.stmt) -> list[str]:

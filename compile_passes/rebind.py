@@ -20,7 +20,7 @@ from torch import nn
 from compile_passes.conversions import without_conversions
 from compile_passes.explain import Report, explain
 from compile_passes.loops import STATIC
-from compile_passes.source import NotStatic
+from compile_passes.source import NotStatic, held
 from compile_passes.stacking import expert_lists, stack_list, why_not
 from compile_passes.static_loops import StaticForm, static_form
 from compile_passes.trial import HOOKS, Trial, bound, takes_hidden_states_alone
@@ -83,6 +83,8 @@ def bind(model: nn.Module, verdict: Verdict) -> None:
     block = model.get_submodule(verdict.block)
     for path, form in verdict.forms.items():
         module = block.get_submodule(path)
+        for converted, dtype in form.converts:
+            held(module, converted).to(held(module, dtype))
         methods = form.functions(training=verdict.training)
         for name, function in methods.items():
             vars(module)[name] = MethodType(function, module)

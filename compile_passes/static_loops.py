@@ -44,12 +44,14 @@ class StaticForm:
         methods: name of a method -> the function that takes its place.
         said: what was rewritten, one line each: ``file:line: old -> new``.
         holds: conditions on ``self`` without which the original has to run.
+        converts: (module, dtype) as expressions on ``self``: what the original converts in its first call.
     """
 
     methods: dict[str, ast.FunctionDef]
     sources: dict[str, Source]
     said: tuple[str, ...]
     holds: tuple[str, ...]
+    converts: tuple[tuple[ast.expr, ast.expr], ...] = ()
 
     def functions(self, *, training: bool | None = None) -> dict[str, Callable[..., Any]]:
         """The functions by the names of the methods that they replace, compiled afresh.
