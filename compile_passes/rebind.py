@@ -6,6 +6,7 @@ One trial is made for each class, configuration and source: modules that agree i
 from __future__ import annotations
 
 import ast
+import inspect
 import logging
 import time
 from collections.abc import Iterator, Mapping
@@ -151,8 +152,8 @@ def _quiet() -> Iterator[None]:
 
 def _check_hooks(module: nn.Module) -> None:
     """Raise NotStatic where somebody listens to the experts, or runs something else already."""
-    for name in ("forward", *vars(type(module))):
-        if name in vars(module):
+    for name in vars(module):
+        if callable(inspect.getattr_static(type(module), name, None)):
             raise NotStatic(f"its {name} is bound to the instance already")
     for path, inner in module.named_modules():
         if path and any(getattr(inner, name, None) for name in HOOKS):
@@ -176,13 +177,26 @@ def _facts(block: nn.Module) -> Iterator[Any]:
     for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
         yield name, tuple(tensor.shape), tensor.dtype, tensor.device.type
     for path, module in block.named_modules():
-        yield path, id(getattr(type(module), "_moe_ops_original", type(module))), module.training
+        yield path, getattr(type(module), "_moe_ops_original", type(module)), module.training
         for name, value in sorted(vars(module).items()):
             if name[:1] != "_":
                 settings = getattr(value, "to_dict", None)
-                yield name, _text(settings() if callable(settings) else value)
+                yield name, _comparable(settings() if callable(settings) else value)
 
 
-def _text(value: Any) -> str:
-    plain = isinstance(value, int | float | str | bool | type(None) | tuple | list | dict | torch.dtype)
-    return repr(value) if plain else f"{type(value).__qualname__} {id(value)}"
+class _Itself:
+    """An object that is equal to itself alone, kept so that no other one gets its identity."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _comparable(value: Any) -> str | _Itself:
+    plain = isinstance(value, int | float | str | bool | type(None) | tuple | list | dict | torch.dtype | torch.device)
+    return repr(value) if plain else _Itself(value)

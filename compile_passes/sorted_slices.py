@@ -218,6 +218,8 @@ class _Unsorting(ast.NodeTransformer):
             return self._token()
         made, where = self.scope.resolved(value, place)
         if kind is None and isinstance(made, ast.Subscript):
+            if self.scope.changed(made.value, where, self.loop):
+                raise NotStatic(f"{ast.unparse(made.value)} changes before the loop", self.loop)
             return self._taken(made.value, self._kind(made.slice, where))
         raise NotStatic(f"{ast.unparse(value)} is not known to be rows sorted by expert", self.loop)
 
@@ -256,6 +258,8 @@ class _Unsorting(ast.NodeTransformer):
         order = _Order(name, place, flat)
         if self.order is not None and self.order.place is not place:
             raise NotStatic("the slices are of rows in several orders", self.loop)
+        if self.scope.changed(flat, place, self.loop):
+            raise NotStatic(f"{ast.unparse(flat)} changes before the loop", self.loop)
         self.order = order
         return "pair"
 
@@ -315,21 +319,26 @@ class _Unsorting(ast.NodeTransformer):
                 ]  # fmt: skip
                 if len(put) != 1 or not self.scope.alive(put[0]):
                     raise NotStatic(f"{joined} is not put back in the order of the pairs by an assignment", statement)
+                empty = self._empty(put[0])
+                reads = sum(isinstance(node, ast.Name) and node.id == joined for node in ast.walk(empty.value))
+                if self.scope.reads(joined) != reads + 1:
+                    raise NotStatic(f"{joined} is also used in the order of the experts", statement)
                 statement.value = _expr("_outs_")
-                self._drop_empty(put[0])
+                _block_of(self.tree, empty).remove(empty)
                 put[0].value, put[0].targets = _expr("_outs_"), [put[0].targets[0].value]  # type: ignore[attr-defined]
                 put[0].targets[0].ctx = ast.Store()  # type: ignore[attr-defined]
                 return
         raise NotStatic(f"{self.listed} is not put together by torch.cat", self.loop)
 
-    def _drop_empty(self, put: ast.Assign) -> None:
-        """Leave out the empty tensor that rows are put into."""
+    def _empty(self, put: ast.Assign) -> ast.Assign:
+        """Where the empty tensor is made that rows are put into."""
         target = put.targets[0]
         assert isinstance(target, ast.Subscript)
         made = self.scope.value(target.value.id, put) if isinstance(target.value, ast.Name) else None
         if made is None or called(made[0]) not in ("empty_like", "zeros_like", "empty", "zeros", "new_empty"):
             raise NotStatic(f"what {ast.unparse(target.value)} holds before is not known", put)
-        _block_of(self.tree, made[1]).remove(made[1])
+        assert isinstance(made[1], ast.Assign)
+        return made[1]
 
 
 def _sorted(value: ast.expr) -> ast.expr | None:

@@ -207,6 +207,18 @@ class Scope:
         inside = self._branches[last.place]
         return (last.value, last.place) if self._branches[place][: len(inside)] == inside and last.value else None
 
+    def changed(self, value: ast.expr, since: ast.stmt, until: ast.stmt) -> bool:
+        """Whether a name that ``value`` reads is assigned to between two statements."""
+        between = range(self._order[since], self._order[until])
+        return any(self._order[store.place] in between for name in names(value) for store in self._stores.get(name, []))
+
+    def reads(self, name: str) -> int:
+        """How many times statements that may run read ``name``."""
+        parts = [part for statement in self._order for part in ast.iter_child_nodes(statement)
+                 if not isinstance(part, ast.stmt)]  # fmt: skip
+        found = [node for part in parts for node in ast.walk(part) if isinstance(node, ast.Name) and node.id == name]
+        return sum(isinstance(node.ctx, ast.Load) for node in found)
+
     def resolved(self, value: ast.expr, place: ast.stmt) -> tuple[ast.expr, ast.stmt]:
         """``value``, or what the name that it is stands for, and where."""
         while isinstance(value, ast.Name) and (found := self.value(value.id, place)) is not None:

@@ -122,11 +122,13 @@ class _Method:
     def _dead(self) -> frozenset[int]:
         """Bodies of `if` that do not run, as plain attributes of the module say: other processes, other layouts."""
         dead = set()
+        self.bodies: list[list[ast.stmt]] = []  # kept, so that no other list gets their identity
         for node in ast.walk(self.tree):
             if isinstance(node, ast.If) and any(isinstance(part, ast.Assign) for part in ast.walk(node)):
                 known = self._evaluated(node.test)
                 if known is not None:
-                    dead.add(id(node.orelse if known else node.body))
+                    self.bodies.append(node.orelse if known else node.body)
+                    dead.add(id(self.bodies[-1]))
                     text = ast.unparse(node.test)
                     self.holds.append(text if known else f"not ({text})")
         return frozenset(dead)

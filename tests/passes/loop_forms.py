@@ -445,6 +445,43 @@ class CapacityOfSlices(Missing):
         return (new.view(-1, K, H) * w.unsqueeze(-1)).sum(1)
 
 
+class WeightsInOrderOfExperts(Missing):
+    """Results are weighted before they are put back."""
+
+    def forward(self, x):
+        x = x.reshape(-1, H)
+        w, ids = self.route(x)
+        idxs = ids.view(-1).argsort()
+        rows = x[idxs // K]
+        outputs = []
+        start = 0
+        for i, count in enumerate(ids.flatten().bincount(minlength=E).tolist()):
+            end = start + count
+            out = self.experts[i](rows[start:end])
+            outputs.append(out)
+            start = end
+        outs = torch.cat(outputs)
+        new = torch.empty_like(outs)
+        new[idxs] = outs
+        return (new.view(-1, K, H) * w.unsqueeze(-1)).sum(1) + 0 * (outs * w.view(-1)[idxs, None]).sum()
+
+
+class RowsChangeBeforeTheLoop(Missing):
+    def forward(self, x):
+        x = x.reshape(-1, H)
+        _, ids = self.route(x)
+        out = torch.zeros_like(x)
+        idxs = ids.view(-1).argsort()
+        rows = x[idxs // K]
+        x = x * 2
+        start = 0
+        for i, count in enumerate(ids.flatten().bincount(minlength=E).tolist()):
+            end = start + count
+            out.index_add_(0, (idxs // K)[start:end], self.experts[i](rows[start:end]))
+            start = end
+        return out
+
+
 class Breaks(Missing):
     def forward(self, x):
         x = x.reshape(-1, H)
@@ -528,6 +565,8 @@ MISSES = {
     HitsByWeight: "may be other experts than those that were hit",
     Capacity: "what the loop writes is not chosen by ids.unique",
     CapacityOfSlices: "no loop in it is over the experts that were hit",
+    WeightsInOrderOfExperts: "outs is also used in the order of the experts",
+    RowsChangeBeforeTheLoop: "x changes before the loop",
     Breaks: "a `break` in the loop",
     InOrderOfLoad: "is no list of the experts that were hit",
     Overwrites: "captured but not fused",
