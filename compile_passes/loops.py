@@ -92,16 +92,22 @@ def _by_block(model: nn.Module, groups: list[ExpertGroup]) -> list[ExpertGroup]:
     return merged
 
 
-def cure(loop: ExpertLoop) -> str:
-    """What the user can do about a loop."""
+def cure(loop: ExpertLoop, *, tried: bool = False) -> str:
+    """What the user can do about a loop.
+
+    Args:
+        tried: whether `moe_ops.compile` has looked at it already.
+    """
     if loop.switchable:
         return f'moe_ops.compile(model) switches it, or model.set_experts_implementation("{CAPTURABLE}").'
     call = "moe_ops.fused_experts(hidden_states, gate_up_proj, down_proj, topk_weights, topk_ids)"
+    first = "" if tried else "moe_ops.compile(model) gives it a static form, where it can prove one equal. By hand: "
     if loop.stacked:
-        return (
-            f"Its weights are stacked already: viewed as [E, N, K], they can be given to {call} in place of the loop."
-        )
-    return f"Store the experts as stacked [E, N, K] weights, and replace the loop by {call}."
+        weights = "its weights are stacked already: viewed as [E, N, K], they can be given to"
+        text = f"{weights} {call} in place of the loop."
+    else:
+        text = f"store the experts as stacked [E, N, K] weights, and replace the loop by {call}."
+    return first + text if first else text[0].upper() + text[1:]
 
 
 def _holds_experts(name: str, module: nn.Module) -> bool:

@@ -23,18 +23,24 @@ log = logging.getLogger(__name__)
 def prepare(model: nn.Module) -> None:
     """Make the experts of ``model`` capturable; warn of what was and was not done."""
     loops = find_loops(model)
-    switch = getattr(model, "set_experts_implementation", None)
-    if any(loop.switchable for loop in loops) and switch is not None:
-        switch(CAPTURABLE)
-        for loop in loops:
-            if loop.switchable:
-                setattr(loop.module.config, SETTING, CAPTURABLE)
-        _say(
-            f'moe_ops.compile: switched the experts of {type(model).__name__} from the "eager" loop, which cannot be '
-            f'captured, to experts_implementation="{CAPTURABLE}".'
-        )
-    _make_static(model, [loop for loop in loops if not (loop.switchable and switch is not None)])
+    switched = _switch(model, [loop for loop in loops if loop.switchable])
+    _make_static(model, [loop for loop in loops if loop not in switched])
     _stack_lists(model)
+
+
+def _switch(model: nn.Module, loops: list[ExpertLoop]) -> list[ExpertLoop]:
+    """Let transformers run the experts of ``loops`` in one graph; returns the loops that it does that for."""
+    switch = getattr(model, "set_experts_implementation", None)
+    if not loops or switch is None:
+        return []
+    switch(CAPTURABLE)
+    for loop in loops:
+        setattr(loop.module.config, SETTING, CAPTURABLE)
+    _say(
+        f'moe_ops.compile: switched the experts of {type(model).__name__} from the "eager" loop, which cannot be '
+        f'captured, to experts_implementation="{CAPTURABLE}".'
+    )
+    return loops
 
 
 def restore(model: nn.Module) -> nn.Module:
@@ -78,7 +84,7 @@ def _make_static(model: nn.Module, loops: list[ExpertLoop]) -> None:
         if not verdict.forms:
             _say(
                 f"moe_ops.compile: {called} run their experts in a Python loop, which cannot be captured; they are "
-                f"left as is. {reason[:1].upper()}{reason[1:].rstrip('.')}. {cure(alike.loop)}"
+                f"left as is. {reason[:1].upper()}{reason[1:].rstrip('.')}. {cure(alike.loop, tried=True)}"
             )
             continue
         torch._dynamo.config.capture_dynamic_output_shape_ops = True
@@ -138,4 +144,4 @@ def _and_more(names: list[str]) -> str:
 
 def _say(message: str) -> None:
     log.info(message)
-    warnings.warn(message, stacklevel=4)
+    warnings.warn(message, stacklevel=5)  # the line of the user that calls moe_ops.compile

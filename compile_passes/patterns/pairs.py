@@ -28,7 +28,8 @@ class Hits:
     """The pairs of one expert: ``places`` lists them, ``token`` is which of its results holds tokens.
 
     ``alone``: tokens, whatever the slot. ``routed``: a tensor [..., E] that is not zero at the expert of a pair where
-    the expert gets it; None: it gets all.
+    the expert gets it; None: it gets all. ``single``: the places are [T, 1], and element t of the ids is the expert of
+    token t, whatever shape they have.
     """
 
     ids: fx.Node
@@ -36,6 +37,7 @@ class Hits:
     token: int
     alone: bool
     routed: fx.Node | None = None
+    single: bool = False
 
 
 def no_loop(anchor: fx.Node, reason: str) -> Refusal:
@@ -91,9 +93,10 @@ class Pairs:
         ids: fx.Node = call["x"]
         return ids if are_in_range(self.reading, ids, self.experts) else None
 
-    def _masked(self, mask: Any, number: int) -> tuple[fx.Node, int, fx.Node | None] | None:
-        """(ids, which dimension of the mask is that of the tokens, `Hits.routed`) of ``one_hot(ids) * more``, permuted
-        to [E, K, T] or [E, T, K]. Whatever the mask ``more`` is, the product is set at no other expert than the pair's.
+    def _masked(self, mask: Any, number: int, places: fx.Node, place: int) -> Hits | None:
+        """The pairs of an expert by ``one_hot(ids) * more``, permuted to [E, K, T] or [E, T, K]; ``more`` is a mask.
+
+        Whatever it is, the product is set at no other expert than the pair's own.
         """
         value = self.reading.exact(mask, 2)
         call = self.reading.read(value, "getslice select", "index dim")
@@ -120,7 +123,8 @@ class Pairs:
         single_slot = equal_sizes(shape.shape[1], 1) and ids is not None and self.one_each(ids)
         if ids is None or not (single_slot or (rank(ids) == 2 and same_shape(root, hot))):
             return None
-        return ids, order.index(0) - 1, routed
+        token = order.index(0) - 1
+        return Hits(ids, places, token, False, routed, single_slot) if place == token else None
 
     def _is_boolean(self, value: Any) -> bool:
         held = example(self.reading.exact(value, 2))
@@ -161,9 +165,8 @@ class Pairs:
                 return Hits(ids, places, int(flipped), False) if place == int(flipped) else None
             alone = not flipped and self.one_each(ids) and (rank(mask) == 1 or boolean)
             return Hits(ids, places, 0, True) if alone and place == 0 else None
-        masked = self._masked(mask, number)
-        if masked is not None and not boolean:
-            return Hits(masked[0], places, masked[1], False, masked[2]) if place == masked[1] else None
+        if not boolean and (masked := self._masked(mask, number, places, place)) is not None:
+            return masked
         any_slot = self.reading.read(self.reading.exact(mask, 2), "any sum amax", "dim")
         found = None if any_slot is None else self.of_mask(any_slot["x"], number)
         if any_slot is None or found is None or place != 0 or not (rank(mask) == 1 or boolean):
@@ -297,8 +300,11 @@ class Pairs:
     def selection_of(self, hits: Hits, weights: fx.Node) -> Selection | Refusal:
         """The experts of every token, by the pairs of an expert and weights [T, K], or scores for all experts."""
         ids = hits.ids
-        if self.one_each(ids) and self._numbers(weights, self.tokens):
-            return Selection(ids, weights, 1)
+        if hits.single or (hits.alone and self.one_each(ids)):
+            if self._numbers(weights, self.tokens):
+                return Selection(ids, weights, 1)
+            if hits.single:
+                return no_loop(self.anchor, "The routing weights of one expert for each token are not [tokens, 1].")
         if same_shape(ids, weights):
             return self._checked(ids, weights)
         found = self._selected(weights)
