@@ -337,6 +337,20 @@ class CountsHitsByAnotherName(Missing):
         return out
 
 
+class CountsInPlace(Missing):
+    """Nothing but the trial sees it."""
+
+    def forward(self, x):
+        x = x.reshape(-1, H)
+        w, ids = self.route(x)
+        out, hits = torch.zeros_like(x), self.hits
+        for e in ids.unique().tolist():
+            token, slot = torch.where(ids == e)
+            hits.add_(1)
+            out.index_add_(0, token, self.experts[e](x[token]) * w[token, slot, None])
+        return out
+
+
 class Decays(Missing):
     def forward(self, x):
         x = x.reshape(-1, H)
@@ -557,6 +571,7 @@ MISSES = {
     Jitter: "draws random numbers",
     CountsHits: "the loop writes self.hits, for experts that were hit alone",
     CountsHitsByAnotherName: "what the loop writes is not chosen by ids.unique",
+    CountsInPlace: "the static form gives other buffers (hits)",
     Decays: "the static form gives other outputs",
     Remembers: "the static form gives other values of the attribute log",
     SkipsAnExpert: f"captured but not fused: The loop runs {E - 1} of {E} experts",
