@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,13 @@ from compile_passes.loops import STATIC
 from compile_passes.tiny import tiny_model
 
 transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_stays() -> Iterator[None]:
+    """Code of transformers that Dynamo has left to Python here is tried again in other tests."""
+    yield
+    torch.compiler.reset()
 
 
 def switch() -> Any:
