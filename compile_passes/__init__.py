@@ -11,6 +11,7 @@ from compile_passes import siblings as _siblings  # noqa: F401  (first: it refus
 
 from compile_passes.backend import compile, fuse
 from compile_passes.explain import explain
-from compile_passes.stacking import restore, stack_experts_
+from compile_passes.prepare import restore
+from compile_passes.stacking import stack_experts_
 
 __all__ = ["compile", "explain", "fuse", "restore", "stack_experts_"]

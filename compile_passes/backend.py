@@ -2,8 +2,8 @@
 
 - `backend="moe_ops"`: our passes on the graph that Dynamo captured, then Inductor, with the user's own passes.
 - `backend="moe_ops_eager"`: the same capture and passes; the rewritten graph runs as it is, without code generation.
-- `moe_ops.compile(model, **torch_compile_arguments)`: the same, `mode` and `options` together, and a transformers model
-  on the eager expert loop is switched to a form that can be captured.
+- `moe_ops.compile(model, **torch_compile_arguments)`: the same, `mode` and `options` together, and loops over experts
+  that cannot be captured are given a form that can be.
 - `with moe_ops.fuse():` for code that calls torch.compile with the default backend, and for AOTInductor.
 
 The first three count and log every compilation. `fuse()` can do so only when Inductor's caches have no entry.
@@ -21,9 +21,9 @@ from torch import fx
 
 from compile_passes import compat
 from compile_passes.generation import prepare_generate
-from compile_passes.loops import prepare
 from compile_passes.observe import default_compilations
 from compile_passes.passes import PASSES, MoEPass, enter, graph_modules, run_all, users_passes
+from compile_passes.prepare import prepare
 from meta.checks import fail
 
 # Inductor calls what is on the first hook; what is on the second is in the key of its caches, always. (A user's pass
@@ -102,9 +102,13 @@ def compile(model: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
     """``torch.compile(model, backend="moe_ops", **kwargs)``, with ``mode`` and ``options`` allowed together.
 
     A transformers model whose experts run as a Python loop, which no compiler can capture, is switched to
-    ``experts_implementation="grouped_mm"`` first, with a warning. Other loops over experts are left as they are; a
-    warning says why. ``generate(cache_implementation="static")`` of a transformers model compiles its decode steps by
-    itself; its ``generation_config.compile_config`` is set to compile them in the same way, which a warning says.
+    ``experts_implementation="grouped_mm"`` first, with a warning. Another loop over the experts that were hit gets a
+    static form, on the instance: a trial on a copy of one layer has to prove it equal, and it has to be fused. Lists of
+    experts are stacked. Warnings say what was done, what it cost, and what was left as it is and why;
+    ``moe_ops.restore(model)`` undoes it.
+
+    ``generate(cache_implementation="static")`` of a transformers model compiles its decode steps by itself; its
+    ``generation_config.compile_config`` is set to compile them in the same way, which a warning says.
 
     Args:
         model: module or function.

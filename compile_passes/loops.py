@@ -1,4 +1,4 @@
-"""Expert loops that no compiler can capture: switch transformers models to a form that can be, name the others.
+"""Expert loops that no compiler can capture, found by the structure of their code.
 
 A loop over the experts that were hit (`for e in hit.nonzero()`) has a trip count that only the data knows. Dynamo
 breaks the graph there, and the expert products are in no graph at all, so that no pass can find them.
@@ -8,24 +8,19 @@ from __future__ import annotations
 
 import ast
 import inspect
-import logging
 import textwrap
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
-
-from compile_passes.stacking import expert_lists, stack_list, taken_elsewhere, why_not
-
-log = logging.getLogger(__name__)
 
 CAPTURABLE = "grouped_mm"
 # What transformers' `use_experts_implementation` sets on every instance of a class that it decorates.
 _DECORATED = ("config", "has_gate", "has_bias", "is_transposed")
-_SETTING = "_experts_implementation"
+SETTING = "_experts_implementation"
+# On a module whose loop has been given a static form: the names of the methods that were.
+STATIC = "_moe_ops_static"
 # Calls whose result has a size, or a value, that only the data knows.
 _DATA_DEPENDENT = frozenset({"argwhere", "tolist", "item", "bincount", "masked_select", "unique", "numpy"})
 # Lists of positions: a loop over them has a trip count that only the data knows; indexing by them has not.
@@ -61,10 +56,10 @@ def find_loops(model: nn.Module) -> list[ExpertLoop]:
     found = []
     for name, module in model.named_modules():
         if all(hasattr(module, attribute) for attribute in _DECORATED):
-            if getattr(module.config, _SETTING, None) == "eager":
+            if getattr(module.config, SETTING, None) == "eager":
                 found.append(ExpertLoop(name, module, switchable=True, stacked=True))
-        elif _holds_experts(name, module) and _loops_over_data(type(module)):
-            found.append(ExpertLoop(name, module, switchable=False, stacked=not any(map(_lists, module.modules()))))
+        elif _holds_experts(name, module) and STATIC not in vars(module) and loops_over_data(type(module)):
+            found.append(ExpertLoop(name, module, switchable=False, stacked=not _has_list(module)))
     return found
 
 
@@ -97,78 +92,27 @@ def _by_block(model: nn.Module, groups: list[ExpertGroup]) -> list[ExpertGroup]:
     return merged
 
 
-def prepare(model: nn.Module) -> None:
-    """Make the experts of ``model`` capturable, by transformers or by stacking; warn of what was and was not done."""
-    _stack_lists(model)
-    loops = find_loops(model)
-    switch = getattr(model, "set_experts_implementation", None)
-    if any(loop.switchable for loop in loops) and switch is not None:
-        switch(CAPTURABLE)
-        for loop in loops:
-            if loop.switchable:
-                setattr(loop.module.config, _SETTING, CAPTURABLE)
-        _say(
-            f'moe_ops.compile: switched the experts of {type(model).__name__} from the "eager" loop, which cannot be '
-            f'captured, to experts_implementation="{CAPTURABLE}".'
-        )
-    rest = [loop for loop in loops if not (loop.switchable and switch is not None)]
-    if rest:
-        _say(
-            f"moe_ops.compile: {rest[0].name or type(rest[0].module).__name__} ({type(rest[0].module).__name__}) and "
-            f"{len(rest) - 1} more run their experts in a Python loop, which cannot be captured; they are left as is. "
-            f"{cure(rest[0])}"
-        )
+def cure(loop: ExpertLoop, *, tried: bool = False) -> str:
+    """What the user can do about a loop.
 
-
-def _stack_lists(model: nn.Module) -> None:
-    """Stack the lists of experts that a capturable loop runs over, and allow the capture of what it needs."""
-    owners = {found: type(model.get_submodule(found.path.rpartition(".")[0])) for found in expert_lists(model)}
-    looping = {kind for kind in set(owners.values()) if _loops_over_data(kind)}  # `find_loops` names these
-    lists = [found for found, kind in owners.items() if kind not in looping]
-    taken = taken_elsewhere(model) if lists else {}
-    done, left = [], []
-    for found in lists:
-        problem = why_not(found, taken)
-        if problem is None:
-            stack_list(found)
-            done.append(found.path)
-        else:
-            left.append(problem)
-    if done:
-        torch._dynamo.config.capture_dynamic_output_shape_ops = True
-        _say(
-            f"moe_ops.compile: stacked the experts of {_and_more(done)}: one parameter for all experts in place of one "
-            "for each, so make optimizers after this. The state dict keeps its keys; moe_ops.restore(model) undoes it. "
-            "torch._dynamo.config.capture_dynamic_output_shape_ops is set, which loops with torch.where need."
-        )
-    if left:
-        _say(f"moe_ops.compile: a list of experts stays a list, which is not fused: {_and_more(left)}.")
-
-
-def _and_more(names: list[str]) -> str:
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-
-
-def cure(loop: ExpertLoop) -> str:
-    """What the user can do about a loop."""
+    Args:
+        tried: whether `moe_ops.compile` has looked at it already.
+    """
     if loop.switchable:
         return f'moe_ops.compile(model) switches it, or model.set_experts_implementation("{CAPTURABLE}").'
     call = "moe_ops.fused_experts(hidden_states, gate_up_proj, down_proj, topk_weights, topk_ids)"
+    first = "" if tried else "moe_ops.compile(model) gives it a static form, where it can prove one equal. By hand: "
     if loop.stacked:
-        return (
-            f"Its weights are stacked already: viewed as [E, N, K], they can be given to {call} in place of the loop."
-        )
-    return f"Store the experts as stacked [E, N, K] weights, and replace the loop by {call}."
-
-
-def _say(message: str) -> None:
-    log.info(message)
-    warnings.warn(message, stacklevel=4)
+        weights = "its weights are stacked already: viewed as [E, N, K], they can be given to"
+        text = f"{weights} {call} in place of the loop."
+    else:
+        text = f"store the experts as stacked [E, N, K] weights, and replace the loop by {call}."
+    return first + text if first else text[0].upper() + text[1:]
 
 
 def _holds_experts(name: str, module: nn.Module) -> bool:
-    """Whether ``module`` is called like experts or has a list of them."""
-    return "expert" in name.rsplit(".", 1)[-1] or bool(_lists(module))
+    """Whether ``module`` is called like experts or has a list, or stacks, of them."""
+    return "expert" in name.rsplit(".", 1)[-1] or bool(_lists(module) or _stacked_weights(name, module))
 
 
 def _lists(module: nn.Module) -> list[nn.Module]:
@@ -181,6 +125,11 @@ def _lists(module: nn.Module) -> list[nn.Module]:
     ]
 
 
+def _has_list(module: nn.Module) -> bool:
+    """Whether experts are modules of a list, rather than slices of weights."""
+    return isinstance(module, nn.ModuleList | nn.ModuleDict) or any(map(_lists, module.modules()))
+
+
 def _stacked_weights(name: str, module: nn.Module) -> list[nn.Parameter]:
     """Own weights of all experts together: ``[E, ., .]``, or several flat ones as in dbrx."""
     called = f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
@@ -191,7 +140,7 @@ def _stacked_weights(name: str, module: nn.Module) -> list[nn.Parameter]:
     return deep or (own if len(own) > 1 and "expert" in called else [])
 
 
-def _loops_over_data(kind: type[nn.Module]) -> bool:
+def loops_over_data(kind: type[nn.Module]) -> bool:
     """Whether ``forward`` of a class, or a method or function that it calls, loops over what only the data knows."""
     return any(_has_such_loop(tree) for tree in _forward_code(kind))
 
@@ -199,7 +148,7 @@ def _loops_over_data(kind: type[nn.Module]) -> bool:
 def _has_such_loop(tree: ast.AST) -> bool:
     """A loop statement, and an operation whose result size depends on the data, in one function."""
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While)]
-    if loops and any(isinstance(node, ast.Call) and _name(node.func) in _DATA_DEPENDENT for node in ast.walk(tree)):
+    if loops and has_data_dependent_calls(tree):
         return True
     listed = {
         target.id
@@ -211,7 +160,12 @@ def _has_such_loop(tree: ast.AST) -> bool:
     over = [loop.iter for loop in loops if isinstance(loop, ast.For)]
     if any(_lists_positions(value) or listed & _names(value) for value in over):
         return True
-    return any(_decides(node) for loop in loops for node in ast.walk(loop))
+    return any(decides(node) for loop in loops for node in ast.walk(loop))
+
+
+def has_data_dependent_calls(tree: ast.AST) -> bool:
+    """Whether a piece of code calls what has a size, or a value, that only the data knows."""
+    return any(isinstance(node, ast.Call) and _name(node.func) in _DATA_DEPENDENT for node in ast.walk(tree))
 
 
 def _lists_positions(tree: ast.AST) -> bool:
@@ -223,11 +177,13 @@ def _names(tree: ast.AST) -> set[str]:
     return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
-def _decides(node: ast.AST) -> bool:
+def decides(node: ast.AST) -> bool:
     """An `if` on what tensors hold, or on how many positions there are: `if mask.any():`, `if token.shape[0] == 0:`."""
     if not isinstance(node, ast.If):
         return False
-    asked = {_name(part.func) for part in ast.walk(node.test) if isinstance(part, ast.Call)}
+    calls = [part for part in ast.walk(node.test) if isinstance(part, ast.Call)]
+    asked = {_name(part.func) for part in calls}
+    asked |= {"size" for part in calls if _name(part.func) == "len" and isinstance(part.args[0], ast.Name)}
     sizes = any(isinstance(part, ast.Attribute) and part.attr == "shape" for part in ast.walk(node.test))
     return bool(asked & {"any", "all", "numel", "size", "sum"}) or sizes
 

@@ -249,7 +249,11 @@ def _close(
     if problem is not None:
         return problem
     match = replace(match, region=_ordered(reading, region), apart=unsafe)
-    if not isinstance(combine.weights, fx.Node) or not isinstance(dispatch.ids, fx.Node):
+    if not isinstance(dispatch.ids, fx.Node):
+        return replace(
+            match, router=kept(combine.output, "some of its pairs are dropped, or slots are found one by one")
+        )
+    if not isinstance(combine.weights, fx.Node):
         return replace(match, router=kept(combine.output, "its scores are for all experts"))
     router = recognise_router(
         reading, combine.weights, dispatch.ids, tokens=None if hidden is None else math.prod(hidden.shape[:-1]),

@@ -279,7 +279,7 @@ class Rewriter:
         heapq.heapify(heap)
         while heap:
             node = heapq.heappop(heap)[2]
-            if node in erased:
+            if node in erased or node._erased:
                 continue
             for check in [user for user in node.users if self.reading.is_check(user)]:
                 if self._is_dead(node, erased, ignored=check):

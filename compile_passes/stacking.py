@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ class ExpertList:
 
     @property
     def experts(self) -> list[nn.Module]:
-        return list(self.module.children())
+        return list(_numbered(self.module).values())
 
 
 def stack_experts_(model: nn.Module, *names: str) -> nn.Module:
@@ -80,15 +80,8 @@ def stack_experts_(model: nn.Module, *names: str) -> nn.Module:
     return model
 
 
-def restore(model: nn.Module) -> nn.Module:
-    """Undo `stack_experts_`: every expert has its own parameters again, with the present values.
-
-    Args:
-        model: a module, some of whose lists of experts may be stacked.
-
-    Returns:
-        ``model``.
-    """
+def unstack(model: nn.Module) -> nn.Module:
+    """Undo `stack_experts_`: every expert has its own parameters again, with the present values."""
     for module in model.modules():
         stacks = vars(module).get(_STACKS)
         if stacks is not None:
@@ -105,10 +98,10 @@ def expert_lists(model: nn.Module, names: tuple[str, ...] = ()) -> list[ExpertLi
             raise fail("stack_experts_", "names", "paths of nn.ModuleList or nn.ModuleDict in the model", repr(name))
     for path, module in modules.items():
         called = path in names if names else "expert" in path.rpartition(".")[2]
-        if not called or not isinstance(module, nn.ModuleList | nn.ModuleDict) or len(module) < 2:
+        if not called or not isinstance(module, nn.ModuleList | nn.ModuleDict) or len(_numbered(module)) < 2:
             continue
         if _STACKS not in vars(module):
-            first = next(iter(module.children()))
+            first = next(iter(_numbered(module).values()))
             parameters = tuple(name for name, _ in first.named_parameters(remove_duplicate=False))
             if parameters:
                 found.append(ExpertList(path, module, parameters))
@@ -195,7 +188,7 @@ def stack_list(found: ExpertList) -> None:
 
 
 def _unstack(module: nn.Module, stacks: Mapping[str, str]) -> None:
-    experts = list(module.children())
+    experts = list(_numbered(module).values())
     for stacked, name in stacks.items():
         held = module._parameters.pop(stacked)
         for number, expert in enumerate(experts):
@@ -245,8 +238,14 @@ def _original(kind: type[nn.Module]) -> type[nn.Module]:
 # ---- state dicts with the keys of single experts
 
 
-def _numbered(module: nn.Module) -> Iterator[tuple[str, int]]:
-    return ((key, number) for number, key in enumerate(module._modules))
+def _numbered(module: nn.Module) -> dict[str, nn.Module]:
+    """The experts of a list by their keys: what has weights, which a dropout for all of them beside them has not."""
+    return {key: child for key, child in module.named_children() if _has_weights(child)}
+
+
+def _has_weights(module: nn.Module) -> bool:
+    sliced = any(_SLICE in vars(inner) for inner in module.modules())
+    return sliced or any(True for _ in module.parameters())
 
 
 def _split_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -254,10 +253,11 @@ def _split_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata
     stacks: Mapping[str, str] = vars(module)[_STACKS]
     held = {name: state.pop(prefix + stacked) for stacked, name in stacks.items() if prefix + stacked in state}
     rest = {key: state.pop(key) for key in list(state) if key.startswith(prefix)}  # buffers of the experts
-    for key, number in _numbered(module):
+    for number, key in enumerate(_numbered(module)):
         state.update({f"{prefix}{key}.{name}": stacked[number] for name, stacked in held.items()})
         own = f"{prefix}{key}."
         state.update({name: value for name, value in rest.items() if name.startswith(own)})
+    state.update(rest)
 
 
 def _stack_state(
@@ -266,7 +266,7 @@ def _stack_state(
 ) -> None:  # fmt: skip
     """The old keys of a state dict, each slice's own, as the stacked ones."""
     for stacked, name in vars(module)[_STACKS].items():
-        keys = [f"{prefix}{key}.{name}" for key, _ in _numbered(module)]
+        keys = [f"{prefix}{key}.{name}" for key in _numbered(module)]
         given = [state.pop(key) for key in keys if key in state]
         if len(given) == len(keys):
             alike = len({(value.shape, value.dtype, value.device) for value in given}) == 1

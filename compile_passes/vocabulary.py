@@ -63,6 +63,7 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("view", "x", (torch.unsqueeze, "unsqueeze", torch.squeeze, "squeeze", torch.unflatten)),
     ("view", "x", ("contiguous", "alias")),
     ("clone", "x", (torch.clone, "clone")),
+    ("dropout", "x y training inplace", (F.dropout, "dropout")),
     # other views
     ("transpose", "x dim0 dim1", (torch.transpose, "transpose", torch.swapaxes, "swapaxes", "swapdims")),
     ("mt", "x", ("mT",)),
@@ -377,6 +378,8 @@ def _finish(node: fx.Node, name: str, parameters: tuple[str, ...]) -> Call:
         name = "fancy" if name == "index" else "fancy_put"
     if name in ("getslice", "select", "slice", "narrow") and _keeps_all(node, args.get("x")):
         return Call("view", {"x": args["x"]})  # every element, in the same order
+    if name == "dropout" and (args.get("training") is False or args.get("y") == 0):
+        return Call("view", {"x": args["x"]})  # drops nothing
     if name in ("view", "cast", "clone") and not _keeps_elements(node, args.get("x")):
         name = f"{name}_of_other_elements"
     return Call(name, args)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from compile_passes.reading import Reading
@@ -97,10 +98,24 @@ def _bounded(reading: Reading, ids: Any, experts: Any, above: bool, depth: int) 
         return _is_within(low, None) and (not above or (high is not None and equal_sizes(high, experts - 1)))
     if (call := reading.read(value, "randint", "low high size dtype")) is not None:
         return _is_within(call["low"], None) and (not above or equal_sizes(call["high"], experts))
+    if _is_bit(reading, value, depth):
+        return not above or (isinstance(experts, int) and experts > 1)
     call = reading.read(value, "mod", "y")
     if call is None:
         return False
     return equal_sizes(call["y"], experts) if above else type(call["y"]) is int and call["y"] > 0
+
+
+def _is_bit(reading: Reading, value: Any, depth: int) -> bool:
+    """Whether ``value`` is 0 or 1 everywhere: a mask, a one-hot, or a product of such."""
+    tensor, value = example(value), reading.exact(value, 2)
+    made = example(value)
+    if depth == 0 or tensor is None or made is None:
+        return False
+    if made.dtype == torch.bool or reading.named(value, "one_hot") is not None:
+        return True
+    call = reading.read(value, "mul", "y")
+    return call is not None and all(_is_bit(reading, part, depth - 1) for part in (call["x"], call["y"]))
 
 
 def _picked_from(reading: Reading, value: Any) -> list[Any] | None:

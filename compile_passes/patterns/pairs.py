@@ -28,13 +28,17 @@ _CALL = "moe_ops.fused_experts(hidden_states, gate_up_proj, down_proj, topk_weig
 class Hits:
     """The pairs of one expert: ``places`` lists them, ``token`` is which of its results holds tokens.
 
-    ``alone``: tokens, whatever the slot.
+    ``alone``: tokens, whatever the slot. ``routed``: a tensor [..., E] that is not zero at the expert of a pair where
+    the expert gets it; None: it gets all. ``single``: the places are [T, 1], and element t of the ids is the expert of
+    token t, whatever shape they have.
     """
 
     ids: fx.Node
     places: fx.Node
     token: int
     alone: bool
+    routed: fx.Node | None = None
+    single: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,43 @@ class Pairs:
         known = any(are_in_range(self.reading, ids, count) for count in (self.experts, classes))
         return ids if known else None
 
+    def _masked(self, mask: Any, number: int, places: fx.Node, place: int) -> Hits | None:
+        """The pairs of an expert by ``one_hot(ids) * more``, permuted to [E, K, T] or [E, T, K]; ``more`` is a mask.
+
+        Whatever it is, the product is set at no other expert than the pair's own.
+        """
+        value = self.reading.exact(mask, 2)
+        call = self.reading.read(value, "getslice select", "index dim")
+        turned = None if call is None else self.reading.read(call["x"], "permute", "dims")
+        if call is None or turned is None or call["index"] not in (number, (number,)) or call["dim"] not in (None, 0):
+            return None
+        order = [axis % 3 for axis in turned["dims"] if type(axis) is int]
+        hot, shape = turned["x"], example(turned["x"])
+        if order not in ([2, 1, 0], [2, 0, 1]) or shape is None or not equal_sizes(shape.shape[-1], self.experts):
+            return None
+        root = self.reading.exact(hot, 2)
+        while (view := self.reading.read(root, "view")) is not None:
+            root = self.reading.exact(view["x"], 2)
+        product, routed = self.reading.read(root, "mul", "y"), None
+        whole = example(root)
+        if whole is None or not equal_sizes(whole.shape[-1], self.experts):
+            return None
+        ids = self._one_hot_of(root)
+        if product is not None:
+            sides = [(product["x"], product["y"]), (product["y"], product["x"])]
+            ids = next((found for one, other in sides if same_shape(one, root) and self._is_boolean(other)
+                        and (found := self._one_hot_of(one)) is not None), None)  # fmt: skip
+            routed = root
+        single_slot = equal_sizes(shape.shape[1], 1) and ids is not None and self.one_each(ids)
+        if ids is None or not (single_slot or (rank(ids) == 2 and same_shape(root, hot))):
+            return None
+        token = order.index(0) - 1
+        return Hits(ids, places, token, False, routed, single_slot) if place == token else None
+
+    def _is_boolean(self, value: Any) -> bool:
+        held = example(self.reading.exact(value, 2))
+        return held is not None and held.dtype == torch.bool
+
     def one_each(self, ids: fx.Node) -> bool:
         """Whether there is one expert id for each token."""
         return self._numbers(ids, self.tokens)
@@ -143,6 +184,8 @@ class Pairs:
                 return Hits(ids, places, int(flipped), False) if place == int(flipped) else None
             alone = not flipped and self.one_each(ids) and (rank(mask) == 1 or boolean)
             return Hits(ids, places, 0, True) if alone and place == 0 else None
+        if not boolean and (masked := self._masked(mask, number, places, place)) is not None:
+            return masked
         any_slot = self.reading.read(self.reading.exact(mask, 2), "any sum amax", "dim")
         found = None if any_slot is None else self.of_mask(any_slot["x"], number)
         if any_slot is None or found is None or place != 0 or not (rank(mask) == 1 or boolean):
@@ -276,8 +319,11 @@ class Pairs:
     def selection_of(self, hits: Hits, weights: fx.Node) -> Selection | Refusal:
         """The experts of every token, by the pairs of an expert and weights [T, K], or scores for all experts."""
         ids = hits.ids
-        if hits.alone and self.one_each(ids) and self._numbers(weights, self.tokens):
-            return Selection(ids, weights, 1)
+        if hits.single or (hits.alone and self.one_each(ids)):
+            if self._numbers(weights, self.tokens):
+                return Selection(ids, weights, 1)
+            if hits.single:
+                return no_loop(self.anchor, "The routing weights of one expert for each token are not [tokens, 1].")
         if same_shape(ids, weights):
             return self._checked(ids, weights)
         found = self._selected(weights)

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from compile_passes.equal import is_float_cast, narrower, no_narrower
-from compile_passes.match import Body, Combine, Dispatch, Product, Refusal, Spread, Weight
+from compile_passes.match import Body, Combine, Dispatch, Made, Product, Refusal, Spread, Value, Weight
 from compile_passes.patterns.activation import recognise_body
 from compile_passes.patterns.capacity import recognise_capacity
 from compile_passes.patterns.chains import Expert
@@ -36,6 +36,9 @@ from compile_passes.patterns.selection import Selection
 from compile_passes.reading import Reading
 from compile_passes.safety import readers_of_numbers
 from compile_passes.vocabulary import equal_sizes, example, has_shape, rank, same_shape
+
+_ANY, _CAST, _SCALED = torch.ops.aten.any.dim, torch.ops.aten.to.dtype, torch.ops.aten.mul.Scalar
+_RESHAPE = torch.ops.aten.reshape.default
 
 
 @dataclass(frozen=True)
@@ -58,13 +61,14 @@ def recognise_loop(reading: Reading, experts: Sequence[Expert]) -> Loop | Refusa
 class _End:
     """What becomes of one expert's results: ``value``, multiplied by ``factor`` if at all, meets ``reader``.
 
-    ``mask``: where the results are not replaced by zeros, if some are.
+    ``mask``: where the results are not replaced by zeros, if some are. ``scale``: a number that multiplies them, too.
     """
 
     value: fx.Node
     factor: fx.Node | None
     reader: fx.Node
     mask: fx.Node | None = None
+    scale: int | float = 1
 
 
 @dataclass(frozen=True)
@@ -103,9 +107,12 @@ class _Loop:
         self.wide = self.floor if rows is None else narrower(rows.dtype, self.floor)
         followed = [self._follow(expert.down.result) for expert in self.experts]
         ends = [end for end in followed if end is not None]
-        ways = [self._of_all_tokens, self._of_slots, self._of_rows] if slots == 1 else []
+        whole = len(ends) == len(followed) and len({end.scale for end in ends}) == 1
+        plain = [self._of_all_tokens, self._of_slots] if whole and ends[0].scale == 1 else []
+        by_row = [self._of_rows] if whole else []
+        ways = [*plain, *by_row] if slots == 1 else []
         refusal: Refusal | None = None
-        for way in [*ways, self._slot_by_slot] if len(ends) == len(followed) else []:
+        for way in [*ways, *([self._slot_by_slot] if plain else [])]:
             found = way(ends)
             if isinstance(found, Refusal):
                 refusal = refusal or found
@@ -151,6 +158,7 @@ class _Loop:
     def _follow(self, value: fx.Node) -> _End | None:
         """From an expert's result to what sums or collects the results of all."""
         factor = mask = None
+        scale: int | float = 1
         while True:
             readers = readers_of_numbers(self.reading, value)
             if len(readers) != 1:
@@ -160,6 +168,8 @@ class _Loop:
                 value = reader
             elif self.reading.read(reader, "view") is not None:
                 value = reader
+            elif scale == 1 and (number := self._number(reader, value)) is not None:
+                scale, value = number, reader
             elif factor is None and self.reading.read(reader, "mul", "y") is not None:
                 factor = self._factor(reader, value)
                 if factor is None:
@@ -168,7 +178,15 @@ class _Loop:
             elif mask is None and (mask := self._kept_by(reader, value)) is not None:
                 value = reader
             else:
-                return _End(value, factor, reader, mask)
+                return _End(value, factor, reader, mask, scale)
+
+    def _number(self, reader: fx.Node, value: fx.Node) -> int | float | None:
+        """The number that ``reader`` multiplies ``value`` by."""
+        call = self.reading.read(reader, "mul", "y")
+        if call is None or not same_shape(reader, self.reading.operand(value)):
+            return None
+        other = call["y"] if call["x"] is value else call["x"]
+        return other if type(other) in (int, float) else None
 
     def _factor(self, reader: fx.Node, value: fx.Node) -> fx.Node | None:
         """What the multiplication ``reader`` multiplies ``value`` [..., H] by: one number for each of its rows."""
@@ -397,7 +415,7 @@ class _Loop:
         if shape is None or shape.dim() != 2 or any(row.source is not source for row in rows):
             return None
         indices = [row.index for row in rows]
-        put = self._put_by_mask(source, indices, ends)
+        put = self._put_by_mask(source, indices, ends) if ends[0].scale == 1 else None
         if put is not None:
             return put
         pairs = self._pairs(shape.shape[0])
@@ -408,7 +426,10 @@ class _Loop:
         if any(hit.alone != alone for hit in hits):
             return None
         weights = [pairs.weights_at(end.factor, hit, n) for n, (end, hit) in enumerate(zip(ends, hits, strict=True))]
-        total = self._put_in_turn(ends, indices) if alone and pairs.one_each(ids) else None
+        routed, scale = hits[0].routed, ends[0].scale
+        if any(hit.routed is not routed for hit in hits):
+            return None
+        total = self._put_in_turn(ends, indices) if alone and pairs.one_each(ids) and scale == 1 else None
         if total is not None and all(end.factor is None or weight for end, weight in zip(ends, weights, strict=True)):
             return self._one_expert(pairs, source, [ids], weights, total, rows[0].indexed)
         if not pairs.all_same(weights) or weights[0] is None:
@@ -424,12 +445,31 @@ class _Loop:
         chosen = pairs.selection_of(hits[0], weights[0])
         if isinstance(chosen, Refusal):
             return chosen
+        if once and routed is not None:
+            return None
         if (once or alone) and chosen.top_k > 1 and not are_distinct(self.reading, ids, self.count, chosen.top_k):
             return Refusal(
                 ids, "A token may have an expert id twice, as far as can be proved, and its row would count once.",
                 "Take the ids from one topk over the experts, or add with index_add_.",
             )  # fmt: skip
-        return self._combined(source, chosen, total, start, rows[0].indexed)
+        block = self._combined(source, chosen, total, start, rows[0].indexed)
+        if isinstance(block, Refusal):
+            return block
+        dispatch, combine = block
+        if routed is not None:
+            kept, pairs_ = (Made(_RESHAPE, (one, [-1, chosen.top_k])) for one in (Made(_ANY, (routed, -1)), ids))
+            dispatch = replace(dispatch, ids=Made(torch.ops.aten.where.ScalarOther, (kept, pairs_, -1)))
+        if scale != 1:
+            combine = replace(combine, weights=self._scaled(combine.weights, scale))
+        return dispatch, combine
+
+    def _scaled(self, weights: Value, scale: int | float) -> Made:
+        """``scale`` times routing weights, in no fewer bits than the original has for their product with the rows."""
+        held = example(weights) if isinstance(weights, fx.Node) else None
+        if held is not None:
+            wide = torch.promote_types(torch.promote_types(held.dtype, self.floor), torch.float32)
+            weights = Made(_CAST, (weights, wide, False, False, None))
+        return Made(_SCALED, (weights, scale))
 
     # ---- one slot after the other
 

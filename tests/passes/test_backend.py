@@ -286,9 +286,11 @@ class Loop(torch.nn.Module):
         return out
 
 
-def test_compile_names_a_loop_that_it_cannot_switch():
+def test_compile_gives_a_loop_a_static_form_and_says_so_at_the_line_of_the_user():
     model, x = Loop(), torch.randn(5, H)
-    with pytest.warns(UserWarning, match="run their experts in a Python loop"):
-        compiled = moe_ops.compile(model, backend="moe_ops_eager")
+    expected = model(x)
+    with pytest.warns(UserWarning, match="in a loop over those that were hit") as said:
+        compiled = moe_ops.compile(model, backend="moe_ops_eager", fullgraph=True)
+    assert {warning.filename for warning in said} == {__file__}
     with torch.no_grad():
-        torch.testing.assert_close(compiled(x), model(x))
+        torch.testing.assert_close(compiled(x), expected)

@@ -170,6 +170,27 @@ def test_by_name():
     assert model.ffns.w2_weight.shape == (E, H, I)
 
 
+def test_what_has_no_weights_is_no_expert():
+    """A dropout for all experts beside them in their list, as nllb has it; its buffers stay in the state dict."""
+
+    class Noise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count = nn.Buffer(torch.ones(2))
+
+    model = nn.Module()
+    torch.manual_seed(0)
+    model.experts = nn.ModuleDict({"one": Expert(H, I), "drop": nn.Dropout(0.1), "two": Expert(H, I), "noise": Noise()})
+    before = copy.deepcopy(model.state_dict())
+    moe_ops.stack_experts_(model)
+    assert model.experts.w1_weight.shape == (2, I, H)
+    state = model.state_dict()
+    assert sorted(state) == sorted(before) and all(torch.equal(value, before[key]) for key, value in state.items())
+    model.load_state_dict(before)
+    moe_ops.restore(model)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
 def _tied(model):
     model.experts[1].w1.weight = model.experts[0].w1.weight
 

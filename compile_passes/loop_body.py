@@ -1,0 +1,154 @@
+"""The body of a loop over all experts: what it may not do, its expert's number, and what nobody reads any more."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from compile_passes.sorted_slices import CONVERSIONS
+from compile_passes.source import NotStatic, bodies, called, is_zero, names
+
+# What may lie between the ids, or a mask of them, and the list of experts that were hit.
+ELEMENTS = frozenset({"tolist", "cpu", "numpy", "flatten", "squeeze", "view", "reshape", "ravel", "detach", "sorted"})
+POSITIVE = frozenset({"greater", "gt", "ne", "not_equal"})
+
+# What may be left out when nobody reads it.
+_PURE = ELEMENTS | CONVERSIONS | POSITIVE | {"nonzero", "unique", "where", "bool", "argsort"}
+
+
+class Element(ast.NodeTransformer):
+    """The number of an expert in place of an element of a list of numbers.
+
+    Args:
+        name: of the element.
+        rows: whether an element is a tensor [1]: what it picks has one dimension more.
+    """
+
+    def __init__(self, name: str, rows: bool, held: Callable[[ast.expr], Any]) -> None:
+        self.name, self.rows, self.held = name, rows, held
+
+    def _is(self, value: ast.AST) -> bool:
+        return isinstance(value, ast.Name) and value.id == self.name
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        function = node.func
+        if isinstance(function, ast.Attribute):
+            inside = function.value
+            if self._is(inside) and function.attr in ("item", "squeeze", "tolist", "cpu", "long", "view", "flatten"):
+                return inside
+            first = (not node.args and not node.keywords) or [is_zero(part) for part in node.args] == [True]
+            if function.attr == "squeeze" and self._picks(inside) and first and self.rows:
+                return ast.copy_location(self._picked(inside), node)
+        elif isinstance(function, ast.Name) and function.id == "int" and len(node.args) == 1:
+            inner = self.visit(node.args[0])
+            if self._is(inner):
+                return inner  # type: ignore[no-any-return]
+        return self.generic_visit(node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        if self._is(node.value) and is_zero(node.slice) and self.rows:
+            return ast.copy_location(ast.Name(self.name, ast.Load()), node)
+        if self.rows and is_zero(node.slice) and self._picks(node.value):
+            return ast.copy_location(self._picked(node.value), node)
+        if self.rows and self._is(node.slice) and not isinstance(self.held(node.value), nn.Module):
+            if not isinstance(node.ctx, ast.Load):
+                raise NotStatic(f"{ast.unparse(node)} is assigned to", node)
+            return ast.Subscript(self._picked(node), ast.Constant(None), ast.Load())
+        if self.rows and isinstance(node.slice, ast.Tuple) and any(map(self._is, node.slice.elts)):
+            raise NotStatic(f"{ast.unparse(node)} indexes with a row of a list", node)
+        return self.generic_visit(node)
+
+    def _picks(self, value: ast.AST) -> bool:
+        return isinstance(value, ast.Subscript) and self._is(value.slice)
+
+    def _picked(self, value: ast.AST) -> ast.expr:
+        assert isinstance(value, ast.Subscript)
+        return ast.Subscript(self.visit(value.value), value.slice, ast.Load())
+
+
+def check_body(loop: ast.For) -> None:
+    """Refuse what a loop over all experts would do more, or less, often than one over those that were hit."""
+    if loop.orelse:
+        raise NotStatic("a loop with an `else`", loop)
+    for node in [part for statement in loop.body for part in ast.walk(statement)]:
+        if isinstance(node, ast.Break | ast.Return | ast.Yield | ast.YieldFrom | ast.Raise | ast.Try | ast.Delete):
+            raise NotStatic(f"a `{type(node).__name__.lower()}` in the loop", node)
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in targets:
+            while isinstance(target, ast.Subscript):
+                target = target.value
+            if isinstance(target, ast.Attribute):
+                raise NotStatic(f"the loop writes {ast.unparse(target)}, for experts that were hit alone", node)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            function = node.value.func
+            root: Any = function
+            while isinstance(root, ast.Attribute | ast.Subscript | ast.Call):
+                root = root.func if isinstance(root, ast.Call) else root.value
+            if not isinstance(function, ast.Attribute) or not isinstance(root, ast.Name) or root.id == "self":
+                raise NotStatic(f"the loop calls {ast.unparse(function)} for what that does", node)
+
+
+def check_tests(loop: ast.For) -> None:
+    """Refuse a loop that still asks how many tokens an expert has."""
+    for node in ast.walk(loop):
+        if isinstance(node, ast.If | ast.IfExp | ast.Continue):
+            test = getattr(node, "test", None)
+            parts = [] if test is None else list(ast.walk(test))
+            sizes = any(isinstance(part, ast.Attribute) and part.attr == "shape" for part in parts)
+            if sizes or any(called(part) in ("any", "all", "numel", "size", "sum", "item", "len") for part in parts):
+                raise NotStatic(
+                    f"`if {ast.unparse(test) if test else test}` is more than a test for an empty expert", node
+                )
+
+
+def take_known_branches(tree: ast.FunctionDef, dead: frozenset[int]) -> None:
+    """Put the body that runs in the place of an `if` whose other one is known not to."""
+    for block in [inner for node in ast.walk(tree) if isinstance(node, ast.stmt) for inner in bodies(node)]:
+        for statement in list(block):
+            if isinstance(statement, ast.If) and dead & {id(statement.body), id(statement.orelse)}:
+                place = block.index(statement)
+                block[place : place + 1] = statement.orelse if id(statement.body) in dead else statement.body
+
+
+def drop_lists_of_positions(tree: ast.FunctionDef) -> None:
+    """`token.tolist()` that is only used to index is `token`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and called(node.value) == "tolist" and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            reads = sum(isinstance(part, ast.Name) and part.id == name for part in ast.walk(tree)) - 1
+            slices = [part.slice for part in ast.walk(tree) if isinstance(part, ast.Subscript)]
+            inside = [part for index in slices for part in (index.elts if isinstance(index, ast.Tuple) else [index])]
+            if reads == sum(isinstance(part, ast.Name) and part.id == name for part in inside):
+                assert isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute)
+                node.value = node.value.func.value
+
+
+def drop_unread(tree: ast.FunctionDef) -> None:
+    """Leave out assignments that nobody reads any more: the lists of hit experts, and their counts."""
+    while True:
+        read_names: set[str] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.stmt):
+                parts = [part for part in ast.iter_child_nodes(node) if not isinstance(part, ast.stmt)]
+                found = {name for part in parts for name in names(part)}
+                own = node.targets[0] if isinstance(node, ast.Assign) else None
+                read_names |= found - {own.id} if isinstance(own, ast.Name) else found
+        dropped = 0
+        for block in [inner for node in ast.walk(tree) if isinstance(node, ast.stmt) for inner in bodies(node)]:
+            for statement in list(block):
+                if _is_unread(statement, read_names) and len(block) > 1:
+                    block.remove(statement)
+                    dropped += 1
+        if not dropped:
+            return
+
+
+def _is_unread(statement: ast.stmt, read_names: set[str]) -> bool:
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+        return False
+    target = statement.targets[0]
+    calls = [called(node) for node in ast.walk(statement.value) if isinstance(node, ast.Call)]
+    return isinstance(target, ast.Name) and target.id not in read_names and all(name in _PURE for name in calls)

@@ -1,0 +1,147 @@
+"""What `moe_ops.compile` does to a model before it is captured, and how that is undone.
+
+Experts of transformers on the eager loop are switched to a form in one graph, loops over the experts that were hit get
+a static form, and lists of experts are stacked. A warning says what was done, and what was left alone and why.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from compile_passes.loops import CAPTURABLE, SETTING, STATIC, ExpertLoop, cure, find_loops, loops_over_data
+from compile_passes.rebind import Verdict, bind, unbind, verdict_of
+from compile_passes.stacking import expert_lists, stack_list, taken_elsewhere, unstack, why_not
+
+log = logging.getLogger(__name__)
+
+
+def prepare(model: nn.Module) -> None:
+    """Make the experts of ``model`` capturable; warn of what was and was not done."""
+    loops = find_loops(model)
+    switched = _switch(model, [loop for loop in loops if loop.switchable])
+    _make_static(model, [loop for loop in loops if loop not in switched])
+    _stack_lists(model)
+
+
+def _switch(model: nn.Module, loops: list[ExpertLoop]) -> list[ExpertLoop]:
+    """Let transformers run the experts of ``loops`` in one graph; returns the loops that it does that for."""
+    switch = getattr(model, "set_experts_implementation", None)
+    if not loops or switch is None:
+        return []
+    switch(CAPTURABLE)
+    for loop in loops:
+        setattr(loop.module.config, SETTING, CAPTURABLE)
+    _say(
+        f'moe_ops.compile: switched the experts of {type(model).__name__} from the "eager" loop, which cannot be '
+        f'captured, to experts_implementation="{CAPTURABLE}".'
+    )
+    return loops
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Undo what `moe_ops.compile` and `stack_experts_` did to the modules of a model.
+
+    Loops run as their class writes them again, and every expert has its own parameters, with the present values.
+
+    Args:
+        model: a module, some of whose loops may have a static form and some of whose lists may be stacked.
+
+    Returns:
+        ``model``.
+    """
+    unbind(model)
+    return unstack(model)
+
+
+@dataclass
+class _Alike:
+    """The loops of one class that share a verdict."""
+
+    verdict: Verdict
+    names: list[str] = field(default_factory=list)
+    loop: ExpertLoop | None = None
+
+
+def _make_static(model: nn.Module, loops: list[ExpertLoop]) -> None:
+    """Bind the static form of every loop that has one, and say what became of each kind of loop."""
+    kinds: dict[tuple[type, str], _Alike] = {}
+    taken = taken_elsewhere(model) if loops else {}
+    for loop in loops:
+        verdict, _ = _unstackable(model, loop, taken) or verdict_of(model, loop.name)
+        if verdict.forms:
+            bind(model, verdict)
+        alike = kinds.setdefault((type(loop.module), verdict.reason), _Alike(verdict))
+        alike.names.append(loop.name or type(loop.module).__name__)
+        alike.loop = loop
+    for (kind, reason), alike in kinds.items():
+        assert alike.loop is not None
+        called, verdict = f"{_and_more(alike.names)} ({kind.__name__})", alike.verdict
+        if not verdict.forms:
+            _say(
+                f"moe_ops.compile: {called} run their experts in a Python loop, which cannot be captured; they are "
+                f"left as is. {reason[:1].upper()}{reason[1:].rstrip('.')}. {cure(alike.loop, tried=True)}"
+            )
+            continue
+        torch._dynamo.config.capture_dynamic_output_shape_ops = True
+        said = "; ".join(line for form in verdict.forms.values() for line in form.said)
+        mode = {None: "", True: " In eval mode the original runs.", False: " In training the original runs."}
+        _say(
+            f"moe_ops.compile: {called} run their experts in a loop over those that were hit, which cannot be "
+            f"captured: {said}. The static form was proved equal on a copy of one layer, "
+            f"outputs and gradients, in {verdict.seconds:.1f} s; moe_ops.restore(model) undoes it."
+            f"{mode[verdict.training]}"
+        )
+
+
+def _unstackable(model: nn.Module, loop: ExpertLoop, taken: dict[int, str]) -> tuple[Verdict, bool] | None:
+    """A verdict against a loop over a list that cannot be stacked: its static form would not be fused."""
+    for found in expert_lists(model):
+        if found.module is loop.module or found.path.startswith(f"{loop.name}." if loop.name else ""):
+            problem = why_not(found, taken)
+            if problem is not None:
+                problem = problem.removeprefix(f"{loop.name}.")
+                return Verdict({}, reason=f"its list of experts stays a list: {problem}"), True
+    return None
+
+
+def _stack_lists(model: nn.Module) -> None:
+    """Stack the lists of experts that a capturable loop runs over, and allow the capture of what it needs."""
+    lists = [found for found in expert_lists(model) if not _loops(model, found.path)]
+    taken = taken_elsewhere(model) if lists else {}
+    done, left = [], []
+    for found in lists:
+        problem = why_not(found, taken)
+        if problem is None:
+            stack_list(found)
+            done.append(found.path)
+        else:
+            left.append(problem)
+    if done:
+        torch._dynamo.config.capture_dynamic_output_shape_ops = True
+        _say(
+            f"moe_ops.compile: stacked the experts of {_and_more(done)}: one parameter for all experts in place of one "
+            "for each, so make optimizers after this. The state dict keeps its keys; moe_ops.restore(model) undoes it. "
+            "torch._dynamo.config.capture_dynamic_output_shape_ops is set, which loops with torch.where need."
+        )
+    if left:
+        _say(f"moe_ops.compile: a list of experts stays a list, which is not fused: {_and_more(left)}.")
+
+
+def _loops(model: nn.Module, path: str) -> bool:
+    """Whether a list is run by a loop that was left as it is: `_make_static` has said so."""
+    modules = [model.get_submodule(path), model.get_submodule(path.rpartition(".")[0])]
+    return any(loops_over_data(type(module)) and STATIC not in vars(module) for module in modules)
+
+
+def _and_more(names: list[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def _say(message: str) -> None:
+    log.info(message)
+    warnings.warn(message, stacklevel=5)  # the line of the user that calls moe_ops.compile

@@ -1,0 +1,202 @@
+"""Static forms of loops, bound to the modules that have these loops once a trial has proved them equal.
+
+One trial is made for each class, configuration and source: modules that agree in all three share its verdict.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from compile_passes.conversions import without_conversions
+from compile_passes.explain import Report, explain
+from compile_passes.loops import STATIC
+from compile_passes.source import NotStatic, held
+from compile_passes.stacking import expert_lists, stack_list, why_not
+from compile_passes.static_loops import StaticForm, static_form
+from compile_passes.trial import HOOKS, Trial, bound, takes_hidden_states_alone
+
+# Modules around the one with the loop that are tried for a forward of hidden states alone.
+_AROUND = 2
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a trial came to.
+
+    Attributes:
+        forms: static forms of modules, by their path inside the block, the one with the loop first; empty when there
+            are none.
+        block: path of the block in the model.
+        reason: why there is none.
+        training: the mode in which it was proved; None: both.
+        seconds: what the trial cost.
+    """
+
+    forms: Mapping[str, StaticForm]
+    block: str = ""
+    reason: str = ""
+    training: bool | None = None
+    seconds: float = 0.0
+
+
+_VERDICTS: dict[Any, Verdict] = {}
+
+
+def verdict_of(model: nn.Module, path: str) -> tuple[Verdict, bool]:
+    """(the verdict on the loops of a module of ``model``, whether it is from an earlier trial)."""
+    start = time.perf_counter()
+    key: Any = None
+    try:
+        module = model.get_submodule(path)
+        _check_hooks(module)
+        around = _block(model, path)
+        block = model.get_submodule(around)
+        forms = {path[len(around) :].lstrip("."): static_form(module)}
+        for inside, other in block.named_modules():
+            more = None if inside in forms else without_conversions(other)
+            if more is not None:
+                forms[inside] = more
+        source = [ast.dump(tree) for form in forms.values() for tree in form.methods.values()]
+        key = (*forms, *source, *_facts(block))
+        if key in _VERDICTS:
+            return replace(_VERDICTS[key], block=around), True
+        verdict = _tried(block, forms, start)
+    except NotStatic as error:
+        verdict = Verdict({}, reason=str(error), seconds=time.perf_counter() - start)
+    if key is not None:
+        _VERDICTS[key] = verdict
+    return replace(verdict, block=around if verdict.forms else ""), False
+
+
+def bind(model: nn.Module, verdict: Verdict) -> None:
+    """Put the static forms in the place of the methods of one block."""
+    block = model.get_submodule(verdict.block)
+    for path, form in verdict.forms.items():
+        module = block.get_submodule(path)
+        for converted, dtype in form.converts:
+            held(module, converted).to(held(module, dtype))
+        methods = form.functions(training=verdict.training)
+        for name, function in methods.items():
+            vars(module)[name] = MethodType(function, module)
+        vars(module)[STATIC] = tuple(methods)
+
+
+def unbind(model: nn.Module) -> None:
+    """Undo `bind` for every module of ``model``."""
+    for module in model.modules():
+        for name in vars(module).pop(STATIC, ()):
+            vars(module).pop(name, None)
+
+
+def _tried(block: nn.Module, forms: Mapping[str, StaticForm], start: float) -> Verdict:
+    trial = Trial(block)
+    methods = {path: form.functions() for path, form in forms.items()}
+    trial.compare(methods, block.training)
+    training: bool | None = block.training
+    try:
+        trial.compare(methods, not block.training)
+        training = None
+    except NotStatic:
+        pass  # the other mode runs the original
+    _check_fused(trial, forms, block.training)
+    return Verdict(forms, training=training, seconds=time.perf_counter() - start)
+
+
+def _check_fused(trial: Trial, forms: Mapping[str, StaticForm], training: bool) -> None:
+    """Raise NotStatic when the static form is not captured in one graph, or not fused: it would be slow."""
+    block = trial.copy.train(training)
+    for found in expert_lists(block):
+        if why_not(found, {}) is None:
+            stack_list(found)
+    methods = {path: form.functions() for path, form in forms.items()}
+    with bound(block, methods), torch.set_grad_enabled(training), _quiet():
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            report = explain(block, trial.tokens("many tokens"))
+    problem = _problem(report)
+    if problem is not None:
+        raise NotStatic(problem)
+
+
+def _problem(report: Report) -> str | None:
+    stops = [*filter(None, [report.error]), *report.graph_break_reasons, *report.eager_frames]
+    if stops:
+        return f"the static form is not captured either: {stops[0]}"
+    if report.refused or not report.fused:
+        reason = report.refused[0].reason if report.refused else "no block is recognised."
+        return f"the static form is captured but not fused: {reason}"
+    return None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What is refused in a trial is part of the verdict."""
+    logger = logging.getLogger("compile_passes")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _check_hooks(module: nn.Module) -> None:
+    """Raise NotStatic where somebody listens to the experts, or runs something else already."""
+    for name in vars(module):
+        if callable(inspect.getattr_static(type(module), name, None)):
+            raise NotStatic(f"its {name} is bound to the instance already")
+    for path, inner in module.named_modules():
+        if path and any(getattr(inner, name, None) for name in HOOKS):
+            raise NotStatic(f"{path} has hooks, which would also be called for experts without tokens")
+
+
+def _block(model: nn.Module, path: str) -> str:
+    """The module with the loop, or the nearest around it, whose forward takes hidden states alone."""
+    tried = path
+    for _ in range(_AROUND + 1):
+        if takes_hidden_states_alone(model.get_submodule(tried)):
+            return tried
+        if not tried:
+            break
+        tried = tried.rpartition(".")[0]
+    raise NotStatic("its forward takes more than hidden states, and so do the modules around it")
+
+
+def _facts(block: nn.Module) -> Iterator[Any]:
+    """What a trial's outcome depends on: classes, shapes, modes, and all that is set on the modules."""
+    for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
+        yield name, tuple(tensor.shape), tensor.dtype, tensor.device.type
+    for path, module in block.named_modules():
+        yield path, getattr(type(module), "_moe_ops_original", type(module)), module.training
+        for name, value in sorted(vars(module).items()):
+            if name[:1] != "_":
+                settings = getattr(value, "to_dict", None)
+                yield name, _comparable(settings() if callable(settings) else value)
+
+
+class _Itself:
+    """An object that is equal to itself alone, kept so that no other one gets its identity."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _comparable(value: Any) -> str | _Itself:
+    plain = isinstance(value, int | float | str | bool | type(None) | tuple | list | dict | torch.dtype | torch.device)
+    return repr(value) if plain else _Itself(value)

@@ -1,0 +1,294 @@
+"""Source of a method as a tree, what its names stand for, and a function made of a changed tree."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+# Decorators that a changed function gets again.
+_MODES: dict[str, Callable[[], Any]] = {
+    "torch.no_grad()": torch.no_grad, "torch.no_grad": torch.no_grad,
+    "torch.inference_mode()": torch.inference_mode, "torch.enable_grad()": torch.enable_grad,
+}  # fmt: skip
+
+
+class NotStatic(Exception):
+    """Why there is no static form, in words, and at which line."""
+
+    def __init__(self, reason: str, node: ast.AST | None = None) -> None:
+        line = getattr(node, "lineno", None)
+        super().__init__(reason if line is None else f"line {line}: {reason}")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A method: its function without decorators, its tree with the line numbers of the file."""
+
+    name: str
+    function: FunctionType
+    tree: ast.FunctionDef
+    file: str
+    modes: tuple[str, ...]
+
+
+def read(kind: type, name: str) -> Source | None:
+    """The source of a method of a class; None where there is none.
+
+    Raises:
+        NotStatic: it is decorated by what may do anything.
+    """
+    whole = inspect.getattr_static(kind, name, None)
+    function = inspect.unwrap(whole) if isinstance(whole, FunctionType) else None
+    if not isinstance(function, FunctionType):
+        return None
+    try:
+        lines, first = inspect.getsourcelines(function)
+        tree = ast.parse(textwrap.dedent("".join(lines))).body[0]
+    except (OSError, TypeError, SyntaxError, IndexError):
+        return None
+    if not isinstance(tree, ast.FunctionDef) or tree.name != function.__name__:
+        return None
+    ast.increment_lineno(tree, first - 1)
+    modes = tuple(ast.unparse(decorator) for decorator in tree.decorator_list)
+    if any(mode not in _MODES for mode in modes) or (function is not whole and not modes):
+        raise NotStatic(f"{kind.__name__}.{name} is decorated, by {', '.join(modes) or 'something at run time'}", tree)
+    return Source(name, function, tree, inspect.getsourcefile(function) or "<unknown>", modes)
+
+
+def methods_of(module: nn.Module) -> dict[str, Source]:
+    """``forward`` of a module and the methods of its class that it calls, by name, those with a source.
+
+    Raises:
+        NotStatic: the source of ``forward`` is not to be had, or a method is decorated.
+    """
+    found: dict[str, Source] = {}
+    waiting, seen = ["forward"], {"forward"}
+    while waiting:
+        name = waiting.pop()
+        source = read(type(module), name)
+        if source is None and name == "forward":
+            raise NotStatic(f"the source of {type(module).__name__}.forward is not available")
+        if source is None:
+            continue
+        found[name] = source
+        for node in ast.walk(source.tree):
+            function = node.func if isinstance(node, ast.Call) else None
+            if isinstance(function, ast.Attribute) and ast.unparse(function.value) == "self":
+                inner = function.attr
+                if inner not in seen and not hasattr(nn.Module, inner) and inner not in module._modules:
+                    seen.add(inner)
+                    waiting.append(inner)
+    return found
+
+
+def held(module: nn.Module, value: ast.expr) -> Any:
+    """What ``self.a.b`` is in a method of ``module``; None for other expressions."""
+    if isinstance(value, ast.Name):
+        return module if value.id == "self" else None
+    inside = held(module, value.value) if isinstance(value, ast.Attribute) else None
+    return None if inside is None else getattr(inside, value.attr, None)  # type: ignore[attr-defined]
+
+
+def build(source: Source, tree: ast.FunctionDef) -> Callable[..., Any]:
+    """The function of ``source`` with ``tree`` for its code: same globals, closure, defaults and line numbers.
+
+    Raises:
+        NotStatic: it has names that only its class can spell.
+    """
+    function = source.function
+    for node in ast.walk(tree):
+        spelled = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        if spelled.startswith("__") and not spelled.endswith("__"):
+            raise NotStatic(f"the name {spelled} is private to its class", node)
+    tree.decorator_list, tree.returns = [], None
+    _number(tree)
+    free = [ast.arg(name) for name in function.__code__.co_freevars]
+    around = ast.FunctionDef(
+        name="around", args=ast.arguments([], free, None, [], [], None, []), body=[tree], decorator_list=[]
+    )
+    if hasattr(around, "type_params"):
+        around.type_params = []
+    module = ast.fix_missing_locations(ast.Module([around], []))
+    outer = _inner(compile(module, source.file, "exec", dont_inherit=True), "around")
+    code = _inner(outer, tree.name)
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    made = FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__,
+        tuple(cells[name] for name in code.co_freevars),
+    )  # fmt: skip
+    made.__kwdefaults__, made.__qualname__, made.__module__ = (
+        function.__kwdefaults__, function.__qualname__, function.__module__,
+    )  # fmt: skip
+    result: Callable[..., Any] = made
+    for mode in reversed(source.modes):
+        result = _MODES[mode]()(result)
+    return result
+
+
+def _number(tree: ast.FunctionDef) -> None:
+    """Give what was made of other text the line of the statement that it is in."""
+    for statement in ast.walk(tree):
+        if isinstance(statement, ast.stmt):
+            for node in ast.iter_child_nodes(statement):
+                parts = [] if isinstance(node, ast.stmt) else ast.walk(node)
+                for part in parts:
+                    if isinstance(part, ast.expr):
+                        part.lineno = part.end_lineno = statement.lineno
+                        part.col_offset = part.end_col_offset = 0
+
+
+def _inner(code: CodeType, name: str) -> CodeType:
+    return next(const for const in code.co_consts if isinstance(const, CodeType) and const.co_name == name)
+
+
+# ---- what names stand for
+
+
+@dataclass(frozen=True)
+class _Store:
+    """An assignment to a name: of ``value`` (None: not known), in the statement ``place``."""
+
+    value: ast.expr | None
+    place: ast.stmt
+
+
+class Scope:
+    """Which value a name has at a statement, where the text of the function alone tells.
+
+    Args:
+        tree: a function.
+        dead: bodies of `if` that are known not to run.
+    """
+
+    def __init__(self, tree: ast.FunctionDef, dead: frozenset[int] = frozenset()) -> None:
+        self._order: dict[ast.stmt, int] = {}
+        self._blocks: dict[ast.stmt, tuple[ast.stmt, ...]] = {}
+        self._branches: dict[ast.stmt, tuple[int, ...]] = {}
+        self._stores: dict[str, list[_Store]] = {}
+        self._walk(tree.body, (), (), dead)
+
+    def _walk(
+        self, body: list[ast.stmt], blocks: tuple[ast.stmt, ...], branches: tuple[int, ...], dead: frozenset[int]
+    ) -> None:
+        for statement in body:
+            self._order[statement] = len(self._order)
+            self._blocks[statement], self._branches[statement] = blocks, branches
+            for name, value in _stored(statement):
+                self._stores.setdefault(name, []).append(_Store(value, statement))
+            for inner in bodies(statement):
+                if id(inner) not in dead:
+                    known = isinstance(statement, ast.With) or any(id(other) in dead for other in bodies(statement))
+                    self._walk(inner, (*blocks, statement), branches if known else (*branches, id(inner)), dead)
+
+    def alive(self, statement: ast.stmt) -> bool:
+        """Whether the statement is in no body that is known not to run."""
+        return statement in self._order
+
+    def value(self, name: str, place: ast.stmt) -> tuple[ast.expr, ast.stmt] | None:
+        """What was assigned to ``name`` last before ``place``, and where; None when that depends on the run."""
+        stores = self._stores.get(name, [])
+        before = [store for store in stores if self._order[store.place] < self._order[place]]
+        loops = [block for block in self._blocks[place] if isinstance(block, ast.For | ast.While)]
+        again = any(
+            loop in (*self._blocks[store.place], store.place) and loop is not store.place
+            for store in stores if store not in before for loop in loops
+        )  # fmt: skip
+        if not before or again or before[-1].value is None:
+            return None
+        last = before[-1]
+        inside = self._branches[last.place]
+        return (last.value, last.place) if self._branches[place][: len(inside)] == inside and last.value else None
+
+    def changed(self, value: ast.expr, since: ast.stmt, until: ast.stmt) -> bool:
+        """Whether a name that ``value`` reads is assigned to between two statements."""
+        between = range(self._order[since], self._order[until])
+        return any(self._order[store.place] in between for name in names(value) for store in self._stores.get(name, []))
+
+    def reads(self, name: str) -> int:
+        """How many times statements that may run read ``name``."""
+        parts = [part for statement in self._order for part in ast.iter_child_nodes(statement)
+                 if not isinstance(part, ast.stmt)]  # fmt: skip
+        found = [node for part in parts for node in ast.walk(part) if isinstance(node, ast.Name) and node.id == name]
+        return sum(isinstance(node.ctx, ast.Load) for node in found)
+
+    def resolved(self, value: ast.expr, place: ast.stmt) -> tuple[ast.expr, ast.stmt]:
+        """``value``, or what the name that it is stands for, and where."""
+        while isinstance(value, ast.Name) and (found := self.value(value.id, place)) is not None:
+            value, place = found
+        return value, place
+
+    def read_outside(self, block: ast.stmt) -> set[str]:
+        """Names that are read by statements that are not in ``block``."""
+        rest = [
+            statement for statement, around in self._blocks.items() if block not in around and statement is not block
+        ]
+        parts = [part for statement in rest for part in ast.iter_child_nodes(statement)
+                 if not isinstance(part, ast.stmt)]  # fmt: skip
+        return {name for part in parts for name in names(part)}
+
+
+def bodies(statement: ast.stmt) -> list[list[ast.stmt]]:
+    """The lists of statements inside a compound statement."""
+    found = [getattr(statement, name, None) for name in ("body", "orelse", "finalbody")]
+    found += [handler.body for handler in getattr(statement, "handlers", [])]
+    return [body for body in found if isinstance(body, list) and body]
+
+
+def _stored(statement: ast.stmt) -> Iterator[tuple[str, ast.expr | None]]:
+    """Names that a statement itself assigns, and the value where it is one expression."""
+    if isinstance(statement, ast.Assign):
+        for target in statement.targets:
+            yield from _targets(target, statement.value)
+    elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
+        yield from _targets(statement.target, statement.value)
+    elif isinstance(statement, ast.AugAssign):
+        yield from _targets(statement.target, None)
+    elif isinstance(statement, ast.For):
+        yield from _targets(statement.target, None)
+    elif isinstance(statement, ast.With):
+        for item in statement.items:
+            if item.optional_vars is not None:
+                yield from _targets(item.optional_vars, None)
+
+
+def _targets(target: ast.expr, value: ast.expr | None) -> Iterator[tuple[str, ast.expr | None]]:
+    if isinstance(target, ast.Name):
+        yield target.id, value
+    elif isinstance(target, ast.Tuple | ast.List):
+        for position, part in enumerate(target.elts):
+            item = None if value is None else ast.Subscript(value, ast.Constant(position), ast.Load())
+            yield from _targets(part, item)
+
+
+def names(tree: ast.AST) -> set[str]:
+    """The names that are read in a tree."""
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+
+
+def called(node: ast.AST) -> str:
+    """The last part of the name of the function that a call calls; "" for what is no call."""
+    function = node.func if isinstance(node, ast.Call) else None
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def subject(call: ast.Call) -> ast.expr | None:
+    """``x`` of ``x.f(...)`` and of ``torch.f(x, ...)`` or ``F.f(x)``."""
+    function = call.func
+    if isinstance(function, ast.Attribute):
+        inside = function.value
+        library = ast.unparse(inside) in ("torch", "F", "nn.functional", "torch.nn.functional")
+        if not library:
+            return inside
+    return call.args[0] if call.args else None
+
+
+def is_zero(value: ast.AST) -> bool:
+    return isinstance(value, ast.Constant) and type(value.value) is int and value.value == 0

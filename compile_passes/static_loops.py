@@ -1,0 +1,387 @@
+"""A loop over the experts that were hit, rewritten as a loop over all experts, which can be captured.
+
+    for e in hit.nonzero(): ...                     for e in range(len(self.experts)): ...
+    if not mask.any(): continue                     -
+    x[token.tolist()]                               x[token]
+
+An expert without tokens computes nothing from no rows. That the rest of the loop does nothing for it either is what
+`trial` finds out. All other code stays as it is, so that a rewritten loop differs in nothing but the empty experts.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from compile_passes.emptiness import Tests, without_tests
+from compile_passes.loop_body import (
+    ELEMENTS,
+    POSITIVE,
+    Element,
+    check_body,
+    check_tests,
+    drop_lists_of_positions,
+    drop_unread,
+    take_known_branches,
+)
+from compile_passes.loops import decides, has_data_dependent_calls
+from compile_passes.sorted_slices import CONVERSIONS, counted, takes_slices, unsort
+from compile_passes.source import NotStatic, Scope, Source, build, called, held, is_zero, methods_of, names, subject
+from compile_passes.updates import Updates
+
+
+@dataclass(frozen=True)
+class StaticForm:
+    """What replaces the methods of a module.
+
+    Attributes:
+        methods: name of a method -> the function that takes its place.
+        said: what was rewritten, one line each: ``file:line: old -> new``.
+        holds: conditions on ``self`` without which the original has to run.
+        converts: (module, dtype) as expressions on ``self``: what the original converts in its first call.
+    """
+
+    methods: dict[str, ast.FunctionDef]
+    sources: dict[str, Source]
+    said: tuple[str, ...]
+    holds: tuple[str, ...]
+    converts: tuple[tuple[ast.expr, ast.expr], ...] = ()
+
+    def functions(self, *, training: bool | None = None) -> dict[str, Callable[..., Any]]:
+        """The functions by the names of the methods that they replace, compiled afresh.
+
+        Args:
+            training: run the original in the other mode; None replaces it in both.
+        """
+        made = {}
+        for name, tree in self.methods.items():
+            own = copy.deepcopy(tree)
+            holds = [*self.holds, *([] if training is None else ["self.training" if training else "not self.training"])]
+            if holds:
+                own.body[:0] = [_original_unless(own, self.sources[name], holds)]
+            made[name] = build(self.sources[name], own)
+        return made
+
+
+def static_form(module: nn.Module) -> StaticForm:
+    """The static form of the loops over experts in ``forward`` of a module, and in the methods that it calls.
+
+    Raises:
+        NotStatic: why there is none.
+    """
+    methods: dict[str, ast.FunctionDef] = {}
+    sources: dict[str, Source] = {}
+    said: list[str] = []
+    holds: dict[str, None] = {}
+    unknown: list[str] = []
+    for name, source in methods_of(module).items():
+        rewriting = _Method(module, source)
+        rewriting.run()
+        unknown += rewriting.unknown
+        if rewriting.said:
+            methods[name], sources[name] = rewriting.tree, source
+            said += rewriting.said
+            holds.update(dict.fromkeys(rewriting.holds))
+    if not methods:
+        raise NotStatic(unknown[0] if unknown else "no loop in it is over the experts that were hit")
+    return StaticForm(methods, sources, tuple(said), tuple(holds))
+
+
+class _Method:
+    """The rewriting of one method, in a copy of its tree."""
+
+    def __init__(self, module: nn.Module, source: Source) -> None:
+        self.module, self.source = module, source
+        self.tree = copy.deepcopy(source.tree)
+        self.said: list[str] = []
+        self.unknown: list[str] = []
+        self.holds: list[str] = []
+        self.dead = self._dead()
+        self.scope = Scope(self.tree, self.dead)
+
+    def run(self) -> None:
+        for loop in [node for node in ast.walk(self.tree) if isinstance(node, ast.For | ast.While)]:
+            if self.scope.alive(loop):
+                self._loop(loop)
+        if self.said:
+            if self.source.function.__globals__.get("torch") is not torch:
+                raise NotStatic("torch is called otherwise there", self.tree)
+            take_known_branches(self.tree, self.dead)
+            drop_lists_of_positions(self.tree)
+            drop_unread(self.tree)
+            ast.fix_missing_locations(self.tree)
+        else:
+            self.holds.clear()
+
+    def _dead(self) -> frozenset[int]:
+        """Bodies of `if` that do not run, as plain attributes of the module say: other processes, other layouts."""
+        dead = set()
+        self.bodies: list[list[ast.stmt]] = []  # kept, so that no other list gets their identity
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.If) and any(isinstance(part, ast.Assign) for part in ast.walk(node)):
+                known = self._evaluated(node.test)
+                if known is not None:
+                    self.bodies.append(node.orelse if known else node.body)
+                    dead.add(id(self.bodies[-1]))
+                    text = ast.unparse(node.test)
+                    self.holds.append(text if known else f"not ({text})")
+        return frozenset(dead)
+
+    def _evaluated(self, test: ast.expr) -> bool | None:
+        """The value of a condition on nothing but plain attributes of the module; None for other conditions."""
+        allowed = (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.Constant, ast.Attribute, ast.Name, ast.Load, ast.Not,
+                   ast.And, ast.Or, ast.cmpop)  # fmt: skip
+        parts = list(ast.walk(test))
+        if not all(isinstance(part, allowed) for part in parts):
+            return None
+        chains = [part for part in parts if isinstance(part, ast.Attribute)]
+        if not chains or names(test) != {"self"} or any(chain.attr == "training" for chain in chains):
+            return None
+        values = [self.held(chain) for chain in chains]
+        if any(not isinstance(value, int | float | str | None) for value in values if not _holds_more(value)):
+            return None
+        if any(isinstance(value, torch.Tensor) for value in values):
+            return None
+        return bool(eval(compile(ast.Expression(test), "<test>", "eval"), {"self": self.module}))
+
+    def held(self, value: ast.expr) -> Any:
+        """What ``self.a.b`` is; None for other expressions."""
+        return held(self.module, value)
+
+    # ---- one loop
+
+    def _loop(self, loop: ast.For | ast.While) -> None:
+        if isinstance(loop, ast.While):
+            if any(called(node) in CONVERSIONS | {"any", "nonzero", "pop"} for node in ast.walk(loop)):
+                raise NotStatic("a `while` loop over what only the data knows", loop)
+            return
+        before, text = ast.dump(loop), ast.unparse(loop.iter)
+        kept = copy.deepcopy(loop)
+        head = f"for {ast.unparse(loop.target)} in {text}"
+        updates = Updates(loop, self.scope)
+        counts = self._counts(loop, updates)
+        unsorted = unsort(self.tree, self.scope, loop)
+        if unsorted is not None:
+            loop.iter, loop.target = _range(self._experts(loop, unsorted)), ast.Name(unsorted, ast.Store())
+        else:
+            self._over_all(loop, updates)
+        tests = Tests(self.scope, counts, updates if unsorted is None else None)
+        loop.body = without_tests(loop.body, tests) or [ast.Pass()]
+        if ast.dump(loop) == before:
+            self._note(loop)
+            return
+        check_body(kept)
+        check_tests(loop)
+        new = f"for {ast.unparse(loop.target)} in {ast.unparse(loop.iter)}"
+        self.said.append(f"line {loop.lineno}: `{head}`" + (f" as `{new}`" if new != head else " without its tests"))
+
+    def _note(self, loop: ast.For) -> None:
+        """Remember what keeps a loop that was not rewritten from being captured."""
+        tests = [node for node in ast.walk(loop) if isinstance(node, ast.If) and decides(node)]
+        if has_data_dependent_calls(loop.iter) or called(self.scope.resolved(loop.iter, loop)[0]) == "tolist":
+            self.unknown.append(f"line {loop.lineno}: {ast.unparse(loop.iter)} is no list of the experts that were hit")
+        elif tests:
+            test = ast.unparse(tests[0].test)
+            self.unknown.append(f"line {tests[0].lineno}: `if {test}` is no test for an expert without tokens")
+
+    def _counts(self, loop: ast.For, updates: Updates) -> frozenset[str]:
+        """Names of numbers of the rows that the loop writes, and of lists of them."""
+
+        def counts(value: ast.expr) -> bool:
+            roots = counted(value, self.scope, loop)
+            return roots is not None and (updates.chosen_by(roots) or takes_slices(self.scope, loop))
+
+        taken = [node.value for node in ast.walk(loop) if isinstance(node, ast.Subscript)]
+        found = {value.id for value in taken if isinstance(value, ast.Name) and counts(value)}
+        if called(loop.iter) in ("enumerate", "zip") and isinstance(loop.target, ast.Tuple):
+            given = loop.iter.args  # type: ignore[attr-defined]
+            given = [ast.Constant(0), *given] if called(loop.iter) == "enumerate" else given
+            for part, value in zip(loop.target.elts, given, strict=False):
+                if isinstance(part, ast.Name) and counts(value):
+                    found.add(part.id)
+        return frozenset(found)
+
+    def _over_all(self, loop: ast.For, updates: Updates) -> None:
+        """Give a loop over what the data knows the numbers of all experts."""
+        name = called(loop.iter)
+        if name in ("enumerate", "zip") and isinstance(loop.target, ast.Tuple):
+            self._beside_counts(loop)
+            return
+        listed = self._listed(loop)
+        if listed is None:
+            return
+        if not isinstance(loop.target, ast.Name):
+            raise NotStatic(f"a loop over {ast.unparse(loop.iter)} with several names", loop)
+        element, rows, roots = loop.target.id, *listed
+        check_body(loop)
+        if not updates.chosen_by(roots):
+            raise NotStatic(f"what the loop writes is not chosen by {ast.unparse(loop.iter)} alone", loop)
+        count = self._experts(loop, element)
+        first = loop.body[0]
+        if rows and ast.unparse(first) in (f"{element} = {element}[0]", f"{element} = {element}.item()"):
+            rows, loop.body = False, loop.body[1:]
+        loop.body = [Element(element, rows, self.held).visit(statement) for statement in loop.body]
+        loop.body = [part for part in loop.body if not _is_itself(part)]
+        loop.iter = _range(count)
+
+    def _beside_counts(self, loop: ast.For) -> None:
+        """`for i, n in enumerate(counts)` where n is only tested, `for expert, n in zip(self.experts, counts)`."""
+        assert isinstance(loop.iter, ast.Call) and isinstance(loop.target, ast.Tuple)
+        parts, targets = loop.iter.args, loop.target.elts
+        if called(loop.iter) == "enumerate":
+            if len(parts) != 1 or len(targets) != 2 or counted(parts[0], self.scope, loop) is None:
+                return
+            self._only_tested(loop, targets[1])
+            loop.target = targets[0]
+            loop.iter = _range(self._experts(loop, ast.unparse(targets[0])))
+            return
+        numbers = [counted(part, self.scope, loop) is not None for part in parts]
+        if not any(numbers) or len(parts) != len(targets):
+            return
+        kept = [(part, target) for part, target, number in zip(parts, targets, numbers, strict=True) if not number]
+        for target, number in zip(targets, numbers, strict=True):
+            if number:
+                self._only_tested(loop, target)
+        if len(kept) != 1:
+            raise NotStatic(f"a loop over {ast.unparse(loop.iter)}", loop)
+        ((loop.iter, loop.target),) = kept
+
+    def _only_tested(self, loop: ast.For, target: ast.expr) -> None:
+        name = ast.unparse(target)
+        tests = Tests(_Everywhere(self.scope), frozenset({name}), None)
+        inside = without_tests(copy.deepcopy(loop.body), tests)
+        if any(name in names(statement) for statement in inside):
+            raise NotStatic(f"{name} rows of an expert are not taken in a known way", loop)
+
+    def _listed(self, loop: ast.For) -> tuple[bool, set[str]] | None:
+        """(whether elements are rows [1], names of what they were found in) of a list of the experts that were hit."""
+        value, place = self.scope.resolved(loop.iter, loop)
+        flat = False
+        while True:
+            if isinstance(value, ast.Call) and called(value) in ELEMENTS and subject(value) is not None:
+                flat |= called(value) in ("flatten", "squeeze", "view", "reshape", "ravel")
+                inner = subject(value)
+            elif isinstance(value, ast.Subscript) and _whole(value.slice):
+                flat |= isinstance(value.slice, ast.Tuple)
+                inner = value.value
+            else:
+                break
+            assert inner is not None
+            value, place = self.scope.resolved(inner, place)
+        if isinstance(value, ast.Subscript) and is_zero(value.slice):  # nonzero(as_tuple=True)[0], where(condition)[0]
+            flat, (value, place) = True, self.scope.resolved(value.value, place)
+        name = called(value)
+        if not isinstance(value, ast.Call) or name not in ("nonzero", "unique", "where", "argwhere"):
+            return None
+        if name == "unique" and (value.keywords or len(value.args) > 1):
+            raise NotStatic(f"{ast.unparse(value)} gives more than the experts that were hit", loop)
+        given = subject(value)
+        roots = self._positive(given, place) if name != "unique" else counted(given, self.scope, place, whole=True)
+        if roots is None:
+            raise NotStatic(f"{ast.unparse(value)} may be other experts than those that were hit", loop)
+        return not flat and name != "unique", roots
+
+    def _positive(self, value: ast.expr | None, place: ast.stmt) -> set[str] | None:
+        """The names of what ``value`` says is more than zero."""
+        if value is None:
+            return None
+        value, place = self.scope.resolved(value, place)
+        if isinstance(value, ast.Compare) and len(value.ops) == 1 and is_zero(value.comparators[0]):
+            inner = value.left if isinstance(value.ops[0], ast.Gt | ast.NotEq) else None
+        elif isinstance(value, ast.Call) and called(value) in POSITIVE:
+            given = [subject(value), *value.args][-2:]
+            inner = given[0] if len(given) == 2 and is_zero(value.args[-1]) else None
+        elif isinstance(value, ast.Call) and called(value) in ("bool", "any"):
+            return self._positive(subject(value), place)
+        else:
+            return counted(value, self.scope, place)
+        return None if inner is None else counted(inner, self.scope, place)
+
+    # ---- how many experts there are
+
+    def _experts(self, loop: ast.For, element: str) -> ast.expr:
+        """An expression for the number of experts: of what the loop takes by the expert's number."""
+        local = None
+        for node in [part for statement in loop.body for part in ast.walk(statement)]:
+            if not isinstance(node, ast.Subscript) or element not in names(node.slice):
+                continue
+            found = self._length(node.value)
+            if found is not None and ast.unparse(node.slice) in (element, f"{element}[0]", f"str({element})"):
+                return found
+            if isinstance(node.value, ast.Name) and ast.unparse(node.slice) in (element, f"{element}[0]"):
+                local = local or ast.parse(f"{node.value.id}.shape[0]", mode="eval").body
+        counts = {len(child) for name, child in self.module.named_children()
+                  if "expert" in name and isinstance(child, nn.ModuleList | nn.ModuleDict)}  # fmt: skip
+        stacks = {weight.shape[0] for weight in self.module.parameters(recurse=False) if weight.dim() > 2}
+        for sizes in (counts, set() if local is not None else stacks):
+            if len(sizes) == 1:
+                return ast.Constant(sizes.pop())
+        if local is None:
+            raise NotStatic("how many experts there are is not known", loop)
+        return local
+
+    def _length(self, value: ast.expr) -> ast.expr | None:
+        held = self.held(value)
+        text = ast.unparse(value)
+        if isinstance(held, nn.ModuleList | nn.ModuleDict) and held is not self.module:
+            return ast.parse(f"len({text})", mode="eval").body
+        if isinstance(held, torch.Tensor) and held.dim() > 1:
+            return ast.parse(f"{text}.shape[0]", mode="eval").body
+        return None
+
+
+class _Everywhere(Scope):
+    """A scope for a copy of a loop's body: what its names stand for is asked of the original nowhere."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.original = scope
+
+    def alive(self, statement: ast.stmt) -> bool:
+        return True
+
+    def resolved(self, value: ast.expr, place: ast.stmt) -> tuple[ast.expr, ast.stmt]:
+        return value, place
+
+
+def _holds_more(value: Any) -> bool:
+    """Whether a value is only a way to an attribute: a configuration."""
+    return value is not None and not isinstance(value, int | float | str | torch.Tensor) and hasattr(value, "__dict__")
+
+
+def _range(count: ast.expr) -> ast.expr:
+    return ast.Call(ast.Name("range", ast.Load()), [count], [])
+
+
+def _whole(index: ast.expr) -> bool:
+    """`[:]` or `[:, 0]`."""
+    parts = index.elts if isinstance(index, ast.Tuple) else [index]
+    first = parts[0]
+    whole = isinstance(first, ast.Slice) and first.lower is None and first.upper is None and first.step is None
+    return whole and all(map(is_zero, parts[1:]))
+
+
+def _is_itself(statement: ast.stmt) -> bool:
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+        return False
+    return ast.unparse(statement.targets[0]) == ast.unparse(statement.value)
+
+
+def _original_unless(tree: ast.FunctionDef, source: Source, holds: list[str]) -> ast.stmt:
+    """`if not (...): return type(self).forward(self, ...)`."""
+    given = [arg.arg for arg in (*tree.args.posonlyargs, *tree.args.args)]
+    passed = [*given, *([f"*{tree.args.vararg.arg}"] if tree.args.vararg else [])]
+    passed += [f"{arg.arg}={arg.arg}" for arg in tree.args.kwonlyargs]
+    passed += [f"**{tree.args.kwarg.arg}"] if tree.args.kwarg else []
+    condition = " and ".join(f"({hold})" for hold in holds)
+    text = f"if not ({condition}):\n    return type({given[0]}).{source.name}({', '.join(passed)})"
+    statement = ast.parse(text).body[0]
+    for node in ast.walk(statement):
+        if hasattr(node, "lineno"):
+            node.lineno = node.end_lineno = tree.lineno  # type: ignore[attr-defined]
+    return statement

@@ -1,0 +1,346 @@
+"""Whether a static form of a block computes what the block does: both are run, on a copy, and all they do is compared.
+
+The copy has random weights, so that the answer is one about the code. Batches: many tokens, one token (all other
+experts are empty), tokens of one direction (all go to the same experts). Compared are outputs, gradients of the inputs
+and of the weights, buffers and plain attributes, in float64 and in the dtype of the weights. A forward that draws
+random numbers is not compared at all.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from compile_passes.source import NotStatic
+
+# (batch, tokens) and whether all tokens have one direction; at most 64 tokens.
+BATCHES: dict[str, tuple[tuple[int, int], bool]] = {
+    "many tokens": ((4, 16), False),
+    "one token": ((1, 1), False),
+    "three tokens": ((1, 3), False),
+    "tokens of one direction": ((2, 8), True),
+}
+# Sums of results may be taken in another order.
+ULPS = 64
+_WIDTHS = ("hidden_size", "d_model", "dim", "n_embd", "hidden_dim", "embed_dim", "input_size", "model_dim")
+_PLAIN = (int, float, str, bool, type(None), torch.dtype, tuple, list, dict, set)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+# Path of a module -> name of a method -> what takes its place.
+Methods = Mapping[str, Mapping[str, Callable[..., Any]]]
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What a run came to, under a name for each tensor, and what it left behind."""
+
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    state: dict[str, Any]
+    drew: bool
+
+
+class Trial:
+    """Runs of a copy of ``block``.
+
+    Args:
+        block: a module whose ``forward`` takes hidden states alone.
+
+    Raises:
+        NotStatic: there can be no trial.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        _check_memory(block)
+        self.device = _device(block)
+        try:
+            with _apart():
+                self.copy = copy.deepcopy(block, _elsewhere(block, self.device))
+        except Exception as error:
+            raise NotStatic(f"it cannot be copied: {_said(error)}") from error
+        self.dtype = _widest_used(self.copy)
+        self._renew()
+        self.width, self.flat = self._inputs()
+
+    def _renew(self) -> None:
+        """Random weights, no hooks: what users hang on a module must not hear of the trial."""
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for weight in self.copy.parameters():
+                if weight.is_floating_point() and weight.numel():
+                    scale = weight.shape[-1] ** -0.5 if weight.dim() > 1 else 0.3
+                    drawn = torch.randn(weight.shape, generator=generator, dtype=torch.float32) * scale
+                    weight.copy_(drawn.to(weight.device))
+                weight.grad = None
+        for weight in self.copy.parameters():
+            weight.requires_grad_(weight.is_floating_point())
+        for module in self.copy.modules():
+            for name in HOOKS:
+                setattr(module, name, OrderedDict())
+
+    def _inputs(self) -> tuple[int, bool]:
+        """(width of the hidden states, whether they are [tokens, hidden]) with which the block runs."""
+        problem: Exception | None = None
+        for width in _widths(self.copy):
+            for flat in (False, True):
+                try:
+                    result = self._run(self.copy, {}, self._tokens("three tokens", width, flat, self.dtype))
+                except Exception as error:
+                    problem = problem or error
+                    continue
+                if result.drew:
+                    raise NotStatic("its forward draws random numbers")
+                if result.outputs:
+                    return width, flat
+        why = "no size of hidden states is known" if problem is None else _said(problem)
+        raise NotStatic(f"it does not run on hidden states alone: {why}")
+
+    def _tokens(self, batch: str, width: int, flat: bool, dtype: torch.dtype) -> Tensor:
+        (rows, length), aligned = BATCHES[batch]
+        generator = torch.Generator().manual_seed(len(batch))
+        x = torch.randn(rows, length, width, generator=generator, dtype=torch.float64)
+        if aligned:
+            x = x[:1, :1] * torch.linspace(0.5, 2, rows * length, dtype=torch.float64).view(rows, length, 1)
+        return (x.flatten(0, 1) if flat else x).to(self.device, dtype)
+
+    def tokens(self, batch: str) -> Tensor:
+        """Hidden states of a batch in the dtype of the weights."""
+        return self._tokens(batch, self.width, self.flat, self.dtype)
+
+    # ---- comparing
+
+    def compare(self, methods: Methods, training: bool) -> None:
+        """Raise NotStatic when ``methods`` in the place of the block's own do anything else than these."""
+        self.copy.train(training)
+        for dtype in dict.fromkeys((torch.float64, self.dtype)):
+            own = self.copy if dtype is self.dtype else copy.deepcopy(self.copy).to(dtype)
+            for batch in BATCHES:
+                x = self._tokens(batch, self.width, self.flat, dtype)
+                try:
+                    expected = self._run(own, {}, x)
+                except Exception as error:
+                    raise NotStatic(f"it does not run in {_name(dtype)} on {batch}: {_said(error)}") from error
+                if expected.drew:
+                    raise NotStatic("its forward draws random numbers" + " in training" * training)
+                if not all(value.isfinite().all() for value in expected.outputs.values()):
+                    raise NotStatic(f"it has outputs that are not finite on {batch}")
+                try:
+                    found = self._run(own, methods, x)
+                except Exception as error:
+                    raise NotStatic(f"the static form raises on {batch}: {_said(error)}") from error
+                nudged = self._run(own, {}, x * (1 + 4 * torch.finfo(dtype).eps))
+                problem = _difference(found, expected, nudged, dtype)
+                if problem is not None:
+                    raise NotStatic(f"the static form gives other {problem} on {batch} in {_name(dtype)}")
+
+    def _run(self, block: nn.Module, methods: Methods, x: Tensor) -> _Result:
+        """Run ``block`` forward and backward with ``methods`` bound in it, and leave it as it was."""
+        kept = [(module, name, value) for module in block.modules() for name, value in _plain(module).items()]
+        known = {id(module): set(vars(module)) for module in block.modules()}
+        buffers = {name: value.clone() for name, value in block.named_buffers()}
+        x = x.clone().requires_grad_()
+        try:
+            with _apart(), torch.enable_grad(), bound(block, methods):
+                torch.manual_seed(0)
+                before = _random_state(self.device)
+                out = block.forward(x.clone())
+                drew = any(not _same(one, other) for one, other in zip(before, _random_state(self.device), strict=True))
+                outputs = {f"output {place}": value for place, value in enumerate(tree_leaves(out))
+                           if isinstance(value, Tensor)}  # fmt: skip
+                gradients = _gradients(block, x, list(outputs.values()))
+            state = {f"{path}.{name}": value for path, module in block.named_modules()
+                     for name, value in _plain(module).items()}  # fmt: skip
+            left = {name: value.clone() for name, value in block.named_buffers()}
+            return _Result({name: value.detach() for name, value in outputs.items()}, gradients, left, state, drew)
+        finally:
+            for module in block.modules():
+                for name in set(vars(module)) - known.get(id(module), set(vars(module))):
+                    del vars(module)[name]
+            for module, name, value in kept:
+                vars(module)[name] = value
+            with torch.no_grad():
+                for name, value in block.named_buffers():
+                    if name in buffers and value.shape == buffers[name].shape:
+                        value.copy_(buffers[name])
+
+
+@contextmanager
+def bound(block: nn.Module, methods: Methods) -> Iterator[None]:
+    """``methods`` in the place of those of the modules of ``block``."""
+    owners = [(block.get_submodule(path), own) for path, own in methods.items()]
+    for module, own in owners:
+        for name, function in own.items():
+            vars(module)[name] = MethodType(function, module)
+    try:
+        yield
+    finally:
+        for module, own in owners:
+            for name in own:
+                vars(module).pop(name, None)
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Random states are inside as they were, and outside as if there had been no inside."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(state)
+
+
+def _random_state(device: torch.device) -> list[Any]:
+    states: list[Any] = [torch.get_rng_state(), random.getstate()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def _same(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+def _gradients(block: nn.Module, x: Tensor, outputs: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Gradients of one number made of all outputs: of ``x``, and of every weight; none where there is none."""
+    wanted = [value for value in outputs if value.requires_grad and value.is_floating_point()]
+    if not wanted:
+        return {}
+    total = torch.zeros((), dtype=torch.float64, device=x.device)
+    for value in wanted:
+        weights = torch.linspace(-1, 1.5, max(value.numel(), 1), dtype=torch.float64, device=value.device)
+        total = total + (value.double() * weights[: value.numel()].view(value.shape)).sum()
+    leaves = {"x": x, **{name: weight for name, weight in block.named_parameters() if weight.requires_grad}}
+    found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+    # An expert without tokens has a gradient of zeros in one form, and none in the other: an optimizer sees the same.
+    return {name: torch.zeros_like(leaves[name]) if grad is None else grad
+            for name, grad in zip(leaves, found, strict=True)}  # fmt: skip
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    """Attributes that are numbers, names and lists of them."""
+    kept = {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN) and name[:1] != "_"}
+    return {name: copy.copy(value) for name, value in kept.items()}
+
+
+def _difference(found: _Result, expected: _Result, nudged: _Result, dtype: torch.dtype) -> str | None:
+    """What differs: in kind, or by more than rounding; None when nothing does."""
+    if found.drew:
+        return "random numbers"
+    if found.state != expected.state:
+        changed = [name for name in expected.state if found.state.get(name) != expected.state[name]]
+        return f"values of the attribute {(changed or ['?'])[0].strip('.')}"
+    for kind in ("outputs", "gradients", "buffers"):
+        one, other, moved = getattr(found, kind), getattr(expected, kind), getattr(nudged, kind)
+        if list(one) != list(other):
+            return kind
+        for name, value in other.items():
+            if not _close(one[name], value, moved.get(name, value), dtype):
+                return f"{kind} ({name})"
+    return None
+
+
+def _close(one: Tensor, other: Tensor, nudged: Tensor, dtype: torch.dtype) -> bool:
+    """Equal up to the order of sums, or nearer than the result of inputs that differ in the last bits is."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    if not other.isfinite().all() or not other.numel():
+        return torch.equal(one.isfinite(), other.isfinite()) and other.numel() == 0
+    scale = other.abs().max().double().item()
+    # What is computed in fewer bits than ``dtype`` inside shows in how much a change of the last bits changes.
+    bits = max(torch.finfo(dtype).eps, torch.finfo(other.dtype).eps)
+    moved = (nudged.double() - other.double()).abs().max().item() if nudged.shape == other.shape else 0.0
+    coarse = moved > 1e3 * bits * scale and bits < torch.finfo(torch.float32).eps
+    bound = 4 * torch.finfo(torch.float32).eps * scale if coarse else ULPS * bits * scale
+    return (one.double() - other.double()).abs().max().item() <= bound
+
+
+# ---- inputs
+
+
+def takes_hidden_states_alone(module: nn.Module) -> bool:
+    """Whether ``forward`` needs one argument, and no more."""
+    try:
+        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    except (TypeError, ValueError):
+        return False
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [part for part in parameters if part.default is inspect.Parameter.empty and part.kind not in kinds]
+    return len(needed) == 1 and needed[0].kind is not inspect.Parameter.KEYWORD_ONLY
+
+
+def _widths(block: nn.Module) -> list[int]:
+    """Sizes that hidden states may have, the likeliest first."""
+    found = [getattr(owner, name, None) for owner in (block, getattr(block, "config", None)) for name in _WIDTHS]
+    found += [module.in_features for module in block.modules() if isinstance(module, nn.Linear)]
+    found += [size for weight in block.parameters() for size in reversed(weight.shape)]
+    return list(dict.fromkeys(size for size in found if type(size) is int and size > 1))[:6]
+
+
+def _device(block: nn.Module) -> torch.device:
+    """Where the trial is made: where the weights are, or on the CPU where memory is short."""
+    held = next((weight.device for weight in block.parameters()), torch.device("cpu"))
+    if held.type == "meta":
+        raise NotStatic("its weights are on the meta device")
+    short = held.type == "cuda" and torch.cuda.mem_get_info(held)[0] < 2 * _needed(block)
+    return torch.device("cpu") if short else held
+
+
+def _elsewhere(block: nn.Module, device: torch.device) -> dict[int, Any]:
+    """New weights and copies of the buffers on ``device``, in the form that `copy.deepcopy` takes for known copies."""
+    memo: dict[int, Any] = {}
+    for weight in block.parameters():
+        made = torch.empty_like(weight, device=device) if weight.is_floating_point() else weight.to(device, copy=True)
+        memo[id(weight)] = nn.Parameter(made.detach(), weight.requires_grad)
+    memo.update({id(value): value.detach().to(device, copy=True) for value in block.buffers()})
+    return memo
+
+
+def _needed(block: nn.Module) -> int:
+    """Bytes of a copy, of one in float64 and of its gradients."""
+    return sum(weight.numel() for weight in block.parameters()) * 24
+
+
+def _widest_used(block: nn.Module) -> torch.dtype:
+    """The dtype of most of the weights."""
+    sizes: dict[torch.dtype, int] = {}
+    for weight in block.parameters():
+        sizes[weight.dtype] = sizes.get(weight.dtype, 0) + weight.numel()
+    kinds = [dtype for dtype in sizes if dtype.is_floating_point]
+    if not kinds:
+        raise NotStatic("it has no floating point weights")
+    return max(kinds, key=lambda dtype: sizes[dtype])
+
+
+def _check_memory(block: nn.Module) -> None:
+    """Raise NotStatic when a copy in float64, with gradients, does not fit in half of what is free."""
+    for weight in block.parameters():
+        if type(weight.data) is not Tensor:
+            raise NotStatic(f"it has weights of the class {type(weight.data).__name__}")
+    needed = _needed(block)
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else needed * 2
+    if needed > free / 2:
+        raise NotStatic(f"copies of one layer take {needed / 1e9:.0f} GB, of {free / 1e9:.0f} GB that are free")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _said(error: BaseException) -> str:
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {text}"

@@ -1,0 +1,120 @@
+"""Where a loop adds the results of an expert, and what says that there is nothing to add.
+
+A test for an empty expert may only be left out when "empty" is said of the very rows that the loop adds results to:
+with other rows, few tokens of small weight for example, an expert would be skipped that has tokens.
+"""
+
+from __future__ import annotations
+
+import ast
+
+from compile_passes.source import Scope, called, names, subject
+
+# Calls that write rows of the tensor that they are called on, and which argument says what rows.
+_WRITES = {
+    "index_add_": 1, "index_add": 1, "scatter_add_": 1, "scatter_add": 1, "scatter_reduce_": 1, "scatter_reduce": 1,
+    "index_copy_": 1, "index_copy": 1, "scatter_": 1, "index_put_": 0, "index_put": 0,
+}  # fmt: skip
+# The same rows, or the same places, in another shape or type.
+_SAME = frozenset({
+    "view", "flatten", "squeeze", "reshape", "unsqueeze", "long", "int", "bool", "to", "contiguous", "tolist", "detach",
+    "expand", "repeat", "clone", "ravel", "cpu", "expand_as", "view_as", "type",
+})  # fmt: skip
+
+
+class Updates:
+    """The rows that a loop writes.
+
+    Args:
+        loop: a loop over experts.
+        scope: of the function that it is in.
+    """
+
+    def __init__(self, loop: ast.For, scope: Scope) -> None:
+        self.scope = scope
+        self.known = True
+        self.rows: list[tuple[ast.expr, ast.stmt]] = []
+        self.outside = scope.read_outside(loop)
+        for statement in (node for part in loop.body for node in ast.walk(part) if isinstance(node, ast.stmt)):
+            if scope.alive(statement):
+                self._add(statement, loop)
+
+    def _add(self, statement: ast.stmt, loop: ast.For) -> None:
+        value: ast.AST = getattr(statement, "value", None) or ast.Pass()
+        if isinstance(statement, ast.Expr | ast.Assign) and called(value) in _WRITES and isinstance(value, ast.Call):
+            place = _WRITES[called(value)]
+            words = [word.value for word in value.keywords if word.arg == "index"]
+            given = value.args[place] if len(value.args) > place else words[0] if words else None
+            if given is None or not isinstance(value.func, ast.Attribute):
+                self.known = False
+            else:
+                self.rows.append((given, statement))
+            return
+        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        for target in targets:
+            if isinstance(target, ast.Subscript):
+                self.rows.append((target.slice, statement))
+            elif isinstance(target, ast.Name) and not isinstance(statement, ast.For):
+                self.known &= target.id not in self.outside
+        if isinstance(statement, ast.Expr) and called(value) in ("append", "extend", "add", "update"):
+            self.known = False
+
+    def emptied_by(self, value: ast.expr, place: ast.stmt) -> bool:
+        """Whether all that the loop writes are the rows, or the places, that ``value`` holds."""
+        one = ast.dump(self._places(value, place))
+        rows = [ast.dump(self._places(row, where)) for row, where in self.rows]
+        return self.known and bool(rows) and all(row == one for row in rows)
+
+    def chosen_by(self, roots: set[str]) -> bool:
+        """Whether all that the loop writes are places in a mask that is made of one of ``roots``."""
+        return self.known and bool(self.rows) and all(
+            roots & self._made_of(self._places(row, where), where) for row, where in self.rows
+        )  # fmt: skip
+
+    def _made_of(self, value: ast.expr, place: ast.stmt) -> set[str]:
+        """Names that ``value`` reads, and those that these are made of."""
+        found: set[str] = set()
+        waiting = [(name, place) for name in names(value)]
+        while waiting:
+            name, where = waiting.pop()
+            if name not in found:
+                found.add(name)
+                made = self.scope.value(name, where)
+                waiting += [] if made is None else [(inner, made[1]) for inner in names(made[0])]
+        return found
+
+    def _places(self, value: ast.expr, place: ast.stmt) -> ast.expr:
+        """The mask in whose places the rows are."""
+        while True:
+            value, place = self.scope.resolved(value, place)
+            inner: ast.expr | None = None
+            if isinstance(value, ast.Tuple):  # x[None, token]
+                parts = [part for part in value.elts if not isinstance(part, ast.Constant | ast.Slice)]
+                inner = parts[0] if len(parts) == 1 else None
+            elif isinstance(value, ast.Call):
+                name = called(value)
+                if name in _SAME or (name in ("where", "nonzero") and _of_one(value)):
+                    inner = subject(value)
+            elif isinstance(value, ast.Subscript):
+                if called(value.value) in ("where", "nonzero") and isinstance(value.slice, ast.Constant):
+                    inner = value.value
+                elif self._is_rows(value, place):
+                    inner = value.slice
+            if inner is None:
+                return value
+            value = inner
+
+    def _is_rows(self, value: ast.Subscript, place: ast.stmt) -> bool:
+        """Whether ``value`` is ``x[token]`` or ``x[mask]``: what picks is computed in the loop, and no number."""
+        index = value.slice
+        if isinstance(index, ast.Tuple):
+            index = next((part for part in index.elts if isinstance(part, ast.Name)), index)
+        made, _ = self.scope.resolved(index, place)
+        if isinstance(made, ast.Subscript):  # places from `where(mask)`; `e[0]` of the loop's own `e` is a number
+            return called(made.value) in ("where", "nonzero")
+        return isinstance(made, ast.Compare) or (isinstance(made, ast.Call) and called(made) not in ("int", "item"))
+
+
+def _of_one(call: ast.Call) -> bool:
+    """Whether a call of `where` is one of a condition alone."""
+    return called(call) == "nonzero" or len(call.args) == 1
