@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from compile_passes.conversions import without_conversions
-from compile_passes.explain import Report, explain
+from compile_passes.explain import explain
 from compile_passes.loops import STATIC
+from compile_passes.report import Report
 from compile_passes.source import NotStatic, held
 from compile_passes.stacking import expert_lists, stack_list, why_not
 from compile_passes.static_loops import StaticForm, static_form
