@@ -222,10 +222,11 @@ class _Method:
         check_body(loop)
         if not updates.chosen_by(roots):
             raise NotStatic(f"what the loop writes is not chosen by {ast.unparse(loop.iter)} alone", loop)
+        number = _number(loop, element)
+        if rows and number is not None:
+            element, rows, loop.body = number, False, loop.body[1:]
+            loop.target = ast.Name(element, ast.Store())
         count = self._experts(loop, element)
-        first = loop.body[0]
-        if rows and ast.unparse(first) in (f"{element} = {element}[0]", f"{element} = {element}.item()"):
-            rows, loop.body = False, loop.body[1:]
         loop.body = [Element(element, rows, self.held).visit(statement) for statement in loop.body]
         loop.body = [part for part in loop.body if not _is_itself(part)]
         loop.iter = _range(count)
@@ -306,16 +307,26 @@ class _Method:
     # ---- how many experts there are
 
     def _experts(self, loop: ast.For, element: str) -> ast.expr:
-        """An expression for the number of experts: of what the loop takes by the expert's number."""
-        local = None
-        for node in [part for statement in loop.body for part in ast.walk(statement)]:
+        """An expression for the number of experts: of what the loop takes by the expert's number.
+
+        A weight goes before a mask, which may have a class more: an expert without a weight cannot be hit. Where the
+        loop does something else for some numbers, these need no weight, and the mask says how many there are.
+        """
+        local = weight = None
+        parts = [part for statement in loop.body for part in ast.walk(statement)]
+        for node in parts:
             if not isinstance(node, ast.Subscript) or element not in names(node.slice):
                 continue
             found = self._length(node.value)
             if found is not None and ast.unparse(node.slice) in (element, f"{element}[0]", f"str({element})"):
-                return found
+                weight = weight or found
             if isinstance(node.value, ast.Name) and ast.unparse(node.slice) in (element, f"{element}[0]"):
                 local = local or ast.parse(f"{node.value.id}.shape[0]", mode="eval").body
+            if self._is_view(node.value, loop) and ast.unparse(node.slice) == element:
+                weight = weight or ast.parse(f"{ast.unparse(node.value)}.shape[0]", mode="eval").body
+        if weight is not None:
+            others = any(isinstance(part, ast.If) and element in names(part.test) for part in parts)
+            return local if others and local is not None else weight
         counts = {len(child) for name, child in self.module.named_children()
                   if "expert" in name and isinstance(child, nn.ModuleList | nn.ModuleDict)}  # fmt: skip
         stacks = {weight.shape[0] for weight in self.module.parameters(recurse=False) if weight.dim() > 2}
@@ -325,6 +336,15 @@ class _Method:
         if local is None:
             raise NotStatic("how many experts there are is not known", loop)
         return local
+
+    def _is_view(self, value: ast.expr, loop: ast.For) -> bool:
+        """Whether ``value`` is a view of a parameter that is the same for every expert."""
+        parts = [part for statement in loop.body for part in ast.walk(statement)]
+        written = {part.id for part in parts if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
+        if not isinstance(value, ast.Call) or called(value) not in ("view", "reshape") or names(value) & written:
+            return False
+        given = subject(value)
+        return given is not None and isinstance(self.held(given), nn.Parameter)
 
     def _length(self, value: ast.expr) -> ast.expr | None:
         held = self.held(value)
@@ -364,6 +384,17 @@ def _whole(index: ast.expr) -> bool:
     first = parts[0]
     whole = isinstance(first, ast.Slice) and first.lower is None and first.upper is None and first.step is None
     return whole and all(map(is_zero, parts[1:]))
+
+
+def _number(loop: ast.For, element: str) -> str | None:
+    """The name that the first statement of a loop gives to the number in ``element``, which nothing else reads."""
+    first = loop.body[0]
+    forms = (f"{element}[0]", f"{element}.item()", f"int({element}.item())", f"int({element})", f"int({element}[0])")
+    if not isinstance(first, ast.Assign) or len(first.targets) != 1 or not isinstance(first.targets[0], ast.Name):
+        return None
+    name = first.targets[0].id
+    read = name != element and any(element in names(statement) for statement in loop.body[1:])
+    return name if ast.unparse(first.value) in forms and not read else None
 
 
 def _is_itself(statement: ast.stmt) -> bool:
