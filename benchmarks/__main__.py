@@ -288,15 +288,17 @@ def interruptible(results: ResultFile) -> Iterator[None]:
 
 
 def report_command(arguments: list[str]) -> int:
-    """Draw the plots and write the README's generated sections."""
+    """Draw the plots and write the generated sections of the pages."""
     from benchmarks import report
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks report", description=report.__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of result files")
-    parser.add_argument("--readme", type=Path, default=RESULTS.parent.parent / "README.md")
-    parser.add_argument("--check", action="store_true", help="change nothing; fail if the README is not up to date")
+    root = RESULTS.parent.parent
+    pages = [root / folder / "README.md" for folder in (".", "benchmarks", "moe_ops")]
+    parser.add_argument("--pages", type=Path, nargs="+", default=pages, help="that have the sections between them")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if a page or plot is not up to date")
     options = parser.parse_args(arguments)
-    return report.main(options.results, options.readme, check=options.check)
+    return report.main(options.results, options.pages, check=options.check)
 
 
 def models_command(arguments: list[str]) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import moe_ops
-from compile_passes.explain import Fused, Report
+from compile_passes.report import Fused, Report
 from compile_passes.tiny import FAMILIES, text_classes, tiny_config, tiny_model
 
 TABLE = Path(__file__).parent / "models.md"

@@ -1,4 +1,4 @@
-"""From committed result files to the README's generated sections and the plots; nothing here measures anything.
+"""From committed result files to the generated sections of pages and the plots; nothing here measures anything.
 
 A section stands between `<!-- generated:NAME -->` and `<!-- /generated:NAME -->`; SECTIONS lists the names.
 """
@@ -6,7 +6,7 @@ A section stands between `<!-- generated:NAME -->` and `<!-- /generated:NAME -->
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,40 +25,44 @@ CAPTIONS = {
 Documents = dict[str, dict[str, Any]]
 
 
-def main(folder: Path, readme: Path, *, check: bool = False) -> int:
-    """Rewrite the README and the plots; with `check`, only say whether that would change anything."""
+def main(folder: Path, pages: Sequence[Path], *, check: bool = False) -> int:
+    """Rewrite the pages and the plots; with `check`, only say whether that would change anything."""
     documents = load_results(folder)
-    old = readme.read_text()
+    old = {page: page.read_text() for page in pages}
     new = render(old, documents)
     layers = {stem: document for stem, document in documents.items() if document["kind"] == "layers"}
     if check:
         drawn = [path for stem, document in layers.items() for path in plot_paths(document, folder, stem)]
         missing = [path for path in drawn if not path.exists()]
-        stale = old != new
+        stale = [page for page in pages if old[page] != new[page]]
         if stale or missing:
-            print(f"README or plots are not up to date ({', '.join(map(str, missing)) or readme}): make readme")
-        return int(stale or bool(missing))
-    readme.write_text(new)
+            print(f"not up to date: {', '.join(map(str, [*stale, *missing]))}. Run make readme")
+        return int(bool(stale or missing))
+    for page, text in new.items():
+        page.write_text(text)
     for stem, document in layers.items():
         for path in draw_layers(document, folder, stem):
             print(path)
     return 0
 
 
-def render(text: str, documents: Documents) -> str:
-    """The README with every generated section rewritten.
+def render(pages: Mapping[Path, str], documents: Documents) -> dict[Path, str]:
+    """The pages with every generated section rewritten.
 
     Raises:
-        ValueError: a section's markers are missing.
+        ValueError: a section's markers are on none of them.
     """
+    found = dict(pages)
     for name, section in SECTIONS.items():
         opening, closing = f"<!-- generated:{name} -->", f"<!-- /generated:{name} -->"
         pattern = re.compile(re.escape(opening) + ".*?" + re.escape(closing), re.DOTALL)
-        if not pattern.search(text):
-            raise ValueError(f"report: the README must hold {opening} and {closing}, got neither or one.")
+        page = next((page for page, text in found.items() if pattern.search(text)), None)
+        if page is None:
+            names = ", ".join(map(str, found))
+            raise ValueError(f"report: one of {names} must hold {opening} and {closing}, got neither or one.")
         body = f"{opening}\n{section(documents).strip()}\n{closing}"
-        text = pattern.sub(lambda _, body=body: body, text)
-    return text
+        found[page] = pattern.sub(lambda _, body=body: body, found[page])
+    return found
 
 
 def layers_section(documents: Documents) -> str:
@@ -68,10 +72,10 @@ def layers_section(documents: Documents) -> str:
         if document["kind"] == "layers":
             plots = [path.name for path in plot_paths(document, Path(), stem) if path.suffix == ".png"]
             parts += [
-                f"#### {numbers_of(document)}, {document['format']}: {source_line(stem, document)}",
+                f"### {numbers_of(document)}, {document['format']}: {source_line(stem, document)}",
                 conditions(document),
                 *(layers_table(document, routing) for routing in routings_of(document["rows"])),
-                *(f"![{CAPTIONS[name.split('-')[-1]]}](benchmarks/results/{name})" for name in plots),
+                *(f"![{CAPTIONS[name.split('-')[-1]]}](results/{name})" for name in plots),
                 f"Method: {document['method']}.",
             ]
     return "\n\n".join(filter(None, parts)) or NO_RESULTS
@@ -140,7 +144,7 @@ def e2e_section(documents: Documents) -> str:
 
 def _tables(documents: Documents, kind: str, draw: Callable[[dict[str, Any]], str]) -> str:
     parts = [
-        f"#### {source_line(stem, document)}\n\n{draw(document)}\n\nMethod: {document['method']}."
+        f"### {source_line(stem, document)}\n\n{draw(document)}\n\nMethod: {document['method']}."
         for stem, document in documents.items()
         if document["kind"] == kind
     ]
@@ -245,7 +249,31 @@ def activations_section(_: Documents) -> str:
     return ", ".join(f"`{name}`" for name in ACTIVATIONS) + "."
 
 
+def summary_section(documents: Documents) -> str:
+    """How many times as fast blocks and models are, from their least gain to their largest, for the first page."""
+    lines = []
+    for stem, document in documents.items():
+        if document["kind"] == "forms":
+            gains = [row["plain_call_us"] / row["ours_call_us"] for row in document["rows"]]
+            what = f"{len({row['form'] for row in document['rows']})} layers of other people's code"
+        elif document["kind"] == "e2e":
+            steps: dict[tuple[int, int], list[float]] = {}
+            for row in document["rows"]:
+                if row.get("ratio") and row["variant"].startswith("moe_ops"):
+                    steps.setdefault((row["batch"], row["new_tokens"]), []).append(1 / row["ratio"])
+            gains = [max(found) for found in steps.values()]
+            layers = document["config"]["num_hidden_layers"]
+            what = f"steps of {layers} layers of a transformers model, cache of {document['cache_length']}"
+        else:
+            continue
+        if gains:
+            lines.append([what, f"{min(gains):.1f}x to {max(gains):.1f}x", document["device"], f"`{stem}.json`"])
+    head = ["against the best of plain torch.compile", "times as fast", "on", "result file"]
+    return table(head, lines) if lines else NO_RESULTS
+
+
 SECTIONS: dict[str, Callable[[Documents], str]] = {
+    "summary": summary_section,
     "schemes": schemes_section,
     "forms": forms_section,
     "routings": routings_section,

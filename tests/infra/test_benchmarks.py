@@ -228,7 +228,7 @@ def test_report_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[
     (tmp_path / "sample.json").write_text(json.dumps(sample_document()))
     readme = tmp_path / "README.md"
     readme.write_text("".join(f"<!-- generated:{name} -->\n<!-- /generated:{name} -->\n" for name in report.SECTIONS))
-    options = ["report", "--results", str(tmp_path), "--readme", str(readme)]
+    options = ["report", "--results", str(tmp_path), "--pages", str(readme)]
     assert main([*options, "--check"]) == 1, "nothing is generated yet"
     assert main(options) == 0
     assert main([*options, "--check"]) == 0
@@ -243,7 +243,7 @@ def test_report_of_peers_timed_in_turn() -> None:
     assert "| 1 | 10.0 | 20.0 (50%)† | 50.0 (20%) 0.40x | - | 0.40 (0.39 to 0.41) hf_grouped |" in text
     assert "† qwen3-30b-a3b, 1: ours is faster than its part ours_experts: 20.0 against 30.0 us." in text
     assert text.count("ours / best of others") == 2 and text.count("Routing `zipf`:") == 1
-    assert "benchmarks/results/sample-ratio.png" in text
+    assert "](results/sample-ratio.png" in text
 
 
 def test_report_of_variants_timed_in_turn() -> None:
@@ -303,8 +303,8 @@ def test_passes_in_a_first_call(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_report_needs_its_markers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("# nothing\n")
-    assert main(["report", "--results", str(tmp_path), "--readme", str(readme)]) == 2
-    assert "generated:schemes" in capsys.readouterr().err
+    assert main(["report", "--results", str(tmp_path), "--pages", str(readme)]) == 2
+    assert "generated:summary" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stem", sorted(load_results(RESULTS)), ids=str)

@@ -1,4 +1,4 @@
-"""The README's samples run, in order, in one namespace; its generated sections are what the result files give."""
+"""The samples of the README and of the other pages run, in order; generated sections are what the result files give."""
 
 import re
 from pathlib import Path
@@ -7,22 +7,39 @@ import pytest
 
 from benchmarks.__main__ import main
 
-README = Path(__file__).parents[2] / "README.md"
-MAKEFILE = README.with_name("Makefile")
-TEXT = README.read_text()
-SAMPLES = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL) for line in block.splitlines()]
+ROOT = Path(__file__).parents[2]
+MAKEFILE = ROOT / "Makefile"
+PAGES = {name: (ROOT / name).read_text() for name in ("README.md", "moe_ops/README.md", "benchmarks/README.md")}
+SHELL = [block for text in PAGES.values() for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL)]
+COMMANDS = [line for block in SHELL for line in block.splitlines()]
+
+
+def samples(name: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", PAGES[name], re.DOTALL)
+
+
+def run_samples(name: str) -> None:
+    """In one namespace; leading newlines make a traceback's line numbers those of the page."""
+    namespace: dict[str, object] = {"__name__": "readme"}
+    for number, sample in enumerate(samples(name)):
+        line = PAGES[name][: PAGES[name].index(sample)].count("\n")
+        exec(compile("\n" * line + sample, f"{name} (sample {number})", "exec"), namespace)
 
 
 @pytest.mark.slow
-def test_samples_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(SAMPLES) >= 6
-    namespace: dict[str, object] = {"__name__": "readme"}
-    for number, sample in enumerate(SAMPLES):
-        line = TEXT[: TEXT.index(sample)].count("\n")
-        # Leading newlines make a traceback's line numbers those of the README.
-        exec(compile("\n" * line + sample, f"README.md (sample {number})", "exec"), namespace)
+def test_samples_of_the_readme_run() -> None:
+    assert len(samples("README.md")) >= 6
+    run_samples("README.md")
+
+
+@pytest.mark.slow
+def test_samples_of_the_operators_run(capsys: pytest.CaptureFixture[str]) -> None:
+    run_samples("moe_ops/README.md")
     assert "fused_experts: down_proj must be" in capsys.readouterr().out
+
+
+def test_the_readme_is_short() -> None:
+    assert PAGES["README.md"].count("\n") <= 200
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("make ")], ids=str)
@@ -38,13 +55,15 @@ def test_generated_sections_are_up_to_date(capsys: pytest.CaptureFixture[str]) -
 def test_benchmark_commands_parse(capsys: pytest.CaptureFixture[str]) -> None:
     commands = [command.split("#")[0].split()[3:] for command in COMMANDS if command.startswith("python -m benchmarks")]
     assert commands
+    named = ("e2e", "host", "forms", "first-call", "compare", "carry", "models", "report")
     for command in commands:
-        subcommand = [command.pop(0)] if command and command[0] in ("e2e", "host", "compare", "carry", "report") else []
+        subcommand = [command.pop(0)] if command and command[0] in named else []
         with pytest.raises(SystemExit) as caught:
             main([*subcommand, *command, "--help"])
         assert caught.value.code == 0
 
 
 def test_links_to_files_exist() -> None:
-    for target in re.findall(r"\]\(([^)#:]+)\)", TEXT):
-        assert (README.parent / target).exists(), target
+    for name, text in PAGES.items():
+        for target in re.findall(r"\]\(([^)#:]+)\)", text):
+            assert ((ROOT / name).parent / target).exists(), f"{name}: {target}"
