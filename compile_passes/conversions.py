@@ -13,7 +13,7 @@ import copy
 import torch
 from torch import nn
 
-from compile_passes.source import NotStatic, Source, bodies, called, held, methods_of
+from compile_passes.source import NotStatic, Source, bodies, called, held, methods_of, sure
 from compile_passes.static_loops import StaticForm
 
 
@@ -36,8 +36,8 @@ def without_conversions(module: nn.Module) -> StaticForm | None:
                     methods[name], sources[name] = tree, source
                     said.append(f"line {statement.lineno}: without `{ast.unparse(statement)}`")
                     holds += conditions
-                    assert isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call)
-                    converts.append((statement.targets[0], statement.value.args[0]))
+                    made = sure(ast.Assign, statement)
+                    converts.append((made.targets[0], sure(ast.Call, made.value).args[0]))
     return StaticForm(methods, sources, tuple(said), tuple(holds), tuple(converts)) if methods else None
 
 

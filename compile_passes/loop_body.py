@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from compile_passes.sorted_slices import CONVERSIONS
-from compile_passes.source import NotStatic, bodies, called, is_zero, names
+from compile_passes.source import NotStatic, bodies, called, is_zero, names, sure
 
 # What may lie between the ids, or a mask of them, and the list of experts that were hit.
 ELEMENTS = frozenset({"tolist", "cpu", "numpy", "flatten", "squeeze", "view", "reshape", "ravel", "detach", "sorted"})
@@ -65,8 +65,8 @@ class Element(ast.NodeTransformer):
         return isinstance(value, ast.Subscript) and self._is(value.slice)
 
     def _picked(self, value: ast.AST) -> ast.expr:
-        assert isinstance(value, ast.Subscript)
-        return ast.Subscript(self.visit(value.value), value.slice, ast.Load())
+        taken = sure(ast.Subscript, value)
+        return ast.Subscript(self.visit(taken.value), taken.slice, ast.Load())
 
 
 def check_body(loop: ast.For) -> None:
@@ -122,8 +122,7 @@ def drop_lists_of_positions(tree: ast.FunctionDef) -> None:
             slices = [part.slice for part in ast.walk(tree) if isinstance(part, ast.Subscript)]
             inside = [part for index in slices for part in (index.elts if isinstance(index, ast.Tuple) else [index])]
             if reads == sum(isinstance(part, ast.Name) and part.id == name for part in inside):
-                assert isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute)
-                node.value = node.value.func.value
+                node.value = sure(ast.Attribute, sure(ast.Call, node.value).func).value
 
 
 def drop_unread(tree: ast.FunctionDef) -> None:

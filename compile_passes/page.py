@@ -205,7 +205,7 @@ def _refusal(row: Fused | Refused) -> str:
 
 def _facts(row: Fused | Refused) -> str:
     data = row.to_dict()
-    if data["status"] != "fused":
+    if data["status"] == "refused":
         return ""
     sizes = data["sizes"]
     named = [
@@ -220,7 +220,7 @@ def _facts(row: Fused | Refused) -> str:
 
 def _facts_in_words(row: Fused | Refused) -> str:
     data = row.to_dict()
-    if data["status"] != "fused":
+    if data["status"] == "refused":
         return f"{escape(data['reason'])} <b>Cure.</b> {escape(data['cure'])}{_place(row.location)}"
     sizes = data["sizes"]
     return escape(
@@ -234,7 +234,7 @@ def _status(row: Fused | Refused) -> str:
 
 
 def _look(row: Fused | Refused) -> str:
-    return "good" if _status(row) == "fused" else "bad"
+    return "bad" if _status(row) == "refused" else "good"
 
 
 def _title(row: Fused | Refused) -> str:

@@ -15,6 +15,7 @@ from torch import nn
 
 from compile_passes.loops import CAPTURABLE, SETTING, STATIC, ExpertLoop, cure, find_loops, loops_over_data
 from compile_passes.rebind import Verdict, bind, unbind, verdict_of
+from compile_passes.source import sure
 from compile_passes.stacking import expert_lists, stack_list, taken_elsewhere, unstack, why_not
 
 log = logging.getLogger(__name__)
@@ -79,12 +80,12 @@ def _make_static(model: nn.Module, loops: list[ExpertLoop]) -> None:
         alike.names.append(loop.name or type(loop.module).__name__)
         alike.loop = loop
     for (kind, reason), alike in kinds.items():
-        assert alike.loop is not None
         called, verdict = f"{_and_more(alike.names)} ({kind.__name__})", alike.verdict
         if not verdict.forms:
+            mend = cure(sure(ExpertLoop, alike.loop), tried=True)
             _say(
                 f"moe_ops.compile: {called} run their experts in a Python loop, which cannot be captured; they are "
-                f"left as is. {reason[:1].upper()}{reason[1:].rstrip('.')}. {cure(alike.loop, tried=True)}"
+                f"left as is. {reason[:1].upper()}{reason[1:].rstrip('.')}. {mend}"
             )
             continue
         torch._dynamo.config.capture_dynamic_output_shape_ops = True

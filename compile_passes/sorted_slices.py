@@ -16,7 +16,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
-from compile_passes.source import NotStatic, Scope, bodies, called, is_zero, names, subject
+from compile_passes.source import NotStatic, Scope, bodies, called, is_zero, names, subject, sure
 
 # What may lie between ids, or a mask of them, and counts of an expert's tokens.
 CONVERSIONS = frozenset({
@@ -99,10 +99,10 @@ def _slices(scope: Scope, loop: ast.For) -> _Slices | None:
     if called(loop.iter) != "enumerate" or not isinstance(target, ast.Tuple) or len(target.elts) != 2:
         return None
     number, given = target.elts
-    assert isinstance(loop.iter, ast.Call)
-    if not isinstance(number, ast.Name) or not isinstance(given, ast.Name) or len(loop.iter.args) != 1:
+    iterated = sure(ast.Call, loop.iter).args
+    if not isinstance(number, ast.Name) or not isinstance(given, ast.Name) or len(iterated) != 1:
         return None
-    (source,) = loop.iter.args
+    (source,) = iterated
     if counted(source, scope, loop) is None:
         return None
     cumulated = any(called(node) == "cumsum" for node in _chain(source, scope, loop))
@@ -114,8 +114,8 @@ def _by_counts(scope: Scope, loop: ast.For, number: str, count: str) -> _Slices 
     sums = [part for part in loop.body if isinstance(part, ast.Assign) and isinstance(part.value, ast.BinOp)
             and isinstance(part.value.op, ast.Add) and count in names(part.value)]  # fmt: skip
     for first in sums:
-        assert isinstance(first.value, ast.BinOp)
-        terms = [first.value.left, first.value.right]
+        added = sure(ast.BinOp, first.value)
+        terms = [added.left, added.right]
         starts = [term.id for term in terms if isinstance(term, ast.Name) and term.id != count]
         end = first.targets[0]
         if len(starts) != 1 or not isinstance(end, ast.Name):
@@ -129,8 +129,7 @@ def _by_counts(scope: Scope, loop: ast.For, number: str, count: str) -> _Slices 
 
 def _by_ends(scope: Scope, loop: ast.For, number: str, end: str) -> _Slices | None:
     """`start = 0 if i == 0 else ends[i - 1]`."""
-    assert isinstance(loop.iter, ast.Call)
-    ends = ast.unparse(loop.iter.args[0])
+    ends = ast.unparse(sure(ast.Call, loop.iter).args[0])
     for part in loop.body:
         if isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Name):
             if ast.unparse(part.value) == f"0 if {number} == 0 else {ends}[{number} - 1]":
@@ -267,19 +266,17 @@ class _Unsorting(ast.NodeTransformer):
 
     def _add_tokens(self) -> None:
         """Every expert adds its results to its tokens."""
-        assert self.order is not None and self.size is not None
-        flat, size = ast.unparse(self.order.flat), ast.unparse(self.size)
+        flat, size = ast.unparse(sure(_Order, self.order).flat), ast.unparse(sure(ast.expr, self.size))
         self._before(f"_ids_ = {flat}.view(-1, {size})")
         self.loop.body[:0] = _statements(f"_token_, _slot_ = torch.where(_ids_ == {self.slices.number})", self.loop)
         self.loop.body = [_add_rows(part) for part in self.loop.body]
 
     def _write_pairs(self) -> None:
         """Every expert writes the rows of its pairs, and what put them together and in order again is left out."""
-        assert self.order is not None and self.size is not None and self.listed is not None
         source = next((node for node in ast.walk(self.loop) if hasattr(node, "rows_of")), None)
         if source is None:
             raise NotStatic("no rows of tokens are taken", self.loop)
-        flat, size = ast.unparse(self.order.flat), ast.unparse(self.size)
+        flat, size = ast.unparse(sure(_Order, self.order).flat), ast.unparse(sure(ast.expr, self.size))
         self._before(
             f"_flat_ = {flat}\n_rows_ = {ast.unparse(source.rows_of)}.repeat_interleave({size}, dim=0)\n"
             "_outs_ = torch.empty_like(_rows_)"
@@ -302,20 +299,21 @@ class _Unsorting(ast.NodeTransformer):
 
     def _joined(self) -> None:
         """`outs = torch.cat(outputs)`, then `new[order] = outs`, and `new` in place of both."""
-        assert self.order is not None
+        order = sure(_Order, self.order).name
         for block in _blocks(self.tree):
             for statement in block:
-                value = statement.value if isinstance(statement, ast.Assign) else None
+                if not isinstance(statement, ast.Assign):
+                    continue
+                value: ast.expr = statement.value
                 if isinstance(value, ast.IfExp) and self.listed in names(value.test):
                     value = value.body
-                if value is None or called(value) not in ("cat", "concat", "vstack") or self.listed not in names(value):
+                if called(value) not in ("cat", "concat", "vstack") or self.listed not in names(value):
                     continue
-                assert isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)
-                joined = statement.targets[0].id
+                joined = sure(ast.Name, statement.targets[0]).id
                 put = [
                     other for inner in _blocks(self.tree) for other in inner if isinstance(other, ast.Assign)
                     and isinstance(target := other.targets[0], ast.Subscript)
-                    and ast.unparse(target.slice) == self.order.name and ast.unparse(other.value) == joined
+                    and ast.unparse(target.slice) == order and ast.unparse(other.value) == joined
                 ]  # fmt: skip
                 if len(put) != 1 or not self.scope.alive(put[0]):
                     raise NotStatic(f"{joined} is not put back in the order of the pairs by an assignment", statement)
@@ -333,12 +331,11 @@ class _Unsorting(ast.NodeTransformer):
     def _empty(self, put: ast.Assign) -> ast.Assign:
         """Where the empty tensor is made that rows are put into."""
         target = put.targets[0]
-        assert isinstance(target, ast.Subscript)
-        made = self.scope.value(target.value.id, put) if isinstance(target.value, ast.Name) else None
+        held = sure(ast.Subscript, target).value
+        made = self.scope.value(held.id, put) if isinstance(held, ast.Name) else None
         if made is None or called(made[0]) not in ("empty_like", "zeros_like", "empty", "zeros", "new_empty"):
-            raise NotStatic(f"what {ast.unparse(target.value)} holds before is not known", put)
-        assert isinstance(made[1], ast.Assign)
-        return made[1]
+            raise NotStatic(f"what {ast.unparse(held)} holds before is not known", put)
+        return sure(ast.Assign, made[1])
 
 
 def _sorted(value: ast.expr) -> ast.expr | None:

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,12 +20,26 @@ _MODES: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
+_Kind = TypeVar("_Kind")
+
+
 class NotStatic(Exception):
     """Why there is no static form, in words, and at which line."""
 
     def __init__(self, reason: str, node: ast.AST | None = None) -> None:
         line = getattr(node, "lineno", None)
         super().__init__(reason if line is None else f"line {line}: {reason}")
+
+
+def sure(kind: type[_Kind], value: Any) -> _Kind:
+    """``value``, of a kind that it has been found to be of before.
+
+    Raises:
+        NotStatic: it is of another kind.
+    """
+    if not isinstance(value, kind):
+        raise NotStatic("code that is not understood", value if isinstance(value, ast.AST) else None)
+    return value
 
 
 @dataclass(frozen=True)

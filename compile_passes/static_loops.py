@@ -32,7 +32,19 @@ from compile_passes.loop_body import (
 )
 from compile_passes.loops import decides, has_data_dependent_calls
 from compile_passes.sorted_slices import CONVERSIONS, counted, takes_slices, unsort
-from compile_passes.source import NotStatic, Scope, Source, build, called, held, is_zero, methods_of, names, subject
+from compile_passes.source import (
+    NotStatic,
+    Scope,
+    Source,
+    build,
+    called,
+    held,
+    is_zero,
+    methods_of,
+    names,
+    subject,
+    sure,
+)
 from compile_passes.updates import Updates
 
 
@@ -233,8 +245,7 @@ class _Method:
 
     def _beside_counts(self, loop: ast.For) -> None:
         """`for i, n in enumerate(counts)` where n is only tested, `for expert, n in zip(self.experts, counts)`."""
-        assert isinstance(loop.iter, ast.Call) and isinstance(loop.target, ast.Tuple)
-        parts, targets = loop.iter.args, loop.target.elts
+        parts, targets = sure(ast.Call, loop.iter).args, sure(ast.Tuple, loop.target).elts
         if called(loop.iter) == "enumerate":
             if len(parts) != 1 or len(targets) != 2 or counted(parts[0], self.scope, loop) is None:
                 return
@@ -273,8 +284,7 @@ class _Method:
                 inner = value.value
             else:
                 break
-            assert inner is not None
-            value, place = self.scope.resolved(inner, place)
+            value, place = self.scope.resolved(sure(ast.expr, inner), place)
         if isinstance(value, ast.Subscript) and is_zero(value.slice):  # nonzero(as_tuple=True)[0], where(condition)[0]
             flat, (value, place) = True, self.scope.resolved(value.value, place)
         name = called(value)

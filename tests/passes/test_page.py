@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -217,7 +218,8 @@ def evil() -> Report:
     sizes = dict.fromkeys("EKHI", EVIL)
     row = Fused(EVIL, EVIL, EVIL, EVIL, EVIL, EVIL, EVIL, EVIL, EVIL, **sizes, diagram=diagram)
     left = Refused(EVIL, EVIL, EVIL, EVIL, EVIL, diagram)
-    return Report([row, row], [left, left, Refused("", EVIL, EVIL, EVIL)], 0, 0, 1, [EVIL], [EVIL], [EVIL], EVIL)
+    staged, alone = replace(row, staged=True), Refused("", EVIL, EVIL, EVIL)
+    return Report([row, row], [staged], [left, left, alone], 0, 0, 1, [EVIL], [EVIL], [EVIL], EVIL)
 
 
 @pytest.mark.parametrize("form", FORMS)
