@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 import moe_ops
 from compile_passes.loops import STATIC
-from compile_passes.tiny import tiny_model
+from compile_passes.tiny import model_of, tiny_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -98,3 +98,20 @@ def test_router_in_another_dtype_than_the_model() -> None:
     torch.testing.assert_close(out, expected, atol=5e-2, rtol=5e-2)
     assert model.encoder.block[1].layer[1].mlp.router.classifier.weight.dtype == torch.float32
     assert counters["moe_ops"]["fused"] == 1
+
+
+@pytest.mark.parametrize("family", ["dbrx", "longcat_flash"])
+def test_weights_that_are_views_and_experts_without_weights(family: str) -> None:
+    """dbrx views a flat weight anew for every expert; some of longcat's experts return their tokens as they are."""
+    config, kind = model_of(family)
+    model, ids = tiny_model(config, kind, dtype=torch.float32), torch.randint(3, 100, (1, 16))
+    torch.compiler.reset()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = model(ids).logits
+        function = moe_ops.compile(model, backend="moe_ops_eager")
+        counters.clear()
+        torch.testing.assert_close(function(ids).logits, expected, atol=1e-5, rtol=1e-5)
+        assert counters["moe_ops"]["fused"] > 0 and counters["moe_ops"]["refused"] == 0
+        moe_ops.restore(model)
+        assert torch.equal(model(ids).logits, expected)

@@ -11,7 +11,7 @@ LINES = [line for line in TABLE.read_text().splitlines() if line.startswith("| "
 ROWS = LINES[2:]
 
 
-@pytest.mark.parametrize("family", ["muse_spark", "inkling2", "llama4"])
+@pytest.mark.parametrize("family", ["muse_spark", "inkling2", "llama4", "dbrx"])
 def test_rows_are_true(family: str) -> None:
     """A sample; that all families of the shared forms are fused or staged is what the tests beside this one see."""
     if family not in families():
