@@ -14,7 +14,18 @@ import torch
 from torch import fx
 
 from compile_passes.equal import narrower
-from compile_passes.match import Body, Combine, Dispatch, MoEMatch, Product, Refusal, RoutedCall, Router, leaves
+from compile_passes.match import (
+    Body,
+    Combine,
+    Dispatch,
+    MoEMatch,
+    Product,
+    Refusal,
+    RoutedCall,
+    Router,
+    in_words,
+    leaves,
+)
 from compile_passes.patterns.activation import recognise_body
 from compile_passes.patterns.capacity import recognise_capacity
 from compile_passes.patterns.chains import Expert, find_siblings
@@ -120,8 +131,8 @@ def _untouched(reading: Reading) -> Refusal | None:
     if reading.reshaper is None:
         return None
     return Refusal(
-        reading.reshaper, f"{reading.reshaper.name} changes the shape or the storage of a tensor in place, after which "
-        "the graph's own record of it cannot be trusted.", "Use the out-of-place form of this operation.",
+        reading.reshaper, f"{in_words(reading.reshaper)} changes the shape or the storage of a tensor in place, after "
+        "which the graph's own record of it cannot be trusted.", "Use the out-of-place form of this operation.",
     )  # fmt: skip
 
 
@@ -372,8 +383,9 @@ def _escape(reading: Reading, region: set[fx.Node], output: fx.Node, inputs: fro
         for user in reading.readers(node):
             if user not in region:
                 return Refusal(
-                    node, f"An interior value of the MoE block, {node.name}, is also used by {user.name}.", _ESCAPE_CURE
-                )
+                    node, f"A value inside of the MoE block, {in_words(node)}, is also used by {in_words(user)}.",
+                    _ESCAPE_CURE,
+                )  # fmt: skip
     return None
 
 
@@ -397,7 +409,7 @@ def _router_lives(
     for value in views:
         for user in reading.readers(value):
             if user not in inside and user not in views:
-                return kept(user, f"{value.name} is also used by {user.name}")
+                return kept(user, f"{in_words(value)} is also used by {in_words(user)}")
     problem = unknown_tensors(reading, own, inputs) or different_scope(reading, inside)
     if problem is None:
         problem = different_gradient(reading, own, inputs, weights, output)

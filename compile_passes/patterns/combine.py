@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from compile_passes.equal import is_float_cast, is_noop_cast, no_narrower
-from compile_passes.match import Combine, Dispatch, Product, Refusal, Staged, Value
+from compile_passes.match import Combine, Dispatch, Product, Refusal, Staged, Value, in_words
 from compile_passes.patterns.rows import BLANK, Order, is_ramp, sorts
 from compile_passes.patterns.rowwise import row_wise
 from compile_passes.reading import Reading
@@ -280,10 +280,10 @@ def stopped(reading: Reading, value: fx.Node, readers: list[fx.Node]) -> Refusal
         what = (
             "is read by nothing"
             if not readers
-            else f"is read {len(readers)} times ({', '.join(r.name for r in readers)})"
+            else f"is read {len(readers)} times ({', '.join(map(in_words, readers))})"
         )
         return Refusal(
-            value, f"An interior value of the MoE block, {value.name}, {what}.",
+            value, f"A value inside of the MoE block, {in_words(value)}, {what}.",
             "Only the routing logits, weights and ids may be used outside of the block.",
         )  # fmt: skip
     call = reading.call(readers[0])

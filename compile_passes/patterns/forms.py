@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from compile_passes.match import Refusal
+from compile_passes.match import Refusal, in_words
 from compile_passes.patterns.flow import Evidence, Flow, Pair, Route, rank_of, shape_of
 from compile_passes.reading import Reading
 from compile_passes.vocabulary import equal_sizes
@@ -129,7 +129,7 @@ def _gathered(pair: Pair, flow: Flow) -> Refusal:
     ids = flow.gathered[flow.products[pair.down]]
     return Refusal(
         pair.down,
-        f"The expert weights are gathered for every routed row (weight[{ids.name}]), and multiplied by a product that "
+        f"The expert weights are gathered for every routed row, by {in_words(ids)}, and multiplied by a product that "
         "is not fused in this spelling.",
         f"Give the stacked weights to {_CALL}, which reads them in place.",
     )

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from compile_passes.equal import no_narrower
-from compile_passes.match import Refusal, Router
+from compile_passes.match import Refusal, Router, in_words
 from compile_passes.patterns.ids import Choice, topk_over_experts
 from compile_passes.reading import Reading
 from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, same_shape, single
@@ -132,7 +132,7 @@ class _RouterReader:
             value = state.selected
             call = self.reading.call(value)
             if call is None:
-                return kept(value, f"the weights come from {value.name}")
+                return kept(value, f"the weights come from {in_words(value)}")
             if call.name in ("item", *_TAKES):
                 return state
             found = self._finishing_step(state, value)

@@ -169,7 +169,7 @@ CASES: dict[str, Case] = {
         "fused_experts",
         layer,
         {"activation": "swish"},
-        "activation must be one of ['gelu', 'gelu_tanh', 'relu'",
+        "activation must be one of ['gelu', 'gelu_tanh', 'quick_gelu', 'relu'",
     ),
     "alpha": ("fused_experts", layer, {"alpha": 2.0}, "alpha must be None for activation 'silu', got 2.0"),
     "limit": ("fused_experts", layer, {"activation": "silu_clamp", "limit": -1.0}, "limit must be > 0, got -1.0"),

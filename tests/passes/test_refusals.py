@@ -45,7 +45,7 @@ def test_interior_value_escapes():
         out = block(probe=lambda _, value: seen.append(value))(x, gate, w1, w2)
         return out, seen[0]
 
-    says(refusal(run), "is also used by output")
+    says(refusal(run), "is also used by what the captured code returns")
 
 
 def test_unknown_activation():

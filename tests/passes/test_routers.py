@@ -166,7 +166,7 @@ def test_escaping_ids_keep_the_router():
         topk_weights, ids = plain_softmax(x, gate)
         return block(router=lambda *_: (topk_weights, ids))(x, gate, w1, w2), ids
 
-    assert "also used by output" in match(run).router.reason
+    assert "also used by what the captured code returns" in match(run).router.reason
 
 
 def test_escaping_scores_do_not():
