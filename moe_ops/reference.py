@@ -27,6 +27,7 @@ from meta.dims import Problem, accumulation_dtype
 from meta.operands import Operand, quantized
 from meta.routing import route
 from meta.schemes import SCHEMES
+from moe_ops import counters
 
 NAME = "reference"
 SERVED_SCHEMES = frozenset({"bf16", "fp16", "fp32", "fp64", "fp8_block128"})
@@ -131,15 +132,19 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tens
     return y if bias is None else y + bias[expert].to(y.dtype)
 
 
+def _spans(call: GemmCall) -> list[tuple[int, int]]:
+    """First and end row of every expert, among the rows of all."""
+    extents = call.extents.tolist()
+    if call.problem.format == "grouped":
+        return list(zip([0, *extents[:-1]], extents, strict=True))
+    capacity = call.x.data.shape[1]
+    return [(e * capacity, e * capacity + min(count, capacity)) for e, count in enumerate(extents)]
+
+
 def _expert_linears(call: GemmCall, weight: Tensor) -> Tensor:
     """``y[row] = W[expert of row] x[row] + b[expert of row]``, ``[R, N]``; rows of no expert are zero."""
-    x, extents = _wide(call.x), call.extents.tolist()
-    if call.problem.format == "grouped":
-        spans = list(zip([0, *extents[:-1]], extents, strict=True))
-    else:
-        capacity = x.shape[1]
-        spans = [(e * capacity, e * capacity + min(count, capacity)) for e, count in enumerate(extents)]
-        x = x.flatten(0, 1)
+    x, spans = _wide(call.x), _spans(call)
+    x = x.flatten(0, -2)
     y = x.new_zeros((x.shape[0], weight.shape[1]))
     for expert, (start, end) in enumerate(spans):
         y[start:end] = _linear(x[start:end], weight, call.bias, expert)
@@ -150,6 +155,8 @@ def grouped_mm_glu(call: GluCall) -> tuple[Tensor, Tensor]:
     """First projection and activation of every row."""
     hidden = _expert_linears(call, _first_weight(call.weight, call.up))
     value = ACTIVATIONS[call.glu.activation].eager(*split_glu(hidden, call.glu.layout), call.glu.alpha, call.glu.limit)
+    if counters.active:
+        counters.count(call.weight.data, [end - start for start, end in _spans(call)])
     (sizes, dtype), _ = call.outputs
     if call.quantize_output:
         stored = quantized(value.view(sizes), SCHEMES[call.problem.scheme].rows)
@@ -207,6 +214,8 @@ def fused_experts(call: ExpertsCall) -> Tensor:
             hidden = _linear(x, gate_up, weights.gate_up_bias, expert)
             value = body(*split_glu(hidden, glu.layout), glu.alpha, glu.limit)
             out[token] += weight * _linear(stored(value), down, weights.down_bias, expert)
+    if counters.active:
+        counters.count(weights.down.data, counts)
     return out.to(dtype)
 
 

@@ -18,7 +18,6 @@ say of five models that are broken on purpose.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -29,6 +28,7 @@ from torch._dynamo.utils import counters
 from moe_ops import graphs
 from moe_ops.census import graph_kernel_names, kernel_names
 from moe_ops.compat import size_guards
+from moe_ops.logs import quiet
 
 __all__ = [
     "assert_cuda_graph_safe",
@@ -59,7 +59,7 @@ def assert_fused(model: Any, *inputs: Any, blocks: int | None = None) -> Any:
     import moe_ops
 
     args, kwargs = _call(inputs[0] if len(inputs) == 1 else inputs)
-    with _fresh(), _quiet():
+    with _fresh(), quiet():
         report = moe_ops.explain(model, *args, **kwargs)
     if report.error:
         raise AssertionError(f"the model raised: {report.error}")
@@ -329,18 +329,6 @@ def _tied_to_sizes(
         _run(torch.compile(function, backend=look, dynamic=dynamic), make_inputs(each))
     lines = (line for guard, line in assumed[0].items() if guard not in assumed[1])
     return "".join(f"  {line}\n" for line in dict.fromkeys(lines))
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the warnings that say what the message will say."""
-    logger = logging.getLogger("compile_passes")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,8 @@ A backend is a module, imported when first considered. It has ``NAME``, ``SERVED
 str | None`` (a reason, or None to accept) and functions named like the operators it implements, of the operator's
 :class:`meta.calls.Call`. Which operators those are is its own affair: every one is chosen for by itself, so that a
 product from one module stands between the sort and the combination of another, and a layer that a requested backend
-does not have is composed around what it has (:func:`moe_ops.layer.composed`).
+does not have is composed around what it has (:func:`moe_ops.layer.composed`). What its layers and its products with an
+activation compute it counts itself (:mod:`moe_ops.counters`), or :func:`moe_ops.load_statistics` does not see it.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from meta.dims import Problem, accumulation_dtype
 from meta.operands import quantized
 from meta.routing import route
 from meta.schemes import SCHEMES
+from moe_ops import counters
 from moe_ops.compat import kernels_alone
 from moe_ops.kernels.cpu import (
     Span,
@@ -40,6 +41,7 @@ from moe_ops.kernels.cpu import (
     one_by_one,
     padded_length,
     product,
+    rows_of_experts,
     sort_pairs,
     spans_of_pairs,
 )
@@ -124,6 +126,8 @@ def grouped_mm_glu(call: GluCall) -> tuple[Tensor, Tensor]:
     """First projection and activation."""
     rows, spans = _rows_and_spans(call)
     value = first_projection(rows, call.weight, call.up, call.bias, call.glu, spans)
+    if counters.active:
+        counters.count(call.weight.data, rows_of_experts(spans, call.weight.data.shape[0]))
     (sizes, dtype), _ = call.outputs
     if call.quantize_output:
         stored = quantized(value, SCHEMES[call.problem.scheme].rows)
@@ -176,8 +180,12 @@ def _experts(call: ExpertsCall) -> Tensor:
     if simple and (capacity is None or capacity >= pairs):
         few = spans_of_pairs(topk_ids, weights.gate_up.data)
         if few is not None:
+            if counters.active:
+                counters.count(weights.down.data, rows_of_experts(few, experts))
             return _pair_by_pair(call, few)
     order, counts = sort_pairs(topk_ids, call.expert_map, experts, capacity)
+    if counters.active:
+        counters.count(weights.down.data, counts)
     alone, length = False, 0
     if not weights.scheme.quantized:
         alone = one_by_one(counts, weights.gate_up.data)

@@ -25,6 +25,7 @@ from meta.dims import Problem
 from meta.operands import Glu, Operand
 from meta.schemes import SCHEMES
 from moe_ops.backends import triton_plans
+from moe_ops.counters import Row
 from moe_ops.kernels.triton import act_quant, batched_io, combine, permute, small, topk, wgrad
 from moe_ops.kernels.triton.expert_mm import batched_mm as launch_batched_mm
 from moe_ops.kernels.triton.expert_mm import grouped_mm as launch_grouped_mm
@@ -110,7 +111,7 @@ def _epilogue(glu: Glu) -> dict[str, Any]:
     return {"glu_layout": glu.layout, "activation": glu.activation, "alpha": glu.alpha, "limit": glu.limit}
 
 
-def _gemm(call: GemmCall, **epilogue: Any) -> tuple[Tensor, Tensor]:
+def _gemm(call: GemmCall, load: Row | None = None, **epilogue: Any) -> tuple[Tensor, Tensor]:
     scales = call.x.scales
     mm = ExpertMM(call.weight, call.out_dtype, bias=call.bias, rows_scale=scales[0] if scales else None, **epilogue)
     problem = call.problem
@@ -118,8 +119,9 @@ def _gemm(call: GemmCall, **epilogue: Any) -> tuple[Tensor, Tensor]:
     sizes = (mm.num_experts, bucket(int(problem.M)), mm.out_features * (2 if mm.glu else 1), mm.in_features)
     tile = fit(triton_plans.tile_for(problem.scheme, *sizes, *gpu_of(call.device), column), mm)
     if problem.format == "batched":
-        return launch_batched_mm(call.x.data.contiguous(), mm, call.extents, tile)
-    return launch_grouped_mm(unit_stride(call.x.data), mm, call.extents, tile, num_rows=call.x.data.shape[0])
+        return launch_batched_mm(call.x.data.contiguous(), mm, call.extents, tile, load=load)
+    rows = unit_stride(call.x.data)
+    return launch_grouped_mm(rows, mm, call.extents, tile, num_rows=rows.shape[0], load=load)
 
 
 def grouped_mm(call: GemmCall) -> Tensor:
@@ -130,7 +132,8 @@ batched_mm = grouped_mm
 
 
 def grouped_mm_glu(call: GluCall) -> tuple[Tensor, Tensor]:
-    return _gemm(call, up=call.up, **_epilogue(call.glu), quantize_output=call.quantize_output)
+    epilogue = {**_epilogue(call.glu), "quantize_output": call.quantize_output}
+    return _gemm(call, Row(call.weight.data), up=call.up, **epilogue)
 
 
 batched_mm_glu = grouped_mm_glu

@@ -58,6 +58,14 @@ def sorted_spans(counts: list[int]) -> list[Span]:
     return [(e, end - count, end) for e, (count, end) in enumerate(zip(counts, ends, strict=True)) if count]
 
 
+def rows_of_experts(spans: list[Span], num_experts: int) -> list[int]:
+    """How many rows every expert has."""
+    rows = [0] * num_experts
+    for expert, start, end in spans:
+        rows[expert] += end - start
+    return rows
+
+
 def sort_pairs(
     topk_ids: Tensor, expert_map: Tensor | None, num_experts: int, capacity: int | None
 ) -> tuple[Tensor, list[int]]:

@@ -50,6 +50,7 @@ def compile_mm(
     dtype: str = "bf16",
     activation: str | None = None,
     tall: tuple[int, int] = (0, 0),
+    counted: bool = False,
 ) -> Compiled:
     """One expert GEMM with Mixtral's dimensions: GEMM 1 when gated or activated, else GEMM 2."""
     first = glu != NOT_GATED.value
@@ -106,6 +107,7 @@ def compile_mm(
         "w_scale": "*fp32:16" if quantized else None,
         "out_scale": "*fp32:16",
         "row_to_pair": "*i32:16" if gather else None,
+        "load_ptr": "*i64:16" if counted else None,
     }
     for name, kind in optional.items():
         if kind is None:
@@ -135,6 +137,8 @@ FORMS = {
     "down_transposed": dict(glu=NOT_GATED.value, w_load=TMA_KN.value),
     "batched_glu": dict(glu=CONCAT.value, batched=True),
     "batched_down": dict(glu=NOT_GATED.value, batched=True),
+    "glu_counted": dict(glu=CONCAT.value, counted=True),
+    "batched_glu_counted": dict(glu=CONCAT.value, batched=True, counted=True),
 }
 
 
@@ -287,7 +291,7 @@ def test_small_kernels_stream_16_bytes_a_thread(capability, quantized, model, st
             "limit": "fp32",
             "stride_x": "i32:16",
         }
-        signature |= {"up_offset": "i32:16", "up_scale_offset": "i32"}
+        signature |= {"up_offset": "i32:16", "up_scale_offset": "i32", "load_ptr": "*i64:16"}
         constexprs |= {"GLU": CONCAT.value, "ACTIVATION": "silu"}
     else:
         signature["out"] = "*bf16:16"

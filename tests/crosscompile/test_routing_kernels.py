@@ -75,8 +75,9 @@ def topk_case(E: int, K: int, score: str, dtype: str, tokens: int = 1, groups: i
 
 IDS = {"topk_ids_ptr": "*i64:16", "R": "i32", "E": "i32:16", "E_GLOBAL": "i32:16"}
 MAPPED = {**IDS, "expert_map_ptr": "*i64:16"}
-PLACES = {"counts_ptr": "*i32:16", "row_to_pair_ptr": "*i32:16", "pair_to_row_ptr": "*i32:16", "capacity": "i32"}
-SLOTS = {"counts_ptr": "*i32:16", "pair_to_row_ptr": "*i32:16", "capacity": "i32"}
+LOAD = {"load_ptr": "*i64:16"}
+PLACES = LOAD | {"counts_ptr": "*i32:16", "row_to_pair_ptr": "*i32:16", "pair_to_row_ptr": "*i32:16", "capacity": "i32"}
+SLOTS = LOAD | {"counts_ptr": "*i32:16", "pair_to_row_ptr": "*i32:16", "capacity": "i32"}
 PLACING = {"BATCHED": False, "BLOCK_P": 32, "BLOCK_Q": 128, "GROUP": 0}
 BESIDE = {"hidden_ptr": "*bf16:16", "q_ptr": "*fp8e4nv:16", "scale_ptr": "*fp32:16", "T": "i32"}
 BESIDE |= {"H": "i32:16", "stride_h": "i32:16"}
@@ -107,7 +108,7 @@ def route_case(E: int, K: int, score: str, tokens: int, quantized: bool, **optio
     """The kernel of `topk_case` that also sorts and quantises."""
     topk = topk_case(E, K, score, "bf16", tokens=tokens, **options)
     signature = topk.signature | {"offsets_ptr": "*i32:16", "row_to_pair_ptr": "*i32:16", "pair_to_row_ptr": "*i32:16"}
-    signature |= {"E_HELD": "i32:16", "E_GLOBAL": "i32"} | (BESIDE if quantized else {})
+    signature |= LOAD | {"E_HELD": "i32:16", "E_GLOBAL": "i32"} | (BESIDE if quantized else {})
     sizes = {"BLOCK_K": K, "BLOCK_E": E, "GROUP": 128 if quantized else 0}
     return Case(_route_few_kernel, signature, topk.constexprs | sizes, num_warps=tokens)
 
@@ -131,7 +132,7 @@ def scatter_case(signature: dict[str, str]) -> Case:
 
 def dispatch_case(rows: dict[str, str]) -> Case:
     sizes = {"TOP_K": 8, "BLOCK_H": 1024, "BLOCK_Q": 128, "BLOCK_E": 16, "GROUP": 128 if rows else 0}
-    signature = SCATTER | IDS | {"counts_ptr": "*i32:16", "slots_ptr": "*i32:16", "capacity": "i32"} | rows
+    signature = SCATTER | IDS | LOAD | {"counts_ptr": "*i32:16", "slots_ptr": "*i32:16", "capacity": "i32"} | rows
     del signature["pair_to_row_ptr"]
     return Case(_dispatch_few_kernel, signature, sizes, wide_loads=True, wide_stores=not rows)
 

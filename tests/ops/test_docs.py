@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import moe_ops
-from moe_ops import api, debugging, layer, stages
+from moe_ops import api, debugging, layer, load, stages
 
 FINDER = doctest.DocTestFinder(exclude_empty=True)
 EXAMPLES = {
     test.name: test
-    for module in (api, stages, layer, debugging)
+    for module in (api, stages, layer, debugging, load)
     for test in FINDER.find(module, globs={"torch": torch, "moe_ops": moe_ops})
     if test.examples
 }

@@ -7,11 +7,14 @@ import triton
 import triton.language as tl
 
 from meta.schemes import SCHEMES
+from moe_ops.counters import Row
 from moe_ops.kernels.triton.act_quant import room
 from moe_ops.kernels.triton.permute import place_pairs, scatter_rows, store_row
 from moe_ops.kernels.triton.record import launch
 from moe_ops.kernels.triton.util import (
     cdiv,
+    count_pairs,
+    is_counted,
     load_expert,
     next_power_of_2,
     pdl_release,
@@ -39,6 +42,7 @@ def _dispatch_few_kernel(
     H,
     capacity,
     stride_t,
+    load_ptr,
     TOP_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -48,7 +52,8 @@ def _dispatch_few_kernel(
 ):
     """Program p < R: find the slot of pair p by counting its expert's earlier pairs, and copy BLOCK_H columns there.
 
-    Programs R, R + 1, ...: count the pairs of BLOCK_E experts each. No program waits for another.
+    Programs R, R + 1, ...: count the pairs of BLOCK_E experts each, for the layer's counters too. No program waits for
+    another.
     Bytes: 4 R (R + E / BLOCK_E) from L2 for the ids, R H sizeof(element) read, R H sizeof(row element) written.
     """
     pdl_wait(PDL)
@@ -72,13 +77,16 @@ def _dispatch_few_kernel(
         weight = None if weights_ptr is None else tl.load(weights_ptr + p).to(tl.float32)
         store_row(x, weight, slot, kept, column * BLOCK_H, rows_ptr, scale_ptr, H, BLOCK_H, GROUP)
     elif column == 0:
+        counted = is_counted(load_ptr, True)
         e = (p - R) * BLOCK_E + tl.arange(0, BLOCK_E)
         mine = tl.zeros([BLOCK_E, BLOCK_Q], tl.int32)
         for start in range(0, R, BLOCK_Q):
             q = start + tl.arange(0, BLOCK_Q)
             expert = load_expert(topk_ids_ptr, expert_map_ptr, q, q < R, E, E_GLOBAL)
             mine += (e[:, None] == expert[None, :]).to(tl.int32)
-        tl.store(counts_ptr + e, tl.minimum(tl.sum(mine, axis=1), capacity), mask=e < E)
+        kept = tl.minimum(tl.sum(mine, axis=1), capacity)
+        tl.store(counts_ptr + e, kept, mask=e < E)
+        count_pairs(load_ptr, counted, e, kept, e < E)
 
 
 def dispatch(
@@ -92,6 +100,7 @@ def dispatch(
     scheme: str | None = None,
     by_choice: bool = False,
     pdl: bool = False,
+    load: Row | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """Copy every pair's token to its slot: one kernel for few pairs, else one or two for the slots and one to copy.
 
@@ -103,6 +112,7 @@ def dispatch(
         topk_weights: [T, K] to multiply the tokens by (fp32, rounded), or None.
         scheme: a name of `meta.schemes.SCHEMES`: rows as it quantises activations. Without one, or if it does not
             quantise them, rows are of the tokens' dtype.
+        load: the layer's counters, to which pairs that keep their slots are added, or None.
 
     Returns:
         (batch [E, C, H], its scales f32 [E, C, groups of H] or None, expert_num_tokens i32 [E] at most C,
@@ -117,7 +127,7 @@ def dispatch(
         group, (batch, scale) = form.group, room((E, capacity, H), form, hidden_states.device)
     if R == 0 or R > FEW_PAIRS or H == 0 or by_choice:
         ids = topk_ids.t() if by_choice else topk_ids
-        counts, _, slots = place_pairs(ids, E, expert_map, capacity, pdl)
+        counts, _, slots = place_pairs(ids, E, expert_map, capacity, pdl, load=load)
         slots = slots.t().contiguous() if by_choice else slots
         scatter_rows(hidden_states, slots, topk_weights, batch, scale, pdl, group)
         return batch, scale, counts, slots
@@ -142,6 +152,7 @@ def dispatch(
         H,
         capacity,
         hidden_states.stride(0),
+        load_ptr=load,
         TOP_K=TOP_K,
         BLOCK_H=block_h,
         BLOCK_Q=max(16, min(128, next_power_of_2(R))),

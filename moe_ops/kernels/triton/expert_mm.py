@@ -10,11 +10,21 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_ops.counters import Row
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.launch import ONE_TILE, STREAM, ExpertMM, most_registers, side_by_side
 from moe_ops.kernels.triton.mm_tile import compute_tile
-from moe_ops.kernels.triton.record import launch, on_device
-from moe_ops.kernels.triton.util import cdiv, cut_into_tiles, find_tile, pdl_release, pdl_wait, uniform
+from moe_ops.kernels.triton.record import launch, on_device, with_memory
+from moe_ops.kernels.triton.util import (
+    cdiv,
+    count_pairs,
+    cut_into_tiles,
+    find_tile,
+    is_counted,
+    pdl_release,
+    pdl_wait,
+    uniform,
+)
 
 
 @triton.jit(do_not_specialize=["num_rows", "up_scale_offset"])
@@ -36,6 +46,7 @@ def _expert_mm_kernel(
     num_rows,
     alpha,
     limit,
+    load_ptr,
     E: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -57,6 +68,7 @@ def _expert_mm_kernel(
     the others as many as run at once do. A STREAM is one loop over tiles and k: the next tile's loads run under this
     tile's epilogue. Each tile is summed over k in order, by one program.
     Bytes: sum over experts with rows of N_w * K * w_size, + R * K + R * N activations. FLOPs: 2 * R * N_w * K.
+    The first program adds the rows of every expert to the layer's counters, if it is given any.
     With TOP_K > 0 the rows of `a` are tokens: row r reads token row_to_pair[r] // TOP_K, so no permuted copy exists.
     """
     columns: tl.constexpr = BLOCK[1] if GLU == 0 else BLOCK[1] // 2
@@ -81,6 +93,10 @@ def _expert_mm_kernel(
         limit,
     )
     start, end, last = cut_into_tiles(extents, num_rows, E, BLOCK[4], BLOCK[0], BLOCK[5], N_TILES, BATCHED)
+    if load_ptr is not None:
+        if tl.program_id(0) == 0:
+            e = tl.arange(0, BLOCK[4])
+            count_pairs(load_ptr, is_counted(load_ptr, True), e, end - start, (e < E) & (end > start))
     if WALK == ONE_TILE:
         tile = tl.program_id(0)
         expert, first, past, n_tile = find_tile(tile, start, end, last, BLOCK[0], BLOCK[5], N_TILES, BLOCK[3])
@@ -108,6 +124,7 @@ def grouped_mm(
     row_to_pair: torch.Tensor | None = None,
     top_k: int = 0,
     pdl: bool = False,
+    load: Row | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch one grouped expert GEMM.
 
@@ -118,13 +135,14 @@ def grouped_mm(
         num_rows: R.
         row_to_pair: [R] i32, pair (t * top_k + k) of each sorted row.
         pdl: start while the kernel before still runs (programmatic dependent launch).
+        load: counters of a layer, where no kernel before knew it.
 
     Returns:
         (out [R, N], out_scale [R, groups of N] f32, empty unless the epilogue quantises).
     """
     out, out_scale = mm.allocate((num_rows,), a)
     row_tiles = most_tiles(num_rows, mm.num_experts, config)
-    _launch(a, mm, offsets, config, (out, out_scale), (row_tiles, num_rows, False), row_to_pair, top_k, pdl)
+    _launch(a, mm, offsets, config, (out, out_scale), (row_tiles, num_rows, False), row_to_pair, top_k, pdl, load)
     return out, out_scale
 
 
@@ -136,6 +154,7 @@ def batched_mm(
     *,
     most_rows: int | None = None,
     pdl: bool = False,
+    load: Row | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch one batched expert GEMM.
 
@@ -145,6 +164,7 @@ def batched_mm(
         expert_num_tokens: [E] i32, rows in use per expert.
         most_rows: bound on their sum, if the caller knows one below E * C: a smaller grid.
         pdl: start while the kernel before still runs (programmatic dependent launch).
+        load: counters of a layer, where no kernel before knew it.
 
     Returns:
         (out [E, C, N], out_scale [E, C, groups of N] f32, empty unless the epilogue quantises). Rows past an
@@ -156,7 +176,7 @@ def batched_mm(
     if most_rows is not None:
         row_tiles = min(row_tiles, most_tiles(most_rows, E, config))
     outputs = (out.view(E * C, mm.out_features), out_scale)
-    _launch(batch.view(E * C, K), mm, expert_num_tokens, config, outputs, (row_tiles, C, True), None, 0, pdl)
+    _launch(batch.view(E * C, K), mm, expert_num_tokens, config, outputs, (row_tiles, C, True), None, 0, pdl, load)
     return out, out_scale
 
 
@@ -175,6 +195,7 @@ def _launch(
     row_to_pair: torch.Tensor | None,
     top_k: int,
     pdl: bool,
+    load: Row | None,
 ) -> None:
     """Launch the kernel on rows `a` [rows, K]; `grid`: (bound on row tiles, num_rows, batched)."""
     out, out_scale = outputs
@@ -200,6 +221,7 @@ def _launch(
         num_rows,
         mm.alpha,
         mm.limit,
+        load,
         mm.num_experts,
         mm.out_features,
         mm.in_features,
@@ -220,7 +242,7 @@ def _launch(
     programs = row_tiles * made.n_tiles
     if made.walk != ONE_TILE.value:
         scales = None if mm.weight_scale is None else mm.weight_scale.dtype
-        key = (arguments[-13:], config, a.dtype, out.dtype, scales, mm.bias is None, a.device)
+        key = (arguments[-13:], load is None, config, a.dtype, out.dtype, scales, mm.bias is None, a.device)
         with on_device(a):
-            programs = min(programs, side_by_side(_expert_mm_kernel, key, arguments, options))
+            programs = min(programs, side_by_side(_expert_mm_kernel, key, with_memory(arguments), options))
     launch(_expert_mm_kernel, (programs,), *arguments, **options)

@@ -13,6 +13,7 @@ from meta.operands import Operand
 from meta.schemes import SCHEMES
 from moe_ops import plans
 from moe_ops.backends import triton_plans
+from moe_ops.counters import Row
 from moe_ops.kernels.triton import act_quant, batched_io, combine, permute, route, small
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.expert_mm import batched_mm as launch_batched_mm
@@ -105,6 +106,7 @@ class Layer:
             expert_map=self.expert_map,
             weight_on_input=self.weight_on_input,
             pdl=pdl_launches(rows.device),
+            load=self.load,
         )
 
     def _quantized(self, rows: Operand) -> tuple[Tensor, Tensor | None]:
@@ -120,7 +122,7 @@ class Layer:
         pdl, (before, after) = pdl_launches(rows.device), self._weights(topk_weights)
         beside = None if copied or hidden_states.scales else act_quant.beside(rows, self.scheme)
         sorting = (topk_ids, self.up.num_experts, self.expert_map)
-        offsets, row_to_pair, pair_to_row = permute.sort_pairs(*sorting, pdl=pdl, rows=beside)
+        offsets, row_to_pair, pair_to_row = permute.sort_pairs(*sorting, pdl=pdl, rows=beside, load=self.load)
         if copied:
             gather, tokens = None, self._sorted(hidden_states, pair_to_row, before)
         else:
@@ -164,6 +166,7 @@ class Layer:
             self.expert_map,
             scheme=self.scheme,
             pdl=pdl_launches(hidden_states.device),
+            load=self.load,
             **routing,
         )
         if grouped:
@@ -201,8 +204,9 @@ class Layer:
         pdl, (before, after) = pdl_launches(hidden_states.data.device), self._weights(topk_weights)
         up = self._first()
         scheme = None if hidden_states.scales else self.scheme
+        routing = (topk_ids, up.num_experts, self.capacity, self.expert_map, before)
         batch, batch_scale, counts, slots = batched_io.dispatch(
-            hidden_states.data, topk_ids, up.num_experts, self.capacity, self.expert_map, before, scheme=scheme, pdl=pdl
+            hidden_states.data, *routing, scheme=scheme, pdl=pdl, load=self.load
         )
         if hidden_states.scales:
             scales = hidden_states.scales[0]
@@ -214,6 +218,11 @@ class Layer:
         h, h_scale = launch_batched_mm(batch, up, counts, fit(first, up), **bound)
         y, _ = launch_batched_mm(h, self._second(h_scale), counts, second, **bound)
         return combine.combine(y.flatten(0, 1), slots, after, pdl=pdl)
+
+    @property
+    def load(self) -> Row:
+        """The counters of this layer: of every sequence, the kernel that first knows all pairs adds them."""
+        return Row(self.down.weight)
 
     @property
     def quantizes(self) -> bool:

@@ -12,11 +12,14 @@ import triton
 import triton.language as tl
 
 from meta.arch import TYPICAL
+from moe_ops.counters import Row
 from moe_ops.kernels.triton.act_quant import Beside, beside_arguments, fill, quantize_beside
 from moe_ops.kernels.triton.record import launch
 from moe_ops.kernels.triton.scales import quantize_tile
 from moe_ops.kernels.triton.util import (
     cdiv,
+    count_pairs,
+    is_counted,
     load_expert,
     next_power_of_2,
     pdl_release,
@@ -47,6 +50,7 @@ def _place_small_kernel(
     T,
     H,
     stride_h,
+    load_ptr,
     BATCHED: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -68,6 +72,7 @@ def _place_small_kernel(
     if tl.program_id(0) >= placing:
         quantize_beside(tl.program_id(0) - placing, hidden_ptr, q_ptr, scale_ptr, T, H, stride_h, GROUP)
     else:
+        counted = is_counted(load_ptr, True)
         item = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
         is_pair = item < R
         expert = load_expert(topk_ids_ptr, expert_map_ptr, item, is_pair, E, E_GLOBAL)
@@ -97,6 +102,7 @@ def _place_small_kernel(
             tl.store(row_to_pair_ptr + row, tl.where(held, item, -1), mask=is_pair)
             row = tl.where(held, row, -1)
         tl.store(pair_to_row_ptr + item, row, mask=is_pair)
+        count_pairs(load_ptr, counted, expert, tl.full([BLOCK_P], 1, tl.int32), is_pair & (row >= 0))
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -140,6 +146,7 @@ def _place_kernel(
     E_GLOBAL,
     capacity,
     blocks,
+    load_ptr,
     BATCHED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -150,13 +157,15 @@ def _place_kernel(
     """One program places its BLOCK pairs, after summing for itself the count table up to its own row.
 
     `next` [BLOCK_E] is the row of each expert's next pair. CHUNK pairs at a time are ranked by comparing all of them,
-    placed at next[expert] + rank, and then counted into `next`. Program 0 also writes the offsets (or counts).
+    placed at next[expert] + rank, and then counted into `next`. Program 0 also writes the offsets (or counts), and adds
+    to the layer's counters.
 
     Comparisons: R CHUNK. Bytes: R sizeof(id) + 4 BLOCK_E blocks^2 from L2, and 8 R + 4 E written.
     """
     pdl_wait(PDL)
     pdl_release(PDL)
     block = tl.program_id(0)
+    counted = is_counted(load_ptr, block == 0)
     e = tl.arange(0, BLOCK_E)
     before = tl.zeros([BLOCK_B, BLOCK_E], tl.int32)
     total = tl.zeros([BLOCK_B, BLOCK_E], tl.int32)
@@ -168,12 +177,15 @@ def _place_kernel(
     next = tl.sum(before, axis=0)
     totals = tl.sum(total, axis=0)
     if BATCHED:
-        result = tl.minimum(totals, capacity)
+        kept = tl.minimum(totals, capacity)
+        result = kept
     else:
+        kept = totals
         result = tl.cumsum(totals, axis=0)
         next += result - totals
     if block == 0:
         tl.store(counts_ptr + e, result, mask=e < E)
+        count_pairs(load_ptr, counted, e, kept, e < E)
 
     i = tl.arange(0, CHUNK)
     if not BATCHED:
@@ -208,9 +220,10 @@ def place_pairs(
     capacity: int | None,
     pdl: bool,
     rows: Beside | None = None,
+    load: Row | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Give every pair its row (capacity None) or its slot: one kernel up to `COUNT_ALL_PAIRS` pairs, else two. That one
-    may quantise `rows` too.
+    may quantise `rows` too. Pairs that get one are counted in `load`.
 
     Returns:
         (offsets, row_to_pair, pair_to_row), or with a capacity (counts clamped to it, None, slots).
@@ -238,6 +251,7 @@ def place_pairs(
             capacity or 0,
             **beside_arguments(rows),
             T=T,
+            load_ptr=load,
             BATCHED=batched,
             BLOCK_P=32,
             BLOCK_Q=block_q,
@@ -260,6 +274,7 @@ def place_pairs(
         *sizes,
         capacity or 0,
         blocks,
+        load_ptr=load,
         BATCHED=batched,
         BLOCK=block,
         BLOCK_E=block_e,
@@ -288,6 +303,7 @@ def sort_pairs(
     *,
     pdl: bool = False,
     rows: Beside | None = None,
+    load: Row | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Stable counting sort of the pairs by expert.
 
@@ -296,13 +312,14 @@ def sort_pairs(
         expert_map: i32 or i64 [E_global] -> local expert or -1, or None.
         pdl: launch as programmatic dependents of the kernels before.
         rows: what to quantise as well, in the same kernel up to `COUNT_ALL_PAIRS` pairs.
+        load: the layer's counters, or None.
 
     Returns:
         (offsets i32 [E] cumulative ends, row_to_pair i32 [R] with -1 past offsets[-1], pair_to_row i32 [T, K] with -1
         for dropped pairs).
     """
     beside = rows if 0 < topk_ids.numel() <= COUNT_ALL_PAIRS else None
-    offsets, row_to_pair, pair_to_row = place_pairs(topk_ids, num_experts, expert_map, None, pdl, beside)
+    offsets, row_to_pair, pair_to_row = place_pairs(topk_ids, num_experts, expert_map, None, pdl, beside, load)
     if rows is not None and beside is None:
         fill(rows, pdl)
     return offsets, row_to_pair, pair_to_row

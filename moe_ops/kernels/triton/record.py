@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_ops.compat import empty_cuda
+from moe_ops.counters import Row, rows_of
 from moe_ops.kernels.triton.util import INTERPRETED, cdiv
 
 Tensor = torch.Tensor
@@ -49,9 +50,15 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     first = next(argument for argument in arguments if isinstance(argument, Tensor))
     recorder = getattr(_running, "recorder", None)
     with on_device(first), nullcontext() if recorder is None else _disable_current_modes():
-        compiled = kernel[grid](*arguments, **options)
+        named = dict(zip(options, with_memory(options.values()), strict=True))
+        compiled = kernel[grid](*with_memory(arguments), **named)
     if recorder is not None:
         recorder.launched(kernel, compiled, grid, arguments, options)
+
+
+def with_memory(arguments: Iterable[Any]) -> tuple[Any, ...]:
+    """`arguments` as Triton takes them."""
+    return tuple(value.tensor() if isinstance(value, Row) else value for value in arguments)
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:
@@ -78,6 +85,13 @@ class Map(NamedTuple):
     shape: list[int]
     strides: list[int]
     block: list[int]
+
+
+class Counters(NamedTuple):
+    """A row of counters, by the place of the weights that it is known by."""
+
+    place: Place
+    experts: int
 
 
 @dataclass(frozen=True)
@@ -152,6 +166,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             return self._place(value)
         if isinstance(value, TensorDescriptor):
             return Map(self._place(value.base), list(value.shape), list(value.strides), list(value.block_shape))
+        if isinstance(value, Row):
+            return Counters(self._place(value.weight), value.experts)
         return value
 
     def _place(self, tensor: Tensor) -> Place:
@@ -272,6 +288,9 @@ class Record:
                 arguments.append("None")
             elif isinstance(value, Place):
                 arguments.append("at[{}] + {}".format(*self._where(value)))
+            elif isinstance(value, Counters):
+                rows = rows_of(torch.device("cuda", self._device), value.experts)
+                arguments.append("{}[at[{}] + {}]".format(named(rows), *self._where(value.place)))
             elif isinstance(value, Map):
                 meta = next(described)
                 code = nvidia.TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
@@ -322,6 +341,8 @@ class RecordInterpreted(Record):
         def filled(value: Any) -> Any:
             if isinstance(value, Map):
                 return TensorDescriptor(view(value.place), value.shape, value.strides, value.block)
+            if isinstance(value, Counters):
+                return Row(view(value.place)).tensor()
             return view(value) if isinstance(value, Place) else value
 
         for one in self._launches:

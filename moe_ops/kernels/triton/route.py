@@ -9,10 +9,18 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_ops.counters import Row
 from moe_ops.kernels.triton.act_quant import beside, beside_arguments, quantize_beside
 from moe_ops.kernels.triton.record import launch
 from moe_ops.kernels.triton.topk import kernel_constants, route_tokens
-from moe_ops.kernels.triton.util import held_expert, next_power_of_2, pdl_release, pdl_wait
+from moe_ops.kernels.triton.util import (
+    count_pairs,
+    held_expert,
+    is_counted,
+    next_power_of_2,
+    pdl_release,
+    pdl_wait,
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,8 @@ def _sort_few(
     T,
     E,
     E_GLOBAL,
+    load_ptr,
+    counted,
     TOP_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -71,6 +81,7 @@ def _sort_few(
     e = tl.arange(0, BLOCK_E)
     ends = tl.sum((key[:, None] < ((e + 1) * R)[None, :]).to(tl.int32), axis=0)
     tl.store(offsets_ptr + e, ends, mask=e < E)
+    count_pairs(load_ptr, counted, expert, tl.full([BLOCK_T * BLOCK_K], 1, tl.int32), is_pair & held)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -95,6 +106,7 @@ def _route_few_kernel(
     stride_e,
     renorm_eps,
     scale,
+    load_ptr,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
     SCORE: tl.constexpr,
@@ -120,6 +132,7 @@ def _route_few_kernel(
     pdl_wait(PDL)
     pdl_release(PDL)
     if tl.program_id(0) == 0:
+        counted = is_counted(load_ptr, True)
         ids = route_tokens(
             logits_ptr,
             bias_ptr,
@@ -154,6 +167,8 @@ def _route_few_kernel(
                 T,
                 E_HELD,
                 E_GLOBAL,
+                load_ptr,
+                counted,
                 TOP_K,
                 BLOCK_K,
                 BLOCK_E,
@@ -174,6 +189,7 @@ def route_few(
     renorm_eps: float,
     scale: float,
     pdl: bool,
+    load: Row | None = None,
     **routing: Any,
 ) -> Routed:
     """`fused_topk`, `sort_pairs` and `quantize_rows` in one kernel, where `topk.is_few`; the same numbers.
@@ -182,6 +198,7 @@ def route_few(
         hidden_states: [T, H], unit stride along H, T >= 1; router_logits: [T, E_global] any strides.
         num_experts: experts held here, None to leave the pairs unsorted; expert_map: [E_global] or None.
         scheme: a name of `meta.schemes.SCHEMES`.
+        load: the layer's counters, to which sorted pairs are added, or None.
         routing: the other options of `fused_topk`.
     """
     T, device = hidden_states.shape[0], hidden_states.device
@@ -209,6 +226,7 @@ def route_few(
         stride_e=router_logits.stride(1),
         renorm_eps=renorm_eps,
         scale=scale,
+        load_ptr=load,
         **constants,
         BLOCK_K=next_power_of_2(top_k),
         BLOCK_E=next_power_of_2(num_experts or 1),

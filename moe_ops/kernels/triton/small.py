@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_ops.counters import Row
 from moe_ops.kernels.triton.act_quant import apply_activation, quantize_rows
 from moe_ops.kernels.triton.config import SmallConfig
 from moe_ops.kernels.triton.launch import ExpertMM
@@ -19,6 +20,8 @@ from moe_ops.kernels.triton.record import launch
 from moe_ops.kernels.triton.scales import load_scale
 from moe_ops.kernels.triton.util import (
     cdiv,
+    count_pairs,
+    is_counted,
     load_expert,
     next_power_of_2,
     pdl_release,
@@ -102,6 +105,7 @@ def _small_glu_kernel(
     stride_x,
     alpha,
     limit,
+    load_ptr,
     E: tl.constexpr,
     MAPPED: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -120,7 +124,7 @@ def _small_glu_kernel(
 
     The up half starts `up_offset` elements behind the gate, its scales `up_scale_offset` behind the gate's.
     Grid: (ceil(N / BLOCK_N), T * K). Bytes: pairs * N_w * K * w_size. FLOPs: 2 * pairs * N_w * K, on the CUDA cores,
-    whose rate is far above what the weight stream needs.
+    whose rate is far above what the weight stream needs. The first program of a pair adds it to the layer's counters.
     """
     W_STRIDES: tl.constexpr = STRIDES[0]
     SCALE_STRIDES: tl.constexpr = STRIDES[1]
@@ -130,6 +134,7 @@ def _small_glu_kernel(
     pair = tl.program_id(1)
     expert = load_expert(topk_ids, expert_map, pair, pair >= 0, E, MAPPED)
     if expert < E:
+        counted = is_counted(load_ptr, tl.program_id(0) == 0)
         column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         valid = column < N
         if GLU == 2:
@@ -173,6 +178,7 @@ def _small_glu_kernel(
                 up_sum += tl.load(shift + bias_row * BIAS_STRIDES[1], mask=valid, other=0.0).to(tl.float32)
         value = apply_activation(gate_sum, up_sum, alpha, limit, ACTIVATION, GLU > 0)
         tl.store(h + pair.to(tl.int64) * N + column, round_to(value, h.dtype.element_ty), mask=valid)
+        count_pairs(load_ptr, counted, expert, tl.full([], 1, tl.int32), None)
 
 
 @triton.jit
@@ -324,6 +330,7 @@ def small_experts(
     expert_map: torch.Tensor | None,
     weight_on_input: bool,
     pdl: bool = False,
+    load: Row | None = None,
 ) -> torch.Tensor:
     """Experts of a few tokens in two launches, and one between them that quantises if the scheme says so.
 
@@ -332,6 +339,7 @@ def small_experts(
         up, down: the two projections; `up` has the activation, the rows' scales, and whether its output is quantised.
         expert_map: [E_global] local id or -1.
         pdl: start each kernel while the one before still runs (programmatic dependent launch).
+        load: the layer's counters, or None.
 
     Returns:
         [T, H] in the dtype of `down.out_dtype`.
@@ -361,6 +369,7 @@ def small_experts(
         hidden_states.stride(0),
         up.alpha,
         up.limit,
+        load,
         E,
         mapped,
         top_k,

@@ -200,3 +200,25 @@ def held_expert(expert, expert_map_ptr, E, E_GLOBAL):
         mapped = (expert >= 0) & (expert < E_GLOBAL)
         expert = tl.load(expert_map_ptr + expert, mask=mapped, other=-1)
     return tl.where((expert >= 0) & (expert < E), expert, E).to(tl.int32)
+
+
+@triton.jit
+def is_counted(load_ptr, asks):
+    """The flag of a layer's row of counters (`moe_ops.counters`), 0 without one and where not `asks`.
+
+    Read at the start and used at the end it costs nobody time; `volatile`, so that ptxas does not move it to its use.
+    """
+    if load_ptr is None:
+        return 0
+    else:
+        return tl.load(load_ptr.to(tl.pointer_type(tl.int32)), mask=asks, other=0, volatile=True)
+
+
+@triton.jit
+def count_pairs(load_ptr, counted, expert, pairs, mask):
+    """Add `pairs` to the counters of `expert` where `mask`, if the flag `counted` is set. Sums of integers, so that no
+    order of the programs shows.
+    """
+    if load_ptr is not None:
+        if counted != 0:
+            tl.atomic_add(load_ptr + 1 + expert, pairs.to(tl.int64), mask=mask, sem="relaxed")
