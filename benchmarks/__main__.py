@@ -1,6 +1,6 @@
 """Command line: `python -m benchmarks [layers]`.
 
-Or `e2e`, `host`, `forms`, `first-call`, `tiles`, `compare`, `carry`, `models`, `report`.
+Or `e2e`, `host`, `load`, `forms`, `first-call`, `tiles`, `compare`, `carry`, `models`, `spellings`, `report`.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "layers": layers_command,
         "e2e": e2e_command,
         "host": host_command,
+        "load": load_command,
         "forms": forms_command,
         "first-call": first_call_command,
         "tiles": tiles_command,
         "compare": compare_command,
         "carry": carry_command,
         "models": models_command,
+        "spellings": spellings_command,
         "report": report_command,
     }
     command = arguments.pop(0) if arguments and arguments[0] in commands else "layers"
@@ -164,6 +166,28 @@ def host_command(arguments: list[str]) -> int:
     results = ResultFile(new_path(options.json, OUT / "host.json"), "host", host.METHOD, commit=options.commit)
     with interruptible(results):
         host.run(shapes[options.shape], positive_integers("benchmarks", "--tokens", options.tokens), results)
+    print(f"{len(results.rows)} rows in {results.path}")
+    return 0
+
+
+def load_command(arguments: list[str]) -> int:
+    """Time what counting the experts' load costs."""
+    from benchmarks import load
+
+    default = "qwen3-30b-a3b,mixtral-8x7b" if torch.cuda.is_available() else "tiny"
+    parser = argparse.ArgumentParser(prog="python -m benchmarks load", description=load.__doc__)
+    parser.add_argument("--shapes", default=default, help="as `layers` takes them (default: %(default)s)")
+    parser.add_argument("--tokens", default="1,8,64,1024", help="comma-separated numbers of tokens")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--json", type=Path, help=f"a new result file (default: in {OUT.name}/, numbered)")
+    parser.add_argument("--commit", default=current_commit(), help="for the result file, where there is no checkout")
+    options = parser.parse_args(arguments)
+    shapes = shape_table.parse_shapes(options.shapes)
+    tokens, rounds = positive_integers("benchmarks", "--tokens", options.tokens), enough_rounds(options.rounds)
+    path = new_path(options.json, OUT / "load.json")
+    results = ResultFile(path, "load", load.load_method(rounds), commit=options.commit)
+    with interruptible(results):
+        load.run(shapes, tokens, results, rounds)
     print(f"{len(results.rows)} rows in {results.path}")
     return 0
 
@@ -308,6 +332,16 @@ def models_command(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks models", description=families.__doc__)
     parser.add_argument("--output", type=Path, default=families.TABLE, help="the file (default: %(default)s)")
     families.write(parser.parse_args(arguments).output)
+    return 0
+
+
+def spellings_command(arguments: list[str]) -> int:
+    """Write the table of MoE blocks as people write them: fused, prepared, refused, and what explain says."""
+    from benchmarks import spellings
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks spellings", description=spellings.__doc__)
+    parser.add_argument("--output", type=Path, default=spellings.TABLE, help="the file (default: %(default)s)")
+    spellings.write(parser.parse_args(arguments).output)
     return 0
 
 

@@ -102,7 +102,8 @@ class Case:
         """Why a variant is not tried, or None."""
         config = self.network.config
         pairs = self.batch * self.new * config.num_experts_per_tok
-        gathered = pairs * 6 * config.hidden_size * config.moe_intermediate_size
+        width = getattr(config, "moe_intermediate_size", config.intermediate_size)
+        gathered = pairs * 6 * config.hidden_size * width
         if variant.experts == "batched_mm" and gathered > GATHER_LIMIT_BYTES:
             return f"copies {gathered / 1e9:.0f} GB of weights"
         return None
@@ -229,14 +230,15 @@ def graph_counters() -> dict[str, int]:
 @contextmanager
 def built(model: Model) -> Iterator[Any]:
     """The network, made on its device and in its dtype so that no fp32 copy ever exists."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    import transformers
 
+    config = getattr(transformers, f"{model.family}Config")(**model.config)
     default = torch.get_default_dtype()
     torch.manual_seed(0)
     torch.set_default_dtype(model.dtype)
     try:
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            network = Qwen3MoeForCausalLM(Qwen3MoeConfig(**model.config)).eval()
+            network = getattr(transformers, f"{model.family}ForCausalLM")(config).eval()
     finally:
         torch.set_default_dtype(default)
     yield network.requires_grad_(False)

@@ -37,8 +37,8 @@ class Decoder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            result = layer(F.rms_norm(x, (WIDTH,)))
-            x = x + (result[0] if isinstance(result, tuple) else result)
+            result = layer(F.rms_norm(x, x.shape[-1:]))
+            x = x + (result[0] if isinstance(result, tuple) else result).view_as(x)
         return x
 
 
@@ -51,7 +51,7 @@ def _of_transformers(family: str, layers: int) -> tuple[nn.Module, Tensor]:
 
 def _of_others(make: Callable[[], nn.Module], layers: int) -> tuple[nn.Module, Tensor]:
     model = Decoder(make, layers)
-    if hasattr(model.layers[0], "experts") and isinstance(model.layers[0].experts, nn.ModuleList):
+    if isinstance(model.layers[0], foreign.OF_LISTS):
         moe_ops.stack_experts_(model)
     return model, torch.randn(1, 16, WIDTH, dtype=next(model.parameters()).dtype)
 

@@ -287,8 +287,8 @@ class ExpertLoop(nn.Module):
 
     Args:
         how: "transformers" (Mixtral up to 4.53: one-hot, where, index_add_), "mistral" (mistral-inference: where, an
-            item assignment), "mask" (every expert for every token, times its weight), "stack" (every expert for every
-            token, stacked, the selected ones gathered).
+            item assignment), "mask" (every expert for every token, times its weight), "slots" (the same, one selection
+            after the other), "stack" (every expert for every token, stacked, the selected ones gathered).
     """
 
     def __init__(
@@ -336,10 +336,49 @@ class ExpertLoop(nn.Module):
             out = out + (weights * (ids == i)).sum(-1, keepdim=True) * expert(x)
         return out
 
+    def _slots(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for k in range(self.top_k):
+            for i, expert in enumerate(self.experts):
+                out = out + torch.where((ids[:, k] == i)[:, None], weights[:, k, None] * expert(x), 0.0)
+        return out
+
     def _stack(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         outs = torch.stack([expert(x) for expert in self.experts], dim=1)
         picked = outs.gather(1, ids.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
         return (picked * weights.unsqueeze(-1)).sum(1)
+
+
+class PostNormExperts(nn.Module):
+    """Stacked experts with a norm after each, on rows sorted by expert: transformers' muse_spark, in fewer lines."""
+
+    def __init__(self, *, dim: int = 32, hidden: int = 16, num_experts: int = 8, top_k: int = 2) -> None:
+        super().__init__()
+        self.gate = nn.Linear(dim, num_experts, bias=False)
+        self.gate_up_proj = _filled(num_experts, 2 * hidden, dim, dtype=torch.bfloat16)
+        self.down_proj = _filled(num_experts, dim, hidden, dtype=torch.bfloat16)
+        self.scale = nn.Parameter(torch.zeros(dim))
+        self.top_k = top_k
+
+    def norm(self, x: Tensor) -> Tensor:
+        wide = (x.float() * (1.0 + self.scale).float()).type_as(x).float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-8)).type_as(x)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        x = hidden_states.view(-1, hidden_states.shape[-1])
+        scores = F.linear(x.float(), self.gate.weight.float()).sigmoid()
+        weights, ids = torch.topk(scores, self.top_k, dim=-1, sorted=False)
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-15)
+        ordered, perm = torch.sort(ids.reshape(-1))
+        counts = torch.histc(
+            ordered.float(), bins=self.gate_up_proj.shape[0], min=0, max=self.gate_up_proj.shape[0] - 1
+        )
+        offsets = torch.cumsum(counts, dim=0, dtype=torch.int32)
+        h = torch._grouped_mm(x[perm // self.top_k], self.gate_up_proj.transpose(-2, -1), offs=offsets)
+        gate, up = h.chunk(2, dim=-1)
+        rows = self.norm(torch._grouped_mm(F.silu(gate) * up, self.down_proj.transpose(-2, -1), offs=offsets))
+        rows = (rows * weights.reshape(-1)[perm].unsqueeze(-1))[torch.argsort(perm)]
+        return rows.view(*ids.shape, -1).sum(dim=1).to(x.dtype).view(hidden_states.shape)
 
 
 class DeepSpeed(nn.Module):
@@ -401,3 +440,7 @@ class DeepSpeed(nn.Module):
         combine2_sec = torch.einsum("se,sc->sec", gates2, locations2_sc)
         combine_weights = combine1_sec + combine2_sec
         return combine_weights, combine_weights.bool(), l_aux
+
+
+# Layers whose experts are modules of a list.
+OF_LISTS = (ExpertLoop, DeepSpeed)

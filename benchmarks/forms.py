@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,7 @@ from torch._dynamo.utils import counters
 
 import compile_passes  # noqa: F401  (registers the backend)
 import moe_ops
-from benchmarks import foreign
+from benchmarks import foreign, loops
 from benchmarks.intervals import fields, median_interval, ratio_interval
 from benchmarks.results import ResultFile, progress_bar
 from benchmarks.timing import INTERVALS, Run, Thunk, cpu_budget, in_turn, repeated, sequence, wait, warm
@@ -23,7 +24,7 @@ from benchmarks.timing import INTERVALS, Run, Thunk, cpu_budget, in_turn, repeat
 CPU_SHRINK = 16  # of widths, where there is no GPU
 CALLS = 20  # of a sample
 METHOD = (
-    "one layer, bf16, no gradients, torch.compile in its default mode, lists of experts stacked for ours. call: wall "
+    "one layer, bf16, no gradients, torch.compile in its default mode, ours prepared by moe_ops.compile. call: wall "
     f"clock of {CALLS} calls between two waits for the device, divided by {CALLS}, what a caller sees; graph: the "
     "layer in a captured CUDA graph, by CUDA events, where it can be captured. {rounds} rounds, both ways in turn; "
     + INTERVALS.format(unit="us", division="", of="ours / plain torch.compile")
@@ -35,7 +36,8 @@ METHOD = (
 class Form:
     """A layer at one real size, and the numbers of tokens that it is timed at.
 
-    ``waits``: as it is written it waits for what the data says, and no CUDA graph can hold it.
+    ``waits``: as it is written it waits for what the data says, and no CUDA graph can hold it. ``staged``: code of its
+    own stays between our operators.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Form:
     top_k: int
     tokens: tuple[int, ...]
     waits: bool = False
+    staged: bool = False
 
     def build(self, device: str, shrink: int) -> nn.Module:
         """The layer with random weights; with ``shrink``, of a fraction of its width."""
@@ -55,11 +58,37 @@ class Form:
             module = self.make(**sizes, num_experts=self.num_experts, top_k=self.top_k).to(torch.bfloat16)
         for weight in module.parameters():
             weight.requires_grad_(False).normal_(std=weight.shape[-1] ** -0.5)
-        return module
+        return module.eval()
 
 
 def _loop(how: str) -> Callable[..., nn.Module]:
     return partial(foreign.ExpertLoop, how)
+
+
+def _switch(dim: int, hidden: int, num_experts: int, top_k: int) -> nn.Module:
+    """transformers' layer of Switch: one expert for each token, of which each takes 64 of a sequence."""
+    from transformers import SwitchTransformersConfig
+    from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersSparseMLP
+
+    config = SwitchTransformersConfig(d_model=dim, d_ff=hidden, num_experts=num_experts, expert_capacity=64)
+    return SwitchTransformersSparseMLP(config)
+
+
+def _nllb(dim: int, hidden: int, num_experts: int, top_k: int) -> nn.Module:
+    """transformers' layer of NLLB-MoE."""
+    from transformers import NllbMoeConfig
+    from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeSparseMLP
+
+    return NllbMoeSparseMLP(NllbMoeConfig(d_model=dim, num_experts=num_experts, expert_capacity=64), hidden)
+
+
+def _dbrx(dim: int, hidden: int, num_experts: int, top_k: int) -> nn.Module:
+    """transformers' layer of DBRX: the weights of all experts in one matrix each."""
+    from transformers import DbrxConfig
+    from transformers.models.dbrx.modeling_dbrx import DbrxFFN
+
+    sizes = {"hidden_size": dim, "ffn_hidden_size": hidden, "moe_num_experts": num_experts, "moe_top_k": top_k}
+    return DbrxFFN(DbrxConfig(d_model=dim, ffn_config=sizes))
 
 
 _MIXTRAL = (4096, 14336, 8, 2)
@@ -73,10 +102,17 @@ FORMS = {
         Form("llama4-transformers", foreign.Llama4OfTransformers, 5120, 8192, 16, 1, (1, 512)),
         Form("sparse-by-mask", foreign.SparseByMask, 2048, 8192, 8, 2, (1, 1024)),
         Form("deepspeed", foreign.DeepSpeed, *_MIXTRAL, (64, 512)),
+        Form("post-norm", foreign.PostNormExperts, 4096, 4096, 64, 8, (1, 64, 4096), staged=True),
         Form("mixtral-4x-loop", _loop("transformers"), *_MIXTRAL, (1, 512), waits=True),
         Form("mistral-loop", _loop("mistral"), *_MIXTRAL, (1, 512), waits=True),
         Form("mask-loop", _loop("mask"), *_MIXTRAL, (1, 512)),
+        Form("slots-loop", _loop("slots"), *_MIXTRAL, (1, 512)),
         Form("stack-loop", _loop("stack"), *_MIXTRAL, (1, 512)),
+        Form("mixtral-4x-hits", loops.MixtralHits, *_MIXTRAL, (1, 512), waits=True),
+        Form("deepseek-infer", loops.MoeInfer, 2048, 1408, 64, 6, (1, 512), waits=True),
+        Form("switch-transformers", _switch, 768, 3072, 128, 1, (16, 512), waits=True),
+        Form("nllb-transformers", _nllb, 2048, 8192, 128, 2, (16, 512), waits=True),
+        Form("dbrx-transformers", _dbrx, 6144, 10752, 16, 4, (1, 512), waits=True),
     )
 }
 
@@ -108,7 +144,7 @@ def measure(form: Form, tokens: int, device: str, rounds: int) -> dict[str, Any]
     ours = _ours(module)
     counters.clear()
     error = ((_first(ours(x)).float() - wanted).abs().max() / wanted.abs().max()).item()
-    if counters["moe_ops"]["fused"] != 1:
+    if counters["moe_ops"]["staged" if form.staged else "fused"] != 1:
         raise RuntimeError(f"benchmarks: the block of {form.name} is not fused")
     ways = {"ours": partial(ours, x), "plain": partial(plain, x)}
     row = {
@@ -144,10 +180,12 @@ def _calls(way: Thunk) -> None:
 
 
 def _ours(module: nn.Module) -> Callable[[Tensor], Any]:
-    """``module`` with its block fused; a list of experts is stacked, in a copy."""
-    if isinstance(module, foreign.ExpertLoop | foreign.DeepSpeed):
-        module = moe_ops.stack_experts_(copy.deepcopy(module))
-    return torch.compile(module, backend="moe_ops", fullgraph=True)
+    """``module`` with its block fused: in a copy, with parameters of its own where a list of experts is stacked."""
+    tensors = [] if isinstance(module, (*foreign.OF_LISTS, loops.Block)) else [*module.parameters(), *module.buffers()]
+    module = copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
+    with warnings.catch_warnings():  # what it prepares
+        warnings.simplefilter("ignore")
+        return moe_ops.compile(module, fullgraph=True)
 
 
 def _first(result: Any) -> Tensor:

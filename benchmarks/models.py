@@ -16,34 +16,79 @@ from compile_passes.passes import SHARE, MoEPass, Pass
 
 @dataclass(frozen=True)
 class Model:
-    """A configuration to build, and the rows (batch, new tokens) that are timed on it."""
+    """A configuration to build, and the rows (batch, new tokens) that are timed on it.
+
+    ``family``: what the names of its classes in transformers begin with. ``title``: of plots, where it is not its name.
+    """
 
     config: dict[str, Any]
     dtype: torch.dtype
     cache_length: int
     rows: tuple[tuple[int, int], ...]
+    family: str = "Qwen3Moe"
+    title: str = ""
 
 
+_QWEN3_30B = {
+    "num_hidden_layers": 48,
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 40960,
+}
 MODELS = {
-    # Qwen3-30B-A3B's dimensions; the vocabulary is cut so that embeddings do not dominate four layers.
+    # The vocabulary is cut so that embeddings do not dominate four layers.
     "qwen3-4l": Model(
-        {
-            "num_hidden_layers": 4,
-            "vocab_size": 32000,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "moe_intermediate_size": 768,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "norm_topk_prob": True,
-            "max_position_embeddings": 40960,
-        },
+        _QWEN3_30B | {"num_hidden_layers": 4, "vocab_size": 32000},
         torch.bfloat16,
         cache_length=1024,
         rows=((1, 1), (8, 1), (32, 1), (1, 2048), (4, 2048)),
+        title="4 layers of Qwen3-30B-A3B",
+    ),
+    # Three models as they are published, all layers, with random weights.
+    "OLMoE-1B-7B": Model(
+        {
+            "num_hidden_layers": 16,
+            "vocab_size": 50304,
+            "hidden_size": 2048,
+            "intermediate_size": 1024,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "head_dim": 128,
+            "max_position_embeddings": 4096,
+        },
+        torch.bfloat16,
+        cache_length=1024,
+        rows=((8, 1),),
+        family="Olmoe",
+    ),
+    "Qwen3-30B-A3B": Model(_QWEN3_30B, torch.bfloat16, cache_length=1024, rows=((8, 1),)),
+    "Mixtral-8x7B": Model(
+        {
+            "num_hidden_layers": 32,
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 32768,
+        },
+        torch.bfloat16,
+        cache_length=1024,
+        rows=((8, 1),),
+        family="Mixtral",
     ),
     "tiny": Model(
         {

@@ -29,11 +29,7 @@ def plot_paths(document: dict[str, Any], folder: Path, stem: str) -> list[Path]:
 
 def draw_layers(document: dict[str, Any], folder: Path, stem: str) -> list[Path]:
     """Draw the plots of a document with kind "layers" into `folder`; returns the files written."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    # A fixed salt and no date: drawing the same file twice gives the same bytes.
-    matplotlib.rcParams["svg.hashsalt"] = stem
+    pyplot = drawing(stem)
     title = f"{document['device']}, {numbers_of(document)}, {document['date']}"
     drawings = {
         "time": (f"One MoE layer: {title}", "microseconds", _time_panel),
@@ -42,7 +38,7 @@ def draw_layers(document: dict[str, Any], folder: Path, stem: str) -> list[Path]
     }
     for plot in plots_of(document):
         paths = [folder / f"{stem}-{plot}.{suffix}" for suffix in FORMATS]
-        _draw(document["rows"], *drawings[plot], paths)
+        _draw(pyplot, document["rows"], *drawings[plot], paths)
     return plot_paths(document, folder, stem)
 
 
@@ -57,9 +53,29 @@ def best_peer(rows: Rows) -> dict[str, Any] | None:
     return min(others, key=lambda row: row["us"], default=None)
 
 
-def _draw(rows: Rows, title: str, label: str, panel: Callable[[Any, Rows], None], paths: list[Path]) -> None:
+def drawing(salt: str) -> Any:
+    """pyplot, without a screen. A fixed salt, and no date in `save`: drawing the same twice gives the same bytes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = salt
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def save(pyplot: Any, figure: Any, paths: list[Path], dpi: int) -> list[Path]:
+    """Write a figure to every path, and close it; returns the paths."""
+    figure.set_layout_engine("constrained")
+    for path in paths:
+        figure.savefig(path, dpi=dpi, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(figure)
+    return paths
+
+
+def _draw(
+    pyplot: Any, rows: Rows, title: str, label: str, panel: Callable[[Any, Rows], None], paths: list[Path]
+) -> None:
     kinds = list(dict.fromkeys(_kind(row) for row in rows))
     columns = min(len(kinds), PANELS_PER_LINE)
     lines = math.ceil(len(kinds) / columns)
@@ -79,10 +95,7 @@ def _draw(rows: Rows, title: str, label: str, panel: Callable[[Any, Rows], None]
         handles, labels, loc="outside lower center", ncols=max(1, len(labels)), frameon=False, fontsize="small"
     )
     figure.suptitle(title)
-    figure.set_layout_engine("constrained")
-    for path in paths:
-        figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
-    pyplot.close(figure)
+    save(pyplot, figure, paths, 110)
 
 
 def _time_panel(axes: Any, rows: Rows) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pictures import BLOCK, TOKENS, draw_block, draw_tokens, paths_of, steps_of, title_of
 from benchmarks.plots import best_peer, draw_layers, plot_paths, routings_of
 from benchmarks.results import load_results, numbers_of
 from meta.activations import ACTIVATIONS
@@ -30,9 +31,11 @@ def main(folder: Path, pages: Sequence[Path], *, check: bool = False) -> int:
     documents = load_results(folder)
     old = {page: page.read_text() for page in pages}
     new = render(old, documents)
-    layers = {stem: document for stem, document in documents.items() if document["kind"] == "layers"}
+    layers, of_models = _of_kind(documents, "layers"), _of_kind(documents, "e2e")
     if check:
         drawn = [path for stem, document in layers.items() for path in plot_paths(document, folder, stem)]
+        pictures = [TOKENS, BLOCK] if any(map(steps_of, of_models.values())) else [BLOCK]
+        drawn += [path for name in pictures for path in paths_of(name, folder)]
         missing = [path for path in drawn if not path.exists()]
         stale = [page for page in pages if old[page] != new[page]]
         if stale or missing:
@@ -40,10 +43,14 @@ def main(folder: Path, pages: Sequence[Path], *, check: bool = False) -> int:
         return int(bool(stale or missing))
     for page, text in new.items():
         page.write_text(text)
-    for stem, document in layers.items():
-        for path in draw_layers(document, folder, stem):
-            print(path)
+    drawn = [path for stem, document in layers.items() for path in draw_layers(document, folder, stem)]
+    drawn += draw_tokens(of_models, folder) + draw_block(folder)
+    print("\n".join(map(str, drawn)))
     return 0
+
+
+def _of_kind(documents: Documents, kind: str) -> Documents:
+    return {stem: document for stem, document in documents.items() if document["kind"] == kind}
 
 
 def render(pages: Mapping[Path, str], documents: Documents) -> dict[Path, str]:
@@ -145,8 +152,7 @@ def e2e_section(documents: Documents) -> str:
 def _tables(documents: Documents, kind: str, draw: Callable[[dict[str, Any]], str]) -> str:
     parts = [
         f"### {source_line(stem, document)}\n\n{draw(document)}\n\nMethod: {document['method']}."
-        for stem, document in documents.items()
-        if document["kind"] == kind
+        for stem, document in _of_kind(documents, kind).items()
     ]
     return "\n\n".join(parts) or NO_RESULTS
 
@@ -272,7 +278,21 @@ def summary_section(documents: Documents) -> str:
     return table(head, lines) if lines else NO_RESULTS
 
 
+def tokens_section(documents: Documents) -> str:
+    """The picture of whole models' decode steps, and its conditions."""
+    drawn = {stem: document for stem, document in _of_kind(documents, "e2e").items() if steps_of(document)}
+    if not drawn:
+        return NO_RESULTS
+    parts = [f"{title_of(document)}: {source_line(stem, document)}" for stem, document in drawn.items()]
+    return (
+        "![tokens a second: eager, torch.compile, moe_ops](benchmarks/results/tokens.png)\n\n"
+        "One new token for each sequence, bf16, random weights; each bar is the fastest variant of its kind "
+        f"([all of them](benchmarks/README.md)). {'; '.join(parts)}."
+    )
+
+
 SECTIONS: dict[str, Callable[[Documents], str]] = {
+    "tokens": tokens_section,
     "summary": summary_section,
     "schemes": schemes_section,
     "forms": forms_section,

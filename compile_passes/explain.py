@@ -23,7 +23,7 @@ from compile_passes.named import is_named, subject
 from compile_passes.passes import FUSE, FUSE_CHECKED, JOIN, SHARE, graph_modules, needs_gradient, run
 from compile_passes.report import Fused, Refused, Report
 from compile_passes.rewrite import operator_name
-from compile_passes.uncaptured import MEND, Seen, Stop, cut, defined_at, explanation, first_line
+from compile_passes.uncaptured import Seen, Stop, cut, defined_at, explanation, first_line, is_from_before
 
 _LOOP = "The experts run in a Python loop over sizes that only the data knows: no graph holds the block as a whole."
 
@@ -130,14 +130,13 @@ def _rows(collector: _Collector) -> list[Refused]:
     """What the report says of refusals in graphs; the pieces of a block that a graph break cuts are one row."""
     rows: dict[Any, Refused] = {}
     for position, (refusal, path, diagram) in enumerate(collector.refused):
-        whole = diagram is not None and diagram.whole
+        whole = diagram is not None and diagram.whole and not is_from_before(refusal.node)
         stop = None if whole else cut(refusal.node, collector.breaks)
         if stop is None:
             line = source(refusal.node)
             rows[position] = Refused(path, refusal.location, refusal.reason, refusal.cure, line, diagram)
         else:
-            reason = f"A graph break cuts the block in pieces: {stop.line}."
-            rows[path, stop.where] = Refused(path, stop.where, reason, MEND, stop.source)
+            rows[path, stop.where] = Refused(path, stop.where, *stop.cutting, stop.source)
     return list(rows.values())
 
 

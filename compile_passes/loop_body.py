@@ -125,8 +125,12 @@ def drop_lists_of_positions(tree: ast.FunctionDef) -> None:
                 node.value = sure(ast.Attribute, sure(ast.Call, node.value).func).value
 
 
-def drop_unread(tree: ast.FunctionDef) -> None:
-    """Leave out assignments that nobody reads any more: the lists of hit experts, and their counts."""
+def drop_unread(tree: ast.FunctionDef, pure: frozenset[str] = _PURE) -> None:
+    """Leave out assignments that nobody reads any more: the lists of hit experts, and their counts.
+
+    Args:
+        pure: calls that may be left out.
+    """
     while True:
         read_names: set[str] = set()
         for node in ast.walk(tree):
@@ -138,16 +142,16 @@ def drop_unread(tree: ast.FunctionDef) -> None:
         dropped = 0
         for block in [inner for node in ast.walk(tree) if isinstance(node, ast.stmt) for inner in bodies(node)]:
             for statement in list(block):
-                if _is_unread(statement, read_names) and len(block) > 1:
+                if _is_unread(statement, read_names, pure) and len(block) > 1:
                     block.remove(statement)
                     dropped += 1
         if not dropped:
             return
 
 
-def _is_unread(statement: ast.stmt, read_names: set[str]) -> bool:
+def _is_unread(statement: ast.stmt, read_names: set[str], pure: frozenset[str]) -> bool:
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
         return False
     target = statement.targets[0]
     calls = [called(node) for node in ast.walk(statement.value) if isinstance(node, ast.Call)]
-    return isinstance(target, ast.Name) and target.id not in read_names and all(name in _PURE for name in calls)
+    return isinstance(target, ast.Name) and target.id not in read_names and all(name in pure for name in calls)

@@ -21,6 +21,8 @@ _DECORATED = ("config", "has_gate", "has_bias", "is_transposed")
 SETTING = "_experts_implementation"
 # On a module whose loop has been given a static form: the names of the methods that were.
 STATIC = "_moe_ops_static"
+# How many modules around the experts belong to their block.
+_AROUND = 2
 # Calls whose result has a size, or a value, that only the data knows.
 _DATA_DEPENDENT = frozenset({"argwhere", "tolist", "item", "bincount", "masked_select", "unique", "numpy"})
 # Lists of positions: a loop over them has a trip count that only the data knows; indexing by them has not.
@@ -138,6 +140,39 @@ def _stacked_weights(name: str, module: nn.Module) -> list[nn.Parameter]:
     own = [weight for weight in module.parameters(recurse=False) if weight.dim() > 1]
     deep = [weight for weight in own if weight.dim() > 2 and weight.shape[0] > 1]
     return deep or (own if len(own) > 1 and "expert" in called else [])
+
+
+def find_blocks(model: nn.Module, has: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
+    """For each group of experts the nearest module around it that holds, or is, a module of a kind; each once."""
+    found = set()
+    for group in find_experts(model):
+        name = group.name
+        for _ in range(_AROUND + 1):
+            module = model.get_submodule(name)
+            if any(map(has, module.modules())):
+                if name not in found:
+                    yield name, module
+                found.add(name)
+                break
+            name = name.rpartition(".")[0]
+
+
+def find_counts(model: nn.Module) -> list[str]:
+    """Modules at the experts, or beside them, that count rows with `bincount` and loop over nothing.
+
+    Dynamo takes its result, of a size that it does not ask ``minlength`` for, for one that only the data knows.
+    """
+    around = {group.name.rpartition(".")[0] for group in find_experts(model)}
+    beside = {
+        f"{name}.{child}".lstrip(".") for name in around for child, _ in model.get_submodule(name).named_children()
+    }
+    return [
+        name
+        for name in sorted(around | beside)
+        if any(isinstance(node, ast.Call) and _name(node.func) == "bincount"
+               for tree in _forward_code(type(model.get_submodule(name))) for node in ast.walk(tree))
+        and not loops_over_data(type(model.get_submodule(name)))
+    ]  # fmt: skip
 
 
 def loops_over_data(kind: type[nn.Module]) -> bool:

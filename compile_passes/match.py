@@ -208,7 +208,8 @@ class Combine:
     """How rows return to tokens: the weights (R row-major elements) and the ``[T, H]`` result.
 
     ``total``: what sums over the experts. ``added``: the ``[T, H]`` that it adds to, or None. ``like``: a value of the
-    result's shape where that is not [T, H]. ``staged``: what stays between the experts and it, or None.
+    result's shape where that is not [T, H]. ``staged``: what stays between the experts and it, or None. ``unread``:
+    values that the block multiplies by zero and the operators do not read.
     """
 
     weights: Value
@@ -217,6 +218,7 @@ class Combine:
     added: fx.Node | None = None
     like: fx.Node | None = None
     staged: Staged | None = None
+    unread: tuple[fx.Node, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -259,8 +261,8 @@ class MoEMatch:
 
     @property
     def inputs(self) -> frozenset[fx.Node]:
-        """The values that the operator reads."""
-        routing = [*leaves(self.dispatch.ids), *leaves(self.combine.weights)]
+        """The values that the operator reads, or that the block alone reads."""
+        routing = [*leaves(self.dispatch.ids), *leaves(self.combine.weights), *self.combine.unread]
         values = [self.dispatch.hidden, *routing, self.combine.added]
         for product in self.products:
             values += [product.weight.node, product.bias]

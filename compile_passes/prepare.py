@@ -1,7 +1,8 @@
 """What `moe_ops.compile` does to a model before it is captured, and how that is undone.
 
 Experts of transformers on the eager loop are switched to a form in one graph, loops over the experts that were hit get
-a static form, and lists of experts are stacked. A warning says what was done, and what was left alone and why.
+a static form, as do one-hots whose classes the data counts, and lists of experts are stacked. A warning says what was
+done, and what was left alone and why.
 """
 
 from __future__ import annotations
@@ -13,7 +14,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from compile_passes.loops import CAPTURABLE, SETTING, STATIC, ExpertLoop, cure, find_loops, loops_over_data
+from compile_passes.class_counts import FIX_CLASSES, without_class_counts
+from compile_passes.loops import (
+    CAPTURABLE,
+    SETTING,
+    STATIC,
+    ExpertLoop,
+    cure,
+    find_blocks,
+    find_counts,
+    find_loops,
+    loops_over_data,
+)
 from compile_passes.rebind import Verdict, bind, unbind, verdict_of
 from compile_passes.source import sure
 from compile_passes.stacking import expert_lists, stack_list, taken_elsewhere, unstack, why_not
@@ -26,7 +38,9 @@ def prepare(model: nn.Module) -> None:
     loops = find_loops(model)
     switched = _switch(model, [loop for loop in loops if loop.switchable])
     _make_static(model, [loop for loop in loops if loop not in switched])
+    _fix_class_counts(model)
     _stack_lists(model)
+    _allow_counts(model)
 
 
 def _switch(model: nn.Module, loops: list[ExpertLoop]) -> list[ExpertLoop]:
@@ -89,14 +103,44 @@ def _make_static(model: nn.Module, loops: list[ExpertLoop]) -> None:
             )
             continue
         torch._dynamo.config.capture_dynamic_output_shape_ops = True
-        said = "; ".join(line for form in verdict.forms.values() for line in form.said)
-        mode = {None: "", True: " In eval mode the original runs.", False: " In training the original runs."}
         _say(
             f"moe_ops.compile: {called} run their experts in a loop over those that were hit, which cannot be "
-            f"captured: {said}. The static form was proved equal on a copy of one layer, "
-            f"outputs and gradients, in {verdict.seconds:.1f} s; moe_ops.restore(model) undoes it."
-            f"{mode[verdict.training]}"
+            f"captured: {_proved(verdict)}"
         )
+
+
+def _fix_class_counts(model: nn.Module) -> None:
+    """Bind code with fixed numbers of classes where a one-hot asks the data for their number."""
+    kinds: dict[tuple[type, str], _Alike] = {}
+    for name, module in find_blocks(model, _asks_for_classes):
+        verdict, _ = verdict_of(model, name, loops=False)
+        if verdict.forms:
+            bind(model, verdict)
+        alike = kinds.setdefault((type(module), verdict.reason), _Alike(verdict))
+        alike.names.append(name or type(module).__name__)
+    for (kind, reason), alike in kinds.items():
+        asked = (
+            f"moe_ops.compile: {_and_more(alike.names)} ({kind.__name__}) ask the data for the number of classes of a "
+            "one-hot, which cannot be captured"
+        )
+        if alike.verdict.forms:
+            _say(f"{asked}: {_proved(alike.verdict)}")
+        else:
+            _say(f"{asked}; they are left as is. {reason[:1].upper()}{reason[1:].rstrip('.')}. {FIX_CLASSES}")
+
+
+def _asks_for_classes(module: nn.Module) -> bool:
+    return STATIC not in vars(module) and without_class_counts(module) is not None
+
+
+def _proved(verdict: Verdict) -> str:
+    """What was written otherwise, and what proved it."""
+    said = "; ".join(line for form in verdict.forms.values() for line in form.said)
+    mode = {None: "", True: " In eval mode the original runs.", False: " In training the original runs."}
+    return (
+        f"{said}. The static form was proved equal on a copy of one layer, outputs and gradients, in "
+        f"{verdict.seconds:.1f} s; moe_ops.restore(model) undoes it.{mode[verdict.training]}"
+    )
 
 
 def _unstackable(model: nn.Module, loop: ExpertLoop, taken: dict[int, str]) -> tuple[Verdict, bool] | None:
@@ -131,6 +175,18 @@ def _stack_lists(model: nn.Module) -> None:
         )
     if left:
         _say(f"moe_ops.compile: a list of experts stays a list, which is not fused: {_and_more(left)}.")
+
+
+def _allow_counts(model: nn.Module) -> None:
+    """Allow the capture of `bincount` at the experts."""
+    found = find_counts(model)
+    if found:
+        torch._dynamo.config.capture_dynamic_output_shape_ops = True
+        called = [name or type(model).__name__ for name in found]
+        _say(
+            f"moe_ops.compile: {_and_more(called)} counts with bincount, for the capture of which "
+            "torch._dynamo.config.capture_dynamic_output_shape_ops is set."
+        )
 
 
 def _loops(model: nn.Module, path: str) -> bool:

@@ -10,7 +10,6 @@ import inspect
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from compile_passes.class_counts import without_class_counts
 from compile_passes.conversions import without_conversions
 from compile_passes.explain import explain
 from compile_passes.loops import STATIC
@@ -26,6 +26,7 @@ from compile_passes.source import NotStatic, held
 from compile_passes.stacking import expert_lists, stack_list, why_not
 from compile_passes.static_loops import StaticForm, static_form
 from compile_passes.trial import HOOKS, Trial, bound, takes_hidden_states_alone
+from moe_ops.logs import quiet
 
 # Modules around the one with the loop that are tried for a forward of hidden states alone.
 _AROUND = 2
@@ -54,21 +55,28 @@ class Verdict:
 _VERDICTS: dict[Any, Verdict] = {}
 
 
-def verdict_of(model: nn.Module, path: str) -> tuple[Verdict, bool]:
-    """(the verdict on the loops of a module of ``model``, whether it is from an earlier trial)."""
+def verdict_of(model: nn.Module, path: str, *, loops: bool = True) -> tuple[Verdict, bool]:
+    """(the verdict on a module of ``model``, whether it is from an earlier trial).
+
+    Args:
+        loops: on the loops of the module; False: on what else in it asks the data.
+    """
     start = time.perf_counter()
     key: Any = None
     try:
         module = model.get_submodule(path)
-        _check_hooks(module)
+        if loops:
+            _check_hooks(module)
         around = _block(model, path)
         block = model.get_submodule(around)
-        forms = {path[len(around) :].lstrip("."): static_form(module)}
+        forms = {path[len(around) :].lstrip("."): static_form(module)} if loops else {}
         for inside, other in block.named_modules():
-            more = None if inside in forms else without_conversions(other)
+            more = None if inside in forms else without_class_counts(other) or without_conversions(other)
             if more is not None:
                 forms[inside] = more
-        source = [ast.dump(tree) for form in forms.values() for tree in form.methods.values()]
+        for inside in forms:
+            _check_unbound(block.get_submodule(inside))
+        source = [ast.dump(tree) for form in forms.values() for tree in form.trees()]
         key = (*forms, *source, *_facts(block))
         if key in _VERDICTS:
             return replace(_VERDICTS[key], block=around), True
@@ -121,7 +129,8 @@ def _check_fused(trial: Trial, forms: Mapping[str, StaticForm], training: bool) 
         if why_not(found, {}) is None:
             stack_list(found)
     methods = {path: form.functions() for path, form in forms.items()}
-    with bound(block, methods), torch.set_grad_enabled(training), _quiet():
+    # What is refused in a trial is part of the verdict.
+    with bound(block, methods), torch.set_grad_enabled(training), quiet(logging.CRITICAL):
         with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
             report = explain(block, trial.tokens("many tokens"))
     problem = _problem(report)
@@ -139,23 +148,15 @@ def _problem(report: Report) -> str | None:
     return None
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """What is refused in a trial is part of the verdict."""
-    logger = logging.getLogger("compile_passes")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-def _check_hooks(module: nn.Module) -> None:
-    """Raise NotStatic where somebody listens to the experts, or runs something else already."""
+def _check_unbound(module: nn.Module) -> None:
+    """Raise NotStatic where a module runs something else than its class already."""
     for name in vars(module):
         if callable(inspect.getattr_static(type(module), name, None)):
             raise NotStatic(f"its {name} is bound to the instance already")
+
+
+def _check_hooks(module: nn.Module) -> None:
+    """Raise NotStatic where somebody listens to the experts."""
     for path, inner in module.named_modules():
         if path and any(getattr(inner, name, None) for name in HOOKS):
             raise NotStatic(f"{path} has hooks, which would also be called for experts without tokens")

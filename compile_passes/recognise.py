@@ -245,7 +245,9 @@ def _close(
     match = MoEMatch(ups[0], down, body, dispatch, combine, unseen, (), up_half=up_half)
     region = closure(reading, combine.output, match.inputs)
     region |= _idle(reading, region - {combine.output})
-    region -= _read_elsewhere(reading, region, {*leaves(dispatch.ids), *leaves(combine.weights)}, combine.output)
+    above = _upstream(reading, region, match.inputs)
+    routing = {*leaves(dispatch.ids), *leaves(combine.weights), *combine.unread}
+    region = region - above - _read_elsewhere(reading, region - above, routing | above, combine.output)
     problem = (
         unknown_tensors(reading, region, match.inputs)
         or different_scope(reading, region)
@@ -316,6 +318,19 @@ def closure(reading: Reading, output: fx.Node, inputs: Iterable[fx.Node]) -> set
         stack.extend(_operands(reading, node))
         stack.extend(reader for reader in reading.readers(node) if _dies_with(reading, reader, region))
     return region
+
+
+def _upstream(reading: Reading, region: set[fx.Node], inputs: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes of the region that stay, because what the operators read is computed from them."""
+    first = min(map(reading.order.__getitem__, region), default=0)
+    above: set[fx.Node] = set()
+    stack = list(inputs)
+    while stack:
+        for value in _operands(reading, stack.pop()):
+            if value not in above and reading.order[value] >= first:
+                above.add(value)
+                stack.append(value)
+    return above & region
 
 
 def _read_elsewhere(
@@ -405,11 +420,11 @@ def _router_lives(
     inside = region | own
     chosen = reading.named(ids, "item")
     results = chosen["x"].users if chosen is not None else ()
-    views = _views(reading, (ids, weights, *results))
-    for value in views:
+    views = {value: root for root in (ids, weights, *results) for value in _views(reading, root)}
+    for value, root in views.items():
         for user in reading.readers(value):
             if user not in inside and user not in views:
-                return kept(user, f"{in_words(value)} is also used by {in_words(user)}")
+                return kept(user, f"{in_words(root)} is also used by {in_words(user)}")
     problem = unknown_tensors(reading, own, inputs) or different_scope(reading, inside)
     if problem is None:
         problem = different_gradient(reading, own, inputs, weights, output)
@@ -419,10 +434,10 @@ def _router_lives(
     return kept(changed.node, changed.reason) if isinstance(changed, Refusal) else changed
 
 
-def _views(reading: Reading, values: Iterable[fx.Node]) -> list[fx.Node]:
-    """``values`` and the nodes that hold the same numbers in another shape or dtype."""
+def _views(reading: Reading, value: fx.Node) -> list[fx.Node]:
+    """``value`` and the nodes that hold the same numbers in another shape or dtype."""
     found: list[fx.Node] = []
-    stack = list(values)
+    stack = [value]
     while stack:
         node = stack.pop()
         if node not in found:

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -76,23 +76,39 @@ class Rewriter:
 
     def apply(self, match: MoEMatch) -> fx.Node:
         """Replace one block; returns its `fused_experts` node, or that of `moe_unpermute` where the block is staged."""
-        rows = self._rows(match) if match.combine.staged is not None else None
+        writers = self._writers(match)
+        rows = self._rows(match, writers) if match.combine.staged is not None else None
         builder = Builder(self.graph, match.output, self.reading.operand(match.output))
         with self.graph.inserting_before(match.output):
             fused, result = self._build(builder, match) if rows is None else self._return_rows(builder, match, rows)
+        self._before |= dict.fromkeys(builder.made, writers)
         self._replace(match.output, result)
+        for node in self._same(match):
+            self._replaced[node] = result
         self._sweep([*match.region, *leaves(match.combine.weights), *leaves(match.dispatch.ids)])
-        stays = self._still_adds(match)
+        stays = next((writer for writer in writers if not writer._erased), None)
         if stays is not None:
-            raise RuntimeError(f"{stays.name} stays, and adds the sum over experts a second time")
+            raise RuntimeError(f"{stays.name} stays, and overwrites what the operators read")
         return fused
 
-    def _still_adds(self, match: MoEMatch) -> fx.Node | None:
-        """A node of the block that still writes what the sum over the experts is added to."""
-        if match.combine.added is None:
-            return None
-        writers = set(self.reading.memory.writers(match.combine.added)).intersection(match.region)
-        return next((writer for writer in writers if not writer._erased), None)
+    def _same(self, match: MoEMatch) -> Iterator[fx.Node]:
+        """Nodes of the block with the numbers of its result, in other shapes, by which a later block may know it."""
+        node = match.output
+        while (call := self.reading.read(node, "view cast")) is not None:
+            inner, made = call["x"], example(node)
+            held = example(inner)
+            if inner not in match.region or held is None or made is None or held.dtype != made.dtype:
+                break
+            yield inner
+            node = inner
+
+    def _writers(self, match: MoEMatch) -> frozenset[fx.Node]:
+        """The nodes of the block that overwrite what the operators read: `weights /= total`, `out.index_add_(...)`."""
+        order, memory, region = self.reading.order, self.reading.memory, set(match.region)
+        return frozenset(
+            writer for value in match.inputs for writer in memory.writers(value)
+            if writer in region and order[writer] > order[value]
+        )  # fmt: skip
 
     def apply_router(self, routed: RoutedCall) -> None:
         """Give a `fused_experts` call of the model the weights and ids of a `fused_topk`."""
@@ -140,7 +156,7 @@ class Rewriter:
         )  # fmt: skip
         return fused, self._finished(builder, match, fused)
 
-    def _rows(self, match: MoEMatch) -> tuple[fx.Node, fx.Node]:
+    def _rows(self, match: MoEMatch, writers: frozenset[fx.Node]) -> tuple[fx.Node, fx.Node]:
         """Put the experts' results, sorted by expert, in the place of the rows that row-wise code reads; returns where
         each pair's row is, and the routing weights."""
         start = match.combine.staged.start if match.combine.staged is not None else match.output
@@ -166,6 +182,7 @@ class Rewriter:
             inner = builder.item(first, 0, "activated")
             second = {"rows": inner, "weight": down, "offsets": offsets, "bias": given["down_bias"]}
             made = builder.cast(builder.operator("grouped_mm", second), self.reading.operand(start))
+        self._before |= dict.fromkeys(builder.made, writers)
         self._replace(start, made)
         return places, weights
 
@@ -203,7 +220,6 @@ class Rewriter:
         if added is not None:
             start = self._node(added)
             result = builder.call(_ATEN.add.Tensor, (start, builder.cast(fused, start)))
-            self._before |= dict.fromkeys(builder.made, frozenset(match.region))
         return builder.cast(result, self.reading.operand(match.output))
 
     def _projections(self, builder: Builder, match: MoEMatch) -> dict[str, Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from types import CodeType, FunctionType
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from types import CellType, CodeType, FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -53,6 +54,20 @@ class Source:
     modes: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Helper:
+    """A function with changed code, and those that it calls.
+
+    Attributes:
+        said: what was changed in them, one line each.
+    """
+
+    source: Source
+    tree: ast.FunctionDef
+    helpers: tuple[Helper, ...]
+    said: tuple[str, ...]
+
+
 def read(kind: type, name: str) -> Source | None:
     """The source of a method of a class; None where there is none.
 
@@ -60,7 +75,18 @@ def read(kind: type, name: str) -> Source | None:
         NotStatic: it is decorated by what may do anything.
     """
     whole = inspect.getattr_static(kind, name, None)
-    function = inspect.unwrap(whole) if isinstance(whole, FunctionType) else None
+    found = read_function(whole) if isinstance(whole, FunctionType) else None
+    if found is None:
+        return None
+    if any(mode not in _MODES for mode in found.modes) or (found.function is not whole and not found.modes):
+        by = ", ".join(found.modes) or "something at run time"
+        raise NotStatic(f"{kind.__name__}.{name} is decorated, by {by}", found.tree)
+    return replace(found, name=name)
+
+
+def read_function(whole: FunctionType) -> Source | None:
+    """The source of a function; None where there is none."""
+    function = inspect.unwrap(whole)
     if not isinstance(function, FunctionType):
         return None
     try:
@@ -72,9 +98,7 @@ def read(kind: type, name: str) -> Source | None:
         return None
     ast.increment_lineno(tree, first - 1)
     modes = tuple(ast.unparse(decorator) for decorator in tree.decorator_list)
-    if any(mode not in _MODES for mode in modes) or (function is not whole and not modes):
-        raise NotStatic(f"{kind.__name__}.{name} is decorated, by {', '.join(modes) or 'something at run time'}", tree)
-    return Source(name, function, tree, inspect.getsourcefile(function) or "<unknown>", modes)
+    return Source(function.__name__, function, tree, inspect.getsourcefile(function) or "<unknown>", modes)
 
 
 def methods_of(module: nn.Module) -> dict[str, Source]:
@@ -111,20 +135,24 @@ def held(module: nn.Module, value: ast.expr) -> Any:
     return None if inside is None else getattr(inside, value.attr, None)  # type: ignore[attr-defined]
 
 
-def build(source: Source, tree: ast.FunctionDef) -> Callable[..., Any]:
+def build(source: Source, tree: ast.FunctionDef, helpers: Iterable[Helper] = ()) -> Callable[..., Any]:
     """The function of ``source`` with ``tree`` for its code: same globals, closure, defaults and line numbers.
+
+    Args:
+        helpers: functions that it calls by their names, to be called in place of those.
 
     Raises:
         NotStatic: it has names that only its class can spell.
     """
     function = source.function
+    given = {helper.source.name: build(helper.source, copy.deepcopy(helper.tree), helper.helpers) for helper in helpers}
     for node in ast.walk(tree):
         spelled = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
         if spelled.startswith("__") and not spelled.endswith("__"):
             raise NotStatic(f"the name {spelled} is private to its class", node)
     tree.decorator_list, tree.returns = [], None
     _number(tree)
-    free = [ast.arg(name) for name in function.__code__.co_freevars]
+    free = [ast.arg(name) for name in (*function.__code__.co_freevars, *given)]
     around = ast.FunctionDef(
         name="around", args=ast.arguments([], free, None, [], [], None, []), body=[tree], decorator_list=[]
     )
@@ -134,6 +162,7 @@ def build(source: Source, tree: ast.FunctionDef) -> Callable[..., Any]:
     outer = _inner(compile(module, source.file, "exec", dont_inherit=True), "around")
     code = _inner(outer, tree.name)
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    cells |= {name: CellType(value) for name, value in given.items()}
     made = FunctionType(
         code, function.__globals__, function.__name__, function.__defaults__,
         tuple(cells[name] for name in code.co_freevars),

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from compile_passes.loop_body import (
 from compile_passes.loops import decides, has_data_dependent_calls
 from compile_passes.sorted_slices import CONVERSIONS, counted, takes_slices, unsort
 from compile_passes.source import (
+    Helper,
     NotStatic,
     Scope,
     Source,
@@ -57,6 +58,7 @@ class StaticForm:
         said: what was rewritten, one line each: ``file:line: old -> new``.
         holds: conditions on ``self`` without which the original has to run.
         converts: (module, dtype) as expressions on ``self``: what the original converts in its first call.
+        helpers: name of a method -> functions beside the module that it calls, with changed code.
     """
 
     methods: dict[str, ast.FunctionDef]
@@ -64,6 +66,16 @@ class StaticForm:
     said: tuple[str, ...]
     holds: tuple[str, ...]
     converts: tuple[tuple[ast.expr, ast.expr], ...] = ()
+    helpers: Mapping[str, tuple[Helper, ...]] = field(default_factory=dict)
+
+    def trees(self) -> Iterator[ast.FunctionDef]:
+        """The changed code, that of helpers included."""
+        yield from self.methods.values()
+        waiting = [helper for helpers in self.helpers.values() for helper in helpers]
+        while waiting:
+            helper = waiting.pop()
+            yield helper.tree
+            waiting.extend(helper.helpers)
 
     def functions(self, *, training: bool | None = None) -> dict[str, Callable[..., Any]]:
         """The functions by the names of the methods that they replace, compiled afresh.
@@ -77,7 +89,7 @@ class StaticForm:
             holds = [*self.holds, *([] if training is None else ["self.training" if training else "not self.training"])]
             if holds:
                 own.body[:0] = [_original_unless(own, self.sources[name], holds)]
-            made[name] = build(self.sources[name], own)
+            made[name] = build(self.sources[name], own, self.helpers.get(name, ()))
         return made
 
 

@@ -32,7 +32,8 @@ _SIZES: tuple[tuple[Any, str], ...] = (
     (8, " ".join(EXPERT_COUNTS)),
     (2, "num_experts_per_tok moe_topk moe_k top_k_experts moe_top_k num_experts_per_token moe_router_topk router_topk "
         "num_selected_experts"),
-    (2, "n_group num_expert_group n_groups eos_token_id mamba_expand linear_num_key_heads index_n_heads"),
+    (2, "n_group num_expert_group n_groups eos_token_id mamba_expand linear_num_key_heads index_n_heads "
+        "zero_expert_num"),
     (1, "topk_group decoder_sparse_step num_experts_shared mamba_n_groups bos_token_id"),
     (24, "q_lora_rank qk_head_dim"),
     (16, "kv_lora_rank qk_nope_head_dim mamba_d_head mamba_d_state mamba_head_dim ssm_state_size linear_key_head_dim "

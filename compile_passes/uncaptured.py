@@ -12,10 +12,12 @@ import linecache
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 from torch import fx, nn
 
+from compile_passes.class_counts import FIX_CLASSES, without_class_counts
 from compile_passes.loops import ExpertGroup
 from compile_passes.match import functions, module_of
 from moe_ops.graphs import TORCH
@@ -26,8 +28,13 @@ MEND = (
     "print, no .item()."
 )
 _WALK = 400
-# What Dynamo says of `torch.where(condition)`, `nonzero` and boolean masks.
+# What Dynamo says of `torch.where(condition)`, `nonzero`, `bincount` and boolean masks.
 _OF_THE_DATA = "Dynamic shape operator"
+_ALLOW = (
+    "moe_ops.compile(model) allows that capture, and stacks a list of experts; by hand: "
+    "torch._dynamo.config.capture_dynamic_output_shape_ops = True (which fullgraph=True sets), and "
+    "moe_ops.stack_experts_(model)."
+)
 # How Dynamo calls the rest of a function behind a graph break.
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_(.+)_at_\d+$")
 
@@ -44,6 +51,18 @@ class Stop:
     def line(self) -> str:
         """``first line of the reason (file:line)``."""
         return f"{first_line(self.reason)} ({self.where})"
+
+    @property
+    def of_the_data(self) -> bool:
+        """Whether it stopped at an operation whose result has a size that only the data knows."""
+        return _OF_THE_DATA in self.reason
+
+    @property
+    def cutting(self) -> tuple[str, str]:
+        """(reason, cure) of a block that is in two graphs for it."""
+        if self.of_the_data:
+            return f"A result whose size only the data knows cuts the block in pieces: {self.line}.", _ALLOW
+        return f"A graph break cuts the block in pieces: {self.line}.", MEND
 
     @property
     def source(self) -> str:
@@ -93,7 +112,9 @@ class Seen:
             if found:
                 self.reported |= found
                 return next(group.name for group in self.experts if found & set(map(id, group.weights)))
-            level = [value for inner in level for value in inner.all_input_nodes if value not in known]
+            # what a block counts and sorts by is nearer to its products than to those of the layer before
+            near = [value for inner in level for value in (*inner.all_input_nodes, *inner.users)]
+            level = list(dict.fromkeys(value for value in near if value not in known and value.op != "output"))
             known.update(level)
         return path
 
@@ -117,11 +138,16 @@ def explanation(model: nn.Module, group: ExpertGroup, seen: Seen, stops: Sequenc
                 "checkpointing, or what records values there (in transformers output_router_logits and its like)."
             )
         return reason, MEND
-    if near is not None and _OF_THE_DATA in near.reason:
+    if near is not None and near.of_the_data:
         return (
             f"Capture stops in its loop, at an operation whose result has a size of the data: {near.line}.",
-            "moe_ops.compile(model) allows that capture, and stacks a list of experts; by hand: "
-            "torch._dynamo.config.capture_dynamic_output_shape_ops = True, and moe_ops.stack_experts_(model).",
+            _ALLOW,
+        )
+    if near is not None and any(without_class_counts(module) for module in _inside_out(model, group)):
+        return (
+            f"A one-hot asks the data for its number of classes, which cuts the block in pieces: {near.line}.",
+            "moe_ops.compile(model) gives it a fixed number, where it can prove that equal. By hand: "
+            f"{FIX_CLASSES[0].lower()}{FIX_CLASSES[1:]}",
         )
     if near is not None:
         return (
@@ -150,6 +176,11 @@ def cut(node: fx.Node, breaks: Sequence[Stop]) -> Stop | None:
     return None
 
 
+def is_from_before(node: fx.Node) -> bool:
+    """Whether ``node`` is a value that was computed before a graph break."""
+    return node.op == "placeholder" and any(_RESUMED.match(name) for _, name in functions(node))
+
+
 def _resumed(name: str) -> str:
     """The function that a function which Dynamo made continues."""
     return _RESUMED.sub(r"\1", name)
@@ -176,19 +207,30 @@ def _stop_inside(model: nn.Module, group: ExpertGroup, stops: Sequence[Stop]) ->
 
 
 def _stop_in(module: nn.Module, stops: Sequence[Stop]) -> Stop | None:
-    """The first stop inside the class of a module, or one that it inherits from."""
+    """The first stop inside the class of a module, one that it inherits from, or a function that their methods call."""
     for kind in type(module).__mro__:
         if kind is nn.Module:
             break
-        try:
-            lines, first = inspect.getsourcelines(kind)
-            file = inspect.getsourcefile(kind)
-        except (OSError, TypeError):
-            continue
-        for stop in stops:
-            stop_file, _, line = stop.where.rpartition(":")
-            if stop_file == file and line.isdigit() and first <= int(line) < first + len(lines):
+        methods = [value for value in vars(kind).values() if isinstance(value, FunctionType)]
+        called = [method.__globals__.get(name) for method in methods for name in method.__code__.co_names]
+        codes: list[type | FunctionType] = [kind, *(value for value in called if isinstance(value, FunctionType))]
+        for code in codes:
+            stop = _stop_in_code(code, stops)
+            if stop is not None:
                 return stop
+    return None
+
+
+def _stop_in_code(code: type | FunctionType, stops: Sequence[Stop]) -> Stop | None:
+    try:
+        lines, first = inspect.getsourcelines(code)
+        file = inspect.getsourcefile(code)
+    except (OSError, TypeError):
+        return None
+    for stop in stops:
+        stop_file, _, line = stop.where.rpartition(":")
+        if stop_file == file and line.isdigit() and first <= int(line) < first + len(lines):
+            return stop
     return None
 
 
@@ -199,5 +241,6 @@ def _inside_out(model: nn.Module, group: ExpertGroup) -> Iterator[nn.Module]:
         name = name.rpartition(".")[0]
         around = model.get_submodule(name)
         # a router beside the experts, but not the other layers beside a layer
-        yield from around.children() if not isinstance(around, nn.ModuleList) and around is not model else ()
+        beside = around is not model or "." not in group.name
+        yield from around.children() if beside and not isinstance(around, nn.ModuleList) else ()
         yield around

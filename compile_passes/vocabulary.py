@@ -378,6 +378,8 @@ def _finish(node: fx.Node, name: str, parameters: tuple[str, ...]) -> Call:
         name = "fancy" if name == "index" else "fancy_put"
     if name in ("getslice", "select", "slice", "narrow") and _keeps_all(node, args.get("x")):
         return Call("view", {"x": args["x"]})  # every element, in the same order
+    if name == "item" and (whole := _only_part(node, args.get("x"))) is not None:
+        return Call("view", {"x": whole})
     if name == "dropout" and (args.get("training") is False or args.get("y") == 0):
         return Call("view", {"x": args["x"]})  # drops nothing
     if name in ("view", "cast", "clone") and not _keeps_elements(node, args.get("x")):
@@ -404,6 +406,13 @@ def _keeps_all(node: fx.Node, source: Any) -> bool:
     """Whether a slice takes every element."""
     after, before = example(node), example(source)
     return after is not None and before is not None and equal_sizes(after.numel(), before.numel())
+
+
+def _only_part(node: fx.Node, source: Any) -> fx.Node | None:
+    """What ``node`` is the one part of, of ``unbind`` and its like."""
+    call = spell(source) if isinstance(source, fx.Node) else None
+    whole = call["x"] if call is not None and call.name in ("unbind", "chunk", "split") else None
+    return whole if isinstance(whole, fx.Node) and _keeps_all(node, whole) else None
 
 
 def _classify_getitem(args: dict[str, Any]) -> str:

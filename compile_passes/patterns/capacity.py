@@ -27,6 +27,7 @@ from compile_passes.patterns.factors import (
     EXPERT,
     SLOT,
     Axes,
+    Factor,
     Factored,
     Factors,
     flat,
@@ -34,7 +35,7 @@ from compile_passes.patterns.factors import (
     one_of,
 )  # fmt: skip
 from compile_passes.patterns.ids import are_distinct, are_in_range
-from compile_passes.patterns.places import CURE, dropped_by_place
+from compile_passes.patterns.places import CURE, dropped_by_place, unproved
 from compile_passes.patterns.rows import Order
 from compile_passes.patterns.signs import is_not_negative
 from compile_passes.patterns.slots import beside, pairs_of
@@ -95,9 +96,6 @@ class _Capacity:
             return found
         total, weights, axes = found
         return self._block(moved, total, weights, axes)
-
-    def _no(self, node: fx.Node, reason: str) -> Refusal:
-        return Refusal(node, reason, CURE)
 
     # ---- the two products
 
@@ -197,19 +195,21 @@ class _Capacity:
 
     def _block(self, moved: _Moved, total: fx.Node, weights: fx.Node, axes: Axes) -> tuple[Dispatch, Combine] | Refusal:
         if not self.factors.has_sizes(moved.mask, moved.axes):
-            return self._no(moved.mask, "The mask that moves tokens to slots is not [tokens, experts, slots].")
+            return unproved(moved.mask, "The mask that moves tokens to slots is not [tokens, experts, slots].")
         many = tuple(name for name in moved.of_hidden if not equal_sizes(self.factors.sizes[name], 1))
         moved = replace(moved, tokens=many, axes=self.factors.named(moved.axes))
         given = self.factors.terms(weights, self.factors.named(axes))
         if given is None:
-            return self._no(
+            return unproved(
                 weights, "The weights of the slots cannot be read as numbers times one-hots of experts and places."
             )
         masks, of_weights = self._mask_terms(moved.mask, moved.axes)
         if masks is None:
-            return self._no(
+            return unproved(
                 moved.mask, "The mask that moves tokens to slots cannot be read as one-hots of experts and places."
             )
+        given, unread = self._some(given)
+        masks, _ = self._some(masks)
         terms = [named_by_ids(term, moved.tokens, self.factors) for term in given]
         places = [named_by_ids(term, moved.tokens, self.factors) for term in masks]
         problem = self._unclear(moved, terms) or self._unclear(moved, places)
@@ -217,8 +217,8 @@ class _Capacity:
             return problem
         known = [term for term in terms if term is not None]
         matched = self._matched(known, [term for term in places if term is not None], of_weights)
-        if matched is None:
-            return self._no(
+        if not matched:
+            return unproved(
                 moved.mask,
                 "The mask that moves tokens to slots, and the weights, cannot be proved to have the same pairs.",
             )
@@ -230,12 +230,12 @@ class _Capacity:
         ]
         values = [pair for pair in found if pair is not None]
         if len(values) < len(found):
-            return self._no(weights, "The weights of the slots are not numbers of tokens and experts.")
+            return unproved(weights, "The weights of the slots are not numbers of tokens and experts.")
         order = Order(self.reading, self.floor)
         hidden = order.flat(moved.hidden)
         tensor = example(hidden)
         if hidden is None or tensor is None:
-            return self._no(moved.mask, "What is moved to the slots cannot be proved to be the tokens.")
+            return unproved(moved.mask, "What is moved to the slots cannot be proved to be the tokens.")
         shapes = [*self.reading.casts(moved.hidden, self.floor), hidden]
         result = final_cast(self.reading, hidden, total, shapes)
         if isinstance(result, Refusal):
@@ -243,7 +243,7 @@ class _Capacity:
         ids, numbers = beside([pair[0] for pair in values]), beside([pair[1] for pair in values])
         top_k = sum(pair[2] for pair in values)
         dispatch = Dispatch("capacity", hidden, ids, None, top_k)
-        return dispatch, Combine(numbers, result[0], total, None, result[1])
+        return dispatch, Combine(numbers, result[0], total, None, result[1], unread=unread)
 
     def _mask_terms(self, mask: fx.Node, axes: Axes) -> tuple[list[Factored] | None, bool]:
         """The terms of D, and whether it only says where the sum of them is not zero."""
@@ -269,7 +269,7 @@ class _Capacity:
         """A refusal where a term is no one-hot of experts and of places for every token."""
         for term in terms:
             if term is None:
-                return self._no(
+                return unproved(
                     moved.mask, "A pair of a token and an expert is not in one slot, as far as can be proved."
                 )
             hot = one_of(term, "experts")
@@ -277,7 +277,7 @@ class _Capacity:
                 return Refusal(hot.node, "The expert ids cannot be proved to be in [0, number of experts).", CURE)
             chosen = [name for name in flat(hot.axes) if name not in moved.tokens]
             if len(chosen) > 1 or any(type(self.factors.sizes[name]) is not int for name in chosen):
-                return self._no(hot.node, "The number of experts for each token is not known.")
+                return unproved(hot.node, "The number of experts for each token is not known.")
             scattered = [name for name in chosen if name.startswith(CHOICES)]
             if scattered and not are_distinct(self.reading, hot.node, self.experts, self.factors.sizes[scattered[0]]):
                 return Refusal(
@@ -285,6 +285,24 @@ class _Capacity:
                     "Take the ids from one topk over the experts.",
                 )  # fmt: skip
         return None
+
+    def _some(self, terms: Sequence[Factored]) -> tuple[list[Factored], tuple[fx.Node, ...]]:
+        """The terms without those that are 0 everywhere (second choices of which none is kept), and what these read."""
+        some: list[Factored] = []
+        unread: list[fx.Node] = []
+        for term in terms:
+            nothing = {one.node for one in term if one.kind == "number" and self.factors.is_nothing(one.node)}
+            if nothing and not any(map(self._may_raise, term)):
+                unread += [one.node for one in term if one.kind != "places" and one.node not in nothing]
+            else:
+                some.append(term)
+        return some, tuple(unread)
+
+    def _may_raise(self, factor: Factor) -> bool:
+        """Whether ``factor`` is a one-hot of numbers that it may have no room for."""
+        if factor.kind == "experts":
+            return not are_in_range(self.reading, factor.node, self.experts)
+        return factor.kind == "places" and not factor.drops and not self.factors.is_nothing(factor.node)
 
     def _matched(self, terms: Sequence[Factored], masks: Sequence[Factored], of_weights: bool) -> list[Factored] | None:
         """For every term of W, the one of D that has its pairs; each once."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -229,6 +229,7 @@ def final_cast(
     ``shapes``; and which of these, where it is not [tokens, hidden].
     """
     tokens = example(hidden)
+    held_by = {reading.operand(shape): shape for shape in shapes}
     while True:
         held, readers = reading.operand(value), reading.readers(value)
         tensor = example(held)
@@ -237,7 +238,7 @@ def final_cast(
         flat = (math.prod(tokens.shape[:-1]), tensor.shape[-1])
         call = reading.read(readers[0], "cast view") if len(readers) == 1 else None
         if call is not None and call.name == "view":
-            if _is_result(readers[0], flat, shapes) and not _is_result(held, flat, shapes):
+            if _is_result(readers[0], flat, held_by) and not _is_result(held, flat, held_by):
                 value = readers[0]
                 continue
             call = None
@@ -248,8 +249,8 @@ def final_cast(
             continue
         if tensor.dtype != tokens.dtype:
             break
-        if _is_result(held, flat, shapes):
-            return value, None if has_shape(held, *flat) else _alike(held, shapes)
+        if _is_result(held, flat, held_by):
+            return value, None if has_shape(held, *flat) else _alike(held, held_by)
         return Refusal(
             value, "The sum over experts is not [tokens, hidden].", "Sum into one row for every token, no more."
         )
@@ -259,12 +260,13 @@ def final_cast(
     )  # fmt: skip
 
 
-def _is_result(value: fx.Node, flat: tuple[Any, ...], shapes: Sequence[fx.Node]) -> bool:
+def _is_result(value: fx.Node, flat: tuple[Any, ...], shapes: Mapping[fx.Node, fx.Node]) -> bool:
     return has_shape(value, *flat) or _alike(value, shapes) is not None
 
 
-def _alike(value: fx.Node, shapes: Sequence[fx.Node]) -> fx.Node | None:
-    return next((shape for shape in shapes if same_shape(shape, value)), None)
+def _alike(value: fx.Node, shapes: Mapping[fx.Node, fx.Node]) -> fx.Node | None:
+    """By tensors, the name of the one with the shape of ``value``: what writes a tensor is a name of it."""
+    return next((shape for held, shape in shapes.items() if same_shape(held, value)), None)
 
 
 def stopped(reading: Reading, value: fx.Node, readers: list[fx.Node]) -> Refusal:

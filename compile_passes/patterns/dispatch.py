@@ -83,22 +83,35 @@ def _sorted_rows(order: Order, up: Product) -> Dispatch | Refusal:
     rows = order.rows(up.rows)
     ids = sorts(order.reading, rows.perm) if rows is not None else None
     if rows is None or rows.perm is None or ids is None:
-        return _not_gathered(order.reading, up)
+        return _not_gathered(order, up)
     return _dispatch(up, "grouped_mm", rows, ids)
 
 
-def _not_gathered(reading: Reading, up: Product) -> Refusal:
-    if reading.read(up.rows, "mul", "y") is not None:
+def _not_gathered(order: Order, up: Product) -> Refusal:
+    if order.reading.read(up.rows, "mul", "y") is not None:
         return Refusal(
             up.anchor, "The rows of the first expert product are multiplied by something that cannot be proved to be "
             "the routing weights, in the order of the rows.", "Multiply them by topk_weights.reshape(-1)[perm]"
             ".unsqueeze(-1), or apply the weights after the experts.",
         )  # fmt: skip
     return Refusal(
-        up.anchor, "The rows of the first expert product are not tokens gathered by an ascending sort of the expert "
-        "ids, as far as can be proved.", "Write them as hidden_states[perm // top_k] with perm = "
+        _at_fault(order, up), "The rows of the first expert product are not tokens gathered by an ascending sort of "
+        "the expert ids, as far as can be proved.", "Write them as hidden_states[perm // top_k] with perm = "
         "ids.reshape(-1).argsort().",
     )  # fmt: skip
+
+
+def _at_fault(order: Order, up: Product) -> fx.Node:
+    """What makes the rows other ones: the index where its permutation sorts the ids, the permutation where not."""
+    reading = order.reading
+    taken = order.taken(reading.uncast(up.rows, order.floor))
+    if taken is None:
+        return up.anchor
+    perm: Any = reading.operand(taken.index)
+    while (call := reading.named(perm, "floordiv", "truncdiv", "mod", "cast", "view")) is not None:
+        perm = reading.operand(call["x"])
+    found = taken.index if sorts(reading, perm) is not None else perm
+    return found if isinstance(found, fx.Node) else up.anchor
 
 
 def _repeated_rows(order: Order, up: Product) -> Dispatch | Refusal:

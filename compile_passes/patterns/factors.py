@@ -18,7 +18,7 @@ from torch import fx
 
 from compile_passes.equal import is_float_cast
 from compile_passes.patterns.contraction import permutation
-from compile_passes.patterns.rows import is_ramp
+from compile_passes.patterns.rows import counted_off
 from compile_passes.reading import Reading
 from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank, same_shape, single, two_labelled
 
@@ -28,6 +28,8 @@ EXPERT, SLOT = "expert", "slot"
 Axes = tuple[Any, ...]
 # What the name of a scatter's choices for one token begins with: they are distinct, so that only equal ones meet.
 CHOICES = "@"
+# Calls that give zeros where their operand is all zeros.
+_KEEP_ZEROS = frozenset({"sum", "cumsum", "cast", "view", "clone", "expand"})
 # How many terms, and how many steps down.
 _TERMS, _DEPTH = 16, 48
 
@@ -65,6 +67,11 @@ def names(product: Factored) -> set[str]:
 def one_of(product: Factored, kind: str) -> Factor:
     """The factor of a kind of which there is one."""
     return next(factor for factor in product if factor.kind == kind)
+
+
+def has_hot(product: Factored) -> bool:
+    """Whether a one-hot of experts is among the factors."""
+    return any(factor.kind == "experts" for factor in product)
 
 
 @dataclass
@@ -171,6 +178,19 @@ class Factors:
         """Whether two factors are provably equal."""
         alike = (one.kind, one.axes) == (other.kind, other.axes)
         return alike and self.reading.same(one.node, other.node)
+
+    def is_nothing(self, value: Any, depth: int = _DEPTH) -> bool:
+        """Whether ``value`` is 0 everywhere, made so, or a sum or a product of what is."""
+        call = self.reading.call(value)
+        if call is None or depth == 0:
+            return False
+        if self.reading.is_zeros(value):
+            return True
+        filled = (call.name == "masked_fill" and _is_zero(call["value"])) or (
+            call.name == "where" and _is_zero(call["y"])
+        )
+        parts = ("x", "y") if call.name == "mul" else ("x",) if filled or call.name in _KEEP_ZEROS else ()
+        return any(self.is_nothing(call[part], depth - 1) for part in parts)
 
     def within(self, some: Factored, of: Factored) -> bool:
         """Whether every factor of ``some`` is one of the product ``of``."""
@@ -326,6 +346,8 @@ class Factors:
         return name
 
     def _divided(self, value: fx.Node, call: Call, axes: Axes, depth: int) -> Factored | None:
+        if self.reading.is_writer(value) and len(self.reading.readers(value)) > 1:
+            return None  # `gate /= total` that others read stays, and what was divided is no more
         if self.reading.read(value, "div", "y") is None or any(example(call[side]) is None for side in "xy"):
             return None
         if not same_shape(call["x"], value):
@@ -415,15 +437,8 @@ class Factors:
         if self.reading.read(value, "one_hot", "num_classes") is not None:
             fits = equal_sizes(call["num_classes"], size) or has_shape(value, *example(value).shape[:-1], size)  # type: ignore[union-attr]
             return (call["x"], axes[:-1]) if fits and rank(call["x"]) == len(axes) - 1 else None
-        if self.reading.read(value, "eq", "y") is None:
-            return None
-        for one, other in (("x", "y"), ("y", "x")):
-            numbers, ramp = example(call[one]), example(call[other])
-            if numbers is None or ramp is None or not numbers.dim() or not equal_sizes(numbers.shape[-1], 1):
-                continue
-            if equal_sizes(ramp.numel(), size) and is_ramp(self.reading, self.reading.strip(call[other])):
-                return call[one], (*self.broadcast(call[one], value, axes)[:-1], None)
-        return None
+        numbers = counted_off(self.reading, value, size)
+        return None if numbers is None else (numbers, (*self.broadcast(numbers, value, axes)[:-1], None))
 
     def _is_one(self, value: Any) -> bool:
         if type(value) in (int, float, bool):

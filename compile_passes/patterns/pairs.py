@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from compile_passes.match import Made, Refusal, Spread, Value
 from compile_passes.patterns.ids import are_in_range
-from compile_passes.patterns.rows import Order
+from compile_passes.patterns.rows import Order, entry_of
 from compile_passes.patterns.selection import Selection, selected_of
 from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank, same_shape, single
 
@@ -39,6 +39,13 @@ class Hits:
     alone: bool
     routed: fx.Node | None = None
     single: bool = False
+
+
+class Weighed(NamedTuple):
+    """Weights [T, K], or ``scores`` of all experts [T, E]: with as many experts as slots their shape does not tell."""
+
+    node: fx.Node
+    scores: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,12 +84,18 @@ class Pairs:
 
     # ---- masks
 
-    def of_mask(self, mask: Any, number: int) -> tuple[fx.Node, bool] | None:
-        """(ids, whether slots come before tokens) of the mask of the pairs that expert ``number`` gets."""
+    def of_mask(self, mask: Any, number: int, others: bool = False) -> tuple[fx.Node, bool] | None:
+        """(ids, whether slots come before tokens) of the mask of the pairs that expert ``number`` gets, or with
+        ``others`` of those that it does not get.
+        """
         value = self.reading.exact(mask, 2)
-        call = self.reading.read(value, "eq", "y")
+        if (inverse := self.reading.read(value, "not")) is not None and self._is_boolean(value):
+            return self.of_mask(inverse["x"], number, not others)
+        call = self.reading.read(value, "ne" if others else "eq", "y")
         if call is not None and type(call["y"]) is int:
             return (call["x"], False) if call["y"] == number else None
+        if others:
+            return None
         call = self.reading.read(value, "getslice select item", "index dim")
         if call is None or not same_shape(value, mask):
             return None
@@ -204,8 +217,8 @@ class Pairs:
 
     # ---- weights
 
-    def weights_at(self, factor: Any, hits: Hits, number: int) -> fx.Node | None:
-        """The weights [T, K], or the scores [T, E], that ``factor`` takes at the pairs of ``hits``."""
+    def weights_at(self, factor: Any, hits: Hits, number: int) -> Weighed | None:
+        """The weights, or the scores, that ``factor`` takes at the pairs of ``hits``."""
         value = self.reading.uncast(factor, self.floor) if isinstance(factor, fx.Node) else None
         call = self.reading.read(value, "fancy index", "index")
         if call is None:
@@ -218,21 +231,21 @@ class Pairs:
             return None
         if not self._lists(parts[0], hits, hits.token) or not self._lists(parts[1], hits, 1 - hits.token):
             return None
-        weights: fx.Node = self.reading.uncast(call["x"], self.floor)
-        return weights
+        return Weighed(self.reading.uncast(call["x"], self.floor))
 
-    def _weights_of_tokens(self, call: Call, parts: Sequence[Any], hits: Hits, number: int) -> fx.Node | None:
+    def _weights_of_tokens(self, call: Call, parts: Sequence[Any], hits: Hits, number: int) -> Weighed | None:
         place, *rest = parts
         if not self._lists(place, hits, hits.token):
             return None
         source: fx.Node = call["x"]
         if rest:  # scores[mask, e]
-            return self._scores(source) if rest == [number] and rank(source) == 2 else None
+            scores = self._scores(source) if rest == [number] and rank(source) == 2 else None
+            return None if scores is None else Weighed(scores, True)
         found = self.summed(source, number)
         if found is not None:
-            return found[1] if self.reading.same(found[0], hits.ids) else None
+            return Weighed(found[1]) if self.reading.same(found[0], hits.ids) else None
         one = self.one_each(hits.ids) and self._numbers(source, self.tokens)
-        return self.reading.uncast(source, self.floor) if one else None
+        return Weighed(self.reading.uncast(source, self.floor)) if one else None
 
     def summed(self, value: Any, number: int) -> tuple[fx.Node, fx.Node] | None:
         """(ids, weights) of ``(weights * (ids == e)).sum(-1)``."""
@@ -316,15 +329,15 @@ class Pairs:
             )  # fmt: skip
         return self._checked(*pairs[0])
 
-    def selection_of(self, hits: Hits, weights: fx.Node) -> Selection | Refusal:
-        """The experts of every token, by the pairs of an expert and weights [T, K], or scores for all experts."""
-        ids = hits.ids
+    def selection_of(self, hits: Hits, weighed: Weighed) -> Selection | Refusal:
+        """The experts of every token, by the pairs of an expert and what weighs them."""
+        ids, weights = hits.ids, weighed.node
         if hits.single or (hits.alone and self.one_each(ids)):
             if self._numbers(weights, self.tokens):
                 return Selection(ids, weights, 1)
             if hits.single:
                 return no_loop(self.anchor, "The routing weights of one expert for each token are not [tokens, 1].")
-        if same_shape(ids, weights):
+        if not weighed.scores and same_shape(ids, weights):
             return self._checked(ids, weights)
         found = self._selected(weights)
         if isinstance(found, Selection) and not self.reading.same(found.ids, ids):
@@ -336,12 +349,12 @@ class Pairs:
 
     # ---- one slot alone
 
-    def chosen(self, mask: Any, factor: Any, number: int) -> Chosen | None:
+    def chosen(self, mask: Any, others: bool, factor: Any, number: int) -> Chosen | None:
         """The slot in which expert ``number`` is one of each token's: ``w[:, k] * (ids[:, k] == e)``, multiplied by or
-        masked by.
+        masked by; ``others``: the mask is that of the other experts.
         """
         if mask is not None:
-            return self._alone(mask, factor, number)
+            return self._alone(mask, factor, number, others)
         value = self.reading.uncast(factor, self.floor)
         call = self.reading.read(value, "mul where", "y mask")
         if call is None:
@@ -351,8 +364,8 @@ class Pairs:
         found = (self._alone(given, weights, number) for weights, given in sides if isinstance(given, fx.Node))
         return next((one for one in found if one is not None), None)
 
-    def _alone(self, mask: Any, weights: Any, number: int) -> Chosen | None:
-        found, one = self.of_mask(mask, number), isinstance(weights, fx.Node)
+    def _alone(self, mask: Any, weights: Any, number: int, others: bool = False) -> Chosen | None:
+        found, one = self.of_mask(mask, number, others), isinstance(weights, fx.Node)
         if (
             not one
             or found is None
@@ -384,34 +397,12 @@ class Pairs:
     def _slot(self, value: fx.Node) -> Slot:
         """``value``, one number for every token, as a column if it is one."""
         root = self.reading.strip(value)
-        found = self._column_of(root)
-        return found if found is not None else Slot(root, None)
-
-    def _column_of(self, root: Any) -> Slot | None:
-        call = self.reading.named(root, "select", "getslice", "item")
-        if call is None:
-            return None
-        source, number, dim = call["x"], call["index"], call["dim"]
-        if call.name == "item":
-            parts = self.reading.read(source, "unbind", "dim")
-            source, dim = (None, None) if parts is None else (parts["x"], parts["dim"])
-        elif call.name == "getslice":
-            lead, number = number if isinstance(number, tuple) and len(number) == 2 else (None, None)
-            dim = 1 if lead is Ellipsis or lead == slice(None) else None
-            if (
-                isinstance(number, slice)
-                and type(number.start) is int
-                and number == slice(number.start, number.start + 1)
-            ):
-                number = number.start
-        whole = example(source)
-        if dim not in (1, -1) or type(number) is not int or whole is None or whole.dim() != 2:
-            return None
-        slots = whole.shape[1]
-        if type(slots) is not int or not equal_sizes(whole.shape[0], self.tokens):
-            return None
-        same = [node for node in self.reading.casts(source, self.floor) if same_shape(node, source)]
-        return Slot(same[-1], number % slots)
+        found = entry_of(self.reading, root)
+        whole = None if found is None else example(found[0])
+        if found is None or whole is None or found[1] != 1 or not has_shape(found[0], self.tokens, whole.shape[-1]):
+            return Slot(root, None)
+        same = [node for node in self.reading.casts(found[0], self.floor) if same_shape(node, found[0])]
+        return Slot(same[-1], found[2])
 
     def beside(self, numbers: Sequence[int], chosen: Sequence[Chosen]) -> Selection | Refusal:
         """The experts of every token, by the slots in which each expert, of these numbers, is looked for."""

@@ -18,7 +18,19 @@ from torch import fx
 from compile_passes.equal import holds
 from compile_passes.match import Refusal
 from compile_passes.memory import is_deterministic
-from compile_passes.patterns.factors import CHOICES, EXPERT, SLOT, Axes, Factor, Factored, Factors, flat, names, one_of
+from compile_passes.patterns.factors import (
+    CHOICES,
+    EXPERT,
+    SLOT,
+    Axes,
+    Factor,
+    Factored,
+    Factors,
+    flat,
+    has_hot,
+    names,
+    one_of,
+)
 from compile_passes.vocabulary import Call, equal_sizes, example, rank, same_shape, single
 
 _DEPTH = 24
@@ -48,6 +60,11 @@ class _Rank:
     only: bool = False
 
 
+def unproved(node: fx.Node, reason: str) -> Refusal:
+    """The refusal of a block with a capacity at ``node``."""
+    return Refusal(node, reason, CURE)
+
+
 def dropped_by_place(
     factors: Factors, tokens: Sequence[str], shared: set[str], terms: Sequence[Factored]
 ) -> list[bool] | Refusal:
@@ -72,13 +89,13 @@ class _Places:
             place = one_of(term, "places")
             found = self._rank(place.node, place.axes, term)
             if found is None or found.first != 0:
-                return _no(
+                return unproved(
                     place.node, "The places of the tokens cannot be proved to count those of one expert, from 0."
                 )
             counted = {*found.over} | {name for name in names(found.mask) if name.startswith(CHOICES)}
             chosen = {name for name in flat(one_of(term, "experts").axes) if name not in tokens}
             if counted != shared | chosen:
-                return _no(place.node, "The places do not count over all tokens that share the slots.")
+                return unproved(place.node, "The places do not count over all tokens that share the slots.")
             ranks.append((term, found))
         ranks.sort(key=lambda pair: len(pair[1].behind))
         for number, (term, found) in enumerate(ranks):
@@ -86,7 +103,7 @@ class _Places:
             if len(found.behind) != number or not all(
                 any(self._counts(mask, *earlier) for mask in found.behind) for earlier in ranks[:number]
             ):
-                return _no(
+                return unproved(
                     place.node,
                     "Two choices of tokens may be in one slot: their places do not begin behind the earlier ones.",
                 )
@@ -102,7 +119,7 @@ class _Places:
                 drawn[0].node, "Which tokens an expert keeps is drawn at random (random token selection).",
                 "Keep the first tokens of every expert, (places < capacity), or those with the largest gates.",
             )  # fmt: skip
-        return _no(place.node, "Places may exceed the capacity, as far as can be proved.")
+        return unproved(place.node, "Places may exceed the capacity, as far as can be proved.")
 
     def _is_drawn(self, factor: Factor) -> bool:
         """Whether random numbers say where ``factor`` is 1, as far as it is told from the router's scores."""
@@ -190,7 +207,7 @@ class _Places:
                 mask = self._mask(call[other], self.factors.broadcast(call[other], value, axes), term)
                 if mask is not None and same_shape(call[one], value):
                     found = self._rank(call[one], axes, term, depth - 1)
-                    only = any(factor.kind == "experts" for factor in mask)
+                    only = has_hot(mask)
                     return None if found is None else replace(found, only=found.only or only)
             return None
         if self.reading.read(value, "gather", "dim index") is not None:
@@ -209,7 +226,7 @@ class _Places:
         """A cumsum of a mask: 1 at its first element."""
         understood = self.reading.read(value, "cumsum", "dim dtype") is not None
         mask = self._mask(call["x"], axes, term) if understood and type(call["dim"]) is int else None
-        if mask is None or not any(factor.kind == "experts" for factor in mask):
+        if mask is None or not has_hot(mask):
             return None
         return _Rank(mask, flat((axes[call["dim"] % len(axes)],)), 1)
 
@@ -231,7 +248,7 @@ class _Places:
         if not ends or any(part != slice(None) for place, part in enumerate(kept) if place != at):
             return None
         mask = self._mask(padded["x"], axes, term)
-        hot = mask is not None and any(factor.kind == "experts" for factor in mask)
+        hot = mask is not None and has_hot(mask)
         return _Rank(mask, flat((axes[dim],)), 0) if mask is not None and hot else None
 
     def _shifted(self, value: fx.Node, call: Call, axes: Axes, term: Factored, depth: int) -> _Rank | None:
@@ -309,12 +326,8 @@ class _Places:
                 mask = self._mask(*other, term)
                 inner = None if mask is None else self._rank(*one, term, depth - 1)
                 if mask is not None and inner is not None:
-                    found = replace(inner, only=inner.only or any(factor.kind == "experts" for factor in mask))
+                    found = replace(inner, only=inner.only or has_hot(mask))
         else:
             return None
         one_each = not any(name.startswith(CHOICES) for name in flat(one_of(term, "experts").axes))
         return replace(found, only=False) if found is not None and found.only and one_each else None
-
-
-def _no(node: fx.Node, reason: str) -> Refusal:
-    return Refusal(node, reason, CURE)

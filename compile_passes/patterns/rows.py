@@ -345,6 +345,48 @@ def position(reading: Reading, value: Any) -> Any:
     return value
 
 
+def entry_of(reading: Reading, value: Any) -> tuple[fx.Node, int, int] | None:
+    """(source, dimension, number) where ``value`` is one entry of ``source`` along a dimension, which it may keep."""
+    call = reading.named(value, "select", "getslice", "narrow", "item")
+    if call is None:
+        return None
+    source, dim, number = call["x"], call["dim"], call["index"]
+    if call.name == "item":
+        parts = reading.read(source, "unbind chunk split", "dim size chunks")
+        source, dim = (None, None) if parts is None else (parts["x"], parts["dim"] or 0)
+    elif call.name == "narrow":
+        number = call["start"] if call["length"] == 1 else None
+    elif call.name == "getslice":
+        index = tuple(part for part in (number if isinstance(number, tuple) else (number,)) if part is not None)
+        some = [place for place, part in enumerate(index) if part != slice(None) and part is not Ellipsis]
+        if len(some) != 1:
+            return None
+        (at,), number = some, index[some[0]]
+        dim = at - len(index) if Ellipsis in index[:at] else at
+        if isinstance(number, slice) and type(number.start) is int and number == slice(number.start, number.start + 1):
+            number = number.start
+    whole, made = example(source), example(value)
+    if whole is None or made is None or type(dim) is not int or type(number) is not int:
+        return None
+    dim %= whole.dim()
+    size = whole.shape[dim]
+    one = type(size) is int and equal_sizes(made.numel() * size, whole.numel())
+    return (source, dim, number % size) if one else None
+
+
+def counted_off(reading: Reading, value: Any, size: Any) -> fx.Node | None:
+    """The numbers [..., 1] that ``value`` compares with 0, 1, 2, ... ``size`` - 1 along its last dimension."""
+    call = reading.read(value, "eq", "y")
+    for one, other in (("x", "y"), ("y", "x")) if call is not None else ():
+        numbers, ramp = example(call[one]), example(call[other])  # type: ignore[index]
+        if numbers is None or ramp is None or not numbers.dim() or not equal_sizes(numbers.shape[-1], 1):
+            continue
+        if equal_sizes(ramp.numel(), size) and is_ramp(reading, reading.strip(call[other])):  # type: ignore[index]
+            found: fx.Node = call[one]  # type: ignore[index]
+            return found
+    return None
+
+
 def is_ramp(reading: Reading, value: Any) -> bool:
     """Whether ``value`` is 0, 1, 2, ... row by row."""
     node = reading.strip(position(reading, value))

@@ -65,6 +65,8 @@ def _step(reading: Reading, node: fx.Node, rows: set[fx.Node], count: Any) -> Se
     call, made = reading.call(node), example(node)
     if call is None or made is None or made.dim() == 0 or not equal_sizes(made.shape[0], count):
         return None
+    if not made.dtype.is_floating_point or made.dtype.itemsize < 2:
+        return None  # a sum in another order, which is as accurate, would come out a whole step apart
     operands: list[fx.Node] = []
     fx.map_arg(tuple(call.args.values()), operands.append)
     inside = [operand for operand in operands if operand in rows]

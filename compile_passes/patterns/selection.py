@@ -22,7 +22,7 @@ from compile_passes.equal import is_float_cast, no_narrower
 from compile_passes.match import Made, Refusal, Spread, Value
 from compile_passes.patterns.contraction import alike, axis_of, moves_one, permutation, spread_of
 from compile_passes.patterns.ids import are_distinct, are_in_range
-from compile_passes.patterns.rows import is_ramp
+from compile_passes.patterns.rows import counted_off
 from compile_passes.reading import Reading
 from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, same_shape, single, two_labelled
 
@@ -156,13 +156,8 @@ class _Reader:
             return None
         if call.name == "one_hot":
             return call["x"] if equal_sizes(call["num_classes"], self.experts) else None
-        for one, other in (("x", "y"), ("y", "x")):
-            ids, experts = example(call[one]), example(call[other])
-            if ids is None or experts is None or not has_shape(call[one], *shape.shape[:-1], 1):
-                continue
-            if equal_sizes(experts.numel(), self.experts) and is_ramp(self.reading, self.reading.strip(call[other])):
-                return self.reading.strip(call[one]) if equal_sizes(ids.numel() * self.experts, shape.numel()) else None
-        return None
+        ids = counted_off(self.reading, value, self.experts)
+        return self.reading.strip(ids) if ids is not None and has_shape(ids, *shape.shape[:-1], 1) else None
 
     def _by_slot(self, value: Any, depth: int) -> tuple[fx.Node, int, Value | float] | None:
         """(ids, K, values) of ``value`` [..., K, E] that is a one-hot for every slot, times a weight for every slot."""

@@ -31,8 +31,9 @@ from compile_passes.patterns.combine import final_cast, recognise_combine
 from compile_passes.patterns.dense import recognise_dense
 from compile_passes.patterns.ids import are_distinct, are_in_range
 from compile_passes.patterns.pairs import Chosen, Pairs, no_loop
-from compile_passes.patterns.rows import BLANK, Order
+from compile_passes.patterns.rows import BLANK, Order, entry_of
 from compile_passes.patterns.selection import Selection
+from compile_passes.patterns.slots import dropped_unless
 from compile_passes.reading import Reading
 from compile_passes.safety import readers_of_numbers
 from compile_passes.vocabulary import equal_sizes, example, has_shape, rank, same_shape
@@ -61,13 +62,15 @@ def recognise_loop(reading: Reading, experts: Sequence[Expert]) -> Loop | Refusa
 class _End:
     """What becomes of one expert's results: ``value``, multiplied by ``factor`` if at all, meets ``reader``.
 
-    ``mask``: where the results are not replaced by zeros, if some are. ``scale``: a number that multiplies them, too.
+    ``mask``: where the results are not replaced by zeros, if some are; with ``others`` where they are. ``scale``: a
+    number that multiplies them, too.
     """
 
     value: fx.Node
     factor: fx.Node | None
     reader: fx.Node
     mask: fx.Node | None = None
+    others: bool = False
     scale: int | float = 1
 
 
@@ -89,6 +92,7 @@ class _Loop:
         self.width: Any = None if result is None else result.shape[-1]
         self.order = Order(reading, self.floor)
         self.ups: list[Product] = []
+        self.ended: list[Expert] = []  # the expert of each end
         # What the results may be rounded to: the hidden states' own dtype may be narrower than that of the weights.
         self.wide = self.floor
 
@@ -105,12 +109,14 @@ class _Loop:
             return self._no("The stacked weights, with a bias, are of more experts than the loop runs.")
         rows = example(self.reading.uncast(self.ups[0].rows, self.floor))
         self.wide = self.floor if rows is None else narrower(rows.dtype, self.floor)
-        followed = [self._follow(expert.down.result) for expert in self.experts]
+        reached = [(expert, self._ends(expert.down.result)) for expert in self.experts]
+        followed = [end for _, found in reached for end in found]
+        self.ended = [expert for expert, found in reached for _ in found]
         ends = [end for end in followed if end is not None]
         whole = len(ends) == len(followed) and len({end.scale for end in ends}) == 1
         plain = [self._of_all_tokens, self._of_slots] if whole and ends[0].scale == 1 else []
         by_row = [self._of_rows] if whole else []
-        ways = [*plain, *by_row] if slots == 1 else []
+        ways = [*plain, *by_row] if len(ends) == self.count else []
         refusal: Refusal | None = None
         for way in [*ways, *([self._slot_by_slot] if plain else [])]:
             found = way(ends)
@@ -155,15 +161,17 @@ class _Loop:
             bodies.append(found[0])
         return bodies[0]
 
-    def _follow(self, value: fx.Node) -> _End | None:
-        """From an expert's result to what sums or collects the results of all."""
-        factor = mask = None
+    def _ends(self, value: fx.Node) -> list[_End | None]:
+        """What becomes of an expert's result: once, or once for each slot of the tokens."""
+        readers = readers_of_numbers(self.reading, value)
+        return [self._follow(value, reader) for reader in readers] or [None]
+
+    def _follow(self, value: fx.Node, reader: fx.Node) -> _End | None:
+        """From an expert's result, as ``reader`` reads it, to what sums or collects the results of all."""
+        factor = None
+        kept: tuple[fx.Node | None, bool] = (None, False)
         scale: int | float = 1
         while True:
-            readers = readers_of_numbers(self.reading, value)
-            if len(readers) != 1:
-                return None
-            (reader,) = readers
             if self.reading.read(reader, "cast") is not None and is_float_cast(reader, value, self.wide):
                 value = reader
             elif self.reading.read(reader, "view") is not None:
@@ -175,10 +183,14 @@ class _Loop:
                 if factor is None:
                     return None
                 value = reader
-            elif mask is None and (mask := self._kept_by(reader, value)) is not None:
-                value = reader
+            elif kept[0] is None and (found := self._kept_by(reader, value)) is not None:
+                kept, value = found, reader
             else:
-                return _End(value, factor, reader, mask, scale)
+                return _End(value, factor, reader, *kept, scale)
+            readers = readers_of_numbers(self.reading, value)
+            if len(readers) != 1:
+                return None
+            (reader,) = readers
 
     def _number(self, reader: fx.Node, value: fx.Node) -> int | float | None:
         """The number that ``reader`` multiplies ``value`` by."""
@@ -196,13 +208,24 @@ class _Loop:
         other = call["y"] if call["x"] is value else call["x"]
         return other if self._is_by_row(other, held) else None
 
-    def _kept_by(self, reader: fx.Node, value: fx.Node) -> fx.Node | None:
-        """The mask of ``where(mask, value, 0)``."""
-        call = self.reading.read(reader, "where", "mask y")
-        if call is None or call["x"] is not value or type(call["y"]) not in (int, float) or call["y"] != 0:
+    def _kept_by(self, reader: fx.Node, value: fx.Node) -> tuple[fx.Node, bool] | None:
+        """The mask of ``where(mask, value, 0)``, or of ``where(mask, 0, value)`` and True."""
+        call = self.reading.read(reader, "where masked_fill", "mask y value")
+        if call is None or not same_shape(reader, value):
             return None
+        if call.name == "where":
+            other, others = (call["y"], False) if call["x"] is value else (call["x"], True)
+            held = value in (call["x"], call["y"])
+        else:
+            other, others, held = call["value"], True, call["x"] is value
+        empty = other == 0 if type(other) in (int, float) else self._is_no_start(other, reader)
         mask: fx.Node = call["mask"]
-        return mask if same_shape(reader, value) and self._is_by_row(mask, value) else None
+        return (mask, others) if held and empty and self._is_by_row(mask, value) else None
+
+    def _is_no_start(self, zeros: Any, reader: fx.Node) -> bool:
+        """Whether ``zeros`` are some, and not what ``reader``, the first of several, chooses a result before."""
+        several = any(self.reading.named(next_, "where") is not None for next_ in self.reading.readers(reader))
+        return self.reading.is_zeros(zeros) and not several
 
     def _is_by_row(self, given: Any, value: fx.Node) -> bool:
         """Whether ``given`` has one number for each row of ``value`` [..., H], and is not broadcast over rows."""
@@ -227,7 +250,7 @@ class _Loop:
             return None
         total, start = found
         if any(end.mask is not None for end in ends):
-            kept = [pairs.of_mask(end.mask, number) for number, end in enumerate(ends)]
+            kept = [pairs.of_mask(end.mask, number, end.others) for number, end in enumerate(ends)]
             ids = [pair[0] for pair in kept if pair is not None and not pair[1]]
             one = len(ids) == len(ends) and all(map(pairs.one_each, ids)) and start is None
             return self._one_expert(pairs, hidden, ids, [end.factor for end in ends], total) if one else None
@@ -294,26 +317,11 @@ class _Loop:
 
     def _part(self, rows: fx.Node, number: int) -> tuple[fx.Node, int] | None:
         """What ``rows`` are entry ``number`` of along a dimension of E, and which dimension."""
-        call = self.reading.call(self.reading.uncast(rows, self.floor))
-        if call is None or call.name not in ("getslice", "select", "narrow", "item"):
+        found = entry_of(self.reading, self.reading.uncast(rows, self.floor))
+        shape = None if found is None else example(found[0])
+        if found is None or shape is None or found[2] != number or not equal_sizes(shape.shape[found[1]], self.count):
             return None
-        source, dim, taken = call["x"], call["dim"], call["index"] == number
-        if call.name == "item":
-            parts = self.reading.read(source, "unbind chunk split", "dim size chunks")
-            source, dim = (None, None) if parts is None else (parts["x"], parts["dim"] or 0)
-        elif call.name == "narrow":
-            taken = call["start"] == number and call["length"] == 1
-        elif call.name == "getslice":
-            index = call["index"] if isinstance(call["index"], tuple) else (call["index"],)
-            some = [place for place, part in enumerate(index) if part != slice(None) and part is not Ellipsis]
-            dim = some[0] if len(some) == 1 and Ellipsis not in index[: some[0]] else None
-            taken = dim is not None and index[dim] in (number, slice(number, number + 1))
-        shape, made = example(source), example(rows)
-        if not taken or shape is None or made is None or type(dim) is not int:
-            return None
-        dim %= shape.dim()
-        one = equal_sizes(made.numel() * self.count, shape.numel()) and equal_sizes(shape.shape[dim], self.count)
-        return (source, dim) if one and dim < shape.dim() - 1 else None
+        return found[:2] if found[1] < shape.dim() - 1 else None
 
     def _chosen(
         self, pairs: Pairs, hidden: fx.Node, ends: Sequence[_End]
@@ -425,14 +433,15 @@ class _Loop:
         ids, alone = hits[0].ids, hits[0].alone
         if any(hit.alone != alone for hit in hits):
             return None
-        weights = [pairs.weights_at(end.factor, hit, n) for n, (end, hit) in enumerate(zip(ends, hits, strict=True))]
+        weighed = [pairs.weights_at(end.factor, hit, n) for n, (end, hit) in enumerate(zip(ends, hits, strict=True))]
+        weights = [None if one is None else one.node for one in weighed]
         routed, scale = hits[0].routed, ends[0].scale
         if any(hit.routed is not routed for hit in hits):
             return None
         total = self._put_in_turn(ends, indices) if alone and pairs.one_each(ids) and scale == 1 else None
         if total is not None and all(end.factor is None or weight for end, weight in zip(ends, weights, strict=True)):
             return self._one_expert(pairs, source, [ids], weights, total, rows[0].indexed)
-        if not pairs.all_same(weights) or weights[0] is None:
+        if weighed[0] is None or not pairs.all_same(weights) or len({one.scores for one in weighed if one}) != 1:
             cure = "Multiply by topk_weights[token, slot, None], with token, slot = torch.where(ids == e)."
             return Refusal(
                 ends[0].factor or ends[0].value,
@@ -442,7 +451,7 @@ class _Loop:
         if added is None:
             return None
         total, start, once = added
-        chosen = pairs.selection_of(hits[0], weights[0])
+        chosen = pairs.selection_of(hits[0], weighed[0])
         if isinstance(chosen, Refusal):
             return chosen
         if once and routed is not None:
@@ -458,7 +467,7 @@ class _Loop:
         dispatch, combine = block
         if routed is not None:
             kept, pairs_ = (Made(_RESHAPE, (one, [-1, chosen.top_k])) for one in (Made(_ANY, (routed, -1)), ids))
-            dispatch = replace(dispatch, ids=Made(torch.ops.aten.where.ScalarOther, (kept, pairs_, -1)))
+            dispatch = replace(dispatch, ids=dropped_unless(kept, pairs_))
         if scale != 1:
             combine = replace(combine, weights=self._scaled(combine.weights, scale))
         return dispatch, combine
@@ -484,12 +493,12 @@ class _Loop:
         if hidden is not None and tensor is not None:
             pairs = self._pairs(prod(tensor.shape[:-1]))
             chosen = [
-                pairs.chosen(end.mask, end.factor, expert.number)
-                for end, expert in zip(ends, self.experts, strict=True)
+                pairs.chosen(end.mask, end.others, end.factor, expert.number)
+                for end, expert in zip(ends, self.ended, strict=True)
             ]
             added = self._added_up([end.value for end in ends])
         else:
-            rows = [row for row in map(self._taken, self.experts) if row is not None]
+            rows = [row for row in map(self._taken, self.ended) if row is not None]
             shape = example(rows[0].source) if len(rows) == len(ends) else None
             if shape is None or shape.dim() != 2 or any(row.source is not rows[0].source for row in rows):
                 return None
@@ -497,14 +506,14 @@ class _Loop:
             pairs = self._pairs(shape.shape[0])
             chosen = [
                 None if end.mask is not None else pairs.chosen_at(row.index, end.factor, expert.number)
-                for end, row, expert in zip(ends, rows, self.experts, strict=True)
+                for end, row, expert in zip(ends, rows, self.ended, strict=True)
             ]
             total = self._added_to_tokens(ends, [row.index for row in rows])
             added = None if total is None else total[:2]
         found = [one for one in chosen if one is not None]
         if added is None or len(found) < len(chosen):
             return None
-        selection = pairs.beside([expert.number for expert in self.experts], found)
+        selection = pairs.beside([expert.number for expert in self.ended], found)
         return selection if isinstance(selection, Refusal) else self._combined(hidden, selection, *added, *views)
 
     def _taken(self, expert: Expert) -> _Taken | None:

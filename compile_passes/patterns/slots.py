@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import fx
@@ -27,7 +28,7 @@ def pairs_of(factors: Factors, tokens: Sequence[str], term: Factored, outside: b
     if ids is None:
         return None
     ids = Made(_ATEN.to.dtype, (ids, torch.int64))
-    kept: Value | None = None
+    masks: list[Value] = []
     weight: Value | None = None
     below: list[Value] = []
     for factor in term:
@@ -37,27 +38,25 @@ def pairs_of(factors: Factors, tokens: Sequence[str], term: Factored, outside: b
         if value is None:
             return None
         if factors.is_mask(factor):
-            value = Made(
-                _ATEN.logical_not.default if factor.kind == "not" else _ATEN.ne.Scalar,
-                (value,) if factor.kind == "not" else (value, 0),
-            )
-            kept = value if kept is None else Made(_ATEN.logical_and.default, (kept, value))
+            shut = factor.kind == "not"
+            masks.append(Made(_ATEN.logical_not.default, (value,)) if shut else Made(_ATEN.ne.Scalar, (value, 0)))
         elif factor.kind == "inverse":
             below.append(value)
         else:
             weight = value if weight is None else Made(_ATEN.mul.Tensor, (weight, value))
-    place = one_of(term, "places")
     if outside:
+        place = one_of(term, "places")
         slots, at = factors.sizes[SLOT], _at(factors, tokens, place.node, place.axes, chosen, ids)
         if at is None or type(slots) is not int:
             return None
-        inside = Made(_ATEN.lt.Scalar, (at, slots))
-        kept = inside if kept is None else Made(_ATEN.logical_and.default, (kept, inside))
+        masks.append(Made(_ATEN.lt.Scalar, (at, slots)))
     if weight is None:
         return None
     for value in below:
         weight = Made(_ATEN.div.Tensor, (weight, value))
-    return (ids if kept is None else Made(_ATEN.where.ScalarOther, (kept, ids, -1))), weight, top_k
+    if masks:
+        ids = dropped_unless(reduce(lambda one, other: Made(_ATEN.logical_and.default, (one, other)), masks), ids)
+    return ids, weight, top_k
 
 
 def _at(
@@ -87,6 +86,11 @@ def _at(
         return Made(_ATEN.gather.default, (value, -1, ids))
     column = Made(_ATEN.unsqueeze.default, (ids, -1))
     return Made(_ATEN.squeeze.dim, (Made(_ATEN.gather.default, (value, -1, column)), -1))
+
+
+def dropped_unless(kept: Value, ids: Value) -> Made:
+    """``ids``, with -1 for a pair that is not ``kept``."""
+    return Made(_ATEN.where.ScalarOther, (kept, ids, -1))
 
 
 def beside(values: Sequence[Value]) -> Value:

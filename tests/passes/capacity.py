@@ -8,6 +8,7 @@ of them.
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,9 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.parts import Sizes
 from tests.passes import generator
 from tests.passes.compare import Outcome
-from tests.passes.generator import GATED, PLAIN, Sizes
+from tests.passes.generator import GATED, PLAIN
 
 # ---- places: a one-hot [.., T, E] -> how many of its expert came before, at the elements that are set
 
@@ -63,6 +65,12 @@ OUTER: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mul_none": lambda scores, slots: slots[..., None, :] * scores[..., None],
     "einsum": lambda scores, slots: torch.einsum("...e,...c->...ec", scores, slots.to(scores.dtype)),
     "matmul": lambda scores, slots: scores.unsqueeze(-1) @ slots.unsqueeze(-2).to(scores.dtype),
+}
+# (one-hot of a later choice, gates, ids) -> that of those that count
+SECOND: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "all": lambda hot, gates, ids: hot,
+    "none": lambda hot, gates, ids: torch.zeros_like(hot),
+    "threshold": lambda hot, gates, ids: hot * (gates.gather(-1, ids.unsqueeze(-1)) > 0.2),
 }
 MASKS: dict[str, Callable[[Tensor], Tensor]] = {
     "bool": lambda combine: combine.bool(),
@@ -125,8 +133,11 @@ def block(case: Case, mutations: tuple[str, ...]) -> Callable[..., Any]:
     def tensors(gates: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """W and D, [.., T, E, C], of gates [.., T, E] and ids [.., T, K]."""
         kept, places, ids = _laid_out(case, gates, ids, at)
-        scores = [(gates.unsqueeze(0) if case.layout == "flat" else gates) * mask for mask in kept]
-        if names["renormalised"] == "after" and case.layout != "flat":
+        if names["scores"] == "of_all":
+            scores = [(gates.unsqueeze(0) if case.layout == "flat" else gates) * mask for mask in kept]
+        else:
+            scores = of_choices(gates, ids, kept)
+        if names["renormalised"] == "after" and names["scores"] == "of_all" and case.layout != "flat":
             total = sum(score.sum(-1, keepdim=True) for score in scores)
             scores = [score / total.clamp(min=1e-6) for score in scores]
         slots = [SLOTS[names["slots"]](at("place", place), case.capacity) for place in places]
@@ -142,6 +153,23 @@ def block(case: Case, mutations: tuple[str, ...]) -> Callable[..., Any]:
         built = sum(alone[1:], alone[0])
         mask = built if names["mask"] == "built" else MASKS[names["mask"]](combine)
         return at("weights", combine), at("mask", mask)
+
+    def of_choices(gates: Tensor, ids: Tensor, kept: list[Tensor]) -> list[Tensor]:
+        """Weights [.., T, E] of the gates [.., T] of every choice, renormalised over all of them."""
+        chosen = [gates.gather(-1, ids[..., choice, None]).squeeze(-1) for choice in range(ids.shape[-1])]
+        total, scores = sum(chosen) + 1e-9, []
+        for choice, (gate, mask) in enumerate(zip(chosen, kept, strict=True)):
+            if names["scores"] == "in_place":
+                gate /= total
+                if "gate_escapes" in mutations:
+                    extra.append(gate * 2)
+                gate *= mask.sum(-1)
+            else:
+                gate = gate / total * mask.sum(-1)
+            scores.append(gate.unsqueeze(-1) * F.one_hot(ids[..., choice], s.E))
+        if "gate_is_read_later" in mutations:
+            extra.append(chosen[0])
+        return scores
 
     def experts(rows: Tensor, w1: Tensor, w2: Tensor, b1: Tensor, b2: Tensor) -> Tensor:
         first = torch.einsum("ech,enh->ecn", rows, w1) if names["experts"] == "einsum" else rows @ w1.transpose(1, 2)
@@ -202,6 +230,8 @@ def _laid_out(
     masks, places = [], []
     for choice in range(ids.shape[-1]):
         hot = F.one_hot(ids[..., choice], experts)
+        if before is not None:
+            hot = at("second", SECOND[names["second"]](hot, gates, ids[..., choice]))
         found = at("rank", rank(at("counted", hot)))
         if before is not None:
             found = found + at("offset", before) if names["rank"] != "exclusive_times" else (found + before) * hot
@@ -215,7 +245,8 @@ def _laid_out(
 
 def _moved(name: str, order: str, mask: Tensor, x: Tensor, experts: int) -> Tensor:
     """[E, C, H] of a mask [T, E, C]."""
-    turned = torch.einsum(f"tec->{order}", mask) if name == "" else mask.permute(*("tec".index(axis) for axis in order))
+    if name.startswith("einsum"):
+        turned = mask.permute(*("tec".index(axis) for axis in order))
     if name == "einsum":
         return torch.einsum(f"{order},th->ech", turned, x)
     if name == "einsum_reversed":
@@ -292,6 +323,11 @@ MUTATIONS: dict[str, tuple[str, Callable[[Any, Case], Any]]] = {
     "out_of_other_experts": ("out", lambda out, c: out.flip(0)),
     "out_scaled": ("out", lambda out, c: out * 2),
     "result_activated": ("result", lambda result, c: result.relu()),
+    "second_of_others": ("second", lambda hot, c: hot.roll(1, -2)),
+    "second_of_other_experts": ("second", lambda hot, c: hot.roll(1, -1)),
+    "second_counted_twice": ("second", lambda hot, c: hot * 2),
+    "gate_escapes": ("in place", lambda value, c: value),
+    "gate_is_read_later": ("of choices", lambda value, c: value),
     "mask_escapes": ("nowhere", lambda value, c: value),
     "rows_escape": ("nowhere", lambda value, c: value),
     "counts_returned": ("nowhere", lambda value, c: value),
@@ -299,6 +335,9 @@ MUTATIONS: dict[str, tuple[str, Callable[[Any, Case], Any]]] = {
 _PLACES = {
     "offset": lambda case: case.layout == "choices" and case.sizes.K > 1 and case.names["rank"] != "exclusive_times",
     "ones": lambda case: case.layout == "scattered",
+    "second": lambda case: case.layout == "choices" and case.sizes.K > 1,
+    "in place": lambda case: case.names["scores"] == "in_place",
+    "of choices": lambda case: case.names["scores"] != "of_all",
 }
 
 
@@ -317,6 +356,9 @@ def make(seed: int, misses: int | None = None) -> Case:
         "to": PRODUCTS, "back": ("einsum", "einsum_reversed", "matmul_flat"), "experts": ("bmm", "einsum", "matmul"),
         "renormalised": ("none", "after"), "behind": ("all", "kept"), "activation": GATED if gated else PLAIN,
     }.items()}  # fmt: skip
+    by_choice = layout in ("choices", "one")
+    names["scores"] = rng.choice(("of_all", "of_all", "of_choice", "in_place") if by_choice else ("of_all",))
+    names["second"] = rng.choice(("all", "all", *SECOND))
     dtype = rng.choice((torch.float32, torch.float32, torch.bfloat16))
     dynamic, biased = rng.choice(("none",) * 5 + ("tokens",)), rng.random() < 0.25
     case = Case(seed, sizes, capacity, layout, groups, rng.choice(ORDERS), dtype, dynamic, False, gated, biased, names)
@@ -334,10 +376,7 @@ def applies(name: str, case: Case) -> bool:
 
 def with_mutation(name: str) -> Case:
     """The first block in fp32 that the near miss ``name`` applies to, and that it gives another result."""
-    blocks = (case for seed in range(300) if (case := make(seed, misses=0)).dtype == torch.float32)
-    cases = (replace(case, mutations=(name,)) for case in blocks if applies(name, case))
-    programs = lambda case: (block(case, case.mutations), block(case, ()))  # noqa: E731
-    return generator.first_that_changes(name, cases, programs, inputs)
+    return generator.with_named(name, sys.modules[__name__])
 
 
 def run(case: Case) -> Outcome | None:

@@ -7,9 +7,7 @@ NaN where it gives NaN, and raises nothing that it does not raise.
 from __future__ import annotations
 
 import copy
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +18,7 @@ from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves, tree_map
 
 import compile_passes  # noqa: F401  (registers the backends)
+from moe_ops.logs import quiet
 
 # Relative to the largest element of the expected tensor, or to this where all are smaller (a gradient that is zero).
 SMALL = 1e-2
@@ -81,18 +80,6 @@ def _differs(got: Any, expected: Any, tolerance: float | None) -> str | None:
         if not error <= bound:
             return f"off by {error:.1e} of the largest element"
     return None
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Refusals are what these tests are about: their warnings would bury the report of a failure."""
-    logger = logging.getLogger("compile_passes")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

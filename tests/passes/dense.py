@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.parts import Sizes
 from tests.passes import generator
 from tests.passes.compare import Outcome
-from tests.passes.generator import GATED, PLAIN, Sizes
+from tests.passes.generator import GATED, PLAIN
 
 INF = float("inf")
 

@@ -122,52 +122,6 @@ def nanomoe(x, gate, w1, w2, *, capacity=CAPACITY, k=2):
     return combine.view(tokens, -1).to(x.dtype) @ out.view(-1, x.shape[-1])
 
 
-def exclusive(mask):
-    """lucidrains' cumsum_exclusive(mask, dim=-2)."""
-    return F.pad(mask, (0, 0, 1, 0)).cumsum(dim=-2)[..., :-1, :]
-
-
-def grouped(x, gate, w1, w2, *, capacity=CAPACITY, groups=2):
-    """lucidrains' Top2Gating without its random policies: every sequence of a batch has slots of its own."""
-    x = x.view(groups, -1, x.shape[-1])
-    num_experts = gate.shape[0]
-    gates = torch.einsum("bnd,ed->bne", x, gate).float().softmax(dim=-1)
-    gate_1, index_1 = gates.topk(k=1, dim=-1)
-    gate_1, index_1 = gate_1.squeeze(-1), index_1.squeeze(-1)
-    mask_1 = F.one_hot(index_1, num_experts).float()
-    gate_2, index_2 = (gates * (1.0 - mask_1)).topk(k=1, dim=-1)
-    gate_2, index_2 = gate_2.squeeze(-1), index_2.squeeze(-1)
-    mask_2 = F.one_hot(index_2, num_experts).float()
-    denom = gate_1 + gate_2 + 1e-9
-    gate_1, gate_2 = gate_1 / denom, gate_2 / denom
-    position_1 = exclusive(mask_1) * mask_1
-    mask_1 = mask_1 * (position_1 < float(capacity)).float()
-    count_1 = mask_1.sum(dim=-2, keepdim=True)
-    flat_1 = mask_1.sum(dim=-1)
-    position_1 = position_1.sum(dim=-1)
-    gate_1 = gate_1 * flat_1
-    position_2 = (exclusive(mask_2) + count_1) * mask_2
-    mask_2 = mask_2 * (position_2 < float(capacity)).float()
-    flat_2 = mask_2.sum(dim=-1)
-    position_2 = position_2.sum(dim=-1)
-    gate_2 = gate_2 * flat_2
-
-    def one(gate, kept, index, position):
-        slots = F.one_hot(position.long(), x.shape[1])[..., :capacity]
-        return (
-            gate[..., None, None]
-            * kept[..., None, None]
-            * F.one_hot(index, num_experts)[..., None]
-            * slots[..., None, :]
-        )
-
-    combine = one(gate_1, flat_1, index_1, position_1) + one(gate_2, flat_2, index_2, position_2)
-    rows = torch.einsum("bnd,bnec->ebcd", x, combine.bool().to(x))
-    shape = rows.shape
-    out = experts(rows.reshape(num_experts, -1, x.shape[-1]), w1, w2).reshape(*shape)
-    return torch.einsum("ebcd,bnec->bnd", out, combine.to(x.dtype))
-
-
 FORMS = {
     "top1": top1,
     "top2": top2,
@@ -177,7 +131,6 @@ FORMS = {
     "topk": topk,
     "topk_by_size": lambda *given: topk(*given, policy="probs"),
     "nanomoe": nanomoe,
-    "groups": grouped,
     "room_for_all": lambda *given: top2(*given, capacity=T),
     "one_slot": lambda *given: nanomoe(*given, capacity=1),
 }

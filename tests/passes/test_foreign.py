@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import moe_ops
+from benchmarks.first_call import Decoder
 from benchmarks.foreign import GptFast, GptOss, Llama4, Llama4OfTransformers, SparseByMask, TorchTitan
 from compile_passes.passes import run_all
 from tests.passes.compare import check, compiled
@@ -105,26 +105,13 @@ def test_gradients(name: str):
         assert error <= 4e-2, f"{key}: {error:.3g}"
 
 
-class Decoder(nn.Module):
-    """Layers with a norm before each and a residual around it, and nothing else between them."""
-
-    def __init__(self, make: Callable[[], nn.Module], layers: int = 3) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(make() for _ in range(layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for module in self.layers:
-            x = x + module(F.rms_norm(x, (DIM,))).view_as(x)
-        return x
-
-
 @pytest.mark.parametrize(
     "name", ["torchtitan_before_shared_histc", "torchtitan_after_alone_scatter", "gpt_fast", "gpt_oss"]
 )
 def test_layer_after_layer(name: str):
     """Each is a block of its own: what sums over the experts of one is no activation of the next."""
     torch.manual_seed(0)
-    report = moe_ops.explain(Decoder(LAYERS[name]), tokens(4))
+    report = moe_ops.explain(Decoder(LAYERS[name], layers=3), tokens(4))
     assert (len(report.fused), [row.reason for row in report.refused]) == (3, [])
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from compile_passes.loops import cure, find_experts, find_loops
+from compile_passes.loops import cure, find_counts, find_experts, find_loops
 from tests.corpus.families import build
 from tests.passes.blocks import E, H, I
 from tests.passes.test_backend import Loop
@@ -120,3 +120,19 @@ def test_experts_of_a_block_are_one_group():
     assert [(group.name, len(group.weights)) for group in groups] == [("mlp", 2)]
     assert [(group.name, len(group.weights)) for group in find_experts(Loop())] == [("", 2 * E)]
     assert find_experts(nn.Sequential(nn.Conv1d(4, 4, 3), Projection(), nn.Linear(4, 4))) == []
+
+
+class Counts(Stacked):
+    """Counts, and loops over nothing."""
+
+    def forward(self, x, ids):
+        return self.one(x, 0) * ids.bincount(minlength=E)[0]
+
+
+def test_counts_are_found_at_experts_alone():
+    """Not far from them, and not beside a loop, which has a static form of its own."""
+    model = nn.Module()
+    model.layer, model.far = Holder(Counts()), nn.Sequential(nn.Sequential(Counts()))
+    assert find_counts(model) == ["layer.experts"]
+    model.layer = Holder(While())
+    assert find_counts(model) == []

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations import moe  # noqa: F401  (registers its grouped product)
 
-from tests.passes.compare import assert_same, check, compiled, difference, quiet
+from moe_ops.logs import quiet
+from tests.passes.compare import assert_same, check, compiled, difference
 
 T, E, K, H, I = 12, 8, 2, 32, 16
 Program = Callable[..., Any]

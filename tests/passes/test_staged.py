@@ -14,9 +14,10 @@ import moe_ops
 from compile_passes.match import MoEMatch, Refusal
 from compile_passes.passes import FUSE, run
 from compile_passes.tiny import use_experts
+from moe_ops.logs import quiet
 from tests.corpus.families import available, build, result, tokens
 from tests.passes.blocks import E, H, K, T, block, capture, found, grouped, match, refusal, silu_glu, weights
-from tests.passes.compare import assert_same, difference, quiet
+from tests.passes.compare import assert_same, difference
 
 
 def batched_rows(x, ids, topk_weights, w1, w2, *, after):
@@ -136,6 +137,8 @@ WRONG = {
     "flipped": lambda rows: F.rms_norm(rows.flip(0), (H,)),
     "reshaped_over_rows": lambda rows: F.rms_norm(rows.view(-1, 2 * H), (2 * H,)).view(-1, H),
     "transposed": lambda rows: F.rms_norm(rows.view(H, -1), (rows.shape[0],)).view(-1, H),
+    "cut_to_integers": lambda rows: (rows * 8).int().to(rows.dtype),
+    "rounded_to_float8": lambda rows: rows.to(torch.float8_e4m3fn).to(rows.dtype),
     "noisy": lambda rows: F.rms_norm(rows, (H,)) + torch.rand_like(rows),
     "in_place": lambda rows: F.rms_norm(rows, (H,)).mul_(2),
 }  # fmt: skip

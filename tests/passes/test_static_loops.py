@@ -14,9 +14,21 @@ from torch._dynamo.utils import counters
 
 import moe_ops
 from benchmarks.foreign import Expert
+from benchmarks.loops import (
+    FORMS,
+    Block,
+    DeepseekV3,
+    E,
+    H,
+    MakeMoE,
+    MoeInfer,
+    MoeInferAdding,
+    StackedExperts,
+    Unique,
+)  # fmt: skip
 from compile_passes import rebind
 from compile_passes.loops import STATIC
-from tests.passes.loop_forms import FORMS, MISSES, Block, E, H, MixtralHits, MoeInfer, MoeInferAdding, Unique
+from tests.passes.loop_forms import MISSES
 
 
 class Decoder(nn.Module):
@@ -56,7 +68,7 @@ def prepared(model: nn.Module, **options):
 def test_form(kind):
     """One graph for one number of tokens, one for all others; equal to eager; as before after `restore`."""
     model = decoder(kind)
-    before, keys = {n: model(tokens(n)) for n in (3, 16, 5)}, list(model.state_dict())
+    before, keys = {n: model(tokens(n)) for n in (3, 32, 2, 5)}, list(model.state_dict())
     function, said = prepared(model, fullgraph=True)
     assert "moe_ops.restore(model) undoes it" in said[0] and " s; " in said[0] and kind.__name__ in said[0]
     with torch.no_grad():
@@ -92,7 +104,23 @@ def test_advice_is_a_sentence():
     )
 
 
-@pytest.mark.parametrize("kind", [MixtralHits, Unique], ids=lambda kind: kind.__name__)
+# The first of two blocks with nothing between them must return what the second takes.
+@pytest.mark.parametrize("kind", [DeepseekV3, MakeMoE, MoeInfer], ids=lambda kind: kind.__name__)
+def test_two_blocks_directly_after_each_other(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(), kind()).eval()
+    expected = model(tokens(5))
+    function, _ = prepared(model, fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(function(tokens(5)), expected, atol=1e-5, rtol=1e-5)
+    assert counters["moe_ops"]["fused"] == 2
+
+
+# Those with a list of experts whose own code has gradients, in training.
+TRAINED = [kind for kind in FORMS if kind not in (MoeInfer, StackedExperts)]
+
+
+@pytest.mark.parametrize("kind", TRAINED, ids=lambda kind: kind.__name__)
 def test_gradients(kind):
     """No further from float64 than eager's."""
     model = decoder(kind, training=True)

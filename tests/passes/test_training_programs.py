@@ -18,7 +18,8 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 from transformers.integrations import moe  # noqa: F401  (registers its grouped product)
 
-from tests.passes.compare import compiled, difference, quiet
+from moe_ops.logs import quiet
+from tests.passes.compare import compiled, difference
 
 T, E, K, H, I = 12, 8, 2, 32, 16
 TOLERANCE, BF16_TOLERANCE = 1e-4, 3e-2

@@ -7,6 +7,7 @@ of a way to collect results. A near miss changes one of them, often for one expe
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.parts import Sizes
 from tests.passes import generator
 from tests.passes.compare import Outcome
-from tests.passes.generator import GATED, PLAIN, Sizes
+from tests.passes.generator import GATED, PLAIN
 
 # ---- the weights of one expert, and products with them
 
@@ -160,7 +162,20 @@ def _slot_masks(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, e: int, k:
     return out
 
 
-SLOTS = {"factors": _slot_factors, "where": _slot_where, "rows": _slot_rows, "masks": _slot_masks}
+def _slot_filled(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, e: int, k: int, expert: Any) -> Tensor:
+    return out + (weights[:, k, None] * expert(x)).masked_fill((ids[:, k] != e)[:, None], 0.0)
+
+
+def _slot_zeros(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, e: int, k: int, expert: Any) -> Tensor:
+    return out + torch.where(ids[:, k, None] == e, weights[..., k, None] * expert(x), torch.zeros_like(x))
+
+
+def _slot_others(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, e: int, k: int, expert: Any) -> Tensor:
+    return out + weights[:, None, k] * torch.where(~(ids[:, k] == e).unsqueeze(1), 0.0, expert(x))
+
+
+SLOTS = {"factors": _slot_factors, "where": _slot_where, "filled": _slot_filled, "zeros": _slot_zeros,
+         "others": _slot_others, "rows": _slot_rows, "masks": _slot_masks}  # fmt: skip
 WAYS = ("factors", "factors", "rows", "rows", "rows", "stacked", "masked", "pairs", "single", "slots", "slots")
 
 
@@ -426,10 +441,7 @@ def applies(name: str, case: Case) -> bool:
 
 def with_mutation(name: str) -> Case:
     """The first block in fp32 that the near miss ``name`` applies to, and that it gives another result."""
-    blocks = (case for seed in range(300) if (case := make(seed, misses=0)).dtype == torch.float32)
-    cases = (replace(case, mutations=(name,)) for case in blocks if applies(name, case))
-    programs = lambda case: (block(case, case.mutations), block(case, ()))  # noqa: E731
-    return generator.first_that_changes(name, cases, programs, inputs)
+    return generator.with_named(name, sys.modules[__name__])
 
 
 def run(case: Case) -> Outcome | None:
