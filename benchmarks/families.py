@@ -91,6 +91,8 @@ def _cells(row: Row) -> tuple[str, str, str, str]:
     return row.blocks, row.routing, row.activation, row.why
 
 
+# `moe_ops.compile` sets them, for good
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=False, capture_scalar_outputs=False)
 def _report(family: str, form: str) -> Report:
     package = f"transformers.models.{family}"
     configurations = importlib.import_module(f"{package}.configuration_{family}")
@@ -170,7 +172,7 @@ def summary(rows: Iterable[Row]) -> str:
 
 def _outcome(row: Row) -> str:
     if "refused" in row.blocks:
-        return "refused"
+        return "fused in part" if "fused," in row.blocks else "refused"
     return row.blocks.split(" ", 1)[1] if row.blocks[0].isdigit() else "without a block"
 
 

@@ -59,7 +59,7 @@ def _of_others(make: Callable[[], nn.Module], layers: int) -> tuple[nn.Module, T
 # name: (how to make the model, its layers where that is not the number asked for: loops are long to capture)
 MODELS: dict[str, tuple[Callable[[int], tuple[nn.Module, Tensor]], int | None]] = {
     "qwen3-moe": (partial(_of_transformers, "qwen3_moe"), None),
-    "torchtitan": (partial(_of_others, foreign.TorchTitan), None),
+    "torchtitan": (partial(_of_others, foreign.TorchTitanMoE), None),
     "llama4": (partial(_of_others, foreign.Llama4), None),
     "deepspeed": (partial(_of_others, foreign.DeepSpeed), 12),
     "mask-loop": (partial(_of_others, partial(foreign.ExpertLoop, "mask")), 12),

@@ -30,7 +30,7 @@ class SwiGLU(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
-class TorchTitan(nn.Module):
+class TorchTitanMoE(nn.Module):
     """torchtitan's MoE (torchtitan/models/common/moe.py): three stacks, scores before or after the experts, counts that
     feed the buffer of a load balancer, results added to the shared expert's.
     """
@@ -49,6 +49,7 @@ class TorchTitan(nn.Module):
         biased: bool = True,
         shared: bool = True,
         counting: str = "histc",
+        looped: bool = False,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__()
@@ -58,7 +59,7 @@ class TorchTitan(nn.Module):
         self.shared_experts = SwiGLU(dim, hidden, dtype) if shared else None
         self.num_experts, self.top_k, self.score_func = num_experts, top_k, score_func
         self.route_norm, self.route_scale, self.counting = route_norm, route_scale, counting
-        self.score_before_experts = score_before_experts
+        self.score_before_experts, self.looped = score_before_experts, looped
         self.register_buffer("expert_bias", torch.linspace(-0.01, 0.01, num_experts) if biased else None)
         self.register_buffer("tokens_per_expert", torch.zeros(num_experts))
 
@@ -83,10 +84,24 @@ class TorchTitan(nn.Module):
         return top_scores, selected, counts
 
     def experts(self, x: Tensor, counts: Tensor) -> Tensor:
+        if self.looped:
+            return self.experts_in_a_loop(x, counts.long())
         offsets = torch.cumsum(counts, dim=0, dtype=torch.int32)
         h = F.silu(torch._grouped_mm(x.bfloat16(), self.w1.bfloat16().transpose(-2, -1), offs=offsets))
         h = h * torch._grouped_mm(x.bfloat16(), self.w3.bfloat16().transpose(-2, -1), offs=offsets)
         return torch._grouped_mm(h, self.w2.bfloat16().transpose(-2, -1), offs=offsets).type_as(x)
+
+    def experts_in_a_loop(self, x: Tensor, counts: Tensor) -> Tensor:
+        """What runs where there is no grouped_mm; rows behind the last expert's would be padding."""
+        sizes = counts.tolist()
+        padding = x.shape[0] - sum(sizes)
+        results = []
+        for e, rows in enumerate(torch.split(x[: sum(sizes)], split_size_or_sections=sizes, dim=0)):
+            h = F.silu(torch.matmul(rows, self.w1[e].transpose(-2, -1)))
+            h = h * torch.matmul(rows, self.w3[e].transpose(-2, -1))
+            results.append(torch.matmul(h, self.w2[e].transpose(-2, -1)))
+        out = torch.cat(results, dim=0)
+        return torch.vstack((out, out.new_zeros((padding, out.shape[-1]))))
 
     def forward(self, x: Tensor) -> Tensor:
         bs, slen, dim = x.shape
@@ -106,6 +121,65 @@ class TorchTitan(nn.Module):
             routed_output = (routed_output.to(torch.float32) * scores_sorted.reshape(-1, 1)).to(x.dtype)
         out = out.scatter_add(dim=0, index=tokens, src=routed_output)
         return out.reshape(bs, slen, dim)
+
+
+class ParallelExperts(nn.Module):
+    """One projection of all experts, for rows sorted by expert."""
+
+    def __init__(self, num_experts: int, input_size: int, output_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = _filled(num_experts, output_size, input_size, dtype=dtype)
+
+    def forward(self, inputs: Tensor, expert_size: list[int]) -> Tensor:
+        rows = inputs.split(expert_size, dim=0)
+        return torch.cat([F.linear(part, self.weight[e]) for e, part in enumerate(rows)], dim=0)
+
+
+class TopKGating(nn.Module):
+    """The router beside `ParallelExperts`, which counts each expert's rows on the host."""
+
+    def __init__(self, input_size: int, num_experts: int, top_k: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = nn.Linear(input_size, num_experts, bias=False, dtype=dtype)
+        self.num_experts, self.top_k = num_experts, top_k
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+        top_k_logits, top_k_indices = self.layer(hidden).float().topk(self.top_k, dim=1)
+        top_k_gates = torch.softmax(top_k_logits, dim=1).type_as(hidden)
+        zeros = torch.zeros([top_k_gates.size(0), self.num_experts], dtype=top_k_gates.dtype, device=top_k_gates.device)
+        gates = zeros.scatter(1, top_k_indices, 1)
+        expert_size: list[int] = gates.long().sum(0).tolist()
+        _, index_sorted_experts = top_k_indices.flatten().sort(0)
+        batch_index = index_sorted_experts.div(self.top_k, rounding_mode="trunc")
+        return batch_index, top_k_gates.flatten()[index_sorted_experts], expert_size
+
+
+class GraniteMoe(nn.Module):
+    """Granite 3's and JetMoE's mixture of experts (transformers 4.x): one module for each projection."""
+
+    def __init__(
+        self,
+        *,
+        dim: int = 32,
+        hidden: int = 16,
+        num_experts: int = 8,
+        top_k: int = 2,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        super().__init__()
+        self.input_linear = ParallelExperts(num_experts, dim, 2 * hidden, dtype)
+        self.output_linear = ParallelExperts(num_experts, hidden, dim, dtype)
+        self.router = TopKGating(dim, num_experts, top_k, dtype)
+
+    def forward(self, layer_input: Tensor) -> Tensor:
+        bsz, length, emb_size = layer_input.size()
+        layer_input = layer_input.reshape(-1, emb_size)
+        batch_index, batch_gates, expert_size = self.router(layer_input)
+        hidden = self.input_linear(layer_input[batch_index], expert_size)
+        gate, up = hidden.chunk(2, dim=-1)
+        expert_outputs = self.output_linear(F.silu(gate) * up, expert_size) * batch_gates[:, None]
+        zeros = torch.zeros((bsz * length, emb_size), dtype=expert_outputs.dtype, device=expert_outputs.device)
+        return zeros.index_add(0, batch_index, expert_outputs).view(bsz, length, emb_size)
 
 
 class GptFast(nn.Module):

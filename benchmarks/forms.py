@@ -95,7 +95,9 @@ _MIXTRAL = (4096, 14336, 8, 2)
 FORMS = {
     form.name: form
     for form in (
-        Form("torchtitan", foreign.TorchTitan, 2048, 1408, 64, 6, (16, 4096)),
+        Form("torchtitan", foreign.TorchTitanMoE, 2048, 1408, 64, 6, (16, 4096)),
+        Form("torchtitan-loop", partial(foreign.TorchTitanMoE, looped=True), 2048, 1408, 64, 6, (16, 4096), waits=True),
+        Form("granite-3", foreign.GraniteMoe, 1536, 512, 40, 8, (16, 4096), waits=True),
         Form("gpt-fast", foreign.GptFast, *_MIXTRAL, (1, 8)),
         Form("gpt-oss", foreign.GptOss, 2880, 2880, 32, 4, (1, 8)),
         Form("llama4", foreign.Llama4, 5120, 8192, 16, 1, (1, 512)),
@@ -131,6 +133,8 @@ def run(names: Sequence[str], results: ResultFile, rounds: int) -> None:
                 progress.update(task, advance=1)
 
 
+# `moe_ops.compile` sets them, for good
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=False, capture_scalar_outputs=False)
 def measure(form: Form, tokens: int, device: str, rounds: int) -> dict[str, Any]:
     """The row of one form at one number of tokens."""
     gc.collect()

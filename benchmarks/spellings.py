@@ -34,7 +34,9 @@ LAYERS: dict[str, Make] = {
     "all experts on all tokens, in a loop": partial(foreign.ExpertLoop, "mask"),
     "ModuleList, results stacked and gathered": partial(foreign.ExpertLoop, "stack"),
     "gpt-fast": foreign.GptFast,
-    "torchtitan": foreign.TorchTitan,
+    "torchtitan": foreign.TorchTitanMoE,
+    "torchtitan, without grouped_mm": partial(foreign.TorchTitanMoE, looped=True),
+    "Granite 3 and JetMoE, transformers 4.x": foreign.GraniteMoe,
     "Llama 4, Meta": foreign.Llama4,
     "Llama 4, transformers": foreign.Llama4OfTransformers,
     "Mixtral, transformers 4.36: lists of positions": loops.MixtralLists,
@@ -97,7 +99,8 @@ def tokens(module: nn.Module) -> Tensor:
     return torch.randn(2, 6, width, generator=torch.Generator().manual_seed(1)).to(weight.dtype)
 
 
-@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=False)  # `moe_ops.compile` sets it, for good
+# `moe_ops.compile` sets them, for good
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=False, capture_scalar_outputs=False)
 def looked_at(written: str, make: Make) -> Row:
     """The row of one program, as a process that has prepared nothing sees it."""
     report = _explained(built(make))

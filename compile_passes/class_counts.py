@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import builtins
 import copy
-import inspect
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from compile_passes.loop_body import drop_unread
+from compile_passes.loops import names_called
 from compile_passes.source import Helper, NotStatic, Scope, Source, called, methods_of, read_function, subject
 from compile_passes.static_loops import StaticForm
 
@@ -40,7 +40,7 @@ def without_class_counts(module: nn.Module) -> StaticForm | None:
     sources: dict[str, Source] = {}
     helpers: dict[str, tuple[Helper, ...]] = {}
     said: list[str] = []
-    if not _names_one_hot(type(module)):
+    if "one_hot" not in names_called(type(module)):
         return None
     try:
         found = methods_of(module)
@@ -52,23 +52,6 @@ def without_class_counts(module: nn.Module) -> StaticForm | None:
             methods[name], sources[name], helpers[name] = changed.tree, source, changed.helpers
             said += changed.said
     return StaticForm(methods, sources, tuple(dict.fromkeys(said)), (), helpers=helpers) if methods else None
-
-
-def _names_one_hot(kind: type[nn.Module]) -> bool:
-    """Whether the methods of a class, or functions that they call, name a one-hot; others need not be parsed."""
-    own = [value for base in kind.__mro__ if base is not nn.Module for value in vars(base).values()]
-    return any(_calls_one_hot(value, _DEPTH) for value in own if isinstance(value, FunctionType))
-
-
-def _calls_one_hot(whole: FunctionType, depth: int) -> bool:
-    function = inspect.unwrap(whole)
-    if not isinstance(function, FunctionType):
-        return False
-    named = function.__code__.co_names
-    inner = [function.__globals__.get(name) for name in named] if depth else []
-    return "one_hot" in named or any(
-        _calls_one_hot(value, depth - 1) for value in inner if isinstance(value, FunctionType)
-    )
 
 
 def with_fixed_counts(source: Source, depth: int = _DEPTH) -> Helper | None:

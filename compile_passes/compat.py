@@ -30,6 +30,7 @@ except ImportError:  # then Inductor asks no pass for an identity, and any calla
 __all__ = [
     "CustomGraphPass",
     "LostFrame",
+    "as_asserted",
     "break_reason",
     "can_restart_with_constants",
     "compiling_apart",
@@ -71,6 +72,27 @@ def statically_known_true(condition: bool | torch.SymBool) -> bool:
         return condition
     known = feature("torch.fx.experimental.symbolic_shapes", "statically_known_true")
     return known is not None and bool(known(condition))
+
+
+def as_asserted(size: Any) -> Any:
+    """A size with what the graph asserts of sums of numbers that only the data knows, such as: the rows that ``split``
+    cuts are all rows. Torch knows that of the sum alone, not of a quotient or a difference of it.
+    """
+    env: Any = getattr(getattr(size, "node", None), "shape_env", None)
+    asserted = getattr(env, "deferred_runtime_asserts", None)
+    free = feature("torch.fx.experimental.symbolic_shapes", "free_unbacked_symbols")
+    if not asserted or free is None or not free(size):
+        return size
+    expression = size.node.expr
+    for condition in (one.expr for found in asserted.values() for one in found):
+        if getattr(condition, "rel_op", "") != "==":
+            continue
+        for total, value in ((condition.lhs, condition.rhs), (condition.rhs, condition.lhs)):
+            terms = total.args if total.is_Add and not free(value) else ()
+            if terms and all(term.is_Symbol for term in terms):
+                last = max(terms, key=str)
+                expression = expression.xreplace({last: value - total + last})
+    return size if expression == size.node.expr else env.create_symintnode(env.simplify(expression), hint=None)
 
 
 def fake_mode_of(value: Any) -> Any:

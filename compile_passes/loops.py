@@ -11,7 +11,9 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -27,6 +29,11 @@ _AROUND = 2
 _DATA_DEPENDENT = frozenset({"argwhere", "tolist", "item", "bincount", "masked_select", "unique", "numpy"})
 # Lists of positions: a loop over them has a trip count that only the data knows; indexing by them has not.
 _POSITIONS = frozenset({"nonzero", "where"})
+
+# Calls that read numbers of a tensor on the host, and that cut rows by such.
+_NUMBERS = frozenset({"tolist", "item"})
+_CUTS = frozenset({"split", "split_with_sizes"})
+_NAMES_CALLED: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -173,6 +180,32 @@ def find_counts(model: nn.Module) -> list[str]:
                for tree in _forward_code(type(model.get_submodule(name))) for node in ast.walk(tree))
         and not loops_over_data(type(model.get_submodule(name)))
     ]  # fmt: skip
+
+
+def names_called(kind: type[nn.Module], depth: int = 3) -> frozenset[str]:
+    """The names that the methods of a class, and the functions that these call, read: most code need not be parsed.
+    Torch's own classes have none that matter.
+    """
+    if kind not in _NAMES_CALLED:
+        classes = [base for base in kind.__mro__ if not base.__module__.startswith("torch.")]
+        own = [value for base in classes for value in vars(base).values()]
+        waiting = [(value, depth) for value in own if isinstance(value, FunctionType)]
+        found: set[str] = set()
+        while waiting:
+            function, deep = waiting.pop()
+            function = inspect.unwrap(function)
+            named = function.__code__.co_names if isinstance(function, FunctionType) else ()
+            found.update(named)
+            inner = [function.__globals__.get(name) for name in named] if deep else []
+            waiting += [(value, deep - 1) for value in inner if isinstance(value, FunctionType)]
+        _NAMES_CALLED[kind] = frozenset(found)
+    return _NAMES_CALLED[kind]
+
+
+def cuts_by_numbers(module: nn.Module) -> bool:
+    """Whether code of a module, or of those inside of it, splits rows, and reads numbers of tensors on the host."""
+    named = frozenset[str]().union(*(names_called(type(inside)) for inside in module.modules()))
+    return not named.isdisjoint(_NUMBERS) and not named.isdisjoint(_CUTS)
 
 
 def loops_over_data(kind: type[nn.Module]) -> bool:

@@ -122,8 +122,8 @@ class Product:
         anchor: the matrix product itself.
         rows: its row operand ``[R, K]``, or ``[T, slots, K]``.
         weight: the stacked weight of all experts.
-        routing_key: what says which expert a row belongs to: the group offsets (grouped) or the ids (batched); the
-            weight itself where all experts take all tokens.
+        routing_key: what says which expert a row belongs to: the group offsets (grouped), the counts of rows (slices)
+            or the ids (batched); the weight itself where all experts take all tokens.
         bias: stacked bias ``[E, N]``, or None.
         bias_ids: the expert id of every row by which the bias was gathered, or None.
         masks: masks by which rows or the result were zeroed.
@@ -131,6 +131,7 @@ class Product:
         copies: K, where the rows are tokens ``[T, K]`` that each meet the weights of K experts.
         spread: where every token meets every expert, the order of the rows and that of the result, each None where it
             has no experts: the rows are the tokens, or the product sums over the experts.
+        sizes: where the rows are cut into a slice for each expert, the number of rows of each, on the host.
     """
 
     anchor: fx.Node
@@ -143,6 +144,7 @@ class Product:
     result: fx.Node
     copies: int | None = None
     spread: tuple[Spread | None, Spread | None] | None = None
+    sizes: tuple[fx.Node, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,13 @@ from compile_passes.loops import (
     STATIC,
     ExpertLoop,
     cure,
+    cuts_by_numbers,
     find_blocks,
     find_counts,
     find_loops,
     loops_over_data,
 )
-from compile_passes.rebind import Verdict, bind, unbind, verdict_of
+from compile_passes.rebind import Verdict, bind, fused_as_written, unbind, verdict_of
 from compile_passes.source import sure
 from compile_passes.stacking import expert_lists, stack_list, taken_elsewhere, unstack, why_not
 
@@ -37,7 +38,9 @@ def prepare(model: nn.Module) -> None:
     """Make the experts of ``model`` capturable; warn of what was and was not done."""
     loops = find_loops(model)
     switched = _switch(model, [loop for loop in loops if loop.switchable])
-    _make_static(model, [loop for loop in loops if loop not in switched])
+    cut = _allow_numbers(model)
+    inside = tuple(f"{name}." if name else "" for name in cut)
+    _make_static(model, [loop for loop in loops if loop not in switched and not f"{loop.name}.".startswith(inside)])
     _fix_class_counts(model)
     _stack_lists(model)
     _allow_counts(model)
@@ -107,6 +110,20 @@ def _make_static(model: nn.Module, loops: list[ExpertLoop]) -> None:
             f"moe_ops.compile: {called} run their experts in a loop over those that were hit, which cannot be "
             f"captured: {_proved(verdict)}"
         )
+
+
+def _allow_numbers(model: nn.Module) -> list[str]:
+    """Allow the capture of counts by which blocks cut their rows, where these blocks are fused then; which they are."""
+    found = [name for name, _ in find_blocks(model, cuts_by_numbers) if fused_as_written(model, name)]
+    if found:
+        torch._dynamo.config.capture_scalar_outputs = True
+        torch._dynamo.config.capture_dynamic_output_shape_ops = True
+        called = [name or type(model).__name__ for name in found]
+        _say(
+            f"moe_ops.compile: {_and_more(called)} reads counts of rows on the host to cut the rows by them, for the "
+            "capture of which torch._dynamo.config.capture_scalar_outputs is set."
+        )
+    return found
 
 
 def _fix_class_counts(model: nn.Module) -> None:

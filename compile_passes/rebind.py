@@ -88,6 +88,23 @@ def verdict_of(model: nn.Module, path: str, *, loops: bool = True) -> tuple[Verd
     return replace(verdict, block=around if verdict.forms else ""), False
 
 
+def fused_as_written(model: nn.Module, path: str) -> bool:
+    """Whether a block is fused once Dynamo captures the numbers that it reads on the host."""
+    try:
+        block = model.get_submodule(_block(model, path))
+        key = ("as written", *_facts(block))
+        if key not in _VERDICTS:
+            start = time.perf_counter()
+            try:
+                _check_fused(Trial(block), {}, block.training, capture_scalar_outputs=True)
+                _VERDICTS[key] = Verdict({}, seconds=time.perf_counter() - start)
+            except NotStatic as error:
+                _VERDICTS[key] = Verdict({}, reason=str(error))
+        return not _VERDICTS[key].reason
+    except NotStatic:
+        return False
+
+
 def bind(model: nn.Module, verdict: Verdict) -> None:
     """Put the static forms in the place of the methods of one block."""
     block = model.get_submodule(verdict.block)
@@ -122,8 +139,12 @@ def _tried(block: nn.Module, forms: Mapping[str, StaticForm], start: float) -> V
     return Verdict(forms, training=training, seconds=time.perf_counter() - start)
 
 
-def _check_fused(trial: Trial, forms: Mapping[str, StaticForm], training: bool) -> None:
-    """Raise NotStatic when the static form is not captured in one graph, or not fused: it would be slow."""
+def _check_fused(trial: Trial, forms: Mapping[str, StaticForm], training: bool, **allowed: Any) -> None:
+    """Raise NotStatic when the static form is not captured in one graph, or not fused: it would be slow.
+
+    Args:
+        allowed: what Dynamo is allowed to capture, beside sizes of the data.
+    """
     block = trial.copy.train(training)
     for found in expert_lists(block):
         if why_not(found, {}) is None:
@@ -131,7 +152,7 @@ def _check_fused(trial: Trial, forms: Mapping[str, StaticForm], training: bool) 
     methods = {path: form.functions() for path, form in forms.items()}
     # What is refused in a trial is part of the verdict.
     with bound(block, methods), torch.set_grad_enabled(training), quiet(logging.CRITICAL):
-        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, **allowed):
             report = explain(block, trial.tokens("many tokens"))
     problem = _problem(report)
     if problem is not None:

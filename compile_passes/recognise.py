@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from compile_passes.equal import narrower
 from compile_passes.match import (
     Body,
     Combine,
@@ -29,12 +28,11 @@ from compile_passes.match import (
 from compile_passes.patterns.activation import recognise_body
 from compile_passes.patterns.capacity import recognise_capacity
 from compile_passes.patterns.chains import Expert, find_siblings
-from compile_passes.patterns.combine import recognise_combine
 from compile_passes.patterns.dense import recognise_dense, weighted_inside
-from compile_passes.patterns.dispatch import recognise_dispatch, weighted_tokens
 from compile_passes.patterns.experts import feeding_products, find_products, unpaired
 from compile_passes.patterns.forms import name_forms
 from compile_passes.patterns.ids import are_in_range, are_not_negative, ids_within
+from compile_passes.patterns.routed import narrowest, routed_rows
 from compile_passes.patterns.router import kept, recognise_router
 from compile_passes.patterns.siblings import recognise_loop
 from compile_passes.reading import Reading
@@ -84,7 +82,7 @@ def recognise_calls(reading: Reading) -> list[RoutedCall]:
         hidden, weight, given = (example(call[name]) for name in ("hidden_states", "gate_up_proj", "topk_ids"))
         if hidden is None or weight is None or given is None or given.dim() != 2:
             continue
-        experts, floor = weight.shape[0], _floor(hidden, weight.dtype)
+        experts, floor = weight.shape[0], narrowest(hidden, weight.dtype)
         ids, weights = reading.exact(call["topk_ids"], experts), reading.uncast(call["topk_weights"], floor)
         router = recognise_router(
             reading, weights, ids, tokens=hidden.shape[0], experts=experts, top_k=given.shape[1], floor=floor
@@ -122,11 +120,6 @@ def _is_float(value: Any) -> bool:
     return tensor is not None and tensor.dtype.is_floating_point
 
 
-def _floor(hidden: torch.Tensor | None, dtype: torch.dtype) -> torch.dtype:
-    """The narrowest dtype that values inside of a block may be rounded to for the block to be replaceable."""
-    return dtype if hidden is None else narrower(hidden.dtype, dtype)
-
-
 def _untouched(reading: Reading) -> Refusal | None:
     if reading.reshaper is None:
         return None
@@ -158,7 +151,7 @@ def _block(reading: Reading, down: Product, feeding: list[Product]) -> MoEMatch 
             "Give every expert one product, or gate and up, before the last one.",
         )  # fmt: skip
     if down.spread is None:
-        found = _routed_rows(reading, ups, down, stacked.dtype)
+        found = routed_rows(reading, ups, down, stacked.dtype)
     else:
         slots = recognise_capacity(reading, ups, down, stacked.dtype) if inside is None else None
         found = slots or recognise_dense(reading, ups, down, stacked.dtype, inside)
@@ -171,7 +164,7 @@ def _block(reading: Reading, down: Product, feeding: list[Product]) -> MoEMatch 
             leaves(dispatch.weights)[0], "The routing weights multiply the rows in another dtype than that of the "
             "experts.", "Give the block hidden states in the experts' dtype, or apply the weights after the experts.",
         )  # fmt: skip
-    return _close(reading, ups, down, body[0], dispatch, combine, _floor(hidden, stacked.dtype))
+    return _close(reading, ups, down, body[0], dispatch, combine, narrowest(hidden, stacked.dtype))
 
 
 def _loop_blocks(
@@ -193,24 +186,8 @@ def _loop_block(reading: Reading, experts: list[Expert]) -> MoEMatch | Refusal:
     if isinstance(found, Refusal):
         return found
     stacked = example(found.down.weight.node)
-    floor = _floor(example(found.dispatch.hidden), torch.float64 if stacked is None else stacked.dtype)
+    floor = narrowest(example(found.dispatch.hidden), torch.float64 if stacked is None else stacked.dtype)
     return _close(reading, found.ups, found.down, found.body, found.dispatch, found.combine, floor)
-
-
-def _routed_rows(
-    reading: Reading, ups: list[Product], down: Product, dtype: torch.dtype
-) -> tuple[Dispatch, Combine] | Refusal:  # fmt: skip
-    """How rows of selected experts come from the tokens and return to them."""
-    dispatch = recognise_dispatch(reading, ups, down, dtype)
-    if isinstance(dispatch, Refusal):
-        return dispatch
-    floor = _floor(example(dispatch.hidden), dtype)
-    combine = recognise_combine(reading, dispatch, down, floor)
-    weighted = weighted_tokens(reading, dispatch, floor) if isinstance(combine, Refusal) else None
-    again = combine if weighted is None else recognise_combine(reading, weighted, down, floor)
-    if weighted is not None and not isinstance(again, Refusal):
-        return weighted, again
-    return combine if isinstance(combine, Refusal) else (dispatch, combine)
 
 
 def _close(
@@ -244,7 +221,10 @@ def _close(
     unseen, up_half = kept(combine.output, "it was not looked at"), ups[1] if len(ups) > 1 else None
     match = MoEMatch(ups[0], down, body, dispatch, combine, unseen, (), up_half=up_half)
     region = closure(reading, combine.output, match.inputs)
-    region |= _idle(reading, region - {combine.output})
+    sizes = {size for product in match.products for size in product.sizes}
+    region |= (idle := _idle(reading, region - {combine.output}, sizes))
+    for size in sizes & idle:
+        region |= closure(reading, size.all_input_nodes[0], match.inputs)
     above = _upstream(reading, region, match.inputs)
     routing = {*leaves(dispatch.ids), *leaves(combine.weights), *combine.unread}
     region = region - above - _read_elsewhere(reading, region - above, routing | above, combine.output)
@@ -353,10 +333,12 @@ def _read_elsewhere(
     return staying
 
 
-def _idle(reading: Reading, region: set[fx.Node]) -> set[fx.Node]:
-    """The sizes that are asked of what the region computes, as far as nobody but checks of them uses them."""
-    idle: set[fx.Node] = set()
-    stack = [reader for node in region for reader in reading.readers(node)]
+def _idle(reading: Reading, region: set[fx.Node], sizes: set[fx.Node]) -> set[fx.Node]:
+    """The sizes that are asked of what the region computes, and of ``sizes`` those that it reads itself, as far as
+    nobody else but checks of them uses them.
+    """
+    idle = set(sizes)
+    stack = [reader for node in (*region, *sizes) for reader in reading.readers(node)]
     while stack:
         node = stack.pop()
         if node not in idle and node not in region and (_is_size(node) or reading.named(node, "item") is not None):

@@ -30,6 +30,12 @@ MEND = (
 _WALK = 400
 # What Dynamo says of `torch.where(condition)`, `nonzero`, `bincount` and boolean masks.
 _OF_THE_DATA = "Dynamic shape operator"
+# What it says of `tolist` and `item`.
+_NUMBERS_OF_THE_DATA = ("Data dependent operator", "capture_scalar_outputs")
+_ALLOW_NUMBERS = (
+    "Where rows are cut by counts, moe_ops.compile(model) allows that capture; by hand: "
+    "torch._dynamo.config.capture_scalar_outputs = True (which fullgraph=True sets). Elsewhere: "
+)
 _ALLOW = (
     "moe_ops.compile(model) allows that capture, and stacks a list of experts; by hand: "
     "torch._dynamo.config.capture_dynamic_output_shape_ops = True (which fullgraph=True sets), and "
@@ -62,7 +68,14 @@ class Stop:
         """(reason, cure) of a block that is in two graphs for it."""
         if self.of_the_data:
             return f"A result whose size only the data knows cuts the block in pieces: {self.line}.", _ALLOW
-        return f"A graph break cuts the block in pieces: {self.line}.", MEND
+        return f"A graph break cuts the block in pieces: {self.line}.", self.mend
+
+    @property
+    def mend(self) -> str:
+        """What to do about the graph break."""
+        if not any(word in self.reason for word in _NUMBERS_OF_THE_DATA):
+            return MEND
+        return f"{_ALLOW_NUMBERS}{MEND[:1].lower()}{MEND[1:]}"
 
     @property
     def source(self) -> str:
@@ -152,8 +165,8 @@ def explanation(model: nn.Module, group: ExpertGroup, seen: Seen, stops: Sequenc
     if near is not None:
         return (
             f"A graph break cuts the block in pieces: {near.line}.",
-            f"{MEND} Or call moe_ops.fused_experts(hidden_states, gate_up_proj, down_proj, topk_weights, topk_ids) in "
-            "place of the experts.",
+            f"{near.mend} Or call moe_ops.fused_experts(hidden_states, gate_up_proj, down_proj, topk_weights, "
+            "topk_ids) in place of the experts.",
         )
     return (
         "Its weights are in a captured graph, but not in a form in which experts are recognised.",

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from compile_passes.compat import statically_known_true
+from compile_passes.compat import as_asserted, statically_known_true
 
 # name, parameters in order, spellings. A string spelling is a Tensor method AND the ATen operator of that name.
 _TABLE: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
@@ -78,6 +78,7 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("narrow", "x dim start length", (torch.narrow, "narrow")),
     ("stack", "x dim", (torch.stack, torch.ops.aten.stack)),
     ("cat", "x dim", (torch.cat, torch.concat, torch.concatenate, torch.ops.aten.cat)),
+    ("vstack", "x", (torch.vstack, torch.row_stack)),
     # casts (the result's dtype is read from its metadata)
     ("cast", "x", ("to", "type", "type_as", "_to_copy")),
     ("cast", "x", ("float", "half", "bfloat16", "double", "int", "long", "bool")),
@@ -228,7 +229,7 @@ _DEFAULTS: dict[str | tuple[str, str], Any] = {
     ("addcmul", "value"): 1, ("arange", "start"): 0, ("arange", "step"): 1, ("slice", "step"): 1,
     ("topk", "dim"): -1, ("sort", "dim"): -1, ("argsort", "dim"): -1, ("bincount", "minlength"): 0,
     "beta": 1, "out_int32": False, "right": False, "num_classes": -1,
-    ("unbind", "dim"): 0, ("stack", "dim"): 0, ("cat", "dim"): 0,
+    ("unbind", "dim"): 0, ("split", "dim"): 0, ("stack", "dim"): 0, ("cat", "dim"): 0,
     "enable_gqa": False, "is_causal": False, "dropout_p": 0.0, ("histc", "min"): 0, ("histc", "max"): 0,
     ("randint", "low"): 0,
 }  # fmt: skip
@@ -417,7 +418,7 @@ def _only_part(node: fx.Node, source: Any) -> fx.Node | None:
 
 def _classify_getitem(args: dict[str, Any]) -> str:
     """item: an element of a tuple result; index: rows by a tensor; slice: a strided view; fancy: anything else."""
-    source, index = args["x"], args["index"] = args["x"], _without_the_rest(args["index"])
+    source, index = args["x"], args["index"] = args["x"], _without_the_rest(args["x"], args["index"])
     if type(index) is int and example(source) is None:
         return "item"
     if isinstance(index, fx.Node) and isinstance(example(index), torch.Tensor):
@@ -430,12 +431,18 @@ def _classify_getitem(args: dict[str, Any]) -> str:
     return "fancy"
 
 
-def _without_the_rest(index: Any) -> Any:
-    """``[i, ...]`` and ``[i, :, :]`` are ``[i]``: what is said of the other dimensions takes them whole."""
-    if not isinstance(index, tuple) or not isinstance(index[0] if index else None, fx.Node):
+def _without_the_rest(source: Any, index: Any) -> Any:
+    """``[i, ...]`` and ``[i, :, :]`` are ``[i]``: what is said of the other dimensions takes them whole; ``v[i, None]``
+    of a vector is ``v[i]`` in another shape.
+    """
+    parts = index if isinstance(index, tuple) else ()
+    nodes = [part for part in parts if isinstance(part, fx.Node)]
+    if rank(source) == 1 and len(nodes) == 1 and all(part in (None, Ellipsis) for part in parts if part not in nodes):
+        return nodes[0]
+    if not parts or not isinstance(parts[0], fx.Node):
         return index
-    whole = all(part is Ellipsis or part == slice(None) for part in index[1:] if not isinstance(part, fx.Node))
-    return index[0] if whole and not any(isinstance(part, fx.Node) for part in index[1:]) else index
+    whole = all(part is Ellipsis or part == slice(None) for part in parts[1:] if not isinstance(part, fx.Node))
+    return parts[0] if whole and not any(isinstance(part, fx.Node) for part in parts[1:]) else index
 
 
 def single(value: Any) -> Any:
@@ -537,7 +544,9 @@ def rank(node: Any) -> int | None:
 def equal_sizes(left: Any, right: Any) -> bool:
     """Whether two sizes (ints, SymInts, or the graph nodes that compute them) are equal for every input."""
     one, two = size_of(left), size_of(right)
-    return one is not None and two is not None and statically_known_true(one == two)
+    if one is None or two is None:
+        return False
+    return statically_known_true(one == two) or statically_known_true(as_asserted(one) == as_asserted(two))
 
 
 def size_of(value: Any) -> Any:

@@ -35,6 +35,13 @@ def _nothing_learnt() -> None:
         launcher.forget()
 
 
+@pytest.fixture(autouse=True)
+def _nothing_allowed() -> Iterator[None]:
+    """No test captures what another one allowed: `moe_ops.compile` sets it for the process."""
+    with torch._dynamo.config.patch(capture_scalar_outputs=False, capture_dynamic_output_shape_ops=False):
+        yield
+
+
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
     """Fill every uninitialised allocation, with NaN where there is one, so that an element nobody wrote shows."""

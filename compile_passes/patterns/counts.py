@@ -23,6 +23,11 @@ def offsets_of(order: Order, offsets: fx.Node, dispatch: Dispatch, experts: Any)
     return _Counting(order, dispatch, experts).offsets(offsets)
 
 
+def counts_of(order: Order, counts: fx.Node, dispatch: Dispatch, experts: Any) -> Refusal | None:
+    """Why ``counts`` are not proved to be the experts' numbers of rows, all rows in sum; None when they are."""
+    return _Counting(order, dispatch, experts).all_rows(counts)
+
+
 def row_ids(order: Order, value: Any, dispatch: Dispatch) -> bool:
     """Whether ``value`` holds the expert id of every row."""
     reading = order.reading
@@ -63,6 +68,10 @@ class _Counting:
                 "Compute them as counts.cumsum(0, dtype=torch.int32).",
             )  # fmt: skip
         return self._counts(self._exact(cumulative["x"]))
+
+    def all_rows(self, counts: fx.Node) -> Refusal | None:
+        value = self._exact(counts)
+        return self._counts(value) or self._raising(value)
 
     def _counts(self, value: Any) -> Refusal | None:
         """Why ``value`` are not the counts per expert; None when they are."""

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from compile_passes.match import Dispatch, Product, Refusal
-from compile_passes.patterns.counts import offsets_of, row_ids
+from compile_passes.patterns.counts import counts_of, offsets_of, row_ids
 from compile_passes.patterns.ids import is_harmless
 from compile_passes.patterns.rows import Order, Rows, sorts
 from compile_passes.reading import Reading
@@ -66,7 +66,7 @@ def _shape(dispatch: Dispatch) -> Sequence[Any]:
 
 
 def _rows_of(order: Order, up: Product) -> Dispatch | Refusal:
-    in_groups = order.reading.named(up.anchor, "grouped_mm") is not None
+    in_groups = up.sizes or order.reading.named(up.anchor, "grouped_mm") is not None
     return _sorted_rows(order, up) if in_groups else _repeated_rows(order, up)
 
 
@@ -84,7 +84,7 @@ def _sorted_rows(order: Order, up: Product) -> Dispatch | Refusal:
     ids = sorts(order.reading, rows.perm) if rows is not None else None
     if rows is None or rows.perm is None or ids is None:
         return _not_gathered(order, up)
-    return _dispatch(up, "grouped_mm", rows, ids)
+    return _dispatch(up, "loop" if up.sizes else "grouped_mm", rows, ids)
 
 
 def _not_gathered(order: Order, up: Product) -> Refusal:
@@ -156,7 +156,8 @@ def _disagreement(order: Order, dispatch: Dispatch, products: Sequence[Product])
         if dispatch.perm is None:
             wrong = None if reading.same(product.routing_key, dispatch.ids) else "weights"
         else:
-            refusal = offsets_of(order, product.routing_key, dispatch, experts)
+            prove = counts_of if product.sizes else offsets_of
+            refusal = prove(order, product.routing_key, dispatch, experts)
             if refusal is not None:
                 return refusal
             wrong = None

@@ -11,6 +11,7 @@ from torch import fx
 
 from compile_passes.match import Product, Refusal, Weight
 from compile_passes.patterns.contraction import dense_product, peel_transpose
+from compile_passes.patterns.slices import sliced_product
 from compile_passes.reading import Reading
 from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank, same_shape, two_labelled
 
@@ -29,7 +30,7 @@ def find_products(reading: Reading) -> dict[fx.Node, Product]:
     products = {}
     for node in reading.graph.nodes:
         product = _grouped_product(reading, node) or _batched_product(reading, node) or _product_by_slot(reading, node)
-        product = product or dense_product(reading, node)
+        product = product or dense_product(reading, node) or _sliced_product(reading, node)
         if product is not None:
             products[node] = product
     return products
@@ -150,6 +151,15 @@ def _matmul_by_slot(reading: Reading, node: fx.Node) -> tuple[Any, fx.Node, bool
         if rows is not None:
             return rows, call[side], transposed
     return None
+
+
+def _sliced_product(reading: Reading, node: fx.Node) -> Product | None:
+    """A product for every expert's slice of the rows, put together; the bias added in the slices or to all rows."""
+    found = sliced_product(reading, node)
+    if found is None or found.bias is not None or found.result is not node:
+        return found
+    whole = _with_epilogue(reading, node, found.rows, found.weight, found.routing_key, ())
+    return replace(whole, sizes=found.sizes)
 
 
 def _two_dimensional(reading: Reading, value: Any, count: Any, width: Any, floor: torch.dtype) -> Any:

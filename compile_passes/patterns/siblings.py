@@ -8,6 +8,7 @@ a block where their results meet in one sum, in one of these ways:
                     out.index_add_(0, token, expert_e(x[token]) * weights[token, slot, None])
     rows by mask    y[ids == e] = expert_e(x_of_pairs[ids == e]), then weighted and summed over the slots
     rows of slots   torch.stack([expert_e(rows[e]) ...]) of rows that were moved to [E, C]
+    sorted rows     torch.cat([expert_e(rows.split(counts)[e]) ...])
 
 Whose rows these are, and what weighs them, is the business of `pairs`.
 """
@@ -31,8 +32,10 @@ from compile_passes.patterns.combine import final_cast, recognise_combine
 from compile_passes.patterns.dense import recognise_dense
 from compile_passes.patterns.ids import are_distinct, are_in_range
 from compile_passes.patterns.pairs import Chosen, Pairs, no_loop
+from compile_passes.patterns.routed import routed_rows
 from compile_passes.patterns.rows import BLANK, Order, entry_of
 from compile_passes.patterns.selection import Selection
+from compile_passes.patterns.slices import all_rows, cut_up, parts_of, slices_of
 from compile_passes.patterns.slots import dropped_unless
 from compile_passes.reading import Reading
 from compile_passes.safety import readers_of_numbers
@@ -114,7 +117,7 @@ class _Loop:
         self.ended = [expert for expert, found in reached for _ in found]
         ends = [end for end in followed if end is not None]
         whole = len(ends) == len(followed) and len({end.scale for end in ends}) == 1
-        plain = [self._of_all_tokens, self._of_slots] if whole and ends[0].scale == 1 else []
+        plain = [self._of_all_tokens, self._of_slots, self._of_slices] if whole and ends[0].scale == 1 else []
         by_row = [self._of_rows] if whole else []
         ways = [*plain, *by_row] if len(ends) == self.count else []
         refusal: Refusal | None = None
@@ -411,6 +414,23 @@ class _Loop:
         """Whether sums of results may be rounded to the dtype of ``value``."""
         held = example(self.reading.operand(value))
         return held is not None and no_narrower(held.dtype, self.wide)
+
+    # ---- slices of sorted rows
+
+    def _of_slices(self, ends: Sequence[_End]) -> tuple[Dispatch, Combine] | Refusal | None:
+        """Every expert takes its slice of the sorted rows, and the results are put behind each other."""
+        joined = parts_of(self.reading, ends[0].reader)
+        cuts = {slices_of(self.reading, [expert.ups[n].rows for expert in self.experts], self.floor)
+                for n in range(len(self.ups))}  # fmt: skip
+        cut = cuts.pop()
+        if cut is None or cuts or joined is None or list(joined) != [end.value for end in ends]:
+            return None
+        if any(end.reader is not ends[0].reader or end.factor or end.mask for end in ends):
+            return None
+        self.ups = [cut_up(up, cut) for up in self.ups]
+        result = all_rows(self.reading, ends[0].reader, cut.rows)
+        down = replace(cut_up(self.first.down, cut), result=result)
+        return routed_rows(self.reading, self.ups, down, self.floor)
 
     # ---- rows of the tokens that an expert gets
 

@@ -17,8 +17,10 @@ pytestmark = pytest.mark.cuda
 
 SIZES = {"dim": 512, "hidden": 256, "num_experts": 16, "top_k": 4}
 LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "torchtitan": lambda: foreign.TorchTitan(**SIZES),
-    "torchtitan_after": lambda: foreign.TorchTitan(score_before_experts=False, counting="scatter", **SIZES),
+    "torchtitan": lambda: foreign.TorchTitanMoE(**SIZES),
+    "torchtitan_after": lambda: foreign.TorchTitanMoE(score_before_experts=False, counting="scatter", **SIZES),
+    "torchtitan_loop": lambda: foreign.TorchTitanMoE(looped=True, **SIZES),
+    "granite": lambda: foreign.GraniteMoe(**SIZES),
     "gpt_fast": lambda: foreign.GptFast(**SIZES),
     "gpt_oss": lambda: foreign.GptOss(**SIZES),
     "llama4": lambda: foreign.Llama4(**SIZES | {"top_k": 1}),

@@ -106,7 +106,8 @@ class Parts:
 @dataclass(frozen=True)
 class Case:
     """One generated program. ``traits`` names the choices made; ``mutations`` the near misses among them; ``by_slot``
-    how gathered weights [T, K, ., .] are multiplied, empty for those of [R, ., .].
+    how gathered weights [T, K, ., .] are multiplied, empty for those of [R, ., .]; ``sliced``: in "products" or whole
+    "experts", one after the other, on slices of the sorted rows.
     """
 
     seed: int
@@ -121,6 +122,7 @@ class Case:
     original: Parts
     weights: dict[str, bool]
     by_slot: str = ""
+    sliced: str = ""
 
     def __str__(self) -> str:
         sizes = " ".join(f"{name}={value}" for name, value in vars(self.sizes).items())
@@ -128,7 +130,7 @@ class Case:
         flags += [name for name, on in self.weights.items() if on]
         changed = f" CHANGED: {', '.join(self.mutations)}" if self.mutations else ""
         kind = str(self.dtype).removeprefix("torch.")
-        return f"seed {self.seed}: {sizes} {kind} {self.form} {' '.join((*self.traits, *flags))}{changed}"
+        return f"seed {self.seed}: {sizes} {kind} {self.form} {self.sliced} {' '.join((*self.traits, *flags))}{changed}"
 
 
 # ---- routers
@@ -298,7 +300,12 @@ def block(case: Case, parts: Parts) -> Callable[..., Any]:
     transposed, biased = case.weights["transposed"], case.weights["biased"]
     apart, before = case.weights["apart"], case.weights["before"]
 
-    def product(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    def times_one(rows: Tensor, weight: Tensor) -> Tensor:
+        return rows @ weight if transposed else F.linear(rows, weight)
+
+    def product(rows: Tensor, weight: Tensor, offsets: Any) -> Tensor:
+        if case.sliced:
+            return torch.cat([times_one(mine, weight[e]) for e, mine in enumerate(rows.split(offsets))])
         given = weight if transposed else weight.transpose(-2, -1)
         if rows.dtype == torch.bfloat16:
             return torch._grouped_mm(rows, given, offs=offsets)
@@ -339,8 +346,12 @@ def block(case: Case, parts: Parts) -> Callable[..., Any]:
             rows = parts.gather(x, parts.tokens(perm))
             if before:
                 rows = parts.weigh(rows, parts.row_weights(weights.reshape(-1), perm)).to(x.dtype)
-            offsets = parts.offsets(parts.counts(flat), flat, perm)
-            reach("gathered", rows=rows, perm=perm, offsets=offsets)
+            counts = parts.counts(flat)
+            offsets = counts.long().tolist() if case.sliced else parts.offsets(counts, flat, perm)
+            reach("gathered", rows=rows, perm=perm)
+        if case.sliced == "experts":
+            out = torch.cat([one_expert(e, mine, w1, w2, b1, b2) for e, mine in enumerate(rows.split(offsets))])
+        elif case.form == GROUPED:
             h = first(lambda w: product(rows, w, offsets), w1, lambda b: b[flat[perm]], b1)
             reach("first", h=h[0] if isinstance(h, list) else h)
             a = parts.activation(h)
@@ -381,8 +392,13 @@ def block(case: Case, parts: Parts) -> Callable[..., Any]:
         """The first product, or two of them with one half of the weight each: [gate, up]."""
         if not apart:
             return times(weight) + rows_of(bias) if biased else times(weight)
-        halves = [(w, b) for w, b in zip(weight.chunk(2, 2 if transposed else 1), bias.chunk(2, 1), strict=True)]
+        halves = [(w, b) for w, b in zip(weight.chunk(2, -1 if transposed else -2), bias.chunk(2, -1), strict=True)]
         return [times(w) + rows_of(b) if biased else times(w) for w, b in halves]
+
+    def one_expert(e: int, mine: Tensor, w1: Tensor, w2: Tensor, b1: Tensor, b2: Tensor) -> Tensor:
+        a = parts.activation(first(lambda w: times_one(mine, w), w1[e], lambda b: b, b1[e]))
+        out = times_one(a, w2[e])
+        return out + b2[e] if biased else out
 
     def sorted_back(x: Tensor, out: Tensor, weights: Tensor, perm: Tensor) -> Tensor:
         weighted = before
@@ -1448,15 +1464,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of the first case; the others follow")
     parser.add_argument("--misses", type=int, default=None, help="near misses in every case (default: 0 to 2)")
-    families = ("routed", "dense", "unrolled", "capacity")
-    parser.add_argument("--family", choices=families, default="routed", help="of forms")
+    names = ("routed", "sliced", "dense", "unrolled", "capacity")
+    parser.add_argument("--family", choices=(*names, "all"), default="all", help="of forms; all: one after the other")
     parser.add_argument("--list", action="store_true", help="say of every case what became of it")
     options = parser.parse_args(arguments)
-    routed = options.family == "routed"
-    family: Any = sys.modules[__name__] if routed else import_module(f"tests.passes.{options.family}")
+    families: dict[str, Any] = {
+        name: sys.modules[__name__] if name == "routed" else import_module(f"tests.passes.{name}")
+        for name in (names if options.family == "all" else [options.family])
+    }
     counted: Counter[str] = Counter()
     failures: list[str] = []
     for number in range(options.count):
+        family = list(families.values())[number % len(families)]
         case = family.make(options.seed + number, options.misses)
         outcome = family.run(case)
         kind = "near miss" if case.mutations else "block of symbolic sizes" if case.dynamic == "all" else "block"

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 import moe_ops
 from benchmarks.first_call import Decoder
-from benchmarks.foreign import GptFast, GptOss, Llama4, Llama4OfTransformers, SparseByMask, TorchTitan
+from benchmarks.foreign import GptFast, GptOss, Llama4, Llama4OfTransformers, SparseByMask, TorchTitanMoE
 from compile_passes.passes import run_all
 from tests.passes.compare import check, compiled
 
@@ -20,7 +20,7 @@ DIM = 32
 
 
 def titan(**options: object) -> Callable[[], nn.Module]:
-    return lambda: TorchTitan(dim=DIM, **options)  # type: ignore[arg-type]
+    return lambda: TorchTitanMoE(dim=DIM, **options)  # type: ignore[arg-type]
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
@@ -129,7 +129,7 @@ def test_counts_still_feed_the_load_balancer():
 def test_rows_weighted_in_more_bits_than_the_experts_take():
     """fp32 rows times scores, then bf16: the operator would round the rows before it multiplies them, too."""
     torch.manual_seed(0)
-    module = TorchTitan(dim=DIM, dtype=torch.float32)
+    module = TorchTitanMoE(dim=DIM, dtype=torch.float32)
     outcome = check(module, tokens(4, torch.float32), fullgraph=True)
     assert (outcome.problem, outcome.fused) == (None, 0)
 
