@@ -200,10 +200,12 @@ def _close(
     floor: torch.dtype,
 ) -> MoEMatch | Refusal:
     """Add router and region, and prove that nothing outside reads, and nothing overwrites, what the block computes."""
-    if body.scale != 1 and (down.bias is not None or dispatch.weights is not None):
+    fixed = down.bias is not None or dispatch.weights is not None or combine.staged is not None
+    if body.scale != 1 and fixed:
         return Refusal(
             down.anchor, f"The experts' inner values are multiplied by {body.scale}, which the routing weights cannot "
-            "take over: a bias is added, or they multiply the input.", "Multiply the second projection's weight by it.",
+            "take over: a bias is added, the model's own code runs on the results, or they multiply the input.",
+            "Multiply the second projection's weight by it.",
         )  # fmt: skip
     weight, hidden = example(down.weight.node), example(dispatch.hidden)
     experts = None if weight is None else weight.shape[0]

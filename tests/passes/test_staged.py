@@ -175,6 +175,18 @@ def test_ids_that_nobody_proves_are_refused() -> None:
     assert "cannot be proved to be in" in row.reason
 
 
+def test_a_factor_of_the_experts_does_not_move_behind_the_code() -> None:
+    """The norm of twice the rows is that of the rows; twice the norm is not."""
+
+    def doubled(h):
+        gate, up = h.chunk(2, dim=-1)
+        return 2 * F.silu(gate) * up
+
+    run = block(grouped, activation=doubled, after=CODE["rms_norm"])
+    assert "multiplied by 2" in refusal(run).reason
+    assert_same(run, *weights().values())
+
+
 def test_weights_before_the_norm_are_refused() -> None:
     def run(x, ids, topk_weights, w1, w2):
         return batched_rows(
