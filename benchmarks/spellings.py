@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import moe_ops
-from benchmarks import foreign, loops
+from benchmarks import foreign, loops, tutorials
 from benchmarks.sorted_block import NEAR_MISSES, SPELLINGS, CountedMoE, SortedMoE
 from benchmarks.top_two import TopTwo
 from compile_passes.report import Fused, Refused, Report
@@ -54,6 +54,7 @@ LAYERS: dict[str, Make] = {
     "grouped_mm, counts by bincount": CountedMoE,
     "grouped_mm, counts that feed a load balancer": partial(CountedMoE, balanced=True),
     "gpt-oss, OpenAI's reference": foreign.GptOss,
+    **tutorials.LAYERS,
     "GShard and DeepSpeed: top-2 gates with a capacity": foreign.DeepSpeed,
     **{
         f"lucidrains, second choices: {policy}": partial(TopTwo, second_policy_eval=policy)

@@ -27,6 +27,8 @@ STATIC = "_moe_ops_static"
 _AROUND = 2
 # Calls whose result has a size, or a value, that only the data knows.
 _DATA_DEPENDENT = frozenset({"argwhere", "tolist", "item", "bincount", "masked_select", "unique", "numpy"})
+# Calls whose result has a size that only the data knows, `where` of one argument beside them.
+_SIZED_BY_DATA = frozenset({"bincount", "nonzero", "argwhere", "masked_select"})
 # Lists of positions: a loop over them has a trip count that only the data knows; indexing by them has not.
 _POSITIONS = frozenset({"nonzero", "where"})
 
@@ -142,11 +144,19 @@ def _has_list(module: nn.Module) -> bool:
 def _stacked_weights(name: str, module: nn.Module) -> list[nn.Parameter]:
     """Own weights of all experts together: ``[E, ., .]``, or several flat ones as in dbrx."""
     called = f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
+    own = {name: weight for name, weight in module.named_parameters(recurse=False) if weight.dim() > 1}
+    deep = {name: weight for name, weight in own.items() if weight.dim() > 2 and weight.shape[0] > 1}
     if "expert" not in called and "moe" not in called:
-        return []
-    own = [weight for weight in module.parameters(recurse=False) if weight.dim() > 1]
-    deep = [weight for weight in own if weight.dim() > 2 and weight.shape[0] > 1]
-    return deep or (own if len(own) > 1 and "expert" in called else [])
+        return list(deep.values()) if _are_routed_to(module, deep) else []
+    return list(deep.values()) or (list(own.values()) if len(own) > 1 and "expert" in called else [])
+
+
+def _are_routed_to(module: nn.Module, stacks: dict[str, nn.Parameter]) -> bool:
+    """Whether stacks in a module that is called otherwise are called experts', or a router in it scores as many."""
+    counts = {weight.shape[0] for weight in stacks.values()}
+    routers = [child for name, child in module.named_children() if "gate" in name or "router" in name]
+    scored = {weight.shape[0] for router in routers for weight in router.parameters() if weight.dim() == 2}
+    return len(counts) == 1 and (any("expert" in name for name in stacks) or (len(stacks) > 1 and counts <= scored))
 
 
 def find_blocks(model: nn.Module, has: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
@@ -164,22 +174,31 @@ def find_blocks(model: nn.Module, has: Callable[[nn.Module], bool]) -> Iterator[
             name = name.rpartition(".")[0]
 
 
-def find_counts(model: nn.Module) -> list[str]:
-    """Modules at the experts, or beside them, that count rows with `bincount` and loop over nothing.
-
-    Dynamo takes its result, of a size that it does not ask ``minlength`` for, for one that only the data knows.
+def find_sizes_of_the_data(model: nn.Module) -> list[str]:
+    """Modules at the experts, or beside them, that loop over nothing that the data knows, with results of such sizes:
+    of `bincount`, whose ``minlength`` Dynamo does not ask for, `nonzero`, `where` and masks.
     """
-    around = {group.name.rpartition(".")[0] for group in find_experts(model)}
+    around = {group.name.rpartition(".")[0] for group in find_experts(model)} | {g.name for g in find_experts(model)}
     beside = {
         f"{name}.{child}".lstrip(".") for name in around for child, _ in model.get_submodule(name).named_children()
     }
+    kinds = {name: type(model.get_submodule(name)) for name in sorted(around | beside)}
     return [
         name
-        for name in sorted(around | beside)
-        if any(isinstance(node, ast.Call) and _name(node.func) == "bincount"
-               for tree in _forward_code(type(model.get_submodule(name))) for node in ast.walk(tree))
-        and not loops_over_data(type(model.get_submodule(name)))
-    ]  # fmt: skip
+        for name, kind in kinds.items()
+        if any(_has_sizes_of_the_data(tree) for tree in _forward_code(kind)) and not loops_over_data(kind)
+    ]
+
+
+def _has_sizes_of_the_data(tree: ast.AST) -> bool:
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    if any(
+        _name(call.func) in _SIZED_BY_DATA or (_name(call.func) == "where" and len(call.args) == 1) for call in calls
+    ):
+        return True
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For)]
+    tests = [node for loop in loops for node in ast.walk(loop) if isinstance(node, ast.Compare)]
+    return any(isinstance(test.ops[0], ast.Eq) and not isinstance(test.left, ast.Constant) for test in tests)
 
 
 def names_called(kind: type[nn.Module], depth: int = 3) -> frozenset[str]:

@@ -125,7 +125,8 @@ class Product:
         routing_key: what says which expert a row belongs to: the group offsets (grouped), the counts of rows (slices)
             or the ids (batched); the weight itself where all experts take all tokens.
         bias: stacked bias ``[E, N]``, or None.
-        bias_ids: the expert id of every row by which the bias was gathered, or None.
+        bias_ids: the expert id of every row by which the bias was gathered, or None; with ``bias_repeated`` the counts
+            of rows by which it was repeated.
         masks: masks by which rows or the result were zeroed.
         result: the value ``[R, N]``, or ``[T, slots, N]``, after the bias and the masks.
         copies: K, where the rows are tokens ``[T, K]`` that each meet the weights of K experts.
@@ -145,6 +146,7 @@ class Product:
     copies: int | None = None
     spread: tuple[Spread | None, Spread | None] | None = None
     sizes: tuple[fx.Node, ...] = ()
+    bias_repeated: bool = False
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from compile_passes.loops import (
     cure,
     cuts_by_numbers,
     find_blocks,
-    find_counts,
     find_loops,
+    find_sizes_of_the_data,
     loops_over_data,
 )
 from compile_passes.rebind import Verdict, bind, fused_as_written, unbind, verdict_of
@@ -43,7 +43,7 @@ def prepare(model: nn.Module) -> None:
     _make_static(model, [loop for loop in loops if loop not in switched and not f"{loop.name}.".startswith(inside)])
     _fix_class_counts(model)
     _stack_lists(model)
-    _allow_counts(model)
+    _allow_sizes(model)
 
 
 def _switch(model: nn.Module, loops: list[ExpertLoop]) -> list[ExpertLoop]:
@@ -194,15 +194,15 @@ def _stack_lists(model: nn.Module) -> None:
         _say(f"moe_ops.compile: a list of experts stays a list, which is not fused: {_and_more(left)}.")
 
 
-def _allow_counts(model: nn.Module) -> None:
-    """Allow the capture of `bincount` at the experts."""
-    found = find_counts(model)
+def _allow_sizes(model: nn.Module) -> None:
+    """Allow the capture of results at the experts whose sizes only the data knows."""
+    found = [] if torch._dynamo.config.capture_dynamic_output_shape_ops else find_sizes_of_the_data(model)
     if found:
         torch._dynamo.config.capture_dynamic_output_shape_ops = True
         called = [name or type(model).__name__ for name in found]
         _say(
-            f"moe_ops.compile: {_and_more(called)} counts with bincount, for the capture of which "
-            "torch._dynamo.config.capture_dynamic_output_shape_ops is set."
+            f"moe_ops.compile: {_and_more(called)} has results of sizes that only the data knows (bincount, nonzero, "
+            "where, masks), for the capture of which torch._dynamo.config.capture_dynamic_output_shape_ops is set."
         )
 
 

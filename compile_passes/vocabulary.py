@@ -92,6 +92,7 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("take_along_dim", "x index dim", (torch.take_along_dim, "take_along_dim")),
     ("scatter", "x dim index src", (torch.scatter, "scatter")),
     ("scatter_add", "x dim index src", (torch.scatter_add, "scatter_add")),
+    ("scatter_reduce", "x dim index src reduce include_self", (torch.scatter_reduce, "scatter_reduce")),
     ("index_add", "x dim index src", (torch.index_add, "index_add")),
     ("index_copy", "x dim index src", (torch.index_copy, "index_copy")),
     ("repeat_interleave", "x repeats dim", (torch.repeat_interleave, "repeat_interleave")),
@@ -367,6 +368,8 @@ def _finish(node: fx.Node, name: str, parameters: tuple[str, ...]) -> Call:
         name, args["index"] = "index_put", single(args["index"])
     elif name == "index":
         args["index"] = single(args["index"])
+    elif name == "scatter_reduce" and args.get("reduce") == "sum" and args.get("include_self", True) is True:
+        name, args = "scatter_add", {key: args[key] for key in ("x", "dim", "index", "src")}
     elif name in ("clamp_min", "clamp_max"):
         name = "clamp"
     elif name == "div" and args.get("rounding_mode") in ("floor", "trunc"):

@@ -16,7 +16,7 @@ from compile_passes.patterns.rows import BLANK, Order, is_ramp, sorts
 from compile_passes.patterns.rowwise import row_wise
 from compile_passes.reading import Reading
 from compile_passes.safety import readers_of_numbers
-from compile_passes.vocabulary import Call, example, has_shape, same_shape, two_labelled
+from compile_passes.vocabulary import Call, example, has_shape, rank, same_shape, single, two_labelled
 
 _NORM_SEARCH = 12
 
@@ -51,7 +51,8 @@ class _Walk:
         self.start = _State(down.result, in_pair_order=dispatch.perm is None)
         hidden, ids = example(dispatch.hidden), example(dispatch.ids)
         result = example(reading.operand(down.result))
-        self.tokens: Any = None if hidden is None else hidden.shape[0]
+        self.lead: tuple[Any, ...] = () if hidden is None else tuple(hidden.shape[:-1])
+        self.tokens: Any = None if hidden is None else math.prod(self.lead)
         self.rows: Any = None if ids is None else ids.numel()
         self.width: Any = None if result is None else result.shape[-1]
 
@@ -68,13 +69,17 @@ class _Walk:
             if step is None:
                 return stopped(self.reading, state.value, readers)
             state = step
-        found = final_cast(self.reading, self.dispatch.hidden, state.value)
+        found = final_cast(self.reading, self.dispatch.hidden, state.value, self._shapes())
         if isinstance(found, Refusal):
             return found
         weights = self._all_weights(state, found[0])
         if isinstance(weights, Refusal):
             return weights
-        return Combine(weights, found[0], state.value, state.added, staged=state.staged)
+        return Combine(weights, found[0], state.value, state.added, found[1], staged=state.staged)
+
+    def _shapes(self) -> list[fx.Node]:
+        """What the result may have the shape of, beside [T, H]."""
+        return [self.dispatch.hidden] if len(self.lead) > 1 else []
 
     def _passed(self, state: _State, rows: _State) -> _State | None:
         """Behind the row-wise code that reads ``rows``, the last value that was in this order: it may stay."""
@@ -89,9 +94,9 @@ class _Walk:
 
     def _is_whole(self, state: _State) -> bool:
         """Whether one expert for each token leaves nothing to sum."""
-        return self.dispatch.top_k == 1 and state.in_pair_order and has_shape(
-            self.reading.operand(state.value), self.tokens, self.width
-        )  # fmt: skip
+        value = self.reading.operand(state.value)
+        whole = has_shape(value, self.tokens, self.width) or has_shape(value, *self.lead, self.width)
+        return self.dispatch.top_k == 1 and state.in_pair_order and whole
 
     def _all_weights(self, state: _State, output: fx.Node) -> Value | Refusal:
         """The routing weights: those of the rows before the experts, or of their results."""
@@ -109,7 +114,9 @@ class _Walk:
         return has_shape(self.reading.operand(value), self.rows, self.width) or self._by_token(value)
 
     def _by_token(self, value: fx.Node) -> bool:
-        return has_shape(self.reading.operand(value), self.tokens, self.dispatch.top_k, self.width)
+        """Whether ``value`` is [T, K, H], or [..., K, H] of hidden states [..., H]."""
+        value, rows = self.reading.operand(value), (self.dispatch.top_k, self.width)
+        return has_shape(value, self.tokens, *rows) or has_shape(value, *self.lead, *rows)
 
     def _step(self, state: _State, reader: fx.Node) -> _State | None:
         call = self.reading.call(reader)
@@ -123,7 +130,7 @@ class _Walk:
             return None if weights is None else replace(state, value=reader, weights=weights)
         if self.reading.read(reader, "view") is not None and state.in_pair_order:
             return replace(state, value=reader) if self._known(reader) else None
-        if call.name == "sum" and self._by_token(state.value) and self._sums_slots(reader):
+        if call.name == "sum" and self._by_token(state.value) and self._sums_slots(state, reader):
             return replace(state, value=reader, done=True)
         if call.name in ("bmm", "einsum") and state.weights is None and state.in_pair_order:
             return self._contracts(state, reader, call)
@@ -164,10 +171,11 @@ class _Walk:
             and has_shape(put.rows, self.rows) and is_ramp(self.reading, put.rows)
         )  # fmt: skip
 
-    def _sums_slots(self, reader: fx.Node) -> bool:
+    def _sums_slots(self, state: _State, reader: fx.Node) -> bool:
         call, result = self.reading.read(reader, "sum", "dim dtype"), example(reader)
-        dims = (1, -2, (1,), [1], (-2,), [-2])
-        return call is not None and call["dim"] in dims and result is not None and no_narrower(result.dtype, self.floor)
+        dims = ((rank(self.reading.operand(state.value)) or 0) - 2, -2)
+        along = call is not None and single(call["dim"]) in dims
+        return along and result is not None and no_narrower(result.dtype, self.floor)
 
     def _contracts(self, state: _State, reader: fx.Node, call: Call) -> _State | None:
         """Weights and rows ``[T, K, H]`` in one product that sums over the slots."""
@@ -191,9 +199,10 @@ class _Walk:
         operands, labels, result = found
         place = operands.index(rows)
         mine, other, weights = labels[place], labels[1 - place], operands[1 - place]
-        if len(mine) != 3 or not has_shape(weights, self.tokens, self.dispatch.top_k):
+        held = example(self.reading.operand(rows))
+        if held is None or len(mine) != held.dim() or not has_shape(weights, *held.shape[:-1]):
             return None
-        return weights if other == mine[:2] and result == mine[0] + mine[2] else None
+        return weights if other == mine[:-1] and result == mine[:-2] + mine[-1] else None
 
     def _adds_to_tokens(self, state: _State, reader: fx.Node) -> _State | None:
         """``start.index_add(0, tokens, rows)``: the sum, added to what was there."""

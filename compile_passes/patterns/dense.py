@@ -312,20 +312,22 @@ class _Dense:
     # ---- results of selected experts
 
     def _gathered(self, state: _State, reader: fx.Node) -> fx.Node | None:
-        """The ids [T, K] by which ``reader`` takes the results of K experts for every token."""
+        """The ids [T, K], or [..., K], by which ``reader`` takes the results of K experts for every token."""
         made, call = example(reader), self.reading.call(reader)
-        if call is None or made is None or made.dim() != 3 or type(made.shape[1]) is not int:
+        if call is None or made is None or made.dim() < 3 or type(made.shape[-2]) is not int:
             return None
-        if state.order is None or not equal_sizes(state.order.after, 1):
+        *lead, slots, _ = made.shape
+        if state.order is None or not equal_sizes(state.order.after, 1) or not equal_sizes(prod(lead), self.tokens):
             return None
-        if call["x"] is not state.value or not has_shape(state.value, self.tokens, self.experts, self.width):
+        if call["x"] is not state.value or not has_shape(state.value, *lead, self.experts, self.width):
             return None
-        if self.reading.read(reader, "gather take_along_dim", "dim index") is not None and call["dim"] in (1, -2):
+        if self.reading.read(reader, "gather take_along_dim", "dim index") is not None:
             root = self.reading.named(self.reading.unwrap(call["index"]), "expand", "repeat")
             column = call["index"] if root is None else root["x"]
-            ids = self.reading.strip(column)
-            one = has_shape(column, self.tokens, made.shape[1], 1)
-            return ids if one and has_shape(reader, self.tokens, made.shape[1], self.width) else None
+            one = call["dim"] in (len(lead), -2) and has_shape(column, *lead, slots, 1)
+            return self.reading.strip(column) if one and has_shape(reader, *lead, slots, self.width) else None
+        if made.dim() != 3:
+            return None
         index = call["index"] if call.name == "fancy" else None
         if not isinstance(index, list | tuple) or len(index) < 2 or any(part != slice(None) for part in index[2:]):
             return None
@@ -341,7 +343,7 @@ class _Dense:
                 ids, "The expert ids cannot be proved to be in [0, number of experts).", "Take them from a topk."
             )
         made = example(reader)
-        dispatch = Dispatch("dense", self.hidden, ids, None, made.shape[1])  # type: ignore[union-attr]
+        dispatch = Dispatch("dense", self.hidden, ids, None, made.shape[-2])  # type: ignore[union-attr]
         combine = recognise_combine(self.reading, dispatch, replace(self.down, result=reader), self.floor)
         return combine if isinstance(combine, Refusal) else (dispatch, combine)
 

@@ -161,7 +161,7 @@ def _disagreement(order: Order, dispatch: Dispatch, products: Sequence[Product])
             if refusal is not None:
                 return refusal
             wrong = None
-        if wrong is None and product.bias_ids is not None and not _bias_ids(order, product.bias_ids, dispatch, experts):
+        if wrong is None and not _is_biased_alike(order, product, dispatch, experts):
             wrong = "bias"
         if wrong is not None:
             return Refusal(
@@ -175,6 +175,15 @@ def _disagreement(order: Order, dispatch: Dispatch, products: Sequence[Product])
                     mask, "Rows are zeroed by a mask that is not `expert id >= number of experts`.", _SAME_IDS
                 )
     return None
+
+
+def _is_biased_alike(order: Order, product: Product, dispatch: Dispatch, experts: Any) -> bool:
+    """Whether every row gets the bias of its own expert, if there is one."""
+    if product.bias_ids is None:
+        return True
+    if product.bias_repeated:
+        return dispatch.perm is not None and counts_of(order, product.bias_ids, dispatch, experts) is None
+    return _bias_ids(order, product.bias_ids, dispatch, experts)
 
 
 def _bias_ids(order: Order, value: Any, dispatch: Dispatch, experts: Any) -> bool:

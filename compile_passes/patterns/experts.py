@@ -188,7 +188,7 @@ def _with_epilogue(
     reading: Reading, anchor: fx.Node, rows: fx.Node, weight: Weight, routing_key: fx.Node, masks: tuple[fx.Node, ...]
 ) -> Product:
     """Follow the product forward through its squeeze, its gathered bias and the zeroing of rows of no expert."""
-    value, bias, bias_ids = anchor, None, None
+    value, bias, bias_ids, repeated = anchor, None, None, False
     while len(readers := reading.readers(value)) == 1:
         reader = readers[0]
         call = reading.call(reader)
@@ -197,13 +197,14 @@ def _with_epilogue(
         if call.name == "view" and value is anchor and _squeezes(reader, anchor):
             value = reader
         elif call.name == "add" and bias is None and (found := _gathered_bias(reading, call, value)) is not None:
-            bias, bias_ids = found
+            bias, bias_ids, repeated = found
             value = reader
         elif call.name == "masked_fill" and call["x"] is value and _is_zero(call["value"]):
             masks, value = (*masks, call["mask"]), reader
         else:
             break
-    return Product(anchor, rows, weight, routing_key, bias, bias_ids, masks, value)
+    product = Product(anchor, rows, weight, routing_key, bias, bias_ids, masks, value)
+    return replace(product, bias_repeated=repeated)
 
 
 def _squeezes(reader: fx.Node, anchor: fx.Node) -> bool:
@@ -215,13 +216,19 @@ def _squeezes(reader: fx.Node, anchor: fx.Node) -> bool:
     return any(equal_sizes(size, 1) for size in (rows, columns)) and has_shape(reader, *lead, rows * columns)
 
 
-def _gathered_bias(reading: Reading, call: Call, value: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """``value + bias[ids]`` with bias ``[E, N]``: the bias and the ids."""
+def _gathered_bias(reading: Reading, call: Call, value: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:
+    """``value + bias[ids]`` with bias ``[E, N]``: the bias and the ids; or the counts of rows by which it is repeated,
+    and True.
+    """
     other = call["y"] if call["x"] is value else call["x"]
-    index = reading.read(reading.unwrap(other), "index", "index")
-    if index is None or not same_shape(other, value) or rank(index["x"]) != 2 or rank(index["index"]) not in (1, 2):
+    index = reading.read(reading.unwrap(other), "index repeat_interleave", "index repeats dim")
+    if index is None or not same_shape(other, value) or rank(index["x"]) != 2:
         return None
-    return reading.unwrap(index["x"]), index["index"]
+    repeated = index.name == "repeat_interleave"
+    by = index["repeats" if repeated else "index"]
+    if rank(by) not in ((1,) if repeated else (1, 2)) or (repeated and index["dim"] not in (0, -2)):
+        return None
+    return reading.unwrap(index["x"]), by, repeated
 
 
 def unpaired(product: Product) -> Refusal:

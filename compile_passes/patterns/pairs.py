@@ -16,7 +16,7 @@ from torch import fx
 
 from compile_passes.match import Made, Refusal, Spread, Value
 from compile_passes.patterns.ids import are_in_range
-from compile_passes.patterns.rows import Order, entry_of
+from compile_passes.patterns.rows import Order, counted_off, entry_of
 from compile_passes.patterns.selection import Selection, selected_of
 from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank, same_shape, single
 
@@ -30,7 +30,7 @@ class Hits:
 
     ``alone``: tokens, whatever the slot. ``routed``: a tensor [..., E] that is not zero at the expert of a pair where
     the expert gets it; None: it gets all. ``single``: the places are [T, 1], and element t of the ids is the expert of
-    token t, whatever shape they have.
+    token t, whatever shape they have. ``dims``: how many results number a token, of ids [B, S, K] two.
     """
 
     ids: fx.Node
@@ -39,6 +39,7 @@ class Hits:
     alone: bool
     routed: fx.Node | None = None
     single: bool = False
+    dims: int = 1
 
 
 class Weighed(NamedTuple):
@@ -62,6 +63,13 @@ class Chosen:
 
     ids: Slot
     weights: Slot
+
+
+def _one(part: Any) -> int | None:
+    """k, of the index k or k:k+1."""
+    if isinstance(part, slice) and type(part.start) is int and part == slice(part.start, part.start + 1):
+        part = part.start
+    return part if type(part) is int else None
 
 
 def no_loop(anchor: fx.Node, reason: str) -> Refusal:
@@ -118,7 +126,11 @@ class Pairs:
 
     def _one_hot_of(self, value: Any) -> fx.Node | None:
         """The ids of a one-hot with a class for every expert, or more: a token of another class is no expert's."""
-        call = self.reading.read(self.reading.exact(value, 2), "one_hot", "num_classes")
+        value = self.reading.exact(value, 2)
+        numbers, shape = counted_off(self.reading, value, self.experts), example(value)
+        if numbers is not None and shape is not None:
+            return next((ids for ids in self.reading.reshapes(numbers) if has_shape(ids, *shape.shape[:-1])), None)
+        call = self.reading.read(value, "one_hot", "num_classes")
         if call is None or type(classes := call["num_classes"]) is not int or not classes >= self.experts:
             return None
         ids: fx.Node = call["x"]
@@ -173,7 +185,9 @@ class Pairs:
     # ---- places
 
     def hits(self, index: Any, number: int) -> Hits | None:
-        """The pairs of expert ``number``, if ``index`` is their tokens."""
+        """The pairs of expert ``number``, if ``index`` is their tokens; of hidden states [B, S, H] one for B and S."""
+        if isinstance(index, tuple):
+            return self._hits_by_dims(index, number)
         value = self.order.bare(index)
         call = self.reading.read(value, "item", "index")
         if call is not None:
@@ -188,6 +202,21 @@ class Pairs:
         if listed is not None and rank(listed["x"]) == 1 and not listed["as_tuple"]:
             return self._hits(listed["x"], number, value, 0)
         return None
+
+    def _hits_by_dims(self, index: tuple[fx.Node, ...], number: int) -> Hits | None:
+        """``b, s, k = torch.where(ids == e)``, of which b and s are ``index``."""
+        calls = [self.reading.read(self.order.bare(part), "item", "index") for part in index]
+        places = calls[0]["x"] if calls[0] is not None else None
+        if any(call is None or call["x"] is not places or call["index"] != at for at, call in enumerate(calls)):
+            return None
+        where = self.reading.read(places, "where nonzero", "mask as_tuple")
+        if places is None or where is None or "y" in where.args:
+            return None
+        mask = where["mask" if where.name == "where" else "x"]
+        found, dims = self.of_mask(mask, number), len(index)
+        if found is None or found[1] or rank(mask) != dims + 1 or not same_shape(found[0], mask):
+            return None
+        return Hits(found[0], places, 0, False, dims=dims)
 
     def _hits(self, mask: Any, number: int, places: fx.Node, place: int) -> Hits | None:
         found, boolean = self.of_mask(mask, number), places is mask
@@ -227,8 +256,11 @@ class Pairs:
         parts = [part for part in ([index] if isinstance(index, fx.Node) else index) if part is not None]
         if hits.alone:
             return self._weights_of_tokens(call, parts, hits, number)
-        if len(parts) != 2 or rank(call["x"]) != 2:
+        if len(parts) != hits.dims + 1 or rank(call["x"]) != hits.dims + 1:
             return None
+        if hits.dims > 1:
+            listed = all(self._lists(part, hits, at) for at, part in enumerate(parts))
+            return Weighed(self.reading.uncast(call["x"], self.floor)) if listed else None
         if not self._lists(parts[0], hits, hits.token) or not self._lists(parts[1], hits, 1 - hits.token):
             return None
         return Weighed(self.reading.uncast(call["x"], self.floor))
@@ -239,7 +271,7 @@ class Pairs:
             return None
         source: fx.Node = call["x"]
         if rest:  # scores[mask, e]
-            scores = self._scores(source) if rest == [number] and rank(source) == 2 else None
+            scores = self._scores(source) if list(map(_one, rest)) == [number] and rank(source) == 2 else None
             return None if scores is None else Weighed(scores, True)
         found = self.summed(source, number)
         if found is not None:
@@ -392,7 +424,8 @@ class Pairs:
             return Chosen(ids, self._slot(source)) if self._numbers(source, self.tokens) else None
         whole = example(source)
         fits = whole is not None and whole.dim() == 2 and equal_sizes(whole.shape[0], self.tokens)
-        return Chosen(ids, Slot(source, rest[0])) if fits and len(rest) == 1 and type(rest[0]) is int else None
+        slot = _one(rest[0]) if len(rest) == 1 else None
+        return Chosen(ids, Slot(source, slot)) if fits and slot is not None else None
 
     def _slot(self, value: fx.Node) -> Slot:
         """``value``, one number for every token, as a column if it is one."""

@@ -50,7 +50,9 @@ class Taken(NamedTuple):
 
 
 class Written(NamedTuple):
-    """``rows`` written, or added, into ``start`` at ``index``, which is as in `Taken`."""
+    """``rows`` written, or added, into ``start`` at ``index``, which is as in `Taken`, or a list of vectors for all
+    dimensions but the last.
+    """
 
     start: fx.Node
     index: Any
@@ -178,13 +180,17 @@ class Order:
 
     def added(self, value: Any) -> Written | None:
         """``start`` with rows added at an index, one for each."""
-        return self._written(value, "index_put index_add scatter_add", "accumulate")
+        return self._written(value, "index_put fancy_put index_add scatter_add", "accumulate")
 
     def _written(self, value: Any, names: str, flag: str) -> Written | None:
         call = self.reading.read(value, names, f"dim index src {flag}")
         dims = rank(self.reading.operand(call["x"])) if call is not None and isinstance(call["x"], fx.Node) else None
-        if call is None or dims is None or (call.name == "fancy_put" and not isinstance(call["index"], fx.Node)):
+        if call is None or dims is None:
             return None
+        if call.name == "fancy_put" and not isinstance(call["index"], fx.Node):
+            index = call["index"]
+            if not isinstance(index, list | tuple) or len(index) != dims - 1 or not all(map(self._is_vector, index)):
+                return None
         wide = dims == 2 and call.name in ("scatter", "scatter_add")
         fits = not wide or same_shape(call["index"], self.reading.operand(call["src"]))
         by_index = call.name in ("index_put", "fancy_put")

@@ -29,11 +29,12 @@ from compile_passes.patterns.activation import recognise_body
 from compile_passes.patterns.capacity import recognise_capacity
 from compile_passes.patterns.chains import Expert
 from compile_passes.patterns.combine import final_cast, recognise_combine
+from compile_passes.patterns.counts import counts_of
 from compile_passes.patterns.dense import recognise_dense
 from compile_passes.patterns.ids import are_distinct, are_in_range
 from compile_passes.patterns.pairs import Chosen, Pairs, no_loop
 from compile_passes.patterns.routed import routed_rows
-from compile_passes.patterns.rows import BLANK, Order, entry_of
+from compile_passes.patterns.rows import BLANK, Order, entry_of, sorts
 from compile_passes.patterns.selection import Selection
 from compile_passes.patterns.slices import all_rows, cut_up, parts_of, slices_of
 from compile_passes.patterns.slots import dropped_unless
@@ -43,6 +44,9 @@ from compile_passes.vocabulary import equal_sizes, example, has_shape, rank, sam
 
 _ANY, _CAST, _SCALED = torch.ops.aten.any.dim, torch.ops.aten.to.dtype, torch.ops.aten.mul.Scalar
 _RESHAPE = torch.ops.aten.reshape.default
+
+
+_Index = fx.Node | tuple[fx.Node, ...]
 
 
 @dataclass(frozen=True)
@@ -79,10 +83,12 @@ class _End:
 
 @dataclass(frozen=True)
 class _Taken:
-    """What an expert takes its rows from, by which index or mask; ``indexed``: the source in the shape that it has."""
+    """What an expert takes its rows from, by which index, or one for each leading dimension, or mask; ``indexed``: the
+    source in the shape that it has.
+    """
 
     source: fx.Node
-    index: fx.Node
+    index: _Index
     indexed: fx.Node
 
 
@@ -118,7 +124,7 @@ class _Loop:
         ends = [end for end in followed if end is not None]
         whole = len(ends) == len(followed) and len({end.scale for end in ends}) == 1
         plain = [self._of_all_tokens, self._of_slots, self._of_slices] if whole and ends[0].scale == 1 else []
-        by_row = [self._of_rows] if whole else []
+        by_row = [self._of_rows, self._of_split_pairs] if whole else []
         ways = [*plain, *by_row] if len(ends) == self.count else []
         refusal: Refusal | None = None
         for way in [*ways, *([self._slot_by_slot] if plain else [])]:
@@ -432,6 +438,37 @@ class _Loop:
         down = replace(cut_up(self.first.down, cut), result=result)
         return routed_rows(self.reading, self.ups, down, self.floor)
 
+    def _of_split_pairs(self, ends: Sequence[_End]) -> tuple[Dispatch, Combine] | Refusal | None:
+        """Every expert takes the tokens in its slice of the sorted pairs, and adds its results to them."""
+        rows = [row for row in map(self._taken, self.experts) if row is not None]
+        if len(rows) != len(ends) or any(end.mask or end.factor is None or end.scale != 1 for end in ends):
+            return None
+        source, indices = rows[0].source, [row.index for row in rows]
+        tokens = slices_of(self.reading, indices, self.floor) if rank(source) == 2 else None
+        by = self.order.positions(tokens.rows) if tokens is not None else None
+        ids = sorts(self.reading, by.perm) if by is not None and by.perm is not None else None
+        if tokens is None or by is None or by.kind != "token" or ids is None:
+            return None
+        given = slices_of(self.reading, [self.reading.strip(end.factor) for end in ends], self.floor)
+        if any(row.source is not source for row in rows) or given is None or given.sizes != tokens.sizes:
+            return None
+        pairs, shape = example(ids), example(source)
+        weights = self.order.weights_of(given.rows, None if pairs is None else pairs.numel(), by.perm)
+        added = self._added_to_tokens(ends, indices)
+        if weights is None or added is None or pairs is None or shape is None:
+            return None
+        if not equal_sizes(pairs.numel(), shape.shape[0] * by.top_k):
+            return None
+        dispatch = Dispatch("loop", source, ids, by.perm, by.top_k)
+        wrong = counts_of(self.order, tokens.counts, dispatch, self.count)
+        if wrong is not None:
+            return wrong
+        total, start, once = added
+        if once and by.top_k > 1 and not are_distinct(self.reading, ids, self.count, by.top_k):
+            return None
+        self.ups = [replace(up, sizes=tokens.sizes) for up in self.ups]
+        return self._combined(source, Selection(ids, weights, by.top_k), total, start, rows[0].indexed)
+
     # ---- rows of the tokens that an expert gets
 
     def _of_rows(self, ends: Sequence[_End]) -> tuple[Dispatch, Combine] | Refusal | None:
@@ -440,13 +477,14 @@ class _Loop:
         if len(rows) != len(ends) or any(end.mask is not None for end in ends):
             return None
         source, shape = rows[0].source, example(rows[0].source)
-        if shape is None or shape.dim() != 2 or any(row.source is not source for row in rows):
+        if shape is None or any(row.source is not source for row in rows):
             return None
         indices = [row.index for row in rows]
-        put = self._put_by_mask(source, indices, ends) if ends[0].scale == 1 else None
+        masks = [index for index in indices if isinstance(index, fx.Node)] if shape.dim() == 2 else []
+        put = self._put_by_mask(source, masks, ends) if ends[0].scale == 1 and masks else None
         if put is not None:
             return put
-        pairs = self._pairs(shape.shape[0])
+        pairs = self._pairs(prod(shape.shape[:-1]))
         hits = [hit for number, index in enumerate(indices) if (hit := pairs.hits(index, number)) is not None]
         if len(hits) != len(ends) or not pairs.all_same([hit.ids for hit in hits]):
             return None
@@ -544,22 +582,36 @@ class _Loop:
             if call is None:
                 return None
             index = call["index"]
-            if isinstance(index, list | tuple):  # x[None, token]
+            if isinstance(index, list | tuple):  # x[None, token], x[batch, place]
                 parts = [part for part in index if part is not None and part not in (Ellipsis, slice(None))]
-                index = parts[0] if len(parts) == 1 and index.index(parts[0]) <= index.count(None) else None
-            if not isinstance(index, fx.Node):
+                first = len(parts) == 1 and index.index(parts[0]) <= index.count(None)
+                all_nodes = all(isinstance(part, fx.Node) for part in parts) and len(parts) == len(index)
+                index = parts[0] if first else tuple(parts) if len(parts) > 1 and all_nodes else None
+            if not isinstance(index, fx.Node | tuple):
                 return None
-            root = self.reading.uncast(call["x"], self.floor)
-            found.append(_Taken(root if rank(root) == 2 else call["x"], index, call["x"]))
-        first = found[0]
-        same = all(one.source is first.source and self.reading.same(one.index, first.index) for one in found)
-        return first if same else None
+            root, given = self.reading.uncast(call["x"], self.floor), call["x"]
+            dims = len(index) if isinstance(index, tuple) else _dims(index)
+            source = next((node for node in (root, given) if rank(node) == dims + 1), None)
+            if source is None:
+                return None
+            found.append(_Taken(source, index, given))
+        first_one = found[0]
+        same = all(one.source is first_one.source and self._same(one.index, first_one.index) for one in found)
+        return first_one if same else None
 
-    def _in_order(self, ends: Sequence[_End], indices: Sequence[fx.Node]) -> list[tuple[_End, fx.Node]]:
+    def _same(self, one: Any, other: Any) -> bool:
+        """Whether two indices are the same numbers."""
+        if isinstance(one, fx.Node) and isinstance(other, fx.Node):
+            return self.reading.same(one, other)
+        parts = [part if isinstance(part, list | tuple) else (part,) for part in (one, other)]
+        alike = len(parts[0]) == len(parts[1]) and all(isinstance(part, fx.Node) for both in parts for part in both)
+        return alike and all(self.reading.same(a, b) for a, b in zip(*parts, strict=True))
+
+    def _in_order(self, ends: Sequence[_End], indices: Sequence[_Index]) -> list[tuple[_End, _Index]]:
         """Ends and indices of the experts in the order in which their results are collected."""
         return sorted(zip(ends, indices, strict=True), key=lambda pair: self.reading.order[pair[0].reader])
 
-    def _put_in_turn(self, ends: Sequence[_End], indices: Sequence[fx.Node]) -> fx.Node | None:
+    def _put_in_turn(self, ends: Sequence[_End], indices: Sequence[_Index]) -> fx.Node | None:
         """What the experts have written one after the other, each the results of its tokens."""
         chain = _chain(self._put(end.reader, index, end.value) for end, index in self._in_order(ends, indices))
         return chain[1] if chain is not None and self._is_wide(chain[1]) else None
@@ -567,11 +619,11 @@ class _Loop:
     def _put(self, node: fx.Node, index: Any, rows: fx.Node) -> _Step | None:
         """(before, after) of ``before[index] = rows``."""
         placed = self.order.placed(node)
-        fits = placed is not None and placed.rows is rows and self.reading.same(placed.index, index)
+        fits = placed is not None and placed.rows is rows and self._same(placed.index, index)
         return (placed.start, node) if placed is not None and fits else None
 
     def _added_to_tokens(
-        self, ends: Sequence[_End], indices: Sequence[fx.Node]
+        self, ends: Sequence[_End], indices: Sequence[_Index]
     ) -> tuple[fx.Node, fx.Node | None, bool] | None:  # fmt: skip
         """(the sum, what it was added to, whether a token's row counts once) of results added to their tokens."""
         steps = [(end, self._added(end, index)) for end, index in self._in_order(ends, indices)]
@@ -581,23 +633,23 @@ class _Loop:
         once = any(step is not None and step[1] is not end.reader for end, step in steps)
         return chain[1], None if self.reading.is_zeros(chain[0]) else chain[0], once
 
-    def _added(self, end: _End, index: fx.Node) -> _Step | None:
+    def _added(self, end: _End, index: _Index) -> _Step | None:
         """(before, after) of one expert's addition; ``before[index] += rows``, where rows of one token overwrite each
         other, ends behind the addition.
         """
         added = self.order.added(end.reader)
         if added is not None and added.rows is end.value:
             column = self.order.column(added.index) if added.wide else added.index
-            fits = column is not None and self.reading.same(self.order.bare(column), self.order.bare(index))
-            return (added.start, end.reader) if fits else None
+            bare = [self.order.bare(one) if isinstance(one, fx.Node) else one for one in (column, index)]
+            return (added.start, end.reader) if self._same(*bare) else None
         call, readers = self.reading.read(end.reader, "add", "y"), self.reading.readers(end.reader)
         if call is None or len(readers) != 1:
             return None
         taken = self.reading.read(call["y"] if call["x"] is end.value else call["x"], "index fancy", "index")
         put = self._put(readers[0], index, end.reader)
-        if taken is None or put is None or put[0] is not taken["x"] or not isinstance(taken["index"], fx.Node):
+        if taken is None or put is None or put[0] is not taken["x"]:
             return None
-        return put if self.reading.same(taken["index"], index) else None
+        return put if self._same(taken["index"], index) else None
 
     def _put_by_mask(
         self, source: fx.Node, masks: Sequence[fx.Node], ends: Sequence[_End]
@@ -626,6 +678,12 @@ class _Loop:
         dispatch = Dispatch("loop", rows.hidden, ids[0], None, rows.top_k)
         combine = recognise_combine(self.reading, dispatch, replace(self.first.down, result=chain[1]), self.wide)
         return combine if isinstance(combine, Refusal) else (dispatch, combine)
+
+
+def _dims(index: fx.Node) -> int:
+    """How many dimensions an index takes the place of."""
+    held = example(index)
+    return held.dim() if held is not None and held.dtype == torch.bool else 1
 
 
 # What one expert's results are put into or added to, and what that gives.

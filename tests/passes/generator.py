@@ -351,6 +351,8 @@ def block(case: Case, parts: Parts) -> Callable[..., Any]:
             reach("gathered", rows=rows, perm=perm)
         if case.sliced == "experts":
             out = torch.cat([one_expert(e, mine, w1, w2, b1, b2) for e, mine in enumerate(rows.split(offsets))])
+            reach("first", h=out)
+            reach("activated", a=out)
         elif case.form == GROUPED:
             h = first(lambda w: product(rows, w, offsets), w1, lambda b: b[flat[perm]], b1)
             reach("first", h=h[0] if isinstance(h, list) else h)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from compile_passes.loops import cure, find_counts, find_experts, find_loops
+from compile_passes.loops import cure, find_experts, find_loops, find_sizes_of_the_data
 from tests.corpus.families import build
 from tests.passes.blocks import E, H, I
 from tests.passes.test_backend import Loop
@@ -133,6 +133,6 @@ def test_counts_are_found_at_experts_alone():
     """Not far from them, and not beside a loop, which has a static form of its own."""
     model = nn.Module()
     model.layer, model.far = Holder(Counts()), nn.Sequential(nn.Sequential(Counts()))
-    assert find_counts(model) == ["layer.experts"]
+    assert find_sizes_of_the_data(model) == ["layer.experts"]
     model.layer = Holder(While())
-    assert find_counts(model) == []
+    assert find_sizes_of_the_data(model) == []

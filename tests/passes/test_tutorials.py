@@ -1,0 +1,186 @@
+"""Layers of `benchmarks/tutorials.py`: prepared by `moe_ops.compile`, fused in one graph, equal to eager."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
+
+import moe_ops
+from benchmarks import tutorials
+from benchmarks.tutorials import LAYERS, Block, StackedWeights
+from tests.passes.compare import check
+
+DIM = 16
+BF16 = {"torchtitan's gpt-oss: biases repeated by counts"}
+
+
+def tokens(length: int) -> torch.Tensor:
+    return torch.randn(2, length, DIM, generator=torch.Generator().manual_seed(length))
+
+
+def prepared(module: torch.nn.Module) -> torch.nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        moe_ops.compile(module)  # nothing is compiled before a call
+    return module
+
+
+def made(kind: type[torch.nn.Module]) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return kind().eval()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_fused_in_one_graph(name: str) -> None:
+    """For all numbers of tokens two, as torch makes the first static."""
+    module = made(LAYERS[name])
+    original = copy.deepcopy(module)
+    prepared(module)
+    torch.compiler.reset()
+    counters.clear()
+    compiled = torch.compile(module, backend="moe_ops_eager")
+    with torch.no_grad():
+        for length in (2, 3, 7, 31):
+            bound = 2e-2 if name in BF16 else 1e-5
+            torch.testing.assert_close(compiled(tokens(length)), original(tokens(length)), atol=bound, rtol=bound)
+    found = counters["moe_ops"]
+    assert (found["fused"], found["refused"]) == (2, 0)
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if name not in BF16])
+def test_gradients(name: str) -> None:
+    module = prepared(made(LAYERS[name]))
+    outcome = check(module, tokens(4), gradients=True, tolerance=1e-4)
+    assert (outcome.problem, outcome.fused) == (None, 1)
+
+
+# ---- near misses
+
+
+class OtherPlaces(Block):
+    """Results go to the same places of another sequence."""
+
+    def forward(self, x):
+        weights, ids = self.route(x)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            batch, place, slot = torch.where(ids == e)
+            y[1 - batch, place] += weights[batch, place, slot, None] * expert(x[batch, place])
+        return y
+
+
+class SwappedPlaces(Block):
+    """Batch and length, two by two, are taken for each other."""
+
+    def forward(self, x):
+        x = x[:, :2]
+        weights, ids = self.route(x)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            batch, place, slot = torch.where(ids == e)
+            y[batch, place] += weights[batch, place, slot, None] * expert(x[place, batch])
+        return y
+
+
+class WeightsOfOtherPlaces(Block):
+    def forward(self, x):
+        x = x[:, :2]
+        weights, ids = self.route(x)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            batch, place, slot = torch.where(ids == e)
+            y[batch, place] += weights[place, batch, slot, None] * expert(x[batch, place])
+        return y
+
+
+class MasksOfOthers(Block):
+    """The mask is that of the sequences in the other order."""
+
+    def forward(self, x):
+        weights, ids = self.route(x)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            chosen = (ids.flip(0) == e).any(-1)
+            scores = (weights * (ids == e)).sum(-1)
+            y[chosen] += expert(x[chosen]) * scores[chosen].unsqueeze(-1)
+        return y
+
+
+class GatheredAlongLength(Block):
+    """[2, 4, 4, H]: the places are taken for experts."""
+
+    def forward(self, x):
+        weights, ids = self.route(x)
+        results = torch.stack([expert(x) for expert in self.experts], dim=1)
+        index = ids.unsqueeze(-1).expand(-1, -1, -1, x.shape[-1])
+        return (torch.gather(results, 2, index) * weights.unsqueeze(-1)).sum(dim=2)
+
+
+class MasksOfNext(Block):
+    """As litgpt's, of the numbers from one."""
+
+    def forward(self, x):
+        x = x.flatten(0, 1)
+        weights, ids = self.route(x)
+        masks = ids.unsqueeze(-1) == torch.arange(1, self.num_experts + 1)
+        y = torch.zeros_like(x)
+        for mask, expert in zip(masks.permute(2, 0, 1), self.experts, strict=True):
+            token, slot = torch.where(mask)
+            y[token] += weights[token, slot, None] * expert(x[token])
+        return y
+
+
+class SplitOfOtherTokens(StackedWeights):
+    how = staticmethod(lambda tokens, scores, sizes: (tokens.flip(0).split(sizes), scores.split(sizes)))
+
+    def forward(self, x):
+        rows = x.flatten(0, 1)
+        weights, ids = self.route(rows)
+        flat = ids.reshape(-1)
+        order = torch.argsort(flat, stable=True)
+        sizes = F.one_hot(flat, self.num_experts).sum(0).tolist()
+        tokens, scores = self.how(order // self.top_k, weights.reshape(-1)[order], sizes)
+        y = torch.zeros_like(rows)
+        for e in range(self.num_experts):
+            y.index_add_(0, tokens[e], self.expert(rows[tokens[e]], e) * scores[e][:, None])
+        return y
+
+
+class SplitOfOtherWeights(SplitOfOtherTokens):
+    how = staticmethod(lambda tokens, scores, sizes: (tokens.split(sizes), scores.flip(0).split(sizes)))
+
+
+class SplitInOtherOrder(SplitOfOtherTokens):
+    how = staticmethod(lambda tokens, scores, sizes: (tokens.split(sizes)[::-1], scores.split(sizes)[::-1]))
+
+
+class BiasesByOtherCounts(tutorials.RepeatedBiases):
+    """Every expert's bias goes to as many rows as the next one has."""
+
+    @staticmethod
+    def product(rows, weight, bias, offsets, counts):
+        return tutorials.RepeatedBiases.product(rows, weight, bias, offsets, counts.roll(1))
+
+
+MISSES = [
+    OtherPlaces, SwappedPlaces, WeightsOfOtherPlaces, MasksOfOthers, GatheredAlongLength, MasksOfNext,
+    SplitOfOtherTokens, SplitOfOtherWeights, SplitInOtherOrder, BiasesByOtherCounts,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MISSES, ids=lambda kind: kind.__name__)
+def test_near_miss(kind: type[torch.nn.Module]) -> None:
+    module = made(kind)
+    if issubclass(kind, Block):
+        moe_ops.stack_experts_(module)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
+        outcome = check(module, tokens(4))
+        assert (outcome.problem, outcome.fused) == (None, 0)
+        report = moe_ops.explain(module, tokens(4))
+    assert report.refused and all(row.reason and row.cure for row in report.refused)
