@@ -128,12 +128,23 @@ def _holds_experts(name: str, module: nn.Module) -> bool:
 
 def _lists(module: nn.Module) -> list[nn.Module]:
     """The children of ``module`` that are lists of experts."""
-    kinds = (nn.ModuleList, nn.ModuleDict)
-    return [
-        child
-        for name, child in module.named_children()
-        if "expert" in name and isinstance(child, kinds) and len(child) > 1
-    ]
+    return [child for name, child in module.named_children() if number_of_experts(module, name, child)]
+
+
+def number_of_experts(module: nn.Module, name: str, child: nn.Module) -> int:
+    """How many experts a child of ``module`` is a list of, 0 of anything else: it is called so, or has modules of one
+    class, as many as a router scores.
+    """
+    if not isinstance(child, nn.ModuleList | nn.ModuleDict) or len(child) < 2:
+        return 0
+    alike = len({type(inner) for inner in child.children()}) == 1
+    return len(child) if "expert" in name or (alike and len(child) in _scored(module)) else 0
+
+
+def _scored(module: nn.Module) -> set[int]:
+    """How many experts the routers in ``module`` score."""
+    routers = [child for name, child in module.named_children() if "gate" in name or "router" in name]
+    return {weight.shape[0] for router in routers for weight in router.parameters() if weight.dim() == 2}
 
 
 def _has_list(module: nn.Module) -> bool:
@@ -154,9 +165,8 @@ def _stacked_weights(name: str, module: nn.Module) -> list[nn.Parameter]:
 def _are_routed_to(module: nn.Module, stacks: dict[str, nn.Parameter]) -> bool:
     """Whether stacks in a module that is called otherwise are called experts', or a router in it scores as many."""
     counts = {weight.shape[0] for weight in stacks.values()}
-    routers = [child for name, child in module.named_children() if "gate" in name or "router" in name]
-    scored = {weight.shape[0] for router in routers for weight in router.parameters() if weight.dim() == 2}
-    return len(counts) == 1 and (any("expert" in name for name in stacks) or (len(stacks) > 1 and counts <= scored))
+    routed = len(stacks) > 1 and counts <= _scored(module)
+    return len(counts) == 1 and (routed or any("expert" in name for name in stacks))
 
 
 def find_blocks(model: nn.Module, has: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from compile_passes.loops import number_of_experts
 from meta.checks import fail
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,9 @@ def expert_lists(model: nn.Module, names: tuple[str, ...] = ()) -> list[ExpertLi
         if not isinstance(modules.get(name), nn.ModuleList | nn.ModuleDict):
             raise fail("stack_experts_", "names", "paths of nn.ModuleList or nn.ModuleDict in the model", repr(name))
     for path, module in modules.items():
-        called = path in names if names else "expert" in path.rpartition(".")[2]
+        parent, _, name = path.rpartition(".")
+        around = modules.get(parent)
+        called = path in names if names else around is not None and number_of_experts(around, name, module) > 0
         if not called or not isinstance(module, nn.ModuleList | nn.ModuleDict) or len(_numbered(module)) < 2:
             continue
         if _STACKS not in vars(module):

@@ -30,7 +30,7 @@ from compile_passes.loop_body import (
     drop_unread,
     take_known_branches,
 )
-from compile_passes.loops import decides, has_data_dependent_calls
+from compile_passes.loops import decides, has_data_dependent_calls, number_of_experts
 from compile_passes.sorted_slices import CONVERSIONS, counted, takes_slices, unsort
 from compile_passes.source import (
     Helper,
@@ -349,8 +349,7 @@ class _Method:
         if weight is not None:
             others = any(isinstance(part, ast.If) and element in names(part.test) for part in parts)
             return local if others and local is not None else weight
-        counts = {len(child) for name, child in self.module.named_children()
-                  if "expert" in name and isinstance(child, nn.ModuleList | nn.ModuleDict)}  # fmt: skip
+        counts = {number_of_experts(self.module, name, child) for name, child in self.module.named_children()} - {0}
         stacks = {weight.shape[0] for weight in self.module.parameters(recurse=False) if weight.dim() > 2}
         for sizes in (counts, set() if local is not None else stacks):
             if len(sizes) == 1:

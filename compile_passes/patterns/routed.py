@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from compile_passes.equal import narrower
+from compile_passes.equal import narrower, no_narrower
 from compile_passes.match import Combine, Dispatch, Product, Refusal
 from compile_passes.patterns.combine import recognise_combine
 from compile_passes.patterns.dispatch import recognise_dispatch, weighted_tokens
 from compile_passes.reading import Reading
-from compile_passes.vocabulary import example
+from compile_passes.vocabulary import example, same_shape
 
 
 def routed_rows(
@@ -21,11 +23,28 @@ def routed_rows(
         return dispatch
     floor = narrowest(example(dispatch.hidden), dtype)
     combine = recognise_combine(reading, dispatch, down, floor)
-    weighted = weighted_tokens(reading, dispatch, floor) if isinstance(combine, Refusal) else None
-    again = combine if weighted is None else recognise_combine(reading, weighted, down, floor)
-    if weighted is not None and not isinstance(again, Refusal):
-        return weighted, again
-    return combine if isinstance(combine, Refusal) else (dispatch, combine)
+    if not isinstance(combine, Refusal):
+        return dispatch, combine
+    for other in (weighted_tokens(reading, dispatch, floor), _unrounded(reading, dispatch, dtype)):
+        again = None if other is None else recognise_combine(reading, other, down, floor)
+        if other is not None and isinstance(again, Combine):
+            return other, again
+    return combine
+
+
+def _unrounded(reading: Reading, dispatch: Dispatch, floor: torch.dtype) -> Dispatch | None:
+    """The same of the hidden states before they were rounded to the experts' dtype, as the operator does by itself; or
+    None where they were not.
+    """
+    rounded = example(dispatch.hidden)
+    views = [(node, example(node)) for node in reading.casts(dispatch.hidden, floor)]
+    wider = [
+        node
+        for node, held in views
+        if rounded is not None and held is not None and held.dtype != rounded.dtype
+        and no_narrower(held.dtype, rounded.dtype) and same_shape(node, dispatch.hidden)
+    ]  # fmt: skip
+    return replace(dispatch, hidden=wider[0]) if wider else None
 
 
 def narrowest(hidden: torch.Tensor | None, dtype: torch.dtype) -> torch.dtype:
