@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.foreign import Expert
 from benchmarks.loops import Block
 
 
@@ -153,13 +154,64 @@ class RepeatedBiases(StackedWeights):
         return out + bias.bfloat16().repeat_interleave(counts, dim=0, output_size=rows.shape[0])
 
 
+class UnflattenedGather(StackedWeights):
+    """[batch, length] is never flattened: weights gathered for every selection, with biases, and products by einsum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        h = torch.einsum("bsh,bskih->bski", x, self.w_in[ids]) + self.b_in[ids]
+        gate, up = h.chunk(2, dim=-1)
+        out = torch.einsum("bski,bskhi->bskh", F.silu(gate) * up, self.w_out[ids]) + self.b_out[ids]
+        return torch.einsum("bsk,bskh->bsh", weights, out)
+
+
+class RoundedFirst(StackedWeights):
+    """Hidden states are rounded to the experts' dtype before rows are taken, and the sum is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        weights, ids = self.route(rows)
+        flat = ids.flatten()
+        order = flat.argsort()
+        offsets = F.one_hot(flat, self.num_experts).sum(0).cumsum(0).int()
+        h = torch._grouped_mm(rows.bfloat16()[order // self.top_k], self.w_in.bfloat16().mT, offs=offsets)
+        gate, up = h.chunk(2, dim=-1)
+        out = torch._grouped_mm(F.silu(gate) * up, self.w_out.bfloat16().mT, offs=offsets)[order.argsort()]
+        return (out.view(-1, self.top_k, x.shape[-1]) * weights.unsqueeze(-1)).sum(1).view_as(x)
+
+
+class FeedForwards(nn.Module):
+    """A list of experts that is not called so, beside a router with a bias."""
+
+    def __init__(self, *, dim: int = 16, hidden: int = 8, num_experts: int = 4, top_k: int = 2) -> None:
+        super().__init__()
+        self.router = nn.Linear(dim, num_experts)
+        self.ffns = nn.ModuleList(Expert(dim, hidden) for _ in range(num_experts))
+        self.top_k = top_k
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        weights, ids = self.router(rows).softmax(-1).topk(self.top_k)
+        y = torch.zeros_like(rows)
+        for e, ffn in enumerate(self.ffns):
+            chosen = ids == e
+            if not chosen.any():
+                continue
+            token, slot = torch.where(chosen)
+            y[token] += ffn(rows[token]) * weights[token, slot, None]
+        return y.view_as(x)
+
+
 LAYERS = {
     "litgpt: a mask for every expert": LitGPT,
     "[batch, length] as they are: three lists of positions": UnflattenedPlaces,
     "[batch, length] as they are: masks, and any()": UnflattenedMasks,
     "[batch, length] as they are: results stacked and gathered": UnflattenedStack,
+    "[batch, length] as they are: gathered weights, einsum": UnflattenedGather,
     "slots, then experts, by masks and any()": SlotByMask,
     "tokens and weights of sorted pairs, split": SplitPairs,
     "stacked weights with biases, nonzero for every expert": Nonzero,
     "torchtitan's gpt-oss: biases repeated by counts": RepeatedBiases,
+    "grouped_mm, hidden states rounded before rows are taken": RoundedFirst,
+    "a list that is not called experts": FeedForwards,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -131,15 +132,16 @@ def _repeated_rows(order: Order, up: Product) -> Dispatch | Refusal:
 
 def _dispatch(up: Product, form: str, rows: Rows, ids: fx.Node) -> Dispatch | Refusal:
     tokens, count = example(rows.hidden), example(ids)
-    if tokens is None or count is None or tokens.dim() != 2:
+    if tokens is None or count is None or (tokens.dim() != 2 and up.copies is None):
         return Refusal(
             up.anchor, "The gathered hidden states are not [tokens, hidden].", "Flatten them to two dimensions."
         )
-    given, copied = example(up.rows), tokens.shape[0] if up.copies is not None else count.numel()
-    whole = given is not None and equal_sizes(given.numel(), copied * tokens.shape[1])
-    if not whole or not equal_sizes(count.numel(), tokens.shape[0] * rows.top_k):
+    number, width = prod(tokens.shape[:-1]), tokens.shape[-1]
+    given, copied = example(up.rows), number if up.copies is not None else count.numel()
+    whole = given is not None and equal_sizes(given.numel(), copied * width)
+    if not whole or not equal_sizes(count.numel(), number * rows.top_k):
         return Refusal(
-            up.anchor, f"There are {count.numel()} expert ids for {tokens.shape[0]} tokens, not top_k={rows.top_k} "
+            up.anchor, f"There are {count.numel()} expert ids for {number} tokens, not top_k={rows.top_k} "
             "each.", "Gather with perm // topk_ids.shape[1].",
         )  # fmt: skip
     return Dispatch(form, rows.hidden, ids, rows.perm, rows.top_k, weights=rows.weights)

@@ -88,7 +88,7 @@ def _batched_product(reading: Reading, node: fx.Node) -> Product | None:
 
 def _product_by_slot(reading: Reading, node: fx.Node) -> Product | None:
     """``einsum("ti,taoi->tao", tokens, weight[ids])`` or ``matmul(weight[ids], rows[..., None])``, with ids ``[T, K]``,
-    or [R], of tokens or of rows.
+    [..., K], or [R], of tokens or of rows.
     """
     found = _einsum(reading, node) or _matmul_by_slot(reading, node)
     if found is None:
@@ -99,7 +99,7 @@ def _product_by_slot(reading: Reading, node: fx.Node) -> Product | None:
     if index is None or shape is None:
         return None
     stacked = peel_transpose(reading, Weight(reading.unwrap(index["x"]), weight.transposed))
-    copies = shape.shape[1] if shape.dim() == 4 and rank(rows) == 2 else None
+    copies = shape.shape[-3] if shape.dim() > 3 and rank(rows) == shape.dim() - 2 else None
     if copies is not None and type(copies) is not int:
         return None
     return replace(_with_epilogue(reading, node, rows, stacked, index["index"], ()), copies=copies)
@@ -109,7 +109,7 @@ def _gather_of(reading: Reading, weight: Any) -> Call | None:
     """The ``stacked[ids]`` that ``weight`` [..., N, K] is, its rows perhaps as [T, slots]."""
     shape, root = example(weight), reading.strip(weight)
     made, index = example(root), reading.read(root, "index", "index")
-    if shape is None or made is None or index is None or rank(index["x"]) != 3 or rank(index["index"]) not in (1, 2):
+    if shape is None or made is None or index is None or rank(index["x"]) != 3 or not rank(index["index"]):
         return None
     return index if all(map(equal_sizes, shape.shape[-2:], made.shape[-2:])) else None
 
@@ -124,11 +124,11 @@ def _einsum(reading: Reading, node: fx.Node) -> tuple[fx.Node, fx.Node, bool] | 
         rows, weight = operands[place], operands[1 - place]
         of_rows, of_weight = labels[place], labels[1 - place]
         lead, last = of_weight[:-2], of_weight[-2:]
-        if not lead or len(of_weight) not in (3, 4) or not of_rows:
+        if not lead or len(of_rows) < 2:
             continue
         inner = of_rows[-1]
         outer = last.replace(inner, "")
-        if len(outer) == 1 and of_rows[:-1] in (lead, lead[0]) and result == lead + outer:
+        if len(outer) == 1 and of_rows[:-1] in (lead, lead[:-1]) and result == lead + outer:
             return rows, weight, last[0] == inner
     return None
 
@@ -226,7 +226,7 @@ def _gathered_bias(reading: Reading, call: Call, value: fx.Node) -> tuple[fx.Nod
         return None
     repeated = index.name == "repeat_interleave"
     by = index["repeats" if repeated else "index"]
-    if rank(by) not in ((1,) if repeated else (1, 2)) or (repeated and index["dim"] not in (0, -2)):
+    if (rank(by) != 1 or index["dim"] not in (0, -2)) if repeated else not rank(by):
         return None
     return reading.unwrap(index["x"]), by, repeated
 
