@@ -549,7 +549,10 @@ def equal_sizes(left: Any, right: Any) -> bool:
     one, two = size_of(left), size_of(right)
     if one is None or two is None:
         return False
-    return statically_known_true(one == two) or statically_known_true(as_asserted(one) == as_asserted(two))
+    if statically_known_true(one == two):
+        return True
+    first, second = as_asserted(one), as_asserted(two)
+    return (first is not one or second is not two) and statically_known_true(first == second)
 
 
 def size_of(value: Any) -> Any:

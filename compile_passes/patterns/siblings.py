@@ -15,7 +15,7 @@ Whose rows these are, and what weighs them, is the business of `pairs`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from compile_passes.equal import is_float_cast, narrower, no_narrower
+from compile_passes.equal import is_float_cast, narrower
 from compile_passes.match import Body, Combine, Dispatch, Made, Product, Refusal, Spread, Value, Weight
 from compile_passes.patterns.activation import recognise_body
 from compile_passes.patterns.capacity import recognise_capacity
@@ -31,6 +31,7 @@ from compile_passes.patterns.chains import Expert
 from compile_passes.patterns.combine import final_cast, recognise_combine
 from compile_passes.patterns.counts import counts_of
 from compile_passes.patterns.dense import recognise_dense
+from compile_passes.patterns.ends import End, Ends, Step, chain_of
 from compile_passes.patterns.ids import are_distinct, are_in_range
 from compile_passes.patterns.pairs import Chosen, Pairs, no_loop
 from compile_passes.patterns.routed import routed_rows
@@ -39,14 +40,10 @@ from compile_passes.patterns.selection import Selection
 from compile_passes.patterns.slices import all_rows, cut_up, parts_of, slices_of
 from compile_passes.patterns.slots import dropped_unless
 from compile_passes.reading import Reading
-from compile_passes.safety import readers_of_numbers
-from compile_passes.vocabulary import equal_sizes, example, has_shape, rank, same_shape
+from compile_passes.vocabulary import equal_sizes, example, rank, same_shape
 
 _ANY, _CAST, _SCALED = torch.ops.aten.any.dim, torch.ops.aten.to.dtype, torch.ops.aten.mul.Scalar
 _RESHAPE = torch.ops.aten.reshape.default
-
-
-_Index = fx.Node | tuple[fx.Node, ...]
 
 
 @dataclass(frozen=True)
@@ -65,33 +62,6 @@ def recognise_loop(reading: Reading, experts: Sequence[Expert]) -> Loop | Refusa
     return _Loop(reading, experts).block()
 
 
-@dataclass(frozen=True)
-class _End:
-    """What becomes of one expert's results: ``value``, multiplied by ``factor`` if at all, meets ``reader``.
-
-    ``mask``: where the results are not replaced by zeros, if some are; with ``others`` where they are. ``scale``: a
-    number that multiplies them, too.
-    """
-
-    value: fx.Node
-    factor: fx.Node | None
-    reader: fx.Node
-    mask: fx.Node | None = None
-    others: bool = False
-    scale: int | float = 1
-
-
-@dataclass(frozen=True)
-class _Taken:
-    """What an expert takes its rows from, by which index, or one for each leading dimension, or mask; ``indexed``: the
-    source in the shape that it has.
-    """
-
-    source: fx.Node
-    index: _Index
-    indexed: fx.Node
-
-
 class _Loop:
     def __init__(self, reading: Reading, experts: Sequence[Expert]) -> None:
         self.reading, self.experts, self.first = reading, experts, experts[0]
@@ -104,6 +74,7 @@ class _Loop:
         self.ended: list[Expert] = []  # the expert of each end
         # What the results may be rounded to: the hidden states' own dtype may be narrower than that of the weights.
         self.wide = self.floor
+        self.ends = Ends(self.order, self.wide)
 
     def block(self) -> Loop | Refusal:
         numbers = [expert.number for expert in self.experts]
@@ -118,7 +89,8 @@ class _Loop:
             return self._no("The stacked weights, with a bias, are of more experts than the loop runs.")
         rows = example(self.reading.uncast(self.ups[0].rows, self.floor))
         self.wide = self.floor if rows is None else narrower(rows.dtype, self.floor)
-        reached = [(expert, self._ends(expert.down.result)) for expert in self.experts]
+        self.ends = Ends(self.order, self.wide)
+        reached = [(expert, self.ends.of(expert.down.result)) for expert in self.experts]
         followed = [end for _, found in reached for end in found]
         self.ended = [expert for expert, found in reached for _ in found]
         ends = [end for end in followed if end is not None]
@@ -170,80 +142,9 @@ class _Loop:
             bodies.append(found[0])
         return bodies[0]
 
-    def _ends(self, value: fx.Node) -> list[_End | None]:
-        """What becomes of an expert's result: once, or once for each slot of the tokens."""
-        readers = readers_of_numbers(self.reading, value)
-        return [self._follow(value, reader) for reader in readers] or [None]
-
-    def _follow(self, value: fx.Node, reader: fx.Node) -> _End | None:
-        """From an expert's result, as ``reader`` reads it, to what sums or collects the results of all."""
-        factor = None
-        kept: tuple[fx.Node | None, bool] = (None, False)
-        scale: int | float = 1
-        while True:
-            if self.reading.read(reader, "cast") is not None and is_float_cast(reader, value, self.wide):
-                value = reader
-            elif self.reading.read(reader, "view") is not None:
-                value = reader
-            elif scale == 1 and (number := self._number(reader, value)) is not None:
-                scale, value = number, reader
-            elif factor is None and self.reading.read(reader, "mul", "y") is not None:
-                factor = self._factor(reader, value)
-                if factor is None:
-                    return None
-                value = reader
-            elif kept[0] is None and (found := self._kept_by(reader, value)) is not None:
-                kept, value = found, reader
-            else:
-                return _End(value, factor, reader, *kept, scale)
-            readers = readers_of_numbers(self.reading, value)
-            if len(readers) != 1:
-                return None
-            (reader,) = readers
-
-    def _number(self, reader: fx.Node, value: fx.Node) -> int | float | None:
-        """The number that ``reader`` multiplies ``value`` by."""
-        call = self.reading.read(reader, "mul", "y")
-        if call is None or not same_shape(reader, self.reading.operand(value)):
-            return None
-        other = call["y"] if call["x"] is value else call["x"]
-        return other if type(other) in (int, float) else None
-
-    def _factor(self, reader: fx.Node, value: fx.Node) -> fx.Node | None:
-        """What the multiplication ``reader`` multiplies ``value`` [..., H] by: one number for each of its rows."""
-        call, held = self.reading.call(reader), self.reading.operand(value)
-        if call is None or not same_shape(reader, held):
-            return None
-        other = call["y"] if call["x"] is value else call["x"]
-        return other if self._is_by_row(other, held) else None
-
-    def _kept_by(self, reader: fx.Node, value: fx.Node) -> tuple[fx.Node, bool] | None:
-        """The mask of ``where(mask, value, 0)``, or of ``where(mask, 0, value)`` and True."""
-        call = self.reading.read(reader, "where masked_fill", "mask y value")
-        if call is None or not same_shape(reader, value):
-            return None
-        if call.name == "where":
-            other, others = (call["y"], False) if call["x"] is value else (call["x"], True)
-            held = value in (call["x"], call["y"])
-        else:
-            other, others, held = call["value"], True, call["x"] is value
-        empty = other == 0 if type(other) in (int, float) else self._is_no_start(other, reader)
-        mask: fx.Node = call["mask"]
-        return (mask, others) if held and empty and self._is_by_row(mask, value) else None
-
-    def _is_no_start(self, zeros: Any, reader: fx.Node) -> bool:
-        """Whether ``zeros`` are some, and not what ``reader``, the first of several, chooses a result before."""
-        several = any(self.reading.named(next_, "where") is not None for next_ in self.reading.readers(reader))
-        return self.reading.is_zeros(zeros) and not several
-
-    def _is_by_row(self, given: Any, value: fx.Node) -> bool:
-        """Whether ``given`` has one number for each row of ``value`` [..., H], and is not broadcast over rows."""
-        shape = example(value)
-        return shape is not None and has_shape(given, *shape.shape[:-1], 1)
-
     # ---- all tokens for every expert
 
-    def _of_all_tokens(self, ends: Sequence[_End]) -> tuple[Dispatch, Combine] | Refusal | None:
+    def _of_all_tokens(self, ends: Sequence[End]) -> tuple[Dispatch, Combine] | Refusal | None:
         roots = {self.reading.uncast(up.rows, self.floor) for expert in self.experts for up in expert.ups}
         hidden = self.order.flat(self.ups[0].rows) if len(roots) == 1 else None
         tensor = example(hidden)
@@ -254,7 +155,7 @@ class _Loop:
             return self._stacked(ends)
         if self.reading.named(ends[0].reader, "where") is not None:
             return self._chosen(pairs, hidden, ends)
-        found = self._added_up([end.value for end in ends])
+        found = self.ends.added_up([end.value for end in ends])
         if found is None:
             return None
         total, start = found
@@ -281,7 +182,7 @@ class _Loop:
         dispatch = Dispatch("loop", hidden, selection.ids, None, selection.top_k)
         return dispatch, Combine(selection.weights, result[0], total, start, result[1])
 
-    def _stacked(self, ends: Sequence[_End]) -> tuple[Dispatch, Combine] | Refusal | None:
+    def _stacked(self, ends: Sequence[End]) -> tuple[Dispatch, Combine] | Refusal | None:
         """Results of all experts as one tensor, from which scores or ids pick."""
         collected = self._collected(ends)
         if collected is None:
@@ -291,7 +192,7 @@ class _Loop:
         down = replace(self.first.down, result=reader, spread=(spread, spread))
         return recognise_dense(self.reading, ups, down, self.floor, None)
 
-    def _collected(self, ends: Sequence[_End]) -> tuple[fx.Node, Spread] | None:
+    def _collected(self, ends: Sequence[End]) -> tuple[fx.Node, Spread] | None:
         """What puts the results of all experts beside each other, and their order in it."""
         reader, result = ends[0].reader, example(ends[0].value)
         call, shape = self.reading.read(reader, "stack cat", "dim"), example(reader)
@@ -311,7 +212,7 @@ class _Loop:
 
     # ---- rows of the slots of every expert
 
-    def _of_slots(self, ends: Sequence[_End]) -> tuple[Dispatch, Combine] | Refusal | None:
+    def _of_slots(self, ends: Sequence[End]) -> tuple[Dispatch, Combine] | Refusal | None:
         """Every expert takes its part of rows [.., E, .., H] that others made, and the results are put together."""
         parts = [self._part(up.rows, expert.number) for expert in self.experts for up in expert.ups]
         collected = self._collected(ends) if parts[0] is not None else None
@@ -333,23 +234,23 @@ class _Loop:
         return found[:2] if found[1] < shape.dim() - 1 else None
 
     def _chosen(
-        self, pairs: Pairs, hidden: fx.Node, ends: Sequence[_End]
+        self, pairs: Pairs, hidden: fx.Node, ends: Sequence[End]
     ) -> tuple[Dispatch, Combine] | Refusal | None:  # fmt: skip
         """``out = where(ids == e, expert_e(x), out)`` with one expert for each token."""
         ids: list[fx.Node] = []
-        steps: list[_Step] = []
+        steps: list[Step] = []
         for number, end in enumerate(ends):
             call = self.reading.read(end.reader, "where", "mask y")
             pair = None if call is None else pairs.of_mask(call["mask"], number)
             if call is None or pair is None or pair[1] or call["x"] is not end.value or end.mask is not None:
                 return None
-            if not self._is_by_row(call["mask"], end.value) or not same_shape(end.reader, end.value):
+            if not self.ends._is_by_row(call["mask"], end.value) or not same_shape(end.reader, end.value):
                 return None
             if not pairs.one_each(pair[0]) or example(call["y"]) is None:
                 return None
             ids.append(pair[0])
             steps.append((call["y"], end.reader))
-        chain = _chain(steps)
+        chain = chain_of(steps)
         return None if chain is None else self._one_expert(pairs, hidden, ids, [end.factor for end in ends], chain[1])
 
     def _one_expert(
@@ -385,7 +286,7 @@ class _Loop:
             if call is None or made is None:
                 break
             if call.name == "mul":
-                factor = self._factor(reader, value)
+                factor = self.ends.factor(reader, value)
                 return (value, None) if factor is None else (reader, factor)
             if call.name == "cast" and not is_float_cast(reader, value, self.wide):
                 break
@@ -394,36 +295,9 @@ class _Loop:
             value = reader
         return value, None
 
-    def _added_up(self, values: Sequence[fx.Node]) -> tuple[fx.Node, fx.Node | None] | None:
-        """The node at which all ``values`` have been added up, and the one other term there is."""
-        counted = dict.fromkeys(values, 1)
-        readers = {reader for value in values for reader in self.reading.readers(value)}
-        waiting = sorted(readers, key=self.reading.order.__getitem__)
-        rest: list[Any] = []
-        for node in waiting:
-            call = self.reading.read(node, "add", "y")
-            if call is None or node in counted:
-                return None
-            terms = (call["x"], call["y"])
-            counted[node] = sum(counted.get(term, 0) for term in terms if isinstance(term, fx.Node))
-            rest += [term for term in terms if not (isinstance(term, fx.Node) and term in counted) and term != 0]
-            if counted[node] == len(values):
-                break
-            waiting += [reader for reader in self.reading.readers(node) if reader not in waiting]
-        else:
-            return None
-        if not self._is_wide(node) or len(rest) > 1 or not all(same_shape(value, node) for value in (*values, *rest)):
-            return None
-        return node, rest[0] if rest and not self.reading.is_zeros(rest[0]) else None
-
-    def _is_wide(self, value: fx.Node) -> bool:
-        """Whether sums of results may be rounded to the dtype of ``value``."""
-        held = example(self.reading.operand(value))
-        return held is not None and no_narrower(held.dtype, self.wide)
-
     # ---- slices of sorted rows
 
-    def _of_slices(self, ends: Sequence[_End]) -> tuple[Dispatch, Combine] | Refusal | None:
+    def _of_slices(self, ends: Sequence[End]) -> tuple[Dispatch, Combine] | Refusal | None:
         """Every expert takes its slice of the sorted rows, and the results are put behind each other."""
         joined = parts_of(self.reading, ends[0].reader)
         cuts = {slices_of(self.reading, [expert.ups[n].rows for expert in self.experts], self.floor)
@@ -438,9 +312,9 @@ class _Loop:
         down = replace(cut_up(self.first.down, cut), result=result)
         return routed_rows(self.reading, self.ups, down, self.floor)
 
-    def _of_split_pairs(self, ends: Sequence[_End]) -> tuple[Dispatch, Combine] | Refusal | None:
+    def _of_split_pairs(self, ends: Sequence[End]) -> tuple[Dispatch, Combine] | Refusal | None:
         """Every expert takes the tokens in its slice of the sorted pairs, and adds its results to them."""
-        rows = [row for row in map(self._taken, self.experts) if row is not None]
+        rows = [row for row in map(self.ends.taken, self.experts) if row is not None]
         if len(rows) != len(ends) or any(end.mask or end.factor is None or end.scale != 1 for end in ends):
             return None
         source, indices = rows[0].source, [row.index for row in rows]
@@ -454,7 +328,7 @@ class _Loop:
             return None
         pairs, shape = example(ids), example(source)
         weights = self.order.weights_of(given.rows, None if pairs is None else pairs.numel(), by.perm)
-        added = self._added_to_tokens(ends, indices)
+        added = self.ends.added_to_tokens(ends, indices)
         if weights is None or added is None or pairs is None or shape is None:
             return None
         if not equal_sizes(pairs.numel(), shape.shape[0] * by.top_k):
@@ -471,9 +345,9 @@ class _Loop:
 
     # ---- rows of the tokens that an expert gets
 
-    def _of_rows(self, ends: Sequence[_End]) -> tuple[Dispatch, Combine] | Refusal | None:
+    def _of_rows(self, ends: Sequence[End]) -> tuple[Dispatch, Combine] | Refusal | None:
         """Rows of every expert's pairs, or tokens, by the places where a mask is set."""
-        rows = [row for row in map(self._taken, self.experts) if row is not None]
+        rows = [row for row in map(self.ends.taken, self.experts) if row is not None]
         if len(rows) != len(ends) or any(end.mask is not None for end in ends):
             return None
         source, shape = rows[0].source, example(rows[0].source)
@@ -496,7 +370,7 @@ class _Loop:
         routed, scale = hits[0].routed, ends[0].scale
         if any(hit.routed is not routed for hit in hits):
             return None
-        total = self._put_in_turn(ends, indices) if alone and pairs.one_each(ids) and scale == 1 else None
+        total = self.ends.put_in_turn(ends, indices) if alone and pairs.one_each(ids) and scale == 1 else None
         if total is not None and all(end.factor is None or weight for end, weight in zip(ends, weights, strict=True)):
             return self._one_expert(pairs, source, [ids], weights, total, rows[0].indexed)
         if weighed[0] is None or not pairs.all_same(weights) or len({one.scores for one in weighed if one}) != 1:
@@ -505,7 +379,7 @@ class _Loop:
                 ends[0].factor or ends[0].value,
                 "What multiplies an expert's rows cannot be proved to be their routing weights.", cure,
             )  # fmt: skip
-        added = self._added_to_tokens(ends, indices)
+        added = self.ends.added_to_tokens(ends, indices)
         if added is None:
             return None
         total, start, once = added
@@ -540,7 +414,7 @@ class _Loop:
 
     # ---- one slot after the other
 
-    def _slot_by_slot(self, ends: Sequence[_End]) -> tuple[Dispatch, Combine] | Refusal | None:
+    def _slot_by_slot(self, ends: Sequence[End]) -> tuple[Dispatch, Combine] | Refusal | None:
         """A loop over the slots, and one over the experts, whichever is inside: every pair is added by its own step."""
         roots = {self.reading.uncast(up.rows, self.floor) for expert in self.experts for up in expert.ups}
         hidden = self.order.flat(self.ups[0].rows) if len(roots) == 1 else None
@@ -554,9 +428,9 @@ class _Loop:
                 pairs.chosen(end.mask, end.others, end.factor, expert.number)
                 for end, expert in zip(ends, self.ended, strict=True)
             ]
-            added = self._added_up([end.value for end in ends])
+            added = self.ends.added_up([end.value for end in ends])
         else:
-            rows = [row for row in map(self._taken, self.ended) if row is not None]
+            rows = [row for row in map(self.ends.taken, self.ended) if row is not None]
             shape = example(rows[0].source) if len(rows) == len(ends) else None
             if shape is None or shape.dim() != 2 or any(row.source is not rows[0].source for row in rows):
                 return None
@@ -566,7 +440,7 @@ class _Loop:
                 None if end.mask is not None else pairs.chosen_at(row.index, end.factor, expert.number)
                 for end, row, expert in zip(ends, rows, self.ended, strict=True)
             ]
-            total = self._added_to_tokens(ends, [row.index for row in rows])
+            total = self.ends.added_to_tokens(ends, [row.index for row in rows])
             added = None if total is None else total[:2]
         found = [one for one in chosen if one is not None]
         if added is None or len(found) < len(chosen):
@@ -574,85 +448,8 @@ class _Loop:
         selection = pairs.beside([expert.number for expert in self.ended], found)
         return selection if isinstance(selection, Refusal) else self._combined(hidden, selection, *added, *views)
 
-    def _taken(self, expert: Expert) -> _Taken | None:
-        """The tokens or rows [N, H] that an expert takes its own from, and by what."""
-        found: list[_Taken] = []
-        for up in expert.ups:
-            call = self.reading.read(self.reading.uncast(up.rows, self.floor), "index fancy", "index")
-            if call is None:
-                return None
-            index = call["index"]
-            if isinstance(index, list | tuple):  # x[None, token], x[batch, place]
-                parts = [part for part in index if part is not None and part not in (Ellipsis, slice(None))]
-                first = len(parts) == 1 and index.index(parts[0]) <= index.count(None)
-                all_nodes = all(isinstance(part, fx.Node) for part in parts) and len(parts) == len(index)
-                index = parts[0] if first else tuple(parts) if len(parts) > 1 and all_nodes else None
-            if not isinstance(index, fx.Node | tuple):
-                return None
-            root, given = self.reading.uncast(call["x"], self.floor), call["x"]
-            dims = len(index) if isinstance(index, tuple) else _dims(index)
-            source = next((node for node in (root, given) if rank(node) == dims + 1), None)
-            if source is None:
-                return None
-            found.append(_Taken(source, index, given))
-        first_one = found[0]
-        same = all(one.source is first_one.source and self._same(one.index, first_one.index) for one in found)
-        return first_one if same else None
-
-    def _same(self, one: Any, other: Any) -> bool:
-        """Whether two indices are the same numbers."""
-        if isinstance(one, fx.Node) and isinstance(other, fx.Node):
-            return self.reading.same(one, other)
-        parts = [part if isinstance(part, list | tuple) else (part,) for part in (one, other)]
-        alike = len(parts[0]) == len(parts[1]) and all(isinstance(part, fx.Node) for both in parts for part in both)
-        return alike and all(self.reading.same(a, b) for a, b in zip(*parts, strict=True))
-
-    def _in_order(self, ends: Sequence[_End], indices: Sequence[_Index]) -> list[tuple[_End, _Index]]:
-        """Ends and indices of the experts in the order in which their results are collected."""
-        return sorted(zip(ends, indices, strict=True), key=lambda pair: self.reading.order[pair[0].reader])
-
-    def _put_in_turn(self, ends: Sequence[_End], indices: Sequence[_Index]) -> fx.Node | None:
-        """What the experts have written one after the other, each the results of its tokens."""
-        chain = _chain(self._put(end.reader, index, end.value) for end, index in self._in_order(ends, indices))
-        return chain[1] if chain is not None and self._is_wide(chain[1]) else None
-
-    def _put(self, node: fx.Node, index: Any, rows: fx.Node) -> _Step | None:
-        """(before, after) of ``before[index] = rows``."""
-        placed = self.order.placed(node)
-        fits = placed is not None and placed.rows is rows and self._same(placed.index, index)
-        return (placed.start, node) if placed is not None and fits else None
-
-    def _added_to_tokens(
-        self, ends: Sequence[_End], indices: Sequence[_Index]
-    ) -> tuple[fx.Node, fx.Node | None, bool] | None:  # fmt: skip
-        """(the sum, what it was added to, whether a token's row counts once) of results added to their tokens."""
-        steps = [(end, self._added(end, index)) for end, index in self._in_order(ends, indices)]
-        chain = _chain(step for _, step in steps)
-        if chain is None or not self._is_wide(chain[1]):
-            return None
-        once = any(step is not None and step[1] is not end.reader for end, step in steps)
-        return chain[1], None if self.reading.is_zeros(chain[0]) else chain[0], once
-
-    def _added(self, end: _End, index: _Index) -> _Step | None:
-        """(before, after) of one expert's addition; ``before[index] += rows``, where rows of one token overwrite each
-        other, ends behind the addition.
-        """
-        added = self.order.added(end.reader)
-        if added is not None and added.rows is end.value:
-            column = self.order.column(added.index) if added.wide else added.index
-            bare = [self.order.bare(one) if isinstance(one, fx.Node) else one for one in (column, index)]
-            return (added.start, end.reader) if self._same(*bare) else None
-        call, readers = self.reading.read(end.reader, "add", "y"), self.reading.readers(end.reader)
-        if call is None or len(readers) != 1:
-            return None
-        taken = self.reading.read(call["y"] if call["x"] is end.value else call["x"], "index fancy", "index")
-        put = self._put(readers[0], index, end.reader)
-        if taken is None or put is None or put[0] is not taken["x"]:
-            return None
-        return put if self._same(taken["index"], index) else None
-
     def _put_by_mask(
-        self, source: fx.Node, masks: Sequence[fx.Node], ends: Sequence[_End]
+        self, source: fx.Node, masks: Sequence[fx.Node], ends: Sequence[End]
     ) -> tuple[Dispatch, Combine] | Refusal | None:
         """Every expert writes the rows of its pairs; weighted and summed over the slots as anywhere."""
         rows = self.order.rows(source)
@@ -662,10 +459,10 @@ class _Loop:
         pairs = self._pairs(tokens.shape[0])
         found = [pairs.of_mask(mask, number) for number, mask in enumerate(masks)]
         ids = [pair[0] for pair in found if pair is not None and not pair[1]]
-        chain = _chain(self._put(end.reader, mask, end.value) for end, mask in zip(ends, masks, strict=True))
+        chain = chain_of(self.ends.put(end.reader, mask, end.value) for end, mask in zip(ends, masks, strict=True))
         if chain is None or len(ids) != len(ends) or not pairs.all_same(ids) or any(end.factor for end in ends):
             return None
-        if self.reading.named(self.reading.strip(chain[0]), *BLANK) is None or not self._is_wide(chain[0]):
+        if self.reading.named(self.reading.strip(chain[0]), *BLANK) is None or not self.ends.is_wide(chain[0]):
             return None
         if not are_in_range(self.reading, ids[0], self.count):
             return Refusal(
@@ -678,24 +475,3 @@ class _Loop:
         dispatch = Dispatch("loop", rows.hidden, ids[0], None, rows.top_k)
         combine = recognise_combine(self.reading, dispatch, replace(self.first.down, result=chain[1]), self.wide)
         return combine if isinstance(combine, Refusal) else (dispatch, combine)
-
-
-def _dims(index: fx.Node) -> int:
-    """How many dimensions an index takes the place of."""
-    held = example(index)
-    return held.dim() if held is not None and held.dtype == torch.bool else 1
-
-
-# What one expert's results are put into or added to, and what that gives.
-_Step = tuple[Any, fx.Node]
-
-
-def _chain(steps: Iterable[_Step | None]) -> _Step | None:
-    """(what was there first, what is there last) of steps that each begin where the one before ends."""
-    first: Any = None
-    last: fx.Node | None = None
-    for step in steps:
-        if step is None or (last is not None and step[0] is not last):
-            return None
-        first, last = (step[0] if last is None else first), step[1]
-    return None if last is None else (first, last)
