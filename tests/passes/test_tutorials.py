@@ -99,6 +99,50 @@ class WeightsOfOtherPlaces(Block):
         return y
 
 
+class PlacesOfTheFirstHalf(Block):
+    """Half of the tokens have no expert."""
+
+    def forward(self, x):
+        weights, ids = self.route(x[:, :2])
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            batch, place, slot = torch.where(ids == e)
+            y[batch, place] += weights[batch, place, slot, None] * expert(x[batch, place])
+        return y
+
+
+class Assigned(Block):
+    """The second expert of a token overwrites what the first one wrote."""
+
+    def forward(self, x):
+        weights, ids = self.route(x)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            batch, place, slot = torch.where(ids == e)
+            y[batch, place] = weights[batch, place, slot, None] * expert(x[batch, place])
+        return y
+
+
+class Reduced(Block):
+    """`scatter_reduce` that takes the mean, or leaves out what was there."""
+
+    options = {"reduce": "mean"}
+
+    def forward(self, x):
+        rows = x.flatten(0, 1)
+        weights, ids = self.route(rows)
+        y = torch.ones_like(rows)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == e)
+            index = token[:, None].expand(-1, rows.shape[1])
+            y = y.scatter_reduce(0, index, expert(rows[token]) * weights[token, slot, None], **self.options)
+        return y
+
+
+class ReducedAlone(Reduced):
+    options = {"reduce": "sum", "include_self": False}
+
+
 class MasksOfOthers(Block):
     """The mask is that of the sequences in the other order."""
 
@@ -190,9 +234,9 @@ class BiasesByOtherCounts(tutorials.RepeatedBiases):
 
 
 MISSES = [
-    OtherPlaces, SwappedPlaces, WeightsOfOtherPlaces, MasksOfOthers, GatheredAlongLength, MasksOfNext,
-    GatheredOfOtherPlaces, SummedOverLength,
-    SplitOfOtherTokens, SplitOfOtherWeights, SplitInOtherOrder, BiasesByOtherCounts,
+    PlacesOfTheFirstHalf, Assigned, Reduced, ReducedAlone, OtherPlaces, SwappedPlaces, WeightsOfOtherPlaces,
+    MasksOfOthers, GatheredAlongLength, MasksOfNext, GatheredOfOtherPlaces, SummedOverLength, SplitOfOtherTokens,
+    SplitOfOtherWeights, SplitInOtherOrder, BiasesByOtherCounts,
 ]  # fmt: skip
 
 
