@@ -126,7 +126,8 @@ class Assigned(Block):
 class Reduced(Block):
     """`scatter_reduce` that takes the mean, or leaves out what was there."""
 
-    options = {"reduce": "mean"}
+    def add(self, y, index, rows):
+        return y.scatter_reduce(0, index, rows, reduce="mean")
 
     def forward(self, x):
         rows = x.flatten(0, 1)
@@ -135,12 +136,13 @@ class Reduced(Block):
         for e, expert in enumerate(self.experts):
             token, slot = torch.where(ids == e)
             index = token[:, None].expand(-1, rows.shape[1])
-            y = y.scatter_reduce(0, index, expert(rows[token]) * weights[token, slot, None], **self.options)
+            y = self.add(y, index, expert(rows[token]) * weights[token, slot, None])
         return y
 
 
 class ReducedAlone(Reduced):
-    options = {"reduce": "sum", "include_self": False}
+    def add(self, y, index, rows):
+        return y.scatter_reduce(0, index, rows, reduce="sum", include_self=False)
 
 
 class MasksOfOthers(Block):
