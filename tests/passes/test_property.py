@@ -7,7 +7,7 @@ import pytest
 from tests.passes import generator
 from tests.passes.compare import settled
 
-BLOCKS, NEAR_MISSES, COUNTED = 44, 32, 32
+BLOCKS, NEAR_MISSES, COUNTED = 32, 24, 32
 
 
 @pytest.mark.parametrize("seed", range(BLOCKS))

@@ -259,11 +259,11 @@ def test_compile_leaves_alone_what_is_not_fused_then():
 # ---- generated
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(10))
 def test_block(seed):
     settled(sliced.run, sliced.make(seed, misses=0))
 
 
-@pytest.mark.parametrize("seed", range(100, 116))
+@pytest.mark.parametrize("seed", range(100, 112))
 def test_changed_block(seed):
     settled(sliced.run, sliced.make(seed, misses=1))
