@@ -56,13 +56,13 @@ def _of_others(make: Callable[[], nn.Module], layers: int) -> tuple[nn.Module, T
     return model, torch.randn(1, 16, WIDTH, dtype=next(model.parameters()).dtype)
 
 
-# name: (how to make the model, its layers where that is not the number asked for: loops are long to capture)
-MODELS: dict[str, tuple[Callable[[int], tuple[nn.Module, Tensor]], int | None]] = {
-    "qwen3-moe": (partial(_of_transformers, "qwen3_moe"), None),
-    "torchtitan": (partial(_of_others, foreign.TorchTitanMoE), None),
-    "llama4": (partial(_of_others, foreign.Llama4), None),
-    "deepspeed": (partial(_of_others, foreign.DeepSpeed), 12),
-    "mask-loop": (partial(_of_others, partial(foreign.ExpertLoop, "mask")), 12),
+MODELS: dict[str, Callable[[int], tuple[nn.Module, Tensor]]] = {
+    "qwen3-moe": partial(_of_transformers, "qwen3_moe"),
+    "torchtitan": partial(_of_others, foreign.TorchTitanMoE),
+    "llama4": partial(_of_others, foreign.Llama4),
+    "deepspeed": partial(_of_others, foreign.DeepSpeed),
+    "mask-loop": partial(_of_others, partial(foreign.ExpertLoop, "mask")),
+    "where-loop": partial(_of_others, partial(foreign.ExpertLoop, "transformers")),
 }
 
 
@@ -81,10 +81,8 @@ def measure(name: str, layers: int) -> dict[str, Any]:
     """The row of one model."""
     gc.collect()
     torch.compiler.reset()
-    make, at_most = MODELS[name]
-    layers = layers if at_most is None else min(layers, at_most)
     torch.manual_seed(0)
-    model, given = make(layers)
+    model, given = MODELS[name](layers)
     counters.clear()
     with torch._inductor.config.patch(force_disable_caches=True), _timed() as spent:
         start = time.perf_counter()
