@@ -79,12 +79,14 @@ def as_asserted(size: Any) -> Any:
     cuts are all rows. Torch knows that of the sum alone, not of a quotient or a difference of it.
     """
     env: Any = getattr(getattr(size, "node", None), "shape_env", None)
-    asserted = getattr(env, "deferred_runtime_asserts", None)
+    asserted: Any = getattr(env, "deferred_runtime_asserts", None)
     free = feature("torch.fx.experimental.symbolic_shapes", "free_unbacked_symbols")
-    if not asserted or free is None or not free(size):
+    symbols = free(size) if asserted and free is not None else ()
+    if not symbols:
         return size
     expression = size.node.expr
-    for condition in (one.expr for found in asserted.values() for one in found):
+    # An assertion on several symbols is filed under one of them, which is in the sum that it is on.
+    for condition in (one.expr for symbol in symbols for one in asserted.get(symbol, ())):
         if getattr(condition, "rel_op", "") != "==":
             continue
         for total, value in ((condition.lhs, condition.rhs), (condition.rhs, condition.lhs)):

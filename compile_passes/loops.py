@@ -170,13 +170,13 @@ def _are_routed_to(module: nn.Module, stacks: dict[str, nn.Parameter]) -> bool:
 
 
 def find_blocks(model: nn.Module, has: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
-    """For each group of experts the nearest module around it that holds, or is, a module of a kind; each once."""
+    """For each group of experts it, or the nearest module around it, of which ``has`` is true; each once."""
     found = set()
     for group in find_experts(model):
         name = group.name
         for _ in range(_AROUND + 1):
             module = model.get_submodule(name)
-            if any(map(has, module.modules())):
+            if has(module):
                 if name not in found:
                     yield name, module
                 found.add(name)
@@ -188,16 +188,18 @@ def find_sizes_of_the_data(model: nn.Module) -> list[str]:
     """Modules at the experts, or beside them, that loop over nothing that the data knows, with results of such sizes:
     of `bincount`, whose ``minlength`` Dynamo does not ask for, `nonzero`, `where` and masks.
     """
-    around = {group.name.rpartition(".")[0] for group in find_experts(model)} | {g.name for g in find_experts(model)}
+    groups = [group.name for group in find_experts(model)]
+    around = {*groups, *(name.rpartition(".")[0] for name in groups)}
     beside = {
         f"{name}.{child}".lstrip(".") for name in around for child, _ in model.get_submodule(name).named_children()
     }
     kinds = {name: type(model.get_submodule(name)) for name in sorted(around | beside)}
-    return [
-        name
-        for name, kind in kinds.items()
-        if any(_has_sizes_of_the_data(tree) for tree in _forward_code(kind)) and not loops_over_data(kind)
-    ]
+    sized = {
+        kind
+        for kind in set(kinds.values())
+        if any(map(_has_sizes_of_the_data, _forward_code(kind))) and not loops_over_data(kind)
+    }
+    return [name for name, kind in kinds.items() if kind in sized]
 
 
 def _has_sizes_of_the_data(tree: ast.AST) -> bool:

@@ -147,7 +147,8 @@ def _fix_class_counts(model: nn.Module) -> None:
 
 
 def _asks_for_classes(module: nn.Module) -> bool:
-    return STATIC not in vars(module) and without_class_counts(module) is not None
+    """Whether code of a module, or of one inside of it, asks the data for the number of classes of a one-hot."""
+    return any(STATIC not in vars(inside) and without_class_counts(inside) is not None for inside in module.modules())
 
 
 def _proved(verdict: Verdict) -> str:

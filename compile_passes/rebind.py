@@ -90,19 +90,18 @@ def verdict_of(model: nn.Module, path: str, *, loops: bool = True) -> tuple[Verd
 
 def fused_as_written(model: nn.Module, path: str) -> bool:
     """Whether a block is fused once Dynamo captures the numbers that it reads on the host."""
+    key: Any = None
+    reason = ""
     try:
         block = model.get_submodule(_block(model, path))
         key = ("as written", *_facts(block))
         if key not in _VERDICTS:
-            start = time.perf_counter()
-            try:
-                _check_fused(Trial(block), {}, block.training, capture_scalar_outputs=True)
-                _VERDICTS[key] = Verdict({}, seconds=time.perf_counter() - start)
-            except NotStatic as error:
-                _VERDICTS[key] = Verdict({}, reason=str(error))
-        return not _VERDICTS[key].reason
-    except NotStatic:
+            _check_fused(Trial(block), {}, block.training, capture_scalar_outputs=True)
+    except NotStatic as error:
+        reason = str(error)
+    if key is None:
         return False
+    return not _VERDICTS.setdefault(key, Verdict({}, reason=reason)).reason
 
 
 def bind(model: nn.Module, verdict: Verdict) -> None:

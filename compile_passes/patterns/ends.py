@@ -171,9 +171,9 @@ class Ends:
             index = call["index"]
             if isinstance(index, list | tuple):  # x[None, token], x[batch, place]
                 parts = [part for part in index if part is not None and part not in (Ellipsis, slice(None))]
-                first = len(parts) == 1 and index.index(parts[0]) <= index.count(None)
+                leading = len(parts) == 1 and index.index(parts[0]) <= index.count(None)
                 all_nodes = all(isinstance(part, fx.Node) for part in parts) and len(parts) == len(index)
-                index = parts[0] if first else tuple(parts) if len(parts) > 1 and all_nodes else None
+                index = parts[0] if leading else tuple(parts) if len(parts) > 1 and all_nodes else None
             if not isinstance(index, fx.Node | tuple):
                 return None
             root, given = self.reading.uncast(call["x"], self.floor), call["x"]
@@ -182,9 +182,9 @@ class Ends:
             if source is None:
                 return None
             found.append(Taken(source, index, given))
-        first_one = found[0]
-        same = all(one.source is first_one.source and self._same(one.index, first_one.index) for one in found)
-        return first_one if same else None
+        first = found[0]
+        same = all(one.source is first.source and self._same(one.index, first.index) for one in found)
+        return first if same else None
 
     def _same(self, one: Any, other: Any) -> bool:
         """Whether two indices are the same numbers."""

@@ -16,7 +16,7 @@ from torch import fx
 
 from compile_passes.match import Made, Refusal, Spread, Value
 from compile_passes.patterns.ids import are_in_range
-from compile_passes.patterns.rows import Order, counted_off, entry_of
+from compile_passes.patterns.rows import Order, counted_off, entry_of, place_of
 from compile_passes.patterns.selection import Selection, selected_of
 from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank, same_shape, single
 
@@ -63,13 +63,6 @@ class Chosen:
 
     ids: Slot
     weights: Slot
-
-
-def _one(part: Any) -> int | None:
-    """k, of the index k or k:k+1."""
-    if isinstance(part, slice) and type(part.start) is int and part == slice(part.start, part.start + 1):
-        part = part.start
-    return part if type(part) is int else None
 
 
 def no_loop(anchor: fx.Node, reason: str) -> Refusal:
@@ -271,7 +264,7 @@ class Pairs:
             return None
         source: fx.Node = call["x"]
         if rest:  # scores[mask, e]
-            scores = self._scores(source) if list(map(_one, rest)) == [number] and rank(source) == 2 else None
+            scores = self._scores(source) if list(map(place_of, rest)) == [number] and rank(source) == 2 else None
             return None if scores is None else Weighed(scores, True)
         found = self.summed(source, number)
         if found is not None:
@@ -424,7 +417,7 @@ class Pairs:
             return Chosen(ids, self._slot(source)) if self._numbers(source, self.tokens) else None
         whole = example(source)
         fits = whole is not None and whole.dim() == 2 and equal_sizes(whole.shape[0], self.tokens)
-        slot = _one(rest[0]) if len(rest) == 1 else None
+        slot = place_of(rest[0]) if len(rest) == 1 else None
         return Chosen(ids, Slot(source, slot)) if fits and slot is not None else None
 
     def _slot(self, value: fx.Node) -> Slot:

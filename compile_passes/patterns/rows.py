@@ -369,8 +369,7 @@ def entry_of(reading: Reading, value: Any) -> tuple[fx.Node, int, int] | None:
             return None
         (at,), number = some, index[some[0]]
         dim = at - len(index) if Ellipsis in index[:at] else at
-        if isinstance(number, slice) and type(number.start) is int and number == slice(number.start, number.start + 1):
-            number = number.start
+        number = place_of(number)
     whole, made = example(source), example(value)
     if whole is None or made is None or type(dim) is not int or type(number) is not int:
         return None
@@ -378,6 +377,13 @@ def entry_of(reading: Reading, value: Any) -> tuple[fx.Node, int, int] | None:
     size = whole.shape[dim]
     one = type(size) is int and equal_sizes(made.numel() * size, whole.numel())
     return (source, dim, number % size) if one else None
+
+
+def place_of(part: Any) -> int | None:
+    """k, of the index k or k:k+1."""
+    if isinstance(part, slice) and type(part.start) is int and part == slice(part.start, part.start + 1):
+        part = part.start
+    return part if type(part) is int else None
 
 
 def counted_off(reading: Reading, value: Any, size: Any) -> fx.Node | None:

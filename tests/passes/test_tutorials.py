@@ -63,64 +63,64 @@ def test_gradients(name: str) -> None:
 # ---- near misses
 
 
-class OtherPlaces(Block):
+class Placed(Block):
+    """As `UnflattenedPlaces`, with another step for every expert."""
+
+    def step(self, y, x, weights, expert, batch, place, slot):
+        raise NotImplementedError
+
+    def routed(self, x):
+        return x
+
+    def forward(self, x):
+        weights, ids = self.route(self.routed(x))
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            self.step(y, x, weights, expert, *torch.where(ids == e))
+        return y
+
+
+class OtherPlaces(Placed):
     """Results go to the same places of another sequence."""
 
-    def forward(self, x):
-        weights, ids = self.route(x)
-        y = torch.zeros_like(x)
-        for e, expert in enumerate(self.experts):
-            batch, place, slot = torch.where(ids == e)
-            y[1 - batch, place] += weights[batch, place, slot, None] * expert(x[batch, place])
-        return y
+    def step(self, y, x, weights, expert, batch, place, slot):
+        y[1 - batch, place] += weights[batch, place, slot, None] * expert(x[batch, place])
 
 
-class SwappedPlaces(Block):
-    """Batch and length, two by two, are taken for each other."""
+class Square(Placed):
+    """Two sequences of two tokens."""
 
     def forward(self, x):
-        x = x[:, :2]
-        weights, ids = self.route(x)
-        y = torch.zeros_like(x)
-        for e, expert in enumerate(self.experts):
-            batch, place, slot = torch.where(ids == e)
-            y[batch, place] += weights[batch, place, slot, None] * expert(x[place, batch])
-        return y
+        return super().forward(x[:, :2])
 
 
-class WeightsOfOtherPlaces(Block):
-    def forward(self, x):
-        x = x[:, :2]
-        weights, ids = self.route(x)
-        y = torch.zeros_like(x)
-        for e, expert in enumerate(self.experts):
-            batch, place, slot = torch.where(ids == e)
-            y[batch, place] += weights[place, batch, slot, None] * expert(x[batch, place])
-        return y
+class SwappedPlaces(Square):
+    """Batch and length are taken for each other."""
+
+    def step(self, y, x, weights, expert, batch, place, slot):
+        y[batch, place] += weights[batch, place, slot, None] * expert(x[place, batch])
 
 
-class PlacesOfTheFirstHalf(Block):
+class WeightsOfOtherPlaces(Square):
+    def step(self, y, x, weights, expert, batch, place, slot):
+        y[batch, place] += weights[place, batch, slot, None] * expert(x[batch, place])
+
+
+class PlacesOfTheFirstHalf(Placed):
     """Half of the tokens have no expert."""
 
-    def forward(self, x):
-        weights, ids = self.route(x[:, :2])
-        y = torch.zeros_like(x)
-        for e, expert in enumerate(self.experts):
-            batch, place, slot = torch.where(ids == e)
-            y[batch, place] += weights[batch, place, slot, None] * expert(x[batch, place])
-        return y
+    def routed(self, x):
+        return x[:, :2]
+
+    def step(self, y, x, weights, expert, batch, place, slot):
+        y[batch, place] += weights[batch, place, slot, None] * expert(x[batch, place])
 
 
-class Assigned(Block):
+class Assigned(Placed):
     """The second expert of a token overwrites what the first one wrote."""
 
-    def forward(self, x):
-        weights, ids = self.route(x)
-        y = torch.zeros_like(x)
-        for e, expert in enumerate(self.experts):
-            batch, place, slot = torch.where(ids == e)
-            y[batch, place] = weights[batch, place, slot, None] * expert(x[batch, place])
-        return y
+    def step(self, y, x, weights, expert, batch, place, slot):
+        y[batch, place] = weights[batch, place, slot, None] * expert(x[batch, place])
 
 
 class Reduced(Block):
