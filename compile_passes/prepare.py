@@ -155,9 +155,11 @@ def _proved(verdict: Verdict) -> str:
     """What was written otherwise, and what proved it."""
     said = "; ".join(line for form in verdict.forms.values() for line in form.said)
     mode = {None: "", True: " In eval mode the original runs.", False: " In training the original runs."}
+    narrowed = f", {verdict.narrower} times narrower for want of memory, and on the layer itself, outputs"
     return (
-        f"{said}. The static form was proved equal on a copy of one layer, outputs and gradients, in "
-        f"{verdict.seconds:.1f} s; moe_ops.restore(model) undoes it.{mode[verdict.training]}"
+        f"{said}. The static form was proved equal on a copy of one layer, outputs and gradients"
+        f"{narrowed if verdict.narrower > 1 else ''}, in {verdict.seconds:.1f} s; moe_ops.restore(model) undoes "
+        f"it.{mode[verdict.training]}"
     )
 
 

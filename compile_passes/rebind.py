@@ -42,6 +42,7 @@ class Verdict:
         block: path of the block in the model.
         reason: why there is none.
         training: the mode in which it was proved; None: both.
+        narrower: how many times narrower than the block its copy was, for want of memory.
         seconds: what the trial cost.
     """
 
@@ -49,6 +50,7 @@ class Verdict:
     block: str = ""
     reason: str = ""
     training: bool | None = None
+    narrower: int = 1
     seconds: float = 0.0
 
 
@@ -135,7 +137,8 @@ def _tried(block: nn.Module, forms: Mapping[str, StaticForm], start: float) -> V
     except NotStatic:
         pass  # the other mode runs the original
     _check_fused(trial, forms, block.training)
-    return Verdict(forms, training=training, seconds=time.perf_counter() - start)
+    narrower = 1 if trial.narrowing is None else trial.narrowing.factor
+    return Verdict(forms, training=training, narrower=narrower, seconds=time.perf_counter() - start)
 
 
 def _check_fused(trial: Trial, forms: Mapping[str, StaticForm], training: bool, **allowed: Any) -> None:

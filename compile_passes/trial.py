@@ -4,12 +4,16 @@ The copy has random weights, so that the answer is one about the code. Batches: 
 experts are empty), tokens of one direction (all go to the same experts). Compared are outputs, gradients of the inputs
 and of the weights, buffers and plain attributes, in float64 and in the dtype of the weights. A forward that draws
 random numbers is not compared at all.
+
+Where memory has no room for copies of full width, they are narrower, and the block itself is run besides them, with
+gradients of the inputs alone; where that is not possible, the trial is made on the CPU.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import math
 import os
 import random
 from collections import OrderedDict
@@ -23,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from compile_passes.narrow import Narrowing, narrow_copy, narrowing
 from compile_passes.source import NotStatic
 
 # (batch, tokens) and whether all tokens have one direction; at most 64 tokens.
@@ -64,16 +69,36 @@ class Trial:
     """
 
     def __init__(self, block: nn.Module) -> None:
-        _check_memory(block)
-        self.device = _device(block)
+        _check_classes(block)
+        self.block, self.dtype = block, _widest_used(block)
+        problem = "its widths have no factor in common by which it could be narrowed"
+        for self.device, self.narrowing in _places(block):
+            try:
+                self._copy()
+                self.width, self.flat = self._inputs()
+            except NotStatic as error:
+                if self.narrowing is None:
+                    raise
+                problem = f"of a narrower one, {error}"
+                continue
+            return
+        raise NotStatic(
+            f"copies of one layer take {_needed(block) / 1e9:.0f} GB, more than half of the memory that is free, and "
+            f"{problem}"
+        )
+
+    def _copy(self) -> None:
         try:
             with _apart():
-                self.copy = copy.deepcopy(block, _elsewhere(block, self.device))
+                if self.narrowing is None:
+                    self.copy = copy.deepcopy(self.block, _elsewhere(self.block, self.device))
+                else:
+                    self.copy = narrow_copy(self.block, self.narrowing, self.device)
         except Exception as error:
             raise NotStatic(f"it cannot be copied: {_said(error)}") from error
-        self.dtype = _widest_used(self.copy)
         self._renew()
-        self.width, self.flat = self._inputs()
+        if self.narrowing is not None:
+            self.drawn = [weight.detach().clone() for weight in self.copy.parameters()]
 
     def _renew(self) -> None:
         """Random weights, no hooks: what users hang on a module must not hear of the trial."""
@@ -87,9 +112,7 @@ class Trial:
                 weight.grad = None
         for weight in self.copy.parameters():
             weight.requires_grad_(weight.is_floating_point())
-        for module in self.copy.modules():
-            for name in HOOKS:
-                setattr(module, name, OrderedDict())
+        _drop_hooks(self.copy)
 
     def _inputs(self) -> tuple[int, bool]:
         """(width of the hidden states, whether they are [tokens, hidden]) with which the block runs."""
@@ -125,10 +148,9 @@ class Trial:
     def compare(self, methods: Methods, training: bool) -> None:
         """Raise NotStatic when ``methods`` in the place of the block's own do anything else than these."""
         self.copy.train(training)
-        for dtype in dict.fromkeys((torch.float64, self.dtype)):
-            own = self.copy if dtype is self.dtype else copy.deepcopy(self.copy).to(dtype)
+        for own, width, dtype in self._compared(training):
             for batch in BATCHES:
-                x = self._tokens(batch, self.width, self.flat, dtype)
+                x = self._tokens(batch, width, self.flat, dtype)
                 try:
                     expected = self._run(own, {}, x)
                 except Exception as error:
@@ -145,6 +167,20 @@ class Trial:
                 problem = _difference(found, expected, nudged, dtype)
                 if problem is not None:
                     raise NotStatic(f"the static form gives other {problem} on {batch} in {_name(dtype)}")
+
+    def _compared(self, training: bool) -> Iterator[tuple[nn.Module, int, torch.dtype]]:
+        """Blocks to run with and without the static form, one after the other: block, width, dtype."""
+        if self.dtype is not torch.float64:
+            yield copy.deepcopy(self.copy).to(torch.float64), self.width, torch.float64
+        if self.narrowing is None:
+            yield self.copy, self.width, self.dtype
+            return
+        yield self.copy, self.width, self.dtype
+        # The weights of the block are those of the model, which nothing may write to. To convert them is no write.
+        for weight, before in zip(self.copy.parameters(), self.drawn, strict=True):
+            if not torch.equal(weight, before.to(weight.dtype)):
+                raise NotStatic("its forward writes to its weights")
+        yield _view(self.block).train(training), self.narrowing.widened(self.width), self.dtype
 
     def _run(self, block: nn.Module, methods: Methods, x: Tensor) -> _Result:
         """Run ``block`` forward and backward with ``methods`` bound in it, and leave it as it was."""
@@ -291,13 +327,27 @@ def _widths(block: nn.Module) -> list[int]:
     return list(dict.fromkeys(size for size in found if type(size) is int and size > 1))[:6]
 
 
-def _device(block: nn.Module) -> torch.device:
-    """Where the trial is made: where the weights are, or on the CPU where memory is short."""
+def _places(block: nn.Module) -> Iterator[tuple[torch.device, Narrowing | None]]:
+    """Where and on what copy the trial can be made, the best first."""
     held = next((weight.device for weight in block.parameters()), torch.device("cpu"))
     if held.type == "meta":
         raise NotStatic("its weights are on the meta device")
-    short = held.type == "cuda" and torch.cuda.mem_get_info(held)[0] < 2 * _needed(block)
-    return torch.device("cpu") if short else held
+    if 2 * _needed(block) <= _free(held):
+        yield held, None
+        return
+    to = narrowing(block)
+    if to is not None:
+        yield held, to
+    cpu = torch.device("cpu")
+    if held != cpu and 2 * _needed(block) <= _free(cpu):
+        yield cpu, None
+
+
+def _free(device: torch.device) -> float:
+    """Bytes of memory that nobody uses."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
 
 
 def _elsewhere(block: nn.Module, device: torch.device) -> dict[int, Any]:
@@ -326,15 +376,27 @@ def _widest_used(block: nn.Module) -> torch.dtype:
     return max(kinds, key=lambda dtype: sizes[dtype])
 
 
-def _check_memory(block: nn.Module) -> None:
-    """Raise NotStatic when a copy in float64, with gradients, does not fit in half of what is free."""
+def _check_classes(block: nn.Module) -> None:
+    """Raise NotStatic where weights are of a class of their own."""
     for weight in block.parameters():
         if type(weight.data) is not Tensor:
             raise NotStatic(f"it has weights of the class {type(weight.data).__name__}")
-    needed = _needed(block)
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else needed * 2
-    if needed > free / 2:
-        raise NotStatic(f"copies of one layer take {needed / 1e9:.0f} GB, of {free / 1e9:.0f} GB that are free")
+
+
+def _view(block: nn.Module) -> nn.Module:
+    """A copy of the modules on the weights of the block, frozen, without hooks; buffers are copied."""
+    memo: dict[int, Any] = {id(weight): nn.Parameter(weight.detach(), False) for weight in block.parameters()}
+    memo.update({id(value): value.detach().clone() for value in block.buffers()})
+    with _apart():
+        view = copy.deepcopy(block, memo)
+    _drop_hooks(view)
+    return view
+
+
+def _drop_hooks(block: nn.Module) -> None:
+    for module in block.modules():
+        for name in HOOKS:
+            setattr(module, name, OrderedDict())
 
 
 def _name(dtype: torch.dtype) -> str:

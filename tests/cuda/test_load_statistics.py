@@ -168,8 +168,8 @@ def test_long_batches_in_passes(monkeypatch: pytest.MonkeyPatch):
 def test_graph_safe_while_counting():
     model = Model("bf16")
     with moe_ops.load_statistics(model):
-        assert_cuda_graph_safe(model, *inputs(8))
-    assert_cuda_graph_safe(model, *inputs(8))
+        assert_cuda_graph_safe(model, inputs(8), changed=[inputs(8)])
+    assert_cuda_graph_safe(model, inputs(8), changed=[inputs(8)])
 
 
 def test_no_wait_for_the_device(monkeypatch: pytest.MonkeyPatch):
