@@ -19,6 +19,7 @@ class Model:
     """A configuration to build, and the rows (batch, new tokens) that are timed on it.
 
     ``family``: what the names of its classes in transformers begin with. ``title``: of plots, where it is not its name.
+    ``published``: as it is published, all layers.
     """
 
     config: dict[str, Any]
@@ -27,6 +28,7 @@ class Model:
     rows: tuple[tuple[int, int], ...]
     family: str = "Qwen3Moe"
     title: str = ""
+    published: bool = False
 
 
 _QWEN3_30B = {
@@ -70,8 +72,9 @@ MODELS = {
         cache_length=1024,
         rows=((8, 1),),
         family="Olmoe",
+        published=True,
     ),
-    "Qwen3-30B-A3B": Model(_QWEN3_30B, torch.bfloat16, cache_length=1024, rows=((8, 1),)),
+    "Qwen3-30B-A3B": Model(_QWEN3_30B, torch.bfloat16, cache_length=1024, rows=((8, 1),), published=True),
     "Mixtral-8x7B": Model(
         {
             "num_hidden_layers": 32,
@@ -89,6 +92,7 @@ MODELS = {
         cache_length=1024,
         rows=((8, 1),),
         family="Mixtral",
+        published=True,
     ),
     "tiny": Model(
         {

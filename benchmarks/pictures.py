@@ -37,10 +37,23 @@ class Steps:
     rates: dict[str, float]
 
 
+def model_of(document: dict[str, Any]) -> tuple[str, bool]:
+    """(the model of a file of whole models, whether it has all the layers of a published one)."""
+    for name, model in MODELS.items():
+        if model.config == document["config"]:
+            return model.title or name, model.published
+    return "a model", False
+
+
 def title_of(document: dict[str, Any]) -> str:
     """The model of a file of whole models, and its cache."""
-    names = (model.title or name for name, model in MODELS.items() if model.config == document["config"])
-    return f"{next(names, 'a model')}, cache of {document['cache_length']}"
+    return f"{model_of(document)[0]}, cache of {document['cache_length']}"
+
+
+def of_the_first_page(documents: Documents) -> dict[str, dict[str, Any]]:
+    """Files with decode steps: those of published models, or all where there is none of these."""
+    found = {stem: document for stem, document in documents.items() if steps_of(document)}
+    return {stem: document for stem, document in found.items() if model_of(document)[1]} or found
 
 
 def steps_of(document: dict[str, Any]) -> list[Steps]:
@@ -70,8 +83,8 @@ def paths_of(name: str, folder: Path) -> list[Path]:
 
 
 def draw_tokens(documents: Documents, folder: Path) -> list[Path]:
-    """Bars of tokens a second, a panel for every file with decode steps; returns the files written."""
-    panels = [(document, steps) for document in documents.values() if (steps := steps_of(document))]
+    """Bars of tokens a second, a panel for every file of `of_the_first_page`; returns the files written."""
+    panels = [(document, steps_of(document)) for document in of_the_first_page(documents).values()]
     if not panels:
         return []
     pyplot = drawing(TOKENS)

@@ -10,7 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pictures import BLOCK, TOKENS, draw_block, draw_tokens, paths_of, steps_of, title_of
+from benchmarks.pictures import (
+    BLOCK,
+    TOKENS,
+    draw_block,
+    draw_tokens,
+    model_of,
+    of_the_first_page,
+    paths_of,
+    steps_of,
+    title_of,
+)  # fmt: skip
 from benchmarks.plots import best_peer, draw_layers, plot_paths, routings_of
 from benchmarks.results import load_results, numbers_of
 from meta.activations import ACTIVATIONS
@@ -227,6 +237,20 @@ def forms_table(document: dict[str, Any]) -> str:
     return table(["layer", *"EKHIT", *head], body)
 
 
+def load_section(documents: Documents) -> str:
+    """A table for every result file of counting the experts' load."""
+    return _tables(documents, "load", load_table)
+
+
+def load_table(document: dict[str, Any]) -> str:
+    """Microseconds of a layer while nobody counts and while somebody does, by shape, T and layer."""
+    body = [
+        [row["shape"], str(row["T"]), row["peer"], format_us(row["off_us"]), format_us(row["on_us"]), interval(row)]
+        for row in document["rows"]
+    ]
+    return table(["shape", "T", "layer", "off, us", "on, us", "on / off"], body)
+
+
 def schemes_section(_: Documents) -> str:
     """The table of schemes, from meta/schemes.py."""
     body = [
@@ -257,30 +281,46 @@ def activations_section(_: Documents) -> str:
 
 def summary_section(documents: Documents) -> str:
     """How many times as fast blocks and models are, from their least gain to their largest, for the first page."""
-    lines = []
+    found: dict[tuple[bool, str, str], tuple[list[str], list[float], list[str]]] = {}
     for stem, document in documents.items():
         if document["kind"] == "forms":
-            gains = [row["plain_call_us"] / row["ours_call_us"] for row in document["rows"]]
-            what = f"{len({row['form'] for row in document['rows']})} layers of other people's code"
+            head, gains = (True, ""), [row["plain_call_us"] / row["ours_call_us"] for row in document["rows"]]
+            what = list(dict.fromkeys(row["form"] for row in document["rows"]))
         elif document["kind"] == "e2e":
-            steps: dict[tuple[int, int], list[float]] = {}
-            for row in document["rows"]:
-                if row.get("ratio") and row["variant"].startswith("moe_ops"):
-                    steps.setdefault((row["batch"], row["new_tokens"]), []).append(1 / row["ratio"])
-            gains = [max(found) for found in steps.values()]
-            layers = document["config"]["num_hidden_layers"]
-            what = f"steps of {layers} layers of a transformers model, cache of {document['cache_length']}"
+            name, published = model_of(document)
+            head, what, gains = (False, "" if published else name), [name] if published else [], _step_gains(document)
         else:
             continue
         if gains:
-            lines.append([what, f"{min(gains):.1f}x to {max(gains):.1f}x", document["device"], f"`{stem}.json`"])
-    head = ["against the best of plain torch.compile", "times as fast", "on", "result file"]
+            names, all_gains, stems = found.setdefault((*head, document["device"]), ([], [], []))
+            names += what
+            all_gains += gains
+            stems.append(f"`{stem}.json`")
+    lines = []
+    for (forms, name, device), (names, gains, stems) in found.items():
+        what = f"{len(set(names))} layers of other people's code" if forms else f"steps of {name or ', '.join(names)}"
+        lines.append([what, f"{_factor(min(gains))} to {_factor(max(gains))}", device, ", ".join(stems)])
+    head = ["against the best of plain torch.compile", "times as fast", "on", "result files"]
     return table(head, lines) if lines else NO_RESULTS
+
+
+def _step_gains(document: dict[str, Any]) -> list[float]:
+    """How many times as fast as transformers' best the best of ours is, for every step of a file of whole models."""
+    steps: dict[tuple[int, int], list[float]] = {}
+    for row in document["rows"]:
+        if row.get("ratio") and row["variant"].startswith("moe_ops"):
+            steps.setdefault((row["batch"], row["new_tokens"]), []).append(1 / row["ratio"])
+    return [max(gains) for gains in steps.values()]
+
+
+def _factor(gain: float) -> str:
+    """Two digits behind the point below 1, where a gain is a loss."""
+    return f"{gain:.2f}x" if gain < 1 else f"{gain:.1f}x"
 
 
 def tokens_section(documents: Documents) -> str:
     """The picture of whole models' decode steps, and its conditions."""
-    drawn = {stem: document for stem, document in _of_kind(documents, "e2e").items() if steps_of(document)}
+    drawn = of_the_first_page(_of_kind(documents, "e2e"))
     if not drawn:
         return NO_RESULTS
     parts = [f"{title_of(document)}: {source_line(stem, document)}" for stem, document in drawn.items()]
@@ -294,6 +334,7 @@ def tokens_section(documents: Documents) -> str:
 SECTIONS: dict[str, Callable[[Documents], str]] = {
     "tokens": tokens_section,
     "summary": summary_section,
+    "load": load_section,
     "schemes": schemes_section,
     "forms": forms_section,
     "routings": routings_section,

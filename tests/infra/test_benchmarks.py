@@ -284,6 +284,43 @@ def test_bars_of_the_first_page_are_the_fastest_of_their_kind(tmp_path: Path) ->
     assert pictures.draw_tokens({"sample": document | {"rows": rows[:1]}}, tmp_path) == [], "nothing to compare with"
 
 
+def test_first_page_shows_published_models_before_parts_of_them() -> None:
+    rows = [{"batch": 8, "new_tokens": 1, "variant": "grouped_mm", "ms": 8.0},
+            {"batch": 8, "new_tokens": 1, "variant": "grouped_mm compiled", "ms": 4.0},
+            {"batch": 8, "new_tokens": 1, "variant": "moe_ops", "ms": 2.0, "ratio": 0.5}]  # fmt: skip
+    head = {"kind": "e2e", "device": "a GPU", "cache_length": 64, "rows": rows, "date": "today", "commit": "c"}
+    head |= {"versions": {"torch": "2", "triton": "3"}}
+    documents = {name: head | {"config": MODELS[name].config} for name in ("qwen3-4l", "OLMoE-1B-7B", "Mixtral-8x7B")}
+    assert list(pictures.of_the_first_page(documents)) == ["OLMoE-1B-7B", "Mixtral-8x7B"]
+    assert list(pictures.of_the_first_page({"qwen3-4l": documents["qwen3-4l"]})) == ["qwen3-4l"]
+    text = report.tokens_section(documents)
+    assert "OLMoE-1B-7B, cache of 64" in text and "4 layers" not in text
+    text = report.summary_section(documents)
+    assert "| steps of 4 layers of Qwen3-30B-A3B | 2.0x to 2.0x | a GPU | `qwen3-4l.json` |" in text
+    assert (
+        "| steps of OLMoE-1B-7B, Mixtral-8x7B | 2.0x to 2.0x | a GPU | `OLMoE-1B-7B.json`, `Mixtral-8x7B.json` |"
+        in text
+    )
+
+
+def test_summary_of_layers_of_several_files() -> None:
+    """Two files of one GPU are one line, and a loss shows."""
+
+    def document(**gains: float) -> dict[str, Any]:
+        rows = [{"form": form, "plain_call_us": gain, "ours_call_us": 1.0} for form, gain in gains.items()]
+        return {"kind": "forms", "device": "a GPU", "rows": rows}
+
+    text = report.summary_section({"one": document(llama4=4.0, switch=0.957), "two": document(dbrx=2.0)})
+    line = "| 3 layers of other people's code | 0.96x to 4.0x | a GPU | `one.json`, `two.json` |"
+    assert line in text
+
+
+def test_report_of_counting() -> None:
+    row = {"shape": "mixtral", "T": 8, "peer": "ours", "off_us": 10.0, "on_us": 10.1}
+    row |= {"ratio": 1.01, "ratio_low": 1.0, "ratio_high": 1.02}
+    assert "| mixtral | 8 | ours | 10.0 | 10.1 | 1.01 (1.00 to 1.02) |" in report.load_table({"rows": [row]})
+
+
 def test_report_of_variants_timed_in_turn() -> None:
     row = {"batch": 8, "new_tokens": 1}
     ours = row | {"variant": "moe_ops", "ms": 0.9, "ratio": 0.6, "ratio_low": 0.55, "ratio_high": 0.65}
