@@ -32,6 +32,7 @@ _COMPARES: dict[str, Callable[[float, float], bool]] = {
 }  # fmt: skip
 # How far down scores are looked into.
 _DEPTH = 16
+_JOINED = ("index", "values")  # of the terms of a sum
 _CURE = (
     "Make them zero but for the ids of a topk: torch.zeros_like(scores).scatter(-1, topk_ids, topk_weights), or give "
     "ids and weights to moe_ops.fused_experts."
@@ -55,15 +56,17 @@ class _Sparse:
         index: the ids as [T, K].
         once: an id that a token has twice counts once.
         order: of tokens and experts.
+        terms: of a sum, whose ids are those of all terms: an id that two of them have counts twice.
     """
 
-    ids: fx.Node
+    ids: Value
     index: Value
     top_k: int
     values: Value | float
     elsewhere: float
     once: bool
     order: Spread
+    terms: tuple[_Sparse, ...] = ()
 
 
 def selected_of(
@@ -82,17 +85,37 @@ def selected_of(
             scores, f"A token's weights for the {experts} experts cannot be proved to be zero for all but top_k of "
             f"them (they come from {what}).", _CURE,
         )  # fmt: skip
-    ids = found.ids
+    problem = next(filter(None, (_unsafe(reading, term, experts) for term in found.terms or (found,))), None)
+    if problem is not None:
+        return problem
+    if not isinstance(found.values, fx.Node | Made):
+        return Refusal(scores, "The experts are summed without routing weights.", "Multiply them by topk_weights.")
+    return Selection(found.ids, found.values, found.top_k)
+
+
+def without_zeros(reading: Reading, chosen: Selection, tokens: Any, floor: torch.dtype) -> Selection:
+    """``chosen`` without the pairs whose weights are zero by the way they are made, if there are such pairs."""
+    if not isinstance(chosen.ids, fx.Node) or not isinstance(chosen.weights, fx.Node):
+        return chosen
+    found = selected_of(reading, reading.uncast(chosen.weights, floor), chosen.top_k, Spread(tokens, 1), floor)
+    if isinstance(found, Refusal) or found.top_k >= chosen.top_k:
+        return chosen
+    slots = Made(_ATEN.reshape.default, (found.ids, [-1, found.top_k]))
+    slots = Made(_ATEN.to.dtype, (slots, torch.int64))
+    return replace(found, ids=Made(_ATEN.gather.default, (_rows(chosen.ids, chosen.top_k), -1, slots)))
+
+
+def _unsafe(reading: Reading, term: _Sparse, experts: Any) -> Refusal | None:
+    """Why the ids of one scatter or one-hot may not be those of the pairs."""
+    ids: Any = term.ids
     if not are_in_range(reading, ids, experts):
         return Refusal(ids, "The expert ids cannot be proved to be in [0, number of experts).", _CURE)
-    if found.once and found.top_k > 1 and not are_distinct(reading, ids, experts, found.top_k):
+    if term.once and term.top_k > 1 and not are_distinct(reading, ids, experts, term.top_k):
         return Refusal(
             ids, "A token may have an expert id twice, as far as can be proved, and its weight would count once.",
             "Take the ids from one topk over the experts.",
         )  # fmt: skip
-    if not isinstance(found.values, fx.Node | Made):
-        return Refusal(scores, "The experts are summed without routing weights.", "Multiply them by topk_weights.")
-    return Selection(ids, found.values, found.top_k)
+    return None
 
 
 def _origin(reading: Reading, value: Any) -> str:
@@ -264,6 +287,24 @@ class _Reader:
                 return replace(found, values=_times(found.values, factor), once=found.once or twice)
         return None
 
+    def _add(self, value: fx.Node, call: Call, depth: int) -> _Sparse | None:
+        """``weight_1 * one_hot(ids_1) + weight_2 * one_hot(ids_2)``: the ids and weights of both."""
+        if self.reading.read(value, "add", "y") is None or not self._no_narrower(value):
+            return None
+        for one, other in (("x", "y"), ("y", "x")):
+            if type(call[one]) in (int, float) and call[one] == 0:  # of Python's sum
+                return self.sparse(call[other], depth)
+        sides = [self.sparse(self._uncast(call[side]), depth) for side in ("x", "y")]
+        terms = [term for side in sides if side is not None for term in (side.terms or (side,))]
+        same = all(same_shape(call[side], value) for side in ("x", "y"))
+        if None in sides or not same or any(not alike(term.order, terms[0].order) for term in terms):
+            return None
+        if any(term.elsewhere != 0 or isinstance(term.values, float) for term in terms):
+            return None
+        index, values = (Made(_ATEN.cat.default, ([getattr(term, name) for term in terms], -1)) for name in _JOINED)
+        top_k = sum(term.top_k for term in terms)
+        return _Sparse(index, index, top_k, values, 0.0, False, terms[0].order, tuple(terms))
+
     def _factor(self, found: _Sparse, other: Any, value: fx.Node, depth: int) -> Value | float | None:
         """What ``other`` multiplies the K numbers by; it is finite wherever the product has to be 0."""
         if type(other) in (int, float):
@@ -394,6 +435,9 @@ class _Reader:
 
     def _is_bounded(self, value: Any) -> bool:
         """Whether ``value`` is finite, or NaN, whatever the data: 0 times it is 0."""
+        tensor = example(value)
+        if tensor is not None and not tensor.dtype.is_floating_point:
+            return True
         call = self.reading.call(self._uncast(value))
         return call is not None and call.name in ("softmax", "sigmoid")
 
@@ -442,6 +486,6 @@ _STEPS = {
     "einsum": _Reader._contracted, "bmm": _Reader._contracted, "view": _Reader._same, "clone": _Reader._same,
     "cast": _Reader._cast, "transpose": _Reader._transpose, "mt": _Reader._transpose, "t": _Reader._transpose,
     "permute": _Reader._transpose, "not": _Reader._not, "mul": _Reader._mul, "div": _Reader._div,
-    "masked_fill": _Reader._masked_fill, "where": _Reader._where, "softmax": _Reader._softmax,
+    "add": _Reader._add, "masked_fill": _Reader._masked_fill, "where": _Reader._where, "softmax": _Reader._softmax,
     "sigmoid": _Reader._sigmoid, **dict.fromkeys(_COMPARES, _Reader._compare),
 }  # fmt: skip

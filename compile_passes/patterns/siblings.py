@@ -36,7 +36,7 @@ from compile_passes.patterns.ids import are_distinct, are_in_range
 from compile_passes.patterns.pairs import Chosen, Pairs, no_loop
 from compile_passes.patterns.routed import routed_rows
 from compile_passes.patterns.rows import BLANK, Order, entry_of, sorts
-from compile_passes.patterns.selection import Selection
+from compile_passes.patterns.selection import Selection, without_zeros
 from compile_passes.patterns.slices import all_rows, cut_up, parts_of, slices_of
 from compile_passes.patterns.slots import dropped_unless
 from compile_passes.reading import Reading
@@ -393,6 +393,8 @@ class _Loop:
                 ids, "A token may have an expert id twice, as far as can be proved, and its row would count once.",
                 "Take the ids from one topk over the experts, or add with index_add_.",
             )  # fmt: skip
+        if not (once or alone) and routed is None:
+            chosen = without_zeros(self.reading, chosen, pairs.tokens, self.floor)
         block = self._combined(source, chosen, total, start, rows[0].indexed)
         if isinstance(block, Refusal):
             return block
@@ -401,12 +403,16 @@ class _Loop:
             kept, pairs_ = (Made(_RESHAPE, (one, [-1, chosen.top_k])) for one in (Made(_ANY, (routed, -1)), ids))
             dispatch = replace(dispatch, ids=dropped_unless(kept, pairs_))
         if scale != 1:
-            combine = replace(combine, weights=self._scaled(combine.weights, scale))
+            combine = replace(combine, weights=self._scaled(combine.weights, scale, weighed[0].node))
         return dispatch, combine
 
-    def _scaled(self, weights: Value, scale: int | float) -> Made:
-        """``scale`` times routing weights, in no fewer bits than the original has for their product with the rows."""
-        held = example(weights) if isinstance(weights, fx.Node) else None
+    def _scaled(self, weights: Value, scale: int | float, given: fx.Node) -> Made:
+        """``scale`` times routing weights, in no fewer bits than the original has for their product with the rows.
+
+        Args:
+            given: the weights as the graph has them.
+        """
+        held = example(given)
         if held is not None:
             wide = torch.promote_types(torch.promote_types(held.dtype, self.floor), torch.float32)
             weights = Made(_CAST, (weights, wide, False, False, None))

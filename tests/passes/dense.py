@@ -115,13 +115,40 @@ def _one_hot_einsum(logits, s):
                         F.one_hot(ids, s.E).to(weights.dtype))  # fmt: skip
 
 
+def _one_hots_one_by_one(logits, s):
+    weights, ids = _chosen(logits, s)
+    return sum(F.one_hot(ids[..., k], s.E) * weights[..., k : k + 1] for k in range(s.K))
+
+
+def _argmax_after_argmax(logits, s):
+    """GShard's way to the best two, for any number of them."""
+    scores, total, left = logits.float().softmax(-1), None, logits
+    for _ in range(s.K):
+        ids = left.argmax(dim=-1)
+        hot = F.one_hot(ids, num_classes=s.E)
+        gate = (scores * hot).sum(dim=-1)
+        total = gate[..., None] * hot if total is None else total + gate[..., None] * hot
+        left = left.masked_fill(hot.bool(), -INF)
+    return total
+
+
+def _scatters_added(logits, s):
+    weights, ids = _chosen(logits, s)
+    one, other = (torch.zeros_like(weights[..., :1]).expand(*logits.shape[:-1], s.E) for _ in range(2))
+    total = one.scatter(-1, ids[..., :1], weights[..., :1])
+    if s.K > 1:
+        total = total + other.scatter(-1, ids[..., 1:], weights[..., 1:])
+    return total / total.sum(-1, keepdim=True)
+
+
 _LETTERS = {2: "tk,tke->te", 3: "bsk,bske->bse"}
 
 SCORES: dict[str, Callable[[Tensor, Sizes], Tensor]] = {
     form.__name__[1:]: form
     for form in (_scattered, _scattered_in_place, _scatter_added, _softmax_of_the_rest, _sigmoid_of_the_rest,
                  _multiplied, _multiplied_by_one_hot, _multiplied_by_any, _filled, _filled_but, _filled_where_zero,
-                 _where, _where_not, _one_hot, _one_hot_einsum)
+                 _where, _where_not, _one_hot, _one_hot_einsum, _one_hots_one_by_one, _argmax_after_argmax,
+                 _scatters_added)
 }  # fmt: skip
 # With K of 1.
 FIRST: dict[str, Callable[[Tensor, Sizes], Tensor]] = {
@@ -429,6 +456,17 @@ def _only_te(case: Case) -> bool:
 MUTATIONS: dict[str, Change] = {
     "all_experts": _scored(lambda logits, s: logits.softmax(-1), _more_than_k),
     "threshold": _scored(_by_threshold),
+    "added_to_all": _scored(lambda logits, s: _one_hots_one_by_one(logits, s) + 0.1 * logits.softmax(-1), _more_than_k),
+    "one_added": _scored(lambda logits, s: _one_hots_one_by_one(logits, s) + 0.01),
+    "masks_added": _scored(
+        lambda logits, s: (
+            sum(F.one_hot(logits.topk(s.K)[1][..., k], s.E) for k in range(s.K)) + logits.softmax(-1) * 0.1
+        )
+    ),
+    "added_of_other_tokens": _scored(
+        lambda logits, s: _argmax_after_argmax(logits, s) + _argmax_after_argmax(logits, s).roll(1, 0),
+        lambda case: case.sizes.T > 1,
+    ),
     "ids_twice": _scored(_twice),
     "not_zero_elsewhere": _scored(
         lambda logits, s: torch.full_like(logits, 0.1).scatter(-1, logits.topk(s.K)[1], logits.topk(s.K)[0])

@@ -193,6 +193,34 @@ def test_router_of_one_expert(scores):
     assert (outcome.problem, outcome.fused) == (None, 1)
 
 
+def test_an_expert_chosen_twice_counts_twice():
+    """In a sum of one-hots, whose choices need not differ."""
+
+    def program(x, gate, w1, w2):
+        scores = F.linear(x, gate).softmax(-1)
+        hots = [F.one_hot(ids, E) for ids in (scores.argmax(-1), scores.roll(1, 0).argmax(-1))]
+        return every_expert(x, sum(hot * (scores * hot).sum(-1, keepdim=True) for hot in hots), w1, w2)
+
+    inputs = weights(dtype=torch.float32)
+    inputs["x"][1] = inputs["x"][0]  # token 1 has one expert twice
+    outcome = check(program, *inputs.values(), fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 1)
+
+
+def test_terms_of_a_sum_have_ids_in_range():
+    def program(x, gate, w1, w2):
+        logits = F.linear(x, gate)
+        one = torch.zeros(T, E).scatter(1, *logits.topk(K, dim=1)[::-1])
+        other = torch.zeros(T, E).scatter_add(1, unproven(x, gate), logits[:, :K].sigmoid())
+        return every_expert(x, one + other, w1, w2)
+
+    inputs = weights(dtype=torch.float32)
+    (row,) = moe_ops.explain(program, *inputs.values()).refused
+    assert "cannot be proved to be in [0, number of experts)" in row.reason
+    outcome = check(program, *inputs.values(), fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 0)
+
+
 def test_what_a_product_adds_is_not_lost():
     """baddbmm adds what it is given: a bias of the experts, or anything else, which is no bias."""
 

@@ -66,6 +66,28 @@ def bits_as_ids(x, gate, w1, w2):
     return added(F.one_hot(hot, num_classes=E).permute(2, 1, 0), probs * hot, x, w1, w2)
 
 
+def bits_of_the_best_two(x, gate, w1, w2):
+    """nllb's own weights: the gates of two one-hots, added."""
+    logits = F.linear(x, gate)
+    probs = logits.softmax(-1).to(x.dtype)
+    first = F.one_hot(logits.argmax(-1), num_classes=E)
+    second = F.one_hot(logits.masked_fill(first.bool(), float("-inf")).argmax(-1), num_classes=E)
+    places = second.cumsum(0) - 1
+    places += first.sum(0, keepdim=True)
+    first, second = first * torch.lt(first.cumsum(0) - 1, 2), second * torch.lt(places, 3)
+    one, two = ((probs * mask).sum(1) for mask in (first, second))
+    total = (one + two).clamp(min=torch.finfo(x.dtype).eps)
+    scores = (one / total)[:, None] * first + (two / total)[:, None] * second
+    return added(F.one_hot(first, num_classes=E).permute(2, 1, 0), scores, x, w1, w2, scale=0.8)
+
+
+def bits_of_all(x, gate, w1, w2):
+    """Every pair has a weight."""
+    probs = F.linear(x, gate).softmax(-1)
+    hot = F.one_hot(probs.argmax(-1), num_classes=E)
+    return added(F.one_hot(hot, num_classes=E).permute(2, 1, 0), probs, x, w1, w2)
+
+
 def scaled(x, gate, w1, w2):
     scores, ids = route(x, gate)
     return added(F.one_hot(ids, num_classes=E).permute(2, 1, 0), scores, x, w1, w2, scale=0.8)
@@ -81,7 +103,8 @@ def dropout_in_eval(x, gate, w1, w2):
     return out
 
 
-FORMS = (switch, two_slots, two_slots_tokens_first, bits_as_ids, scaled, dropout_in_eval)
+FORMS = (switch, two_slots, two_slots_tokens_first, bits_as_ids, bits_of_the_best_two, bits_of_all, scaled,
+         dropout_in_eval)  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -91,10 +114,24 @@ def test_fused(program, dtype):
     assert (outcome.problem, outcome.fused) == (None, 1)
 
 
-@pytest.mark.parametrize("program", [switch, two_slots, scaled], ids=lambda program: program.__name__)
+@pytest.mark.parametrize(
+    "program", [switch, two_slots, bits_of_the_best_two, scaled], ids=lambda program: program.__name__
+)
 def test_gradients(program):
     outcome = check(program, *weights(dtype=torch.float64).values(), gradients=True, fullgraph=True)
     assert (outcome.problem, outcome.fused) == (None, 1)
+
+
+@pytest.mark.parametrize(
+    ("program", "pairs"),
+    [(bits_as_ids, 1), (bits_of_the_best_two, 2), (bits_of_all, E)],
+    ids=lambda one: getattr(one, "__name__", None),
+)
+def test_pairs_whose_weights_are_zero_are_not_computed(program, pairs):
+    """Of E pairs for each token, those that are left by the way the weights are made."""
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        (row,) = moe_ops.explain(program, *weights(dtype=torch.float32).values()).fused
+    assert row.K == pairs
 
 
 def test_dropped_token_with_an_infinity():
