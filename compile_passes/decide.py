@@ -97,6 +97,9 @@ def _router(match: MoEMatch) -> Router | Refusal:
 
 def _weight(weight: Weight) -> torch.Tensor | None:
     value = example(weight.node)
+    if value is not None and weight.part is not None:
+        operator, arguments = weight.part.call(value)
+        value = operator(*arguments)
     if value is not None and weight.experts is not None:
         value = value[: weight.experts]
     return value.transpose(1, 2) if value is not None and weight.transposed else value

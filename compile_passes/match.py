@@ -92,15 +92,32 @@ def leaves(value: Value) -> list[fx.Node]:
 
 
 @dataclass(frozen=True)
+class Part:
+    """``length`` entries of a tensor along ``dim``, from ``start`` on; None: entry ``start``, without its dimension."""
+
+    dim: int
+    start: int
+    length: int | None
+
+    def call(self, value: Any) -> tuple[torch._ops.OpOverload, tuple[Any, ...]]:
+        """The operator that takes it from ``value``, and its arguments."""
+        if self.length is None:
+            return torch.ops.aten.select.int, (value, self.dim, self.start)
+        return torch.ops.aten.slice.Tensor, (value, self.dim, self.start, self.start + self.length, 1)
+
+
+@dataclass(frozen=True)
 class Weight:
     """An expert weight: ``node`` holds ``[E, N, K]``, or ``[E, K, N]`` when ``transposed``.
 
-    ``experts``: how many of them the block has, the first ones; None means all.
+    ``experts``: how many of them the block has, the first ones; None means all. ``part``: what of ``node`` it is, such
+    as its gate half.
     """
 
     node: fx.Node
     transposed: bool
     experts: int | None = None
+    part: Part | None = None
 
 
 @dataclass(frozen=True)

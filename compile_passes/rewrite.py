@@ -251,6 +251,8 @@ class Rewriter:
 
     def _weight(self, builder: Builder, weight: Weight) -> fx.Node:
         node = self._node(weight.node)
+        if weight.part is not None:
+            node = builder.call(*weight.part.call(node))
         if weight.experts is not None:
             node = builder.call(_ATEN.slice.Tensor, (node, 0, 0, weight.experts, 1))
         return builder.call(_ATEN.transpose.int, (node, 1, 2)) if weight.transposed else node

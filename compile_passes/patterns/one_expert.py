@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import fx
 
-from compile_passes.match import Product, Weight
+from compile_passes.match import Part, Product, Weight
+from compile_passes.patterns.contraction import peel_transpose
 from compile_passes.reading import Reading
-from compile_passes.vocabulary import example, rank, same_shape
+from compile_passes.vocabulary import example, rank, same_shape, tensors_of
 
 
 def product_of_one(reading: Reading, node: fx.Node) -> tuple[Product, int] | None:
@@ -36,24 +37,111 @@ def product_of_one(reading: Reading, node: fx.Node) -> tuple[Product, int] | Non
 
 
 def _slice(reading: Reading, value: Any, dims: int = 3) -> tuple[Weight, int] | None:
-    """``stacked[e]``, perhaps transposed: the stack, and e."""
-    value, transposed = reading.unwrap(value), False
-    while dims == 3 and rank(value) == 2 and (call := reading.named(value, "transpose", "mt", "t")) is not None:
-        value, transposed = reading.unwrap(call["x"]), not transposed
-    call = reading.read(value, "getslice select item", "index dim")
-    source: Any = call["x"] if call is not None else None
-    number = call["index"] if call is not None else None
-    if call is not None and call.name == "item":
-        parts = reading.read(source, "unbind", "dim")
-        source = parts["x"] if parts is not None and parts["dim"] == 0 else None
-    elif call is not None and call.name == "select" and call["dim"] != 0:
+    """``stacked[e]``, or a part of it such as ``stacked[e].chunk(2)[0]``, perhaps transposed: the stack, and e."""
+    value, transposed, part = reading.unwrap(value), False, None
+    while dims == 3:
+        if rank(value) == 2 and (call := reading.named(value, "transpose", "mt", "t")) is not None:
+            value, transposed = reading.unwrap(call["x"]), not transposed
+            part = None if part is None else replace(part, dim=1 - part.dim)
+            continue
+        taken = None if part is not None else _taken(reading, value)
+        if taken is None or len(taken[1]) != 1 or not _of_one(reading, *taken):
+            break
+        value, part = reading.unwrap(taken[0]), taken[1][0]
+    taken = _taken(reading, value)
+    if taken is None:
         return None
-    if isinstance(number, tuple):
-        number = number[0] if all(part in (slice(None), Ellipsis) for part in number[1:]) else None
+    source, (entry, *more) = taken
+    if more and dims == 3 and part is None:
+        (second,) = more if len(more) == 1 else (None,)
+        part = None if second is None else replace(second, dim=second.dim - 1)
+        if part is None:
+            return None
+    elif more:
+        return None
     stacked = example(source)
-    if stacked is None or stacked.dim() != dims or type(number) is not int or type(stacked.shape[0]) is not int:
+    if stacked is None or entry.dim != 0 or entry.length is not None or type(stacked.shape[0]) is not int:
         return None
-    return Weight(_first_view(reading, source), transposed), number % stacked.shape[0]
+    if part is not None:
+        part = replace(part, dim=part.dim + 1)
+    if stacked.dim() != dims + int(part is not None and part.length is None):
+        return None
+    # `stacked.transpose(1, 2)` is written anew for every expert, as views are.
+    weight = peel_transpose(reading, Weight(source, transposed)) if stacked.dim() == 3 else Weight(source, transposed)
+    if part is not None and weight.transposed != transposed:
+        part = replace(part, dim=3 - part.dim)
+    return replace(weight, node=_first_view(reading, weight.node), part=part), entry.start
+
+
+def _of_one(reading: Reading, source: Any, parts: list[Part]) -> bool:
+    """Whether ``source`` is of one expert, of whose weight a part is taken, and not the stack of all."""
+    inner, shape = _taken(reading, reading.unwrap(source)), example(source)
+    if shape is not None and shape.dim() == 2:
+        turned = reading.named(source, "transpose", "mt", "t")
+        return parts[0].length is not None and (inner is not None or turned is not None)
+    one = inner is not None and [part.length for part in inner[1]] == [None] and inner[1][0].dim == 0
+    return one and shape is not None and shape.dim() == 3 and parts[0].length is None and shape.shape[parts[0].dim] == 2
+
+
+def _taken(reading: Reading, value: Any) -> tuple[fx.Node, list[Part]] | None:
+    """(x, what ``value`` takes of it): a slice, an entry, one of several parts."""
+    call = reading.read(value, "getslice slice narrow select item", "index dim start end step length")
+    if call is None:
+        return None
+    source: Any = call["x"]
+    if call.name == "item":
+        return _split(reading, source, call["index"])
+    shape = example(source)
+    if shape is None or any(type(size) is not int for size in shape.shape):
+        return None
+    dim = call["dim"]
+    if call.name == "getslice":
+        index = call["index"] if isinstance(call["index"], tuple) else (call["index"],)
+        if Ellipsis in index:
+            at = index.index(Ellipsis)
+            index = (*index[:at], *[slice(None)] * (shape.dim() - len(index) + 1), *index[at + 1 :])
+        taken = [_part_of(shape, place, one) for place, one in enumerate(index) if one != slice(None)]
+    elif type(dim) is not int or call["step"] not in (None, 1):
+        return None
+    elif call.name == "select":
+        taken = [_part_of(shape, dim, call["index"])]
+    else:
+        end = call["end"] if call.name == "slice" else _sum(call["start"], call["length"])
+        taken = [_part_of(shape, dim, slice(call["start"], end))]
+    parts = [part for part in taken if part is not None]
+    return (source, parts) if parts and len(parts) == len(taken) else None
+
+
+def _split(reading: Reading, parts: Any, place: int) -> tuple[fx.Node, list[Part]] | None:
+    """Result ``place`` of unbind, chunk, split or tensor_split, if all parts have one size."""
+    call = reading.read(parts, "unbind chunk split tensor_split", "dim chunks size sizes")
+    shape = example(call["x"]) if call is not None else None
+    if call is None or shape is None or type(dim := call["dim"] or 0) is not int:
+        return None
+    made, dim = tensors_of(parts), dim % shape.dim()
+    if call.name == "unbind":
+        return call["x"], [Part(dim, place % len(made), None)]
+    sizes = [one.shape[dim] for one in made]
+    place %= len(made)
+    return (call["x"], [Part(dim, sum(sizes[:place]), sizes[place])]) if all(type(s) is int for s in sizes) else None
+
+
+def _part_of(shape: Any, dim: int, taken: Any) -> Part | None:
+    if dim >= shape.dim():
+        return None
+    size = shape.shape[dim]
+    if type(taken) is int:
+        return Part(dim % shape.dim(), taken % size, None)
+    if not isinstance(taken, slice) or taken.step not in (None, 1):
+        return None
+    if any(type(number) is not int and number is not None for number in (taken.start, taken.stop)):
+        return None
+    start, stop, _ = taken.indices(size)
+    return Part(dim % shape.dim(), start, stop - start) if stop > start else None
+
+
+def _sum(start: Any, length: Any) -> Any:
+    return start + length if type(start) is int and type(length) is int else None
 
 
 def _first_view(reading: Reading, stacked: fx.Node) -> fx.Node:
