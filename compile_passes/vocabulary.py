@@ -467,46 +467,56 @@ _LETTERS = "ABCDEFGH"  # for the dimensions of "..."
 
 
 def two_labelled(call: Call | None) -> tuple[tuple[fx.Node, fx.Node], tuple[str, str], str] | None:
+    """`labelled` of two operands."""
+    found = labelled(call, 2)
+    if found is None:
+        return None
+    (one, other), (left, right), result = found
+    return (one, other), (left, right), result
+
+
+def labelled(call: Call | None, count: int) -> tuple[tuple[fx.Node, ...], tuple[str, ...], str] | None:
     """(operands, the letters of each, those of the result) of ``einsum("ti,toi->to", x, y)``; None where dimensions are
     left to torch, a letter stands twice, or for two sizes (einsum repeats an operand along a dimension of size 1).
     """
     text = call["x"].replace(" ", "") if call is not None and isinstance(call["x"], str) else ""
     inputs, arrow, result = text.partition("->")
-    left, comma, right = inputs.partition(",")
-    labels = (left, right)
+    labels = tuple(inputs.split(","))
     bare = [part.replace("...", "") for part in (*labels, result)]
-    if call is None or not arrow or not comma or "," in right or any(len(set(part)) < len(part) for part in bare):
+    if call is None or not arrow or len(labels) != count or any(len(set(part)) < len(part) for part in bare):
         return None
-    one, other = call["arg1"], call["arg2"]
-    if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
+    given = [call[f"arg{place}"] for place in range(1, count + 1)]
+    operands = tuple(operand for operand in given if isinstance(operand, fx.Node))
+    if len(operands) != count:
         return None
-    spelled = _spell_out((one, other), labels, result) if "." in text else (labels, result)
-    if spelled is None or not _agree((one, other), spelled[0]):
+    spelled = _spell_out(operands, labels, result) if "." in text else (labels, result)
+    if spelled is None or not _agree(operands, spelled[0]):
         return None
-    return ((one, other), *spelled)
+    return (operands, *spelled)
 
 
-def _agree(operands: tuple[fx.Node, fx.Node], labels: tuple[str, ...]) -> bool:
-    """Whether the letters that both operands have are of one size."""
-    sizes = []
+def _agree(operands: tuple[fx.Node, ...], labels: tuple[str, ...]) -> bool:
+    """Whether letters that several operands have are of one size."""
+    sizes: dict[str, Any] = {}
     for operand, label in zip(operands, labels, strict=True):
         tensor = example(operand)
         if tensor is None or tensor.dim() != len(label):
             return False
-        sizes.append(dict(zip(label, tensor.shape, strict=True)))
-    return all(equal_sizes(sizes[0][letter], sizes[1][letter]) for letter in sizes[0].keys() & sizes[1].keys())
+        if not all(equal_sizes(sizes.setdefault(at, size), size) for at, size in zip(label, tensor.shape, strict=True)):
+            return False
+    return True
 
 
 def _spell_out(
-    operands: tuple[fx.Node, fx.Node], labels: tuple[str, ...], result: str
-) -> tuple[tuple[str, str], str] | None:  # fmt: skip
+    operands: tuple[fx.Node, ...], labels: tuple[str, ...], result: str
+) -> tuple[tuple[str, ...], str] | None:  # fmt: skip
     """Labels with letters for "...", which has to stand for as many dimensions in each operand that has it."""
     counts = {(rank(operand) or 0) - len(label) + 3 for operand, label in zip(operands, labels, strict=True)
               if "..." in label}  # fmt: skip
     if len(counts) != 1 or not 0 <= (count := counts.pop()) <= len(_LETTERS) or set(_LETTERS) & set("".join(labels)):
         return None
-    one, other, summed = (label.replace("...", _LETTERS[:count]) for label in (*labels, result))
-    return (one, other), summed
+    *spelled, summed = (label.replace("...", _LETTERS[:count]) for label in (*labels, result))
+    return tuple(spelled), summed
 
 
 def target_name(node: fx.Node) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 from math import prod
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import fx
 
 from compile_passes.match import Product, Spread, Weight
 from compile_passes.reading import Reading
-from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank, same_shape, two_labelled
+from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, labelled, rank, same_shape, two_labelled
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,12 @@ class _Parts:
     of_rows: Spread | None
     weight: Weight
     of_result: Spread | None
+    weighed: tuple[fx.Node, Spread] | None = None
 
 
 def dense_product(reading: Reading, node: fx.Node) -> Product | None:
     """A product of every token with the weights of every expert, and the bias that is added to it."""
-    found = _by_einsum(reading, node) or _by_matmul(reading, node)
+    found = _by_einsum(reading, node) or _weighing(reading, node) or _by_matmul(reading, node)
     if found is None:
         return None
     weight = peel_transpose(reading, Weight(reading.unwrap(found.weight.node), found.weight.transposed))
@@ -43,7 +45,7 @@ def dense_product(reading: Reading, node: fx.Node) -> Product | None:
     bias = None if call is None else _stacked_bias(reading, call["bias"], node, found.of_result)
     if call is not None and bias is None:
         return None
-    product = Product(node, found.rows, weight, weight.node, bias, None, (), node, spread=orders)
+    product = Product(node, found.rows, weight, weight.node, bias, None, (), node, spread=orders, weighed=found.weighed)
     return _with_bias(reading, product)
 
 
@@ -68,6 +70,34 @@ def _by_einsum(reading: Reading, node: fx.Node) -> _Parts | None:
             return None
         orders = (_spread(given, of_rows.find(expert)), _spread(made, result.find(expert)))
         return _Parts(rows, orders[0], Weight(weight, of_weight[2] == outer), orders[1])
+    return None
+
+
+def _weighing(reading: Reading, node: fx.Node) -> _Parts | None:
+    """``einsum("tei,ehi,te->th", rows, w, scores)``, its operands in any order; the result may keep the experts."""
+    found = labelled(reading.read(node, "einsum", "arg1 arg2 arg3"), 3)
+    made = example(node)
+    if found is None or made is None:
+        return None
+    operands, labels, result = found
+    for places in permutations(range(3)):
+        rows, weight, scores = (operands[at] for at in places)
+        of_rows, of_weight, of_scores = (labels[at] for at in places)
+        given = example(rows)
+        if given is None or len(of_weight) != 3 or len(of_rows) < 3 or len(result) < 2:
+            continue
+        expert, inner, outer = of_weight[0], of_rows[-1], result[-1]
+        tokens = of_rows[:-1].replace(expert, "")
+        if len({expert, inner, outer}) < 3 or {*of_weight} != {expert, inner, outer} or expert not in of_rows[:-1]:
+            continue
+        if result[:-1].replace(expert, "") != tokens or of_scores.replace(expert, "") != tokens:
+            continue
+        at, tensor = of_scores.find(expert), example(scores)
+        if tensor is None or at < 0 or {inner, outer} & {*of_scores}:
+            continue
+        orders = (_spread(given, of_rows.find(expert)), _spread(made, result.find(expert)))
+        weighed = (scores, spread_of(tensor.shape, at))
+        return _Parts(rows, orders[0], Weight(weight, of_weight[2] == outer), orders[1], weighed)
     return None
 
 

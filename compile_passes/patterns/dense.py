@@ -115,6 +115,8 @@ class _Dense:
             weight = example(up.weight.node)
             if weight is None or up.spread is None or not equal_sizes(weight.shape[0], self.experts):
                 return False
+            if up.weighed is not None:
+                return False
             if inner is None or not alike(up.spread[1], inner):
                 return False
         return True
@@ -206,8 +208,15 @@ class _Dense:
                 self.down.anchor, "The routing weights multiply what the second product takes, and not its bias, or "
                 "multiply twice.", _LATER,
             )  # fmt: skip
+        weighed = self.down.weighed
+        if weighed is not None and (before is not None or self.inside is not None or self.down.bias is not None):
+            return Refusal(
+                self.down.anchor, "The routing weights multiply in the second product, and not its bias, or multiply "
+                "twice.", _LATER,
+            )  # fmt: skip
         inner, order = self.down.spread or (None, None)
         inside = None if self.inside is None or inner is None else _Scores(self.inside, inner)
+        inside = inside if weighed is None else _Scores(*weighed)
         state = _State(self.down.result, order, before or inside, done=order is None)
         while not state.done:
             readers = readers_of_numbers(self.reading, state.value)

@@ -193,6 +193,105 @@ def test_router_of_one_expert(scores):
     assert (outcome.problem, outcome.fused) == (None, 1)
 
 
+def each(x, w1):
+    return silu_glu(torch.einsum("th,enh->ten", x, w1))
+
+
+# The second product, from [T, E, I], [E, H, I] and scores [T, E], which multiplies by the scores as well.
+WEIGHING = {
+    "scores_last": lambda h, w, scores: torch.einsum("tei,ehi,te->th", h, w, scores),
+    "scores_first": lambda h, w, scores: torch.einsum("te,tei,ehi->th", scores, h, w),
+    "weight_first": lambda h, w, scores: torch.einsum("e h i, t e i, t e -> t h", w, h, scores),
+    "turned_scores": lambda h, w, scores: torch.einsum("tei,et,ehi->th", h, scores.t(), w),
+    "turned_weight": lambda h, w, scores: torch.einsum("tei,eih,te->th", h, w.mT, scores),
+    "experts_kept": lambda h, w, scores: torch.einsum("tei,ehi,te->teh", h, w, scores).sum(1),
+    "experts_moved": lambda h, w, scores: torch.einsum("tei,ehi,te->eth", h, w, scores).sum(dim=0),
+    "batches": lambda h, w, scores: torch.einsum(
+        "bsei,ehi,bse->bsh", h.unflatten(0, (2, -1)), w, scores.unflatten(0, (2, -1))
+    ).flatten(0, 1),
+    "dots": lambda h, w, scores: torch.einsum("...ei,ehi,...e->...h", h, w, scores),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("way", WEIGHING)
+def test_a_product_that_weighs_too(way, dtype):
+    def program(x, gate, w1, w2):
+        topk_weights, ids = F.linear(x, gate).float().softmax(-1).topk(K)
+        scores = torch.zeros(x.shape[0], E).scatter(1, ids, topk_weights).to(x.dtype)
+        return WEIGHING[way](each(x, w1), w2, scores)
+
+    outcome = check(program, *weights(dtype=dtype).values(), fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 1)
+
+
+def test_a_product_that_weighs_rows_by_expert():
+    def program(x, gate, w1, w2):
+        return torch.einsum("eti,ehi,te->th", silu_glu(x @ w1.mT), w2, scattered(x, gate))
+
+    outcome = check(program, *weights(dtype=torch.float32).values(), fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 1)
+
+
+def test_gradients_of_a_product_that_weighs_too():
+    def program(x, gate, w1, w2):
+        topk_weights, ids = F.linear(x, gate).topk(K)
+        return torch.einsum("tei,ehi,te->th", each(x, w1), w2, x.new_zeros(T, E).scatter(1, ids, topk_weights))
+
+    given = weights(dtype=torch.float64)
+    outcome = check(program, *given.values(), gradients=True, fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 1)
+
+
+def weighed_twice(x, gate, w1, w2):
+    scores = scattered(x, gate)
+    return torch.einsum("tei,ehi,te->teh", each(x, w1), w2, scores).mul(scores.unsqueeze(-1)).sum(1)
+
+
+def weighed_inside_and_out(x, gate, w1, w2):
+    scores = scattered(x, gate)
+    return torch.einsum("tei,ehi,te->th", each(x, w1) * scores.unsqueeze(-1), w2, scores)
+
+
+def weighed_without_its_bias(x, gate, w1, w2):
+    return (torch.einsum("tei,ehi,te->teh", each(x, w1), w2, scattered(x, gate)) + w2[:, :, 0]).sum(1)
+
+
+def weighed_by_features(x, gate, w1, w2):
+    return torch.einsum("tei,ehi,ti->th", each(x, w1), w2, x[:, :I])
+
+
+def weighed_by_experts(x, gate, w1, w2):
+    return torch.einsum("tei,ehi,e->th", each(x, w1), w2, scattered(x, gate)[0])
+
+
+def weighed_by_all(x, gate, w1, w2):
+    return torch.einsum("tei,ehi,te->th", each(x, w1), w2, F.linear(x, gate).softmax(-1))
+
+
+def weighed_first(x, gate, w1, w2):
+    scores = scattered(x, gate)
+    h = silu_glu(torch.einsum("th,enh,te->ten", x, w1, scores))
+    return torch.einsum("tei,ehi,te->th", h, w2, scores)
+
+
+def weighed_by_other_tokens(x, gate, w1, w2):
+    """As many tokens as experts, whose letters are exchanged."""
+    x = x[:E]
+    return torch.einsum("tei,ehi,et->th", each(x, w1), w2, scattered(x, gate))
+
+
+@pytest.mark.parametrize(
+    "program",
+    [weighed_twice, weighed_inside_and_out, weighed_without_its_bias, weighed_by_features, weighed_by_experts,
+     weighed_by_all, weighed_first, weighed_by_other_tokens],
+    ids=lambda program: program.__name__,
+)  # fmt: skip
+def test_a_product_that_weighs_otherwise(program):
+    outcome = check(program, *weights(dtype=torch.float32).values(), fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 0)
+
+
 def test_an_expert_chosen_twice_counts_twice():
     """In a sum of one-hots, whose choices need not differ."""
 
