@@ -149,8 +149,8 @@ class Product:
         copies: K, where the rows are tokens ``[T, K]`` that each meet the weights of K experts.
         spread: where every token meets every expert, the order of the rows and that of the result, each None where it
             has no experts: the rows are the tokens, or the product sums over the experts.
-        weighed: where every token meets every expert, the scores by which the product multiplies the rows, as
-            ``einsum("tei,ehi,te->th")`` does, and their order.
+        weighed: the scores by which the product multiplies the rows, as ``einsum("tei,ehi,te->th")`` does, and their
+            order; None: by token and slot, as in ``"tki,tkhi,tk->th"``.
         sizes: where the rows are cut into a slice for each expert, the number of rows of each, on the host.
     """
 
@@ -164,7 +164,7 @@ class Product:
     result: fx.Node
     copies: int | None = None
     spread: tuple[Spread | None, Spread | None] | None = None
-    weighed: tuple[fx.Node, Spread] | None = None
+    weighed: tuple[fx.Node, Spread | None] | None = None
     sizes: tuple[fx.Node, ...] = ()
     bias_repeated: bool = False
 

@@ -136,6 +136,12 @@ def _block(reading: Reading, down: Product, feeding: list[Product]) -> MoEMatch 
     stacked = example(feeding[0].weight.node)
     if stacked is None:
         return Refusal(down.anchor, "The graph carries no shapes for this block.", "Compile with fake tensors.")
+    early = next((product for product in feeding if product.weighed is not None), None)
+    if early is not None:
+        return Refusal(
+            early.anchor, "The first product of the experts multiplies by scores as well.",
+            "Apply the weights after the experts, or multiply the tokens by them before.",
+        )  # fmt: skip
     inside = None
     if down.spread is not None:
         rows, inside = weighted_inside(reading, down, stacked.dtype)

@@ -48,15 +48,24 @@ class _Walk:
     def __init__(self, reading: Reading, dispatch: Dispatch, down: Product, floor: torch.dtype) -> None:
         self.reading, self.dispatch, self.floor = reading, dispatch, floor
         self.order = Order(reading, floor)
-        self.start = _State(down.result, in_pair_order=dispatch.perm is None)
         hidden, ids = example(dispatch.hidden), example(dispatch.ids)
         result = example(reading.operand(down.result))
         self.lead: tuple[Any, ...] = () if hidden is None else tuple(hidden.shape[:-1])
         self.tokens: Any = None if hidden is None else math.prod(self.lead)
         self.rows: Any = None if ids is None else ids.numel()
         self.width: Any = None if result is None else result.shape[-1]
+        self.down, self.start = down, _State(down.result, in_pair_order=dispatch.perm is None)
 
     def run(self) -> Combine | Refusal:
+        if self.down.weighed is not None:
+            given = self.order.weights_of(self.down.weighed[0], self.rows, None)
+            if given is None or self.down.bias is not None or not self.start.in_pair_order:
+                return Refusal(
+                    self.down.anchor, "What the second product multiplies by cannot be proved to be the routing "
+                    "weights, or it does not multiply its bias.", "Apply the weights after the experts.",
+                )  # fmt: skip
+            summed = not self._by_token(self.down.result)
+            self.start = replace(self.start, weights=given, done=summed)
         state = rows = self.start
         while not state.done:
             readers = readers_of_numbers(self.reading, state.value)

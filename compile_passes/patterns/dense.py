@@ -115,8 +115,6 @@ class _Dense:
             weight = example(up.weight.node)
             if weight is None or up.spread is None or not equal_sizes(weight.shape[0], self.experts):
                 return False
-            if up.weighed is not None:
-                return False
             if inner is None or not alike(up.spread[1], inner):
                 return False
         return True
@@ -216,7 +214,8 @@ class _Dense:
             )  # fmt: skip
         inner, order = self.down.spread or (None, None)
         inside = None if self.inside is None or inner is None else _Scores(self.inside, inner)
-        inside = inside if weighed is None else _Scores(*weighed)
+        if weighed is not None and weighed[1] is not None:
+            inside = _Scores(weighed[0], weighed[1])
         state = _State(self.down.result, order, before or inside, done=order is None)
         while not state.done:
             readers = readers_of_numbers(self.reading, state.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from compile_passes.match import Product, Refusal, Weight
 from compile_passes.patterns.contraction import dense_product, peel_transpose
 from compile_passes.patterns.slices import sliced_product
 from compile_passes.reading import Reading
-from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank, same_shape, two_labelled
+from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, labelled, rank, same_shape, two_labelled
 
 # The rows of a first product come from tokens, or the tokens from the layer before, through one of these; the search
 # for it goes no further back.
@@ -90,7 +91,8 @@ def _product_by_slot(reading: Reading, node: fx.Node) -> Product | None:
     """``einsum("ti,taoi->tao", tokens, weight[ids])`` or ``matmul(weight[ids], rows[..., None])``, with ids ``[T, K]``,
     [..., K], or [R], of tokens or of rows.
     """
-    found = _einsum(reading, node) or _matmul_by_slot(reading, node)
+    weighing = _weighing(reading, node)
+    found = weighing[0] if weighing is not None else _einsum(reading, node) or _matmul_by_slot(reading, node)
     if found is None:
         return None
     rows, gathered, transposed = found
@@ -102,7 +104,25 @@ def _product_by_slot(reading: Reading, node: fx.Node) -> Product | None:
     copies = shape.shape[-3] if shape.dim() > 3 and rank(rows) == shape.dim() - 2 else None
     if copies is not None and type(copies) is not int:
         return None
-    return replace(_with_epilogue(reading, node, rows, stacked, index["index"], ()), copies=copies)
+    product = replace(_with_epilogue(reading, node, rows, stacked, index["index"], ()), copies=copies)
+    return product if weighing is None else replace(product, weighed=(weighing[1], None))
+
+
+def _weighing(reading: Reading, node: fx.Node) -> tuple[tuple[fx.Node, fx.Node, bool], fx.Node] | None:
+    """As `_einsum`, and the scores of ``einsum("tki,tkhi,tk->th", rows, weight[ids], scores)``, in any order."""
+    found = labelled(reading.read(node, "einsum", "arg1 arg2 arg3"), 3)
+    if found is None:
+        return None
+    operands, labels, result = found
+    for places in permutations(range(3)):
+        rows, weight, scores = (operands[at] for at in places)
+        of_rows, of_weight, of_scores = (labels[at] for at in places)
+        lead, last, inner = of_weight[:-2], of_weight[-2:], of_rows[-1:]
+        outer = last.replace(inner, "")
+        by_slot = len(lead) > 1 and of_rows == lead + inner and of_scores == lead and len(outer) == 1
+        if by_slot and inner in last and result in (lead + outer, lead[:-1] + outer):
+            return (rows, weight, last[0] == inner), scores
+    return None
 
 
 def _gather_of(reading: Reading, weight: Any) -> Call | None:

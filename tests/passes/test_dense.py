@@ -306,6 +306,19 @@ def test_an_expert_chosen_twice_counts_twice():
     assert (outcome.problem, outcome.fused) == (None, 1)
 
 
+def test_columns_of_a_topk_are_distinct():
+    """Two scatters of the ids of one topk, added."""
+
+    def program(x, gate, w1, w2):
+        topk_weights, ids = F.linear(x, gate).softmax(-1).topk(K + 1)
+        one = torch.zeros(T, E).scatter(1, ids[:, :1], topk_weights[:, :1])
+        more = torch.zeros(T, E).scatter(1, ids[:, 1:], topk_weights[:, 1:])
+        return every_expert(x, one + more, w1, w2)
+
+    outcome = check(program, *weights(dtype=torch.float32).values(), fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 1)
+
+
 def test_terms_of_a_sum_have_ids_in_range():
     def program(x, gate, w1, w2):
         logits = F.linear(x, gate)
