@@ -202,6 +202,35 @@ class FeedForwards(nn.Module):
         return y.view_as(x)
 
 
+class HalvesInTheLoop(StackedWeights):
+    """Every expert takes its gate and its up weight out of one stack, and the rows of the tokens that chose it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        weights, ids = self.route(rows)
+        y = torch.zeros_like(rows)
+        for e in range(self.num_experts):
+            token, slot = torch.where(ids == e)
+            gate, up = self.w_in[e].chunk(2, dim=0)
+            h = F.silu(F.linear(rows[token], gate)) * F.linear(rows[token], up)
+            y.index_add_(0, token, F.linear(h, self.w_out[e]) * weights[token, slot, None])
+        return y.view_as(x)
+
+
+class BestTwoOneHots(StackedWeights):
+    """The best expert, then the next best, as one-hots times their gates, added; one einsum weighs and sums."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.gate(x)
+        gates = logits.softmax(dim=-1)
+        best = F.one_hot(logits.argmax(dim=-1), self.num_experts)
+        next_best = F.one_hot(logits.masked_fill(best.bool(), float("-inf")).argmax(dim=-1), self.num_experts)
+        one, two = ((gates * mask).sum(dim=-1, keepdim=True) for mask in (best, next_best))
+        scores = one / (one + two) * best + two / (one + two) * next_best
+        gate, up = torch.einsum("bsh,ekh->bsek", x, self.w_in).chunk(2, dim=-1)
+        return torch.einsum("bsek,ehk,bse->bsh", F.silu(gate) * up, self.w_out, scores)
+
+
 LAYERS = {
     "litgpt: a mask for every expert": LitGPT,
     "[batch, length] as they are: three lists of positions": UnflattenedPlaces,
@@ -214,4 +243,6 @@ LAYERS = {
     "torchtitan's gpt-oss: biases repeated by counts": RepeatedBiases,
     "grouped_mm, hidden states rounded before rows are taken": RoundedFirst,
     "a list that is not called experts": FeedForwards,
+    "halves of one stacked weight, in the loop": HalvesInTheLoop,
+    "the best two as one-hots, one einsum of three operands": BestTwoOneHots,
 }
