@@ -458,6 +458,12 @@ MUTATIONS: dict[str, Change] = {
     "threshold": _scored(_by_threshold),
     "added_to_all": _scored(lambda logits, s: _one_hots_one_by_one(logits, s) + 0.1 * logits.softmax(-1), _more_than_k),
     "one_added": _scored(lambda logits, s: _one_hots_one_by_one(logits, s) + 0.01),
+    "term_not_zero_elsewhere": _scored(
+        lambda logits, s: (
+            _one_hots_one_by_one(logits, s)
+            + torch.full_like(logits, 0.1).scatter(-1, logits.topk(s.K)[1], logits.topk(s.K)[0].exp())
+        )
+    ),
     "masks_added": _scored(
         lambda logits, s: (
             sum(F.one_hot(logits.topk(s.K)[1][..., k], s.E) for k in range(s.K)) + logits.softmax(-1) * 0.1

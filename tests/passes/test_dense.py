@@ -213,8 +213,9 @@ WEIGHING = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("way", WEIGHING)
+@pytest.mark.parametrize(
+    ("way", "dtype"), [*((way, torch.float32) for way in WEIGHING), ("scores_last", torch.bfloat16)], ids=str
+)
 def test_a_product_that_weighs_too(way, dtype):
     def program(x, gate, w1, w2):
         topk_weights, ids = F.linear(x, gate).float().softmax(-1).topk(K)
@@ -281,10 +282,16 @@ def weighed_by_other_tokens(x, gate, w1, w2):
     return torch.einsum("tei,ehi,et->th", each(x, w1), w2, scattered(x, gate))
 
 
+def weighed_by_turned_tokens(x, gate, w1, w2):
+    """Batch and position are exchanged in the scores."""
+    scores = scattered(x, gate).view(T // 2, 2, E)
+    return torch.einsum("bsei,ehi,sbe->bsh", each(x, w1).view(2, T // 2, E, I), w2, scores).flatten(0, 1)
+
+
 @pytest.mark.parametrize(
     "program",
-    [weighed_twice, weighed_inside_and_out, weighed_without_its_bias, weighed_by_features, weighed_by_experts,
-     weighed_by_all, weighed_first, weighed_by_other_tokens],
+    [weighed_by_turned_tokens, weighed_twice, weighed_inside_and_out, weighed_without_its_bias, weighed_by_features,
+     weighed_by_experts, weighed_by_all, weighed_first, weighed_by_other_tokens],
     ids=lambda program: program.__name__,
 )  # fmt: skip
 def test_a_product_that_weighs_otherwise(program):

@@ -13,7 +13,7 @@ from torch import nn
 
 import moe_ops
 from benchmarks.forms import _dbrx, _switch
-from benchmarks.loops import MakeMoE, MixtralHits, MixtralLists, MoeInfer, Unique
+from benchmarks.loops import MakeMoE, MixtralHits, MoeInfer, Unique
 from compile_passes import rebind, trial
 from compile_passes.loops import STATIC
 from compile_passes.narrow import narrowing
@@ -22,7 +22,7 @@ from tests.passes.test_static_loops import prepared
 
 H, I, E, K = 256, 128, 4, 2
 BLOCKS = {
-    **{kind.__name__: kind for kind in (MixtralHits, MixtralLists, MakeMoE, MoeInfer, Unique)},
+    **{kind.__name__: kind for kind in (MixtralHits, MakeMoE, MoeInfer)},
     "switch": _switch,
     "dbrx": _dbrx,
 }

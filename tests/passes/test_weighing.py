@@ -34,8 +34,9 @@ def program_of(second):
     return program
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "dtype"), [*((way, torch.float32) for way in WAYS), ("summed", torch.bfloat16)], ids=str
+)
 def test_fused(way, dtype):
     outcome = check(program_of(WAYS[way]), *weights(dtype=dtype).values(), fullgraph=True)
     assert (outcome.problem, outcome.fused) == (None, 1)
@@ -51,8 +52,8 @@ def twice(h, w, s):
     return (torch.einsum("tki,tkhi,tk->tkh", h, w, s) * s[..., None]).sum(1)
 
 
-def without_its_bias(h, w, s):
-    return (torch.einsum("tki,tkhi,tk->tkh", h, w, s) + w[..., 0]).sum(1)
+def slots_before_tokens(h, w, s):
+    return torch.einsum("tki,tkhi,kt->th", h, w, s.t())
 
 
 def by_feature(h, w, s):
@@ -71,7 +72,7 @@ def of_the_token_before(h, w, s):
     return torch.einsum("tki,tkhi,tk->th", h.roll(1, 0), w, s)
 
 
-MISSES = (twice, without_its_bias, by_feature, by_token, summed_over_tokens, of_the_token_before)
+MISSES = (twice, slots_before_tokens, by_feature, by_token, summed_over_tokens, of_the_token_before)
 
 
 @pytest.mark.parametrize("second", MISSES, ids=lambda second: second.__name__)
@@ -91,6 +92,19 @@ def weighed_before_and_after(x, gate, w1, w2):
     rows = x.unsqueeze(1).expand(-1, K, -1)
     h = silu_glu(torch.einsum("tkh,tknh,tk->tkn", rows, w1[ids], topk_weights))
     return torch.einsum("tki,tkhi,tk->th", h, w2[ids], topk_weights)
+
+
+def test_a_bias_is_not_weighed():
+    def program(x, gate, w1, w2):
+        topk_weights, ids = route(x, gate)
+        h = silu_glu(torch.einsum("th,tknh->tkn", x, w1[ids]))
+        return (torch.einsum("tki,tkhi,tk->tkh", h, w2[ids], topk_weights) + w2[:, :, 0][ids]).sum(1)
+
+    inputs = weights(dtype=torch.float32)
+    (row,) = moe_ops.explain(program, *inputs.values()).refused
+    assert "it does not multiply its bias" in row.reason
+    outcome = check(program, *inputs.values(), fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 0)
 
 
 @pytest.mark.parametrize("program", [weighed_first, weighed_before_and_after], ids=lambda program: program.__name__)
