@@ -61,9 +61,11 @@ def are_distinct(reading: Reading, ids: Any, experts: Any, top_k: int) -> bool:
     topk = topk_over_experts(reading, ids, experts)
     if topk is not None:
         return bool(topk.k == top_k)
-    columns = reading.read(reading.exact(ids, experts), "getslice slice narrow", "index dim start end length")
+    taken = reading.exact(ids, experts)
+    columns, some = reading.read(taken, "getslice slice narrow", "index dim start end length"), example(taken)
     whole = example(columns["x"]) if columns is not None else None
-    if columns is None or whole is None:
+    # A view of them may have made one token of two.
+    if columns is None or whole is None or some is None or not equal_sizes(some.shape[-1], top_k):
         return False
     index = columns["index"] if isinstance(columns["index"], tuple) else (columns["index"],)
     kept = columns.name != "getslice" or all(part is Ellipsis or isinstance(part, slice) for part in index)

@@ -326,6 +326,21 @@ def test_columns_of_a_topk_are_distinct():
     assert (outcome.problem, outcome.fused) == (None, 1)
 
 
+def test_columns_of_two_topks_may_repeat():
+    """The ids of two choices, viewed as those of one token, whose weight counts once."""
+
+    def program(x, gate, w1, w2):
+        topk_weights, ids = F.linear(x, gate).repeat_interleave(2, 0).softmax(-1).topk(K + 1)
+        topk_weights, ids = (one[:, 1:].reshape(T, 2 * K) for one in (topk_weights, ids))
+        return every_expert(x, torch.zeros(T, E).scatter(1, ids, topk_weights), w1, w2)
+
+    inputs = weights(dtype=torch.float32)
+    (row,) = moe_ops.explain(program, *inputs.values()).refused
+    assert "A token may have an expert id twice" in row.reason
+    outcome = check(program, *inputs.values(), fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 0)
+
+
 def test_terms_of_a_sum_have_ids_in_range():
     def program(x, gate, w1, w2):
         logits = F.linear(x, gate)
