@@ -159,7 +159,8 @@ def _block(reading: Reading, down: Product, feeding: list[Product]) -> MoEMatch 
     if down.spread is None:
         found = routed_rows(reading, ups, down, stacked.dtype)
     else:
-        slots = recognise_capacity(reading, ups, down, stacked.dtype) if inside is None else None
+        plain = inside is None and down.weighed is None
+        slots = recognise_capacity(reading, ups, down, stacked.dtype) if plain else None
         found = slots or recognise_dense(reading, ups, down, stacked.dtype, inside)
     if isinstance(found, Refusal):
         return found

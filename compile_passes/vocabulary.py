@@ -9,7 +9,7 @@ other target keeps its own name with positional parameters, so that a refusal ca
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -466,7 +466,11 @@ def _bind(node: fx.Node, parameters: tuple[str, ...]) -> dict[str, Any]:
 _LETTERS = "ABCDEFGH"  # for the dimensions of "..."
 
 
-def two_labelled(call: Call | None) -> tuple[tuple[fx.Node, fx.Node], tuple[str, str], str] | None:
+# An einsum of two operands: these, the letters of each, and those of the result.
+Labelled = tuple[tuple[fx.Node, fx.Node], tuple[str, str], str]
+
+
+def two_labelled(call: Call | None) -> Labelled | None:
     """`labelled` of two operands."""
     found = labelled(call, 2)
     if found is None:
@@ -493,6 +497,17 @@ def labelled(call: Call | None, count: int) -> tuple[tuple[fx.Node, ...], tuple[
     if spelled is None or not _agree(operands, spelled[0]):
         return None
     return (operands, *spelled)
+
+
+def scored(call: Call | None) -> Iterator[tuple[tuple[fx.Node, str], Labelled]]:
+    """The ways to take an einsum of three operands for scores, with their letters, times an einsum of two."""
+    found = labelled(call, 3)
+    if found is None:
+        return
+    operands, labels, result = found
+    for scores, one, other in ((2, 0, 1), (1, 0, 2), (0, 1, 2)):
+        two = (operands[one], operands[other]), (labels[one], labels[other]), result
+        yield (operands[scores], labels[scores]), two
 
 
 def _agree(operands: tuple[fx.Node, ...], labels: tuple[str, ...]) -> bool:

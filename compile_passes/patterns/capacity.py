@@ -86,7 +86,6 @@ class _Capacity:
             len(rows) != 1
             or order is None
             or any(up.spread is None or not alike(up.spread[0], order) for up in self.ups)
-            or any(product.weighed is not None for product in (*self.ups, self.down))
         ):
             return None
         moved = self._moved()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
 from math import prod
 from typing import Any
 
@@ -18,7 +17,17 @@ from torch import fx
 
 from compile_passes.match import Product, Spread, Weight
 from compile_passes.reading import Reading
-from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, labelled, rank, same_shape, two_labelled
+from compile_passes.vocabulary import (
+    Call,
+    Labelled,
+    equal_sizes,
+    example,
+    has_shape,
+    rank,
+    same_shape,
+    scored,
+    two_labelled,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,7 @@ class _Parts:
 
 def dense_product(reading: Reading, node: fx.Node) -> Product | None:
     """A product of every token with the weights of every expert, and the bias that is added to it."""
-    found = _by_einsum(reading, node) or _weighing(reading, node) or _by_matmul(reading, node)
+    found = _by_einsum(reading, node) or _by_matmul(reading, node)
     if found is None:
         return None
     weight = peel_transpose(reading, Weight(reading.unwrap(found.weight.node), found.weight.transposed))
@@ -50,10 +59,18 @@ def dense_product(reading: Reading, node: fx.Node) -> Product | None:
 
 
 def _by_einsum(reading: Reading, node: fx.Node) -> _Parts | None:
-    """``einsum("th,ehi->tei", x, w)`` in any letters; ``"tei,ehi->th"`` sums over the experts as well."""
+    """``einsum("th,ehi->tei", x, w)`` in any letters; ``"tei,ehi->th"`` sums over the experts as well, and
+    ``"tei,ehi,te->th"`` multiplies by scores.
+    """
     found = two_labelled(reading.read(node, "einsum", "arg1 arg2"))
-    if found is None:
-        return None
+    if found is not None:
+        return _of_two(node, found, None)
+    ways = scored(reading.read(node, "einsum", "arg1 arg2 arg3"))
+    return next((parts for scores, two in ways if (parts := _of_two(node, two, scores)) is not None), None)
+
+
+def _of_two(node: fx.Node, found: Labelled, scores: tuple[fx.Node, str] | None) -> _Parts | None:
+    """The contraction of two operands; scores have a letter for each token and for the expert."""
     operands, labels, result = found
     for place in (0, 1):
         rows, weight, of_rows, of_weight = operands[1 - place], operands[place], labels[1 - place], labels[place]
@@ -65,38 +82,15 @@ def _by_einsum(reading: Reading, node: fx.Node) -> _Parts | None:
         tokens = of_rows[:-1].replace(expert, "")
         if not tokens or result[:-1].replace(expert, "") != tokens or not (expert in of_rows or expert in result):
             continue
-        given, made = example(rows), example(node)
+        if scores is not None and (expert not in scores[1] or scores[1].replace(expert, "") != tokens):
+            continue
+        given, made, held = example(rows), example(node), example(scores[0]) if scores is not None else None
         if given is None or made is None:
             return None
         orders = (_spread(given, of_rows.find(expert)), _spread(made, result.find(expert)))
-        return _Parts(rows, orders[0], Weight(weight, of_weight[2] == outer), orders[1])
-    return None
-
-
-def _weighing(reading: Reading, node: fx.Node) -> _Parts | None:
-    """``einsum("tei,ehi,te->th", rows, w, scores)``, its operands in any order; the result may keep the experts."""
-    found = labelled(reading.read(node, "einsum", "arg1 arg2 arg3"), 3)
-    made = example(node)
-    if found is None or made is None:
-        return None
-    operands, labels, result = found
-    for places in permutations(range(3)):
-        rows, weight, scores = (operands[at] for at in places)
-        of_rows, of_weight, of_scores = (labels[at] for at in places)
-        given = example(rows)
-        if given is None or len(of_weight) != 3 or len(of_rows) < 3 or len(result) < 2:
-            continue
-        expert, inner, outer = of_weight[0], of_rows[-1], result[-1]
-        tokens = of_rows[:-1].replace(expert, "")
-        if len({expert, inner, outer}) < 3 or {*of_weight} != {expert, inner, outer} or expert not in of_rows[:-1]:
-            continue
-        if result[:-1].replace(expert, "") != tokens or of_scores.replace(expert, "") != tokens:
-            continue
-        at, tensor = of_scores.find(expert), example(scores)
-        if tensor is None or at < 0 or {inner, outer} & {*of_scores}:
-            continue
-        orders = (_spread(given, of_rows.find(expert)), _spread(made, result.find(expert)))
-        weighed = (scores, spread_of(tensor.shape, at))
+        weighed = None
+        if scores is not None and held is not None:
+            weighed = (scores[0], spread_of(held.shape, scores[1].index(expert)))
         return _Parts(rows, orders[0], Weight(weight, of_weight[2] == outer), orders[1], weighed)
     return None
 

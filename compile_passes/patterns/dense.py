@@ -201,21 +201,16 @@ class _Dense:
                 self.down.anchor, "The routing weights multiply the input of the experts, and those not selected add "
                 "their biases.", _LATER,
             )  # fmt: skip
-        if self.inside is not None and (before is not None or self.down.bias is not None):
+        inner, order = self.down.spread or (None, None)
+        within = [] if self.inside is None or inner is None else [_Scores(self.inside, inner)]
+        if self.down.weighed is not None and self.down.weighed[1] is not None:
+            within.append(_Scores(self.down.weighed[0], self.down.weighed[1]))
+        if within and (len(within) > 1 or before is not None or self.down.bias is not None):
             return Refusal(
                 self.down.anchor, "The routing weights multiply what the second product takes, and not its bias, or "
                 "multiply twice.", _LATER,
             )  # fmt: skip
-        weighed = self.down.weighed
-        if weighed is not None and (before is not None or self.inside is not None or self.down.bias is not None):
-            return Refusal(
-                self.down.anchor, "The routing weights multiply in the second product, and not its bias, or multiply "
-                "twice.", _LATER,
-            )  # fmt: skip
-        inner, order = self.down.spread or (None, None)
-        inside = None if self.inside is None or inner is None else _Scores(self.inside, inner)
-        if weighed is not None and weighed[1] is not None:
-            inside = _Scores(weighed[0], weighed[1])
+        inside = within[0] if within else None
         state = _State(self.down.result, order, before or inside, done=order is None)
         while not state.done:
             readers = readers_of_numbers(self.reading, state.value)

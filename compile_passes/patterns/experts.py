@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import permutations
 from typing import Any
 
 import torch
@@ -14,7 +13,17 @@ from compile_passes.match import Product, Refusal, Weight
 from compile_passes.patterns.contraction import dense_product, peel_transpose
 from compile_passes.patterns.slices import sliced_product
 from compile_passes.reading import Reading
-from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, labelled, rank, same_shape, two_labelled
+from compile_passes.vocabulary import (
+    Call,
+    Labelled,
+    equal_sizes,
+    example,
+    has_shape,
+    rank,
+    same_shape,
+    scored,
+    two_labelled,
+)  # fmt: skip
 
 # The rows of a first product come from tokens, or the tokens from the layer before, through one of these; the search
 # for it goes no further back.
@@ -91,11 +100,10 @@ def _product_by_slot(reading: Reading, node: fx.Node) -> Product | None:
     """``einsum("ti,taoi->tao", tokens, weight[ids])`` or ``matmul(weight[ids], rows[..., None])``, with ids ``[T, K]``,
     [..., K], or [R], of tokens or of rows.
     """
-    weighing = _weighing(reading, node)
-    found = weighing[0] if weighing is not None else _einsum(reading, node) or _matmul_by_slot(reading, node)
+    found = _einsum(reading, node) or _matmul_by_slot(reading, node)
     if found is None:
         return None
-    rows, gathered, transposed = found
+    rows, gathered, transposed, scores = found
     weight = peel_transpose(reading, Weight(gathered, transposed))
     index, shape = _gather_of(reading, weight.node), example(weight.node)
     if index is None or shape is None:
@@ -105,24 +113,7 @@ def _product_by_slot(reading: Reading, node: fx.Node) -> Product | None:
     if copies is not None and type(copies) is not int:
         return None
     product = replace(_with_epilogue(reading, node, rows, stacked, index["index"], ()), copies=copies)
-    return product if weighing is None else replace(product, weighed=(weighing[1], None))
-
-
-def _weighing(reading: Reading, node: fx.Node) -> tuple[tuple[fx.Node, fx.Node, bool], fx.Node] | None:
-    """As `_einsum`, and the scores of ``einsum("tki,tkhi,tk->th", rows, weight[ids], scores)``, in any order."""
-    found = labelled(reading.read(node, "einsum", "arg1 arg2 arg3"), 3)
-    if found is None:
-        return None
-    operands, labels, result = found
-    for places in permutations(range(3)):
-        rows, weight, scores = (operands[at] for at in places)
-        of_rows, of_weight, of_scores = (labels[at] for at in places)
-        lead, last, inner = of_weight[:-2], of_weight[-2:], of_rows[-1:]
-        outer = last.replace(inner, "")
-        by_slot = len(lead) > 1 and of_rows == lead + inner and of_scores == lead and len(outer) == 1
-        if by_slot and inner in last and result in (lead + outer, lead[:-1] + outer):
-            return (rows, weight, last[0] == inner), scores
-    return None
+    return product if scores is None else replace(product, weighed=(scores, None))
 
 
 def _gather_of(reading: Reading, weight: Any) -> Call | None:
@@ -134,11 +125,20 @@ def _gather_of(reading: Reading, weight: Any) -> Call | None:
     return index if all(map(equal_sizes, shape.shape[-2:], made.shape[-2:])) else None
 
 
-def _einsum(reading: Reading, node: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:
-    """(rows, gathered weights, whether these are [..., K, N]) of an einsum that is a product for every slot."""
+# Rows, gathered weights, whether these are [..., K, N], and scores by which the product multiplies.
+_BySlot = tuple[Any, fx.Node, bool, fx.Node | None]
+
+
+def _einsum(reading: Reading, node: fx.Node) -> _BySlot | None:
+    """An einsum that is a product for every slot; ``"tki,tkhi,tk->th"`` multiplies by scores, and may sum the slots."""
     found = two_labelled(reading.read(node, "einsum", "arg1 arg2"))
-    if found is None:
-        return None
+    if found is not None:
+        return _of_two(found, None, "")
+    ways = scored(reading.read(node, "einsum", "arg1 arg2 arg3"))
+    return next((product for (scores, letters), two in ways if (product := _of_two(two, scores, letters))), None)
+
+
+def _of_two(found: Labelled, scores: fx.Node | None, of_scores: str) -> _BySlot | None:
     operands, labels, result = found
     for place in (0, 1):
         rows, weight = operands[place], operands[1 - place]
@@ -148,12 +148,16 @@ def _einsum(reading: Reading, node: fx.Node) -> tuple[fx.Node, fx.Node, bool] | 
             continue
         inner = of_rows[-1]
         outer = last.replace(inner, "")
-        if len(outer) == 1 and of_rows[:-1] in (lead, lead[:-1]) and result == lead + outer:
-            return rows, weight, last[0] == inner
+        if len(outer) != 1 or of_rows[:-1] not in (lead, lead[:-1]):
+            continue
+        if scores is not None and (len(lead) < 2 or not of_rows[:-1] == of_scores == lead):
+            continue
+        if result == lead + outer or (scores is not None and result == lead[:-1] + outer):
+            return rows, weight, last[0] == inner, scores
     return None
 
 
-def _matmul_by_slot(reading: Reading, node: fx.Node) -> tuple[Any, fx.Node, bool] | None:
+def _matmul_by_slot(reading: Reading, node: fx.Node) -> _BySlot | None:
     """As `_einsum`, of ``weight[ids] [T, K, N, H] @ rows [T, K or 1, H, 1]``, or the other way round."""
     call = reading.read(node, "matmul", "y")
     if call is None or rank(call["x"]) != 4 or rank(call["y"]) != 4:
@@ -165,11 +169,11 @@ def _matmul_by_slot(reading: Reading, node: fx.Node) -> tuple[Any, fx.Node, bool
         tokens, slots = weight.shape[:2]
         inner = weight.shape[-1 if side == "x" else -2]
         if equal_sizes(value.shape[0], tokens) and equal_sizes(value.shape[1], slots):
-            return call[other], call[side], transposed
+            return call[other], call[side], transposed, None
         views = reading.casts(call[other], weight.dtype)
         rows = next((node for node in views if has_shape(node, tokens, inner)), None)
         if rows is not None:
-            return rows, call[side], transposed
+            return rows, call[side], transposed, None
     return None
 
 
