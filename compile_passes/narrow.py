@@ -37,6 +37,9 @@ class Narrowing:
         return value * self.factor if value * self.factor in self.widths else value
 
 
+FULL = Narrowing(1, frozenset())
+
+
 def narrowing(block: nn.Module) -> Narrowing | None:
     """By how much a block can be narrowed; None where its widths have no factor in common that is of use."""
     weights = [tensor for tensor in (*block.parameters(), *block.buffers()) if tensor.is_floating_point()]
@@ -61,13 +64,15 @@ def narrowing(block: nn.Module) -> Narrowing | None:
 
 
 def narrow_copy(block: nn.Module, to: Narrowing, device: torch.device) -> nn.Module:
-    """A copy with weights of no particular values, and with the first values of each buffer."""
+    """A copy with the first values of each weight and buffer along each width."""
     memo: dict[int, Any] = {}
     for weight in block.parameters():
         made = _part(weight, to, device)
         memo[id(weight)] = nn.Parameter(made, weight.requires_grad)
     memo.update({id(value): _part(value, to, device) for value in block.buffers()})
     copied = copy.deepcopy(block, memo)
+    if not to.widths:
+        return copied
     seen: set[int] = set()
     for module, original in zip(copied.modules(), block.modules(), strict=True):
         _set_sizes(module, original, to, seen)
@@ -75,7 +80,7 @@ def narrow_copy(block: nn.Module, to: Narrowing, device: torch.device) -> nn.Mod
 
 
 def _part(value: Tensor, to: Narrowing, device: torch.device) -> Tensor:
-    return value.detach()[tuple(slice(to.size(size)) for size in value.shape)].to(device, copy=True).contiguous()
+    return value.detach()[tuple(slice(to.size(size)) for size in value.shape)].to(device, copy=True)
 
 
 def _settings(block: nn.Module) -> Iterator[tuple[str, int]]:

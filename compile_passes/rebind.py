@@ -137,8 +137,7 @@ def _tried(block: nn.Module, forms: Mapping[str, StaticForm], start: float) -> V
     except NotStatic:
         pass  # the other mode runs the original
     _check_fused(trial, forms, block.training)
-    narrower = 1 if trial.narrowing is None else trial.narrowing.factor
-    return Verdict(forms, training=training, narrower=narrower, seconds=time.perf_counter() - start)
+    return Verdict(forms, training=training, narrower=trial.narrowing.factor, seconds=time.perf_counter() - start)
 
 
 def _check_fused(trial: Trial, forms: Mapping[str, StaticForm], training: bool, **allowed: Any) -> None:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from compile_passes.narrow import Narrowing, narrow_copy, narrowing
+from compile_passes.narrow import FULL, Narrowing, narrow_copy, narrowing
 from compile_passes.source import NotStatic
 
 # (batch, tokens) and whether all tokens have one direction; at most 64 tokens.
@@ -77,7 +77,7 @@ class Trial:
                 self._copy()
                 self.width, self.flat = self._inputs()
             except NotStatic as error:
-                if self.narrowing is None:
+                if self.narrowing is FULL:
                     raise
                 problem = f"of a narrower one, {error}"
                 continue
@@ -90,14 +90,11 @@ class Trial:
     def _copy(self) -> None:
         try:
             with _apart():
-                if self.narrowing is None:
-                    self.copy = copy.deepcopy(self.block, _elsewhere(self.block, self.device))
-                else:
-                    self.copy = narrow_copy(self.block, self.narrowing, self.device)
+                self.copy = narrow_copy(self.block, self.narrowing, self.device)
         except Exception as error:
             raise NotStatic(f"it cannot be copied: {_said(error)}") from error
         self._renew()
-        if self.narrowing is not None:
+        if self.narrowing is not FULL:
             self.drawn = [weight.detach().clone() for weight in self.copy.parameters()]
 
     def _renew(self) -> None:
@@ -172,10 +169,9 @@ class Trial:
         """Blocks to run with and without the static form, one after the other: block, width, dtype."""
         if self.dtype is not torch.float64:
             yield copy.deepcopy(self.copy).to(torch.float64), self.width, torch.float64
-        if self.narrowing is None:
-            yield self.copy, self.width, self.dtype
-            return
         yield self.copy, self.width, self.dtype
+        if self.narrowing is FULL:
+            return
         # The weights of the block are those of the model, which nothing may write to. To convert them is no write.
         for weight, before in zip(self.copy.parameters(), self.drawn, strict=True):
             if not torch.equal(weight, before.to(weight.dtype)):
@@ -327,20 +323,20 @@ def _widths(block: nn.Module) -> list[int]:
     return list(dict.fromkeys(size for size in found if type(size) is int and size > 1))[:6]
 
 
-def _places(block: nn.Module) -> Iterator[tuple[torch.device, Narrowing | None]]:
+def _places(block: nn.Module) -> Iterator[tuple[torch.device, Narrowing]]:
     """Where and on what copy the trial can be made, the best first."""
     held = next((weight.device for weight in block.parameters()), torch.device("cpu"))
     if held.type == "meta":
         raise NotStatic("its weights are on the meta device")
     if 2 * _needed(block) <= _free(held):
-        yield held, None
+        yield held, FULL
         return
     to = narrowing(block)
     if to is not None:
         yield held, to
     cpu = torch.device("cpu")
     if held != cpu and 2 * _needed(block) <= _free(cpu):
-        yield cpu, None
+        yield cpu, FULL
 
 
 def _free(device: torch.device) -> float:
@@ -348,16 +344,6 @@ def _free(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
-
-
-def _elsewhere(block: nn.Module, device: torch.device) -> dict[int, Any]:
-    """New weights and copies of the buffers on ``device``, in the form that `copy.deepcopy` takes for known copies."""
-    memo: dict[int, Any] = {}
-    for weight in block.parameters():
-        made = torch.empty_like(weight, device=device) if weight.is_floating_point() else weight.to(device, copy=True)
-        memo[id(weight)] = nn.Parameter(made.detach(), weight.requires_grad)
-    memo.update({id(value): value.detach().to(device, copy=True) for value in block.buffers()})
-    return memo
 
 
 def _needed(block: nn.Module) -> int:
