@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 import compile_passes  # noqa: F401  (registers the backend)
 import moe_ops
-from benchmarks import foreign, loops
+from benchmarks import foreign, loops, tutorials
 from benchmarks.intervals import fields, median_interval, ratio_interval
 from benchmarks.results import ResultFile, progress_bar
 from benchmarks.timing import INTERVALS, Run, Thunk, cpu_budget, in_turn, repeated, sequence, wait, warm
@@ -115,6 +115,11 @@ FORMS = {
         Form("switch-transformers", _switch, 768, 3072, 128, 1, (16, 512), waits=True),
         Form("nllb-transformers", _nllb, 2048, 8192, 128, 2, (16, 512), waits=True),
         Form("dbrx-transformers", _dbrx, 6144, 10752, 16, 4, (1, 512), waits=True),
+        Form("halves-loop", tutorials.HalvesInTheLoop, *_MIXTRAL, (1, 512), waits=True),
+        Form("split-pairs", tutorials.SplitPairs, 2048, 1408, 64, 6, (16, 4096), waits=True),
+        Form("repeated-biases", tutorials.RepeatedBiases, 3072, 3072, 32, 4, (8, 1024)),
+        Form("gathered-einsum", tutorials.UnflattenedGather, *_MIXTRAL, (1, 8)),
+        Form("one-hots-einsum", tutorials.BestTwoOneHots, 2048, 8192, 8, 2, (1, 1024)),
     )
 }
 
