@@ -135,6 +135,7 @@ def compile(model: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
         asked = {} if mode is None and options is None else {"mode": None, "options": merged or None}
         graph = {name: kwargs[name] for name in ("fullgraph", "dynamic") if name in kwargs}
         prepare_generate(model, kwargs["backend"], asked, **graph)
+    compat.try_again(model)
     compiled: Callable[..., Any] = torch.compile(model, **kwargs)
     return compiled
 

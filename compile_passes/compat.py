@@ -51,6 +51,7 @@ __all__ = [
     "sdpa_kernel",
     "statically_known_true",
     "trace_artifact",
+    "try_again",
 ]
 
 
@@ -283,6 +284,23 @@ class LostFrame:
     where: str
 
 
+def try_again(model: Callable[..., Any]) -> None:
+    """Dynamo forgets that it could not capture the forwards of ``model``: it marks code for all that compile it later.
+
+    It does so where a graph breaks inside a loop; such code runs as it is from then on, with ``fullgraph=True`` too.
+    What the user marked, by ``torch._dynamo.skip`` or ``disable``, keeps its mark.
+    """
+    from torch._C._dynamo.eval_frame import set_code_exec_strategy
+
+    types = import_module("torch._dynamo.types")  # it does not say that it exports these two
+    as_others = types.FrameExecStrategy(types.FrameAction.DEFAULT, types.FrameAction.DEFAULT)
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    for function in [model, *{type(module).forward for module in modules}]:
+        code = getattr(function, "__code__", None)
+        if isinstance(code, CodeType) and not getattr(function, "_torchdynamo_disable", False):
+            set_code_exec_strategy(code, as_others)
+
+
 @contextmanager
 def compiling_apart(
     backend: Callable[..., Any], model: Callable[..., Any]
@@ -301,6 +319,7 @@ def compiling_apart(
         return {id(code): code for tracker in trackers for ref in tracker.seen if (code := ref()) is not None}
 
     lost: list[LostFrame] = []
+    try_again(model)
     marked = hasattr(model, "_is_torch_compile")  # torch.compile(module) writes it on the module
     apart = "isolate_recompiles" in inspect.signature(torch.compile).parameters
     limits = {"accumulated_recompile_limit": 1 << 30} | ({} if apart else {"recompile_limit": 1 << 30})

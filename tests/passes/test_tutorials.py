@@ -53,6 +53,21 @@ def test_fused_in_one_graph(name: str) -> None:
     assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
 
 
+def test_compiled_without_us_before() -> None:
+    """Where a graph breaks inside a loop, torch.compile marks the code, for everyone who compiles it after that."""
+    torch.compiler.reset()
+    module = made(tutorials.HalvesInTheLoop)
+    with torch.no_grad():
+        torch.compile(module, backend="eager")(tokens(3))
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            assert len(moe_ops.explain(module, tokens(3)).fused) == 1
+        torch.compile(module, backend="eager")(tokens(3))
+        counters.clear()
+        with pytest.warns(UserWarning, match="only the data knows"):
+            moe_ops.compile(module, backend="moe_ops_eager", fullgraph=True)(tokens(3))
+    assert counters["moe_ops"]["fused"] == 1
+
+
 @pytest.mark.parametrize("name", [name for name in LAYERS if name not in BF16])
 def test_gradients(name: str) -> None:
     module = prepared(made(LAYERS[name]))
