@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing import get_context
 from typing import Any
 from unittest import mock
 
@@ -21,22 +22,37 @@ from benchmarks.results import ResultFile, progress_bar
 from compile_passes import passes
 from compile_passes.tiny import model_of, tiny_model
 
-WIDTH = 32
+WIDTH, HEADS = 32, 4
 METHOD = (
-    "tiny models of many layers, no gradients, torch.compile with the backend moe_ops and Inductor, without caches. "
-    "seconds: the first call, from capture to result; passes: of these in our passes, what they look at included"
+    "tiny models of many layers, attention and an MoE layer in turn, each in a process of its own, no gradients, "
+    "torch.compile with the backend moe_ops and Inductor, without caches. seconds: the first call, from capture to "
+    "result; passes: of these in our passes, what they look at included"
 )
 
 
+class Attention(nn.Module):
+    """Causal attention, projections without biases."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.qkv, self.out = (nn.Linear(WIDTH, parts * WIDTH, bias=False, dtype=dtype) for parts in (3, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, WIDTH // HEADS)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
 class Decoder(nn.Module):
-    """Layers with a norm before each and a residual around it."""
+    """Attention and an MoE layer in turn, with a norm before each and a residual around it."""
 
     def __init__(self, make: Callable[[], nn.Module], layers: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(make() for _ in range(layers))
+        self.attention = nn.ModuleList(Attention(next(layer.parameters()).dtype) for layer in self.layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
+        for attention, layer in zip(self.attention, self.layers, strict=True):
+            x = x + attention(F.rms_norm(x, x.shape[-1:]))
             result = layer(F.rms_norm(x, x.shape[-1:]))
             x = x + (result[0] if isinstance(result, tuple) else result).view_as(x)
         return x
@@ -67,20 +83,19 @@ MODELS: dict[str, Callable[[int], tuple[nn.Module, Tensor]]] = {
 
 
 def run(names: Sequence[str], layers: int, results: ResultFile) -> None:
-    """Measure every model once, one row each."""
-    with progress_bar() as progress, torch.no_grad():
+    """Measure every model once, one row each, where nothing was compiled before: it is the first call of a process."""
+    apart = ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1)
+    with apart, progress_bar() as progress:
         task = progress.add_task("first calls", total=len(names))
-        for name in names:
-            row = measure(name, layers)
+        for row in apart.map(partial(measure, layers=layers), names):
             results.add(row)
             progress.console.print(describe(row), highlight=False, soft_wrap=True)
             progress.update(task, advance=1)
 
 
+@torch.no_grad()
 def measure(name: str, layers: int) -> dict[str, Any]:
     """The row of one model."""
-    gc.collect()
-    torch.compiler.reset()
     torch.manual_seed(0)
     model, given = MODELS[name](layers)
     counters.clear()

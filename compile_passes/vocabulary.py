@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from compile_passes.compat import as_asserted, statically_known_true
+from compile_passes.compat import as_asserted, same_symbols, statically_known_true
 
 # name, parameters in order, spellings. A string spelling is a Tensor method AND the ATen operator of that name.
 _TABLE: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
@@ -574,7 +574,7 @@ def equal_sizes(left: Any, right: Any) -> bool:
     one, two = size_of(left), size_of(right)
     if one is None or two is None:
         return False
-    if statically_known_true(one == two):
+    if same_symbols(one, two) or statically_known_true(one == two):
         return True
     first, second = as_asserted(one), as_asserted(two)
     return (first is not one or second is not two) and statically_known_true(first == second)
