@@ -261,7 +261,10 @@ class Rewriter:
         """``value``, made where the graph does not hold it."""
         if isinstance(value, fx.Node):
             return self._node(value)
-        return builder.call(value.operator, tuple(self._argument(builder, arg) for arg in value.args))
+        if id(value) not in builder.values:
+            call = builder.call(value.operator, tuple(self._argument(builder, arg) for arg in value.args))
+            builder.values[id(value)] = value, call
+        return builder.values[id(value)][1]
 
     def _argument(self, builder: Builder, value: Any) -> Any:
         if isinstance(value, list | tuple):
@@ -347,6 +350,7 @@ class Builder:
 
     Attributes:
         made: the calls that were inserted.
+        values: those of values that the graph did not hold, by identity, with the value that keeps it.
     """
 
     def __init__(self, graph: fx.Graph, site: fx.Node, like: fx.Node | None = None) -> None:
@@ -358,6 +362,7 @@ class Builder:
         self._key = "val" if "val" in shown and "example_value" not in shown else "example_value"
         self._fake_mode = fake_mode_of(example(site if like is None else like))
         self.made: list[fx.Node] = []
+        self.values: dict[int, tuple[Made, fx.Node]] = {}
 
     def operator(self, name: str, values: Mapping[str, Any]) -> fx.Node:
         """A call of one of our operators with every argument of its schema: ``values``, and defaults for the rest."""
