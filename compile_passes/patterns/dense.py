@@ -97,7 +97,9 @@ class _Dense:
         if hidden is None or tensor is None:
             return Refusal(
                 self.ups[0].anchor, "The rows of the first expert product are not all tokens for all experts, as far "
-                "as can be proved.", "Write them as hidden_states.expand(num_experts, -1, -1).",
+                "as can be proved.", "Write them as hidden_states.expand(num_experts, -1, -1). Rows that are put at "
+                "places of [experts, capacity, hidden], or that experts choose, are for moe_ops.batched_dispatch, "
+                "batched_mm_glu, batched_mm and batched_combine.",
             )  # fmt: skip
         if any(other != (hidden, scores) for other in others):
             return Refusal(

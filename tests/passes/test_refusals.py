@@ -465,3 +465,17 @@ def test_nothing_needs_a_gradient_ahead_of_time(ahead_of_time, monkeypatch):
 def test_an_error_is_told_in_one_line_without_a_full_stop():
     assert _one_line(ValueError("two\n  lines, and an end. ")) == "ValueError: two lines, and an end"
     assert len(_one_line(ValueError("x" * 1000))) == 300
+
+
+def test_rows_put_at_places_of_a_buffer():
+    def run(x, gate, w1, w2):
+        scores, ids = F.linear(x, gate).softmax(-1).topk(K)
+        flat, token = ids.flatten(), torch.arange(x.shape[0]).repeat_interleave(K)
+        place = (F.one_hot(flat, E).cumsum(0) - 1).gather(1, flat[:, None])[:, 0]
+        buffer = x.new_zeros(E, x.shape[0], H).index_put((flat, place), x[token])
+        rows = torch.bmm(silu_glu(torch.bmm(buffer, w1.mT)), w2.mT)[flat, place]
+        return torch.zeros_like(x).index_add(0, token, rows * scores.flatten()[:, None])
+
+    row = refusal(run)
+    says(row, "not all tokens for all experts")
+    assert "moe_ops.batched_dispatch" in row.cure
