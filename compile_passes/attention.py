@@ -31,7 +31,7 @@ from compile_passes.reading import Reading
 from compile_passes.recognise import closure
 from compile_passes.rewrite import Rewriter
 from compile_passes.safety import changed_memory, different_scope, unknown_tensors
-from compile_passes.vocabulary import Call, equal_sizes, example, has_shape
+from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank, spell
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +71,13 @@ def share_heads(rewriter: Rewriter, found: list[Change]) -> int:
     for node, key, value in found:
         rewriter.apply_shared_heads(node, {"key": (1, key.source), "value": (2, value.source)})
     return len(found)
+
+
+def may_repeat_heads(node: fx.Node) -> bool:
+    """Whether ``node`` may be what `repeated_heads` looks for, as far as it shows by itself."""
+    dims = rank(node)
+    call = spell(node) if dims in (4, 5) else None
+    return call is not None and (call.name, dims) in (("repeat_interleave", 4), ("expand", 5))
 
 
 def repeated_heads(reading: Reading, value: Any) -> Repeated | None:

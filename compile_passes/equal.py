@@ -8,6 +8,7 @@ whole shapes with `vocabulary.has_shape`.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +22,11 @@ from compile_passes.vocabulary import Call, example, same_shape
 _DEPTH = 8
 # Dtypes in which counts of rows are exact whatever their number (fp32 up to 2 ** 24 of them).
 _COUNTING = frozenset({torch.int32, torch.int64, torch.float32, torch.float64})
+
+
+@cache
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
 
 
 class Values:
@@ -43,8 +49,10 @@ class Values:
             parameters: those that the caller reads, separated by blanks. A call that passes any other argument, and not
                 its default, is not one that the caller understands: None.
         """
-        call = self.named(value, *names.split())
-        return call if call is not None and call.passes_only(("x", *parameters.split())) else None
+        call = self.call(value)
+        if call is None or call.name not in _words(names):
+            return None
+        return call if call.passes_only(_words("x " + parameters)) else None
 
     def is_stale(self, value: fx.Node) -> bool:
         """Whether ``value`` was computed from memory that had been overwritten through another name."""

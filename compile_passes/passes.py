@@ -33,7 +33,7 @@ from torch import fx
 
 from compile_passes import compat
 from compile_passes.apart import guarded
-from compile_passes.attention import share_heads, shareable
+from compile_passes.attention import may_repeat_heads, share_heads, shareable
 from compile_passes.decide import Decision, decide
 from compile_passes.identity import identity
 from compile_passes.join import join
@@ -181,7 +181,8 @@ def _keep_original(graph: fx.Graph, report: Report) -> None:
 
 def share_attention_heads(graph: fx.Graph) -> Plan:
     """Let grouped-query attention read its heads in place; see `attention`."""
-    if not any("scaled_dot_product" in str(node.target) for node in graph.nodes if node.op == "call_function"):
+    attention = any("scaled_dot_product" in str(node.target) for node in graph.nodes if node.op == "call_function")
+    if not attention or not any(map(may_repeat_heads, graph.nodes)):
         return Plan(Report())
     reading, report = Reading(graph), Report()
     found = shareable(reading)

@@ -403,13 +403,13 @@ def _keeps_elements(node: fx.Node, source: Any) -> bool:
     if after is None or before is None:
         return not any(isinstance(argument, torch.dtype) for argument in node.args) or node.target != "view"
     changed = after.dtype != before.dtype and node.target in ("view", torch.ops.aten.view.dtype)
-    return not changed and equal_sizes(after.numel(), before.numel())
+    return not changed and same_count(after, before)
 
 
 def _keeps_all(node: fx.Node, source: Any) -> bool:
     """Whether a slice takes every element."""
     after, before = example(node), example(source)
-    return after is not None and before is not None and equal_sizes(after.numel(), before.numel())
+    return after is not None and before is not None and same_count(after, before)
 
 
 def _only_part(node: fx.Node, source: Any) -> fx.Node | None:
@@ -578,6 +578,25 @@ def equal_sizes(left: Any, right: Any) -> bool:
         return True
     first, second = as_asserted(one), as_asserted(two)
     return (first is not one or second is not two) and statically_known_true(first == second)
+
+
+def same_count(one: torch.Tensor, other: torch.Tensor, times: int = 1) -> bool:
+    """Whether ``other`` has ``times`` as many elements as ``one``, for every input."""
+    (known, symbols), (others, more) = _factors(one.shape), _factors(other.shape)
+    if known * times == others and len(symbols) == len(more) and all(map(same_symbols, symbols, more)):
+        return True  # torch takes much longer to multiply the symbols
+    return equal_sizes(one.numel() * times, other.numel())
+
+
+def _factors(sizes: Iterable[Any]) -> tuple[int, list[Any]]:
+    """The product of the sizes that are numbers, and the other sizes."""
+    known, symbols = 1, []
+    for size in sizes:
+        if type(size) is int:
+            known *= size
+        else:
+            symbols.append(size)
+    return known, symbols
 
 
 def size_of(value: Any) -> Any:

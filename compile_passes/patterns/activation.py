@@ -18,7 +18,7 @@ from compile_passes.match import Body, Refusal
 from compile_passes.patterns.formula import Factor, Formulas, Term
 from compile_passes.patterns.halves import Half, Halves
 from compile_passes.reading import Reading
-from compile_passes.vocabulary import equal_sizes, example, same_shape
+from compile_passes.vocabulary import example, same_count, same_shape
 from meta.activations import ACTIVATIONS
 
 _CURE = f"Use one of the activations {', '.join(ACTIVATIONS)} on the (gate, up) halves of one product."
@@ -61,7 +61,7 @@ def _fits(body: Body, sources: tuple[fx.Node, ...], rows: fx.Node) -> bool:
         before = example(source)
         if before is None or after is None or not same_shape(source, sources[0]):
             return False
-        if not equal_sizes(after.numel() * (1 if whole else 2), before.numel()):
+        if not same_count(after, before, 1 if whole else 2):
             return False
     return True
 

@@ -24,7 +24,17 @@ from compile_passes.patterns.rows import Order, is_ramp
 from compile_passes.patterns.selection import selected_of
 from compile_passes.reading import Reading
 from compile_passes.safety import readers_of_numbers
-from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank, same_shape, single, two_labelled
+from compile_passes.vocabulary import (
+    Call,
+    equal_sizes,
+    example,
+    has_shape,
+    rank,
+    same_count,
+    same_shape,
+    single,
+    two_labelled,
+)
 
 _LATER = "Apply the weights after the experts."
 
@@ -148,7 +158,7 @@ class _Dense:
             return None
         if self._broadcasts(given, rows, order):
             return self.order.flat(value)
-        if call is None or not equal_sizes(shape.numel(), rows.numel()):
+        if call is None or not same_count(shape, rows):
             return None
         before = example(call["x"])
         if call.name in ("expand", "repeat") and before is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -39,8 +39,9 @@ def find_products(reading: Reading) -> dict[fx.Node, Product]:
     """Every product of rows with stacked expert weights, by its node, in graph order."""
     products = {}
     for node in reading.graph.nodes:
-        product = _grouped_product(reading, node) or _batched_product(reading, node) or _product_by_slot(reading, node)
-        product = product or dense_product(reading, node) or _sliced_product(reading, node)
+        call = reading.call(node)
+        ways = () if call is None else _WAYS.get(call.name, ())
+        product = next((product for way in ways if (product := way(reading, node)) is not None), None)
         if product is not None:
             products[node] = product
     return products
@@ -184,6 +185,17 @@ def _sliced_product(reading: Reading, node: fx.Node) -> Product | None:
         return found
     whole = _with_epilogue(reading, node, found.rows, found.weight, found.routing_key, ())
     return replace(whole, sizes=found.sizes)
+
+
+# The calls that may be products, and how each is read, in this order.
+_WAYS: dict[str, tuple[Callable[[Reading, fx.Node], Product | None], ...]] = {
+    "grouped_mm": (_grouped_product,),
+    "bmm": (_batched_product, dense_product),
+    "baddbmm": (dense_product,),
+    "einsum": (_product_by_slot, dense_product),
+    "matmul": (_product_by_slot, dense_product),
+    "cat": (_sliced_product,),
+}
 
 
 def _two_dimensional(reading: Reading, value: Any, count: Any, width: Any, floor: torch.dtype) -> Any:

@@ -16,7 +16,7 @@ from torch import fx
 
 from compile_passes.equal import no_narrower
 from compile_passes.reading import Reading
-from compile_passes.vocabulary import equal_sizes, example, has_shape, rank, same_shape
+from compile_passes.vocabulary import equal_sizes, example, has_shape, rank, same_count, same_shape
 
 #: Calls whose memory rows may be put into, all of them.
 BLANK = ("empty_like", "zeros_like", "zeros", "empty")
@@ -207,7 +207,7 @@ class Order:
 
     def _as_many(self, value: Any, other: Any) -> bool:
         one, two = example(value), example(other)
-        return one is not None and two is not None and equal_sizes(one.numel(), two.numel())
+        return one is not None and two is not None and same_count(one, two)
 
     # ---- rows
 
