@@ -81,6 +81,16 @@ class UnflattenedStack(Block):
         return (torch.gather(results, 2, index) * weights.unsqueeze(-1)).sum(dim=2)
 
 
+class LastStack(Block):
+    """Results of all experts behind each other, [batch, length, width, experts], times gates that are mostly zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        gates = torch.zeros(*x.shape[:-1], self.num_experts, dtype=x.dtype, device=x.device).scatter(-1, ids, weights)
+        results = torch.stack([expert(x) for expert in self.experts], dim=-1)
+        return torch.sum(results * gates.unsqueeze(-2).expand_as(results), dim=-1)
+
+
 class StackedWeights(nn.Module):
     """A router and weights of all experts in one tensor each; subclasses run them."""
 
@@ -236,6 +246,7 @@ LAYERS = {
     "[batch, length] as they are: three lists of positions": UnflattenedPlaces,
     "[batch, length] as they are: masks, and any()": UnflattenedMasks,
     "[batch, length] as they are: results stacked and gathered": UnflattenedStack,
+    "results stacked along the last dimension, times gates": LastStack,
     "[batch, length] as they are: gathered weights, einsum": UnflattenedGather,
     "slots, then experts, by masks and any()": SlotByMask,
     "tokens and weights of sorted pairs, split": SplitPairs,

@@ -20,12 +20,19 @@ Pairs = frozenset[tuple[fx.Node, fx.Node]]
 
 #: Calls whose result depends on the shape of their operand and none of its numbers.
 CREATES = frozenset({"zeros", "zeros_like", "empty", "empty_like", "ones", "ones_like", "full", "metadata"})
+#: Those that may take the shape or the dtype of another tensor, and none of its numbers: x.type_as(y), x.expand_as(y).
+LIKE = frozenset({"cast", "view", "expand"})
 _OUT_OF_PLACE = "Use the out-of-place form of this operation, or move it after the block."
 
 
 def readers_of_numbers(reading: Reading, value: fx.Node) -> list[fx.Node]:
     """The nodes that read more of ``value`` than its shape, in graph order."""
-    return [reader for reader in reading.readers(value) if reading.named(reader, *CREATES) is None]
+    return [reader for reader in reading.readers(value) if not _reads_shape(reading, reader, value)]
+
+
+def _reads_shape(reading: Reading, reader: fx.Node, value: fx.Node) -> bool:
+    like = reading.named(reader, *LIKE)
+    return reading.named(reader, *CREATES) is not None or (like is not None and like["x"] is not value)
 
 
 def unknown_tensors(reading: Reading, region: Collection[fx.Node], inputs: Iterable[fx.Node]) -> Refusal | None:
@@ -203,8 +210,7 @@ def _float_operands(reading: Reading, node: fx.Node) -> list[fx.Node]:
     if call is None or call.name in CREATES:
         return []
     found: list[fx.Node] = []
-    like = call.name in ("cast", "view", "expand")  # x.type_as(y) takes no numbers of y
-    fx.map_arg(call["x"] if like else tuple(call.args.values()), found.append)
+    fx.map_arg(call["x"] if call.name in LIKE else tuple(call.args.values()), found.append)
     return [value for value in found if any(part.dtype.is_floating_point for part in _parts(reading, value))]
 
 

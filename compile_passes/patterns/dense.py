@@ -18,7 +18,7 @@ from torch import fx
 from compile_passes.equal import is_float_cast, narrower, no_narrower
 from compile_passes.match import Combine, Dispatch, Product, Refusal, Spread
 from compile_passes.patterns.combine import final_cast, recognise_combine, stopped
-from compile_passes.patterns.contraction import alike, axis_of, moves_one, spread_of
+from compile_passes.patterns.contraction import alike, axis_of, moves_one, permutation, spread_of
 from compile_passes.patterns.ids import are_in_range
 from compile_passes.patterns.rows import Order, is_ramp
 from compile_passes.patterns.selection import selected_of
@@ -49,25 +49,34 @@ class _Scores:
 
 @dataclass(frozen=True)
 class _State:
-    """Where the walk is: the results ``value`` and their order, or, ``done``, the sum over the experts."""
+    """Where the walk is: the results ``value`` and their order, or, ``done``, the sum over the experts; ``turned``: the
+    results are [..., H, E], all experts of a token behind each other.
+    """
 
     value: fx.Node
     order: Spread | None
     scores: _Scores | None
     done: bool
     added: fx.Node | None = None
+    turned: bool = False
 
 
 def recognise_dense(
-    reading: Reading, ups: Sequence[Product], down: Product, floor: torch.dtype, inside: fx.Node | None
+    reading: Reading,
+    ups: Sequence[Product],
+    down: Product,
+    floor: torch.dtype,
+    inside: fx.Node | None,
+    turned: bool = False,
 ) -> tuple[Dispatch, Combine] | Refusal:
     """The tokens before, and the sum over the selected experts behind, products of every token with every expert.
 
     Args:
         inside: what multiplies the value between the products, or None.
         floor: the narrowest dtype that rows and scores may be rounded to.
+        turned: whether the results are [..., H, E].
     """
-    return _Dense(reading, ups, down, floor, inside).block()
+    return _Dense(reading, ups, down, floor, inside, turned).block()
 
 
 def weighted_inside(reading: Reading, down: Product, floor: torch.dtype) -> tuple[fx.Node, fx.Node | None]:
@@ -84,13 +93,20 @@ def weighted_inside(reading: Reading, down: Product, floor: torch.dtype) -> tupl
 
 class _Dense:
     def __init__(
-        self, reading: Reading, ups: Sequence[Product], down: Product, floor: torch.dtype, inside: fx.Node | None
+        self,
+        reading: Reading,
+        ups: Sequence[Product],
+        down: Product,
+        floor: torch.dtype,
+        inside: fx.Node | None,
+        turned: bool,
     ) -> None:
         self.reading, self.ups, self.down, self.floor, self.inside = reading, ups, down, floor, inside
+        self.turned = turned
         self.order = Order(reading, floor)
         stacked, result = example(down.weight.node), example(down.result)
         self.experts: Any = None if stacked is None else stacked.shape[0]
-        self.width: Any = None if result is None else result.shape[-1]
+        self.width: Any = None if result is None else result.shape[-2 if turned else -1]
         self.hidden: fx.Node = down.rows
         self.tokens: Any = None
         # What the results may be rounded to: the hidden states' own dtype may be narrower than that of the weights.
@@ -223,7 +239,7 @@ class _Dense:
                 "multiply twice.", _LATER,
             )  # fmt: skip
         inside = within[0] if within else None
-        state = _State(self.down.result, order, before or inside, done=order is None)
+        state = _State(self.down.result, order, before or inside, done=order is None, turned=self.turned)
         while not state.done:
             readers = readers_of_numbers(self.reading, state.value)
             ids = self._gathered(state, readers[0]) if len(readers) == 1 and state.scores is None else None
@@ -240,6 +256,8 @@ class _Dense:
         shape, made, call = example(self.reading.operand(state.value)), example(reader), self.reading.call(reader)
         if call is None or shape is None or state.order is None:
             return None
+        if state.turned:
+            return self._turned_step(state, state.order, reader, call, shape)
         at = axis_of(shape.shape, state.order, self.experts)
         if self.reading.read(reader, "cast") is not None:
             return replace(state, value=reader) if is_float_cast(reader, state.value, self.wide) else None
@@ -267,6 +285,45 @@ class _Dense:
             return None if scores is None else replace(state, value=reader, scores=scores, done=True)
         return self._adds(state, reader)
 
+    def _turned_step(
+        self, state: _State, order: Spread, reader: fx.Node, call: Call, shape: torch.Tensor
+    ) -> _State | None:
+        """`_step` of results [..., H, E]."""
+        tokens, last = shape.shape[:-2], shape.dim() - 1
+        other = call["y"] if call["x"] is state.value else call["x"]
+        if self.reading.read(reader, "cast") is not None:
+            return replace(state, value=reader) if is_float_cast(reader, state.value, self.wide) else None
+        if call.name in ("transpose", "permute", "mt"):
+            back = permutation(call, last + 1) == [*range(last - 1), last, last - 1]
+            return replace(state, value=reader, turned=False) if back else None
+        if call.name == "sum":
+            dim = self._summed_dim(reader)
+            return replace(state, value=reader, done=True) if type(dim) is int and dim % (last + 1) == last else None
+        if state.scores is not None:
+            return None
+        if self.reading.read(reader, "mul", "y") is not None:
+            factor = self._before_expanding(other)
+            fits = same_shape(reader, state.value) and _has_sizes(factor, [*tokens, 1, shape.shape[-1]])
+            return replace(state, value=reader, scores=_Scores(factor, order)) if fits else None
+        scores = None
+        if self.reading.read(reader, "bmm matmul", "y") is not None:  # [T, H, E] @ [T, E, 1]
+            fits = call["x"] is state.value and has_shape(other, *tokens, self.experts, 1)
+            scores = _Scores(other, order) if fits else None
+        elif call.name == "einsum":
+            scores = self._contracted(state.value, reader, call, last)
+        made = example(reader)
+        if scores is None or made is None or not no_narrower(made.dtype, self.wide):
+            return None
+        readers = self.reading.readers(reader)
+        column = call.name != "einsum" and len(readers) == 1 and self.reading.read(readers[0], "view") is not None
+        flat = readers[0] if column and has_shape(readers[0], *tokens, self.width) else reader
+        return replace(state, value=flat, scores=scores, done=True)
+
+    def _before_expanding(self, factor: Any) -> Any:
+        """What ``factor`` repeats along dimensions of 1."""
+        call = self.reading.named(factor, "expand")
+        return factor if call is None else call["x"]
+
     def _summed_dim(self, reader: fx.Node) -> Any:
         call, made = self.reading.read(reader, "sum", "dim dtype"), example(reader)
         if call is None or made is None or not no_narrower(made.dtype, self.wide):
@@ -288,8 +345,9 @@ class _Dense:
         operands, labels, result = found
         place = operands.index(value)
         mine, other = labels[place], labels[1 - place]
-        expert, tokens = mine[at], mine[:-1].replace(mine[at], "")
-        if result != tokens + mine[-1] or other not in (tokens + expert, expert + tokens):
+        expert, kept = mine[at], mine.replace(mine[at], "")
+        tokens = kept[:-1]
+        if result != kept or other not in (tokens + expert, expert + tokens):
             return None
         order = Spread(1, self.tokens) if other == expert + tokens else Spread(self.tokens, 1)
         return _Scores(operands[1 - place], order)
@@ -365,8 +423,13 @@ class _Dense:
 
 def _multiplies_rows(factor: Any, rows: torch.Tensor) -> bool:
     """Whether ``factor`` has one number for every row of ``rows`` [..., H], its dimensions in their places."""
-    given, sizes = example(factor), [*rows.shape[:-1], 1]
-    if given is None or given.dim() > rows.dim() or not has_shape(factor, *sizes[len(sizes) - given.dim() :]):
+    return _has_sizes(factor, [*rows.shape[:-1], 1])
+
+
+def _has_sizes(factor: Any, sizes: Sequence[Any]) -> bool:
+    """Whether ``factor`` has these sizes, but for leading ones of 1."""
+    given = example(factor)
+    if given is None or given.dim() > len(sizes) or not has_shape(factor, *sizes[len(sizes) - given.dim() :]):
         return False
     return equal_sizes(given.numel(), prod(sizes))
 

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from compile_passes.reading import Reading
+from compile_passes.safety import LIKE
 from compile_passes.vocabulary import equal_sizes, example, tensors_of
 
 _PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "tensordot"})
@@ -100,8 +101,8 @@ class Flow:
             return
         name = self.names[node] = call.name.removeprefix("aten::")
         operands = node.all_input_nodes
-        if name in ("cast", "view", "expand") and isinstance(call["x"], fx.Node):
-            operands = [call["x"]]  # x.type_as(y) takes no numbers of y
+        if name in LIKE and isinstance(call["x"], fx.Node):
+            operands = [call["x"]]
         if name in _CARRIERS and operands:
             self.root[node] = self.root.get(operands[0], operands[0])
         if name in _PRODUCTS:

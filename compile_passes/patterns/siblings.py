@@ -187,13 +187,13 @@ class _Loop:
         collected = self._collected(ends)
         if collected is None:
             return None
-        reader, spread = collected
+        reader, spread, turned = collected
         ups = [replace(up, spread=(None, spread)) for up in self.ups]
         down = replace(self.first.down, result=reader, spread=(spread, spread))
-        return recognise_dense(self.reading, ups, down, self.floor, None)
+        return recognise_dense(self.reading, ups, down, self.floor, None, turned)
 
-    def _collected(self, ends: Sequence[End]) -> tuple[fx.Node, Spread] | None:
-        """What puts the results of all experts beside each other, and their order in it."""
+    def _collected(self, ends: Sequence[End]) -> tuple[fx.Node, Spread, bool] | None:
+        """What puts the results of all experts beside each other, their order in it, and whether it is [..., H, E]."""
         reader, result = ends[0].reader, example(ends[0].value)
         call, shape = self.reading.read(reader, "stack cat", "dim"), example(reader)
         values = call["x"] if call is not None else None
@@ -206,9 +206,8 @@ class _Loop:
             if not equal_sizes(result.shape[dim], 1):
                 return None
             result = result.squeeze(dim)
-        if dim == result.dim():
-            return None
-        return reader, Spread(prod(result.shape[:dim]), prod(result.shape[dim:-1]))
+        turned = dim == result.dim()
+        return reader, Spread(prod(result.shape[: -1 if turned else dim]), prod(result.shape[dim:-1])), turned
 
     # ---- rows of the slots of every expert
 
@@ -216,7 +215,7 @@ class _Loop:
         """Every expert takes its part of rows [.., E, .., H] that others made, and the results are put together."""
         parts = [self._part(up.rows, expert.number) for expert in self.experts for up in expert.ups]
         collected = self._collected(ends) if parts[0] is not None else None
-        if collected is None or parts[0] is None or any(part != parts[0] for part in parts):
+        if collected is None or collected[2] or parts[0] is None or any(part != parts[0] for part in parts):
             return None
         source, dim = parts[0]
         shape = example(source).shape  # type: ignore[union-attr]

@@ -376,3 +376,53 @@ def test_sequences():
 
     outcome = check(program, *weights(dtype=torch.float32).values(), fullgraph=True)
     assert (outcome.problem, outcome.fused) == (None, 1)
+
+
+def scattered(x, gate):
+    """Weights [.., E], zero but for the experts of a topk."""
+    topk_weights, ids = F.linear(x, gate).softmax(-1).topk(K)
+    return torch.zeros(*x.shape[:-1], E, dtype=x.dtype).scatter(-1, ids, topk_weights)
+
+
+LAST = {
+    "multiplied": lambda outs, scores: (outs * scores.unsqueeze(-2)).sum(-1),
+    "expanded": lambda outs, scores: torch.sum(outs * scores[..., None, :].expand_as(outs), dim=-1),
+    "from the left": lambda outs, scores: (scores.unsqueeze(-2) * outs).sum(dim=outs.dim() - 1),
+    "matmul": lambda outs, scores: torch.matmul(outs, scores.unsqueeze(-1)).squeeze(-1),
+    "einsum": lambda outs, scores: torch.einsum("...he,...e->...h", outs, scores),
+    "turned back": lambda outs, scores: (outs.transpose(-1, -2) * scores.unsqueeze(-1)).sum(-2),
+    "swapped": lambda outs, scores: (scores.unsqueeze(-2) @ outs.swapaxes(-1, -2)).squeeze(-2),
+}
+
+
+@pytest.mark.parametrize("sequences", [False, True], ids=["tokens", "sequences"])
+@pytest.mark.parametrize("name", LAST)
+def test_results_stacked_along_the_last_dimension(name, sequences):
+    def program(x, gate, w1, w2):
+        x = x.view(3, -1, H) if sequences else x
+        return LAST[name](torch.stack([expert(x, w1[e], w2[e]) for e in range(E)], dim=-1), scattered(x, gate))
+
+    outcome = check(program, *weights(dtype=torch.float32).values(), fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 1)
+
+
+NOT_LAST = {
+    "scores of features": lambda outs, scores: (outs * scores.unsqueeze(-1)).sum(-1),
+    "sum over features": lambda outs, scores: (outs * scores.unsqueeze(-2)).sum(-2),
+    "features of the scores": lambda outs, scores: torch.einsum("the,th->te", outs, scores),
+    "matmul of features": lambda outs, scores: (outs.transpose(1, 2) @ scores.unsqueeze(-1)).squeeze(-1),
+    "weighted twice": lambda outs, scores: (outs * scores.unsqueeze(1) * scores.unsqueeze(1)).sum(-1),
+}
+
+
+@pytest.mark.parametrize("name", NOT_LAST)
+def test_near_miss_of_results_stacked_along_the_last_dimension(name):
+    """As many features as experts, so that every shape fits."""
+    torch.manual_seed(0)
+    x, gate, w1, w2 = torch.randn(T, E), torch.randn(E, E), torch.randn(E, 2 * H, E), torch.randn(E, E, H)
+
+    def program(x, gate, w1, w2):
+        return NOT_LAST[name](torch.stack([expert(x, w1[e], w2[e]) for e in range(E)], dim=-1), scattered(x, gate))
+
+    outcome = check(program, x, gate, w1, w2, fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 0)

@@ -112,6 +112,15 @@ PICKS: dict[str, Callable[[list[Tensor], Tensor, Tensor], Tensor]] = {
     "einsum": lambda outs, ids, w: torch.einsum("te,teh->th", _dense(ids, w, len(outs)), torch.stack(outs, 1)),
     "sum": lambda outs, ids, w: (torch.stack(outs) * _dense(ids, w, len(outs)).t().unsqueeze(-1)).sum(0),
     "bmm": lambda outs, ids, w: (_dense(ids, w, len(outs)).unsqueeze(1) @ torch.stack(outs, dim=-2)).squeeze(1),
+    "last_sum": lambda outs, ids, w: (torch.stack(outs, dim=-1) * _dense(ids, w, len(outs))[:, None]).sum(-1),
+    "last_expanded": lambda outs, ids, w: torch.sum(
+        (last := torch.stack(outs, dim=2)) * _dense(ids, w, len(outs)).unsqueeze(1).expand_as(last), dim=2
+    ),
+    "last_matmul": lambda outs, ids, w: (torch.stack(outs, -1) @ _dense(ids, w, len(outs)).unsqueeze(-1)).squeeze(-1),
+    "last_einsum": lambda outs, ids, w: torch.einsum("the,te->th", torch.stack(outs, -1), _dense(ids, w, len(outs))),
+    "last_turned": lambda outs, ids, w: torch.einsum(
+        "te,teh->th", _dense(ids, w, len(outs)), torch.stack(outs, -1).transpose(1, 2)
+    ),
 }
 # One expert for each token: (out, mask [T], rows for all tokens or those of the mask, weights [T]) -> out.
 
