@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from compile_passes.sorted_slices import CONVERSIONS
+from compile_passes.slice_bounds import CONVERSIONS
 from compile_passes.source import NotStatic, bodies, called, is_zero, names, sure
 
 # What may lie between the ids, or a mask of them, and the list of experts that were hit.

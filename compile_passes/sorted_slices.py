@@ -14,51 +14,13 @@ put together behind the loop, the rows are left in the order of the pairs, and e
 from __future__ import annotations
 
 import ast
+import copy
 from dataclasses import dataclass
 
+from compile_passes.slice_bounds import Slices, slices_of
 from compile_passes.source import NotStatic, Scope, bodies, called, is_zero, names, subject, sure
 
-# What may lie between ids, or a mask of them, and counts of an expert's tokens.
-CONVERSIONS = frozenset({
-    "tolist", "cpu", "numpy", "cumsum", "bincount", "sum", "one_hot", "permute", "flatten", "view", "reshape", "long",
-    "int", "to", "float", "squeeze", "detach", "ravel", "any", "transpose", "histc", "type", "nelement", "item",
-})  # fmt: skip
 _SORTS = frozenset({"argsort", "sort"})
-
-
-def counted(value: ast.expr | None, scope: Scope, place: ast.stmt, *, whole: bool = False) -> set[str] | None:
-    """The names of what ``value`` counts, and of all steps between; None when it is something else than counts.
-
-    Args:
-        whole: whether what is counted is an answer itself.
-    """
-    found: set[str] = set()
-    steps = int(whole)
-    while value is not None:
-        if isinstance(value, ast.Name):
-            found.add(value.id)
-            inner = scope.value(value.id, place)
-            if inner is None or not isinstance(inner[0], ast.Call) or called(inner[0]) not in CONVERSIONS:
-                return found if steps else None
-            value, place = inner
-        elif isinstance(value, ast.Attribute):
-            return found | {ast.unparse(value)} if steps else None
-        elif isinstance(value, ast.Call) and called(value) in CONVERSIONS:
-            steps += 1
-            value = subject(value)
-        else:
-            return None
-    return None
-
-
-@dataclass(frozen=True)
-class _Slices:
-    """The slices of a loop: the number of the expert, and the names where one starts and ends."""
-
-    number: str
-    start: str
-    end: str
-    arithmetic: tuple[ast.stmt, ...]
 
 
 @dataclass(frozen=True)
@@ -70,16 +32,16 @@ class _Order:
     flat: ast.expr
 
 
-def unsort(tree: ast.FunctionDef, scope: Scope, loop: ast.For) -> str | None:
+def unsort(tree: ast.FunctionDef, scope: Scope, loop: ast.For) -> Slices | None:
     """Rewrite the slices of ``loop`` in place.
 
     Returns:
-        The name of the expert's number, which the loop has to be over; None when there are no slices in the loop.
+        What they were, with the expert's number, which the loop has to be over; None when there are none in the loop.
 
     Raises:
         NotStatic: there are, and what they are slices of is not known.
     """
-    slices = _slices(scope, loop)
+    slices = slices_of(scope, loop)
     if slices is None:
         return None
     uses = [node for statement in loop.body for node in ast.walk(statement) if _is_slice(node, slices)]
@@ -88,68 +50,11 @@ def unsort(tree: ast.FunctionDef, scope: Scope, loop: ast.For) -> str | None:
     return _Unsorting(tree, scope, loop, slices).run()
 
 
-def takes_slices(scope: Scope, loop: ast.For) -> bool:
-    """Whether the rows of a loop are slices that follow each other."""
-    return _slices(scope, loop) is not None
+def _is_value(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name | ast.Subscript)
 
 
-def _slices(scope: Scope, loop: ast.For) -> _Slices | None:
-    """Slices that follow each other, by counts or by their ends."""
-    target = loop.target
-    if called(loop.iter) != "enumerate" or not isinstance(target, ast.Tuple) or len(target.elts) != 2:
-        return None
-    number, given = target.elts
-    iterated = sure(ast.Call, loop.iter).args
-    if not isinstance(number, ast.Name) or not isinstance(given, ast.Name) or len(iterated) != 1:
-        return None
-    (source,) = iterated
-    if counted(source, scope, loop) is None:
-        return None
-    cumulated = any(called(node) == "cumsum" for node in _chain(source, scope, loop))
-    return (_by_ends if cumulated else _by_counts)(scope, loop, number.id, given.id)
-
-
-def _by_counts(scope: Scope, loop: ast.For, number: str, count: str) -> _Slices | None:
-    """`end = start + n`, and `start = end` at last."""
-    sums = [part for part in loop.body if isinstance(part, ast.Assign) and isinstance(part.value, ast.BinOp)
-            and isinstance(part.value.op, ast.Add) and count in names(part.value)]  # fmt: skip
-    for first in sums:
-        added = sure(ast.BinOp, first.value)
-        terms = [added.left, added.right]
-        starts = [term.id for term in terms if isinstance(term, ast.Name) and term.id != count]
-        end = first.targets[0]
-        if len(starts) != 1 or not isinstance(end, ast.Name):
-            continue
-        last = [part for part in loop.body if ast.unparse(part) == f"{starts[0]} = {end.id}"]
-        begin = scope.value(starts[0], loop)
-        if len(last) == 1 and begin is not None and is_zero(begin[0]):
-            return _Slices(number, starts[0], end.id, (first, last[0]))
-    return None
-
-
-def _by_ends(scope: Scope, loop: ast.For, number: str, end: str) -> _Slices | None:
-    """`start = 0 if i == 0 else ends[i - 1]`."""
-    ends = ast.unparse(sure(ast.Call, loop.iter).args[0])
-    for part in loop.body:
-        if isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Name):
-            if ast.unparse(part.value) == f"0 if {number} == 0 else {ends}[{number} - 1]":
-                return _Slices(number, part.targets[0].id, end, (part,))
-    return None
-
-
-def _chain(value: ast.expr, scope: Scope, place: ast.stmt) -> list[ast.expr]:
-    """The steps from ``value`` back to what it is made of, one operand each."""
-    found: list[ast.expr] = []
-    while True:
-        value, place = scope.resolved(value, place)
-        found.append(value)
-        inner = subject(value) if isinstance(value, ast.Call) else None
-        if inner is None or len(found) > 50:
-            return found
-        value = inner
-
-
-def _is_slice(node: ast.AST, slices: _Slices) -> bool:
+def _is_slice(node: ast.AST, slices: Slices) -> bool:
     """`rows[start:end]`."""
     index = node.slice if isinstance(node, ast.Subscript) else None
     return (
@@ -164,73 +69,125 @@ def _is_slice(node: ast.AST, slices: _Slices) -> bool:
 class _Unsorting(ast.NodeTransformer):
     """The loop over ``slices`` by the pairs of each expert."""
 
-    def __init__(self, tree: ast.FunctionDef, scope: Scope, loop: ast.For, slices: _Slices) -> None:
+    def __init__(self, tree: ast.FunctionDef, scope: Scope, loop: ast.For, slices: Slices) -> None:
         self.tree, self.scope, self.loop, self.slices = tree, scope, loop, slices
         self.order: _Order | None = None
         self.size: ast.expr | None = None  # K
-        self.listed: str | None = None  # the list that results are collected in
+        self.listed: str | None = None  # the list or buffer that results are collected in
 
-    def run(self) -> str:
+    def run(self) -> Slices:
         loop, slices = self.loop, self.slices
         rest = [part for part in loop.body if part not in slices.arithmetic]
-        rest = [part for part in rest if not self._is_test(part)]
+        rest = [inner for part in rest for inner in self._without_test(part)]
         self.listed = self._collected(rest)
-        loop.body = [self.visit(part) for part in rest]
+        rest = [self._put(part) for part in rest]
+        loop.body = [self.visit(part) for part in self._with_pairs_spelled_out(rest)]
         if self.order is None or self.size is None:
             raise NotStatic("the slices are not rows sorted by argsort", loop)
         for part in loop.body:
-            if {slices.start, slices.end} & names(part):
+            if any(ast.unparse(node) in (slices.start, slices.end) for node in ast.walk(part) if _is_value(node)):
                 raise NotStatic(f"{slices.start} or {slices.end} is more than an end of a slice", part)
         (self._write_pairs if self.listed else self._add_tokens)()
-        return slices.number
+        return slices
 
-    def _is_test(self, statement: ast.stmt) -> bool:
-        """`if start == end: continue`."""
-        if not isinstance(statement, ast.If) or statement.orelse or not isinstance(statement.body[0], ast.Continue):
-            return False
-        pair = {f"{self.slices.start} == {self.slices.end}", f"{self.slices.end} == {self.slices.start}"}
-        return ast.unparse(statement.test) in pair
+    def _without_test(self, statement: ast.stmt) -> list[ast.stmt]:
+        """Nothing of `if start == end: continue`, the body of `if start < end`: rows of no token change nothing."""
+        if isinstance(statement, ast.If) and not statement.orelse:
+            test = ast.unparse(statement.test)
+            if test in self.slices.empty and isinstance(statement.body[0], ast.Continue):
+                return []
+            if test in self.slices.filled:
+                return statement.body
+        return [statement]
 
     def _collected(self, body: list[ast.stmt]) -> str | None:
+        """The list, or the buffer of sorted rows, that every expert puts its results in."""
         found = [node.value.func.value.id for part in body for node in ast.walk(part)
                  if isinstance(node, ast.Expr) and called(node.value) == "append"
                  and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute)
                  and isinstance(node.value.func.value, ast.Name)]  # fmt: skip
+        found += [ast.unparse(to.value) for part in body if (to := self._slice_written(part)) is not None]
         if len(found) > 1:
             raise NotStatic("results are collected in several lists", self.loop)
         return found[0] if found else None
 
+    def _slice_written(self, statement: ast.stmt) -> ast.Subscript | None:
+        """`outs[start:end]` of `outs[start:end] = rows`."""
+        to = statement.targets[0] if isinstance(statement, ast.Assign) else None
+        return to if isinstance(to, ast.Subscript) and _is_slice(to, self.slices) else None
+
+    def _put(self, statement: ast.stmt) -> ast.stmt:
+        """`outs.append(rows)` and `outs[start:end] = rows` as rows of the pairs."""
+        rows: ast.expr | None = None
+        if self._slice_written(statement) is not None:
+            rows = sure(ast.Assign, statement).value
+        elif isinstance(statement, ast.Expr) and ast.unparse(statement).startswith(f"{self.listed}.append("):
+            rows = sure(ast.Call, statement.value).args[0]
+        return statement if rows is None else _statements(f"_outs_[_pairs_] = {ast.unparse(rows)}", statement)[0]
+
+    def _with_pairs_spelled_out(self, body: list[ast.stmt]) -> list[ast.stmt]:
+        """``body`` with `order[start:end]` wherever it has a name for that."""
+        assigned = [part for part in body if isinstance(part, ast.Assign) and self._sliced(part.value) == "pair"]
+        held = {to.id: part for part in assigned if isinstance(to := part.targets[0], ast.Name)}
+        once = {name: part for name, part in held.items() if self.scope.stores(name) == 1}
+        rest = [part for part in body if part not in once.values()]
+        return [_Spelled({name: part.value for name, part in once.items()}).visit(part) for part in rest]
+
     # ---- slices, as rows of the pairs
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-        if _is_slice(node, self.slices):
-            return self._rows(node.value, self.loop)
-        if _is_slice(node.slice, self.slices):  # weights[order[start:end]], x[tokens[start:end]]
-            inner = self._kind(node.slice.value, self.loop)  # type: ignore[attr-defined]
-            return self._taken(node.value, inner)
+        index = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        narrow = len(index) == 2 and isinstance(index[1], ast.Constant) and index[1].value is None
+        if len(index) == 1 or narrow:
+            if _is_slice(ast.Subscript(node.value, index[0]), self.slices):  # weights[start:end, None]
+                return self._rows(node.value, self.loop, narrow=narrow)
+            kind = self._sliced(index[0])
+            if kind:  # weights[order[start:end], None], x[tokens[start:end]]
+                return self._taken(node.value, kind, narrow=narrow)
         return self.generic_visit(node)
 
-    def _rows(self, value: ast.expr, place: ast.stmt) -> ast.expr:
-        """The rows of an expert's pairs of what was sorted."""
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        kind = self._divided(node, self.loop)
+        return self._one(kind) if kind else self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        kind = self._divided(node, self.loop)
+        return self._one(kind) if kind else self.generic_visit(node)
+
+    def _one(self, kind: str) -> ast.expr:
+        return self._token() if kind == "token" else ast.Name("_slot_", ast.Load())
+
+    def _sliced(self, value: ast.expr) -> str | None:
+        """The kind of what ``value`` is a slice of, or is made of one."""
+        if _is_slice(value, self.slices):
+            return self._kind(sure(ast.Subscript, value).value, self.loop)
+        return self._divided(value, self.loop)
+
+    def _rows(self, value: ast.expr, place: ast.stmt, *, narrow: bool = False) -> ast.expr:
+        """The rows of an expert's pairs of what was sorted; ``narrow``: with a dimension of 1 behind the first."""
         kind = self._kind(value, place)
-        if kind == "token":
+        if kind == "token" and not narrow:
             return self._token()
         made, where = self.scope.resolved(value, place)
         if kind is None and isinstance(made, ast.Subscript):
             if self.scope.changed(made.value, where, self.loop):
                 raise NotStatic(f"{ast.unparse(made.value)} changes before the loop", self.loop)
-            return self._taken(made.value, self._kind(made.slice, where))
+            return self._taken(made.value, self._kind(made.slice, where), narrow=narrow)
         raise NotStatic(f"{ast.unparse(value)} is not known to be rows sorted by expert", self.loop)
 
-    def _taken(self, source: ast.expr, kind: str | None) -> ast.expr:
-        if kind == "token":
+    def _taken(self, source: ast.expr, kind: str | None, *, narrow: bool = False) -> ast.expr:
+        """Rows of ``source`` at the places of an expert's tokens or pairs; ``narrow``: with a dimension of 1 behind."""
+        text = ast.unparse(source)
+        if kind == "token" and not narrow:
             index = "_pairs_" if self.listed else "_token_"
-            return _expr(f"_rows_[{index}]" if self.listed else f"{ast.unparse(source)}[{index}]", x=source)
+            return _expr(f"_rows_[{index}]" if self.listed else f"{text}[{index}]", x=source)
         if kind == "pair":
+            behind = ", None" if narrow else ""
             if self.listed:
-                return _expr(f"{ast.unparse(source)}[_pairs_]")
-            return _expr(f"{ast.unparse(source)}.view(_ids_.shape)[_token_, _slot_, None]")
-        raise NotStatic(f"{ast.unparse(source)} is not taken in the order of the experts", self.loop)
+                return _expr(f"{text}[_pairs_{behind}]")
+            taken = f"{text}.view(_ids_.shape)[_token_, _slot_{behind}]"  # of [P] or [P, 1]
+            return _expr(taken if narrow else f"{taken}.view(-1, *{text}.shape[1:])")
+        raise NotStatic(f"{text} is not taken in the order of the experts", self.loop)
 
     def _token(self) -> ast.expr:
         if self.listed:
@@ -238,19 +195,12 @@ class _Unsorting(ast.NodeTransformer):
         return ast.Name("_token_", ast.Load())
 
     def _kind(self, value: ast.expr, place: ast.stmt) -> str | None:
-        """ "pair": the order of the pairs; "token": their tokens; None: neither."""
+        """ "pair": the order of the pairs; "token": their tokens; "slot": which of a token's; None: none of these."""
         name = value.id if isinstance(value, ast.Name) else ""
         value, place = self.scope.resolved(value, place)
-        divided: ast.expr | None = None
-        if isinstance(value, ast.BinOp) and isinstance(value.op, ast.FloorDiv):
-            divided, size = value.left, value.right
-        elif isinstance(value, ast.Call) and called(value) in ("div", "floor_divide") and value.args:
-            divided, size = subject(value), value.args[-1]
+        divided = self._divided(value, place)
         if divided is not None:
-            if self._kind(divided, place) != "pair" or (self.size and ast.unparse(self.size) != ast.unparse(size)):
-                return None
-            self.size = size
-            return "token"
+            return divided
         flat = _sorted(value)
         if flat is None or not name or not isinstance(place, ast.Assign):
             return None
@@ -261,6 +211,22 @@ class _Unsorting(ast.NodeTransformer):
             raise NotStatic(f"{ast.unparse(flat)} changes before the loop", self.loop)
         self.order = order
         return "pair"
+
+    def _divided(self, value: ast.expr, place: ast.stmt) -> str | None:
+        """ "token" for pairs divided by their number for a token, "slot" for the rest of that."""
+        kind = "token"
+        if isinstance(value, ast.BinOp) and isinstance(value.op, ast.FloorDiv | ast.Mod):
+            pairs, size = value.left, value.right
+            kind = "token" if isinstance(value.op, ast.FloorDiv) else "slot"
+        elif isinstance(value, ast.Call) and called(value) in ("div", "floor_divide") and value.args:
+            pairs, size = sure(ast.expr, subject(value)), value.args[-1]
+        else:
+            return None
+        found = self._sliced(pairs) if isinstance(pairs, ast.Subscript) else self._kind(pairs, place)
+        if found != "pair" or (self.size and ast.unparse(self.size) != ast.unparse(size)):
+            return None
+        self.size = size
+        return kind
 
     # ---- results
 
@@ -281,61 +247,142 @@ class _Unsorting(ast.NodeTransformer):
             f"_flat_ = {flat}\n_rows_ = {ast.unparse(source.rows_of)}.repeat_interleave({size}, dim=0)\n"
             "_outs_ = torch.empty_like(_rows_)"
         )
-        append = f"{self.listed}.append"
-        self.loop.body = [
-            _statements(f"_outs_[_pairs_] = {ast.unparse(part.value.args[0])}", part)[0]  # type: ignore[attr-defined]
-            if isinstance(part, ast.Expr) and ast.unparse(part).startswith(f"{append}(") else part
-            for part in self.loop.body
-        ]  # fmt: skip
         if any(self.listed in names(part) for part in self.loop.body):
-            raise NotStatic(f"{self.listed} is more than a list of results", self.loop)
+            raise NotStatic(f"{self.listed} is more than what results are put in", self.loop)
         self.loop.body[:0] = _statements(f"_pairs_ = _flat_ == {self.slices.number}", self.loop)
-        self._joined()
+        _Behind(self).run()
 
     def _before(self, text: str) -> None:
         block = _block_of(self.tree, self.loop)
         place = block.index(self.loop)
         block[place:place] = _statements(text, self.loop)
 
-    def _joined(self) -> None:
-        """`outs = torch.cat(outputs)`, then `new[order] = outs`, and `new` in place of both."""
-        order = sure(_Order, self.order).name
-        for block in _blocks(self.tree):
-            for statement in block:
-                if not isinstance(statement, ast.Assign):
-                    continue
-                value: ast.expr = statement.value
-                if isinstance(value, ast.IfExp) and self.listed in names(value.test):
-                    value = value.body
-                if called(value) not in ("cat", "concat", "vstack") or self.listed not in names(value):
-                    continue
-                joined = sure(ast.Name, statement.targets[0]).id
-                put = [
-                    other for inner in _blocks(self.tree) for other in inner if isinstance(other, ast.Assign)
-                    and isinstance(target := other.targets[0], ast.Subscript)
-                    and ast.unparse(target.slice) == order and ast.unparse(other.value) == joined
-                ]  # fmt: skip
-                if len(put) != 1 or not self.scope.alive(put[0]):
-                    raise NotStatic(f"{joined} is not put back in the order of the pairs by an assignment", statement)
-                empty = self._empty(put[0])
-                reads = sum(isinstance(node, ast.Name) and node.id == joined for node in ast.walk(empty.value))
-                if self.scope.reads(joined) != reads + 1:
-                    raise NotStatic(f"{joined} is also used in the order of the experts", statement)
-                statement.value = _expr("_outs_")
-                _block_of(self.tree, empty).remove(empty)
-                put[0].value, put[0].targets = _expr("_outs_"), [put[0].targets[0].value]  # type: ignore[attr-defined]
-                put[0].targets[0].ctx = ast.Store()  # type: ignore[attr-defined]
-                return
-        raise NotStatic(f"{self.listed} is not put together by torch.cat", self.loop)
 
-    def _empty(self, put: ast.Assign) -> ast.Assign:
+class _Behind(ast.NodeTransformer):
+    """What is behind a loop over sorted rows, with the rows of all pairs in the pairs' own order.
+
+    That order takes the place of the sorted one: `rows[order]` is `rows` there, and so is `rows[inverse]`. Code for
+    which the order of rows is more than that gives something else then, which the trial finds.
+    """
+
+    def __init__(self, unsorting: _Unsorting) -> None:
+        self.of, self.scope, self.loop = unsorting, unsorting.scope, unsorting.loop
+        self.order = sure(_Order, unsorting.order)
+        self.place: ast.stmt = self.loop
+        self.empty: list[ast.Assign] = []
+        self.put = False  # whether results have been put in order again
+
+    def run(self) -> None:
+        """
+        Raises:
+            NotStatic: results are not put in order again, nor added to their tokens.
+        """
+        for statement in self.scope.behind(self.loop):
+            self.place = statement
+            self.visit(statement)
+        for made in self.empty:
+            block = _block_of(self.of.tree, made)
+            block.remove(made)
+        if not self.put:
+            raise NotStatic(f"{self.of.listed} is not put in the order of the pairs again", self.loop)
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        target = node.targets[0]
+        if isinstance(target, ast.Subscript) and self._kind(target.slice) == "pair":
+            if called(node.value) == "arange":
+                return node
+            self.put |= self._is_rows(node.value)
+            self.empty.append(self._empty(target, node))
+            target.value.ctx = ast.Store()  # type: ignore[attr-defined]
+            node.targets = [target.value]
+        node.value = self.visit(node.value)
+        return node
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        """`torch.cat(outs) if outs else rows`: where no expert has tokens, none has."""
+        of = node.body if names(node.test) & {self.of.listed} else None
+        return self.generic_visit(node) if of is None else sure(ast.expr, self.visit(of))
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if not isinstance(node.ctx, ast.Load):
+            return node
+        if node.id == self.of.listed:
+            made = self.scope.value(node.id, self.place)
+            return _expr("_outs_") if made is not None and self.scope.before(made[1], self.loop) else node
+        value, place = self.scope.resolved(node, self.place)
+        if isinstance(value, ast.Subscript) and self.scope.before(place, self.loop) and (
+            self._kind(value.slice, place) == "pair" and not self.scope.changed(value.value, place, self.place)
+        ):  # fmt: skip
+            return copy.deepcopy(value.value)
+        return node
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        if self._is_inverse(node.slice):
+            self.put = True
+            return sure(ast.expr, self.visit(node.value))
+        if self._kind(node.slice) == "pair":
+            return sure(ast.expr, self.visit(node.value))
+        return self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if called(node) in ("cat", "concat", "vstack") and names(node) & {self.of.listed}:
+            return _expr("_outs_")
+        narrow = _added_rows(node)
+        if narrow is not None and isinstance(node.func, ast.Attribute) and self._kind(narrow) == "token":
+            self.put = True
+            size = copy.deepcopy(sure(ast.expr, self.of.size))
+            rows = ast.Call(ast.Attribute(self.visit(node.args[2]), "unflatten", ast.Load()), [
+                ast.Constant(0), ast.Tuple([ast.UnaryOp(ast.USub(), ast.Constant(1)), size], ast.Load()),
+            ], [])  # fmt: skip
+            summed = ast.Call(ast.Attribute(rows, "sum", ast.Load()), [ast.Constant(1)], [])
+            name = "add_" if called(node).endswith("_") else "add"
+            return ast.Call(ast.Attribute(self.visit(node.func.value), name, ast.Load()), [summed], [])
+        return self.generic_visit(node)
+
+    def _is_rows(self, value: ast.expr) -> bool:
+        """Whether ``value`` is made of the results."""
+        value, place = self.scope.resolved(value, self.place)
+        return place is not self.place or bool(names(value) & {self.of.listed})
+
+    def _kind(self, value: ast.expr, place: ast.stmt | None = None) -> str | None:
+        made, where = self.scope.resolved(value, place or self.place)
+        flat = _sorted(made)
+        return self.of._kind(value, place or self.place) if flat is None or where is self.order.place else None
+
+    def _is_inverse(self, value: ast.expr) -> bool:
+        if isinstance(value, ast.Name) and self._is_put(value.id):
+            return True
+        made, place = self.scope.resolved(value, self.place)
+        flat = _sorted(made)
+        return flat is not None and place is not self.order.place and self._kind(flat, place) == "pair"
+
+    def _is_put(self, name: str) -> bool:
+        """Whether it is `name[order] = torch.arange(...)`."""
+        puts = [
+            statement for statement in self.scope.statements() if isinstance(statement, ast.Assign)
+            and isinstance(statement.targets[0], ast.Subscript) and ast.unparse(statement.targets[0].value) == name
+        ]  # fmt: skip
+        return len(puts) == 1 and called(puts[0].value) == "arange" and (
+            self._kind(sure(ast.Subscript, puts[0].targets[0]).slice, puts[0]) == "pair"
+        )  # fmt: skip
+
+    def _empty(self, target: ast.Subscript, put: ast.Assign) -> ast.Assign:
         """Where the empty tensor is made that rows are put into."""
-        target = put.targets[0]
-        held = sure(ast.Subscript, target).value
+        held = target.value
         made = self.scope.value(held.id, put) if isinstance(held, ast.Name) else None
         if made is None or called(made[0]) not in ("empty_like", "zeros_like", "empty", "zeros", "new_empty"):
             raise NotStatic(f"what {ast.unparse(held)} holds before is not known", put)
         return sure(ast.Assign, made[1])
+
+
+class _Spelled(ast.NodeTransformer):
+    """Names as what they stand for."""
+
+    def __init__(self, values: dict[str, ast.expr]) -> None:
+        self.values = values
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return copy.deepcopy(self.values.get(node.id, node)) if isinstance(node.ctx, ast.Load) else node
 
 
 def _sorted(value: ast.expr) -> ast.expr | None:
@@ -357,22 +404,29 @@ def _sorted(value: ast.expr) -> ast.expr | None:
 def _add_rows(statement: ast.stmt) -> ast.stmt:
     """`out.scatter_reduce_(0, token.view(-1, 1).repeat(1, n), rows, reduce="sum")` as `index_add_`."""
     call = statement.value if isinstance(statement, ast.Expr) else None
-    if not isinstance(call, ast.Call) or called(call) not in ("scatter_reduce_", "scatter_add_") or len(call.args) < 3:
+    narrow = _added_rows(call) if isinstance(call, ast.Call) and called(call).endswith("_") else None
+    if narrow is None or not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
         return statement
-    wide, words = call.args[1], {word.arg: ast.unparse(word.value) for word in call.keywords}
-    summed = called(call) == "scatter_add_" or words == {"reduce": "'sum'"}
-    narrow = wide
+    text = f"{ast.unparse(call.func.value)}.index_add_(0, {ast.unparse(narrow)}, {ast.unparse(call.args[2])})"
+    return _statements(text, statement)[0]
+
+
+def _added_rows(call: ast.Call) -> ast.expr | None:
+    """Where a call adds rows to, one number each; None when it is another call."""
+    name = called(call).removesuffix("_")
+    if name not in ("index_add", "scatter_reduce", "scatter_add") or len(call.args) < 3 or not is_zero(call.args[0]):
+        return None
+    words = {word.arg: ast.unparse(word.value) for word in call.keywords}
+    if words and (name != "scatter_reduce" or words != {"reduce": "'sum'"}):
+        return None
+    if name == "scatter_reduce" and not words:
+        return None
+    narrow = call.args[1]
     while isinstance(narrow, ast.Call) and called(narrow) in ("repeat", "expand", "view", "unsqueeze", "reshape"):
         narrow = subject(narrow) or narrow
-    if (
-        not summed
-        or not is_zero(call.args[0])
-        or not isinstance(narrow, ast.Name)
-        or not isinstance(call.func, ast.Attribute)
-    ):
-        return statement
-    text = f"{ast.unparse(call.func.value)}.index_add_(0, {narrow.id}, {ast.unparse(call.args[2])})"
-    return _statements(text, statement)[0]
+    if isinstance(narrow, ast.Subscript) and isinstance(narrow.slice, ast.Tuple):  # tokens[:, None]
+        narrow = narrow.value
+    return narrow if name == "index_add" or narrow is not call.args[1] else None
 
 
 def _expr(text: str, x: ast.expr | None = None) -> ast.expr:

@@ -255,6 +255,21 @@ class Scope:
         between = range(self._order[since], self._order[until])
         return any(self._order[store.place] in between for name in names(value) for store in self._stores.get(name, []))
 
+    def before(self, one: ast.stmt, other: ast.stmt) -> bool:
+        return self._order[one] < self._order[other]
+
+    def behind(self, block: ast.stmt) -> list[ast.stmt]:
+        """The statements that follow ``block``, those inside others included."""
+        return [s for s, around in self._blocks.items() if self.before(block, s) and block not in around]
+
+    def statements(self) -> list[ast.stmt]:
+        """All that may run, in the order of the text."""
+        return [*self._order]
+
+    def stores(self, name: str) -> int:
+        """How many times ``name`` is assigned to."""
+        return len(self._stores.get(name, []))
+
     def reads(self, name: str) -> int:
         """How many times statements that may run read ``name``."""
         parts = [part for statement in self._order for part in ast.iter_child_nodes(statement)
@@ -306,9 +321,15 @@ def _targets(target: ast.expr, value: ast.expr | None) -> Iterator[tuple[str, as
     if isinstance(target, ast.Name):
         yield target.id, value
     elif isinstance(target, ast.Tuple | ast.List):
+        items = value.elts if isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts) else None
         for position, part in enumerate(target.elts):
-            item = None if value is None else ast.Subscript(value, ast.Constant(position), ast.Load())
+            item: ast.expr | None = None if value is None else ast.Subscript(value, ast.Constant(position), ast.Load())
+            item = items[position] if items is not None and not _starred([*items, *target.elts]) else item
             yield from _targets(part, item)
+
+
+def _starred(parts: Iterable[ast.expr]) -> bool:
+    return any(isinstance(part, ast.Starred) for part in parts)
 
 
 def names(tree: ast.AST) -> set[str]:

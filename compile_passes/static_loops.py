@@ -31,7 +31,8 @@ from compile_passes.loop_body import (
     take_known_branches,
 )
 from compile_passes.loops import decides, has_data_dependent_calls, number_of_experts
-from compile_passes.sorted_slices import CONVERSIONS, counted, takes_slices, unsort
+from compile_passes.slice_bounds import CONVERSIONS, counted, slices_of
+from compile_passes.sorted_slices import unsort
 from compile_passes.source import (
     Helper,
     NotStatic,
@@ -191,9 +192,10 @@ class _Method:
         updates = Updates(loop, self.scope)
         counts = self._counts(loop, updates)
         unsorted = unsort(self.tree, self.scope, loop)
-        if unsorted is not None:
-            loop.iter, loop.target = _range(self._experts(loop, unsorted)), ast.Name(unsorted, ast.Store())
-        else:
+        if unsorted is not None and unsorted.over_counts:
+            number = unsorted.number
+            loop.iter, loop.target = _range(self._experts(loop, number)), ast.Name(number, ast.Store())
+        elif unsorted is None:
             self._over_all(loop, updates)
         tests = Tests(self.scope, counts, updates if unsorted is None else None)
         loop.body = without_tests(loop.body, tests) or [ast.Pass()]
@@ -219,7 +221,7 @@ class _Method:
 
         def counts(value: ast.expr) -> bool:
             roots = counted(value, self.scope, loop)
-            return roots is not None and (updates.chosen_by(roots) or takes_slices(self.scope, loop))
+            return roots is not None and (updates.chosen_by(roots) or slices_of(self.scope, loop) is not None)
 
         taken = [node.value for node in ast.walk(loop) if isinstance(node, ast.Subscript)]
         found = {value.id for value in taken if isinstance(value, ast.Name) and counts(value)}

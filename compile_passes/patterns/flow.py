@@ -106,7 +106,8 @@ class Flow:
         if name in _CARRIERS and operands:
             self.root[node] = self.root.get(operands[0], operands[0])
         if name in _PRODUCTS:
-            self._product(node, operands)
+            held = [call["weight"]] if name == "linear" else operands  # the rows of a layer may be an input, too
+            self._product(node, operands, [operand for operand in held if self._is_matrix(operand)])
         else:
             if isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
                 self.operators.append(node)
@@ -114,8 +115,7 @@ class Flow:
             self._inside(node, name, operands)
             self._routing(node, name, operands)
 
-    def _product(self, node: fx.Node, operands: list[fx.Node]) -> None:
-        weights = [operand for operand in operands if self._is_matrix(operand)]
+    def _product(self, node: fx.Node, operands: list[fx.Node], weights: list[fx.Node]) -> None:
         if weights:
             # of two candidates the gathered one, else the one with more dimensions, else the second operand
             weight = max(weights, key=lambda w: (w in self.gathered, rank_of(self.weight[w]), operands.index(w)))

@@ -296,7 +296,7 @@ MISSES = {
     HitsByWeight: "may be other experts than those that were hit",
     Capacity: "what the loop writes is not chosen by ids.unique",
     CapacityOfSlices: "no loop in it is over the experts that were hit",
-    WeightsInOrderOfExperts: "outs is also used in the order of the experts",
+    WeightsInOrderOfExperts: "a value inside of the MoE block",
     RowsChangeBeforeTheLoop: "x changes before the loop",
     Breaks: "a `break` in the loop",
     InOrderOfLoad: "is no list of the experts that were hit",

@@ -267,3 +267,10 @@ def test_near_miss(kind: type[torch.nn.Module]) -> None:
         assert (outcome.problem, outcome.fused) == (None, 0)
         report = moe_ops.explain(module, tokens(4))
     assert report.refused and all(row.reason and row.cure for row in report.refused)
+
+
+@pytest.mark.parametrize("kind", [tutorials.UnflattenedStack, tutorials.LastStack], ids=lambda kind: kind.__name__)
+def test_list_of_experts_before_it_is_stacked(kind: type[torch.nn.Module]) -> None:
+    """Rows that are no weight, though they have three dimensions and are an input of the graph: the cure is known."""
+    (refused,) = moe_ops.explain(made(kind), tokens(5)).refused
+    assert "one after the other" in refused.reason and "moe_ops.compile(model)" in refused.cure

@@ -1,0 +1,276 @@
+"""Where a loop's slices of rows sorted by expert start and end, as the source of the loop has it.
+
+    for e, n in enumerate(counts):          end = start + n; ...; start = end
+    for e, end in enumerate(ends):          start = 0 if e == 0 else ends[e - 1]
+    for e in range(len(self.experts)):      the same with counts[e] and ends[e], or rows[offsets[e]:offsets[e + 1]]
+
+What is taken of an element of ``enumerate`` is taken by the number: n is counts[e].
+
+Nothing is proved here: what is made of such a loop is tried.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from compile_passes.source import Scope, called, is_zero, subject, sure
+
+# What may lie between ids, or a mask of them, and counts of an expert's tokens.
+CONVERSIONS = frozenset({
+    "tolist", "cpu", "numpy", "cumsum", "bincount", "sum", "one_hot", "permute", "flatten", "view", "reshape", "long",
+    "int", "to", "float", "squeeze", "detach", "ravel", "any", "transpose", "histc", "type", "nelement", "item",
+})  # fmt: skip
+_READ = frozenset({"item", "int", "tolist"})
+
+
+@dataclass(frozen=True)
+class Slices:
+    """The slices of a loop.
+
+    Attributes:
+        number: the name of the expert's number.
+        start, end: as the slices have them.
+        arithmetic: the statements that make these, and need not be there without them.
+        empty, filled: what asks whether a slice is empty, and whether it is not.
+        over_counts: whether the loop is over what the data knows, and not over the experts.
+    """
+
+    number: str
+    start: str
+    end: str
+    arithmetic: tuple[ast.stmt, ...]
+    empty: frozenset[str]
+    filled: frozenset[str]
+    over_counts: bool
+
+
+def slices_of(scope: Scope, loop: ast.For) -> Slices | None:
+    """Slices that follow each other, by counts or by their ends."""
+    target, given = loop.target, sure(ast.Call, loop.iter).args if isinstance(loop.iter, ast.Call) else []
+    if len(given) != 1:
+        return None
+    if called(loop.iter) == "range" and isinstance(target, ast.Name):
+        return _Bounds(scope, loop, target.id).slices()
+    if called(loop.iter) != "enumerate" or not isinstance(target, ast.Tuple):
+        return None
+    number, *elements = target.elts
+    if not isinstance(number, ast.Name) or len(elements) != 1 or not isinstance(elements[0], ast.Name):
+        return None
+    if counted(given[0], scope, loop) is None:
+        return _Bounds(scope, loop, number.id).slices()
+    element = ast.Subscript(given[0], ast.Name(number.id, ast.Load()), ast.Load())
+    return _Bounds(scope, loop, number.id, {elements[0].id: element}).slices()
+
+
+def counted(value: ast.expr | None, scope: Scope, place: ast.stmt, *, whole: bool = False) -> set[str] | None:
+    """The names of what ``value`` counts, and of all steps between; None when it is something else than counts.
+
+    Args:
+        whole: whether what is counted is an answer itself.
+    """
+    found: set[str] = set()
+    steps = int(whole)
+    while value is not None:
+        if isinstance(value, ast.Name):
+            found.add(value.id)
+            inner = scope.value(value.id, place)
+            if inner is None or not isinstance(inner[0], ast.Call) or called(inner[0]) not in CONVERSIONS:
+                return found if steps else None
+            value, place = inner
+        elif isinstance(value, ast.Attribute):
+            return found | {ast.unparse(value)} if steps else None
+        elif isinstance(value, ast.Call) and called(value) in CONVERSIONS:
+            steps += 1
+            value = subject(value)
+        else:
+            return None
+    return None
+
+
+def _is_cumulated(value: ast.expr, scope: Scope, place: ast.stmt) -> bool:
+    return any(called(node) == "cumsum" for node in _chain(value, scope, place))
+
+
+def _chain(value: ast.expr, scope: Scope, place: ast.stmt) -> Iterator[ast.expr]:
+    """The steps from ``value`` back to what it is made of, one operand each."""
+    for _ in range(50):
+        value, place = scope.resolved(value, place)
+        yield value
+        inner = subject(value) if isinstance(value, ast.Call) else None
+        if inner is None:
+            return
+        value = inner
+
+
+class _Bounds:
+    """The bounds of the slices in a loop, by the number of an expert.
+
+    Args:
+        given: names that the loop itself assigns to, of counts or of their ends.
+    """
+
+    def __init__(self, scope: Scope, loop: ast.For, number: str, given: dict[str, ast.expr] | None = None) -> None:
+        self.scope, self.loop, self.number = scope, loop, number
+        self.given = given or {}
+        self.assigned: dict[str, tuple[ast.expr, ast.stmt]] = dict(_assigned(loop))
+        self.used: list[ast.stmt] = []
+
+    def slices(self) -> Slices | None:
+        found = {
+            (ast.unparse(index.lower), ast.unparse(index.upper)): (index.lower, index.upper)
+            for part in self.loop.body for node in ast.walk(part)
+            if isinstance(node, ast.Subscript)
+            for index in (node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice])
+            if isinstance(index, ast.Slice) and index.lower is not None and index.upper is not None
+        }  # fmt: skip
+        for (start, end), (below, above) in found.items():
+            self.used = []
+            begin = self._zero_before(below)
+            lower, upper = self._bare(below, but=begin), self._bare(above, but=begin)
+            counts = self._ended(upper, begin) if begin else self._followed(lower, upper)
+            if counts is not None:
+                return self._made(start, end, counts)
+        return None
+
+    def _made(self, start: str, end: str, counts: str) -> Slices:
+        texts = {counts, *(name for name, (value, _) in self.assigned.items() if self._text(value) == counts)}
+        texts |= {name for name, value in self.given.items() if ast.unparse(value) == counts}
+        empty = {f"{text} {test}" for text in texts for test in ("== 0", "< 1", "<= 0")}
+        empty |= {f"not {text}" for text in texts}
+        filled = {f"{text} {test}" for text in texts for test in ("!= 0", "> 0", ">= 1")} | texts
+        empty |= {f"{start} == {end}", f"{end} == {start}", f"{end} <= {start}", f"{start} >= {end}"}
+        filled |= {f"{start} != {end}", f"{end} != {start}", f"{end} > {start}", f"{start} < {end}"}
+        numbers = [
+            place for name, (value, place) in self.assigned.items()
+            if name not in (start, end) and called(value) in _READ and place not in self.used
+        ]  # fmt: skip
+        return Slices(
+            self.number, start, end, (*self.used, *numbers), frozenset(empty), frozenset(filled), bool(self.given)
+        )  # fmt: skip
+
+    def _bare(self, value: ast.expr, seen: frozenset[str] = frozenset(), *, but: str | None = None) -> ast.expr:
+        """``value`` without reading it on the host, and without the names of the loop's body, ``but`` one."""
+        while True:
+            if isinstance(value, ast.Call) and called(value) in _READ and (inner := subject(value)) is not None:
+                value = inner
+            elif isinstance(value, ast.Name) and value.id in self.given:
+                return self.given[value.id]
+            elif isinstance(value, ast.Name) and value.id in self.assigned and value.id not in (*seen, but):
+                seen |= {value.id}
+                value, place = self.assigned[value.id]
+                if place not in self.used:
+                    self.used.append(place)
+            elif isinstance(value, ast.BinOp):
+                left, right = (self._bare(side, seen, but=but) for side in (value.left, value.right))
+                return ast.BinOp(left, value.op, right)
+            else:
+                return value
+
+    def _text(self, value: ast.expr, *, but: str | None = None) -> str:
+        used, self.used = self.used, []
+        text = ast.unparse(self._bare(value, but=but))
+        self.used = used
+        return text
+
+    def _followed(self, lower: ast.expr, upper: ast.expr) -> str | None:
+        """The counts where slices follow each other by their ends."""
+        if not isinstance(upper, ast.Subscript):
+            return None
+        ends, index, start, number = ast.unparse(upper.value), ast.unparse(upper.slice), ast.unparse(lower), self.number
+        if index == f"{number} + 1":
+            found = start == f"{ends}[{number}]" and self._is_behind_zero(upper.value)
+            return f"{ast.unparse(upper)} - {start}" if found else None
+        if index != number or not self._is_ends(upper.value):
+            return None
+        if start in _before(ends, number):
+            return f"{ends}[{number}] - {start}"
+        starts = lower.value if isinstance(lower, ast.Subscript) and ast.unparse(lower.slice) == number else lower
+        made = self.scope.resolved(starts, self.loop)[0]  # ends - counts
+        if isinstance(made, ast.BinOp) and isinstance(made.op, ast.Sub) and ast.unparse(made.left) in (
+            ends, ast.unparse(upper)
+        ):  # fmt: skip
+            counts = ast.unparse(made.right)
+            return counts if starts is lower else f"{counts}[{number}]"
+        return None
+
+    def _zero_before(self, start: ast.expr) -> str | None:
+        """The name that slices start from, where it is 0 before the loop."""
+        begin = self.scope.value(start.id, self.loop) if isinstance(start, ast.Name) else None
+        return start.id if begin is not None and is_zero(begin[0]) and isinstance(start, ast.Name) else None
+
+    def _ended(self, upper: ast.expr, start: str) -> str | None:
+        """The counts where every slice starts where the last one ended: `start = end` at the loop's end."""
+        if isinstance(upper, ast.BinOp) and isinstance(upper.op, ast.Add):
+            sides = [ast.unparse(side) for side in (upper.left, upper.right)]
+            counts = [
+                side for side in (upper.left, upper.right)
+                if isinstance(side, ast.Subscript) and ast.unparse(side.slice) == self.number
+            ]  # fmt: skip
+            if len(counts) != 1 or start not in sides or counted(counts[0].value, self.scope, self.loop) is None:
+                return None
+            count = ast.unparse(counts[0])
+            ends = {f"{start} + {count}", f"{count} + {start}"}
+        elif (
+            isinstance(upper, ast.Subscript) and ast.unparse(upper.slice) == self.number and self._is_ends(upper.value)
+        ):
+            count, ends = "", {ast.unparse(upper)}
+        else:
+            return None
+        for part in self.loop.body:
+            to = part.targets[0] if isinstance(part, ast.Assign) else getattr(part, "target", None)
+            if to is None or ast.unparse(to) != start:
+                continue
+            if isinstance(part, ast.Assign):
+                moved = self._text(part.value, but=start) in ends
+            else:
+                added = isinstance(part, ast.AugAssign) and isinstance(part.op, ast.Add)
+                moved = added and self._text(part.value) == count  # type: ignore[attr-defined]
+            if not moved:
+                return None
+            self.used.append(part)
+            return count or f"{ast.unparse(upper)} - {start}"
+        return None
+
+    def _is_ends(self, value: ast.expr) -> bool:
+        return _is_cumulated(value, self.scope, self.loop) and counted(value, self.scope, self.loop) is not None
+
+    def _is_behind_zero(self, value: ast.expr) -> bool:
+        """Whether ``value`` is a 0 and the ends behind it: padded, or put together."""
+        for made in _chain(value, self.scope, self.loop):
+            if called(made) == "pad":
+                given = sure(ast.Call, made).args
+                padded = len(given) > 1 and ast.unparse(given[1]) in ("(1, 0)", "[1, 0]")
+                return padded and _is_cumulated(given[0], self.scope, self.loop)
+            if called(made) in ("cat", "concat", "hstack"):
+                parts = sure(ast.Call, made).args[0]
+                both = parts.elts if isinstance(parts, ast.List | ast.Tuple) else []
+                return len(both) == 2 and _is_cumulated(both[1], self.scope, self.loop)
+            if isinstance(made, ast.BinOp) and isinstance(made.op, ast.Add) and ast.unparse(made.left) == "[0]":
+                return _is_cumulated(made.right, self.scope, self.loop)
+        return False
+
+
+def _before(ends: str, number: str) -> frozenset[str]:
+    """Where the slice of an expert starts, by the ends of all."""
+    last = f"{ends}[{number} - 1]"
+    later = (f"{last} if {number} {test} else 0" for test in ("> 0", "!= 0", ">= 1"))
+    return frozenset({f"0 if {number} == 0 else {last}", f"{last} if {number} else 0", *later})
+
+
+def _assigned(loop: ast.For) -> dict[str, tuple[ast.expr, ast.stmt]]:
+    """The names that statements of the loop's body assign to, once, with what and where."""
+    found: dict[str, tuple[ast.expr, ast.stmt]] = {}
+    twice: set[str] = set()
+    for part in loop.body:
+        if not isinstance(part, ast.Assign) or len(part.targets) != 1:
+            continue
+        target, value = part.targets[0], part.value
+        many = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts)
+        pairs = zip(target.elts, value.elts, strict=True) if many else [(target, value)]  # type: ignore[attr-defined]
+        for name, given in pairs:
+            if isinstance(name, ast.Name):
+                twice |= {name.id} & {*found}
+                found[name.id] = (given, part)
+    return {name: one for name, one in found.items() if name not in twice}

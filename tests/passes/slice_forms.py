@@ -1,0 +1,283 @@
+"""Loops over slices of sorted rows: spellings of bounds and of what is done with results, and near misses."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.loops import Block, E, H, K
+
+
+class Sorting(Block):
+    """Pairs sorted by expert; subclasses take the slices."""
+
+    def forward(self, x):
+        rows = x.reshape(-1, H)
+        w, ids = self.route(rows)
+        return self.infer(rows, ids, w).view_as(x)
+
+
+class OffsetsBehindZero(Sorting):
+    def infer(self, x, ids, w):
+        flat = ids.view(-1)
+        order = flat.argsort()
+        counts = torch.bincount(flat, minlength=E)
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        out = torch.zeros_like(x)
+        for e in range(E):
+            start, end = offsets[e].item(), offsets[e + 1].item()
+            if start == end:
+                continue
+            token = order[start:end] // K
+            out.index_add_(0, token, self.experts[e](x[token]) * w.view(-1)[order[start:end], None])
+        return out
+
+
+class PaddedEndsInTheSlices(Sorting):
+    def infer(self, x, ids, w):
+        flat = ids.flatten()
+        order = torch.argsort(flat)
+        token, sorted_weights = order // K, w.flatten()[order]
+        ends = F.pad(flat.bincount(minlength=E).cumsum(0), (1, 0)).tolist()
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            rows = expert(x[token[ends[e] : ends[e + 1]]])
+            out.index_add_(0, token[ends[e] : ends[e + 1]], rows * sorted_weights[ends[e] : ends[e + 1], None])
+        return out
+
+
+class EndOfTheOneBefore(Sorting):
+    def infer(self, x, ids, w):
+        flat = ids.view(-1)
+        order = flat.argsort()
+        ends = torch.bincount(flat, minlength=E).cumsum(0)
+        out = torch.zeros_like(x)
+        for e in range(len(self.experts)):
+            start = ends[e - 1] if e > 0 else 0
+            end = ends[e]
+            if end <= start:
+                continue
+            token = order[start:end] // K
+            out.index_add_(0, token, self.experts[e](x[token]) * w.view(-1)[order[start:end]].unsqueeze(-1))
+        return out
+
+
+class RunningStart(Sorting):
+    def infer(self, x, ids, w):
+        flat = ids.view(-1)
+        order = flat.argsort()
+        counts = torch.bincount(flat, minlength=E).cpu()
+        out, start = torch.zeros_like(x), 0
+        for e in range(E):
+            n = counts[e].item()
+            if n == 0:
+                continue
+            token = order[start : start + n] // K
+            out.index_add_(0, token, self.experts[e](x[token]) * w.view(-1)[order[start : start + n], None])
+            start += n
+        return out
+
+
+class StartsAndEnds(Sorting):
+    def infer(self, x, ids, w):
+        flat = ids.view(-1)
+        order = flat.argsort()
+        counts = torch.bincount(flat, minlength=E)
+        ends = counts.cumsum(0)
+        starts = ends - counts
+        out = torch.zeros_like(x)
+        for e in range(E):
+            token = order[starts[e] : ends[e]] // K
+            out.index_add_(0, token, self.experts[e](x[token]) * w.view(-1)[order[starts[e] : ends[e]], None])
+        return out
+
+
+class CollectedBehindZero(Sorting):
+    def infer(self, x, ids, w):
+        flat = ids.view(-1)
+        order = flat.argsort()
+        offsets = [0] + torch.bincount(flat, minlength=E).cumsum(0).tolist()
+        rows, outputs = x[order // K], []
+        for e in range(E):
+            start, end = offsets[e], offsets[e + 1]
+            if start == end:
+                continue
+            outputs.append(self.experts[e](rows[start:end]))
+        outs = torch.cat(outputs)
+        pairs = torch.empty_like(outs)
+        pairs[order] = outs
+        return (pairs.view(*ids.shape, -1) * w.unsqueeze(-1)).sum(1)
+
+
+class BufferAddedToTokens(Sorting):
+    def infer(self, x, ids, w):
+        flat = ids.view(-1)
+        order = flat.argsort()
+        token = order // K
+        rows, sorted_weights = x[token], w.view(-1)[order]
+        offsets = [0] + torch.bincount(flat, minlength=E).cumsum(0).tolist()
+        outs = torch.empty_like(rows)
+        for e in range(E):
+            start, end = offsets[e], offsets[e + 1]
+            if start < end:
+                outs[start:end] = self.experts[e](rows[start:end])
+        out = torch.zeros_like(x)
+        out.index_add_(0, token, outs * sorted_weights[:, None])
+        return out
+
+
+class BufferPutBackByTheInverse(Sorting):
+    def infer(self, x, ids, w):
+        flat = ids.view(-1)
+        order = flat.argsort()
+        rows = x[order // K]
+        ends = torch.bincount(flat, minlength=E).cumsum(0).cpu()
+        outs, start = torch.zeros_like(rows), 0
+        for e in range(E):
+            end = int(ends[e])
+            if end > start:
+                outs[start:end] = self.experts[e](rows[start:end])
+            start = end
+        outs = outs[order.argsort()].view(*ids.shape, -1)
+        return (outs * w.unsqueeze(-1)).sum(1)
+
+
+class BufferPutBackByPlaces(Sorting):
+    def infer(self, x, ids, w):
+        order = ids.flatten().argsort(stable=True)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.numel(), device=order.device)
+        rows = x[order // ids.shape[1]]
+        outs, start = torch.empty_like(rows), 0
+        for e, n in enumerate(torch.bincount(ids.flatten(), minlength=E).tolist()):
+            end = start + n
+            if n == 0:
+                continue
+            outs[start:end] = self.experts[e](rows[start:end])
+            start = end
+        return torch.einsum("tkh,tk->th", outs[back].view(*ids.shape, -1), w)
+
+
+class ListAddedToTokens(Sorting):
+    def infer(self, x, ids, w):
+        flat = ids.view(-1)
+        order = flat.argsort()
+        token = order // K
+        rows, outputs, start = x[token], [], 0
+        for e, n in enumerate(flat.bincount(minlength=E).tolist()):
+            outputs.append(self.experts[e](rows[start : start + n]))
+            start += n
+        outs = torch.cat(outputs, dim=0)
+        outs = outs * w.view(-1)[order].unsqueeze(-1)
+        return torch.zeros_like(x).index_add_(0, token, outs)
+
+
+class TokenAndSlot(Sorting):
+    def infer(self, x, ids, w):
+        flat = ids.view(-1)
+        order = flat.argsort()
+        ends = torch.bincount(flat, minlength=E).cumsum(0).tolist()
+        out, start = torch.zeros_like(x), 0
+        for e, end in enumerate(ends):
+            if start == end:
+                continue
+            pair = order[start:end]
+            token, slot = pair // K, pair % K
+            out.index_add_(0, token, w[token, slot].unsqueeze(1) * self.experts[e](x[token]))
+            start = end
+        return out
+
+
+class OfTheNextExpert(Sorting):
+    """Near miss: an expert takes the rows of the one behind it."""
+
+    def infer(self, x, ids, w):
+        flat = ids.view(-1)
+        order = flat.argsort()
+        counts = torch.bincount(flat, minlength=E)
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        out = torch.zeros_like(x)
+        for e in range(E - 1):
+            start, end = offsets[e + 1].item(), offsets[e + 2].item()
+            token = order[start:end] // K
+            out.index_add_(0, token, self.experts[e](x[token]) * w.view(-1)[order[start:end], None])
+        return out
+
+
+class BufferInTheSortedOrder(Sorting):
+    """Near miss: results meet the weights of other pairs."""
+
+    def infer(self, x, ids, w):
+        flat = ids.view(-1)
+        order = flat.argsort()
+        token = order // K
+        rows = x[token]
+        offsets = [0] + torch.bincount(flat, minlength=E).cumsum(0).tolist()
+        outs = torch.empty_like(rows)
+        for e in range(E):
+            start, end = offsets[e], offsets[e + 1]
+            if start < end:
+                outs[start:end] = self.experts[e](rows[start:end])
+        out = torch.zeros_like(x)
+        out.index_add_(0, token, outs * w.view(-1)[:, None])
+        return out
+
+
+class LeftSorted(Sorting):
+    """Near miss: the sum is over results of neighbours in the sorted order."""
+
+    def infer(self, x, ids, w):
+        flat = ids.view(-1)
+        order = flat.argsort()
+        rows = x[order // K]
+        outs, start = torch.empty_like(rows), 0
+        for e, n in enumerate(flat.bincount(minlength=E).tolist()):
+            outs[start : start + n] = self.experts[e](rows[start : start + n])
+            start += n
+        return (outs.view(*ids.shape, -1) * w.unsqueeze(-1)).sum(1)
+
+
+class CountsOfOthers(Sorting):
+    """Near miss: the slices are as long as there are pairs of other ids."""
+
+    def infer(self, x, ids, w):
+        flat = ids.view(-1)
+        order = flat.argsort()
+        counts = torch.bincount((flat + 1) % E, minlength=E)
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        out = torch.zeros_like(x)
+        for e in range(E):
+            start, end = offsets[e].item(), offsets[e + 1].item()
+            token = order[start:end] // K
+            out.index_add_(0, token, self.experts[e](x[token]) * w.view(-1)[order[start:end], None])
+        return out
+
+
+class FirstIsLost(Sorting):
+    """Near miss: the first number is a 1, so that a pair of the first expert is left out."""
+
+    def infer(self, x, ids, w):
+        flat = ids.view(-1)
+        order = flat.argsort()
+        counts = torch.bincount(flat, minlength=E)
+        offsets = torch.cat([counts.new_ones(1), counts.cumsum(0)])
+        out = torch.zeros_like(x)
+        for e in range(E):
+            start, end = offsets[e].item(), offsets[e + 1].item()
+            token = order[start:end] // K
+            out.index_add_(0, token, self.experts[e](x[token]) * w.view(-1)[order[start:end], None])
+        return out
+
+
+FORMS = [
+    OffsetsBehindZero, PaddedEndsInTheSlices, EndOfTheOneBefore, RunningStart, StartsAndEnds, CollectedBehindZero,
+    BufferAddedToTokens, BufferPutBackByTheInverse, BufferPutBackByPlaces, ListAddedToTokens, TokenAndSlot,
+]  # fmt: skip
+# Near misses, and what is said of them.
+MISSES = {
+    OfTheNextExpert: "No loop in it is over the experts that were hit",
+    BufferInTheSortedOrder: "The static form gives other outputs",
+    LeftSorted: "outs is not put in the order of the pairs again",
+    CountsOfOthers: "The static form gives other outputs",
+    FirstIsLost: "The static form gives other outputs",
+}
