@@ -249,6 +249,8 @@ class _Bounds:
                 return len(both) == 2 and _is_cumulated(both[1], self.scope, self.loop)
             if isinstance(made, ast.BinOp) and isinstance(made.op, ast.Add) and ast.unparse(made.left) == "[0]":
                 return _is_cumulated(made.right, self.scope, self.loop)
+            if isinstance(made, ast.List) and len(made.elts) == 2 and isinstance(made.elts[1], ast.Starred):
+                return is_zero(made.elts[0]) and _is_cumulated(made.elts[1].value, self.scope, self.loop)
         return False
 
 

@@ -96,7 +96,7 @@ class CollectedBehindZero(Sorting):
     def infer(self, x, ids, w):
         flat = ids.view(-1)
         order = flat.argsort()
-        offsets = [0] + torch.bincount(flat, minlength=E).cumsum(0).tolist()
+        offsets = [0] + torch.bincount(flat, minlength=E).cumsum(0).tolist()  # noqa: RUF005  (as people write it)
         rows, outputs = x[order // K], []
         for e in range(E):
             start, end = offsets[e], offsets[e + 1]
@@ -115,7 +115,7 @@ class BufferAddedToTokens(Sorting):
         order = flat.argsort()
         token = order // K
         rows, sorted_weights = x[token], w.view(-1)[order]
-        offsets = [0] + torch.bincount(flat, minlength=E).cumsum(0).tolist()
+        offsets = [0, *torch.bincount(flat, minlength=E).cumsum(0).tolist()]
         outs = torch.empty_like(rows)
         for e in range(E):
             start, end = offsets[e], offsets[e + 1]
@@ -212,7 +212,7 @@ class BufferInTheSortedOrder(Sorting):
         order = flat.argsort()
         token = order // K
         rows = x[token]
-        offsets = [0] + torch.bincount(flat, minlength=E).cumsum(0).tolist()
+        offsets = [0, *torch.bincount(flat, minlength=E).cumsum(0).tolist()]
         outs = torch.empty_like(rows)
         for e in range(E):
             start, end = offsets[e], offsets[e + 1]
