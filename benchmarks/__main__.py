@@ -1,6 +1,6 @@
 """Command line: `python -m benchmarks [layers]`.
 
-Or `e2e`, `host`, `load`, `forms`, `first-call`, `tiles`, `compare`, `carry`, `models`, `spellings`, `report`.
+Or `train`, `e2e`, `host`, `load`, `forms`, `first-call`, `tiles`, `compare`, `carry`, `models`, `spellings`, `report`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     commands = {
         "layers": layers_command,
+        "train": train_command,
         "e2e": e2e_command,
         "host": host_command,
         "load": load_command,
@@ -147,6 +148,32 @@ def e2e_command(arguments: list[str]) -> int:
     results = e2e.new_results(model, path, options.commit, length, rounds)
     with interruptible(results):
         e2e.run(model, rows, names, results, length=length, rounds=rounds)
+    print(f"{len(results.rows)} rows in {path}")
+    return 0
+
+
+def train_command(arguments: list[str]) -> int:
+    """Time forward and backward."""
+    from benchmarks import train
+
+    gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks train", description=train.__doc__)
+    parser.add_argument("--shapes", default="all" if gpu else "tiny", help="as `layers` takes them")
+    tokens = ",".join(map(str, train.TOKENS if gpu else train.TINY_TOKENS))
+    parser.add_argument("--tokens", default=tokens, help="comma-separated numbers of tokens (default: %(default)s)")
+    parser.add_argument("--modes", default=",".join(train.MODES), help="comma-separated (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--times-only", action="store_true", help="no times of kernels")
+    parser.add_argument("--json", type=Path, help=f"a new result file (default: in {OUT.name}/, numbered)")
+    parser.add_argument("--commit", default=current_commit(), help="for the result file, where there is no checkout")
+    options = parser.parse_args(arguments)
+    shapes = shape_table.parse_shapes(options.shapes)
+    modes = parse_names("--modes", options.modes, train.MODES, train.MODES)
+    numbers, rounds = positive_integers("benchmarks", "--tokens", options.tokens), enough_rounds(options.rounds)
+    path = new_path(options.json, OUT / "train.json")
+    results = ResultFile(path, "train", train.train_method(rounds), reference=train.REFERENCE, commit=options.commit)
+    with interruptible(results):
+        train.run(shapes, numbers, modes, results, rounds=rounds, kernels=not options.times_only)
     print(f"{len(results.rows)} rows in {path}")
     return 0
 

@@ -105,7 +105,15 @@ def transformers_experts(implementation: str) -> Callable[[Case], list[Thunk]]:
 
 
 def transformers_moe(case: Case, **options: Any) -> list[Thunk]:
-    """Qwen3-MoE's routing from logits, then its grouped_mm experts, in one compiled function."""
+    """`transformers_layer`, one thunk for each input set."""
+    compiled, _ = transformers_layer(case, **options)
+    return [lambda inputs=inputs: compiled(inputs.hidden_states, inputs.router_logits) for inputs in case.sets]
+
+
+def transformers_layer(case: Case, **options: Any) -> tuple[Callable[..., torch.Tensor], torch.nn.Module]:
+    """(Qwen3-MoE's routing from logits, then its grouped_mm experts, in one function compiled with ``options``; the
+    experts).
+    """
     experts = transformers_module(case, "grouped_mm")
     top_k = case.shape.K
 
@@ -114,8 +122,7 @@ def transformers_moe(case: Case, **options: Any) -> list[Thunk]:
         values = values / values.sum(dim=-1, keepdim=True)
         return experts(hidden_states, ids, values.to(router_logits.dtype))
 
-    compiled = torch.compile(layer, fullgraph=True, dynamic=False, **options)
-    return [lambda inputs=inputs: compiled(inputs.hidden_states, inputs.router_logits) for inputs in case.sets]
+    return torch.compile(layer, fullgraph=True, dynamic=False, **options), experts
 
 
 def transformers_fused(case: Case) -> list[Thunk]:
