@@ -165,10 +165,21 @@ class ExpertsCall(LayerCall):
 
 
 @dataclass(slots=True, kw_only=True)
-class BackwardCall(ExpertsCall):
-    """``fused_experts_backward``."""
+class BackwardCall(LayerCall):
+    """``fused_experts_backward``: what ``fused_experts_saving`` was given and saved.
 
+    Attributes:
+        gate_up: ``[R, N]``, what stood before the activation, in sorted rows; up: ``[R, I]`` beside ``up_proj``.
+        offsets, row_to_pair, pair_to_row: int32 ``[E]``, ``[R]``, ``[T, K]``, where the pairs are among these rows.
+    """
+
+    topk_weights: Tensor
     grad_output: Tensor
+    gate_up: Tensor
+    up: Tensor
+    offsets: Tensor
+    row_to_pair: Tensor
+    pair_to_row: Tensor
     needs: dict[str, bool]
 
 

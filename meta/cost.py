@@ -233,14 +233,14 @@ def _fused_moe_flops(flat: Any) -> int:
 
 
 def _backward_flops(flat: Any) -> int:
-    """The recomputed first projection, the data gradients, and the weight gradients that are needed."""
+    """The data gradients, and the weight gradients that are needed."""
     first, second = _products(flat, math.prod(flat.topk_weights))
     needs = dict(zip(GRADIENTS, flat.needs, strict=True))
     data = first if needs["hidden_states"] or (needs["topk_weights"] and flat.weight_on_input) else 0
     of_first = first if needs["gate_up_proj"] or needs["up_proj"] else 0
     if flat.up_proj is not None and needs["gate_up_proj"] != needs["up_proj"]:
         of_first //= 2
-    return first + second + data + of_first + (second if needs["down_proj"] else 0)
+    return second + data + of_first + (second if needs["down_proj"] else 0)
 
 
 #: Formulas for ``torch.utils.flop_counter``, of the arguments by name, with the shapes of tensors.
@@ -258,6 +258,7 @@ OP_FLOPS: dict[str, Callable[[Any], int]] = {
     "batched_mm": _gemm_flops,
     "grouped_wgrad": _wgrad_flops,
     "fused_experts": _fused_experts_flops,
+    "fused_experts_saving": _fused_experts_flops,
     "fused_experts_backward": _backward_flops,
     "fused_moe": _fused_moe_flops,
 }

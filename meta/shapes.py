@@ -28,7 +28,14 @@ from meta.checks import (
 )
 from meta.dims import SLOT_ORDERS, Dim, Problem
 from meta.gemm_shapes import Flat, batched_mm, batched_mm_glu, grouped_mm, grouped_mm_glu, grouped_wgrad
-from meta.layer_shapes import check_expert_map, fused_experts, fused_experts_backward, fused_moe, route_call
+from meta.layer_shapes import (
+    check_expert_map,
+    fused_experts,
+    fused_experts_backward,
+    fused_experts_saving,
+    fused_moe,
+    route_call,
+)
 from meta.schemes import SCHEMES, ActivationFormat
 
 INT32_MAX = 2**31 - 1
@@ -173,6 +180,7 @@ RULES: dict[str, Rule] = {
         batched_mm,
         grouped_wgrad,
         fused_experts,
+        fused_experts_saving,
         fused_experts_backward,
         fused_moe,
     )

@@ -1,9 +1,10 @@
 """Backward formulas of the operators, traceable: plain tensor code and calls of our own operators.
 
-``fused_topk`` differentiates analytically through the selected scores. ``fused_experts`` saves its inputs alone and
-runs ``fused_experts_backward``, which recomputes the first projection; the stages' formulas are in
-:mod:`moe_ops.stage_gradients`. Operators without a formula raise when an input requires grad: without a registration
-autograd would record through their bodies without a word.
+``fused_topk`` differentiates analytically through the selected scores. Where gradients are wanted, ``fused_moe`` is
+``fused_topk`` and ``fused_experts``, and that is ``fused_experts_saving``, which returns what
+``fused_experts_backward`` reads; the stages' formulas are in :mod:`moe_ops.stage_gradients`. Operators without a
+formula raise when an input requires grad: without a registration autograd would record through their bodies without a
+word.
 """
 
 from __future__ import annotations
@@ -18,18 +19,17 @@ from torch import Tensor
 from meta.calls import RouterOptions
 from meta.dims import GRADIENTS
 from meta.routing import ROUTINGS
-from moe_ops import stage_gradients
+from moe_ops import compat, stage_gradients
 
 Context = Any
 
 #: Keyword arguments that the backward needs.
-_LAYER_OPTIONS = ("activation", "alpha", "limit", "glu_layout", "weight_on_input", "format", "capacity")
-#: Tensor arguments of ``fused_experts_backward`` behind the gradient.
-_BACKWARD_TENSORS = (
-    "hidden_states", "gate_up_proj", "down_proj", "topk_weights", "topk_ids", "up_proj", "gate_up_bias", "down_bias",
-    "expert_map",
-)  # fmt: skip
-_SAVED = (*_BACKWARD_TENSORS, "router_logits", "correction_bias")
+_LAYER_OPTIONS = ("activation", "alpha", "limit", "glu_layout", "weight_on_input")
+_FORMAT_OPTIONS = ("format", "capacity", "backend")
+#: Tensor arguments of ``fused_experts_backward`` behind the gradient: inputs, what was saved, and inputs again.
+_INPUTS = ("hidden_states", "gate_up_proj", "down_proj", "topk_weights")
+_RESULTS = ("gate_up", "up", "offsets", "row_to_pair", "pair_to_row")
+_OPTIONAL = ("up_proj", "gate_up_bias", "down_bias")
 
 
 def topk_backward(grad_TK: Tensor, logits_TE: Tensor, ids_TK: Tensor, options: dict[str, Any]) -> Tensor:
@@ -98,21 +98,12 @@ Formula = tuple[Callable[..., Any], Callable[..., Any]]
 class _Formula:
     """The formula of one operator; its inputs are read by the names of its schema."""
 
-    quantised: str  # what the operator takes that has no gradient when it is quantised
-
     def __init__(self, op: str, names: tuple[str, ...]) -> None:
         self._op, self._names = op, names
 
     def _given(self, values: tuple[Any, ...]) -> dict[str, Any]:
         # torch leaves out trailing inputs that equal their default.
         return dict(zip(self._names, values, strict=False))
-
-    def _refuse(self, quantised: bool) -> None:
-        if quantised:
-            raise ValueError(
-                f"{self._op}: inputs must not require grad for quantised {self.quantised}, got one that does. "
-                "Call it under torch.no_grad(), or train with unquantised weights."
-            )
 
     def _save(self, ctx: Context, tensors: dict[str, Tensor | None]) -> None:
         ctx.saved = tuple(tensors)
@@ -130,49 +121,74 @@ class _Formula:
 
 
 class _LayerFormula(_Formula):
-    quantised = "weights"
+    """Of ``fused_experts_saving``."""
 
     def setup_context(
         self, ctx: Context, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
     ) -> None:
-        """Save the inputs alone."""
-        given = self._given(inputs)
-        scales = given.get("gate_up_scales") or given.get("down_scales")
-        self._refuse(bool(scales) or given.get("hidden_states_scale") is not None)
-        self._save(ctx, {name: given.get(name) for name in _SAVED if name in self._names})
+        """Save the inputs, what stood before the activation, and where the pairs are."""
+        given, results = self._given(inputs), dict(zip(_RESULTS, output[1:], strict=True))
+        ctx.mark_non_differentiable(*results.values())
+        ctx.set_materialize_grads(False)
+        self._save(ctx, {name: given.get(name) for name in (*_INPUTS, *_OPTIONAL)} | results)
         ctx.options = {name: keyword_only_inputs[name] for name in _LAYER_OPTIONS}
-        if self._op == "fused_moe":
-            ctx.topk_options = {name: keyword_only_inputs[name] for name in RouterOptions._fields}
 
     def _gradients(self, ctx: Context, saved: Any, needs: dict[str, bool], grad: Any) -> dict[str, Tensor | None]:
-        if self._op == "fused_moe":
-            logits, bias = saved.pop("router_logits"), saved.pop("correction_bias")
-            with torch.no_grad():
-                weights, ids = torch.ops.moe_ops.fused_topk.default(logits, bias, **ctx.topk_options)
-            saved |= {"topk_weights": weights, "topk_ids": ids}
-            needs["topk_weights"] = needs["router_logits"]
+        if grad is None:
+            return {}
         asked = [needs.get(name, False) for name in GRADIENTS]
-        op = torch.ops.moe_ops.fused_experts_backward.default
-        found = op(grad, *(saved[name] for name in _BACKWARD_TENSORS), needs=asked, **ctx.options)
-        grads: dict[str, Tensor | None] = {
-            name: value for name, value, need in zip(GRADIENTS, found, asked, strict=True) if need
-        }
-        grad_weights = grads.get("topk_weights")
-        if self._op == "fused_moe" and grad_weights is not None:
-            grads["router_logits"] = topk_backward(grad_weights, logits, ids, ctx.topk_options)
-        return grads
+        tensors = (saved[name] for name in (*_INPUTS, *_RESULTS, *_OPTIONAL))
+        found = torch.ops.moe_ops.fused_experts_backward.default(grad, *tensors, needs=asked, **ctx.options)
+        return {name: value for name, value, need in zip(GRADIENTS, found, asked, strict=True) if need}
+
+
+class InTraining:
+    """A layer's kernel at autograd's key: the operator itself, or, where gradients are wanted, those it is made of.
+
+    Args:
+        bind: the operator's arguments by name, defaults included.
+    """
+
+    def __init__(self, op: str, bind: Callable[..., dict[str, Any]]) -> None:
+        self._op, self._bind = op, bind
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (torch.is_grad_enabled() and any(map(_wants_grad, (*args, *kwargs.values())))):
+            with compat.below_autograd():
+                return getattr(torch.ops.moe_ops, self._op).default(*args, **kwargs)
+        given = self._bind(args, kwargs)
+        if given["scheme"] is not None or given["gate_up_scales"] or given["hidden_states_scale"] is not None:
+            raise ValueError(
+                f"{self._op}: inputs must not require grad for quantised weights, got one that does. "
+                "Call it under torch.no_grad(), or train with unquantised weights."
+            )
+        if self._op == "fused_moe":
+            options = {name: given[name] for name in RouterOptions._fields}
+            topk = torch.ops.moe_ops.fused_topk.default(given["router_logits"], given["correction_bias"], **options)
+            given["topk_weights"], given["topk_ids"] = topk
+        tensors = (given[name] for name in (*_INPUTS, "topk_ids", "up_proj", "gate_up_bias", "down_bias", "expert_map"))
+        options = {name: given[name] for name in (*_LAYER_OPTIONS, *_FORMAT_OPTIONS)}
+        return torch.ops.moe_ops.fused_experts_saving.default(*tensors, **options)[0]
+
+
+def _wants_grad(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_wants_grad, value))
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 class _StageFormula(_Formula):
-    quantised = "operands"
-
     def setup_context(
         self, ctx: Context, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any] | None = None, output: Any = ()
     ) -> None:
         """Save what the formula reads."""
         given, options = self._given(inputs), keyword_only_inputs or {}
         scales = given.get("weight_scales") or any(given.get(f"{x}_scale") is not None for x in ("rows", "batch"))
-        self._refuse(bool(scales or options.get("quantize_output")))
+        if scales or options.get("quantize_output"):
+            raise ValueError(
+                f"{self._op}: inputs must not require grad for quantised operands, got one that does. "
+                "Call it under torch.no_grad(), or train with unquantised weights."
+            )
         arguments, results = stage_gradients.SAVED[stage_gradients.FORMULAS[self._op]]
         tensors = {name: given[name] for name in arguments if given.get(name) is not None}
         self._save(ctx, tensors | {name: output[place] for name, place in results.items()})
@@ -194,14 +210,18 @@ def no_formula(op: str, cure: str) -> Formula:
     return backward, setup_context
 
 
-def formula(op: str, names: tuple[str, ...]) -> Formula | None:
-    """``(backward, setup_context)`` of a differentiable operator, whose positional arguments have these names."""
+def formula(op: str, names: tuple[str, ...], bind: Callable[..., dict[str, Any]]) -> Formula | InTraining | None:
+    """``(backward, setup_context)`` of a differentiable operator, whose positional arguments have these names; of a
+    layer what stands in its place.
+    """
     if op == "fused_topk":
         return _backward_topk, _setup_topk
-    kind: type[_LayerFormula | _StageFormula] = _LayerFormula
-    if op in stage_gradients.FORMULAS:
-        kind = _StageFormula
-    elif op not in ("fused_experts", "fused_moe"):
+    if op in ("fused_experts", "fused_moe"):
+        return InTraining(op, bind)
+    if op == "fused_experts_saving":
+        layer = _LayerFormula(op, names)
+        return layer.backward, layer.setup_context
+    if op not in stage_gradients.FORMULAS:
         return None
-    found = kind(op, names)
-    return found.backward, found.setup_context
+    stage = _StageFormula(op, names)
+    return stage.backward, stage.setup_context

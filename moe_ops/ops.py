@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from sys import intern
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -72,9 +72,13 @@ SCHEMAS: dict[str, str] = {
     "grouped_wgrad": "(Tensor grad_rows, Tensor rows, Tensor offsets) -> Tensor",
     "fused_experts": "(Tensor hidden_states, Tensor gate_up_proj, Tensor down_proj, Tensor topk_weights, "
     f"Tensor topk_ids, {_SCALES}, {_EXPERTS}, *, {_LAYER}) -> Tensor",
+    "fused_experts_saving": "(Tensor hidden_states, Tensor gate_up_proj, Tensor down_proj, Tensor topk_weights, "
+    f"Tensor topk_ids, Tensor? up_proj=None, {_BIASES}, *, {_GLU}, bool weight_on_input=False, {_FORMAT}, "
+    "str? backend=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "fused_experts_backward": "(Tensor grad_output, Tensor hidden_states, Tensor gate_up_proj, Tensor down_proj, "
-    f"Tensor topk_weights, Tensor topk_ids, Tensor? up_proj=None, {_BIASES}, *, bool[] needs, {_GLU}, "
-    f"bool weight_on_input=False, {_FORMAT}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor topk_weights, Tensor gate_up, Tensor up, Tensor offsets, Tensor row_to_pair, Tensor pair_to_row, "
+    "Tensor? up_proj=None, Tensor? gate_up_bias=None, Tensor? down_bias=None, *, bool[] needs, "
+    f"{_GLU}, bool weight_on_input=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "fused_moe": "(Tensor hidden_states, Tensor router_logits, Tensor gate_up_proj, Tensor down_proj, "
     f"{_SCALES}, Tensor? correction_bias=None, {_EXPERTS}, *, {_ROUTING}, {_LAYER}) -> Tensor",
 }
@@ -82,11 +86,13 @@ SCHEMAS: dict[str, str] = {
 _QUANTIZE_CURE = "Quantised activations have no gradient; call it under torch.no_grad()."
 _BACKWARD_CURE = "Second derivatives are not implemented; do not pass create_graph=True."
 #: What formulas call, and no public function.
-_OF_GRADIENTS = ("fused_experts_backward", "grouped_wgrad")
-#: The gradient takes no quantised weights, and chooses its backends stage by stage.
-_ABSENT = {
+_OF_GRADIENTS = ("fused_experts_saving", "fused_experts_backward", "grouped_wgrad")
+#: Training takes no quantised weights; the gradient works in sorted rows, and chooses its backends stage by stage.
+_UNQUANTISED: dict[str, Any] = {"gate_up_scales": (), "down_scales": (), "hidden_states_scale": None, "scheme": None}
+_ABSENT: dict[str, dict[str, Any]] = {
+    "fused_experts_saving": _UNQUANTISED,
     "fused_experts_backward": {
-        "gate_up_scales": (), "down_scales": (), "hidden_states_scale": None, "scheme": None, "backend": None,
+        **_UNQUANTISED, "expert_map": None, "format": "grouped", "capacity": None, "backend": None,
     },
 }  # fmt: skip
 
@@ -179,7 +185,7 @@ class Op:
         schema: argument and return types.
         real: implementation for CPU and CUDA tensors.
         fake: implementation for fake and meta tensors.
-        formula: ``(backward, setup_context)``.
+        formula: ``(backward, setup_context)``, or what stands in the operator's place where gradients are wanted.
         flops: formula for :class:`torch.utils.flop_counter.FlopCounterMode`.
     """
 
@@ -187,7 +193,7 @@ class Op:
     schema: str
     real: Callable[..., Any]
     fake: Callable[..., Any]
-    formula: autograd.Formula
+    formula: autograd.Formula | autograd.InTraining
     flops: Callable[..., int]
 
 
@@ -196,9 +202,20 @@ def run(name: str, *args: Any, **kwargs: Any) -> Any:
     return LAUNCHERS[name](*args, **kwargs)
 
 
+def _stage_of(module: ModuleType, name: str, *args: Any, **kwargs: Any) -> Any:
+    """A stage by the backend that was asked for, where it has it."""
+    stage = parse(name, *args, **kwargs)
+    return choice.stage_of(module, stage)(stage)
+
+
 def _chosen(call: Call) -> Chosen:
     if isinstance(call, BackwardCall):
-        return partial(experts_backward.fused_experts_backward, stage=run), None
+        kernels = choice.choose(call.problem, None, "grouped_wgrad")
+        return partial(experts_backward.fused_experts_backward, stage=run, kernels=kernels), None
+    if call.op == "fused_experts_saving":
+        kernels = choice.choose(call.problem, call.backend)
+        stage = partial(_stage_of, kernels) if call.backend is not None else run
+        return partial(experts_backward.fused_experts_saving, stage=stage, kernels=kernels), None
     return choice.chosen(call)
 
 
@@ -227,7 +244,8 @@ def _row(name: str) -> Op:
     def flops(*shapes: Any, out_shape: Any = None, **options: Any) -> int:
         return cost.OP_FLOPS[name](SimpleNamespace(**by_name(name, shapes, options)))
 
-    formula = autograd.formula(name, SIGNATURES[name].positional) or autograd.no_formula(name, cure)
+    signature = SIGNATURES[name]
+    formula = autograd.formula(name, signature.positional, signature.bind) or autograd.no_formula(name, cure)
     return Op(name, SCHEMAS[name], LAUNCHERS[name], fake, formula, flops)
 
 
@@ -250,8 +268,11 @@ def _register(op: Op) -> None:
     for key in _KEYS:
         _library.impl(op.name, op.real, key)
     torch.library.register_fake(qualified, op.fake, lib=_library)
-    backward, setup_context = op.formula
-    torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_library)
+    if isinstance(op.formula, autograd.InTraining):
+        _library.impl(op.name, op.formula, "Autograd")
+    else:
+        backward, setup_context = op.formula
+        torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_library)
 
 
 def _register_flops() -> None:

@@ -26,7 +26,7 @@ from meta.operands import Glu, Operand
 from meta.schemes import SCHEMES
 from moe_ops.backends import triton_plans
 from moe_ops.counters import Row
-from moe_ops.kernels.triton import act_quant, batched_io, combine, permute, small, topk, wgrad
+from moe_ops.kernels.triton import act_quant, batched_io, combine, permute, rows, small, topk, wgrad
 from moe_ops.kernels.triton.expert_mm import batched_mm as launch_batched_mm
 from moe_ops.kernels.triton.expert_mm import grouped_mm as launch_grouped_mm
 from moe_ops.kernels.triton.launch import ExpertMM
@@ -38,6 +38,8 @@ from moe_ops.plans import LayerKey, Plan, bucket
 NAME = triton_plans.NAME
 SERVED_SCHEMES = frozenset({"bf16", "fp16", "fp32", "fp8_block128"})
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: In place of :mod:`moe_ops.rows`.
+ROWS = rows
 
 Tensor = torch.Tensor
 

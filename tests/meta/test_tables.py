@@ -196,17 +196,17 @@ def test_the_compute_roof_of_a_scheme_is_the_rate_of_its_products() -> None:
 @pytest.mark.parametrize(
     ("needs", "weight_on_input", "wanted"),
     [
-        ((True, True, True, True, False, False, False), False, 5),
-        ((True, *[False] * 6), False, 3),
-        ((*[False] * 3, True, *[False] * 3), False, 2),
-        ((*[False] * 3, True, *[False] * 3), True, 3),
-        ((False, True, *[False] * 5), True, 3),
-        ((False, False, True, *[False] * 4), False, 3),
+        ((True, True, True, True, False, False, False), False, 4),
+        ((True, *[False] * 6), False, 2),
+        ((*[False] * 3, True, *[False] * 3), False, 1),
+        ((*[False] * 3, True, *[False] * 3), True, 2),
+        ((False, True, *[False] * 5), True, 2),
+        ((False, False, True, *[False] * 4), False, 2),
     ],
     ids=str,
 )
 def test_flops_of_the_backward(needs: tuple[bool, ...], weight_on_input: bool, wanted: int) -> None:
-    """Products of one size each: both recomputed, and one for each gradient that takes one."""
+    """Products of one size each: through the second weight, and one for each gradient that takes one."""
     flat = SimpleNamespace(
         gate_up_proj=(4, 8, 8), down_proj=(4, 8, 8), topk_weights=(5, 2), up_proj=None, weight_on_input=weight_on_input,
         needs=needs,

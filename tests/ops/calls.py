@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from meta.routing import ROUTINGS
 from meta.schemes import SCHEMES
-from tests.ops.layers import VARIANTS, Variant
+from tests.ops.layers import VARIANTS, Layer, Variant
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,24 @@ def _layer_calls() -> dict[str, Call]:
         calls[f"fused_experts-{name}"] = Call("fused_experts", layer.args(), layer.options)
         if "scheme" in layer.options:
             continue
-        grad = torch.randn_like(layer.tensors["hidden_states"])
-        needs = {"needs": [True, True, True, True, variant.separate, variant.bias, variant.bias]}
         args = [value for name, value in layer.tensors.items() if not name.endswith("_scales")]
-        backward = Call("fused_experts_backward", (grad, *args), {**layer.options, **needs})
-        calls[f"fused_experts_backward-{name}"] = backward
+        saving = calls[f"fused_experts_saving-{name}"] = Call("fused_experts_saving", tuple(args), layer.options)
+        calls[f"fused_experts_backward-{name}"] = _backward_call(layer, variant, saving)
     return {**calls, **_moe_calls()}
+
+
+#: What of a layer's options its gradient takes.
+OF_BACKWARD = ("activation", "alpha", "limit", "glu_layout", "weight_on_input")
+
+
+def _backward_call(layer: Layer, variant: Variant, saving: Call) -> Call:
+    """The gradient of a layer, with what its forward saved."""
+    t, options = layer.tensors, {name: value for name, value in layer.options.items() if name in OF_BACKWARD}
+    grad, (_, *saved) = torch.randn_like(t["hidden_states"]), saving.run()
+    inputs = (t[name] for name in ("hidden_states", "gate_up_proj", "down_proj", "topk_weights"))
+    rest = (t[name] for name in ("up_proj", "gate_up_bias", "down_bias"))
+    options["needs"] = [True, True, True, True, variant.separate, variant.bias, variant.bias]
+    return Call("fused_experts_backward", (grad, *inputs, *saved, *rest), options)
 
 
 def _moe_calls() -> dict[str, Call]:
@@ -164,8 +176,8 @@ CALLS: dict[str, Call] = {**_topk_calls(), **_move_calls(), **_quantise_calls(),
 
 #: Operators with a gradient formula.
 DIFFERENTIABLE = (
-    "fused_topk", "fused_experts", "fused_moe", "moe_permute", "moe_unpermute", "batched_dispatch", "batched_combine",
-    "grouped_mm_glu", "grouped_mm", "batched_mm_glu", "batched_mm",
+    "fused_topk", "fused_experts", "fused_experts_saving", "fused_moe", "moe_permute", "moe_unpermute",
+    "batched_dispatch", "batched_combine", "grouped_mm_glu", "grouped_mm", "batched_mm_glu", "batched_mm",
 )  # fmt: skip
 
 

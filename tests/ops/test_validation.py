@@ -34,6 +34,7 @@ from tests.ops.valid import (
     permute,
     quantize,
     quantize_batch,
+    saving,
     topk,
     unpermute,
     wgrad,
@@ -875,6 +876,19 @@ MORE: dict[str, Case] = {
         {"grad_output": torch.randn(T, 5)},
         "grad_output must be [T=4, H=16], got [4, 5]",
     ),
+    "grad_saved": (
+        "fused_experts_backward",
+        backward,
+        {"gate_up": torch.randn(5, 2 * I)},
+        "gate_up must be [R=8, N=24], got [5, 24]",
+    ),
+    "grad_places": (
+        "fused_experts_backward",
+        backward,
+        {"pair_to_row": torch.zeros(T, 3).int()},
+        "pair_to_row must be [T=4, K=2], got [4, 3]",
+    ),
+    "saving_ids": ("fused_experts_saving", saving, {"topk_ids": torch.zeros(T)}, "topk_ids must be [T, K], got [4]"),
     "grad_needs": ("fused_experts_backward", backward, {"needs": [True] * 5}, "needs must be 7 booleans, got 5"),
     "wgrad_dtype": (
         "grouped_wgrad",
@@ -973,8 +987,12 @@ def tensors_of(op: str) -> list[str]:
     return [argument.name for argument in arguments if "Tensor" in str(argument.type)]
 
 
-BASES = {**{op: base for op, base in PUBLIC.items() if op in RULES}, "fused_experts_backward": backward,
-         "grouped_wgrad": wgrad}
+BASES = {
+    **{op: base for op, base in PUBLIC.items() if op in RULES},
+    "fused_experts_saving": saving,
+    "fused_experts_backward": backward,
+    "grouped_wgrad": wgrad,
+}
 #: Every tensor of every operator but the first, to whose device the others are compared.
 FIRST = {op: "hidden_states" if op == "fused_experts_backward" else tensors_of(op)[0] for op in BASES}
 OTHERS = [(op, argument) for op in BASES for argument in tensors_of(op) if argument != FIRST[op]]

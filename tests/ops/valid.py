@@ -104,9 +104,16 @@ def batched_fp8(**changes: Any) -> dict[str, Any]:
     )
 
 
+def saving(**changes: Any) -> dict[str, Any]:
+    return {name: value for name, value in layer(**changes).items() if not name.endswith("_scales")}
+
+
 def backward(**changes: Any) -> dict[str, Any]:
-    base = layer(**{"grad_output": torch.randn(T, H), "needs": [True] * 7, **changes})
-    return {name: value for name, value in base.items() if not name.endswith("_scales")}
+    saved = {"gate_up": torch.randn(T * K, 2 * I), "up": torch.empty(0)}
+    saved |= {name: torch.zeros(size, dtype=torch.int32) for name, size in
+              {"offsets": (E,), "row_to_pair": (T * K,), "pair_to_row": (T, K)}.items()}  # fmt: skip
+    base = saving(**{"grad_output": torch.randn(T, H), "needs": [True] * 7, **saved, **changes})
+    return {name: value for name, value in base.items() if name not in ("topk_ids", "expert_map")}
 
 
 def wgrad(**changes: Any) -> dict[str, Any]:

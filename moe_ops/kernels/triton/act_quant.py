@@ -22,7 +22,7 @@ NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _tanh(x):
+def tanh(x):
     """tanh(x) to a few units in the last place; the series below 1/4, where 1 - exp(-2 x) would cancel."""
     square = x * x
     series = 1.0 + square * (
@@ -54,7 +54,7 @@ def _gate_activation(gate, alpha, limit, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "quick_gelu":
         return gate / (1.0 + tl.exp(-alpha * gate))
     elif ACTIVATION == "silu_softcap":
-        return alpha * _tanh(gate / alpha) / (1.0 + tl.exp(-gate))
+        return alpha * tanh(gate / alpha) / (1.0 + tl.exp(-gate))
     elif ACTIVATION == "silu_then_clamp":
         return tl.minimum(gate / (1.0 + tl.exp(-gate)), limit, propagate_nan=NAN)
     else:
@@ -81,7 +81,7 @@ def apply_activation(gate, up, alpha, limit, ACTIVATION: tl.constexpr, GATED: tl
         if ACTIVATION == "swiglu_oai":
             return activated * (tl.clamp(up, -limit, limit, propagate_nan=NAN) + 1.0)
         elif ACTIVATION == "silu_softcap":
-            return activated * (limit * _tanh(up / limit))
+            return activated * (limit * tanh(up / limit))
         elif ACTIVATION == "silu_clamp" or ACTIVATION == "silu_then_clamp":
             return activated * tl.clamp(up, -limit, limit, propagate_nan=NAN)
         else:

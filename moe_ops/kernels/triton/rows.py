@@ -1,0 +1,289 @@
+"""`moe_ops.rows` as kernels: the activation between the two products as a pass of its own over sorted rows, forward and
+backward, for training. All is computed in fp32 from what stood before the activation, rounded as it was.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from meta.operands import Glu
+from moe_ops.counters import Row
+from moe_ops.kernels.triton import permute
+from moe_ops.kernels.triton.act_quant import NAN, apply_activation, tanh
+from moe_ops.kernels.triton.record import launch
+from moe_ops.kernels.triton.util import cdiv, next_power_of_2, round_to
+from moe_ops.rows import Routed
+
+ELEMENTS = 4096  # of a program's tile: 16 bytes a load for each thread of 8 warps
+COLUMNS = 1024
+
+Tensor = torch.Tensor
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _silu_gradient(grad, gate):
+    sigmoid = _sigmoid(gate)
+    return grad * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))
+
+
+@triton.jit
+def _gate_gradient(grad, gate, alpha, limit, ACTIVATION: tl.constexpr):
+    """`grad` times the derivative of the gate's activation; as in `meta/activations.py`, a kink selects."""
+    if ACTIVATION == "silu":
+        return _silu_gradient(grad, gate)
+    elif ACTIVATION == "gelu":
+        cdf = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+        return grad * (cdf + gate * tl.exp(-0.5 * gate * gate) * 0.3989422804014327)
+    elif ACTIVATION == "gelu_tanh":
+        bent = tanh(0.7978845608028654 * (gate + 0.044715 * gate * gate * gate))
+        curve = 0.5 * gate * (1.0 - bent * bent) * 0.7978845608028654 * (1.0 + 0.134145 * gate * gate)
+        return grad * (0.5 * (1.0 + bent) + curve)
+    elif ACTIVATION == "relu":
+        return tl.where(gate <= 0.0, 0.0, grad)
+    elif ACTIVATION == "relu2":
+        return tl.where(gate <= 0.0, 0.0, 2.0 * grad * gate)
+    elif ACTIVATION == "swiglu_oai":
+        clipped = tl.minimum(gate, limit, propagate_nan=NAN)
+        sigmoid = _sigmoid(alpha * clipped)
+        return tl.where(gate <= limit, grad * (sigmoid * (1.0 + alpha * clipped * (1.0 - sigmoid))), 0.0)
+    elif ACTIVATION == "quick_gelu":
+        sigmoid = _sigmoid(alpha * gate)
+        return grad * (sigmoid * (1.0 + alpha * gate * (1.0 - sigmoid)))
+    elif ACTIVATION == "silu_softcap":
+        bent = tanh(gate / alpha)
+        sigmoid = _sigmoid(gate)
+        return grad * (sigmoid * (1.0 - bent * bent + alpha * bent * (1.0 - sigmoid)))
+    elif ACTIVATION == "silu_then_clamp":
+        return _silu_gradient(tl.where(gate * _sigmoid(gate) <= limit, grad, 0.0), gate)
+    else:
+        tl.static_assert(ACTIVATION == "silu_clamp", "unknown activation")
+        return tl.where(gate <= limit, _silu_gradient(grad, gate), 0.0)
+
+
+@triton.jit
+def _gradients(grad, gate, up, alpha, limit, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
+    """(of the gate, of the up half, whatever when not GATED) from `grad`, that of the activation's result."""
+    if not GATED:
+        return _gate_gradient(grad, gate, alpha, limit, ACTIVATION), grad
+    grad_up = grad * apply_activation(gate, gate, alpha, limit, ACTIVATION, False)
+    if ACTIVATION == "swiglu_oai":
+        factor = tl.clamp(up, -limit, limit, propagate_nan=NAN) + 1.0
+        grad_up = tl.where(tl.abs(up) <= limit, grad_up, 0.0)
+    elif ACTIVATION == "silu_clamp" or ACTIVATION == "silu_then_clamp":
+        factor = tl.clamp(up, -limit, limit, propagate_nan=NAN)
+        grad_up = tl.where(tl.abs(up) <= limit, grad_up, 0.0)
+    elif ACTIVATION == "silu_softcap":
+        bent = tanh(up / limit)
+        factor = limit * bent
+        grad_up = grad_up * (1.0 - bent * bent)
+    else:
+        factor = up
+    return _gate_gradient(grad * factor, gate, alpha, limit, ACTIVATION), grad_up
+
+
+@triton.jit
+def _load_halves(gate, up, at, inside, column, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, COLUMNS: tl.constexpr):
+    """(gate, up) [ROWS, COLUMNS] fp32; `at`: where the rows begin, `column`: the first of the tile."""
+    if INTERLEAVED:
+        both = column * 2 + tl.arange(0, 2 * COLUMNS)[None, :]
+        first, second = tl.split(tl.load(gate + at + both, mask=inside).reshape(at.shape[0], COLUMNS, 2))
+    else:
+        one = column + tl.arange(0, COLUMNS)[None, :]
+        first = tl.load(gate + at + one, mask=inside)
+        second = first
+        if GATED:
+            second = tl.load(up + at + one, mask=inside)
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def _inside(exists, column, I: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr):
+    """Which elements of a tile of COLUMNS there are; WIDE: of both halves side by side."""
+    if WIDE:
+        return exists[:, None] & (column * 2 + tl.arange(0, 2 * COLUMNS) < 2 * I)[None, :]
+    else:
+        return exists[:, None] & (column + tl.arange(0, COLUMNS) < I)[None, :]
+
+
+@triton.jit
+def _glu_rows_kernel(
+    gate,
+    up,
+    offsets,
+    out,
+    alpha,
+    limit,
+    E: tl.constexpr,
+    I: tl.constexpr,
+    STRIDE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One program: `act(gate) * up` of ROWS rows, COLUMNS at a time. Bytes: R * I * (2 or 3) elements."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    exists = row < tl.load(offsets + E - 1)
+    row64 = row.to(tl.int64)[:, None]
+    column = tl.program_id(1) * COLUMNS
+    inside = _inside(exists, column, I, False, COLUMNS)
+    wide = _inside(exists, column, I, INTERLEAVED, COLUMNS)
+    first, second = _load_halves(gate, up, row64 * STRIDE, wide, column, GATED, INTERLEAVED, COLUMNS)
+    value = apply_activation(first, second, alpha, limit, ACTIVATION, GATED)
+    at = out + row64 * I + column + tl.arange(0, COLUMNS)[None, :]
+    tl.store(at, round_to(value, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _glu_rows_backward_kernel(
+    grad,
+    gate,
+    up,
+    weights,
+    row_to_pair,
+    offsets,
+    grad_gate,
+    grad_up,
+    value,
+    dots,
+    alpha,
+    limit,
+    E: tl.constexpr,
+    I: tl.constexpr,
+    STRIDE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One program: whole rows, COLUMNS at a time; a row's dot product is summed in the order of its columns.
+
+    Bytes: R * I elements each of `grad`, the halves, their gradients and `value`, if it is asked for.
+    """
+    first_row = tl.program_id(0) * ROWS
+    end = tl.load(offsets + E - 1)
+    if first_row < end:
+        row = first_row + tl.arange(0, ROWS)
+        exists = row < end
+        row64 = row.to(tl.int64)[:, None]
+        weight = tl.full((ROWS,), 1.0, tl.float32)
+        if weights is not None:
+            pair = tl.load(row_to_pair + row, mask=exists, other=0)
+            weight = tl.load(weights + pair, mask=exists, other=0.0).to(tl.float32)
+        dot = tl.zeros((ROWS,), tl.float32)
+        for column in range(0, I, COLUMNS):
+            inside = _inside(exists, column, I, False, COLUMNS)
+            wide = _inside(exists, column, I, INTERLEAVED, COLUMNS)
+            one = column + tl.arange(0, COLUMNS)[None, :]
+            first, second = _load_halves(gate, up, row64 * STRIDE, wide, column, GATED, INTERLEAVED, COLUMNS)
+            incoming = tl.load(grad + row64 * I + one, mask=inside, other=0.0).to(tl.float32)
+            activated = apply_activation(first, second, alpha, limit, ACTIVATION, GATED)
+            dot += tl.sum(tl.where(inside, incoming * activated, 0.0), axis=1)
+            if value is not None:
+                weighted = round_to(activated * weight[:, None], value.dtype.element_ty)
+                tl.store(value + row64 * I + one, weighted, mask=inside)
+            of_gate, of_up = _gradients(incoming * weight[:, None], first, second, alpha, limit, ACTIVATION, GATED)
+            of_gate = round_to(of_gate, grad_gate.dtype.element_ty)
+            if INTERLEAVED:
+                of_up = round_to(of_up, grad_gate.dtype.element_ty)
+                both = tl.join(of_gate, of_up).reshape(ROWS, 2 * COLUMNS)
+                tl.store(grad_gate + row64 * STRIDE + column * 2 + tl.arange(0, 2 * COLUMNS)[None, :], both, mask=wide)
+            else:
+                tl.store(grad_gate + row64 * STRIDE + one, of_gate, mask=inside)
+                if GATED:
+                    tl.store(grad_up + row64 * STRIDE + one, round_to(of_up, grad_gate.dtype.element_ty), mask=inside)
+        tl.store(dots + row, dot, mask=exists)
+
+
+def sort_pairs(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None, *, counted_for: Tensor) -> Routed:
+    """As :func:`moe_ops.rows.sort_pairs`."""
+    return Routed(*permute.sort_pairs(topk_ids, num_experts, expert_map, load=Row(counted_for)))
+
+
+def gather_rows(tokens: Tensor, routed: Routed, topk_weights: Tensor | None = None) -> Tensor:
+    """As :func:`moe_ops.rows.gather_rows`, but rows past the last are uninitialised."""
+    return permute.gather_rows(tokens, routed.pair_to_row, topk_weights)
+
+
+def _halves(gate_up: Tensor, up: Tensor | None, layout: str) -> tuple[Tensor, Tensor, int, int]:
+    """(gate, up or whatever, elements from row to row, I) of contiguous tensors."""
+    width = gate_up.shape[1]
+    if layout in ("concat", "interleaved"):
+        return gate_up, gate_up[:, width // 2 :] if layout == "concat" else gate_up, width, width // 2
+    return gate_up, gate_up if up is None else up, width, width
+
+
+def _tile(columns: int) -> tuple[int, int]:
+    wide = min(COLUMNS, next_power_of_2(columns))
+    return max(1, ELEMENTS // wide), wide
+
+
+def glu_rows(gate_up: Tensor, up: Tensor | None, glu: Glu, offsets: Tensor) -> Tensor:
+    """As :func:`moe_ops.rows.glu_rows`, of contiguous tensors; rows past the last are neither read nor written."""
+    gate, other, stride, columns = _halves(gate_up, up, glu.layout)
+    rows, wide = _tile(columns)
+    out = gate_up.new_empty((gate_up.shape[0], columns))
+    if out.numel() and offsets.numel():
+        gated = glu.layout != "none"
+        options = (offsets.shape[0], columns, stride, glu.activation, gated, glu.layout == "interleaved", rows, wide)
+        grid = (cdiv(gate_up.shape[0], rows), cdiv(columns, wide))
+        launch(_glu_rows_kernel, grid, gate, other, offsets, out, glu.alpha, glu.limit, *options, num_warps=8)
+    return out
+
+
+def glu_rows_backward(
+    grad: Tensor,
+    gate_up: Tensor,
+    up: Tensor | None,
+    topk_weights: Tensor | None,
+    row_to_pair: Tensor,
+    glu: Glu,
+    offsets: Tensor,
+    *,
+    value: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """As :func:`moe_ops.rows.glu_rows_backward`, but rows past the last are uninitialised."""
+    gate, other, stride, columns = _halves(gate_up, up, glu.layout)
+    rows, wide = _tile(columns)
+    grad_gate = torch.empty_like(gate_up)
+    grad_up = None if up is None else torch.empty_like(up)
+    weighted = grad.new_empty((gate_up.shape[0], columns)) if value else None
+    dots = grad.new_empty(gate_up.shape[0], dtype=torch.float32)
+    if grad.numel() and offsets.numel():
+        gated, interleaved = glu.layout != "none", glu.layout == "interleaved"
+        of_up = grad_up if grad_up is not None else _halves(grad_gate, None, glu.layout)[1]
+        launch(
+            _glu_rows_backward_kernel,
+            (cdiv(gate_up.shape[0], rows),),
+            grad,
+            gate,
+            other,
+            None if topk_weights is None else topk_weights.contiguous(),
+            row_to_pair,
+            offsets,
+            grad_gate,
+            of_up,
+            weighted,
+            dots,
+            glu.alpha,
+            glu.limit,
+            offsets.shape[0],
+            columns,
+            stride,
+            glu.activation,
+            gated,
+            interleaved,
+            rows,
+            wide,
+            num_warps=8,
+        )
+    return grad_gate, grad_up, weighted, dots

@@ -1,0 +1,108 @@
+"""Gradients of a layer on a GPU: against float64, run to run, in a CUDA graph, and its weights' products by torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map_only
+
+import moe_ops
+from meta.activations import ACTIVATIONS
+from moe_ops.kernels.triton import wgrad
+from tests.ops.errors import assert_accurate
+from tests.ops.layers import VARIANTS, Layer, Variant, dense_formula
+
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("poisoned_memory")]
+
+NAMES = ("hidden_states", "gate_up_proj", "down_proj", "up_proj", "topk_weights", "gate_up_bias", "down_bias")
+TRAINED = {name: variant for name, variant in VARIANTS.items() if variant.scheme is None and variant.T}
+def _with(activation: str, glu: str) -> Variant:
+    row = ACTIVATIONS[activation]
+    own = [(name, value) for name, value in (("alpha", row.alpha), ("limit", row.limit)) if value is not None]
+    return replace(VARIANTS["plain"], options=(("activation", activation), ("glu_layout", glu), *own))
+
+
+FORMS = TRAINED | {
+    f"{activation}_{glu}": _with(activation, glu) for activation in ACTIVATIONS for glu in ("concat", "interleaved")
+}
+
+
+def gradients(layer: Layer, run: Any, grad: torch.Tensor) -> dict[str, torch.Tensor]:
+    given = {
+        name: value.detach().clone(memory_format=torch.preserve_format).requires_grad_() if name in NAMES else value
+        for name, value in layer.tensors.items() if value is not None
+    }  # fmt: skip
+    run(Layer({**layer.tensors, **given}, layer.options)).backward(grad.to(given["hidden_states"].dtype))
+    return {name: given[name].grad for name in NAMES if name in given}
+
+
+def fused(layer: Layer) -> torch.Tensor:
+    return torch.ops.moe_ops.fused_experts(**layer.tensors, **layer.options)
+
+
+@pytest.mark.parametrize("T", [3, 70])
+@pytest.mark.parametrize("name", FORMS)
+def test_gradients(name: str, T: int) -> None:
+    variant: Variant = replace(FORMS[name], T=T)
+    layer = variant.build()
+    if layer.tensors["hidden_states"].dtype == torch.float64:
+        pytest.skip("no kernel for float64")
+    grad = torch.randn(layer.tensors["hidden_states"].shape, generator=torch.Generator().manual_seed(1))
+    grad = grad.to(layer.tensors["hidden_states"].dtype)
+    exact, plain = gradients(layer.float64(), dense_formula, grad), gradients(layer, dense_formula, grad)
+    on_gpu = Layer(tree_map_only(torch.Tensor, lambda tensor: tensor.cuda(), layer.tensors), layer.options)
+    got = gradients(on_gpu, fused, grad.cuda())
+    again = gradients(on_gpu, fused, grad.cuda())
+    for key, value in exact.items():
+        assert torch.equal(got[key], again[key]), f"{key} differs from run to run"
+        assert_accurate(got[key].cpu(), value, plain[key], dtype=grad.dtype, what=key)
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["kernel", "torch"])
+def test_weight_gradient(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts without rows have zeros, and a NaN is in the sum of its own expert alone, by whatever product."""
+    monkeypatch.setattr(wgrad, "MANY_ROWS", 0 if large else 10**9)
+    R, N, K = 300, 264, 520
+    offsets = torch.tensor([0, 7, 7, 100, 100, 131, 200, 200], device="cuda", dtype=torch.int32)
+    torch.manual_seed(0)
+    grad, x = (torch.randn(R, n, device="cuda").bfloat16() for n in (N, K))
+    grad[200:], x[200:], grad[50] = float("nan"), float("nan"), float("nan")
+    found = torch.ops.moe_ops.grouped_wgrad(grad, x, offsets)
+    start = 0
+    for expert, end in enumerate(offsets.tolist()):
+        wanted = grad[start:end].double().T @ x[start:end].double()
+        assert_accurate(found[expert].nan_to_num(9e9), wanted.nan_to_num(9e9), wanted.bfloat16().nan_to_num(9e9))
+        start = end
+
+
+def test_a_training_step_in_a_graph() -> None:
+    """Captured once, replayed with other routing, bit for bit the eager step."""
+    torch.manual_seed(0)
+    E, K, H, I, T = 16, 4, 256, 128, 300
+    w1, w2 = ((torch.randn(E, *size, device="cuda") * 0.1).bfloat16().requires_grad_() for size in ((2 * I, H), (H, I)))
+    batches = [[torch.randn(T, size, device="cuda").bfloat16() for size in (H, E)] for _ in range(2)]
+    x, logits = (tensor.clone().requires_grad_() for tensor in batches[0])
+    grad = torch.randn(T, H, device="cuda").bfloat16()
+
+    def step() -> tuple[torch.Tensor, ...]:
+        out = moe_ops.fused_moe(x, logits, w1, w2, top_k=K)
+        return torch.autograd.grad(out, [x, logits, w1, w2], grad)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for batch in reversed(batches):
+        with torch.no_grad():
+            x.copy_(batch[0])
+            logits.copy_(batch[1])
+        graph.replay()
+        for one, other in zip(captured, step(), strict=True):
+            assert torch.equal(one, other)
