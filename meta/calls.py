@@ -82,6 +82,16 @@ class CombineCall(Call):
 
 
 @dataclass(slots=True, kw_only=True)
+class GatherCall(Call):
+    """``gather_rows``: ``tokens [T, H]`` to sorted rows, times ``topk_weights [T, K]`` if there are any."""
+
+    tokens: Tensor
+    row_to_pair: Tensor
+    pair_to_row: Tensor
+    topk_weights: Tensor | None
+
+
+@dataclass(slots=True, kw_only=True)
 class QuantizeCall(Call):
     """``quantize_rows`` and ``quantize_batched``, which has counts."""
 

@@ -233,14 +233,9 @@ def _fused_moe_flops(flat: Any) -> int:
 
 
 def _backward_flops(flat: Any) -> int:
-    """The data gradients, and the weight gradients that are needed."""
-    first, second = _products(flat, math.prod(flat.topk_weights))
-    needs = dict(zip(GRADIENTS, flat.needs, strict=True))
-    data = first if needs["hidden_states"] or (needs["topk_weights"] and flat.weight_on_input) else 0
-    of_first = first if needs["gate_up_proj"] or needs["up_proj"] else 0
-    if flat.up_proj is not None and needs["gate_up_proj"] != needs["up_proj"]:
-        of_first //= 2
-    return second + data + of_first + (second if needs["down_proj"] else 0)
+    """Through the second weight, and its gradient if that is needed."""
+    _, second = _products(flat, math.prod(flat.topk_weights))
+    return second * (2 if dict(zip(GRADIENTS, flat.needs, strict=True))["down_proj"] else 1)
 
 
 #: Formulas for ``torch.utils.flop_counter``, of the arguments by name, with the shapes of tensors.
@@ -248,6 +243,7 @@ OP_FLOPS: dict[str, Callable[[Any], int]] = {
     "fused_topk": _no_flops,
     "moe_permute": _no_flops,
     "moe_unpermute": _no_flops,
+    "gather_rows": _no_flops,
     "batched_dispatch": _no_flops,
     "batched_combine": _no_flops,
     "quantize_rows": _no_flops,

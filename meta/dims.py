@@ -21,8 +21,8 @@ LETTERS: dict[str, str] = {
 FORMATS = ("grouped", "batched")
 GLU_LAYOUTS = ("concat", "interleaved", "separate", "none")
 SLOT_ORDERS = ("token", "choice")
-#: What ``fused_experts_backward`` returns the gradients of, in this order.
-GRADIENTS = ("hidden_states", "gate_up_proj", "down_proj", "topk_weights", "up_proj", "gate_up_bias", "down_bias")
+#: What ``fused_experts_backward`` returns the gradients of behind those of what stood before the activation.
+GRADIENTS = ("down_proj", "topk_weights", "down_bias")
 
 Dim = int | torch.SymInt
 

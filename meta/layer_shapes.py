@@ -262,9 +262,7 @@ _LETTERS = {"gate_up": "R N", "up": "R I", "offsets": "E", "row_to_pair": "R", "
 
 
 def fused_experts_backward(flat: Flat) -> BackwardCall:
-    """Gradients of hidden_states, gate_up_proj, down_proj, topk_weights, up_proj, gate_up_bias, down_bias; numel 0 when
-    not needed.
-    """
+    """Gradients of gate_up, up, down_proj, topk_weights and down_bias; numel 0 when not needed."""
     op = "fused_experts_backward"
     check_rank(op, "topk_weights", flat.topk_weights, "T K")
     check_float(op, "topk_weights", flat.topk_weights)
@@ -283,7 +281,9 @@ def fused_experts_backward(flat: Flat) -> BackwardCall:
     if len(flat.needs) != len(GRADIENTS):
         raise fail(op, "needs", f"{len(GRADIENTS)} booleans", len(flat.needs))
     needs = {name: need and getattr(flat, name) is not None for name, need in zip(GRADIENTS, flat.needs, strict=True)}
-    fields["outputs"] = tuple(
+    outputs = _saved(fields["problem"], flat)
+    fields["outputs"] = (outputs["gate_up"], outputs["up"])
+    fields["outputs"] += tuple(
         (tuple(getattr(flat, name).shape), getattr(flat, name).dtype) if need else ((0,), torch.float32)
         for name, need in needs.items()
     )

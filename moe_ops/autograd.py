@@ -2,13 +2,14 @@
 
 ``fused_topk`` differentiates analytically through the selected scores. Where gradients are wanted, ``fused_moe`` is
 ``fused_topk`` and ``fused_experts``, and that is ``fused_experts_saving``, which returns what
-``fused_experts_backward`` reads; the stages' formulas are in :mod:`moe_ops.stage_gradients`. Operators without a
-formula raise when an input requires grad: without a registration autograd would record through their bodies without a
-word.
+``fused_experts_backward`` reads, whose results go on by stages: a compiled graph lets go of rows between them. The
+stages' formulas are in :mod:`moe_ops.stage_gradients`. Operators without a formula raise when an input requires grad:
+without a registration autograd would record through their bodies without a word.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from meta.calls import RouterOptions
 from meta.dims import GRADIENTS
 from meta.routing import ROUTINGS
-from moe_ops import compat, stage_gradients
+from moe_ops import compat, experts_backward, stage_gradients
 
 Context = Any
 
@@ -136,10 +137,23 @@ class _LayerFormula(_Formula):
     def _gradients(self, ctx: Context, saved: Any, needs: dict[str, bool], grad: Any) -> dict[str, Tensor | None]:
         if grad is None:
             return {}
-        asked = [needs.get(name, False) for name in GRADIENTS]
-        tensors = (saved[name] for name in (*_INPUTS, *_RESULTS, *_OPTIONAL))
-        found = torch.ops.moe_ops.fused_experts_backward.default(grad, *tensors, needs=asked, **ctx.options)
-        return {name: value for name, value, need in zip(GRADIENTS, found, asked, strict=True) if need}
+        if torch.is_grad_enabled():
+            raise ValueError(
+                "fused_experts: second derivatives are not implemented, got a backward pass with create_graph=True. "
+                "Leave create_graph out."
+            )
+        on_input = ctx.options["weight_on_input"]
+        asked = [needs.get(name, False) and not (on_input and name == "topk_weights") for name in GRADIENTS]
+        stage = stage_gradients.run_op
+        tensors = tuple(saved[name] for name in (*_INPUTS, *_RESULTS, *_OPTIONAL))
+        of_gate, of_up, *others = stage("fused_experts_backward", grad, *tensors, needs=asked, **ctx.options)
+        found = {name: value for name, value, need in zip(GRADIENTS, others, asked, strict=True) if need}
+        # Nobody reads these again: memory for what follows.
+        del tensors, saved["gate_up"], saved["up"]
+        ctx.maybe_clear_saved_tensors()
+        halves = [of_gate] if saved["up_proj"] is None else [of_gate, of_up]
+        needed = defaultdict(bool, needs)
+        return found | experts_backward.through_the_first_product(saved, halves, needed, on_input, stage)
 
 
 class InTraining:

@@ -44,7 +44,8 @@ def fused_experts_saving(call: ExpertsCall, stage: Stage, kernels: ModuleType) -
         ids = drop_overflow(local_ids(topk_ids, expert_map, experts), experts, call.capacity)
         topk_ids, expert_map = ids.masked_fill(ids == experts, -1).view(topk_ids.shape), None
     routed: Routed = between.sort_pairs(topk_ids, experts, expert_map, counted_for=weights.down.data)
-    x = between.gather_rows(call.hidden_states.data, routed, call.topk_weights if call.weight_on_input else None)
+    weighing = call.topk_weights if call.weight_on_input else None
+    x = stage("gather_rows", call.hidden_states.data, *routed[1:], weighing)
     first = [weights.gate_up.data] if weights.up is None else [weights.gate_up.data, weights.up.data]
     bias = weights.gate_up_bias
     biases = [bias] if bias is None or len(first) == 1 else bias.chunk(2, dim=1)
@@ -65,84 +66,89 @@ def _scales(topk_weights: Tensor, weight_on_input: bool) -> Tensor:
     return torch.ones_like(topk_weights, dtype=torch.float32) if weight_on_input else topk_weights
 
 
-class _Backward:
-    """One call of the gradient.
+def fused_experts_backward(call: BackwardCall, stage: Stage, kernels: ModuleType) -> tuple[Tensor, ...]:
+    """Gradients of what stood before the activation, and of :data:`meta.dims.GRADIENTS`, numel 0 where not needed.
 
     Args:
-        stage: stages choose their own backends: a request binds the operator that it was made for, and not every
-            backend has stages.
+        stage: stages choose their own backends: a request binds the operator that it was made for.
         kernels: the backend that may have more than plain code for what is between products.
     """
-
-    def __init__(self, call: BackwardCall, stage: Stage, kernels: ModuleType) -> None:
-        self.call, self.stage, self.between = call, stage, _between(kernels)
-        weights = call.experts
-        self.wide = accumulation_dtype(call.hidden_states.data.dtype)
-        self.first = [weights.gate_up.data] if weights.up is None else [weights.gate_up.data, weights.up.data]
-        self.routed = Routed(call.offsets, call.row_to_pair, call.pair_to_row)
-
-    def _rows(self, tokens: Tensor, *, weighted: bool = False) -> Tensor:
-        rows: Tensor = self.between.gather_rows(tokens, self.routed, self.call.topk_weights if weighted else None)
-        return rows
-
-    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
-        result: Tensor = self.stage("grouped_mm", x, weight, self.routed.offsets, [], bias, out_dtype=dtype)
-        return result
-
-    def _wgrad(self, grad: Tensor, x: Tensor) -> Tensor:
-        result: Tensor = self.stage("grouped_wgrad", grad, x, self.routed.offsets)
-        return result
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Of what is asked for, by name. Rows are let go of as soon as they are done with."""
-        call, needs, routed = self.call, self.call.needs, self.routed
-        hidden_states, weights, on_input = call.hidden_states.data, call.experts, call.weight_on_input
-        grads: dict[str, Tensor] = {}
-        grad_y = self._rows(call.grad_output)
-        grad_a = self._product(grad_y, weights.down.data.transpose(1, 2), None)
-        of_gate, of_up, value, dots = self.between.glu_rows_backward(
-            grad_a, call.gate_up, None if weights.up is None else call.up, None if on_input else call.topk_weights,
-            routed.row_to_pair, weights.glu, routed.offsets, value=needs["down_proj"],
-        )  # fmt: skip
-        parts = [of_gate] if of_up is None else [of_gate, of_up]
-        del grad_a
-        if weights.down_bias is not None and needs["topk_weights"] and not on_input:
-            dots = dots + self._product(grad_y, weights.down_bias.unsqueeze(1), None, self.wide).squeeze(1)
-        if needs["down_proj"]:
-            grads["down_proj"] = self._wgrad(grad_y, value)
-        del value
-        if needs["down_bias"]:
-            of_bias = grad_y if on_input else self._rows(call.grad_output, weighted=True)
-            grads["down_bias"] = expert_sums(of_bias, routed.offsets, self.stage)
-            del of_bias
+    needs, weights, on_input = call.needs, call.experts, call.weight_on_input
+    places = (call.row_to_pair, call.pair_to_row)
+    wide = accumulation_dtype(call.grad_output.dtype)
+    grads: dict[str, Tensor] = {}
+    grad_y = stage("gather_rows", call.grad_output, *places)
+    grad_a = stage("grouped_mm", grad_y, weights.down.data.transpose(1, 2), call.offsets)
+    if not (needs["down_proj"] or weights.down_bias is not None):
         del grad_y
-        if needs["hidden_states"] or (needs["topk_weights"] and on_input):
-            grad_x = through_first(self._product, parts, self.first, self.wide).to(hidden_states.dtype)
-            if on_input:
-                dots = (grad_x.to(self.wide) * self._rows(hidden_states).to(self.wide)).sum(dim=-1)
-            scales = _scales(call.topk_weights, not on_input)
-            grads["hidden_states"] = self.stage("moe_unpermute", grad_x, routed.pair_to_row, scales)
-            del grad_x
-        if needs["topk_weights"]:
-            grads["topk_weights"] = _pair_sums(dots, routed.pair_to_row)
-        if needs["gate_up_bias"]:
-            sums = [expert_sums(part, routed.offsets, self.stage) for part in parts]
-            grads["gate_up_bias"] = sums[0] if len(sums) == 1 else torch.cat(sums, dim=1)
-        if needs["gate_up_proj"] or needs["up_proj"]:
-            x = self._rows(hidden_states, weighted=on_input)
-            for name, part in zip(("gate_up_proj", "up_proj"), parts, strict=False):
-                if needs[name]:
-                    grads[name] = self._wgrad(part, x)
-        return grads
-
-
-def fused_experts_backward(call: BackwardCall, stage: Stage, kernels: ModuleType) -> tuple[Tensor, ...]:
-    """Gradients of :data:`meta.dims.GRADIENTS`, each of its primal's shape and dtype, numel 0 where not needed."""
-    grads = _Backward(call, stage, kernels).gradients()
-    return tuple(
-        grads[name].to(dtype).contiguous() if call.needs[name] else call.grad_output.new_empty(0, dtype=torch.float32)
-        for name, (_, dtype) in zip(GRADIENTS, call.outputs, strict=True)
+    of_gate, of_up, value, dots = _between(kernels).glu_rows_backward(
+        grad_a, call.gate_up, None if weights.up is None else call.up, None if on_input else call.topk_weights,
+        call.row_to_pair, weights.glu, call.offsets, value=needs["down_proj"],
+    )  # fmt: skip
+    del grad_a
+    if needs["topk_weights"]:
+        if weights.down_bias is not None:
+            bias = weights.down_bias.unsqueeze(1)
+            dots = dots + stage("grouped_mm", grad_y, bias, call.offsets, out_dtype=wide).squeeze(1)
+        grads["topk_weights"] = pair_sums(dots, call.pair_to_row)
+    if needs["down_proj"]:
+        grads["down_proj"] = stage("grouped_wgrad", grad_y, value, call.offsets)
+    del value
+    if needs["down_bias"]:
+        weighed = grad_y if on_input else stage("gather_rows", call.grad_output, *places, call.topk_weights)
+        grads["down_bias"] = expert_sums(weighed, call.offsets, stage)
+    none = call.grad_output.new_empty(0, dtype=torch.float32)
+    return (
+        of_gate,
+        call.gate_up.new_empty(0) if of_up is None else of_up,
+        *(
+            grads[name].to(dtype).contiguous() if needs[name] else none
+            for name, (_, dtype) in zip(GRADIENTS, call.outputs[2:], strict=True)
+        ),
     )
+
+
+def through_the_first_product(
+    saved: dict[str, Any], parts: Sequence[Tensor], needs: dict[str, bool], weight_on_input: bool, stage: Stage
+) -> dict[str, Tensor]:
+    """Gradients of hidden_states, gate_up_proj, up_proj, gate_up_bias, and of topk_weights with ``weight_on_input``,
+    those that are needed.
+
+    Args:
+        saved: inputs of ``fused_experts`` by name, and where the pairs are.
+        parts: gradients of what stood before the activation, of the halves one each where these are apart.
+    """
+    hidden_states, topk_weights, offsets = saved["hidden_states"], saved["topk_weights"], saved["offsets"]
+    places = (saved["row_to_pair"], saved["pair_to_row"])
+    wide, first = accumulation_dtype(hidden_states.dtype), {"gate_up_proj": saved["gate_up_proj"]}
+    if saved["up_proj"] is not None:
+        first["up_proj"] = saved["up_proj"]
+    grads: dict[str, Tensor] = {}
+    if needs["gate_up_bias"]:
+        sums = [expert_sums(part, offsets, stage) for part in parts]
+        whole = sums[0] if len(sums) == 1 else torch.cat(sums, dim=1)
+        grads["gate_up_bias"] = whole.to(saved["gate_up_bias"].dtype)
+    if needs["gate_up_proj"] or needs["up_proj"]:  # first, while there are no rows but these
+        x = stage("gather_rows", hidden_states, *places, topk_weights if weight_on_input else None)
+        for (name, weight), part in zip(first.items(), parts, strict=True):
+            if needs[name]:
+                grads[name] = stage("grouped_wgrad", part, x, offsets).to(weight.dtype)
+        del x
+    if needs["hidden_states"] or (needs["topk_weights"] and weight_on_input):
+
+        def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+            result: Tensor = stage("grouped_mm", x, weight, offsets, [], bias, out_dtype=dtype)
+            return result
+
+        grad_x = through_first(product, parts, list(first.values()), wide).to(hidden_states.dtype)
+        if needs["topk_weights"] and weight_on_input:
+            rows = stage("gather_rows", hidden_states, *places)
+            dots = (grad_x.to(wide) * rows.to(wide)).sum(dim=-1)
+            grads["topk_weights"] = pair_sums(dots, places[1]).to(topk_weights.dtype)
+        if needs["hidden_states"]:
+            scales = _scales(topk_weights, not weight_on_input)
+            grads["hidden_states"] = stage("moe_unpermute", grad_x, places[1], scales)
+    return grads
 
 
 def gate_and_up(
@@ -175,7 +181,7 @@ def expert_sums(grad_rows: Tensor, offsets: Tensor, stage: Stage) -> Tensor:
     return sums.squeeze(2)
 
 
-def _pair_sums(values_R: Tensor, pair_to_row: Tensor) -> Tensor:
+def pair_sums(values_R: Tensor, pair_to_row: Tensor) -> Tensor:
     """Value of every pair's row, ``[T, K]``; 0 for dropped pairs."""
     picked = values_R.index_select(0, pair_to_row.reshape(-1).clamp(min=0)) if values_R.numel() else values_R
     return torch.where(pair_to_row < 0, 0.0, picked.view(pair_to_row.shape))

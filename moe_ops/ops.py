@@ -60,6 +60,7 @@ SCHEMAS: dict[str, str] = {
     "moe_permute": "(Tensor hidden_states, Tensor topk_ids, Tensor? expert_map=None, *, SymInt num_experts)"
     " -> (Tensor, Tensor, Tensor)",
     "moe_unpermute": "(Tensor rows, Tensor pair_to_row, Tensor topk_weights, Tensor? added=None) -> Tensor",
+    "gather_rows": "(Tensor tokens, Tensor row_to_pair, Tensor pair_to_row, Tensor? topk_weights=None) -> Tensor",
     "batched_dispatch": "(Tensor hidden_states, Tensor topk_ids, Tensor? expert_map=None, *, SymInt num_experts, "
     'SymInt capacity, str slot_order="token") -> (Tensor, Tensor, Tensor)',
     "batched_combine": "(Tensor batch, Tensor slots, Tensor topk_weights, Tensor? added=None) -> Tensor",
@@ -78,7 +79,7 @@ SCHEMAS: dict[str, str] = {
     "fused_experts_backward": "(Tensor grad_output, Tensor hidden_states, Tensor gate_up_proj, Tensor down_proj, "
     "Tensor topk_weights, Tensor gate_up, Tensor up, Tensor offsets, Tensor row_to_pair, Tensor pair_to_row, "
     "Tensor? up_proj=None, Tensor? gate_up_bias=None, Tensor? down_bias=None, *, bool[] needs, "
-    f"{_GLU}, bool weight_on_input=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"{_GLU}, bool weight_on_input=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "fused_moe": "(Tensor hidden_states, Tensor router_logits, Tensor gate_up_proj, Tensor down_proj, "
     f"{_SCALES}, Tensor? correction_bias=None, {_EXPERTS}, *, {_ROUTING}, {_LAYER}) -> Tensor",
 }
@@ -86,7 +87,7 @@ SCHEMAS: dict[str, str] = {
 _QUANTIZE_CURE = "Quantised activations have no gradient; call it under torch.no_grad()."
 _BACKWARD_CURE = "Second derivatives are not implemented; do not pass create_graph=True."
 #: What formulas call, and no public function.
-_OF_GRADIENTS = ("fused_experts_saving", "fused_experts_backward", "grouped_wgrad")
+_OF_GRADIENTS = ("fused_experts_saving", "fused_experts_backward", "grouped_wgrad", "gather_rows")
 #: Training takes no quantised weights; the gradient works in sorted rows, and chooses its backends stage by stage.
 _UNQUANTISED: dict[str, Any] = {"gate_up_scales": (), "down_scales": (), "hidden_states_scale": None, "scheme": None}
 _ABSENT: dict[str, dict[str, Any]] = {

@@ -28,6 +28,7 @@ from meta.operands import Operand, quantized
 from meta.routing import route
 from meta.schemes import SCHEMES
 from moe_ops import counters
+from moe_ops import rows as plain
 
 NAME = "reference"
 SERVED_SCHEMES = frozenset({"bf16", "fp16", "fp32", "fp64", "fp8_block128"})
@@ -105,6 +106,7 @@ def moe_unpermute(call: CombineCall) -> Tensor:
 
 
 batched_combine = moe_unpermute
+gather_rows = plain.gather_rows
 
 
 def quantize_rows(call: QuantizeCall) -> tuple[Tensor, Tensor]:

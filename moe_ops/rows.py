@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from meta.activations import ACTIVATIONS, join_glu, split_glu
+from meta.calls import GatherCall
 from meta.dims import accumulation_dtype
 from meta.operands import Glu
 from moe_ops import counters
@@ -49,19 +50,16 @@ def sort_pairs(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None, *,
     return Routed(ends.int(), row_to_pair.int(), pair_to_row.int().view(topk_ids.shape))
 
 
-def gather_rows(tokens: Tensor, routed: Routed, topk_weights: Tensor | None = None) -> Tensor:
-    """The token of every row, times the weight of its pair if there are weights, ``[R, H]``; rows past the last are
-    those of token 0.
-
-    Args:
-        tokens: ``[T, H]``; topk_weights: ``[T, K]``: multiplied in the accumulation dtype, and rounded once.
+def gather_rows(call: GatherCall) -> Tensor:
+    """The token of every row, times the weight of its pair if there are weights, in the accumulation dtype and rounded
+    once, ``[R, H]``; rows past the last are those of token 0.
     """
-    pairs = routed.row_to_pair.long().clamp(min=0)
-    rows = tokens.index_select(0, pairs // max(routed.pair_to_row.shape[1], 1))
-    if topk_weights is None:
+    pairs = call.row_to_pair.long().clamp(min=0)
+    rows = call.tokens.index_select(0, pairs // max(call.pair_to_row.shape[1], 1))
+    if call.topk_weights is None:
         return rows
     wide = accumulation_dtype(rows.dtype)
-    return (rows.to(wide) * topk_weights.reshape(-1, 1).index_select(0, pairs).to(wide)).to(rows.dtype)
+    return (rows.to(wide) * call.topk_weights.reshape(-1, 1).index_select(0, pairs).to(wide)).to(rows.dtype)
 
 
 def glu_rows(gate_up: Tensor, up: Tensor | None, glu: Glu, offsets: Tensor) -> Tensor:

@@ -20,7 +20,8 @@ from moe_ops.pairs import used_rows
 Gradients = dict[str, Tensor | None]
 
 
-def _op(name: str, *args: Any, **options: Any) -> Any:
+def run_op(name: str, *args: Any, **options: Any) -> Any:
+    """An operator through torch's dispatcher."""
     return getattr(torch.ops.moe_ops, name).default(*args, **options)
 
 
@@ -29,7 +30,7 @@ def dispatch(op: str, saved: dict[str, Tensor], needs: dict[str, bool], grad_row
     places = saved["places"]
     ones = torch.ones_like(places, dtype=torch.float32)
     collect = "moe_unpermute" if op == "moe_permute" else "batched_combine"
-    return {"hidden_states": _op(collect, grad_rows, places, ones)}
+    return {"hidden_states": run_op(collect, grad_rows, places, ones)}
 
 
 def combine(op: str, saved: dict[str, Tensor], needs: dict[str, bool], grad: Tensor) -> Gradients:
@@ -78,19 +79,19 @@ class _Rows:
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
         """``x @ weight[e].T + bias[e]``."""
         name = "batched_mm" if self._batched else "grouped_mm"
-        found: Tensor = _op(name, x, weight, self._extents, [], bias, out_dtype=dtype)
+        found: Tensor = run_op(name, x, weight, self._extents, [], bias, out_dtype=dtype)
         return found
 
     def wgrad(self, grad: Tensor, x: Tensor) -> Tensor:
         """``[E, N, K]``."""
         if self._batched:
             grad, x = self.clean(grad).flatten(0, 1), self.clean(x).flatten(0, 1)
-        found: Tensor = _op("grouped_wgrad", grad.contiguous(), x, self.offsets)
+        found: Tensor = run_op("grouped_wgrad", grad.contiguous(), x, self.offsets)
         return found
 
     def sums(self, grad: Tensor) -> Tensor:
         """Sum of every expert's rows, ``[E, N]``."""
-        return expert_sums(self.clean(grad).flatten(0, -2), self.offsets, _op)
+        return expert_sums(self.clean(grad).flatten(0, -2), self.offsets, run_op)
 
 
 def gemm(op: str, saved: dict[str, Tensor], needs: dict[str, bool], grad: Tensor, **options: Any) -> Gradients:

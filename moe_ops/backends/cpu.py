@@ -27,6 +27,7 @@ from meta.operands import quantized
 from meta.routing import route
 from meta.schemes import SCHEMES
 from moe_ops import counters
+from moe_ops import rows as plain
 from moe_ops.compat import kernels_alone
 from moe_ops.kernels.cpu import (
     Span,
@@ -102,6 +103,7 @@ def moe_unpermute(call: CombineCall) -> Tensor:
 
 
 batched_combine = moe_unpermute
+gather_rows = plain.gather_rows
 
 
 def quantize_rows(call: QuantizeCall) -> tuple[Tensor, Tensor]:

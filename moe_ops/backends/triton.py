@@ -13,6 +13,7 @@ from meta.calls import (
     CombineCall,
     DispatchCall,
     ExpertsCall,
+    GatherCall,
     GemmCall,
     GluCall,
     LayerCall,
@@ -83,6 +84,10 @@ def moe_unpermute(call: CombineCall) -> Tensor:
 
 
 batched_combine = moe_unpermute
+
+
+def gather_rows(call: GatherCall) -> Tensor:
+    return permute.gather_rows(call.tokens, call.pair_to_row, call.topk_weights)
 
 
 def batched_dispatch(call: DispatchCall) -> tuple[Tensor, Tensor, Tensor]:

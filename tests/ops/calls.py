@@ -60,6 +60,8 @@ def _move_calls() -> dict[str, Call]:
         calls[f"batched_dispatch-{name}"] = dispatch = Call("batched_dispatch", (x, ids, expert_map), options)
         weights = layer.tensors["topk_weights"]
         rows, _, pair_to_row = permute.run()
+        pairs = torch.arange(ids.numel(), dtype=torch.int32)
+        calls[f"gather_rows-{name}"] = Call("gather_rows", (x, pairs, pair_to_row, weights), {})
         calls[f"moe_unpermute-{name}"] = Call("moe_unpermute", (rows, pair_to_row, weights), {})
         batch, _, slots = dispatch.run()
         calls[f"batched_combine-{name}"] = Call("batched_combine", (batch, slots, weights), {})
@@ -142,7 +144,7 @@ def _backward_call(layer: Layer, variant: Variant, saving: Call) -> Call:
     grad, (_, *saved) = torch.randn_like(t["hidden_states"]), saving.run()
     inputs = (t[name] for name in ("hidden_states", "gate_up_proj", "down_proj", "topk_weights"))
     rest = (t[name] for name in ("up_proj", "gate_up_bias", "down_bias"))
-    options["needs"] = [True, True, True, True, variant.separate, variant.bias, variant.bias]
+    options["needs"] = [True, True, variant.bias]
     return Call("fused_experts_backward", (grad, *inputs, *saved, *rest), options)
 
 

@@ -260,7 +260,7 @@ def test_quantised_weights_refuse_inputs_that_require_grad(op: str) -> None:
 def test_second_derivatives_are_refused() -> None:
     layer = leaves(VARIANTS["plain"].build())
     x = layer.tensors["hidden_states"]
-    with pytest.raises(ValueError, match="fused_experts_backward: inputs must not require grad"):
+    with pytest.raises(ValueError, match="fused_experts: second derivatives are not implemented"):
         torch.autograd.grad(fused(layer).square().sum(), x, create_graph=True)
 
 
@@ -293,5 +293,5 @@ def test_what_does_not_differentiate_says_what_does() -> None:
         )
     layer = leaves(VARIANTS["plain"].build())
     loss = fused(layer).sum()
-    with pytest.raises(ValueError, match=r"fused_experts_backward: .*Second derivatives are not implemented"):
+    with pytest.raises(ValueError, match=r"second derivatives are not implemented.*Leave create_graph out"):
         torch.autograd.grad(loss, layer.tensors["hidden_states"], create_graph=True)

@@ -27,6 +27,7 @@ from tests.ops.valid import (
     combine,
     dispatch,
     fp8,
+    gather,
     grouped,
     grouped_fp8,
     layer,
@@ -888,8 +889,14 @@ MORE: dict[str, Case] = {
         {"pair_to_row": torch.zeros(T, 3).int()},
         "pair_to_row must be [T=4, K=2], got [4, 3]",
     ),
+    "gather_places": (
+        "gather_rows",
+        gather,
+        {"row_to_pair": torch.zeros(5).int()},
+        "row_to_pair must be [R=8], got [5]",
+    ),
     "saving_ids": ("fused_experts_saving", saving, {"topk_ids": torch.zeros(T)}, "topk_ids must be [T, K], got [4]"),
-    "grad_needs": ("fused_experts_backward", backward, {"needs": [True] * 5}, "needs must be 7 booleans, got 5"),
+    "grad_needs": ("fused_experts_backward", backward, {"needs": [True] * 5}, "needs must be 3 booleans, got 5"),
     "wgrad_dtype": (
         "grouped_wgrad",
         wgrad,

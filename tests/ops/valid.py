@@ -112,8 +112,13 @@ def backward(**changes: Any) -> dict[str, Any]:
     saved = {"gate_up": torch.randn(T * K, 2 * I), "up": torch.empty(0)}
     saved |= {name: torch.zeros(size, dtype=torch.int32) for name, size in
               {"offsets": (E,), "row_to_pair": (T * K,), "pair_to_row": (T, K)}.items()}  # fmt: skip
-    base = saving(**{"grad_output": torch.randn(T, H), "needs": [True] * 7, **saved, **changes})
+    base = saving(**{"grad_output": torch.randn(T, H), "needs": [True] * 3, **saved, **changes})
     return {name: value for name, value in base.items() if name not in ("topk_ids", "expert_map")}
+
+
+def gather(**changes: Any) -> dict[str, Any]:
+    places = {"row_to_pair": torch.zeros(T * K, dtype=torch.int32), "pair_to_row": torch.zeros(T, K, dtype=torch.int32)}
+    return {"tokens": torch.randn(T, H), **places, **changes}
 
 
 def wgrad(**changes: Any) -> dict[str, Any]:

@@ -209,11 +209,6 @@ def sort_pairs(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None, *,
     return Routed(*permute.sort_pairs(topk_ids, num_experts, expert_map, load=Row(counted_for)))
 
 
-def gather_rows(tokens: Tensor, routed: Routed, topk_weights: Tensor | None = None) -> Tensor:
-    """As :func:`moe_ops.rows.gather_rows`, but rows past the last are uninitialised."""
-    return permute.gather_rows(tokens, routed.pair_to_row, topk_weights)
-
-
 def _halves(gate_up: Tensor, up: Tensor | None, layout: str) -> tuple[Tensor, Tensor, int, int]:
     """(gate, up or whatever, elements from row to row, I) of contiguous tensors."""
     width = gate_up.shape[1]
