@@ -22,9 +22,10 @@ from torch import fx
 from compile_passes import compat
 from compile_passes.generation import prepare_generate
 from compile_passes.observe import default_compilations
-from compile_passes.passes import PASSES, MoEPass, enter, graph_modules, run_all, users_passes
+from compile_passes.passes import PASSES, MoEPass, enter, graph_modules, recompute_in, run_all, users_passes
 from compile_passes.prepare import prepare
 from meta.checks import fail
+from meta.layer_shapes import check_recompute
 
 # Inductor calls what is on the first hook; what is on the second is in the key of its caches, always. (A user's pass
 # without an identity takes the first hook out of the key.)
@@ -34,16 +35,20 @@ _PASSES_HOOK, _KEY_HOOK = "pre_grad_custom_pass", "post_grad_custom_pre_pass"
 def moe_ops(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """Backend "moe_ops": Inductor, with MoE blocks fused. ``mode`` and ``options`` are torch.compile's.
+    """Backend "moe_ops": Inductor, with MoE blocks fused. ``mode`` and ``options`` are torch.compile's, and one option
+    more: ``"recompute"``, what layers compute again in the backward, as of :func:`moe_ops.fused_experts`.
 
     The user's own passes run where Inductor runs them, on the graph with our operators in it.
 
     Raises:
         RuntimeError: an option or mode that Inductor does not have.
+        ValueError: an unknown name for ``"recompute"``.
     """
-    settings = {**compat.mode_options(mode, None), **compat.inductor_options(options or {})}
+    recompute, others = _recompute(options)
+    settings = {**compat.mode_options(mode, None), **compat.inductor_options(others)}
     with _counted_once():
         reports = run_all(gm)
+        recompute_in(gm, recompute)
         return enter(compat.inductor(gm, example_inputs, {**settings, **_hooks((), settings)}), reports)
 
 
@@ -52,18 +57,28 @@ def moe_ops_eager(
 ) -> Callable[..., Any]:
     """Backend "moe_ops_eager": the rewritten graph, run by the Python that FX generates; gradients flow through it.
 
-    Of ``options``, the user's `pre_grad_custom_pass` is honoured (after ours, as in "moe_ops"); the rest, like
-    ``mode``, concerns code generation alone.
+    Of ``options``, `recompute` and the user's `pre_grad_custom_pass` are honoured (after ours, as in "moe_ops"); the
+    rest, like ``mode``, concerns code generation alone.
     """
-    settings = compat.inductor_options(options or {})
+    recompute, others = _recompute(options)
+    settings = compat.inductor_options(others)
     with _counted_once():
         reports = run_all(gm)
+        recompute_in(gm, recompute)
     users = users_passes(_held(_PASSES_HOOK, settings))
     for part in graph_modules(gm) if users else ():
         for own in users:
             own(part.graph)
         part.recompile()
     return enter(gm.forward, reports)
+
+
+def _recompute(options: dict[str, Any] | None) -> tuple[str | None, dict[str, Any]]:
+    """Our own option, and Inductor's."""
+    others = dict(options or {})
+    recompute = others.pop("recompute", None)
+    check_recompute("compile", recompute)
+    return recompute, others
 
 
 def _hooks(steps: Sequence[Any], settings: dict[str, Any]) -> dict[str, MoEPass]:
@@ -112,13 +127,15 @@ def compile(model: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
 
     Args:
         model: module or function.
-        kwargs: arguments of torch.compile. ``backend`` may be "moe_ops" (default) or "moe_ops_eager".
+        kwargs: arguments of torch.compile. ``backend`` may be "moe_ops" (default) or "moe_ops_eager"; of ``options``,
+            "recompute" is "activation" or "all": what layers compute again in the backward instead of keeping it, see
+            :func:`moe_ops.fused_experts`.
 
     Returns:
         The compiled model.
 
     Raises:
-        ValueError: ``model`` is not callable.
+        ValueError: ``model`` is not callable, or an unknown name for "recompute".
 
     Example:
         >>> model = moe_ops.compile(model, mode="reduce-overhead", options={"max_autotune": True})
@@ -126,6 +143,7 @@ def compile(model: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
     if not callable(model):
         raise fail("compile", "model", "a module or a function", type(model).__name__)
     mode, options = kwargs.pop("mode", None), kwargs.pop("options", None)
+    _recompute(options)
     merged = {**compat.mode_options(mode, kwargs.get("dynamic")), **(options or {})}
     kwargs.setdefault("backend", "moe_ops")
     if merged:

@@ -317,6 +317,18 @@ def run_all(gm: fx.GraphModule) -> list[Report]:
     return reports
 
 
+_LAYERS = (torch.ops.moe_ops.fused_experts.default, torch.ops.moe_ops.fused_moe.default)
+
+
+def recompute_in(gm: fx.GraphModule, recompute: str | None) -> None:
+    """Have every layer of ``gm`` that says nothing of it compute again in the backward what ``recompute`` names."""
+    for part in graph_modules(gm) if recompute is not None else ():
+        for node in part.graph.nodes:
+            if node.target in _LAYERS and node.kwargs.get("recompute") is None:
+                node.kwargs = {**node.kwargs, "recompute": recompute}
+        part.recompile()
+
+
 @contextmanager
 def _no_collection() -> Iterator[None]:
     """No garbage collection inside: it would walk all that Dynamo holds, for as long as the passes take themselves."""

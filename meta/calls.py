@@ -72,6 +72,16 @@ class DispatchCall(Call):
 
 
 @dataclass(slots=True, kw_only=True)
+class SortCall(Call):
+    """``sort_pairs``: where the pairs of ``topk_ids [T, K]`` are; those past the capacity of an expert are dropped."""
+
+    topk_ids: Tensor
+    expert_map: Tensor | None
+    num_experts: Any  # ints outside of tracing
+    capacity: Any
+
+
+@dataclass(slots=True, kw_only=True)
 class CombineCall(Call):
     """``moe_unpermute`` and ``batched_combine``: ``rows [R, H]`` or ``[E, C, H]``, and where each pair's row is."""
 
@@ -82,13 +92,13 @@ class CombineCall(Call):
 
 
 @dataclass(slots=True, kw_only=True)
-class GatherCall(Call):
-    """``gather_rows``: ``tokens [T, H]`` to sorted rows, times ``topk_weights [T, K]`` if there are any."""
+class RouteBackwardCall(Call):
+    """``fused_topk_backward``: the gradient of the logits from that of the weights, ``[T, K]``."""
 
-    tokens: Tensor
-    row_to_pair: Tensor
-    pair_to_row: Tensor
-    topk_weights: Tensor | None
+    grad_weights: Tensor
+    router_logits: Tensor
+    topk_ids: Tensor
+    options: RouterOptions
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,6 +133,32 @@ class GemmCall(Call):
 
 
 @dataclass(slots=True, kw_only=True)
+class GatheredCall(GemmCall):
+    """``gathered_mm``: of rows that are taken from tokens ``x [T, K]``, times ``topk_weights [T, top-k]`` if given.
+
+    Attributes:
+        row_to_pair, pair_to_row: int32 ``[R]``, ``[T, top-k]``.
+    """
+
+    row_to_pair: Tensor
+    pair_to_row: Tensor
+    topk_weights: Tensor | None
+
+    def of_rows(self, rows: Tensor) -> GemmCall:
+        """The product of ``rows [R, K]``."""
+        return GemmCall(
+            op="grouped_mm",
+            problem=self.problem,
+            device=self.device,
+            outputs=self.outputs,
+            x=Operand(rows, None),
+            weight=self.weight,
+            extents=self.extents,
+            bias=self.bias,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
 class GluCall(GemmCall):
     """``grouped_mm_glu`` and ``batched_mm_glu``.
 
@@ -138,11 +174,29 @@ class GluCall(GemmCall):
 
 @dataclass(slots=True, kw_only=True)
 class WgradCall(Call):
-    """``grouped_wgrad``: ``grad_rows [R, N]`` and ``rows [R, K]``, sorted by expert, ``offsets`` int32 ``[E]``."""
+    """``grouped_wgrad``: ``grad_rows [R, N]`` and ``rows [R, K]``, sorted by expert, ``offsets`` int32 ``[E]``.
+
+    With ``pair_to_row`` int32 ``[T, top-k]`` the first are tokens ``[T, N]``.
+    """
 
     grad_rows: Tensor
     rows: Tensor
     offsets: Tensor
+    row_to_pair: Tensor | None
+    pair_to_row: Tensor | None
+
+
+@dataclass(slots=True, kw_only=True)
+class SumsCall(Call):
+    """``expert_sums``: of ``rows [R, N]`` sorted by expert; with ``row_to_pair`` and ``pair_to_row`` of tokens
+    ``[T, N]``, times ``topk_weights [T, K]`` if given.
+    """
+
+    rows: Tensor
+    offsets: Tensor
+    row_to_pair: Tensor | None
+    pair_to_row: Tensor | None
+    topk_weights: Tensor | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -172,24 +226,52 @@ class ExpertsCall(LayerCall):
 
     topk_weights: Tensor
     topk_ids: Tensor
+    recompute: str | None = None
 
 
 @dataclass(slots=True, kw_only=True)
-class BackwardCall(LayerCall):
-    """``fused_experts_backward``: what ``fused_experts_saving`` was given and saved.
+class BackwardCall(Call):
+    """``fused_experts_backward``: from the output to what stood before the activation.
 
     Attributes:
-        gate_up: ``[R, N]``, what stood before the activation, in sorted rows; up: ``[R, I]`` beside ``up_proj``.
+        gate_up: ``[R, N]``, what stood there, in sorted rows; up: ``[R, I]`` or None, where the halves are apart.
         offsets, row_to_pair, pair_to_row: int32 ``[E]``, ``[R]``, ``[T, K]``, where the pairs are among these rows.
+        value: whether the weighted result of the activation is asked for.
     """
 
-    topk_weights: Tensor
     grad_output: Tensor
+    down: Tensor
+    topk_weights: Tensor
     gate_up: Tensor
-    up: Tensor
+    up: Tensor | None
     offsets: Tensor
     row_to_pair: Tensor
     pair_to_row: Tensor
+    down_bias: Tensor | None
+    glu: Glu
+    weight_on_input: bool
+    value: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class FirstBackwardCall(Call):
+    """``fused_experts_backward_first``: from what stood before the activation to the hidden states.
+
+    Attributes:
+        grads, weights: one each, or two where the halves are apart.
+        grad_output: ``[T, H]`` to copy to sorted rows beside, or None.
+        needs: by name, see :data:`meta.dims.GRADIENTS`.
+    """
+
+    grads: tuple[Tensor, ...]
+    hidden_states: Tensor
+    weights: tuple[Tensor, ...]
+    topk_weights: Tensor
+    offsets: Tensor
+    row_to_pair: Tensor
+    pair_to_row: Tensor
+    grad_output: Tensor | None
+    weight_on_input: bool
     needs: dict[str, bool]
 
 

@@ -214,7 +214,12 @@ def _gemm_flops(flat: Any) -> int:
 
 def _wgrad_flops(flat: Any) -> int:
     """``2 * rows * N * K``."""
-    return int(2 * math.prod(flat.grad_rows) * flat.rows[1])
+    return int(2 * math.prod(flat.rows) * flat.grad_rows[1])
+
+
+def _gathered_flops(flat: Any) -> int:
+    """``2 * rows * N * K``."""
+    return int(2 * math.prod(flat.pair_to_row) * flat.weight[1] * flat.weight[2])
 
 
 def _products(flat: Any, pairs: int) -> tuple[int, int]:
@@ -233,9 +238,17 @@ def _fused_moe_flops(flat: Any) -> int:
 
 
 def _backward_flops(flat: Any) -> int:
-    """Through the second weight, and its gradient if that is needed."""
-    _, second = _products(flat, math.prod(flat.topk_weights))
-    return second * (2 if dict(zip(GRADIENTS, flat.needs, strict=True))["down_proj"] else 1)
+    """Through the second weight."""
+    return int(2 * math.prod(flat.topk_weights) * flat.down_proj[1] * flat.down_proj[2])
+
+
+def _backward_first_flops(flat: Any) -> int:
+    """Through the first weight, if that is needed, and its gradient."""
+    needs = dict(zip(GRADIENTS, flat.needs, strict=True))
+    halves = {"gate_up_proj": flat.gate_up_proj, "up_proj": flat.up_proj}
+    through = needs["hidden_states"] or needs["topk_weights"] or flat.grad_output is not None
+    products = sum(through + needs[name] for name, half in halves.items() if half is not None)
+    return int(2 * math.prod(flat.topk_weights) * flat.gate_up_proj[1] * flat.gate_up_proj[2] * products)
 
 
 #: Formulas for ``torch.utils.flop_counter``, of the arguments by name, with the shapes of tensors.
@@ -243,7 +256,10 @@ OP_FLOPS: dict[str, Callable[[Any], int]] = {
     "fused_topk": _no_flops,
     "moe_permute": _no_flops,
     "moe_unpermute": _no_flops,
-    "gather_rows": _no_flops,
+    "fused_topk_backward": _no_flops,
+    "sort_pairs": _no_flops,
+    "gathered_mm": _gathered_flops,
+    "expert_sums": _no_flops,
     "batched_dispatch": _no_flops,
     "batched_combine": _no_flops,
     "quantize_rows": _no_flops,
@@ -256,5 +272,6 @@ OP_FLOPS: dict[str, Callable[[Any], int]] = {
     "fused_experts": _fused_experts_flops,
     "fused_experts_saving": _fused_experts_flops,
     "fused_experts_backward": _backward_flops,
+    "fused_experts_backward_first": _backward_first_flops,
     "fused_moe": _fused_moe_flops,
 }

@@ -21,8 +21,11 @@ LETTERS: dict[str, str] = {
 FORMATS = ("grouped", "batched")
 GLU_LAYOUTS = ("concat", "interleaved", "separate", "none")
 SLOT_ORDERS = ("token", "choice")
-#: What ``fused_experts_backward`` returns the gradients of behind those of what stood before the activation.
-GRADIENTS = ("down_proj", "topk_weights", "down_bias")
+#: What ``fused_experts_backward_first`` returns the gradients of.
+GRADIENTS = ("hidden_states", "gate_up_proj", "up_proj", "gate_up_bias", "topk_weights")
+#: What a layer in training computes again in the backward instead of keeping it: what stood before the activation
+#: ("activation"), and where the sorted rows are, too ("all").
+RECOMPUTE = ("activation", "all")
 
 Dim = int | torch.SymInt
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meta.activations import resolve_activation
 from meta.arch import device_arch
-from meta.calls import GemmCall, GluCall, Output, Sizes, WgradCall
+from meta.calls import GemmCall, GluCall, Output, Sizes
 from meta.checks import (
     check_dtype,
     check_float,
@@ -23,7 +23,7 @@ from meta.checks import (
     check_shape,
     fail,
 )
-from meta.dims import GLU_LAYOUTS, Dim, GemmProblem, Problem, common_layout, is_known_equal
+from meta.dims import GLU_LAYOUTS, Dim, GemmProblem, common_layout, is_known_equal
 from meta.operands import Glu, Operand
 from meta.schemes import FLOAT_DTYPES, SCHEMES, QuantScheme, Scale, ceil_div, resolve_scheme
 
@@ -132,6 +132,8 @@ def _gemm(op: str, flat: Flat, glu: Glu | None) -> tuple[dict[str, Any], Operand
     """Fields of a :class:`GemmCall`, everything that the four have in common checked, and the up half."""
     batched = op.startswith("batched")
     x_name, counts_name = ("batch", "expert_num_tokens") if batched else ("rows", "offsets")
+    if op == "gathered_mm":
+        x_name = "tokens"
     x: Tensor = getattr(flat, x_name)
     scale: Tensor | None = getattr(flat, f"{x_name}_scale")
     counts: Tensor = getattr(flat, counts_name)
@@ -258,7 +260,7 @@ def _glu(op: str, flat: Flat) -> GluCall:
     return GluCall(**fields, glu=glu, up=up, quantize_output=flat.quantize_output)
 
 
-def _plain(op: str, flat: Flat) -> GemmCall:
+def plain_product(op: str, flat: Flat) -> GemmCall:
     """``rows [R, K]`` or ``batch [E, C, K]``, ``weight [E, N, K]`` -> ``[..., N]``."""
     fields, _ = _gemm(op, flat, None)
     if flat.out_dtype is not None:
@@ -273,7 +275,7 @@ def grouped_mm_glu(flat: Flat) -> GluCall:
 
 
 def grouped_mm(flat: Flat) -> GemmCall:
-    return _plain("grouped_mm", flat)
+    return plain_product("grouped_mm", flat)
 
 
 def batched_mm_glu(flat: Flat) -> GluCall:
@@ -281,27 +283,4 @@ def batched_mm_glu(flat: Flat) -> GluCall:
 
 
 def batched_mm(flat: Flat) -> GemmCall:
-    return _plain("batched_mm", flat)
-
-
-def grouped_wgrad(flat: Flat) -> WgradCall:
-    """``grad_rows [R, N]``, ``rows [R, K]`` -> ``[E, N, K]`` in the dtype of the rows."""
-    op = "grouped_wgrad"
-    grad_rows, rows, offsets = flat.grad_rows, flat.rows, flat.offsets
-    device = check_placement(op, {"grad_rows": grad_rows, "rows": rows, "offsets": offsets})
-    check_rank(op, "grad_rows", grad_rows, "R N")
-    check_rank(op, "rows", rows, "R K")
-    check_float(op, "rows", rows)
-    check_dtype(op, "grad_rows", grad_rows, rows.dtype)
-    check_shape(op, "rows", rows, "R K", (grad_rows.shape[0], rows.shape[1]))
-    check_rank(op, "offsets", offsets, "E")
-    check_dtype(op, "offsets", offsets, torch.int32)
-    return WgradCall(
-        op=op,
-        problem=Problem(rows.dtype, device.type, device_arch(device), ""),
-        device=device,
-        outputs=(((offsets.shape[0], grad_rows.shape[1], rows.shape[1]), rows.dtype),),
-        grad_rows=grad_rows,
-        rows=rows,
-        offsets=offsets,
-    )
+    return plain_product("batched_mm", flat)

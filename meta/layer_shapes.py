@@ -1,4 +1,4 @@
-"""Rules of the whole-layer operators: ``fused_experts``, what it is in training, its backward, and ``fused_moe``."""
+"""Rules of the whole-layer operators: ``fused_experts``, what it is in training, and ``fused_moe``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meta.activations import resolve_activation
 from meta.arch import device_arch
-from meta.calls import BackwardCall, ExpertsCall, MoeCall, Output, RouteCall, RouterOptions
+from meta.calls import ExpertsCall, MoeCall, Output, RouteCall, RouterOptions
 from meta.checks import (
     check_at_most,
     check_dtype,
@@ -23,7 +23,7 @@ from meta.checks import (
     check_shape,
     fail,
 )
-from meta.dims import FORMATS, GRADIENTS, Dim, LayerProblem, Problem, common_layout
+from meta.dims import FORMATS, RECOMPUTE, Dim, LayerProblem, Problem, common_layout
 from meta.gemm_shapes import (
     Flat,
     by_place,
@@ -218,6 +218,7 @@ def _routed(flat: Flat) -> dict[str, Any]:
 def fused_experts(flat: Flat) -> ExpertsCall:
     """``hidden_states [T, H]`` and ids ``[T, K]`` -> ``[T, H]``."""
     op = "fused_experts"
+    check_recompute(op, flat.recompute)
     routed = _routed(flat)
     return ExpertsCall(**_layer(op, flat, routed), **routed)
 
@@ -225,6 +226,7 @@ def fused_experts(flat: Flat) -> ExpertsCall:
 def fused_moe(flat: Flat) -> MoeCall:
     """``hidden_states [T, H]`` and ``router_logits [T, E]`` -> ``[T, H]``."""
     op = "fused_moe"
+    check_recompute(op, flat.recompute)
     tensors = {"router_logits": flat.router_logits, "correction_bias": flat.correction_bias}
     fields = _layer(op, flat, tensors)
     route = route_call(op, flat, fields["device"], fields["problem"])
@@ -237,56 +239,27 @@ def fused_moe(flat: Flat) -> MoeCall:
 def fused_experts_saving(flat: Flat) -> ExpertsCall:
     """``fused_experts``, and what its backward reads: gate_up ``[R, N]`` before the activation, up ``[R, I]`` beside
     ``up_proj`` (else numel 0), offsets ``[E]``, row_to_pair ``[R]`` and pair_to_row ``[T, K]`` of the sorted rows.
+
+    What ``recompute`` names has numel 0: the first two, or all five.
     """
     op = "fused_experts_saving"
     routed = _routed(flat)
     fields = _layer(op, flat, routed)
+    check_recompute(op, flat.recompute)
     problem: LayerProblem = fields["problem"]
-    saved = _saved(problem, flat)
-    fields["outputs"] += tuple(saved.values())
-    return ExpertsCall(**fields, **routed)
-
-
-def _saved(problem: LayerProblem, flat: Flat) -> dict[str, Output]:
     rows, of_one = problem.T * problem.K, flat.gate_up_proj.shape[1]
-    return {
-        "gate_up": ((rows, of_one), problem.dtype),
-        "up": ((0,) if flat.up_proj is None else (rows, of_one), problem.dtype),
-        "offsets": ((problem.E,), torch.int32),
-        "row_to_pair": ((rows,), torch.int32),
-        "pair_to_row": ((problem.T, problem.K), torch.int32),
+    places = {"offsets": (problem.E,), "row_to_pair": (rows,), "pair_to_row": (problem.T, problem.K)}
+    projected = (rows, of_one) if flat.recompute is None else (0,)
+    saved: dict[str, Output] = {
+        "gate_up": (projected, problem.dtype),
+        "up": ((0,) if flat.up_proj is None else projected, problem.dtype),
+        **{name: ((0,) if flat.recompute == "all" else sizes, torch.int32) for name, sizes in places.items()},
     }
+    fields["outputs"] += tuple(saved.values())
+    return ExpertsCall(**fields, **routed, recompute=flat.recompute)
 
 
-_LETTERS = {"gate_up": "R N", "up": "R I", "offsets": "E", "row_to_pair": "R", "pair_to_row": "T K"}
-
-
-def fused_experts_backward(flat: Flat) -> BackwardCall:
-    """Gradients of gate_up, up, down_proj, topk_weights and down_bias; numel 0 when not needed."""
-    op = "fused_experts_backward"
-    check_rank(op, "topk_weights", flat.topk_weights, "T K")
-    check_float(op, "topk_weights", flat.topk_weights)
-    flat.top_k = flat.topk_weights.shape[1]
-    saved = {name: getattr(flat, name) for name in _LETTERS}
-    tensors = {"grad_output": flat.grad_output, "topk_weights": flat.topk_weights, **saved}
-    fields = _layer(op, flat, tensors)
-    sizes = tuple(flat.hidden_states.shape)
-    check_shape(op, "grad_output", flat.grad_output, "T H", sizes)
-    check_dtype(op, "grad_output", flat.grad_output, flat.hidden_states.dtype)
-    check_shape(op, "topk_weights", flat.topk_weights, "T K", (sizes[0], flat.top_k))
-    for name, (shape, dtype) in _saved(fields["problem"], flat).items():
-        if name != "up" or flat.up_proj is not None:
-            check_shape(op, name, saved[name], _LETTERS[name], shape)
-        check_dtype(op, name, saved[name], dtype)
-    if len(flat.needs) != len(GRADIENTS):
-        raise fail(op, "needs", f"{len(GRADIENTS)} booleans", len(flat.needs))
-    needs = {name: need and getattr(flat, name) is not None for name, need in zip(GRADIENTS, flat.needs, strict=True)}
-    outputs = _saved(fields["problem"], flat)
-    fields["outputs"] = (outputs["gate_up"], outputs["up"])
-    fields["outputs"] += tuple(
-        (tuple(getattr(flat, name).shape), getattr(flat, name).dtype) if need else ((0,), torch.float32)
-        for name, need in needs.items()
-    )
-    return BackwardCall(
-        **fields, **saved, topk_weights=flat.topk_weights, grad_output=flat.grad_output, needs=needs
-    )  # fmt: skip
+def check_recompute(op: str, recompute: str | None) -> None:
+    """A name of :data:`meta.dims.RECOMPUTE` or None."""
+    if recompute is not None:
+        check_name(op, "recompute", recompute, RECOMPUTE)

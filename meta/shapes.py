@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meta.arch import device_arch
-from meta.calls import Call, CombineCall, DispatchCall, GatherCall, Output, QuantizeCall, RouteCall
+from meta.calls import Call, CombineCall, DispatchCall, Output, QuantizeCall, RouteCall
 from meta.checks import (
     check_at_most,
     check_dtype,
@@ -27,11 +27,19 @@ from meta.checks import (
     check_shape,
 )
 from meta.dims import SLOT_ORDERS, Dim, Problem
-from meta.gemm_shapes import Flat, batched_mm, batched_mm_glu, grouped_mm, grouped_mm_glu, grouped_wgrad
+from meta.gemm_shapes import Flat, batched_mm, batched_mm_glu, grouped_mm, grouped_mm_glu
+from meta.gradient_shapes import (
+    expert_sums,
+    fused_experts_backward,
+    fused_experts_backward_first,
+    fused_topk_backward,
+    gathered_mm,
+    grouped_wgrad,
+    sort_pairs,
+)
 from meta.layer_shapes import (
     check_expert_map,
     fused_experts,
-    fused_experts_backward,
     fused_experts_saving,
     fused_moe,
     route_call,
@@ -85,33 +93,6 @@ def _dispatch(op: str, flat: Flat, capacity: Dim | None, slot_order: str) -> Dis
 def moe_permute(flat: Flat) -> DispatchCall:
     """-> rows ``[R, H]``, offsets int32 ``[E]``, pair_to_row int32 ``[T, K]``."""
     return _dispatch("moe_permute", flat, None, "token")
-
-
-def gather_rows(flat: Flat) -> GatherCall:
-    """``tokens [T, H]`` -> ``[R, H]``."""
-    op = "gather_rows"
-    tokens, weights = flat.tokens, flat.topk_weights
-    row_to_pair, pair_to_row = flat.row_to_pair, flat.pair_to_row
-    tensors = {"tokens": tokens, "row_to_pair": row_to_pair, "pair_to_row": pair_to_row, "topk_weights": weights}
-    device = check_placement(op, tensors)
-    check_rank(op, "tokens", tokens, "T H")
-    check_float(op, "tokens", tokens)
-    check_rank(op, "pair_to_row", pair_to_row, "T K")
-    sizes = (tokens.shape[0], pair_to_row.shape[1])
-    check_shape(op, "pair_to_row", pair_to_row, "T K", sizes)
-    check_shape(op, "row_to_pair", row_to_pair, "R", (sizes[0] * sizes[1],))
-    for name in ("row_to_pair", "pair_to_row"):
-        check_dtype(op, name, tensors[name], torch.int32)
-    if weights is not None:
-        check_shape(op, "topk_weights", weights, "T K", sizes)
-        check_float(op, "topk_weights", weights)
-    return GatherCall(
-        op=op,
-        problem=Problem(tokens.dtype, device.type, device_arch(device), ""),
-        device=device,
-        outputs=(((sizes[0] * sizes[1], tokens.shape[1]), tokens.dtype),),
-        **tensors,
-    )
 
 
 def batched_dispatch(flat: Flat) -> DispatchCall:
@@ -195,9 +176,9 @@ RULES: dict[str, Rule] = {
     rule.__name__: rule
     for rule in (
         fused_topk,
+        fused_topk_backward,
         moe_permute,
         moe_unpermute,
-        gather_rows,
         batched_dispatch,
         batched_combine,
         quantize_rows,
@@ -206,10 +187,14 @@ RULES: dict[str, Rule] = {
         grouped_mm,
         batched_mm_glu,
         batched_mm,
+        sort_pairs,
+        gathered_mm,
         grouped_wgrad,
+        expert_sums,
         fused_experts,
         fused_experts_saving,
         fused_experts_backward,
+        fused_experts_backward_first,
         fused_moe,
     )
 }

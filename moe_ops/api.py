@@ -94,6 +94,7 @@ def fused_experts(
     format: str = "grouped",
     capacity: int | None = None,
     backend: str | None = None,
+    recompute: str | None = None,
 ) -> Tensor:
     """Run every token through its selected experts and sum the results.
 
@@ -122,6 +123,9 @@ def fused_experts(
         format: "grouped" (sorted rows) or "batched" (``[E, C, H]``).
         capacity: C, batched format only; pairs past the first C of an expert are dropped. None means T: no drops.
         backend: a name of :data:`moe_ops.backends.BACKENDS`, to insist on it; None chooses.
+        recompute: what the backward computes again, to the same bits, instead of finding it kept. None: nothing that a
+            product made; what stood before the activation, ``[T * K, 2I]``, is kept. "activation": that. "all": where
+            the pairs are in sorted rows, too, so that nothing is kept but the arguments. Routing is never made again.
 
     Returns:
         ``[T, H]`` in the dtype of hidden_states (bf16 for quantised ones).
@@ -161,6 +165,7 @@ def fused_experts(
         format=format,
         capacity=capacity,
         backend=backend,
+        recompute=recompute,
     )
 
 
@@ -194,6 +199,7 @@ def fused_moe(
     format: str = "grouped",
     capacity: int | None = None,
     backend: str | None = None,
+    recompute: str | None = None,
 ) -> Tensor:
     """A whole MoE block behind its router product: :func:`fused_topk`, then :func:`fused_experts`.
 
@@ -202,7 +208,7 @@ def fused_moe(
         router_logits: ``[T, E]``, or ``[T, E_global]`` with an ``expert_map``; any float dtype.
         gate_up_proj, down_proj: ``[E, 2I, H]`` and ``[E, H, I]``, any strides.
         top_k, routing, renormalize, renorm_eps, num_groups, topk_groups, scale, correction_bias: of :func:`fused_topk`.
-        activation, ..., backend: of :func:`fused_experts`.
+        activation, ..., recompute: of :func:`fused_experts`.
 
     Returns:
         ``[T, H]`` in the dtype of hidden_states.
@@ -247,6 +253,7 @@ def fused_moe(
         format=format,
         capacity=capacity,
         backend=backend,
+        recompute=recompute,
     )
 
 

@@ -1,10 +1,12 @@
 """Backward formulas of the operators, traceable: plain tensor code and calls of our own operators.
 
 ``fused_topk`` differentiates analytically through the selected scores. Where gradients are wanted, ``fused_moe`` is
-``fused_topk`` and ``fused_experts``, and that is ``fused_experts_saving``, which returns what
-``fused_experts_backward`` reads, whose results go on by stages: a compiled graph lets go of rows between them. The
-stages' formulas are in :mod:`moe_ops.stage_gradients`. Operators without a formula raise when an input requires grad:
-without a registration autograd would record through their bodies without a word.
+``fused_topk`` and ``fused_experts``, and that is ``fused_experts_saving``, which returns what its gradient reads. That
+is several operators, so that a compiled graph lets go of rows between them: through the second product and the
+activation; through the first product, with the gradient of its weight; and the gradient of the second weight, whose
+rows are the smallest, when the memory of all others has been allocated. The stages' formulas are in
+:mod:`moe_ops.stage_gradients`. Operators without a formula raise when an input requires grad: without a registration
+autograd would record through their bodies without a word.
 """
 
 from __future__ import annotations
@@ -14,73 +16,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from meta.calls import RouterOptions
 from meta.dims import GRADIENTS
-from meta.routing import ROUTINGS
 from moe_ops import compat, experts_backward, stage_gradients
 
 Context = Any
 
 #: Keyword arguments that the backward needs.
 _LAYER_OPTIONS = ("activation", "alpha", "limit", "glu_layout", "weight_on_input")
-_FORMAT_OPTIONS = ("format", "capacity", "backend")
-#: Tensor arguments of ``fused_experts_backward`` behind the gradient: inputs, what was saved, and inputs again.
+_FORMAT_OPTIONS = ("format", "capacity", "backend", "recompute")
+#: What a layer's gradient reads: arguments, results, and arguments that may be absent.
 _INPUTS = ("hidden_states", "gate_up_proj", "down_proj", "topk_weights")
 _RESULTS = ("gate_up", "up", "offsets", "row_to_pair", "pair_to_row")
 _OPTIONAL = ("up_proj", "gate_up_bias", "down_bias")
-
-
-def topk_backward(grad_TK: Tensor, logits_TE: Tensor, ids_TK: Tensor, options: dict[str, Any]) -> Tensor:
-    """Gradient of the logits of :func:`meta.routing.route` from that of its weights; the selection is constant.
-
-    Args:
-        grad_TK: gradient of the weights, ``[T, K]`` fp32.
-        logits_TE: ``[T, E]``.
-        ids_TK: selected experts, ``[T, K]``.
-        options: the keyword arguments of ``fused_topk``.
-
-    Returns:
-        ``[T, E]`` in the dtype of the logits; NaN where autograd through the formula gives NaN, which includes scores
-        that are NaN and were not selected: their derivative is multiplied by a gradient of 0.
-    """
-    row = ROUTINGS[options["routing"]]
-    logits, ids = logits_TE.float(), ids_TK.long()
-    picked = logits.gather(1, ids)
-    grad = grad_TK * options["scale"]
-    raw = _selected(row.score, row.after, logits, picked, ids)
-    if options["renormalize"]:
-        total = raw.sum(dim=-1, keepdim=True) + options["renorm_eps"]
-        grad = grad / total - (grad * raw).sum(dim=-1, keepdim=True) / total.square()
-    if row.after == "softmax":
-        grad = raw * (grad - (grad * raw).sum(dim=-1, keepdim=True))
-    elif row.score == "softmax":
-        probabilities = torch.softmax(logits, dim=-1)
-        centred = torch.zeros_like(logits).scatter(1, ids, grad) - (grad * raw).sum(dim=-1, keepdim=True)
-        grad_logits: Tensor = probabilities * centred
-        return grad_logits.to(logits_TE.dtype)
-    elif row.after == "sigmoid":
-        grad = grad * raw * (1 - raw)
-    dense = torch.zeros_like(logits).scatter(1, ids, grad)
-    if row.score == "sigmoid":
-        scores = torch.sigmoid(logits)
-        dense = dense * scores * (1 - scores)
-    elif row.score == "sqrtsoftplus":
-        dense = dense * torch.sigmoid(logits) / (2 * F.softplus(logits).sqrt())
-    return dense.to(logits_TE.dtype)
-
-
-def _selected(score: str, after: str, logits: Tensor, picked: Tensor, ids: Tensor) -> Tensor:
-    """Weights of the selected experts before renormalisation."""
-    if score == "softmax":
-        return torch.softmax(logits, dim=-1).gather(1, ids)
-    if score == "sqrtsoftplus":
-        return F.softplus(picked).sqrt()
-    if after == "softmax":
-        return torch.softmax(picked, dim=-1)
-    return torch.sigmoid(picked) if "sigmoid" in (score, after) else picked
 
 
 def _setup_topk(ctx: Context, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
@@ -89,8 +39,8 @@ def _setup_topk(ctx: Context, inputs: tuple[Any, ...], keyword_only_inputs: dict
 
 
 def _backward_topk(ctx: Context, grad_weights: Tensor, grad_ids: Tensor | None) -> tuple[Tensor | None, None]:
-    logits, ids = ctx.saved_tensors
-    return topk_backward(grad_weights, logits, ids, ctx.options), None
+    found = stage_gradients.run_op("fused_topk_backward", grad_weights, *ctx.saved_tensors, **ctx.options)
+    return found, None
 
 
 Formula = tuple[Callable[..., Any], Callable[..., Any]]
@@ -127,12 +77,15 @@ class _LayerFormula(_Formula):
     def setup_context(
         self, ctx: Context, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
     ) -> None:
-        """Save the inputs, what stood before the activation, and where the pairs are."""
+        """Save the inputs, and of the results what is kept: what stood before the activation, where the pairs are."""
         given, results = self._given(inputs), dict(zip(_RESULTS, output[1:], strict=True))
         ctx.mark_non_differentiable(*results.values())
         ctx.set_materialize_grads(False)
-        self._save(ctx, {name: given.get(name) for name in (*_INPUTS, *_OPTIONAL)} | results)
-        ctx.options = {name: keyword_only_inputs[name] for name in _LAYER_OPTIONS}
+        ctx.options = {name: keyword_only_inputs[name] for name in (*_LAYER_OPTIONS, "format", "capacity", "recompute")}
+        names = [*_INPUTS, *_OPTIONAL]
+        if ctx.options["recompute"] == "all":
+            names += ["topk_ids", "expert_map"]
+        self._save(ctx, {name: given.get(name) for name in names} | results)
 
     def _gradients(self, ctx: Context, saved: Any, needs: dict[str, bool], grad: Any) -> dict[str, Tensor | None]:
         if grad is None:
@@ -142,18 +95,59 @@ class _LayerFormula(_Formula):
                 "fused_experts: second derivatives are not implemented, got a backward pass with create_graph=True. "
                 "Leave create_graph out."
             )
-        on_input = ctx.options["weight_on_input"]
-        asked = [needs.get(name, False) and not (on_input and name == "topk_weights") for name in GRADIENTS]
-        stage = stage_gradients.run_op
-        tensors = tuple(saved[name] for name in (*_INPUTS, *_RESULTS, *_OPTIONAL))
-        of_gate, of_up, *others = stage("fused_experts_backward", grad, *tensors, needs=asked, **ctx.options)
-        found = {name: value for name, value, need in zip(GRADIENTS, others, asked, strict=True) if need}
+        recompute, needed = ctx.options["recompute"], defaultdict(bool, needs)
+        on_input, run = ctx.options["weight_on_input"], stage_gradients.run_op
+        if recompute is not None:
+            self._again(saved, ctx.options)
+        places = [saved[name] for name in ("offsets", "row_to_pair", "pair_to_row")]
+        glu = {name: ctx.options[name] for name in _LAYER_OPTIONS}
+        if saved["up_proj"] is not None:
+            glu["glu_layout"] = "separate"
+        given = (grad, saved["down_proj"], saved["topk_weights"], saved["gate_up"], saved["up"], *places)
+        backward = run(
+            "fused_experts_backward", *given, saved["down_bias"], value=needed["down_proj"], **glu
+        )  # fmt: skip
+        of_gate, of_up, value, of_weights = backward
         # Nobody reads these again: memory for what follows.
-        del tensors, saved["gate_up"], saved["up"]
+        del given, backward, saved["gate_up"], saved["up"]
         ctx.maybe_clear_saved_tensors()
-        halves = [of_gate] if saved["up_proj"] is None else [of_gate, of_up]
-        needed = defaultdict(bool, needs)
-        return found | experts_backward.through_the_first_product(saved, halves, needed, on_input, stage)
+        asked = [needed[name] and (name != "topk_weights" or on_input) for name in GRADIENTS]
+        # Beside what the kernel does anyway; where memory is short, later.
+        beside = grad if needed["down_proj"] and recompute is None else None
+        inputs = (saved["hidden_states"], saved["gate_up_proj"], saved["topk_weights"], *places, saved["up_proj"])
+        of_first = run(
+            "fused_experts_backward_first", of_gate, of_up, *inputs, beside, needs=asked, weight_on_input=on_input
+        )
+        del of_gate, of_up
+        found = {name: result for name, result, need in zip(GRADIENTS, of_first, asked, strict=False) if need}
+        if needed["topk_weights"] and not on_input:
+            found["topk_weights"] = of_weights
+        if needed["down_proj"]:
+            rows = (grad, value, *places) if beside is None else (of_first[-1], value, places[0])
+            found["down_proj"] = run("grouped_wgrad", *rows)
+        if needed["down_bias"]:
+            weights = None if on_input else saved["topk_weights"]
+            found["down_bias"] = run("expert_sums", grad, *places, weights)
+        return {name: None if result is None else result.to(saved[name].dtype) for name, result in found.items()}
+
+    @staticmethod
+    def _again(saved: dict[str, Any], options: dict[str, Any]) -> None:
+        """Put what was not kept among what is saved, the same bits as before."""
+        run = stage_gradients.run_op
+        if options["recompute"] == "all":
+            experts, capacity = saved["down_proj"].shape[0], options["capacity"]
+            if options["format"] == "batched" and capacity is None:
+                capacity = saved["hidden_states"].shape[0]
+            ids, expert_map = saved["topk_ids"], saved["expert_map"]
+            places = run("sort_pairs", ids, expert_map, num_experts=experts, capacity=capacity)
+            saved |= dict(zip(_RESULTS[2:], places, strict=True))
+        first = [saved["gate_up_proj"]] if saved["up_proj"] is None else [saved["gate_up_proj"], saved["up_proj"]]
+        routed = experts_backward.Routed(*(saved[name] for name in _RESULTS[2:]))
+        weighing = saved["topk_weights"] if options["weight_on_input"] else None
+        halves = experts_backward.first_product(
+            run, saved["hidden_states"], first, saved["gate_up_bias"], routed, weighing
+        )  # fmt: skip
+        saved |= dict(zip(_RESULTS, halves, strict=False))
 
 
 class InTraining:

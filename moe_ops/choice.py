@@ -8,9 +8,10 @@ from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any
 
-from meta.calls import Call, LayerCall
+from meta.calls import Call, GatheredCall, LayerCall
 from meta.dims import Problem
 from moe_ops import backends, plans
+from moe_ops.rows import gather_rows
 from moe_ops.runtime import Chosen
 
 _VARIABLE = "MOE_OPS_BACKEND"
@@ -123,6 +124,11 @@ def chosen(call: Call) -> Chosen:
     return partial(_composed, module=module), None
 
 
+def _of_copies(call: GatheredCall, module: ModuleType) -> Any:
+    rows = gather_rows(call.x.data, call.row_to_pair, call.pair_to_row, call.topk_weights)
+    return module.grouped_mm(call.of_rows(rows))
+
+
 def _composed(call: Any, module: ModuleType) -> Any:
     from moe_ops import layer  # (above this module: its public functions call the operators)
 
@@ -132,6 +138,8 @@ def _composed(call: Any, module: ModuleType) -> Any:
 def stage_of(module: ModuleType, call: Call) -> Callable[[Any], Any]:
     """The function of a stage: the module's own if it can run it."""
     function: Callable[[Any], Any] | None = getattr(module, call.op, None)
+    if function is None and isinstance(call, GatheredCall) and hasattr(module, "grouped_mm"):
+        function = partial(_of_copies, module=module)
     served = not call.problem.scheme or call.problem.scheme in module.SERVED_SCHEMES
     if function is not None and served and module.refuses(call.problem) is None:
         return function

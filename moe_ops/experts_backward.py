@@ -1,5 +1,5 @@
-"""``fused_experts`` in training, and its gradient: products by the stage operators, and what is between them by the
-backend's kernels or in plain tensor code. No synchronisation on a GPU.
+"""``fused_experts`` in training, and the steps of its gradient: products by the stage operators, and what is between
+them by the backend's kernels or in plain tensor code. No synchronisation on a GPU.
 
 With rows ``x``, ``h = x W1 + b1``, ``a = act(h)``, ``y = a W2 + b2``, out = sum of ``w y``, the forward keeps ``h`` and
 where the pairs are. Then ``u = dout W2`` gives ``dw = <u, a> + <dout, b2>`` without a second forward GEMM (SonicMoE,
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from meta.activations import split_glu
-from meta.calls import BackwardCall, ExpertsCall
+from meta.calls import BackwardCall, ExpertsCall, FirstBackwardCall, SortCall
 from meta.dims import GRADIENTS, accumulation_dtype
 from moe_ops import rows as plain
 from moe_ops.pairs import drop_overflow, local_ids
@@ -36,119 +36,126 @@ def fused_experts_saving(call: ExpertsCall, stage: Stage, kernels: ModuleType) -
     """``fused_experts`` in sorted rows, whatever its format: a capacity drops pairs, and does nothing else.
 
     Returns:
-        The output, gate_up, up (numel 0 unless the halves are apart), offsets, row_to_pair, pair_to_row.
+        The output, gate_up, up, offsets, row_to_pair, pair_to_row; numel 0 where there is none or it is not to be kept.
     """
-    weights, between, experts = call.experts, _between(kernels), int(call.experts.count)
-    topk_ids, expert_map = call.topk_ids, call.expert_map
-    if call.capacity is not None:
-        ids = drop_overflow(local_ids(topk_ids, expert_map, experts), experts, call.capacity)
-        topk_ids, expert_map = ids.masked_fill(ids == experts, -1).view(topk_ids.shape), None
-    routed: Routed = between.sort_pairs(topk_ids, experts, expert_map, counted_for=weights.down.data)
-    weighing = call.topk_weights if call.weight_on_input else None
-    x = stage("gather_rows", call.hidden_states.data, *routed[1:], weighing)
+    weights, between = call.experts, _between(kernels)
+    ids = (call.topk_ids, call.expert_map, int(weights.count), call.capacity)
+    routed = _sorted(between, *ids, counted_for=weights.down.data)
     first = [weights.gate_up.data] if weights.up is None else [weights.gate_up.data, weights.up.data]
-    bias = weights.gate_up_bias
-    biases = [bias] if bias is None or len(first) == 1 else bias.chunk(2, dim=1)
-    halves = [
-        stage("grouped_mm", x, weight, routed.offsets, [], own) for weight, own in zip(first, biases * 2, strict=False)
-    ]
-    del x
+    weighing = call.topk_weights if call.weight_on_input else None
+    halves = first_product(stage, call.hidden_states.data, first, weights.gate_up_bias, routed, weighing)
     up = halves[1] if len(halves) > 1 else None
     value = between.glu_rows(halves[0], up, weights.glu, routed.offsets)
+    nothing = value.new_empty(0)
+    kept = [halves[0], nothing if up is None else up] if call.recompute is None else [nothing, value.new_empty(0)]
+    del halves, up
     y = stage("grouped_mm", value, weights.down.data, routed.offsets, [], weights.down_bias)
     del value
-    out = stage("moe_unpermute", y, routed.pair_to_row, _scales(call.topk_weights, call.weight_on_input))
-    return out, halves[0], out.new_empty(0) if up is None else up, *routed
+    scales = torch.ones_like(call.topk_weights, dtype=torch.float32) if call.weight_on_input else call.topk_weights
+    out = stage("moe_unpermute", y, routed.pair_to_row, scales)
+    places = routed if call.recompute != "all" else [part.new_empty(0) for part in routed]
+    return out, *kept, *places
 
 
-def _scales(topk_weights: Tensor, weight_on_input: bool) -> Tensor:
-    """What results are multiplied by."""
-    return torch.ones_like(topk_weights, dtype=torch.float32) if weight_on_input else topk_weights
+def sort_pairs(call: SortCall, stage: Stage, kernels: ModuleType) -> Routed:
+    """Where the pairs of a layer are in sorted rows, as :func:`fused_experts_saving` finds them; nothing is counted."""
+    ids = (call.topk_ids, call.expert_map, call.num_experts, call.capacity)
+    return _sorted(_between(kernels), *ids, counted_for=None)
+
+
+def _sorted(
+    between: Any,
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    experts: int,
+    capacity: Any,
+    *,
+    counted_for: Tensor | None,
+) -> Routed:
+    if capacity is not None:
+        ids = drop_overflow(local_ids(topk_ids, expert_map, experts), experts, capacity)
+        topk_ids, expert_map = ids.masked_fill(ids == experts, -1).view(topk_ids.shape), None
+    routed: Routed = between.sort_pairs(topk_ids, experts, expert_map, counted_for=counted_for)
+    return routed
+
+
+def first_product(
+    stage: Stage,
+    hidden_states: Tensor,
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    routed: Routed,
+    topk_weights: Tensor | None,
+) -> list[Tensor]:
+    """What stands before the activation, ``[R, N]`` of each weight, of rows times ``topk_weights`` if given."""
+    biases = [bias] if bias is None or len(weights) == 1 else bias.chunk(2, dim=1)
+    return [
+        stage("gathered_mm", hidden_states, weight, *routed, topk_weights, own)
+        for weight, own in zip(weights, biases * 2, strict=False)
+    ]
 
 
 def fused_experts_backward(call: BackwardCall, stage: Stage, kernels: ModuleType) -> tuple[Tensor, ...]:
-    """Gradients of what stood before the activation, and of :data:`meta.dims.GRADIENTS`, numel 0 where not needed.
+    """Gradients of gate_up and up, the weighted result of the activation, the gradient of topk_weights; numel 0 where
+    not needed.
 
     Args:
         stage: stages choose their own backends: a request binds the operator that it was made for.
         kernels: the backend that may have more than plain code for what is between products.
     """
-    needs, weights, on_input = call.needs, call.experts, call.weight_on_input
     places = (call.row_to_pair, call.pair_to_row)
-    wide = accumulation_dtype(call.grad_output.dtype)
-    grads: dict[str, Tensor] = {}
-    grad_y = stage("gather_rows", call.grad_output, *places)
-    grad_a = stage("grouped_mm", grad_y, weights.down.data.transpose(1, 2), call.offsets)
-    if not (needs["down_proj"] or weights.down_bias is not None):
-        del grad_y
-    of_gate, of_up, value, dots = _between(kernels).glu_rows_backward(
-        grad_a, call.gate_up, None if weights.up is None else call.up, None if on_input else call.topk_weights,
-        call.row_to_pair, weights.glu, call.offsets, value=needs["down_proj"],
-    )  # fmt: skip
-    del grad_a
-    if needs["topk_weights"]:
-        if weights.down_bias is not None:
-            bias = weights.down_bias.unsqueeze(1)
-            dots = dots + stage("grouped_mm", grad_y, bias, call.offsets, out_dtype=wide).squeeze(1)
-        grads["topk_weights"] = pair_sums(dots, call.pair_to_row)
-    if needs["down_proj"]:
-        grads["down_proj"] = stage("grouped_wgrad", grad_y, value, call.offsets)
-    del value
-    if needs["down_bias"]:
-        weighed = grad_y if on_input else stage("gather_rows", call.grad_output, *places, call.topk_weights)
-        grads["down_bias"] = expert_sums(weighed, call.offsets, stage)
-    none = call.grad_output.new_empty(0, dtype=torch.float32)
-    return (
-        of_gate,
-        call.gate_up.new_empty(0) if of_up is None else of_up,
-        *(
-            grads[name].to(dtype).contiguous() if needs[name] else none
-            for name, (_, dtype) in zip(GRADIENTS, call.outputs[2:], strict=True)
-        ),
+    weights = None if call.weight_on_input else call.topk_weights
+    dots = None
+    if weights is not None and call.down_bias is not None:
+        wide = accumulation_dtype(call.grad_output.dtype)
+        bias = call.down_bias.unsqueeze(1).to(call.grad_output.dtype)
+        dots = stage("gathered_mm", call.grad_output, bias, call.offsets, *places, out_dtype=wide).squeeze(1)
+    grad = stage("gathered_mm", call.grad_output, call.down.transpose(1, 2), call.offsets, *places)
+    results = _between(kernels).glu_rows_backward(
+        grad, call.gate_up, call.up, weights, places, call.glu, call.offsets, value=call.value, dots=dots
+    )
+    return tuple(
+        torch.empty(0, dtype=dtype, device=call.device) if result is None else result
+        for result, (_, dtype) in zip(results, call.outputs, strict=True)
     )
 
 
-def through_the_first_product(
-    saved: dict[str, Any], parts: Sequence[Tensor], needs: dict[str, bool], weight_on_input: bool, stage: Stage
-) -> dict[str, Tensor]:
-    """Gradients of hidden_states, gate_up_proj, up_proj, gate_up_bias, and of topk_weights with ``weight_on_input``,
-    those that are needed.
-
-    Args:
-        saved: inputs of ``fused_experts`` by name, and where the pairs are.
-        parts: gradients of what stood before the activation, of the halves one each where these are apart.
+def fused_experts_backward_first(call: FirstBackwardCall, stage: Stage, kernels: ModuleType) -> tuple[Tensor, ...]:
+    """Gradients by the names of :data:`meta.dims.GRADIENTS`, and ``grad_output`` in sorted rows; numel 0 where not
+    needed.
     """
-    hidden_states, topk_weights, offsets = saved["hidden_states"], saved["topk_weights"], saved["offsets"]
-    places = (saved["row_to_pair"], saved["pair_to_row"])
-    wide, first = accumulation_dtype(hidden_states.dtype), {"gate_up_proj": saved["gate_up_proj"]}
-    if saved["up_proj"] is not None:
-        first["up_proj"] = saved["up_proj"]
-    grads: dict[str, Tensor] = {}
+    needs, offsets, dtype = call.needs, call.offsets, call.hidden_states.dtype
+    found: dict[str, Tensor | None] = {}
     if needs["gate_up_bias"]:
-        sums = [expert_sums(part, offsets, stage) for part in parts]
-        whole = sums[0] if len(sums) == 1 else torch.cat(sums, dim=1)
-        grads["gate_up_bias"] = whole.to(saved["gate_up_bias"].dtype)
-    if needs["gate_up_proj"] or needs["up_proj"]:  # first, while there are no rows but these
-        x = stage("gather_rows", hidden_states, *places, topk_weights if weight_on_input else None)
-        for (name, weight), part in zip(first.items(), parts, strict=True):
-            if needs[name]:
-                grads[name] = stage("grouped_wgrad", part, x, offsets).to(weight.dtype)
-        del x
-    if needs["hidden_states"] or (needs["topk_weights"] and weight_on_input):
+        sums = [stage("expert_sums", grad, offsets) for grad in call.grads]
+        found["gate_up_bias"] = sums[0] if len(sums) == 1 else torch.cat(sums, dim=1)
+    names = [name for name in ("gate_up_proj", "up_proj") if needs[name]]
+    between, weights = _between(kernels), call.topk_weights if call.weight_on_input else None
+    if needs["hidden_states"] or needs["topk_weights"] or call.grad_output is not None:
 
-        def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-            result: Tensor = stage("grouped_mm", x, weight, offsets, [], bias, out_dtype=dtype)
+        def product(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+            result: Tensor = stage("grouped_mm", x, weight, offsets, [], bias, out_dtype=out_dtype)
             return result
 
-        grad_x = through_first(product, parts, list(first.values()), wide).to(hidden_states.dtype)
-        if needs["topk_weights"] and weight_on_input:
-            rows = stage("gather_rows", hidden_states, *places)
-            dots = (grad_x.to(wide) * rows.to(wide)).sum(dim=-1)
-            grads["topk_weights"] = pair_sums(dots, places[1]).to(topk_weights.dtype)
-        if needs["hidden_states"]:
-            scales = _scales(topk_weights, not weight_on_input)
-            grads["hidden_states"] = stage("moe_unpermute", grad_x, places[1], scales)
-    return grads
+        grad_rows = through_first(product, call.grads, call.weights, accumulation_dtype(dtype)).to(dtype)
+        of_tokens, x, copies, of_weights = between.collect(
+            grad_rows, call.pair_to_row, call.row_to_pair, call.hidden_states, weights, call.grad_output,
+            rows=bool(names),
+        )  # fmt: skip
+        del grad_rows
+        found |= {"hidden_states": of_tokens, "topk_weights": of_weights, "grad_output": copies}
+    else:
+        x = between.gather_rows(call.hidden_states, call.row_to_pair, call.pair_to_row, weights) if names else None
+    for name, grad in zip(("gate_up_proj", "up_proj"), call.grads, strict=False):
+        if needs[name]:
+            found[name] = stage("grouped_wgrad", grad, x, offsets)
+    asked = needs | {"grad_output": call.grad_output is not None}
+    nothing = torch.empty(0, dtype=torch.float32, device=call.device)
+    return tuple(_or(found.get(name) if asked[name] else None, nothing) for name in (*GRADIENTS, "grad_output"))
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    return torch.empty_like(other) if tensor is None else tensor
 
 
 def gate_and_up(
@@ -171,17 +178,3 @@ def through_first(
     dtype = None if len(weights) == 1 else wide
     terms = [product(part, weight.transpose(1, 2), None, dtype) for part, weight in zip(parts, weights, strict=True)]
     return sum(terms[1:], terms[0])
-
-
-def expert_sums(grad_rows: Tensor, offsets: Tensor, stage: Stage) -> Tensor:
-    """Sum of every expert's rows, ``[E, N]``, in a fixed order; a NaN is in the sum of its own expert alone."""
-    wide = accumulation_dtype(grad_rows.dtype)
-    ones = grad_rows.new_ones((grad_rows.shape[0], 1), dtype=wide)
-    sums: Tensor = stage("grouped_wgrad", grad_rows.to(wide), ones, offsets)
-    return sums.squeeze(2)
-
-
-def pair_sums(values_R: Tensor, pair_to_row: Tensor) -> Tensor:
-    """Value of every pair's row, ``[T, K]``; 0 for dropped pairs."""
-    picked = values_R.index_select(0, pair_to_row.reshape(-1).clamp(min=0)) if values_R.numel() else values_R
-    return torch.where(pair_to_row < 0, 0.0, picked.view(pair_to_row.shape))

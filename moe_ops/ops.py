@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from meta import cost
-from meta.calls import BackwardCall, Call
+from meta.calls import BackwardCall, Call, FirstBackwardCall, SortCall
 from meta.checks import Accepts, accepts, check_name, check_type
 from meta.fakes import allocate
 from meta.shapes import RULES
@@ -35,7 +35,8 @@ _BIASES = "Tensor? gate_up_bias=None, Tensor? down_bias=None, Tensor? expert_map
 _EXPERTS = f"Tensor? up_proj=None, {_BIASES}, Tensor? hidden_states_scale=None"
 _GLU = 'str activation="silu", float? alpha=None, float? limit=None, str glu_layout="concat"'
 _FORMAT = 'str format="grouped", SymInt? capacity=None'
-_LAYER = f"{_GLU}, bool weight_on_input=False, str? scheme=None, {_FORMAT}, str? backend=None"
+_RECOMPUTE = "str? recompute=None"
+_LAYER = f"{_GLU}, bool weight_on_input=False, str? scheme=None, {_FORMAT}, str? backend=None, {_RECOMPUTE}"
 _SCALES = "Tensor[]? gate_up_scales=None, Tensor[]? down_scales=None"
 
 
@@ -57,10 +58,10 @@ def _plain(x: str, counts: str) -> str:
 #: registration nor opcheck takes a list that is keyword-only or has another default.
 SCHEMAS: dict[str, str] = {
     "fused_topk": f"(Tensor router_logits, Tensor? correction_bias=None, *, {_ROUTING}) -> (Tensor, Tensor)",
+    "fused_topk_backward": f"(Tensor grad_weights, Tensor router_logits, Tensor topk_ids, *, {_ROUTING}) -> Tensor",
     "moe_permute": "(Tensor hidden_states, Tensor topk_ids, Tensor? expert_map=None, *, SymInt num_experts)"
     " -> (Tensor, Tensor, Tensor)",
     "moe_unpermute": "(Tensor rows, Tensor pair_to_row, Tensor topk_weights, Tensor? added=None) -> Tensor",
-    "gather_rows": "(Tensor tokens, Tensor row_to_pair, Tensor pair_to_row, Tensor? topk_weights=None) -> Tensor",
     "batched_dispatch": "(Tensor hidden_states, Tensor topk_ids, Tensor? expert_map=None, *, SymInt num_experts, "
     'SymInt capacity, str slot_order="token") -> (Tensor, Tensor, Tensor)',
     "batched_combine": "(Tensor batch, Tensor slots, Tensor topk_weights, Tensor? added=None) -> Tensor",
@@ -70,16 +71,26 @@ SCHEMAS: dict[str, str] = {
     "grouped_mm": _plain("rows", "offsets"),
     "batched_mm_glu": _glu("batch", "expert_num_tokens"),
     "batched_mm": _plain("batch", "expert_num_tokens"),
-    "grouped_wgrad": "(Tensor grad_rows, Tensor rows, Tensor offsets) -> Tensor",
+    "sort_pairs": "(Tensor topk_ids, Tensor? expert_map=None, *, SymInt num_experts, SymInt? capacity=None) "
+    "-> (Tensor, Tensor, Tensor)",
+    "gathered_mm": "(Tensor tokens, Tensor weight, Tensor offsets, Tensor row_to_pair, Tensor pair_to_row, "
+    "Tensor? topk_weights=None, Tensor? bias=None, *, ScalarType? out_dtype=None) -> Tensor",
+    "grouped_wgrad": "(Tensor grad_rows, Tensor rows, Tensor offsets, Tensor? row_to_pair=None, "
+    "Tensor? pair_to_row=None) -> Tensor",
+    "expert_sums": "(Tensor rows, Tensor offsets, Tensor? row_to_pair=None, Tensor? pair_to_row=None, "
+    "Tensor? topk_weights=None) -> Tensor",
     "fused_experts": "(Tensor hidden_states, Tensor gate_up_proj, Tensor down_proj, Tensor topk_weights, "
     f"Tensor topk_ids, {_SCALES}, {_EXPERTS}, *, {_LAYER}) -> Tensor",
     "fused_experts_saving": "(Tensor hidden_states, Tensor gate_up_proj, Tensor down_proj, Tensor topk_weights, "
     f"Tensor topk_ids, Tensor? up_proj=None, {_BIASES}, *, {_GLU}, bool weight_on_input=False, {_FORMAT}, "
-    "str? backend=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    "fused_experts_backward": "(Tensor grad_output, Tensor hidden_states, Tensor gate_up_proj, Tensor down_proj, "
-    "Tensor topk_weights, Tensor gate_up, Tensor up, Tensor offsets, Tensor row_to_pair, Tensor pair_to_row, "
-    "Tensor? up_proj=None, Tensor? gate_up_bias=None, Tensor? down_bias=None, *, bool[] needs, "
-    f"{_GLU}, bool weight_on_input=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"str? backend=None, {_RECOMPUTE}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "fused_experts_backward": "(Tensor grad_output, Tensor down_proj, Tensor topk_weights, Tensor gate_up, Tensor up, "
+    "Tensor offsets, Tensor row_to_pair, Tensor pair_to_row, Tensor? down_bias=None, *, bool value, "
+    f"{_GLU}, bool weight_on_input=False) -> (Tensor, Tensor, Tensor, Tensor)",
+    "fused_experts_backward_first": "(Tensor grad_gate_up, Tensor grad_up, Tensor hidden_states, Tensor gate_up_proj, "
+    "Tensor topk_weights, Tensor offsets, Tensor row_to_pair, Tensor pair_to_row, Tensor? up_proj=None, "
+    "Tensor? grad_output=None, *, bool[] needs, bool weight_on_input=False) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "fused_moe": "(Tensor hidden_states, Tensor router_logits, Tensor gate_up_proj, Tensor down_proj, "
     f"{_SCALES}, Tensor? correction_bias=None, {_EXPERTS}, *, {_ROUTING}, {_LAYER}) -> Tensor",
 }
@@ -87,15 +98,14 @@ SCHEMAS: dict[str, str] = {
 _QUANTIZE_CURE = "Quantised activations have no gradient; call it under torch.no_grad()."
 _BACKWARD_CURE = "Second derivatives are not implemented; do not pass create_graph=True."
 #: What formulas call, and no public function.
-_OF_GRADIENTS = ("fused_experts_saving", "fused_experts_backward", "grouped_wgrad", "gather_rows")
-#: Training takes no quantised weights; the gradient works in sorted rows, and chooses its backends stage by stage.
-_UNQUANTISED: dict[str, Any] = {"gate_up_scales": (), "down_scales": (), "hidden_states_scale": None, "scheme": None}
+_OF_GRADIENTS = (
+    "fused_experts_saving", "fused_experts_backward", "fused_experts_backward_first", "fused_topk_backward",
+    "sort_pairs", "gathered_mm", "grouped_wgrad", "expert_sums",
+)  # fmt: skip
+#: Training takes no quantised weights.
 _ABSENT: dict[str, dict[str, Any]] = {
-    "fused_experts_saving": _UNQUANTISED,
-    "fused_experts_backward": {
-        **_UNQUANTISED, "expert_map": None, "format": "grouped", "capacity": None, "backend": None,
-    },
-}  # fmt: skip
+    "fused_experts_saving": {"gate_up_scales": (), "down_scales": (), "hidden_states_scale": None, "scheme": None},
+}
 
 
 _REQUIRED = object()  # stands for the default of an argument that has none
@@ -210,9 +220,9 @@ def _stage_of(module: ModuleType, name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _chosen(call: Call) -> Chosen:
-    if isinstance(call, BackwardCall):
+    if isinstance(call, BackwardCall | FirstBackwardCall | SortCall):
         kernels = choice.choose(call.problem, None, "grouped_wgrad")
-        return partial(experts_backward.fused_experts_backward, stage=run, kernels=kernels), None
+        return partial(getattr(experts_backward, call.op), stage=run, kernels=kernels), None
     if call.op == "fused_experts_saving":
         kernels = choice.choose(call.problem, call.backend)
         stage = partial(_stage_of, kernels) if call.backend is not None else run

@@ -16,19 +16,20 @@ from meta.calls import (
     CombineCall,
     DispatchCall,
     ExpertsCall,
+    GatheredCall,
     GemmCall,
     GluCall,
     MoeCall,
     QuantizeCall,
     RouteCall,
+    SumsCall,
     WgradCall,
 )
 from meta.dims import Problem, accumulation_dtype
 from meta.operands import Operand, quantized
 from meta.routing import route
 from meta.schemes import SCHEMES
-from moe_ops import counters
-from moe_ops import rows as plain
+from moe_ops import counters, router_gradient
 
 NAME = "reference"
 SERVED_SCHEMES = frozenset({"bf16", "fp16", "fp32", "fp64", "fp8_block128"})
@@ -42,6 +43,9 @@ def refuses(problem: Problem) -> str | None:
 def fused_topk(call: RouteCall) -> tuple[Tensor, Tensor]:
     """Router: the eager body of :mod:`meta.routing`."""
     return route(call.router_logits, call.correction_bias, **call.options._asdict())
+
+
+fused_topk_backward = router_gradient.fused_topk_backward
 
 
 def _local_expert(expert: int, expert_map: Tensor | None, num_experts: int) -> int:
@@ -106,7 +110,6 @@ def moe_unpermute(call: CombineCall) -> Tensor:
 
 
 batched_combine = moe_unpermute
-gather_rows = plain.gather_rows
 
 
 def quantize_rows(call: QuantizeCall) -> tuple[Tensor, Tensor]:
@@ -177,13 +180,43 @@ def grouped_mm(call: GemmCall) -> Tensor:
 batched_mm = grouped_mm
 
 
+def _rows_of_tokens(
+    tokens: Tensor, row_to_pair: Tensor | None, pair_to_row: Tensor | None, topk_weights: Tensor | None = None
+) -> Tensor:
+    """Rows in the accumulation dtype, copied one by one; ``tokens`` themselves without places."""
+    wide = tokens.to(accumulation_dtype(tokens.dtype))
+    if row_to_pair is None or pair_to_row is None:
+        return wide
+    rows, top_k = wide.new_zeros((row_to_pair.shape[0], wide.shape[1])), pair_to_row.shape[1]
+    for row, pair in enumerate(row_to_pair.tolist()):
+        if pair >= 0:
+            weight = 1.0 if topk_weights is None else topk_weights[pair // top_k, pair % top_k].to(wide.dtype)
+            rows[row] = wide[pair // top_k] * weight
+    return rows
+
+
+def gathered_mm(call: GatheredCall) -> Tensor:
+    """:func:`grouped_mm` of rows that are copied first, and rounded where they are weighted."""
+    rows = _rows_of_tokens(call.x.data, call.row_to_pair, call.pair_to_row, call.topk_weights)
+    return grouped_mm(call.of_rows(rows.to(call.x.data.dtype)))
+
+
 def grouped_wgrad(call: WgradCall) -> Tensor:
     """``out[e] = grad_rows[rows of e].T @ rows[rows of e]``."""
     wide = accumulation_dtype(call.rows.dtype)
+    grad = _rows_of_tokens(call.grad_rows, call.row_to_pair, call.pair_to_row)
     ends = pairwise([0, *call.offsets.tolist()])
-    products = [call.grad_rows[start:end].to(wide).T @ call.rows[start:end].to(wide) for start, end in ends]
+    products = [grad[start:end].T @ call.rows[start:end].to(wide) for start, end in ends]
     (sizes, dtype), *_ = call.outputs
     return torch.stack(products).to(dtype) if products else call.rows.new_empty(sizes)
+
+
+def expert_sums(call: SumsCall) -> Tensor:
+    """``out[e] = sum of rows[rows of e]``."""
+    rows = _rows_of_tokens(call.rows, call.row_to_pair, call.pair_to_row, call.topk_weights)
+    sums = [rows[start:end].sum(dim=0) for start, end in pairwise([0, *call.offsets.tolist()])]
+    (sizes, dtype), *_ = call.outputs
+    return torch.stack(sums) if sums else rows.new_empty(sizes, dtype=dtype)
 
 
 def fused_experts(call: ExpertsCall) -> Tensor:

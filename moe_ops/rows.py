@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from meta.activations import ACTIVATIONS, join_glu, split_glu
-from meta.calls import GatherCall
 from meta.dims import accumulation_dtype
 from meta.operands import Glu
 from moe_ops import counters
@@ -31,16 +30,16 @@ class Routed(NamedTuple):
     pair_to_row: Tensor
 
 
-def sort_pairs(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None, *, counted_for: Tensor) -> Routed:
+def sort_pairs(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None, *, counted_for: Tensor | None) -> Routed:
     """Stable sort of the pairs by expert.
 
     Args:
         topk_ids: ``[T, K]`` int32 or int64; expert_map: ``[E_global]`` or None.
-        counted_for: the weights that :mod:`moe_ops.counters` knows the layer by.
+        counted_for: the weights that :mod:`moe_ops.counters` knows the layer by, None to count nothing.
     """
     ids = local_ids(topk_ids, expert_map, num_experts)
     counts, order, rank = places(ids, num_experts)
-    if counters.active:
+    if counters.active and counted_for is not None:
         counters.count(counted_for, counts.tolist())
     ends = counts.cumsum(0)
     starts = torch.cat((ends - counts, ends.new_zeros(1)))
@@ -50,16 +49,63 @@ def sort_pairs(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None, *,
     return Routed(ends.int(), row_to_pair.int(), pair_to_row.int().view(topk_ids.shape))
 
 
-def gather_rows(call: GatherCall) -> Tensor:
+def gather_rows(tokens: Tensor, row_to_pair: Tensor, pair_to_row: Tensor, topk_weights: Tensor | None = None) -> Tensor:
     """The token of every row, times the weight of its pair if there are weights, in the accumulation dtype and rounded
     once, ``[R, H]``; rows past the last are those of token 0.
     """
-    pairs = call.row_to_pair.long().clamp(min=0)
-    rows = call.tokens.index_select(0, pairs // max(call.pair_to_row.shape[1], 1))
-    if call.topk_weights is None:
+    pairs = row_to_pair.long().clamp(min=0)
+    rows = tokens.index_select(0, pairs // max(pair_to_row.shape[1], 1))
+    if topk_weights is None:
         return rows
     wide = accumulation_dtype(rows.dtype)
-    return (rows.to(wide) * call.topk_weights.reshape(-1, 1).index_select(0, pairs).to(wide)).to(rows.dtype)
+    return (rows.to(wide) * topk_weights.reshape(-1, 1).index_select(0, pairs).to(wide)).to(rows.dtype)
+
+
+def collect(
+    grad_rows: Tensor,
+    pair_to_row: Tensor,
+    row_to_pair: Tensor,
+    hidden_states: Tensor,
+    topk_weights: Tensor | None,
+    grad_output: Tensor | None,
+    *,
+    rows: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of tokens from those of their rows, in the accumulation dtype and the order of k; and rows of tokens,
+    which belong to the products that follow.
+
+    Args:
+        grad_rows: ``[R, H]``, whose memory may be taken; those past the last are not read.
+        pair_to_row, row_to_pair: int32 ``[T, K]``, ``[R]``.
+        hidden_states: ``[T, H]``.
+        topk_weights: ``[T, K]`` by which a row was its token multiplied, or None for 1.
+        grad_output: ``[T, H]`` or None.
+        rows: whether rows of hidden_states are asked for, times their weights.
+
+    Returns:
+        (gradient of hidden_states ``[T, H]``, rows of hidden_states ``[R, H]`` or None, of grad_output or None,
+        gradient of topk_weights ``[T, K]`` in the accumulation dtype or None without them).
+    """
+    dtype, wide = grad_rows.dtype, accumulation_dtype(grad_rows.dtype)
+    total, dots = torch.zeros(hidden_states.shape, dtype=wide, device=grad_rows.device), []
+    for of_slot in pair_to_row.unbind(1):
+        dropped = of_slot < 0
+        row = grad_rows.index_select(0, of_slot.clamp(min=0)).to(wide).masked_fill(dropped.unsqueeze(1), 0.0)
+        if topk_weights is None:
+            total += row
+        else:
+            weight = topk_weights[:, len(dots), None].to(wide).masked_fill(dropped.unsqueeze(1), 0.0)
+            dots.append(torch.where(dropped, 0.0, (row * hidden_states.to(wide)).sum(dim=1)))
+            total += row * weight
+    of_weights = None
+    if topk_weights is not None:
+        of_weights = torch.stack(dots, dim=1) if dots else topk_weights.new_zeros(topk_weights.shape, dtype=wide)
+    return (
+        total.to(dtype),
+        gather_rows(hidden_states, row_to_pair, pair_to_row, topk_weights) if rows else None,
+        None if grad_output is None else gather_rows(grad_output, row_to_pair, pair_to_row),
+        of_weights,
+    )
 
 
 def glu_rows(gate_up: Tensor, up: Tensor | None, glu: Glu, offsets: Tensor) -> Tensor:
@@ -78,39 +124,47 @@ def glu_rows_backward(
     gate_up: Tensor,
     up: Tensor | None,
     topk_weights: Tensor | None,
-    row_to_pair: Tensor,
+    places: tuple[Tensor, Tensor],
     glu: Glu,
     offsets: Tensor,
     *,
     value: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    dots: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients through the activation and the routing weights behind the second product.
 
     Args:
-        grad: ``[R, I]``, of the activation's result where its weight is 1.
+        grad: ``[R, I]``, of the activation's result where its weight is 1; its memory may be taken.
         gate_up, up, offsets: of :func:`glu_rows`.
         topk_weights: ``[T, K]``, or None for 1.
-        row_to_pair: int32 ``[R]``.
+        places: int32 row_to_pair ``[R]`` and pair_to_row ``[T, K]``.
         value: whether the weighted result is asked for.
+        dots: ``[R]``, what comes to the gradient of each row's weight besides, or None.
 
     Returns:
-        (gradient of ``gate_up``, of ``up`` or None, weighted result ``[R, I]`` or None, ``[R]`` in the accumulation
-        dtype: the gradient of each row's weight).
+        (gradient of ``gate_up``, of ``up`` or None, weighted result ``[R, I]`` or None, gradient of topk_weights ``[T,
+        K]`` in the accumulation dtype, 0 for dropped pairs, or None without them).
     """
     wide = accumulation_dtype(grad.dtype)
     gate, other = _halves(gate_up, up, glu.layout)
     row, grad = ACTIVATIONS[glu.activation], grad.to(wide)
     result = row.eager(gate, other, glu.alpha, glu.limit)
-    dots = (grad * result).sum(dim=-1)
+    of_weights = None
     if topk_weights is not None:
+        row_to_pair, pair_to_row = places
+        of_rows = (grad * result).sum(dim=-1)
+        of_rows = of_rows if dots is None else of_rows + dots
+        kept, at = pair_to_row >= 0, pair_to_row.reshape(-1).clamp(min=0)
+        of_pairs = of_rows.index_select(0, at) if of_rows.numel() else of_rows
+        of_weights = torch.where(kept, of_pairs.view(pair_to_row.shape), 0.0)
         pairs = row_to_pair.long().clamp(min=0)
         weights = topk_weights.reshape(-1, 1).index_select(0, pairs).to(wide)
         grad, result = grad * weights, result * weights
     of_gate, of_up = row.backward(grad, gate, other, glu.alpha, glu.limit)
     weighted = result.to(gate_up.dtype) if value else None
     if up is not None and of_up is not None:
-        return of_gate.to(gate_up.dtype), of_up.to(gate_up.dtype), weighted, dots
-    return join_glu(of_gate, of_up, glu.layout).to(gate_up.dtype), None, weighted, dots
+        return of_gate.to(gate_up.dtype), of_up.to(gate_up.dtype), weighted, of_weights
+    return join_glu(of_gate, of_up, glu.layout).to(gate_up.dtype), None, weighted, of_weights
 
 
 def _halves(gate_up: Tensor, up: Tensor | None, layout: str) -> tuple[Tensor, Tensor | None]:

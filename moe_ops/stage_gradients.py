@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meta.activations import join_glu, resolve_activation
 from meta.dims import accumulation_dtype
-from moe_ops.experts_backward import expert_sums, gate_and_up, through_first
+from moe_ops.experts_backward import gate_and_up, through_first
 from moe_ops.pairs import used_rows
 
 Gradients = dict[str, Tensor | None]
@@ -91,7 +91,8 @@ class _Rows:
 
     def sums(self, grad: Tensor) -> Tensor:
         """Sum of every expert's rows, ``[E, N]``."""
-        return expert_sums(self.clean(grad).flatten(0, -2), self.offsets, run_op)
+        found: Tensor = run_op("expert_sums", self.clean(grad).flatten(0, -2), self.offsets)
+        return found
 
 
 def gemm(op: str, saved: dict[str, Tensor], needs: dict[str, bool], grad: Tensor, **options: Any) -> Gradients:

@@ -15,18 +15,20 @@ from meta.calls import (
     CombineCall,
     DispatchCall,
     ExpertsCall,
+    GatheredCall,
     GemmCall,
     GluCall,
     MoeCall,
     QuantizeCall,
     RouteCall,
+    SumsCall,
     WgradCall,
 )
 from meta.dims import Problem, accumulation_dtype
 from meta.operands import quantized
 from meta.routing import route
 from meta.schemes import SCHEMES
-from moe_ops import counters
+from moe_ops import counters, router_gradient
 from moe_ops import rows as plain
 from moe_ops.compat import kernels_alone
 from moe_ops.kernels.cpu import (
@@ -60,6 +62,9 @@ def refuses(problem: Problem) -> str | None:
 def fused_topk(call: RouteCall) -> tuple[Tensor, Tensor]:
     """The vectorised router of :mod:`meta.routing`."""
     return route(call.router_logits, call.correction_bias, **call.options._asdict())
+
+
+fused_topk_backward = router_gradient.fused_topk_backward
 
 
 def moe_permute(call: DispatchCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,7 +108,6 @@ def moe_unpermute(call: CombineCall) -> Tensor:
 
 
 batched_combine = moe_unpermute
-gather_rows = plain.gather_rows
 
 
 def quantize_rows(call: QuantizeCall) -> tuple[Tensor, Tensor]:
@@ -151,12 +155,31 @@ def grouped_mm(call: GemmCall) -> Tensor:
 batched_mm = grouped_mm
 
 
+def gathered_mm(call: GatheredCall) -> Tensor:
+    """A product of copies."""
+    rows = plain.gather_rows(call.x.data, call.row_to_pair, call.pair_to_row, call.topk_weights)
+    return grouped_mm(call.of_rows(rows))
+
+
 def grouped_wgrad(call: WgradCall) -> Tensor:
     """``out[e] = grad_rows[rows of e].T @ rows[rows of e]``; zero for experts without rows."""
-    ((sizes, _),) = call.outputs
+    ((sizes, _),), grad = call.outputs, call.grad_rows
     out = call.rows.new_zeros(sizes)
+    if call.row_to_pair is not None and call.pair_to_row is not None:
+        grad = plain.gather_rows(grad, call.row_to_pair, call.pair_to_row)
     for expert, start, end in grouped_spans(call.offsets, call.rows.shape[0]):
-        out[expert] = product(call.grad_rows[start:end].t(), call.rows[start:end])
+        out[expert] = product(grad[start:end].t(), call.rows[start:end])
+    return out
+
+
+def expert_sums(call: SumsCall) -> Tensor:
+    """Sums in the accumulation dtype; zero for experts without rows."""
+    ((sizes, wide),), rows = call.outputs, call.rows
+    if call.row_to_pair is not None and call.pair_to_row is not None:
+        rows = plain.gather_rows(rows.to(wide), call.row_to_pair, call.pair_to_row, call.topk_weights)
+    out = call.rows.new_zeros(sizes, dtype=wide)
+    for expert, start, end in grouped_spans(call.offsets, rows.shape[0]):
+        out[expert] = rows[start:end].sum(dim=0, dtype=wide)
     return out
 
 

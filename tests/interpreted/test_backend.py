@@ -10,7 +10,7 @@ import torch
 import moe_ops
 from meta.routing import route as route_pairs
 from meta.schemes import SCHEMES
-from moe_ops import choice, plans, reference
+from moe_ops import plans, reference
 from moe_ops.backends import triton as backend
 from moe_ops.backends import triton_plans
 from moe_ops.kernels.triton import layer, permute, small, topk
@@ -354,36 +354,6 @@ def test_wgrad_of_a_grouped_mm(dtype):
     grad[95:], rows[95:] = float("nan"), float("nan")
     want = reference.grouped_wgrad(parse("grouped_wgrad", grad[:95].double(), rows[:95].double(), offsets))
     assert_rounded(backend.grouped_wgrad(parse("grouped_wgrad", grad, rows, offsets)), want)
-
-
-@pytest.mark.parametrize("weight_on_input", [False, True], ids=["weight_after", "weight_before"])
-def test_gradients_through_the_triton_backend(weight_on_input, monkeypatch):
-    monkeypatch.setattr(choice, "DEFAULT_BACKEND", "triton")  # a request by argument does not reach the backward
-    torch.manual_seed(11)
-    arguments, options = case(weight_on_input=weight_on_input)
-    leaves = [a.clone().requires_grad_() for a in arguments[:4]]
-    moe_ops.fused_experts(*leaves, arguments[4], **options).square().sum().backward()
-    monkeypatch.undo()
-    wide = [a.double().requires_grad_() for a in arguments[:4]]
-    moe_ops.fused_experts(*wide, arguments[4], backend="cpu", **options).square().sum().backward()
-    for leaf, want in zip(leaves, wide, strict=True):
-        assert_rounded(leaf.grad, want.grad)
-
-
-def test_gradients_of_halves_apart_through_the_triton_backend(monkeypatch):
-    monkeypatch.setattr(choice, "DEFAULT_BACKEND", "triton")
-    torch.manual_seed(14)
-    (x, stacked, down, weights, ids), _ = case()
-    halves = [half.clone() for half in stacked.chunk(2, dim=1)]
-    leaves = [t.requires_grad_() for t in (x.clone(), *halves, down.clone(), weights.clone())]
-    gate_leaf, up_leaf = leaves[1:3]
-    moe_ops.fused_experts(leaves[0], gate_leaf, *leaves[3:], ids, up_proj=up_leaf).square().sum().backward()
-    monkeypatch.undo()
-    wide = [t.double().requires_grad_() for t in (x, stacked, down, weights)]
-    moe_ops.fused_experts(*wide, ids, backend="cpu").square().sum().backward()
-    gate, up = wide[1].grad.chunk(2, dim=1)
-    for leaf, want in zip(leaves, (wide[0].grad, gate, up, wide[2].grad, wide[3].grad), strict=True):
-        assert_rounded(leaf.grad, want)
 
 
 def test_an_explicit_request_never_falls_back():

@@ -46,6 +46,10 @@ def _topk_calls() -> dict[str, Call]:
     calls["fused_topk-bf16"] = Call("fused_topk", (logits.bfloat16(),), {"top_k": 8, "renormalize": False})
     calls["fused_topk-no_tokens"] = Call("fused_topk", (logits[:0],), {"top_k": 2})
     calls["fused_topk-strided"] = Call("fused_topk", (torch.randn(8, 5).t(),), {"top_k": 2, "renorm_eps": 1e-20})
+    for name, call in list(calls.items()):
+        weights, ids = call.run()
+        given = (torch.randn_like(weights), call.args[0], ids)
+        calls[name.replace("topk", "topk_backward")] = Call("fused_topk_backward", given, call.kwargs)
     return calls
 
 
@@ -60,8 +64,11 @@ def _move_calls() -> dict[str, Call]:
         calls[f"batched_dispatch-{name}"] = dispatch = Call("batched_dispatch", (x, ids, expert_map), options)
         weights = layer.tensors["topk_weights"]
         rows, _, pair_to_row = permute.run()
-        pairs = torch.arange(ids.numel(), dtype=torch.int32)
-        calls[f"gather_rows-{name}"] = Call("gather_rows", (x, pairs, pair_to_row, weights), {})
+        sorting = calls[f"sort_pairs-{name}"] = Call("sort_pairs", (ids, expert_map), {"num_experts": E, "capacity": 2})
+        places = sorting.run()
+        weight, bias = (layer.tensors[key] for key in ("gate_up_proj", "gate_up_bias"))
+        calls[f"gathered_mm-{name}"] = Call("gathered_mm", (x, weight, *places, weights, bias), {})
+        calls[f"expert_sums-{name}"] = Call("expert_sums", (x, *places, weights), {})
         calls[f"moe_unpermute-{name}"] = Call("moe_unpermute", (rows, pair_to_row, weights), {})
         batch, _, slots = dispatch.run()
         calls[f"batched_combine-{name}"] = Call("batched_combine", (batch, slots, weights), {})
@@ -130,22 +137,41 @@ def _layer_calls() -> dict[str, Call]:
             continue
         args = [value for name, value in layer.tensors.items() if not name.endswith("_scales")]
         saving = calls[f"fused_experts_saving-{name}"] = Call("fused_experts_saving", tuple(args), layer.options)
-        calls[f"fused_experts_backward-{name}"] = _backward_call(layer, variant, saving)
+        second, first = _backward_calls(layer, saving)
+        calls[f"fused_experts_backward-{name}"] = second
+        if name not in SAME_FIRST:
+            calls[f"fused_experts_backward_first-{name}"] = first
+        if name in ("plain", "batched", "expert_map_bias"):
+            for again in ("activation", "all"):
+                options = {**layer.options, "recompute": again}
+                calls[f"fused_experts_saving-{name}_{again}"] = Call("fused_experts_saving", tuple(args), options)
     return {**calls, **_moe_calls()}
 
 
+#: Variants that differ in nothing that is behind the activation.
+SAME_FIRST = (
+    "gelu", "gelu_tanh", "relu", "relu2", "gpt_oss_not_gated", "silu_clamp", "silu_then_clamp", "quick_gelu",
+    "silu_softcap", "fp16", "bf16_weights_bf16", "bias_fp16", "transposed_fp16", "int64_ids", "interleaved",
+)  # fmt: skip
 #: What of a layer's options its gradient takes.
 OF_BACKWARD = ("activation", "alpha", "limit", "glu_layout", "weight_on_input")
 
 
-def _backward_call(layer: Layer, variant: Variant, saving: Call) -> Call:
-    """The gradient of a layer, with what its forward saved."""
+def _backward_calls(layer: Layer, saving: Call) -> tuple[Call, Call]:
+    """The two steps of a layer's gradient, with what its forward saved."""
     t, options = layer.tensors, {name: value for name, value in layer.options.items() if name in OF_BACKWARD}
     grad, (_, *saved) = torch.randn_like(t["hidden_states"]), saving.run()
-    inputs = (t[name] for name in ("hidden_states", "gate_up_proj", "down_proj", "topk_weights"))
-    rest = (t[name] for name in ("up_proj", "gate_up_bias", "down_bias"))
-    options["needs"] = [True, True, variant.bias]
-    return Call("fused_experts_backward", (grad, *inputs, *saved, *rest), options)
+    if t["up_proj"] is not None:
+        options["glu_layout"] = "separate"
+    given = (grad, t["down_proj"], t["topk_weights"], *saved, t["down_bias"])
+    second = Call("fused_experts_backward", given, {"value": True, **options})
+    of_gate, of_up, *_ = second.run()
+    on_input = options.get("weight_on_input", False)
+    needs = [True, True, t["up_proj"] is not None, t["gate_up_bias"] is not None, on_input]
+    inputs = (t["hidden_states"], t["gate_up_proj"], t["topk_weights"], *saved[2:], t["up_proj"], grad)
+    return second, Call(
+        "fused_experts_backward_first", (of_gate, of_up, *inputs), {"needs": needs, "weight_on_input": on_input}
+    )
 
 
 def _moe_calls() -> dict[str, Call]:

@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import moe_ops
 from meta.activations import ACTIVATIONS
+from meta.dims import RECOMPUTE
 from meta.routing import ROUTINGS, route
 from moe_ops import reference
 from moe_ops.backends import cpu
@@ -118,7 +122,7 @@ def test_garbage_past_the_last_row_stays_out_of_the_gradients(monkeypatch: pytes
     def poison(rows: Tensor, offsets: Tensor) -> Tensor:
         return rows.index_fill(0, torch.arange(int(offsets[-1]), rows.shape[0]), float("nan"))
 
-    permute, mm = cpu.moe_permute, cpu.grouped_mm
+    permute, mm, gathered = cpu.moe_permute, cpu.grouped_mm, cpu.gathered_mm
 
     def moe_permute(call: Any) -> Any:
         rows, offsets, pair_to_row = permute(call)
@@ -126,9 +130,83 @@ def test_garbage_past_the_last_row_stays_out_of_the_gradients(monkeypatch: pytes
 
     monkeypatch.setattr(cpu, "moe_permute", moe_permute)
     monkeypatch.setattr(cpu, "grouped_mm", lambda call: poison(mm(call), call.extents))
+    monkeypatch.setattr(cpu, "gathered_mm", lambda call: poison(gathered(call), call.extents))
     got = gradients(layer, fused, grad)
     for name, value in wanted.items():
         assert relative_error(got[name], value) <= 1e-5, name
+
+
+RECOMPUTED = (
+    "plain", "bias", "bf16", "gpt_oss", "separate_bias", "weight_on_input", "expert_map_bias", "batched", "no_tokens",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_what_is_computed_again_has_the_same_bits(name: str, recompute: str) -> None:
+    layer = VARIANTS[name].build()
+    again = Layer(layer.tensors, {**layer.options, "recompute": recompute})
+    grad = torch.randn_like(layer.tensors["hidden_states"])
+    assert torch.equal(fused(again), fused(layer))
+    wanted, got = (gradients(one, fused, grad) for one in (layer, again))
+    assert wanted.keys() == got.keys()
+    for key, value in wanted.items():
+        assert torch.equal(got[key], value), key
+
+
+@pytest.mark.parametrize(("recompute", "kept"), [(None, 7), ("activation", 2), ("all", 0)])
+def test_what_a_forward_keeps(recompute: str | None, kept: int) -> None:
+    """Bytes beyond the arguments: h, and three int32 lists of places."""
+    layer = leaves(VARIANTS["plain"].build())
+    arguments = {value.untyped_storage().data_ptr() for value in layer.tensors.values() if isinstance(value, Tensor)}
+    found: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in arguments:
+            found.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        fused(Layer(layer.tensors, {**layer.options, "recompute": recompute}))
+    (T, K), (E, N, _) = layer.tensors["topk_ids"].shape, layer.tensors["gate_up_proj"].shape
+    h, places = T * K * N * 4, 4 * (E + 2 * T * K)
+    wanted = {7: h + places, 2: places, 0: 0}[kept]
+    assert sum(tensor.numel() * tensor.element_size() for tensor in found) == wanted
+
+
+@pytest.mark.parametrize("recompute", [None, *RECOMPUTE])
+def test_what_a_compiled_forward_keeps(recompute: str | None) -> None:
+    """torch's partitioner neither keeps what is to be computed again nor computes again what is kept."""
+    torch._dynamo.reset()
+    graphs: dict[str, list[Any]] = {}
+
+    def compiler(name: str) -> Any:
+        def record(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+            graphs[name] = list(graph.graph.nodes)
+            return make_boxed_func(graph.forward)
+
+        return record
+
+    layer = leaves(VARIANTS["plain"].build())
+    options = {**layer.options, "recompute": recompute}
+
+    def step(x: Tensor) -> Tensor:
+        return fused(Layer({**layer.tensors, "hidden_states": x.sin()}, options)).cos()
+
+    backend = aot_autograd(
+        fw_compiler=compiler("forward"), bw_compiler=compiler("backward"),
+        partition_fn=min_cut_rematerialization_partition,
+    )  # fmt: skip
+    torch.compile(step, backend=backend, fullgraph=True)(layer.tensors["hidden_states"]).sum().backward()
+    called = {name: [str(node.target).split(".")[1] for node in nodes if "moe_ops" in str(node.target)]
+              for name, nodes in graphs.items()}  # fmt: skip
+    again = {None: [], "activation": ["gathered_mm"], "all": ["sort_pairs", "gathered_mm"]}[recompute]
+    steps = ["fused_experts_backward", "fused_experts_backward_first", "grouped_wgrad"]
+    assert called == {"forward": ["fused_experts_saving"], "backward": [*again, *steps]}
+    (results,) = graphs["forward"][-1].args
+    rows = layer.tensors["topk_ids"].numel()
+    h = [node for node in results if node.meta["val"].shape[:1] == (rows,) and node.meta["val"].dim() == 2]
+    assert len(h) == (recompute is None)
 
 
 @pytest.mark.parametrize("name", ["plain", "empty_experts", "no_tokens"])
@@ -243,6 +321,8 @@ def test_operators_without_a_formula_refuse_inputs_that_require_grad(op: str) ->
 def test_operators_without_a_formula_refuse_inputs_that_require_grad_compiled(op: str) -> None:
     torch._dynamo.reset()
     call = first_call(op)
+    if not any(isinstance(a, Tensor) and a.requires_grad for a in call.args):
+        pytest.skip("no argument can require grad")
     compiled = torch.compile(call.overload, backend="eager", fullgraph=True)
     with pytest.raises(Exception, match=f"{op}: inputs must not require grad"):
         compiled(*call.args, **call.kwargs)

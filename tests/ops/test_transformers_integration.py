@@ -250,7 +250,8 @@ FP8_REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "static": ({}, {"activation_scheme": "static"}, "activation_scheme must be 'dynamic', got 'static'"),
     "fp4": ({}, {"expert_dtype": "fp4"}, r"gate_up_proj must be torch\.float8_e4m3fn, got torch\.int8"),
     "width": (
-        {"moe_intermediate_size": 192}, {},
+        {"moe_intermediate_size": 192},
+        {},
         "intermediate size must be a multiple of 128, or its scales start again with the up half, got 192 with 3 rows "
         "of scales",
     ),

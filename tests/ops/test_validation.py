@@ -22,6 +22,7 @@ from tests.ops.valid import (
     K,
     T,
     backward,
+    backward_first,
     batched,
     batched_fp8,
     combine,
@@ -36,7 +37,10 @@ from tests.ops.valid import (
     quantize,
     quantize_batch,
     saving,
+    sort,
+    sums,
     topk,
+    topk_backward,
     unpermute,
     wgrad,
 )
@@ -865,11 +869,11 @@ MORE: dict[str, Case] = {
         {"expert_num_tokens": torch.zeros(9).int()},
         "expert_num_tokens must be [E=8], got [9]",
     ),
-    "grad_dtype": (
+    "grad_rank": (
         "fused_experts_backward",
         backward,
-        {"grad_output": torch.randn(T, H).half()},
-        "grad_output must be torch.float32, got torch.float16",
+        {"grad_output": torch.randn(T)},
+        "grad_output must be [T, H], got [4]",
     ),
     "grad_shape": (
         "fused_experts_backward",
@@ -877,26 +881,123 @@ MORE: dict[str, Case] = {
         {"grad_output": torch.randn(T, 5)},
         "grad_output must be [T=4, H=16], got [4, 5]",
     ),
+    "grad_weight": (
+        "fused_experts_backward",
+        backward,
+        {"down_proj": torch.randn(E, H, I).half()},
+        "down_proj must be torch.float32, got torch.float16",
+    ),
     "grad_saved": (
         "fused_experts_backward",
         backward,
         {"gate_up": torch.randn(5, 2 * I)},
         "gate_up must be [R=8, N=24], got [5, 24]",
     ),
+    "grad_saved_half": (
+        "fused_experts_backward",
+        backward,
+        {"glu_layout": "separate", "gate_up": torch.randn(T * K, I), "up": torch.randn(T * K, 3)},
+        "up must be [R=8, I=12], got [8, 3]",
+    ),
     "grad_places": (
         "fused_experts_backward",
         backward,
         {"pair_to_row": torch.zeros(T, 3).int()},
-        "pair_to_row must be [T=4, K=2], got [4, 3]",
+        "row_to_pair must be [R=12], got [8]",
     ),
+    "grad_weights": (
+        "fused_experts_backward",
+        backward,
+        {"topk_weights": torch.rand(T, 3)},
+        "topk_weights must be [T=4, K=2], got [4, 3]",
+    ),
+    "grad_offsets": (
+        "fused_experts_backward",
+        backward,
+        {"offsets": torch.zeros(3).int()},
+        "offsets must be [E=8], got [3]",
+    ),
+    "grad_activation": (
+        "fused_experts_backward",
+        backward,
+        {"activation": "swish"},
+        "activation must be one of ['gelu'",
+    ),
+    "first_needs": (
+        "fused_experts_backward_first",
+        backward_first,
+        {"needs": [True] * 3},
+        "needs must be 5 booleans, got 3",
+    ),
+    "first_rows": (
+        "fused_experts_backward_first",
+        backward_first,
+        {"grad_gate_up": torch.randn(T * K, I)},
+        "grad_gate_up must be [R=8, N=24], got [8, 12]",
+    ),
+    "first_hidden": (
+        "fused_experts_backward_first",
+        backward_first,
+        {"hidden_states": torch.randn(T, 3)},
+        "hidden_states must be [T=4, H=16], got [4, 3]",
+    ),
+    "first_beside": (
+        "fused_experts_backward_first",
+        backward_first,
+        {"grad_output": torch.randn(T, H).half()},
+        "grad_output must be torch.float32, got torch.float16",
+    ),
+    "router_grad": (
+        "fused_topk_backward",
+        topk_backward,
+        {"grad_weights": torch.randn(T, 3)},
+        "grad_weights must be [T=4, K=2], got [4, 3]",
+    ),
+    "router_grad_ids": (
+        "fused_topk_backward",
+        topk_backward,
+        {"topk_ids": torch.zeros(T, K)},
+        "topk_ids must be int32 or int64, got torch.float32",
+    ),
+    "sort_capacity": ("sort_pairs", sort, {"capacity": 0}, "capacity must be >= 1, got 0"),
+    "sort_ids": ("sort_pairs", sort, {"topk_ids": torch.zeros(T).int()}, "topk_ids must be [T, K], got [4]"),
     "gather_places": (
-        "gather_rows",
+        "gathered_mm",
         gather,
         {"row_to_pair": torch.zeros(5).int()},
         "row_to_pair must be [R=8], got [5]",
     ),
+    "gather_weight": (
+        "gathered_mm",
+        gather,
+        {"weight": torch.randn(E, 5, 3)},
+        "weight must be [E=8, N=5, K=16], got [8, 5, 3]",
+    ),
+    "gather_weights": (
+        "gathered_mm",
+        gather,
+        {"topk_weights": torch.rand(T, 3)},
+        "topk_weights must be [T=4, K=2], got [4, 3]",
+    ),
     "saving_ids": ("fused_experts_saving", saving, {"topk_ids": torch.zeros(T)}, "topk_ids must be [T, K], got [4]"),
-    "grad_needs": ("fused_experts_backward", backward, {"needs": [True] * 5}, "needs must be 3 booleans, got 5"),
+    "saving_recompute": (
+        "fused_experts_saving",
+        saving,
+        {"recompute": "none"},
+        "recompute must be one of ['activation', 'all'], got 'none'",
+    ),
+    "experts_recompute": (
+        "fused_experts",
+        layer,
+        {"recompute": "everything"},
+        "recompute must be one of ['activation', 'all'], got 'everything'",
+    ),
+    "moe_recompute": (
+        "fused_moe",
+        moe,
+        {"recompute": "everything"},
+        "recompute must be one of ['activation', 'all'], got 'everything'",
+    ),
     "wgrad_dtype": (
         "grouped_wgrad",
         wgrad,
@@ -904,17 +1005,29 @@ MORE: dict[str, Case] = {
         "grad_rows must be torch.float32, got torch.float16",
     ),
     "wgrad_rows": ("grouped_wgrad", wgrad, {"rows": torch.randn(5, H)}, "rows must be [R=6, K=16], got [5, 16]"),
+    "wgrad_tokens": (
+        "grouped_wgrad",
+        wgrad,
+        {"pair_to_row": torch.zeros(6, K).int()},
+        "row_to_pair must be a tensor beside pair_to_row, got None",
+    ),
     "wgrad_offsets": (
         "grouped_wgrad",
         wgrad,
         {"offsets": torch.zeros(E)},
         "offsets must be torch.int32, got torch.float32",
     ),
-    "grad_activation": (
-        "fused_experts_backward",
-        backward,
-        {"activation": "swish"},
-        "activation must be one of ['gelu'",
+    "sums_weights": (
+        "expert_sums",
+        sums,
+        {"topk_weights": torch.rand(T, K)},
+        "topk_weights must be None without pair_to_row, got a tensor",
+    ),
+    "sums_places": (
+        "expert_sums",
+        sums,
+        {"row_to_pair": torch.zeros(6).int()},
+        "row_to_pair must be None without pair_to_row, got a tensor",
     ),
 }
 CASES |= MORE
@@ -998,10 +1111,15 @@ BASES = {
     **{op: base for op, base in PUBLIC.items() if op in RULES},
     "fused_experts_saving": saving,
     "fused_experts_backward": backward,
+    "fused_experts_backward_first": backward_first,
+    "fused_topk_backward": topk_backward,
+    "sort_pairs": sort,
+    "gathered_mm": gather,
     "grouped_wgrad": wgrad,
+    "expert_sums": sums,
 }
 #: Every tensor of every operator but the first, to whose device the others are compared.
-FIRST = {op: "hidden_states" if op == "fused_experts_backward" else tensors_of(op)[0] for op in BASES}
+FIRST = {op: tensors_of(op)[0] for op in BASES}
 OTHERS = [(op, argument) for op in BASES for argument in tensors_of(op) if argument != FIRST[op]]
 
 

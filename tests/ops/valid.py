@@ -108,22 +108,47 @@ def saving(**changes: Any) -> dict[str, Any]:
     return {name: value for name, value in layer(**changes).items() if not name.endswith("_scales")}
 
 
+def _sorted() -> dict[str, Any]:
+    """Where the pairs are, and what a layer's gradients need besides."""
+    sizes = {"offsets": (E,), "row_to_pair": (T * K,), "pair_to_row": (T, K)}
+    return {"topk_weights": torch.rand(T, K)} | {
+        name: torch.zeros(size, dtype=torch.int32) for name, size in sizes.items()
+    }
+
+
 def backward(**changes: Any) -> dict[str, Any]:
-    saved = {"gate_up": torch.randn(T * K, 2 * I), "up": torch.empty(0)}
-    saved |= {name: torch.zeros(size, dtype=torch.int32) for name, size in
-              {"offsets": (E,), "row_to_pair": (T * K,), "pair_to_row": (T, K)}.items()}  # fmt: skip
-    base = saving(**{"grad_output": torch.randn(T, H), "needs": [True] * 3, **saved, **changes})
-    return {name: value for name, value in base.items() if name not in ("topk_ids", "expert_map")}
+    saved = {"gate_up": torch.randn(T * K, 2 * I), "up": torch.empty(0), "down_proj": torch.randn(E, H, I)}
+    return {"grad_output": torch.randn(T, H), **saved, **_sorted(), "value": True, **changes}
+
+
+def backward_first(**changes: Any) -> dict[str, Any]:
+    grads = {"grad_gate_up": torch.randn(T * K, 2 * I), "grad_up": torch.empty(0)}
+    layer = {"hidden_states": torch.randn(T, H), "gate_up_proj": torch.randn(E, 2 * I, H)}
+    return {**grads, **layer, **_sorted(), "needs": [True, True, False, True, False], **changes}
+
+
+def topk_backward(**changes: Any) -> dict[str, Any]:
+    ids = torch.zeros(T, K, dtype=torch.int32)
+    base = {"grad_weights": torch.randn(T, K), "router_logits": torch.randn(T, E), "topk_ids": ids, "top_k": K}
+    return {**base, **changes}
+
+
+def sort(**changes: Any) -> dict[str, Any]:
+    return {"topk_ids": torch.zeros(T, K, dtype=torch.int32), "num_experts": E, **changes}
 
 
 def gather(**changes: Any) -> dict[str, Any]:
-    places = {"row_to_pair": torch.zeros(T * K, dtype=torch.int32), "pair_to_row": torch.zeros(T, K, dtype=torch.int32)}
-    return {"tokens": torch.randn(T, H), **places, **changes}
+    base = {"tokens": torch.randn(T, H), "weight": torch.randn(E, 2 * I, H), **_sorted()}
+    return {**base, **changes}
 
 
 def wgrad(**changes: Any) -> dict[str, Any]:
     offsets = torch.zeros(E, dtype=torch.int32)
     return {"grad_rows": torch.randn(6, I), "rows": torch.randn(6, H), "offsets": offsets, **changes}
+
+
+def sums(**changes: Any) -> dict[str, Any]:
+    return {"rows": torch.randn(6, H), "offsets": torch.zeros(E, dtype=torch.int32), **changes}
 
 
 def _prepared() -> Any:

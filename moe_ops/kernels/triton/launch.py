@@ -75,23 +75,24 @@ def walk(config: MMConfig, a_tma: bool, quantized: bool) -> int:
     return STREAM.value if a_tma and not quantized else TILE_BY_TILE.value
 
 
-def _descriptor_strides(tensor: torch.Tensor, inner: int) -> bool:
+def descriptor_strides(tensor: torch.Tensor, inner: int) -> bool:
     """Whether a tensor map can address `tensor`: 16-byte aligned base and outer strides, unit inner stride."""
     size = tensor.element_size()
     outer = [s for d, s in enumerate(tensor.stride()) if d != inner]
     return tensor.stride(inner) == 1 and tensor.data_ptr() % 16 == 0 and all(s * size % 16 == 0 for s in outer)
 
 
-def _store_descriptor(out: torch.Tensor, block_m: int, columns: int) -> TensorDescriptor:
-    """Tensor map of `out` [R, N] for stores of [block_m, columns] that end where the expert at hand does.
+def ragged_rows(x: torch.Tensor, block_m: int, columns: int) -> TensorDescriptor:
+    """Tensor map of `x` [R, N] for stores and loads of [block_m, columns] that end where the expert at hand does; what
+    is loaded from there on is 0.
 
-    `mm_tile.store_rows` stores at (2**30, end, 2**30 - left, column). The strides of these add up to row end - left:
-    the outermost is 2**34 elements less a row, and 2**30 * 2**34 elements are a multiple of the 2**64 bytes that
-    addresses wrap around at. The third dimension is 2**30 long, so the row `left` below the first is out of bounds.
+    They are at (2**30, end, 2**30 - left, column). The strides of these add up to row end - left: the outermost is
+    2**34 elements less a row, and 2**30 * 2**34 elements are a multiple of the 2**64 bytes that addresses wrap around
+    at. The third dimension is 2**30 long, so the row `left` below the first is out of bounds.
     """
-    stride = out.stride(0)
-    shape = [RAGGED.value + 1, 2**31 - 1, RAGGED.value, out.shape[1]]
-    return TensorDescriptor(out, shape, [2**34 - stride, stride, stride, 1], [1, 1, block_m, columns])
+    stride = x.stride(0)
+    shape = [RAGGED.value + 1, 2**31 - 1, RAGGED.value, x.shape[1]]
+    return TensorDescriptor(x, shape, [2**34 - stride, stride, stride, 1], [1, 1, block_m, columns])
 
 
 def _scale_of(operand: Operand) -> torch.Tensor | None:
@@ -212,9 +213,9 @@ class ExpertMM:
         apart = abs(self.up_offset) * self.weight.element_size()
         if not config.w_tma or apart % 16 or apart >= LARGEST_STRIDE:
             return POINTERS.value
-        if _descriptor_strides(self.weight, inner=2):
+        if descriptor_strides(self.weight, inner=2):
             return TMA_NK.value
-        return TMA_KN.value if _descriptor_strides(self.weight, inner=1) else POINTERS.value
+        return TMA_KN.value if descriptor_strides(self.weight, inner=1) else POINTERS.value
 
     def _weight_descriptor(self, load: int, config: MMConfig) -> TensorDescriptor | None:
         if load == POINTERS.value:
@@ -241,7 +242,7 @@ class ExpertMM:
 
         All of the tile's, or half where the buffer for all would leave shared memory room for a program less.
         """
-        if not config.a_tma or not _descriptor_strides(out, inner=1):
+        if not config.a_tma or not descriptor_strides(out, inner=1):
             return 0
         columns = self.columns(config)
         tile = (config.rows + config.block_n) * config.block_k * self.weight.element_size()
@@ -256,7 +257,7 @@ class ExpertMM:
 
     def prepare(self, a: torch.Tensor, out: torch.Tensor, config: MMConfig, *, gathered: bool) -> Launch:
         """Descriptors, strides and constants of a launch on rows `a` [rows, K] that writes `out` [rows, N]."""
-        a_tma = config.a_tma and not gathered and _descriptor_strides(a, inner=1)
+        a_tma = config.a_tma and not gathered and descriptor_strides(a, inner=1)
         w_load = self._weight_load(config)
         store = self.store_columns(out, config)
         return Launch(
@@ -264,7 +265,7 @@ class ExpertMM:
             if a_tma
             else None,
             w_desc=self._weight_descriptor(w_load, config),
-            out_desc=_store_descriptor(out, config.rows, store) if store else None,
+            out_desc=ragged_rows(out, config.rows, store) if store else None,
             strides=(*self.strides, a.stride(0) if a.shape[0] > 1 else a.shape[1]),
             block=(*config[:4], next_power_of_2(self.num_experts), config.tall_m, config.tall_stages),
             moves=(a_tma, w_load, store, self.up_offset < 0 and w_load != POINTERS.value),

@@ -21,7 +21,7 @@ INTERLEAVED = tl.constexpr(2)
 POINTERS = tl.constexpr(0)
 TMA_NK = tl.constexpr(1)
 TMA_KN = tl.constexpr(2)
-RAGGED = tl.constexpr(2**30)  # see `launch._store_descriptor`
+RAGGED = tl.constexpr(2**30)  # see `launch.ragged_rows`
 # Which part of a gated weight in two halves a tile holds.
 GATE = tl.constexpr(0)
 UP = tl.constexpr(1)

@@ -12,6 +12,7 @@ from meta.operands import Glu
 from moe_ops.counters import Row
 from moe_ops.kernels.triton import permute
 from moe_ops.kernels.triton.act_quant import NAN, apply_activation, tanh
+from moe_ops.kernels.triton.collect import collect
 from moe_ops.kernels.triton.record import launch
 from moe_ops.kernels.triton.util import cdiv, next_power_of_2, round_to
 from moe_ops.rows import Routed
@@ -20,6 +21,8 @@ ELEMENTS = 4096  # of a program's tile: 16 bytes a load for each thread of 8 war
 COLUMNS = 1024
 
 Tensor = torch.Tensor
+
+__all__ = ["collect", "gather_rows", "glu_rows", "glu_rows_backward", "sort_pairs"]
 
 
 @triton.jit
@@ -142,18 +145,21 @@ def _glu_rows_kernel(
     tl.store(at, round_to(value, out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _glu_rows_backward_kernel(
     grad,
     gate,
     up,
     weights,
     row_to_pair,
+    pair_to_row,
     offsets,
     grad_gate,
     grad_up,
     value,
     dots,
+    of_weights,
+    R,
     alpha,
     limit,
     E: tl.constexpr,
@@ -165,14 +171,19 @@ def _glu_rows_backward_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One program: whole rows, COLUMNS at a time; a row's dot product is summed in the order of its columns.
+    """One program: whole rows, COLUMNS at a time; a row's dot product is summed in the order of its columns, and goes
+    to the weight of the row's pair. Of as many pairs it sets the weights of dropped ones.
 
-    Bytes: R * I elements each of `grad`, the halves, their gradients and `value`, if it is asked for.
+    Bytes: R * I elements each of `grad`, the halves, their gradients and `value`, if it is asked for, which may be the
+    memory of `grad`.
     """
     first_row = tl.program_id(0) * ROWS
+    row = first_row + tl.arange(0, ROWS)
+    if of_weights is not None:
+        dropped = tl.load(pair_to_row + row, mask=row < R, other=0) < 0
+        tl.store(of_weights + row, tl.zeros((ROWS,), tl.float32), mask=dropped)
     end = tl.load(offsets + E - 1)
     if first_row < end:
-        row = first_row + tl.arange(0, ROWS)
         exists = row < end
         row64 = row.to(tl.int64)[:, None]
         weight = tl.full((ROWS,), 1.0, tl.float32)
@@ -180,6 +191,8 @@ def _glu_rows_backward_kernel(
             pair = tl.load(row_to_pair + row, mask=exists, other=0)
             weight = tl.load(weights + pair, mask=exists, other=0.0).to(tl.float32)
         dot = tl.zeros((ROWS,), tl.float32)
+        if dots is not None:
+            dot = tl.load(dots + row, mask=exists, other=0.0).to(tl.float32)
         for column in range(0, I, COLUMNS):
             inside = _inside(exists, column, I, False, COLUMNS)
             wide = _inside(exists, column, I, INTERLEAVED, COLUMNS)
@@ -201,12 +214,20 @@ def _glu_rows_backward_kernel(
                 tl.store(grad_gate + row64 * STRIDE + one, of_gate, mask=inside)
                 if GATED:
                     tl.store(grad_up + row64 * STRIDE + one, round_to(of_up, grad_gate.dtype.element_ty), mask=inside)
-        tl.store(dots + row, dot, mask=exists)
+        if of_weights is not None:
+            tl.store(of_weights + pair, dot, mask=exists)
 
 
-def sort_pairs(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None, *, counted_for: Tensor) -> Routed:
+def sort_pairs(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None, *, counted_for: Tensor | None) -> Routed:
     """As :func:`moe_ops.rows.sort_pairs`."""
-    return Routed(*permute.sort_pairs(topk_ids, num_experts, expert_map, load=Row(counted_for)))
+    return Routed(
+        *permute.sort_pairs(topk_ids, num_experts, expert_map, load=None if counted_for is None else Row(counted_for))
+    )
+
+
+def gather_rows(tokens: Tensor, row_to_pair: Tensor, pair_to_row: Tensor, topk_weights: Tensor | None = None) -> Tensor:
+    """As :func:`moe_ops.rows.gather_rows`, but rows past the last are uninitialised."""
+    return permute.gather_rows(tokens, pair_to_row, topk_weights)
 
 
 def _halves(gate_up: Tensor, up: Tensor | None, layout: str) -> tuple[Tensor, Tensor, int, int]:
@@ -240,19 +261,20 @@ def glu_rows_backward(
     gate_up: Tensor,
     up: Tensor | None,
     topk_weights: Tensor | None,
-    row_to_pair: Tensor,
+    places: tuple[Tensor, Tensor],
     glu: Glu,
     offsets: Tensor,
     *,
     value: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    dots: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """As :func:`moe_ops.rows.glu_rows_backward`, but rows past the last are uninitialised."""
     gate, other, stride, columns = _halves(gate_up, up, glu.layout)
     rows, wide = _tile(columns)
     grad_gate = torch.empty_like(gate_up)
     grad_up = None if up is None else torch.empty_like(up)
-    weighted = grad.new_empty((gate_up.shape[0], columns)) if value else None
-    dots = grad.new_empty(gate_up.shape[0], dtype=torch.float32)
+    weighted = grad if value else None  # read where it is written, by the same program
+    of_weights = None if topk_weights is None else grad.new_empty(topk_weights.shape, dtype=torch.float32)
     if grad.numel() and offsets.numel():
         gated, interleaved = glu.layout != "none", glu.layout == "interleaved"
         of_up = grad_up if grad_up is not None else _halves(grad_gate, None, glu.layout)[1]
@@ -263,12 +285,14 @@ def glu_rows_backward(
             gate,
             other,
             None if topk_weights is None else topk_weights.contiguous(),
-            row_to_pair,
+            *places,
             offsets,
             grad_gate,
             of_up,
             weighted,
             dots,
+            of_weights,
+            gate_up.shape[0],
             glu.alpha,
             glu.limit,
             offsets.shape[0],
@@ -281,4 +305,6 @@ def glu_rows_backward(
             wide,
             num_warps=8,
         )
-    return grad_gate, grad_up, weighted, dots
+    elif of_weights is not None:
+        of_weights.zero_()  # without experts all are dropped
+    return grad_gate, grad_up, weighted, of_weights

@@ -2,59 +2,169 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe_ops.kernels.triton.record import launch
-from moe_ops.kernels.triton.util import INTERPRETED, cdiv, next_power_of_2, round_to
+from meta.arch import FIRST_CAPABILITY
+from moe_ops.kernels.triton.launch import descriptor_strides, ragged_rows, side_by_side
+from moe_ops.kernels.triton.layer import gpu_of
+from moe_ops.kernels.triton.mm_tile import RAGGED
+from moe_ops.kernels.triton.record import launch, on_device, with_memory
+from moe_ops.kernels.triton.util import INTERPRETED, cdiv, next_power_of_2, round_to, uniform
 
-ROWS = 64  # rows per step
-# Where torch's product is faster: us of both on an H200, this kernel's first. It costs some 30 us before it starts.
-# Many rows an expert: Qwen3-30B-A3B, gate|up, 16 rows 317 and 353, 64 rows 380 and 372, 1024 rows 1731 and 1478.
-# Large weights, however many rows: Mixtral, down, 4 rows 363 and 330; gpt-oss-120b, gate|up, 8 rows 1727 and 1590.
-MANY_ROWS = 48
-LARGE_WEIGHTS = 450_000_000  # elements of all experts
+
+class Tile(NamedTuple):
+    """A tile of [block_n, block_k] of a weight, and the rows that are multiplied at once."""
+
+    block_n: int
+    block_k: int
+    block_r: int
+    num_warps: int
+    num_stages: int
+
+
+@triton.jit
+def _load(
+    x,
+    desc,
+    first,
+    end,
+    column,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Rows first .. first + ROWS - 1, columns column .. column + COLUMNS - 1; zero from row `end` on.
+
+    By descriptor see `launch.ragged_rows`. Rows that threads gather from tokens took 1.3 to 1.6 times as long as
+    copies of them with the time to make these (Qwen3-30B-A3B, T = 4096 and 16384, on an H200).
+    """
+    if desc is not None:
+        return desc.load([RAGGED, end, RAGGED - (end - first), column]).reshape(ROWS, COLUMNS)
+    else:
+        row = first + tl.arange(0, ROWS)
+        exists = row < end
+        at = column + tl.arange(0, COLUMNS)
+        mask = exists[:, None]
+        if WIDTH % COLUMNS != 0:
+            mask = mask & (at < WIDTH)[None, :]
+        return tl.load(x + row.to(tl.int64)[:, None] * WIDTH + at[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _store(
+    out,
+    desc,
+    accumulator,
+    expert,
+    n,
+    k,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Round a tile, and write what of it exists; by descriptor COLUMNS at a time, all or half of them."""
+    result = round_to(accumulator, out.dtype.element_ty)
+    if desc is not None:
+        if COLUMNS < BLOCK_K:
+            left, right = tl.split(result.reshape(BLOCK_N, 2, COLUMNS).permute(0, 2, 1))
+            desc.store([expert, n, k], left.reshape(1, BLOCK_N, COLUMNS))
+            desc.store([expert, n, k + COLUMNS], right.reshape(1, BLOCK_N, COLUMNS))
+        else:
+            desc.store([expert, n, k], result.reshape(1, BLOCK_N, BLOCK_K))
+    else:
+        row, column = n + tl.arange(0, BLOCK_N), k + tl.arange(0, BLOCK_K)
+        pointers = out + expert.to(tl.int64) * N * K + row.to(tl.int64)[:, None] * K + column[None, :]
+        tl.store(pointers, result, mask=(row < N)[:, None] & (column < K)[None, :])
+
+
+@triton.jit
+def _steps(offsets, E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr):
+    """How often this program multiplies: for each of its tiles once for every ROWS rows of the expert, or once."""
+    e = tl.arange(0, BLOCK_E)
+    end = tl.load(offsets + e, mask=e < E, other=0)
+    start = tl.load(offsets + e - 1, mask=(e > 0) & (e < E), other=0)
+    of_tile = tl.maximum((end - start + (ROWS - 1)) // ROWS, 1)
+    # Tiles t < x with t % programs == program: cdiv(x - program, programs).
+    programs = tl.num_programs(0)
+    below = (e * TILES - tl.program_id(0) + (programs - 1)) // programs
+    upto = ((e + 1) * TILES - tl.program_id(0) + (programs - 1)) // programs
+    return uniform(tl.sum(tl.where(e < E, (upto - tl.maximum(below, 0)) * of_tile, 0), axis=0))
 
 
 @triton.jit
 def _wgrad_kernel(
     grad,
+    grad_desc,
     x,
+    x_desc,
     offsets,
     out,
+    out_desc,
+    E: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """One program: out[e, n block, k block] = sum over the expert's rows r of grad[r, n] * x[r, k], in row order.
+    """One program: every num_programs-th tile [BLOCK[0], BLOCK[1]] of out[e] = sum over the expert's rows r of
+    grad[r].T x[r], BLOCK[2] rows at a time, in row order.
 
-    Grid: (n tiles * k tiles, E). FLOPs: 2 * R * N * K. Bytes: R * (N * k tiles + K * n tiles) read, E * N * K written;
-    an expert without rows writes zeros.
+    One loop over tiles and rows: the next tile's loads run under this tile's store. FLOPs: 2 R N K. Bytes:
+    R (N cdiv(K, BLOCK[1]) + K cdiv(N, BLOCK[0])) read, most of them from L2, and E N K written; an expert without rows
+    multiplies zeros once.
     """
-    expert = tl.program_id(1)
-    start = 0
-    if expert > 0:
-        start = tl.load(offsets + expert - 1)
-    end = tl.load(offsets + expert)
-    k_tiles: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    n = (tl.program_id(0) // k_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = (tl.program_id(0) % k_tiles) * BLOCK_K + tl.arange(0, BLOCK_K)
+    BLOCK_N: tl.constexpr = BLOCK[0]
+    BLOCK_K: tl.constexpr = BLOCK[1]
+    BLOCK_R: tl.constexpr = BLOCK[2]
+    STORE: tl.constexpr = BLOCK[3]
+    BLOCK_E: tl.constexpr = BLOCK[4]
+    N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    TILES: tl.constexpr = N_TILES * K_TILES
+    programs = tl.num_programs(0)
+    tile = tl.program_id(0) - programs
+    first, end, expert, n, k = 0, 0, 0, 0, 0
     accumulator = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for first in range(start, end, BLOCK_R):
-        row = first + tl.arange(0, BLOCK_R)
-        exists = (row < end)[:, None]
-        row64 = row.to(tl.int64)[:, None]
-        g = tl.load(grad + row64 * N + n[None, :], mask=exists & (n < N)[None, :], other=0.0)
-        value = tl.load(x + row64 * K + k[None, :], mask=exists & (k < K)[None, :], other=0.0)
+    for _ in range(_steps(offsets, E, BLOCK_E, BLOCK_R, TILES)):
+        first += BLOCK_R
+        if first >= end:
+            tile += programs
+            expert = tile // TILES
+            n = tile % TILES // K_TILES * BLOCK_N
+            k = tile % K_TILES * BLOCK_K
+            end = tl.load(offsets + expert)
+            first = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
+        g = _load(grad, grad_desc, first, end, n, N, BLOCK_R, BLOCK_N)
+        value = _load(x, x_desc, first, end, k, K, BLOCK_R, BLOCK_K)
         if INTERPRETED:
             g = g.to(tl.float32)
             value = value.to(tl.float32)
         accumulator = tl.dot(g.T, value, accumulator, input_precision="ieee")
-    pointers = out + expert.to(tl.int64) * N * K + n.to(tl.int64)[:, None] * K + k[None, :]
-    tl.store(pointers, round_to(accumulator, out.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
+        if first + BLOCK_R >= end:
+            _store(out, out_desc, accumulator, expert, n, k, N, K, BLOCK_N, BLOCK_K, STORE)
+            accumulator = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+
+
+def _has_descriptors(rows: torch.Tensor) -> bool:
+    return rows.dtype != torch.float32 and gpu_of(rows.device)[1] >= FIRST_CAPABILITY["tma"]
+
+
+def _tile(rows: torch.Tensor, K: int) -> Tile:
+    """us of tiles of 128 x 256 and 128 x 128 on an H200: Qwen3-30B-A3B, T = 4096, gate|up, 429 and 478; gpt-oss-120b's
+    dimensions, where the wider one has more columns that do not exist, 1663 and 1628. torch's product: 553 and 2157.
+    """
+    if rows.dtype == torch.float32:
+        return Tile(64, min(64, max(16, next_power_of_2(K))), 32, 8, 3)
+    if not _has_descriptors(rows):
+        return Tile(128, min(128, max(16, next_power_of_2(K))), 64, 8, 3)
+    wide = cdiv(K, 256) * 256 <= 1.04 * cdiv(K, 128) * 128
+    return Tile(128, 256 if wide else min(128, max(16, next_power_of_2(K))), 64, 8, 4)
 
 
 def grouped_wgrad(grad_rows: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -69,35 +179,35 @@ def grouped_wgrad(grad_rows: torch.Tensor, rows: torch.Tensor, offsets: torch.Te
     """
     grad_rows, rows = grad_rows.contiguous(), rows.contiguous()
     E, N, K = offsets.shape[0], grad_rows.shape[1], rows.shape[1]
-    if _is_faster_by_torch(grad_rows, rows, E):
-        return torch._grouped_mm(grad_rows.t(), rows, offs=offsets)
     out = rows.new_empty((E, N, K))
-    block = 64 if rows.dtype == torch.float32 else 128
-    block_k = min(block, max(16, next_power_of_2(K)))
-    launch(
-        _wgrad_kernel,
-        (cdiv(N, block) * cdiv(K, block_k), E),
+    if not out.numel():
+        return out
+    tile, descriptors = _tile(rows, K), _has_descriptors(rows)
+    columns = tile.block_k // 2 if tile.block_k > 128 else tile.block_k
+
+    def described(x: torch.Tensor, columns: int) -> TensorDescriptor | None:
+        return ragged_rows(x, tile.block_r, columns) if descriptors and descriptor_strides(x, inner=1) else None
+
+    store = None
+    if descriptors and descriptor_strides(out, inner=2):
+        store = TensorDescriptor(out, [E, N, K], [N * K, K, 1], [1, tile.block_n, columns])
+    arguments = (
         grad_rows,
+        described(grad_rows, tile.block_n),
         rows,
+        described(rows, tile.block_k),
         offsets,
         out,
+        store,
+        E,
         N,
         K,
-        block,
-        block_k,
-        ROWS if block == 128 else 32,
-        num_warps=8,
-        num_stages=3,
+        (tile.block_n, tile.block_k, tile.block_r, columns, next_power_of_2(E)),
     )
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    loads = tuple(argument is None for argument in arguments)
+    key = ("wgrad", *arguments[7:], *loads, tile, rows.dtype, rows.device)
+    with on_device(rows):
+        programs = side_by_side(_wgrad_kernel, key, with_memory(arguments), options)
+    launch(_wgrad_kernel, (min(programs, E * cdiv(N, tile.block_n) * cdiv(K, tile.block_k)),), *arguments, **options)
     return out
-
-
-def _is_faster_by_torch(grad_rows: torch.Tensor, rows: torch.Tensor, E: int) -> bool:
-    """Whether torch has this product for the GPU, for operands like these, and is faster than the kernel above."""
-    R, N, K = rows.shape[0], grad_rows.shape[1], rows.shape[1]
-    if not rows.is_cuda or rows.dtype != torch.bfloat16 or not hasattr(torch, "_grouped_mm"):
-        return False
-    aligned = N % 8 == 0 and K % 8 == 0 and grad_rows.data_ptr() % 16 == 0 and rows.data_ptr() % 16 == 0
-    if not aligned or R == 0 or torch.cuda.get_device_capability(rows.device) != (9, 0):
-        return False
-    return R >= MANY_ROWS * E or E * N * K >= LARGE_WEIGHTS

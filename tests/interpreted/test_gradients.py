@@ -1,0 +1,119 @@
+"""Kernels of gradients under the interpreter: against plain tensor code, and whole layers against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import moe_ops
+from meta.calls import RouterOptions
+from meta.routing import ROUTINGS
+from moe_ops import choice, router_gradient, rows
+from moe_ops.backends import cpu
+from moe_ops.backends import triton as backend
+from moe_ops.kernels.triton import collect
+from moe_ops.ops import parse
+from tests.ops.errors import assert_rounded
+
+T, E, K, H = 7, 5, 2, 24
+
+
+def places(dropped: bool) -> rows.Routed:
+    """Of ids some of which may name no expert."""
+    ids = torch.stack([torch.randperm(E)[:K] for _ in range(T)])
+    if dropped:
+        ids[1], ids[4, 0] = -1, E
+    return rows.sort_pairs(ids, E, None, counted_for=None)
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["sum", "weights_before"])
+@pytest.mark.parametrize("copies", [False, True], ids=["frozen", "trained"])
+def test_collect(weighted: bool, copies: bool) -> None:
+    torch.manual_seed(0)
+    _, row_to_pair, pair_to_row = places(dropped=True)
+    kept = int((row_to_pair >= 0).sum())
+    x, grad = torch.randn(T, H).bfloat16(), torch.randn(T, H).bfloat16()
+    weights = torch.rand(T, K) if weighted else None
+    grad_rows = torch.randn(T * K, H).bfloat16()
+    grad_rows[kept:] = float("nan")
+    given = (pair_to_row, row_to_pair, x, weights, grad if copies else None)
+    wanted = rows.collect(grad_rows.clone(), *given, rows=copies)
+    found = collect.collect(grad_rows, *given, rows=copies)
+    assert [part is None for part in found] == [part is None for part in wanted]
+    for got, want, whole in zip(found, wanted, (True, False, False, True), strict=True):
+        if want is not None:
+            torch.testing.assert_close(got if whole else got[:kept], want if whole else want[:kept])
+
+
+@pytest.mark.parametrize("form", ["rows", "tokens", "weighted"])
+def test_expert_sums(form: str) -> None:
+    torch.manual_seed(1)
+    offsets, row_to_pair, pair_to_row = places(dropped=True)
+    arguments: dict[str, Any] = {"rows": torch.randn(T * K if form == "rows" else T, 70), "offsets": offsets}
+    if form == "rows":
+        arguments["rows"][offsets[-1] :] = float("nan")
+    else:
+        arguments |= {"row_to_pair": row_to_pair, "pair_to_row": pair_to_row}
+    if form == "weighted":
+        arguments["topk_weights"] = torch.rand(T, K)
+    call = parse("expert_sums", **arguments)
+    torch.testing.assert_close(backend.expert_sums(call), cpu.expert_sums(call))
+
+
+@pytest.mark.parametrize("renormalize", [False, True], ids=["raw", "renormalised"])
+@pytest.mark.parametrize("name", [name for name, row in ROUTINGS.items() if row.group is None])
+def test_router(name: str, renormalize: bool) -> None:
+    torch.manual_seed(2)
+    options = RouterOptions(3, name, renormalize, 0.01, 1, 1, 2.5)
+    logits = torch.randn(6, 12)
+    logits[4] = float("nan")
+    logits[5, 3] = -torch.inf
+    ids = torch.stack([torch.randperm(12)[:3] for _ in range(6)]).int()
+    arguments = (torch.randn(6, 3), logits, ids)
+    call = parse("fused_topk_backward", *arguments, **options._asdict())
+    wanted = router_gradient.fused_topk_backward(call)
+    torch.testing.assert_close(backend.fused_topk_backward(call), wanted, equal_nan=True, rtol=2e-6, atol=1e-6)
+
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "weight_before": {"weight_on_input": True},
+    "interleaved": {"glu_layout": "interleaved"},
+    "not_gated": {"glu_layout": "none", "activation": "relu2"},
+    "separate": {},
+    "bias": {},
+    "bias_weight_before": {"weight_on_input": True},
+    "recomputed": {"recompute": "all"},
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some pairs dropped, an expert without rows."""
+    torch.manual_seed(3)
+    options, I = dict(LAYERS[name]), 16
+    width = I if name in ("not_gated", "separate") else 2 * I
+    leaves = {
+        "hidden_states": torch.randn(T, H), "gate_up_proj": torch.randn(E, width, H) * 0.2,
+        "down_proj": torch.randn(E, H, I) * 0.2, "topk_weights": torch.rand(T, K),
+    }  # fmt: skip
+    if name == "separate":
+        leaves["up_proj"] = torch.randn(E, width, H) * 0.2
+    if name.startswith("bias"):
+        leaves |= {"gate_up_bias": torch.randn(E, width), "down_bias": torch.randn(E, H)}
+    ids = torch.randint(0, E - 1, (T, K))
+    ids[1], ids[4, 0] = -1, E
+    grad = torch.randn(T, H)
+
+    def gradients(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        given = {key: value.to(dtype).requires_grad_() for key, value in leaves.items()}
+        moe_ops.fused_experts(topk_ids=ids, **given, **options).backward(grad.to(dtype))
+        return {key: value.grad for key, value in given.items()}
+
+    wanted = gradients(torch.float64)
+    monkeypatch.setattr(choice, "DEFAULT_BACKEND", "triton")  # a request by argument does not reach the backward
+    found = gradients(torch.float32)
+    for key, value in wanted.items():
+        assert_rounded(found[key], value)
