@@ -1,4 +1,4 @@
-"""Gradients of a layer on a GPU: against float64, run to run, in a CUDA graph, and its weights' products by torch."""
+"""Gradients of a layer on a GPU: against float64, run to run, in a CUDA graph; its launches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_map_only
 
 import moe_ops
 from meta.activations import ACTIVATIONS
-from moe_ops.kernels.triton import wgrad
+from meta.dims import RECOMPUTE
+from moe_ops.testing import kernel_names
 from tests.ops.errors import assert_accurate
 from tests.ops.layers import VARIANTS, Layer, Variant, dense_formula
 
@@ -19,6 +20,8 @@ pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("poisoned_memory")]
 
 NAMES = ("hidden_states", "gate_up_proj", "down_proj", "up_proj", "topk_weights", "gate_up_bias", "down_bias")
 TRAINED = {name: variant for name, variant in VARIANTS.items() if variant.scheme is None and variant.T}
+
+
 def _with(activation: str, glu: str) -> Variant:
     row = ACTIVATIONS[activation]
     own = [(name, value) for name, value in (("alpha", row.alpha), ("limit", row.limit)) if value is not None]
@@ -61,21 +64,53 @@ def test_gradients(name: str, T: int) -> None:
         assert_accurate(got[key].cpu(), value, plain[key], dtype=grad.dtype, what=key)
 
 
-@pytest.mark.parametrize("large", [False, True], ids=["kernel", "torch"])
-def test_weight_gradient(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts without rows have zeros, and a NaN is in the sum of its own expert alone, by whatever product."""
-    monkeypatch.setattr(wgrad, "MANY_ROWS", 0 if large else 10**9)
-    R, N, K = 300, 264, 520
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("N", "K"), [(264, 520), (263, 519), (40, 24), (128, 1024)], ids=str)
+def test_weight_gradient(N: int, K: int, dtype: torch.dtype) -> None:
+    """Experts without rows have zeros, a NaN is in the sum of its own expert alone; by descriptors and by pointers."""
+    R = 300
     offsets = torch.tensor([0, 7, 7, 100, 100, 131, 200, 200], device="cuda", dtype=torch.int32)
     torch.manual_seed(0)
-    grad, x = (torch.randn(R, n, device="cuda").bfloat16() for n in (N, K))
+    grad, x = (torch.randn(R, n, device="cuda").to(dtype) for n in (N, K))
     grad[200:], x[200:], grad[50] = float("nan"), float("nan"), float("nan")
     found = torch.ops.moe_ops.grouped_wgrad(grad, x, offsets)
     start = 0
     for expert, end in enumerate(offsets.tolist()):
         wanted = grad[start:end].double().T @ x[start:end].double()
-        assert_accurate(found[expert].nan_to_num(9e9), wanted.nan_to_num(9e9), wanted.bfloat16().nan_to_num(9e9))
+        plain = wanted.to(dtype).nan_to_num(9e9)
+        assert_accurate(found[expert].nan_to_num(9e9), wanted.nan_to_num(9e9), plain, dtype=dtype)
         start = end
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("name", ["plain", "bf16", "gpt_oss", "separate", "batched", "expert_map_bias"])
+def test_what_is_computed_again_has_the_same_bits(name: str, recompute: str) -> None:
+    layer = replace(TRAINED[name], T=70).build()
+    on_gpu = Layer(tree_map_only(torch.Tensor, lambda tensor: tensor.cuda(), layer.tensors), layer.options)
+    grad = torch.randn_like(on_gpu.tensors["hidden_states"])
+    wanted = gradients(on_gpu, fused, grad)
+    got = gradients(Layer(on_gpu.tensors, {**on_gpu.options, "recompute": recompute}), fused, grad)
+    for key, value in wanted.items():
+        assert torch.equal(got[key], value), key
+
+
+@pytest.mark.parametrize(("frozen", "most"), [(False, 7), (True, 5)], ids=["trained", "frozen"])
+@pytest.mark.parametrize("T", [70, 4096])
+def test_launches(T: int, frozen: bool, most: int) -> None:
+    """Kernels of a backward, from the output's gradient to the router's logits, the hidden states and the weights."""
+    E, K, H, I = 16, 4, 512, 256
+    x, logits, grad = (torch.randn(T, n, device="cuda").bfloat16() for n in (H, E, H))
+    w1, w2 = (torch.randn(E, *size, device="cuda").bfloat16() for size in ((2 * I, H), (H, I)))
+    leaves = [t.requires_grad_() for t in ((x, logits) if frozen else (x, logits, w1, w2))]
+
+    def forward() -> torch.Tensor:
+        return moe_ops.fused_moe(x, logits, w1, w2, top_k=K)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(forward(), leaves, grad)
+
+    before, names = kernel_names(forward), kernel_names(step)
+    assert len(names) - len(before) <= most, names
 
 
 def test_a_training_step_in_a_graph() -> None:
