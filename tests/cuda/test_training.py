@@ -77,8 +77,8 @@ def test_weight_gradient(N: int, K: int, dtype: torch.dtype) -> None:
     start = 0
     for expert, end in enumerate(offsets.tolist()):
         wanted = grad[start:end].double().T @ x[start:end].double()
-        plain = wanted.to(dtype).nan_to_num(9e9)
-        assert_accurate(found[expert].nan_to_num(9e9), wanted.nan_to_num(9e9), plain, dtype=dtype)
+        plain = wanted.to(dtype).nan_to_num(6e4)
+        assert_accurate(found[expert].nan_to_num(6e4), wanted.nan_to_num(6e4), plain, dtype=dtype)
         start = end
 
 
@@ -109,6 +109,7 @@ def test_launches(T: int, frozen: bool, most: int) -> None:
     def step() -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(forward(), leaves, grad)
 
+    torch.use_deterministic_algorithms(False)  # filling memory launches kernels of its own
     before, names = kernel_names(forward), kernel_names(step)
     assert len(names) - len(before) <= most, names
 
