@@ -153,8 +153,8 @@ def e2e_command(arguments: list[str]) -> int:
 
 
 def train_command(arguments: list[str]) -> int:
-    """Time forward and backward."""
-    from benchmarks import train
+    """Time forward and backward of single layers."""
+    from benchmarks import device, train
 
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(prog="python -m benchmarks train", description=train.__doc__)
@@ -162,19 +162,32 @@ def train_command(arguments: list[str]) -> int:
     tokens = ",".join(map(str, train.TOKENS if gpu else train.TINY_TOKENS))
     parser.add_argument("--tokens", default=tokens, help="comma-separated numbers of tokens (default: %(default)s)")
     parser.add_argument("--modes", default=",".join(train.MODES), help="comma-separated (default: %(default)s)")
+    parser.add_argument("--peers", default=",".join(train.PEERS), help="comma-separated (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--times-only", action="store_true", help="no times of kernels")
-    parser.add_argument("--json", type=Path, help=f"a new result file (default: in {OUT.name}/, numbered)")
+    parser.add_argument("--times-only", action="store_true", help="no ceilings of the GPU, and no times of kernels")
+    path = parser.add_mutually_exclusive_group()
+    path.add_argument("--json", type=Path, help=f"a new result file (default: in {OUT.name}/, numbered)")
+    path.add_argument("--resume", type=Path, help="go on with the file of an interrupted run of the same commit")
     parser.add_argument("--commit", default=current_commit(), help="for the result file, where there is no checkout")
     options = parser.parse_args(arguments)
-    shapes = shape_table.parse_shapes(options.shapes)
-    modes = parse_names("--modes", options.modes, train.MODES, train.MODES)
-    numbers, rounds = positive_integers("benchmarks", "--tokens", options.tokens), enough_rounds(options.rounds)
-    path = new_path(options.json, OUT / "train.json")
-    results = ResultFile(path, "train", train.train_method(rounds), reference=train.REFERENCE, commit=options.commit)
+    plan = train.Plan(
+        shapes=shape_table.parse_shapes(options.shapes),
+        tokens=positive_integers("benchmarks", "--tokens", options.tokens),
+        modes=parse_names("--modes", options.modes, dict.fromkeys(train.MODES), train.MODES),
+        peers=parse_names("--peers", options.peers, train.PEERS, tuple(train.PEERS)),
+        rounds=enough_rounds(options.rounds),
+        kernels=not options.times_only,
+    )
+    method, header = train.train_method(plan), {"reference": plan.reference, "commit": options.commit}
+    if options.resume:
+        results = ResultFile.resume(options.resume, "train", method, **header)
+    else:
+        new = new_path(options.json, OUT / "train.json")
+        ceilings = None if options.times_only else device.ceilings()
+        results = ResultFile(new, "train", method, **header, ceilings=ceilings)
     with interruptible(results):
-        train.run(shapes, numbers, modes, results, rounds=rounds, kernels=not options.times_only)
-    print(f"{len(results.rows)} rows in {path}")
+        train.run(plan, results)
+    print(f"{len(results.rows)} rows in {results.path}")
     return 0
 
 
