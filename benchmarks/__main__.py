@@ -1,6 +1,6 @@
 """Command line: `python -m benchmarks [layers]`.
 
-Or `train`, `e2e`, `host`, `load`, `forms`, `first-call`, `tiles`, `compare`, `carry`, `models`, `spellings`, `report`.
+Or `train`, `train-step`, `e2e`, `host`, `load`, `forms`, `first-call`, `tiles`, `compare`, `carry`, `models`, `spellings`, `report`.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = {
         "layers": layers_command,
         "train": train_command,
+        "train-step": train_step_command,
         "e2e": e2e_command,
         "host": host_command,
         "load": load_command,
@@ -187,6 +188,36 @@ def train_command(arguments: list[str]) -> int:
         results = ResultFile(new, "train", method, **header, ceilings=ceilings)
     with interruptible(results):
         train.run(plan, results)
+    print(f"{len(results.rows)} rows in {results.path}")
+    return 0
+
+
+def train_step_command(arguments: list[str]) -> int:
+    """Time training steps of whole models."""
+    from benchmarks import train_step
+    from benchmarks.e2e import parse_row
+    from benchmarks.models import MODELS, VARIANTS
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks train-step", description=train_step.__doc__)
+    default = "qwen3-4l" if torch.cuda.is_available() else "tiny"
+    parser.add_argument("--model", default=default, choices=train_step.ROWS)
+    parser.add_argument("--rows", help="comma-separated batch x tokens, such as 1x4096,4x4096")
+    variants = ",".join(train_step.DEFAULT_VARIANTS)
+    parser.add_argument("--variants", default=variants, help="comma-separated (default: %(default)s)")
+    parser.add_argument("--checkpointing", default="off", help="of activations; 'off,on' for both (default: off)")
+    parser.add_argument("--rounds", type=int, default=train_step.ROUNDS, help="in each, every variant makes one step")
+    parser.add_argument("--json", type=Path, help=f"a new result file (default: in {OUT.name}/, numbered)")
+    parser.add_argument("--commit", default=current_commit(), help="for the result file, where there is no checkout")
+    options = parser.parse_args(arguments)
+    model = MODELS[options.model]
+    rows = [parse_row(text) for text in options.rows.split(",")] if options.rows else train_step.ROWS[options.model]
+    names = parse_names("--variants", options.variants, VARIANTS, train_step.DEFAULT_VARIANTS)
+    states = parse_names("--checkpointing", options.checkpointing, train_step.CHECKPOINTING, ("off",))
+    rounds = enough_rounds(options.rounds)
+    results = train_step.new_results(model, new_path(options.json, OUT / "train-step.json"), options.commit, rounds)
+    with interruptible(results):
+        checkpointing = [train_step.CHECKPOINTING[state] for state in states]
+        train_step.run(model, rows, names, checkpointing, results, rounds=rounds)
     print(f"{len(results.rows)} rows in {results.path}")
     return 0
 
