@@ -1,6 +1,7 @@
 """Command line: `python -m benchmarks [layers]`.
 
-Or `train`, `train-step`, `e2e`, `host`, `load`, `forms`, `first-call`, `tiles`, `compare`, `carry`, `models`, `spellings`, `report`.
+Or `train`, `train-step`, `e2e`, `host`, `load`, `forms`, `first-call`, `tiles`, `compare`, `carry`, `models`,
+`spellings`, `report`.
 """
 
 from __future__ import annotations

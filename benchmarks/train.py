@@ -300,7 +300,7 @@ def add_kernels(plan: Plan, results: ResultFile, kept: Kept) -> None:
                 prepared = Prepared(made, sequence(made), made[0].forward)
             forward, backward = launches(prepared.steps[0].saving, prepared.steps[0])
             row |= {"launches_forward": sum(forward.values()), "launches_backward": sum(backward.values())}
-            row["kernels_backward"] = backward
+            row |= {"kernels_forward": forward, "kernels_backward": backward}
             row["kernels"] = kernel_times(prepared.call, len(prepared.steps))
         except RuntimeError as failure:  # the times stand without them
             print(f"benchmarks: no times of kernels for {describe(row)}: {failure}")

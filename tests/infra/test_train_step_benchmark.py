@@ -51,20 +51,19 @@ def test_steps_of_every_variant(tmp_path: Path) -> None:
 def test_a_variant_without_memory_is_a_row_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One fails in its first step and another one beside the others; the third is timed."""
     made = train_step.make_step
-    order: list[int] = []
+    order: list[Variant] = []
 
     def short_of_memory(case: train_step.Case, variant: Variant) -> object:
         step, number = made(case, replace(variant, compile_options=None)), len(order)
-        order.append(0)
+        order.append(variant)
 
         def call() -> torch.Tensor:
-            order[number] += 1
-            loss = step()
+            weight = case.network.model.embed_tokens.weight
+            assert weight.grad is None, "a failed step leaves nothing behind"
             if number == 0 or (number == 1 and len(order) == 3):
-                case.network.model.embed_tokens.weight.grad = torch.ones_like(case.network.model.embed_tokens.weight)
+                weight.grad = torch.ones_like(weight)
                 raise torch.OutOfMemoryError("made up")
-            assert case.network.model.embed_tokens.weight.grad is None, "a failed step leaves nothing behind"
-            return loss
+            return step()
 
         return call
 
