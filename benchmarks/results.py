@@ -73,7 +73,7 @@ class ResultFile:
 
     @classmethod
     def resume(cls, path: Path, kind: str, method: str, *, commit: str, **header: Any) -> ResultFile:
-        """The file of an interrupted run, with its rows, to which more are added.
+        """The file of an interrupted run, with its rows, to which more are added; `resumed` in it says when.
 
         Raises:
             ValueError: there is none, or it was made in another way, of other code, or elsewhere.
@@ -91,6 +91,8 @@ class ResultFile:
                 f"benchmarks: --resume must name a file made in the same way by the same code on the same device, got "
                 f"{path} with another {', '.join(other)}. Start a new file with --json."
             )
+        document.setdefault("resumed", []).append(resumed.document["date"])
+        document["rows"] = document.pop("rows")  # last, as everywhere
         resumed.path, resumed.document = path, document
         return resumed
 

@@ -41,7 +41,7 @@ def train_section(documents: Documents) -> str:
         before = found.get(stem + BASELINE)
         parts += [
             f"### {'Before: ' if old else ''}{source_line(stem, document)}",
-            conditions(document),
+            " ".join(filter(None, [conditions(document), resumed(document)])),
             train_table(document, before),
             "" if old else _picture(stem),
             other_peers_table(document),
@@ -50,6 +50,12 @@ def train_section(documents: Documents) -> str:
             f"Method: {document['method']}.",
         ]
     return "\n\n".join(filter(None, parts)) or NO_RESULTS
+
+
+def resumed(document: dict[str, Any]) -> str:
+    """When a run was gone on with; "" of one in one piece."""
+    dates = ", ".join(document.get("resumed", []))
+    return f"Gone on with at {dates}; the rows of a case, and so its ratios, are of one process." if dates else ""
 
 
 def _picture(stem: str) -> str:

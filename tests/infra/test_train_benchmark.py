@@ -15,7 +15,7 @@ from benchmarks.cases import layer_weights, make_case
 from benchmarks.gradients import error
 from benchmarks.kernel_names import short_name
 from benchmarks.kernels import by_name, by_pass
-from benchmarks.results import RESULTS, load_results
+from benchmarks.results import RESULTS, ResultFile, load_results
 from benchmarks.shapes import TINY_SHAPES
 
 BASELINE = load_results(RESULTS)["h200-train-baseline"]
@@ -115,12 +115,45 @@ def test_an_interrupted_run_goes_on(
     path.write_text(json.dumps(kept))
     assert main([*ONE, "--resume", str(path)]) == 0
     assert made == ["trained", "frozen", "frozen"], "what was measured is not measured again"
-    rows = json.loads(path.read_text())["rows"]
+    document = json.loads(path.read_text())
+    rows = document["rows"]
+    assert len(document["resumed"]) == 1 and list(document)[-1] == "rows"
     assert rows[:2] == kept["rows"][:2] and [row["mode"] for row in rows[2:]] == ["frozen", "frozen"]
     for other in (["--resume", str(path), "--commit", "another"], ["--resume", str(tmp_path / "none.json")]):
         capsys.readouterr()
         assert main([*ONE, *other]) == 2
         assert capsys.readouterr().err.startswith("benchmarks: --resume must name ")
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_kernels_are_those_of_what_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is made a second time for them but what was dropped; a row whose kernels fail keeps its times."""
+    made, steps, failing = [], train.steps, iter([True, False])
+
+    def counted(*args: Any) -> list[train.Step]:
+        made.append(args)
+        return steps(*args)
+
+    def launches(forward: Any, step: Any) -> tuple[dict[str, int], dict[str, int]]:
+        if next(failing):
+            raise RuntimeError("made up")
+        assert forward().shape == (3, TINY.H) and len(step()) == 2
+        return {"topk": 1, "mm": 2}, {"mm": 2, "memset": 1}
+
+    monkeypatch.setattr(train, "steps", counted)
+    monkeypatch.setattr(train, "launches", launches)
+    monkeypatch.setattr(train, "kernel_times", lambda call, sets: {"mm": float(sets)})
+    plan = train.Plan([TINY], [3], modes=["frozen"], rounds=3)
+    case, held = make_case(layer_weights(TINY, torch.float32, "cpu"), 3), train.Kept(wanted=True)
+    results = ResultFile(None, "train", "made up", commit="0")
+    results.rows.extend(train.time_case(case, "frozen", plan, held))
+    del held.by_key[train.key_of(results.rows[1])]
+    train.add_kernels(plan, results, held)
+    assert len(made) == 3 and not held.by_key
+    first, second = results.rows
+    assert first["us"] > 0 and "kernels" not in first, "its kernels failed"
+    assert second["kernels"] == {"mm": len(case.sets)} and second["kernels_backward"] == {"mm": 2, "memset": 1}
+    assert (second["launches_forward"], second["launches_backward"]) == (3, 3)
 
 
 def test_a_peer_that_cannot_run_is_a_row_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
