@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,13 +13,14 @@ from torch._dynamo.utils import counters
 
 import compile_passes.backend  # noqa: F401  (registers it)
 from benchmarks import device
-from benchmarks.cases import Case, InputSet, Weights, layer_weights, make_case
+from benchmarks.cases import Case, Weights, layer_weights, make_case
 from benchmarks.gradients import error
 from benchmarks.kernels import kernel_times, launches
 from benchmarks.layers import add_times, empty_cache, measure, release
 from benchmarks.peers import transformers_layer
 from benchmarks.results import OURS, ResultFile, progress_bar, why
 from benchmarks.shapes import Shape
+from benchmarks.step import Step, peak_bytes, saved_bytes
 from benchmarks.timing import INTERVALS, ROUNDS, Run, Thunk, graph_pool, method, sequence
 
 TOKENS = (1024, 4096, 16384)
@@ -42,34 +43,6 @@ METHOD = (
     "after everything was timed; launches: of one call, in a captured graph, those of the backward beyond those of the "
     "forward that keeps what it needs"
 )
-
-
-@dataclass(frozen=True)
-class Step:
-    """Forward and backward of a layer on one input set."""
-
-    layer: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    inputs: InputSet
-    grad_output: torch.Tensor
-    weights: Sequence[torch.Tensor]
-
-    def __call__(self) -> tuple[torch.Tensor, ...]:
-        """Gradients of hidden states, logits and the weights."""
-        leaves = self._leaves()
-        output = self.layer(*leaves)
-        return torch.autograd.grad(output, [*leaves, *self.weights], self.grad_output)
-
-    def saving(self) -> torch.Tensor:
-        """The output, and behind it what a backward needs."""
-        return self.layer(*self._leaves())
-
-    def forward(self) -> torch.Tensor:
-        """The output, without what a backward needs."""
-        with torch.no_grad():
-            return self.layer(self.inputs.hidden_states, self.inputs.router_logits)
-
-    def _leaves(self) -> list[torch.Tensor]:
-        return [tensor.detach().requires_grad_() for tensor in (self.inputs.hidden_states, self.inputs.router_logits)]
 
 
 @dataclass(frozen=True)
@@ -253,30 +226,6 @@ def _prepare(case: Case, mode: str, peer: str, pool: Any) -> tuple[dict[str, Any
     del found
     known |= {"peak_bytes": peak_bytes(made[0]), "saved_bytes": saved_bytes(made[0])}
     return known, Prepared(made, sequence(made, pool), sequence([step.forward for step in made], pool))
-
-
-def peak_bytes(step: Step) -> int | None:
-    """Memory that one call needs for a while, beyond its inputs and the gradients that it returns; None on a CPU."""
-    if not torch.cuda.is_available():
-        return None
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    grads = step()
-    torch.cuda.synchronize()
-    held = sum(grad.untyped_storage().nbytes() for grad in grads)
-    return torch.cuda.max_memory_allocated() - before - held
-
-
-def saved_bytes(step: Step) -> int | None:
-    """Memory between forward and backward, beyond inputs and output; None on a CPU."""
-    if not torch.cuda.is_available():
-        return None
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    output = step.saving()
-    torch.cuda.synchronize()
-    return torch.cuda.memory_allocated() - before - output.untyped_storage().nbytes()
 
 
 def add_kernels(plan: Plan, results: ResultFile, kept: Kept) -> None:

@@ -162,9 +162,10 @@ def make_step(case: Case, variant: Variant) -> Callable[[], torch.Tensor]:
     network = sharing_copy(case.network).train()
     network.set_experts_implementation(variant.experts)
     if case.checkpointing:
-        # Its name until transformers 5.17, and the one that later releases give it.
-        older = getattr(network, "gradient_checkpointing_enable", None)
-        getattr(network, "activation_checkpointing_enable", older)({"use_reentrant": False})
+        # What later releases of transformers call it, and what it was before.
+        names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+        enable = next(getattr(network, name) for name in names if hasattr(network, name))
+        enable({"use_reentrant": False})
     forward = variant.compiled(network)
 
     def step() -> torch.Tensor:

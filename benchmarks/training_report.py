@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.e2e import TRANSFORMERS
 from benchmarks.floors import Share, shares
+from benchmarks.models import TRANSFORMERS
 from benchmarks.plots import FORMATS, draw_training
 from benchmarks.results import OURS
 from benchmarks.shapes import SHAPES, TINY_SHAPES
@@ -233,7 +233,7 @@ def train_step_table(document: dict[str, Any]) -> str:
         timed = [row for row in of_key if row.get("ms")]
         theirs = [row for row in timed if row["variant"].startswith(TRANSFORMERS)]
         ours = [row for row in timed if row not in theirs]
-        best = [min(group, key=lambda row: row["ms"], default={}) for group in (ours, theirs)]
+        best: list[Row] = [min(group, key=lambda row: row["ms"], default={}) for group in (ours, theirs)]
         rates = " / ".join(f"{row['tokens_per_s']:.0f}" if row else "-" for row in best)
         head = [f"{key[0]} x {key[1]}", "on" if key[2] else "off"]
         body.append([*head, *map(step_cell, of_key), ratio_of(best[0]), rates])
