@@ -35,7 +35,14 @@ from benchmarks.tables import (
     table,
     tables,
 )
-from benchmarks.training_report import draw_train, train_plot_paths, train_section, train_step_section
+from benchmarks.training_report import (
+    BASELINE,
+    draw_train,
+    ratios,
+    train_plot_paths,
+    train_section,
+    train_step_section,
+)
 from meta.activations import ACTIVATIONS
 from meta.routing import ROUTINGS
 from meta.schemes import SCHEMES
@@ -263,35 +270,50 @@ def activations_section(_: Documents) -> str:
 
 def summary_section(documents: Documents) -> str:
     """How many times as fast blocks and models are, from their least gain to their largest, for the first page."""
-    found: dict[tuple[bool, str, str], tuple[list[str], list[float], list[str]]] = {}
+    found: dict[tuple[str, str, str], tuple[list[str], list[float], list[str]]] = {}
     for stem, document in documents.items():
-        if document["kind"] == "forms":
-            head, gains = (True, ""), [row["plain_call_us"] / row["ours_call_us"] for row in document["rows"]]
-            what = list(dict.fromkeys(row["form"] for row in document["rows"]))
-        elif document["kind"] == "e2e":
+        kind, name = document["kind"], ""
+        what: list[str] = []
+        if kind == "forms":
+            gains = [row["plain_call_us"] / row["ours_call_us"] for row in document["rows"]]
+            what = [row["form"] for row in document["rows"]]
+        elif kind == "train" and not stem.endswith(BASELINE):
+            rows = ratios(document)
+            what, gains = [row["shape"] for row in rows], [1 / row["ratio"] for row in rows]
+        elif kind in ("e2e", "train-step"):
             name, published = model_of(document)
-            head, what, gains = (False, "" if published else name), [name] if published else [], _step_gains(document)
+            what, name, gains = ([name], "", _step_gains(document)) if published else ([], name, _step_gains(document))
         else:
             continue
         if gains:
-            names, all_gains, stems = found.setdefault((*head, document["device"]), ([], [], []))
+            names, all_gains, stems = found.setdefault((kind, name, document["device"]), ([], [], []))
             names += what
             all_gains += gains
             stems.append(f"`{stem}.json`")
     lines = []
-    for (forms, name, device), (names, gains, stems) in found.items():
-        what = f"{len(set(names))} layers of other people's code" if forms else f"steps of {name or ', '.join(names)}"
-        lines.append([what, f"{_factor(min(gains))} to {_factor(max(gains))}", device, ", ".join(stems)])
+    for (kind, name, device), (names, gains, stems) in found.items():
+        names = list(dict.fromkeys(names))
+        said = _SUMMARIES[kind].format(number=len(names), names=name or ", ".join(names))
+        lines.append([said, f"{_factor(min(gains))} to {_factor(max(gains))}", device, ", ".join(stems)])
     head = ["against the best of plain torch.compile", "times as fast", "on", "result files"]
     return table(head, lines) if lines else NO_RESULTS
 
 
+_SUMMARIES = {
+    "forms": "{number} layers of other people's code",
+    "e2e": "steps of {names}",
+    "train": "forward and backward of a layer of {number} models",
+    "train-step": "training steps of {names}",
+}
+
+
 def _step_gains(document: dict[str, Any]) -> list[float]:
     """How many times as fast as transformers' best the best of ours is, for every step of a file of whole models."""
-    steps: dict[tuple[int, int], list[float]] = {}
+    steps: dict[tuple[Any, ...], list[float]] = {}
     for row in document["rows"]:
         if row.get("ratio") and row["variant"].startswith("moe_ops"):
-            steps.setdefault((row["batch"], row["new_tokens"]), []).append(1 / row["ratio"])
+            step = tuple(row.get(name) for name in ("batch", "new_tokens", "tokens", "checkpointing"))
+            steps.setdefault(step, []).append(1 / row["ratio"])
     return [max(gains) for gains in steps.values()]
 
 

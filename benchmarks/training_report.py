@@ -80,8 +80,8 @@ def draw_train(documents: Documents, folder: Path) -> list[Path]:
         if not stem.endswith(BASELINE):
             paths = [folder / name for name in _plot_names(stem)]
             before = found.get(stem + BASELINE)
-            ratios = _ratios(document), _ratios(before) if before else []
-            draw_training(*ratios, f"{document['reference']} / {THEIRS}", _title(document), stem, paths)
+            both_ratios = ratios(document), ratios(before) if before else []
+            draw_training(*both_ratios, f"{document['reference']} / {THEIRS}", _title(document), stem, paths)
     return train_plot_paths(documents, folder)
 
 
@@ -89,7 +89,8 @@ def _title(document: dict[str, Any]) -> str:
     return f"Forward and backward of one MoE layer: {document['device']}, bf16, {document['date']}"
 
 
-def _ratios(document: dict[str, Any]) -> list[Row]:
+def ratios(document: dict[str, Any]) -> list[Row]:
+    """Rows of transformers' layer, which say how long ours takes beside it."""
     return [row for row in document["rows"] if row["peer"] == THEIRS and row.get("ratio")]
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from benchmarks import training_report as report
 from benchmarks.floors import shares
+from benchmarks.models import MODELS
+from benchmarks.report import summary_section
 from benchmarks.shapes import Shape
 
 CEILINGS = {"bf16_tflops": 500.0, "read_gbps": 4000.0}
@@ -117,3 +119,16 @@ def test_table_of_training_steps() -> None:
     assert "| 4 x 4096 | off | - | 100 (3.0) | 80 (3.0) | 82 | 0.80 (0.79 to 0.81) | 1250 / 1000 |" in text
     assert "Left out (`-`): grouped_mm: out of memory." in text and "Method: made up." in text
     assert report.train_step_section({}) == report.NO_RESULTS
+
+
+def test_training_on_the_first_page() -> None:
+    """What was before is no gain of today."""
+    rows = [row("ours_compiled", 100.0), row("hf_moe", 200.0), row("hf_moe", 125.0, shape="olmoe-1b-7b")]
+    step = {"batch": 1, "tokens": 4096, "checkpointing": False, "variant": "moe_ops", "ratio": 0.8}
+    steps = [step, step | {"batch": 4, "ratio": 0.5}, step | {"variant": "grouped_mm", "ratio": 1.0}]
+    documents = {"gpu": document(*rows), "gpu-baseline": document(row("hf_moe", 10.0))}
+    documents["gpu-step"] = document(*steps, kind="train-step", config=MODELS["qwen3-4l"].config)
+    text = summary_section(documents)
+    assert "| forward and backward of a layer of 2 models | 1.2x to 2.0x | A GPU | `gpu.json` |" in text
+    assert "| training steps of 4 layers of Qwen3-30B-A3B | 1.2x to 2.0x | A GPU | `gpu-step.json` |" in text
+    assert text.count("A GPU") == 2
