@@ -1,6 +1,7 @@
 """Command line: `python -m benchmarks [layers]`.
 
-Or `train`, `e2e`, `host`, `load`, `forms`, `first-call`, `tiles`, `compare`, `carry`, `models`, `spellings`, `report`.
+Or `train`, `train-step`, `e2e`, `host`, `load`, `forms`, `first-call`, `tiles`, `compare`, `carry`, `models`,
+`spellings`, `report`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = {
         "layers": layers_command,
         "train": train_command,
+        "train-step": train_step_command,
         "e2e": e2e_command,
         "host": host_command,
         "load": load_command,
@@ -153,8 +155,8 @@ def e2e_command(arguments: list[str]) -> int:
 
 
 def train_command(arguments: list[str]) -> int:
-    """Time forward and backward."""
-    from benchmarks import train
+    """Time forward and backward of single layers."""
+    from benchmarks import device, train
 
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(prog="python -m benchmarks train", description=train.__doc__)
@@ -162,19 +164,62 @@ def train_command(arguments: list[str]) -> int:
     tokens = ",".join(map(str, train.TOKENS if gpu else train.TINY_TOKENS))
     parser.add_argument("--tokens", default=tokens, help="comma-separated numbers of tokens (default: %(default)s)")
     parser.add_argument("--modes", default=",".join(train.MODES), help="comma-separated (default: %(default)s)")
+    parser.add_argument("--peers", default=",".join(train.PEERS), help="comma-separated (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--times-only", action="store_true", help="no times of kernels")
+    parser.add_argument("--times-only", action="store_true", help="no ceilings of the GPU, and no times of kernels")
+    path = parser.add_mutually_exclusive_group()
+    path.add_argument("--json", type=Path, help=f"a new result file (default: in {OUT.name}/, numbered)")
+    path.add_argument("--resume", type=Path, help="go on with the file of an interrupted run of the same commit")
+    parser.add_argument("--commit", default=current_commit(), help="for the result file, where there is no checkout")
+    options = parser.parse_args(arguments)
+    plan = train.Plan(
+        shapes=shape_table.parse_shapes(options.shapes),
+        tokens=positive_integers("benchmarks", "--tokens", options.tokens),
+        modes=parse_names("--modes", options.modes, dict.fromkeys(train.MODES), train.MODES),
+        peers=parse_names("--peers", options.peers, train.PEERS, tuple(train.PEERS)),
+        rounds=enough_rounds(options.rounds),
+        kernels=not options.times_only,
+    )
+    method, header = train.train_method(plan), {"reference": plan.reference, "commit": options.commit}
+    if options.resume:
+        results = ResultFile.resume(options.resume, "train", method, **header)
+    else:
+        new = new_path(options.json, OUT / "train.json")
+        ceilings = None if options.times_only else device.ceilings()
+        results = ResultFile(new, "train", method, **header, ceilings=ceilings)
+    with interruptible(results):
+        train.run(plan, results)
+    print(f"{len(results.rows)} rows in {results.path}")
+    return 0
+
+
+def train_step_command(arguments: list[str]) -> int:
+    """Time training steps of whole models."""
+    from benchmarks import train_step
+    from benchmarks.e2e import parse_row
+    from benchmarks.models import MODELS, VARIANTS
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks train-step", description=train_step.__doc__)
+    default = "qwen3-4l" if torch.cuda.is_available() else "tiny"
+    parser.add_argument("--model", default=default, choices=train_step.ROWS)
+    parser.add_argument("--rows", help="comma-separated batch x tokens, such as 1x4096,4x4096")
+    variants = ",".join(train_step.DEFAULT_VARIANTS)
+    parser.add_argument("--variants", default=variants, help="comma-separated (default: %(default)s)")
+    parser.add_argument("--checkpointing", default="off", help="of activations; 'off,on' for both (default: off)")
+    parser.add_argument("--rounds", type=int, default=train_step.ROUNDS, help="in each, every variant makes one step")
     parser.add_argument("--json", type=Path, help=f"a new result file (default: in {OUT.name}/, numbered)")
     parser.add_argument("--commit", default=current_commit(), help="for the result file, where there is no checkout")
     options = parser.parse_args(arguments)
-    shapes = shape_table.parse_shapes(options.shapes)
-    modes = parse_names("--modes", options.modes, train.MODES, train.MODES)
-    numbers, rounds = positive_integers("benchmarks", "--tokens", options.tokens), enough_rounds(options.rounds)
-    path = new_path(options.json, OUT / "train.json")
-    results = ResultFile(path, "train", train.train_method(rounds), reference=train.REFERENCE, commit=options.commit)
+    model = MODELS[options.model]
+    rows = [parse_row(text) for text in options.rows.split(",")] if options.rows else train_step.ROWS[options.model]
+    names = parse_names("--variants", options.variants, VARIANTS, train_step.DEFAULT_VARIANTS)
+    states = parse_names("--checkpointing", options.checkpointing, train_step.CHECKPOINTING, ("off",))
+    rounds = enough_rounds(options.rounds)
+    results = train_step.new_results(model, new_path(options.json, OUT / "train-step.json"), options.commit, rounds)
     with interruptible(results):
-        train.run(shapes, numbers, modes, results, rounds=rounds, kernels=not options.times_only)
-    print(f"{len(results.rows)} rows in {path}")
+        checkpointing = [train_step.CHECKPOINTING[state] for state in states]
+        train_step.run(model, rows, names, checkpointing, results, rounds=rounds)
+    print(f"{len(results.rows)} rows in {results.path}")
     return 0
 
 

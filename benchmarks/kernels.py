@@ -1,14 +1,16 @@
-"""Time of each kernel of a layer, from torch's profiler."""
+"""Kernels of a layer: the time of each, from torch's profiler, and how many a call launches, from a captured graph."""
 
 from __future__ import annotations
 
-import re
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
+from benchmarks.kernel_names import short_name
 from benchmarks.timing import Thunk
+from moe_ops.census import kernel_names
 
 REPLAYS = 5
 
@@ -43,7 +45,17 @@ def by_name(launches: Sequence[tuple[str, float]], replays: int, sets: int) -> d
     return dict(sorted(times.items(), key=lambda item: -item[1]))
 
 
-def short_name(name: str) -> str:
-    """A kernel's own name, without the template arguments, parameters and namespaces of C++."""
-    plain = re.split(r"[<(]", name.removeprefix("void "), maxsplit=1)[0].strip()
-    return plain.split("::")[-1] or name[:40]
+def launches(forward: Thunk, step: Thunk) -> tuple[dict[str, int], dict[str, int]]:
+    """(launches of a forward by short name, those of the backward alone), copies and fills included.
+
+    Args:
+        forward: that keeps what the backward needs.
+        step: the same forward with its backward.
+    """
+    return by_pass(kernel_names(forward), kernel_names(step))
+
+
+def by_pass(forward: Sequence[str], step: Sequence[str]) -> tuple[dict[str, int], dict[str, int]]:
+    """`launches` of the names of both, in any order: the backward has what the step has beyond the forward."""
+    first, both = Counter(map(short_name, forward)), Counter(map(short_name, step))
+    return dict(first), dict(both - first)

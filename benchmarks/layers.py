@@ -13,7 +13,7 @@ import torch
 from benchmarks import device
 from benchmarks.cases import Case, Weights, layer_weights, make_case
 from benchmarks.intervals import fields, median_interval, ratio_interval
-from benchmarks.kernels import kernel_times
+from benchmarks.kernels import kernel_names, kernel_times
 from benchmarks.peers import PARTS, Peer
 from benchmarks.results import ResultFile, progress_bar, why
 from benchmarks.shapes import Shape
@@ -25,8 +25,8 @@ METHOD = (
     "replayed on after the last round; error: Euclidean, relative to a float64 computation of at most 16 tokens from "
     "the unquantised weights; roof: max(bytes / bandwidth, FLOPs / rate) with the distinct experts that the inputs are "
     "routed to and the header's ceilings ({ceilings}); kernels: torch.profiler, median of 5 replays, after everything "
-    "was timed (dependent launches overlap). Work: moe = router logits to output, experts = routing given, gemms = the "
-    "two expert products alone"
+    "was timed (dependent launches overlap); launches: of one call. Work: moe = router logits to output, experts = "
+    "routing given, gemms = the two expert products alone"
 )
 
 
@@ -167,7 +167,9 @@ def add_kernels(plan: Plan, results: ResultFile) -> None:
                 row = rows[shape.name, case.T, case.routing, peer.name]
                 if peer.is_ours and row["us"] is not None:
                     try:
-                        row["kernels"] = kernel_times(sequence(peer.prepare(case)), len(case.sets))
+                        thunks = peer.prepare(case)
+                        row["launches"] = len(kernel_names(thunks[0]))
+                        row["kernels"] = kernel_times(sequence(thunks), len(case.sets))
                     except RuntimeError as failure:  # the times stand without them
                         print(f"benchmarks: no times of kernels for {describe(row)}: {failure}")
                     results.write()

@@ -166,8 +166,8 @@ def own_code(network: Any) -> Callable[..., Any]:
     charged for each other's guards.
     """
 
-    def forward(**inputs: Any) -> Any:
-        return network(**inputs)
+    def forward(*args: Any, **inputs: Any) -> Any:
+        return network(*args, **inputs)
 
     code = forward.__code__.replace(co_name=f"forward_{id(network)}")
     return FunctionType(code, forward.__globals__, code.co_name, None, forward.__closure__)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from benchmarks import optional_peers
 from benchmarks.cases import Case, InputSet
+from benchmarks.models import own_code
 from benchmarks.results import OURS
 from benchmarks.timing import Thunk
 
@@ -122,7 +123,7 @@ def transformers_layer(case: Case, **options: Any) -> tuple[Callable[..., torch.
         values = values / values.sum(dim=-1, keepdim=True)
         return experts(hidden_states, ids, values.to(router_logits.dtype))
 
-    return torch.compile(layer, fullgraph=True, dynamic=False, **options), experts
+    return torch.compile(own_code(layer), fullgraph=True, dynamic=False, **options), experts
 
 
 def transformers_fused(case: Case) -> list[Thunk]:

@@ -42,6 +42,29 @@ def draw_layers(document: dict[str, Any], folder: Path, stem: str) -> list[Path]
     return plot_paths(document, folder, stem)
 
 
+def draw_training(rows: Rows, before: Rows, label: str, title: str, salt: str, paths: list[Path]) -> list[Path]:
+    """Draw ratios of training steps by tokens, a panel for each shape, a line for each mode; ``before``: ratios of what
+    there was before, as crosses. Returns the files written.
+    """
+
+    def panel(axes: Any, of_shape: Rows) -> None:
+        for number, mode in enumerate(dict.fromkeys(row["mode"] for row in rows)):
+            points = [row for row in of_shape if row["mode"] == mode]
+            tokens, colour = [row["T"] for row in points], f"C{number}"
+            lows, highs = ([row[f"ratio_{end}"] for row in points] for end in ("low", "high"))
+            axes.fill_between(tokens, lows, highs, alpha=0.3, color=colour)
+            axes.plot(tokens, [row["ratio"] for row in points], "o-", markersize=3, color=colour, label=mode)
+            if before:
+                old = [row for row in before if (row["shape"], row["mode"]) == (of_shape[0]["shape"], mode)]
+                crosses = [row["T"] for row in old], [row["ratio"] for row in old]
+                axes.plot(*crosses, "x", color=colour, label=f"{mode}, before")
+        axes.axhline(1.0, linestyle="--", color="black", alpha=0.5)
+        axes.set_ylim(bottom=0)
+
+    _draw(drawing(salt), rows, title, label, panel, paths)
+    return paths
+
+
 def routings_of(rows: Rows) -> list[str]:
     """Routings of a file, in its order; older files say nothing of theirs, which was uniform."""
     return list(dict.fromkeys(row.get("routing", "uniform") for row in rows))

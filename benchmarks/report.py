@@ -23,17 +23,35 @@ from benchmarks.pictures import (
 )  # fmt: skip
 from benchmarks.plots import best_peer, draw_layers, plot_paths, routings_of
 from benchmarks.results import load_results, numbers_of
+from benchmarks.tables import (
+    NO_RESULTS,
+    Documents,
+    conditions,
+    format_us,
+    interval,
+    of_kind,
+    short_dtype,
+    source_line,
+    table,
+    tables,
+)
+from benchmarks.training_report import (
+    BASELINE,
+    draw_train,
+    ratios,
+    train_plot_paths,
+    train_section,
+    train_step_section,
+)
 from meta.activations import ACTIVATIONS
 from meta.routing import ROUTINGS
 from meta.schemes import SCHEMES
 
-NO_RESULTS = "No result file yet."
 CAPTIONS = {
     "time.png": "time by tokens",
     "share.png": "share of the roofline by tokens",
     "ratio.png": "our time over the best other's by tokens",
 }
-Documents = dict[str, dict[str, Any]]
 
 
 def main(folder: Path, pages: Sequence[Path], *, check: bool = False) -> int:
@@ -41,9 +59,10 @@ def main(folder: Path, pages: Sequence[Path], *, check: bool = False) -> int:
     documents = load_results(folder)
     old = {page: page.read_text() for page in pages}
     new = render(old, documents)
-    layers, of_models = _of_kind(documents, "layers"), _of_kind(documents, "e2e")
+    layers, of_models = of_kind(documents, "layers"), of_kind(documents, "e2e")
     if check:
         drawn = [path for stem, document in layers.items() for path in plot_paths(document, folder, stem)]
+        drawn += train_plot_paths(documents, folder)
         pictures = [TOKENS, BLOCK] if any(map(steps_of, of_models.values())) else [BLOCK]
         drawn += [path for name in pictures for path in paths_of(name, folder)]
         missing = [path for path in drawn if not path.exists()]
@@ -54,13 +73,9 @@ def main(folder: Path, pages: Sequence[Path], *, check: bool = False) -> int:
     for page, text in new.items():
         page.write_text(text)
     drawn = [path for stem, document in layers.items() for path in draw_layers(document, folder, stem)]
-    drawn += draw_tokens(of_models, folder) + draw_block(folder)
+    drawn += draw_train(documents, folder) + draw_tokens(of_models, folder) + draw_block(folder)
     print("\n".join(map(str, drawn)))
     return 0
-
-
-def _of_kind(documents: Documents, kind: str) -> Documents:
-    return {stem: document for stem, document in documents.items() if document["kind"] == kind}
 
 
 def render(pages: Mapping[Path, str], documents: Documents) -> dict[Path, str]:
@@ -96,19 +111,6 @@ def layers_section(documents: Documents) -> str:
                 f"Method: {document['method']}.",
             ]
     return "\n\n".join(filter(None, parts)) or NO_RESULTS
-
-
-def conditions(document: dict[str, Any]) -> str:
-    """The ceilings that the run measured, and the state of the GPU over its cases; "" for a file without."""
-    rates = document.get("ceilings")
-    if not rates:
-        return ""
-    units = {"bf16_tflops": "bf16 {:.0f} TFLOP/s", "fp8_tflops": "fp8 {:.0f} TFLOP/s", "read_gbps": "read {:.0f} GB/s"}
-    said = ", ".join(text.format(rates[name]) for name, text in units.items() if name in rates)
-    for name, label in (("sm_mhz", "SM clock {:.0f} to {:.0f} MHz"), ("watts", "{:.0f} to {:.0f} W")):
-        if seen := [row[name] for row in document["rows"] if row.get(name) is not None]:
-            said += "; " + label.format(min(seen), max(seen))
-    return f"Ceilings in the same run: {said}."
 
 
 def layers_table(document: dict[str, Any], routing: str) -> str:
@@ -149,22 +151,9 @@ def best_peer_cell(rows: list[dict[str, Any]]) -> str:
     return f"{interval(best)} {best['peer']}" if best else "-"
 
 
-def interval(row: dict[str, Any]) -> str:
-    """A ratio and where it lies with 95 %."""
-    return f"{row['ratio']:.2f} ({row['ratio_low']:.2f} to {row['ratio_high']:.2f})"
-
-
 def e2e_section(documents: Documents) -> str:
     """A table for every result file of whole models."""
-    return _tables(documents, "e2e", e2e_table)
-
-
-def _tables(documents: Documents, kind: str, draw: Callable[[dict[str, Any]], str]) -> str:
-    parts = [
-        f"### {source_line(stem, document)}\n\n{draw(document)}\n\nMethod: {document['method']}."
-        for stem, document in _of_kind(documents, kind).items()
-    ]
-    return "\n\n".join(parts) or NO_RESULTS
+    return tables(documents, "e2e", e2e_table)
 
 
 def e2e_table(document: dict[str, Any]) -> str:
@@ -199,7 +188,7 @@ def speedup(times: dict[str, float | None]) -> str:
 
 def host_section(documents: Documents) -> str:
     """A table for every result file of host times."""
-    return _tables(documents, "host", host_table)
+    return tables(documents, "host", host_table)
 
 
 def host_table(document: dict[str, Any]) -> str:
@@ -221,7 +210,7 @@ def host_table(document: dict[str, Any]) -> str:
 
 def forms_section(documents: Documents) -> str:
     """A table for every result file of layers of other people's code."""
-    return _tables(documents, "forms", forms_table)
+    return tables(documents, "forms", forms_table)
 
 
 def forms_table(document: dict[str, Any]) -> str:
@@ -239,7 +228,7 @@ def forms_table(document: dict[str, Any]) -> str:
 
 def load_section(documents: Documents) -> str:
     """A table for every result file of counting the experts' load."""
-    return _tables(documents, "load", load_table)
+    return tables(documents, "load", load_table)
 
 
 def load_table(document: dict[str, Any]) -> str:
@@ -281,35 +270,50 @@ def activations_section(_: Documents) -> str:
 
 def summary_section(documents: Documents) -> str:
     """How many times as fast blocks and models are, from their least gain to their largest, for the first page."""
-    found: dict[tuple[bool, str, str], tuple[list[str], list[float], list[str]]] = {}
+    found: dict[tuple[str, str, str], tuple[list[str], list[float], list[str]]] = {}
     for stem, document in documents.items():
-        if document["kind"] == "forms":
-            head, gains = (True, ""), [row["plain_call_us"] / row["ours_call_us"] for row in document["rows"]]
-            what = list(dict.fromkeys(row["form"] for row in document["rows"]))
-        elif document["kind"] == "e2e":
+        kind, name = document["kind"], ""
+        what: list[str] = []
+        if kind == "forms":
+            gains = [row["plain_call_us"] / row["ours_call_us"] for row in document["rows"]]
+            what = [row["form"] for row in document["rows"]]
+        elif kind == "train" and not stem.endswith(BASELINE):
+            rows = ratios(document)
+            what, gains = [row["shape"] for row in rows], [1 / row["ratio"] for row in rows]
+        elif kind in ("e2e", "train-step"):
             name, published = model_of(document)
-            head, what, gains = (False, "" if published else name), [name] if published else [], _step_gains(document)
+            what, name, gains = ([name], "", _step_gains(document)) if published else ([], name, _step_gains(document))
         else:
             continue
         if gains:
-            names, all_gains, stems = found.setdefault((*head, document["device"]), ([], [], []))
+            names, all_gains, stems = found.setdefault((kind, name, document["device"]), ([], [], []))
             names += what
             all_gains += gains
             stems.append(f"`{stem}.json`")
     lines = []
-    for (forms, name, device), (names, gains, stems) in found.items():
-        what = f"{len(set(names))} layers of other people's code" if forms else f"steps of {name or ', '.join(names)}"
-        lines.append([what, f"{_factor(min(gains))} to {_factor(max(gains))}", device, ", ".join(stems)])
+    for (kind, name, device), (names, gains, stems) in found.items():
+        names = list(dict.fromkeys(names))
+        said = _SUMMARIES[kind].format(number=len(names), names=name or ", ".join(names))
+        lines.append([said, f"{_factor(min(gains))} to {_factor(max(gains))}", device, ", ".join(stems)])
     head = ["against the best of plain torch.compile", "times as fast", "on", "result files"]
     return table(head, lines) if lines else NO_RESULTS
 
 
+_SUMMARIES = {
+    "forms": "{number} layers of other people's code",
+    "e2e": "steps of {names}",
+    "train": "forward and backward of a layer of {number} models",
+    "train-step": "training steps of {names}",
+}
+
+
 def _step_gains(document: dict[str, Any]) -> list[float]:
     """How many times as fast as transformers' best the best of ours is, for every step of a file of whole models."""
-    steps: dict[tuple[int, int], list[float]] = {}
+    steps: dict[tuple[Any, ...], list[float]] = {}
     for row in document["rows"]:
         if row.get("ratio") and row["variant"].startswith("moe_ops"):
-            steps.setdefault((row["batch"], row["new_tokens"]), []).append(1 / row["ratio"])
+            step = tuple(row.get(name) for name in ("batch", "new_tokens", "tokens", "checkpointing"))
+            steps.setdefault(step, []).append(1 / row["ratio"])
     return [max(gains) for gains in steps.values()]
 
 
@@ -320,7 +324,7 @@ def _factor(gain: float) -> str:
 
 def tokens_section(documents: Documents) -> str:
     """The picture of whole models' decode steps, and its conditions."""
-    drawn = of_the_first_page(_of_kind(documents, "e2e"))
+    drawn = of_the_first_page(of_kind(documents, "e2e"))
     if not drawn:
         return NO_RESULTS
     parts = [f"{title_of(document)}: {source_line(stem, document)}" for stem, document in drawn.items()]
@@ -340,32 +344,8 @@ SECTIONS: dict[str, Callable[[Documents], str]] = {
     "routings": routings_section,
     "activations": activations_section,
     "layers": layers_section,
+    "train": train_section,
+    "train-step": train_step_section,
     "e2e": e2e_section,
     "host": host_section,
 }
-
-
-def source_line(stem: str, document: dict[str, Any]) -> str:
-    """Where a table's numbers come from."""
-    versions = ", ".join(
-        f"{name} {document['versions'][name]}" for name in ("torch", "triton") if name in document["versions"]
-    )
-    where = f"commit {document['commit']} (`benchmarks/results/{stem}.json`)"
-    return f"{document['device']}, {versions}, {document['date']}, {where}"
-
-
-def table(header: list[str], body: list[list[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *body]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def format_us(us: float | None) -> str:
-    """Three significant digits, without an exponent."""
-    if us is None:
-        return "-"
-    return f"{us:.1f}" if us < 100 else f"{us:.0f}"
-
-
-def short_dtype(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")

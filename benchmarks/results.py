@@ -71,6 +71,31 @@ class ResultFile:
             "rows": [],
         }
 
+    @classmethod
+    def resume(cls, path: Path, kind: str, method: str, *, commit: str, **header: Any) -> ResultFile:
+        """The file of an interrupted run, with its rows, to which more are added; `resumed` in it says when.
+
+        Raises:
+            ValueError: there is none, or it was made in another way, of other code, or elsewhere.
+        """
+        if not path.exists():
+            raise ValueError(
+                f"benchmarks: --resume must name the file of an interrupted run, got {path}, which is not there. "
+                "Use --json for a new one."
+            )
+        document = json.loads(path.read_text())
+        resumed = cls(None, kind, method, commit=commit, **header)
+        same = ("kind", "device", "commit", "versions", "method", *header)
+        if other := [name for name in same if document.get(name) != resumed.document[name]]:
+            raise ValueError(
+                f"benchmarks: --resume must name a file made in the same way by the same code on the same device, got "
+                f"{path} with another {', '.join(other)}. Start a new file with --json."
+            )
+        document.setdefault("resumed", []).append(resumed.document["date"])
+        document["rows"] = document.pop("rows")  # last, as everywhere
+        resumed.path, resumed.document = path, document
+        return resumed
+
     @property
     def rows(self) -> list[dict[str, Any]]:
         return self.document["rows"]

@@ -56,9 +56,17 @@ def method(rounds: int = ROUNDS) -> str:
     return (CUDA_METHOD if torch.cuda.is_available() else CPU_METHOD).format(rounds=rounds)
 
 
-def sequence(thunks: Sequence[Thunk]) -> Thunk:
-    """All thunks in one call: a replay of their captured graph on a GPU, else one after the other."""
-    return _captured(thunks) if torch.cuda.is_available() else lambda: [thunk() for thunk in thunks]
+def sequence(thunks: Sequence[Thunk], pool: Any = None) -> Thunk:
+    """All thunks in one call: a replay of their captured graph on a GPU, else one after the other.
+
+    Graphs of one ``pool`` (of :func:`graph_pool`) share memory: one can be replayed when another one is done.
+    """
+    return _captured(thunks, pool) if torch.cuda.is_available() else lambda: [thunk() for thunk in thunks]
+
+
+def graph_pool() -> Any:
+    """Memory for graphs that are never replayed at once, and whose results nobody reads; None without a GPU."""
+    return torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,7 @@ class _Captured:
         self.graph.replay()
 
 
-def _captured(thunks: Sequence[Thunk]) -> Thunk:
+def _captured(thunks: Sequence[Thunk], pool: Any) -> Thunk:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -82,7 +90,7 @@ def _captured(thunks: Sequence[Thunk]) -> Thunk:
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         for thunk in thunks:
             thunk()
     return _Captured(graph, thunks)

@@ -2,95 +2,169 @@
 
 from __future__ import annotations
 
+import gc
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch._dynamo.utils import counters
 
 import compile_passes.backend  # noqa: F401  (registers it)
-from benchmarks.cases import Case, InputSet, layer_weights, make_case
-from benchmarks.kernels import kernel_times
+from benchmarks import device
+from benchmarks.cases import Case, Weights, layer_weights, make_case
+from benchmarks.gradients import error
+from benchmarks.kernels import kernel_times, launches
 from benchmarks.layers import add_times, empty_cache, measure, release
 from benchmarks.peers import transformers_layer
-from benchmarks.results import ResultFile, progress_bar, why
+from benchmarks.results import OURS, ResultFile, progress_bar, why
 from benchmarks.shapes import Shape
-from benchmarks.timing import INTERVALS, ROUNDS, Run, method, sequence
+from benchmarks.step import Step, peak_bytes, saved_bytes
+from benchmarks.timing import INTERVALS, ROUNDS, Run, Thunk, graph_pool, method, sequence
 
 TOKENS = (1024, 4096, 16384)
 TINY_TOKENS = (16, 256)
 MODES = ("trained", "frozen")
-PEERS = {"ours_compiled": {"backend": "moe_ops"}, "hf_moe": {}}  # what torch.compile is given
-REFERENCE = next(iter(PEERS))
+#: What torch.compile is given.
+PEERS: dict[str, dict[str, Any]] = {"ours_compiled": {"backend": "moe_ops"}, "hf_moe": {}}
+REFERENCE, THEIRS = "ours_compiled", "hf_moe"
 CHECKED_TOKENS = 1024  # most tokens of a case whose gradients are compared with exact ones
+ROOM = 4  # times the bytes of its weights that a layer needs: weights, gradients in a graph, and of a call without one
+OUT_OF_MEMORY = "out of memory"
 METHOD = (
     "forward and backward of one MoE layer, router logits to gradients of hidden states, logits, and of both weights "
     "where trained; the same code (transformers' Qwen3-MoE routing and grouped_mm experts) under torch.compile "
-    "(fullgraph, static shapes) with each backend; {timing}; {intervals}; forward_us: without gradients, timed alike; "
+    "(fullgraph, static shapes) with each backend; {timing}; graphs share their memory; {intervals}; forward_us: "
+    "without gradients, timed alike; "
     "peak_bytes: most memory of one call, uncaptured, beyond what was held before and the gradients that it returns; "
-    "error: largest Euclidean error among the gradients, relative to fp32 by autograd, one expert at a time, of cases "
-    "of at most {checked} tokens; kernels: torch.profiler, median of 5 replays, after everything was timed"
+    "saved_bytes: what a forward leaves behind for the backward, beyond its output; neither holds inputs, parameters "
+    "or gradients; error: largest Euclidean error among the gradients, relative to fp32 by autograd, one expert at a "
+    "time, of cases of at most {checked} tokens; ceilings: {ceilings}; kernels: torch.profiler, median of 5 replays, "
+    "after everything was timed; launches: of one call, in a captured graph, those of the backward beyond those of the "
+    "forward that keeps what it needs"
 )
 
 
 @dataclass(frozen=True)
-class Step:
-    """Forward and backward of a layer on one input set."""
+class Plan:
+    """What is timed, and whether the times of kernels are wanted too."""
 
-    layer: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    inputs: InputSet
-    grad_output: torch.Tensor
-    weights: Sequence[torch.Tensor]
+    shapes: Sequence[Shape]
+    tokens: Sequence[int]
+    modes: Sequence[str] = MODES
+    peers: Sequence[str] = tuple(PEERS)
+    rounds: int = ROUNDS
+    kernels: bool = True
 
-    def __call__(self) -> tuple[torch.Tensor, ...]:
-        """Gradients of hidden states, logits and the weights."""
-        leaves = [tensor.detach().requires_grad_() for tensor in (self.inputs.hidden_states, self.inputs.router_logits)]
-        output = self.layer(*leaves)
-        return torch.autograd.grad(output, [*leaves, *self.weights], self.grad_output)
-
-    def forward(self) -> torch.Tensor:
-        """The output, without what a backward needs."""
-        with torch.no_grad():
-            return self.layer(self.inputs.hidden_states, self.inputs.router_logits)
+    @property
+    def reference(self) -> str:
+        """Whose time over each peer's is the ratio."""
+        return REFERENCE if REFERENCE in self.peers else self.peers[0]
 
 
-def run(
-    shapes: Sequence[Shape],
-    tokens: Sequence[int],
-    modes: Sequence[str],
-    results: ResultFile,
-    *,
-    rounds: int = ROUNDS,
-    kernels: bool = True,
-) -> None:
-    """Time every case, one row for each peer; a peer that cannot run is a row with the reason instead of a time."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with progress_bar() as progress, torch._dynamo.config.patch(recompile_limit=256):
-        task = progress.add_task("train", total=len(shapes) * len(tokens) * len(modes))
-        for shape in shapes:
-            weights = layer_weights(shape, torch.bfloat16 if device == "cuda" else torch.float32, device)
-            for T in tokens:
-                for mode in modes:
-                    progress.update(task, description=f"{shape.name} T={T} {mode}")
-                    case = make_case(weights, T)
-                    rows = time_case(case, mode, rounds)
-                    for row in rows:
-                        results.add(row)
-                        progress.console.print(describe(row), highlight=False, soft_wrap=True)
-                    del case
-                    release()
-                    progress.advance(task)
-            del weights
-            release()
-        if kernels and device == "cuda":
-            _add_kernels(shapes, results)
+@dataclass(frozen=True)
+class Prepared:
+    """A peer on a case: its steps, and all of them in one call."""
+
+    steps: Sequence[Step]
+    call: Thunk
+    forward: Thunk
 
 
-def steps(case: Case, mode: str, options: dict[str, Any]) -> list[Step]:
-    """One step for each input set, of a layer compiled with ``options``."""
-    layer, experts = transformers_layer(case, **options)
+@dataclass
+class Kept:
+    """What was timed, by the key of its row, until its kernels are: nothing is compiled twice for them.
+
+    ``pool``: memory of the graphs of one shape, or of one case where nothing is kept.
+    """
+
+    wanted: bool
+    by_key: dict[tuple[Any, ...], Prepared] = field(default_factory=dict)
+    pool: Any = None
+
+    def make_room(self, shape: Shape) -> None:
+        """Before a shape: its own pool, and what is kept goes where memory is short."""
+        empty_cache()
+        if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] < ROOM * shape.weight_bytes():
+            self.drop()
+        self.pool = graph_pool()
+
+    def add(self, row: dict[str, Any], prepared: Prepared) -> None:
+        """Keep it, if kernels are wanted."""
+        if self.wanted:
+            self.by_key[key_of(row)] = prepared
+
+    def drop(self) -> None:
+        """Give all memory back."""
+        self.by_key.clear()
+        gc.collect()
+        empty_cache()
+        self.pool = graph_pool()  # one whose graphs are gone cannot be used again
+
+
+def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells a row from others of its file."""
+    return row["shape"], row["T"], row["mode"], row["peer"]
+
+
+def run(plan: Plan, results: ResultFile) -> None:
+    """Time every case that has no rows yet, one row for each peer; a peer that cannot run is a row with the reason
+    instead of a time.
+    """
+    on_gpu = torch.cuda.is_available()
+    left = cases_left(plan, results)
+    kept = Kept(plan.kernels and on_gpu)
+    with progress_bar() as progress:
+        task = progress.add_task("train", total=sum(map(len, left.values())))
+        for shape, cases in left.items():
+            if not cases:
+                continue
+            kept.make_room(shape)
+            weights = made_weights(shape)
+            for T, mode in cases:
+                progress.update(task, description=f"{shape.name} T={T} {mode}")
+                for row in time_case(make_case(weights, T), mode, plan, kept):
+                    results.add(row)
+                    progress.console.print(describe(row), highlight=False, soft_wrap=True)
+                progress.advance(task)
+                if not kept.by_key:
+                    kept.drop()
+            if not kept.by_key:
+                del weights
+                release()
+        if kept.wanted:
+            add_kernels(plan, results, kept)
+
+
+def cases_left(plan: Plan, results: ResultFile) -> dict[Shape, list[tuple[int, str]]]:
+    """(tokens, mode) by shape of the cases that the file has not every row of; a case's rows belong together, so that
+    those of a part of its peers are taken out.
+    """
+    have = set(map(key_of, results.rows))
+    left = {
+        shape: [
+            (T, mode)
+            for T in plan.tokens
+            for mode in plan.modes
+            if not have.issuperset((shape.name, T, mode, peer) for peer in plan.peers)
+        ]
+        for shape in plan.shapes
+    }
+    again = {(shape.name, T, mode) for shape, cases in left.items() for T, mode in cases}
+    results.rows[:] = [row for row in results.rows if key_of(row)[:3] not in again]
+    return left
+
+
+def made_weights(shape: Shape) -> Weights:
+    """On the GPU in bf16, without one in fp32."""
+    on_gpu = torch.cuda.is_available()
+    return layer_weights(shape, torch.bfloat16 if on_gpu else torch.float32, "cuda" if on_gpu else "cpu")
+
+
+def steps(case: Case, mode: str, peer: str) -> list[Step]:
+    """One step for each input set, of a layer as ``peer`` compiles it."""
+    layer, experts = transformers_layer(case, **PEERS[peer])
     weights = list(experts.parameters()) if mode == "trained" else []
     for weight in weights:
         weight.requires_grad_()
@@ -101,100 +175,88 @@ def steps(case: Case, mode: str, options: dict[str, Any]) -> list[Step]:
     ]
 
 
-def time_case(case: Case, mode: str, rounds: int) -> list[dict[str, Any]]:
+def time_case(case: Case, mode: str, plan: Plan, kept: Kept) -> list[dict[str, Any]]:
     """Result rows of one case; never raises for what a peer cannot do."""
     rows: dict[str, dict[str, Any]] = {}
-    runs: dict[str, Run] = {}
-    forwards: dict[str, Run] = {}
-    for name, options in PEERS.items():
+    made: dict[str, Prepared] = {}
+    for name in plan.peers:
         head = {"shape": case.shape.name, "T": case.T, "mode": mode, "peer": name}
-        try:
-            made = steps(case, mode, options)
-            known: dict[str, Any] = {"error": error(case, made[0]) if case.T <= CHECKED_TOKENS else None}
-            known["peak_bytes"] = peak_bytes(made[0])
-            runs[name] = Run(sequence(made))
-            forwards[name] = Run(sequence([step.forward for step in made]))
-        except Exception as failure:
-            known = {"us": None, "reason": why(failure)}
-            traceback.print_exc(limit=-3)
-            empty_cache()
-        rows[name] = head | known
-    if runs:
-        samples, state = measure(runs, rounds)
-        add_times(rows, samples, len(case.sets), REFERENCE)
-        forward: dict[str, dict[str, Any]] = {name: {} for name in forwards}
-        add_times(forward, measure(forwards, rounds)[0], len(case.sets), None)
-        for name in runs:
+        outcome, prepared = prepare(case, mode, name, kept.pool)
+        if outcome.get("reason") == OUT_OF_MEMORY and kept.by_key:
+            kept.drop()
+            outcome, prepared = prepare(case, mode, name, kept.pool)
+        rows[name] = head | outcome
+        if prepared is not None:
+            made[name] = prepared
+    if made:
+        sets = len(case.sets)
+        samples, state = measure({name: Run(prepared.call) for name, prepared in made.items()}, plan.rounds)
+        add_times(rows, samples, sets, plan.reference)
+        forward: dict[str, dict[str, Any]] = {name: {} for name in made}
+        runs = {name: Run(prepared.forward) for name, prepared in made.items()}
+        add_times(forward, measure(runs, plan.rounds)[0], sets, None)
+        for name, prepared in made.items():
             rows[name] |= state | {"forward_us": forward[name]["us"]}
+            kept.add(rows[name], prepared)
     return list(rows.values())
 
 
-def peak_bytes(step: Step) -> int | None:
-    """Memory that one call needs for a while, beyond its inputs and the gradients that it returns."""
-    if not torch.cuda.is_available():
-        return None
-    step()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    grads = step()
-    torch.cuda.synchronize()
-    held = sum(grad.untyped_storage().nbytes() for grad in grads)
-    return torch.cuda.max_memory_allocated() - before - held
+def prepare(case: Case, mode: str, peer: str, pool: Any) -> tuple[dict[str, Any], Prepared | None]:
+    """(what is known of a peer before it is timed, its calls), or the reason and None."""
+    try:
+        return _prepare(case, mode, peer, pool)
+    except torch.OutOfMemoryError:
+        reason = OUT_OF_MEMORY
+    except Exception as failure:
+        reason = why(failure)
+        traceback.print_exc(limit=-3)
+    gc.collect()
+    empty_cache()
+    return {"us": None, "reason": reason}, None
 
 
-def error(case: Case, step: Step) -> float:
-    """Largest relative error among a step's gradients."""
-    expected = exact_gradients(case, step)
-    found = step()
-    return max(
-        ((grad.float() - exact).norm() / exact.norm()).item() for grad, exact in zip(found, expected, strict=False)
-    )
+def _prepare(case: Case, mode: str, peer: str, pool: Any) -> tuple[dict[str, Any], Prepared]:
+    before = counters["moe_ops"]["fused"]
+    made = steps(case, mode, peer)
+    found = made[0]()
+    if peer.startswith(OURS) and counters["moe_ops"]["fused"] == before:
+        raise RuntimeError("nothing was fused")
+    known: dict[str, Any] = {"error": None}
+    if case.T <= CHECKED_TOKENS:
+        known["error"] = error(case, made[0].inputs, made[0].grad_output, found)
+    del found
+    known |= {"peak_bytes": peak_bytes(made[0]), "saved_bytes": saved_bytes(made[0])}
+    return known, Prepared(made, sequence(made, pool), sequence([step.forward for step in made], pool))
 
 
-def exact_gradients(case: Case, step: Step) -> list[torch.Tensor]:
-    """fp32 gradients of hidden states, logits and weights, one expert at a time."""
-    inputs, shape = step.inputs, case.shape
-    hidden = inputs.hidden_states.float().requires_grad_()
-    logits = inputs.router_logits.float().requires_grad_()
-    ids = inputs.topk_ids.long()
-    scores = torch.softmax(logits, dim=-1).gather(1, ids)
-    scores = scores / scores.sum(dim=-1, keepdim=True)
-    grad_output = step.grad_output.float()
-    grad_hidden, grad_scores = torch.zeros_like(hidden), torch.zeros_like(scores)
-    grad_weights = [torch.zeros_like(weight, dtype=torch.float32) for weight in step.weights]
-    for expert in range(shape.E):
-        token, slot = torch.where(ids == expert)
-        if not token.numel():
+def add_kernels(plan: Plan, results: ResultFile, kept: Kept) -> None:
+    """Write times and launches of kernels into the rows that lack them, from what was timed, or made again where that
+    was dropped. Nothing is timed afterwards: a profiler, once loaded, may slow all.
+    """
+    shapes = {shape.name: shape for shape in plan.shapes}
+    weights: Weights | None = None
+    for row in results.rows:
+        if row["us"] is None or "kernels" in row or row["shape"] not in shapes or row["peer"] not in PEERS:
             continue
-        x, score = hidden.detach()[token].requires_grad_(), scores.detach()[token, slot].requires_grad_()
-        of = [case.weights.gate_up_proj[expert], case.weights.down_proj[expert]]
-        first, second = (weight.detach().float().requires_grad_() for weight in of)
-        gate, up = F.linear(x, first).chunk(2, dim=-1)
-        rows = F.linear(F.silu(gate) * up, second) * score[:, None]
-        grads = torch.autograd.grad(rows, [x, score, first, second], grad_output[token])
-        grad_hidden.index_add_(0, token, grads[0])
-        grad_scores[token, slot] = grads[1]
-        for whole, part in zip(grad_weights, grads[2:], strict=False):
-            whole[expert] = part
-    (grad_logits,) = torch.autograd.grad(scores, [logits], grad_scores)
-    return [grad_hidden, grad_logits, *grad_weights]
-
-
-def _add_kernels(shapes: Sequence[Shape], results: ResultFile) -> None:
-    """Write the times of kernels into all rows. Nothing is timed afterwards: a profiler, once loaded, may slow all."""
-    for shape in shapes:
-        weights = layer_weights(shape, torch.bfloat16, "cuda")
-        for row in (row for row in results.rows if row["shape"] == shape.name and row["us"] is not None):
-            case = make_case(weights, row["T"])
-            try:
-                made = steps(case, row["mode"], PEERS[row["peer"]])
-                row["kernels"] = kernel_times(sequence(made), len(made))
-            except RuntimeError as failure:  # the times stand without them
-                print(f"benchmarks: no times of kernels for {describe(row)}: {failure}")
-            results.write()
-            del case
-            release()
+        try:
+            prepared = kept.by_key.pop(key_of(row), None)
+            if prepared is None:
+                if weights is None or weights.shape.name != row["shape"]:
+                    weights = None
+                    gc.collect()
+                    empty_cache()
+                    weights = made_weights(shapes[row["shape"]])
+                made = steps(make_case(weights, row["T"]), row["mode"], row["peer"])
+                prepared = Prepared(made, sequence(made), made[0].forward)
+            forward, backward = launches(prepared.steps[0].saving, prepared.steps[0])
+            row |= {"launches_forward": sum(forward.values()), "launches_backward": sum(backward.values())}
+            row |= {"kernels_forward": forward, "kernels_backward": backward}
+            row["kernels"] = kernel_times(prepared.call, len(prepared.steps))
+        except RuntimeError as failure:  # the times stand without them
+            print(f"benchmarks: no times of kernels for {describe(row)}: {failure}")
+        prepared = None
+        empty_cache()
+        results.write()
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -203,14 +265,19 @@ def describe(row: dict[str, Any]) -> str:
     if row["us"] is None:
         return f"{head} -  {row['reason']}"
     ratio = f"  ratio {row['ratio']:.3f} [{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]" if "ratio" in row else ""
-    peak = f"  peak {row['peak_bytes'] / 2**20:.0f} MiB" if row["peak_bytes"] is not None else ""
-    error = f"  error {row['error']:.1e}" if row["error"] is not None else ""
-    return f"{head} {row['us']:10.1f} us  forward {row['forward_us']:9.1f} us{ratio}{peak}{error}"
+    memory = ""
+    for name in ("peak", "saved"):
+        if (size := row[f"{name}_bytes"]) is not None:
+            memory += f"  {name} {size / 2**20:.0f} MiB"
+    off = f"  error {row['error']:.1e}" if row["error"] is not None else ""
+    return f"{head} {row['us']:10.1f} us  forward {row['forward_us']:9.1f} us{ratio}{memory}{off}"
 
 
-def train_method(rounds: int) -> str:
+def train_method(plan: Plan) -> str:
     """The method as it is written into the result file."""
     intervals = INTERVALS.format(
-        unit="us", division=", divided by the number of sets", of=f"{REFERENCE}'s time over the peer's"
+        unit="us", division=", divided by the number of sets", of=f"{plan.reference}'s time over the peer's"
     )
-    return METHOD.format(timing=method(rounds), intervals=intervals, checked=CHECKED_TOKENS)
+    return METHOD.format(
+        timing=method(plan.rounds), intervals=intervals, checked=CHECKED_TOKENS, ceilings=device.METHOD
+    )
