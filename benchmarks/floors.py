@@ -85,6 +85,11 @@ def rows_moved(layer: Layer) -> list[Work]:
     return [Work(bytes=layer.tokens_and_rows)]
 
 
+def rows_exchanged(layer: Layer) -> list[Work]:
+    """Gradients of rows summed to tokens, and rows of both factors of the weight gradients, taken from tokens."""
+    return [Work(bytes=3.0 * layer.tokens_and_rows)]
+
+
 @dataclass(frozen=True)
 class Kind:
     """Kernels whose names ``pattern`` knows.
@@ -106,6 +111,7 @@ KINDS = (
     Kind("its gradient", r"_glu_rows_backward_kernel", activation_gradient),
     Kind("rows gathered", r"_scatter_rows_kernel", rows_moved, each=True),
     Kind("rows summed", r"_combine_kernel", rows_moved, each=True),
+    Kind("summed and gathered", r"_collect_kernel", rows_exchanged),
 )
 
 

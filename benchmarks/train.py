@@ -27,7 +27,11 @@ TOKENS = (1024, 4096, 16384)
 TINY_TOKENS = (16, 256)
 MODES = ("trained", "frozen")
 #: What torch.compile is given.
-PEERS: dict[str, dict[str, Any]] = {"ours_compiled": {"backend": "moe_ops"}, "hf_moe": {}}
+PEERS: dict[str, dict[str, Any]] = {
+    "ours_compiled": {"backend": "moe_ops"},
+    "ours_activation": {"backend": "moe_ops", "options": {"recompute": "activation"}},
+    "hf_moe": {},
+}
 REFERENCE, THEIRS = "ours_compiled", "hf_moe"
 CHECKED_TOKENS = 1024  # most tokens of a case whose gradients are compared with exact ones
 ROOM = 4  # times the bytes of its weights that a layer needs: weights, gradients in a graph, and of a call without one

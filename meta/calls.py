@@ -176,7 +176,8 @@ class GluCall(GemmCall):
 class WgradCall(Call):
     """``grouped_wgrad``: ``grad_rows [R, N]`` and ``rows [R, K]``, sorted by expert, ``offsets`` int32 ``[E]``.
 
-    With ``pair_to_row`` int32 ``[T, top-k]`` the first are tokens ``[T, N]``.
+    With the places, int32 ``[R]`` and ``[T, top-k]``, ``tokens`` names which of the first two has tokens ``[T, ..]``;
+    rows of them are made as sparingly as can be.
     """
 
     grad_rows: Tensor
@@ -184,6 +185,7 @@ class WgradCall(Call):
     offsets: Tensor
     row_to_pair: Tensor | None
     pair_to_row: Tensor | None
+    tokens: str
 
 
 @dataclass(slots=True, kw_only=True)
@@ -234,7 +236,8 @@ class BackwardCall(Call):
     """``fused_experts_backward``: from the output to what stood before the activation.
 
     Attributes:
-        gate_up: ``[R, N]``, what stood there, in sorted rows; up: ``[R, I]`` or None, where the halves are apart.
+        gate_up: ``[R, N]``, what stood there, in sorted rows, or None: of ``hidden_states`` and ``first``, the weights
+            and a bias, it is computed again; up: ``[R, I]`` or None, where the halves are apart.
         offsets, row_to_pair, pair_to_row: int32 ``[E]``, ``[R]``, ``[T, K]``, where the pairs are among these rows.
         value: whether the weighted result of the activation is asked for.
     """
@@ -242,12 +245,15 @@ class BackwardCall(Call):
     grad_output: Tensor
     down: Tensor
     topk_weights: Tensor
-    gate_up: Tensor
+    gate_up: Tensor | None
     up: Tensor | None
     offsets: Tensor
     row_to_pair: Tensor
     pair_to_row: Tensor
     down_bias: Tensor | None
+    hidden_states: Tensor | None
+    first: tuple[Tensor, ...]
+    first_bias: Tensor | None
     glu: Glu
     weight_on_input: bool
     value: bool
@@ -260,6 +266,7 @@ class FirstBackwardCall(Call):
     Attributes:
         grads, weights: one each, or two where the halves are apart.
         grad_output: ``[T, H]`` to copy to sorted rows beside, or None.
+        sparing: whether memory counts more than launches.
         needs: by name, see :data:`meta.dims.GRADIENTS`.
     """
 
@@ -272,6 +279,7 @@ class FirstBackwardCall(Call):
     pair_to_row: Tensor
     grad_output: Tensor | None
     weight_on_input: bool
+    sparing: bool
     needs: dict[str, bool]
 
 

@@ -214,7 +214,8 @@ def _gemm_flops(flat: Any) -> int:
 
 def _wgrad_flops(flat: Any) -> int:
     """``2 * rows * N * K``."""
-    return int(2 * math.prod(flat.rows) * flat.grad_rows[1])
+    rows = flat.rows if flat.tokens == "grad_rows" else flat.grad_rows
+    return int(2 * rows[0] * flat.grad_rows[1] * flat.rows[1])
 
 
 def _gathered_flops(flat: Any) -> int:

@@ -26,6 +26,7 @@ from meta.checks import (
     check_dtype,
     check_float,
     check_index,
+    check_name,
     check_placement,
     check_positive,
     check_rank,
@@ -113,16 +114,23 @@ def _places(op: str, tokens: Tensor, flat: Flat) -> Dim:
 
 
 def grouped_wgrad(flat: Flat) -> WgradCall:
-    """``grad_rows [R, N]`` or tokens ``[T, N]``, ``rows [R, K]`` -> ``[E, N, K]`` in the dtype of the rows."""
+    """``grad_rows [R, N]``, ``rows [R, K]`` -> ``[E, N, K]`` in the dtype of the rows. With places one of them, which
+    ``tokens`` names, has tokens ``[T, ..]``.
+    """
     op = "grouped_wgrad"
     tensors = {name: getattr(flat, name) for name in ("grad_rows", "rows", "offsets", "row_to_pair", "pair_to_row")}
     grad_rows, rows, offsets = flat.grad_rows, flat.rows, flat.offsets
     device = check_placement(op, tensors)
+    check_name(op, "tokens", flat.tokens, ("grad_rows", "rows"))
     check_rank(op, "grad_rows", grad_rows, "R N")
     check_rank(op, "rows", rows, "R K")
     check_float(op, "rows", rows)
     check_dtype(op, "grad_rows", grad_rows, rows.dtype)
-    check_shape(op, "rows", rows, "R K", (_places(op, grad_rows, flat), rows.shape[1]))
+    count = _places(op, tensors[flat.tokens], flat)
+    if flat.tokens == "rows":
+        check_shape(op, "grad_rows", grad_rows, "R N", (count, grad_rows.shape[1]))
+    else:
+        check_shape(op, "rows", rows, "R K", (count, rows.shape[1]))
     check_rank(op, "offsets", offsets, "E")
     check_dtype(op, "offsets", offsets, torch.int32)
     return WgradCall(
@@ -131,6 +139,7 @@ def grouped_wgrad(flat: Flat) -> WgradCall:
         device=device,
         outputs=(((offsets.shape[0], grad_rows.shape[1], rows.shape[1]), rows.dtype),),
         **tensors,
+        tokens=flat.tokens,
     )
 
 
@@ -162,13 +171,14 @@ def expert_sums(flat: Flat) -> SumsCall:
 def fused_experts_backward(flat: Flat) -> BackwardCall:
     """Gradients of gate_up and up, the weighted result of the activation ``[R, I]`` (numel 0 unless ``value``), and the
     gradient of the routing weights fp32 ``[T, K]`` (numel 0 with ``weight_on_input``).
+
+    Beside ``hidden_states`` and ``gate_up_proj`` gate_up and up are not read, but computed again.
     """
     op = "fused_experts_backward"
-    grad, down, weights, gate_up = flat.grad_output, flat.down_proj, flat.topk_weights, flat.gate_up
-    up = None if flat.glu_layout != "separate" else flat.up
-    places = ("offsets", "row_to_pair", "pair_to_row")
-    names = ("grad_output", "down_proj", "topk_weights", "gate_up", "up", *places, "down_bias")
-    device = check_placement(op, {name: getattr(flat, name) for name in names})
+    grad, down, weights, glu = flat.grad_output, flat.down_proj, flat.topk_weights, flat.glu_layout
+    again = ("hidden_states", "gate_up_proj", "up_proj", "gate_up_bias")
+    names = ("grad_output", "down_proj", "topk_weights", "gate_up", "up", "offsets", "row_to_pair", "pair_to_row")
+    device = check_placement(op, {name: getattr(flat, name) for name in (*names, "down_bias", *again)})
     check_rank(op, "grad_output", grad, "T H")
     check_float(op, "grad_output", grad)
     check_rank(op, "down_proj", down, "E H I")
@@ -177,39 +187,54 @@ def fused_experts_backward(flat: Flat) -> BackwardCall:
     check_dtype(op, "down_proj", down, grad.dtype)
     sizes = check_places(op, grad, flat.row_to_pair, flat.pair_to_row)
     rows = sizes[0] * sizes[1]
-    check_shape(op, "topk_weights", weights, "T K", sizes)
-    check_float(op, "topk_weights", weights)
+    _check_weights(op, weights, sizes)
     check_dtype(op, "offsets", flat.offsets, torch.int32)
     check_shape(op, "offsets", flat.offsets, "E", (experts,))
-    stacked = flat.glu_layout in ("concat", "interleaved")
-    check_shape(op, "gate_up", gate_up, "R N", (rows, 2 * width if stacked else width))
-    check_dtype(op, "gate_up", gate_up, grad.dtype)
-    if up is not None:
-        check_shape(op, "up", up, "R I", (rows, width))
-        check_dtype(op, "up", up, grad.dtype)
     check_bias(op, "down_bias", flat.down_bias, "E H", (experts, hidden))
     row, alpha, limit = resolve_activation(op, flat.activation, flat.alpha, flat.limit)
+    of_one = 2 * width if glu in ("concat", "interleaved") else width
+    saved: dict[str, Output] = {"gate_up": ((rows, of_one), grad.dtype)}
+    if glu == "separate":
+        saved["up"] = ((rows, width), grad.dtype)
+    first: tuple[Tensor, ...] = ()
+    if flat.hidden_states is None:
+        for name, (shape, dtype) in saved.items():
+            check_shape(op, name, getattr(flat, name), "R N", shape)
+            check_dtype(op, name, getattr(flat, name), dtype)
+    else:
+        check_shape(op, "hidden_states", flat.hidden_states, "T H", tuple(grad.shape))
+        check_dtype(op, "hidden_states", flat.hidden_states, grad.dtype)
+        first = (flat.gate_up_proj, flat.up_proj) if glu == "separate" else (flat.gate_up_proj,)
+        for name, weight in zip(again[1:], first, strict=False):
+            if weight is None:
+                raise fail(op, name, "a tensor beside hidden_states", "None")
+            check_shape(op, name, weight, "E N H", (experts, of_one, hidden))
+            check_dtype(op, name, weight, grad.dtype)
+        check_bias(op, "gate_up_bias", flat.gate_up_bias, "E N", (experts, of_one * len(first)))
     of_rows: Output = ((rows, width), grad.dtype)
     return BackwardCall(
         op=op,
         problem=Problem(grad.dtype, device.type, device_arch(device), ""),
         device=device,
         outputs=(
-            (tuple(gate_up.shape), grad.dtype),
-            NOTHING if up is None else of_rows,
+            saved["gate_up"],
+            saved.get("up", NOTHING),
             of_rows if flat.value else NOTHING,
             NOTHING if flat.weight_on_input else (sizes, accumulation_dtype(grad.dtype)),
         ),
         grad_output=grad,
         down=down,
         topk_weights=weights,
-        gate_up=gate_up,
-        up=up,
+        gate_up=None if first else flat.gate_up,
+        up=flat.up if not first and glu == "separate" else None,
         offsets=flat.offsets,
         row_to_pair=flat.row_to_pair,
         pair_to_row=flat.pair_to_row,
         down_bias=flat.down_bias,
-        glu=Glu(row.name, alpha, limit, flat.glu_layout),
+        hidden_states=flat.hidden_states,
+        first=first,
+        first_bias=flat.gate_up_bias,
+        glu=Glu(row.name, alpha, limit, glu),
         weight_on_input=flat.weight_on_input,
         value=flat.value,
     )
@@ -278,6 +303,7 @@ def fused_experts_backward_first(flat: Flat) -> FirstBackwardCall:
         pair_to_row=flat.pair_to_row,
         grad_output=flat.grad_output,
         weight_on_input=flat.weight_on_input,
+        sparing=flat.sparing,
         needs=needs,
     )
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meta.calls import RouterOptions
 from meta.dims import GRADIENTS
-from moe_ops import compat, experts_backward, stage_gradients
+from moe_ops import compat, stage_gradients
 
 Context = Any
 
@@ -29,7 +29,9 @@ _LAYER_OPTIONS = ("activation", "alpha", "limit", "glu_layout", "weight_on_input
 _FORMAT_OPTIONS = ("format", "capacity", "backend", "recompute")
 #: What a layer's gradient reads: arguments, results, and arguments that may be absent.
 _INPUTS = ("hidden_states", "gate_up_proj", "down_proj", "topk_weights")
-_RESULTS = ("gate_up", "up", "offsets", "row_to_pair", "pair_to_row")
+_PLACES = ("offsets", "row_to_pair", "pair_to_row")
+_RESULTS = ("gate_up", "up", *_PLACES)
+_AGAIN = ("hidden_states", "gate_up_proj", "up_proj", "gate_up_bias")
 _OPTIONAL = ("up_proj", "gate_up_bias", "down_bias")
 
 
@@ -97,15 +99,15 @@ class _LayerFormula(_Formula):
             )
         recompute, needed = ctx.options["recompute"], defaultdict(bool, needs)
         on_input, run = ctx.options["weight_on_input"], stage_gradients.run_op
-        if recompute is not None:
-            self._again(saved, ctx.options)
-        places = [saved[name] for name in ("offsets", "row_to_pair", "pair_to_row")]
-        glu = {name: ctx.options[name] for name in _LAYER_OPTIONS}
+        if recompute == "all":
+            saved |= dict(zip(_PLACES, self._places(saved, ctx.options), strict=True))
+        places, glu = [saved[name] for name in _PLACES], {name: ctx.options[name] for name in _LAYER_OPTIONS}
         if saved["up_proj"] is not None:
             glu["glu_layout"] = "separate"
+        again = [saved[name] if recompute is not None else None for name in _AGAIN]
         given = (grad, saved["down_proj"], saved["topk_weights"], saved["gate_up"], saved["up"], *places)
         backward = run(
-            "fused_experts_backward", *given, saved["down_bias"], value=needed["down_proj"], **glu
+            "fused_experts_backward", *given, saved["down_bias"], *again, value=needed["down_proj"], **glu
         )  # fmt: skip
         of_gate, of_up, value, of_weights = backward
         # Nobody reads these again: memory for what follows.
@@ -115,9 +117,8 @@ class _LayerFormula(_Formula):
         # Beside what the kernel does anyway; where memory is short, later.
         beside = grad if needed["down_proj"] and recompute is None else None
         inputs = (saved["hidden_states"], saved["gate_up_proj"], saved["topk_weights"], *places, saved["up_proj"])
-        of_first = run(
-            "fused_experts_backward_first", of_gate, of_up, *inputs, beside, needs=asked, weight_on_input=on_input
-        )
+        options = {"needs": asked, "weight_on_input": on_input, "sparing": recompute is not None}
+        of_first = run("fused_experts_backward_first", of_gate, of_up, *inputs, beside, **options)
         del of_gate, of_up
         found = {name: result for name, result, need in zip(GRADIENTS, of_first, asked, strict=False) if need}
         if needed["topk_weights"] and not on_input:
@@ -131,23 +132,16 @@ class _LayerFormula(_Formula):
         return {name: None if result is None else result.to(saved[name].dtype) for name, result in found.items()}
 
     @staticmethod
-    def _again(saved: dict[str, Any], options: dict[str, Any]) -> None:
-        """Put what was not kept among what is saved, the same bits as before."""
-        run = stage_gradients.run_op
-        if options["recompute"] == "all":
-            experts, capacity = saved["down_proj"].shape[0], options["capacity"]
-            if options["format"] == "batched" and capacity is None:
-                capacity = saved["hidden_states"].shape[0]
-            ids, expert_map = saved["topk_ids"], saved["expert_map"]
-            places = run("sort_pairs", ids, expert_map, num_experts=experts, capacity=capacity)
-            saved |= dict(zip(_RESULTS[2:], places, strict=True))
-        first = [saved["gate_up_proj"]] if saved["up_proj"] is None else [saved["gate_up_proj"], saved["up_proj"]]
-        routed = experts_backward.Routed(*(saved[name] for name in _RESULTS[2:]))
-        weighing = saved["topk_weights"] if options["weight_on_input"] else None
-        halves = experts_backward.first_product(
-            run, saved["hidden_states"], first, saved["gate_up_bias"], routed, weighing
-        )  # fmt: skip
-        saved |= dict(zip(_RESULTS, halves, strict=False))
+    def _places(saved: dict[str, Any], options: dict[str, Any]) -> tuple[Tensor, ...]:
+        """Where the pairs are, found again."""
+        capacity = options["capacity"]
+        if options["format"] == "batched" and capacity is None:
+            capacity = saved["hidden_states"].shape[0]
+        sizes = {"num_experts": saved["down_proj"].shape[0], "capacity": capacity}
+        found: tuple[Tensor, ...] = stage_gradients.run_op(
+            "sort_pairs", saved["topk_ids"], saved["expert_map"], **sizes
+        )
+        return found
 
 
 class InTraining:

@@ -97,7 +97,7 @@ def first_product(
 
 def fused_experts_backward(call: BackwardCall, stage: Stage, kernels: ModuleType) -> tuple[Tensor, ...]:
     """Gradients of gate_up and up, the weighted result of the activation, the gradient of topk_weights; numel 0 where
-    not needed.
+    not needed. What was computed again gives its memory to its gradient.
 
     Args:
         stage: stages choose their own backends: a request binds the operator that it was made for.
@@ -111,9 +111,15 @@ def fused_experts_backward(call: BackwardCall, stage: Stage, kernels: ModuleType
         bias = call.down_bias.unsqueeze(1).to(call.grad_output.dtype)
         dots = stage("gathered_mm", call.grad_output, bias, call.offsets, *places, out_dtype=wide).squeeze(1)
     grad = stage("gathered_mm", call.grad_output, call.down.transpose(1, 2), call.offsets, *places)
+    gate_up, up = call.gate_up, call.up
+    if call.hidden_states is not None:
+        routed, weighing = Routed(call.offsets, *places), call.topk_weights if call.weight_on_input else None
+        halves = first_product(stage, call.hidden_states, call.first, call.first_bias, routed, weighing)
+        gate_up, up = (*halves, None)[:2]
     results = _between(kernels).glu_rows_backward(
-        grad, call.gate_up, call.up, weights, places, call.glu, call.offsets, value=call.value, dots=dots
-    )
+        grad, gate_up, up, weights, places, call.glu, call.offsets,
+        value=call.value, dots=dots, in_place=call.gate_up is None,
+    )  # fmt: skip
     return tuple(
         torch.empty(0, dtype=dtype, device=call.device) if result is None else result
         for result, (_, dtype) in zip(results, call.outputs, strict=True)
@@ -131,6 +137,7 @@ def fused_experts_backward_first(call: FirstBackwardCall, stage: Stage, kernels:
         found["gate_up_bias"] = sums[0] if len(sums) == 1 else torch.cat(sums, dim=1)
     names = [name for name in ("gate_up_proj", "up_proj") if needs[name]]
     between, weights = _between(kernels), call.topk_weights if call.weight_on_input else None
+    sparing = call.sparing and weights is None
     if needs["hidden_states"] or needs["topk_weights"] or call.grad_output is not None:
 
         def product(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
@@ -140,14 +147,17 @@ def fused_experts_backward_first(call: FirstBackwardCall, stage: Stage, kernels:
         grad_rows = through_first(product, call.grads, call.weights, accumulation_dtype(dtype)).to(dtype)
         of_tokens, x, copies, of_weights = between.collect(
             grad_rows, call.pair_to_row, call.row_to_pair, call.hidden_states, weights, call.grad_output,
-            rows=bool(names),
+            rows=bool(names) and not sparing,
         )  # fmt: skip
         del grad_rows
         found |= {"hidden_states": of_tokens, "topk_weights": of_weights, "grad_output": copies}
-    else:
-        x = between.gather_rows(call.hidden_states, call.row_to_pair, call.pair_to_row, weights) if names else None
+    elif names and not sparing:
+        x = between.gather_rows(call.hidden_states, call.row_to_pair, call.pair_to_row, weights)
     for name, grad in zip(("gate_up_proj", "up_proj"), call.grads, strict=False):
-        if needs[name]:
+        if needs[name] and sparing:
+            places = (call.row_to_pair, call.pair_to_row)
+            found[name] = stage("grouped_wgrad", grad, call.hidden_states, offsets, *places, tokens="rows")
+        elif needs[name]:
             found[name] = stage("grouped_wgrad", grad, x, offsets)
     asked = needs | {"grad_output": call.grad_output is not None}
     nothing = torch.empty(0, dtype=torch.float32, device=call.device)

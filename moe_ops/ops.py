@@ -76,7 +76,7 @@ SCHEMAS: dict[str, str] = {
     "gathered_mm": "(Tensor tokens, Tensor weight, Tensor offsets, Tensor row_to_pair, Tensor pair_to_row, "
     "Tensor? topk_weights=None, Tensor? bias=None, *, ScalarType? out_dtype=None) -> Tensor",
     "grouped_wgrad": "(Tensor grad_rows, Tensor rows, Tensor offsets, Tensor? row_to_pair=None, "
-    "Tensor? pair_to_row=None) -> Tensor",
+    'Tensor? pair_to_row=None, *, str tokens="grad_rows") -> Tensor',
     "expert_sums": "(Tensor rows, Tensor offsets, Tensor? row_to_pair=None, Tensor? pair_to_row=None, "
     "Tensor? topk_weights=None) -> Tensor",
     "fused_experts": "(Tensor hidden_states, Tensor gate_up_proj, Tensor down_proj, Tensor topk_weights, "
@@ -85,11 +85,12 @@ SCHEMAS: dict[str, str] = {
     f"Tensor topk_ids, Tensor? up_proj=None, {_BIASES}, *, {_GLU}, bool weight_on_input=False, {_FORMAT}, "
     f"str? backend=None, {_RECOMPUTE}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "fused_experts_backward": "(Tensor grad_output, Tensor down_proj, Tensor topk_weights, Tensor gate_up, Tensor up, "
-    "Tensor offsets, Tensor row_to_pair, Tensor pair_to_row, Tensor? down_bias=None, *, bool value, "
+    "Tensor offsets, Tensor row_to_pair, Tensor pair_to_row, Tensor? down_bias=None, Tensor? hidden_states=None, "
+    "Tensor? gate_up_proj=None, Tensor? up_proj=None, Tensor? gate_up_bias=None, *, bool value, "
     f"{_GLU}, bool weight_on_input=False) -> (Tensor, Tensor, Tensor, Tensor)",
     "fused_experts_backward_first": "(Tensor grad_gate_up, Tensor grad_up, Tensor hidden_states, Tensor gate_up_proj, "
     "Tensor topk_weights, Tensor offsets, Tensor row_to_pair, Tensor pair_to_row, Tensor? up_proj=None, "
-    "Tensor? grad_output=None, *, bool[] needs, bool weight_on_input=False) "
+    "Tensor? grad_output=None, *, bool[] needs, bool weight_on_input=False, bool sparing=False) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "fused_moe": "(Tensor hidden_states, Tensor router_logits, Tensor gate_up_proj, Tensor down_proj, "
     f"{_SCALES}, Tensor? correction_bias=None, {_EXPERTS}, *, {_ROUTING}, {_LAYER}) -> Tensor",

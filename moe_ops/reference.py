@@ -203,10 +203,13 @@ def gathered_mm(call: GatheredCall) -> Tensor:
 
 def grouped_wgrad(call: WgradCall) -> Tensor:
     """``out[e] = grad_rows[rows of e].T @ rows[rows of e]``."""
-    wide = accumulation_dtype(call.rows.dtype)
-    grad = _rows_of_tokens(call.grad_rows, call.row_to_pair, call.pair_to_row)
+    given = {"grad_rows": call.grad_rows, "rows": call.rows}
+    places = (call.row_to_pair, call.pair_to_row)
+    wide = {
+        name: _rows_of_tokens(rows, *(places if name == call.tokens else (None, None))) for name, rows in given.items()
+    }
     ends = pairwise([0, *call.offsets.tolist()])
-    products = [grad[start:end].T @ call.rows[start:end].to(wide) for start, end in ends]
+    products = [wide["grad_rows"][start:end].T @ wide["rows"][start:end] for start, end in ends]
     (sizes, dtype), *_ = call.outputs
     return torch.stack(products).to(dtype) if products else call.rows.new_empty(sizes)
 

@@ -130,6 +130,7 @@ def glu_rows_backward(
     *,
     value: bool,
     dots: Tensor | None,
+    in_place: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients through the activation and the routing weights behind the second product.
 
@@ -140,6 +141,7 @@ def glu_rows_backward(
         places: int32 row_to_pair ``[R]`` and pair_to_row ``[T, K]``.
         value: whether the weighted result is asked for.
         dots: ``[R]``, what comes to the gradient of each row's weight besides, or None.
+        in_place: whether the memory of ``gate_up`` and ``up`` may be taken for their gradients.
 
     Returns:
         (gradient of ``gate_up``, of ``up`` or None, weighted result ``[R, I]`` or None, gradient of topk_weights ``[T,

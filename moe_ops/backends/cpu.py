@@ -163,12 +163,16 @@ def gathered_mm(call: GatheredCall) -> Tensor:
 
 def grouped_wgrad(call: WgradCall) -> Tensor:
     """``out[e] = grad_rows[rows of e].T @ rows[rows of e]``; zero for experts without rows."""
-    ((sizes, _),), grad = call.outputs, call.grad_rows
-    out = call.rows.new_zeros(sizes)
+    ((sizes, _),), grad, rows = call.outputs, call.grad_rows, call.rows
+    out = rows.new_zeros(sizes)
     if call.row_to_pair is not None and call.pair_to_row is not None:
-        grad = plain.gather_rows(grad, call.row_to_pair, call.pair_to_row)
-    for expert, start, end in grouped_spans(call.offsets, call.rows.shape[0]):
-        out[expert] = product(grad[start:end].t(), call.rows[start:end])
+        places = (call.row_to_pair, call.pair_to_row)
+        if call.tokens == "rows":
+            rows = plain.gather_rows(rows, *places)
+        else:
+            grad = plain.gather_rows(grad, *places)
+    for expert, start, end in grouped_spans(call.offsets, rows.shape[0]):
+        out[expert] = product(grad[start:end].t(), rows[start:end])
     return out
 
 

@@ -173,8 +173,9 @@ batched_mm_glu = grouped_mm_glu
 
 
 def grouped_wgrad(call: WgradCall) -> Tensor:
-    grad = call.grad_rows if call.pair_to_row is None else permute.gather_rows(call.grad_rows, call.pair_to_row)
-    return wgrad.grouped_wgrad(grad, call.rows, call.offsets)
+    if call.pair_to_row is None:
+        return wgrad.grouped_wgrad(call.grad_rows, call.rows, call.offsets)
+    return wgrad.of_tokens(call.grad_rows, call.rows, call.offsets, call.pair_to_row, call.tokens)
 
 
 def expert_sums(call: SumsCall) -> Tensor:

@@ -13,11 +13,18 @@ from meta.routing import ROUTINGS
 from moe_ops import choice, router_gradient, rows
 from moe_ops.backends import cpu
 from moe_ops.backends import triton as backend
-from moe_ops.kernels.triton import collect
+from moe_ops.kernels.triton import collect, wgrad
 from moe_ops.ops import parse
 from tests.ops.errors import assert_rounded
 
 T, E, K, H = 7, 5, 2, 24
+
+
+PLACES = ("offsets", "row_to_pair", "pair_to_row")
+
+
+def places_of(call: Any) -> list[torch.Tensor]:
+    return [getattr(call, name) for name in PLACES]
 
 
 def places(dropped: bool) -> rows.Routed:
@@ -45,6 +52,19 @@ def test_collect(weighted: bool, copies: bool) -> None:
     for got, want, whole in zip(found, wanted, (True, False, False, True), strict=True):
         if want is not None:
             torch.testing.assert_close(got if whole else got[:kept], want if whole else want[:kept])
+
+
+@pytest.mark.parametrize("tokens", ["grad_rows", "rows"])
+def test_weight_gradient_of_tokens(tokens: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of some columns at a time, the last fewer."""
+    torch.manual_seed(4)
+    monkeypatch.setattr(wgrad, "PIECE", 16)
+    given = {name: torch.randn(T if name == tokens else T * K, 40 if name == tokens else 16).bfloat16()
+             for name in ("grad_rows", "rows")}  # fmt: skip
+    call = parse("grouped_wgrad", **given, **dict(zip(PLACES, places(dropped=True), strict=True)), tokens=tokens)
+    wide = {name: value.double() for name, value in given.items()}
+    exact = parse("grouped_wgrad", **wide, **dict(zip(PLACES, places_of(call), strict=True)), tokens=tokens)
+    assert_rounded(backend.grouped_wgrad(call), cpu.grouped_wgrad(exact))
 
 
 @pytest.mark.parametrize("form", ["rows", "tokens", "weighted"])
@@ -86,6 +106,8 @@ LAYERS: dict[str, dict[str, Any]] = {
     "bias": {},
     "bias_weight_before": {"weight_on_input": True},
     "recomputed": {"recompute": "all"},
+    "recomputed_bias": {"recompute": "activation"},
+    "recomputed_weight_before": {"recompute": "activation", "weight_on_input": True},
 }
 
 
@@ -101,7 +123,7 @@ def test_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
     if name == "separate":
         leaves["up_proj"] = torch.randn(E, width, H) * 0.2
-    if name.startswith("bias"):
+    if "bias" in name:
         leaves |= {"gate_up_bias": torch.randn(E, width), "down_bias": torch.randn(E, H)}
     ids = torch.randint(0, E - 1, (T, K))
     ids[1], ids[4, 0] = -1, E

@@ -104,6 +104,12 @@ def _gemm_calls() -> dict[str, Call]:
         calls[f"batched_mm-{name}"] = Call("batched_mm", (batch, first, counts, [], bias), {"out_dtype": torch.float32})
         grad_rows = torch.randn(rows.shape[0], 5).to(rows.dtype)
         calls[f"grouped_wgrad-{name}"] = Call("grouped_wgrad", (grad_rows, rows, offsets), {})
+        if name in ("plain", "bf16", "no_tokens"):
+            places = torch.ops.moe_ops.sort_pairs(t["topk_ids"], num_experts=E)
+            grad_tokens = torch.randn(T, 5).to(rows.dtype)
+            calls[f"grouped_wgrad-{name}_tokens"] = Call("grouped_wgrad", (grad_tokens, rows, *places), {})
+            of_rows = (grad_rows, t["hidden_states"], *places)
+            calls[f"grouped_wgrad-{name}_of_rows"] = Call("grouped_wgrad", of_rows, {"tokens": "rows"})
     return {**calls, **_fp8_gemm_calls()}
 
 
@@ -141,6 +147,13 @@ def _layer_calls() -> dict[str, Call]:
         calls[f"fused_experts_backward-{name}"] = second
         if name not in SAME_FIRST:
             calls[f"fused_experts_backward_first-{name}"] = first
+        if name in ("plain", "separate_bias", "weight_on_input_bias_bf16"):
+            again = tuple(layer.tensors[key] for key in ("hidden_states", "gate_up_proj", "up_proj", "gate_up_bias"))
+            given = (*second.args[:3], *(part.new_empty(0) for part in second.args[3:5]), *second.args[5:], *again)
+            calls[f"fused_experts_backward-{name}_again"] = Call(second.op, given, second.kwargs)
+            calls[f"fused_experts_backward_first-{name}_sparing"] = Call(
+                first.op, (*first.args[:-1], None), {**first.kwargs, "sparing": True}
+            )
         if name in ("plain", "batched", "expert_map_bias"):
             for again in ("activation", "all"):
                 options = {**layer.options, "recompute": again}

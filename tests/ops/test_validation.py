@@ -897,7 +897,25 @@ MORE: dict[str, Case] = {
         "fused_experts_backward",
         backward,
         {"glu_layout": "separate", "gate_up": torch.randn(T * K, I), "up": torch.randn(T * K, 3)},
-        "up must be [R=8, I=12], got [8, 3]",
+        "up must be [R=8, N=12], got [8, 3]",
+    ),
+    "grad_again": (
+        "fused_experts_backward",
+        backward,
+        {"hidden_states": torch.randn(T, H)},
+        "gate_up_proj must be a tensor beside hidden_states, got None",
+    ),
+    "grad_again_weight": (
+        "fused_experts_backward",
+        backward,
+        {"hidden_states": torch.randn(T, H), "gate_up_proj": torch.randn(E, I, H)},
+        "gate_up_proj must be [E=8, N=24, H=16], got [8, 12, 16]",
+    ),
+    "wgrad_kind": (
+        "grouped_wgrad",
+        wgrad,
+        {"tokens": "both"},
+        "tokens must be one of ['grad_rows', 'rows'], got 'both'",
     ),
     "grad_places": (
         "fused_experts_backward",

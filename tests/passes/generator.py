@@ -86,9 +86,7 @@ class Parts:
     tokens: Callable[[Tensor], Tensor]
     finish: Callable[[Tensor, Tensor], Tensor]
     gather: Callable[[Tensor, Tensor], Tensor] = lambda x, tokens: x[tokens]
-    offsets: Callable[[Tensor, Tensor, Tensor], Tensor] = lambda counts, flat, perm: counts.cumsum(
-        0, dtype=torch.int32
-    )
+    offsets: Callable[[Tensor, Tensor, Tensor], Tensor] = lambda counts, flat, perm: counts.cumsum(0, dtype=torch.int32)
     weigh: Callable[[Tensor, Tensor], Tensor] = lambda rows, weights: rows * weights.unsqueeze(-1)
     start: Callable[[Tensor], Tensor] = torch.zeros_like
     hidden: Callable[[Tensor], Tensor] = lambda x: x
@@ -1060,8 +1058,12 @@ MUTATIONS.update(
         "gate_for_both": _products(lambda gate, up: (gate, gate)),
         "up_of_the_next_row": _products(lambda gate, up: (gate, up.roll(1, 0))),
         "up_rounded": _products(lambda gate, up: (gate, up.to(torch.float8_e4m3fn).to(gate.dtype))),
-        "halves_of_two_products": _products(lambda gate, up: (
-            torch.cat([gate, up], -1)[..., : gate.shape[-1]], torch.cat([up, gate], -1)[..., gate.shape[-1] :])),
+        "halves_of_two_products": _products(
+            lambda gate, up: (
+                torch.cat([gate, up], -1)[..., : gate.shape[-1]],
+                torch.cat([up, gate], -1)[..., gate.shape[-1] :],
+            )
+        ),
     }
 )
 

@@ -71,10 +71,7 @@ def test_what_is_logged(caplog):
     assert fused[0].endswith(": batched_mm experts, routing: softmax, backend cpu")
     assert [line.split(": ")[0] for line in said[logging.WARNING]] == ["not fused"]
     counts = "1 fused, 0 staged, 0 refused, 0 joined, 0 attention calls share heads"
-    assert any(
-        re.match(rf"moe_ops_fuse_blocks: {counts}, in [\d.]+ ms", line)
-        for line in said[logging.DEBUG]
-    )
+    assert any(re.match(rf"moe_ops_fuse_blocks: {counts}, in [\d.]+ ms", line) for line in said[logging.DEBUG])
 
 
 def test_backend_is_listed():

@@ -203,6 +203,7 @@ def test_compilation_that_fails_counts_nothing(monkeypatch):
 
 def per_example(transform):
     """The block applied under a function transform of torch.func."""
+
     def loss(x, *weight):
         return block(batched)(x, *weight).square().sum()
 

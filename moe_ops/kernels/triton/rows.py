@@ -267,12 +267,14 @@ def glu_rows_backward(
     *,
     value: bool,
     dots: Tensor | None,
+    in_place: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """As :func:`moe_ops.rows.glu_rows_backward`, but rows past the last are uninitialised."""
     gate, other, stride, columns = _halves(gate_up, up, glu.layout)
     rows, wide = _tile(columns)
-    grad_gate = torch.empty_like(gate_up)
-    grad_up = None if up is None else torch.empty_like(up)
+    grad_gate, grad_up = gate_up, up  # each element is read before it is written, by the same program
+    if not in_place:
+        grad_gate, grad_up = torch.empty_like(gate_up), None if up is None else torch.empty_like(up)
     weighted = grad if value else None  # read where it is written, by the same program
     of_weights = None if topk_weights is None else grad.new_empty(topk_weights.shape, dtype=torch.float32)
     if grad.numel() and offsets.numel():

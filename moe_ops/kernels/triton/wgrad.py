@@ -13,8 +13,13 @@ from meta.arch import FIRST_CAPABILITY
 from moe_ops.kernels.triton.launch import descriptor_strides, ragged_rows, side_by_side
 from moe_ops.kernels.triton.layer import gpu_of
 from moe_ops.kernels.triton.mm_tile import RAGGED
+from moe_ops.kernels.triton.permute import gather_rows
 from moe_ops.kernels.triton.record import launch, on_device, with_memory
 from moe_ops.kernels.triton.util import INTERPRETED, cdiv, next_power_of_2, round_to, uniform
+
+Tensor = torch.Tensor
+
+PIECE = 256  # columns of tokens whose rows are copied at once, at the least
 
 
 class Tile(NamedTuple):
@@ -65,6 +70,7 @@ def _store(
     k,
     N: tl.constexpr,
     K: tl.constexpr,
+    STRIDES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -80,7 +86,7 @@ def _store(
             desc.store([expert, n, k], result.reshape(1, BLOCK_N, BLOCK_K))
     else:
         row, column = n + tl.arange(0, BLOCK_N), k + tl.arange(0, BLOCK_K)
-        pointers = out + expert.to(tl.int64) * N * K + row.to(tl.int64)[:, None] * K + column[None, :]
+        pointers = out + expert.to(tl.int64) * STRIDES[0] + row.to(tl.int64)[:, None] * STRIDES[1] + column[None, :]
         tl.store(pointers, result, mask=(row < N)[:, None] & (column < K)[None, :])
 
 
@@ -110,6 +116,7 @@ def _wgrad_kernel(
     E: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
+    STRIDES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program: every num_programs-th tile [BLOCK[0], BLOCK[1]] of out[e] = sum over the expert's rows r of
@@ -147,15 +154,15 @@ def _wgrad_kernel(
             value = value.to(tl.float32)
         accumulator = tl.dot(g.T, value, accumulator, input_precision="ieee")
         if first + BLOCK_R >= end:
-            _store(out, out_desc, accumulator, expert, n, k, N, K, BLOCK_N, BLOCK_K, STORE)
+            _store(out, out_desc, accumulator, expert, n, k, N, K, STRIDES, BLOCK_N, BLOCK_K, STORE)
             accumulator = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
 
 
-def _has_descriptors(rows: torch.Tensor) -> bool:
+def _has_descriptors(rows: Tensor) -> bool:
     return rows.dtype != torch.float32 and gpu_of(rows.device)[1] >= FIRST_CAPABILITY["tma"]
 
 
-def _tile(rows: torch.Tensor, K: int) -> Tile:
+def _tile(rows: Tensor, K: int) -> Tile:
     """us of tiles of 128 x 256 and 128 x 128 on an H200: Qwen3-30B-A3B, T = 4096, gate|up, 429 and 478; gpt-oss-120b's
     dimensions, where the wider one has more columns that do not exist, 1663 and 1628. torch's product: 553 and 2157.
     """
@@ -167,30 +174,31 @@ def _tile(rows: torch.Tensor, K: int) -> Tile:
     return Tile(128, 256 if wide else min(128, max(16, next_power_of_2(K))), 64, 8, 4)
 
 
-def grouped_wgrad(grad_rows: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def grouped_wgrad(grad_rows: Tensor, rows: Tensor, offsets: Tensor, out: Tensor | None = None) -> Tensor:
     """`out[e] = grad_rows[rows of e].T @ rows[rows of e]`.
 
     Args:
         grad_rows: [R, N]; rows: [R, K]; those past offsets[-1] are not read.
         offsets: [E] i32 cumulative ends.
+        out: [E, N, K] to write to, a piece of a weight's gradient; None allocates.
 
     Returns:
         [E, N, K] in the dtype of `rows`.
     """
     grad_rows, rows = grad_rows.contiguous(), rows.contiguous()
     E, N, K = offsets.shape[0], grad_rows.shape[1], rows.shape[1]
-    out = rows.new_empty((E, N, K))
+    out = rows.new_empty((E, N, K)) if out is None else out
     if not out.numel():
         return out
     tile, descriptors = _tile(rows, K), _has_descriptors(rows)
     columns = tile.block_k // 2 if tile.block_k > 128 else tile.block_k
 
-    def described(x: torch.Tensor, columns: int) -> TensorDescriptor | None:
+    def described(x: Tensor, columns: int) -> TensorDescriptor | None:
         return ragged_rows(x, tile.block_r, columns) if descriptors and descriptor_strides(x, inner=1) else None
 
     store = None
     if descriptors and descriptor_strides(out, inner=2):
-        store = TensorDescriptor(out, [E, N, K], [N * K, K, 1], [1, tile.block_n, columns])
+        store = TensorDescriptor(out, [E, N, K], list(out.stride()), [1, tile.block_n, columns])
     arguments = (
         grad_rows,
         described(grad_rows, tile.block_n),
@@ -202,6 +210,7 @@ def grouped_wgrad(grad_rows: torch.Tensor, rows: torch.Tensor, offsets: torch.Te
         E,
         N,
         K,
+        out.stride()[:2],
         (tile.block_n, tile.block_k, tile.block_r, columns, next_power_of_2(E)),
     )
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
@@ -210,4 +219,22 @@ def grouped_wgrad(grad_rows: torch.Tensor, rows: torch.Tensor, offsets: torch.Te
     with on_device(rows):
         programs = side_by_side(_wgrad_kernel, key, with_memory(arguments), options)
     launch(_wgrad_kernel, (min(programs, E * cdiv(N, tile.block_n) * cdiv(K, tile.block_k)),), *arguments, **options)
+    return out
+
+
+def of_tokens(grad_rows: Tensor, rows: Tensor, offsets: Tensor, pair_to_row: Tensor, tokens: str) -> Tensor:
+    """`grouped_wgrad` where one of the factors, which `tokens` names, has tokens [T, ..] instead of sorted rows.
+
+    Rows are copied some columns at a time, no more than the other factor has: memory counts here.
+    """
+    E, N, K = offsets.shape[0], grad_rows.shape[1], rows.shape[1]
+    out = rows.new_empty((E, N, K))
+    width, most = (N, K) if tokens == "grad_rows" else (K, N)
+    step = cdiv(cdiv(width, cdiv(width, max(most, PIECE))), PIECE) * PIECE
+    for start in range(0, width, step):
+        piece = slice(start, start + step)
+        if tokens == "grad_rows":
+            grouped_wgrad(gather_rows(grad_rows[:, piece], pair_to_row), rows, offsets, out[:, piece])
+        else:
+            grouped_wgrad(grad_rows, gather_rows(rows[:, piece], pair_to_row), offsets, out[:, :, piece])
     return out
