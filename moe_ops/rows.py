@@ -87,7 +87,8 @@ def collect(
         gradient of topk_weights ``[T, K]`` in the accumulation dtype or None without them).
     """
     dtype, wide = grad_rows.dtype, accumulation_dtype(grad_rows.dtype)
-    total, dots = torch.zeros(hidden_states.shape, dtype=wide, device=grad_rows.device), []
+    total = torch.zeros(hidden_states.shape, dtype=wide, device=grad_rows.device)
+    dots: list[Tensor] = []
     for of_slot in pair_to_row.unbind(1):
         dropped = of_slot < 0
         row = grad_rows.index_select(0, of_slot.clamp(min=0)).to(wide).masked_fill(dropped.unsqueeze(1), 0.0)

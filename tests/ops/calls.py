@@ -46,10 +46,11 @@ def _topk_calls() -> dict[str, Call]:
     calls["fused_topk-bf16"] = Call("fused_topk", (logits.bfloat16(),), {"top_k": 8, "renormalize": False})
     calls["fused_topk-no_tokens"] = Call("fused_topk", (logits[:0],), {"top_k": 2})
     calls["fused_topk-strided"] = Call("fused_topk", (torch.randn(8, 5).t(),), {"top_k": 2, "renorm_eps": 1e-20})
-    for name, call in list(calls.items()):
+    for name in ("softmax", "topk_softmax", "sigmoid", "bf16", "no_tokens", "strided"):
+        call = calls[f"fused_topk-{name}"]
         weights, ids = call.run()
         given = (torch.randn_like(weights), call.args[0], ids)
-        calls[name.replace("topk", "topk_backward")] = Call("fused_topk_backward", given, call.kwargs)
+        calls[f"fused_topk_backward-{name}"] = Call("fused_topk_backward", given, call.kwargs)
     return calls
 
 
@@ -67,8 +68,9 @@ def _move_calls() -> dict[str, Call]:
         sorting = calls[f"sort_pairs-{name}"] = Call("sort_pairs", (ids, expert_map), {"num_experts": E, "capacity": 2})
         places = sorting.run()
         weight, bias = (layer.tensors[key] for key in ("gate_up_proj", "gate_up_bias"))
-        calls[f"gathered_mm-{name}"] = Call("gathered_mm", (x, weight, *places, weights, bias), {})
-        calls[f"expert_sums-{name}"] = Call("expert_sums", (x, *places, weights), {})
+        if name in ("plain", "bf16", "expert_map", "no_tokens"):
+            calls[f"gathered_mm-{name}"] = Call("gathered_mm", (x, weight, *places, weights, bias), {})
+            calls[f"expert_sums-{name}"] = Call("expert_sums", (x, *places, weights), {})
         calls[f"moe_unpermute-{name}"] = Call("moe_unpermute", (rows, pair_to_row, weights), {})
         batch, _, slots = dispatch.run()
         calls[f"batched_combine-{name}"] = Call("batched_combine", (batch, slots, weights), {})
@@ -143,10 +145,10 @@ def _layer_calls() -> dict[str, Call]:
             continue
         args = [value for name, value in layer.tensors.items() if not name.endswith("_scales")]
         saving = calls[f"fused_experts_saving-{name}"] = Call("fused_experts_saving", tuple(args), layer.options)
+        if name in OF_KERNELS:
+            continue
         second, first = _backward_calls(layer, saving)
-        calls[f"fused_experts_backward-{name}"] = second
-        if name not in SAME_FIRST:
-            calls[f"fused_experts_backward_first-{name}"] = first
+        calls |= {f"fused_experts_backward-{name}": second, f"fused_experts_backward_first-{name}": first}
         if name in ("plain", "separate_bias", "weight_on_input_bias_bf16"):
             again = tuple(layer.tensors[key] for key in ("hidden_states", "gate_up_proj", "up_proj", "gate_up_bias"))
             given = (*second.args[:3], *(part.new_empty(0) for part in second.args[3:5]), *second.args[5:], *again)
@@ -161,8 +163,8 @@ def _layer_calls() -> dict[str, Call]:
     return {**calls, **_moe_calls()}
 
 
-#: Variants that differ in nothing that is behind the activation.
-SAME_FIRST = (
+#: Variants that differ in what kernels compute, and in no size or type.
+OF_KERNELS = (
     "gelu", "gelu_tanh", "relu", "relu2", "gpt_oss_not_gated", "silu_clamp", "silu_then_clamp", "quick_gelu",
     "silu_softcap", "fp16", "bf16_weights_bf16", "bias_fp16", "transposed_fp16", "int64_ids", "interleaved",
 )  # fmt: skip
