@@ -19,7 +19,7 @@ from moe_ops.rows import Routed
 
 ELEMENTS = 4096  # of a program's tile: 16 bytes a load for each thread of 8 warps
 COLUMNS = 1024
-# Of the gradient, whose loop holds more: us on an H200, 16384 tokens, tiles of 8 x 256 and of 4 x 1024: gpt-oss-120b 615
+# Of the gradient, whose loop holds more: us on an H200, T = 16384, tiles of 8 x 256 and of 4 x 1024: gpt-oss-120b 615
 # and 723, Mixtral-8x7B 1450 and 1603, DeepSeek-V3 832 and 983.
 GRADIENT_ELEMENTS, GRADIENT_COLUMNS = 2048, 256
 

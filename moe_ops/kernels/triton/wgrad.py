@@ -19,8 +19,8 @@ from moe_ops.kernels.triton.util import INTERPRETED, cdiv, next_power_of_2, roun
 
 Tensor = torch.Tensor
 
-# Tiles: with as many programs as there are multiprocessors, about a square of the weight. One row of tiles after another
-# read the rows of Mixtral-8x7B's down projection, 117 MB an expert, once for each: 6734 us at T = 16384, torch's 5908.
+# Tiles: with as many programs as there are multiprocessors about a square of the weight. One row of tiles after another
+# read the rows of Mixtral-8x7B's down projection, 117 MB an expert, once for each: 6734 us, T = 16384; torch's 5908.
 GROUP_N = tl.constexpr(16)
 MANY_ROWS = 256  # of an expert: from here on the arithmetic is the time, whatever the columns
 PIECE = 256  # columns of tokens whose rows are copied at once, at the least
