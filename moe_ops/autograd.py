@@ -36,11 +36,15 @@ _OPTIONAL = ("up_proj", "gate_up_bias", "down_bias")
 
 
 def _setup_topk(ctx: Context, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # zeros for the ids would be a kernel
     ctx.save_for_backward(inputs[0], output[1])
     ctx.options = dict(keyword_only_inputs)
 
 
-def _backward_topk(ctx: Context, grad_weights: Tensor, grad_ids: Tensor | None) -> tuple[Tensor | None, None]:
+def _backward_topk(ctx: Context, grad_weights: Tensor | None, grad_ids: None) -> tuple[Tensor | None, None]:
+    if grad_weights is None:
+        return None, None
     found = stage_gradients.run_op("fused_topk_backward", grad_weights, *ctx.saved_tensors, **ctx.options)
     return found, None
 

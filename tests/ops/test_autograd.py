@@ -10,6 +10,7 @@ from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_ops
 from meta.activations import ACTIVATIONS
@@ -152,6 +153,33 @@ def test_what_is_computed_again_has_the_same_bits(name: str, recompute: str) -> 
     assert wanted.keys() == got.keys()
     for key, value in wanted.items():
         assert torch.equal(got[key], value), key
+
+
+class Dispatched(TorchDispatchMode):
+    """Names of the operators that torch's dispatcher gets to see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_a_backward_is_our_operators_alone(frozen: bool) -> None:
+    """Whatever else it called would be another launch on a GPU."""
+    x, logits, w1, w2 = torch.randn(5, 16), torch.randn(5, 4), torch.randn(4, 16, 16), torch.randn(4, 16, 8)
+    leaves = [t.requires_grad_() for t in ((x, logits) if frozen else (x, logits, w1, w2))]
+    out = moe_ops.fused_moe(x, logits, w1, w2, top_k=2)
+    grad = torch.randn(5, 16)
+    with Dispatched() as seen:
+        torch.autograd.grad(out, leaves, grad)
+    steps = ["fused_experts_backward", "fused_experts_backward_first", *([] if frozen else ["grouped_wgrad"])]
+    assert [name.removesuffix(".default") for name in seen.names] == [
+        f"moe_ops.{step}" for step in (*steps, "fused_topk_backward")
+    ]
 
 
 @pytest.mark.parametrize(("recompute", "kept"), [(None, 7), ("activation", 2), ("all", 0)])
