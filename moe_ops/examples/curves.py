@@ -6,6 +6,7 @@ from pathlib import Path
 
 from moe_ops.examples.training import EAGER, FUSED, NUDGED, PLAIN, Run
 
+NONE = 1e-7
 # Wide and pale below, narrow and dark on top: curves that lie on each other are all seen.
 STYLES = {
     EAGER: dict(color="#9ecae1", linewidth=6.0, label="eager"),
@@ -43,14 +44,13 @@ def draw(runs: dict[str, Run], title: str, tolerated: float | None, path: Path) 
         if name == EAGER or not run.losses:
             continue
         style = STYLES[name] | {"linewidth": 1.4}
-        # A logarithm has no 0: curves that are equal at a step have a gap there.
-        far = [distance or float("nan") for distance in run.distances(runs[EAGER])]
+        far = [max(distance, NONE) for distance in run.distances(runs[EAGER])]  # (a logarithm has no 0)
         below.plot(range(1, len(far) + 1), far, **style)
     if tolerated is not None:
         label = "tolerated on average"
         below.axhline(tolerated, color="#cb181d", linewidth=1.0, linestyle="--", label=label)
     below.set_yscale("log")
-    below.set_ylabel("distance from eager, nats")
+    below.set_ylabel("from eager, nats\n(none is drawn as 1e-7)")
     below.set_xlabel("step of the optimizer")
     for axes in (above, below):
         axes.grid(alpha=0.25)

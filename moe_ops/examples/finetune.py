@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from moe_ops.examples import curves, text, training
@@ -66,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     warnings.filterwarnings("ignore")
-    console.print(f"{title(settings)}; {settings.steps} steps of {settings.tokens} of {len(texts[0])} bytes of text\n")
+    sizes = f"{settings.steps} steps of {settings.tokens} of {len(texts[0])} bytes of text"
+    console.print(f"{title(settings)}; {sizes}\n", soft_wrap=True)
     runs: dict[str, Run] = {}
     try:
         stopped = _train_all(settings, texts, runs)
@@ -91,7 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def title(settings: Settings) -> str:
     """The training in a line."""
     place = torch.cuda.get_device_name() if settings.device == "cuda" else "CPU"
-    parts = [f"{settings.family.name}, {'real' if settings.real else 'tiny'} dimensions, {settings.layers} layers"]
+    layers = f"{settings.layers} layer{'s' * (settings.layers > 1)}"
+    parts = [f"{settings.family.name}, {'real' if settings.real else 'tiny'} dimensions, {layers}"]
     parts.append({"autocast": "bfloat16 autocast"}.get(settings.dtype, settings.dtype))
     parts += ["experts frozen"] * settings.freeze_experts + ["checkpointing"] * settings.checkpointing
     return ", ".join([*parts, place])
@@ -216,23 +218,23 @@ def _texts(settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _train_all(settings: Settings, texts: tuple[torch.Tensor, torch.Tensor], runs: dict[str, Run]) -> bool:
     """Fill ``runs`` in the order of `training.WAYS`; whether Ctrl-C ended it."""
-    # A process's first compilation looks for compilers and loads them, which is nobody's time.
-    torch.compile(lambda x: x + 1)(torch.ones(8, device=settings.device))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        for name, way in training.WAYS.items():
-            starts = f"{name}: " + ("compiling" if way.backend else "starting")
-            task = progress.add_task(starts, total=settings.steps)
+    try:
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            # A process's first compilation looks for compilers and loads them, which is nobody's time.
+            torch.compile(lambda x: x + 1)(torch.ones(8, device=settings.device))
+            for name, way in training.WAYS.items():
+                starts = f"{name}: " + ("compiling" if way.backend else "starting")
+                task = progress.add_task(starts, total=settings.steps)
 
-            def tell(run: Run, task: Any = task, name: str = name) -> None:
-                progress.update(task, completed=len(run.losses), description=f"{name}: loss {run.losses[-1]:.3f}")
+                def tell(run: Run, task: TaskID = task, name: str = name) -> None:
+                    progress.update(task, completed=len(run.losses), description=f"{name}: loss {run.losses[-1]:.3f}")
 
-            try:
                 runs[name] = training.train(settings, way, texts, tell)
-            except KeyboardInterrupt:  # while the model was made
-                return True
-            if runs[name].stopped:
-                return True
+                if runs[name].stopped:
+                    return True
+    except KeyboardInterrupt:  # between two runs
+        return True
     return False
 
 
