@@ -224,7 +224,6 @@ WRONG = {
     "--rate": ("--rate 0", "--rate must be above 0 and at most 1, got 0.0."),
     "a word": ("--steps many", "argument --steps: invalid int value: 'many'"),
     "--output": ("--output none/a.png", "none/a.png must be in a folder that is there, got none of the name none."),
-    "--json": (f"--json {__file__}", f"--json must name a new file, got {__file__}, which is there."),
 }
 
 
@@ -232,6 +231,12 @@ WRONG = {
 def test_a_wrong_option_is_an_error_in_a_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments, message = WRONG[name]
     _refused(arguments, message, capsys)
+
+
+def test_older_results_are_not_written_over(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    older = tmp_path / "older.json"
+    older.write_text("{}")
+    _refused(f"--json {older}", f"--json must name a new file, got {older}, which is there.", capsys)
 
 
 def test_real_dimensions_are_refused_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,7 +249,9 @@ def test_a_picture_needs_matplotlib(capsys: pytest.CaptureFixture[str], monkeypa
 
 
 def _refused(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
+    """What is wrong is said before anything is trained."""
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(SystemExit) as caught:
+        patched.setattr(finetune, "_train_all", None)
         main(arguments.split())
     printed = capsys.readouterr()
     assert caught.value.code == 2 and not printed.out
