@@ -1,9 +1,11 @@
 """Train a Mixture-of-Experts model three ways and compare them: `python -m moe_ops.examples.finetune`.
 
 The same training (weights, batches, optimizer) by eager transformers, under plain torch.compile and under
-backend="moe_ops", one after the other, and once more by eager code from weights that are moved by a rounding step: how
-far that curve gets from the eager one says how far a right one may be. Real model classes with random weights; the text
-is docstrings of Python's standard library, a token is a byte, nothing is downloaded.
+backend="moe_ops", and once more by eager code from weights that are moved by a rounding step: how far that curve gets
+from the eager one says how far a right one may be. Steps are taken in turn, with --real one way after the other.
+
+Real model classes with random weights; the text is docstrings of Python's standard library, a token is a byte, nothing
+is downloaded.
 
 Ends with 1 when a block was not fused, or when the fused curve leaves the eager one; with 130 after Ctrl-C, which keeps
 what was measured so far.
@@ -25,12 +27,12 @@ from typing import Any, NoReturn
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from moe_ops.examples import curves, text, training
 from moe_ops.examples.families import FAMILIES, OLMOE
-from moe_ops.examples.training import DTYPES, EAGER, FUSED, WARMUP_STEPS, Run, Settings
+from moe_ops.examples.training import DTYPES, EAGER, FUSED, WARMUP_STEPS, Run, Settings, Way
 
 TRAINED = {family.name: family for family in (*FAMILIES, OLMOE)}
 INTERRUPTED = 130  # what shells give a program that Ctrl-C ended
@@ -102,9 +104,9 @@ def title(settings: Settings) -> str:
 def summary(runs: dict[str, Run]) -> Table:
     """All runs as a table."""
     table = Table(
-        title="The same training, one way after the other",
+        title="The same training in four ways",
         caption=f"tokens/s, step: the median after {WARMUP_STEPS} steps. compile: what these took longer than two "
-        "others; a later run finds in Inductor's cache what an earlier one compiled. loss: mean of the last tenth of "
+        "others; the second finds in Inductor's cache what the first one compiled. loss: mean of the last tenth of "
         "the steps, nats per byte. validation: on text that was not trained on. from eager: the furthest that the loss "
         "of a step is from eager code's. peak: memory, with parameters and optimizer. nudged: eager code, from weights "
         "moved by a rounding step.",
@@ -223,19 +225,22 @@ def _train_all(settings: Settings, texts: tuple[torch.Tensor, torch.Tensor], run
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
             # A process's first compilation looks for compilers and loads them, which is nobody's time.
             torch.compile(lambda x: x + 1)(torch.ones(8, device=settings.device))
-            for name, way in training.WAYS.items():
-                starts = f"{name}: " + ("compiling" if way.backend else "starting")
-                task = progress.add_task(starts, total=settings.steps)
+            tasks = {name: progress.add_task(name, total=settings.steps) for name in training.WAYS}
 
-                def tell(run: Run, task: TaskID = task, name: str = name) -> None:
-                    progress.update(task, completed=len(run.losses), description=f"{name}: loss {run.losses[-1]:.3f}")
+            def tell(name: str, run: Run) -> None:
+                last = f"{name}: loss {run.losses[-1]:.3f}"
+                progress.update(tasks[name], completed=len(run.losses), description=last)
 
-                runs[name] = training.train(settings, way, texts, tell)
-                if runs[name].stopped:
-                    return True
-    except KeyboardInterrupt:  # between two runs
+            for ways in _together(settings):
+                training.train(settings, ways, texts, runs, tell)
+    except KeyboardInterrupt:
         return True
     return False
+
+
+def _together(settings: Settings) -> list[dict[str, Way]]:
+    """Which ways take steps in turn: all, but of real dimensions one after the other, for memory."""
+    return [{name: way} for name, way in training.WAYS.items()] if settings.real else [training.WAYS]
 
 
 def _judge(settings: Settings, texts: tuple[torch.Tensor, torch.Tensor], runs: dict[str, Run], tolerated: float) -> int:

@@ -114,17 +114,16 @@ class Settings:
 
 @dataclass
 class Run:
-    """What one way came to, up to where it was stopped.
+    """What one way came to so far.
 
     Attributes:
         tokens: of a step.
         losses: of every step, before it.
         seconds: of every step, all of it.
         validation: loss on text that was not trained on, after the last step; computed by eager code for all.
-        peak_bytes: most memory in use after the warm-up, beyond what others held; None where it is not known.
+        peak_bytes: most memory in use after the warm-up, without what others held; None where it is not known.
         layers, fused, refused, errors: MoE layers of the model, and what the passes counted.
         graphs, graph_breaks: of Dynamo.
-        stopped: whether Ctrl-C ended it.
     """
 
     tokens: int
@@ -138,7 +137,6 @@ class Run:
     errors: int = 0
     graphs: int = 0
     graph_breaks: int = 0
-    stopped: bool = False
 
     @property
     def step_seconds(self) -> float | None:
@@ -165,28 +163,80 @@ class Run:
         return [abs(mine - its) for mine, its in zip(self.losses, other.losses, strict=False)]
 
 
-def train(settings: Settings, way: Way, texts: tuple[Tensor, Tensor], tell: Callable[[Run], None]) -> Run:
-    """Train one model from its first weights on; Ctrl-C ends the run and keeps what it has.
+class Training:
+    """One way's model, optimizer and `Run`, a step at a time.
+
+    What a step compiles, counts and holds is told apart from what others do between two steps.
+    """
+
+    def __init__(self, settings: Settings, way: Way) -> None:
+        self.settings, self.run = settings, Run(settings.tokens)
+        before = _allocated(settings.device)
+        self.model = settings.model(way.nudged)
+        self.run.layers = len(experts_of(self.model))
+        self._function = self.model if way.backend is None else torch.compile(self.model, backend=way.backend)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._optimizer = torch.optim.AdamW(trained, lr=settings.rate, fused=True)
+        self._held = _allocated(settings.device) - before
+
+    def step(self, bytes_: Tensor) -> None:
+        """The next step, on windows of ``bytes_``, and its numbers."""
+        number, run, settings = len(self.run.losses), self.run, self.settings
+        batches = settings.micro_batches(bytes_, number)
+        for group in self._optimizer.param_groups:
+            group["lr"] = settings.rate * min(1.0, (number + 1) / RISE_STEPS)
+        counted, before = _counts(), _allocated(settings.device)
+        start = time.perf_counter()
+        loss = self._step(batches)
+        seconds = time.perf_counter() - start
+        for name, count in _counts().items():
+            setattr(run, name, getattr(run, name) + count - counted[name])
+        if settings.device == "cuda":
+            most = self._held + torch.cuda.max_memory_allocated() - before
+            if number >= WARMUP_STEPS:
+                run.peak_bytes = max(run.peak_bytes or 0, most)
+            self._held += _allocated(settings.device) - before
+        run.losses.append(loss)
+        run.seconds.append(seconds)
+
+    def _step(self, batches: Tensor) -> float:
+        losses = []
+        for batch in batches:
+            loss = self.settings.loss(self._function, batch) / self.settings.accumulate
+            loss.backward()
+            losses.append(loss.detach())
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        found = torch.stack(losses).sum().item()
+        if self.settings.device == "cuda":
+            torch.cuda.synchronize()
+        return found
+
+
+def train(
+    settings: Settings,
+    ways: dict[str, Way],
+    texts: tuple[Tensor, Tensor],
+    runs: dict[str, Run],
+    tell: Callable[[str, Run], None],
+) -> None:
+    """Train a model in each of ``ways`` from its first weights on. Steps in turn, so that a busy moment hits all alike.
 
     Args:
         texts: bytes to train on and to validate on, uint8.
+        runs: gets a `Run` for every way, which grows: Ctrl-C leaves what was measured so far.
         tell: called after every step.
     """
-    run, before = Run(settings.tokens), _fresh(settings.device)
-    model = settings.model(way.nudged)
-    run.layers = len(experts_of(model))
-    try:
-        _steps(settings, model, way, texts[0], run, tell)
-        if settings.device == "cuda":
-            run.peak_bytes = torch.cuda.max_memory_allocated() - before
-        run.validation = validate(settings, model, texts[1])
-    except KeyboardInterrupt:
-        run.stopped = True
-    counters = torch._dynamo.utils.counters
-    run.fused = counters["moe_ops"]["fused"] + counters["moe_ops"]["staged"]
-    run.refused, run.errors = counters["moe_ops"]["refused"], counters["moe_ops"]["errors"]
-    run.graphs, run.graph_breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
-    return run
+    torch.compiler.reset()
+    gc.collect()
+    trainings = {name: Training(settings, way) for name, way in ways.items()}
+    runs.update((name, training.run) for name, training in trainings.items())
+    for _ in range(settings.steps):
+        for name, training in trainings.items():
+            training.step(texts[0])
+            tell(name, training.run)
+    for training in trainings.values():
+        training.run.validation = validate(settings, training.model, texts[1])
 
 
 def validate(settings: Settings, model: nn.Module, bytes_: Tensor) -> float:
@@ -228,40 +278,24 @@ def experts_of(model: nn.Module) -> list[nn.Module]:
     return [experts for experts in found if isinstance(experts, nn.Module)]
 
 
-def _steps(settings: Settings, model: Any, way: Way, bytes_: Tensor, run: Run, tell: Callable[[Run], None]) -> None:
-    function = model if way.backend is None else torch.compile(model, backend=way.backend)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=settings.rate, fused=True)
-    for step in range(settings.steps):
-        batches = settings.micro_batches(bytes_, step)
-        if step == WARMUP_STEPS and settings.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        start = time.perf_counter()
-        for group in optimizer.param_groups:
-            group["lr"] = settings.rate * min(1.0, (step + 1) / RISE_STEPS)
-        losses = []
-        for batch in batches:
-            loss = settings.loss(function, batch) / settings.accumulate
-            loss.backward()
-            losses.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
-        loss_of_step = torch.stack(losses).sum().item()  # waits for the backward
-        if settings.device == "cuda":
-            torch.cuda.synchronize()
-        run.seconds.append(time.perf_counter() - start)
-        run.losses.append(loss_of_step)
-        tell(run)
+def _counts() -> dict[str, int]:
+    """What Dynamo and the passes have counted so far, by the attributes of `Run`."""
+    counters = torch._dynamo.utils.counters
+    ours = counters["moe_ops"]
+    return {
+        "fused": ours["fused"] + ours["staged"],
+        "refused": ours["refused"],
+        "errors": ours["errors"],
+        "graphs": counters["stats"]["unique_graphs"],
+        "graph_breaks": sum(counters["graph_break"].values()),
+    }
 
 
-def _fresh(device: str) -> int:
-    """Forget what a run before compiled, counted and held. Bytes that are in use on a GPU all the same."""
-    torch.compiler.reset()
-    torch._dynamo.utils.counters.clear()
-    gc.collect()
+def _allocated(device: str) -> int:
+    """Bytes in use on a GPU, and from here on the most of them."""
     if device != "cuda":
         return 0
-    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     return torch.cuda.memory_allocated()
 
 

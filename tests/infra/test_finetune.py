@@ -61,13 +61,15 @@ def settings(**changed: Any) -> Settings:
     return replace(given, device="cpu", **changed)
 
 
-def trained(given: Settings, way: Way) -> Run:
-    return training.train(given, way, text.split(), lambda run: None)
+def trained(given: Settings, ways: dict[str, Way]) -> dict[str, Run]:
+    runs: dict[str, Run] = {}
+    training.train(given, ways, text.split(), runs, lambda name, run: None)
+    return runs
 
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, Run]:
-    return {name: trained(settings(), way) for name, way in WAYS.items()}
+    return trained(settings(), WAYS)
 
 
 def test_the_command_trains_and_says_what_it_measured(
@@ -75,12 +77,12 @@ def test_the_command_trains_and_says_what_it_measured(
 ) -> None:
     pytest.importorskip("matplotlib")
 
-    def train(given: Settings, way: Way, texts: Any, tell: Callable[[Run], None]) -> Run:
-        """One of the runs that were made, if it is asked for."""
-        assert given == settings() and texts == text.split()
-        (run,) = (runs[name] for name in WAYS if WAYS[name] == way)
-        tell(run)
-        return run
+    def train(given: Settings, ways: Any, texts: Any, found: dict[str, Run], tell: Callable[[str, Run], None]) -> None:
+        """The runs that were made, if they are asked for."""
+        assert given == settings() and ways == WAYS and texts == text.split()
+        found.update(runs)
+        for name, run in runs.items():
+            tell(name, run)
 
     monkeypatch.setattr(training, "train", train)
     found = ended()
@@ -110,7 +112,7 @@ def test_the_command_trains_and_says_what_it_measured(
 )
 def test_other_families_are_fused_and_trained_alike(family: str, changed: dict[str, Any]) -> None:
     given = settings(family=finetune.TRAINED[family], steps=3, batch=4, length=24, **changed)
-    eager, fused = (trained(given, WAYS[name]) for name in (EAGER, FUSED))
+    eager, fused = trained(given, {name: WAYS[name] for name in (EAGER, FUSED)}).values()
     assert (fused.layers, fused.fused, fused.refused, fused.errors, fused.graph_breaks) == (1, 1, 0, 0, 0)
     assert eager.losses[2] < eager.losses[0] - 0.05
     assert training.furthest(fused, eager) < (3e-2 if given.dtype == "bfloat16" else 1e-4)
@@ -124,7 +126,9 @@ def test_frozen_experts_stay_as_they_are() -> None:
 
 def test_micro_batches_are_one_batch() -> None:
     given = settings(steps=4, length=24)
-    whole, parts = trained(given, Way()), trained(replace(given, batch=BATCH // 4, accumulate=4), Way())
+    whole, parts = (
+        trained(one, {EAGER: Way()})[EAGER] for one in (given, replace(given, batch=BATCH // 4, accumulate=4))
+    )
     assert training.furthest(parts, whole) < 1e-4
     assert parts.tokens == whole.tokens == BATCH * 24
 
@@ -156,7 +160,7 @@ def _without_gradient(argument: str) -> Callable[..., Any]:
 def test_a_wrong_gradient_is_not_taken_for_rounding(
     argument: str, runs: dict[str, Run], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wrong = trained(settings(), Way(_without_gradient(argument)))
+    wrong = trained(settings(), {FUSED: Way(_without_gradient(argument))})[FUSED]
     tolerated = training.tolerance(runs)
     assert training.average(runs[FUSED], runs[EAGER]) <= tolerated
     assert finetune._judge(settings(), text.split(), {**runs, FUSED: wrong}, tolerated) == 1
@@ -193,17 +197,21 @@ def test_ctrl_c_keeps_what_was_measured(ended: Callable[..., Ended], monkeypatch
     def interrupted(self: Settings, *given: Any) -> torch.Tensor:
         nonlocal calls
         calls += 1
-        if calls == 10:
+        if calls == 11:
             raise KeyboardInterrupt
         return loss(self, *given)
 
     monkeypatch.setattr(Settings, "loss", interrupted)
-    monkeypatch.setattr(training, "validate", lambda *_: 3.0)
-    found = ended("--steps", "6", "--batch", "2")
+    found = ended("--batch", "2")
     assert found.status == finetune.INTERRUPTED and "stopped by Ctrl-C" in found.err
-    eager, stopped = found.document["runs"]
-    assert len(eager["losses"]) == 6 and len(stopped["losses"]) == 3 and stopped["stopped"]
-    assert stopped["validation"] is None and found.document["tolerance"] is None
+    rows = found.document["runs"]
+    assert [len(row["losses"]) for row in rows] == [len(row["seconds"]) for row in rows] == [3, 3, 2, 2]
+    assert found.document["tolerance"] is None and "│ moe_ops " in found.out
+
+
+def test_real_dimensions_are_one_at_a_time() -> None:
+    assert finetune._together(settings()) == [WAYS]
+    assert finetune._together(settings(real=True)) == [{name: way} for name, way in WAYS.items()]
 
 
 def test_a_picture_of_what_there_is(runs: dict[str, Run], tmp_path: Path) -> None:
