@@ -81,6 +81,7 @@ class Settings:
         sizes = self.family.real if self.real else {**TINY, **self.family.tiny}
         sizes = {**sizes, "num_hidden_layers": self.layers, "vocab_size": text.SYMBOLS}
         sizes["max_position_embeddings"] = max(self.length, 4096)
+        sizes |= {"bos_token_id": None, "eos_token_id": None}  # (a byte is neither)
         model: Any = self.family.model(self.device, DTYPES[self.dtype], sizes).train()
         if nudged:
             _nudge(model, torch.finfo(torch.float32 if self.dtype == "float32" else torch.bfloat16).eps)

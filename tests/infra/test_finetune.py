@@ -90,6 +90,8 @@ def test_the_command_trains_and_says_what_it_measured(
     assert "MoE layers fused: 1 of 1; graphs: 1, breaks: 0" in found.out
     rows = {row["name"]: row for row in found.document["runs"]}
     assert list(rows) == list(WAYS) and found.document["settings"]["family"] == "qwen3_moe"
+    assert [row["fused"] for row in rows.values()] == [0, 0, 1, 0], "each counts what it compiled itself"
+    assert [row["graphs"] for row in rows.values()] == [0, 1, 1, 0]
     for name, row in rows.items():
         assert f"│ {name} " in found.out
         assert len(row["losses"]) == len(row["seconds"]) == STEPS
@@ -122,6 +124,11 @@ def test_frozen_experts_stay_as_they_are() -> None:
     given = settings(freeze_experts=True)
     frozen = {name for name, parameter in given.model().named_parameters() if not parameter.requires_grad}
     assert frozen == {f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")}
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_layers_are_checkpointed_where_it_is_asked_for(on: bool) -> None:
+    assert settings(checkpointing=on).model().is_gradient_checkpointing == on
 
 
 def test_micro_batches_are_one_batch() -> None:
