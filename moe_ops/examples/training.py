@@ -86,7 +86,7 @@ class Settings:
         if nudged:
             _nudge(model, torch.finfo(torch.float32 if self.dtype == "float32" else torch.bfloat16).eps)
         if self.checkpointing:
-            enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
             enable({"use_reentrant": False})
         if self.freeze_experts:
             for experts in experts_of(model):

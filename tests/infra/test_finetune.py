@@ -128,7 +128,8 @@ def test_frozen_experts_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize("on", [True, False])
 def test_layers_are_checkpointed_where_it_is_asked_for(on: bool) -> None:
-    assert settings(checkpointing=on).model().is_gradient_checkpointing == on
+    layers = settings(checkpointing=on).model().model.layers
+    assert [layer.gradient_checkpointing for layer in layers] == [on]
 
 
 def test_micro_batches_are_one_batch() -> None:
