@@ -1,7 +1,7 @@
-"""The transformers models that the quick start compiles: real classes, random weights, nothing downloaded.
+"""The transformers models that the examples compile: real classes, random weights, nothing downloaded.
 
-On a GPU each layer has its model's real dimensions (DeepSeek-V3 with a quarter of its experts, so that a float64 copy
-of a block fits in memory too); on a CPU everything is scaled down.
+In the quick start each layer has its model's real dimensions on a GPU (DeepSeek-V3 with a quarter of its experts, so
+that a float64 copy of a block fits in memory too), and is scaled down on a CPU. `finetune` trains still smaller ones.
 """
 
 from __future__ import annotations
@@ -22,6 +22,13 @@ SMALL = {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
+TINY = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
 
 
 @dataclass(frozen=True)
@@ -31,27 +38,37 @@ class Family:
     Attributes:
         name: as in `transformers.models`.
         prefix: of its classes, `<prefix>Config` and `<prefix>ForCausalLM`.
-        real, small: configuration at the model's own dimensions and scaled down.
+        real, small, tiny: configuration at the model's own dimensions, scaled down, and small enough to train on a CPU.
     """
 
     name: str
     prefix: str
     real: dict[str, Any]
     small: dict[str, Any] = field(default_factory=dict)
+    tiny: dict[str, Any] = field(default_factory=dict)
 
     def build(self, device: str, dtype: torch.dtype) -> torch.nn.Module:
-        """The model with random weights, made on its device and in its dtype."""
+        """The quick start's model, for inference."""
+        settings = self.real if device == "cuda" else {**SMALL, **self.small}
+        return self.model(device, dtype, settings).eval().requires_grad_(False)
+
+    def model(self, device: str, dtype: torch.dtype, settings: dict[str, Any]) -> torch.nn.Module:
+        """A model with random weights, the same ones in every call, made on its device and in its dtype.
+
+        Args:
+            settings: of the configuration, beside and before `COMMON`.
+        """
         package = f"transformers.models.{self.name}"
         config_class = getattr(importlib.import_module(f"{package}.configuration_{self.name}"), f"{self.prefix}Config")
         model_class = getattr(importlib.import_module(f"{package}.modeling_{self.name}"), f"{self.prefix}ForCausalLM")
-        config = config_class(**COMMON, **(self.real if device == "cuda" else {**SMALL, **self.small}))
+        config = config_class(**{**COMMON, **settings})
         default = torch.get_default_dtype()
         torch.manual_seed(0)
         torch.set_default_dtype(dtype)
         try:
             with torch.device(device):
                 model: torch.nn.Module = model_class(config)
-                return model.eval().requires_grad_(False)
+                return model
         finally:
             torch.set_default_dtype(default)
 
@@ -71,6 +88,7 @@ FAMILIES = (
             "head_dim": 128,
         },
         {"moe_intermediate_size": 128, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": True},
+        {"moe_intermediate_size": 64, "num_experts": 16, "num_experts_per_tok": 4, "norm_topk_prob": True},
     ),
     Family(
         "mixtral",
@@ -83,6 +101,7 @@ FAMILIES = (
             "num_attention_heads": 32,
             "num_key_value_heads": 8,
         },
+        {"num_local_experts": 8, "num_experts_per_tok": 2},
         {"num_local_experts": 8, "num_experts_per_tok": 2},
     ),
     Family(
@@ -114,6 +133,21 @@ FAMILIES = (
             "v_head_dim": 64,
             "head_dim": 32,
         },
+        {
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 64,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 0,
+            "q_lora_rank": 64,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+            "head_dim": 16,
+        },
     ),
     Family(
         "gpt_oss",
@@ -128,5 +162,21 @@ FAMILIES = (
             "head_dim": 64,
         },
         {"intermediate_size": 256, "num_local_experts": 32, "num_experts_per_tok": 4},
+        {"num_local_experts": 8, "num_experts_per_tok": 2},
     ),
+)
+# Beside those of the quick start, which all say the same of one more.
+OLMOE = Family(
+    "olmoe",
+    "Olmoe",
+    {
+        "hidden_size": 2048,
+        "intermediate_size": 1024,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+    },
+    {"intermediate_size": 128, "num_experts": 64, "num_experts_per_tok": 8},
+    {"intermediate_size": 64, "num_experts": 16, "num_experts_per_tok": 4},
 )
