@@ -228,6 +228,13 @@ def trace_artifact(name: str, text: str) -> None:
 # ---- Inductor
 
 
+def must_save(node: fx.Node) -> None:
+    """Have what cuts a graph into forward and backward keep this value, in checkpointed regions, too."""
+    policy = feature("torch.utils.checkpoint", "CheckpointPolicy")
+    if policy is not None:
+        node.meta["recompute"] = policy.MUST_SAVE
+
+
 def mode_options(mode: str | None, dynamic: bool | None) -> dict[str, Any]:
     """The Inductor options that ``torch.compile(mode=mode)`` stands for."""
     if mode is None or mode == "default":

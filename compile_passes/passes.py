@@ -41,6 +41,7 @@ from compile_passes.match import Made, MoEMatch, Refusal, Router, in_words
 from compile_passes.reading import Reading
 from compile_passes.recognise import recognise, recognise_calls, symbolic_numbers
 from compile_passes.rewrite import Rewriter, operator_name
+from compile_passes.saved_routing import SavedRouting
 from compile_passes.transaction import change
 from compile_passes.vocabulary import tensors_of
 
@@ -383,5 +384,5 @@ def users_passes(hook: Any) -> tuple[Any, ...]:
     given: Sequence[Any] = hook if isinstance(hook, list | tuple) else () if hook is None else (hook,)
     flat: list[Any] = []
     for own in given:
-        flat.extend(own.users if isinstance(own, MoEPass) else (own,))
+        flat.extend(own.users if isinstance(own, MoEPass | SavedRouting) else (own,))
     return tuple(flat)

@@ -1,8 +1,8 @@
 """What `moe_ops.compile` does to a model before it is captured, and how that is undone.
 
 Experts of transformers on the eager loop are switched to a form in one graph, loops over the experts that were hit get
-a static form, as do one-hots whose classes the data counts, and lists of experts are stacked. A warning says what was
-done, and what was left alone and why.
+a static form, as do one-hots whose classes the data counts, and lists of experts are stacked. Router logits can be
+recorded. A warning says what was done, and what was left alone and why.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from compile_passes.loops import (
     find_sizes_of_the_data,
     loops_over_data,
 )
+from compile_passes.recording import prepare_recording
 from compile_passes.rebind import Verdict, bind, fused_as_written, unbind, verdict_of
 from compile_passes.source import sure
 from compile_passes.stacking import expert_lists, stack_list, taken_elsewhere, unstack, why_not
@@ -44,6 +45,9 @@ def prepare(model: nn.Module) -> None:
     _fix_class_counts(model)
     _stack_lists(model)
     _allow_sizes(model)
+    said = prepare_recording(model)
+    if said is not None:
+        _say(said)
 
 
 def _switch(model: nn.Module, loops: list[ExpertLoop]) -> list[ExpertLoop]:
