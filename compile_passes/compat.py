@@ -36,6 +36,7 @@ __all__ = [
     "compiling_apart",
     "control_exceptions",
     "counters",
+    "cut_for_ddp",
     "fake_mode_of",
     "feature",
     "inductor",
@@ -45,6 +46,7 @@ __all__ = [
     "is_plain",
     "is_tracing",
     "mode_options",
+    "must_save",
     "patch_inductor",
     "register_backend",
     "restart_with_constants",
@@ -207,6 +209,16 @@ def register_backend(function: Callable[..., Any], name: str) -> None:
 
     if name not in registry.list_backends(exclude_tags=()):
         registry.register_backend(function, name)
+
+
+def cut_for_ddp() -> bool:
+    """Whether Dynamo cuts the graph that is being compiled at the bounds of DistributedDataParallel's buckets."""
+    parallel = getattr(getattr(torch.nn, "parallel", None), "DistributedDataParallel", None)
+    active = getattr(parallel, "_get_active_ddp_module", None)
+    if active is None or active() is None:
+        return False
+    mode = feature("torch._dynamo.utils", "get_optimize_ddp_mode")
+    return mode is not None and mode() == "ddp_optimizer"
 
 
 # ---- the structured trace

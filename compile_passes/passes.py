@@ -49,6 +49,11 @@ log = logging.getLogger(__name__)
 
 #: Tracebacks of the last errors of the passes in this process; the counters are for users, who may clear them.
 last_errors: deque[str] = deque(maxlen=16)
+#: Of a block in a graph that may be cut anywhere.
+_WHOLE = (
+    "Dynamo cuts the graph at the bounds of DistributedDataParallel's buckets, and stacked experts fill one: set "
+    "torch._dynamo.config.optimize_ddp = False before the first call, or compile with moe_ops.compile(ddp_model)."
+)
 _CURE = 'Please report it with the traceback that TORCH_LOGS="+compile_passes" shows.'
 
 
@@ -217,6 +222,8 @@ def run(step: Pass, graph: fx.Graph) -> Report:
     before = str(graph) if compat.is_tracing() else None
     start = time.perf_counter()
     report = _fail_closed(step, graph)
+    if report.refused and compat.cut_for_ddp():
+        report.refused = [replace(row, cure=_WHOLE) for row in report.refused]
     seconds = time.perf_counter() - start
     section = compat.counters()["moe_ops"]
     section["fused"] += len(report.fused)

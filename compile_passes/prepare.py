@@ -48,6 +48,7 @@ def prepare(model: nn.Module) -> None:
     said = prepare_recording(model)
     if said is not None:
         _say(said)
+    _keep_whole(model)
 
 
 def _switch(model: nn.Module, loops: list[ExpertLoop]) -> list[ExpertLoop]:
@@ -210,6 +211,22 @@ def _allow_sizes(model: nn.Module) -> None:
         _say(
             f"moe_ops.compile: {_and_more(called)} has results of sizes that only the data knows (bincount, nonzero, "
             "where, masks), for the capture of which torch._dynamo.config.capture_dynamic_output_shape_ops is set."
+        )
+
+
+def _keep_whole(model: nn.Module) -> None:
+    """Have Dynamo leave the graph of a model under DistributedDataParallel in one piece.
+
+    It would cut it at the bounds of the buckets, to send their gradients while the backward goes on, and stacked experts
+    fill a bucket each: most cuts are inside of blocks.
+    """
+    parallel = getattr(nn.parallel, "DistributedDataParallel", None)
+    config = torch._dynamo.config
+    if parallel is not None and isinstance(model, parallel) and getattr(config, "optimize_ddp", False):
+        config.optimize_ddp = False
+        _say(
+            "moe_ops.compile: torch._dynamo.config.optimize_ddp is set to False, because Dynamo would cut MoE blocks at "
+            "the bounds of DistributedDataParallel's buckets. Gradients are sent when the backward has ended."
         )
 
 
