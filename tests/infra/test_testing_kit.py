@@ -244,6 +244,47 @@ def test_host_synchronisation_is_not_capturable() -> None:
     assert second.startswith("  return torch.nonzero(x @ self.weight)  # ") and "test_testing_kit.py" in second
 
 
+class _Sparse(torch.autograd.Function):
+    """Squares, with a gradient that asks the device for a size."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        places = (grad != 0).nonzero(as_tuple=True)
+        return torch.zeros_like(x).index_put(places, (2 * x * grad)[places])
+
+
+class WaitsInBackward(Sound):
+    """Only the backward waits for the host."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Sparse.apply(x @ self.weight)
+
+
+def test_host_synchronisation_in_the_backward_alone() -> None:
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert_cuda_graph_safe(WaitsInBackward(), INPUTS, backend="inductor")
+        with pytest.raises(AssertionError, match="the host needs a value that is on the device") as caught:
+            assert_cuda_graph_safe(WaitsInBackward(), INPUTS, backend="inductor", backward=True)
+    assert "nonzero" in str(caught.value)
+
+
+def test_a_training_step_of_a_fused_block_is_capturable() -> None:
+    model = Experts()
+    assert_cuda_graph_safe(model, INPUTS.clone().requires_grad_(), backward=True)
+    assert model.router.grad is None, "gradients of the test are nobody else's"
+
+
+def test_outputs_without_gradient_have_no_backward() -> None:
+    with pytest.raises(ValueError, match="backward must be False for outputs that require no gradient"):
+        assert_cuda_graph_safe(lambda x: x * 2, INPUTS, backend="inductor", backward=True)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's answer")
 def test_without_a_device_the_message_says_so() -> None:
     with pytest.raises(RuntimeError, match="without a CUDA device"):
