@@ -267,22 +267,16 @@ class WaitsInBackward(Sound):
 
 
 def test_host_synchronisation_in_the_backward_alone() -> None:
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        assert_cuda_graph_safe(WaitsInBackward(), INPUTS, backend="inductor")
-        with pytest.raises(AssertionError, match="the host needs a value that is on the device") as caught:
-            assert_cuda_graph_safe(WaitsInBackward(), INPUTS, backend="inductor", backward=True)
+    model, allowed = WaitsInBackward(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+    with allowed, pytest.raises(AssertionError, match="the host needs a value that is on the device") as caught:
+        assert_cuda_graph_safe(model, INPUTS, backend="inductor", backward=True)
     assert "nonzero" in str(caught.value)
-
-
-def test_a_training_step_of_a_fused_block_is_capturable() -> None:
-    model = Experts()
-    assert_cuda_graph_safe(model, INPUTS.clone().requires_grad_(), backward=True)
-    assert model.router.grad is None, "gradients of the test are nobody else's"
+    assert model.weight.grad is None, "gradients of the assertion are nobody else's"
 
 
 def test_outputs_without_gradient_have_no_backward() -> None:
     with pytest.raises(ValueError, match="backward must be False for outputs that require no gradient"):
-        assert_cuda_graph_safe(lambda x: x * 2, INPUTS, backend="inductor", backward=True)
+        assert_cuda_graph_safe(lambda x: x * 2, INPUTS, backend="moe_ops_eager", backward=True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's answer")
