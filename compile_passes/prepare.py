@@ -27,8 +27,8 @@ from compile_passes.loops import (
     find_sizes_of_the_data,
     loops_over_data,
 )
-from compile_passes.recording import prepare_recording
 from compile_passes.rebind import Verdict, bind, fused_as_written, unbind, verdict_of
+from compile_passes.recording import prepare_recording
 from compile_passes.source import sure
 from compile_passes.stacking import expert_lists, stack_list, taken_elsewhere, unstack, why_not
 
@@ -217,16 +217,16 @@ def _allow_sizes(model: nn.Module) -> None:
 def _keep_whole(model: nn.Module) -> None:
     """Have Dynamo leave the graph of a model under DistributedDataParallel in one piece.
 
-    It would cut it at the bounds of the buckets, to send their gradients while the backward goes on, and stacked experts
-    fill a bucket each: most cuts are inside of blocks.
+    It would cut it at the bounds of the buckets, to send their gradients while the backward goes on, and stacked
+    experts fill a bucket each: most cuts are inside of blocks.
     """
     parallel = getattr(nn.parallel, "DistributedDataParallel", None)
     config = torch._dynamo.config
     if parallel is not None and isinstance(model, parallel) and getattr(config, "optimize_ddp", False):
         config.optimize_ddp = False
         _say(
-            "moe_ops.compile: torch._dynamo.config.optimize_ddp is set to False, because Dynamo would cut MoE blocks at "
-            "the bounds of DistributedDataParallel's buckets. Gradients are sent when the backward has ended."
+            "moe_ops.compile: torch._dynamo.config.optimize_ddp is set to False, because Dynamo would cut MoE blocks "
+            "at the bounds of DistributedDataParallel's buckets. Gradients are sent when the backward has ended."
         )
 
 

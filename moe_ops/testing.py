@@ -233,9 +233,7 @@ class _Trained:
 _Run = Callable[[Callable[..., Any], Inputs], Any]
 
 
-def _assert_compiled_replays(
-    function: Callable[..., Any], variants: list[Inputs], backend: str, run: _Run
-) -> None:
+def _assert_compiled_replays(function: Callable[..., Any], variants: list[Inputs], backend: str, run: _Run) -> None:
     """The compiled half of `assert_cuda_graph_safe` on a GPU."""
     import torch._inductor.config as inductor_config
 

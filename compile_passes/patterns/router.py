@@ -102,7 +102,8 @@ class _RouterReader:
         source = example(call["x"]) if call is not None else None
         if call is None or made is None or source is None or made.device != source.device:
             return weights, None
-        return (call["x"], made.dtype) if source.dtype.is_floating_point and made.dtype.is_floating_point else (weights, None)
+        floats = source.dtype.is_floating_point and made.dtype.is_floating_point
+        return (call["x"], made.dtype) if floats else (weights, None)
 
     def _typed(self, router: Router) -> Router | Refusal:
         """The router, if sizes and dtypes are those of `fused_topk`."""

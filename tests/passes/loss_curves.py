@@ -1,6 +1,6 @@
 """Twenty steps of training: the loss of tiny models of six families, eagerly and compiled, under five programs.
 
-    python -m tests.passes.loss_curves [--families qwen3_moe ...] [--programs plain ...] [--backend moe_ops] [--steps 20]
+    python -m tests.passes.loss_curves [--families qwen3_moe ...] [--programs plain ...] [--backend moe_ops] [--steps N]
 
 Each case trains three copies of one model on the same batches with AdamW: in float64 (the exact curve), eagerly, and
 compiled. The compiled curve has to be as near to the exact one as eager's own rounding takes it: no further than
@@ -145,7 +145,11 @@ def main() -> int:
     asked = parser.parse_args()
     print(f"{asked.steps} steps of AdamW, {LAYERS} layers, 16 tokens, backend {asked.backend}. Distances are means")
     print("over all steps, from the curve in float64: of the worse of two eager forms, and of the compiled code.")
-    print(_ROW.format("family", "program", "fused", "graphs", "first", "eager", "compiled", "eager's", "ours", "").rstrip())
+    print(
+        _ROW.format(
+            "family", "program", "fused", "graphs", "first", "eager", "compiled", "eager's", "ours", ""
+        ).rstrip()
+    )
     good = True
     for family in asked.families:
         for program in asked.programs:

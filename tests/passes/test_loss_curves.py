@@ -17,7 +17,9 @@ def test_losses_of_twenty_steps(family, program):
 
 
 @pytest.mark.parametrize(
-    "change", [{"compiled": [3.0, 2.5]}, {"fused": 1}, {"graphs": 2}, {"errors": 1}], ids=lambda change: next(iter(change))
+    "change",
+    [{"compiled": [3.0, 2.5]}, {"fused": 1}, {"graphs": 2}, {"errors": 1}],
+    ids=lambda change: next(iter(change)),
 )
 def test_a_bad_case_is_not_good(change):
     case = Curve("family", "plain", [3.0, 2.0], [3.0, 2.1], [3.0, 2.1], 0.1, 2, 1, 0)

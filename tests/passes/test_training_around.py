@@ -76,12 +76,19 @@ def assert_fused(blocks: int = 1, graphs: int = 1) -> None:
 
 def far(got: dict[str, Tensor], exact: dict[str, Tensor]) -> Tensor:
     """The distance of every gradient from the exact one, relative to that."""
-    return torch.stack([(got[name].double() - grad).norm() / grad.norm().clamp(min=1e-9) for name, grad in exact.items()])
+    return torch.stack(
+        [(got[name].double() - grad).norm() / grad.norm().clamp(min=1e-9) for name, grad in exact.items()]
+    )
 
 
 @pytest.mark.parametrize(
     ("family", "form"),
-    [("qwen3_moe", "grouped_mm"), ("qwen3_moe", "batched_mm"), ("gpt_oss", "batched_mm"), ("deepseek_v3", "grouped_mm")],
+    [
+        ("qwen3_moe", "grouped_mm"),
+        ("qwen3_moe", "batched_mm"),
+        ("gpt_oss", "batched_mm"),
+        ("deepseek_v3", "grouped_mm"),
+    ],
 )
 def test_autocast_with_fp32_weights(family, form):
     """As near to float64 as eager autocast; and the gradients are fp32, as the weights."""
@@ -328,9 +335,7 @@ class Listed(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.gate = nn.Linear(16, 4)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(4)
-        )
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         weights, ids = self.gate(x).softmax(-1).topk(2)
