@@ -22,9 +22,8 @@ from torch import fx
 from compile_passes import compat
 from compile_passes.generation import prepare_generate
 from compile_passes.observe import default_compilations
-from compile_passes.passes import PASSES, MoEPass, enter, graph_modules, run_all, users_passes
+from compile_passes.passes import PASSES, SAVE, MoEPass, enter, graph_modules, run_all, users_passes
 from compile_passes.prepare import prepare
-from compile_passes.saved_routing import SavedRouting
 from meta.checks import fail
 
 # Inductor calls what is on the first hook; what is on the second is in the key of its caches, always. (A user's pass
@@ -68,14 +67,14 @@ def moe_ops_eager(
     return enter(gm.forward, reports)
 
 
-def _hooks(steps: Sequence[Any], settings: dict[str, Any]) -> dict[str, Any]:
+def _hooks(steps: Sequence[Any], settings: dict[str, Any]) -> dict[str, MoEPass]:
     """Our hooks, carrying the passes that the options or Inductor's configuration hold there.
 
     Without ``steps`` the first one is needed only to put out of action the passes of an enclosing `fuse()`.
     """
     held = _held(_PASSES_HOOK, settings)
-    hooks: dict[str, Any] = {_KEY_HOOK: MoEPass((), _held(_KEY_HOOK, settings))}
-    hooks[_JOINT_HOOK] = SavedRouting(users_passes(_held(_JOINT_HOOK, settings)))
+    hooks = {_KEY_HOOK: MoEPass((), _held(_KEY_HOOK, settings))}
+    hooks[_JOINT_HOOK] = MoEPass((SAVE,), _held(_JOINT_HOOK, settings))
     if steps or held is not None:
         hooks[_PASSES_HOOK] = MoEPass(steps, held)
     return hooks

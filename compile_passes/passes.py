@@ -41,7 +41,7 @@ from compile_passes.match import Made, MoEMatch, Refusal, Router, in_words
 from compile_passes.reading import Reading
 from compile_passes.recognise import recognise, recognise_calls, symbolic_numbers
 from compile_passes.rewrite import Rewriter, operator_name
-from compile_passes.saved_routing import SavedRouting
+from compile_passes.saved_routing import routing_of
 from compile_passes.transaction import change
 from compile_passes.vocabulary import tensors_of
 
@@ -209,12 +209,25 @@ def join_operators(graph: fx.Graph) -> Plan:
     return Plan(report, apply if any(operator_name(node) for node in graph.nodes) else None)
 
 
+def save_routing(graph: fx.Graph) -> Plan:
+    """Have the routing of every block saved, before a graph is cut into forward and backward; see `saved_routing`."""
+    found = routing_of(graph)
+
+    def apply() -> None:
+        for node in found:
+            compat.must_save(node)
+
+    return Plan(Report(), apply if found else None)
+
+
 FUSE = Pass("moe_ops_fuse_blocks", fuse_blocks)
 #: `FUSE` for the graph of a backend, which looks at the inputs of every call.
 FUSE_CHECKED = Pass("moe_ops_fuse_blocks", partial(fuse_blocks, checked=True))
 SHARE = Pass("moe_ops_share_heads", share_attention_heads)
 JOIN = Pass("moe_ops_join", join_operators)
 PASSES = (FUSE, SHARE, JOIN)
+#: For the graph of forward and backward.
+SAVE = Pass("moe_ops_save_routing", save_routing)
 
 
 def run(step: Pass, graph: fx.Graph) -> Report:
@@ -391,5 +404,5 @@ def users_passes(hook: Any) -> tuple[Any, ...]:
     given: Sequence[Any] = hook if isinstance(hook, list | tuple) else () if hook is None else (hook,)
     flat: list[Any] = []
     for own in given:
-        flat.extend(own.users if isinstance(own, MoEPass | SavedRouting) else (own,))
+        flat.extend(own.users if isinstance(own, MoEPass) else (own,))
     return tuple(flat)

@@ -25,9 +25,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import moe_ops
 from compile_passes.match import Refusal
-from compile_passes.passes import run_all
+from compile_passes.passes import SAVE, run, run_all
 from compile_passes.recording import FORWARD_ALONE
-from compile_passes.saved_routing import save_routing
 from compile_passes.tiny import use_experts
 from moe_ops.testing import assert_cuda_graph_safe
 from tests.corpus.families import build, tokens
@@ -265,7 +264,7 @@ def backward_operators(model: Checkpointed) -> list[str]:
         return make_boxed_func(module.forward)
 
     def cut(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        save_routing(joint.graph)
+        run(SAVE, joint.graph)
         return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
     below = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=cut)
