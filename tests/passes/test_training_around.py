@@ -143,11 +143,11 @@ def test_gradients_accumulate_and_are_cleared():
     model = model_of("olmoe")
     eager = copy.deepcopy(model)
     found = []
-    for one, run in ((eager, eager), (model, torch.compile(model, backend="moe_ops_eager", fullgraph=True))):
+    for one, called in ((eager, eager), (model, torch.compile(model, backend="moe_ops_eager", fullgraph=True))):
         for clear in (True, False, True):
             one.zero_grad(set_to_none=clear)
-            step(run)
-            step(run)
+            step(called)
+            step(called)
             found.append(gradients(one))
     assert_fused()
     assert difference(found[3:], found[:3], 2e-5) is None
