@@ -22,6 +22,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import moe_ops
+from compile_passes.recording import FORWARD_ALONE
 from compile_passes.tiny import use_experts
 from moe_ops.logs import quiet
 from tests.corpus.families import build, tokens
@@ -115,7 +116,7 @@ def curve(family: str, program: str, backend: str = "moe_ops_eager", steps: int 
     counters.clear()
     with quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=False):
+        with torch._dynamo.config.patch({FORWARD_ALONE: getattr(torch._dynamo.config, FORWARD_ALONE)}):
             compiled = train(model, moe_ops.compile(model, backend=backend, fullgraph=True), program, steps)
     passes = counters["moe_ops"]
     return Curve(

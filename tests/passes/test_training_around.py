@@ -42,7 +42,8 @@ TOPK, EXPERTS = _OPS.fused_topk.default, _OPS.fused_experts_saving.default
 def _fresh() -> Iterator[None]:
     torch.compiler.reset()
     counters.clear()
-    with torch._dynamo.config.patch(**{FORWARD_ALONE: False}), warnings.catch_warnings():
+    flags = {FORWARD_ALONE: False} if hasattr(torch._dynamo.config, FORWARD_ALONE) else {}
+    with torch._dynamo.config.patch(**flags), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
     torch.compiler.reset()
