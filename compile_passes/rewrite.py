@@ -12,8 +12,10 @@ more contribute exactly zero (transformers writes masks to that effect, which di
 multiplies what is between the products multiplies the routing weights: the second product is linear. Ids that index
 weights from the end where they are negative get E added. A router is replaced only when its weights and ids have no
 reader outside of the block. Casts of the routing weights to a narrower dtype, that of the hidden states at the least,
-disappear: the operator takes them in fp32. Experts that a token did not select are no longer computed for it: where 0
-times an infinity of theirs was NaN, it is nothing.
+disappear: the operator takes them in fp32; one to a dtype below that stays behind `fused_topk`. Where autocast rounds
+the operands of the products, the weights are cast to its dtype in the graph, once, and the operator computes in it; but
+not where the routing weights multiply hidden states of another dtype, which would be rounded twice. Experts that a
+token did not select are no longer computed for it: where 0 times an infinity of theirs was NaN, it is nothing.
 
     linear -> float -> softmax -> topk -> div --+--> reshape, sort, index, histc, cumsum, _grouped_mm, chunk, silu, mul,
                                                 |    _grouped_mm, mul, setitem, index, view, sum, to     (31 nodes)

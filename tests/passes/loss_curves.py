@@ -114,9 +114,10 @@ def curve(family: str, program: str, backend: str = "moe_ops_eager", steps: int 
     eager = [train(form, form, program, steps) for form in forms]
     torch.compiler.reset()
     counters.clear()
+    flags = {FORWARD_ALONE: False} if hasattr(torch._dynamo.config, FORWARD_ALONE) else {}
     with quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with torch._dynamo.config.patch({FORWARD_ALONE: getattr(torch._dynamo.config, FORWARD_ALONE)}):
+        with torch._dynamo.config.patch(**flags):
             compiled = train(model, moe_ops.compile(model, backend=backend, fullgraph=True), program, steps)
     passes = counters["moe_ops"]
     return Curve(
