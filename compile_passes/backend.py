@@ -22,7 +22,7 @@ from torch import fx
 from compile_passes import compat
 from compile_passes.generation import prepare_generate
 from compile_passes.observe import default_compilations
-from compile_passes.passes import PASSES, MoEPass, enter, graph_modules, recompute_in, run_all, users_passes
+from compile_passes.passes import PASSES, SAVE, MoEPass, enter, graph_modules, recompute_in, run_all, users_passes
 from compile_passes.prepare import prepare
 from meta.checks import fail
 from meta.layer_shapes import check_recompute
@@ -30,6 +30,7 @@ from meta.layer_shapes import check_recompute
 # Inductor calls what is on the first hook; what is on the second is in the key of its caches, always. (A user's pass
 # without an identity takes the first hook out of the key.)
 _PASSES_HOOK, _KEY_HOOK = "pre_grad_custom_pass", "post_grad_custom_pre_pass"
+_JOINT_HOOK = "joint_custom_pre_pass"  # forward and backward in one graph
 
 
 def moe_ops(
@@ -88,6 +89,7 @@ def _hooks(steps: Sequence[Any], settings: dict[str, Any]) -> dict[str, MoEPass]
     """
     held = _held(_PASSES_HOOK, settings)
     hooks = {_KEY_HOOK: MoEPass((), _held(_KEY_HOOK, settings))}
+    hooks[_JOINT_HOOK] = MoEPass((SAVE,), _held(_JOINT_HOOK, settings))
     if steps or held is not None:
         hooks[_PASSES_HOOK] = MoEPass(steps, held)
     return hooks
@@ -119,7 +121,9 @@ def compile(model: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
     A transformers model whose experts run as a Python loop, which no compiler can capture, is switched to
     ``experts_implementation="grouped_mm"`` first, with a warning. Another loop over the experts that were hit gets a
     static form, on the instance: a trial on a copy of one layer has to prove it equal, and it has to be fused. Lists of
-    experts are stacked. Warnings say what was done, what it cost, and what was left as it is and why;
+    experts are stacked. transformers models that record router logits are prepared for the capture of that, and the
+    graph of a model in DistributedDataParallel is not cut at its buckets. Warnings say what was done, what it cost, and
+    what was left as it is and why;
     ``moe_ops.restore(model)`` undoes it.
 
     ``generate(cache_implementation="static")`` of a transformers model compiles its decode steps by itself; its

@@ -36,6 +36,7 @@ __all__ = [
     "compiling_apart",
     "control_exceptions",
     "counters",
+    "cut_for_ddp",
     "fake_mode_of",
     "feature",
     "inductor",
@@ -45,6 +46,7 @@ __all__ = [
     "is_plain",
     "is_tracing",
     "mode_options",
+    "must_save",
     "patch_inductor",
     "register_backend",
     "restart_with_constants",
@@ -209,6 +211,16 @@ def register_backend(function: Callable[..., Any], name: str) -> None:
         registry.register_backend(function, name)
 
 
+def cut_for_ddp() -> bool:
+    """Whether Dynamo cuts the graph that is being compiled at the bounds of DistributedDataParallel's buckets."""
+    parallel = getattr(getattr(torch.nn, "parallel", None), "DistributedDataParallel", None)
+    active = getattr(parallel, "_get_active_ddp_module", None)
+    if active is None or active() is None:
+        return False
+    mode = feature("torch._dynamo.utils", "get_optimize_ddp_mode")
+    return mode is not None and mode() == "ddp_optimizer"
+
+
 # ---- the structured trace
 
 
@@ -226,6 +238,13 @@ def trace_artifact(name: str, text: str) -> None:
 
 
 # ---- Inductor
+
+
+def must_save(node: fx.Node) -> None:
+    """Have what cuts a graph into forward and backward keep this value, in checkpointed regions, too."""
+    policy = feature("torch.utils.checkpoint", "CheckpointPolicy")
+    if policy is not None:
+        node.meta["recompute"] = policy.MUST_SAVE
 
 
 def mode_options(mode: str | None, dynamic: bool | None) -> dict[str, Any]:

@@ -52,9 +52,11 @@ def decide(match: MoEMatch) -> Decision | Refusal:
 
 
 def _describe(match: MoEMatch, hidden: torch.Tensor, weights: list[torch.Tensor]) -> Decision:
-    gate_up, *halves, down = weights
+    gate_up, *halves, down = weights if match.dtype is None else [weight.to(match.dtype) for weight in weights]
     up, layout, body = halves[0] if halves else None, match.body.glu_layout, match.body
     bias, down_bias = _bias(match), None if match.down.bias is None else example(match.down.bias)
+    if match.dtype is not None:
+        bias, down_bias = (None if one is None else one.to(match.dtype) for one in (bias, down_bias))
     parts = body.halves(gate_up.shape[1])
     if parts is not None:
         up, gate_up, layout = gate_up[:, parts[1]], gate_up[:, parts[0]], "separate"

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from compile_passes.equal import narrower
+from compile_passes.vocabulary import example
 from moe_ops.graphs import TORCH, frame, frames, trace_of
 
 _SCOPES = re.compile(r"_(?:modules|parameters|buffers)_")
@@ -168,6 +170,14 @@ class Product:
     sizes: tuple[fx.Node, ...] = ()
     bias_repeated: bool = False
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it multiplies in: the weight's dtype or, where autocast rounds the operands, that of its result."""
+        stacked, made = example(self.weight.node), example(self.anchor)
+        if stacked is None or made is None or not made.dtype.is_floating_point:
+            return torch.float64 if stacked is None else stacked.dtype
+        return narrower(stacked.dtype, made.dtype)
+
 
 @dataclass(frozen=True)
 class Body:
@@ -247,7 +257,9 @@ class Combine:
 
 @dataclass(frozen=True)
 class Router:
-    """A router in the terms of ``fused_topk``."""
+    """A router in the terms of ``fused_topk``. ``rounded``: what its weights are cast to, narrower than the experts'
+    own dtype, or None.
+    """
 
     logits: fx.Node
     bias: fx.Node | None
@@ -258,10 +270,11 @@ class Router:
     num_groups: int = 1
     topk_groups: int = 1
     scale: float = 1.0
+    rounded: torch.dtype | None = None
 
     def options(self) -> dict[str, Any]:
         """The keyword arguments of ``fused_topk``."""
-        return {name: value for name, value in vars(self).items() if name not in ("logits", "bias")}
+        return {name: value for name, value in vars(self).items() if name not in ("logits", "bias", "rounded")}
 
 
 @dataclass(frozen=True)
@@ -293,6 +306,19 @@ class MoEMatch:
         if self.combine.staged is not None:
             values += self.combine.staged.beside
         return frozenset(value for value in values if value is not None)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What the operator has to get its weights in: None, as they are; a dtype, where autocast rounds them to it.
+
+        Hidden states are not rounded to it before they are weighted, nor the products where they are not alike.
+        """
+        stacked, hidden = example(self.down.weight.node), example(self.dispatch.hidden)
+        found = {product.dtype for product in self.products}
+        if stacked is None or hidden is None or len(found) > 1 or found == {stacked.dtype}:
+            return None
+        (dtype,) = found
+        return None if self.dispatch.weights is not None and hidden.dtype != dtype else dtype
 
     @property
     def products(self) -> tuple[Product, ...]:

@@ -41,6 +41,7 @@ from compile_passes.match import Made, MoEMatch, Refusal, Router, in_words
 from compile_passes.reading import Reading
 from compile_passes.recognise import recognise, recognise_calls, symbolic_numbers
 from compile_passes.rewrite import Rewriter, operator_name
+from compile_passes.saved_routing import routing_of
 from compile_passes.transaction import change
 from compile_passes.vocabulary import tensors_of
 
@@ -48,6 +49,11 @@ log = logging.getLogger(__name__)
 
 #: Tracebacks of the last errors of the passes in this process; the counters are for users, who may clear them.
 last_errors: deque[str] = deque(maxlen=16)
+#: Of a block in a graph that may be cut anywhere.
+_WHOLE = (
+    "Dynamo cuts the graph at the bounds of DistributedDataParallel's buckets, and stacked experts fill one: set "
+    "torch._dynamo.config.optimize_ddp = False before the first call, or compile with moe_ops.compile(ddp_model)."
+)
 _CURE = 'Please report it with the traceback that TORCH_LOGS="+compile_passes" shows.'
 
 
@@ -203,12 +209,25 @@ def join_operators(graph: fx.Graph) -> Plan:
     return Plan(report, apply if any(operator_name(node) for node in graph.nodes) else None)
 
 
+def save_routing(graph: fx.Graph) -> Plan:
+    """Have the routing of every block saved, before a graph is cut into forward and backward; see `saved_routing`."""
+    found = routing_of(graph)
+
+    def apply() -> None:
+        for node in found:
+            compat.must_save(node)
+
+    return Plan(Report(), apply if found else None)
+
+
 FUSE = Pass("moe_ops_fuse_blocks", fuse_blocks)
 #: `FUSE` for the graph of a backend, which looks at the inputs of every call.
 FUSE_CHECKED = Pass("moe_ops_fuse_blocks", partial(fuse_blocks, checked=True))
 SHARE = Pass("moe_ops_share_heads", share_attention_heads)
 JOIN = Pass("moe_ops_join", join_operators)
 PASSES = (FUSE, SHARE, JOIN)
+#: For the graph of forward and backward.
+SAVE = Pass("moe_ops_save_routing", save_routing)
 
 
 def run(step: Pass, graph: fx.Graph) -> Report:
@@ -216,6 +235,8 @@ def run(step: Pass, graph: fx.Graph) -> Report:
     before = str(graph) if compat.is_tracing() else None
     start = time.perf_counter()
     report = _fail_closed(step, graph)
+    if report.refused and compat.cut_for_ddp():
+        report.refused = [replace(row, cure=_WHOLE) for row in report.refused]
     seconds = time.perf_counter() - start
     section = compat.counters()["moe_ops"]
     section["fused"] += len(report.fused)

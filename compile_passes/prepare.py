@@ -1,8 +1,8 @@
 """What `moe_ops.compile` does to a model before it is captured, and how that is undone.
 
 Experts of transformers on the eager loop are switched to a form in one graph, loops over the experts that were hit get
-a static form, as do one-hots whose classes the data counts, and lists of experts are stacked. A warning says what was
-done, and what was left alone and why.
+a static form, as do one-hots whose classes the data counts, and lists of experts are stacked. Router logits can be
+recorded. A warning says what was done, and what was left alone and why.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from compile_passes.loops import (
     loops_over_data,
 )
 from compile_passes.rebind import Verdict, bind, fused_as_written, unbind, verdict_of
+from compile_passes.recording import prepare_recording
 from compile_passes.source import sure
 from compile_passes.stacking import expert_lists, stack_list, taken_elsewhere, unstack, why_not
 
@@ -44,6 +45,10 @@ def prepare(model: nn.Module) -> None:
     _fix_class_counts(model)
     _stack_lists(model)
     _allow_sizes(model)
+    said = prepare_recording(model)
+    if said is not None:
+        _say(said)
+    _keep_whole(model)
 
 
 def _switch(model: nn.Module, loops: list[ExpertLoop]) -> list[ExpertLoop]:
@@ -206,6 +211,22 @@ def _allow_sizes(model: nn.Module) -> None:
         _say(
             f"moe_ops.compile: {_and_more(called)} has results of sizes that only the data knows (bincount, nonzero, "
             "where, masks), for the capture of which torch._dynamo.config.capture_dynamic_output_shape_ops is set."
+        )
+
+
+def _keep_whole(model: nn.Module) -> None:
+    """Have Dynamo leave the graph of a model under DistributedDataParallel in one piece.
+
+    It would cut it at the bounds of the buckets, to send their gradients while the backward goes on, and stacked
+    experts fill a bucket each: most cuts are inside of blocks.
+    """
+    parallel = getattr(nn.parallel, "DistributedDataParallel", None)
+    config = torch._dynamo.config
+    if parallel is not None and isinstance(model, parallel) and getattr(config, "optimize_ddp", False):
+        config.optimize_ddp = False
+        _say(
+            "moe_ops.compile: torch._dynamo.config.optimize_ddp is set to False, because Dynamo would cut MoE blocks "
+            "at the bounds of DistributedDataParallel's buckets. Gradients are sent when the backward has ended."
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from compile_passes.equal import narrower
 from compile_passes.match import (
     Body,
     Combine,
@@ -136,6 +137,7 @@ def _block(reading: Reading, down: Product, feeding: list[Product]) -> MoEMatch 
     stacked = example(feeding[0].weight.node)
     if stacked is None:
         return Refusal(down.anchor, "The graph carries no shapes for this block.", "Compile with fake tensors.")
+    dtype = narrower(feeding[0].dtype, down.dtype)
     early = next((product for product in feeding if product.weighed is not None), None)
     if early is not None:
         return Refusal(
@@ -144,9 +146,9 @@ def _block(reading: Reading, down: Product, feeding: list[Product]) -> MoEMatch 
         )  # fmt: skip
     inside = None
     if down.spread is not None:
-        rows, inside = weighted_inside(reading, down, stacked.dtype)
+        rows, inside = weighted_inside(reading, down, dtype)
         down = replace(down, rows=rows)
-    body = recognise_body(reading, down.rows, [product.result for product in feeding], stacked.dtype)
+    body = recognise_body(reading, down.rows, [product.result for product in feeding], dtype)
     if isinstance(body, Refusal):
         return body
     ups = [next(product for product in feeding if product.result is source) for source in body[1]]
@@ -157,11 +159,11 @@ def _block(reading: Reading, down: Product, feeding: list[Product]) -> MoEMatch 
             "Give every expert one product, or gate and up, before the last one.",
         )  # fmt: skip
     if down.spread is None:
-        found = routed_rows(reading, ups, down, stacked.dtype)
+        found = routed_rows(reading, ups, down, dtype)
     else:
         plain = inside is None and down.weighed is None
-        slots = recognise_capacity(reading, ups, down, stacked.dtype) if plain else None
-        found = slots or recognise_dense(reading, ups, down, stacked.dtype, inside)
+        slots = recognise_capacity(reading, ups, down, dtype) if plain else None
+        found = slots or recognise_dense(reading, ups, down, dtype, inside)
     if isinstance(found, Refusal):
         return found
     dispatch, combine = found
@@ -171,7 +173,7 @@ def _block(reading: Reading, down: Product, feeding: list[Product]) -> MoEMatch 
             leaves(dispatch.weights)[0], "The routing weights multiply the rows in another dtype than that of the "
             "experts.", "Give the block hidden states in the experts' dtype, or apply the weights after the experts.",
         )  # fmt: skip
-    return _close(reading, ups, down, body[0], dispatch, combine, narrowest(hidden, stacked.dtype))
+    return _close(reading, ups, down, body[0], dispatch, combine, narrowest(hidden, dtype))
 
 
 def _loop_blocks(
@@ -192,8 +194,7 @@ def _loop_block(reading: Reading, experts: list[Expert]) -> MoEMatch | Refusal:
     found = _untouched(reading) or recognise_loop(reading, experts)
     if isinstance(found, Refusal):
         return found
-    stacked = example(found.down.weight.node)
-    floor = narrowest(example(found.dispatch.hidden), torch.float64 if stacked is None else stacked.dtype)
+    floor = narrowest(example(found.dispatch.hidden), found.down.dtype)
     return _close(reading, found.ups, found.down, found.body, found.dispatch, found.combine, floor)
 
 
@@ -266,6 +267,8 @@ def _close(
     more = _router_lives(reading, router, dispatch.ids, combine.weights, combine.output, region)
     if isinstance(more, Refusal):
         return replace(match, router=more)
+    if body.scale != 1 and router.rounded is not None:
+        return replace(match, router=kept(combine.output, "its weights are rounded before they are scaled"))
     router = replace(router, scale=router.scale * body.scale)
     return replace(match, router=router, apart=frozenset((*match.apart, *more)))
 

@@ -12,8 +12,10 @@ more contribute exactly zero (transformers writes masks to that effect, which di
 multiplies what is between the products multiplies the routing weights: the second product is linear. Ids that index
 weights from the end where they are negative get E added. A router is replaced only when its weights and ids have no
 reader outside of the block. Casts of the routing weights to a narrower dtype, that of the hidden states at the least,
-disappear: the operator takes them in fp32. Experts that a token did not select are no longer computed for it: where 0
-times an infinity of theirs was NaN, it is nothing.
+disappear: the operator takes them in fp32; one to a dtype below that stays behind `fused_topk`. Where autocast rounds
+the operands of the products, the weights are cast to its dtype in the graph, once, and the operator computes in it; but
+not where the routing weights multiply hidden states of another dtype, which would be rounded twice. Experts that a
+token did not select are no longer computed for it: where 0 times an infinity of theirs was NaN, it is nothing.
 
     linear -> float -> softmax -> topk -> div --+--> reshape, sort, index, histc, cumsum, _grouped_mm, chunk, silu, mul,
                                                 |    _grouped_mm, mul, setitem, index, view, sum, to     (31 nodes)
@@ -40,7 +42,7 @@ import torch
 from torch import fx
 
 from compile_passes.compat import fake_mode_of
-from compile_passes.match import Made, MoEMatch, RoutedCall, Router, Value, Weight, leaves
+from compile_passes.match import Made, MoEMatch, Product, RoutedCall, Router, Value, leaves
 from compile_passes.reading import Reading
 from compile_passes.vocabulary import example, size_of
 from moe_ops.ops import by_name
@@ -224,33 +226,36 @@ class Rewriter:
 
     def _projections(self, builder: Builder, match: MoEMatch) -> dict[str, Any]:
         """The weights and biases of the block, and how gate and up lie in them."""
-        gate_up, layout, up = self._weight(builder, match.up.weight), match.body.glu_layout, None
-        bias = None if match.up.bias is None else self._node(match.up.bias)
+        gate_up, layout, up = self._weight(builder, match, match.up), match.body.glu_layout, None
+        bias, down_bias = (self._bias(builder, match, product) for product in (match.up, match.down))
         stacked = example(gate_up)
         halves = None if stacked is None else match.body.halves(stacked.shape[1])
         if match.up_half is not None:
-            up = self._weight(builder, match.up_half.weight)
-            if bias is not None and match.up_half.bias is not None:
-                bias = builder.joined(bias, self._node(match.up_half.bias))
+            up, other = (make(builder, match, match.up_half) for make in (self._weight, self._bias))
+            if bias is not None and other is not None:
+                bias = builder.joined(bias, other)
         elif halves is not None:
             gate_up, up = (builder.part(gate_up, half) for half in halves)
             layout = "separate"
             if bias is not None:
                 bias = builder.joined(*(builder.part(bias, half) for half in halves))
         return {
-            "gate_up_proj": gate_up, "up_proj": up, "down_proj": self._weight(builder, match.down.weight),
-            "gate_up_bias": bias, "down_bias": None if match.down.bias is None else self._node(match.down.bias),
-            "glu_layout": layout,
+            "gate_up_proj": gate_up, "up_proj": up, "down_proj": self._weight(builder, match, match.down),
+            "gate_up_bias": bias, "down_bias": down_bias, "glu_layout": layout,
         }  # fmt: skip
 
     def _topk(self, builder: Builder, router: Router) -> tuple[fx.Node, fx.Node]:
         logits = builder.rows(self._node(router.logits), None)
         bias = None if router.bias is None else self._node(router.bias)
         topk = builder.operator("fused_topk", {"router_logits": logits, "correction_bias": bias, **router.options()})
-        return builder.item(topk, 0, "topk_weights"), builder.item(topk, 1, "topk_ids")
+        return builder.to(builder.item(topk, 0, "topk_weights"), router.rounded), builder.item(topk, 1, "topk_ids")
 
-    def _weight(self, builder: Builder, weight: Weight) -> fx.Node:
-        node = self._node(weight.node)
+    def _bias(self, builder: Builder, match: MoEMatch, product: Product) -> fx.Node | None:
+        return None if product.bias is None else builder.to(self._node(product.bias), match.dtype)
+
+    def _weight(self, builder: Builder, match: MoEMatch, product: Product) -> fx.Node:
+        weight = product.weight
+        node = builder.to(self._node(weight.node), match.dtype)
         if weight.part is not None:
             node = builder.call(*weight.part.call(node))
         if weight.experts is not None:
@@ -440,7 +445,12 @@ class Builder:
 
     def cast(self, node: fx.Node, like: fx.Node) -> fx.Node:
         """``node`` in the dtype of ``like``."""
-        value, wanted = example(node), example(like)
-        if value is None or wanted is None or value.dtype == wanted.dtype:
+        wanted = example(like)
+        return node if wanted is None else self.to(node, wanted.dtype)
+
+    def to(self, node: fx.Node, dtype: torch.dtype | None) -> fx.Node:
+        """``node`` in ``dtype``; None: as it is."""
+        value = example(node)
+        if value is None or dtype is None or value.dtype == dtype:
             return node
-        return self.call(_ATEN.to.dtype, (node, wanted.dtype, False, False, None))
+        return self.call(_ATEN.to.dtype, (node, dtype, False, False, None))

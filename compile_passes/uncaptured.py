@@ -147,8 +147,9 @@ def explanation(model: nn.Module, group: ExpertGroup, seen: Seen, stops: Sequenc
         reason = f"None of its weights is in a captured graph: the code around it was left to Python, {stop.line}."
         if "checkpoint" in stop.reason:
             return f"The checkpointed region runs in Python. {reason}", (
-                "Nothing inside a checkpointed region may write to what is outside of it: leave out gradient "
-                "checkpointing, or what records values there (in transformers output_router_logits and its like)."
+                "Nothing inside a checkpointed region may write to what is outside of it. Where transformers records "
+                "router logits there, set model.config.output_router_logits and use moe_ops.compile(model), which "
+                "lets Dynamo capture that; else leave out what records values, or gradient checkpointing."
             )
         return reason, MEND
     if near is not None and near.of_the_data:

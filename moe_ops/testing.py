@@ -167,8 +167,12 @@ def assert_cuda_graph_safe(
     *,
     changed: Sequence[Inputs] = (),
     backend: str | None = "moe_ops",
+    backward: bool = False,
 ) -> None:
     """`function` can be captured in a CUDA graph, and a replay with other values computes what a plain call computes.
+
+    With `backward` so can a training step: outputs are summed and differentiated, by the parameters and by the inputs
+    that require gradients.
 
     With a backend, inputs on a GPU: compiled under `mode="reduce-overhead"`, nothing is skipped or partitioned, every
     call of the last turn replays a recorded graph, and the replays equal, bit for bit, the same compiled code without
@@ -179,32 +183,64 @@ def assert_cuda_graph_safe(
     Args:
         changed: more inputs of the same shapes, whose values take another route; by default each tensor of `inputs`
             flipped along its last dimension.
+        backward: whether the backward is captured, or searched, as well.
 
     Raises:
         AssertionError: with the operation, or torch's reason.
-        ValueError: `backend=None` for inputs that are not on a GPU.
+        ValueError: `backend=None` for inputs that are not on a GPU; `backward` of outputs that require no gradient.
     """
     variants = [inputs, *(changed or [_flipped(inputs)])]
-    if any(tensor.is_cuda for tensor in _tensors(inputs)):
-        with torch.no_grad():
+    run = _Trained(function) if backward else _run
+    with torch.set_grad_enabled(backward):
+        if any(tensor.is_cuda for tensor in _tensors(inputs)):
             if backend is None:
-                _assert_replays_equal_eager(function, variants)
+                _assert_replays_equal_eager(function, variants, run)
             else:
-                _assert_compiled_replays(function, variants, backend)
-    elif backend is None:
-        raise ValueError("assert_cuda_graph_safe: backend must be a name for inputs that are not on a GPU, got None.")
-    else:
-        _assert_no_incompatible_node(function, inputs, backend)
+                _assert_compiled_replays(function, variants, backend, run)
+        elif backend is None:
+            raise ValueError(
+                "assert_cuda_graph_safe: backend must be a name for inputs that are not on a GPU, got None."
+            )
+        else:
+            _assert_no_incompatible_node(function, inputs, backend, run)
 
 
-def _assert_compiled_replays(function: Callable[..., Any], variants: list[Inputs], backend: str) -> None:
+class _Trained:
+    """Calls `function`, or what was compiled of it, and differentiates: returns what it returned, then gradients."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        parameters = list(function.parameters()) if isinstance(function, torch.nn.Module) else []
+        self._trained = [parameter for parameter in parameters if parameter.requires_grad]
+
+    def __call__(self, function: Callable[..., Any], inputs: Inputs) -> list[torch.Tensor]:
+        fresh: Inputs = torch.utils._pytree.tree_map_only(torch.Tensor, self._leaf, inputs)
+        outputs = _tensors(_run(function, fresh))
+        differentiable = [output for output in outputs if output.requires_grad]
+        if not differentiable:
+            raise ValueError(
+                "assert_cuda_graph_safe: backward must be False for outputs that require no gradient, got True."
+            )
+        total = torch.stack([output.sum(dtype=torch.float32) for output in differentiable]).sum()
+        leaves = [*self._trained, *(tensor for tensor in _tensors(fresh) if tensor.requires_grad)]
+        grads = torch.autograd.grad(total, leaves, allow_unused=True)
+        return [*(output.detach() for output in outputs), *(grad for grad in grads if grad is not None)]
+
+    @staticmethod
+    def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone().requires_grad_() if tensor.requires_grad else tensor
+
+
+_Run = Callable[[Callable[..., Any], Inputs], Any]
+
+
+def _assert_compiled_replays(function: Callable[..., Any], variants: list[Inputs], backend: str, run: _Run) -> None:
     """The compiled half of `assert_cuda_graph_safe` on a GPU."""
     import torch._inductor.config as inductor_config
 
     # One cache for both: Inductor picks the tiles of a reduction by timing, and another tile sums in another order.
     with _fresh(), inductor_config.patch("triton.cudagraph_or_error", True):
         plain = torch.compile(function, backend=backend, fullgraph=True)
-        expected = [_tensors(_run(plain, variant)) for variant in variants]
+        expected = [_tensors(run(plain, variant)) for variant in variants]
         torch.compiler.reset()
         captured = torch.compile(function, backend=backend, fullgraph=True, mode="reduce-overhead")
         with _graph_events() as events:
@@ -213,7 +249,7 @@ def _assert_compiled_replays(function: Callable[..., Any], variants: list[Inputs
                 for variant, wanted in zip(variants, expected, strict=True):
                     torch.compiler.cudagraph_mark_step_begin()
                     try:
-                        got = _tensors(_run(captured, variant))
+                        got = _tensors(run(captured, variant))
                     except RuntimeError as error:
                         raise AssertionError(f"it cannot be captured:\n{_indent(error)}") from error
                     _assert_same_bits(got, wanted, f"call {turn} under CUDA graphs", "the compiled code without them")
@@ -231,26 +267,26 @@ def _assert_compiled_replays(function: Callable[..., Any], variants: list[Inputs
                 raise AssertionError(f"{counter} is {count}, expected 0. TORCH_LOGS=cudagraphs names the operation.")
 
 
-def _assert_replays_equal_eager(function: Callable[..., Any], variants: list[Inputs]) -> None:
+def _assert_replays_equal_eager(function: Callable[..., Any], variants: list[Inputs], run: _Run) -> None:
     """The eager half of `assert_cuda_graph_safe`: capture by hand, replay over changed inputs."""
-    expected = [_tensors(_run(function, variant)) for variant in variants]
-    static = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, variants[0])
+    expected = [_tensors(run(function, variant)) for variant in variants]
+    static = torch.utils._pytree.tree_map_only(torch.Tensor, _copied, variants[0])
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        _run(function, static)
+        run(function, static)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     try:
         with torch.cuda.graph(graph):
-            outputs = _tensors(_run(function, static))
+            outputs = _tensors(run(function, static))
     except RuntimeError as error:
         raise AssertionError(f"it cannot be captured:\n{_indent(error)}") from error
     if not _holds_work(graph):
         raise AssertionError("the captured graph is empty: was the result computed before, or on another stream?")
     for index, (variant, wanted) in enumerate(zip(variants, expected, strict=True)):
         for target, source in zip(_tensors(static), _tensors(variant), strict=True):
-            target.copy_(source)
+            target.detach().copy_(source)
         graph.replay()
         _assert_same_bits(outputs, wanted, f"the replay with inputs {index}", "the eager call")
 
@@ -285,8 +321,8 @@ def _holds_work(graph: torch.cuda.CUDAGraph) -> bool:
         return True
 
 
-def _assert_no_incompatible_node(function: Callable[..., Any], inputs: Inputs, backend: str) -> None:
-    """The CPU half: Inductor's own list of what it will not capture, applied to the graph after all passes."""
+def _assert_no_incompatible_node(function: Callable[..., Any], inputs: Inputs, backend: str, run: _Run) -> None:
+    """The CPU half: Inductor's own list of what it will not capture, applied to the graphs after all passes."""
     from torch._inductor.utils import get_first_incompatible_cudagraph_node
 
     found: list[str] = []
@@ -299,11 +335,11 @@ def _assert_no_incompatible_node(function: Callable[..., Any], inputs: Inputs, b
             line = graphs.in_line(place) if place[0] else "(no source line)"
             found.append(f"  {line}\n    as {graphs.describe(node)}")
 
-    with _fresh(), torch.no_grad():
+    with _fresh():
         options: dict[str, Any] = {"post_grad_custom_post_pass": look}
         compiled = torch.compile(function, backend=backend, fullgraph=True, options=options)
         try:
-            _run(compiled, inputs)
+            run(compiled, inputs)
         except torch._dynamo.exc.TorchDynamoException as error:
             raise AssertionError(f"it does not compile as one graph:\n{_indent(error)}") from error
     if found:
@@ -362,8 +398,13 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def _flipped(inputs: Inputs) -> Inputs:
     """The same values in another order: still valid token ids, but every token is routed elsewhere."""
-    flipped: Inputs = torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.flip(-1), inputs)
+    flipped: Inputs = torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: _copied(tensor, True), inputs)
     return flipped
+
+
+def _copied(tensor: torch.Tensor, flipped: bool = False) -> torch.Tensor:
+    copied = tensor.detach().flip(-1) if flipped else tensor.detach().clone()
+    return copied.requires_grad_(tensor.requires_grad)
 
 
 def _assert_same_bits(got: list[torch.Tensor], wanted: list[torch.Tensor], what: str, reference: str) -> None:

@@ -237,7 +237,7 @@ class _Capacity:
         if hidden is None or tensor is None:
             return unproved(moved.mask, "What is moved to the slots cannot be proved to be the tokens.")
         shapes = [*self.reading.casts(moved.hidden, self.floor), hidden]
-        result = final_cast(self.reading, hidden, total, shapes)
+        result = final_cast(self.reading, hidden, total, self.floor, shapes)
         if isinstance(result, Refusal):
             return result
         ids, numbers = beside([pair[0] for pair in values]), beside([pair[1] for pair in values])

@@ -78,7 +78,7 @@ class _Walk:
             if step is None:
                 return stopped(self.reading, state.value, readers)
             state = step
-        found = final_cast(self.reading, self.dispatch.hidden, state.value, self._shapes())
+        found = final_cast(self.reading, self.dispatch.hidden, state.value, self.floor, self._shapes())
         if isinstance(found, Refusal):
             return found
         weights = self._all_weights(state, found[0])
@@ -241,10 +241,10 @@ class _Walk:
 
 
 def final_cast(
-    reading: Reading, hidden: fx.Node, value: fx.Node, shapes: Sequence[fx.Node] = ()
+    reading: Reading, hidden: fx.Node, value: fx.Node, floor: torch.dtype, shapes: Sequence[fx.Node] = ()
 ) -> tuple[fx.Node, fx.Node | None] | Refusal:  # fmt: skip
-    """The sum over the experts ``value`` in the dtype of the hidden states, and as [tokens, hidden] or of one of the
-    ``shapes``; and which of these, where it is not [tokens, hidden].
+    """The sum over the experts ``value`` in the dtype of the hidden states, or one between it and ``floor``, and as
+    [tokens, hidden] or of one of the ``shapes``; and which of these, where it is not [tokens, hidden].
     """
     tokens = example(hidden)
     held_by = {reading.operand(shape): shape for shape in shapes}
@@ -265,7 +265,7 @@ def final_cast(
         if wider or (call is not None and is_noop_cast(readers[0], value)):
             value = readers[0]
             continue
-        if tensor.dtype != tokens.dtype:
+        if tensor.dtype != tokens.dtype and not _is_between(tensor.dtype, floor, tokens.dtype):
             break
         if _is_result(held, flat, held_by):
             return value, None if has_shape(held, *flat) else _alike(held, held_by)
@@ -276,6 +276,11 @@ def final_cast(
         value, "The sum over experts is used in another dtype than the hidden states.",
         "Cast it with .to(hidden_states.dtype) before using it.",
     )  # fmt: skip
+
+
+def _is_between(dtype: torch.dtype, floor: torch.dtype, tokens: torch.dtype) -> bool:
+    """Whether ``dtype`` is one that autocast leaves results in: narrower than the tokens', as the products are."""
+    return no_narrower(dtype, floor) and no_narrower(tokens, dtype)
 
 
 def _is_result(value: fx.Node, flat: tuple[Any, ...], shapes: Mapping[fx.Node, fx.Node]) -> bool:

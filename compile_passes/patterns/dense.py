@@ -375,7 +375,7 @@ class _Dense:
         if isinstance(found, Refusal):
             return found
         shapes = [*self.reading.casts(self.ups[0].rows, self.floor)]
-        result = final_cast(self.reading, self.hidden, state.value, shapes)
+        result = final_cast(self.reading, self.hidden, state.value, self.wide, shapes)
         if isinstance(result, Refusal):
             return result
         given = found.weights if before else None

@@ -73,7 +73,8 @@ class _RouterReader:
         self.reading, self.tokens, self.experts, self.top_k, self.floor = reading, tokens, experts, top_k, floor
 
     def router(self, weights: fx.Node, ids: fx.Node) -> Router | Refusal:
-        finished = self._finishing(weights)
+        inner, rounded = self._rounded(weights)
+        finished = self._finishing(inner)
         if isinstance(finished, Refusal):
             return finished
         topk = topk_over_experts(self.reading, ids, self.experts)
@@ -90,9 +91,19 @@ class _RouterReader:
             return kept(weights, "the weights are divided by the sum of their absolute values, and may be negative")
         router = replace(
             found, top_k=self.top_k, renormalize=finished.renormalize, renorm_eps=finished.renorm_eps,
-            scale=finished.scale,
+            scale=finished.scale, rounded=rounded,
         )  # fmt: skip
         return self._typed(router)
+
+    def _rounded(self, weights: fx.Node) -> tuple[fx.Node, torch.dtype | None]:
+        """The weights before a last cast below the floor, to the dtype of logits that autocast made, and that dtype."""
+        value = self._uncast(weights)
+        call, made = self.reading.read(value, "cast"), example(value)
+        source = example(call["x"]) if call is not None else None
+        if call is None or made is None or source is None or made.device != source.device:
+            return weights, None
+        floats = source.dtype.is_floating_point and made.dtype.is_floating_point
+        return (call["x"], made.dtype) if floats else (weights, None)
 
     def _typed(self, router: Router) -> Router | Refusal:
         """The router, if sizes and dtypes are those of `fused_topk`."""

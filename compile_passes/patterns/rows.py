@@ -304,7 +304,8 @@ class Order:
         if perm is not None:
             value = self._sorted_weights(value, perm)
         weights = example(value)
-        if weights is None or not no_narrower(weights.dtype, self.floor):
+        # Narrower ones are widened where they meet the rows, by the operator, too.
+        if weights is None or not weights.dtype.is_floating_point or weights.dtype.itemsize < 2:
             return None
         found: fx.Node = value
         return found if equal_sizes(weights.numel(), count) else None

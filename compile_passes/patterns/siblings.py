@@ -67,7 +67,7 @@ class _Loop:
         self.reading, self.experts, self.first = reading, experts, experts[0]
         stacked, result = example(self.first.down.weight.node), example(self.first.down.result)
         self.count: Any = None if stacked is None else stacked.shape[0]
-        self.floor = torch.float64 if stacked is None else stacked.dtype
+        self.floor = self.first.down.dtype
         self.width: Any = None if result is None else result.shape[-1]
         self.order = Order(reading, self.floor)
         self.ups: list[Product] = []
@@ -174,7 +174,7 @@ class _Loop:
         shapes = [
             shape for view in (self.ups[0].rows, hidden, *views) for shape in self.reading.casts(view, self.floor)
         ]
-        result = final_cast(self.reading, hidden, total, shapes)
+        result = final_cast(self.reading, hidden, total, self.wide, shapes)
         if isinstance(result, Refusal):
             return result
         if result[1] is not None and start is not None:

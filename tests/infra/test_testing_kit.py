@@ -1,6 +1,7 @@
 """Each assertion of moe_ops.testing passes on sound code and fails, with a useful message, on code broken for it."""
 
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -244,6 +245,41 @@ def test_host_synchronisation_is_not_capturable() -> None:
     assert second.startswith("  return torch.nonzero(x @ self.weight)  # ") and "test_testing_kit.py" in second
 
 
+class _Sparse(torch.autograd.Function):
+    """Squares, with a gradient that asks the device for a size."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        places = (grad != 0).nonzero(as_tuple=True)
+        return torch.zeros_like(x).index_put(places, (2 * x * grad)[places])
+
+
+class WaitsInBackward(Sound):
+    """Only the backward waits for the host."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Sparse.apply(x @ self.weight)
+
+
+def test_host_synchronisation_in_the_backward_alone() -> None:
+    model, allowed = WaitsInBackward(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+    with allowed, pytest.raises(AssertionError, match="the host needs a value that is on the device") as caught:
+        assert_cuda_graph_safe(model, INPUTS, backend="inductor", backward=True)
+    assert "nonzero" in str(caught.value)
+    assert model.weight.grad is None, "gradients of the assertion are nobody else's"
+
+
+def test_outputs_without_gradient_have_no_backward() -> None:
+    with pytest.raises(ValueError, match="backward must be False for outputs that require no gradient"):
+        assert_cuda_graph_safe(lambda x: x * 2, INPUTS, backend="moe_ops_eager", backward=True)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's answer")
 def test_without_a_device_the_message_says_so() -> None:
     with pytest.raises(RuntimeError, match="without a CUDA device"):
@@ -317,7 +353,7 @@ def capturing(calls_before_replay: int):
 def test_equal_results_do_not_prove_that_a_graph_was_replayed(backend, said, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     methods = dict(vars(FakeGraph))
-    check = torch.no_grad()(testing._assert_compiled_replays)
+    check = torch.no_grad()(partial(testing._assert_compiled_replays, run=testing._run))
     if said is None:
         check(Sound(), [INPUTS, 2 * INPUTS], backend)
     else:
