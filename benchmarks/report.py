@@ -294,7 +294,8 @@ def summary_section(documents: Documents) -> str:
     for (kind, name, device), (names, gains, stems) in found.items():
         names = list(dict.fromkeys(names))
         said = _SUMMARIES[kind].format(number=len(names), names=name or ", ".join(names))
-        lines.append([said, f"{_factor(min(gains))} to {_factor(max(gains))}", device, ", ".join(stems)])
+        least, most = _factor(min(gains)), _factor(max(gains))
+        lines.append([said, least if least == most else f"{least} to {most}", device, ", ".join(stems)])
     head = ["against the best of plain torch.compile", "times as fast", "on", "result files"]
     return table(head, lines) if lines else NO_RESULTS
 

@@ -43,7 +43,7 @@ def train_section(documents: Documents) -> str:
             f"### {'Before: ' if old else ''}{source_line(stem, document)}",
             " ".join(filter(None, [conditions(document), resumed(document)])),
             train_table(document, before),
-            "" if old else _picture(stem),
+            _picture(stem) if _is_drawn(stem, document) else "",
             other_peers_table(document),
             floors_table(document),
             kernels_of_backwards(document),
@@ -69,15 +69,20 @@ def _plot_names(stem: str) -> list[str]:
 
 def train_plot_paths(documents: Documents, folder: Path) -> list[Path]:
     """Files that `draw_train` writes."""
-    stems = [stem for stem in of_kind(documents, "train") if not stem.endswith(BASELINE)]
-    return [folder / name for stem in stems for name in _plot_names(stem)]
+    found = of_kind(documents, "train")
+    return [folder / name for stem in found if _is_drawn(stem, found[stem]) for name in _plot_names(stem)]
+
+
+def _is_drawn(stem: str, document: dict[str, Any]) -> bool:
+    """Whether a file has a line to draw: no baseline, and more than one number of tokens."""
+    return not stem.endswith(BASELINE) and len({row["T"] for row in document["rows"]}) > 1
 
 
 def draw_train(documents: Documents, folder: Path) -> list[Path]:
     """Ratios of every file of training steps that is no baseline; returns the files written."""
     found = of_kind(documents, "train")
     for stem, document in found.items():
-        if not stem.endswith(BASELINE):
+        if _is_drawn(stem, document):
             paths = [folder / name for name in _plot_names(stem)]
             before = found.get(stem + BASELINE)
             both_ratios = ratios(document), ratios(before) if before else []
