@@ -68,7 +68,7 @@ def find_adapters(model: nn.Module) -> list[Adapted]:
         while _is_wrapper(wrappers[-1].get_submodule("base_layer")):
             wrappers.append(wrappers[-1].get_submodule("base_layer"))
         inner.update(map(id, wrappers))
-        if not any(_TWIN in vars(wrapper) for wrapper in wrappers):
+        if not all(_bound_forward(wrapper) is forward for wrapper in wrappers):
             found.append(Adapted(path, tuple(wrappers)))
     return found
 
@@ -76,10 +76,15 @@ def find_adapters(model: nn.Module) -> list[Adapted]:
 def why_not(adapted: Adapted) -> tuple[str, str] | None:
     """(why the adapters of a module stay as PEFT runs them, what to do about it); None when they need not."""
     experts = adapted.experts
+    bound = next((name for name in vars(experts) if callable(inspect.getattr_static(type(experts), name, None))), None)
+    if bound is not None:
+        return f"the {bound} of the module inside of them is bound to the instance", (
+            f"{_MERGE} take off what binds it before moe_ops.compile."
+        )
     for wrapper in adapted.wrappers:
         name = str(wrapper.parameter_name)
         weight = experts._parameters.get(name)
-        if "forward" in vars(wrapper):
+        if _bound_forward(wrapper) not in (None, forward):
             return f"the forward of the adapter of {name} is bound to the instance already", (
                 "Take off what binds it (hooks of accelerate: remove_hook_from_module) before moe_ops.compile."
             )
@@ -106,7 +111,7 @@ def adapt(adapted: Adapted) -> None:
     twin = Twin(experts, names)
     for wrapper in adapted.wrappers:
         vars(wrapper)[_TWIN] = twin if wrapper is adapted.wrappers[-1] else None
-        vars(wrapper)["forward"] = MethodType(_forward, wrapper)
+        vars(wrapper)["forward"] = MethodType(forward, wrapper)
 
 
 def restore_adapters(model: nn.Module) -> None:
@@ -124,13 +129,20 @@ def _is_wrapper(module: nn.Module) -> bool:
     return named and all(hasattr(module, name) for name in ("base_layer", "parameter_name", "num_experts", "scaling"))
 
 
-def _forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _bound_forward(wrapper: nn.Module) -> Any:
+    """What is bound to the instance in the place of the class's forward; None where nothing else is."""
+    bound = vars(wrapper).get("forward")
+    function = getattr(bound, "__func__", bound)
+    return None if function is type(wrapper).forward else function
+
+
+def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """`ParamWrapper.forward`; while Dynamo captures, without its parametrization."""
-    unmerges = self.disable_adapters and self.merged
-    if not torch.compiler.is_compiling() or unmerges or kwargs.get("adapter_names") is not None:
+    twin, unmerges = self.__dict__[_TWIN], self.disable_adapters and self.merged
+    bound = twin is not None and "forward" in self.base_layer.__dict__  # to the experts, and not to their twin
+    if not torch.compiler.is_compiling() or unmerges or bound or kwargs.get("adapter_names") is not None:
         return type(self).forward(self, x, *args, **kwargs)
     kwargs.pop("adapter_names", None)
-    twin = self.__dict__[_TWIN]
     return self.base_layer(x, *args, **kwargs) if twin is None else twin.module(x, *args, **kwargs)
 
 

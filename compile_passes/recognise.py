@@ -100,6 +100,7 @@ def symbolic_numbers(reading: Reading, found: Iterable[MoEMatch | Refusal | Rout
     """
     seeds = [row.output if isinstance(row, MoEMatch) else row.node if isinstance(row, Refusal) else row.call
              for row in found]  # fmt: skip
+    seeds += [product.weight.node for row in found if isinstance(row, MoEMatch) for product in row.products]
     numbers: list[torch.SymFloat] = []
     seen: set[fx.Node] = set()
     stack = [*seeds, *(reader for seed in seeds for reader in reading.readers(seed))]
