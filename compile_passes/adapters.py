@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 # On a wrapper: the twin that stands for the experts. On the experts: the wrappers around them.
-_TWIN, _WRAPPERS = "_moe_ops_twin", "_moe_ops_wrappers"
+TWIN, _WRAPPERS = "_moe_ops_twin", "_moe_ops_wrappers"
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MERGE = "Merge the adapter (model.merge_and_unload()) to compile it for inference; to train it,"
 
@@ -110,7 +110,7 @@ def adapt(adapted: Adapted) -> None:
     vars(experts)[_WRAPPERS] = adapted.wrappers
     twin = Twin(experts, names)
     for wrapper in adapted.wrappers:
-        vars(wrapper)[_TWIN] = twin if wrapper is adapted.wrappers[-1] else None
+        vars(wrapper)[TWIN] = twin if wrapper is adapted.wrappers[-1] else None
         vars(wrapper)["forward"] = MethodType(forward, wrapper)
 
 
@@ -118,14 +118,15 @@ def restore_adapters(model: nn.Module) -> None:
     """Undo `adapt` for every module of ``model``."""
     for module in list(model.modules()):
         vars(module).pop(_WRAPPERS, None)
-        if _TWIN in vars(module):
-            del vars(module)[_TWIN]
+        if TWIN in vars(module):
+            del vars(module)[TWIN]
             vars(module).pop("forward", None)
 
 
 def _is_wrapper(module: nn.Module) -> bool:
     """Whether ``module`` is PEFT's wrapper of one parameter of the module inside of it."""
-    named = any(kind.__name__ == "ParamWrapper" and kind.__module__.startswith("peft.") for kind in type(module).__mro__)
+    kinds = type(module).__mro__
+    named = any(kind.__name__ == "ParamWrapper" and kind.__module__.startswith("peft.") for kind in kinds)
     return named and all(hasattr(module, name) for name in ("base_layer", "parameter_name", "num_experts", "scaling"))
 
 
@@ -138,7 +139,7 @@ def _bound_forward(wrapper: nn.Module) -> Any:
 
 def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """`ParamWrapper.forward`; while Dynamo captures, without its parametrization."""
-    twin, unmerges = self.__dict__[_TWIN], self.disable_adapters and self.merged
+    twin, unmerges = self.__dict__[TWIN], self.disable_adapters and self.merged
     bound = twin is not None and "forward" in self.base_layer.__dict__  # to the experts, and not to their twin
     if not torch.compiler.is_compiling() or unmerges or bound or kwargs.get("adapter_names") is not None:
         return type(self).forward(self, x, *args, **kwargs)

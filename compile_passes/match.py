@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from compile_passes.adapters import TWIN
 from moe_ops.graphs import TORCH, frame, frames, trace_of
 
 _SCOPES = re.compile(r"_(?:modules|parameters|buffers)_")
@@ -68,6 +69,7 @@ def module_of(node: fx.Node) -> str:
     path = re.sub(
         r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]", lambda m: "." + next(g for g in m.groups() if g), path
     )
+    path = path.replace(f".__dict__.{TWIN}.module", ".base_layer").replace(".__dict__._modules.", ".")
     return path.removeprefix("L.self").removeprefix("L").strip(".")
 
 
@@ -315,7 +317,12 @@ class MoEMatch:
     @property
     def updated(self) -> bool:
         """Whether low-rank factors are added to a weight."""
-        return any(product.weight.updates for product in self.products)
+        return bool(self.ranks)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of these factors."""
+        return tuple(update.rank for product in self.products for update in product.weight.updates)
 
     @property
     def inputs(self) -> frozenset[fx.Node]:

@@ -1,8 +1,9 @@
 """What `moe_ops.compile` does to a model before it is captured, and how that is undone.
 
 Experts of transformers on the eager loop are switched to a form in one graph, loops over the experts that were hit get
-a static form, as do one-hots whose classes the data counts, lists of experts are stacked, and PEFT's adapters of stacked
-weights are captured without its parametrizations. A warning says what was done, and what was left alone and why.
+a static form, as do one-hots whose classes the data counts, lists of experts are stacked, and PEFT's adapters of
+stacked weights are captured without its parametrizations. A warning says what was done, and what was left alone and
+why.
 """
 
 from __future__ import annotations
@@ -215,14 +216,14 @@ def _capture_adapters(model: nn.Module) -> None:
             left.setdefault(problem, []).append(_called(adapted))
     if done:
         _say(
-            f"moe_ops.compile: PEFT's adapters of {_and_more(done)} are captured as sums of the weight and two factors, "
-            "in place of a parametrization at every call, which cannot be captured. Eager calls are PEFT's own; "
-            "moe_ops.restore(model) undoes it."
+            f"moe_ops.compile: PEFT's adapters of {_and_more(done)} are captured as sums of the weight and two "
+            "factors, in place of a parametrization at every call, which cannot be captured. Eager calls are PEFT's "
+            "own; moe_ops.restore(model) undoes it."
         )
-    for (reason, cure), names in left.items():
+    for (reason, mend), names in left.items():
         _say(
-            f"moe_ops.compile: PEFT's adapters of {_and_more(names)} stay a parametrization at every call, which cannot "
-            f"be captured: {reason}. {cure}"
+            f"moe_ops.compile: PEFT's adapters of {_and_more(names)} stay a parametrization at every call, which "
+            f"cannot be captured: {reason}. {mend}"
         )
 
 

@@ -41,7 +41,7 @@ class Stored:
 
 
 def product(builder: Builder, rows: fx.Node, stored: Stored, offsets: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """Rows [R, N] of ``rows`` [R, K] through one weight; in the accumulation dtype of ``dtype`` where it has factors."""
+    """Rows [R, N] of ``rows`` [R, K] through one weight, in the accumulation dtype of ``dtype`` with its factors."""
     given = {"rows": rows, "weight": stored.weight, "offsets": offsets, "bias": stored.bias}
     made = builder.operator("grouped_mm", given)
     if stored.updates:
