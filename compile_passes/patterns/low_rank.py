@@ -37,6 +37,8 @@ def without_updates(reading: Reading, product: Product) -> Product | Refusal | N
     base, updates = weight.node, list[LowRank]()
     while (step := _step(reading, base, weight, whole)) is not None:
         if isinstance(step, Refusal):
+            if updates:
+                break
             return step
         base = step[0]
         updates.append(step[1])
@@ -64,8 +66,8 @@ def _step(
         found = _factors(reading, delta, whole.dtype, value) if not isinstance(delta, tuple) else delta
         if found is None:
             continue
-        left, right, inner = found
-        update = _update(left, right, scale * inner, weight.transposed, value)
+        left, right = (replace(factor, node=_bare(reading, factor.node, whole.dtype)) for factor in found[:2])
+        update = _update(left, right, scale * found[2], weight.transposed, value)
         if update is None:
             continue
         stored = _bare(reading, base, whole.dtype)
