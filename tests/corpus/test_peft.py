@@ -160,6 +160,19 @@ def test_adapters_are_what_they_are_at_a_call(name: str) -> None:
     both(made if isinstance(made, nn.Module) else model, ranks=ranks)
 
 
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_inference_makes_no_sum_either(training: bool) -> None:
+    model, x = block().train(training), weights(dtype=torch.float32)["x"]
+    prepared(model)
+    with torch.no_grad(), quiet():
+        report = moe_ops.explain(model, x)
+        own = torch.compile(model, backend="moe_ops_eager", fullgraph=True)(x)
+        assert difference(own, model(x), 1e-4) is None
+    assert [row.low_rank for row in report.fused] == [(2, 2)] and report.graphs == 1
+    after = report.to_dict()["blocks"][0]["operators"]
+    assert after == ["fused_topk", "moe_permute", *["grouped_mm"] * 6, "moe_unpermute"]
+
+
 def test_a_router_is_adapted_too() -> None:
     model = block("gate.weight", "experts.w2")
     assert len(find_adapters(model)) == 2
