@@ -30,12 +30,12 @@ class Adapted:
     """The wrappers around one module, outermost first, by the path of that one in a model."""
 
     path: str
-    wrappers: tuple[nn.Module, ...]
+    wrappers: tuple[Any, ...]
 
     @property
     def experts(self) -> nn.Module:
         """The module whose parameters are adapted."""
-        inside: nn.Module = self.wrappers[-1].get_submodule("base_layer")
+        inside: nn.Module = self.wrappers[-1].base_layer
         return inside
 
 
@@ -64,9 +64,9 @@ def find_adapters(model: nn.Module) -> list[Adapted]:
     for path, module in model.named_modules():
         if not _is_wrapper(module) or id(module) in inner:
             continue
-        wrappers = [module]
-        while _is_wrapper(wrappers[-1].get_submodule("base_layer")):
-            wrappers.append(wrappers[-1].get_submodule("base_layer"))
+        wrappers: list[Any] = [module]
+        while _is_wrapper(wrappers[-1].base_layer):
+            wrappers.append(wrappers[-1].base_layer)
         inner.update(map(id, wrappers))
         if not all(_bound_forward(wrapper) is forward for wrapper in wrappers):
             found.append(Adapted(path, tuple(wrappers)))
@@ -164,7 +164,8 @@ def _reader(name: str) -> Any:
         for wrapper in self.__dict__[_WRAPPERS]:
             if wrapper.parameter_name == name and not wrapper.disable_adapters and not wrapper.merged:
                 weight = _added(wrapper, weight)
-        return weight
+        added: Tensor = weight
+        return added
 
     return read
 

@@ -38,7 +38,7 @@ import heapq
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -450,8 +450,7 @@ class Builder:
             else:
                 args, kwargs = (fx.map_arg(value, bound.__getitem__) for value in (node.args, node.kwargs))
                 bound[node] = self._node(node.op, node.target, args, kwargs, node.name)
-        result: fx.Node = bound[code.output_node().args[0]]
-        return result
+        return bound[cast(fx.Node, code.output_node().args[0])]
 
     def value(self, node: fx.Node) -> torch.Tensor:
         """The fake tensor of ``node``.

@@ -137,7 +137,8 @@ def _einsum(reading: Reading, value: Any) -> tuple[Factor, Factor] | None:
     found = two_labelled(reading.read(value, "einsum", "arg1 arg2"))
     if found is None or len(found[2]) != 3:
         return None
-    operands, labels, (expert, row, column) = found
+    operands, labels, result = found
+    expert, row, column = list(result)
     for one, other in ((0, 1), (1, 0)):
         inner = {*labels[one]} & {*labels[other]} - {expert}
         if len(inner) != 1:

@@ -18,7 +18,7 @@ from compile_passes.passes import run_all
 from moe_ops.logs import quiet
 from tests.corpus.families import available, build, tokens
 from tests.ops.errors import assert_accurate
-from tests.passes.blocks import E, H, batched, softmax_router, weights
+from tests.passes.blocks import E, H, K, batched, weights
 from tests.passes.compare import difference
 from tests.passes.test_lora import kept, made_as_large
 
@@ -94,15 +94,15 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """A router and experts; the router's weight is a parameter of its own, as in transformers."""
+    """A router and experts."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.experts, self.gate = Experts(dtype), nn.Linear(H, E, bias=False, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        scores, ids = softmax_router(x, self.gate.weight)
-        return self.experts(x, ids, scores)
+        scores, ids = self.gate(x).float().softmax(-1).topk(K, dim=-1)
+        return self.experts(x, ids, scores / scores.sum(-1, keepdim=True))
 
 
 NAMES = ("experts.w1", "experts.w2")
@@ -112,7 +112,7 @@ def block(*names: str, **settings: Any) -> nn.Module:
     return adapted(Block(), names or NAMES, **settings)
 
 
-def both(model: nn.Module, *, ranks: int) -> None:
+def both(model: nn.Module, *, ranks: int, **options: Any) -> None:
     """Eager and compiled results and gradients of a prepared model agree; in one graph with so many factors."""
     x, outcomes, found = weights(dtype=torch.float32)["x"], [], []
 
@@ -122,7 +122,7 @@ def both(model: nn.Module, *, ranks: int) -> None:
 
     torch.compiler.reset()
     with quiet():
-        for run in (model, torch.compile(model, backend=backend, fullgraph=True)):
+        for run in (model, torch.compile(model, backend=backend, fullgraph=True, **options)):
             model.zero_grad()
             given = x.clone().requires_grad_()
             out = run(given)
@@ -174,10 +174,17 @@ def test_inference_makes_no_sum_either(training: bool) -> None:
 
 
 def test_a_router_is_adapted_too() -> None:
+    """A parameter of two dimensions, of whose adapter the sum is made."""
     model = block("gate.weight", "experts.w2")
     assert len(find_adapters(model)) == 2
     prepared(model)
     both(model, ranks=1)
+
+
+def test_a_scale_that_dynamo_makes_a_symbol() -> None:
+    model = block()
+    prepared(model)
+    both(model, ranks=2, dynamic=True)
 
 
 def test_under_autocast() -> None:

@@ -290,6 +290,7 @@ MERGED: dict[str, tuple[Merge, str]] = {
     "any_tensor": (lambda w, b, a: w + w.roll(1, 0), "not known to be a product"),
     "mean_over_the_experts": (lambda w, b, a: w + (b @ a).mean(0, keepdim=True), "not known to be a product"),
     "one_factor_for_all_experts": (lambda w, b, a: w + b @ a[0], "not known to be a product"),
+    "one_expert_of_a_factor": (lambda w, b, a: w + b @ a[:1], "not known to be a product"),
     "one_expert_for_all": (lambda w, b, a: w + torch.bmm(b[:1], a[:1]), "not known to be a product"),
     "summed_over_the_experts": (lambda w, b, a: w + torch.einsum("enr,erk->nk", b, a), "not known to be a product"),
     "experts_of_the_other_factor": (lambda w, b, a: w + torch.einsum("enr,frk->enk", b, a), "not known to be"),
@@ -329,6 +330,12 @@ def test_a_sum_that_is_read_elsewhere_is_made(what: str) -> None:
 
     row = match(program, **inputs())
     assert row.ranks == () and "is also used by" in row.merged.reason
+    assert assert_same(program, *inputs().values(), gradients=True).fused == 1
+
+
+def test_a_sum_of_which_parts_go_into_several_products_is_made() -> None:
+    program = lora(ADD, gate_and_up)
+    assert match(program, **inputs()).ranks == (R,)
     assert assert_same(program, *inputs().values(), gradients=True).fused == 1
 
 
