@@ -262,6 +262,7 @@ def test_no_tokens_in_both_directions() -> None:
     assert out.shape == (0, H) and not none["a1"].grad.any() and not none["b2"].grad.any()
 
 
+@pytest.mark.usefixtures("poisoned_memory")
 def test_pairs_that_are_dropped() -> None:
     """Their rows are memory that nobody wrote, in both directions."""
     given = inputs()
