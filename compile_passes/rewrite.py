@@ -188,7 +188,6 @@ class Rewriter:
             hidden, ids = builder.weighed(hidden, weights), builder.rows_of(ids, 1)
             weights = builder.call(_ATEN.ones_like.default, (weights,))
         made, places = self._experts(builder, match, hidden, ids)
-        made = builder.cast(made, gate_up)
         values = {"rows": made, "pair_to_row": builder.rows_of(places, top_k), "topk_weights": weights}
         fused = builder.operator("moe_unpermute", values)
         return fused, self._finished(builder, match, fused)

@@ -1,7 +1,7 @@
 """The experts of a block as calls of the stage operators, for blocks with code of their own between these.
 
-Rows go through a weight and through the low-rank factors that are added to it side by side. Sums and the activation
-are plain code in the accumulation dtype, which Inductor makes one kernel of:
+Rows go through a weight and through the low-rank factors that are added to it side by side. What is added, and the
+activation, is plain code in the accumulation dtype, which Inductor makes one kernel of:
 
     moe_permute -> grouped_mm(W1) + s grouped_mm(grouped_mm(A1), B1) -> activation -> the same with W2 -> moe_unpermute
 
@@ -41,7 +41,10 @@ class Stored:
 
 
 def product(builder: Builder, rows: fx.Node, stored: Stored, offsets: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """Rows [R, N] of ``rows`` [R, K] through one weight, in the accumulation dtype of ``dtype`` with its factors."""
+    """Rows [R, N] of ``rows`` [R, K] through one weight and its factors.
+
+    The sum is in ``dtype``, so that one tensor of it is kept for the backward, and not its terms.
+    """
     given = {"rows": rows, "weight": stored.weight, "offsets": offsets, "bias": stored.bias}
     made = builder.operator("grouped_mm", given)
     if stored.updates:
@@ -51,7 +54,7 @@ def product(builder: Builder, rows: fx.Node, stored: Stored, offsets: fx.Node, d
         added = builder.operator("grouped_mm", {"rows": thin, "weight": up, "offsets": offsets})
         added = builder.to(added, accumulation_dtype(dtype))
         made = builder.call(_ATEN.add.Tensor, (made, builder.times(added, scale)))
-    return made
+    return builder.to(made, dtype)
 
 
 def activated(
