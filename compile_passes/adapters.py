@@ -183,7 +183,8 @@ def _added(wrapper: Any, weight: Tensor) -> Tensor:
             continue
         a = a.reshape(wrapper.num_experts, -1, a.shape[-1]).to(weight.dtype)  # [E, r, in]
         b = b.reshape(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1).to(weight.dtype)  # [E, out, r]
-        left, right = (b, a) if wrapper._did_swap_in_out_features else (a.mT, b.mT)
+        stored_out_first = getattr(wrapper, "_did_swap_in_out_features", False)
+        left, right = (b, a) if stored_out_first else (a.mT, b.mT)
         with torch.autocast(device_type=weight.device.type, enabled=False):
             weight = torch.baddbmm(weight, left, right, alpha=scale)
     return weight
