@@ -121,9 +121,10 @@ def compile(model: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
     A transformers model whose experts run as a Python loop, which no compiler can capture, is switched to
     ``experts_implementation="grouped_mm"`` first, with a warning. Another loop over the experts that were hit gets a
     static form, on the instance: a trial on a copy of one layer has to prove it equal, and it has to be fused. Lists of
-    experts are stacked. transformers models that record router logits are prepared for the capture of that, and the
-    graph of a model in DistributedDataParallel is not cut at its buckets. Warnings say what was done, what it cost, and
-    what was left as it is and why;
+    experts are stacked. PEFT's adapters of stacked weights (``target_parameters``) are captured as sums, which the
+    passes take apart. transformers models that record router logits are prepared for the capture of that, and the graph
+    of a model in DistributedDataParallel is not cut at its buckets. Warnings say what was done, what it cost, and what
+    was left as it is and why;
     ``moe_ops.restore(model)`` undoes it.
 
     ``generate(cache_implementation="static")`` of a transformers model compiles its decode steps by itself; its

@@ -32,7 +32,17 @@ class Decision:
 
 
 def decide(match: MoEMatch) -> Decision | Refusal:
-    """Check the block's shapes and types by the operators' own rules, and choose its backend."""
+    """Check the block's shapes and types by the operators' own rules, and choose its backend.
+
+    Low-rank factors that the operators refuse stay merged with their weight.
+    """
+    decision = _decide(match)
+    if isinstance(decision, Refusal) and match.whole is not None:
+        return decide(replace(match.whole, merged=decision))
+    return decision
+
+
+def _decide(match: MoEMatch) -> Decision | Refusal:
     tensors = [example(match.dispatch.hidden), *(_weight(product.weight) for product in match.products)]
     if any(tensor is None for tensor in tensors):
         return Refusal(
@@ -68,7 +78,22 @@ def _describe(match: MoEMatch, hidden: torch.Tensor, weights: list[torch.Tensor]
         weight_on_input=match.dispatch.weights is not None,
     )  # fmt: skip
     problem = cast(LayerProblem, call.problem)
+    for product, weight in zip(match.products, weights, strict=True):
+        _ask_for_updates(product.weight, weight, tokens, match)
     return Decision(replace(match, router=_router(match)), problem, choice.choose(problem).NAME)
+
+
+def _ask_for_updates(weight: Weight, stored: torch.Tensor, tokens: torch.Tensor, match: MoEMatch) -> None:
+    """Raise ValueError where rows cannot go through the low-rank factors beside ``stored`` [E, N, K]."""
+    experts, columns, inner = stored.shape
+    offsets = tokens.new_empty(experts, dtype=torch.int32)
+    rows = tokens.new_empty((tokens.shape[0] * match.dispatch.top_k, inner))
+    for update in weight.updates:
+        for shape in ((experts, update.rank, inner), (experts, columns, update.rank)):
+            call = parse("grouped_mm", rows, stored.new_empty(shape), offsets)
+            choice.choose(call.problem, None, "grouped_mm")
+            rows = rows.new_empty((rows.shape[0], shape[1]))
+        rows = rows.new_empty((rows.shape[0], inner))
 
 
 def _bias(match: MoEMatch) -> torch.Tensor | None:
@@ -104,4 +129,6 @@ def _weight(weight: Weight) -> torch.Tensor | None:
         value = operator(*arguments)
     if value is not None and weight.experts is not None:
         value = value[: weight.experts]
+    if value is not None and weight.dtype is not None:
+        value = value.to(weight.dtype)
     return value.transpose(1, 2) if value is not None and weight.transposed else value

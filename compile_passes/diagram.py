@@ -228,8 +228,10 @@ class Snapshot:
         return found
 
 
-def operators_of(weight: fx.Node) -> tuple[Operator, ...]:
-    """The calls of ours that a block became: the one that takes ``weight``, and its router when that is one, too."""
+def operators_of(weight: fx.Node, stages: bool = False) -> tuple[Operator, ...]:
+    """The calls of ours that a block became: the one that takes ``weight``, or all ``stages`` of the chain that it is
+    in, and the router when that is one, too.
+    """
     level, calls = [weight], []
     for _ in range(_DEPTH):
         level = [user for node in level for user in node.users if user.op.startswith("call_")]
@@ -238,12 +240,32 @@ def operators_of(weight: fx.Node) -> tuple[Operator, ...]:
             break
     if not calls:
         return ()
+    chain = _chain(calls[0]) if stages else calls[:1]
     routers: dict[fx.Node, None] = {}
-    waiting = [value for value in arguments(calls[0]).values() if isinstance(value, fx.Node)]
+    waiting = [value for value in arguments(chain[0]).values() if isinstance(value, fx.Node)]
     for _ in range(_DEPTH):
         routers |= {node: None for node in waiting if operator_name(node) == "fused_topk"}
         waiting = [value for node in waiting if not operator_name(node) for value in node.all_input_nodes[:1]]
-    return tuple(_operator(node) for node in (*routers, calls[0]))
+    return tuple(_operator(node) for node in (*routers, *chain))
+
+
+def _chain(stage: fx.Node) -> list[fx.Node]:
+    """The calls of ours from `moe_permute` to the `moe_unpermute` of what ``stage`` makes, in graph order."""
+    ends, seen = [stage], {stage}
+    while ends and operator_name(ends[0]) != "moe_unpermute":
+        users = [user for user in ends.pop(0).users if user not in seen and user.op.startswith("call_")]
+        seen.update(users)
+        ends += users if len(seen) < _NEAR else []
+    found, waiting = dict[fx.Node, None](), ends[:1] or [stage]
+    while waiting:
+        node = waiting.pop()
+        name = operator_name(node)
+        if node in found or not node.op.startswith("call_") or len(found) > _NEAR:
+            continue
+        found[node] = None
+        rows = [] if name == "moe_permute" else node.all_input_nodes if name is None else [arguments(node)["rows"]]
+        waiting += rows
+    return [node for node in stage.graph.nodes if node in found and operator_name(node)]
 
 
 def _operator(node: fx.Node) -> Operator:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from compile_passes.adapters import find_adapters, why_not
 from compile_passes.compat import break_reason, compiling_apart
 from compile_passes.decide import Decision
 from compile_passes.diagram import Diagram, Snapshot, operators_of
@@ -25,6 +26,7 @@ from compile_passes.report import Fused, Refused, Report
 from compile_passes.rewrite import operator_name
 from compile_passes.uncaptured import Seen, Stop, cut, defined_at, explanation, first_line, is_from_before
 
+_ADAPTED = "PEFT adds adapters to the experts' weights by a parametrization at every call, which cannot be captured."
 _LOOP = "The experts run in a Python loop over sizes that only the data knows: no graph holds the block as a whole."
 
 
@@ -72,6 +74,7 @@ def _explain(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if module is not None:
         stops = [*collector.breaks, *(Stop(frame.reason, frame.where) for frame in lost)]
         report.refused += _in_no_graph(module, collector.seen, [] if report.error else stops)
+        report.refused += _parametrized(module) if stops or report.error else []
     return report
 
 
@@ -108,7 +111,7 @@ class _Collector:
         report.errors += found.errors
         for rows, decisions in ((report.fused, found.fused), (report.staged, found.staged)):
             for decision in decisions:
-                made = operators_of(decision.match.down.weight.node)
+                made = operators_of(decision.match.down.weight.node, stages=decision.match.updated)
                 rows.append(_fused(decision, self._drawn(partial(snapshot.of_match, decision.match, made))))
         for refusal in found.refused:
             diagram = self._drawn(partial(snapshot.of_refusal, refusal.node))
@@ -159,6 +162,16 @@ def _in_no_graph(model: torch.nn.Module, seen: Seen, stops: Sequence[Stop]) -> l
     return rows
 
 
+def _parametrized(model: torch.nn.Module) -> list[Refused]:
+    """PEFT's adapters of stacked weights, as far as they run as it writes them, which breaks the graph."""
+    rows = []
+    for adapted in find_adapters(model):
+        reason, mend = why_not(adapted) or ("", "moe_ops.compile(model) captures the adapters as sums.")
+        why = f"{_ADAPTED}{f' They stay so: {reason}.' if reason else ''}"
+        rows.append(Refused(adapted.path, defined_at(adapted.wrappers[0]), why, mend))
+    return rows
+
+
 def _fused(decision: Decision, diagram: Diagram | None) -> Fused:
     match, problem = decision.match, decision.problem
     router = match.router
@@ -169,6 +182,8 @@ def _fused(decision: Decision, diagram: Diagram | None) -> Fused:
         router_note="" if isinstance(router, Router) else router.reason,
         experts=match.dispatch.form,
         staged=match.combine.staged is not None,
+        low_rank=match.ranks,
+        merged_note="" if match.merged is None else f"{match.merged.reason} {match.merged.cure}",
         activation=match.body.activation,
         glu_layout=match.body.glu_layout,
         scheme=problem.scheme,

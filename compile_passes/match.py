@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from compile_passes.adapters import TWIN
 from compile_passes.equal import narrower
 from compile_passes.vocabulary import example
 from moe_ops.graphs import TORCH, frame, frames, trace_of
@@ -70,6 +71,7 @@ def module_of(node: fx.Node) -> str:
     path = re.sub(
         r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]", lambda m: "." + next(g for g in m.groups() if g), path
     )
+    path = path.replace(f".__dict__.{TWIN}.module", ".base_layer").replace(".__dict__._modules.", ".")
     return path.removeprefix("L.self").removeprefix("L").strip(".")
 
 
@@ -109,17 +111,42 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Factor:
+    """A stacked factor of a low-rank product: ``node`` with its three dimensions in the order ``dims``."""
+
+    node: fx.Node
+    dims: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """``scale * up @ down``, which is added to an expert weight [E, N, K]: ``down`` [E, r, K], ``up`` [E, N, r]."""
+
+    down: Factor
+    up: Factor
+    scale: float
+    rank: int
+
+
+@dataclass(frozen=True)
 class Weight:
     """An expert weight: ``node`` holds ``[E, N, K]``, or ``[E, K, N]`` when ``transposed``.
 
     ``experts``: how many of them the block has, the first ones; None means all. ``part``: what of ``node`` it is, such
-    as its gate half.
+    as its gate half. ``updates``: what the graph adds to ``node``, which is cast to ``dtype``, if that is another.
     """
 
     node: fx.Node
     transposed: bool
     experts: int | None = None
     part: Part | None = None
+    updates: tuple[LowRank, ...] = ()
+    dtype: torch.dtype | None = None
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """All that it is made of."""
+        return (self.node, *(part.node for update in self.updates for part in (update.down, update.up)))
 
 
 @dataclass(frozen=True)
@@ -284,6 +311,8 @@ class MoEMatch:
     ``up_half`` is the product with the up projection where that is a weight of its own, and ``up`` the gate's.
     ``router`` is a Refusal when the router stays in the graph and only the experts are replaced. ``apart``: pairs of
     graph inputs, one overwritten and the other read by the block, that have to be different memory in every call.
+    ``merged`` is why a weight that the graph makes of a stored one and low-rank factors is read as it makes it, and
+    ``whole`` the match that reads it so, where this one reads the factors.
     """
 
     up: Product
@@ -295,6 +324,18 @@ class MoEMatch:
     region: tuple[fx.Node, ...] = field(repr=False)
     apart: frozenset[tuple[fx.Node, fx.Node]] = field(default=frozenset(), repr=False)
     up_half: Product | None = None
+    merged: Refusal | None = None
+    whole: MoEMatch | None = field(default=None, repr=False)
+
+    @property
+    def updated(self) -> bool:
+        """Whether low-rank factors are added to a weight."""
+        return bool(self.ranks)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of these factors."""
+        return tuple(update.rank for product in self.products for update in product.weight.updates)
 
     @property
     def inputs(self) -> frozenset[fx.Node]:
@@ -302,7 +343,7 @@ class MoEMatch:
         routing = [*leaves(self.dispatch.ids), *leaves(self.combine.weights), *self.combine.unread]
         values = [self.dispatch.hidden, *routing, self.combine.added]
         for product in self.products:
-            values += [product.weight.node, product.bias]
+            values += [*product.weight.nodes, product.bias]
         if self.combine.staged is not None:
             values += self.combine.staged.beside
         return frozenset(value for value in values if value is not None)

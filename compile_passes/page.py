@@ -188,9 +188,8 @@ def _operators(operators: Sequence[Operator], row: Fused | Refused) -> str:
             f"<p class='mono small'>{escape(options)}</p>"
             f"<p class='small soft'>gives <span class='mono'>{escape(operator.shape)}</span></p></div>"
         )
-    note = getattr(row, "router_note", "")
-    stays = f"<p class='small soft'>{escape(note)}</p>" if note else ""
-    return "<div class='down'>&#8595;</div>".join(boxes) + stays
+    notes = "".join(f"<p class='small soft'>{escape(note)}</p>" for note in getattr(row, "notes", ()))
+    return "<div class='down'>&#8595;</div>".join(boxes) + notes
 
 
 def _refusal(row: Fused | Refused) -> str:

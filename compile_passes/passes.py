@@ -292,6 +292,8 @@ def _log(step: Pass, report: Report, seconds: float) -> None:
         done = "fused" if decision.match.combine.staged is None else "staged"
         where, form = decision.match.location, decision.match.dispatch.form
         log.info("%s %s: %s experts, routing: %s, backend %s", done, where, form, kept, decision.backend)
+        if decision.match.merged is not None:
+            log.info("low-rank factors stay added to the weights of %s: %s", where, decision.match.merged)
     for text in dict.fromkeys(str(refusal) for refusal in report.refused):  # once for all layers that share a line
         log.warning("not fused: %s", text)
     blocks = (len(report.fused), len(report.staged), len(report.refused))

@@ -1,8 +1,9 @@
 """What `moe_ops.compile` does to a model before it is captured, and how that is undone.
 
 Experts of transformers on the eager loop are switched to a form in one graph, loops over the experts that were hit get
-a static form, as do one-hots whose classes the data counts, and lists of experts are stacked. Router logits can be
-recorded. A warning says what was done, and what was left alone and why.
+a static form, as do one-hots whose classes the data counts, lists of experts are stacked, PEFT's adapters of stacked
+weights are captured without its parametrizations, and router logits can be recorded. A warning says what was done, and
+what was left alone and why.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from compile_passes.adapters import Adapted, adapt, find_adapters, restore_adapters
+from compile_passes.adapters import why_not as why_not_adapted
 from compile_passes.class_counts import FIX_CLASSES, without_class_counts
 from compile_passes.loops import (
     CAPTURABLE,
@@ -44,6 +47,7 @@ def prepare(model: nn.Module) -> None:
     _make_static(model, [loop for loop in loops if loop not in switched and not f"{loop.name}.".startswith(inside)])
     _fix_class_counts(model)
     _stack_lists(model)
+    _capture_adapters(model)
     _allow_sizes(model)
     said = prepare_recording(model)
     if said is not None:
@@ -69,7 +73,8 @@ def _switch(model: nn.Module, loops: list[ExpertLoop]) -> list[ExpertLoop]:
 def restore(model: nn.Module) -> nn.Module:
     """Undo what `moe_ops.compile` and `stack_experts_` did to the modules of a model.
 
-    Loops run as their class writes them again, and every expert has its own parameters, with the present values.
+    Loops run as their class writes them again, every expert has its own parameters, with the present values, and PEFT
+    runs its adapters in its own way.
 
     Args:
         model: a module, some of whose loops may have a static form and some of whose lists may be stacked.
@@ -78,6 +83,7 @@ def restore(model: nn.Module) -> nn.Module:
         ``model``.
     """
     unbind(model)
+    restore_adapters(model)
     return unstack(model)
 
 
@@ -200,6 +206,34 @@ def _stack_lists(model: nn.Module) -> None:
         )
     if left:
         _say(f"moe_ops.compile: a list of experts stays a list, which is not fused: {_and_more(left)}.")
+
+
+def _capture_adapters(model: nn.Module) -> None:
+    """Let Dynamo capture adapters of stacked weights as sums, and say which and why not others."""
+    done: list[str] = []
+    left: dict[tuple[str, str], list[str]] = {}
+    for adapted in find_adapters(model):
+        problem = why_not_adapted(adapted)
+        if problem is None:
+            adapt(adapted)
+            done.append(_called(adapted))
+        else:
+            left.setdefault(problem, []).append(_called(adapted))
+    if done:
+        _say(
+            f"moe_ops.compile: PEFT's adapters of {_and_more(done)} are captured as sums of the weight and two "
+            "factors, in place of a parametrization at every call, which cannot be captured. Eager calls are PEFT's "
+            "own; moe_ops.restore(model) undoes it."
+        )
+    for (reason, mend), names in left.items():
+        _say(
+            f"moe_ops.compile: PEFT's adapters of {_and_more(names)} stay a parametrization at every call, which "
+            f"cannot be captured: {reason}. {mend}"
+        )
+
+
+def _called(adapted: Adapted) -> str:
+    return adapted.path or type(adapted.experts).__name__
 
 
 def _allow_sizes(model: nn.Module) -> None:

@@ -35,9 +35,10 @@ _SETS = re.compile(r"_?set_")
 _TRANSFORMS = re.compile(r".*_increment_nesting$|_?enter_dual_level$")
 _GRAD_MODE = "_set_grad_enabled"
 _AUTOCAST = re.compile(r"_?(enter|exit)_autocast$")
-# Calls whose result requires grad when an operand does, unless gradients are off.
+# Calls whose result requires grad when an operand does, unless gradients are off. (A view of a parameter does so then,
+# too.)
 _DIFFERENTIABLE = frozenset(
-    {"linear", "matmul", "bmm", "mul", "add", "sub", "grouped_mm", "index", "embedding", "view"}
+    {"linear", "matmul", "bmm", "baddbmm", "einsum", "mul", "add", "sub", "grouped_mm", "index", "embedding"}
 )
 
 

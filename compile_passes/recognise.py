@@ -33,6 +33,7 @@ from compile_passes.patterns.dense import recognise_dense, weighted_inside
 from compile_passes.patterns.experts import feeding_products, find_products, unpaired
 from compile_passes.patterns.forms import name_forms
 from compile_passes.patterns.ids import are_in_range, are_not_negative, ids_within
+from compile_passes.patterns.low_rank import without_updates
 from compile_passes.patterns.routed import narrowest, routed_rows
 from compile_passes.patterns.router import kept, recognise_router
 from compile_passes.patterns.siblings import recognise_loop
@@ -100,6 +101,7 @@ def symbolic_numbers(reading: Reading, found: Iterable[MoEMatch | Refusal | Rout
     """
     seeds = [row.output if isinstance(row, MoEMatch) else row.node if isinstance(row, Refusal) else row.call
              for row in found]  # fmt: skip
+    seeds += [product.weight.node for row in found if isinstance(row, MoEMatch) for product in row.products]
     numbers: list[torch.SymFloat] = []
     seen: set[fx.Node] = set()
     stack = [*seeds, *(reader for seed in seeds for reader in reading.readers(seed))]
@@ -199,6 +201,32 @@ def _loop_block(reading: Reading, experts: list[Expert]) -> MoEMatch | Refusal:
 
 
 def _close(
+    reading: Reading,
+    ups: list[Product],
+    down: Product,
+    body: Body,
+    dispatch: Dispatch,
+    combine: Combine,
+    floor: torch.dtype,
+) -> MoEMatch | Refusal:
+    """As `_closed`, with low-rank factors apart from the weights that they are added to, where that can be proved."""
+    whole = _closed(reading, ups, down, body, dispatch, combine, floor)
+    found = [without_updates(reading, product) for product in (*ups, down)]
+    if isinstance(whole, Refusal) or not any(found):
+        return whole
+    merged = next((row for row in found if isinstance(row, Refusal)), None)
+    *firsts, last = (
+        row if isinstance(row, Product) else product for row, product in zip(found, (*ups, down), strict=True)
+    )
+    if (*firsts, last) == (*ups, down):
+        return replace(whole, merged=merged)
+    apart = _closed(reading, firsts, last, body, dispatch, combine, floor)
+    if isinstance(apart, Refusal):
+        return replace(whole, merged=apart)
+    return replace(apart, merged=merged, whole=whole)
+
+
+def _closed(
     reading: Reading,
     ups: list[Product],
     down: Product,

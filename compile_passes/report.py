@@ -29,6 +29,8 @@ class Fused:
         E, K, H, I: experts, top-k, hidden and expert width.
         diagram: the block before and after.
         staged: whether code of the model stays between the experts and the combine.
+        low_rank: the ranks of the factors that are added to the expert weights, and that rows go through beside them.
+        merged_note: why the graph still adds such factors to a weight, and what to do about it; empty when it does not.
     """
 
     module: str
@@ -46,6 +48,15 @@ class Fused:
     I: Any
     diagram: Diagram | None = field(default=None, repr=False, compare=False)
     staged: bool = False
+    low_rank: tuple[int, ...] = ()
+    merged_note: str = ""
+
+    @property
+    def notes(self) -> list[str]:
+        """What is not obvious about how it was replaced, one line each."""
+        ranks = ", ".join(map(str, self.low_rank))
+        factors = f"Low-rank factors (ranks {ranks}) are multiplied beside the expert weights." if ranks else ""
+        return [note for note in (self.router_note, factors, self.merged_note) if note]
 
     @property
     def name(self) -> str:
@@ -57,7 +68,7 @@ class Fused:
         found = self.diagram.after if self.diagram is not None else ()
         return _row(
             "staged" if self.staged else "fused", self, routing=self.routing, router_note=self.router_note,
-            experts=self.experts,
+            experts=self.experts, low_rank=list(self.low_rank), merged_note=self.merged_note,
             activation=self.activation, glu_layout=self.glu_layout, scheme=self.scheme, backend=self.backend,
             operators=[operator.name for operator in found],
             sizes={name: _number(getattr(self, name)) for name in "EKHI"},
@@ -132,7 +143,8 @@ class Report:
             blocks: one dictionary for each block, those fused first. All have every key: module, location, status
                 ("fused", "staged" or "refused"), and, null where the status has no such thing,
                 for fused and staged ones routing, router_note, experts, activation, glu_layout, scheme, backend,
-                operators (names of the calls that took its place), sizes (E experts, K top-k, H hidden, I expert
+                low_rank (ranks of the factors beside expert weights), merged_note (why such factors are not beside
+                them), operators (names of the calls that took its place), sizes (E experts, K top-k, H hidden, I expert
                 width: numbers, or text where a size is symbolic);
                 for refused ones reason, cure, source (the line at ``location``).
             graphs: number of graphs captured.
@@ -174,11 +186,11 @@ class Report:
         lines = [self.summary]
         if self.fused:
             lines += ["", *_table(_FUSED_HEAD, [_fused_row(row) for row in self.fused])]
-            lines += [f"  {row.name}: {row.router_note}" for row in self.fused if row.router_note]
+            lines += [f"  {row.name}: {note}" for row in self.fused for note in row.notes]
         if self.staged:
             lines += ["", "staged: the model's own code stays between the experts and the combine"]
             lines += _table(_FUSED_HEAD, [_fused_row(row) for row in self.staged])
-            lines += [f"  {row.name}: {row.router_note}" for row in self.staged if row.router_note]
+            lines += [f"  {row.name}: {note}" for row in self.staged for note in row.notes]
         for row in self.refused:
             lines += ["", str(row)]
         if self.shared_heads:
@@ -201,7 +213,7 @@ class Report:
 
 _KEYS = (
     "module", "location", "status", "routing", "router_note", "experts", "activation", "glu_layout", "scheme",
-    "backend", "operators", "sizes", "reason", "cure", "source",
+    "backend", "low_rank", "merged_note", "operators", "sizes", "reason", "cure", "source",
 )  # fmt: skip
 
 

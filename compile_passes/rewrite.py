@@ -28,6 +28,9 @@ that of `moe_permute`; ids are proved to be in range there, so that every row is
 
     linear -> moe_ops.fused_topk -> moe_permute -> grouped_mm_glu -> grouped_mm -> [the model's norm] -> moe_unpermute
 
+Where low-rank factors are added to a weight (`match.LowRank`), rows go through these beside it, as `staging` writes it,
+and nobody makes the sum: the products are bilinear, and the sum has no other reader.
+
 Inserted calls spell out every argument of the schema: AOTInductor counts them, and knows no defaults.
 """
 
@@ -35,16 +38,19 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 from compile_passes.compat import fake_mode_of
-from compile_passes.match import Made, MoEMatch, Product, RoutedCall, Router, Value, leaves
+from compile_passes.match import Factor, Made, MoEMatch, Product, RoutedCall, Router, Value, Weight, leaves
 from compile_passes.reading import Reading
+from compile_passes.staging import Stored, expert_rows
 from compile_passes.vocabulary import example, size_of
+from meta.dims import accumulation_dtype
 from moe_ops.ops import by_name
 
 _OPS = torch.ops.moe_ops
@@ -77,12 +83,15 @@ class Rewriter:
         self._before: dict[fx.Node, frozenset[fx.Node]] = {}
 
     def apply(self, match: MoEMatch) -> fx.Node:
-        """Replace one block; returns its `fused_experts` node, or that of `moe_unpermute` where the block is staged."""
+        """Replace one block; returns its `fused_experts` node, or that of `moe_unpermute` where it becomes stages."""
         writers = self._writers(match)
         rows = self._rows(match, writers) if match.combine.staged is not None else None
         builder = Builder(self.graph, match.output, self.reading.operand(match.output))
         with self.graph.inserting_before(match.output):
-            fused, result = self._build(builder, match) if rows is None else self._return_rows(builder, match, rows)
+            if rows is not None:
+                fused, result = self._return_rows(builder, match, rows)
+            else:
+                fused, result = (self._apart if match.updated else self._build)(builder, match)
         self._before |= dict.fromkeys(builder.made, writers)
         self._replace(match.output, result)
         for node in self._same(match):
@@ -164,29 +173,55 @@ class Rewriter:
         start = match.combine.staged.start if match.combine.staged is not None else match.output
         builder = Builder(self.graph, start, self.reading.operand(start))
         with self.graph.inserting_before(start):
-            given = self._projections(builder, match)
-            gate_up, down = given["gate_up_proj"], given["down_proj"]
+            gate_up = self._weight(builder, match, match.up)
             weights, ids = self._routing(builder, match, gate_up)
-            stacked = example(gate_up)
-            tokens = {"hidden_states": self._hidden(builder, match, gate_up), "topk_ids": ids}
-            count = None if stacked is None else stacked.shape[0]
-            permuted = builder.operator("moe_permute", {**tokens, "num_experts": count})
-            rows, offsets, places = (
-                builder.item(permuted, place, name) for place, name in enumerate(("rows", "offsets", "pair_to_row"))
-            )
-            first = builder.operator(
-                "grouped_mm_glu",
-                {
-                    "rows": rows, "weight": gate_up, "offsets": offsets, "up_weight": given["up_proj"],
-                    "bias": given["gate_up_bias"], "glu_layout": given["glu_layout"], **self._activation(match),
-                },
-            )  # fmt: skip
-            inner = builder.item(first, 0, "activated")
-            second = {"rows": inner, "weight": down, "offsets": offsets, "bias": given["down_bias"]}
-            made = builder.cast(builder.operator("grouped_mm", second), self.reading.operand(start))
+            made, places = self._experts(builder, match, self._hidden(builder, match, gate_up), ids)
+            made = builder.cast(made, self.reading.operand(start))
         self._before |= dict.fromkeys(builder.made, writers)
         self._replace(start, made)
         return places, weights
+
+    def _apart(self, builder: Builder, match: MoEMatch) -> tuple[fx.Node, fx.Node]:
+        """The block as stages, with low-rank factors beside their weights; as `_build`."""
+        gate_up, top_k = self._weight(builder, match, match.up), match.dispatch.top_k
+        weights, ids = self._routing(builder, match, gate_up)
+        hidden = self._hidden(builder, match, gate_up)
+        if match.dispatch.weights is not None:  # each pair has a token of its own, which its weight multiplies
+            hidden, ids = builder.weighed(hidden, weights), builder.rows_of(ids, 1)
+            weights = builder.call(_ATEN.ones_like.default, (weights,))
+        made, places = self._experts(builder, match, hidden, ids)
+        values = {"rows": made, "pair_to_row": builder.rows_of(places, top_k), "topk_weights": weights}
+        fused = builder.operator("moe_unpermute", values)
+        return fused, self._finished(builder, match, fused)
+
+    def _experts(self, builder: Builder, match: MoEMatch, hidden: fx.Node, ids: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """Results of the experts, sorted by expert, and where each pair's row is."""
+        *firsts, last = (self._stored(builder, match, product) for product in match.products)
+        stacked, glu = example(last.weight), None
+        if not any(stored.updates for stored in firsts):
+            given = self._projections(builder, match)
+            glu = {
+                "weight": given["gate_up_proj"], "up_weight": given["up_proj"], "bias": given["gate_up_bias"],
+                "glu_layout": given["glu_layout"], **self._activation(match),
+            }  # fmt: skip
+        count = None if stacked is None else stacked.shape[0]
+        tokens = {"hidden_states": hidden, "topk_ids": ids, "num_experts": count}
+        return expert_rows(builder, tokens, firsts, last, match.body, glu)
+
+    def _stored(self, builder: Builder, match: MoEMatch, product: Product) -> Stored:
+        weight = self._weight(builder, match, product)
+        updates = [
+            (self._factor(builder, update.down, weight), self._factor(builder, update.up, weight), update.scale)
+            for update in product.weight.updates
+        ]
+        return Stored(weight, self._bias(builder, match, product), tuple(updates))
+
+    def _factor(self, builder: Builder, factor: Factor, weight: fx.Node) -> fx.Node:
+        """A low-rank factor in the weight's dtype, with entries that are neighbours in memory."""
+        node = builder.cast(self._node(factor.node), weight)
+        if factor.dims != (0, 1, 2):
+            node = builder.call(_ATEN.permute.default, (node, list(factor.dims)))
+        return builder.dense(node)
 
     def _return_rows(
         self, builder: Builder, match: MoEMatch, rows: tuple[fx.Node, fx.Node]
@@ -255,11 +290,18 @@ class Rewriter:
 
     def _weight(self, builder: Builder, match: MoEMatch, product: Product) -> fx.Node:
         weight = product.weight
+        if weight not in builder.weights:
+            builder.weights[weight] = self._read_weight(builder, match, weight)
+        return builder.weights[weight]
+
+    def _read_weight(self, builder: Builder, match: MoEMatch, weight: Weight) -> fx.Node:
         node = builder.to(self._node(weight.node), match.dtype)
         if weight.part is not None:
             node = builder.call(*weight.part.call(node))
         if weight.experts is not None:
             node = builder.call(_ATEN.slice.Tensor, (node, 0, 0, weight.experts, 1))
+        if weight.dtype is not None:
+            node = builder.to(node, weight.dtype)
         return builder.call(_ATEN.transpose.int, (node, 1, 2)) if weight.transposed else node
 
     def _value(self, builder: Builder, value: Value) -> fx.Node:
@@ -356,6 +398,7 @@ class Builder:
     Attributes:
         made: the calls that were inserted.
         values: those of values that the graph did not hold, by identity, with the value that keeps it.
+        weights: the nodes that hold the experts' weights ``[E, N, K]``.
     """
 
     def __init__(self, graph: fx.Graph, site: fx.Node, like: fx.Node | None = None) -> None:
@@ -368,6 +411,7 @@ class Builder:
         self._fake_mode = fake_mode_of(example(site if like is None else like))
         self.made: list[fx.Node] = []
         self.values: dict[int, tuple[Made, fx.Node]] = {}
+        self.weights: dict[Weight, fx.Node] = {}
 
     def operator(self, name: str, values: Mapping[str, Any]) -> fx.Node:
         """A call of one of our operators with every argument of its schema: ``values``, and defaults for the rest."""
@@ -386,15 +430,42 @@ class Builder:
         self, target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> fx.Node:
         """A call with the fake result of its operands."""
-        given = kwargs or {}
-        name = target._overloadpacket.__name__
-        node = self.graph.create_node("call_function", target, args, given, name=name)
+        return self._node("call_function", target, args, kwargs or {}, target._overloadpacket.__name__)
+
+    def _node(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> fx.Node:
+        node = self.graph.create_node(kind, target, args, kwargs, name=name)
         node.meta.update(self._meta)
         self.made.append(node)
         if self._fake_mode is not None:
             with self._fake_mode, torch.no_grad():
-                node.meta[self._key] = target(*fx.map_arg(args, size_of), **fx.map_arg(given, size_of))
+                values, options = fx.map_arg(args, size_of), fx.map_arg(kwargs, size_of)
+                run = getattr(values[0], target) if kind == "call_method" else partial(target, *values[:1])
+                node.meta[self._key] = run(*values[1:], **options)
         return node
+
+    def inline(self, code: fx.Graph, values: Sequence[fx.Node]) -> fx.Node:
+        """The result of ``code``, calls alone, with its placeholders bound to ``values``."""
+        bound, given = dict[fx.Node, fx.Node](), iter(values)
+        for node in code.nodes:
+            if node.op == "placeholder":
+                bound[node] = next(given)
+            elif node.op == "output":
+                break
+            else:
+                args, kwargs = (fx.map_arg(value, bound.__getitem__) for value in (node.args, node.kwargs))
+                bound[node] = self._node(node.op, node.target, args, kwargs, node.name)
+        return bound[cast(fx.Node, code.output_node().args[0])]
+
+    def value(self, node: fx.Node) -> torch.Tensor:
+        """The fake tensor of ``node``.
+
+        Raises:
+            RuntimeError: it has none.
+        """
+        found = example(node)
+        if found is None:
+            raise RuntimeError(f"the graph does not know the shape of {node.name}")
+        return found
 
     def item(self, source: fx.Node, index: int, name: str) -> fx.Node:
         """Element ``index`` of a tuple result."""
@@ -403,6 +474,30 @@ class Builder:
         if self._key in source.meta:
             node.meta[self._key] = source.meta[self._key][index]
         return node
+
+    def rows_of(self, node: fx.Node, width: int) -> fx.Node:
+        """Integers as ``[-1, width]``."""
+        return node if self.value(node).shape[-1] == width else self.call(_ATEN.reshape.default, (node, [-1, width]))
+
+    def weighed(self, tokens: fx.Node, weights: fx.Node) -> fx.Node:
+        """``[T * K, H]``: every token ``[T, H]`` times each of its weights ``[T, K]``, rounded once."""
+        value = self.value(tokens)
+        wide = accumulation_dtype(value.dtype)
+        one, other = (
+            self.call(_ATEN.unsqueeze.default, (self.to(node, wide), dim)) for node, dim in ((tokens, 1), (weights, 2))
+        )
+        product = self.to(self.call(_ATEN.mul.Tensor, (one, other)), value.dtype)
+        return self.call(_ATEN.reshape.default, (product, [-1, value.shape[1]]))
+
+    def dense(self, node: fx.Node) -> fx.Node:
+        """``node`` with entries that are neighbours in memory along one of the last two dimensions."""
+        if 1 in self.value(node).stride()[-2:]:
+            return node
+        return self.call(_ATEN.contiguous.default, (node,))
+
+    def times(self, node: fx.Node, number: float) -> fx.Node:
+        """``node`` times a number."""
+        return node if number == 1 else self.call(_ATEN.mul.Scalar, (node, number))
 
     def rows(self, node: fx.Node, width: int | None) -> fx.Node:
         """``node`` as ``[-1, width]``; its own last dimension when ``width`` is None."""

@@ -210,12 +210,13 @@ def _stacked_bias(reading: Reading, value: Any, result: fx.Node, order: Spread |
 def peel_transpose(reading: Reading, weight: Weight) -> Weight:
     """The same weight without transpositions of its last two dimensions."""
     while (call := reading.read(weight.node, "transpose mt permute", "dim0 dim1 dims")) is not None:
-        if not _swaps_last_two(call):
+        if not swaps_last_two(call):
             break
         weight = Weight(reading.unwrap(call["x"]), not weight.transposed)
     return weight
 
 
-def _swaps_last_two(call: Call) -> bool:
+def swaps_last_two(call: Call) -> bool:
+    """Whether a transposition or permutation swaps the last two of three or more dimensions, and moves no other."""
     dims = rank(call["x"])
     return dims is not None and dims > 2 and permutation(call, dims) == [*range(dims - 2), dims - 1, dims - 2]

@@ -38,7 +38,7 @@ def refused() -> Report:
 
 KEYS = {
     "module", "location", "status", "routing", "router_note", "experts", "activation", "glu_layout", "scheme",
-    "backend", "operators", "sizes", "reason", "cure", "source",
+    "backend", "low_rank", "merged_note", "operators", "sizes", "reason", "cure", "source",
 }  # fmt: skip
 TOP = {"schema", "blocks", "graphs", "graph_breaks", "eager_frames", "errors", "shared_heads", "own_calls", "error"}
 
