@@ -1,4 +1,4 @@
-"""Twenty steps of training: the loss of tiny models of six families, eagerly and compiled, under five programs.
+"""Twenty steps of training: the loss of tiny models of six families, eagerly and compiled, under six programs.
 
     python -m tests.passes.loss_curves [--families qwen3_moe ...] [--programs plain ...] [--backend moe_ops] [--steps N]
 
@@ -28,7 +28,7 @@ from moe_ops.logs import quiet
 from tests.corpus.families import build, tokens
 
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v3", "llama4")
-PROGRAMS = ("plain", "checkpointing", "autocast", "frozen_experts", "accumulation")
+PROGRAMS = ("plain", "checkpointing", "autocast", "frozen_experts", "accumulation", "lora")
 LAYERS, STEPS, RATE = 2, 20, 1e-3
 FACTOR, SMALL = 2.0, 1e-6
 
@@ -83,7 +83,28 @@ def model_of(family: str, program: str) -> torch.nn.Module:
     if program == "frozen_experts":
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(".experts." not in name)
-    return model
+    return adapted(model) if program == "lora" else model
+
+
+def adapted(model: torch.nn.Module) -> torch.nn.Module:
+    """``model`` with PEFT's adapters of its stacked experts, which alone are trained."""
+    import peft
+
+    names = {name for name, weight in model.named_parameters() if ".experts." in name and weight.dim() == 3}
+    torch.manual_seed(0)
+    config = peft.LoraConfig(
+        r=2, lora_alpha=4, target_modules=[], init_lora_weights=False,
+        target_parameters=sorted({".".join(name.rsplit(".", 3)[1:]) for name in names}),
+    )  # fmt: skip
+    found: torch.nn.Module = peft.get_peft_model(model, config)
+    return found
+
+
+def in_form(model: torch.nn.Module, form: str) -> torch.nn.Module:
+    """A copy of ``model`` with the experts' code named ``form``."""
+    copied = copy.deepcopy(model)
+    use_experts(copied.get_base_model() if hasattr(copied, "get_base_model") else copied, form)
+    return copied
 
 
 def train(model: torch.nn.Module, run: Callable[..., Any], program: str, steps: int) -> list[float]:
@@ -108,9 +129,9 @@ def train(model: torch.nn.Module, run: Callable[..., Any], program: str, steps: 
 def curve(family: str, program: str, backend: str = "moe_ops_eager", steps: int = STEPS) -> Curve:
     """Train the three copies."""
     model = model_of(family, program)
-    wide = use_experts(copy.deepcopy(model).double(), "eager")
+    wide = in_form(model, "eager").double()
     exact = train(wide, wide, "plain" if program == "autocast" else program, steps)
-    forms = [use_experts(copy.deepcopy(model), form) for form in ("grouped_mm", "batched_mm")]
+    forms = [in_form(model, form) for form in ("grouped_mm", "batched_mm")]
     eager = [train(form, form, program, steps) for form in forms]
     torch.compiler.reset()
     counters.clear()
