@@ -14,7 +14,7 @@ from moe_ops import choice, router_gradient, rows
 from moe_ops.backends import cpu
 from moe_ops.backends import triton as backend
 from moe_ops.kernels.triton import collect, wgrad
-from moe_ops.ops import parse
+from moe_ops.ops import LAUNCHERS, parse
 from tests.ops.errors import assert_rounded
 
 T, E, K, H = 7, 5, 2, 24
@@ -95,6 +95,41 @@ def test_router(name: str, renormalize: bool) -> None:
     call = parse("fused_topk_backward", *arguments, **options._asdict())
     wanted = router_gradient.fused_topk_backward(call)
     torch.testing.assert_close(backend.fused_topk_backward(call), wanted, equal_nan=True, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("recompute", [None, "all"], ids=["kept", "recomputed"])
+def test_warm_calls(recompute: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the third call on launches are fired as they were noted: for other tensors and routing, the same bits."""
+    monkeypatch.setattr(choice, "DEFAULT_BACKEND", "triton")
+    monkeypatch.setattr(wgrad, "PIECE", 16)
+    torch.manual_seed(5)
+
+    def case() -> dict[str, torch.Tensor]:
+        sizes = {"hidden_states": (T, 40), "gate_up_proj": (E, 32, 40), "down_proj": (E, 40, 16)}
+        made = {name: torch.randn(size).bfloat16() for name, size in sizes.items()}
+        return made | {
+            "topk_weights": torch.rand(T, K),
+            "topk_ids": torch.randint(-1, E, (T, K)),
+            "grad": torch.randn(T, 40),
+        }
+
+    def gradients(given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        leaves = {name: given[name].clone().requires_grad_() for name in list(given)[:4]}
+        moe_ops.fused_experts(**leaves, topk_ids=given["topk_ids"], recompute=recompute).backward(
+            given["grad"].bfloat16()
+        )
+        return [leaf.grad for leaf in leaves.values()]
+
+    for launcher in LAUNCHERS.values():
+        launcher.forget()
+    for _ in range(2):
+        gradients(case())
+    changed = case()
+    warm = gradients(changed)
+    for launcher in LAUNCHERS.values():
+        launcher.forget()
+    for found, wanted in zip(warm, gradients(changed), strict=True):
+        assert torch.equal(found, wanted)
 
 
 LAYERS: dict[str, dict[str, Any]] = {
