@@ -110,7 +110,8 @@ def test_an_interrupted_run_goes_on(
     monkeypatch.setattr(train, "time_case", stopped)
     assert main([*ONE, "--json", str(path)]) == 130
     kept = json.loads(path.read_text())
-    assert [row["mode"] for row in kept["rows"]] == ["trained", "trained"]
+    peers = len(train.PEERS)
+    assert [row["mode"] for row in kept["rows"]] == ["trained"] * peers
     kept["rows"].append(kept["rows"][0] | {"mode": "frozen"})  # as if it was killed between a case's rows
     path.write_text(json.dumps(kept))
     assert main([*ONE, "--resume", str(path)]) == 0
@@ -118,7 +119,8 @@ def test_an_interrupted_run_goes_on(
     document = json.loads(path.read_text())
     rows = document["rows"]
     assert len(document["resumed"]) == 1 and list(document)[-1] == "rows"
-    assert rows[:2] == kept["rows"][:2] and [row["mode"] for row in rows[2:]] == ["frozen", "frozen"]
+    assert rows[:peers] == kept["rows"][:peers]
+    assert [row["mode"] for row in rows[peers:]] == ["frozen"] * peers
     for other in (["--resume", str(path), "--commit", "another"], ["--resume", str(tmp_path / "none.json")]):
         capsys.readouterr()
         assert main([*ONE, *other]) == 2
@@ -143,7 +145,7 @@ def test_kernels_are_those_of_what_was_timed(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(train, "steps", counted)
     monkeypatch.setattr(train, "launches", launches)
     monkeypatch.setattr(train, "kernel_times", lambda call, sets: {"mm": float(sets)})
-    plan = train.Plan([TINY], [3], modes=["frozen"], rounds=3)
+    plan = train.Plan([TINY], [3], modes=["frozen"], peers=["ours_compiled", "hf_moe"], rounds=3)
     case, held = make_case(layer_weights(TINY, torch.float32, "cpu"), 3), train.Kept(wanted=True)
     results = ResultFile(None, "train", "made up", commit="0")
     results.rows.extend(train.time_case(case, "frozen", plan, held))
@@ -163,7 +165,7 @@ def test_a_peer_that_cannot_run_is_a_row_with_the_reason(monkeypatch: pytest.Mon
     monkeypatch.setattr(train, "steps", fail)
     case = make_case(layer_weights(TINY, torch.float32, "cpu"), 4)
     rows = train.time_case(case, "trained", train.Plan([TINY], [4]), train.Kept(wanted=False))
-    assert [(row["us"], row["reason"]) for row in rows] == [(None, "out of memory")] * 2
+    assert [(row["us"], row["reason"]) for row in rows] == [(None, "out of memory")] * len(train.PEERS)
     assert all("out of memory" in train.describe(row) for row in rows)
 
 
