@@ -148,7 +148,9 @@ def _layer_calls() -> dict[str, Call]:
         if name in OF_KERNELS:
             continue
         second, first = _backward_calls(layer, saving)
-        calls |= {f"fused_experts_backward-{name}": second, f"fused_experts_backward_first-{name}": first}
+        calls[f"fused_experts_backward-{name}"] = second
+        if name in OF_FIRST:
+            calls[f"fused_experts_backward_first-{name}"] = first
         if name in ("plain", "separate_bias", "weight_on_input_bias_bf16"):
             again = tuple(layer.tensors[key] for key in ("hidden_states", "gate_up_proj", "up_proj", "gate_up_bias"))
             given = (*second.args[:3], *(part.new_empty(0) for part in second.args[3:5]), *second.args[5:], *again)
@@ -167,6 +169,11 @@ def _layer_calls() -> dict[str, Call]:
 OF_KERNELS = (
     "gelu", "gelu_tanh", "relu", "relu2", "gpt_oss_not_gated", "silu_clamp", "silu_then_clamp", "quick_gelu",
     "silu_softcap", "fp16", "bf16_weights_bf16", "bias_fp16", "transposed_fp16", "int64_ids", "interleaved",
+)  # fmt: skip
+#: Variants that differ in what the step through the first product is given.
+OF_FIRST = (
+    "plain", "bf16", "fp64", "bias", "transposed", "not_gated", "expert_map_bias", "no_ids", "no_tokens", "batched",
+    "separate", "separate_bias", "weight_on_input", "weight_on_input_bias_bf16",
 )  # fmt: skip
 #: What of a layer's options its gradient takes.
 OF_BACKWARD = ("activation", "alpha", "limit", "glu_layout", "weight_on_input")
