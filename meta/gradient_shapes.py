@@ -168,6 +168,15 @@ def expert_sums(flat: Flat) -> SumsCall:
     )
 
 
+def _check_sorted(op: str, tokens: Tensor, experts: Dim, flat: Flat) -> tuple[tuple[Dim, Dim], Dim]:
+    """Where the pairs of ``tokens`` are, and their weights; (T, K) and R."""
+    sizes = check_places(op, tokens, flat.row_to_pair, flat.pair_to_row)
+    _check_weights(op, flat.topk_weights, sizes)
+    check_dtype(op, "offsets", flat.offsets, torch.int32)
+    check_shape(op, "offsets", flat.offsets, "E", (experts,))
+    return sizes, sizes[0] * sizes[1]
+
+
 def fused_experts_backward(flat: Flat) -> BackwardCall:
     """Gradients of gate_up and up, the weighted result of the activation ``[R, I]`` (numel 0 unless ``value``), and the
     gradient of the routing weights fp32 ``[T, K]`` (numel 0 with ``weight_on_input``).
@@ -185,11 +194,7 @@ def fused_experts_backward(flat: Flat) -> BackwardCall:
     experts, hidden, width = down.shape
     check_shape(op, "grad_output", grad, "T H", (grad.shape[0], hidden))
     check_dtype(op, "down_proj", down, grad.dtype)
-    sizes = check_places(op, grad, flat.row_to_pair, flat.pair_to_row)
-    rows = sizes[0] * sizes[1]
-    _check_weights(op, weights, sizes)
-    check_dtype(op, "offsets", flat.offsets, torch.int32)
-    check_shape(op, "offsets", flat.offsets, "E", (experts,))
+    sizes, rows = _check_sorted(op, grad, experts, flat)
     check_bias(op, "down_bias", flat.down_bias, "E H", (experts, hidden))
     row, alpha, limit = resolve_activation(op, flat.activation, flat.alpha, flat.limit)
     of_one = 2 * width if glu in ("concat", "interleaved") else width
@@ -254,12 +259,7 @@ def fused_experts_backward_first(flat: Flat) -> FirstBackwardCall:
     experts, width, columns = first.shape
     check_shape(op, "hidden_states", hidden, "T H", (hidden.shape[0], columns))
     check_dtype(op, "gate_up_proj", first, hidden.dtype)
-    sizes = check_places(op, hidden, flat.row_to_pair, flat.pair_to_row)
-    rows = sizes[0] * sizes[1]
-    check_shape(op, "topk_weights", weights, "T K", sizes)
-    check_float(op, "topk_weights", weights)
-    check_dtype(op, "offsets", flat.offsets, torch.int32)
-    check_shape(op, "offsets", flat.offsets, "E", (experts,))
+    sizes, rows = _check_sorted(op, hidden, experts, flat)
     grads, of_rows = [flat.grad_gate_up], [first]
     if flat.up_proj is not None:
         check_shape(op, "up_proj", flat.up_proj, "E I H", tuple(first.shape))
