@@ -94,6 +94,15 @@ def test_what_is_computed_again_has_the_same_bits(name: str, recompute: str) -> 
         assert torch.equal(got[key], value), key
 
 
+@pytest.mark.parametrize("recompute", [None, *RECOMPUTE])
+def test_no_tokens(recompute: str | None) -> None:
+    layer = VARIANTS["no_tokens"].build()
+    on_gpu = Layer(tree_map_only(torch.Tensor, lambda tensor: tensor.cuda(), layer.tensors), layer.options)
+    grad = torch.empty_like(on_gpu.tensors["hidden_states"])
+    for key, value in gradients(Layer(on_gpu.tensors, {**on_gpu.options, "recompute": recompute}), fused, grad).items():
+        assert not value.any(), key
+
+
 @pytest.mark.parametrize(("frozen", "most"), [(False, 7), (True, 5)], ids=["trained", "frozen"])
 @pytest.mark.parametrize("T", [70, 4096])
 def test_launches(T: int, frozen: bool, most: int) -> None:

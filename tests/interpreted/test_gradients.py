@@ -67,6 +67,14 @@ def test_weight_gradient_of_tokens(tokens: str, monkeypatch: pytest.MonkeyPatch)
     assert_rounded(backend.grouped_wgrad(call), cpu.grouped_wgrad(exact))
 
 
+@pytest.mark.parametrize("tokens", [False, True], ids=["rows", "tokens"])
+def test_weight_gradient_of_nothing(tokens: bool) -> None:
+    offsets = torch.zeros(E, dtype=torch.int32)
+    nowhere = (torch.empty(0, dtype=torch.int32), torch.empty((0, K), dtype=torch.int32)) if tokens else ()
+    call = parse("grouped_wgrad", torch.empty(0, 40).bfloat16(), torch.empty(0, 24).bfloat16(), offsets, *nowhere)
+    assert torch.equal(backend.grouped_wgrad(call), torch.zeros(E, 40, 24).bfloat16())
+
+
 @pytest.mark.parametrize("form", ["rows", "tokens", "weighted"])
 def test_expert_sums(form: str) -> None:
     torch.manual_seed(1)

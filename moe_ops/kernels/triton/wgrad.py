@@ -199,6 +199,8 @@ def grouped_wgrad(grad_rows: Tensor, rows: Tensor, offsets: Tensor, out: Tensor 
     out = rows.new_empty((E, N, K)) if out is None else out
     if not out.numel():
         return out
+    if not rows.numel():  # no tensor map has an address of nothing
+        return out.zero_()
     tile, descriptors = _tile(rows, K, E), _has_descriptors(rows)
     columns = tile.block_k // 2 if tile.block_k > 128 else tile.block_k
 
