@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from tests.passes import two_processes
 from tests.passes.two_processes import Outcome
@@ -16,10 +18,16 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reaso
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """All ways, in one pair of processes: starting them takes longer than what they do."""
-    folder = tmp_path_factory.mktemp("processes")
-    torch.multiprocessing.spawn(two_processes.run, args=(str(folder),), nprocs=two_processes.RANKS)
-    found: dict[str, Outcome] = pickle.loads(Path(folder, "outcomes").read_bytes())
+    """All ways, in one pair of processes, whichever of the test processes asks first: starting them takes longer than
+    what they do.
+    """
+    root = tmp_path_factory.getbasetemp()
+    folder = Path(root.parent if "PYTEST_XDIST_WORKER" in os.environ else root, "two_processes")
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "outcomes").exists():
+            folder.mkdir(exist_ok=True)
+            torch.multiprocessing.spawn(two_processes.run, args=(str(folder),), nprocs=two_processes.RANKS)
+    found: dict[str, Outcome] = pickle.loads((folder / "outcomes").read_bytes())
     return found
 
 
