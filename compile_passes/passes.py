@@ -44,6 +44,7 @@ from compile_passes.rewrite import Rewriter, operator_name
 from compile_passes.saved_routing import routing_of
 from compile_passes.transaction import change
 from compile_passes.vocabulary import tensors_of
+from moe_ops.choice import LAYERS
 
 log = logging.getLogger(__name__)
 
@@ -340,14 +341,11 @@ def run_all(gm: fx.GraphModule) -> list[Report]:
     return reports
 
 
-_LAYERS = (torch.ops.moe_ops.fused_experts.default, torch.ops.moe_ops.fused_moe.default)
-
-
 def recompute_in(gm: fx.GraphModule, recompute: str | None) -> None:
     """Have every layer of ``gm`` that says nothing of it compute again in the backward what ``recompute`` names."""
     for part in graph_modules(gm) if recompute is not None else ():
         for node in part.graph.nodes:
-            if node.target in _LAYERS and node.kwargs.get("recompute") is None:
+            if operator_name(node) in LAYERS and node.kwargs.get("recompute") is None:
                 node.kwargs = {**node.kwargs, "recompute": recompute}
         part.recompile()
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import moe_ops
 from compile_passes import passes
 from compile_passes.passes import PASSES, MoEPass
+from compile_passes.rewrite import operator_name
 from tests.corpus.families import build, result, tokens
 from tests.passes.blocks import E, H, I, K, batched, block, weights
 
@@ -291,3 +292,44 @@ def test_compile_gives_a_loop_a_static_form_and_says_so_at_the_line_of_the_user(
     assert {warning.filename for warning in said} == {__file__}
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), expected)
+
+
+class Recomputed(Recorder):
+    """A user's pass: what the layers are told to compute again in the backward."""
+
+    def __call__(self, graph):
+        layers = [node for node in graph.nodes if operator_name(node) in ("fused_experts", "fused_moe")]
+        self.seen = [node.kwargs.get("recompute") for node in layers]
+
+
+def called(hidden, logits, gate_up, down, **options):
+    return moe_ops.fused_moe(hidden, logits, gate_up, down, top_k=K, **options)
+
+
+@pytest.mark.parametrize("option", [None, "activation", "all"])
+@pytest.mark.parametrize("form", ["fused", "called", "called_with_its_own"])
+def test_what_layers_compute_again_is_an_option(form, option):
+    hidden, logits = torch.randn(5, H, requires_grad=True), torch.randn(5, E)
+    if form == "fused":
+        given = weights(dtype=torch.float32)
+        leaf = next(iter(given.values())).requires_grad_()
+        function = lambda: block(batched)(**given)  # noqa: E731
+    else:
+        leaf, own = hidden, {} if form == "called" else {"recompute": "activation"}
+        w1, w2 = torch.randn(E, 2 * I, H), torch.randn(E, H, I)
+        function = lambda: called(hidden, logits, w1, w2, **own)  # noqa: E731
+    seer = Recomputed()
+    options = {"pre_grad_custom_pass": seer, **({} if option is None else {"recompute": option})}
+    compiled = torch.compile(function, backend="moe_ops_eager", fullgraph=True, options=options)
+    expected, found = (torch.autograd.grad(run().square().sum(), leaf) for run in (function, compiled))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert seer.seen == ["activation" if form == "called_with_its_own" else option]
+
+
+@pytest.mark.parametrize("backend", ["moe_ops", "moe_ops_eager"])
+def test_an_unknown_name_of_what_to_compute_again_is_refused(backend):
+    message = r"compile: recompute must be one of \['activation', 'all'\], got 'everything'"
+    with pytest.raises(Exception, match=message):
+        run(backend=backend, options={"recompute": "everything"})
+    with pytest.raises(ValueError, match=message):
+        moe_ops.compile(block(batched), backend=backend, options={"recompute": "everything"})
