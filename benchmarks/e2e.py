@@ -49,10 +49,15 @@ def parse_row(text: str) -> tuple[int, int]:
 
 def new_results(model: Model, path: Path | None, commit: str, length: int, rounds: int) -> ResultFile:
     """The file of a run, without rows."""
-    method = METHOD.format(
+    method = method_of(METHOD, model, rounds, cache=length)
+    return ResultFile(path, "e2e", method, commit=commit, cache_length=length, config=model.config)
+
+
+def method_of(text: str, model: Model, rounds: int, **own: Any) -> str:
+    """How variants of ``model`` are timed: ``text``, which may name what of it is ``own``, filled in."""
+    return text.format(
         layers=model.config["num_hidden_layers"],
         dtype=model.dtype,
-        cache=length,
         warm=WARM_SECONDS,
         in_turn=IN_TURN.format(rounds=rounds),
         clock="by CUDA events" if torch.cuda.is_available() else "by the wall clock",
@@ -61,8 +66,8 @@ def new_results(model: Model, path: Path | None, commit: str, length: int, round
             division="",
             of="the variant's time over that of transformers' fastest variant (the row's reference)",
         ),
+        **own,
     )
-    return ResultFile(path, "e2e", method, commit=commit, cache_length=length, config=model.config)
 
 
 def run(

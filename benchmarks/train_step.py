@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch._dynamo.utils import counters
 
-from benchmarks.e2e import WARMUP_STEPS, add_times, built, counting, graph_counters, sharing_copy, uncached
+from benchmarks.e2e import WARMUP_STEPS, add_times, built, counting, graph_counters, method_of, sharing_copy, uncached
 from benchmarks.layers import empty_cache, release
 from benchmarks.models import VARIANTS, Model, Variant
 from benchmarks.results import ResultFile, progress_bar, why
-from benchmarks.timing import IN_TURN, INTERVALS, WARM_SECONDS, Run, in_turn, wait, warm
+from benchmarks.timing import Run, in_turn, wait, warm
 
 ROUNDS = 15
 ROWS = {"qwen3-4l": ((1, 4096), (4, 4096)), "tiny": ((1, 16), (2, 16))}  # batch x tokens
@@ -61,19 +61,7 @@ class Case:
 
 def new_results(model: Model, path: Path | None, commit: str, rounds: int) -> ResultFile:
     """The file of a run, without rows."""
-    method = METHOD.format(
-        layers=model.config["num_hidden_layers"],
-        dtype=model.dtype,
-        lr=LEARNING_RATE,
-        warm=WARM_SECONDS,
-        in_turn=IN_TURN.format(rounds=rounds),
-        clock="by CUDA events" if torch.cuda.is_available() else "by the wall clock",
-        intervals=INTERVALS.format(
-            unit="ms",
-            division="",
-            of="the variant's time over that of transformers' fastest variant (the row's reference)",
-        ),
-    )
+    method = method_of(METHOD, model, rounds, lr=LEARNING_RATE)
     return ResultFile(path, "train-step", method, commit=commit, config=model.config)
 
 

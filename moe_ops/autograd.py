@@ -87,7 +87,7 @@ class _LayerFormula(_Formula):
         given, results = self._given(inputs), dict(zip(_RESULTS, output[1:], strict=True))
         ctx.mark_non_differentiable(*results.values())
         ctx.set_materialize_grads(False)
-        ctx.options = {name: keyword_only_inputs[name] for name in (*_LAYER_OPTIONS, "format", "capacity", "recompute")}
+        ctx.options = {name: keyword_only_inputs[name] for name in (*_LAYER_OPTIONS, *_FORMAT_OPTIONS)}
         names = [*_INPUTS, *_OPTIONAL]
         if ctx.options["recompute"] == "all":
             names += ["topk_ids", "expert_map"]

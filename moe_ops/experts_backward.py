@@ -9,7 +9,7 @@ arXiv 2512.14080), ``dh = act'(h) (w u)``, ``dx = dh W1^T``, ``dW1 = dh^T x``, `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from meta.activations import split_glu
-from meta.calls import BackwardCall, ExpertsCall, FirstBackwardCall, SortCall
+from meta.calls import BackwardCall, Call, ExpertsCall, FirstBackwardCall, SortCall
 from meta.dims import GRADIENTS, accumulation_dtype
 from moe_ops import rows as plain
 from moe_ops.pairs import drop_overflow, local_ids
@@ -111,15 +111,20 @@ def fused_experts_backward(call: BackwardCall, stage: Stage, kernels: ModuleType
         bias = call.down_bias.unsqueeze(1).to(call.grad_output.dtype)
         dots = stage("gathered_mm", call.grad_output, bias, call.offsets, *places, out_dtype=wide).squeeze(1)
     grad = stage("gathered_mm", call.grad_output, call.down.transpose(1, 2), call.offsets, *places)
-    gate_up, up = call.gate_up, call.up
-    if call.hidden_states is not None:
+    gate_up, up, again = call.gate_up, call.up, call.hidden_states
+    if again is not None:
         routed, weighing = Routed(call.offsets, *places), call.topk_weights if call.weight_on_input else None
-        halves = first_product(stage, call.hidden_states, call.first, call.first_bias, routed, weighing)
+        halves = first_product(stage, again, call.first, call.first_bias, routed, weighing)
         gate_up, up = (*halves, None)[:2]
     results = _between(kernels).glu_rows_backward(
         grad, gate_up, up, weights, places, call.glu, call.offsets,
-        value=call.value, dots=dots, in_place=call.gate_up is None,
+        value=call.value, dots=dots, in_place=again is not None,
     )  # fmt: skip
+    return _filled(call, results)
+
+
+def _filled(call: Call, results: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
+    """Results of an operator, numel 0 for those that there are not."""
     return tuple(
         torch.empty(0, dtype=dtype, device=call.device) if result is None else result
         for result, (_, dtype) in zip(results, call.outputs, strict=True)
@@ -160,12 +165,7 @@ def fused_experts_backward_first(call: FirstBackwardCall, stage: Stage, kernels:
         elif needs[name]:
             found[name] = stage("grouped_wgrad", grad, x, offsets)
     asked = needs | {"grad_output": call.grad_output is not None}
-    nothing = torch.empty(0, dtype=torch.float32, device=call.device)
-    return tuple(_or(found.get(name) if asked[name] else None, nothing) for name in (*GRADIENTS, "grad_output"))
-
-
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    return torch.empty_like(other) if tensor is None else tensor
+    return _filled(call, (found.get(name) if asked[name] else None for name in (*GRADIENTS, "grad_output")))
 
 
 def gate_and_up(

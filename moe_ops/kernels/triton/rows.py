@@ -175,7 +175,7 @@ def _glu_rows_backward_kernel(
     COLUMNS: tl.constexpr,
 ):
     """One program: whole rows, COLUMNS at a time; a row's dot product is summed in the order of its columns, and goes
-    to the weight of the row's pair. Of as many pairs it sets the weights of dropped ones.
+    to the weight of the row's pair. Of as many pairs it sets the gradients of dropped ones to 0.
 
     Bytes: R * I elements each of `grad`, the halves, their gradients and `value`, if it is asked for, which may be the
     memory of `grad`.
