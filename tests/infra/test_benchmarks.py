@@ -297,10 +297,7 @@ def test_first_page_shows_published_models_before_parts_of_them() -> None:
     assert "OLMoE-1B-7B, cache of 64" in text and "4 layers" not in text
     text = report.summary_section(documents)
     assert "| steps of 4 layers of Qwen3-30B-A3B | 2.0x | a GPU | `qwen3-4l.json` |" in text
-    assert (
-        "| steps of OLMoE-1B-7B, Mixtral-8x7B | 2.0x | a GPU | `OLMoE-1B-7B.json`, `Mixtral-8x7B.json` |"
-        in text
-    )
+    assert "| steps of OLMoE-1B-7B, Mixtral-8x7B | 2.0x | a GPU | `OLMoE-1B-7B.json`, `Mixtral-8x7B.json` |" in text
 
 
 def test_summary_of_layers_of_several_files() -> None:
