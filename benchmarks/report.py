@@ -246,7 +246,7 @@ def schemes_section(_: Documents) -> str:
         [
             f"`{row.name}`",
             short_dtype(row.weight_dtype),
-            ", ".join(f"one per {spec.group_n} x {spec.group_k}" for spec in row.scales) or "none",
+            ", ".join(str(spec) for spec in row.scales) or "none",
             row.rows.name if row.rows is not None else "as given",
         ]
         for row in SCHEMES.values()

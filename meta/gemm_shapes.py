@@ -21,11 +21,12 @@ from meta.checks import (
     check_placement,
     check_rank,
     check_shape,
+    describe,
     fail,
 )
 from meta.dims import GLU_LAYOUTS, Dim, GemmProblem, common_layout, is_known_equal
 from meta.operands import Glu, Operand
-from meta.schemes import FLOAT_DTYPES, SCHEMES, QuantScheme, Scale, ceil_div, resolve_scheme
+from meta.schemes import ANY, FLOAT_DTYPES, SCHEMES, WHOLE, QuantScheme, Scale, ceil_div, groups, resolve_scheme
 
 #: An operator's arguments by the names of its schema.
 Flat = Any
@@ -41,6 +42,13 @@ def check_bias(op: str, argument: str, bias: Tensor | None, letters: str, sizes:
     if bias is not None:
         check_float(op, argument, bias)
         check_shape(op, argument, bias, letters, sizes)
+
+
+def check_packed(op: str, argument: str, letter: str, width: Dim, scheme: QuantScheme) -> None:
+    """A contraction length that whole stored elements cover."""
+    if isinstance(width, int) and width % scheme.pack:
+        rule = f"of a last dimension {letter} that {scheme.pack} divides for scheme {scheme.name!r}"
+        raise fail(op, argument, rule, f"{letter}={width}", f"A stored element holds {scheme.pack} codes.")
 
 
 def weight_operand(
@@ -80,17 +88,31 @@ def _check_scale(
     """The scale, as ``[E, 2, N groups, K groups]`` where the groups start again at the up half, in either spelling."""
     if scale.dtype not in spec.dtypes:
         raise fail(op, argument, " or ".join(str(dtype) for dtype in spec.dtypes), scale.dtype, "Cast it first.")
-    through = spec.shape(*sizes)
-    if halves:
-        apart = spec.halves_shape(*sizes)
-        rows = apart[1] * apart[2]
-        if scale.dim() == 3 and not is_known_equal(rows, through[1]) and is_known_equal(scale.shape[1], rows):
+    E, N, K = sizes
+    given = scale
+    if scale.dim() < 3 and spec.forms[-1][1] in (WHOLE, ANY):
+        scale = scale.reshape(*scale.shape, *(1,) * (3 - scale.dim()))
+    if halves and scale.dim() == 3 and spec.groups_of(scale.shape, N, K) is None:
+        rows = [2 * groups(N // 2, group_n) for group_n, _ in spec.forms]
+        if any(is_known_equal(scale.shape[1], count) for count in rows):
             scale = scale.unflatten(1, (2, -1))
-        if scale.dim() == 4:
-            check_shape(op, argument, scale, "E 2 I_groups K_groups", apart)
+    if halves and scale.dim() == 4 and is_known_equal(scale.shape[1], 2):
+        if spec.groups_of(scale.shape, N // 2, K) is not None:
+            check_shape(op, argument, scale, "E 2 I_groups K_groups", (E, *scale.shape[1:]))
             return scale
-    check_shape(op, argument, scale, "E N_groups K_groups", through)
-    return scale
+    elif scale.dim() == 3 and spec.groups_of(scale.shape, N, K) is not None:
+        check_shape(op, argument, scale, "E N_groups K_groups", (E, *scale.shape[1:]))
+        return scale
+    shapes = [(E, groups(N, n), groups(K, k)) for n, k in spec.forms if k != ANY]
+    if len(shapes) == len(spec.forms) == 1:
+        if halves and scale.dim() == 4:
+            n, k = spec.forms[0]
+            check_shape(op, argument, given, "E 2 I_groups K_groups", (E, 2, groups(N // 2, n), groups(K, k)))
+        check_shape(op, argument, given, "E N_groups K_groups", shapes[0])
+    rules = [describe("E N_groups K_groups", sizes) for sizes in shapes]
+    if len(shapes) < len(spec.forms):
+        rules.append(f"{describe('E N', (E, N))[:-1]}, G_count], G_count a divisor of {describe('K', (K,))[1:-1]}")
+    raise fail(op, argument, " or ".join(rules), list(given.shape))
 
 
 def rows_operand(op: str, argument: str, x: Tensor, scheme: QuantScheme, scale: Tensor | None, letters: str) -> Operand:
@@ -157,6 +179,7 @@ def _gemm(op: str, flat: Flat, glu: Glu | None) -> tuple[dict[str, Any], Operand
     experts, rows_of_weight, _ = weight.shape
     width = x.shape[-1]
     sizes = (experts, rows_of_weight, width)
+    check_packed(op, x_name, "K", width, scheme)
     check_shape(op, "weight", weight, "E N K", (experts, rows_of_weight, ceil_div(width, scheme.pack)), hint=True)
     if batched:
         check_shape(op, "batch", x, "E C K", (experts, x.shape[1], width))

@@ -28,6 +28,7 @@ from meta.gemm_shapes import (
     Flat,
     by_place,
     check_bias,
+    check_packed,
     glu_layout,
     half_width,
     rows_operand,
@@ -101,9 +102,11 @@ def _experts(op: str, flat: Flat, scheme: QuantScheme, hidden: Dim) -> tuple[Exp
     check_dtype(op, "down_proj", down, scheme.weight_dtype, "Both projections share one scheme.")
     check_rank(op, "down_proj", down, "E H I")
     count, rows_of_weight, _ = gate_up.shape
+    check_packed(op, "hidden_states", "H", hidden, scheme)
     stored = ceil_div(hidden, scheme.pack)
     check_shape(op, "gate_up_proj", gate_up, "E N H", (count, rows_of_weight, stored), hint=True)
     width = half_width(op, "gate_up_proj", rows_of_weight, layout)
+    check_packed(op, "down_proj", "I", width, scheme)
     check_shape(op, "down_proj", down, "E H I", (count, hidden, ceil_div(width, scheme.pack)), hint=True)
     columns = 2 * rows_of_weight if layout == "separate" else rows_of_weight
     check_bias(op, "gate_up_bias", flat.gate_up_bias, "E N", (count, columns))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from meta.dims import Dim
-from meta.schemes import ActivationFormat, QuantScheme
+from meta.schemes import ActivationFormat, Groups, QuantScheme
 
 
 @dataclass(slots=True)
@@ -28,8 +28,14 @@ class Operand:
 
     def dequantized(self) -> Tensor:
         """fp32 when it is quantised, else the data."""
-        decode = None if self.scheme is None else self.scheme.dequantize
-        return self.data if decode is None else decode(self.data, self.scales)
+        if self.scheme is None or not self.scales:
+            return self.data
+        return self.scheme.dequantize(self.data, self.scales)
+
+    @property
+    def groups(self) -> list[Groups]:
+        """Rows and columns that share an entry of each scale of a weight."""
+        return self.scheme.groups_of(self.data, self.scales) if isinstance(self.scheme, QuantScheme) else []
 
     def of_expert(self, expert: int) -> Tensor:
         """``[N, K]`` of one expert of a weight, as :meth:`dequantized`."""

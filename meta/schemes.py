@@ -1,7 +1,7 @@
 """Number formats of weights and activations: one frozen row each. Only the row's NAME crosses an operator schema.
 
 A quantised weight is its data and the scheme's list of scales, in the order of the row; an activation has a format of
-its own, data and one scale.
+its own, data and one scale. What the codes mean is said in :mod:`meta.formats`.
 """
 
 from __future__ import annotations
@@ -13,48 +13,76 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meta.dims import Dim
+from meta.dims import Dim, is_known_equal
+from meta.formats import CODES, E4M3, E4M3_MAX, E8M0, Code, exponents
 
-E4M3 = torch.float8_e4m3fn
-E4M3_MAX = 448.0
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 #: A group of elements that is the whole axis.
 WHOLE = 0
+#: A group along K of any size that divides it, which the scale's shape says.
+ANY = -1
 
 Scales = Sequence[Tensor]
+Groups = tuple[int, int]
 Quantize = Callable[[Tensor], tuple[Tensor, tuple[Tensor, ...]]]
 Dequantize = Callable[[Tensor, Scales], Tensor]
 
 
 @dataclass(frozen=True)
 class Scale:
-    """One tensor of a scheme's list, ``[E, ceil(N / group_n), ceil(K / group_k)]``.
+    """One tensor of a scheme's list, ``[E, ceil(N / group_n), ceil(K / group_k)]``; last dimensions of 1 may be left
+    out.
 
     Attributes:
         name: what messages call it.
-        group_n, group_k: weight elements along N and K that share an entry; :data:`WHOLE` for the axis.
+        forms: weight elements along N and K that share an entry, each pair one form that a checkpoint may have:
+            :data:`WHOLE` for the axis, :data:`ANY` for what the shape says.
         dtypes: those that a checkpoint may store it in; computed with in fp32.
         optional: may be left out; such entries come last, and the list's length says which are there.
+        shift: whether it is a zero point: subtracted from the codes, where the others are multiplied with.
     """
 
     name: str
-    group_n: int
-    group_k: int
+    forms: tuple[Groups, ...]
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
     optional: bool = False
+    shift: bool = False
 
     def __str__(self) -> str:
-        sizes = ("1" if group == WHOLE else f"ceil({letter} / {group})" for letter, group in
-                 (("N", self.group_n), ("K", self.group_k)))  # fmt: skip
-        return f"{self.name} [E, {', '.join(sizes)}]{' or nothing' if self.optional else ''}"
+        shapes = (f"[E, {_words('N', n)}, {_words('K', k)}]" for n, k in self.forms)
+        return f"{self.name} {' or '.join(shapes)}{' or nothing' if self.optional else ''}"
 
     def shape(self, E: Dim, N: Dim, K: Dim) -> tuple[Dim, Dim, Dim]:
-        """Of an ``[E, N, K]`` weight whose groups run on over all N rows."""
-        return (E, groups(N, self.group_n), groups(K, self.group_k))
+        """Of an ``[E, N, K]`` weight whose groups run on over all N rows, in the first of the forms; :data:`ANY` as 128
+        columns.
+        """
+        group_n, group_k = self.forms[0]
+        return (E, groups(N, group_n), groups(K, 128 if group_k == ANY else group_k))
 
-    def halves_shape(self, E: Dim, N: Dim, K: Dim) -> tuple[Dim, Dim, Dim, Dim]:
-        """Of an ``[E, 2 I, K]`` stack of gate and up whose groups start again with the up half."""
-        return (E, 2, groups(N // 2, self.group_n), groups(K, self.group_k))
+    def groups_of(self, sizes: Sequence[Dim], N: Dim, K: Dim) -> Groups | None:
+        """The form that a scale of ``(.., N groups, K groups)`` has over N rows and K columns, or None."""
+        rows, columns = sizes[-2:]
+        for group_n, group_k in self.forms:
+            if not is_known_equal(rows, groups(N, group_n)):
+                continue
+            if group_k != ANY:
+                if is_known_equal(columns, groups(K, group_k)):
+                    return group_n, group_k
+            elif is_known_equal(columns, 1):
+                return group_n, WHOLE
+            elif not (isinstance(columns, int) and isinstance(K, int)):
+                return group_n, ANY
+            elif columns and K % columns == 0:
+                return group_n, K // columns
+        return None
+
+    def value(self, scale: Tensor) -> Tensor:
+        """fp32, whatever a checkpoint stores it in: bytes of a factor are exponents."""
+        return exponents(scale) if scale.dtype == torch.uint8 and not self.shift else scale.float()
+
+
+def _words(letter: str, group: int) -> str:
+    return "1" if group == WHOLE else f"{letter} / G" if group == ANY else f"ceil({letter} / {group})"
 
 
 @dataclass(frozen=True)
@@ -65,19 +93,42 @@ class ActivationFormat:
         name: of the format.
         dtype: of the stored elements.
         group: elements along K that share an fp32 scale; :data:`WHOLE` for a row.
-        quantize: ``x [..., K] float -> (stored [..., K], (scale fp32 [..., ceil(K / group)],))``.
-        dequantize: ``(stored, scales) -> fp32 [..., K]``.
+        largest: the magnitude that the largest element of a group is stored as.
     """
 
     name: str
     dtype: torch.dtype
     group: int
-    quantize: Quantize
-    dequantize: Dequantize
+    largest: float
 
     def scale_width(self, K: Dim) -> Dim:
         """Scales of a row of K elements."""
         return groups(K, self.group)
+
+    def quantize(self, rows: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """``x [..., K] float -> (stored [..., K], (scale fp32 [..., groups of K],))``, the scale ``max(max|x|, 1e-12) /
+        largest`` of each group, the quotients rounded to nearest, ties to even.
+        """
+        K = rows.shape[-1]
+        blocks = int(groups(K, self.group))
+        wide = rows.float()
+        if self.group != WHOLE:
+            wide = torch.nn.functional.pad(wide, (0, blocks * self.group - K))
+        wide = wide.unflatten(-1, (blocks, -1)) if K else wide.reshape(*rows.shape[:-1], blocks, 0)
+        amax = wide.abs().amax(dim=-1) if K else wide.new_zeros(wide.shape[:-1])
+        scale = _scale_of(amax, self.largest)
+        quotient = (wide / scale.unsqueeze(-1)).clamp(-self.largest, self.largest)
+        quotient = quotient if self.dtype.is_floating_point else quotient.round()
+        stored = quotient.flatten(-2)[..., :K].to(self.dtype)
+        return stored.contiguous(), (scale.clone(memory_format=torch.contiguous_format),)
+
+    def dequantize(self, stored: Tensor, scales: Scales) -> Tensor:
+        """``(stored, scales) -> fp32 [..., K]``."""
+        (scale,) = scales
+        if self.group != WHOLE:
+            scale = scale.repeat_interleave(self.group, dim=-1)[..., : stored.shape[-1]]
+        wide: Tensor = stored.float() * scale
+        return wide
 
 
 @dataclass(frozen=True)
@@ -86,28 +137,86 @@ class QuantScheme:
 
     Attributes:
         name: the name that crosses operator schemas.
-        weight_dtype: stored dtype of an ``[E, N, K]`` weight.
-        error_bound: largest relative rounding error of one stored element against its scale group's value.
+        code: of the elements of an ``[E, N, K]`` weight; None where they are floats.
         scales: the tensors that decode a weight, in the order of the operators' lists.
         rows: format of the activations; None when they stay in the hidden dtype.
-        pack: logical K elements in one stored element.
-        quantize: ``w [E, N, K] float -> (stored, scales)``.
-        dequantize: ``(stored, scales) -> fp32 [E, N, K]``.
+        float_dtype: of weights without a code.
+        make_scales: ``w fp32 [E, N, K] -> the scales`` that :meth:`quantize` stores it with.
+        source: paper or specification.
     """
 
     name: str
-    weight_dtype: torch.dtype
-    error_bound: float
+    code: Code | None = None
     scales: tuple[Scale, ...] = ()
     rows: ActivationFormat | None = None
-    pack: int = 1
-    quantize: Quantize | None = None
-    dequantize: Dequantize | None = None
+    float_dtype: torch.dtype = torch.bfloat16
+    make_scales: Callable[[Tensor], tuple[Tensor, ...]] | None = None
+    source: str = ""
 
     @property
     def quantized(self) -> bool:
         """Whether weights carry scales."""
-        return bool(self.scales)
+        return self.code is not None
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Stored dtype of a weight."""
+        return self.float_dtype if self.code is None else self.code.dtype
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """Of stored weights, scales and activations."""
+        found = {self.weight_dtype} | {dtype for spec in self.scales for dtype in spec.dtypes}
+        return found if self.rows is None else found | {self.rows.dtype}
+
+    @property
+    def pack(self) -> int:
+        """Logical K elements in one stored element."""
+        return 1 if self.code is None else self.code.pack
+
+    @property
+    def bits(self) -> int:
+        """Of one element."""
+        return self.weight_dtype.itemsize * 8 // self.pack
+
+    def groups_of(self, data: Tensor, scales: Scales) -> list[Groups]:
+        """Rows and columns of a weight that share an entry of each scale."""
+        found = []
+        for spec, scale in zip(self.scales, scales, strict=False):
+            N = data.shape[1] // 2 if scale.dim() == 4 else data.shape[1]
+            form = spec.groups_of(scale.shape, N, data.shape[2] * self.pack)
+            if form is None:
+                raise ValueError(f"{self.name}: {spec} expected, got {list(scale.shape)} for {list(data.shape)}.")
+            found.append(form)
+        return found
+
+    def dequantize(self, stored: Tensor, scales: Scales) -> Tensor:
+        """``(stored, scales) -> fp32 [E, N, K]``: ``(code - zero point) * (product of the scales)``."""
+        if self.code is None:
+            return stored.float()
+        value, factor = self.code.decode(stored), None
+        N, K = value.shape[1:]
+        parts = zip(self.scales, scales, self.groups_of(stored, scales), strict=False)
+        for spec, scale, form in parts:
+            wide = per_element(spec.value(scale), form, N, K)
+            if spec.shift:
+                value = value + self.code.zero - wide
+            else:
+                factor = wide if factor is None else factor * wide
+        return value if factor is None else value * factor
+
+    def quantize(self, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """``w [E, N, K] float -> (stored, scales)``; the quotients by the scales rounded to nearest, ties to even."""
+        if self.code is None or self.make_scales is None:
+            raise ValueError(f"quantize_weight: scheme must be one that quantises weights, got {self.name!r}.")
+        _, N, K = weight.shape
+        wide = weight.float()
+        scales = self.make_scales(wide)
+        factor = torch.ones((), device=weight.device)
+        for spec, scale in zip(self.scales, scales, strict=False):
+            if (form := spec.groups_of(scale.shape, N, K)) is not None:
+                factor = factor * per_element(spec.value(scale), form, N, K)
+        return self.code.encode(wide / factor), scales
 
 
 def groups(size: Dim, group: int) -> Dim:
@@ -120,80 +229,203 @@ def ceil_div(a: Dim, b: int) -> Dim:
     return (a + b - 1) // b
 
 
-def per_element(scale: Tensor, spec: Scale, N: int, K: int) -> Tensor:
-    """The fp32 value of every element ``[E, N, K]`` (or broadcast over a :data:`WHOLE` axis) of a weight's scale.
+def per_element(scale: Tensor, form: Groups, N: int, K: int) -> Tensor:
+    """The value of every element ``[E, N, K]`` (or broadcast over an axis of :data:`WHOLE`) of a weight's scale.
 
     Args:
-        scale: of :meth:`Scale.shape`, or of :meth:`Scale.halves_shape`.
+        scale: ``[E, N groups, K groups]``, or ``[E, 2, N groups, K groups]`` over the halves of a gate|up stack.
+        form: elements that share an entry.
     """
-    wide = scale.float()
+    group_n, group_k = form
     if scale.dim() == 4:
-        wide = _spread(wide, 2, spec.group_n, N // 2).flatten(1, 2)
+        scale = _spread(scale, 2, group_n or N // 2, N // 2).flatten(1, 2)
     else:
-        wide = _spread(wide, 1, spec.group_n, N)
-    return _spread(wide, -1, spec.group_k, K)
+        scale = _spread(scale, 1, group_n, N)
+    return _spread(scale, -1, group_k, K)
 
 
 def _spread(scale: Tensor, dim: int, group: int, size: int) -> Tensor:
     return scale if group == WHOLE else scale.repeat_interleave(group, dim=dim).narrow(dim, 0, size)
 
 
-def _quantize_weight_block128(weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """e4m3 with one fp32 scale ``max|w| / 448`` per 128 x 128 block (DeepSeek-V3, section 3.3)."""
-    E, N, K = weight.shape
-    blocks_n, blocks_k = math.ceil(N / 128), math.ceil(K / 128)
-    padded = weight.new_zeros((E, blocks_n * 128, blocks_k * 128), dtype=torch.float32)
-    padded[:, :N, :K] = weight
-    amax = padded.abs().view(E, blocks_n, 128, blocks_k, 128).amax(dim=(2, 4))
-    scale = _scale_of(amax)
-    quotient = weight.float() / per_element(scale, _BLOCK128, N, K)
-    return quotient.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3), (scale,)
-
-
-def _scale_of(amax: Tensor) -> Tensor:
+def _scale_of(amax: Tensor, largest: float) -> Tensor:
     """Scale of a group with this largest magnitude; the group of zeros gets a normal number.
 
     Divided by a tensor: torch on CUDA turns a division by a Python number into a product with its rounded reciprocal,
     and the same rows would have other scales there than on a CPU and in the kernels.
     """
-    return amax.clamp(min=1e-12) / amax.new_full((), E4M3_MAX)
+    return amax.clamp(min=1e-12) / amax.new_full((), largest)
 
 
-def _dequantize_weight_block128(stored: Tensor, scales: Scales) -> Tensor:
-    return stored.float() * per_element(scales[0], _BLOCK128, stored.shape[1], stored.shape[2])
+def _amax(weight: Tensor, group_n: int, group_k: int) -> Tensor:
+    """Largest magnitude of every group, fp32 ``[E, N groups, K groups]``."""
+    _, N, K = weight.shape
+    rows, columns = group_n or max(N, 1), group_k or max(K, 1)
+    padded = torch.nn.functional.pad(weight.abs(), (0, -K % columns, 0, -N % rows))
+    found: Tensor = padded.unflatten(2, (-1, columns)).unflatten(1, (-1, rows)).amax(dim=(2, 4))
+    return found
 
 
-def _quantize_rows_1x128(rows: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """e4m3 with one fp32 scale ``max(max|x|, 1e-12) / 448`` per row and 128 columns."""
-    K = rows.shape[-1]
-    blocks = math.ceil(K / 128)
-    padded = torch.nn.functional.pad(rows.float(), (0, blocks * 128 - K)).reshape(*rows.shape[:-1], blocks, 128)
-    scale = _scale_of(padded.abs().amax(dim=-1))
-    stored = (padded / scale.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX).flatten(-2)[..., :K].to(E4M3)
-    return stored.contiguous(), (scale.clone(memory_format=torch.contiguous_format),)
+def _scales(code: str, group_n: int, group_k: int) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """One fp32 scale ``max|w| / largest`` for every group."""
+    largest = CODES[code].largest
+    return lambda weight: (_scale_of(_amax(weight, group_n, group_k), largest),)
 
 
-def _dequantize_rows_1x128(stored: Tensor, scales: Scales) -> Tensor:
-    return stored.float() * scales[0].repeat_interleave(128, dim=-1)[..., : stored.shape[-1]]
+def _group_scales(code: str) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """bf16 scales of groups of 128 columns, or of a row whose length 128 does not divide."""
+    largest = CODES[code].largest
+    return lambda weight: (_scale_of(_amax(weight, 1, _columns(weight)), largest).bfloat16(),)
 
 
-_BLOCK128 = Scale("scale", 128, 128, (torch.float32, torch.bfloat16, torch.float8_e8m0fnu))
+def _columns(weight: Tensor) -> int:
+    return 128 if weight.shape[2] % 128 == 0 else WHOLE
+
+
+def _mx_scales(code: str) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """e8m0 ``2^(floor(log2(max|w|)) - emax)`` of 32 columns (OCP Microscaling Formats v1.0, 6.3)."""
+    largest_exponent = math.frexp(CODES[code].largest)[1] - 1
+
+    def scales(weight: Tensor) -> tuple[Tensor, ...]:
+        exponent = torch.frexp(_amax(weight, 1, 32).clamp(min=2.0**-126))[1] - 1 - largest_exponent
+        return ((exponent.clamp(-127, 127) + 127).to(torch.uint8).view(E8M0),)
+
+    return scales
+
+
+def _nv_scales(weight: Tensor) -> tuple[Tensor, ...]:
+    """e4m3 of 16 columns, in units of one fp32 number for an expert that makes the largest of them 448."""
+    whole = _scale_of(_amax(weight, WHOLE, WHOLE), E4M3_MAX * CODES["e2m1"].largest)
+    part = _amax(weight, 1, 16) / CODES["e2m1"].largest / whole
+    return _positive_e4m3(part), whole
+
+
+def _w4a8_scales(weight: Tensor) -> tuple[Tensor, ...]:
+    """e4m3 of a group of columns, in units of one fp32 number for each row that makes the largest of them 448."""
+    part = _scale_of(_amax(weight, 1, _columns(weight)), CODES["int4"].largest)
+    row = _scale_of(part.amax(dim=2, keepdim=True), E4M3_MAX)
+    return _positive_e4m3(part / row), row
+
+
+def _positive_e4m3(scale: Tensor) -> Tensor:
+    return scale.clamp(2.0**-9, E4M3_MAX).to(E4M3)
+
+
+FP8_1X128 = ActivationFormat("fp8_1x128", E4M3, 128, E4M3_MAX)
+FP8_TOKEN = ActivationFormat("fp8_token", E4M3, WHOLE, E4M3_MAX)
+INT8_TOKEN = ActivationFormat("int8_token", torch.int8, WHOLE, 127.0)
+
+_FP32_OR_BF16 = (torch.float32, torch.bfloat16)
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_BLOCKS = (128, 128)
+_TENSOR, _CHANNEL, _GROUPS = (WHOLE, WHOLE), (1, WHOLE), (1, ANY)
+_OCP = "OCP Microscaling Formats v1.0"
+
+
+def _code(name: str, code: str, *scales: Scale, **fields: object) -> QuantScheme:
+    return QuantScheme(name, CODES[code], scales, **fields)  # type: ignore[arg-type]
+
 
 SCHEMES: dict[str, QuantScheme] = {
     row.name: row
     for row in (
-        QuantScheme("bf16", torch.bfloat16, 2.0**-8),
-        QuantScheme("fp16", torch.float16, 2.0**-11),
-        QuantScheme("fp32", torch.float32, 2.0**-24),
-        QuantScheme("fp64", torch.float64, 2.0**-53),  # gradient checks and oracles; the CPU backend alone runs it
-        QuantScheme(
+        QuantScheme("bf16", float_dtype=torch.bfloat16),
+        QuantScheme("fp16", float_dtype=torch.float16),
+        QuantScheme("fp32", float_dtype=torch.float32),
+        QuantScheme("fp64", float_dtype=torch.float64),  # gradient checks and oracles; the CPU backend alone runs it
+        _code(
+            "fp8_tensor",
+            "e4m3",
+            Scale("scale", (_TENSOR,)),
+            rows=FP8_TOKEN,
+            make_scales=_scales("e4m3", *_TENSOR),
+            source="compressed-tensors, ModelOpt: float-quantized, one scale for a tensor, for each half of a stack",
+        ),
+        _code(
+            "fp8_channel",
+            "e4m3",
+            Scale("scale", (_CHANNEL,), _FP32_OR_BF16),
+            rows=FP8_TOKEN,
+            make_scales=_scales("e4m3", *_CHANNEL),
+            source="compressed-tensors: float-quantized, one scale for a row of the weight",
+        ),
+        _code(
             "fp8_block128",
-            E4M3,
-            2.0**-4,
-            scales=(_BLOCK128,),
-            rows=ActivationFormat("fp8_1x128", E4M3, 128, _quantize_rows_1x128, _dequantize_rows_1x128),
-            quantize=_quantize_weight_block128,
-            dequantize=_dequantize_weight_block128,
+            "e4m3",
+            Scale("scale", (_BLOCKS,), (torch.float32, torch.bfloat16, E8M0)),
+            rows=FP8_1X128,
+            make_scales=_scales("e4m3", *_BLOCKS),
+            source="DeepSeek-V3, arXiv 2412.19437, section 3.3",
+        ),
+        _code(
+            "fp8_w8a16",
+            "e4m3",
+            Scale("scale", (_BLOCKS, _CHANNEL, _TENSOR), (torch.float32, torch.bfloat16, E8M0)),
+            make_scales=_scales("e4m3", *_CHANNEL),
+            source="the weights of fp8_tensor, fp8_channel and fp8_block128",
+        ),
+        _code(
+            "mxfp8",
+            "e4m3",
+            Scale("scale", ((1, 32),), (E8M0, torch.uint8)),
+            make_scales=_mx_scales("e4m3"),
+            source=_OCP,
+        ),
+        _code(
+            "int8_channel",
+            "int8",
+            Scale("scale", (_CHANNEL,), _FLOATS),
+            rows=INT8_TOKEN,
+            make_scales=_scales("int8", *_CHANNEL),
+            source="LLM.int8, arXiv 2208.07339, without outliers; SmoothQuant, arXiv 2211.10438",
+        ),
+        _code(
+            "int8_w8a16",
+            "int8",
+            Scale("scale", (_GROUPS,), _FLOATS),
+            Scale("zero_point", (_GROUPS,), (torch.int8, torch.uint8), optional=True, shift=True),
+            make_scales=_scales("int8", *_CHANNEL),
+            source="compressed-tensors: pack-quantized, 8 bits",
+        ),
+        _code(
+            "int4_w4a16",
+            "int4",
+            Scale("scale", (_GROUPS,), _FLOATS),
+            Scale("zero_point", (_GROUPS,), (torch.uint8, torch.int8), optional=True, shift=True),
+            make_scales=_group_scales("int4"),
+            source="compressed-tensors: pack-quantized, 4 bits; GPTQ, arXiv 2210.17323; AWQ, arXiv 2306.00978",
+        ),
+        _code(
+            "w4a8_fp8",
+            "int4",
+            Scale("scale", (_GROUPS,), (E4M3, torch.bfloat16, torch.float32)),
+            Scale("channel_scale", (_CHANNEL,), optional=True),
+            rows=FP8_TOKEN,
+            make_scales=_w4a8_scales,
+            source="LMDeploy and vLLM: QServe, arXiv 2405.04532, with e4m3 in the place of int8",
+        ),
+        _code(
+            "mxfp4",
+            "e2m1",
+            Scale("scale", ((1, 32),), (E8M0, torch.uint8)),
+            make_scales=_mx_scales("e2m1"),
+            source=_OCP,
+        ),
+        _code(
+            "mxfp4_a8",
+            "e2m1",
+            Scale("scale", ((1, 32),), (E8M0, torch.uint8)),
+            rows=FP8_1X128,
+            make_scales=_mx_scales("e2m1"),
+            source=f"the weights of mxfp4, {_OCP}, the activations of fp8_block128",
+        ),
+        _code(
+            "nvfp4",
+            "e2m1",
+            Scale("scale", ((1, 16),), (E4M3,)),
+            Scale("global_scale", (_TENSOR,)),
+            make_scales=_nv_scales,
+            source="NVIDIA, NVFP4; ModelOpt's weight_scale_2 is the second",
         ),
     )
 }

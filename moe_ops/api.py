@@ -281,7 +281,7 @@ def quantize_weight(weight: Tensor, *, scheme: str) -> tuple[Tensor, ...]:
     check_type("quantize_weight", "scheme", scheme, accepts("str"))
     check_rank("quantize_weight", "weight", weight, "E N K")
     check_float("quantize_weight", "weight", weight)
-    bodies = {name: row.quantize for name, row in SCHEMES.items() if row.quantize is not None}
-    check_name("quantize_weight", "scheme", scheme, bodies)
-    stored, scales = bodies[scheme](weight)
+    rows = {name: row for name, row in SCHEMES.items() if row.make_scales is not None}
+    check_name("quantize_weight", "scheme", scheme, rows)
+    stored, scales = rows[scheme].quantize(weight)
     return (stored, *scales)

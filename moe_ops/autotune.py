@@ -76,11 +76,12 @@ class TrialLayer:
 
     def _quantized(self, scheme: QuantScheme, weight: torch.Tensor) -> Operand:
         E, n, k = weight.shape
-        if scheme.quantize is None:
+        if scheme.make_scales is None:
             raise ValueError(f"autotune: scheme must quantise weights, got {scheme.name!r}.")
         if self.device == "meta":
-            shapes = [spec.shape(E, n, k) for spec in scheme.scales]
-            return Operand(weight.to(scheme.weight_dtype), scheme, tuple(torch.empty(s, device="meta") for s in shapes))
+            _, made = scheme.quantize(torch.zeros(1, n, k))  # shapes and dtypes
+            stored = torch.empty((E, n, k // scheme.pack), dtype=scheme.weight_dtype, device="meta")
+            return Operand(stored, scheme, tuple(scale.to("meta").expand(E, -1, -1) for scale in made))
         parts = [scheme.quantize(weight[e : e + 1].float()) for e in range(E)]
         scales = zip(*(scales for _, scales in parts), strict=True)
         return Operand(torch.cat([q for q, _ in parts]), scheme, tuple(torch.cat(scale) for scale in scales))

@@ -32,7 +32,7 @@ from meta.schemes import SCHEMES
 from moe_ops import counters, router_gradient
 
 NAME = "reference"
-SERVED_SCHEMES = frozenset({"bf16", "fp16", "fp32", "fp64", "fp8_block128"})
+SERVED_SCHEMES = frozenset(SCHEMES)  # each decodes and rounds by its row
 
 
 def refuses(problem: Problem) -> str | None:

@@ -51,7 +51,7 @@ from moe_ops.kernels.cpu import (
 from moe_ops.pairs import local_ids, places
 
 NAME = "cpu"
-SERVED_SCHEMES = frozenset({"bf16", "fp16", "fp32", "fp64", "fp8_block128"})
+SERVED_SCHEMES = frozenset(SCHEMES)  # each decodes and rounds by its row
 
 
 def refuses(problem: Problem) -> str | None:

@@ -25,6 +25,7 @@ from meta.calls import (
     WgradCall,
 )
 from meta.dims import Problem
+from meta.formats import E4M3
 from meta.operands import Glu, Operand
 from meta.schemes import SCHEMES
 from moe_ops.backends import triton_plans
@@ -50,7 +51,7 @@ from moe_ops.kernels.triton.util import INTERPRETED, unit_stride
 from moe_ops.plans import LayerKey, Plan, bucket
 
 NAME = triton_plans.NAME
-SERVED_SCHEMES = frozenset({"bf16", "fp16", "fp32", "fp8_block128"})
+SERVED_SCHEMES = frozenset({"bf16", "fp16", "fp32", "fp8_block128", *triton_plans.PACKED})
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: In place of :mod:`moe_ops.rows`.
 ROWS = rows
@@ -64,8 +65,11 @@ def refuses(problem: Problem) -> str | None:
         return f"needs a CUDA device, got {problem.device_type}"
     if problem.dtype not in (*DTYPES, torch.float8_e4m3fn):
         return f"supports {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}, got {problem.dtype}"
-    if problem.scheme and SCHEMES[problem.scheme].rows is not None and (reason := lacks(problem.arch, "fp8")):
+    scheme = SCHEMES.get(problem.scheme)
+    if scheme is not None and E4M3 in scheme.dtypes and (reason := lacks(problem.arch, "fp8")):
         return f"scheme {problem.scheme} {reason}"
+    if problem.scheme in triton_plans.PACKED and problem.dtype != torch.bfloat16:
+        return f"scheme {problem.scheme} takes bfloat16 activations, got {problem.dtype}"
     return lacks(problem.arch, "kernels")
 
 

@@ -100,6 +100,25 @@ AROUND_US = 2.0  # of the kernels that sort pairs and combine results, beyond wh
 SMALL_PAIRS = 64  # the most that the small kernels were ever seen to win with
 
 
+#: Schemes whose weights are decoded for bf16 activations.
+PACKED = frozenset(name for name, row in SCHEMES.items() if row.quantized and row.rows is None)
+
+
+def _packed_tile(scheme: str, work: Work) -> MMConfig:
+    """Weight rows fill the 64 rows of a tensor core's product; fewer of them make more programs, where there are few.
+
+    us of a layer on an H100, 64 and 128 weight rows, int4_w4a16: gpt-oss-120b's dimensions, T = 1 54 and 74, T = 64 653
+    and 619; with 32 rows of tokens in the place of 16: 733; Qwen3-30B-A3B, T = 256, where an expert has 16: 233, 252,
+    222. fp8_w8a16, gpt-oss-120b, T = 64: 1016 and 1035.
+    """
+    rows, pairs = work.T * work.K / work.E, work.T * work.K
+    if rows > 64:
+        return _gathered(128, 128, 64, 8, 8, 3)
+    if SCHEMES[scheme].pack == 1 or pairs <= 16:
+        return _gathered(16 if rows <= 12 else 32, 64, 128, 1, 4, 4)
+    return _gathered(16, 128, 128, 1, 4, 4) if rows <= 12 else _gathered(32, 128, 128, 1, 8, 4)
+
+
 def kind(scheme: str) -> str:
     """The tiles that serve a scheme: a name of FAMILIES."""
     return "plain" if SCHEMES[scheme].rows is None else "scaled"
@@ -108,7 +127,7 @@ def kind(scheme: str) -> str:
 def cheapest(key: LayerKey, tokens: int, gpu: str, sm: int) -> Plan:
     """The plan that should be fastest by `meta.cost`, for shapes that nobody measured."""
     grouped, us = _by_products(key, tokens, gpu, sm)
-    if tokens * key.K <= SMALL_PAIRS and key.format == "grouped" and key.scheme != "fp32":
+    if tokens * key.K <= SMALL_PAIRS and key.format == "grouped" and key.scheme != "fp32" and key.scheme not in PACKED:
         first, second = _works(key, tokens)
         expert_bytes = (first.N * first.depth + second.N * second.depth) * first.itemsize
         if pairwise_us(first, expert_bytes, *PAIRWISE[kind(key.scheme)]) < us + AROUND_US:
@@ -172,6 +191,9 @@ def _tile(scheme: str, work: Work, gpu: str, sm: int, column: str) -> tuple[MMCo
     tma = sm >= FIRST_CAPABILITY["tma"]
     if scheme == "fp32":
         return MMConfig(16 if work.T * work.K <= 16 * work.E else 64, 64, 32, 8, 4, 3, a_tma=False, w_tma=False), 0.0
+    if scheme in PACKED:
+        tile = _packed_tile(scheme, work)
+        return (tile if tma else tile._replace(w_tma=False)), 0.0
     arch = lookup_gpu(gpu)
     # Then every column has its scale, for which 128 rows leave no registers (us on an H200, gpt-oss-120b's dimensions,
     # T = 4096: 4428, with 64 rows 1893).
@@ -194,7 +216,7 @@ def _tile(scheme: str, work: Work, gpu: str, sm: int, column: str) -> tuple[MMCo
 
 def runs_on(scheme: str, columns: int) -> bool:
     """Whether scale groups run on from the gate into the up half, of so many columns each."""
-    return any(columns % spec.group_n for spec in SCHEMES[scheme].scales)
+    return any(columns % (spec.forms[0][0] or columns) for spec in SCHEMES[scheme].scales)
 
 
 def fits(tile: MMConfig, bytes_per_element: int, shared_kib: int) -> bool:
@@ -215,6 +237,8 @@ def _blocks_m(rows: float) -> list[int]:
 
 def gemm_candidates(scheme: str, rows: float, *, gated: bool, first: bool) -> list[MMConfig]:
     """GEMM tiles to time. Weights always come by descriptor; rows by descriptor or gathered."""
+    if scheme in PACKED:
+        return _packed_candidates(rows)
     element = SCHEMES[scheme].weight_dtype.itemsize
     quantizes = SCHEMES[scheme].rows is not None
     found = []
@@ -242,6 +266,18 @@ def gemm_candidates(scheme: str, rows: float, *, gated: bool, first: bool) -> li
     return found
 
 
+def _packed_candidates(rows: float) -> list[MMConfig]:
+    """Tiles whose sums and decoded weights a thread's registers hold."""
+    found = []
+    for block_m, block_n, block_k, warps, stages in every(
+        _blocks_m(rows), (64, 128), (64, 128, 256), (4, 8), (3, 4, 5)
+    ):
+        registers = block_n * (block_m + block_k // 2) / (32 * warps)
+        if 24 <= registers <= 144 and block_n >= 16 * warps and (stages == 4 or block_m <= 32):
+            found.append(_gathered(block_m, block_n, block_k, 8 if rows > 16 else 1, warps, stages))
+    return found
+
+
 def small_candidates(K: int, scheme: str, *, first: bool) -> list[SmallConfig]:
     """Tiles of the small path to time: each thread has 4 to 16 loads of 16 bytes in flight."""
     per_load = 16 // SCHEMES[scheme].weight_dtype.itemsize
@@ -262,6 +298,6 @@ def candidates(key: LayerKey, tokens: int) -> dict[str, tuple[list[Any], ...]]:
     found: dict[str, tuple[list[Any], ...]]
     found = {key.format: tuple(gemm_candidates(key.scheme, rows, gated=key.gated, first=first) for first in both)}
     # Small kernels serve where pairs rarely share experts.
-    if key.format == "grouped" and tokens * key.K <= 2 * key.E and tokens <= 8:
+    if key.format == "grouped" and key.scheme not in PACKED and tokens * key.K <= 2 * key.E and tokens <= 8:
         found["small"] = tuple(small_candidates(key.K, key.scheme, first=first) for first in both)
     return found

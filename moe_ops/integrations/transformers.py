@@ -109,7 +109,7 @@ def _check_fp8(module: Any, first: str) -> None:
     """
     row = SCHEMES[FP8_SCHEME]
     spec = row.scales[0]
-    block = (spec.group_n, spec.group_k)
+    block = block_rows, _ = spec.forms[0]
     if module.activation_scheme != "dynamic":
         raise _refusal(module, "activation_scheme must be 'dynamic'", repr(module.activation_scheme))
     if module.block_size is None or tuple(module.block_size) != block:
@@ -122,12 +122,12 @@ def _check_fp8(module: Any, first: str) -> None:
             dtypes = " or ".join(str(dtype) for dtype in spec.dtypes)
             raise _refusal(module, f"{name}_scale_inv must be {dtypes}", scale.dtype)
     width = module.down_proj.shape[2]
-    if module.has_gate and width % spec.group_n:
+    if module.has_gate and width % block_rows:
         # A checkpoint's blocks of the gate and of the up half are separate, the last ones cut short: none spans both.
         # As many rows as there are blocks that run on would not say which they are.
-        rows, apart = getattr(module, f"{first}_scale_inv").shape[1], 2 * ceil_div(width, spec.group_n)
-        if rows != apart or apart == ceil_div(2 * width, spec.group_n):
-            rule = f"intermediate size must be a multiple of {spec.group_n}, or its scales start again with the up half"
+        rows, apart = getattr(module, f"{first}_scale_inv").shape[1], 2 * ceil_div(width, block_rows)
+        if rows != apart or apart == ceil_div(2 * width, block_rows):
+            rule = f"intermediate size must be a multiple of {block_rows}, or its scales start again with the up half"
             raise _refusal(module, rule, f"{width} with {rows} rows of scales")
 
 

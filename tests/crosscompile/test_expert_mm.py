@@ -10,7 +10,8 @@ from moe_ops.backends.triton_plans import small_tiles
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.expert_mm import _expert_mm_kernel
 from moe_ops.kernels.triton.launch import STREAM, ExpertMM, most_registers, walk
-from moe_ops.kernels.triton.mm_tile import (
+from moe_ops.kernels.triton.small import _small_down_kernel, _small_glu_kernel
+from moe_ops.kernels.triton.tile_loads import (
     CONCAT,
     INTERLEAVED,
     NOT_GATED,
@@ -18,7 +19,6 @@ from moe_ops.kernels.triton.mm_tile import (
     TMA_KN,
     TMA_NK,
 )
-from moe_ops.kernels.triton.small import _small_down_kernel, _small_glu_kernel
 from moe_ops.plans import LayerKey
 from tests.crosscompile.compiling import CAPABILITIES, Compiled, compile_kernel
 

@@ -39,10 +39,12 @@ class Layer:
         tensors = dict(self.tensors)
         scheme = self.options.get("scheme")
         if scheme is not None:
-            row, (scale, *up_scale) = SCHEMES[scheme], tensors["gate_up_scales"]
+            row, scales = SCHEMES[scheme], list(tensors["gate_up_scales"])
+            count = len(scales) // (1 if tensors.get("up_proj") is None else 2)
+            scales, up_scale = scales[:count], scales[count:]
             if self.halves == 3:
-                scale = scale.unflatten(1, (2, -1))
-            tensors["gate_up_proj"] = row.dequantize(tensors["gate_up_proj"], [scale])
+                scales = [scale.unflatten(1, (2, -1)) for scale in scales]
+            tensors["gate_up_proj"] = row.dequantize(tensors["gate_up_proj"], scales)
             tensors["down_proj"] = row.dequantize(tensors["down_proj"], tensors["down_scales"])
             if up_scale:
                 tensors["up_proj"] = row.dequantize(tensors["up_proj"], up_scale)
@@ -138,14 +140,15 @@ def _quantize(tensors: dict[str, Any], variant: Variant) -> None:
     halves = tensors["gate_up_proj"].chunk(2, dim=1) if variant.halves else (tensors["gate_up_proj"],)
     gate_up = [scheme.quantize(half) for half in halves]
     tensors["gate_up_proj"] = torch.cat([stored for stored, _ in gate_up], dim=1)
-    scales = [scale for _, (scale,) in gate_up]
-    scales = [torch.stack(scales, dim=1) if variant.halves == 4 else torch.cat(scales, dim=1)]
+    join = torch.stack if variant.halves == 4 else torch.cat
+    scales = [join(list(of_both), dim=1) for of_both in zip(*(scales for _, scales in gate_up), strict=True)]
     if variant.separate:
         tensors["up_proj"], up_scales = scheme.quantize(tensors["up_proj"])
         scales += up_scales
     tensors["down_proj"], down_scales = scheme.quantize(tensors["down_proj"])
     for name, given in (("gate_up_scales", scales), ("down_scales", down_scales)):
-        tensors[name] = [scale.to(variant.scale_dtype) for scale in given]
+        change = variant.scale_dtype != torch.float32
+        tensors[name] = [scale.to(variant.scale_dtype) if change else scale for scale in given]
     if variant.stored_rows:
         tensors["hidden_states"], (tensors["hidden_states_scale"],) = scheme.rows.quantize(tensors["hidden_states"])
 
@@ -219,6 +222,13 @@ VARIANTS: dict[str, Variant] = {
     ),
     "fp8_no_tokens": Variant(scheme="fp8_block128", dtype=torch.bfloat16, T=0, H=128, I=128),
 }
+for _name in (name for name, row in SCHEMES.items() if row.quantized and name != "fp8_block128"):
+    _form = {"scheme": _name, "dtype": torch.bfloat16, "H": 160, "I": 128}
+    VARIANTS[_name] = Variant(**_form, bias=True, ids="minus")
+    VARIANTS[f"{_name}_batched"] = Variant(**_form, options=(("format", "batched"), ("glu_layout", "interleaved")))
+VARIANTS["fp8_tensor_halves"] = Variant(scheme="fp8_tensor", dtype=torch.bfloat16, H=160, I=48, halves=3)
+VARIANTS["w4a8_fp8_separate"] = Variant(scheme="w4a8_fp8", dtype=torch.bfloat16, H=160, I=128, separate=True)
+VARIANTS["nvfp4_halves"] = Variant(scheme="nvfp4", dtype=torch.bfloat16, H=160, I=48, halves=4)
 
 _ACTIVATIONS = {
     "silu": lambda g, alpha, limit: g / (1 + (-g).exp()),

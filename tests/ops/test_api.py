@@ -84,7 +84,7 @@ def test_quantised_weights_are_those_of_the_scheme() -> None:
     blocks = weight[1, 128:, :70].abs().amax() / 448
     torch.testing.assert_close(scale[1, 1, 0], blocks)
     assert stored.dtype == torch.float8_e4m3fn and scale.shape == (2, 2, 1)
-    with pytest.raises(ValueError, match=r"quantize_weight: scheme must be one of \['fp8_block128'\], got 'bf16'"):
+    with pytest.raises(ValueError, match=r"quantize_weight: scheme must be one of .*'fp8_block128', .*, got 'bf16'"):
         moe_ops.quantize_weight(weight, scheme="bf16")
     with pytest.raises(ValueError, match="quantize_weight: weight must be"):
         moe_ops.quantize_weight(weight[0], scheme="fp8_block128")

@@ -155,16 +155,16 @@ def test_a_backend_refuses_a_scheme_that_it_does_not_list(name: str) -> None:
     module = backends.load(name)
     if isinstance(module, str):
         pytest.skip(module)
-    on_device = problem(device_type="cpu" if name in ("cpu", "reference") else "cuda", scheme="int8_channel")
+    on_device = problem(device_type="cpu" if name in ("cpu", "reference") else "cuda", scheme="int8_of_tomorrow")
     with pytest.raises(ValueError) as caught:
         choice.choose(on_device, name)
     listed = ", ".join(sorted(module.SERVED_SCHEMES))
-    assert f"{name} serves the schemes {listed}, got int8_channel" in str(caught.value)
+    assert f"{name} serves the schemes {listed}, got int8_of_tomorrow" in str(caught.value)
 
 
 def test_a_scheme_that_no_backend_serves_is_refused_by_all() -> None:
-    with pytest.raises(ValueError, match=r"any backend must accept .*cpu serves the schemes bf16, .*got int8_channel"):
-        choice.choose(problem(scheme="int8_channel"))
+    with pytest.raises(ValueError, match=r"any backend must accept .*cpu serves .*got int8_of_tomorrow"):
+        choice.choose(problem(scheme="int8_of_tomorrow"))
 
 
 @pytest.mark.parametrize("name", backends.BACKENDS)

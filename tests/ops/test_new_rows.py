@@ -12,26 +12,22 @@ import torch
 
 import moe_ops
 from meta.activations import ACTIVATIONS, Activation
-from meta.schemes import SCHEMES, WHOLE, QuantScheme, Scale, per_element
+from meta.formats import CODES
+from meta.schemes import SCHEMES, WHOLE, QuantScheme, Scale
 from moe_ops import backends, choice, plans, reference
 from moe_ops.backends import cpu
 from tests.ops.errors import assert_accurate
 from tests.ops.layers import VARIANTS, Layer, Variant, dense_formula, plain_result
 
-NAME, CHANNEL = "int8_of_the_test", Scale("scale", 1, WHOLE)
+NAME = "int8_of_the_test"
 
 
-def _quantize(weight: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    scale = weight.float().abs().amax(dim=2, keepdim=True).clamp(min=1e-12) / 127
-    return (weight.float() / scale).round().to(torch.int8), (scale,)
-
-
-def _dequantize(stored: torch.Tensor, scales: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    return stored.float() * per_element(scales[0], CHANNEL, *stored.shape[1:])
+def _scales(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (weight.abs().amax(dim=2, keepdim=True).clamp(min=1e-12) / 127,)
 
 
 #: Weights alone: int8 with a scale for each row, activations as they are.
-ROW = QuantScheme(NAME, torch.int8, 2.0**-8, scales=(CHANNEL,), quantize=_quantize, dequantize=_dequantize)
+ROW = QuantScheme(NAME, CODES["int8"], (Scale("scale", ((1, WHOLE),)),), make_scales=_scales)
 
 
 @pytest.fixture

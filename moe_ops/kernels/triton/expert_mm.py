@@ -27,7 +27,7 @@ from moe_ops.kernels.triton.util import (
 )
 
 
-@triton.jit(do_not_specialize=["num_rows", "up_scale_offset"])
+@triton.jit(do_not_specialize=["num_rows", "up_scale_offset", "up_zeros_offset", "up_outer_offset"])
 def _expert_mm_kernel(
     a,
     a_desc,
@@ -39,6 +39,10 @@ def _expert_mm_kernel(
     w_scale,
     up_offset,
     up_scale_offset,
+    w_zeros,
+    w_outer,
+    up_zeros_offset,
+    up_outer_offset,
     bias,
     out,
     out_desc,
@@ -85,6 +89,7 @@ def _expert_mm_kernel(
         w_scale,
         up_offset,
         up_scale_offset,
+        (w_scale, w_zeros, w_outer, up_scale_offset, up_zeros_offset, up_outer_offset),
         bias,
         out,
         out_desc,
@@ -214,6 +219,10 @@ def _launch(
         mm.weight_scale,
         mm.up_offset,
         mm.up_scale_offset,
+        mm.decoding["zeros"].tensor,
+        mm.decoding["rows"].tensor,
+        mm.decoding["zeros"].up_offset,
+        mm.decoding["rows"].up_offset,
         mm.bias,
         out,
         made.out_desc,
@@ -237,11 +246,11 @@ def _launch(
         pdl,
     )
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "launch_pdl": pdl}
-    if (registers := most_registers(config, mm.glu, mm.scheme is not None)) is not None:
+    if (registers := most_registers(config, mm.glu, mm.is_scaled)) is not None:
         options["maxnreg"] = registers
     programs = row_tiles * made.n_tiles
     if made.walk != ONE_TILE.value:
-        scales = None if mm.weight_scale is None else mm.weight_scale.dtype
+        scales = tuple(scale.dtype for scale in mm.operand.scales)
         key = (arguments[-13:], load is None, config, a.dtype, out.dtype, scales, mm.bias is None, a.device)
         with on_device(a):
             programs = min(programs, side_by_side(_expert_mm_kernel, key, with_memory(arguments), options))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -13,7 +13,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from meta.arch import TYPICAL
 from meta.operands import Operand
 from moe_ops.kernels.triton.config import MMConfig
-from moe_ops.kernels.triton.mm_tile import (
+from moe_ops.kernels.triton.packed_tile import CODE_NUMBERS
+from moe_ops.kernels.triton.tile_loads import (
     CONCAT,
     INTERLEAVED,
     NOT_GATED,
@@ -51,7 +52,7 @@ class Launch:
     a_desc: TensorDescriptor | None
     w_desc: TensorDescriptor | None
     out_desc: TensorDescriptor | None
-    strides: tuple[Any, Any, Any, int]
+    strides: tuple[Any, Any, Any, int, Any, Any]
     block: tuple[int, int, int, int, int, int, int]
     moves: tuple[bool, int, int, bool]
     walk: int
@@ -95,11 +96,40 @@ def ragged_rows(x: torch.Tensor, block_m: int, columns: int) -> TensorDescriptor
     return TensorDescriptor(x, shape, [2**34 - stride, stride, stride, 1], [1, 1, block_m, columns])
 
 
-def _scale_of(operand: Operand) -> torch.Tensor | None:
-    if not operand.scales:
-        return None
-    scale = operand.scales[0]
+class WeightScale(NamedTuple):
+    """One scale of a weight as kernels address it.
+
+    tensor: e8m0, which Triton does not know, as the bytes that it is. group: rows and columns of the weight that share
+    an entry. runs_on: whether these groups run on from the gate into the up half; up_offset: elements to that of the up
+    half where they do not.
+    """
+
+    tensor: torch.Tensor | None = None
+    group: tuple[int, int] = (0, 0)
+    runs_on: bool = False
+    up_offset: int = 0
+
+    @property
+    def strides(self) -> tuple[int, int, int] | None:
+        """Of [E, N groups, K groups]; no step along an axis that shares one entry."""
+        if self.tensor is None:
+            return None
+        n, k = (stride if group else 0 for stride, group in zip(self.tensor.stride()[-2:], self.group, strict=True))
+        return self.tensor.stride(0), n, k
+
+
+def _steps(scale: torch.Tensor) -> list[int]:
+    """Strides of the dimensions along which there are any."""
+    return [stride for stride, size in zip(scale.stride(), scale.shape, strict=True) if size > 1]
+
+
+def _as_stored(scale: torch.Tensor) -> torch.Tensor:
     return scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale
+
+
+#: Columns of a weight that one step of a packed product has, and the fewest that a group of it may have where scales
+#: are not exact: a step is within one.
+PACKED_COLUMNS, SMALLEST_GROUP = 128, 32
 
 
 @dataclass(frozen=True)
@@ -139,10 +169,85 @@ class ExpertMM:
     def weight(self) -> torch.Tensor:
         return self.operand.data
 
+    def _scale(self, at: int) -> WeightScale:
+        """Number `at` of the scheme's list."""
+        scale, group = _as_stored(self.operand.scales[at]), self.operand.groups[at]
+        if self.glu != CONCAT.value:
+            return WeightScale(scale, group)
+        if self.up is not None:
+            other = _as_stored(self.up.scales[at])
+            if _steps(other) != _steps(scale):
+                both = torch.stack((scale, other))
+                return WeightScale(both[0], group, False, both.stride(0))
+            apart = (other.data_ptr() - scale.data_ptr()) // scale.element_size()
+            return WeightScale(scale, group, False, apart)
+        if scale.dim() == 4:
+            return WeightScale(scale, group, False, scale.stride(1))
+        rows = group[0]
+        runs_on = rows > 0 and self.out_features % rows != 0
+        return WeightScale(scale, group, runs_on, self.out_features // rows * scale.stride(1) if rows else 0)
+
     @cached_property
+    def decoding(self) -> dict[str, WeightScale]:
+        """ "groups": the scale that changes along K, or of a scheme that quantises rows the only one; "zeros": what is
+        subtracted from codes; "rows": the scale of whole rows.
+        """
+        found = {"groups": WeightScale(), "zeros": WeightScale(), "rows": WeightScale()}
+        if self.operand.scales:
+            decoded = self.is_packed
+            for at, spec in enumerate(self.operand.scheme.scales[: len(self.operand.scales)]):
+                scale = self._scale(at)
+                role = "zeros" if spec.shift else "groups" if scale.group[1] or not decoded else "rows"
+                found[role] = scale
+        return found
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether weights are decoded for activations that are not quantised: `packed_tile`."""
+        return bool(self.operand.scales) and self.operand.scheme.rows is None
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether every group's product waits for its scales: `mm_tile`."""
+        return bool(self.operand.scales) and not self.is_packed
+
+    @cached_property
+    def packed(self) -> tuple[Any, ...] | None:
+        """What `packed_tile` needs: code, codes of a stored element, whether scales are multiplied in bf16; of the
+        scale of groups rows and columns that share one, and whether they run on; of that of rows how many share one,
+        and the same.
+        """
+        if not self.is_packed:
+            return None
+        inner, zeros, outer = (self.decoding[role] for role in ("groups", "zeros", "rows"))
+        code = self.operand.scheme.code
+        return (
+            CODE_NUMBERS[code.name],
+            code.pack,
+            self.exact_scales,
+            *(inner if inner.tensor is not None else zeros).group,
+            inner.runs_on,
+            outer.group[0],
+            outer.runs_on,
+        )
+
+    @property
+    def exact_scales(self) -> bool:
+        """Whether a code times its group's scale is a bf16 number: the scale a power of two, or e4m3 beside e2m1."""
+        scale = self.decoding["groups"]
+        if scale.tensor is None or scale.group[1] >= PACKED_COLUMNS:
+            return False
+        dtype = scale.tensor.dtype
+        return dtype == torch.uint8 or (dtype == torch.float8_e4m3fn and self.operand.scheme.code.name == "e2m1")
+
+    @property
+    def group_columns(self) -> int:
+        """Columns of the groups of scales or zero points; 0 where a row is one."""
+        return max(self.decoding[role].group[1] for role in ("groups", "zeros"))
+
+    @property
     def weight_scale(self) -> torch.Tensor | None:
-        """The scales of `operand`; e8m0, which Triton does not know, as the bytes that it is."""
-        return _scale_of(self.operand)
+        return self.decoding["groups"].tensor
 
     @cached_property
     def up_offset(self) -> int:
@@ -154,25 +259,17 @@ class ExpertMM:
     @property
     def up_scale_offset(self) -> int:
         """The same of its scales, where their groups do not run on from one half into the other."""
-        scale = self.weight_scale
-        if self.glu != CONCAT.value or scale is None:
-            return 0
-        if self.up is not None:
-            other = _scale_of(self.up)
-            return (other.data_ptr() - scale.data_ptr()) // scale.element_size()
-        return scale.stride(1) if scale.dim() == 4 else self.out_features // self.scheme[0] * scale.stride(1)
+        return self.decoding["groups"].up_offset
 
     @cached_property
-    def scheme(self) -> tuple[int, int, bool, bool] | None:
+    def scheme(self) -> tuple[Any, ...] | None:
         """What kernels need of the scheme: rows and columns of a weight that share a scale, whether these groups run on
-        from the gate into the up half, whether the output is quantised.
+        from the gate into the up half, whether the output is quantised, and `packed`.
         """
         if not self.operand.scales:
             return None
-        spec = self.operand.scheme.scales[0]
-        stacked = self.glu == CONCAT.value and self.up is None and self.operand.scales[0].dim() == 3
-        runs_on = stacked and self.out_features % spec.group_n != 0
-        return spec.group_n, spec.group_k, runs_on, self.quantize_output
+        scale = self.decoding["groups"]
+        return *scale.group, scale.runs_on, self.quantize_output, self.packed
 
     @property
     def out_group(self) -> int:
@@ -182,10 +279,9 @@ class ExpertMM:
     @property
     def strides(self) -> tuple[tuple[int, ...], tuple[int, ...] | None, tuple[int, ...] | None]:
         """(weight, weight scale [E, N groups, K groups], bias) strides, None for what is absent."""
-        scale = self.weight_scale
         return (
             self.weight.stride(),
-            None if scale is None else (scale.stride(0), *scale.stride()[-2:]),
+            self.decoding["groups"].strides,
             None if self.bias is None else self.bias.stride(),
         )
 
@@ -195,7 +291,12 @@ class ExpertMM:
 
     @property
     def in_features(self) -> int:
-        return self.weight.shape[2]
+        return self.weight.shape[2] * self.pack
+
+    @property
+    def pack(self) -> int:
+        """Codes of a stored element."""
+        return 1 if self.operand.scheme is None else self.operand.scheme.pack
 
     @property
     def out_features(self) -> int:
@@ -223,8 +324,8 @@ class ExpertMM:
         E, rows, K = self.weight.shape
         stride_e, stride_n, stride_k = self.weight.stride()
         I = self.out_features
-        block_n, block_k = config.block_n, config.block_k
-        halves = 2 if self.weight_scale is None else 1  # quantised: gate and up are two products
+        block_n, block_k = config.block_n, config.block_k // self.pack
+        halves = 1 if self.is_scaled else 2  # quantised: gate and up are two products
         # The lower of two halves comes first: no stride of a tensor map is negative.
         base, apart = (self.up.data if self.up_offset < 0 else self.weight), abs(self.up_offset)
         if load == TMA_NK.value:
@@ -266,10 +367,15 @@ class ExpertMM:
             else None,
             w_desc=self._weight_descriptor(w_load, config),
             out_desc=ragged_rows(out, config.rows, store) if store else None,
-            strides=(*self.strides, a.stride(0) if a.shape[0] > 1 else a.shape[1]),
+            strides=(
+                *self.strides,
+                a.stride(0) if a.shape[0] > 1 else a.shape[1],
+                self.decoding["zeros"].strides,
+                self.decoding["rows"].strides,
+            ),
             block=(*config[:4], next_power_of_2(self.num_experts), config.tall_m, config.tall_stages),
             moves=(a_tma, w_load, store, self.up_offset < 0 and w_load != POINTERS.value),
-            walk=walk(config, a_tma, self.scheme is not None),
+            walk=walk(config, a_tma, self.is_scaled),
             n_tiles=cdiv(self.out_features, self.columns(config)),
         )
 

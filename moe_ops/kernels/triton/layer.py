@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from meta.arch import FIRST_CAPABILITY
+from meta.checks import fail
 from meta.cost import tokens_per_pass
 from meta.operands import Operand
 from meta.schemes import SCHEMES
@@ -18,9 +19,9 @@ from moe_ops.kernels.triton import act_quant, batched_io, combine, permute, rout
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.expert_mm import batched_mm as launch_batched_mm
 from moe_ops.kernels.triton.expert_mm import grouped_mm as launch_grouped_mm
-from moe_ops.kernels.triton.launch import ExpertMM
-from moe_ops.kernels.triton.mm_tile import NOT_GATED
+from moe_ops.kernels.triton.launch import SMALLEST_GROUP, ExpertMM
 from moe_ops.kernels.triton.route import Routed
+from moe_ops.kernels.triton.tile_loads import NOT_GATED
 from moe_ops.kernels.triton.util import INTERPRETED, unit_stride
 from moe_ops.plans import Plan
 
@@ -197,7 +198,8 @@ class Layer:
     ) -> Tensor:
         """The tokens' results, from the rows of GEMM 1."""
         rows: dict[str, Any] = {"num_rows": pair_to_row.numel(), "pdl": pdl_launches(h.device)}
-        y, _ = launch_grouped_mm(h, self._second(h_scale), offsets, plan.configs[1], **rows)
+        down = self._second(h_scale)
+        y, _ = launch_grouped_mm(h, down, offsets, fit(plan.configs[1], down), **rows)
         return combine.combine(y, pair_to_row, topk_weights, out=out, pdl=rows["pdl"])
 
     def _batched(self, plan: Plan, hidden_states: Operand, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
@@ -216,7 +218,8 @@ class Layer:
         bound = {"most_rows": topk_ids.numel(), "pdl": pdl}
         first, second = plan.configs
         h, h_scale = launch_batched_mm(batch, up, counts, fit(first, up), **bound)
-        y, _ = launch_batched_mm(h, self._second(h_scale), counts, second, **bound)
+        down = self._second(h_scale)
+        y, _ = launch_batched_mm(h, down, counts, fit(second, down), **bound)
         return combine.combine(y.flatten(0, 1), slots, after, pdl=pdl)
 
     @property
@@ -243,5 +246,14 @@ class Layer:
 
 
 def fit(tile: MMConfig, mm: ExpertMM) -> MMConfig:
-    """An epilogue that quantises needs one scale group of output columns."""
-    return tile._replace(block_n=(2 if mm.glu else 1) * mm.out_group) if mm.quantize_output else tile
+    """An epilogue that quantises needs one scale group of output columns; a sum that is scaled group by group, no more
+    columns at a time than a group has, and of many rows fewer of the weight, whose scales are registers.
+    """
+    if mm.quantize_output:
+        return tile._replace(block_n=(2 if mm.glu else 1) * mm.out_group)
+    if mm.packed is None or mm.exact_scales or not (columns := mm.group_columns):
+        return tile
+    block_k = min(tile.block_k, columns & -columns)
+    if block_k < SMALLEST_GROUP:
+        raise fail(mm.operand.scheme.name, "scales", f"of groups that {SMALLEST_GROUP} divides on a GPU", columns)
+    return tile._replace(block_k=block_k, block_n=64 if tile.block_m >= 128 else tile.block_n)

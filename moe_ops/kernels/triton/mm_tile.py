@@ -11,123 +11,21 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels.triton.act_quant import apply_activation
+from moe_ops.kernels.triton.packed_tile import packed_tile
 from moe_ops.kernels.triton.scales import load_scale, quantize_tile
+from moe_ops.kernels.triton.tile_loads import (
+    BOTH,
+    CONCAT,
+    GATE,
+    INTERLEAVED,
+    NOT_GATED,
+    RAGGED,
+    UP,
+    load_rows,
+    load_weight,
+    weight_rows,
+)
 from moe_ops.kernels.triton.util import INTERPRETED, round_to, widen
-
-# How the weight tile is laid out (GLU) and loaded (W_LOAD).
-NOT_GATED = tl.constexpr(0)
-CONCAT = tl.constexpr(1)
-INTERLEAVED = tl.constexpr(2)
-POINTERS = tl.constexpr(0)
-TMA_NK = tl.constexpr(1)
-TMA_KN = tl.constexpr(2)
-RAGGED = tl.constexpr(2**30)  # see `launch.ragged_rows`
-# Which part of a gated weight in two halves a tile holds.
-GATE = tl.constexpr(0)
-UP = tl.constexpr(1)
-BOTH = tl.constexpr(2)
-
-
-@triton.jit
-def weight_rows(n_start, N: tl.constexpr, BLOCK_N: tl.constexpr, GLU: tl.constexpr):
-    """Rows of the expert's weight in this tile, of their own half when concat, and which of them exist.
-
-    N counts OUTPUT columns.
-    """
-    column = tl.arange(0, BLOCK_N)
-    if GLU == CONCAT:
-        output = n_start + column % (BLOCK_N // 2)
-        row = output
-    elif GLU == INTERLEAVED:
-        output = n_start + column // 2
-        row = 2 * n_start + column
-    else:
-        output = n_start + column
-        row = output
-    return row, output < N
-
-
-@triton.jit
-def load_weight(
-    w,
-    w_desc,
-    up_offset,
-    w_row,
-    w_valid,
-    expert,
-    n_start,
-    k,
-    K: tl.constexpr,
-    W_STRIDES: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GLU: tl.constexpr,
-    W_LOAD: tl.constexpr,
-    SWAPPED: tl.constexpr,
-    PART: tl.constexpr,
-):
-    """Weight tile [BLOCK_K, BLOCK_N]; what lies outside the expert's matrix reads as 0.
-
-    PART (concat only): GATE, UP, or BOTH in the order of the descriptor, which begins with UP when SWAPPED. By pointers
-    the up half is `up_offset` elements behind the gate, wherever that is.
-    """
-    HALF: tl.constexpr = 0 if PART == BOTH else (1 - PART if SWAPPED else PART)
-    if W_LOAD == TMA_NK:
-        if GLU == CONCAT:
-            tile = w_desc.load([expert, HALF, n_start, k]).reshape(BLOCK_N, BLOCK_K).T
-        elif GLU == INTERLEAVED:
-            tile = w_desc.load([expert, 2 * n_start, k]).reshape(BLOCK_N, BLOCK_K).T
-        else:
-            tile = w_desc.load([expert, n_start, k]).reshape(BLOCK_N, BLOCK_K).T
-    elif W_LOAD == TMA_KN:
-        if GLU == CONCAT:
-            tile = w_desc.load([expert, k, HALF, n_start]).reshape(BLOCK_K, BLOCK_N)
-        elif GLU == INTERLEAVED:
-            tile = w_desc.load([expert, k, 2 * n_start]).reshape(BLOCK_K, BLOCK_N)
-        else:
-            tile = w_desc.load([expert, k, n_start]).reshape(BLOCK_K, BLOCK_N)
-    else:
-        k_index = k + tl.arange(0, BLOCK_K)
-        column = w_row.to(tl.int64) * W_STRIDES[1]
-        if GLU == CONCAT:
-            if PART == BOTH:
-                column += (tl.arange(0, BLOCK_N) // (BLOCK_N // 2)).to(tl.int64) * up_offset
-            elif PART == UP:
-                column += up_offset
-        pointers = (
-            w + expert.to(tl.int64) * W_STRIDES[0] + column[None, :] + k_index.to(tl.int64)[:, None] * W_STRIDES[2]
-        )
-        if K % BLOCK_K == 0:
-            tile = tl.load(pointers, mask=w_valid[None, :], other=0.0)
-        else:
-            tile = tl.load(pointers, mask=w_valid[None, :] & (k_index < K)[:, None], other=0.0)
-    return tile
-
-
-@triton.jit
-def load_rows(
-    a,
-    a_desc,
-    a_row,
-    row_valid,
-    row_start,
-    k,
-    K: tl.constexpr,
-    A_STRIDE: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    A_TMA: tl.constexpr,
-):
-    """Activation tile [BLOCK_M, BLOCK_K]; a descriptor may also read rows past the end, which are not stored."""
-    if A_TMA:
-        tile = a_desc.load([row_start, k])
-    else:
-        k_index = k + tl.arange(0, BLOCK_K)
-        pointers = a + a_row.to(tl.int64)[:, None] * A_STRIDE + k_index[None, :]
-        if K % BLOCK_K == 0:
-            tile = tl.load(pointers, mask=row_valid[:, None], other=0.0)
-        else:
-            tile = tl.load(pointers, mask=row_valid[:, None] & (k_index < K)[None, :], other=0.0)
-    return tile
 
 
 @triton.jit
@@ -329,6 +227,7 @@ def compute_tile(
     w_scale,
     up_offset,
     up_scale_offset,
+    decoding,
     bias,
     out,
     out_desc,
@@ -350,7 +249,8 @@ def compute_tile(
 
     The rows are row_start .. row_end - 1, at most BLOCK_M of them, the columns n_start and on.
 
-    Args: see `mm_tile`; row_to_pair: with TOP_K > 0, row r is that of token row_to_pair[r] // TOP_K in `a`, else row r.
+    Args: see `mm_tile`; decoding: scales of `packed_tile`; row_to_pair: with TOP_K > 0, row r is that of
+            token row_to_pair[r] // TOP_K in `a`, else row r.
         A quantised output needs as many columns as a scale group has.
     BLOCK: see `launch.Launch`; TALL: of the taller of two heights.
     MOVES: whether rows come by descriptor, how weights do, columns of one store by descriptor, 0 for pointers, and
@@ -360,6 +260,8 @@ def compute_tile(
     W_SCALE_STRIDES: tl.constexpr = STRIDES[1]
     BIAS_STRIDES: tl.constexpr = STRIDES[2]
     A_STRIDE: tl.constexpr = STRIDES[3]
+    ZERO_STRIDES: tl.constexpr = STRIDES[4]
+    OUTER_STRIDES: tl.constexpr = STRIDES[5]
     BLOCK_M: tl.constexpr = BLOCK[5] if TALL else BLOCK[0]
     STAGES: tl.constexpr = BLOCK[6] if TALL else None
     # Descriptors have the rows of the taller tile: the shorter one's come and leave by pointer.
@@ -378,7 +280,8 @@ def compute_tile(
         a_row = rows
     COLUMNS: tl.constexpr = BLOCK_N if GLU == NOT_GATED else BLOCK_N // 2
     column, valid = weight_rows(n_start, N, COLUMNS, NOT_GATED)
-    if GLU == CONCAT and SCHEME is not None:
+    PACKED: tl.constexpr = None if SCHEME is None else SCHEME[4]
+    if GLU == CONCAT and SCHEME is not None and PACKED is None:
         gate, up = scaled_glu_tile(
             a,
             a_desc,
@@ -408,34 +311,65 @@ def compute_tile(
             STAGES,
         )
     else:
-        gate = mm_tile(
-            a,
-            a_desc,
-            a_scale,
-            a_row,
-            row_valid,
-            row_start,
-            w,
-            w_desc,
-            w_scale,
-            up_offset,
-            expert,
-            n_start,
-            N,
-            K,
-            A_STRIDE,
-            W_STRIDES,
-            W_SCALE_STRIDES,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            GLU,
-            A_TMA,
-            W_LOAD,
-            SWAPPED,
-            SCHEME,
-            STAGES,
-        )
+        if PACKED is None:
+            gate = mm_tile(
+                a,
+                a_desc,
+                a_scale,
+                a_row,
+                row_valid,
+                row_start,
+                w,
+                w_desc,
+                w_scale,
+                up_offset,
+                expert,
+                n_start,
+                N,
+                K,
+                A_STRIDE,
+                W_STRIDES,
+                W_SCALE_STRIDES,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+                GLU,
+                A_TMA,
+                W_LOAD,
+                SWAPPED,
+                SCHEME,
+                STAGES,
+            )
+        else:
+            gate = packed_tile(
+                a,
+                a_desc,
+                a_row,
+                row_valid,
+                row_start,
+                w,
+                w_desc,
+                decoding,
+                up_offset,
+                expert,
+                n_start,
+                N,
+                K,
+                A_STRIDE,
+                W_STRIDES,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+                GLU,
+                A_TMA,
+                W_LOAD,
+                SWAPPED,
+                PACKED,
+                W_SCALE_STRIDES,
+                ZERO_STRIDES,
+                OUTER_STRIDES,
+                STAGES,
+            )
         up = gate
         if GLU == CONCAT:
             first, second = tl.split(gate.reshape(BLOCK_M, 2, COLUMNS).permute(0, 2, 1))

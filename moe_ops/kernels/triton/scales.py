@@ -17,9 +17,22 @@ AMAX_FLOOR = tl.constexpr(1e-12)  # keeps an all-zero group's scale a normal num
 
 @triton.jit
 def load_scale(pointers, mask=None):
-    """fp32 scales, stored as fp32, bf16 or e8m0: an exponent alone, which arrives as uint8."""
-    stored = tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0)
-    if pointers.dtype.element_ty == tl.uint8:
+    """fp32 scales, see `decode_scale`."""
+    return decode_scale(load_stored_scale(pointers, mask))
+
+
+@triton.jit
+def load_stored_scale(pointers, mask=None):
+    """Scales as they are stored; 0 where they do not exist."""
+    if mask is None:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=mask, other=0 if pointers.dtype.element_ty == tl.uint8 else 0.0)
+
+
+@triton.jit
+def decode_scale(stored):
+    """fp32 of scales stored as a float or as e8m0: an exponent alone, which arrives as uint8."""
+    if stored.dtype == tl.uint8:
         bits = stored.to(tl.int32) << 23
         bits = tl.where(stored == 0, 0x00400000, bits)  # 2^-127, a subnormal
         return tl.where(stored == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)

@@ -1,0 +1,90 @@
+"""Decoded weights under the CPU interpreter: every scheme and form against float64, beside the CPU's own steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import moe_ops
+from meta.schemes import SCHEMES
+from moe_ops.backends.triton_plans import PACKED
+from tests.ops.errors import assert_accurate
+from tests.ops.layers import Layer, Variant, dense_formula
+from tests.ops.test_layer import staged
+
+PLAIN = Variant(dtype=torch.bfloat16, E=3, K=2, T=5, H=160, I=96)
+FORMS: dict[str, dict[str, Any]] = {
+    "bias_minus": {"bias": True, "ids": "minus"},
+    "batched_interleaved": {"options": (("format", "batched"), ("glu_layout", "interleaved"))},
+    "not_gated": {"options": (("glu_layout", "none"), ("activation", "relu2"))},
+    "separate": {"separate": True},
+    "many_rows": {"E": 1, "K": 1, "T": 130},
+}
+
+
+def assert_as_accurate_as_the_steps(layer: Layer) -> None:
+    """`staged` computes as the kernels do: it rounds what lies between the products, and the pairs' results."""
+    got = moe_ops.fused_experts(**layer.tensors, **layer.options, backend="triton")
+    assert_accurate(got, dense_formula(layer.float64()), staged(layer))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("scheme", sorted(PACKED))
+def test_scheme(scheme: str, form: str) -> None:
+    made = replace(PLAIN, scheme=scheme, **FORMS[form])
+    if SCHEMES[scheme].code.name == "int4":
+        made = replace(made, H=128, I=128)  # else one group is a row
+    assert_as_accurate_as_the_steps(made.build())
+
+
+@pytest.mark.parametrize("halves", [3, 4])
+@pytest.mark.parametrize("scheme", ["nvfp4", "int4_w4a16"])
+def test_scales_that_start_again_with_the_up_half(scheme: str, halves: int) -> None:
+    assert_as_accurate_as_the_steps(replace(PLAIN, scheme=scheme, halves=4 if scheme == "nvfp4" else halves).build())
+
+
+@pytest.mark.parametrize("form", ["runs_on", "apart", "tensor", "tensor_apart", "e8m0"])
+def test_forms_of_fp8(form: str) -> None:
+    """Blocks that one scheme shares with others, which quantise the rows, too."""
+    scheme = "fp8_tensor" if form.startswith("tensor") else "fp8_block128"
+    variant = replace(PLAIN, scheme=scheme, I=192, halves=3 if form in ("apart", "tensor_apart") else 0)
+    variant = replace(variant, scale_dtype=torch.float8_e8m0fnu) if form == "e8m0" else variant
+    layer = variant.build()
+    layer.options["scheme"] = "fp8_w8a16"
+    assert_as_accurate_as_the_steps(layer)
+
+
+@pytest.mark.parametrize("group", [32, 64, 160])
+@pytest.mark.parametrize("scheme", ["int4_w4a16", "int8_w8a16"])
+def test_groups_and_zero_points(scheme: str, group: int) -> None:
+    layer = replace(PLAIN, scheme="int4_w4a16", I=160 if group == 160 else 64, H=160 if group == 160 else 128).build()
+    code = SCHEMES[scheme].code
+    for name in ("gate_up", "down"):
+        E, N, packed = layer.tensors[f"{name}_proj"].shape
+        K = 2 * packed
+        stored = torch.randint(0, 256, (E, N, K // code.pack)).to(torch.uint8).view(code.dtype)
+        shape = (E, N, K // group)
+        zero = torch.randint(0, 16, shape, dtype=torch.uint8)
+        layer.tensors[f"{name}_proj"] = stored
+        step = 0.01 if code.pack == 2 else 0.001
+        layer.tensors[f"{name}_scales"] = [(torch.rand(shape) + 0.5).mul(step).bfloat16(), zero]
+    layer.options["scheme"] = scheme
+    assert_as_accurate_as_the_steps(layer)
+
+
+def test_a_group_that_no_tile_fits_is_named() -> None:
+    layer = replace(PLAIN, scheme="int4_w4a16", H=160, I=96).build()
+    for name, (rows, columns) in {"gate_up": (192, 10), "down": (160, 6)}.items():
+        layer.tensors[f"{name}_scales"] = [torch.ones(3, rows, columns)]
+    with pytest.raises(ValueError, match="int4_w4a16: scales must be of groups that 32 divides on a GPU, got 16"):
+        moe_ops.fused_experts(**layer.tensors, **layer.options, backend="triton")
+
+
+@pytest.mark.parametrize("scheme", sorted(PACKED))
+def test_other_activations_are_refused(scheme: str) -> None:
+    layer = replace(PLAIN, scheme=scheme, dtype=torch.float16).build()
+    with pytest.raises(ValueError, match=f"scheme {scheme} takes bfloat16 activations, got torch.float16"):
+        moe_ops.fused_experts(**layer.tensors, **layer.options, backend="triton")
