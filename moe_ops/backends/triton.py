@@ -51,7 +51,9 @@ from moe_ops.kernels.triton.util import INTERPRETED, unit_stride
 from moe_ops.plans import LayerKey, Plan, bucket
 
 NAME = triton_plans.NAME
-SERVED_SCHEMES = frozenset({"bf16", "fp16", "fp32", "fp8_block128", *triton_plans.PACKED})
+SERVED_SCHEMES = frozenset(
+    {"bf16", "fp16", "fp32", "fp8_block128", "fp8_channel", "fp8_tensor", "int8_channel", *triton_plans.PACKED}
+)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: In place of :mod:`moe_ops.rows`.
 ROWS = rows
@@ -63,7 +65,8 @@ def refuses(problem: Problem) -> str | None:
     """None when these kernels can run `problem`, else why not."""
     if problem.device_type != "cuda" and not INTERPRETED.value:
         return f"needs a CUDA device, got {problem.device_type}"
-    if problem.dtype not in (*DTYPES, torch.float8_e4m3fn):
+    form = SCHEMES[problem.scheme].rows if problem.scheme else None
+    if problem.dtype not in (*DTYPES, form and form.dtype):
         return f"supports {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}, got {problem.dtype}"
     scheme = SCHEMES.get(problem.scheme)
     if scheme is not None and E4M3 in scheme.dtypes and (reason := lacks(problem.arch, "fp8")):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from meta.arch import FIRST_CAPABILITY, TYPICAL, lookup_gpu
 from meta.cost import TileCost, Work, pairwise_us, product_us, robust_us
-from meta.schemes import SCHEMES
+from meta.schemes import SCHEMES, WHOLE
 from moe_ops.kernels.triton.config import MMConfig, SmallConfig
 from moe_ops.plans import LayerKey, Plan, measured, tokens_of
 
@@ -84,7 +84,8 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
         _family(_streamed(128, 128, 64, 8, 4, 3), (4.08, 1.73, 15.31, 2, 1.2), (4.05, 0.20, 6.93, 1, 4.8)),
         _family(_streamed(128, 256, 64, 8, 8, 4), (4.13, 2.71, 13.07, 1, 4.6), (4.05, 1.81, 12.95, 1, 3.8)),
     ),
-    # GEMM 1 writes a scale group of output columns, which are 256 weight rows.
+    # GEMM 1 writes a scale group of output columns, which are 256 weight rows. Not fitted to rows with one scale each,
+    # which these tiles serve, too.
     "scaled": (
         _family(_gathered(16, 256, 128, 1, 4, 3), (4.31, 0.02, 4.86, 1, 6.9), None),
         _family(_streamed(64, 256, 128, 8, 8, 3), (4.05, 2.49, 6.19, 1, 12.2), None),
@@ -149,7 +150,7 @@ def _by_products(key: LayerKey, tokens: int, gpu: str, sm: int) -> tuple[Plan, f
     down, down_us = _tile(key.scheme, second, gpu, sm, product(key.scheme, first=False, gathered=False))
     form = SCHEMES[key.scheme].rows
     if form is not None and not key.gated:
-        up = up._replace(block_n=form.group)
+        up = up._replace(block_n=up.block_n // 2)
     return plan(key.format, up, down), up_us + down_us
 
 
@@ -240,7 +241,9 @@ def gemm_candidates(scheme: str, rows: float, *, gated: bool, first: bool) -> li
     if scheme in PACKED:
         return _packed_candidates(rows)
     element = SCHEMES[scheme].weight_dtype.itemsize
-    quantizes = SCHEMES[scheme].rows is not None
+    form = SCHEMES[scheme].rows
+    quantizes = form is not None
+    in_tile = form is not None and form.group != WHOLE
     found = []
     stage_counts = (2, 3, 4) if quantizes else (3, 4)
     # fp32 registers a thread per accumulator element: a scaled product needs a second set, half of one when gate and
@@ -253,8 +256,8 @@ def gemm_candidates(scheme: str, rows: float, *, gated: bool, first: bool) -> li
         tile = MMConfig(block_m, block_n, block_k, 8 if rows > 16 else 1, warps, stages, a_tma=rows > 16, w_tma=True)
         if not 4 <= accumulators <= (192 if quantizes else 128) or not fits(tile, element, TYPICAL.shared_kib):
             continue
-        whole_group = block_n == (256 if gated else 128)  # else the epilogue could not quantise
-        if quantizes and (block_k != 128 or (first and not whole_group)):
+        whole_group = block_n == (256 if gated else 128)  # else an epilogue could not quantise
+        if quantizes and (block_k != 128 or (first and in_tile and not whole_group)):
             continue
         if block_m >= 64 and (block_k > 128 or block_m * block_n < 8192 or block_n < 128):
             continue

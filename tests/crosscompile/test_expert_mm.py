@@ -23,10 +23,11 @@ from moe_ops.plans import LayerKey
 from tests.crosscompile.compiling import CAPABILITIES, Compiled, compile_kernel
 
 E, H, I = 8, 4096, 14336
+ELEMENTS = {"fp8e4nv": torch.float8_e4m3fn, "i8": torch.int8}  # of quantised weights and rows
 
 
 def tensormap(load: int, glu: int, block_n: int, block_k: int, dtype: str) -> str:
-    half, halves = block_n // 2, 1 if dtype == "fp8e4nv" else 2
+    half, halves = block_n // 2, 1 if dtype in ELEMENTS else 2
     if load == TMA_NK.value:
         block = [1, halves, half, block_k] if glu == CONCAT.value else [1, block_n, block_k]
     else:
@@ -42,6 +43,7 @@ def compile_mm(
     w_load: int = TMA_NK.value,
     quantized: bool = False,
     quantize: bool = False,
+    by_row: str | None = None,
     gather: bool = False,
     batched: bool = False,
     capability: int = 90,
@@ -52,33 +54,42 @@ def compile_mm(
     tall: tuple[int, int] = (0, 0),
     counted: bool = False,
 ) -> Compiled:
-    """One expert GEMM with Mixtral's dimensions: GEMM 1 when gated or activated, else GEMM 2."""
-    first = glu != NOT_GATED.value
+    """One expert GEMM with Mixtral's dimensions: GEMM 1 when gated or activated, else GEMM 2.
+
+    Args:
+        by_row: the element of quantised weights and rows that have one scale for each of their rows.
+    """
+    first, quantized = glu != NOT_GATED.value, quantized or by_row is not None
     N, K = (I, H) if first else (H, I)
     rows_n = 2 * N if first else N
-    a_type = w_type = "fp8e4nv" if quantized else dtype
+    a_type = w_type = (by_row or "fp8e4nv") if quantized else dtype
     # Rows that threads gather leave by descriptor all the same: the config says so, not how they came.
     config = MMConfig(*block, 8, warps, stages, block[0] >= 64 and capability >= 90, True, *tall)
     layout = {NOT_GATED.value: "none", CONCAT.value: "concat", INTERLEAVED.value: "interleaved"}[glu]
-    element = torch.float8_e4m3fn if quantized else torch.bfloat16
+    element = ELEMENTS.get(w_type, torch.bfloat16)
     weight = Operand(torch.empty(E, rows_n, K, device="meta", dtype=element), None)
     mm = ExpertMM(weight, torch.bfloat16, glu_layout=layout)
-    out = torch.empty(256, N, device="meta", dtype=torch.float8_e4m3fn if quantize else torch.bfloat16)
+    out_type = "fp8e4nv" if quantize else "fp32" if by_row and first else dtype
+    out_dtypes = {"fp32": torch.float32, **ELEMENTS}
+    out = torch.empty(256, N, device="meta", dtype=out_dtypes.get(out_type, torch.bfloat16))
     store = mm.store_columns(out, config)
+    scales = (rows_n, 1, 0) if by_row else (rows_n // 128 * (K // 128), K // 128, 1)
     strides = (
         (rows_n * K, 1, rows_n) if w_load == TMA_KN.value else (rows_n * K, K, 1),
-        (rows_n // 128 * (K // 128), K // 128, 1) if quantized else None,
+        scales if quantized else None,
         None,
         K,
+        None,
+        None,
     )
     signature = {
         "a": f"*{a_type}:16",
         "w": f"*{w_type}:16",
-        "out": f"*{'fp8e4nv' if quantize else dtype}:16",
+        "out": f"*{out_type}:16",
         "extents": "*i32:16",
         "num_rows": "i32",
         "up_offset": "i32:16",
-        "up_scale_offset": "i32",
+        **dict.fromkeys(("up_scale_offset", "up_zeros_offset", "up_outer_offset"), "i32"),
         "alpha": "fp32",
         "limit": "fp32",
     }
@@ -90,15 +101,14 @@ def compile_mm(
         "STRIDES": strides,
         "BLOCK": (*block, 8, E, *tall),
         "GLU": glu,
-        "bias": None,
+        **dict.fromkeys(("bias", "w_zeros", "w_outer")),
         "ACTIVATION": activation or ("silu" if first else None),
         "MOVES": (a_tma, w_load, store, False),
-        "SCHEME": (128, 128, False, quantize) if quantized else None,
+        "SCHEME": ((1, 0, False, False, None) if by_row else (128, 128, False, quantize, None)) if quantized else None,
         "BATCHED": batched,
         "WALK": walk(config, a_tma, quantized),
         "PDL": capability >= 90,
     }
-    out_type = "fp8e4nv" if quantize else dtype
     optional = {
         "a_desc": f"tensordesc<{a_type}[{config.rows}, {block[2]}]>" if a_tma else None,
         "w_desc": None if w_load == POINTERS.value else tensormap(w_load, glu, block[1], block[2], w_type),
@@ -189,6 +199,36 @@ def test_fp8_on_hopper_uses_qgmma_and_tma_without_spills(form):
     assert "UTMALDG" in kernel.sass
 
 
+@pytest.mark.parametrize("form", ["glu_concat", "down", "batched_glu"])
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_rows_with_one_scale_on_hopper(element, form):
+    """e4m3 is promoted to fp32 tile by tile; int8 sums up in the tensor core."""
+    kernel = compile_mm((128, 128 if form == "down" else 256, 128), by_row=element, **FORMS[form])
+    assert kernel.stack == 0, f"{kernel.stack} bytes of spills, {kernel.registers} registers"
+    products = 4 if form == "down" else 8
+    assert kernel.sass.count({"fp8e4nv": "QGMMA", "i8": "IGMMA"}[element]) == products, "in a single loop"
+    assert "UTMALDG" in kernel.sass and "UTMASTG" in kernel.sass and kernel.shared <= 227 * 1024
+    if form == "down":
+        assert kernel.ptx_count(r"add\.(rn\.)?f32") == (64 if element == "fp8e4nv" else 0)
+
+
+@pytest.mark.parametrize("form", ["glu_gathered", "down"])
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_decode_tiles_of_rows_with_one_scale(element, form):
+    form = {**FORMS[form], "a_tma": False}
+    kernel = compile_mm((16, 256 if "gather" in form else 128, 128), by_row=element, warps=4, **form)
+    assert kernel.stack == 0, f"{kernel.stack} bytes of spills, {kernel.registers} registers"
+    assert kernel.ptx_count(r"mma\.sync") > 0 and "UTMALDG" in kernel.sass
+    assert 3 * kernel.registers * 32 * 4 <= 65536 and 3 * (kernel.shared + 1024) <= 228 * 1024
+
+
+def test_int8_rows_on_ampere():
+    kernel = compile_mm(
+        (64, 128, 128), by_row="i8", a_tma=False, w_load=POINTERS.value, capability=80, warps=4, glu=NOT_GATED.value
+    )
+    assert kernel.stack == 0 and kernel.ptx_count(r"mma\.sync\S+\.s8\.s8") > 0
+
+
 @pytest.mark.parametrize("quantized", [False, True], ids=["bf16", "fp8"])
 def test_decode_tiles_use_the_tensor_cores_without_spills(quantized):
     kernel = compile_mm((16, 128, 128), a_tma=False, gather=True, quantized=quantized, warps=4)
@@ -253,14 +293,18 @@ def test_every_generation(capability, form):
 
 @pytest.mark.parametrize("stage", ["glu", "down"])
 @pytest.mark.parametrize("model", ["qwen3", "mixtral"])
-@pytest.mark.parametrize(("capability", "quantized"), [(80, False), (90, False), (100, False), (90, True), (100, True)])
-def test_small_kernels_stream_16_bytes_a_thread(capability, quantized, model, stage):
+@pytest.mark.parametrize(
+    ("capability", "scheme"),
+    [(80, "bf16"), (90, "bf16"), (100, "bf16"), (90, "fp8_block128"), (100, "fp8_block128"), (90, "fp8_channel"),
+     (90, "int8_channel")],
+)  # fmt: skip
+def test_small_kernels_stream_16_bytes_a_thread(capability, scheme, model, stage):
     experts, top_k, hidden, inter = {"qwen3": (128, 8, 2048, 768), "mixtral": (8, 2, 4096, 14336)}[model]
-    key = LayerKey("fp8_block128" if quantized else "bf16", "grouped", experts, top_k, hidden, inter, gated=True)
-    tile = small_tiles(key)[stage == "down"]
+    tile = small_tiles(LayerKey(scheme, "grouped", experts, top_k, hidden, inter, gated=True))[stage == "down"]
     N, K = (inter, hidden) if stage == "glu" else (hidden, inter)
-    scale = (N // 128 * (K // 128), K // 128, 1) if quantized else None
-    w_type = "fp8e4nv" if quantized else "bf16"
+    w_type = {"bf16": "bf16", "int8_channel": "i8"}.get(scheme, "fp8e4nv")
+    quantized, by_row = scheme != "bf16", scheme.endswith("channel")
+    scale = ((N, 1, 0) if by_row else (N // 128 * (K // 128), K // 128, 1)) if quantized else None
     signature = {"topk_weights": "*fp32:16", "topk_ids": "*i32:16", "w": f"*{w_type}:16"}
     constexprs = {
         "expert_map": None,
@@ -273,7 +317,7 @@ def test_small_kernels_stream_16_bytes_a_thread(capability, quantized, model, st
         "STRIDES": ((N * K * (2 if stage == "glu" else 1), K, 1), scale, None),
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
-        "SCHEME": (128, 128, False, False) if quantized else None,
+        "SCHEME": ((1, 0, False, False) if by_row else (128, 128, False, False)) if quantized else None,
         "WEIGHT_ON_INPUT": False,
         "PDL": False,
     }

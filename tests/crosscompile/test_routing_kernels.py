@@ -104,12 +104,19 @@ QUANTIZE |= dict.fromkeys(("K", "groups", "stride_e", "stride_r"), "i32:16") | {
 WIDE = {"wide_loads": True, "wide_stores": True}
 
 
-def route_case(E: int, K: int, score: str, tokens: int, quantized: bool, **options: Any) -> Case:
+def row_case(columns: int, element: str, num_warps: int, **wide: bool) -> Case:
+    """Rows of fp32, as GEMM 1 leaves them, of up to so many columns."""
+    signature = {name: kind.replace("bf16", "fp32").replace("fp8e4nv", element) for name, kind in QUANTIZE.items()}
+    del signature["groups"]
+    return Case(_quantize_kernel, signature, {"GROUP": columns, "BLOCK_M": 1, "groups": 1}, num_warps, **wide)
+
+
+def route_case(E: int, K: int, score: str, tokens: int, quantized: bool, group: int = 128, **options: Any) -> Case:
     """The kernel of `topk_case` that also sorts and quantises."""
     topk = topk_case(E, K, score, "bf16", tokens=tokens, **options)
     signature = topk.signature | {"offsets_ptr": "*i32:16", "row_to_pair_ptr": "*i32:16", "pair_to_row_ptr": "*i32:16"}
     signature |= LOAD | {"E_HELD": "i32:16", "E_GLOBAL": "i32"} | (BESIDE if quantized else {})
-    sizes = {"BLOCK_K": K, "BLOCK_E": E, "GROUP": 128 if quantized else 0}
+    sizes = {"BLOCK_K": K, "BLOCK_E": E, "GROUP": group if quantized else 0}
     return Case(_route_few_kernel, signature, topk.constexprs | sizes, num_warps=tokens)
 
 
@@ -118,8 +125,9 @@ def place_case(signature: dict[str, str], batched: bool, block_e: int) -> Case:
     return Case(_place_kernel, signature | TABLE, constexprs, wide_loads=True)
 
 
-def scatter_case(signature: dict[str, str]) -> Case:
-    constexprs = {"TOP_K": 8, "BLOCK_H": 2048, "GROUP": 128 if "scale_ptr" in signature else 0}
+def scatter_case(signature: dict[str, str], row: int = 0) -> Case:
+    """`row`: columns of a whole row that has one scale."""
+    constexprs = {"TOP_K": 8, "BLOCK_H": row or 2048, "GROUP": row or (128 if "scale_ptr" in signature else 0)}
     return Case(
         _scatter_rows_kernel,
         signature,
@@ -130,11 +138,14 @@ def scatter_case(signature: dict[str, str]) -> Case:
     )
 
 
-def dispatch_case(rows: dict[str, str]) -> Case:
-    sizes = {"TOP_K": 8, "BLOCK_H": 1024, "BLOCK_Q": 128, "BLOCK_E": 16, "GROUP": 128 if rows else 0}
+def dispatch_case(rows: dict[str, str], row: int = 0) -> Case:
+    """`row`: as in `scatter_case`."""
+    group = row or (128 if rows else 0)
+    sizes = {"TOP_K": 8, "BLOCK_H": row or 1024, "BLOCK_Q": 128, "BLOCK_E": 16, "GROUP": group}
     signature = SCATTER | IDS | LOAD | {"counts_ptr": "*i32:16", "slots_ptr": "*i32:16", "capacity": "i32"} | rows
     del signature["pair_to_row_ptr"]
-    return Case(_dispatch_few_kernel, signature, sizes, wide_loads=True, wide_stores=not rows)
+    warps = 16 if row else 4
+    return Case(_dispatch_few_kernel, signature, sizes, warps, wide_loads=True, wide_stores=not rows)
 
 
 def combine_case(top_k: int, weights: dict[str, str], dtype: str = "bf16", vectorised: bool = True) -> Case:
@@ -187,6 +198,13 @@ CASES = {
     "combine_odd_width": combine_case(8, WEIGHTS, vectorised=False),
     "combine_added": combine_case(8, WEIGHTS | {"added_ptr": "*bf16:16", "stride_added": "i32:16"}),
     "quantize": Case(_quantize_kernel, QUANTIZE, {"GROUP": 128, "BLOCK_M": 32}, **WIDE),
+    "quantize_rows": row_case(2048, "fp8e4nv", 4, **WIDE),
+    "rows_to_int8": row_case(2048, "i8", 4, **WIDE),
+    "long_rows_to_int8": row_case(16384, "i8", 8, **WIDE),
+    "dispatch_few_quantising_rows": dispatch_case(QUANTIZED, 8192),
+    "scatter_quantising_rows": scatter_case(SCATTER | QUANTIZED, 8192),
+    "route_few_quantising_rows": route_case(128, 8, "softmax", 1, quantized=True, group=4096),
+    "place_few_quantising_rows": Case(_place_small_kernel, IDS | PLACES | BESIDE, {**PLACING, "GROUP": 8192}),
     "quantize_few": Case(_quantize_kernel, QUANTIZE, {"GROUP": 128, "BLOCK_M": 4}, num_warps=1, **WIDE),
 }
 

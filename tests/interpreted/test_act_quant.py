@@ -6,12 +6,14 @@ import torch
 from meta.activations import ACTIVATIONS, resolve_activation, split_glu
 from meta.operands import Operand
 from meta.schemes import SCHEMES
-from moe_ops.kernels.triton.act_quant import quantize_batched, quantize_rows
+from moe_ops.kernels.triton.act_quant import quantize_batched, quantize_rows, quantize_sorted
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.expert_mm import grouped_mm
 from moe_ops.kernels.triton.launch import ExpertMM
 
 FP8 = SCHEMES["fp8_block128"]
+#: One for each format of activations.
+SCHEMES_OF_ROWS = ["fp8_block128", "fp8_channel", "int8_channel"]
 TILE = MMConfig(16, 64, 16, 2, 4, 2, a_tma=False, w_tma=False)
 NAN, INF = float("nan"), float("inf")
 
@@ -61,13 +63,15 @@ def test_activated_rows_stop_at_the_last_offset(poisoned):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("K", [128, 384, 200, 72, 1])
-def test_quantize_rows_bit_for_bit(K, dtype, poisoned):
+@pytest.mark.parametrize("K", [128, 384, 200, 72, 1, 5000])
+@pytest.mark.parametrize("scheme", SCHEMES_OF_ROWS)
+def test_quantize_rows_bit_for_bit(scheme, K, dtype, poisoned):
+    form = SCHEMES[scheme].rows
     rows = (torch.randn(9, K) * torch.logspace(-13, 8, 9)[:, None]).to(dtype)
     rows[4] = 0.0
-    q, scale = quantize_rows(rows, "fp8_block128")
-    expected_q, (expected_scale,) = FP8.rows.quantize(rows)
-    assert q.dtype == torch.float8_e4m3fn and q.is_contiguous() and scale.is_contiguous()
+    q, scale = quantize_rows(rows, scheme)
+    expected_q, (expected_scale,) = form.quantize(rows)
+    assert q.dtype == form.dtype and q.is_contiguous() and scale.is_contiguous()
     assert torch.equal(scale, expected_scale)
     assert torch.equal(bits(q), bits(expected_q))
 
@@ -97,12 +101,37 @@ def test_nan_and_infinity_stay_visible():
     assert dequantised[2].isfinite().all()
 
 
+def test_int8_of_ties_goes_to_even():
+    q, scale = quantize_rows(torch.tensor([[0.5, 1.5, 2.5, -0.5, -3.5, 126.5, 127.0]]), "int8_channel")
+    assert scale.item() == 1.0 and q.tolist() == [[0, 2, 2, 0, -4, 126, 127]]
+
+
+@pytest.mark.parametrize("K", [96, 5000])
+def test_a_row_of_int8_says_nan_by_its_scale(K):
+    rows = torch.randn(3, K)
+    rows[0, -1], rows[1, 7] = NAN, INF
+    q, scale = quantize_rows(rows, "int8_channel")
+    dequantised = SCHEMES["int8_channel"].rows.dequantize(q, (scale,))
+    assert dequantised[:2].isnan().all() and dequantised[2].isfinite().all()
+
+
+@pytest.mark.parametrize("scheme", ["fp8_channel", "int8_channel"])
+def test_quantize_sorted_stops_at_the_last_offset(scheme, poisoned):
+    rows, offsets = torch.randn(9, 200), torch.tensor([2, 2, 5], dtype=torch.int32)
+    rows[5:] = NAN
+    q, scale = quantize_sorted(rows, offsets, scheme)
+    expected_q, (expected_scale,) = SCHEMES[scheme].rows.quantize(rows[:5])
+    assert torch.equal(scale[:5], expected_scale) and torch.equal(bits(q[:5]), bits(expected_q))
+    assert poisoned(q[5:]).all() and poisoned(scale[5:]).all()
+
+
 @pytest.mark.parametrize("C", [4, 70])
-def test_quantize_batched_touches_only_counted_rows(C, poisoned):
+@pytest.mark.parametrize("scheme", SCHEMES_OF_ROWS)
+def test_quantize_batched_touches_only_counted_rows(scheme, C, poisoned):
     batch = torch.randn(4, C, 200).bfloat16()
     counts = torch.tensor([2, 0, C, C + 9], dtype=torch.int32)
-    q, scale = quantize_batched(batch, counts, "fp8_block128")
-    expected_q, (expected_scale,) = FP8.rows.quantize(batch)
+    q, scale = quantize_batched(batch, counts, scheme)
+    expected_q, (expected_scale,) = SCHEMES[scheme].rows.quantize(batch)
     for e, count in enumerate(counts.clamp(max=C).tolist()):
         assert torch.equal(scale[e, :count], expected_scale[e, :count])
         assert torch.equal(bits(q[e, :count]), bits(expected_q[e, :count]))

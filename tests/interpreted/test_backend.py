@@ -358,13 +358,14 @@ def test_wgrad_of_a_grouped_mm(dtype):
 
 def test_an_explicit_request_never_falls_back():
     arguments, _ = case(dtype=torch.float64)
-    with pytest.raises(ValueError, match="triton serves the schemes bf16, fp16, fp32, fp8_block128, got fp64"):
+    listed = ", ".join(sorted(backend.SERVED_SCHEMES))
+    with pytest.raises(ValueError, match=f"triton serves the schemes {listed}, got fp64"):
         moe_ops.fused_experts(*arguments, backend="triton")
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 @pytest.mark.parametrize("format", ["grouped", "batched"])
-@pytest.mark.parametrize("scheme", ["bf16", "fp32", "fp8_block128"])
+@pytest.mark.parametrize("scheme", ["bf16", "fp32", "fp8_block128", "fp8_channel", "int8_channel"])
 def test_there_are_tiles_for_every_size(scheme, format, gated):
     """Whole scale groups wherever there are enough columns; and no tile that a Hopper could not hold."""
     for tokens in (1, 2, 16, 256, 4096, 65536):
@@ -372,7 +373,7 @@ def test_there_are_tiles_for_every_size(scheme, format, gated):
             plan = triton_plans.cheapest(plans.LayerKey(scheme, format, 64, 4, 2048, 1024, gated), tokens, "a GPU", sm)
             if plan.sequence == "small":
                 continue
-            element = 4 if scheme == "fp32" else 1 if scheme.startswith("fp8") else 2
+            element = SCHEMES[scheme].weight_dtype.itemsize
             for tile in plan.configs:
                 assert (tile.block_m + tile.block_n) * tile.block_k * element * tile.num_stages < 227 * 1024
                 assert sm >= 90 or not (tile.a_tma or tile.w_tma)

@@ -59,6 +59,7 @@ LAYERS: dict[str, tuple[plans.Plan, Callable[[], dict[str, Any]]]] = {
         plan("batched", FP8_TILE, FP8_SECOND),
         lambda: layer(scheme="fp8_block128", dtype=torch.bfloat16, format="batched"),
     ),
+    "int8": (plan("grouped", FP8_SECOND, FP8_SECOND), lambda: layer(scheme="int8_channel", dtype=torch.bfloat16)),
 }
 
 

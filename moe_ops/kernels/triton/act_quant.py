@@ -11,13 +11,14 @@ import torch
 import triton
 import triton.language as tl
 
-from meta.schemes import SCHEMES, ActivationFormat
+from meta.schemes import SCHEMES, WHOLE, ActivationFormat
 from moe_ops.kernels.triton.record import launch
-from moe_ops.kernels.triton.scales import quantize_tile
-from moe_ops.kernels.triton.util import cdiv, pdl_release, pdl_wait
+from moe_ops.kernels.triton.scales import group_scale, largest_magnitude, quantize_tile, store_as
+from moe_ops.kernels.triton.util import cdiv, next_power_of_2, pdl_release, pdl_wait
 
 PROGRAMS = 4096  # of quantize_batched, over all experts: enough to fill a GPU while most experts hold few rows
-BESIDE = tl.constexpr(4)  # scale groups of a program that quantises beside another kernel's work
+BESIDE = tl.constexpr(512)  # columns of a program that quantises beside another kernel's work, or one scale group
+AT_ONCE = tl.constexpr(4096)  # columns of a scale group that a program holds in registers
 NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 
@@ -103,15 +104,35 @@ def quantize_groups(
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Quantise scale groups first .. first + BLOCK_M - 1 (GROUP columns each), numbered through the rows."""
+    """Quantise scale groups first .. first + BLOCK_M - 1 (GROUP columns each), numbered through the rows.
+
+    Groups of more than AT_ONCE columns are read twice: for their scale, and for their quotients.
+    """
+    DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     g = first + tl.arange(0, BLOCK_M)
-    r = (g // groups).to(tl.int64)
-    k = (g % groups * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
-    inside = (g < rows * groups)[:, None] & (k < K)
-    x = tl.load(x_ptr + r[:, None] * stride_r + k, mask=inside, other=0.0).to(tl.float32)
-    q, scale = quantize_tile(x)
-    tl.store(q_ptr + r[:, None] * K + k, q, mask=inside)
-    tl.store(scale_ptr + g, scale, mask=g < rows * groups)
+    r = (g // groups).to(tl.int64)[:, None]
+    exists = g < rows * groups
+    if GROUP <= AT_ONCE:
+        k = (g % groups * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
+        inside = exists[:, None] & (k < K)
+        x = tl.load(x_ptr + r * stride_r + k, mask=inside, other=0.0).to(tl.float32)
+        q, scale = quantize_tile(x, DTYPE)
+        tl.store(q_ptr + r * K + k, q, mask=inside)
+    else:
+        tl.static_assert(BLOCK_M == 1, "groups of many columns are taken one by one")
+        first_k = (g % groups * GROUP)[:, None] + tl.arange(0, AT_ONCE)[None, :]
+        amax = tl.zeros([BLOCK_M], tl.float32)
+        for start in range(0, GROUP, AT_ONCE):
+            k = first_k + start
+            x = tl.load(x_ptr + r * stride_r + k, mask=exists[:, None] & (k < K), other=0.0).to(tl.float32)
+            amax = tl.maximum(amax, largest_magnitude(x, DTYPE), propagate_nan=NAN)
+        scale = group_scale(amax, DTYPE)
+        for start in range(0, GROUP, AT_ONCE):
+            k = first_k + start
+            inside = exists[:, None] & (k < K)
+            x = tl.load(x_ptr + r * stride_r + k, mask=inside, other=0.0).to(tl.float32)
+            tl.store(q_ptr + r * K + k, store_as(x, scale, DTYPE), mask=inside)
+    tl.store(scale_ptr + g, scale, mask=exists)
 
 
 def room(size: tuple[int, ...], form: ActivationFormat, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,12 +141,17 @@ def room(size: tuple[int, ...], form: ActivationFormat, device: torch.device) ->
     return torch.empty(size, dtype=form.dtype, device=device), torch.empty(scales, dtype=torch.float32, device=device)
 
 
+def group_columns(form: ActivationFormat, width: int) -> int:
+    """Columns that share a scale, as kernels take them: for whole rows a power of two that holds them."""
+    return next_power_of_2(width) if form.group == WHOLE else form.group
+
+
 class Beside(NamedTuple):
     """Rows that a kernel quantises beside its own work, in further programs.
 
     Args:
         rows: [T, H], unit stride along H; quantized: [T, H]; scale: f32 [T, groups of H].
-        group: columns that share a scale.
+        group: columns that share a scale, see `group_columns`.
     """
 
     rows: torch.Tensor
@@ -136,7 +162,7 @@ class Beside(NamedTuple):
     @property
     def programs(self) -> int:
         """How many programs that takes."""
-        return cdiv(self.scale.numel(), BESIDE.value)
+        return cdiv(self.scale.numel(), max(1, BESIDE.value // self.group))
 
 
 def beside(rows: torch.Tensor, scheme: str) -> Beside | None:
@@ -144,7 +170,7 @@ def beside(rows: torch.Tensor, scheme: str) -> Beside | None:
     form = SCHEMES[scheme].rows
     if form is None:
         return None
-    return Beside(rows, *room(tuple(rows.shape), form, rows.device), form.group)
+    return Beside(rows, *room(tuple(rows.shape), form, rows.device), group_columns(form, rows.shape[1]))
 
 
 def beside_arguments(rows: Beside | None) -> dict[str, Any]:
@@ -160,7 +186,8 @@ def quantize_beside(program, hidden_ptr, q_ptr, scale_ptr, rows, H, stride_h, GR
     """What program number `program` of those beside does; GROUP 0: nothing."""
     if GROUP > 0:
         groups = (H + GROUP - 1) // GROUP
-        quantize_groups(program * BESIDE, hidden_ptr, q_ptr, scale_ptr, rows, H, groups, stride_h, GROUP, BESIDE)
+        BLOCK_M: tl.constexpr = BESIDE // GROUP if GROUP < BESIDE else 1
+        quantize_groups(program * BLOCK_M, hidden_ptr, q_ptr, scale_ptr, rows, H, groups, stride_h, GROUP, BLOCK_M)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -212,11 +239,13 @@ def _quantize(
 ) -> None:
     """Quantise [E, rows, K] into `q` and `scale`, one kernel; `counts` bounds the rows on the device."""
     (E, rows, K), groups = x.shape, scale.shape[2]
-    if q.numel() == 0:
+    if scale.numel() == 0 or (counts is not None and counts.numel() == 0):
         return
     if x.stride(2) != 1:
         x = x.contiguous()
-    block_m = 32 if rows * groups >= 4096 else 4
+    many = rows * groups >= 4096
+    block_m = max(1, (4096 if many else 512) // group)
+    columns = block_m * min(group, AT_ONCE.value)
     blocks = cdiv(rows * groups, block_m)
     launch(
         _quantize_kernel,
@@ -233,7 +262,7 @@ def _quantize(
         GROUP=group,
         BLOCK_M=block_m,
         PDL=pdl,
-        num_warps=4 if block_m == 32 else 1,
+        num_warps=min(8, max(1, columns // (1024 if many else 512))),
         launch_pdl=pdl,
     )
 
@@ -248,30 +277,39 @@ def quantize_rows(rows: torch.Tensor, scheme: str, *, pdl: bool = False) -> tupl
 
     Args:
         rows: [R, K] any float dtype, any row stride.
-        scheme: a name of `meta.schemes.SCHEMES` whose activations are "fp8_1x128".
+        scheme: a name of `meta.schemes.SCHEMES` that quantises activations.
         pdl: launch as a programmatic dependent of the kernel before.
 
     Returns:
-        (q e4m3 [R, K], scale f32 [R, groups of K]): the numbers of `scales.quantize_tile`.
+        (q e4m3 or int8 [R, K], scale f32 [R, groups of K]): the numbers of `scales.quantize_tile`.
     """
-    form = SCHEMES[scheme].rows
-    made = Beside(rows, *room(tuple(rows.shape), form, rows.device), form.group)
+    made = beside(rows, scheme)
     fill(made, pdl)
     return made.quantized, made.scale
 
 
 def quantize_batched(
-    batch: torch.Tensor, expert_num_tokens: torch.Tensor | None, scheme: str
+    batch: torch.Tensor, expert_num_tokens: torch.Tensor | None, scheme: str, *, pdl: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise the first expert_num_tokens[e] rows of each expert; other rows are neither read nor written.
 
     Args:
         batch: [E, C, K]; expert_num_tokens: i32 [E] on the device, or None for all rows.
+        pdl: launch as a programmatic dependent of the kernel before.
 
     Returns:
-        (q e4m3 [E, C, K], scale f32 [E, C, groups of K]).
+        (q e4m3 or int8 [E, C, K], scale f32 [E, C, groups of K]).
     """
     form = SCHEMES[scheme].rows
     q, scale = room(tuple(batch.shape), form, batch.device)
-    _quantize(batch, expert_num_tokens, q, scale, form.group)
+    _quantize(batch, expert_num_tokens, q, scale, group_columns(form, batch.shape[2]), pdl)
     return q, scale
+
+
+def quantize_sorted(
+    rows: torch.Tensor, offsets: torch.Tensor, scheme: str, *, pdl: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise the rows [R, K] below the last of `offsets` i32 [E]; other rows are neither read nor written."""
+    made = beside(rows, scheme)
+    _quantize(rows[None], offsets[-1:], made.quantized[None], made.scale[None], made.group, pdl)
+    return made.quantized, made.scale

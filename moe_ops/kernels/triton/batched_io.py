@@ -6,10 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from meta.schemes import SCHEMES
+from meta.schemes import SCHEMES, WHOLE
 from moe_ops.counters import Row
-from moe_ops.kernels.triton.act_quant import room
-from moe_ops.kernels.triton.permute import place_pairs, scatter_rows, store_row
+from moe_ops.kernels.triton.act_quant import group_columns, room
+from moe_ops.kernels.triton.permute import COUNT_ALL_PAIRS, place_pairs, scatter_rows, store_row
 from moe_ops.kernels.triton.record import launch
 from moe_ops.kernels.triton.util import (
     cdiv,
@@ -124,8 +124,10 @@ def dispatch(
     if form is None:
         group, batch, scale = 0, hidden_states.new_empty((E, capacity, H)), None
     else:
-        group, (batch, scale) = form.group, room((E, capacity, H), form, hidden_states.device)
-    if R == 0 or R > FEW_PAIRS or H == 0 or by_choice:
+        group, (batch, scale) = group_columns(form, H), room((E, capacity, H), form, hidden_states.device)
+    # Rows with one scale each are quantised between the products as well: one kernel fewer here leaves a layer five.
+    few = COUNT_ALL_PAIRS if form is not None and form.group == WHOLE else FEW_PAIRS
+    if R == 0 or R > few or H == 0 or by_choice:
         ids = topk_ids.t() if by_choice else topk_ids
         counts, _, slots = place_pairs(ids, E, expert_map, capacity, pdl, load=load)
         slots = slots.t().contiguous() if by_choice else slots
@@ -159,7 +161,7 @@ def dispatch(
         BLOCK_E=COUNT_BLOCK,
         GROUP=group,
         PDL=pdl,
-        num_warps=4,
+        num_warps=max(4, min(16, block_h // 512)),
         launch_pdl=pdl,
     )
     return batch, scale, counts, slots

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from moe_ops.counters import Row
+from moe_ops.kernels.triton.act_quant import quantize_batched, quantize_sorted
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.launch import ONE_TILE, STREAM, ExpertMM, most_registers, side_by_side
 from moe_ops.kernels.triton.mm_tile import compute_tile
@@ -131,7 +132,7 @@ def grouped_mm(
     pdl: bool = False,
     load: Row | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch one grouped expert GEMM.
+    """Launch one grouped expert GEMM, and a kernel that quantises its rows where each has one scale.
 
     Args:
         a: [R, K] sorted rows, or [T, K] tokens when `row_to_pair` is given; unit stride along K.
@@ -143,11 +144,13 @@ def grouped_mm(
         load: counters of a layer, where no kernel before knew it.
 
     Returns:
-        (out [R, N], out_scale [R, groups of N] f32, empty unless the epilogue quantises).
+        (out [R, N], out_scale [R, groups of N] f32, empty unless `mm.quantize_output`).
     """
     out, out_scale = mm.allocate((num_rows,), a)
     row_tiles = most_tiles(num_rows, mm.num_experts, config)
     _launch(a, mm, offsets, config, (out, out_scale), (row_tiles, num_rows, False), row_to_pair, top_k, pdl, load)
+    if mm.quantize_output and not mm.quantizes_in_tile:
+        return quantize_sorted(out, offsets, mm.operand.scheme.name, pdl=pdl)
     return out, out_scale
 
 
@@ -161,7 +164,7 @@ def batched_mm(
     pdl: bool = False,
     load: Row | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch one batched expert GEMM.
+    """Launch one batched expert GEMM, and a kernel that quantises its rows where each has one scale.
 
     Args:
         batch: [E, C, K], contiguous.
@@ -172,7 +175,7 @@ def batched_mm(
         load: counters of a layer, where no kernel before knew it.
 
     Returns:
-        (out [E, C, N], out_scale [E, C, groups of N] f32, empty unless the epilogue quantises). Rows past an
+        (out [E, C, N], out_scale [E, C, groups of N] f32, empty unless `mm.quantize_output`). Rows past an
         expert's count are not written.
     """
     E, C, K = batch.shape
@@ -182,6 +185,8 @@ def batched_mm(
         row_tiles = min(row_tiles, most_tiles(most_rows, E, config))
     outputs = (out.view(E * C, mm.out_features), out_scale)
     _launch(batch.view(E * C, K), mm, expert_num_tokens, config, outputs, (row_tiles, C, True), None, 0, pdl, load)
+    if mm.quantize_output and not mm.quantizes_in_tile:
+        return quantize_batched(out, expert_num_tokens, mm.operand.scheme.name, pdl=pdl)
     return out, out_scale
 
 

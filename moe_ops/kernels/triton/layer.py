@@ -11,7 +11,7 @@ from meta.arch import FIRST_CAPABILITY
 from meta.checks import fail
 from meta.cost import tokens_per_pass
 from meta.operands import Operand
-from meta.schemes import SCHEMES
+from meta.schemes import SCHEMES, WHOLE
 from moe_ops import plans
 from moe_ops.backends import triton_plans
 from moe_ops.counters import Row
@@ -21,7 +21,7 @@ from moe_ops.kernels.triton.expert_mm import batched_mm as launch_batched_mm
 from moe_ops.kernels.triton.expert_mm import grouped_mm as launch_grouped_mm
 from moe_ops.kernels.triton.launch import SMALLEST_GROUP, ExpertMM
 from moe_ops.kernels.triton.route import Routed
-from moe_ops.kernels.triton.tile_loads import NOT_GATED
+from moe_ops.kernels.triton.tile_loads import CONCAT, NOT_GATED
 from moe_ops.kernels.triton.util import INTERPRETED, unit_stride
 from moe_ops.plans import Plan
 
@@ -83,9 +83,11 @@ class Layer:
         return out
 
     def _tokens_per_pass(self, plan: Plan, topk_ids: Tensor) -> int:
-        copied = self._row_bytes(self.up.in_features) if self._copies_rows(plan) else 0
+        copied = self._row_bytes(self.up.in_features) if self._copies_rows(plan, topk_ids) else 0
         result = self.down.out_features * self.down.out_dtype.itemsize
         row_bytes = self._row_bytes(self.up.out_features) + max(copied, result)  # copies end where results begin
+        if self.quantizes_rows:
+            row_bytes += 4 * self.up.out_features  # in fp32, before they are quantised
         return tokens_per_pass(topk_ids.shape[0], self.up.num_experts, topk_ids.shape[1], row_bytes)
 
     def _row_bytes(self, columns: int) -> int:
@@ -119,7 +121,7 @@ class Layer:
     def _grouped(
         self, plan: Plan, hidden_states: Operand, topk_weights: Tensor, topk_ids: Tensor, out: Tensor | None = None
     ) -> Tensor:
-        rows, copied = hidden_states.data, self._copies_rows(plan)
+        rows, copied = hidden_states.data, self._copies_rows(plan, topk_ids)
         pdl, (before, after) = pdl_launches(rows.device), self._weights(topk_weights)
         beside = None if copied or hidden_states.scales else act_quant.beside(rows, self.scheme)
         sorting = (topk_ids, self.up.num_experts, self.expert_map)
@@ -133,12 +135,16 @@ class Layer:
         del tokens  # copies of many rows: their memory is GEMM 2's
         return self._gemm_2(plan, *h, offsets, pair_to_row, after, out)
 
-    def _copies_rows(self, plan: Plan) -> bool:
+    def _copies_rows(self, plan: Plan, topk_ids: Tensor) -> bool:
         """Whether GEMM 1 reads sorted copies of the tokens: where they carry the routing weights, or are quantised and
         its tile has many rows, which come faster by descriptor. The batched format, which always copies, took 0.92 to
         0.96 of the time of gathered rows on an H200 (Mixtral-8x7B from 64 rows an expert on, Qwen3-30B-A3B from 256).
+
+        Not where whole rows are quantised beside the sort: there a kernel quantises between the products as well, and a
+        layer has five.
         """
-        return self.weight_on_input or (self.quantizes and plan.configs[0].a_tma)
+        few = self.quantizes_rows and permute.quantises_beside(topk_ids)
+        return self.weight_on_input or (self.quantizes and plan.configs[0].a_tma and not few)
 
     def _sorted(
         self, hidden_states: Operand, pair_to_row: Tensor, topk_weights: Tensor | None
@@ -151,7 +157,8 @@ class Layer:
             return made[0], made[1] if len(made) > 1 else None
         form = SCHEMES[self.scheme].rows
         quantized, scale = act_quant.room((pair_to_row.numel(), rows.shape[1]), form, rows.device)
-        permute.scatter_rows(rows, pair_to_row, topk_weights, quantized, scale, pdl, form.group)
+        group = act_quant.group_columns(form, rows.shape[1])
+        permute.scatter_rows(rows, pair_to_row, topk_weights, quantized, scale, pdl, group)
         return quantized, scale
 
     def run_routed(
@@ -232,12 +239,17 @@ class Layer:
         """Whether rows are quantised for the products."""
         return SCHEMES[self.scheme].rows is not None
 
+    @property
+    def quantizes_rows(self) -> bool:
+        """Whether a row has one scale, so that no tile can quantise its part of it."""
+        return self.quantizes and SCHEMES[self.scheme].rows.group == WHOLE
+
     def _weights(self, topk_weights: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Routing weights of the rows before the experts, and of the results after them."""
         return (topk_weights, None) if self.weight_on_input else (None, topk_weights)
 
     def _first(self) -> ExpertMM:
-        """GEMM 1; quantising schemes: its epilogue quantises for GEMM 2."""
+        """GEMM 1; quantising schemes: its rows are quantised for GEMM 2."""
         return replace(self.up, quantize_output=self.quantizes)
 
     def _second(self, h_scale: Tensor) -> ExpertMM:
@@ -246,11 +258,14 @@ class Layer:
 
 
 def fit(tile: MMConfig, mm: ExpertMM) -> MMConfig:
-    """An epilogue that quantises needs one scale group of output columns; a sum that is scaled group by group, no more
-    columns at a time than a group has, and of many rows fewer of the weight, whose scales are registers.
+    """An epilogue that quantises needs one scale group of output columns; an e4m3 product of interleaved halves no more
+    than 128 columns beside as many rows, as it is one product, and promoted. A sum that is scaled group by group needs
+    no more columns at a time than a group has, and of many rows fewer of the weight, whose scales are registers.
     """
-    if mm.quantize_output:
+    if mm.quantizes_in_tile:
         return tile._replace(block_n=(2 if mm.glu else 1) * mm.out_group)
+    if mm.is_scaled and mm.glu != CONCAT.value and tile.rows >= 128:
+        return tile._replace(block_n=min(tile.block_n, 128))
     if mm.packed is None or mm.exact_scales or not (columns := mm.group_columns):
         return tile
     block_k = min(tile.block_k, columns & -columns)

@@ -67,6 +67,30 @@ def scaled_product(
 
 
 @triton.jit
+def add_product(a_tile, w_tile, accumulator):
+    """accumulator + a_tile @ w_tile of quantised tiles whose scales come behind the loop: of int8 in int32, exactly; of
+    e4m3 in fp32, tile by tile, as the tensor core's own accumulator keeps too few bits for a long sum.
+    """
+    if a_tile.dtype == tl.int8:
+        return tl.dot(a_tile, w_tile, accumulator, out_dtype=tl.int32)
+    else:
+        if INTERPRETED:
+            a_tile = widen(a_tile)
+            w_tile = widen(w_tile)
+        return accumulator + tl.dot(a_tile, w_tile, input_precision="ieee")
+
+
+@triton.jit
+def scale_product(
+    accumulator, a_scale, a_row, row_valid, w_scale, expert, w_row, w_valid, W_SCALE_STRIDES: tl.constexpr
+):
+    """fp32 `accumulator` times the scales of its rows, [rows] f32, and of its columns, which are weight rows."""
+    pointers = w_scale + expert.to(tl.int64) * W_SCALE_STRIDES[0] + w_row.to(tl.int64) * W_SCALE_STRIDES[1]
+    row_scale = tl.load(a_scale + a_row, mask=row_valid, other=0.0)
+    return accumulator.to(tl.float32) * row_scale[:, None] * load_scale(pointers, w_valid)[None, :]
+
+
+@triton.jit
 def mm_tile(
     a,
     a_desc,
@@ -102,10 +126,11 @@ def mm_tile(
         row_start: first row, for the descriptor load.
         a_scale: [rows, groups of K] f32, contiguous; w_scale: with strides W_SCALE_STRIDES over its groups.
         SCHEME: None, or of the weights' scales (rows that share one, columns, whether groups run on from the gate into
-            the up half, whether the output is quantised).
+            the up half, whether the output is quantised). 0 columns: one scale for all of them, in `a_scale`, too.
     """
     w_row, w_valid = weight_rows(n_start, N, BLOCK_N, GLU)
-    accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    BY_ROW: tl.constexpr = False if SCHEME is None else SCHEME[1] == 0
+    accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.int32 if a.dtype.element_ty == tl.int8 else tl.float32)
     for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         a_tile = load_rows(a, a_desc, a_row, row_valid, row_start, k, K, A_STRIDE, BLOCK_K, A_TMA)
         w_tile = load_weight(
@@ -131,6 +156,8 @@ def mm_tile(
                 a_tile = a_tile.to(tl.float32)
                 w_tile = w_tile.to(tl.float32)
             accumulator = tl.dot(a_tile, w_tile, accumulator, input_precision="ieee")
+        elif BY_ROW:
+            accumulator = add_product(a_tile, w_tile, accumulator)
         else:
             ONE_SCALE: tl.constexpr = GLU == NOT_GATED and BLOCK_N <= SCHEME[0]
             row_scale = load_row_scale(a_scale, a_row, row_valid, k, K, SCHEME[1])
@@ -138,6 +165,10 @@ def mm_tile(
             accumulator += scaled_product(
                 a_tile, row_scale, w_tile, w_scale, expert, row, w_valid, k, W_SCALE_STRIDES, SCHEME, ONE_SCALE
             )
+    if BY_ROW:
+        accumulator = scale_product(
+            accumulator, a_scale, a_row, row_valid, w_scale, expert, w_row, w_valid, W_SCALE_STRIDES
+        )
     return accumulator
 
 
@@ -176,25 +207,35 @@ def scaled_glu_tile(
     that two CTAs share a multiprocessor and one multiplies while the other promotes.
     """
     RUNS_ON: tl.constexpr = SCHEME[2]
+    BY_ROW: tl.constexpr = SCHEME[1] == 0
     ONE_SCALE: tl.constexpr = COLUMNS <= SCHEME[0] and (not RUNS_ON or N % COLUMNS == 0)
     up_scale = w_scale if RUNS_ON else w_scale + up_scale_offset
     gate_row, w_valid = weight_rows(n_start, N, COLUMNS, NOT_GATED)
-    gate = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
-    up = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
+    ACCUMULATOR: tl.constexpr = tl.int32 if a.dtype.element_ty == tl.int8 else tl.float32
+    gate = tl.zeros((BLOCK_M, COLUMNS), ACCUMULATOR)
+    up = tl.zeros((BLOCK_M, COLUMNS), ACCUMULATOR)
     for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         a_tile = load_rows(a, a_desc, a_row, row_valid, row_start, k, K, A_STRIDE, BLOCK_K, A_TMA)
         where = (w, w_desc, up_offset, gate_row, w_valid, expert, n_start, k)
         gate_tile = load_weight(*where, K, W_STRIDES, COLUMNS, BLOCK_K, CONCAT, W_LOAD, SWAPPED, GATE)
         up_tile = load_weight(*where, K, W_STRIDES, COLUMNS, BLOCK_K, CONCAT, W_LOAD, SWAPPED, UP)
-        row_scale = load_row_scale(a_scale, a_row, row_valid, k, K, SCHEME[1])
-        row = n_start if ONE_SCALE else gate_row
-        gate += scaled_product(
-            a_tile, row_scale, gate_tile, w_scale, expert, row, w_valid, k, W_SCALE_STRIDES, SCHEME, ONE_SCALE
-        )
-        up_row = N + row if RUNS_ON else row
-        up += scaled_product(
-            a_tile, row_scale, up_tile, up_scale, expert, up_row, w_valid, k, W_SCALE_STRIDES, SCHEME, ONE_SCALE
-        )
+        if BY_ROW:
+            gate = add_product(a_tile, gate_tile, gate)
+            up = add_product(a_tile, up_tile, up)
+        else:
+            row_scale = load_row_scale(a_scale, a_row, row_valid, k, K, SCHEME[1])
+            row = n_start if ONE_SCALE else gate_row
+            gate += scaled_product(
+                a_tile, row_scale, gate_tile, w_scale, expert, row, w_valid, k, W_SCALE_STRIDES, SCHEME, ONE_SCALE
+            )
+            up_row = N + row if RUNS_ON else row
+            up += scaled_product(
+                a_tile, row_scale, up_tile, up_scale, expert, up_row, w_valid, k, W_SCALE_STRIDES, SCHEME, ONE_SCALE
+            )
+    if BY_ROW:
+        rows = (a_scale, a_row, row_valid)
+        gate = scale_product(gate, *rows, w_scale, expert, gate_row, w_valid, W_SCALE_STRIDES)
+        up = scale_product(up, *rows, up_scale, expert, gate_row, w_valid, W_SCALE_STRIDES)
     return gate, up
 
 
@@ -393,7 +434,7 @@ def compute_tile(
         value = apply_activation(gate, up, alpha, limit, ACTIVATION, GLU != NOT_GATED)
     QUANTIZE: tl.constexpr = False if SCHEME is None else SCHEME[3]
     if QUANTIZE:
-        tile, scale = quantize_tile(tl.where(valid[None, :], value, 0.0))
+        tile, scale = quantize_tile(tl.where(valid[None, :], value, 0.0), out.dtype.element_ty)
         groups: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
         tl.store(out_scale + rows.to(tl.int64) * groups + n_start // COLUMNS, scale, mask=row_valid)
     else:

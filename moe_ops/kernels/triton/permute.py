@@ -296,6 +296,11 @@ def _block_of_pairs(R: int) -> int:
     return block
 
 
+def quantises_beside(topk_ids: torch.Tensor) -> bool:
+    """Whether the sort of these pairs is one kernel, which quantises rows as well."""
+    return 0 < topk_ids.numel() <= COUNT_ALL_PAIRS
+
+
 def sort_pairs(
     topk_ids: torch.Tensor,
     num_experts: int,
@@ -318,7 +323,7 @@ def sort_pairs(
         (offsets i32 [E] cumulative ends, row_to_pair i32 [R] with -1 past offsets[-1], pair_to_row i32 [T, K] with -1
         for dropped pairs).
     """
-    beside = rows if 0 < topk_ids.numel() <= COUNT_ALL_PAIRS else None
+    beside = rows if quantises_beside(topk_ids) else None
     offsets, row_to_pair, pair_to_row = place_pairs(topk_ids, num_experts, expert_map, None, pdl, beside, load)
     if rows is not None and beside is None:
         fill(rows, pdl)
@@ -348,7 +353,8 @@ def store_row(
     if GROUP > 0:
         group = tl.arange(0, BLOCK_H // GROUP)
         columns = h_start + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        quantized, scale = quantize_tile(tl.reshape(y.to(tl.float32), [BLOCK_H // GROUP, GROUP]))
+        wide = tl.reshape(y.to(tl.float32), [BLOCK_H // GROUP, GROUP])
+        quantized, scale = quantize_tile(wide, rows_ptr.dtype.element_ty)
         tl.store(rows_ptr + row.to(tl.int64) * H + columns, quantized, mask=(columns < H) & kept)
         groups = (H + GROUP - 1) // GROUP
         g = h_start // GROUP + group
@@ -421,7 +427,7 @@ def scatter_rows(
         BLOCK_H=block_h,
         GROUP=group,
         PDL=pdl,
-        num_warps=min(8, max(1, block_h // 256)),
+        num_warps=max(1, min(8, block_h // 256), min(16, block_h // 1024)),
         launch_pdl=pdl,
     )
 

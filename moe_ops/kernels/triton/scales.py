@@ -1,4 +1,4 @@
-"""Quantisation arithmetic inlined into kernels: how scales are read, and one helper per scheme's activation side.
+"""Quantisation arithmetic inlined into kernels: how scales are read, and one helper per stored type of activations.
 
 The helpers are the only place that computes these numbers, so a stand-alone quantise kernel and a GEMM epilogue that
 quantises give the same bits.
@@ -12,6 +12,8 @@ import triton.language as tl
 from moe_ops.kernels.triton.util import INTERPRETED, round_to
 
 E4M3_MAX = tl.constexpr(448.0)
+INT8_MAX = tl.constexpr(127.0)
+WHOLE_NUMBERS = tl.constexpr(12582912.0)  # 1.5 * 2^23: fp32 beside it has no fraction, so adding it rounds to even
 AMAX_FLOOR = tl.constexpr(1e-12)  # keeps an all-zero group's scale a normal number and its quotient 0
 
 
@@ -59,20 +61,58 @@ def _divide_rows(x, divisor):
 
 
 @triton.jit
-def quantize_tile(x):
-    """Quantise an fp32 tile to e4m3 with one scale per row: the 1x128 scheme when the tile has 128 columns.
+def group_scale(amax, DTYPE: tl.constexpr):
+    """fp32 scale of groups whose largest magnitudes are `amax`: what stores those as the largest number of DTYPE."""
+    raised = tl.maximum(amax, AMAX_FLOOR, propagate_nan=tl.PropagateNan.ALL)
+    return tl.div_rn(raised, INT8_MAX if DTYPE == tl.int8 else E4M3_MAX)
 
-    `scale = max(amax(|x|), 1e-12) / 448`, `q = e4m3(clamp(x / scale, -448, 448))`, both divisions IEEE-rounded, so
-    that the numbers equal the eager reference's bit for bit. Zeros beyond a ragged edge change nothing. A NaN element
-    stays NaN in `q`; a row with an infinity dequantises to NaN.
+
+@triton.jit
+def _to_e4m3(quotient):
+    """To nearest, saturating; NaN stays NaN."""
+    clamped = tl.clamp(quotient, -E4M3_MAX, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
+    return round_to(clamped, tl.float8e4nv)
+
+
+@triton.jit
+def _to_int8(quotient):
+    """To nearest, ties to even, saturating; NaN, which int8 does not have, to 0: its group's scale is NaN."""
+    whole = (tl.clamp(quotient, -INT8_MAX, INT8_MAX) + WHOLE_NUMBERS) - WHOLE_NUMBERS
+    return tl.where(quotient == quotient, whole, 0.0).to(tl.int8)
+
+
+@triton.jit
+def store_as(x, scale, DTYPE: tl.constexpr):
+    """fp32 `x` [M, G] over `scale` [M], rounded to DTYPE: float8e4nv or int8."""
+    quotient = _divide_rows(x, scale)
+    return _to_int8(quotient) if DTYPE == tl.int8 else _to_e4m3(quotient)
+
+
+@triton.jit
+def largest_magnitude(x, DTYPE: tl.constexpr):
+    """[M] of `x` [M, G]; NaN of a row with a NaN where DTYPE has none."""
+    amax = tl.max(tl.abs(x), axis=1)
+    if DTYPE == tl.int8:
+        amax = tl.where(tl.max((x != x).to(tl.int32), axis=1) > 0, float("nan"), amax)
+    return amax
+
+
+@triton.jit
+def quantize_tile(x, DTYPE: tl.constexpr):
+    """Quantise an fp32 tile with one scale per row: the 1x128 scheme when the tile has 128 columns, a scale per token
+    when it has all.
+
+    `scale = max(amax(|x|), 1e-12) / largest`, `q = round(clamp(x / scale, -largest, largest))`, both divisions
+    IEEE-rounded, so that the numbers equal the eager reference's bit for bit. Zeros beyond a ragged edge change
+    nothing. A NaN element of e4m3 stays NaN in `q`, of int8 in the row's scale; a row with an infinity dequantises to
+    NaN.
 
     Args:
         x: fp32 [M, G].
+        DTYPE: float8e4nv, whose largest number is 448, or int8: 127.
 
     Returns:
-        (q, scale): float8e4nv [M, G] and fp32 [M].
+        (q, scale): DTYPE [M, G] and fp32 [M].
     """
-    amax = tl.max(tl.abs(x), axis=1)
-    scale = tl.div_rn(tl.maximum(amax, AMAX_FLOOR), E4M3_MAX)
-    clamped = tl.clamp(_divide_rows(x, scale), -E4M3_MAX, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
-    return round_to(clamped, tl.float8e4nv), scale
+    scale = group_scale(largest_magnitude(x, DTYPE), DTYPE)
+    return store_as(x, scale, DTYPE), scale

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from meta.schemes import WHOLE
 from moe_ops.counters import Row
 from moe_ops.kernels.triton.act_quant import apply_activation, quantize_rows
 from moe_ops.kernels.triton.config import SmallConfig
@@ -46,6 +47,12 @@ def _lanes(product, VECTOR: tl.constexpr):
         return tl.sum(parts, axis=3)
 
 
+@triton.constexpr_function
+def has_groups(scheme):
+    """Whether scales belong to groups of columns, not to whole rows."""
+    return scheme is not None and scheme[1] != 0
+
+
 @triton.jit
 def _scaled_input(
     x,
@@ -61,9 +68,9 @@ def _scaled_input(
     BLOCK_K: tl.constexpr,
 ):
     """The vector a weight tile is multiplied with: x itself, or quantised x times its scales and those of weight row
-    `w_row`, group by group.
+    `w_row`, group by group; scales of whole rows come behind the sum.
     """
-    if SCHEME is None:
+    if not has_groups(SCHEME):
         return x
     else:
         GROUP: tl.constexpr = SCHEME[1]
@@ -162,7 +169,7 @@ def _small_glu_kernel(
             gate += _lanes(gate_tile.to(tl.float32) * gate_in[None, :], VECTOR)
             if GLU > 0:
                 up_in = gate_in
-                if GLU == 1 and SCHEME is not None:
+                if GLU == 1 and has_groups(SCHEME):
                     # Groups that run on over both halves are counted from the stack's first row.
                     row = N + first if SCHEME[2] else first
                     scales = (x_scale, w_scale + (0 if SCHEME[2] else up_scale_offset), token, expert)
@@ -170,6 +177,13 @@ def _small_glu_kernel(
                 up += _lanes(up_tile.to(tl.float32) * up_in[None, :], VECTOR)
         gate_sum = tl.sum(gate, axis=1)
         up_sum = tl.sum(up, axis=1)
+        if SCHEME is not None and not has_groups(SCHEME):
+            of_x = tl.load(x_scale + pair // TOP_K)
+            scales = w_scale + expert.to(tl.int64) * SCALE_STRIDES[0]
+            gate_sum *= of_x * load_scale(scales + gate_row * SCALE_STRIDES[1], valid)
+            if GLU > 0:
+                scales += up_scale_offset if GLU == 1 else 0
+                up_sum *= of_x * load_scale(scales + up_row * SCALE_STRIDES[1], valid)
         if BIAS_STRIDES is not None:
             shift = bias + expert.to(tl.int64) * BIAS_STRIDES[0]
             gate_sum += tl.load(shift + gate_row * BIAS_STRIDES[1], mask=valid, other=0.0).to(tl.float32)
@@ -211,7 +225,7 @@ def _add_product(
     k_index = k + tl.arange(0, BLOCK_K)
     mask = held[:, None] & (k_index < K)[None, :]
     value = widen(tl.load(h + pair.to(tl.int64)[:, None] * K + k_index[None, :], mask=mask, other=0.0))
-    if SCHEME is not None:
+    if has_groups(SCHEME):
         PAIRS: tl.constexpr = tile.shape[0]
         GROUP: tl.constexpr = SCHEME[1]
         group = k // GROUP + tl.arange(0, BLOCK_K // GROUP)
@@ -281,7 +295,11 @@ def _small_down_kernel(
     else:
         # `where`, not a product with 0: a dropped pair's weight may be NaN.
         scale = tl.where(held, tl.load(topk_weights + pair, mask=held, other=0.0).to(tl.float32), 0.0)
-    operands = (h, h_scale, pair, held, scale, w_scale, expert, first)
+    BY_ROW: tl.constexpr = SCHEME is not None and not has_groups(SCHEME)
+    factor = scale
+    if BY_ROW:
+        factor *= tl.load(h_scale + pair, mask=held, other=0.0)
+    operands = (h, h_scale, pair, held, factor, w_scale, expert, first)
     if SCHEME is None:
         # Nothing on its way while a product is made: us on an H200, gpt-oss-120b in bf16, T = 1: 50.1, else 55.0.
         total = _add_product(total, tile, *operands, 0, K, SCALE_STRIDES, SCHEME, BLOCK_K)
@@ -293,7 +311,11 @@ def _small_down_kernel(
             following = _expert_rows(rows, exists, k + BLOCK_K, K, W_STRIDES, BLOCK_K)
             total = _add_product(total, tile, *operands, k, K, SCALE_STRIDES, SCHEME, BLOCK_K)
             tile = following
-    result = tl.sum(tl.sum(total, axis=2), axis=0)
+    products = tl.sum(total, axis=2)
+    if BY_ROW:
+        pointers = w_scale + expert[:, None] * SCALE_STRIDES[0] + column[None, :] * SCALE_STRIDES[1]
+        products *= load_scale(pointers, exists)
+    result = tl.sum(products, axis=0)
     if BIAS_STRIDES is not None:
         pointers = bias + expert[:, None] * BIAS_STRIDES[0] + column[None, :] * BIAS_STRIDES[1]
         result += tl.sum(scale[:, None] * tl.load(pointers, mask=exists, other=0.0).to(tl.float32), axis=0)
@@ -314,6 +336,8 @@ def refuses(up: ExpertMM, down: ExpertMM, config: tuple[SmallConfig, SmallConfig
     """
     if up.scheme is None or down.scheme is None:
         return False
+    if up.scheme[1] == WHOLE:
+        return weight_on_input
     step = config[0].block_n * (2 if up.glu_layout == "interleaved" else 1)
     aligned = up.scheme[0] % step == 0 and down.scheme[0] % config[1].block_n == 0
     return weight_on_input or not (aligned and up.out_features % step == 0)

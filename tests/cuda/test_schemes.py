@@ -1,0 +1,104 @@
+"""Every scheme that the Triton backend serves, on a GPU: both formats, against float64 of its dequantised weights."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+import moe_ops
+from meta.schemes import SCHEMES
+from moe_ops.backends.triton import SERVED_SCHEMES
+from moe_ops.census import kernel_names
+from moe_ops.testing import assert_cuda_graph_safe
+from tests.ops.scheme_layers import FORMS, SchemeLayer, assert_contract, build
+
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("poisoned_memory")]
+SCHEMES_SERVED = sorted(SERVED_SCHEMES)
+QUANTIZING = [name for name in SCHEMES_SERVED if SCHEMES[name].rows is not None]
+#: E, K, H, I: whole tiles of nothing, but of whole groups of every scheme.
+SIZES = (8, 2, 640, 384)
+
+
+def layer_of(scheme: str, T: int, **options: object) -> SchemeLayer:
+    torch.manual_seed(0)
+    return build(scheme, T=T, sizes=SIZES, device="cuda", **options)
+
+
+def run(layer: SchemeLayer, format: str) -> torch.Tensor:
+    return moe_ops.fused_experts(**layer.tensors, **layer.options, format=format, backend="triton")
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("T", [0, 1, 3, 17, 300])
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+@pytest.mark.parametrize("scheme", SCHEMES_SERVED)
+def test_a_layer_is_as_near_to_float64_as_its_row_says(scheme, format, T, bias, gated):
+    layer = layer_of(scheme, T, form="concat" if gated else "none", bias=bias)
+    got = run(layer, format)
+    assert got.shape == (T, SIZES[2])
+    assert_contract(got, layer)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("T", [3, 300, 4096])
+@pytest.mark.parametrize("scheme", SCHEMES_SERVED)
+def test_every_form_of_the_first_weight(scheme, T, form):
+    layer = layer_of(scheme, T, form=form, bias=True, expert_map=True)
+    for format in ("grouped", "batched"):
+        assert_contract(run(layer, format), layer)
+
+
+@pytest.mark.parametrize("T", [3, 300])
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+@pytest.mark.parametrize("scheme", QUANTIZING)
+def test_a_replay_with_changed_routing_has_the_bits_of_a_call(scheme, format, T):
+    layer = layer_of(scheme, T)
+
+    def layer_with(ids: torch.Tensor) -> torch.Tensor:
+        given = {**layer.tensors, "topk_ids": ids}
+        return moe_ops.fused_experts(**given, **layer.options, format=format, capacity=capacity, backend="triton")
+
+    capacity = T if format == "batched" else None
+    ids = layer.tensors["topk_ids"]
+    torch.use_deterministic_algorithms(False)  # filling memory launches kernels of its own
+    assert_cuda_graph_safe(layer_with, (ids,), changed=[((ids + 1) % SIZES[0],)], backend=None)
+
+
+@pytest.mark.parametrize(("T", "most"), [(1, 5), (64, 5), (300, 5), (4096, 7)])
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+@pytest.mark.parametrize("scheme", QUANTIZING)
+def test_kernels_of_a_layer(scheme, format, T, most):
+    """Sort and quantise, GEMM 1, quantise, GEMM 2, combine; sorting many pairs and copying them takes two more."""
+    layer = layer_of(scheme, T)
+    torch.use_deterministic_algorithms(False)
+    names = kernel_names(partial(run, layer, format))
+    assert len(names) <= most, names
+
+
+@pytest.mark.parametrize("scheme", QUANTIZING)
+def test_rows_past_the_count_of_an_expert_change_nothing(scheme):
+    """A batch with NaN behind its rows, by the stage operators."""
+    layer = layer_of(scheme, 17)
+    given, options = layer.tensors, layer.options
+    (E, _, H, I), form = SIZES, SCHEMES[scheme].rows
+    counts = torch.tensor([3, 0, 40, 1, 17, 0, 2, 9], dtype=torch.int32, device="cuda")
+    batch = torch.randn(E, 40, H, device="cuda").bfloat16()
+    used = torch.arange(40, device="cuda") < counts[:, None]
+    results = []
+    for poison in (0.0, float("nan")):
+        batch[~used] = poison
+        stored, scale = moe_ops.quantize_batched(batch, counts, scheme=scheme)
+        h, h_scale = moe_ops.batched_mm_glu(
+            stored, given["gate_up_proj"], counts, weight_scales=given["gate_up_scales"], batch_scale=scale,
+            scheme=scheme, quantize_output=True,
+        )  # fmt: skip
+        assert h.dtype == form.dtype and h.shape == (E, 40, I)
+        y = moe_ops.batched_mm(
+            h, given["down_proj"], counts, weight_scales=given["down_scales"], batch_scale=h_scale, scheme=scheme
+        )
+        results.append(y[used])
+    assert options["activation"] == "silu" and results[0].isfinite().all()
+    assert torch.equal(*results)

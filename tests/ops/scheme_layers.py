@@ -1,0 +1,148 @@
+"""A layer of any scheme, its float64 result, and the result of rounding exactly where its row says.
+
+Plain torch on any device: a product for each expert in float64, of the dequantised weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meta.activations import ACTIVATIONS, split_glu
+from meta.schemes import SCHEMES
+
+#: Error against float64 that is allowed, in those of the reference.
+CONTRACT = 1.05
+#: Of sums in fp32, over the size of the result: for schemes that round as little themselves.
+SUMS = 16 * torch.finfo(torch.float32).eps
+FORMS = ("concat", "halves", "separate", "interleaved", "none")
+
+
+@dataclass(frozen=True)
+class SchemeLayer:
+    """Arguments of ``fused_experts`` by name, and its options."""
+
+    tensors: dict[str, Any]
+    options: dict[str, Any]
+    weights: tuple[Tensor, Tensor]  # float64 [E, N, H], [E, H, I]
+    dtype: torch.dtype
+
+    def float64(self) -> Tensor:
+        """``[T, H]``, nothing rounded but the weights."""
+        return self._result(lambda rows: rows, lambda rows: rows)
+
+    def rounded(self) -> Tensor:
+        """``[T, H]``, activations rounded as the scheme stores them, results as they are stored."""
+        form = SCHEMES[self.options["scheme"]].rows
+
+        def stored(rows: Tensor) -> Tensor:
+            return self._cast(rows) if form is None else form.dequantize(*form.quantize(rows.float())).double()
+
+        return self._cast(self._result(stored, self._cast))
+
+    def _cast(self, rows: Tensor) -> Tensor:
+        return rows.to(self.dtype).double()
+
+    def _result(self, stored: Any, cast: Any) -> Tensor:
+        given, (first, second) = self.tensors, self.weights
+        layout = self.options.get("glu_layout", "concat")
+        row = ACTIVATIONS[self.options["activation"]]
+        x = given["hidden_states"].double()
+        out = torch.zeros_like(x)
+        ids = given["topk_ids"]
+        if (local := given["expert_map"]) is not None:
+            ids = local[ids.long()]
+        for e in range(first.shape[0]):
+            token, slot = (ids == e).nonzero(as_tuple=True)
+            h = stored(x[token]) @ first[e].T
+            h = h if given["gate_up_bias"] is None else h + given["gate_up_bias"][e].double()
+            h = row.eager(*split_glu(h, layout), row.alpha, row.limit)
+            y = stored(h) @ second[e].T
+            y = y if given["down_bias"] is None else y + given["down_bias"][e].double()
+            out.index_add_(0, token, cast(y) * given["topk_weights"][token, slot].double()[:, None])
+        return out
+
+
+def build(
+    scheme: str,
+    *,
+    T: int,
+    sizes: tuple[int, int, int, int],
+    form: str = "concat",
+    bias: bool = False,
+    expert_map: bool = False,
+    dtype: torch.dtype | None = None,
+    device: str = "cpu",
+) -> SchemeLayer:
+    """A random layer of T tokens.
+
+    Args:
+        sizes: E, K, H, I.
+        form: of FORMS: where the gate and the up half are, and "halves", which have scales of their own.
+        dtype: of the hidden states where the scheme leaves it open, by default bf16.
+    """
+    (E, K, H, I), row = sizes, SCHEMES[scheme]
+    dtype = row.float_dtype if not row.quantized else dtype or torch.bfloat16
+    stacked = form not in ("none", "separate")
+
+    def weight(n: int, k: int) -> tuple[Tensor, list[Tensor], Tensor]:
+        wide = torch.randn(E, n, k, device=device) * k**-0.5
+        # A row's own size: a scale in the place of another shows.
+        wide *= 1 + torch.arange(E * n, device=device).view(E, n, 1) % 7
+        if not row.quantized:
+            stored = wide.to(dtype)
+            return stored, [], stored.double()
+        stored, scales = row.quantize(wide)
+        return stored, list(scales), row.dequantize(stored, scales).double()
+
+    def both(n: int, k: int) -> tuple[list[Tensor], list[list[Tensor]], Tensor]:
+        parts = [weight(n, k) for _ in range(2)]
+        stored, scales, wide = zip(*parts, strict=True)
+        return list(stored), list(scales), torch.cat(wide, dim=1)
+
+    up = None
+    if form == "separate":
+        (first, up), scales, wide = both(I, H)
+        first_scales = scales[0] + scales[1]
+    elif form == "halves" and row.quantized:
+        stored, scales, wide = both(I, H)
+        first = torch.cat(stored, dim=1)
+        first_scales = [torch.stack(pair, dim=1) for pair in zip(*scales, strict=True)]
+    else:
+        first, first_scales, wide = weight(2 * I if stacked else I, H)
+    second, second_scales, wide_second = weight(H, I)
+    experts = 2 * E if expert_map else E
+    ids = torch.rand(T, experts, device=device).topk(K, dim=1).indices.int()
+    local = None
+    if expert_map:
+        local = torch.full((experts,), -1, dtype=torch.int32, device=device)
+        local[torch.randperm(experts, device=device)[:E]] = torch.arange(E, dtype=torch.int32, device=device)
+    tensors = {
+        "hidden_states": torch.randn(T, H, device=device).to(dtype),
+        "gate_up_proj": first,
+        "down_proj": second,
+        "topk_weights": torch.rand(T, K, device=device),
+        "topk_ids": ids,
+        "gate_up_scales": first_scales,
+        "down_scales": second_scales,
+        "up_proj": up,
+        "gate_up_bias": torch.randn(E, (1 if form == "none" else 2) * I, device=device) if bias else None,
+        "down_bias": torch.randn(E, H, device=device) if bias else None,
+        "expert_map": local,
+    }
+    options = {"scheme": scheme, "activation": "relu2" if form == "none" else "silu"}
+    if form in ("none", "interleaved"):
+        options["glu_layout"] = form
+    return SchemeLayer(tensors, options, (wide, wide_second), dtype)
+
+
+def assert_contract(got: Tensor, layer: SchemeLayer) -> None:
+    """`got` is as near to float64 as rounding exactly where the scheme's row says is."""
+    assert got.dtype == layer.dtype
+    exact = layer.float64()
+    error, allowed = ((y.double() - exact).norm() for y in (got, layer.rounded()))
+    bound = CONTRACT * allowed + SUMS * exact.norm()
+    assert error <= bound, f"error {float(error):.3e}, of the reference {float(allowed):.3e}"
