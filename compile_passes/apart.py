@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from typing import Any
 
 import torch
+
+from compile_passes.compat import inner_tensors
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +43,10 @@ def overlap(left: Any, right: Any) -> bool:
     """Whether the storages of two tensors may have a byte in common."""
     if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
         return False
+    return any(_overlap(one, other) for one, other in product(inner_tensors(left), inner_tensors(right)))
+
+
+def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
     try:
         (start, size), (other, length) = _span(left), _span(right)
     except (NotImplementedError, RuntimeError):  # no storage to look at

@@ -112,6 +112,15 @@ def fake_mode_of(value: Any) -> Any:
     return value.fake_mode if kind is not None and isinstance(value, kind) else None
 
 
+def inner_tensors(value: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors whose memory a wrapper tensor shows; of others, the tensor itself."""
+    is_wrapper = feature("torch.utils._python_dispatch", "is_traceable_wrapper_subclass")
+    if is_wrapper is None or not is_wrapper(value):
+        return [value]
+    names: list[str] = value.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+    return [inner for name in names for inner in inner_tensors(getattr(value, name))]
+
+
 def is_plain(value: torch.Tensor) -> bool:
     """Whether ``value`` is a tensor like any other: no unknown subclass, no value of a function transform (vmap, grad).
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from compile_passes.compat import fake_mode_of
-from compile_passes.match import MoEMatch, Refusal, Router, Weight
+from compile_passes.match import MoEMatch, Product, Refusal, Router, Weight
+from compile_passes.quantised import Containers, list_arguments, nominal_dtype, read_containers
 from compile_passes.vocabulary import example
 from meta.dims import LayerProblem
 from moe_ops import choice
@@ -49,20 +51,28 @@ def _decide(match: MoEMatch) -> Decision | Refusal:
             match.down.anchor, "The graph does not record the shapes in this block.", "Compile with torch.compile."
         )
     hidden, *weights = cast(list[torch.Tensor], tensors)
+    found = read_containers(match)
+    if isinstance(found, Refusal):
+        return found
     try:
-        mode = fake_mode_of(hidden)
-        if mode is None:
-            return _describe(match, hidden, weights)
-        with mode, torch.no_grad():
-            return _describe(match, hidden, weights)
+        with fake_mode_of(hidden) or nullcontext(), torch.no_grad():
+            return _describe(match, hidden, weights, found)
     except ValueError as error:
         return Refusal(
             match.down.anchor, f"The operators refuse this block: {error}", "See the message of the operator."
         )
 
 
-def _describe(match: MoEMatch, hidden: torch.Tensor, weights: list[torch.Tensor]) -> Decision:
-    gate_up, *halves, down = weights if match.dtype is None else [weight.to(match.dtype) for weight in weights]
+def _describe(
+    match: MoEMatch, hidden: torch.Tensor, weights: list[torch.Tensor], found: Containers
+) -> Decision:  # fmt: skip
+    dtype, stored = nominal_dtype(match), dict[str, Any]()
+    if found:
+        weights = [_inner(product, found[product.weight.node].data) for product in match.products]
+        stored = list_arguments(match, found, _inner)
+    elif match.dtype is not None:
+        weights = [weight.to(match.dtype) for weight in weights]
+    gate_up, *halves, down = weights
     up, layout, body = halves[0] if halves else None, match.body.glu_layout, match.body
     bias, down_bias = _bias(match), None if match.down.bias is None else example(match.down.bias)
     if match.dtype is not None:
@@ -70,17 +80,23 @@ def _describe(match: MoEMatch, hidden: torch.Tensor, weights: list[torch.Tensor]
     parts = body.halves(gate_up.shape[1])
     if parts is not None:
         up, gate_up, layout = gate_up[:, parts[1]], gate_up[:, parts[0]], "separate"
-    tokens = hidden.new_empty((math.prod(hidden.shape[:-1]), hidden.shape[-1]), dtype=gate_up.dtype)
+    tokens = hidden.new_empty((math.prod(hidden.shape[:-1]), hidden.shape[-1]), dtype=dtype if found else gate_up.dtype)
     ids = tokens.new_empty((tokens.shape[0], match.dispatch.top_k), dtype=torch.int32)
     call = parse(
-        "fused_experts", tokens, gate_up, down, ids.float(), ids, None, None, up_proj=up, gate_up_bias=bias,
+        "fused_experts", tokens, gate_up, down, ids.float(), ids, up_proj=up, gate_up_bias=bias,
         down_bias=down_bias, activation=body.activation, alpha=body.alpha, limit=body.limit, glu_layout=layout,
-        weight_on_input=match.dispatch.weights is not None,
+        weight_on_input=match.dispatch.weights is not None, **stored,
     )  # fmt: skip
     problem = cast(LayerProblem, call.problem)
     for product, weight in zip(match.products, weights, strict=True):
         _ask_for_updates(product.weight, weight, tokens, match)
     return Decision(replace(match, router=_router(match)), problem, choice.choose(problem).NAME)
+
+
+def _inner(product: Product, name: str) -> torch.Tensor:
+    """An inner tensor of a quantised weight."""
+    inner: torch.Tensor = getattr(example(product.weight.node), name)
+    return inner
 
 
 def _ask_for_updates(weight: Weight, stored: torch.Tensor, tokens: torch.Tensor, match: MoEMatch) -> None:

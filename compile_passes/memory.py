@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from compile_passes.compat import inner_tensors
 from compile_passes.vocabulary import OPERATORS_IN_PLACE, example, is_in_place_name, method_name, size_of, target_name
 
 
@@ -353,7 +354,7 @@ def _storages(value: Any) -> frozenset[int] | None:
     """The storages of a fake result; empty for numbers; None when they cannot be known."""
     if isinstance(value, torch.Tensor):
         try:
-            return frozenset({value.untyped_storage()._cdata})
+            return frozenset(inner.untyped_storage()._cdata for inner in inner_tensors(value))
         except (NotImplementedError, RuntimeError):  # sparse tensors, and those that functorch wraps
             return None
     if isinstance(value, list | tuple):

@@ -267,7 +267,7 @@ def _closed(
     routing = {*leaves(dispatch.ids), *leaves(combine.weights), *combine.unread}
     region = region - above - _read_elsewhere(reading, region - above, routing | above, combine.output)
     problem = (
-        unknown_tensors(reading, region, match.inputs)
+        unknown_tensors(reading, region, match.inputs, [product.weight.node for product in match.products])
         or different_scope(reading, region)
         or _escape(reading, region, combine.output, match.inputs)
     )

@@ -46,7 +46,8 @@ import torch
 from torch import fx
 
 from compile_passes.compat import fake_mode_of
-from compile_passes.match import Factor, Made, MoEMatch, Product, RoutedCall, Router, Value, Weight, leaves
+from compile_passes.match import Factor, Made, MoEMatch, Product, Refusal, RoutedCall, Router, Value, Weight, leaves
+from compile_passes.quantised import Containers, list_arguments, nominal_dtype, read_containers
 from compile_passes.reading import Reading
 from compile_passes.staging import Stored, expert_rows
 from compile_passes.vocabulary import example, size_of
@@ -243,8 +244,33 @@ class Rewriter:
         return weights, builder.wrapped(ids, gate_up) if match.dispatch.wrapped else ids
 
     def _hidden(self, builder: Builder, match: MoEMatch, gate_up: fx.Node) -> fx.Node:
-        """The hidden states ``[T, H]`` in the weights' dtype."""
-        return builder.rows(builder.cast(self._node(match.dispatch.hidden), gate_up), None)
+        """The hidden states ``[T, H]`` in the weights' dtype, the nominal one of quantised weights."""
+        hidden = self._node(match.dispatch.hidden)
+        if self._containers(match):
+            return builder.rows(builder.to(hidden, nominal_dtype(match)), None)
+        return builder.rows(builder.cast(hidden, gate_up), None)
+
+    def _containers(self, match: MoEMatch) -> Containers:
+        """How the weights are read where they are containers of quantised bytes; empty where they are plain.
+
+        Raises:
+            RuntimeError: they cannot be read, which `decide` has refused.
+        """
+        found = read_containers(match)
+        if isinstance(found, Refusal):
+            raise RuntimeError(found.reason)
+        return found
+
+    def _scales(self, builder: Builder, match: MoEMatch) -> dict[str, Any]:
+        """The arguments that say how quantised weights are read; none for plain ones."""
+        found = self._containers(match)
+        if not found:
+            return {}
+
+        def take(product: Product, name: str) -> fx.Node:
+            return builder.attribute(self._node(product.weight.node), name)
+
+        return list_arguments(match, found, take)
 
     def _activation(self, match: MoEMatch) -> dict[str, Any]:
         return {"activation": match.body.activation, "alpha": match.body.alpha, "limit": match.body.limit}
@@ -276,7 +302,7 @@ class Rewriter:
                 bias = builder.joined(*(builder.part(bias, half) for half in halves))
         return {
             "gate_up_proj": gate_up, "up_proj": up, "down_proj": self._weight(builder, match, match.down),
-            "gate_up_bias": bias, "down_bias": down_bias, "glu_layout": layout,
+            "gate_up_bias": bias, "down_bias": down_bias, "glu_layout": layout, **self._scales(builder, match),
         }  # fmt: skip
 
     def _topk(self, builder: Builder, router: Router) -> tuple[fx.Node, fx.Node]:
@@ -291,7 +317,12 @@ class Rewriter:
     def _weight(self, builder: Builder, match: MoEMatch, product: Product) -> fx.Node:
         weight = product.weight
         if weight not in builder.weights:
-            builder.weights[weight] = self._read_weight(builder, match, weight)
+            container = self._containers(match).get(weight.node)
+            builder.weights[weight] = (
+                self._read_weight(builder, match, weight)
+                if container is None
+                else builder.attribute(self._node(weight.node), container.data)
+            )
         return builder.weights[weight]
 
     def _read_weight(self, builder: Builder, match: MoEMatch, weight: Weight) -> fx.Node:
@@ -466,6 +497,13 @@ class Builder:
         if found is None:
             raise RuntimeError(f"the graph does not know the shape of {node.name}")
         return found
+
+    def attribute(self, source: fx.Node, name: str) -> fx.Node:
+        """An inner tensor of a wrapper tensor."""
+        node = self.graph.create_node("call_function", getattr, (source, name), name=f"{source.name}_{name}")
+        node.meta.update(self._meta)
+        node.meta[self._key] = getattr(self.value(source), name)
+        return node
 
     def item(self, source: fx.Node, index: int, name: str) -> fx.Node:
         """Element ``index`` of a tuple result."""

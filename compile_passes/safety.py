@@ -15,6 +15,7 @@ from compile_passes.compat import is_plain
 from compile_passes.match import Refusal, in_words
 from compile_passes.reading import Reading
 from compile_passes.vocabulary import example, size_of, target_name, tensors_of
+from moe_ops.integrations import containers
 
 Pairs = frozenset[tuple[fx.Node, fx.Node]]
 
@@ -35,11 +36,18 @@ def _reads_shape(reading: Reading, reader: fx.Node, value: fx.Node) -> bool:
     return reading.named(reader, *CREATES) is not None or (like is not None and like["x"] is not value)
 
 
-def unknown_tensors(reading: Reading, region: Collection[fx.Node], inputs: Iterable[fx.Node]) -> Refusal | None:
-    """A refusal when a tensor of the block is of a type that the operators do not know, or of a function transform."""
+def unknown_tensors(
+    reading: Reading, region: Collection[fx.Node], inputs: Iterable[fx.Node], weights: Collection[fx.Node] = ()
+) -> Refusal | None:
+    """A refusal when a tensor of the block is of a type that the operators do not know, or of a function transform.
+
+    ``weights`` may be containers of quantised bytes, and so may what the block makes of them.
+    """
     for node in (*inputs, *region):
         value = example(node)
         if value is not None and not is_plain(value):
+            if (node in weights or node in region) and containers.read(value) is not None:
+                continue
             kind = type(value).__name__
             transformed = "a value of a function transform (vmap, grad, jvp)"
             what = transformed if kind == "Tensor" else f"a tensor of the type {kind}"

@@ -62,9 +62,11 @@ def exponents(scale: Tensor) -> Tensor:
 
 
 def _decode_e2m1(stored: Tensor) -> Tensor:
-    nibbles = unpack(stored).long()
-    values = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], device=stored.device)
-    wide: Tensor = values[nibbles]
+    # The table is computed: torch.export takes no constants of a Python list that appear inside of a wrapper tensor.
+    code = torch.arange(16, device=stored.device)
+    mantissa, exponent = code & 1, code >> 1 & 3
+    magnitude = torch.ldexp((mantissa + 2 * (exponent > 0)).float(), exponent.clamp(min=1) - 2)
+    wide: Tensor = torch.where(code > 7, -magnitude, magnitude)[unpack(stored).long()]
     return wide
 
 

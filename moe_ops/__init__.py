@@ -19,6 +19,8 @@ from moe_ops.api import fused_experts, fused_moe, fused_topk, quantize_weight
 from moe_ops.debugging import debug
 from moe_ops.layer import Prepared, experts, finalize, prepare
 from moe_ops.load import load_statistics
+from moe_ops.quantized import QuantizedWeight
+from moe_ops.quantizing import quantize_
 from moe_ops.stages import (
     batched_combine,
     batched_dispatch,
@@ -38,6 +40,7 @@ _FROM_PASSES = ("compile", "explain", "fuse", "restore", "stack_experts_")
 
 __all__ = [
     "Prepared",
+    "QuantizedWeight",
     "batched_combine",
     "batched_dispatch",
     "batched_mm",
@@ -57,6 +60,7 @@ __all__ = [
     "moe_permute",
     "moe_unpermute",
     "prepare",
+    "quantize_",
     "quantize_batched",
     "quantize_rows",
     "quantize_weight",

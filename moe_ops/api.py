@@ -8,12 +8,14 @@ the rule, what it got and the cure; the rules are in :mod:`meta.shapes`. All are
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
-from meta.checks import accepts, check_float, check_name, check_rank, check_type
+from meta.checks import accepts, check_float, check_name, check_rank, check_type, fail
 from meta.schemes import SCHEMES
-from moe_ops.ops import call
+from moe_ops.integrations.containers import read
+from moe_ops.ops import PLAIN, call
 
 
 def fused_topk(
@@ -115,7 +117,8 @@ def fused_experts(
         up_proj: ``[E, I, H]``, the up half where it is a tensor of its own, or None.
         gate_up_bias, down_bias: ``[E, 2I]`` and ``[E, H]`` float, or None.
         expert_map: ``[E_global]`` int32 or int64, global id to local id or -1; ids then index this map.
-        scheme: a name of :data:`meta.schemes.SCHEMES`; None means unquantised, by the weights' dtype.
+        scheme: a name of :data:`meta.schemes.SCHEMES`; None means unquantised, by the weights' dtype, or what
+            projections that are :class:`moe_ops.QuantizedWeight` say, which bring their scales, too.
         gate_up_scales, down_scales: what the scheme's row lists, in its order. "fp8_block128": one tensor ``[E,
             ceil(N/128), ceil(K/128)]`` fp32, bf16 or e8m0; blocks that start again with the up half are ``[E, 2,
             ceil(I/128), ceil(K/128)]``. Beside ``up_proj``: the gate's list, then the up half's.
@@ -142,6 +145,11 @@ def fused_experts(
         >>> moe_ops.fused_experts(x, gate_up, down, weights, ids).shape
         torch.Size([4, 16])
     """
+    if not all(type(weight) in PLAIN for weight in (gate_up_proj, down_proj)):
+        weights = (gate_up_proj, down_proj, up_proj)
+        gate_up_proj, down_proj, up_proj, scheme, gate_up_scales, down_scales = _unpacked(
+            "fused_experts", weights, scheme, gate_up_scales, down_scales
+        )
     return call(
         "fused_experts",
         hidden_states,
@@ -206,7 +214,7 @@ def fused_moe(
     Args:
         hidden_states: ``[T, H]``.
         router_logits: ``[T, E]``, or ``[T, E_global]`` with an ``expert_map``; any float dtype.
-        gate_up_proj, down_proj: ``[E, 2I, H]`` and ``[E, H, I]``, any strides.
+        gate_up_proj, down_proj: ``[E, 2I, H]`` and ``[E, H, I]``, any strides, or both quantised.
         top_k, routing, renormalize, renorm_eps, num_groups, topk_groups, scale, correction_bias: of :func:`fused_topk`.
         activation, ..., recompute: of :func:`fused_experts`.
 
@@ -223,6 +231,11 @@ def fused_moe(
         >>> moe_ops.fused_moe(x, torch.randn(4, 8), gate_up, down, top_k=2).shape
         torch.Size([4, 16])
     """
+    if not all(type(weight) in PLAIN for weight in (gate_up_proj, down_proj)):
+        weights = (gate_up_proj, down_proj, up_proj)
+        gate_up_proj, down_proj, up_proj, scheme, gate_up_scales, down_scales = _unpacked(
+            "fused_moe", weights, scheme, gate_up_scales, down_scales
+        )
     return call(
         "fused_moe",
         hidden_states,
@@ -255,6 +268,40 @@ def fused_moe(
         backend=backend,
         recompute=recompute,
     )
+
+
+def _unpacked(
+    op: str,
+    weights: tuple[Any, ...],
+    scheme: str | None,
+    gate_up_scales: Sequence[Tensor],
+    down_scales: Sequence[Tensor],
+) -> tuple[Any, ...]:
+    """(gate_up_proj, down_proj, up_proj, scheme, gate_up_scales, down_scales), where weights are containers of
+    quantised bytes: what they hold.
+    """
+    found = [read(weight) for weight in weights]
+    if found[0] is None and found[1] is None and found[2] is None:
+        return (*weights, scheme, gate_up_scales, down_scales)
+    for name, value in (("scheme", scheme), ("gate_up_scales", gate_up_scales), ("down_scales", down_scales)):
+        if value:
+            got = value if name == "scheme" else f"{len(value)} tensors"
+            raise fail(op, name, "left out beside weights that are QuantizedWeight", got, "They bring their own.")
+    data: list[Any] = []
+    scales: list[list[Tensor]] = []
+    for name, weight, container in zip(("gate_up_proj", "down_proj", "up_proj"), weights, found, strict=True):
+        if weight is None:
+            continue
+        if container is None or (found[0] is not None and container.scheme != found[0].scheme):
+            got = "a plain tensor" if container is None else f"scheme {container.scheme!r}"
+            raise fail(op, name, "quantised as the other projections are", got, "Both projections share one scheme.")
+        if container.transposed:
+            raise fail(op, name, "[E, N, K]", "a transposed QuantizedWeight", "Pass weight.transpose(1, 2).")
+        data.append(getattr(weight, container.data))
+        scales.append([getattr(weight, part) for part in container.scales])
+        scheme = container.scheme
+    up, up_scales = (data[2], scales[2]) if len(data) > 2 else (None, [])
+    return data[0], data[1], up, scheme, [*scales[0], *up_scales], scales[1]
 
 
 def quantize_weight(weight: Tensor, *, scheme: str) -> tuple[Tensor, ...]:

@@ -157,3 +157,21 @@ def size_guards() -> dict[str, str]:
     guards = getattr(env, "guards", None) or ()
     lines = ((str(guard.expr), getattr(getattr(guard, "sloc", None), "maybe_user_loc", None)) for guard in guards)
     return {assumed: str(line) for assumed, line in lines if line}
+
+
+#: Of a tensor class whose operations all arrive in its ``__torch_dispatch__``.
+without_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
+def wrapper_tensor(
+    kind: type[torch.Tensor], size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Any:
+    """A tensor of class ``kind`` without memory of its own."""
+    return torch.Tensor._make_wrapper_subclass(kind, size, strides=stride, dtype=dtype, device=device)
+
+
+def with_aliases(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+    """``result`` of ``func`` on a wrapper tensor, sharing storage with the operand where the schema says so."""
+    from torch.utils._python_dispatch import return_and_correct_aliasing
+
+    return return_and_correct_aliasing(func, args, kwargs, result)

@@ -110,7 +110,8 @@ _ABSENT: dict[str, dict[str, Any]] = {
 
 
 _REQUIRED = object()  # stands for the default of an argument that has none
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+#: The types of tensors that nobody wraps.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Signature:
@@ -158,7 +159,7 @@ class Signature:
             if kind == "list" and type(value) not in (list, tuple):
                 return False
             for tensor in value if kind == "list" else (value,):
-                if type(tensor) not in _PLAIN or (differentiable and tensor.requires_grad):
+                if type(tensor) not in PLAIN or (differentiable and tensor.requires_grad):
                     return False
         return compat.dispatcher_is_undisturbed()
 

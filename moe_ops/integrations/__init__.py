@@ -1,1 +1,1 @@
-"""Bindings to other libraries; each module imports its library, so none is imported by ``import moe_ops``."""
+"""Bindings to other libraries. A module that imports one is not imported by ``import moe_ops``."""

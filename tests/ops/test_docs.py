@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import moe_ops
-from moe_ops import api, debugging, layer, load, stages
+from moe_ops import api, debugging, layer, load, quantized, quantizing, stages
 
 FINDER = doctest.DocTestFinder(exclude_empty=True)
 EXAMPLES = {
     test.name: test
-    for module in (api, stages, layer, debugging, load)
+    for module in (api, stages, layer, debugging, load, quantized, quantizing)
     for test in FINDER.find(module, globs={"torch": torch, "moe_ops": moe_ops})
     if test.examples
 }
@@ -25,7 +25,8 @@ def test_example(name: str) -> None:
     assert runner.run(EXAMPLES[name]).failed == 0
 
 
-FUNCTIONS = [name for name in moe_ops.__all__ if name not in (*moe_ops._FROM_PASSES, "debug", "Prepared")]
+CLASSES = ("Prepared", "QuantizedWeight")
+FUNCTIONS = [name for name in moe_ops.__all__ if name not in (*moe_ops._FROM_PASSES, "debug", *CLASSES)]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -1,0 +1,294 @@
+"""``QuantizedWeight``: expert weights as a scheme stores them, in the place of a float parameter.
+
+It is a traceable wrapper: one tensor of the logical shape and of a nominal dtype to whoever holds it, the stored bytes
+and their scales to the operators and to the compiler. Code that knows nothing of it computes with the dequantised
+numbers: of the experts that it indexes, or of all. That does not round activations, which the schemes with a format
+for rows do in the operators. Bytes are never changed by a cast, only the dtype of what they stand for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from meta.checks import check_name, check_rank, fail
+from meta.gemm_shapes import weight_operand
+from meta.schemes import FLOAT_DTYPES, SCHEMES, QuantScheme
+from moe_ops import compat
+
+_ATEN = torch.ops.aten
+_OP = "QuantizedWeight"
+
+
+def quantized_schemes() -> dict[str, QuantScheme]:
+    """The rows whose weights carry scales, by name."""
+    return {name: row for name, row in SCHEMES.items() if row.quantized}
+
+
+class QuantizedWeight(Tensor):
+    """Expert weights ``[E, N, K]`` with their scales.
+
+    Args:
+        stored: ``[E, N, K / pack]`` in the dtype of the scheme's code.
+        scales: what the scheme's row lists, in its order; groups may start again with an up half. Each is an attribute
+            under its name in the row, None where an optional one is left out.
+        scheme: a quantised name of :data:`meta.schemes.SCHEMES`.
+        dtype: nominal dtype: of dequantised numbers, and of the hidden states that blocks compute with.
+        transposed: it is shown as ``[E, K, N]``, for code that stores experts so; ``stored`` is the same.
+
+    Attributes:
+        stored, scheme, transposed: as given.
+
+    Raises:
+        ValueError: an unknown scheme, or bytes or scales of other shapes or dtypes than its row's.
+
+    Example:
+        >>> stored, *scales = moe_ops.quantize_weight(torch.randn(2, 64, 128), scheme="mxfp4")
+        >>> weight = moe_ops.QuantizedWeight(stored, scales, scheme="mxfp4")
+        >>> weight.shape, weight.dtype, weight.stored.shape
+        (torch.Size([2, 64, 128]), torch.bfloat16, torch.Size([2, 64, 64]))
+    """
+
+    stored: Tensor
+    scheme: str
+    transposed: bool
+
+    __torch_function__ = compat.without_torch_function
+
+    @staticmethod
+    def __new__(
+        cls: type[QuantizedWeight],
+        stored: Tensor,
+        scales: Sequence[Tensor],
+        *,
+        scheme: str,
+        dtype: torch.dtype = torch.bfloat16,
+        transposed: bool = False,
+    ) -> QuantizedWeight:
+        rows = quantized_schemes()
+        check_name(_OP, "scheme", scheme, rows)
+        row = rows[scheme]
+        check_rank(_OP, "stored", stored, "E N K")
+        if stored.dtype != row.weight_dtype:
+            raise fail(_OP, "stored", f"{row.weight_dtype} for scheme {scheme!r}", stored.dtype)
+        if dtype not in FLOAT_DTYPES:
+            raise fail(_OP, "dtype", "bfloat16, float16, float32 or float64", dtype)
+        E, N, K = stored.shape
+        operand = weight_operand(_OP, "scales", stored, row, list(scales), (E, N, K * row.pack), halves=True)
+        parts = {
+            "stored": stored,
+            **{spec.name: scale for spec, scale in zip(row.scales, operand.scales, strict=False)},
+        }
+        return _assemble(parts, scheme, dtype, transposed)
+
+    @property
+    def row(self) -> QuantScheme:
+        """The scheme's row."""
+        return SCHEMES[self.scheme]
+
+    @property
+    def scales(self) -> list[Tensor]:
+        """The list that operators take."""
+        return [getattr(self, name) for name in self._parts()[1:]]
+
+    def dequantize(self) -> Tensor:
+        """The numbers, in the nominal dtype: ``[E, N, K]``, or ``[E, K, N]`` where ``transposed``."""
+        wide = self.row.dequantize(self.stored, self.scales).to(self.dtype)
+        return wide.transpose(1, 2) if self.transposed else wide
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the stored numbers and their scales."""
+        return sum(part.nbytes for part in self.parts().values())
+
+    def parts(self) -> dict[str, Tensor]:
+        """The inner tensors by name, the scales in the order of the row."""
+        return {name: getattr(self, name) for name in self._parts()}
+
+    def _parts(self) -> list[str]:
+        return ["stored", *(spec.name for spec in self.row.scales if getattr(self, spec.name) is not None)]
+
+    def _with(self, change: Callable[[Tensor], Tensor], **fields: Any) -> QuantizedWeight:
+        """Another one, ``change`` applied to the inner tensors."""
+        parts = {name: change(part) for name, part in self.parts().items()}
+        return _assemble(parts, self.scheme, fields.get("dtype", self.dtype), fields.get("transposed", self.transposed))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        shape = f"shape={list(self.shape)}, dtype={self.dtype}, device={str(self.device)!r}"
+        return f"QuantizedWeight(scheme={self.scheme!r}, {shape}{', transposed=True' if self.transposed else ''})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, torch.dtype, bool]]:
+        return self._parts(), (self.scheme, self.dtype, self.transposed)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        parts: dict[str, Tensor], fields: tuple[str, torch.dtype, bool], size: Any, stride: Any
+    ) -> QuantizedWeight:
+        return _assemble(parts, *fields)
+
+    def _stable_hash_for_caching(self) -> str:
+        """What compiled code depends on, in words that are the same in every process: torch's key of its caches."""
+        parts = [
+            (name, str(part.dtype), str(part.device), [*part.shape], [*part.stride()], part.storage_offset())
+            for name, part in self.parts().items()
+        ]
+        return repr((self.scheme, str(self.dtype), self.transposed, self.requires_grad, parts))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        return rebuild, (self.parts(), self.scheme, self.dtype, self.transposed, is_parameter)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        known = _KNOWN.get(func)
+        result = NotImplemented if known is None else known(*args, **kwargs)
+        if result is not NotImplemented:
+            return compat.with_aliases(func, args, kwargs, result) if func in _KEEPS else result
+        _refuse_writes(func, args, kwargs)
+        args, kwargs = pytree.tree_map_only(QuantizedWeight, QuantizedWeight.dequantize, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def rebuild(parts: dict[str, Tensor], scheme: str, dtype: torch.dtype, transposed: bool, is_parameter: bool) -> Tensor:
+    """What was pickled; its type has no place for anything but tensors and these fields."""
+    weight = _assemble(parts, scheme, dtype, transposed)
+    return torch.nn.Parameter(weight, requires_grad=False) if is_parameter else weight
+
+
+def _assemble(parts: dict[str, Tensor], scheme: str, dtype: torch.dtype, transposed: bool) -> QuantizedWeight:
+    """One of parts that are known to fit."""
+    stored, row = parts["stored"], SCHEMES[scheme]
+    E, N, K = stored.shape[0], stored.shape[1], stored.shape[2] * row.pack
+    size, stride = ((E, K, N), (N * K, 1, K)) if transposed else ((E, N, K), (N * K, K, 1))
+    weight: QuantizedWeight = compat.wrapper_tensor(QuantizedWeight, size, stride, dtype, stored.device)
+    weight.stored, weight.scheme, weight.transposed = stored, scheme, transposed
+    for spec in row.scales:
+        setattr(weight, spec.name, parts.get(spec.name))
+    return weight
+
+
+# ---- what is known of aten: `NotImplemented` means: dequantise
+
+
+def _detach(weight: QuantizedWeight) -> Any:
+    return weight._with(Tensor.detach)
+
+
+def _clone(weight: QuantizedWeight, *, memory_format: Any = None) -> Any:
+    if memory_format not in (None, torch.preserve_format) and weight.transposed:
+        return NotImplemented
+    return weight._with(torch.clone)
+
+
+def _to_copy(weight: QuantizedWeight, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
+    """Another device for the bytes, another nominal dtype."""
+    dtype = weight.dtype if dtype is None else dtype
+    if dtype not in FLOAT_DTYPES:
+        return NotImplemented
+    blocking = {"non_blocking": options.get("non_blocking", False)}
+    return weight._with(lambda part: part.to(device=device, copy=True, **blocking), dtype=dtype)
+
+
+def _empty_like(weight: QuantizedWeight, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
+    dtype = weight.dtype if dtype is None else dtype
+    if dtype not in FLOAT_DTYPES:
+        return NotImplemented
+    return weight._with(lambda part: torch.empty_like(part, device=device), dtype=dtype)
+
+
+def _transpose(weight: QuantizedWeight, dim0: int, dim1: int) -> Any:
+    if {dim0 % 3, dim1 % 3} != {1, 2}:
+        return NotImplemented
+    return weight._with(_ATEN.alias.default, transposed=not weight.transposed)
+
+
+def _permute(weight: QuantizedWeight, dims: Sequence[int]) -> Any:
+    found = [dim % 3 for dim in dims]
+    return _transpose(weight, 1, 2) if found == [0, 2, 1] else NotImplemented
+
+
+def _select(weight: Any, dim: int, index: Any) -> Any:
+    """Entry ``index`` of the experts: that one is dequantised."""
+    if not isinstance(weight, QuantizedWeight) or dim % 3 != 0:
+        return NotImplemented
+    return weight._with(lambda part: part.select(0, index).unsqueeze(0)).dequantize().squeeze(0)
+
+
+def _index(weight: Any, indices: Sequence[Any]) -> Any:
+    """``weight[ids]``: the experts that are asked for."""
+    if not isinstance(weight, QuantizedWeight) or len(indices) != 1:
+        return NotImplemented
+    (ids,) = indices
+    if ids.dtype in (torch.bool, torch.uint8):
+        return NotImplemented
+    flat = ids.reshape(-1)
+    some = weight._with(lambda part: _bytes_at(part, flat)).dequantize()
+    return some.reshape(*ids.shape, *some.shape[1:])
+
+
+def _index_select(weight: Any, dim: int, index: Tensor) -> Any:
+    return _index(weight, [index]) if dim % 3 == 0 else NotImplemented
+
+
+def _bytes_at(part: Tensor, ids: Tensor) -> Tensor:
+    """``part[ids]``; not every device indexes every dtype of 8 bits."""
+    if part.dtype.itemsize == 1:
+        return part.view(torch.uint8)[ids].view(part.dtype)
+    return part[ids]
+
+
+def _copy(weight: Any, source: Any, non_blocking: bool = False) -> Any:
+    """Bytes from another one of the same kind."""
+    if not isinstance(weight, QuantizedWeight):
+        return NotImplemented
+    if not isinstance(source, QuantizedWeight) or _form(source) != _form(weight):
+        got = str(_form(source)) if isinstance(source, QuantizedWeight) else f"a tensor of {source.dtype}"
+        cure = "Load the float weights first, then call moe_ops.quantize_."
+        raise fail(f"{_OP}.copy_", "source", f"a QuantizedWeight of the form {_form(weight)}", got, cure)
+    for name, part in weight.parts().items():
+        part.copy_(getattr(source, name), non_blocking)
+    return weight
+
+
+def _form(weight: QuantizedWeight) -> tuple[Any, ...]:
+    """All but the numbers and the nominal dtype."""
+    sizes = {name: (part.dtype, list(part.shape)) for name, part in weight.parts().items()}
+    return weight.scheme, weight.transposed, sizes
+
+
+_KNOWN: dict[Any, Callable[..., Any]] = {
+    _ATEN.detach.default: _detach,
+    _ATEN.alias.default: _detach,
+    _ATEN.clone.default: _clone,
+    _ATEN._to_copy.default: _to_copy,
+    _ATEN.empty_like.default: _empty_like,
+    _ATEN.transpose.int: _transpose,
+    _ATEN.permute.default: _permute,
+    _ATEN.select.int: _select,
+    _ATEN.index.Tensor: _index,
+    _ATEN.index_select.default: _index_select,
+    _ATEN.copy_.default: _copy,
+}
+#: Of these, the ones that return a weight of the same storage, or the one that they were given.
+_KEEPS = frozenset({_ATEN.detach.default, _ATEN.alias.default, _ATEN.copy_.default})
+
+
+def _refuse_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raise ValueError where ``func`` would write a weight: it would write its dequantised copy."""
+    arguments = func._schema.arguments
+    named = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+    for argument in arguments:
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        if written and isinstance(named.get(argument.name), QuantizedWeight):
+            cure = "Change the float weights, then call moe_ops.quantize_."
+            raise fail(_OP, str(argument.name), f"a float tensor for {func}, which writes it", "quantised bytes", cure)
+
+
+torch.serialization.add_safe_globals([QuantizedWeight, rebuild])

@@ -1,0 +1,80 @@
+"""State dicts of modules with quantised weights hold plain tensors: ``name`` the bytes, ``name_scale`` and so on.
+
+So safetensors, `torch.load(weights_only=True)` and whoever reads files see nothing new. The scheme, the nominal dtype
+and the orientation are in the state dict's metadata, which `torch.save` keeps and safetensors has no place for: a file
+is loaded into a model that :func:`moe_ops.quantize_` has prepared with the same scheme, and the metadata is checked
+where there is some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from meta.checks import fail
+from moe_ops.quantized import QuantizedWeight
+
+#: The key in a module's part of the metadata.
+METADATA = "moe_ops"
+
+
+def quantized_parameters(module: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:
+    """The quantised parameters that are the module's own."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if isinstance(parameter, QuantizedWeight):
+            yield name, parameter
+
+
+def register(module: nn.Module) -> None:
+    """Have the state dict of ``module``, and what is loaded from one, hold plain tensors; once."""
+    if _write not in module._state_dict_hooks.values():
+        module.register_state_dict_post_hook(_write)
+        module.register_load_state_dict_pre_hook(_read)
+
+
+def _write(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    said = {}
+    for name, weight in quantized_parameters(module):
+        entry = state.pop(prefix + name, None)
+        if entry is None:
+            continue
+        for part, tensor in entry.parts().items():
+            state[_key(prefix + name, part)] = tensor
+        said[name] = {"scheme": weight.scheme, "dtype": str(weight.dtype), "transposed": weight.transposed}
+    metadata[METADATA] = said
+
+
+def _read(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *others: Any
+) -> None:  # fmt: skip
+    said = metadata.get(METADATA, {})
+    for name, weight in quantized_parameters(module):
+        key = prefix + name
+        stored = state.get(key)
+        if stored is None or isinstance(stored, QuantizedWeight):
+            continue
+        scheme = said.get(name, {}).get("scheme", weight.scheme)
+        if scheme != weight.scheme:
+            cure = "Quantise the model with the scheme that its checkpoint was written with."
+            raise fail("load_state_dict", key, f"stored in scheme {weight.scheme!r}", f"scheme {scheme!r}", cure)
+        state[key] = _rebuilt(weight, state, key)
+
+
+def _rebuilt(weight: QuantizedWeight, state: dict[str, Any], key: str) -> QuantizedWeight:
+    """The weight that the entries of ``key`` in a state dict are; its scales are taken out."""
+    scales: list[Tensor] = []
+    for spec in weight.row.scales:
+        scale = state.pop(_key(key, spec.name), None)
+        if scale is not None:
+            scales.append(scale)
+        elif getattr(weight, spec.name) is not None:
+            cure = "Load float weights first and call moe_ops.quantize_ then, or pass the whole state dict."
+            raise fail("load_state_dict", _key(key, spec.name), f"given for scheme {weight.scheme!r}", "nothing", cure)
+    form: dict[str, Any] = {"scheme": weight.scheme, "dtype": weight.dtype, "transposed": weight.transposed}
+    return QuantizedWeight(state[key], scales, **form)
+
+
+def _key(name: str, part: str) -> str:
+    return name if part == "stored" else f"{name}_{part}"

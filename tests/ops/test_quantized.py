@@ -1,0 +1,273 @@
+"""``QuantizedWeight`` as a tensor, and ``quantize_``: values, casts, copies, files, what is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import moe_ops
+from meta.schemes import SCHEMES
+from moe_ops.quantized import QuantizedWeight
+
+E, N, K = 4, 64, 128
+#: One with a format for rows, one of packed integers, one with exponents, one with two scales.
+SOME = ("fp8_channel", "int4_w4a16", "mxfp4", "nvfp4")
+ALL = [name for name, row in SCHEMES.items() if row.make_scales is not None]
+
+
+def made(scheme: str, *, transposed: bool = False) -> QuantizedWeight:
+    values = torch.randn(E, N, K, generator=torch.Generator().manual_seed(0))
+    stored, *scales = moe_ops.quantize_weight(values, scheme=scheme)
+    return QuantizedWeight(stored, scales, scheme=scheme, dtype=torch.float32, transposed=transposed)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def assert_same_bytes(one: Tensor, other: Tensor) -> None:
+    assert isinstance(one, QuantizedWeight) and isinstance(other, QuantizedWeight)
+    assert one.parts().keys() == other.parts().keys()
+    assert all(torch.equal(bits(one.parts()[name]), bits(other.parts()[name])) for name in one.parts())
+
+
+# Each gives [E, rows, columns] weights, or some of them, to an operation that knows nothing of them.
+USES: dict[str, Callable[[Tensor], Tensor]] = {
+    "linear_of_one": lambda w: nn.functional.linear(torch.ones(3, w.shape[2]), w[1]),
+    "bmm": lambda w: torch.bmm(torch.ones(E, 3, w.shape[1]), w),
+    "matmul_transposed": lambda w: torch.ones(3, w.shape[2]) @ w.transpose(-2, -1),
+    "permuted_otherwise": lambda w: w.permute(2, 0, 1) + w.permute(0, 1, 2).sum(),
+    "permuted": lambda w: torch.ones(3, w.shape[2]) @ w.permute(0, 2, 1),
+    "einsum": lambda w: torch.einsum("tk,enk->ten", torch.ones(3, w.shape[2]), w),
+    "gathered": lambda w: w[torch.tensor([[0, 3], [2, 2]])],
+    "index_select": lambda w: w.index_select(0, torch.tensor([3, 1])),
+    "last": lambda w: w[-1],
+    "by_number_tensor": lambda w: w[torch.tensor(2)],
+    "mask": lambda w: w[torch.tensor([True, False, False, True])],
+    "halves": lambda w: torch.cat(w.chunk(2, dim=1)[::-1], dim=1),
+    "unbind": lambda w: torch.stack(w.unbind(0)),
+    "grouped_mm": lambda w: torch._grouped_mm(
+        torch.ones(6, w.shape[1], dtype=torch.bfloat16), w.bfloat16(), offs=torch.tensor([1, 1, 4, 6]).int()
+    ),
+}
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["E_N_K", "E_K_N"])
+@pytest.mark.parametrize("use", USES)
+def test_other_code_computes_with_the_dequantised_numbers(use: str, transposed: bool) -> None:
+    for scheme in SOME:
+        weight = made(scheme, transposed=transposed)
+        dense = weight.dequantize()
+        assert dense.shape == weight.shape == ((E, K, N) if transposed else (E, N, K))
+        got = USES[use](weight)
+        assert type(got) is Tensor
+        assert torch.equal(got, USES[use](dense))
+
+
+def test_one_expert_is_dequantised_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, seen = made("mxfp4"), list[int]()
+    whole = QuantizedWeight.dequantize
+    monkeypatch.setattr(QuantizedWeight, "dequantize", lambda self: (seen.append(self.shape[0]), whole(self))[1])
+    weight[1], weight[torch.tensor([0, 2, 0])], weight.transpose(1, 2)[3]
+    assert seen == [1, 3, 1]
+
+
+@pytest.mark.parametrize("scheme", ALL)
+def test_casts_change_the_nominal_dtype_alone(scheme: str) -> None:
+    module = nn.Module()
+    module.weight = nn.Parameter(made(scheme), requires_grad=False)
+    before = made(scheme)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        module.to(dtype)
+        assert isinstance(module.weight, nn.Parameter) and module.weight.dtype == dtype
+        assert module.weight[0].dtype == dtype
+        assert_same_bytes(module.weight, before)
+    assert module.to("meta").weight.stored.is_meta
+
+
+@pytest.mark.parametrize("scheme", SOME)
+def test_copies_have_memory_of_their_own(scheme: str) -> None:
+    weight = nn.Parameter(made(scheme, transposed=True), requires_grad=False)
+    for other in (copy.deepcopy(weight), weight.clone()):
+        assert_same_bytes(other, weight)
+        assert other.transposed and other.stored.data_ptr() != weight.stored.data_ptr()
+    assert isinstance(copy.deepcopy(weight), nn.Parameter)
+    assert weight.detach().stored.data_ptr() == weight.stored.data_ptr()
+
+
+@pytest.mark.parametrize("scheme", ALL)
+def test_a_saved_weight_is_loaded_with_weights_only(scheme: str) -> None:
+    file, weight = io.BytesIO(), nn.Parameter(made(scheme), requires_grad=False)
+    torch.save({"weight": weight}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)["weight"]
+    assert isinstance(loaded, nn.Parameter) and not loaded.requires_grad and loaded.dtype == weight.dtype
+    assert_same_bytes(loaded, weight)
+
+
+def experts(scheme: str | None = None, seed: int = 0, transposed: bool = False) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    module = nn.Module()
+    for name, shape in {"gate_up_proj": (E, 64, 96), "down_proj": (E, 96, 32)}.items():
+        values = torch.randn(shape, generator=generator)
+        setattr(module, name, nn.Parameter(values.transpose(1, 2).contiguous() if transposed else values))
+    model = nn.Sequential(nn.Linear(8, 8), module)
+    if scheme is not None:
+        moe_ops.quantize_(model, scheme)
+    return model
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["E_N_K", "E_K_N"])
+@pytest.mark.parametrize("scheme", ALL)
+def test_quantize_is_that_of_the_scheme(scheme: str, transposed: bool) -> None:
+    model, plain = experts(transposed=transposed), experts(transposed=transposed)
+    report = moe_ops.quantize_(model, scheme)
+    assert [one.name for one in report.parameters] == ["1.gate_up_proj", "1.down_proj"]
+    for one, (name, was) in zip(report.parameters, plain[1].named_parameters(), strict=True):
+        weight = getattr(model[1], name)
+        assert isinstance(weight, nn.Parameter) and not weight.requires_grad
+        assert weight.shape == was.shape and weight.transposed == transposed
+        stored, *scales = moe_ops.quantize_weight(was.transpose(1, 2) if transposed else was, scheme=scheme)
+        assert_same_bytes(weight, QuantizedWeight(stored, scales, scheme=scheme))
+        error = (weight.dequantize() - was).norm() / was.norm()
+        assert one.error == pytest.approx(error.item(), rel=1e-4)
+        assert one.after == weight.stored_bytes < one.before
+    assert report.worst.name in str(report) and f"{report.worst.error:.5f}" in str(report)
+
+
+@pytest.mark.parametrize("scheme", ALL)
+def test_state_dicts_hold_plain_tensors(scheme: str, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    model, other = experts(scheme), experts(scheme, seed=1)
+    state = model.state_dict()
+    assert all(type(value) is Tensor for value in state.values())
+    assert state["1.down_proj"].dtype == SCHEMES[scheme].weight_dtype and "1.down_proj_scale" in state
+    for way in ("torch", "safetensors", "assign", "copy"):
+        target = copy.deepcopy(other)
+        if way == "safetensors":
+            safetensors.save_file(state, tmp_path / "model.safetensors")
+            target.load_state_dict(safetensors.load_file(tmp_path / "model.safetensors"))
+        elif way == "torch":
+            torch.save(state, tmp_path / "model.pt")
+            target.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+        else:
+            target.load_state_dict(copy.deepcopy(model).state_dict(), assign=way == "assign")
+        for name in ("gate_up_proj", "down_proj"):
+            assert isinstance(getattr(target[1], name), nn.Parameter)
+            assert_same_bytes(getattr(target[1], name), getattr(model[1], name))
+
+
+def test_the_filter_leaves_modules_out() -> None:
+    model = nn.ModuleDict({"one": experts()[1], "two": experts()[1]})
+    report = moe_ops.quantize_(model, "mxfp4", filter=lambda name, module: name == "two")
+    assert {one.name.partition(".")[0] for one in report.parameters} == {"two"}
+    assert type(model["one"].down_proj) is nn.Parameter
+
+
+def square(**attributes: object) -> nn.Module:
+    module = nn.Module()
+    module.up_proj, module.down_proj = (nn.Parameter(torch.randn(E, 32, 32)) for _ in range(2))
+    vars(module).update(attributes)
+    return module
+
+
+def test_a_module_says_how_it_stores_square_experts() -> None:
+    module = square(is_transposed=True)
+    moe_ops.quantize_(module, "mxfp4")
+    assert module.down_proj.transposed
+
+
+def odd() -> nn.Module:
+    module = nn.Module()
+    module.gate_up_proj, module.down_proj = nn.Parameter(torch.randn(E, 10, 8)), nn.Parameter(torch.randn(E, 8, 5))
+    return module
+
+
+STORED, SCALE = moe_ops.quantize_weight(torch.ones(E, N, K), scheme="mxfp4")
+ERRORS: dict[str, tuple[Callable[[], object], str]] = {
+    "unknown_scheme": (lambda: moe_ops.quantize_(experts(), "int3"), "quantize_: scheme must be one of"),
+    "no_string": (lambda: moe_ops.quantize_(experts(), 4), "quantize_: scheme must be a string, got 4"),
+    "no_module": (lambda: moe_ops.quantize_(torch.ones(2), "mxfp4"), "quantize_: model must be a torch.nn.Module"),
+    "no_experts": (lambda: moe_ops.quantize_(nn.Linear(4, 4), "mxfp4"), "quantize_: model must be a module with"),
+    "twice": (lambda: moe_ops.quantize_(experts("mxfp4"), "mxfp4"), "quantize_: model must be a module with"),
+    "square": (lambda: moe_ops.quantize_(square(), "mxfp4"), "quantize_: model must be of shapes that are"),
+    "odd_width": (lambda: moe_ops.quantize_(odd(), "mxfp4"), "quantize_: down_proj must be of a contracted width"),
+    "not_quantised": (lambda: QuantizedWeight(STORED, [], scheme="bf16"), "QuantizedWeight: scheme must be one of"),
+    "other_bytes": (
+        lambda: QuantizedWeight(STORED.float(), [SCALE], scheme="mxfp4"), "QuantizedWeight: stored must be torch.uint8",
+    ),
+    "no_scale": (lambda: QuantizedWeight(STORED, [], scheme="mxfp4"), "QuantizedWeight: scales must be"),
+    "short_scale": (
+        lambda: QuantizedWeight(STORED, [SCALE[:, 1:]], scheme="mxfp4"), r"QuantizedWeight: scales\[0\] must be",
+    ),
+    "written": (lambda: made("mxfp4").mul_(2), "QuantizedWeight: self must be a float tensor for aten.mul_"),
+    "copied_from_floats": (
+        lambda: made("mxfp4").copy_(torch.ones(E, N, K)), "QuantizedWeight.copy_: source must be a QuantizedWeight",
+    ),
+    "floats_loaded": (
+        lambda: experts("mxfp4").load_state_dict(experts().state_dict()), "load_state_dict: 1.*_scale must be given",
+    ),
+    "another_scheme_loaded": (
+        lambda: experts("mxfp4").load_state_dict(experts("int4_w4a16").state_dict()),
+        "load_state_dict: 1.* must be stored in scheme 'mxfp4', got scheme 'int4_w4a16'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_name_what_is_wrong(case: str) -> None:
+    call, message = ERRORS[case]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def layer(scheme: str) -> tuple[Tensor, Tensor, nn.Module]:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(5, 96, generator=generator), torch.randn(5, E, generator=generator), experts(scheme)[1]
+
+
+@pytest.mark.parametrize("scheme", SOME)
+def test_operators_unpack_it(scheme: str) -> None:
+    x, logits, module = layer(scheme)
+    gate_up, down = module.gate_up_proj, module.down_proj
+    lists = {"gate_up_scales": gate_up.scales, "down_scales": down.scales}
+    wanted = moe_ops.fused_moe(x, logits, gate_up.stored, down.stored, top_k=2, scheme=scheme, **lists)
+    assert torch.equal(moe_ops.fused_moe(x, logits, gate_up, down, top_k=2), wanted)
+    weights, ids = moe_ops.fused_topk(logits, top_k=2)
+    assert torch.equal(moe_ops.fused_experts(x, gate_up, down, weights, ids), wanted)
+
+
+def test_operators_take_gate_and_up_apart() -> None:
+    x, logits, module = layer("mxfp4")
+    dense = module.gate_up_proj.dequantize()
+    halves = []
+    for half in dense.chunk(2, dim=1):
+        stored, *scales = moe_ops.quantize_weight(half, scheme="mxfp4")
+        halves.append(QuantizedWeight(stored, scales, scheme="mxfp4"))
+    gate, up = halves
+    wanted = moe_ops.fused_moe(x, logits, module.gate_up_proj, module.down_proj, top_k=2)
+    assert torch.equal(moe_ops.fused_moe(x, logits, gate, module.down_proj, up_proj=up, top_k=2), wanted)
+
+
+REFUSED: dict[str, tuple[Callable[[QuantizedWeight, QuantizedWeight], dict[str, object]], str]] = {
+    "scheme_twice": (lambda g, d: {"scheme": "mxfp4"}, "scheme must be left out"),
+    "scales_twice": (lambda g, d: {"down_scales": d.scales}, "down_scales must be left out"),
+    "one_plain": (lambda g, d: {"down_proj": d.dequantize()}, "down_proj must be quantised as the other"),
+    "other_scheme": (lambda g, d: {"down_proj": experts("fp8_channel")[1].down_proj}, "down_proj must be quantised as"),
+    "transposed": (lambda g, d: {"gate_up_proj": g.transpose(1, 2)}, r"gate_up_proj must be \[E, N, K\]"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_operators_refuse(case: str) -> None:
+    x, logits, module = layer("mxfp4")
+    change, message = REFUSED[case]
+    given = {"gate_up_proj": module.gate_up_proj, "down_proj": module.down_proj}
+    with pytest.raises(ValueError, match=f"fused_moe: {message}"):
+        moe_ops.fused_moe(x, logits, top_k=2, **given | change(module.gate_up_proj, module.down_proj))

@@ -1,0 +1,285 @@
+"""Quantised weights in models: every layer runs on its stored bytes, or is left as it is, with a reason."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch._dynamo.utils import counters
+
+import moe_ops
+from compile_passes.apart import overlap
+from compile_passes.passes import FUSE, run
+from moe_ops.quantized import QuantizedWeight
+from tests.corpus.families import build, result, tokens
+
+SCHEMES = ("fp8_channel", "int4_w4a16", "mxfp4")
+FAMILIES = ("qwen3_moe", "gpt_oss")
+#: gpt-oss compiles slowly.
+MODELS = [
+    (family, scheme) for family in FAMILIES for scheme in SCHEMES if (family, scheme) != ("gpt_oss", "int4_w4a16")
+]
+SIZES = (2, 7, 64)
+
+
+def model(family: str, scheme: str, form: str = "grouped_mm", dtype: torch.dtype = torch.float32) -> nn.Module:
+    pytest.importorskip("moe_ops.integrations.transformers")
+    made = build(family, dtype, form).eval()
+    moe_ops.quantize_(made, scheme)
+    return made
+
+
+def run_eagerly(module: nn.Module, size: int) -> Tensor:
+    """The logits with our experts, which the same operators compute."""
+    module.set_experts_implementation("moe_ops")
+    with torch.no_grad():
+        return result(module(input_ids=tokens(1, size)))
+
+
+@pytest.mark.parametrize(("family", "scheme"), MODELS)
+def test_a_model_runs_on_its_bytes(family: str, scheme: str) -> None:
+    """One graph for all sizes, no node that holds dequantised experts, the bits of our experts called eagerly."""
+    module = model(family, scheme)
+    wanted = {size: run_eagerly(module, size) for size in SIZES}
+    module.set_experts_implementation("grouped_mm")
+    graphs: list[fx.Graph] = []
+    torch.compiler.reset()
+    counters.clear()
+    options = {"pre_grad_custom_pass": graphs.append}
+    with torch.no_grad():
+        compiled = torch.compile(module, backend="moe_ops_eager", fullgraph=True, dynamic=True, options=options)
+        for size in SIZES:
+            assert torch.equal(result(compiled(input_ids=tokens(1, size))), wanted[size]), size
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    assert counters["moe_ops"]["fused"] == 2 and not counters["moe_ops"]["refused"]
+    (graph,) = graphs
+    wrappers = [node for node in graph.nodes if isinstance(node.meta.get("example_value"), QuantizedWeight)]
+    assert len(wrappers) == 4 and all(node.op == "placeholder" for node in wrappers)
+    assert {user.target for node in wrappers for user in node.users} == {getattr}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_experts_implementation_takes_them(family: str) -> None:
+    """Captured as it stands; no further from the float model's own code than the format is."""
+    module = model(family, "mxfp4", "moe_ops")
+    wanted = run_eagerly(module, 7)
+    torch.compiler.reset()
+    with torch.no_grad():
+        compiled = torch.compile(module, backend="moe_ops_eager", fullgraph=True)
+        assert torch.equal(result(compiled(input_ids=tokens(1, 7))), wanted)
+        module.set_experts_implementation("grouped_mm")
+        own = result(module(input_ids=tokens(1, 7)))
+    torch.testing.assert_close(wanted, own, rtol=1e-4, atol=1e-4)
+
+
+def quantised(values: Tensor, scheme: str = "mxfp4") -> nn.Parameter:
+    stored, *scales = moe_ops.quantize_weight(values, scheme=scheme)
+    return nn.Parameter(QuantizedWeight(stored, scales, scheme=scheme, dtype=torch.float32), requires_grad=False)
+
+
+class Experts(nn.Module):
+    """Every expert for every token, weighed by scores."""
+
+    def __init__(self, schemes: tuple[str, str, str] = ("mxfp4", "mxfp4", "mxfp4")) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        shapes = ((8, 96, 64), (8, 96, 64), (8, 64, 96))
+        values = [torch.randn(shape, generator=generator) / 8 for shape in shapes]
+        self.w1, self.w3, self.w2 = (quantised(*pair) for pair in zip(values, schemes, strict=True))
+        self.w13 = quantised(torch.cat(values[:2], 1))
+        self.w2_transposed = quantised(values[2].transpose(1, 2))
+        self.router = nn.Linear(64, 8, bias=False)
+        self.router.weight.data.copy_(torch.randn(8, 64, generator=generator))
+
+    def rows(self, x: Tensor) -> Tensor:
+        gate, up = (torch.einsum("th,eih->tei", x, weight) for weight in (self.w1, self.w3))
+        return torch.einsum("tei,ehi->teh", F.silu(gate) * up, self.w2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(2, -1)
+        scores = torch.zeros(x.shape[0], 8).scatter(1, ids, weights)
+        return torch.einsum("teh,te->th", self.rows(x), scores)
+
+
+class UpFirst(Experts):
+    def rows(self, x: Tensor) -> Tensor:
+        up, gate = torch.einsum("th,eih->tei", x, self.w13).chunk(2, -1)
+        return torch.einsum("tei,ehi->teh", F.silu(gate) * up, self.w2)
+
+
+class Halves(Experts):
+    def rows(self, x: Tensor) -> Tensor:
+        gate, up = (torch.einsum("th,eih->tei", x, half) for half in self.w13.chunk(2, 1))
+        return torch.einsum("tei,ehi->teh", F.silu(gate) * up, self.w2)
+
+
+class Across(Experts):
+    def rows(self, x: Tensor) -> Tensor:
+        gate, up = (torch.einsum("th,eih->tei", x, weight) for weight in (self.w1, self.w3))
+        return torch.einsum("tei,eih->teh", F.silu(gate) * up, self.w2_transposed)
+
+
+class Factors(Experts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.A, self.B = (nn.Parameter(torch.full(shape, 0.01), False) for shape in ((8, 2, 96), (8, 64, 2)))
+
+    def rows(self, x: Tensor) -> Tensor:
+        gate, up = (torch.einsum("th,eih->tei", x, weight) for weight in (self.w1, self.w3))
+        return torch.einsum("tei,ehi->teh", F.silu(gate) * up, self.w2 + self.B @ self.A)
+
+
+class Normed(Experts):
+    """A norm of every expert's result, of the experts that a token selected."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(2, -1)
+        flat = ids.reshape(-1)
+        gate, up = torch.bmm(self.w13[flat], x.repeat_interleave(2, 0).unsqueeze(-1)).squeeze(-1).chunk(2, -1)
+        rows = F.rms_norm(torch.bmm(self.w2[flat], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1), (64,))
+        return (rows * weights.reshape(-1, 1)).view(-1, 2, 64).sum(1)
+
+
+def compiled(module: nn.Module, grad: bool = False) -> tuple[Tensor, Tensor]:
+    """What eager code gives, and the compiled module."""
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1), requires_grad=grad)
+    torch.compiler.reset()
+    counters.clear()
+    with torch.set_grad_enabled(grad):
+        return module(x), torch.compile(module, backend="moe_ops_eager", fullgraph=True, dynamic=True)(x)
+
+
+def test_gate_and_up_apart_are_fused() -> None:
+    own, got = compiled(Experts())
+    assert counters["moe_ops"]["fused"] == 1
+    torch.testing.assert_close(got, own, rtol=1e-5, atol=1e-5)
+
+
+class Rescaled(Experts):
+    """Writes a scale between the products and the combine."""
+
+    def __init__(self) -> None:
+        super().__init__(("fp8_channel",) * 3)
+
+    def rows(self, x: Tensor) -> Tensor:
+        rows = super().rows(x)
+        self.w2.scale.mul_(2)
+        return rows
+
+
+def test_memory_of_a_wrapper_is_that_of_its_parts() -> None:
+    weight, other = (quantised(torch.ones(2, 4, 8), "fp8_channel") for _ in range(2))
+    assert overlap(weight, weight.scale[1:]) and overlap(weight.stored, weight.transpose(1, 2))
+    assert not overlap(weight, other) and not overlap(weight.stored, weight.scale)
+
+
+def test_a_scale_that_is_written_inside_is_seen() -> None:
+    module = Rescaled()
+    again, x = copy.deepcopy(module), torch.randn(5, 64)
+    torch.compiler.reset()
+    counters.clear()
+    with torch.no_grad():
+        own, got = module(x), torch.compile(again, backend="moe_ops_eager", fullgraph=True)(x)
+    assert torch.equal(got, own) and torch.equal(module.w2.scale, again.w2.scale)
+    assert counters["moe_ops"]["refused"] == 1
+
+
+LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "schemes": (lambda: Experts(("mxfp4", "mxfp4", "fp8_channel")), "in different schemes: fp8_channel, mxfp4"),
+    "up_first": (UpFirst, "its up half stands where the operators expect the gate"),
+    "halves_in_the_graph": (Halves, "the graph takes parts of what is quantised"),
+    "across": (Across, "contracts the dimension along which each scale has its own row"),
+    "low_rank": (Factors, "in different schemes: mxfp4, no scheme"),
+    "staged": (Normed, "the model's own code stays between the experts and the combine"),
+}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_what_is_not_proved_is_left_as_it_is(case: str) -> None:
+    make, reason = LEFT[case]
+    own, got = compiled(make())
+    assert torch.equal(got, own)
+    assert counters["moe_ops"]["refused"] == 1 and not counters["moe_ops"]["errors"]
+    assert re.search(re.escape(reason), _refusal(make()))
+
+
+def _refusal(module: nn.Module) -> str:
+    """Why the pass leaves the block."""
+    found: list[Any] = []
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        found.extend(run(FUSE, gm.graph).refused)
+        return gm.forward
+
+    torch.compiler.reset()
+    with torch.no_grad():
+        torch.compile(module, backend=backend, fullgraph=True)(torch.randn(5, 64))
+    return str(found[0])
+
+
+def test_a_block_whose_gradient_is_recorded_is_left() -> None:
+    """Its own code has one, the operators have none for quantised weights."""
+    own, got = compiled(Experts(), grad=True)
+    assert counters["moe_ops"]["refused"] == 1
+    assert torch.equal(got, own) and got.requires_grad
+
+
+@pytest.mark.parametrize("form", ["batched_mm", "grouped_mm"])
+def test_under_autocast_rows_are_rounded_and_bytes_stay(form: str) -> None:
+    module = model("qwen3_moe", "mxfp4", form)
+    torch.compiler.reset()
+    counters.clear()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        own = result(module(input_ids=tokens(1, 7)))
+        got = result(torch.compile(module, backend="moe_ops_eager", fullgraph=True)(input_ids=tokens(1, 7)))
+    assert counters["moe_ops"]["fused"] == 2
+    torch.testing.assert_close(got, own, rtol=2e-2, atol=2e-2)
+
+
+def test_inductor_gets_the_bytes() -> None:
+    """AOTAutograd takes the wrappers apart: the operator's operands are inputs of the compiled graph."""
+    from torch._inductor import config
+
+    graphs: list[fx.Graph] = []
+    module = Experts(("fp8_channel",) * 3)
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    torch.compiler.reset()
+    with torch.no_grad(), config.patch(post_grad_custom_post_pass=graphs.append):
+        got = torch.compile(module, backend="moe_ops", fullgraph=True)(x)
+        torch.compiler.reset()
+        wanted = torch.compile(module, backend="moe_ops_eager", fullgraph=True)(x)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    (call,) = [node for node in graphs[0].nodes if "moe_ops" in str(node.target)]
+    weights = [node for node in call.all_input_nodes if node.meta["val"].dtype == torch.float8_e4m3fn]
+    assert len(weights) == 3 and all(node.op == "placeholder" for node in weights)
+    shapes = [tuple(node.meta["val"].shape) for node in graphs[0].nodes if isinstance(node.meta.get("val"), Tensor)]
+    assert shapes.count((8, 96, 64)) == 2
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_export_keeps_the_wrappers(scheme: str) -> None:
+    module, x = Experts((scheme,) * 3), torch.randn(5, 64)
+    with torch.no_grad():
+        program = torch.export.export(module, (x,))
+        assert isinstance(program.state_dict["w1"], QuantizedWeight)
+        assert torch.equal(program.module()(x), module(x))
+        torch.testing.assert_close(program.run_decompositions().module()(x), module(x))
+
+
+def test_transformers_saves_plain_tensors(tmp_path: Any) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    module, other = model("qwen3_moe", "mxfp4"), model("qwen3_moe", "mxfp4")
+    for parameter in other.parameters():
+        if not isinstance(parameter, QuantizedWeight):
+            parameter.data.zero_()
+        else:
+            parameter.stored.zero_()
+    module.save_pretrained(tmp_path, save_original_format=False)
+    other.load_state_dict(safetensors.load_file(tmp_path / "model.safetensors"), strict=False)
+    assert torch.equal(run_eagerly(other, 7), run_eagerly(module, 7))
