@@ -16,6 +16,7 @@ from moe_ops import siblings  # (first: it refuses a foreign `meta` before anyth
 
 from moe_ops import ops as _ops  # noqa: F401  (registers the operators)
 from moe_ops.api import fused_experts, fused_moe, fused_topk, quantize_weight
+from moe_ops.checkpoints import load_experts_
 from moe_ops.debugging import debug
 from moe_ops.layer import Prepared, experts, finalize, prepare
 from moe_ops.load import load_statistics
@@ -56,6 +57,7 @@ __all__ = [
     "fused_topk",
     "grouped_mm",
     "grouped_mm_glu",
+    "load_experts_",
     "load_statistics",
     "moe_permute",
     "moe_unpermute",

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import moe_ops
-from moe_ops import api, debugging, layer, load, quantized, quantizing, stages
+from moe_ops import api, checkpoints, debugging, layer, load, quantized, quantizing, stages
 
 FINDER = doctest.DocTestFinder(exclude_empty=True)
 EXAMPLES = {
     test.name: test
-    for module in (api, stages, layer, debugging, load, quantized, quantizing)
+    for module in (api, stages, layer, debugging, load, checkpoints, quantized, quantizing)
     for test in FINDER.find(module, globs={"torch": torch, "moe_ops": moe_ops})
     if test.examples
 }

@@ -1,0 +1,282 @@
+"""How checkpoints spell a quantised weight: the tensors of one projection as a scheme's row stores them.
+
+A layout is known by the suffixes of its keys, their dtypes and shapes, never by a model's name:
+
+| written by | weight | scales |
+| --- | --- | --- |
+| gpt-oss | ``_blocks`` uint8 ``[E, N, K / 32, 16]`` | ``_scales`` uint8 ``[E, N, K / 32]`` |
+| compressed-tensors, ModelOpt, DeepSeek FP8 | ``weight`` e4m3 | ``weight_scale``, ``weight_scale_inv`` |
+| compressed-tensors int | ``weight`` int8 | ``weight_scale``, ``weight_zero_point`` int8 |
+| compressed-tensors packed | ``weight_packed`` int32, ``weight_shape`` | the same, zero points in int32 along N |
+| compressed-tensors fp4 | ``weight_packed`` uint8 | ``weight_scale``; NVFP4: ``weight_global_scale``, divided by |
+| ModelOpt NVFP4 | ``weight`` uint8 | ``weight_scale``, ``weight_scale_2``, multiplied with |
+| DeepSeek MXFP4 | ``weight`` int8 ``[N, K / 2]`` | ``scale`` e8m0 ``[N, K / 32]`` |
+
+DeepSeek's ``weight_scale_inv`` is multiplied with, too, whatever its name says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meta.checks import fail
+from meta.formats import E4M3, E8M0, unpack
+from meta.schemes import SCHEMES, QuantScheme, Scale, ceil_div
+
+OP = "load_experts_"
+
+#: Suffixes that decode no weight: scales of activations, which the row of the scheme computes for every token.
+_NOT_OF_THE_WEIGHT = ("bias", "input_scale", "input_zero_point", "input_global_scale")
+_EXPONENTS = (torch.uint8, E8M0)
+
+
+def part_of(suffix: str) -> str:
+    """What a key adds to its projection's name, in one spelling: ``".weight_scale"`` and ``"_scale"`` are "scale", and
+    the weight itself is "".
+    """
+    return re.sub(r"^[._]*(weight)?[._]*", "", suffix)
+
+
+class Parts:
+    """The tensors of one projection, of one expert or of all, read when they are taken.
+
+    Args:
+        keys: of the checkpoint, by their part (:func:`part_of`).
+        read: a key's tensor.
+        stacked: they are of all experts.
+    """
+
+    def __init__(self, keys: dict[str, str], read: Callable[[str], Tensor], *, stacked: bool) -> None:
+        self.keys = keys
+        self.stacked = stacked
+        self._read = read
+        self._taken: set[str] = set()
+
+    def __contains__(self, part: str) -> bool:
+        return part in self.keys
+
+    def any_key(self) -> str:
+        """One of the keys, for messages about all."""
+        return min(self.keys.values())
+
+    def take(self, *parts: str) -> tuple[str, Tensor]:
+        """Key and tensor of the first of ``parts`` that is there.
+
+        Raises:
+            ValueError: none is.
+        """
+        part = next((part for part in parts if part in self), None)
+        if part is None:
+            names = " or ".join(repr(f"weight_{part}") for part in parts)
+            raise fail(OP, self.any_key(), f"stored beside {names}", sorted(self.keys.values()))
+        self._taken.add(part)
+        return self.keys[part], self._read(self.keys[part])
+
+    def check_all_taken(self) -> None:
+        """Every tensor has been understood.
+
+        Raises:
+            ValueError: naming the key of one that was not.
+        """
+        for part, key in self.keys.items():
+            if part not in self._taken and part not in _NOT_OF_THE_WEIGHT:
+                raise fail(OP, key, "absent beside a weight of this layout", "it", "Nothing here knows what it means.")
+
+
+class Signature(NamedTuple):
+    """Scheme, dtypes and shapes of a weight and its scales."""
+
+    scheme: str
+    tensors: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+
+    def __str__(self) -> str:
+        return f"{self.scheme} of {', '.join(f'{dtype} {list(shape)}' for dtype, shape in self.tensors)}"
+
+
+class Stored(NamedTuple):
+    """A weight as ``scheme`` stores it: ``[.., N, K / pack]``, each scale ``[.., N groups, K groups]``."""
+
+    scheme: QuantScheme
+    data: Tensor
+    scales: tuple[Tensor, ...]
+
+    @property
+    def signature(self) -> Signature:
+        """What all experts of a layer have in common."""
+        tensors = (self.data, *self.scales)
+        return Signature(self.scheme.name, tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors))
+
+
+def canonical(parts: Parts, *, halves: bool = False) -> Stored:
+    """The weight of ``parts``, whichever layout they have; bytes are viewed, not copied, but those of 8-bit packs.
+
+    Args:
+        parts: of one expert, ``[N, K / pack]``, or stacked, ``[E, N, K / pack]``.
+        halves: N is a gate and an up half, each of which may have blocks of its own.
+
+    Raises:
+        ValueError: no layout of this module; names the key, what was expected and what is there.
+    """
+    kind = next((kind for kind in ("blocks", "packed", "") if kind in parts), None)
+    if kind is None:
+        rule = "stored beside the weight that it belongs to"
+        raise fail(OP, parts.any_key(), rule, sorted(parts.keys.values()))
+    key, data = parts.take(kind)
+    reader = _READERS.get((kind, data.dtype))
+    if reader is None:
+        rule = " or ".join(str(dtype) for known, dtype in _READERS if known == kind)
+        raise fail(OP, key, rule, data.dtype, "Load layers that are not quantised with load_state_dict.")
+    if data.dim() != 2 + parts.stacked + (kind == "blocks"):
+        raise fail(OP, key, f"[{'E, ' if parts.stacked else ''}N, K], K packed or not", list(data.shape))
+    stored = reader(parts, data, halves)
+    parts.check_all_taken()
+    return stored
+
+
+def _blocks(parts: Parts, data: Tensor, halves: bool) -> Stored:
+    if data.shape[-1] != 16:
+        raise fail(OP, parts.keys["blocks"], "[E, N, K / 32, 16]", list(data.shape))
+    return _stored("mxfp4", data.flatten(-2), parts.take("scales"))
+
+
+def _fp4(parts: Parts, data: Tensor, halves: bool) -> Stored:
+    key, scale = parts.take("scale")
+    if scale.dtype in _EXPONENTS:
+        return _stored("mxfp4", data, (key, scale))
+    if scale.dtype != E4M3:
+        raise fail(OP, key, "float8_e4m3fn for NVFP4, uint8 or float8_e8m0fnu for MXFP4", scale.dtype)
+    whole_key, whole = parts.take("global_scale", "scale_2")
+    if "global_scale" in parts:
+        whole = whole.float().reciprocal()
+    return _stored("nvfp4", data, (key, scale), (whole_key, whole))
+
+
+def _fp8(parts: Parts, data: Tensor, halves: bool) -> Stored:
+    key, scale = parts.take("scale", "scale_inv")
+    names: tuple[str, ...] = ("fp8_block128", "fp8_channel", "fp8_tensor")
+    if scale.dtype in _EXPONENTS:
+        names = ("mxfp8", "fp8_block128")
+    elif scale.dim() < data.dim():  # a single block is written as [1, 1], a whole weight's scale is not
+        names = ("fp8_tensor", "fp8_channel")
+    grid = _grid(scale, data)
+    for name in names:
+        spec = SCHEMES[name].scales[0]
+        if not _fits(spec, grid, data, halves):
+            continue
+        if name == "fp8_block128":
+            _check_border(key, grid, data, spec, halves)
+            scale = scale.view(E8M0) if scale.dtype == torch.uint8 else scale
+        return _stored(name, data, (key, scale))
+    rule = f"{' or '.join(str(SCHEMES[name].scales[0]) for name in names)} for a weight {list(data.shape)}"
+    raise fail(OP, key, rule, list(scale.shape), "Blocks of other sizes have no scheme.")
+
+
+def _int8(parts: Parts, data: Tensor, halves: bool) -> Stored:
+    key, scale = parts.take("scale")
+    if scale.dtype in _EXPONENTS:
+        return _stored("mxfp4", data.view(torch.uint8), (key, scale))
+    by_row = _rows_of(scale, data)
+    if by_row.shape[-1] == 1 and "zero_point" not in parts:
+        return _stored("int8_channel", data, (key, by_row))
+    return _stored("int8_w8a16", data, (key, by_row), *_zero_points(parts, data, lambda zero: zero, torch.int8))
+
+
+def _packed_integers(parts: Parts, data: Tensor, halves: bool) -> Stored:
+    columns = int(parts.take("shape")[1].flatten()[-1])
+    bits = next((bits for bits in (4, 8) if data.shape[-1] == ceil_div(columns * bits, 32)), None)
+    if bits is None or columns * bits % 8:
+        rule = f"[.., N, K / 8] or [.., N, K / 4] of 4 or 8 bits for K = {columns}"
+        raise fail(OP, parts.keys["packed"], rule, list(data.shape), "Other widths have no scheme.")
+    stored = data.contiguous().view(torch.uint8)[..., : columns * bits // 8]
+    key, scale = parts.take("scale")
+    name, stored = ("int4_w4a16", stored) if bits == 4 else ("int8_w8a16", _signed(stored))
+
+    def zero_points(packed: Tensor) -> Tensor:
+        codes = packed.transpose(-1, -2).contiguous().view(torch.uint8)
+        codes = unpack(codes) if bits == 4 else _signed(codes)
+        return codes[..., : data.shape[-2]].transpose(-1, -2).contiguous()
+
+    return _stored(name, stored, (key, _rows_of(scale, data)), *_zero_points(parts, data, zero_points, torch.int32))
+
+
+def _signed(stored: Tensor) -> Tensor:
+    """int8 of codes that 128 was added to, in place: what was read belongs to nobody else."""
+    return stored.bitwise_xor_(128).view(torch.int8)
+
+
+def _zero_points(
+    parts: Parts, data: Tensor, decode: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> list[tuple[str, Tensor]]:
+    """The optional scale, in the codes of the weight."""
+    if "zero_point" not in parts:
+        return []
+    key, zero = parts.take("zero_point")
+    if zero.dtype != dtype:
+        raise fail(OP, key, f"{dtype} beside a weight of {data.dtype}", zero.dtype)
+    return [(key, _rows_of(decode(zero), data))]
+
+
+_READERS: dict[tuple[str, torch.dtype], Callable[[Parts, Tensor, bool], Stored]] = {
+    ("blocks", torch.uint8): _blocks,
+    ("packed", torch.int32): _packed_integers,
+    ("packed", torch.uint8): _fp4,
+    ("", torch.uint8): _fp4,
+    ("", E4M3): _fp8,
+    ("", torch.int8): _int8,
+}
+
+
+def _stored(name: str, data: Tensor, *scales: tuple[str, Tensor]) -> Stored:
+    """``data`` with scales in the order of the row, in a dtype that it has: half precision is widened, which is exact.
+
+    Raises:
+        ValueError: a scale of another dtype.
+    """
+    row = SCHEMES[name]
+    found = []
+    for spec, (key, scale) in zip(row.scales, scales, strict=False):
+        if scale.dtype not in spec.dtypes and scale.dtype in (torch.float16, torch.bfloat16):
+            scale = scale.float()
+        if scale.dtype not in spec.dtypes:
+            raise fail(OP, key, " or ".join(str(dtype) for dtype in spec.dtypes), scale.dtype)
+        found.append(_grid(scale, data))
+    return Stored(row, data, tuple(found))
+
+
+def _grid(scale: Tensor, data: Tensor) -> Tensor:
+    """``[.., N groups, K groups]``: dimensions of 1 that a checkpoint leaves out are put back at the end."""
+    return scale.reshape(*scale.shape, *(1,) * (data.dim() - scale.dim()))
+
+
+def _rows_of(scale: Tensor, data: Tensor) -> Tensor:
+    """``[.., N, K groups]``, one entry for a whole weight written for each of its rows."""
+    grid = _grid(scale, data)
+    if grid.shape[-2] == 1:
+        grid = grid.expand(*grid.shape[:-2], data.shape[-2], grid.shape[-1]).contiguous()
+    return grid
+
+
+def _fits(spec: Scale, grid: Tensor, data: Tensor, halves: bool) -> bool:
+    """``grid`` is a form of ``spec`` over the weight, or over each of its halves."""
+    N, K = data.shape[-2:]
+    if spec.groups_of(grid.shape, N, K) is not None:
+        return True
+    rows, columns = grid.shape[-2:]
+    return halves and rows % 2 == 0 and spec.groups_of((rows // 2, columns), N // 2, K) is not None
+
+
+def _check_border(key: str, grid: Tensor, data: Tensor, spec: Scale, halves: bool) -> None:
+    """The number of scales says whether blocks start again at the up half, or it does not matter.
+
+    Raises:
+        ValueError: as many rows of blocks either way, at different places.
+    """
+    half, rows = data.shape[-2] // 2, spec.forms[0][0]
+    if halves and half % rows and 2 * ceil_div(half, rows) == ceil_div(2 * half, rows):
+        rule = f"of gate and up apart where {rows} does not divide I = {half}"
+        raise fail(OP, key, rule, list(grid.shape), "Both have as many blocks whether these start again or run on.")

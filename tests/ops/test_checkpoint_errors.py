@@ -1,0 +1,235 @@
+"""What a checkpoint cannot give is refused with the key, the rule, what is there and, where there is one, the cure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import moe_ops
+from moe_ops.checkpoints import read_experts
+from tests.ops import checkpoints as files
+from tests.ops.checkpoints import CASES, PREFIX, E, Tensors
+from tests.ops.test_load_experts import Model
+
+FIRST = f"{PREFIX}.0.gate_proj"
+Break = Callable[[Tensors], object]
+
+
+def layer(name: str) -> Tensors:
+    case = CASES[name]
+    return files.per_expert(lambda weight: files.compressed(weight, case), case.dtype)
+
+
+def renamed(old: str, new: str) -> Break:
+    return lambda state: state.update({new: state.pop(old)})
+
+
+def put(key: str, tensor: torch.Tensor) -> Break:
+    return lambda state: state.update({key: tensor})
+
+
+#: id -> (what is stored, how it is broken, words of the message).
+BROKEN: dict[str, tuple[str, Break, str]] = {
+    "projection": (
+        "float, channel",
+        lambda state: [state.pop(f"{PREFIX}.1.up_proj.{part}") for part in ("weight", "weight_scale")],
+        f"checkpoint must be complete, with '{PREFIX}.1.up_proj', got no key of it.",
+    ),
+    "scale": (
+        "float, channel",
+        lambda state: state.pop(f"{FIRST}.weight_scale"),
+        f"{FIRST}.weight must be stored beside 'weight_scale' or 'weight_scale_inv', got ['{FIRST}.weight'].",
+    ),
+    "weight": (
+        "float, channel",
+        lambda state: state.pop(f"{FIRST}.weight"),
+        f"{FIRST}.weight_scale must be stored beside the weight that it belongs to, got",
+    ),
+    "second scale": (
+        "nvfp4",
+        lambda state: state.pop(f"{FIRST}.weight_global_scale"),
+        "must be stored beside 'weight_global_scale' or 'weight_scale_2'",
+    ),
+    "order of columns": (
+        "pack 4, group",
+        put(f"{FIRST}.weight_g_idx", torch.zeros(files.H, dtype=torch.int32)),
+        f"{FIRST}.weight_g_idx must be absent beside a weight of this layout, got it. Nothing here knows",
+    ),
+    "zero point of fp8": (
+        "float, channel",
+        put(f"{FIRST}.weight_zero_point", torch.zeros(files.I, 1)),
+        f"{FIRST}.weight_zero_point must be absent",
+    ),
+    "zero point that is not packed": (
+        "pack 4, group, zero",
+        put(f"{FIRST}.weight_zero_point", torch.zeros(files.I, 8, dtype=torch.int8)),
+        f"{FIRST}.weight_zero_point must be torch.int32 beside a weight of torch.int32, got torch.int8.",
+    ),
+    "blocks of 64": (
+        "float, block",
+        put(f"{FIRST}.weight_scale", torch.ones(3, 4)),
+        f"{FIRST}.weight_scale must be scale [E, ceil(N / 128), ceil(K / 128)] or",
+    ),
+    "3 bits": (
+        "pack 4, group",
+        put(f"{FIRST}.weight_packed", torch.zeros(files.I, files.H * 3 // 32, dtype=torch.int32)),
+        f"{FIRST}.weight_packed must be [.., N, K / 8] or [.., N, K / 4] of 4 or 8 bits for K = 256, got [192, 24].",
+    ),
+    "nvfp4 with bf16 scales": (
+        "nvfp4",
+        put(f"{FIRST}.weight_scale", torch.ones(files.I, files.H // 16, dtype=torch.bfloat16)),
+        f"{FIRST}.weight_scale must be float8_e4m3fn for NVFP4, uint8 or float8_e8m0fnu for MXFP4, got torch.bfloat16.",
+    ),
+    "float64 scales": (
+        "float, channel",
+        put(f"{FIRST}.weight_scale", torch.ones(files.I, 1, dtype=torch.float64)),
+        f"{FIRST}.weight_scale must be torch.float32 or torch.bfloat16, got torch.float64.",
+    ),
+    "not quantised": (
+        "float, channel",
+        put(f"{FIRST}.weight", torch.zeros(files.I, files.H, dtype=torch.bfloat16)),
+        f"{FIRST}.weight must be torch.uint8 or torch.float8_e4m3fn or torch.int8, got torch.bfloat16. Load layers",
+    ),
+    "flat": (
+        "float, channel",
+        put(f"{FIRST}.weight", torch.zeros(files.I * files.H, dtype=torch.float8_e4m3fn)),
+        f"{FIRST}.weight must be [N, K], K packed or not, got [49152].",
+    ),
+    "experts that differ": (
+        "float, channel",
+        put(f"{PREFIX}.1.gate_proj.weight_scale", torch.ones(files.I, 1)),
+        f"{PREFIX}.1.gate_proj.weight must be stored like expert 0's, fp8_channel of torch.float8_e4m3fn [192, 256], "
+        "torch.bfloat16 [192, 1], got fp8_channel of torch.float8_e4m3fn [192, 256], torch.float32 [192, 1].",
+    ),
+    "projections that differ": (
+        "float, tensor",
+        lambda state: state.update(
+            {f"{PREFIX}.{e}.down_proj.weight_scale": torch.ones(files.H, 1) for e in range(E)}
+        ),
+        f"{PREFIX}.down_proj must be stored in one scheme, 'fp8_tensor' like gate_up_proj, got 'fp8_channel'.",
+    ),
+    "groups that do not cover K": (
+        "pack 4, group",
+        lambda state: state.update(
+            {f"{PREFIX}.{e}.down_proj.weight_scale": torch.ones(files.H, 7) for e in range(E)}
+        ),
+        f"{PREFIX}.down_proj scales[0] must be [E=3, N=256, G_count], G_count a divisor of K=192, got [3, 256, 7].",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_layer(name: str, tmp_path: Path) -> None:
+    stored, damage, words = BROKEN[name]
+    state = layer(stored)
+    damage(state)
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
+        read_experts(tmp_path, PREFIX)
+    assert str(caught.value).startswith("load_experts_: ")
+
+
+def test_border_of_stacked_halves_that_no_shape_tells(tmp_path: Path) -> None:
+    """Two rows of blocks over two halves of 100 rows: 100 and 100, or 128 and 72."""
+    state = {
+        f"{PREFIX}.gate_up_proj": torch.zeros(2, 200, 128, dtype=torch.float8_e4m3fn),
+        f"{PREFIX}.gate_up_proj_scale_inv": torch.ones(2, 2, 1),
+        f"{PREFIX}.down_proj": torch.zeros(2, 128, 100, dtype=torch.float8_e4m3fn),
+        f"{PREFIX}.down_proj_scale_inv": torch.ones(2, 1, 1),
+    }
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="gate_up_proj_scale_inv must be of gate and up apart where 128"):
+        read_experts(tmp_path, PREFIX)
+
+
+def at_layer_0(state: Tensors) -> Tensors:
+    return {key.replace("model.layers.1", "layers.0"): tensor for key, tensor in state.items()}
+
+
+#: id -> (model, keys of the checkpoint, words of the message).
+MISMATCHES: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensors], Tensors], str]] = {
+    "no experts": (lambda: nn.Linear(2, 2), at_layer_0, "model must be a model with modules of 3-D parameters"),
+    "no such layer": (
+        lambda: Model(2),
+        at_layer_0,
+        "checkpoint must be with the experts of 'layers.1.mlp.experts', got no such keys.",
+    ),
+    "two such layers": (
+        lambda: Model(1),
+        lambda state: {f"{half}.{key}": tensor for half in "ab" for key, tensor in at_layer_0(state).items()},
+        "got ['a.layers.0.mlp.experts', 'b.layers.0.mlp.experts'].",
+    ),
+    "another shape": (
+        lambda: Model(1, is_transposed=True),
+        at_layer_0,
+        "layers.0.mlp.experts.gate_up_proj must be [3, 256, 384] as in the checkpoint, got [3, 256, 380].",
+    ),
+    "interleaved": (
+        lambda: Model(1, is_concatenated=False),
+        at_layer_0,
+        "layers.0.mlp.experts.gate_up_proj must be one weight of interleaved rows, as layers.0.mlp.experts computes",
+    ),
+    "not float": (
+        lambda: Model(1).to(torch.float8_e4m3fn),
+        at_layer_0,
+        "layers.0.mlp.experts.gate_up_proj must be a parameter of bfloat16, float16, float32 or float64, got torch.fl",
+    ),
+    "one layer for two modules": (
+        lambda: nn.ModuleDict({"a": Model(1), "b": Model(1)}),
+        at_layer_0,
+        "checkpoint must be with keys of its own for each module of experts, got {'a.layers.0.mlp.experts':",
+    ),
+    "no bias": (
+        lambda: Model(1),
+        lambda state: (
+            at_layer_0(state) | {f"layers.0.mlp.experts.{e}.down_proj.bias": torch.zeros(files.H) for e in range(E)}
+        ),
+        "layers.0.mlp.experts.down_proj_bias must be a parameter of",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_model_and_checkpoint_that_do_not_match(name: str, tmp_path: Path) -> None:
+    make, change, words = MISMATCHES[name]
+    state = {key: tensor.clone() for key, tensor in change(layer("float, tensor")).items()}
+    save_file(state, tmp_path / "model.safetensors")
+    model = make()
+    if name == "another shape":
+        experts = model.layers[0]["mlp"]["experts"]
+        experts.gate_up_proj = nn.Parameter(experts.gate_up_proj[..., :380])
+    before = dict(model.named_parameters())
+    with pytest.raises(ValueError, match=re.escape(words)):
+        moe_ops.load_experts_(model, tmp_path)
+    after = dict(model.named_parameters())
+    assert all(after[key] is parameter for key, parameter in before.items())
+
+
+def test_arguments_of_other_types(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"load_experts_: model must be a torch\.nn\.Module, got str"):
+        moe_ops.load_experts_("model", tmp_path)
+    with pytest.raises(ValueError, match="load_experts_: checkpoint must be the path of a file or folder, got int"):
+        moe_ops.load_experts_(Model(1), 3)
+
+
+@pytest.mark.parametrize("where", ["nothing", "empty folder", "file of the index", "key of the index"])
+def test_files_that_are_not_there(where: str, tmp_path: Path) -> None:
+    words = "checkpoint must be a safetensors file, or a folder with some, got"
+    if where.endswith("index"):
+        key = "layers.0.mlp.experts.0.gate_proj.weight"
+        others = [f"layers.0.mlp.experts.0.{name}.weight" for name in ("up_proj", "down_proj")]
+        index = {"weight_map": dict.fromkeys((key, *others), "model-1.safetensors")}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        words = "checkpoint must be complete, with the file 'model-1.safetensors' of its index, got no such file."
+        if where == "key of the index":
+            save_file({"other": torch.zeros(1)}, tmp_path / "model-1.safetensors")
+            words = f"{key} must be readable from 'model-1.safetensors', got SafetensorError"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        moe_ops.load_experts_(Model(1), tmp_path / "none" if where == "nothing" else tmp_path)

@@ -1,0 +1,170 @@
+"""Checkpoints dequantise to the bits of the library that owns their layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from meta.operands import Operand
+from moe_ops.checkpoints import read_experts
+from tests.ops import checkpoints as files
+from tests.ops.checkpoints import CASES, PREFIX, Tensors
+
+
+def written(folder: Path, state: Tensors, prefix: str = PREFIX) -> dict[str, Operand]:
+    save_file(state, folder / "model.safetensors")
+    return read_experts(folder, prefix)
+
+
+def assert_same_bits(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    whole = torch.int32 if wanted.dtype == torch.float32 else torch.int16
+    assert got.shape == wanted.shape
+    assert torch.equal(got.to(wanted.dtype).view(whole), wanted.contiguous().view(whole))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compressed_tensors_own_bits(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    state = files.per_expert(lambda weight: files.compressed(weight, case), case.dtype)
+    operands = written(tmp_path, state)
+    wanted = files.expected(state, lambda tensors: files.decompressed(tensors, case))
+    for weight, operand in operands.items():
+        assert operand.scheme.name == case.scheme
+        assert_same_bits(operand.dequantized(), wanted[weight])
+
+
+def test_nvfp4_of_compressed_tensors_before_rounding(tmp_path: Path) -> None:
+    """It divides by the global scale, the row multiplies with its reciprocal: two roundings apart."""
+    case = CASES["nvfp4"]
+    state = files.per_expert(lambda weight: files.compressed(weight, case))
+    operands = written(tmp_path, state)
+    wanted = files.expected(state, files.nvfp4_in_fp32)
+    for weight, operand in operands.items():
+        apart = operand.dequantized().view(torch.int32) - wanted[weight].view(torch.int32)
+        assert apart.abs().max() <= 2
+
+
+def test_nvfp4_with_a_global_scale_that_has_an_exact_reciprocal(tmp_path: Path) -> None:
+    case = CASES["nvfp4"]
+
+    def store(weight: torch.Tensor) -> Tensors:
+        state = files.compressed(weight, case)
+        return state | {"weight_global_scale": torch.tensor([2.0**9])}
+
+    state = files.per_expert(store)
+    operands = written(tmp_path, state)
+    wanted = files.expected(state, files.nvfp4_in_fp32)
+    for weight, operand in operands.items():
+        assert_same_bits(operand.dequantized(), wanted[weight])
+
+
+def test_modelopt_nvfp4(tmp_path: Path) -> None:
+    state = files.per_expert(files.modelopt_nvfp4)
+    operands = written(tmp_path, state)
+    wanted = files.expected(state, files.read_modelopt_nvfp4)
+    for weight, operand in operands.items():
+        assert operand.scheme.name == "nvfp4"
+        assert_same_bits(operand.dequantized(), wanted[weight])
+
+
+def test_modelopt_fp8(tmp_path: Path) -> None:
+    """Scales without a dimension, of gate and of up; static scales of activations are left alone."""
+    state = files.per_expert(files.modelopt_fp8)
+    operands = written(tmp_path, state)
+    wanted = files.expected(state, lambda tensors: tensors["weight"].float() * tensors["weight_scale"])
+    for weight, operand in operands.items():
+        assert operand.scheme.name == "fp8_tensor"
+        assert_same_bits(operand.dequantized(), wanted[weight])
+
+
+@pytest.mark.parametrize("scale", ["fp32", "e8m0", "exponents in uint8"])
+def test_deepseek_blocks_start_again_at_the_up_half(scale: str, tmp_path: Path) -> None:
+    state = files.per_expert(lambda weight: files.deepseek(weight, scale))
+    operands = written(tmp_path, state)
+    wanted = files.expected(state, files.read_deepseek)
+    assert operands["gate_up_proj"].scales[0].shape == (files.E, 2, 2, 2)
+    for weight, operand in operands.items():
+        assert operand.scheme.name == "fp8_block128"
+        assert_same_bits(operand.dequantized(), wanted[weight])
+
+
+def test_deepseek_blocks_that_run_on_are_one_grid(tmp_path: Path) -> None:
+    """128 divides the height of a half: nothing starts again."""
+    state = {
+        f"{PREFIX}.0.{name}.{key}": tensor
+        for name, shape in (("gate_proj", (128, 256)), ("up_proj", (128, 256)), ("down_proj", (256, 128)))
+        for key, tensor in files.deepseek(torch.randn(shape), "fp32").items()
+    }
+    assert written(tmp_path, state)["gate_up_proj"].scales[0].shape == (1, 2, 2)
+
+
+def test_deepseek_blocks_apart_of_as_many_as_would_run_on(tmp_path: Path) -> None:
+    """Two blocks over 2 * 100 rows, whether they start again or not: experts that are numbered tell."""
+    shapes = {"gate_proj": (100, 256), "up_proj": (100, 256), "down_proj": (256, 100)}
+    torch.manual_seed(0)
+    parts = {name: files.deepseek(torch.randn(shape), "fp32") for name, shape in shapes.items()}
+    state = {f"{PREFIX}.0.{name}.{key}": tensor for name, part in parts.items() for key, tensor in part.items()}
+    wanted = torch.cat([files.read_deepseek(parts[name]) for name in ("gate_proj", "up_proj")])
+    assert_same_bits(written(tmp_path, state)["gate_up_proj"].dequantized(), wanted[None])
+
+
+def test_names_of_deepseeks_own_files(tmp_path: Path) -> None:
+    """``w1``, ``w3`` and ``w2``, with ``scale``; the same experts."""
+    names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2", "weight_scale_inv": "scale"}
+    state = files.per_expert(lambda weight: files.deepseek(weight, "fp32"))
+    renamed = {".".join(names.get(part, part) for part in key.split(".")): tensor for key, tensor in state.items()}
+    assert len(renamed.keys() & state.keys()) == 0
+    operands = written(tmp_path, renamed)
+    wanted = files.expected(state, files.read_deepseek)
+    for weight, operand in operands.items():
+        assert_same_bits(operand.dequantized(), wanted[weight])
+
+
+def test_deepseek_mxfp4_in_int8(tmp_path: Path) -> None:
+    state = files.per_expert(files.deepseek_mxfp4)
+    operands = written(tmp_path, state)
+    wanted = files.expected(state, files.read_deepseek_mxfp4)
+    for weight, operand in operands.items():
+        assert operand.scheme.name == "mxfp4"
+        assert_same_bits(operand.dequantized(), wanted[weight])
+
+
+def test_gpt_oss_blocks(tmp_path: Path) -> None:
+    state = files.gpt_oss()
+    operands = written(tmp_path, state)
+    for weight, operand in operands.items():
+        assert operand.scheme.name == "mxfp4"
+        assert_same_bits(operand.dequantized(), files.read_gpt_oss(state, weight))
+
+
+@pytest.mark.parametrize("name", ["float, tensor", "float, channel", "float, block", "pack 4, group, zero", "nvfp4"])
+def test_stacked(name: str, tmp_path: Path) -> None:
+    """All experts in one tensor, gate and up too; scales of halves as the numbered experts have them."""
+    case = CASES[name]
+    state = files.per_expert(lambda weight: files.compressed(weight, case), case.dtype)
+    stacked = files.stacked(state)
+    operands = written(tmp_path, stacked)
+    wanted = files.expected(state, lambda tensors: files.decompressed(tensors, case))
+    for weight, operand in operands.items():
+        assert operand.scheme.name == case.scheme
+        assert_same_bits(operand.dequantized(), wanted[weight])
+
+
+def test_stacked_gates_and_stacked_ups(tmp_path: Path) -> None:
+    case = CASES["float, tensor"]
+    state = files.per_expert(lambda weight: files.compressed(weight, case), case.dtype)
+    operands = written(tmp_path, files.stacked(state, join=False))
+    wanted = files.expected(state, lambda tensors: files.decompressed(tensors, case))
+    for weight, operand in operands.items():
+        assert_same_bits(operand.dequantized(), wanted[weight])
+
+
+def test_experts_without_a_gate(tmp_path: Path) -> None:
+    state = files.per_expert(files.modelopt_fp8)
+    whole = written(tmp_path, state)["gate_up_proj"].dequantized()
+    operands = written(tmp_path, {key: tensor for key, tensor in state.items() if "gate_proj" not in key})
+    assert list(operands) == ["up_proj", "down_proj"]
+    assert_same_bits(operands["up_proj"].dequantized(), whole[:, files.I :].contiguous())

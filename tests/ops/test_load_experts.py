@@ -1,0 +1,232 @@
+"""``load_experts_`` fills the experts of a model, one layer after the other.
+
+What it puts there is a ``QuantizedWeight``; a stand-in takes its place here, which keeps the numbers alone.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import moe_ops
+from meta.gemm_shapes import weight_operand
+from meta.schemes import SCHEMES
+from moe_ops.checkpoint_files import Checkpoint
+from tests.ops import checkpoints as files
+from tests.ops.checkpoints import CASES, E, H, I, Tensors
+
+
+class Experts(nn.Module):
+    """Parameters as transformers names them."""
+
+    def __init__(self, is_transposed: bool = False, has_bias: bool = False, is_concatenated: bool = True) -> None:
+        super().__init__()
+        self.is_transposed, self.is_concatenated = is_transposed, is_concatenated
+        for name, (N, K) in {"gate_up_proj": (2 * I, H), "down_proj": (H, I)}.items():
+            shape = (E, K, N) if is_transposed else (E, N, K)
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)))
+            if has_bias:
+                self.register_parameter(f"{name}_bias", nn.Parameter(torch.zeros(E, N, dtype=torch.bfloat16)))
+
+
+class Model(nn.Module):
+    """``layers.{i}.mlp.experts``."""
+
+    def __init__(self, layers: int, **options: bool) -> None:
+        super().__init__()
+        blocks = [nn.ModuleDict({"mlp": nn.ModuleDict({"experts": Experts(**options)})}) for _ in range(layers)]
+        self.layers = nn.ModuleList(blocks)
+
+
+@pytest.fixture
+def placed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The keywords of every weight that is made; the weight is what it dequantises to."""
+    made: list[dict[str, Any]] = []
+
+    def weight(data: Tensor, scales: Sequence[Tensor], **options: Any) -> Tensor:
+        row, pack = SCHEMES[options["scheme"]], SCHEMES[options["scheme"]].pack
+        sizes = (*data.shape[:2], data.shape[2] * pack)
+        operand = weight_operand("test", "scales", data, row, scales, sizes, halves=True)
+        made.append(options | {"stored": (data, *scales)})
+        wide = operand.dequantized().to(options["dtype"])
+        return wide.transpose(1, 2) if options["transposed"] else wide
+
+    module = ModuleType("moe_ops.quantized")
+    module.QuantizedWeight = weight  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "moe_ops.quantized", module)
+    return made
+
+
+def layers_of(name: str, prefixes: Sequence[str]) -> Tensors:
+    """One and the same layer of :data:`CASES` under several prefixes."""
+    case = CASES[name]
+    state: Tensors = {}
+    for prefix in prefixes:
+        state |= files.per_expert(lambda weight: files.compressed(weight, case), case.dtype, prefix)
+    return state
+
+
+def wanted_of(name: str, state: Tensors, prefix: str) -> dict[str, Tensor]:
+    return files.expected(state, lambda tensors: files.decompressed(tensors, CASES[name]), prefix)
+
+
+def indexed(state: Tensors, folder: Path) -> None:
+    """Two files, tensors of a layer in both, and an index."""
+    parts = {f"model-{i}.safetensors": dict(list(state.items())[i::2]) for i in range(2)}
+    for name, part in parts.items():
+        save_file(part, folder / name)
+    where = {key: name for name, part in parts.items() for key in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+
+
+@pytest.mark.parametrize(
+    ("where", "prefix"),
+    [
+        ("folder", "layers.{}.mlp.experts"),
+        ("index", "layers.{}.mlp.experts"),
+        ("file", "layers.{}.mlp.experts"),
+        ("folder", "model.layers.{}.mlp.experts"),
+        ("folder", "model.layers.{}.block_sparse_moe.experts"),
+    ],
+)
+def test_every_layer_is_filled(where: str, prefix: str, placed: list[dict[str, Any]], tmp_path: Path) -> None:
+    prefixes = [prefix.format(i) for i in range(2)]
+    state = layers_of("float, channel", prefixes)
+    state["model.layers.0.mlp.shared_expert.gate_proj.weight"] = torch.zeros(2, 2)
+    if where == "index":
+        indexed(state, tmp_path)
+    else:
+        save_file(state, tmp_path / "some.safetensors")
+    model = Model(2)
+    schemes = moe_ops.load_experts_(model, tmp_path / "some.safetensors" if where == "file" else str(tmp_path))
+    assert schemes == {f"layers.{i}.mlp.experts": "fp8_channel" for i in range(2)}
+    for i, layer in enumerate(model.layers):
+        for name, wanted in wanted_of("float, channel", state, prefixes[i]).items():
+            held = getattr(layer["mlp"]["experts"], name)
+            assert isinstance(held, nn.Parameter) and not held.requires_grad
+            assert held.dtype == torch.bfloat16 and torch.equal(held, wanted)
+    assert [made["transposed"] for made in placed] == [False] * 4
+
+
+def test_transposed_parameters_and_biases(placed: list[dict[str, Any]], tmp_path: Path) -> None:
+    """gpt-oss."""
+    state = files.gpt_oss()
+    save_file(state, tmp_path / "model.safetensors")
+    model = nn.ModuleDict({"model": Model(2, is_transposed=True, has_bias=True)})
+    model["model"].layers[0] = nn.Identity()
+    moe_ops.load_experts_(model, tmp_path)
+    experts = model["model"].layers[1]["mlp"]["experts"]
+    for name in ("gate_up_proj", "down_proj"):
+        assert torch.equal(getattr(experts, name), files.read_gpt_oss(state, name).transpose(1, 2))
+        assert torch.equal(getattr(experts, f"{name}_bias"), state[f"{files.PREFIX}.{name}_bias"])
+
+
+def test_biases_of_numbered_experts(placed: list[dict[str, Any]], tmp_path: Path) -> None:
+    def store(weight: Tensor) -> Tensors:
+        return files.modelopt_fp8(weight) | {"bias": weight[:, 0]}
+
+    state = files.per_expert(store, prefix="layers.0.mlp.experts")
+    save_file(state, tmp_path / "model.safetensors")
+    model = Model(1, has_bias=True)
+    moe_ops.load_experts_(model, tmp_path)
+    firsts = files.weights(torch.bfloat16)
+    experts = model.layers[0]["mlp"]["experts"]
+    assert torch.equal(experts.gate_up_proj_bias, torch.cat([firsts["gate_proj"], firsts["up_proj"]], dim=1)[..., 0])
+    assert torch.equal(experts.down_proj_bias, firsts["down_proj"][..., 0])
+
+
+def test_experts_of_transformers_on_the_meta_device(placed: list[dict[str, Any]], tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.Qwen3MoeConfig(
+        num_hidden_layers=2, hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=2, vocab_size=8,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, mlp_only_layers=[0],
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    state = layers_of("pack 4, group", [files.PREFIX])
+    save_file(state, tmp_path / "model.safetensors")
+    assert moe_ops.load_experts_(model, tmp_path) == {files.PREFIX: "int4_w4a16"}
+    for name, wanted in wanted_of("pack 4, group", state, files.PREFIX).items():
+        assert torch.equal(model.model.layers[1].mlp.experts.get_parameter(name), wanted)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of all tensors that are alive among those made while it is on, and the most there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        address, size = storage.data_ptr(), storage.nbytes()
+        if size and address not in self._known:
+            self._known.add(address)
+            self.now += size
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._drop, address, size)
+
+    def _drop(self, address: int, size: int) -> None:
+        self._known.discard(address)
+        self.now -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, Tensor) and not tensor.is_meta:
+                self.add(tensor)
+        return result
+
+
+@pytest.mark.parametrize("name", ["float, block", "int8, channel, zero", "pack 4, group", "pack 8, group, zero"])
+@pytest.mark.parametrize("stacked", [False, True], ids=["numbered", "stacked"])
+def test_memory_beside_the_new_weights_is_that_of_one_expert_or_weight(
+    name: str, stacked: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Never a second layer: what is alive, less the weights that stay, of a model whose experts have no memory yet."""
+    layers = 3
+    state = layers_of(name, [files.PREFIX])
+    state = files.stacked(state) if stacked else state
+    state = {key.replace("layers.1", f"layers.{i}"): tensor for i in range(layers) for key, tensor in state.items()}
+    save_file({key: tensor.clone() for key, tensor in state.items()}, tmp_path / "model.safetensors")
+    live, extra, kept = LiveBytes(), [], []
+    read = Checkpoint.read
+
+    def counted(self: Checkpoint, key: str) -> Tensor:
+        tensor = read(self, key)
+        live.add(tensor)
+        return tensor
+
+    def keep(data: Tensor, scales: Sequence[Tensor], **options: Any) -> Tensor:
+        kept.append((data, *scales))
+        if len(kept) % 2 == 0:
+            layer = sum(part.untyped_storage().nbytes() for weight in kept[-2:] for part in weight)
+            extra.append((live.most - len(kept) // 2 * layer, layer))
+            live.most = live.now
+        return torch.empty(0)
+
+    module = ModuleType("moe_ops.quantized")
+    module.QuantizedWeight = keep  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "moe_ops.quantized", module)
+    monkeypatch.setattr(Checkpoint, "read", counted)
+    with torch.device("meta"):
+        model = Model(layers)
+    with live:
+        moe_ops.load_experts_(model, tmp_path)
+    assert len(extra) == layers and live.most > 0
+    for most, layer in extra:
+        # One projection of one expert is a ninth, and its conversion takes as much again.
+        assert most <= layer * (2 / 9 if not stacked else 1 / 3), (most, layer)
