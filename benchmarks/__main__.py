@@ -21,6 +21,7 @@ from benchmarks.intervals import enough_rounds
 from benchmarks.results import RESULTS, ResultFile, commit_of, current_commit, new_path
 from benchmarks.timing import ROUNDS
 from meta.checks import positive_integers
+from meta.schemes import SCHEMES
 
 if TYPE_CHECKING:
     from benchmarks.layers import Plan
@@ -98,7 +99,12 @@ def add_layer_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", help="comma-separated numbers of tokens")
     parser.add_argument("--routing", default="uniform", help=f"comma-separated, among {', '.join(ROUTINGS)}")
     parser.add_argument("--peers", help="comma-separated names; 'optional' adds the optional ones")
-    parser.add_argument("--scheme", default="bf16", choices=("bf16", "fp8_block128"), help="picks the default peers")
+    parser.add_argument(
+        "--scheme",
+        default="bf16",
+        choices=["bf16", *(name for name, row in SCHEMES.items() if row.quantized)],
+        help="picks the default peers",
+    )
     parser.add_argument("--format", default="grouped", choices=("grouped", "batched"), help="picks the default peers")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of activations and unquantised weights")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="in each, every peer is timed once")

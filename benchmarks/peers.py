@@ -19,6 +19,7 @@ from benchmarks.cases import Case, InputSet
 from benchmarks.models import own_code
 from benchmarks.results import OURS
 from benchmarks.timing import Thunk
+from meta.schemes import SCHEMES
 
 FP8 = "fp8_block128"
 GATHER_LIMIT_BYTES = 16e9  # batched_mm copies the weights of every (token, expert) pair
@@ -237,12 +238,19 @@ OPTIONAL = (
     optional("triton_kernels", "moe", optional_peers.triton_kernels, exact=False),
     optional("sonicmoe", "moe", optional_peers.sonicmoe, unfit=optional_peers.routes_by_itself, exact=False),
 )
-PEERS = {peer.name: peer for peer in (*BUILT_IN, *OPTIONAL)}
+OF_SCHEMES = tuple(
+    Peer(f"ours_{scheme}{suffix}", "moe", ours(scheme=scheme, format=format), scheme)
+    for scheme in (name for name, row in SCHEMES.items() if row.quantized and name != FP8)
+    for format, suffix in (("grouped", ""), ("batched", "_batched"))
+)
+PEERS = {peer.name: peer for peer in (*BUILT_IN, *OF_SCHEMES, *OPTIONAL)}
 DEFAULT_PEERS = {
     ("bf16", "grouped"): ("ours", "ours_experts", "hf_moe", "hf_grouped", "hf_batched", "grouped_mm"),
     ("bf16", "batched"): ("ours_batched", "ours", "hf_grouped"),
     (FP8, "grouped"): ("ours_fp8", "ours_fp8_batched", "ours", "scaled_grouped_mm"),
     (FP8, "batched"): ("ours_fp8_batched", "ours_batched"),
+    **{(peer.scheme, "grouped"): ("ours", peer.name, f"{peer.name}_batched") for peer in OF_SCHEMES[::2]},
+    **{(peer.scheme, "batched"): ("ours_batched", peer.name) for peer in OF_SCHEMES[1::2]},
 }
 #: (a whole, a part of it that is timed as well): where the whole is faster, something is wrong, or worth knowing.
 PARTS = (("ours", "ours_experts"), ("hf_moe", "hf_grouped"), ("hf_grouped", "grouped_mm"))
