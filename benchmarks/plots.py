@@ -115,7 +115,7 @@ def _draw(
     panels[0].set_ylabel(label)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(
-        handles, labels, loc="outside lower center", ncols=max(1, len(labels)), frameon=False, fontsize="small"
+        handles, labels, loc="outside lower center", ncols=min(max(1, len(labels)), 6), frameon=False, fontsize="small"
     )
     figure.suptitle(title)
     save(pyplot, figure, paths, 110)

@@ -82,7 +82,8 @@ class Scale:
 
 
 def _words(letter: str, group: int) -> str:
-    return "1" if group == WHOLE else f"{letter} / G" if group == ANY else f"ceil({letter} / {group})"
+    plain = {WHOLE: "1", ANY: f"{letter} / G", 1: letter}
+    return plain.get(group, f"ceil({letter} / {group})")
 
 
 @dataclass(frozen=True)
