@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from meta.schemes import SCHEMES
 from tests.ops.errors import assert_accurate, largest_error, norm_error, slope_error
 from tests.ops.layers import VARIANTS, Layer, dense_formula, plain_result
 from tests.ops.test_autograd import TRAINABLE, fused, gradients
@@ -20,7 +21,10 @@ def results(layer: Layer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def test_every_dtype_below_fp32_is_among_the_cases() -> None:
-    assert {VARIANTS[name].scheme or VARIANTS[name].dtype for name in RESULTS} == {*LOW, "fp8_block128"}
+    assert {VARIANTS[name].scheme or VARIANTS[name].dtype for name in RESULTS} == {
+        *LOW,
+        *(name for name, row in SCHEMES.items() if row.quantized),
+    }
     assert {VARIANTS[name].dtype for name in GRADIENTS} == set(LOW)
 
 

@@ -60,9 +60,7 @@ def test_its_scales_are_checked_by_the_row(served: None) -> None:
     ):
         moe_ops.fused_experts(**layer.tensors, **layer.options)
     layer.tensors["down_scales"] = []
-    with pytest.raises(
-        ValueError, match=r"down_scales must be \[scale \[E, N, 1\]\] for scheme 'int8_of_the_test'"
-    ):
+    with pytest.raises(ValueError, match=r"down_scales must be \[scale \[E, N, 1\]\] for scheme 'int8_of_the_test'"):
         moe_ops.fused_experts(**layer.tensors, **layer.options)
 
 

@@ -27,8 +27,10 @@ def load_scale(pointers, mask=None):
 def load_stored_scale(pointers, mask=None):
     """Scales as they are stored; 0 where they do not exist."""
     if mask is None:
-        return tl.load(pointers)
-    return tl.load(pointers, mask=mask, other=0 if pointers.dtype.element_ty == tl.uint8 else 0.0)
+        stored = tl.load(pointers)
+    else:
+        stored = tl.load(pointers, mask=mask, other=0 if pointers.dtype.element_ty == tl.uint8 else 0.0)
+    return stored
 
 
 @triton.jit
