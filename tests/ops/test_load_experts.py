@@ -1,16 +1,11 @@
-"""``load_experts_`` fills the experts of a model, one layer after the other.
-
-What it puts there is a ``QuantizedWeight``; a stand-in takes its place here, which keeps the numbers alone.
-"""
+"""``load_experts_`` fills the experts of a model with ``QuantizedWeight``, one layer after the other."""
 
 from __future__ import annotations
 
 import json
-import sys
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_ops
-from meta.gemm_shapes import weight_operand
-from meta.schemes import SCHEMES
+from moe_ops import quantized
 from moe_ops.checkpoint_files import Checkpoint
+from moe_ops.quantized import QuantizedWeight
 from tests.ops import checkpoints as files
 from tests.ops.checkpoints import CASES, E, H, I, Tensors
 
@@ -47,25 +42,6 @@ class Model(nn.Module):
         super().__init__()
         blocks = [nn.ModuleDict({"mlp": nn.ModuleDict({"experts": Experts(**options)})}) for _ in range(layers)]
         self.layers = nn.ModuleList(blocks)
-
-
-@pytest.fixture
-def placed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The keywords of every weight that is made; the weight is what it dequantises to."""
-    made: list[dict[str, Any]] = []
-
-    def weight(data: Tensor, scales: Sequence[Tensor], **options: Any) -> Tensor:
-        row, pack = SCHEMES[options["scheme"]], SCHEMES[options["scheme"]].pack
-        sizes = (*data.shape[:2], data.shape[2] * pack)
-        operand = weight_operand("test", "scales", data, row, scales, sizes, halves=True)
-        made.append(options | {"stored": (data, *scales)})
-        wide = operand.dequantized().to(options["dtype"])
-        return wide.transpose(1, 2) if options["transposed"] else wide
-
-    module = ModuleType("moe_ops.quantized")
-    module.QuantizedWeight = weight  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "moe_ops.quantized", module)
-    return made
 
 
 def layers_of(name: str, prefixes: Sequence[str]) -> Tensors:
@@ -100,7 +76,7 @@ def indexed(state: Tensors, folder: Path) -> None:
         ("folder", "model.layers.{}.block_sparse_moe.experts"),
     ],
 )
-def test_every_layer_is_filled(where: str, prefix: str, placed: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_every_layer_is_filled(where: str, prefix: str, tmp_path: Path) -> None:
     prefixes = [prefix.format(i) for i in range(2)]
     state = layers_of("float, channel", prefixes)
     state["model.layers.0.mlp.shared_expert.gate_proj.weight"] = torch.zeros(2, 2)
@@ -114,12 +90,12 @@ def test_every_layer_is_filled(where: str, prefix: str, placed: list[dict[str, A
     for i, layer in enumerate(model.layers):
         for name, wanted in wanted_of("float, channel", state, prefixes[i]).items():
             held = getattr(layer["mlp"]["experts"], name)
-            assert isinstance(held, nn.Parameter) and not held.requires_grad
+            assert isinstance(held, nn.Parameter) and not held.requires_grad and isinstance(held, QuantizedWeight)
+            assert not held.transposed
             assert held.dtype == torch.bfloat16 and torch.equal(held, wanted)
-    assert [made["transposed"] for made in placed] == [False] * 4
 
 
-def test_transposed_parameters_and_biases(placed: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_transposed_parameters_and_biases(tmp_path: Path) -> None:
     """gpt-oss."""
     state = files.gpt_oss()
     save_file(state, tmp_path / "model.safetensors")
@@ -128,11 +104,12 @@ def test_transposed_parameters_and_biases(placed: list[dict[str, Any]], tmp_path
     moe_ops.load_experts_(model, tmp_path)
     experts = model["model"].layers[1]["mlp"]["experts"]
     for name in ("gate_up_proj", "down_proj"):
+        assert getattr(experts, name).transposed
         assert torch.equal(getattr(experts, name), files.read_gpt_oss(state, name).transpose(1, 2))
         assert torch.equal(getattr(experts, f"{name}_bias"), state[f"{files.PREFIX}.{name}_bias"])
 
 
-def test_biases_of_numbered_experts(placed: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_biases_of_numbered_experts(tmp_path: Path) -> None:
     def store(weight: Tensor) -> Tensors:
         return files.modelopt_fp8(weight) | {"bias": weight[:, 0]}
 
@@ -146,7 +123,7 @@ def test_biases_of_numbered_experts(placed: list[dict[str, Any]], tmp_path: Path
     assert torch.equal(experts.down_proj_bias, firsts["down_proj"][..., 0])
 
 
-def test_experts_of_transformers_on_the_meta_device(placed: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_experts_of_transformers_on_the_meta_device(tmp_path: Path) -> None:
     import transformers
 
     config = transformers.Qwen3MoeConfig(
@@ -218,9 +195,7 @@ def test_memory_beside_the_new_weights_is_that_of_one_expert_or_weight(
             live.most = live.now
         return torch.empty(0)
 
-    module = ModuleType("moe_ops.quantized")
-    module.QuantizedWeight = keep  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "moe_ops.quantized", module)
+    monkeypatch.setattr(quantized, "QuantizedWeight", keep)
     monkeypatch.setattr(Checkpoint, "read", counted)
     with torch.device("meta"):
         model = Model(layers)
