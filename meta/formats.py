@@ -71,7 +71,7 @@ def _decode_e2m1(stored: Tensor) -> Tensor:
 
 
 def _encode_e2m1(value: Tensor) -> Tensor:
-    # Rounding x / step to an even integer and going back is rounding to e2m1, step by binade; 0.5 below 2.
+    # Rounding x / step to an integer, ties to even, and going back is rounding to e2m1; the step is that of the binade.
     magnitude = value.abs().clamp(max=6.0)
     step = torch.where(magnitude < 2.0, 0.5, torch.where(magnitude < 4.0, 1.0, 2.0))
     rounded = (magnitude / step).round() * step

@@ -24,8 +24,6 @@ ANY = -1
 
 Scales = Sequence[Tensor]
 Groups = tuple[int, int]
-Quantize = Callable[[Tensor], tuple[Tensor, tuple[Tensor, ...]]]
-Dequantize = Callable[[Tensor, Scales], Tensor]
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from meta.checks import accepts, check_float, check_name, check_rank, check_type, fail
-from meta.schemes import SCHEMES
 from moe_ops.integrations.containers import read
 from moe_ops.ops import PLAIN, call
+from moe_ops.quantized import quantized_schemes
 
 
 def fused_topk(
@@ -328,7 +328,7 @@ def quantize_weight(weight: Tensor, *, scheme: str) -> tuple[Tensor, ...]:
     check_type("quantize_weight", "scheme", scheme, accepts("str"))
     check_rank("quantize_weight", "weight", weight, "E N K")
     check_float("quantize_weight", "weight", weight)
-    rows = {name: row for name, row in SCHEMES.items() if row.make_scales is not None}
+    rows = quantized_schemes()
     check_name("quantize_weight", "scheme", scheme, rows)
     stored, scales = rows[scheme].quantize(weight)
     return (stored, *scales)

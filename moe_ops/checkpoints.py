@@ -19,6 +19,8 @@ from meta.operands import Operand
 from meta.schemes import FLOAT_DTYPES, WHOLE, QuantScheme
 from moe_ops.checkpoint_files import Checkpoint, Members
 from moe_ops.checkpoint_layouts import OP, Signature, Stored, canonical
+from moe_ops.quantized import QuantizedWeight
+from moe_ops.quantized_state import put
 
 
 def read_experts(
@@ -219,8 +221,6 @@ def _bias(members: Members) -> Tensor | None:
 
 def place(module: nn.Module, name: str, operand: Operand) -> None:
     """Put ``operand`` where the parameter ``name`` of ``module`` stands, frozen, for numbers of the same dtype."""
-    from moe_ops.quantized import QuantizedWeight
-
     weight = QuantizedWeight(
         operand.data,
         list(operand.scales),
@@ -228,7 +228,7 @@ def place(module: nn.Module, name: str, operand: Operand) -> None:
         dtype=getattr(module, name).dtype,
         transposed=_is_transposed(module),
     )
-    module.register_parameter(name, nn.Parameter(weight, requires_grad=False))
+    put(module, name, weight)
 
 
 def _is_transposed(module: nn.Module) -> bool:

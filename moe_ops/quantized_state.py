@@ -27,8 +27,11 @@ def quantized_parameters(module: nn.Module) -> Iterator[tuple[str, QuantizedWeig
             yield name, parameter
 
 
-def register(module: nn.Module) -> None:
-    """Have the state dict of ``module``, and what is loaded from one, hold plain tensors; once."""
+def put(module: nn.Module, name: str, weight: QuantizedWeight) -> None:
+    """``weight`` as the frozen parameter ``name`` of ``module``, whose state dict, and what is loaded from one, holds
+    plain tensors from then on.
+    """
+    module.register_parameter(name, nn.Parameter(weight, requires_grad=False))
     if _write not in module._state_dict_hooks.values():
         module.register_state_dict_post_hook(_write)
         module.register_load_state_dict_pre_hook(_read)

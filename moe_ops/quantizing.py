@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from meta.checks import accepts, check_name, check_type, fail
-from meta.schemes import FLOAT_DTYPES, SCHEMES, QuantScheme
-from moe_ops.quantized import QuantizedWeight
-from moe_ops.quantized_state import register
+from meta.schemes import FLOAT_DTYPES, QuantScheme
+from moe_ops.quantized import QuantizedWeight, quantized_schemes
+from moe_ops.quantized_state import put
 
 _OP = "quantize_"
 
@@ -102,7 +102,7 @@ def quantize_(
     if not isinstance(model, nn.Module):
         raise fail(_OP, "model", "a torch.nn.Module", type(model).__name__)
     check_type(_OP, "scheme", scheme, accepts("str"))
-    rows = {name: row for name, row in SCHEMES.items() if row.make_scales is not None}
+    rows = quantized_schemes()
     check_name(_OP, "scheme", scheme, rows)
     row = rows[scheme]
     found = [one for one in _experts(model) if filter is None or filter(one.name, one.module)]
@@ -123,9 +123,8 @@ def quantize_(
                     made[id(given)] = weight
                     entry = (f"{experts.name}.{name}".lstrip("."), tuple(given.shape), error, given.nbytes)
                     report.append(QuantizedParameter(*entry, weight.stored_bytes))
-                setattr(experts.module, name, nn.Parameter(made[id(given)], requires_grad=False))
+                put(experts.module, name, made[id(given)])
                 advance()
-            register(experts.module)
     return QuantizationReport(scheme, tuple(report))
 
 

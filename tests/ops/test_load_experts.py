@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import weakref
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_ops
-from moe_ops import quantized
+from moe_ops import checkpoints
 from moe_ops.checkpoint_files import Checkpoint
 from moe_ops.quantized import QuantizedWeight
 from tests.ops import checkpoints as files
@@ -93,6 +94,20 @@ def test_every_layer_is_filled(where: str, prefix: str, tmp_path: Path) -> None:
             assert isinstance(held, nn.Parameter) and not held.requires_grad and isinstance(held, QuantizedWeight)
             assert not held.transposed
             assert held.dtype == torch.bfloat16 and torch.equal(held, wanted)
+
+
+def test_the_state_dict_of_a_loaded_model_holds_plain_tensors(tmp_path: Path) -> None:
+    state = layers_of("float, channel", ["layers.0.mlp.experts"])
+    save_file(state, tmp_path / "model.safetensors")
+    model = Model(1)
+    moe_ops.load_experts_(model, tmp_path)
+    plain = model.state_dict()
+    assert all(type(tensor) is Tensor for tensor in plain.values()) and len(plain) == 4
+    other = copy.deepcopy(model)
+    experts = [made.layers[0]["mlp"]["experts"] for made in (model, other)]
+    experts[1].down_proj.stored.zero_()
+    other.load_state_dict(plain)
+    assert torch.equal(*(module.down_proj.dequantize() for module in experts))
 
 
 def test_transposed_parameters_and_biases(tmp_path: Path) -> None:
@@ -195,7 +210,7 @@ def test_memory_beside_the_new_weights_is_that_of_one_expert_or_weight(
             live.most = live.now
         return torch.empty(0)
 
-    monkeypatch.setattr(quantized, "QuantizedWeight", keep)
+    monkeypatch.setattr(checkpoints, "QuantizedWeight", keep)
     monkeypatch.setattr(Checkpoint, "read", counted)
     with torch.device("meta"):
         model = Model(layers)
