@@ -156,13 +156,19 @@ def _row_pairs(a, a_row, row_valid, k, K: tl.constexpr, A_STRIDE: tl.constexpr, 
 
 
 @triton.jit
-def _scale_rows(w_row, half, N: tl.constexpr, GROUP_N: tl.constexpr, RUNS_ON: tl.constexpr):
-    """Which row of the scales each weight row has, up halves apart unless the groups run on."""
+def _of_rows(
+    scale, apart, expert, w_row, half, N: tl.constexpr, GROUP_N: tl.constexpr, RUNS_ON: tl.constexpr,
+    STRIDES: tl.constexpr,
+):  # fmt: skip
+    """Where the first of each weight row's scales is; those of the up half are `apart` unless the groups run on."""
     if GROUP_N == 0:
-        return w_row * 0
-    if RUNS_ON:
-        return (w_row + half * N) // GROUP_N
-    return w_row // GROUP_N
+        at = w_row * 0
+    elif RUNS_ON:
+        at = (w_row + half * N) // GROUP_N
+    else:
+        at = w_row // GROUP_N
+    start = expert.to(tl.int64) * STRIDES[0]
+    return scale + start + (half.to(tl.int64) * apart if not RUNS_ON else 0) + at * STRIDES[1]
 
 
 @triton.jit
@@ -245,14 +251,10 @@ def packed_tile(
             half = 1 - half
     else:
         half = tl.zeros((BLOCK_N,), tl.int32)
-    at = _scale_rows(w_row, half, N, GROUP_N, RUNS_ON)
-    where = expert.to(tl.int64)
     if inner is not None:
-        apart = half.to(tl.int64) * inner_apart
-        inner += where * GROUP_STRIDES[0] + (apart if not RUNS_ON else 0) + at * GROUP_STRIDES[1]
+        inner = _of_rows(inner, inner_apart, expert, w_row, half, N, GROUP_N, RUNS_ON, GROUP_STRIDES)
     if zeros is not None:
-        apart = half.to(tl.int64) * zeros_apart
-        zeros += where * ZERO_STRIDES[0] + (apart if not RUNS_ON else 0) + at * ZERO_STRIDES[1]
+        zeros = _of_rows(zeros, zeros_apart, expert, w_row, half, N, GROUP_N, RUNS_ON, ZERO_STRIDES)
     COLUMNS: tl.constexpr = BLOCK_K // PACK
     # Many rows: they are the product's first operand, and the decoded weights the second, which all warps share.
     WIDE: tl.constexpr = BLOCK_M >= WIDE_M
@@ -312,9 +314,7 @@ def packed_tile(
     if CODE == E2M1:
         accumulator *= E2M1_UNIT
     if outer is not None:
-        at = _scale_rows(w_row, half, N, OUTER_N, OUTER_RUNS_ON)
-        apart = half.to(tl.int64) * outer_apart
-        pointers = outer + where * OUTER_STRIDES[0] + (apart if not OUTER_RUNS_ON else 0) + at * OUTER_STRIDES[1]
+        pointers = _of_rows(outer, outer_apart, expert, w_row, half, N, OUTER_N, OUTER_RUNS_ON, OUTER_STRIDES)
         factor = load_scale(pointers, w_valid)
         accumulator *= factor[None, :] if WIDE else factor[:, None]
     return accumulator if WIDE else accumulator.T
