@@ -108,16 +108,16 @@ PACKED = frozenset(name for name, row in SCHEMES.items() if row.quantized and ro
 def _packed_tile(scheme: str, work: Work) -> MMConfig:
     """Weight rows fill the 64 rows of a tensor core's product; fewer of them make more programs, where there are few.
 
-    us of a layer on an H100, 64 and 128 weight rows, int4_w4a16: gpt-oss-120b's dimensions, T = 1 54 and 74, T = 64 653
-    and 619; with 32 rows of tokens in the place of 16: 733; Qwen3-30B-A3B, T = 256, where an expert has 16: 233, 252,
-    222. fp8_w8a16, gpt-oss-120b, T = 64: 1016 and 1035.
+    us of a layer on an H100, tiles of 16 and 32 rows of tokens: mxfp4, DeepSeek-V3's dimensions, T = 64 (2 an expert)
+    1953 and 2068, Qwen3-30B-A3B's, T = 256 (16 an expert) 186 and 180; 64 and 128 rows, T = 4096 (256) 1072 and 1105,
+    gpt-oss-120b's 2813 and 2994.
     """
     rows, pairs = work.T * work.K / work.E, work.T * work.K
-    if rows > 64:
-        return _gathered(128, 128, 64, 8, 8, 3)
+    if rows > 48:
+        return _gathered(64, 128, 64, 8, 4, 4)
     if SCHEMES[scheme].pack == 1 or pairs <= 16:
         return _gathered(16 if rows <= 12 else 32, 64, 128, 1, 4, 4)
-    return _gathered(16, 128, 128, 1, 4, 4) if rows <= 12 else _gathered(32, 128, 128, 1, 8, 4)
+    return _gathered(16 if rows <= 12 else 32, 128, 128, 1, 4, 4)
 
 
 def kind(scheme: str) -> str:

@@ -40,6 +40,17 @@ def test_scheme(scheme: str, form: str) -> None:
     assert_as_accurate_as_the_steps(made.build())
 
 
+@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4", "int4_w4a16"])
+def test_rows_that_are_not_made_of_words(scheme: str) -> None:
+    """Codes that lie in memory one byte further; scales of an odd number of bytes a row."""
+    layer = replace(PLAIN, scheme=scheme, H=160 if scheme != "int4_w4a16" else 128, I=96).build()
+    for name in ("gate_up_proj", "down_proj"):
+        stored = layer.tensors[name]
+        room = torch.empty(stored.numel() + 1, dtype=stored.dtype)
+        layer.tensors[name] = room[1:].view(stored.shape).copy_(stored)
+    assert_as_accurate_as_the_steps(layer)
+
+
 @pytest.mark.parametrize("halves", [3, 4])
 @pytest.mark.parametrize("scheme", ["nvfp4", "int4_w4a16"])
 def test_scales_that_start_again_with_the_up_half(scheme: str, halves: int) -> None:

@@ -173,9 +173,17 @@ class ExpertMM:
                 scales = tuple(spec.value(scale).contiguous() for spec, scale in zip(specs, half.scales, strict=False))
                 object.__setattr__(self, name, Operand(half.data.contiguous(), half.scheme, scales))
 
-    @property
+    @cached_property
     def weight(self) -> torch.Tensor:
-        return self.operand.data
+        """As kernels address it: two codes of a byte as words of eight, where its rows can be cut into them."""
+        return self._addressed(self.operand.data)
+
+    def _addressed(self, data: torch.Tensor) -> torch.Tensor:
+        if self.operand.scheme is None or self.operand.scheme.pack == 1:
+            return data
+        apart = 0 if self.up is None else self.up.data.data_ptr() - self.operand.data.data_ptr()
+        outer = (*data.stride()[:-1], data.storage_offset(), data.shape[-1], data.data_ptr(), apart)
+        return data.view(torch.int32) if data.stride(-1) == 1 and all(n % 4 == 0 for n in outer) else data
 
     def _scale(self, at: int) -> WeightScale:
         """Number `at` of the scheme's list."""
@@ -228,7 +236,7 @@ class ExpertMM:
         code = self.operand.scheme.code
         return (
             CODE_NUMBERS[code.name],
-            code.pack,
+            self.per_element,
             self.exact_scales,
             *(inner if inner.tensor is not None else zeros).group,
             inner.runs_on,
@@ -301,12 +309,13 @@ class ExpertMM:
 
     @property
     def in_features(self) -> int:
-        return self.weight.shape[2] * self.pack
+        return self.weight.shape[2] * self.per_element
 
     @property
-    def pack(self) -> int:
-        """Codes of a stored element."""
-        return 1 if self.operand.scheme is None else self.operand.scheme.pack
+    def per_element(self) -> int:
+        """Columns of an element of `weight`."""
+        pack = 1 if self.operand.scheme is None else self.operand.scheme.pack
+        return pack * self.weight.element_size() // self.operand.data.element_size()
 
     @property
     def out_features(self) -> int:
@@ -339,10 +348,11 @@ class ExpertMM:
         E, rows, K = self.weight.shape
         stride_e, stride_n, stride_k = self.weight.stride()
         I = self.out_features
-        block_n, block_k = config.block_n, config.block_k // self.pack
+        block_n, block_k = config.block_n, config.block_k // self.per_element
         halves = 1 if self.is_scaled else 2  # quantised: gate and up are two products
         # The lower of two halves comes first: no stride of a tensor map is negative.
-        base, apart = (self.up.data if self.up_offset < 0 else self.weight), abs(self.up_offset)
+        base = self._addressed(self.up.data) if self.up_offset < 0 else self.weight
+        apart = abs(self.up_offset)
         if load == TMA_NK.value:
             if self.glu == CONCAT.value:
                 shape, strides = [E, 2, I, K], [stride_e, apart, stride_n, 1]
