@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch._dynamo.utils import counters
 
+import moe_ops
 from benchmarks.intervals import fields, median_interval, ratio_interval
 from benchmarks.layers import release
 from benchmarks.models import TRANSFORMERS, VARIANTS, Model, Variant
@@ -144,10 +145,10 @@ def prepare(case: Case, variant: Variant) -> tuple[dict[str, Any], Run | None]:
     start = time.perf_counter()
     step = None
     try:
-        step = make_step(case, variant)
+        step, outcome = make_step(case, variant)
         for _ in range(WARMUP_STEPS):
             step()
-        outcome: dict[str, Any] = {"first_steps_s": round(time.perf_counter() - start, 1)}
+        outcome["first_steps_s"] = round(time.perf_counter() - start, 1)
     except torch.OutOfMemoryError:
         outcome = {"ms": None, "reason": "out of memory"}
     except Exception as failure:
@@ -156,12 +157,15 @@ def prepare(case: Case, variant: Variant) -> tuple[dict[str, Any], Run | None]:
     return outcome | graph_counters(), None if "reason" in outcome else step
 
 
-def make_step(case: Case, variant: Variant) -> Run:
-    """One forward pass, after setting the cache back to where the new tokens are its last."""
+def make_step(case: Case, variant: Variant) -> tuple[Run, dict[str, Any]]:
+    """One forward pass, after setting the cache back to where the new tokens are its last; of quantised experts the
+    bytes, over those of what they are made of.
+    """
     from transformers import StaticCache
 
     network = sharing_copy(case.network)
     network.set_experts_implementation(variant.experts)
+    made = {} if variant.scheme is None else {"expert_bytes": quantized(network, variant.scheme)}
     device, config = next(network.parameters()).device, network.config
     cache = StaticCache(config=config, max_cache_len=case.length)
     cache.early_initialization(case.batch, config.num_key_value_heads, config.head_dim, network.dtype, device)
@@ -180,7 +184,13 @@ def make_step(case: Case, variant: Variant) -> Run:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
-    return Run(step, rewind)
+    return Run(step, rewind), made
+
+
+def quantized(network: Any, scheme: str) -> float:
+    """Bytes of the experts' weights over what they were, after quantising those of ``network`` alone."""
+    parameters = moe_ops.quantize_(network, scheme).parameters
+    return sum(one.after for one in parameters) / sum(one.before for one in parameters)
 
 
 def sharing_copy(network: Any) -> Any:

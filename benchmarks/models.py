@@ -54,6 +54,26 @@ MODELS = {
         rows=((1, 1), (8, 1), (32, 1), (1, 2048), (4, 2048)),
         title="4 layers of Qwen3-30B-A3B",
     ),
+    "gpt-oss-20b-4l": Model(
+        {
+            "num_hidden_layers": 4,
+            "vocab_size": 32000,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            # Of a window the cache's end could not be set, which the steps need (see `e2e`).
+            "layer_types": ["full_attention"] * 4,
+        },
+        torch.bfloat16,
+        cache_length=1024,
+        rows=((8, 1), (32, 1)),
+        family="GptOss",
+        title="4 layers of gpt-oss-20b",
+    ),
     # Three models as they are published, all layers, with random weights.
     "OLMoE-1B-7B": Model(
         {
@@ -121,18 +141,21 @@ class Variant:
     """An experts implementation of transformers, and how the model is compiled (None: not at all).
 
     ``steps``: passes of this project to add to the default backend, which tells their part in a gain apart.
+    ``scheme``: what the weights of the experts are quantised to.
     """
 
     experts: str
     compile_options: dict[str, Any] | None = field(default_factory=dict)
     steps: tuple[Pass, ...] = ()
+    scheme: str | None = None
 
     def describe(self) -> str:
         """For the listing."""
         if self.compile_options is None:
             return f"{self.experts} experts, eager"
         steps = "".join(f", pass {step.name}" for step in self.steps)
-        return f"{self.experts} experts, torch.compile({self.compile_options or ''}){steps}"
+        weights = f" of {self.scheme} weights" if self.scheme else ""
+        return f"{self.experts} experts{weights}, torch.compile({self.compile_options or ''}){steps}"
 
     def compiled(self, network: Any) -> Any:
         """``network`` as this variant runs it."""
@@ -156,6 +179,10 @@ VARIANTS = {
     "shared heads alone reduce-overhead": Variant("grouped_mm", REDUCE, (SHARE,)),
     "moe_ops": Variant("grouped_mm", {"backend": "moe_ops"}),
     "moe_ops reduce-overhead": Variant("grouped_mm", {"backend": "moe_ops", **REDUCE}),
+    **{
+        f"moe_ops {scheme} reduce-overhead": Variant("grouped_mm", {"backend": "moe_ops", **REDUCE}, scheme=scheme)
+        for scheme in ("mxfp4", "int4_w4a16", "fp8_channel")
+    },
 }
 
 
