@@ -7,7 +7,7 @@ from itertools import product as every
 from typing import Any, NamedTuple
 
 from meta.arch import FIRST_CAPABILITY, TYPICAL, lookup_gpu
-from meta.cost import TileCost, Work, pairwise_us, product_us, robust_us
+from meta.cost import TileCost, Work, expected_experts, pairwise_us, product_us, robust_us
 from meta.schemes import SCHEMES, WHOLE
 from moe_ops.kernels.triton.config import MMConfig, SmallConfig
 from moe_ops.plans import LayerKey, Plan, measured, tokens_of
@@ -95,8 +95,18 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
         _family(_streamed(128, 128, 128, 8, 8, 3), None, (3.01, 3.07, 4.82, 1, 5.5)),
     ),
 }
-#: TB/s, us to launch of the two small kernels (`meta.cost.pairwise_us`).
-PAIRWISE = {"plain": (4.45, 5.0), "scaled": (3.7, 7.2)}
+#: TB/s, us to launch of the two small kernels (`meta.cost.pairwise_us`), by `kind`, or by bits of weights that are
+#: decoded. Those are reckoned, not fitted: of a layer's time on the CUDA cores, where a code of four bits takes about
+#: four instructions and one of eight three, and of the launches of unquantised ones.
+PAIRWISE: dict[str | int, tuple[float, float]] = {
+    "plain": (4.45, 5.0),
+    "scaled": (3.7, 7.2),
+    4: (2.8, 6.0),
+    8: (4.0, 6.0),
+}
+#: The same of one product of decoded weights in tiles, for an H200's memory, from us of layers on an H100, of 1 and 16
+#: tokens: int4_w4a16 and fp8_w8a16, Qwen3-30B-A3B 29.5 and 103, 33.6 and 159; gpt-oss-120b 58.6 and 290, 79.0 and 493.
+PACKED_PRODUCT = {4: (3.3, 11.0), 8: (4.0, 10.0)}
 AROUND_US = 2.0  # of the kernels that sort pairs and combine results, beyond what the products hide
 SMALL_PAIRS = 64  # the most that the small kernels were ever seen to win with
 
@@ -128,10 +138,12 @@ def kind(scheme: str) -> str:
 def cheapest(key: LayerKey, tokens: int, gpu: str, sm: int) -> Plan:
     """The plan that should be fastest by `meta.cost`, for shapes that nobody measured."""
     grouped, us = _by_products(key, tokens, gpu, sm)
-    if tokens * key.K <= SMALL_PAIRS and key.format == "grouped" and key.scheme != "fp32" and key.scheme not in PACKED:
+    if tokens * key.K <= SMALL_PAIRS and key.format == "grouped" and key.scheme != "fp32":
         first, second = _works(key, tokens)
-        expert_bytes = (first.N * first.depth + second.N * second.depth) * first.itemsize
-        if pairwise_us(first, expert_bytes, *PAIRWISE[kind(key.scheme)]) < us + AROUND_US:
+        bits = SCHEMES[key.scheme].bits
+        expert_bytes = (first.N * first.depth + second.N * second.depth) * bits // 8
+        costs = PAIRWISE[bits if key.scheme in PACKED else kind(key.scheme)]
+        if pairwise_us(first, expert_bytes, *costs) < us + AROUND_US:
             return plan("small", *small_tiles(key))
     return grouped
 
@@ -167,6 +179,17 @@ def product(scheme: str, *, first: bool, gathered: bool) -> str:
     return "up" if (first if kind(scheme) == "scaled" else gathered) else "down"
 
 
+def _step_bytes(row: int, most: int) -> int:
+    """How many bytes of a weight row, of so many, a step of the small kernels takes: all, so that every load is on its
+    way at once, or as many as end near the row's end.
+    """
+    whole = max(16, 1 << (row - 1).bit_length())
+    if whole <= most and whole <= 1.4 * row:
+        return whole
+    steps = [most >> octave for octave in range(most.bit_length() - 7)]
+    return next((step for step in steps if -(-row // step) * step <= 1.1 * row), steps[-1])
+
+
 def small_tiles(key: LayerKey) -> tuple[SmallConfig, SmallConfig]:
     """Tiles of the small kernels, by what ran fastest at T = 1 on an H200: the second holds all K experts of a token
     at once, so that its columns are fewer the larger K is.
@@ -174,6 +197,13 @@ def small_tiles(key: LayerKey) -> tuple[SmallConfig, SmallConfig]:
     if kind(key.scheme) == "scaled":
         up = SmallConfig(8, 1024 if key.H % 2048 else 2048, 4)
         return up, SmallConfig(4, 1024 if key.K <= 4 else 256, 4)
+    if key.scheme in PACKED:
+        pack = SCHEMES[key.scheme].pack
+        of_up, of_down = _step_bytes(key.H // pack, 1024), _step_bytes(key.I // pack, 512)
+        # Four loads of 16 bytes a thread, eight where they are all: the compiler has the next step's on their way.
+        rows = (8192 if key.I > of_down * pack else 16384) // of_down
+        columns = max(1, min(8, rows // (1 << (key.K - 1).bit_length())))
+        return SmallConfig(8, of_up * pack, 4), SmallConfig(columns, of_down * pack, 4)
     up = SmallConfig(4, 2048, 4) if key.H <= 2048 else SmallConfig(2, 2048, 8 if key.H <= 4096 else 4)
     return up, SmallConfig(8 if key.K <= 4 else 2, 256, 8)
 
@@ -194,7 +224,10 @@ def _tile(scheme: str, work: Work, gpu: str, sm: int, column: str) -> tuple[MMCo
         return MMConfig(16 if work.T * work.K <= 16 * work.E else 64, 64, 32, 8, 4, 3, a_tma=False, w_tma=False), 0.0
     if scheme in PACKED:
         tile = _packed_tile(scheme, work)
-        return (tile if tma else tile._replace(w_tma=False)), 0.0
+        bits = SCHEMES[scheme].bits
+        tbps, launch_us = PACKED_PRODUCT[bits]
+        moved = expected_experts(work.E, work.K, work.T) * work.N * work.depth * bits / 8
+        return (tile if tma else tile._replace(w_tma=False)), launch_us + moved / (tbps * 1e6)
     arch = lookup_gpu(gpu)
     # Then every column has its scale, for which 128 rows leave no registers (us on an H200, gpt-oss-120b's dimensions,
     # T = 4096: 4428, with 64 rows 1893).
@@ -283,7 +316,7 @@ def _packed_candidates(rows: float) -> list[MMConfig]:
 
 def small_candidates(K: int, scheme: str, *, first: bool) -> list[SmallConfig]:
     """Tiles of the small path to time: each thread has 4 to 16 loads of 16 bytes in flight."""
-    per_load = 16 // SCHEMES[scheme].weight_dtype.itemsize
+    per_load = 128 // SCHEMES[scheme].bits
     rows, columns, tensors = (
         ((2, 4, 8, 16), (512, 1024, 2048), 2) if first else ((1, 2, 4, 8), (128, 256, 512, 1024), K)
     )
@@ -301,6 +334,6 @@ def candidates(key: LayerKey, tokens: int) -> dict[str, tuple[list[Any], ...]]:
     found: dict[str, tuple[list[Any], ...]]
     found = {key.format: tuple(gemm_candidates(key.scheme, rows, gated=key.gated, first=first) for first in both)}
     # Small kernels serve where pairs rarely share experts.
-    if key.format == "grouped" and key.scheme not in PACKED and tokens * key.K <= 2 * key.E and tokens <= 8:
+    if key.format == "grouped" and tokens * key.K <= 2 * key.E and tokens <= 8:
         found["small"] = tuple(small_candidates(key.K, key.scheme, first=first) for first in both)
     return found

@@ -314,10 +314,12 @@ def test_small_kernels_stream_16_bytes_a_thread(capability, scheme, model, stage
         "TOP_K": top_k,
         "N": N,
         "K": K,
-        "STRIDES": ((N * K * (2 if stage == "glu" else 1), K, 1), scale, None),
+        "STRIDES": ((N * K * (2 if stage == "glu" else 1), K, 1), scale, None, None, None),
+        "w_zeros": None,
+        "w_outer": None,
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
-        "SCHEME": ((1, 0, False, False) if by_row else (128, 128, False, False)) if quantized else None,
+        "SCHEME": ((1, 0, False, False, None) if by_row else (128, 128, False, False, None)) if quantized else None,
         "WEIGHT_ON_INPUT": False,
         "PDL": False,
     }
@@ -335,7 +337,8 @@ def test_small_kernels_stream_16_bytes_a_thread(capability, scheme, model, stage
             "limit": "fp32",
             "stride_x": "i32:16",
         }
-        signature |= {"up_offset": "i32:16", "up_scale_offset": "i32", "load_ptr": "*i64:16"}
+        signature |= {"up_offset": "i32:16", "load_ptr": "*i64:16"}
+        signature |= dict.fromkeys(("up_scale_offset", "up_zeros_offset", "up_outer_offset"), "i32")
         constexprs |= {"GLU": CONCAT.value, "ACTIVATION": "silu"}
     else:
         signature["out"] = "*bf16:16"

@@ -9,6 +9,7 @@ import torch
 
 import moe_ops
 from meta.schemes import SCHEMES
+from moe_ops.backends import triton_plans
 from moe_ops.backends.triton import SERVED_SCHEMES
 from moe_ops.census import kernel_names
 from moe_ops.testing import assert_cuda_graph_safe
@@ -17,6 +18,7 @@ from tests.ops.scheme_layers import FORMS, SchemeLayer, assert_contract, build
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("poisoned_memory")]
 SCHEMES_SERVED = sorted(SERVED_SCHEMES)
 QUANTIZING = [name for name in SCHEMES_SERVED if SCHEMES[name].rows is not None]
+DECODED = sorted(triton_plans.PACKED)
 #: E, K, H, I: whole tiles of nothing, but of whole groups of every scheme.
 SIZES = (8, 2, 640, 384)
 
@@ -53,7 +55,7 @@ def test_every_form_of_the_first_weight(scheme, T, form):
 
 @pytest.mark.parametrize("T", [3, 300])
 @pytest.mark.parametrize("format", ["grouped", "batched"])
-@pytest.mark.parametrize("scheme", QUANTIZING)
+@pytest.mark.parametrize("scheme", [*QUANTIZING, "int4_w4a16", "nvfp4"])
 def test_a_replay_with_changed_routing_has_the_bits_of_a_call(scheme, format, T):
     layer = layer_of(scheme, T)
 
@@ -76,6 +78,16 @@ def test_kernels_of_a_layer(scheme, format, T, most):
     torch.use_deterministic_algorithms(False)
     names = kernel_names(partial(run, layer, format))
     assert len(names) <= most, names
+
+
+@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("scheme", DECODED)
+def test_few_tokens_of_decoded_weights_take_two_kernels(scheme, T):
+    """Whose numbers the test of the contract sees at these T."""
+    layer = layer_of(scheme, T)
+    torch.use_deterministic_algorithms(False)
+    names = kernel_names(partial(run, layer, "grouped"))
+    assert [name for name in names if "_small_" in name] == names and len(names) == 2, names
 
 
 @pytest.mark.parametrize("scheme", QUANTIZING)

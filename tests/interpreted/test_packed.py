@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +11,13 @@ import torch
 
 import moe_ops
 from meta.schemes import SCHEMES
+from moe_ops.backends import triton_plans
 from moe_ops.backends.triton_plans import PACKED
-from tests.ops.errors import assert_accurate
+from moe_ops.kernels.triton import small
+from moe_ops.kernels.triton.config import SmallConfig
+from tests.ops.errors import assert_accurate, norm_error
 from tests.ops.layers import Layer, Variant, dense_formula
+from tests.ops.scheme_layers import assert_contract, build
 from tests.ops.test_layer import staged
 
 PLAIN = Variant(dtype=torch.bfloat16, E=3, K=2, T=5, H=160, I=96)
@@ -23,6 +28,25 @@ FORMS: dict[str, dict[str, Any]] = {
     "separate": {"separate": True},
     "many_rows": {"E": 1, "K": 1, "T": 130},
 }
+
+
+#: Blocks that no size fills, and as few programs as that leaves: the interpreter pays for each.
+SMALL = triton_plans.plan("small", SmallConfig(64, 128, 4), SmallConfig(128, 64, 4))
+
+
+@pytest.fixture(autouse=True, params=["grouped"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Products in tiles, or kernels of few tokens, whatever the rule would choose."""
+    ran, experts = [], small.small_experts
+    monkeypatch.setattr(small, "small_experts", lambda *args, **named: ran.append(1) or experts(*args, **named))
+    by_products = triton_plans.by_products
+    monkeypatch.setattr(triton_plans, "plan_for", by_products if request.param == "grouped" else lambda *_: SMALL)
+    yield request.param
+    assert bool(ran) == (request.param == "small")
+
+
+both_paths = pytest.mark.parametrize("path", ["grouped", "small"], indirect=True)
+few_tokens = pytest.mark.parametrize("path", ["small"], indirect=True, ids=[""])
 
 
 def assert_as_accurate_as_the_steps(layer: Layer) -> None:
@@ -40,6 +64,7 @@ def test_scheme(scheme: str, form: str) -> None:
     assert_as_accurate_as_the_steps(made.build())
 
 
+@both_paths
 @pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4", "int4_w4a16"])
 def test_rows_that_are_not_made_of_words(scheme: str) -> None:
     """Codes that lie in memory one byte further; scales of an odd number of bytes a row."""
@@ -51,12 +76,14 @@ def test_rows_that_are_not_made_of_words(scheme: str) -> None:
     assert_as_accurate_as_the_steps(layer)
 
 
+@both_paths
 @pytest.mark.parametrize("halves", [3, 4])
 @pytest.mark.parametrize("scheme", ["nvfp4", "int4_w4a16"])
 def test_scales_that_start_again_with_the_up_half(scheme: str, halves: int) -> None:
     assert_as_accurate_as_the_steps(replace(PLAIN, scheme=scheme, halves=4 if scheme == "nvfp4" else halves).build())
 
 
+@both_paths
 @pytest.mark.parametrize("form", ["runs_on", "apart", "tensor", "tensor_apart", "e8m0"])
 def test_forms_of_fp8(form: str) -> None:
     """Blocks that one scheme shares with others, which quantise the rows, too."""
@@ -68,6 +95,7 @@ def test_forms_of_fp8(form: str) -> None:
     assert_as_accurate_as_the_steps(layer)
 
 
+@both_paths
 @pytest.mark.parametrize("group", [32, 64, 160])
 @pytest.mark.parametrize("scheme", ["int4_w4a16", "int8_w8a16"])
 def test_groups_and_zero_points(scheme: str, group: int) -> None:
@@ -84,6 +112,77 @@ def test_groups_and_zero_points(scheme: str, group: int) -> None:
         layer.tensors[f"{name}_scales"] = [(torch.rand(shape) + 0.5).mul(step).bfloat16(), zero]
     layer.options["scheme"] = scheme
     assert_as_accurate_as_the_steps(layer)
+
+
+FEW: list[tuple[int, str, bool, bool]] = [
+    (1, "concat", True, True),
+    (3, "interleaved", True, False),
+    (3, "halves", False, True),
+    (1, "none", True, False),
+]
+
+
+@few_tokens
+@pytest.mark.parametrize(("T", "form", "bias", "expert_map"), FEW, ids=lambda v: str(v).lower())
+@pytest.mark.parametrize("scheme", sorted(PACKED))
+def test_few_tokens(scheme: str, T: int, form: str, bias: bool, expert_map: bool, poisoned: Any) -> None:
+    """Rows that end within a group and within a thread's load; pairs of experts held elsewhere, whose h is poison."""
+    layer = build(scheme, T=T, sizes=(4, 3, 144, 80), form=form, bias=bias, expert_map=expert_map)
+    if expert_map:
+        layer.tensors["topk_ids"][0, 0] = int((layer.tensors["expert_map"] < 0).nonzero()[0])
+        layer.tensors["topk_weights"][0, 0] = float("nan")
+    got = moe_ops.fused_experts(**layer.tensors, **layer.options, backend="triton")
+    assert_contract(got, layer)
+
+
+@both_paths
+def test_groups_of_a_number_of_columns_that_is_no_power_of_two() -> None:
+    layer = replace(PLAIN, scheme="int4_w4a16", T=1, H=192, I=96).build()
+    for name, K in (("gate_up", 192), ("down", 96)):
+        shape = (*layer.tensors[f"{name}_proj"].shape[:2], K // 96)
+        layer.tensors[f"{name}_scales"] = [
+            (torch.rand(shape) + 0.5).mul(0.01),
+            torch.randint(0, 16, shape, dtype=torch.uint8),
+        ]
+    assert_as_accurate_as_the_steps(layer)
+
+
+@few_tokens
+@pytest.mark.parametrize("scheme", ["nvfp4", "int8_w8a16"])
+def test_the_weight_before_the_experts_of_few_tokens(scheme: str) -> None:
+    layer = build(scheme, T=2, sizes=(4, 2, 144, 80))
+    got, want = (
+        moe_ops.fused_experts(**layer.tensors, **layer.options, weight_on_input=True, backend=backend)
+        for backend in ("triton", "reference")
+    )
+    assert norm_error(got, want) < 5e-3
+    assert norm_error(moe_ops.fused_experts(**layer.tensors, **layer.options, backend="reference"), want) > 0.1
+
+
+def test_a_word_whose_codes_have_two_scales_takes_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which say that they have no tile for it, either."""
+    monkeypatch.setattr(triton_plans, "plan_for", lambda *_: SMALL)
+    layer = replace(PLAIN, scheme="int4_w4a16", T=1, H=192, I=96).build()
+    for name, (rows, columns) in {"gate_up": (192, 64), "down": (192, 32)}.items():
+        layer.tensors[f"{name}_scales"] = [torch.ones(3, rows, columns)]
+    with pytest.raises(ValueError, match="int4_w4a16: scales must be of groups that 32 divides on a GPU, got 3"):
+        moe_ops.fused_experts(**layer.tensors, **layer.options, backend="triton")
+
+
+@pytest.mark.parametrize("plan", ["small", "grouped"])
+def test_zero_points_of_other_groups_than_their_scale_are_refused(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        triton_plans, "plan_for", lambda *wanted: SMALL if plan == "small" else triton_plans.by_products(*wanted)
+    )
+    layer = replace(PLAIN, scheme="int4_w4a16", H=128, I=128).build()
+    for name, rows in (("gate_up", 256), ("down", 128)):
+        zero = torch.full((3, rows, 2), 8, dtype=torch.uint8)
+        layer.tensors[f"{name}_scales"] = [torch.ones(3, rows, 4), zero]
+    message = (
+        "int4_w4a16: zero_point must be of the scale's groups of 32 columns on a GPU, or one for a row, got groups of"
+    )
+    with pytest.raises(ValueError, match=message):
+        moe_ops.fused_experts(**layer.tensors, **layer.options, backend="triton")
 
 
 def test_a_group_that_no_tile_fits_is_named() -> None:

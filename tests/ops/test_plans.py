@@ -115,6 +115,24 @@ def test_pairs_that_share_experts_are_sorted() -> None:
     assert [cheapest(tokens, **many).sequence for tokens in (1, 4)] == ["small", "small"]
 
 
+@pytest.mark.parametrize("scheme", sorted(triton_plans.PACKED))
+def test_decoded_weights_of_few_tokens(scheme: str) -> None:
+    """A step of a row is of whole loads, and ends with the row or near it; every sequence has tiles to time."""
+    sizes = {"qwen3": (128, 8, 2048, 768), "gpt_oss": (128, 4, 2880, 2880), "odd": (60, 6, 1408, 704)}
+    for E, K, H, I in sizes.values():
+        key = plans.LayerKey(scheme, "grouped", E, K, H, I, True)
+        found = [triton_plans.cheapest(key, tokens, "NVIDIA H200", 90) for tokens in (1, 2, 64)]
+        assert [plan.sequence for plan in found] == ["small", "small", "grouped"]
+        for depth, tile in zip((H, I), found[0].configs, strict=True):
+            assert (
+                tile.block_k * SCHEMES[scheme].bits % 128 == 0
+                and -(-depth // tile.block_k) * tile.block_k <= 1.4 * depth
+            )
+        assert all(map(all, triton_plans.candidates(key, 1).values()))
+    batched = plans.LayerKey(scheme, "batched", 128, 8, 2048, 768, True)
+    assert triton_plans.cheapest(batched, 1, "NVIDIA H200", 90).sequence == "batched"
+
+
 def test_tiles_fit_the_gpu() -> None:
     for gpu, sm, kib in (("NVIDIA A100-SXM4-80GB", 80, 163), ("NVIDIA H200", 90, 227)):
         for tokens in (16, 300, 5000):

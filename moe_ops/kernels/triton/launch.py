@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from meta.arch import TYPICAL
+from meta.checks import fail
 from meta.operands import Operand
 from meta.schemes import WHOLE
 from moe_ops.kernels.triton.config import MMConfig
@@ -123,9 +124,8 @@ def _as_stored(scale: torch.Tensor) -> torch.Tensor:
     return scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale
 
 
-#: Columns of a weight that one step of a packed product has, and the fewest that a group of it may have where scales
-#: are not exact: a step is within one.
-PACKED_COLUMNS, SMALLEST_GROUP = 128, 32
+#: The fewest columns that a group of a packed product may have where scales are not exact: a step is within one.
+SMALLEST_GROUP = 32
 
 
 def _alike(one: Operand, other: Operand) -> bool:
@@ -233,6 +233,9 @@ class ExpertMM:
         if not self.is_packed:
             return None
         inner, zeros, outer = (self.decoding[role] for role in ("groups", "zeros", "rows"))
+        if inner.group[1] and zeros.group[1] not in (WHOLE, inner.group[1]):
+            rule = f"of the scale's groups of {inner.group[1]} columns on a GPU, or one for a row"
+            raise fail(self.operand.scheme.name, "zero_point", rule, f"groups of {zeros.group[1]}")
         code = self.operand.scheme.code
         return (
             CODE_NUMBERS[code.name],
@@ -246,9 +249,11 @@ class ExpertMM:
 
     @property
     def exact_scales(self) -> bool:
-        """Whether a code times its group's scale is a bf16 number: the scale a power of two, or e4m3 beside e2m1."""
+        """Whether a code times its group's scale is a bf16 number: the scale a power of two, or e4m3 beside e2m1. A step
+        has several such groups, of whole words.
+        """
         scale = self.decoding["groups"]
-        if scale.tensor is None or scale.group[1] >= PACKED_COLUMNS:
+        if scale.tensor is None or scale.group[1] not in (8, 16, 32, 64):
             return False
         dtype = scale.tensor.dtype
         return dtype == torch.uint8 or (dtype == torch.float8_e4m3fn and self.operand.scheme.code.name == "e2m1")

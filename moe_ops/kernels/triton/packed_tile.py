@@ -115,16 +115,15 @@ def _e2m1_value(nibble):
 
 @triton.jit
 def _in_order(c0, c1, c2, c3, c4, c5, c6, c7):
-    """[..., 2, 4] of the eight numbers of a word."""
-    even = tl.join(tl.join(c0, c4), tl.join(c2, c6))
-    odd = tl.join(tl.join(c1, c5), tl.join(c3, c7))
-    return tl.join(even, odd).reshape(c0.shape[0], c0.shape[1], 2, 4)
+    """[..., 2, 4] of the eight numbers of a word; a thread's neighbours are halves of one register."""
+    first, second = tl.join(tl.join(c0, c2), tl.join(c1, c3)), tl.join(tl.join(c4, c6), tl.join(c5, c7))
+    return tl.join(first, second).permute(0, 1, 4, 2, 3).reshape(c0.shape[0], c0.shape[1], 2, 4)
 
 
 @triton.jit
 def decode_words(words, zero, CODE: tl.constexpr):
-    """[rows, words, 2, 4] of the codes of words [rows, words], first to last: e2m1 times 2^-126, int4 less `zero`
-    [rows, 1] or 8.
+    """[rows, words, 2, 4] of the codes of words [rows, words], first to last: e2m1 times 2^-126, int4 less `zero`,
+    which broadcasts to the words, or 8.
     """
     if INTERPRETED:
         code = (words[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15
@@ -145,20 +144,31 @@ def decode_words(words, zero, CODE: tl.constexpr):
 
 
 @triton.jit
-def decode_one(tile, zero, CODE: tl.constexpr):
-    """bf16 of a tile of e4m3, or of int8 less `zero` [rows, 1]."""
+def decode_wide(tile, zero, CODE: tl.constexpr):
+    """fp32 of a tile of e4m3, or of int8 less `zero`, which broadcasts."""
     if CODE == E4M3:
-        value = widen(tile) if INTERPRETED else tile.to(tl.bfloat16)
+        value = widen(tile)
     else:
         value = _int8_wide(tile)
         if zero is not None:
             value -= zero.to(tl.float32)
-        value = value if INTERPRETED else value.to(tl.bfloat16)
     return value
 
 
 @triton.jit
-def _as_words(stored):
+def decode_one(tile, zero, CODE: tl.constexpr):
+    """`decode_wide` in bf16, which holds every code."""
+    if INTERPRETED:
+        value = decode_wide(tile, zero, CODE)
+    elif CODE == E4M3:
+        value = tile.to(tl.bfloat16)
+    else:
+        value = decode_wide(tile, zero, CODE).to(tl.bfloat16)
+    return value
+
+
+@triton.jit
+def as_words(stored):
     """int32 [rows, columns / 4] of bytes [rows, columns]."""
     if stored.dtype == tl.int32:
         words = stored
@@ -169,7 +179,7 @@ def _as_words(stored):
 
 
 @triton.jit
-def _of_rows(
+def of_rows(
     scale, apart, expert, w_row, half, N: tl.constexpr, GROUP_N: tl.constexpr, RUNS_ON: tl.constexpr,
     STRIDES: tl.constexpr,
 ):  # fmt: skip
@@ -274,9 +284,9 @@ def packed_tile(
     else:
         half = tl.zeros((BLOCK_N,), tl.int32)
     if inner is not None:
-        inner = _of_rows(inner, inner_apart, expert, w_row, half, N, GROUP_N, RUNS_ON, GROUP_STRIDES)
+        inner = of_rows(inner, inner_apart, expert, w_row, half, N, GROUP_N, RUNS_ON, GROUP_STRIDES)
     if zeros is not None:
-        zeros = _of_rows(zeros, zeros_apart, expert, w_row, half, N, GROUP_N, RUNS_ON, ZERO_STRIDES)
+        zeros = of_rows(zeros, zeros_apart, expert, w_row, half, N, GROUP_N, RUNS_ON, ZERO_STRIDES)
     COLUMNS: tl.constexpr = BLOCK_K // PACK
     PER_WORD: tl.constexpr = 1 if PACK == 1 else 8  # codes that are decoded together
     accumulator = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -307,7 +317,7 @@ def packed_tile(
             if EXACT:
                 decoded *= factor
         else:
-            decoded = decode_words(_as_words(stored), zero, CODE)
+            decoded = decode_words(as_words(stored), zero, CODE)
             if EXACT:
                 decoded *= factor[:, :, None, None]
             # A thread of the product has columns 2 q, 2 q + 1, 2 q + 8, 2 q + 9 of every 16; it gets the q-th of four
@@ -325,7 +335,7 @@ def packed_tile(
     if CODE == E2M1:
         accumulator *= E2M1_UNIT
     if outer is not None:
-        pointers = _of_rows(outer, outer_apart, expert, w_row, half, N, OUTER_N, OUTER_RUNS_ON, OUTER_STRIDES)
+        pointers = of_rows(outer, outer_apart, expert, w_row, half, N, OUTER_N, OUTER_RUNS_ON, OUTER_STRIDES)
         factor = load_scale(pointers, w_valid)
         accumulator *= factor[:, None]
     return accumulator.T

@@ -3,7 +3,8 @@
 Two kernels replace sort, two GEMMs and combine: with T * K pairs far fewer than experts almost no weight is shared
 between pairs, so a matrix-vector product per pair moves the same bytes as a grouped GEMM, starts at once, and keeps
 many more loads in flight. The second kernel owns its output columns for all K experts of a token, so the weighted sum
-is a register accumulation in fixed order and the unweighted rows never exist.
+is a register accumulation in fixed order and the unweighted rows never exist. Weights that are decoded have sums of
+their own: `packed_rows`.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from meta.schemes import WHOLE
 from moe_ops.counters import Row
 from moe_ops.kernels.triton.act_quant import apply_activation, quantize_rows
 from moe_ops.kernels.triton.config import SmallConfig
-from moe_ops.kernels.triton.launch import ExpertMM
+from moe_ops.kernels.triton.launch import SMALLEST_GROUP, ExpertMM
+from moe_ops.kernels.triton.packed_rows import load_stored, packed_glu_sums, packed_operand, row_sums
 from moe_ops.kernels.triton.record import launch
 from moe_ops.kernels.triton.scales import load_scale
+from moe_ops.kernels.triton.tile_loads import CONCAT, INTERLEAVED, expert_rows
 from moe_ops.kernels.triton.util import (
     cdiv,
     count_pairs,
@@ -51,6 +54,12 @@ def _lanes(product, VECTOR: tl.constexpr):
 def has_groups(scheme):
     """Whether scales belong to groups of columns, not to whole rows."""
     return scheme is not None and scheme[1] != 0
+
+
+@triton.constexpr_function
+def packed_of(scheme):
+    """See `launch.ExpertMM.packed`."""
+    return None if scheme is None else scheme[4]
 
 
 @triton.jit
@@ -97,6 +106,79 @@ def _weight_rows(w, expert, row, valid, k, K: tl.constexpr, STRIDES: tl.constexp
 
 
 @triton.jit
+def _rows_of_halves(column, GLU: tl.constexpr):
+    """Weight rows of the gate and of the up half that make these columns, each of its own half where they are two."""
+    if GLU == INTERLEAVED:
+        return 2 * column, 2 * column + 1
+    else:
+        return column, column
+
+
+@triton.jit
+def _glu_sums(
+    x,
+    x_scale,
+    x_factor,
+    w,
+    w_scale,
+    up_offset,
+    up_scale_offset,
+    token,
+    expert,
+    first,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    STRIDES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GLU: tl.constexpr,
+    SCHEME: tl.constexpr,
+):
+    """fp32 [BLOCK_N] products of the vector at `x` with the gate's rows and with the up half's, from column `first` on;
+    without a gate both are the same. `x_factor`: multiplied with x, and rounded as x is stored, or None.
+    """
+    W_STRIDES: tl.constexpr = STRIDES[0]
+    SCALE_STRIDES: tl.constexpr = STRIDES[1]
+    column = first + tl.arange(0, BLOCK_N)
+    valid = column < N
+    gate_row, up_row = _rows_of_halves(column, GLU)
+    w_up = w + up_offset if GLU == CONCAT else w
+    VECTOR: tl.constexpr = 1 if SCHEME is None else 128 // w.dtype.element_ty.primitive_bitwidth
+    gate = tl.zeros((BLOCK_N, BLOCK_K // VECTOR), tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_K // VECTOR), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        # Weights first: they take longest.
+        gate_tile = _weight_rows(w, expert, gate_row, valid, k, K, W_STRIDES, BLOCK_K)
+        up_tile = _weight_rows(w_up, expert, up_row, valid, k, K, W_STRIDES, BLOCK_K) if GLU > 0 else gate_tile
+        k_index = k + tl.arange(0, BLOCK_K)
+        value = widen(tl.load(x + k_index, mask=k_index < K, other=0.0))
+        if x_factor is not None:
+            value = round_to(value * x_factor, x.dtype.element_ty).to(tl.float32)
+        row = 2 * first if GLU == INTERLEAVED else first
+        scales = (x_scale, w_scale, token, expert)
+        gate_in = _scaled_input(value, *scales, row, k, K, SCALE_STRIDES, SCHEME, BLOCK_K)
+        gate += _lanes(gate_tile.to(tl.float32) * gate_in[None, :], VECTOR)
+        if GLU > 0:
+            up_in = gate_in
+            if GLU == CONCAT and has_groups(SCHEME):
+                # Groups that run on over both halves are counted from the stack's first row.
+                row = N + first if SCHEME[2] else first
+                scales = (x_scale, w_scale + (0 if SCHEME[2] else up_scale_offset), token, expert)
+                up_in = _scaled_input(value, *scales, row, k, K, SCALE_STRIDES, SCHEME, BLOCK_K)
+            up += _lanes(up_tile.to(tl.float32) * up_in[None, :], VECTOR)
+    gate_sum = tl.sum(gate, axis=1)
+    up_sum = tl.sum(up, axis=1)
+    if SCHEME is not None and not has_groups(SCHEME):
+        of_x = tl.load(x_scale + token)
+        scales = w_scale + expert.to(tl.int64) * SCALE_STRIDES[0]
+        gate_sum *= of_x * load_scale(scales + gate_row * SCALE_STRIDES[1], valid)
+        if GLU > 0:
+            scales += up_scale_offset if GLU == CONCAT else 0
+            up_sum *= of_x * load_scale(scales + up_row * SCALE_STRIDES[1], valid)
+    return gate_sum, up_sum
+
+
+@triton.jit
 def _small_glu_kernel(
     x,
     x_scale,
@@ -105,10 +187,14 @@ def _small_glu_kernel(
     expert_map,
     w,
     w_scale,
+    w_zeros,
+    w_outer,
     bias,
     h,
     up_offset,
     up_scale_offset,
+    up_zeros_offset,
+    up_outer_offset,
     stride_x,
     alpha,
     limit,
@@ -133,8 +219,6 @@ def _small_glu_kernel(
     Grid: (ceil(N / BLOCK_N), T * K). Bytes: pairs * N_w * K * w_size. FLOPs: 2 * pairs * N_w * K, on the CUDA cores,
     whose rate is far above what the weight stream needs. The first program of a pair adds it to the layer's counters.
     """
-    W_STRIDES: tl.constexpr = STRIDES[0]
-    SCALE_STRIDES: tl.constexpr = STRIDES[1]
     BIAS_STRIDES: tl.constexpr = STRIDES[2]
     pdl_wait(PDL)
     pdl_release(PDL)
@@ -142,50 +226,28 @@ def _small_glu_kernel(
     expert = load_expert(topk_ids, expert_map, pair, pair >= 0, E, MAPPED)
     if expert < E:
         counted = is_counted(load_ptr, tl.program_id(0) == 0)
-        column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        valid = column < N
-        if GLU == 2:
-            gate_row, up_row = 2 * column, 2 * column + 1
-        else:
-            gate_row, up_row = column, column
         first = tl.program_id(0) * BLOCK_N
-        w_up = w + up_offset if GLU == 1 else w
-        VECTOR: tl.constexpr = 1 if SCHEME is None else 128 // w.dtype.element_ty.primitive_bitwidth
-        gate = tl.zeros((BLOCK_N, BLOCK_K // VECTOR), tl.float32)
-        up = tl.zeros((BLOCK_N, BLOCK_K // VECTOR), tl.float32)
-        for k in range(0, K, BLOCK_K):
-            # Weights first: they take longest.
-            gate_tile = _weight_rows(w, expert, gate_row, valid, k, K, W_STRIDES, BLOCK_K)
-            up_tile = _weight_rows(w_up, expert, up_row, valid, k, K, W_STRIDES, BLOCK_K) if GLU > 0 else gate_tile
-            k_index = k + tl.arange(0, BLOCK_K)
-            token = pair // TOP_K
-            value = widen(tl.load(x + token.to(tl.int64) * stride_x + k_index, mask=k_index < K, other=0.0))
-            if WEIGHT_ON_INPUT:
-                value *= tl.load(topk_weights + pair).to(tl.float32)
-                value = round_to(value, x.dtype.element_ty).to(tl.float32)
-            row = 2 * first if GLU == 2 else first
-            scales = (x_scale, w_scale, token, expert)
-            gate_in = _scaled_input(value, *scales, row, k, K, SCALE_STRIDES, SCHEME, BLOCK_K)
-            gate += _lanes(gate_tile.to(tl.float32) * gate_in[None, :], VECTOR)
-            if GLU > 0:
-                up_in = gate_in
-                if GLU == 1 and has_groups(SCHEME):
-                    # Groups that run on over both halves are counted from the stack's first row.
-                    row = N + first if SCHEME[2] else first
-                    scales = (x_scale, w_scale + (0 if SCHEME[2] else up_scale_offset), token, expert)
-                    up_in = _scaled_input(value, *scales, row, k, K, SCALE_STRIDES, SCHEME, BLOCK_K)
-                up += _lanes(up_tile.to(tl.float32) * up_in[None, :], VECTOR)
-        gate_sum = tl.sum(gate, axis=1)
-        up_sum = tl.sum(up, axis=1)
-        if SCHEME is not None and not has_groups(SCHEME):
-            of_x = tl.load(x_scale + pair // TOP_K)
-            scales = w_scale + expert.to(tl.int64) * SCALE_STRIDES[0]
-            gate_sum *= of_x * load_scale(scales + gate_row * SCALE_STRIDES[1], valid)
-            if GLU > 0:
-                scales += up_scale_offset if GLU == 1 else 0
-                up_sum *= of_x * load_scale(scales + up_row * SCALE_STRIDES[1], valid)
+        column = first + tl.arange(0, BLOCK_N)
+        valid = column < N
+        token = pair // TOP_K
+        vector = x + token.to(tl.int64) * stride_x
+        x_factor = None
+        if WEIGHT_ON_INPUT:
+            x_factor = tl.load(topk_weights + pair).to(tl.float32)
+        if packed_of(SCHEME) is None:
+            gate_sum, up_sum = _glu_sums(
+                vector, x_scale, x_factor, w, w_scale, up_offset, up_scale_offset, token, expert, first, N, K, STRIDES,
+                BLOCK_N, BLOCK_K, GLU, SCHEME,
+            )  # fmt: skip
+        else:
+            scales = (w_scale, w_zeros, w_outer, up_scale_offset, up_zeros_offset, up_outer_offset)
+            gate_sum, up_sum = packed_glu_sums(
+                vector, x_factor, w, scales, up_offset, expert, first, N, K, STRIDES, BLOCK_N, BLOCK_K, GLU,
+                packed_of(SCHEME),
+            )  # fmt: skip
         if BIAS_STRIDES is not None:
             shift = bias + expert.to(tl.int64) * BIAS_STRIDES[0]
+            gate_row, up_row = _rows_of_halves(column, GLU)
             gate_sum += tl.load(shift + gate_row * BIAS_STRIDES[1], mask=valid, other=0.0).to(tl.float32)
             if GLU > 0:
                 bias_row = N + column if GLU == 1 else up_row
@@ -193,14 +255,6 @@ def _small_glu_kernel(
         value = apply_activation(gate_sum, up_sum, alpha, limit, ACTIVATION, GLU > 0)
         tl.store(h + pair.to(tl.int64) * N + column, round_to(value, h.dtype.element_ty), mask=valid)
         count_pairs(load_ptr, counted, expert, tl.full([], 1, tl.int32), None)
-
-
-@triton.jit
-def _expert_rows(rows, exists, k, K: tl.constexpr, STRIDES: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Tile [BLOCK_P, BLOCK_N, BLOCK_K] of the weight rows at `rows` [BLOCK_P, BLOCK_N], as stored; 0 outside."""
-    k_index = k + tl.arange(0, BLOCK_K)
-    pointers = rows[:, :, None] + k_index.to(tl.int64)[None, None, :] * STRIDES[2]
-    return tl.load(pointers, mask=exists[:, :, None] & (k_index < K)[None, None, :], other=0.0)
 
 
 @triton.jit
@@ -242,6 +296,52 @@ def _add_product(
 
 
 @triton.jit
+def _down_products(
+    tile,
+    rows,
+    exists,
+    h,
+    h_scale,
+    pair,
+    held,
+    scale,
+    w_scale,
+    expert,
+    first,
+    K: tl.constexpr,
+    W_STRIDES: tl.constexpr,
+    SCALE_STRIDES: tl.constexpr,
+    SCHEME: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """fp32 [BLOCK_P, BLOCK_N] products of `scale` h with the weight rows at `rows`, whose first columns are `tile`."""
+    VECTOR: tl.constexpr = 1 if SCHEME is None else 128 // tile.dtype.primitive_bitwidth
+    total = tl.zeros((rows.shape[0], rows.shape[1], BLOCK_K // VECTOR), tl.float32)
+    BY_ROW: tl.constexpr = SCHEME is not None and not has_groups(SCHEME)
+    factor = scale
+    if BY_ROW:
+        factor *= tl.load(h_scale + pair, mask=held, other=0.0)
+    operands = (h, h_scale, pair, held, factor, w_scale, expert, first)
+    if SCHEME is None:
+        # Nothing on its way while a product is made: us on an H200, gpt-oss-120b in bf16, T = 1: 50.1, else 55.0.
+        total = _add_product(total, tile, *operands, 0, K, SCALE_STRIDES, SCHEME, BLOCK_K)
+        for k in range(BLOCK_K, K, BLOCK_K):
+            tile = expert_rows(rows, exists, k, K, W_STRIDES, BLOCK_K)
+            total = _add_product(total, tile, *operands, k, K, SCALE_STRIDES, SCHEME, BLOCK_K)
+    else:
+        for k in range(0, K, BLOCK_K):
+            following = expert_rows(rows, exists, k + BLOCK_K, K, W_STRIDES, BLOCK_K)
+            total = _add_product(total, tile, *operands, k, K, SCALE_STRIDES, SCHEME, BLOCK_K)
+            tile = following
+    products = tl.sum(total, axis=2)
+    if BY_ROW:
+        column = first + tl.arange(0, rows.shape[1])
+        pointers = w_scale + expert[:, None] * SCALE_STRIDES[0] + column[None, :] * SCALE_STRIDES[1]
+        products *= load_scale(pointers, exists)
+    return products
+
+
+@triton.jit
 def _small_down_kernel(
     h,
     h_scale,
@@ -250,6 +350,8 @@ def _small_down_kernel(
     expert_map,
     w,
     w_scale,
+    w_zeros,
+    w_outer,
     bias,
     out,
     E: tl.constexpr,
@@ -274,6 +376,7 @@ def _small_down_kernel(
     W_STRIDES: tl.constexpr = STRIDES[0]
     SCALE_STRIDES: tl.constexpr = STRIDES[1]
     BIAS_STRIDES: tl.constexpr = STRIDES[2]
+    PACKED: tl.constexpr = packed_of(SCHEME)
     token = tl.program_id(1)
     first = tl.program_id(0) * BLOCK_N
     column = first + tl.arange(0, BLOCK_N)
@@ -283,11 +386,15 @@ def _small_down_kernel(
     held = expert < E
     expert = tl.where(held, expert, 0).to(tl.int64)
     exists = held[:, None] & (column < N)[None, :]
-    rows = w + expert[:, None] * W_STRIDES[0] + column.to(tl.int64)[None, :] * W_STRIDES[1]
-    VECTOR: tl.constexpr = 1 if SCHEME is None else 128 // w.dtype.element_ty.primitive_bitwidth
-    total = tl.zeros((BLOCK_P, BLOCK_N, BLOCK_K // VECTOR), tl.float32)
     # The kernel before writes h alone: weights and ids were there when it started.
-    tile = _expert_rows(rows, exists, 0, K, W_STRIDES, BLOCK_K)
+    if PACKED is None:
+        rows = w + expert[:, None] * W_STRIDES[0] + column.to(tl.int64)[None, :] * W_STRIDES[1]
+        tile = expert_rows(rows, exists, 0, K, W_STRIDES, BLOCK_K)
+    else:
+        scales = (w_scale, w_zeros, w_outer, 0, 0, 0)
+        where = (expert[:, None], column[None, :], tl.zeros((1, 1), tl.int32), exists)
+        operand = packed_operand(w, scales, 0, *where, N, PACKED, STRIDES)
+        tile = load_stored(operand, 0, K, PACKED, STRIDES, BLOCK_K)
     pdl_wait(PDL)
     pdl_release(PDL)
     if WEIGHT_ON_INPUT:
@@ -295,26 +402,12 @@ def _small_down_kernel(
     else:
         # `where`, not a product with 0: a dropped pair's weight may be NaN.
         scale = tl.where(held, tl.load(topk_weights + pair, mask=held, other=0.0).to(tl.float32), 0.0)
-    BY_ROW: tl.constexpr = SCHEME is not None and not has_groups(SCHEME)
-    factor = scale
-    if BY_ROW:
-        factor *= tl.load(h_scale + pair, mask=held, other=0.0)
-    operands = (h, h_scale, pair, held, factor, w_scale, expert, first)
-    if SCHEME is None:
-        # Nothing on its way while a product is made: us on an H200, gpt-oss-120b in bf16, T = 1: 50.1, else 55.0.
-        total = _add_product(total, tile, *operands, 0, K, SCALE_STRIDES, SCHEME, BLOCK_K)
-        for k in range(BLOCK_K, K, BLOCK_K):
-            tile = _expert_rows(rows, exists, k, K, W_STRIDES, BLOCK_K)
-            total = _add_product(total, tile, *operands, k, K, SCALE_STRIDES, SCHEME, BLOCK_K)
+    if PACKED is None:
+        of_rows = (h, h_scale, pair, held, scale, w_scale, expert, first)
+        products = _down_products(tile, rows, exists, *of_rows, K, W_STRIDES, SCALE_STRIDES, SCHEME, BLOCK_K)
     else:
-        for k in range(0, K, BLOCK_K):
-            following = _expert_rows(rows, exists, k + BLOCK_K, K, W_STRIDES, BLOCK_K)
-            total = _add_product(total, tile, *operands, k, K, SCALE_STRIDES, SCHEME, BLOCK_K)
-            tile = following
-    products = tl.sum(total, axis=2)
-    if BY_ROW:
-        pointers = w_scale + expert[:, None] * SCALE_STRIDES[0] + column[None, :] * SCALE_STRIDES[1]
-        products *= load_scale(pointers, exists)
+        vectors = h + pair.to(tl.int64) * K
+        products = row_sums(tile, operand, vectors, held, None, K, PACKED, STRIDES, BLOCK_K) * scale[:, None]
     result = tl.sum(products, axis=0)
     if BIAS_STRIDES is not None:
         pointers = bias + expert[:, None] * BIAS_STRIDES[0] + column[None, :] * BIAS_STRIDES[1]
@@ -330,12 +423,19 @@ def reads_rows(up: ExpertMM, down: ExpertMM) -> bool:
     return all(weight.stride(2) == 1 for weight in weights)
 
 
+def _strides(mm: ExpertMM) -> tuple[tuple[int, ...] | None, ...]:
+    """Of the weight, its scales of groups, the bias, zero points, scales of rows; None for what is absent."""
+    return *mm.strides, mm.decoding["zeros"].strides, mm.decoding["rows"].strides
+
+
 def refuses(up: ExpertMM, down: ExpertMM, config: tuple[SmallConfig, SmallConfig], weight_on_input: bool) -> bool:
     """Whether a program's weight rows could span two scale groups, or a token's pairs differ before they are quantised,
-    neither of which these kernels handle.
+    or a word's codes have two scales: none of which these kernels handle.
     """
     if up.scheme is None or down.scheme is None:
         return False
+    if up.is_packed:
+        return any(not mm.exact_scales and mm.group_columns % SMALLEST_GROUP for mm in (up, down))
     if up.scheme[1] == WHOLE:
         return weight_on_input
     step = config[0].block_n * (2 if up.glu_layout == "interleaved" else 1)
@@ -386,10 +486,14 @@ def small_experts(
         expert_map,
         up.weight,
         up.weight_scale,
+        up.decoding["zeros"].tensor,
+        up.decoding["rows"].tensor,
         up.bias,
         h,
         up.up_offset,
         up.up_scale_offset,
+        up.decoding["zeros"].up_offset,
+        up.decoding["rows"].up_offset,
         hidden_states.stride(0),
         up.alpha,
         up.limit,
@@ -399,7 +503,7 @@ def small_experts(
         top_k,
         intermediate,
         up.in_features,
-        up.strides,
+        _strides(up),
         first.block_n,
         first.block_k,
         up.glu,
@@ -424,6 +528,8 @@ def small_experts(
         expert_map,
         down.weight,
         down.weight_scale,
+        down.decoding["zeros"].tensor,
+        down.decoding["rows"].tensor,
         down.bias,
         out,
         E,
@@ -432,7 +538,7 @@ def small_experts(
         next_power_of_2(top_k),
         hidden,
         intermediate,
-        down.strides,
+        _strides(down),
         second.block_n,
         second.block_k,
         down.scheme,

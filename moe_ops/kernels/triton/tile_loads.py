@@ -119,3 +119,11 @@ def load_rows(
         else:
             tile = tl.load(pointers, mask=row_valid[:, None] & (k_index < K)[None, :], other=0.0)
     return tile
+
+
+@triton.jit
+def expert_rows(rows, exists, k, K: tl.constexpr, STRIDES: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Tile [BLOCK_P, BLOCK_N, BLOCK_K] of the weight rows at `rows` [BLOCK_P, BLOCK_N], as stored; 0 outside."""
+    k_index = k + tl.arange(0, BLOCK_K)
+    pointers = rows[:, :, None] + k_index.to(tl.int64)[None, None, :] * STRIDES[2]
+    return tl.load(pointers, mask=exists[:, :, None] & (k_index < K)[None, None, :], other=0.0)

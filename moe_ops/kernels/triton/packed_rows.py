@@ -1,0 +1,260 @@
+"""Products of decoded weight rows with a few vectors, on the CUDA cores: few tokens, weights of four or eight bits.
+
+A thread loads 16 bytes of a row, decodes them in registers and sums their products with the vector; that sum alone is
+multiplied with the scale of its group, and only then threads add theirs up. No decoded weight is ever stored, and with
+16 codes a sum a scale costs next to nothing, exact or not. With four bits the bytes are fewer than a quarter of bf16's
+but the codes are as many: about four instructions each, of which the product is one.
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+from moe_ops.kernels.triton.packed_tile import (
+    E2M1,
+    E2M1_FACTOR,
+    E2M1_UNIT,
+    as_words,
+    decode_wide,
+    decode_words,
+    of_rows,
+)
+from moe_ops.kernels.triton.scales import decode_scale, load_scale, load_stored_scale
+from moe_ops.kernels.triton.tile_loads import INTERLEAVED, NOT_GATED, expert_rows
+from moe_ops.kernels.triton.util import INTERPRETED, round_to, widen
+
+LOAD_BYTES = 16  # of a thread
+
+
+@triton.constexpr_function
+def unit_codes(packed, columns):
+    """Columns of a row, of `columns` at a time, whose products are summed before they are scaled: as many as a thread
+    loads, or what of them lies in one group.
+    """
+    pack, group = packed[1], packed[4]
+    unit = min(LOAD_BYTES * (1 if pack == 1 else 2), columns)
+    return unit if group == 0 else math.gcd(unit, group)
+
+
+@triton.jit
+def packed_operand(
+    w,
+    scales,
+    up_offset,
+    expert,
+    row,
+    half,
+    exists,
+    N: tl.constexpr,
+    PACKED: tl.constexpr,
+    STRIDES: tl.constexpr,
+):
+    """Where weight rows and their scales begin: what `row_sums` takes.
+
+    Args:
+        scales: see `packed_tile.packed_tile`.
+        expert: i32 or i64, scalar or [P, 1].
+        row, half, exists: [P, N], or what broadcasts to it: rows of their own half, which half, and whether they exist.
+        STRIDES: of the weight, of its scales of groups, of the bias, of zero points and of scales of rows.
+    """
+    inner, zeros, outer = 0, 0, 0
+    W_STRIDES: tl.constexpr = STRIDES[0]
+    SCALE_STRIDES: tl.constexpr = STRIDES[1]
+    ZERO_STRIDES: tl.constexpr = STRIDES[3]
+    OUTER_STRIDES: tl.constexpr = STRIDES[4]
+    rows = w + expert.to(tl.int64) * W_STRIDES[0] + row.to(tl.int64) * W_STRIDES[1] + half.to(tl.int64) * up_offset
+    if SCALE_STRIDES is not None:
+        inner = of_rows(scales[0], scales[3], expert, row, half, N, PACKED[3], PACKED[5], SCALE_STRIDES)
+    if ZERO_STRIDES is not None:
+        zeros = of_rows(scales[1], scales[4], expert, row, half, N, PACKED[3], PACKED[5], ZERO_STRIDES)
+    if OUTER_STRIDES is not None:
+        outer = of_rows(scales[2], scales[5], expert, row, half, N, PACKED[6], PACKED[7], OUTER_STRIDES)
+    return rows, inner, zeros, outer, exists
+
+
+@triton.jit
+def load_stored(operand, k, K: tl.constexpr, PACKED: tl.constexpr, STRIDES: tl.constexpr, BLOCK_K: tl.constexpr):
+    """What is stored of columns k .. k + BLOCK_K - 1: (codes [P, N, elements], scales [P, N, units], zero points alike),
+    0 in the place of what there is not; 0 outside.
+    """
+    rows, inner, zeros, _, exists = operand
+    W_STRIDES: tl.constexpr = STRIDES[0]
+    SCALE_STRIDES: tl.constexpr = STRIDES[1]
+    ZERO_STRIDES: tl.constexpr = STRIDES[3]
+    PACK: tl.constexpr = PACKED[1]
+    GROUP_K: tl.constexpr = PACKED[4]
+    UNIT: tl.constexpr = unit_codes(PACKED, BLOCK_K)
+    codes = expert_rows(rows, exists, k // PACK, K // PACK, W_STRIDES, BLOCK_K // PACK)
+    unit = k // UNIT + tl.arange(0, BLOCK_K // UNIT)
+    if GROUP_K == 0:
+        group = unit * 0
+        held = exists[:, :, None] & (group == 0)[None, None, :]
+    else:
+        group = unit // (GROUP_K // UNIT)
+        held = exists[:, :, None] & (group < (K + GROUP_K - 1) // GROUP_K)[None, None, :]
+    scale, zero = 0, 0
+    if SCALE_STRIDES is not None:
+        scale = load_stored_scale(inner[:, :, None] + group[None, None, :] * SCALE_STRIDES[2], held)
+    if ZERO_STRIDES is not None:
+        zero = tl.load(zeros[:, :, None] + group[None, None, :] * ZERO_STRIDES[2], mask=held, other=0)
+    return codes, scale, zero
+
+
+@triton.jit
+def _widen(x):
+    """fp32 of bf16, one instruction each for halves of a register; the compiler takes two for every second one."""
+    if INTERPRETED:
+        return x.to(tl.float32)
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 low;
+        shl.b32 low, $2, 16;
+        and.b32 $1, $2, 0xFFFF0000;
+        mov.b32 $0, low;
+        }
+        """,
+        "=r,=r,r",
+        [x],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _of_units(product, UNIT: tl.constexpr):
+    """[P, N, columns / UNIT] sums of UNIT neighbours, which one thread has."""
+    P: tl.constexpr = product.shape[0]
+    N: tl.constexpr = product.shape[1]
+    return tl.sum(product.reshape(P, N, product.shape[2] // UNIT, UNIT), axis=3)
+
+
+@triton.jit
+def _times_factor(x):
+    """bf16 x in the units that e2m1's need, exact."""
+    if INTERPRETED:
+        return round_to(widen(x) * E2M1_FACTOR, tl.bfloat16)
+    return x * tl.full((1, 1), E2M1_FACTOR, tl.bfloat16)
+
+
+@triton.jit
+def _unit_sums(
+    stored,
+    x,
+    x_held,
+    x_factor,
+    k,
+    K: tl.constexpr,
+    PACKED: tl.constexpr,
+    STRIDES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """[P, N, units] of what `load_stored` loaded: scaled products with columns k .. k + BLOCK_K - 1 of the vectors."""
+    codes, scale, zero = stored
+    SCALE_STRIDES: tl.constexpr = STRIDES[1]
+    ZERO_STRIDES: tl.constexpr = STRIDES[3]
+    CODE: tl.constexpr = PACKED[0]
+    P: tl.constexpr = codes.shape[0]
+    N: tl.constexpr = codes.shape[1]
+    UNIT: tl.constexpr = unit_codes(PACKED, BLOCK_K)
+    TOGETHER: tl.constexpr = 1 if PACKED[1] == 1 else 8  # codes that are decoded together
+    column = k + tl.arange(0, BLOCK_K)
+    value = tl.load(x[:, None] + column[None, :], mask=x_held[:, None] & (column < K)[None, :], other=0.0)
+    if x_factor is not None:
+        value = round_to(widen(value) * x_factor, x.dtype.element_ty)
+    shift = None
+    if ZERO_STRIDES is not None:
+        shift = tl.broadcast_to(zero[:, :, :, None], (P, N, BLOCK_K // UNIT, UNIT // TOGETHER))
+        shift = shift.reshape(P * N, BLOCK_K // TOGETHER)
+    if CODE == E2M1:
+        value = _times_factor(value)  # in bf16, before it goes to where the weights are
+    flat = codes.reshape(P * N, codes.shape[2])
+    if TOGETHER == 1:
+        number = decode_wide(flat, shift, CODE)
+    else:
+        number = _widen(decode_words(as_words(flat), shift, CODE))
+    sums = _of_units(number.reshape(P, N, BLOCK_K) * value.to(tl.float32)[:, None, :], UNIT)
+    if SCALE_STRIDES is not None:
+        sums *= decode_scale(scale)
+    return sums
+
+
+@triton.jit
+def row_sums(
+    stored,
+    operand,
+    x,
+    x_held,
+    x_factor,
+    K: tl.constexpr,
+    PACKED: tl.constexpr,
+    STRIDES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """fp32 [P, N]: sum over k of x[p, k] * decoded w[row p, n, k].
+
+    Args:
+        stored: `load_stored` of the first columns, which may be on its way before x is known.
+        operand: `packed_operand`.
+        x: pointers [P], or [1] for all, to bf16 vectors of K columns; x_held: which of them are read, the others are 0.
+        x_factor: multiplied with x and rounded as x is stored, or None.
+    """
+    total = _unit_sums(stored, x, x_held, x_factor, 0, K, PACKED, STRIDES, BLOCK_K)
+    # Nothing on its way while a product is made: bytes that outlive a step would be a register each.
+    for k in range(BLOCK_K, K, BLOCK_K):
+        stored = load_stored(operand, k, K, PACKED, STRIDES, BLOCK_K)
+        total += _unit_sums(stored, x, x_held, x_factor, k, K, PACKED, STRIDES, BLOCK_K)
+    result = tl.sum(total, axis=2)
+    if PACKED[0] == E2M1:
+        result *= E2M1_UNIT
+    OUTER_STRIDES: tl.constexpr = STRIDES[4]
+    _, _, _, outer, exists = operand
+    if OUTER_STRIDES is not None:
+        result *= load_scale(outer, exists)
+    return result
+
+
+@triton.jit
+def packed_glu_sums(
+    x,
+    x_factor,
+    w,
+    scales,
+    up_offset,
+    expert,
+    first,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    STRIDES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GLU: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """fp32 [BLOCK_N] products of the vector at `x` with the gate's rows and with the up half's, from column `first` on;
+    without a gate both are the same.
+
+    Args:
+        x_factor: see `row_sums`; scales: see `packed_tile.packed_tile`; expert: scalar.
+    """
+    HALVES: tl.constexpr = 1 if GLU == NOT_GATED else 2
+    column = (first + tl.arange(0, BLOCK_N))[None, :]
+    half = tl.arange(0, HALVES)[:, None]
+    exists = (column < N) & (half >= 0)
+    if GLU == INTERLEAVED:
+        row, half = 2 * column + half, half * 0
+    else:
+        row = column + half * 0
+    operand = packed_operand(w, scales, up_offset, expert, row, half, exists, N, PACKED, STRIDES)
+    stored = load_stored(operand, 0, K, PACKED, STRIDES, BLOCK_K)
+    one = tl.arange(0, 1)  # vector, for both halves
+    sums = row_sums(stored, operand, x + one, one == 0, x_factor, K, PACKED, STRIDES, BLOCK_K)
+    if GLU == NOT_GATED:
+        alone = sums.reshape(BLOCK_N)
+        return alone, alone
+    else:
+        return tl.split(sums.T)

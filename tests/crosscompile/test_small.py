@@ -1,0 +1,94 @@
+"""The kernels of few tokens with decoded weights compile for Hopper: loads of 16 bytes a thread, and nothing spills."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from meta.operands import Operand
+from meta.schemes import SCHEMES
+from moe_ops.backends.triton_plans import PACKED, small_tiles
+from moe_ops.kernels.triton import small
+from moe_ops.kernels.triton.launch import ExpertMM
+from moe_ops.plans import LayerKey
+from tests.crosscompile.compiling import Compiled, compile_kernel
+
+TYPES = {torch.uint8: "u8", torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv", torch.bfloat16: "bf16"}
+TYPES |= {torch.float32: "fp32", torch.int32: "i32"}
+#: E, K, H, I, the activation and how its halves are stored.
+MODELS: dict[str, tuple[int, int, int, int, str, str]] = {
+    "qwen3-30b-a3b": (128, 8, 2048, 768, "silu", "concat"),
+    "gpt-oss-120b": (128, 4, 2880, 2880, "swiglu_oai", "interleaved"),
+    "deepseek-v3": (256, 8, 7168, 2048, "silu", "concat"),
+}
+
+
+def kind(value: Any) -> str | None:
+    """The type of an argument as the launcher would find it; None of a constant."""
+    if isinstance(value, torch.Tensor):
+        return f"*{TYPES[value.dtype]}:16"
+    if isinstance(value, float):
+        return "fp32"
+    return None if value is None else "i32:16" if value % 16 == 0 else "i32"
+
+
+def weight(scheme: str, E: int, n: int, k: int) -> Operand:
+    """Of no memory: the layout of a few rows, for as many as there are; codes of four bits have zero points if they may
+    have any.
+    """
+    few = 8
+    stored, scales = SCHEMES[scheme].quantize(torch.zeros(1, few, k))
+    if scheme == "int4_w4a16":
+        scales = (*scales, scales[0].to(torch.uint8))
+
+    def of_all(part: torch.Tensor) -> torch.Tensor:
+        rows = n if part.shape[1] == few else part.shape[1]
+        return torch.empty(E, rows, part.shape[2], dtype=part.dtype, device="meta")
+
+    return Operand(of_all(stored), SCHEMES[scheme], tuple(map(of_all, scales)))
+
+
+def compile_small(scheme: str, model: str, monkeypatch: pytest.MonkeyPatch) -> list[Compiled]:
+    """Both kernels of a layer of one token, with the tiles that a plan has for it."""
+    E, K, H, I, activation, layout = MODELS[model]
+    tiles = small_tiles(LayerKey(scheme, "grouped", E, K, H, I, True))
+    bias = [
+        torch.empty(E, n, dtype=torch.bfloat16, device="meta") if activation == "swiglu_oai" else None
+        for n in (2 * I, H)
+    ]
+    glu = {"glu_layout": layout, "activation": activation, "alpha": 1.702, "limit": 7.0}
+    up = ExpertMM(weight(scheme, E, 2 * I, H), torch.bfloat16, bias=bias[0], **glu)
+    down = ExpertMM(weight(scheme, E, H, I), torch.bfloat16, bias=bias[1])
+    found = []
+    monkeypatch.setattr(small, "launch", lambda kernel, grid, *args, **named: found.append((kernel, args, named)))
+    options = {"expert_map": None, "weight_on_input": False, "pdl": True}
+    x, weights, ids = (
+        torch.empty(1, n, dtype=dtype, device="meta")
+        for n, dtype in ((H, torch.bfloat16), (K, torch.float32), (K, torch.int32))
+    )
+    small.small_experts(x, weights, ids, up, down, tiles, **options)
+    made = []
+    for kernel, args, named in found:
+        given = dict(zip(kernel.arg_names, args, strict=True))
+        constant = {kernel.arg_names[at] for at in kernel.constexprs}
+        signature = {name: kind(value) for name, value in given.items() if name not in constant and value is not None}
+        constants = {name: value for name, value in given.items() if name not in signature}
+        made.append(compile_kernel(kernel, signature, constants, **named))
+    return made
+
+
+#: Every scheme, and of the other models one.
+CASES = [(scheme, "qwen3-30b-a3b") for scheme in sorted(PACKED)]
+CASES += [("mxfp4", "gpt-oss-120b"), ("fp8_w8a16", "deepseek-v3")]
+
+
+@pytest.mark.parametrize(("scheme", "model"), CASES)
+def test_compiles(scheme: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kernel in compile_small(scheme, model, monkeypatch):
+        assert kernel.stack == 0, f"{kernel.name}: {kernel.stack} bytes of spills, {kernel.registers} registers"
+        assert kernel.loads_16_bytes, kernel.name
+        fused, others = (len(re.findall(rf"^ .*\b{name}\b", kernel.sass, re.M)) for name in ("FFMA", "FMUL"))
+        assert fused > 3 * others, f"{kernel.name}: {fused} products are fused, {others} not"
