@@ -96,17 +96,17 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
     ),
 }
 #: TB/s, us to launch of the two small kernels (`meta.cost.pairwise_us`), by `kind`, or by bits of weights that are
-#: decoded. Those are reckoned, not fitted: of a layer's time on the CUDA cores, where a code of four bits takes about
-#: four instructions and one of eight three, and of the launches of unquantised ones.
+#: decoded: those by us of layers on an H100, T = 1 and 4, mxfp4 and fp8_w8a16: Qwen3-30B-A3B 15.1 and 40.8, 19.0 and
+#: 54.6; DeepSeek-V3 86.9 and 306, 125 and 464.
 PAIRWISE: dict[str | int, tuple[float, float]] = {
     "plain": (4.45, 5.0),
     "scaled": (3.7, 7.2),
-    4: (2.8, 6.0),
+    4: (2.3, 6.0),
     8: (4.0, 6.0),
 }
-#: The same of one product of decoded weights in tiles, for an H200's memory, from us of layers on an H100, of 1 and 16
-#: tokens: int4_w4a16 and fp8_w8a16, Qwen3-30B-A3B 29.5 and 103, 33.6 and 159; gpt-oss-120b 58.6 and 290, 79.0 and 493.
-PACKED_PRODUCT = {4: (3.3, 11.0), 8: (4.0, 10.0)}
+#: The same of one product of decoded weights in tiles; us of the same layers 24.4 and 47.4, 32.9 and 81.3; 112 and 314,
+#: 164 and 524.
+PACKED_PRODUCT = {4: (2.5, 11.0), 8: (4.0, 10.0)}
 AROUND_US = 2.0  # of the kernels that sort pairs and combine results, beyond what the products hide
 SMALL_PAIRS = 64  # the most that the small kernels were ever seen to win with
 

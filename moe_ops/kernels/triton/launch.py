@@ -249,8 +249,8 @@ class ExpertMM:
 
     @property
     def exact_scales(self) -> bool:
-        """Whether a code times its group's scale is a bf16 number: the scale a power of two, or e4m3 beside e2m1. A step
-        has several such groups, of whole words.
+        """Whether a code times its group's scale is a bf16 number: the scale a power of two, or e4m3 beside e2m1, of
+        groups of whole words.
         """
         scale = self.decoding["groups"]
         if scale.tensor is None or scale.group[1] not in (8, 16, 32, 64):

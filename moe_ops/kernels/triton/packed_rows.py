@@ -77,8 +77,8 @@ def packed_operand(
 
 @triton.jit
 def load_stored(operand, k, K: tl.constexpr, PACKED: tl.constexpr, STRIDES: tl.constexpr, BLOCK_K: tl.constexpr):
-    """What is stored of columns k .. k + BLOCK_K - 1: (codes [P, N, elements], scales [P, N, units], zero points alike),
-    0 in the place of what there is not; 0 outside.
+    """What is stored of columns k .. k + BLOCK_K - 1: (codes [P, N, elements], scales [P, N, units], zero points); 0 in
+    the place of what there is not, and outside.
     """
     rows, inner, zeros, _, exists = operand
     W_STRIDES: tl.constexpr = STRIDES[0]
