@@ -52,7 +52,7 @@ from moe_ops.plans import LayerKey, Plan, bucket
 
 NAME = triton_plans.NAME
 SERVED_SCHEMES = frozenset(
-    {"bf16", "fp16", "fp32", "fp8_block128", "fp8_channel", "fp8_tensor", "int8_channel", *triton_plans.PACKED}
+    {"bf16", "fp16", "fp32", "fp8_block128", "fp8_channel", "fp8_tensor", "int8_channel", *triton_plans.DECODED}
 )
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: In place of :mod:`moe_ops.rows`.

@@ -113,6 +113,9 @@ SMALL_PAIRS = 64  # the most that the small kernels were ever seen to win with
 
 #: Schemes whose weights are decoded for bf16 activations.
 PACKED = frozenset(name for name, row in SCHEMES.items() if row.quantized and row.rows is None)
+#: And those whose codes are decoded for e4m3 ones.
+DECODED = PACKED | {name for name, row in SCHEMES.items() if row.pack > 1}
+FP8_DECODED = DECODED - PACKED
 
 
 def _packed_tile(scheme: str, work: Work) -> MMConfig:
@@ -130,6 +133,18 @@ def _packed_tile(scheme: str, work: Work) -> MMConfig:
     return _gathered(16 if rows <= 12 else 32, 128, 128, 1, 4, 4)
 
 
+def _packed_fp8_tile(scheme: str, work: Work) -> MMConfig:
+    """Codes that are decoded for e4m3 rows: as many of these beside 128 weight rows as leave registers for a sum and
+    one that waits for its scales. Not measured.
+    """
+    rows, code = work.T * work.K / work.E, SCHEMES[scheme].code
+    if rows <= 64:
+        return _gathered(16 if rows <= 12 else 32, 128, 128, 1, 4, 4)
+    if code is not None and code.name == "e2m1":
+        return _streamed(64, 128, 128, 8, 4, 3)
+    return _streamed(128, 128, 128, 8, 8, 3)
+
+
 def kind(scheme: str) -> str:
     """The tiles that serve a scheme: a name of FAMILIES."""
     return "plain" if SCHEMES[scheme].rows is None else "scaled"
@@ -138,7 +153,7 @@ def kind(scheme: str) -> str:
 def cheapest(key: LayerKey, tokens: int, gpu: str, sm: int) -> Plan:
     """The plan that should be fastest by `meta.cost`, for shapes that nobody measured."""
     grouped, us = _by_products(key, tokens, gpu, sm)
-    if tokens * key.K <= SMALL_PAIRS and key.format == "grouped" and key.scheme != "fp32":
+    if tokens * key.K <= SMALL_PAIRS and key.format == "grouped" and key.scheme not in ("fp32", *FP8_DECODED):
         first, second = _works(key, tokens)
         bits = SCHEMES[key.scheme].bits
         expert_bytes = (first.N * first.depth + second.N * second.depth) * bits // 8
@@ -161,7 +176,7 @@ def _by_products(key: LayerKey, tokens: int, gpu: str, sm: int) -> tuple[Plan, f
     up, up_us = _tile(key.scheme, first, gpu, sm, product(key.scheme, first=True, gathered=gathered))
     down, down_us = _tile(key.scheme, second, gpu, sm, product(key.scheme, first=False, gathered=False))
     form = SCHEMES[key.scheme].rows
-    if form is not None and not key.gated:
+    if form is not None and not key.gated and key.scheme not in DECODED:
         up = up._replace(block_n=up.block_n // 2)
     return plan(key.format, up, down), up_us + down_us
 
@@ -222,12 +237,12 @@ def _tile(scheme: str, work: Work, gpu: str, sm: int, column: str) -> tuple[MMCo
     tma = sm >= FIRST_CAPABILITY["tma"]
     if scheme == "fp32":
         return MMConfig(16 if work.T * work.K <= 16 * work.E else 64, 64, 32, 8, 4, 3, a_tma=False, w_tma=False), 0.0
-    if scheme in PACKED:
-        tile = _packed_tile(scheme, work)
+    if scheme in DECODED:
+        tile = _packed_tile(scheme, work) if scheme in PACKED else _packed_fp8_tile(scheme, work)
         bits = SCHEMES[scheme].bits
         tbps, launch_us = PACKED_PRODUCT[bits]
         moved = expected_experts(work.E, work.K, work.T) * work.N * work.depth * bits / 8
-        return (tile if tma else tile._replace(w_tma=False)), launch_us + moved / (tbps * 1e6)
+        return (tile if tma else tile._replace(a_tma=False, w_tma=False)), launch_us + moved / (tbps * 1e6)
     arch = lookup_gpu(gpu)
     # Then every column has its scale, for which 128 rows leave no registers (us on an H200, gpt-oss-120b's dimensions,
     # T = 4096: 4428, with 64 rows 1893).
@@ -271,8 +286,8 @@ def _blocks_m(rows: float) -> list[int]:
 
 def gemm_candidates(scheme: str, rows: float, *, gated: bool, first: bool) -> list[MMConfig]:
     """GEMM tiles to time. Weights always come by descriptor; rows by descriptor or gathered."""
-    if scheme in PACKED:
-        return _packed_candidates(rows)
+    if scheme in DECODED:
+        return _packed_candidates(rows) if scheme in PACKED else _packed_fp8_candidates(rows)
     element = SCHEMES[scheme].weight_dtype.itemsize
     form = SCHEMES[scheme].rows
     quantizes = form is not None
@@ -314,6 +329,17 @@ def _packed_candidates(rows: float) -> list[MMConfig]:
     return found
 
 
+def _packed_fp8_candidates(rows: float) -> list[MMConfig]:
+    """The same where the rows are e4m3; `fit` gives them the columns and warps that a scheme needs."""
+    found = []
+    for block_m, block_n, warps, stages in every(_blocks_m(rows), (64, 128), (4, 8), (3, 4, 5)):
+        registers = block_n * (2 * block_m + 32) / (32 * warps)
+        if 16 <= registers <= 144 and (stages == 3 or block_m <= 32):
+            group_m, a_tma = (8, True) if block_m >= 64 else (1, False)
+            found.append(MMConfig(block_m, block_n, 128, group_m, warps, stages, a_tma, w_tma=True))
+    return found
+
+
 def small_candidates(K: int, scheme: str, *, first: bool) -> list[SmallConfig]:
     """Tiles of the small path to time: each thread has 4 to 16 loads of 16 bytes in flight."""
     per_load = 128 // SCHEMES[scheme].bits
@@ -334,6 +360,7 @@ def candidates(key: LayerKey, tokens: int) -> dict[str, tuple[list[Any], ...]]:
     found: dict[str, tuple[list[Any], ...]]
     found = {key.format: tuple(gemm_candidates(key.scheme, rows, gated=key.gated, first=first) for first in both)}
     # Small kernels serve where pairs rarely share experts.
-    if key.format == "grouped" and tokens * key.K <= 2 * key.E and tokens <= 8:
+    few = tokens * key.K <= 2 * key.E and tokens <= 8
+    if key.format == "grouped" and key.scheme not in FP8_DECODED and few:
         found["small"] = tuple(small_candidates(key.K, key.scheme, first=first) for first in both)
     return found

@@ -1,15 +1,21 @@
-"""Products of decoded weights compile for Hopper: weights are operands in registers, and nothing spills."""
+"""Products of decoded weights compile for Hopper: weights are operands in registers, and nothing spills; and the
+decoders of whole words decode.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+from meta.formats import CODES, E4M3
 from meta.operands import Operand
 from meta.schemes import SCHEMES
-from moe_ops.backends.triton_plans import PACKED, tile_for
+from moe_ops.backends.triton_plans import DECODED, PACKED, tile_for
+from moe_ops.kernels.triton import packed_fp8_tile as fp8
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.expert_mm import _expert_mm_kernel
 from moe_ops.kernels.triton.launch import ExpertMM
@@ -22,28 +28,36 @@ TYPES = {torch.uint8: "u8", torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv", to
 TYPES |= {torch.float32: "fp32", torch.int32: "i32"}
 
 
+def descriptor(made: Any, dtype: torch.dtype) -> str | None:
+    return None if made is None else f"tensordesc<{TYPES[dtype]}[{', '.join(map(str, made.block_shape))}]>"
+
+
 def compile_packed(scheme: str, tile: MMConfig, *, gated: bool) -> Compiled:
     """One product with Qwen3-30B-A3B's dimensions: GEMM 1 with gathered rows, or GEMM 2."""
     N, depth = (2 * I, H) if gated else (H, I)
     stored, scales = SCHEMES[scheme].quantize(torch.randn(2, N, depth))
     activation = "silu" if gated else None
     weight = Operand(stored, SCHEMES[scheme], scales)
-    mm = ExpertMM(weight, torch.bfloat16, glu_layout="concat" if gated else "none", activation=activation)
+    form = SCHEMES[scheme].rows
+    layout = {"glu_layout": "concat", "activation": activation, "quantize_output": form is not None} if gated else {}
+    mm = ExpertMM(weight, torch.bfloat16, **layout)
     tile = fit(tile, mm)
-    rows, out = (torch.empty(256, columns, dtype=torch.bfloat16) for columns in (depth, mm.out_features))
-    made = mm.prepare(rows, out, tile, gathered=gated)
+    rows = torch.empty(256, depth, dtype=torch.bfloat16 if form is None else form.dtype)
+    out, _ = mm.allocate((256,), rows)
+    gathered = gated and not tile.a_tma
+    made = mm.prepare(rows, out, tile, gathered=gathered)
     code = TYPES[mm.weight.dtype]
     arguments: dict[str, str | None] = {
-        "a": "*bf16:16",
-        "a_desc": None,
-        "a_scale": None,
-        "row_to_pair": "*i32:16" if gated else None,
+        "a": f"*{TYPES[rows.dtype]}:16",
+        "a_desc": descriptor(made.a_desc, rows.dtype),
+        "a_scale": None if form is None else "*fp32:16",
+        "row_to_pair": "*i32:16" if gathered else None,
         "extents": "*i32:16",
         "w": f"*{code}:16",
-        "w_desc": f"tensordesc<{code}[{', '.join(map(str, made.w_desc.block_shape))}]>",
+        "w_desc": descriptor(made.w_desc, mm.weight.dtype),
         "bias": None,
-        "out": "*bf16:16",
-        "out_desc": None,
+        "out": f"*{TYPES[out.dtype]}:16",
+        "out_desc": descriptor(made.out_desc, out.dtype),
         "out_scale": "*fp32:16",
         "load_ptr": None,
         **dict.fromkeys(("num_rows", "up_scale_offset", "up_zeros_offset", "up_outer_offset"), "i32"),
@@ -54,7 +68,7 @@ def compile_packed(scheme: str, tile: MMConfig, *, gated: bool) -> Compiled:
         scale = mm.decoding[role].tensor
         arguments[name] = None if scale is None else f"*{TYPES[scale.dtype]}:16"
     constants = {
-        **{"E": E, "N": mm.out_features, "K": depth, "TOP_K": K if gated else 0, "STRIDES": made.strides},
+        **{"E": E, "N": mm.out_features, "K": depth, "TOP_K": K if gathered else 0, "STRIDES": made.strides},
         **{"BLOCK": made.block, "GLU": mm.glu, "ACTIVATION": activation, "MOVES": made.moves, "SCHEME": mm.scheme},
         **{"BATCHED": False, "WALK": made.walk, "PDL": True},
     }
@@ -68,18 +82,84 @@ def compile_packed(scheme: str, tile: MMConfig, *, gated: bool) -> Compiled:
     )
 
 
-@pytest.mark.parametrize(
+PRODUCTS = pytest.mark.parametrize(
     ("tokens", "gated"),
     [(16, True), (256, True), (4096, True), (4096, False)],
     ids=["16_gate_up", "256_gate_up", "4096_gate_up", "4096_down"],
 )
-@pytest.mark.parametrize("scheme", sorted(PACKED))
-def test_compiles(scheme: str, tokens: int, gated: bool) -> None:
+
+
+def compile_for(scheme: str, tokens: int, gated: bool) -> Compiled:
     """By the tile of so many tokens."""
     sizes = (2 * I, H) if gated else (H, I)
     tile = tile_for(scheme, E, bucket(tokens * K), *sizes, "NVIDIA H200", 90, "up")
     kernel = compile_packed(scheme, tile, gated=gated)
     assert kernel.stack == 0, f"{kernel.stack} bytes of spills, {kernel.registers} registers"
+    assert kernel.ptx_count(r"cp\.async\.bulk\.tensor") > 0, "weights come by descriptor"
+    return kernel
+
+
+@PRODUCTS
+@pytest.mark.parametrize("scheme", sorted(PACKED))
+def test_compiles(scheme: str, tokens: int, gated: bool) -> None:
+    kernel = compile_for(scheme, tokens, gated)
     products = re.findall(r"HGMMA\S+ R\d+, (\S+),", kernel.sass)
     assert products and all(operand.startswith("R") for operand in products)
-    assert kernel.ptx_count(r"cp\.async\.bulk\.tensor") > 0, "weights come by descriptor"
+
+
+@PRODUCTS
+@pytest.mark.parametrize("scheme", sorted(DECODED - PACKED))
+def test_compiles_for_e4m3_rows(scheme: str, tokens: int, gated: bool) -> None:
+    """Every product is of eight bits, and its first operand registers, which codes are decoded to where they are."""
+    kernel = compile_for(scheme, tokens, gated)
+    products = re.findall(r"QGMMA\S+ R\d+, (\S+),", kernel.sass)
+    assert products and all(operand.startswith("R") for operand in products) and "HGMMA" not in kernel.sass
+    weights = "e4m3" if SCHEMES[scheme].code.name == "int4" else "e5m2"
+    assert kernel.ptx_count(rf"wgmma\.mma_async\S+k32\.f32\.{weights}\.e4m3 ") == len(products)
+    before = kernel.ptx[: kernel.ptx.index("wgmma.mma_async")]
+    decoded = before[before.rindex("0x60686C70" if weights == "e4m3" else "0x7362") :]
+    assert not re.search(r"st\.shared\.(v\d\.)?b32|stmatrix", decoded), "codes go through shared memory"
+
+
+def words_of(machine_code: str, registers: dict[str, int]) -> tuple[int, int]:
+    """What a decoder's instructions make of the values of its operands."""
+
+    def permuted(low: int, high: int, selectors: int) -> int:
+        table, found = (low | high << 32).to_bytes(8, "little"), 0
+        for place in range(4):
+            selector = selectors >> 4 * place & 15
+            byte = table[selector & 7]
+            found |= (byte if selector < 8 else byte // 128 * 255) << 8 * place
+        return found
+
+    operations: dict[str, Callable[..., int]] = {
+        "shl": lambda a, b: a << b,
+        "shr": lambda a, b: a >> b,
+        "and": lambda a, b: a & b,
+        "xor": lambda a, b: a ^ b,
+        "add": lambda a, b: a + b,
+        "mov": lambda a: a,
+        "prmt": permuted,
+        "lop3": lambda a, b, c, table: a & b | c if table == 0xEA else -1,
+    }
+    for name, operands in re.findall(r"^ *(\w+)\.[bu]32 ([^;]+);", machine_code, re.MULTILINE):
+        target, *given = operands.split(", ")
+        values = (registers[o] if o in registers else int(o, 0) for o in given)
+        registers[target] = operations[name](*values) & 0xFFFFFFFF
+    return registers["$0"], registers["$1"]
+
+
+@pytest.mark.parametrize("power", [None, 0, 13, fp8.WINDOW.value], ids=str)
+def test_decoders(power: int | None) -> None:
+    """Of words that have every byte at every place: int4, and e2m1 times a power of two."""
+    decoder = fp8._int4_fours if power is None else fp8._e2m1_fours
+    dtype, factor = (E4M3, fp8.INT4_UNIT.value) if power is None else (torch.float8_e5m2, 2.0 ** (13 - (power or 0)))
+    code = CODES["int4" if power is None else "e2m1"]
+    for first in range(256):
+        stored = torch.tensor([first, first * 5 + 1 & 255, 255 - first, first * 7 + 3 & 255], dtype=torch.uint8)
+        registers = {"$2": int(stored.view(torch.int32)) & 0xFFFFFFFF}
+        if power is not None:
+            registers |= dict.fromkeys(("$3", "$4"), fp8.LOW_BYTES.value + power * fp8.LOW_POWER.value)
+            registers |= dict.fromkeys(("$5", "$6"), fp8.HIGH_BYTES.value + power * fp8.HIGH_POWER.value)
+        words = torch.tensor(words_of(decoder.src, registers), dtype=torch.int64).to(torch.int32)
+        assert torch.equal(words.view(dtype).float() * factor, code.decode(stored))

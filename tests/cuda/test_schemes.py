@@ -13,7 +13,7 @@ from moe_ops.backends import triton_plans
 from moe_ops.backends.triton import SERVED_SCHEMES
 from moe_ops.census import kernel_names
 from moe_ops.testing import assert_cuda_graph_safe
-from tests.ops.scheme_layers import FORMS, SchemeLayer, assert_contract, build
+from tests.ops.scheme_layers import FORMS, SchemeLayer, assert_contract, build, with_scales_far_apart
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("poisoned_memory")]
 SCHEMES_SERVED = sorted(SERVED_SCHEMES)
@@ -49,6 +49,14 @@ def test_a_layer_is_as_near_to_float64_as_its_row_says(scheme, format, T, bias, 
 @pytest.mark.parametrize("scheme", SCHEMES_SERVED)
 def test_every_form_of_the_first_weight(scheme, T, form):
     layer = layer_of(scheme, T, form=form, bias=True, expert_map=True)
+    for format in ("grouped", "batched"):
+        assert_contract(run(layer, format), layer)
+
+
+@pytest.mark.parametrize("powers", [26, 27, 40])
+@pytest.mark.parametrize("T", [3, 300, 4096])
+def test_scales_that_no_number_of_eight_bits_holds_count(T, powers):
+    layer = with_scales_far_apart(layer_of("mxfp4_a8", T), powers)
     for format in ("grouped", "batched"):
         assert_contract(run(layer, format), layer)
 

@@ -365,7 +365,9 @@ def test_an_explicit_request_never_falls_back():
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 @pytest.mark.parametrize("format", ["grouped", "batched"])
-@pytest.mark.parametrize("scheme", ["bf16", "fp32", "fp8_block128", "fp8_channel", "int8_channel"])
+@pytest.mark.parametrize(
+    "scheme", ["bf16", "fp32", "fp8_block128", "fp8_channel", "int8_channel", "mxfp4_a8", "w4a8_fp8"]
+)
 def test_there_are_tiles_for_every_size(scheme, format, gated):
     """Whole scale groups wherever there are enough columns; and no tile that a Hopper could not hold."""
     for tokens in (1, 2, 16, 256, 4096, 65536):

@@ -63,8 +63,10 @@ def test_no_tokens(scheme, plan):
     assert got.shape == (0, SIZES[2]) and got.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("plan", ["gathered", "small"])
-@pytest.mark.parametrize("scheme", ["fp8_tensor", "int8_channel"])
+@pytest.mark.parametrize(
+    ("scheme", "plan"),
+    [*[(s, p) for s in ("fp8_tensor", "int8_channel") for p in ("gathered", "small")], ("mxfp4_a8", "gathered")],
+)
 def test_rows_quantised_beside_the_router(scheme, plan, monkeypatch):
     """To the bits of the kernels one by one."""
     monkeypatch.setattr(triton_plans, "plan_for", lambda *_: PLANS[plan])
@@ -116,12 +118,13 @@ def test_a_product_that_quantises_is_the_product_quantised(scheme, format, poiso
 
 
 @pytest.mark.parametrize("format", ["grouped", "batched"])
-def test_stage_operators_of_quantised_rows(format, monkeypatch):
+@pytest.mark.parametrize("scheme", ["int8_channel", "mxfp4_a8", "w4a8_fp8"])
+def test_stage_operators_of_quantised_rows(scheme, format, monkeypatch):
     """prepare, experts, finalize: the bits of the whole."""
     monkeypatch.setattr(triton_plans, "plan_for", lambda *_: PLANS[format])
     monkeypatch.setattr(triton_plans, "tile_for", lambda *_: DESCRIPTORS)
-    layer = build("int8_channel", T=4, sizes=SIZES)
-    given, scheme = layer.tensors, layer.options["scheme"]
+    layer = build(scheme, T=4, sizes=SIZES)
+    given = layer.tensors
     monkeypatch.setattr(choice, "DEFAULT_BACKEND", "triton")
     prepared = moe_ops.prepare(
         given["hidden_states"], given["topk_weights"], given["topk_ids"], num_experts=SIZES[0], format=format,

@@ -5,7 +5,7 @@ Plain torch on any device: a product for each expert in float64, of the dequanti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -137,6 +137,21 @@ def build(
     if form in ("none", "interleaved"):
         options["glu_layout"] = form
     return SchemeLayer(tensors, options, (wide, wide_second), dtype)
+
+
+def with_scales_far_apart(layer: SchemeLayer, powers: int) -> SchemeLayer:
+    """A layer of e8m0 scales, one of four of which in the first weight is larger by so many powers of two, where the
+    tokens are 0: its result is that of the others.
+    """
+    row, (stored, (scale,)) = (
+        SCHEMES[layer.options["scheme"]], (layer.tensors["gate_up_proj"], layer.tensors["gate_up_scales"])
+    )  # fmt: skip
+    exponents, x = scale.view(torch.uint8).clone(), layer.tensors["hidden_states"].clone()
+    exponents[..., ::4] += powers
+    x.view(x.shape[0], -1, 32)[:, ::4] = 0
+    scales = [exponents.view(scale.dtype)]
+    given = {**layer.tensors, "hidden_states": x, "gate_up_scales": scales}
+    return replace(layer, tensors=given, weights=(row.dequantize(stored, scales).double(), layer.weights[1]))
 
 
 def assert_contract(got: Tensor, layer: SchemeLayer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -12,9 +13,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from meta.arch import TYPICAL
 from meta.checks import fail
+from meta.formats import E4M3
 from meta.operands import Operand
-from meta.schemes import WHOLE
+from meta.schemes import WHOLE, Scale
 from moe_ops.kernels.triton.config import MMConfig
+from moe_ops.kernels.triton.packed_fp8_tile import step_columns
 from moe_ops.kernels.triton.packed_tile import CODE_NUMBERS
 from moe_ops.kernels.triton.tile_loads import (
     CONCAT,
@@ -119,13 +122,21 @@ class WeightScale(NamedTuple):
         n, k = (stride if group else 0 for stride, group in zip(self.tensor.stride()[-2:], self.group, strict=True))
         return self.tensor.stride(0), n, k
 
+    @property
+    def at_once(self) -> int:
+        """How many bytes of a row's scales are a word at an address that it divides: 4, 2 or 1."""
+        if self.tensor is None or self.strides[2] != 1 or self.tensor.data_ptr() % 16:
+            return 1
+        return math.gcd(4, *self.strides[:2], self.up_offset, self.tensor.shape[-1])
+
 
 def _as_stored(scale: torch.Tensor) -> torch.Tensor:
     return scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale
 
 
-#: The fewest columns that a group of a packed product may have where scales are not exact: a step is within one.
-SMALLEST_GROUP = 32
+#: Columns of a step of codes that are decoded for e4m3 rows; the fewest that a group of any packed product may have
+#: where scales are not exact: a step is within one.
+PACKED_COLUMNS, SMALLEST_GROUP = 128, 32
 
 
 def _alike(one: Operand, other: Operand) -> bool:
@@ -136,6 +147,12 @@ def _alike(one: Operand, other: Operand) -> bool:
         return [(t.dtype, [s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1]) for t in tensors]
 
     return laid_out(one) == laid_out(other)
+
+
+def _one_form(spec: Scale, scale: torch.Tensor) -> torch.Tensor:
+    """In fp32, or in bytes what is nothing but exponents, contiguous."""
+    exponents = not spec.shift and all(dtype.itemsize == 1 and dtype != E4M3 for dtype in spec.dtypes)
+    return (_as_stored(scale) if exponents else spec.value(scale)).contiguous()
 
 
 @dataclass(frozen=True)
@@ -170,16 +187,19 @@ class ExpertMM:
             for name in ("operand", "up"):
                 half = getattr(self, name)
                 specs = half.scheme.scales if half.scales else ()
-                scales = tuple(spec.value(scale).contiguous() for spec, scale in zip(specs, half.scales, strict=False))
+                scales = tuple(_one_form(spec, scale) for spec, scale in zip(specs, half.scales, strict=False))
                 object.__setattr__(self, name, Operand(half.data.contiguous(), half.scheme, scales))
 
     @cached_property
     def weight(self) -> torch.Tensor:
-        """As kernels address it: two codes of a byte as words of eight, where its rows can be cut into them."""
+        """As kernels address it: two codes of a byte as words of eight, where it is words that are decoded, and its
+        rows can be cut into them.
+        """
         return self._addressed(self.operand.data)
 
     def _addressed(self, data: torch.Tensor) -> torch.Tensor:
-        if self.operand.scheme is None or self.operand.scheme.pack == 1:
+        scheme = self.operand.scheme
+        if scheme is None or scheme.pack == 1 or scheme.rows is not None:
             return data
         apart = 0 if self.up is None else self.up.data.data_ptr() - self.operand.data.data_ptr()
         outer = (*data.stride()[:-1], data.storage_offset(), data.shape[-1], data.data_ptr(), apart)
@@ -202,33 +222,39 @@ class ExpertMM:
 
     @cached_property
     def decoding(self) -> dict[str, WeightScale]:
-        """ "groups": the scale that changes along K, or of a scheme that quantises rows the only one; "zeros": what is
+        """ "groups": the scale that changes along K, or of a scheme that quantises rows the first one; "zeros": what is
         subtracted from codes; "rows": the scale of whole rows.
         """
         found = {"groups": WeightScale(), "zeros": WeightScale(), "rows": WeightScale()}
         if self.operand.scales:
-            decoded = self.is_packed
+            first = self.operand.scheme.rows is not None
             for at, spec in enumerate(self.operand.scheme.scales[: len(self.operand.scales)]):
                 scale = self._scale(at)
-                role = "zeros" if spec.shift else "groups" if scale.group[1] or not decoded else "rows"
+                role = "zeros" if spec.shift else "groups" if scale.group[1] or (first and at == 0) else "rows"
                 found[role] = scale
         return found
 
     @property
     def is_packed(self) -> bool:
-        """Whether weights are decoded for activations that are not quantised: `packed_tile`."""
-        return bool(self.operand.scales) and self.operand.scheme.rows is None
+        """Whether weights are decoded, to bf16 or to e4m3, as the rows are: `packed_tile`, `packed_fp8_tile`."""
+        return bool(self.operand.scales) and (self.operand.scheme.rows is None or self.operand.scheme.pack > 1)
 
     @property
     def is_scaled(self) -> bool:
         """Whether every group's product waits for its scales: `mm_tile`."""
         return bool(self.operand.scales) and not self.is_packed
 
+    @property
+    def waits_for_scales(self) -> bool:
+        """Whether rows are quantised, so that sums are scaled before they are added up."""
+        return bool(self.operand.scales) and self.operand.scheme.rows is not None
+
     @cached_property
     def packed(self) -> tuple[Any, ...] | None:
         """What `packed_tile` needs: code, codes of a stored element, whether scales are multiplied in bf16; of the
         scale of groups rows and columns that share one, and whether they run on; of that of rows how many share one,
-        and the same.
+        and the same; columns of a quantised row that share a scale, -1 where rows are bf16; how many of a row's
+        scales may be loaded at once.
         """
         if not self.is_packed:
             return None
@@ -245,6 +271,8 @@ class ExpertMM:
             inner.runs_on,
             outer.group[0],
             outer.runs_on,
+            self.out_group if self.waits_for_scales else -1,
+            inner.at_once,
         )
 
     @property
@@ -253,7 +281,7 @@ class ExpertMM:
         groups of whole words.
         """
         scale = self.decoding["groups"]
-        if scale.tensor is None or scale.group[1] not in (8, 16, 32, 64):
+        if scale.tensor is None or scale.group[1] not in (8, 16, 32, 64) or self.operand.scheme.rows is not None:
             return False
         dtype = scale.tensor.dtype
         return dtype == torch.uint8 or (dtype == torch.float8_e4m3fn and self.operand.scheme.code.name == "e2m1")
@@ -262,6 +290,16 @@ class ExpertMM:
     def group_columns(self) -> int:
         """Columns of the groups of scales or zero points; 0 where a row is one."""
         return max(self.decoding[role].group[1] for role in ("groups", "zeros"))
+
+    @property
+    def folds_scales(self) -> bool:
+        """Whether scales of groups are multiplied into codes of eight bits."""
+        return self.is_packed and self.waits_for_scales and self.operand.scheme.code.name == "e2m1"
+
+    def row_columns(self, config: MMConfig) -> int:
+        """Columns of the rows that are loaded at a time."""
+        parts = self.is_packed and self.waits_for_scales
+        return step_columns(self.packed[0], self.group_columns, config.block_k) if parts else config.block_k
 
     @property
     def weight_scale(self) -> torch.Tensor | None:
@@ -392,7 +430,7 @@ class ExpertMM:
         w_load = self._weight_load(config)
         store = self.store_columns(out, config)
         return Launch(
-            a_desc=TensorDescriptor(a, list(a.shape), list(a.stride()), [config.rows, config.block_k])
+            a_desc=TensorDescriptor(a, list(a.shape), list(a.stride()), [config.rows, self.row_columns(config)])
             if a_tma
             else None,
             w_desc=self._weight_descriptor(w_load, config),
@@ -405,7 +443,7 @@ class ExpertMM:
             ),
             block=(*config[:4], next_power_of_2(self.num_experts), config.tall_m, config.tall_stages),
             moves=(a_tma, w_load, store, self.up_offset < 0 and w_load != POINTERS.value),
-            walk=walk(config, a_tma, self.is_scaled),
+            walk=walk(config, a_tma, self.waits_for_scales),
             n_tiles=cdiv(self.out_features, self.columns(config)),
         )
 

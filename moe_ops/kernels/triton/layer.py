@@ -19,7 +19,7 @@ from moe_ops.kernels.triton import act_quant, batched_io, combine, permute, rout
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.expert_mm import batched_mm as launch_batched_mm
 from moe_ops.kernels.triton.expert_mm import grouped_mm as launch_grouped_mm
-from moe_ops.kernels.triton.launch import SMALLEST_GROUP, ExpertMM
+from moe_ops.kernels.triton.launch import PACKED_COLUMNS, SMALLEST_GROUP, ExpertMM
 from moe_ops.kernels.triton.route import Routed
 from moe_ops.kernels.triton.tile_loads import CONCAT, NOT_GATED
 from moe_ops.kernels.triton.util import INTERPRETED, unit_stride
@@ -260,10 +260,18 @@ class Layer:
 def fit(tile: MMConfig, mm: ExpertMM) -> MMConfig:
     """An epilogue that quantises needs one scale group of output columns; an e4m3 product of interleaved halves no more
     than 128 columns beside as many rows, as it is one product, and promoted. A sum that is scaled group by group needs
-    no more columns at a time than a group has, and of many rows fewer of the weight, whose scales are registers.
+    no more columns at a time than a group has, and of many rows fewer of the weight, whose scales are registers. A sum
+    whose scales are folded into codes needs as many threads as weight rows, and no more.
     """
     if mm.quantizes_in_tile:
-        return tile._replace(block_n=(2 if mm.glu else 1) * mm.out_group)
+        tile = tile._replace(block_n=(2 if mm.glu else 1) * mm.out_group)
+    if mm.is_packed and mm.waits_for_scales:
+        tile = tile._replace(block_k=PACKED_COLUMNS)
+    if mm.folds_scales:
+        # Of fewer rows than threads the compiler would move the decoded codes through shared memory.
+        return tile._replace(num_warps=tile.block_n // 32)
+    if mm.quantizes_in_tile:
+        return tile
     if mm.is_scaled and mm.glu != CONCAT.value and tile.rows >= 128:
         return tile._replace(block_n=min(tile.block_n, 128))
     if mm.packed is None or mm.exact_scales or not (columns := mm.group_columns):
@@ -271,4 +279,6 @@ def fit(tile: MMConfig, mm: ExpertMM) -> MMConfig:
     block_k = min(tile.block_k, columns & -columns)
     if block_k < SMALLEST_GROUP:
         raise fail(mm.operand.scheme.name, "scales", f"of groups that {SMALLEST_GROUP} divides on a GPU", columns)
+    if mm.waits_for_scales:  # several groups are a step, each with a sum of its own: of four, registers hold 64 rows'
+        return tile._replace(block_m=min(tile.block_m, 64)) if 4 * block_k <= tile.block_k else tile
     return tile._replace(block_k=block_k, block_n=64 if tile.block_m >= 128 else tile.block_n)

@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels.triton.act_quant import apply_activation
+from moe_ops.kernels.triton.packed_fp8_tile import packed_fp8_tile
 from moe_ops.kernels.triton.packed_tile import packed_tile
-from moe_ops.kernels.triton.scales import load_scale, quantize_tile
+from moe_ops.kernels.triton.scales import load_row_scale, load_scale, quantize_tile
 from moe_ops.kernels.triton.tile_loads import (
     BOTH,
     CONCAT,
@@ -26,13 +27,6 @@ from moe_ops.kernels.triton.tile_loads import (
     weight_rows,
 )
 from moe_ops.kernels.triton.util import INTERPRETED, round_to, widen
-
-
-@triton.jit
-def load_row_scale(a_scale, a_row, row_valid, k, K: tl.constexpr, GROUP: tl.constexpr):
-    """Scales [BLOCK_M] of a quantised activation tile, from [rows, ceil(K / GROUP)]."""
-    groups: tl.constexpr = (K + GROUP - 1) // GROUP
-    return tl.load(a_scale + a_row.to(tl.int64) * groups + k // GROUP, mask=row_valid, other=0.0)
 
 
 @triton.jit
@@ -381,7 +375,7 @@ def compute_tile(
                 SCHEME,
                 STAGES,
             )
-        else:
+        elif PACKED[8] < 0:
             gate = packed_tile(
                 a,
                 a_desc,
@@ -408,6 +402,36 @@ def compute_tile(
                 PACKED,
                 W_SCALE_STRIDES,
                 ZERO_STRIDES,
+                OUTER_STRIDES,
+                STAGES,
+            )
+        else:
+            gate = packed_fp8_tile(
+                a,
+                a_desc,
+                a_scale,
+                a_row,
+                row_valid,
+                row_start,
+                w,
+                w_desc,
+                decoding,
+                up_offset,
+                expert,
+                n_start,
+                N,
+                K,
+                A_STRIDE,
+                W_STRIDES,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+                GLU,
+                A_TMA,
+                W_LOAD,
+                SWAPPED,
+                PACKED,
+                W_SCALE_STRIDES,
                 OUTER_STRIDES,
                 STAGES,
             )

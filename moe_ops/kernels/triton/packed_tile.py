@@ -105,7 +105,7 @@ def _int8_wide(tile):
 
 
 @triton.jit
-def _e2m1_value(nibble):
+def e2m1_value(nibble):
     """fp32 of e2m1, for the interpreter."""
     exponent, mantissa = (nibble >> 1) & 3, (nibble & 1).to(tl.float32)
     scale = (1 << tl.maximum(exponent - 1, 0)).to(tl.float32)
@@ -128,7 +128,7 @@ def decode_words(words, zero, CODE: tl.constexpr):
     if INTERPRETED:
         code = (words[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15
         if CODE == E2M1:
-            value = _e2m1_value(code) * (1.0 / E2M1_UNIT / E2M1_FACTOR)
+            value = e2m1_value(code) * (1.0 / E2M1_UNIT / E2M1_FACTOR)
         else:
             value = (code - (8 if zero is None else zero.to(tl.int32)[:, :, None])).to(tl.float32)
         found = value.reshape(words.shape[0], words.shape[1], 2, 4)

@@ -45,6 +45,13 @@ def decode_scale(stored):
 
 
 @triton.jit
+def load_row_scale(a_scale, a_row, row_valid, k, K: tl.constexpr, GROUP: tl.constexpr):
+    """Scales [BLOCK_M] of a quantised activation tile, from [rows, ceil(K / GROUP)]."""
+    groups: tl.constexpr = (K + GROUP - 1) // GROUP
+    return tl.load(a_scale + a_row.to(tl.int64) * groups + k // GROUP, mask=row_valid, other=0.0)
+
+
+@triton.jit
 def _divide_rows(x, divisor):
     """IEEE-rounded `x / divisor[:, None]` with one real division per row instead of one per element.
 
