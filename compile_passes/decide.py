@@ -15,6 +15,7 @@ from compile_passes.quantised import Containers, list_arguments, nominal_dtype, 
 from compile_passes.vocabulary import example
 from meta.dims import LayerProblem
 from moe_ops import choice
+from moe_ops.integrations.containers import Part
 from moe_ops.ops import parse
 
 
@@ -93,10 +94,9 @@ def _describe(
     return Decision(replace(match, router=_router(match)), problem, choice.choose(problem).NAME)
 
 
-def _inner(product: Product, name: str) -> torch.Tensor:
-    """An inner tensor of a quantised weight."""
-    inner: torch.Tensor = getattr(example(product.weight.node), name)
-    return inner
+def _inner(product: Product, part: Part) -> torch.Tensor:
+    """An operand of a quantised weight."""
+    return part.of(cast(torch.Tensor, example(product.weight.node)))
 
 
 def _ask_for_updates(weight: Weight, stored: torch.Tensor, tokens: torch.Tensor, match: MoEMatch) -> None:

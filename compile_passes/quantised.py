@@ -16,7 +16,7 @@ from torch import fx
 from compile_passes.match import MoEMatch, Product, Refusal, in_words
 from compile_passes.vocabulary import example
 from moe_ops.integrations import containers
-from moe_ops.integrations.containers import Container
+from moe_ops.integrations.containers import Container, Part, Unread
 
 #: The containers of a block by the node of the weight. (Products hold symbolic sizes, which have no hash.)
 Containers = Mapping[fx.Node, Container]
@@ -29,8 +29,12 @@ def read_containers(match: MoEMatch) -> Containers | Refusal:
     found = {node: containers.read(example(node)) for node in (product.weight.node for product in match.products)}
     if not any(found.values()):
         return {}
+    for node, container in found.items():
+        if isinstance(container, Unread):
+            return Refusal(match.down.anchor, f"{in_words(node)} is {container.what}.", container.cure)
     plain = "no scheme (or the graph takes parts of what is quantised)"
-    schemes = sorted({container.scheme if container else plain for container in found.values()})
+    known = {node: container for node, container in found.items() if isinstance(container, Container)}
+    schemes = sorted({known[node].scheme if node in known else plain for node in found})
     if len(schemes) > 1:
         return Refusal(
             match.down.anchor, f"The projections of this block are stored in different schemes: {', '.join(schemes)}.",
@@ -42,7 +46,6 @@ def read_containers(match: MoEMatch) -> Containers | Refusal:
             match.down.anchor, "The block's weights are quantised, for which the operators have no gradient, and one "
             "is recorded.", "Run the model under torch.no_grad() or torch.inference_mode(), or train it as it is.",
         )  # fmt: skip
-    known = {node: container for node, container in found.items() if container is not None}
     for product in match.products:
         reason = _problem(match, product, known[product.weight.node])
         if reason is not None:
@@ -66,9 +69,9 @@ def _problem(match: MoEMatch, product: Product, container: Container) -> str | N
     return None
 
 
-def list_arguments(match: MoEMatch, found: Containers, take: Callable[[Product, str], Any]) -> dict[str, Any]:
-    """The operator's arguments that say how the bytes are read; ``take``: an attribute of a product's weight."""
-    *firsts, last = [[take(product, name) for name in found[product.weight.node].scales] for product in match.products]
+def list_arguments(match: MoEMatch, found: Containers, take: Callable[[Product, Part], Any]) -> dict[str, Any]:
+    """The operator's arguments that say how the bytes are read; ``take``: a part of a product's weight."""
+    *firsts, last = [[take(product, part) for part in found[product.weight.node].scales] for product in match.products]
     first = [scale for scales in firsts for scale in scales]
     return {"scheme": found[match.down.weight.node].scheme, "gate_up_scales": first, "down_scales": last}
 

@@ -52,6 +52,7 @@ from compile_passes.reading import Reading
 from compile_passes.staging import Stored, expert_rows
 from compile_passes.vocabulary import example, size_of
 from meta.dims import accumulation_dtype
+from moe_ops.integrations.containers import Part
 from moe_ops.ops import by_name
 
 _OPS = torch.ops.moe_ops
@@ -267,10 +268,14 @@ class Rewriter:
         if not found:
             return {}
 
-        def take(product: Product, name: str) -> fx.Node:
-            return builder.attribute(self._node(product.weight.node), name)
+        return list_arguments(match, found, lambda product, part: self._part(builder, product.weight.node, part))
 
-        return list_arguments(match, found, take)
+    def _part(self, builder: Builder, weight: fx.Node, part: Part) -> fx.Node:
+        """An operand of a quantised weight."""
+        node = builder.attribute(self._node(weight), part.name)
+        for function, arguments in part.calls:
+            node = builder.call(function, (node, *arguments))
+        return node
 
     def _activation(self, match: MoEMatch) -> dict[str, Any]:
         return {"activation": match.body.activation, "alpha": match.body.alpha, "limit": match.body.limit}
@@ -321,7 +326,7 @@ class Rewriter:
             builder.weights[weight] = (
                 self._read_weight(builder, match, weight)
                 if container is None
-                else builder.attribute(self._node(weight.node), container.data)
+                else self._part(builder, weight.node, container.data)
             )
         return builder.weights[weight]
 

@@ -44,7 +44,9 @@ def expert_bytes(problem: LayerProblem) -> int:
     for N, K in ((int(projection_rows(problem)), H), (H, I)):
         total += N * int(ceil_div(K, scheme.pack)) * scheme.weight_dtype.itemsize
         for spec in scheme.scales:
-            total += spec.dtypes[0].itemsize * math.prod(int(size) for size in spec.shape(1, N, K))
+            total += (
+                0 if spec.of_rows else spec.dtypes[0].itemsize * math.prod(int(size) for size in spec.shape(1, N, K))
+            )
     return total
 
 

@@ -75,11 +75,16 @@ def weight_operand(
         rule = f"[{', '.join(str(spec) for spec in scheme.scales)}]" if scheme.scales else "empty"
         cure = "Pass them in this order." if scheme.scales else "Pass the weights' scheme."
         raise fail(op, argument, f"{rule} for scheme {scheme.name!r}", f"{len(scales)} tensors", cure)
-    checked = [
-        _check_scale(op, f"{argument}[{i}]", scale, spec, sizes, halves)
-        for i, (scale, spec) in enumerate(zip(scales, scheme.scales, strict=False))
-    ]
-    return Operand(data, scheme, tuple(checked))
+    checked: list[Tensor] = []
+    static = None
+    for i, (scale, spec) in enumerate(zip(scales, scheme.scales, strict=False)):
+        # Both halves are multiplied with the same rows.
+        found = _check_scale(op, f"{argument}[{i}]", scale, spec, sizes, halves and not spec.of_rows)
+        if spec.of_rows:
+            static = found
+        else:
+            checked.append(found)
+    return Operand(data, scheme, tuple(checked), static)
 
 
 def _check_scale(
@@ -95,7 +100,8 @@ def _check_scale(
     if halves and scale.dim() == 3 and spec.groups_of(scale.shape, N, K) is None:
         rows = [2 * groups(N // 2, group_n) for group_n, _ in spec.forms]
         if any(is_known_equal(scale.shape[1], count) for count in rows):
-            scale = scale.unflatten(1, (2, -1))
+            apart = scale.unflatten(1, (2, -1))
+            scale = scale if spec.groups_of(apart.shape, N // 2, K) is None else apart
     if halves and scale.dim() == 4 and is_known_equal(scale.shape[1], 2):
         if spec.groups_of(scale.shape, N // 2, K) is not None:
             check_shape(op, argument, scale, "E 2 I_groups K_groups", (E, *scale.shape[1:]))
@@ -191,6 +197,9 @@ def _gemm(op: str, flat: Flat, glu: Glu | None) -> tuple[dict[str, Any], Operand
         op, ("weight", "up_weight", "weight_scales"), weight, up, scheme, flat.weight_scales, sizes,
         halves=glu is not None and glu.layout == "concat",
     )  # fmt: skip
+    if first.static is not None:
+        rule = f"without the static scale of {x_name}, which are quantised before"
+        raise fail(op, "weight_scales", rule, "one", f"Quantise {x_name} with it and pass it as {x_name}_scale.")
     if scheme.rows is not None:
         rows = rows_operand(op, x_name, x, scheme, scale, "E C K_groups" if batched else "R K_groups")
     else:
@@ -258,6 +267,9 @@ def stacked_or_separate(
         rule = f"as many tensors for {up_name} as for {weight_name}, after them"
         raise fail(op, scales_name, rule, f"{len(scales)} tensors")
     half = len(scales) // 2
+    if scheme.static_rows is not None and half == len(scheme.scales):
+        rule = f"without static scales of activations beside {up_name}"
+        raise fail(op, scales_name, rule, "some", "Stack gate and up: their rows are the same, and so is the scale.")
     gate = weight_operand(op, scales_name, weight, scheme, scales[:half], sizes)
     return gate, weight_operand(op, scales_name, up, scheme, scales[half:], sizes)
 

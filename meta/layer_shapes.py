@@ -159,6 +159,9 @@ def _layer(op: str, flat: Flat, routed: dict[str, Tensor | None]) -> dict[str, A
     hidden_states = _hidden_states(op, flat, scheme)
     tokens, hidden = flat.hidden_states.shape
     experts, width = _experts(op, flat, scheme, hidden)
+    if hidden_states.scales and experts.gate_up.static is not None:
+        rule = "None beside the static scale in gate_up_scales"
+        raise fail(op, "hidden_states_scale", rule, "a tensor", "Pass hidden_states before they are quantised.")
     check_expert_map(op, flat.expert_map)
     capacity: Dim | None = flat.capacity
     if capacity is not None:

@@ -18,13 +18,21 @@ class Operand:
     Attributes:
         data: as the scheme stores it.
         scheme: the weight's or the activation format's row; None for activations that are not quantised.
-        scales: the row's tensors, in its order. One over the halves of a gate|up stack is ``[E, 2, N groups, K
-            groups]``.
+        scales: the row's tensors that decode the data, in its order. One over the halves of a gate|up stack is ``[E,
+            2, N groups, K groups]``.
+        static: fp32 ``[E, 1, 1]`` of a weight: the scale that the activations of each expert get, or None, for scales
+            of their own.
     """
 
     data: Tensor
     scheme: QuantScheme | ActivationFormat | None
     scales: tuple[Tensor, ...] = ()
+    static: Tensor | None = None
+
+    @property
+    def listed(self) -> list[Tensor]:
+        """The list that operators take."""
+        return [*self.scales] if self.static is None else [*self.scales, self.static]
 
     def dequantized(self) -> Tensor:
         """fp32 when it is quantised, else the data."""
@@ -45,11 +53,11 @@ class Operand:
         return Operand(self.data[one], self.scheme, tuple(scale[one] for scale in self.scales)).dequantized()[0]
 
 
-def quantized(rows: Tensor, form: ActivationFormat | None) -> Operand:
-    """Activations ``[..., K]`` as ``form`` stores them; as they are without one."""
+def quantized(rows: Tensor, form: ActivationFormat | None, static: Tensor | None = None) -> Operand:
+    """Activations ``[..., K]`` as ``form`` stores them, with ``static`` scales if given; as they are without one."""
     if form is None:
         return Operand(rows, None)
-    data, scales = form.quantize(rows)
+    data, scales = form.quantize(rows, static)
     return Operand(data, form, scales)
 
 

@@ -38,6 +38,8 @@ class Scale:
         dtypes: those that a checkpoint may store it in; computed with in fp32.
         optional: may be left out; such entries come last, and the list's length says which are there.
         shift: whether it is a zero point: subtracted from the codes, where the others are multiplied with.
+        of_rows: whether it decodes no weight, but is the static scale of the activations that the weight is multiplied
+            with, calibrated before; without it the format of the activations computes scales of its own. Comes last.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Scale:
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
     optional: bool = False
     shift: bool = False
+    of_rows: bool = False
 
     def __str__(self) -> str:
         shapes = (f"[E, {_words('N', n)}, {_words('K', k)}]" for n, k in self.forms)
@@ -104,9 +107,12 @@ class ActivationFormat:
         """Scales of a row of K elements."""
         return groups(K, self.group)
 
-    def quantize(self, rows: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def quantize(self, rows: Tensor, static: Tensor | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """``x [..., K] float -> (stored [..., K], (scale fp32 [..., groups of K],))``, the scale ``max(max|x|, 1e-12) /
-        largest`` of each group, the quotients rounded to nearest, ties to even.
+        largest`` of each group, the quotients rounded to nearest, ties to even, saturating.
+
+        Args:
+            static: fp32, broadcast over the rows: scales that were calibrated before, in the place of those.
         """
         K = rows.shape[-1]
         blocks = int(groups(K, self.group))
@@ -114,12 +120,18 @@ class ActivationFormat:
         if self.group != WHOLE:
             wide = torch.nn.functional.pad(wide, (0, blocks * self.group - K))
         wide = wide.unflatten(-1, (blocks, -1)) if K else wide.reshape(*rows.shape[:-1], blocks, 0)
-        amax = wide.abs().amax(dim=-1) if K else wide.new_zeros(wide.shape[:-1])
-        scale = _scale_of(amax, self.largest)
+        if static is None:
+            scale = self.scale_of(wide.abs().amax(dim=-1) if K else wide.new_zeros(wide.shape[:-1]))
+        else:
+            scale = static.expand(wide.shape[:-1])
         quotient = (wide / scale.unsqueeze(-1)).clamp(-self.largest, self.largest)
         quotient = quotient if self.dtype.is_floating_point else quotient.round()
         stored = quotient.flatten(-2)[..., :K].to(self.dtype)
         return stored.contiguous(), (scale.clone(memory_format=torch.contiguous_format),)
+
+    def scale_of(self, amax: Tensor) -> Tensor:
+        """The scale that stores the magnitude ``amax`` as the largest."""
+        return _scale_of(amax, self.largest)
 
     def dequantize(self, stored: Tensor, scales: Scales) -> Tensor:
         """``(stored, scales) -> fp32 [..., K]``."""
@@ -163,6 +175,11 @@ class QuantScheme:
         return self.float_dtype if self.code is None else self.code.dtype
 
     @property
+    def static_rows(self) -> Scale | None:
+        """The static scale that weights may carry for their activations, or None."""
+        return next((spec for spec in self.scales if spec.of_rows), None)
+
+    @property
     def dtypes(self) -> set[torch.dtype]:
         """Of stored weights, scales and activations."""
         found = {self.weight_dtype} | {dtype for spec in self.scales for dtype in spec.dtypes}
@@ -197,6 +214,8 @@ class QuantScheme:
         N, K = value.shape[1:]
         parts = zip(self.scales, scales, self.groups_of(stored, scales), strict=False)
         for spec, scale, form in parts:
+            if spec.of_rows:
+                continue
             wide = per_element(spec.value(scale), form, N, K)
             if spec.shift:
                 value = value + self.code.zero - wide
@@ -318,6 +337,7 @@ _FP32_OR_BF16 = (torch.float32, torch.bfloat16)
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _BLOCKS = (128, 128)
 _TENSOR, _CHANNEL, _GROUPS = (WHOLE, WHOLE), (1, WHOLE), (1, ANY)
+_STATIC = Scale("input_scale", (_TENSOR,), optional=True, of_rows=True)
 _OCP = "OCP Microscaling Formats v1.0"
 
 
@@ -336,6 +356,7 @@ SCHEMES: dict[str, QuantScheme] = {
             "fp8_tensor",
             "e4m3",
             Scale("scale", (_TENSOR,)),
+            _STATIC,
             rows=FP8_TOKEN,
             make_scales=_scales("e4m3", *_TENSOR),
             source="compressed-tensors, ModelOpt: float-quantized, one scale for a tensor, for each half of a stack",
@@ -344,6 +365,7 @@ SCHEMES: dict[str, QuantScheme] = {
             "fp8_channel",
             "e4m3",
             Scale("scale", (_CHANNEL,), _FP32_OR_BF16),
+            _STATIC,
             rows=FP8_TOKEN,
             make_scales=_scales("e4m3", *_CHANNEL),
             source="compressed-tensors: float-quantized, one scale for a row of the weight",

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from meta.checks import accepts, check_float, check_name, check_rank, check_type, fail
-from moe_ops.integrations.containers import read
+from moe_ops.integrations.containers import Unread, read
 from moe_ops.ops import PLAIN, call
 from moe_ops.quantized import quantized_schemes
 
@@ -118,7 +118,8 @@ def fused_experts(
         gate_up_bias, down_bias: ``[E, 2I]`` and ``[E, H]`` float, or None.
         expert_map: ``[E_global]`` int32 or int64, global id to local id or -1; ids then index this map.
         scheme: a name of :data:`meta.schemes.SCHEMES`; None means unquantised, by the weights' dtype, or what
-            projections that are :class:`moe_ops.QuantizedWeight` say, which bring their scales, too.
+            projections that are :class:`moe_ops.QuantizedWeight`, or torchao's tensors, say: they bring their scales,
+            too. A row with an ``input_scale`` may have it left out.
         gate_up_scales, down_scales: what the scheme's row lists, in its order. "fp8_block128": one tensor ``[E,
             ceil(N/128), ceil(K/128)]`` fp32, bf16 or e8m0; blocks that start again with the up half are ``[E, 2,
             ceil(I/128), ceil(K/128)]``. Beside ``up_proj``: the gate's list, then the up half's.
@@ -286,19 +287,23 @@ def _unpacked(
     for name, value in (("scheme", scheme), ("gate_up_scales", gate_up_scales), ("down_scales", down_scales)):
         if value:
             got = value if name == "scheme" else f"{len(value)} tensors"
-            raise fail(op, name, "left out beside weights that are QuantizedWeight", got, "They bring their own.")
+            raise fail(op, name, "left out beside quantised weights", got, "They bring their own.")
     data: list[Any] = []
     scales: list[list[Tensor]] = []
+    first: str | None = None
     for name, weight, container in zip(("gate_up_proj", "down_proj", "up_proj"), weights, found, strict=True):
         if weight is None:
             continue
-        if container is None or (found[0] is not None and container.scheme != found[0].scheme):
+        if isinstance(container, Unread):
+            raise fail(op, name, "stored in a scheme", container.what, container.cure)
+        first = container.scheme if first is None and container is not None else first
+        if container is None or container.scheme != first:
             got = "a plain tensor" if container is None else f"scheme {container.scheme!r}"
             raise fail(op, name, "quantised as the other projections are", got, "Both projections share one scheme.")
         if container.transposed:
-            raise fail(op, name, "[E, N, K]", "a transposed QuantizedWeight", "Pass weight.transpose(1, 2).")
-        data.append(getattr(weight, container.data))
-        scales.append([getattr(weight, part) for part in container.scales])
+            raise fail(op, name, "[E, N, K]", f"a transposed {type(weight).__name__}", "Pass weight.transpose(1, 2).")
+        data.append(container.data.of(weight))
+        scales.append([part.of(weight) for part in container.scales])
         scheme = container.scheme
     up, up_scales = (data[2], scales[2]) if len(data) > 2 else (None, [])
     return data[0], data[1], up, scheme, [*scales[0], *up_scales], scales[1]

@@ -12,7 +12,8 @@ A layout is known by the suffixes of its keys, their dtypes and shapes, never by
 | ModelOpt NVFP4 | ``weight`` uint8 | ``weight_scale``, ``weight_scale_2``, multiplied with |
 | DeepSeek MXFP4 | ``weight`` int8 ``[N, K / 2]`` | ``scale`` e8m0 ``[N, K / 32]`` |
 
-DeepSeek's ``weight_scale_inv`` is multiplied with, too, whatever its name says.
+DeepSeek's ``weight_scale_inv`` is multiplied with, too, whatever its name says. ``input_scale`` (compressed-tensors,
+ModelOpt) is the static scale of the activations in front of the weight.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from meta.schemes import SCHEMES, QuantScheme, Scale, ceil_div
 
 OP = "load_experts_"
 
-#: Suffixes that decode no weight: scales of activations, which the row of the scheme computes for every token.
+#: Suffixes that decode no weight: those of activations are for schemes that quantise them.
 _NOT_OF_THE_WEIGHT = ("bias", "input_scale", "input_zero_point", "input_global_scale")
 _EXPONENTS = (torch.uint8, E8M0)
 
@@ -134,8 +135,29 @@ def canonical(parts: Parts, *, halves: bool = False) -> Stored:
     if data.dim() != 2 + parts.stacked + (kind == "blocks"):
         raise fail(OP, key, f"[{'E, ' if parts.stacked else ''}N, K], K packed or not", list(data.shape))
     stored = reader(parts, data, halves)
+    if stored.scheme.rows is not None and "input_scale" in parts:
+        stored = stored._replace(scales=(*stored.scales, _static(parts, stored)))
     parts.check_all_taken()
     return stored
+
+
+def _static(parts: Parts, stored: Stored) -> Tensor:
+    """fp32 ``[.., 1, 1]``: the static scale of the activations of each expert.
+
+    Raises:
+        ValueError: the scheme has none, or there are others or more than that.
+    """
+    (key, scale), scheme, leading = parts.take("input_scale"), stored.scheme, stored.data.shape[:-2]
+    if scheme.static_rows is None:
+        rule = f"absent for scheme {scheme.name!r}, which computes scales of activations for every token"
+        raise fail(OP, key, rule, "it", "Quantise the activations of the checkpoint dynamically.")
+    if scale.numel() != leading.numel() or not scale.is_floating_point():
+        raise fail(OP, key, f"one number for each expert, {list(leading)}", f"{scale.dtype} {list(scale.shape)}")
+    if "input_zero_point" in parts:
+        zero_key, zero = parts.take("input_zero_point")
+        if bool(zero.float().any()):
+            raise fail(OP, zero_key, f"0 for scheme {scheme.name!r}", "another number")
+    return scale.float().reshape(*leading, 1, 1)
 
 
 def _blocks(parts: Parts, data: Tensor, halves: bool) -> Stored:

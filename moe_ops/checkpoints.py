@@ -8,7 +8,7 @@ said in :mod:`moe_ops.checkpoint_layouts`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,10 @@ from meta.operands import Operand
 from meta.schemes import FLOAT_DTYPES, WHOLE, QuantScheme
 from moe_ops.checkpoint_files import Checkpoint, Members
 from moe_ops.checkpoint_layouts import OP, Signature, Stored, canonical
+from moe_ops.progress import progress
 from moe_ops.quantized import QuantizedWeight
 from moe_ops.quantized_state import put
+from moe_ops.stacked import StackedExperts, stacked_experts
 
 
 def read_experts(
@@ -57,8 +59,7 @@ def load_experts_(model: nn.Module, checkpoint: str | Path) -> dict[str, str]:
 
     What each layer's new weights take is all the memory that is needed beyond that of one expert; a model that was made
     on the meta device keeps its experts there until they are replaced. Nothing but the experts (their biases included)
-    is loaded, nothing else is changed. Static scales of activations are not used: the schemes compute them for every
-    token. Progress goes to stderr.
+    is loaded, nothing else is changed. Progress goes to stderr.
 
     Args:
         model: with experts as transformers stores them: 3-D parameters ``gate_up_proj`` (``up_proj`` without a gate)
@@ -83,7 +84,8 @@ def load_experts_(model: nn.Module, checkpoint: str | Path) -> dict[str, str]:
     """
     if not isinstance(model, nn.Module):
         raise fail(OP, "model", "a torch.nn.Module", type(model).__name__)
-    modules = experts_modules(model)
+    found = [one for one in stacked_experts(model) if {*one.names} & {"gate_up_proj", "up_proj"}]
+    modules = {one.name: one for one in found if "down_proj" in one.names}
     if not modules:
         rule = "a model with modules of 3-D parameters gate_up_proj (or up_proj) and down_proj"
         raise fail(OP, "model", rule, type(model).__name__)
@@ -92,17 +94,17 @@ def load_experts_(model: nn.Module, checkpoint: str | Path) -> dict[str, str]:
         prefixes = {name: source.prefix_of(name) for name in modules}
         if len({*prefixes.values()}) < len(prefixes):
             raise fail(OP, "checkpoint", "with keys of its own for each module of experts", prefixes)
-        with progress_bar() as progress:
-            task = progress.add_task("experts", total=len(modules))
-            for name, module in modules.items():
-                progress.update(task, description=name)
-                schemes[name] = _load_layer(module, name, source, prefixes[name])
-                progress.update(task, advance=1)
+        with progress() as bars:
+            advance = bars.bar("experts", len(modules))
+            for name, experts in modules.items():
+                schemes[name] = _load_layer(experts, source, prefixes[name])
+                advance(description=name)
     return schemes
 
 
-def _load_layer(module: nn.Module, name: str, source: Checkpoint, prefix: str) -> str:
+def _load_layer(experts: StackedExperts, source: Checkpoint, prefix: str) -> str:
     """Fill one module once everything that is put there has been read and checked; the scheme's name."""
+    name, module, transposed = experts.name, experts.module, bool(experts.transposed)
     weights = source.members(prefix)
     if not getattr(module, "is_concatenated", True) and len(weights.get("gate_up_proj", [[]])[0]) == 2:
         rule = f"one weight of interleaved rows, as {name} computes with"
@@ -114,11 +116,11 @@ def _load_layer(module: nn.Module, name: str, source: Checkpoint, prefix: str) -
     for weight, operand in operands.items():
         E, N, width = operand.data.shape
         K = width * _row_of(operand).pack
-        _check_shape(module, name, weight, (E, K, N) if _is_transposed(module) else (E, N, K))
+        _check_shape(module, name, weight, (E, K, N) if transposed else (E, N, K))
     for bias, tensor in biases.items():
         _check_shape(module, name, bias, tuple(tensor.shape))
     for weight, operand in operands.items():
-        place(module, weight, operand)
+        place(module, weight, operand, transposed)
     for bias, tensor in biases.items():
         old = _parameter(module, name, bias)
         module.register_parameter(bias, nn.Parameter(tensor.to(_device_of(old), old.dtype), old.requires_grad))
@@ -149,17 +151,6 @@ def _check_shape(module: nn.Module, name: str, parameter: str, shape: tuple[int,
 def _device_of(parameter: Tensor) -> torch.device:
     """Where what replaces it goes: the CPU for what has no memory yet."""
     return torch.device("cpu") if parameter.is_meta else parameter.device
-
-
-def progress_bar() -> Any:
-    """On stderr; without a terminal it prints nothing."""
-    try:
-        from rich.console import Console
-        from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    except ImportError as error:
-        raise fail(OP, "rich", "installed, to show progress", "none", "pip install 'moe-compile[hf]'") from error
-    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True))
 
 
 def _operand(name: str, prefix: str, members: Members, device: torch.device) -> Operand:
@@ -204,10 +195,30 @@ def _stack(members: Members, device: torch.device) -> Stored:
     N, K = data.shape[-2], data.shape[-1] * scheme.pack
     joined = []
     for spec, scale in zip(scheme.scales, scales, strict=False):
+        if spec.of_rows:
+            joined.append(_of_both(scale, members))
+            continue
         form = spec.groups_of(scale.shape, N, K)
         runs_on = form is not None and form[0] != WHOLE and N % form[0] == 0
         joined.append(scale.flatten(1, 2) if runs_on or scale.shape[1] == 1 else scale)
     return Stored(scheme, data.flatten(1, 2), tuple(joined))
+
+
+def _of_both(static: Tensor, members: Members) -> Tensor:
+    """``[E, 1, 1]`` of ``[E, halves, 1, 1]``: gate and up are multiplied with the same rows.
+
+    Raises:
+        ValueError: they were calibrated apart.
+    """
+    first = static[:, 0]
+    for half in range(1, static.shape[1]):
+        differs = (static[:, half] != first).flatten()
+        if bool(differs.any()):
+            expert = int(differs.int().argmax())
+            key = members[expert if len(members) > 1 else 0][half].keys["input_scale"]
+            rule = f"{float(first[expert])}, that of the gate, which is multiplied with the same rows"
+            raise fail(OP, key, rule, float(static[expert, half]), "Calibrate both as one.")
+    return first.contiguous()
 
 
 def _bias(members: Members) -> Tensor | None:
@@ -219,29 +230,13 @@ def _bias(members: Members) -> Tensor | None:
     return halves[0] if halves[0].dim() == 2 else torch.stack(halves)
 
 
-def place(module: nn.Module, name: str, operand: Operand) -> None:
+def place(module: nn.Module, name: str, operand: Operand, transposed: bool) -> None:
     """Put ``operand`` where the parameter ``name`` of ``module`` stands, frozen, for numbers of the same dtype."""
     weight = QuantizedWeight(
         operand.data,
-        list(operand.scales),
+        operand.listed,
         scheme=_row_of(operand).name,
         dtype=getattr(module, name).dtype,
-        transposed=_is_transposed(module),
+        transposed=transposed,
     )
     put(module, name, weight)
-
-
-def _is_transposed(module: nn.Module) -> bool:
-    return bool(getattr(module, "is_transposed", False))
-
-
-def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that hold experts as transformers does, by name: 3-D parameters ``gate_up_proj`` or ``up_proj``, and
-    ``down_proj``.
-    """
-    found = {}
-    for name, module in model.named_modules():
-        held = {key for key, parameter in module.named_parameters(recurse=False) if parameter.dim() == 3}
-        if "down_proj" in held and held & {"gate_up_proj", "up_proj"}:
-            found[name] = module
-    return found

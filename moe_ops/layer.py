@@ -321,6 +321,9 @@ def composed(layer: ExpertsCall | MoeCall, module: ModuleType) -> Tensor:
     if layer.hidden_states.scales:
         rule = f"None for backend={layer.backend!r}, whose layer is composed of stages"
         raise fail(layer.op, "hidden_states_scale", rule, "a tensor", "Pass hidden_states before they are quantised.")
+    if layer.experts.gate_up.static is not None or layer.experts.down.static is not None:
+        rule = f"dynamic for backend={layer.backend!r}, whose layer is composed of stages"
+        raise fail(layer.op, "scales of activations", rule, "static ones", "Leave the last of the scales out.")
     if isinstance(layer, MoeCall):
         route = layer.route
         layer = layer.routed(*run("fused_topk", route.router_logits, route.correction_bias, **route.options._asdict()))

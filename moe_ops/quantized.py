@@ -81,7 +81,7 @@ class QuantizedWeight(Tensor):
         operand = weight_operand(_OP, "scales", stored, row, list(scales), (E, N, K * row.pack), halves=True)
         parts = {
             "stored": stored,
-            **{spec.name: scale for spec, scale in zip(row.scales, operand.scales, strict=False)},
+            **{spec.name: scale for spec, scale in zip(row.scales, operand.listed, strict=False)},
         }
         return _assemble(parts, scheme, dtype, transposed)
 

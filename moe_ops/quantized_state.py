@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from meta.checks import fail
@@ -62,7 +63,10 @@ def _read(
         if scheme != weight.scheme:
             cure = "Quantise the model with the scheme that its checkpoint was written with."
             raise fail("load_state_dict", key, f"stored in scheme {weight.scheme!r}", f"scheme {scheme!r}", cure)
-        state[key] = _rebuilt(weight, state, key)
+        made = _rebuilt(weight, state, key)
+        if made.parts().keys() != weight.parts().keys():  # it has an optional scale that the one at hand has not
+            module.register_parameter(name, nn.Parameter(torch.empty_like(made, device=weight.device), False))
+        state[key] = made
 
 
 def _rebuilt(weight: QuantizedWeight, state: dict[str, Any], key: str) -> QuantizedWeight:

@@ -1,20 +1,24 @@
-"""``quantize_``: the experts of a model to a scheme, in place, with the error that it makes."""
+"""``quantize_``: the experts of a model to a scheme, in place, with the error that it makes, and static scales of their
+activations from inputs of the user.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import combinations, permutations
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meta.checks import accepts, check_name, check_type, fail
 from meta.schemes import FLOAT_DTYPES, QuantScheme
+from moe_ops.calibration import largest_rows
+from moe_ops.progress import progress
 from moe_ops.quantized import QuantizedWeight, quantized_schemes
 from moe_ops.quantized_state import put
+from moe_ops.stacked import StackedExperts, stacked_experts
 
 _OP = "quantize_"
 
@@ -28,6 +32,7 @@ class QuantizedParameter:
         shape: its logical shape.
         error: root of the mean square of the difference, over that of the weight; NaN for a meta tensor.
         before, after: bytes that it took, and takes with its scales.
+        input_scale: the static scale of its activations, or None.
     """
 
     name: str
@@ -35,6 +40,7 @@ class QuantizedParameter:
     error: float
     before: int
     after: int
+    input_scale: float | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,8 @@ class QuantizationReport:
         for one in self.parameters:
             shape = " x ".join(map(str, one.shape))
             sizes = f"{one.before / 2**20:7.2f} -> {one.after / 2**20:7.2f}"
-            lines.append(f"{one.name:{width}}  {shape:>20}  {one.error:18.5f}  {sizes}")
+            rows = "" if one.input_scale is None else f"  activations in steps of {one.input_scale:.3g}"
+            lines.append(f"{one.name:{width}}  {shape:>20}  {one.error:18.5f}  {sizes}{rows}")
         before, after = (sum(getattr(one, name) for one in self.parameters) for name in ("before", "after"))
         share = f"{after / before:.3f} of the bytes" if before else "no bytes"
         lines.append(f"{self.scheme}: {len(self.parameters)} parameters, {share}, worst {self.worst.name}")
@@ -68,7 +75,11 @@ class QuantizationReport:
 
 
 def quantize_(
-    model: nn.Module, scheme: str, *, filter: Callable[[str, nn.Module], bool] | None = None
+    model: nn.Module,
+    scheme: str,
+    *,
+    filter: Callable[[str, nn.Module], bool] | None = None,
+    inputs: Iterable[Any] | None = None,
 ) -> QuantizationReport:
     """Replace the expert weights of a model by :class:`QuantizedWeight` parameters, which have no gradient.
 
@@ -81,13 +92,17 @@ def quantize_(
         model: any module; transformers' experts modules are found in it.
         scheme: a name of :data:`meta.schemes.SCHEMES` that quantises weights.
         filter: ``(name, module) -> bool`` by the experts module's name in ``named_modules()``; None takes all.
+        inputs: what the model is called with, one after the other, before anything is replaced: tensors, tuples of
+            positional or mappings of keyword arguments. Activations get static scales then, by the largest magnitude
+            in front of each weight. All experts of a layer get the same one: those that few tokens select are not
+            calibrated by those few. None leaves them dynamic.
 
     Returns:
         The error of each parameter.
 
     Raises:
-        ValueError: an unknown scheme, no experts, experts whose orientation their shapes do not say, or a width that
-            the scheme's packing does not divide. The model is as it was then.
+        ValueError: an unknown scheme, no experts, experts whose orientation their shapes do not say, a width that the
+            scheme's packing does not divide, or inputs that do not calibrate. The model is as it was then.
 
     Source: that of the scheme's row.
 
@@ -105,85 +120,70 @@ def quantize_(
     rows = quantized_schemes()
     check_name(_OP, "scheme", scheme, rows)
     row = rows[scheme]
-    found = [one for one in _experts(model) if filter is None or filter(one.name, one.module)]
+    found = [one for one in stacked_experts(model) if all(_is_float(weight) for weight in one.parameters.values())]
+    found = [one for one in found if filter is None or filter(one.name, one.module)]
     if not found:
         cure = "Lists of experts become such modules by moe_ops.stack_experts_; quantised ones stay as they are."
         rule = "a module with stacked float experts that the filter takes"
         raise fail(_OP, "model", rule, type(model).__name__, cure)
     for experts in found:
         _check(experts, row)
+    static = {} if inputs is None else _calibrated(model, found, row, inputs)
     made: dict[int, QuantizedWeight] = {}
     report: list[QuantizedParameter] = []
-    with _progress(sum(len(experts.names) for experts in found)) as advance:
+    with progress() as bars:
+        advance = bars.bar("quantising", sum(len(experts.names) for experts in found))
         for experts in found:
-            for name in experts.names:
-                given = getattr(experts.module, name)
+            for name, (full, given) in zip(experts.names, experts.parameters.items(), strict=True):
                 if id(given) not in made:
-                    weight, error = _quantized(given, row, bool(experts.transposed))
+                    scale = static.get(id(given))
+                    weight, error = _quantized(given, row, bool(experts.transposed), scale)
                     made[id(given)] = weight
-                    entry = (f"{experts.name}.{name}".lstrip("."), tuple(given.shape), error, given.nbytes)
-                    report.append(QuantizedParameter(*entry, weight.stored_bytes))
+                    entry = (full, tuple(given.shape), error, given.nbytes, weight.stored_bytes)
+                    report.append(QuantizedParameter(*entry, None if scale is None else float(scale)))
                 put(experts.module, name, made[id(given)])
                 advance()
     return QuantizationReport(scheme, tuple(report))
 
 
-@dataclass(frozen=True)
-class _Experts:
-    """A module with stacked experts; ``transposed`` is None where the shapes fit both ways."""
-
-    name: str
-    module: nn.Module
-    names: tuple[str, ...]
-    transposed: bool | None
+def _is_float(weight: Tensor) -> bool:
+    return type(weight) is nn.Parameter and weight.dtype in FLOAT_DTYPES
 
 
-def _experts(model: nn.Module) -> Iterator[_Experts]:
-    for name, module in model.named_modules():
-        stacked = {key: value for key, value in module.named_parameters(recurse=False) if _is_stacked(value)}
-        for count in (3, 2):
-            groups = [keys for keys in combinations(stacked, count) if (_ways([stacked[key] for key in keys]))]
-            if len(groups) == 1:
-                ways = _ways([stacked[key] for key in groups[0]])
-                said = getattr(module, "is_transposed", None)
-                way = said if said in ways else next(iter(ways)) if len(ways) == 1 else None
-                yield _Experts(name, module, groups[0], way)
-                break
+def _calibrated(
+    model: nn.Module, found: list[StackedExperts], row: QuantScheme, inputs: Iterable[Any]
+) -> dict[int, Tensor]:
+    """The static scale of the rows of each weight, by the weight's identity."""
+    if row.static_rows is None or row.rows is None:
+        names = sorted(name for name, other in quantized_schemes().items() if other.static_rows is not None)
+        raise fail(_OP, "scheme", f"one of {names} where inputs are given", repr(row.name), "Leave inputs out.")
+    weights: dict[int, tuple[str, Tensor]] = {}
+    for experts in found:
+        if len(experts.names) > 2:
+            cure = "Stack gate and up: their rows are the same, and so is the scale."
+            raise fail(_OP, experts.name or "model", "of two stacks where inputs are given", [*experts.names], cure)
+        weights |= {id(weight): (name, weight) for name, weight in experts.parameters.items()}
+    amax = largest_rows(_OP, model, dict(weights.values()), inputs)
+    return {key: row.rows.scale_of(amax[name]) for key, (name, _) in weights.items()}
 
 
-def _is_stacked(value: Tensor) -> bool:
-    return type(value) is nn.Parameter and value.dim() == 3 and value.dtype in FLOAT_DTYPES
-
-
-def _ways(weights: list[Tensor]) -> set[bool]:
-    """Whether they are experts as ``[E, N, K]`` (False is in the set) or transposed (True)."""
-    if len({weight.shape[0] for weight in weights}) > 1:
-        return set()
-    found = set()
-    for transposed in (False, True):
-        shapes = [weight.shape[:0:-1] if transposed else weight.shape[1:] for weight in weights]
-        for (hidden, width), *firsts in permutations(shapes):
-            rows = (width,) if len(firsts) > 1 else (width, 2 * width)
-            if all(N in rows and K == hidden for N, K in firsts):
-                found.add(transposed)
-    return found
-
-
-def _check(experts: _Experts, row: QuantScheme) -> None:
-    if experts.transposed is None:
-        shapes = [list(getattr(experts.module, name).shape) for name in experts.names]
-        cure = "Set module.is_transposed, or pass a filter that leaves it out."
-        raise fail(_OP, experts.name or "model", "of shapes that are [E, N, K] or [E, K, N]", f"{shapes}, both", cure)
-    for name in experts.names:
-        shape = getattr(experts.module, name).shape
-        K = shape[1 if experts.transposed else 2]
+def _check(experts: StackedExperts, row: QuantScheme) -> None:
+    if experts.transposed is None or not experts.fits:
+        shapes = [list(weight.shape) for weight in experts.parameters.values()]
+        cure = f"{'Set module.is_transposed, or pass' if experts.fits else 'Pass'} a filter that leaves it out."
+        got = f"{shapes}, {'both' if experts.fits else 'neither'}"
+        raise fail(_OP, experts.name or "model", "of shapes that are [E, N, K] or [E, K, N]", got, cure)
+    for name, weight in experts.parameters.items():
+        K = weight.shape[1 if experts.transposed else 2]
         if K % row.pack:
             rule = f"of a contracted width that {row.pack} divides for scheme {row.name!r}"
-            raise fail(_OP, f"{experts.name}.{name}".lstrip("."), rule, K, "Leave it out by the filter.")
+            raise fail(_OP, name, rule, K, "Leave it out by the filter.")
 
 
-def _quantized(weight: Tensor, row: QuantScheme, transposed: bool) -> tuple[QuantizedWeight, float]:
-    """The weight in the scheme, and its relative error."""
+def _quantized(
+    weight: Tensor, row: QuantScheme, transposed: bool, static: Tensor | None
+) -> tuple[QuantizedWeight, float]:
+    """The weight in the scheme, with the static scale of its activations if given, and its relative error."""
     dense = weight.detach().transpose(1, 2) if transposed else weight.detach()
     stored: list[Tensor] = []
     scales: list[tuple[Tensor, ...]] = []
@@ -196,9 +196,11 @@ def _quantized(weight: Tensor, row: QuantScheme, transposed: bool) -> tuple[Quan
             wide = expert.double()
             lost += float((row.dequantize(codes, of_codes) - wide).square().sum())
             total += float(wide.square().sum())
+    joined = [_joined(parts) for parts in zip(*scales, strict=True)]
+    if static is not None:
+        joined.append(static.expand(weight.shape[0], 1, 1).contiguous())
     made = QuantizedWeight(
-        torch.cat(stored), [_joined(parts) for parts in zip(*scales, strict=True)], scheme=row.name,
-        dtype=weight.dtype, transposed=transposed,
+        torch.cat(stored), joined, scheme=row.name, dtype=weight.dtype, transposed=transposed
     )  # fmt: skip
     return made, math.nan if weight.is_meta else math.sqrt(lost / total) if total else 0.0
 
@@ -208,19 +210,3 @@ def _joined(parts: tuple[Tensor, ...]) -> Tensor:
     if parts[0].dtype.itemsize > 1:
         return torch.cat(parts)
     return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[], None]]:
-    """A bar on the terminal, where rich is installed."""
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-    except ImportError:
-        yield lambda: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("quantising", total=total)
-        yield lambda: progress.advance(task)

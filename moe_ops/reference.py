@@ -230,10 +230,11 @@ def fused_experts(call: ExpertsCall) -> Tensor:
     gate_up, down = _first_weight(weights.gate_up, weights.up), _wide(weights.down)
     body, dtype = ACTIVATIONS[glu.activation].eager, call.out_dtype
 
-    def stored(x: Tensor) -> Tensor:
+    def stored(x: Tensor, static: Tensor | None, expert: int) -> Tensor:
         """The value of ``x`` after the rounding that the scheme gives to activations."""
         if form is not None:
-            return quantized(x.unsqueeze(0), form).dequantized().squeeze(0)
+            calibrated = None if static is None else static[expert]
+            return quantized(x.unsqueeze(0), form, calibrated).dequantized().squeeze(0)
         return x.to(dtype).to(gate_up.dtype)
 
     hidden_states = _wide(call.hidden_states)
@@ -248,10 +249,11 @@ def fused_experts(call: ExpertsCall) -> Tensor:
             x, weight = hidden_states[token].to(out.dtype), call.topk_weights[token, k].to(out.dtype)
             if call.weight_on_input:
                 x, weight = (x * weight).to(dtype).to(out.dtype), torch.ones_like(weight)
-            x = stored(x) if call.hidden_states.scheme is None else x
+            x = stored(x, weights.gate_up.static, expert) if call.hidden_states.scheme is None else x
             hidden = _linear(x, gate_up, weights.gate_up_bias, expert)
             value = body(*split_glu(hidden, glu.layout), glu.alpha, glu.limit)
-            out[token] += weight * _linear(stored(value), down, weights.down_bias, expert)
+            value = stored(value, weights.down.static, expert)
+            out[token] += weight * _linear(value, down, weights.down_bias, expert)
     if counters.active:
         counters.count(weights.down.data, counts)
     return out.to(dtype)

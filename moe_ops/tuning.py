@@ -19,6 +19,7 @@ from meta.layers import MODEL_LAYERS
 from meta.schemes import SCHEMES
 from moe_ops import autotune, plans
 from moe_ops.plans import LayerKey
+from moe_ops.progress import progress
 
 INTERRUPTED = 130  # what shells report for a process that Ctrl-C ended
 _WHAT = f"""What to tune:
@@ -123,25 +124,19 @@ def tune(options: argparse.Namespace) -> None:
     keys, tokens = keys_of(options), positive_integers("tune", "--tokens", options.tokens)
     if not torch.cuda.is_available():
         raise ValueError("tune: needs a CUDA device, got none.")
-    try:
-        from rich.console import Console
-        from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-    except ImportError as error:
-        raise ValueError("tune: shows its progress with rich, got none. pip install 'moe-compile[bench]'") from error
     gpu = torch.cuda.get_device_name()
     output = options.output or plans.user_directory() / plans.file_name(gpu)
     stored: dict[str, Any] = json.loads(output.read_text()) if output.exists() else {"gpu": gpu, "plans": {}}
     if stored["gpu"] != gpu:
         raise ValueError(f"tune: --output must hold plans of {gpu}, got those of {stored['gpu']}. Name another file.")
     todo = list(missing({"plans": {}} if options.again else stored, keys, tokens))
-    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        compiling, measuring = progress.add_task("compiling", total=None), progress.add_task("tuning", total=len(todo))
+    with progress() as bars:
+        compiling, measuring = bars.bar("compiling", None), bars.bar("tuning", len(todo))
         jobs = [job for _, key, count in todo for job in autotune.jobs_for(key, [count])]
         for done, total, reason in autotune.precompile(jobs, options.processes):
-            progress.update(compiling, completed=done, total=total)
+            compiling(completed=done, total=total)
             if reason:
-                progress.console.print(f"does not compile: {reason}", highlight=False, soft_wrap=True)
+                bars.say(f"does not compile: {reason}")
         output.parent.mkdir(parents=True, exist_ok=True)
         layer = None
         for name, key, count in todo:
@@ -154,6 +149,6 @@ def tune(options: argparse.Namespace) -> None:
             plans.write(stored, output)
             configs = " ".join(str(tuple(config)) for config in plan.configs) if plan else ""
             found = f"{plan.us:.1f} us {plan.backend} {plan.sequence} {configs}" if plan else "the plan by cost"
-            progress.console.print(f"{name} {key.scheme} T={count}: {found}", highlight=False, soft_wrap=True)
-            progress.update(measuring, advance=1)
+            bars.say(f"{name} {key.scheme} T={count}: {found}")
+            measuring()
     print(f"{len(todo)} plans measured, {len(keys) * len(tokens) - len(todo)} were there, in {output}")

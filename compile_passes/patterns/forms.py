@@ -10,6 +10,7 @@ the first product, or chooses or weighs the results after the second.
     loop       separate weights [N, K] of every expert, on the tokens of a mask or on all of them
     capacity   rows moved to [expert, slot] and back by products with a one-hot
     opaque     a custom operator that takes the experts' weights, or is called after them
+    hub        products that are operators of a kernel library, as transformers calls for fine-grained FP8
 
 Each needs more than one expert, so that a plain MLP under a gate is none; attention has no activation between its
 products, LoRA none either, ensembles have no routing value, and product keys gather vectors instead of matrices.
@@ -29,10 +30,11 @@ from torch import fx
 from compile_passes.match import Refusal, in_words
 from compile_passes.patterns.flow import Evidence, Flow, Pair, Route, rank_of, shape_of
 from compile_passes.reading import Reading
-from compile_passes.vocabulary import equal_sizes
+from compile_passes.vocabulary import equal_sizes, example
 
 _OWN = ("aten", "prims", "prim", "moe_ops", "transformers", "higher_order", "profiler", "inductor", "c10d")
 _MOE_NAME = re.compile(r"moe|expert", re.IGNORECASE)
+_HUB_PRODUCT = re.compile(r"matmul_(grouped|batched)$")
 
 _CALL = "moe_ops.fused_experts(hidden_states, gate_up_proj, down_proj, topk_weights, topk_ids)"
 
@@ -49,7 +51,9 @@ def name_forms(
     flow = Flow(reading)
     for node in reading.graph.nodes:
         flow.visit(node)
-    found = _stacked(flow, taken, known or {}) + _siblings(flow, taken, known or {}) + _opaque(flow, taken)
+    hub = _hub(flow)
+    found = _stacked(flow, taken, known or {}) + _siblings(flow, taken, known or {}) + [*dict.fromkeys(hub.values())]
+    found += _opaque(flow, taken | hub.keys())
     return sorted(found, key=lambda refusal: reading.order[refusal.node])
 
 
@@ -103,6 +107,31 @@ def _siblings(flow: Flow, taken: set[fx.Node], known: Mapping[fx.Node, Refusal])
             stacked = rank_of(flow.weight[flow.products[first]]) >= 3
             found.append(known.get(first) or _loop(first, len(roots), evidence, stacked))
     return found
+
+
+def _hub(flow: Flow) -> dict[fx.Node, Refusal]:
+    """Products of quantised stacks by a kernel library: what is said of the last one over the same rows, by each."""
+    blocks: dict[tuple[fx.Node, ...], list[fx.Node]] = {}
+    for node in flow.operators:
+        if _is_custom(node) and _HUB_PRODUCT.search(_qualified(node)):
+            places = tuple(operand for operand in node.all_input_nodes if _is_integer(operand))
+            blocks.setdefault(places, []).append(node)
+    return {
+        node: Refusal(
+            products[-1],
+            f"The experts' products are the operator {_qualified(products[-1])} of a kernel library, which quantises "
+            "the rows itself.",
+            "Import moe_ops.integrations.transformers and call model.set_experts_implementation('moe_ops'): it runs on "
+            "the same bytes and scales. Elsewhere call moe_ops.fused_experts with scheme='fp8_block128'.",
+        )
+        for products in blocks.values()
+        for node in products
+    }
+
+
+def _is_integer(node: fx.Node) -> bool:
+    value = example(node)
+    return value is not None and not value.dtype.is_floating_point
 
 
 def _opaque(flow: Flow, taken: set[fx.Node]) -> list[Refusal]:

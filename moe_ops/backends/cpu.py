@@ -45,6 +45,7 @@ from moe_ops.kernels.cpu import (
     padded_length,
     product,
     rows_of_experts,
+    scale_of_rows,
     sort_pairs,
     spans_of_pairs,
 )
@@ -242,10 +243,13 @@ def _rows(call: ExpertsCall, pair_of_row: Tensor, spans: list[Span], length: int
         row_weights = call.topk_weights.reshape(-1, 1).index_select(0, pair_of_row)
         x = (x.to(accumulation_dtype(x.dtype)) * row_weights).to(x.dtype)
     if call.hidden_states.scheme is None:
-        x = quantized(x, form).dequantized()
+        x = quantized(x, form, scale_of_rows(weights.gate_up.static, spans)).dequantized()
     x = x.float() if weights.scheme.quantized else x
     value = first_projection(x, weights.gate_up, weights.up, weights.gate_up_bias, weights.glu, spans, length)
-    value = value.to(x.dtype) if form is None else quantized(value, form).dequantized()
+    if form is None:
+        value = value.to(x.dtype)
+    else:
+        value = quantized(value, form, scale_of_rows(weights.down.static, spans)).dequantized()
     return linear(value, weights.down, weights.down_bias, spans, length, out)
 
 

@@ -240,7 +240,9 @@ def fused_moe(call: MoeCall) -> Tensor:
     plain = call.hidden_states.scheme is None and not call.weight_on_input
     if plain and topk.is_few(tokens, options.top_k, experts):
         layer, plan = _layer(call)
-        if plan.sequence == "grouped" or (plan.sequence == "small" and layer.quantizes):
+        routes = plan.sequence == "grouped" or (plan.sequence == "small" and layer.quantizes)
+        # A static scale is that of a row's expert, which is known when rows are sorted.
+        if routes and not layer.has_static_rows:
             routing = options._asdict()
             return layer.run_routed(plan, call.hidden_states.data, logits, call.route.correction_bias, **routing)
     return fused_experts(call.routed(*fused_topk(call.route)))

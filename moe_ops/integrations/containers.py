@@ -1,17 +1,54 @@
 """What a weight that stands for quantised bytes holds: the scheme, and where its operands are.
 
 The one place that knows the tensor classes by which quantised weights reach a model. The answer is made of types,
-dtypes and the shapes of scales, never of the names of models, and is asked of real tensors and of fake ones alike.
+attributes, dtypes and the shapes of scales, never of the names of models, and is asked of real tensors and of fake ones
+alike. torchao's are known by what they carry, so that nothing of it is imported:
+
+| torchao | a scale for each | activations | read as |
+| --- | --- | --- | --- |
+| ``Float8Tensor`` | row, block of 128 x 128, expert, stack | as they are | ``fp8_w8a16`` |
+| ``Float8Tensor`` | row; expert, stack | fp8 | ``fp8_channel``; ``fp8_tensor`` |
+| ``Float8Tensor`` | block of 128 x 128 | fp8, groups of 128 | ``fp8_block128`` |
+| ``Int8Tensor`` | row, group of columns | as they are | ``int8_w8a16``, zero points included |
+| ``Int8Tensor`` | row | int8, symmetric | ``int8_channel`` |
+
+Dynamic scales of a whole tensor of activations are computed for every token, as the schemes say.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from meta.schemes import SCHEMES
+from meta.formats import E4M3
+from meta.schemes import SCHEMES, WHOLE
 from moe_ops.quantized import QuantizedWeight
+
+_ATEN = torch.ops.aten
+_TRANSPOSE = (_ATEN.transpose.int, (1, 2))
+
+
+class Part(NamedTuple):
+    """An inner tensor of a container, and what makes an operand of it.
+
+    Attributes:
+        name: of the attribute.
+        calls: operators with their arguments behind the tensor: views.
+    """
+
+    name: str
+    calls: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
+
+    def of(self, weight: Tensor) -> Tensor:
+        """The operand."""
+        value = getattr(weight, self.name)
+        for operator, arguments in self.calls:
+            value = operator(value, *arguments)
+        operand: Tensor = value
+        return operand
 
 
 @dataclass(frozen=True)
@@ -20,21 +57,116 @@ class Container:
 
     Attributes:
         scheme: a name of :data:`meta.schemes.SCHEMES`.
-        data: the attribute that holds the bytes ``[E, N, K / pack]``.
-        scales: the attributes that hold what the scheme's row lists, in its order.
+        data: the bytes ``[E, N, K / pack]``.
+        scales: what the scheme's row lists, in its order.
         transposed: the weight shows itself as ``[E, K, N]``.
     """
 
     scheme: str
-    data: str
-    scales: tuple[str, ...]
+    data: Part
+    scales: tuple[Part, ...]
     transposed: bool
 
 
-def read(weight: Tensor | None) -> Container | None:
+@dataclass(frozen=True)
+class Unread:
+    """A container that no scheme reads.
+
+    Attributes:
+        what: it is, for the end of a sentence.
+        cure: what to do about it.
+    """
+
+    what: str
+    cure: str
+
+
+def read(weight: Tensor | None) -> Container | Unread | None:
     """How ``weight`` is read; None for one that is no container known here."""
     if isinstance(weight, QuantizedWeight):
         # Dynamo reads attributes of a wrapper tensor, and calls none of its methods.
         names = [spec.name for spec in SCHEMES[weight.scheme].scales if getattr(weight, spec.name) is not None]
-        return Container(weight.scheme, "stored", tuple(names), weight.transposed)
+        return Container(weight.scheme, Part("stored"), tuple(map(Part, names)), weight.transposed)
+    if type(weight) in (Tensor, torch.nn.Parameter) or not isinstance(weight, Tensor):
+        return None
+    if all(hasattr(weight, name) for name in ("qdata", "scale", "block_size")):
+        return _torchao(weight)
     return None
+
+
+def _torchao(weight: Any) -> Container | Unread:
+    """A stack of all experts, ``[E, N, K]`` or ``[E, K, N]``, by the axis that a row of scales runs along."""
+    kind, data, scale = type(weight).__name__, weight.qdata, weight.scale
+    if weight.dim() != 3 or data.shape != weight.shape or scale.dim() != 3 or isinstance(weight.block_size, int):
+        return Unread(f"torchao's {kind} of a form that no scheme has", "Use its Float8Tensor or Int8Tensor.")
+    activations = getattr(weight, "act_quant_kwargs", None)
+    reason = _unlike_ours(weight, activations)
+    if reason is not None:
+        return Unread(f"torchao's {kind} with {reason}", "Quantise its activations dynamically and symmetrically.")
+    for transposed in (False, True):
+        found = _scheme(weight, scale.shape, activations, transposed)
+        if found is not None:
+            scheme, names = found
+            calls = (_TRANSPOSE,) if transposed else ()
+            shared = scale.shape[0] == 1 and data.shape[0] != 1
+            spread = (*calls, (_ATEN.expand.default, ([data.shape[0], -1, -1],))) if shared else calls
+            return Container(scheme, Part("qdata", calls), tuple(Part(name, spread) for name in names), transposed)
+    said = f"torchao's {kind} of {data.dtype} with scales {list(scale.shape)} of a weight {list(data.shape)}"
+    if activations is not None:
+        said += f" and activations by {getattr(activations, 'granularity', None)}"
+    return Unread(said, "Quantise it by PerRow(), PerTensor() or PerBlock([1, 128, 128]) of the contracted dimension.")
+
+
+def _unlike_ours(weight: Any, activations: Any) -> str | None:
+    """What it does to activations that no scheme does."""
+    for name in ("act_quant_scale", "act_quant_zero_point", "act_pre_scale"):
+        if getattr(weight, name, None) is not None:
+            return name
+    for name in ("hp_value_lb", "hp_value_ub"):
+        if getattr(activations, name, None) is not None:
+            return f"bounds of its activations' scales, {name}"
+    mapping = getattr(getattr(activations, "mapping_type", None), "name", "SYMMETRIC")
+    return None if mapping.startswith("SYMMETRIC") else f"activations by an {mapping.lower()} mapping"
+
+
+def _scheme(weight: Any, sizes: torch.Size, activations: Any, transposed: bool) -> tuple[str, list[str]] | None:
+    """The scheme, and the attributes that its row lists."""
+    (experts, rows, columns), (E, N, K) = sizes, weight.shape
+    if transposed:
+        (rows, columns), (N, K) = (columns, rows), (K, N)
+    if experts not in (1, E):
+        return None
+    if weight.qdata.dtype == torch.int8:
+        return _integers(weight, (rows, columns), (N, K), activations)
+    if weight.qdata.dtype != E4M3:
+        return None
+    names = ["fp8_w8a16"] if activations is None else ["fp8_tensor", "fp8_channel", "fp8_block128"]
+    for name in names:
+        row = SCHEMES[name]
+        form = row.scales[0].groups_of((rows, columns), N, K)
+        group = WHOLE if row.rows is None else row.rows.group
+        if form is not None and (activations is None or _group(activations, E4M3) == group):
+            return name, ["scale"]
+    return None
+
+
+def _integers(
+    weight: Any, grid: tuple[int, int], sizes: tuple[int, int], activations: Any
+) -> tuple[str, list[str]] | None:
+    name = "int8_w8a16" if activations is None else "int8_channel"
+    if SCHEMES[name].scales[0].groups_of(grid, *sizes) is None:
+        return None
+    if activations is not None:  # whose products take weights without a zero point
+        return (name, ["scale"]) if _group(activations, torch.int8) == WHOLE else None
+    return name, ["scale"] if getattr(weight, "zero_point", None) is None else ["scale", "zero_point"]
+
+
+def _group(activations: Any, dtype: torch.dtype) -> int | None:
+    """Columns of an activation that share a scale; None for what no scheme has."""
+    if getattr(activations, "float8_dtype", dtype) != dtype:
+        return None
+    granularity = activations.granularity
+    if hasattr(granularity, "group_size"):
+        return int(granularity.group_size)
+    known = type(granularity).__name__ in ("PerRow", "PerTensor", "PerToken")
+    return WHOLE if known and getattr(granularity, "dim", -1) == -1 else None

@@ -83,6 +83,15 @@ def sort_pairs(
     return order[bounds[0] : bounds[-1]], counts
 
 
+def scale_of_rows(static: Tensor | None, spans: list[Span]) -> Tensor | None:
+    """``[R, 1]`` of the scales ``[E, 1, 1]`` of the experts, for rows that are in ``spans``, one after the other."""
+    if static is None:
+        return None
+    experts, lengths = ([span[0] for span in spans], [end - start for _, start, end in spans])
+    of_rows = torch.tensor(experts, dtype=torch.int64).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+    return static.reshape(-1, 1).index_select(0, of_rows)
+
+
 def spans_of_pairs(topk_ids: Tensor, weight: Tensor) -> list[Span] | None:
     """A span for each pair, in their order, where pairs rarely share an expert; None where they do, or one is dropped.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moe_ops.kernels.triton.act_quant import _quantize_kernel
+from moe_ops.kernels.triton.act_quant import _quantize_kernel, _quantize_static_kernel
 from moe_ops.kernels.triton.batched_io import _dispatch_few_kernel
 from moe_ops.kernels.triton.combine import _combine_kernel, register_limit
 from moe_ops.kernels.triton.permute import _count_kernel, _place_kernel, _place_small_kernel, _scatter_rows_kernel
@@ -101,6 +101,8 @@ COMBINE = {
 }
 QUANTIZE = {"x_ptr": "*bf16:16", "q_ptr": "*fp8e4nv:16", "scale_ptr": "*fp32:16", "counts_ptr": "*i32:16"}
 QUANTIZE |= dict.fromkeys(("K", "groups", "stride_e", "stride_r"), "i32:16") | {"rows": "i32"}
+STATIC = {name: QUANTIZE[name] for name in ("x_ptr", "q_ptr", "scale_ptr", "K", "stride_r", "rows")}
+STATIC |= {"extents_ptr": "*i32:16", "static_ptr": "*fp32:16", "row_to_pair_ptr": "*i32:16"}
 WIDE = {"wide_loads": True, "wide_stores": True}
 
 
@@ -205,6 +207,12 @@ CASES = {
     "scatter_quantising_rows": scatter_case(SCATTER | QUANTIZED, 8192),
     "route_few_quantising_rows": route_case(128, 8, "softmax", 1, quantized=True, group=4096),
     "place_few_quantising_rows": Case(_place_small_kernel, IDS | PLACES | BESIDE, {**PLACING, "GROUP": 8192}),
+    "quantize_static": Case(
+        _quantize_static_kernel,
+        STATIC,
+        {"E": 128, "BLOCK_E": 128, "BLOCK_K": 2048, "TOP_K": 8, "BATCHED": False},
+        **WIDE,
+    ),
     "quantize_few": Case(_quantize_kernel, QUANTIZE, {"GROUP": 128, "BLOCK_M": 4}, num_warps=1, **WIDE),
 }
 

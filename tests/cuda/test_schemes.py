@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("poisoned_memory")]
 SCHEMES_SERVED = sorted(SERVED_SCHEMES)
 QUANTIZING = [name for name in SCHEMES_SERVED if SCHEMES[name].rows is not None]
 DECODED = sorted(triton_plans.PACKED)
+STATIC = [name for name in SCHEMES_SERVED if SCHEMES[name].static_rows is not None]
 #: E, K, H, I: whole tiles of nothing, but of whole groups of every scheme.
 SIZES = (8, 2, 640, 384)
 
@@ -75,6 +76,18 @@ def test_a_replay_with_changed_routing_has_the_bits_of_a_call(scheme, format, T)
     ids = layer.tensors["topk_ids"]
     torch.use_deterministic_algorithms(False)  # filling memory launches kernels of its own
     assert_cuda_graph_safe(layer_with, (ids,), changed=[((ids + 1) % SIZES[0],)], backend=None)
+
+
+@pytest.mark.parametrize(("T", "most"), [(1, 6), (17, 6), (300, 6), (4096, 8)])
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+@pytest.mark.parametrize("scheme", STATIC)
+def test_static_scales_of_activations(scheme, format, T, most):
+    """Of each expert's own; rows are quantised once they are sorted, which is a kernel more."""
+    layer = layer_of(scheme, T, static=True, bias=True)
+    assert_contract(run(layer, format), layer)
+    torch.use_deterministic_algorithms(False)
+    names = kernel_names(partial(run, layer, format))
+    assert len(names) <= most, names
 
 
 @pytest.mark.parametrize(("T", "most"), [(1, 5), (64, 5), (300, 5), (4096, 7)])

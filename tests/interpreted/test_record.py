@@ -38,6 +38,12 @@ def layer(T: int = 5, scheme: str | None = None, dtype: torch.dtype = torch.floa
     return {**made, "scheme": scheme}
 
 
+def static(made: dict[str, Any]) -> dict[str, Any]:
+    """With scales of activations that were calibrated before."""
+    names = ("gate_up_scales", "down_scales")
+    return made | {name: [*made[name], 0.01 + torch.rand(E, 1, 1) / 100] for name in names}
+
+
 LAYERS: dict[str, tuple[plans.Plan, Callable[[], dict[str, Any]]]] = {
     "small": (plan("small", SMALL, SMALL), lambda: layer(1)),
     "grouped": (plan("grouped", TILE, TILE), layer),
@@ -54,6 +60,10 @@ LAYERS: dict[str, tuple[plans.Plan, Callable[[], dict[str, Any]]]] = {
     "fp8": (
         plan("grouped", FP8_TILE, FP8_SECOND),
         lambda: layer(scheme="fp8_block128", dtype=torch.bfloat16),
+    ),
+    "static scales": (
+        plan("grouped", FP8_TILE, FP8_SECOND),
+        lambda: static(layer(scheme="fp8_tensor", dtype=torch.bfloat16)),
     ),
     "fp8_batched": (
         plan("batched", FP8_TILE, FP8_SECOND),

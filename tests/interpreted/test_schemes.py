@@ -14,7 +14,7 @@ from meta.operands import Operand
 from meta.schemes import SCHEMES
 from moe_ops import choice
 from moe_ops.backends import triton_plans
-from moe_ops.kernels.triton import topk
+from moe_ops.kernels.triton import act_quant, topk
 from moe_ops.kernels.triton.config import MMConfig, SmallConfig
 from moe_ops.kernels.triton.expert_mm import batched_mm, grouped_mm
 from moe_ops.kernels.triton.launch import ExpertMM
@@ -53,6 +53,64 @@ def test_a_layer_rounds_exactly_where_the_row_says(scheme, plan, form, bias, exp
     got = moe_ops.fused_experts(**layer.tensors, **layer.options, format=format, backend="triton")
     assert_contract(got, layer)
     assert norm_error(got, layer.rounded()) < 1e-3
+
+
+#: Plans, with the weight before the experts or not; the small kernels know no expert's scale.
+STATIC = {
+    "grouped": ("grouped", False), "gathered": ("gathered", False), "batched": ("batched", False),
+    "small": ("small", False), "grouped, weighed before": ("grouped", True),
+    "batched, weighed before": ("batched", True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", STATIC)
+def test_static_scales_are_those_of_the_experts(case, monkeypatch):
+    """Both products' rows, to the numbers of the reference; the last expert is held elsewhere."""
+    plan, weigh = STATIC[case]
+    monkeypatch.setattr(triton_plans, "plan_for", lambda *_: PLANS[plan])
+    layer = build("fp8_tensor", T=5, sizes=SIZES, expert_map=True, dtype=torch.float32, static=True)
+    options = {**layer.options, "weight_on_input": weigh, "format": "batched" if plan == "batched" else "grouped"}
+    monkeypatch.setattr(triton_plans, "by_products", lambda *_: PLANS["gathered"])
+    got, want = (
+        moe_ops.fused_experts(**layer.tensors, **options, backend=backend) for backend in ("triton", "reference")
+    )
+    assert norm_error(got, want) < 1e-3
+    if not weigh:
+        assert_contract(got, layer)
+        assert norm_error(got, layer.rounded()) < 1e-3
+
+
+def test_static_scales_behind_the_router(monkeypatch):
+    """Which no kernel quantises beside the choice of the experts."""
+    monkeypatch.setattr(triton_plans, "plan_for", lambda *_: PLANS["gathered"])
+    layer, logits = build("fp8_channel", T=2, sizes=SIZES, static=True), torch.randn(2, SIZES[0])
+    tensors = {k: v for k, v in layer.tensors.items() if not k.startswith("topk_")}
+    got, want = (
+        moe_ops.fused_moe(tensors["hidden_states"], logits, top_k=2, backend=backend, **layer.options,
+                          **{k: v for k, v in tensors.items() if k != "hidden_states"})
+        for backend in ("triton", "reference")
+    )  # fmt: skip
+    assert norm_error(got, want) < 5e-3
+
+
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+def test_static_rows_are_those_of_the_format(format, poisoned):
+    """To the bit, and rows of no expert are neither read nor written."""
+    form, counts = SCHEMES["fp8_tensor"].rows, torch.tensor([3, 0, 9, 2], dtype=torch.int32)
+    E, C, K = 4, 10, 144
+    static = torch.rand(E, 1, 1) / 200 + 1e-3
+    used = torch.arange(C) < counts[:, None] if format == "batched" else torch.arange(E * C) < counts.sum()
+    x = torch.randn(*used.shape, K)
+    x[~used] = float("nan")
+    x.view(-1, K)[0, :3] = torch.tensor([float("inf"), -1e30, float("nan")])
+    experts = torch.arange(E).repeat_interleave(counts)
+    extents = counts if format == "batched" else counts.cumsum(0).int()
+    q, scale = act_quant.quantize_static(x, extents, static, "fp8_tensor")
+    want, (want_scale,) = form.quantize(x[used], static.view(E, 1)[experts])
+    assert want[0, :3].float().nan_to_num(1.0).tolist() == [448.0, -448.0, 1.0]
+    torch.testing.assert_close(q[used].float(), want.float(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(scale[used], want_scale)
+    assert poisoned(q[~used]).all() and poisoned(scale[~used]).all()
 
 
 @pytest.mark.parametrize("plan", ["grouped", "batched"])

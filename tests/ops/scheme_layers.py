@@ -29,17 +29,21 @@ class SchemeLayer:
     options: dict[str, Any]
     weights: tuple[Tensor, Tensor]  # float64 [E, N, H], [E, H, I]
     dtype: torch.dtype
+    static: tuple[Tensor, Tensor] | None = None  # [E], scales of the rows of both products
 
     def float64(self) -> Tensor:
         """``[T, H]``, nothing rounded but the weights."""
-        return self._result(lambda rows: rows, lambda rows: rows)
+        return self._result(lambda rows, product, expert: rows, lambda rows: rows)
 
     def rounded(self) -> Tensor:
         """``[T, H]``, activations rounded as the scheme stores them, results as they are stored."""
         form = SCHEMES[self.options["scheme"]].rows
 
-        def stored(rows: Tensor) -> Tensor:
-            return self._cast(rows) if form is None else form.dequantize(*form.quantize(rows.float())).double()
+        def stored(rows: Tensor, product: int, expert: int) -> Tensor:
+            if form is None:
+                return self._cast(rows)
+            static = None if self.static is None else self.static[product][expert]
+            return form.dequantize(*form.quantize(rows.float(), static)).double()
 
         return self._cast(self._result(stored, self._cast))
 
@@ -57,10 +61,10 @@ class SchemeLayer:
             ids = local[ids.long()]
         for e in range(first.shape[0]):
             token, slot = (ids == e).nonzero(as_tuple=True)
-            h = stored(x[token]) @ first[e].T
+            h = stored(x[token], 0, e) @ first[e].T
             h = h if given["gate_up_bias"] is None else h + given["gate_up_bias"][e].double()
             h = row.eager(*split_glu(h, layout), row.alpha, row.limit)
-            y = stored(h) @ second[e].T
+            y = stored(h, 1, e) @ second[e].T
             y = y if given["down_bias"] is None else y + given["down_bias"][e].double()
             out.index_add_(0, token, cast(y) * given["topk_weights"][token, slot].double()[:, None])
         return out
@@ -76,6 +80,7 @@ def build(
     expert_map: bool = False,
     dtype: torch.dtype | None = None,
     device: str = "cpu",
+    static: bool = False,
 ) -> SchemeLayer:
     """A random layer of T tokens.
 
@@ -83,6 +88,7 @@ def build(
         sizes: E, K, H, I.
         form: of FORMS: where the gate and the up half are, and "halves", which have scales of their own.
         dtype: of the hidden states where the scheme leaves it open, by default bf16.
+        static: each expert has scales for its activations, of which the largest magnitudes saturate.
     """
     (E, K, H, I), row = sizes, SCHEMES[scheme]
     dtype = row.float_dtype if not row.quantized else dtype or torch.bfloat16
@@ -120,6 +126,10 @@ def build(
     if expert_map:
         local = torch.full((experts,), -1, dtype=torch.int32, device=device)
         local[torch.randperm(experts, device=device)[:E]] = torch.arange(E, dtype=torch.int32, device=device)
+    fixed = None
+    if static:
+        fixed = tuple((0.5 + torch.rand(E, device=device)) * largest / 448 for largest in (3.0, 20.0))
+        first_scales, second_scales = [*first_scales, fixed[0]], [*second_scales, fixed[1]]
     tensors = {
         "hidden_states": torch.randn(T, H, device=device).to(dtype),
         "gate_up_proj": first,
@@ -136,7 +146,7 @@ def build(
     options = {"scheme": scheme, "activation": "relu2" if form == "none" else "silu"}
     if form in ("none", "interleaved"):
         options["glu_layout"] = form
-    return SchemeLayer(tensors, options, (wide, wide_second), dtype)
+    return SchemeLayer(tensors, options, (wide, wide_second), dtype, fixed)
 
 
 def with_scales_far_apart(layer: SchemeLayer, powers: int) -> SchemeLayer:

@@ -19,6 +19,7 @@ from tests.ops.checkpoints import CASES, PREFIX, E, Tensors
 from tests.ops.test_load_experts import Model
 
 FIRST = f"{PREFIX}.0.gate_proj"
+ALL = [(expert, name) for expert in range(E) for name in files.PROJECTIONS]
 Break = Callable[[Tensors], object]
 
 
@@ -114,6 +115,35 @@ BROKEN: dict[str, tuple[str, Break, str]] = {
             {f"{PREFIX}.{e}.down_proj.weight_scale": torch.ones(files.H, 1) for e in range(E)}
         ),
         f"{PREFIX}.down_proj must be stored in one scheme, 'fp8_tensor' like gate_up_proj, got 'fp8_channel'.",
+    ),
+    "static scales that differ": (
+        "float, channel",
+        lambda state: state.update(
+            {f"{PREFIX}.{e}.{p}.input_scale": torch.tensor(0.5 + 0.5 * (e == 1 and p == "up_proj")) for e, p in ALL}
+        ),
+        f"{PREFIX}.1.up_proj.input_scale must be 0.5, that of the gate, which is multiplied with the same rows, got",
+    ),
+    "static scale of one expert": (
+        "float, channel",
+        put(f"{FIRST}.input_scale", torch.tensor(0.5)),
+        f"{PREFIX}.0.up_proj.weight must be stored like expert 0's, fp8_channel of torch.float8_e4m3fn [192, 256], ",
+    ),
+    "static scales of columns": (
+        "float, channel",
+        put(f"{FIRST}.input_scale", torch.ones(files.H)),
+        f"{FIRST}.input_scale must be one number for each expert, [], got torch.float32 [256].",
+    ),
+    "static zero point": (
+        "float, tensor",
+        lambda state: state.update(
+            {f"{FIRST}.input_scale": torch.ones(1), f"{FIRST}.input_zero_point": torch.ones(1)}
+        ),
+        f"{FIRST}.input_zero_point must be 0 for scheme 'fp8_tensor', got another number.",
+    ),
+    "static scale of int8": (
+        "int8, channel",
+        put(f"{FIRST}.input_scale", torch.ones(1)),
+        f"{FIRST}.input_scale must be absent for scheme 'int8_channel', which computes scales of activations for every",
     ),
     "groups that do not cover K": (
         "pack 4, group",

@@ -71,13 +71,54 @@ def test_modelopt_nvfp4(tmp_path: Path) -> None:
 
 
 def test_modelopt_fp8(tmp_path: Path) -> None:
-    """Scales without a dimension, of gate and of up; static scales of activations are left alone."""
+    """Scales without a dimension, of gate and of up."""
     state = files.per_expert(files.modelopt_fp8)
     operands = written(tmp_path, state)
     wanted = files.expected(state, lambda tensors: tensors["weight"].float() * tensors["weight_scale"])
     for weight, operand in operands.items():
         assert operand.scheme.name == "fp8_tensor"
         assert_same_bits(operand.dequantized(), wanted[weight])
+
+
+#: How static scales of activations are stored: of one expert's projection, or of all experts.
+STATIC = {
+    "modelopt": (False, lambda scale: scale),
+    "compressed-tensors": (False, lambda scale: scale.bfloat16().view(1)),
+    "stacked": (True, lambda scale: scale),
+    "stacked, with a dimension more": (True, lambda scale: scale.view(1)),
+}
+
+
+@pytest.mark.parametrize("way", STATIC)
+def test_static_scales_of_activations_are_those_of_each_expert(way: str, tmp_path: Path) -> None:
+    stacked, store = STATIC[way]
+    state = files.per_expert(files.modelopt_fp8)
+    state = {key: tensor for key, tensor in state.items() if "weight_scale" not in key}
+    for expert in range(files.E):
+        for name, static in (("gate_proj", 0.5), ("up_proj", 0.5), ("down_proj", 3.0)):
+            stem = f"{PREFIX}.{expert}.{name}"
+            state[f"{stem}.weight_scale"] = torch.ones(state[f"{stem}.weight"].shape[0], 1)
+            state[f"{stem}.input_scale"] = store(torch.tensor(static + expert / 4))
+    if stacked:
+        state = files.stacked(state, join=False)
+        state[f"{PREFIX}.gate_proj.input_zero_point"] = torch.zeros(files.E)
+    for weight, operand in written(tmp_path, state).items():
+        first = 3.0 if weight == "down_proj" else 0.5
+        assert operand.scheme.name == "fp8_channel" and len(operand.scales) == 1
+        assert operand.static.dtype == torch.float32
+        assert torch.equal(operand.static, (first + torch.arange(files.E) / 4).view(files.E, 1, 1))
+
+
+@pytest.mark.parametrize("name", ["modelopt_nvfp4", "int8_w8a16"])
+def test_schemes_that_round_no_activations_leave_their_scales(name: str, tmp_path: Path) -> None:
+    store = files.modelopt_nvfp4
+    if name == "int8_w8a16":
+        case = CASES["int8, channel, zero"]
+
+        def store(weight: torch.Tensor) -> Tensors:
+            return files.compressed(weight, case) | {"input_scale": torch.ones(1)}
+
+    assert all(operand.static is None for operand in written(tmp_path, files.per_expert(store)).values())
 
 
 @pytest.mark.parametrize("scale", ["fp32", "e8m0", "exponents in uint8"])

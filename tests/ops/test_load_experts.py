@@ -134,6 +134,7 @@ def test_biases_of_numbered_experts(tmp_path: Path) -> None:
     moe_ops.load_experts_(model, tmp_path)
     firsts = files.weights(torch.bfloat16)
     experts = model.layers[0]["mlp"]["experts"]
+    assert torch.equal(experts.down_proj.input_scale, torch.full((E, 1, 1), 0.5))
     assert torch.equal(experts.gate_up_proj_bias, torch.cat([firsts["gate_proj"], firsts["up_proj"]], dim=1)[..., 0])
     assert torch.equal(experts.down_proj_bias, firsts["down_proj"][..., 0])
 

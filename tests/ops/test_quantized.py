@@ -189,6 +189,22 @@ def odd() -> nn.Module:
     return module
 
 
+def fp8_of_transformers() -> nn.Module:
+    """Whose scales have three dimensions, too."""
+    module = nn.Module()
+    for name, shape in {"gate_up_proj": (E, 256, 256), "down_proj": (E, 256, 128)}.items():
+        stored, scale = moe_ops.quantize_weight(torch.randn(shape), scheme="fp8_block128")
+        module.register_parameter(name, nn.Parameter(stored, False))
+        module.register_parameter(f"{name}_scale_inv", nn.Parameter(scale, False))
+    return module
+
+
+def misshapen() -> nn.Module:
+    module = odd()
+    module.gate_up_proj = nn.Parameter(torch.randn(E, 9, 8))
+    return module
+
+
 STORED, SCALE = moe_ops.quantize_weight(torch.ones(E, N, K), scheme="mxfp4")
 ERRORS: dict[str, tuple[Callable[[], object], str]] = {
     "unknown_scheme": (lambda: moe_ops.quantize_(experts(), "int3"), "quantize_: scheme must be one of"),
@@ -197,6 +213,13 @@ ERRORS: dict[str, tuple[Callable[[], object], str]] = {
     "no_experts": (lambda: moe_ops.quantize_(nn.Linear(4, 4), "mxfp4"), "quantize_: model must be a module with"),
     "twice": (lambda: moe_ops.quantize_(experts("mxfp4"), "mxfp4"), "quantize_: model must be a module with"),
     "square": (lambda: moe_ops.quantize_(square(), "mxfp4"), "quantize_: model must be of shapes that are"),
+    "fp8_already": (
+        lambda: moe_ops.quantize_(fp8_of_transformers(), "mxfp4"), "quantize_: model must be a module with",
+    ),
+    "no_shapes_of_experts": (
+        lambda: moe_ops.quantize_(misshapen(), "mxfp4"),
+        r"quantize_: model must be of shapes that are \[E, N, K\] or \[E, K, N\], got .*, neither. Pass a filter",
+    ),
     "odd_width": (lambda: moe_ops.quantize_(odd(), "mxfp4"), "quantize_: down_proj must be of a contracted width"),
     "not_quantised": (lambda: QuantizedWeight(STORED, [], scheme="bf16"), "QuantizedWeight: scheme must be one of"),
     "other_bytes": (

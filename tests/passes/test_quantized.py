@@ -24,14 +24,15 @@ FAMILIES = ("qwen3_moe", "gpt_oss")
 #: gpt-oss compiles slowly.
 MODELS = [
     (family, scheme) for family in FAMILIES for scheme in SCHEMES if (family, scheme) != ("gpt_oss", "int4_w4a16")
-]
+] + [("qwen3_moe", "fp8_channel static")]
 SIZES = (2, 7, 64)
 
 
 def model(family: str, scheme: str, form: str = "grouped_mm", dtype: torch.dtype = torch.float32) -> nn.Module:
+    """``scheme``, with static scales of its activations where " static" follows."""
     pytest.importorskip("moe_ops.integrations.transformers")
-    made = build(family, dtype, form).eval()
-    moe_ops.quantize_(made, scheme)
+    made, (name, _, static) = build(family, dtype, form).eval(), scheme.partition(" ")
+    moe_ops.quantize_(made, name, inputs=[{"input_ids": tokens(2, 9, seed=3)}] if static else None)
     return made
 
 
@@ -76,6 +77,53 @@ def test_the_experts_implementation_takes_them(family: str) -> None:
         module.set_experts_implementation("grouped_mm")
         own = result(module(input_ids=tokens(1, 7)))
     torch.testing.assert_close(wanted, own, rtol=1e-4, atol=1e-4)
+
+
+@torch.library.custom_op("hub_of_the_test::w8a8_block_dynamic_fp8_matmul_grouped", mutates_args=())
+def hub_product(
+    rows: Tensor, weight: Tensor, scale: Tensor, offsets: Tensor, tokens_per_expert: Tensor, block_size: list[int]
+) -> Tensor:
+    """By the interface of the kernels that transformers calls for FP8 experts."""
+    wide = (weight.float() * scale.repeat_interleave(64, 1).repeat_interleave(64, 2)).transpose(1, 2)
+    return torch._grouped_mm(rows.bfloat16(), wide.bfloat16(), offs=offsets).to(rows.dtype)
+
+
+@hub_product.register_fake
+def _(rows: Tensor, weight: Tensor, *others: Any) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[1])
+
+
+class Hub(nn.Module):
+    """Sorted rows, products by the kernel library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        shapes = {"w1": (8, 128, 64), "w2": (8, 64, 64)}
+        for name, (E, N, K) in shapes.items():
+            self.register_buffer(name, torch.randn(E, N, K, generator=generator).to(torch.float8_e4m3fn))
+            self.register_buffer(f"{name}_scale", torch.rand(E, N // 64, K // 64, generator=generator) / 8)
+        self.router = nn.Linear(64, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(2, -1)
+        order = ids.flatten().argsort(stable=True)
+        counts = F.one_hot(ids.flatten(), 8).sum(0).int()
+        places = (counts.cumsum(0).int(), counts, [64, 64])
+        gate, up = hub_product(x[order // 2], self.w1, self.w1_scale, *places).chunk(2, -1)
+        rows = hub_product(F.silu(gate) * up, self.w2, self.w2_scale, *places) * weights.flatten()[order, None]
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+        return rows[back].view(-1, 2, 64).sum(1)
+
+
+def test_products_of_a_kernel_library_are_refused_by_name() -> None:
+    module, x = Hub(), torch.randn(5, 64)
+    (refused,) = moe_ops.explain(module, x).refused
+    assert "hub_of_the_test::w8a8_block_dynamic_fp8_matmul_grouped of a kernel library" in refused.reason
+    assert "set_experts_implementation('moe_ops')" in refused.cure
+    assert "rows = hub_product" in refused.source
+    with torch.no_grad():
+        assert torch.equal(torch.compile(module, backend="moe_ops_eager", fullgraph=True)(x), module(x))
 
 
 def quantised(values: Tensor, scheme: str = "mxfp4") -> nn.Parameter:

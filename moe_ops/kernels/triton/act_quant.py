@@ -14,7 +14,7 @@ import triton.language as tl
 from meta.schemes import SCHEMES, WHOLE, ActivationFormat
 from moe_ops.kernels.triton.record import launch
 from moe_ops.kernels.triton.scales import group_scale, largest_magnitude, quantize_tile, store_as
-from moe_ops.kernels.triton.util import cdiv, next_power_of_2, pdl_release, pdl_wait
+from moe_ops.kernels.triton.util import cdiv, next_power_of_2, pdl_release, pdl_wait, unit_stride
 
 PROGRAMS = 4096  # of quantize_batched, over all experts: enough to fill a GPU while most experts hold few rows
 BESIDE = tl.constexpr(512)  # columns of a program that quantises beside another kernel's work, or one scale group
@@ -265,6 +265,114 @@ def _quantize(
         num_warps=min(8, max(1, columns // (1024 if many else 512))),
         launch_pdl=pdl,
     )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _quantize_static_kernel(
+    x_ptr,
+    extents_ptr,
+    static_ptr,
+    row_to_pair_ptr,
+    q_ptr,
+    scale_ptr,
+    rows,
+    K,
+    stride_r,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BATCHED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program quantises every num_programs-th row of all experts, BATCHED: of expert number program_id(1), by the
+    scale of the row's expert; rows past `extents` are neither read nor written.
+
+    Bytes: R (K (sizeof(element) + 1) + 4).
+    """
+    pdl_release(PDL)
+    pdl_wait(PDL)
+    DTYPE: tl.constexpr = q_ptr.dtype.element_ty
+    e = tl.arange(0, BLOCK_E)
+    if BATCHED:
+        expert = tl.program_id(1)
+        used = tl.minimum(tl.load(extents_ptr + expert), rows)
+        first_row = expert.to(tl.int64) * rows
+    else:
+        ends = tl.load(extents_ptr + e, mask=e < E, other=0)
+        used = tl.minimum(tl.max(ends, axis=0), rows)
+        first_row = tl.program_id(1).to(tl.int64)  # 0
+    for r in range(tl.program_id(0), used, tl.num_programs(0)):
+        if not BATCHED:
+            expert = tl.sum(((ends <= r) & (e < E)).to(tl.int32), axis=0)
+        scale = tl.load(static_ptr + expert)
+        row = first_row + r
+        source = row
+        if row_to_pair_ptr is not None:
+            source = (tl.load(row_to_pair_ptr + row) // TOP_K).to(tl.int64)
+        for start in range(0, K, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            x = tl.load(x_ptr + source * stride_r + k, mask=k < K, other=0.0).to(tl.float32)
+            # Beyond the largest number of DTYPE it saturates; an infinity's quotient would be no number.
+            x = tl.clamp(x, -512.0 * scale, 512.0 * scale, propagate_nan=NAN)
+            q = store_as(x[None, :], scale + tl.zeros([1], tl.float32), DTYPE)
+            tl.store(q_ptr + row * K + k[None, :], q, mask=k[None, :] < K)
+        tl.store(scale_ptr + row, scale)
+
+
+def quantize_static(
+    x: torch.Tensor,
+    extents: torch.Tensor,
+    static: torch.Tensor,
+    scheme: str,
+    pairs: tuple[torch.Tensor, int] | None = None,
+    *,
+    pdl: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise the rows of every expert by a scale that was calibrated before.
+
+    Args:
+        x: [R, K] sorted rows, a batch [E, C, K], or tokens [T, K] with `pairs`.
+        extents: i32 [E], cumulative ends of the sorted rows, or how many rows of each expert's batch are used.
+        static: f32 [E, 1, 1].
+        pairs: row_to_pair i32 [R] of the sorted rows that are made of tokens, and top-k.
+
+    Returns:
+        (q [R, K] or [E, C, K] as the scheme stores activations, scale f32 [R, 1] or [E, C, 1]); rows past `extents` are
+        uninitialised.
+    """
+    x, batched, E = unit_stride(x), x.dim() == 3, static.shape[0]
+    if batched:
+        x = x.contiguous()
+    row_to_pair, top_k = (None, 0) if pairs is None else pairs
+    leading = tuple(x.shape[:-1]) if row_to_pair is None else (row_to_pair.shape[0],)
+    K, rows = x.shape[-1], leading[-1]
+    q, scale = room((*leading, K), SCHEMES[scheme].rows, x.device)
+    if q.numel() == 0:
+        return q, scale
+    block_k = min(next_power_of_2(K), AT_ONCE.value)
+    launch(
+        _quantize_static_kernel,
+        (min(rows, max(1, PROGRAMS // E)), E) if batched else (min(rows, PROGRAMS), 1),
+        x,
+        extents,
+        static.contiguous(),
+        row_to_pair,
+        q,
+        scale,
+        rows,
+        K,
+        x.stride(-2),
+        E=E,
+        BLOCK_E=next_power_of_2(E),
+        BLOCK_K=block_k,
+        TOP_K=top_k,
+        BATCHED=batched,
+        PDL=pdl,
+        num_warps=min(8, max(1, block_k // 512)),
+        launch_pdl=pdl,
+    )
+    return q, scale
 
 
 def fill(rows: Beside, pdl: bool) -> None:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from moe_ops.counters import Row
-from moe_ops.kernels.triton.act_quant import quantize_batched, quantize_sorted
+from moe_ops.kernels.triton.act_quant import quantize_batched, quantize_sorted, quantize_static
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.launch import ONE_TILE, STREAM, ExpertMM, most_registers, side_by_side
 from moe_ops.kernels.triton.mm_tile import compute_tile
@@ -149,6 +149,8 @@ def grouped_mm(
     out, out_scale = mm.allocate((num_rows,), a)
     row_tiles = most_tiles(num_rows, mm.num_experts, config)
     _launch(a, mm, offsets, config, (out, out_scale), (row_tiles, num_rows, False), row_to_pair, top_k, pdl, load)
+    if mm.out_static is not None:
+        return quantize_static(out, offsets, mm.out_static, mm.operand.scheme.name, pdl=pdl)
     if mm.quantize_output and not mm.quantizes_in_tile:
         return quantize_sorted(out, offsets, mm.operand.scheme.name, pdl=pdl)
     return out, out_scale
@@ -185,6 +187,8 @@ def batched_mm(
         row_tiles = min(row_tiles, most_tiles(most_rows, E, config))
     outputs = (out.view(E * C, mm.out_features), out_scale)
     _launch(batch.view(E * C, K), mm, expert_num_tokens, config, outputs, (row_tiles, C, True), None, 0, pdl, load)
+    if mm.out_static is not None:
+        return quantize_static(out, expert_num_tokens, mm.out_static, mm.operand.scheme.name, pdl=pdl)
     if mm.quantize_output and not mm.quantizes_in_tile:
         return quantize_batched(out, expert_num_tokens, mm.operand.scheme.name, pdl=pdl)
     return out, out_scale

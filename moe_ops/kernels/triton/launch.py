@@ -166,6 +166,7 @@ class ExpertMM:
         activation: name, or None for a plain product.
         bias: [E, 2 * out features], or [E, out features] without a gate; rows_scale: f32 [rows, groups of K].
         quantize_output: rows as the scheme quantises activations instead of `out_dtype`.
+        out_static: f32 [E, 1, 1], the scales that quantised rows get, or None for scales of their own.
     """
 
     operand: Operand
@@ -178,6 +179,7 @@ class ExpertMM:
     bias: torch.Tensor | None = None
     rows_scale: torch.Tensor | None = None
     quantize_output: bool = False
+    out_static: torch.Tensor | None = None
     glu: int = field(init=False)
 
     def __post_init__(self) -> None:

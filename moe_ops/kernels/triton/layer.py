@@ -123,10 +123,16 @@ class Layer:
     ) -> Tensor:
         rows, copied = hidden_states.data, self._copies_rows(plan, topk_ids)
         pdl, (before, after) = pdl_launches(rows.device), self._weights(topk_weights)
+        static, top_k = self.up.operand.static, topk_ids.shape[1]
         beside = None if copied or hidden_states.scales else act_quant.beside(rows, self.scheme)
         sorting = (topk_ids, self.up.num_experts, self.expert_map)
         offsets, row_to_pair, pair_to_row = permute.sort_pairs(*sorting, pdl=pdl, rows=beside, load=self.load)
-        if copied:
+        if static is not None:
+            pairs = (row_to_pair, top_k)
+            if before is not None:
+                rows, pairs = permute.gather_rows(rows, pair_to_row, before, pdl=pdl), None
+            gather, tokens = None, act_quant.quantize_static(rows, offsets, static, self.scheme, pairs, pdl=pdl)
+        elif copied:
             gather, tokens = None, self._sorted(hidden_states, pair_to_row, before)
         else:
             gather = row_to_pair
@@ -141,8 +147,10 @@ class Layer:
         0.96 of the time of gathered rows on an H200 (Mixtral-8x7B from 64 rows an expert on, Qwen3-30B-A3B from 256).
 
         Not where whole rows are quantised beside the sort: there a kernel quantises between the products as well, and a
-        layer has five.
+        layer has five. With static scales each copy has that of its expert.
         """
+        if self.up.operand.static is not None:
+            return True
         few = self.quantizes_rows and permute.quantises_beside(topk_ids)
         return self.weight_on_input or (self.quantizes and plan.configs[0].a_tma and not few)
 
@@ -212,7 +220,8 @@ class Layer:
     def _batched(self, plan: Plan, hidden_states: Operand, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         pdl, (before, after) = pdl_launches(hidden_states.data.device), self._weights(topk_weights)
         up = self._first()
-        scheme = None if hidden_states.scales else self.scheme
+        static = up.operand.static
+        scheme = None if hidden_states.scales or static is not None else self.scheme
         routing = (topk_ids, up.num_experts, self.capacity, self.expert_map, before)
         batch, batch_scale, counts, slots = batched_io.dispatch(
             hidden_states.data, *routing, scheme=scheme, pdl=pdl, load=self.load
@@ -221,6 +230,8 @@ class Layer:
             scales = hidden_states.scales[0]
             batch_scale = scales.new_empty((*batch.shape[:2], scales.shape[1]))
             permute.scatter_rows(scales, slots, None, batch_scale, None, pdl)
+        elif static is not None:
+            batch, batch_scale = act_quant.quantize_static(batch, counts, static, self.scheme, pdl=pdl)
         up = replace(up, rows_scale=batch_scale)
         bound = {"most_rows": topk_ids.numel(), "pdl": pdl}
         first, second = plan.configs
@@ -240,6 +251,11 @@ class Layer:
         return SCHEMES[self.scheme].rows is not None
 
     @property
+    def has_static_rows(self) -> bool:
+        """Whether activations of either product have scales that were calibrated before."""
+        return self.up.operand.static is not None or self.down.operand.static is not None
+
+    @property
     def quantizes_rows(self) -> bool:
         """Whether a row has one scale, so that no tile can quantise its part of it."""
         return self.quantizes and SCHEMES[self.scheme].rows.group == WHOLE
@@ -250,7 +266,7 @@ class Layer:
 
     def _first(self) -> ExpertMM:
         """GEMM 1; quantising schemes: its rows are quantised for GEMM 2."""
-        return replace(self.up, quantize_output=self.quantizes)
+        return replace(self.up, quantize_output=self.quantizes, out_static=self.down.operand.static)
 
     def _second(self, h_scale: Tensor) -> ExpertMM:
         """GEMM 2 on the rows that GEMM 1 left."""

@@ -429,13 +429,15 @@ def _strides(mm: ExpertMM) -> tuple[tuple[int, ...] | None, ...]:
 
 
 def refuses(up: ExpertMM, down: ExpertMM, config: tuple[SmallConfig, SmallConfig], weight_on_input: bool) -> bool:
-    """Whether a program's weight rows could span two scale groups, or a token's pairs differ before they are quantised,
-    or a word's codes have two scales: none of which these kernels handle.
+    """Whether a program's weight rows could span two scale groups, or a token's pairs differ before they are quantised
+    or by the scales of their experts, or a word's codes have two scales: none of which these kernels handle.
     """
     if up.scheme is None or down.scheme is None:
         return False
     if up.is_packed:
         return any(not mm.exact_scales and mm.group_columns % SMALLEST_GROUP for mm in (up, down))
+    if up.operand.static is not None or down.operand.static is not None:
+        return True
     if up.scheme[1] == WHOLE:
         return weight_on_input
     step = config[0].block_n * (2 if up.glu_layout == "interleaved" else 1)
