@@ -243,12 +243,7 @@ def _tile(scheme: str, work: Work, gpu: str, sm: int, column: str) -> tuple[MMCo
         tbps, launch_us = PACKED_PRODUCT[bits]
         moved = expected_experts(work.E, work.K, work.T) * work.N * work.depth * bits / 8
         return (tile if tma else tile._replace(a_tma=False, w_tma=False)), launch_us + moved / (tbps * 1e6)
-    arch, form = lookup_gpu(gpu), SCHEMES[scheme].rows
-    if tma and form is not None and form.group == WHOLE and work.T * work.K > 64 * work.E:
-        # us of a layer on an H100, fp8_channel, Qwen3-30B-A3B's dimensions, T = 4096: 614, of 64 rows 677.
-        tile = _streamed(128, 256 if column == "up" else 128, 128, 8, 8, 4)
-        if fits(tile, work.itemsize, arch.shared_kib):
-            return tile, 0.0
+    arch = lookup_gpu(gpu)
     # Then every column has its scale, for which 128 rows leave no registers (us on an H200, gpt-oss-120b's dimensions,
     # T = 4096: 4428, with 64 rows 1893).
     ragged = column == "up" and runs_on(scheme, work.N // 2)

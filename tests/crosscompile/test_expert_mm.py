@@ -10,7 +10,6 @@ from moe_ops.backends.triton_plans import small_tiles
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.expert_mm import _expert_mm_kernel
 from moe_ops.kernels.triton.launch import STREAM, ExpertMM, most_registers, walk
-from moe_ops.kernels.triton.scales import FAST_COLUMNS
 from moe_ops.kernels.triton.small import _small_down_kernel, _small_glu_kernel
 from moe_ops.kernels.triton.tile_loads import (
     CONCAT,
@@ -107,7 +106,7 @@ def compile_mm(
         "MOVES": (a_tma, w_load, store, False),
         "SCHEME": ((1, 0, False, False, None) if by_row else (128, 128, False, quantize, None)) if quantized else None,
         "BATCHED": batched,
-        "WALK": walk(config, a_tma, quantized and not (by_row and (by_row == "i8" or K <= FAST_COLUMNS.value))),
+        "WALK": walk(config, a_tma, quantized),
         "PDL": capability >= 90,
     }
     optional = {

@@ -19,7 +19,6 @@ from meta.schemes import WHOLE, Scale
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.packed_fp8_tile import step_columns
 from moe_ops.kernels.triton.packed_tile import CODE_NUMBERS
-from moe_ops.kernels.triton.scales import FAST_COLUMNS
 from moe_ops.kernels.triton.tile_loads import (
     CONCAT,
     INTERLEAVED,
@@ -249,11 +248,8 @@ class ExpertMM:
 
     @property
     def waits_for_scales(self) -> bool:
-        """Whether rows are quantised, so that sums are scaled, or turned into fp32, before they are added up."""
-        form = self.operand.scheme.rows if self.operand.scales else None
-        if form is None or self.is_packed or form.group != WHOLE:
-            return form is not None
-        return form.dtype != torch.int8 and self.in_features > FAST_COLUMNS.value
+        """Whether rows are quantised, so that sums are scaled before they are added up."""
+        return bool(self.operand.scales) and self.operand.scheme.rows is not None
 
     @cached_property
     def packed(self) -> tuple[Any, ...] | None:

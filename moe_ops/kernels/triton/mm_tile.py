@@ -13,7 +13,7 @@ import triton.language as tl
 from moe_ops.kernels.triton.act_quant import apply_activation
 from moe_ops.kernels.triton.packed_fp8_tile import packed_fp8_tile
 from moe_ops.kernels.triton.packed_tile import packed_tile
-from moe_ops.kernels.triton.scales import FAST_COLUMNS, load_row_scale, load_scale, quantize_tile
+from moe_ops.kernels.triton.scales import load_row_scale, load_scale, quantize_tile
 from moe_ops.kernels.triton.tile_loads import (
     BOTH,
     CONCAT,
@@ -61,10 +61,9 @@ def scaled_product(
 
 
 @triton.jit
-def add_product(a_tile, w_tile, accumulator, K: tl.constexpr):
-    """accumulator + a_tile @ w_tile of quantised tiles whose scales come behind the loop over K columns: of int8 in
-    int32, exactly; of e4m3 in the tensor core's own accumulator or, as that keeps too few bits for a long sum, in fp32,
-    tile by tile.
+def add_product(a_tile, w_tile, accumulator):
+    """accumulator + a_tile @ w_tile of quantised tiles whose scales come behind the loop: of int8 in int32, exactly; of
+    e4m3 in fp32, tile by tile, as the tensor core's own accumulator keeps too few bits for a long sum.
     """
     if a_tile.dtype == tl.int8:
         return tl.dot(a_tile, w_tile, accumulator, out_dtype=tl.int32)
@@ -72,10 +71,7 @@ def add_product(a_tile, w_tile, accumulator, K: tl.constexpr):
         if INTERPRETED:
             a_tile = widen(a_tile)
             w_tile = widen(w_tile)
-        if K <= FAST_COLUMNS:
-            return tl.dot(a_tile, w_tile, accumulator, input_precision="ieee")
-        else:
-            return accumulator + tl.dot(a_tile, w_tile, input_precision="ieee")
+        return accumulator + tl.dot(a_tile, w_tile, input_precision="ieee")
 
 
 @triton.jit
@@ -155,7 +151,7 @@ def mm_tile(
                 w_tile = w_tile.to(tl.float32)
             accumulator = tl.dot(a_tile, w_tile, accumulator, input_precision="ieee")
         elif BY_ROW:
-            accumulator = add_product(a_tile, w_tile, accumulator, K)
+            accumulator = add_product(a_tile, w_tile, accumulator)
         else:
             ONE_SCALE: tl.constexpr = GLU == NOT_GATED and BLOCK_N <= SCHEME[0]
             row_scale = load_row_scale(a_scale, a_row, row_valid, k, K, SCHEME[1])
@@ -218,8 +214,8 @@ def scaled_glu_tile(
         gate_tile = load_weight(*where, K, W_STRIDES, COLUMNS, BLOCK_K, CONCAT, W_LOAD, SWAPPED, GATE)
         up_tile = load_weight(*where, K, W_STRIDES, COLUMNS, BLOCK_K, CONCAT, W_LOAD, SWAPPED, UP)
         if BY_ROW:
-            gate = add_product(a_tile, gate_tile, gate, K)
-            up = add_product(a_tile, up_tile, up, K)
+            gate = add_product(a_tile, gate_tile, gate)
+            up = add_product(a_tile, up_tile, up)
         else:
             row_scale = load_row_scale(a_scale, a_row, row_valid, k, K, SCHEME[1])
             row = n_start if ONE_SCALE else gate_row

@@ -14,9 +14,6 @@ from moe_ops.kernels.triton.util import INTERPRETED, round_to
 E4M3_MAX = tl.constexpr(448.0)
 INT8_MAX = tl.constexpr(127.0)
 WHOLE_NUMBERS = tl.constexpr(12582912.0)  # 1.5 * 2^23: fp32 beside it has no fraction, so adding it rounds to even
-#: Columns of a sum of e4m3 products that the tensor core's own accumulator may make. It errs by 1.3e-3 of the sum
-#: there, 2.9e-3 of 14336 columns (an H100); rounding the rows to e4m3 by 2.6e-2.
-FAST_COLUMNS = tl.constexpr(4096)
 AMAX_FLOOR = tl.constexpr(1e-12)  # keeps an all-zero group's scale a normal number and its quotient 0
 
 
