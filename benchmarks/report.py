@@ -44,6 +44,7 @@ from benchmarks.training_report import (
     train_step_section,
 )
 from meta.activations import ACTIVATIONS
+from meta.blocks import BLOCKS
 from meta.routing import ROUTINGS
 from meta.schemes import SCHEMES
 
@@ -248,10 +249,11 @@ def schemes_section(_: Documents) -> str:
             short_dtype(row.weight_dtype),
             ", ".join(str(spec) for spec in row.scales) or "none",
             row.rows.name if row.rows is not None else "as given",
+            BLOCKS[row.blocks].name if row.blocks is not None else "the same",
         ]
         for row in SCHEMES.values()
     ]
-    return table(["scheme", "weights", "weight scales (N x K)", "activations"], body)
+    return table(["scheme", "weights", "weight scales (N x K)", "activations", "activations on sm_100"], body)
 
 
 def routings_section(_: Documents) -> str:

@@ -176,7 +176,7 @@ def gemm_call(layer: TrialLayer, gemm: str, ids: torch.Tensor) -> Callable[[MMCo
     size = (ids.shape[0], key.H) if first else (ids.numel(), key.I)
     rows = torch.randn(size, device=ids.device, dtype=torch.bfloat16)
     if quantizes := SCHEMES[key.scheme].rows is not None:
-        rows, scale = act_quant.quantize_rows(rows, key.scheme)
+        rows, scale = act_quant.quantize_rows(rows, SCHEMES[key.scheme].rows)
     form = {"glu_layout": "concat", "activation": "silu", "quantize_output": quantizes} if first else {}
     mm = ExpertMM(layer.weights[GEMMS.index(gemm)], torch.bfloat16, rows_scale=scale, **form)
     gather = {"row_to_pair": row_to_pair, "top_k": key.K} if first else {}

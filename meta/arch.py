@@ -17,7 +17,8 @@ class Arch:
     Attributes:
         name: product name used by :func:`lookup`.
         sm: ``"sm90"``-like compute capability, or ``"cpu"``.
-        peak_tflops: dense peak by operand kind (``"bf16"``, ``"fp16"``, ``"tf32"``, ``"fp32"``, ``"fp8"``), TFLOP/s.
+        peak_tflops: dense peak by operand kind (``"bf16"``, ``"fp16"``, ``"tf32"``, ``"fp32"``, ``"fp8"``, ``"fp4"``),
+            TFLOP/s.
         dram_tbps: datasheet memory bandwidth, TB/s.
         shared_kib: shared memory usable by one block, KiB.
         multiprocessors: how many there are.
@@ -60,7 +61,7 @@ ARCHS: dict[str, Arch] = {
         Arch(
             "B200",
             "sm100",
-            {"bf16": 2250.0, "fp16": 2250.0, "tf32": 1125.0, "fp32": 80.0, "fp8": 4500.0},
+            {"bf16": 2250.0, "fp16": 2250.0, "tf32": 1125.0, "fp32": 80.0, "fp8": 4500.0, "fp4": 9000.0},
             8.0,
             227,
             148,
@@ -77,6 +78,14 @@ TYPICAL = ARCHS["H200"]
 #: The first compute capability that has a feature: what the Triton kernels need at all, products in fp8, bulk loads by
 #: descriptor, launches that overlap the kernel before them, torch's grouped product.
 FIRST_CAPABILITY = {"kernels": 80, "fp8": 89, "tma": 90, "dependent_launch": 90}
+#: Capabilities whose tensor cores multiply by the scales of blocks along K (tcgen05). Later ones have others for that,
+#: or are not known to Triton 3.6.
+SCALED_BLOCKS = range(100, 110)
+
+
+def scales_blocks(arch: str) -> bool:
+    """Whether a device of this architecture (as :func:`device_arch` names it) is of :data:`SCALED_BLOCKS`."""
+    return arch.startswith("sm") and int(arch.removeprefix("sm")) in SCALED_BLOCKS
 
 
 def lacks(arch: str, feature: str) -> str | None:

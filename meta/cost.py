@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from meta.arch import Arch
+from meta.blocks import blocks_on
 from meta.dims import GRADIENTS, Dim, LayerProblem
 from meta.schemes import SCHEMES, ceil_div
 
@@ -187,8 +188,11 @@ def tokens_per_pass(T: int, E: int, K: int, row_bytes: int) -> int:
     return -(-T // (passes * 128)) * 128
 
 
-def _kind(problem: LayerProblem) -> str:
-    if SCHEMES[problem.scheme].rows is not None:
+def _kind(problem: LayerProblem, arch: Arch) -> str:
+    scheme = SCHEMES[problem.scheme]
+    if (form := blocks_on(scheme, arch.sm)) is not None:
+        return "fp8" if form.pack == 1 else "fp4"
+    if scheme.rows is not None:
         return "fp8"
     return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(problem.dtype, "tf32")
 
@@ -196,7 +200,7 @@ def _kind(problem: LayerProblem) -> str:
 def roofline_us(problem: LayerProblem, arch: Arch, experts: float | None = None) -> float:
     """Microseconds that no implementation can beat: the larger of memory time and compute time (see `bytes_moved`)."""
     memory = bytes_moved(problem, experts) / (arch.ceiling_tbps() * 1e6)
-    compute = int(flops(problem)) / (arch.ceiling_tflops(_kind(problem)) * 1e6)
+    compute = int(flops(problem)) / (arch.ceiling_tflops(_kind(problem, arch)) * 1e6)
     return max(memory, compute)
 
 

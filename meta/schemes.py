@@ -96,12 +96,16 @@ class ActivationFormat:
         dtype: of the stored elements.
         group: elements along K that share an fp32 scale; :data:`WHOLE` for a row.
         largest: the magnitude that the largest element of a group is stored as.
+        scale_dtype: of the scales.
+        pack: elements in a stored one.
     """
 
     name: str
     dtype: torch.dtype
     group: int
     largest: float
+    scale_dtype: torch.dtype = torch.float32
+    pack: int = 1
 
     def scale_width(self, K: Dim) -> Dim:
         """Scales of a row of K elements."""
@@ -151,6 +155,8 @@ class QuantScheme:
         code: of the elements of an ``[E, N, K]`` weight; None where they are floats.
         scales: the tensors that decode a weight, in the order of the operators' lists.
         rows: format of the activations; None when they stay in the hidden dtype.
+        blocks: name of that of :data:`meta.blocks.BLOCKS` which tensor cores multiply with the weights as they are
+            stored: on GPUs that have such, kernels bring the activations into it.
         float_dtype: of weights without a code.
         make_scales: ``w fp32 [E, N, K] -> the scales`` that :meth:`quantize` stores it with.
         source: paper or specification.
@@ -160,6 +166,7 @@ class QuantScheme:
     code: Code | None = None
     scales: tuple[Scale, ...] = ()
     rows: ActivationFormat | None = None
+    blocks: str | None = None
     float_dtype: torch.dtype = torch.bfloat16
     make_scales: Callable[[Tensor], tuple[Tensor, ...]] | None = None
     source: str = ""
@@ -389,6 +396,7 @@ SCHEMES: dict[str, QuantScheme] = {
             "mxfp8",
             "e4m3",
             Scale("scale", ((1, 32),), (E8M0, torch.uint8)),
+            blocks="mxfp8",
             make_scales=_mx_scales("e4m3"),
             source=_OCP,
         ),
@@ -437,6 +445,7 @@ SCHEMES: dict[str, QuantScheme] = {
             "e2m1",
             Scale("scale", ((1, 32),), (E8M0, torch.uint8)),
             rows=FP8_1X128,
+            blocks="mxfp8",
             make_scales=_mx_scales("e2m1"),
             source=f"the weights of mxfp4, {_OCP}, the activations of fp8_block128",
         ),
@@ -445,6 +454,7 @@ SCHEMES: dict[str, QuantScheme] = {
             "e2m1",
             Scale("scale", ((1, 16),), (E4M3,)),
             Scale("global_scale", (_TENSOR,)),
+            blocks="nvfp4",
             make_scales=_nv_scales,
             source="NVIDIA, NVFP4; ModelOpt's weight_scale_2 is the second",
         ),

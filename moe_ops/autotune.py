@@ -182,8 +182,9 @@ def searches(key: LayerKey, tokens: int) -> Iterator[tuple[Plan, tuple[list[Any]
     """(a plan to start from, what to try in place of each of its configs), for every backend and sequence that serves
     at this size.
     """
+    _, sm = plans.gpu_of(torch.device("cuda"))
     for name, module in backends.tunable():
-        for sequence, found in module.candidates(key, tokens).items():
+        for sequence, found in module.candidates(key, tokens, sm).items():
             if all(found):
                 yield Plan(name, sequence, tuple(of_config[0] for of_config in found)), found
 

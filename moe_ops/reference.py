@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from meta.activations import ACTIVATIONS, split_glu
+from meta.blocks import blocks_on
 from meta.calls import (
     CombineCall,
     DispatchCall,
@@ -148,8 +149,10 @@ def _spans(call: GemmCall) -> list[tuple[int, int]]:
 
 def _expert_linears(call: GemmCall, weight: Tensor) -> Tensor:
     """``y[row] = W[expert of row] x[row] + b[expert of row]``, ``[R, N]``; rows of no expert are zero."""
-    x, spans = _wide(call.x), _spans(call)
-    x = x.flatten(0, -2)
+    rows, spans = call.x, _spans(call)
+    if rows.scheme is None:
+        rows = quantized(rows.data, blocks_on(SCHEMES[call.problem.scheme], call.problem.arch))
+    x = _wide(rows).flatten(0, -2)
     y = x.new_zeros((x.shape[0], weight.shape[1]))
     for expert, (start, end) in enumerate(spans):
         y[start:end] = _linear(x[start:end], weight, call.bias, expert)
@@ -227,6 +230,8 @@ def fused_experts(call: ExpertsCall) -> Tensor:
     time.
     """
     weights, glu, form = call.experts, call.experts.glu, call.experts.scheme.rows
+    if call.hidden_states.scheme is None:
+        form = blocks_on(weights.scheme, call.problem.arch) or form
     gate_up, down = _first_weight(weights.gate_up, weights.up), _wide(weights.down)
     body, dtype = ACTIVATIONS[glu.activation].eager, call.out_dtype
 

@@ -30,7 +30,7 @@ class Backend:
             one; None for a backend that is reachable by name only.
         plans: import path of what its layers can be told: ``SEQUENCES`` (name -> types of the configs, named tuples),
             ``cheapest(key, tokens, gpu, sm) -> Plan`` where nothing was measured, and for the tuner ``candidates(key,
-            tokens)`` (sequence -> what to time for each config; its module then has ``run_plan``). None: nothing.
+            tokens, sm)`` (sequence -> what to time for each config; its module then has ``run_plan``). None: nothing.
     """
 
     name: str

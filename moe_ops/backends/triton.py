@@ -27,7 +27,7 @@ from meta.calls import (
 from meta.dims import Problem
 from meta.formats import E4M3
 from meta.operands import Glu, Operand
-from meta.schemes import SCHEMES
+from meta.schemes import SCHEMES, ActivationFormat
 from moe_ops.backends import triton_plans
 from moe_ops.counters import Row
 from moe_ops.kernels.triton import (
@@ -45,7 +45,7 @@ from moe_ops.kernels.triton import (
 from moe_ops.kernels.triton.expert_mm import batched_mm as launch_batched_mm
 from moe_ops.kernels.triton.expert_mm import grouped_mm as launch_grouped_mm
 from moe_ops.kernels.triton.launch import ExpertMM
-from moe_ops.kernels.triton.layer import Layer, fit, gpu_of, pdl_launches
+from moe_ops.kernels.triton.layer import Layer, blocks_for, fit, pdl_launches, plans_for
 from moe_ops.kernels.triton.record import Recorder
 from moe_ops.kernels.triton.util import INTERPRETED, unit_stride
 from moe_ops.plans import LayerKey, Plan, bucket
@@ -55,6 +55,8 @@ SERVED_SCHEMES = frozenset(
     {"bf16", "fp16", "fp32", "fp8_block128", "fp8_channel", "fp8_tensor", "int8_channel", *triton_plans.DECODED}
 )
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: Of rows that operators take and return.
+FORMS: dict[str, ActivationFormat] = {name: row.rows for name, row in SCHEMES.items() if row.rows is not None}
 #: In place of :mod:`moe_ops.rows`.
 ROWS = rows
 
@@ -123,11 +125,11 @@ def batched_dispatch(call: DispatchCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def quantize_rows(call: QuantizeCall) -> tuple[Tensor, Tensor]:
-    return act_quant.quantize_rows(call.rows, call.problem.scheme)
+    return act_quant.quantize_rows(call.rows, FORMS[call.problem.scheme])
 
 
 def quantize_batched(call: QuantizeCall) -> tuple[Tensor, Tensor]:
-    return act_quant.quantize_batched(call.rows, call.expert_num_tokens, call.problem.scheme)
+    return act_quant.quantize_batched(call.rows, call.expert_num_tokens, FORMS[call.problem.scheme])
 
 
 # ---- single GEMMs ----
@@ -142,17 +144,29 @@ def _gemm(
     call: GemmCall, load: Row | None = None, gather: dict[str, Any] | None = None, **epilogue: Any
 ) -> tuple[Tensor, Tensor]:
     """``gather``: where its rows come from, if `call.x` has tokens."""
-    scales = call.x.scales
-    mm = ExpertMM(call.weight, call.out_dtype, bias=call.bias, rows_scale=scales[0] if scales else None, **epilogue)
-    problem = call.problem
+    problem, blocks = call.problem, blocks_for(call.weight, call.x, call.device)
+    x = call.x if blocks is None else _in_blocks(call, blocks, gathered=gather is not None)
+    epilogue |= {"rows_scale": x.scales[0] if x.scales else None, "blocks": blocks}
+    mm = ExpertMM(call.weight, call.out_dtype, bias=call.bias, **epilogue)
     column = triton_plans.product(problem.scheme, first=mm.activation is not None, gathered=gather is not None)
     sizes = (mm.num_experts, bucket(int(problem.M)), mm.out_features * (2 if mm.glu else 1), mm.in_features)
-    tile = fit(triton_plans.tile_for(problem.scheme, *sizes, *gpu_of(call.device), column), mm)
+    tile = fit(triton_plans.tile_for(problem.scheme, *sizes, *plans_for(call.device, blocks), column), mm)
     if problem.format == "batched":
-        return launch_batched_mm(call.x.data.contiguous(), mm, call.extents, tile, load=load)
-    rows = unit_stride(call.x.data)
+        return launch_batched_mm(x.data.contiguous(), mm, call.extents, tile, load=load)
+    rows = unit_stride(x.data)
     count = int(problem.M)
     return launch_grouped_mm(rows, mm, call.extents, tile, num_rows=count, load=load, **(gather or {}))
+
+
+def _in_blocks(call: GemmCall, form: ActivationFormat, gathered: bool) -> Operand:
+    """The product's rows, or tokens where it gathers them, as a `form` of :mod:`meta.blocks`."""
+    if gathered:
+        made = act_quant.quantize_rows(call.x.data, form)
+    elif call.problem.format == "batched":
+        made = act_quant.quantize_batched(call.x.data, call.extents, form)
+    else:
+        made = act_quant.quantize_sorted(call.x.data, call.extents, form)
+    return Operand(made[0], form, (made[1],))
 
 
 def grouped_mm(call: GemmCall) -> Tensor:
@@ -203,9 +217,11 @@ def fused_experts(call: ExpertsCall) -> Tensor:
 def _layer(call: LayerCall) -> tuple[Layer, Plan]:
     """A layer's experts, and the plan for this many tokens."""
     problem, weights, dtype = call.problem, call.experts, call.out_dtype
-    up = ExpertMM(weights.gate_up, dtype, up=weights.up, bias=weights.gate_up_bias, **_epilogue(weights.glu))
-    down = ExpertMM(weights.down, dtype, bias=weights.down_bias)
-    wanted = (LayerKey.of(problem), bucket(int(problem.T)), *gpu_of(call.device))
+    blocks = blocks_for(weights.gate_up, call.hidden_states, call.device)
+    epilogue = {**_epilogue(weights.glu), "blocks": blocks}
+    up = ExpertMM(weights.gate_up, dtype, up=weights.up, bias=weights.gate_up_bias, **epilogue)
+    down = ExpertMM(weights.down, dtype, bias=weights.down_bias, blocks=blocks)
+    wanted = (LayerKey.of(problem), bucket(int(problem.T)), *plans_for(call.device, blocks))
     plan = triton_plans.plan_for(*wanted)
     if plan.sequence == "small" and not small.reads_rows(up, down):
         plan = triton_plans.by_products(*wanted)
@@ -229,9 +245,12 @@ def run_plan(
         capacity: rows per expert of the batched format.
     """
     first, second = weights
-    up = ExpertMM(first, hidden_states.dtype, glu_layout="concat" if key.gated else "none", activation="silu")
-    layer = Layer(up, ExpertMM(second, hidden_states.dtype), key.scheme, capacity=capacity)
-    return layer.run(plan, Operand(hidden_states, None), topk_weights, topk_ids)
+    rows, layout = Operand(hidden_states, None), "concat" if key.gated else "none"
+    blocks = blocks_for(first, rows, hidden_states.device)
+    up = ExpertMM(first, hidden_states.dtype, glu_layout=layout, activation="silu", blocks=blocks)
+    down = ExpertMM(second, hidden_states.dtype, blocks=blocks)
+    layer = Layer(up, down, key.scheme, capacity=capacity)
+    return layer.run(plan, rows, topk_weights, topk_ids)
 
 
 def fused_moe(call: MoeCall) -> Tensor:

@@ -6,7 +6,7 @@ from functools import cache, partial
 from itertools import product as every
 from typing import Any, NamedTuple
 
-from meta.arch import FIRST_CAPABILITY, TYPICAL, lookup_gpu
+from meta.arch import FIRST_CAPABILITY, SCALED_BLOCKS, TYPICAL, lookup_gpu
 from meta.cost import TileCost, Work, expected_experts, pairwise_us, product_us, robust_us
 from meta.schemes import SCHEMES, WHOLE
 from moe_ops.kernels.triton.config import MMConfig, SmallConfig
@@ -145,6 +145,29 @@ def _packed_fp8_tile(scheme: str, work: Work) -> MMConfig:
     return _streamed(128, 128, 128, 8, 8, 3)
 
 
+def in_blocks(scheme: str, sm: int) -> bool:
+    """Whether tensor cores take a scheme's weights as they are stored (`meta.blocks`)."""
+    return SCHEMES[scheme].blocks is not None and sm in SCALED_BLOCKS
+
+
+def small_serves(scheme: str, sm: int) -> bool:
+    """Whether the small kernels take a scheme's weights."""
+    return scheme not in FP8_DECODED and not in_blocks(scheme, sm)
+
+
+def _blocks_tile(scheme: str, work: Work) -> MMConfig:
+    """128 weight rows are a tensor core's product, 128 bytes of each of them a line of shared memory; tokens as an
+    expert has them. Compiled and interpreted, never timed.
+    """
+    rows = work.T * work.K / work.E
+    columns = 256 if SCHEMES[scheme].blocks == "nvfp4" else 128
+    if rows > 48:
+        return _streamed(128, 128, columns, 8, 8, 4)
+    if rows > 24:
+        return _gathered(64, 128, columns, 1, 8, 4)
+    return _gathered(16 if rows <= 12 else 32, 128, columns, 1, 4, 4)
+
+
 def kind(scheme: str) -> str:
     """The tiles that serve a scheme: a name of FAMILIES."""
     return "plain" if SCHEMES[scheme].rows is None else "scaled"
@@ -153,7 +176,8 @@ def kind(scheme: str) -> str:
 def cheapest(key: LayerKey, tokens: int, gpu: str, sm: int) -> Plan:
     """The plan that should be fastest by `meta.cost`, for shapes that nobody measured."""
     grouped, us = _by_products(key, tokens, gpu, sm)
-    if tokens * key.K <= SMALL_PAIRS and key.format == "grouped" and key.scheme not in ("fp32", *FP8_DECODED):
+    few = tokens * key.K <= SMALL_PAIRS and key.scheme != "fp32"
+    if key.format == "grouped" and small_serves(key.scheme, sm) and few:
         first, second = _works(key, tokens)
         bits = SCHEMES[key.scheme].bits
         expert_bytes = (first.N * first.depth + second.N * second.depth) * bits // 8
@@ -237,6 +261,8 @@ def _tile(scheme: str, work: Work, gpu: str, sm: int, column: str) -> tuple[MMCo
     tma = sm >= FIRST_CAPABILITY["tma"]
     if scheme == "fp32":
         return MMConfig(16 if work.T * work.K <= 16 * work.E else 64, 64, 32, 8, 4, 3, a_tma=False, w_tma=False), 0.0
+    if in_blocks(scheme, sm):
+        return _blocks_tile(scheme, work), 0.0
     if scheme in DECODED:
         tile = _packed_tile(scheme, work) if scheme in PACKED else _packed_fp8_tile(scheme, work)
         bits = SCHEMES[scheme].bits
@@ -284,8 +310,10 @@ def _blocks_m(rows: float) -> list[int]:
     return [m for m in (16, 32, 64, 128, 256) if m <= limit][-3:]
 
 
-def gemm_candidates(scheme: str, rows: float, *, gated: bool, first: bool) -> list[MMConfig]:
+def gemm_candidates(scheme: str, rows: float, sm: int, *, gated: bool, first: bool) -> list[MMConfig]:
     """GEMM tiles to time. Weights always come by descriptor; rows by descriptor or gathered."""
+    if in_blocks(scheme, sm):
+        return _blocks_candidates(scheme, rows)
     if scheme in DECODED:
         return _packed_candidates(rows) if scheme in PACKED else _packed_fp8_candidates(rows)
     element = SCHEMES[scheme].weight_dtype.itemsize
@@ -315,6 +343,17 @@ def gemm_candidates(scheme: str, rows: float, *, gated: bool, first: bool) -> li
         if block_m >= 128 and stages == 3:
             found.append(tile._replace(group_m=16))
     return found
+
+
+def _blocks_candidates(scheme: str, rows: float) -> list[MMConfig]:
+    """Tiles of the 128 weight rows that `fit` gives all of them, and of whole lines of shared memory."""
+    line = 256 if SCHEMES[scheme].blocks == "nvfp4" else 128
+    group_m, a_tma = (8, True) if rows > 48 else (1, False)
+    return [
+        MMConfig(block_m, 128, columns, group_m, warps, stages, a_tma, w_tma=True)
+        for block_m, columns, warps, stages in every(_blocks_m(rows), (line, 2 * line), (4, 8), (2, 3, 4))
+        if block_m <= 128 and (block_m + 128) * columns * stages <= (TYPICAL.shared_kib - 16) * 1024
+    ]
 
 
 def _packed_candidates(rows: float) -> list[MMConfig]:
@@ -353,14 +392,14 @@ def small_candidates(K: int, scheme: str, *, first: bool) -> list[SmallConfig]:
     ]
 
 
-def candidates(key: LayerKey, tokens: int) -> dict[str, tuple[list[Any], ...]]:
+def candidates(key: LayerKey, tokens: int, sm: int) -> dict[str, tuple[list[Any], ...]]:
     """Sequence -> what is worth timing for each of its products, for the sequences that make sense at this size."""
     rows = tokens * key.K / key.E
     both = (True, False)
     found: dict[str, tuple[list[Any], ...]]
-    found = {key.format: tuple(gemm_candidates(key.scheme, rows, gated=key.gated, first=first) for first in both)}
+    found = {key.format: tuple(gemm_candidates(key.scheme, rows, sm, gated=key.gated, first=first) for first in both)}
     # Small kernels serve where pairs rarely share experts.
     few = tokens * key.K <= 2 * key.E and tokens <= 8
-    if key.format == "grouped" and key.scheme not in FP8_DECODED and few:
+    if key.format == "grouped" and small_serves(key.scheme, sm) and few:
         found["small"] = tuple(small_candidates(key.K, key.scheme, first=first) for first in both)
     return found

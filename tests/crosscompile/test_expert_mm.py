@@ -104,7 +104,9 @@ def compile_mm(
         **dict.fromkeys(("bias", "w_zeros", "w_outer")),
         "ACTIVATION": activation or ("silu" if first else None),
         "MOVES": (a_tma, w_load, store, False),
-        "SCHEME": ((1, 0, False, False, None) if by_row else (128, 128, False, quantize, None)) if quantized else None,
+        "SCHEME": ((1, 0, False, False, None, None) if by_row else (128, 128, False, quantize, None, None))
+        if quantized
+        else None,
         "BATCHED": batched,
         "WALK": walk(config, a_tma, quantized),
         "PDL": capability >= 90,

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from meta.formats import CODES, E4M3
 from meta.operands import Operand
-from meta.schemes import SCHEMES
+from meta.schemes import SCHEMES, ActivationFormat
 from moe_ops.backends.triton_plans import DECODED, PACKED, tile_for
 from moe_ops.kernels.triton import packed_fp8_tile as fp8
 from moe_ops.kernels.triton.config import MMConfig
@@ -28,37 +28,44 @@ TYPES = {torch.uint8: "u8", torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv", to
 TYPES |= {torch.float32: "fp32", torch.int32: "i32"}
 
 
-def descriptor(made: Any, dtype: torch.dtype) -> str | None:
-    return None if made is None else f"tensordesc<{TYPES[dtype]}[{', '.join(map(str, made.block_shape))}]>"
+def descriptor(made: TensorDescriptor | None) -> str | None:
+    if made is None:
+        return None
+    return f"tensordesc<{TYPES[made.base.dtype]}[{', '.join(map(str, made.block_shape))}]>"
 
 
-def compile_packed(scheme: str, tile: MMConfig, *, gated: bool) -> Compiled:
-    """One product with Qwen3-30B-A3B's dimensions: GEMM 1 with gathered rows, or GEMM 2."""
+def compile_packed(
+    scheme: str, tile: MMConfig, *, gated: bool, capability: int = 90, blocks: ActivationFormat | None = None
+) -> Compiled:
+    """One product with Qwen3-30B-A3B's dimensions: GEMM 1, with gathered rows where its tile has few, or GEMM 2; of
+    rows in a format of `meta.blocks`, which GEMM 1 leaves, too.
+    """
     N, depth = (2 * I, H) if gated else (H, I)
     stored, scales = SCHEMES[scheme].quantize(torch.randn(2, N, depth))
     activation = "silu" if gated else None
     weight = Operand(stored, SCHEMES[scheme], scales)
-    form = SCHEMES[scheme].rows
+    form = blocks or SCHEMES[scheme].rows
     layout = {"glu_layout": "concat", "activation": activation, "quantize_output": form is not None} if gated else {}
-    mm = ExpertMM(weight, torch.bfloat16, **layout)
+    mm = ExpertMM(weight, torch.bfloat16, **layout, blocks=blocks)
     tile = fit(tile, mm)
-    rows = torch.empty(256, depth, dtype=torch.bfloat16 if form is None else form.dtype)
-    out, _ = mm.allocate((256,), rows)
+    rows = torch.empty(256, depth, dtype=torch.bfloat16)
+    if form is not None:
+        rows = torch.empty(256, depth // form.pack, dtype=form.dtype)
+    out, out_scale = mm.allocate((256,), rows)
     gathered = gated and not tile.a_tma
     made = mm.prepare(rows, out, tile, gathered=gathered)
-    code = TYPES[mm.weight.dtype]
     arguments: dict[str, str | None] = {
         "a": f"*{TYPES[rows.dtype]}:16",
-        "a_desc": descriptor(made.a_desc, rows.dtype),
-        "a_scale": None if form is None else "*fp32:16",
+        "a_desc": descriptor(made.a_desc),
+        "a_scale": None if form is None else f"*{TYPES[form.scale_dtype]}:16",
         "row_to_pair": "*i32:16" if gathered else None,
         "extents": "*i32:16",
-        "w": f"*{code}:16",
-        "w_desc": descriptor(made.w_desc, mm.weight.dtype),
+        "w": f"*{TYPES[mm.weight.dtype]}:16",
+        "w_desc": descriptor(made.w_desc),
         "bias": None,
         "out": f"*{TYPES[out.dtype]}:16",
-        "out_desc": descriptor(made.out_desc, out.dtype),
-        "out_scale": "*fp32:16",
+        "out_desc": descriptor(made.out_desc),
+        "out_scale": f"*{TYPES[out_scale.dtype]}:16",
         "load_ptr": None,
         **dict.fromkeys(("num_rows", "up_scale_offset", "up_zeros_offset", "up_outer_offset"), "i32"),
         "up_offset": "i32:16",
@@ -76,6 +83,7 @@ def compile_packed(scheme: str, tile: MMConfig, *, gated: bool) -> Compiled:
         _expert_mm_kernel,
         {name: kind for name, kind in arguments.items() if kind is not None},
         {**constants, **{name: None for name, kind in arguments.items() if kind is None}},
+        capability=capability,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         launch_pdl=True,

@@ -69,7 +69,7 @@ def test_quantize_rows_bit_for_bit(scheme, K, dtype, poisoned):
     form = SCHEMES[scheme].rows
     rows = (torch.randn(9, K) * torch.logspace(-13, 8, 9)[:, None]).to(dtype)
     rows[4] = 0.0
-    q, scale = quantize_rows(rows, scheme)
+    q, scale = quantize_rows(rows, form)
     expected_q, (expected_scale,) = form.quantize(rows)
     assert q.dtype == form.dtype and q.is_contiguous() and scale.is_contiguous()
     assert torch.equal(scale, expected_scale)
@@ -79,14 +79,14 @@ def test_quantize_rows_bit_for_bit(scheme, K, dtype, poisoned):
 def test_quantize_rows_of_any_stride():
     wide = torch.randn(6, 300)
     for rows in (wide[:, 10:210], wide[:, ::2], wide[::2]):
-        q, scale = quantize_rows(rows, "fp8_block128")
+        q, scale = quantize_rows(rows, SCHEMES["fp8_block128"].rows)
         expected_q, (expected_scale,) = FP8.rows.quantize(rows.contiguous())
         assert torch.equal(scale, expected_scale) and torch.equal(bits(q), bits(expected_q))
 
 
 def test_quantize_rows_many_groups():
     rows = torch.randn(130, 4096).bfloat16()
-    q, scale = quantize_rows(rows, "fp8_block128")
+    q, scale = quantize_rows(rows, SCHEMES["fp8_block128"].rows)
     expected_q, (expected_scale,) = FP8.rows.quantize(rows)
     assert torch.equal(scale, expected_scale) and torch.equal(bits(q), bits(expected_q))
 
@@ -94,7 +94,7 @@ def test_quantize_rows_many_groups():
 def test_nan_and_infinity_stay_visible():
     rows = torch.randn(3, 128)
     rows[0, 5], rows[1, 7] = NAN, INF
-    q, scale = quantize_rows(rows, "fp8_block128")
+    q, scale = quantize_rows(rows, SCHEMES["fp8_block128"].rows)
     dequantised = FP8.rows.dequantize(q, (scale,))
     assert dequantised[0].isnan().nonzero().tolist() == [[5]]
     assert dequantised[1].isnan().any()
@@ -102,7 +102,7 @@ def test_nan_and_infinity_stay_visible():
 
 
 def test_int8_of_ties_goes_to_even():
-    q, scale = quantize_rows(torch.tensor([[0.5, 1.5, 2.5, -0.5, -3.5, 126.5, 127.0]]), "int8_channel")
+    q, scale = quantize_rows(torch.tensor([[0.5, 1.5, 2.5, -0.5, -3.5, 126.5, 127.0]]), SCHEMES["int8_channel"].rows)
     assert scale.item() == 1.0 and q.tolist() == [[0, 2, 2, 0, -4, 126, 127]]
 
 
@@ -110,7 +110,7 @@ def test_int8_of_ties_goes_to_even():
 def test_a_row_of_int8_says_nan_by_its_scale(K):
     rows = torch.randn(3, K)
     rows[0, -1], rows[1, 7] = NAN, INF
-    q, scale = quantize_rows(rows, "int8_channel")
+    q, scale = quantize_rows(rows, SCHEMES["int8_channel"].rows)
     dequantised = SCHEMES["int8_channel"].rows.dequantize(q, (scale,))
     assert dequantised[:2].isnan().all() and dequantised[2].isfinite().all()
 
@@ -119,7 +119,7 @@ def test_a_row_of_int8_says_nan_by_its_scale(K):
 def test_quantize_sorted_stops_at_the_last_offset(scheme, poisoned):
     rows, offsets = torch.randn(9, 200), torch.tensor([2, 2, 5], dtype=torch.int32)
     rows[5:] = NAN
-    q, scale = quantize_sorted(rows, offsets, scheme)
+    q, scale = quantize_sorted(rows, offsets, SCHEMES[scheme].rows)
     expected_q, (expected_scale,) = SCHEMES[scheme].rows.quantize(rows[:5])
     assert torch.equal(scale[:5], expected_scale) and torch.equal(bits(q[:5]), bits(expected_q))
     assert poisoned(q[5:]).all() and poisoned(scale[5:]).all()
@@ -130,7 +130,7 @@ def test_quantize_sorted_stops_at_the_last_offset(scheme, poisoned):
 def test_quantize_batched_touches_only_counted_rows(scheme, C, poisoned):
     batch = torch.randn(4, C, 200).bfloat16()
     counts = torch.tensor([2, 0, C, C + 9], dtype=torch.int32)
-    q, scale = quantize_batched(batch, counts, scheme)
+    q, scale = quantize_batched(batch, counts, SCHEMES[scheme].rows)
     expected_q, (expected_scale,) = SCHEMES[scheme].rows.quantize(batch)
     for e, count in enumerate(counts.clamp(max=C).tolist()):
         assert torch.equal(scale[e, :count], expected_scale[e, :count])
@@ -140,5 +140,5 @@ def test_quantize_batched_touches_only_counted_rows(scheme, C, poisoned):
 
 @pytest.mark.parametrize("shape", [(0, 128), (3, 0)])
 def test_nothing_to_quantise(shape):
-    q, scale = quantize_rows(torch.randn(shape), "fp8_block128")
+    q, scale = quantize_rows(torch.randn(shape), SCHEMES["fp8_block128"].rows)
     assert q.shape == shape and scale.shape == (shape[0], -(-shape[1] // 128))

@@ -59,7 +59,7 @@ def route_few(load: torch.Tensor, expert_map: torch.Tensor | None = None) -> tor
     held = E if expert_map is None else 3
     routed = route.route_few(
         torch.randn(3, H), torch.randn(3, E), None, held, expert_map,
-        scheme="fp32", top_k=K, renorm_eps=0.0, scale=1.0, pdl=False, load=load, **ROUTING,
+        form=None, top_k=K, renorm_eps=0.0, scale=1.0, pdl=False, load=load, **ROUTING,
     )  # fmt: skip
     counts = places(routed.topk_ids, held, expert_map)[2]
     return torch.cat((counts, torch.zeros(E - held, dtype=torch.int64)))

@@ -187,7 +187,7 @@ def test_dispatch_quantises_as_the_scheme_does(H, path, poisoned):
     ids, x, weights = torch.randint(-1, E, (T, K)), torch.randn(T, H).bfloat16(), torch.rand(T, K)
     scheme = SCHEMES["fp8_block128"]
     for w in (None, weights):
-        batch, scale, counts, slots = dispatch(x, ids, E, capacity, None, w, scheme=scheme.name)
+        batch, scale, counts, slots = dispatch(x, ids, E, capacity, None, w, form=scheme.rows)
         assert batch.dtype == scheme.rows.dtype and scale.shape == (E, capacity, -(-H // 128))
         plain, _, _, _ = dispatch(x, ids, E, capacity, None, w)
         for slot in slots[slots >= 0].tolist():

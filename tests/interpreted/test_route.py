@@ -18,7 +18,7 @@ GROUPED = ROUTING | {"routing": "sigmoid_group_top2", "num_groups": 4, "topk_gro
 
 
 def assert_quantized(rows, got, scheme):
-    q, scale = quantize_rows(rows, scheme)
+    q, scale = quantize_rows(rows, SCHEMES[scheme].rows)
     assert torch.equal(got[0].view(torch.uint8), q.view(torch.uint8)) and torch.equal(got[1], scale)
 
 
@@ -26,7 +26,7 @@ def check(T, E, routing, *, H=200, bias=None, expert_map=None, held=None, scheme
     logits = torch.randn(T, E).bfloat16() if logits is None else logits
     x = torch.randn(T, 2 * H).bfloat16()[:, :H]
     held = E if held is None else held
-    routed = route_few(x, logits, bias, held, expert_map, scheme=scheme, pdl=False, **routing)
+    routed = route_few(x, logits, bias, held, expert_map, form=SCHEMES[scheme].rows, pdl=False, **routing)
     weights, ids = fused_topk(logits, bias, **routing)
     assert torch.equal(routed.topk_weights.view(torch.int32), weights.view(torch.int32))
     order = (routed.offsets, routed.row_to_pair, routed.pair_to_row)
@@ -66,11 +66,11 @@ def test_expert_map(poisoned):
 def test_sorting_quantises_beside(T, most, poisoned, monkeypatch):
     monkeypatch.setattr(permute, "COUNT_ALL_PAIRS", most)
     x, ids = torch.randn(T, 400).bfloat16()[:, :200], torch.randint(-1, 12, (T, 4))
-    rows = beside(x, "fp8_block128")
+    rows = beside(x, SCHEMES["fp8_block128"].rows)
     for got, want in zip(sort_pairs(ids, 12, rows=rows), sort_pairs(ids, 12), strict=True):
         assert torch.equal(got, want)
     assert_quantized(x, (rows.quantized, rows.scale), "fp8_block128")
-    assert beside(x, "bf16") is None
+    assert beside(x, SCHEMES["bf16"].rows) is None
     assert type(rows.programs) is int, "a record writes grids down as numbers"
 
 

@@ -105,7 +105,7 @@ def test_static_rows_are_those_of_the_format(format, poisoned):
     x.view(-1, K)[0, :3] = torch.tensor([float("inf"), -1e30, float("nan")])
     experts = torch.arange(E).repeat_interleave(counts)
     extents = counts if format == "batched" else counts.cumsum(0).int()
-    q, scale = act_quant.quantize_static(x, extents, static, "fp8_tensor")
+    q, scale = act_quant.quantize_static(x, extents, static, form)
     want, (want_scale,) = form.quantize(x[used], static.view(E, 1)[experts])
     assert want[0, :3].float().nan_to_num(1.0).tolist() == [448.0, -448.0, 1.0]
     torch.testing.assert_close(q[used].float(), want.float(), rtol=0, atol=0, equal_nan=True)

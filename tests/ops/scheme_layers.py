@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from meta.activations import ACTIVATIONS, split_glu
+from meta.arch import device_arch
+from meta.blocks import blocks_on
 from meta.schemes import SCHEMES
 
 #: Error against float64 that is allowed, in those of the reference.
@@ -36,8 +38,9 @@ class SchemeLayer:
         return self._result(lambda rows, product, expert: rows, lambda rows: rows)
 
     def rounded(self) -> Tensor:
-        """``[T, H]``, activations rounded as the scheme stores them, results as they are stored."""
-        form = SCHEMES[self.options["scheme"]].rows
+        """``[T, H]``, activations rounded as the scheme stores them on this device, results as they are stored."""
+        scheme = SCHEMES[self.options["scheme"]]
+        form = blocks_on(scheme, device_arch(self.tensors["hidden_states"].device)) or scheme.rows
 
         def stored(rows: Tensor, product: int, expert: int) -> Tensor:
             if form is None:

@@ -128,9 +128,23 @@ def test_decoded_weights_of_few_tokens(scheme: str) -> None:
                 tile.block_k * SCHEMES[scheme].bits % 128 == 0
                 and -(-depth // tile.block_k) * tile.block_k <= 1.4 * depth
             )
-        assert all(map(all, triton_plans.candidates(key, 1).values()))
+        assert all(map(all, triton_plans.candidates(key, 1, 90).values()))
     batched = plans.LayerKey(scheme, "batched", 128, 8, 2048, 768, True)
     assert triton_plans.cheapest(batched, 1, "NVIDIA H200", 90).sequence == "batched"
+
+
+@pytest.mark.parametrize("scheme", ["mxfp8", "mxfp4_a8", "nvfp4"])
+def test_products_of_scaled_blocks(scheme: str) -> None:
+    """Of 128 weight rows, for any number of tokens, and never by the small kernels; other GPUs decode."""
+    for tokens in (1, 64, 4096):
+        key = plans.LayerKey(scheme, "grouped", 128, 8, 2048, 768, True)
+        plan = triton_plans.cheapest(key, tokens, "NVIDIA B200", 100)
+        assert plan.sequence == "grouped" and all(tile.block_n == 128 for tile in plan.configs)
+        found = triton_plans.candidates(key, tokens, 100)
+        assert list(found) == ["grouped"] and all(found["grouped"])
+        assert {tile.block_n for tiles in found["grouped"] for tile in tiles} == {128}
+        other, hopper = (triton_plans.cheapest(key, tokens, "Another GPU", sm) for sm in (120, 90))
+        assert other == hopper
 
 
 def test_tiles_fit_the_gpu() -> None:

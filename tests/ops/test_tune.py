@@ -99,6 +99,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[i
     monkeypatch.setattr(autotune, "precompile", lambda jobs, processes: iter([(1, 1, "one that does not")]))
     monkeypatch.setattr(autotune, "tune", tune)
     monkeypatch.setattr(autotune, "by_cost", lambda *_: plan("grouped", TILE, TILE))
+    monkeypatch.setattr(plans, "gpu_of", lambda _: ("Test GPU", 90))
     monkeypatch.setattr(plans, "user_directory", lambda: tmp_path)
     yield asked
 
@@ -149,6 +150,7 @@ def test_candidates_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch, cost_us:
         return cost_us if cost_us and up == other else 100.0 - up.num_stages - down.num_stages
 
     monkeypatch.setattr(autotune, "graph_us", heated)
+    monkeypatch.setattr(plans, "gpu_of", lambda _: ("Test GPU", 90))
     monkeypatch.setattr(triton_plans, "candidates", lambda *_: {"grouped": (tiles, tiles), "small": ([], [])})
     monkeypatch.setattr(autotune, "by_cost", lambda *_: plan("grouped", other, other))
     layer = SimpleNamespace(key=None, run=run, inputs=lambda tokens, sets: [()])
@@ -160,6 +162,7 @@ def test_candidates_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch, cost_us:
 
 
 def test_no_candidate_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "gpu_of", lambda _: ("Test GPU", 90))
     monkeypatch.setattr(triton_plans, "candidates", lambda *_: {"grouped": ([], [])})
     with pytest.raises(RuntimeError, match="no candidate runs"):
         autotune.tune(SimpleNamespace(key="a layer", inputs=lambda tokens, sets: []), 4)

@@ -11,9 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-from meta.schemes import SCHEMES, WHOLE, ActivationFormat
+from meta.blocks import NV_BLOCK
+from meta.schemes import WHOLE, ActivationFormat
+from moe_ops.kernels.triton.block_scales import nv_scale_bytes, quantize_group, quantize_nv_rows
 from moe_ops.kernels.triton.record import launch
-from moe_ops.kernels.triton.scales import group_scale, largest_magnitude, quantize_tile, store_as
+from moe_ops.kernels.triton.scales import group_scale, largest_magnitude, store_as
 from moe_ops.kernels.triton.util import cdiv, next_power_of_2, pdl_release, pdl_wait, unit_stride
 
 PROGRAMS = 4096  # of quantize_batched, over all experts: enough to fill a GPU while most experts hold few rows
@@ -109,6 +111,28 @@ def quantize_groups(
     Groups of more than AT_ONCE columns are read twice: for their scale, and for their quotients.
     """
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
+    if DTYPE == tl.uint8:
+        STEP: tl.constexpr = GROUP if GROUP < AT_ONCE else AT_ONCE
+        quantize_nv_rows(first, x_ptr, q_ptr, scale_ptr, rows, K, stride_r, GROUP, BLOCK_M, STEP)
+    else:
+        _quantize_groups(first, x_ptr, q_ptr, scale_ptr, rows, K, groups, stride_r, DTYPE, GROUP, BLOCK_M)
+
+
+@triton.jit
+def _quantize_groups(
+    first,
+    x_ptr,
+    q_ptr,
+    scale_ptr,
+    rows,
+    K,
+    groups,
+    stride_r,
+    DTYPE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """The same of formats that number scales as groups are numbered."""
     g = first + tl.arange(0, BLOCK_M)
     r = (g // groups).to(tl.int64)[:, None]
     exists = g < rows * groups
@@ -116,7 +140,7 @@ def quantize_groups(
         k = (g % groups * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
         inside = exists[:, None] & (k < K)
         x = tl.load(x_ptr + r * stride_r + k, mask=inside, other=0.0).to(tl.float32)
-        q, scale = quantize_tile(x, DTYPE)
+        q, scale = quantize_group(x, DTYPE, scale_ptr.dtype.element_ty)
         tl.store(q_ptr + r * K + k, q, mask=inside)
     else:
         tl.static_assert(BLOCK_M == 1, "groups of many columns are taken one by one")
@@ -136,21 +160,29 @@ def quantize_groups(
 
 
 def room(size: tuple[int, ...], form: ActivationFormat, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for quantised rows [..., H] and their scales f32 [..., groups of H]."""
-    scales = (*size[:-1], form.scale_width(size[-1]))
-    return torch.empty(size, dtype=form.dtype, device=device), torch.empty(scales, dtype=torch.float32, device=device)
+    """Memory for quantised rows [..., H] and their scales [..., groups of H]."""
+    stored, scales = (*size[:-1], size[-1] // form.pack), (*size[:-1], form.scale_width(size[-1]))
+    return (
+        torch.empty(stored, dtype=form.dtype, device=device),
+        torch.empty(scales, dtype=form.scale_dtype, device=device),
+    )
+
+
+def count_groups(columns: int, quantized: torch.Tensor, scale: torch.Tensor) -> int:
+    """Scale groups of a row: one of formats that keep all of its scales together, which are those of packed codes."""
+    return 1 if quantized.shape[-1] < columns else scale.shape[-1]
 
 
 def group_columns(form: ActivationFormat, width: int) -> int:
-    """Columns that share a scale, as kernels take them: for whole rows a power of two that holds them."""
-    return next_power_of_2(width) if form.group == WHOLE else form.group
+    """Columns that share a scale, as kernels take them: for whole rows a power of two that holds them, and a block."""
+    return next_power_of_2(max(width, NV_BLOCK if form.pack > 1 else 1)) if form.group == WHOLE else form.group
 
 
 class Beside(NamedTuple):
     """Rows that a kernel quantises beside its own work, in further programs.
 
     Args:
-        rows: [T, H], unit stride along H; quantized: [T, H]; scale: f32 [T, groups of H].
+        rows: [T, H], unit stride along H; quantized, scale: of `room`.
         group: columns that share a scale, see `group_columns`.
     """
 
@@ -162,12 +194,12 @@ class Beside(NamedTuple):
     @property
     def programs(self) -> int:
         """How many programs that takes."""
-        return cdiv(self.scale.numel(), max(1, BESIDE.value // self.group))
+        groups = self.rows.shape[0] * count_groups(self.rows.shape[1], self.quantized, self.scale)
+        return cdiv(groups, max(1, BESIDE.value // self.group))
 
 
-def beside(rows: torch.Tensor, scheme: str) -> Beside | None:
-    """Room for quantised `rows`, None where the scheme takes them as they are."""
-    form = SCHEMES[scheme].rows
+def beside(rows: torch.Tensor, form: ActivationFormat | None) -> Beside | None:
+    """Room for quantised `rows`, None where products take them as they are."""
     if form is None:
         return None
     return Beside(rows, *room(tuple(rows.shape), form, rows.device), group_columns(form, rows.shape[1]))
@@ -210,12 +242,13 @@ def _quantize_kernel(
     Groups are numbered through the rows of the expert, so no width of K leaves lanes idle. Programs of an expert share
     out the blocks of its first counts[e] rows (of all rows when counts is None).
 
-    Bytes: rows (K (sizeof(element) + 1) + 4 groups).
+    Bytes: rows (K (sizeof(element) + sizeof(code)) + sizeof(scale) groups).
     """
     # Released first: the next kernel may load weights from now on, and waits for this one, which waits here.
     pdl_release(PDL)
     pdl_wait(PDL)
     e = tl.program_id(1).to(tl.int64)
+    PACK: tl.constexpr = 2 if q_ptr.dtype.element_ty == tl.uint8 else 1
     used = rows
     if counts_ptr is not None:
         used = tl.minimum(tl.load(counts_ptr + e), rows)
@@ -223,8 +256,8 @@ def _quantize_kernel(
         quantize_groups(
             first,
             x_ptr + e * stride_e,
-            q_ptr + e * rows * K,
-            scale_ptr + e * rows * groups,
+            q_ptr + e * rows * (K // PACK),
+            scale_ptr + e * rows * (groups if PACK == 1 else nv_scale_bytes(K)),
             used,
             K,
             groups,
@@ -238,7 +271,7 @@ def _quantize(
     x: torch.Tensor, counts: torch.Tensor | None, q: torch.Tensor, scale: torch.Tensor, group: int, pdl: bool = False
 ) -> None:
     """Quantise [E, rows, K] into `q` and `scale`, one kernel; `counts` bounds the rows on the device."""
-    (E, rows, K), groups = x.shape, scale.shape[2]
+    (E, rows, K), groups = x.shape, count_groups(x.shape[2], q, scale)
     if scale.numel() == 0 or (counts is not None and counts.numel() == 0):
         return
     if x.stride(2) != 1:
@@ -324,7 +357,7 @@ def quantize_static(
     x: torch.Tensor,
     extents: torch.Tensor,
     static: torch.Tensor,
-    scheme: str,
+    form: ActivationFormat,
     pairs: tuple[torch.Tensor, int] | None = None,
     *,
     pdl: bool = False,
@@ -338,7 +371,7 @@ def quantize_static(
         pairs: row_to_pair i32 [R] of the sorted rows that are made of tokens, and top-k.
 
     Returns:
-        (q [R, K] or [E, C, K] as the scheme stores activations, scale f32 [R, 1] or [E, C, 1]); rows past `extents` are
+        (q [R, K] or [E, C, K] as `form` stores rows, scale f32 [R, 1] or [E, C, 1]); rows past `extents` are
         uninitialised.
     """
     x, batched, E = unit_stride(x), x.dim() == 3, static.shape[0]
@@ -347,7 +380,7 @@ def quantize_static(
     row_to_pair, top_k = (None, 0) if pairs is None else pairs
     leading = tuple(x.shape[:-1]) if row_to_pair is None else (row_to_pair.shape[0],)
     K, rows = x.shape[-1], leading[-1]
-    q, scale = room((*leading, K), SCHEMES[scheme].rows, x.device)
+    q, scale = room((*leading, K), form, x.device)
     if q.numel() == 0:
         return q, scale
     block_k = min(next_power_of_2(K), AT_ONCE.value)
@@ -380,24 +413,25 @@ def fill(rows: Beside, pdl: bool) -> None:
     _quantize(rows.rows[None], None, rows.quantized[None], rows.scale[None], rows.group, pdl)
 
 
-def quantize_rows(rows: torch.Tensor, scheme: str, *, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(
+    rows: torch.Tensor, form: ActivationFormat, *, pdl: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise activations by row and group of columns.
 
     Args:
         rows: [R, K] any float dtype, any row stride.
-        scheme: a name of `meta.schemes.SCHEMES` that quantises activations.
         pdl: launch as a programmatic dependent of the kernel before.
 
     Returns:
-        (q e4m3 or int8 [R, K], scale f32 [R, groups of K]): the numbers of `scales.quantize_tile`.
+        (q [R, K], scale [R, groups of K]), as `form.quantize` makes them.
     """
-    made = beside(rows, scheme)
+    made = beside(rows, form)
     fill(made, pdl)
     return made.quantized, made.scale
 
 
 def quantize_batched(
-    batch: torch.Tensor, expert_num_tokens: torch.Tensor | None, scheme: str, *, pdl: bool = False
+    batch: torch.Tensor, expert_num_tokens: torch.Tensor | None, form: ActivationFormat, *, pdl: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise the first expert_num_tokens[e] rows of each expert; other rows are neither read nor written.
 
@@ -406,18 +440,17 @@ def quantize_batched(
         pdl: launch as a programmatic dependent of the kernel before.
 
     Returns:
-        (q e4m3 or int8 [E, C, K], scale f32 [E, C, groups of K]).
+        (q [E, C, K], scale [E, C, groups of K]), as `form.quantize` makes them.
     """
-    form = SCHEMES[scheme].rows
     q, scale = room(tuple(batch.shape), form, batch.device)
     _quantize(batch, expert_num_tokens, q, scale, group_columns(form, batch.shape[2]), pdl)
     return q, scale
 
 
 def quantize_sorted(
-    rows: torch.Tensor, offsets: torch.Tensor, scheme: str, *, pdl: bool = False
+    rows: torch.Tensor, offsets: torch.Tensor, form: ActivationFormat, *, pdl: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise the rows [R, K] below the last of `offsets` i32 [E]; other rows are neither read nor written."""
-    made = beside(rows, scheme)
+    made = beside(rows, form)
     _quantize(rows[None], offsets[-1:], made.quantized[None], made.scale[None], made.group, pdl)
     return made.quantized, made.scale

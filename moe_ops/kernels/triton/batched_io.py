@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from meta.schemes import SCHEMES, WHOLE
+from meta.schemes import WHOLE, ActivationFormat
 from moe_ops.counters import Row
 from moe_ops.kernels.triton.act_quant import group_columns, room
 from moe_ops.kernels.triton.permute import COUNT_ALL_PAIRS, place_pairs, scatter_rows, store_row
@@ -97,7 +97,7 @@ def dispatch(
     expert_map: torch.Tensor | None = None,
     topk_weights: torch.Tensor | None = None,
     *,
-    scheme: str | None = None,
+    form: ActivationFormat | None = None,
     by_choice: bool = False,
     pdl: bool = False,
     load: Row | None = None,
@@ -110,17 +110,15 @@ def dispatch(
     Args:
         hidden_states: [T, H]; topk_ids: [T, K] i32 or i64, dropped when outside the experts held here.
         topk_weights: [T, K] to multiply the tokens by (fp32, rounded), or None.
-        scheme: a name of `meta.schemes.SCHEMES`: rows as it quantises activations. Without one, or if it does not
-            quantise them, rows are of the tokens' dtype.
+        form: of the rows; None for the tokens' dtype.
         load: the layer's counters, to which pairs that keep their slots are added, or None.
 
     Returns:
-        (batch [E, C, H], its scales f32 [E, C, groups of H] or None, expert_num_tokens i32 [E] at most C,
+        (batch [E, C, H], its scales [E, C, groups of H] or None, expert_num_tokens i32 [E] at most C,
         slots i32 [T, K] = e * C + c, or -1 when dropped).
     """
     (T, H), TOP_K = hidden_states.shape, topk_ids.shape[1]
     R, E = T * TOP_K, num_experts
-    form = None if scheme is None else SCHEMES[scheme].rows
     if form is None:
         group, batch, scale = 0, hidden_states.new_empty((E, capacity, H)), None
     else:

@@ -144,15 +144,15 @@ def grouped_mm(
         load: counters of a layer, where no kernel before knew it.
 
     Returns:
-        (out [R, N], out_scale [R, groups of N] f32, empty unless `mm.quantize_output`).
+        (out [R, N], out_scale [R, groups of N], empty unless `mm.quantize_output`).
     """
     out, out_scale = mm.allocate((num_rows,), a)
     row_tiles = most_tiles(num_rows, mm.num_experts, config)
     _launch(a, mm, offsets, config, (out, out_scale), (row_tiles, num_rows, False), row_to_pair, top_k, pdl, load)
     if mm.out_static is not None:
-        return quantize_static(out, offsets, mm.out_static, mm.operand.scheme.name, pdl=pdl)
+        return quantize_static(out, offsets, mm.out_static, mm.form, pdl=pdl)
     if mm.quantize_output and not mm.quantizes_in_tile:
-        return quantize_sorted(out, offsets, mm.operand.scheme.name, pdl=pdl)
+        return quantize_sorted(out, offsets, mm.form, pdl=pdl)
     return out, out_scale
 
 
@@ -177,7 +177,7 @@ def batched_mm(
         load: counters of a layer, where no kernel before knew it.
 
     Returns:
-        (out [E, C, N], out_scale [E, C, groups of N] f32, empty unless `mm.quantize_output`). Rows past an
+        (out [E, C, N], out_scale [E, C, groups of N], empty unless `mm.quantize_output`). Rows past an
         expert's count are not written.
     """
     E, C, K = batch.shape
@@ -188,9 +188,9 @@ def batched_mm(
     outputs = (out.view(E * C, mm.out_features), out_scale)
     _launch(batch.view(E * C, K), mm, expert_num_tokens, config, outputs, (row_tiles, C, True), None, 0, pdl, load)
     if mm.out_static is not None:
-        return quantize_static(out, expert_num_tokens, mm.out_static, mm.operand.scheme.name, pdl=pdl)
+        return quantize_static(out, expert_num_tokens, mm.out_static, mm.form, pdl=pdl)
     if mm.quantize_output and not mm.quantizes_in_tile:
-        return quantize_batched(out, expert_num_tokens, mm.operand.scheme.name, pdl=pdl)
+        return quantize_batched(out, expert_num_tokens, mm.form, pdl=pdl)
     return out, out_scale
 
 

@@ -15,7 +15,7 @@ from meta.arch import TYPICAL
 from meta.checks import fail
 from meta.formats import E4M3
 from meta.operands import Operand
-from meta.schemes import WHOLE, Scale
+from meta.schemes import WHOLE, ActivationFormat, Scale
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.packed_fp8_tile import step_columns
 from moe_ops.kernels.triton.packed_tile import CODE_NUMBERS
@@ -137,6 +137,7 @@ def _as_stored(scale: torch.Tensor) -> torch.Tensor:
 #: Columns of a step of codes that are decoded for e4m3 rows; the fewest that a group of any packed product may have
 #: where scales are not exact: a step is within one.
 PACKED_COLUMNS, SMALLEST_GROUP = 128, 32
+BLOCKS_N = 128  # weight rows of a product of scaled blocks
 
 
 def _alike(one: Operand, other: Operand) -> bool:
@@ -164,9 +165,11 @@ class ExpertMM:
         up: the up half [E, out features, K] with its scales, when `operand` is the gate's alone ("separate").
         glu_layout: a name of `meta.dims.GLU_LAYOUTS`.
         activation: name, or None for a plain product.
-        bias: [E, 2 * out features], or [E, out features] without a gate; rows_scale: f32 [rows, groups of K].
-        quantize_output: rows as the scheme quantises activations instead of `out_dtype`.
+        bias: [E, 2 * out features], or [E, out features] without a gate; rows_scale: [rows, groups of K].
+        quantize_output: rows in the product's `form` instead of `out_dtype`.
         out_static: f32 [E, 1, 1], the scales that quantised rows get, or None for scales of their own.
+        blocks: what the rows are that tensor cores multiply with the weights as they are stored (`meta.blocks`), None
+            for a product that does not.
     """
 
     operand: Operand
@@ -180,6 +183,7 @@ class ExpertMM:
     rows_scale: torch.Tensor | None = None
     quantize_output: bool = False
     out_static: torch.Tensor | None = None
+    blocks: ActivationFormat | None = None
     glu: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -189,19 +193,22 @@ class ExpertMM:
             for name in ("operand", "up"):
                 half = getattr(self, name)
                 specs = half.scheme.scales if half.scales else ()
-                scales = tuple(_one_form(spec, scale) for spec, scale in zip(specs, half.scales, strict=False))
+                scales = tuple(
+                    _one_form(spec, scale) if self.blocks is None else _as_stored(scale).contiguous()
+                    for spec, scale in zip(specs, half.scales, strict=False)
+                )
                 object.__setattr__(self, name, Operand(half.data.contiguous(), half.scheme, scales))
 
     @cached_property
     def weight(self) -> torch.Tensor:
         """As kernels address it: two codes of a byte as words of eight, where it is words that are decoded, and its
-        rows can be cut into them.
+        rows can be cut into them; in bytes for tensor cores, which take it as it is stored.
         """
         return self._addressed(self.operand.data)
 
     def _addressed(self, data: torch.Tensor) -> torch.Tensor:
         scheme = self.operand.scheme
-        if scheme is None or scheme.pack == 1 or scheme.rows is not None:
+        if scheme is None or scheme.pack == 1 or scheme.rows is not None or self.blocks is not None:
             return data
         apart = 0 if self.up is None else self.up.data.data_ptr() - self.operand.data.data_ptr()
         outer = (*data.stride()[:-1], data.storage_offset(), data.shape[-1], data.data_ptr(), apart)
@@ -237,19 +244,42 @@ class ExpertMM:
         return found
 
     @property
+    def form(self) -> ActivationFormat | None:
+        """What its rows are, and its output where that is quantised; None for the hidden dtype."""
+        if self.blocks is not None:
+            return self.blocks
+        return None if self.operand.scheme is None else self.operand.scheme.rows
+
+    @property
     def is_packed(self) -> bool:
         """Whether weights are decoded, to bf16 or to e4m3, as the rows are: `packed_tile`, `packed_fp8_tile`."""
-        return bool(self.operand.scales) and (self.operand.scheme.rows is None or self.operand.scheme.pack > 1)
+        return self._is_quantised and (self.operand.scheme.rows is None or self.operand.scheme.pack > 1)
+
+    @property
+    def _is_quantised(self) -> bool:
+        """Whether a product itself applies scales, not the tensor cores."""
+        return bool(self.operand.scales) and self.blocks is None
 
     @property
     def is_scaled(self) -> bool:
         """Whether every group's product waits for its scales: `mm_tile`."""
-        return bool(self.operand.scales) and not self.is_packed
+        return self._is_quantised and not self.is_packed
+
+    @cached_property
+    def blocks_of(self) -> tuple[int, int, int, bool] | None:
+        """What `scaled_tile` needs: codes of the weights and of the rows, columns of a block, and whether the scales of
+        both halves are aligned alike.
+        """
+        if self.blocks is None:
+            return None
+        codes = {1: CODE_NUMBERS["e4m3"], 2: CODE_NUMBERS["e2m1"]}
+        weight, rows = CODE_NUMBERS[self.operand.scheme.code.name], codes[self.blocks.pack]
+        return weight, rows, self.group_columns, self.up_scale_offset % 16 == 0
 
     @property
     def waits_for_scales(self) -> bool:
         """Whether rows are quantised, so that sums are scaled before they are added up."""
-        return bool(self.operand.scales) and self.operand.scheme.rows is not None
+        return self._is_quantised and self.operand.scheme.rows is not None
 
     @cached_property
     def packed(self) -> tuple[Any, ...] | None:
@@ -299,7 +329,9 @@ class ExpertMM:
         return self.is_packed and self.waits_for_scales and self.operand.scheme.code.name == "e2m1"
 
     def row_columns(self, config: MMConfig) -> int:
-        """Columns of the rows that are loaded at a time."""
+        """Elements of the rows, as they are stored, that are loaded at a time."""
+        if self.blocks is not None:
+            return config.block_k // self.blocks.pack
         parts = self.is_packed and self.waits_for_scales
         return step_columns(self.packed[0], self.group_columns, config.block_k) if parts else config.block_k
 
@@ -322,17 +354,17 @@ class ExpertMM:
     @cached_property
     def scheme(self) -> tuple[Any, ...] | None:
         """What kernels need of the scheme: rows and columns of a weight that share a scale, whether these groups run on
-        from the gate into the up half, whether the output is quantised by the product itself, and `packed`.
+        from the gate into the up half, whether the output is quantised by the product itself, `packed` and `blocks_of`.
         """
         if not self.operand.scales:
             return None
         scale = self.decoding["groups"]
-        return *scale.group, scale.runs_on, self.quantizes_in_tile, self.packed
+        return *scale.group, scale.runs_on, self.quantizes_in_tile, self.packed, self.blocks_of
 
     @property
     def out_group(self) -> int:
         """Columns of a quantised output that share a scale."""
-        return self.operand.scheme.rows.group
+        return self.form.group
 
     @property
     def quantizes_in_tile(self) -> bool:
@@ -375,8 +407,9 @@ class ExpertMM:
         dtype = torch.float32 if self.quantize_output else self.out_dtype
         scale_shape: tuple[int, ...] = (0,)
         if self.quantizes_in_tile:
-            dtype, scale_shape = self.operand.scheme.rows.dtype, (*leading, cdiv(N, self.out_group))
-        return like.new_empty((*leading, N), dtype=dtype), like.new_empty(scale_shape, dtype=torch.float32)
+            dtype, scale_shape = self.form.dtype, (*leading, cdiv(N, self.out_group))
+        scale_dtype = self.form.scale_dtype if self.quantizes_in_tile else torch.float32
+        return like.new_empty((*leading, N), dtype=dtype), like.new_empty(scale_shape, dtype=scale_dtype)
 
     def _weight_load(self, config: MMConfig) -> int:
         """Descriptor loads along whichever of K and N is contiguous, pointers for any other strides."""
@@ -384,8 +417,17 @@ class ExpertMM:
         if not config.w_tma or apart % 16 or apart >= LARGEST_STRIDE:
             return POINTERS.value
         if descriptor_strides(self.weight, inner=2):
-            return TMA_NK.value
+            return TMA_NK.value if self._fills_boxes(apart) else POINTERS.value
         return TMA_KN.value if descriptor_strides(self.weight, inner=1) else POINTERS.value
+
+    def _fills_boxes(self, apart: int) -> bool:
+        """Whether a tensor map may spread codes of four bits over bytes, as a product with rows of eight takes them:
+        128 columns at a time, addresses and strides multiples of 32 bytes (CUDA driver API, 16U4_ALIGN16B).
+        """
+        if self.blocks is None or self.per_element == self.blocks.pack:
+            return True
+        places = (self.weight.data_ptr(), *self.weight.stride()[:2], apart)
+        return self.in_features % 128 == 0 and all(place % 32 == 0 for place in places)
 
     def _weight_descriptor(self, load: int, config: MMConfig) -> TensorDescriptor | None:
         if load == POINTERS.value:
@@ -429,8 +471,7 @@ class ExpertMM:
     def prepare(self, a: torch.Tensor, out: torch.Tensor, config: MMConfig, *, gathered: bool) -> Launch:
         """Descriptors, strides and constants of a launch on rows `a` [rows, K] that writes `out` [rows, N]."""
         a_tma = config.a_tma and not gathered and descriptor_strides(a, inner=1)
-        w_load = self._weight_load(config)
-        store = self.store_columns(out, config)
+        w_load, store = self._weight_load(config), self.store_columns(out, config)
         return Launch(
             a_desc=TensorDescriptor(a, list(a.shape), list(a.stride()), [config.rows, self.row_columns(config)])
             if a_tma

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from meta.arch import FIRST_CAPABILITY
+from meta.arch import FIRST_CAPABILITY, SCALED_BLOCKS
+from meta.blocks import blocks_on
 from meta.checks import fail
 from meta.cost import tokens_per_pass
 from meta.operands import Operand
-from meta.schemes import SCHEMES, WHOLE
+from meta.schemes import WHOLE, ActivationFormat, QuantScheme
 from moe_ops import plans
 from moe_ops.backends import triton_plans
 from moe_ops.counters import Row
@@ -19,7 +20,7 @@ from moe_ops.kernels.triton import act_quant, batched_io, combine, permute, rout
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.expert_mm import batched_mm as launch_batched_mm
 from moe_ops.kernels.triton.expert_mm import grouped_mm as launch_grouped_mm
-from moe_ops.kernels.triton.launch import PACKED_COLUMNS, SMALLEST_GROUP, ExpertMM
+from moe_ops.kernels.triton.launch import BLOCKS_N, PACKED_COLUMNS, SMALLEST_GROUP, ExpertMM
 from moe_ops.kernels.triton.route import Routed
 from moe_ops.kernels.triton.tile_loads import CONCAT, NOT_GATED
 from moe_ops.kernels.triton.util import INTERPRETED, unit_stride
@@ -28,11 +29,29 @@ from moe_ops.plans import Plan
 Tensor = torch.Tensor
 
 
+INTERPRETED_CAPABILITY = FIRST_CAPABILITY["tma"]  # what the interpreter stands for: a Hopper
+
+
 def gpu_of(device: torch.device) -> tuple[str, int]:
-    """(name, capability) of the device; under the interpreter, a Hopper."""
+    """(name, capability) of the device."""
     if INTERPRETED.value:
-        return "interpreter", FIRST_CAPABILITY["tma"]
+        return "interpreter", INTERPRETED_CAPABILITY
     return plans.gpu_of(device)
+
+
+def blocks_for(weight: Operand, rows: Operand, device: torch.device) -> ActivationFormat | None:
+    """What `rows` become for tensor cores that take `weight` as it is stored; None where the device has none, and of
+    rows that were given quantised.
+    """
+    if rows.scales or not isinstance(weight.scheme, QuantScheme):
+        return None
+    return blocks_on(weight.scheme, f"sm{gpu_of(device)[1]}")
+
+
+def plans_for(device: torch.device, blocks: ActivationFormat | None) -> tuple[str, int]:
+    """(name, capability) that plans go by: without `blocks` that of a GPU which has no products of them."""
+    name, sm = gpu_of(device)
+    return name, sm if blocks is not None else min(sm, SCALED_BLOCKS.start - 1)
 
 
 def pdl_launches(device: torch.device) -> bool:
@@ -67,7 +86,7 @@ class Layer:
         if plan.sequence == "small" and small.refuses(self.up, self.down, plan.configs, self.weight_on_input):
             sizes = (self.up.num_experts, topk_ids.shape[1], self.up.in_features, self.up.out_features)
             key = plans.LayerKey(self.scheme, "grouped", *sizes, self.up.glu != NOT_GATED.value)
-            plan = triton_plans.by_products(key, plans.bucket(rows.shape[0]), *gpu_of(rows.device))
+            plan = triton_plans.by_products(key, plans.bucket(rows.shape[0]), *plans_for(rows.device, self.up.blocks))
         if plan.sequence == "small":
             return self._small(plan, hidden_states, topk_weights, topk_ids)
         if plan.sequence == "batched":
@@ -92,10 +111,10 @@ class Layer:
 
     def _row_bytes(self, columns: int) -> int:
         """Bytes of a product's input row."""
-        form = SCHEMES[self.scheme].rows
-        if form is None:
+        if self.form is None:
             return columns * self.down.out_dtype.itemsize
-        return columns * form.dtype.itemsize + 4 * form.scale_width(columns)
+        stored, scales = columns // self.form.pack, int(self.form.scale_width(columns))
+        return stored * self.form.dtype.itemsize + scales * self.form.scale_dtype.itemsize
 
     def _small(self, plan: Plan, hidden_states: Operand, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         rows, rows_scale = self._quantized(hidden_states)
@@ -115,7 +134,7 @@ class Layer:
     def _quantized(self, rows: Operand) -> tuple[Tensor, Tensor | None]:
         """Rows and their scales as the products take them."""
         if self.quantizes and not rows.scales:
-            return act_quant.quantize_rows(rows.data, self.scheme, pdl=pdl_launches(rows.data.device))
+            return act_quant.quantize_rows(rows.data, self.form, pdl=pdl_launches(rows.data.device))
         return rows.data, rows.scales[0] if rows.scales else None
 
     def _grouped(
@@ -124,14 +143,14 @@ class Layer:
         rows, copied = hidden_states.data, self._copies_rows(plan, topk_ids)
         pdl, (before, after) = pdl_launches(rows.device), self._weights(topk_weights)
         static, top_k = self.up.operand.static, topk_ids.shape[1]
-        beside = None if copied or hidden_states.scales else act_quant.beside(rows, self.scheme)
+        beside = None if copied or hidden_states.scales else act_quant.beside(rows, self.form)
         sorting = (topk_ids, self.up.num_experts, self.expert_map)
         offsets, row_to_pair, pair_to_row = permute.sort_pairs(*sorting, pdl=pdl, rows=beside, load=self.load)
         if static is not None:
             pairs = (row_to_pair, top_k)
             if before is not None:
                 rows, pairs = permute.gather_rows(rows, pair_to_row, before, pdl=pdl), None
-            gather, tokens = None, act_quant.quantize_static(rows, offsets, static, self.scheme, pairs, pdl=pdl)
+            gather, tokens = None, act_quant.quantize_static(rows, offsets, static, self.form, pairs, pdl=pdl)
         elif copied:
             gather, tokens = None, self._sorted(hidden_states, pair_to_row, before)
         else:
@@ -163,9 +182,8 @@ class Layer:
             made = [permute.gather_rows(rows, pair_to_row, topk_weights, pdl=pdl)]
             made += [permute.gather_rows(scale, pair_to_row, pdl=pdl) for scale in hidden_states.scales]
             return made[0], made[1] if len(made) > 1 else None
-        form = SCHEMES[self.scheme].rows
-        quantized, scale = act_quant.room((pair_to_row.numel(), rows.shape[1]), form, rows.device)
-        group = act_quant.group_columns(form, rows.shape[1])
+        quantized, scale = act_quant.room((pair_to_row.numel(), rows.shape[1]), self.form, rows.device)
+        group = act_quant.group_columns(self.form, rows.shape[1])
         permute.scatter_rows(rows, pair_to_row, topk_weights, quantized, scale, pdl, group)
         return quantized, scale
 
@@ -180,7 +198,7 @@ class Layer:
             correction_bias,
             self.up.num_experts if grouped else None,
             self.expert_map,
-            scheme=self.scheme,
+            form=self.form,
             pdl=pdl_launches(hidden_states.device),
             load=self.load,
             **routing,
@@ -189,7 +207,7 @@ class Layer:
             h = self._gemm_1(plan, routed)
             return self._gemm_2(plan, *h, routed.offsets, routed.pair_to_row, routed.topk_weights)
         scales = () if routed.tokens_scale is None else (routed.tokens_scale,)
-        tokens = Operand(routed.tokens, SCHEMES[self.scheme].rows, scales)
+        tokens = Operand(routed.tokens, self.form, scales)
         return self.run(plan, tokens, routed.topk_weights, routed.topk_ids)
 
     def _gemm_1(self, plan: Plan, routed: Routed) -> tuple[Tensor, Tensor]:
@@ -221,17 +239,17 @@ class Layer:
         pdl, (before, after) = pdl_launches(hidden_states.data.device), self._weights(topk_weights)
         up = self._first()
         static = up.operand.static
-        scheme = None if hidden_states.scales or static is not None else self.scheme
+        form = None if hidden_states.scales or static is not None else self.form
         routing = (topk_ids, up.num_experts, self.capacity, self.expert_map, before)
         batch, batch_scale, counts, slots = batched_io.dispatch(
-            hidden_states.data, *routing, scheme=scheme, pdl=pdl, load=self.load
+            hidden_states.data, *routing, form=form, pdl=pdl, load=self.load
         )
         if hidden_states.scales:
             scales = hidden_states.scales[0]
             batch_scale = scales.new_empty((*batch.shape[:2], scales.shape[1]))
             permute.scatter_rows(scales, slots, None, batch_scale, None, pdl)
         elif static is not None:
-            batch, batch_scale = act_quant.quantize_static(batch, counts, static, self.scheme, pdl=pdl)
+            batch, batch_scale = act_quant.quantize_static(batch, counts, static, self.form, pdl=pdl)
         up = replace(up, rows_scale=batch_scale)
         bound = {"most_rows": topk_ids.numel(), "pdl": pdl}
         first, second = plan.configs
@@ -246,9 +264,14 @@ class Layer:
         return Row(self.down.weight)
 
     @property
+    def form(self) -> ActivationFormat | None:
+        """What rows are quantised to for the products; None where they are not."""
+        return self.up.form
+
+    @property
     def quantizes(self) -> bool:
         """Whether rows are quantised for the products."""
-        return SCHEMES[self.scheme].rows is not None
+        return self.form is not None
 
     @property
     def has_static_rows(self) -> bool:
@@ -258,7 +281,7 @@ class Layer:
     @property
     def quantizes_rows(self) -> bool:
         """Whether a row has one scale, so that no tile can quantise its part of it."""
-        return self.quantizes and SCHEMES[self.scheme].rows.group == WHOLE
+        return self.form is not None and self.form.group == WHOLE
 
     def _weights(self, topk_weights: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Routing weights of the rows before the experts, and of the results after them."""
@@ -277,8 +300,11 @@ def fit(tile: MMConfig, mm: ExpertMM) -> MMConfig:
     """An epilogue that quantises needs one scale group of output columns; an e4m3 product of interleaved halves no more
     than 128 columns beside as many rows, as it is one product, and promoted. A sum that is scaled group by group needs
     no more columns at a time than a group has, and of many rows fewer of the weight, whose scales are registers. A sum
-    whose scales are folded into codes needs as many threads as weight rows, and no more.
+    whose scales are folded into codes needs as many threads as weight rows, and no more. A product of scaled blocks is
+    of 128 weight rows, neither more nor fewer.
     """
+    if mm.blocks is not None:
+        return tile._replace(block_n=BLOCKS_N)
     if mm.quantizes_in_tile:
         tile = tile._replace(block_n=(2 if mm.glu else 1) * mm.out_group)
     if mm.is_packed and mm.waits_for_scales:

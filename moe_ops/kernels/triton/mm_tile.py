@@ -11,8 +11,10 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels.triton.act_quant import apply_activation
+from moe_ops.kernels.triton.block_scales import MX_BLOCK, quantize_mx
 from moe_ops.kernels.triton.packed_fp8_tile import packed_fp8_tile
 from moe_ops.kernels.triton.packed_tile import packed_tile
+from moe_ops.kernels.triton.scaled_tile import scaled_tile
 from moe_ops.kernels.triton.scales import load_row_scale, load_scale, quantize_tile
 from moe_ops.kernels.triton.tile_loads import (
     BOTH,
@@ -248,6 +250,15 @@ def store_rows(out_desc, row_start, row_end, n_start, tile):
 
 
 @triton.jit
+def store_scales(scale, out_scale, rows, row_valid, n_start, N: tl.constexpr, GROUP: tl.constexpr):
+    """Scales [BLOCK_M, groups] of columns n_start and on, GROUP of them each."""
+    groups: tl.constexpr = (N + GROUP - 1) // GROUP
+    group = n_start // GROUP + tl.arange(0, scale.shape[1])
+    mask = row_valid[:, None] & (group < groups)[None, :]
+    tl.store(out_scale + rows.to(tl.int64)[:, None] * groups + group[None, :], scale, mask=mask)
+
+
+@triton.jit
 def compute_tile(
     expert,
     row_start,
@@ -316,7 +327,8 @@ def compute_tile(
     COLUMNS: tl.constexpr = BLOCK_N if GLU == NOT_GATED else BLOCK_N // 2
     column, valid = weight_rows(n_start, N, COLUMNS, NOT_GATED)
     PACKED: tl.constexpr = None if SCHEME is None else SCHEME[4]
-    if GLU == CONCAT and SCHEME is not None and PACKED is None:
+    BLOCKS: tl.constexpr = None if SCHEME is None else SCHEME[5]
+    if GLU == CONCAT and SCHEME is not None and PACKED is None and BLOCKS is None:
         gate, up = scaled_glu_tile(
             a,
             a_desc,
@@ -346,7 +358,37 @@ def compute_tile(
             STAGES,
         )
     else:
-        if PACKED is None:
+        if BLOCKS is not None:
+            gate = scaled_tile(
+                a,
+                a_desc,
+                a_scale,
+                a_row,
+                row_valid,
+                row_start,
+                w,
+                w_desc,
+                decoding,
+                up_offset,
+                expert,
+                n_start,
+                N,
+                K,
+                A_STRIDE,
+                W_STRIDES,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+                GLU,
+                A_TMA,
+                W_LOAD,
+                SWAPPED,
+                BLOCKS,
+                W_SCALE_STRIDES,
+                OUTER_STRIDES,
+                STAGES,
+            )
+        elif PACKED is None:
             gate = mm_tile(
                 a,
                 a_desc,
@@ -458,9 +500,15 @@ def compute_tile(
         value = apply_activation(gate, up, alpha, limit, ACTIVATION, GLU != NOT_GATED)
     QUANTIZE: tl.constexpr = False if SCHEME is None else SCHEME[3]
     if QUANTIZE:
-        tile, scale = quantize_tile(tl.where(valid[None, :], value, 0.0), out.dtype.element_ty)
-        groups: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
-        tl.store(out_scale + rows.to(tl.int64) * groups + n_start // COLUMNS, scale, mask=row_valid)
+        value = tl.where(valid[None, :], value, 0.0)
+        if BLOCKS is None:
+            tile, scale = quantize_tile(value, out.dtype.element_ty)
+            groups: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
+            tl.store(out_scale + rows.to(tl.int64) * groups + n_start // COLUMNS, scale, mask=row_valid)
+        else:
+            tile, scale = quantize_mx(value.reshape(BLOCK_M * COLUMNS // MX_BLOCK, MX_BLOCK))
+            tile, scale = tile.reshape(BLOCK_M, COLUMNS), scale.reshape(BLOCK_M, COLUMNS // MX_BLOCK)
+            store_scales(scale, out_scale, rows, row_valid, n_start, N, MX_BLOCK)
     else:
         tile = round_to(value, out.dtype.element_ty)
     if STORE > 0:

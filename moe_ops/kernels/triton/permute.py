@@ -14,8 +14,8 @@ import triton.language as tl
 from meta.arch import TYPICAL
 from moe_ops.counters import Row
 from moe_ops.kernels.triton.act_quant import Beside, beside_arguments, fill, quantize_beside
+from moe_ops.kernels.triton.block_scales import quantize_group, store_nv_rows
 from moe_ops.kernels.triton.record import launch
-from moe_ops.kernels.triton.scales import quantize_tile
 from moe_ops.kernels.triton.util import (
     cdiv,
     count_pairs,
@@ -354,11 +354,15 @@ def store_row(
         group = tl.arange(0, BLOCK_H // GROUP)
         columns = h_start + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         wide = tl.reshape(y.to(tl.float32), [BLOCK_H // GROUP, GROUP])
-        quantized, scale = quantize_tile(wide, rows_ptr.dtype.element_ty)
-        tl.store(rows_ptr + row.to(tl.int64) * H + columns, quantized, mask=(columns < H) & kept)
-        groups = (H + GROUP - 1) // GROUP
-        g = h_start // GROUP + group
-        tl.store(scale_ptr + row.to(tl.int64) * groups + g, scale, mask=(g < groups) & kept)
+        DTYPE: tl.constexpr = rows_ptr.dtype.element_ty
+        if DTYPE == tl.uint8:
+            store_nv_rows(wide, row.to(tl.int64) + 0 * group, kept & (group == 0), rows_ptr, scale_ptr, H)
+        else:
+            quantized, scale = quantize_group(wide, DTYPE, scale_ptr.dtype.element_ty)
+            tl.store(rows_ptr + row.to(tl.int64) * H + columns, quantized, mask=(columns < H) & kept)
+            groups = (H + GROUP - 1) // GROUP
+            g = h_start // GROUP + group
+            tl.store(scale_ptr + row.to(tl.int64) * groups + g, scale, mask=(g < groups) & kept)
     else:
         h = h_start + tl.arange(0, BLOCK_H)
         tl.store(rows_ptr + row.to(tl.int64) * H + h, y, mask=(h < H) & kept)
@@ -405,7 +409,7 @@ def scatter_rows(
 ) -> None:
     """Write token t, times its k-th weight if given, to `rows[pair_to_row[t, k]]` where that is not -1.
 
-    With a `group` of columns that share a scale the rows are quantised here, their scales go to `rows_scale` f32.
+    With a `group` of columns that share a scale the rows are quantised here, their scales go to `rows_scale`.
     """
     T, H = hidden_states.shape
     TOP_K = pair_to_row.shape[1]

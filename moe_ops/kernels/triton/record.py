@@ -294,11 +294,11 @@ class Record:
             elif isinstance(value, Map):
                 meta = next(described)
                 code = nvidia.TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
-                maps = _Maps(
-                    (meta["swizzle"], meta["elem_size"], code, meta["block_size"], value.shape, value.strides, 0)
-                )
+                # Codes of four bits that are spread over bytes are counted one by one.
+                shape = [*value.shape[:-1], value.shape[-1] * (2 if meta["fp4_padded"] else 1)]
+                maps = _Maps((meta["swizzle"], meta["elem_size"], code, meta["block_size"], shape, value.strides, 0))
                 arguments.append("{}[at[{}] + {}]".format(named(maps), *self._where(value.place)))
-                arguments += [named(number) for number in (*value.shape, *value.strides)]
+                arguments += [named(number) for number in (*shape, *value.strides)]
                 launcher = inspect.getclosurevars(run.launch).nonlocals["launcher"]
             else:
                 arguments.append(named(value))

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from meta.schemes import ActivationFormat
 from moe_ops.counters import Row
 from moe_ops.kernels.triton.act_quant import beside, beside_arguments, quantize_beside
 from moe_ops.kernels.triton.record import launch
@@ -25,14 +26,14 @@ from moe_ops.kernels.triton.util import (
 
 @dataclass(frozen=True)
 class Routed:
-    """Tokens that are routed, sorted by expert, and quantised if the scheme says so.
+    """Tokens that are routed, sorted by expert, and quantised if their products take them so.
 
     Args:
         topk_weights: f32 [T, K], or None when the tokens were multiplied already.
         topk_ids: i32 [T, K], or None when the rest was made from them.
         offsets: i32 [E]; row_to_pair: i32 [R], or None when the tokens are sorted rows already; pair_to_row: i32 [T, K]
             (see `permute`); None without sorting.
-        tokens: [T, H], or sorted rows [R, H]; tokens_scale: f32 [., groups of H] or None.
+        tokens: [T, H], or sorted rows [R, H]; tokens_scale: [., groups of H] or None.
     """
 
     topk_weights: torch.Tensor | None
@@ -184,7 +185,7 @@ def route_few(
     num_experts: int | None,
     expert_map: torch.Tensor | None,
     *,
-    scheme: str,
+    form: ActivationFormat | None,
     top_k: int,
     renorm_eps: float,
     scale: float,
@@ -197,7 +198,7 @@ def route_few(
     Args:
         hidden_states: [T, H], unit stride along H, T >= 1; router_logits: [T, E_global] any strides.
         num_experts: experts held here, None to leave the pairs unsorted; expert_map: [E_global] or None.
-        scheme: a name of `meta.schemes.SCHEMES`.
+        form: of the quantised tokens, None to leave them as they are.
         load: the layer's counters, to which sorted pairs are added, or None.
         routing: the other options of `fused_topk`.
     """
@@ -205,7 +206,7 @@ def route_few(
     ids, row_to_pair, pair_to_row = (torch.empty((T, top_k), dtype=torch.int32, device=device) for _ in range(3))
     offsets = None if num_experts is None else torch.empty(num_experts, dtype=torch.int32, device=device)
     weights = torch.empty((T, top_k), dtype=torch.float32, device=device)
-    rows = beside(hidden_states, scheme)
+    rows = beside(hidden_states, form)
     constants = kernel_constants(router_logits, correction_bias, top_k, **routing)
     launch(
         _route_few_kernel,

@@ -77,7 +77,7 @@ def group_scale(amax, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _to_e4m3(quotient):
+def store_e4m3(quotient):
     """To nearest, saturating; NaN stays NaN."""
     clamped = tl.clamp(quotient, -E4M3_MAX, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
     return round_to(clamped, tl.float8e4nv)
@@ -94,7 +94,7 @@ def _to_int8(quotient):
 def store_as(x, scale, DTYPE: tl.constexpr):
     """fp32 `x` [M, G] over `scale` [M], rounded to DTYPE: float8e4nv or int8."""
     quotient = _divide_rows(x, scale)
-    return _to_int8(quotient) if DTYPE == tl.int8 else _to_e4m3(quotient)
+    return _to_int8(quotient) if DTYPE == tl.int8 else store_e4m3(quotient)
 
 
 @triton.jit

@@ -430,10 +430,13 @@ def _strides(mm: ExpertMM) -> tuple[tuple[int, ...] | None, ...]:
 
 def refuses(up: ExpertMM, down: ExpertMM, config: tuple[SmallConfig, SmallConfig], weight_on_input: bool) -> bool:
     """Whether a program's weight rows could span two scale groups, or a token's pairs differ before they are quantised
-    or by the scales of their experts, or a word's codes have two scales: none of which these kernels handle.
+    or by the scales of their experts, or a word's codes have two scales, or rows are blocks for tensor cores: none of
+    which these kernels handle.
     """
     if up.scheme is None or down.scheme is None:
         return False
+    if up.blocks is not None:
+        return True
     if up.is_packed:
         return any(not mm.exact_scales and mm.group_columns % SMALLEST_GROUP for mm in (up, down))
     if up.operand.static is not None or down.operand.static is not None:
@@ -519,7 +522,7 @@ def small_experts(
     )
     h_scale = None
     if up.quantize_output:
-        h, h_scale = quantize_rows(h, up.operand.scheme.name, pdl=pdl)
+        h, h_scale = quantize_rows(h, up.form, pdl=pdl)
     launch(
         _small_down_kernel,
         (cdiv(hidden, second.block_n), T),
