@@ -31,7 +31,7 @@ def test_rows_are_rounded_by_the_scale_of_their_expert(scheme: str, form: str, b
     assert_contract(got, layer)
     assert norm_error(got, layer.rounded()) < 4e-3
     for scales in ("gate_up_scales", "down_scales"):
-        others = layer.tensors | {scales: [layer.tensors[scales][0], layer.tensors[scales][1].flip(0)]}
+        others = layer.tensors | {scales: [layer.tensors[scales][0], layer.tensors[scales][1] * 1.5]}
         assert norm_error(moe_ops.fused_experts(**others, **layer.options, backend=backend), got) > 0.01
 
 
