@@ -33,6 +33,16 @@ def pytest_configure(config: pytest.Config) -> None:
         torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _only_objects_of_the_module() -> None:
+    """A collection, and a search of all objects for optimizers (every `moe_ops.compile` of a list of experts), goes
+    through what this module's tests made: in the heap of a whole run each takes a second, in that of one file nothing.
+    """
+    torch.compiler.reset()
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _nothing_learnt() -> None:
     """No test runs what a call of another one, under other plans or backends, left behind."""

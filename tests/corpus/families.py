@@ -32,6 +32,12 @@ OTHERS = (
 STAGED = frozenset({"muse_spark"})
 # MoE layers of the tiny model, where it is not the usual two.
 LAYERS = {"nemotron_h": 1}
+# What a model of a single layer, with a MoE block, needs beside that number; None: it is one already.
+_ONE_LAYER: dict[str, dict[str, Any] | None] = {
+    "nemotron_h": None, **{name: {"layer_types": ["full_attention"]} for name in ("gemma4", "kimi_linear", "lfm2_moe")},
+}  # fmt: skip
+# Families whose two layers are not alike, in their routers or in what their configuration says of each.
+UNLIKE_LAYERS = frozenset({"diffusion_gemma"})
 # Families with code of their own between the expert products.
 OWN_ACTIVATIONS = frozenset({"beam", "deepseek_v4", "inkling2", "minimax_m3_vl", "muse_spark", "openai_privacy_filter"})
 # Families whose router `fused_topk` does not express, with a word of the reason.
@@ -63,6 +69,12 @@ def build(family: str, dtype: torch.dtype, experts: str, **settings: Any) -> tor
     config_class, model_class = _classes(family)
     config = tiny_config(config_class, {**FAMILIES.get(family, {}), **settings})
     return tiny_model(config, model_class, dtype=dtype, experts=experts)
+
+
+def one_layer(family: str) -> dict[str, Any]:
+    """Settings of `build` for one layer: a capture takes half as long as that of two."""
+    more = _ONE_LAYER.get(family, {})
+    return {} if more is None else {"num_hidden_layers": 1, **more}
 
 
 def tokens(batch: int, length: int, seed: int = 1) -> torch.Tensor:

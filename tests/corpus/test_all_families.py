@@ -1,4 +1,7 @@
-"""The other families of transformers with the shared experts: every layer is fused, or staged."""
+"""The other families of transformers with the shared experts: a layer of each is fused, or staged.
+
+That each of several layers is, ten families show in `test_required.py`, and `test_models_table.py`.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,14 @@ from compile_passes.match import Refusal
 from compile_passes.passes import FUSE, Report, run
 from tests.corpus.families import (
     KEPT_ROUTERS,
-    LAYERS,
     OTHERS,
     OWN_ACTIVATIONS,
     REQUIRED,
     STAGED,
+    UNLIKE_LAYERS,
     available,
     build,
+    one_layer,
     tokens,
 )
 
@@ -48,8 +52,10 @@ def test_family(family: str) -> None:
     # The tails are shared code, tested in both forms on ten families and on hand-written blocks; here routers differ.
     for form in ("grouped_mm", "batched_mm") if family in OWN_ACTIVATIONS else ("grouped_mm",):
         # inkling2 runs in bf16 only with the modules in fp32 that from_pretrained keeps so
-        report = passes_on(build(family, torch.float32 if family == "inkling2" else torch.bfloat16, form))
-        layers = LAYERS.get(family, 2)
+        dtype = torch.float32 if family == "inkling2" else torch.bfloat16
+        settings = {} if family in UNLIKE_LAYERS else one_layer(family)
+        report = passes_on(build(family, dtype, form, **settings))
+        layers = 1 if settings else 2
         assert not report.refused, report.refused[0]
         done = report.staged if family in STAGED else report.fused
         assert len(done) == layers == len(report.fused) + len(report.staged)

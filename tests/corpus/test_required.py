@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 import compile_passes  # noqa: F401  (registers the backends)
 from compile_passes.tiny import use_experts
-from tests.corpus.families import LAYERS, REQUIRED, available, build, result, tokens
+from tests.corpus.families import LAYERS, REQUIRED, available, build, one_layer, result, tokens
 
 FORMS = ("grouped_mm", "batched_mm")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -40,12 +40,6 @@ def _fresh(family: str) -> Iterator[None]:
 def errors(output: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     """Relative error of every token's output vector."""
     return ((output.double() - exact).norm(dim=-1) / exact.norm(dim=-1)).flatten()
-
-
-# Symbolic sizes take a capture several times as long; that every layer fuses is seen in the other test.
-ONE_LAYER: dict[str, dict[str, object]] = {
-    "nemotron_h": {}, "gemma4": {"num_hidden_layers": 1, "layer_types": ["full_attention"]},
-}  # fmt: skip
 
 
 def assert_one_fused_graph(layers: int) -> None:
@@ -94,8 +88,8 @@ def test_fp32_is_fused_and_no_less_accurate(family: str, form: str) -> None:
 @both_forms
 def test_bf16_is_fused_for_every_token_count_and_no_less_accurate(family: str, form: str) -> None:
     """Compiled once, on 10 tokens, for every size; the sizes know nothing of the dtype, the recogniser of both."""
-    settings = ONE_LAYER.get(family, {"num_hidden_layers": 1})
-    model, ids = build(family, DTYPES["bf16"], form, **settings), tokens(8, 64)
+    # Symbolic sizes take a capture several times as long; that every layer fuses is seen in the other test.
+    model, ids = build(family, DTYPES["bf16"], form, **one_layer(family)), tokens(8, 64)
     compiled = torch.compile(model, backend="moe_ops_eager", fullgraph=True, dynamic=True)
     with torch.no_grad():
         exact, original = originals(model, ids, form, "bf16")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -240,3 +241,33 @@ def with_grad(call: Call) -> Call:
         return value.detach().clone(memory_format=torch.preserve_format).requires_grad_()
 
     return Call(call.op, tuple(leaf(value) for value in call.args), call.kwargs)
+
+
+#: Options that change what kernels compute, and nothing that is traced around them.
+_OF_KERNELS_ALONE = ("activation", "alpha", "limit", "scheme", "routing", "top_k", "scale", "renorm_eps")
+
+
+def _traits(call: Call) -> set[tuple[Any, ...]]:
+    """What a compiler sees of a call: of each argument its kind, dtype and layout, and the options by value."""
+    found = {(call.op, name, str(value)) for name, value in call.kwargs.items() if name not in _OF_KERNELS_ALONE}
+    for at, value in enumerate(call.args):
+        if isinstance(value, Tensor):
+            found |= {(call.op, at, value.dtype), (call.op, at, "contiguous", value.is_contiguous())}
+            found |= {(call.op, at, "empty", value.numel() == 0), (call.op, at, "one", value.shape[:1] == (1,))}
+        elif isinstance(value, list):
+            found.add((call.op, at, tuple(getattr(part, "ndim", part) for part in value)))
+        else:
+            found.add((call.op, at, str(value)))
+    return found
+
+
+def covering(names: Iterable[str]) -> list[str]:
+    """Of calls, those that have a trait which no earlier one has: every trait of every operator is in one at least."""
+    seen: set[tuple[Any, ...]] = set()
+    kept = []
+    for name in names:
+        traits = _traits(CALLS[name])
+        if not traits <= seen:
+            kept.append(name)
+        seen |= traits
+    return kept
