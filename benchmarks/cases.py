@@ -17,6 +17,7 @@ from meta.arch import Arch
 from meta.cost import roofline_us
 from meta.dims import LayerProblem
 from meta.routing import route
+from meta.schemes import joined
 from moe_ops.ops import parse
 
 SAMPLED_TOKENS = 16  # tokens whose exact answer is computed, so that checking costs little next to timing
@@ -148,6 +149,6 @@ def make_case(weights: Weights, T: int, routing: str = "uniform") -> Case:
 def _quantize(weight: torch.Tensor, scheme: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
     from moe_ops import quantize_weight
 
-    parts = [quantize_weight(chunk, scheme=scheme) for chunk in weight.split(QUANTIZE_CHUNK)]
-    stored, *scales = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    return stored, scales
+    parts = (quantize_weight(chunk, scheme=scheme) for chunk in weight.split(QUANTIZE_CHUNK))
+    stored, scales = joined([(codes, of_codes) for codes, *of_codes in parts])
+    return stored, list(scales)

@@ -340,6 +340,20 @@ FP8_1X128 = ActivationFormat("fp8_1x128", E4M3, 128, E4M3_MAX)
 FP8_TOKEN = ActivationFormat("fp8_token", E4M3, WHOLE, E4M3_MAX)
 INT8_TOKEN = ActivationFormat("int8_token", torch.int8, WHOLE, 127.0)
 
+
+def joined(parts: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """What `QuantScheme.quantize` made of some experts each, of all: ``(stored, scales)``."""
+    stored, scales = zip(*parts, strict=True)
+    return _cat(stored), tuple(_cat(of_all) for of_all in zip(*scales, strict=True))
+
+
+def _cat(parts: Sequence[Tensor]) -> Tensor:
+    """`torch.cat`, by bytes where the dtype has 8 bits: not every device joins those."""
+    if parts[0].dtype.itemsize > 1:
+        return torch.cat(tuple(parts))
+    return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
+
+
 _FP32_OR_BF16 = (torch.float32, torch.bfloat16)
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _BLOCKS = (128, 128)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from meta.operands import Operand
-from meta.schemes import SCHEMES, QuantScheme
+from meta.schemes import SCHEMES, QuantScheme, joined
 from moe_ops import backends, plans
 from moe_ops.plans import LayerKey, Plan
 
@@ -82,9 +82,8 @@ class TrialLayer:
             _, made = scheme.quantize(torch.zeros(1, n, k))  # shapes and dtypes
             stored = torch.empty((E, n, k // scheme.pack), dtype=scheme.weight_dtype, device="meta")
             return Operand(stored, scheme, tuple(scale.to("meta").expand(E, -1, -1) for scale in made))
-        parts = [scheme.quantize(weight[e : e + 1].float()) for e in range(E)]
-        scales = zip(*(scales for _, scales in parts), strict=True)
-        return Operand(torch.cat([q for q, _ in parts]), scheme, tuple(torch.cat(scale) for scale in scales))
+        stored, scales = joined([scheme.quantize(weight[e : e + 1].float()) for e in range(E)])
+        return Operand(stored, scheme, scales)
 
     def inputs(self, tokens: int, sets: int) -> list[Inputs]:
         """`sets` of (hidden_states, topk_weights, topk_ids) with uniform routing."""

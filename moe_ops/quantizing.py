@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from meta.checks import accepts, check_name, check_type, fail
-from meta.schemes import FLOAT_DTYPES, QuantScheme
+from meta.schemes import FLOAT_DTYPES, QuantScheme, joined
 from moe_ops.calibration import largest_rows
 from moe_ops.progress import progress
 from moe_ops.quantized import QuantizedWeight, quantized_schemes
@@ -185,28 +184,17 @@ def _quantized(
 ) -> tuple[QuantizedWeight, float]:
     """The weight in the scheme, with the static scale of its activations if given, and its relative error."""
     dense = weight.detach().transpose(1, 2) if transposed else weight.detach()
-    stored: list[Tensor] = []
-    scales: list[tuple[Tensor, ...]] = []
+    parts: list[tuple[Tensor, tuple[Tensor, ...]]] = []
     lost = total = 0.0
     for expert in dense.split(1):
         codes, of_codes = row.quantize(expert)
-        stored.append(codes)
-        scales.append(of_codes)
+        parts.append((codes, of_codes))
         if not weight.is_meta:
             wide = expert.double()
             lost += float((row.dequantize(codes, of_codes) - wide).square().sum())
             total += float(wide.square().sum())
-    joined = [_joined(parts) for parts in zip(*scales, strict=True)]
+    stored, scales = joined(parts)
     if static is not None:
-        joined.append(static.expand(weight.shape[0], 1, 1).contiguous())
-    made = QuantizedWeight(
-        torch.cat(stored), joined, scheme=row.name, dtype=weight.dtype, transposed=transposed
-    )  # fmt: skip
+        scales = (*scales, static.expand(weight.shape[0], 1, 1).contiguous())
+    made = QuantizedWeight(stored, scales, scheme=row.name, dtype=weight.dtype, transposed=transposed)
     return made, math.nan if weight.is_meta else math.sqrt(lost / total) if total else 0.0
-
-
-def _joined(parts: tuple[Tensor, ...]) -> Tensor:
-    """``torch.cat``, by bytes where the dtype has 8 bits: not every device joins those."""
-    if parts[0].dtype.itemsize > 1:
-        return torch.cat(parts)
-    return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)

@@ -25,15 +25,20 @@ def assert_same_bits(got: torch.Tensor, wanted: torch.Tensor) -> None:
     assert torch.equal(got.to(wanted.dtype).view(whole), wanted.contiguous().view(whole))
 
 
+def assert_reads(operands: dict[str, Operand], wanted: Tensors, scheme: str | None = None) -> None:
+    """All have the wanted bits and, if it is named, the scheme."""
+    for weight, operand in operands.items():
+        assert scheme is None or operand.scheme.name == scheme
+        assert_same_bits(operand.dequantized(), wanted[weight])
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_compressed_tensors_own_bits(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     state = files.per_expert(lambda weight: files.compressed(weight, case), case.dtype)
     operands = written(tmp_path, state)
     wanted = files.expected(state, lambda tensors: files.decompressed(tensors, case))
-    for weight, operand in operands.items():
-        assert operand.scheme.name == case.scheme
-        assert_same_bits(operand.dequantized(), wanted[weight])
+    assert_reads(operands, wanted, case.scheme)
 
 
 def test_nvfp4_of_compressed_tensors_before_rounding(tmp_path: Path) -> None:
@@ -57,17 +62,14 @@ def test_nvfp4_with_a_global_scale_that_has_an_exact_reciprocal(tmp_path: Path) 
     state = files.per_expert(store)
     operands = written(tmp_path, state)
     wanted = files.expected(state, files.nvfp4_in_fp32)
-    for weight, operand in operands.items():
-        assert_same_bits(operand.dequantized(), wanted[weight])
+    assert_reads(operands, wanted)
 
 
 def test_modelopt_nvfp4(tmp_path: Path) -> None:
     state = files.per_expert(files.modelopt_nvfp4)
     operands = written(tmp_path, state)
     wanted = files.expected(state, files.read_modelopt_nvfp4)
-    for weight, operand in operands.items():
-        assert operand.scheme.name == "nvfp4"
-        assert_same_bits(operand.dequantized(), wanted[weight])
+    assert_reads(operands, wanted, "nvfp4")
 
 
 def test_modelopt_fp8(tmp_path: Path) -> None:
@@ -75,9 +77,7 @@ def test_modelopt_fp8(tmp_path: Path) -> None:
     state = files.per_expert(files.modelopt_fp8)
     operands = written(tmp_path, state)
     wanted = files.expected(state, lambda tensors: tensors["weight"].float() * tensors["weight_scale"])
-    for weight, operand in operands.items():
-        assert operand.scheme.name == "fp8_tensor"
-        assert_same_bits(operand.dequantized(), wanted[weight])
+    assert_reads(operands, wanted, "fp8_tensor")
 
 
 #: How static scales of activations are stored: of one expert's projection, or of all experts.
@@ -127,9 +127,7 @@ def test_deepseek_blocks_start_again_at_the_up_half(scale: str, tmp_path: Path) 
     operands = written(tmp_path, state)
     wanted = files.expected(state, files.read_deepseek)
     assert operands["gate_up_proj"].scales[0].shape == (files.E, 2, 2, 2)
-    for weight, operand in operands.items():
-        assert operand.scheme.name == "fp8_block128"
-        assert_same_bits(operand.dequantized(), wanted[weight])
+    assert_reads(operands, wanted, "fp8_block128")
 
 
 def test_deepseek_blocks_that_run_on_are_one_grid(tmp_path: Path) -> None:
@@ -160,17 +158,14 @@ def test_names_of_deepseeks_own_files(tmp_path: Path) -> None:
     assert len(renamed.keys() & state.keys()) == 0
     operands = written(tmp_path, renamed)
     wanted = files.expected(state, files.read_deepseek)
-    for weight, operand in operands.items():
-        assert_same_bits(operand.dequantized(), wanted[weight])
+    assert_reads(operands, wanted)
 
 
 def test_deepseek_mxfp4_in_int8(tmp_path: Path) -> None:
     state = files.per_expert(files.deepseek_mxfp4)
     operands = written(tmp_path, state)
     wanted = files.expected(state, files.read_deepseek_mxfp4)
-    for weight, operand in operands.items():
-        assert operand.scheme.name == "mxfp4"
-        assert_same_bits(operand.dequantized(), wanted[weight])
+    assert_reads(operands, wanted, "mxfp4")
 
 
 def test_gpt_oss_blocks(tmp_path: Path) -> None:
@@ -189,9 +184,7 @@ def test_stacked(name: str, tmp_path: Path) -> None:
     stacked = files.stacked(state)
     operands = written(tmp_path, stacked)
     wanted = files.expected(state, lambda tensors: files.decompressed(tensors, case))
-    for weight, operand in operands.items():
-        assert operand.scheme.name == case.scheme
-        assert_same_bits(operand.dequantized(), wanted[weight])
+    assert_reads(operands, wanted, case.scheme)
 
 
 def test_stacked_gates_and_stacked_ups(tmp_path: Path) -> None:
@@ -199,8 +192,7 @@ def test_stacked_gates_and_stacked_ups(tmp_path: Path) -> None:
     state = files.per_expert(lambda weight: files.compressed(weight, case), case.dtype)
     operands = written(tmp_path, files.stacked(state, join=False))
     wanted = files.expected(state, lambda tensors: files.decompressed(tensors, case))
-    for weight, operand in operands.items():
-        assert_same_bits(operand.dequantized(), wanted[weight])
+    assert_reads(operands, wanted)
 
 
 def test_experts_without_a_gate(tmp_path: Path) -> None:

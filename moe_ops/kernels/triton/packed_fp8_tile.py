@@ -9,9 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.triton.packed_tile import E2M1, e2m1_value, of_rows
+from moe_ops.kernels.triton.packed_tile import E2M1, codes_of_bytes, e2m1_value, of_rows
 from moe_ops.kernels.triton.scales import decode_scale, load_row_scale, load_scale, load_stored_scale
-from moe_ops.kernels.triton.tile_loads import BOTH, CONCAT, load_rows, load_weight, weight_rows
+from moe_ops.kernels.triton.tile_loads import BOTH, halves_of, load_rows, load_weight, weight_rows
 from moe_ops.kernels.triton.util import INTERPRETED, widen
 
 INT4_UNIT = tl.constexpr(8.0)  # of decoded codes
@@ -107,17 +107,10 @@ def _in_order(fours, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _codes(stored):
-    """The codes [rows, 2 columns] of bytes [rows, columns], for the interpreter."""
-    codes = tl.join(stored.to(tl.int32) & 15, stored.to(tl.int32) >> 4)
-    return codes.reshape(stored.shape[0], 2 * stored.shape[1])
-
-
-@triton.jit
 def decode_int4(stored):
     """e4m3 [rows, 2 columns], in units of INT4_UNIT, of bytes [rows, columns]; fp32 in the interpreter."""
     if INTERPRETED:
-        return (_codes(stored) - 8).to(tl.float32) / INT4_UNIT
+        return (codes_of_bytes(stored) - 8).to(tl.float32) / INT4_UNIT
     return _in_order(_int4_fours(_words(stored)), tl.float8e4nv)
 
 
@@ -147,7 +140,7 @@ def decode_e2m1(stored, power, exists, far):
     GROUPS: tl.constexpr = power.shape[1]
     if INTERPRETED:
         size: tl.constexpr = 2 * stored.shape[1] // GROUPS
-        value = e2m1_value(_codes(stored)).reshape(ROWS, GROUPS, size)
+        value = e2m1_value(codes_of_bytes(stored)).reshape(ROWS, GROUPS, size)
         scale = ((power + 114) << 23).to(tl.float32, bitcast=True)
         otherwise = tl.where((value != 0.0) & (far != 0), float("nan"), 0.0)
         return tl.where(exists[:, :, None], value * scale[:, :, None], otherwise).reshape(ROWS, 2 * stored.shape[1])
@@ -378,12 +371,7 @@ def packed_fp8_tile(
     CODE: tl.constexpr = PACKED[0]
     inner, _, outer, inner_apart, _, outer_apart = scales
     w_row, w_valid = weight_rows(n_start, N, BLOCK_N, GLU)
-    if GLU == CONCAT:
-        half = tl.arange(0, BLOCK_N) // (BLOCK_N // 2)
-        if SWAPPED:
-            half = 1 - half
-    else:
-        half = tl.zeros((BLOCK_N,), tl.int32)
+    half = halves_of(BLOCK_N, GLU, SWAPPED)
     inner = of_rows(inner, inner_apart, expert, w_row, half, N, PACKED[3], PACKED[5], GROUP_STRIDES)
     operands = (
         a, a_desc, a_scale, a_row, row_valid, row_start, w, w_desc, inner, up_offset, expert, n_start, w_row, w_valid,

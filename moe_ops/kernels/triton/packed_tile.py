@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels.triton.scales import decode_scale, load_scale, load_stored_scale
-from moe_ops.kernels.triton.tile_loads import BOTH, CONCAT, load_rows, load_weight, weight_rows
+from moe_ops.kernels.triton.tile_loads import BOTH, halves_of, load_rows, load_weight, weight_rows
 from moe_ops.kernels.triton.util import INTERPRETED, widen
 
 # e2m1 in place of the last exponent bits of a bf16 number is 2^-126 of its value; the scale of its group brings 2^62 of
@@ -102,6 +102,13 @@ def _int8_wide(tile):
     """fp32 of int8: bits of 2^23 + 128 + code, less as much; the conversion instruction takes four times as long."""
     bits = (tile.to(tl.int32) & 0xFF) ^ 0x4B000080
     return bits.to(tl.float32, bitcast=True) - 8388736.0
+
+
+@triton.jit
+def codes_of_bytes(stored):
+    """The codes [rows, 2 columns] of bytes [rows, columns], for the interpreter."""
+    codes = tl.join(stored.to(tl.int32) & 15, stored.to(tl.int32) >> 4)
+    return codes.reshape(stored.shape[0], 2 * stored.shape[1])
 
 
 @triton.jit
@@ -277,12 +284,7 @@ def packed_tile(
     OUTER_RUNS_ON: tl.constexpr = PACKED[7]
     inner, zeros, outer, inner_apart, zeros_apart, outer_apart = scales
     w_row, w_valid = weight_rows(n_start, N, BLOCK_N, GLU)
-    if GLU == CONCAT:
-        half = tl.arange(0, BLOCK_N) // (BLOCK_N // 2)
-        if SWAPPED:
-            half = 1 - half
-    else:
-        half = tl.zeros((BLOCK_N,), tl.int32)
+    half = halves_of(BLOCK_N, GLU, SWAPPED)
     if inner is not None:
         inner = of_rows(inner, inner_apart, expert, w_row, half, N, GROUP_N, RUNS_ON, GROUP_STRIDES)
     if zeros is not None:

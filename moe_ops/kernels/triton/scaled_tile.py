@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels.triton.block_scales import FACTOR_BYTES, load_nv_factor, nv_scale_bytes
-from moe_ops.kernels.triton.packed_tile import E2M1, e2m1_value
+from moe_ops.kernels.triton.packed_tile import E2M1, codes_of_bytes, e2m1_value
 from moe_ops.kernels.triton.scales import decode_scale, load_scale, load_stored_scale
-from moe_ops.kernels.triton.tile_loads import BOTH, CONCAT, load_rows, load_weight, weight_rows
+from moe_ops.kernels.triton.tile_loads import BOTH, halves_of, load_rows, load_weight, weight_rows
 from moe_ops.kernels.triton.util import INTERPRETED, widen
 
 
@@ -23,8 +23,7 @@ def _decoded(tile, scale, CODE: tl.constexpr, GROUP: tl.constexpr):
     no scaled products.
     """
     if CODE == E2M1:
-        code = tile.to(tl.int32)
-        value = tl.join(e2m1_value(code & 15), e2m1_value(code >> 4)).reshape(tile.shape[0], 2 * tile.shape[1])
+        value = e2m1_value(codes_of_bytes(tile))
     else:
         value = widen(tile)
     factor = tl.broadcast_to(decode_scale(scale)[:, :, None], (scale.shape[0], scale.shape[1], GROUP))
@@ -88,12 +87,7 @@ def scaled_tile(
     ROW_PACK: tl.constexpr = 2 if ROW_CODE == E2M1 else 1
     inner, _, outer, inner_apart, _, outer_apart = scales
     w_row, w_valid = weight_rows(n_start, N, BLOCK_N, GLU)
-    if GLU == CONCAT:
-        half = tl.arange(0, BLOCK_N) // (BLOCK_N // 2)
-        if SWAPPED:
-            half = 1 - half
-    else:
-        half = tl.zeros((BLOCK_N,), tl.int32)
+    half = halves_of(BLOCK_N, GLU, SWAPPED)
     if BLOCKS[3]:  # said so that the compiler sees it: what is known of an argument is lost in a function
         inner_apart = inner_apart // 16 * 16
     inner += expert.to(tl.int64) * SCALE_STRIDES[0] + half.to(tl.int64) * inner_apart + w_row * SCALE_STRIDES[1]

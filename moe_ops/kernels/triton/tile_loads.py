@@ -39,6 +39,18 @@ def weight_rows(n_start, N: tl.constexpr, BLOCK_N: tl.constexpr, GLU: tl.constex
 
 
 @triton.jit
+def halves_of(BLOCK_N: tl.constexpr, GLU: tl.constexpr, SWAPPED: tl.constexpr):
+    """Which half each weight row of a tile of BOTH is of: 0 the gate's, or the only one; 1 up."""
+    if GLU == CONCAT:
+        half = tl.arange(0, BLOCK_N) // (BLOCK_N // 2)
+        if SWAPPED:
+            half = 1 - half
+    else:
+        half = tl.zeros((BLOCK_N,), tl.int32)
+    return half
+
+
+@triton.jit
 def load_weight(
     w,
     w_desc,
