@@ -121,28 +121,37 @@ FP8_DECODED = DECODED - PACKED
 def _packed_tile(scheme: str, work: Work) -> MMConfig:
     """Weight rows fill the 64 rows of a tensor core's product; fewer of them make more programs, where there are few.
 
-    us of a layer on an H100, tiles of 16 and 32 rows of tokens: mxfp4, DeepSeek-V3's dimensions, T = 64 (2 an expert)
-    1953 and 2068, Qwen3-30B-A3B's, T = 256 (16 an expert) 186 and 180; 64 and 128 rows, T = 4096 (256) 1072 and 1105,
-    gpt-oss-120b's 2813 and 2994.
+    us of a layer on an H200 of (1) Qwen3-30B-A3B's and (2) gpt-oss-120b's dimensions. Tiles of 16 and 32 rows of
+    tokens: (2), T = 256 (8 an expert), mxfp4 561 and 764; (1), T = 256 (16 an expert), 170 and 161. 32 rows by steps of
+    64 and of 128 columns: (1), T = 256, fp8_w8a16 192 and 200, mxfp8 211 and 224. 64 rows by the same: (1), T = 4096,
+    mxfp4 1063 and 1090, int4_w4a16 1120 and 1039, nvfp4 1497 and 1225; (2) mxfp4 2702 and 3063. 128 rows by 64: mxfp4
+    1074 and 2933.
     """
-    rows, pairs = work.T * work.K / work.E, work.T * work.K
+    rows, pairs, eight = work.T * work.K / work.E, work.T * work.K, SCHEMES[scheme].pack == 1
     if rows > 48:
-        return _gathered(64, 128, 64, 8, 4, 4)
-    if SCHEMES[scheme].pack == 1 or pairs <= 16:
-        return _gathered(16 if rows <= 12 else 32, 64, 128, 1, 4, 4)
-    return _gathered(16 if rows <= 12 else 32, 128, 128, 1, 4, 4)
+        deep = not eight and scheme != "mxfp4" and work.depth % 128 == 0
+        return _gathered(64, 128, 128, 8, 4, 3) if deep else _gathered(64, 128, 64, 8, 4, 4)
+    if pairs <= 16:
+        return _gathered(16, 64, 128, 1, 4, 4)
+    if rows <= 12:
+        return _gathered(16, 128, 128, 1, 4, 4)
+    return _gathered(32, 128, 64 if eight else 128, 1, 4, 4)
 
 
 def _packed_fp8_tile(scheme: str, work: Work) -> MMConfig:
-    """Codes that are decoded for e4m3 rows: as many of these beside 128 weight rows as leave registers for a sum and
-    one that waits for its scales. Not measured.
+    """Codes that are decoded for e4m3 rows: as many of these beside the weight rows as leave registers for a sum and
+    one that waits for its scales.
+
+    us of a layer of Qwen3-30B-A3B's dimensions on an H200, tiles of 16 and 32 rows, w4a8_fp8 and mxfp4_a8: T = 16 85
+    and 94, 121 and 141; T = 256 165 and 142, 258 and 215. T = 4096, tiles of 64 x 128, 128 x 128 and 128 x 64: w4a8_fp8
+    844, 894, 795; mxfp4_a8 1219, 1833, 2703.
     """
     rows, code = work.T * work.K / work.E, SCHEMES[scheme].code
     if rows <= 64:
         return _gathered(16 if rows <= 12 else 32, 128, 128, 1, 4, 4)
     if code is not None and code.name == "e2m1":
         return _streamed(64, 128, 128, 8, 4, 3)
-    return _streamed(128, 128, 128, 8, 8, 3)
+    return _streamed(128, 64, 128, 8, 4, 3)
 
 
 def in_blocks(scheme: str, sm: int) -> bool:

@@ -134,7 +134,7 @@ def compile_mm(
         num_warps=warps,
         num_stages=stages,
         launch_pdl=capability >= 90,
-        maxnreg=most_registers(config, glu, quantized),
+        maxnreg=most_registers(config, glu, scaled=quantized, decoded=False),
     )
 
 

@@ -255,7 +255,8 @@ def _launch(
         pdl,
     )
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "launch_pdl": pdl}
-    if (registers := most_registers(config, mm.glu, mm.is_scaled)) is not None:
+    registers = most_registers(config, mm.glu, scaled=mm.is_scaled, decoded=mm.is_decoded)
+    if registers is not None:
         options["maxnreg"] = registers
     programs = row_tiles * made.n_tiles
     if made.walk != ONE_TILE.value:

@@ -16,9 +16,9 @@ from meta.checks import fail
 from meta.formats import E4M3
 from meta.operands import Operand
 from meta.schemes import WHOLE, ActivationFormat, Scale
+from moe_ops.kernels.triton.codes import CODE_NUMBERS
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.packed_fp8_tile import step_columns
-from moe_ops.kernels.triton.packed_tile import CODE_NUMBERS
 from moe_ops.kernels.triton.tile_loads import (
     CONCAT,
     INTERLEAVED,
@@ -207,12 +207,12 @@ class ExpertMM:
         return self._addressed(self.operand.data)
 
     def _addressed(self, data: torch.Tensor) -> torch.Tensor:
-        scheme = self.operand.scheme
-        if scheme is None or scheme.pack == 1 or scheme.rows is not None or self.blocks is not None:
+        if not self.is_packed or self.operand.scheme.rows is not None:
             return data
         apart = 0 if self.up is None else self.up.data.data_ptr() - self.operand.data.data_ptr()
         outer = (*data.stride()[:-1], data.storage_offset(), data.shape[-1], data.data_ptr(), apart)
-        return data.view(torch.int32) if data.stride(-1) == 1 and all(n % 4 == 0 for n in outer) else data
+        words = data.stride(-1) == 1 and all(n % 4 == 0 for n in outer)
+        return data.view(torch.int32 if words else torch.uint8)
 
     def _scale(self, at: int) -> WeightScale:
         """Number `at` of the scheme's list."""
@@ -259,6 +259,11 @@ class ExpertMM:
     def _is_quantised(self) -> bool:
         """Whether a product itself applies scales, not the tensor cores."""
         return bool(self.operand.scales) and self.blocks is None
+
+    @property
+    def is_decoded(self) -> bool:
+        """Whether weights are decoded to bf16: `packed_tile`."""
+        return self.is_packed and self.operand.scheme.rows is None
 
     @property
     def is_scaled(self) -> bool:
@@ -491,15 +496,20 @@ class ExpertMM:
         )
 
 
-def most_registers(config: MMConfig, glu: int, quantized: bool) -> int | None:
+def most_registers(config: MMConfig, glu: int, *, scaled: bool, decoded: bool) -> int | None:
     """Registers that a thread may have, None for as many as the compiler likes.
 
-    Three programs of four warps fit beside each other with 168. With two accumulators of 16 rows the compiler, left
-    alone, takes 170 to 174; told not to, it spills nothing (us on an H200, fp8_block128, Qwen3-30B-A3B, T = 8: 80.6
-    and 74.5).
+    Programs of four warps fit beside each other three times with 168, four times with 128. With two accumulators of 16
+    rows the compiler, left alone, takes 170 to 174; told not to, it spills nothing (us on an H200, fp8_block128,
+    Qwen3-30B-A3B, T = 8: 80.6 and 74.5). Beside decoded weights it takes up to 167 and needs 128 (nvfp4,
+    gpt-oss-120b's dimensions, T = 256: 770 and 711; int4_w4a16, T = 16: 221 and 207).
     """
-    two = glu == CONCAT.value and quantized
-    return 168 if two and config.block_m * config.block_n == 16 * 256 and config.num_warps == 4 else None
+    if config.num_warps != 4:
+        return None
+    if decoded:
+        return 128 if config.block_m * config.block_n <= 16 * 128 else None
+    two = glu == CONCAT.value and scaled
+    return 168 if two and config.block_m * config.block_n == 16 * 256 else None
 
 
 INTERPRETED_PROGRAMS = 3  # so that under the interpreter, too, a program walks several tiles

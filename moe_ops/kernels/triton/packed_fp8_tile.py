@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.triton.packed_tile import E2M1, codes_of_bytes, e2m1_value, of_rows
+from moe_ops.kernels.triton.codes import E2M1, codes_of_bytes, e2m1_value
+from moe_ops.kernels.triton.packed_tile import of_rows
 from moe_ops.kernels.triton.scales import decode_scale, load_row_scale, load_scale, load_stored_scale
 from moe_ops.kernels.triton.tile_loads import BOTH, halves_of, load_rows, load_weight, weight_rows
 from moe_ops.kernels.triton.util import INTERPRETED, widen

@@ -13,15 +13,15 @@ import math
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.triton.packed_tile import (
+from moe_ops.kernels.triton.codes import (
     E2M1,
     E2M1_FACTOR,
     E2M1_UNIT,
     as_words,
-    decode_wide,
+    codes_of_word,
     decode_words,
-    of_rows,
 )
+from moe_ops.kernels.triton.packed_tile import of_rows
 from moe_ops.kernels.triton.scales import decode_scale, load_scale, load_stored_scale
 from moe_ops.kernels.triton.tile_loads import INTERLEAVED, NOT_GATED, expert_rows
 from moe_ops.kernels.triton.util import INTERPRETED, round_to, widen
@@ -34,8 +34,8 @@ def unit_codes(packed, columns):
     """Columns of a row, of `columns` at a time, whose products are summed before they are scaled: as many as a thread
     loads, or what of them lies in one group.
     """
-    pack, group = packed[1], packed[4]
-    unit = min(LOAD_BYTES * (1 if pack == 1 else 2), columns)
+    group = packed[4]
+    unit = min(LOAD_BYTES * codes_of_word(packed[0]) // 4, columns)
     return unit if group == 0 else math.gcd(unit, group)
 
 
@@ -161,22 +161,18 @@ def _unit_sums(
     P: tl.constexpr = codes.shape[0]
     N: tl.constexpr = codes.shape[1]
     UNIT: tl.constexpr = unit_codes(PACKED, BLOCK_K)
-    TOGETHER: tl.constexpr = 1 if PACKED[1] == 1 else 8  # codes that are decoded together
+    PER_WORD: tl.constexpr = codes_of_word(CODE)
     column = k + tl.arange(0, BLOCK_K)
     value = tl.load(x[:, None] + column[None, :], mask=x_held[:, None] & (column < K)[None, :], other=0.0)
     if x_factor is not None:
         value = round_to(widen(value) * x_factor, x.dtype.element_ty)
     shift = None
     if ZERO_STRIDES is not None:
-        shift = tl.broadcast_to(zero[:, :, :, None], (P, N, BLOCK_K // UNIT, UNIT // TOGETHER))
-        shift = shift.reshape(P * N, BLOCK_K // TOGETHER)
+        shift = tl.broadcast_to(zero[:, :, :, None], (P, N, BLOCK_K // UNIT, UNIT // PER_WORD))
+        shift = shift.reshape(P * N, BLOCK_K // PER_WORD)
     if CODE == E2M1:
         value = _times_factor(value)  # in bf16, before it goes to where the weights are
-    flat = codes.reshape(P * N, codes.shape[2])
-    if TOGETHER == 1:
-        number = decode_wide(flat, shift, CODE)
-    else:
-        number = _widen(decode_words(as_words(flat), shift, CODE))
+    number = _widen(decode_words(as_words(codes.reshape(P * N, codes.shape[2])), shift, CODE))
     sums = _of_units(number.reshape(P, N, BLOCK_K) * value.to(tl.float32)[:, None, :], UNIT)
     if SCALE_STRIDES is not None:
         sums *= decode_scale(scale)

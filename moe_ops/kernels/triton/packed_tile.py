@@ -1,188 +1,32 @@
 """One output tile of an expert GEMM whose weights are codes of four or eight bits and whose activations are bf16.
 
-The stored bytes come by descriptor and are decoded in registers, where they are the first operand of the product; the
-rows are the second. The accumulator is therefore the tile transposed, and weight rows fill the 64 rows that the tensor
-core always computes, however few tokens there are.
+The stored bytes come by descriptor and are decoded in registers (`codes`), where they are the first operand of the
+product; the rows are the second. The accumulator is therefore the tile transposed, and weight rows fill the 64 rows
+that the tensor core always computes, however few tokens there are.
 
-Codes of four bits are decoded by the word of eight, so that no code moves between threads. The tensor core has given
-each thread columns that lie apart; the sum does not care for the order of columns, so that of both operands is changed
-to one in which a thread's are side by side in memory. Instructions of a loop step of 128 by 128 codes and a warp:
-int4_w4a16 325, byte by byte 481; mxfp4 454 and 536 (and the decoded tile then went through shared memory).
+The tensor core has given each thread columns that lie apart; the sum does not care for the order of columns, so that of
+both operands is changed to one in which a thread's are side by side in memory. Scales are fetched a step ahead.
+Instructions of a loop step of 128 by 128 codes and a warp: mxfp4 417, nvfp4 453, int4_w4a16 333, fp8_w8a16 568; decoded
+byte by byte, scales through shared memory, 536, 801, 481 and 617.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import num_warps
 
-from moe_ops.kernels.triton.scales import decode_scale, load_scale, load_stored_scale
+from moe_ops.kernels.triton.codes import (
+    E2M1,
+    E2M1_UNIT,
+    E4M3,
+    as_words,
+    codes_of_word,
+    decode_words,
+)
+from moe_ops.kernels.triton.scales import decode_scale, load_scale
 from moe_ops.kernels.triton.tile_loads import BOTH, halves_of, load_rows, load_weight, weight_rows
-from moe_ops.kernels.triton.util import INTERPRETED, widen
-
-# e2m1 in place of the last exponent bits of a bf16 number is 2^-126 of its value; the scale of its group brings 2^62 of
-# that back, the end of the sum the rest. So scales from 2^-60 to 2^64 leave no bf16 number out of range.
-E2M1_UNIT = tl.constexpr(2.0**64)
-E2M1_FACTOR = tl.constexpr(2.0**62)
-
-E2M1 = tl.constexpr(0)
-INT4 = tl.constexpr(1)
-E4M3 = tl.constexpr(2)
-INT8 = tl.constexpr(3)
-#: Names of `meta.formats.CODES`.
-CODE_NUMBERS = {"e2m1": E2M1.value, "int4": INT4.value, "e4m3": E4M3.value, "int8": INT8.value}
-
-
-@triton.jit
-def _e2m1_codes(words):
-    """Eight bf16 of each word's codes in order, times 2^-126: their bits at the ends of the fields.
-
-    A product with two powers of two is two copies of a code: one's sign and the other's rest are in their places.
-    """
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 high, code<4>;
-        shr.u32 high, $8, 8;
-        and.b32 code0, $8, 0x000F000F;
-        and.b32 code1, $8, 0x00F000F0;
-        and.b32 code2, high, 0x000F000F;
-        and.b32 code3, high, 0x00F000F0;
-        mul.lo.u32 code0, code0, 0x1040;
-        mul.lo.u32 code1, code1, 0x0104;
-        mul.lo.u32 code2, code2, 0x1040;
-        mul.lo.u32 code3, code3, 0x0104;
-        and.b32 code0, code0, 0x81C081C0;
-        and.b32 code1, code1, 0x81C081C0;
-        and.b32 code2, code2, 0x81C081C0;
-        and.b32 code3, code3, 0x81C081C0;
-        mov.b32 {$0, $4}, code0;
-        mov.b32 {$1, $5}, code1;
-        mov.b32 {$2, $6}, code2;
-        mov.b32 {$3, $7}, code3;
-        }
-        """,
-        "=h,=h,=h,=h,=h,=h,=h,=h,r",
-        [words],
-        dtype=(tl.bfloat16,) * 8,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def _int4_codes(words):
-    """Eight bf16 of each word's codes in order, each 128 + code: the last bits of a number in [128, 256)."""
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 at<4>;
-        shr.u32 at1, $8, 4;
-        shr.u32 at2, $8, 8;
-        shr.u32 at3, $8, 12;
-        lop3.b32 at0, $8, 0x000F000F, 0x43004300, 0xEA;
-        lop3.b32 at1, at1, 0x000F000F, 0x43004300, 0xEA;
-        lop3.b32 at2, at2, 0x000F000F, 0x43004300, 0xEA;
-        lop3.b32 at3, at3, 0x000F000F, 0x43004300, 0xEA;
-        mov.b32 {$0, $4}, at0;
-        mov.b32 {$1, $5}, at1;
-        mov.b32 {$2, $6}, at2;
-        mov.b32 {$3, $7}, at3;
-        }
-        """,
-        "=h,=h,=h,=h,=h,=h,=h,=h,r",
-        [words],
-        dtype=(tl.bfloat16,) * 8,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def _int8_wide(tile):
-    """fp32 of int8: bits of 2^23 + 128 + code, less as much; the conversion instruction takes four times as long."""
-    bits = (tile.to(tl.int32) & 0xFF) ^ 0x4B000080
-    return bits.to(tl.float32, bitcast=True) - 8388736.0
-
-
-@triton.jit
-def codes_of_bytes(stored):
-    """The codes [rows, 2 columns] of bytes [rows, columns], for the interpreter."""
-    codes = tl.join(stored.to(tl.int32) & 15, stored.to(tl.int32) >> 4)
-    return codes.reshape(stored.shape[0], 2 * stored.shape[1])
-
-
-@triton.jit
-def e2m1_value(nibble):
-    """fp32 of e2m1, for the interpreter."""
-    exponent, mantissa = (nibble >> 1) & 3, (nibble & 1).to(tl.float32)
-    scale = (1 << tl.maximum(exponent - 1, 0)).to(tl.float32)
-    magnitude = tl.where(exponent == 0, 0.5 * mantissa, (1.0 + 0.5 * mantissa) * scale)
-    return tl.where(nibble >= 8, -magnitude, magnitude)
-
-
-@triton.jit
-def _in_order(c0, c1, c2, c3, c4, c5, c6, c7):
-    """[..., 2, 4] of the eight numbers of a word; a thread's neighbours are halves of one register."""
-    first, second = tl.join(tl.join(c0, c2), tl.join(c1, c3)), tl.join(tl.join(c4, c6), tl.join(c5, c7))
-    return tl.join(first, second).permute(0, 1, 4, 2, 3).reshape(c0.shape[0], c0.shape[1], 2, 4)
-
-
-@triton.jit
-def decode_words(words, zero, CODE: tl.constexpr):
-    """[rows, words, 2, 4] of the codes of words [rows, words], first to last: e2m1 times 2^-126, int4 less `zero`,
-    which broadcasts to the words, or 8.
-    """
-    if INTERPRETED:
-        code = (words[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15
-        if CODE == E2M1:
-            value = e2m1_value(code) * (1.0 / E2M1_UNIT / E2M1_FACTOR)
-        else:
-            value = (code - (8 if zero is None else zero.to(tl.int32)[:, :, None])).to(tl.float32)
-        found = value.reshape(words.shape[0], words.shape[1], 2, 4)
-    elif CODE == E2M1:
-        found = _in_order(*_e2m1_codes(words))
-    else:
-        if zero is None:
-            shift = tl.full((1, 1), 136.0, tl.bfloat16)
-        else:
-            shift = (zero.to(tl.float32) + 128.0).to(tl.bfloat16)
-        found = _in_order(*_int4_codes(words)) - shift[:, :, None, None]
-    return found
-
-
-@triton.jit
-def decode_wide(tile, zero, CODE: tl.constexpr):
-    """fp32 of a tile of e4m3, or of int8 less `zero`, which broadcasts."""
-    if CODE == E4M3:
-        value = widen(tile)
-    else:
-        value = _int8_wide(tile)
-        if zero is not None:
-            value -= zero.to(tl.float32)
-    return value
-
-
-@triton.jit
-def decode_one(tile, zero, CODE: tl.constexpr):
-    """`decode_wide` in bf16, which holds every code."""
-    if INTERPRETED:
-        value = decode_wide(tile, zero, CODE)
-    elif CODE == E4M3:
-        value = tile.to(tl.bfloat16)
-    else:
-        value = decode_wide(tile, zero, CODE).to(tl.bfloat16)
-    return value
-
-
-@triton.jit
-def as_words(stored):
-    """int32 [rows, columns / 4] of bytes [rows, columns]."""
-    if stored.dtype == tl.int32:
-        words = stored
-    else:
-        parts = stored.reshape(stored.shape[0], stored.shape[1] // 4, 4).to(tl.int32)
-        words = tl.sum(parts << (8 * tl.arange(0, 4))[None, None, :], axis=2)
-    return words
+from moe_ops.kernels.triton.util import INTERPRETED
 
 
 @triton.jit
@@ -201,37 +45,74 @@ def of_rows(
     return scale + start + (half.to(tl.int64) * apart if not RUNS_ON else 0) + at * STRIDES[1]
 
 
+@triton.constexpr_function
+def load_of(bits):
+    """The instruction that loads as many bits."""
+    return f"ld.global.nc.u{bits} $0, [$1];"
+
+
 @triton.jit
-def _scale_at(
-    inner,
-    k,
-    w_valid,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_K: tl.constexpr,
-    EXACT: tl.constexpr,
-    STRIDES: tl.constexpr,
-):
-    """Scales as stored of columns k .. k + BLOCK_K - 1: [rows, groups] where EXACT, else [rows] of the only group."""
-    if inner is None:
-        stored = 0
-    elif EXACT:
-        group = k // GROUP_K + tl.arange(0, BLOCK_K // GROUP_K)
-        mask = w_valid[:, None] & (group < (K + GROUP_K - 1) // GROUP_K)[None, :]
-        pointers = inner[:, None] + group[None, :] * STRIDES[2]
-        if STRIDES[1] % 4 == 0:
-            stored = load_stored_scale(pointers, mask)
-        else:
-            # Words can be fetched ahead, bytes cannot: 0.93 of the time (gpt-oss-120b's dimensions, T = 64, an H100).
-            at = pointers.to(tl.int64)
-            word = tl.load((at & -4).to(tl.pointer_type(tl.int32)), mask=mask, other=0)
-            stored = (word >> (8 * (at & 3)).to(tl.int32)).to(tl.uint8)
-            if inner.dtype.element_ty != tl.uint8:
-                stored = stored.to(inner.dtype.element_ty, bitcast=True)
+def bits_of(stored):
+    """int32 of the bits of numbers of at most 32."""
+    return stored.to(tl.core.get_int_dtype(stored.dtype.primitive_bitwidth, False), bitcast=True).to(tl.int32)
+
+
+@triton.jit
+def fetch(pointers):
+    """`bits_of` what is at `pointers`, all of which exist, loaded by the threads that use it.
+
+    Triton loads in an order of its own, and brings a loop's values from there to those threads through shared memory,
+    past a barrier in every step.
+    """
+    if INTERPRETED:
+        bits = bits_of(tl.load(pointers))
     else:
-        group = k // GROUP_K
-        stored = load_stored_scale(inner + group * STRIDES[2], w_valid & (k < K))
-    return stored
+        INSTRUCTION: tl.constexpr = load_of(pointers.dtype.element_ty.primitive_bitwidth)
+        bits = tl.inline_asm_elementwise(
+            INSTRUCTION, "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return bits
+
+
+@triton.jit
+def _scale_bits(
+    inner, k, K: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_K: tl.constexpr, EXACT: tl.constexpr, STRIDES: tl.constexpr,
+    WHERE_USED: tl.constexpr,
+):  # fmt: skip
+    """int32 of the bits of the scales of columns k .. k + BLOCK_K - 1: [rows, groups] where EXACT, else [rows] of the
+    first group. Those of the last group stand in for what is behind the row.
+    """
+    LAST: tl.constexpr = (K + GROUP_K - 1) // GROUP_K - 1 if GROUP_K > 0 else 0
+    if inner is None:
+        bits = 0
+    else:
+        if EXACT:
+            group = tl.minimum(k // GROUP_K + tl.arange(0, BLOCK_K // GROUP_K), LAST)
+            pointers = inner[:, None] + group[None, :] * STRIDES[2]
+        else:
+            pointers = inner + tl.minimum(k // GROUP_K, LAST) * STRIDES[2]
+        if WHERE_USED:
+            bits = fetch(pointers)
+        else:
+            bits = bits_of(tl.load(pointers))
+    return bits
+
+
+@triton.jit
+def _factor(bits, inner, EXACT: tl.constexpr, SHIFT: tl.constexpr):
+    """fp32 of scales, or where EXACT bf16 of them times 2^SHIFT; NaN from 2^(128 - SHIFT) on."""
+    if inner is None:
+        factor = 1.0
+    else:
+        DTYPE: tl.constexpr = inner.dtype.element_ty
+        if EXACT and SHIFT > 0 and DTYPE == tl.uint8 and not INTERPRETED:
+            factor = tl.minimum((bits << 7) + SHIFT * 128, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        else:
+            stored = bits.to(tl.core.get_int_dtype(DTYPE.primitive_bitwidth, False)).to(DTYPE, bitcast=True)
+            factor = decode_scale(stored) * 2.0**SHIFT
+            if EXACT and not INTERPRETED:
+                factor = factor.to(tl.bfloat16)
+    return factor
 
 
 @triton.jit
@@ -283,15 +164,27 @@ def packed_tile(
     OUTER_N: tl.constexpr = PACKED[6]
     OUTER_RUNS_ON: tl.constexpr = PACKED[7]
     inner, zeros, outer, inner_apart, zeros_apart, outer_apart = scales
+    PER_WORD: tl.constexpr = codes_of_word(CODE)
+    RUN: tl.constexpr = BLOCK_K // PER_WORD // 4  # words of a thread's part of a row
+    # Of bf16 numbers of few bits on either side of 1, a code's and its scale's, a part each; see E2M1_FACTOR.
+    SHIFT: tl.constexpr = 0 if not EXACT else 62 if CODE == E2M1 else 60 if CODE == E4M3 else 0
+    # Where a row is 16 words, a thread gets one run of a row from shared memory. With rows in the order of the product,
+    # nothing moves between threads, so that each can load the scales that it needs.
+    WARPS: tl.constexpr = 4 if INTERPRETED else num_warps()
+    IN_ORDER: tl.constexpr = EXACT and RUN == 4 and BLOCK_N % (16 * WARPS) == 0
     w_row, w_valid = weight_rows(n_start, N, BLOCK_N, GLU)
     half = halves_of(BLOCK_N, GLU, SWAPPED)
+    held = tl.where(w_valid, w_row, 0)  # its scales stand in for those of rows that do not exist
     if inner is not None:
-        inner = of_rows(inner, inner_apart, expert, w_row, half, N, GROUP_N, RUNS_ON, GROUP_STRIDES)
+        inner = of_rows(inner, inner_apart, expert, held, half, N, GROUP_N, RUNS_ON, GROUP_STRIDES)
     if zeros is not None:
-        zeros = of_rows(zeros, zeros_apart, expert, w_row, half, N, GROUP_N, RUNS_ON, ZERO_STRIDES)
+        zeros = of_rows(zeros, zeros_apart, expert, held, half, N, GROUP_N, RUNS_ON, ZERO_STRIDES)
     COLUMNS: tl.constexpr = BLOCK_K // PACK
-    PER_WORD: tl.constexpr = 1 if PACK == 1 else 8  # codes that are decoded together
+    WHERE_USED: tl.constexpr = IN_ORDER or not EXACT
     accumulator = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    # Of a step, what multiplies; of the next, what has been fetched.
+    factor = _factor(_scale_bits(inner, 0, K, BLOCK_K, GROUP_K, EXACT, GROUP_STRIDES, WHERE_USED), inner, EXACT, SHIFT)
+    bits = _scale_bits(inner, BLOCK_K, K, BLOCK_K, GROUP_K, EXACT, GROUP_STRIDES, WHERE_USED)
     for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         # fmt: off
         stored = load_weight(
@@ -303,39 +196,38 @@ def packed_tile(
         if zeros is not None:
             group = k // GROUP_K if GROUP_K > 0 else 0
             zero = tl.load(zeros + group * ZERO_STRIDES[2], mask=w_valid, other=0)[:, None]
-        scale = _scale_at(inner, k, w_valid, K, BLOCK_K, GROUP_K, EXACT, GROUP_STRIDES)
-        if EXACT:
-            factor = decode_scale(scale)
-            if CODE == E2M1:
-                factor *= E2M1_FACTOR
-            if not INTERPRETED:
-                factor = factor.to(tl.bfloat16)
-            factor = tl.broadcast_to(factor[:, :, None], (BLOCK_N, BLOCK_K // GROUP_K, GROUP_K // PER_WORD))
-            factor = factor.reshape(BLOCK_N, BLOCK_K // PER_WORD)
+        following = _factor(bits, inner, EXACT, SHIFT)
+        bits = _scale_bits(inner, k + 2 * BLOCK_K, K, BLOCK_K, GROUP_K, EXACT, GROUP_STRIDES, WHERE_USED)
         summed = accumulator if (EXACT or inner is None) else tl.zeros_like(accumulator)
         rows = load_rows(a, a_desc, a_row, row_valid, row_start, k, K, A_STRIDE, BLOCK_K, A_TMA)
-        if PACK == 1:
-            decoded = decode_one(stored, zero, CODE)
-            if EXACT:
-                decoded *= factor
+        decoded = decode_words(as_words(stored), zero, CODE, EXACT)
+        if EXACT:
+            of_words = tl.broadcast_to(factor[:, :, None], (BLOCK_N, BLOCK_K // GROUP_K, GROUP_K // PER_WORD))
+            decoded *= of_words.reshape(BLOCK_N, BLOCK_K // PER_WORD)[:, :, None, None]
+        # A thread of the product has columns 2 q, 2 q + 1, 2 q + 8, 2 q + 9 of every 16; it gets the q-th of four runs
+        # of codes, halves of a word as neighbours.
+        if IN_ORDER:
+            decoded = decoded.reshape(BLOCK_N // 16 // WARPS, 2, WARPS, 8, 4, RUN, 2, PER_WORD // 2)
+            decoded = decoded.permute(0, 2, 1, 3, 5, 7, 4, 6).reshape(BLOCK_N, BLOCK_K)
         else:
-            decoded = decode_words(as_words(stored), zero, CODE)
-            if EXACT:
-                decoded *= factor[:, :, None, None]
-            # A thread of the product has columns 2 q, 2 q + 1, 2 q + 8, 2 q + 9 of every 16; it gets the q-th of four
-            # runs of codes, halves of a word as neighbours.
-            decoded = decoded.reshape(BLOCK_N, 4, BLOCK_K // 32, 2, 4).permute(0, 2, 4, 1, 3).reshape(BLOCK_N, BLOCK_K)
-            rows = rows.reshape(BLOCK_M, 4, BLOCK_K // 32, 2, 4).permute(0, 2, 4, 1, 3).reshape(BLOCK_M, BLOCK_K)
+            decoded = decoded.reshape(BLOCK_N, 4, RUN, 2, PER_WORD // 2).permute(0, 2, 4, 1, 3)
+            decoded = decoded.reshape(BLOCK_N, BLOCK_K)
+        rows = rows.reshape(BLOCK_M, 4, RUN, 2, PER_WORD // 2).permute(0, 2, 4, 1, 3).reshape(BLOCK_M, BLOCK_K)
         if INTERPRETED:
             rows = rows.to(tl.float32)
         summed = tl.dot(decoded, rows.T, summed, input_precision="ieee")
         if inner is not None and not EXACT:
-            factor = decode_scale(scale)
             accumulator += summed * factor[:, None]
         else:
             accumulator = summed
+        factor = following
     if CODE == E2M1:
         accumulator *= E2M1_UNIT
+    elif SHIFT > 0:
+        accumulator *= 2.0**60
+    if IN_ORDER:
+        accumulator = accumulator.reshape(BLOCK_N // 16 // WARPS, WARPS, 2, 8, BLOCK_M).permute(0, 2, 1, 3, 4)
+        accumulator = accumulator.reshape(BLOCK_N, BLOCK_M)
     if outer is not None:
         pointers = of_rows(outer, outer_apart, expert, w_row, half, N, OUTER_N, OUTER_RUNS_ON, OUTER_STRIDES)
         factor = load_scale(pointers, w_valid)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels.triton.block_scales import FACTOR_BYTES, load_nv_factor, nv_scale_bytes
-from moe_ops.kernels.triton.packed_tile import E2M1, codes_of_bytes, e2m1_value
+from moe_ops.kernels.triton.codes import E2M1, codes_of_bytes, e2m1_value
 from moe_ops.kernels.triton.scales import decode_scale, load_scale, load_stored_scale
 from moe_ops.kernels.triton.tile_loads import BOTH, halves_of, load_rows, load_weight, weight_rows
 from moe_ops.kernels.triton.util import INTERPRETED, widen

@@ -1,0 +1,290 @@
+"""Codes of weights, and what becomes of them in registers: numbers in bf16, by the word of 32 bits.
+
+Four or eight codes at once: integer instructions put the bits of pairs of codes where bf16 numbers have them, and one
+product of two numbers at a time does the rest. No code moves between threads.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_ops.kernels.triton.util import INTERPRETED
+
+# e2m1 in place of the last exponent bits of a bf16 number is 2^-126 of its value; the scale of its group brings 2^62 of
+# that back, the end of the sum the rest. So scales from 2^-60 to 2^64 leave no bf16 number out of range.
+E2M1_UNIT = tl.constexpr(2.0**64)
+E2M1_FACTOR = tl.constexpr(2.0**62)
+
+E2M1 = tl.constexpr(0)
+INT4 = tl.constexpr(1)
+E4M3 = tl.constexpr(2)
+INT8 = tl.constexpr(3)
+#: Names of `meta.formats.CODES`.
+CODE_NUMBERS = {"e2m1": E2M1.value, "int4": INT4.value, "e4m3": E4M3.value, "int8": INT8.value}
+
+
+@triton.jit
+def _e2m1_codes(words):
+    """Eight bf16 of each word's codes in order, times 2^-126: their bits at the ends of the fields.
+
+    A product with two powers of two is two copies of a code: one's sign and the other's rest are in their places.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 high, code<4>;
+        shr.u32 high, $8, 8;
+        and.b32 code0, $8, 0x000F000F;
+        and.b32 code1, $8, 0x00F000F0;
+        and.b32 code2, high, 0x000F000F;
+        and.b32 code3, high, 0x00F000F0;
+        mul.lo.u32 code0, code0, 0x1040;
+        mul.lo.u32 code1, code1, 0x0104;
+        mul.lo.u32 code2, code2, 0x1040;
+        mul.lo.u32 code3, code3, 0x0104;
+        and.b32 code0, code0, 0x81C081C0;
+        and.b32 code1, code1, 0x81C081C0;
+        and.b32 code2, code2, 0x81C081C0;
+        and.b32 code3, code3, 0x81C081C0;
+        mov.b32 {$0, $4}, code0;
+        mov.b32 {$1, $5}, code1;
+        mov.b32 {$2, $6}, code2;
+        mov.b32 {$3, $7}, code3;
+        }
+        """,
+        "=h,=h,=h,=h,=h,=h,=h,=h,r",
+        [words],
+        dtype=(tl.bfloat16,) * 8,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _int4_codes(words):
+    """Eight bf16 of each word's codes in order, each 128 + code: the last bits of a number in [128, 256)."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 at<4>;
+        shr.u32 at1, $8, 4;
+        shr.u32 at2, $8, 8;
+        shr.u32 at3, $8, 12;
+        lop3.b32 at0, $8, 0x000F000F, 0x43004300, 0xEA;
+        lop3.b32 at1, at1, 0x000F000F, 0x43004300, 0xEA;
+        lop3.b32 at2, at2, 0x000F000F, 0x43004300, 0xEA;
+        lop3.b32 at3, at3, 0x000F000F, 0x43004300, 0xEA;
+        mov.b32 {$0, $4}, at0;
+        mov.b32 {$1, $5}, at1;
+        mov.b32 {$2, $6}, at2;
+        mov.b32 {$3, $7}, at3;
+        }
+        """,
+        "=h,=h,=h,=h,=h,=h,=h,=h,r",
+        [words],
+        dtype=(tl.bfloat16,) * 8,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _bare_e4m3_codes(words):
+    """Four bf16 of each word's codes in order, times 2^-120: the bits of a number of fewer exponents, and all exponents
+    where all bits but the sign are 1, which is NaN.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 high, sign, rest<2>, full<2>, code<2>;
+        shr.u32 high, $4, 8;
+        and.b32 rest0, $4, 0x007F007F;
+        and.b32 rest1, high, 0x007F007F;
+        mad.lo.u32 full0, rest0, 16, 0x00100010;
+        mad.lo.u32 full1, rest1, 16, 0x00100010;
+        and.b32 full0, full0, 0x08000800;
+        and.b32 full1, full1, 0x08000800;
+        mul.lo.u32 rest0, rest0, 16;
+        mul.lo.u32 rest1, rest1, 16;
+        shl.b32 sign, $4, 8;
+        lop3.b32 code0, sign, 0x80008000, rest0, 0xEA;
+        lop3.b32 code1, $4, 0x80008000, rest1, 0xEA;
+        mad.lo.u32 code0, full0, 15, code0;
+        mad.lo.u32 code1, full1, 15, code1;
+        mov.b32 {$0, $2}, code0;
+        mov.b32 {$1, $3}, code1;
+        }
+        """,
+        "=h,=h,=h,=h,r",
+        [words],
+        dtype=(tl.bfloat16,) * 4,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _e4m3_codes(words):
+    """Four bf16 of each word's codes in order: the bits of a number of fewer exponents, times 2^120. 480, which is what
+    NaN's would be, times a number that 448 can be multiplied with is infinite, and NaN times 0.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 high, sign, large, huge, zero, rest<2>, code<2>, over<2>;
+        mov.b32 large, 0x7B807B80;
+        mov.b32 huge, 0x7B117B11;
+        mov.b32 zero, 0;
+        shr.u32 high, $4, 8;
+        and.b32 rest0, $4, 0x007F007F;
+        and.b32 rest1, high, 0x007F007F;
+        mul.lo.u32 rest0, rest0, 16;
+        mul.lo.u32 rest1, rest1, 16;
+        shl.b32 sign, $4, 8;
+        lop3.b32 code0, sign, 0x80008000, rest0, 0xEA;
+        lop3.b32 code1, $4, 0x80008000, rest1, 0xEA;
+        mul.rn.bf16x2 code0, code0, large;
+        mul.rn.bf16x2 code1, code1, large;
+        mul.rn.bf16x2 over0, code0, huge;
+        mul.rn.bf16x2 over1, code1, huge;
+        fma.rn.bf16x2 code0, over0, zero, code0;
+        fma.rn.bf16x2 code1, over1, zero, code1;
+        mov.b32 {$0, $2}, code0;
+        mov.b32 {$1, $3}, code1;
+        }
+        """,
+        "=h,=h,=h,=h,r",
+        [words],
+        dtype=(tl.bfloat16,) * 4,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _int8_codes(words):
+    """Four bf16 of each word's codes in order: seven bits as the last of a number in [128, 256), less 128, or 256 where
+    the eighth says so.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 high, minus, least<2>, most<2>;
+        mov.b32 minus, 0xBF80BF80;
+        shr.u32 high, $4, 8;
+        lop3.b32 least0, $4, 0x007F007F, 0x43004300, 0xEA;
+        lop3.b32 least1, high, 0x007F007F, 0x43004300, 0xEA;
+        lop3.b32 most0, $4, 0x00800080, 0x43004300, 0xEA;
+        lop3.b32 most1, high, 0x00800080, 0x43004300, 0xEA;
+        fma.rn.bf16x2 least0, most0, minus, least0;
+        fma.rn.bf16x2 least1, most1, minus, least1;
+        mov.b32 {$0, $2}, least0;
+        mov.b32 {$1, $3}, least1;
+        }
+        """,
+        "=h,=h,=h,=h,r",
+        [words],
+        dtype=(tl.bfloat16,) * 4,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def codes_of_bytes(stored):
+    """The codes [rows, 2 columns] of bytes [rows, columns], for the interpreter."""
+    codes = tl.join(stored.to(tl.int32) & 15, stored.to(tl.int32) >> 4)
+    return codes.reshape(stored.shape[0], 2 * stored.shape[1])
+
+
+@triton.jit
+def e2m1_value(nibble):
+    """fp32 of e2m1, for the interpreter."""
+    exponent, mantissa = (nibble >> 1) & 3, (nibble & 1).to(tl.float32)
+    scale = (1 << tl.maximum(exponent - 1, 0)).to(tl.float32)
+    magnitude = tl.where(exponent == 0, 0.5 * mantissa, (1.0 + 0.5 * mantissa) * scale)
+    return tl.where(nibble >= 8, -magnitude, magnitude)
+
+
+@triton.jit
+def _e4m3_value(byte):
+    """fp32 of e4m3, for the interpreter."""
+    exponent, mantissa = (byte >> 3) & 15, (byte & 7).to(tl.float32)
+    scale = ((tl.maximum(exponent, 1) + 120) << 23).to(tl.float32, bitcast=True)
+    magnitude = (tl.where(exponent == 0, 0.0, 1.0) + mantissa * 0.125) * scale
+    magnitude = tl.where((byte & 127) == 127, float("nan"), magnitude)
+    return tl.where(byte >= 128, -magnitude, magnitude)
+
+
+@triton.constexpr_function
+def codes_of_word(code):
+    """How many codes of a number of CODE_NUMBERS a word has."""
+    return 8 if code in (E2M1.value, INT4.value) else 4
+
+
+@triton.jit
+def _in_order(c):
+    """[..., 2, 2 or 4] of the numbers of a word; a thread's neighbours are halves of one register."""
+    if len(c) == 8:
+        first, second = (
+            tl.join(tl.join(c[0], c[2]), tl.join(c[1], c[3])),
+            tl.join(tl.join(c[4], c[6]), tl.join(c[5], c[7])),
+        )
+        found = tl.join(first, second).permute(0, 1, 4, 2, 3)
+    else:
+        found = tl.join(tl.join(c[0], c[1]), tl.join(c[2], c[3])).permute(0, 1, 3, 2)
+    return found.reshape(c[0].shape[0], c[0].shape[1], 2, len(c) // 2)
+
+
+@triton.jit
+def decode_words(words, zero, CODE: tl.constexpr, BARE: tl.constexpr = False):
+    """Codes of words [rows, words], first to last: e2m1 times 2^-126, e4m3, where BARE times 2^-120, integers less
+    `zero`, which broadcasts to the words, or int4 less 8.
+
+    Returns:
+        [rows, words, 2, 4], of eight bits [rows, words, 2, 2]; bf16, fp32 in the interpreter.
+    """
+    PER_WORD: tl.constexpr = codes_of_word(CODE)
+    if INTERPRETED:
+        BITS: tl.constexpr = 32 // PER_WORD
+        code = (words[:, :, None] >> (BITS * tl.arange(0, PER_WORD))[None, None, :]) & (2**BITS - 1)
+        if CODE == E2M1:
+            value = e2m1_value(code) * (1.0 / E2M1_UNIT / E2M1_FACTOR)
+        elif CODE == E4M3:
+            value = _e4m3_value(code) * (2.0**-120 if BARE else 1.0)
+        else:
+            if CODE == INT8:
+                code = (code ^ 128) - 128
+            if zero is not None:
+                code -= zero.to(tl.int32)[:, :, None]
+            elif CODE == INT4:
+                code -= 8
+            value = code.to(tl.float32)
+        found = value.reshape(words.shape[0], words.shape[1], 2, PER_WORD // 2)
+    elif CODE == E2M1:
+        found = _in_order(_e2m1_codes(words))
+    elif CODE == E4M3:
+        found = _in_order(_bare_e4m3_codes(words) if BARE else _e4m3_codes(words))
+    elif CODE == INT8:
+        found = _in_order(_int8_codes(words))
+        if zero is not None:
+            found -= zero.to(tl.bfloat16)[:, :, None, None]
+    else:
+        if zero is None:
+            shift = tl.full((1, 1), 136.0, tl.bfloat16)
+        else:
+            shift = (zero.to(tl.float32) + 128.0).to(tl.bfloat16)
+        found = _in_order(_int4_codes(words)) - shift[:, :, None, None]
+    return found
+
+
+@triton.jit
+def as_words(stored):
+    """int32 [rows, columns / 4] of bytes [rows, columns]."""
+    if stored.dtype == tl.int32:
+        words = stored
+    else:
+        parts = stored.reshape(stored.shape[0], stored.shape[1] // 4, 4).to(tl.int32)
+        words = tl.sum(parts << (8 * tl.arange(0, 4))[None, None, :], axis=2)
+    return words
