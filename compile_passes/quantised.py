@@ -15,6 +15,7 @@ from torch import fx
 
 from compile_passes.match import MoEMatch, Product, Refusal, in_words
 from compile_passes.vocabulary import example
+from meta.schemes import SCHEMES
 from moe_ops.integrations import containers
 from moe_ops.integrations.containers import Container, Part, Unread
 
@@ -64,8 +65,8 @@ def _problem(match: MoEMatch, product: Product, container: Container) -> str | N
         return "low-rank factors are added to it"
     if product is match.up and match.body.up_first:
         return "its up half stands where the operators expect the gate"
-    if match.combine.staged is not None:
-        return "the model's own code stays between the experts and the combine"
+    if match.combine.staged is not None and SCHEMES[container.scheme].rows is not None:
+        return "its scheme quantises activations, and the model's own code stays between the experts and the combine"
     return None
 
 

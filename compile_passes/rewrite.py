@@ -39,6 +39,7 @@ from __future__ import annotations
 import heapq
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -199,13 +200,16 @@ class Rewriter:
     def _experts(self, builder: Builder, match: MoEMatch, hidden: fx.Node, ids: fx.Node) -> tuple[fx.Node, fx.Node]:
         """Results of the experts, sorted by expert, and where each pair's row is."""
         *firsts, last = (self._stored(builder, match, product) for product in match.products)
-        stacked, glu = example(last.weight), None
+        stacked, glu = example(match.down.weight.node), None
         if not any(stored.updates for stored in firsts):
             given = self._projections(builder, match)
             glu = {
                 "weight": given["gate_up_proj"], "up_weight": given["up_proj"], "bias": given["gate_up_bias"],
                 "glu_layout": given["glu_layout"], **self._activation(match),
             }  # fmt: skip
+            if "scheme" in given:
+                glu |= {"weight_scales": given["gate_up_scales"], "scheme": given["scheme"]}
+                last = replace(last, scales=given["down_scales"], scheme=given["scheme"])
         count = None if stacked is None else stacked.shape[0]
         tokens = {"hidden_states": hidden, "topk_ids": ids, "num_experts": count}
         return expert_rows(builder, tokens, firsts, last, match.body, glu)

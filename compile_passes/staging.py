@@ -31,13 +31,15 @@ _ATEN = torch.ops.aten
 
 @dataclass(frozen=True)
 class Stored:
-    """One expert product as nodes of the rewritten graph: ``weight`` [E, N, K], ``bias`` [E, N] or None, and (down
-    [E, r, K], up [E, N, r], scale) of the low-rank factors.
+    """One expert product as nodes of the rewritten graph: ``weight`` [E, N, K], ``bias`` [E, N] or None, (down
+    [E, r, K], up [E, N, r], scale) of the low-rank factors, and the ``scheme`` and ``scales`` of a quantised weight.
     """
 
     weight: fx.Node
     bias: fx.Node | None
     updates: tuple[tuple[fx.Node, fx.Node, float], ...] = ()
+    scheme: str | None = None
+    scales: Sequence[fx.Node] = ()
 
 
 def product(builder: Builder, rows: fx.Node, stored: Stored, offsets: fx.Node, dtype: torch.dtype) -> fx.Node:
@@ -45,7 +47,9 @@ def product(builder: Builder, rows: fx.Node, stored: Stored, offsets: fx.Node, d
 
     The sum is in ``dtype``, so that one tensor of it is kept for the backward, and not its terms.
     """
-    given = {"rows": rows, "weight": stored.weight, "offsets": offsets, "bias": stored.bias}
+    given: dict[str, Any] = {"rows": rows, "weight": stored.weight, "offsets": offsets, "bias": stored.bias}
+    if stored.scheme is not None:
+        given |= {"weight_scales": list(stored.scales), "scheme": stored.scheme}
     made = builder.operator("grouped_mm", given)
     if stored.updates:
         made = builder.to(made, accumulation_dtype(dtype))

@@ -140,7 +140,7 @@ class Experts(nn.Module):
         shapes = ((8, 96, 64), (8, 96, 64), (8, 64, 96))
         values = [torch.randn(shape, generator=generator) / 8 for shape in shapes]
         self.w1, self.w3, self.w2 = (quantised(*pair) for pair in zip(values, schemes, strict=True))
-        self.w13 = quantised(torch.cat(values[:2], 1))
+        self.w13 = quantised(torch.cat(values[:2], 1), schemes[0])
         self.w2_transposed = quantised(values[2].transpose(1, 2))
         self.router = nn.Linear(64, 8, bias=False)
         self.router.weight.data.copy_(torch.randn(8, 64, generator=generator))
@@ -209,6 +209,14 @@ def test_gate_and_up_apart_are_fused() -> None:
     torch.testing.assert_close(got, own, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("scheme", ["mxfp4", "int4_w4a16", "nvfp4"])
+def test_code_between_experts_and_combine_stays(scheme: str) -> None:
+    module = Normed((scheme,) * 3)
+    own, got = compiled(module)
+    assert counters["moe_ops"]["staged"] == 1 and not counters["moe_ops"]["refused"]
+    torch.testing.assert_close(got, own, rtol=1e-5, atol=1e-5)
+
+
 class Rescaled(Experts):
     """Writes a scale between the products and the combine."""
 
@@ -244,7 +252,10 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "halves_in_the_graph": (Halves, "the graph takes parts of what is quantised"),
     "across": (Across, "contracts the dimension along which each scale has its own row"),
     "low_rank": (Factors, "in different schemes: mxfp4, no scheme"),
-    "staged": (Normed, "the model's own code stays between the experts and the combine"),
+    "staged": (
+        lambda: Normed(("fp8_channel",) * 3),
+        "its scheme quantises activations, and the model's own code stays between the experts and the combine",
+    ),
 }
 
 
