@@ -14,8 +14,8 @@ from itertools import groupby
 
 from torch import fx
 
+from compile_passes.builder import arguments, operator_name
 from compile_passes.match import MoEMatch, leaves, location, module_of, source
-from compile_passes.rewrite import arguments, operator_name
 from compile_passes.vocabulary import example, target_name, tensors_of
 from moe_ops.graphs import describe, operation
 

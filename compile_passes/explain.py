@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from compile_passes.adapters import find_adapters, why_not
+from compile_passes.builder import operator_name
 from compile_passes.compat import break_reason, compiling_apart
 from compile_passes.decide import Decision
 from compile_passes.diagram import Diagram, Snapshot, operators_of
@@ -23,7 +24,6 @@ from compile_passes.match import Refusal, Router, module_of, source
 from compile_passes.named import is_named, subject
 from compile_passes.passes import FUSE, FUSE_CHECKED, JOIN, SHARE, graph_modules, needs_gradient, run
 from compile_passes.report import Fused, Refused, Report
-from compile_passes.rewrite import operator_name
 from compile_passes.uncaptured import Seen, Stop, cut, defined_at, explanation, first_line, is_from_before
 
 _ADAPTED = "PEFT adds adapters to the experts' weights by a parametrization at every call, which cannot be captured."

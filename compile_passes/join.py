@@ -21,9 +21,10 @@ from typing import Any
 
 from torch import fx
 
+from compile_passes.builder import arguments, operator_name
 from compile_passes.match import Refusal
 from compile_passes.reading import Reading
-from compile_passes.rewrite import Rewriter, arguments, operator_name
+from compile_passes.rewrite import Rewriter
 from compile_passes.safety import changed_memory
 from compile_passes.vocabulary import equal_sizes, example
 

@@ -34,13 +34,14 @@ from torch import fx
 from compile_passes import compat
 from compile_passes.apart import guarded
 from compile_passes.attention import may_repeat_heads, share_heads, shareable
+from compile_passes.builder import operator_name
 from compile_passes.decide import Decision, decide
 from compile_passes.identity import identity
 from compile_passes.join import join
 from compile_passes.match import Made, MoEMatch, Refusal, Router, in_words
 from compile_passes.reading import Reading
 from compile_passes.recognise import recognise, recognise_calls, symbolic_numbers
-from compile_passes.rewrite import Rewriter, operator_name
+from compile_passes.rewrite import Rewriter
 from compile_passes.saved_routing import routing_of
 from compile_passes.transaction import change
 from compile_passes.vocabulary import tensors_of

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from compile_passes.rewrite import arguments, operator_name
+from compile_passes.builder import arguments, operator_name
 
 # How far up the way from ids to the selection that made them is followed: casts, reshapes, a scale.
 _STEPS = 8

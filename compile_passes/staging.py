@@ -24,7 +24,7 @@ from meta.activations import resolve_activation
 from meta.dims import accumulation_dtype
 
 if TYPE_CHECKING:
-    from compile_passes.rewrite import Builder
+    from compile_passes.builder import Builder
 
 _ATEN = torch.ops.aten
 

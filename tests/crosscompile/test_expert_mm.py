@@ -9,7 +9,8 @@ from meta.operands import Operand
 from moe_ops.backends.triton_plans import small_tiles
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.expert_mm import _expert_mm_kernel
-from moe_ops.kernels.triton.launch import STREAM, ExpertMM, most_registers, walk
+from moe_ops.kernels.triton.launch import STREAM, ExpertMM, walk
+from moe_ops.kernels.triton.programs import most_registers
 from moe_ops.kernels.triton.small import _small_down_kernel, _small_glu_kernel
 from moe_ops.kernels.triton.tile_loads import (
     CONCAT,

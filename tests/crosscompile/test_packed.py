@@ -18,8 +18,9 @@ from moe_ops.backends.triton_plans import DECODED, PACKED, tile_for
 from moe_ops.kernels.triton import packed_fp8_tile as fp8
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.expert_mm import _expert_mm_kernel
-from moe_ops.kernels.triton.launch import ExpertMM, most_registers
+from moe_ops.kernels.triton.launch import ExpertMM
 from moe_ops.kernels.triton.layer import fit
+from moe_ops.kernels.triton.programs import most_registers
 from moe_ops.plans import bucket
 from tests.crosscompile.compiling import Compiled, compile_kernel
 

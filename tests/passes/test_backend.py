@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import moe_ops
 from compile_passes import passes
+from compile_passes.builder import operator_name
 from compile_passes.passes import PASSES, MoEPass
-from compile_passes.rewrite import operator_name
 from tests.corpus.families import build, result, tokens
 from tests.passes.blocks import E, H, I, K, batched, block, weights
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import moe_ops
+from compile_passes.builder import arguments
 from compile_passes.join import join
-from compile_passes.rewrite import arguments
 from tests.passes.blocks import E, H, I, K, capture, weights
 
 C = 8

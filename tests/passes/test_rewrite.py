@@ -9,8 +9,8 @@ from expecttest import assert_expected_inline
 from torch import fx
 
 import moe_ops
+from compile_passes.builder import operator_name
 from compile_passes.passes import FUSE, JOIN, run
-from compile_passes.rewrite import operator_name
 from tests.passes.blocks import E, H, K, batched, block, capture, softmax_router, weights
 
 

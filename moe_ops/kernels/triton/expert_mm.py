@@ -13,8 +13,9 @@ import triton.language as tl
 from moe_ops.counters import Row
 from moe_ops.kernels.triton.act_quant import quantize_batched, quantize_sorted, quantize_static
 from moe_ops.kernels.triton.config import MMConfig
-from moe_ops.kernels.triton.launch import ONE_TILE, STREAM, ExpertMM, most_registers, side_by_side
+from moe_ops.kernels.triton.launch import ONE_TILE, STREAM, ExpertMM
 from moe_ops.kernels.triton.mm_tile import compute_tile
+from moe_ops.kernels.triton.programs import most_registers, side_by_side
 from moe_ops.kernels.triton.record import launch, on_device, with_memory
 from moe_ops.kernels.triton.util import (
     cdiv,

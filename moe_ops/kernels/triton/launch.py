@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
-from functools import cache, cached_property
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -13,9 +12,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from meta.arch import TYPICAL
 from meta.checks import fail
-from meta.formats import E4M3
 from meta.operands import Operand
-from meta.schemes import WHOLE, ActivationFormat, Scale
+from meta.schemes import WHOLE, ActivationFormat
 from moe_ops.kernels.triton.codes import CODE_NUMBERS
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.packed_fp8_tile import step_columns
@@ -28,7 +26,8 @@ from moe_ops.kernels.triton.tile_loads import (
     TMA_KN,
     TMA_NK,
 )
-from moe_ops.kernels.triton.util import INTERPRETED, cdiv, next_power_of_2
+from moe_ops.kernels.triton.util import cdiv, next_power_of_2
+from moe_ops.kernels.triton.weight_scales import WeightScale, as_stored, one_form
 
 # Halves in tensors of their own are a stack whose halves are far apart.
 GLU_CODES = {
@@ -101,39 +100,6 @@ def ragged_rows(x: torch.Tensor, block_m: int, columns: int) -> TensorDescriptor
     return TensorDescriptor(x, shape, [2**34 - stride, stride, stride, 1], [1, 1, block_m, columns])
 
 
-class WeightScale(NamedTuple):
-    """One scale of a weight as kernels address it.
-
-    tensor: e8m0, which Triton does not know, as the bytes that it is. group: rows and columns of the weight that share
-    an entry. runs_on: whether these groups run on from the gate into the up half; up_offset: elements to that of the up
-    half where they do not.
-    """
-
-    tensor: torch.Tensor | None = None
-    group: tuple[int, int] = (0, 0)
-    runs_on: bool = False
-    up_offset: int = 0
-
-    @property
-    def strides(self) -> tuple[int, int, int] | None:
-        """Of [E, N groups, K groups]; no step along an axis that shares one entry."""
-        if self.tensor is None:
-            return None
-        n, k = (stride if group else 0 for stride, group in zip(self.tensor.stride()[-2:], self.group, strict=True))
-        return self.tensor.stride(0), n, k
-
-    @property
-    def at_once(self) -> int:
-        """How many bytes of a row's scales are a word at an address that it divides: 4, 2 or 1."""
-        if self.tensor is None or self.strides[2] != 1 or self.tensor.data_ptr() % 16:
-            return 1
-        return math.gcd(4, *self.strides[:2], self.up_offset, self.tensor.shape[-1])
-
-
-def _as_stored(scale: torch.Tensor) -> torch.Tensor:
-    return scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale
-
-
 #: Columns of a step of codes that are decoded for e4m3 rows; the fewest that a group of any packed product may have
 #: where scales are not exact: a step is within one.
 PACKED_COLUMNS, SMALLEST_GROUP = 128, 32
@@ -148,12 +114,6 @@ def _alike(one: Operand, other: Operand) -> bool:
         return [(t.dtype, [s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1]) for t in tensors]
 
     return laid_out(one) == laid_out(other)
-
-
-def _one_form(spec: Scale, scale: torch.Tensor) -> torch.Tensor:
-    """In fp32, or in bytes what is nothing but exponents, contiguous."""
-    exponents = not spec.shift and all(dtype.itemsize == 1 and dtype != E4M3 for dtype in spec.dtypes)
-    return (_as_stored(scale) if exponents else spec.value(scale)).contiguous()
 
 
 @dataclass(frozen=True)
@@ -194,7 +154,7 @@ class ExpertMM:
                 half = getattr(self, name)
                 specs = half.scheme.scales if half.scales else ()
                 scales = tuple(
-                    _one_form(spec, scale) if self.blocks is None else _as_stored(scale).contiguous()
+                    one_form(spec, scale) if self.blocks is None else as_stored(scale).contiguous()
                     for spec, scale in zip(specs, half.scales, strict=False)
                 )
                 object.__setattr__(self, name, Operand(half.data.contiguous(), half.scheme, scales))
@@ -216,11 +176,11 @@ class ExpertMM:
 
     def _scale(self, at: int) -> WeightScale:
         """Number `at` of the scheme's list."""
-        scale, group = _as_stored(self.operand.scales[at]), self.operand.groups[at]
+        scale, group = as_stored(self.operand.scales[at]), self.operand.groups[at]
         if self.glu != CONCAT.value:
             return WeightScale(scale, group)
         if self.up is not None:
-            other = _as_stored(self.up.scales[at])
+            other = as_stored(self.up.scales[at])
             apart = (other.data_ptr() - scale.data_ptr()) // scale.element_size()
             return WeightScale(scale, group, False, apart)
         if scale.dim() == 4:
@@ -494,52 +454,3 @@ class ExpertMM:
             walk=walk(config, a_tma, self.waits_for_scales),
             n_tiles=cdiv(self.out_features, self.columns(config)),
         )
-
-
-def most_registers(config: MMConfig, glu: int, *, scaled: bool, decoded: bool) -> int | None:
-    """Registers that a thread may have, None for as many as the compiler likes.
-
-    Programs of four warps fit beside each other three times with 168, four times with 128. With two accumulators of 16
-    rows the compiler, left alone, takes 170 to 174; told not to, it spills nothing (us on an H200, fp8_block128,
-    Qwen3-30B-A3B, T = 8: 80.6 and 74.5). Beside decoded weights it takes up to 167 and needs 128 (nvfp4,
-    gpt-oss-120b's dimensions, T = 256: 770 and 711; int4_w4a16, T = 16: 221 and 207).
-    """
-    if config.num_warps != 4:
-        return None
-    if decoded:
-        return 128 if config.block_m * config.block_n <= 16 * 128 else None
-    two = glu == CONCAT.value and scaled
-    return 168 if two and config.block_m * config.block_n == 16 * 256 else None
-
-
-INTERPRETED_PROGRAMS = 3  # so that under the interpreter, too, a program walks several tiles
-
-
-@cache
-def _fitting(device: int, registers: int, shared: int, warps: int) -> int:
-    """Programs of a kernel that all multiprocessors of a GPU hold at once."""
-    gpu = torch.cuda.get_device_properties(device)
-    by_registers = gpu.regs_per_multiprocessor // (warps * cdiv(32 * registers, 256) * 256)
-    by_shared = gpu.shared_memory_per_multiprocessor // (shared + 1024)
-    by_threads = gpu.max_threads_per_multi_processor // (32 * warps)
-    return gpu.multi_processor_count * max(1, min(by_registers, by_shared, by_threads))
-
-
-_FITTING: dict[Any, int] = {}
-
-
-def side_by_side(kernel: Any, key: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> int:
-    """How many programs of `kernel` run at once: what its registers and its shared memory leave room for.
-
-    Known once the kernel is compiled; remembered under `key`, which names its constants, dtypes and device.
-    """
-    found = _FITTING.get(key)
-    if found is None:
-        device = arguments[0].device
-        if INTERPRETED or device.type != "cuda":
-            return INTERPRETED_PROGRAMS
-        compiled = kernel.warmup(*arguments, grid=(1,), **options)
-        _ = compiled.run  # loads the machine code: before that, the number of its registers is not known
-        registers = getattr(compiled, "n_regs", 255)  # of code that does not load, as the launch will say
-        found = _FITTING[key] = _fitting(device.index, registers, compiled.metadata.shared, options["num_warps"])
-    return found

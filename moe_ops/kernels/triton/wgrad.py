@@ -10,9 +10,10 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from meta.arch import FIRST_CAPABILITY
-from moe_ops.kernels.triton.launch import descriptor_strides, ragged_rows, side_by_side
+from moe_ops.kernels.triton.launch import descriptor_strides, ragged_rows
 from moe_ops.kernels.triton.layer import gpu_of
 from moe_ops.kernels.triton.permute import scatter_rows
+from moe_ops.kernels.triton.programs import side_by_side
 from moe_ops.kernels.triton.record import launch, on_device, with_memory
 from moe_ops.kernels.triton.tile_loads import RAGGED
 from moe_ops.kernels.triton.util import INTERPRETED, cdiv, next_power_of_2, round_to, uniform
