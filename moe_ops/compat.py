@@ -163,6 +163,18 @@ def size_guards() -> dict[str, str]:
 without_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
+def not_captured(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``; Dynamo leaves it and all that it calls as they are.
+
+    ``torch.compiler.disable`` does that by a wrapper, which imports Dynamo.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):
+        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        frames.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
 def wrapper_tensor(
     kind: type[torch.Tensor], size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Any:

@@ -143,6 +143,7 @@ class QuantizedWeight(Tensor):
         return rebuild, (self.parts(), self.scheme, self.dtype, self.transposed, is_parameter)
 
     @classmethod
+    @compat.not_captured  # where a graph breaks, operators run while Dynamo looks for frames to capture
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
