@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 # On a list: stacked parameter -> the parameter of an expert that it holds. On a layer of an expert: the list, the
 # expert's number, and its own parameter -> stacked parameter.
 _STACKS, _SLICE = "_moe_ops_stacks", "_moe_ops_slice"
+_TRANSPOSED = "is_transposed"  # transformers' word, which `moe_ops.stacked` reads
 
 
 @dataclass(frozen=True)
@@ -170,9 +171,11 @@ def stack_list(found: ExpertList) -> None:
     """Replace the parameters of a list's experts by slices of stacked ones."""
     stacks: dict[str, str] = {}
     vars(found.module)[_STACKS] = stacks
+    linear = True
     for name in found.parameters:
         stacked = name.replace(".", "_")
         owners = [_owner(expert, name) for expert in found.experts]
+        linear &= all(isinstance(owner, nn.Linear) for owner, _ in owners)
         weights = [owner._parameters[own] for owner, own in owners]
         first = weights[0]
         with torch.no_grad():
@@ -185,6 +188,8 @@ def stack_list(found: ExpertList) -> None:
         del weights, owners
         found.module.register_parameter(stacked, nn.Parameter(data, first is None or first.requires_grad))
         stacks[stacked] = name
+    if linear:  # [E, N, K], which the shapes alone need not say
+        vars(found.module)[_TRANSPOSED] = False
     found.module.register_state_dict_post_hook(_split_state)
     found.module.register_load_state_dict_pre_hook(_stack_state)
     log.info("stacked %d experts of %s: %s", len(found.experts), found.path or "the model", ", ".join(stacks.values()))
@@ -201,6 +206,7 @@ def _unstack(module: nn.Module, stacks: Mapping[str, str]) -> None:
             if held is not None:
                 owner.register_parameter(own, nn.Parameter(held.detach()[number].clone(), held.requires_grad))
     del vars(module)[_STACKS]
+    vars(module).pop(_TRANSPOSED, None)
     for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
         for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) in (_split_state, _stack_state)]:
             del hooks[key]

@@ -155,6 +155,17 @@ def test_restore():
     assert torch.equal(model(X), expected)
 
 
+def test_stacks_can_be_quantised():
+    """Of two projections, whose shapes fit either orientation, as those of linear layers."""
+    model = moe_ops.stack_experts_(mixture(make=MAKES["sequential"]))
+    expected = model(X)
+    moe_ops.quantize_(model, "fp8_w8a16")
+    assert not any(weight.transposed for weight in model.experts.parameters() if weight.dim() == 3)
+    torch.testing.assert_close(model(X), expected, rtol=0.1, atol=0.05)
+    moe_ops.restore(model)
+    assert not hasattr(model.experts, "is_transposed")
+
+
 def test_by_name():
     class Other(nn.Module):
         def __init__(self) -> None:
