@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_ops.quantized import QuantizedWeight
+
 _LEAST = 64  # smaller sizes are those of heads, groups and the like
 _MULTIPLE = 16  # of every width: 32 bytes of bf16, as matrix kernels ask
 _COUNTS = ("num", "n_", "experts_per", "ep_")  # how names of numbers of experts begin
@@ -64,7 +66,7 @@ def narrowing(block: nn.Module) -> Narrowing | None:
 
 
 def narrow_copy(block: nn.Module, to: Narrowing, device: torch.device) -> nn.Module:
-    """A copy with the first values of each weight and buffer along each width."""
+    """A copy with the first values of each weight and buffer along each width; quantised weights are numbers in it."""
     memo: dict[int, Any] = {}
     for weight in block.parameters():
         made = _part(weight, to, device)
@@ -80,6 +82,8 @@ def narrow_copy(block: nn.Module, to: Narrowing, device: torch.device) -> nn.Mod
 
 
 def _part(value: Tensor, to: Narrowing, device: torch.device) -> Tensor:
+    if isinstance(value, QuantizedWeight):
+        value = value.dequantize()
     return value.detach()[tuple(slice(to.size(size)) for size in value.shape)].to(device, copy=True)
 
 

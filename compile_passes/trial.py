@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from compile_passes.narrow import FULL, Narrowing, narrow_copy, narrowing
 from compile_passes.source import NotStatic
+from moe_ops.quantized import QuantizedWeight
 
 # (batch, tokens) and whether all tokens have one direction; at most 64 tokens.
 BATCHES: dict[str, tuple[tuple[int, int], bool]] = {
@@ -363,9 +364,9 @@ def _widest_used(block: nn.Module) -> torch.dtype:
 
 
 def _check_classes(block: nn.Module) -> None:
-    """Raise NotStatic where weights are of a class of their own."""
+    """Raise NotStatic where weights are of a class of their own, other than ours, which computes as its numbers do."""
     for weight in block.parameters():
-        if type(weight.data) is not Tensor:
+        if type(weight.data) not in (Tensor, QuantizedWeight):
             raise NotStatic(f"it has weights of the class {type(weight.data).__name__}")
 
 

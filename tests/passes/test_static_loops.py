@@ -116,6 +116,20 @@ def test_two_blocks_directly_after_each_other(kind):
     assert counters["moe_ops"]["fused"] == 2
 
 
+@pytest.mark.parametrize("kind", [DeepseekV3, MakeMoE, MoeInfer, StackedExperts], ids=lambda kind: kind.__name__)
+def test_quantised_experts(kind):
+    """The trial computes with numbers in the place of the bytes, the compiled code with the bytes."""
+    model = decoder(kind)
+    if kind is not StackedExperts:
+        moe_ops.stack_experts_(model)
+    moe_ops.quantize_(model, "fp8_w8a16")
+    expected = model(tokens(5))
+    function, _ = prepared(model, fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(function(tokens(5)), expected, atol=1e-5, rtol=1e-5)
+    assert counters["moe_ops"]["fused"] == 1
+
+
 # Those with a list of experts whose own code has gradients, in training.
 TRAINED = [kind for kind in FORMS if kind not in (MoeInfer, StackedExperts)]
 
