@@ -144,9 +144,7 @@ class QuantizedWeight(Tensor):
 
     @classmethod
     @compat.not_captured  # where a graph breaks, operators run while Dynamo looks for frames to capture
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         known = _KNOWN.get(func)
         result = NotImplemented if known is None else known(*args, **kwargs)

@@ -26,7 +26,7 @@ class StackedExperts:
         names: of its parameters.
         fits: whether their shapes are those of experts.
         transposed: they are stored ``[E, K, N]``: what the only orientation that fits says, else the module's
-            ``is_transposed``, else None.
+            ``is_transposed``, else the orientation whose hidden width is that of a router or of norms, else None.
     """
 
     name: str
@@ -51,7 +51,7 @@ def stacked_experts(model: nn.Module) -> Iterator[StackedExperts]:
         ways = _ways([stacked[key] for key in names])
         said = getattr(module, "is_transposed", None)
         if said is None or (ways and said not in ways):
-            said = next(iter(ways)) if len(ways) == 1 else None
+            said = _only(ways, stacked[names[0]].shape[0], model)
         yield StackedExperts(name, module, names, bool(ways), None if said is None else bool(said))
 
 
@@ -64,15 +64,31 @@ def _by_shape(stacked: dict[str, Tensor]) -> tuple[str, ...] | None:
     return None
 
 
-def _ways(weights: list[Tensor]) -> set[bool]:
-    """Whether they are experts as ``[E, N, K]`` (False is in the set) or transposed (True)."""
+def _only(ways: dict[bool, set[int]], num_experts: int, model: nn.Module) -> bool | None:
+    """The one of `_ways`, or the only one whose hidden width the model shows elsewhere: a router's, which has a row for
+    every expert, or else those of norms.
+    """
+    if len(ways) < 2:
+        return next(iter(ways), None)
+    shapes = [weight.shape for weight in model.parameters()]
+    routers = {shape[1] for shape in shapes if len(shape) == 2 and shape[0] == num_experts}
+    norms = {shape[0] for shape in shapes if len(shape) == 1}
+    for known in (routers, norms):
+        fitting = [way for way, widths in ways.items() if widths & known]
+        if len(fitting) == 1:
+            return fitting[0]
+    return None
+
+
+def _ways(weights: list[Tensor]) -> dict[bool, set[int]]:
+    """Whether they are experts as ``[E, N, K]`` (False is there) or transposed (True), and of which hidden widths."""
     if len({weight.shape[0] for weight in weights}) > 1:
-        return set()
-    found = set()
+        return {}
+    found: dict[bool, set[int]] = {}
     for transposed in (False, True):
         shapes = [weight.shape[:0:-1] if transposed else weight.shape[1:] for weight in weights]
         for (hidden, width), *firsts in permutations(shapes):
             rows = (width,) if len(firsts) > 1 else (width, 2 * width)
             if all(N in rows and K == hidden for N, K in firsts):
-                found.add(transposed)
+                found.setdefault(transposed, set()).add(hidden)
     return found

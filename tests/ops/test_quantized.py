@@ -6,6 +6,7 @@ import copy
 import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -181,6 +182,27 @@ def test_a_module_says_how_it_stores_square_experts() -> None:
     module = square(is_transposed=True)
     moe_ops.quantize_(module, "mxfp4")
     assert module.down_proj.transposed
+
+
+def apart(router: tuple[int, ...] = (), norm: int = 0, transposed: bool = False) -> nn.Module:
+    """Gate and up in stacks of their own, hidden width 64: the shapes fit both orientations."""
+    module = nn.Module()
+    shapes = {"w1": (E, 32, 64), "w2": (E, 64, 32), "w3": (E, 32, 64)}
+    for name, shape in shapes.items():
+        stored = (shape[0], *shape[:0:-1]) if transposed else shape
+        setattr(module, name, nn.Parameter(torch.randn(stored)))
+    for name, shape in (("router", router), ("norm", (norm,) if norm else ())):
+        if shape:
+            setattr(module, name, nn.Parameter(torch.randn(shape)))
+    return module
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("beside", [{"router": (E, 64)}, {"norm": 64}, {"router": (E, 64), "norm": 32}], ids=str)
+def test_the_rest_of_a_model_says_how_experts_are_stored(beside: dict[str, Any], transposed: bool) -> None:
+    module = apart(**beside, transposed=transposed)
+    moe_ops.quantize_(module, "mxfp4")
+    assert module.w2.transposed == transposed and module.w1.transposed == transposed
 
 
 def odd() -> nn.Module:
