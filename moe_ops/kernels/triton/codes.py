@@ -11,10 +11,14 @@ import triton.language as tl
 
 from moe_ops.kernels.triton.util import INTERPRETED
 
-# e2m1 in place of the last exponent bits of a bf16 number is 2^-126 of its value; the scale of its group brings 2^62 of
-# that back, the end of the sum the rest. So scales from 2^-60 to 2^64 leave no bf16 number out of range.
-E2M1_UNIT = tl.constexpr(2.0**64)
-E2M1_FACTOR = tl.constexpr(2.0**62)
+# e2m1 in place of the last exponent bits of a bf16 number is 2^-126 of its value, e4m3 2^-120; the scale of its group
+# brings 2^SHIFT of that back, the end of the sum the rest. So scales from 2^-60 to 2^64 leave no number of e2m1 out of
+# bf16's range.
+E2M1_SHIFT = tl.constexpr(62)
+E4M3_SHIFT = tl.constexpr(60)
+E2M1_FACTOR = tl.constexpr(2.0**E2M1_SHIFT.value)
+E2M1_UNIT = tl.constexpr(2.0 ** (126 - E2M1_SHIFT.value))
+E4M3_UNIT = tl.constexpr(2.0 ** (120 - E4M3_SHIFT.value))
 
 E2M1 = tl.constexpr(0)
 INT4 = tl.constexpr(1)
@@ -24,171 +28,122 @@ INT8 = tl.constexpr(3)
 CODE_NUMBERS = {"e2m1": E2M1.value, "int4": INT4.value, "e4m3": E4M3.value, "int8": INT8.value}
 
 
-@triton.jit
-def _e2m1_codes(words):
-    """Eight bf16 of each word's codes in order, times 2^-126: their bits at the ends of the fields.
+@triton.constexpr_function
+def codes_of_word(code):
+    """How many codes of a number of CODE_NUMBERS a word has."""
+    return 8 if code in (E2M1.value, INT4.value) else 4
 
-    A product with two powers of two is two copies of a code: one's sign and the other's rest are in their places.
+
+@triton.constexpr_function
+def _instructions(code, bare):
+    """What makes bf16 of the codes of a word, a pair in each of code0, code1, ...: codes that are 16 bits apart.
+
+    e2m1: their bits at the ends of the fields, which is 2^-126 of them; a product with two powers of two is two copies
+    of a code, one's sign and the other's rest in their places. int4: 128 + code, the last bits of a number in
+    [128, 256). int8: seven bits as such, less 128, or 256 where the eighth says so. e4m3: the bits of a number of fewer
+    exponents, which is 2^-120 of them. NaN, all bits but the sign, gets all exponents where `bare`; elsewhere 2^120
+    follows, what it would be, 480, times a number that 448 can be multiplied with is infinite, and NaN times 0.
     """
-    return tl.inline_asm_elementwise(
+    if code == E2M1.value:
+        body = """
+            .reg .b32 high;
+            shr.u32 high, $8, 8;
+            and.b32 code0, $8, 0x000F000F;
+            and.b32 code1, $8, 0x00F000F0;
+            and.b32 code2, high, 0x000F000F;
+            and.b32 code3, high, 0x00F000F0;
+            mul.lo.u32 code0, code0, 0x1040;
+            mul.lo.u32 code1, code1, 0x0104;
+            mul.lo.u32 code2, code2, 0x1040;
+            mul.lo.u32 code3, code3, 0x0104;
+            and.b32 code0, code0, 0x81C081C0;
+            and.b32 code1, code1, 0x81C081C0;
+            and.b32 code2, code2, 0x81C081C0;
+            and.b32 code3, code3, 0x81C081C0;
         """
-        {
-        .reg .b32 high, code<4>;
-        shr.u32 high, $8, 8;
-        and.b32 code0, $8, 0x000F000F;
-        and.b32 code1, $8, 0x00F000F0;
-        and.b32 code2, high, 0x000F000F;
-        and.b32 code3, high, 0x00F000F0;
-        mul.lo.u32 code0, code0, 0x1040;
-        mul.lo.u32 code1, code1, 0x0104;
-        mul.lo.u32 code2, code2, 0x1040;
-        mul.lo.u32 code3, code3, 0x0104;
-        and.b32 code0, code0, 0x81C081C0;
-        and.b32 code1, code1, 0x81C081C0;
-        and.b32 code2, code2, 0x81C081C0;
-        and.b32 code3, code3, 0x81C081C0;
-        mov.b32 {$0, $4}, code0;
-        mov.b32 {$1, $5}, code1;
-        mov.b32 {$2, $6}, code2;
-        mov.b32 {$3, $7}, code3;
-        }
-        """,
-        "=h,=h,=h,=h,=h,=h,=h,=h,r",
-        [words],
-        dtype=(tl.bfloat16,) * 8,
-        is_pure=True,
-        pack=1,
-    )
+    elif code == INT4.value:
+        body = """
+            shr.u32 code1, $8, 4;
+            shr.u32 code2, $8, 8;
+            shr.u32 code3, $8, 12;
+            lop3.b32 code0, $8, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 code1, code1, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 code2, code2, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 code3, code3, 0x000F000F, 0x43004300, 0xEA;
+        """
+    elif code == INT8.value:
+        body = """
+            .reg .b32 high, minus, most<2>;
+            mov.b32 minus, 0xBF80BF80;
+            shr.u32 high, $4, 8;
+            lop3.b32 code0, $4, 0x007F007F, 0x43004300, 0xEA;
+            lop3.b32 code1, high, 0x007F007F, 0x43004300, 0xEA;
+            lop3.b32 most0, $4, 0x00800080, 0x43004300, 0xEA;
+            lop3.b32 most1, high, 0x00800080, 0x43004300, 0xEA;
+            fma.rn.bf16x2 code0, most0, minus, code0;
+            fma.rn.bf16x2 code1, most1, minus, code1;
+        """
+    else:
+        first, last = (
+            (
+                """
+                mad.lo.u32 over0, rest0, 16, 0x00100010;
+                mad.lo.u32 over1, rest1, 16, 0x00100010;
+                and.b32 over0, over0, 0x08000800;
+                and.b32 over1, over1, 0x08000800;
+                """,
+                """
+                mad.lo.u32 code0, over0, 15, code0;
+                mad.lo.u32 code1, over1, 15, code1;
+                """,
+            )
+            if bare
+            else (
+                """
+                mov.b32 large, 0x7B807B80;
+                mov.b32 huge, 0x7B117B11;
+                mov.b32 zero, 0;
+                """,
+                """
+                mul.rn.bf16x2 code0, code0, large;
+                mul.rn.bf16x2 code1, code1, large;
+                mul.rn.bf16x2 over0, code0, huge;
+                mul.rn.bf16x2 over1, code1, huge;
+                fma.rn.bf16x2 code0, over0, zero, code0;
+                fma.rn.bf16x2 code1, over1, zero, code1;
+                """,
+            )
+        )
+        body = f"""
+            .reg .b32 high, sign, large, huge, zero, rest<2>, over<2>;
+            shr.u32 high, $4, 8;
+            and.b32 rest0, $4, 0x007F007F;
+            and.b32 rest1, high, 0x007F007F;
+            {first}
+            mul.lo.u32 rest0, rest0, 16;
+            mul.lo.u32 rest1, rest1, 16;
+            shl.b32 sign, $4, 8;
+            lop3.b32 code0, sign, 0x80008000, rest0, 0xEA;
+            lop3.b32 code1, $4, 0x80008000, rest1, 0xEA;
+            {last}
+        """
+    pairs = 4 if code in (E2M1.value, INT4.value) else 2
+    results = "".join(f"mov.b32 {{${pair}, ${pair + pairs}}}, code{pair};" for pair in range(pairs))
+    return f"{{ .reg .b32 code<{pairs}>; {body} {results} }}"
 
 
 @triton.jit
-def _int4_codes(words):
-    """Eight bf16 of each word's codes in order, each 128 + code: the last bits of a number in [128, 256)."""
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 at<4>;
-        shr.u32 at1, $8, 4;
-        shr.u32 at2, $8, 8;
-        shr.u32 at3, $8, 12;
-        lop3.b32 at0, $8, 0x000F000F, 0x43004300, 0xEA;
-        lop3.b32 at1, at1, 0x000F000F, 0x43004300, 0xEA;
-        lop3.b32 at2, at2, 0x000F000F, 0x43004300, 0xEA;
-        lop3.b32 at3, at3, 0x000F000F, 0x43004300, 0xEA;
-        mov.b32 {$0, $4}, at0;
-        mov.b32 {$1, $5}, at1;
-        mov.b32 {$2, $6}, at2;
-        mov.b32 {$3, $7}, at3;
-        }
-        """,
-        "=h,=h,=h,=h,=h,=h,=h,=h,r",
-        [words],
-        dtype=(tl.bfloat16,) * 8,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def _bare_e4m3_codes(words):
-    """Four bf16 of each word's codes in order, times 2^-120: the bits of a number of fewer exponents, and all exponents
-    where all bits but the sign are 1, which is NaN.
-    """
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 high, sign, rest<2>, full<2>, code<2>;
-        shr.u32 high, $4, 8;
-        and.b32 rest0, $4, 0x007F007F;
-        and.b32 rest1, high, 0x007F007F;
-        mad.lo.u32 full0, rest0, 16, 0x00100010;
-        mad.lo.u32 full1, rest1, 16, 0x00100010;
-        and.b32 full0, full0, 0x08000800;
-        and.b32 full1, full1, 0x08000800;
-        mul.lo.u32 rest0, rest0, 16;
-        mul.lo.u32 rest1, rest1, 16;
-        shl.b32 sign, $4, 8;
-        lop3.b32 code0, sign, 0x80008000, rest0, 0xEA;
-        lop3.b32 code1, $4, 0x80008000, rest1, 0xEA;
-        mad.lo.u32 code0, full0, 15, code0;
-        mad.lo.u32 code1, full1, 15, code1;
-        mov.b32 {$0, $2}, code0;
-        mov.b32 {$1, $3}, code1;
-        }
-        """,
-        "=h,=h,=h,=h,r",
-        [words],
-        dtype=(tl.bfloat16,) * 4,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def _e4m3_codes(words):
-    """Four bf16 of each word's codes in order: the bits of a number of fewer exponents, times 2^120. 480, which is what
-    NaN's would be, times a number that 448 can be multiplied with is infinite, and NaN times 0.
-    """
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 high, sign, large, huge, zero, rest<2>, code<2>, over<2>;
-        mov.b32 large, 0x7B807B80;
-        mov.b32 huge, 0x7B117B11;
-        mov.b32 zero, 0;
-        shr.u32 high, $4, 8;
-        and.b32 rest0, $4, 0x007F007F;
-        and.b32 rest1, high, 0x007F007F;
-        mul.lo.u32 rest0, rest0, 16;
-        mul.lo.u32 rest1, rest1, 16;
-        shl.b32 sign, $4, 8;
-        lop3.b32 code0, sign, 0x80008000, rest0, 0xEA;
-        lop3.b32 code1, $4, 0x80008000, rest1, 0xEA;
-        mul.rn.bf16x2 code0, code0, large;
-        mul.rn.bf16x2 code1, code1, large;
-        mul.rn.bf16x2 over0, code0, huge;
-        mul.rn.bf16x2 over1, code1, huge;
-        fma.rn.bf16x2 code0, over0, zero, code0;
-        fma.rn.bf16x2 code1, over1, zero, code1;
-        mov.b32 {$0, $2}, code0;
-        mov.b32 {$1, $3}, code1;
-        }
-        """,
-        "=h,=h,=h,=h,r",
-        [words],
-        dtype=(tl.bfloat16,) * 4,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def _int8_codes(words):
-    """Four bf16 of each word's codes in order: seven bits as the last of a number in [128, 256), less 128, or 256 where
-    the eighth says so.
-    """
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 high, minus, least<2>, most<2>;
-        mov.b32 minus, 0xBF80BF80;
-        shr.u32 high, $4, 8;
-        lop3.b32 least0, $4, 0x007F007F, 0x43004300, 0xEA;
-        lop3.b32 least1, high, 0x007F007F, 0x43004300, 0xEA;
-        lop3.b32 most0, $4, 0x00800080, 0x43004300, 0xEA;
-        lop3.b32 most1, high, 0x00800080, 0x43004300, 0xEA;
-        fma.rn.bf16x2 least0, most0, minus, least0;
-        fma.rn.bf16x2 least1, most1, minus, least1;
-        mov.b32 {$0, $2}, least0;
-        mov.b32 {$1, $3}, least1;
-        }
-        """,
-        "=h,=h,=h,=h,r",
-        [words],
-        dtype=(tl.bfloat16,) * 4,
-        is_pure=True,
-        pack=1,
-    )
+def _numbers(words, CODE: tl.constexpr, BARE: tl.constexpr):
+    """bf16 of each word's codes in order, see `_instructions`."""
+    INSTRUCTIONS: tl.constexpr = _instructions(CODE, BARE)
+    if codes_of_word(CODE) == 8:
+        return tl.inline_asm_elementwise(
+            INSTRUCTIONS, "=h,=h,=h,=h,=h,=h,=h,=h,r", [words], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            INSTRUCTIONS, "=h,=h,=h,=h,r", [words], dtype=(tl.bfloat16,) * 4, is_pure=True, pack=1
+        )
 
 
 @triton.jit
@@ -215,12 +170,6 @@ def _e4m3_value(byte):
     magnitude = (tl.where(exponent == 0, 0.0, 1.0) + mantissa * 0.125) * scale
     magnitude = tl.where((byte & 127) == 127, float("nan"), magnitude)
     return tl.where(byte >= 128, -magnitude, magnitude)
-
-
-@triton.constexpr_function
-def codes_of_word(code):
-    """How many codes of a number of CODE_NUMBERS a word has."""
-    return 8 if code in (E2M1.value, INT4.value) else 4
 
 
 @triton.jit
@@ -262,20 +211,16 @@ def decode_words(words, zero, CODE: tl.constexpr, BARE: tl.constexpr = False):
                 code -= 8
             value = code.to(tl.float32)
         found = value.reshape(words.shape[0], words.shape[1], 2, PER_WORD // 2)
-    elif CODE == E2M1:
-        found = _in_order(_e2m1_codes(words))
-    elif CODE == E4M3:
-        found = _in_order(_bare_e4m3_codes(words) if BARE else _e4m3_codes(words))
-    elif CODE == INT8:
-        found = _in_order(_int8_codes(words))
-        if zero is not None:
-            found -= zero.to(tl.bfloat16)[:, :, None, None]
     else:
-        if zero is None:
-            shift = tl.full((1, 1), 136.0, tl.bfloat16)
-        else:
-            shift = (zero.to(tl.float32) + 128.0).to(tl.bfloat16)
-        found = _in_order(_int4_codes(words)) - shift[:, :, None, None]
+        found = _in_order(_numbers(words, CODE, BARE))
+        if CODE == INT4:
+            if zero is None:
+                shift = tl.full((1, 1), 136.0, tl.bfloat16)
+            else:
+                shift = (zero.to(tl.float32) + 128.0).to(tl.bfloat16)
+            found -= shift[:, :, None, None]
+        elif CODE == INT8 and zero is not None:
+            found -= zero.to(tl.bfloat16)[:, :, None, None]
     return found
 
 

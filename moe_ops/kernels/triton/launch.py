@@ -167,7 +167,7 @@ class ExpertMM:
         return self._addressed(self.operand.data)
 
     def _addressed(self, data: torch.Tensor) -> torch.Tensor:
-        if not self.is_packed or self.operand.scheme.rows is not None:
+        if not self.is_decoded:
             return data
         apart = 0 if self.up is None else self.up.data.data_ptr() - self.operand.data.data_ptr()
         outer = (*data.stride()[:-1], data.storage_offset(), data.shape[-1], data.data_ptr(), apart)

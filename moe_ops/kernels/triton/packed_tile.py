@@ -6,7 +6,7 @@ that the tensor core always computes, however few tokens there are.
 
 The tensor core has given each thread columns that lie apart; the sum does not care for the order of columns, so that of
 both operands is changed to one in which a thread's are side by side in memory. Scales are fetched a step ahead.
-Instructions of a loop step of 128 by 128 codes and a warp: mxfp4 417, nvfp4 453, int4_w4a16 333, fp8_w8a16 568; decoded
+Instructions of a loop step of 128 by 128 codes and a warp: mxfp4 416, nvfp4 453, int4_w4a16 336, fp8_w8a16 569; decoded
 byte by byte, scales through shared memory, 536, 801, 481 and 617.
 """
 
@@ -18,8 +18,11 @@ from triton.language.extra.cuda import num_warps
 
 from moe_ops.kernels.triton.codes import (
     E2M1,
+    E2M1_SHIFT,
     E2M1_UNIT,
     E4M3,
+    E4M3_SHIFT,
+    E4M3_UNIT,
     as_words,
     codes_of_word,
     decode_words,
@@ -116,6 +119,16 @@ def _factor(bits, inner, EXACT: tl.constexpr, SHIFT: tl.constexpr):
 
 
 @triton.jit
+def _in_runs(tile, COLUMNS: tl.constexpr, PER_WORD: tl.constexpr):
+    """[rows, columns] of a tile, or of its words' numbers, in an order of columns in which each thread of the product,
+    which has columns 2 q, 2 q + 1, 2 q + 8, 2 q + 9 of every 16, gets the q-th of four runs of codes, halves of a word
+    as neighbours.
+    """
+    runs = tile.reshape(tile.shape[0], 4, COLUMNS // PER_WORD // 4, 2, PER_WORD // 2).permute(0, 2, 4, 1, 3)
+    return runs.reshape(tile.shape[0], COLUMNS)
+
+
+@triton.jit
 def packed_tile(
     a,
     a_desc,
@@ -166,8 +179,7 @@ def packed_tile(
     inner, zeros, outer, inner_apart, zeros_apart, outer_apart = scales
     PER_WORD: tl.constexpr = codes_of_word(CODE)
     RUN: tl.constexpr = BLOCK_K // PER_WORD // 4  # words of a thread's part of a row
-    # Of bf16 numbers of few bits on either side of 1, a code's and its scale's, a part each; see E2M1_FACTOR.
-    SHIFT: tl.constexpr = 0 if not EXACT else 62 if CODE == E2M1 else 60 if CODE == E4M3 else 0
+    SHIFT: tl.constexpr = 0 if not EXACT else E2M1_SHIFT if CODE == E2M1 else E4M3_SHIFT if CODE == E4M3 else 0
     # Where a row is 16 words, a thread gets one run of a row from shared memory. With rows in the order of the product,
     # nothing moves between threads, so that each can load the scales that it needs.
     WARPS: tl.constexpr = 4 if INTERPRETED else num_warps()
@@ -204,15 +216,11 @@ def packed_tile(
         if EXACT:
             of_words = tl.broadcast_to(factor[:, :, None], (BLOCK_N, BLOCK_K // GROUP_K, GROUP_K // PER_WORD))
             decoded *= of_words.reshape(BLOCK_N, BLOCK_K // PER_WORD)[:, :, None, None]
-        # A thread of the product has columns 2 q, 2 q + 1, 2 q + 8, 2 q + 9 of every 16; it gets the q-th of four runs
-        # of codes, halves of a word as neighbours.
+        decoded = _in_runs(decoded, BLOCK_K, PER_WORD)
+        rows = _in_runs(rows, BLOCK_K, PER_WORD)
         if IN_ORDER:
-            decoded = decoded.reshape(BLOCK_N // 16 // WARPS, 2, WARPS, 8, 4, RUN, 2, PER_WORD // 2)
-            decoded = decoded.permute(0, 2, 1, 3, 5, 7, 4, 6).reshape(BLOCK_N, BLOCK_K)
-        else:
-            decoded = decoded.reshape(BLOCK_N, 4, RUN, 2, PER_WORD // 2).permute(0, 2, 4, 1, 3)
+            decoded = decoded.reshape(BLOCK_N // 16 // WARPS, 2, WARPS, 8, BLOCK_K).permute(0, 2, 1, 3, 4)
             decoded = decoded.reshape(BLOCK_N, BLOCK_K)
-        rows = rows.reshape(BLOCK_M, 4, RUN, 2, PER_WORD // 2).permute(0, 2, 4, 1, 3).reshape(BLOCK_M, BLOCK_K)
         if INTERPRETED:
             rows = rows.to(tl.float32)
         summed = tl.dot(decoded, rows.T, summed, input_precision="ieee")
@@ -224,7 +232,7 @@ def packed_tile(
     if CODE == E2M1:
         accumulator *= E2M1_UNIT
     elif SHIFT > 0:
-        accumulator *= 2.0**60
+        accumulator *= E4M3_UNIT
     if IN_ORDER:
         accumulator = accumulator.reshape(BLOCK_N // 16 // WARPS, WARPS, 2, 8, BLOCK_M).permute(0, 2, 1, 3, 4)
         accumulator = accumulator.reshape(BLOCK_N, BLOCK_M)
