@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from meta.checks import accepts, check_float, check_name, check_rank, check_type, fail
+from moe_ops import ep
 from moe_ops.integrations.containers import Unread, read
 from moe_ops.ops import PLAIN, call
 from moe_ops.quantized import quantized_schemes
@@ -97,6 +98,9 @@ def fused_experts(
     capacity: int | None = None,
     backend: str | None = None,
     recompute: str | None = None,
+    group: Any = None,
+    transport: str | None = None,
+    rank_capacity: int | None = None,
 ) -> Tensor:
     """Run every token through its selected experts and sum the results.
 
@@ -130,6 +134,9 @@ def fused_experts(
         recompute: what the backward computes again, to the same bits, instead of finding it kept. None: nothing that a
             product made; what stood before the activation, ``[T * K, 2I]``, is kept. "activation": that. "all": where
             the pairs are in sorted rows, too, so that nothing is kept but the arguments. Routing is never made again.
+        group: of :func:`moe_ops.ep.prepare`, over which the experts are spread: the projections are those of this
+            rank's block, ``topk_ids`` name the experts of all ranks. None: they are all here.
+        transport, rank_capacity: of :func:`moe_ops.ep.prepare`, beside a group.
 
     Returns:
         ``[T, H]`` in the dtype of hidden_states (bf16 for quantised ones).
@@ -151,6 +158,20 @@ def fused_experts(
         gate_up_proj, down_proj, up_proj, scheme, gate_up_scales, down_scales = _unpacked(
             "fused_experts", weights, scheme, gate_up_scales, down_scales
         )
+    if group is not None:
+        return ep.layer(
+            hidden_states, (gate_up_proj, down_proj), topk_weights, topk_ids, group=group, transport=transport,
+            rank_capacity=rank_capacity, activation=activation, alpha=alpha, limit=limit,
+            glu_layout="none" if glu_layout is None else glu_layout, up_proj=up_proj, gate_up_bias=gate_up_bias,
+            down_bias=down_bias, expert_map=expert_map, weight_on_input=weight_on_input, scheme=scheme,
+            gate_up_scales=gate_up_scales, down_scales=down_scales, hidden_states_scale=hidden_states_scale,
+            format=format, capacity=capacity, backend=backend, recompute=recompute,
+        )  # fmt: skip
+    for name, value in (("transport", transport), ("rank_capacity", rank_capacity)):
+        if value is not None:
+            raise fail(
+                "fused_experts", name, "None without a group", value, "Pass group=torch.distributed.group.WORLD."
+            )
     return call(
         "fused_experts",
         hidden_states,

@@ -1,0 +1,164 @@
+"""What all ranks of a group must say alike before they exchange anything: sizes, dtypes, options, and that nobody refused.
+
+A collective among ranks that disagree waits for ever. So every rank writes what it is about to do into the store that
+torch.distributed keeps on the host, and reads what the others wrote: no tensor moves, no stream is waited for. On the
+CPU at every call; on a GPU at the first of its kind, since the host runs ahead there and later ones are captured.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meta.checks import fail
+from moe_ops import debugging
+from moe_ops.groups import Group, process_group, resolve
+
+_REFUSED = "refused: "
+_SEPARATOR = "\x1f"
+
+#: How many exchanges every group has had: the same number on all ranks.
+_counts: Counter[str] = Counter()
+#: What was agreed on once, where one time is enough.
+_known: set[tuple[str, str]] = set()
+
+
+def _store(group: Group) -> Any:
+    ranks = dist.get_process_group_ranks(process_group(group.name))
+    prefix = f"moe_ops.ep/{group.name}/{ranks[0]}/{group.size}"
+    return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+
+
+def _is_pretence(group: Group) -> bool:
+    """One process that stands for many, torch's "fake" backend, has nobody to agree with."""
+    return bool(dist.get_backend(process_group(group.name)) == "fake")
+
+
+def _post(group: Group, text: str) -> tuple[Any, int]:
+    store, number = _store(group), _counts[group.name]
+    _counts[group.name] += 1
+    store.set(f"{number}/{group.rank}", text)
+    return store, number
+
+
+def _exchange(op: str, group: Group, text: str) -> list[str]:
+    """What every rank wrote, in rank order."""
+    store, number = _post(group, text)
+    texts = []
+    for rank in range(group.size):
+        try:
+            texts.append(text if rank == group.rank else store.get(f"{number}/{rank}").decode())
+        except (dist.DistError, RuntimeError) as late:
+            raise RuntimeError(
+                f"{op}: rank {rank} of group {group.name!r} did not call it within {store.timeout}. Every rank of the "
+                "group must call it, as often and in the same order; look for an error of that rank."
+            ) from late
+    if number:  # whoever wrote this has read all that came before
+        store.delete_key(f"{number - 1}/{group.rank}")
+    return texts
+
+
+def agree(op: str, group: Group, device: torch.device, facts: dict[str, Any]) -> None:
+    """Returns if all ranks are about to do the same.
+
+    Args:
+        op: for the message.
+        group: who must agree.
+        device: where the tensors are.
+        facts: name -> value, in one order on all ranks.
+
+    Raises:
+        ValueError: on every rank, the same message: a rank has another value, or refused its arguments.
+        RuntimeError: a rank did not come within the time that torch.distributed was initialised with.
+    """
+    text = _SEPARATOR.join(f"{name}={value}" for name, value in {"call": op, **facts}.items())
+    if group.size == 1 or _is_pretence(group) or (device.type != "cpu" and (group.name, text) in _known):
+        return
+    texts = _exchange(op, group, text)
+    for rank, other in enumerate(texts):
+        if other.startswith(_REFUSED):
+            raise ValueError(
+                f"{op}: rank {rank} of group {group.name!r} refused its arguments: {other[len(_REFUSED) :]}"
+            )
+    for values in zip(*(other.split(_SEPARATOR) for other in texts), strict=False):
+        if len(set(values)) > 1:
+            got = ", ".join(f"{value.partition('=')[2]} on rank {rank}" for rank, value in enumerate(values))
+            name = values[0].partition("=")[0]
+            raise fail(op, name, "the same on every rank of the group", got, _CURES.get(name, ""))
+    _known.add((group.name, text))
+
+
+_CURES = {
+    "T": "Pad the shorter batches: ids of -1 contribute nothing.",
+    "call": "Every rank makes the same calls in the same order.",
+}
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def refuse(name: str, message: str) -> None:
+    """Tells the other ranks of group ``name`` that this one raises ``message`` in place of the next agreement."""
+    group = resolve("refuse", name)
+    if group.size > 1 and not _is_pretence(group):
+        _post(group, _REFUSED + message)
+
+
+def _check_data(op: str, group: Group, ids: Tensor, num_experts: int, capacity: int | None) -> None:
+    """Under ``moe_ops.debug()``: what only the data knows, summed over the group first, so that all ranks raise."""
+    wrong = ((ids < -1) | (ids >= num_experts)).sum()
+    dropped = torch.zeros_like(wrong)
+    if capacity is not None:
+        dropped = (destinations(ids, num_experts, group.size).ge(0).sum(0) - capacity).clamp(min=0).sum()
+    found = torch.stack((wrong, dropped))
+    dist.all_reduce(found, group=process_group(group.name))
+    bad, rows = found.tolist()
+    if bad:
+        rule = f"in [-1, E={num_experts})"
+        raise fail(op, "topk_ids", rule, f"{bad} entries over all ranks that are not", "Use -1 for pairs to skip.")
+    if rows:
+        got = f"{rows} rows more over all ranks, which were dropped"
+        raise fail(op, "rows for each rank", f"<= rank_capacity={capacity}", got, "Pass a larger rank_capacity.")
+
+
+def destinations(topk_ids: Tensor, num_experts: int, size: int) -> Tensor:
+    """``[T, W]``: w where a token has an expert on rank w, else -1; the experts are in W equal blocks, in rank order."""
+    owner = topk_ids.div(max(num_experts // size, 1), rounding_mode="floor")
+    ranks = torch.arange(size, device=topk_ids.device, dtype=topk_ids.dtype)
+    return torch.where((owner.unsqueeze(-1) == ranks).any(1), ranks, -1)
+
+
+def _agreed_ids(
+    topk_ids: Tensor,
+    sizes: list[int],
+    *,
+    num_experts: int,
+    group: str,
+    options: str,
+    rank_capacity: int | None = None,
+) -> Tensor:
+    op, members = "ep.prepare", resolve("ep.prepare", group)
+    facts = {"T": topk_ids.shape[0], "K": topk_ids.shape[1], "E": num_experts, "sizes": list(sizes),
+             "options": options, "rank_capacity": rank_capacity}  # fmt: skip
+    agree(op, members, topk_ids.device, facts)
+    if debugging.active():
+        _check_data(op, members, topk_ids, num_experts, rank_capacity)
+    return topk_ids.clamp(-1, num_experts).to(torch.int32, copy=True)
+
+
+def _agreed_ids_fake(topk_ids: Tensor, sizes: list[int], **options: Any) -> Tensor:
+    return topk_ids.new_empty(topk_ids.shape, dtype=torch.int32)
+
+
+#: The ids as int32, those out of range just out of it, once the ranks agree. An operator, so that compiled code asks at every run, as eager code does.
+_SCHEMA = (
+    "(Tensor topk_ids, SymInt[] sizes, *, SymInt num_experts, str group, str options, SymInt? rank_capacity=None)"
+    " -> Tensor"
+)
+_library = torch.library.Library("moe_ops", "FRAGMENT")
+_library.define(f"agreed_ids{_SCHEMA}", tags=(torch.Tag.pt2_compliant_tag,))
+for _key in ("CPU", "CUDA"):
+    _library.impl("agreed_ids", _agreed_ids, _key)
+torch.library.register_fake("moe_ops::agreed_ids", _agreed_ids_fake, lib=_library)

@@ -1,0 +1,472 @@
+"""Expert parallelism: every rank of a process group holds a block of the experts; tokens go to them and results return.
+
+``finalize(experts(prepare(...), ...), ...)`` is ``moe_ops.fused_experts(..., group=...)``: functional collectives around
+:func:`moe_ops.fused_experts`, one graph, nothing read on the host, differentiable. A rank is an expert of an outer
+mixture: a token's row goes to a rank once, with its K weights and ids, that rank runs its whole local layer on it, and
+the sender adds at most W partial results, in rank order and fp32.
+
+What brings rows to ranks is the **transport**:
+
+| transport | the ranks' tokens | on the wire, a rank and layer (row = H numbers, s = bytes of one) | drops |
+| --- | --- | --- | --- |
+| ``local`` | one rank | nothing | none |
+| ``replicated`` | the same on all ranks | (W - 1) T H s of partial results | none |
+| ``gather`` | as many on each, others | (W - 1) T (H s + 8 K) out, (W - 1) T H s back | none |
+| ``all_to_all`` | as many on each, others | (W - 1) C (H s + 8 K) out, (W - 1) C H s back | rows past C for one rank |
+
+C is ``rank_capacity``; in a scheme that quantises activations, rows go out in its format. prepare and finalize have
+halves, ``_start`` and ``_wait``: what stands between them overlaps with the exchange.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meta.checks import (
+    Accepts,
+    accepts,
+    check_float,
+    check_index,
+    check_name,
+    check_rank,
+    check_shape,
+    check_type,
+    fail,
+)
+from meta.schemes import SCHEMES
+from moe_ops.agreement import agree, destinations, refuse
+from moe_ops.exchanges import (
+    shared,
+    start_all_gather,
+    start_all_to_all,
+    sum_of_ranks,
+    wait_all_gather,
+    wait_all_to_all,
+    wait_parts,
+)
+from moe_ops.groups import Group, resolve
+from moe_ops.ops import call, parse
+from moe_ops.pairs import invert
+
+#: Names of transports, and what each asks of the ranks' tokens.
+TRANSPORTS = {
+    "local": "a group of one rank",
+    "replicated": "the same tokens on every rank",
+    "gather": "as many tokens on every rank",
+    "all_to_all": "as many tokens on every rank, and a capacity",
+}
+
+
+class Prepared(NamedTuple):
+    """Rows for this rank's experts, and the way back to their tokens; a pytree.
+
+    Attributes:
+        rows: ``[R, H]``, or what the scheme makes of them.
+        rows_scale: of quantised rows, or None.
+        topk_weights: ``[R, K]``.
+        topk_ids: int32 ``[R, K]``, ids of this rank's experts; -1 = held elsewhere, or no token.
+        slots: int32 ``[T, W]`` of ``all_to_all``: place ``w * C + c`` of a token's row for rank w, -1 = none; else None.
+        group: name of the process group.
+        transport: a name of :data:`TRANSPORTS`.
+    """
+
+    rows: Tensor
+    rows_scale: Tensor | None
+    topk_weights: Tensor
+    topk_ids: Tensor
+    slots: Tensor | None
+    group: str
+    transport: str
+
+
+class Preparing(NamedTuple):
+    """What :func:`prepare_start` began: hand it to :func:`prepare_wait`.
+
+    Attributes:
+        received: what is not there yet.
+        sent: what this rank sent.
+        slots, group, transport, num_experts: of :class:`Prepared` and :func:`prepare`.
+        quantised: whether the second tensor holds the scales of the first.
+    """
+
+    received: list[Tensor]
+    sent: list[Tensor]
+    slots: Tensor | None
+    group: str
+    transport: str
+    num_experts: int
+    quantised: bool
+
+
+class Finalizing(NamedTuple):
+    """What :func:`finalize_start` began: hand it to :func:`finalize_wait`."""
+
+    received: list[Tensor]
+    sent: Tensor
+    prepared: Prepared
+
+
+_ACCEPTS = {
+    "hidden_states": accepts("Tensor"), "topk_weights": accepts("Tensor"), "topk_ids": accepts("Tensor"),
+    "num_experts": accepts("int"), "transport": accepts("Optional[str]"), "scheme": accepts("Optional[str]"),
+    "rank_capacity": accepts("Optional[int]"), "result": accepts("Tensor"), "added": accepts("Optional[Tensor]"),
+    "prepared": Accepts((Prepared,), False, False, "a moe_ops.ep.Prepared", "Call moe_ops.ep.prepare first."),
+    "preparing": Accepts((Preparing,), False, False, "of moe_ops.ep.prepare_start", "Call it first."),
+    "finalizing": Accepts((Finalizing,), False, False, "of moe_ops.ep.finalize_start", "Call it first."),
+}  # fmt: skip
+
+
+def _check(op: str, **arguments: Any) -> None:
+    for name, value in arguments.items():
+        check_type(op, name, value, _ACCEPTS[name])
+
+
+def _transport(op: str, transport: str | None, group: Group, rank_capacity: Any) -> str:
+    """The name asked for, or the choice among those that bring different tokens of all ranks to all experts."""
+    if transport is None:
+        transport = "local" if group.size == 1 else "gather" if rank_capacity is None else "all_to_all"
+    check_name(op, "transport", transport, TRANSPORTS)
+    if transport == "local" and group.size != 1:
+        got = f"'local' for a group of {group.size}"
+        raise fail(op, "transport", "one that crosses ranks", got, "Leave it out for the best one.")
+    if rank_capacity is not None and transport not in ("all_to_all", "local"):
+        raise fail(op, "rank_capacity", f"None for transport={transport!r}", rank_capacity, "Only all_to_all has it.")
+    return transport
+
+
+def wire_scheme(scheme: str | None, scales: int = 0, *, halves: int = 1, weight_on_input: bool = False) -> str | None:
+    """The scheme in whose format rows can travel: one that quantises activations, by scales that are made here.
+
+    Args:
+        scheme: a name of :data:`meta.schemes.SCHEMES`, or None.
+        scales: how many the first projection has, a static one for its activations among them or not.
+        halves: 2 where gate and up are tensors of their own, each with scales.
+        weight_on_input: rows are quantised after they are weighed, which their owner does.
+    """
+    if scheme is None or weight_on_input or scheme not in SCHEMES or SCHEMES[scheme].rows is None:
+        return None
+    return None if scales > halves * sum(not spec.of_rows for spec in SCHEMES[scheme].scales) else scheme
+
+
+def prepare_start(
+    hidden_states: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    num_experts: int,
+    group: Any,
+    transport: str | None = None,
+    scheme: str | None = None,
+    rank_capacity: int | None = None,
+) -> Preparing:
+    """The first half of :func:`prepare`: starts the exchange and returns."""
+    op = "ep.prepare"
+    members = resolve(op, group)
+    try:
+        chosen = _checked(
+            op, hidden_states, topk_weights, topk_ids, num_experts, members, transport, scheme, rank_capacity
+        )
+    except ValueError as error:
+        refuse(members.name, str(error))
+        raise
+    capacity = None
+    if chosen == "all_to_all":
+        capacity = rank_capacity if rank_capacity is not None else max(topk_ids.shape[0], 1)
+    options = f"{chosen} {hidden_states.dtype} {topk_weights.dtype} {scheme}"
+    ids = torch.ops.moe_ops.agreed_ids(
+        topk_ids, [hidden_states.shape[1]], num_experts=num_experts, group=members.name, options=options,
+        rank_capacity=capacity,
+    )  # fmt: skip
+    if chosen == "replicated":
+        hidden_states, topk_weights = shared(hidden_states, members), shared(topk_weights, members)
+    slots = None
+    if capacity is not None:
+        sent, slots = _by_rank(hidden_states, topk_weights, ids, num_experts, members, capacity, scheme)
+    elif scheme is not None:
+        sent = [*call("quantize_rows", hidden_states, scheme=scheme), topk_weights, ids]
+    else:
+        sent = [hidden_states, topk_weights, ids]
+    received: list[Tensor] = []
+    if chosen == "gather":
+        received = start_all_gather(sent, members)
+    elif chosen == "all_to_all":
+        received = [start_all_to_all(tensor, members) for tensor in sent]
+    return Preparing(received, sent, slots, members.name, chosen, num_experts, scheme is not None)
+
+
+def _checked(
+    op: str,
+    hidden_states: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    num_experts: int,
+    group: Group,
+    transport: str | None,
+    scheme: str | None,
+    rank_capacity: int | None,
+) -> str:
+    """The transport, if every argument is as it must be."""
+    _check(
+        op, hidden_states=hidden_states, topk_weights=topk_weights, topk_ids=topk_ids, num_experts=num_experts,
+        transport=transport, scheme=scheme, rank_capacity=rank_capacity,
+    )  # fmt: skip
+    check_rank(op, "hidden_states", hidden_states, "T H")
+    check_rank(op, "topk_ids", topk_ids, "T K")
+    check_index(op, "topk_ids", topk_ids)
+    check_shape(op, "topk_weights", topk_weights, "T K", tuple(topk_ids.shape))
+    check_float(op, "topk_weights", topk_weights)
+    check_float(op, "hidden_states", hidden_states)
+    check_shape(op, "topk_ids", topk_ids, "T K", (hidden_states.shape[0], topk_ids.shape[1]))
+    if num_experts % group.size:
+        got = f"{num_experts} for {group.size} ranks"
+        raise fail(op, "num_experts", "a multiple of the group's size", got, "Every rank holds an equal block.")
+    if rank_capacity is not None and not isinstance(rank_capacity, torch.SymInt) and rank_capacity < 1:
+        raise fail(op, "rank_capacity", ">= 1", rank_capacity)
+    if scheme is not None:
+        check_name(op, "scheme", scheme, SCHEMES)
+        if wire_scheme(scheme) is None:
+            raise fail(
+                op, "scheme", "one that quantises activations", repr(scheme), "Leave it out: rows go as they are."
+            )
+    return _transport(op, transport, group, rank_capacity)
+
+
+def _by_rank(
+    hidden_states: Tensor, topk_weights: Tensor, ids: Tensor, num_experts: Any, group: Group, capacity: Any, scheme: Any
+) -> tuple[list[Tensor], Tensor]:
+    """A row for every token and rank that holds an expert of it: the ranks are experts of a batched dispatch.
+
+    Returns:
+        rows ``[W, C, H]`` (and scales ``[W, C, ...]``), weights and ids ``[W, C, K]``; and slots ``[T, W]``.
+    """
+    size = group.size
+    if ids.shape[0] == 0:  # no rows for any rank, whatever the capacity
+        rows = [hidden_states] if scheme is None else list(call("quantize_rows", hidden_states, scheme=scheme))
+        return [values.expand(size, *values.shape) for values in (*rows, topk_weights, ids)], ids.new_empty(0, size)
+    ranks = destinations(ids, num_experts, size)
+    batch, counts, slots = call("batched_dispatch", hidden_states, ranks, None, num_experts=size, capacity=capacity)
+    tokens = invert(slots, size * capacity) // size
+    used = torch.arange(capacity, device=counts.device) < counts.unsqueeze(1)
+    weights, of_place = (values.index_select(0, tokens).view(size, capacity, -1) for values in (topk_weights, ids))
+    rows = [batch] if scheme is None else list(call("quantize_batched", batch, counts, scheme=scheme))
+    return [*rows, weights, torch.where(used.unsqueeze(-1), of_place, -1)], slots
+
+
+def prepare_wait(preparing: Preparing) -> Prepared:
+    """The second half of :func:`prepare`: the rows are there when it returns."""
+    _check("ep.prepare", preparing=preparing)
+    received, sent, slots, name, transport, num_experts, quantised = preparing
+    group = resolve("ep.prepare", name)
+    wait = {"gather": wait_all_gather, "all_to_all": wait_all_to_all}.get(transport)
+    if wait is not None:
+        sent = [wait(there, own, group).flatten(0, 1) for there, own in zip(received, sent, strict=True)]
+    rows, scale, weights, ids = sent if quantised else (sent[0], None, *sent[1:])
+    held = num_experts // group.size
+    ids = ids - group.rank * held
+    return Prepared(rows, scale, weights, torch.where((ids >= 0) & (ids < held), ids, -1), slots, name, transport)
+
+
+def prepare(
+    hidden_states: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    num_experts: int,
+    group: Any,
+    transport: str | None = None,
+    scheme: str | None = None,
+    rank_capacity: int | None = None,
+) -> Prepared:
+    """Bring tokens to the ranks that hold their experts. Every rank of the group calls it.
+
+    Rank r of W holds the experts from ``r * num_experts / W`` on. T, H, K, dtypes and options must be the same on all
+    ranks; tokens to fill up a batch have ids of -1.
+
+    Args:
+        hidden_states: ``[T, H]`` float.
+        topk_weights: ``[T, K]`` any float dtype.
+        topk_ids: ``[T, K]`` int32 or int64, ids of all experts; -1 (or out of range) contributes nothing.
+        num_experts: E of all ranks together, a multiple of W.
+        group: a process group, its name, or a device mesh of one dimension.
+        transport: a name of :data:`TRANSPORTS`; None is "local" for one rank, else "gather", or "all_to_all" with a
+            ``rank_capacity``.
+        scheme: a name of :data:`meta.schemes.SCHEMES` in whose format rows travel, and arrive; None keeps them.
+        rank_capacity: C, rows that a rank sends to each rank, for "all_to_all"; those past it are dropped, and
+            reported under :func:`moe_ops.debug`. None is T: no drops.
+
+    Returns:
+        A :class:`Prepared`, R rows: T for "local" and "replicated", W * T for "gather", W * C for "all_to_all".
+
+    Raises:
+        ValueError: a wrong argument, on every rank of the group; or what the ranks disagree about.
+
+    Source: GShard (arXiv 2006.16668); one row per token and rank, DeepSeek-V3 (arXiv 2412.19437, section 3.2.2).
+
+    Example:
+        >>> weights, ids = moe_ops.fused_topk(torch.randn(4, 8), top_k=2)
+        >>> group = torch.distributed.group.WORLD
+        >>> prepared = moe_ops.ep.prepare(torch.randn(4, 16), weights, ids, num_experts=8, group=group)
+        >>> prepared.rows.shape, prepared.transport
+        (torch.Size([4, 16]), 'local')
+    """
+    return prepare_wait(
+        prepare_start(
+            hidden_states, topk_weights, topk_ids, num_experts=num_experts, group=group, transport=transport,
+            scheme=scheme, rank_capacity=rank_capacity,
+        )
+    )  # fmt: skip
+
+
+def experts(prepared: Prepared, gate_up_proj: Tensor, down_proj: Tensor, **options: Any) -> Tensor:
+    """This rank's layer on the rows that it was given.
+
+    Args:
+        prepared: of :func:`prepare`.
+        gate_up_proj: ``[E / W, 2I, H]``, of this rank's experts.
+        down_proj: ``[E / W, H, I]``.
+        options: the keyword arguments of :func:`moe_ops.fused_experts`.
+
+    Returns:
+        ``[R, H]``, every row's partial result.
+
+    Raises:
+        ValueError: of :func:`moe_ops.fused_experts`.
+
+    Source: as :func:`moe_ops.fused_experts`.
+
+    Example:
+        >>> weights, ids = moe_ops.fused_topk(torch.randn(4, 8), top_k=2)
+        >>> group = torch.distributed.group.WORLD
+        >>> prepared = moe_ops.ep.prepare(torch.randn(4, 16), weights, ids, num_experts=8, group=group)
+        >>> moe_ops.ep.experts(prepared, torch.randn(8, 64, 16), torch.randn(8, 16, 32)).shape
+        torch.Size([4, 16])
+    """
+    from moe_ops.api import fused_experts
+
+    _check("ep.experts", prepared=prepared)
+    if prepared.rows_scale is not None:
+        options["hidden_states_scale"] = prepared.rows_scale
+    try:
+        return fused_experts(
+            prepared.rows, gate_up_proj, down_proj, prepared.topk_weights, prepared.topk_ids, **options
+        )
+    except ValueError as error:
+        refuse(prepared.group, str(error))
+        raise
+
+
+def finalize_start(result: Tensor, prepared: Prepared) -> Finalizing:
+    """The first half of :func:`finalize`: starts the exchange and returns."""
+    op = "ep.finalize"
+    _check(op, result=result, prepared=prepared)
+    group = resolve(op, prepared.group)
+    check_rank(op, "result", result, "R H")
+    check_shape(op, "result", result, "R H", (prepared.rows.shape[0], result.shape[1]))
+    if prepared.transport == "local":
+        return Finalizing([], result, prepared)
+    if not torch.compiler.is_compiling():  # compiled ranks agreed on all of the layer before
+        agree(op, group, result.device, {"R": result.shape[0], "H": result.shape[1], "dtype": result.dtype})
+    if prepared.transport == "replicated":
+        return Finalizing(start_all_gather([result], group), result, prepared)
+    result = (
+        result.unflatten(0, (group.size, -1)) if result.shape[0] else result.unsqueeze(0).expand(group.size, -1, -1)
+    )
+    return Finalizing([start_all_to_all(result, group)], result, prepared)
+
+
+def finalize_wait(finalizing: Finalizing, added: Tensor | None = None) -> Tensor:
+    """The second half of :func:`finalize`."""
+    _check("ep.finalize", finalizing=finalizing, added=added)
+    received, sent, prepared = finalizing
+    group = resolve("ep.finalize", prepared.group)
+    if prepared.transport == "local":
+        return sent if added is None else sum_of_ranks(sent.unsqueeze(0), added)
+    if prepared.transport == "replicated":
+        return sum_of_ranks(wait_parts(received[0], sent, group), added)
+    parts = wait_all_to_all(received[0], sent, group)
+    if prepared.slots is None:
+        return sum_of_ranks(parts, added)
+    ones = torch.ones(prepared.slots.shape, device=parts.device)
+    tokens: Tensor = call("batched_combine", parts, prepared.slots, ones, added)
+    return tokens
+
+
+def finalize(result: Tensor, prepared: Prepared, added: Tensor | None = None) -> Tensor:
+    """Bring the partial results back to their tokens: sums over ranks in fp32, in rank order, rounded once.
+
+    Args:
+        result: ``[R, H]`` of :func:`experts`.
+        prepared: of :func:`prepare`.
+        added: ``[T, H]`` any float dtype, a shared expert's output: added before the sum is rounded, or None.
+
+    Returns:
+        ``[T, H]`` in the dtype of the result.
+
+    Raises:
+        ValueError: a wrong shape, dtype or device; or what the ranks disagree about.
+
+    Source: GShard (arXiv 2006.16668).
+
+    Example:
+        >>> weights, ids = moe_ops.fused_topk(torch.randn(4, 8), top_k=2)
+        >>> group = torch.distributed.group.WORLD
+        >>> prepared = moe_ops.ep.prepare(torch.randn(4, 16), weights, ids, num_experts=8, group=group)
+        >>> result = moe_ops.ep.experts(prepared, torch.randn(8, 64, 16), torch.randn(8, 16, 32))
+        >>> moe_ops.ep.finalize(result, prepared).shape
+        torch.Size([4, 16])
+    """
+    return finalize_wait(finalize_start(result, prepared), added)
+
+
+def layer(
+    hidden_states: Tensor,
+    weights: tuple[Tensor, Tensor],
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    group: Any,
+    transport: str | None,
+    rank_capacity: int | None,
+    **options: Any,
+) -> Tensor:
+    """:func:`moe_ops.fused_experts` over a group; ``options`` are its own keyword arguments."""
+    op = "fused_experts"
+    members = resolve(op, group)
+    if options.get("expert_map") is not None:
+        raise fail(
+            op, "expert_map", "None beside a group", "a tensor", "ids name the experts of all ranks, in rank order."
+        )
+    if options.get("hidden_states_scale") is not None:
+        raise fail(op, "hidden_states_scale", "None beside a group", "a tensor", "Rows are quantised on their way.")
+    try:
+        _check_layer(op, hidden_states, weights, topk_weights, topk_ids, options)
+    except ValueError as error:
+        refuse(members.name, str(error))
+        raise
+    halves = 1 if options.get("up_proj") is None else 2
+    scales, on_input = len(options.get("gate_up_scales") or ()), options.get("weight_on_input", False)
+    prepared = prepare(
+        hidden_states, topk_weights, topk_ids, num_experts=weights[0].shape[0] * members.size, group=members.name,
+        transport=transport, scheme=wire_scheme(options.get("scheme"), scales, halves=halves, weight_on_input=on_input),
+        rank_capacity=rank_capacity,
+    )  # fmt: skip
+    return finalize(experts(prepared, *weights, **options), prepared)
+
+
+def _check_layer(
+    op: str,
+    hidden_states: Tensor,
+    weights: tuple[Tensor, Tensor],
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    options: dict[str, Any],
+) -> None:
+    """The whole layer by its own rule, before anything is sent; where a graph is captured, its operator does that."""
+    for name, weight in zip(("gate_up_proj", "down_proj"), weights, strict=True):
+        check_type(op, name, weight, _ACCEPTS["result"])
+        check_rank(op, name, weight, "E N K")
+    if not torch.compiler.is_compiling():
+        parse(op, hidden_states, *weights, topk_weights, topk_ids, **options)
