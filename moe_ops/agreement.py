@@ -1,4 +1,4 @@
-"""What all ranks of a group must say alike before they exchange anything: sizes, dtypes, options, and that nobody refused.
+"""What all ranks of a group must say alike before they exchange anything: sizes, dtypes, options.
 
 A collective among ranks that disagree waits for ever. So every rank writes what it is about to do into the store that
 torch.distributed keeps on the host, and reads what the others wrote: no tensor moves, no stream is waited for. On the
@@ -30,7 +30,7 @@ _known: set[tuple[str, str]] = set()
 def _store(group: Group) -> Any:
     ranks = dist.get_process_group_ranks(process_group(group.name))
     prefix = f"moe_ops.ep/{group.name}/{ranks[0]}/{group.size}"
-    return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+    return torch._C._distributed_c10d.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
 
 
 def _is_pretence(group: Group) -> bool:
@@ -124,7 +124,7 @@ def _check_data(op: str, group: Group, ids: Tensor, num_experts: int, capacity: 
 
 
 def destinations(topk_ids: Tensor, num_experts: int, size: int) -> Tensor:
-    """``[T, W]``: w where a token has an expert on rank w, else -1; the experts are in W equal blocks, in rank order."""
+    """``[T, W]``: w where a token has an expert on rank w, else -1; rank w holds the w-th of W equal blocks."""
     owner = topk_ids.div(max(num_experts // size, 1), rounding_mode="floor")
     ranks = torch.arange(size, device=topk_ids.device, dtype=topk_ids.dtype)
     return torch.where((owner.unsqueeze(-1) == ranks).any(1), ranks, -1)
@@ -140,8 +140,8 @@ def _agreed_ids(
     rank_capacity: int | None = None,
 ) -> Tensor:
     op, members = "ep.prepare", resolve("ep.prepare", group)
-    facts = {"T": topk_ids.shape[0], "K": topk_ids.shape[1], "E": num_experts, "sizes": list(sizes),
-             "options": options, "rank_capacity": rank_capacity}  # fmt: skip
+    facts = {"T": topk_ids.shape[0], "K": topk_ids.shape[1], "num_experts": num_experts, "H": sizes[0]}
+    facts |= dict(option.split("=") for option in options.split(";")) | {"rank_capacity": rank_capacity}
     agree(op, members, topk_ids.device, facts)
     if debugging.active():
         _check_data(op, members, topk_ids, num_experts, rank_capacity)
@@ -152,7 +152,8 @@ def _agreed_ids_fake(topk_ids: Tensor, sizes: list[int], **options: Any) -> Tens
     return topk_ids.new_empty(topk_ids.shape, dtype=torch.int32)
 
 
-#: The ids as int32, those out of range just out of it, once the ranks agree. An operator, so that compiled code asks at every run, as eager code does.
+#: The ids as int32, those out of range just out of it, once the ranks agree. An operator, so that compiled code asks at
+#: every run, as eager code does.
 _SCHEMA = (
     "(Tensor topk_ids, SymInt[] sizes, *, SymInt num_experts, str group, str options, SymInt? rank_capacity=None)"
     " -> Tensor"

@@ -1,9 +1,9 @@
-"""Expert parallelism: every rank of a process group holds a block of the experts; tokens go to them and results return.
+"""Expert parallelism: every rank of a process group holds a block of the experts, to which tokens go.
 
-``finalize(experts(prepare(...), ...), ...)`` is ``moe_ops.fused_experts(..., group=...)``: functional collectives around
-:func:`moe_ops.fused_experts`, one graph, nothing read on the host, differentiable. A rank is an expert of an outer
-mixture: a token's row goes to a rank once, with its K weights and ids, that rank runs its whole local layer on it, and
-the sender adds at most W partial results, in rank order and fp32.
+``finalize(experts(prepare(...), ...), ...)`` is ``moe_ops.fused_experts(..., group=...)``: functional collectives
+around :func:`moe_ops.fused_experts`, one graph, nothing read on the host, differentiable. A rank is an expert of an
+outer mixture: a token's row goes to a rank once, with its K weights and ids, that rank runs its whole local layer on
+it, and the sender adds at most W partial results, in rank order and fp32.
 
 What brings rows to ranks is the **transport**:
 
@@ -68,7 +68,7 @@ class Prepared(NamedTuple):
         rows_scale: of quantised rows, or None.
         topk_weights: ``[R, K]``.
         topk_ids: int32 ``[R, K]``, ids of this rank's experts; -1 = held elsewhere, or no token.
-        slots: int32 ``[T, W]`` of ``all_to_all``: place ``w * C + c`` of a token's row for rank w, -1 = none; else None.
+        slots: int32 ``[T, W]`` of ``all_to_all``, else None: place ``w * C + c`` of a token's row for rank w, or -1.
         group: name of the process group.
         transport: a name of :data:`TRANSPORTS`.
     """
@@ -175,9 +175,9 @@ def prepare_start(
     capacity = None
     if chosen == "all_to_all":
         capacity = rank_capacity if rank_capacity is not None else max(topk_ids.shape[0], 1)
-    options = f"{chosen} {hidden_states.dtype} {topk_weights.dtype} {scheme}"
+    dtypes = f"hidden_states={hidden_states.dtype};topk_weights={topk_weights.dtype}"
     ids = torch.ops.moe_ops.agreed_ids(
-        topk_ids, [hidden_states.shape[1]], num_experts=num_experts, group=members.name, options=options,
+        topk_ids, [hidden_states.shape[1]], num_experts=num_experts, group=members.name, options=f"transport={chosen};{dtypes};scheme={scheme}",
         rank_capacity=capacity,
     )  # fmt: skip
     if chosen == "replicated":
@@ -263,7 +263,8 @@ def prepare_wait(preparing: Preparing) -> Prepared:
     wait = {"gather": wait_all_gather, "all_to_all": wait_all_to_all}.get(transport)
     if wait is not None:
         sent = [wait(there, own, group).flatten(0, 1) for there, own in zip(received, sent, strict=True)]
-    rows, scale, weights, ids = sent if quantised else (sent[0], None, *sent[1:])
+    rows, weights, ids = sent[0], sent[-2], sent[-1]
+    scale = sent[1] if quantised else None
     held = num_experts // group.size
     ids = ids - group.rank * held
     return Prepared(rows, scale, weights, torch.where((ids >= 0) & (ids < held), ids, -1), slots, name, transport)
@@ -371,9 +372,7 @@ def finalize_start(result: Tensor, prepared: Prepared) -> Finalizing:
         agree(op, group, result.device, {"R": result.shape[0], "H": result.shape[1], "dtype": result.dtype})
     if prepared.transport == "replicated":
         return Finalizing(start_all_gather([result], group), result, prepared)
-    result = (
-        result.unflatten(0, (group.size, -1)) if result.shape[0] else result.unsqueeze(0).expand(group.size, -1, -1)
-    )
+    result = result.view(group.size, result.shape[0] // group.size, result.shape[1])
     return Finalizing([start_all_to_all(result, group)], result, prepared)
 
 

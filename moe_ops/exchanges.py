@@ -1,7 +1,7 @@
 """The collectives of expert parallelism, functional, each in two halves: start it, wait for it.
 
-Every tensor crosses as bytes, so that any dtype goes over any backend. A half that starts returns what is not there yet;
-the half that waits is where autograd's node stands, whose backward runs the opposite collective:
+Every tensor crosses as bytes, so that any dtype goes over any backend. A half that starts returns what is not there
+yet; the half that waits is where autograd's node stands, whose backward runs the opposite collective:
 
 | forward | backward |
 | --- | --- |
@@ -117,23 +117,23 @@ class _Shared(torch.autograd.Function):
 
 def wait_all_gather(received: Tensor, own: Tensor, group: Group) -> Tensor:
     """``[W, T, ...]`` of what :func:`start_all_gather` started with ``own``; differentiable in it."""
-    gathered: Tensor = _Gathered.apply(received, own, group)
+    gathered: Tensor = _Gathered.apply(received, own, group)  # type: ignore[no-untyped-call]
     return gathered
 
 
 def wait_all_to_all(received: Tensor, own: Tensor, group: Group) -> Tensor:
     """``[W, C, ...]`` of what :func:`start_all_to_all` started with ``own``; differentiable in it."""
-    exchanged: Tensor = _Exchanged.apply(received, own, group)
+    exchanged: Tensor = _Exchanged.apply(received, own, group)  # type: ignore[no-untyped-call]
     return exchanged
 
 
 def wait_parts(received: Tensor, own: Tensor, group: Group) -> Tensor:
     """As :func:`wait_all_gather`, for a sum over ranks that every rank makes: each has the gradient already."""
-    parts: Tensor = _Parts.apply(received, own, group)
+    parts: Tensor = _Parts.apply(received, own, group)  # type: ignore[no-untyped-call]
     return parts
 
 
 def shared(own: Tensor, group: Group) -> Tensor:
     """The same tensor on every rank; its gradient is the sum of what the ranks made of it."""
-    same: Tensor = _Shared.apply(own, group)
+    same: Tensor = _Shared.apply(own, group)  # type: ignore[no-untyped-call]
     return same

@@ -1,4 +1,4 @@
-"""Process groups by name: what a layer over several ranks needs to know of one, and nothing that a graph cannot hold."""
+"""Process groups by name: what a layer over several ranks needs to know of one, and no more than a graph can hold."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _name(op: str, group: Any) -> str:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _rank_and_size(name: str) -> tuple[int, int] | str:
-    """(rank, size) of the group, or rule, what there is and cure, divided by bars: graphs take either for a constant."""
+    """(rank, size), or rule, what there is and cure, divided by bars: a graph takes either for a constant."""
     if not dist.is_available() or not dist.is_initialized():
         return f"of an initialised torch.distributed|{name!r}|Call torch.distributed.init_process_group() first."
     group = process_group(name)
