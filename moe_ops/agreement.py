@@ -140,7 +140,7 @@ def _agreed_ids(
     rank_capacity: int | None = None,
 ) -> Tensor:
     op, members = "ep.prepare", resolve("ep.prepare", group)
-    facts = {"T": topk_ids.shape[0], "K": topk_ids.shape[1], "num_experts": num_experts, "H": sizes[0]}
+    facts: dict[str, Any] = {"T": topk_ids.shape[0], "K": topk_ids.shape[1], "num_experts": num_experts, "H": sizes[0]}
     facts |= dict(option.split("=") for option in options.split(";")) | {"rank_capacity": rank_capacity}
     agree(op, members, topk_ids.device, facts)
     if debugging.active():
