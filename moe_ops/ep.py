@@ -179,7 +179,7 @@ def prepare_start(
         f"transport={chosen};scheme={scheme};hidden_states={hidden_states.dtype};topk_weights={topk_weights.dtype}"
     )
     ids = torch.ops.moe_ops.agreed_ids(
-        topk_ids, [hidden_states.shape[1]], num_experts=num_experts, group=members.name, options=options,
+        topk_ids, [hidden_states.shape[1]], num_experts=num_experts, group=members.name, options=";".join(f"{name}={value}" for name, value in said.items()),
         rank_capacity=capacity,
     )  # fmt: skip
     if chosen == "replicated":
