@@ -175,11 +175,10 @@ def prepare_start(
     capacity = None
     if chosen == "all_to_all":
         capacity = rank_capacity if rank_capacity is not None else max(topk_ids.shape[0], 1)
-    options = (
-        f"transport={chosen};scheme={scheme};hidden_states={hidden_states.dtype};topk_weights={topk_weights.dtype}"
-    )
+    said = {"transport": chosen, "scheme": scheme, "hidden_states": hidden_states.dtype, "weights": topk_weights.dtype}
+    options = ";".join(f"{name}={value}" for name, value in said.items())
     ids = torch.ops.moe_ops.agreed_ids(
-        topk_ids, [hidden_states.shape[1]], num_experts=num_experts, group=members.name, options=";".join(f"{name}={value}" for name, value in said.items()),
+        topk_ids, [hidden_states.shape[1]], num_experts=num_experts, group=members.name, options=options,
         rank_capacity=capacity,
     )  # fmt: skip
     if chosen == "replicated":
