@@ -1,6 +1,6 @@
 """Command line: `python -m benchmarks [layers]`.
 
-Or `train`, `train-step`, `e2e`, `host`, `load`, `forms`, `first-call`, `tiles`, `compare`, `carry`, `models`,
+Or `train`, `train-step`, `ep`, `e2e`, `host`, `load`, `forms`, `first-call`, `tiles`, `compare`, `carry`, `models`,
 `spellings`, `report`.
 """
 
@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "layers": layers_command,
         "train": train_command,
         "train-step": train_step_command,
+        "ep": ep_command,
         "e2e": e2e_command,
         "host": host_command,
         "load": load_command,
@@ -86,6 +87,30 @@ def layers_command(arguments: list[str]) -> int:
     with interruptible(results):
         layers.run(plan, results)
     print(f"{len(results.rows)} rows in {path}")
+    return 0
+
+
+def ep_command(arguments: list[str]) -> int:
+    """Time layers over the GPUs of one host; run by torchrun."""
+    from benchmarks import expert_parallel as ep
+
+    parser = argparse.ArgumentParser(prog="torchrun -m benchmarks ep", description=ep.__doc__)
+    parser.add_argument("--shapes", default="qwen3-30b-a3b,deepseek-v3", help="comma-separated (default: %(default)s)")
+    tokens = ",".join(map(str, ep.TOKENS))
+    parser.add_argument(
+        "--tokens", default=tokens, help="of all ranks together, comma-separated (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="in each, everything is timed once")
+    parser.add_argument("--json", type=Path, help=f"a new result file (default: in {OUT.name}/, numbered)")
+    parser.add_argument("--commit", default=current_commit(), help="for the result file, where there is no checkout")
+    options = parser.parse_args(arguments)
+    shapes = shape_table.parse_shapes(options.shapes)
+    tokens_of_all, rounds = positive_integers("benchmarks", "--tokens", options.tokens), enough_rounds(options.rounds)
+    device = ep.start()
+    path = new_path(options.json, OUT / "ep.json") if device.index == 0 else None
+    results = ResultFile(path, "ep", ep.ep_method(rounds), commit=options.commit)
+    with interruptible(results):
+        ep.run(shapes, tokens_of_all, results, rounds, device)
     return 0
 
 

@@ -12,6 +12,7 @@ What brings rows to ranks is the **transport**:
 | ``local`` | one rank | nothing | none |
 | ``replicated`` | the same on all ranks | (W - 1) T H s of partial results | none |
 | ``gather`` | as many on each, others | (W - 1) T (H s + 8 K) out, (W - 1) T H s back | none |
+| ``symm`` | as ``gather``, GPUs of one host | as ``gather``, by one kernel of ours for each way | none |
 | ``all_to_all`` | as many on each, others | (W - 1) C (H s + 8 K) out, (W - 1) C H s back | rows past C for one rank |
 
 C is ``rank_capacity``; in a scheme that quantises activations, rows go out in its format. prepare and finalize have
@@ -57,6 +58,7 @@ TRANSPORTS = {
     "replicated": "the same tokens on every rank",
     "gather": "as many tokens on every rank",
     "all_to_all": "as many tokens on every rank, and a capacity",
+    "symm": "as many tokens on every rank, GPUs that write into each other's memory",
 }
 
 
@@ -191,8 +193,8 @@ def prepare_start(
     else:
         sent = [hidden_states, topk_weights, ids]
     received: list[Tensor] = []
-    if chosen == "gather":
-        received = start_all_gather(sent, members)
+    if chosen in ("gather", "symm"):
+        received = start_all_gather(sent, members, direct=chosen == "symm")
     elif chosen == "all_to_all":
         received = [start_all_to_all(tensor, members) for tensor in sent]
     return Preparing(received, sent, slots, members.name, chosen, num_experts, scheme is not None)
@@ -232,7 +234,11 @@ def _checked(
             raise fail(
                 op, "scheme", "one that quantises activations", repr(scheme), "Leave it out: rows go as they are."
             )
-    return _transport(op, transport, group, rank_capacity)
+    chosen = _transport(op, transport, group, rank_capacity)
+    if chosen == "symm" and hidden_states.device.type != "cuda":
+        cure = "Leave it out for the best one."
+        raise fail(op, "transport", f"one for {hidden_states.device.type} tensors", repr(chosen), cure)
+    return chosen
 
 
 def _by_rank(
@@ -261,7 +267,7 @@ def prepare_wait(preparing: Preparing) -> Prepared:
     _check("ep.prepare", preparing=preparing)
     received, sent, slots, name, transport, num_experts, quantised = preparing
     group = resolve("ep.prepare", name)
-    wait = {"gather": wait_all_gather, "all_to_all": wait_all_to_all}.get(transport)
+    wait = {"gather": wait_all_gather, "symm": wait_all_gather, "all_to_all": wait_all_to_all}.get(transport)
     if wait is not None:
         sent = [wait(there, own, group).flatten(0, 1) for there, own in zip(received, sent, strict=True)]
     rows, weights, ids = sent[0], sent[-2], sent[-1]
@@ -374,7 +380,7 @@ def finalize_start(result: Tensor, prepared: Prepared) -> Finalizing:
     if prepared.transport == "replicated":
         return Finalizing(start_all_gather([result], group), result, prepared)
     result = result.view(group.size, result.shape[0] // group.size, result.shape[1])
-    return Finalizing([start_all_to_all(result, group)], result, prepared)
+    return Finalizing([start_all_to_all(result, group, direct=prepared.transport == "symm")], result, prepared)
 
 
 def finalize_wait(finalizing: Finalizing, added: Tensor | None = None) -> Tensor:
