@@ -45,7 +45,7 @@ def _post(group: Group, text: str) -> tuple[Any, int]:
     return store, number
 
 
-def _exchange(op: str, group: Group, text: str) -> list[str]:
+def exchange_texts(op: str, group: Group, text: str) -> list[str]:
     """What every rank wrote, in rank order."""
     store, number = _post(group, text)
     texts = []
@@ -78,7 +78,7 @@ def agree(op: str, group: Group, device: torch.device, facts: dict[str, Any]) ->
     text = _SEPARATOR.join(f"{name}={value}" for name, value in {"call": op, **facts}.items())
     if group.size == 1 or _is_pretence(group) or (device.type != "cpu" and (group.name, text) in _known):
         return
-    texts = _exchange(op, group, text)
+    texts = exchange_texts(op, group, text)
     for rank, other in enumerate(texts):
         if other.startswith(_REFUSED):
             raise ValueError(

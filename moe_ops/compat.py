@@ -77,6 +77,13 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 kernels_alone = torch._C._AutoDispatchBelowADInplaceOrView
 
 
+def without_fake_tensors() -> Any:
+    """A context in which tensors are made that are there, wherever something is traced."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
 def empty_cuda(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """``torch.empty_strided`` on the current GPU; Inductor's own, where there is one, costs half."""
     return torch.empty_strided(size, stride, dtype=dtype, device="cuda")

@@ -38,6 +38,7 @@ from meta.checks import (
     fail,
 )
 from meta.schemes import SCHEMES
+from moe_ops import symmetric
 from moe_ops.agreement import agree, destinations, refuse
 from moe_ops.exchanges import (
     shared,
@@ -126,14 +127,19 @@ def _check(op: str, **arguments: Any) -> None:
         check_type(op, name, value, _ACCEPTS[name])
 
 
-def _transport(op: str, transport: str | None, group: Group, rank_capacity: Any) -> str:
+def _transport(op: str, transport: str | None, group: Group, device: str, rank_capacity: Any) -> str:
     """The name asked for, or the choice among those that bring different tokens of all ranks to all experts."""
     if transport is None:
-        transport = "local" if group.size == 1 else "gather" if rank_capacity is None else "all_to_all"
+        transport = "local" if group.size == 1 else "all_to_all"
+        if transport != "local" and rank_capacity is None:
+            transport = "symm" if device == "cuda" and symmetric.available(group.name) else "gather"
     check_name(op, "transport", transport, TRANSPORTS)
     if transport == "local" and group.size != 1:
         got = f"'local' for a group of {group.size}"
         raise fail(op, "transport", "one that crosses ranks", got, "Leave it out for the best one.")
+    if transport == "symm" and not (device == "cuda" and symmetric.available(group.name)):
+        rule = "one for these tensors: symm is for GPUs of one host that write into each other's memory"
+        raise fail(op, "transport", rule, f"'symm' for {device} tensors", "Leave it out for the best one.")
     if rank_capacity is not None and transport not in ("all_to_all", "local"):
         raise fail(op, "rank_capacity", f"None for transport={transport!r}", rank_capacity, "Only all_to_all has it.")
     return transport
@@ -234,11 +240,7 @@ def _checked(
             raise fail(
                 op, "scheme", "one that quantises activations", repr(scheme), "Leave it out: rows go as they are."
             )
-    chosen = _transport(op, transport, group, rank_capacity)
-    if chosen == "symm" and hidden_states.device.type != "cuda":
-        cure = "Leave it out for the best one."
-        raise fail(op, "transport", f"one for {hidden_states.device.type} tensors", repr(chosen), cure)
-    return chosen
+    return _transport(op, transport, group, hidden_states.device.type, rank_capacity)
 
 
 def _by_rank(
@@ -299,14 +301,14 @@ def prepare(
         topk_ids: ``[T, K]`` int32 or int64, ids of all experts; -1 (or out of range) contributes nothing.
         num_experts: E of all ranks together, a multiple of W.
         group: a process group, its name, or a device mesh of one dimension.
-        transport: a name of :data:`TRANSPORTS`; None is "local" for one rank, else "gather", or "all_to_all" with a
-            ``rank_capacity``.
+        transport: a name of :data:`TRANSPORTS`; None is "local" for one rank, "all_to_all" with a ``rank_capacity``,
+            else "symm" where it is possible, else "gather".
         scheme: a name of :data:`meta.schemes.SCHEMES` in whose format rows travel, and arrive; None keeps them.
         rank_capacity: C, rows that a rank sends to each rank, for "all_to_all"; those past it are dropped, and
             reported under :func:`moe_ops.debug`. None is T: no drops.
 
     Returns:
-        A :class:`Prepared`, R rows: T for "local" and "replicated", W * T for "gather", W * C for "all_to_all".
+        A :class:`Prepared`. R is T for "local" and "replicated", W * T for "gather" and "symm", W * C for "all_to_all".
 
     Raises:
         ValueError: a wrong argument, on every rank of the group; or what the ranks disagree about.

@@ -6,6 +6,7 @@ made at the first call on all ranks, and again for a larger one, which must not 
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meta.checks import fail
+from moe_ops import compat
+from moe_ops.agreement import exchange_texts
 from moe_ops.groups import Group, process_group, resolve
 
 _OP = "ep.prepare"
@@ -38,17 +41,43 @@ class _Buffers:
     slot: int
 
 
-_held: dict[tuple[str, torch.device], _Buffers] = {}
+#: By group and device; a graph that was captured goes on using those that it was captured with.
+_held: dict[tuple[str, torch.device], list[_Buffers]] = {}
+_available: dict[str, bool] = {}
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def available(name: str) -> bool:
+    """Whether the ranks of group ``name`` can write into each other's GPUs: they try it, once, at the same call."""
+    known = _available.get(name)
+    if known is not None or not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
+        return bool(known)
+    group = resolve(_OP, name)
+    if group.size > 1 and dist.get_backend_config(process_group(name)).find("nccl") >= 0:
+        hosts = exchange_texts(_OP, group, f"host {socket.gethostname()}")
+        _available[name] = len(set(hosts)) == 1 and _all_can(group)
+    return _available.setdefault(name, False)
+
+
+def _all_can(group: Group) -> bool:
+    device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        with compat.without_fake_tensors():
+            _buffers(group, 1, device)
+        tried = "works"
+    except RuntimeError as failure:
+        tried = str(failure)
+    return set(exchange_texts(_OP, group, tried)) == {"works"}
 
 
 def _buffers(group: Group, words: int, device: torch.device) -> _Buffers:
-    held = _held.get((group.name, device))
-    if held is None or held.slot < words:
+    held = _held.setdefault((group.name, device), [])
+    if not held or held[-1].slot < words:
         if torch.cuda.is_current_stream_capturing():
             cure = "Run the layer once, with as many tokens, before the capture."
             raise fail(_OP, "transport", "one that has its buffers", "'symm' inside a CUDA graph's capture", cure)
-        held = _held[group.name, device] = _make(group, max(_LEAST, 1 << (words - 1).bit_length()), device)
-    return held
+        held.append(_make(group, max(_LEAST, 1 << (words - 1).bit_length()), device))
+    return held[-1]
 
 
 def _make(group: Group, slot: int, device: torch.device) -> _Buffers:
