@@ -145,7 +145,8 @@ def _agreed_ids(
     agree(op, members, topk_ids.device, facts)
     if debugging.active():
         _check_data(op, members, topk_ids, num_experts, rank_capacity)
-    return topk_ids.clamp(-1, num_experts).to(torch.int32, copy=True)
+    ids = topk_ids.clamp(-1, num_experts)  # a new tensor, whatever the dtype
+    return ids.to(torch.int32)
 
 
 def _agreed_ids_fake(topk_ids: Tensor, sizes: list[int], **options: Any) -> Tensor:

@@ -1,0 +1,246 @@
+"""What every one of several GPUs' processes checks of moe_ops.ep; `tests.distributed.processes` starts them.
+
+python -m tests.cuda.expert_parallel --size 2 --rank 0 --port 29500 --out FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import moe_ops
+from moe_ops import census, ep
+
+E, K, H, I = 16, 4, 512, 256
+TRANSPORTS = ("gather", "symm", "all_to_all", "replicated")
+TOKENS = (0, 1, 3, 64, 300)  # of a rank
+Batch = tuple[Tensor, Tensor, Tensor]
+
+
+class Layer:
+    """A whole layer, and this rank's part of it."""
+
+    def __init__(self, scheme: str | None = None) -> None:
+        generator = torch.Generator("cuda").manual_seed(0)
+        weights = [
+            (torch.randn(E, n, k, device="cuda", generator=generator) * k**-0.5).bfloat16()
+            for n, k in ((2 * I, H), (H, I))
+        ]
+        self.scheme, scales = scheme, [[], []]
+        if scheme is not None:
+            stored = [moe_ops.quantize_weight(weight, scheme=scheme) for weight in weights]
+            weights, scales = [first for first, *_ in stored], [list(rest) for _, *rest in stored]
+        self.weights, self.scales = weights, scales
+
+    def whole(self, batch: Batch) -> Tensor:
+        """All tokens through all experts, here."""
+        return self._run(batch, slice(None))
+
+    def spread(self, batch: Batch, transport: str) -> Tensor:
+        """What this rank gets of it."""
+        count = E // dist.get_world_size()
+        own = slice(dist.get_rank() * count, (dist.get_rank() + 1) * count)
+        return self._run(batch, own, group=dist.group.WORLD, transport=transport)
+
+    def _run(self, batch: Batch, held: slice, **options: object) -> Tensor:
+        x, weights, ids = batch
+        gate_up, down = (weight[held] for weight in self.weights)
+        if self.scheme is not None:
+            gate_up_scales, down_scales = ([scale[held] for scale in scales] for scales in self.scales)
+            options |= {"scheme": self.scheme, "gate_up_scales": gate_up_scales, "down_scales": down_scales}
+        return moe_ops.fused_experts(x, gate_up, down, weights, ids, **options)
+
+
+def batch_of(tokens: int, seed: int, *, experts: int = E) -> Batch:
+    """For all ranks together; only the first ``experts`` are chosen."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    number = tokens * dist.get_world_size()
+    x = torch.randn(number, H, device="cuda", generator=generator).bfloat16()
+    logits = torch.randn(number, E, device="cuda", generator=generator)
+    logits[:, experts:] = -30.0
+    return x, *moe_ops.fused_topk(logits, top_k=K)
+
+
+def seen(tensors: tuple[Tensor, ...], transport: str) -> tuple[Tensor, ...]:
+    """This rank's part of tensors of all tokens."""
+    if transport == "replicated":
+        return tensors
+    size = tensors[0].shape[0] // dist.get_world_size()
+    return tuple(tensor[dist.get_rank() * size : (dist.get_rank() + 1) * size].contiguous() for tensor in tensors)
+
+
+def equal_to_one(transport: str, scheme: str | None) -> None:
+    """As one GPU, but for the rounding of partial results to bf16."""
+    layer = Layer(scheme)
+    for tokens in TOKENS:
+        for experts in (E, E // dist.get_world_size()):
+            batch = batch_of(tokens, tokens, experts=experts)
+            (want,) = seen((layer.whole(batch),), transport)
+            got = layer.spread(seen(batch, transport), transport)
+            # Half an ulp of bf16 for every partial result and for their sum, of results that are at most 1.5 of the
+            # largest in size.
+            torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=3 * 2**-8 * max_of(want))
+
+
+def max_of(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def replays(transport: str, compiled: bool) -> None:
+    """A captured graph, replayed back to back with changing tokens and routing: bits of eager calls."""
+    layer, function = Layer(), Layer().spread
+    if compiled:
+        function = torch.compile(function, fullgraph=True, dynamic=False)
+    batches = [seen(batch_of(64, seed, experts=E - seed % 5), transport) for seed in range(10)]
+    static = tuple(tensor.clone() for tensor in batches[0])
+    graph, output = captured(lambda: function(static, transport))
+    eager = [layer.spread(batch, transport) for batch in batches]
+    kept = []
+    for number in range(100):
+        for there, tensor in zip(static, batches[number % 10], strict=True):
+            there.copy_(tensor)
+        graph.replay()
+        kept.append(output.clone())
+    for number, found in enumerate(kept):
+        assert torch.equal(found, eager[number % 10]), f"replay {number}"
+
+
+def captured(call: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        output = call()
+    graph.instantiate()
+    return graph, output
+
+
+def kernels_alone(transport: str) -> None:
+    """Nothing but kernels in the captured graph, and one exchange each way."""
+    layer, batch = Layer(), seen(batch_of(64, 0), transport)
+    graph, _ = captured(lambda: layer.spread(batch, transport))
+    names = census.graph_kernel_names(graph)
+    assert not {"memcpy", "memset"} & set(names), names
+    exchanges = [name for name in names if "nccl" in name or name == "_exchange_kernel"]
+    assert len(exchanges) == {"all_to_all": 4, "replicated": 1}.get(transport, 2), names
+
+
+def reduce_overhead(transport: str) -> None:
+    """Inductor's own CUDA graphs hold the collectives: none skipped, bits of eager calls, over two sizes."""
+    from torch._dynamo.utils import counters
+
+    layer = Layer()
+    counters.clear()
+    function = torch.compile(layer.spread, fullgraph=True, mode="reduce-overhead", dynamic=False)
+    with torch.no_grad():
+        for number in range(8):
+            batch = seen(batch_of((8, 64)[number % 2], number), transport)
+            torch.compiler.cudagraph_mark_step_begin()
+            assert torch.equal(function(batch, transport), layer.spread(batch, transport)), f"call {number}"
+    assert not counters["inductor"]["cudagraph_skips"]
+
+
+def gradients(transport: str) -> None:
+    """Of tokens, routing weights and weights: those of one GPU."""
+    x, weights, ids = batch_of(40, 3)
+    layer = Layer()
+    grad = torch.randn(x.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(9)).bfloat16()
+    ones = [tensor.clone().requires_grad_() for tensor in (x, weights, *layer.weights)]
+    layer.weights = ones[2:]
+    wanted = torch.autograd.grad(layer.whole((ones[0], ones[1], ids)), ones, grad)
+    own_x, own_weights, own_ids, own_grad = seen((x, weights, ids, grad), transport)
+    leaves = [own_x.clone().requires_grad_(), own_weights.clone().requires_grad_(), *ones[2:]]
+    found = torch.autograd.grad(layer.spread((leaves[0], leaves[1], own_ids), transport), leaves, own_grad)
+    count = E // dist.get_world_size()
+    own = slice(dist.get_rank() * count, (dist.get_rank() + 1) * count)
+    pairs = [*zip(found[:2], seen(wanted[:2], transport), strict=True)]
+    pairs += [(got[own], want[own]) for got, want in zip(found[2:], wanted[2:], strict=True)]
+    for got, want in pairs:
+        torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=4 * 2**-8 * max_of(want))
+
+
+def larger_buffers() -> None:
+    """A graph goes on with the buffers that it was captured with, when a larger call gets new ones."""
+    layer = Layer()
+    batch, large = (seen(batch_of(tokens, 1), "symm") for tokens in (16, 4096))
+    graph, output = captured(lambda: layer.spread(batch, "symm"))
+    want = layer.spread(batch, "symm")
+    layer.spread(large, "symm")
+    graph.replay()
+    assert torch.equal(output, want)
+    try:
+        captured(lambda: layer.spread(seen(batch_of(1 << 14, 1), "symm"), "symm"))
+    except ValueError as error:  # (the calls before the capture got theirs, so that there is none)
+        raise AssertionError("buffers were there") from error
+
+
+def chosen_by_default() -> None:
+    """symm, where GPUs can write to each other."""
+    x, weights, ids = seen(batch_of(4, 0), "gather")
+    prepared = ep.prepare(x, weights, ids, num_experts=E, group=dist.group.WORLD)
+    assert prepared.transport == "symm", prepared.transport
+
+
+def disagreement() -> None:
+    """The first call of its kind asks; every rank gets the error."""
+    layer = Layer()
+    batch = tuple(tensor[: 5 + dist.get_rank()] for tensor in batch_of(64, 0))
+    try:
+        layer.spread(batch, "gather")
+    except ValueError as error:
+        assert "T must be the same on every rank of the group, got 5 on rank 0, 6 on rank 1" in str(error), error
+    else:
+        raise AssertionError("no error")
+
+
+def checks() -> Iterator[tuple[str, Callable[[], None]]]:
+    """Name and check, in the order in which all ranks run them."""
+    yield "default transport", chosen_by_default
+    for transport in TRANSPORTS:
+        for scheme in (None, "fp8_block128"):
+            yield f"equal to one GPU [{transport}-{scheme or 'bf16'}]", lambda t=transport, s=scheme: equal_to_one(t, s)
+        yield f"gradients [{transport}]", lambda t=transport: gradients(t)
+        yield f"kernels alone [{transport}]", lambda t=transport: kernels_alone(t)
+        for way in ("eager", "compiled"):
+            yield f"replays [{transport}-{way}]", lambda t=transport, w=way: replays(t, w == "compiled")
+    for transport in ("gather", "symm"):
+        yield f"reduce-overhead [{transport}]", lambda t=transport: reduce_overhead(t)
+    yield "larger buffers", larger_buffers
+    yield "unequal tokens", disagreement
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("size", "rank", "port"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    torch.cuda.set_device(options.rank)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", init_method=f"tcp://127.0.0.1:{options.port}", rank=options.rank,
+        world_size=options.size, timeout=timedelta(seconds=60), device_id=torch.device("cuda", options.rank),
+    )  # fmt: skip
+    found: dict[str, str | None] = {}
+    for name, check in checks():
+        try:
+            check()
+            found[name] = None
+        except Exception:
+            found[name] = traceback.format_exc()
+        torch.compiler.reset()
+        print(name, found[name] or "passed", flush=True)
+    options.out.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
