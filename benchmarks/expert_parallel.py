@@ -25,20 +25,17 @@ from moe_ops import ep
 TOKENS = (2, 32, 128, 1024, 8192)  # of all ranks together
 TRANSPORTS = ("gather", "symm", "all_to_all", "replicated")
 WHOLE, LOCAL, EXCHANGE, FP8_EXCHANGE = "one GPU", "local experts", "exchange", "exchange, rows in fp8"
-DIRECT, RAW, SHARED, BESIDE = (
-    "exchange, symm",
-    "collectives alone",
-    "shared expert alone",
-    "gather, shared expert between",
-)
+DIRECT, RAW, SHARED = "exchange, symm", "collectives alone", "shared expert alone"
+AFTER, BESIDE = "gather, shared expert after", "gather, shared expert between"
 METHOD = (
     "one layer, weights random, routing given and uniform; every rank has tokens / ranks of them; "
     f"`{WHOLE}`: all tokens and all experts on every GPU; a transport's name: moe_ops.fused_experts(group=...) under "
     f"torch.compile(fullgraph=True); `{LOCAL}`: what this rank's experts do of that (rows of `gather`); `{EXCHANGE}`: "
     "moe_ops.ep.prepare, then ep.finalize of the rows themselves, compiled, by gather, in the rows' dtype or in fp8 "
     f"on the way out (fp8_block128), `{DIRECT}`: by symm; `{RAW}`: an all-gather and an all-to-all of as many bytes "
-    f"as `{EXCHANGE}`; `{BESIDE}`: a shared expert of half the routed FLOPs, its first product between the halves of "
-    f"prepare, its second one between those of finalize, not compiled; `{SHARED}`: that expert without a layer; "
+    f"as `{EXCHANGE}`; `{BESIDE}`: the layer with a shared expert of half the routed FLOPs, its first product between "
+    f"the halves of prepare, its second one between those of finalize, `{AFTER}`: behind finalize, both compiled; "
+    f"`{SHARED}`: that expert without a layer; "
     f"everything in captured CUDA graphs, replayed in turn for {WARM_SECONDS} s, then in {{rounds}} rounds, everyone "
     f"once in each, in alternating order, each repeated to at least {SAMPLE_US / 1e3} ms after one replay that is not "
     "timed, by CUDA events, the slowest rank counts; {intervals}; error: Euclidean, relative to `" + WHOLE + "`"
@@ -120,10 +117,10 @@ def measure(layer: Layer, rounds: int) -> list[dict[str, Any]]:
         want = moe_ops.fused_experts(layer.tokens[0], *layer.weights, *layer.tokens[1:])
         for name, call in calls.items():
             graphs[name], output = captured(call)
-            if name in (*TRANSPORTS, BESIDE):
+            if name in (*TRANSPORTS, BESIDE, AFTER):
                 graphs[name].replay()
                 reference = want if name == "replicated" else own_part(want)
-                reference = reference if name != BESIDE else reference + calls[SHARED]()
+                reference = reference if name in TRANSPORTS else reference + calls[SHARED]()
                 errors[name] = float((output.float() - reference.float()).norm() / reference.float().norm())
         samples = in_turn(graphs, rounds)
     rows, number = [], layer.tokens[0].shape[0]
@@ -155,9 +152,16 @@ def timed(layer: Layer) -> dict[str, Callable[[], Tensor]]:
 
     compiled = torch.compile(over_ranks, fullgraph=True, dynamic=False)
     compiled_exchange = torch.compile(exchange, fullgraph=True, dynamic=False)
-    prepared = ep.prepare(x, weights, ids, num_experts=shape.E, group=group)
+    prepared = ep.prepare(x, weights, ids, num_experts=shape.E, group=group, transport="gather")
     results_of_fp8 = prepared.rows.clone()
     shared = Shared(shape, x.device)
+
+    def with_shared(between: bool) -> Tensor:
+        if between:
+            return beside((x, weights, ids), (gate_up, down), shape.E, shared)
+        return over_ranks("gather", x, weights, ids) + shared.second(shared.first(x))
+
+    compiled_shared = torch.compile(with_shared, fullgraph=True, dynamic=False)
     calls: dict[str, Callable[[], Tensor]] = {WHOLE: whole}
     for transport in TRANSPORTS:
         tokens = layer.tokens if transport == "replicated" else layer.own_tokens
@@ -169,7 +173,8 @@ def timed(layer: Layer) -> dict[str, Callable[[], Tensor]]:
         DIRECT: lambda: compiled_exchange(None, "symm"),
         RAW: lambda: collectives(prepared.rows),
         SHARED: lambda: shared.second(shared.first(x)),
-        BESIDE: lambda: beside(layer, shared),
+        BESIDE: lambda: compiled_shared(True),
+        AFTER: lambda: compiled_shared(False),
     }
 
 
@@ -193,13 +198,13 @@ class Shared:
         return F.linear(h, self.down)
 
 
-def beside(layer: Layer, shared: Shared) -> Tensor:
+def beside(tokens: Sequence[Tensor], weights: Sequence[Tensor], experts: int, shared: Shared) -> Tensor:
     """The layer with a shared expert, whose products stand where the layer waits."""
-    x, weights, ids = layer.own_tokens
-    preparing = ep.prepare_start(x, weights, ids, num_experts=layer.shape.E, group=dist.group.WORLD)
-    h = shared.first(x)
+    options = {"num_experts": experts, "group": dist.group.WORLD, "transport": "gather"}
+    preparing = ep.prepare_start(*tokens, **options)
+    h = shared.first(tokens[0])
     prepared = ep.prepare_wait(preparing)
-    finalizing = ep.finalize_start(ep.experts(prepared, *layer.own_weights), prepared)
+    finalizing = ep.finalize_start(ep.experts(prepared, *weights), prepared)
     added = shared.second(h)
     return ep.finalize_wait(finalizing, added)
 

@@ -59,7 +59,7 @@ def invert(pair_to_row: Tensor, count: int) -> Tensor:
     flat = pair_to_row.reshape(-1).long()
     pairs = torch.arange(flat.shape[0], device=flat.device)
     inverse = torch.zeros(count + 1, dtype=torch.int64, device=flat.device)
-    return inverse.scatter_(0, flat.masked_fill(flat < 0, count), pairs)[:count]
+    return inverse.scatter_(0, torch.where(flat < 0, count, flat), pairs)[:count]
 
 
 def used_rows(rows: Tensor, extents: Tensor) -> Tensor:

@@ -104,8 +104,8 @@ def _symm_exchange(tensors: list[Tensor], *, group: str, gather: bool) -> list[T
     for tensor in tensors:
         rows = tensor if gather else tensor.view(size, -1)
         flat = rows.reshape(1 if gather else size, -1)
-        # Words of four bytes; sizes that are none get what is missing.
-        flat = torch.nn.functional.pad(flat, (0, -flat.shape[1] % 4))
+        if flat.shape[1] % 4:  # words of four bytes
+            flat = torch.nn.functional.pad(flat, (0, -flat.shape[1] % 4))
         sent.append(flat.contiguous().view(torch.int32).view(-1))
         received.append(sent[-1].new_empty(sent[-1].shape[0] * (size if gather else 1)))
     words = sum((out.shape[0] // size + 3) // 4 * 4 for out in received)
