@@ -8,6 +8,7 @@
 """
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.config
 import torch._dynamo.guards
+from _pytest import runner
 
 import compile_passes  # noqa: F401  (registers the backends in a checkout that is not installed)
 from compile_passes.passes import last_errors
@@ -25,12 +28,33 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TESTS = Path(__file__).parent
 
 
+def _roomy(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+    return runner.pytest_runtest_protocol(item, nextitem)
+
+
+# CPython keeps its frames in chunks of 16 KiB, and maps and unmaps memory at every call across the end of one: two
+# thousand times in a small test, where a loop of Dynamo or of Triton's interpreter happens to lie there. A frame as
+# large as this comes with a chunk of 2 MiB, of which the deeper ones use what is left.
+_roomy.__code__ = _roomy.__code__.replace(co_stacksize=(1 << 20) // 8)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+    """Run a test, its fixtures included, where there is room for its frames."""
+    return _roomy(item, nextitem)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Markers that need this file, and less of what takes a tenth of the suite's time and shows nothing in it."""
     config.addinivalue_line("markers", "provokes_errors: makes a pass fail on purpose")
     gc.set_threshold(50_000, 20, 50)
     if hasattr(torch._dynamo.guards, "profile_guard_manager"):  # 23 ms for a compilation: it empties the CPU's caches
         torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+    if hasattr(torch._dynamo.config, "run_gc_after_compile"):  # the collector comes by itself
+        torch._dynamo.config.run_gc_after_compile = False
+    # pytest hangs its handlers on every logger that does not propagate, and for a handler torch writes a trace of every
+    # compilation: graphs and guards as text and JSON, none of which comes through the level above.
+    logging.getLogger("torch.__trace").propagate = True
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,6 +1,7 @@
 """Fixtures for kernels run by Triton's CPU interpreter."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -31,6 +32,49 @@ def language_patched_by_kernels() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(interpreter, "_patch_lang", patch_what_is_not)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_computed_in_vain() -> Iterator[None]:
+    """For every sum and product of integers Triton computes whether it overflows, which its interpreter asserts only
+    with the option `debug`; makes a table of all dtypes to look one up; and spells out the types of every shape.
+    """
+    builder, dtype_of = interpreter.interpreter_builder, getattr(interpreter, "_get_np_dtype", None)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if not builder.options.debug:
+            monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
+        if dtype_of is not None:
+            known: dict[str, Any] = {}
+
+            def remembered(dtype: Any) -> Any:
+                name = dtype.scalar.name
+                return known[name] if name in known else known.setdefault(name, dtype_of(dtype))
+
+            monkeypatch.setattr(interpreter, "_get_np_dtype", remembered)
+        names_when_asked(monkeypatch)
+        yield
+
+
+def names_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Types of tuples, of which every tensor has one, get their names only where somebody looks at them."""
+    kind = tl.core.tuple_type
+    make = kind.__init__
+    made = kind([tl.int32])
+    if set(vars(made)) != {"types", "fields", "name"}:  # another version of Triton
+        return
+
+    def quickly(self: Any, types: Any, fields: Any = None) -> None:
+        self.types, self.fields = types, fields or [""] * len(types)
+
+    def name(self: Any, attribute: str) -> Any:
+        if attribute != "name":
+            raise AttributeError(attribute)
+        make(self, self.types, self.fields)
+        return vars(self)["name"]
+
+    monkeypatch.setattr(kind, "__init__", quickly)
+    monkeypatch.setattr(kind, "__getattr__", name, raising=False)
+    assert str(kind([tl.int32])) == str(made)
 
 
 @pytest.fixture(autouse=True)

@@ -1381,13 +1381,16 @@ def make(seed: int, misses: int | None = None) -> Case:
 
 
 def with_mutation(name: str) -> Case:
-    """The first block that the near miss ``name`` applies to, in fp32, and gives another result."""
+    """The first block that the near miss ``name`` applies to, in fp32, and gives another result.
+
+    For the sizes of its inputs: symbolic ones take twice as long, and may be what a block is refused for.
+    """
 
     def changed() -> Iterator[Case]:
         for seed in range(500):
             case = make(seed, misses=0)
             if case.dtype == torch.float32 and MUTATIONS[name](case.parts, case, random.Random(seed)):
-                yield Case(**{**vars(case), "mutations": (name,)})
+                yield Case(**{**vars(case), "dynamic": "none", "mutations": (name,)})
 
     programs = lambda case: (block(case, case.parts), block(case, case.original))  # noqa: E731
     return first_that_changes(name, changed(), programs, inputs)

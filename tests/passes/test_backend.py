@@ -55,6 +55,24 @@ def run(**compile_arguments):
     torch.testing.assert_close(output, block(batched)(**inputs))
 
 
+def test_the_structured_trace_has_the_graph_before_and_after():
+    class Keep(logging.Handler):
+        def emit(self, record):
+            if (name := record.metadata.get("artifact", {}).get("name", "")).startswith("moe_ops"):
+                texts[name] = record.payload
+
+    trace, handler, texts = logging.getLogger("torch.__trace"), Keep(), {}
+    trace.addHandler(handler)
+    try:
+        run(backend="moe_ops_eager")
+    finally:
+        trace.removeHandler(handler)
+    assert list(texts) == [f"moe_ops_{step}_{when}" for step in ("fuse_blocks", "join") for when in ("before", "after")]
+    before, after, _, joined = texts.values()
+    assert "bmm" in before and "moe_ops" not in before
+    assert "moe_ops.fused_experts" in after and "moe_ops.fused_moe" in joined
+
+
 @pytest.mark.parametrize("backend", ["moe_ops", "moe_ops_eager"])
 def test_backend_fuses_and_joins(backend):
     run(backend=backend)
