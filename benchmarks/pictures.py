@@ -1,4 +1,6 @@
-"""The two pictures of the first page: tokens a second of whole models, and a block before and after the passes."""
+"""The pictures of the first page: tokens a second of whole models, a block before and after the passes, and experts
+spread over two ranks.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
 Documents = Mapping[str, dict[str, Any]]
 DPI = 130
-TOKENS, BLOCK = "tokens", "block"
+TOKENS, BLOCK, RANKS = "tokens", "block", "ep"
 BLOCK_OF = "Qwen/Qwen3-30B-A3B"
 _WAYS = {"eager": "#b8bec9", "torch.compile": "#7d8ca6", "moe_ops": "#2f6fde"}
 _STAGES = {
@@ -154,3 +156,54 @@ def draw_diagram(diagram: Diagram, folder: Path) -> list[Path]:
     axes.text(0, 2.2, f"{len(diagram.operations)} operations in the captured graph", fontsize=9.5)
     axes.text(66, 2.2, "afterwards: linear, and one operator", fontsize=9.5)
     return save(pyplot, figure, paths_of(BLOCK, folder), DPI)
+
+
+#: A column of the picture of two ranks: what it is called in code, what happens, and its colour.
+_STEPS = (
+    ("rank {rank}'s tokens", "[T, H]\nids of all experts", "#dbe7fb"),
+    ("prepare", "rows out,\nwith weights and ids", "#fbe9d0"),
+    ("experts", "this rank's block:\n{first} to {last}", "#d9f0dd"),
+    ("finalize", "partial results back", "#fbe9d0"),
+    ("output", "their sum, in rank order\nand fp32: [T, H]", "#f8dde3"),
+)
+_EXCHANGES = (1, 3)  # columns in which the ranks send to one another
+
+
+def draw_ranks(folder: Path) -> list[Path]:
+    """A layer over two ranks: tokens, exchange, experts, exchange, sum; returns the files written."""
+    from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+
+    pyplot = drawing(RANKS)
+    figure, axes = pyplot.subplots(figsize=(9.2, 2.9))
+    width, height, step, drop = 16.0, 11.0, 21.0, 19.0
+    axes.set_xlim(-1, step * (len(_STEPS) - 1) + width + 1)
+    axes.set_ylim(-drop - height - 1, 5)
+    axes.axis("off")
+
+    def arrow(start: tuple[float, float], end: tuple[float, float], style: str = "-|>") -> None:
+        axes.add_patch(
+            FancyArrowPatch(start, end, arrowstyle=style, mutation_scale=12, color="#5b6472", shrinkA=0, shrinkB=0)
+        )
+
+    for rank in range(2):
+        top = -rank * drop
+        for column, (head, text, colour) in enumerate(_STEPS):
+            x = column * step
+            style = {"boxstyle": "round,pad=0,rounding_size=1", "facecolor": colour, "edgecolor": "#5b6472"}
+            axes.add_patch(FancyBboxPatch((x, top - height), width, height, linewidth=0.8, **style))
+            first, last = ("0", "E/2 - 1") if rank == 0 else ("E/2", "E - 1")
+            axes.text(x + 1, top - 1.2, head.format(rank=rank), va="top", fontsize=9, fontweight="bold")
+            axes.text(x + 1, top - 4.6, text.format(first=first, last=last), va="top", fontsize=7.5)
+            if column:
+                arrow((x - step + width, top - height / 2), (x, top - height / 2))
+    for column in _EXCHANGES:
+        middle = column * step + width / 2
+        arrow((middle, -height), (middle, -drop), "<|-|>")
+    for column, text in (
+        (0.5, "prepare_start"),
+        (1.5, "prepare_wait"),
+        (2.5, "finalize_start"),
+        (3.5, "finalize_wait"),
+    ):
+        axes.text(column * step + width / 2, 2.2, text, ha="center", fontsize=7.5, color="#5b6472", family="monospace")
+    return save(pyplot, figure, paths_of(RANKS, folder), DPI)

@@ -12,8 +12,10 @@ from typing import Any
 
 from benchmarks.pictures import (
     BLOCK,
+    RANKS,
     TOKENS,
     draw_block,
+    draw_ranks,
     draw_tokens,
     model_of,
     of_the_first_page,
@@ -64,7 +66,7 @@ def main(folder: Path, pages: Sequence[Path], *, check: bool = False) -> int:
     if check:
         drawn = [path for stem, document in layers.items() for path in plot_paths(document, folder, stem)]
         drawn += train_plot_paths(documents, folder)
-        pictures = [TOKENS, BLOCK] if any(map(steps_of, of_models.values())) else [BLOCK]
+        pictures = [BLOCK, RANKS] + ([TOKENS] if any(map(steps_of, of_models.values())) else [])
         drawn += [path for name in pictures for path in paths_of(name, folder)]
         missing = [path for path in drawn if not path.exists()]
         stale = [page for page in pages if old[page] != new[page]]
@@ -74,7 +76,7 @@ def main(folder: Path, pages: Sequence[Path], *, check: bool = False) -> int:
     for page, text in new.items():
         page.write_text(text)
     drawn = [path for stem, document in layers.items() for path in draw_layers(document, folder, stem)]
-    drawn += draw_train(documents, folder) + draw_tokens(of_models, folder) + draw_block(folder)
+    drawn += draw_train(documents, folder) + draw_tokens(of_models, folder) + draw_block(folder) + draw_ranks(folder)
     print("\n".join(map(str, drawn)))
     return 0
 

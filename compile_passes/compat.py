@@ -113,12 +113,13 @@ def fake_mode_of(value: Any) -> Any:
 
 
 def inner_tensors(value: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors whose memory a wrapper tensor shows; of others, the tensor itself."""
+    """The tensors whose memory a wrapper tensor shows (a DTensor holds its mesh, too); of others, the tensor itself."""
     is_wrapper = feature("torch.utils._python_dispatch", "is_traceable_wrapper_subclass")
     if is_wrapper is None or not is_wrapper(value):
         return [value]
     names: list[str] = value.__tensor_flatten__()[0]  # type: ignore[attr-defined]
-    return [inner for name in names for inner in inner_tensors(getattr(value, name))]
+    parts = [getattr(value, name) for name in names]
+    return [inner for part in parts if isinstance(part, torch.Tensor) for inner in inner_tensors(part)]
 
 
 def is_plain(value: torch.Tensor) -> bool:

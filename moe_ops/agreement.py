@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meta.checks import fail
 from moe_ops import debugging
-from moe_ops.groups import Group, process_group, resolve
+from moe_ops.groups import Group, constant, process_group, resolve
 
 _REFUSED = "refused: "
 _SEPARATOR = "\x1f"
@@ -98,7 +98,7 @@ _CURES = {
 }
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def refuse(name: str, message: str) -> None:
     """Tells the other ranks of group ``name`` that this one raises ``message`` in place of the next agreement."""
     group = resolve("refuse", name)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from meta.checks import accepts, check_float, check_name, check_rank, check_type, fail
-from moe_ops import ep
+from moe_ops import ep, sharded
 from moe_ops.integrations.containers import Unread, read
 from moe_ops.ops import PLAIN, call
 from moe_ops.quantized import quantized_schemes
@@ -154,7 +154,12 @@ def fused_experts(
         torch.Size([4, 16])
     """
     if not all(type(weight) in PLAIN for weight in (gate_up_proj, down_proj)):
-        weights = (gate_up_proj, down_proj, up_proj)
+        tensors = {"gate_up_proj": gate_up_proj, "down_proj": down_proj, "up_proj": up_proj,
+                   "gate_up_bias": gate_up_bias, "down_bias": down_bias,
+                   "gate_up_scales": gate_up_scales, "down_scales": down_scales}  # fmt: skip
+        *weights, gate_up_bias, down_bias, gate_up_scales, down_scales = sharded.local(
+            "fused_experts", group, tensors
+        ).values()
         gate_up_proj, down_proj, up_proj, scheme, gate_up_scales, down_scales = _unpacked(
             "fused_experts", weights, scheme, gate_up_scales, down_scales
         )
@@ -255,6 +260,7 @@ def fused_moe(
     """
     if not all(type(weight) in PLAIN for weight in (gate_up_proj, down_proj)):
         weights = (gate_up_proj, down_proj, up_proj)
+        sharded.local("fused_moe", None, dict(zip(("gate_up_proj", "down_proj", "up_proj"), weights, strict=True)))
         gate_up_proj, down_proj, up_proj, scheme, gate_up_scales, down_scales = _unpacked(
             "fused_moe", weights, scheme, gate_up_scales, down_scales
         )
@@ -294,7 +300,7 @@ def fused_moe(
 
 def _unpacked(
     op: str,
-    weights: tuple[Any, ...],
+    weights: Sequence[Any],
     scheme: str | None,
     gate_up_scales: Sequence[Tensor],
     down_scales: Sequence[Tensor],

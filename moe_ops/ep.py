@@ -38,7 +38,7 @@ from meta.checks import (
     fail,
 )
 from meta.schemes import SCHEMES
-from moe_ops import symmetric
+from moe_ops import sharded, symmetric
 from moe_ops.agreement import agree, destinations, refuse
 from moe_ops.exchanges import (
     shared,
@@ -335,8 +335,9 @@ def experts(prepared: Prepared, gate_up_proj: Tensor, down_proj: Tensor, **optio
 
     Args:
         prepared: of :func:`prepare`.
-        gate_up_proj: ``[E / W, 2I, H]``, of this rank's experts.
-        down_proj: ``[E / W, H, I]``.
+        gate_up_proj: ``[E / W, 2I, H]``, of this rank's experts; or all of them, a DTensor with ``Shard(0)`` over the
+            group.
+        down_proj: ``[E / W, H, I]``, or the same.
         options: the keyword arguments of :func:`moe_ops.fused_experts`.
 
     Returns:
@@ -359,10 +360,10 @@ def experts(prepared: Prepared, gate_up_proj: Tensor, down_proj: Tensor, **optio
     _check("ep.experts", prepared=prepared)
     if prepared.rows_scale is not None:
         options["hidden_states_scale"] = prepared.rows_scale
+    weights = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
+    options = sharded.local("ep.experts", prepared.group, {**weights, **options})
     try:
-        return fused_experts(
-            prepared.rows, gate_up_proj, down_proj, prepared.topk_weights, prepared.topk_ids, **options
-        )
+        return fused_experts(prepared.rows, topk_weights=prepared.topk_weights, topk_ids=prepared.topk_ids, **options)
     except ValueError as error:
         refuse(prepared.group, str(error))
         raise

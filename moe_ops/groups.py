@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from meta.checks import fail
 
+F = TypeVar("F", bound=Callable[..., Any])
 _RULE = "a torch.distributed process group, its name, or a device mesh of one dimension"
 
 
@@ -24,6 +26,12 @@ class Group(NamedTuple):
     name: str
     rank: int
     size: int
+
+
+def constant(function: F) -> F:
+    """``torch.compiler.assume_constant_result``, which imports Dynamo and Triton in order to do just this."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def resolve(op: str, group: Any) -> Group:
@@ -56,7 +64,7 @@ def _name(op: str, group: Any) -> str:
     return name
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _rank_and_size(name: str) -> tuple[int, int] | str:
     """(rank, size), or rule, what there is and cure, divided by bars: a graph takes either for a constant."""
     if not dist.is_available() or not dist.is_initialized():

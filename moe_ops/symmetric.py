@@ -17,7 +17,7 @@ from torch import Tensor
 from meta.checks import fail
 from moe_ops import compat
 from moe_ops.agreement import exchange_texts
-from moe_ops.groups import Group, process_group, resolve
+from moe_ops.groups import Group, constant, process_group, resolve
 
 _OP = "ep.prepare"
 _LEAST = 1 << 18  # words of a slot: one megabyte
@@ -46,7 +46,7 @@ _held: dict[tuple[str, torch.device], list[_Buffers]] = {}
 _available: dict[str, bool] = {}
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def available(name: str) -> bool:
     """Whether the ranks of group ``name`` can write into each other's GPUs: they try it, once, at the same call."""
     known = _available.get(name)

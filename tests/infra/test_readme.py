@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.__main__ import main
 
@@ -21,9 +22,13 @@ def samples(name: str) -> list[str]:
 def run_samples(name: str) -> None:
     """In one namespace; leading newlines make a traceback's line numbers those of the page."""
     namespace: dict[str, object] = {"__name__": "readme"}
-    for number, sample in enumerate(samples(name)):
-        line = PAGES[name][: PAGES[name].index(sample)].count("\n")
-        exec(compile("\n" * line + sample, f"{name} (sample {number})", "exec"), namespace)
+    try:
+        for number, sample in enumerate(samples(name)):
+            line = PAGES[name][: PAGES[name].index(sample)].count("\n")
+            exec(compile("\n" * line + sample, f"{name} (sample {number})", "exec"), namespace)
+    finally:
+        if torch.distributed.is_initialized():  # a sample's group of one rank
+            torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow
