@@ -60,14 +60,14 @@ def check_type(op: str, argument: str, value: object, row: Accepts) -> None:
     """``value`` is what ``row`` accepts; ``top_k=True`` is a slip, and refused."""
     types, is_number, is_list, rule, cure = row
     if not isinstance(value, types) or (is_number and isinstance(value, bool)):
-        raise fail(op, argument, rule, _describe_value(value), cure)
+        raise fail(op, argument, rule, describe_value(value), cure)
     if is_list and isinstance(value, list | tuple):
         for i, item in enumerate(value):
             if not isinstance(item, Tensor | fx.Proxy):
-                raise fail(op, f"{argument}[{i}]", "a torch.Tensor", _describe_value(item))
+                raise fail(op, f"{argument}[{i}]", "a torch.Tensor", describe_value(item))
 
 
-def _describe_value(value: object) -> str:
+def describe_value(value: object) -> str:
     """A short value as it is written, with its type; of the others the type."""
     name = type(value).__name__
     if value is None or isinstance(value, bool):

@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from meta.checks import accepts, check_float, check_name, check_rank, check_type, fail
+from meta.checks import accepts, check_float, check_name, check_rank, check_type, describe_value, fail
 from moe_ops import ep, sharded
+from moe_ops.groups import GroupLike
 from moe_ops.integrations.containers import Unread, read
 from moe_ops.ops import PLAIN, call
 from moe_ops.quantized import quantized_schemes
@@ -98,7 +99,7 @@ def fused_experts(
     capacity: int | None = None,
     backend: str | None = None,
     recompute: str | None = None,
-    group: Any = None,
+    group: GroupLike | None = None,
     transport: str | None = None,
     rank_capacity: int | None = None,
 ) -> Tensor:
@@ -172,11 +173,11 @@ def fused_experts(
             gate_up_scales=gate_up_scales, down_scales=down_scales, hidden_states_scale=hidden_states_scale,
             format=format, capacity=capacity, backend=backend, recompute=recompute,
         )  # fmt: skip
-    for name, value in (("transport", transport), ("rank_capacity", rank_capacity)):
+    for name, value, kind in (("transport", transport, "str"), ("rank_capacity", rank_capacity, "int")):
         if value is not None:
-            raise fail(
-                "fused_experts", name, "None without a group", value, "Pass group=torch.distributed.group.WORLD."
-            )
+            check_type("fused_experts", name, value, accepts(f"Optional[{kind}]"))
+            cure = "Pass group=torch.distributed.group.WORLD."
+            raise fail("fused_experts", name, "None without a group", describe_value(value), cure)
     return call(
         "fused_experts",
         hidden_states,

@@ -49,7 +49,7 @@ from moe_ops.exchanges import (
     wait_all_to_all,
     wait_parts,
 )
-from moe_ops.groups import Group, resolve
+from moe_ops.groups import Group, GroupLike, resolve
 from moe_ops.ops import call, parse
 from moe_ops.pairs import invert
 
@@ -165,7 +165,7 @@ def prepare_start(
     topk_ids: Tensor,
     *,
     num_experts: int,
-    group: Any,
+    group: GroupLike | None,
     transport: str | None = None,
     scheme: str | None = None,
     rank_capacity: int | None = None,
@@ -285,7 +285,7 @@ def prepare(
     topk_ids: Tensor,
     *,
     num_experts: int,
-    group: Any,
+    group: GroupLike | None,
     transport: str | None = None,
     scheme: str | None = None,
     rank_capacity: int | None = None,
@@ -436,7 +436,7 @@ def layer(
     topk_weights: Tensor,
     topk_ids: Tensor,
     *,
-    group: Any,
+    group: GroupLike | None,
     transport: str | None,
     rank_capacity: int | None,
     **options: Any,

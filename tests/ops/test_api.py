@@ -16,8 +16,12 @@ STAGES = tuple(value for value in vars(stages).values() if getattr(value, "__mod
 FUNCTIONS = (*LAYERS, *STAGES)
 
 
+#: Arguments that choose how ranks share a call, which is several operators' then: tests/distributed.
+OVER_RANKS = ("group", "transport", "rank_capacity")
+
+
 def parameters(function: Any) -> dict[str, inspect.Parameter]:
-    return dict(inspect.signature(function).parameters)
+    return {name: p for name, p in inspect.signature(function).parameters.items() if name not in OVER_RANKS}
 
 
 @pytest.fixture
