@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ep_report import ep_section
 from benchmarks.pictures import (
     BLOCK,
     RANKS,
@@ -343,6 +344,7 @@ def tokens_section(documents: Documents) -> str:
 SECTIONS: dict[str, Callable[[Documents], str]] = {
     "tokens": tokens_section,
     "summary": summary_section,
+    "ep": ep_section,
     "load": load_section,
     "schemes": schemes_section,
     "forms": forms_section,
