@@ -372,10 +372,15 @@ def experts(prepared: Prepared, gate_up_proj: Tensor, down_proj: Tensor, **optio
 def finalize_start(result: Tensor, prepared: Prepared) -> Finalizing:
     """The first half of :func:`finalize`: starts the exchange and returns."""
     op = "ep.finalize"
-    _check(op, result=result, prepared=prepared)
+    _check(op, prepared=prepared)
     group = resolve(op, prepared.group)
-    check_rank(op, "result", result, "R H")
-    check_shape(op, "result", result, "R H", (prepared.rows.shape[0], result.shape[1]))
+    try:
+        _check(op, result=result)
+        check_rank(op, "result", result, "R H")
+        check_shape(op, "result", result, "R H", (prepared.rows.shape[0], result.shape[1]))
+    except ValueError as error:
+        refuse(group.name, str(error))
+        raise
     if prepared.transport == "local":
         return Finalizing([], result, prepared)
     if not torch.compiler.is_compiling():  # compiled ranks agreed on all of the layer before
@@ -444,12 +449,6 @@ def layer(
     """:func:`moe_ops.fused_experts` over a group; ``options`` are its own keyword arguments."""
     op = "fused_experts"
     members = resolve(op, group)
-    if options.get("expert_map") is not None:
-        raise fail(
-            op, "expert_map", "None beside a group", "a tensor", "ids name the experts of all ranks, in rank order."
-        )
-    if options.get("hidden_states_scale") is not None:
-        raise fail(op, "hidden_states_scale", "None beside a group", "a tensor", "Rows are quantised on their way.")
     try:
         _check_layer(op, hidden_states, weights, topk_weights, topk_ids, options)
     except ValueError as error:
@@ -474,6 +473,12 @@ def _check_layer(
     options: dict[str, Any],
 ) -> None:
     """The whole layer by its own rule, before anything is sent; where a graph is captured, its operator does that."""
+    if options.get("expert_map") is not None:
+        raise fail(
+            op, "expert_map", "None beside a group", "a tensor", "ids name the experts of all ranks, in rank order."
+        )
+    if options.get("hidden_states_scale") is not None:
+        raise fail(op, "hidden_states_scale", "None beside a group", "a tensor", "Rows are quantised on their way.")
     for name, weight in zip(("gate_up_proj", "down_proj"), weights, strict=True):
         check_type(op, name, weight, _ACCEPTS["result"])
         check_rank(op, name, weight, "E N K")

@@ -69,6 +69,7 @@ TESTS: tuple[tuple[str, str], ...] = (
     ("moe_ops/integrations/*", "tests/ops/test_transformers_integration.py"),
     ("moe_ops/*autograd.py", "tests/ops/test_autograd.py"),
     ("moe_ops/*backward.py", "tests/ops/test_autograd.py"),
+    *((f"moe_ops/{name}.py", "tests/distributed") for name in ("agreement", "ep", "exchanges", "groups")),
     ("moe_ops/pairs.py", "tests/ops/test_experts_numerics.py tests/ops/test_autograd.py"),
     ("moe_ops/*", "tests/ops/test_validation.py tests/ops/test_experts_numerics.py tests/ops/test_choice.py "
                   "tests/ops/test_flops.py tests/ops/test_docs.py"),

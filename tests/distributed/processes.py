@@ -1,0 +1,66 @@
+"""Starts the processes, waits for them, and gathers what each of them found."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = (2, 4)
+#: Seconds for all checks of one size.
+LIMIT = 240
+#: Characters of what a process that died wrote at last.
+TAIL = 3000
+
+
+def run(size: int, folder: Path, *more: str) -> dict[str, Any]:
+    """All checks of a size.
+
+    Returns:
+        ``wrong``: name of every check that all ranks ended -> what they found, "" if nothing. ``died``: the end of what
+        processes wrote that died or were not done in time, "" if none did.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    outs = [folder / f"{size}_{rank}.json" for rank in range(size)]
+    logs = [out.with_suffix(".log") for out in outs]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    started = []
+    for rank, (out, log) in enumerate(zip(outs, logs, strict=True)):
+        options = {"size": size, "rank": rank, "port": port, "out": out}
+        command = [sys.executable, "-m", "tests.distributed.worker"]
+        command += [text for name, value in options.items() for text in (f"--{name}", str(value))] + [*more]
+        with log.open("w") as said:
+            started.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=said, stderr=said))
+    try:
+        _wait(started)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    died = [rank for rank, process in enumerate(started) if process.returncode]
+    ends = (f"rank {rank} ended with {started[rank].returncode}:\n{logs[rank].read_text()[-TAIL:]}" for rank in died)
+    found = [dict(map(json.loads, out.read_text().splitlines())) if out.exists() else {} for out in outs]
+    ended = [name for name in found[0] if all(name in of_rank for of_rank in found)]
+    return {"died": "\n".join(ends), "wrong": {name: _on_ranks(name, found) for name in ended}}
+
+
+def _on_ranks(name: str, found: list[dict[str, str]]) -> str:
+    return "\n".join(f"rank {rank}: {of_rank[name]}" for rank, of_rank in enumerate(found) if of_rank[name])
+
+
+def _wait(started: list[subprocess.Popen[bytes]]) -> None:
+    """Until all are done, one died, or the time is up."""
+    end = time.monotonic() + LIMIT
+    while time.monotonic() < end and any(process.poll() is None for process in started):
+        if any(process.poll() for process in started):
+            time.sleep(2)  # the others may say more about it
+            return
+        time.sleep(0.1)

@@ -1,0 +1,298 @@
+"""What is refused: on every rank, by one error that names it, and the next call of the layer works.
+
+Of what one rank alone is told, the others say what it refused, or what the ranks disagree about.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import moe_ops
+from moe_ops import ep
+from tests.distributed.ranks import PATIENCE, Check, E, H, Layer, Ranks, integers, random, routed
+
+T = 3
+
+
+def refused(ranks: Ranks, call: Callable[[], Any], *words: str, error: type[Exception] = ValueError) -> None:
+    """`call` raises an `error` with these words in it, and a good call after it works."""
+    try:
+        call()
+    except error as raised:
+        for word in words:
+            ranks.expect(word in str(raised), f"{word!r} is not in {str(raised)!r}")
+    except Exception:
+        ranks.expect(False, f"not a {error.__name__}: {traceback.format_exc()}")
+    else:
+        ranks.expect(False, f"nothing was refused, expected {words}")
+    layer = integers(ranks.size * T)
+    ranks.same(ranks.run(layer, "gather"), ranks.share("gather", layer.alone()), "the next call")
+
+
+def _prepare(ranks: Ranks, tokens: int = T, **more: Any) -> ep.Prepared:
+    x, weights, ids = random(tokens)[:3]
+    options = {"hidden_states": x, "topk_weights": weights, "topk_ids": ids, "num_experts": E, "group": ranks.group}
+    return ep.prepare(**{**options, **more})
+
+
+def _last(ranks: Ranks, value: Any, other: Any = None) -> Any:
+    """`value` on the last rank, `other` on those before it."""
+    return value if ranks.rank == ranks.size - 1 else other
+
+
+def _of_every_rank(value: Any, last: Any, ranks: Ranks) -> str:
+    return ", ".join(f"{last if rank == ranks.size - 1 else value} on rank {rank}" for rank in range(ranks.size))
+
+
+def tokens(ranks: Ranks) -> None:
+    said = f"ep.prepare: T must be the same on every rank of the group, got {_of_every_rank(3, 4, ranks)}. Pad the"
+    refused(ranks, lambda: _prepare(ranks, _last(ranks, 4, 3)), said)
+    refused(ranks, lambda: _prepare(ranks, _last(ranks, 0, 3)), _of_every_rank(3, 0, ranks))
+
+
+def widths(ranks: Ranks) -> None:
+    x = torch.randn(T, _last(ranks, H + 2, H))
+    refused(ranks, lambda: _prepare(ranks, hidden_states=x), _of_every_rank(H, H + 2, ranks))
+    weights, ids = torch.rand(T, _last(ranks, 2, 1)), torch.zeros(T, _last(ranks, 2, 1), dtype=torch.int64)
+    refused(ranks, lambda: _prepare(ranks, topk_weights=weights, topk_ids=ids), "K must be the same", "2 on rank")
+
+
+def dtypes(ranks: Ranks) -> None:
+    for name, shape in (("hidden_states", (T, H)), ("topk_weights", (T, 3))):
+        given = {name: torch.rand(shape).to(_last(ranks, torch.bfloat16, torch.float32))}
+        said = _of_every_rank(torch.float32, torch.bfloat16, ranks)
+        refused(ranks, lambda given=given: _prepare(ranks, **given), f"rank of the group, got {said}")
+
+
+def options(ranks: Ranks) -> None:
+    for name, value, other in (
+        ("transport", "all_to_all", "gather"),
+        ("transport", "replicated", "all_to_all"),
+        ("scheme", "fp8_block128", None),
+        ("rank_capacity", 2, 3),
+        ("num_experts", 2 * E, E),
+    ):
+        given = {"transport": "all_to_all", name: _last(ranks, value, other)}
+        said = f"{name} must be the same on every rank of the group, got {_of_every_rank(other, value, ranks)}"
+        refused(ranks, lambda given=given: _prepare(ranks, **given), said)
+
+
+def results(ranks: Ranks) -> None:
+    """What `finalize` is given."""
+    prepared = _prepare(ranks)
+    rows = prepared.rows
+    given = rows.to(_last(ranks, torch.bfloat16, torch.float32))
+    refused(
+        ranks, lambda: ep.finalize(given, prepared), "ep.finalize: dtype must be the same", "torch.bfloat16 on rank"
+    )
+    prepared = _prepare(ranks)
+    shorter = rows[: _last(ranks, 1, rows.shape[0])]
+    refused(ranks, lambda: ep.finalize(shorter, prepared), "ep.finalize", f"result must be [R={rows.shape[0]}, H={H}]")
+
+
+def experts(ranks: Ranks) -> None:
+    """A number that does not divide: everywhere, and on one rank."""
+    said = f"num_experts must be a multiple of the group's size, got 7 for {ranks.size} ranks"
+    refused(ranks, lambda: _prepare(ranks, num_experts=7), said)
+    refused(ranks, lambda: _prepare(ranks, num_experts=_last(ranks, 7, E)), said, _last(ranks, "", _refused(ranks)))
+
+
+def _refused(ranks: Ranks) -> str:
+    return f"rank {ranks.size - 1} of group {ranks.group.group_name!r} refused its arguments: "
+
+
+def transports(ranks: Ranks) -> None:
+    refused(ranks, lambda: _prepare(ranks, transport="nccl"), "transport must be one of", "got 'nccl'")
+    refused(ranks, lambda: _prepare(ranks, transport="symm"), "symm is for GPUs of one host", "'symm' for cpu tensors")
+    refused(ranks, lambda: _prepare(ranks, transport="local"), f"got 'local' for a group of {ranks.size}")
+    one = _last(ranks, "nccl", "gather")
+    refused(ranks, lambda: _prepare(ranks, transport=one), "got 'nccl'", _last(ranks, "", _refused(ranks)))
+
+
+def capacities(ranks: Ranks) -> None:
+    for transport in ("gather", "replicated"):
+        said = f"rank_capacity must be None for transport={transport!r}, got 2"
+        refused(ranks, lambda transport=transport: _prepare(ranks, transport=transport, rank_capacity=2), said)
+    refused(ranks, lambda: _prepare(ranks, transport="all_to_all", rank_capacity=0), "rank_capacity must be >= 1")
+
+
+def arguments(ranks: Ranks) -> None:
+    """Of the wrong type, rank or dtype, on every rank and on one."""
+    for name, value in (("topk_ids", torch.rand(T, 3)), ("hidden_states", torch.rand(T, 1, H)), ("num_experts", "8")):
+        refused(ranks, lambda given={name: value}: _prepare(ranks, **given), f"ep.prepare: {name} must be")
+    good = random(T).ids
+    ids = _last(ranks, good.float(), good)
+    refused(ranks, lambda: _prepare(ranks, topk_ids=ids), "topk_ids must be", _last(ranks, "", _refused(ranks)))
+
+
+def _layer(ranks: Ranks, transport: str | None = None, *, held: Any = None, **more: Any) -> Tensor:
+    layer = random(ranks.size * T)
+    weights = held or [ranks.held(transport, tensor) for tensor in (layer.gate_up, layer.down)]
+    x, routing, ids = (ranks.share(transport, tensor) for tensor in layer[:3])
+    return moe_ops.fused_experts(x, *weights, routing, ids, **{"group": ranks.group, "transport": transport, **more})
+
+
+def weights(ranks: Ranks) -> None:
+    """A wrong shape on one rank alone: the others say which, and what."""
+    layer = random(0)
+    gate_up, down = (ranks.held(None, tensor) for tensor in (layer.gate_up, layer.down))
+    for wrong in ([gate_up, down[:, :-1]], [gate_up[:-1], down], [gate_up[0], down], [gate_up.bfloat16(), down]):
+        held = _last(ranks, wrong, [gate_up, down])
+        refused(
+            ranks, lambda held=held: _layer(ranks, held=held), "fused_experts: ", " must be ",
+            _last(ranks, "", _refused(ranks)),
+        )  # fmt: skip
+
+
+def weights_of_halves(ranks: Ranks) -> None:
+    """The same where `experts` is called by itself: the others meet it in `finalize`."""
+    layer = random(0)
+    gate_up, down = (ranks.held(None, tensor) for tensor in (layer.gate_up, layer.down))
+    prepared = _prepare(ranks)
+    wrong = down[:, : _last(ranks, H - 1, H)]
+    said = _last(ranks, "down_proj must be", _refused(ranks))
+    refused(ranks, lambda: ep.finalize(ep.experts(prepared, gate_up, wrong), prepared), said)
+
+
+def tokens_in_a_graph(ranks: Ranks) -> None:
+    """Compiled ranks ask one another at every call, and the code that they have serves the next one."""
+    torch.compiler.reset()
+    layer = random(ranks.size * 2 * T)
+    gate_up, down = (ranks.held(None, tensor).clone() for tensor in (layer.gate_up, layer.down))
+
+    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
+    def run(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        return moe_ops.fused_experts(x, gate_up, down, weights, ids, group=ranks.group)
+
+    x, weights, ids = (ranks.share(None, tensor).clone() for tensor in layer[:3])
+    want, size = ranks.share(None, layer.alone()), _last(ranks, 2 * T - 1, 2 * T)
+    ranks.close(run(x, weights, ids), want, 1e-6, "before")
+    said = f"T must be the same on every rank of the group, got {_of_every_rank(6, 5, ranks)}"
+    refused(ranks, lambda: run(x[:size], weights[:size], ids[:size]), said)
+    ranks.close(run(x, weights, ids), want, 1e-6, "after")
+
+
+def groups(ranks: Ranks) -> None:
+    """What is no group, or not one of this process."""
+    refused(ranks, lambda: _layer(ranks, group="nobody"), "group must be the name of a process group, got 'nobody'")
+    refused(ranks, lambda: _layer(ranks, group=3), "group must be a torch.distributed process group", "got int")
+    part = ranks.new_group([0])  # of which the others have no object
+    if ranks.rank:
+        try:
+            _layer(ranks, group=part)
+        except ValueError as raised:
+            said = "group must be one that this rank is in, got none. Call it on the group's ranks alone."
+            ranks.expect(said in str(raised), f"{said!r} is not in {str(raised)!r}")
+        else:
+            ranks.expect(False, "a group that this rank is not in was accepted")
+
+
+def meshes(ranks: Ranks) -> None:
+    """A mesh of one dimension is a group; one of two is not."""
+    mesh = init_device_mesh("cpu", (1, ranks.size), mesh_dim_names=("dp", "ep"))
+    refused(ranks, lambda: _layer(ranks, group=mesh), "group must be", "a mesh of 2. Name the dimension", "mesh['ep']")
+    layer = integers(ranks.size * T)
+    ranks.same(ranks.run(layer, "gather", group=mesh["ep"]), ranks.share(None, layer.alone()), "mesh['ep']")
+    name = ranks.group.group_name
+    ranks.same(ranks.run(layer, "gather", group=name), ranks.share(None, layer.alone()), "the group's name")
+
+
+def beside_a_group(ranks: Ranks) -> None:
+    """Arguments that have no meaning with a group, on all ranks and on one; and those that have none without one."""
+    expert_map, scale = torch.arange(E), torch.ones(T, 1)
+    for name, value in (("expert_map", expert_map), ("hidden_states_scale", scale)):
+        said = f"fused_experts: {name} must be None beside a group"
+        refused(ranks, lambda given={name: value}: _layer(ranks, **given), said)
+        one = {name: _last(ranks, value)}
+        refused(ranks, lambda given=one: _layer(ranks, **given), said, _last(ranks, "", _refused(ranks)))
+    for name, value in (("transport", "gather"), ("rank_capacity", 2)):
+        said = f"fused_experts: {name} must be None without a group"
+        refused(ranks, lambda given={name: value}: _layer(ranks, **{"group": None, **given}), said)
+
+
+def _dropping(layer: Layer, capacity: int, size: int) -> Layer:
+    """The layer without the pairs that a capacity drops: from every rank, the first rows for each rank go."""
+    kept, block = layer.ids.clone(), E // size
+    for rows in kept.tensor_split(size):
+        sent = [0] * size
+        for row in rows:
+            owners = row.div(block, rounding_mode="floor")
+            for rank in range(size):
+                if (owners == rank).any():
+                    sent[rank] += 1
+                    if sent[rank] > capacity:
+                        row[owners == rank] = -1
+    return layer._replace(ids=kept)
+
+
+def dropped_rows(ranks: Ranks) -> None:
+    for routing in ("uniform", "one_rank", "holes"):
+        for capacity in (1, 4, 7, 20):
+            layer = routed(integers(ranks.size * 7), routing, ranks.size)
+            kept, what = _dropping(layer, capacity, ranks.size), f"{routing}, {capacity} rows for a rank"
+            want = ranks.share(None, kept.alone())
+            ranks.same(ranks.run(layer, "all_to_all", rank_capacity=capacity), want, what)
+            # of the two halves of a token on two ranks, one may be dropped alone
+            alike = torch.equal(kept.ids, layer.ids)
+            ranks.expect(alike == (capacity >= 7), f"{what}: the case drops {'nothing' if alike else 'rows'}")
+
+
+def dropped_rows_reported(ranks: Ranks) -> None:
+    """Under `moe_ops.debug()`, on every rank though only the tokens of the first have too many rows."""
+    layer = routed(integers(ranks.size * 7), "one_rank", ranks.size)
+    layer.ids[7:] = -1
+    said = "rows for each rank must be <= rank_capacity=4, got 3 rows more over all ranks, which were dropped"
+    with moe_ops.debug():
+        refused(ranks, lambda: ranks.run(layer, "all_to_all", rank_capacity=4), said)
+        ranks.same(ranks.run(layer, "all_to_all", rank_capacity=7), ranks.share(None, layer.alone()), "enough rows")
+
+
+def ids_out_of_range(ranks: Ranks) -> None:
+    """On the last rank alone: all raise under `moe_ops.debug()`, else they contribute nothing."""
+    for transport in ("gather", "all_to_all", "replicated"):
+        layer = integers(ranks.size * T)
+        layer.ids[-2, 0], layer.ids[-1, 1], layer.ids[-1, 2] = E, -2, 2**40
+        valid = layer._replace(ids=torch.where((layer.ids < 0) | (layer.ids >= E), -1, layer.ids))
+        ranks.same(ranks.run(layer, transport), ranks.share(transport, valid.alone()), transport)
+        entries = 3 * (ranks.size if transport == "replicated" else 1)
+        said = f"ep.prepare: topk_ids must be in [-1, E={E}), got {entries} entries over all ranks that are not"
+        with moe_ops.debug():
+            refused(ranks, lambda layer=layer, transport=transport: ranks.run(layer, transport), said)
+
+
+def a_rank_that_never_calls(ranks: Ranks) -> None:
+    """The last one: the others say so once torch.distributed's time is up."""
+    group, store = ranks.new_group(), dist.distributed_c10d._get_default_store()
+    if ranks.rank == ranks.size - 1:
+        return
+    store.set_timeout(timedelta(seconds=2))
+    said = f"ep.prepare: rank {ranks.size - 1} of group {group.group_name!r} did not call it within 0:00:02"
+    try:
+        _layer(ranks, group=group)
+    except RuntimeError as late:
+        ranks.expect(said in str(late), f"{said!r} is not in {str(late)!r}")
+    else:
+        ranks.expect(False, "nobody was missed")
+    finally:
+        store.set_timeout(timedelta(seconds=PATIENCE))
+
+
+_OF_TWO = (
+    widths, dtypes, options, results, experts, transports, capacities, arguments, weights_of_halves, beside_a_group,
+    tokens_in_a_graph,
+)  # fmt: skip
+_OF_BOTH = (tokens, weights, groups, meshes, dropped_rows_reported, ids_out_of_range)
+CHECKS = {
+    **{f"refused-{check.__name__}": Check(check) for check in _OF_TWO},
+    **{f"refused-{check.__name__}": Check(check, (2, 4)) for check in _OF_BOTH},
+    "dropped_rows": Check(dropped_rows, (2, 4)),
+    "a_rank_that_never_calls": Check(a_rank_that_never_calls, (2, 4)),  # the last of all: its group is of no use after
+}
