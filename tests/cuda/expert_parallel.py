@@ -234,16 +234,17 @@ def main() -> None:
         "cpu:gloo,cuda:nccl", init_method=f"tcp://127.0.0.1:{options.port}", rank=options.rank,
         world_size=options.size, timeout=timedelta(seconds=60), device_id=torch.device("cuda", options.rank),
     )  # fmt: skip
-    found: dict[str, str | None] = {}
     for name, check in checks():
         try:
             check()
-            found[name] = None
+            wrong = ""
         except Exception:
-            found[name] = traceback.format_exc()
+            wrong = traceback.format_exc()
         torch.compiler.reset()
-        print(name, found[name] or "passed", flush=True)
-    options.out.write_text(json.dumps(found))
+        print(name, wrong or "passed", flush=True)
+        with options.out.open("a") as out:
+            print(json.dumps([name, wrong]), file=out)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -11,20 +11,38 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+from filelock import FileLock
+
 ROOT = Path(__file__).resolve().parents[2]
-SIZES = (2, 4)
 #: Seconds for all checks of one size.
 LIMIT = 240
 #: Characters of what a process that died wrote at last.
 TAIL = 3000
 
 
-def run(size: int, folder: Path, *more: str) -> dict[str, Any]:
-    """All checks of a size.
+def outcome(factory: pytest.TempPathFactory, size: int, name: str, module: str, *more: str) -> str:
+    """What was wrong with a check, "" if nothing. The first test of a module and size runs all of its checks, in
+    whichever test process.
+    """
+    root = factory.getbasetemp()
+    folder = Path(root.parent if "PYTEST_XDIST_WORKER" in os.environ else root, "-".join([module, *more, str(size)]))
+    with FileLock(f"{folder}.lock"):
+        found = folder / "found.json"
+        if not found.exists():
+            folder.mkdir(exist_ok=True)
+            found.write_text(json.dumps(run(size, folder, module, *more)))
+    outcomes = json.loads(found.read_text())
+    wrong: str = outcomes["wrong"].get(name, outcomes["died"] or "not run")
+    return wrong
+
+
+def run(size: int, folder: Path, module: str, *more: str) -> dict[str, Any]:
+    """All checks of ``module``, a program that is told its rank, in ``size`` processes.
 
     Returns:
-        ``wrong``: name of every check that all ranks ended -> what they found, "" if nothing. ``died``: the end of what
-        processes wrote that died or were not done in time, "" if none did.
+        ``wrong``: what every check found, by name, "" if nothing. ``died``: the end of what processes wrote that died
+        or were not done in time, "" if none.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -35,7 +53,7 @@ def run(size: int, folder: Path, *more: str) -> dict[str, Any]:
     started = []
     for rank, (out, log) in enumerate(zip(outs, logs, strict=True)):
         options = {"size": size, "rank": rank, "port": port, "out": out}
-        command = [sys.executable, "-m", "tests.distributed.worker"]
+        command = [sys.executable, "-m", module]
         command += [text for name, value in options.items() for text in (f"--{name}", str(value))] + [*more]
         with log.open("w") as said:
             started.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=said, stderr=said))

@@ -183,7 +183,7 @@ def tokens_in_a_graph(ranks: Ranks) -> None:
 def groups(ranks: Ranks) -> None:
     """What is no group, or not one of this process."""
     refused(ranks, lambda: _layer(ranks, group="nobody"), "group must be the name of a process group, got 'nobody'")
-    refused(ranks, lambda: _layer(ranks, group=3), "group must be a torch.distributed process group", "got int")
+    refused(ranks, lambda: _layer(ranks, group=3), "group must be a torch.distributed process group", "got 3 (int)")
     part = ranks.new_group([0])  # of which the others have no object
     if ranks.rank:
         try:

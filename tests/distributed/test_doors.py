@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch
-from filelock import FileLock
 
-from tests.distributed import doors
+from tests.distributed.doors import RANKS
+from tests.distributed.processes import outcome
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch has no gloo")
 
@@ -26,26 +23,20 @@ def names(module: str) -> list[str]:
         return []
 
 
-def outcome(module: str, name: str, factory: pytest.TempPathFactory) -> str:
-    """What was wrong with a check. All of a module run in one pair of processes, whichever test asks first."""
-    root = factory.getbasetemp()
-    folder = Path(root.parent if "PYTEST_XDIST_WORKER" in os.environ else root, f"doors_{module}")
-    kept = folder / "found.json"
-    with FileLock(f"{folder}.lock"):
-        if not kept.exists():
-            folder.mkdir(exist_ok=True)
-            kept.write_text(json.dumps(doors.run(module, folder)))
-    return json.loads(kept.read_text())[name]
+def wrong(module: str, name: str, factory: pytest.TempPathFactory) -> str:
+    return outcome(factory, RANKS, name, "tests.distributed.doors", "--checks", module)
 
 
 @pytest.mark.parametrize("name", names("of_transformers"))
 def test_of_transformers(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    assert not outcome("of_transformers", name, tmp_path_factory)
+    found = wrong("of_transformers", name, tmp_path_factory)
+    assert not found, found
 
 
 @pytest.mark.parametrize("name", names("of_dtensors"))
 def test_of_dtensors(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    assert not outcome("of_dtensors", name, tmp_path_factory)
+    found = wrong("of_dtensors", name, tmp_path_factory)
+    assert not found, found
 
 
 @pytest.mark.skipif(not names("of_transformers"), reason="this transformers has no interface for expert parallelism")
