@@ -14,7 +14,7 @@ from moe_ops import siblings  # (first: it refuses a foreign `meta` before anyth
 
 # isort: split
 
-from moe_ops import ep
+from moe_ops import ep as ep  # (a module of public functions)
 from moe_ops import ops as _ops  # noqa: F401  (registers the operators)
 from moe_ops.api import fused_experts, fused_moe, fused_topk, quantize_weight
 from moe_ops.checkpoints import load_experts_
@@ -49,7 +49,6 @@ __all__ = [
     "batched_mm_glu",
     "compile",
     "debug",
-    "ep",
     "experts",
     "explain",
     "finalize",

@@ -39,6 +39,19 @@ def test_of_dtensors(name: str, tmp_path_factory: pytest.TempPathFactory) -> Non
     assert not found, found
 
 
+@pytest.mark.parametrize("name", names("of_torchtitan"))
+def test_of_torchtitan(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    found = wrong("of_torchtitan", name, tmp_path_factory)
+    assert not found, found
+
+
+def test_without_torchtitan_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchtitan", None)
+    monkeypatch.delitem(sys.modules, "moe_ops.integrations.torchtitan", raising=False)
+    with pytest.raises(ImportError, match=r"models/common/token_dispatcher\.py must be installed"):
+        import_module("moe_ops.integrations.torchtitan")
+
+
 @pytest.mark.skipif(not names("of_transformers"), reason="this transformers has no interface for expert parallelism")
 @pytest.mark.parametrize("module", ["transformers", "transformers_ep"])
 def test_an_import_registers_it(module: str) -> None:

@@ -104,7 +104,7 @@ def test_the_valid_calls_are_valid_eager_and_compiled() -> None:
 
 
 def test_every_public_function_is_swept() -> None:
-    others = {"debug", "load_experts_", "load_statistics", "quantize_", "ep", "Prepared", "QuantizedWeight"}
+    others = {"debug", "load_experts_", "load_statistics", "quantize_", "Prepared", "QuantizedWeight"}
     not_operators = others | set(moe_ops._FROM_PASSES)
     assert set(PUBLIC) == set(moe_ops.__all__) - not_operators
     assert set(ARGUMENTS) == set(PUBLIC) - {"quantize_weight", "prepare", "experts", "finalize"}

@@ -36,7 +36,7 @@ def test_example(name: str) -> None:
     assert runner.run(EXAMPLES[name]).failed == 0
 
 
-OTHERS = ("debug", "ep", "Prepared", "QuantizedWeight")
+OTHERS = ("debug", "Prepared", "QuantizedWeight")
 FUNCTIONS = [name for name in moe_ops.__all__ if name not in (*moe_ops._FROM_PASSES, *OTHERS)]
 FUNCTIONS += ["ep.prepare", "ep.experts", "ep.finalize"]
 
