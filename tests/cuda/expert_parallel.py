@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moe_ops
-from moe_ops import census, ep
+from moe_ops import census, ep, symmetric
+from moe_ops.groups import resolve
 
 E, K, H, I = 16, 4, 512, 256
 TRANSPORTS = ("gather", "symm", "all_to_all", "replicated")
@@ -188,6 +189,24 @@ def larger_buffers() -> None:
         raise AssertionError("no error, and no buffers")
 
 
+def exchanges_of_any_size() -> None:
+    """Calls one behind the other, of changing sizes, words that are not whole among them: every byte arrives."""
+    group, size, rank = resolve("test", dist.group.WORLD), dist.get_world_size(), dist.get_rank()
+    for number in range(200):
+        generator = torch.Generator("cuda").manual_seed(number)
+        rows = (1 + number * 7 % 69) * (1 if number % 5 else 40)
+        for gather, widths in ((True, (4096, 32, 30)), (False, (4096,))):
+            sent = rows if gather else size * rows
+            tensors = [
+                torch.randint(0, 256, (size, sent, width), device="cuda", generator=generator, dtype=torch.uint8)
+                for width in widths
+            ]
+            received = symmetric.start([tensor[rank] for tensor in tensors], group, gather=gather)
+            for tensor, got in zip(tensors, received, strict=True):
+                want = tensor if gather else tensor.view(size, size, rows, -1)[:, rank]
+                assert torch.equal(got, want.reshape(got.shape)), f"call {number}, {rows} rows"
+
+
 def chosen_by_default() -> None:
     """symm, where GPUs can write to each other."""
     x, weights, ids = seen(batch_of(4, 0), "gather")
@@ -220,6 +239,7 @@ def checks() -> Iterator[tuple[str, Callable[[], None]]]:
     for transport in ("gather", "symm"):
         yield f"reduce-overhead [{transport}]", lambda t=transport: reduce_overhead(t)
     yield "larger buffers", larger_buffers
+    yield "exchanges of any size", exchanges_of_any_size
     yield "unequal tokens", disagreement
 
 
