@@ -14,9 +14,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_ops import ep
+from moe_ops.exchanges import shared, start_all_gather, wait_parts
+from moe_ops.groups import Group, resolve
 from moe_ops.integrations.transformers import (
     NAME,
     check_experts,
@@ -41,7 +43,8 @@ class MoeOpsEP(EPImplementation):  # type: ignore[misc]
     """One experts module over the ranks of its expert-parallel group; transformers makes it.
 
     Ranks that share a batch run their experts on it and add up (transport "replicated"); others gather their tokens,
-    whose number must be the same on all of them.
+    whose number must be the same on all of them. Where some ranks share a batch, not all, each of these takes a slice
+    of it, and they gather the results.
 
     Args:
         experts: the module, whose ``num_experts`` is that of this rank.
@@ -49,7 +52,7 @@ class MoeOpsEP(EPImplementation):  # type: ignore[misc]
         tp_mesh: the ranks that share this rank's batch.
 
     Raises:
-        ValueError: experts that the operator does not take, or a group in which some ranks share a batch, not all.
+        ValueError: experts that the operator does not take.
     """
 
     def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
@@ -58,25 +61,39 @@ class MoeOpsEP(EPImplementation):  # type: ignore[misc]
         check_experts(experts, _CURE)
         if fp8:
             check_fp8(experts, _CURE)
-        if tp_mesh.size() > 1 and not self.shares_batch:
-            raise ValueError(
-                f"transformers integration: the {ep_mesh.size()} ranks of ep_size must share one batch, or each have "
-                f"its own, got tp_size={tp_mesh.size()} of them for a batch. "
-                'Pass ep_size=tp_size or tp_size=1, or ep_implementation="auto".'
-            )
         self.experts = experts
         self.run_experts = fp8_experts_forward if fp8 else experts_forward
         self.group = ep_mesh.get_group().group_name
+        self.slices = tp_mesh.get_group().group_name if tp_mesh.size() > 1 and not self.shares_batch else None
         self.num_experts = ep_mesh.size() * self.num_local_experts
         self.transport = "replicated" if self.shares_batch else None
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if self.slices is None:
+            return self._run(hidden_states, top_k_index, top_k_weights)
+        sharing, tokens = resolve("transformers integration", self.slices), hidden_states.shape[0]
+        hidden_states, top_k_weights = shared(hidden_states, sharing), shared(top_k_weights, sharing)
+        result = self._run(
+            _slice(hidden_states, sharing, 0), _slice(top_k_index, sharing, -1), _slice(top_k_weights, sharing, 0)
+        )
+        (received,) = start_all_gather([result], sharing)
+        return wait_parts(received, result, sharing).flatten(0, 1)[:tokens]
+
+    def _run(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The experts of all ranks on this rank's own tokens."""
         prepared = ep.prepare(
             hidden_states, top_k_weights, top_k_index, num_experts=self.num_experts, group=self.group,
             transport=self.transport,
         )  # fmt: skip
         result = self.run_experts(self.experts, prepared.rows, prepared.topk_ids, prepared.topk_weights)
         return ep.finalize(result, prepared)
+
+
+def _slice(values: Tensor, group: Group, filler: int) -> Tensor:
+    """This rank's of equal slices of the first dimension, the last ones filled up."""
+    rows = -(-values.shape[0] // group.size)
+    filled = nn.functional.pad(values, (0, 0, 0, rows * group.size - values.shape[0]), value=filler)
+    return filled[group.rank * rows : (group.rank + 1) * rows]
 
 
 EPImplementationInterface.register(NAME, MoeOpsEP)

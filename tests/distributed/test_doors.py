@@ -23,13 +23,19 @@ def names(module: str) -> list[str]:
         return []
 
 
-def wrong(module: str, name: str, factory: pytest.TempPathFactory) -> str:
-    return outcome(factory, RANKS, name, "tests.distributed.doors", "--checks", module)
+def wrong(module: str, name: str, factory: pytest.TempPathFactory, ranks: int = RANKS) -> str:
+    return outcome(factory, ranks, name, "tests.distributed.doors", "--checks", module)
 
 
 @pytest.mark.parametrize("name", names("of_transformers"))
 def test_of_transformers(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     found = wrong("of_transformers", name, tmp_path_factory)
+    assert not found, found
+
+
+@pytest.mark.parametrize("name", names("of_shared_batches"))
+def test_of_shared_batches(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    found = wrong("of_shared_batches", name, tmp_path_factory, 4)
     assert not found, found
 
 
