@@ -92,3 +92,6 @@ def test_compiles(scheme: str, model: str, monkeypatch: pytest.MonkeyPatch) -> N
         assert kernel.loads_16_bytes, kernel.name
         fused, others = (len(re.findall(rf"^ .*\b{name}\b", kernel.sass, re.M)) for name in ("FFMA", "FMUL"))
         assert fused > 3 * others, f"{kernel.name}: {fused} products are fused, {others} not"
+        if SCHEMES[scheme].code.name == "e4m3":  # converted, not put together from bits
+            bits = len(re.findall(r"^ .*\bLOP3\b", kernel.sass, re.M))
+            assert bits < fused, f"{kernel.name}: {bits} instructions of bits for {fused} products"

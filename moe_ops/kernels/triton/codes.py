@@ -225,6 +225,23 @@ def decode_words(words, zero, CODE: tl.constexpr, BARE: tl.constexpr = False):
 
 
 @triton.jit
+def decode_bytes(stored, zero, CODE: tl.constexpr):
+    """fp32 of bytes that are e4m3, or int8 less `zero`, which broadcasts: what is not stored as words."""
+    if CODE == E4M3:
+        if INTERPRETED:
+            value = _e4m3_value(stored.to(tl.int32))
+        else:
+            value = stored.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        # Bits of 2^23 + 128 + code, less as much: the conversion instruction takes four times as long.
+        bits = (stored.to(tl.int32) & 0xFF) ^ 0x4B000080
+        value = bits.to(tl.float32, bitcast=True) - 8388736.0
+        if zero is not None:
+            value -= zero.to(tl.float32)
+    return value
+
+
+@triton.jit
 def as_words(stored):
     """int32 [rows, columns / 4] of bytes [rows, columns]."""
     if stored.dtype == tl.int32:

@@ -130,6 +130,7 @@ class ExpertMM:
         out_static: f32 [E, 1, 1], the scales that quantised rows get, or None for scales of their own.
         blocks: what the rows are that tensor cores multiply with the weights as they are stored (`meta.blocks`), None
             for a product that does not.
+        in_bytes: codes of eight bits are not addressed as words.
     """
 
     operand: Operand
@@ -144,6 +145,7 @@ class ExpertMM:
     quantize_output: bool = False
     out_static: torch.Tensor | None = None
     blocks: ActivationFormat | None = None
+    in_bytes: bool = False
     glu: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -171,7 +173,7 @@ class ExpertMM:
             return data
         apart = 0 if self.up is None else self.up.data.data_ptr() - self.operand.data.data_ptr()
         outer = (*data.stride()[:-1], data.storage_offset(), data.shape[-1], data.data_ptr(), apart)
-        words = data.stride(-1) == 1 and all(n % 4 == 0 for n in outer)
+        words = not self.in_bytes and data.stride(-1) == 1 and all(n % 4 == 0 for n in outer)
         return data.view(torch.int32 if words else torch.uint8)
 
     def _scale(self, at: int) -> WeightScale:

@@ -19,6 +19,7 @@ from moe_ops.kernels.triton.codes import (
     E2M1_UNIT,
     as_words,
     codes_of_word,
+    decode_bytes,
     decode_words,
 )
 from moe_ops.kernels.triton.packed_tile import of_rows
@@ -161,18 +162,22 @@ def _unit_sums(
     P: tl.constexpr = codes.shape[0]
     N: tl.constexpr = codes.shape[1]
     UNIT: tl.constexpr = unit_codes(PACKED, BLOCK_K)
-    PER_WORD: tl.constexpr = codes_of_word(CODE)
+    TOGETHER: tl.constexpr = 1 if PACKED[1] == 1 else codes_of_word(CODE)  # codes that are decoded together
     column = k + tl.arange(0, BLOCK_K)
     value = tl.load(x[:, None] + column[None, :], mask=x_held[:, None] & (column < K)[None, :], other=0.0)
     if x_factor is not None:
         value = round_to(widen(value) * x_factor, x.dtype.element_ty)
     shift = None
     if ZERO_STRIDES is not None:
-        shift = tl.broadcast_to(zero[:, :, :, None], (P, N, BLOCK_K // UNIT, UNIT // PER_WORD))
-        shift = shift.reshape(P * N, BLOCK_K // PER_WORD)
+        shift = tl.broadcast_to(zero[:, :, :, None], (P, N, BLOCK_K // UNIT, UNIT // TOGETHER))
+        shift = shift.reshape(P * N, BLOCK_K // TOGETHER)
     if CODE == E2M1:
         value = _times_factor(value)  # in bf16, before it goes to where the weights are
-    number = _widen(decode_words(as_words(codes.reshape(P * N, codes.shape[2])), shift, CODE))
+    flat = codes.reshape(P * N, codes.shape[2])
+    if TOGETHER == 1:
+        number = decode_bytes(flat, shift, CODE)
+    else:
+        number = _widen(decode_words(as_words(flat), shift, CODE))
     sums = _of_units(number.reshape(P, N, BLOCK_K) * value.to(tl.float32)[:, None, :], UNIT)
     if SCALE_STRIDES is not None:
         sums *= decode_scale(scale)

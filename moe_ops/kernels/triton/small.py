@@ -9,6 +9,8 @@ their own: `packed_rows`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -474,6 +476,10 @@ def small_experts(
         [T, H] in the dtype of `down.out_dtype`.
     """
     T, top_k = topk_ids.shape
+    if up.is_decoded and up.operand.scheme.code.name == "e4m3":
+        # Sums of single numbers want fp32, which the conversion instruction makes of bytes. Of words, bf16 by halves, it
+        # is 1824 instructions for 1048, and 21.9 us of a layer for 17.1 (Qwen3-30B-A3B's dimensions, H200).
+        up, down = replace(up, in_bytes=True), replace(down, in_bytes=True)
     E, intermediate, hidden = up.num_experts, up.out_features, down.out_features
     # Quantised from fp32, the numbers that the large path's epilogue quantises.
     h_dtype = torch.float32 if up.quantize_output else hidden_states.dtype
