@@ -65,8 +65,9 @@ def _problem(match: MoEMatch, product: Product, container: Container) -> str | N
         return "low-rank factors are added to it"
     if product is match.up and match.body.up_first:
         return "its up half stands where the operators expect the gate"
-    if match.combine.staged is not None and SCHEMES[container.scheme].rows is not None:
-        return "its scheme quantises activations, and the model's own code stays between the experts and the combine"
+    scales = sum(not spec.of_rows for spec in SCHEMES[container.scheme].scales)
+    if match.combine.staged is not None and len(container.scales) > scales:
+        return "its activations have a static scale, and the model's own code stays between the experts and the combine"
     return None
 
 

@@ -5,6 +5,8 @@ activation, is plain code in the accumulation dtype, which Inductor makes one ke
 
     moe_permute -> grouped_mm(W1) + s grouped_mm(grouped_mm(A1), B1) -> activation -> the same with W2 -> moe_unpermute
 
+A scheme that quantises activations has `quantize_rows` behind `moe_permute`, as the layer has it.
+
 Each row is made of its own alone. Rows of no expert are memory that nobody wrote, before and after; no product and no
 `moe_unpermute` reads them, in either direction.
 """
@@ -22,6 +24,7 @@ from torch import Tensor, fx
 from compile_passes.match import Body
 from meta.activations import resolve_activation
 from meta.dims import accumulation_dtype
+from meta.schemes import SCHEMES
 
 if TYPE_CHECKING:
     from compile_passes.builder import Builder
@@ -42,14 +45,23 @@ class Stored:
     scales: Sequence[fx.Node] = ()
 
 
-def product(builder: Builder, rows: fx.Node, stored: Stored, offsets: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """Rows [R, N] of ``rows`` [R, K] through one weight and its factors.
+def product(
+    builder: Builder,
+    rows: fx.Node,
+    stored: Stored,
+    offsets: fx.Node,
+    dtype: torch.dtype,
+    rows_scale: fx.Node | None = None,
+) -> fx.Node:
+    """Rows [R, N] of ``rows`` [R, K], which are quantised where they have a scale, through one weight and its factors.
 
     The sum is in ``dtype``, so that one tensor of it is kept for the backward, and not its terms.
     """
     given: dict[str, Any] = {"rows": rows, "weight": stored.weight, "offsets": offsets, "bias": stored.bias}
     if stored.scheme is not None:
         given |= {"weight_scales": list(stored.scales), "scheme": stored.scheme}
+    if rows_scale is not None:
+        given |= {"rows_scale": rows_scale, "out_dtype": dtype}
     made = builder.operator("grouped_mm", given)
     if stored.updates:
         made = builder.to(made, accumulation_dtype(dtype))
@@ -125,8 +137,13 @@ def expert_rows(
         builder.item(permuted, place, name) for place, name in enumerate(("rows", "offsets", "pair_to_row"))
     )
     if glu is None:
-        inner = activated(builder, rows, firsts, offsets, body, dtype)
-    else:
-        first = builder.operator("grouped_mm_glu", {"rows": rows, "offsets": offsets, **glu})
-        inner = builder.item(first, 0, "activated")
-    return product(builder, inner, last, offsets, dtype), places
+        return product(builder, activated(builder, rows, firsts, offsets, body, dtype), last, offsets, dtype), places
+    given: dict[str, Any] = {"rows": rows, "offsets": offsets, **glu}
+    quantises = last.scheme is not None and SCHEMES[last.scheme].rows is not None
+    if quantises:
+        stored = builder.operator("quantize_rows", {"rows": rows, "scheme": last.scheme})
+        given |= {name: builder.item(stored, place, name) for place, name in enumerate(("rows", "rows_scale"))}
+        given["quantize_output"] = True
+    first = builder.operator("grouped_mm_glu", given)
+    inner, scale = (builder.item(first, place, name) for place, name in enumerate(("activated", "activated_scale")))
+    return product(builder, inner, last, offsets, dtype, scale if quantises else None), places

@@ -16,6 +16,8 @@ from torch._dynamo.utils import counters
 import moe_ops
 from compile_passes.apart import overlap
 from compile_passes.passes import FUSE, run
+from meta import schemes
+from moe_ops.integrations.containers import read
 from moe_ops.quantized import QuantizedWeight
 from tests.corpus.families import build, result, tokens
 
@@ -217,6 +219,34 @@ def test_code_between_experts_and_combine_stays(scheme: str) -> None:
     torch.testing.assert_close(got, own, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "scheme", [name for name, row in schemes.SCHEMES.items() if row.quantized and row.rows is not None]
+)
+def test_code_between_experts_that_quantise_activations_stays(scheme: str) -> None:
+    """To the bit what the stage operators give, and near the weights' own forward, which has its activations whole."""
+    module = Normed((scheme,) * 3)
+    own, got = compiled(module)
+    assert counters["moe_ops"]["staged"] == 1 and not counters["moe_ops"]["refused"]
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        weights, ids = module.router(x).softmax(-1).topk(2, -1)
+        given = {"num_experts": 8, "scheme": scheme}
+        prepared = moe_ops.prepare(x, torch.ones_like(weights), ids, **given)
+        first, second = (read(weight) for weight in (module.w13, module.w2))
+        (gate_up, *first_scales), (down, *second_scales) = (
+            [part.of(weight) for part in (found.data, *found.scales)]
+            for found, weight in ((first, module.w13), (second, module.w2))
+        )
+        result = moe_ops.experts(
+            prepared, gate_up, down, scheme=scheme, gate_up_scales=first_scales, down_scales=second_scales,
+            out_dtype=torch.float32,
+        )  # fmt: skip
+        rows = F.rms_norm(result, (64,))
+        want = moe_ops.finalize(rows, prepared._replace(topk_weights=weights))
+    assert torch.equal(got, want)
+    assert (got - own).norm() < 0.1 * own.norm()
+
+
 class Rescaled(Experts):
     """Writes a scale between the products and the combine."""
 
@@ -246,16 +276,25 @@ def test_a_scale_that_is_written_inside_is_seen() -> None:
     assert counters["moe_ops"]["refused"] == 1
 
 
+class StaticNormed(Normed):
+    """With scales of activations that were calibrated before."""
+
+    def __init__(self) -> None:
+        super().__init__(("fp8_channel",) * 3)
+        for name in ("w13", "w2"):
+            weight = getattr(self, name)
+            scales = [weight.scale, torch.ones(8, 1, 1)]
+            whole = QuantizedWeight(weight.stored, scales, scheme="fp8_channel", dtype=torch.float32)
+            setattr(self, name, nn.Parameter(whole, requires_grad=False))
+
+
 LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "schemes": (lambda: Experts(("mxfp4", "mxfp4", "fp8_channel")), "in different schemes: fp8_channel, mxfp4"),
     "up_first": (UpFirst, "its up half stands where the operators expect the gate"),
     "halves_in_the_graph": (Halves, "the graph takes parts of what is quantised"),
     "across": (Across, "contracts the dimension along which each scale has its own row"),
+    "static": (StaticNormed, "its activations have a static scale, and the model's own code stays between the experts"),
     "low_rank": (Factors, "in different schemes: mxfp4, no scheme"),
-    "staged": (
-        lambda: Normed(("fp8_channel",) * 3),
-        "its scheme quantises activations, and the model's own code stays between the experts and the combine",
-    ),
 }
 
 
