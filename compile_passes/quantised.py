@@ -65,8 +65,7 @@ def _problem(match: MoEMatch, product: Product, container: Container) -> str | N
         return "low-rank factors are added to it"
     if product is match.up and match.body.up_first:
         return "its up half stands where the operators expect the gate"
-    scales = sum(not spec.of_rows for spec in SCHEMES[container.scheme].scales)
-    if match.combine.staged is not None and len(container.scales) > scales:
+    if match.combine.staged is not None and SCHEMES[container.scheme].has_static(len(container.scales)):
         return "its activations have a static scale, and the model's own code stays between the experts and the combine"
     return None
 

@@ -145,5 +145,6 @@ def expert_rows(
         given |= {name: builder.item(stored, place, name) for place, name in enumerate(("rows", "rows_scale"))}
         given["quantize_output"] = True
     first = builder.operator("grouped_mm_glu", given)
-    inner, scale = (builder.item(first, place, name) for place, name in enumerate(("activated", "activated_scale")))
-    return product(builder, inner, last, offsets, dtype, scale if quantises else None), places
+    inner = builder.item(first, 0, "activated")
+    scale = builder.item(first, 1, "activated_scale") if quantises else None
+    return product(builder, inner, last, offsets, dtype, scale), places

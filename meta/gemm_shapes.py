@@ -267,7 +267,7 @@ def stacked_or_separate(
         rule = f"as many tensors for {up_name} as for {weight_name}, after them"
         raise fail(op, scales_name, rule, f"{len(scales)} tensors")
     half = len(scales) // 2
-    if scheme.static_rows is not None and half == len(scheme.scales):
+    if scheme.has_static(half):
         rule = f"without static scales of activations beside {up_name}"
         raise fail(op, scales_name, rule, "some", "Stack gate and up: their rows are the same, and so is the scale.")
     gate = weight_operand(op, scales_name, weight, scheme, scales[:half], sizes)

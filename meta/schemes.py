@@ -186,6 +186,10 @@ class QuantScheme:
         """The static scale that weights may carry for their activations, or None."""
         return next((spec for spec in self.scales if spec.of_rows), None)
 
+    def has_static(self, scales: int) -> bool:
+        """Whether a list of so many scales has the static one, which comes last."""
+        return self.static_rows is not None and scales == len(self.scales)
+
     @property
     def dtypes(self) -> set[torch.dtype]:
         """Of stored weights, scales and activations."""
