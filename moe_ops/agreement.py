@@ -8,7 +8,8 @@ CPU at every call; on a GPU at the first of its kind, since the host runs ahead 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from meta.checks import fail
 from moe_ops import debugging
 from moe_ops.groups import Group, constant, process_group, resolve
 
+T = TypeVar("T")
 _REFUSED = "refused: "
 _SEPARATOR = "\x1f"
 
@@ -52,7 +54,7 @@ def exchange_texts(op: str, group: Group, text: str) -> list[str]:
     for rank in range(group.size):
         try:
             texts.append(text if rank == group.rank else store.get(f"{number}/{rank}").decode())
-        except (dist.DistError, RuntimeError) as late:
+        except RuntimeError as late:
             raise RuntimeError(
                 f"{op}: rank {rank} of group {group.name!r} did not call it within {store.timeout}. Every rank of the "
                 "group must call it, as often and in the same order; look for an error of that rank."
@@ -106,8 +108,18 @@ def refuse(name: str, message: str) -> None:
         _post(group, _REFUSED + message)
 
 
+def refusing(name: str, function: Callable[..., T], *args: Any, **options: Any) -> T:
+    """What ``function`` returns; a ValueError of its is told to the other ranks of group ``name``, too."""
+    try:
+        return function(*args, **options)
+    except ValueError as error:
+        refuse(name, str(error))
+        raise
+
+
 def _check_data(op: str, group: Group, ids: Tensor, num_experts: int, capacity: int | None) -> None:
     """Under ``moe_ops.debug()``: what only the data knows, summed over the group first, so that all ranks raise."""
+    debugging.refuse_capture(op)
     wrong = ((ids < -1) | (ids >= num_experts)).sum()
     dropped = torch.zeros_like(wrong)
     if capacity is not None:
@@ -132,7 +144,7 @@ def destinations(topk_ids: Tensor, num_experts: int, size: int) -> Tensor:
 
 def _agreed_ids(
     topk_ids: Tensor,
-    sizes: list[int],
+    width: int,
     *,
     num_experts: int,
     group: str,
@@ -140,7 +152,7 @@ def _agreed_ids(
     rank_capacity: int | None = None,
 ) -> Tensor:
     op, members = "ep.prepare", resolve("ep.prepare", group)
-    facts: dict[str, Any] = {"T": topk_ids.shape[0], "K": topk_ids.shape[1], "num_experts": num_experts, "H": sizes[0]}
+    facts: dict[str, Any] = {"T": topk_ids.shape[0], "K": topk_ids.shape[1], "num_experts": num_experts, "H": width}
     facts |= dict(option.split("=") for option in options.split(";")) | {"rank_capacity": rank_capacity}
     agree(op, members, topk_ids.device, facts)
     if debugging.active():
@@ -149,14 +161,14 @@ def _agreed_ids(
     return ids.to(torch.int32)
 
 
-def _agreed_ids_fake(topk_ids: Tensor, sizes: list[int], **options: Any) -> Tensor:
+def _agreed_ids_fake(topk_ids: Tensor, width: int, **options: Any) -> Tensor:
     return topk_ids.new_empty(topk_ids.shape, dtype=torch.int32)
 
 
 #: The ids as int32, those out of range just out of it, once the ranks agree. An operator, so that compiled code asks at
 #: every run, as eager code does.
 _SCHEMA = (
-    "(Tensor topk_ids, SymInt[] sizes, *, SymInt num_experts, str group, str options, SymInt? rank_capacity=None)"
+    "(Tensor topk_ids, SymInt width, *, SymInt num_experts, str group, str options, SymInt? rank_capacity=None)"
     " -> Tensor"
 )
 _library = torch.library.Library("moe_ops", "FRAGMENT")

@@ -44,12 +44,15 @@ def debug() -> Iterator[None]:
         _depth -= 1
 
 
+def refuse_capture(op: str) -> None:
+    """Checks read results on the host, which no captured graph can."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise ValueError(f"{op}: moe_ops.debug() must be off during CUDA graph capture, got on. Capture outside of it.")
+
+
 def check(call: Call) -> None:
     """Run every check that applies to a call."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise ValueError(
-            f"{call.op}: moe_ops.debug() must be off during CUDA graph capture, got on. Capture outside of it."
-        )
+    refuse_capture(call.op)
     for checker in _CHECKS.get(type(call), ()):
         checker(call)
 

@@ -39,7 +39,7 @@ from meta.checks import (
 )
 from meta.schemes import SCHEMES
 from moe_ops import sharded, symmetric
-from moe_ops.agreement import agree, destinations, refuse
+from moe_ops.agreement import agree, destinations, refusing
 from moe_ops.exchanges import (
     shared,
     start_all_gather,
@@ -156,7 +156,7 @@ def wire_scheme(scheme: str | None, scales: int = 0, *, halves: int = 1, weight_
     """
     if scheme is None or weight_on_input or scheme not in SCHEMES or SCHEMES[scheme].rows is None:
         return None
-    return None if scales > halves * sum(not spec.of_rows for spec in SCHEMES[scheme].scales) else scheme
+    return None if SCHEMES[scheme].has_static(scales // halves) else scheme
 
 
 def prepare_start(
@@ -173,20 +173,15 @@ def prepare_start(
     """The first half of :func:`prepare`: starts the exchange and returns."""
     op = "ep.prepare"
     members = resolve(op, group)
-    try:
-        chosen = _checked(
-            op, hidden_states, topk_weights, topk_ids, num_experts, members, transport, scheme, rank_capacity
-        )
-    except ValueError as error:
-        refuse(members.name, str(error))
-        raise
+    arguments = (hidden_states, topk_weights, topk_ids, num_experts, members, transport, scheme, rank_capacity)
+    chosen = refusing(members.name, _checked, op, *arguments)
     capacity = None
     if chosen == "all_to_all":
         capacity = rank_capacity if rank_capacity is not None else max(topk_ids.shape[0], 1)
     said = {"transport": chosen, "scheme": scheme, "hidden_states": hidden_states.dtype, "weights": topk_weights.dtype}
     options = ";".join(f"{name}={value}" for name, value in said.items())
     ids = torch.ops.moe_ops.agreed_ids(
-        topk_ids, [hidden_states.shape[1]], num_experts=num_experts, group=members.name, options=options,
+        topk_ids, hidden_states.shape[1], num_experts=num_experts, group=members.name, options=options,
         rank_capacity=capacity,
     )  # fmt: skip
     if chosen == "replicated":
@@ -362,11 +357,8 @@ def experts(prepared: Prepared, gate_up_proj: Tensor, down_proj: Tensor, **optio
         options["hidden_states_scale"] = prepared.rows_scale
     weights = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
     options = sharded.local("ep.experts", prepared.group, {**weights, **options})
-    try:
-        return fused_experts(prepared.rows, topk_weights=prepared.topk_weights, topk_ids=prepared.topk_ids, **options)
-    except ValueError as error:
-        refuse(prepared.group, str(error))
-        raise
+    routing = {"topk_weights": prepared.topk_weights, "topk_ids": prepared.topk_ids}
+    return refusing(prepared.group, fused_experts, prepared.rows, **routing, **options)
 
 
 def finalize_start(result: Tensor, prepared: Prepared) -> Finalizing:
@@ -374,13 +366,7 @@ def finalize_start(result: Tensor, prepared: Prepared) -> Finalizing:
     op = "ep.finalize"
     _check(op, prepared=prepared)
     group = resolve(op, prepared.group)
-    try:
-        _check(op, result=result)
-        check_rank(op, "result", result, "R H")
-        check_shape(op, "result", result, "R H", (prepared.rows.shape[0], result.shape[1]))
-    except ValueError as error:
-        refuse(group.name, str(error))
-        raise
+    refusing(group.name, _check_result, op, result, prepared)
     if prepared.transport == "local":
         return Finalizing([], result, prepared)
     if not torch.compiler.is_compiling():  # compiled ranks agreed on all of the layer before
@@ -389,6 +375,12 @@ def finalize_start(result: Tensor, prepared: Prepared) -> Finalizing:
         return Finalizing(start_all_gather([result], group), result, prepared)
     result = result.view(group.size, result.shape[0] // group.size, result.shape[1])
     return Finalizing([start_all_to_all(result, group, direct=prepared.transport == "symm")], result, prepared)
+
+
+def _check_result(op: str, result: Tensor, prepared: Prepared) -> None:
+    _check(op, result=result)
+    check_rank(op, "result", result, "R H")
+    check_shape(op, "result", result, "R H", (prepared.rows.shape[0], result.shape[1]))
 
 
 def finalize_wait(finalizing: Finalizing, added: Tensor | None = None) -> Tensor:
@@ -449,11 +441,7 @@ def layer(
     """:func:`moe_ops.fused_experts` over a group; ``options`` are its own keyword arguments."""
     op = "fused_experts"
     members = resolve(op, group)
-    try:
-        _check_layer(op, hidden_states, weights, topk_weights, topk_ids, options)
-    except ValueError as error:
-        refuse(members.name, str(error))
-        raise
+    refusing(members.name, _check_layer, op, hidden_states, weights, topk_weights, topk_ids, options)
     halves = 1 if options.get("up_proj") is None else 2
     scales, on_input = len(options.get("gate_up_scales") or ()), options.get("weight_on_input", False)
     prepared = prepare(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from meta.checks import describe_value, fail
@@ -83,9 +82,3 @@ def _rank_and_size(name: str) -> tuple[int, int] | str:
 def process_group(name: str) -> Any:
     """The group of this name, or None."""
     return next((group for group, known in dist.distributed_c10d._world.pg_names.items() if known == name), None)
-
-
-def device_of(name: str, device: torch.device) -> bool:
-    """Whether the group has a backend for tensors of this kind of device."""
-    group = process_group(name)
-    return device in getattr(group, "_device_types", (device,))

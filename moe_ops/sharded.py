@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from meta.checks import fail
-from moe_ops.agreement import refuse
+from moe_ops.agreement import refusing
 from moe_ops.groups import Group, constant, process_group, resolve
 
 _RULE = "plain, or a DTensor that is Shard(0) over the group's ranks"
@@ -37,11 +37,7 @@ def local(op: str, group: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         cure = "Pass group=weight.device_mesh.get_group() to fused_experts, or weight.full_tensor()."
         raise fail(op, name, "a plain tensor without a group", "a DTensor", cure)
     members = resolve(op, group)
-    try:
-        return {name: _local(op, name, value, members) for name, value in tensors.items()}
-    except ValueError as error:
-        refuse(members.name, str(error))
-        raise
+    return {name: refusing(members.name, _local, op, name, value, members) for name, value in tensors.items()}
 
 
 def _all(value: Any) -> Any:

@@ -53,7 +53,7 @@ def available(name: str) -> bool:
     if known is not None or not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
         return bool(known)
     group = resolve(_OP, name)
-    if group.size > 1 and dist.get_backend_config(process_group(name)).find("nccl") >= 0:
+    if group.size > 1 and "nccl" in dist.get_backend_config(process_group(name)):
         hosts = exchange_texts(_OP, group, f"host {socket.gethostname()}")
         _available[name] = len(set(hosts)) == 1 and _all_can(group)
     return _available.setdefault(name, False)
@@ -102,8 +102,7 @@ def _symm_exchange(tensors: list[Tensor], *, group: str, gather: bool) -> list[T
     size = members.size
     sent, received = [], []
     for tensor in tensors:
-        rows = tensor if gather else tensor.view(size, -1)
-        flat = rows.reshape(1 if gather else size, -1)
+        flat = tensor.reshape(1 if gather else size, -1)
         if flat.shape[1] % 4:  # words of four bytes
             flat = torch.nn.functional.pad(flat, (0, -flat.shape[1] % 4))
         sent.append(flat.contiguous().view(torch.int32).view(-1))
