@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import moe_ops
+from benchmarks import timing
 from benchmarks.intervals import fields, median_interval, ratio_interval
 from benchmarks.results import ResultFile
 from benchmarks.shapes import Shape
-from benchmarks.timing import INTERVALS, SAMPLE_US, WARM_SECONDS, there_and_back
+from benchmarks.timing import INTERVALS, SAMPLE_US, WARM_SECONDS
 from moe_ops import ep
 
 TOKENS = (2, 32, 128, 1024, 8192)  # of all ranks together
@@ -233,41 +234,21 @@ def captured(call: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
 
 def in_turn(graphs: Mapping[str, torch.cuda.CUDAGraph], rounds: int) -> dict[str, list[float]]:
     """Microseconds of a replay by name, a sample a round, of the slowest rank; all ranks replay in one order."""
-    repeats = {name: agreed_repeats(graph) for name, graph in graphs.items()}
-    passes = max(int(WARM_SECONDS * 1e6 / (SAMPLE_US * len(graphs))), 1)
-    for _ in range(passes):
-        for name, graph in graphs.items():
-            for _ in range(repeats[name]):
-                graph.replay()
-    marks: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in graphs}
-    for number in range(rounds):
-        for name in there_and_back(list(graphs), number):
-            pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            graphs[name].replay()
-            pair[0].record()
-            for _ in range(repeats[name]):
-                graphs[name].replay()
-            pair[1].record()
-            marks[name].append(pair)
-    torch.cuda.synchronize()
-    own = {name: [begin.elapsed_time(end) * 1e3 / repeats[name] for begin, end in marks[name]] for name in graphs}
-    times = torch.tensor(list(own.values()), device="cuda")
+    runs = {name: agreed(timing.Run(graph.replay, before=graph.replay)) for name, graph in graphs.items()}
+    for _ in range(max(int(WARM_SECONDS * 1e6 / (SAMPLE_US * len(graphs))), 1)):  # as often on every rank
+        for run in runs.values():
+            run()
+    own = timing.in_turn(runs, rounds)
+    times = torch.tensor(list(own.values()))
     dist.all_reduce(times, dist.ReduceOp.MAX)
     return dict(zip(own, times.tolist(), strict=True))
 
 
-def agreed_repeats(graph: torch.cuda.CUDAGraph) -> int:
-    """How often a sample repeats a graph: the first rank's measurement, for all."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    for _ in range(2):
-        graph.replay()
-    begin.record()
-    graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    number = torch.tensor(max(int(SAMPLE_US / max(begin.elapsed_time(end) * 1e3, 1.0)) + 1, 2), device="cuda")
+def agreed(run: timing.Run) -> timing.Run:
+    """A run as often as a sample needs by the first rank's measurement, on all."""
+    number = torch.tensor(timing.repeated(run).repeats)
     dist.broadcast(number, 0)
-    return int(number)
+    return replace(run, repeats=int(number))
 
 
 def describe(row: dict[str, Any]) -> str:
