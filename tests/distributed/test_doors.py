@@ -23,32 +23,15 @@ def names(module: str) -> list[str]:
         return []
 
 
-def wrong(module: str, name: str, factory: pytest.TempPathFactory, ranks: int = RANKS) -> str:
-    return outcome(factory, ranks, name, "tests.distributed.doors", "--checks", module)
+#: Modules of checks, and how many processes run them.
+DOORS = {"of_transformers": RANKS, "of_shared_batches": 4, "of_dtensors": RANKS, "of_torchtitan": RANKS}
+CASES = [(module, name) for module in DOORS for name in names(module)]
 
 
-@pytest.mark.parametrize("name", names("of_transformers"))
-def test_of_transformers(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    found = wrong("of_transformers", name, tmp_path_factory)
-    assert not found, found
-
-
-@pytest.mark.parametrize("name", names("of_shared_batches"))
-def test_of_shared_batches(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    found = wrong("of_shared_batches", name, tmp_path_factory, 4)
-    assert not found, found
-
-
-@pytest.mark.parametrize("name", names("of_dtensors"))
-def test_of_dtensors(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    found = wrong("of_dtensors", name, tmp_path_factory)
-    assert not found, found
-
-
-@pytest.mark.parametrize("name", names("of_torchtitan"))
-def test_of_torchtitan(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    found = wrong("of_torchtitan", name, tmp_path_factory)
-    assert not found, found
+@pytest.mark.parametrize(("module", "name"), CASES, ids=["-".join(case) for case in CASES])
+def test_on_every_rank(module: str, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    wrong = outcome(tmp_path_factory, DOORS[module], name, "tests.distributed.doors", "--checks", module)
+    assert not wrong, wrong
 
 
 def test_without_torchtitan_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
