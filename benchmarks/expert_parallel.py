@@ -22,19 +22,22 @@ from benchmarks.results import ResultFile
 from benchmarks.shapes import Shape
 from benchmarks.timing import INTERVALS, SAMPLE_US, WARM_SECONDS
 from moe_ops import ep
+from moe_ops.groups import resolve
+from moe_ops.symmetric_memory import share
 
 TOKENS = (2, 32, 128, 1024, 8192)  # of all ranks together
 TRANSPORTS = ("gather", "symm", "all_to_all", "replicated")
 WHOLE, LOCAL, EXCHANGE, FP8_EXCHANGE = "one GPU", "local experts", "exchange", "exchange, rows in fp8"
-DIRECT, RAW, SHARED = "exchange, symm", "collectives alone", "shared expert alone"
-AFTER, BESIDE = "gather, shared expert after", "gather, shared expert between"
+DIRECT, RAW, LINK = "exchange, symm", "collectives alone", "copies alone"
+SHARED, AFTER, BESIDE = "shared expert alone", "symm, shared expert after", "symm, shared expert between"
 METHOD = (
     "one layer, weights random, routing given and uniform; every rank has tokens / ranks of them; "
     f"`{WHOLE}`: all tokens and all experts on every GPU; a transport's name: moe_ops.fused_experts(group=...) under "
     f"torch.compile(fullgraph=True); `{LOCAL}`: what this rank's experts do of that (rows of `gather`); `{EXCHANGE}`: "
     "moe_ops.ep.prepare, then ep.finalize of the rows themselves, compiled, by gather, in the rows' dtype or in fp8 "
     f"on the way out (fp8_block128), `{DIRECT}`: by symm; `{RAW}`: an all-gather and an all-to-all of as many bytes "
-    f"as `{EXCHANGE}`; `{BESIDE}`: the layer with a shared expert of half the routed FLOPs, its first product between "
+    f"as `{EXCHANGE}`; `{LINK}`: as many into the other ranks' memory, by copy engines, nobody waiting for them; "
+    f"`{BESIDE}`: the layer's steps with a shared expert of half the routed FLOPs, its first product between "
     f"the halves of prepare, its second one between those of finalize, `{AFTER}`: behind finalize, both compiled; "
     f"`{SHARED}`: that expert without a layer; "
     f"everything in captured CUDA graphs, replayed in turn for {WARM_SECONDS} s, then in {{rounds}} rounds, everyone "
@@ -158,9 +161,7 @@ def timed(layer: Layer) -> dict[str, Callable[[], Tensor]]:
     shared = Shared(shape, x.device)
 
     def with_shared(between: bool) -> Tensor:
-        if between:
-            return beside((x, weights, ids), (gate_up, down), shape.E, shared)
-        return over_ranks("gather", x, weights, ids) + shared.second(shared.first(x))
+        return beside((x, weights, ids), (gate_up, down), shape.E, shared, between)
 
     compiled_shared = torch.compile(with_shared, fullgraph=True, dynamic=False)
     calls: dict[str, Callable[[], Tensor]] = {WHOLE: whole}
@@ -173,6 +174,7 @@ def timed(layer: Layer) -> dict[str, Callable[[], Tensor]]:
         FP8_EXCHANGE: lambda: compiled_exchange("fp8_block128", "gather"),
         DIRECT: lambda: compiled_exchange(None, "symm"),
         RAW: lambda: collectives(prepared.rows),
+        LINK: Link(x),
         SHARED: lambda: shared.second(shared.first(x)),
         BESIDE: lambda: compiled_shared(True),
         AFTER: lambda: compiled_shared(False),
@@ -199,15 +201,34 @@ class Shared:
         return F.linear(h, self.down)
 
 
-def beside(tokens: Sequence[Tensor], weights: Sequence[Tensor], experts: int, shared: Shared) -> Tensor:
-    """The layer with a shared expert, whose products stand where the layer waits."""
-    options = {"num_experts": experts, "group": dist.group.WORLD, "transport": "gather"}
+def beside(tokens: Sequence[Tensor], weights: Sequence[Tensor], experts: int, shared: Shared, between: bool) -> Tensor:
+    """The layer's steps and a shared expert, whose products stand where the steps wait, or behind them."""
+    options = {"num_experts": experts, "group": dist.group.WORLD, "transport": "symm"}
     preparing = ep.prepare_start(*tokens, **options)
-    h = shared.first(tokens[0])
+    h = shared.first(tokens[0]) if between else None
     prepared = ep.prepare_wait(preparing)
     finalizing = ep.finalize_start(ep.experts(prepared, *weights), prepared)
-    added = shared.second(h)
-    return ep.finalize_wait(finalizing, added)
+    if h is not None:
+        return ep.finalize_wait(finalizing, shared.second(h))
+    return ep.finalize_wait(finalizing) + shared.second(shared.first(tokens[0]))
+
+
+class Link:
+    """As many bytes as both exchanges send, copied into the other ranks' memory."""
+
+    def __init__(self, rows: Tensor) -> None:
+        group = resolve("benchmarks", dist.group.WORLD)
+        words = rows.contiguous().view(torch.int32).view(-1)
+        self.shared = share(group, 0, group.size * words.numel(), rows.device)
+        self.words, self.group = words, group
+
+    def __call__(self) -> Tensor:
+        count, rank = self.words.numel(), self.group.rank
+        for _ in range(2):
+            for step in range(1, self.group.size):
+                buffer = self.shared.buffers[(rank + step) % self.group.size]
+                buffer[rank * count : (rank + 1) * count].copy_(self.words)
+        return self.words
 
 
 def collectives(rows: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any
 
-from meta.calls import Call, GatheredCall, LayerCall
+from meta.calls import Call, ExpertsCall, GatheredCall, LayerCall
 from meta.dims import Problem
 from moe_ops import backends, plans
 from moe_ops.rows import gather_rows
@@ -122,6 +122,22 @@ def chosen(call: Call) -> Chosen:
     if function is not None:
         return function, getattr(module, "record", None)
     return partial(_composed, module=module), None
+
+
+def between(call: ExpertsCall, arrive: Callable[[], None], deliver: Callable[..., None]) -> None:
+    """A layer whose tokens come from other GPUs, and go back there.
+
+    Args:
+        arrive: the stream waits for the tokens from there on; before it nothing may read them.
+        deliver: takes, in the place of the sums over pairs, rows, the row of each pair of some tokens (None: rows are
+            in the tokens' order), the weights, and as ``first`` the number of the first of these tokens.
+    """
+    module = choose(call.problem, call.backend, call.op)
+    if hasattr(module, "fused_experts_between"):
+        module.fused_experts_between(call, arrive, deliver)
+    else:
+        arrive()
+        deliver(chosen(call)[0](call), None, None, first=0)
 
 
 def _of_copies(call: GatheredCall, module: ModuleType) -> Any:

@@ -38,7 +38,8 @@ from meta.checks import (
     fail,
 )
 from meta.schemes import SCHEMES
-from moe_ops import sharded, symmetric
+from moe_ops import across as _  # noqa: F401  (registers its operator)
+from moe_ops import sharded
 from moe_ops.agreement import agree, destinations, refusing
 from moe_ops.exchanges import (
     shared,
@@ -50,8 +51,9 @@ from moe_ops.exchanges import (
     wait_parts,
 )
 from moe_ops.groups import Group, GroupLike, resolve
-from moe_ops.ops import call, parse
+from moe_ops.ops import SIGNATURES, call, parse
 from moe_ops.pairs import invert
+from moe_ops.symmetric_memory import available
 
 #: Names of transports, and what each asks of the ranks' tokens.
 TRANSPORTS = {
@@ -132,12 +134,12 @@ def _transport(op: str, transport: str | None, group: Group, device: str, rank_c
     if transport is None:
         transport = "local" if group.size == 1 else "all_to_all"
         if transport != "local" and rank_capacity is None:
-            transport = "symm" if device == "cuda" and symmetric.available(group.name) else "gather"
+            transport = "symm" if device == "cuda" and available(op, group.name) else "gather"
     check_name(op, "transport", transport, TRANSPORTS)
     if transport == "local" and group.size != 1:
         got = f"'local' for a group of {group.size}"
         raise fail(op, "transport", "one that crosses ranks", got, "Leave it out for the best one.")
-    if transport == "symm" and not (device == "cuda" and symmetric.available(group.name)):
+    if transport == "symm" and not (device == "cuda" and available(op, group.name)):
         rule = "one for these tensors: symm is for GPUs of one host that write into each other's memory"
         raise fail(op, "transport", rule, f"'symm' for {device} tensors", "Leave it out for the best one.")
     if rank_capacity is not None and transport not in ("all_to_all", "local"):
@@ -170,20 +172,51 @@ def prepare_start(
     scheme: str | None = None,
     rank_capacity: int | None = None,
 ) -> Preparing:
-    """The first half of :func:`prepare`: starts the exchange and returns."""
-    op = "ep.prepare"
-    members = resolve(op, group)
-    arguments = (hidden_states, topk_weights, topk_ids, num_experts, members, transport, scheme, rank_capacity)
-    chosen = refusing(members.name, _checked, op, *arguments)
+    """The first half of :func:`prepare`: starts the exchange and returns. Until the second half its tensors must not
+    be changed.
+    """
+    arguments = (hidden_states, topk_weights, topk_ids, num_experts, resolve("ep.prepare", group))
+    agreed = _agreed(*arguments, transport, scheme, rank_capacity)
+    return _start(hidden_states, topk_weights, num_experts, scheme, agreed)
+
+
+class _Agreed(NamedTuple):
+    """What all ranks are about to do: ids as int32, the transport and, of ``all_to_all``, the capacity."""
+
+    ids: Tensor
+    group: Group
+    transport: str
+    capacity: Any
+
+
+def _agreed(
+    hidden_states: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    num_experts: int,
+    group: Group,
+    transport: str | None,
+    scheme: str | None,
+    rank_capacity: int | None,
+) -> _Agreed:
+    arguments = (hidden_states, topk_weights, topk_ids, num_experts, group, transport, scheme, rank_capacity)
+    chosen = refusing(group.name, _checked, "ep.prepare", *arguments)
     capacity = None
     if chosen == "all_to_all":
         capacity = rank_capacity if rank_capacity is not None else max(topk_ids.shape[0], 1)
     said = {"transport": chosen, "scheme": scheme, "hidden_states": hidden_states.dtype, "weights": topk_weights.dtype}
     options = ";".join(f"{name}={value}" for name, value in said.items())
     ids = torch.ops.moe_ops.agreed_ids(
-        topk_ids, hidden_states.shape[1], num_experts=num_experts, group=members.name, options=options,
+        topk_ids, hidden_states.shape[1], num_experts=num_experts, group=group.name, options=options,
         rank_capacity=capacity,
     )  # fmt: skip
+    return _Agreed(ids, group, chosen, capacity)
+
+
+def _start(
+    hidden_states: Tensor, topk_weights: Tensor, num_experts: int, scheme: str | None, agreed: _Agreed
+) -> Preparing:
+    ids, members, chosen, capacity = agreed
     if chosen == "replicated":
         hidden_states, topk_weights = shared(hidden_states, members), shared(topk_weights, members)
     slots = None
@@ -264,9 +297,10 @@ def prepare_wait(preparing: Preparing) -> Prepared:
     _check("ep.prepare", preparing=preparing)
     received, sent, slots, name, transport, num_experts, quantised = preparing
     group = resolve("ep.prepare", name)
-    wait = {"gather": wait_all_gather, "symm": wait_all_gather, "all_to_all": wait_all_to_all}.get(transport)
-    if wait is not None:
-        sent = [wait(there, own, group).flatten(0, 1) for there, own in zip(received, sent, strict=True)]
+    if transport in ("gather", "symm"):
+        sent = [rows.flatten(0, 1) for rows in wait_all_gather(received, sent, group, direct=transport == "symm")]
+    elif transport == "all_to_all":
+        sent = [wait_all_to_all(*pair, group).flatten(0, 1) for pair in zip(received, sent, strict=True)]
     rows, weights, ids = sent[0], sent[-2], sent[-1]
     scale = sent[1] if quantised else None
     held = num_experts // group.size
@@ -392,7 +426,7 @@ def finalize_wait(finalizing: Finalizing, added: Tensor | None = None) -> Tensor
         return sent if added is None else sum_of_ranks(sent.unsqueeze(0), added)
     if prepared.transport == "replicated":
         return sum_of_ranks(wait_parts(received[0], sent, group), added)
-    parts = wait_all_to_all(received[0], sent, group)
+    parts = wait_all_to_all(received[0], sent, group, direct=prepared.transport == "symm")
     if prepared.slots is None:
         return sum_of_ranks(parts, added)
     ones = torch.ones(prepared.slots.shape, device=parts.device)
@@ -444,12 +478,22 @@ def layer(
     refusing(members.name, _check_layer, op, hidden_states, weights, topk_weights, topk_ids, options)
     halves = 1 if options.get("up_proj") is None else 2
     scales, on_input = len(options.get("gate_up_scales") or ()), options.get("weight_on_input", False)
-    prepared = prepare(
-        hidden_states, topk_weights, topk_ids, num_experts=weights[0].shape[0] * members.size, group=members.name,
-        transport=transport, scheme=wire_scheme(options.get("scheme"), scales, halves=halves, weight_on_input=on_input),
-        rank_capacity=rank_capacity,
-    )  # fmt: skip
+    scheme = wire_scheme(options.get("scheme"), scales, halves=halves, weight_on_input=on_input)
+    num_experts = weights[0].shape[0] * members.size
+    tensors = (hidden_states, topk_weights, topk_ids)
+    agreed = _agreed(*tensors, num_experts, members, transport, scheme, rank_capacity)
+    if agreed.transport == "symm" and not _is_differentiated(hidden_states, *weights, topk_weights, *options.values()):
+        given = {"hidden_states": hidden_states, "gate_up_proj": weights[0], "down_proj": weights[1]}
+        given |= {"topk_weights": topk_weights, "topk_ids": agreed.ids} | options
+        positional = [given.pop(name, None) for name in SIGNATURES[op].positional]
+        whole: Tensor = torch.ops.moe_ops.experts_across(*positional, **given, group=members.name, wire_scheme=scheme)
+        return whole
+    prepared = prepare_wait(_start(hidden_states, topk_weights, num_experts, scheme, agreed))
     return finalize(experts(prepared, *weights, **options), prepared)
+
+
+def _is_differentiated(*values: Any) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in values)
 
 
 def _check_layer(

@@ -32,12 +32,12 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def start_all_gather(tensors: Sequence[Tensor], group: Group, *, direct: bool = False) -> list[Tensor]:
-    """Bytes of every rank's tensors, to be waited for; one collective for all of them, or ``direct`` one kernel."""
+    """Bytes of every rank's tensors, to be waited for; one collective for all of them, or ``direct`` one exchange."""
     if tensors[0].shape[0] == 0:
         return [_bytes(tensor).repeat(group.size, *[1] * (tensor.dim() - 1)) for tensor in tensors]
     sent = [_bytes(tensor) for tensor in tensors]
     if direct:
-        return symmetric.start(sent, group, gather=True)
+        return [symmetric.start(sent, group, gather=True)]
     received: list[Tensor] = _C10D.all_gather_into_tensor_coalesced(sent, group.size, group.name)
     return received
 
@@ -48,7 +48,7 @@ def start_all_to_all(tensor: Tensor, group: Group, *, direct: bool = False) -> T
     if sent.shape[0] == 0:
         return sent.clone()
     if direct:
-        return symmetric.start([sent], group, gather=False)[0]
+        return symmetric.start([sent], group, gather=False)
     rows = [tensor.shape[1]] * group.size
     received: Tensor = _C10D.all_to_all_single(sent, rows, rows, group.name)
     return received
@@ -78,7 +78,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, received: Tensor, own: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return _wait(received, own.dtype).view(group.size, *own.shape)
+        return received.view(own.dtype).view(group.size, *own.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -89,7 +89,7 @@ class _Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, received: Tensor, own: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return _wait(received, own.dtype).view(own.shape)
+        return received.view(own.dtype).view(own.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -120,14 +120,23 @@ class _Shared(torch.autograd.Function):
         return sum_of_ranks(_wait(received, grads[0].dtype).view(group.size, *grads[0].shape)), None
 
 
-def wait_all_gather(received: Tensor, own: Tensor, group: Group) -> Tensor:
+def wait_all_gather(
+    received: list[Tensor], own: Sequence[Tensor], group: Group, *, direct: bool = False
+) -> list[Tensor]:
     """``[W, T, ...]`` of what :func:`start_all_gather` started with ``own``; differentiable in it."""
-    gathered: Tensor = _Gathered.apply(received, own, group)  # type: ignore[no-untyped-call]
-    return gathered
+    if own[0].shape[0] != 0 and direct:
+        received = symmetric.wait(received[0], [_bytes(tensor) for tensor in own], group, gather=True)
+    elif own[0].shape[0] != 0:
+        received = [_C10D.wait_tensor(there) for there in received]
+    return [_Gathered.apply(*pair, group) for pair in zip(received, own, strict=True)]  # type: ignore[no-untyped-call]
 
 
-def wait_all_to_all(received: Tensor, own: Tensor, group: Group) -> Tensor:
+def wait_all_to_all(received: Tensor, own: Tensor, group: Group, *, direct: bool = False) -> Tensor:
     """``[W, C, ...]`` of what :func:`start_all_to_all` started with ``own``; differentiable in it."""
+    if own.shape[1] != 0 and direct:
+        received = symmetric.wait(received, [_bytes(own).flatten(0, 1)], group, gather=False)[0]
+    elif own.shape[1] != 0:
+        received = _C10D.wait_tensor(received)
     exchanged: Tensor = _Exchanged.apply(received, own, group)  # type: ignore[no-untyped-call]
     return exchanged
 

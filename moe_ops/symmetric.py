@@ -1,78 +1,46 @@
-"""The transport ``symm``: memory of every GPU that the others write to, and an operator that exchanges rows by it.
+"""The transport ``symm``: operators that exchange rows by memory of every GPU that the others write to.
 
-The operator is functional: its results are new tensors. The buffers behind it belong to the process group; they are
-made at the first call on all ranks, and again for a larger one, which must not be in a CUDA graph's capture.
+What they return are new tensors. The buffers behind them belong to the process group; they are made at the first call
+on all ranks, and again for a larger one, which must not be in a CUDA graph's capture.
 """
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from meta.checks import fail
-from moe_ops import compat
-from moe_ops.agreement import exchange_texts
-from moe_ops.groups import Group, constant, process_group, resolve
+from moe_ops import slots
+from moe_ops.groups import Group, resolve
+from moe_ops.symmetric_memory import Shared, share
 
 _OP = "ep.prepare"
-_LEAST = 1 << 18  # words of a slot: one megabyte
+_LEAST = 1 << 18  # words of a part: one megabyte
 
 
 @dataclass(frozen=True)
 class _Buffers:
-    """What a group's ranks share.
+    """What a group's ranks share for exchanges by one kernel.
 
     Attributes:
-        memory, handle: of torch's symmetric memory; kept alive.
-        peers: int64 ``[W]``, every rank's address of it.
         calls: int32, calls so far, by program.
-        slot: words for one rank.
+        size: words for one rank.
     """
 
-    memory: Tensor
-    handle: Any
-    peers: Tensor
+    shared: Shared
     calls: Tensor
-    slot: int
+    size: int
 
 
 #: By group and device; a graph that was captured goes on using those that it was captured with.
 _held: dict[tuple[str, torch.device], list[_Buffers]] = {}
-_available: dict[str, bool] = {}
-
-
-@constant
-def available(name: str) -> bool:
-    """Whether the ranks of group ``name`` can write into each other's GPUs: they try it, once, at the same call."""
-    known = _available.get(name)
-    if known is not None or not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
-        return bool(known)
-    group = resolve(_OP, name)
-    if group.size > 1 and "nccl" in dist.get_backend_config(process_group(name)):
-        hosts = exchange_texts(_OP, group, f"host {socket.gethostname()}")
-        _available[name] = len(set(hosts)) == 1 and _all_can(group)
-    return _available.setdefault(name, False)
-
-
-def _all_can(group: Group) -> bool:
-    device = torch.device("cuda", torch.cuda.current_device())
-    try:
-        with compat.without_fake_tensors():
-            _buffers(group, 1, device)
-        tried = "works"
-    except RuntimeError as failure:
-        tried = str(failure)
-    return set(exchange_texts(_OP, group, tried)) == {"works"}
 
 
 def _buffers(group: Group, words: int, device: torch.device) -> _Buffers:
     held = _held.setdefault((group.name, device), [])
-    if not held or held[-1].slot < words:
+    if not held or held[-1].size < words:
         if torch.cuda.is_current_stream_capturing():
             cure = "Run the layer once, with as many tokens, before the capture."
             raise fail(_OP, "transport", "one that has its buffers", "'symm' inside a CUDA graph's capture", cure)
@@ -80,26 +48,21 @@ def _buffers(group: Group, words: int, device: torch.device) -> _Buffers:
     return held[-1]
 
 
-def _make(group: Group, slot: int, device: torch.device) -> _Buffers:
+def _make(group: Group, size: int, device: torch.device) -> _Buffers:
     """A collective: every rank of the group comes here at the same call."""
-    from torch.distributed import _symmetric_memory as symmetric
-
     from moe_ops.kernels.triton.push import PROGRAMS, flag_words
 
-    memory = symmetric.empty(flag_words(group.size) + 2 * group.size * slot, dtype=torch.int32, device=device)
-    memory[: flag_words(group.size)].zero_()
-    torch.cuda.synchronize(device)
-    handle = symmetric.rendezvous(memory, process_group(group.name))
-    peers = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
-    dist.barrier(process_group(group.name))  # no rank writes a flag that another one is about to clear
-    return _Buffers(memory, handle, peers, torch.zeros(PROGRAMS, dtype=torch.int32, device=device), slot)
+    flags, end = flag_words(group.size), flag_words(group.size) + 2 * group.size * size
+    shared = share(group, flags, end + PROGRAMS, device)
+    calls = shared.memory[end : end + PROGRAMS].zero_()
+    return _Buffers(shared, calls, size)
 
 
-def _symm_exchange(tensors: list[Tensor], *, group: str, gather: bool) -> list[Tensor]:
-    from moe_ops.kernels.triton.push import exchange
+def exchange(tensors: list[Tensor], group: Group, gather: bool) -> list[Tensor]:
+    """As :func:`start`, by one kernel."""
+    from moe_ops.kernels.triton import push
 
-    members = resolve(_OP, group)
-    size = members.size
+    size = group.size
     sent, received = [], []
     for tensor in tensors:
         flat = tensor.reshape(1 if gather else size, -1)
@@ -108,8 +71,8 @@ def _symm_exchange(tensors: list[Tensor], *, group: str, gather: bool) -> list[T
         sent.append(flat.contiguous().view(torch.int32).view(-1))
         received.append(sent[-1].new_empty(sent[-1].shape[0] * (size if gather else 1)))
     words = sum((out.shape[0] // size + 3) // 4 * 4 for out in received)
-    held = _buffers(members, words, tensors[0].device)
-    exchange(held.peers, held.calls, size * held.slot, held.slot, sent, received, members.rank, gather)
+    held = _buffers(group, words, tensors[0].device)
+    push.exchange(held.shared.peers, held.calls, size * held.size, held.size, sent, received, group.rank, gather)
     return [_unpadded(out, tensor, size, gather) for out, tensor in zip(received, tensors, strict=True)]
 
 
@@ -121,20 +84,67 @@ def _unpadded(words: Tensor, tensor: Tensor, size: int, gather: bool) -> Tensor:
     return parts.view(-1, *tensor.shape[1:])
 
 
-def _symm_exchange_fake(tensors: list[Tensor], *, group: str, gather: bool) -> list[Tensor]:
+#: What was started and not waited for, by the address of its token: results, and what copy engines still read.
+_pending: dict[int, tuple[list[Tensor], slots.Arriving | None]] = {}
+
+
+def _symm_start(tensors: list[Tensor], *, group: str, gather: bool) -> Tensor:
+    members = resolve(_OP, group)
+    arriving = slots.start(_OP, [tensor.view(-1) for tensor in tensors], members, gather=gather)
+    if arriving is None:
+        received = exchange(tensors, members, gather)
+    else:
+        received = [out.view(-1, *tensor.shape[1:]) for out, tensor in zip(arriving.tensors, tensors, strict=True)]
+    token = tensors[0].new_empty(1)
+    _pending[token.data_ptr()] = received, arriving
+    return token
+
+
+def _symm_start_fake(tensors: list[Tensor], *, group: str, gather: bool) -> Tensor:
+    return tensors[0].new_empty(1)
+
+
+def _symm_wait(token: Tensor, tensors: list[Tensor], *, group: str, gather: bool) -> list[Tensor]:
+    received, arriving = _pending.pop(token.data_ptr())
+    if arriving is not None:
+        torch.cuda.current_stream(token.device).wait_event(arriving.event)
+    return received
+
+
+def _symm_wait_fake(token: Tensor, tensors: list[Tensor], *, group: str, gather: bool) -> list[Tensor]:
     size = resolve(_OP, group).size if gather else 1
     return [tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:]) for tensor in tensors]
 
 
 _library = torch.library.Library("moe_ops", "FRAGMENT")
-_library.define(
-    "symm_exchange(Tensor[] tensors, *, str group, bool gather) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,)
-)
-_library.impl("symm_exchange", _symm_exchange, "CUDA")
-torch.library.register_fake("moe_ops::symm_exchange", _symm_exchange_fake, lib=_library)
+_OPTIONS = "str group, bool gather"
+#: The wait has the tensors, too: so that their memory is theirs until all of it has gone.
+for _schema in (
+    f"symm_start(Tensor[] tensors, *, {_OPTIONS}) -> Tensor",
+    f"symm_wait(Tensor token, Tensor[] tensors, *, {_OPTIONS}) -> Tensor[]",
+):
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+_library.impl("symm_start", _symm_start, "CUDA")
+_library.impl("symm_wait", _symm_wait, "CUDA")
+torch.library.register_fake("moe_ops::symm_start", _symm_start_fake, lib=_library)
+torch.library.register_fake("moe_ops::symm_wait", _symm_wait_fake, lib=_library)
 
 
-def start(tensors: list[Tensor], group: Group, *, gather: bool) -> list[Tensor]:
-    """Bytes of every rank's tensors, ``[W * T, ...]``; unless ``gather``, blocks of ``[W * C, ...]`` in rank order."""
-    received: list[Tensor] = torch.ops.moe_ops.symm_exchange(tensors, group=group.name, gather=gather)
+def start(tensors: list[Tensor], group: Group, *, gather: bool) -> Tensor:
+    """Start to exchange bytes.
+
+    Args:
+        tensors: uint8, contiguous, not to be changed before :func:`wait`.
+        gather: every rank gets the same; else blocks ``[W * C, ...]`` in rank order.
+
+    Returns:
+        What :func:`wait` asks for, once.
+    """
+    token: Tensor = torch.ops.moe_ops.symm_start(tensors, group=group.name, gather=gather)
+    return token
+
+
+def wait(token: Tensor, tensors: list[Tensor], group: Group, *, gather: bool) -> list[Tensor]:
+    """Bytes of every rank's ``tensors`` of :func:`start`, ``[W * T, ...]`` or ``[W * C, ...]`` in rank order."""
+    received: list[Tensor] = torch.ops.moe_ops.symm_wait(token, tensors, group=group.name, gather=gather)
     return received

@@ -45,7 +45,7 @@ from moe_ops.kernels.triton import (
 from moe_ops.kernels.triton.expert_mm import batched_mm as launch_batched_mm
 from moe_ops.kernels.triton.expert_mm import grouped_mm as launch_grouped_mm
 from moe_ops.kernels.triton.launch import ExpertMM
-from moe_ops.kernels.triton.layer import Layer, blocks_for, fit, pdl_launches, plans_for
+from moe_ops.kernels.triton.layer import Ends, Layer, blocks_for, fit, pdl_launches, plans_for
 from moe_ops.kernels.triton.record import Recorder
 from moe_ops.kernels.triton.util import INTERPRETED, unit_stride
 from moe_ops.plans import LayerKey, Plan, bucket
@@ -212,6 +212,12 @@ def fused_experts(call: ExpertsCall) -> Tensor:
         return x.new_empty(x.shape, dtype=call.out_dtype)
     layer, plan = _layer(call)
     return layer.run(plan, call.hidden_states, call.topk_weights, call.topk_ids)
+
+
+def fused_experts_between(call: ExpertsCall, arrive: Callable[[], None], deliver: Callable[..., None]) -> None:
+    """A layer on tokens that are still arriving, whose results are delivered; see :func:`moe_ops.choice.between`."""
+    layer, plan = _layer(call)
+    layer.run_between(plan, call.hidden_states, call.topk_weights, call.topk_ids, Ends(arrive, deliver))
 
 
 def _layer(call: LayerCall) -> tuple[Layer, Plan]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from moe_ops.groups import resolve
 E, K, H, I = 16, 4, 512, 256
 TRANSPORTS = ("gather", "symm", "all_to_all", "replicated")
 TOKENS = (0, 1, 3, 64, 300)  # of a rank
+LARGE = 10007  # of a rank: rows that copy engines move, in fp8, too
 Batch = tuple[Tensor, Tensor, Tensor]
 
 
@@ -78,10 +79,18 @@ def seen(tensors: tuple[Tensor, ...], transport: str) -> tuple[Tensor, ...]:
     return tuple(tensor[dist.get_rank() * size : (dist.get_rank() + 1) * size].contiguous() for tensor in tensors)
 
 
-def equal_to_one(transport: str, scheme: str | None) -> None:
+def compiled_first() -> None:
+    """The first call of a process may be a compiled one, which tries and makes what the transport needs."""
+    layer, batch = Layer(), seen(batch_of(LARGE, 5), "symm")
+    with torch.no_grad():
+        got = torch.compile(layer.spread, fullgraph=True, dynamic=False)(batch, None)
+    assert torch.equal(got, layer.spread(batch, "symm"))
+
+
+def equal_to_one(transport: str, scheme: str | None, sizes: Sequence[int] = TOKENS) -> None:
     """As one GPU, but for the rounding of partial results to bf16."""
     layer = Layer(scheme)
-    for tokens in TOKENS:
+    for tokens in sizes:
         for experts in (E, E // dist.get_world_size()):
             batch = batch_of(tokens, tokens, experts=experts)
             (want,) = seen((layer.whole(batch),), transport)
@@ -95,12 +104,12 @@ def max_of(tensor: Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-def replays(transport: str, compiled: bool) -> None:
+def replays(transport: str, compiled: bool, tokens: int = 64) -> None:
     """A captured graph, replayed back to back with changing tokens and routing: bits of eager calls."""
     layer, function = Layer(), Layer().spread
     if compiled:
         function = torch.compile(function, fullgraph=True, dynamic=False)
-    batches = [seen(batch_of(64, seed, experts=E - seed % 5), transport) for seed in range(10)]
+    batches = [seen(batch_of(tokens, seed, experts=E - seed % 5), transport) for seed in range(10)]
     static = tuple(tensor.clone() for tensor in batches[0])
     graph, output = captured(lambda: function(static, transport))
     eager = [layer.spread(batch, transport) for batch in batches]
@@ -136,6 +145,45 @@ def kernels_alone(transport: str) -> None:
     assert len(exchanges) == {"all_to_all": 4, "replicated": 1}.get(transport, 2), names
 
 
+def copies_are_few() -> None:
+    """A large batch's graph has the copies of its rows: to the other ranks, its own, and from where they wrote."""
+    layer, batch = Layer(), seen(batch_of(LARGE, 0), "symm")
+    graph, _ = captured(lambda: layer.spread(batch, "symm"))
+    names = census.graph_kernel_names(graph)
+    assert names.count("memcpy") == 2 * dist.get_world_size() - 1 and "memset" not in names, names
+
+
+def steps_as_a_whole(scheme: str | None) -> None:
+    """prepare, experts and finalize give the bits of the layer, with other exchanges between their halves, compiled."""
+    layer, batch = Layer(scheme), seen(batch_of(LARGE, 2), "symm")
+    count, group = E // dist.get_world_size(), dist.group.WORLD
+    own = slice(dist.get_rank() * count, (dist.get_rank() + 1) * count)
+    weights = [weight[own] for weight in layer.weights]
+    scales = [[scale[own] for scale in scales] for scales in layer.scales]
+    options = {"scheme": scheme, "gate_up_scales": scales[0], "down_scales": scales[1]} if scheme else {}
+
+    def steps(x: Tensor, topk_weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        prepare = {"num_experts": E, "group": group, "transport": "symm", "scheme": scheme}
+        started = ep.prepare_start(x, topk_weights, ids, **prepare)
+        other = ep.prepare_start(x.flip(0), topk_weights.flip(0), ids.flip(0), **prepare)
+        results = []
+        for each in (started, other):
+            prepared = ep.prepare_wait(each)
+            results.append(ep.finalize_start(ep.experts(prepared, *weights, **options), prepared))
+        added = x.sin()
+        return ep.finalize_wait(results[0]), ep.finalize_wait(results[1], added)
+
+    with torch.no_grad():
+        want = layer.spread(batch, "symm")
+        for function in (steps, torch.compile(steps, fullgraph=True, dynamic=False)):
+            got, flipped = function(*batch)
+            assert torch.equal(got, want)
+            atol = 2 * 2**-8 * (max_of(want) + 1)
+            torch.testing.assert_close(
+                flipped.float(), want.flip(0).float() + batch[0].float().sin(), rtol=0, atol=atol
+            )
+
+
 def reduce_overhead(transport: str) -> None:
     """Inductor's own CUDA graphs hold the collectives: none skipped, bits of eager calls, over two sizes."""
     from torch._dynamo.utils import counters
@@ -151,9 +199,9 @@ def reduce_overhead(transport: str) -> None:
     assert not counters["inductor"]["cudagraph_skips"]
 
 
-def gradients(transport: str) -> None:
+def gradients(transport: str, tokens: int = 40) -> None:
     """Of tokens, routing weights and weights: those of one GPU."""
-    x, weights, ids = batch_of(40, 3)
+    x, weights, ids = batch_of(tokens, 3)
     layer = Layer()
     grad = torch.randn(x.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(9)).bfloat16()
     ones = [tensor.clone().requires_grad_() for tensor in (x, weights, *layer.weights)]
@@ -201,10 +249,25 @@ def exchanges_of_any_size() -> None:
                 torch.randint(0, 256, (size, sent, width), device="cuda", generator=generator, dtype=torch.uint8)
                 for width in widths
             ]
-            received = symmetric.start([tensor[rank] for tensor in tensors], group, gather=gather)
+            own = [tensor[rank] for tensor in tensors]
+            received = symmetric.wait(symmetric.start(own, group, gather=gather), own, group, gather=gather)
             for tensor, got in zip(tensors, received, strict=True):
                 want = tensor if gather else tensor.view(size, size, rows, -1)[:, rank]
                 assert torch.equal(got, want.reshape(got.shape)), f"call {number}, {rows} rows"
+
+
+def many_under_way() -> None:
+    """Exchanges that begin before earlier ones are waited for, which are waited for in another order."""
+    group, size, rank = resolve("test", dist.group.WORLD), dist.get_world_size(), dist.get_rank()
+    generator = torch.Generator("cuda").manual_seed(0)
+    tensors = [
+        torch.randint(0, 256, (size, rows, 4096), device="cuda", generator=generator, dtype=torch.uint8)
+        for rows in (2048, 3, 1500, 4000, 7)
+    ]
+    tokens = [symmetric.start([tensor[rank]], group, gather=True) for tensor in tensors]
+    for number in (3, 0, 4, 2, 1):
+        (got,) = symmetric.wait(tokens[number], [tensors[number][rank]], group, gather=True)
+        assert torch.equal(got, tensors[number].flatten(0, 1)), f"exchange {number}"
 
 
 def chosen_by_default() -> None:
@@ -228,6 +291,7 @@ def disagreement() -> None:
 
 def checks() -> Iterator[tuple[str, Callable[[], None]]]:
     """Name and check, in the order in which all ranks run them."""
+    yield "compiled first", compiled_first
     yield "default transport", chosen_by_default
     for transport in TRANSPORTS:
         for scheme in (None, "fp8_block128"):
@@ -238,8 +302,17 @@ def checks() -> Iterator[tuple[str, Callable[[], None]]]:
             yield f"replays [{transport}-{way}]", lambda t=transport, w=way: replays(t, w == "compiled")
     for transport in ("gather", "symm"):
         yield f"reduce-overhead [{transport}]", lambda t=transport: reduce_overhead(t)
+    for scheme in (None, "fp8_block128"):
+        name = scheme or "bf16"
+        yield f"large batch, equal to one GPU [{name}]", lambda s=scheme: equal_to_one("symm", s, (4096, LARGE))
+        yield f"large batch, steps as a whole [{name}]", lambda s=scheme: steps_as_a_whole(s)
+    for way in ("eager", "compiled"):
+        yield f"large batch, replays [{way}]", lambda w=way: replays("symm", w == "compiled", LARGE)
+    yield "large batch, gradients", lambda: gradients("symm", LARGE)
+    yield "large batch, copies are few", copies_are_few
     yield "larger buffers", larger_buffers
     yield "exchanges of any size", exchanges_of_any_size
+    yield "many under way", many_under_way
     yield "unequal tokens", disagreement
 
 

@@ -17,6 +17,23 @@ from moe_ops.kernels.triton.util import (
 )
 
 
+@triton.jit
+def sum_of_pairs(
+    rows_ptr, weights_ptr, pair_to_row_ptr, t, h, R, H, stride_r, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr
+):  # fmt: skip
+    """Columns h of token t in fp32: its TOP_K rows, k ascending. A pair outside [0, R) loads nothing."""
+    acc = tl.zeros([BLOCK_H], tl.float32)
+    for k in tl.static_range(TOP_K):
+        row = tl.load(pair_to_row_ptr + t * TOP_K + k)
+        kept = (row >= 0) & (row < R)
+        y = tl.load(rows_ptr + row.to(tl.int64) * stride_r + h, mask=kept & (h < H), other=0.0).to(tl.float32)
+        if weights_ptr is None:
+            acc += y
+        else:
+            acc += y * tl.where(kept, tl.load(weights_ptr + t * TOP_K + k).to(tl.float32), 0.0)
+    return acc
+
+
 @triton.jit(do_not_specialize=["R"])
 def _combine_kernel(
     rows_ptr,
@@ -42,15 +59,7 @@ def _combine_kernel(
     pdl_release(PDL)
     t = tl.program_id(0)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    acc = tl.zeros([BLOCK_H], tl.float32)
-    for k in tl.static_range(TOP_K):
-        row = tl.load(pair_to_row_ptr + t * TOP_K + k)
-        kept = (row >= 0) & (row < R)
-        y = tl.load(rows_ptr + row.to(tl.int64) * stride_r + h, mask=kept & (h < H), other=0.0).to(tl.float32)
-        if weights_ptr is None:
-            acc += y
-        else:
-            acc += y * tl.where(kept, tl.load(weights_ptr + t * TOP_K + k).to(tl.float32), 0.0)
+    acc = sum_of_pairs(rows_ptr, weights_ptr, pair_to_row_ptr, t, h, R, H, stride_r, TOP_K, BLOCK_H)
     if added_ptr is not None:
         acc += tl.load(added_ptr + t.to(tl.int64) * stride_added + h, mask=h < H, other=0.0).to(tl.float32)
     tl.store(out_ptr + t.to(tl.int64) * H + h, round_to(acc, out_ptr.dtype.element_ty), mask=h < H)

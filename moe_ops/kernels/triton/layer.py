@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -59,6 +61,17 @@ def pdl_launches(device: torch.device) -> bool:
     return not INTERPRETED.value and gpu_of(device)[1] >= FIRST_CAPABILITY["dependent_launch"]
 
 
+class Ends(NamedTuple):
+    """Both ends of a layer whose tokens come from other GPUs and go back there, as `moe_ops.choice.between` says."""
+
+    arrive: Callable[[], None]
+    deliver: Callable[..., None]
+
+
+#: Makes the tokens' results of rows, the row of every pair, and the weights.
+Collect = Callable[[Tensor, Tensor, Tensor | None], Any]
+
+
 @dataclass(frozen=True)
 class Layer:
     """One layer's experts and the options that no plan changes.
@@ -80,9 +93,8 @@ class Layer:
 
     def run(self, plan: Plan, hidden_states: Operand, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """[T, H] of hidden_states [T, H] routed by topk_weights, topk_ids [T, K], with the kernels of `plan`."""
-        rows = unit_stride(hidden_states.data)
-        stored = tuple(scale.contiguous() for scale in hidden_states.scales)
-        hidden_states = Operand(rows, hidden_states.scheme, stored)
+        hidden_states = _unit_stride(hidden_states)
+        rows = hidden_states.data
         if plan.sequence == "small" and small.refuses(self.up, self.down, plan.configs, self.weight_on_input):
             sizes = (self.up.num_experts, topk_ids.shape[1], self.up.in_features, self.up.out_features)
             key = plans.LayerKey(self.scheme, "grouped", *sizes, self.up.glu != NOT_GATED.value)
@@ -91,15 +103,34 @@ class Layer:
             return self._small(plan, hidden_states, topk_weights, topk_ids)
         if plan.sequence == "batched":
             return self._batched(plan, hidden_states, topk_weights, topk_ids)
-        step = self._tokens_per_pass(plan, topk_ids)
-        if step >= rows.shape[0]:
+        if self._tokens_per_pass(plan, topk_ids) >= rows.shape[0]:
             return self._grouped(plan, hidden_states, topk_weights, topk_ids)
         out = rows.new_empty((rows.shape[0], self.down.out_features), dtype=self.down.out_dtype)
-        for start in range(0, rows.shape[0], step):
-            part = slice(start, start + step)
-            tokens = Operand(rows[part], hidden_states.scheme, tuple(scale[part] for scale in stored))
-            self._grouped(plan, tokens, topk_weights[part], topk_ids[part], out[part])
+        for first, tokens, *routing in self._passes(plan, hidden_states, topk_weights, topk_ids):
+            self._grouped(plan, tokens, *routing, self._combined(out[first : first + tokens.data.shape[0]]))
         return out
+
+    def run_between(
+        self, plan: Plan, hidden_states: Operand, topk_weights: Tensor, topk_ids: Tensor, ends: Ends
+    ) -> None:
+        """As `run`, of tokens that arrive while they are sorted, if the plan sorts any; results are delivered."""
+        if plan.sequence != "grouped":
+            ends.arrive()
+            ends.deliver(self.run(plan, hidden_states, topk_weights, topk_ids), None, None, first=0)
+            return
+        for first, tokens, *routing in self._passes(plan, _unit_stride(hidden_states), topk_weights, topk_ids):
+            self._grouped(plan, tokens, *routing, partial(ends.deliver, first=first), ends.arrive)
+
+    def _passes(
+        self, plan: Plan, hidden_states: Operand, topk_weights: Tensor, topk_ids: Tensor
+    ) -> Iterator[tuple[int, Operand, Tensor, Tensor]]:
+        """Parts of a batch that go through the experts one after the other: the first token, tokens and routing."""
+        step = self._tokens_per_pass(plan, topk_ids)
+        for first in range(0, topk_ids.shape[0], step):
+            part = slice(first, first + step)
+            scales = tuple(scale[part] for scale in hidden_states.scales)
+            tokens = Operand(hidden_states.data[part], hidden_states.scheme, scales)
+            yield first, tokens, topk_weights[part], topk_ids[part]
 
     def _tokens_per_pass(self, plan: Plan, topk_ids: Tensor) -> int:
         copied = self._row_bytes(self.up.in_features) if self._copies_rows(plan, topk_ids) else 0
@@ -117,7 +148,8 @@ class Layer:
         return stored * self.form.dtype.itemsize + scales * self.form.scale_dtype.itemsize
 
     def _small(self, plan: Plan, hidden_states: Operand, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
-        rows, rows_scale = self._quantized(hidden_states)
+        pdl = pdl_launches(hidden_states.data.device)
+        rows, rows_scale = self._quantized(hidden_states, pdl)
         return small.small_experts(
             rows,
             topk_weights.contiguous(),
@@ -127,38 +159,54 @@ class Layer:
             plan.configs,
             expert_map=self.expert_map,
             weight_on_input=self.weight_on_input,
-            pdl=pdl_launches(rows.device),
+            pdl=pdl,
             load=self.load,
         )
 
-    def _quantized(self, rows: Operand) -> tuple[Tensor, Tensor | None]:
+    def _quantized(self, rows: Operand, pdl: bool) -> tuple[Tensor, Tensor | None]:
         """Rows and their scales as the products take them."""
         if self.quantizes and not rows.scales:
-            return act_quant.quantize_rows(rows.data, self.form, pdl=pdl_launches(rows.data.device))
+            return act_quant.quantize_rows(rows.data, self.form, pdl=pdl)
         return rows.data, rows.scales[0] if rows.scales else None
 
+    def _combined(self, out: Tensor | None = None) -> Collect:
+        """The results in order of tokens, written to `out` if given."""
+        return partial(combine.combine, out=out, pdl=pdl_launches(self.down.weight.device))
+
     def _grouped(
-        self, plan: Plan, hidden_states: Operand, topk_weights: Tensor, topk_ids: Tensor, out: Tensor | None = None
-    ) -> Tensor:
+        self,
+        plan: Plan,
+        hidden_states: Operand,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        collect: Collect | None = None,
+        arrive: Callable[[], None] | None = None,
+    ) -> Any:
         rows, copied = hidden_states.data, self._copies_rows(plan, topk_ids)
         pdl, (before, after) = pdl_launches(rows.device), self._weights(topk_weights)
         static, top_k = self.up.operand.static, topk_ids.shape[1]
         beside = None if copied or hidden_states.scales else act_quant.beside(rows, self.form)
         sorting = (topk_ids, self.up.num_experts, self.expert_map)
+        if arrive is not None and beside is not None:
+            arrive()  # the sort's kernel quantises the tokens
         offsets, row_to_pair, pair_to_row = permute.sort_pairs(*sorting, pdl=pdl, rows=beside, load=self.load)
+        if arrive is not None:
+            arrive()
+            pdl = False  # what is next waits for more than the kernel before it
         if static is not None:
             pairs = (row_to_pair, top_k)
             if before is not None:
                 rows, pairs = permute.gather_rows(rows, pair_to_row, before, pdl=pdl), None
             gather, tokens = None, act_quant.quantize_static(rows, offsets, static, self.form, pairs, pdl=pdl)
         elif copied:
-            gather, tokens = None, self._sorted(hidden_states, pair_to_row, before)
+            gather, tokens = None, self._sorted(hidden_states, pair_to_row, before, pdl)
         else:
             gather = row_to_pair
-            tokens = self._quantized(hidden_states) if beside is None else (beside.quantized, beside.scale)
-        h = self._gemm_1(plan, Routed(after, None, offsets, gather, pair_to_row, *tokens))
+            tokens = self._quantized(hidden_states, pdl) if beside is None else (beside.quantized, beside.scale)
+        h = self._gemm_1(plan, Routed(after, None, offsets, gather, pair_to_row, *tokens), pdl)
         del tokens  # copies of many rows: their memory is GEMM 2's
-        return self._gemm_2(plan, *h, offsets, pair_to_row, after, out)
+        y = self._gemm_2(plan, *h, offsets, pair_to_row)
+        return (collect or self._combined())(y, pair_to_row, after)
 
     def _copies_rows(self, plan: Plan, topk_ids: Tensor) -> bool:
         """Whether GEMM 1 reads sorted copies of the tokens: where they carry the routing weights, or are quantised and
@@ -174,10 +222,10 @@ class Layer:
         return self.weight_on_input or (self.quantizes and plan.configs[0].a_tma and not few)
 
     def _sorted(
-        self, hidden_states: Operand, pair_to_row: Tensor, topk_weights: Tensor | None
+        self, hidden_states: Operand, pair_to_row: Tensor, topk_weights: Tensor | None, pdl: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Tokens by expert, times `topk_weights` if given, and their scales, as the products take them."""
-        rows, pdl = hidden_states.data, pdl_launches(pair_to_row.device)
+        rows = hidden_states.data
         if not self.quantizes or hidden_states.scales:
             made = [permute.gather_rows(rows, pair_to_row, topk_weights, pdl=pdl)]
             made += [permute.gather_rows(scale, pair_to_row, pdl=pdl) for scale in hidden_states.scales]
@@ -204,36 +252,27 @@ class Layer:
             **routing,
         )
         if grouped:
-            h = self._gemm_1(plan, routed)
-            return self._gemm_2(plan, *h, routed.offsets, routed.pair_to_row, routed.topk_weights)
+            h = self._gemm_1(plan, routed, pdl_launches(hidden_states.device))
+            y = self._gemm_2(plan, *h, routed.offsets, routed.pair_to_row)
+            return self._combined()(y, routed.pair_to_row, routed.topk_weights)
         scales = () if routed.tokens_scale is None else (routed.tokens_scale,)
         tokens = Operand(routed.tokens, self.form, scales)
         return self.run(plan, tokens, routed.topk_weights, routed.topk_ids)
 
-    def _gemm_1(self, plan: Plan, routed: Routed) -> tuple[Tensor, Tensor]:
+    def _gemm_1(self, plan: Plan, routed: Routed, pdl: bool) -> tuple[Tensor, Tensor]:
         """Activated rows by expert and their scales, of rows that `routed.row_to_pair` gathers from tokens, or of
         sorted rows.
         """
-        pdl, pairs = pdl_launches(routed.tokens.device), routed.pair_to_row
+        pairs = routed.pair_to_row
         up, rows = replace(self._first(), rows_scale=routed.tokens_scale), {"num_rows": pairs.numel(), "pdl": pdl}
         gather = {"row_to_pair": routed.row_to_pair, "top_k": 0 if routed.row_to_pair is None else pairs.shape[1]}
         return launch_grouped_mm(routed.tokens, up, routed.offsets, fit(plan.configs[0], up), **gather, **rows)
 
-    def _gemm_2(
-        self,
-        plan: Plan,
-        h: Tensor,
-        h_scale: Tensor,
-        offsets: Tensor,
-        pair_to_row: Tensor,
-        topk_weights: Tensor | None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """The tokens' results, from the rows of GEMM 1."""
+    def _gemm_2(self, plan: Plan, h: Tensor, h_scale: Tensor, offsets: Tensor, pair_to_row: Tensor) -> Tensor:
+        """The experts' results, from the rows of GEMM 1."""
         rows: dict[str, Any] = {"num_rows": pair_to_row.numel(), "pdl": pdl_launches(h.device)}
         down = self._second(h_scale)
-        y, _ = launch_grouped_mm(h, down, offsets, fit(plan.configs[1], down), **rows)
-        return combine.combine(y, pair_to_row, topk_weights, out=out, pdl=rows["pdl"])
+        return launch_grouped_mm(h, down, offsets, fit(plan.configs[1], down), **rows)[0]
 
     def _batched(self, plan: Plan, hidden_states: Operand, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         pdl, (before, after) = pdl_launches(hidden_states.data.device), self._weights(topk_weights)
@@ -294,6 +333,10 @@ class Layer:
     def _second(self, h_scale: Tensor) -> ExpertMM:
         """GEMM 2 on the rows that GEMM 1 left."""
         return replace(self.down, rows_scale=h_scale) if self.quantizes else self.down
+
+
+def _unit_stride(tokens: Operand) -> Operand:
+    return Operand(unit_stride(tokens.data), tokens.scheme, tuple(scale.contiguous() for scale in tokens.scales))
 
 
 def fit(tile: MMConfig, mm: ExpertMM) -> MMConfig:

@@ -1,0 +1,101 @@
+"""A layer over GPUs that write into each other's memory, as one operator where nobody differentiates.
+
+It computes what :mod:`moe_ops.ep` composes for ``transport="symm"``. A large batch is sorted while its tokens are still
+on their way, by their ids, which come first; and sums over pairs are written straight to the GPU that their token
+belongs to, while other programs of the same kernel sum the tokens of this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ops import choice, debugging, slots, symmetric
+from moe_ops.groups import Group, resolve
+from moe_ops.ops import SCHEMAS, SIGNATURES, call, parse, run
+
+_OP = "fused_experts"
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _experts_across(*args: Any, group: str, wire_scheme: str | None, **options: Any) -> Tensor:
+    members, given = resolve(_OP, group), SIGNATURES[_OP].bind(args, options)
+    tokens, width = given["hidden_states"].shape
+    if tokens == 0:  # an empty tensor of the right dtype
+        return _experts_across_fake(*args, group=group, wire_scheme=wire_scheme, **options)
+    rows = [given["hidden_states"]]
+    if wire_scheme is not None:
+        rows = list(run("quantize_rows", rows[0], scheme=wire_scheme))
+    routing = [given["topk_weights"], given["topk_ids"]]
+    sizes = [_bytes(row).numel() for row in rows]
+    if sum(sizes) < slots.LARGE:
+        received = _received(
+            symmetric.exchange([_bytes(one) for one in (*rows, *routing)], members, True), rows, routing
+        )
+        given |= _named(received, members, given["gate_up_proj"].shape[0])
+        tensors = [given.pop(name) for name in SIGNATURES[_OP].positional]
+        result = run(_OP, *tensors, **given)
+        parts = symmetric.exchange([_bytes(result)], members, False)[0].view(result.dtype)
+        return _sum(parts.view(members.size, tokens, width))
+    needed = max(slots.part_of(sizes), 4 * tokens * width)
+    held = slots.slots_for(_OP, members, needed, rows[0].device)
+    arriving = held.start([_bytes(row).view(-1) for row in rows], gather=True, results=True)
+    ids = symmetric.exchange([_bytes(one) for one in routing], members, True)
+    given |= _named(_received([*arriving.tensors, *ids], rows, routing), members, given["gate_up_proj"].shape[0])
+    layer: Any = parse(_OP, **given)
+    if debugging.active():
+        debugging.check(layer)
+    choice.between(
+        layer,
+        partial(torch.cuda.current_stream(rows[0].device).wait_event, arriving.event),
+        partial(held.deliver, tokens=tokens),
+    )
+    return held.results(tokens, width, layer.out_dtype)
+
+
+def _sum(parts: Tensor) -> Tensor:
+    from moe_ops.kernels.triton.deliver import sum_parts
+
+    total: Tensor = sum_parts(parts)
+    return total
+
+
+def _received(tensors: Sequence[Tensor], rows: Sequence[Tensor], routing: Sequence[Tensor]) -> list[Tensor]:
+    """Bytes of all ranks as the tensors that each sent."""
+    sent = (*rows, *routing)
+    return [there.view(-1).view(own.dtype).view(-1, *own.shape[1:]) for there, own in zip(tensors, sent, strict=True)]
+
+
+def _named(received: Sequence[Tensor], group: Group, held: int) -> dict[str, Any]:
+    """Arguments of the local layer: ids of experts held elsewhere are out of its range, where they are no pairs."""
+    ids = received[-1].sub_(group.rank * held)
+    if debugging.active():
+        ids.masked_fill_((ids < 0) | (ids >= held), -1)
+    named = {"hidden_states": received[0], "topk_weights": received[-2], "topk_ids": ids}
+    return named if len(received) == 3 else named | {"hidden_states_scale": received[1]}
+
+
+def _experts_across_fake(*args: Any, group: str, wire_scheme: str | None, **options: Any) -> Tensor:
+    given = SIGNATURES[_OP].bind(args, options)
+    shape = given["hidden_states"].shape
+    if wire_scheme is not None:
+        given["hidden_states"], given["hidden_states_scale"] = call(
+            "quantize_rows", given["hidden_states"], scheme=wire_scheme
+        )
+    layer: Any = parse(_OP, **given)
+    result: Tensor = given["hidden_states"].new_empty(shape, dtype=layer.out_dtype)
+    return result
+
+
+_SCHEMA = SCHEMAS[_OP].removesuffix(") -> Tensor") + ", str group, str? wire_scheme) -> Tensor"
+_library = torch.library.Library("moe_ops", "FRAGMENT")
+_library.define(f"experts_across{_SCHEMA}", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+_library.impl("experts_across", _experts_across, "CUDA")
+torch.library.register_fake("moe_ops::experts_across", _experts_across_fake, lib=_library)

@@ -1,0 +1,79 @@
+"""Memory of every GPU of a group that the group's other GPUs write to."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_ops import compat
+from moe_ops.agreement import exchange_texts
+from moe_ops.groups import Group, constant, process_group, resolve
+
+
+class Shared(NamedTuple):
+    """What a group's ranks share.
+
+    Attributes:
+        memory: int32, this rank's buffer.
+        handle: of torch's symmetric memory; kept alive.
+        buffers: every rank's memory, as this process reaches it.
+        peers: int64 ``[W]``, the addresses of these.
+    """
+
+    memory: Tensor
+    handle: Any
+    buffers: list[Tensor]
+    peers: Tensor
+
+
+def share(group: Group, zeros: int, words: int, device: torch.device) -> Shared:
+    """Buffers of as many words on every rank, the first ``zeros`` of them 0. A collective.
+
+    The addresses are kept behind them: memory of torch's own allocator may belong to a CUDA graph.
+    """
+    from torch.distributed import _symmetric_memory as symmetric
+
+    words = -(-words // 4) * 4
+    memory = symmetric.empty(words + 2 * group.size, dtype=torch.int32, device=device)
+    memory[:zeros].zero_()
+    torch.cuda.synchronize(device)
+    handle = symmetric.rendezvous(memory, process_group(group.name))
+    peers = memory[words:].view(torch.int64)
+    peers.copy_(torch.tensor(handle.buffer_ptrs, dtype=torch.int64))
+    buffers = [
+        memory if rank == group.rank else handle.get_buffer(rank, memory.shape, memory.dtype)
+        for rank in range(group.size)
+    ]
+    dist.barrier(process_group(group.name))  # no rank writes a flag that another one is about to clear
+    return Shared(memory, handle, buffers, peers)
+
+
+_available: dict[str, bool] = {}
+
+
+@constant
+def available(op: str, name: str) -> bool:
+    """Whether the ranks of group ``name`` can write into each other's GPUs: they try it, once, at the same call."""
+    known = _available.get(name)
+    if known is not None or not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
+        return bool(known)
+    group = resolve(op, name)
+    if group.size > 1 and "nccl" in dist.get_backend_config(process_group(name)):
+        hosts = exchange_texts(op, group, f"host {socket.gethostname()}")
+        _available[name] = len(set(hosts)) == 1 and _all_can(op, group)
+    return _available.setdefault(name, False)
+
+
+def _all_can(op: str, group: Group) -> bool:
+    device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        with compat.without_fake_tensors():
+            share(group, 1, 1, device)
+        tried = "works"
+    except RuntimeError as failure:
+        tried = str(failure)
+    return set(exchange_texts(op, group, tried)) == {"works"}

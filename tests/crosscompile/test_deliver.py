@@ -1,0 +1,43 @@
+"""Sums that go to other GPUs, and their flags, for GPUs that are not there."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_ops.kernels.triton.combine import register_limit
+from moe_ops.kernels.triton.deliver import _await_kernel, _deliver_kernel, _sum_kernel, _tell_kernel
+from tests.crosscompile.compiling import CAPABILITIES, compile_kernel
+
+_FLAGS = {"peers": "*i64:16", "count": "*i32", "at": "i32"}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_flags_find_room_beside_a_product(capability: int) -> None:
+    """A warp of 32 registers each is what cuBLAS's products leave of a multiprocessor of Hopper's."""
+    constants = {"RANK": 1, "SIZE": 8}
+    tell = compile_kernel(_tell_kernel, _FLAGS, constants, capability=capability, num_warps=1)
+    wait = compile_kernel(_await_kernel, {**_FLAGS, "more": "i32"}, constants, capability=capability, num_warps=1)
+    assert tell.ptx_count(r"atom\.global\.sys\.release\.exch") == 7
+    assert wait.ptx_count(r"ld\.global\.sys\.acquire|atom\.global\.sys\.acquire") == 7
+    for kernel in (tell, wait):
+        assert kernel.registers <= 32 and kernel.stack == 0 and kernel.shared <= 1024
+
+
+@pytest.mark.parametrize("top_k", [1, 8])
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_sums_move_16_bytes(capability: int, top_k: int) -> None:
+    pairs = {"weights_ptr": "*fp32:16", "pair_to_row_ptr": "*i32:16"} if top_k > 1 else {}
+    signature = {"rows_ptr": "*bf16:16", **pairs, "peers": "*i64:16", "R": "i32", "H": "i32:16", "stride_r": "i32:16"}
+    signature |= {"tokens": "i32", "first": "i32", "number": "i32", "at": "i32:16"}
+    constants = {"RANK": 1, "SIZE": 2, "TOP_K": top_k, "BLOCK_H": 1024}
+    constants |= {} if pairs else {"weights_ptr": None, "pair_to_row_ptr": None}
+    limit = {"num_warps": 4, "maxnreg": register_limit(top_k, True)}
+    kernel = compile_kernel(_deliver_kernel, signature, constants, capability=capability, **limit)
+    assert kernel.stack == 0 and kernel.loads_16_bytes and kernel.stores_16_bytes
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_parts_are_added_16_bytes_at_a_time(capability: int) -> None:
+    signature = {"parts_ptr": "*bf16:16", "out_ptr": "*bf16:16", "T": "i32", "H": "i32:16"}
+    kernel = compile_kernel(_sum_kernel, signature, {"SIZE": 2, "BLOCK": 2048}, capability=capability, num_warps=8)
+    assert kernel.stack == 0 and kernel.loads_16_bytes and kernel.stores_16_bytes
