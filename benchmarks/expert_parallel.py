@@ -219,7 +219,7 @@ class Link:
     def __init__(self, rows: Tensor) -> None:
         group = resolve("benchmarks", dist.group.WORLD)
         words = rows.contiguous().view(torch.int32).view(-1)
-        self.shared = share(group, 0, group.size * words.numel(), rows.device)
+        self.shared = share(group, words.new_empty(0), group.size * words.numel(), rows.device)
         self.words, self.group = words, group
 
     def __call__(self) -> Tensor:

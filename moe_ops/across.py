@@ -44,9 +44,9 @@ def _experts_across(*args: Any, group: str, wire_scheme: str | None, **options: 
         result = run(_OP, *tensors, **given)
         parts = symmetric.exchange([_bytes(result)], members, False)[0].view(result.dtype)
         return _sum(parts.view(members.size, tokens, width))
-    needed = max(slots.part_of(sizes), 4 * tokens * width)
+    needed = max(slots.slot_bytes(sizes, members), slots.slot_bytes([4 * tokens * width], members))  # fp32 at most
     held = slots.slots_for(_OP, members, needed, rows[0].device)
-    arriving = held.start([_bytes(row).view(-1) for row in rows], gather=True, results=True)
+    arriving = held.start([_bytes(row).view(-1) for row in rows], gather=True, in_place=True)
     ids = symmetric.exchange([_bytes(one) for one in routing], members, True)
     given |= _named(_received([*arriving.tensors, *ids], rows, routing), members, given["gate_up_proj"].shape[0])
     layer: Any = parse(_OP, **given)
@@ -57,7 +57,7 @@ def _experts_across(*args: Any, group: str, wire_scheme: str | None, **options: 
         partial(torch.cuda.current_stream(rows[0].device).wait_event, arriving.event),
         partial(held.deliver, tokens=tokens),
     )
-    return held.results(tokens, width, layer.out_dtype)
+    return held.results(tokens, width, layer.out_dtype, arriving.release)
 
 
 def _sum(parts: Tensor) -> Tensor:

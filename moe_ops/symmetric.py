@@ -18,6 +18,7 @@ from moe_ops.symmetric_memory import Shared, share
 
 _OP = "ep.prepare"
 _LEAST = 1 << 18  # words of a part: one megabyte
+_WORTH_A_COPY = 1 << 20  # bytes of a tensor for one rank, beside others that copy engines move
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def _make(group: Group, size: int, device: torch.device) -> _Buffers:
     from moe_ops.kernels.triton.push import PROGRAMS, flag_words
 
     flags, end = flag_words(group.size), flag_words(group.size) + 2 * group.size * size
-    shared = share(group, flags, end + PROGRAMS, device)
+    shared = share(group, torch.zeros(flags, dtype=torch.int32), end + PROGRAMS, device)
     calls = shared.memory[end : end + PROGRAMS].zero_()
     return _Buffers(shared, calls, size)
 
@@ -90,13 +91,20 @@ _pending: dict[int, tuple[list[Tensor], slots.Arriving | None]] = {}
 
 def _symm_start(tensors: list[Tensor], *, group: str, gather: bool) -> Tensor:
     members = resolve(_OP, group)
-    arriving = slots.start(_OP, [tensor.view(-1) for tensor in tensors], members, gather=gather)
+    shares = 1 if gather else members.size
+    large = [number for number, tensor in enumerate(tensors) if tensor.numel() // shares >= _WORTH_A_COPY]
+    arriving = slots.start(_OP, [tensors[number].view(-1) for number in large], members, gather=gather)
     if arriving is None:
-        received = exchange(tensors, members, gather)
-    else:
-        received = [out.view(-1, *tensor.shape[1:]) for out, tensor in zip(arriving.tensors, tensors, strict=True)]
+        large = []
+    received: dict[int, Tensor] = {}
+    if arriving is not None:
+        for number, out in zip(large, arriving.tensors, strict=True):
+            received[number] = out.view(-1, *tensors[number].shape[1:])
+    small = [number for number in range(len(tensors)) if number not in large]
+    if small:
+        received |= zip(small, exchange([tensors[number] for number in small], members, gather), strict=True)
     token = tensors[0].new_empty(1)
-    _pending[token.data_ptr()] = received, arriving
+    _pending[token.data_ptr()] = [received[number] for number in range(len(tensors))], arriving
     return token
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from moe_ops import compat
 from moe_ops.agreement import exchange_texts
 from moe_ops.groups import Group, constant, process_group, resolve
+from moe_ops.stream_ops import submit, wait_equal, write
 
 
 class Shared(NamedTuple):
@@ -30,8 +31,8 @@ class Shared(NamedTuple):
     peers: Tensor
 
 
-def share(group: Group, zeros: int, words: int, device: torch.device) -> Shared:
-    """Buffers of as many words on every rank, the first ``zeros`` of them 0. A collective.
+def share(group: Group, front: Tensor, words: int, device: torch.device) -> Shared:
+    """Buffers of as many words on every rank, the first of which are those of ``front``. A collective.
 
     The addresses are kept behind them: memory of torch's own allocator may belong to a CUDA graph.
     """
@@ -39,7 +40,7 @@ def share(group: Group, zeros: int, words: int, device: torch.device) -> Shared:
 
     words = -(-words // 4) * 4
     memory = symmetric.empty(words + 2 * group.size, dtype=torch.int32, device=device)
-    memory[:zeros].zero_()
+    memory[: front.shape[0]].copy_(front)
     torch.cuda.synchronize(device)
     handle = symmetric.rendezvous(memory, process_group(group.name))
     peers = memory[words:].view(torch.int64)
@@ -72,7 +73,8 @@ def _all_can(op: str, group: Group) -> bool:
     device = torch.device("cuda", torch.cuda.current_device())
     try:
         with compat.without_fake_tensors():
-            share(group, 1, 1, device)
+            memory = share(group, torch.zeros(4, dtype=torch.int32), 4, device).memory
+            submit(torch.cuda.current_stream(device), [write(memory.data_ptr(), 1), wait_equal(memory.data_ptr(), 1)])
         tried = "works"
     except RuntimeError as failure:
         tried = str(failure)

@@ -1,9 +1,4 @@
-"""Sums of pairs written straight to the GPU that their token belongs to, and the flags that say what is there.
-
-A flag is a word in the memory of the rank that waits for it. It counts how often something was done: a use of a slot
-that was written (``ready``), or read again (``free``). Who does it and who waits for it count in words of their own, so
-a captured graph replays with what the counts have come to.
-"""
+"""Sums of pairs written straight to the GPU that their token belongs to, and what is made of them there."""
 
 from __future__ import annotations
 
@@ -14,47 +9,6 @@ from torch import Tensor
 
 from moe_ops.kernels.triton.combine import register_limit, sum_of_pairs
 from moe_ops.kernels.triton.util import cdiv, next_power_of_2, round_to, unit_stride
-
-
-@triton.jit(do_not_specialize=["at"])
-def _tell_kernel(peers, count, at, RANK: tl.constexpr, SIZE: tl.constexpr):
-    """One program: one more in `count`, which the other ranks read in word `at` + RANK of their buffers.
-
-    Whoever sees it sees what kernels and copies before this one wrote.
-    """
-    done = tl.load(count) + 1
-    tl.store(count, done)
-    for step in tl.static_range(1, SIZE):
-        flags = tl.load(peers + (RANK + step) % SIZE).to(tl.pointer_type(tl.int32))
-        tl.atomic_xchg(flags + at + RANK, done, sem="release", scope="sys")
-
-
-@triton.jit(do_not_specialize=["at", "more"])
-def _await_kernel(peers, count, at, more, RANK: tl.constexpr, SIZE: tl.constexpr):
-    """One program: until every other rank has told `count` + `more` in words `at` + rank of this buffer."""
-    wanted = tl.load(count) + more
-    here = tl.load(peers + RANK).to(tl.pointer_type(tl.int32))
-    for step in tl.static_range(1, SIZE):
-        flag = here + at + (RANK + step) % SIZE
-        while tl.atomic_add(flag, 0, sem="acquire", scope="sys") - wanted < 0:
-            pass
-
-
-def tell(peers: Tensor, count: Tensor, at: int, rank: int) -> None:
-    """Count one more, and tell the other ranks.
-
-    Args:
-        peers: int64 ``[W]``, addresses of the ranks' buffers.
-        count: int32, one word.
-        at: of the words in a buffer, one for each rank that tells.
-        rank: of this process.
-    """
-    _tell_kernel[(1,)](peers, count, at, RANK=rank, SIZE=peers.shape[0], num_warps=1)
-
-
-def wait_for(peers: Tensor, count: Tensor, at: int, rank: int, more: int = 0) -> None:
-    """Until the other ranks have told ``count + more``; arguments as :func:`tell`."""
-    _await_kernel[(1,)](peers, count, at, more, RANK=rank, SIZE=peers.shape[0], num_warps=1)
 
 
 @triton.jit(do_not_specialize=["R", "tokens", "first", "number"])
