@@ -206,7 +206,7 @@ def beside(tokens: Sequence[Tensor], weights: Sequence[Tensor], experts: int, sh
     options = {"num_experts": experts, "group": dist.group.WORLD, "transport": "symm"}
     preparing = ep.prepare_start(*tokens, **options)
     h = shared.first(tokens[0]) if between else None
-    prepared = ep.prepare_wait(preparing)
+    prepared = ep.prepare_wait(preparing, () if h is None else (h,))
     finalizing = ep.finalize_start(ep.experts(prepared, *weights), prepared)
     if h is not None:
         return ep.finalize_wait(finalizing, shared.second(h))

@@ -46,18 +46,14 @@ def _experts_across(*args: Any, group: str, wire_scheme: str | None, **options: 
         return _sum(parts.view(members.size, tokens, width))
     needed = max(slots.slot_bytes(sizes, members), slots.slot_bytes([4 * tokens * width], members))  # fp32 at most
     held = slots.slots_for(_OP, members, needed, rows[0].device)
-    arriving = held.start([_bytes(row).view(-1) for row in rows], gather=True, in_place=True)
+    arriving = held.start_tokens([_bytes(row).view(-1) for row in rows])
     ids = symmetric.exchange([_bytes(one) for one in routing], members, True)
     given |= _named(_received([*arriving.tensors, *ids], rows, routing), members, given["gate_up_proj"].shape[0])
     layer: Any = parse(_OP, **given)
     if debugging.active():
         debugging.check(layer)
-    choice.between(
-        layer,
-        partial(torch.cuda.current_stream(rows[0].device).wait_event, arriving.event),
-        partial(held.deliver, tokens=tokens),
-    )
-    return held.results(tokens, width, layer.out_dtype, arriving.release)
+    choice.between(layer, partial(held.arrive, arriving), partial(held.deliver, tokens=tokens))
+    return held.results(tokens, width, layer.out_dtype)
 
 
 def _sum(parts: Tensor) -> Tensor:

@@ -51,20 +51,20 @@ def kernel_names(function: Callable[..., Any], *args: Any, **kwargs: Any) -> lis
 
 def graph_kernel_names(graph: torch.cuda.CUDAGraph) -> list[str]:
     """The same list for a graph that was captured with `torch.cuda.CUDAGraph(keep_graph=True)`."""
-    from cuda.bindings import runtime
+    from cuda.bindings import driver, runtime
 
     handle = runtime.cudaGraph_t(graph.raw_cuda_graph())
     _, count = _checked(runtime.cudaGraphGetNodes(handle))
     nodes, count = _checked(runtime.cudaGraphGetNodes(handle, count))
-    kinds = runtime.cudaGraphNodeType
+    kinds = driver.CUgraphNodeType  # the runtime does not know what a stream itself does with memory
     names = []
     for node in nodes[:count]:
-        (kind,) = _checked(runtime.cudaGraphNodeGetType(node))
-        if kind == kinds.cudaGraphNodeTypeKernel:
+        (kind,) = _checked(driver.cuGraphNodeGetType(driver.CUgraphNode(int(node))))
+        if kind == kinds.CU_GRAPH_NODE_TYPE_KERNEL:
             names.append(_kernel_name(node))
-        elif kind == kinds.cudaGraphNodeTypeMemcpy:
+        elif kind == kinds.CU_GRAPH_NODE_TYPE_MEMCPY:
             names.append("memcpy")
-        elif kind == kinds.cudaGraphNodeTypeMemset:
+        elif kind == kinds.CU_GRAPH_NODE_TYPE_MEMSET:
             names.append("memset")
     return names
 

@@ -128,7 +128,7 @@ def between(call: ExpertsCall, arrive: Callable[[], None], deliver: Callable[...
     """A layer whose tokens come from other GPUs, and go back there.
 
     Args:
-        arrive: the stream waits for the tokens from there on; before it nothing may read them.
+        arrive: to be called once; the stream waits for the tokens from there on, before it nothing may read them.
         deliver: takes, in the place of the sums over pairs, rows, the row of each pair of some tokens (None: rows are
             in the tokens' order), the weights, and as ``first`` the number of the first of these tokens.
     """

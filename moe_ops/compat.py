@@ -13,11 +13,11 @@ import torch
 
 
 class _AfterImport(MetaPathFinder):
-    """Lets the other finders find one module, and has a callback run once after its import."""
+    """Lets the other finders find one module, and has callbacks run once after its import."""
 
-    def __init__(self, name: str, callback: Callable[[], None]) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.callback = callback
+        self.callbacks: list[Callable[[], None]] = []
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -53,7 +53,8 @@ class _Once(Loader):
         self.loader.exec_module(module)
         if self.finder in sys.meta_path:  # a spec may have been asked for, and kept, without an import
             sys.meta_path.remove(self.finder)
-            self.finder.callback()
+            for callback in self.finder.callbacks:
+                callback()
 
 
 def when_imported(name: str, callback: Callable[[], None]) -> None:
@@ -64,8 +65,12 @@ def when_imported(name: str, callback: Callable[[], None]) -> None:
     """
     if name in sys.modules:
         callback()
-    else:
-        sys.meta_path.insert(0, _AfterImport(name, callback))
+        return
+    finder = next((one for one in sys.meta_path if isinstance(one, _AfterImport) and one.name == name), None)
+    if finder is None:
+        finder = _AfterImport(name)
+        sys.meta_path.insert(0, finder)
+    finder.callbacks.append(callback)
 
 
 #: Enters the dispatcher below autograd, as autograd's own kernels do. Its Python part, and a second conversion of all
@@ -194,3 +199,41 @@ def with_aliases(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
     from torch.utils._python_dispatch import return_and_correct_aliasing
 
     return return_and_correct_aliasing(func, args, kwargs, result)
+
+
+def keep_between(wait: Any) -> None:
+    """Have Inductor leave what stands between a start and the wait for it there; once its lowerings are imported.
+
+    It orders kernels by the memory that they need, and what nobody asks for before the wait comes before the start, or
+    behind the wait. The first argument of ``wait`` is what the start returned, the third are tensors to be computed in
+    between.
+    """
+    from torch._inductor.lowering import fallback_handler, register_lowering
+    from torch._inductor.virtualized import V
+
+    def needed(names: Sequence[str]) -> dict[str, Any]:
+        """What makes these buffers, by name of the operation: all that is not a graph's input."""
+        graph: Any = V.graph
+        found, names = {}, list(names)
+        while names:
+            buffer = graph.name_to_buffer.get(names.pop())
+            operation = None if buffer is None else buffer.get_defining_op()
+            if operation is not None and operation.get_operation_name() not in found:
+                found[operation.get_operation_name()] = operation
+                names += operation.get_read_names()
+        return found
+
+    def lowered(token: Any, tensors: Any, after: Sequence[Any], **options: Any) -> Any:
+        graph: Any = V.graph
+        for tensor in after:
+            tensor.realize()
+        start, made = token.get_name(), [tensor.get_name() for tensor in after]
+        for name in needed(made).keys() - needed([start]).keys():
+            graph.additional_buffer_deps[name].add(start)
+        first = len(graph.operations)
+        result = fallback_handler(wait, add_to_fallback_set=False)(token, tensors, after, **options)
+        for operation in graph.operations[first:]:
+            graph.additional_buffer_deps[operation.get_operation_name()].update(made)
+        return result
+
+    register_lowering(wait, type_promotion_kind=None)(lowered)

@@ -21,6 +21,7 @@ halves, ``_start`` and ``_wait``: what stands between them overlaps with the exc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -119,6 +120,7 @@ _ACCEPTS = {
     "num_experts": accepts("int"), "transport": accepts("Optional[str]"), "scheme": accepts("Optional[str]"),
     "rank_capacity": accepts("Optional[int]"), "result": accepts("Tensor"), "added": accepts("Optional[Tensor]"),
     "prepared": Accepts((Prepared,), False, False, "a moe_ops.ep.Prepared", "Call moe_ops.ep.prepare first."),
+    "after": accepts("List[Tensor]"),
     "preparing": Accepts((Preparing,), False, False, "of moe_ops.ep.prepare_start", "Call it first."),
     "finalizing": Accepts((Finalizing,), False, False, "of moe_ops.ep.finalize_start", "Call it first."),
 }  # fmt: skip
@@ -292,13 +294,20 @@ def _by_rank(
     return [*rows, weights, torch.where(used.unsqueeze(-1), of_place, -1)], slots
 
 
-def prepare_wait(preparing: Preparing) -> Prepared:
-    """The second half of :func:`prepare`: the rows are there when it returns."""
-    _check("ep.prepare", preparing=preparing)
+def prepare_wait(preparing: Preparing, after: Sequence[Tensor] = ()) -> Prepared:
+    """The second half of :func:`prepare`: the rows are there when it returns.
+
+    Args:
+        preparing: of :func:`prepare_start`.
+        after: tensors that were computed between the halves. Compiled code moves computations about, past both halves
+            where it is told nothing; these it leaves between them ("symm").
+    """
+    _check("ep.prepare", preparing=preparing, after=after)
     received, sent, slots, name, transport, num_experts, quantised = preparing
     group = resolve("ep.prepare", name)
     if transport in ("gather", "symm"):
-        sent = [rows.flatten(0, 1) for rows in wait_all_gather(received, sent, group, direct=transport == "symm")]
+        there = wait_all_gather(received, sent, group, direct=transport == "symm", after=after)
+        sent = [rows.flatten(0, 1) for rows in there]
     elif transport == "all_to_all":
         sent = [wait_all_to_all(*pair, group).flatten(0, 1) for pair in zip(received, sent, strict=True)]
     rows, weights, ids = sent[0], sent[-2], sent[-1]
@@ -418,7 +427,7 @@ def _check_result(op: str, result: Tensor, prepared: Prepared) -> None:
 
 
 def finalize_wait(finalizing: Finalizing, added: Tensor | None = None) -> Tensor:
-    """The second half of :func:`finalize`."""
+    """The second half of :func:`finalize`; compiled code computes ``added`` between the halves ("symm")."""
     _check("ep.finalize", finalizing=finalizing, added=added)
     received, sent, prepared = finalizing
     group = resolve("ep.finalize", prepared.group)
@@ -426,7 +435,8 @@ def finalize_wait(finalizing: Finalizing, added: Tensor | None = None) -> Tensor
         return sent if added is None else sum_of_ranks(sent.unsqueeze(0), added)
     if prepared.transport == "replicated":
         return sum_of_ranks(wait_parts(received[0], sent, group), added)
-    parts = wait_all_to_all(received[0], sent, group, direct=prepared.transport == "symm")
+    after = () if added is None else (added,)
+    parts = wait_all_to_all(received[0], sent, group, direct=prepared.transport == "symm", after=after)
     if prepared.slots is None:
         return sum_of_ranks(parts, added)
     ones = torch.ones(prepared.slots.shape, device=parts.device)

@@ -121,20 +121,22 @@ class _Shared(torch.autograd.Function):
 
 
 def wait_all_gather(
-    received: list[Tensor], own: Sequence[Tensor], group: Group, *, direct: bool = False
+    received: list[Tensor], own: Sequence[Tensor], group: Group, *, direct: bool = False, after: Sequence[Tensor] = ()
 ) -> list[Tensor]:
     """``[W, T, ...]`` of what :func:`start_all_gather` started with ``own``; differentiable in it."""
     if own[0].shape[0] != 0 and direct:
-        received = symmetric.wait(received[0], [_bytes(tensor) for tensor in own], group, gather=True)
+        received = symmetric.wait(received[0], [_bytes(tensor) for tensor in own], group, gather=True, after=after)
     elif own[0].shape[0] != 0:
         received = [_C10D.wait_tensor(there) for there in received]
     return [_Gathered.apply(*pair, group) for pair in zip(received, own, strict=True)]  # type: ignore[no-untyped-call]
 
 
-def wait_all_to_all(received: Tensor, own: Tensor, group: Group, *, direct: bool = False) -> Tensor:
+def wait_all_to_all(
+    received: Tensor, own: Tensor, group: Group, *, direct: bool = False, after: Sequence[Tensor] = ()
+) -> Tensor:
     """``[W, C, ...]`` of what :func:`start_all_to_all` started with ``own``; differentiable in it."""
     if own.shape[1] != 0 and direct:
-        received = symmetric.wait(received, [_bytes(own).flatten(0, 1)], group, gather=False)[0]
+        received = symmetric.wait(received, [_bytes(own).flatten(0, 1)], group, gather=False, after=after)[0]
     elif own.shape[1] != 0:
         received = _C10D.wait_tensor(received)
     exchanged: Tensor = _Exchanged.apply(received, own, group)  # type: ignore[no-untyped-call]

@@ -1,9 +1,11 @@
 """Large exchanges among GPUs of one host: copy engines move the bytes, on streams of their own.
 
-No multiprocessor works for them, so what the caller runs meanwhile keeps its pace. Every rank has three slots that the
-others write to: two for copies, which calls take by turns, and one for the results of whole layers, which kernels
-write. Two words say of a slot and another rank whether it may be written (``free``: that rank has read what was there)
-and read (``ready``: that rank has written); who waits for a word takes it back, so that captured graphs replay.
+No multiprocessor works for them, so what the caller runs meanwhile keeps its pace. Every rank has slots that the others
+write to: two for copies, which calls take by turns, and two of whole layers: for their tokens, and for their results,
+which kernels write. A word says of a slot and another rank that it may be read (``ready``: that rank has written), for
+copies another one that it may be written (``free``: that rank has read what was there); who waits for a word takes it
+back, so that captured graphs replay. Layers need no second word: who has a rank's tokens knows that it is done with the
+results of the layer before, and who has its results that it is done with the tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from moe_ops.symmetric_memory import Shared, share
 #: Bytes for one rank from which copy engines move them. us of an exchange between two H100s: by one kernel 14 for 2 MiB
 #: and 80 for 16; by copies 46 for 16 and some 20 beside that, whatever the size.
 LARGE = 4 << 20
-_COPIES, _RESULTS = 2, 2  # how many slots are for copies; which one is for results
+_COPIES, _TOKENS, _RESULTS, _SLOTS = 2, 2, 3, 4  # how many are for copies; which are of layers; how many in all
 _READY, _FREE = 0, 1
 _ALIGNMENT = 256
 
@@ -35,13 +37,11 @@ class Arriving(NamedTuple):
         tensors: uint8, flat: where the bytes of all ranks arrive, in rank order.
         event: after which they are there.
         sent: kept until then.
-        release: what gives them back, if they are the slot's own memory.
     """
 
     tensors: list[Tensor]
     event: torch.cuda.Event
     sent: Sequence[Tensor]
-    release: list[Op]
 
 
 @dataclass
@@ -85,47 +85,82 @@ class Slots:
         first = _front_bytes(self.group.size) + slot * self.size
         return self.buffers[rank][first : first + self.size]
 
-    def start(self, sent: Sequence[Tensor], *, gather: bool, in_place: bool = False) -> Arriving:
+    def _places(self, rank: int, slot: int, numbers: Sequence[int]) -> list[Tensor]:
+        """Where tensors of so many bytes for one rank stand in a slot: those of all ranks one behind the other."""
+        memory, places = self._slot(rank, slot), []
+        for number in numbers:
+            places.append(memory[: self.group.size * number])
+            memory = memory[_aligned(self.group.size * number) :]
+        return places
+
+    def _fork(self) -> None:
+        current = torch.cuda.current_stream(self.stream.device)
+        self.stream.wait_stream(current)
+        self.beside.wait_stream(current)
+
+    def _push(self, slot: int, sent: Sequence[Tensor], numbers: Sequence[int], gather: bool) -> None:
+        """Copies into the other ranks' slots, then the word for each."""
+        rank = self.group.rank
+        with torch.cuda.stream(self.stream):
+            for other in self._others:
+                places = self._places(other, slot, numbers)
+                for tensor, there, number in zip(sent, places, numbers, strict=True):
+                    _part(there, number, rank).copy_(tensor if gather else _part(tensor, number, other))
+
+    def _own(self, tensors: Sequence[Tensor], sent: Sequence[Tensor], numbers: Sequence[int], gather: bool) -> None:
+        """This rank's part, beside the others; the stream of copies waits for it."""
+        rank = self.group.rank
+        with torch.cuda.stream(self.beside):
+            for tensor, out, number in zip(sent, tensors, numbers, strict=True):
+                _part(out, number, rank).copy_(tensor if gather else _part(tensor, number, rank))
+        self.stream.wait_stream(self.beside)
+
+    def start(self, sent: Sequence[Tensor], *, gather: bool) -> Arriving:
         """Begin to move bytes; who reads them waits for the event first.
 
         Args:
             sent: uint8, flat and contiguous: as much for every rank, in rank order, or ``gather`` the same for all. Not
                 to be changed before the event.
-            in_place: leave them in the slot, which the caller must release; the event stands for a free slot of
-                results, too.
         """
-        size, rank, slot = self.group.size, self.group.rank, self.turn % _COPIES
+        slot, shares = self.turn % _COPIES, 1 if gather else self.group.size
         self.turn += 1
-        one = [tensor.shape[0] // (1 if gather else size) for tensor in sent]
-        bases = [sum(_aligned(size * before) for before in one[:number]) for number in range(len(one))]
-        here = [self._slot(rank, slot)[base:][: size * number] for base, number in zip(bases, one, strict=True)]
-        tensors = here if in_place else [there.new_empty(there.shape) for there in here]
-
-        def part(tensor: Tensor, number: int, of: int) -> Tensor:
-            return tensor[of * number : (of + 1) * number]
-
-        current = torch.cuda.current_stream(self.stream.device)
-        for stream in (self.stream, self.beside):
-            stream.wait_stream(current)
-        submit(self.stream, [*(self._hear(_RESULTS, _FREE) if in_place else ()), *self._hear(slot, _FREE)])
-        with torch.cuda.stream(self.beside):
-            for tensor, out, number in zip(sent, tensors, one, strict=True):
-                part(out, number, rank).copy_(tensor if gather else part(tensor, number, rank))
+        numbers = [tensor.shape[0] // shares for tensor in sent]
+        here = self._places(self.group.rank, slot, numbers)
+        tensors = [there.new_empty(there.shape) for there in here]
+        self._fork()
+        submit(self.stream, [*self._hear(slot, _FREE)])
+        self._push(slot, sent, numbers, gather)
+        submit(self.stream, [*self._say(slot, _READY), *self._hear(slot, _READY)])
         with torch.cuda.stream(self.stream):
             for other in self._others:
-                for tensor, base, number in zip(sent, bases, one, strict=True):
-                    there = self._slot(other, slot)[base:][: size * number]
-                    part(there, number, rank).copy_(tensor if gather else part(tensor, number, other))
-            submit(self.stream, [*self._say(slot, _READY), *self._hear(slot, _READY)])
-            if not in_place:
-                for other in self._others:
-                    for out, there, number in zip(tensors, here, one, strict=True):
-                        part(out, number, other).copy_(part(there, number, other))
-                submit(self.stream, self._say(slot, _FREE))
-            self.stream.wait_stream(self.beside)
-            event = torch.cuda.Event()
-            event.record(self.stream)
-        return Arriving(tensors, event, sent, self._say(slot, _FREE) if in_place else [])
+                for out, there, number in zip(tensors, here, numbers, strict=True):
+                    _part(out, number, other).copy_(_part(there, number, other))
+        submit(self.stream, self._say(slot, _FREE))
+        self._own(tensors, sent, numbers, gather)
+        return Arriving(tensors, self.stream.record_event(), sent)
+
+    def start_tokens(self, sent: Sequence[Tensor]) -> Arriving:
+        """As :meth:`start` of what all ranks get, for a layer that reads it in the slot, behind :meth:`arrive`, before
+        it asks for its :meth:`results`.
+        """
+        numbers = [tensor.shape[0] for tensor in sent]
+        tensors = self._places(self.group.rank, _TOKENS, numbers)
+        self._fork()
+        self._push(_TOKENS, sent, numbers, True)
+        submit(self.stream, self._say(_TOKENS, _READY))
+        self._own(tensors, sent, numbers, True)
+        return Arriving(tensors, self.stream.record_event(), sent)
+
+    def arrive(self, arriving: Arriving) -> None:
+        """The stream waits for all tokens."""
+        self._meet(_TOKENS, say=False)
+        torch.cuda.current_stream(self.stream.device).wait_event(arriving.event)
+
+    def _meet(self, slot: int, *, say: bool) -> None:
+        """By a kernel, which sees a word sooner than a stream does."""
+        from moe_ops.kernels.triton.deliver import meet
+
+        meet(self.shared.peers, (2 * slot + _READY) * self.group.size, self.group.rank, say=say)
 
     def deliver(
         self, rows: Tensor, pair_to_row: Tensor | None, topk_weights: Tensor | None, *, first: int, tokens: int
@@ -139,25 +174,24 @@ class Slots:
             rank=self.group.rank,
         )  # fmt: skip
 
-    def results(self, tokens: int, width: int, dtype: torch.dtype, release: list[Op]) -> Tensor:
-        """``[tokens, width]``: what all ranks delivered for this one's tokens, in rank order and fp32, rounded once.
-
-        Args:
-            release: of what arrived in place, for the layer that is at its end.
-        """
+    def results(self, tokens: int, width: int, dtype: torch.dtype) -> Tensor:
+        """``[tokens, width]``: what all ranks delivered for this one's tokens, in rank order and fp32, rounded once."""
         from moe_ops.kernels.triton.deliver import sum_parts
 
-        current = torch.cuda.current_stream(self.stream.device)
-        submit(current, [*self._say(_RESULTS, _READY), *self._hear(_RESULTS, _READY)])
+        self._meet(_RESULTS, say=True)
         parts = self._slot(self.group.rank, _RESULTS)[: self.group.size * tokens * width * dtype.itemsize]
         out: Tensor = sum_parts(parts.view(dtype).view(-1, tokens, width))
-        submit(current, [*self._say(_RESULTS, _FREE), *release])
         return out
+
+
+def _part(tensor: Tensor, number: int, rank: int) -> Tensor:
+    """A rank's of bytes of all ranks, ``number`` of each."""
+    return tensor[rank * number : (rank + 1) * number]
 
 
 def _front_bytes(size: int) -> int:
     """Before the slots: their words."""
-    return _aligned(4 * 2 * (_COPIES + 1) * size)
+    return _aligned(4 * 2 * _SLOTS * size)
 
 
 def _aligned(size: int) -> int:
@@ -189,9 +223,9 @@ def slots_for(op: str, group: Group, size: int, device: torch.device) -> Slots:
 
 
 def _make(group: Group, size: int, device: torch.device) -> Slots:
-    front = torch.zeros(_COPIES + 1, 2, group.size, dtype=torch.int32)
+    front = torch.zeros(_SLOTS, 2, group.size, dtype=torch.int32)
     front[:, _FREE] = 1
-    shared = share(group, front.flatten(), (_front_bytes(group.size) + (_COPIES + 1) * size) // 4, device)
+    shared = share(group, front.flatten(), (_front_bytes(group.size) + _SLOTS * size) // 4, device)
     buffers = [buffer.view(torch.uint8) for buffer in shared.buffers]
     return Slots(group, shared, buffers, size, torch.cuda.Stream(device), torch.cuda.Stream(device))
 

@@ -6,13 +6,14 @@ on all ranks, and again for a larger one, which must not be in a CUDA graph's ca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from meta.checks import fail
-from moe_ops import slots
+from moe_ops import compat, slots
 from moe_ops.groups import Group, resolve
 from moe_ops.symmetric_memory import Shared, share
 
@@ -112,30 +113,38 @@ def _symm_start_fake(tensors: list[Tensor], *, group: str, gather: bool) -> Tens
     return tensors[0].new_empty(1)
 
 
-def _symm_wait(token: Tensor, tensors: list[Tensor], *, group: str, gather: bool) -> list[Tensor]:
+def _symm_wait(token: Tensor, tensors: list[Tensor], after: list[Tensor], *, group: str, gather: bool) -> list[Tensor]:
     received, arriving = _pending.pop(token.data_ptr())
     if arriving is not None:
         torch.cuda.current_stream(token.device).wait_event(arriving.event)
     return received
 
 
-def _symm_wait_fake(token: Tensor, tensors: list[Tensor], *, group: str, gather: bool) -> list[Tensor]:
+def _symm_wait_fake(
+    token: Tensor, tensors: list[Tensor], after: list[Tensor], *, group: str, gather: bool
+) -> list[Tensor]:
     size = resolve(_OP, group).size if gather else 1
     return [tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:]) for tensor in tensors]
 
 
 _library = torch.library.Library("moe_ops", "FRAGMENT")
 _OPTIONS = "str group, bool gather"
-#: The wait has the tensors, too: so that their memory is theirs until all of it has gone.
+#: The wait has the tensors, too: so that their memory is theirs until all of it has gone. And what is computed before.
 for _schema in (
     f"symm_start(Tensor[] tensors, *, {_OPTIONS}) -> Tensor",
-    f"symm_wait(Tensor token, Tensor[] tensors, *, {_OPTIONS}) -> Tensor[]",
+    f"symm_wait(Tensor token, Tensor[] tensors, Tensor[] after, *, {_OPTIONS}) -> Tensor[]",
 ):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 _library.impl("symm_start", _symm_start, "CUDA")
 _library.impl("symm_wait", _symm_wait, "CUDA")
 torch.library.register_fake("moe_ops::symm_start", _symm_start_fake, lib=_library)
 torch.library.register_fake("moe_ops::symm_wait", _symm_wait_fake, lib=_library)
+
+
+compat.when_imported(
+    "torch._inductor.lowering",
+    lambda: compat.keep_between(torch.ops.moe_ops.symm_wait.default),
+)
 
 
 def start(tensors: list[Tensor], group: Group, *, gather: bool) -> Tensor:
@@ -152,7 +161,14 @@ def start(tensors: list[Tensor], group: Group, *, gather: bool) -> Tensor:
     return token
 
 
-def wait(token: Tensor, tensors: list[Tensor], group: Group, *, gather: bool) -> list[Tensor]:
-    """Bytes of every rank's ``tensors`` of :func:`start`, ``[W * T, ...]`` or ``[W * C, ...]`` in rank order."""
-    received: list[Tensor] = torch.ops.moe_ops.symm_wait(token, tensors, group=group.name, gather=gather)
+def wait(
+    token: Tensor, tensors: list[Tensor], group: Group, *, gather: bool, after: Sequence[Tensor] = ()
+) -> list[Tensor]:
+    """Bytes of every rank's ``tensors`` of :func:`start`, ``[W * T, ...]`` or ``[W * C, ...]`` in rank order.
+
+    Args:
+        after: computed between :func:`start` and this, by compiled code, too.
+    """
+    made = [tensor.detach() for tensor in after]
+    received: list[Tensor] = torch.ops.moe_ops.symm_wait(token, tensors, made, group=group.name, gather=gather)
     return received

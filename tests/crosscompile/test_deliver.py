@@ -5,8 +5,20 @@ from __future__ import annotations
 import pytest
 
 from moe_ops.kernels.triton.combine import register_limit
-from moe_ops.kernels.triton.deliver import _deliver_kernel, _sum_kernel
+from moe_ops.kernels.triton.deliver import _deliver_kernel, _meet_kernel, _sum_kernel
 from tests.crosscompile.compiling import CAPABILITIES, compile_kernel
+
+
+@pytest.mark.parametrize("say", [True, False], ids=["say", "hear"])
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_a_meeting_orders_what_stands_around_it(capability: int, say: bool) -> None:
+    signature = {"peers": "*i64:16", "at": "i32"}
+    kernel = compile_kernel(
+        _meet_kernel, signature, {"RANK": 1, "SIZE": 8, "SAY": say}, capability=capability, num_warps=1
+    )
+    assert kernel.ptx_count(r"atom\.global\.sys\.release\.exch") == (7 if say else 0)
+    assert kernel.ptx_count(r"atom\.global\.acquire\.sys\.cas") == 7
+    assert kernel.stack == 0
 
 
 @pytest.mark.parametrize("top_k", [1, 8])

@@ -6,7 +6,6 @@ TRITON_INTERPRET=1 python -m tests.interpreted.delivering --rank 0 --memory FILE
 from __future__ import annotations
 
 import argparse
-import time
 
 import torch
 from torch import Tensor
@@ -37,13 +36,6 @@ def sums(use: int, rank: int) -> Tensor:
     return (taken * (weights * kept).double().unsqueeze(-1)).sum(1)
 
 
-def meet(buffers: list[Tensor], rank: int, count: int) -> None:
-    """Until the other rank has come here as often; each writes the first word of its own memory."""
-    buffers[rank][0] = count
-    while int(buffers[1 - rank][0]) < count:
-        time.sleep(0.001)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rank", type=int, required=True)
@@ -57,15 +49,15 @@ def main() -> None:
     for use in range(USES):
         rows, places, weights = pairs(use, rank)
         parts.fill_(torch.nan)
-        meet(buffers, rank, 3 * use + 1)
+        deliver.meet(peers, 0, rank, say=True)
         for first, end in PARTS[use % 2]:
             of_part = (places[first:end], weights[first:end])
             deliver.deliver(rows, *of_part, peers=peers, at=RESULTS, tokens=TOKENS, first=first, rank=rank)
-        meet(buffers, rank, 3 * use + 2)
+        deliver.meet(peers, 2, rank, say=True)
         got = deliver.sum_parts(parts)
         want = sum(sums(use, other) for other in range(RANKS))[rank * TOKENS : (rank + 1) * TOKENS]
         torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)
-        meet(buffers, rank, 3 * use + 3)
+        deliver.meet(peers, 4, rank, say=True)
     plain = torch.randn(RANKS * TOKENS, WIDTH)
     deliver.deliver(plain, None, None, peers=peers[[rank, rank]], at=RESULTS, tokens=TOKENS, first=0, rank=0)
     assert torch.equal(parts[0], plain[TOKENS:])  # both ranks' tokens went to the same place here, these last

@@ -11,6 +11,36 @@ from moe_ops.kernels.triton.combine import register_limit, sum_of_pairs
 from moe_ops.kernels.triton.util import cdiv, next_power_of_2, round_to, unit_stride
 
 
+@triton.jit(do_not_specialize=["at"])
+def _meet_kernel(peers, at, RANK: tl.constexpr, SIZE: tl.constexpr, SAY: tl.constexpr):
+    """One program: 1 in word `at` + RANK of the other ranks' buffers, if SAY; then 1 in the words at `at` of this
+    buffer is waited for, and taken back.
+
+    Who sees the word sees what kernels and copies before this one wrote.
+    """
+    if SAY:
+        for step in tl.static_range(1, SIZE):
+            there = tl.load(peers + (RANK + step) % SIZE).to(tl.pointer_type(tl.int32))
+            tl.atomic_xchg(there + at + RANK, 1, sem="release", scope="sys")
+    here = tl.load(peers + RANK).to(tl.pointer_type(tl.int32))
+    for step in tl.static_range(1, SIZE):
+        word = here + at + (RANK + step) % SIZE
+        while tl.atomic_cas(word, 1, 0, sem="acquire", scope="sys") == 0:
+            pass
+
+
+def meet(peers: Tensor, at: int, rank: int, *, say: bool) -> None:
+    """Wait for what the other ranks say.
+
+    Args:
+        peers: int64 ``[W]``, addresses of the ranks' buffers.
+        at: of the words in a buffer, one for each rank that says something.
+        rank: of this process.
+        say: tell them first.
+    """
+    _meet_kernel[(1,)](peers, at, RANK=rank, SIZE=peers.shape[0], SAY=say, num_warps=1)
+
+
 @triton.jit(do_not_specialize=["R", "tokens", "first", "number"])
 def _deliver_kernel(
     rows_ptr,

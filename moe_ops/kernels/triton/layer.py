@@ -119,7 +119,8 @@ class Layer:
             ends.deliver(self.run(plan, hidden_states, topk_weights, topk_ids), None, None, first=0)
             return
         for first, tokens, *routing in self._passes(plan, _unit_stride(hidden_states), topk_weights, topk_ids):
-            self._grouped(plan, tokens, *routing, partial(ends.deliver, first=first), ends.arrive)
+            arrive = ends.arrive if first == 0 else None
+            self._grouped(plan, tokens, *routing, partial(ends.deliver, first=first), arrive)
 
     def _passes(
         self, plan: Plan, hidden_states: Operand, topk_weights: Tensor, topk_ids: Tensor
@@ -189,10 +190,11 @@ class Layer:
         sorting = (topk_ids, self.up.num_experts, self.expert_map)
         if arrive is not None and beside is not None:
             arrive()  # the sort's kernel quantises the tokens
+            arrive, pdl = None, False  # it waits for more than the kernel before it
         offsets, row_to_pair, pair_to_row = permute.sort_pairs(*sorting, pdl=pdl, rows=beside, load=self.load)
         if arrive is not None:
             arrive()
-            pdl = False  # what is next waits for more than the kernel before it
+            pdl = False
         if static is not None:
             pairs = (row_to_pair, top_k)
             if before is not None:
