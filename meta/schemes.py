@@ -35,7 +35,8 @@ class Scale:
         name: what messages call it.
         forms: weight elements along N and K that share an entry, each pair one form that a checkpoint may have:
             :data:`WHOLE` for the axis, :data:`ANY` for what the shape says.
-        dtypes: those that a checkpoint may store it in; computed with in fp32.
+        dtypes: those that a checkpoint may store it in; computed with in fp32. A factor in fp64 is the reciprocal of a
+            divisor: :meth:`QuantScheme.dequantize` makes the quotient by that divisor of it.
         optional: may be left out; such entries come last, and the list's length says which are there.
         shift: whether it is a zero point: subtracted from the codes, where the others are multiplied with.
         of_rows: whether it decodes no weight, but is the static scale of the activations that the weight is multiplied
@@ -78,8 +79,10 @@ class Scale:
         return None
 
     def value(self, scale: Tensor) -> Tensor:
-        """fp32, whatever a checkpoint stores it in: bytes of a factor are exponents."""
-        return exponents(scale) if scale.dtype == torch.uint8 and not self.shift else scale.float()
+        """fp32, whatever a checkpoint stores it in: bytes of a factor are exponents. fp64 stays."""
+        if scale.dtype == torch.uint8 and not self.shift:
+            return exponents(scale)
+        return scale if scale.dtype == torch.float64 else scale.float()
 
 
 def _words(letter: str, group: int) -> str:
@@ -218,7 +221,13 @@ class QuantScheme:
         return found
 
     def dequantize(self, stored: Tensor, scales: Scales) -> Tensor:
-        """``(stored, scales) -> fp32 [E, N, K]``: ``(code - zero point) * (product of the scales)``."""
+        """``(stored, scales) -> fp32 [E, N, K]``: ``(code - zero point) * (product of the scales)``.
+
+        The product is made in the widest dtype of its factors and rounded to fp32. Of ``s`` and ``1 / d`` in fp64, with
+        ``s``, ``d`` and the result normal in fp32, it is the IEEE quotient ``s / d``: two roundings to fp64 move it by
+        at most 2^-52 of itself, and no quotient of numbers of 24 bits is closer than 2^-49 of itself to the middle
+        between two numbers of fp32. A division would depend on who compiles it: that of Triton is not IEEE's.
+        """
         if self.code is None:
             return stored.float()
         value, factor = self.code.decode(stored), None
@@ -232,7 +241,7 @@ class QuantScheme:
                 value = value + self.code.zero - wide
             else:
                 factor = wide if factor is None else factor * wide
-        return value if factor is None else value * factor
+        return value if factor is None else value * factor.float()
 
     def quantize(self, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """``w [E, N, K] float -> (stored, scales)``; the quotients by the scales rounded to nearest, ties to even."""
@@ -471,10 +480,10 @@ SCHEMES: dict[str, QuantScheme] = {
             "nvfp4",
             "e2m1",
             Scale("scale", ((1, 16),), (E4M3,)),
-            Scale("global_scale", (_TENSOR,)),
+            Scale("global_scale", (_TENSOR,), (torch.float32, torch.float64)),
             blocks="nvfp4",
             make_scales=_nv_scales,
-            source="NVIDIA, NVFP4; ModelOpt's weight_scale_2 is the second",
+            source="NVIDIA, NVFP4; the second is ModelOpt's weight_scale_2, or 1 / compressed-tensors' in fp64",
         ),
     )
 }

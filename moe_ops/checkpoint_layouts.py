@@ -174,7 +174,7 @@ def _fp4(parts: Parts, data: Tensor, halves: bool) -> Stored:
         raise fail(OP, key, "float8_e4m3fn for NVFP4, uint8 or float8_e8m0fnu for MXFP4", scale.dtype)
     whole_key, whole = parts.take("global_scale", "scale_2")
     if "global_scale" in parts:
-        whole = whole.float().reciprocal()
+        whole = whole.double().reciprocal()  # with which products are the quotients by it
     return _stored("nvfp4", data, (key, scale), (whole_key, whole))
 
 

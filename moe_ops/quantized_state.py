@@ -64,9 +64,13 @@ def _read(
             cure = "Quantise the model with the scheme that its checkpoint was written with."
             raise fail("load_state_dict", key, f"stored in scheme {weight.scheme!r}", f"scheme {scheme!r}", cure)
         made = _rebuilt(weight, state, key)
-        if made.parts().keys() != weight.parts().keys():  # it has an optional scale that the one at hand has not
+        if _dtypes(made) != _dtypes(weight):  # it has an optional scale that the one at hand has not, or a wider one
             module.register_parameter(name, nn.Parameter(torch.empty_like(made, device=weight.device), False))
         state[key] = made
+
+
+def _dtypes(weight: QuantizedWeight) -> dict[str, torch.dtype]:
+    return {name: part.dtype for name, part in weight.parts().items()}
 
 
 def _rebuilt(weight: QuantizedWeight, state: dict[str, Any], key: str) -> QuantizedWeight:

@@ -26,7 +26,7 @@ from tests.crosscompile.compiling import Compiled, compile_kernel
 
 E, K, H, I = 128, 8, 2048, 768
 TYPES = {torch.uint8: "u8", torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv", torch.bfloat16: "bf16"}
-TYPES |= {torch.float32: "fp32", torch.int32: "i32"}
+TYPES |= {torch.float32: "fp32", torch.float64: "fp64", torch.int32: "i32"}
 
 
 def descriptor(made: TensorDescriptor | None) -> str | None:
@@ -36,13 +36,15 @@ def descriptor(made: TensorDescriptor | None) -> str | None:
 
 
 def compile_packed(
-    scheme: str, tile: MMConfig, *, gated: bool, capability: int = 90, blocks: ActivationFormat | None = None
-) -> Compiled:
+    scheme: str, tile: MMConfig, *, gated: bool, capability: int = 90, blocks: ActivationFormat | None = None,
+    wide: bool = False,
+) -> Compiled:  # fmt: skip
     """One product with Qwen3-30B-A3B's dimensions: GEMM 1, with gathered rows where its tile has few, or GEMM 2; of
-    rows in a format of `meta.blocks`, which GEMM 1 leaves, too.
+    rows in a format of `meta.blocks`, which GEMM 1 leaves, too; fp32 scales in fp64 where `wide`.
     """
     N, depth = (2 * I, H) if gated else (H, I)
     stored, scales = SCHEMES[scheme].quantize(torch.randn(2, N, depth))
+    scales = tuple(scale.double() if wide and scale.dtype == torch.float32 else scale for scale in scales)
     activation = "silu" if gated else None
     weight = Operand(stored, SCHEMES[scheme], scales)
     form = blocks or SCHEMES[scheme].rows
@@ -99,11 +101,11 @@ PRODUCTS = pytest.mark.parametrize(
 )
 
 
-def compile_for(scheme: str, tokens: int, gated: bool) -> Compiled:
+def compile_for(scheme: str, tokens: int, gated: bool, *, wide: bool = False) -> Compiled:
     """By the tile of so many tokens."""
     sizes = (2 * I, H) if gated else (H, I)
     tile = tile_for(scheme, E, bucket(tokens * K), *sizes, "NVIDIA H200", 90, "up")
-    kernel = compile_packed(scheme, tile, gated=gated)
+    kernel = compile_packed(scheme, tile, gated=gated, wide=wide)
     assert kernel.stack == 0, f"{kernel.stack} bytes of spills, {kernel.registers} registers"
     assert kernel.ptx_count(r"cp\.async\.bulk\.tensor") > 0, "weights come by descriptor"
     return kernel
@@ -115,6 +117,15 @@ def test_compiles(scheme: str, tokens: int, gated: bool) -> None:
     kernel = compile_for(scheme, tokens, gated)
     products = re.findall(r"HGMMA\S+ R\d+, (\S+),", kernel.sass)
     assert products and all(operand.startswith("R") for operand in products)
+
+
+@PRODUCTS
+def test_a_factor_in_fp64_is_rounded_once(tokens: int, gated: bool) -> None:
+    """Where it is loaded: nothing is computed in fp64, and no register more is needed in the loop."""
+    narrow, wide = (compile_for("nvfp4", tokens, gated, wide=wide) for wide in (False, True))
+    assert wide.ptx_count(r"cvt\.rn\.f32\.f64") > 0 == narrow.ptx_count(r"\.f64")
+    assert wide.ptx_count(r"(mul|add|fma|div)\S*\.f64") == 0
+    assert wide.registers <= narrow.registers + 2
 
 
 @PRODUCTS

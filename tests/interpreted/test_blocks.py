@@ -60,6 +60,19 @@ def test_a_layer(scheme: str, format: str, form: str, bias: bool, expert_map: bo
 
 
 @pytest.mark.usefixtures("sm_100")
+@pytest.mark.parametrize("form", ["halves", "separate", "separate, one in fp32"])
+def test_factors_in_fp64(form: str) -> None:
+    """Reciprocals of divisors; halves that are stored apart may differ."""
+    layer = build("nvfp4", T=5, sizes=SIZES, form=form.removesuffix(", one in fp32"))
+    for name in ("gate_up_scales", "down_scales"):
+        scales = layer.tensors[name]
+        scales[1::2] = [scale.reciprocal().double().reciprocal() for scale in scales[1::2]]
+    if form == "separate, one in fp32":
+        layer.tensors["gate_up_scales"][3] = layer.tensors["gate_up_scales"][3].float()
+    assert_as_the_reference(layer)
+
+
+@pytest.mark.usefixtures("sm_100")
 @pytest.mark.parametrize("scheme", SCHEMES_OF_BLOCKS)
 def test_many_rows_come_by_descriptor(scheme: str) -> None:
     assert_as_the_reference(build(scheme, T=60, sizes=(1, 1, 256, 96)))

@@ -84,6 +84,24 @@ def test_scales_that_start_again_with_the_up_half(scheme: str, halves: int) -> N
 
 
 @both_paths
+@pytest.mark.parametrize("form", ["whole", "halves", "separate", "separate, one in fp32"])
+def test_factors_in_fp64(form: str) -> None:
+    """Reciprocals of divisors, as the reference has them; halves that are stored apart may differ."""
+    variant = replace(PLAIN, scheme="nvfp4", halves=4 if form == "halves" else 0, separate=form.startswith("separate"))
+    layer = variant.build()
+    for name in ("gate_up_scales", "down_scales"):
+        scales = layer.tensors[name]
+        scales[1::2] = [scale.reciprocal().double().reciprocal() for scale in scales[1::2]]
+    if form == "separate, one in fp32":
+        layer.tensors["gate_up_scales"][3] = layer.tensors["gate_up_scales"][3].float()
+    assert_as_accurate_as_the_steps(layer)
+    got, want = (
+        moe_ops.fused_experts(**layer.tensors, **layer.options, backend=backend) for backend in ("triton", "reference")
+    )
+    assert norm_error(got, want) < 5e-3
+
+
+@both_paths
 @pytest.mark.parametrize("form", ["runs_on", "apart", "tensor", "tensor_apart", "e8m0"])
 def test_forms_of_fp8(form: str) -> None:
     """Blocks that one scheme shares with others, which quantise the rows, too."""

@@ -52,6 +52,18 @@ def test_weight_round_trip_is_within_half_a_step(name: str) -> None:
     assert (back - weight).norm() <= 0.15 * weight.norm()
 
 
+def test_a_factor_in_fp64_divides() -> None:
+    """Every e4m3 scale by divisors of every size: the IEEE quotient, which a product with fp32 reciprocals is not."""
+    row, ones = SCHEMES["nvfp4"], torch.full((4096, 127, 8), 0x22, dtype=torch.uint8)
+    scale = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).expand(4096, 127).unsqueeze(2)
+    divisor = torch.exp2(torch.rand(4096, 1, 1) * 200 - 100)
+    quotient = (scale.float() / divisor).expand(-1, -1, 16)
+    assert torch.equal(row.dequantize(ones, [scale, divisor.double().reciprocal()]), quotient)
+    factor = divisor.reciprocal()
+    product = row.dequantize(ones, [scale, factor])
+    assert torch.equal(product, (scale.float() * factor).expand(-1, -1, 16)) and not torch.equal(product, quotient)
+
+
 @pytest.mark.parametrize("name", CODES)
 def test_codes_decode_what_they_encode(name: str) -> None:
     code = CODES[name]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ class Variant:
     options: tuple[tuple[str, Any], ...] = ()
     separate: bool = False
     halves: int = 0  # dimensions of scales that start again with the up half
-    scale_dtype: torch.dtype = torch.float32
+    scale_dtype: torch.dtype = torch.float32  # of scales that are made in fp32
     stored_rows: bool = False
 
     def build(self, seed: int = 0) -> Layer:
@@ -148,7 +148,7 @@ def _quantize(tensors: dict[str, Any], variant: Variant) -> None:
     tensors["down_proj"], down_scales = scheme.quantize(tensors["down_proj"])
     for name, given in (("gate_up_scales", scales), ("down_scales", down_scales)):
         change = variant.scale_dtype != torch.float32
-        tensors[name] = [scale.to(variant.scale_dtype) if change else scale for scale in given]
+        tensors[name] = [s.to(variant.scale_dtype) if change and s.dtype == torch.float32 else s for s in given]
     if variant.stored_rows:
         tensors["hidden_states"], (tensors["hidden_states_scale"],) = scheme.rows.quantize(tensors["hidden_states"])
 
@@ -229,6 +229,7 @@ for _name in (name for name, row in SCHEMES.items() if row.quantized and name !=
 VARIANTS["fp8_tensor_halves"] = Variant(scheme="fp8_tensor", dtype=torch.bfloat16, H=160, I=48, halves=3)
 VARIANTS["w4a8_fp8_separate"] = Variant(scheme="w4a8_fp8", dtype=torch.bfloat16, H=160, I=128, separate=True)
 VARIANTS["nvfp4_halves"] = Variant(scheme="nvfp4", dtype=torch.bfloat16, H=160, I=48, halves=4)
+VARIANTS["nvfp4_fp64"] = replace(VARIANTS["nvfp4_halves"], scale_dtype=torch.float64)
 
 _ACTIVATIONS = {
     "silu": lambda g, alpha, limit: g / (1 + (-g).exp()),

@@ -41,28 +41,24 @@ def test_compressed_tensors_own_bits(name: str, tmp_path: Path) -> None:
     assert_reads(operands, wanted, case.scheme)
 
 
-def test_nvfp4_of_compressed_tensors_before_rounding(tmp_path: Path) -> None:
-    """It divides by the global scale, the row multiplies with its reciprocal: two roundings apart."""
-    case = CASES["nvfp4"]
-    state = files.per_expert(lambda weight: files.compressed(weight, case))
-    operands = written(tmp_path, state)
-    wanted = files.expected(state, files.nvfp4_in_fp32)
-    for weight, operand in operands.items():
-        apart = operand.dequantized().view(torch.int32) - wanted[weight].view(torch.int32)
-        assert apart.abs().max() <= 2
-
-
-def test_nvfp4_with_a_global_scale_that_has_an_exact_reciprocal(tmp_path: Path) -> None:
-    case = CASES["nvfp4"]
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("divisors", ["the library's", "any"])
+def test_nvfp4_of_compressed_tensors_before_rounding(divisors: str, stacked: bool, tmp_path: Path) -> None:
+    """It divides by the global scale; a product with the fp32 reciprocal would be up to two roundings apart."""
+    case, generator = CASES["nvfp4"], torch.Generator().manual_seed(1)
 
     def store(weight: torch.Tensor) -> Tensors:
         state = files.compressed(weight, case)
-        return state | {"weight_global_scale": torch.tensor([2.0**9])}
+        if divisors == "any":
+            state["weight_global_scale"] = torch.exp2(torch.rand(1, generator=generator) * 160 - 80)
+        return state
 
     state = files.per_expert(store)
-    operands = written(tmp_path, state)
+    operands = written(tmp_path, files.stacked(state) if stacked else state)
     wanted = files.expected(state, files.nvfp4_in_fp32)
-    assert_reads(operands, wanted)
+    assert_reads(operands, wanted, "nvfp4")
+    for weight, whole in files.expected(state, lambda tensors: files.decompressed(tensors, case)).items():
+        assert_same_bits(operands[weight].dequantized(), whole)
 
 
 def test_modelopt_nvfp4(tmp_path: Path) -> None:

@@ -110,6 +110,20 @@ def test_the_state_dict_of_a_loaded_model_holds_plain_tensors(tmp_path: Path) ->
     assert torch.equal(*(module.down_proj.dequantize() for module in experts))
 
 
+def test_quotients_of_nvfp4_come_through_state_dicts(tmp_path: Path) -> None:
+    """compressed-tensors' numbers in fp32, in the model that was filled and in one with a factor of its own."""
+    prefix = "layers.0.mlp.experts"
+    state = layers_of("nvfp4", [prefix])
+    save_file(state, tmp_path / "model.safetensors")
+    model, other = Model(1).float(), Model(1).float()
+    moe_ops.load_experts_(model, tmp_path)
+    moe_ops.quantize_(other, "nvfp4")
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    for name, wanted in files.expected(state, files.nvfp4_in_fp32, prefix).items():
+        for made in (model, other):
+            assert torch.equal(getattr(made.layers[0]["mlp"]["experts"], name).dequantize(), wanted)
+
+
 def test_transposed_parameters_and_biases(tmp_path: Path) -> None:
     """gpt-oss."""
     state = files.gpt_oss()

@@ -155,10 +155,7 @@ class ExpertMM:
             for name in ("operand", "up"):
                 half = getattr(self, name)
                 specs = half.scheme.scales if half.scales else ()
-                scales = tuple(
-                    one_form(spec, scale) if self.blocks is None else as_stored(scale).contiguous()
-                    for spec, scale in zip(specs, half.scales, strict=False)
-                )
+                scales = tuple(one_form(spec, scale) for spec, scale in zip(specs, half.scales, strict=False))
                 object.__setattr__(self, name, Operand(half.data.contiguous(), half.scheme, scales))
 
     @cached_property

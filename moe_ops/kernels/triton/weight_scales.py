@@ -45,6 +45,7 @@ def as_stored(scale: torch.Tensor) -> torch.Tensor:
 
 
 def one_form(spec: Scale, scale: torch.Tensor) -> torch.Tensor:
-    """In fp32, or in bytes what is nothing but exponents, contiguous."""
+    """In bytes what is nothing but exponents, in its dtype what has no other, else in fp32; contiguous."""
     exponents = not spec.shift and all(dtype.itemsize == 1 and dtype != E4M3 for dtype in spec.dtypes)
-    return (as_stored(scale) if exponents else spec.value(scale)).contiguous()
+    same = exponents or len(spec.dtypes) == 1
+    return (as_stored(scale) if same else spec.value(scale).float()).contiguous()
