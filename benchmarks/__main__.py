@@ -123,7 +123,7 @@ def add_layer_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", default=default, help=help)
     parser.add_argument("--tokens", help="comma-separated numbers of tokens")
     parser.add_argument("--routing", default="uniform", help=f"comma-separated, among {', '.join(ROUTINGS)}")
-    parser.add_argument("--peers", help="comma-separated names; 'optional' adds the optional ones")
+    parser.add_argument("--peers", help="comma-separated names; 'optional' adds those of other projects")
     parser.add_argument(
         "--scheme",
         default="bf16",
@@ -142,7 +142,7 @@ def layer_plan(options: argparse.Namespace) -> Plan:
     from benchmarks.routings import ROUTINGS
 
     default_tokens = shape_table.TOKENS if torch.cuda.is_available() else shape_table.TINY_TOKENS
-    names = parse_names("--peers", options.peers, PEERS, DEFAULT_PEERS[options.scheme, options.format])
+    names = parse_names("--peers", options.peers, PEERS, DEFAULT_PEERS[options.scheme, options.format], options.scheme)
     return layers.Plan(
         shapes=shape_table.parse_shapes(options.shapes),
         tokens=positive_integers("benchmarks", "--tokens", options.tokens) if options.tokens else default_tokens,
@@ -458,12 +458,16 @@ def print_lists() -> None:
         print(f"{peer.name:<18} {peer.work:<8} {peer.missing() or 'available'}")
 
 
-def parse_names(option: str, text: str | None, known: dict, default: tuple[str, ...]) -> list[str]:
-    """Known names of a comma-separated list; "default" and "optional" stand for several."""
+def parse_names(
+    option: str, text: str | None, known: dict, default: tuple[str, ...], scheme: str | None = None
+) -> list[str]:
+    """Known names of a comma-separated list; "default" and "optional" stand for several, the latter for the optional
+    peers that read weights as they are or in ``scheme``.
+    """
     from benchmarks.peers import OPTIONAL
 
     groups = {"default": list(default)}
-    if optional := [peer.name for peer in OPTIONAL if peer.name in known]:
+    if optional := [peer.name for peer in OPTIONAL if peer.name in known and peer.scheme in (None, scheme)]:
         groups["optional"] = optional
     names: list[str] = []
     for name in (text or "default").split(","):

@@ -1,4 +1,5 @@
-"""Bring the code that the peers `vllm_kernel` and `triton_kernels` need, from a vLLM wheel (a zip file) into `.peers`.
+"""Bring the code that the peers `vllm_kernel`, `triton_kernels` and `triton_kernels_mxfp4` need, from a vLLM wheel (a
+zip file) into `.peers`.
 
 The folder is ignored by git: the code is run, and never becomes part of this repository. Installing vLLM would bring
 its own torch.

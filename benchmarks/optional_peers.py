@@ -82,6 +82,27 @@ def _transposed(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     return gate_up_EHN, case.weights.down_proj.transpose(1, 2).contiguous()
 
 
+def triton_kernels_mxfp4(case: Case) -> list[Thunk]:
+    """The same layer with mxfp4 weights, those of `ours_mxfp4`, and Hopper's layouts of them."""
+    from benchmarks import mxfp4_peer  # which needs triton
+
+    return [mxfp4_peer.bind(case, inputs) for inputs in case.sets]
+
+
+def no_mxfp4_layouts() -> str | None:
+    """Why `triton_kernels_mxfp4` is left out, or None: without the layouts the package runs a slower kernel."""
+    reason = not_importable("triton_kernels")
+    if reason is None and torch.cuda.get_device_capability()[0] != 9:
+        return "needs a GPU of compute capability 9, for which its layouts of mxfp4 weights are"
+    return reason
+
+
+def not_bf16(case: Case) -> str | None:
+    """Why a peer that takes bf16 activations alone cannot run a case, or None."""
+    dtype = case.weights.down_proj.dtype
+    return None if dtype == torch.bfloat16 else f"takes bf16 activations, not {str(dtype).removeprefix('torch.')}"
+
+
 def routes_by_itself(case: Case) -> str | None:
     """Why a peer that takes no logits cannot run a case, or None."""
     return None if case.routing == "uniform" else "routes by a product of its own, which is uniform"

@@ -236,6 +236,14 @@ def optional(package: str, work: str, prepare: Callable[[Case], list[Thunk]], **
 OPTIONAL = (
     optional("vllm_kernel", "experts", optional_peers.vllm_kernel, note=optional_peers.vllm_note),
     optional("triton_kernels", "moe", optional_peers.triton_kernels, exact=False),
+    Peer(
+        "triton_kernels_mxfp4",
+        "moe",
+        optional_peers.triton_kernels_mxfp4,
+        "mxfp4",
+        missing=optional_peers.no_mxfp4_layouts,
+        unfit=optional_peers.not_bf16,
+    ),
     optional("sonicmoe", "moe", optional_peers.sonicmoe, unfit=optional_peers.routes_by_itself, exact=False),
 )
 OF_SCHEMES = tuple(
