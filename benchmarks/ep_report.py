@@ -61,8 +61,10 @@ def more_ranks(document: dict[str, Any]) -> str:
                 ]
                 body.append([shape, str(ranks), str(tokens), *times])
     head = ["shape", "ranks", "tokens of a rank", *lines, f"all_to_all, room for {ROOM} of the rows expected"]
-    said = "Exchanges of more ranks, us, reckoned from the table above and not run (`all_to_all`: its layer's time less"
-    return f"{said} that of the local experts):\n\n{table(head, body)}"
+    said = (
+        "Exchanges of more ranks, us, reckoned from the table above and not run (layers' times less those of the local"
+    )
+    return f"{said} experts):\n\n{table(head, body)}"
 
 
 def _row_bytes(shape: str) -> int:
@@ -78,9 +80,6 @@ def _line(document: dict[str, Any], transport: str) -> Callable[[float], float]:
     for row in document["rows"]:
         key = (row["shape"], row["tokens"])
         sent = (row["ranks"] - 1) * row["tokens"] / row["ranks"] * _row_bytes(row["shape"])
-        if transport == "all_to_all":
-            times[sent] = us[*key, transport] - us[*key, "local experts"]
-        else:
-            times[sent] = us[*key, "exchange" if transport == "gather" else "exchange, symm"]
+        times[sent] = us[*key, transport] - us[*key, "local experts"]
     slope, least = statistics.linear_regression(list(times), list(times.values()))
     return lambda sent: least + slope * sent

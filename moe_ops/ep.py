@@ -14,6 +14,7 @@ What brings rows to ranks is the **transport**:
 | ``gather`` | as many on each, others | (W - 1) T (H s + 8 K) out, (W - 1) T H s back | none |
 | ``symm`` | as ``gather``, GPUs of one host | as ``gather``, by one kernel of ours for each way | none |
 | ``all_to_all`` | as many on each, others | (W - 1) C (H s + 8 K) out, (W - 1) C H s back | rows past C for one rank |
+| ``nvshmem`` | as many on each, others | the rows alone that a rank has an expert of; no gradients | none |
 
 C is ``rank_capacity``; in a scheme that quantises activations, rows go out in its format. prepare and finalize have
 halves, ``_start`` and ``_wait``: what stands between them overlaps with the exchange.
@@ -40,7 +41,7 @@ from meta.checks import (
 )
 from meta.schemes import SCHEMES
 from moe_ops import across as _  # noqa: F401  (registers its operator)
-from moe_ops import sharded
+from moe_ops import nvshmem, sharded
 from moe_ops.agreement import agree, destinations, refusing
 from moe_ops.exchanges import (
     shared,
@@ -63,6 +64,7 @@ TRANSPORTS = {
     "gather": "as many tokens on every rank",
     "all_to_all": "as many tokens on every rank, and a capacity",
     "symm": "as many tokens on every rank, GPUs that write into each other's memory",
+    "nvshmem": "as many tokens on every rank, and torch's symmetric memory over NVSHMEM",
 }
 
 
@@ -74,7 +76,9 @@ class Prepared(NamedTuple):
         rows_scale: of quantised rows, or None.
         topk_weights: ``[R, K]``.
         topk_ids: int32 ``[R, K]``, ids of this rank's experts; -1 = held elsewhere, or no token.
-        slots: int32 ``[T, W]`` of ``all_to_all``, else None: place ``w * C + c`` of a token's row for rank w, or -1.
+        slots: int32 ``[T, W]`` of ``all_to_all``, else None: place ``w * C + c`` of a token's row for rank w, or -1; of
+            ``nvshmem`` its place among the results of this rank's tokens.
+        splits: int64 ``[2, W]`` of ``nvshmem``, else None: how many rows came from every rank, and where they begin.
         group: name of the process group.
         transport: a name of :data:`TRANSPORTS`.
     """
@@ -86,6 +90,7 @@ class Prepared(NamedTuple):
     slots: Tensor | None
     group: str
     transport: str
+    splits: Tensor | None = None
 
 
 class Preparing(NamedTuple):
@@ -96,6 +101,7 @@ class Preparing(NamedTuple):
         sent: what this rank sent.
         slots, group, transport, num_experts: of :class:`Prepared` and :func:`prepare`.
         quantised: whether the second tensor holds the scales of the first.
+        splits: of :class:`Prepared`.
     """
 
     received: list[Tensor]
@@ -105,6 +111,7 @@ class Preparing(NamedTuple):
     transport: str
     num_experts: int
     quantised: bool
+    splits: Tensor | None
 
 
 class Finalizing(NamedTuple):
@@ -126,6 +133,9 @@ _ACCEPTS = {
 }  # fmt: skip
 
 
+_NO_GRADIENT = "Leave it out, or call it under torch.no_grad()."
+
+
 def _check(op: str, **arguments: Any) -> None:
     for name, value in arguments.items():
         check_type(op, name, value, _ACCEPTS[name])
@@ -144,6 +154,13 @@ def _transport(op: str, transport: str | None, group: Group, device: str, rank_c
     if transport == "symm" and not (device == "cuda" and available(op, group.name)):
         rule = "one for these tensors: symm is for GPUs of one host that write into each other's memory"
         raise fail(op, "transport", rule, f"'symm' for {device} tensors", "Leave it out for the best one.")
+    if transport == "nvshmem" and not (device == "cuda" and nvshmem.available(group.name)):
+        rule = "one that is there: nvshmem is for GPUs, where torch's symmetric memory is NVSHMEM's"
+        cure = "Start the processes with TORCH_SYMMMEM=NVSHMEM, or leave it out for the best one."
+        raise fail(op, "transport", rule, f"'nvshmem' for {device} tensors", cure)
+    if transport == "nvshmem" and group.size > nvshmem.MOST_RANKS:
+        rule = f"'nvshmem' for a group of at most {nvshmem.MOST_RANKS}, or another one"
+        raise fail(op, "transport", rule, f"'nvshmem' for {group.size}", "Leave it out for the best one.")
     if rank_capacity is not None and transport not in ("all_to_all", "local"):
         raise fail(op, "rank_capacity", f"None for transport={transport!r}", rank_capacity, "Only all_to_all has it.")
     return transport
@@ -221,8 +238,10 @@ def _start(
     ids, members, chosen, capacity = agreed
     if chosen == "replicated":
         hidden_states, topk_weights = shared(hidden_states, members), shared(topk_weights, members)
-    slots = None
-    if capacity is not None:
+    slots = splits = None
+    if chosen == "nvshmem":
+        sent, slots, splits = _sorted_by_rank(hidden_states, topk_weights, ids, num_experts, members, scheme)
+    elif capacity is not None:
         sent, slots = _by_rank(hidden_states, topk_weights, ids, num_experts, members, capacity, scheme)
     elif scheme is not None:
         sent = [*call("quantize_rows", hidden_states, scheme=scheme), topk_weights, ids]
@@ -233,7 +252,9 @@ def _start(
         received = start_all_gather(sent, members, direct=chosen == "symm")
     elif chosen == "all_to_all":
         received = [start_all_to_all(tensor, members) for tensor in sent]
-    return Preparing(received, sent, slots, members.name, chosen, num_experts, scheme is not None)
+    elif splits is not None:
+        received, splits = nvshmem.exchange(sent, splits, members)
+    return Preparing(received, sent, slots, members.name, chosen, num_experts, scheme is not None, splits)
 
 
 def _checked(
@@ -270,7 +291,10 @@ def _checked(
             raise fail(
                 op, "scheme", "one that quantises activations", repr(scheme), "Leave it out: rows go as they are."
             )
-    return _transport(op, transport, group, hidden_states.device.type, rank_capacity)
+    chosen = _transport(op, transport, group, hidden_states.device.type, rank_capacity)
+    if chosen == "nvshmem" and _is_differentiated(hidden_states, topk_weights):
+        raise fail(op, "transport", "one with gradients", "'nvshmem'", _NO_GRADIENT)
+    return chosen
 
 
 def _by_rank(
@@ -294,6 +318,22 @@ def _by_rank(
     return [*rows, weights, torch.where(used.unsqueeze(-1), of_place, -1)], slots
 
 
+def _sorted_by_rank(
+    hidden_states: Tensor, topk_weights: Tensor, ids: Tensor, num_experts: Any, group: Group, scheme: Any
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """As :func:`_by_rank`, rows one behind the other: ``[T W, ...]`` of which the first are used; their places
+    ``[T, W]``; and how many go to every rank, and where they begin, ``[2, W]``.
+    """
+    size = group.size
+    ranks = destinations(ids, num_experts, size)
+    rows, ends, places = call("moe_permute", hidden_states, ranks, num_experts=size)
+    tokens = invert(places, rows.shape[0]) // size
+    counts = torch.diff(ends, prepend=ends.new_zeros(1))
+    sent = [rows] if scheme is None else list(call("quantize_rows", rows, scheme=scheme))
+    sent += [values.index_select(0, tokens) for values in (topk_weights, ids)]
+    return sent, places, torch.stack((counts, ends - counts)).to(torch.int64)
+
+
 def prepare_wait(preparing: Preparing, after: Sequence[Tensor] = ()) -> Prepared:
     """The second half of :func:`prepare`: the rows are there when it returns.
 
@@ -303,18 +343,22 @@ def prepare_wait(preparing: Preparing, after: Sequence[Tensor] = ()) -> Prepared
             where it is told nothing; these it leaves between them ("symm").
     """
     _check("ep.prepare", preparing=preparing, after=after)
-    received, sent, slots, name, transport, num_experts, quantised = preparing
+    received, sent, slots, name, transport, num_experts, quantised, splits = preparing
     group = resolve("ep.prepare", name)
     if transport in ("gather", "symm"):
         there = wait_all_gather(received, sent, group, direct=transport == "symm", after=after)
         sent = [rows.flatten(0, 1) for rows in there]
     elif transport == "all_to_all":
         sent = [wait_all_to_all(*pair, group).flatten(0, 1) for pair in zip(received, sent, strict=True)]
+    elif splits is not None:
+        is_row = torch.arange(received[-1].shape[0], device=splits.device) < splits[0].sum()
+        sent = [*received[:-1], torch.where(is_row.unsqueeze(-1), received[-1], -1)]
     rows, weights, ids = sent[0], sent[-2], sent[-1]
     scale = sent[1] if quantised else None
     held = num_experts // group.size
     ids = ids - group.rank * held
-    return Prepared(rows, scale, weights, torch.where((ids >= 0) & (ids < held), ids, -1), slots, name, transport)
+    ids = torch.where((ids >= 0) & (ids < held), ids, -1)
+    return Prepared(rows, scale, weights, ids, slots, name, transport, splits)
 
 
 def prepare(
@@ -340,13 +384,14 @@ def prepare(
         num_experts: E of all ranks together, a multiple of W.
         group: a process group, its name, or a device mesh of one dimension.
         transport: a name of :data:`TRANSPORTS`; None is "local" for one rank, "all_to_all" with a ``rank_capacity``,
-            else "symm" where it is possible, else "gather".
+            else "symm" where it is possible, else "gather". "nvshmem" has no gradients, and starts and ends an exchange
+            in its first half.
         scheme: a name of :data:`meta.schemes.SCHEMES` in whose format rows travel, and arrive; None keeps them.
         rank_capacity: C, rows that a rank sends to each rank, for "all_to_all"; those past it are dropped, and
             reported under :func:`moe_ops.debug`. None is T: no drops.
 
     Returns:
-        A :class:`Prepared`. R is T for "local" and "replicated", W * T for "gather" and "symm", W * C for "all_to_all".
+        A :class:`Prepared`. R is T for "local" and "replicated", W * C for "all_to_all", else W * T.
 
     Raises:
         ValueError: a wrong argument, on every rank of the group; or what the ranks disagree about.
@@ -416,6 +461,8 @@ def finalize_start(result: Tensor, prepared: Prepared) -> Finalizing:
         agree(op, group, result.device, {"R": result.shape[0], "H": result.shape[1], "dtype": result.dtype})
     if prepared.transport == "replicated":
         return Finalizing(start_all_gather([result], group), result, prepared)
+    if prepared.splits is not None:
+        return Finalizing(nvshmem.exchange([result], prepared.splits, group)[0], result, prepared)
     result = result.view(group.size, result.shape[0] // group.size, result.shape[1])
     return Finalizing([start_all_to_all(result, group, direct=prepared.transport == "symm")], result, prepared)
 
@@ -424,6 +471,8 @@ def _check_result(op: str, result: Tensor, prepared: Prepared) -> None:
     _check(op, result=result)
     check_rank(op, "result", result, "R H")
     check_shape(op, "result", result, "R H", (prepared.rows.shape[0], result.shape[1]))
+    if prepared.splits is not None and _is_differentiated(result):
+        raise fail(op, "transport", "one with gradients", "'nvshmem'", _NO_GRADIENT)
 
 
 def finalize_wait(finalizing: Finalizing, added: Tensor | None = None) -> Tensor:
@@ -435,12 +484,17 @@ def finalize_wait(finalizing: Finalizing, added: Tensor | None = None) -> Tensor
         return sent if added is None else sum_of_ranks(sent.unsqueeze(0), added)
     if prepared.transport == "replicated":
         return sum_of_ranks(wait_parts(received[0], sent, group), added)
+    tokens: Tensor
+    if prepared.splits is not None and prepared.slots is not None:
+        ones = torch.ones(prepared.slots.shape, device=sent.device)
+        tokens = call("moe_unpermute", received[0], prepared.slots, ones, added)
+        return tokens
     after = () if added is None else (added,)
     parts = wait_all_to_all(received[0], sent, group, direct=prepared.transport == "symm", after=after)
     if prepared.slots is None:
         return sum_of_ranks(parts, added)
     ones = torch.ones(prepared.slots.shape, device=parts.device)
-    tokens: Tensor = call("batched_combine", parts, prepared.slots, ones, added)
+    tokens = call("batched_combine", parts, prepared.slots, ones, added)
     return tokens
 
 

@@ -316,7 +316,8 @@ def checks() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "unequal tokens", disagreement
 
 
-def main() -> None:
+def run(checks: Iterator[tuple[str, Callable[[], None]]]) -> None:
+    """All checks as one rank, a line of a file each."""
     parser = argparse.ArgumentParser()
     for name in ("size", "rank", "port"):
         parser.add_argument(f"--{name}", type=int, required=True)
@@ -327,7 +328,7 @@ def main() -> None:
         "cpu:gloo,cuda:nccl", init_method=f"tcp://127.0.0.1:{options.port}", rank=options.rank,
         world_size=options.size, timeout=timedelta(seconds=60), device_id=torch.device("cuda", options.rank),
     )  # fmt: skip
-    for name, check in checks():
+    for name, check in checks:
         try:
             check()
             wrong = ""
@@ -341,4 +342,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(checks())

@@ -112,6 +112,10 @@ def _refused(ranks: Ranks) -> str:
 def transports(ranks: Ranks) -> None:
     refused(ranks, lambda: _prepare(ranks, transport="nccl"), "transport must be one of", "got 'nccl'")
     refused(ranks, lambda: _prepare(ranks, transport="symm"), "symm is for GPUs of one host", "'symm' for cpu tensors")
+    refused(
+        ranks, lambda: _prepare(ranks, transport="nvshmem"), "nvshmem is for GPUs", "'nvshmem' for cpu tensors",
+        "TORCH_SYMMMEM=NVSHMEM",
+    )  # fmt: skip
     refused(ranks, lambda: _prepare(ranks, transport="local"), f"got 'local' for a group of {ranks.size}")
     one = _last(ranks, "nccl", "gather")
     refused(ranks, lambda: _prepare(ranks, transport=one), "got 'nccl'", _last(ranks, "", _refused(ranks)))
