@@ -1,8 +1,8 @@
 """A layer over GPUs that write into each other's memory, as one operator where nobody differentiates.
 
-It computes what :mod:`moe_ops.ep` composes for ``transport="symm"``. A large batch is sorted while its tokens are still
-on their way, by their ids, which come first; and sums over pairs are written straight to the GPU that their token
-belongs to, while other programs of the same kernel sum the tokens of this one.
+It computes what :mod:`moe_ops.ep` composes for ``transport="symm"``, to the bit. In a CUDA graph a large batch is sorted
+while its tokens are still on their way, by their ids, which come first; and sums over pairs are written straight to the
+GPU that their token belongs to, while other programs of the same kernel sum the tokens of this one.
 """
 
 from __future__ import annotations
@@ -35,23 +35,28 @@ def _experts_across(*args: Any, group: str, wire_scheme: str | None, **options: 
         rows = list(run("quantize_rows", rows[0], scheme=wire_scheme))
     routing = [given["topk_weights"], given["topk_ids"]]
     sizes = [_bytes(row).numel() for row in rows]
-    if sum(sizes) < slots.LARGE:
-        received = _received(
-            symmetric.exchange([_bytes(one) for one in (*rows, *routing)], members, True), rows, routing
-        )
-        given |= _named(received, members, given["gate_up_proj"].shape[0])
-        tensors = [given.pop(name) for name in SIGNATURES[_OP].positional]
-        result = run(_OP, *tensors, **given)
-        parts = symmetric.exchange([_bytes(result)], members, False)[0].view(result.dtype)
-        return _sum(parts.view(members.size, tokens, width))
-    needed = max(slots.slot_bytes(sizes, members), slots.slot_bytes([4 * tokens * width], members))  # fp32 at most
-    held = slots.slots_for(_OP, members, needed, rows[0].device)
+    held = None
+    if sum(sizes) >= slots.LARGE:
+        needed = max(slots.slot_bytes(sizes, members), slots.slot_bytes([4 * tokens * width], members))  # fp32 at most
+        held = slots.slots_for(_OP, members, needed, rows[0].device)
+    # Copies, sorts and sums side by side are many calls for the host, which only a captured graph has for nothing.
+    if held is not None and torch.cuda.is_current_stream_capturing():
+        return _overlapped(held, given, rows, routing)
+    received = symmetric.exchange([_bytes(one) for one in (*rows, *routing)], members, True)
+    given |= _named(_received(received, rows, routing), members, given["gate_up_proj"].shape[0])
+    tensors = [given.pop(name) for name in SIGNATURES[_OP].positional]
+    result = run(_OP, *tensors, **given)
+    parts = symmetric.exchange([_bytes(result)], members, False)[0].view(result.dtype)
+    return _sum(parts.view(members.size, tokens, width))
+
+
+def _overlapped(held: slots.Slots, given: dict[str, Any], rows: list[Tensor], routing: list[Tensor]) -> Tensor:
+    """The same bits, by the copy engines' tokens and results that are delivered."""
+    members, (tokens, width) = held.group, given["hidden_states"].shape
     arriving = held.start_tokens([_bytes(row).view(-1) for row in rows])
     ids = symmetric.exchange([_bytes(one) for one in routing], members, True)
     given |= _named(_received([*arriving.tensors, *ids], rows, routing), members, given["gate_up_proj"].shape[0])
     layer: Any = parse(_OP, **given)
-    if debugging.active():
-        debugging.check(layer)
     choice.between(layer, partial(held.arrive, arriving), partial(held.deliver, tokens=tokens))
     return held.results(tokens, width, layer.out_dtype)
 
