@@ -1,8 +1,8 @@
 """A layer over GPUs that write into each other's memory, as one operator where nobody differentiates.
 
-It computes what :mod:`moe_ops.ep` composes for ``transport="symm"``, to the bit. In a CUDA graph a large batch is sorted
-while its tokens are still on their way, by their ids, which come first; and sums over pairs are written straight to the
-GPU that their token belongs to, while other programs of the same kernel sum the tokens of this one.
+It computes what :mod:`moe_ops.ep` composes for ``transport="symm"``, to the bit. In a CUDA graph a large batch is
+sorted while its tokens are still on their way, by their ids, which come first; and sums over pairs are written straight
+to the GPU that their token belongs to, while other programs of the same kernel sum the tokens of this one.
 """
 
 from __future__ import annotations
