@@ -18,7 +18,7 @@ import torch
 
 from benchmarks import shapes as shape_table
 from benchmarks.intervals import enough_rounds
-from benchmarks.results import RESULTS, ResultFile, commit_of, current_commit, new_path
+from benchmarks.results import RESULTS, ResultFile, commit_of, current_commit, device_name, new_path
 from benchmarks.timing import ROUNDS
 from meta.checks import positive_integers
 from meta.schemes import SCHEMES
@@ -108,7 +108,8 @@ def ep_command(arguments: list[str]) -> int:
     tokens_of_all, rounds = positive_integers("benchmarks", "--tokens", options.tokens), enough_rounds(options.rounds)
     device = ep.start()
     path = new_path(options.json, OUT / "ep.json") if device.index == 0 else None
-    results = ResultFile(path, "ep", ep.ep_method(rounds), commit=options.commit)
+    devices = f"{torch.distributed.get_world_size()}x {device_name()}"
+    results = ResultFile(path, "ep", ep.ep_method(rounds), commit=options.commit, device=devices)
     with interruptible(results):
         ep.run(shapes, tokens_of_all, results, rounds, device)
     return 0

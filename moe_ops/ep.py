@@ -196,7 +196,7 @@ def prepare_start(
     """
     arguments = (hidden_states, topk_weights, topk_ids, num_experts, resolve("ep.prepare", group))
     agreed = _agreed(*arguments, transport, scheme, rank_capacity)
-    return _start(hidden_states, topk_weights, num_experts, scheme, agreed)
+    return _start(hidden_states, topk_weights, num_experts, scheme, agreed, apart=True)
 
 
 class _Agreed(NamedTuple):
@@ -233,8 +233,9 @@ def _agreed(
 
 
 def _start(
-    hidden_states: Tensor, topk_weights: Tensor, num_experts: int, scheme: str | None, agreed: _Agreed
+    hidden_states: Tensor, topk_weights: Tensor, num_experts: int, scheme: str | None, agreed: _Agreed, *, apart: bool
 ) -> Preparing:
+    """``apart``: the other half does not follow at once."""
     ids, members, chosen, capacity = agreed
     if chosen == "replicated":
         hidden_states, topk_weights = shared(hidden_states, members), shared(topk_weights, members)
@@ -249,7 +250,7 @@ def _start(
         sent = [hidden_states, topk_weights, ids]
     received: list[Tensor] = []
     if chosen in ("gather", "symm"):
-        received = start_all_gather(sent, members, direct=chosen == "symm")
+        received = start_all_gather(sent, members, direct=chosen == "symm", apart=apart)
     elif chosen == "all_to_all":
         received = [start_all_to_all(tensor, members) for tensor in sent]
     elif splits is not None:
@@ -405,12 +406,9 @@ def prepare(
         >>> prepared.rows.shape, prepared.transport
         (torch.Size([4, 16]), 'local')
     """
-    return prepare_wait(
-        prepare_start(
-            hidden_states, topk_weights, topk_ids, num_experts=num_experts, group=group, transport=transport,
-            scheme=scheme, rank_capacity=rank_capacity,
-        )
-    )  # fmt: skip
+    arguments = (hidden_states, topk_weights, topk_ids, num_experts, resolve("ep.prepare", group))
+    agreed = _agreed(*arguments, transport, scheme, rank_capacity)
+    return prepare_wait(_start(hidden_states, topk_weights, num_experts, scheme, agreed, apart=False))
 
 
 def experts(prepared: Prepared, gate_up_proj: Tensor, down_proj: Tensor, **options: Any) -> Tensor:
@@ -450,7 +448,13 @@ def experts(prepared: Prepared, gate_up_proj: Tensor, down_proj: Tensor, **optio
 
 
 def finalize_start(result: Tensor, prepared: Prepared) -> Finalizing:
-    """The first half of :func:`finalize`: starts the exchange and returns."""
+    """The first half of :func:`finalize`: starts the exchange and returns. Until the second half ``result`` must not be
+    changed.
+    """
+    return _finalize_start(result, prepared, apart=True)
+
+
+def _finalize_start(result: Tensor, prepared: Prepared, *, apart: bool) -> Finalizing:
     op = "ep.finalize"
     _check(op, prepared=prepared)
     group = resolve(op, prepared.group)
@@ -464,7 +468,8 @@ def finalize_start(result: Tensor, prepared: Prepared) -> Finalizing:
     if prepared.splits is not None:
         return Finalizing(nvshmem.exchange([result], prepared.splits, group)[0], result, prepared)
     result = result.view(group.size, result.shape[0] // group.size, result.shape[1])
-    return Finalizing([start_all_to_all(result, group, direct=prepared.transport == "symm")], result, prepared)
+    direct = prepared.transport == "symm"
+    return Finalizing([start_all_to_all(result, group, direct=direct, apart=apart)], result, prepared)
 
 
 def _check_result(op: str, result: Tensor, prepared: Prepared) -> None:
@@ -522,7 +527,7 @@ def finalize(result: Tensor, prepared: Prepared, added: Tensor | None = None) ->
         >>> moe_ops.ep.finalize(result, prepared).shape
         torch.Size([4, 16])
     """
-    return finalize_wait(finalize_start(result, prepared), added)
+    return finalize_wait(_finalize_start(result, prepared, apart=False), added)
 
 
 def layer(
@@ -552,7 +557,7 @@ def layer(
         positional = [given.pop(name, None) for name in SIGNATURES[op].positional]
         whole: Tensor = torch.ops.moe_ops.experts_across(*positional, **given, group=members.name, wire_scheme=scheme)
         return whole
-    prepared = prepare_wait(_start(hidden_states, topk_weights, num_experts, scheme, agreed))
+    prepared = prepare_wait(_start(hidden_states, topk_weights, num_experts, scheme, agreed, apart=False))
     return finalize(experts(prepared, *weights, **options), prepared)
 
 

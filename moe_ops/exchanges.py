@@ -31,24 +31,28 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(torch.uint8)
 
 
-def start_all_gather(tensors: Sequence[Tensor], group: Group, *, direct: bool = False) -> list[Tensor]:
-    """Bytes of every rank's tensors, to be waited for; one collective for all of them, or ``direct`` one exchange."""
+def start_all_gather(
+    tensors: Sequence[Tensor], group: Group, *, direct: bool = False, apart: bool = False
+) -> list[Tensor]:
+    """Bytes of every rank's tensors, to be waited for; one collective for all of them, or ``direct`` one exchange, for
+    which :func:`moe_ops.symmetric.start` has ``apart``.
+    """
     if tensors[0].shape[0] == 0:
         return [_bytes(tensor).repeat(group.size, *[1] * (tensor.dim() - 1)) for tensor in tensors]
     sent = [_bytes(tensor) for tensor in tensors]
     if direct:
-        return [symmetric.start(sent, group, gather=True)]
+        return [symmetric.start(sent, group, gather=True, apart=apart)]
     received: list[Tensor] = _C10D.all_gather_into_tensor_coalesced(sent, group.size, group.name)
     return received
 
 
-def start_all_to_all(tensor: Tensor, group: Group, *, direct: bool = False) -> Tensor:
+def start_all_to_all(tensor: Tensor, group: Group, *, direct: bool = False, apart: bool = False) -> Tensor:
     """Bytes of block r of every rank's ``[W, C, ...]``, on rank r, to be waited for."""
     sent = _bytes(tensor).flatten(0, 1)
     if sent.shape[0] == 0:
         return sent.clone()
     if direct:
-        return symmetric.start([sent], group, gather=False)
+        return symmetric.start([sent], group, gather=False, apart=apart)
     rows = [tensor.shape[1]] * group.size
     received: Tensor = _C10D.all_to_all_single(sent, rows, rows, group.name)
     return received

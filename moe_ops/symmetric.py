@@ -90,11 +90,13 @@ def _unpadded(words: Tensor, tensor: Tensor, size: int, gather: bool) -> Tensor:
 _pending: dict[int, tuple[list[Tensor], slots.Arriving | None]] = {}
 
 
-def _symm_start(tensors: list[Tensor], *, group: str, gather: bool) -> Tensor:
+def _symm_start(tensors: list[Tensor], *, group: str, gather: bool, apart: bool) -> Tensor:
     members = resolve(_OP, group)
     shares = 1 if gather else members.size
     large = [number for number, tensor in enumerate(tensors) if tensor.numel() // shares >= _WORTH_A_COPY]
-    arriving = slots.start(_OP, [tensors[number].view(-1) for number in large], members, gather=gather)
+    arriving = None
+    if apart:
+        arriving = slots.start(_OP, [tensors[number].view(-1) for number in large], members, gather=gather)
     if arriving is None:
         large = []
     received: dict[int, Tensor] = {}
@@ -109,7 +111,7 @@ def _symm_start(tensors: list[Tensor], *, group: str, gather: bool) -> Tensor:
     return token
 
 
-def _symm_start_fake(tensors: list[Tensor], *, group: str, gather: bool) -> Tensor:
+def _symm_start_fake(tensors: list[Tensor], *, group: str, gather: bool, apart: bool) -> Tensor:
     return tensors[0].new_empty(1)
 
 
@@ -131,7 +133,7 @@ _library = torch.library.Library("moe_ops", "FRAGMENT")
 _OPTIONS = "str group, bool gather"
 #: The wait has the tensors, too: so that their memory is theirs until all of it has gone. And what is computed before.
 for _schema in (
-    f"symm_start(Tensor[] tensors, *, {_OPTIONS}) -> Tensor",
+    f"symm_start(Tensor[] tensors, *, {_OPTIONS}, bool apart) -> Tensor",
     f"symm_wait(Tensor token, Tensor[] tensors, Tensor[] after, *, {_OPTIONS}) -> Tensor[]",
 ):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -147,17 +149,19 @@ compat.when_imported(
 )
 
 
-def start(tensors: list[Tensor], group: Group, *, gather: bool) -> Tensor:
+def start(tensors: list[Tensor], group: Group, *, gather: bool, apart: bool) -> Tensor:
     """Start to exchange bytes.
 
     Args:
         tensors: uint8, contiguous, not to be changed before :func:`wait`.
         gather: every rank gets the same; else blocks ``[W * C, ...]`` in rank order.
+        apart: something stands between this and the wait: much is left to copy engines then, which take longer, but
+            no multiprocessor.
 
     Returns:
         What :func:`wait` asks for, once.
     """
-    token: Tensor = torch.ops.moe_ops.symm_start(tensors, group=group.name, gather=gather)
+    token: Tensor = torch.ops.moe_ops.symm_start(tensors, group=group.name, gather=gather, apart=apart)
     return token
 
 

@@ -151,7 +151,7 @@ def ways(layer: Layer, sizes: Sizes, size: int, rank: int) -> list[Way]:
     def beside(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         preparing = ep.prepare_start(x, weights, ids, num_experts=sizes.E, group=group)
         hidden = F.silu(x @ layer.shared_up.T)  # while rows are on their way
-        prepared = ep.prepare_wait(preparing)
+        prepared = ep.prepare_wait(preparing, [hidden])
         finalizing = ep.finalize_start(ep.experts(prepared, gate_up, down), prepared)
         added = hidden @ layer.shared_down.T  # while results are on theirs
         return ep.finalize_wait(finalizing, added)

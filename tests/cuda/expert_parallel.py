@@ -250,7 +250,8 @@ def exchanges_of_any_size() -> None:
                 for width in widths
             ]
             own = [tensor[rank] for tensor in tensors]
-            received = symmetric.wait(symmetric.start(own, group, gather=gather), own, group, gather=gather)
+            token = symmetric.start(own, group, gather=gather, apart=number % 2 == 0)
+            received = symmetric.wait(token, own, group, gather=gather)
             for tensor, got in zip(tensors, received, strict=True):
                 want = tensor if gather else tensor.view(size, size, rows, -1)[:, rank]
                 assert torch.equal(got, want.reshape(got.shape)), f"call {number}, {rows} rows"
@@ -264,7 +265,7 @@ def many_under_way() -> None:
         torch.randint(0, 256, (size, rows, 4096), device="cuda", generator=generator, dtype=torch.uint8)
         for rows in (2048, 3, 1500, 4000, 7)
     ]
-    tokens = [symmetric.start([tensor[rank]], group, gather=True) for tensor in tensors]
+    tokens = [symmetric.start([tensor[rank]], group, gather=True, apart=True) for tensor in tensors]
     for number in (3, 0, 4, 2, 1):
         (got,) = symmetric.wait(tokens[number], [tensors[number][rank]], group, gather=True)
         assert torch.equal(got, tensors[number].flatten(0, 1)), f"exchange {number}"

@@ -32,7 +32,7 @@ def layer(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor
 def main() -> None:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     on_cpu = torch.library.Library("moe_ops", "IMPL")
-    on_cpu.impl("symm_start", lambda tensors, *, group, gather: tensors[0].new_empty(1), "CPU")
+    on_cpu.impl("symm_start", lambda tensors, *, group, gather, apart: tensors[0].new_empty(1), "CPU")
 
     def received(
         token: Tensor, tensors: list[Tensor], after: list[Tensor], *, group: str, gather: bool
