@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_ops import choice, debugging, slots, symmetric
+from meta import cost
+from moe_ops import choice, compat, debugging, slots, symmetric
 from moe_ops.groups import Group, resolve
-from moe_ops.ops import SCHEMAS, SIGNATURES, call, parse, run
+from moe_ops.ops import SCHEMAS, SIGNATURES, by_name, call, parse, run
 
 _OP = "fused_experts"
 
@@ -100,3 +102,17 @@ _library = torch.library.Library("moe_ops", "FRAGMENT")
 _library.define(f"experts_across{_SCHEMA}", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
 _library.impl("experts_across", _experts_across, "CUDA")
 torch.library.register_fake("moe_ops::experts_across", _experts_across_fake, lib=_library)
+
+
+def _flops(*shapes: Any, out_shape: Any = None, group: str, wire_scheme: str | None, **options: Any) -> int:
+    """Of as many pairs as this rank's tokens have: what it computes if all experts are chosen alike."""
+    return cost.OP_FLOPS[_OP](SimpleNamespace(**by_name(_OP, shapes, options)))
+
+
+def _register_flops() -> None:
+    from torch.utils.flop_counter import register_flop_formula
+
+    register_flop_formula(torch.ops.moe_ops.experts_across)(_flops)
+
+
+compat.when_imported("torch.utils.flop_counter", _register_flops)
