@@ -7,6 +7,7 @@ CPU at every call; on a GPU at the first of its kind, since the host runs ahead 
 
 from __future__ import annotations
 
+from ast import literal_eval
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -145,11 +146,13 @@ def destinations(topk_ids: Tensor, num_experts: int, size: int) -> Tensor:
 def _agreed_ids(
     topk_ids: Tensor,
     width: int,
+    layer: list[Tensor],
     *,
     num_experts: int,
     group: str,
     options: str,
     rank_capacity: int | None = None,
+    layer_options: str | None = None,
 ) -> Tensor:
     op, members = "ep.prepare", resolve("ep.prepare", group)
     facts: dict[str, Any] = {"T": topk_ids.shape[0], "K": topk_ids.shape[1], "num_experts": num_experts, "H": width}
@@ -161,15 +164,52 @@ def _agreed_ids(
     return ids.to(torch.int32)
 
 
-def _agreed_ids_fake(topk_ids: Tensor, width: int, **options: Any) -> Tensor:
+def _agreed_ids_fake(
+    topk_ids: Tensor,
+    width: int,
+    layer: list[Tensor],
+    *,
+    group: str,
+    layer_options: str | None = None,
+    **options: Any,
+) -> Tensor:
+    if layer_options is not None:
+        refusing(group, _check_layer, layer, layer_options)
     return topk_ids.new_empty(topk_ids.shape, dtype=torch.int32)
 
 
+def flat_layer(arguments: dict[str, Any]) -> tuple[list[Tensor], str]:
+    """The arguments of ``fused_experts`` for the operator of this module: tensors, and a text of the rest."""
+    tensors: list[Tensor] = []
+    places: dict[str, int | list[int]] = {}
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            places[name] = len(tensors)
+            tensors.append(value.detach())
+        elif isinstance(value, list | tuple):
+            places[name] = list(range(len(tensors), len(tensors) + len(value)))
+            tensors += [tensor.detach() for tensor in value]
+    plain = {name: value for name, value in arguments.items() if type(value) in (str, bool, int, float)}
+    return tensors, repr((places, plain))
+
+
+def _check_layer(tensors: list[Tensor], text: str) -> None:
+    """The rule of the whole layer, at the first operator that compiled code traces: there the others can be told."""
+    from moe_ops.ops import parse
+
+    places, plain = literal_eval(text)
+    given = {
+        name: [tensors[each] for each in place] if isinstance(place, list) else tensors[place]
+        for name, place in places.items()
+    }
+    parse("fused_experts", **given, **plain)
+
+
 #: The ids as int32, those out of range just out of it, once the ranks agree. An operator, so that compiled code asks at
-#: every run, as eager code does.
+#: every run, as eager code does; while it compiles, the operator's fake looks at the layer behind it.
 _SCHEMA = (
-    "(Tensor topk_ids, SymInt width, *, SymInt num_experts, str group, str options, SymInt? rank_capacity=None)"
-    " -> Tensor"
+    "(Tensor topk_ids, SymInt width, Tensor[] layer, *, SymInt num_experts, str group, str options, "
+    "SymInt? rank_capacity=None, str? layer_options=None) -> Tensor"
 )
 _library = torch.library.Library("moe_ops", "FRAGMENT")
 _library.define(f"agreed_ids{_SCHEMA}", tags=(torch.Tag.pt2_compliant_tag,))

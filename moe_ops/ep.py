@@ -12,7 +12,7 @@ What brings rows to ranks is the **transport**:
 | ``local`` | one rank | nothing | none |
 | ``replicated`` | the same on all ranks | (W - 1) T H s of partial results | none |
 | ``gather`` | as many on each, others | (W - 1) T (H s + 8 K) out, (W - 1) T H s back | none |
-| ``symm`` | as ``gather``, GPUs of one host | as ``gather``, by one kernel of ours for each way | none |
+| ``symm`` | as ``gather``, GPUs of one host | as ``gather``, by kernels of ours and copy engines | none |
 | ``all_to_all`` | as many on each, others | (W - 1) C (H s + 8 K) out, (W - 1) C H s back | rows past C for one rank |
 | ``nvshmem`` | as many on each, others | the rows alone that a rank has an expert of; no gradients | none |
 
@@ -42,7 +42,7 @@ from meta.checks import (
 from meta.schemes import SCHEMES
 from moe_ops import across as _  # noqa: F401  (registers its operator)
 from moe_ops import nvshmem, sharded
-from moe_ops.agreement import agree, destinations, refusing
+from moe_ops.agreement import agree, destinations, flat_layer, refusing
 from moe_ops.exchanges import (
     shared,
     start_all_gather,
@@ -195,7 +195,7 @@ def prepare_start(
     be changed.
     """
     arguments = (hidden_states, topk_weights, topk_ids, num_experts, resolve("ep.prepare", group))
-    agreed = _agreed(*arguments, transport, scheme, rank_capacity)
+    agreed = _agreed(*arguments, transport, scheme, rank_capacity, "in halves")
     return _start(hidden_states, topk_weights, num_experts, scheme, agreed, apart=True)
 
 
@@ -217,17 +217,23 @@ def _agreed(
     transport: str | None,
     scheme: str | None,
     rank_capacity: int | None,
+    way: str,
+    layer: dict[str, Any] | None = None,
 ) -> _Agreed:
+    """``way``: by what calls rows travel; ``layer``: that of compiled code, to be looked at before they do."""
     arguments = (hidden_states, topk_weights, topk_ids, num_experts, group, transport, scheme, rank_capacity)
     chosen = refusing(group.name, _checked, "ep.prepare", *arguments)
     capacity = None
     if chosen == "all_to_all":
         capacity = rank_capacity if rank_capacity is not None else max(topk_ids.shape[0], 1)
     said = {"transport": chosen, "scheme": scheme, "hidden_states": hidden_states.dtype, "weights": topk_weights.dtype}
+    if chosen == "symm":
+        said["exchange"] = way
     options = ";".join(f"{name}={value}" for name, value in said.items())
+    tensors, text = ([], None) if layer is None else flat_layer(layer)
     ids = torch.ops.moe_ops.agreed_ids(
-        topk_ids, hidden_states.shape[1], num_experts=num_experts, group=group.name, options=options,
-        rank_capacity=capacity,
+        topk_ids, hidden_states.shape[1], tensors, num_experts=num_experts, group=group.name, options=options,
+        rank_capacity=capacity, layer_options=text,
     )  # fmt: skip
     return _Agreed(ids, group, chosen, capacity)
 
@@ -407,7 +413,7 @@ def prepare(
         (torch.Size([4, 16]), 'local')
     """
     arguments = (hidden_states, topk_weights, topk_ids, num_experts, resolve("ep.prepare", group))
-    agreed = _agreed(*arguments, transport, scheme, rank_capacity)
+    agreed = _agreed(*arguments, transport, scheme, rank_capacity, "at once")
     return prepare_wait(_start(hidden_states, topk_weights, num_experts, scheme, agreed, apart=False))
 
 
@@ -549,11 +555,15 @@ def layer(
     scales, on_input = len(options.get("gate_up_scales") or ()), options.get("weight_on_input", False)
     scheme = wire_scheme(options.get("scheme"), scales, halves=halves, weight_on_input=on_input)
     num_experts = weights[0].shape[0] * members.size
-    tensors = (hidden_states, topk_weights, topk_ids)
-    agreed = _agreed(*tensors, num_experts, members, transport, scheme, rank_capacity)
-    if agreed.transport == "symm" and not _is_differentiated(hidden_states, *weights, topk_weights, *options.values()):
-        given = {"hidden_states": hidden_states, "gate_up_proj": weights[0], "down_proj": weights[1]}
-        given |= {"topk_weights": topk_weights, "topk_ids": agreed.ids} | options
+    given = {"hidden_states": hidden_states, "gate_up_proj": weights[0], "down_proj": weights[1]}
+    given |= {"topk_weights": topk_weights, "topk_ids": topk_ids} | options
+    trained = _is_differentiated(*given.values())
+    agreed = _agreed(
+        hidden_states, topk_weights, topk_ids, num_experts, members, transport, scheme, rank_capacity,
+        "at once" if trained else "by the layer", given if torch.compiler.is_compiling() else None,
+    )  # fmt: skip
+    if agreed.transport == "symm" and not trained:
+        given["topk_ids"] = agreed.ids
         positional = [given.pop(name, None) for name in SIGNATURES[op].positional]
         whole: Tensor = torch.ops.moe_ops.experts_across(*positional, **given, group=members.name, wire_scheme=scheme)
         return whole

@@ -156,6 +156,29 @@ def weights(ranks: Ranks) -> None:
         )  # fmt: skip
 
 
+def weights_in_a_graph(ranks: Ranks) -> None:
+    """The same while it compiles, where the rank itself gets torch's error around ours; in one graph or not."""
+    layer = random(ranks.size * T)
+    gate_up, down = (ranks.held(None, tensor) for tensor in (layer.gate_up, layer.down))
+    tokens = [ranks.share(None, tensor) for tensor in layer[:3]]
+
+    def run(x: Tensor, weights: Tensor, ids: Tensor, down: Tensor) -> Tensor:
+        return moe_ops.fused_experts(x, gate_up, down, weights, ids, group=ranks.group)
+
+    for fullgraph in (True, False):
+        torch.compiler.reset()
+        compiled = torch.compile(run, fullgraph=fullgraph, backend="aot_eager")
+        try:
+            compiled(*tokens, down[:, : _last(ranks, H - 1, H)])
+        except Exception as raised:
+            said = _last(ranks, "", _refused(ranks)) + "fused_experts: down_proj must be"
+            ranks.expect(said in str(raised), f"fullgraph={fullgraph}: {said!r} is not in {str(raised)!r}")
+            ranks.expect(isinstance(raised, ValueError | RuntimeError), f"{type(raised)}")
+        else:
+            ranks.expect(False, "nothing was refused")
+        ranks.close(compiled(*tokens, down), ranks.share(None, layer.alone()), 1e-6, "the next call")
+
+
 def weights_of_halves(ranks: Ranks) -> None:
     """The same where `experts` is called by itself: the others meet it in `finalize`."""
     layer = random(0)
@@ -291,7 +314,7 @@ def a_rank_that_never_calls(ranks: Ranks) -> None:
 
 _OF_TWO = (
     widths, dtypes, options, results, experts, transports, capacities, arguments, weights_of_halves, beside_a_group,
-    tokens_in_a_graph,
+    tokens_in_a_graph, weights_in_a_graph,
 )  # fmt: skip
 _OF_BOTH = (tokens, weights, groups, meshes, dropped_rows_reported, ids_out_of_range)
 CHECKS = {
