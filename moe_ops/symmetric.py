@@ -97,10 +97,10 @@ def _symm_start(tensors: list[Tensor], *, group: str, gather: bool, apart: bool)
     arriving = None
     if apart:
         arriving = slots.start(_OP, [tensors[number].view(-1) for number in large], members, gather=gather)
+    received: dict[int, Tensor] = {}
     if arriving is None:
         large = []
-    received: dict[int, Tensor] = {}
-    if arriving is not None:
+    else:
         for number, out in zip(large, arriving.tensors, strict=True):
             received[number] = out.view(-1, *tensors[number].shape[1:])
     small = [number for number in range(len(tensors)) if number not in large]
@@ -116,7 +116,10 @@ def _symm_start_fake(tensors: list[Tensor], *, group: str, gather: bool, apart: 
 
 
 def _symm_wait(token: Tensor, tensors: list[Tensor], after: list[Tensor], *, group: str, gather: bool) -> list[Tensor]:
-    received, arriving = _pending.pop(token.data_ptr())
+    started = _pending.pop(token.data_ptr(), None)
+    if started is None:
+        raise fail(_OP, "the first half", "waited for once", "a second wait", "Start another exchange.")
+    received, arriving = started
     if arriving is not None:
         torch.cuda.current_stream(token.device).wait_event(arriving.event)
     return received
@@ -141,12 +144,7 @@ _library.impl("symm_start", _symm_start, "CUDA")
 _library.impl("symm_wait", _symm_wait, "CUDA")
 torch.library.register_fake("moe_ops::symm_start", _symm_start_fake, lib=_library)
 torch.library.register_fake("moe_ops::symm_wait", _symm_wait_fake, lib=_library)
-
-
-compat.when_imported(
-    "torch._inductor.lowering",
-    lambda: compat.keep_between(torch.ops.moe_ops.symm_wait.default),
-)
+compat.when_imported("torch._inductor.lowering", lambda: compat.keep_between(torch.ops.moe_ops.symm_wait.default))
 
 
 def start(tensors: list[Tensor], group: Group, *, gather: bool, apart: bool) -> Tensor:
