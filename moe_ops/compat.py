@@ -204,9 +204,8 @@ def with_aliases(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
 def keep_between(wait: Any) -> None:
     """Have Inductor leave what stands between a start and the wait for it there; once its lowerings are imported.
 
-    It orders kernels by the memory that they need, and what nobody asks for before the wait comes before the start, or
-    behind the wait. The first argument of ``wait`` is what the start returned, the third are tensors to be computed in
-    between.
+    It orders kernels by the memory that they need, and may put before the start what the wait asks for. The first
+    argument of ``wait`` is what the start returned, the third are tensors to be computed in between.
     """
     from torch._inductor.lowering import fallback_handler, register_lowering
     from torch._inductor.virtualized import V
@@ -220,20 +219,15 @@ def keep_between(wait: Any) -> None:
             operation = None if buffer is None else buffer.get_defining_op()
             if operation is not None and operation.get_operation_name() not in found:
                 found[operation.get_operation_name()] = operation
-                names += operation.get_read_names()
+                names += [read.name for read in operation.get_read_writes().reads]
         return found
 
     def lowered(token: Any, tensors: Any, after: Sequence[Any], **options: Any) -> Any:
-        graph: Any = V.graph
         for tensor in after:
             tensor.realize()
         start, made = token.get_name(), [tensor.get_name() for tensor in after]
         for name in needed(made).keys() - needed([start]).keys():
-            graph.additional_buffer_deps[name].add(start)
-        first = len(graph.operations)
-        result = fallback_handler(wait, add_to_fallback_set=False)(token, tensors, after, **options)
-        for operation in graph.operations[first:]:
-            graph.additional_buffer_deps[operation.get_operation_name()].update(made)
-        return result
+            V.graph.additional_buffer_deps[name].add(start)
+        return fallback_handler(wait, add_to_fallback_set=False)(token, tensors, after, **options)
 
     register_lowering(wait, type_promotion_kind=None)(lowered)

@@ -37,7 +37,8 @@ def tensors() -> tuple[Tensor, ...]:
 def with_shared(
     x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, up: Tensor, told: bool
 ) -> Tensor:
-    """A shared expert stands between the halves."""
+    """A shared expert stands between the halves; what it computes with is made before them."""
+    x = (x @ x.T) @ x
     preparing = ep.prepare_start(x, weights, ids, num_experts=E, group=dist.group.WORLD, transport="symm")
     h = F.silu(x @ up)
     prepared = ep.prepare_wait(preparing, [h] if told else ())
@@ -46,8 +47,8 @@ def with_shared(
 
 
 def products_stay_between_the_halves() -> None:
-    """Inductor leaves them where the program has them, if the waits are told of them; otherwise the first does not
-    stay, which shows that telling does it.
+    """Inductor leaves them where the program has them, if the waits are told of them. Otherwise the first comes too
+    late; and a wide one would come too early, as it needs more memory than what it is made of.
     """
     on_cpu = torch.library.Library("moe_ops", "IMPL")
     on_cpu.impl("symm_start", lambda tensors, *, group, gather, apart: tensors[0].new_empty(1), "CPU")
@@ -59,16 +60,20 @@ def products_stay_between_the_halves() -> None:
 
     on_cpu.impl("symm_wait", received, "CPU")
     ep._transport = lambda *arguments: "symm"
-    inputs, orders = (*tensors(), torch.randn(H, I)), []
-    for told in (True, False):
+
+    def order(told: bool, width: int) -> list[str]:
         torch.compiler.reset()
+        compiled = torch.compile(with_shared, fullgraph=True)
         with torch.no_grad():
-            _, code = run_and_get_code(torch.compile(with_shared, fullgraph=True), *inputs, told)
+            _, code = run_and_get_code(compiled, *tensors(), torch.randn(H, width), told)
         calls = re.findall(r"= torch\.ops\.moe_ops\.(symm_\w+)|(mm)\(|\.(fused_experts)\(", code[-1])
-        orders.append(["".join(names) for names in calls])
-    there, back = ["symm_start", "mm", "symm_wait"], ["fused_experts", "symm_start", "mm", "symm_wait"]
-    assert orders[0] == there + back, orders[0]
-    assert orders[1][:3] != there, orders[1]
+        return ["".join(names) for names in calls]
+
+    halves = ["symm_start", "mm", "symm_wait"]
+    for width in (I, 8 * I):
+        found = order(True, width)
+        assert found == ["mm", "mm", *halves, "fused_experts", *halves], (width, found)
+    assert order(False, I)[2:5] != halves
 
 
 def a_layer_of_one_operator() -> None:
@@ -109,6 +114,7 @@ def rows_of_nvshmem() -> None:
     for rank, (received, splits) in enumerate(arrived):
         sent, places, _ = sorted_rows[rank]
         prepared = ep.prepare_wait(ep.Preparing(received, sent, places, str(rank), "nvshmem", E, False, splits))
+        assert (prepared.topk_ids[int(splits[0].sum()) :] == -1).all()  # nothing is computed for what is of no use
         held = slice(rank * E // W, (rank + 1) * E // W)
         routing = (prepared.topk_weights, prepared.topk_ids)
         results.append(moe_ops.fused_experts(prepared.rows, gate_up[held], down[held], *routing))
@@ -123,7 +129,7 @@ def exchanged(tensors: list[list[Tensor]], splits: list[Tensor]) -> list[tuple[l
     """Of every rank: what the others sent it, in rank order, behind it garbage; and how much, and where."""
     found = []
     for rank in range(W):
-        outs = [torch.full_like(tensor, 99) for tensor in tensors[rank]]
+        outs = [torch.ones_like(tensor) for tensor in tensors[rank]]
         made, end = torch.zeros(2, W, dtype=torch.int64), 0
         for sender in range(W):
             count, first = splits[sender][:, rank].tolist()
@@ -144,6 +150,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    torch.compiler.config.force_disable_caches = True  # they know nothing of changes to lowerings
     dist.init_process_group("fake", rank=0, world_size=W, store=FakeStore())
     for check in CHECKS:
         try:
