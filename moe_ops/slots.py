@@ -99,7 +99,7 @@ class Slots:
         self.beside.wait_stream(current)
 
     def _push(self, slot: int, sent: Sequence[Tensor], numbers: Sequence[int], gather: bool) -> None:
-        """Copies into the other ranks' slots, then the word for each."""
+        """Copies into the other ranks' slots."""
         rank = self.group.rank
         with torch.cuda.stream(self.stream):
             for other in self._others:
