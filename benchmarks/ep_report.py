@@ -61,10 +61,8 @@ def more_ranks(document: dict[str, Any]) -> str:
                 ]
                 body.append([shape, str(ranks), str(tokens), *times])
     head = ["shape", "ranks", "tokens of a rank", *lines, f"all_to_all, room for {ROOM} of the rows expected"]
-    said = (
-        "Exchanges of more ranks, us, reckoned from the table above and not run (layers' times less those of the local"
-    )
-    return f"{said} experts):\n\n{table(head, body)}"
+    said = "Exchanges of more ranks, us, reckoned from the table above and not run"
+    return f"{said} (layers' times less those of the local experts):\n\n{table(head, body)}"
 
 
 def _row_bytes(shape: str) -> int:

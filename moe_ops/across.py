@@ -17,17 +17,29 @@ from torch import Tensor
 
 from meta import cost
 from moe_ops import choice, compat, debugging, slots, symmetric
+from moe_ops.exchanges import as_bytes
 from moe_ops.groups import Group, resolve
 from moe_ops.ops import SCHEMAS, SIGNATURES, by_name, call, parse, run
 
 _OP = "fused_experts"
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
+def experts(arguments: dict[str, Any], group: Group, wire_scheme: str | None) -> Tensor:
+    """The layer.
+
+    Args:
+        arguments: of ``fused_experts``, by name; ids are int32 and name the experts of all ranks.
+        wire_scheme: in whose format rows travel, or None.
+    """
+    tensors = [arguments.get(name) for name in SIGNATURES[_OP].positional]
+    options = {name: value for name, value in arguments.items() if name not in SIGNATURES[_OP].positional}
+    whole: Tensor = torch.ops.moe_ops.experts_across(*tensors, **options, group=group.name, wire_scheme=wire_scheme)
+    return whole
 
 
 def _experts_across(*args: Any, group: str, wire_scheme: str | None, **options: Any) -> Tensor:
+    from moe_ops.kernels.triton.deliver import sum_parts
+
     members, given = resolve(_OP, group), SIGNATURES[_OP].bind(args, options)
     tokens, width = given["hidden_states"].shape
     if tokens == 0:  # an empty tensor of the right dtype
@@ -36,7 +48,7 @@ def _experts_across(*args: Any, group: str, wire_scheme: str | None, **options: 
     if wire_scheme is not None:
         rows = list(run("quantize_rows", rows[0], scheme=wire_scheme))
     routing = [given["topk_weights"], given["topk_ids"]]
-    sizes = [_bytes(row).numel() for row in rows]
+    sizes = [row.nbytes for row in rows]
     held = None
     if sum(sizes) >= slots.LARGE:
         needed = max(slots.slot_bytes(sizes, members), slots.slot_bytes([4 * tokens * width], members))  # fp32 at most
@@ -44,30 +56,24 @@ def _experts_across(*args: Any, group: str, wire_scheme: str | None, **options: 
     # Copies, sorts and sums side by side are many calls for the host, which only a captured graph has for nothing.
     if held is not None and torch.cuda.is_current_stream_capturing():
         return _overlapped(held, given, rows, routing)
-    received = symmetric.exchange([_bytes(one) for one in (*rows, *routing)], members, True)
+    received = symmetric.exchange([as_bytes(one) for one in (*rows, *routing)], members, True)
     given |= _named(_received(received, rows, routing), members, given["gate_up_proj"].shape[0])
     tensors = [given.pop(name) for name in SIGNATURES[_OP].positional]
     result = run(_OP, *tensors, **given)
-    parts = symmetric.exchange([_bytes(result)], members, False)[0].view(result.dtype)
-    return _sum(parts.view(members.size, tokens, width))
+    parts = symmetric.exchange([as_bytes(result)], members, False)[0].view(result.dtype)
+    total: Tensor = sum_parts(parts.view(members.size, tokens, width))
+    return total
 
 
 def _overlapped(held: slots.Slots, given: dict[str, Any], rows: list[Tensor], routing: list[Tensor]) -> Tensor:
     """The same bits, by the copy engines' tokens and results that are delivered."""
     members, (tokens, width) = held.group, given["hidden_states"].shape
-    arriving = held.start_tokens([_bytes(row).view(-1) for row in rows])
-    ids = symmetric.exchange([_bytes(one) for one in routing], members, True)
+    arriving = held.start_tokens([as_bytes(row).view(-1) for row in rows])
+    ids = symmetric.exchange([as_bytes(one) for one in routing], members, True)
     given |= _named(_received([*arriving.tensors, *ids], rows, routing), members, given["gate_up_proj"].shape[0])
     layer: Any = parse(_OP, **given)
     choice.between(layer, partial(held.arrive, arriving), partial(held.deliver, tokens=tokens))
     return held.results(tokens, width, layer.out_dtype)
-
-
-def _sum(parts: Tensor) -> Tensor:
-    from moe_ops.kernels.triton.deliver import sum_parts
-
-    total: Tensor = sum_parts(parts)
-    return total
 
 
 def _received(tensors: Sequence[Tensor], rows: Sequence[Tensor], routing: Sequence[Tensor]) -> list[Tensor]:

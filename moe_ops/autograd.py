@@ -159,7 +159,7 @@ class InTraining:
         self._op, self._bind = op, bind
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not (torch.is_grad_enabled() and any(map(_wants_grad, (*args, *kwargs.values())))):
+        if not (torch.is_grad_enabled() and any(map(wants_grad, (*args, *kwargs.values())))):
             with compat.below_autograd():
                 return getattr(torch.ops.moe_ops, self._op).default(*args, **kwargs)
         given = self._bind(args, kwargs)
@@ -177,9 +177,10 @@ class InTraining:
         return torch.ops.moe_ops.fused_experts_saving.default(*tensors, **options)[0]
 
 
-def _wants_grad(value: Any) -> bool:
+def wants_grad(value: Any) -> bool:
+    """Whether an argument is, or is a list with, a tensor that autograd follows."""
     if isinstance(value, list | tuple):
-        return any(map(_wants_grad, value))
+        return any(map(wants_grad, value))
     return isinstance(value, Tensor) and value.requires_grad
 
 

@@ -40,9 +40,9 @@ from meta.checks import (
     fail,
 )
 from meta.schemes import SCHEMES
-from moe_ops import across as _  # noqa: F401  (registers its operator)
-from moe_ops import nvshmem, sharded
+from moe_ops import across, nvshmem, sharded
 from moe_ops.agreement import agree, destinations, flat_layer, refusing
+from moe_ops.autograd import wants_grad
 from moe_ops.exchanges import (
     shared,
     start_all_gather,
@@ -53,7 +53,7 @@ from moe_ops.exchanges import (
     wait_parts,
 )
 from moe_ops.groups import Group, GroupLike, resolve
-from moe_ops.ops import SIGNATURES, call, parse
+from moe_ops.ops import call, parse
 from moe_ops.pairs import invert
 from moe_ops.symmetric_memory import available
 
@@ -194,9 +194,21 @@ def prepare_start(
     """The first half of :func:`prepare`: starts the exchange and returns. Until the second half its tensors must not
     be changed.
     """
-    arguments = (hidden_states, topk_weights, topk_ids, num_experts, resolve("ep.prepare", group))
-    agreed = _agreed(*arguments, transport, scheme, rank_capacity, "in halves")
-    return _start(hidden_states, topk_weights, num_experts, scheme, agreed, apart=True)
+    members = resolve("ep.prepare", group)
+    wanted = _Wanted(hidden_states, topk_weights, topk_ids, num_experts, transport, scheme, rank_capacity)
+    return _start(wanted, _agreed(wanted, members, "in halves"), apart=True)
+
+
+class _Wanted(NamedTuple):
+    """The arguments of :func:`prepare`, but for the group."""
+
+    hidden_states: Tensor
+    topk_weights: Tensor
+    topk_ids: Tensor
+    num_experts: int
+    transport: str | None
+    scheme: str | None
+    rank_capacity: int | None
 
 
 class _Agreed(NamedTuple):
@@ -208,21 +220,10 @@ class _Agreed(NamedTuple):
     capacity: Any
 
 
-def _agreed(
-    hidden_states: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    num_experts: int,
-    group: Group,
-    transport: str | None,
-    scheme: str | None,
-    rank_capacity: int | None,
-    way: str,
-    layer: dict[str, Any] | None = None,
-) -> _Agreed:
+def _agreed(wanted: _Wanted, group: Group, way: str, layer: dict[str, Any] | None = None) -> _Agreed:
     """``way``: by what calls rows travel; ``layer``: that of compiled code, to be looked at before they do."""
-    arguments = (hidden_states, topk_weights, topk_ids, num_experts, group, transport, scheme, rank_capacity)
-    chosen = refusing(group.name, _checked, "ep.prepare", *arguments)
+    hidden_states, topk_weights, topk_ids, num_experts, _, scheme, rank_capacity = wanted
+    chosen = refusing(group.name, _checked, "ep.prepare", wanted, group)
     capacity = None
     if chosen == "all_to_all":
         capacity = rank_capacity if rank_capacity is not None else max(topk_ids.shape[0], 1)
@@ -238,10 +239,9 @@ def _agreed(
     return _Agreed(ids, group, chosen, capacity)
 
 
-def _start(
-    hidden_states: Tensor, topk_weights: Tensor, num_experts: int, scheme: str | None, agreed: _Agreed, *, apart: bool
-) -> Preparing:
+def _start(wanted: _Wanted, agreed: _Agreed, *, apart: bool) -> Preparing:
     """``apart``: the other half does not follow at once."""
+    hidden_states, topk_weights, _, num_experts, _, scheme, _ = wanted
     ids, members, chosen, capacity = agreed
     if chosen == "replicated":
         hidden_states, topk_weights = shared(hidden_states, members), shared(topk_weights, members)
@@ -264,22 +264,10 @@ def _start(
     return Preparing(received, sent, slots, members.name, chosen, num_experts, scheme is not None, splits)
 
 
-def _checked(
-    op: str,
-    hidden_states: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    num_experts: int,
-    group: Group,
-    transport: str | None,
-    scheme: str | None,
-    rank_capacity: int | None,
-) -> str:
+def _checked(op: str, wanted: _Wanted, group: Group) -> str:
     """The transport, if every argument is as it must be."""
-    _check(
-        op, hidden_states=hidden_states, topk_weights=topk_weights, topk_ids=topk_ids, num_experts=num_experts,
-        transport=transport, scheme=scheme, rank_capacity=rank_capacity,
-    )  # fmt: skip
+    _check(op, **wanted._asdict())
+    hidden_states, topk_weights, topk_ids, num_experts, transport, scheme, rank_capacity = wanted
     check_rank(op, "hidden_states", hidden_states, "T H")
     check_rank(op, "topk_ids", topk_ids, "T K")
     check_index(op, "topk_ids", topk_ids)
@@ -412,9 +400,9 @@ def prepare(
         >>> prepared.rows.shape, prepared.transport
         (torch.Size([4, 16]), 'local')
     """
-    arguments = (hidden_states, topk_weights, topk_ids, num_experts, resolve("ep.prepare", group))
-    agreed = _agreed(*arguments, transport, scheme, rank_capacity, "at once")
-    return prepare_wait(_start(hidden_states, topk_weights, num_experts, scheme, agreed, apart=False))
+    members = resolve("ep.prepare", group)
+    wanted = _Wanted(hidden_states, topk_weights, topk_ids, num_experts, transport, scheme, rank_capacity)
+    return prepare_wait(_start(wanted, _agreed(wanted, members, "at once"), apart=False))
 
 
 def experts(prepared: Prepared, gate_up_proj: Tensor, down_proj: Tensor, **options: Any) -> Tensor:
@@ -558,21 +546,17 @@ def layer(
     given = {"hidden_states": hidden_states, "gate_up_proj": weights[0], "down_proj": weights[1]}
     given |= {"topk_weights": topk_weights, "topk_ids": topk_ids} | options
     trained = _is_differentiated(*given.values())
-    agreed = _agreed(
-        hidden_states, topk_weights, topk_ids, num_experts, members, transport, scheme, rank_capacity,
-        "at once" if trained else "by the layer", given if torch.compiler.is_compiling() else None,
-    )  # fmt: skip
+    way = "at once" if trained else "by the layer"
+    wanted = _Wanted(hidden_states, topk_weights, topk_ids, num_experts, transport, scheme, rank_capacity)
+    agreed = _agreed(wanted, members, way, given if torch.compiler.is_compiling() else None)
     if agreed.transport == "symm" and not trained:
-        given["topk_ids"] = agreed.ids
-        positional = [given.pop(name, None) for name in SIGNATURES[op].positional]
-        whole: Tensor = torch.ops.moe_ops.experts_across(*positional, **given, group=members.name, wire_scheme=scheme)
-        return whole
-    prepared = prepare_wait(_start(hidden_states, topk_weights, num_experts, scheme, agreed, apart=False))
+        return across.experts({**given, "topk_ids": agreed.ids}, members, scheme)
+    prepared = prepare_wait(_start(wanted, agreed, apart=False))
     return finalize(experts(prepared, *weights, **options), prepared)
 
 
 def _is_differentiated(*values: Any) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in values)
+    return torch.is_grad_enabled() and wants_grad(values)
 
 
 def _check_layer(

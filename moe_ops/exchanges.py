@@ -26,7 +26,7 @@ from moe_ops.groups import Group
 _C10D = torch.ops._c10d_functional
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a tensor, ``[..., bytes of the last dimension]`` uint8."""
     return tensor.detach().contiguous().view(torch.uint8)
 
@@ -38,8 +38,8 @@ def start_all_gather(
     which :func:`moe_ops.symmetric.start` has ``apart``.
     """
     if tensors[0].shape[0] == 0:
-        return [_bytes(tensor).repeat(group.size, *[1] * (tensor.dim() - 1)) for tensor in tensors]
-    sent = [_bytes(tensor) for tensor in tensors]
+        return [as_bytes(tensor).repeat(group.size, *[1] * (tensor.dim() - 1)) for tensor in tensors]
+    sent = [as_bytes(tensor) for tensor in tensors]
     if direct:
         return [symmetric.start(sent, group, gather=True, apart=apart)]
     received: list[Tensor] = _C10D.all_gather_into_tensor_coalesced(sent, group.size, group.name)
@@ -48,7 +48,7 @@ def start_all_gather(
 
 def start_all_to_all(tensor: Tensor, group: Group, *, direct: bool = False, apart: bool = False) -> Tensor:
     """Bytes of block r of every rank's ``[W, C, ...]``, on rank r, to be waited for."""
-    sent = _bytes(tensor).flatten(0, 1)
+    sent = as_bytes(tensor).flatten(0, 1)
     if sent.shape[0] == 0:
         return sent.clone()
     if direct:
@@ -129,7 +129,7 @@ def wait_all_gather(
 ) -> list[Tensor]:
     """``[W, T, ...]`` of what :func:`start_all_gather` started with ``own``; differentiable in it."""
     if own[0].shape[0] != 0 and direct:
-        received = symmetric.wait(received[0], [_bytes(tensor) for tensor in own], group, gather=True, after=after)
+        received = symmetric.wait(received[0], [as_bytes(tensor) for tensor in own], group, gather=True, after=after)
     elif own[0].shape[0] != 0:
         received = [_C10D.wait_tensor(there) for there in received]
     return [_Gathered.apply(*pair, group) for pair in zip(received, own, strict=True)]  # type: ignore[no-untyped-call]
@@ -140,7 +140,7 @@ def wait_all_to_all(
 ) -> Tensor:
     """``[W, C, ...]`` of what :func:`start_all_to_all` started with ``own``; differentiable in it."""
     if own.shape[1] != 0 and direct:
-        received = symmetric.wait(received, [_bytes(own).flatten(0, 1)], group, gather=False, after=after)[0]
+        received = symmetric.wait(received, [as_bytes(own).flatten(0, 1)], group, gather=False, after=after)[0]
     elif own.shape[1] != 0:
         received = _C10D.wait_tensor(received)
     exchanged: Tensor = _Exchanged.apply(received, own, group)  # type: ignore[no-untyped-call]

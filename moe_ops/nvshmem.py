@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meta.checks import fail
+from moe_ops.exchanges import as_bytes
 from moe_ops.groups import Group, constant, process_group, resolve
+from moe_ops.symmetric_memory import at_least
 
 _OP = "ep.prepare"
 MOST_RANKS = 16  # that torch's kernel takes
@@ -31,71 +32,63 @@ def available(name: str) -> bool:
     return symmetric.get_backend(torch.device("cuda", torch.cuda.current_device())) == "NVSHMEM"
 
 
-class _Buffer(NamedTuple):
-    """Symmetric memory for rows of one width: what is sent and what is received, uint8 ``[rows, width]``."""
+class _Rows(NamedTuple):
+    """Symmetric memory for rows of one width: what is sent and what is received, uint8 ``[size, width]``."""
 
+    size: int
     sent: Tensor
     received: Tensor
 
 
-class _Buffers(NamedTuple):
-    """Of a group.
+class _Splits(NamedTuple):
+    """Symmetric memory of a group, int64 ``[2, W]`` each.
 
     Attributes:
-        rows: by number among the tensors of a call, and width.
-        given: int64 ``[2, W]``, how many rows go to every rank, and where they begin; and zeros.
+        size: W.
+        given: how many rows go to every rank, and where they begin; and zeros.
         made: the same of rows that came, for every tensor of a call its own: ranks write into those of each other.
     """
 
-    rows: dict[tuple[int, int], _Buffer]
+    size: int
     given: list[Tensor]
     made: list[Tensor]
 
 
-#: By group and device; a graph that was captured goes on using those that it was captured with.
-_held: dict[tuple[str, torch.device], _Buffers] = {}
-_kept: list[_Buffer] = []
+#: By group and device; of rows by number among the tensors of a call, and width, too.
+_splits: dict[tuple[str, torch.device], list[_Splits]] = {}
+_rows: dict[tuple[str, torch.device, int, int], list[_Rows]] = {}
 
 
-def _buffers(group: Group, device: torch.device) -> _Buffers:
+def _empty(group: Group, number: int, *sizes: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """So many tensors of the group's symmetric memory, zeros. A collective."""
     from torch.distributed import _symmetric_memory as symmetric
 
-    held = _held.get((group.name, device))
-    if held is None:
-        _refuse_capture()
-        words = [symmetric.empty(2, group.size, dtype=torch.int64, device=device) for _ in range(_MOST + 3)]
-        for tensor in words:
-            symmetric.rendezvous(tensor.zero_(), process_group(group.name))
-        held = _held[group.name, device] = _Buffers({}, words[:2], words[2:])
-    return held
+    made = [symmetric.empty(*sizes, dtype=dtype, device=device).zero_() for _ in range(number)]
+    for tensor in made:
+        symmetric.rendezvous(tensor, process_group(group.name))
+    return made
 
 
-def _buffer(held: _Buffers, group: Group, number: int, rows: int, width: int, device: torch.device) -> _Buffer:
-    from torch.distributed import _symmetric_memory as symmetric
+def _splits_of(group: Group, device: torch.device) -> _Splits:
+    def make(size: int) -> _Splits:
+        words = _empty(group, _MOST + 3, 2, group.size, dtype=torch.int64, device=device)
+        return _Splits(group.size, words[:2], words[2:])
 
-    known = held.rows.get((number, width))
-    if known is None or known.sent.shape[0] < rows:
-        _refuse_capture()
-        size = (1 << (rows - 1).bit_length(), width)
-        known = _Buffer(*(symmetric.empty(*size, dtype=torch.uint8, device=device) for _ in range(2)))
-        for tensor in known:
-            symmetric.rendezvous(tensor, process_group(group.name))
-        held.rows[number, width] = known
-        _kept.append(known)
-    return known
+    return at_least(_OP, "nvshmem", _splits.setdefault((group.name, device), []), group.size, make)
 
 
-def _refuse_capture() -> None:
-    if torch.cuda.is_current_stream_capturing():
-        cure = "Run the layer once, with as many tokens, before the capture."
-        raise fail(_OP, "transport", "one that has its buffers", "'nvshmem' inside a CUDA graph's capture", cure)
+def _rows_of(group: Group, number: int, rows: int, width: int, device: torch.device) -> _Rows:
+    def make(size: int) -> _Rows:
+        return _Rows(size, *_empty(group, 2, size, width, dtype=torch.uint8, device=device))
+
+    return at_least(_OP, "nvshmem", _rows.setdefault((group.name, device, number, width), []), rows, make)
 
 
 def _nvshmem_exchange(tensors: list[Tensor], splits: Tensor, *, group: str) -> list[Tensor]:
     members, device = resolve(_OP, group), splits.device
-    held, name, rows = _buffers(members, device), members.name, tensors[0].shape[0]
+    held, name, rows = _splits_of(members, device), members.name, tensors[0].shape[0]
     exchange = torch.ops.symm_mem.all_to_all_vdev_2d_offset
-    buffers = [_buffer(held, members, number, rows, tensor.shape[1], device) for number, tensor in enumerate(tensors)]
+    buffers = [_rows_of(members, number, rows, tensor.shape[1], device) for number, tensor in enumerate(tensors)]
     held.given[0].copy_(splits)
     for buffer, tensor in zip(buffers, tensors, strict=True):
         buffer.sent[:rows].copy_(tensor)
@@ -132,6 +125,6 @@ def exchange(tensors: list[Tensor], splits: Tensor, group: Group) -> tuple[list[
     """
     if tensors[0].shape[0] == 0:
         return tensors, splits
-    flat = [tensor.detach().flatten(1).contiguous().view(torch.uint8) for tensor in tensors]
+    flat = [as_bytes(tensor.flatten(1)) for tensor in tensors]
     *moved, made = torch.ops.moe_ops.nvshmem_exchange(flat, splits, group=group.name)
     return [there.view(own.dtype).view(own.shape) for there, own in zip(moved, tensors, strict=True)], made

@@ -17,10 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meta.checks import fail
 from moe_ops.groups import Group
 from moe_ops.stream_ops import Op, submit, wait_equal, write
-from moe_ops.symmetric_memory import Shared, share
+from moe_ops.symmetric_memory import Shared, at_least, share
 
 #: Bytes for one rank from which copy engines move them. us of an exchange between two H100s: by one kernel 14 for 2 MiB
 #: and 80 for 16; by copies 46 for 16 and some 20 beside that, whatever the size.
@@ -81,9 +80,12 @@ class Slots:
             word = self._word(self.group.rank, slot, kind, other)
             yield from (wait_equal(word, 1), write(word, 0))
 
+    def _first(self, slot: int) -> int:
+        """Where a slot begins in every rank's buffer, in bytes."""
+        return _front_bytes(self.group.size) + slot * self.size
+
     def _slot(self, rank: int, slot: int) -> Tensor:
-        first = _front_bytes(self.group.size) + slot * self.size
-        return self.buffers[rank][first : first + self.size]
+        return self.buffers[rank][self._first(slot) :][: self.size]
 
     def _places(self, rank: int, slot: int, numbers: Sequence[int]) -> list[Tensor]:
         """Where tensors of so many bytes for one rank stand in a slot: those of all ranks one behind the other."""
@@ -168,7 +170,7 @@ class Slots:
         """Sums over pairs into the slots of results; see :func:`moe_ops.kernels.triton.deliver.deliver`."""
         from moe_ops.kernels.triton.deliver import deliver
 
-        at = (_front_bytes(self.group.size) + _RESULTS * self.size) // rows.element_size()
+        at = self._first(_RESULTS) // rows.element_size()
         deliver(
             rows, pair_to_row, topk_weights, peers=self.shared.peers, at=at, tokens=tokens, first=first,
             rank=self.group.rank,
@@ -203,7 +205,7 @@ def slot_bytes(sizes: Sequence[int], group: Group) -> int:
     return sum(_aligned(group.size * size) for size in sizes)
 
 
-#: By group and device; a graph that was captured goes on using those that it was captured with.
+#: By group and device.
 _held: dict[tuple[str, torch.device], list[Slots]] = {}
 
 
@@ -214,12 +216,7 @@ def slots_for(op: str, group: Group, size: int, device: torch.device) -> Slots:
         ValueError: they must be made inside the capture of a CUDA graph.
     """
     held = _held.setdefault((group.name, device), [])
-    if not held or held[-1].size < size:
-        if torch.cuda.is_current_stream_capturing():
-            cure = "Run the layer once, with as many tokens, before the capture."
-            raise fail(op, "transport", "one that has its buffers", "'symm' inside a CUDA graph's capture", cure)
-        held.append(_make(group, max(LARGE, 1 << (size - 1).bit_length()), device))
-    return held[-1]
+    return at_least(op, "symm", held, max(size, LARGE), lambda size: _make(group, size, device))
 
 
 def _make(group: Group, size: int, device: torch.device) -> Slots:

@@ -15,7 +15,7 @@ from torch import Tensor
 from meta.checks import fail
 from moe_ops import compat, slots
 from moe_ops.groups import Group, resolve
-from moe_ops.symmetric_memory import Shared, share
+from moe_ops.symmetric_memory import Shared, at_least, share
 
 _OP = "ep.prepare"
 _LEAST = 1 << 18  # words of a part: one megabyte
@@ -36,18 +36,13 @@ class _Buffers:
     size: int
 
 
-#: By group and device; a graph that was captured goes on using those that it was captured with.
+#: By group and device.
 _held: dict[tuple[str, torch.device], list[_Buffers]] = {}
 
 
 def _buffers(group: Group, words: int, device: torch.device) -> _Buffers:
     held = _held.setdefault((group.name, device), [])
-    if not held or held[-1].size < words:
-        if torch.cuda.is_current_stream_capturing():
-            cure = "Run the layer once, with as many tokens, before the capture."
-            raise fail(_OP, "transport", "one that has its buffers", "'symm' inside a CUDA graph's capture", cure)
-        held.append(_make(group, max(_LEAST, 1 << (words - 1).bit_length()), device))
-    return held[-1]
+    return at_least(_OP, "symm", held, max(words, _LEAST), lambda size: _make(group, size, device))
 
 
 def _make(group: Group, size: int, device: torch.device) -> _Buffers:

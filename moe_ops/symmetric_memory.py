@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meta.checks import fail
 from moe_ops import compat
 from moe_ops.agreement import exchange_texts
 from moe_ops.groups import Group, constant, process_group, resolve
@@ -51,6 +53,32 @@ def share(group: Group, front: Tensor, words: int, device: torch.device) -> Shar
     ]
     dist.barrier(process_group(group.name))  # no rank writes a flag that another one is about to clear
     return Shared(memory, handle, buffers, peers)
+
+
+class _Sized(Protocol):
+    @property
+    def size(self) -> int:
+        """How much it has room for."""
+
+
+Buffers = TypeVar("Buffers", bound=_Sized)
+
+
+def at_least(op: str, transport: str, held: list[Buffers], size: int, make: Callable[[int], Buffers]) -> Buffers:
+    """The last of ``held`` if it has room for ``size``, else one more, made for the next power of two: a collective.
+
+    The others stay: a graph that was captured goes on using those that it was captured with.
+
+    Raises:
+        ValueError: one must be made inside the capture of a CUDA graph.
+    """
+    if not held or held[-1].size < size:
+        if torch.cuda.is_current_stream_capturing():
+            cure = "Run the layer once, with as many tokens, before the capture."
+            got = f"{transport!r} inside a CUDA graph's capture"
+            raise fail(op, "transport", "one that has its buffers", got, cure)
+        held.append(make(1 << (size - 1).bit_length()))
+    return held[-1]
 
 
 _available: dict[str, bool] = {}

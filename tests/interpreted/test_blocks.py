@@ -20,6 +20,7 @@ from moe_ops.kernels.triton.act_quant import beside, quantize_batched, quantize_
 from moe_ops.kernels.triton.batched_io import dispatch
 from moe_ops.kernels.triton.config import SmallConfig
 from tests.ops.errors import norm_error
+from tests.ops.layers import factors_in_fp64
 from tests.ops.scheme_layers import CONTRACT, FORMS, SchemeLayer, build
 
 SIZES = (3, 2, 144, 80)  # ends in the middle of a block and of a tile
@@ -64,11 +65,7 @@ def test_a_layer(scheme: str, format: str, form: str, bias: bool, expert_map: bo
 def test_factors_in_fp64(form: str) -> None:
     """Reciprocals of divisors; halves that are stored apart may differ."""
     layer = build("nvfp4", T=5, sizes=SIZES, form=form.removesuffix(", one in fp32"))
-    for name in ("gate_up_scales", "down_scales"):
-        scales = layer.tensors[name]
-        scales[1::2] = [scale.reciprocal().double().reciprocal() for scale in scales[1::2]]
-    if form == "separate, one in fp32":
-        layer.tensors["gate_up_scales"][3] = layer.tensors["gate_up_scales"][3].float()
+    factors_in_fp64(layer.tensors, all_but_one=form == "separate, one in fp32")
     assert_as_the_reference(layer)
 
 

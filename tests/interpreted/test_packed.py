@@ -16,7 +16,7 @@ from moe_ops.backends.triton_plans import PACKED
 from moe_ops.kernels.triton import small
 from moe_ops.kernels.triton.config import SmallConfig
 from tests.ops.errors import assert_accurate, norm_error
-from tests.ops.layers import Layer, Variant, dense_formula
+from tests.ops.layers import Layer, Variant, dense_formula, factors_in_fp64
 from tests.ops.scheme_layers import assert_contract, build
 from tests.ops.test_layer import staged
 
@@ -89,11 +89,7 @@ def test_factors_in_fp64(form: str) -> None:
     """Reciprocals of divisors, as the reference has them; halves that are stored apart may differ."""
     variant = replace(PLAIN, scheme="nvfp4", halves=4 if form == "halves" else 0, separate=form.startswith("separate"))
     layer = variant.build()
-    for name in ("gate_up_scales", "down_scales"):
-        scales = layer.tensors[name]
-        scales[1::2] = [scale.reciprocal().double().reciprocal() for scale in scales[1::2]]
-    if form == "separate, one in fp32":
-        layer.tensors["gate_up_scales"][3] = layer.tensors["gate_up_scales"][3].float()
+    factors_in_fp64(layer.tensors, all_but_one=form == "separate, one in fp32")
     assert_as_accurate_as_the_steps(layer)
     got, want = (
         moe_ops.fused_experts(**layer.tensors, **layer.options, backend=backend) for backend in ("triton", "reference")

@@ -314,3 +314,14 @@ def plain_result(layer: Layer) -> Tensor:
     """The formula as eager code computes it: in the layer's dtype, or, for quantised rows, in fp32 and rounded once."""
     scheme, dtype = layer.options.get("scheme"), layer.out_dtype
     return dense_formula(layer if scheme is None else layer.wide(torch.float32)).to(dtype)
+
+
+def factors_in_fp64(tensors: dict[str, Any], *, all_but_one: bool) -> None:
+    """Second scales of nvfp4 as the reciprocals of divisors; of the up half that is stored apart in fp32 still, if
+    ``all_but_one``.
+    """
+    for name in ("gate_up_scales", "down_scales"):
+        scales = tensors[name]
+        scales[1::2] = [scale.reciprocal().double().reciprocal() for scale in scales[1::2]]
+    if all_but_one:
+        tensors["gate_up_scales"][3] = tensors["gate_up_scales"][3].float()

@@ -74,6 +74,19 @@ def register_limit(top_k: int, vectorised: bool) -> int:
     return 64 if in_flight <= 32 else 128 if in_flight <= 64 else 255
 
 
+def tile_of(rows: torch.Tensor, top_k: int, many: bool) -> tuple[int, dict[str, int]]:
+    """Columns that a program sums of [R, H], 16 bytes a thread, and the options of its launch.
+
+    Args:
+        top_k: rows of a token.
+        many: tokens, so that four warps each leave no multiprocessor without one.
+    """
+    H, vector = rows.shape[1], 16 // rows.element_size()
+    block_h = min(next_power_of_2(H), 32 * vector * (4 if many else 1))
+    limit = register_limit(top_k, H % vector == 0 and rows.stride(0) % vector == 0)
+    return block_h, {"num_warps": max(1, block_h // (32 * vector)), "maxnreg": limit}
+
+
 def combine(
     rows: torch.Tensor,
     pair_to_row: torch.Tensor,
@@ -106,8 +119,7 @@ def combine(
     added = None if added is None else unit_stride(added)
     if rows.stride(1) != 1:
         rows = rows.contiguous()
-    vector = 16 // rows.element_size()
-    block_h = min(next_power_of_2(H), 32 * vector * (4 if T >= 256 else 1))
+    block_h, options = tile_of(rows, TOP_K, many=T >= 256)
     launch(
         _combine_kernel,
         (T, cdiv(H, block_h)),
@@ -124,7 +136,6 @@ def combine(
         BLOCK_H=block_h,
         PDL=pdl,
         launch_pdl=pdl,
-        num_warps=max(1, block_h // (32 * vector)),
-        maxnreg=register_limit(TOP_K, H % vector == 0 and rows.stride(0) % vector == 0),
+        **options,
     )
     return out

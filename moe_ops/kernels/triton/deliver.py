@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton.combine import register_limit, sum_of_pairs
-from moe_ops.kernels.triton.util import cdiv, next_power_of_2, round_to, unit_stride
+from moe_ops.kernels.triton.combine import sum_of_pairs, tile_of
+from moe_ops.kernels.triton.util import cdiv, round_to, unit_stride
 
 
 @triton.jit(do_not_specialize=["at"])
@@ -108,8 +108,7 @@ def deliver(
     if number == 0:
         return
     rows = unit_stride(rows)
-    vector = 16 // rows.element_size()
-    block_h = min(next_power_of_2(H), 32 * vector * 4)
+    block_h, options = tile_of(rows, top_k, many=True)
     _deliver_kernel[(cdiv(number, size) * size, cdiv(H, block_h))](
         rows,
         None if topk_weights is None else topk_weights.contiguous(),
@@ -126,8 +125,7 @@ def deliver(
         SIZE=size,
         TOP_K=top_k,
         BLOCK_H=block_h,
-        num_warps=max(1, block_h // (32 * vector)),
-        maxnreg=register_limit(top_k, H % vector == 0 and rows.stride(0) % vector == 0),
+        **options,
     )
 
 
