@@ -19,17 +19,18 @@ SANITIZER = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/b
 
 @pytest.mark.skipif(SANITIZER is None, reason="needs NVIDIA's compute-sanitizer")
 @pytest.mark.parametrize(
-    ("tool", "options"),
+    ("tool", "program"),
     [
-        ("memcheck", []),
-        ("racecheck", []),
+        ("memcheck", ["sanitized"]),
+        ("racecheck", ["sanitized"]),
         # initcheck does not see what a tensor map's stores write, and would report every read of it.
-        ("initcheck", ["--stores-by-pointer"]),
+        ("initcheck", ["sanitized", "--stores-by-pointer"]),
+        *((tool, ["sanitized_exchange"]) for tool in ("memcheck", "racecheck", "initcheck")),
     ],
-    ids=["memcheck", "racecheck", "initcheck"],
+    ids=lambda value: value if isinstance(value, str) else value[0],
 )
-def test_clean(tool: str, options: list[str]):
-    program = [sys.executable, "-m", "tests.cuda.sanitized", *options]
+def test_clean(tool: str, program: list[str]):
+    program = [sys.executable, "-m", f"tests.cuda.{program[0]}", *program[1:]]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(ROOT)}
     command = [str(SANITIZER), "--tool", tool, "--error-exitcode", "99", "--print-limit", "5", *program]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
