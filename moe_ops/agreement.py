@@ -146,13 +146,11 @@ def destinations(topk_ids: Tensor, num_experts: int, size: int) -> Tensor:
 def _agreed_ids(
     topk_ids: Tensor,
     width: int,
-    layer: list[Tensor],
     *,
     num_experts: int,
     group: str,
     options: str,
     rank_capacity: int | None = None,
-    layer_options: str | None = None,
 ) -> Tensor:
     op, members = "ep.prepare", resolve("ep.prepare", group)
     facts: dict[str, Any] = {"T": topk_ids.shape[0], "K": topk_ids.shape[1], "num_experts": num_experts, "H": width}
@@ -164,55 +162,52 @@ def _agreed_ids(
     return ids.to(torch.int32)
 
 
-def _agreed_ids_fake(
-    topk_ids: Tensor,
-    width: int,
-    layer: list[Tensor],
-    *,
-    group: str,
-    layer_options: str | None = None,
-    **options: Any,
-) -> Tensor:
-    if layer_options is not None:
-        refusing(group, _check_layer, layer, layer_options)
+def _agreed_ids_fake(topk_ids: Tensor, width: int, **options: Any) -> Tensor:
     return topk_ids.new_empty(topk_ids.shape, dtype=torch.int32)
 
 
-def flat_layer(arguments: dict[str, Any]) -> tuple[list[Tensor], str]:
-    """The arguments of ``fused_experts`` for the operator of this module: tensors, and a text of the rest."""
+def check_while_compiling(name: str, arguments: dict[str, Any]) -> None:
+    """The rule of ``fused_experts`` while code is captured, before that operator: what it raises there can be caught
+    by nobody, and the other ranks of group ``name`` would wait.
+    """
+    if not torch.compiler.is_compiling():
+        return
     tensors: list[Tensor] = []
     places: dict[str, int | list[int]] = {}
-    for name, value in arguments.items():
+    for argument, value in arguments.items():
         if isinstance(value, Tensor):
-            places[name] = len(tensors)
+            places[argument] = len(tensors)
             tensors.append(value.detach())
         elif isinstance(value, list | tuple):
-            places[name] = list(range(len(tensors), len(tensors) + len(value)))
+            places[argument] = list(range(len(tensors), len(tensors) + len(value)))
             tensors += [tensor.detach() for tensor in value]
-    plain = {name: value for name, value in arguments.items() if type(value) in (str, bool, int, float)}
-    return tensors, repr((places, plain))
+    plain = {argument: value for argument, value in arguments.items() if type(value) in (str, bool, int, float)}
+    torch.ops.moe_ops.checked_layer(tensors, group=name, options=repr((places, plain)))
 
 
-def _check_layer(tensors: list[Tensor], text: str) -> None:
-    """The rule of the whole layer, at the first operator that compiled code traces: there the others can be told."""
+def _checked_layer_fake(tensors: list[Tensor], *, group: str, options: str) -> None:
     from moe_ops.ops import parse
 
-    places, plain = literal_eval(text)
+    places, plain = literal_eval(options)
     given = {
         name: [tensors[each] for each in place] if isinstance(place, list) else tensors[place]
         for name, place in places.items()
     }
-    parse("fused_experts", **given, **plain)
+    refusing(group, parse, "fused_experts", **given, **plain)
 
 
 #: The ids as int32, those out of range just out of it, once the ranks agree. An operator, so that compiled code asks at
-#: every run, as eager code does; while it compiles, the operator's fake looks at the layer behind it.
+#: every run, as eager code does.
 _SCHEMA = (
-    "(Tensor topk_ids, SymInt width, Tensor[] layer, *, SymInt num_experts, str group, str options, "
-    "SymInt? rank_capacity=None, str? layer_options=None) -> Tensor"
+    "(Tensor topk_ids, SymInt width, *, SymInt num_experts, str group, str options, "
+    "SymInt? rank_capacity=None) -> Tensor"
 )
 _library = torch.library.Library("moe_ops", "FRAGMENT")
 _library.define(f"agreed_ids{_SCHEMA}", tags=(torch.Tag.pt2_compliant_tag,))
 for _key in ("CPU", "CUDA"):
     _library.impl("agreed_ids", _agreed_ids, _key)
 torch.library.register_fake("moe_ops::agreed_ids", _agreed_ids_fake, lib=_library)
+#: Its fake does the work, while code is captured; nothing of it is left in what runs.
+_library.define("checked_layer(Tensor[] tensors, *, str group, str options) -> ()")
+_library.impl("checked_layer", lambda tensors, **options: None, "CompositeExplicitAutograd")
+torch.library.register_fake("moe_ops::checked_layer", _checked_layer_fake, lib=_library)

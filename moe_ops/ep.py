@@ -41,7 +41,7 @@ from meta.checks import (
 )
 from meta.schemes import SCHEMES
 from moe_ops import across, nvshmem, sharded
-from moe_ops.agreement import agree, destinations, flat_layer, refusing
+from moe_ops.agreement import agree, check_while_compiling, destinations, refusing
 from moe_ops.autograd import wants_grad
 from moe_ops.exchanges import (
     shared,
@@ -220,8 +220,8 @@ class _Agreed(NamedTuple):
     capacity: Any
 
 
-def _agreed(wanted: _Wanted, group: Group, way: str, layer: dict[str, Any] | None = None) -> _Agreed:
-    """``way``: by what calls rows travel; ``layer``: that of compiled code, to be looked at before they do."""
+def _agreed(wanted: _Wanted, group: Group, way: str) -> _Agreed:
+    """``way``: by what calls rows travel."""
     hidden_states, topk_weights, topk_ids, num_experts, _, scheme, rank_capacity = wanted
     chosen = refusing(group.name, _checked, "ep.prepare", wanted, group)
     capacity = None
@@ -231,10 +231,9 @@ def _agreed(wanted: _Wanted, group: Group, way: str, layer: dict[str, Any] | Non
     if chosen == "symm":
         said["exchange"] = way
     options = ";".join(f"{name}={value}" for name, value in said.items())
-    tensors, text = ([], None) if layer is None else flat_layer(layer)
     ids = torch.ops.moe_ops.agreed_ids(
-        topk_ids, hidden_states.shape[1], tensors, num_experts=num_experts, group=group.name, options=options,
-        rank_capacity=capacity, layer_options=text,
+        topk_ids, hidden_states.shape[1], num_experts=num_experts, group=group.name, options=options,
+        rank_capacity=capacity,
     )  # fmt: skip
     return _Agreed(ids, group, chosen, capacity)
 
@@ -438,6 +437,7 @@ def experts(prepared: Prepared, gate_up_proj: Tensor, down_proj: Tensor, **optio
     weights = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
     options = sharded.local("ep.experts", prepared.group, {**weights, **options})
     routing = {"topk_weights": prepared.topk_weights, "topk_ids": prepared.topk_ids}
+    check_while_compiling(prepared.group, {"hidden_states": prepared.rows, **routing, **options})
     return refusing(prepared.group, fused_experts, prepared.rows, **routing, **options)
 
 
@@ -545,10 +545,11 @@ def layer(
     num_experts = weights[0].shape[0] * members.size
     given = {"hidden_states": hidden_states, "gate_up_proj": weights[0], "down_proj": weights[1]}
     given |= {"topk_weights": topk_weights, "topk_ids": topk_ids} | options
+    check_while_compiling(members.name, given)
     trained = _is_differentiated(*given.values())
     way = "at once" if trained else "by the layer"
     wanted = _Wanted(hidden_states, topk_weights, topk_ids, num_experts, transport, scheme, rank_capacity)
-    agreed = _agreed(wanted, members, way, given if torch.compiler.is_compiling() else None)
+    agreed = _agreed(wanted, members, way)
     if agreed.transport == "symm" and not trained:
         return across.experts({**given, "topk_ids": agreed.ids}, members, scheme)
     prepared = prepare_wait(_start(wanted, agreed, apart=False))

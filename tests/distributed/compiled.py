@@ -121,11 +121,11 @@ def opcheck(ranks: Ranks) -> None:
     for group in (ranks.alone, ranks.group):
         for given, capacity in ((ids, None), (ids.int(), 2)):
             torch.library.opcheck(
-                torch.ops.moe_ops.agreed_ids, (given, H, []),
+                torch.ops.moe_ops.agreed_ids, (given, H),
                 {"num_experts": E, "group": group.group_name, "options": OPTIONS, "rank_capacity": capacity},
             )  # fmt: skip
     agreed = torch.ops.moe_ops.agreed_ids(
-        ids, H, [], num_experts=E, group=ranks.group.group_name, options="transport=gather"
+        ids, H, num_experts=E, group=ranks.group.group_name, options="transport=gather"
     )
     ranks.same(agreed, ids.int(), "ids")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -189,6 +190,32 @@ def weights_of_halves(ranks: Ranks) -> None:
     refused(ranks, lambda: ep.finalize(ep.experts(prepared, gate_up, wrong), prepared), said)
 
 
+def weights_of_halves_in_a_graph(ranks: Ranks) -> None:
+    """The same where all of it is compiled, or `experts` alone."""
+    layer = random(ranks.size * T)
+    gate_up, down = (ranks.held(None, tensor) for tensor in (layer.gate_up, layer.down))
+    tokens = [ranks.share(None, tensor) for tensor in layer[:3]]
+    alone = torch.compile(ep.experts, fullgraph=True, backend="aot_eager")
+
+    def run(function: Callable[..., Tensor], x: Tensor, weights: Tensor, ids: Tensor, down: Tensor) -> Tensor:
+        prepared = ep.prepare(x, weights, ids, num_experts=E, group=ranks.group)
+        return ep.finalize(function(prepared, gate_up, down), prepared)
+
+    for name, call in {
+        "all": torch.compile(partial(run, ep.experts), fullgraph=True, backend="aot_eager"),
+        "experts": partial(run, alone),
+    }.items():
+        torch.compiler.reset()
+        try:
+            call(*tokens, down[:, : _last(ranks, H - 1, H)])
+        except Exception as raised:
+            said = _last(ranks, "", _refused(ranks)) + "fused_experts: down_proj must be"
+            ranks.expect(said in str(raised), f"{name}: {said!r} is not in {str(raised)!r}")
+        else:
+            ranks.expect(False, f"{name}: nothing was refused")
+        ranks.close(call(*tokens, down), ranks.share(None, layer.alone()), 1e-6, f"{name}, the next call")
+
+
 def tokens_in_a_graph(ranks: Ranks) -> None:
     """Compiled ranks ask one another at every call, and the code that they have serves the next one."""
     torch.compiler.reset()
@@ -314,7 +341,7 @@ def a_rank_that_never_calls(ranks: Ranks) -> None:
 
 _OF_TWO = (
     widths, dtypes, options, results, experts, transports, capacities, arguments, weights_of_halves, beside_a_group,
-    tokens_in_a_graph, weights_in_a_graph,
+    tokens_in_a_graph, weights_in_a_graph, weights_of_halves_in_a_graph,
 )  # fmt: skip
 _OF_BOTH = (tokens, weights, groups, meshes, dropped_rows_reported, ids_out_of_range)
 CHECKS = {
