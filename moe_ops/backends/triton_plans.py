@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from meta.arch import FIRST_CAPABILITY, SCALED_BLOCKS, TYPICAL, lookup_gpu
 from meta.cost import TileCost, Work, expected_experts, pairwise_us, product_us, robust_us
 from meta.schemes import SCHEMES, WHOLE
-from moe_ops.kernels.triton.config import MMConfig, SmallConfig
+from moe_ops.kernels.triton.config import THROUGH_MEMORY, MMConfig, SmallConfig
 from moe_ops.plans import LayerKey, Plan, measured, tokens_of
 
 NAME = "triton"
@@ -124,10 +124,14 @@ def _packed_tile(scheme: str, work: Work) -> MMConfig:
     us of a layer on an H200 of (1) Qwen3-30B-A3B's and (2) gpt-oss-120b's dimensions. Tiles of 16 and 32 rows of
     tokens: (2), T = 256 (8 an expert), mxfp4 561 and 764; (1), T = 256 (16 an expert), 170 and 161. 32 rows by steps of
     64 and of 128 columns: (1), T = 256, fp8_w8a16 192 and 200, mxfp8 211 and 224. 64 rows by the same: (1), T = 4096,
-    mxfp4 1063 and 1090, int4_w4a16 1120 and 1039, nvfp4 1497 and 1225; (2) mxfp4 2702 and 3063. 128 rows by 64: mxfp4
-    1074 and 2933.
+    mxfp4 1063 and 1090, int4_w4a16 1120 and 1039, nvfp4 1497 and 1225; (2) mxfp4 2702 and 3063. 64 rows, and 128, where
+    decoded weights go through shared memory: (1), T = 4096, mxfp4 1085 and 880, nvfp4 1226 and 997, fp8_w8a16 1114 and
+    978, int8_w8a16 992 and 871, int4_w4a16, which waits for its scales, 1038 and 1966; T = 2048, mxfp4 618 and 530;
+    (2), T = 4096, 2688 and 2384; 64 rows an expert, (1) int8_w8a16 353 and 362, (2) mxfp4 1612 and 1627.
     """
     rows, pairs, eight = work.T * work.K / work.E, work.T * work.K, SCHEMES[scheme].pack == 1
+    if rows > 0.75 * THROUGH_MEMORY and scheme != "int4_w4a16":
+        return _streamed(128, 128, 64, 8, 4, 3)
     if rows > 48:
         deep = not eight and scheme != "mxfp4" and work.depth % 128 == 0
         return _gathered(64, 128, 128, 8, 4, 3) if deep else _gathered(64, 128, 64, 8, 4, 4)
@@ -371,9 +375,11 @@ def _packed_candidates(rows: float) -> list[MMConfig]:
     for block_m, block_n, block_k, warps, stages in every(
         _blocks_m(rows), (64, 128), (64, 128, 256), (4, 8), (3, 4, 5)
     ):
-        registers = block_n * (block_m + block_k // 2) / (32 * warps)
-        if 24 <= registers <= 144 and block_n >= 16 * warps and (stages == 4 or block_m <= 32):
-            found.append(_gathered(block_m, block_n, block_k, 8 if rows > 16 else 1, warps, stages))
+        in_memory = block_m >= THROUGH_MEMORY
+        registers = block_n * (block_m + (0 if in_memory else block_k // 2)) / (32 * warps)
+        if 24 <= registers <= 144 and block_n >= 16 * warps and (stages == (3 if in_memory else 4) or block_m <= 32):
+            tile = MMConfig(block_m, block_n, block_k, 8 if rows > 16 else 1, warps, stages, in_memory, w_tma=True)
+            found.append(tile)
     return found
 
 

@@ -19,7 +19,7 @@ from moe_ops import plans
 from moe_ops.backends import triton_plans
 from moe_ops.counters import Row
 from moe_ops.kernels.triton import act_quant, batched_io, combine, permute, route, small
-from moe_ops.kernels.triton.config import MMConfig
+from moe_ops.kernels.triton.config import THROUGH_MEMORY, MMConfig
 from moe_ops.kernels.triton.expert_mm import batched_mm as launch_batched_mm
 from moe_ops.kernels.triton.expert_mm import grouped_mm as launch_grouped_mm
 from moe_ops.kernels.triton.launch import BLOCKS_N, PACKED_COLUMNS, SMALLEST_GROUP, ExpertMM
@@ -344,7 +344,7 @@ def _unit_stride(tokens: Operand) -> Operand:
 def fit(tile: MMConfig, mm: ExpertMM) -> MMConfig:
     """An epilogue that quantises needs one scale group of output columns; an e4m3 product of interleaved halves no more
     than 128 columns beside as many rows, as it is one product, and promoted. A sum that is scaled group by group needs
-    no more columns at a time than a group has, and of many rows fewer of the weight, whose scales are registers. A sum
+    no more columns at a time than a group has, and of many rows more threads, whose scales are registers. A sum
     whose scales are folded into codes needs as many threads as weight rows, and no more. A product of scaled blocks is
     of 128 weight rows, neither more nor fewer.
     """
@@ -368,4 +368,4 @@ def fit(tile: MMConfig, mm: ExpertMM) -> MMConfig:
         raise fail(mm.operand.scheme.name, "scales", f"of groups that {SMALLEST_GROUP} divides on a GPU", columns)
     if mm.waits_for_scales:  # several groups are a step, each with a sum of its own: of four, registers hold 64 rows'
         return tile._replace(block_m=min(tile.block_m, 64)) if 4 * block_k <= tile.block_k else tile
-    return tile._replace(block_k=block_k, block_n=64 if tile.block_m >= 128 else tile.block_n)
+    return tile._replace(block_k=block_k, num_warps=8 if tile.block_m >= THROUGH_MEMORY else tile.num_warps)

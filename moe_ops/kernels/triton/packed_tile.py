@@ -8,6 +8,10 @@ The tensor core has given each thread columns that lie apart; the sum does not c
 both operands is changed to one in which a thread's are side by side in memory. Scales are fetched a step ahead.
 Instructions of a loop step of 128 by 128 codes and a warp: mxfp4 416, nvfp4 453, int4_w4a16 336, fp8_w8a16 569; decoded
 byte by byte, scales through shared memory, 536, 801, 481 and 617.
+
+128 rows and more (`config.THROUGH_MEMORY`) are the first operand instead, in the order that they have, and decoded
+weights the second, in shared memory: a tile is decoded once for all of them, nothing is reordered, rows come by
+descriptor where they lie side by side, and of two programs on a multiprocessor one decodes while the other multiplies.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from moe_ops.kernels.triton.codes import (
     codes_of_word,
     decode_words,
 )
+from moe_ops.kernels.triton.config import THROUGH_MEMORY
 from moe_ops.kernels.triton.scales import decode_scale, load_scale
 from moe_ops.kernels.triton.tile_loads import BOTH, halves_of, load_rows, load_weight, weight_rows
 from moe_ops.kernels.triton.util import INTERPRETED
@@ -46,6 +51,12 @@ def of_rows(
         at = w_row // GROUP_N
     start = expert.to(tl.int64) * STRIDES[0]
     return scale + start + (half.to(tl.int64) * apart if not RUNS_ON else 0) + at * STRIDES[1]
+
+
+@triton.constexpr_function
+def goes_through_memory(rows):
+    """Whether decoded weights do, beside so many rows of a tile."""
+    return rows >= THROUGH_MEMORY
 
 
 @triton.constexpr_function
@@ -179,11 +190,12 @@ def packed_tile(
     inner, zeros, outer, inner_apart, zeros_apart, outer_apart = scales
     PER_WORD: tl.constexpr = codes_of_word(CODE)
     RUN: tl.constexpr = BLOCK_K // PER_WORD // 4  # words of a thread's part of a row
+    IN_MEMORY: tl.constexpr = goes_through_memory(BLOCK_M)
     SHIFT: tl.constexpr = 0 if not EXACT else E2M1_SHIFT if CODE == E2M1 else E4M3_SHIFT if CODE == E4M3 else 0
     # Where a row is 16 words, a thread gets one run of a row from shared memory. With rows in the order of the product,
     # nothing moves between threads, so that each can load the scales that it needs.
     WARPS: tl.constexpr = 4 if INTERPRETED else num_warps()
-    IN_ORDER: tl.constexpr = EXACT and RUN == 4 and BLOCK_N % (16 * WARPS) == 0
+    IN_ORDER: tl.constexpr = EXACT and RUN == 4 and BLOCK_N % (16 * WARPS) == 0 and not IN_MEMORY
     w_row, w_valid = weight_rows(n_start, N, BLOCK_N, GLU)
     half = halves_of(BLOCK_N, GLU, SWAPPED)
     held = tl.where(w_valid, w_row, 0)  # its scales stand in for those of rows that do not exist
@@ -192,8 +204,8 @@ def packed_tile(
     if zeros is not None:
         zeros = of_rows(zeros, zeros_apart, expert, held, half, N, GROUP_N, RUNS_ON, ZERO_STRIDES)
     COLUMNS: tl.constexpr = BLOCK_K // PACK
-    WHERE_USED: tl.constexpr = IN_ORDER or not EXACT
-    accumulator = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    WHERE_USED: tl.constexpr = IN_ORDER or not EXACT or IN_MEMORY
+    accumulator = tl.zeros((BLOCK_M, BLOCK_N) if IN_MEMORY else (BLOCK_N, BLOCK_M), tl.float32)
     # Of a step, what multiplies; of the next, what has been fetched.
     factor = _factor(_scale_bits(inner, 0, K, BLOCK_K, GROUP_K, EXACT, GROUP_STRIDES, WHERE_USED), inner, EXACT, SHIFT)
     bits = _scale_bits(inner, BLOCK_K, K, BLOCK_K, GROUP_K, EXACT, GROUP_STRIDES, WHERE_USED)
@@ -216,16 +228,19 @@ def packed_tile(
         if EXACT:
             of_words = tl.broadcast_to(factor[:, :, None], (BLOCK_N, BLOCK_K // GROUP_K, GROUP_K // PER_WORD))
             decoded *= of_words.reshape(BLOCK_N, BLOCK_K // PER_WORD)[:, :, None, None]
-        decoded = _in_runs(decoded, BLOCK_K, PER_WORD)
-        rows = _in_runs(rows, BLOCK_K, PER_WORD)
-        if IN_ORDER:
-            decoded = decoded.reshape(BLOCK_N // 16 // WARPS, 2, WARPS, 8, BLOCK_K).permute(0, 2, 1, 3, 4)
-            decoded = decoded.reshape(BLOCK_N, BLOCK_K)
         if INTERPRETED:
             rows = rows.to(tl.float32)
-        summed = tl.dot(decoded, rows.T, summed, input_precision="ieee")
+        if IN_MEMORY:
+            summed = tl.dot(rows, decoded.reshape(BLOCK_N, BLOCK_K).T, summed, input_precision="ieee")
+        else:
+            decoded = _in_runs(decoded, BLOCK_K, PER_WORD)
+            rows = _in_runs(rows, BLOCK_K, PER_WORD)
+            if IN_ORDER:
+                decoded = decoded.reshape(BLOCK_N // 16 // WARPS, 2, WARPS, 8, BLOCK_K).permute(0, 2, 1, 3, 4)
+                decoded = decoded.reshape(BLOCK_N, BLOCK_K)
+            summed = tl.dot(decoded, rows.T, summed, input_precision="ieee")
         if inner is not None and not EXACT:
-            accumulator += summed * factor[:, None]
+            accumulator += summed * (factor[None, :] if IN_MEMORY else factor[:, None])
         else:
             accumulator = summed
         factor = following
@@ -239,5 +254,5 @@ def packed_tile(
     if outer is not None:
         pointers = of_rows(outer, outer_apart, expert, w_row, half, N, OUTER_N, OUTER_RUNS_ON, OUTER_STRIDES)
         factor = load_scale(pointers, w_valid)
-        accumulator *= factor[:, None]
-    return accumulator.T
+        accumulator *= factor[None, :] if IN_MEMORY else factor[:, None]
+    return accumulator if IN_MEMORY else accumulator.T
