@@ -24,6 +24,7 @@ from compile_passes.generation import prepare_generate
 from compile_passes.observe import default_compilations
 from compile_passes.passes import PASSES, SAVE, MoEPass, enter, graph_modules, recompute_in, run_all, users_passes
 from compile_passes.prepare import prepare
+from compile_passes.unwrap import unwrap
 from meta.checks import fail
 from meta.layer_shapes import check_recompute
 
@@ -50,7 +51,9 @@ def moe_ops(
     with _counted_once():
         reports = run_all(gm)
         recompute_in(gm, recompute)
-        return enter(compat.inductor(gm, example_inputs, {**settings, **_hooks((), settings)}), reports)
+        taken_apart, inputs, taking_apart = unwrap(gm, example_inputs)
+        compiled = compat.inductor(taken_apart, inputs, {**settings, **_hooks((), settings)})
+        return enter(taking_apart(compiled), reports)
 
 
 def moe_ops_eager(

@@ -303,6 +303,36 @@ def inductor(gm: fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any]
     return function
 
 
+def private_copy(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same graph, to be given other placeholders: Dynamo reads those of its own once the backend returns."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    result = graph.graph_copy(gm.graph, copies, return_output_node=True)
+    assert isinstance(result, tuple)
+    graph.output(result[0]).meta.update(result[1].meta)
+    for node, copy in copies.items():
+        if hasattr(node, "_dynamo_source"):
+            copy._dynamo_source = node._dynamo_source
+    made = fx.GraphModule(gm, graph)
+    made.meta.update(gm.meta)
+    if hasattr(gm, "_param_name_to_source"):
+        made._param_name_to_source = gm._param_name_to_source
+    return made
+
+
+def mark_part(part: fx.Node, whole: fx.Node, read: fx.Node, name: str) -> None:
+    """Placeholder ``part`` is what ``read`` read, attribute ``name`` of placeholder ``whole``: where it comes from, and
+    whether its memory stays, is as Dynamo said of that.
+    """
+    part.meta.update(read.meta)
+    if "tensor_dict" in whole.meta:
+        part.meta["tensor_dict"] = whole.meta["tensor_dict"]
+    source = getattr(whole, "_dynamo_source", None)
+    if source is not None:
+        from torch._dynamo.source import AttrSource
+
+        part._dynamo_source = AttrSource(source, name)
+
+
 def is_ahead_of_time() -> bool:
     """Whether AOTInductor is compiling, for which no gradient is ever needed. Where it cannot be asked: no."""
     module = sys.modules.get("torch._inductor.virtualized")

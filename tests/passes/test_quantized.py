@@ -358,7 +358,7 @@ def test_under_autocast_rows_are_rounded_and_bytes_stay(form: str) -> None:
 
 
 def test_inductor_gets_the_bytes() -> None:
-    """AOTAutograd takes the wrappers apart: the operator's operands are inputs of the compiled graph."""
+    """The operator's operands are inputs of the compiled graph."""
     from torch._inductor import config
 
     graphs: list[fx.Graph] = []
@@ -375,6 +375,48 @@ def test_inductor_gets_the_bytes() -> None:
     assert len(weights) == 3 and all(node.op == "placeholder" for node in weights)
     shapes = [tuple(node.meta["val"].shape) for node in graphs[0].nodes if isinstance(node.meta.get("val"), Tensor)]
     assert shapes.count((8, 96, 64)) == 2
+
+
+def test_wrappers_are_taken_apart_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by AOTAutograd at every call: it gets plain tensors, whose memory stays as a parameter's does."""
+    from compile_passes import compat
+
+    given: list[tuple[fx.GraphModule, Any]] = []
+    inductor = compat.inductor
+    monkeypatch.setattr(
+        compat, "inductor", lambda gm, inputs, *more: given.append((gm, inputs)) or inductor(gm, inputs, *more)
+    )
+    module, x = Experts(("mxfp4",) * 3), torch.randn(5, 64)
+    torch.compiler.reset()
+    with torch.no_grad():
+        torch.compile(module, backend="moe_ops", fullgraph=True)(x)
+    ((gm, inputs),) = given
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    assert len(placeholders) == len(inputs) and not any(isinstance(tensor, QuantizedWeight) for tensor in inputs)
+    parts = [node for node in placeholders if re.search(r"_w[123]__", node.name)]
+    assert len(parts) == 6  # three weights' codes and scales
+    assert all(node.meta["tensor_dict"].get("_dynamo_static_input_type") for node in parts)
+    sources = [node._dynamo_source.name for node in placeholders]
+    names = sources if isinstance(sources[0], str) else [node._dynamo_source.name() for node in placeholders]
+    assert len(set(names)) == len(names)
+
+
+def test_other_weights_in_their_place() -> None:
+    """A parameter that is exchanged, or written, counts at the next call, and compiles nothing."""
+    module, other, x = Experts(("mxfp4",) * 3), Experts(("mxfp4",) * 3), torch.randn(5, 64)
+    for name in ("w1", "w2", "w3"):
+        assert getattr(module, name).stored.data_ptr() != getattr(other, name).stored.data_ptr()
+        getattr(other, name).stored.copy_(getattr(other, name).stored.flip(0))
+    torch.compiler.reset()
+    counters.clear()
+    compiled = torch.compile(module, backend="moe_ops", fullgraph=True)
+    with torch.no_grad():
+        before = compiled(x)
+        module.w1, module.w3 = other.w1, other.w3
+        module.w2.copy_(other.w2)
+        after = compiled(x)
+        torch.testing.assert_close(after, other(x), rtol=1e-4, atol=1e-4)
+    assert not torch.equal(before, after) and counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
