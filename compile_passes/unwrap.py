@@ -1,8 +1,8 @@
 """Graphs whose quantised weights come in as the tensors that they are made of.
 
-AOTAutograd takes wrapper tensors apart by itself, at every call and in Python: 0.25 to 0.44 ms for a step of four
-layers, as long as a whole layer takes on a GPU. Once blocks are fused, a graph reads nothing of such a weight but its
-parts, and these can be its inputs.
+AOTAutograd takes wrapper tensors apart by itself, at every call and in Python: the host of an H200 needed 0.77 ms for
+a step of four layers with gpt-oss-20b's dimensions, 0.33 with plain weights, and 0.36 since. Once blocks are fused, a
+graph reads nothing of such a weight but its parts, and these can be its inputs.
 """
 
 from __future__ import annotations
