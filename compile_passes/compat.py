@@ -306,9 +306,9 @@ def inductor(gm: fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any]
 def private_copy(gm: fx.GraphModule) -> fx.GraphModule:
     """The same graph, to be given other placeholders: Dynamo reads those of its own once the backend returns."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    result = graph.graph_copy(gm.graph, copies, return_output_node=True)
-    assert isinstance(result, tuple)
-    graph.output(result[0]).meta.update(result[1].meta)
+    copied: Any = graph.graph_copy(gm.graph, copies, return_output_node=True)
+    returned, output = copied
+    graph.output(returned).meta.update(output.meta)
     for node, copy in copies.items():
         if hasattr(node, "_dynamo_source"):
             copy._dynamo_source = node._dynamo_source
