@@ -14,6 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from compile_passes.generation import prepare_generate
 from compile_passes.observe import default_compilations
 from compile_passes.passes import PASSES, SAVE, MoEPass, enter, graph_modules, recompute_in, run_all, users_passes
 from compile_passes.prepare import prepare
-from compile_passes.unwrap import unwrap
+from compile_passes.unwrap import in_parts
 from meta.checks import fail
 from meta.layer_shapes import check_recompute
 
@@ -51,9 +52,9 @@ def moe_ops(
     with _counted_once():
         reports = run_all(gm)
         recompute_in(gm, recompute)
-        taken_apart, inputs, taking_apart = unwrap(gm, example_inputs)
-        compiled = compat.inductor(taken_apart, inputs, {**settings, **_hooks((), settings)})
-        return enter(taking_apart(compiled), reports)
+        settings |= _hooks((), settings)
+        compiled = in_parts(gm, example_inputs, partial(compat.inductor, settings=settings))
+        return enter(compiled, reports)
 
 
 def moe_ops_eager(

@@ -303,34 +303,40 @@ def inductor(gm: fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any]
     return function
 
 
-def private_copy(gm: fx.GraphModule) -> fx.GraphModule:
-    """The same graph, to be given other placeholders: Dynamo reads those of its own once the backend returns."""
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    copied: Any = graph.graph_copy(gm.graph, copies, return_output_node=True)
+def private_copy(graph: fx.Graph) -> fx.GraphModule:
+    """The same graph in a module of its own, with what AOTAutograd asks of one of Dynamo's."""
+    copy, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    copied: Any = copy.graph_copy(graph, copies, return_output_node=True)
     returned, output = copied
-    graph.output(returned).meta.update(output.meta)
-    for node, copy in copies.items():
+    copy.output(returned).meta.update(output.meta)
+    for node, twin in copies.items():
         if hasattr(node, "_dynamo_source"):
-            copy._dynamo_source = node._dynamo_source
-    made = fx.GraphModule(gm, graph)
-    made.meta.update(gm.meta)
-    if hasattr(gm, "_param_name_to_source"):
-        made._param_name_to_source = gm._param_name_to_source
+            twin._dynamo_source = node._dynamo_source
+    owner = graph.owning_module or torch.nn.Module()
+    made = fx.GraphModule(owner, copy)
+    made.meta.update(getattr(owner, "meta", {}))
+    if hasattr(owner, "_param_name_to_source"):
+        made._param_name_to_source = owner._param_name_to_source
     return made
 
 
-def mark_part(part: fx.Node, whole: fx.Node, read: fx.Node, name: str) -> None:
-    """Placeholder ``part`` is what ``read`` read, attribute ``name`` of placeholder ``whole``: where it comes from, and
-    whether its memory stays, is as Dynamo said of that.
-    """
-    part.meta.update(read.meta)
+def source_of(node: fx.Node) -> Any:
+    """Where Dynamo got a placeholder from: no two have the same. None of a graph that is not Dynamo's."""
+    return getattr(node, "_dynamo_source", None)
+
+
+def mark_part(part: fx.Node, whole: fx.Node, source: Any) -> None:
+    """Placeholder ``part`` comes from ``source``, and its memory stays where that of placeholder ``whole`` does."""
+    part._dynamo_source = source
     if "tensor_dict" in whole.meta:
         part.meta["tensor_dict"] = whole.meta["tensor_dict"]
-    source = getattr(whole, "_dynamo_source", None)
-    if source is not None:
-        from torch._dynamo.source import AttrSource
 
-        part._dynamo_source = AttrSource(source, name)
+
+def source_of_attribute(source: Any, name: str) -> Any:
+    """Where Dynamo would get attribute ``name`` of what comes from ``source``."""
+    from torch._dynamo.source import AttrSource
+
+    return AttrSource(source, name)
 
 
 def is_ahead_of_time() -> bool:

@@ -182,9 +182,7 @@ def _keep_original(graph: fx.Graph, report: Report) -> None:
     decisions = [*report.fused, *report.staged]
     pairs = {(inputs[one], inputs[other]) for decision in decisions for one, other in decision.match.apart}
     if pairs:
-        copies = fx.Graph()
-        copies.output(copies.graph_copy(graph, {}))
-        report.apart, report.original = sorted(pairs), fx.GraphModule(graph.owning_module or torch.nn.Module(), copies)
+        report.apart, report.original = sorted(pairs), compat.private_copy(graph)
 
 
 def share_attention_heads(graph: fx.Graph) -> Plan:

@@ -24,44 +24,53 @@ class _Input(NamedTuple):
     name: str | None
 
 
-def unwrap(
-    gm: fx.GraphModule, inputs: Sequence[Any]
-) -> tuple[fx.GraphModule, list[Any], Callable[[Callable[..., Any]], Callable[..., Any]]]:
-    """``gm`` with the parts of quantised weights as placeholders, where it reads nothing else of them.
-
-    Returns:
-        The graph, its inputs, and what makes of a function of these one of ``inputs``.
+def in_parts(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    compile: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
+) -> Callable[..., Any]:
+    """``compile(gm, inputs)``, of a copy that has the parts of quantised weights as placeholders, where ``gm`` reads
+    nothing else of them. (Dynamo reads the placeholders of its own graph once the backend returns.)
     """
     if not any(map(_is_read_in_parts, gm.graph.find_nodes(op="placeholder"))):
-        return gm, list(inputs), lambda compiled: compiled
-    gm = compat.private_copy(gm)
-    kept: list[_Input] = []
-    for at, node in enumerate(gm.graph.find_nodes(op="placeholder")):
-        kept += _take_apart(node, at) if _is_read_in_parts(node) else [_Input(at, None)]
+        return compile(gm, inputs)
+    gm = compat.private_copy(gm.graph)
+    origins = {node: _Input(at, None) for at, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    by_source = {compat.source_of(node): node for node in origins}
+    for node in list(origins):
+        if _is_read_in_parts(node):
+            _take_apart(node, origins, by_source)
+    kept = [origins[node] for node in gm.graph.find_nodes(op="placeholder")]
     gm.graph.lint()
     gm.recompile()
 
     def of(given: Sequence[Any]) -> list[Any]:
         return [given[at] if name is None else getattr(given[at], name) for at, name in kept]
 
-    return gm, of(inputs), lambda compiled: lambda *given: compiled(*of(given))
+    compiled = compile(gm, of(inputs))
+    return lambda *given: compiled(*of(given))
 
 
 def _is_read_in_parts(placeholder: fx.Node) -> bool:
-    if not placeholder.users or not isinstance(containers.read(example(placeholder)), containers.Container):
+    container = containers.read(example(placeholder))
+    if not isinstance(container, containers.Container):
         return False
-    return all(user.op == "call_function" and user.target is getattr for user in placeholder.users)
+    names = {part.name for part in (container.data, *container.scales)}
+    is_read = all(user.target is getattr and user.args[1] in names for user in placeholder.users)
+    return is_read and compat.source_of(placeholder) is not None
 
 
-def _take_apart(placeholder: fx.Node, at: int) -> list[_Input]:
-    graph, places = placeholder.graph, {}
-    for user in list(placeholder.users):
-        name = user.args[1]
-        if name not in places:
-            with graph.inserting_before(placeholder):
-                places[name] = graph.placeholder(f"{placeholder.name}_{name}")
-            compat.mark_part(places[name], placeholder, user, str(name))
-        user.replace_all_uses_with(places[name])
-        graph.erase_node(user)
-    graph.erase_node(placeholder)
-    return [_Input(at, str(name)) for name in places]
+def _take_apart(weight: fx.Node, origins: dict[fx.Node, _Input], by_source: dict[Any, fx.Node]) -> None:
+    """Placeholders in the place of what is read of ``weight``; Dynamo's own, where the program reads it, too."""
+    for read in list(weight.users):
+        name = str(read.args[1])
+        source = compat.source_of_attribute(compat.source_of(weight), name)
+        if source not in by_source:
+            with weight.graph.inserting_before(weight):
+                part = by_source[source] = weight.graph.placeholder(f"{weight.name}_{name}")
+            part.meta.update(read.meta)
+            compat.mark_part(part, weight, source)
+            origins[part] = _Input(origins[weight].at, name)
+        read.replace_all_uses_with(by_source[source])
+        weight.graph.erase_node(read)
+    weight.graph.erase_node(weight)

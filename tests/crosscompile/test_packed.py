@@ -37,13 +37,14 @@ def descriptor(made: TensorDescriptor | None) -> str | None:
 
 def compile_packed(
     scheme: str, tile: MMConfig, *, gated: bool, capability: int = 90, blocks: ActivationFormat | None = None,
-    wide: bool = False,
+    wide: bool = False, stored_as: str | None = None,
 ) -> Compiled:  # fmt: skip
     """One product with Qwen3-30B-A3B's dimensions: GEMM 1, with gathered rows where its tile has few, or GEMM 2; of
-    rows in a format of `meta.blocks`, which GEMM 1 leaves, too; fp32 scales in fp64 where `wide`.
+    rows in a format of `meta.blocks`, which GEMM 1 leaves, too; fp32 scales in fp64 where `wide`; of what another
+    scheme stores, `stored_as`.
     """
     N, depth = (2 * I, H) if gated else (H, I)
-    stored, scales = SCHEMES[scheme].quantize(torch.randn(2, N, depth))
+    stored, scales = SCHEMES[stored_as or scheme].quantize(torch.randn(2, N, depth))
     scales = tuple(scale.double() if wide and scale.dtype == torch.float32 else scale for scale in scales)
     activation = "silu" if gated else None
     weight = Operand(stored, SCHEMES[scheme], scales)
@@ -121,6 +122,16 @@ def test_compiles(scheme: str, tokens: int, gated: bool) -> None:
     products = re.findall(r"HGMMA\S+ R\d+, (\S+),", kernel.sass)
     many = tokens == 4096 and scheme != "int4_w4a16"
     assert products and all(operand.startswith("gdesc" if many else "R") for operand in products)
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gate_up", "down"])
+def test_sums_that_wait_for_scales_have_fewer_rows(gated: bool) -> None:
+    """Of blocks, for a scheme whose scales may be those of rows: not through shared memory, whatever the tile."""
+    tile = tile_for("fp8_w8a16", E, bucket(4096 * K), 2 * I, H, "NVIDIA H200", 90, "up")
+    kernel = compile_packed("fp8_w8a16", tile, gated=gated, stored_as="fp8_block128")
+    products = re.findall(r"HGMMA\S+ R\d+, (\S+),", kernel.sass)
+    assert tile.block_m >= THROUGH_MEMORY and kernel.stack == 0
+    assert products and all(operand.startswith("R") for operand in products)
 
 
 @PRODUCTS

@@ -384,7 +384,7 @@ def test_wrappers_are_taken_apart_once(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[tuple[fx.GraphModule, Any]] = []
     inductor = compat.inductor
     monkeypatch.setattr(
-        compat, "inductor", lambda gm, inputs, *more: given.append((gm, inputs)) or inductor(gm, inputs, *more)
+        compat, "inductor", lambda gm, inputs, **more: given.append((gm, inputs)) or inductor(gm, inputs, **more)
     )
     module, x = Experts(("mxfp4",) * 3), torch.randn(5, 64)
     torch.compiler.reset()
@@ -399,6 +399,48 @@ def test_wrappers_are_taken_apart_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sources = [node._dynamo_source.name for node in placeholders]
     names = sources if isinstance(sources[0], str) else [node._dynamo_source.name() for node in placeholders]
     assert len(set(names)) == len(names)
+
+
+WHOLE: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...]]] = {
+    "the_weight": (lambda x, weight: x @ weight, (8, 5, 96)),
+    "an_attribute_that_is_no_part": (lambda x, weight: x @ weight.mT, (8, 5, 64)),
+    "of_a_plain_tensor": (lambda x, weight: x.mT @ weight, (8, 96, 5)),
+    "a_part_beside_the_weight": (lambda x, weight: x @ weight + weight.stored.float().sum(), (8, 5, 96)),
+}
+
+
+@pytest.mark.parametrize("read", WHOLE)
+def test_wrappers_that_are_read_otherwise_stay_whole(read: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from compile_passes import compat
+
+    given: list[Any] = []
+    monkeypatch.setattr(compat, "inductor", lambda gm, inputs, **more: given.extend(inputs) or gm.forward)
+    function, shape = WHOLE[read]
+    weight, x = nn.Parameter(quantised(torch.randn(8, 96, 64), "mxfp4"), requires_grad=False), torch.randn(shape)
+    torch.compiler.reset()
+    with torch.no_grad():
+        got = torch.compile(function, backend="moe_ops", fullgraph=True)(x, weight)
+        torch.testing.assert_close(got, function(x, weight))
+    assert sum(isinstance(tensor, QuantizedWeight) for tensor in given) == 1
+
+
+class Added(Experts):
+    """Reads a scale of a weight beside the block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.w2.scale.float().sum()
+
+
+def test_a_part_that_the_program_reads_comes_in_once() -> None:
+    module, x = Added(("fp8_channel",) * 3), torch.randn(5, 64)
+    torch.compiler.reset()
+    counters.clear()
+    with torch.no_grad():
+        got = torch.compile(module, backend="moe_ops", fullgraph=True)(x)
+        torch.compiler.reset()
+        wanted = torch.compile(module, backend="moe_ops_eager", fullgraph=True)(x)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    assert counters["moe_ops"]["fused"] == 2  # once for each backend
 
 
 def test_other_weights_in_their_place() -> None:

@@ -344,9 +344,10 @@ def _unit_stride(tokens: Operand) -> Operand:
 def fit(tile: MMConfig, mm: ExpertMM) -> MMConfig:
     """An epilogue that quantises needs one scale group of output columns; an e4m3 product of interleaved halves no more
     than 128 columns beside as many rows, as it is one product, and promoted. A sum that is scaled group by group needs
-    no more columns at a time than a group has, and of many rows more threads, whose scales are registers. A sum
-    whose scales are folded into codes needs as many threads as weight rows, and no more. A product of scaled blocks is
-    of 128 weight rows, neither more nor fewer.
+    no more columns at a time than a group has, and fewer rows than weights go through shared memory beside: there it
+    would take twice as long (`triton_plans._packed_tile`, int4_w4a16). A sum whose scales are folded into codes needs
+    as many threads as weight rows, and no more. A product of scaled blocks is of 128 weight rows, neither more nor
+    fewer.
     """
     if mm.blocks is not None:
         return tile._replace(block_n=BLOCKS_N)
@@ -368,4 +369,6 @@ def fit(tile: MMConfig, mm: ExpertMM) -> MMConfig:
         raise fail(mm.operand.scheme.name, "scales", f"of groups that {SMALLEST_GROUP} divides on a GPU", columns)
     if mm.waits_for_scales:  # several groups are a step, each with a sum of its own: of four, registers hold 64 rows'
         return tile._replace(block_m=min(tile.block_m, 64)) if 4 * block_k <= tile.block_k else tile
-    return tile._replace(block_k=block_k, num_warps=8 if tile.block_m >= THROUGH_MEMORY else tile.num_warps)
+    if tile.block_m >= THROUGH_MEMORY:
+        tile = tile._replace(block_m=64, num_stages=4, a_tma=False)
+    return tile._replace(block_k=block_k)

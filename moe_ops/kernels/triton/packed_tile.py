@@ -12,6 +12,7 @@ byte by byte, scales through shared memory, 536, 801, 481 and 617.
 128 rows and more (`config.THROUGH_MEMORY`) are the first operand instead, in the order that they have, and decoded
 weights the second, in shared memory: a tile is decoded once for all of them, nothing is reordered, rows come by
 descriptor where they lie side by side, and of two programs on a multiprocessor one decodes while the other multiplies.
+Products whose groups' sums are scaled have fewer rows (`layer.fit`).
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from moe_ops.kernels.triton.scales import decode_scale, load_scale
 from moe_ops.kernels.triton.tile_loads import BOTH, halves_of, load_rows, load_weight, weight_rows
 from moe_ops.kernels.triton.util import INTERPRETED
 
+_THROUGH_MEMORY = tl.constexpr(THROUGH_MEMORY)
+
 
 @triton.jit
 def of_rows(
@@ -51,12 +54,6 @@ def of_rows(
         at = w_row // GROUP_N
     start = expert.to(tl.int64) * STRIDES[0]
     return scale + start + (half.to(tl.int64) * apart if not RUNS_ON else 0) + at * STRIDES[1]
-
-
-@triton.constexpr_function
-def goes_through_memory(rows):
-    """Whether decoded weights do, beside so many rows of a tile."""
-    return rows >= THROUGH_MEMORY
 
 
 @triton.constexpr_function
@@ -190,7 +187,7 @@ def packed_tile(
     inner, zeros, outer, inner_apart, zeros_apart, outer_apart = scales
     PER_WORD: tl.constexpr = codes_of_word(CODE)
     RUN: tl.constexpr = BLOCK_K // PER_WORD // 4  # words of a thread's part of a row
-    IN_MEMORY: tl.constexpr = goes_through_memory(BLOCK_M)
+    IN_MEMORY: tl.constexpr = BLOCK_M >= _THROUGH_MEMORY
     SHIFT: tl.constexpr = 0 if not EXACT else E2M1_SHIFT if CODE == E2M1 else E4M3_SHIFT if CODE == E4M3 else 0
     # Where a row is 16 words, a thread gets one run of a row from shared memory. With rows in the order of the product,
     # nothing moves between threads, so that each can load the scales that it needs.
@@ -240,7 +237,7 @@ def packed_tile(
                 decoded = decoded.reshape(BLOCK_N, BLOCK_K)
             summed = tl.dot(decoded, rows.T, summed, input_precision="ieee")
         if inner is not None and not EXACT:
-            accumulator += summed * (factor[None, :] if IN_MEMORY else factor[:, None])
+            accumulator += summed * factor[:, None]
         else:
             accumulator = summed
         factor = following
