@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -150,11 +151,14 @@ def _gemm(
     mm = ExpertMM(call.weight, call.out_dtype, bias=call.bias, **epilogue)
     column = triton_plans.product(problem.scheme, first=mm.activation is not None, gathered=gather is not None)
     sizes = (mm.num_experts, bucket(int(problem.M)), mm.out_features * (2 if mm.glu else 1), mm.in_features)
-    tile = fit(triton_plans.tile_for(problem.scheme, *sizes, *plans_for(call.device, blocks), column), mm)
+    tile = triton_plans.tile_for(problem.scheme, *sizes, *plans_for(call.device, blocks), column)
+    # Of a batch every row would be copied, in use or not.
+    tile = fit(tile, mm, as_they_are=gather is not None or problem.format == "batched")
     if problem.format == "batched":
         return launch_batched_mm(x.data.contiguous(), mm, call.extents, tile, load=load)
-    rows = unit_stride(x.data)
-    count = int(problem.M)
+    rows, order, count = unit_stride(x.data), mm.order(tile), int(problem.M)
+    if order is not None:
+        rows, mm = permute.copy_rows(rows, order), replace(mm, rows_order=order)
     return launch_grouped_mm(rows, mm, call.extents, tile, num_rows=count, load=load, **(gather or {}))
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from meta.arch import FIRST_CAPABILITY, SCALED_BLOCKS, TYPICAL, lookup_gpu
 from meta.cost import TileCost, Work, expected_experts, pairwise_us, product_us, robust_us
 from meta.schemes import SCHEMES, WHOLE
-from moe_ops.kernels.triton.config import THROUGH_MEMORY, MMConfig, SmallConfig
+from moe_ops.kernels.triton.config import MMConfig, SmallConfig
 from moe_ops.plans import LayerKey, Plan, measured, tokens_of
 
 NAME = "triton"
@@ -121,20 +121,21 @@ FP8_DECODED = DECODED - PACKED
 def _packed_tile(scheme: str, work: Work) -> MMConfig:
     """Weight rows fill the 64 rows of a tensor core's product; fewer of them make more programs, where there are few.
 
-    us of a layer on an H200 of (1) Qwen3-30B-A3B's and (2) gpt-oss-120b's dimensions. Tiles of 16 and 32 rows of
-    tokens: (2), T = 256 (8 an expert), mxfp4 561 and 764; (1), T = 256 (16 an expert), 170 and 161. 32 rows by steps of
-    64 and of 128 columns: (1), T = 256, fp8_w8a16 192 and 200, mxfp8 211 and 224. 64 rows by the same: (1), T = 4096,
-    mxfp4 1063 and 1090, int4_w4a16 1120 and 1039, nvfp4 1497 and 1225; (2) mxfp4 2702 and 3063. 64 rows, and 128, where
-    decoded weights go through shared memory: (1), T = 4096, mxfp4 1085 and 880, nvfp4 1226 and 997, fp8_w8a16 1114 and
-    978, int8_w8a16 992 and 871, int4_w4a16, which waits for its scales, 1038 and 1966; T = 2048, mxfp4 618 and 530;
-    (2), T = 4096, 2688 and 2384; 64 rows an expert, (1) int8_w8a16 353 and 362, (2) mxfp4 1612 and 1627.
+    us of a layer on an H200 of (1) Qwen3-30B-A3B's, (2) gpt-oss-120b's and (3) Mixtral-8x7B's dimensions. Tiles of 16
+    and 32 rows of tokens: (2), T = 256 (8 an expert), mxfp4 561 and 764; (1), T = 256 (16 an expert), 170 and 161. 32
+    rows by steps of 64 and of 128 columns: (1), T = 256, fp8_w8a16 192 and 200, mxfp8 211 and 224. 64 rows that threads
+    gather, and that come by descriptor in the order of the product: (1), T = 1024, mxfp4 376 and 311; T = 4096,
+    int4_w4a16, which waits for its scales, 1039 and 893. 64 rows by descriptor, and 128, of four warps and of eight:
+    (1), T = 4096, mxfp4 845, 817 and 798, int8_w8a16 923, 806 and 800; (3), mxfp4 5495 and 5330 of four and eight; (2)
+    2061 and 2067. 128 rows by steps of 64 and of 128 columns: GEMM 1 of (3), mxfp4 3529 and 3034, of (1) 456 and 471.
     """
     rows, pairs, eight = work.T * work.K / work.E, work.T * work.K, SCHEMES[scheme].pack == 1
-    if rows > 0.75 * THROUGH_MEMORY and scheme != "int4_w4a16":
-        return _streamed(128, 128, 64, 8, 4, 3)
+    wide = not eight and work.depth % 128 == 0
+    if rows > 96 and scheme != "int4_w4a16":
+        deep = wide and (scheme == "nvfp4" or work.depth >= 4096)
+        return _streamed(128, 128, 128, 8, 8, 2) if deep else _streamed(128, 128, 64, 8, 8, 3)
     if rows > 48:
-        deep = not eight and scheme != "mxfp4" and work.depth % 128 == 0
-        return _gathered(64, 128, 128, 8, 4, 3) if deep else _gathered(64, 128, 64, 8, 4, 4)
+        return _streamed(64, 128, 128, 8, 4, 3) if wide else _streamed(64, 128, 64, 8, 4, 4)
     if pairs <= 16:
         return _gathered(16, 64, 128, 1, 4, 4)
     if rows <= 12:
@@ -373,12 +374,13 @@ def _packed_candidates(rows: float) -> list[MMConfig]:
     """Tiles whose sums and decoded weights a thread's registers hold."""
     found = []
     for block_m, block_n, block_k, warps, stages in every(
-        _blocks_m(rows), (64, 128), (64, 128, 256), (4, 8), (3, 4, 5)
+        _blocks_m(rows), (64, 128), (64, 128, 256), (4, 8), (2, 3, 4, 5)
     ):
-        in_memory = block_m >= THROUGH_MEMORY
-        registers = block_n * (block_m + (0 if in_memory else block_k // 2)) / (32 * warps)
-        if 24 <= registers <= 144 and block_n >= 16 * warps and (stages == (3 if in_memory else 4) or block_m <= 32):
-            tile = MMConfig(block_m, block_n, block_k, 8 if rows > 16 else 1, warps, stages, in_memory, w_tma=True)
+        ordered = block_m >= 64
+        registers = block_n * (block_m + block_k // 2) / (32 * warps)
+        deep = stages in ((2, 3) if block_m >= 128 else (3, 4) if ordered else (3, 4, 5))
+        if 24 <= registers <= (160 if ordered else 144) and block_n >= 16 * warps and deep:
+            tile = MMConfig(block_m, block_n, block_k, 8 if rows > 16 else 1, warps, stages, ordered, w_tma=True)
             found.append(tile)
     return found
 

@@ -105,11 +105,11 @@ def compile_mm(
         **dict.fromkeys(("bias", "w_zeros", "w_outer")),
         "ACTIVATION": activation or ("silu" if first else None),
         "MOVES": (a_tma, w_load, store, False),
-        "SCHEME": ((1, 0, False, False, None, None) if by_row else (128, 128, False, quantize, None, None))
+        "SCHEME": ((1, 0, False, False) if by_row else (128, 128, False, quantize)) + (None, None, None)
         if quantized
         else None,
         "BATCHED": batched,
-        "WALK": walk(config, a_tma, quantized),
+        "WALK": walk(config, a_tma, quantized, decoded=False),
         "PDL": capability >= 90,
     }
     optional = {
@@ -171,7 +171,7 @@ def test_a_stream_multiplies_while_the_next_tile_is_loaded(form):
 
     What follows from a tile's number is uniform: or the loop would take every thread 240 registers and more.
     """
-    assert walk(MMConfig(*LARGE, 8, 8, 3, True, True), True, False) == STREAM.value
+    assert walk(MMConfig(*LARGE, 8, 8, 3, True, True), True, quantized=False, decoded=False) == STREAM.value
     kernel = compile_mm(LARGE, **FORMS[form])
     assert kernel.ptx_count(r"wgmma\.wait_group\.sync\.aligned 1") == 1
     assert kernel.ptx_count(r"wgmma\.wait_group\.sync\.aligned 0") == 2, "before an epilogue in the loop, and behind it"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from meta.operands import Operand
 from meta.schemes import SCHEMES, ActivationFormat
 from moe_ops.backends.triton_plans import DECODED, PACKED, tile_for
 from moe_ops.kernels.triton import packed_fp8_tile as fp8
-from moe_ops.kernels.triton.config import THROUGH_MEMORY, MMConfig
+from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.expert_mm import _expert_mm_kernel
 from moe_ops.kernels.triton.launch import ExpertMM
 from moe_ops.kernels.triton.layer import fit
@@ -52,6 +53,9 @@ def compile_packed(
     layout = {"glu_layout": "concat", "activation": activation, "quantize_output": form is not None} if gated else {}
     mm = ExpertMM(weight, torch.bfloat16, **layout, blocks=blocks)
     tile = fit(tile, mm)
+    order = mm.order(tile)
+    out_order = (min(order[0], mm.columns(tile)), order[1]) if order and gated else None
+    mm = replace(mm, rows_order=order, out_order=out_order)
     rows = torch.empty(256, depth, dtype=torch.bfloat16)
     if form is not None:
         rows = torch.empty(256, depth // form.pack, dtype=form.dtype)
@@ -107,8 +111,9 @@ def compile_for(scheme: str, tokens: int, gated: bool, *, wide: bool = False) ->
     sizes = (2 * I, H) if gated else (H, I)
     tile = tile_for(scheme, E, bucket(tokens * K), *sizes, "NVIDIA H200", 90, "up")
     kernel = compile_packed(scheme, tile, gated=gated, wide=wide)
-    if tile.block_m >= THROUGH_MEMORY:
+    if tile.block_m > 64:
         assert 2 * kernel.registers * 32 * tile.num_warps <= 65536, "two programs share a multiprocessor"
+        assert 2 * (kernel.shared + 1024) <= 228 * 1024, "and its memory"
     assert kernel.stack == 0, f"{kernel.stack} bytes of spills, {kernel.registers} registers"
     assert kernel.ptx_count(r"cp\.async\.bulk\.tensor") > 0, "weights come by descriptor"
     return kernel
@@ -117,21 +122,21 @@ def compile_for(scheme: str, tokens: int, gated: bool, *, wide: bool = False) ->
 @PRODUCTS
 @pytest.mark.parametrize("scheme", sorted(PACKED))
 def test_compiles(scheme: str, tokens: int, gated: bool) -> None:
-    """Decoded weights are the first operand, in registers; beside many rows the second, in shared memory."""
+    """Decoded weights are the first operand, in registers, and no step ends before its products have read them."""
     kernel = compile_for(scheme, tokens, gated)
     products = re.findall(r"HGMMA\S+ R\d+, (\S+),", kernel.sass)
-    many = tokens == 4096 and scheme != "int4_w4a16"
-    assert products and all(operand.startswith("gdesc" if many else "R") for operand in products)
+    assert products and all(operand.startswith("R") for operand in products)
+    waits = re.findall(r"wgmma\.wait_group\.sync\.aligned (\d+)", kernel.ptx)
+    assert waits and set(waits) == {"0"}
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gate_up", "down"])
 def test_sums_that_wait_for_scales_have_fewer_rows(gated: bool) -> None:
-    """Of blocks, for a scheme whose scales may be those of rows: not through shared memory, whatever the tile."""
+    """Of blocks, for a scheme whose scales may be those of rows: registers hold two sums of 64."""
     tile = tile_for("fp8_w8a16", E, bucket(4096 * K), 2 * I, H, "NVIDIA H200", 90, "up")
     kernel = compile_packed("fp8_w8a16", tile, gated=gated, stored_as="fp8_block128")
-    products = re.findall(r"HGMMA\S+ R\d+, (\S+),", kernel.sass)
-    assert tile.block_m >= THROUGH_MEMORY and kernel.stack == 0
-    assert products and all(operand.startswith("R") for operand in products)
+    assert tile.block_m > 64 and kernel.stack == 0
+    assert set(re.findall(r"HGMMA\.64x(\d+)x16", kernel.sass)) == {"64"}
 
 
 @PRODUCTS

@@ -127,23 +127,24 @@ def place_case(signature: dict[str, str], batched: bool, block_e: int) -> Case:
     return Case(_place_kernel, signature | TABLE, constexprs, wide_loads=True)
 
 
-def scatter_case(signature: dict[str, str], row: int = 0) -> Case:
-    """`row`: columns of a whole row that has one scale."""
-    constexprs = {"TOP_K": 8, "BLOCK_H": row or 2048, "GROUP": row or (128 if "scale_ptr" in signature else 0)}
+def scatter_case(signature: dict[str, str], row: int = 0, order: tuple[int, int] | None = None) -> Case:
+    """`row`: columns of a whole row that has one scale; `order`: of the copies' columns."""
+    group = row or (128 if "scale_ptr" in signature else 0)
+    constexprs = {"TOP_K": 8, "BLOCK_H": row or 2048, "GROUP": group, "ORDER": order}
     return Case(
         _scatter_rows_kernel,
         signature,
         constexprs,
         num_warps=8,
-        wide_loads=True,
-        wide_stores=not constexprs["GROUP"],
+        wide_loads=order is None,
+        wide_stores=not group,
     )
 
 
 def dispatch_case(rows: dict[str, str], row: int = 0) -> Case:
     """`row`: as in `scatter_case`."""
     group = row or (128 if rows else 0)
-    sizes = {"TOP_K": 8, "BLOCK_H": row or 1024, "BLOCK_Q": 128, "BLOCK_E": 16, "GROUP": group}
+    sizes = {"TOP_K": 8, "BLOCK_H": row or 1024, "BLOCK_Q": 128, "BLOCK_E": 16, "GROUP": group, "ORDER": None}
     signature = SCATTER | IDS | LOAD | {"counts_ptr": "*i32:16", "slots_ptr": "*i32:16", "capacity": "i32"} | rows
     del signature["pair_to_row_ptr"]
     warps = 16 if row else 4
@@ -189,6 +190,8 @@ CASES = {
     "scatter": scatter_case(SCATTER),
     "scatter_weighted": scatter_case(SCATTER | WEIGHTS),
     "scatter_quantising": scatter_case(SCATTER | QUANTIZED),
+    "scatter_in_order": scatter_case(SCATTER, order=(128, 8)),
+    "copy_in_order": scatter_case({k: v for k, v in SCATTER.items() if k != "pair_to_row_ptr"}, order=(64, 4)),
     "dispatch_few": dispatch_case({}),
     "dispatch_few_quantising": dispatch_case(QUANTIZED),
     "combine": combine_case(8, {}),

@@ -27,7 +27,7 @@ TILES = {
 
 
 def test_the_tiles_of_this_file_walk_in_every_way():
-    walks = {walk(tile, tile.a_tma, False) for tile in TILES.values()}
+    walks = {walk(tile, tile.a_tma, quantized=False, decoded=False) for tile in TILES.values()}
     assert walks == {ONE_TILE.value, STREAM.value, TILE_BY_TILE.value}
 
 

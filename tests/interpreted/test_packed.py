@@ -11,10 +11,13 @@ import torch
 
 import moe_ops
 from meta.schemes import SCHEMES
+from moe_ops import reference
+from moe_ops.backends import triton as backend
 from moe_ops.backends import triton_plans
 from moe_ops.backends.triton_plans import PACKED
 from moe_ops.kernels.triton import small
-from moe_ops.kernels.triton.config import SmallConfig
+from moe_ops.kernels.triton.config import MMConfig, SmallConfig
+from moe_ops.ops import parse
 from tests.ops.errors import assert_accurate, norm_error
 from tests.ops.layers import Layer, Variant, dense_formula, factors_in_fp64
 from tests.ops.scheme_layers import assert_contract, build
@@ -27,6 +30,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "not_gated": {"options": (("glu_layout", "none"), ("activation", "relu2"))},
     "separate": {"separate": True},
     "many_rows": {"E": 1, "K": 1, "T": 130},
+    "many_rows_in_order": {"E": 2, "K": 1, "T": 210, "H": 256, "I": 128},
+    "many_rows_in_order_batched": {"E": 1, "K": 1, "T": 130, "H": 128, "I": 192, "options": (("format", "batched"),)},
 }
 
 
@@ -62,6 +67,36 @@ def test_scheme(scheme: str, form: str) -> None:
     if SCHEMES[scheme].code.name == "int4":
         made = replace(made, H=128, I=128)  # else one group is a row
     assert_as_accurate_as_the_steps(made.build())
+
+
+STEPS = ["128_128", "256_128", "128_64", "64_256", "64_64"]  # weight rows of GEMM 1's tile and columns of its steps
+
+
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("scheme", ["mxfp4", "int8_w8a16", "int4_w4a16"])
+def test_orders_of_columns(scheme: str, steps: str, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GEMM 1 leaves its rows in the order that GEMM 2 has, however many columns a tile and a step of either have."""
+    rows, columns = map(int, steps.split("_"))
+    first, second = (MMConfig(64, *sizes, 8, 4, 2, a_tma=True, w_tma=True) for sizes in ((rows, columns), (128, 128)))
+    monkeypatch.setattr(triton_plans, "plan_for", lambda *_: triton_plans.plan(format, first, second))
+    made = replace(PLAIN, scheme=scheme, E=2, K=1, T=70, H=256, I=128, options=(("format", format),))
+    assert_as_accurate_as_the_steps(made.build())
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4", "int8_w8a16", "int4_w4a16"])
+@pytest.mark.parametrize("form", ["sorted", "batch"])
+def test_one_product_of_many_rows(form: str, scheme: str) -> None:
+    """Rows that come from a user, in their own order of columns."""
+    layer = replace(PLAIN, scheme=scheme, E=2, H=256, I=128).build().tensors
+    counts, batched = torch.tensor([200, 10], dtype=torch.int32), form == "batch"
+    rows = (torch.randn(2, 200, 256) if batched else torch.randn(210, 256)).bfloat16()
+    extents = counts if batched else counts.cumsum(0).int()
+    operands = (rows, layer["gate_up_proj"], extents, layer["gate_up_scales"])
+    call = parse("batched_mm" if batched else "grouped_mm", *operands, scheme=scheme)
+    got, want = getattr(backend, call.op)(call), getattr(reference, call.op)(call)
+    used = torch.arange(200) < counts[:, None] if batched else slice(None)
+    assert norm_error(got[used], want[used]) < 5e-3
 
 
 @both_paths

@@ -9,6 +9,7 @@ import triton.language as tl
 from meta.schemes import WHOLE, ActivationFormat
 from moe_ops.counters import Row
 from moe_ops.kernels.triton.act_quant import group_columns, room
+from moe_ops.kernels.triton.order import column_at
 from moe_ops.kernels.triton.permute import COUNT_ALL_PAIRS, place_pairs, scatter_rows, store_row
 from moe_ops.kernels.triton.record import launch
 from moe_ops.kernels.triton.util import (
@@ -48,6 +49,7 @@ def _dispatch_few_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_E: tl.constexpr,
     GROUP: tl.constexpr,
+    ORDER: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program p < R: find the slot of pair p by counting its expert's earlier pairs, and copy BLOCK_H columns there.
@@ -62,7 +64,8 @@ def _dispatch_few_kernel(
     column = tl.program_id(1)
     if p < R:
         h = column * BLOCK_H + tl.arange(0, BLOCK_H)
-        x = tl.load(hidden_ptr + (p // TOP_K).to(tl.int64) * stride_t + h, mask=h < H, other=0.0)
+        from_column = h if ORDER is None else column_at(h, ORDER)
+        x = tl.load(hidden_ptr + (p // TOP_K).to(tl.int64) * stride_t + from_column, mask=h < H, other=0.0)
         expert = load_expert(topk_ids_ptr, expert_map_ptr, p, p < R, E, E_GLOBAL)
         earlier = tl.zeros([BLOCK_Q], tl.int32)
         for start in range(0, R, BLOCK_Q):
@@ -98,6 +101,7 @@ def dispatch(
     topk_weights: torch.Tensor | None = None,
     *,
     form: ActivationFormat | None = None,
+    order: tuple[int, int] | None = None,
     by_choice: bool = False,
     pdl: bool = False,
     load: Row | None = None,
@@ -111,6 +115,7 @@ def dispatch(
         hidden_states: [T, H]; topk_ids: [T, K] i32 or i64, dropped when outside the experts held here.
         topk_weights: [T, K] to multiply the tokens by (fp32, rounded), or None.
         form: of the rows; None for the tokens' dtype.
+        order: of their columns, see `permute.scatter_rows`.
         load: the layer's counters, to which pairs that keep their slots are added, or None.
 
     Returns:
@@ -129,12 +134,12 @@ def dispatch(
         ids = topk_ids.t() if by_choice else topk_ids
         counts, _, slots = place_pairs(ids, E, expert_map, capacity, pdl, load=load)
         slots = slots.t().contiguous() if by_choice else slots
-        scatter_rows(hidden_states, slots, topk_weights, batch, scale, pdl, group)
+        scatter_rows(hidden_states, slots, topk_weights, batch, scale, pdl, group, order)
         return batch, scale, counts, slots
     counts = torch.empty(E, dtype=torch.int32, device=topk_ids.device)
     slots = torch.empty((T, TOP_K), dtype=torch.int32, device=topk_ids.device)
     hidden_states = unit_stride(hidden_states)
-    block_h = max(group, 128, min(next_power_of_2(H), 1024))
+    block_h = max(group, order[0] if order else 0, 128, min(next_power_of_2(H), 1024))
     launch(
         _dispatch_few_kernel,
         (R + cdiv(E, COUNT_BLOCK), cdiv(H, block_h)),
@@ -158,6 +163,7 @@ def dispatch(
         BLOCK_Q=max(16, min(128, next_power_of_2(R))),
         BLOCK_E=COUNT_BLOCK,
         GROUP=group,
+        ORDER=order,
         PDL=pdl,
         num_warps=max(4, min(16, block_h // 512)),
         launch_pdl=pdl,

@@ -36,7 +36,3 @@ class SmallConfig(NamedTuple):
     block_n: int
     block_k: int
     num_warps: int
-
-
-#: Rows of a tile from which on decoded weights go through shared memory: see `packed_tile`.
-THROUGH_MEMORY = 128

@@ -14,7 +14,7 @@ from meta.arch import TYPICAL
 from meta.checks import fail
 from meta.operands import Operand
 from meta.schemes import WHOLE, ActivationFormat
-from moe_ops.kernels.triton.codes import CODE_NUMBERS
+from moe_ops.kernels.triton.codes import CODE_NUMBERS, codes_of_word
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.packed_fp8_tile import step_columns
 from moe_ops.kernels.triton.tile_loads import (
@@ -63,7 +63,7 @@ class Launch:
     n_tiles: int
 
 
-def walk(config: MMConfig, a_tma: bool, quantized: bool) -> int:
+def walk(config: MMConfig, a_tma: bool, quantized: bool, decoded: bool) -> int:
     """How programs walk; us of one expert GEMM on an H200, Qwen3-30B-A3B's where no other is named.
 
     ONE_TILE each, as many programs as there may be tiles, where tiles are small and the weights' bytes are the time:
@@ -72,12 +72,13 @@ def walk(config: MMConfig, a_tma: bool, quantized: bool) -> int:
     STREAM where rows come by descriptor (GEMM 2, T = 4096: 220 against 260; T = 16384: 714 against 825).
     TILE_BY_TILE where threads gather the rows, whose copies cost more in a loop that runs on through the tiles (GEMM 1,
     T = 16384: 1426, as a stream 1490, one by one 1502), and where every product waits to be scaled (fp8_block128,
-    GEMM 1, T = 4096: 328, 346, 393; Mixtral's GEMM 2: 1169, 1328, 1203). Two heights are ONE_TILE: no loop runs on
-    through tiles that differ, and of 128 and 64 rows TILE_BY_TILE is slower (GEMM 1, T = 4096: 428 against 483).
+    GEMM 1, T = 4096: 328, 346, 393; Mixtral's GEMM 2: 1169, 1328, 1203), and beside decoded weights, where a stream's
+    store buffer would cost one of two resident programs. Two heights are ONE_TILE: no loop runs on through tiles that
+    differ, and of 128 and 64 rows TILE_BY_TILE is slower (GEMM 1, T = 4096: 428 against 483).
     """
     if config.tall_m or config.block_m < 64 or (config.block_m < 128 and (quantized or not a_tma)):
         return ONE_TILE.value
-    return STREAM.value if a_tma and not quantized else TILE_BY_TILE.value
+    return STREAM.value if a_tma and not (quantized or decoded) else TILE_BY_TILE.value
 
 
 def descriptor_strides(tensor: torch.Tensor, inner: int) -> bool:
@@ -131,6 +132,7 @@ class ExpertMM:
         blocks: what the rows are that tensor cores multiply with the weights as they are stored (`meta.blocks`), None
             for a product that does not.
         in_bytes: codes of eight bits are not addressed as words.
+        rows_order, out_order: the order of columns that its rows have, and its output gets (`order`); None for theirs.
     """
 
     operand: Operand
@@ -146,6 +148,8 @@ class ExpertMM:
     out_static: torch.Tensor | None = None
     blocks: ActivationFormat | None = None
     in_bytes: bool = False
+    rows_order: tuple[int, int] | None = None
+    out_order: tuple[int, int] | None = None
     glu: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -250,7 +254,7 @@ class ExpertMM:
         """What `packed_tile` needs: code, codes of a stored element, whether scales are multiplied in bf16; of the
         scale of groups rows and columns that share one, and whether they run on; of that of rows how many share one,
         and the same; columns of a quantised row that share a scale, -1 where rows are bf16; how many of a row's
-        scales may be loaded at once.
+        scales may be loaded at once; columns of the order that rows have, 0 for their own.
         """
         if not self.is_packed:
             return None
@@ -269,7 +273,14 @@ class ExpertMM:
             outer.runs_on,
             self.out_group if self.waits_for_scales else -1,
             inner.at_once,
+            self.rows_order[0] if self.rows_order else 0,
         )
+
+    def order(self, config: MMConfig) -> tuple[int, int] | None:
+        """The order of columns that its rows should have for a tile to which they come by descriptor."""
+        if not (self.is_decoded and config.a_tma):
+            return None
+        return config.block_k, codes_of_word(CODE_NUMBERS[self.operand.scheme.code.name])
 
     @property
     def exact_scales(self) -> bool:
@@ -318,12 +329,13 @@ class ExpertMM:
     @cached_property
     def scheme(self) -> tuple[Any, ...] | None:
         """What kernels need of the scheme: rows and columns of a weight that share a scale, whether these groups run on
-        from the gate into the up half, whether the output is quantised by the product itself, `packed` and `blocks_of`.
+        from the gate into the up half, whether the output is quantised by the product itself, `packed`, `blocks_of` and
+        the output's order.
         """
         if not self.operand.scales:
             return None
         scale = self.decoding["groups"]
-        return *scale.group, scale.runs_on, self.quantizes_in_tile, self.packed, self.blocks_of
+        return *scale.group, scale.runs_on, self.quantizes_in_tile, self.packed, self.blocks_of, self.out_order
 
     @property
     def out_group(self) -> int:
@@ -450,6 +462,6 @@ class ExpertMM:
             ),
             block=(*config[:4], next_power_of_2(self.num_experts), config.tall_m, config.tall_stages),
             moves=(a_tma, w_load, store, self.up_offset < 0 and w_load != POINTERS.value),
-            walk=walk(config, a_tma, self.waits_for_scales),
+            walk=walk(config, a_tma, self.waits_for_scales, self.is_decoded),
             n_tiles=cdiv(self.out_features, self.columns(config)),
         )

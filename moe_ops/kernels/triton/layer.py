@@ -19,7 +19,7 @@ from moe_ops import plans
 from moe_ops.backends import triton_plans
 from moe_ops.counters import Row
 from moe_ops.kernels.triton import act_quant, batched_io, combine, permute, route, small
-from moe_ops.kernels.triton.config import THROUGH_MEMORY, MMConfig
+from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.expert_mm import batched_mm as launch_batched_mm
 from moe_ops.kernels.triton.expert_mm import grouped_mm as launch_grouped_mm
 from moe_ops.kernels.triton.launch import BLOCKS_N, PACKED_COLUMNS, SMALLEST_GROUP, ExpertMM
@@ -201,7 +201,7 @@ class Layer:
                 rows, pairs = permute.gather_rows(rows, pair_to_row, before, pdl=pdl), None
             gather, tokens = None, act_quant.quantize_static(rows, offsets, static, self.form, pairs, pdl=pdl)
         elif copied:
-            gather, tokens = None, self._sorted(hidden_states, pair_to_row, before, pdl)
+            gather, tokens = None, self._sorted(plan, hidden_states, pair_to_row, before, pdl)
         else:
             gather = row_to_pair
             tokens = self._quantized(hidden_states, pdl) if beside is None else (beside.quantized, beside.scale)
@@ -211,9 +211,10 @@ class Layer:
         return (collect or self._combined())(y, pair_to_row, after)
 
     def _copies_rows(self, plan: Plan, topk_ids: Tensor) -> bool:
-        """Whether GEMM 1 reads sorted copies of the tokens: where they carry the routing weights, or are quantised and
-        its tile has many rows, which come faster by descriptor. The batched format, which always copies, took 0.92 to
-        0.96 of the time of gathered rows on an H200 (Mixtral-8x7B from 64 rows an expert on, Qwen3-30B-A3B from 256).
+        """Whether GEMM 1 reads sorted copies of the tokens: where they carry the routing weights, or are quantised, or
+        multiplied with decoded weights, and its tile has many rows, which come faster by descriptor. The batched
+        format, which always copies, took 0.92 to 0.96 of the time of gathered rows on an H200 (Mixtral-8x7B from 64
+        rows an expert on, Qwen3-30B-A3B from 256).
 
         Not where whole rows are quantised beside the sort: there a kernel quantises between the products as well, and a
         layer has five. With static scales each copy has that of its expert.
@@ -221,15 +222,32 @@ class Layer:
         if self.up.operand.static is not None:
             return True
         few = self.quantizes_rows and permute.quantises_beside(topk_ids)
-        return self.weight_on_input or (self.quantizes and plan.configs[0].a_tma and not few)
+        if self.weight_on_input or self._orders(plan)[0] is not None:
+            return True
+        return self.quantizes and plan.configs[0].a_tma and not few
+
+    def _tiles(self, plan: Plan, gathered: bool = False) -> tuple[MMConfig, MMConfig]:
+        """Both products' tiles. GEMM 1 leaves its rows in GEMM 2's order of columns, whole ones in a tile."""
+        first = fit(plan.configs[0], self._first(), as_they_are=gathered)
+        second = fit(plan.configs[1], self.down)
+        if self.down.order(second) is not None:
+            steps = second.block_k // self.up.columns(first)
+            if steps > 1:
+                second = second._replace(block_k=second.block_k // steps, num_stages=min(4, second.num_stages * steps))
+        return first, second
+
+    def _orders(self, plan: Plan, gathered: bool = False) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
+        """The orders of columns in which both products' rows are made for their tiles, None for their own."""
+        first, second = self._tiles(plan, gathered)
+        return self.up.order(first), self.down.order(second)
 
     def _sorted(
-        self, hidden_states: Operand, pair_to_row: Tensor, topk_weights: Tensor | None, pdl: bool
+        self, plan: Plan, hidden_states: Operand, pair_to_row: Tensor, topk_weights: Tensor | None, pdl: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Tokens by expert, times `topk_weights` if given, and their scales, as the products take them."""
         rows = hidden_states.data
         if not self.quantizes or hidden_states.scales:
-            made = [permute.gather_rows(rows, pair_to_row, topk_weights, pdl=pdl)]
+            made = [permute.gather_rows(rows, pair_to_row, topk_weights, pdl=pdl, order=self._orders(plan)[0])]
             made += [permute.gather_rows(scale, pair_to_row, pdl=pdl) for scale in hidden_states.scales]
             return made[0], made[1] if len(made) > 1 else None
         quantized, scale = act_quant.room((pair_to_row.numel(), rows.shape[1]), self.form, rows.device)
@@ -266,24 +284,27 @@ class Layer:
         sorted rows.
         """
         pairs = routed.pair_to_row
-        up, rows = replace(self._first(), rows_scale=routed.tokens_scale), {"num_rows": pairs.numel(), "pdl": pdl}
-        gather = {"row_to_pair": routed.row_to_pair, "top_k": 0 if routed.row_to_pair is None else pairs.shape[1]}
-        return launch_grouped_mm(routed.tokens, up, routed.offsets, fit(plan.configs[0], up), **gather, **rows)
+        rows = {"num_rows": pairs.numel(), "pdl": pdl}
+        gathered = routed.row_to_pair is not None
+        order, out_order = self._orders(plan, gathered)
+        up = replace(self._first(), rows_scale=routed.tokens_scale, rows_order=order, out_order=out_order)
+        gather = {"row_to_pair": routed.row_to_pair, "top_k": pairs.shape[1] if gathered else 0}
+        tile = self._tiles(plan, gathered)[0]
+        return launch_grouped_mm(routed.tokens, up, routed.offsets, tile, **gather, **rows)
 
     def _gemm_2(self, plan: Plan, h: Tensor, h_scale: Tensor, offsets: Tensor, pair_to_row: Tensor) -> Tensor:
         """The experts' results, from the rows of GEMM 1."""
         rows: dict[str, Any] = {"num_rows": pair_to_row.numel(), "pdl": pdl_launches(h.device)}
-        down = self._second(h_scale)
-        return launch_grouped_mm(h, down, offsets, fit(plan.configs[1], down), **rows)[0]
+        down = self._second(h_scale, self._orders(plan)[1])
+        return launch_grouped_mm(h, down, offsets, self._tiles(plan)[1], **rows)[0]
 
     def _batched(self, plan: Plan, hidden_states: Operand, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         pdl, (before, after) = pdl_launches(hidden_states.data.device), self._weights(topk_weights)
-        up = self._first()
-        static = up.operand.static
+        static, (order, out_order) = self.up.operand.static, self._orders(plan)
         form = None if hidden_states.scales or static is not None else self.form
-        routing = (topk_ids, up.num_experts, self.capacity, self.expert_map, before)
+        routing = (topk_ids, self.up.num_experts, self.capacity, self.expert_map, before)
         batch, batch_scale, counts, slots = batched_io.dispatch(
-            hidden_states.data, *routing, form=form, pdl=pdl, load=self.load
+            hidden_states.data, *routing, form=form, order=order, pdl=pdl, load=self.load
         )
         if hidden_states.scales:
             scales = hidden_states.scales[0]
@@ -291,12 +312,10 @@ class Layer:
             permute.scatter_rows(scales, slots, None, batch_scale, None, pdl)
         elif static is not None:
             batch, batch_scale = act_quant.quantize_static(batch, counts, static, self.form, pdl=pdl)
-        up = replace(up, rows_scale=batch_scale)
-        bound = {"most_rows": topk_ids.numel(), "pdl": pdl}
-        first, second = plan.configs
-        h, h_scale = launch_batched_mm(batch, up, counts, fit(first, up), **bound)
-        down = self._second(h_scale)
-        y, _ = launch_batched_mm(h, down, counts, fit(second, down), **bound)
+        bound, (first, second) = {"most_rows": topk_ids.numel(), "pdl": pdl}, self._tiles(plan)
+        up = replace(self._first(), rows_scale=batch_scale, rows_order=order, out_order=out_order)
+        h, h_scale = launch_batched_mm(batch, up, counts, first, **bound)
+        y, _ = launch_batched_mm(h, self._second(h_scale, out_order), counts, second, **bound)
         return combine.combine(y.flatten(0, 1), slots, after, pdl=pdl)
 
     @property
@@ -332,22 +351,23 @@ class Layer:
         """GEMM 1; quantising schemes: its rows are quantised for GEMM 2."""
         return replace(self.up, quantize_output=self.quantizes, out_static=self.down.operand.static)
 
-    def _second(self, h_scale: Tensor) -> ExpertMM:
+    def _second(self, h_scale: Tensor, order: tuple[int, int] | None) -> ExpertMM:
         """GEMM 2 on the rows that GEMM 1 left."""
-        return replace(self.down, rows_scale=h_scale) if self.quantizes else self.down
+        scale = h_scale if self.quantizes else None
+        return self.down if scale is order is None else replace(self.down, rows_scale=scale, rows_order=order)
 
 
 def _unit_stride(tokens: Operand) -> Operand:
     return Operand(unit_stride(tokens.data), tokens.scheme, tuple(scale.contiguous() for scale in tokens.scales))
 
 
-def fit(tile: MMConfig, mm: ExpertMM) -> MMConfig:
+def fit(tile: MMConfig, mm: ExpertMM, *, as_they_are: bool = False) -> MMConfig:
     """An epilogue that quantises needs one scale group of output columns; an e4m3 product of interleaved halves no more
     than 128 columns beside as many rows, as it is one product, and promoted. A sum that is scaled group by group needs
-    no more columns at a time than a group has, and fewer rows than weights go through shared memory beside: there it
-    would take twice as long (`triton_plans._packed_tile`, int4_w4a16). A sum whose scales are folded into codes needs
-    as many threads as weight rows, and no more. A product of scaled blocks is of 128 weight rows, neither more nor
-    fewer.
+    no more columns at a time than a group has, and of decoded weights, which wait beside it, registers for 64 rows.
+    Rows that are copied into a product's order of columns, not taken as they are, are whole steps. A sum whose scales
+    are folded into codes needs as many threads as weight rows, and no more. A product of scaled blocks is of 128 weight
+    rows, neither more nor fewer.
     """
     if mm.blocks is not None:
         return tile._replace(block_n=BLOCKS_N)
@@ -362,13 +382,20 @@ def fit(tile: MMConfig, mm: ExpertMM) -> MMConfig:
         return tile
     if mm.is_scaled and mm.glu != CONCAT.value and tile.rows >= 128:
         return tile._replace(block_n=min(tile.block_n, 128))
-    if mm.packed is None or mm.exact_scales or not (columns := mm.group_columns):
+    if mm.packed is None:
         return tile
-    block_k = min(tile.block_k, columns & -columns)
-    if block_k < SMALLEST_GROUP:
-        raise fail(mm.operand.scheme.name, "scales", f"of groups that {SMALLEST_GROUP} divides on a GPU", columns)
-    if mm.waits_for_scales:  # several groups are a step, each with a sum of its own: of four, registers hold 64 rows'
-        return tile._replace(block_m=min(tile.block_m, 64)) if 4 * block_k <= tile.block_k else tile
-    if tile.block_m >= THROUGH_MEMORY:
-        tile = tile._replace(block_m=64, num_stages=4, a_tma=False)
-    return tile._replace(block_k=block_k)
+    if not mm.exact_scales and (columns := mm.group_columns):
+        block_k = min(tile.block_k, columns & -columns)
+        if block_k < SMALLEST_GROUP:
+            raise fail(mm.operand.scheme.name, "scales", f"of groups that {SMALLEST_GROUP} divides on a GPU", columns)
+        if mm.waits_for_scales:  # several groups are a step, each with a sum of its own: of four, for 64 rows
+            return tile._replace(block_m=min(tile.block_m, 64)) if 4 * block_k <= tile.block_k else tile
+        tile = tile._replace(block_k=block_k)
+        if tile.block_m > 64:
+            tile = tile._replace(block_m=64, num_warps=4, num_stages=4)
+    if mm.order(tile) is not None:
+        steps = min(tile.block_k, mm.in_features & -mm.in_features)
+        ordered = steps >= SMALLEST_GROUP and not as_they_are
+        tile = tile._replace(block_k=steps) if ordered else tile._replace(a_tma=False)
+    # Rows that threads bring into order: registers have room for 64.
+    return tile._replace(block_m=min(tile.block_m, 64)) if mm.is_decoded and not tile.a_tma else tile

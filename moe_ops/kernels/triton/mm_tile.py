@@ -12,6 +12,7 @@ import triton.language as tl
 
 from moe_ops.kernels.triton.act_quant import apply_activation
 from moe_ops.kernels.triton.block_scales import MX_BLOCK, quantize_mx
+from moe_ops.kernels.triton.order import in_order
 from moe_ops.kernels.triton.packed_fp8_tile import packed_fp8_tile
 from moe_ops.kernels.triton.packed_tile import packed_tile
 from moe_ops.kernels.triton.scaled_tile import scaled_tile
@@ -439,6 +440,9 @@ def compute_tile(
             store_scales(scale, out_scale, rows, row_valid, n_start, N, MX_BLOCK)
     else:
         tile = round_to(value, out.dtype.element_ty)
+    OUT_ORDER: tl.constexpr = None if SCHEME is None else SCHEME[6]
+    if OUT_ORDER is not None:
+        tile = in_order(tile, OUT_ORDER[0], OUT_ORDER[1])
     if STORE > 0:
         if COLUMNS > STORE:
             left, right = tl.split(tile.reshape(BLOCK_M, 2, COLUMNS // 2).permute(0, 2, 1))

@@ -4,15 +4,16 @@ The stored bytes come by descriptor and are decoded in registers (`codes`), wher
 product; the rows are the second. The accumulator is therefore the tile transposed, and weight rows fill the 64 rows
 that the tensor core always computes, however few tokens there are.
 
-The tensor core has given each thread columns that lie apart; the sum does not care for the order of columns, so that of
-both operands is changed to one in which a thread's are side by side in memory. Scales are fetched a step ahead.
-Instructions of a loop step of 128 by 128 codes and a warp: mxfp4 416, nvfp4 453, int4_w4a16 336, fp8_w8a16 569; decoded
-byte by byte, scales through shared memory, 536, 801, 481 and 617.
+The columns of both operands are in an order in which a thread's codes are side by side in memory (`order`): of many
+rows in the copies that they come from, by descriptor, else in the tile. Scales are fetched a step ahead. Instructions
+of a loop step of 128 by 128 codes and a warp: mxfp4 416, nvfp4 453, int4_w4a16 336, fp8_w8a16 569; decoded byte by
+byte, scales through shared memory, 536, 801, 481 and 617.
 
-128 rows and more (`config.THROUGH_MEMORY`) are the first operand instead, in the order that they have, and decoded
-weights the second, in shared memory: a tile is decoded once for all of them, nothing is reordered, rows come by
-descriptor where they lie side by side, and of two programs on a multiprocessor one decodes while the other multiplies.
-Products whose groups' sums are scaled have fewer rows (`layer.fit`).
+Each step waits for its products; of two programs on a multiprocessor one decodes while the other multiplies. Decoded
+weights of many rows do not go through shared memory: there tensor cores read them once for every 64 rows, which with
+their stores is 1.3 times what shared memory delivers in the time of the products (us of a layer on an H200, T = 4096,
+rows by descriptor both times: Qwen3-30B-A3B, mxfp4 849 and 798, int8_w8a16 877 and 800; Mixtral-8x7B, mxfp4 5812 and
+5330).
 """
 
 from __future__ import annotations
@@ -32,12 +33,10 @@ from moe_ops.kernels.triton.codes import (
     codes_of_word,
     decode_words,
 )
-from moe_ops.kernels.triton.config import THROUGH_MEMORY
+from moe_ops.kernels.triton.order import in_order
 from moe_ops.kernels.triton.scales import decode_scale, load_scale
 from moe_ops.kernels.triton.tile_loads import BOTH, halves_of, load_rows, load_weight, weight_rows
 from moe_ops.kernels.triton.util import INTERPRETED
-
-_THROUGH_MEMORY = tl.constexpr(THROUGH_MEMORY)
 
 
 @triton.jit
@@ -127,13 +126,14 @@ def _factor(bits, inner, EXACT: tl.constexpr, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def _in_runs(tile, COLUMNS: tl.constexpr, PER_WORD: tl.constexpr):
-    """[rows, columns] of a tile, or of its words' numbers, in an order of columns in which each thread of the product,
-    which has columns 2 q, 2 q + 1, 2 q + 8, 2 q + 9 of every 16, gets the q-th of four runs of codes, halves of a word
-    as neighbours.
+def awaited(summed):
+    """The sum, which products have been added to: an instruction of no effect uses it, so that Triton waits for it.
+
+    Else products run on into the next step, and tensor cores read the registers of their first operand while the next
+    codes are decoded: Triton (3.6) waits for each product one step later, and the assembler, for which a register is
+    free once the product is issued, decodes into it before that.
     """
-    runs = tile.reshape(tile.shape[0], 4, COLUMNS // PER_WORD // 4, 2, PER_WORD // 2).permute(0, 2, 4, 1, 3)
-    return runs.reshape(tile.shape[0], COLUMNS)
+    return tl.inline_asm_elementwise("", "=f,0", [summed], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -184,15 +184,16 @@ def packed_tile(
     RUNS_ON: tl.constexpr = PACKED[5]
     OUTER_N: tl.constexpr = PACKED[6]
     OUTER_RUNS_ON: tl.constexpr = PACKED[7]
+    ORDERED: tl.constexpr = PACKED[10] > 0
+    tl.static_assert(not ORDERED or PACKED[10] == BLOCK_K, "rows have the order of this tile")
     inner, zeros, outer, inner_apart, zeros_apart, outer_apart = scales
     PER_WORD: tl.constexpr = codes_of_word(CODE)
     RUN: tl.constexpr = BLOCK_K // PER_WORD // 4  # words of a thread's part of a row
-    IN_MEMORY: tl.constexpr = BLOCK_M >= _THROUGH_MEMORY
     SHIFT: tl.constexpr = 0 if not EXACT else E2M1_SHIFT if CODE == E2M1 else E4M3_SHIFT if CODE == E4M3 else 0
     # Where a row is 16 words, a thread gets one run of a row from shared memory. With rows in the order of the product,
     # nothing moves between threads, so that each can load the scales that it needs.
     WARPS: tl.constexpr = 4 if INTERPRETED else num_warps()
-    IN_ORDER: tl.constexpr = EXACT and RUN == 4 and BLOCK_N % (16 * WARPS) == 0 and not IN_MEMORY
+    IN_ORDER: tl.constexpr = EXACT and RUN == 4 and BLOCK_N % (16 * WARPS) == 0
     w_row, w_valid = weight_rows(n_start, N, BLOCK_N, GLU)
     half = halves_of(BLOCK_N, GLU, SWAPPED)
     held = tl.where(w_valid, w_row, 0)  # its scales stand in for those of rows that do not exist
@@ -201,8 +202,8 @@ def packed_tile(
     if zeros is not None:
         zeros = of_rows(zeros, zeros_apart, expert, held, half, N, GROUP_N, RUNS_ON, ZERO_STRIDES)
     COLUMNS: tl.constexpr = BLOCK_K // PACK
-    WHERE_USED: tl.constexpr = IN_ORDER or not EXACT or IN_MEMORY
-    accumulator = tl.zeros((BLOCK_M, BLOCK_N) if IN_MEMORY else (BLOCK_N, BLOCK_M), tl.float32)
+    WHERE_USED: tl.constexpr = IN_ORDER or not EXACT
+    accumulator = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     # Of a step, what multiplies; of the next, what has been fetched.
     factor = _factor(_scale_bits(inner, 0, K, BLOCK_K, GROUP_K, EXACT, GROUP_STRIDES, WHERE_USED), inner, EXACT, SHIFT)
     bits = _scale_bits(inner, BLOCK_K, K, BLOCK_K, GROUP_K, EXACT, GROUP_STRIDES, WHERE_USED)
@@ -227,15 +228,15 @@ def packed_tile(
             decoded *= of_words.reshape(BLOCK_N, BLOCK_K // PER_WORD)[:, :, None, None]
         if INTERPRETED:
             rows = rows.to(tl.float32)
-        if IN_MEMORY:
-            summed = tl.dot(rows, decoded.reshape(BLOCK_N, BLOCK_K).T, summed, input_precision="ieee")
-        else:
-            decoded = _in_runs(decoded, BLOCK_K, PER_WORD)
-            rows = _in_runs(rows, BLOCK_K, PER_WORD)
-            if IN_ORDER:
-                decoded = decoded.reshape(BLOCK_N // 16 // WARPS, 2, WARPS, 8, BLOCK_K).permute(0, 2, 1, 3, 4)
-                decoded = decoded.reshape(BLOCK_N, BLOCK_K)
-            summed = tl.dot(decoded, rows.T, summed, input_precision="ieee")
+        decoded = in_order(decoded.reshape(BLOCK_N, BLOCK_K), BLOCK_K, PER_WORD)
+        if not ORDERED:
+            rows = in_order(rows, BLOCK_K, PER_WORD)
+        if IN_ORDER:
+            decoded = decoded.reshape(BLOCK_N // 16 // WARPS, 2, WARPS, 8, BLOCK_K).permute(0, 2, 1, 3, 4)
+            decoded = decoded.reshape(BLOCK_N, BLOCK_K)
+        summed = tl.dot(decoded, rows.T, summed, input_precision="ieee")
+        if not INTERPRETED:
+            summed = awaited(summed)
         if inner is not None and not EXACT:
             accumulator += summed * factor[:, None]
         else:
@@ -251,5 +252,5 @@ def packed_tile(
     if outer is not None:
         pointers = of_rows(outer, outer_apart, expert, w_row, half, N, OUTER_N, OUTER_RUNS_ON, OUTER_STRIDES)
         factor = load_scale(pointers, w_valid)
-        accumulator *= factor[None, :] if IN_MEMORY else factor[:, None]
-    return accumulator if IN_MEMORY else accumulator.T
+        accumulator *= factor[:, None]
+    return accumulator.T

@@ -15,6 +15,7 @@ from meta.arch import TYPICAL
 from moe_ops.counters import Row
 from moe_ops.kernels.triton.act_quant import Beside, beside_arguments, fill, quantize_beside
 from moe_ops.kernels.triton.block_scales import quantize_group, store_nv_rows
+from moe_ops.kernels.triton.order import column_at
 from moe_ops.kernels.triton.record import launch
 from moe_ops.kernels.triton.util import (
     cdiv,
@@ -380,9 +381,11 @@ def _scatter_rows_kernel(
     TOP_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
     GROUP: tl.constexpr,
+    ORDER: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program reads BLOCK_H columns of one token once and writes them to each of its TOP_K rows.
+    """One program reads BLOCK_H columns of one token once and writes them to each of its TOP_K rows, or to the row of
+    its number.
 
     Bytes: T H sizeof(element) + R H sizeof(row element).
     """
@@ -391,38 +394,42 @@ def _scatter_rows_kernel(
     t = tl.program_id(0)
     h_start = tl.program_id(1) * BLOCK_H
     h = h_start + tl.arange(0, BLOCK_H)
-    x = tl.load(hidden_ptr + t.to(tl.int64) * stride_t + h, mask=h < H, other=0.0)
+    column = h if ORDER is None else column_at(h, ORDER)
+    x = tl.load(hidden_ptr + t.to(tl.int64) * stride_t + column, mask=h < H, other=0.0)
     for k in tl.static_range(TOP_K):
-        row = tl.load(pair_to_row_ptr + t * TOP_K + k)
+        row = t if pair_to_row_ptr is None else tl.load(pair_to_row_ptr + t * TOP_K + k)
         weight = None if weights_ptr is None else tl.load(weights_ptr + t * TOP_K + k).to(tl.float32)
         store_row(x, weight, row, row >= 0, h_start, rows_ptr, scale_ptr, H, BLOCK_H, GROUP)
 
 
 def scatter_rows(
     hidden_states: torch.Tensor,
-    pair_to_row: torch.Tensor,
+    pair_to_row: torch.Tensor | None,
     topk_weights: torch.Tensor | None,
     rows: torch.Tensor,
     rows_scale: torch.Tensor | None,
     pdl: bool,
     group: int = 0,
+    order: tuple[int, int] | None = None,
 ) -> None:
-    """Write token t, times its k-th weight if given, to `rows[pair_to_row[t, k]]` where that is not -1.
+    """Write token t, times its k-th weight if given, to `rows[pair_to_row[t, k]]` where that is not -1, or to row t.
 
-    With a `group` of columns that share a scale the rows are quantised here, their scales go to `rows_scale`.
+    With a `group` of columns that share a scale the rows are quantised here, their scales go to `rows_scale`; with an
+    `order` (`order`), whose columns divide H, theirs are in it.
     """
     T, H = hidden_states.shape
-    TOP_K = pair_to_row.shape[1]
+    TOP_K = 1 if pair_to_row is None else pair_to_row.shape[1]
     if T == 0 or TOP_K == 0 or H == 0:
         return
     hidden_states = unit_stride(hidden_states)
-    block_h = max(group, 128, min(next_power_of_2(H), 2048 if T >= 256 else 512))
+    columns = order[0] if order else 0
+    block_h = max(group, columns, 128, min(next_power_of_2(H), 2048 if T >= 256 else 512))
     launch(
         _scatter_rows_kernel,
         (T, cdiv(H, block_h)),
         hidden_states,
         None if topk_weights is None else topk_weights.contiguous(),
-        pair_to_row.contiguous(),
+        None if pair_to_row is None else pair_to_row.contiguous(),
         rows,
         rows_scale,
         H,
@@ -430,10 +437,19 @@ def scatter_rows(
         TOP_K=TOP_K,
         BLOCK_H=block_h,
         GROUP=group,
+        ORDER=order,
         PDL=pdl,
         num_warps=max(1, min(8, block_h // 256), min(16, block_h // 1024)),
         launch_pdl=pdl,
     )
+
+
+def copy_rows(rows: torch.Tensor, order: tuple[int, int]) -> torch.Tensor:
+    """Copies of rows [..., H] with their columns in an `order`, whose columns divide H."""
+    flat = rows.reshape(-1, rows.shape[-1])
+    copies = flat.new_empty(flat.shape)
+    scatter_rows(flat, None, None, copies, None, pdl=False, order=order)
+    return copies.view(rows.shape)
 
 
 def gather_rows(
@@ -442,6 +458,7 @@ def gather_rows(
     topk_weights: torch.Tensor | None = None,
     *,
     pdl: bool = False,
+    order: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """Expert-sorted copies of the tokens.
 
@@ -449,10 +466,11 @@ def gather_rows(
         hidden_states: [T, H], any row stride.
         pair_to_row: i32 [T, K], from `sort_pairs`.
         topk_weights: [T, K] any float dtype, or None: multiplied in fp32, then rounded to the dtype of hidden_states.
+        order: of their columns, see `scatter_rows`.
 
     Returns:
         rows [T * K, H]; rows that no pair maps to are uninitialised.
     """
     rows = hidden_states.new_empty((pair_to_row.numel(), hidden_states.shape[1]))
-    scatter_rows(hidden_states, pair_to_row, topk_weights, rows, None, pdl)
+    scatter_rows(hidden_states, pair_to_row, topk_weights, rows, None, pdl, order=order)
     return rows
