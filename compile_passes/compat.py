@@ -310,8 +310,8 @@ def private_copy(graph: fx.Graph) -> fx.GraphModule:
     returned, output = copied
     copy.output(returned).meta.update(output.meta)
     for node, twin in copies.items():
-        if hasattr(node, "_dynamo_source"):
-            twin._dynamo_source = node._dynamo_source
+        if source_of(node) is not None:
+            twin._dynamo_source = source_of(node)
     owner = graph.owning_module or torch.nn.Module()
     made = fx.GraphModule(owner, copy)
     made.meta.update(getattr(owner, "meta", {}))

@@ -158,7 +158,7 @@ def _gemm(
         return launch_batched_mm(x.data.contiguous(), mm, call.extents, tile, load=load)
     rows, order, count = unit_stride(x.data), mm.order(tile), int(problem.M)
     if order is not None:
-        rows, mm = permute.copy_rows(rows, order), replace(mm, rows_order=order)
+        rows, mm = permute.gather_rows(rows, None, order=order), replace(mm, rows_order=order)
     return launch_grouped_mm(rows, mm, call.extents, tile, num_rows=count, load=load, **(gather or {}))
 
 

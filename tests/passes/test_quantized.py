@@ -424,6 +424,19 @@ def test_wrappers_that_are_read_otherwise_stay_whole(read: str, monkeypatch: pyt
     assert sum(isinstance(tensor, QuantizedWeight) for tensor in given) == 1
 
 
+def test_a_graph_that_is_not_dynamos_keeps_its_wrappers() -> None:
+    """Nothing says where its inputs come from, so nothing could be said of parts of them."""
+    from compile_passes.unwrap import in_parts
+
+    graph, given = fx.Graph(), list[Any]()
+    weight = graph.placeholder("weight")
+    weight.meta["example_value"] = quantised(torch.randn(8, 96, 64), "mxfp4")
+    graph.output(graph.call_function(getattr, (weight, "stored")))
+    gm = fx.GraphModule(nn.Module(), graph)
+    in_parts(gm, [weight.meta["example_value"]], lambda gm, inputs: given.extend(inputs) or gm.forward)
+    assert [type(tensor) for tensor in given] == [QuantizedWeight]
+
+
 class Added(Experts):
     """Reads a scale of a weight beside the block."""
 

@@ -64,8 +64,7 @@ def _dispatch_few_kernel(
     column = tl.program_id(1)
     if p < R:
         h = column * BLOCK_H + tl.arange(0, BLOCK_H)
-        from_column = h if ORDER is None else column_at(h, ORDER)
-        x = tl.load(hidden_ptr + (p // TOP_K).to(tl.int64) * stride_t + from_column, mask=h < H, other=0.0)
+        x = tl.load(hidden_ptr + (p // TOP_K).to(tl.int64) * stride_t + column_at(h, ORDER), mask=h < H, other=0.0)
         expert = load_expert(topk_ids_ptr, expert_map_ptr, p, p < R, E, E_GLOBAL)
         earlier = tl.zeros([BLOCK_Q], tl.int32)
         for start in range(0, R, BLOCK_Q):

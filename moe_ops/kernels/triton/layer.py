@@ -201,7 +201,8 @@ class Layer:
                 rows, pairs = permute.gather_rows(rows, pair_to_row, before, pdl=pdl), None
             gather, tokens = None, act_quant.quantize_static(rows, offsets, static, self.form, pairs, pdl=pdl)
         elif copied:
-            gather, tokens = None, self._sorted(plan, hidden_states, pair_to_row, before, pdl)
+            order = self.up.order(self._tiles(plan)[0])
+            gather, tokens = None, self._sorted(hidden_states, pair_to_row, before, pdl, order)
         else:
             gather = row_to_pair
             tokens = self._quantized(hidden_states, pdl) if beside is None else (beside.quantized, beside.scale)
@@ -222,7 +223,7 @@ class Layer:
         if self.up.operand.static is not None:
             return True
         few = self.quantizes_rows and permute.quantises_beside(topk_ids)
-        if self.weight_on_input or self._orders(plan)[0] is not None:
+        if self.weight_on_input or self.up.order(self._tiles(plan)[0]) is not None:
             return True
         return self.quantizes and plan.configs[0].a_tma and not few
 
@@ -236,18 +237,18 @@ class Layer:
                 second = second._replace(block_k=second.block_k // steps, num_stages=min(4, second.num_stages * steps))
         return first, second
 
-    def _orders(self, plan: Plan, gathered: bool = False) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
-        """The orders of columns in which both products' rows are made for their tiles, None for their own."""
-        first, second = self._tiles(plan, gathered)
-        return self.up.order(first), self.down.order(second)
-
     def _sorted(
-        self, plan: Plan, hidden_states: Operand, pair_to_row: Tensor, topk_weights: Tensor | None, pdl: bool
+        self,
+        hidden_states: Operand,
+        pair_to_row: Tensor,
+        topk_weights: Tensor | None,
+        pdl: bool,
+        order: tuple[int, int] | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Tokens by expert, times `topk_weights` if given, and their scales, as the products take them."""
         rows = hidden_states.data
         if not self.quantizes or hidden_states.scales:
-            made = [permute.gather_rows(rows, pair_to_row, topk_weights, pdl=pdl, order=self._orders(plan)[0])]
+            made = [permute.gather_rows(rows, pair_to_row, topk_weights, pdl=pdl, order=order)]
             made += [permute.gather_rows(scale, pair_to_row, pdl=pdl) for scale in hidden_states.scales]
             return made[0], made[1] if len(made) > 1 else None
         quantized, scale = act_quant.room((pair_to_row.numel(), rows.shape[1]), self.form, rows.device)
@@ -286,21 +287,22 @@ class Layer:
         pairs = routed.pair_to_row
         rows = {"num_rows": pairs.numel(), "pdl": pdl}
         gathered = routed.row_to_pair is not None
-        order, out_order = self._orders(plan, gathered)
-        up = replace(self._first(), rows_scale=routed.tokens_scale, rows_order=order, out_order=out_order)
+        first, second = self._tiles(plan, gathered)
+        orders = {"rows_order": self.up.order(first), "out_order": self.down.order(second)}
+        up = replace(self._first(), rows_scale=routed.tokens_scale, **orders)
         gather = {"row_to_pair": routed.row_to_pair, "top_k": pairs.shape[1] if gathered else 0}
-        tile = self._tiles(plan, gathered)[0]
-        return launch_grouped_mm(routed.tokens, up, routed.offsets, tile, **gather, **rows)
+        return launch_grouped_mm(routed.tokens, up, routed.offsets, first, **gather, **rows)
 
     def _gemm_2(self, plan: Plan, h: Tensor, h_scale: Tensor, offsets: Tensor, pair_to_row: Tensor) -> Tensor:
         """The experts' results, from the rows of GEMM 1."""
         rows: dict[str, Any] = {"num_rows": pair_to_row.numel(), "pdl": pdl_launches(h.device)}
-        down = self._second(h_scale, self._orders(plan)[1])
-        return launch_grouped_mm(h, down, offsets, self._tiles(plan)[1], **rows)[0]
+        tile = self._tiles(plan)[1]
+        return launch_grouped_mm(h, self._second(h_scale, self.down.order(tile)), offsets, tile, **rows)[0]
 
     def _batched(self, plan: Plan, hidden_states: Operand, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         pdl, (before, after) = pdl_launches(hidden_states.data.device), self._weights(topk_weights)
-        static, (order, out_order) = self.up.operand.static, self._orders(plan)
+        first, second = self._tiles(plan)
+        order, out_order, static = self.up.order(first), self.down.order(second), self.up.operand.static
         form = None if hidden_states.scales or static is not None else self.form
         routing = (topk_ids, self.up.num_experts, self.capacity, self.expert_map, before)
         batch, batch_scale, counts, slots = batched_io.dispatch(
@@ -312,7 +314,7 @@ class Layer:
             permute.scatter_rows(scales, slots, None, batch_scale, None, pdl)
         elif static is not None:
             batch, batch_scale = act_quant.quantize_static(batch, counts, static, self.form, pdl=pdl)
-        bound, (first, second) = {"most_rows": topk_ids.numel(), "pdl": pdl}, self._tiles(plan)
+        bound = {"most_rows": topk_ids.numel(), "pdl": pdl}
         up = replace(self._first(), rows_scale=batch_scale, rows_order=order, out_order=out_order)
         h, h_scale = launch_batched_mm(batch, up, counts, first, **bound)
         y, _ = launch_batched_mm(h, self._second(h_scale, out_order), counts, second, **bound)

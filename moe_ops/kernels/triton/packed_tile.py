@@ -226,14 +226,14 @@ def packed_tile(
         if EXACT:
             of_words = tl.broadcast_to(factor[:, :, None], (BLOCK_N, BLOCK_K // GROUP_K, GROUP_K // PER_WORD))
             decoded *= of_words.reshape(BLOCK_N, BLOCK_K // PER_WORD)[:, :, None, None]
-        if INTERPRETED:
-            rows = rows.to(tl.float32)
         decoded = in_order(decoded.reshape(BLOCK_N, BLOCK_K), BLOCK_K, PER_WORD)
         if not ORDERED:
             rows = in_order(rows, BLOCK_K, PER_WORD)
         if IN_ORDER:
             decoded = decoded.reshape(BLOCK_N // 16 // WARPS, 2, WARPS, 8, BLOCK_K).permute(0, 2, 1, 3, 4)
             decoded = decoded.reshape(BLOCK_N, BLOCK_K)
+        if INTERPRETED:
+            rows = rows.to(tl.float32)
         summed = tl.dot(decoded, rows.T, summed, input_precision="ieee")
         if not INTERPRETED:
             summed = awaited(summed)

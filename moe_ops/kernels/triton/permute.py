@@ -394,8 +394,7 @@ def _scatter_rows_kernel(
     t = tl.program_id(0)
     h_start = tl.program_id(1) * BLOCK_H
     h = h_start + tl.arange(0, BLOCK_H)
-    column = h if ORDER is None else column_at(h, ORDER)
-    x = tl.load(hidden_ptr + t.to(tl.int64) * stride_t + column, mask=h < H, other=0.0)
+    x = tl.load(hidden_ptr + t.to(tl.int64) * stride_t + column_at(h, ORDER), mask=h < H, other=0.0)
     for k in tl.static_range(TOP_K):
         row = t if pair_to_row_ptr is None else tl.load(pair_to_row_ptr + t * TOP_K + k)
         weight = None if weights_ptr is None else tl.load(weights_ptr + t * TOP_K + k).to(tl.float32)
@@ -444,17 +443,9 @@ def scatter_rows(
     )
 
 
-def copy_rows(rows: torch.Tensor, order: tuple[int, int]) -> torch.Tensor:
-    """Copies of rows [..., H] with their columns in an `order`, whose columns divide H."""
-    flat = rows.reshape(-1, rows.shape[-1])
-    copies = flat.new_empty(flat.shape)
-    scatter_rows(flat, None, None, copies, None, pdl=False, order=order)
-    return copies.view(rows.shape)
-
-
 def gather_rows(
     hidden_states: torch.Tensor,
-    pair_to_row: torch.Tensor,
+    pair_to_row: torch.Tensor | None,
     topk_weights: torch.Tensor | None = None,
     *,
     pdl: bool = False,
@@ -464,13 +455,14 @@ def gather_rows(
 
     Args:
         hidden_states: [T, H], any row stride.
-        pair_to_row: i32 [T, K], from `sort_pairs`.
+        pair_to_row: i32 [T, K], from `sort_pairs`, or None for copies in the order that they have.
         topk_weights: [T, K] any float dtype, or None: multiplied in fp32, then rounded to the dtype of hidden_states.
         order: of their columns, see `scatter_rows`.
 
     Returns:
-        rows [T * K, H]; rows that no pair maps to are uninitialised.
+        rows [T * K, H], or [T, H]; rows that no pair maps to are uninitialised.
     """
-    rows = hidden_states.new_empty((pair_to_row.numel(), hidden_states.shape[1]))
+    T, H = hidden_states.shape
+    rows = hidden_states.new_empty((T if pair_to_row is None else pair_to_row.numel(), H))
     scatter_rows(hidden_states, pair_to_row, topk_weights, rows, None, pdl, order=order)
     return rows
