@@ -77,6 +77,7 @@ TYPICAL = ARCHS["H200"]
 
 #: The first compute capability that has a feature: what the Triton kernels need at all, products in fp8, bulk loads by
 #: descriptor, launches that overlap the kernel before them, torch's grouped product.
+HOPPER = 90  # whose tensor cores groups of four warps use together (wgmma); later ones have others
 FIRST_CAPABILITY = {"kernels": 80, "fp8": 89, "tma": 90, "dependent_launch": 90}
 #: Capabilities whose tensor cores multiply by the scales of blocks along K (tcgen05). Later ones have others for that,
 #: or are not known to Triton 3.6.

@@ -6,7 +6,7 @@ from functools import cache, partial
 from itertools import product as every
 from typing import Any, NamedTuple
 
-from meta.arch import FIRST_CAPABILITY, SCALED_BLOCKS, TYPICAL, lookup_gpu
+from meta.arch import FIRST_CAPABILITY, HOPPER, SCALED_BLOCKS, TYPICAL, lookup_gpu
 from meta.cost import TileCost, Work, expected_experts, pairwise_us, product_us, robust_us
 from meta.schemes import SCHEMES, WHOLE
 from moe_ops.kernels.triton.config import MMConfig, SmallConfig
@@ -118,19 +118,21 @@ DECODED = PACKED | {name for name, row in SCHEMES.items() if row.pack > 1}
 FP8_DECODED = DECODED - PACKED
 
 
-def _packed_tile(scheme: str, work: Work) -> MMConfig:
+def _packed_tile(scheme: str, work: Work, sm: int) -> MMConfig:
     """Weight rows fill the 64 rows of a tensor core's product; fewer of them make more programs, where there are few.
 
     us of a layer on an H200 of (1) Qwen3-30B-A3B's, (2) gpt-oss-120b's and (3) Mixtral-8x7B's dimensions. Tiles of 16
     and 32 rows of tokens: (2), T = 256 (8 an expert), mxfp4 561 and 764; (1), T = 256 (16 an expert), 170 and 161. 32
-    rows by steps of 64 and of 128 columns: (1), T = 256, fp8_w8a16 192 and 200, mxfp8 211 and 224. 64 rows that threads
-    gather, and that come by descriptor in the order of the product: (1), T = 1024, mxfp4 376 and 311; T = 4096,
-    int4_w4a16, which waits for its scales, 1039 and 893. 64 rows by descriptor, and 128, of four warps and of eight:
-    (1), T = 4096, mxfp4 845, 817 and 798, int8_w8a16 923, 806 and 800; (3), mxfp4 5495 and 5330 of four and eight; (2)
-    2061 and 2067. 128 rows by steps of 64 and of 128 columns: GEMM 1 of (3), mxfp4 3529 and 3034, of (1) 456 and 471.
+    rows by steps of 64 and of 128 columns: (1), T = 256, fp8_w8a16 192 and 200, mxfp8 211 and 224. On an H100 64 and
+    128 rows in `decoded_mm`: (1), T = 1024 (64 an expert), mxfp4 320 and 298. Without it, 64 rows that threads gather,
+    and that come by descriptor in the order of the product: (1), T = 1024, mxfp4 376 and 311; 64 rows by descriptor,
+    and 128, of four warps and of eight: T = 4096, mxfp4 845, 817 and 798, int8_w8a16 923, 806 and 800; by steps of 64
+    and of 128 columns: GEMM 1 of (3), mxfp4 3529 and 3034, of (1) 456 and 471.
     """
     rows, pairs, eight = work.T * work.K / work.E, work.T * work.K, SCHEMES[scheme].pack == 1
     wide = not eight and work.depth % 128 == 0
+    if rows > 48 and sm == HOPPER:
+        return _streamed(128, 128, 64, 8, 8, 3)
     if rows > 96 and scheme != "int4_w4a16":
         deep = wide and (scheme == "nvfp4" or work.depth >= 4096)
         return _streamed(128, 128, 128, 8, 8, 2) if deep else _streamed(128, 128, 64, 8, 8, 3)
@@ -143,19 +145,21 @@ def _packed_tile(scheme: str, work: Work) -> MMConfig:
     return _gathered(32, 128, 64 if eight else 128, 1, 4, 4)
 
 
-def _packed_fp8_tile(scheme: str, work: Work) -> MMConfig:
+def _packed_fp8_tile(scheme: str, work: Work, sm: int) -> MMConfig:
     """Codes that are decoded for e4m3 rows: as many of these beside the weight rows as leave registers for a sum and
     one that waits for its scales.
 
     us of a layer of Qwen3-30B-A3B's dimensions on an H200, tiles of 16 and 32 rows, w4a8_fp8 and mxfp4_a8: T = 16 85
     and 94, 121 and 141; T = 256 165 and 142, 258 and 215. T = 4096, tiles of 64 x 128, 128 x 128 and 128 x 64: w4a8_fp8
-    844, 894, 795; mxfp4_a8 1219, 1833, 2703.
+    844, 894, 795; mxfp4_a8 1219, 1833, 2703. w4a8_fp8 on an H100 by these and by `decoded_mm`: 974 and 698.
     """
     rows, code = work.T * work.K / work.E, SCHEMES[scheme].code
     if rows <= 64:
         return _gathered(16 if rows <= 12 else 32, 128, 128, 1, 4, 4)
     if code is not None and code.name == "e2m1":
         return _streamed(64, 128, 128, 8, 4, 3)
+    if sm == HOPPER:
+        return _streamed(128, 128, 128, 8, 8, 3)
     return _streamed(128, 64, 128, 8, 4, 3)
 
 
@@ -278,7 +282,7 @@ def _tile(scheme: str, work: Work, gpu: str, sm: int, column: str) -> tuple[MMCo
     if in_blocks(scheme, sm):
         return _blocks_tile(scheme, work), 0.0
     if scheme in DECODED:
-        tile = _packed_tile(scheme, work) if scheme in PACKED else _packed_fp8_tile(scheme, work)
+        tile = _packed_tile(scheme, work, sm) if scheme in PACKED else _packed_fp8_tile(scheme, work, sm)
         bits = SCHEMES[scheme].bits
         tbps, launch_us = PACKED_PRODUCT[bits]
         moved = expected_experts(work.E, work.K, work.T) * work.N * work.depth * bits / 8

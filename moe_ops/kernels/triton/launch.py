@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from meta.arch import TYPICAL
+from meta.arch import HOPPER, TYPICAL
 from meta.checks import fail
 from meta.operands import Operand
 from meta.schemes import WHOLE, ActivationFormat
@@ -26,7 +27,7 @@ from moe_ops.kernels.triton.tile_loads import (
     TMA_KN,
     TMA_NK,
 )
-from moe_ops.kernels.triton.util import cdiv, next_power_of_2
+from moe_ops.kernels.triton.util import INTERPRETED, cdiv, next_power_of_2
 from moe_ops.kernels.triton.weight_scales import WeightScale, as_stored, one_form
 
 # Halves in tensors of their own are a stack whose halves are far apart.
@@ -53,11 +54,11 @@ class Launch:
     block: BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, a power of two >= E, TALL_M and the stages of its loop.
     """
 
-    a_desc: TensorDescriptor | None
-    w_desc: TensorDescriptor | None
-    out_desc: TensorDescriptor | None
+    a_desc: Any
+    w_desc: Any
+    out_desc: Any
     strides: tuple[Any, Any, Any, int, Any, Any]
-    block: tuple[int, int, int, int, int, int, int]
+    block: tuple[int, ...]
     moves: tuple[bool, int, int, bool]
     walk: int
     n_tiles: int
@@ -105,6 +106,31 @@ def ragged_rows(x: torch.Tensor, block_m: int, columns: int) -> TensorDescriptor
 #: where scales are not exact: a step is within one.
 PACKED_COLUMNS, SMALLEST_GROUP = 128, 32
 BLOCKS_N = 128  # weight rows of a product of scaled blocks
+
+
+GLUON_ROWS = 128  # weight rows of a product in Gluon
+MOST_STEPS = 8  # of it, that are on their way
+
+
+def hopper_with_gluon(device: torch.device) -> bool:
+    """Whether kernels in Gluon for Hopper's tensor cores run on the device."""
+    return device.type == "cuda" and not INTERPRETED.value and _capability(device) == HOPPER and _has_gluon()
+
+
+@cache
+def _capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@cache
+def _has_gluon() -> bool:
+    """Gluon is experimental in Triton: other versions may lack what `decoded_mm` needs of it."""
+    try:
+        importlib.import_module("moe_ops.kernels.triton.decoded_mm")
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 def _alike(one: Operand, other: Operand) -> bool:
@@ -277,10 +303,30 @@ class ExpertMM:
         )
 
     def order(self, config: MMConfig) -> tuple[int, int] | None:
-        """The order of columns that its rows should have for a tile to which they come by descriptor."""
+        """The order of columns that its rows should have for a tile to which they come by descriptor. Of sums that wait
+        for their scales, two groups of warps write a tile: fewer columns, so that each has whole ones of its own.
+        """
         if not (self.is_decoded and config.a_tma):
             return None
-        return config.block_k, codes_of_word(CODE_NUMBERS[self.operand.scheme.code.name])
+        columns = min(config.block_k, SMALLEST_GROUP) if self.waits_decoded else config.block_k
+        return columns, codes_of_word(CODE_NUMBERS[self.operand.scheme.code.name])
+
+    @property
+    def waits_decoded(self) -> bool:
+        """Whether sums of products with decoded weights wait for the scales of groups of columns."""
+        return self.is_decoded and not self.exact_scales and self.decoding["groups"].group[1] > 0
+
+    def specialises(self, config: MMConfig) -> bool:
+        """Whether `decoded_mm` takes the product, of rows by descriptor: where Gluon's Hopper is."""
+        if not (self.is_packed and config.a_tma and hopper_with_gluon(self.weight.device)):
+            return False
+        if self.waits_for_scales:
+            taken = not self.folds_scales and self.group_columns % 64 == 0 and self.in_features % 4 == 0
+        else:
+            taken = self.weight.dtype == torch.int32
+        whole = self.out_features * self.out_dtype.itemsize % 16 == 0
+        boxes = config.block_n == GLUON_ROWS and config.block_k <= 128
+        return taken and whole and boxes and self._weight_load(config) == TMA_NK.value
 
     @property
     def exact_scales(self) -> bool:
@@ -439,6 +485,41 @@ class ExpertMM:
         room = TYPICAL.shared_kib * 1024
         left = room // max(1, room // (stages + PROGRAM_BYTES)) - stages - PROGRAM_BYTES
         return columns if config.rows * columns * out.element_size() <= left else columns // 2
+
+    def prepare_decoded(self, a: torch.Tensor, out: torch.Tensor, config: MMConfig) -> Launch:
+        """The same for `decoded_mm`."""
+        from triton.experimental.gluon.language import NVMMASharedLayout
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Descriptor
+
+        def described(made: TensorDescriptor) -> Descriptor:
+            if made.base.dtype == torch.uint8:  # four codes at once
+                strides = [stride // 2 for stride in made.strides[:-1]] + [1]
+                box = [*made.block_shape[:-1], made.block_shape[-1] // 2]
+                shape = [*made.shape[:-1], made.shape[-1] // 2]
+                made = TensorDescriptor(made.base.view(torch.int16), shape, strides, box)
+            box, size = made.block_shape, made.base.element_size()
+            layout = NVMMASharedLayout(max(s for s in (0, 32, 64, 128) if s <= box[-1] * size), 8 * size, len(box))
+            return Descriptor(made.base, list(made.shape), list(made.strides), list(box), layout)
+
+        if self.waits_for_scales:
+            config = config._replace(block_k=min(config.block_k, self.group_columns & -self.group_columns))
+        groups = 2 if self.waits_decoded or self.waits_for_scales else 1
+        part = config._replace(block_n=config.block_n // groups)
+        stored = ragged_rows(out, config.rows, self.columns(part))
+        weights = config.block_n * self.weight.element_size() // self.per_element
+        step = config.block_k * (config.rows * a.element_size() + weights)
+        room = TYPICAL.shared_kib * 1024 - PROGRAM_BYTES - config.rows * self.columns(config) * out.element_size()
+        block = (*config[:4], next_power_of_2(self.num_experts), 0, min(MOST_STEPS, room // step), groups)
+        return Launch(
+            a_desc=described(TensorDescriptor(a, list(a.shape), list(a.stride()), [config.rows, config.block_k])),
+            w_desc=described(self._weight_descriptor(TMA_NK.value, part)),
+            out_desc=described(stored),
+            strides=(*self.strides, a.stride(0), self.decoding["zeros"].strides, self.decoding["rows"].strides),
+            block=block,
+            moves=(True, TMA_NK.value, self.columns(part), self.up_offset < 0),
+            walk=TILE_BY_TILE.value,
+            n_tiles=cdiv(self.out_features, self.columns(config)),
+        )
 
     def columns(self, config: MMConfig) -> int:
         """Output columns of a tile."""

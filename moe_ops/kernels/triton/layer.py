@@ -366,17 +366,21 @@ def _unit_stride(tokens: Operand) -> Operand:
 def fit(tile: MMConfig, mm: ExpertMM, *, as_they_are: bool = False) -> MMConfig:
     """An epilogue that quantises needs one scale group of output columns; an e4m3 product of interleaved halves no more
     than 128 columns beside as many rows, as it is one product, and promoted. A sum that is scaled group by group needs
-    no more columns at a time than a group has, and of decoded weights, which wait beside it, registers for 64 rows.
+    no more columns at a time than a group has, and of decoded weights, which wait beside it, registers for 64 rows, of
+    tokens, or of weights that are decoded to e4m3: but in `decoded_mm`.
     Rows that are copied into a product's order of columns, not taken as they are, are whole steps. A sum whose scales
     are folded into codes needs as many threads as weight rows, and no more. A product of scaled blocks is of 128 weight
     rows, neither more nor fewer.
     """
+    specialised = not as_they_are and mm.specialises(tile)
     if mm.blocks is not None:
         return tile._replace(block_n=BLOCKS_N)
     if mm.quantizes_in_tile:
         tile = tile._replace(block_n=(2 if mm.glu else 1) * mm.out_group)
     if mm.is_packed and mm.waits_for_scales:
         tile = tile._replace(block_k=PACKED_COLUMNS)
+        if tile.block_m > 64 and not specialised:
+            tile = tile._replace(block_n=64, num_warps=4)
     if mm.folds_scales:
         # Of fewer rows than threads the compiler would move the decoded codes through shared memory.
         return tile._replace(num_warps=tile.block_n // 32)
@@ -393,7 +397,7 @@ def fit(tile: MMConfig, mm: ExpertMM, *, as_they_are: bool = False) -> MMConfig:
         if mm.waits_for_scales:  # several groups are a step, each with a sum of its own: of four, for 64 rows
             return tile._replace(block_m=min(tile.block_m, 64)) if 4 * block_k <= tile.block_k else tile
         tile = tile._replace(block_k=block_k)
-        if tile.block_m > 64:
+        if tile.block_m > 64 and not specialised:
             tile = tile._replace(block_m=64, num_warps=4, num_stages=4)
     if mm.order(tile) is not None:
         steps = min(tile.block_k, mm.in_features & -mm.in_features)

@@ -112,7 +112,13 @@ def decode_int4(stored):
     """e4m3 [rows, 2 columns], in units of INT4_UNIT, of bytes [rows, columns]; fp32 in the interpreter."""
     if INTERPRETED:
         return (codes_of_bytes(stored) - 8).to(tl.float32) / INT4_UNIT
-    return _in_order(_int4_fours(_words(stored)), tl.float8e4nv)
+    return int4_as_e4m3(_words(stored))
+
+
+@triton.jit
+def int4_as_e4m3(words):
+    """e4m3 [rows, 4 columns], in units of INT4_UNIT, of words of four codes [rows, columns]."""
+    return _in_order(_int4_fours(words), tl.float8e4nv)
 
 
 @triton.jit

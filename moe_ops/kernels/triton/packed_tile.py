@@ -9,8 +9,8 @@ rows in the copies that they come from, by descriptor, else in the tile. Scales 
 of a loop step of 128 by 128 codes and a warp: mxfp4 416, nvfp4 453, int4_w4a16 336, fp8_w8a16 569; decoded byte by
 byte, scales through shared memory, 536, 801, 481 and 617.
 
-Each step waits for its products; of two programs on a multiprocessor one decodes while the other multiplies. Decoded
-weights of many rows do not go through shared memory: there tensor cores read them once for every 64 rows, which with
+Each step waits for its products; of two programs on a multiprocessor one decodes while the other multiplies. Of many
+rows `decoded_mm` has taken the place of this on Hopper. Decoded weights do not go through shared memory: there tensor cores read them once for every 64 rows, which with
 their stores is 1.3 times what shared memory delivers in the time of the products (us of a layer on an H200, T = 4096,
 rows by descriptor both times: Qwen3-30B-A3B, mxfp4 849 and 798, int8_w8a16 877 and 800; Mixtral-8x7B, mxfp4 5812 and
 5330).
@@ -185,10 +185,11 @@ def packed_tile(
     OUTER_N: tl.constexpr = PACKED[6]
     OUTER_RUNS_ON: tl.constexpr = PACKED[7]
     ORDERED: tl.constexpr = PACKED[10] > 0
-    tl.static_assert(not ORDERED or PACKED[10] == BLOCK_K, "rows have the order of this tile")
+    ORDER: tl.constexpr = PACKED[10] if ORDERED else BLOCK_K
+    tl.static_assert(BLOCK_K % ORDER == 0, "rows have an order of this tile's")
     inner, zeros, outer, inner_apart, zeros_apart, outer_apart = scales
     PER_WORD: tl.constexpr = codes_of_word(CODE)
-    RUN: tl.constexpr = BLOCK_K // PER_WORD // 4  # words of a thread's part of a row
+    RUN: tl.constexpr = ORDER // PER_WORD // 4  # words of a thread's part of a row
     SHIFT: tl.constexpr = 0 if not EXACT else E2M1_SHIFT if CODE == E2M1 else E4M3_SHIFT if CODE == E4M3 else 0
     # Where a row is 16 words, a thread gets one run of a row from shared memory. With rows in the order of the product,
     # nothing moves between threads, so that each can load the scales that it needs.
@@ -226,7 +227,7 @@ def packed_tile(
         if EXACT:
             of_words = tl.broadcast_to(factor[:, :, None], (BLOCK_N, BLOCK_K // GROUP_K, GROUP_K // PER_WORD))
             decoded *= of_words.reshape(BLOCK_N, BLOCK_K // PER_WORD)[:, :, None, None]
-        decoded = in_order(decoded.reshape(BLOCK_N, BLOCK_K), BLOCK_K, PER_WORD)
+        decoded = in_order(decoded.reshape(BLOCK_N, BLOCK_K), ORDER, PER_WORD)
         if not ORDERED:
             rows = in_order(rows, BLOCK_K, PER_WORD)
         if IN_ORDER:

@@ -36,6 +36,11 @@ INTERPRETED_PROGRAMS = 3  # so that under the interpreter, too, a program walks 
 
 
 @cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
 def _fitting(device: int, registers: int, shared: int, warps: int) -> int:
     """Programs of a kernel that all multiprocessors of a GPU hold at once."""
     gpu = torch.cuda.get_device_properties(device)

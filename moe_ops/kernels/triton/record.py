@@ -164,7 +164,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
     def _describe(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self._place(value)
-        if isinstance(value, TensorDescriptor):
+        if hasattr(value, "block_shape"):  # a descriptor of Triton's, or of Gluon's
             return Map(self._place(value.base), list(value.shape), list(value.strides), list(value.block_shape))
         if isinstance(value, Row):
             return Counters(self._place(value.weight), value.experts)

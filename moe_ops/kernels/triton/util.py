@@ -118,7 +118,21 @@ def cut_into_tiles(
     Returns:
         (start, end, last), each [BLOCK_E]: the expert's rows are start .. end - 1, its tiles end before tile `last`.
     """
-    e = tl.arange(0, BLOCK_E)
+    return cut_each(tl.arange(0, BLOCK_E), extents_ptr, num_rows, E, BLOCK_M, TALL_M, N_TILES, BATCHED)
+
+
+@triton.jit
+def cut_each(
+    e,
+    extents_ptr,
+    num_rows,
+    E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TALL_M: tl.constexpr,
+    N_TILES: tl.constexpr,
+    BATCHED: tl.constexpr,
+):
+    """`cut_into_tiles` of the experts `e` [BLOCK_E], in their layout."""
     end = tl.load(extents_ptr + e, mask=e < E, other=0)
     end = tl.minimum(tl.maximum(end, 0), num_rows)
     if BATCHED:
@@ -165,7 +179,22 @@ def find_tile(
         the end of the expert's and the height TALL_M if more than BLOCK_M rows are left; uniform. Past the last tile an
         empty range.
     """
-    e = tl.arange(0, last.shape[0])
+    return find_among(tl.arange(0, last.shape[0]), tile, start, end, last, BLOCK_M, TALL_M, N_TILES, GROUP_M)
+
+
+@triton.jit
+def find_among(
+    e,
+    tile,
+    start,
+    end,
+    last,
+    BLOCK_M: tl.constexpr,
+    TALL_M: tl.constexpr,
+    N_TILES: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """`find_tile` in the table of `cut_each`."""
     first = last - _row_tiles(end - start, BLOCK_M, TALL_M) * N_TILES
     owner = (tile >= first) & (tile < last)
     # Exactly one lane owns a tile that exists, so each sum reads that lane out (0 when there is none).

@@ -1,0 +1,454 @@
+"""Expert GEMMs of many rows whose weights are codes that are decoded in registers, for Hopper.
+
+What `packed_tile` computes, and of codes of integers `packed_fp8_tile`, with the loop written out: Triton's pipeline waits for each product whose first operand is
+in registers before the next codes are decoded into them. Here one warp has descriptors bring weights and rows, and the
+others decode one step's codes into registers while the tensor cores multiply those of the step before. Columns are in
+an order in which a thread's codes are side by side (`order`), and both halves of a gated weight meet in one thread, so
+that nothing moves between threads but the result on its way out. Where sums wait for the scales of groups of columns,
+two groups of four warps have half of a tile's weight rows each: one decodes and scales while the other multiplies.
+
+us of a layer on an H100, in bf16, by `packed_tile` and by this kernel: Qwen3-30B-A3B, T = 4096, mxfp4 721, 823, 744,
+int8_w8a16 726, 828, 798, int4_w4a16 727, 1111, 806; T = 1024, mxfp4 482, 346, 298; gpt-oss-120b, T = 4096, mxfp4 2517,
+3182, 2175; Mixtral-8x7B, T = 4096, mxfp4 4375, 5765, 4866. In steps of 64 and of 128 columns, the last 4866 and 5281,
+of 256 rows of tokens 6072, of 256 weight rows 5862. w4a8_fp8 beside fp8_block128: Qwen3-30B-A3B 586, 974, 698;
+Mixtral-8x7B 3715, 5530, 4073.
+
+Written in Gluon, Triton's language of layouts, which has no interpreter: that runs `packed_tile` for the same products.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from moe_ops.kernels.triton.act_quant import apply_activation
+from moe_ops.kernels.triton.codes import (
+    E2M1,
+    E2M1_SHIFT,
+    E2M1_UNIT,
+    E4M3,
+    E4M3_SHIFT,
+    E4M3_UNIT,
+    INT4,
+    codes_of_word,
+    decode_words,
+)
+from moe_ops.kernels.triton.order import in_order
+from moe_ops.kernels.triton.packed_fp8_tile import INT4_UNIT, int4_as_e4m3
+from moe_ops.kernels.triton.packed_tile import _factor, fetch, of_rows
+from moe_ops.kernels.triton.scales import load_scale
+from moe_ops.kernels.triton.tile_loads import CONCAT, INTERLEAVED, NOT_GATED, RAGGED
+from moe_ops.kernels.triton.util import cut_each, find_among, pdl_release, pdl_wait, uniform
+
+
+@gluon.constexpr_function
+def _bits(size):
+    return [1 << at for at in range(size.bit_length() - 1)]
+
+
+@gluon.constexpr_function
+def rows_layout(warps, columns, unit, glu):
+    """[16 * warps, columns] of weight rows, of which a thread has those that are 8 apart in the product: a gate's and
+    the same one of the up half; and of every `unit` columns a quarter.
+    """
+    run = unit // 4
+    lanes = [[0, run], [0, 2 * run]] + [[row, 0] for row in ((2, 4, 8) if glu == INTERLEAVED.value else (1, 2, 4))]
+    pair, first = {NOT_GATED.value: (8, 16), CONCAT.value: (8 * warps, 8), INTERLEAVED.value: (1, 16)}[glu]
+    registers = [[0, at] for at in _bits(run)] + [[0, unit * at] for at in _bits(columns // unit)] + [[pair, 0]]
+    return gl.DistributedLinearLayout(
+        registers, lanes, [[first * at, 0] for at in _bits(warps)], [], [16 * warps, columns]
+    )
+
+
+@gluon.constexpr_function
+def pieces_of(exact, block_k, group, unit):
+    """Parts of a step's columns that are one thread's and have one scale."""
+    return max(4, block_k // group) if exact else 4 * block_k // unit
+
+
+@gluon.constexpr_function
+def columns_of(block_n, glu):
+    """Output columns of a tile."""
+    return block_n // 2 if glu else block_n
+
+
+@gluon.constexpr_function
+def steps_of(depth, block_k):
+    """Steps of a tile, an even number: what is behind the last column is 0."""
+    return -(-depth // (2 * block_k)) * 2
+
+
+@gluon.constexpr_function
+def boxes(count, shape):
+    """Shape of so many boxes of a descriptor."""
+    return [count, *shape]
+
+
+@gluon.jit
+def _table(extents, num_rows, E: gl.constexpr, BLOCK: gl.constexpr, N_TILES: gl.constexpr, BATCHED: gl.constexpr):
+    """`util.cut_into_tiles` in every warp: (experts, start, end, last), and how many tiles there are."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([max(BLOCK[4] // 32, 1)], [32], [gl.num_warps()], [0])
+    e = gl.arange(0, BLOCK[4], layout=LAYOUT)
+    start, end, last = cut_each(e, extents, num_rows, E, BLOCK[0], 0, N_TILES, BATCHED)
+    return (e, start, end, last), uniform(gl.max(last, axis=0))
+
+
+@gluon.jit
+def _bring(
+    a_desc, w_desc, rows_of, words_of, full, empty, extents, num_rows, E: gl.constexpr, K: gl.constexpr,
+    BLOCK: gl.constexpr, N_TILES: gl.constexpr, GLU: gl.constexpr, BATCHED: gl.constexpr,
+):  # fmt: skip
+    """The warp that has rows and weights of every step of every tile brought, as soon as there is room."""
+    STAGES: gl.constexpr = BLOCK[6]
+    WORDS: gl.constexpr = w_desc.block_shape[-1]
+    GROUPS: gl.constexpr = BLOCK[7]
+    ROWS: gl.constexpr = w_desc.block_shape[-2]
+    SIZES: gl.constexpr = (a_desc.dtype.primitive_bitwidth // 8, w_desc.dtype.primitive_bitwidth // 8)
+    BYTES: gl.constexpr = BLOCK[0] * BLOCK[2] * SIZES[0] + BLOCK[1] * WORDS * SIZES[1]
+    table, tiles = _table(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
+    place = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        expert, first, _, n_tile = find_among(*table[:1], tile, *table[1:], BLOCK[0], 0, N_TILES, BLOCK[3])
+        for step in range(steps_of(K, BLOCK[2])):
+            stage, turn = place % STAGES, place // STAGES
+            arrived = full.index(stage)
+            mbarrier.wait(empty.index(stage), (turn & 1) ^ 1)
+            mbarrier.expect(arrived, BYTES)
+            tma.async_copy_global_to_shared(a_desc, [first, step * BLOCK[2]], arrived, rows_of.index(stage))
+            for group in gl.static_range(GROUPS):
+                words = words_of.index(stage * GROUPS + group)
+                at = (n_tile * GROUPS + group) * ROWS
+                if GLU == CONCAT:
+                    tma.async_copy_global_to_shared(w_desc, [expert, 0, at, step * WORDS], arrived, words)
+                else:
+                    tma.async_copy_global_to_shared(w_desc, [expert, at, step * WORDS], arrived, words)
+            place += 1
+
+
+@gluon.jit
+def _spread(values, LIKE: gl.constexpr):
+    """Of each piece of a step [rows, pieces], for each of its numbers in the layout that they are decoded to."""
+    ROWS: gl.constexpr = values.shape[0]
+    PIECES: gl.constexpr = values.shape[1]
+    WORDS: gl.constexpr = LIKE.shape[1]
+    found = tl.broadcast_to(values.reshape([ROWS, PIECES, 1]), [ROWS, PIECES, WORDS // PIECES])
+    found = tl.broadcast_to(found.reshape([ROWS, WORDS, 1, 1]), LIKE.shape)
+    return gl.convert_layout(found, LIKE.layout, assert_trivial=True)
+
+
+@gluon.jit
+def _of_pieces(
+    first, step, K: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_K: gl.constexpr, STRIDE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Bits of what belongs to the pieces of a step; `first` is where that of column 0 is. The last stands in for those
+    behind a row.
+    """
+    PIECES: gl.constexpr = LAYOUT.shape[1]
+    LAST: gl.constexpr = (K + GROUP_K - 1) // GROUP_K - 1 if GROUP_K > 0 else 0
+    column = gl.arange(0, PIECES, layout=gl.SliceLayout(0, LAYOUT))[None, :] * (BLOCK_K // PIECES)
+    if GROUP_K == 0:
+        group = column * 0
+    elif GROUP_K % BLOCK_K == 0:
+        group = column * 0 + gl.minimum(step * BLOCK_K // GROUP_K, LAST)
+    else:
+        group = gl.minimum((step * BLOCK_K + column) // GROUP_K, LAST)
+    return fetch(first + group * STRIDE)
+
+
+@gluon.jit
+def _decoded(
+    words, bits, inner, zero_bits, zeros, SHIFTED: gl.constexpr, PACKED: gl.constexpr, BLOCK_K: gl.constexpr,
+    GLU: gl.constexpr, OPERAND: gl.constexpr,
+):  # fmt: skip
+    """Weights [rows, BLOCK_K] as a product's first operand, in the order of its columns."""
+    CODE: gl.constexpr = PACKED[0]
+    EXACT: gl.constexpr = PACKED[2]
+    PER_WORD: gl.constexpr = codes_of_word(CODE)
+    SHIFT: gl.constexpr = 0 if not EXACT else E2M1_SHIFT if CODE == E2M1 else E4M3_SHIFT if CODE == E4M3 else 0
+    ROWS: gl.constexpr = words.shape[0]
+    decoded = decode_words(words, None, CODE, EXACT)
+    if EXACT:
+        decoded *= _spread(_factor(bits, inner, EXACT, SHIFT), decoded.type)
+    if SHIFTED:
+        # Integers of at most nine bits, as bf16 has them; 8 is subtracted already.
+        zero = (zero_bits << 24) >> 24 if zeros.dtype.element_ty == gl.int8 else zero_bits
+        decoded -= _spread((zero - 8 if CODE == INT4 else zero).to(gl.bfloat16), decoded.type)
+    return _in_product(in_order(decoded.reshape([ROWS, BLOCK_K]), PACKED[10], PER_WORD), GLU, OPERAND)
+
+
+@gluon.jit
+def _in_product(decoded, GLU: gl.constexpr, OPERAND: gl.constexpr):
+    """Weights [rows, columns] as the first operand of a product, whose rows that are 8 apart are of one output."""
+    ROWS: gl.constexpr = decoded.shape[0]
+    COLUMNS: gl.constexpr = decoded.shape[1]
+    if GLU == CONCAT:
+        decoded = decoded.reshape([2, ROWS // 16, 8, COLUMNS]).permute([1, 0, 2, 3]).reshape([ROWS, COLUMNS])
+    elif GLU == INTERLEAVED:
+        decoded = decoded.reshape([ROWS // 16, 8, 2, COLUMNS]).permute([0, 2, 1, 3]).reshape([ROWS, COLUMNS])
+    return gl.convert_layout(decoded, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def _weight_rows(
+    HEIGHT: gl.constexpr, LAYOUT: gl.constexpr, n_start, N: gl.constexpr, GLU: gl.constexpr, SWAPPED: gl.constexpr,
+    IN_PRODUCT: gl.constexpr,
+):  # fmt: skip
+    """(row of its stack, half, whether it exists) of each of a group's weight rows [HEIGHT], as they come or as the
+    product has them; n_start: the group's first output column.
+    """
+    row = gl.arange(0, HEIGHT, layout=LAYOUT)
+    if GLU == NOT_GATED:
+        half = row * 0
+        output = n_start + row
+        row = output
+    elif GLU == CONCAT:
+        if IN_PRODUCT:
+            half = row // 8 % 2
+            output = n_start + row // 16 * 8 + row % 8
+        else:
+            half = row // (HEIGHT // 2)
+            output = n_start + row % (HEIGHT // 2)
+        if SWAPPED:
+            half = 1 - half
+        row = output
+    else:
+        output = n_start + (row // 16 * 8 + row % 8 if IN_PRODUCT else row // 2)
+        row = 2 * output + (row // 8 % 2 if IN_PRODUCT else row % 2)
+        half = row * 0
+    return row, half, output < N
+
+
+@gluon.jit
+def _multiply(
+    rows_of, words_of, full, empty, staged, out_desc, a_scale, extents, num_rows, decoding, bias, alpha, limit,
+    GROUP: gl.constexpr, E: gl.constexpr, N: gl.constexpr, K: gl.constexpr, STRIDES: gl.constexpr, BLOCK: gl.constexpr,
+    N_TILES: gl.constexpr, GLU: gl.constexpr, ACTIVATION: gl.constexpr, SWAPPED: gl.constexpr, SCHEME: gl.constexpr,
+    BATCHED: gl.constexpr,
+):  # fmt: skip
+    """A group of warps: decodes its weight rows of every tile, multiplies them with the tile's rows and writes."""
+    BLOCK_M: gl.constexpr = BLOCK[0]
+    BLOCK_K: gl.constexpr = BLOCK[2]
+    STAGES: gl.constexpr = BLOCK[6]
+    PACKED: gl.constexpr = SCHEME[4]
+    CODE: gl.constexpr = PACKED[0]
+    EXACT: gl.constexpr = PACKED[2]
+    GROUP_K: gl.constexpr = PACKED[4]
+    OUT_ORDER: gl.constexpr = SCHEME[6]
+    GROUPS: gl.constexpr = BLOCK[7]
+    WARPS: gl.constexpr = gl.num_warps()
+    HEIGHT: gl.constexpr = 16 * WARPS
+    FP8: gl.constexpr = PACKED[8] >= 0  # rows of e4m3, each with one scale
+    UNIT: gl.constexpr = PACKED[10] if PACKED[10] > 0 else BLOCK_K
+    WORDS: gl.constexpr = BLOCK_K // 4 if FP8 else BLOCK_K // codes_of_word(CODE)
+    PIECES: gl.constexpr = pieces_of(EXACT, BLOCK_K, GROUP_K, UNIT)
+    STEPS: gl.constexpr = steps_of(K, BLOCK_K)
+    LAST: gl.constexpr = (K + GROUP_K - 1) // GROUP_K - 1 if GROUP_K > 0 else 0
+    COLUMNS: gl.constexpr = columns_of(HEIGHT, GLU)
+    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 32 if FP8 else 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUM, 4 if FP8 else 2)
+    OF_WORDS: gl.constexpr = rows_layout(WARPS, WORDS, 4 if FP8 else UNIT // codes_of_word(CODE), GLU)
+    OF_PIECES: gl.constexpr = rows_layout(WARPS, PIECES, PIECES if EXACT else 4, GLU)
+    SHIFTED: gl.constexpr = STRIDES[4] is not None
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, SUM)
+    inner, zeros, outer, inner_apart, zeros_apart, outer_apart = decoding
+    INNER_STRIDES: gl.constexpr = STRIDES[1]
+    ZERO_STRIDES: gl.constexpr = STRIDES[4]
+    OUTER_STRIDES: gl.constexpr = STRIDES[5]
+    SCALED: gl.constexpr = INNER_STRIDES is not None and not EXACT  # group by group, where their sums are complete
+    # After every step, else after every other; sums of e4m3 have too few bits for more columns.
+    EACH: gl.constexpr = SCALED and (FP8 or GROUP_K % (2 * BLOCK_K) != 0)
+    table, tiles = _table(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
+    place = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        expert, first, past, n_tile = find_among(*table[:1], tile, *table[1:], BLOCK[0], 0, N_TILES, BLOCK[3])
+        n_start = (n_tile * GROUPS + GROUP) * COLUMNS
+        row, half, exists = _weight_rows(HEIGHT, gl.SliceLayout(1, OF_PIECES), n_start, N, GLU, SWAPPED, False)
+        held = gl.where(exists, row, 0)[:, None]
+        half = half[:, None]
+        row, in_half, exists = _weight_rows(HEIGHT, OF_ROWS, n_start, N, GLU, SWAPPED, True)
+        row = gl.where(exists, row, 0)
+        bits = 0
+        zero_bits = 0
+        scales, zero, per_row = None, None, None
+        if EXACT:
+            scales = of_rows(inner, inner_apart, expert, held, half, N, PACKED[3], PACKED[5], INNER_STRIDES)
+            bits = _of_pieces(scales, 0, K, BLOCK_K, GROUP_K, INNER_STRIDES[2], OF_PIECES)
+        if SCALED:
+            per_row = of_rows(inner, inner_apart, expert, row, in_half, N, PACKED[3], PACKED[5], INNER_STRIDES)
+        if ZERO_STRIDES is not None:
+            zero = of_rows(zeros, zeros_apart, expert, held, half, N, PACKED[3], PACKED[5], ZERO_STRIDES)
+            zero_bits = _of_pieces(zero, 0, K, BLOCK_K, GROUP_K, ZERO_STRIDES[2], OF_PIECES)
+        total = gl.zeros([HEIGHT, BLOCK_M], gl.float32, layout=SUM)
+        product = warpgroup_mma_init(total)
+        for pair in range(STEPS // 2):
+            for part in gl.static_range(2):
+                step = pair * 2 + part
+                stage, before = place % STAGES, (place + STAGES - 1) % STAGES
+                if SCALED and (EACH or part == 0):
+                    group_k = gl.minimum(step * BLOCK_K // GROUP_K, LAST)
+                    factor = _factor(fetch(per_row + group_k * INNER_STRIDES[2]), inner, False, 0)
+                mbarrier.wait(full.index(stage), (place // STAGES) & 1)
+                words = words_of.index(stage * GROUPS + GROUP).reshape([HEIGHT, WORDS]).load(OF_WORDS)
+                if FP8:
+                    numbers = _in_product(int4_as_e4m3(words), GLU, OPERAND)
+                else:
+                    numbers = _decoded(words, bits, inner, zero_bits, zeros, SHIFTED, PACKED, BLOCK_K, GLU, OPERAND)
+                if EXACT:
+                    bits = _of_pieces(scales, step + 1, K, BLOCK_K, GROUP_K, INNER_STRIDES[2], OF_PIECES)
+                if SHIFTED:
+                    zero_bits = _of_pieces(zero, step + 1, K, BLOCK_K, GROUP_K, ZERO_STRIDES[2], OF_PIECES)
+                rows = rows_of.index(stage).permute((1, 0))
+                use_acc = not SCALED or (part == 1 and not EACH)
+                product = warpgroup_mma(numbers, rows, product, use_acc=use_acc, is_async=True)
+                if not SCALED:
+                    product = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[product]))
+                    mbarrier.arrive(empty.index(before), pred=step > 0)
+                elif EACH or part == 1:
+                    summed = warpgroup_mma_wait(0, deps=[product])
+                    if not EACH:
+                        mbarrier.arrive(empty.index(before))
+                    mbarrier.arrive(empty.index(stage))
+                    total += summed * factor[:, None]
+                    product = warpgroup_mma_init(summed)
+                place += 1
+        if not SCALED:
+            total = warpgroup_mma_wait(0, deps=[product])
+            mbarrier.arrive(empty.index((place + STAGES - 1) % STAGES))
+        if FP8:
+            at = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, SUM))
+            total *= gl.load(a_scale + at, mask=at < past, other=0.0)[None, :] * INT4_UNIT
+        elif CODE == E2M1:
+            total *= E2M1_UNIT
+        elif EXACT and CODE == E4M3:
+            total *= E4M3_UNIT
+        if OUTER_STRIDES is not None:
+            pointers = of_rows(outer, outer_apart, expert, row, in_half, N, PACKED[6], PACKED[7], OUTER_STRIDES)
+            total *= load_scale(pointers)[:, None]
+        if STRIDES[2] is not None:
+            where = bias + expert.to(gl.int64) * STRIDES[2][0] + (row + in_half * N) * STRIDES[2][1]
+            total += gl.load(where).to(gl.float32)[:, None]
+        if GLU == NOT_GATED:
+            value = total
+            if ACTIVATION is not None:
+                value = apply_activation(total, total, alpha, limit, ACTIVATION, False)
+        else:
+            gate, up = gl.split(total.reshape([HEIGHT // 16, 2, 8, BLOCK_M]).permute([0, 2, 3, 1]))
+            if SWAPPED:
+                gate, up = up, gate
+            value = apply_activation(gate, up, alpha, limit, ACTIVATION, True).reshape([COLUMNS, BLOCK_M])
+        out = value.to(staged.dtype).permute([1, 0])
+        if OUT_ORDER is not None:
+            out = in_order(out, OUT_ORDER[0], OUT_ORDER[1])
+        tma.store_wait(0)
+        gl.thread_barrier()
+        staged.index(GROUP).reshape([BLOCK_M, COLUMNS]).store(out)
+        fence_async_shared()
+        gl.thread_barrier()
+        at = [RAGGED, past, RAGGED - (past - first), n_start]
+        tma.async_copy_shared_to_global(out_desc, at, staged.index(GROUP))
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["num_rows", "up_scale_offset", "up_zeros_offset", "up_outer_offset"])
+def _decoded_mm_kernel(
+    a_desc,
+    a_scale,
+    extents,
+    w_desc,
+    w_scale,
+    up_scale_offset,
+    w_zeros,
+    w_outer,
+    up_zeros_offset,
+    up_outer_offset,
+    bias,
+    out_desc,
+    num_rows,
+    alpha,
+    limit,
+    E: gl.constexpr,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    STRIDES: gl.constexpr,
+    BLOCK: gl.constexpr,
+    GLU: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    SWAPPED: gl.constexpr,
+    SCHEME: gl.constexpr,
+    BATCHED: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """One program for each multiprocessor, every num_programs-th tile of BLOCK_M rows of one expert times BLOCK_N rows
+    of its weight.
+
+    Args: see `expert_mm._expert_mm_kernel`. Rows, weights and output come and leave by descriptor, rows in the order of
+    the product, a step's columns at a time; BLOCK[6]: steps that there is room for.
+    """
+    COLUMNS: gl.constexpr = columns_of(BLOCK[1], GLU)
+    N_TILES: gl.constexpr = (N + COLUMNS - 1) // COLUMNS
+    STAGES: gl.constexpr = BLOCK[6]
+    GROUPS: gl.constexpr = BLOCK[7]
+    rows_of = gl.allocate_shared_memory(a_desc.dtype, boxes(STAGES, a_desc.block_shape), a_desc.layout)
+    words_of = gl.allocate_shared_memory(w_desc.dtype, boxes(STAGES * GROUPS, w_desc.block_shape), w_desc.layout)
+    staged = gl.allocate_shared_memory(out_desc.dtype, boxes(GROUPS, out_desc.block_shape), out_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=GROUPS)
+    fence_async_shared()
+    pdl_wait(PDL)
+    pdl_release(PDL)
+    # What is absent has no strides, and any pointer stands for it: a partition takes no None.
+    inner = w_scale if STRIDES[1] is not None else extents
+    zeros = w_zeros if STRIDES[4] is not None else extents
+    outer = w_outer if STRIDES[5] is not None else extents
+    decoding = (inner, zeros, outer, up_scale_offset, up_zeros_offset, up_outer_offset)
+    bias = bias if STRIDES[2] is not None else extents
+    a_scale = a_scale if SCHEME[4][8] >= 0 else extents
+    # fmt: off
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    rows_of, words_of, full, empty, staged, out_desc, a_scale, extents, num_rows, decoding, bias,
+                    alpha, limit, 0, E, N, K, STRIDES, BLOCK, N_TILES, GLU, ACTIVATION, SWAPPED, SCHEME, BATCHED,
+                )),
+                (_bring, (
+                    a_desc, w_desc, rows_of, words_of, full, empty, extents, num_rows, E, K, BLOCK, N_TILES, GLU,
+                    BATCHED,
+                )),
+            ],
+            [1],
+            [40],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    rows_of, words_of, full, empty, staged, out_desc, a_scale, extents, num_rows, decoding, bias,
+                    alpha, limit, 0, E, N, K, STRIDES, BLOCK, N_TILES, GLU, ACTIVATION, SWAPPED, SCHEME, BATCHED,
+                )),
+                (_multiply, (
+                    rows_of, words_of, full, empty, staged, out_desc, a_scale, extents, num_rows, decoding, bias,
+                    alpha, limit, 1, E, N, K, STRIDES, BLOCK, N_TILES, GLU, ACTIVATION, SWAPPED, SCHEME, BATCHED,
+                )),
+                (_bring, (
+                    a_desc, w_desc, rows_of, words_of, full, empty, extents, num_rows, E, K, BLOCK, N_TILES, GLU,
+                    BATCHED,
+                )),
+            ],
+            [4, 1],
+            [232, 40],
+        )
+    # fmt: on

@@ -1,0 +1,86 @@
+"""Products of decoded weights in Gluon compile for Hopper: registers stay apart, nothing spills, nothing waits."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ops.backends.triton_plans import PACKED, tile_for
+from moe_ops.kernels.triton.decoded_mm import _decoded_mm_kernel
+from moe_ops.plans import bucket
+from tests.crosscompile.compiling import Compiled, compile_kernel
+from tests.crosscompile.test_packed import TYPES, E, H, I, K, common_arguments, descriptor, product
+
+LAYOUTS = pytest.mark.parametrize("layout", ["concat", "interleaved", None], ids=["concat", "interleaved", "down"])
+
+
+def compile_decoded(scheme: str, layout: str | None, **options: Any) -> Compiled:
+    sizes = (2 * I, H) if layout else (H, I)
+    tile = tile_for(scheme, E, bucket(4096 * K), *sizes, "NVIDIA H200", 90, "up")
+    mm, fitted, rows = product(scheme, tile, layout=layout, **options)
+    fitted = fitted._replace(block_m=tile.block_m)
+    out, _ = mm.allocate((256,), rows)
+    made = mm.prepare_decoded(rows, out, fitted)
+    form = mm.form
+    arguments = common_arguments(mm) | {
+        "a_scale": None if form is None else f"*{TYPES[form.scale_dtype]}:16",
+        "a_desc": descriptor(made.a_desc), "w_desc": descriptor(made.w_desc), "out_desc": descriptor(made.out_desc),
+    }  # fmt: skip
+    del arguments["up_offset"]
+    constants = {
+        **{"E": E, "N": mm.out_features, "K": mm.in_features, "STRIDES": made.strides, "BLOCK": made.block},
+        **{"GLU": mm.glu, "ACTIVATION": mm.activation, "SWAPPED": False, "SCHEME": mm.scheme, "BATCHED": False},
+        "PDL": True,
+    }
+    kernel = compile_kernel(
+        _decoded_mm_kernel,
+        {name: kind for name, kind in arguments.items() if kind is not None},
+        {**constants, **{name: None for name, kind in arguments.items() if kind is None}},
+        num_warps=8 // made.block[7],
+        launch_pdl=True,
+    )
+    assert kernel.stack == 0, f"{kernel.stack} bytes of spills"
+    assert not kernel.serialised and not kernel.overwritten
+    products = re.findall(r"[HQ]GMMA\S+ R\d+, (\S+),", kernel.sass)
+    assert products and all(operand.startswith("R") for operand in products)
+    return kernel
+
+
+@LAYOUTS
+@pytest.mark.parametrize("scheme", sorted(PACKED))
+def test_compiles(scheme: str, layout: str | None) -> None:
+    """Of 128 rows of tokens. One product is under way while the next weights are decoded, but where it is scaled."""
+    kernel = compile_decoded(scheme, layout)
+    assert set(re.findall(r"HGMMA\.64x(\d+)x16", kernel.sass)) == {"128"}
+    waits = re.findall(r"wgmma\.wait_group\.sync\.aligned (\d+)", kernel.ptx)
+    scaled = scheme == "int4_w4a16"
+    assert waits.count("1") == (0 if scaled else 2)
+
+
+@LAYOUTS
+def test_compiles_with_a_bias(layout: str | None) -> None:
+    rows = 2 * I if layout else H
+    compile_decoded("mxfp4", layout, bias=torch.empty(2, rows, dtype=torch.bfloat16))
+
+
+@LAYOUTS
+@pytest.mark.parametrize("zeros", [torch.int8, torch.uint8], ids=str)
+@pytest.mark.parametrize("scheme", ["int4_w4a16", "int8_w8a16"])
+def test_compiles_with_zero_points(scheme: str, zeros: torch.dtype, layout: str | None) -> None:
+    compile_decoded(scheme, layout, zeros=zeros)
+
+
+@LAYOUTS
+def test_compiles_for_blocks_of_scales(layout: str | None) -> None:
+    """Sums that wait for the scales of fp8_block128."""
+    kernel = compile_decoded("fp8_w8a16", layout, stored_as="fp8_block128")
+    assert set(re.findall(r"HGMMA\.64x(\d+)x16", kernel.sass)) == {"128"}
+
+
+@LAYOUTS
+def test_compiles_for_e4m3_rows(layout: str | None) -> None:
+    kernel = compile_decoded("w4a8_fp8", layout)
+    assert set(re.findall(r"QGMMA\.64x(\d+)x32", kernel.sass)) == {"128"}

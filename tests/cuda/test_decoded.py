@@ -1,0 +1,102 @@
+"""Products of decoded weights in Gluon on a Hopper GPU, beside those of Triton's tile for the same rows."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+import moe_ops
+from moe_ops.backends import triton_plans
+from moe_ops.census import kernel_names
+from moe_ops.kernels.triton.launch import ExpertMM, hopper_with_gluon
+from moe_ops.testing import assert_cuda_graph_safe
+from tests.ops.scheme_layers import FORMS, SchemeLayer, assert_contract, build
+
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("poisoned_memory")]
+SCHEMES = sorted(triton_plans.PACKED)
+#: E, K, H, I: whole tiles; an odd number of steps of both products, and no whole tiles of columns; one expert.
+SIZES = {"whole": (8, 2, 1024, 512), "odd": (6, 2, 1152, 640), "ragged": (3, 2, 320, 160), "one": (1, 1, 256, 128)}
+
+
+@pytest.fixture(autouse=True)
+def on_hopper() -> None:
+    if not hopper_with_gluon(torch.device("cuda", 0)):
+        pytest.skip("needs a Hopper GPU and Gluon")
+
+
+def run(layer: SchemeLayer, format: str, **given: torch.Tensor) -> torch.Tensor:
+    return moe_ops.fused_experts(**{**layer.tensors, **given}, **layer.options, format=format, backend="triton")
+
+
+def layer_of(scheme: str, T: int, size: str = "whole", **options: object) -> SchemeLayer:
+    torch.manual_seed(0)
+    return build(scheme, T=T, sizes=SIZES[size], device="cuda", bias=True, **options)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_is_as_near_to_float64_as_tritons_tile(scheme, size, form, monkeypatch):
+    """With the same bits where sums are not scaled, beside which a bias may be added in one rounding or in two."""
+    layer = layer_of(scheme, 700, size, form=form)
+    for format in ("grouped", "batched"):
+        got = run(layer, format)
+        assert_contract(got, layer)
+        torch.use_deterministic_algorithms(False)
+        names = kernel_names(partial(run, layer, format))
+        assert sum("_decoded_mm" in name for name in names) == 2, names
+        with monkeypatch.context() as patched:
+            patched.setattr(ExpertMM, "specialises", lambda mm, config: False)
+            # Weights of another dtype: no record of the call above is fired.
+            other = run(layer, format, topk_weights=layer.tensors["topk_weights"].double())
+        assert_contract(other, layer)
+        assert scheme not in ("mxfp4", "mxfp8") or torch.equal(other, got)
+
+
+@pytest.mark.parametrize("T", [200, 1000, 5000])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_experts_of_any_number_of_rows(scheme, T):
+    """All tokens to one expert, all to a few, and none to most."""
+    layer = layer_of(scheme, T)
+    E, K, _, _ = SIZES["whole"]
+    for spread in (1, 3):
+        first = torch.randint(0, spread, (T, 1), device="cuda", dtype=torch.int32)
+        layer.tensors["topk_ids"] = torch.cat([first, (first + 1 + torch.randint_like(first, E - K + 1)) % E], dim=1)
+        for format in ("grouped", "batched"):
+            assert_contract(run(layer, format), layer)
+
+
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_replay_with_changed_routing_has_the_bits_of_a_call(scheme, format):
+    layer = layer_of(scheme, 1000)
+
+    def layer_with(ids: torch.Tensor) -> torch.Tensor:
+        given = {**layer.tensors, "topk_ids": ids}
+        capacity = 1000 if format == "batched" else None
+        return moe_ops.fused_experts(**given, **layer.options, format=format, capacity=capacity, backend="triton")
+
+    ids = layer.tensors["topk_ids"]
+    torch.use_deterministic_algorithms(False)
+    two = torch.arange(2, device="cuda", dtype=ids.dtype).expand_as(ids)
+    changed = [((ids + 1) % SIZES["whole"][0],), (two.contiguous(),)]
+    assert_cuda_graph_safe(layer_with, (ids,), changed=changed, backend=None)
+
+
+@pytest.mark.parametrize("zeros", [torch.int8, torch.uint8], ids=str)
+@pytest.mark.parametrize("scheme", ["int4_w4a16", "int8_w8a16"])
+def test_zero_points(scheme, zeros):
+    layer = layer_of(scheme, 700)
+    row = triton_plans.SCHEMES[scheme]
+    weights = []
+    for name in ("gate_up", "down"):
+        stored, (scale, *_) = layer.tensors[f"{name}_proj"], layer.tensors[f"{name}_scales"]
+        high = 16 if scheme == "int4_w4a16" else 100
+        zero = torch.randint(0 if zeros == torch.uint8 else -high, high, scale.shape, device="cuda").to(zeros)
+        layer.tensors[f"{name}_scales"] = [scale, zero]
+        weights.append(row.dequantize(stored, (scale, zero)).double())
+    object.__setattr__(layer, "weights", tuple(weights))
+    for format in ("grouped", "batched"):
+        assert_contract(run(layer, format), layer)
