@@ -21,7 +21,7 @@ def compile_decoded(scheme: str, layout: str | None, **options: Any) -> Compiled
     sizes = (2 * I, H) if layout else (H, I)
     tile = tile_for(scheme, E, bucket(4096 * K), *sizes, "NVIDIA H200", 90, "up")
     mm, fitted, rows = product(scheme, tile, layout=layout, **options)
-    fitted = fitted._replace(block_m=tile.block_m)
+    fitted = fitted._replace(block_m=tile.block_m, block_n=tile.block_n)  # as where there is such a GPU
     out, _ = mm.allocate((256,), rows)
     made = mm.prepare_decoded(rows, out, fitted)
     form = mm.form

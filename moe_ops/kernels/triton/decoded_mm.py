@@ -1,11 +1,12 @@
 """Expert GEMMs of many rows whose weights are codes that are decoded in registers, for Hopper.
 
-What `packed_tile` computes, and of codes of integers `packed_fp8_tile`, with the loop written out: Triton's pipeline waits for each product whose first operand is
-in registers before the next codes are decoded into them. Here one warp has descriptors bring weights and rows, and the
-others decode one step's codes into registers while the tensor cores multiply those of the step before. Columns are in
-an order in which a thread's codes are side by side (`order`), and both halves of a gated weight meet in one thread, so
-that nothing moves between threads but the result on its way out. Where sums wait for the scales of groups of columns,
-two groups of four warps have half of a tile's weight rows each: one decodes and scales while the other multiplies.
+What `packed_tile` computes, and of codes of integers `packed_fp8_tile`, with the loop written out: Triton's pipeline
+waits for each product whose first operand is in registers before the next codes are decoded into them. Here one warp
+has descriptors bring weights and rows, and the others decode one step's codes into registers while the tensor cores
+multiply those of the step before. For bf16, columns are in an order in which a thread's codes are side by side
+(`order`); both halves of a gated weight meet in one thread: nothing moves between threads but the result on its way
+out. Where sums wait for the scales of groups of columns, two groups of four warps have half of a tile's weight rows
+each: one decodes and scales while the other multiplies.
 
 us of a layer on an H100, in bf16, by `packed_tile` and by this kernel: Qwen3-30B-A3B, T = 4096, mxfp4 721, 823, 744,
 int8_w8a16 726, 828, 798, int4_w4a16 727, 1111, 806; T = 1024, mxfp4 482, 346, 298; gpt-oss-120b, T = 4096, mxfp4 2517,

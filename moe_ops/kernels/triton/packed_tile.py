@@ -9,11 +9,11 @@ rows in the copies that they come from, by descriptor, else in the tile. Scales 
 of a loop step of 128 by 128 codes and a warp: mxfp4 416, nvfp4 453, int4_w4a16 336, fp8_w8a16 569; decoded byte by
 byte, scales through shared memory, 536, 801, 481 and 617.
 
-Each step waits for its products; of two programs on a multiprocessor one decodes while the other multiplies. Of many
-rows `decoded_mm` has taken the place of this on Hopper. Decoded weights do not go through shared memory: there tensor cores read them once for every 64 rows, which with
-their stores is 1.3 times what shared memory delivers in the time of the products (us of a layer on an H200, T = 4096,
-rows by descriptor both times: Qwen3-30B-A3B, mxfp4 849 and 798, int8_w8a16 877 and 800; Mixtral-8x7B, mxfp4 5812 and
-5330).
+Each step waits for its products; of two programs on a multiprocessor one decodes while the other multiplies. On Hopper
+`decoded_mm` has many rows' products instead. Their decoded weights do not go through shared memory: there tensor cores
+read them once for every 64 rows, which with their stores is 1.3 times what shared memory delivers in the time of the
+products (us of a layer on an H200, T = 4096, rows by descriptor both times: Qwen3-30B-A3B, mxfp4 849 and 798,
+int8_w8a16 877 and 800; Mixtral-8x7B, mxfp4 5812 and 5330).
 """
 
 from __future__ import annotations
