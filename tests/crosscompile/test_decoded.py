@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from meta.operands import Operand
+from meta.schemes import SCHEMES, QuantScheme
 from moe_ops.backends.triton_plans import PACKED, tile_for
+from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.decoded_mm import _decoded_mm_kernel
-from moe_ops.plans import bucket
+from moe_ops.kernels.triton.launch import ExpertMM
+from moe_ops.kernels.triton.layer import Layer
+from moe_ops.plans import Plan, bucket
 from tests.crosscompile.compiling import Compiled, compile_kernel
 from tests.crosscompile.test_packed import TYPES, E, H, I, K, common_arguments, descriptor, product
 
@@ -21,7 +27,11 @@ def compile_decoded(scheme: str, layout: str | None, **options: Any) -> Compiled
     sizes = (2 * I, H) if layout else (H, I)
     tile = tile_for(scheme, E, bucket(4096 * K), *sizes, "NVIDIA H200", 90, "up")
     mm, fitted, rows = product(scheme, tile, layout=layout, **options)
-    fitted = fitted._replace(block_m=tile.block_m, block_n=tile.block_n)  # as where there is such a GPU
+    return compile_product(mm, fitted._replace(block_m=tile.block_m, block_n=tile.block_n), rows)
+
+
+def compile_product(mm: ExpertMM, fitted: MMConfig, rows: torch.Tensor) -> Compiled:
+    """Of a tile as it is where there is such a GPU."""
     out, _ = mm.allocate((256,), rows)
     made = mm.prepare_decoded(rows, out, fitted)
     form = mm.form
@@ -84,3 +94,25 @@ def test_compiles_for_blocks_of_scales(layout: str | None) -> None:
 def test_compiles_for_e4m3_rows(layout: str | None) -> None:
     kernel = compile_decoded("w4a8_fp8", layout)
     assert set(re.findall(r"QGMMA\.64x(\d+)x32", kernel.sass)) == {"128"}
+
+
+@LAYOUTS
+@pytest.mark.parametrize("columns", [128, 256])
+def test_rows_that_gemm_1_leaves_are_in_the_order_of_gemm_2(columns: int, layout: str | None) -> None:
+    """int4: of as many columns as a group has, the scales are those of rows, and GEMM 2's sums wait for none."""
+    tile = tile_for("int4_w4a16", 8, bucket(4096), 2 * columns, 256, "NVIDIA H200", 90, "up")
+    row, rows = SCHEMES["int4_w4a16"], (2 * columns if layout else columns)
+    options = {"glu_layout": layout} if layout else {}
+    up = ExpertMM(row_operand(row, rows, 256), torch.bfloat16, **options, activation="silu")
+    down = ExpertMM(row_operand(row, 256, columns), torch.bfloat16)
+    layer = Layer(up, down, "int4_w4a16")
+    first, second = (fitted._replace(block_m=128) for fitted in layer._tiles(Plan("triton", "grouped", (tile, tile))))
+    order = down.order(second)
+    given = torch.empty(256, 256, dtype=torch.bfloat16)
+    compile_product(replace(up, rows_order=up.order(first), out_order=order), first, given)
+    compile_product(replace(down, rows_order=order), second, given[:, :columns].contiguous())
+
+
+def row_operand(row: QuantScheme, rows: int, columns: int) -> Operand:
+    stored, scales = row.quantize(torch.randn(2, rows, columns))
+    return Operand(stored, row, scales)

@@ -525,6 +525,10 @@ class ExpertMM:
         """Output columns of a tile."""
         return config.block_n // (2 if self.glu else 1)
 
+    def columns_at_once(self, config: MMConfig) -> int:
+        """Output columns that are written together: a tile's, or those of one of two groups of warps."""
+        return self.columns(config) // (2 if self.waits_decoded else 1)
+
     def prepare(self, a: torch.Tensor, out: torch.Tensor, config: MMConfig, *, gathered: bool) -> Launch:
         """Descriptors, strides and constants of a launch on rows `a` [rows, K] that writes `out` [rows, N]."""
         a_tma = config.a_tma and not gathered and descriptor_strides(a, inner=1)

@@ -228,11 +228,12 @@ class Layer:
         return self.quantizes and plan.configs[0].a_tma and not few
 
     def _tiles(self, plan: Plan, gathered: bool = False) -> tuple[MMConfig, MMConfig]:
-        """Both products' tiles. GEMM 1 leaves its rows in GEMM 2's order of columns, whole ones in a tile."""
+        """Both products' tiles. GEMM 1 leaves its rows in GEMM 2's order of columns, whole ones at once."""
         first = fit(plan.configs[0], self._first(), as_they_are=gathered)
         second = fit(plan.configs[1], self.down)
-        if self.down.order(second) is not None:
-            steps = second.block_k // self.up.columns(first)
+        order = self.down.order(second)
+        if order is not None:
+            steps = order[0] // self.up.columns_at_once(first)
             if steps > 1:
                 second = second._replace(block_k=second.block_k // steps, num_stages=min(4, second.num_stages * steps))
         return first, second
