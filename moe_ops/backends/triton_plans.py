@@ -333,7 +333,7 @@ def gemm_candidates(scheme: str, rows: float, sm: int, *, gated: bool, first: bo
     if in_blocks(scheme, sm):
         return _blocks_candidates(scheme, rows)
     if scheme in DECODED:
-        return _packed_candidates(rows) if scheme in PACKED else _packed_fp8_candidates(rows)
+        return _packed_candidates(rows, sm) if scheme in PACKED else _packed_fp8_candidates(rows)
     element = SCHEMES[scheme].weight_dtype.itemsize
     form = SCHEMES[scheme].rows
     quantizes = form is not None
@@ -374,7 +374,7 @@ def _blocks_candidates(scheme: str, rows: float) -> list[MMConfig]:
     ]
 
 
-def _packed_candidates(rows: float) -> list[MMConfig]:
+def _packed_candidates(rows: float, sm: int) -> list[MMConfig]:
     """Tiles whose sums and decoded weights a thread's registers hold."""
     found = []
     for block_m, block_n, block_k, warps, stages in every(
@@ -383,6 +383,8 @@ def _packed_candidates(rows: float) -> list[MMConfig]:
         ordered = block_m >= 64
         registers = block_n * (block_m + block_k // 2) / (32 * warps)
         deep = stages in ((2, 3) if block_m >= 128 else (3, 4) if ordered else (3, 4, 5))
+        if sm == HOPPER and ordered and block_n == 128:  # `decoded_mm`, whose warps and steps are its own
+            deep = (warps, stages) == (8, 3)
         if 24 <= registers <= (160 if ordered else 144) and block_n >= 16 * warps and deep:
             tile = MMConfig(block_m, block_n, block_k, 8 if rows > 16 else 1, warps, stages, ordered, w_tma=True)
             found.append(tile)

@@ -56,8 +56,8 @@ class Compiled:
         return re.findall(r"\(C75\d\d\).*", said.stdout + said.stderr)
 
     @cached_property
-    def overwritten(self) -> list[str]:
-        """Instructions in loops that write a register which a product under way still reads as its first operand."""
+    def loops(self) -> list[list[tuple[int, str, str]]]:
+        """Of the loops around products that are no walk through tiles, the instructions: (address, name, operands)."""
         lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+ )?(\S+)(.*?);", self.sass, re.MULTILINE)
         code = [(int(at, 16), operation, operands) for at, operation, operands in lines]
         products = [at for at, operation, _ in code if re.match("[HQI]GMMA", operation)]
@@ -67,8 +67,13 @@ class Compiled:
             first = int(target[1], 16) if operation == "BRA" and target else at
             body = [line for line in code if first <= line[0] <= at]
             if any(first <= product <= at for product in products) and len(body) < MOST_OF_A_LOOP:
-                found += _hazards([*body, *body])
+                found.append(body)
         return found
+
+    @cached_property
+    def overwritten(self) -> list[str]:
+        """Instructions in loops that write a register which a product under way still reads as its first operand."""
+        return [found for body in self.loops for found in _hazards([*body, *body])]
 
     @property
     def loads_16_bytes(self) -> bool:

@@ -41,9 +41,9 @@ def compile_product(mm: ExpertMM, fitted: MMConfig, rows: torch.Tensor) -> Compi
     }  # fmt: skip
     del arguments["up_offset"]
     constants = {
-        **{"E": E, "N": mm.out_features, "K": mm.in_features, "STRIDES": made.strides, "BLOCK": made.block},
-        **{"GLU": mm.glu, "ACTIVATION": mm.activation, "SWAPPED": False, "SCHEME": mm.scheme, "BATCHED": False},
-        "PDL": True,
+        **{"E": mm.num_experts, "N": mm.out_features, "K": mm.in_features, "STRIDES": made.strides},
+        **{"BLOCK": made.block, "GLU": mm.glu, "ACTIVATION": mm.activation, "SWAPPED": False, "SCHEME": mm.scheme},
+        **{"BATCHED": False, "PDL": True},
     }
     kernel = compile_kernel(
         _decoded_mm_kernel,
@@ -52,8 +52,8 @@ def compile_product(mm: ExpertMM, fitted: MMConfig, rows: torch.Tensor) -> Compi
         num_warps=8 // made.block[7],
         launch_pdl=True,
     )
-    assert kernel.stack == 0, f"{kernel.stack} bytes of spills"
-    assert not kernel.serialised and not kernel.overwritten
+    assert kernel.stack == 0 or mm.num_experts > 128, f"{kernel.stack} bytes of spills"
+    assert kernel.loops and not kernel.serialised and not kernel.overwritten
     products = re.findall(r"[HQ]GMMA\S+ R\d+, (\S+),", kernel.sass)
     assert products and all(operand.startswith("R") for operand in products)
     return kernel
@@ -116,3 +116,14 @@ def test_rows_that_gemm_1_leaves_are_in_the_order_of_gemm_2(columns: int, layout
 def row_operand(row: QuantScheme, rows: int, columns: int) -> Operand:
     stored, scales = row.quantize(torch.randn(2, rows, columns))
     return Operand(stored, row, scales)
+
+
+@pytest.mark.parametrize("experts", [8, 512])
+@pytest.mark.parametrize("scheme", ["mxfp4", "int4_w4a16", "w4a8_fp8"])
+def test_tables_of_many_experts_stay_out_of_the_loop(
+    scheme: str, experts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Registers that they do not fit into are read again for each tile, not for each step."""
+    monkeypatch.setattr(ExpertMM, "num_experts", experts)
+    for body in compile_decoded(scheme, "concat").loops:
+        assert not [line for line in body if line[1].startswith(("LDL", "STL"))]

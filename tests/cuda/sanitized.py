@@ -18,13 +18,14 @@ from moe_ops.kernels.triton.launch import ExpertMM
 
 E, K, H, I = 6, 2, 256, 192
 TOKENS = (1, 3, 40, 300)
-SCHEMES = (None, "fp8_block128")
+SCHEMES = (None, "fp8_block128", "mxfp4")
 
 
 def main() -> None:
     """Layers, their steps and their gradients, in both formats and every scheme."""
     if "--stores-by-pointer" in sys.argv:
         ExpertMM.store_columns = lambda self, out, config: 0
+        ExpertMM.specialises = lambda self, config: False  # that kernel stores by tensor map alone
         allows = wgrad.descriptor_strides
         wgrad.descriptor_strides = lambda x, inner: inner == 1 and allows(x, inner=inner)  # inner = 2: the gradient
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ import triton.language as tl
 from moe_ops.counters import Row
 from moe_ops.kernels.triton.act_quant import quantize_batched, quantize_sorted, quantize_static
 from moe_ops.kernels.triton.config import MMConfig
-from moe_ops.kernels.triton.launch import ONE_TILE, STREAM, ExpertMM
+from moe_ops.kernels.triton.launch import ONE_TILE, STREAM, ExpertMM, descriptor_strides
 from moe_ops.kernels.triton.mm_tile import compute_tile
 from moe_ops.kernels.triton.programs import most_registers, multiprocessors, side_by_side
 from moe_ops.kernels.triton.record import launch, on_device, with_memory
@@ -217,7 +217,8 @@ def _launch(
     if out.numel() == 0:
         return
     row_tiles, num_rows, batched = grid
-    if row_to_pair is None and load is None and (mm.rows_order or not mm.is_decoded) and mm.specialises(config):
+    as_they_come = row_to_pair is None and load is None and descriptor_strides(a, inner=1)
+    if as_they_come and (mm.rows_order or not mm.is_decoded) and mm.specialises(config):
         _launch_decoded(a, mm, extents, config, out, grid, pdl)
         return
     made = mm.prepare(a, out, config, gathered=row_to_pair is not None)

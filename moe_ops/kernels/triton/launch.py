@@ -51,7 +51,8 @@ PROGRAM_BYTES = 2048  # shared memory of a program besides its tiles: the driver
 class Launch:
     """Arguments of one launch that follow from the tensors and the config.
 
-    block: BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, a power of two >= E, TALL_M and the stages of its loop.
+    block: BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, a power of two >= E, TALL_M and the stages of its loop. Descriptors are
+    Triton's, or Gluon's, which name the layout in shared memory.
     """
 
     a_desc: Any
@@ -106,10 +107,8 @@ def ragged_rows(x: torch.Tensor, block_m: int, columns: int) -> TensorDescriptor
 #: where scales are not exact: a step is within one.
 PACKED_COLUMNS, SMALLEST_GROUP = 128, 32
 BLOCKS_N = 128  # weight rows of a product of scaled blocks
-
-
-GLUON_ROWS = 128  # weight rows of a product in Gluon
-MOST_STEPS = 8  # of it, that are on their way
+GLUON_ROWS = 128  # weight rows of a tile of `decoded_mm`
+MOST_STEPS = 8  # of it that are on their way
 
 
 def hopper_with_gluon(device: torch.device) -> bool:
@@ -321,7 +320,7 @@ class ExpertMM:
         if not (self.is_packed and config.a_tma and hopper_with_gluon(self.weight.device)):
             return False
         if self.waits_for_scales:
-            taken = not self.folds_scales and self.group_columns % 64 == 0 and self.in_features % 4 == 0
+            taken = not self.folds_scales and self.group_columns % 64 == 0
         else:
             taken = self.weight.dtype == torch.int32
         whole = self.out_features * self.out_dtype.itemsize % 16 == 0
@@ -487,7 +486,7 @@ class ExpertMM:
         return columns if config.rows * columns * out.element_size() <= left else columns // 2
 
     def prepare_decoded(self, a: torch.Tensor, out: torch.Tensor, config: MMConfig) -> Launch:
-        """The same for `decoded_mm`."""
+        """The same for `decoded_mm`; `block` ends with the steps that there is room for and the groups of warps."""
         from triton.experimental.gluon.language import NVMMASharedLayout
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Descriptor
 
@@ -526,8 +525,11 @@ class ExpertMM:
         return config.block_n // (2 if self.glu else 1)
 
     def columns_at_once(self, config: MMConfig) -> int:
-        """Output columns that are written together: a tile's, or those of one of two groups of warps."""
-        return self.columns(config) // (2 if self.waits_decoded else 1)
+        """Output columns that are written together: a tile's, or those of one of the two groups of warps that
+        `decoded_mm` may have.
+        """
+        two = self.waits_decoded and config.block_n == GLUON_ROWS
+        return self.columns(config) // (2 if two else 1)
 
     def prepare(self, a: torch.Tensor, out: torch.Tensor, config: MMConfig, *, gathered: bool) -> Launch:
         """Descriptors, strides and constants of a launch on rows `a` [rows, K] that writes `out` [rows, N]."""

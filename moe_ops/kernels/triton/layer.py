@@ -396,10 +396,11 @@ def fit(tile: MMConfig, mm: ExpertMM, *, as_they_are: bool = False) -> MMConfig:
         if block_k < SMALLEST_GROUP:
             raise fail(mm.operand.scheme.name, "scales", f"of groups that {SMALLEST_GROUP} divides on a GPU", columns)
         if mm.waits_for_scales:  # several groups are a step, each with a sum of its own: of four, for 64 rows
-            return tile._replace(block_m=min(tile.block_m, 64)) if 4 * block_k <= tile.block_k else tile
+            return tile._replace(block_m=min(tile.block_m, 64 if 4 * block_k <= tile.block_k else 128))
         tile = tile._replace(block_k=block_k)
         if tile.block_m > 64 and not specialised:
             tile = tile._replace(block_m=64, num_warps=4, num_stages=4)
+        tile = tile._replace(block_m=min(tile.block_m, 128))
     if mm.order(tile) is not None:
         steps = min(tile.block_k, mm.in_features & -mm.in_features)
         ordered = steps >= SMALLEST_GROUP and not as_they_are
