@@ -12,6 +12,7 @@ import torch
 from meta.operands import Operand
 from meta.schemes import SCHEMES, QuantScheme
 from moe_ops.backends.triton_plans import PACKED, tile_for
+from moe_ops.kernels.triton import launch
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.decoded_mm import _decoded_mm_kernel
 from moe_ops.kernels.triton.launch import ExpertMM
@@ -127,3 +128,42 @@ def test_tables_of_many_experts_stay_out_of_the_loop(
     monkeypatch.setattr(ExpertMM, "num_experts", experts)
     for body in compile_decoded(scheme, "concat").loops:
         assert not [line for line in body if line[1].startswith(("LDL", "STL"))]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "taken"),
+    [*((scheme, True) for scheme in sorted(PACKED)), ("w4a8_fp8", True), ("mxfp4_a8", False), ("fp8_block128", False)],
+)
+def test_which_products_it_takes(scheme: str, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a Hopper GPU, of 128 weight rows that come by descriptor; those that wait for scales keep their rows there."""
+    monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: True)
+    tile = MMConfig(128, 128, 64, 8, 8, 3, a_tma=True, w_tma=True)
+    mm, fitted, _ = product(scheme, tile, layout="concat" if scheme not in ("mxfp4_a8", "fp8_block128") else None)
+    assert mm.specialises(fitted) == taken
+    assert not taken or (fitted.block_m, fitted.block_n) == (128, 128)
+    others = (fitted._replace(a_tma=False), fitted._replace(w_tma=False), fitted._replace(block_n=64))
+    assert not any(mm.specialises(other) for other in others)
+    monkeypatch.undo()
+    assert not mm.specialises(fitted), "no such GPU"
+
+
+def test_weights_between_words_and_rows_of_odd_bytes_are_not_its(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: True)
+    tile = MMConfig(128, 128, 64, 8, 8, 3, a_tma=True, w_tma=True)
+    row = SCHEMES["mxfp4"]
+    stored, scales = row.quantize(torch.randn(2, 100, 256))
+    assert not ExpertMM(Operand(stored, row, scales), torch.bfloat16).specialises(tile), "100 columns of 2 bytes"
+    stored, scales = row.quantize(torch.randn(2, 128, 256))
+    assert ExpertMM(Operand(stored, row, scales), torch.bfloat16).specialises(tile)
+    room = torch.empty(stored.numel() + 1, dtype=torch.uint8)
+    between = room[1:].view(stored.shape).copy_(stored)
+    assert not ExpertMM(Operand(between, row, scales), torch.bfloat16).specialises(tile)
+
+
+@pytest.mark.parametrize("error", [ImportError, AttributeError])
+def test_other_versions_of_triton_may_have_no_gluon(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise error(name)
+
+    monkeypatch.setattr(launch.importlib, "import_module", missing)
+    assert launch._has_gluon.__wrapped__() is False

@@ -8,11 +8,11 @@ multiply those of the step before. For bf16, columns are in an order in which a 
 out. Where sums wait for the scales of groups of columns, two groups of four warps have half of a tile's weight rows
 each: one decodes and scales while the other multiplies.
 
-us of a layer on an H100, in bf16, by `packed_tile` and by this kernel: Qwen3-30B-A3B, T = 4096, mxfp4 721, 823, 744,
-int8_w8a16 726, 828, 798, int4_w4a16 727, 1111, 806; T = 1024, mxfp4 482, 346, 298; gpt-oss-120b, T = 4096, mxfp4 2517,
-3182, 2175; Mixtral-8x7B, T = 4096, mxfp4 4375, 5765, 4866. In steps of 64 and of 128 columns, the last 4866 and 5281,
-of 256 rows of tokens 6072, of 256 weight rows 5862. w4a8_fp8 beside fp8_block128: Qwen3-30B-A3B 586, 974, 698;
-Mixtral-8x7B 3715, 5530, 4073.
+us of a layer on an H100, in bf16, by `packed_tile` in the same steps and by this kernel: Qwen3-30B-A3B, T = 4096,
+mxfp4 721, 823, 744, int8_w8a16 726, 828, 798, int4_w4a16 727, 1111, 806; T = 1024, mxfp4 482, 346, 298; gpt-oss-120b,
+T = 4096, mxfp4 2517, 3182, 2175; Mixtral-8x7B, T = 4096, mxfp4 4375, 5765, 4866. In steps of 64 and of 128 columns,
+the last 4866 and 5281, of 256 rows of tokens 6072, of 256 weight rows 5862. w4a8_fp8 beside fp8_block128:
+Qwen3-30B-A3B 586, 974, 698; Mixtral-8x7B 3715, 5530, 4073.
 
 Written in Gluon, Triton's language of layouts, which has no interpreter: that runs `packed_tile` for the same products.
 """
@@ -417,6 +417,8 @@ def _decoded_mm_kernel(
     decoding = (inner, zeros, outer, up_scale_offset, up_zeros_offset, up_outer_offset)
     bias = bias if STRIDES[2] is not None else extents
     a_scale = a_scale if SCHEME[4][8] >= 0 else extents
+    # Warps of each further partition, and registers of its threads: the first has what is left. 384 threads have 168
+    # each; one that brings tiles needs few, one of a group what it can get.
     # fmt: off
     if GROUPS == 1:
         gl.warp_specialize(
