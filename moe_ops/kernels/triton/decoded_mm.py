@@ -50,6 +50,26 @@ from moe_ops.kernels.triton.scales import load_scale
 from moe_ops.kernels.triton.tile_loads import CONCAT, INTERLEAVED, NOT_GATED, RAGGED
 from moe_ops.kernels.triton.util import cut_each, find_among, pdl_release, pdl_wait, uniform
 
+#: What is called of Gluon, and with which parameters: it is experimental, and may be another in another Triton.
+CALLED = {
+    gl.warp_specialize: ("functions_and_args", "worker_num_warps", "worker_num_regs"),
+    gl.inline_asm_elementwise: ("asm", "constraints", "args", "dtype", "is_pure", "pack"),
+    gl.convert_layout: ("value", "layout", "assert_trivial"),
+    gl.allocate_shared_memory: ("element_ty", "shape", "layout"),
+    gl.thread_barrier: (),
+    fence_async_shared: (),
+    mbarrier.init: ("mbarrier", "count"),
+    mbarrier.expect: ("mbarrier", "bytes"),
+    mbarrier.wait: ("mbarrier", "phase"),
+    mbarrier.arrive: ("mbarrier", "pred"),
+    tma.async_copy_global_to_shared: ("tensor_desc", "coord", "barrier", "result"),
+    tma.async_copy_shared_to_global: ("tensor_desc", "coord", "src"),
+    tma.store_wait: ("pendings",),
+    warpgroup_mma_init: ("value",),
+    warpgroup_mma: ("a", "b", "acc", "use_acc", "is_async"),
+    warpgroup_mma_wait: ("num_outstanding", "deps"),
+}
+
 
 @gluon.constexpr_function
 def _bits(size):

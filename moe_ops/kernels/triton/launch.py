@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
@@ -124,12 +125,12 @@ def _capability(device: torch.device) -> int:
 
 @cache
 def _has_gluon() -> bool:
-    """Gluon is experimental in Triton: other versions may lack what `decoded_mm` needs of it."""
+    """Gluon is experimental in Triton: other versions may lack what `decoded_mm` needs of it, or call it otherwise."""
     try:
-        importlib.import_module("moe_ops.kernels.triton.decoded_mm")
+        called = importlib.import_module("moe_ops.kernels.triton.decoded_mm").CALLED
     except (ImportError, AttributeError):
         return False
-    return True
+    return all(set(names) <= set(inspect.signature(of).parameters) for of, names in called.items())
 
 
 def _alike(one: Operand, other: Operand) -> bool:
