@@ -12,7 +12,7 @@ import torch
 from meta.operands import Operand
 from meta.schemes import SCHEMES, QuantScheme
 from moe_ops.backends.triton_plans import PACKED, tile_for
-from moe_ops.kernels.triton import decoded_mm, launch
+from moe_ops.kernels.triton import decoded_mm, expert_mm, launch
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.decoded_mm import _decoded_mm_kernel
 from moe_ops.kernels.triton.launch import ExpertMM
@@ -172,3 +172,29 @@ def test_other_versions_of_triton_may_have_no_gluon(error: type[Exception], monk
 def test_other_versions_of_gluon_may_be_called_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(decoded_mm.CALLED, decoded_mm.mbarrier.wait, ("barrier", "phase"))
     assert not launch._has_gluon.__wrapped__()
+
+
+def test_every_argument_of_a_launch_has_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: dict[str, Any] = {}
+    monkeypatch.setattr(expert_mm, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(
+        expert_mm,
+        "launch",
+        lambda kernel, grid, *given, **options: launched.update(zip(kernel.arg_names, given, strict=True)),
+    )
+    tile = MMConfig(128, 128, 64, 8, 8, 3, a_tma=True, w_tma=True)
+    bias = torch.zeros(2, 2 * I, dtype=torch.bfloat16)
+    mm, fitted, rows = product("int4_w4a16", tile, layout="concat", zeros=torch.int8, bias=bias)
+    out, _ = mm.allocate((256,), rows)
+    extents = torch.tensor([100, 256], dtype=torch.int32)
+    expert_mm._launch_decoded(rows, mm, extents, fitted, out, (4, 256, False), pdl=True)
+    scale, zeros = mm.operand.scales
+    assert list(launched) == _decoded_mm_kernel.arg_names
+    same = {"w_scale": scale, "w_zeros": zeros, "w_outer": None, "bias": bias, "extents": extents, "a_scale": None}
+    assert all(launched[name] is value for name, value in same.items())
+    bases = {"a_desc": rows, "w_desc": mm.weight, "out_desc": out}
+    assert all(launched[name].base is tensor for name, tensor in bases.items())
+    halves = {"up_scale_offset": scale[0, :I].numel(), "up_zeros_offset": zeros[0, :I].numel(), "up_outer_offset": 0}
+    sizes = {"num_rows": 256, "E": 2, "N": I, "K": H, "GLU": mm.glu, "ACTIVATION": "silu", "SWAPPED": False}
+    assert {name: launched[name] for name in halves | sizes} == halves | sizes
+    assert launched["SCHEME"] == mm.scheme and launched["PDL"] is True and launched["BATCHED"] is False

@@ -34,13 +34,13 @@ def _walk_kernel(
     BATCHED: tl.constexpr,
 ):
     tile = tl.program_id(0)
-    start, end, last = cut_into_tiles(extents_ptr, num_rows, E, BLOCK_E, BLOCK_M, TALL_M, N_TILES, BATCHED)
-    expert, row_start, row_end, n_tile = find_tile(tile, start, end, last, BLOCK_M, TALL_M, N_TILES, GROUP_M)
+    table = cut_into_tiles(tl.arange(0, BLOCK_E), extents_ptr, num_rows, E, BLOCK_M, TALL_M, N_TILES, BATCHED)
+    expert, row_start, row_end, n_tile = find_tile(tile, table, BLOCK_M, TALL_M, N_TILES, GROUP_M)
     tl.store(out_ptr + tile * 5, expert)
     tl.store(out_ptr + tile * 5 + 1, row_start)
     tl.store(out_ptr + tile * 5 + 2, row_end)
     tl.store(out_ptr + tile * 5 + 3, n_tile)
-    tl.store(out_ptr + tile * 5 + 4, tl.max(last, axis=0))
+    tl.store(out_ptr + tile * 5 + 4, tl.max(table[3], axis=0))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32], ids=str)

@@ -45,10 +45,10 @@ from moe_ops.kernels.triton.codes import (
 )
 from moe_ops.kernels.triton.order import in_order
 from moe_ops.kernels.triton.packed_fp8_tile import INT4_UNIT, int4_as_e4m3
-from moe_ops.kernels.triton.packed_tile import _factor, fetch, of_rows
+from moe_ops.kernels.triton.packed_tile import factor_of, fetch, of_rows
 from moe_ops.kernels.triton.scales import load_scale
 from moe_ops.kernels.triton.tile_loads import CONCAT, INTERLEAVED, NOT_GATED, RAGGED
-from moe_ops.kernels.triton.util import cut_each, find_among, pdl_release, pdl_wait, uniform
+from moe_ops.kernels.triton.util import cut_into_tiles, find_tile, pdl_release, pdl_wait, uniform
 
 #: What is called of Gluon, and with which parameters: it is experimental, and may be another in another Triton.
 CALLED = {
@@ -116,29 +116,33 @@ def boxes(count, shape):
 
 @gluon.jit
 def _table(extents, num_rows, E: gl.constexpr, BLOCK: gl.constexpr, N_TILES: gl.constexpr, BATCHED: gl.constexpr):
-    """`util.cut_into_tiles` in every warp: (experts, start, end, last), and how many tiles there are."""
+    """`util.cut_into_tiles` in every warp, and how many tiles there are."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([max(BLOCK[4] // 32, 1)], [32], [gl.num_warps()], [0])
     e = gl.arange(0, BLOCK[4], layout=LAYOUT)
-    start, end, last = cut_each(e, extents, num_rows, E, BLOCK[0], 0, N_TILES, BATCHED)
-    return (e, start, end, last), uniform(gl.max(last, axis=0))
+    table = cut_into_tiles(e, extents, num_rows, E, BLOCK[0], 0, N_TILES, BATCHED)
+    return table, uniform(gl.max(table[3], axis=0))
 
 
 @gluon.jit
-def _bring(
-    a_desc, w_desc, rows_of, words_of, full, empty, extents, num_rows, E: gl.constexpr, K: gl.constexpr,
-    BLOCK: gl.constexpr, N_TILES: gl.constexpr, GLU: gl.constexpr, BATCHED: gl.constexpr,
-):  # fmt: skip
+def _bring(given, SIZES: gl.constexpr):
     """The warp that has rows and weights of every step of every tile brought, as soon as there is room."""
+    a_desc, w_desc, rows_of, words_of, full, empty, extents, num_rows = given
+    E: gl.constexpr = SIZES[0]
+    K: gl.constexpr = SIZES[2]
+    BLOCK: gl.constexpr = SIZES[4]
+    N_TILES: gl.constexpr = SIZES[5]
+    GLU: gl.constexpr = SIZES[6]
+    BATCHED: gl.constexpr = SIZES[10]
     STAGES: gl.constexpr = BLOCK[6]
     WORDS: gl.constexpr = w_desc.block_shape[-1]
     GROUPS: gl.constexpr = BLOCK[7]
     ROWS: gl.constexpr = w_desc.block_shape[-2]
-    SIZES: gl.constexpr = (a_desc.dtype.primitive_bitwidth // 8, w_desc.dtype.primitive_bitwidth // 8)
-    BYTES: gl.constexpr = BLOCK[0] * BLOCK[2] * SIZES[0] + BLOCK[1] * WORDS * SIZES[1]
+    OF_ROWS: gl.constexpr = BLOCK[0] * BLOCK[2] * a_desc.dtype.primitive_bitwidth // 8
+    BYTES: gl.constexpr = OF_ROWS + BLOCK[1] * WORDS * w_desc.dtype.primitive_bitwidth // 8
     table, tiles = _table(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
     place = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        expert, first, _, n_tile = find_among(*table[:1], tile, *table[1:], BLOCK[0], 0, N_TILES, BLOCK[3])
+        expert, first, _, n_tile = find_tile(tile, table, BLOCK[0], 0, N_TILES, BLOCK[3])
         for step in range(steps_of(K, BLOCK[2])):
             stage, turn = place % STAGES, place // STAGES
             arrived = full.index(stage)
@@ -199,7 +203,7 @@ def _decoded(
     ROWS: gl.constexpr = words.shape[0]
     decoded = decode_words(words, None, CODE, EXACT)
     if EXACT:
-        decoded *= _spread(_factor(bits, inner, EXACT, SHIFT), decoded.type)
+        decoded *= _spread(factor_of(bits, inner, EXACT, SHIFT), decoded.type)
     if SHIFTED:
         # Integers of at most nine bits, as bf16 has them; 8 is subtracted already.
         zero = (zero_bits << 24) >> 24 if zeros.dtype.element_ty == gl.int8 else zero_bits
@@ -250,13 +254,20 @@ def _weight_rows(
 
 
 @gluon.jit
-def _multiply(
-    rows_of, words_of, full, empty, staged, out_desc, a_scale, extents, num_rows, decoding, bias, alpha, limit,
-    GROUP: gl.constexpr, E: gl.constexpr, N: gl.constexpr, K: gl.constexpr, STRIDES: gl.constexpr, BLOCK: gl.constexpr,
-    N_TILES: gl.constexpr, GLU: gl.constexpr, ACTIVATION: gl.constexpr, SWAPPED: gl.constexpr, SCHEME: gl.constexpr,
-    BATCHED: gl.constexpr,
-):  # fmt: skip
+def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
     """A group of warps: decodes its weight rows of every tile, multiplies them with the tile's rows and writes."""
+    rows_of, words_of, full, empty, staged, out_desc, a_scale, extents, num_rows, decoding, bias, alpha, limit = given
+    E: gl.constexpr = SIZES[0]
+    N: gl.constexpr = SIZES[1]
+    K: gl.constexpr = SIZES[2]
+    STRIDES: gl.constexpr = SIZES[3]
+    BLOCK: gl.constexpr = SIZES[4]
+    N_TILES: gl.constexpr = SIZES[5]
+    GLU: gl.constexpr = SIZES[6]
+    ACTIVATION: gl.constexpr = SIZES[7]
+    SWAPPED: gl.constexpr = SIZES[8]
+    SCHEME: gl.constexpr = SIZES[9]
+    BATCHED: gl.constexpr = SIZES[10]
     BLOCK_M: gl.constexpr = BLOCK[0]
     BLOCK_K: gl.constexpr = BLOCK[2]
     STAGES: gl.constexpr = BLOCK[6]
@@ -279,11 +290,11 @@ def _multiply(
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUM, 4 if FP8 else 2)
     OF_WORDS: gl.constexpr = rows_layout(WARPS, WORDS, 4 if FP8 else UNIT // codes_of_word(CODE), GLU)
     OF_PIECES: gl.constexpr = rows_layout(WARPS, PIECES, PIECES if EXACT else 4, GLU)
-    SHIFTED: gl.constexpr = STRIDES[4] is not None
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, SUM)
     inner, zeros, outer, inner_apart, zeros_apart, outer_apart = decoding
     INNER_STRIDES: gl.constexpr = STRIDES[1]
     ZERO_STRIDES: gl.constexpr = STRIDES[4]
+    SHIFTED: gl.constexpr = ZERO_STRIDES is not None
     OUTER_STRIDES: gl.constexpr = STRIDES[5]
     SCALED: gl.constexpr = INNER_STRIDES is not None and not EXACT  # group by group, where their sums are complete
     # After every step, else after every other; sums of e4m3 have too few bits for more columns.
@@ -291,7 +302,7 @@ def _multiply(
     table, tiles = _table(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
     place = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        expert, first, past, n_tile = find_among(*table[:1], tile, *table[1:], BLOCK[0], 0, N_TILES, BLOCK[3])
+        expert, first, past, n_tile = find_tile(tile, table, BLOCK[0], 0, N_TILES, BLOCK[3])
         n_start = (n_tile * GROUPS + GROUP) * COLUMNS
         row, half, exists = _weight_rows(HEIGHT, gl.SliceLayout(1, OF_PIECES), n_start, N, GLU, SWAPPED, False)
         held = gl.where(exists, row, 0)[:, None]
@@ -306,7 +317,7 @@ def _multiply(
             bits = _of_pieces(scales, 0, K, BLOCK_K, GROUP_K, INNER_STRIDES[2], OF_PIECES)
         if SCALED:
             per_row = of_rows(inner, inner_apart, expert, row, in_half, N, PACKED[3], PACKED[5], INNER_STRIDES)
-        if ZERO_STRIDES is not None:
+        if SHIFTED:
             zero = of_rows(zeros, zeros_apart, expert, held, half, N, PACKED[3], PACKED[5], ZERO_STRIDES)
             zero_bits = _of_pieces(zero, 0, K, BLOCK_K, GROUP_K, ZERO_STRIDES[2], OF_PIECES)
         total = gl.zeros([HEIGHT, BLOCK_M], gl.float32, layout=SUM)
@@ -317,7 +328,7 @@ def _multiply(
                 stage, before = place % STAGES, (place + STAGES - 1) % STAGES
                 if SCALED and (EACH or part == 0):
                     group_k = gl.minimum(step * BLOCK_K // GROUP_K, LAST)
-                    factor = _factor(fetch(per_row + group_k * INNER_STRIDES[2]), inner, False, 0)
+                    factor = factor_of(fetch(per_row + group_k * INNER_STRIDES[2]), inner, False, 0)
                 mbarrier.wait(full.index(stage), (place // STAGES) & 1)
                 words = words_of.index(stage * GROUPS + GROUP).reshape([HEIGHT, WORDS]).load(OF_WORDS)
                 if FP8:
@@ -387,9 +398,9 @@ def _decoded_mm_kernel(
     extents,
     w_desc,
     w_scale,
-    up_scale_offset,
     w_zeros,
     w_outer,
+    up_scale_offset,
     up_zeros_offset,
     up_outer_offset,
     bias,
@@ -439,39 +450,16 @@ def _decoded_mm_kernel(
     a_scale = a_scale if SCHEME[4][8] >= 0 else extents
     # Warps of each further partition, and registers of its threads: the first has what is left. 384 threads have 168
     # each; one that brings tiles needs few, one of a group what it can get.
-    # fmt: off
+    given = (
+        rows_of, words_of, full, empty, staged, out_desc, a_scale, extents, num_rows, decoding, bias, alpha, limit,
+    )  # fmt: skip
+    brought = (a_desc, w_desc, rows_of, words_of, full, empty, extents, num_rows)
+    SIZES: gl.constexpr = (E, N, K, STRIDES, BLOCK, N_TILES, GLU, ACTIVATION, SWAPPED, SCHEME, BATCHED)
     if GROUPS == 1:
-        gl.warp_specialize(
-            [
-                (_multiply, (
-                    rows_of, words_of, full, empty, staged, out_desc, a_scale, extents, num_rows, decoding, bias,
-                    alpha, limit, 0, E, N, K, STRIDES, BLOCK, N_TILES, GLU, ACTIVATION, SWAPPED, SCHEME, BATCHED,
-                )),
-                (_bring, (
-                    a_desc, w_desc, rows_of, words_of, full, empty, extents, num_rows, E, K, BLOCK, N_TILES, GLU,
-                    BATCHED,
-                )),
-            ],
-            [1],
-            [40],
-        )
+        gl.warp_specialize([(_multiply, (given, 0, SIZES)), (_bring, (brought, SIZES))], [1], [40])
     else:
         gl.warp_specialize(
-            [
-                (_multiply, (
-                    rows_of, words_of, full, empty, staged, out_desc, a_scale, extents, num_rows, decoding, bias,
-                    alpha, limit, 0, E, N, K, STRIDES, BLOCK, N_TILES, GLU, ACTIVATION, SWAPPED, SCHEME, BATCHED,
-                )),
-                (_multiply, (
-                    rows_of, words_of, full, empty, staged, out_desc, a_scale, extents, num_rows, decoding, bias,
-                    alpha, limit, 1, E, N, K, STRIDES, BLOCK, N_TILES, GLU, ACTIVATION, SWAPPED, SCHEME, BATCHED,
-                )),
-                (_bring, (
-                    a_desc, w_desc, rows_of, words_of, full, empty, extents, num_rows, E, K, BLOCK, N_TILES, GLU,
-                    BATCHED,
-                )),
-            ],
+            [(_multiply, (given, 0, SIZES)), (_multiply, (given, 1, SIZES)), (_bring, (brought, SIZES))],
             [4, 1],
             [232, 40],
         )
-    # fmt: on

@@ -38,11 +38,11 @@ def _expert_mm_kernel(
     extents,
     w,
     w_desc,
-    w_scale,
     up_offset,
-    up_scale_offset,
+    w_scale,
     w_zeros,
     w_outer,
+    up_scale_offset,
     up_zeros_offset,
     up_outer_offset,
     bias,
@@ -99,14 +99,14 @@ def _expert_mm_kernel(
         alpha,
         limit,
     )
-    start, end, last = cut_into_tiles(extents, num_rows, E, BLOCK[4], BLOCK[0], BLOCK[5], N_TILES, BATCHED)
+    table = cut_into_tiles(tl.arange(0, BLOCK[4]), extents, num_rows, E, BLOCK[0], BLOCK[5], N_TILES, BATCHED)
     if load_ptr is not None:
         if tl.program_id(0) == 0:
-            e = tl.arange(0, BLOCK[4])
+            e, start, end, _ = table
             count_pairs(load_ptr, is_counted(load_ptr, True), e, end - start, (e < E) & (end > start))
     if WALK == ONE_TILE:
         tile = tl.program_id(0)
-        expert, first, past, n_tile = find_tile(tile, start, end, last, BLOCK[0], BLOCK[5], N_TILES, BLOCK[3])
+        expert, first, past, n_tile = find_tile(tile, table, BLOCK[0], BLOCK[5], N_TILES, BLOCK[3])
         if first < past:
             where = (expert, first, past, n_tile * columns)
             if BLOCK[5] > 0 and past - first > BLOCK[0]:
@@ -114,9 +114,9 @@ def _expert_mm_kernel(
             else:
                 compute_tile(*where, *tensors, N, K, TOP_K, STRIDES, BLOCK, GLU, ACTIVATION, MOVES, SCHEME)
     else:
-        tiles = uniform(tl.max(last, axis=0))
+        tiles = uniform(tl.max(table[3], axis=0))
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=WALK == STREAM):
-            expert, first, past, n_tile = find_tile(tile, start, end, last, BLOCK[0], BLOCK[5], N_TILES, BLOCK[3])
+            expert, first, past, n_tile = find_tile(tile, table, BLOCK[0], BLOCK[5], N_TILES, BLOCK[3])
             where = (expert, first, past, n_tile * columns)
             compute_tile(*where, *tensors, N, K, TOP_K, STRIDES, BLOCK, GLU, ACTIVATION, MOVES, SCHEME)
 
@@ -230,13 +230,8 @@ def _launch(
         extents,
         mm.weight,
         made.w_desc,
-        mm.weight_scale,
         mm.up_offset,
-        mm.up_scale_offset,
-        mm.decoding["zeros"].tensor,
-        mm.decoding["rows"].tensor,
-        mm.decoding["zeros"].up_offset,
-        mm.decoding["rows"].up_offset,
+        *mm.decoded_by,
         mm.bias,
         out,
         made.out_desc,
@@ -291,12 +286,7 @@ def _launch_decoded(
         mm.rows_scale,
         extents,
         made.w_desc,
-        mm.weight_scale,
-        mm.up_scale_offset,
-        mm.decoding["zeros"].tensor,
-        mm.decoding["rows"].tensor,
-        mm.decoding["zeros"].up_offset,
-        mm.decoding["rows"].up_offset,
+        *mm.decoded_by,
         mm.bias,
         made.out_desc,
         num_rows,

@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from meta.arch import HOPPER, TYPICAL
+from meta.arch import HOPPER, TYPICAL, device_arch
 from meta.checks import fail
 from meta.operands import Operand
 from meta.schemes import WHOLE, ActivationFormat
@@ -114,13 +114,7 @@ MOST_STEPS = 8  # of it that are on their way
 
 def hopper_with_gluon(device: torch.device) -> bool:
     """Whether kernels in Gluon for Hopper's tensor cores run on the device."""
-    return device.type == "cuda" and not INTERPRETED.value and _capability(device) == HOPPER and _has_gluon()
-
-
-@cache
-def _capability(device: torch.device) -> int:
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+    return not INTERPRETED.value and device_arch(device) == f"sm{HOPPER}" and _has_gluon()
 
 
 @cache
@@ -231,6 +225,12 @@ class ExpertMM:
                 role = "zeros" if spec.shift else "groups" if scale.group[1] or (first and at == 0) else "rows"
                 found[role] = scale
         return found
+
+    @property
+    def decoded_by(self) -> tuple[Any, ...]:
+        """What kernels decode weights by: the tensors of `decoding`, and of each the offset of the up half."""
+        scales = [self.decoding[role] for role in ("groups", "zeros", "rows")]
+        return *(scale.tensor for scale in scales), *(scale.up_offset for scale in scales)
 
     @property
     def form(self) -> ActivationFormat | None:

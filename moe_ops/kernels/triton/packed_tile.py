@@ -109,7 +109,7 @@ def _scale_bits(
 
 
 @triton.jit
-def _factor(bits, inner, EXACT: tl.constexpr, SHIFT: tl.constexpr):
+def factor_of(bits, inner, EXACT: tl.constexpr, SHIFT: tl.constexpr):
     """fp32 of scales, or where EXACT bf16 of them times 2^SHIFT; NaN from 2^(128 - SHIFT) on."""
     if inner is None:
         factor = 1.0
@@ -206,7 +206,8 @@ def packed_tile(
     WHERE_USED: tl.constexpr = IN_ORDER or not EXACT
     accumulator = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     # Of a step, what multiplies; of the next, what has been fetched.
-    factor = _factor(_scale_bits(inner, 0, K, BLOCK_K, GROUP_K, EXACT, GROUP_STRIDES, WHERE_USED), inner, EXACT, SHIFT)
+    bits = _scale_bits(inner, 0, K, BLOCK_K, GROUP_K, EXACT, GROUP_STRIDES, WHERE_USED)
+    factor = factor_of(bits, inner, EXACT, SHIFT)
     bits = _scale_bits(inner, BLOCK_K, K, BLOCK_K, GROUP_K, EXACT, GROUP_STRIDES, WHERE_USED)
     for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         # fmt: off
@@ -219,7 +220,7 @@ def packed_tile(
         if zeros is not None:
             group = k // GROUP_K if GROUP_K > 0 else 0
             zero = tl.load(zeros + group * ZERO_STRIDES[2], mask=w_valid, other=0)[:, None]
-        following = _factor(bits, inner, EXACT, SHIFT)
+        following = factor_of(bits, inner, EXACT, SHIFT)
         bits = _scale_bits(inner, k + 2 * BLOCK_K, K, BLOCK_K, GROUP_K, EXACT, GROUP_STRIDES, WHERE_USED)
         summed = accumulator if (EXACT or inner is None) else tl.zeros_like(accumulator)
         rows = load_rows(a, a_desc, a_row, row_valid, row_start, k, K, A_STRIDE, BLOCK_K, A_TMA)

@@ -93,10 +93,10 @@ def uniform(x):
 
 @triton.jit
 def cut_into_tiles(
+    e,
     extents_ptr,
     num_rows,
     E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TALL_M: tl.constexpr,
     N_TILES: tl.constexpr,
@@ -110,29 +110,14 @@ def cut_into_tiles(
     write one for the tile shape of each GEMM.
 
     Args:
+        e: [a power of two >= E], counted from 0, in the layout that the table has.
         extents_ptr: [E] i32, cumulative row ends; BATCHED: rows in use of each expert's block of rows. Clamped, so
             that no value leads out of bounds.
         num_rows: rows of all experts; BATCHED: of each expert's block.
-        BLOCK_E: a power of two >= E.
 
     Returns:
-        (start, end, last), each [BLOCK_E]: the expert's rows are start .. end - 1, its tiles end before tile `last`.
+        (e, start, end, last): the expert's rows are start .. end - 1, its tiles end before tile `last`.
     """
-    return cut_each(tl.arange(0, BLOCK_E), extents_ptr, num_rows, E, BLOCK_M, TALL_M, N_TILES, BATCHED)
-
-
-@triton.jit
-def cut_each(
-    e,
-    extents_ptr,
-    num_rows,
-    E: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    TALL_M: tl.constexpr,
-    N_TILES: tl.constexpr,
-    BATCHED: tl.constexpr,
-):
-    """`cut_into_tiles` of the experts `e` [BLOCK_E], in their layout."""
     end = tl.load(extents_ptr + e, mask=e < E, other=0)
     end = tl.minimum(tl.maximum(end, 0), num_rows)
     if BATCHED:
@@ -141,7 +126,7 @@ def cut_each(
     else:
         start = tl.load(extents_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
         start = tl.minimum(tl.maximum(start, 0), num_rows)
-    return start, end, tl.cumsum(_row_tiles(end - start, BLOCK_M, TALL_M), axis=0) * N_TILES
+    return e, start, end, tl.cumsum(_row_tiles(end - start, BLOCK_M, TALL_M), axis=0) * N_TILES
 
 
 @triton.jit
@@ -160,17 +145,8 @@ def _add_each(a0, a1, a2, a3, b0, b1, b2, b3):
 
 
 @triton.jit
-def find_tile(
-    tile,
-    start,
-    end,
-    last,
-    BLOCK_M: tl.constexpr,
-    TALL_M: tl.constexpr,
-    N_TILES: tl.constexpr,
-    GROUP_M: tl.constexpr,
-):
-    """Tile number `tile` of the table of `cut_into_tiles`.
+def find_tile(tile, table, BLOCK_M: tl.constexpr, TALL_M: tl.constexpr, N_TILES: tl.constexpr, GROUP_M: tl.constexpr):
+    """Tile number `tile` of the `table` of `cut_into_tiles`.
 
     Within an expert GROUP_M row tiles go along all columns together, so that neighbours share weights and rows in L2.
 
@@ -179,22 +155,7 @@ def find_tile(
         the end of the expert's and the height TALL_M if more than BLOCK_M rows are left; uniform. Past the last tile an
         empty range.
     """
-    return find_among(tl.arange(0, last.shape[0]), tile, start, end, last, BLOCK_M, TALL_M, N_TILES, GROUP_M)
-
-
-@triton.jit
-def find_among(
-    e,
-    tile,
-    start,
-    end,
-    last,
-    BLOCK_M: tl.constexpr,
-    TALL_M: tl.constexpr,
-    N_TILES: tl.constexpr,
-    GROUP_M: tl.constexpr,
-):
-    """`find_tile` in the table of `cut_each`."""
+    e, start, end, last = table
     first = last - _row_tiles(end - start, BLOCK_M, TALL_M) * N_TILES
     owner = (tile >= first) & (tile < last)
     # Exactly one lane owns a tile that exists, so each sum reads that lane out (0 when there is none).
