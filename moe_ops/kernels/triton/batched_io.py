@@ -9,7 +9,7 @@ import triton.language as tl
 from meta.schemes import WHOLE, ActivationFormat
 from moe_ops.counters import Row
 from moe_ops.kernels.triton.act_quant import group_columns, room
-from moe_ops.kernels.triton.order import column_at
+from moe_ops.kernels.triton.order import line_in_order
 from moe_ops.kernels.triton.permute import COUNT_ALL_PAIRS, place_pairs, scatter_rows, store_row
 from moe_ops.kernels.triton.record import launch
 from moe_ops.kernels.triton.util import (
@@ -64,7 +64,8 @@ def _dispatch_few_kernel(
     column = tl.program_id(1)
     if p < R:
         h = column * BLOCK_H + tl.arange(0, BLOCK_H)
-        x = tl.load(hidden_ptr + (p // TOP_K).to(tl.int64) * stride_t + column_at(h, ORDER), mask=h < H, other=0.0)
+        x = tl.load(hidden_ptr + (p // TOP_K).to(tl.int64) * stride_t + h, mask=h < H, other=0.0)
+        x = line_in_order(x, ORDER)
         expert = load_expert(topk_ids_ptr, expert_map_ptr, p, p < R, E, E_GLOBAL)
         earlier = tl.zeros([BLOCK_Q], tl.int32)
         for start in range(0, R, BLOCK_Q):

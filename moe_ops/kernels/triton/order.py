@@ -23,14 +23,8 @@ def in_order(tile, COLUMNS: tl.constexpr, PER_WORD: tl.constexpr):
 
 
 @triton.jit
-def column_at(place, ORDER: tl.constexpr):
-    """Which column of a row is at `place` in the order of the product, or in its own for None."""
-    if ORDER is None:
-        column = place
-    else:
-        COLUMNS: tl.constexpr = ORDER[0]
-        HALF: tl.constexpr = ORDER[1] // 2
-        within = place % COLUMNS
-        half, run, code = within % 2, within // 2 % 4, within // 8
-        column = place - within + run * (COLUMNS // 4) + code // HALF * ORDER[1] + half * HALF + code % HALF
-    return column
+def line_in_order(line, ORDER: tl.constexpr):
+    """The columns [n] of a row, a multiple of the order's, in the order of the product; as they are for None."""
+    if ORDER is not None:
+        line = in_order(line[None, :], ORDER[0], ORDER[1]).reshape(line.shape[0])
+    return line

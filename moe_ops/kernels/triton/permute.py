@@ -15,7 +15,7 @@ from meta.arch import TYPICAL
 from moe_ops.counters import Row
 from moe_ops.kernels.triton.act_quant import Beside, beside_arguments, fill, quantize_beside
 from moe_ops.kernels.triton.block_scales import quantize_group, store_nv_rows
-from moe_ops.kernels.triton.order import column_at
+from moe_ops.kernels.triton.order import line_in_order
 from moe_ops.kernels.triton.record import launch
 from moe_ops.kernels.triton.util import (
     cdiv,
@@ -394,7 +394,7 @@ def _scatter_rows_kernel(
     t = tl.program_id(0)
     h_start = tl.program_id(1) * BLOCK_H
     h = h_start + tl.arange(0, BLOCK_H)
-    x = tl.load(hidden_ptr + t.to(tl.int64) * stride_t + column_at(h, ORDER), mask=h < H, other=0.0)
+    x = line_in_order(tl.load(hidden_ptr + t.to(tl.int64) * stride_t + h, mask=h < H, other=0.0), ORDER)
     for k in tl.static_range(TOP_K):
         row = t if pair_to_row_ptr is None else tl.load(pair_to_row_ptr + t * TOP_K + k)
         weight = None if weights_ptr is None else tl.load(weights_ptr + t * TOP_K + k).to(tl.float32)
