@@ -2,19 +2,24 @@
 
 A decode step of an MoE model moves two things: expert weights and the key/value cache. Model code that passes a mask
 repeats every key and value head once per query head before `scaled_dot_product_attention`, because not every kernel
-of it takes fewer key than query heads. Under torch.compile that copy is written and read back at every step: with
-eight query heads per key head, 17 times the bytes of the cache.
+of it takes fewer key than query heads; code that writes attention out, as gpt-oss does for its sinks, before each of
+the two products. Under torch.compile that copy is written and read back at every step: with eight query heads per key
+head, 17 times the bytes of the cache.
 
     unsqueeze -> expand -> reshape --+                          (also repeat_interleave)
     unsqueeze -> expand -> reshape --+--> scaled_dot_product_attention(q, k, v, mask)
     becomes
     scaled_dot_product_attention(q, keys, values, mask, enable_gqa=True)
 
-Why the rewrite is legal. `enable_gqa=True` is defined as repeating each key and value head for its group of
-consecutive query heads, which is what the matched nodes do; the cache is not overwritten between the repetition and
-the attention; and torch chooses the same kernel for both forms, so it neither computes differently nor runs a slower
-one. Left alone: calls whose inputs require grad, calls with one of the two repeated only, and calls for which the
-kernel would change.
+    unsqueeze -> expand -> reshape -> [transpose] ---> matmul(q, repeated)
+    becomes, of as many query heads as share a key head one matrix,
+    matmul(q.unflatten(1, (-1, times)).flatten(2, 3), heads).unflatten(2, (times, -1)).flatten(1, 2)
+
+Why the rewrites are legal. `enable_gqa=True` is defined as repeating each key and value head for its group of
+consecutive query heads, which is what the matched nodes do; torch chooses the same kernel for both forms, so it neither
+computes differently nor runs a slower one. A number of a product is the same sum of the same products, in the same
+dtype. The cache is not overwritten between the repetition and its use. Left alone: inputs that require grad, calls of
+attention with one of the two repeated only, and those for which the kernel would change.
 """
 
 from __future__ import annotations
@@ -26,7 +31,8 @@ from typing import Any
 from torch import fx
 
 from compile_passes.compat import fake_mode_of, sdpa_kernel
-from compile_passes.match import Refusal, location
+from compile_passes.match import Refusal, Weight, location
+from compile_passes.patterns.contraction import peel_transpose
 from compile_passes.reading import Reading
 from compile_passes.recognise import closure
 from compile_passes.rewrite import Rewriter
@@ -45,32 +51,78 @@ class Repeated:
     times: int
 
 
-Change = tuple[fx.Node, Repeated, Repeated]
+@dataclass(frozen=True)
+class SharedProduct:
+    """``node``: the product of ``left`` [B, heads, T, X] with repeated heads [B, heads, X, S], transposed or not."""
+
+    node: fx.Node
+    left: fx.Node
+    right: Repeated
+    transposed: bool
 
 
-def shareable(reading: Reading) -> list[Change]:
-    """The attention calls that need not repeat their key and value heads, with both repetitions."""
-    found = []
+@dataclass(frozen=True)
+class SharedCall:
+    """``node``: a call of attention with repeated keys and values."""
+
+    node: fx.Node
+    key: Repeated
+    value: Repeated
+
+
+def shareable(reading: Reading) -> list[SharedCall | SharedProduct]:
+    """The calls of attention, and products, that need not repeat key and value heads."""
+    found: list[SharedCall | SharedProduct] = []
     for node in reading.graph.nodes:
-        call = reading.read(node, "sdpa", "query key value attn_mask dropout_p is_causal scale")
-        if call is None:
-            continue
-        key, value = repeated_heads(reading, call["key"]), repeated_heads(reading, call["value"])
-        if key is None or value is None:
-            continue
-        reason = _refuses(reading, node, call, key, value)
-        if reason is None:
-            found.append((node, key, value))
-        else:
+        change, reason = _call(reading, node) or _product(reading, node) or (None, None)
+        if change is not None and reason is None:
+            found.append(change)
+        elif change is not None:
             log.info("key and value heads stay repeated at %s: %s", location(node), reason)
     return found
 
 
-def share_heads(rewriter: Rewriter, found: list[Change]) -> int:
-    """Let the calls of `shareable` read key and value heads without repeating them; returns how many there were."""
-    for node, key, value in found:
-        rewriter.apply_shared_heads(node, {"key": (1, key.source), "value": (2, value.source)})
+def share_heads(rewriter: Rewriter, found: list[SharedCall | SharedProduct]) -> int:
+    """Let those of `shareable` read key and value heads without repeating them; returns how many there were."""
+    for one in found:
+        if isinstance(one, SharedCall):
+            rewriter.apply_shared_heads(one.node, {"key": (1, one.key.source), "value": (2, one.value.source)})
+        else:
+            rewriter.apply_shared_product(one.node, one.left, one.right.source, one.right.times, one.transposed)
     return len(found)
+
+
+def _call(reading: Reading, node: fx.Node) -> tuple[SharedCall, str | None] | None:
+    """A call of attention that repeats heads, and why it has to stay as it is."""
+    call = reading.read(node, "sdpa", "query key value attn_mask dropout_p is_causal scale")
+    if call is None:
+        return None
+    key, value = repeated_heads(reading, call["key"]), repeated_heads(reading, call["value"])
+    if key is None or value is None:
+        return None
+    return SharedCall(node, key, value), _refuses(reading, node, call, key, value)
+
+
+def _product(reading: Reading, node: fx.Node) -> tuple[SharedProduct, str | None] | None:
+    """The same of a product."""
+    call = reading.read(node, "matmul", "x y")
+    if call is None or rank(node) != 4:
+        return None
+    turned = peel_transpose(reading, Weight(call["y"], False))
+    right = repeated_heads(reading, turned.node)
+    if right is None:
+        return None
+    product = SharedProduct(node, call["x"], right, turned.transposed)
+    left, wide, heads, result = map(example, (call["x"], call["y"], right.source, node))
+    if left is None or wide is None or heads is None or result is None:
+        return product, "the graph carries no shapes for it"
+    if left.dim() != 4 or not all(map(equal_sizes, left.shape[:2], wide.shape[:2])):
+        return product, "what is multiplied has not one head for each repeated one"
+    if not left.dtype == heads.dtype == result.dtype:
+        return product, "it is computed in another dtype"
+    if left.requires_grad or heads.requires_grad:
+        return product, "its inputs require grad"
+    return product, _unsafe(reading, node, [right], closure(reading, call["y"], [right.source]))
 
 
 def may_repeat_heads(node: fx.Node) -> bool:
@@ -111,14 +163,10 @@ def _refuses(reading: Reading, node: fx.Node, call: Call, key: Repeated, value: 
     """Why the call has to stay as it is, or None."""
     if key.times != value.times or call["enable_gqa"]:
         return "keys and values are repeated differently"
-    region = {node} | closure(reading, key.value, [key.source]) | closure(reading, value.value, [value.source])
-    sources = [key.source, value.source]
-    problem = unknown_tensors(reading, region, sources) or different_scope(reading, region)
-    if problem is not None:
-        return problem.reason
-    changed = changed_memory(reading, region, sources, node, node)
-    if isinstance(changed, Refusal) or changed:
-        return changed.reason if isinstance(changed, Refusal) else "an input is overwritten that may be the cache"
+    between = closure(reading, key.value, [key.source]) | closure(reading, value.value, [value.source])
+    reason = _unsafe(reading, node, [key, value], between)
+    if reason is not None:
+        return reason
     query, mask = example(call["query"]), example(call["attn_mask"])
     if query is None or (mask is None and call["attn_mask"] is not None):
         return "the graph carries no shapes for it"
@@ -136,3 +184,15 @@ def _refuses(reading: Reading, node: fx.Node, call: Call, key: Repeated, value: 
     before = sdpa_kernel(fake_mode_of(query), repeated, **options)
     after = sdpa_kernel(fake_mode_of(query), shared, **options, enable_gqa=True)
     return None if before == after else f"torch would change from its kernel {before} to {after}"
+
+
+def _unsafe(reading: Reading, node: fx.Node, repeated: list[Repeated], between: set[fx.Node]) -> str | None:
+    """Why ``node`` may not read the heads that are ``repeated`` by what is ``between``, or None."""
+    region, sources = {node} | between, [one.source for one in repeated]
+    problem = unknown_tensors(reading, region, sources) or different_scope(reading, region)
+    if problem is not None:
+        return problem.reason
+    changed = changed_memory(reading, region, sources, node, node)
+    if isinstance(changed, Refusal) or changed:
+        return changed.reason if isinstance(changed, Refusal) else "an input is overwritten that may be the cache"
+    return None

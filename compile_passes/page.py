@@ -70,7 +70,7 @@ def _summary(report: Report) -> str:
         _chip(f"<b>{report.graph_breaks}</b> graph break(s)", "bad" if report.graph_breaks else ""),
     ]
     if report.shared_heads:
-        chips.append(_chip(f"<b>{report.shared_heads}</b> attention call(s) read shared heads in place"))
+        chips.append(_chip(f"<b>{report.shared_heads}</b> attention call(s) or product(s) read shared heads in place"))
     if report.own_calls:
         chips.append(_chip(f"<b>{report.own_calls}</b> operator call(s) of the model's own"))
     if not report.fused and not report.staged and not report.refused and not report.own_calls:

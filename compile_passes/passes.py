@@ -67,7 +67,7 @@ class Report:
         fused, staged, refused: MoE blocks; the staged ones keep code of their own between the experts and the combine.
         routed: `fused_experts` calls of the model's own that got a `fused_topk`.
         joined: operators that took the place of several.
-        shared_heads: attention calls that no longer repeat their key and value heads.
+        shared_heads: attention calls, and products of written-out attention, that no longer repeat heads.
         errors: what went wrong in the pass itself, one line each.
         apart: positions of inputs that have to be different memory for the changed graph to be right, in pairs.
         original: the graph before the change, when there are such pairs.
@@ -187,8 +187,7 @@ def _keep_original(graph: fx.Graph, report: Report) -> None:
 
 def share_attention_heads(graph: fx.Graph) -> Plan:
     """Let grouped-query attention read its heads in place; see `attention`."""
-    attention = any("scaled_dot_product" in str(node.target) for node in graph.nodes if node.op == "call_function")
-    if not attention or not any(map(may_repeat_heads, graph.nodes)):
+    if not any(map(may_repeat_heads, graph.nodes)):
         return Plan(Report())
     reading, report = Reading(graph), Report()
     found = shareable(reading)

@@ -110,7 +110,7 @@ class Report:
     Attributes:
         fused, refused: MoE blocks, in graph order.
         staged: blocks whose experts and combine are replaced, with code of the model (a norm) left between them.
-        shared_heads: attention calls that read key and value heads without repeating them.
+        shared_heads: attention calls, and products of written-out attention, that read heads without repeating them.
         own_calls: calls of `fused_experts` or `fused_moe` that the model makes itself; nothing is left to fuse.
         graphs: graphs captured.
         graph_break_reasons: "reason (file:line)" of every graph break.
@@ -194,7 +194,7 @@ class Report:
         for row in self.refused:
             lines += ["", str(row)]
         if self.shared_heads:
-            lines += ["", f"{self.shared_heads} attention call(s) read key and value heads without repeating them"]
+            lines += ["", f"{self.shared_heads} attention call(s) or product(s) read key and value heads without repeating them"]
         if self.own_calls:
             lines += ["", f"{self.own_calls} call(s) of moe_ops operators are the model's own"]
         elif not self.fused and not self.staged and not self.refused:

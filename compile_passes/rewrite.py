@@ -134,6 +134,23 @@ class Rewriter:
         call.kwargs = {**call.kwargs, "enable_gqa": True}
         self._sweep([node for node in old if isinstance(node, fx.Node)])
 
+    def apply_shared_product(
+        self, product: fx.Node, left: fx.Node, heads: fx.Node, times: int, transposed: bool
+    ) -> None:
+        """Multiply ``left`` [B, heads * times, T, X] with heads of which so many in a row share one, all at once."""
+        builder = Builder(self.graph, product)
+        with self.graph.inserting_before(product):
+            right, rows = self._node(heads), self._node(left)
+            if transposed:
+                right = builder.call(_ATEN.transpose.int, (right, 2, 3))
+            rows = builder.call(_ATEN.unflatten.int, (rows, 1, [-1, times]))
+            rows = builder.call(_ATEN.flatten.using_ints, (rows, 2, 3))
+            made = builder.call(_ATEN.matmul.default, (rows, right))
+            made = builder.call(_ATEN.unflatten.int, (made, 2, [times, -1]))
+            made = builder.call(_ATEN.flatten.using_ints, (made, 1, 2))
+        self._replace(product, made)
+        self._sweep([product])
+
     def _build(self, builder: Builder, match: MoEMatch) -> tuple[fx.Node, fx.Node]:
         """The new nodes; returns the `fused_experts` node and the block's result in its original dtype."""
         projections = self._projections(builder, match)

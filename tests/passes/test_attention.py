@@ -90,6 +90,74 @@ def test_no_mask_and_other_options_stay():
     torch.testing.assert_close(result, step(*arguments), rtol=0, atol=0)
 
 
+def written_out(repeat):
+    """As transformers' eager attention, with gpt-oss's sinks."""
+
+    def step(q, k, v, mask):
+        scores = torch.matmul(q, repeat(k).transpose(2, 3)) * 0.25
+        scores = scores.masked_fill(~mask, float("-inf"))
+        sinks = torch.ones(1, HEADS, 1, 1).expand(B, -1, q.shape[2], -1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+        return weights @ repeat(v)
+
+    return step
+
+
+@pytest.mark.parametrize("length", [1, S], ids=["decode", "prefill"])
+@pytest.mark.parametrize("repeat", [expanded, unsqueezed, interleaved], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_products_of_repeated_heads_are_of_shared_ones(repeat, length, dynamic):
+    arguments = inputs(length)
+    graph, changed, result = captured(written_out(repeat), *arguments, dynamic=dynamic)
+    assert changed == 2
+    products = [node for node in graph.nodes if "matmul" in str(node.target)]
+    assert [node.meta["example_value"].shape[1:3] for node in products] == 2 * [(KV_HEADS, REPEATS * length)]
+    assert not any("repeat_interleave" in str(node.target) for node in graph.nodes)
+    exact = written_out(repeat)(*(x.double() for x in arguments[:3]), arguments[3])
+    error, original = ((got - exact).norm() for got in (result, written_out(repeat)(*arguments)))
+    assert error <= 1.2 * original  # one rounding of each sum: whichever order a product of this shape has
+
+
+@pytest.mark.parametrize("repeat", [tiled, tiled_by_expand], ids=lambda f: f.__name__)
+def test_products_with_another_order_of_heads_are_left_alone(repeat):
+    arguments = inputs()
+    _, changed, result = captured(written_out(repeat), *arguments)
+    assert changed == 0
+    torch.testing.assert_close(result, written_out(repeat)(*arguments), rtol=0, atol=0)
+
+
+def broadcast(q, k, v, mask):
+    """One query head for all: not one for each repeated head."""
+    return q[:, :1] @ expanded(k).mT
+
+
+def overwritten_before_its_product(q, k, v, mask):
+    keys = expanded(k)
+    k.mul_(2.0)
+    return q @ keys.mT
+
+
+def in_another_dtype(q, k, v, mask):
+    with torch.autocast("cpu", torch.bfloat16):
+        return q @ expanded(k).mT
+
+
+@pytest.mark.parametrize("step", [broadcast, overwritten_before_its_product, in_another_dtype], ids=lambda f: f.__name__)
+def test_products_that_are_left_alone(step):
+    q, k, v, mask = inputs()
+    _, changed, result = captured(step, q, k.clone(), v, mask)
+    assert changed == 0
+    torch.testing.assert_close(result, step(q, k.clone(), v, mask), rtol=0, atol=0)
+
+
+def test_products_in_training_are_left_alone():
+    q, k, v, mask = inputs(requires_grad=True)
+    _, changed, result = captured(written_out(expanded), q, k, v, mask)
+    assert changed == 0
+    result.sum().backward()
+    assert k.grad is not None
+
+
 @pytest.mark.parametrize("repeat", [tiled, tiled_by_expand], ids=lambda f: f.__name__)
 def test_another_order_of_heads_is_left_alone(repeat):
     arguments = inputs()
@@ -162,9 +230,10 @@ def test_copies_that_are_read_elsewhere_stay():
     torch.testing.assert_close(total, want_total)
 
 
-def test_a_transformers_model_shares_heads_in_every_layer():
-    """Through Inductor: `tests/infra/test_benchmarks.py`."""
-    model, ids = build("qwen3_moe", torch.float32, "grouped_mm", num_hidden_layers=2), tokens(2, 8)
+@pytest.mark.parametrize(("family", "changed"), [("qwen3_moe", 2), ("gpt_oss", 4)])
+def test_a_transformers_model_shares_heads_in_every_layer(family, changed):
+    """Of gpt-oss, which writes attention out, in both products. Through Inductor: `tests/infra/test_benchmarks.py`."""
+    model, ids = build(family, torch.float32, "grouped_mm", num_hidden_layers=2), tokens(2, 8)
     padded = torch.ones_like(ids)
     padded[0, :3] = 0  # a mask, which is why transformers repeats the heads
     torch.compiler.reset()
@@ -172,5 +241,5 @@ def test_a_transformers_model_shares_heads_in_every_layer():
     with torch.no_grad():
         want = model(ids, attention_mask=padded).logits
         got = torch.compile(model, backend="moe_ops_eager", fullgraph=True)(ids, attention_mask=padded).logits
-    assert counters["moe_ops"]["shared_heads"] == 2
+    assert counters["moe_ops"]["shared_heads"] == changed
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
