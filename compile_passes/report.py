@@ -194,7 +194,7 @@ class Report:
         for row in self.refused:
             lines += ["", str(row)]
         if self.shared_heads:
-            lines += ["", f"{self.shared_heads} attention call(s) or product(s) read key and value heads without repeating them"]
+            lines += ["", f"{self.shared_heads} attention call(s) or product(s) read heads without repeating them"]
         if self.own_calls:
             lines += ["", f"{self.own_calls} call(s) of moe_ops operators are the model's own"]
         elif not self.fused and not self.staged and not self.refused:

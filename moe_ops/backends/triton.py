@@ -74,8 +74,8 @@ def refuses(problem: Problem) -> str | None:
     scheme = SCHEMES.get(problem.scheme)
     if scheme is not None and E4M3 in scheme.dtypes and (reason := lacks(problem.arch, "fp8")):
         return f"scheme {problem.scheme} {reason}"
-    if problem.scheme in triton_plans.PACKED and problem.dtype != torch.bfloat16:
-        return f"scheme {problem.scheme} takes bfloat16 activations, got {problem.dtype}"
+    if problem.scheme in triton_plans.PACKED and problem.dtype == torch.float32:
+        return f"scheme {problem.scheme} takes bfloat16 or float16 activations, got {problem.dtype}"
     return lacks(problem.arch, "kernels")
 
 

@@ -135,7 +135,7 @@ def compile_mm(
         num_warps=warps,
         num_stages=stages,
         launch_pdl=capability >= 90,
-        maxnreg=most_registers(config, glu, scaled=quantized, decoded=False),
+        maxnreg=most_registers(config, glu, scaled=quantized, decoded=False, in_two=False),
     )
 
 

@@ -5,6 +5,7 @@ decoders of whole words decode.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -29,6 +30,7 @@ from tests.crosscompile.compiling import Compiled, compile_kernel
 
 E, K, H, I = 128, 8, 2048, 768
 TYPES = {torch.uint8: "u8", torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv", torch.bfloat16: "bf16"}
+TYPES |= {torch.float16: "fp16"}
 TYPES |= {torch.int16: "i16"}
 TYPES |= {torch.float32: "fp32", torch.float64: "fp64", torch.int32: "i32"}
 
@@ -42,11 +44,11 @@ def descriptor(made: TensorDescriptor | GluonDescriptor | None) -> str | None:
 
 def product(
     scheme: str, tile: MMConfig, *, layout: str | None, blocks: ActivationFormat | None = None, wide: bool = False,
-    stored_as: str | None = None, zeros: torch.dtype | None = None, **options: Any,
+    stored_as: str | None = None, zeros: torch.dtype | None = None, dtype: torch.dtype = torch.bfloat16, **options: Any,
 ) -> tuple[ExpertMM, MMConfig, torch.Tensor]:  # fmt: skip
     """(one product with Qwen3-30B-A3B's dimensions, its tile, rows): GEMM 1 of a layout of two halves, or GEMM 2; of
     rows in a format of `meta.blocks`, which GEMM 1 leaves, too; fp32 scales in fp64 where `wide`; of what another
-    scheme stores, `stored_as`; with zero points.
+    scheme stores, `stored_as`; with zero points; of hidden states of a `dtype`.
     """
     N, depth = (2 * I, H) if layout else (H, I)
     stored, scales = SCHEMES[stored_as or scheme].quantize(torch.randn(2, N, depth))
@@ -56,12 +58,12 @@ def product(
     weight = Operand(stored, SCHEMES[scheme], scales)
     form = blocks or SCHEMES[scheme].rows
     first = {"glu_layout": layout, "activation": "silu", "quantize_output": form is not None} if layout else {}
-    mm = ExpertMM(weight, torch.bfloat16, **first, blocks=blocks, **options)
+    mm = ExpertMM(weight, dtype, **first, blocks=blocks, **options)
     tile = fit(tile, mm)
     order = mm.order(tile)
     out_order = (min(order[0], mm.columns(tile)), order[1]) if order and layout else None
     mm = replace(mm, rows_order=order, out_order=out_order)
-    rows = torch.empty(256, depth, dtype=torch.bfloat16)
+    rows = torch.empty(256, depth, dtype=dtype)
     if form is not None:
         rows = torch.empty(256, depth // form.pack, dtype=form.dtype)
     return mm, tile, rows
@@ -116,7 +118,7 @@ def compile_packed(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         launch_pdl=True,
-        maxnreg=most_registers(tile, mm.glu, scaled=mm.is_scaled, decoded=mm.is_decoded),
+        maxnreg=most_registers(tile, mm.glu, scaled=mm.is_scaled, decoded=mm.is_decoded, in_two=mm.in_two),
     )
 
 
@@ -127,12 +129,12 @@ PRODUCTS = pytest.mark.parametrize(
 )
 
 
-def compile_for(scheme: str, tokens: int, gated: bool, *, wide: bool = False) -> Compiled:
+def compile_for(scheme: str, tokens: int, gated: bool, **options: Any) -> Compiled:
     """By the tile of so many tokens."""
     sizes = (2 * I, H) if gated else (H, I)
     tile = tile_for(scheme, E, bucket(tokens * K), *sizes, "NVIDIA H200", 90, "up")
-    kernel = compile_packed(scheme, tile, gated=gated, wide=wide)
-    tile = product(scheme, tile, layout="concat" if gated else None)[1]
+    kernel = compile_packed(scheme, tile, gated=gated, **options)
+    tile = product(scheme, tile, layout="concat" if gated else None, **options)[1]
     if tile.block_m > 64:
         assert 2 * kernel.registers * 32 * tile.num_warps <= 65536, "two programs share a multiprocessor"
         assert 2 * (kernel.shared + 1024) <= 228 * 1024, "and its memory"
@@ -150,6 +152,18 @@ def test_compiles(scheme: str, tokens: int, gated: bool) -> None:
     assert products and all(operand.startswith("R") for operand in products)
     waits = re.findall(r"wgmma\.wait_group\.sync\.aligned (\d+)", kernel.ptx)
     assert waits and set(waits) == {"0"}
+
+
+@PRODUCTS
+@pytest.mark.parametrize("scheme", sorted(PACKED))
+def test_compiles_for_fp16_activations(scheme: str, tokens: int, gated: bool) -> None:
+    """In bf16, both parts of a row with the same decoded weights: every first operand is read twice."""
+    kernel = compile_for(scheme, tokens, gated, dtype=torch.float16)
+    products = re.findall(r"HGMMA\S+\.BF16 R\d+, (R\d+),", kernel.sass)
+    assert products and kernel.ptx_count("wgmma.mma_async") == len(products)
+    assert all(count % 2 == 0 for count in Counter(products).values())
+    waits = re.findall(r"wgmma\.wait_group\.sync\.aligned (\d+)", kernel.ptx)
+    assert waits and set(waits) == {"0"} and not kernel.overwritten
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gate_up", "down"])

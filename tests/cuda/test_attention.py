@@ -15,6 +15,15 @@ pytestmark = pytest.mark.cuda
 B, HEADS, KV_HEADS, S, D = 4, 32, 4, 1024, 128
 
 
+def inputs(length, dtype):
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(B, heads, tokens, D, device="cuda", dtype=dtype)
+        for heads, tokens in ((HEADS, length), (KV_HEADS, S), (KV_HEADS, S))
+    )
+    return q, k, v, torch.rand(B, 1, length, S, device="cuda") < 0.8
+
+
 def step(q, k, v, mask):
     return F.scaled_dot_product_attention(q, expanded(k, HEADS // KV_HEADS), expanded(v, HEADS // KV_HEADS), mask)
 
@@ -22,12 +31,7 @@ def step(q, k, v, mask):
 @pytest.mark.parametrize("length", [1, 128], ids=["decode", "prefill"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_shared_heads(length, dtype):
-    torch.manual_seed(0)
-    q, k, v = (
-        torch.randn(B, heads, tokens, D, device="cuda", dtype=dtype)
-        for heads, tokens in ((HEADS, length), (KV_HEADS, S), (KV_HEADS, S))
-    )
-    mask = torch.rand(B, 1, length, S, device="cuda") < 0.8
+    q, k, v, mask = inputs(length, dtype)
     torch.compiler.reset()
     counters.clear()
     with torch.no_grad(), fresh_cache():  # passes run, and count, when nothing is cached
@@ -37,3 +41,24 @@ def test_shared_heads(length, dtype):
     assert counters["moe_ops"]["shared_heads"] == 1
     error, original = ((got.double() - exact).norm() / exact.norm() for got in (shared, repeated))
     assert error <= original * 1.02  # the same kernel; it may split the keys at other places
+
+
+def written_out(q, k, v, mask):
+    scores = q @ expanded(k, HEADS // KV_HEADS).mT * D**-0.5
+    return scores.masked_fill(~mask, float("-inf")).softmax(-1) @ expanded(v, HEADS // KV_HEADS)
+
+
+@pytest.mark.parametrize("length", [1, 128], ids=["decode", "prefill"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_products_of_shared_heads(length, dtype):
+    """Of attention that is written out; what lies between them is rounded alike."""
+    q, k, v, mask = inputs(length, dtype)
+    torch.compiler.reset()
+    counters.clear()
+    with torch.no_grad(), fresh_cache():
+        shared = torch.compile(written_out, backend="moe_ops", fullgraph=True)(q, k, v, mask)
+        repeated = torch.compile(written_out, fullgraph=True)(q, k, v, mask)
+        exact = written_out(q.double(), k.double(), v.double(), mask)
+    assert counters["moe_ops"]["shared_heads"] == 2
+    error, original = ((got.double() - exact).norm() / exact.norm() for got in (shared, repeated))
+    assert error <= original * 1.02

@@ -45,6 +45,30 @@ def test_a_layer_is_as_near_to_float64_as_its_row_says(scheme, format, T, bias, 
     assert_contract(got, layer)
 
 
+@pytest.mark.parametrize("T", [1, 17, 300, 4096])
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+@pytest.mark.parametrize("scheme", DECODED)
+def test_fp16_activations_of_decoded_weights(scheme, format, T):
+    """No bit less of them counts: of numbers whose last bits make the sum, both parts of each are multiplied."""
+    layer = layer_of(scheme, T, bias=True, dtype=torch.float16)
+    assert_contract(run(layer, format), layer)
+
+
+@pytest.mark.parametrize("scheme", DECODED)
+def test_fp16_rows_of_results_in_bf16(scheme):
+    torch.manual_seed(0)
+    row, (E, N, K) = SCHEMES[scheme], (2, 256, 256)
+    stored, scales = row.quantize(torch.randn(E, N, K))
+    rows = torch.randn(512, K).half()
+    offsets = torch.tensor([300, 512], dtype=torch.int32)
+    wide = row.dequantize(stored, scales).double()
+    expected = torch.cat([rows[:300].double() @ wide[0].T, rows[300:].double() @ wide[1].T])
+    given = {"weight_scales": [scale.cuda() for scale in scales], "scheme": scheme, "out_dtype": torch.bfloat16}
+    got = moe_ops.grouped_mm(rows.cuda(), stored.cuda(), offsets.cuda(), **given)
+    assert got.dtype == torch.bfloat16
+    assert (got.double().cpu() - expected).norm() <= 1.05 * (expected.bfloat16().double() - expected).norm()
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("T", [3, 300, 4096])
 @pytest.mark.parametrize("scheme", SCHEMES_SERVED)

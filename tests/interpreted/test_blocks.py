@@ -55,6 +55,13 @@ def assert_as_the_reference(layer: SchemeLayer, **options: Any) -> None:
 
 
 @pytest.mark.usefixtures("sm_100")
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+@pytest.mark.parametrize("scheme", ["mxfp8", "nvfp4"])
+def test_a_layer_of_fp16(scheme: str, format: str) -> None:
+    assert_as_the_reference(build(scheme, T=5, sizes=SIZES, bias=True, dtype=torch.float16), format=format)
+
+
+@pytest.mark.usefixtures("sm_100")
 @pytest.mark.parametrize(("scheme", "format", "form", "bias", "expert_map"), CASES, ids=lambda v: str(v).lower())
 def test_a_layer(scheme: str, format: str, form: str, bias: bool, expert_map: bool) -> None:
     assert_as_the_reference(build(scheme, T=5, sizes=SIZES, form=form, bias=bias, expert_map=expert_map), format=format)

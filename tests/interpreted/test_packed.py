@@ -242,8 +242,15 @@ def test_a_group_that_no_tile_fits_is_named() -> None:
         moe_ops.fused_experts(**layer.tensors, **layer.options, backend="triton")
 
 
+@both_paths
+@pytest.mark.parametrize("scheme", sorted(PACKED))
+def test_fp16_activations(scheme: str) -> None:
+    groups = {"H": 128, "I": 128} if SCHEMES[scheme].code.name == "int4" else {}
+    assert_as_accurate_as_the_steps(replace(PLAIN, scheme=scheme, dtype=torch.float16, bias=True, **groups).build())
+
+
 @pytest.mark.parametrize("scheme", sorted(PACKED))
 def test_other_activations_are_refused(scheme: str) -> None:
-    layer = replace(PLAIN, scheme=scheme, dtype=torch.float16).build()
-    with pytest.raises(ValueError, match=f"scheme {scheme} takes bfloat16 activations, got torch.float16"):
+    layer = replace(PLAIN, scheme=scheme, dtype=torch.float32).build()
+    with pytest.raises(ValueError, match=f"scheme {scheme} takes bfloat16 or float16 activations, got torch.float32"):
         moe_ops.fused_experts(**layer.tensors, **layer.options, backend="triton")

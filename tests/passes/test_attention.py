@@ -142,7 +142,9 @@ def in_another_dtype(q, k, v, mask):
         return q @ expanded(k).mT
 
 
-@pytest.mark.parametrize("step", [broadcast, overwritten_before_its_product, in_another_dtype], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "step", [broadcast, overwritten_before_its_product, in_another_dtype], ids=lambda f: f.__name__
+)
 def test_products_that_are_left_alone(step):
     q, k, v, mask = inputs()
     _, changed, result = captured(step, q, k.clone(), v, mask)

@@ -218,7 +218,8 @@ def _launch(
         return
     row_tiles, num_rows, batched = grid
     as_they_come = row_to_pair is None and load is None and descriptor_strides(a, inner=1)
-    if as_they_come and (mm.rows_order or not mm.is_decoded) and mm.specialises(config):
+    in_order = not mm.is_decoded or (mm.rows_order and a.dtype == torch.bfloat16)
+    if as_they_come and in_order and mm.specialises(config):
         _launch_decoded(a, mm, extents, config, out, grid, pdl)
         return
     made = mm.prepare(a, out, config, gathered=row_to_pair is not None)
@@ -255,7 +256,7 @@ def _launch(
         pdl,
     )
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "launch_pdl": pdl}
-    registers = most_registers(config, mm.glu, scaled=mm.is_scaled, decoded=mm.is_decoded)
+    registers = most_registers(config, mm.glu, scaled=mm.is_scaled, decoded=mm.is_decoded, in_two=mm.in_two)
     if registers is not None:
         options["maxnreg"] = registers
     programs = row_tiles * made.n_tiles

@@ -255,6 +255,11 @@ class ExpertMM:
         return self.is_packed and self.operand.scheme.rows is None
 
     @property
+    def in_two(self) -> bool:
+        """Whether its rows are fp16 beside weights decoded to bf16: then each number is multiplied as a sum of two."""
+        return self.is_decoded and self.out_dtype == torch.float16
+
+    @property
     def is_scaled(self) -> bool:
         """Whether every group's product waits for its scales: `mm_tile`."""
         return self._is_quantised and not self.is_packed
@@ -323,7 +328,7 @@ class ExpertMM:
         if self.waits_for_scales:
             taken = not self.folds_scales and self.group_columns % 64 == 0
         else:
-            taken = self.weight.dtype == torch.int32
+            taken = self.weight.dtype == torch.int32 and not self.in_two
         whole = self.out_features * self.out_dtype.itemsize % 16 == 0
         boxes = config.block_n == GLUON_ROWS and config.block_k <= 128
         return taken and whole and boxes and self._weight_load(config) == TMA_NK.value

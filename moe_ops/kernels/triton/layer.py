@@ -368,7 +368,7 @@ def fit(tile: MMConfig, mm: ExpertMM, *, as_they_are: bool = False) -> MMConfig:
     """An epilogue that quantises needs one scale group of output columns; an e4m3 product of interleaved halves no more
     than 128 columns beside as many rows, as it is one product, and promoted. A sum that is scaled group by group needs
     no more columns at a time than a group has, and of decoded weights, which wait beside it, registers for 64 rows, of
-    tokens, or of weights that are decoded to e4m3: but in `decoded_mm`.
+    tokens, or of weights that are decoded to e4m3: but in `decoded_mm`. So do rows of fp16, both of whose parts wait.
     Rows that are copied into a product's order of columns, not taken as they are, are whole steps. A sum whose scales
     are folded into codes needs as many threads as weight rows, and no more. A product of scaled blocks is of 128 weight
     rows, neither more nor fewer.
@@ -391,6 +391,8 @@ def fit(tile: MMConfig, mm: ExpertMM, *, as_they_are: bool = False) -> MMConfig:
         return tile._replace(block_n=min(tile.block_n, 128))
     if mm.packed is None:
         return tile
+    if mm.in_two and tile.block_m > 64:
+        tile = tile._replace(block_m=64, num_warps=4, num_stages=4)
     if not mm.exact_scales and (columns := mm.group_columns):
         block_k = min(tile.block_k, columns & -columns)
         if block_k < SMALLEST_GROUP:

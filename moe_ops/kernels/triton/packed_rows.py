@@ -136,10 +136,13 @@ def _of_units(product, UNIT: tl.constexpr):
 
 @triton.jit
 def _times_factor(x):
-    """bf16 x in the units that e2m1's need, exact."""
-    if INTERPRETED:
+    """bf16 or fp16 x in the units that e2m1's need, exact: bf16, or fp32."""
+    if x.dtype == tl.float16:
+        return x.to(tl.float32) * E2M1_FACTOR
+    elif INTERPRETED:
         return round_to(widen(x) * E2M1_FACTOR, tl.bfloat16)
-    return x * tl.full((1, 1), E2M1_FACTOR, tl.bfloat16)
+    else:
+        return x * tl.full((1, 1), E2M1_FACTOR, tl.bfloat16)
 
 
 @triton.jit
@@ -172,7 +175,7 @@ def _unit_sums(
         shift = tl.broadcast_to(zero[:, :, :, None], (P, N, BLOCK_K // UNIT, UNIT // TOGETHER))
         shift = shift.reshape(P * N, BLOCK_K // TOGETHER)
     if CODE == E2M1:
-        value = _times_factor(value)  # in bf16, before it goes to where the weights are
+        value = _times_factor(value)  # before it goes to where the weights are
     flat = codes.reshape(P * N, codes.shape[2])
     if TOGETHER == 1:
         number = decode_bytes(flat, shift, CODE)
@@ -201,7 +204,8 @@ def row_sums(
     Args:
         stored: `load_stored` of the first columns, which may be on its way before x is known.
         operand: `packed_operand`.
-        x: pointers [P], or [1] for all, to bf16 vectors of K columns; x_held: which of them are read, the others are 0.
+        x: pointers [P], or [1] for all, to bf16 or fp16 vectors of K columns; x_held: those that are read, the others
+            are 0.
         x_factor: multiplied with x and rounded as x is stored, or None.
     """
     total = _unit_sums(stored, x, x_held, x_factor, 0, K, PACKED, STRIDES, BLOCK_K)

@@ -1,4 +1,5 @@
-"""One output tile of an expert GEMM whose weights are codes of four or eight bits and whose activations are bf16.
+"""One output tile of an expert GEMM whose weights are codes of four or eight bits and whose activations are bf16, or
+fp16, whose rows are multiplied as the sum of two of bf16.
 
 The stored bytes come by descriptor and are decoded in registers (`codes`), where they are the first operand of the
 product; the rows are the second. The accumulator is therefore the tile transposed, and weight rows fill the 64 rows
@@ -137,6 +138,15 @@ def awaited(summed):
 
 
 @triton.jit
+def _in_two(rows):
+    """Two bf16 numbers whose sum is the fp16 one, which has three bits more; the second is 0 of what is not finite."""
+    wide = rows.to(tl.float32)
+    first = wide.to(tl.bfloat16)
+    second = tl.where(tl.abs(wide) < float("inf"), wide - first.to(tl.float32), 0.0)
+    return first, second.to(tl.bfloat16)
+
+
+@triton.jit
 def packed_tile(
     a,
     a_desc,
@@ -236,6 +246,9 @@ def packed_tile(
             decoded = decoded.reshape(BLOCK_N, BLOCK_K)
         if INTERPRETED:
             rows = rows.to(tl.float32)
+        elif rows.dtype == tl.float16:
+            rows, rest = _in_two(rows)
+            summed = tl.dot(decoded, rest.T, summed)
         summed = tl.dot(decoded, rows.T, summed, input_precision="ieee")
         if not INTERPRETED:
             summed = awaited(summed)
