@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from meta.arch import FIRST_CAPABILITY, HOPPER, SCALED_BLOCKS, TYPICAL, lookup_gpu
 from meta.cost import TileCost, Work, expected_experts, pairwise_us, product_us, robust_us
+from meta.formats import E4M3
 from meta.schemes import SCHEMES, WHOLE
-from moe_ops.kernels.triton.config import MMConfig, SmallConfig
+from moe_ops.kernels.triton.config import MMConfig, SmallConfig, are_promoted
 from moe_ops.plans import LayerKey, Plan, measured, tokens_of
 
 NAME = "triton"
@@ -116,6 +117,12 @@ PACKED = frozenset(name for name, row in SCHEMES.items() if row.quantized and ro
 #: And those whose codes are decoded for e4m3 ones.
 DECODED = PACKED | {name for name, row in SCHEMES.items() if row.pack > 1}
 FP8_DECODED = DECODED - PACKED
+#: And those of e4m3 on both sides, whose products of many rows are `promoted_mm`'s where there is Gluon for Hopper.
+PROMOTED = frozenset(
+    name
+    for name, row in SCHEMES.items()
+    if row.rows is not None and name not in DECODED and row.rows.dtype == row.weight_dtype == E4M3
+)
 
 
 def _packed_tile(scheme: str, work: Work, sm: int) -> MMConfig:
@@ -291,6 +298,8 @@ def _tile(scheme: str, work: Work, gpu: str, sm: int, column: str) -> tuple[MMCo
     # Then every column has its scale, for which 128 rows leave no registers (us on an H200, gpt-oss-120b's dimensions,
     # T = 4096: 4428, with 64 rows 1893).
     ragged = column == "up" and runs_on(scheme, work.N // 2)
+    if scheme in PROMOTED and sm == HOPPER and not ragged and are_promoted(work.T * work.K, work.E):
+        return _streamed(128, 256, 128, 8, 8, 3), 0.0
     costs = {
         family.tile: cost
         for family in FAMILIES[kind(scheme)]

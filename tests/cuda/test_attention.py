@@ -57,7 +57,7 @@ def test_products_of_shared_heads(length, dtype):
     counters.clear()
     with torch.no_grad(), fresh_cache():
         shared = torch.compile(written_out, backend="moe_ops", fullgraph=True)(q, k, v, mask)
-        repeated = torch.compile(written_out, fullgraph=True)(q, k, v, mask)
+        repeated = written_out(q, k, v, mask)
         exact = written_out(q.double(), k.double(), v.double(), mask)
     assert counters["moe_ops"]["shared_heads"] == 2
     error, original = ((got.double() - exact).norm() / exact.norm() for got in (shared, repeated))

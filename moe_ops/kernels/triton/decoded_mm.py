@@ -115,7 +115,9 @@ def boxes(count, shape):
 
 
 @gluon.jit
-def _table(extents, num_rows, E: gl.constexpr, BLOCK: gl.constexpr, N_TILES: gl.constexpr, BATCHED: gl.constexpr):
+def table_of_tiles(
+    extents, num_rows, E: gl.constexpr, BLOCK: gl.constexpr, N_TILES: gl.constexpr, BATCHED: gl.constexpr
+):
     """`util.cut_into_tiles` in every warp, and how many tiles there are."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([max(BLOCK[4] // 32, 1)], [32], [gl.num_warps()], [0])
     e = gl.arange(0, BLOCK[4], layout=LAYOUT)
@@ -139,7 +141,7 @@ def _bring(given, SIZES: gl.constexpr):
     ROWS: gl.constexpr = w_desc.block_shape[-2]
     OF_ROWS: gl.constexpr = BLOCK[0] * BLOCK[2] * a_desc.dtype.primitive_bitwidth // 8
     BYTES: gl.constexpr = OF_ROWS + BLOCK[1] * WORDS * w_desc.dtype.primitive_bitwidth // 8
-    table, tiles = _table(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
+    table, tiles = table_of_tiles(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
     place = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         expert, first, _, n_tile = find_tile(tile, table, BLOCK[0], 0, N_TILES, BLOCK[3])
@@ -299,7 +301,7 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
     SCALED: gl.constexpr = INNER_STRIDES is not None and not EXACT  # group by group, where their sums are complete
     # After every step, else after every other; sums of e4m3 have too few bits for more columns.
     EACH: gl.constexpr = SCALED and (FP8 or GROUP_K % (2 * BLOCK_K) != 0)
-    table, tiles = _table(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
+    table, tiles = table_of_tiles(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
     place = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         expert, first, past, n_tile = find_tile(tile, table, BLOCK[0], 0, N_TILES, BLOCK[3])

@@ -148,8 +148,8 @@ def grouped_mm(
         (out [R, N], out_scale [R, groups of N], empty unless `mm.quantize_output`).
     """
     out, out_scale = mm.allocate((num_rows,), a)
-    row_tiles = most_tiles(num_rows, mm.num_experts, config)
-    _launch(a, mm, offsets, config, (out, out_scale), (row_tiles, num_rows, False), row_to_pair, top_k, pdl, load)
+    grid = (num_rows, most_tiles(num_rows, mm.num_experts, config), num_rows, False)
+    _launch(a, mm, offsets, config, (out, out_scale), grid, row_to_pair, top_k, pdl, load)
     if mm.out_static is not None:
         return quantize_static(out, offsets, mm.out_static, mm.form, pdl=pdl)
     if mm.quantize_output and not mm.quantizes_in_tile:
@@ -183,11 +183,12 @@ def batched_mm(
     """
     E, C, K = batch.shape
     out, out_scale = mm.allocate((E, C), batch)
-    row_tiles = E * cdiv(C, config.rows)
+    rows, row_tiles = E * C, E * cdiv(C, config.rows)
     if most_rows is not None:
-        row_tiles = min(row_tiles, most_tiles(most_rows, E, config))
+        rows, row_tiles = min(rows, most_rows), min(row_tiles, most_tiles(most_rows, E, config))
     outputs = (out.view(E * C, mm.out_features), out_scale)
-    _launch(batch.view(E * C, K), mm, expert_num_tokens, config, outputs, (row_tiles, C, True), None, 0, pdl, load)
+    grid = (rows, row_tiles, C, True)
+    _launch(batch.view(E * C, K), mm, expert_num_tokens, config, outputs, grid, None, 0, pdl, load)
     if mm.out_static is not None:
         return quantize_static(out, expert_num_tokens, mm.out_static, mm.form, pdl=pdl)
     if mm.quantize_output and not mm.quantizes_in_tile:
@@ -206,21 +207,26 @@ def _launch(
     extents: torch.Tensor,
     config: MMConfig,
     outputs: tuple[torch.Tensor, torch.Tensor],
-    grid: tuple[int, int, bool],
+    grid: tuple[int, int, int, bool],
     row_to_pair: torch.Tensor | None,
     top_k: int,
     pdl: bool,
     load: Row | None,
 ) -> None:
-    """Launch the kernel on rows `a` [rows, K]; `grid`: (bound on row tiles, num_rows, batched)."""
+    """Launch a kernel on rows `a` [rows, K]; `grid`: (bounds on the rows of all experts and on row tiles, num_rows,
+    batched).
+    """
     out, out_scale = outputs
     if out.numel() == 0:
         return
-    row_tiles, num_rows, batched = grid
+    rows, row_tiles, num_rows, batched = grid
     as_they_come = row_to_pair is None and load is None and descriptor_strides(a, inner=1)
     in_order = not mm.is_decoded or (mm.rows_order and a.dtype == torch.bfloat16)
     if as_they_come and in_order and mm.specialises(config):
         _launch_decoded(a, mm, extents, config, out, grid, pdl)
+        return
+    if as_they_come and mm.promotes(config, rows):
+        _launch_promoted(a, mm, extents, config, outputs, grid, pdl)
         return
     made = mm.prepare(a, out, config, gathered=row_to_pair is not None)
     arguments = (
@@ -274,13 +280,13 @@ def _launch_decoded(
     extents: torch.Tensor,
     config: MMConfig,
     out: torch.Tensor,
-    grid: tuple[int, int, bool],
+    grid: tuple[int, int, int, bool],
     pdl: bool,
 ) -> None:
     """`_launch` of `decoded_mm`, one program for each multiprocessor."""
     from moe_ops.kernels.triton.decoded_mm import _decoded_mm_kernel
 
-    row_tiles, num_rows, batched = grid
+    _, row_tiles, num_rows, batched = grid
     made = mm.prepare_decoded(a, out, config)
     arguments = (
         made.a_desc,
@@ -307,3 +313,46 @@ def _launch_decoded(
     )
     programs = min(row_tiles * made.n_tiles, multiprocessors(a.device))
     launch(_decoded_mm_kernel, (programs,), *arguments, num_warps=8 // made.block[7], launch_pdl=pdl)
+
+
+def _launch_promoted(
+    a: torch.Tensor,
+    mm: ExpertMM,
+    extents: torch.Tensor,
+    config: MMConfig,
+    outputs: tuple[torch.Tensor, torch.Tensor],
+    grid: tuple[int, int, int, bool],
+    pdl: bool,
+) -> None:
+    """`_launch` of `promoted_mm`, one program for each multiprocessor."""
+    from moe_ops.kernels.triton.promoted_mm import _promoted_mm_kernel
+
+    (out, out_scale), (_, row_tiles, num_rows, batched) = outputs, grid
+    made = mm.prepare_promoted(a, out, config)
+    arguments = (
+        made.a_desc,
+        mm.rows_scale,
+        extents,
+        made.w_desc,
+        mm.weight_scale,
+        mm.up_scale_offset,
+        mm.bias,
+        made.out_desc,
+        out_scale,
+        num_rows,
+        mm.alpha,
+        mm.limit,
+        mm.num_experts,
+        mm.out_features,
+        mm.in_features,
+        made.strides,
+        made.block,
+        mm.glu,
+        mm.activation,
+        made.moves[3],
+        mm.scheme,
+        batched,
+        pdl,
+    )
+    programs = min(row_tiles * made.n_tiles, multiprocessors(a.device))
+    launch(_promoted_mm_kernel, (programs,), *arguments, num_warps=4, launch_pdl=pdl)

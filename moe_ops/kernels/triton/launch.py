@@ -17,7 +17,7 @@ from meta.checks import fail
 from meta.operands import Operand
 from meta.schemes import WHOLE, ActivationFormat
 from moe_ops.kernels.triton.codes import CODE_NUMBERS, codes_of_word
-from moe_ops.kernels.triton.config import MMConfig
+from moe_ops.kernels.triton.config import MMConfig, are_promoted
 from moe_ops.kernels.triton.packed_fp8_tile import step_columns
 from moe_ops.kernels.triton.tile_loads import (
     CONCAT,
@@ -110,6 +110,7 @@ PACKED_COLUMNS, SMALLEST_GROUP = 128, 32
 BLOCKS_N = 128  # weight rows of a product of scaled blocks
 GLUON_ROWS = 128  # weight rows of a tile of `decoded_mm`
 MOST_STEPS = 8  # of it that are on their way
+PROMOTED_ROWS = 128  # of tokens, in a tile of `promoted_mm`
 
 
 def hopper_with_gluon(device: torch.device) -> bool:
@@ -125,6 +126,21 @@ def _has_gluon() -> bool:
     except (ImportError, AttributeError):
         return False
     return all(set(names) <= set(inspect.signature(of).parameters) for of, names in called.items())
+
+
+def _for_gluon(made: TensorDescriptor) -> Any:
+    """The same descriptor with a layout in shared memory that tensor cores read; of bytes of codes, four at once."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Descriptor
+
+    if made.base.dtype == torch.uint8:
+        strides = [stride // 2 for stride in made.strides[:-1]] + [1]
+        box = [*made.block_shape[:-1], made.block_shape[-1] // 2]
+        shape = [*made.shape[:-1], made.shape[-1] // 2]
+        made = TensorDescriptor(made.base.view(torch.int16), shape, strides, box)
+    box, size = made.block_shape, made.base.element_size()
+    layout = NVMMASharedLayout(max(s for s in (0, 32, 64, 128) if s <= box[-1] * size), 8 * size, len(box))
+    return Descriptor(made.base, list(made.shape), list(made.strides), list(box), layout)
 
 
 def _alike(one: Operand, other: Operand) -> bool:
@@ -493,19 +509,6 @@ class ExpertMM:
 
     def prepare_decoded(self, a: torch.Tensor, out: torch.Tensor, config: MMConfig) -> Launch:
         """The same for `decoded_mm`; `block` ends with the steps that there is room for and the groups of warps."""
-        from triton.experimental.gluon.language import NVMMASharedLayout
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Descriptor
-
-        def described(made: TensorDescriptor) -> Descriptor:
-            if made.base.dtype == torch.uint8:  # four codes at once
-                strides = [stride // 2 for stride in made.strides[:-1]] + [1]
-                box = [*made.block_shape[:-1], made.block_shape[-1] // 2]
-                shape = [*made.shape[:-1], made.shape[-1] // 2]
-                made = TensorDescriptor(made.base.view(torch.int16), shape, strides, box)
-            box, size = made.block_shape, made.base.element_size()
-            layout = NVMMASharedLayout(max(s for s in (0, 32, 64, 128) if s <= box[-1] * size), 8 * size, len(box))
-            return Descriptor(made.base, list(made.shape), list(made.strides), list(box), layout)
-
         if self.waits_for_scales:
             config = config._replace(block_k=min(config.block_k, self.group_columns & -self.group_columns))
         groups = 2 if self.waits_decoded or self.waits_for_scales else 1
@@ -516,14 +519,48 @@ class ExpertMM:
         room = TYPICAL.shared_kib * 1024 - PROGRAM_BYTES - config.rows * self.columns(config) * out.element_size()
         block = (*config[:4], next_power_of_2(self.num_experts), 0, min(MOST_STEPS, room // step), groups)
         return Launch(
-            a_desc=described(TensorDescriptor(a, list(a.shape), list(a.stride()), [config.rows, config.block_k])),
-            w_desc=described(self._weight_descriptor(TMA_NK.value, part)),
-            out_desc=described(stored),
+            a_desc=_for_gluon(TensorDescriptor(a, list(a.shape), list(a.stride()), [config.rows, config.block_k])),
+            w_desc=_for_gluon(self._weight_descriptor(TMA_NK.value, part)),
+            out_desc=_for_gluon(stored),
             strides=(*self.strides, a.stride(0), self.decoding["zeros"].strides, self.decoding["rows"].strides),
             block=block,
             moves=(True, TMA_NK.value, self.columns(part), self.up_offset < 0),
             walk=TILE_BY_TILE.value,
             n_tiles=cdiv(self.out_features, self.columns(config)),
+        )
+
+    def promotes(self, config: MMConfig, rows: int) -> bool:
+        """Whether `promoted_mm` takes the product of so many rows by descriptor: where Gluon's Hopper is."""
+        large = config.a_tma and config.block_m == PROMOTED_ROWS and not config.tall_m
+        if not (self.is_scaled and large and are_promoted(rows, self.num_experts)):
+            return False
+        if not self.operand.data.dtype == self.operand.scheme.rows.dtype == torch.float8_e4m3fn:
+            return False
+        scale = self.decoding["groups"]
+        # Of blocks, a half of a tile is one of the weight's, and one scale group of a quantised output.
+        blocks = scale.group == (128, 128) and not scale.runs_on and self.glu != INTERLEAVED.value
+        taken = self._weight_load(config) == TMA_NK.value and (scale.group[1] == 0 or blocks)
+        size = 1 if self.quantizes_in_tile else 4 if self.quantize_output else self.out_dtype.itemsize
+        return taken and self.out_features * size % 16 == 0 and hopper_with_gluon(self.weight.device)
+
+    def prepare_promoted(self, a: torch.Tensor, out: torch.Tensor, config: MMConfig) -> Launch:
+        """The same for `promoted_mm`, whose tile is one of its own: two boxes of rows and two of weight rows a step."""
+        from moe_ops.kernels.triton.promoted_mm import HALF, ROWS, STEP, columns_of
+
+        columns, at_once = columns_of(self.glu)
+        part = config._replace(block_n=HALF.value * (2 if self.glu == CONCAT.value else 1), block_k=STEP.value)
+        step = 2 * (ROWS.value + HALF.value) * STEP.value
+        room = TYPICAL.shared_kib * 1024 - PROGRAM_BYTES - 2 * ROWS.value * at_once * out.element_size()
+        block = (PROMOTED_ROWS, 2 * HALF.value, STEP.value, config.group_m, next_power_of_2(self.num_experts), 0)
+        return Launch(
+            a_desc=_for_gluon(TensorDescriptor(a, list(a.shape), list(a.stride()), [ROWS.value, STEP.value])),
+            w_desc=_for_gluon(self._weight_descriptor(TMA_NK.value, part)),
+            out_desc=_for_gluon(ragged_rows(out, ROWS.value, at_once)),
+            strides=(*self.strides, a.stride(0), None, None),
+            block=(*block, min(MOST_STEPS, room // step)),
+            moves=(True, TMA_NK.value, at_once, self.up_offset < 0),
+            walk=TILE_BY_TILE.value,
+            n_tiles=cdiv(self.out_features, columns),
         )
 
     def columns(self, config: MMConfig) -> int:

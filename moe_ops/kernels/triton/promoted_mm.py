@@ -1,0 +1,293 @@
+"""Expert GEMMs of many rows of e4m3 and weights of e4m3, whose scales are those of whole rows, or of 128 columns of a
+row and of 128 x 128 of a weight, for Hopper.
+
+What `mm_tile` computes, with the loop written out: one warp has descriptors bring rows and weights, and two groups of
+four warps have 64 rows of tokens each. Tensor cores add up 128 columns, more than which their own sums of e4m3 have too
+few bits for; one group adds that to its sums in fp32 while the other multiplies. A tile is of 256 weight rows, in two
+products of 128 one after the other, so that registers hold both sums and one product. A group without rows leaves the
+tensor cores to the other.
+
+Written in Gluon, which has no interpreter: that runs `mm_tile` for the same products.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from moe_ops.kernels.triton.act_quant import apply_activation
+from moe_ops.kernels.triton.decoded_mm import boxes, table_of_tiles
+from moe_ops.kernels.triton.scales import load_scale, quantize_tile
+from moe_ops.kernels.triton.tile_loads import CONCAT, INTERLEAVED, NOT_GATED, RAGGED
+from moe_ops.kernels.triton.util import find_tile, pdl_release, pdl_wait, round_to
+
+ROWS = gl.constexpr(64)  # of a group of warps
+HALF = gl.constexpr(128)  # weight rows of a product
+STEP = gl.constexpr(128)  # columns of a product
+GROUPS = gl.constexpr(2)
+
+
+@gluon.constexpr_function
+def columns_of(glu):
+    """Output columns of a tile, and of what a group of warps writes at once."""
+    return {NOT_GATED.value: (256, 128), CONCAT.value: (128, 128), INTERLEAVED.value: (128, 64)}[glu]
+
+
+@gluon.jit
+def _bring(given, SIZES: gl.constexpr):
+    """The warp that has rows and weights of every step of every tile brought, as soon as there is room."""
+    a_desc, w_desc, rows_of, weights_of, full, empty, extents, num_rows = given
+    E: gl.constexpr = SIZES[0]
+    K: gl.constexpr = SIZES[2]
+    BLOCK: gl.constexpr = SIZES[4]
+    N_TILES: gl.constexpr = SIZES[5]
+    GLU: gl.constexpr = SIZES[6]
+    BATCHED: gl.constexpr = SIZES[9]
+    STAGES: gl.constexpr = BLOCK[6]
+    table, tiles = table_of_tiles(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
+    place = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        expert, first, _, n_tile = find_tile(tile, table, BLOCK[0], 0, N_TILES, BLOCK[3])
+        for step in range((K + STEP - 1) // STEP):
+            stage, turn = place % STAGES, place // STAGES
+            arrived = full.index(stage)
+            mbarrier.wait(empty.index(stage), (turn & 1) ^ 1)
+            mbarrier.expect(arrived, (GROUPS * ROWS + 2 * HALF) * STEP)
+            for part in gl.static_range(2):
+                at = stage * 2 + part
+                tma.async_copy_global_to_shared(a_desc, [first + part * ROWS, step * STEP], arrived, rows_of.index(at))
+                weights = weights_of.index(at)
+                if GLU == CONCAT:
+                    where = [expert, part, n_tile * HALF, step * STEP]
+                else:
+                    where = [expert, (n_tile * 2 + part) * HALF, step * STEP]
+                tma.async_copy_global_to_shared(w_desc, where, arrived, weights)
+            place += 1
+
+
+@gluon.jit
+def _factors(
+    a_scale, at, past, w_scale, up_apart, expert, n_tile, step, N: gl.constexpr, K: gl.constexpr, GLU: gl.constexpr,
+    SCHEME: gl.constexpr, STRIDES: gl.constexpr,
+):  # fmt: skip
+    """What a step's products are multiplied by: a row's scale times that of the 128 weight rows, of both halves."""
+    LAST: gl.constexpr = (K + STEP - 1) // STEP - 1
+    step = gl.minimum(step, LAST)
+    of_rows = gl.load(a_scale + at.to(gl.int64) * (LAST + 1) + step, mask=at < past, other=0.0)
+    first = w_scale + expert.to(gl.int64) * STRIDES[0] + step * STRIDES[2]
+    if GLU == CONCAT:
+        block = n_tile * STRIDES[1]
+        lower, upper = first + block, first + up_apart + block
+    else:
+        lower = first + n_tile * 2 * STRIDES[1]
+        upper = first + gl.minimum(n_tile * 2 + 1, (N - 1) // HALF) * STRIDES[1]
+    return of_rows * load_scale(lower), of_rows * load_scale(upper)
+
+
+@gluon.jit
+def _scaled(total, of_rows, w_scale, expert, row, exists, STRIDES: gl.constexpr):
+    """Sums [rows, weight rows] times the scales of both, if `of_rows` has the rows'."""
+    if of_rows is not None:
+        pointers = w_scale + expert.to(gl.int64) * STRIDES[0] + row.to(gl.int64) * STRIDES[1]
+        total = total * of_rows[:, None] * load_scale(pointers, exists)[None, :]
+    return total
+
+
+@gluon.jit
+def _with_bias(value, bias, expert, row, exists, STRIDES: gl.constexpr):
+    if STRIDES is not None:
+        where = bias + expert.to(gl.int64) * STRIDES[0] + row * STRIDES[1]
+        value += gl.load(where, mask=exists, other=0.0).to(gl.float32)[None, :]
+    return value
+
+
+@gluon.jit
+def _quantized(value, exists, at, past, out_scale, group, N: gl.constexpr, DTYPE: gl.constexpr):
+    """Rows of one scale group of columns in e4m3; their scales are stored."""
+    quantized, scale = quantize_tile(gl.where(exists[None, :], value, 0.0), DTYPE)
+    GROUPS_OF_N: gl.constexpr = (N + HALF - 1) // HALF
+    gl.store(out_scale + at.to(gl.int64) * GROUPS_OF_N + group, scale, mask=(at < past) & (group < GROUPS_OF_N))
+    return quantized
+
+
+@gluon.jit
+def _write(value, staged, out_desc, first, past, n_start):
+    """A group's rows first .. past - 1 of columns n_start and on, when what it wrote before is gone."""
+    tma.store_wait(0)
+    gl.thread_barrier()
+    staged.reshape([value.shape[0], value.shape[1]]).store(round_to(value, staged.dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(out_desc, [RAGGED, past, RAGGED - (past - first), n_start], staged)
+
+
+@gluon.jit
+def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
+    """A group of warps: its 64 rows of every tile times the tile's weight rows."""
+    rows_of, weights_of, full, empty, staged, out_desc, a_scale, w_scale, up_apart, extents, num_rows, bias = given[:12]
+    alpha, limit, out_scale = given[12:]
+    E: gl.constexpr = SIZES[0]
+    N: gl.constexpr = SIZES[1]
+    K: gl.constexpr = SIZES[2]
+    STRIDES: gl.constexpr = SIZES[3]
+    BLOCK: gl.constexpr = SIZES[4]
+    N_TILES: gl.constexpr = SIZES[5]
+    GLU: gl.constexpr = SIZES[6]
+    ACTIVATION: gl.constexpr = SIZES[7]
+    SWAPPED: gl.constexpr = SIZES[8]
+    BATCHED: gl.constexpr = SIZES[9]
+    SCHEME: gl.constexpr = SIZES[10]
+    BY_ROW: gl.constexpr = SCHEME[1] == 0
+    STAGES: gl.constexpr = BLOCK[6]
+    STEPS: gl.constexpr = (K + STEP - 1) // STEP
+    COLUMNS: gl.constexpr = columns_of(GLU)[0]
+    AT_ONCE: gl.constexpr = columns_of(GLU)[1]
+    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, HALF, 32])
+    OF_COLUMNS: gl.constexpr = gl.SliceLayout(0, SUM)
+    SCALES: gl.constexpr = STRIDES[1]
+    BIASES: gl.constexpr = STRIDES[2]
+    table, tiles = table_of_tiles(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
+    place = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        expert, first, past, n_tile = find_tile(tile, table, BLOCK[0], 0, N_TILES, BLOCK[3])
+        first += GROUP * ROWS
+        if first >= past:
+            for _ in range(STEPS):
+                mbarrier.wait(full.index(place % STAGES), (place // STAGES) & 1)
+                mbarrier.arrive(empty.index(place % STAGES))
+                place += 1
+        else:
+            lower = gl.zeros([ROWS, HALF], gl.float32, layout=SUM)
+            upper = gl.zeros([ROWS, HALF], gl.float32, layout=SUM)
+            product = warpgroup_mma_init(lower)
+            at = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUM))
+            if not BY_ROW:
+                where = (a_scale, at, past, w_scale, up_apart, expert, n_tile)
+                of_lower, of_upper = _factors(*where, 0, N, K, GLU, SCHEME, SCALES)
+            for step in range(STEPS):
+                stage = place % STAGES
+                mbarrier.wait(full.index(stage), (place // STAGES) & 1)
+                rows = rows_of.index(stage * 2 + GROUP)
+                weights = weights_of.index(stage * 2).reshape([HALF, STEP]).permute((1, 0))
+                product = warpgroup_mma(rows, weights, product, use_acc=False, is_async=True)
+                if not BY_ROW:
+                    next_lower, next_upper = _factors(*where, step + 1, N, K, GLU, SCHEME, SCALES)
+                summed = warpgroup_mma_wait(0, deps=[product])
+                if BY_ROW:
+                    lower += summed
+                else:
+                    lower += summed * of_lower[:, None]
+                weights = weights_of.index(stage * 2 + 1).reshape([HALF, STEP]).permute((1, 0))
+                product = warpgroup_mma(rows, weights, warpgroup_mma_init(summed), use_acc=False, is_async=True)
+                summed = warpgroup_mma_wait(0, deps=[product])
+                mbarrier.arrive(empty.index(stage))
+                if BY_ROW:
+                    upper += summed
+                else:
+                    upper += summed * of_upper[:, None]
+                    of_lower, of_upper = next_lower, next_upper
+                product = warpgroup_mma_init(summed)
+                place += 1
+            of_rows = None
+            if BY_ROW:
+                of_rows = gl.load(a_scale + at, mask=at < past, other=0.0)
+            place_in_half = gl.arange(0, HALF, layout=OF_COLUMNS)
+            n_start = n_tile * COLUMNS
+            if GLU == CONCAT:
+                row = n_start + place_in_half
+                exists = row < N
+                up_scale = w_scale + up_apart
+                if SWAPPED:
+                    lower, upper = upper, lower
+                lower = _scaled(lower, of_rows, w_scale, expert, row, exists, SCALES)
+                upper = _scaled(upper, of_rows, up_scale, expert, row, exists, SCALES)
+                lower = _with_bias(lower, bias, expert, row, exists, BIASES)
+                upper = _with_bias(upper, bias, expert, row + N, exists, BIASES)
+                value = apply_activation(lower, upper, alpha, limit, ACTIVATION, True)
+                if SCHEME[3]:
+                    value = _quantized(value, exists, at, past, out_scale, n_tile, N, staged.dtype)
+                _write(value, staged.index(GROUP), out_desc, first, past, n_start)
+            else:
+                OUTPUTS: gl.constexpr = N if GLU == NOT_GATED else 2 * N
+                for half in gl.static_range(2):
+                    row = (n_tile * 2 + half) * HALF + place_in_half
+                    exists = row < OUTPUTS
+                    value = _scaled(lower if half == 0 else upper, of_rows, w_scale, expert, row, exists, SCALES)
+                    value = _with_bias(value, bias, expert, row, exists, BIASES)
+                    if GLU == INTERLEAVED:
+                        gate, up = gl.split(value.reshape([ROWS, HALF // 2, 2]))
+                        value = apply_activation(gate, up, alpha, limit, ACTIVATION, True)
+                    elif ACTIVATION is not None:
+                        value = apply_activation(value, value, alpha, limit, ACTIVATION, False)
+                    if SCHEME[3]:
+                        value = _quantized(value, exists, at, past, out_scale, n_tile * 2 + half, N, staged.dtype)
+                    _write(value, staged.index(GROUP), out_desc, first, past, n_start + half * AT_ONCE)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["num_rows", "up_scale_offset"])
+def _promoted_mm_kernel(
+    a_desc,
+    a_scale,
+    extents,
+    w_desc,
+    w_scale,
+    up_scale_offset,
+    bias,
+    out_desc,
+    out_scale,
+    num_rows,
+    alpha,
+    limit,
+    E: gl.constexpr,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    STRIDES: gl.constexpr,
+    BLOCK: gl.constexpr,
+    GLU: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    SWAPPED: gl.constexpr,
+    SCHEME: gl.constexpr,
+    BATCHED: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """One program for each multiprocessor, every num_programs-th tile of 128 rows of one expert times 256 rows of its
+    weight.
+
+    Args: see `expert_mm._expert_mm_kernel`. Rows, weights and output come and leave by descriptor, 128 columns at a
+    time; BLOCK[6]: steps that there is room for.
+    """
+    COLUMNS: gl.constexpr = columns_of(GLU)[0]
+    N_TILES: gl.constexpr = (N + COLUMNS - 1) // COLUMNS
+    STAGES: gl.constexpr = BLOCK[6]
+    rows_of = gl.allocate_shared_memory(a_desc.dtype, boxes(2 * STAGES, a_desc.block_shape), a_desc.layout)
+    weights_of = gl.allocate_shared_memory(w_desc.dtype, boxes(2 * STAGES, w_desc.block_shape), w_desc.layout)
+    staged = gl.allocate_shared_memory(out_desc.dtype, boxes(GROUPS, out_desc.block_shape), out_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=GROUPS)
+    fence_async_shared()
+    pdl_wait(PDL)
+    pdl_release(PDL)
+    bias = bias if STRIDES[2] is not None else extents
+    given = (
+        rows_of, weights_of, full, empty, staged, out_desc, a_scale, w_scale, up_scale_offset, extents, num_rows, bias,
+        alpha, limit, out_scale,
+    )  # fmt: skip
+    brought = (a_desc, w_desc, rows_of, weights_of, full, empty, extents, num_rows)
+    SIZES: gl.constexpr = (E, N, K, STRIDES, BLOCK, N_TILES, GLU, ACTIVATION, SWAPPED, BATCHED, SCHEME)
+    gl.warp_specialize(
+        [(_multiply, (given, 0, SIZES)), (_multiply, (given, 1, SIZES)), (_bring, (brought, SIZES))],
+        [4, 1],
+        [232, 40],
+    )

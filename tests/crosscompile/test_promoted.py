@@ -1,0 +1,127 @@
+"""Products of e4m3 whose sums are promoted, in Gluon, compile for Hopper: nothing spills in a loop, nothing waits."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from meta.operands import Operand
+from meta.schemes import SCHEMES
+from moe_ops.backends.triton_plans import PROMOTED, tile_for
+from moe_ops.kernels.triton import launch
+from moe_ops.kernels.triton.config import MMConfig, are_promoted
+from moe_ops.kernels.triton.launch import ExpertMM
+from moe_ops.kernels.triton.layer import fit
+from moe_ops.kernels.triton.promoted_mm import _promoted_mm_kernel
+from moe_ops.plans import bucket
+from tests.crosscompile.compiling import Compiled, compile_kernel
+from tests.crosscompile.test_packed import TYPES, descriptor
+
+E, H, I = 128, 2048, 768
+MANY = MMConfig(128, 256, 128, 8, 8, 3, a_tma=True, w_tma=True)
+#: Of blocks, half of a tile of interleaved halves would be half a scale group of its output.
+LAYOUTS = {
+    scheme: ["concat", "none", None, *(["interleaved"] if scheme != "fp8_block128" else [])] for scheme in PROMOTED
+}
+CASES = [(scheme, layout) for scheme in sorted(PROMOTED) for layout in LAYOUTS[scheme]]
+
+
+def product(scheme: str, layout: str | None, *, bias: bool = False) -> ExpertMM:
+    """GEMM 1 of a layout, or GEMM 2."""
+    N, depth = (I if layout == "none" else 2 * I, H) if layout else (H, I)
+    stored, scales = SCHEMES[scheme].quantize(torch.randn(2, N, depth))
+    first: dict[str, Any] = {"glu_layout": layout, "activation": "silu", "quantize_output": True} if layout else {}
+    shift = torch.empty(2, N, dtype=torch.bfloat16) if bias else None
+    return ExpertMM(Operand(stored, SCHEMES[scheme], scales), torch.bfloat16, **first, bias=shift)
+
+
+def compile_promoted(mm: ExpertMM, *, experts: int = E) -> Compiled:
+    rows = torch.empty(256, mm.in_features, dtype=torch.float8_e4m3fn)
+    out, _ = mm.allocate((256,), rows)
+    made = mm.prepare_promoted(rows, out, MANY)
+    arguments = {
+        "a_desc": descriptor(made.a_desc), "a_scale": "*fp32:16", "extents": "*i32:16",
+        "w_desc": descriptor(made.w_desc), "w_scale": f"*{TYPES[mm.weight_scale.dtype]}:16", "up_scale_offset": "i32",
+        "bias": None if mm.bias is None else "*bf16:16", "out_desc": descriptor(made.out_desc),
+        "out_scale": "*fp32:16", "num_rows": "i32", "alpha": "fp32", "limit": "fp32",
+    }  # fmt: skip
+    constants = {
+        **{"E": experts, "N": mm.out_features, "K": mm.in_features, "STRIDES": made.strides},
+        **{"BLOCK": (*made.block[:4], 1 << (experts - 1).bit_length(), *made.block[5:]), "GLU": mm.glu},
+        **{"ACTIVATION": mm.activation, "SWAPPED": False, "SCHEME": mm.scheme, "BATCHED": False, "PDL": True},
+    }
+    kernel = compile_kernel(
+        _promoted_mm_kernel,
+        {name: kind for name, kind in arguments.items() if kind is not None},
+        {**constants, **{name: None for name, kind in arguments.items() if kind is None}},
+        num_warps=4,
+        launch_pdl=True,
+    )
+    assert kernel.loops and not kernel.serialised and kernel.shared <= 227 * 1024
+    return kernel
+
+
+@pytest.mark.parametrize("experts", [8, 512])
+@pytest.mark.parametrize(("scheme", "layout"), CASES, ids=str)
+def test_compiles(scheme: str, experts: int, layout: str | None) -> None:
+    """A step is two products of 128 weight rows, of 128 columns: four instructions each, for both groups of warps."""
+    kernel = compile_promoted(product(scheme, layout, bias=layout == "concat"), experts=experts)
+    assert kernel.stack <= 16 or experts == 512, f"{kernel.stack} bytes of spills"
+    steps = [body for body in kernel.loops if sum("QGMMA" in line[1] for line in body) == 8]
+    assert len(steps) >= 2, "one for each group of warps"
+    for body in sorted(steps, key=len)[:2]:
+        assert {line[1] for line in body if "GMMA" in line[1]} == {"QGMMA.64x128x32.F32.E4M3.E4M3"}
+        assert not [line for line in body if line[1].startswith(("LDL", "STL"))]
+        assert len(body) < 260
+
+
+@pytest.mark.parametrize(
+    ("scheme", "layout", "taken"),
+    [
+        *((scheme, layout, True) for scheme, layout in CASES),
+        ("fp8_block128", "interleaved", False),
+        ("int8_channel", "concat", False),
+        ("w4a8_fp8", "concat", False),
+    ],
+    ids=str,
+)
+def test_which_products_it_takes(scheme: str, layout: str | None, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a Hopper GPU, of experts with many rows that come by descriptor."""
+    monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: True)
+    mm = product(scheme, layout)
+    tile = fit(MANY, mm)
+    assert mm.promotes(tile, 1024) == taken
+    assert not mm.promotes(tile, 256)
+    assert not mm.promotes(tile._replace(a_tma=False), 1024) and not mm.promotes(tile._replace(block_m=64), 1024)
+    monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: False)
+    assert not mm.promotes(tile, 1024)
+
+
+def test_scales_that_run_on_into_the_up_half_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block of theirs may be of both halves."""
+    monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: True)
+    stored, scales = SCHEMES["fp8_block128"].quantize(torch.randn(2, 2 * 192, 256))
+    operand = Operand(stored, SCHEMES["fp8_block128"], scales)
+    mm = ExpertMM(operand, torch.bfloat16, glu_layout="concat", activation="silu", quantize_output=True)
+    assert not mm.promotes(MANY, 4096)
+
+
+@pytest.mark.parametrize(
+    ("experts", "rows", "promoted"), [(128, 64, True), (128, 32, False), (8, 256, True), (8, 128, False)]
+)
+def test_plans_are_made_for_it(experts: int, rows: int, promoted: bool) -> None:
+    """Both products get its tile where experts have the rows for it; GEMM 2 has fewer rows a tile elsewhere."""
+    assert are_promoted(experts * rows, experts) == promoted
+    tile = tile_for("fp8_block128", experts, bucket(experts * rows), 2048, 768, "NVIDIA H200", 90, "down")
+    assert (tile.block_m == 128) == promoted
+    ampere = tile_for("fp8_block128", experts, bucket(experts * rows), 2048, 768, "NVIDIA H200", 100, "down")
+    assert ampere.block_m < 128
+
+
+def test_its_instructions_are_those_of_eight_bits() -> None:
+    kernel = compile_promoted(product("fp8_channel", "concat"))
+    assert kernel.ptx_count(r"wgmma\.mma_async\S+k32\.f32\.e4m3\.e4m3 ") == len(re.findall(r"QGMMA", kernel.sass))
+    assert "HGMMA" not in kernel.sass and kernel.sass.count("UTMALDG") >= 4 and "UTMASTG" in kernel.sass

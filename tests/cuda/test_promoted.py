@@ -1,0 +1,101 @@
+"""Products of e4m3 in Gluon on a Hopper GPU, beside those of Triton's tile for the same rows."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+import moe_ops
+from moe_ops.backends import triton_plans
+from moe_ops.census import kernel_names
+from moe_ops.kernels.triton.launch import ExpertMM, hopper_with_gluon
+from moe_ops.testing import assert_cuda_graph_safe
+from tests.ops.scheme_layers import FORMS, SchemeLayer, assert_contract, build
+
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("poisoned_memory")]
+SCHEMES = sorted(triton_plans.PROMOTED)
+#: E, K, H, I: whole tiles; half a tile of columns at the end, and of a step; less than one; one expert. (Scales of
+#: blocks that run on into the up half are not taken.)
+SIZES = {"whole": (8, 2, 1024, 512), "odd": (6, 2, 1216, 640), "small": (3, 2, 192, 128), "one": (1, 1, 256, 128)}
+T = 1200
+
+
+@pytest.fixture(autouse=True)
+def on_hopper() -> None:
+    if not hopper_with_gluon(torch.device("cuda", 0)):
+        pytest.skip("needs a Hopper GPU and Gluon")
+
+
+def run(layer: SchemeLayer, format: str, **given: torch.Tensor) -> torch.Tensor:
+    return moe_ops.fused_experts(**{**layer.tensors, **given}, **layer.options, format=format, backend="triton")
+
+
+def layer_of(scheme: str, tokens: int, size: str = "whole", **options: object) -> SchemeLayer:
+    torch.manual_seed(0)
+    return build(scheme, T=tokens, sizes=SIZES[size], device="cuda", bias=True, **options)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_has_the_bits_of_tritons_tile(scheme, size, form, monkeypatch):
+    """Which adds up the same 128 columns at a time."""
+    layer = layer_of(scheme, T, size, form=form)
+    of_blocks = scheme == "fp8_block128" and form == "interleaved"
+    for format in ("grouped", "batched"):
+        got = run(layer, format)
+        assert_contract(got, layer)
+        torch.use_deterministic_algorithms(False)
+        names = kernel_names(partial(run, layer, format))
+        assert sum("_promoted_mm" in name for name in names) == (1 if of_blocks else 2), names
+        assert all(torch.equal(run(layer, format), got) for _ in range(3))  # the last ones from a record
+        with monkeypatch.context() as patched:
+            patched.setattr(ExpertMM, "promotes", lambda mm, config, rows: False)
+            # Weights of another dtype: no record of the call above is fired.
+            other = run(layer, format, topk_weights=layer.tensors["topk_weights"].double())
+        assert_contract(other, layer)
+        assert (other.double() - got.double()).norm() <= 1e-3 * got.double().norm()
+
+
+@pytest.mark.parametrize("tokens", [1000, 5000])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_experts_of_any_number_of_rows(scheme, tokens):
+    """All tokens to one expert, all to a few, and none to most: also a group of warps without rows."""
+    layer = layer_of(scheme, tokens, "odd")
+    E = SIZES["odd"][0]
+    for spread in (1, 3):
+        first = torch.randint(0, spread, (tokens, 1), device="cuda", dtype=torch.int32)
+        layer.tensors["topk_ids"] = torch.cat([first, (first + 1 + torch.randint_like(first, E - 1)) % E], dim=1)
+        for format in ("grouped", "batched"):
+            assert_contract(run(layer, format), layer)
+
+
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_replay_with_changed_routing_has_the_bits_of_a_call(scheme, format):
+    layer = layer_of(scheme, T)
+
+    def layer_with(ids: torch.Tensor) -> torch.Tensor:
+        given = {**layer.tensors, "topk_ids": ids}
+        capacity = T if format == "batched" else None
+        return moe_ops.fused_experts(**given, **layer.options, format=format, capacity=capacity, backend="triton")
+
+    ids = layer.tensors["topk_ids"]
+    torch.use_deterministic_algorithms(False)
+    two = torch.arange(2, device="cuda", dtype=ids.dtype).expand_as(ids)
+    changed = [((ids + 1) % SIZES["whole"][0],), (two.contiguous(),)]
+    assert_cuda_graph_safe(layer_with, (ids,), changed=changed, backend=None)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_rows_that_are_not_numbers_stay_in_their_rows(scheme):
+    layer = layer_of(scheme, T)
+    x = layer.tensors["hidden_states"]
+    got = run(layer, "grouped")
+    broken = run(
+        layer, "grouped", hidden_states=torch.where(torch.arange(T, device="cuda")[:, None] == 7, float("nan"), x)
+    )
+    others = torch.arange(T, device="cuda") != 7
+    assert torch.equal(broken[others], got[others]) and broken[7].isnan().all()
