@@ -7,6 +7,9 @@ few bits for; one group adds that to its sums in fp32 while the other multiplies
 products of 128 one after the other, so that registers hold both sums and one product. A group without rows leaves the
 tensor cores to the other.
 
+us of a layer on an H100, in bf16, by `mm_tile` and by this kernel, T = 4096: Qwen3-30B-A3B, fp8_channel 723, 686, 575,
+fp8_block128 721, 600, 554; Mixtral-8x7B, fp8_channel 4575, 4342, 3082, fp8_block128 4651, 4138, 3042.
+
 Written in Gluon, which has no interpreter: that runs `mm_tile` for the same products.
 """
 
