@@ -18,20 +18,22 @@ from moe_ops.kernels.triton.launch import ExpertMM
 
 E, K, H, I = 6, 2, 256, 192
 TOKENS = (1, 3, 40, 300)
-SCHEMES = (None, "fp8_block128", "mxfp4")
+#: With how many tokens; fp8_channel for the kernel of experts with 256 rows and more.
+SCHEMES = {None: TOKENS, "fp8_block128": TOKENS, "mxfp4": TOKENS, "fp8_channel": (900,)}
 
 
 def main() -> None:
     """Layers, their steps and their gradients, in both formats and every scheme."""
     if "--stores-by-pointer" in sys.argv:
         ExpertMM.store_columns = lambda self, out, config: 0
-        ExpertMM.specialises = lambda self, config: False  # that kernel stores by tensor map alone
+        ExpertMM.specialises = lambda self, config: False  # that kernel stores by tensor map alone,
+        ExpertMM.promotes = lambda self, config, rows: False  # and so does this one
         allows = wgrad.descriptor_strides
         wgrad.descriptor_strides = lambda x, inner: inner == 1 and allows(x, inner=inner)  # inner = 2: the gradient
     torch.manual_seed(0)
     for scheme, format in itertools.product(SCHEMES, ("grouped", "batched")):
         made = weights(scheme)
-        for T in TOKENS:
+        for T in SCHEMES[scheme]:
             x, logits = torch.randn(T, H, device="cuda").bfloat16(), torch.randn(T, E, device="cuda")
             moe_ops.fused_moe(x, logits, top_k=K, format=format, **made)
             stages(x, logits, format, made)
