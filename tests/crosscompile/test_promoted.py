@@ -29,10 +29,11 @@ LAYOUTS = {
 CASES = [(scheme, layout) for scheme in sorted(PROMOTED) for layout in LAYOUTS[scheme]]
 
 
-def product(scheme: str, layout: str | None, *, bias: bool = False) -> ExpertMM:
+def product(scheme: str, layout: str | None, *, bias: bool = False, of_scales: torch.dtype = torch.float32) -> ExpertMM:
     """GEMM 1 of a layout, or GEMM 2."""
     N, depth = (I if layout == "none" else 2 * I, H) if layout else (H, I)
     stored, scales = SCHEMES[scheme].quantize(torch.randn(2, N, depth))
+    scales = tuple(scale.to(of_scales) for scale in scales)
     first: dict[str, Any] = {"glu_layout": layout, "activation": "silu", "quantize_output": True} if layout else {}
     shift = torch.empty(2, N, dtype=torch.bfloat16) if bias else None
     return ExpertMM(Operand(stored, SCHEMES[scheme], scales), torch.bfloat16, **first, bias=shift)
@@ -76,6 +77,12 @@ def test_compiles(scheme: str, experts: int, layout: str | None) -> None:
         assert {line[1] for line in body if "GMMA" in line[1]} == {"QGMMA.64x128x32.F32.E4M3.E4M3"}
         assert not [line for line in body if line[1].startswith(("LDL", "STL"))]
         assert len(body) < 260
+
+
+@pytest.mark.parametrize("of_scales", [torch.bfloat16, torch.float8_e8m0fnu], ids=str)
+@pytest.mark.parametrize("layout", ["concat", None], ids=str)
+def test_compiles_for_scales_of_other_types(layout: str | None, of_scales: torch.dtype) -> None:
+    assert compile_promoted(product("fp8_block128", layout, of_scales=of_scales)).stack <= 16
 
 
 @pytest.mark.parametrize(
