@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from meta.operands import Operand
 from meta.schemes import SCHEMES
 from moe_ops.backends.triton_plans import PROMOTED, tile_for
-from moe_ops.kernels.triton import launch
+from moe_ops.kernels.triton import expert_mm, launch
 from moe_ops.kernels.triton.config import MMConfig, are_promoted
 from moe_ops.kernels.triton.launch import ExpertMM
 from moe_ops.kernels.triton.layer import fit
@@ -132,3 +133,25 @@ def test_its_instructions_are_those_of_eight_bits() -> None:
     kernel = compile_promoted(product("fp8_channel", "concat"))
     assert kernel.ptx_count(r"wgmma\.mma_async\S+k32\.f32\.e4m3\.e4m3 ") == len(re.findall(r"QGMMA", kernel.sass))
     assert "HGMMA" not in kernel.sass and kernel.sass.count("UTMALDG") >= 4 and "UTMASTG" in kernel.sass
+
+
+def test_every_argument_of_a_launch_has_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: dict[str, Any] = {}
+    monkeypatch.setattr(expert_mm, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: True)
+    monkeypatch.setattr(
+        expert_mm,
+        "launch",
+        lambda kernel, grid, *given, **options: launched.update(zip(kernel.arg_names, given, strict=True)),
+    )
+    mm = replace(product("fp8_block128", "concat", bias=True), rows_scale=torch.ones(512, H // 128))
+    rows, extents = torch.empty(512, H, dtype=torch.float8_e4m3fn), torch.tensor([100, 512], dtype=torch.int32)
+    out, out_scale = expert_mm.grouped_mm(rows, mm, extents, MANY, num_rows=512, pdl=True)
+    assert list(launched) == _promoted_mm_kernel.arg_names
+    same = {"a_scale": mm.rows_scale, "w_scale": mm.weight_scale, "bias": mm.bias, "extents": extents}
+    assert all(launched[name] is value for name, value in (same | {"out_scale": out_scale}).items())
+    bases = {"a_desc": rows, "w_desc": mm.weight, "out_desc": out}
+    assert all(launched[name].base is tensor for name, tensor in bases.items())
+    sizes = {"num_rows": 512, "E": 2, "N": I, "K": H, "GLU": mm.glu, "ACTIVATION": "silu", "SWAPPED": False}
+    sizes |= {"up_scale_offset": I // 128 * (H // 128), "SCHEME": mm.scheme, "PDL": True, "BATCHED": False}
+    assert {name: launched[name] for name in sizes} == sizes
