@@ -359,6 +359,8 @@ def gemm_candidates(scheme: str, rows: float, sm: int, *, gated: bool, first: bo
         tile = MMConfig(block_m, block_n, block_k, 8 if rows > 16 else 1, warps, stages, a_tma=rows > 16, w_tma=True)
         if not 4 <= accumulators <= (192 if quantizes else 128) or not fits(tile, element, TYPICAL.shared_kib):
             continue
+        if scheme in PROMOTED and sm == HOPPER and rows >= 256 and block_m == 128 and (warps, stages) != (8, 3):
+            continue  # `promoted_mm`, whose warps and steps are its own
         whole_group = block_n == (256 if gated else 128)  # else an epilogue could not quantise
         if quantizes and (block_k != 128 or (first and in_tile and not whole_group)):
             continue
