@@ -117,16 +117,21 @@ def test_scales_that_run_on_into_the_up_half_are_not_taken(monkeypatch: pytest.M
     assert not mm.promotes(MANY, 4096)
 
 
+MANY_ROWS = [(128, 64), (512, 64), (64, 128), (32, 256), (8, 256)]
+FEW_ROWS = [(128, 32), (512, 32), (64, 64), (32, 128), (8, 128)]
+
+
 @pytest.mark.parametrize(
-    ("experts", "rows", "promoted"), [(128, 64, True), (128, 32, False), (8, 256, True), (8, 128, False)]
+    ("experts", "rows", "promoted"),
+    [*((*sizes, True) for sizes in MANY_ROWS), *((*sizes, False) for sizes in FEW_ROWS)],
 )
 def test_plans_are_made_for_it(experts: int, rows: int, promoted: bool) -> None:
     """Both products get its tile where experts have the rows for it; GEMM 2 has fewer rows a tile elsewhere."""
     assert are_promoted(experts * rows, experts) == promoted
     tile = tile_for("fp8_block128", experts, bucket(experts * rows), 2048, 768, "NVIDIA H200", 90, "down")
     assert (tile.block_m == 128) == promoted
-    ampere = tile_for("fp8_block128", experts, bucket(experts * rows), 2048, 768, "NVIDIA H200", 100, "down")
-    assert ampere.block_m < 128
+    other = tile_for("fp8_block128", experts, bucket(experts * rows), 2048, 768, "NVIDIA H200", 100, "down")
+    assert other.block_m < 128
 
 
 def test_its_instructions_are_those_of_eight_bits() -> None:

@@ -39,11 +39,12 @@ class SmallConfig(NamedTuple):
 
 
 def are_promoted(rows: int, num_experts: int) -> bool:
-    """Whether experts have so many rows, all together, that `promoted_mm` is the faster one for them.
+    """Whether experts have so many rows, all together, that `promoted_mm` is the faster one for them: 64 each where
+    there are 8192, else up to 256, as few large tiles do not fill a GPU and weights are the time.
 
     us of a layer on an H100 by `mm_tile` and by it: Qwen3-30B-A3B, fp8_block128, T = 1024 (64 an expert) 294 and 286,
     T = 4096 600 and 554, fp8_channel 686 and 575; gpt-oss-120b, fp8_channel, T = 4096 (128 an expert) 1855 and 1694;
     Mixtral-8x7B, fp8_block128, T = 512 (128 an expert) 708 and 789, fp8_channel, T = 1024 1218 and 1117, T = 4096 4342
-    and 3082: few experts' weights are the time until they have more rows.
+    and 3082.
     """
-    return rows >= (64 if num_experts >= 32 else 256) * num_experts
+    return rows >= max(64, min(256, 8192 // num_experts)) * num_experts
