@@ -12,7 +12,7 @@ import torch
 from meta.operands import Operand
 from meta.schemes import SCHEMES, QuantScheme
 from moe_ops.backends.triton_plans import PACKED, tile_for
-from moe_ops.kernels.triton import decoded_mm, expert_mm, launch
+from moe_ops.kernels.triton import expert_mm, hopper, launch
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.decoded_mm import _decoded_mm_kernel
 from moe_ops.kernels.triton.launch import ExpertMM
@@ -170,7 +170,7 @@ def test_other_versions_of_triton_may_have_no_gluon(error: type[Exception], monk
 
 
 def test_other_versions_of_gluon_may_be_called_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(decoded_mm.CALLED, decoded_mm.mbarrier.wait, ("barrier", "phase"))
+    monkeypatch.setitem(hopper.CALLED, hopper.mbarrier.wait, ("barrier", "phase"))
     assert not launch._has_gluon.__wrapped__()
 
 

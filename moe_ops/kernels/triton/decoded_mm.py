@@ -23,7 +23,6 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -43,32 +42,13 @@ from moe_ops.kernels.triton.codes import (
     codes_of_word,
     decode_words,
 )
+from moe_ops.kernels.triton.hopper import boxes, ring, table_of_tiles, write
 from moe_ops.kernels.triton.order import in_order
 from moe_ops.kernels.triton.packed_fp8_tile import INT4_UNIT, int4_as_e4m3
 from moe_ops.kernels.triton.packed_tile import factor_of, fetch, of_rows
 from moe_ops.kernels.triton.scales import load_scale
-from moe_ops.kernels.triton.tile_loads import CONCAT, INTERLEAVED, NOT_GATED, RAGGED
-from moe_ops.kernels.triton.util import cut_into_tiles, find_tile, pdl_release, pdl_wait, uniform
-
-#: What is called of Gluon, and with which parameters: it is experimental, and may be another in another Triton.
-CALLED = {
-    gl.warp_specialize: ("functions_and_args", "worker_num_warps", "worker_num_regs"),
-    gl.inline_asm_elementwise: ("asm", "constraints", "args", "dtype", "is_pure", "pack"),
-    gl.convert_layout: ("value", "layout", "assert_trivial"),
-    gl.allocate_shared_memory: ("element_ty", "shape", "layout"),
-    gl.thread_barrier: (),
-    fence_async_shared: (),
-    mbarrier.init: ("mbarrier", "count"),
-    mbarrier.expect: ("mbarrier", "bytes"),
-    mbarrier.wait: ("mbarrier", "phase"),
-    mbarrier.arrive: ("mbarrier", "pred"),
-    tma.async_copy_global_to_shared: ("tensor_desc", "coord", "barrier", "result"),
-    tma.async_copy_shared_to_global: ("tensor_desc", "coord", "src"),
-    tma.store_wait: ("pendings",),
-    warpgroup_mma_init: ("value",),
-    warpgroup_mma: ("a", "b", "acc", "use_acc", "is_async"),
-    warpgroup_mma_wait: ("num_outstanding", "deps"),
-}
+from moe_ops.kernels.triton.tile_loads import CONCAT, INTERLEAVED, NOT_GATED
+from moe_ops.kernels.triton.util import find_tile, pdl_release, pdl_wait
 
 
 @gluon.constexpr_function
@@ -106,23 +86,6 @@ def columns_of(block_n, glu):
 def steps_of(depth, block_k):
     """Steps of a tile, an even number: what is behind the last column is 0."""
     return -(-depth // (2 * block_k)) * 2
-
-
-@gluon.constexpr_function
-def boxes(count, shape):
-    """Shape of so many boxes of a descriptor."""
-    return [count, *shape]
-
-
-@gluon.jit
-def table_of_tiles(
-    extents, num_rows, E: gl.constexpr, BLOCK: gl.constexpr, N_TILES: gl.constexpr, BATCHED: gl.constexpr
-):
-    """`util.cut_into_tiles` in every warp, and how many tiles there are."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([max(BLOCK[4] // 32, 1)], [32], [gl.num_warps()], [0])
-    e = gl.arange(0, BLOCK[4], layout=LAYOUT)
-    table = cut_into_tiles(e, extents, num_rows, E, BLOCK[0], 0, N_TILES, BATCHED)
-    return table, uniform(gl.max(table[3], axis=0))
 
 
 @gluon.jit
@@ -383,13 +346,7 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
         out = value.to(staged.dtype).permute([1, 0])
         if OUT_ORDER is not None:
             out = in_order(out, OUT_ORDER[0], OUT_ORDER[1])
-        tma.store_wait(0)
-        gl.thread_barrier()
-        staged.index(GROUP).reshape([BLOCK_M, COLUMNS]).store(out)
-        fence_async_shared()
-        gl.thread_barrier()
-        at = [RAGGED, past, RAGGED - (past - first), n_start]
-        tma.async_copy_shared_to_global(out_desc, at, staged.index(GROUP))
+        write(out, staged.index(GROUP), out_desc, first, past, n_start)
     tma.store_wait(0)
 
 
@@ -435,12 +392,7 @@ def _decoded_mm_kernel(
     rows_of = gl.allocate_shared_memory(a_desc.dtype, boxes(STAGES, a_desc.block_shape), a_desc.layout)
     words_of = gl.allocate_shared_memory(w_desc.dtype, boxes(STAGES * GROUPS, w_desc.block_shape), w_desc.layout)
     staged = gl.allocate_shared_memory(out_desc.dtype, boxes(GROUPS, out_desc.block_shape), out_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=GROUPS)
-    fence_async_shared()
+    full, empty = ring(STAGES, GROUPS)
     pdl_wait(PDL)
     pdl_release(PDL)
     # What is absent has no strides, and any pointer stands for it: a partition takes no None.

@@ -120,9 +120,9 @@ def hopper_with_gluon(device: torch.device) -> bool:
 
 @cache
 def _has_gluon() -> bool:
-    """Gluon is experimental in Triton: other versions may lack what `decoded_mm` needs of it, or call it otherwise."""
+    """Other versions of Triton may lack what kernels call of Gluon, or call it otherwise."""
     try:
-        called = importlib.import_module("moe_ops.kernels.triton.decoded_mm").CALLED
+        called = importlib.import_module("moe_ops.kernels.triton.hopper").CALLED
     except (ImportError, AttributeError):
         return False
     return all(set(names) <= set(inspect.signature(of).parameters) for of, names in called.items())

@@ -18,7 +18,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -27,9 +26,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moe_ops.kernels.triton.act_quant import apply_activation
-from moe_ops.kernels.triton.decoded_mm import boxes, table_of_tiles
+from moe_ops.kernels.triton.hopper import boxes, ring, table_of_tiles, write
 from moe_ops.kernels.triton.scales import load_scale, quantize_tile
-from moe_ops.kernels.triton.tile_loads import CONCAT, INTERLEAVED, NOT_GATED, RAGGED
+from moe_ops.kernels.triton.tile_loads import CONCAT, INTERLEAVED, NOT_GATED
 from moe_ops.kernels.triton.util import find_tile, pdl_release, pdl_wait, round_to
 
 ROWS = gl.constexpr(64)  # of a group of warps
@@ -79,7 +78,7 @@ def _bring(given, SIZES: gl.constexpr):
 @gluon.jit
 def _factors(
     a_scale, at, past, w_scale, up_apart, expert, n_tile, step, N: gl.constexpr, K: gl.constexpr, GLU: gl.constexpr,
-    SCHEME: gl.constexpr, STRIDES: gl.constexpr,
+    STRIDES: gl.constexpr,
 ):  # fmt: skip
     """What a step's products are multiplied by: a row's scale times that of the 128 weight rows, of both halves."""
     LAST: gl.constexpr = (K + STEP - 1) // STEP - 1
@@ -119,17 +118,6 @@ def _quantized(value, exists, at, past, out_scale, group, N: gl.constexpr, DTYPE
     GROUPS_OF_N: gl.constexpr = (N + HALF - 1) // HALF
     gl.store(out_scale + at.to(gl.int64) * GROUPS_OF_N + group, scale, mask=(at < past) & (group < GROUPS_OF_N))
     return quantized
-
-
-@gluon.jit
-def _write(value, staged, out_desc, first, past, n_start):
-    """A group's rows first .. past - 1 of columns n_start and on, when what it wrote before is gone."""
-    tma.store_wait(0)
-    gl.thread_barrier()
-    staged.reshape([value.shape[0], value.shape[1]]).store(round_to(value, staged.dtype))
-    fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(out_desc, [RAGGED, past, RAGGED - (past - first), n_start], staged)
 
 
 @gluon.jit
@@ -174,7 +162,7 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
             at = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUM))
             if not BY_ROW:
                 where = (a_scale, at, past, w_scale, up_apart, expert, n_tile)
-                of_lower, of_upper = _factors(*where, 0, N, K, GLU, SCHEME, SCALES)
+                of_lower, of_upper = _factors(*where, 0, N, K, GLU, SCALES)
             for step in range(STEPS):
                 stage = place % STAGES
                 mbarrier.wait(full.index(stage), (place // STAGES) & 1)
@@ -182,7 +170,7 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
                 weights = weights_of.index(stage * 2).reshape([HALF, STEP]).permute((1, 0))
                 product = warpgroup_mma(rows, weights, product, use_acc=False, is_async=True)
                 if not BY_ROW:
-                    next_lower, next_upper = _factors(*where, step + 1, N, K, GLU, SCHEME, SCALES)
+                    next_lower, next_upper = _factors(*where, step + 1, N, K, GLU, SCALES)
                 summed = warpgroup_mma_wait(0, deps=[product])
                 if BY_ROW:
                     lower += summed
@@ -217,7 +205,7 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
                 value = apply_activation(lower, upper, alpha, limit, ACTIVATION, True)
                 if SCHEME[3]:
                     value = _quantized(value, exists, at, past, out_scale, n_tile, N, staged.dtype)
-                _write(value, staged.index(GROUP), out_desc, first, past, n_start)
+                write(round_to(value, staged.dtype), staged.index(GROUP), out_desc, first, past, n_start)
             else:
                 OUTPUTS: gl.constexpr = N if GLU == NOT_GATED else 2 * N
                 for half in gl.static_range(2):
@@ -232,7 +220,8 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
                         value = apply_activation(value, value, alpha, limit, ACTIVATION, False)
                     if SCHEME[3]:
                         value = _quantized(value, exists, at, past, out_scale, n_tile * 2 + half, N, staged.dtype)
-                    _write(value, staged.index(GROUP), out_desc, first, past, n_start + half * AT_ONCE)
+                    rounded = round_to(value, staged.dtype)
+                    write(rounded, staged.index(GROUP), out_desc, first, past, n_start + half * AT_ONCE)
     tma.store_wait(0)
 
 
@@ -274,12 +263,7 @@ def _promoted_mm_kernel(
     rows_of = gl.allocate_shared_memory(a_desc.dtype, boxes(2 * STAGES, a_desc.block_shape), a_desc.layout)
     weights_of = gl.allocate_shared_memory(w_desc.dtype, boxes(2 * STAGES, w_desc.block_shape), w_desc.layout)
     staged = gl.allocate_shared_memory(out_desc.dtype, boxes(GROUPS, out_desc.block_shape), out_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=GROUPS)
-    fence_async_shared()
+    full, empty = ring(STAGES, GROUPS)
     pdl_wait(PDL)
     pdl_release(PDL)
     bias = bias if STRIDES[2] is not None else extents

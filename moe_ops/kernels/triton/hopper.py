@@ -1,0 +1,80 @@
+"""What kernels in Gluon for Hopper share: `decoded_mm` and `promoted_mm`, one of whose warps brings what others take.
+
+Gluon is Triton's language of layouts. It is experimental, and may be another in another Triton: `CALLED`.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from moe_ops.kernels.triton.tile_loads import RAGGED
+from moe_ops.kernels.triton.util import cut_into_tiles, uniform
+
+#: What is called of it, and with which parameters.
+CALLED = {
+    gl.warp_specialize: ("functions_and_args", "worker_num_warps", "worker_num_regs"),
+    gl.inline_asm_elementwise: ("asm", "constraints", "args", "dtype", "is_pure", "pack"),
+    gl.convert_layout: ("value", "layout", "assert_trivial"),
+    gl.allocate_shared_memory: ("element_ty", "shape", "layout"),
+    gl.thread_barrier: (),
+    fence_async_shared: (),
+    mbarrier.init: ("mbarrier", "count"),
+    mbarrier.expect: ("mbarrier", "bytes"),
+    mbarrier.wait: ("mbarrier", "phase"),
+    mbarrier.arrive: ("mbarrier", "pred"),
+    tma.async_copy_global_to_shared: ("tensor_desc", "coord", "barrier", "result"),
+    tma.async_copy_shared_to_global: ("tensor_desc", "coord", "src"),
+    tma.store_wait: ("pendings",),
+    warpgroup_mma_init: ("value",),
+    warpgroup_mma: ("a", "b", "acc", "use_acc", "is_async"),
+    warpgroup_mma_wait: ("num_outstanding", "deps"),
+}
+
+
+@gluon.constexpr_function
+def boxes(count, shape):
+    """Shape of so many boxes of a descriptor."""
+    return [count, *shape]
+
+
+@gluon.jit
+def table_of_tiles(
+    extents, num_rows, E: gl.constexpr, BLOCK: gl.constexpr, N_TILES: gl.constexpr, BATCHED: gl.constexpr
+):
+    """`util.cut_into_tiles` in every warp, and how many tiles there are."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([max(BLOCK[4] // 32, 1)], [32], [gl.num_warps()], [0])
+    e = gl.arange(0, BLOCK[4], layout=LAYOUT)
+    table = cut_into_tiles(e, extents, num_rows, E, BLOCK[0], 0, N_TILES, BATCHED)
+    return table, uniform(gl.max(table[3], axis=0))
+
+
+@gluon.jit
+def ring(STAGES: gl.constexpr, GROUPS: gl.constexpr):
+    """Barriers of steps in shared memory: (that one has arrived, that all groups of warps are done with it)."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=GROUPS)
+    fence_async_shared()
+    return full, empty
+
+
+@gluon.jit
+def write(tile, staged, out_desc, first, past, n_start):
+    """A group's rows first .. past - 1 of columns n_start and on, by descriptor, once what it wrote before is gone."""
+    tma.store_wait(0)
+    gl.thread_barrier()
+    staged.reshape([tile.shape[0], tile.shape[1]]).store(tile)
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(out_desc, [RAGGED, past, RAGGED - (past - first), n_start], staged)
