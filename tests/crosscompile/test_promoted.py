@@ -40,7 +40,7 @@ def product(scheme: str, layout: str | None, *, bias: bool = False, of_scales: t
     return ExpertMM(Operand(stored, SCHEMES[scheme], scales), torch.bfloat16, **first, bias=shift)
 
 
-def compile_promoted(mm: ExpertMM, *, experts: int = E) -> Compiled:
+def compile_promoted(mm: ExpertMM, *, experts: int = E, swapped: bool = False) -> Compiled:
     rows = torch.empty(256, mm.in_features, dtype=torch.float8_e4m3fn)
     out, _ = mm.allocate((256,), rows)
     made = mm.prepare_promoted(rows, out, MANY)
@@ -53,7 +53,7 @@ def compile_promoted(mm: ExpertMM, *, experts: int = E) -> Compiled:
     constants = {
         **{"E": experts, "N": mm.out_features, "K": mm.in_features, "STRIDES": made.strides},
         **{"BLOCK": (*made.block[:4], 1 << (experts - 1).bit_length(), *made.block[5:]), "GLU": mm.glu},
-        **{"ACTIVATION": mm.activation, "SWAPPED": False, "SCHEME": mm.scheme, "BATCHED": False, "PDL": True},
+        **{"ACTIVATION": mm.activation, "SWAPPED": swapped, "SCHEME": mm.scheme, "BATCHED": False, "PDL": True},
     }
     kernel = compile_kernel(
         _promoted_mm_kernel,
@@ -84,6 +84,17 @@ def test_compiles(scheme: str, experts: int, layout: str | None) -> None:
 @pytest.mark.parametrize("layout", ["concat", None], ids=str)
 def test_compiles_for_scales_of_other_types(layout: str | None, of_scales: torch.dtype) -> None:
     assert compile_promoted(product("fp8_block128", layout, of_scales=of_scales)).stack <= 16
+
+
+@pytest.mark.parametrize("swapped", [False, True], ids=["gate_first", "up_first"])
+@pytest.mark.parametrize("scheme", sorted(PROMOTED))
+def test_the_gate_comes_first_wherever_it_is(scheme: str, swapped: bool) -> None:
+    """The descriptor begins with the half of the lower address; scales are multiplied in the order of the halves."""
+    ptx = compile_promoted(product(scheme, "concat"), swapped=swapped).ptx
+    constants = dict(re.findall(r"mov\.b32\s+(%r\d+), (\d+);", ptx))
+    loads = re.findall(r"tensor\.4d\.shared::cluster\S+ \[[^]]+\], \[[^,]+, \{([^}]*)\}\]", ptx)
+    halves = [constants.get(load.split(", ")[2]) for load in loads]
+    assert halves == (["1", "0"] if swapped else ["0", "1"])
 
 
 @pytest.mark.parametrize(

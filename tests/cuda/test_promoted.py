@@ -59,6 +59,18 @@ def test_has_the_bits_of_tritons_tile(scheme, size, form, monkeypatch):
         assert (other.double() - got.double()).norm() <= 1e-3 * got.double().norm()
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_halves_that_are_apart_may_lie_in_any_order(scheme):
+    """In one allocation: the up half before the gate, and behind it."""
+    layer = layer_of(scheme, T, form="separate")
+    gate, up = layer.tensors["gate_up_proj"], layer.tensors["up_proj"]
+    for first in (0, 1):
+        room = torch.empty(2, *gate.shape, device="cuda", dtype=gate.dtype)
+        given = {"gate_up_proj": room[first].copy_(gate), "up_proj": room[1 - first].copy_(up)}
+        for format in ("grouped", "batched"):
+            assert_contract(run(layer, format, **given), layer)
+
+
 @pytest.mark.parametrize("tokens", [1000, 5000])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_experts_of_any_number_of_rows(scheme, tokens):

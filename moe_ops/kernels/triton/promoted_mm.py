@@ -45,13 +45,16 @@ def columns_of(glu):
 
 @gluon.jit
 def _bring(given, SIZES: gl.constexpr):
-    """The warp that has rows and weights of every step of every tile brought, as soon as there is room."""
+    """The warp that has rows and weights of every step of every tile brought, as soon as there is room; of halves that
+    are apart the gate's first, wherever it is.
+    """
     a_desc, w_desc, rows_of, weights_of, full, empty, extents, num_rows = given
     E: gl.constexpr = SIZES[0]
     K: gl.constexpr = SIZES[2]
     BLOCK: gl.constexpr = SIZES[4]
     N_TILES: gl.constexpr = SIZES[5]
     GLU: gl.constexpr = SIZES[6]
+    SWAPPED: gl.constexpr = SIZES[8]
     BATCHED: gl.constexpr = SIZES[9]
     STAGES: gl.constexpr = BLOCK[6]
     table, tiles = table_of_tiles(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
@@ -68,7 +71,7 @@ def _bring(given, SIZES: gl.constexpr):
                 tma.async_copy_global_to_shared(a_desc, [first + part * ROWS, step * STEP], arrived, rows_of.index(at))
                 weights = weights_of.index(at)
                 if GLU == CONCAT:
-                    where = [expert, part, n_tile * HALF, step * STEP]
+                    where = [expert, 1 - part if SWAPPED else part, n_tile * HALF, step * STEP]
                 else:
                     where = [expert, (n_tile * 2 + part) * HALF, step * STEP]
                 tma.async_copy_global_to_shared(w_desc, where, arrived, weights)
@@ -133,7 +136,6 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
     N_TILES: gl.constexpr = SIZES[5]
     GLU: gl.constexpr = SIZES[6]
     ACTIVATION: gl.constexpr = SIZES[7]
-    SWAPPED: gl.constexpr = SIZES[8]
     BATCHED: gl.constexpr = SIZES[9]
     SCHEME: gl.constexpr = SIZES[10]
     BY_ROW: gl.constexpr = SCHEME[1] == 0
@@ -196,8 +198,6 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
                 row = n_start + place_in_half
                 exists = row < N
                 up_scale = w_scale + up_apart
-                if SWAPPED:
-                    lower, upper = upper, lower
                 lower = _scaled(lower, of_rows, w_scale, expert, row, exists, SCALES)
                 upper = _scaled(upper, of_rows, up_scale, expert, row, exists, SCALES)
                 lower = _with_bias(lower, bias, expert, row, exists, BIASES)
