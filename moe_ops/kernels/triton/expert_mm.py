@@ -6,6 +6,8 @@ expert_num_tokens. They differ in one thing, which rows belong to which expert, 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -13,7 +15,7 @@ import triton.language as tl
 from moe_ops.counters import Row
 from moe_ops.kernels.triton.act_quant import quantize_batched, quantize_sorted, quantize_static
 from moe_ops.kernels.triton.config import MMConfig
-from moe_ops.kernels.triton.launch import ONE_TILE, STREAM, ExpertMM, descriptor_strides
+from moe_ops.kernels.triton.launch import ONE_TILE, STREAM, ExpertMM, Launch, descriptor_strides
 from moe_ops.kernels.triton.mm_tile import compute_tile
 from moe_ops.kernels.triton.programs import most_registers, multiprocessors, side_by_side
 from moe_ops.kernels.triton.record import launch, on_device, with_memory
@@ -283,36 +285,12 @@ def _launch_decoded(
     grid: tuple[int, int, int, bool],
     pdl: bool,
 ) -> None:
-    """`_launch` of `decoded_mm`, one program for each multiprocessor."""
+    """`_launch` of `decoded_mm`."""
     from moe_ops.kernels.triton.decoded_mm import _decoded_mm_kernel
 
-    _, row_tiles, num_rows, batched = grid
     made = mm.prepare_decoded(a, out, config)
-    arguments = (
-        made.a_desc,
-        mm.rows_scale,
-        extents,
-        made.w_desc,
-        *mm.decoded_by,
-        mm.bias,
-        made.out_desc,
-        num_rows,
-        mm.alpha,
-        mm.limit,
-        mm.num_experts,
-        mm.out_features,
-        mm.in_features,
-        made.strides,
-        made.block,
-        mm.glu,
-        mm.activation,
-        made.moves[3],
-        mm.scheme,
-        batched,
-        pdl,
-    )
-    programs = min(row_tiles * made.n_tiles, multiprocessors(a.device))
-    launch(_decoded_mm_kernel, (programs,), *arguments, num_warps=8 // made.block[7], launch_pdl=pdl)
+    tensors = (made.a_desc, mm.rows_scale, extents, made.w_desc, *mm.decoded_by, mm.bias, made.out_desc)
+    _launch_specialised(_decoded_mm_kernel, tensors, mm, made, grid, a.device, 8 // made.block[7], pdl)
 
 
 def _launch_promoted(
@@ -324,35 +302,29 @@ def _launch_promoted(
     grid: tuple[int, int, int, bool],
     pdl: bool,
 ) -> None:
-    """`_launch` of `promoted_mm`, one program for each multiprocessor."""
+    """`_launch` of `promoted_mm`."""
     from moe_ops.kernels.triton.promoted_mm import _promoted_mm_kernel
 
-    (out, out_scale), (_, row_tiles, num_rows, batched) = outputs, grid
+    out, out_scale = outputs
     made = mm.prepare_promoted(a, out, config)
-    arguments = (
-        made.a_desc,
-        mm.rows_scale,
-        extents,
-        made.w_desc,
-        mm.weight_scale,
-        mm.up_scale_offset,
-        mm.bias,
-        made.out_desc,
-        out_scale,
-        num_rows,
-        mm.alpha,
-        mm.limit,
-        mm.num_experts,
-        mm.out_features,
-        mm.in_features,
-        made.strides,
-        made.block,
-        mm.glu,
-        mm.activation,
-        made.moves[3],
-        mm.scheme,
-        batched,
-        pdl,
-    )
-    programs = min(row_tiles * made.n_tiles, multiprocessors(a.device))
-    launch(_promoted_mm_kernel, (programs,), *arguments, num_warps=4, launch_pdl=pdl)
+    scales = (mm.weight_scale, mm.up_scale_offset)
+    tensors = (made.a_desc, mm.rows_scale, extents, made.w_desc, *scales, mm.bias, made.out_desc, out_scale)
+    _launch_specialised(_promoted_mm_kernel, tensors, mm, made, grid, a.device, 4, pdl)
+
+
+def _launch_specialised(
+    kernel: Any,
+    tensors: tuple[Any, ...],
+    mm: ExpertMM,
+    made: Launch,
+    grid: tuple[int, int, int, bool],
+    device: torch.device,
+    num_warps: int,
+    pdl: bool,
+) -> None:
+    """Launch a kernel in Gluon, one program for each multiprocessor, with its `tensors` and the numbers behind them."""
+    _, row_tiles, num_rows, batched = grid
+    numbers = (num_rows, mm.alpha, mm.limit, mm.num_experts, mm.out_features, mm.in_features, made.strides, made.block)
+    options = (mm.glu, mm.activation, made.moves[3], mm.scheme, batched, pdl)
+    programs = min(row_tiles * made.n_tiles, multiprocessors(device))
+    launch(kernel, (programs,), *tensors, *numbers, *options, num_warps=num_warps, launch_pdl=pdl)
