@@ -152,12 +152,44 @@ def test_products_that_are_left_alone(step):
     torch.testing.assert_close(result, step(q, k.clone(), v, mask), rtol=0, atol=0)
 
 
-def test_products_in_training_are_left_alone():
-    q, k, v, mask = inputs(requires_grad=True)
-    _, changed, result = captured(written_out(expanded), q, k, v, mask)
+def test_a_product_of_fewer_dimensions_is_left_alone():
+    """As many queries as there are heads, and as many heads as sequences: sizes alone would fit."""
+    q, k = torch.randn(HEADS, HEADS, D), torch.randn(HEADS, KV_HEADS, S, D)
+
+    def step(q, k):
+        return q @ expanded(k).mT
+
+    _, changed, result = captured(step, q, k)
+    assert changed == 0
+    torch.testing.assert_close(result, step(q, k), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("trained", ["all", "query", "keys"])
+def test_products_in_training_are_left_alone(trained):
+    q, k, v, mask = inputs()
+    for name, tensor in {"query": q, "keys": k, "values": v}.items():
+        tensor.requires_grad_(trained in ("all", name))
+
+    def scores(q, k, v, mask):
+        return q @ expanded(k).mT
+
+    _, changed, result = captured(written_out(expanded) if trained == "all" else scores, q, k, v, mask)
     assert changed == 0
     result.sum().backward()
-    assert k.grad is not None
+    assert (q.grad is not None, k.grad is not None) == (trained != "keys", trained != "query")
+
+
+def test_a_product_with_copies_that_have_no_gradient_is_left_alone():
+    """Its heads have one, which it would get."""
+
+    def step(q, k, v, mask):
+        with torch.no_grad():
+            keys = expanded(k)
+        return q @ keys.mT
+
+    q, k, v, mask = inputs()
+    _, changed, result = captured(step, q, k.requires_grad_(), v, mask)
+    assert changed == 0 and not result.requires_grad
 
 
 @pytest.mark.parametrize("repeat", [tiled, tiled_by_expand], ids=lambda f: f.__name__)
