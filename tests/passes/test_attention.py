@@ -142,8 +142,12 @@ def in_another_dtype(q, k, v, mask):
         return q @ expanded(k).mT
 
 
+def mapped(q, k, v, mask):
+    return torch.vmap(lambda one, other: one @ expanded(other).mT)(torch.stack([q, q]), torch.stack([k, k]))
+
+
 @pytest.mark.parametrize(
-    "step", [broadcast, overwritten_before_its_product, in_another_dtype], ids=lambda f: f.__name__
+    "step", [broadcast, overwritten_before_its_product, in_another_dtype, mapped], ids=lambda f: f.__name__
 )
 def test_products_that_are_left_alone(step):
     q, k, v, mask = inputs()
