@@ -91,6 +91,15 @@ def poisoned_memory() -> Iterator[None]:
 
 
 @pytest.fixture
+def on_hopper() -> None:
+    """Skips where kernels in Gluon for Hopper do not run."""
+    from moe_ops.kernels.triton.launch import hopper_with_gluon
+
+    if not hopper_with_gluon(torch.device("cuda", 0)):
+        pytest.skip("needs a Hopper GPU and Gluon")
+
+
+@pytest.fixture
 def reasons(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     """Why each recorded call of the Triton backend has no record."""
     from moe_ops.kernels.triton.record import Recorder

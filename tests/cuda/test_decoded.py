@@ -7,27 +7,16 @@ from functools import partial
 import pytest
 import torch
 
-import moe_ops
 from moe_ops.backends import triton_plans
 from moe_ops.census import kernel_names
-from moe_ops.kernels.triton.launch import ExpertMM, hopper_with_gluon
-from moe_ops.testing import assert_cuda_graph_safe
+from moe_ops.kernels.triton.launch import ExpertMM
+from tests.cuda.specialised import assert_any_number_of_rows, assert_replays, run
 from tests.ops.scheme_layers import FORMS, SchemeLayer, assert_contract, build
 
-pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("poisoned_memory")]
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("on_hopper", "poisoned_memory")]
 SCHEMES = sorted(triton_plans.PACKED)
 #: E, K, H, I: whole tiles; an odd number of steps of both products, and no whole tiles of columns; one expert.
 SIZES = {"whole": (8, 2, 1024, 512), "odd": (6, 2, 1152, 640), "ragged": (3, 2, 320, 160), "one": (1, 1, 256, 128)}
-
-
-@pytest.fixture(autouse=True)
-def on_hopper() -> None:
-    if not hopper_with_gluon(torch.device("cuda", 0)):
-        pytest.skip("needs a Hopper GPU and Gluon")
-
-
-def run(layer: SchemeLayer, format: str, **given: torch.Tensor) -> torch.Tensor:
-    return moe_ops.fused_experts(**{**layer.tensors, **given}, **layer.options, format=format, backend="triton")
 
 
 def layer_of(scheme: str, T: int, size: str = "whole", **options: object) -> SchemeLayer:
@@ -59,31 +48,13 @@ def test_is_as_near_to_float64_as_tritons_tile(scheme, size, form, monkeypatch):
 @pytest.mark.parametrize("T", [200, 1000, 5000])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_experts_of_any_number_of_rows(scheme, T):
-    """All tokens to one expert, all to a few, and none to most."""
-    layer = layer_of(scheme, T)
-    E, K, _, _ = SIZES["whole"]
-    for spread in (1, 3):
-        first = torch.randint(0, spread, (T, 1), device="cuda", dtype=torch.int32)
-        layer.tensors["topk_ids"] = torch.cat([first, (first + 1 + torch.randint_like(first, E - K + 1)) % E], dim=1)
-        for format in ("grouped", "batched"):
-            assert_contract(run(layer, format), layer)
+    assert_any_number_of_rows(layer_of(scheme, T), *SIZES["whole"][:2])
 
 
 @pytest.mark.parametrize("format", ["grouped", "batched"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_replay_with_changed_routing_has_the_bits_of_a_call(scheme, format):
-    layer = layer_of(scheme, 1000)
-
-    def layer_with(ids: torch.Tensor) -> torch.Tensor:
-        given = {**layer.tensors, "topk_ids": ids}
-        capacity = 1000 if format == "batched" else None
-        return moe_ops.fused_experts(**given, **layer.options, format=format, capacity=capacity, backend="triton")
-
-    ids = layer.tensors["topk_ids"]
-    torch.use_deterministic_algorithms(False)
-    two = torch.arange(2, device="cuda", dtype=ids.dtype).expand_as(ids)
-    changed = [((ids + 1) % SIZES["whole"][0],), (two.contiguous(),)]
-    assert_cuda_graph_safe(layer_with, (ids,), changed=changed, backend=None)
+    assert_replays(layer_of(scheme, 1000), format, SIZES["whole"][0])
 
 
 @pytest.mark.parametrize("zeros", [torch.int8, torch.uint8], ids=str)

@@ -7,29 +7,18 @@ from functools import partial
 import pytest
 import torch
 
-import moe_ops
 from moe_ops.backends import triton_plans
 from moe_ops.census import kernel_names
-from moe_ops.kernels.triton.launch import ExpertMM, hopper_with_gluon
-from moe_ops.testing import assert_cuda_graph_safe
+from moe_ops.kernels.triton.launch import ExpertMM
+from tests.cuda.specialised import assert_any_number_of_rows, assert_replays, run
 from tests.ops.scheme_layers import FORMS, SchemeLayer, assert_contract, build
 
-pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("poisoned_memory")]
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("on_hopper", "poisoned_memory")]
 SCHEMES = sorted(triton_plans.PROMOTED)
 #: E, K, H, I: whole tiles; half a tile of columns at the end, and of a step; less than one; one expert. (Scales of
 #: blocks that run on into the up half are not taken.)
 SIZES = {"whole": (8, 2, 1024, 512), "odd": (6, 2, 1216, 640), "small": (3, 2, 192, 128), "one": (1, 1, 256, 128)}
 T = 1200
-
-
-@pytest.fixture(autouse=True)
-def on_hopper() -> None:
-    if not hopper_with_gluon(torch.device("cuda", 0)):
-        pytest.skip("needs a Hopper GPU and Gluon")
-
-
-def run(layer: SchemeLayer, format: str, **given: torch.Tensor) -> torch.Tensor:
-    return moe_ops.fused_experts(**{**layer.tensors, **given}, **layer.options, format=format, backend="triton")
 
 
 def layer_of(scheme: str, tokens: int, size: str = "whole", **options: object) -> SchemeLayer:
@@ -74,31 +63,14 @@ def test_halves_that_are_apart_may_lie_in_any_order(scheme):
 @pytest.mark.parametrize("tokens", [1000, 5000])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_experts_of_any_number_of_rows(scheme, tokens):
-    """All tokens to one expert, all to a few, and none to most: also a group of warps without rows."""
-    layer = layer_of(scheme, tokens, "odd")
-    E = SIZES["odd"][0]
-    for spread in (1, 3):
-        first = torch.randint(0, spread, (tokens, 1), device="cuda", dtype=torch.int32)
-        layer.tensors["topk_ids"] = torch.cat([first, (first + 1 + torch.randint_like(first, E - 1)) % E], dim=1)
-        for format in ("grouped", "batched"):
-            assert_contract(run(layer, format), layer)
+    """Also a group of warps without rows."""
+    assert_any_number_of_rows(layer_of(scheme, tokens, "odd"), *SIZES["odd"][:2])
 
 
 @pytest.mark.parametrize("format", ["grouped", "batched"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_replay_with_changed_routing_has_the_bits_of_a_call(scheme, format):
-    layer = layer_of(scheme, T)
-
-    def layer_with(ids: torch.Tensor) -> torch.Tensor:
-        given = {**layer.tensors, "topk_ids": ids}
-        capacity = T if format == "batched" else None
-        return moe_ops.fused_experts(**given, **layer.options, format=format, capacity=capacity, backend="triton")
-
-    ids = layer.tensors["topk_ids"]
-    torch.use_deterministic_algorithms(False)
-    two = torch.arange(2, device="cuda", dtype=ids.dtype).expand_as(ids)
-    changed = [((ids + 1) % SIZES["whole"][0],), (two.contiguous(),)]
-    assert_cuda_graph_safe(layer_with, (ids,), changed=changed, backend=None)
+    assert_replays(layer_of(scheme, T), format, SIZES["whole"][0])
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -1,0 +1,38 @@
+"""What the tests of both kernels in Gluon share."""
+
+from __future__ import annotations
+
+import torch
+
+import moe_ops
+from moe_ops.testing import assert_cuda_graph_safe
+from tests.ops.scheme_layers import SchemeLayer, assert_contract
+
+
+def run(layer: SchemeLayer, format: str, **given: torch.Tensor) -> torch.Tensor:
+    return moe_ops.fused_experts(**{**layer.tensors, **given}, **layer.options, format=format, backend="triton")
+
+
+def assert_any_number_of_rows(layer: SchemeLayer, E: int, K: int) -> None:
+    """All tokens to one expert, all to a few, and none to most."""
+    T = layer.tensors["topk_ids"].shape[0]
+    for spread in (1, 3):
+        first = torch.randint(0, spread, (T, 1), device="cuda", dtype=torch.int32)
+        layer.tensors["topk_ids"] = torch.cat([first, (first + 1 + torch.randint_like(first, E - K + 1)) % E], dim=1)
+        for format in ("grouped", "batched"):
+            assert_contract(run(layer, format), layer)
+
+
+def assert_replays(layer: SchemeLayer, format: str, E: int) -> None:
+    """With changed routing, a replay has the bits of a call."""
+    ids = layer.tensors["topk_ids"]
+    capacity = ids.shape[0] if format == "batched" else None
+
+    def layer_with(ids: torch.Tensor) -> torch.Tensor:
+        given = {**layer.tensors, "topk_ids": ids}
+        return moe_ops.fused_experts(**given, **layer.options, format=format, capacity=capacity, backend="triton")
+
+    torch.use_deterministic_algorithms(False)
+    two = torch.arange(2, device="cuda", dtype=ids.dtype).expand_as(ids)
+    changed = [((ids + 1) % E,), (two.contiguous(),)]
+    assert_cuda_graph_safe(layer_with, (ids,), changed=changed, backend=None)
