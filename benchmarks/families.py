@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import logging
 import re
 import warnings
 from collections.abc import Iterable, Iterator
@@ -21,6 +20,7 @@ import torch
 import moe_ops
 from compile_passes.report import Fused, Report
 from compile_passes.tiny import FAMILIES, text_classes, tiny_config, tiny_model
+from moe_ops.logs import quiet
 
 TABLE = Path(__file__).parent / "models.md"
 FORMS = ("grouped_mm", "batched_mm")
@@ -188,10 +188,10 @@ def write(path: Path = TABLE) -> None:
     Raises:
         ImportError: transformers is missing.
     """
-    logging.getLogger("compile_passes").setLevel(logging.ERROR)
     rows: list[Row] = []
-    for family in families():
-        rows += looked_at(family)
-        print(rows[-1])
+    with quiet():
+        for family in families():
+            rows += looked_at(family)
+            print(rows[-1])
     path.write_text("\n".join(table(rows)) + "\n")
     print(summary(rows))

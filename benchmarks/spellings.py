@@ -5,7 +5,6 @@ Each is explained as it is; one that is not fused so is prepared by `moe_ops.com
 
 from __future__ import annotations
 
-import logging
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -21,6 +20,7 @@ from benchmarks import foreign, loops, tutorials
 from benchmarks.sorted_block import NEAR_MISSES, SPELLINGS, CountedMoE, SortedMoE
 from benchmarks.top_two import TopTwo
 from compile_passes.report import Fused, Refused, Report
+from moe_ops.logs import quiet
 
 TABLE = Path(__file__).parent / "spellings.md"
 FUSED, PREPARED, REFUSED, UNSEEN = "fused", "prepared", "refused", "no block found"
@@ -167,14 +167,14 @@ def summary(rows: Iterable[Row]) -> str:
 
 def write(path: Path = TABLE) -> None:
     """Look at every program and write the table."""
-    logging.getLogger("compile_passes").setLevel(logging.ERROR)
     sections: list[tuple[str, list[Row]]] = []
-    for title, programs in SECTIONS.items():
-        rows = []
-        for written, make in programs.items():
-            rows.append(looked_at(written, make))
-            print(rows[-1])
-        sections.append((title, rows))
+    with quiet():
+        for title, programs in SECTIONS.items():
+            rows = []
+            for written, make in programs.items():
+                rows.append(looked_at(written, make))
+                print(rows[-1])
+            sections.append((title, rows))
     path.write_text("\n".join(table(sections)) + "\n")
     for title, rows in sections:
         print(f"{title}: {summary(rows)}")
