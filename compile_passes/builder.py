@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from compile_passes.compat import fake_mode_of
+from compile_passes.compat import fake_mode_of, symbolic_sizes
 from compile_passes.match import Made, Weight
 from compile_passes.vocabulary import example, size_of
 from meta.dims import accumulation_dtype
@@ -87,7 +87,7 @@ class Builder:
         node.meta.update(self._meta)
         self.made.append(node)
         if self._fake_mode is not None:
-            with self._fake_mode, torch.no_grad():
+            with self._fake_mode, symbolic_sizes(), torch.no_grad():
                 values, options = fx.map_arg(args, size_of), fx.map_arg(kwargs, size_of)
                 run = getattr(values[0], target) if kind == "call_method" else partial(target, *values[:1])
                 node.meta[self._key] = run(*values[1:], **options)

@@ -9,7 +9,7 @@ import inspect
 import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -110,6 +110,15 @@ def fake_mode_of(value: Any) -> Any:
     """The mode that a fake tensor was made under, or None. The tracing context has another one when passes run."""
     kind = feature("torch._subclasses.fake_tensor", "FakeTensor")
     return value.fake_mode if kind is not None and isinstance(value, kind) else None
+
+
+def symbolic_sizes() -> AbstractContextManager[Any]:
+    """A context in which calls on fake tensors keep their sizes symbols: in Python, as torch's own tracing has them.
+    Kernels that are made of others, `matmul` among them, ask for numbers in C++ (torch 2.11), and a graph is for one
+    size from then on.
+    """
+    enable = feature("torch._dispatch.python", "enable_python_dispatcher")
+    return nullcontext() if enable is None else enable()
 
 
 def inner_tensors(value: torch.Tensor) -> list[torch.Tensor]:
