@@ -222,7 +222,8 @@ def _by_products(key: LayerKey, tokens: int, gpu: str, sm: int) -> tuple[Plan, f
     """The plan, and the microseconds that both products should take."""
     first, second = _works(key, tokens)
     gathered = key.format == "grouped"
-    up, up_us = _tile(key.scheme, first, gpu, sm, product(key.scheme, first=True, gathered=gathered))
+    column = product(key.scheme, first=True, gathered=gathered)
+    up, up_us = _tile(key.scheme, first, gpu, sm, column, gated=key.gated)
     down, down_us = _tile(key.scheme, second, gpu, sm, product(key.scheme, first=False, gathered=False))
     form = SCHEMES[key.scheme].rows
     if form is not None and not key.gated and key.scheme not in DECODED:
@@ -281,8 +282,8 @@ def tile_for(scheme: str, E: int, at: int, N: int, depth: int, gpu: str, sm: int
     return _tile(scheme, work, gpu, sm, column)[0]
 
 
-def _tile(scheme: str, work: Work, gpu: str, sm: int, column: str) -> tuple[MMConfig, float]:
-    """The tile, and the microseconds that it should take."""
+def _tile(scheme: str, work: Work, gpu: str, sm: int, column: str, *, gated: bool = True) -> tuple[MMConfig, float]:
+    """The tile, and the microseconds that it should take; `gated`: whether GEMM 1's weights are two halves."""
     tma = sm >= FIRST_CAPABILITY["tma"]
     if scheme == "fp32":
         return MMConfig(16 if work.T * work.K <= 16 * work.E else 64, 64, 32, 8, 4, 3, a_tma=False, w_tma=False), 0.0
@@ -297,7 +298,7 @@ def _tile(scheme: str, work: Work, gpu: str, sm: int, column: str) -> tuple[MMCo
     arch = lookup_gpu(gpu)
     # Then every column has its scale, for which 128 rows leave no registers (us on an H200, gpt-oss-120b's dimensions,
     # T = 4096: 4428, with 64 rows 1893).
-    ragged = column == "up" and runs_on(scheme, work.N // 2)
+    ragged = column == "up" and gated and runs_on(scheme, work.N // 2)
     if scheme in PROMOTED and sm == HOPPER and not ragged and are_promoted(work.T * work.K, work.E):
         return _streamed(128, 256, 128, 8, 8, 3), 0.0
     costs = {

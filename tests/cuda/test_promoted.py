@@ -18,7 +18,7 @@ SCHEMES = sorted(triton_plans.PROMOTED)
 #: E, K, H, I: whole tiles; half a tile of columns at the end, and of a step; less than one; one expert. (Scales of
 #: blocks that run on into the up half are not taken.)
 SIZES = {"whole": (8, 2, 1024, 512), "odd": (6, 2, 1216, 640), "small": (3, 2, 192, 128), "one": (1, 1, 256, 128)}
-T = 1200
+T = 4200  # more pairs, of whichever K, than tokens are quantised for beside the sort: their rows are gathered
 
 
 def layer_of(scheme: str, tokens: int, size: str = "whole", **options: object) -> SchemeLayer:

@@ -89,6 +89,13 @@ def test_the_cheapest_plan_follows_the_sizes() -> None:
     assert [cheapest(4096, sm=sm).configs[0].w_tma for sm in (80, 90)] == [False, True]
 
 
+@pytest.mark.parametrize(("gated", "rows"), [(True, 64), (False, 128)], ids=["halves", "whole"])
+def test_scales_run_on_from_one_half_into_the_other_alone(gated: bool, rows: int) -> None:
+    """Of 192 columns of each half a block of 128 is of both; without halves none is."""
+    key = plans.LayerKey("fp8_block128", "grouped", 8, 2, 512, 192, gated)
+    assert triton_plans.cheapest(key, 4096, "NVIDIA H200", 90).configs[0].block_m == rows
+
+
 @pytest.mark.parametrize("scheme", ["bf16", "fp8_block128"])
 def test_tiles_grow_with_an_experts_rows(scheme: str) -> None:
     tiles = [cheapest(2**octave, scheme, E=64, K=4, H=4096, I=1024).configs[0] for octave in range(2, 16)]
