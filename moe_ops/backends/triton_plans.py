@@ -158,15 +158,15 @@ def _packed_fp8_tile(scheme: str, work: Work, sm: int) -> MMConfig:
 
     us of a layer of Qwen3-30B-A3B's dimensions on an H200, tiles of 16 and 32 rows, w4a8_fp8 and mxfp4_a8: T = 16 85
     and 94, 121 and 141; T = 256 165 and 142, 258 and 215. T = 4096, tiles of 64 x 128, 128 x 128 and 128 x 64: w4a8_fp8
-    844, 894, 795; mxfp4_a8 1219, 1833, 2703. w4a8_fp8 on an H100 by these and by `decoded_mm`: 974 and 698.
+    844, 894, 795; mxfp4_a8 1219, 1833, 2703. On an H100 by these and by `decoded_fp8_mm`: 830 and 680; 1225 and 952.
     """
     rows, code = work.T * work.K / work.E, SCHEMES[scheme].code
     if rows <= 64:
         return _gathered(16 if rows <= 12 else 32, 128, 128, 1, 4, 4)
-    if code is not None and code.name == "e2m1":
-        return _streamed(64, 128, 128, 8, 4, 3)
     if sm == HOPPER:
         return _streamed(128, 128, 128, 8, 8, 3)
+    if code is not None and code.name == "e2m1":
+        return _streamed(64, 128, 128, 8, 4, 3)
     return _streamed(128, 64, 128, 8, 4, 3)
 
 
@@ -343,7 +343,7 @@ def gemm_candidates(scheme: str, rows: float, sm: int, *, gated: bool, first: bo
     if in_blocks(scheme, sm):
         return _blocks_candidates(scheme, rows)
     if scheme in DECODED:
-        return _packed_candidates(rows, sm) if scheme in PACKED else _packed_fp8_candidates(rows)
+        return _packed_candidates(rows, sm) if scheme in PACKED else _packed_fp8_candidates(rows, sm)
     element = SCHEMES[scheme].weight_dtype.itemsize
     form = SCHEMES[scheme].rows
     quantizes = form is not None
@@ -403,11 +403,13 @@ def _packed_candidates(rows: float, sm: int) -> list[MMConfig]:
     return found
 
 
-def _packed_fp8_candidates(rows: float) -> list[MMConfig]:
+def _packed_fp8_candidates(rows: float, sm: int) -> list[MMConfig]:
     """The same where the rows are e4m3; `fit` gives them the columns and warps that a scheme needs."""
     found = []
     for block_m, block_n, warps, stages in every(_blocks_m(rows), (64, 128), (4, 8), (3, 4, 5)):
         registers = block_n * (2 * block_m + 32) / (32 * warps)
+        if sm == HOPPER and block_m >= 128 and (block_n, warps) != (128, 8):
+            continue  # `decoded_fp8_mm`, whose tile is one of its own
         if 16 <= registers <= 144 and (stages == 3 or block_m <= 32):
             group_m, a_tma = (8, True) if block_m >= 64 else (1, False)
             found.append(MMConfig(block_m, block_n, 128, group_m, warps, stages, a_tma, w_tma=True))

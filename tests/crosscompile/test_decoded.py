@@ -19,7 +19,7 @@ from moe_ops.kernels.triton.launch import ExpertMM
 from moe_ops.kernels.triton.layer import Layer
 from moe_ops.plans import Plan, bucket
 from tests.crosscompile.compiling import Compiled, compile_kernel
-from tests.crosscompile.test_packed import TYPES, E, H, I, K, common_arguments, descriptor, product
+from tests.crosscompile.test_packed import E, H, I, K, common_arguments, descriptor, product
 
 LAYOUTS = pytest.mark.parametrize("layout", ["concat", "interleaved", None], ids=["concat", "interleaved", "down"])
 
@@ -35,9 +35,7 @@ def compile_product(mm: ExpertMM, fitted: MMConfig, rows: torch.Tensor) -> Compi
     """Of a tile as it is where there is such a GPU."""
     out, _ = mm.allocate((256,), rows)
     made = mm.prepare_decoded(rows, out, fitted)
-    form = mm.form
     arguments = common_arguments(mm) | {
-        "a_scale": None if form is None else f"*{TYPES[form.scale_dtype]}:16",
         "a_desc": descriptor(made.a_desc), "w_desc": descriptor(made.w_desc), "out_desc": descriptor(made.out_desc),
     }  # fmt: skip
     del arguments["up_offset"]
@@ -55,7 +53,7 @@ def compile_product(mm: ExpertMM, fitted: MMConfig, rows: torch.Tensor) -> Compi
     )
     assert kernel.stack == 0 or mm.num_experts > 128, f"{kernel.stack} bytes of spills"
     assert kernel.loops and not kernel.serialised and not kernel.overwritten
-    products = re.findall(r"[HQ]GMMA\S+ R\d+, (\S+),", kernel.sass)
+    products = re.findall(r"HGMMA\S+ R\d+, (\S+),", kernel.sass)
     assert products and all(operand.startswith("R") for operand in products)
     return kernel
 
@@ -91,12 +89,6 @@ def test_compiles_for_blocks_of_scales(layout: str | None) -> None:
 
 
 @LAYOUTS
-def test_compiles_for_e4m3_rows(layout: str | None) -> None:
-    kernel = compile_decoded("w4a8_fp8", layout)
-    assert set(re.findall(r"QGMMA\.64x(\d+)x32", kernel.sass)) == {"128"}
-
-
-@LAYOUTS
 @pytest.mark.parametrize("columns", [128, 256])
 def test_rows_that_gemm_1_leaves_are_in_the_order_of_gemm_2(columns: int, layout: str | None) -> None:
     """int4: of as many columns as a group has, the scales are those of rows, and GEMM 2's sums wait for none."""
@@ -119,7 +111,7 @@ def row_operand(row: QuantScheme, rows: int, columns: int) -> Operand:
 
 
 @pytest.mark.parametrize("experts", [8, 512])
-@pytest.mark.parametrize("scheme", ["mxfp4", "int4_w4a16", "w4a8_fp8"])
+@pytest.mark.parametrize("scheme", ["mxfp4", "int4_w4a16"])
 def test_tables_of_many_experts_stay_out_of_the_loop(
     scheme: str, experts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,13 +123,13 @@ def test_tables_of_many_experts_stay_out_of_the_loop(
 
 @pytest.mark.parametrize(
     ("scheme", "taken"),
-    [*((scheme, True) for scheme in sorted(PACKED)), ("w4a8_fp8", True), ("mxfp4_a8", False), ("fp8_block128", False)],
+    [*((scheme, True) for scheme in sorted(PACKED)), ("fp8_block128", False)],
 )
 def test_which_products_it_takes(scheme: str, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a Hopper GPU, of 128 weight rows that come by descriptor; those that wait for scales keep their rows there."""
     monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: True)
     tile = MMConfig(128, 128, 64, 8, 8, 3, a_tma=True, w_tma=True)
-    mm, fitted, _ = product(scheme, tile, layout="concat" if scheme not in ("mxfp4_a8", "fp8_block128") else None)
+    mm, fitted, _ = product(scheme, tile, layout="concat" if taken else None)
     assert mm.specialises(fitted) == taken
     assert not taken or (fitted.block_m, fitted.block_n) == (128, 128)
     others = (fitted._replace(a_tma=False), fitted._replace(w_tma=False), fitted._replace(block_n=64))
@@ -190,7 +182,7 @@ def test_every_argument_of_a_launch_has_its_place(monkeypatch: pytest.MonkeyPatc
     expert_mm._launch_decoded(rows, mm, extents, fitted, out, (256, 4, 256, False), pdl=True)
     scale, zeros = mm.operand.scales
     assert list(launched) == _decoded_mm_kernel.arg_names
-    same = {"w_scale": scale, "w_zeros": zeros, "w_outer": None, "bias": bias, "extents": extents, "a_scale": None}
+    same = {"w_scale": scale, "w_zeros": zeros, "w_outer": None, "bias": bias, "extents": extents}
     assert all(launched[name] is value for name, value in same.items())
     bases = {"a_desc": rows, "w_desc": mm.weight, "out_desc": out}
     assert all(launched[name].base is tensor for name, tensor in bases.items())

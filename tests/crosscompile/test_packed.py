@@ -229,7 +229,7 @@ def words_of(machine_code: str, registers: dict[str, int]) -> tuple[int, int]:
 @pytest.mark.parametrize("power", [None, 0, 13, fp8.WINDOW.value], ids=str)
 def test_decoders(power: int | None) -> None:
     """Of words that have every byte at every place: int4, and e2m1 times a power of two."""
-    decoder = fp8._int4_fours if power is None else fp8._e2m1_fours
+    decoder = fp8.int4_fours if power is None else fp8.e2m1_fours
     dtype, factor = (E4M3, fp8.INT4_UNIT.value) if power is None else (torch.float8_e5m2, 2.0 ** (13 - (power or 0)))
     code = CODES["int4" if power is None else "e2m1"]
     for first in range(256):

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cuda.racecheck import races_told
+
 pytestmark = pytest.mark.cuda
 ROOT = Path(__file__).parents[2]
 SANITIZER = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
@@ -32,7 +34,9 @@ SANITIZER = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/b
 def test_clean(tool: str, program: list[str]):
     program = [sys.executable, "-m", f"tests.cuda.{program[0]}", *program[1:]]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(ROOT)}
-    command = [str(SANITIZER), "--tool", tool, "--error-exitcode", "99", "--print-limit", "5", *program]
+    command = [str(SANITIZER), "--tool", tool, "--error-exitcode", "99", "--print-limit", "1000", *program]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
-    reports = [line for line in done.stdout.splitlines() if "Host Frame" not in line]
-    assert done.returncode == 0 and "ran" in reports, "\n".join([*reports[:40], done.stderr[-2000:]])
+    lines = [line for line in done.stdout.splitlines() if "Host Frame" not in line]
+    told = "\n".join([*lines[:40], done.stderr[-2000:]])
+    reports = races_told(lines) if tool == "racecheck" else None
+    assert "ran" in lines and (done.returncode == 0 or reports == []), told

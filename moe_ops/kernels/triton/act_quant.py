@@ -20,7 +20,8 @@ from moe_ops.kernels.triton.util import cdiv, next_power_of_2, pdl_release, pdl_
 
 PROGRAMS = 4096  # of quantize_batched, over all experts: enough to fill a GPU while most experts hold few rows
 BESIDE = tl.constexpr(512)  # columns of a program that quantises beside another kernel's work, or one scale group
-AT_ONCE = tl.constexpr(4096)  # columns of a scale group that a program holds in registers
+AT_ONCE = tl.constexpr(4096)  # columns that a program loads at a time, of a scale group that it cannot hold,
+HELD = tl.constexpr(16384)  # which is one of more columns than these
 NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 
@@ -108,7 +109,7 @@ def quantize_groups(
 ):
     """Quantise scale groups first .. first + BLOCK_M - 1 (GROUP columns each), numbered through the rows.
 
-    Groups of more than AT_ONCE columns are read twice: for their scale, and for their quotients.
+    Groups of more than HELD columns are read twice: for their scale, and for their quotients.
     """
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     if DTYPE == tl.uint8:
@@ -136,7 +137,7 @@ def _quantize_groups(
     g = first + tl.arange(0, BLOCK_M)
     r = (g // groups).to(tl.int64)[:, None]
     exists = g < rows * groups
-    if GROUP <= AT_ONCE:
+    if GROUP <= HELD:
         k = (g % groups * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
         inside = exists[:, None] & (k < K)
         x = tl.load(x_ptr + r * stride_r + k, mask=inside, other=0.0).to(tl.float32)
@@ -278,7 +279,7 @@ def _quantize(
         x = x.contiguous()
     many = rows * groups >= 4096
     block_m = max(1, (4096 if many else 512) // group)
-    columns = block_m * min(group, AT_ONCE.value)
+    columns = block_m * (group if group <= HELD.value else AT_ONCE.value)
     blocks = cdiv(rows * groups, block_m)
     launch(
         _quantize_kernel,
@@ -295,7 +296,7 @@ def _quantize(
         GROUP=group,
         BLOCK_M=block_m,
         PDL=pdl,
-        num_warps=min(8, max(1, columns // (1024 if many else 512))),
+        num_warps=min(16, max(1, columns // (1024 if many else 512))),
         launch_pdl=pdl,
     )
 

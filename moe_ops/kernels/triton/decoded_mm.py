@@ -1,18 +1,16 @@
 """Expert GEMMs of many rows whose weights are codes that are decoded in registers, for Hopper.
 
-What `packed_tile` computes, and of codes of integers `packed_fp8_tile`, with the loop written out: Triton's pipeline
-waits for each product whose first operand is in registers before the next codes are decoded into them. Here one warp
-has descriptors bring weights and rows, and the others decode one step's codes into registers while the tensor cores
-multiply those of the step before. For bf16, columns are in an order in which a thread's codes are side by side
-(`order`); both halves of a gated weight meet in one thread: nothing moves between threads but the result on its way
-out. Where sums wait for the scales of groups of columns, two groups of four warps have half of a tile's weight rows
-each: one decodes and scales while the other multiplies.
+What `packed_tile` computes, with the loop written out: Triton's pipeline waits for each product whose first operand is
+in registers before the next codes are decoded into them. Here one warp has descriptors bring weights and rows, and the
+others decode one step's codes into registers while the tensor cores multiply those of the step before. Columns are in
+an order in which a thread's codes are side by side (`order`); both halves of a gated weight meet in one thread: nothing
+moves between threads but the result on its way out. Where sums wait for the scales of groups of columns, two groups of
+four warps have half of a tile's weight rows each: one decodes and scales while the other multiplies.
 
 us of a layer on an H100, in bf16, by `packed_tile` in the same steps and by this kernel: Qwen3-30B-A3B, T = 4096,
 mxfp4 721, 823, 744, int8_w8a16 726, 828, 798, int4_w4a16 727, 1111, 806; T = 1024, mxfp4 482, 346, 298; gpt-oss-120b,
 T = 4096, mxfp4 2517, 3182, 2175; Mixtral-8x7B, T = 4096, mxfp4 4375, 5765, 4866. In steps of 64 and of 128 columns,
-the last 4866 and 5281, of 256 rows of tokens 6072, of 256 weight rows 5862. w4a8_fp8 beside fp8_block128:
-Qwen3-30B-A3B 586, 974, 698; Mixtral-8x7B 3715, 5530, 4073.
+the last 4866 and 5281, of 256 rows of tokens 6072, of 256 weight rows 5862.
 
 Written in Gluon, Triton's language of layouts, which has no interpreter: that runs `packed_tile` for the same products.
 """
@@ -44,7 +42,6 @@ from moe_ops.kernels.triton.codes import (
 )
 from moe_ops.kernels.triton.hopper import boxes, ring, table_of_tiles, write
 from moe_ops.kernels.triton.order import in_order
-from moe_ops.kernels.triton.packed_fp8_tile import INT4_UNIT, int4_as_e4m3
 from moe_ops.kernels.triton.packed_tile import factor_of, fetch, of_rows
 from moe_ops.kernels.triton.scales import load_scale
 from moe_ops.kernels.triton.tile_loads import CONCAT, INTERLEAVED, NOT_GATED
@@ -173,11 +170,11 @@ def _decoded(
         # Integers of at most nine bits, as bf16 has them; 8 is subtracted already.
         zero = (zero_bits << 24) >> 24 if zeros.dtype.element_ty == gl.int8 else zero_bits
         decoded -= _spread((zero - 8 if CODE == INT4 else zero).to(gl.bfloat16), decoded.type)
-    return _in_product(in_order(decoded.reshape([ROWS, BLOCK_K]), PACKED[10], PER_WORD), GLU, OPERAND)
+    return in_product(in_order(decoded.reshape([ROWS, BLOCK_K]), PACKED[10], PER_WORD), GLU, OPERAND)
 
 
 @gluon.jit
-def _in_product(decoded, GLU: gl.constexpr, OPERAND: gl.constexpr):
+def in_product(decoded, GLU: gl.constexpr, OPERAND: gl.constexpr):
     """Weights [rows, columns] as the first operand of a product, whose rows that are 8 apart are of one output."""
     ROWS: gl.constexpr = decoded.shape[0]
     COLUMNS: gl.constexpr = decoded.shape[1]
@@ -189,7 +186,7 @@ def _in_product(decoded, GLU: gl.constexpr, OPERAND: gl.constexpr):
 
 
 @gluon.jit
-def _weight_rows(
+def stacked_rows(
     HEIGHT: gl.constexpr, LAYOUT: gl.constexpr, n_start, N: gl.constexpr, GLU: gl.constexpr, SWAPPED: gl.constexpr,
     IN_PRODUCT: gl.constexpr,
 ):  # fmt: skip
@@ -221,7 +218,7 @@ def _weight_rows(
 @gluon.jit
 def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
     """A group of warps: decodes its weight rows of every tile, multiplies them with the tile's rows and writes."""
-    rows_of, words_of, full, empty, staged, out_desc, a_scale, extents, num_rows, decoding, bias, alpha, limit = given
+    rows_of, words_of, full, empty, staged, out_desc, extents, num_rows, decoding, bias, alpha, limit = given
     E: gl.constexpr = SIZES[0]
     N: gl.constexpr = SIZES[1]
     K: gl.constexpr = SIZES[2]
@@ -244,16 +241,15 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
     GROUPS: gl.constexpr = BLOCK[7]
     WARPS: gl.constexpr = gl.num_warps()
     HEIGHT: gl.constexpr = 16 * WARPS
-    FP8: gl.constexpr = PACKED[8] >= 0  # rows of e4m3, each with one scale
     UNIT: gl.constexpr = PACKED[10] if PACKED[10] > 0 else BLOCK_K
-    WORDS: gl.constexpr = BLOCK_K // 4 if FP8 else BLOCK_K // codes_of_word(CODE)
+    WORDS: gl.constexpr = BLOCK_K // codes_of_word(CODE)
     PIECES: gl.constexpr = pieces_of(EXACT, BLOCK_K, GROUP_K, UNIT)
     STEPS: gl.constexpr = steps_of(K, BLOCK_K)
     LAST: gl.constexpr = (K + GROUP_K - 1) // GROUP_K - 1 if GROUP_K > 0 else 0
     COLUMNS: gl.constexpr = columns_of(HEIGHT, GLU)
-    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 32 if FP8 else 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUM, 4 if FP8 else 2)
-    OF_WORDS: gl.constexpr = rows_layout(WARPS, WORDS, 4 if FP8 else UNIT // codes_of_word(CODE), GLU)
+    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUM, 2)
+    OF_WORDS: gl.constexpr = rows_layout(WARPS, WORDS, UNIT // codes_of_word(CODE), GLU)
     OF_PIECES: gl.constexpr = rows_layout(WARPS, PIECES, PIECES if EXACT else 4, GLU)
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, SUM)
     inner, zeros, outer, inner_apart, zeros_apart, outer_apart = decoding
@@ -262,17 +258,16 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
     SHIFTED: gl.constexpr = ZERO_STRIDES is not None
     OUTER_STRIDES: gl.constexpr = STRIDES[5]
     SCALED: gl.constexpr = INNER_STRIDES is not None and not EXACT  # group by group, where their sums are complete
-    # After every step, else after every other; sums of e4m3 have too few bits for more columns.
-    EACH: gl.constexpr = SCALED and (FP8 or GROUP_K % (2 * BLOCK_K) != 0)
+    EACH: gl.constexpr = SCALED and GROUP_K % (2 * BLOCK_K) != 0  # after every step, else after every other
     table, tiles = table_of_tiles(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
     place = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         expert, first, past, n_tile = find_tile(tile, table, BLOCK[0], 0, N_TILES, BLOCK[3])
         n_start = (n_tile * GROUPS + GROUP) * COLUMNS
-        row, half, exists = _weight_rows(HEIGHT, gl.SliceLayout(1, OF_PIECES), n_start, N, GLU, SWAPPED, False)
+        row, half, exists = stacked_rows(HEIGHT, gl.SliceLayout(1, OF_PIECES), n_start, N, GLU, SWAPPED, False)
         held = gl.where(exists, row, 0)[:, None]
         half = half[:, None]
-        row, in_half, exists = _weight_rows(HEIGHT, OF_ROWS, n_start, N, GLU, SWAPPED, True)
+        row, in_half, exists = stacked_rows(HEIGHT, OF_ROWS, n_start, N, GLU, SWAPPED, True)
         row = gl.where(exists, row, 0)
         bits = 0
         zero_bits = 0
@@ -296,10 +291,7 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
                     factor = factor_of(fetch(per_row + group_k * INNER_STRIDES[2]), inner, False, 0)
                 mbarrier.wait(full.index(stage), (place // STAGES) & 1)
                 words = words_of.index(stage * GROUPS + GROUP).reshape([HEIGHT, WORDS]).load(OF_WORDS)
-                if FP8:
-                    numbers = _in_product(int4_as_e4m3(words), GLU, OPERAND)
-                else:
-                    numbers = _decoded(words, bits, inner, zero_bits, zeros, SHIFTED, PACKED, BLOCK_K, GLU, OPERAND)
+                numbers = _decoded(words, bits, inner, zero_bits, zeros, SHIFTED, PACKED, BLOCK_K, GLU, OPERAND)
                 if EXACT:
                     bits = _of_pieces(scales, step + 1, K, BLOCK_K, GROUP_K, INNER_STRIDES[2], OF_PIECES)
                 if SHIFTED:
@@ -321,10 +313,7 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
         if not SCALED:
             total = warpgroup_mma_wait(0, deps=[product])
             mbarrier.arrive(empty.index((place + STAGES - 1) % STAGES))
-        if FP8:
-            at = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, SUM))
-            total *= gl.load(a_scale + at, mask=at < past, other=0.0)[None, :] * INT4_UNIT
-        elif CODE == E2M1:
+        if CODE == E2M1:
             total *= E2M1_UNIT
         elif EXACT and CODE == E4M3:
             total *= E4M3_UNIT
@@ -353,7 +342,6 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
 @gluon.jit(do_not_specialize=["num_rows", "up_scale_offset", "up_zeros_offset", "up_outer_offset"])
 def _decoded_mm_kernel(
     a_desc,
-    a_scale,
     extents,
     w_desc,
     w_scale,
@@ -401,12 +389,9 @@ def _decoded_mm_kernel(
     outer = w_outer if STRIDES[5] is not None else extents
     decoding = (inner, zeros, outer, up_scale_offset, up_zeros_offset, up_outer_offset)
     bias = bias if STRIDES[2] is not None else extents
-    a_scale = a_scale if SCHEME[4][8] >= 0 else extents
     # Warps of each further partition, and registers of its threads: the first has what is left. 384 threads have 168
     # each; one that brings tiles needs few, one of a group what it can get.
-    given = (
-        rows_of, words_of, full, empty, staged, out_desc, a_scale, extents, num_rows, decoding, bias, alpha, limit,
-    )  # fmt: skip
+    given = (rows_of, words_of, full, empty, staged, out_desc, extents, num_rows, decoding, bias, alpha, limit)
     brought = (a_desc, w_desc, rows_of, words_of, full, empty, extents, num_rows)
     SIZES: gl.constexpr = (E, N, K, STRIDES, BLOCK, N_TILES, GLU, ACTIVATION, SWAPPED, SCHEME, BATCHED)
     if GROUPS == 1:

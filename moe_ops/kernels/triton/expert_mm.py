@@ -6,6 +6,7 @@ expert_num_tokens. They differ in one thing, which rows belong to which expert, 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -149,6 +150,8 @@ def grouped_mm(
     Returns:
         (out [R, N], out_scale [R, groups of N], empty unless `mm.quantize_output`).
     """
+    if row_to_pair is None and mm.quantizes_apart(config):
+        mm = replace(mm, quantized_apart=True)
     out, out_scale = mm.allocate((num_rows,), a)
     grid = (num_rows, most_tiles(num_rows, mm.num_experts, config), num_rows, False)
     _launch(a, mm, offsets, config, (out, out_scale), grid, row_to_pair, top_k, pdl, load)
@@ -184,6 +187,8 @@ def batched_mm(
         expert's count are not written.
     """
     E, C, K = batch.shape
+    if mm.quantizes_apart(config):
+        mm = replace(mm, quantized_apart=True)
     out, out_scale = mm.allocate((E, C), batch)
     rows, row_tiles = E * C, E * cdiv(C, config.rows)
     if most_rows is not None:
@@ -225,7 +230,8 @@ def _launch(
     as_they_come = row_to_pair is None and load is None and descriptor_strides(a, inner=1)
     in_order = not mm.is_decoded or (mm.rows_order and a.dtype == torch.bfloat16)
     if as_they_come and in_order and mm.specialises(config):
-        _launch_decoded(a, mm, extents, config, out, grid, pdl)
+        launched = _launch_decoded_fp8 if mm.waits_for_scales else _launch_decoded
+        launched(a, mm, extents, config, out, grid, pdl)
         return
     if as_they_come and mm.promotes(config, rows):
         _launch_promoted(a, mm, extents, config, outputs, grid, pdl)
@@ -289,8 +295,28 @@ def _launch_decoded(
     from moe_ops.kernels.triton.decoded_mm import _decoded_mm_kernel
 
     made = mm.prepare_decoded(a, out, config)
-    tensors = (made.a_desc, mm.rows_scale, extents, made.w_desc, *mm.decoded_by, mm.bias, made.out_desc)
+    tensors = (made.a_desc, extents, made.w_desc, *mm.decoded_by, mm.bias, made.out_desc)
     _launch_specialised(_decoded_mm_kernel, tensors, mm, made, grid, a.device, 8 // made.block[7], pdl)
+
+
+def _launch_decoded_fp8(
+    a: torch.Tensor,
+    mm: ExpertMM,
+    extents: torch.Tensor,
+    config: MMConfig,
+    out: torch.Tensor,
+    grid: tuple[int, int, int, bool],
+    pdl: bool,
+) -> None:
+    """`_launch` of `decoded_fp8_mm`."""
+    from moe_ops.kernels.triton.decoded_fp8_mm import _decoded_fp8_mm_kernel
+
+    made = mm.prepare_decoded_fp8(a, out, config)
+    scales = (mm.decoding["groups"], mm.decoding["rows"])
+    decoded_by = (*(scale.tensor for scale in scales), *(scale.up_offset for scale in scales))
+    weights = (mm.weight, made.w_desc, mm.up_offset)
+    tensors = (made.a_desc, mm.rows_scale, extents, *weights, *decoded_by, mm.bias, made.out_desc)
+    _launch_specialised(_decoded_fp8_mm_kernel, tensors, mm, made, grid, a.device, 4, pdl)
 
 
 def _launch_promoted(

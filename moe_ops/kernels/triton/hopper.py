@@ -1,4 +1,5 @@
-"""What kernels in Gluon for Hopper share: `decoded_mm` and `promoted_mm`, one of whose warps brings what others take.
+"""What kernels in Gluon for Hopper share: `decoded_mm`, `decoded_fp8_mm` and `promoted_mm`, one of whose warps brings
+what others take.
 
 Gluon is Triton's language of layouts. It is experimental, and may be another in another Triton: `CALLED`.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -26,6 +28,9 @@ CALLED = {
     gl.convert_layout: ("value", "layout", "assert_trivial"),
     gl.allocate_shared_memory: ("element_ty", "shape", "layout"),
     gl.thread_barrier: (),
+    gl.shared_memory_descriptor._reinterpret: ("dtype", "shape", "layout"),
+    async_copy.async_copy_global_to_shared: ("smem", "pointer", "mask"),
+    async_copy.mbarrier_arrive: ("mbarrier",),
     fence_async_shared: (),
     mbarrier.init: ("mbarrier", "count"),
     mbarrier.expect: ("mbarrier", "bytes"),
@@ -55,6 +60,15 @@ def table_of_tiles(
     e = gl.arange(0, BLOCK[4], layout=LAYOUT)
     table = cut_into_tiles(e, extents, num_rows, E, BLOCK[0], 0, N_TILES, BATCHED)
     return table, uniform(gl.max(table[3], axis=0))
+
+
+@gluon.jit
+def tile_of(number):
+    """A program's tile number `number`: one of each lot of as many as there are programs, the next one each time. Every
+    other tile of an expert may be one with fewer rows, and an even number of programs would always get the same kind.
+    """
+    programs = gl.num_programs(0)
+    return number * programs + (gl.program_id(0) + number) % programs
 
 
 @gluon.jit

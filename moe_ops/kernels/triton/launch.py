@@ -169,6 +169,7 @@ class ExpertMM:
             for a product that does not.
         in_bytes: codes of eight bits are not addressed as words.
         rows_order, out_order: the order of columns that its rows have, and its output gets (`order`); None for theirs.
+        quantized_apart: another kernel quantises its output, whatever the scale's group.
     """
 
     operand: Operand
@@ -186,6 +187,7 @@ class ExpertMM:
     in_bytes: bool = False
     rows_order: tuple[int, int] | None = None
     out_order: tuple[int, int] | None = None
+    quantized_apart: bool = False
     glu: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -338,16 +340,25 @@ class ExpertMM:
         return self.is_decoded and not self.exact_scales and self.decoding["groups"].group[1] > 0
 
     def specialises(self, config: MMConfig) -> bool:
-        """Whether `decoded_mm` takes the product, of rows by descriptor: where Gluon's Hopper is."""
+        """Whether `decoded_mm` takes the product, of rows by descriptor, or of e4m3 ones `decoded_fp8_mm`: where
+        Gluon's Hopper is.
+        """
         if not (self.is_packed and config.a_tma and hopper_with_gluon(self.weight.device)):
             return False
         if self.waits_for_scales:
-            taken = not self.folds_scales and self.group_columns % 64 == 0
+            taken = config.block_m >= 128 and (self.folds_scales or self.group_columns % 64 == 0)
+            size = 4 if self.quantize_output else self.out_dtype.itemsize
         else:
             taken = self.weight.dtype == torch.int32 and not self.in_two
-        whole = self.out_features * self.out_dtype.itemsize % 16 == 0
-        boxes = config.block_n == GLUON_ROWS and config.block_k <= 128
-        return taken and whole and boxes and self._weight_load(config) == TMA_NK.value
+            taken = taken and config.block_n == GLUON_ROWS and config.block_k <= 128
+            size = self.out_dtype.itemsize
+        return taken and self.out_features * size % 16 == 0 and self._weight_load(config) == TMA_NK.value
+
+    def quantizes_apart(self, config: MMConfig) -> bool:
+        """Whether another kernel quantises its output, though a tile could: half of one of `decoded_fp8_mm` would be
+        half a scale group.
+        """
+        return self.quantizes_in_tile and self.waits_for_scales and self.specialises(config)
 
     @property
     def exact_scales(self) -> bool:
@@ -412,7 +423,7 @@ class ExpertMM:
     @property
     def quantizes_in_tile(self) -> bool:
         """Whether the epilogue quantises: a tile has whole scale groups, but never a whole row."""
-        return self.quantize_output and self.out_group != WHOLE
+        return self.quantize_output and self.out_group != WHOLE and not self.quantized_apart
 
     @property
     def strides(self) -> tuple[tuple[int, ...], tuple[int, ...] | None, tuple[int, ...] | None]:
@@ -509,9 +520,7 @@ class ExpertMM:
 
     def prepare_decoded(self, a: torch.Tensor, out: torch.Tensor, config: MMConfig) -> Launch:
         """The same for `decoded_mm`; `block` ends with the steps that there is room for and the groups of warps."""
-        if self.waits_for_scales:
-            config = config._replace(block_k=min(config.block_k, self.group_columns & -self.group_columns))
-        groups = 2 if self.waits_decoded or self.waits_for_scales else 1
+        groups = 2 if self.waits_decoded else 1
         part = config._replace(block_n=config.block_n // groups)
         stored = ragged_rows(out, config.rows, self.columns(part))
         weights = config.block_n * self.weight.element_size() // self.per_element
@@ -561,6 +570,29 @@ class ExpertMM:
             moves=(True, TMA_NK.value, at_once, self.up_offset < 0),
             walk=TILE_BY_TILE.value,
             n_tiles=cdiv(self.out_features, columns),
+        )
+
+    def prepare_decoded_fp8(self, a: torch.Tensor, out: torch.Tensor, config: MMConfig) -> Launch:
+        """The same for `decoded_fp8_mm`, whose tile is one of its own."""
+        from moe_ops.kernels.triton.decoded_fp8_mm import AT_ONCE, GROUPS, HEIGHT, LOTS, MOST, ROWS
+
+        group = self.group_columns
+        step = PACKED_COLUMNS if self.folds_scales or not group else min(PACKED_COLUMNS, group & -group)
+        part = config._replace(block_n=HEIGHT.value, block_k=step)
+        bytes_of_step = step * (MOST.value * ROWS.value + GROUPS.value * HEIGHT.value // 2)
+        written = ROWS.value * GROUPS.value * self.columns(part) * out.element_size()
+        factors = 4 * LOTS.value * AT_ONCE.value * MOST.value * ROWS.value if self.folds_scales else 0
+        room = TYPICAL.shared_kib * 1024 - PROGRAM_BYTES - written - factors
+        block = (MOST.value * ROWS.value, GROUPS.value * HEIGHT.value, step, config.group_m)
+        return Launch(
+            a_desc=_for_gluon(TensorDescriptor(a, list(a.shape), list(a.stride()), [ROWS.value, step])),
+            w_desc=_for_gluon(self._weight_descriptor(TMA_NK.value, part)),
+            out_desc=_for_gluon(ragged_rows(out, ROWS.value, self.columns(part))),
+            strides=(*self.strides, a.stride(0), None, self.decoding["rows"].strides),
+            block=(*block, next_power_of_2(self.num_experts), 0, min(MOST_STEPS, room // bytes_of_step)),
+            moves=(True, TMA_NK.value, self.columns(part), self.up_offset < 0),
+            walk=TILE_BY_TILE.value,
+            n_tiles=cdiv(self.out_features, GROUPS.value * self.columns(part)),
         )
 
     def columns(self, config: MMConfig) -> int:

@@ -137,7 +137,7 @@ class Layer:
         copied = self._row_bytes(self.up.in_features) if self._copies_rows(plan, topk_ids) else 0
         result = self.down.out_features * self.down.out_dtype.itemsize
         row_bytes = self._row_bytes(self.up.out_features) + max(copied, result)  # copies end where results begin
-        if self.quantizes_rows:
+        if self.quantizes_rows or self._first().quantizes_apart(self._tiles(plan)[0]):
             row_bytes += 4 * self.up.out_features  # in fp32, before they are quantised
         return tokens_per_pass(topk_ids.shape[0], self.up.num_experts, topk_ids.shape[1], row_bytes)
 
@@ -380,8 +380,11 @@ def fit(tile: MMConfig, mm: ExpertMM, *, as_they_are: bool = False) -> MMConfig:
         tile = tile._replace(block_n=(2 if mm.glu else 1) * mm.out_group)
     if mm.is_packed and mm.waits_for_scales:
         tile = tile._replace(block_k=PACKED_COLUMNS)
-        if tile.block_m > 64 and not specialised:
-            tile = tile._replace(block_n=64, num_warps=4)
+        if specialised:
+            return tile
+        if tile.block_m > 64:
+            narrow = {"block_m": 64} if mm.folds_scales else {"block_n": 64}
+            tile = tile._replace(**narrow, num_warps=4)
     if mm.folds_scales:
         # Of fewer rows than threads the compiler would move the decoded codes through shared memory.
         return tile._replace(num_warps=tile.block_n // 32)

@@ -29,7 +29,7 @@ HIGH_POWER = tl.constexpr(0x04040404)
 
 
 @triton.jit
-def _int4_fours(words):
+def int4_fours(words):
     """e4m3 of (code - 8) / 8, four in a word of 32 bits for each of 16.
 
     Two tables of eight bytes, of codes below 8 and from 8 on; a selector whose upper bit is set reads 0 from either.
@@ -64,7 +64,7 @@ def _int4_fours(words):
 
 
 @triton.jit
-def _e2m1_fours(words, low, high):
+def e2m1_fours(words, low, high):
     """e5m2 of e2m1, four in a word of 32 bits for each of 16: magnitudes from tables of four bytes, `low` for codes 0
     to 3 and `high` for 4 to 7.
     """
@@ -100,7 +100,7 @@ def _words(stored):
 
 
 @triton.jit
-def _in_order(fours, DTYPE: tl.constexpr):
+def in_order(fours, DTYPE: tl.constexpr):
     """DTYPE [rows, 4 columns] of words [rows, columns] of four."""
     even = tl.join(fours.to(tl.int8), (fours >> 16).to(tl.int8))
     odd = tl.join((fours >> 8).to(tl.int8), (fours >> 24).to(tl.int8))
@@ -112,19 +112,13 @@ def decode_int4(stored):
     """e4m3 [rows, 2 columns], in units of INT4_UNIT, of bytes [rows, columns]; fp32 in the interpreter."""
     if INTERPRETED:
         return (codes_of_bytes(stored) - 8).to(tl.float32) / INT4_UNIT
-    return int4_as_e4m3(_words(stored))
-
-
-@triton.jit
-def int4_as_e4m3(words):
-    """e4m3 [rows, 4 columns], in units of INT4_UNIT, of words of four codes [rows, columns]."""
-    return _in_order(_int4_fours(words), tl.float8e4nv)
+    return in_order(int4_fours(_words(stored)), tl.float8e4nv)
 
 
 @triton.jit
 def fold(exponents, turn):
     """How e2m1 codes are decoded whose groups have scales of powers of two, `exponents` i32 [rows, groups] with 127 for
-    1: to which power `top` [rows] of two the product belongs, and the groups' powers in units of it, as `_e2m1_fours`
+    1: to which power `top` [rows] of two the product belongs, and the groups' powers in units of it, as `e2m1_fours`
     takes them.
 
     In the FIRST turn through the columns all groups count. Where a scale is more than 2^WINDOW below the largest, no
@@ -157,7 +151,7 @@ def decode_e2m1(stored, power, exists, far):
     size: tl.constexpr = words.shape[1] // GROUPS
     low = tl.broadcast_to(low[:, :, None], (ROWS, GROUPS, size)).reshape(ROWS, words.shape[1])
     high = tl.broadcast_to(high[:, :, None], (ROWS, GROUPS, size)).reshape(ROWS, words.shape[1])
-    return _in_order(_e2m1_fours(words, low, high), tl.float8e5)
+    return in_order(e2m1_fours(words, low, high), tl.float8e5)
 
 
 @triton.jit

@@ -1,0 +1,153 @@
+"""Products of codes of four bits and rows of e4m3, in Gluon, compile for Hopper: nothing spills in a loop, nothing
+waits.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from meta.operands import Operand
+from meta.schemes import SCHEMES
+from moe_ops.backends.triton_plans import FP8_DECODED, tile_for
+from moe_ops.kernels.triton import expert_mm, launch
+from moe_ops.kernels.triton.config import MMConfig
+from moe_ops.kernels.triton.decoded_fp8_mm import MOST, _decoded_fp8_mm_kernel
+from moe_ops.kernels.triton.launch import ExpertMM
+from moe_ops.kernels.triton.layer import fit
+from moe_ops.plans import bucket
+from tests.crosscompile.compiling import Compiled, compile_kernel
+from tests.crosscompile.test_packed import TYPES, common_arguments, descriptor
+
+H, I = 2048, 768
+MANY = MMConfig(128, 128, 128, 8, 8, 3, a_tma=True, w_tma=True)
+INSTRUCTIONS = {"w4a8_fp8": "QGMMA.64x64x32.F32.E4M3.E4M3", "mxfp4_a8": "QGMMA.64x64x32.F32.E5M2.E4M3"}
+LAYOUTS = ("concat", "interleaved", "none", None)
+
+
+def product(scheme: str, layout: str | None, *, bias: bool = False, sizes: tuple[int, int] = (H, I)) -> ExpertMM:
+    """GEMM 1 of a layout, or GEMM 2."""
+    hidden, width = sizes
+    N, depth = (width if layout == "none" else 2 * width, hidden) if layout else (hidden, width)
+    stored, scales = SCHEMES[scheme].quantize(torch.randn(2, N, depth))
+    first: dict[str, Any] = {"glu_layout": layout, "activation": "silu", "quantize_output": True} if layout else {}
+    shift = torch.empty(2, N, dtype=torch.bfloat16) if bias else None
+    return ExpertMM(Operand(stored, SCHEMES[scheme], scales), torch.bfloat16, **first, bias=shift)
+
+
+def compile_product(mm: ExpertMM, *, experts: int = 128, swapped: bool = False) -> Compiled:
+    mm = replace(mm, quantized_apart=True)
+    rows = torch.empty(256, mm.in_features, dtype=torch.float8_e4m3fn)
+    out, _ = mm.allocate((256,), rows)
+    made = mm.prepare_decoded_fp8(rows, out, MANY)
+    arguments = common_arguments(mm) | {
+        "a_desc": descriptor(made.a_desc), "a_scale": "*fp32:16", "w": f"*{TYPES[mm.weight.dtype]}:16",
+        "w_desc": descriptor(made.w_desc), "out_desc": descriptor(made.out_desc), "up_offset": "i32",
+    }  # fmt: skip
+    for name in ("w_zeros", "up_zeros_offset"):
+        del arguments[name]
+    constants = {
+        **{"E": experts, "N": mm.out_features, "K": mm.in_features, "STRIDES": made.strides},
+        **{"BLOCK": (*made.block[:4], 1 << (experts - 1).bit_length(), *made.block[5:]), "GLU": mm.glu},
+        **{"ACTIVATION": mm.activation, "SWAPPED": swapped, "SCHEME": mm.scheme, "BATCHED": False, "PDL": True},
+    }
+    kernel = compile_kernel(
+        _decoded_fp8_mm_kernel,
+        {name: kind for name, kind in arguments.items() if kind is not None},
+        {**constants, **{name: None for name, kind in arguments.items() if kind is None}},
+        num_warps=4,
+        launch_pdl=True,
+    )
+    assert kernel.loops and not kernel.serialised and not kernel.overwritten and kernel.shared <= 227 * 1024
+    return kernel
+
+
+def steps_of(kernel: Compiled) -> list[list[tuple[int, str, str]]]:
+    """The loops over steps of as many products as a tile can have, those that take columns in turns left out."""
+    found = [body for body in kernel.loops if sum("QGMMA" in line[1] for line in body) == 4 * MOST.value]
+    steps = [body for body in found if sum(line[1].startswith("SYNCS") for line in body) >= 2 and len(body) < 470]
+    assert len(steps) >= 2, "one for each group of warps"
+    return steps
+
+
+@pytest.mark.parametrize("experts", [8, 512])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("scheme", sorted(FP8_DECODED))
+def test_compiles(scheme: str, layout: str | None, experts: int) -> None:
+    """Weights are decoded into registers, products of 64 rows of tokens each of them is multiplied in."""
+    kernel = compile_product(product(scheme, layout, bias=layout == "concat"), experts=experts)
+    products = re.findall(r"(QGMMA\S+) R\d+, (\S+),", kernel.sass)
+    assert {name for name, _ in products} == {INSTRUCTIONS[scheme]}
+    assert all(operand.startswith("R") for _, operand in products)
+    for body in steps_of(kernel):
+        assert sum(line[1].startswith(("LDL", "STL")) for line in body) <= (0 if experts == 8 else 16)
+
+
+@pytest.mark.parametrize("sizes", [(1184, 320), (1216, 320), (256, 128)], ids=str)
+def test_compiles_for_scales_that_no_wide_load_takes(sizes: tuple[int, int]) -> None:
+    for layout in ("concat", None):
+        compile_product(product("mxfp4_a8", layout, sizes=sizes))
+
+
+def test_scales_of_tokens_are_copied_beside_the_products() -> None:
+    kernel = compile_product(product("mxfp4_a8", "concat"))
+    assert kernel.sass.count("LDGSTS") >= 4 and "ARRIVES.LDGSTSBAR" in kernel.sass
+    assert not any("LDG.E.64" in line[1] or "LDGSTS" in line[1] for body in steps_of(kernel) for line in body)
+
+
+@pytest.mark.parametrize(("scheme", "taken"), [*((s, True) for s in sorted(FP8_DECODED)), ("fp8_channel", False)])
+def test_which_products_it_takes(scheme: str, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a Hopper GPU, of experts with many rows that come by descriptor."""
+    monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: True)
+    mm = product(scheme, "concat")
+    tile = fit(MANY, mm)
+    assert mm.specialises(tile) == taken
+    assert not taken or tile.block_m == 128
+    others = (tile._replace(a_tma=False), tile._replace(w_tma=False), tile._replace(block_m=64))
+    assert not any(mm.specialises(other) for other in others)
+    monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: False)
+    assert not mm.specialises(tile) and (not taken or fit(MANY, mm).block_m * fit(MANY, mm).block_n <= 128 * 128)
+
+
+@pytest.mark.parametrize("scheme", sorted(FP8_DECODED))
+def test_plans_are_made_for_it(scheme: str) -> None:
+    """Where an expert has more than 64 rows."""
+    tiles = [tile_for(scheme, 128, bucket(128 * rows), 1536, 2048, "NVIDIA H200", 90, "up") for rows in (32, 128)]
+    assert [tile.block_m for tile in tiles] == [32, 128] and [tile.a_tma for tile in tiles] == [False, True]
+
+
+@pytest.mark.parametrize("layout", ["concat", None], ids=str)
+@pytest.mark.parametrize("scheme", sorted(FP8_DECODED))
+def test_every_argument_of_a_launch_has_its_place(
+    scheme: str, layout: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: dict[str, Any] = {}
+    monkeypatch.setattr(expert_mm, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: True)
+    for name in ("quantize_sorted", "quantize_batched"):
+        monkeypatch.setattr(expert_mm, name, lambda rows, *given, **options: (rows, None))
+    monkeypatch.setattr(
+        expert_mm,
+        "launch",
+        lambda kernel, grid, *given, **options: launched.update(zip(kernel.arg_names, given, strict=True)),
+    )
+    mm = product(scheme, layout, bias=True)
+    mm = replace(mm, rows_scale=torch.ones(512, 1 if scheme == "w4a8_fp8" else mm.in_features // 128))
+    rows, extents = torch.empty(512, mm.in_features, dtype=torch.float8_e4m3fn), torch.tensor([100, 512]).int()
+    out, _ = expert_mm.grouped_mm(rows, mm, extents, MANY, num_rows=512, pdl=True)
+    assert list(launched) == _decoded_fp8_mm_kernel.arg_names
+    scales = [mm.decoding[role] for role in ("groups", "rows")]
+    same = {"a_scale": mm.rows_scale, "w_scale": scales[0].tensor, "w_outer": scales[1].tensor, "bias": mm.bias}
+    for name, value in (same | {"extents": extents, "w": mm.weight}).items():
+        given = launched[name]
+        assert given is value or (given.data_ptr(), given.shape) == (value.data_ptr(), value.shape), name
+    bases = {"a_desc": rows, "w_desc": mm.weight, "out_desc": out}
+    assert all(launched[name].base.data_ptr() == tensor.data_ptr() for name, tensor in bases.items())
+    assert out.dtype == (torch.float32 if layout else torch.bfloat16)  # whole rows, or columns that no tile has
+    sizes = {"num_rows": 512, "E": 2, "N": mm.out_features, "K": mm.in_features, "GLU": mm.glu, "SWAPPED": False}
+    sizes |= {"up_offset": mm.up_offset, "up_scale_offset": scales[0].up_offset, "PDL": True, "BATCHED": False}
+    assert {name: launched[name] for name in sizes} == sizes
