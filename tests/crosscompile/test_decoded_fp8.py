@@ -26,7 +26,6 @@ from tests.crosscompile.test_packed import TYPES, common_arguments, descriptor
 H, I = 2048, 768
 MANY = MMConfig(128, 128, 128, 8, 8, 3, a_tma=True, w_tma=True)
 INSTRUCTIONS = {"w4a8_fp8": "QGMMA.64x64x32.F32.E4M3.E4M3", "mxfp4_a8": "QGMMA.64x64x32.F32.E5M2.E4M3"}
-LAYOUTS = ("concat", "interleaved", "none", None)
 
 
 def product(scheme: str, layout: str | None, *, bias: bool = False, sizes: tuple[int, int] = (H, I)) -> ExpertMM:
@@ -74,29 +73,33 @@ def steps_of(kernel: Compiled) -> list[list[tuple[int, str, str]]]:
     return steps
 
 
-@pytest.mark.parametrize("experts", [8, 512])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("scheme", sorted(FP8_DECODED))
+@pytest.mark.parametrize(
+    ("scheme", "layout", "experts"),
+    [
+        *(("mxfp4_a8", layout, 8) for layout in ("concat", "interleaved", None)),
+        *(("w4a8_fp8", layout, 8) for layout in ("concat", "interleaved", "none", None)),
+        ("w4a8_fp8", "concat", 512),
+    ],
+    ids=str,
+)
 def test_compiles(scheme: str, layout: str | None, experts: int) -> None:
-    """Weights are decoded into registers, products of 64 rows of tokens each of them is multiplied in."""
+    """Weights are decoded into registers, products of 64 rows of tokens each of them is multiplied in; scales of tokens
+    are copied beside the products.
+    """
     kernel = compile_product(product(scheme, layout, bias=layout == "concat"), experts=experts)
     products = re.findall(r"(QGMMA\S+) R\d+, (\S+),", kernel.sass)
     assert {name for name, _ in products} == {INSTRUCTIONS[scheme]}
     assert all(operand.startswith("R") for _, operand in products)
+    copies = kernel.sass.count("LDGSTS")
+    assert (copies >= 4 and "ARRIVES.LDGSTSBAR" in kernel.sass) if scheme == "mxfp4_a8" else copies == 0
     for body in steps_of(kernel):
+        assert not any("LDGSTS" in line[1] for line in body)
         assert sum(line[1].startswith(("LDL", "STL")) for line in body) <= (0 if experts == 8 else 16)
 
 
-@pytest.mark.parametrize("sizes", [(1184, 320), (1216, 320), (256, 128)], ids=str)
+@pytest.mark.parametrize("sizes", [(1184, 320), (1216, 320)], ids=["one_by_one", "in_pairs"])
 def test_compiles_for_scales_that_no_wide_load_takes(sizes: tuple[int, int]) -> None:
-    for layout in ("concat", None):
-        compile_product(product("mxfp4_a8", layout, sizes=sizes))
-
-
-def test_scales_of_tokens_are_copied_beside_the_products() -> None:
-    kernel = compile_product(product("mxfp4_a8", "concat"))
-    assert kernel.sass.count("LDGSTS") >= 4 and "ARRIVES.LDGSTSBAR" in kernel.sass
-    assert not any("LDG.E.64" in line[1] or "LDGSTS" in line[1] for body in steps_of(kernel) for line in body)
+    compile_product(product("mxfp4_a8", "concat", sizes=sizes))
 
 
 @pytest.mark.parametrize(("scheme", "taken"), [*((s, True) for s in sorted(FP8_DECODED)), ("fp8_channel", False)])
