@@ -54,7 +54,8 @@ def by_experts(x, gate, w1, w2, *, cut=lambda rows, sizes: rows.split(sizes), ex
     """One loop, with the whole expert in it."""
     scores, ids = route(x, gate)
     perm = ids.flatten().argsort()
-    expert = expert or (lambda rows, e: F.linear(silu_glu(F.linear(rows, w1[e])), w2[e]))
+    if expert is None:
+        expert = lambda rows, e: F.linear(silu_glu(F.linear(rows, w1[e])), w2[e])  # noqa: E731
     parts = cut(x[perm // K], sizes(ids))
     out = joined([expert(rows, e) for e, rows in enumerate(parts)])
     return torch.zeros_like(x).index_add(0, perm // K, (out * scores.flatten()[perm, None]).to(x.dtype))
