@@ -179,7 +179,8 @@ def test_every_argument_of_a_launch_has_its_place(monkeypatch: pytest.MonkeyPatc
     mm, fitted, rows = product("int4_w4a16", tile, layout="concat", zeros=torch.int8, bias=bias)
     out, _ = mm.allocate((256,), rows)
     extents = torch.tensor([100, 256], dtype=torch.int32)
-    expert_mm._launch_decoded(rows, mm, extents, fitted, out, (256, 4, 256, False), pdl=True)
+    of = expert_mm._of_decoded(rows, mm, extents, fitted, out)
+    expert_mm._launch_specialised(mm, of, (256, 4, 256, False), rows.device, pdl=True)
     scale, zeros = mm.operand.scales
     assert list(launched) == _decoded_mm_kernel.arg_names
     same = {"w_scale": scale, "w_zeros": zeros, "w_outer": None, "bias": bias, "extents": extents}

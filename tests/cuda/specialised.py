@@ -1,16 +1,43 @@
-"""What the tests of both kernels in Gluon share."""
+"""What the tests of the kernels in Gluon share."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
 import torch
 
 import moe_ops
+from moe_ops.census import kernel_names
+from moe_ops.kernels.triton.launch import ExpertMM
 from moe_ops.testing import assert_cuda_graph_safe
 from tests.ops.scheme_layers import SchemeLayer, assert_contract
 
 
 def run(layer: SchemeLayer, format: str, **given: torch.Tensor) -> torch.Tensor:
     return moe_ops.fused_experts(**{**layer.tensors, **given}, **layer.options, format=format, backend="triton")
+
+
+def beside_tritons_tile(
+    layer: SchemeLayer, kernel: str, launches: int, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """In both formats the results by a kernel in Gluon, and by Triton's tile where `taken`, a method of ExpertMM, says
+    no; both as near to float64 as the scheme's row says, the first one again and again.
+    """
+    for format in ("grouped", "batched"):
+        got = run(layer, format)
+        assert_contract(got, layer)
+        torch.use_deterministic_algorithms(False)
+        names = kernel_names(partial(run, layer, format))
+        assert sum(kernel in name for name in names) == launches, names
+        assert all(torch.equal(run(layer, format), got) for _ in range(3))  # the last ones from a record
+        with monkeypatch.context() as patched:
+            patched.setattr(ExpertMM, taken, lambda *of: False)
+            # Weights of another dtype: no record of the call above is fired.
+            other = run(layer, format, topk_weights=layer.tensors["topk_weights"].double())
+        assert_contract(other, layer)
+        yield got, other
 
 
 def assert_any_number_of_rows(layer: SchemeLayer, E: int, K: int) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 
 from moe_ops.backends import triton_plans
-from moe_ops.census import kernel_names
-from moe_ops.kernels.triton.launch import ExpertMM
-from tests.cuda.specialised import assert_any_number_of_rows, assert_replays, run
+from tests.cuda.specialised import assert_any_number_of_rows, assert_replays, beside_tritons_tile, run
 from tests.ops.scheme_layers import FORMS, SchemeLayer, assert_contract, build, with_scales_far_apart
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("on_hopper", "poisoned_memory")]
@@ -33,18 +30,7 @@ def layer_of(scheme: str, tokens: int, size: str = "whole", **options: object) -
 def test_is_as_near_to_float64_as_tritons_tile(scheme, size, form, monkeypatch):
     """A bias is added in one rounding or in two."""
     layer = layer_of(scheme, T, size, form=form)
-    for format in ("grouped", "batched"):
-        got = run(layer, format)
-        assert_contract(got, layer)
-        torch.use_deterministic_algorithms(False)
-        names = kernel_names(partial(run, layer, format))
-        assert sum("_decoded_fp8_mm" in name for name in names) == 2, names
-        assert all(torch.equal(run(layer, format), got) for _ in range(3))  # the last ones from a record
-        with monkeypatch.context() as patched:
-            patched.setattr(ExpertMM, "specialises", lambda mm, config: False)
-            # Weights of another dtype: no record of the call above is fired.
-            other = run(layer, format, topk_weights=layer.tensors["topk_weights"].double())
-        assert_contract(other, layer)
+    for got, other in beside_tritons_tile(layer, "_decoded_fp8_mm", 2, "specialises", monkeypatch):
         assert (other.double() - got.double()).norm() <= 1e-3 * got.double().norm()
 
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
 from moe_ops.backends import triton_plans
-from moe_ops.census import kernel_names
-from moe_ops.kernels.triton.launch import ExpertMM
-from tests.cuda.specialised import assert_any_number_of_rows, assert_replays, run
+from tests.cuda.specialised import assert_any_number_of_rows, assert_replays, beside_tritons_tile, run
 from tests.ops.scheme_layers import FORMS, SchemeLayer, assert_contract, build
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("on_hopper", "poisoned_memory")]
@@ -32,19 +28,8 @@ def layer_of(scheme: str, tokens: int, size: str = "whole", **options: object) -
 def test_has_the_bits_of_tritons_tile(scheme, size, form, monkeypatch):
     """Which adds up the same 128 columns at a time."""
     layer = layer_of(scheme, T, size, form=form)
-    of_blocks = scheme == "fp8_block128" and form == "interleaved"
-    for format in ("grouped", "batched"):
-        got = run(layer, format)
-        assert_contract(got, layer)
-        torch.use_deterministic_algorithms(False)
-        names = kernel_names(partial(run, layer, format))
-        assert sum("_promoted_mm" in name for name in names) == (1 if of_blocks else 2), names
-        assert all(torch.equal(run(layer, format), got) for _ in range(3))  # the last ones from a record
-        with monkeypatch.context() as patched:
-            patched.setattr(ExpertMM, "promotes", lambda mm, config, rows: False)
-            # Weights of another dtype: no record of the call above is fired.
-            other = run(layer, format, topk_weights=layer.tensors["topk_weights"].double())
-        assert_contract(other, layer)
+    launches = 1 if scheme == "fp8_block128" and form == "interleaved" else 2
+    for got, other in beside_tritons_tile(layer, "_promoted_mm", launches, "promotes", monkeypatch):
         assert (other.double() - got.double()).norm() <= 1e-3 * got.double().norm()
 
 

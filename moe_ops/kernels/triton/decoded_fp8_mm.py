@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from moe_ops.kernels.triton.act_quant import apply_activation
 from moe_ops.kernels.triton.codes import E2M1
 from moe_ops.kernels.triton.decoded_mm import columns_of, in_product, rows_layout, stacked_rows
-from moe_ops.kernels.triton.hopper import boxes, ring, table_of_tiles, tile_of, write
+from moe_ops.kernels.triton.hopper import buffers, lots_of, ring, table_of_tiles, tile_of, write
 from moe_ops.kernels.triton.packed_fp8_tile import (
     FOLDED_UNIT,
     HIGH_BYTES,
@@ -64,6 +64,12 @@ SLOTS = gl.constexpr(2)  # tiles whose scales are looked up, the one at hand amo
 
 
 @gluon.jit
+def _products(first, past):
+    """How many products a tile has rows for that begins at the first and whose expert ends before the last."""
+    return gl.minimum((past - first + ROWS - 1) // ROWS, MOST)
+
+
+@gluon.jit
 def _bring(given, SIZES: gl.constexpr):
     """The warp that has rows and weights of every step of every tile brought, as soon as there is room."""
     a_desc, w_desc, rows_of, words_of, full, empty, extents, num_rows = given
@@ -78,9 +84,9 @@ def _bring(given, SIZES: gl.constexpr):
     OF_WEIGHTS: gl.constexpr = GROUPS * HEIGHT * STEP // 2
     table, tiles = table_of_tiles(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
     place = 0
-    for number in range((tiles + gl.num_programs(0) - 1) // gl.num_programs(0)):
+    for number in range(lots_of(tiles)):
         expert, first, past, n_tile = find_tile(tile_of(number), table, BLOCK[0], 0, N_TILES, BLOCK[3])
-        count = gl.minimum((past - first + ROWS - 1) // ROWS, MOST)
+        count = _products(first, past)
         for step in range((K + STEP - 1) // STEP if count > 0 else 0):
             stage, turn = place % STAGES, place // STAGES
             arrived = full.index(stage)
@@ -103,14 +109,14 @@ def _bring(given, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def _at(first, group, K: gl.constexpr, STRIDE: gl.constexpr, AT_ONCE: gl.constexpr):
+def _at(first, group, K: gl.constexpr, STRIDE: gl.constexpr, WIDE: gl.constexpr):
     """The bytes of four scales of columns, from number `group` on, in a word; the last stands in for those behind it.
-    `first` is where that of column 0 is.
+    `first` is where that of column 0 is; WIDE: how many of a row may be loaded at once.
     """
     LAST: gl.constexpr = (K + 31) // 32 - 1
-    if AT_ONCE == 4:
+    if WIDE == 4:
         return fetch((first + gl.minimum(group, LAST - 3)).to(gl.pointer_type(gl.int32)))
-    elif AT_ONCE == 2:
+    elif WIDE == 2:
         word = fetch((first + gl.minimum(group, LAST - 1)).to(gl.pointer_type(gl.int16))) & 0xFFFF
         return word | (fetch((first + gl.minimum(group + 2, LAST - 1)).to(gl.pointer_type(gl.int16))) << 16)
     else:
@@ -143,7 +149,7 @@ def _look_up(given, SIZES: gl.constexpr):
     OF_FOUND: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
     table, tiles = table_of_tiles(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
     word = gl.arange(0, WIDE, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    for number in range((tiles + gl.num_programs(0) - 1) // gl.num_programs(0)):
+    for number in range(lots_of(tiles)):
         expert, _, _, n_tile = find_tile(tile_of(number), table, BLOCK[0], 0, N_TILES, BLOCK[3])
         slot = number % SLOTS
         mbarrier.wait(taken.index(slot), ((number // SLOTS) & 1) ^ 1)
@@ -207,9 +213,9 @@ def _bring_scales(given, SIZES: gl.constexpr):
     at = gl.arange(0, AT_ONCE * ROWS, layout=LAYOUT)
     token, of_step = at % ROWS, at // ROWS
     lot = 0
-    for number in range((tiles + gl.num_programs(0) - 1) // gl.num_programs(0)):
+    for number in range(lots_of(tiles)):
         _, first, past, _ = find_tile(tile_of(number), table, BLOCK[0], 0, N_TILES, BLOCK[3])
-        count = gl.minimum((past - first + ROWS - 1) // ROWS, MOST)
+        count = _products(first, past)
         scales = a_scale + (first + token).to(gl.int64) * STEPS + of_step
         for begin in range(0, STEPS if count > 0 else 0, AT_ONCE):
             slot = lot % LOTS
@@ -358,7 +364,6 @@ def _sums(
     else:
         factors_of = rows_of
         bits = fetch(scales)
-        factor = factor_of(bits, inner, False, 0)
     zero = gl.zeros([HEIGHT, ROWS], gl.float32, layout=SUM)
     sums = (zero, zero, zero, zero)
     one, other = warpgroup_mma_init(zero), warpgroup_mma_init(zero)
@@ -443,7 +448,7 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
     _, outer, _, outer_apart = decoding
     table, tiles = table_of_tiles(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
     place = 0
-    for number in range((tiles + gl.num_programs(0) - 1) // gl.num_programs(0)):
+    for number in range(lots_of(tiles)):
         tile = tile_of(number)
         if tile < tiles:
             expert, first, past, n_tile = find_tile(tile, table, BLOCK[0], 0, N_TILES, BLOCK[3])
@@ -459,7 +464,7 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
                 mbarrier.arrive(taken.index(slot))
                 top, none = both & 0xFF, both >> 16
                 turns = gl.maximum((top - ((both >> 8) & 0xFF)) // (WINDOW + 1) + 1, 1)
-            count = gl.minimum((past - first + ROWS - 1) // ROWS, MOST)
+            count = _products(first, past)
             in_turns = (turns > 1) | (none > 0)
             if FOLDED and in_turns:
                 place, sums = _sums(given, at, top, turns, GROUP, MOST, True, SIZES)
@@ -468,11 +473,10 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
                     place, sums = _sums(given, at, top, turns, GROUP, MOST, False, SIZES)
                 elif count == 1:
                     place, sums = _sums(given, at, top, turns, GROUP, 1, False, SIZES)
+                elif count == 2:
+                    place, sums = _sums(given, at, top, turns, GROUP, 2, False, SIZES)
                 else:
-                    if count == 2:
-                        place, sums = _sums(given, at, top, turns, GROUP, 2, False, SIZES)
-                    else:
-                        place, sums = _sums(given, at, top, turns, GROUP, 3, False, SIZES)
+                    place, sums = _sums(given, at, top, turns, GROUP, 3, False, SIZES)
             if FOLDED:
                 unit = gl.where(in_turns, 1.0, decode_scale(top.to(gl.uint8)) * FOLDED_UNIT)
             else:
@@ -524,10 +528,7 @@ def _decoded_fp8_mm_kernel(
     COLUMNS: gl.constexpr = columns_of(GROUPS * HEIGHT, GLU)
     N_TILES: gl.constexpr = (N + COLUMNS - 1) // COLUMNS
     STAGES: gl.constexpr = BLOCK[6]
-    rows_of = gl.allocate_shared_memory(a_desc.dtype, boxes(STAGES * MOST, a_desc.block_shape), a_desc.layout)
-    words_of = gl.allocate_shared_memory(w_desc.dtype, boxes(STAGES * GROUPS, w_desc.block_shape), w_desc.layout)
-    staged = gl.allocate_shared_memory(out_desc.dtype, boxes(GROUPS, out_desc.block_shape), out_desc.layout)
-    full, empty = ring(STAGES, GROUPS)
+    rows_of, words_of, staged, full, empty = buffers(a_desc, w_desc, out_desc, MOST, GROUPS, GROUPS, STAGES)
     pdl_wait(PDL)
     pdl_release(PDL)
     outer = w_outer if STRIDES[5] is not None else extents

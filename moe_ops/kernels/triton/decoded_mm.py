@@ -40,7 +40,7 @@ from moe_ops.kernels.triton.codes import (
     codes_of_word,
     decode_words,
 )
-from moe_ops.kernels.triton.hopper import boxes, ring, table_of_tiles, write
+from moe_ops.kernels.triton.hopper import buffers, table_of_tiles, write
 from moe_ops.kernels.triton.order import in_order
 from moe_ops.kernels.triton.packed_tile import factor_of, fetch, of_rows
 from moe_ops.kernels.triton.scales import load_scale
@@ -377,10 +377,7 @@ def _decoded_mm_kernel(
     N_TILES: gl.constexpr = (N + COLUMNS - 1) // COLUMNS
     STAGES: gl.constexpr = BLOCK[6]
     GROUPS: gl.constexpr = BLOCK[7]
-    rows_of = gl.allocate_shared_memory(a_desc.dtype, boxes(STAGES, a_desc.block_shape), a_desc.layout)
-    words_of = gl.allocate_shared_memory(w_desc.dtype, boxes(STAGES * GROUPS, w_desc.block_shape), w_desc.layout)
-    staged = gl.allocate_shared_memory(out_desc.dtype, boxes(GROUPS, out_desc.block_shape), out_desc.layout)
-    full, empty = ring(STAGES, GROUPS)
+    rows_of, words_of, staged, full, empty = buffers(a_desc, w_desc, out_desc, 1, GROUPS, GROUPS, STAGES)
     pdl_wait(PDL)
     pdl_release(PDL)
     # What is absent has no strides, and any pointer stands for it: a partition takes no None.

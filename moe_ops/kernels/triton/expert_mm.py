@@ -230,11 +230,11 @@ def _launch(
     as_they_come = row_to_pair is None and load is None and descriptor_strides(a, inner=1)
     in_order = not mm.is_decoded or (mm.rows_order and a.dtype == torch.bfloat16)
     if as_they_come and in_order and mm.specialises(config):
-        launched = _launch_decoded_fp8 if mm.waits_for_scales else _launch_decoded
-        launched(a, mm, extents, config, out, grid, pdl)
+        of = _of_decoded_fp8 if mm.waits_for_scales else _of_decoded
+        _launch_specialised(mm, of(a, mm, extents, config, out), grid, a.device, pdl)
         return
     if as_they_come and mm.promotes(config, rows):
-        _launch_promoted(a, mm, extents, config, outputs, grid, pdl)
+        _launch_specialised(mm, _of_promoted(a, mm, extents, config, outputs), grid, a.device, pdl)
         return
     made = mm.prepare(a, out, config, gathered=row_to_pair is not None)
     arguments = (
@@ -282,33 +282,25 @@ def _launch(
     launch(_expert_mm_kernel, (programs,), *arguments, **options)
 
 
-def _launch_decoded(
-    a: torch.Tensor,
-    mm: ExpertMM,
-    extents: torch.Tensor,
-    config: MMConfig,
-    out: torch.Tensor,
-    grid: tuple[int, int, int, bool],
-    pdl: bool,
-) -> None:
-    """`_launch` of `decoded_mm`."""
+#: Of a kernel in Gluon: itself, what `ExpertMM` prepared, its tensors and its warps.
+Specialised = tuple[Any, Launch, tuple[Any, ...], int]
+
+
+def _of_decoded(
+    a: torch.Tensor, mm: ExpertMM, extents: torch.Tensor, config: MMConfig, out: torch.Tensor
+) -> Specialised:
+    """A launch of `decoded_mm`."""
     from moe_ops.kernels.triton.decoded_mm import _decoded_mm_kernel
 
     made = mm.prepare_decoded(a, out, config)
     tensors = (made.a_desc, extents, made.w_desc, *mm.decoded_by, mm.bias, made.out_desc)
-    _launch_specialised(_decoded_mm_kernel, tensors, mm, made, grid, a.device, 8 // made.block[7], pdl)
+    return _decoded_mm_kernel, made, tensors, 8 // made.block[7]
 
 
-def _launch_decoded_fp8(
-    a: torch.Tensor,
-    mm: ExpertMM,
-    extents: torch.Tensor,
-    config: MMConfig,
-    out: torch.Tensor,
-    grid: tuple[int, int, int, bool],
-    pdl: bool,
-) -> None:
-    """`_launch` of `decoded_fp8_mm`."""
+def _of_decoded_fp8(
+    a: torch.Tensor, mm: ExpertMM, extents: torch.Tensor, config: MMConfig, out: torch.Tensor
+) -> Specialised:
+    """A launch of `decoded_fp8_mm`."""
     from moe_ops.kernels.triton.decoded_fp8_mm import _decoded_fp8_mm_kernel
 
     made = mm.prepare_decoded_fp8(a, out, config)
@@ -316,39 +308,31 @@ def _launch_decoded_fp8(
     decoded_by = (*(scale.tensor for scale in scales), *(scale.up_offset for scale in scales))
     weights = (mm.weight, made.w_desc, mm.up_offset)
     tensors = (made.a_desc, mm.rows_scale, extents, *weights, *decoded_by, mm.bias, made.out_desc)
-    _launch_specialised(_decoded_fp8_mm_kernel, tensors, mm, made, grid, a.device, 4, pdl)
+    return _decoded_fp8_mm_kernel, made, tensors, 4
 
 
-def _launch_promoted(
+def _of_promoted(
     a: torch.Tensor,
     mm: ExpertMM,
     extents: torch.Tensor,
     config: MMConfig,
     outputs: tuple[torch.Tensor, torch.Tensor],
-    grid: tuple[int, int, int, bool],
-    pdl: bool,
-) -> None:
-    """`_launch` of `promoted_mm`."""
+) -> Specialised:
+    """A launch of `promoted_mm`."""
     from moe_ops.kernels.triton.promoted_mm import _promoted_mm_kernel
 
     out, out_scale = outputs
     made = mm.prepare_promoted(a, out, config)
     scales = (mm.weight_scale, mm.up_scale_offset)
     tensors = (made.a_desc, mm.rows_scale, extents, made.w_desc, *scales, mm.bias, made.out_desc, out_scale)
-    _launch_specialised(_promoted_mm_kernel, tensors, mm, made, grid, a.device, 4, pdl)
+    return _promoted_mm_kernel, made, tensors, 4
 
 
 def _launch_specialised(
-    kernel: Any,
-    tensors: tuple[Any, ...],
-    mm: ExpertMM,
-    made: Launch,
-    grid: tuple[int, int, int, bool],
-    device: torch.device,
-    num_warps: int,
-    pdl: bool,
+    mm: ExpertMM, of: Specialised, grid: tuple[int, int, int, bool], device: torch.device, pdl: bool
 ) -> None:
-    """Launch a kernel in Gluon, one program for each multiprocessor, with its `tensors` and the numbers behind them."""
+    """Launch a kernel in Gluon, one program for each multiprocessor, with its tensors and the numbers behind them."""
+    kernel, made, tensors, num_warps = of
     _, row_tiles, num_rows, batched = grid
     numbers = (num_rows, mm.alpha, mm.limit, mm.num_experts, mm.out_features, mm.in_features, made.strides, made.block)
     options = (mm.glu, mm.activation, made.moves[3], mm.scheme, batched, pdl)

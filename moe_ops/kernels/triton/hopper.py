@@ -63,6 +63,12 @@ def table_of_tiles(
 
 
 @gluon.jit
+def lots_of(tiles):
+    """How many tiles a program has at most, see `tile_of`."""
+    return (tiles + gl.num_programs(0) - 1) // gl.num_programs(0)
+
+
+@gluon.jit
 def tile_of(number):
     """A program's tile number `number`: one of each lot of as many as there are programs, the next one each time. Every
     other tile of an expert may be one with fewer rows, and an even number of programs would always get the same kind.
@@ -81,6 +87,20 @@ def ring(STAGES: gl.constexpr, GROUPS: gl.constexpr):
         mbarrier.init(empty.index(stage), count=GROUPS)
     fence_async_shared()
     return full, empty
+
+
+@gluon.jit
+def buffers(
+    a_desc, w_desc, out_desc, ROWS: gl.constexpr, WEIGHTS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr
+):
+    """Shared memory for so many boxes of rows and of weights in each of STAGES steps, for what every group of warps
+    writes, and the `ring` of the steps.
+    """
+    rows_of = gl.allocate_shared_memory(a_desc.dtype, boxes(STAGES * ROWS, a_desc.block_shape), a_desc.layout)
+    weights_of = gl.allocate_shared_memory(w_desc.dtype, boxes(STAGES * WEIGHTS, w_desc.block_shape), w_desc.layout)
+    staged = gl.allocate_shared_memory(out_desc.dtype, boxes(GROUPS, out_desc.block_shape), out_desc.layout)
+    full, empty = ring(STAGES, GROUPS)
+    return rows_of, weights_of, staged, full, empty
 
 
 @gluon.jit

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moe_ops.kernels.triton.act_quant import apply_activation
-from moe_ops.kernels.triton.hopper import boxes, ring, table_of_tiles, write
+from moe_ops.kernels.triton.hopper import buffers, table_of_tiles, write
 from moe_ops.kernels.triton.scales import load_scale, quantize_tile
 from moe_ops.kernels.triton.tile_loads import CONCAT, INTERLEAVED, NOT_GATED
 from moe_ops.kernels.triton.util import find_tile, pdl_release, pdl_wait, round_to
@@ -260,10 +260,7 @@ def _promoted_mm_kernel(
     COLUMNS: gl.constexpr = columns_of(GLU)[0]
     N_TILES: gl.constexpr = (N + COLUMNS - 1) // COLUMNS
     STAGES: gl.constexpr = BLOCK[6]
-    rows_of = gl.allocate_shared_memory(a_desc.dtype, boxes(2 * STAGES, a_desc.block_shape), a_desc.layout)
-    weights_of = gl.allocate_shared_memory(w_desc.dtype, boxes(2 * STAGES, w_desc.block_shape), w_desc.layout)
-    staged = gl.allocate_shared_memory(out_desc.dtype, boxes(GROUPS, out_desc.block_shape), out_desc.layout)
-    full, empty = ring(STAGES, GROUPS)
+    rows_of, weights_of, staged, full, empty = buffers(a_desc, w_desc, out_desc, 2, 2, GROUPS, STAGES)
     pdl_wait(PDL)
     pdl_release(PDL)
     bias = bias if STRIDES[2] is not None else extents
