@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_ops.kernels.triton.collect import _collect_kernel, _expert_sums_kernel
+from moe_ops.kernels.triton.launch import for_gluon, ragged_rows
 from moe_ops.kernels.triton.rows import _glu_rows_backward_kernel
 from moe_ops.kernels.triton.topk_backward import _topk_backward_kernel
-from moe_ops.kernels.triton.wgrad import _wgrad_kernel
+from moe_ops.kernels.triton.wgrad import _wgrad_kernel, stages_of
+from moe_ops.kernels.triton.wgrad_mm import GROUPS, HEIGHT, LEFT, STEP, _wgrad_mm_kernel
 from tests.crosscompile.compiling import CAPABILITIES, Compiled, compile_kernel
+from tests.crosscompile.test_packed import descriptor
 
 E, H, I = 128, 2048, 768
 
@@ -37,6 +42,31 @@ def test_weight_gradient_on_hopper(block: tuple[int, int, int]) -> None:
     assert "HGMMA" in kernel.sass and "UTMALDG" in kernel.sass and "UTMASTG" in kernel.sass
     assert kernel.ptx_count(r"wgmma\.wait_group\.sync\.aligned 1") > 0
     assert kernel.ptx_count(r"cp\.async\.c[ag]") == 0
+
+
+@pytest.mark.parametrize("columns", [192, 256])
+def test_weight_gradient_by_groups_of_warps(columns: int) -> None:
+    """Three groups multiply without waiting for one another's products, both factors transposed; nothing spills."""
+    grad, x, out = (torch.empty(*sizes, dtype=torch.bfloat16) for sizes in ((256, 2 * I), (256, H), (2, 2 * I, H)))
+    parts = (LEFT.value, columns - LEFT.value)
+    made = {
+        "grad_desc": ragged_rows(grad, STEP.value, HEIGHT.value),
+        **{
+            f"{side}_desc": ragged_rows(x, STEP.value, part)
+            for side, part in zip(("left", "right"), parts, strict=True)
+        },
+        **{
+            f"out_{side}": TensorDescriptor(out, list(out.shape), list(out.stride()), [1, HEIGHT.value, part])
+            for side, part in zip(("left", "right"), parts, strict=True)
+        },
+    }
+    signature = {name: descriptor(for_gluon(one)) for name, one in made.items()} | {"offsets": "*i32:16"}
+    stages = stages_of(columns, 2)
+    constexprs = {"E": E, "N": 2 * I, "K": H, "GROUPS": GROUPS.value, "STAGES": stages}
+    kernel = compile_kernel(_wgrad_mm_kernel, signature, constexprs, num_warps=4)
+    assert kernel.stack == 0 and kernel.shared <= 227 * 1024 and stages == {192: 7, 256: 6}[columns]
+    assert kernel.loops and not kernel.serialised and not kernel.overwritten
+    assert "gdesc" in kernel.sass and ".tnspA.tnspB" in kernel.sass and "UTMASTG" in kernel.sass
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

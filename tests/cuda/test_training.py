@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 import moe_ops
 from meta.activations import ACTIVATIONS
 from meta.dims import RECOMPUTE
+from moe_ops.kernels.triton import wgrad
 from moe_ops.testing import kernel_names
 from tests.ops.errors import assert_accurate
 from tests.ops.layers import VARIANTS, Layer, Variant, dense_formula
@@ -80,6 +81,28 @@ def test_weight_gradient(N: int, K: int, dtype: torch.dtype) -> None:
         plain = wanted.to(dtype).nan_to_num(6e4)
         assert_accurate(found[expert].nan_to_num(6e4), wanted.nan_to_num(6e4), plain, dtype=dtype)
         start = end
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("N", "K"), [(264, 520), (192, 576), (40, 24), (1536, 2048)], ids=str)
+def test_weight_gradient_of_many_rows(N: int, K: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By groups of warps, in tiles of 192 and of 256 columns: the bits of Triton's kernel, into a part of a tensor."""
+    R = 700
+    offsets = torch.tensor([0, 1, 1, 300, 300, 333, 600], device="cuda", dtype=torch.int32)
+    torch.manual_seed(0)
+    grad, x = (torch.randn(R, n, device="cuda").to(dtype) for n in (N, K))
+    grad[600:], x[600:], grad[50] = float("nan"), float("nan"), float("nan")
+    whole = torch.full((2, len(offsets), N, K + 8), float("nan"), device="cuda", dtype=dtype)
+    found = []
+    for specialised, out in zip((True, False), whole[..., :K], strict=True):
+        monkeypatch.setattr(wgrad, "ROWS_FOR_GROUPS", 1 if specialised else 1 << 20)
+        launched = kernel_names(lambda out=out: wgrad.grouped_wgrad(grad, x, offsets, out))
+        assert launched == ["_wgrad_mm_kernel" if specialised else "_wgrad_kernel"]
+        found.append(out.nan_to_num(6e4))
+    assert whole[..., K:].isnan().all() and not (found[0][[0, 2, 4]]).any()
+    assert torch.equal(*found)
+    plain = (grad[300:333].T @ x[300:333]).double()
+    assert_accurate(found[0][5], grad[300:333].double().T @ x[300:333].double(), plain, dtype=dtype)
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)

@@ -1,5 +1,5 @@
-"""What kernels in Gluon for Hopper share: `decoded_mm`, `decoded_fp8_mm` and `promoted_mm`, one of whose warps brings
-what others take.
+"""What kernels in Gluon for Hopper share: `decoded_mm`, `decoded_fp8_mm`, `promoted_mm` and `wgrad_mm`, one of whose
+warps brings what others take.
 
 Gluon is Triton's language of layouts. It is experimental, and may be another in another Triton: `CALLED`.
 """
@@ -87,6 +87,32 @@ def ring(STAGES: gl.constexpr, GROUPS: gl.constexpr):
         mbarrier.init(empty.index(stage), count=GROUPS)
     fence_async_shared()
     return full, empty
+
+
+@gluon.jit
+def turns_of(GROUPS: gl.constexpr):
+    """Barriers by which groups of warps begin one after the other: `in_turn`, `next_turn`."""
+    turns = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    for group in gl.static_range(GROUPS):
+        mbarrier.init(turns.index(group), count=1)
+    fence_async_shared()
+    return turns
+
+
+@gluon.jit
+def in_turn(turns, GROUP: gl.constexpr):
+    """Wait until the group of warps before has begun, once: groups that are a part of a step apart write one after the
+    other, while the others multiply.
+    """
+    if GROUP > 0:
+        mbarrier.wait(turns.index(GROUP), 0)  # over for good after the first step
+
+
+@gluon.jit
+def next_turn(turns, GROUP: gl.constexpr, GROUPS: gl.constexpr, place):
+    """After a group's step number `place`: with its first, the next group may begin."""
+    if GROUP + 1 < GROUPS:
+        mbarrier.arrive(turns.index(GROUP + 1), pred=place == 0)
 
 
 @gluon.jit

@@ -128,7 +128,7 @@ def _has_gluon() -> bool:
     return all(set(names) <= set(inspect.signature(of).parameters) for of, names in called.items())
 
 
-def _for_gluon(made: TensorDescriptor) -> Any:
+def for_gluon(made: TensorDescriptor) -> Any:
     """The same descriptor with a layout in shared memory that tensor cores read; of bytes of codes, four at once."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Descriptor
@@ -528,9 +528,9 @@ class ExpertMM:
         room = TYPICAL.shared_kib * 1024 - PROGRAM_BYTES - config.rows * self.columns(config) * out.element_size()
         block = (*config[:4], next_power_of_2(self.num_experts), 0, min(MOST_STEPS, room // step), groups)
         return Launch(
-            a_desc=_for_gluon(TensorDescriptor(a, list(a.shape), list(a.stride()), [config.rows, config.block_k])),
-            w_desc=_for_gluon(self._weight_descriptor(TMA_NK.value, part)),
-            out_desc=_for_gluon(stored),
+            a_desc=for_gluon(TensorDescriptor(a, list(a.shape), list(a.stride()), [config.rows, config.block_k])),
+            w_desc=for_gluon(self._weight_descriptor(TMA_NK.value, part)),
+            out_desc=for_gluon(stored),
             strides=(*self.strides, a.stride(0), self.decoding["zeros"].strides, self.decoding["rows"].strides),
             block=block,
             moves=(True, TMA_NK.value, self.columns(part), self.up_offset < 0),
@@ -562,9 +562,9 @@ class ExpertMM:
         room = TYPICAL.shared_kib * 1024 - PROGRAM_BYTES - 2 * ROWS.value * at_once * out.element_size()
         block = (PROMOTED_ROWS, 2 * HALF.value, STEP.value, config.group_m, next_power_of_2(self.num_experts), 0)
         return Launch(
-            a_desc=_for_gluon(TensorDescriptor(a, list(a.shape), list(a.stride()), [ROWS.value, STEP.value])),
-            w_desc=_for_gluon(self._weight_descriptor(TMA_NK.value, part)),
-            out_desc=_for_gluon(ragged_rows(out, ROWS.value, at_once)),
+            a_desc=for_gluon(TensorDescriptor(a, list(a.shape), list(a.stride()), [ROWS.value, STEP.value])),
+            w_desc=for_gluon(self._weight_descriptor(TMA_NK.value, part)),
+            out_desc=for_gluon(ragged_rows(out, ROWS.value, at_once)),
             strides=(*self.strides, a.stride(0), None, None),
             block=(*block, min(MOST_STEPS, room // step)),
             moves=(True, TMA_NK.value, at_once, self.up_offset < 0),
@@ -585,9 +585,9 @@ class ExpertMM:
         room = TYPICAL.shared_kib * 1024 - PROGRAM_BYTES - written - factors
         block = (MOST.value * ROWS.value, GROUPS.value * HEIGHT.value, step, config.group_m)
         return Launch(
-            a_desc=_for_gluon(TensorDescriptor(a, list(a.shape), list(a.stride()), [ROWS.value, step])),
-            w_desc=_for_gluon(self._weight_descriptor(TMA_NK.value, part)),
-            out_desc=_for_gluon(ragged_rows(out, ROWS.value, self.columns(part))),
+            a_desc=for_gluon(TensorDescriptor(a, list(a.shape), list(a.stride()), [ROWS.value, step])),
+            w_desc=for_gluon(self._weight_descriptor(TMA_NK.value, part)),
+            out_desc=for_gluon(ragged_rows(out, ROWS.value, self.columns(part))),
             strides=(*self.strides, a.stride(0), None, self.decoding["rows"].strides),
             block=(*block, next_power_of_2(self.num_experts), 0, min(MOST_STEPS, room // bytes_of_step)),
             moves=(True, TMA_NK.value, self.columns(part), self.up_offset < 0),
