@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-#: Where a kernel in Gluon begins, and where it has warps begin with different work.
-BEGINNINGS = {
-    f"{file.name}:{number}"
-    for file in (ROOT / "moe_ops/kernels/triton").glob("*.py")
-    if "gl.warp_specialize(" in file.read_text()
-    for number, line in enumerate(file.read_text().splitlines(), 1)
-    if re.match(r"def _\w+_mm_kernel\(|\s+gl\.warp_specialize\(", line)
-}
+KERNELS = Path(__file__).parents[2] / "moe_ops/kernels/triton"
+
+
+def _beginnings(file: Path) -> Iterator[str]:
+    """Where kernels in Gluon begin, and where they have warps begin with different work: Triton writes down the line of
+    the call or that of the `if` around it.
+    """
+    for kernel in ast.parse(file.read_text()).body:
+        starts = [
+            node.lineno
+            for node in ast.walk(kernel)
+            if isinstance(node, ast.If | ast.Expr) and "gl.warp_specialize(" in ast.unparse(node)
+        ]
+        if isinstance(kernel, ast.FunctionDef) and starts:
+            yield from (f"{file.name}:{line}" for line in (kernel.lineno, *starts))
+
+
+BEGINNINGS = {place for file in KERNELS.glob("*.py") for place in _beginnings(file)}
 
 
 def races_told(lines: list[str]) -> list[list[str]]:
