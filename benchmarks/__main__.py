@@ -196,7 +196,8 @@ def train_command(arguments: list[str]) -> int:
     tokens = ",".join(map(str, train.TOKENS if gpu else train.TINY_TOKENS))
     parser.add_argument("--tokens", default=tokens, help="comma-separated numbers of tokens (default: %(default)s)")
     parser.add_argument("--modes", default=",".join(train.MODES), help="comma-separated (default: %(default)s)")
-    parser.add_argument("--peers", default=",".join(train.PEERS), help="comma-separated (default: %(default)s)")
+    help = "comma-separated; 'optional' adds those of other projects (default: %(default)s)"
+    parser.add_argument("--peers", default=",".join(train.PEERS), help=help)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--times-only", action="store_true", help="no ceilings of the GPU, and no times of kernels")
     path = parser.add_mutually_exclusive_group()
@@ -208,7 +209,7 @@ def train_command(arguments: list[str]) -> int:
         shapes=shape_table.parse_shapes(options.shapes),
         tokens=positive_integers("benchmarks", "--tokens", options.tokens),
         modes=parse_names("--modes", options.modes, dict.fromkeys(train.MODES), train.MODES),
-        peers=parse_names("--peers", options.peers, train.PEERS, tuple(train.PEERS)),
+        peers=parse_names("--peers", options.peers, train.PEERS | train.OPTIONAL, tuple(train.PEERS)),
         rounds=enough_rounds(options.rounds),
         kernels=not options.times_only,
     )
@@ -396,7 +397,9 @@ def carry_command(arguments: list[str]) -> int:
     from benchmarks import carry
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks carry", description=carry.__doc__)
-    parser.add_argument("wheel", type=Path, help="of vLLM: pip download --no-deps vllm==0.33")
+    parser.add_argument(
+        "wheel", type=Path, help="from pip download --no-deps vllm==0.33, liger-kernel==0.8.5 or sonic-moe"
+    )
     parser.add_argument("--to", type=Path, default=carry.PEERS, help="folder; peers look in the default one")
     options = parser.parse_args(arguments)
     files = carry.carry(options.wheel, options.to)
@@ -465,10 +468,11 @@ def parse_names(
     """Known names of a comma-separated list; "default" and "optional" stand for several, the latter for the optional
     peers that read weights as they are or in ``scheme``.
     """
-    from benchmarks.peers import OPTIONAL
+    from benchmarks import peers, training_peers
 
     groups = {"default": list(default)}
-    if optional := [peer.name for peer in OPTIONAL if peer.name in known and peer.scheme in (None, scheme)]:
+    others = {*training_peers.OPTIONAL, *(peer.name for peer in peers.OPTIONAL if peer.scheme in (None, scheme))}
+    if optional := [name for name in known if name in others]:
         groups["optional"] = optional
     names: list[str] = []
     for name in (text or "default").split(","):

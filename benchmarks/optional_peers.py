@@ -7,6 +7,7 @@ peer's kind of work excludes is said in its docstring. A peer whose interface ha
 from __future__ import annotations
 
 import importlib.util
+import site
 import sys
 
 import torch
@@ -22,7 +23,7 @@ def not_importable(package: str) -> str | None:
         return "needs a CUDA device"
     carried = str(PEERS / LIBRARY)
     if carried not in sys.path:
-        sys.path.append(carried)
+        site.addsitedir(carried)  # at the end, with the folders that packages name in `.pth` files
     return None if importlib.util.find_spec(package) else f"package {package} is not installed, nor in {carried}"
 
 

@@ -120,11 +120,17 @@ def transformers_layer(case: Case, **options: Any) -> tuple[Callable[..., torch.
     top_k = case.shape.K
 
     def layer(hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
-        values, ids = torch.topk(F.softmax(router_logits, dtype=torch.float, dim=-1), top_k, dim=-1)
-        values = values / values.sum(dim=-1, keepdim=True)
-        return experts(hidden_states, ids, values.to(router_logits.dtype))
+        values, ids = transformers_routing(router_logits, top_k)
+        return experts(hidden_states, ids, values)
 
     return torch.compile(own_code(layer), fullgraph=True, dynamic=False, **options), experts
+
+
+def transformers_routing(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights in the dtype of the logits, ids), `[T, K]` each, as Qwen3-MoE computes them."""
+    values, ids = torch.topk(F.softmax(router_logits, dtype=torch.float, dim=-1), top_k, dim=-1)
+    values = values / values.sum(dim=-1, keepdim=True)
+    return values.to(router_logits.dtype), ids
 
 
 def transformers_fused(case: Case) -> list[Thunk]:

@@ -22,6 +22,7 @@ from benchmarks.results import OURS, ResultFile, progress_bar, why
 from benchmarks.shapes import Shape
 from benchmarks.step import Step, peak_bytes, saved_bytes
 from benchmarks.timing import INTERVALS, ROUNDS, Run, Thunk, graph_pool, method, sequence
+from benchmarks.training_peers import OPTIONAL
 
 TOKENS = (1024, 4096, 16384)
 TINY_TOKENS = (16, 256)
@@ -167,15 +168,19 @@ def made_weights(shape: Shape) -> Weights:
 
 
 def steps(case: Case, mode: str, peer: str) -> list[Step]:
-    """One step for each input set, of a layer as ``peer`` compiles it."""
-    layer, experts = transformers_layer(case, **PEERS[peer])
-    weights = list(experts.parameters()) if mode == "trained" else []
-    for weight in weights:
+    """One step for each input set, of a layer as ``peer`` compiles it, or of another project's."""
+    if peer in OPTIONAL:
+        layers, weights = OPTIONAL[peer].layers(case)
+    else:
+        layer, experts = transformers_layer(case, **PEERS[peer])
+        layers, weights = [layer] * len(case.sets), list(experts.parameters())
+    trained = weights if mode == "trained" else []
+    for weight in trained:
         weight.requires_grad_()
     generator = torch.Generator(case.sets[0].hidden_states.device).manual_seed(1)
     return [
-        Step(layer, inputs, torch.empty_like(inputs.hidden_states).normal_(generator=generator), weights)
-        for inputs in case.sets
+        Step(layer, inputs, torch.empty_like(inputs.hidden_states).normal_(generator=generator), trained)
+        for layer, inputs in zip(layers, case.sets, strict=True)
     ]
 
 
@@ -207,6 +212,8 @@ def time_case(case: Case, mode: str, plan: Plan, kept: Kept) -> list[dict[str, A
 
 def prepare(case: Case, mode: str, peer: str, pool: Any) -> tuple[dict[str, Any], Prepared | None]:
     """(what is known of a peer before it is timed, its calls), or the reason and None."""
+    if peer in OPTIONAL and (reason := OPTIONAL[peer].missing()):
+        return {"us": None, "reason": reason}, None
     try:
         return _prepare(case, mode, peer, pool)
     except torch.OutOfMemoryError:
@@ -240,7 +247,8 @@ def add_kernels(plan: Plan, results: ResultFile, kept: Kept) -> None:
     shapes = {shape.name: shape for shape in plan.shapes}
     weights: Weights | None = None
     for row in results.rows:
-        if row["us"] is None or "kernels" in row or row["shape"] not in shapes or row["peer"] not in PEERS:
+        known = row["shape"] in shapes and row["peer"] in (*PEERS, *OPTIONAL)
+        if row["us"] is None or "kernels" in row or not known:
             continue
         try:
             prepared = kept.by_key.pop(key_of(row), None)
@@ -282,6 +290,7 @@ def train_method(plan: Plan) -> str:
     intervals = INTERVALS.format(
         unit="us", division=", divided by the number of sets", of=f"{plan.reference}'s time over the peer's"
     )
-    return METHOD.format(
+    made = METHOD.format(
         timing=method(plan.rounds), intervals=intervals, checked=CHECKED_TOKENS, ceilings=device.METHOD
     )
+    return "; ".join([made, *(f"{name}: {OPTIONAL[name].describe()}" for name in plan.peers if name in OPTIONAL)])

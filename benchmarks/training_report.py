@@ -12,7 +12,6 @@ from typing import Any
 from benchmarks.floors import Share, shares
 from benchmarks.models import TRANSFORMERS
 from benchmarks.plots import FORMATS, draw_training
-from benchmarks.results import OURS
 from benchmarks.shapes import SHAPES, TINY_SHAPES
 from benchmarks.tables import (
     NO_RESULTS,
@@ -117,7 +116,7 @@ def train_table(document: dict[str, Any], before: dict[str, Any] | None) -> str:
         line = [key[0], str(key[1]), key[2], *(format_us(row.get("us")) for row in pair), ratio_of(pair[1])]
         line += [ratio_of(then.get(key, {}), short=True)] if before else []
         line += [both(pair, "forward_us", format_us), both(pair, "peak_bytes", mib), both(pair, "saved_bytes", mib)]
-        body.append([*line, " / ".join(map(launches_of, pair)), both(pair, "error", lambda value: f"{value:.1e}")])
+        body.append([*line, " / ".join(map(launches_of, pair)), both(pair, "error", off)])
     notes = [f"`a / b`: {reference} / {THEIRS}."]
     rows = document["rows"]
     reasons = list(dict.fromkeys(f"{row['peer']}: {row['reason']}" for row in rows if row["us"] is None))
@@ -144,6 +143,11 @@ def mib(size: float) -> str:
     return f"{size / 2**20:.0f}"
 
 
+def off(value: float) -> str:
+    """ "3.8e-03"."""
+    return f"{value:.1e}"
+
+
 def launches_of(row: Row) -> str:
     """ "14 + 9"."""
     counts = (row.get("launches_forward"), row.get("launches_backward"))
@@ -151,19 +155,19 @@ def launches_of(row: Row) -> str:
 
 
 def other_peers_table(document: dict[str, Any]) -> str:
-    """Ours under other options: what they cost in time, and what memory they save; "" where there are none."""
+    """Ours under other options, and layers of other projects: time, memory and error; "" where there are none."""
     reference, body = document["reference"], []
     first, theirs = _by_key(document, reference), _by_key(document, THEIRS)
     for row in document["rows"]:
-        if not row["peer"].startswith(OURS) or row["peer"] == reference:
+        if row["peer"] in (reference, THEIRS):
             continue
         key = (row["shape"], row["T"], row["mode"])
         sizes = [share_of(row, other.get(key, {}), "peak_bytes") for other in (first, theirs)]
         cells = [key[0], str(key[1]), key[2], row["peer"], format_us(row["us"]), ratio_of(row)]
         cells += [both((row, {}), name, mib).split(" / ")[0] for name in ("peak_bytes", "saved_bytes")]
-        body.append([*cells, *sizes, launches_of(row)])
+        body.append([*cells, *sizes, launches_of(row), both((row, {}), "error", off).split(" / ")[0]])
     times, memory = f"{reference} / it", [f"its peak / {name}'s" for name in (reference, THEIRS)]
-    head = ["shape", "T", "experts", "peer", "us", times, "peak, MiB", "kept, MiB", *memory, "launches"]
+    head = ["shape", "T", "experts", "peer", "us", times, "peak, MiB", "kept, MiB", *memory, "launches", "error"]
     return table(head, body) if body else ""
 
 

@@ -36,6 +36,7 @@ def sample() -> dict[str, dict[str, Any]]:
     ours = row("ours_compiled", 100.0, kernels=kernels, kernels_forward=counts, kernels_backward=counts)
     ours |= {"launches_forward": 14, "launches_backward": 7}
     rows = [ours, row("ours_all", 125.0, peak_bytes=2**20 * 25), row("hf_moe", 200.0, peak_bytes=2**20 * 100)]
+    rows += [row("liger", 400.0)]
     rows += [row("ours_compiled", 100.0, T=4096), row("hf_moe", None, T=4096)]
     before = document(row("ours_compiled", 100.0), row("hf_moe", 80.0))
     for old in before["rows"]:
@@ -49,7 +50,8 @@ def test_tables_of_training() -> None:
     assert "| 1024 | trained | 100 | 200 | 0.50 (0.50 to 0.50) | 1.25 | 30.0 / 30.0 | 50 / 100 | " in now
     assert " | 20 / 20 | 14 + 7 / - | 3.2e-03 / 3.2e-03 |" in now
     assert "| qwen3-30b-a3b | 4096 | trained | 100 | - | - | - |" in now and "(`-`): hf_moe: out of memory." in now
-    assert "| ours_all | 125 | 0.80 (0.80 to 0.80) | 25 | 20 | 0.50x | 0.25x | - |" in now
+    assert "| ours_all | 125 | 0.80 (0.80 to 0.80) | 25 | 20 | 0.50x | 0.25x | - | 3.2e-03 |" in now
+    assert "| liger | 400 | 0.25 (0.25 to 0.25) | 50 | 20 | 1.00x | 0.50x | - | 3.2e-03 |" in now
     assert "Backward of qwen3-30b-a3b, T=1024, trained: 2 x `_expert_mm_kernel`, 1 x `_combine_kernel`." in now
     assert "](results/gpu-ratio.png)" in now and "Ceilings in the same run: bf16 500 TFLOP/s" in now
     assert "| 80.0 | 1.25 (1.25 to 1.25) | 30.0 / 30.0 | 50 / 50 | - / - | - / - |" in before
