@@ -1,6 +1,7 @@
 """Twenty steps of training: the loss of tiny models of six families, eagerly and compiled, under six programs.
 
     python -m tests.passes.loss_curves [--families qwen3_moe ...] [--programs plain ...] [--backend moe_ops] [--steps N]
+        [--device cuda]
 
 Each case trains three copies of one model on the same batches with AdamW: in float64 (the exact curve), eagerly, and
 compiled. The compiled curve has to be as near to the exact one as eager's own rounding takes it: no further than
@@ -109,14 +110,15 @@ def in_form(model: torch.nn.Module, form: str) -> torch.nn.Module:
 
 def train(model: torch.nn.Module, run: Callable[..., Any], program: str, steps: int) -> list[float]:
     """The loss before each of ``steps`` updates of ``model``, which ``run`` calls."""
+    device = next(model.parameters()).device
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATE)
     batches = 2 if program == "accumulation" else 1
     losses = []
     for step in range(steps):
         total = 0.0
         for batch in range(batches):
-            ids = tokens(2, 8, seed=batch)
-            with torch.autocast("cpu", torch.bfloat16) if program == "autocast" else contextlib.nullcontext():
+            ids = tokens(2, 8, seed=batch).to(device)
+            with torch.autocast(device.type, torch.bfloat16) if program == "autocast" else contextlib.nullcontext():
                 loss = run(input_ids=ids, labels=ids, use_cache=False).loss / batches
             loss.backward()
             total += loss.item()
@@ -126,9 +128,9 @@ def train(model: torch.nn.Module, run: Callable[..., Any], program: str, steps: 
     return losses
 
 
-def curve(family: str, program: str, backend: str = "moe_ops_eager", steps: int = STEPS) -> Curve:
+def curve(family: str, program: str, backend: str = "moe_ops_eager", steps: int = STEPS, device: str = "cpu") -> Curve:
     """Train the three copies."""
-    model = model_of(family, program)
+    model = model_of(family, program).to(device)
     wide = in_form(model, "eager").double()
     exact = train(wide, wide, "plain" if program == "autocast" else program, steps)
     forms = [in_form(model, form) for form in ("grouped_mm", "batched_mm")]
@@ -165,6 +167,7 @@ def main() -> int:
     parser.add_argument("--programs", nargs="+", default=PROGRAMS, choices=PROGRAMS)
     parser.add_argument("--backend", default="moe_ops_eager")
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--device", default="cpu")
     asked = parser.parse_args()
     print(f"{asked.steps} steps of AdamW, {LAYERS} layers, 16 tokens, backend {asked.backend}. Distances are means")
     print("over all steps, from the curve in float64: of the worse of two eager forms, and of the compiled code.")
@@ -176,7 +179,7 @@ def main() -> int:
     good = True
     for family in asked.families:
         for program in asked.programs:
-            case = curve(family, program, asked.backend, asked.steps)
+            case = curve(family, program, asked.backend, asked.steps, asked.device)
             print(row(case), flush=True)
             good &= case.good
     return 0 if good else 1
