@@ -238,6 +238,7 @@ def graph_counters() -> dict[str, int]:
         "cudagraph_partitions": inductor["cudagraph_partitions"],
         "fused": ours["fused"],
         "refused": ours["refused"],
+        "causal_masks": ours["causal_masks"],
         "shared_heads": ours["shared_heads"],
     }
 

@@ -11,7 +11,7 @@ import torch
 
 import compile_passes  # noqa: F401  (registers the backend in a checkout that is not installed)
 from compile_passes.compat import mode_options
-from compile_passes.passes import SHARE, MoEPass, Pass
+from compile_passes.passes import CAUSAL, SHARE, MoEPass, Pass
 
 
 @dataclass(frozen=True)
@@ -176,6 +176,7 @@ VARIANTS = {
     "grouped_mm compiled": Variant("grouped_mm"),
     "grouped_mm reduce-overhead": Variant("grouped_mm", REDUCE),
     "batched_mm reduce-overhead": Variant("batched_mm", REDUCE),
+    "attention alone": Variant("grouped_mm", steps=(CAUSAL, SHARE)),
     "shared heads alone reduce-overhead": Variant("grouped_mm", REDUCE, (SHARE,)),
     "moe_ops": Variant("grouped_mm", {"backend": "moe_ops"}),
     "moe_ops reduce-overhead": Variant("grouped_mm", {"backend": "moe_ops", **REDUCE}),

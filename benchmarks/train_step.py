@@ -30,6 +30,7 @@ DEFAULT_VARIANTS = (
     "grouped_mm reduce-overhead",
     "moe_ops",
     "moe_ops reduce-overhead",
+    "attention alone",
 )
 LEARNING_RATE = 1e-8
 OUT_OF_MEMORY = "out of memory"
@@ -204,7 +205,7 @@ def describe(row: dict[str, Any]) -> str:
         return f"{head} -  {row['reason']}"
     ratio = f"  ratio {row['ratio']:.3f} [{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]" if "ratio" in row else ""
     peak = f"  peak {row['peak_bytes'] / 2**30:.2f} GiB" if row["peak_bytes"] is not None else ""
-    signals = ("graphs", "cudagraph_skips", "cudagraph_partitions", "fused", "refused")
+    signals = ("graphs", "cudagraph_skips", "cudagraph_partitions", "fused", "refused", "causal_masks")
     counts = "  ".join(f"{name}={row[name]}" for name in signals)
     return (
         f"{head} {row['ms']:8.2f} ms  {row['tokens_per_s']:.0f} tokens/s{ratio}{peak}  loss {row['loss']:.3f}  {counts}"

@@ -18,8 +18,9 @@ head, 17 times the bytes of the cache.
 Why the rewrites are legal. `enable_gqa=True` is defined as repeating each key and value head for its group of
 consecutive query heads, which is what the matched nodes do; torch chooses the same kernel for both forms, so it neither
 computes differently nor runs a slower one. A number of a product is the same sum of the same products, in the same
-dtype. The cache is not overwritten between the repetition and its use. Left alone: inputs that require grad, calls of
-attention with one of the two repeated only, and those for which the kernel would change.
+dtype. The cache is not overwritten between the repetition and its use. Left alone: inputs that require grad, but of
+kernels that give shared heads their gradients themselves; calls of attention with one of the two repeated only, and
+those for which the kernel would change.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ from compile_passes.safety import changed_memory, different_scope, unknown_tenso
 from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank, spell
 
 log = logging.getLogger(__name__)
+
+#: Kernels whose backward sums a shared head's gradient over its query heads.
+_DIFFERENTIATE_SHARED = frozenset({"FLASH_ATTENTION", "CUDNN_ATTENTION"})
 
 
 @dataclass(frozen=True)
@@ -176,14 +180,15 @@ def _refuses(reading: Reading, node: fx.Node, call: Call, key: Repeated, value: 
     repeated, shared = (
         (query, *map(example, heads), mask) for heads in ((key.value, value.value), (key.source, value.source))
     )
-    if any(tensor is not None and tensor.requires_grad for tensor in (*repeated, *shared)):
-        return "its inputs require grad"
     options = {name: call[name] for name in ("dropout_p", "is_causal") if call[name] is not None}
     if any(isinstance(option, fx.Node) for option in options.values()):
         return "one of its options is computed in the graph"
     before = sdpa_kernel(fake_mode_of(query), repeated, **options)
     after = sdpa_kernel(fake_mode_of(query), shared, **options, enable_gqa=True)
-    return None if before == after else f"torch would change from its kernel {before} to {after}"
+    if before != after:
+        return f"torch would change from its kernel {before} to {after}"
+    trained = any(tensor is not None and tensor.requires_grad for tensor in (*repeated, *shared))
+    return "its inputs require grad" if trained and before not in _DIFFERENTIATE_SHARED else None
 
 
 def _unsafe(reading: Reading, node: fx.Node, repeated: list[Repeated], between: set[fx.Node]) -> str | None:

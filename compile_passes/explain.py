@@ -22,7 +22,7 @@ from compile_passes.diagram import Diagram, Snapshot, operators_of
 from compile_passes.loops import cure, find_experts, find_loops
 from compile_passes.match import Refusal, Router, module_of, source
 from compile_passes.named import is_named, subject
-from compile_passes.passes import FUSE, FUSE_CHECKED, JOIN, SHARE, graph_modules, needs_gradient, run
+from compile_passes.passes import CAUSAL, FUSE, FUSE_CHECKED, JOIN, SHARE, graph_modules, needs_gradient, run
 from compile_passes.report import Fused, Refused, Report
 from compile_passes.uncaptured import Seen, Stop, cut, defined_at, explanation, first_line, is_from_before
 
@@ -105,6 +105,7 @@ class _Collector:
         own = [node for node in part.graph.nodes if operator_name(node) in ("fused_experts", "fused_moe")]
         report.own_calls += len(own)
         found = run(FUSE_CHECKED if checked else FUSE, part.graph)
+        report.causal_masks += run(CAUSAL, part.graph).causal_masks
         report.shared_heads += run(SHARE, part.graph).shared_heads
         if joins:
             run(JOIN, part.graph)

@@ -69,6 +69,8 @@ def _summary(report: Report) -> str:
         _chip(f"<b>{report.graphs}</b> graph(s)"),
         _chip(f"<b>{report.graph_breaks}</b> graph break(s)", "bad" if report.graph_breaks else ""),
     ]
+    if report.causal_masks:
+        chips.append(_chip(f"<b>{report.causal_masks}</b> attention call(s) are causal without reading a mask"))
     if report.shared_heads:
         chips.append(_chip(f"<b>{report.shared_heads}</b> attention call(s) or product(s) read shared heads in place"))
     if report.own_calls:

@@ -1,11 +1,12 @@
 """The passes, and the runner that times, counts, checks, logs and traces them.
 
-Three passes, in this order, all on the graph that Dynamo captured: one node there is still one user-level operation,
+Four passes, in this order, all on the graph that Dynamo captured: one node there is still one user-level operation,
 and autograd comes after, so that training goes through the same match.
 
 1. `FUSE`: MoE blocks become `fused_topk` + `fused_experts`.
-2. `SHARE`: attention reads key and value heads without copies of them, which at decode can cost as much as the experts.
-3. `JOIN`, where nothing in the graph needs a gradient: `fused_topk` + `fused_experts`, and chains of stage operators
+2. `CAUSAL`: attention whose mask is causal for every input reads none, which in training can save as much as `FUSE`.
+3. `SHARE`: attention reads key and value heads without copies of them, which at decode can cost as much as the experts.
+4. `JOIN`, where nothing in the graph needs a gradient: `fused_topk` + `fused_experts`, and chains of stage operators
    that a user wrote, become `fused_moe` or `fused_experts`.
 
 The backends run them before Inductor sees the graph (`run_all`), so that they run, count and log whatever the caches
@@ -35,6 +36,7 @@ from compile_passes import compat
 from compile_passes.apart import guarded
 from compile_passes.attention import may_repeat_heads, share_heads, shareable
 from compile_passes.builder import operator_name
+from compile_passes.causal import causal_calls, drop_masks, may_be_causal
 from compile_passes.decide import Decision, decide
 from compile_passes.identity import identity
 from compile_passes.join import join
@@ -67,6 +69,7 @@ class Report:
         fused, staged, refused: MoE blocks; the staged ones keep code of their own between the experts and the combine.
         routed: `fused_experts` calls of the model's own that got a `fused_topk`.
         joined: operators that took the place of several.
+        causal_masks: attention calls that say that they are causal in the place of a mask that does.
         shared_heads: attention calls, and products of written-out attention, that no longer repeat heads.
         errors: what went wrong in the pass itself, one line each.
         apart: positions of inputs that have to be different memory for the changed graph to be right, in pairs.
@@ -78,6 +81,7 @@ class Report:
     refused: list[Refusal] = field(default_factory=list)
     joined: int = 0
     routed: int = 0
+    causal_masks: int = 0
     shared_heads: int = 0
     errors: list[str] = field(default_factory=list)
     apart: list[tuple[int, int]] = field(default_factory=list)
@@ -86,7 +90,8 @@ class Report:
     @property
     def changed(self) -> bool:
         """Whether the graph is another one than before."""
-        return bool(self.fused or self.staged or self.joined or self.routed or self.shared_heads or self.errors)
+        attention = self.causal_masks or self.shared_heads
+        return bool(self.fused or self.staged or self.joined or self.routed or attention or self.errors)
 
 
 @dataclass(frozen=True)
@@ -185,6 +190,19 @@ def _keep_original(graph: fx.Graph, report: Report) -> None:
         report.apart, report.original = sorted(pairs), compat.private_copy(graph)
 
 
+def drop_causal_masks(graph: fx.Graph) -> Plan:
+    """Let attention whose mask is causal for every input say so; see `causal`."""
+    if not may_be_causal(graph):
+        return Plan(Report())
+    reading, report = Reading(graph), Report()
+    found = causal_calls(reading)
+
+    def apply() -> None:
+        report.causal_masks = drop_masks(Rewriter(reading), found)
+
+    return Plan(report, apply if found else None)
+
+
 def share_attention_heads(graph: fx.Graph) -> Plan:
     """Let grouped-query attention read its heads in place; see `attention`."""
     if not any(map(may_repeat_heads, graph.nodes)):
@@ -222,9 +240,10 @@ def save_routing(graph: fx.Graph) -> Plan:
 FUSE = Pass("moe_ops_fuse_blocks", fuse_blocks)
 #: `FUSE` for the graph of a backend, which looks at the inputs of every call.
 FUSE_CHECKED = Pass("moe_ops_fuse_blocks", partial(fuse_blocks, checked=True))
+CAUSAL = Pass("moe_ops_causal_masks", drop_causal_masks)
 SHARE = Pass("moe_ops_share_heads", share_attention_heads)
 JOIN = Pass("moe_ops_join", join_operators)
-PASSES = (FUSE, SHARE, JOIN)
+PASSES = (FUSE, CAUSAL, SHARE, JOIN)
 #: For the graph of forward and backward.
 SAVE = Pass("moe_ops_save_routing", save_routing)
 
@@ -242,6 +261,7 @@ def run(step: Pass, graph: fx.Graph) -> Report:
     section["staged"] += len(report.staged)
     section["refused"] += len(report.refused)
     section["joined"] += report.joined
+    section["causal_masks"] += report.causal_masks
     section["shared_heads"] += report.shared_heads
     section["errors"] += len(report.errors)
     if before is not None and report.changed:
@@ -296,8 +316,9 @@ def _log(step: Pass, report: Report, seconds: float) -> None:
     for text in dict.fromkeys(str(refusal) for refusal in report.refused):  # once for all layers that share a line
         log.warning("not fused: %s", text)
     blocks = (len(report.fused), len(report.staged), len(report.refused))
-    log.debug("%s: %d fused, %d staged, %d refused, %d joined, %d attention calls share heads, in %.1f ms", step.name,
-              *blocks, report.joined, report.shared_heads, 1e3 * seconds)  # fmt: skip
+    log.debug("%s: %d fused, %d staged, %d refused, %d joined, %d masks dropped, %d attention calls share heads, "
+              "in %.1f ms", step.name, *blocks, report.joined, report.causal_masks, report.shared_heads,
+              1e3 * seconds)  # fmt: skip
 
 
 def graph_modules(gm: fx.GraphModule) -> list[fx.GraphModule]:

@@ -110,6 +110,7 @@ class Report:
     Attributes:
         fused, refused: MoE blocks, in graph order.
         staged: blocks whose experts and combine are replaced, with code of the model (a norm) left between them.
+        causal_masks: attention calls that say that they are causal in the place of a mask that does.
         shared_heads: attention calls, and products of written-out attention, that read heads without repeating them.
         own_calls: calls of `fused_experts` or `fused_moe` that the model makes itself; nothing is left to fuse.
         graphs: graphs captured.
@@ -122,6 +123,7 @@ class Report:
     fused: list[Fused] = field(default_factory=list)
     staged: list[Fused] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)
+    causal_masks: int = 0
     shared_heads: int = 0
     own_calls: int = 0
     graphs: int = 0
@@ -149,7 +151,7 @@ class Report:
                 for refused ones reason, cure, source (the line at ``location``).
             graphs: number of graphs captured.
             graph_breaks, eager_frames, errors: lists of lines, as in the attributes of this class.
-            shared_heads, own_calls: numbers, as in the attributes of this class.
+            causal_masks, shared_heads, own_calls: numbers, as in the attributes of this class.
             error: why the model did not run, or null.
         """
         rows: list[Fused | Refused] = [*self.fused, *self.staged, *self.refused]
@@ -160,6 +162,7 @@ class Report:
             "graph_breaks": list(self.graph_break_reasons),
             "eager_frames": list(self.eager_frames),
             "errors": list(self.errors),
+            "causal_masks": self.causal_masks,
             "shared_heads": self.shared_heads,
             "own_calls": self.own_calls,
             "error": self.error,
@@ -193,6 +196,8 @@ class Report:
             lines += [f"  {row.name}: {note}" for row in self.staged for note in row.notes]
         for row in self.refused:
             lines += ["", str(row)]
+        if self.causal_masks:
+            lines += ["", f"{self.causal_masks} attention call(s) are causal without reading a mask"]
         if self.shared_heads:
             lines += ["", f"{self.shared_heads} attention call(s) or product(s) read heads without repeating them"]
         if self.own_calls:

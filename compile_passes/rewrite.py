@@ -134,6 +134,15 @@ class Rewriter:
         call.kwargs = {**call.kwargs, "enable_gqa": True}
         self._sweep([node for node in old if isinstance(node, fx.Node)])
 
+    def apply_causal(self, call: fx.Node) -> None:
+        """Let an attention call with a mask be causal without one."""
+        mask = call.kwargs.get("attn_mask", call.args[3] if len(call.args) > 3 else None)
+        given = {name: value for name, value in call.kwargs.items() if name not in ("attn_mask", "is_causal")}
+        if len(call.args) > 4:
+            given["dropout_p"] = call.args[4]
+        call.args, call.kwargs = call.args[:3], {**given, "is_causal": True}
+        self._sweep([mask] if isinstance(mask, fx.Node) else [])
+
     def apply_shared_product(
         self, product: fx.Node, left: fx.Node, heads: fx.Node, times: int, transposed: bool
     ) -> None:

@@ -109,6 +109,9 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("mean", "x dim keepdim dtype", (torch.mean, "mean")),
     ("var", "x dim unbiased keepdim", (torch.var, "var")),
     ("cumsum", "x dim dtype", (torch.cumsum, "cumsum")),
+    ("diff", "x n dim prepend append", (torch.diff, "diff")),
+    ("tril", "x diagonal", (torch.tril, "tril")),
+    ("triu", "x diagonal", (torch.triu, "triu")),
     ("pad", "x pad mode value", (F.pad, torch._C._nn.pad, torch.ops.aten.pad)),
     ("pad", "x pad value", (torch.ops.aten.constant_pad_nd,)),
     ("histc", "x bins min max", (torch.histc, "histc")),
@@ -232,7 +235,7 @@ _DEFAULTS: dict[str | tuple[str, str], Any] = {
     "beta": 1, "out_int32": False, "right": False, "num_classes": -1,
     ("unbind", "dim"): 0, ("split", "dim"): 0, ("stack", "dim"): 0, ("cat", "dim"): 0,
     "enable_gqa": False, "is_causal": False, "dropout_p": 0.0, ("histc", "min"): 0, ("histc", "max"): 0,
-    ("randint", "low"): 0,
+    ("randint", "low"): 0, ("tril", "diagonal"): 0, ("triu", "diagonal"): 0, ("diff", "n"): 1, ("diff", "dim"): -1,
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Attention that shares its key and value heads on a GPU: the kernel stays the same, and so does the error."""
+"""Attention on a GPU that shares its key and value heads, or reads no mask: the error stays what it was."""
 
 from __future__ import annotations
 
@@ -63,3 +63,73 @@ def test_products_of_shared_heads(length, dtype):
     error, original = ((got.double() - exact).norm() / exact.norm() for got in (shared, repeated))
     # In fp32 the order of a sum is all there is to either error, and cuBLAS has another for another shape.
     assert error <= original * (2 if dtype == torch.float32 else 1.02)
+
+
+def causal_mask(batch, length):
+    """As transformers makes it where no mask is given: sequences may be packed, for all that it knows."""
+    positions = torch.arange(length, device="cuda").unsqueeze(0).expand(batch, -1)
+    packed = (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    batches = torch.arange(batch, device="cuda")[:, None, None, None]
+    places = torch.arange(length, device="cuda")
+    queries, keys = places[None, None, :, None], places[None, None, None, :]
+    same = packed[batches, queries] == packed[batches, keys]
+    return ((keys <= queries) & same).expand(batch, 1, length, length)
+
+
+def causal_step(q, k, v):
+    return step(q, k, v, causal_mask(q.shape[0], q.shape[2]))
+
+
+def results_and_gradients(function, q, k, v, upstream, dynamic=False):
+    """Of copies of q, k and v that lie as a projection leaves them: [B, T, heads, D] in memory."""
+    leaves = [x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    for leaf in leaves if dynamic else ():
+        torch._dynamo.mark_dynamic(leaf, 2)
+    out = function(*leaves)
+    return out.detach(), *torch.autograd.grad(out, leaves, upstream.to(out.dtype))
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_causal_training_reads_no_mask(dynamic):
+    """Another kernel than with the mask; as near to float64 as that one, forward and backward."""
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(2, heads, 1024, D, device="cuda", dtype=torch.bfloat16) for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    upstream = torch.randn_like(q)
+    torch.compiler.reset()
+    counters.clear()
+    with fresh_cache():
+        compiled = torch.compile(causal_step, backend="moe_ops", fullgraph=True)
+        found = results_and_gradients(compiled, q, k, v, upstream, dynamic)
+    assert counters["moe_ops"]["causal_masks"] == 1 and counters["moe_ops"]["errors"] == 0
+    masked = results_and_gradients(causal_step, q, k, v, upstream)
+    exact = results_and_gradients(causal_step, *(x.double() for x in (q, k, v)), upstream)
+    for got, original, want in zip(found, masked, exact, strict=True):
+        error, allowed = ((one.double() - want).norm() / want.norm() for one in (got, original))
+        assert error <= allowed * 1.05
+
+
+def test_views_of_a_causal_result():
+    """Of queries whose heads are apart in memory. Kernels leave the result in layouts of their own."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 8, 256, D, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+
+    def attended(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, causal_mask(q.shape[0], q.shape[2]))
+
+    apart = attended(q, k, v).is_contiguous()
+
+    def viewed(q, k, v):
+        out = attended(q, k, v)
+        return (out if apart else out.transpose(1, 2)).view(q.shape[0], -1)
+
+    torch.compiler.reset()
+    counters.clear()
+    with torch.no_grad(), fresh_cache():
+        got = torch.compile(viewed, backend="moe_ops", fullgraph=True)(q, k, v)
+        original, exact = viewed(q, k, v), attended(q.double(), k.double(), v.double())
+    assert counters["moe_ops"]["causal_masks"] == 1
+    exact = (exact if apart else exact.transpose(1, 2)).reshape(2, -1)
+    error, allowed = ((one.double() - exact).norm() for one in (got, original))
+    assert error <= allowed * 1.05

@@ -141,8 +141,8 @@ def test_e2e_runs_every_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert [rows[name]["graphs"] for name in variants.split(",")] == [0, 1, 1]
     best = rows[rows["moe_ops"]["reference"]]
     assert best["variant"] != "moe_ops" and best["ratio"] == 1.0 and rows["moe_ops"]["ratio_low"] > 0
-    found = {name: rows["moe_ops"][name] for name in ("fused", "refused", "shared_heads")}
-    assert found == {"fused": 1, "refused": 0, "shared_heads": 1}
+    found = {name: rows["moe_ops"][name] for name in ("fused", "refused", "causal_masks", "shared_heads")}
+    assert found == {"fused": 1, "refused": 0, "causal_masks": 0, "shared_heads": 1}
 
 
 def test_result_file_is_whole_after_every_row(tmp_path: Path) -> None:

@@ -159,3 +159,9 @@ def node_of(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
 
     create = graph.call_method if isinstance(target, str) else graph.call_function
     return create(target, made(args), {name: made(value) for name, value in kwargs.items()})
+
+
+def counts(**some):
+    """What the passes count: ``some``, and 0 of everything else."""
+    names = "fused staged refused joined causal_masks shared_heads errors"
+    return {**dict.fromkeys(names.split(), 0), **some}

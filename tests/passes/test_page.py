@@ -15,6 +15,8 @@ from compile_passes.__main__ import main
 from compile_passes.diagram import ROLES, Diagram, Line, Operator, Stage
 from compile_passes.report import Fused, Refused, Report
 from tests.passes.blocks import E, H, I, K, batched, block, grouped, weights
+from tests.passes.test_attention import S, interleaved
+from tests.passes.test_attention import inputs as attention_inputs
 from tests.passes.test_backend import Loop
 
 STEPS = [role for role in ROLES if role != "outside"]
@@ -40,7 +42,10 @@ KEYS = {
     "module", "location", "status", "routing", "router_note", "experts", "activation", "glu_layout", "scheme",
     "backend", "low_rank", "merged_note", "operators", "sizes", "reason", "cure", "source",
 }  # fmt: skip
-TOP = {"schema", "blocks", "graphs", "graph_breaks", "eager_frames", "errors", "shared_heads", "own_calls", "error"}
+TOP = {
+    "schema", "blocks", "graphs", "graph_breaks", "eager_frames", "errors", "causal_masks", "shared_heads", "own_calls",
+    "error",
+}  # fmt: skip
 
 
 def test_dictionary_of_a_fused_block(fused):
@@ -157,6 +162,23 @@ def test_a_block_in_no_graph_is_a_row_without_a_picture():
     assert "Python loop" in report.html() and "Python loop" in report._repr_html_()
 
 
+def test_attention_is_counted():
+    """One call that reads no mask, and one that keeps its mask and shares its heads."""
+
+    def attention(q, k, v, mask, **inputs):
+        shared = F.scaled_dot_product_attention(q, interleaved(k), interleaved(v), attn_mask=mask)
+        causal = torch.ones(S, S, dtype=torch.bool).tril()
+        return F.scaled_dot_product_attention(shared, shared, shared, causal), block(batched)(**inputs)
+
+    with torch.no_grad():
+        report = moe_ops.explain(attention, *attention_inputs(S), **weights())
+    found = report.to_dict()
+    assert (found["causal_masks"], found["shared_heads"], len(report.fused)) == (1, 1, 1)
+    page = " ".join("".join(Tags(report.html()).text).split())
+    for text in (str(report), page):
+        assert "1 attention call(s) are causal without reading a mask" in text and "1 attention call(s) or pro" in text
+
+
 def test_an_error_in_drawing_takes_nothing_away(monkeypatch):
     monkeypatch.setattr("compile_passes.diagram.Snapshot.of_match", lambda *_: 1 // 0)
     with torch.no_grad():
@@ -219,7 +241,7 @@ def evil() -> Report:
     row = Fused(EVIL, EVIL, EVIL, EVIL, EVIL, EVIL, EVIL, EVIL, EVIL, **sizes, diagram=diagram)
     left = Refused(EVIL, EVIL, EVIL, EVIL, EVIL, diagram)
     staged, alone = replace(row, staged=True), Refused("", EVIL, EVIL, EVIL)
-    return Report([row, row], [staged], [left, left, alone], 0, 0, 1, [EVIL], [EVIL], [EVIL], EVIL)
+    return Report([row, row], [staged], [left, left, alone], 0, 0, 0, 1, [EVIL], [EVIL], [EVIL], EVIL)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -45,7 +45,7 @@ for case in CASES:
     found[case] = {"counts": dict(counters["moe_ops"]), "lines": list(lines), "caches": caches}
 print(json.dumps(found))
 """
-JOINED = {"fused": 1, "refused": 0, "joined": 1, "shared_heads": 0, "staged": 0, "errors": 0}
+JOINED = {"fused": 1, "refused": 0, "joined": 1, "causal_masks": 0, "shared_heads": 0, "staged": 0, "errors": 0}
 CASES = {
     "inference": JOINED,
     "training": {**JOINED, "joined": 0},
