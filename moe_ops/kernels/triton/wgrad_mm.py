@@ -5,7 +5,7 @@ tile of 192 x 256 (or x 192), which is more than Triton gives to one product. Th
 one rounds and writes its sums, the others multiply. Of experts of few hundred rows that is much of a tile's time.
 
 us of both products of a layer on an H200, by Triton's kernel and by this one: Qwen3-30B-A3B, T = 2048 532 and 453,
-T = 4096 686 and 599; gpt-oss-120b's dimensions, T = 4096 2846 and 2169, T = 16384 6429 and 5850; Mixtral-8x7B,
+T = 4096 686 and 599; gpt-oss-120b's dimensions, T = 4096 2913 and 2192, T = 16384 6528 and 5793; Mixtral-8x7B,
 T = 4096 4722 and 4511; OLMoE, T = 16384 2598 and 2582. The same roles for products of rows and weights (GEMM 2 and the
 gradient of rows) took from 0.96 to 1.08 of the time of `mm_tile`, so there is no such kernel.
 
