@@ -43,7 +43,7 @@ from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, ran
 log = logging.getLogger(__name__)
 
 #: Kernels whose backward sums a shared head's gradient over its query heads.
-_DIFFERENTIATE_SHARED = frozenset({"FLASH_ATTENTION", "CUDNN_ATTENTION"})
+_DIFFERENTIATE_SHARED = frozenset({"FLASH_ATTENTION", "FLASH_ATTENTION_FOR_CPU", "CUDNN_ATTENTION"})
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def _refuses(reading: Reading, node: fx.Node, call: Call, key: Repeated, value: 
         return "one of its options is computed in the graph"
     before = sdpa_kernel(fake_mode_of(query), repeated, **options)
     after = sdpa_kernel(fake_mode_of(query), shared, **options, enable_gqa=True)
-    if before != after:
+    if before is None or before != after:
         return f"torch would change from its kernel {before} to {after}"
     trained = any(tensor is not None and tensor.requires_grad for tensor in (*repeated, *shared))
     return "its inputs require grad" if trained and before not in _DIFFERENTIATE_SHARED else None

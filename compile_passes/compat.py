@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 try:
     from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -143,18 +144,37 @@ def is_plain(value: torch.Tensor) -> bool:
     return type(value) in (torch.Tensor, torch.nn.Parameter) and wrapped is not None and not wrapped(value)
 
 
-def sdpa_kernel(mode: Any, tensors: Sequence[torch.Tensor | None], **options: Any) -> str:
-    """Which kernel `scaled_dot_product_attention` chooses for (query, key, value, attn_mask) and its options.
+class _Operators(TorchDispatchMode):
+    """Names of the operators that are called under it."""
 
-    Where torch cannot be asked, the answer names the options, so that no two different calls get the same one.
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+_SDPA = "_scaled_dot_product_"
+
+
+def sdpa_kernel(mode: Any, tensors: Sequence[torch.Tensor | None], **options: Any) -> str | None:
+    """Which kernel `scaled_dot_product_attention` chooses for fake (query, key, value, attn_mask) and its options:
+    "MATH" where it has none, None where it takes no such call.
+
+    Asked by calling it, as `_fused_sdp_choice` says MATH of every fake tensor (torch 2.11 to 2.13). No guard is left of
+    the question.
     """
-    choice = getattr(torch, "_fused_sdp_choice", None)
-    if choice is None:
-        return f"unknown for {sorted(options.items())}"
-    from torch.nn.attention import SDPBackend
-
-    with mode or nullcontext(), torch.no_grad():
-        return SDPBackend(choice(*tensors, **options)).name
+    trained = any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    suppress = getattr(getattr(mode, "shape_env", None), "suppress_guards", nullcontext)
+    with mode or nullcontext(), suppress(), torch.set_grad_enabled(trained), _Operators() as called:
+        try:
+            torch.nn.functional.scaled_dot_product_attention(*tensors, **options)  # type: ignore[arg-type]
+        except Exception:
+            return None
+    found = [name.removeprefix(_SDPA) for name in called.names if name.startswith(_SDPA)]
+    return found[0].upper() if found else "MATH"
 
 
 def break_reason(gm: fx.GraphModule) -> tuple[str, str, tuple[tuple[str, str], ...]] | None:

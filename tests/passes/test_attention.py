@@ -250,17 +250,32 @@ def test_a_cache_overwritten_before_the_copy_is_read_after_the_write():
     torch.testing.assert_close(result, cached(q, k.clone(), v.clone(), mask, new), rtol=0, atol=0)
 
 
-def test_training_is_left_alone():
-    q, k, v, mask = inputs(requires_grad=True)
-    _, changed, result = captured(attend(expanded), q, k, v, mask)
-    assert changed == 0
-    result.sum().backward()
-    assert k.grad is not None
+@pytest.mark.parametrize("causal", [False, True], ids=["masked", "causal"])
+def test_training_shares_heads_where_the_kernel_differentiates_them(causal):
+    q, k, v, mask = inputs(S, requires_grad=True, dtype=torch.float64)
+    options = {"is_causal": True} if causal else {"attn_mask": mask | torch.eye(S, dtype=torch.bool)}
+
+    def step(q, k, v):
+        return F.scaled_dot_product_attention(q, expanded(k), expanded(v), **options)
+
+    _, changed, result = captured(step, q, k, v)
+    assert changed == 1
+    grad = torch.randn_like(result)
+    found = torch.autograd.grad(result, (q, k, v), grad)
+    torch.testing.assert_close(found, torch.autograd.grad(step(q, k, v), (q, k, v), grad), rtol=0, atol=1e-12)
 
 
-def test_another_kernel_is_left_alone(monkeypatch):
+def test_training_by_another_kernel_is_left_alone(monkeypatch):
+    monkeypatch.setattr(attention, "sdpa_kernel", lambda mode, tensors, **options: "EFFICIENT_ATTENTION")
+    assert captured(attend(expanded), *inputs())[1] == 1
+    _, changed, result = captured(attend(expanded), *inputs(requires_grad=True))
+    assert changed == 0 and result.requires_grad
+
+
+@pytest.mark.parametrize(("before", "after"), [("FLASH_ATTENTION", "MATH"), (None, None)], ids=str)
+def test_another_kernel_is_left_alone(before, after, monkeypatch):
     monkeypatch.setattr(
-        attention, "sdpa_kernel", lambda mode, tensors, **options: "MATH" if options.get("enable_gqa") else "FLASH"
+        attention, "sdpa_kernel", lambda mode, tensors, **options: after if options.get("enable_gqa") else before
     )
     assert captured(attend(expanded), *inputs())[1] == 0
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental import symbolic_shapes
 
 from compile_passes import compat, identity
 from compile_passes.passes import needs_gradient
@@ -68,11 +69,21 @@ def test_plain_tensors(without):
     assert compat.is_plain(fake) and not compat.is_plain(torch.ones(2))
 
 
-def test_attention_kernels_are_never_called_equal_unasked(monkeypatch):
-    q = torch.randn(1, 2, 4, 8)
-    assert compat.sdpa_kernel(None, (q, q, q, None)) == compat.sdpa_kernel(None, (q, q, q, None), enable_gqa=True)
-    monkeypatch.delattr(torch, "_fused_sdp_choice")
-    assert compat.sdpa_kernel(None, (q, q, q, None)) != compat.sdpa_kernel(None, (q, q, q, None), enable_gqa=True)
+@pytest.mark.parametrize("trained", [False, True], ids=["inference", "training"])
+def test_the_kernel_of_attention_is_the_one_that_torch_will_call(trained):
+    """Of fakes, too, whose sizes get no guard."""
+    shapes = symbolic_shapes.ShapeEnv()
+    mode, x = FakeTensorMode(shape_env=shapes), torch.randn(2, 8, 24, 16, requires_grad=trained)
+    sizes = symbolic_shapes.StatelessSymbolicContext([symbolic_shapes.DimDynamic.DYNAMIC] * 4)
+    fakes = mode.from_tensor(x, static_shapes=True), mode.from_tensor(x, symbolic_context=sizes)
+    others = [q[:, :3] for q in fakes]
+    guards = len(shapes.guards)
+    for q, other in zip(fakes, others, strict=True):
+        assert q.requires_grad == trained
+        assert compat.sdpa_kernel(mode, (q, q, q, None), is_causal=True) == "FLASH_ATTENTION_FOR_CPU"
+        assert compat.sdpa_kernel(mode, (q, q, q, None), dropout_p=0.5) == "MATH"
+        assert compat.sdpa_kernel(mode, (q, other, q, None)) is None
+    assert len(shapes.guards) == guards
 
 
 @pytest.mark.parametrize("missing", ["TensorifyState", "TensorifyScalarRestartAnalysis", "TracingContext"])
