@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from itertools import accumulate, pairwise
 
 import torch
@@ -30,14 +30,15 @@ _GATHERED_ELEMENTS = 2**15
 # 0.97, 0.60 and 0.63; 64 experts of 512 x 256 0.99 and 0.82, 0.50 and 0.60. With half as much of either, up to 1.5.
 _BETWEEN, _ROWS_OF_ONE = 2**19, 128
 _WIDENED_ELEMENTS = 2**24  # of half precision rows, at a time
-_GEMM_IN_ROWS = {torch.bfloat16: 48, torch.float32: 16}
-_SMALL_WEIGHT = 1024 * 256
-_LARGE_GEMM_IN_ROWS = 2
-_LEAST_PADDED = 8
-# What padding costs besides its GEMMs must be won back, and splitting costs more than padding every expert whole. A
-# layer's time with both constants, of that with 512 x 256 and 0.8: 0.81 to 1.03, geometric mean 0.92 (13 layers of 8
-# and 16 experts, H = 256 to 768, 16 to 512 tokens, bf16 and fp32, two cores).
-_WORTHWHILE, _WORTHWHILE_WHOLE = 0.7, 0.9
+# What a GEMM of its own costs, in rows, besides its own rows and at least those of reading its weight: in bf16 for a
+# weight of 2 ** 18 elements, and less for larger ones. A layer's time with these constants, of that with the ones
+# before, which padded to 8 rows at the least: 0.63 to 1.12, geometric mean 0.96 in bf16 and 0.90 in fp32 (70 layers of
+# 8 to 64 experts, H = 256 to 2048, T = 4 to 64, two cores).
+_ALONE_IN_ROWS = {torch.bfloat16: 20.0, torch.float32: 8.0}
+_MOST_ALONE, _READ_IN_ROWS, _SMALL_WEIGHT = 40.0, 8, 2**18
+_SLOWER_ALONE = 1.25
+# What padding costs besides its GEMMs must be won back, and splitting costs more than padding every expert whole.
+_WORTHWHILE, _WORTHWHILE_WHOLE = 0.7, 0.85
 _LENGTHS = (0, 8, 12, 16, 24, 32, 48, 64)
 
 
@@ -182,31 +183,32 @@ def linear(
 def padded_length(counts: list[int], weight: Tensor) -> int:
     """Rows of every expert to compute as one batched GEMM, the rest expert by expert; 0: all expert by expert.
 
-    A GEMM of a few rows uses one core badly and several not at all; a batch spreads over them but computes padding. The
-    length minimises padded rows plus what the remaining GEMMs cost, both in rows. On two cores a GEMM of its own costs
-    as much as 48 batched rows in bf16 and 16 in fp32 (512 x 256; 64 experts of 8 rows: 1.2 against 0.26 ms, and 1.2
-    against 0.9 ms), less the larger the weight, and next to nothing once reading it dominates, where a batch reads it
-    worse (2048 x 2048 in fp32, 8 experts of 4 rows: 17.6 ms, padded to 8 rows 30.3).
+    A GEMM of a few rows uses one core badly and several not at all; a batch spreads over them but computes padding, and
+    reads every expert's weight. The length minimises what all of them cost, in rows: its rows for a GEMM, at least
+    those that reading the weight takes as long as, and for one of its own some more (fitted on two cores).
 
     Args:
         counts: rows of every expert.
         weight: ``[E, N, K]`` of the larger projection.
     """
-    small, longest = _GEMM_IN_ROWS.get(weight.dtype), max(counts)
-    if small is None or longest == 0:
+    longest = max(counts)
+    if weight.dtype not in _ALONE_IN_ROWS or longest == 0:
         return 0
-    per_gemm = min(small, max(_LARGE_GEMM_IN_ROWS, small * _SMALL_WEIGHT // (weight.shape[1] * weight.shape[2])))
+    alone = _ALONE_IN_ROWS[weight.dtype]
+    if weight.dtype == torch.bfloat16:
+        alone = min(_MOST_ALONE, alone * (_SMALL_WEIGHT / (weight.shape[1] * weight.shape[2])) ** 1.5)
     ascending = sorted(counts)
     sums = [0, *accumulate(ascending)]
 
-    def cost(length: int) -> int:
-        longer = len(counts) - (covered := bisect_right(ascending, length))
-        padded = len(counts) * max(length, _LEAST_PADDED) if length else 0  # every expert's weight is read
-        return padded + longer * (per_gemm - length) + sums[-1] - sums[covered]
+    def cost(length: int) -> float:
+        """In rows, over the share of the time without padding that it has to win back."""
+        rest, computed = bisect_right(ascending, length), bisect_left(ascending, length + _READ_IN_ROWS)
+        padded = len(counts) * max(length, _READ_IN_ROWS) if length else 0
+        read = (computed - rest) * _READ_IN_ROWS + sums[-1] - sums[computed] - (len(counts) - computed) * length
+        worthwhile = 1.0 if not length else _WORTHWHILE_WHOLE if length == longest else _WORTHWHILE
+        return (padded + _SLOWER_ALONE * read + alone * (len(counts) - rest)) / worthwhile
 
-    best = min((*_LENGTHS, longest), key=cost)
-    worthwhile = _WORTHWHILE_WHOLE if best == longest else _WORTHWHILE
-    return best if cost(best) <= worthwhile * cost(0) else 0
+    return min((*(length for length in _LENGTHS if length < longest), longest), key=cost)
 
 
 def one_by_one(counts: list[int], weight: Tensor) -> bool:
@@ -217,7 +219,7 @@ def one_by_one(counts: list[int], weight: Tensor) -> bool:
         weight: ``[E, N, K]`` of the larger projection.
     """
     rows, experts = sum(counts), len(counts) - counts.count(0)
-    return weight.dtype in _GEMM_IN_ROWS and rows * weight.shape[1] >= _BETWEEN and rows >= _ROWS_OF_ONE * experts
+    return weight.dtype in _ALONE_IN_ROWS and rows * weight.shape[1] >= _BETWEEN and rows >= _ROWS_OF_ONE * experts
 
 
 def product(x: Tensor, matrix: Tensor) -> Tensor:
