@@ -26,6 +26,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ def causal_calls(reading: Reading) -> list[CausalCall]:
     coordinates = Coordinates(reading)
     found: list[CausalCall] = []
     for body in _called_elsewhere(reading.graph):
-        coordinates.tell(body, [None] * len(body.nodes))
+        coordinates.tell(body, repeat(None))
     if reading.reshaper is not None:
         return found
     for node in reading.graph.nodes:
@@ -78,7 +79,7 @@ def causal_calls(reading: Reading) -> list[CausalCall]:
         called = None if given is None else _called(node, list(given.args.values()))
         if called is not None:
             body, operands = called
-            coordinates.tell(body, [None] * len(operands) if reading.is_stale(node) else operands)
+            coordinates.tell(body, repeat(None) if reading.is_stale(node) else operands)
         call = reading.read(node, "sdpa", "query key value attn_mask dropout_p is_causal scale enable_gqa")
         if call is None or not isinstance(call["attn_mask"], fx.Node):
             continue
@@ -111,17 +112,21 @@ def _lay_out(node: fx.Node, layout: tuple[int, ...]) -> None:
 
 def _layout(tensor: torch.Tensor | None) -> tuple[int, ...] | None:
     """The order in memory of the dimensions of a dense tensor: as they are, or the last two before the last swapped."""
-    dims = 0 if tensor is None else tensor.dim()
-    rows = tuple(range(dims))
-    for order in (rows, (*rows[:-3], *rows[-2:-4:-1], *rows[-1:])):
-        step: Any = 1
-        for d in reversed(order):
-            if tensor is None or not equal_sizes(tensor.stride(d), step):
-                break
-            step = step * tensor.shape[d]
-        else:
-            return order if tensor is not None else None
-    return None
+    if tensor is None:
+        return None
+    rows = tuple(range(tensor.dim()))
+    orders = (rows, (*rows[:-3], *rows[-2:-4:-1], *rows[-1:]))
+    return next((order for order in orders if _is_dense(tensor, order)), None)
+
+
+def _is_dense(tensor: torch.Tensor, order: Sequence[int]) -> bool:
+    """Whether the elements of ``tensor`` lie one after the other in memory, the last of these dimensions fastest."""
+    step: Any = 1
+    for d in reversed(order):
+        if not equal_sizes(tensor.stride(d), step):
+            return False
+        step = step * tensor.shape[d]
+    return True
 
 
 def _body(node: fx.Node) -> fx.Graph | None:
@@ -194,5 +199,5 @@ def _is_causal(mask: Where, shape: Any) -> bool:
     others = (0,) * (len(shape) - 2)
     causal = Line(0, (*others, 1, -1))
     return causal in mask.lines and all(
-        line.never_below(0, shape) or line.plus(causal, -1).never_below(0, shape) for line in mask.lines
+        line.never_negative(shape) or line.plus(causal, -1).never_negative(shape) for line in mask.lines
     )

@@ -50,12 +50,12 @@ class Line:
         """Whether it is the same everywhere."""
         return not any(self.slopes)
 
-    def never_below(self, least: int, sizes: Sequence[Any]) -> bool:
-        """Whether it is at least ``least`` in all of a tensor of these sizes, for every input."""
+    def never_negative(self, sizes: Sequence[Any]) -> bool:
+        """Whether it is at least 0 in all of a tensor of these sizes, for every input."""
         falling = [(slope, size) for slope, size in zip(self.slopes, sizes, strict=True) if slope < 0]
         if any(type(size) is not int for _, size in falling):
             return False
-        return bool(self.constant + sum(slope * (size - 1) for slope, size in falling) >= least)
+        return bool(self.constant + sum(slope * (size - 1) for slope, size in falling) >= 0)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Coordinates:
             self._known[node] = _settled(found, tensor)
         return self._known[node]
 
-    def tell(self, body: fx.Graph, operands: Sequence[Any]) -> None:
+    def tell(self, body: fx.Graph, operands: Iterable[Any]) -> None:
         """Leave with the placeholders of ``body``, a graph that this one calls, what the ``operands`` hold."""
         for place, operand in zip(body.find_nodes(op="placeholder"), operands, strict=False):
             value = self.value(operand)

@@ -11,7 +11,7 @@ from moe_ops.kernels.triton.launch import for_gluon, ragged_rows
 from moe_ops.kernels.triton.rows import _glu_rows_backward_kernel
 from moe_ops.kernels.triton.topk_backward import _topk_backward_kernel
 from moe_ops.kernels.triton.wgrad import _wgrad_kernel, stages_of
-from moe_ops.kernels.triton.wgrad_mm import GROUPS, HEIGHT, LEFT, STEP, _wgrad_mm_kernel
+from moe_ops.kernels.triton.wgrad_mm import HEIGHT, LEFT, STEP, _wgrad_mm_kernel
 from tests.crosscompile.compiling import CAPABILITIES, Compiled, compile_kernel
 from tests.crosscompile.test_packed import descriptor
 
@@ -62,7 +62,7 @@ def test_weight_gradient_by_groups_of_warps(columns: int) -> None:
     }
     signature = {name: descriptor(for_gluon(one)) for name, one in made.items()} | {"offsets": "*i32:16"}
     stages = stages_of(columns, 2)
-    constexprs = {"E": E, "N": 2 * I, "K": H, "GROUPS": GROUPS.value, "STAGES": stages}
+    constexprs = {"E": E, "N": 2 * I, "K": H, "STAGES": stages}
     kernel = compile_kernel(_wgrad_mm_kernel, signature, constexprs, num_warps=4)
     assert kernel.stack == 0 and kernel.shared <= 227 * 1024 and stages == {192: 7, 256: 6}[columns]
     assert kernel.loops and not kernel.serialised and not kernel.overwritten

@@ -53,12 +53,15 @@ def attend(repeat, repeat_value=None):
     return step
 
 
-def captured(step, *arguments, dynamic=False):
-    """(graph after the pass, what it changed, the rewritten graph's result)."""
+def captured(step, *arguments, dynamic=False, by=SHARE, prepare=None):
+    """(graph after a pass for attention, how much it changed, the rewritten graph's result)."""
     found = []
 
     def backend(gm, example_inputs):
-        found.append((gm.graph, run(SHARE, gm.graph).shared_heads))
+        if prepare is not None:
+            prepare(gm.graph)
+        report = run(by, gm.graph)
+        found.append((gm.graph, report.shared_heads + report.causal_masks))
         gm.recompile()
         return gm.forward
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import compile_passes  # noqa: F401  (registers the backends)
 from compile_passes import causal
 from compile_passes.passes import CAUSAL, run
 from tests.corpus.families import build, tokens
+from tests.passes import test_attention
 from tests.passes.test_attention import is_one_number
 
 B, HEADS, KV_HEADS, T, D = 2, 4, 2, 12, 8
@@ -43,21 +45,7 @@ def attend(mask, **options):
     return step
 
 
-def captured(step, *arguments, dynamic=False, prepare=None):
-    """(graph after the pass, what it changed, the rewritten graph's result)."""
-    found = []
-
-    def backend(gm, example_inputs):
-        if prepare is not None:
-            prepare(gm.graph)
-        found.append((gm.graph, run(CAUSAL, gm.graph).causal_masks))
-        gm.recompile()
-        return gm.forward
-
-    torch.compiler.reset()
-    result = torch.compile(step, backend=backend, fullgraph=True, dynamic=dynamic)(*arguments)
-    (graph, changed), = found  # fmt: skip
-    return graph, changed, result
+captured = partial(test_attention.captured, by=CAUSAL)
 
 
 def calls(graph):

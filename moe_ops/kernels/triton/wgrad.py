@@ -291,7 +291,7 @@ def _launch_specialised(grad_rows: Tensor, rows: Tensor, offsets: Tensor, out: T
         *(for_gluon(TensorDescriptor(out, [E, N, K], list(out.stride()), [1, HEIGHT.value, part])) for part in parts),
     )
     programs = min(E * cdiv(N, GROUPS.value * HEIGHT.value) * cdiv(K, width), multiprocessors(rows.device))
-    sizes = (E, N, K, GROUPS.value, stages_of(width, rows.element_size()))
+    sizes = (E, N, K, stages_of(width, rows.element_size()))
     launch(_wgrad_mm_kernel, (programs,), *tensors, *sizes, num_warps=4)
 
 

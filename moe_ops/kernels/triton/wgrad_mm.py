@@ -43,9 +43,8 @@ def _bring(given, SIZES: gl.constexpr):
     E: gl.constexpr = SIZES[0]
     N_TILES: gl.constexpr = SIZES[1]
     K_TILES: gl.constexpr = SIZES[2]
-    GROUPS: gl.constexpr = SIZES[3]
-    STAGES: gl.constexpr = SIZES[4]
-    RIGHT: gl.constexpr = SIZES[5]
+    STAGES: gl.constexpr = SIZES[3]
+    RIGHT: gl.constexpr = SIZES[4]
     place = 0
     for tile in range(gl.program_id(0), E * N_TILES * K_TILES, gl.num_programs(0)):
         expert, n, k = tile_at(tile, N_TILES, K_TILES)
@@ -84,9 +83,8 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
     E: gl.constexpr = SIZES[0]
     N_TILES: gl.constexpr = SIZES[1]
     K_TILES: gl.constexpr = SIZES[2]
-    GROUPS: gl.constexpr = SIZES[3]
-    STAGES: gl.constexpr = SIZES[4]
-    RIGHT: gl.constexpr = SIZES[5]
+    STAGES: gl.constexpr = SIZES[3]
+    RIGHT: gl.constexpr = SIZES[4]
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, LEFT, 16])
     RIGHT_SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, RIGHT, 16])
     place = 0
@@ -126,7 +124,6 @@ def _wgrad_mm_kernel(
     E: gl.constexpr,
     N: gl.constexpr,
     K: gl.constexpr,
-    GROUPS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """One program for each multiprocessor, every num_programs-th tile of out[e] = sum over the expert's rows r of
@@ -146,7 +143,7 @@ def _wgrad_mm_kernel(
     full, empty = ring(STAGES, GROUPS)
     given = (grads_of, lefts_of, rights_of, full, empty, turns, staged, out_left, out_right, offsets)
     brought = (grad_desc, left_desc, right_desc, grads_of, lefts_of, rights_of, full, empty, offsets)
-    SIZES: gl.constexpr = (E, N_TILES, K_TILES, GROUPS, STAGES, RIGHT)
+    SIZES: gl.constexpr = (E, N_TILES, K_TILES, STAGES, RIGHT)
     gl.warp_specialize(
         [
             (_multiply, (given, 0, SIZES)),
