@@ -131,10 +131,16 @@ def buffers(
 
 @gluon.jit
 def write(tile, staged, out_desc, first, past, n_start):
-    """A group's rows first .. past - 1 of columns n_start and on, by descriptor, once what it wrote before is gone."""
+    """A group's rows first .. past - 1 of columns n_start and on, see `write_at`."""
+    write_at(tile, staged, out_desc, (RAGGED, past, RAGGED - (past - first), n_start))
+
+
+@gluon.jit
+def write_at(tile, staged, out_desc, where):
+    """A group's tile at these coordinates, by descriptor, once what it wrote before is gone."""
     tma.store_wait(0)
     gl.thread_barrier()
     staged.reshape([tile.shape[0], tile.shape[1]]).store(tile)
     fence_async_shared()
     gl.thread_barrier()
-    tma.async_copy_shared_to_global(out_desc, [RAGGED, past, RAGGED - (past - first), n_start], staged)
+    tma.async_copy_shared_to_global(out_desc, where, staged)

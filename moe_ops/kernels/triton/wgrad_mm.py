@@ -17,7 +17,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -25,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moe_ops.kernels.triton.hopper import boxes, in_turn, next_turn, ring, turns_of
+from moe_ops.kernels.triton.hopper import boxes, in_turn, next_turn, ring, turns_of, write_at
 from moe_ops.kernels.triton.tile_loads import RAGGED
 from moe_ops.kernels.triton.util import round_to
 from moe_ops.kernels.triton.wgrad import rows_of_expert, tile_at
@@ -66,14 +65,9 @@ def _bring(given, SIZES: gl.constexpr):
 
 @gluon.jit
 def _write(total, staged, out_desc, expert, n, k):
-    """A group's sums of one product, rounded, by descriptor, once what it wrote before is gone."""
+    """A group's sums of one product, rounded."""
     staged = staged._reinterpret(out_desc.dtype, out_desc.block_shape, out_desc.layout)
-    tma.store_wait(0)
-    gl.thread_barrier()
-    staged.reshape([HEIGHT, total.shape[1]]).store(round_to(total, staged.dtype))
-    fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(out_desc, [expert, n, k], staged)
+    write_at(round_to(total, staged.dtype), staged, out_desc, (expert, n, k))
 
 
 @gluon.jit
