@@ -250,12 +250,13 @@ def _backward_flops(flat: Any) -> int:
 
 
 def _backward_first_flops(flat: Any) -> int:
-    """Through the first weight, if that is needed, and its gradient."""
+    """Through the first weight, if that is needed, and the weights' gradients."""
     needs = dict(zip(GRADIENTS, flat.needs, strict=True))
     halves = {"gate_up_proj": flat.gate_up_proj, "up_proj": flat.up_proj}
-    through = needs["hidden_states"] or needs["topk_weights"] or flat.grad_output is not None
+    through = needs["hidden_states"] or needs["topk_weights"]
     products = sum(through + needs[name] for name, half in halves.items() if half is not None)
-    return int(2 * math.prod(flat.topk_weights) * flat.gate_up_proj[1] * flat.gate_up_proj[2] * products)
+    columns = flat.gate_up_proj[1] * products + (0 if flat.value is None else flat.value[1])
+    return int(2 * math.prod(flat.topk_weights) * flat.gate_up_proj[2] * columns)
 
 
 #: Formulas for ``torch.utils.flop_counter``, of the arguments by name, with the shapes of tensors.

@@ -61,6 +61,13 @@ def gather_rows(tokens: Tensor, row_to_pair: Tensor, pair_to_row: Tensor, topk_w
     return (rows.to(wide) * topk_weights.reshape(-1, 1).index_select(0, pairs).to(wide)).to(rows.dtype)
 
 
+def gathers(tokens: Tensor, pairs: int, experts: int, columns: int) -> bool:
+    """Whether ``grouped_wgrad`` of ``tokens`` and rows of so many pairs, about ``columns`` wide, is faster than of
+    copies that :func:`collect` makes.
+    """
+    return False
+
+
 def collect(
     grad_rows: Tensor,
     pair_to_row: Tensor,

@@ -198,9 +198,10 @@ batched_mm_glu = grouped_mm_glu
 
 
 def grouped_wgrad(call: WgradCall) -> Tensor:
-    if call.pair_to_row is None:
+    if call.row_to_pair is None or call.pair_to_row is None:
         return wgrad.grouped_wgrad(call.grad_rows, call.rows, call.offsets)
-    return wgrad.of_tokens(call.grad_rows, call.rows, call.offsets, call.pair_to_row, call.tokens)
+    places = (call.row_to_pair, call.pair_to_row)
+    return wgrad.of_tokens(call.grad_rows, call.rows, call.offsets, *places, call.tokens)
 
 
 def expert_sums(call: SumsCall) -> Tensor:

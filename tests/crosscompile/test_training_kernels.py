@@ -11,7 +11,7 @@ from moe_ops.kernels.triton.launch import for_gluon, ragged_rows
 from moe_ops.kernels.triton.rows import _glu_rows_backward_kernel
 from moe_ops.kernels.triton.topk_backward import _topk_backward_kernel
 from moe_ops.kernels.triton.wgrad import _wgrad_kernel, stages_of
-from moe_ops.kernels.triton.wgrad_mm import HEIGHT, LEFT, STEP, _wgrad_mm_kernel
+from moe_ops.kernels.triton.wgrad_mm import GRADS, HEIGHT, LEFT, ROWS, STEP, _wgrad_mm_kernel
 from tests.crosscompile.compiling import CAPABILITIES, Compiled, compile_kernel
 from tests.crosscompile.test_packed import descriptor
 
@@ -44,9 +44,8 @@ def test_weight_gradient_on_hopper(block: tuple[int, int, int]) -> None:
     assert kernel.ptx_count(r"cp\.async\.c[ag]") == 0
 
 
-@pytest.mark.parametrize("columns", [192, 256])
-def test_weight_gradient_by_groups_of_warps(columns: int) -> None:
-    """Three groups multiply without waiting for one another's products, both factors transposed; nothing spills."""
+def compile_wgrad_mm(columns: int, gathered: str | None) -> Compiled:
+    """gate|up of Qwen3-30B-A3B; `gathered`: which factor has tokens."""
     grad, x, out = (torch.empty(*sizes, dtype=torch.bfloat16) for sizes in ((256, 2 * I), (256, H), (2, 2 * I, H)))
     parts = (LEFT.value, columns - LEFT.value)
     made = {
@@ -62,11 +61,31 @@ def test_weight_gradient_by_groups_of_warps(columns: int) -> None:
     }
     signature = {name: descriptor(for_gluon(one)) for name, one in made.items()} | {"offsets": "*i32:16"}
     stages = stages_of(columns, 2)
+    assert stages == {192: 7, 256: 6}[columns]
     constexprs = {"E": E, "N": 2 * I, "K": H, "STAGES": stages}
-    kernel = compile_kernel(_wgrad_mm_kernel, signature, constexprs, num_warps=4)
-    assert kernel.stack == 0 and kernel.shared <= 227 * 1024 and stages == {192: 7, 256: 6}[columns]
+    if gathered is None:
+        constexprs |= {"tokens": None, "row_to_pair": None, "GATHERED": 0, "OF_TOKENS": None}
+    else:
+        signature |= {"tokens": "*bf16:16", "row_to_pair": "*i32:16"}
+        width = H if gathered == "rows" else 2 * I
+        constexprs |= {"GATHERED": {"rows": ROWS, "grads": GRADS}[gathered].value, "OF_TOKENS": (8, width, width)}
+    return compile_kernel(_wgrad_mm_kernel, signature, constexprs, num_warps=4)
+
+
+@pytest.mark.parametrize("gathered", [None, "rows", "grads"], ids=str)
+@pytest.mark.parametrize("columns", [192, 256])
+def test_weight_gradient_by_groups_of_warps(columns: int, gathered: str | None) -> None:
+    """Three groups multiply without waiting for one another's products, both factors transposed; nothing spills. Tokens
+    are copied 16 bytes a thread, and fenced before the tensor core sees them.
+    """
+    kernel = compile_wgrad_mm(columns, gathered)
+    assert kernel.stack == 0 and kernel.shared <= 227 * 1024
     assert kernel.loops and not kernel.serialised and not kernel.overwritten
     assert "gdesc" in kernel.sass and ".tnspA.tnspB" in kernel.sass and "UTMASTG" in kernel.sass
+    copies = {None: 0, "rows": 8 * columns // 64, "grads": 8 * 3}[gathered]
+    assert (
+        kernel.ptx_count(r"cp\.async\.cg\.shared\.global .*, 0x10") == kernel.ptx_count(r"cp\.async\.c[ag]") == copies
+    )
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

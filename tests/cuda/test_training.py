@@ -105,6 +105,43 @@ def test_weight_gradient_of_many_rows(N: int, K: int, dtype: torch.dtype, monkey
     assert_accurate(found[0][5], grad[300:333].double().T @ x[300:333].double(), plain, dtype=dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("N", "K"), [(264, 520), (192, 576), (40, 24), (1536, 2048)], ids=str)
+@pytest.mark.parametrize("factor", ["grad_rows", "rows"])
+def test_weight_gradient_of_tokens(
+    factor: str, N: int, K: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gathered by the product itself: the bits of copied rows, whatever other experts, dropped pairs and rows that do
+    not exist hold.
+    """
+    monkeypatch.setattr(wgrad, "ROWS_FOR_GROUPS", 1)
+    monkeypatch.setattr(wgrad, "GATHERED_ROWS", 1)
+    torch.manual_seed(0)
+    T, top_k = 300, 3
+    ids = torch.tensor([1, 2, 3, 5, 6, -1, 9], device="cuda", dtype=torch.int32)[
+        torch.rand(T, 7, device="cuda").topk(top_k).indices
+    ]
+    offsets, *places = torch.ops.moe_ops.sort_pairs(ids, None, num_experts=7)
+    of_tokens, of_rows = (N, K) if factor == "grad_rows" else (K, N)
+    wide = torch.randn(T, of_tokens + 8, device="cuda").to(dtype)
+    tokens, wide[7], wide[:, of_tokens:] = wide[:, :of_tokens], float("nan"), float("nan")
+    rows = torch.randn(T * top_k, of_rows, device="cuda").to(dtype)
+    rows[offsets[-1] :] = float("nan")
+    copies = tokens[places[0].clamp(min=0).long() // top_k]
+    given = {"grad_rows": copies, "rows": rows} if factor == "grad_rows" else {"grad_rows": rows, "rows": copies}
+    wanted = wgrad.grouped_wgrad(**given, offsets=offsets)
+    given[factor] = tokens
+
+    def product() -> torch.Tensor:
+        return torch.ops.moe_ops.grouped_wgrad(*given.values(), offsets, *places, tokens=factor)
+
+    assert kernel_names(product) == ["_wgrad_mm_kernel"]
+    found = product()
+    assert torch.equal(found.nan_to_num(6e4), wanted.nan_to_num(6e4)) and not found[[0, 4]].any()
+    of_nan = [expert in ids[7].tolist() for expert in range(7)]
+    assert [bool(gradient.isnan().any()) for gradient in found] == of_nan
+
+
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("name", ["plain", "bf16", "gpt_oss", "separate", "batched", "expert_map_bias"])
 def test_what_is_computed_again_has_the_same_bits(name: str, recompute: str) -> None:

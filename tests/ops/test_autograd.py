@@ -16,7 +16,7 @@ import moe_ops
 from meta.activations import ACTIVATIONS
 from meta.dims import RECOMPUTE
 from meta.routing import ROUTINGS, route
-from moe_ops import reference
+from moe_ops import reference, rows
 from moe_ops.backends import cpu
 from moe_ops.ops import parse
 from tests.ops.calls import CALLS, DIFFERENTIABLE, Call, with_grad
@@ -70,6 +70,29 @@ def test_experts_gradients_of_a_requested_backend(backend: str) -> None:
     grad = torch.randn_like(layer.tensors["hidden_states"])
     got, wanted = gradients(layer, fused, grad), gradients(plain.float64(), dense_formula, grad)
     assert all(relative_error(got[name], wanted[name]) <= 1e-5 for name in wanted)
+
+
+ALONE = [
+    (name, of)
+    for name in ("bias", "separate_bias", "weight_on_input_bias_bf16")
+    for of in NAMES
+    if of != "up_proj" or name == "separate_bias"
+]
+
+
+@pytest.mark.parametrize("gathers", [False, True], ids=["copied", "gathered"])
+@pytest.mark.parametrize(("name", "of"), ALONE, ids="-".join)
+def test_a_gradient_alone_has_the_same_bits(name: str, of: str, gathers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the others need is left out; whether a backend's weight products copy tokens or gather them."""
+    layer = leaves(VARIANTS[name].build())
+    grad = torch.randn_like(layer.tensors["hidden_states"])
+    inputs = [layer.tensors[of] for of in NAMES if layer.tensors[of] is not None]
+    wanted = dict(zip(map(id, inputs), torch.autograd.grad(fused(layer), inputs, grad), strict=True))
+    monkeypatch.setattr(rows, "gathers", lambda *sizes: gathers)
+    alone = {key: value.detach() if isinstance(value, Tensor) else value for key, value in layer.tensors.items()}
+    alone[of] = layer.tensors[of]
+    (found,) = torch.autograd.grad(fused(Layer(alone, layer.options)), [layer.tensors[of]], grad)
+    assert torch.equal(found, wanted[id(layer.tensors[of])])
 
 
 COMPILED = ["plain", "gpt_oss", "weight_on_input", "batched_overflow", "expert_map_bias", "separate_bias"]
@@ -176,7 +199,7 @@ def test_a_backward_is_our_operators_alone(frozen: bool) -> None:
     grad = torch.randn(5, 16)
     with Dispatched() as seen:
         torch.autograd.grad(out, leaves, grad)
-    steps = ["fused_experts_backward", "fused_experts_backward_first", *([] if frozen else ["grouped_wgrad"])]
+    steps = ["fused_experts_backward", "fused_experts_backward_first"]
     assert [name.removesuffix(".default") for name in seen.names] == [
         f"moe_ops.{step}" for step in (*steps, "fused_topk_backward")
     ]
@@ -229,7 +252,7 @@ def test_what_a_compiled_forward_keeps(recompute: str | None) -> None:
     called = {name: [str(node.target).split(".")[1] for node in nodes if "moe_ops" in str(node.target)]
               for name, nodes in graphs.items()}  # fmt: skip
     again = ["sort_pairs"] if recompute == "all" else []
-    steps = ["fused_experts_backward", "fused_experts_backward_first", "grouped_wgrad"]
+    steps = ["fused_experts_backward", "fused_experts_backward_first"]
     assert called == {"forward": ["fused_experts_saving"], "backward": [*again, *steps]}
     (results,) = graphs["forward"][-1].args
     rows = layer.tensors["topk_ids"].numel()

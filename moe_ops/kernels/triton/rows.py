@@ -15,6 +15,7 @@ from moe_ops.kernels.triton.act_quant import NAN, apply_activation, tanh
 from moe_ops.kernels.triton.collect import collect
 from moe_ops.kernels.triton.record import launch
 from moe_ops.kernels.triton.util import cdiv, next_power_of_2, round_to
+from moe_ops.kernels.triton.wgrad import gathers
 from moe_ops.rows import Routed
 
 ELEMENTS = 4096  # of a program's tile: 16 bytes a load for each thread of 8 warps
@@ -25,7 +26,7 @@ GRADIENT_ELEMENTS, GRADIENT_COLUMNS = 2048, 256
 
 Tensor = torch.Tensor
 
-__all__ = ["collect", "gather_rows", "glu_rows", "glu_rows_backward", "sort_pairs"]
+__all__ = ["collect", "gather_rows", "gathers", "glu_rows", "glu_rows_backward", "sort_pairs"]
 
 
 @triton.jit

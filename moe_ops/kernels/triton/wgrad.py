@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -34,6 +34,7 @@ MANY_ROWS = 256  # of an expert: from here on the arithmetic is the time, whatev
 # Of an expert, from which on `wgrad_mm` is faster; below, what is written is the time. us of both products of a layer
 # by this kernel and by that on an H200: Qwen3-30B-A3B, T = 1024 (64 an expert) 392 and 407, T = 2048 532 and 453.
 ROWS_FOR_GROUPS = 96
+GATHERED_ROWS, GATHERED_COLUMNS = 64, 1536  # the fewest rows of an expert, the most columns of a wide one: `gathers`
 PIECE = 256  # columns of tokens whose rows are copied at once, at the least
 
 
@@ -226,7 +227,7 @@ def grouped_wgrad(grad_rows: Tensor, rows: Tensor, offsets: Tensor, out: Tensor 
         return out
     if not rows.numel():  # no tensor map has an address of nothing
         return out.zero_()
-    if _specialises(grad_rows, rows, out):
+    if _specialises(grad_rows, rows, out, rows.shape[0], ROWS_FOR_GROUPS):
         _launch_specialised(grad_rows, rows, offsets, out)
         return out
     tile, descriptors = _tile(rows, K, E), _has_descriptors(rows)
@@ -261,12 +262,26 @@ def grouped_wgrad(grad_rows: Tensor, rows: Tensor, offsets: Tensor, out: Tensor 
     return out
 
 
-def _specialises(grad_rows: Tensor, rows: Tensor, out: Tensor) -> bool:
-    """Whether `wgrad_mm` takes the product: of many rows, where Gluon's Hopper is, and all three have tensor maps."""
-    if rows.shape[0] < ROWS_FOR_GROUPS * out.shape[0] or rows.dtype != grad_rows.dtype:
-        return False
-    mapped = all(descriptor_strides(x, inner=1) for x in (grad_rows, rows)) and descriptor_strides(out, inner=2)
-    return mapped and _has_descriptors(rows) and hopper_with_gluon(rows.device)
+def gathers(tokens: Tensor, pairs: int, experts: int, columns: int) -> bool:
+    """As :func:`moe_ops.rows.gathers`: by `wgrad_mm`, where its tensor cores wait for memory anyway, or copies are much
+    beside the product.
+
+    us of both products and the sum of rows per token on an H100, of copies that the sum makes beside, and gathered:
+    Qwen3-30B-A3B, T = 1024 598 and 551, T = 4096 805 and 751, T = 16384 2504 and 2167; OLMoE, T = 4096 842 and 798;
+    gpt-oss-120b's dimensions, T = 4096 3482 and 2846, T = 16384 6043 and 6409; Mixtral-8x7B, T = 4096 4406 and 4624.
+    """
+    enough = pairs >= GATHERED_ROWS * experts
+    return enough and (pairs < MANY_ROWS * experts or columns <= GATHERED_COLUMNS) and _has_groups(tokens)
+
+
+def _has_groups(rows: Tensor) -> bool:
+    return _has_descriptors(rows) and descriptor_strides(rows, inner=1) and hopper_with_gluon(rows.device)
+
+
+def _specialises(grad_rows: Tensor, rows: Tensor, out: Tensor, pairs: int, least: int) -> bool:
+    """Whether `wgrad_mm` takes a product of so many pairs, `least` an expert: all three need tensor maps."""
+    mapped = descriptor_strides(grad_rows, inner=1) and descriptor_strides(out, inner=2)
+    return pairs >= least * out.shape[0] and mapped and rows.dtype == grad_rows.dtype and _has_groups(rows)
 
 
 def stages_of(width: int, size: int) -> int:
@@ -278,8 +293,18 @@ def stages_of(width: int, size: int) -> int:
     return room // ((height + width) * STEP.value * size)
 
 
-def _launch_specialised(grad_rows: Tensor, rows: Tensor, offsets: Tensor, out: Tensor) -> None:
-    from moe_ops.kernels.triton.wgrad_mm import GROUPS, HEIGHT, LEFT, STEP, _wgrad_mm_kernel
+class Tokens(NamedTuple):
+    """Which factor of `wgrad_mm` has tokens, of `top_k` pairs each, and the pair of every row."""
+
+    factor: str
+    row_to_pair: Tensor
+    top_k: int
+
+
+def _launch_specialised(
+    grad_rows: Tensor, rows: Tensor, offsets: Tensor, out: Tensor, tokens: Tokens | None = None
+) -> None:
+    from moe_ops.kernels.triton.wgrad_mm import GRADS, GROUPS, HEIGHT, LEFT, ROWS, STEP, _wgrad_mm_kernel
 
     E, N, K = out.shape
     width = 192 if cdiv(K, 192) * 192 < 0.97 * cdiv(K, 256) * 256 else 256  # fewer columns that do not exist
@@ -290,25 +315,40 @@ def _launch_specialised(grad_rows: Tensor, rows: Tensor, offsets: Tensor, out: T
         offsets,
         *(for_gluon(TensorDescriptor(out, [E, N, K], list(out.stride()), [1, HEIGHT.value, part])) for part in parts),
     )
+    gathered: tuple[Any, ...] = (None, None)
+    options: tuple[Any, ...] = (0, None)
+    if tokens is not None:
+        factor, which = (rows, ROWS) if tokens.factor == "rows" else (grad_rows, GRADS)
+        gathered, options = (
+            (factor, tokens.row_to_pair),
+            (which.value, (tokens.top_k, factor.stride(0), factor.shape[1])),
+        )
     programs = min(E * cdiv(N, GROUPS.value * HEIGHT.value) * cdiv(K, width), multiprocessors(rows.device))
     sizes = (E, N, K, stages_of(width, rows.element_size()))
-    launch(_wgrad_mm_kernel, (programs,), *tensors, *sizes, num_warps=4)
+    launch(_wgrad_mm_kernel, (programs,), *tensors, *gathered, *sizes, *options, num_warps=4)
 
 
-def of_tokens(grad_rows: Tensor, rows: Tensor, offsets: Tensor, pair_to_row: Tensor, tokens: str) -> Tensor:
+def of_tokens(
+    grad_rows: Tensor, rows: Tensor, offsets: Tensor, row_to_pair: Tensor, pair_to_row: Tensor, tokens: str
+) -> Tensor:
     """`grouped_wgrad` where one of the factors, which `tokens` names, has tokens [T, ..] instead of sorted rows.
 
-    Rows are copied some columns at a time, no more than the other factor has: memory counts here.
+    `wgrad_mm` gathers them. Else rows are copied some columns at a time, no more than the other factor has: memory
+    counts here.
     """
     E, N, K = offsets.shape[0], grad_rows.shape[1], rows.shape[1]
     out = rows.new_empty((E, N, K))
+    pairs, top_k = pair_to_row.numel(), pair_to_row.shape[1]
+    if out.numel() and pairs and _specialises(grad_rows, rows, out, pairs, GATHERED_ROWS):
+        _launch_specialised(grad_rows, rows, offsets, out, Tokens(tokens, row_to_pair, top_k))
+        return out
     width, most = (N, K) if tokens == "grad_rows" else (K, N)
     step = cdiv(cdiv(width, cdiv(width, max(most, PIECE))), PIECE) * PIECE
     # One buffer for all pieces: a call that is fired again allocates all that it ever held at once.
-    buffer = rows.new_empty(pair_to_row.numel() * min(step, width))
+    buffer = rows.new_empty(pairs * min(step, width))
     for start in range(0, width, step):
         piece = slice(start, min(start + step, width))
-        copies = buffer[: pair_to_row.numel() * (piece.stop - start)].view(pair_to_row.numel(), piece.stop - start)
+        copies = buffer[: pairs * (piece.stop - start)].view(pairs, piece.stop - start)
         scatter_rows((grad_rows if tokens == "grad_rows" else rows)[:, piece], pair_to_row, None, copies, None, False)
         if tokens == "grad_rows":
             grouped_wgrad(copies, rows, offsets, out[:, piece])

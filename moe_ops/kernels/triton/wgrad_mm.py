@@ -4,6 +4,9 @@ One warp has descriptors bring steps of rows of both factors. Three groups of fo
 tile of 192 x 256 (or x 192), which is more than Triton gives to one product. They do not wait for one another: while
 one rounds and writes its sums, the others multiply. Of experts of few hundred rows that is much of a tile's time.
 
+A factor that stands in the order of tokens is gathered: three more warps copy its rows, 16 bytes a thread, into the
+same memory, as a descriptor would lay them out there.
+
 us of both products of a layer on an H200, by Triton's kernel and by this one: Qwen3-30B-A3B, T = 2048 532 and 453,
 T = 4096 686 and 599; gpt-oss-120b's dimensions, T = 4096 2913 and 2192, T = 16384 6528 and 5793; Mixtral-8x7B,
 T = 4096 4722 and 4511; OLMoE, T = 16384 2598 and 2582. The same roles for products of rows and weights (GEMM 2 and the
@@ -16,7 +19,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -33,6 +38,8 @@ HEIGHT = gl.constexpr(64)  # weight rows of a group of warps
 LEFT = gl.constexpr(128)  # columns of a tile's first product
 STEP = gl.constexpr(32)  # rows of a step
 GROUPS = gl.constexpr(3)  # of warps
+GATHERERS = gl.constexpr(3)  # warps that gather tokens, every third step each
+ROWS, GRADS = gl.constexpr(1), gl.constexpr(2)  # which factor is gathered
 
 
 @gluon.jit
@@ -44,6 +51,8 @@ def _bring(given, SIZES: gl.constexpr):
     K_TILES: gl.constexpr = SIZES[2]
     STAGES: gl.constexpr = SIZES[3]
     RIGHT: gl.constexpr = SIZES[4]
+    GATHERED: gl.constexpr = SIZES[5]
+    COLUMNS: gl.constexpr = (GROUPS * HEIGHT if GATHERED != GRADS else 0) + (LEFT + RIGHT if GATHERED != ROWS else 0)
     place = 0
     for tile in range(gl.program_id(0), E * N_TILES * K_TILES, gl.num_programs(0)):
         expert, n, k = tile_at(tile, N_TILES, K_TILES)
@@ -52,15 +61,102 @@ def _bring(given, SIZES: gl.constexpr):
             stage, turn = place % STAGES, place // STAGES
             arrived = full.index(stage)
             mbarrier.wait(empty.index(stage), (turn & 1) ^ 1)
-            mbarrier.expect(arrived, (GROUPS * HEIGHT + LEFT + RIGHT) * STEP * 2)
-            for group in gl.static_range(GROUPS):
-                where = [RAGGED, end, RAGGED - (end - start), (n * GROUPS + group) * HEIGHT]
-                tma.async_copy_global_to_shared(grad_desc, where, arrived, grads_of.index(stage * GROUPS + group))
-            where = [RAGGED, end, RAGGED - (end - start), k * (LEFT + RIGHT)]
-            tma.async_copy_global_to_shared(left_desc, where, arrived, lefts_of.index(stage))
-            where = [RAGGED, end, RAGGED - (end - start), k * (LEFT + RIGHT) + LEFT]
-            tma.async_copy_global_to_shared(right_desc, where, arrived, rights_of.index(stage))
+            mbarrier.expect(arrived, COLUMNS * STEP * 2)
+            if GATHERED != GRADS:
+                for group in gl.static_range(GROUPS):
+                    where = [RAGGED, end, RAGGED - (end - start), (n * GROUPS + group) * HEIGHT]
+                    tma.async_copy_global_to_shared(grad_desc, where, arrived, grads_of.index(stage * GROUPS + group))
+            if GATHERED != ROWS:
+                where = [RAGGED, end, RAGGED - (end - start), k * (LEFT + RIGHT)]
+                tma.async_copy_global_to_shared(left_desc, where, arrived, lefts_of.index(stage))
+                where = [RAGGED, end, RAGGED - (end - start), k * (LEFT + RIGHT) + LEFT]
+                tma.async_copy_global_to_shared(right_desc, where, arrived, rights_of.index(stage))
             place += 1
+
+
+@gluon.jit
+def _tokens(row_to_pair, start, end, of_row, TOP_K: gl.constexpr):
+    """(the tokens of rows start and on, whether there are these rows)"""
+    exists = start + of_row < end
+    return gl.load(row_to_pair + start + of_row, mask=exists, other=0) // TOP_K, exists
+
+
+@gluon.jit
+def _copy(tokens, half, HALF: gl.constexpr, column, OF_TOKENS: gl.constexpr, room):
+    """HEIGHT columns, from number `column` on, of one half of a step's tokens; 0 where there are none."""
+    token, exists = half
+    at = column + gl.arange(0, HEIGHT, layout=gl.SliceLayout(0, _copied_by()))
+    mask = exists[:, None] & (at < OF_TOKENS[2])[None, :]
+    where = tokens + token.to(gl.int64)[:, None] * OF_TOKENS[1] + at[None, :]
+    room = room.reshape([STEP, HEIGHT]).slice(HALF * (STEP // 2), STEP // 2, dim=0)
+    async_copy.async_copy_global_to_shared(room, where, mask=mask)
+
+
+@gluon.constexpr_function
+def _copied_by():
+    """The part of each thread of a warp that copies boxes of a step of rows."""
+    return gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+
+
+@gluon.jit
+def _gather(given, WHO: gl.constexpr, SIZES: gl.constexpr, OF_TOKENS: gl.constexpr):
+    """A warp that copies the tokens of every GATHERERS-th step's rows. What it wrote is not the tensor core's to see
+    before a fence, for which it waits when it has asked which tokens its next step's are.
+    """
+    tokens, row_to_pair, grads_of, lefts_of, rights_of, full, empty, offsets = given
+    E: gl.constexpr = SIZES[0]
+    N_TILES: gl.constexpr = SIZES[1]
+    K_TILES: gl.constexpr = SIZES[2]
+    STAGES: gl.constexpr = SIZES[3]
+    RIGHT: gl.constexpr = SIZES[4]
+    GATHERED: gl.constexpr = SIZES[5]
+    TOP_K: gl.constexpr = OF_TOKENS[0]
+    DTYPE: gl.constexpr = grads_of.dtype
+    BOX: gl.constexpr = [1, 1, STEP, HEIGHT]
+    of_row = gl.arange(0, STEP // 2, layout=gl.SliceLayout(1, _copied_by()))
+    steps, asked = 0, -1
+    for tile in range(gl.program_id(0), E * N_TILES * K_TILES, gl.num_programs(0)):
+        expert, n, k = tile_at(tile, N_TILES, K_TILES)
+        first, end = rows_of_expert(offsets, expert)
+        for step in range(
+            (WHO + GATHERERS - steps % GATHERERS) % GATHERERS, (end - first + STEP - 1) // STEP, GATHERERS
+        ):
+            start, place = first + step * STEP, steps + step
+            stage, turn = place % STAGES, place // STAGES
+            # Half a step's at a time, for whose addresses the warp has registers.
+            halves = (
+                _tokens(row_to_pair, start, end, of_row, TOP_K),
+                _tokens(row_to_pair, start + STEP // 2, end, of_row, TOP_K),
+            )
+            async_copy.wait_group(0)
+            _arrive(full, asked, STAGES)
+            mbarrier.wait(empty.index(stage), (turn & 1) ^ 1)
+            left = lefts_of.index(stage)._reinterpret(DTYPE, boxes(LEFT // HEIGHT, BOX), grads_of.layout)
+            right = rights_of.index(stage)._reinterpret(DTYPE, boxes(RIGHT // HEIGHT, BOX), grads_of.layout)
+            for half in gl.static_range(2):
+                if GATHERED == GRADS:
+                    for group in gl.static_range(GROUPS):
+                        column, room = (n * GROUPS + group) * HEIGHT, grads_of.index(stage * GROUPS + group)
+                        _copy(tokens, halves[half], half, column, OF_TOKENS, room)
+                else:
+                    column = k * (LEFT + RIGHT)
+                    for box in gl.static_range(LEFT // HEIGHT):
+                        _copy(tokens, halves[half], half, column + box * HEIGHT, OF_TOKENS, left.index(box))
+                    for box in gl.static_range(RIGHT // HEIGHT):
+                        _copy(tokens, halves[half], half, column + LEFT + box * HEIGHT, OF_TOKENS, right.index(box))
+            async_copy.commit_group()
+            asked = place
+        steps += (end - first + STEP - 1) // STEP
+    async_copy.wait_group(0)
+    _arrive(full, asked, STAGES)
+
+
+@gluon.jit
+def _arrive(full, place, STAGES: gl.constexpr):
+    """The copies of step number `place`, -1 for none, have been made."""
+    fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.arrive(full.index((place + STAGES) % STAGES), pred=place >= 0)
 
 
 @gluon.jit
@@ -107,6 +203,12 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
     tma.store_wait(0)
 
 
+@gluon.constexpr_function
+def _registers(right):
+    """Of a thread of each group of warps but the first, which gets the rest: what sums leave goes to those who copy."""
+    return [160, 160, *[32] * 4] if right == LEFT else [152, 152, *[56] * 4]
+
+
 @gluon.jit
 def _wgrad_mm_kernel(
     grad_desc,
@@ -115,15 +217,22 @@ def _wgrad_mm_kernel(
     offsets,
     out_left,
     out_right,
+    tokens,
+    row_to_pair,
     E: gl.constexpr,
     N: gl.constexpr,
     K: gl.constexpr,
     STAGES: gl.constexpr,
+    GATHERED: gl.constexpr,
+    OF_TOKENS: gl.constexpr,
 ):
     """One program for each multiprocessor, every num_programs-th tile of out[e] = sum over the expert's rows r of
     grad[r].T x[r], in row order; see `wgrad._wgrad_kernel`.
 
     STAGES: steps that there is room for. Descriptors of `x` and `out` are of the columns of a tile's two products.
+    GATHERED: which factor has the rows of `tokens` instead, ROWS or GRADS, or 0: row r that of pair row_to_pair[r];
+    OF_TOKENS: pairs of a token, elements from one to the next, and its columns. Its descriptors say no more than the
+    layout.
     """
     RIGHT: gl.constexpr = right_desc.block_shape[3]
     N_TILES: gl.constexpr = (N + GROUPS * HEIGHT - 1) // (GROUPS * HEIGHT)
@@ -134,17 +243,33 @@ def _wgrad_mm_kernel(
     rights_of = gl.allocate_shared_memory(DTYPE, boxes(STAGES, right_desc.block_shape), right_desc.layout)
     staged = gl.allocate_shared_memory(DTYPE, boxes(GROUPS, out_left.block_shape), out_left.layout)
     turns = turns_of(GROUPS)
-    full, empty = ring(STAGES, GROUPS)
+    full, empty = ring(STAGES, GROUPS, 1 if GATHERED == 0 else 2)
     given = (grads_of, lefts_of, rights_of, full, empty, turns, staged, out_left, out_right, offsets)
     brought = (grad_desc, left_desc, right_desc, grads_of, lefts_of, rights_of, full, empty, offsets)
-    SIZES: gl.constexpr = (E, N_TILES, K_TILES, STAGES, RIGHT)
-    gl.warp_specialize(
-        [
-            (_multiply, (given, 0, SIZES)),
-            (_multiply, (given, 1, SIZES)),
-            (_multiply, (given, 2, SIZES)),
-            (_bring, (brought, SIZES)),
-        ],
-        [4, 4, 1],
-        [160, 160, 32],
-    )
+    SIZES: gl.constexpr = (E, N_TILES, K_TILES, STAGES, RIGHT, GATHERED)
+    if GATHERED == 0:
+        gl.warp_specialize(
+            [
+                (_multiply, (given, 0, SIZES)),
+                (_multiply, (given, 1, SIZES)),
+                (_multiply, (given, 2, SIZES)),
+                (_bring, (brought, SIZES)),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
+        )
+    else:
+        gathered = (tokens, row_to_pair, grads_of, lefts_of, rights_of, full, empty, offsets)
+        gl.warp_specialize(
+            [
+                (_multiply, (given, 0, SIZES)),
+                (_multiply, (given, 1, SIZES)),
+                (_multiply, (given, 2, SIZES)),
+                (_bring, (brought, SIZES)),
+                (_gather, (gathered, 0, SIZES, OF_TOKENS)),
+                (_gather, (gathered, 1, SIZES, OF_TOKENS)),
+                (_gather, (gathered, 2, SIZES, OF_TOKENS)),
+            ],
+            [4, 4, 1, 1, 1, 1],
+            _registers(RIGHT),
+        )
