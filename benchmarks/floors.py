@@ -70,11 +70,6 @@ def weight_gradients(layer: Layer) -> list[Work]:
     return [weight_gradient(layer, *sizes) for sizes in ((2 * I, H), (H, I))] if layer.trained else []
 
 
-def activation(layer: Layer) -> list[Work]:
-    """Both halves read, their product written."""
-    return [Work(bytes=3.0 * layer.rows * layer.shape.I * ITEM_BYTES)]
-
-
 def activation_gradient(layer: Layer) -> list[Work]:
     """A gradient and both halves read, two gradients written, and the weighted value where weights are trained."""
     return [Work(bytes=(5.0 + layer.trained) * layer.rows * layer.shape.I * ITEM_BYTES)]
@@ -107,7 +102,6 @@ class Kind:
 KINDS = (
     Kind("products", r"_expert_mm_kernel|cutlass grouped gemm \S+ (?:tn|tt)", products),
     Kind("weight gradients", r"_wgrad_(mm_)?kernel|cutlass grouped gemm \S+ nt", weight_gradients),
-    Kind("activation", r"_glu_rows_kernel", activation),
     Kind("its gradient", r"_glu_rows_backward_kernel", activation_gradient),
     Kind("rows gathered", r"_scatter_rows_kernel", rows_moved, each=True),
     Kind("rows summed", r"_combine_kernel", rows_moved, each=True),

@@ -28,7 +28,7 @@ Stage = Callable[..., Any]
 
 
 def _between(kernels: ModuleType) -> Any:
-    """The module with what is between products."""
+    """The module with what is between products; some backends have the activation with the first one beside it."""
     return getattr(kernels, "ROWS", plain)
 
 
@@ -41,14 +41,16 @@ def fused_experts_saving(call: ExpertsCall, stage: Stage, kernels: ModuleType) -
     weights, between = call.experts, _between(kernels)
     ids = (call.topk_ids, call.expert_map, int(weights.count), call.capacity)
     routed = _sorted(between, *ids, counted_for=weights.down.data)
-    first = [weights.gate_up.data] if weights.up is None else [weights.gate_up.data, weights.up.data]
-    weighing = call.topk_weights if call.weight_on_input else None
-    halves = first_product(stage, call.hidden_states.data, first, weights.gate_up_bias, routed, weighing)
-    up = halves[1] if len(halves) > 1 else None
-    value = between.glu_rows(halves[0], up, weights.glu, routed.offsets)
-    nothing = value.new_empty(0)
-    kept = [halves[0], nothing if up is None else up] if call.recompute is None else [nothing, value.new_empty(0)]
-    del halves, up
+    activate, keep = getattr(kernels, "activated_rows", None), call.recompute is None
+    if activate is not None:
+        value, *halves = activate(call, routed, keep=keep)
+    else:
+        first = [weights.gate_up.data] if weights.up is None else [weights.gate_up.data, weights.up.data]
+        weighing = call.topk_weights if call.weight_on_input else None
+        halves = first_product(stage, call.hidden_states.data, first, weights.gate_up_bias, routed, weighing)
+        value = plain.glu_rows(halves[0], halves[1] if len(halves) > 1 else None, weights.glu, routed.offsets)
+    kept = [*halves[: 2 * keep], *(value.new_empty(0) for _ in range(2 - len(halves) * keep))]
+    del halves
     y = stage("grouped_mm", value, weights.down.data, routed.offsets, [], weights.down_bias)
     del value
     scales = torch.ones_like(call.topk_weights, dtype=torch.float32) if call.weight_on_input else call.topk_weights

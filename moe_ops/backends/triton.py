@@ -43,13 +43,16 @@ from moe_ops.kernels.triton import (
     topk_backward,
     wgrad,
 )
+from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.expert_mm import batched_mm as launch_batched_mm
 from moe_ops.kernels.triton.expert_mm import grouped_mm as launch_grouped_mm
 from moe_ops.kernels.triton.launch import ExpertMM
 from moe_ops.kernels.triton.layer import Ends, Layer, blocks_for, fit, pdl_launches, plans_for
 from moe_ops.kernels.triton.record import Recorder
+from moe_ops.kernels.triton.tile_loads import CONCAT
 from moe_ops.kernels.triton.util import INTERPRETED, unit_stride
 from moe_ops.plans import LayerKey, Plan, bucket
+from moe_ops.rows import Routed
 
 NAME = triton_plans.NAME
 SERVED_SCHEMES = frozenset(
@@ -150,8 +153,7 @@ def _gemm(
     epilogue |= {"rows_scale": x.scales[0] if x.scales else None, "blocks": blocks}
     mm = ExpertMM(call.weight, call.out_dtype, bias=call.bias, **epilogue)
     column = triton_plans.product(problem.scheme, first=mm.activation is not None, gathered=gather is not None)
-    sizes = (mm.num_experts, bucket(int(problem.M)), mm.out_features * (2 if mm.glu else 1), mm.in_features)
-    tile = triton_plans.tile_for(problem.scheme, *sizes, *plans_for(call.device, blocks), column)
+    tile = _tile_for(problem.scheme, mm, int(problem.M), column)
     # Of a batch every row would be copied, in use or not.
     tile = fit(tile, mm, as_they_are=gather is not None or problem.format == "batched")
     if problem.format == "batched":
@@ -160,6 +162,11 @@ def _gemm(
     if order is not None:
         rows, mm = permute.gather_rows(rows, None, order=order), replace(mm, rows_order=order)
     return launch_grouped_mm(rows, mm, call.extents, tile, num_rows=count, load=load, **(gather or {}))
+
+
+def _tile_for(scheme: str, mm: ExpertMM, rows: int, column: str) -> MMConfig:
+    sizes = (mm.num_experts, bucket(rows), mm.out_features * (2 if mm.glu else 1), mm.in_features)
+    return triton_plans.tile_for(scheme, *sizes, *plans_for(mm.weight.device, mm.blocks), column)
 
 
 def _in_blocks(call: GemmCall, form: ActivationFormat, gathered: bool) -> Operand:
@@ -187,6 +194,27 @@ def gathered_mm(call: GatheredCall) -> Tensor:
     if call.topk_weights is not None:
         return grouped_mm(call.of_rows(permute.gather_rows(call.x.data, call.pair_to_row, call.topk_weights)))
     return _gemm(call, gather={"row_to_pair": call.row_to_pair, "top_k": call.pair_to_row.shape[1]})[0]
+
+
+def activated_rows(call: ExpertsCall, routed: Routed, *, keep: bool) -> tuple[Tensor, ...]:
+    """Results of the activation ``[R, I]``, by expert, and what stands before it, where that is to be kept: in one
+    tensor, or the halves' two.
+    """
+    x, weights, (T, top_k) = unit_stride(call.hidden_states.data), call.experts, routed.pair_to_row.shape
+    mm = ExpertMM(weights.gate_up, x.dtype, up=weights.up, bias=weights.gate_up_bias, **_epilogue(weights.glu))
+    apart = 1 if weights.up is None else 2
+    width = mm.out_features * (2 if mm.glu and apart == 1 else 1)
+    halves = [x.new_empty((T * top_k, width)) for _ in range(apart if keep else 0)]
+    parts = halves
+    if keep and mm.glu == CONCAT.value and apart == 1:
+        parts = [halves[0][:, : mm.out_features], halves[0][:, mm.out_features :]]
+    gathered = not call.weight_on_input  # else threads would have to multiply them
+    column = triton_plans.product(call.problem.scheme, first=True, gathered=gathered)
+    tile = _tile_for(call.problem.scheme, mm, T * top_k, column)
+    gather: dict[str, Any] = {"row_to_pair": routed.row_to_pair, "top_k": top_k} if gathered else {}
+    rows = x if gathered else permute.gather_rows(x, routed.pair_to_row, call.topk_weights)
+    value, _ = launch_grouped_mm(rows, mm, routed.offsets, tile, num_rows=T * top_k, kept=tuple(parts), **gather)
+    return value, *halves
 
 
 def grouped_mm_glu(call: GluCall) -> tuple[Tensor, Tensor]:

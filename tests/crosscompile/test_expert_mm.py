@@ -54,11 +54,13 @@ def compile_mm(
     activation: str | None = None,
     tall: tuple[int, int] = (0, 0),
     counted: bool = False,
+    kept: bool = False,
 ) -> Compiled:
     """One expert GEMM with Mixtral's dimensions: GEMM 1 when gated or activated, else GEMM 2.
 
     Args:
         by_row: the element of quantised weights and rows that have one scale for each of their rows.
+        kept: what stands before the activation is written, too.
     """
     first, quantized = glu != NOT_GATED.value, quantized or by_row is not None
     N, K = (I, H) if first else (H, I)
@@ -82,6 +84,7 @@ def compile_mm(
         K,
         None,
         None,
+        (N if glu == NOT_GATED.value else 2 * N) if kept else None,
     )
     signature = {
         "a": f"*{a_type}:16",
@@ -121,6 +124,12 @@ def compile_mm(
         "out_scale": "*fp32:16",
         "row_to_pair": "*i32:16" if gather else None,
         "load_ptr": "*i64:16" if counted else None,
+        "kept": f"*{dtype}:16" if kept else None,
+        "kept_desc": f"tensordesc<{dtype}[1, 1, {config.rows}, {store}]>" if kept and store else None,
+        "kept_up": f"*{dtype}:16" if kept and glu == CONCAT.value else None,
+        "kept_up_desc": f"tensordesc<{dtype}[1, 1, {config.rows}, {store}]>"
+        if kept and store and glu == CONCAT.value
+        else None,
     }
     for name, kind in optional.items():
         if kind is None:
@@ -163,6 +172,18 @@ def test_large_tiles_on_hopper_use_wgmma_and_tma_without_spills(form, stages):
     assert "HGMMA.64x256x16" in kernel.sass
     assert "UTMALDG" in kernel.sass and "UTMASTG" in kernel.sass
     assert kernel.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize("tall", [(0, 0), (128, 4)], ids=["one_height", "short_ends"])
+@pytest.mark.parametrize("glu", [CONCAT, INTERLEAVED, NOT_GATED], ids=["concat", "interleaved", "not_gated"])
+def test_what_stood_before_the_activation_is_kept_without_spills(glu, tall):
+    """Of gathered rows, as a layer in training has them; whole tiles leave by descriptor."""
+    block = (64 if tall[0] else 128, 256, 64)
+    form = dict(glu=glu.value, a_tma=False, gather=True, activation="silu", stages=4, tall=tall)
+    plain, kernel = compile_mm(block, **form), compile_mm(block, **form, kept=True)
+    assert kernel.stack == 0, f"{kernel.stack} bytes of spills, {kernel.registers} registers"
+    assert kernel.shared <= 227 * 1024 and kernel.sass.count("HGMMA") == plain.sass.count("HGMMA") > 0
+    assert kernel.sass.count("UTMASTG") > plain.sass.count("UTMASTG") > 0
 
 
 @pytest.mark.parametrize("form", ["glu_concat", "down", "batched_glu"])

@@ -103,10 +103,16 @@ def compile_packed(
         "out": f"*{TYPES[out.dtype]}:16",
         "out_desc": descriptor(made.out_desc),
         "out_scale": f"*{TYPES[out_scale.dtype]}:16",
-        "load_ptr": None,
+        **dict.fromkeys(("kept", "kept_desc", "kept_up", "kept_up_desc", "load_ptr")),
     }
     constants = {
-        **{"E": E, "N": mm.out_features, "K": mm.in_features, "TOP_K": K if gathered else 0, "STRIDES": made.strides},
+        **{
+            "E": E,
+            "N": mm.out_features,
+            "K": mm.in_features,
+            "TOP_K": K if gathered else 0,
+            "STRIDES": (*made.strides, None),
+        },
         **{"BLOCK": made.block, "GLU": mm.glu, "ACTIVATION": mm.activation, "MOVES": made.moves, "SCHEME": mm.scheme},
         **{"BATCHED": False, "WALK": made.walk, "PDL": True},
     }

@@ -11,7 +11,7 @@ from moe_ops.kernels.triton.launch import for_gluon, ragged_rows
 from moe_ops.kernels.triton.rows import _glu_rows_backward_kernel
 from moe_ops.kernels.triton.topk_backward import _topk_backward_kernel
 from moe_ops.kernels.triton.wgrad import _wgrad_kernel, stages_of
-from moe_ops.kernels.triton.wgrad_mm import GRADS, HEIGHT, LEFT, ROWS, STEP, _wgrad_mm_kernel
+from moe_ops.kernels.triton.wgrad_mm import GATHERERS, GRADS, HEIGHT, LEFT, ROWS, STEP, _wgrad_mm_kernel
 from tests.crosscompile.compiling import CAPABILITIES, Compiled, compile_kernel
 from tests.crosscompile.test_packed import descriptor
 
@@ -82,7 +82,7 @@ def test_weight_gradient_by_groups_of_warps(columns: int, gathered: str | None) 
     assert kernel.stack == 0 and kernel.shared <= 227 * 1024
     assert kernel.loops and not kernel.serialised and not kernel.overwritten
     assert "gdesc" in kernel.sass and ".tnspA.tnspB" in kernel.sass and "UTMASTG" in kernel.sass
-    copies = {None: 0, "rows": 8 * columns // 64, "grads": 8 * 3}[gathered]
+    copies = {None: 0, "rows": 8 * columns // 64, "grads": 8 * 3}[gathered] * GATHERERS.value
     assert (
         kernel.ptx_count(r"cp\.async\.cg\.shared\.global .*, 0x10") == kernel.ptx_count(r"cp\.async\.c[ag]") == copies
     )

@@ -10,10 +10,12 @@ import torch
 import moe_ops
 from meta.calls import RouterOptions
 from meta.routing import ROUTINGS
-from moe_ops import choice, router_gradient, rows
-from moe_ops.backends import cpu
+from moe_ops import choice, reference, router_gradient, rows
+from moe_ops.backends import cpu, triton_plans
 from moe_ops.backends import triton as backend
+from moe_ops.experts_backward import first_product
 from moe_ops.kernels.triton import collect, wgrad
+from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.ops import LAUNCHERS, parse
 from tests.ops.errors import assert_rounded
 
@@ -52,6 +54,49 @@ def test_collect(weighted: bool, copies: bool) -> None:
     for got, want, whole in zip(found, wanted, (True, False, False, True), strict=True):
         if want is not None:
             torch.testing.assert_close(got if whole else got[:kept], want if whole else want[:kept])
+
+
+def plain_stage(name: str, *args: Any) -> Any:
+    """A product that says nothing of the kernels under test."""
+    return getattr(reference, name)(parse(name, *args))
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "not_kept"])
+@pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
+@pytest.mark.parametrize("layout", ["concat", "interleaved", "none", "separate"])
+def test_activated_rows(layout: str, many: bool, keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One product for the activation and what stands before it: as the two steps in plain code, bias included."""
+    torch.manual_seed(1)
+    I, tokens = 40, 3 * T if many else T
+    if many:
+        short_ends = MMConfig(16, 64, 32, 8, 8, 2, a_tma=True, w_tma=True, tall_m=32, tall_stages=2)
+        monkeypatch.setattr(triton_plans, "tile_for", lambda *key: short_ends)
+    ids = torch.stack([torch.randperm(E)[:K] for _ in range(tokens)])
+    ids[1], ids[:, 0] = -1, 2
+    routed = rows.sort_pairs(ids, E, None, counted_for=None)
+    width = 2 * I if layout in ("concat", "interleaved") else I
+    given = dict(
+        hidden_states=torch.randn(tokens, H).bfloat16(),
+        gate_up_proj=torch.randn(E, width, H).bfloat16(),
+        up_proj=torch.randn(E, I, H).bfloat16() if layout == "separate" else None,
+        down_proj=torch.randn(E, H, I).bfloat16(),
+        gate_up_bias=torch.randn(E, I if layout == "none" else 2 * I).bfloat16(),
+        topk_weights=torch.rand(tokens, K),
+        topk_ids=ids,
+        glu_layout="concat" if layout == "separate" else layout,
+    )
+    call = parse("fused_experts_saving", **given)
+    value, *halves = backend.activated_rows(call, routed, keep=keep)
+    first = [part for part in (given["gate_up_proj"], given["up_proj"]) if part is not None]
+    wanted = first_product(plain_stage, given["hidden_states"], first, given["gate_up_bias"], routed, None)
+    kept = int((routed.row_to_pair >= 0).sum())
+    assert len(halves) == (len(wanted) if keep else 0)
+    for got, want in zip(halves, wanted, strict=False):
+        torch.testing.assert_close(got[:kept], want[:kept])
+    exact = [part.double() for part in wanted]
+    glu = call.experts.glu
+    result = rows.glu_rows(*exact, *[None] * (2 - len(exact)), glu, routed.offsets)
+    torch.testing.assert_close(value[:kept].double(), result[:kept], rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("tokens", ["grad_rows", "rows"])

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_ops.counters import Row
 from moe_ops.kernels.triton.act_quant import quantize_batched, quantize_sorted, quantize_static
 from moe_ops.kernels.triton.config import MMConfig
-from moe_ops.kernels.triton.launch import ONE_TILE, STREAM, ExpertMM, Launch, descriptor_strides
+from moe_ops.kernels.triton.launch import ONE_TILE, STREAM, ExpertMM, Launch, descriptor_strides, ragged_rows
 from moe_ops.kernels.triton.mm_tile import compute_tile
 from moe_ops.kernels.triton.programs import most_registers, multiprocessors, side_by_side
 from moe_ops.kernels.triton.record import launch, on_device, with_memory
@@ -52,6 +53,10 @@ def _expert_mm_kernel(
     out,
     out_desc,
     out_scale,
+    kept,
+    kept_desc,
+    kept_up,
+    kept_up_desc,
     num_rows,
     alpha,
     limit,
@@ -78,6 +83,7 @@ def _expert_mm_kernel(
     tile's epilogue. Each tile is summed over k in order, by one program.
     Bytes: sum over experts with rows of N_w * K * w_size, + R * K + R * N activations. FLOPs: 2 * R * N_w * K.
     The first program adds the rows of every expert to the layer's counters, if it is given any.
+    What stood before the activation goes to `kept`, its up half to `kept_up` where it is apart, if there are these.
     With TOP_K > 0 the rows of `a` are tokens: row r reads token row_to_pair[r] // TOP_K, so no permuted copy exists.
     """
     columns: tl.constexpr = BLOCK[1] if GLU == 0 else BLOCK[1] // 2
@@ -99,6 +105,7 @@ def _expert_mm_kernel(
         out,
         out_desc,
         out_scale,
+        (kept, kept_desc, kept_up, kept_up_desc),
         alpha,
         limit,
     )
@@ -124,6 +131,19 @@ def _expert_mm_kernel(
             compute_tile(*where, *tensors, N, K, TOP_K, STRIDES, BLOCK, GLU, ACTIVATION, MOVES, SCHEME)
 
 
+#: What is kept of what stands before an activation: nothing, all of it in one tensor, or its halves in two.
+Kept = tuple[torch.Tensor, ...]
+
+
+def _described(kept: Kept, config: MMConfig, columns: int) -> tuple[torch.Tensor | TensorDescriptor | None, ...]:
+    """Two tensors or None, each with a descriptor for stores of so many columns where it may have one."""
+    found: list[Any] = []
+    for part in kept:
+        mapped = columns > 0 and descriptor_strides(part, inner=1)
+        found += [part, ragged_rows(part, config.rows, columns) if mapped else None]
+    return *found, *[None] * (4 - len(found))
+
+
 def grouped_mm(
     a: torch.Tensor,
     mm: ExpertMM,
@@ -135,6 +155,7 @@ def grouped_mm(
     top_k: int = 0,
     pdl: bool = False,
     load: Row | None = None,
+    kept: Kept = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch one grouped expert GEMM, and a kernel that quantises its rows where each has one scale.
 
@@ -146,6 +167,8 @@ def grouped_mm(
         row_to_pair: [R] i32, pair (t * top_k + k) of each sorted row.
         pdl: start while the kernel before still runs (programmatic dependent launch).
         load: counters of a layer, where no kernel before knew it.
+        kept: [R, ..] with unit stride, to write what stands before the activation to: of halves that do not alternate
+            both, which have the same strides.
 
     Returns:
         (out [R, N], out_scale [R, groups of N], empty unless `mm.quantize_output`).
@@ -154,7 +177,7 @@ def grouped_mm(
         mm = replace(mm, quantized_apart=True)
     out, out_scale = mm.allocate((num_rows,), a)
     grid = (num_rows, most_tiles(num_rows, mm.num_experts, config), num_rows, False)
-    _launch(a, mm, offsets, config, (out, out_scale), grid, row_to_pair, top_k, pdl, load)
+    _launch(a, mm, offsets, config, (out, out_scale), grid, row_to_pair, top_k, pdl, load, kept)
     if mm.out_static is not None:
         return quantize_static(out, offsets, mm.out_static, mm.form, pdl=pdl)
     if mm.quantize_output and not mm.quantizes_in_tile:
@@ -219,6 +242,7 @@ def _launch(
     top_k: int,
     pdl: bool,
     load: Row | None,
+    kept: Kept = (),
 ) -> None:
     """Launch a kernel on rows `a` [rows, K]; `grid`: (bounds on the rows of all experts and on row tiles, num_rows,
     batched).
@@ -251,6 +275,7 @@ def _launch(
         out,
         made.out_desc,
         out_scale,
+        *_described(kept, config, made.moves[2]),
         num_rows,
         mm.alpha,
         mm.limit,
@@ -259,7 +284,7 @@ def _launch(
         mm.out_features,
         mm.in_features,
         top_k,
-        made.strides,
+        (*made.strides, kept[0].stride(0) if kept else None),
         made.block,
         mm.glu,
         mm.activation,

@@ -251,6 +251,41 @@ def store_rows(out_desc, row_start, row_end, n_start, tile):
 
 
 @triton.jit
+def store_halves(out_desc, row_start, row_end, n_start, tile, STORE: tl.constexpr):
+    """The same, STORE columns at a time, which are all of them or half."""
+    if tile.shape[1] > STORE:
+        left, right = halves_of(tile)
+        store_rows(out_desc, row_start, row_end, n_start, left)
+        store_rows(out_desc, row_start, row_end, n_start + STORE, right)
+    else:
+        store_rows(out_desc, row_start, row_end, n_start, tile)
+
+
+@triton.jit
+def halves_of(tile):
+    """The left and the right half of a tile's columns."""
+    return tl.split(tile.reshape(tile.shape[0], 2, tile.shape[1] // 2).permute(0, 2, 1))
+
+
+@triton.jit
+def keep(kept, kept_desc, tile, where, first, N: tl.constexpr, STRIDE: tl.constexpr, STORE: tl.constexpr):
+    """What stood before the activation, rounded: columns `first` and on of `kept`, N wide; `where`: the tile's rows."""
+    rows, row_valid, row_start, row_end = where
+    tile = round_to(tile, kept.dtype.element_ty)
+    if kept_desc is not None and STORE > 0:
+        if tile.shape[1] > 2 * STORE:
+            left, right = halves_of(tile)
+            store_halves(kept_desc, row_start, row_end, first, left, STORE)
+            store_halves(kept_desc, row_start, row_end, first + tile.shape[1] // 2, right, STORE)
+        else:
+            store_halves(kept_desc, row_start, row_end, first, tile, STORE)
+    else:
+        column = first + tl.arange(0, tile.shape[1])
+        mask = row_valid[:, None] & (column < N)[None, :]
+        tl.store(kept + rows.to(tl.int64)[:, None] * STRIDE + column[None, :], tile, mask=mask)
+
+
+@triton.jit
 def store_scales(scale, out_scale, rows, row_valid, n_start, N: tl.constexpr, GROUP: tl.constexpr):
     """Scales [BLOCK_M, groups] of columns n_start and on, GROUP of them each."""
     groups: tl.constexpr = (N + GROUP - 1) // GROUP
@@ -279,6 +314,7 @@ def compute_tile(
     out,
     out_desc,
     out_scale,
+    kept,
     alpha,
     limit,
     N: tl.constexpr,
@@ -296,7 +332,8 @@ def compute_tile(
 
     The rows are row_start .. row_end - 1, at most BLOCK_M of them, the columns n_start and on.
 
-    Args: see `mm_tile`; decoding: scales of `packed_tile`; row_to_pair: with TOP_K > 0, row r is that of
+    Args: see `mm_tile`; decoding: scales of `packed_tile`; kept: where what stood before the activation is written, or
+            its two halves, each with its descriptor, or None; row_to_pair: with TOP_K > 0, row r is that of
             token row_to_pair[r] // TOP_K in `a`, else row r.
         A quantised output needs as many columns as a scale group has.
     BLOCK: see `launch.Launch`; TALL: of the taller of two heights.
@@ -309,6 +346,7 @@ def compute_tile(
     A_STRIDE: tl.constexpr = STRIDES[3]
     ZERO_STRIDES: tl.constexpr = STRIDES[4]
     OUTER_STRIDES: tl.constexpr = STRIDES[5]
+    KEPT_STRIDE: tl.constexpr = STRIDES[6]
     BLOCK_M: tl.constexpr = BLOCK[5] if TALL else BLOCK[0]
     STAGES: tl.constexpr = BLOCK[6] if TALL else None
     # Descriptors have the rows of the taller tile: the shorter one's come and leave by pointer.
@@ -424,6 +462,15 @@ def compute_tile(
             up += _bias(bias, expert, 2 * column + 1, valid, BIAS_STRIDES)
         else:
             gate += _bias(bias, expert, column, valid, BIAS_STRIDES)
+    if KEPT_STRIDE is not None:
+        where = (rows, row_valid, row_start, row_end)
+        if GLU == INTERLEAVED:
+            both = tl.join(gate, up).reshape(BLOCK_M, 2 * COLUMNS)
+            keep(kept[0], kept[1], both, where, 2 * n_start, 2 * N, KEPT_STRIDE, STORE)
+        else:
+            keep(kept[0], kept[1], gate, where, n_start, N, KEPT_STRIDE, STORE)
+            if GLU == CONCAT:
+                keep(kept[2], kept[3], up, where, n_start, N, KEPT_STRIDE, STORE)
     value = gate
     if ACTIVATION is not None:
         value = apply_activation(gate, up, alpha, limit, ACTIVATION, GLU != NOT_GATED)
@@ -444,12 +491,7 @@ def compute_tile(
     if OUT_ORDER is not None:
         tile = in_order(tile, OUT_ORDER[0], OUT_ORDER[1])
     if STORE > 0:
-        if COLUMNS > STORE:
-            left, right = tl.split(tile.reshape(BLOCK_M, 2, COLUMNS // 2).permute(0, 2, 1))
-            store_rows(out_desc, row_start, row_end, n_start, left)
-            store_rows(out_desc, row_start, row_end, n_start + COLUMNS // 2, right)
-        else:
-            store_rows(out_desc, row_start, row_end, n_start, tile)
+        store_halves(out_desc, row_start, row_end, n_start, tile, STORE)
     else:
         mask = row_valid[:, None] & valid[None, :]
         tl.store(out + rows.to(tl.int64)[:, None] * N + column[None, :], tile, mask=mask)

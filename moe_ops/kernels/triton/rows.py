@@ -1,5 +1,5 @@
-"""`moe_ops.rows` as kernels: the activation between the two products as a pass of its own over sorted rows, forward and
-backward, for training. All is computed in fp32 from what stood before the activation, rounded as it was.
+"""`moe_ops.rows` as kernels: the gradient of the activation between the two products as a pass of its own over sorted
+rows. All is computed in fp32 from what stood before the activation, rounded as it was.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from moe_ops.kernels.triton.util import cdiv, next_power_of_2, round_to
 from moe_ops.kernels.triton.wgrad import gathers
 from moe_ops.rows import Routed
 
-ELEMENTS = 4096  # of a program's tile: 16 bytes a load for each thread of 8 warps
-COLUMNS = 1024
-# Of the gradient, whose loop holds more: us on an H200, T = 16384, tiles of 8 x 256 and of 4 x 1024: gpt-oss-120b 615
-# and 723, Mixtral-8x7B 1450 and 1603, DeepSeek-V3 832 and 983.
-GRADIENT_ELEMENTS, GRADIENT_COLUMNS = 2048, 256
+# Of a program's tile: us on an H200, T = 16384, of 8 x 256 and of 4 x 1024: gpt-oss-120b 615 and 723, Mixtral-8x7B 1450
+# and 1603, DeepSeek-V3 832 and 983.
+ELEMENTS, COLUMNS = 2048, 256
 
 Tensor = torch.Tensor
 
-__all__ = ["collect", "gather_rows", "gathers", "glu_rows", "glu_rows_backward", "sort_pairs"]
+__all__ = ["collect", "gather_rows", "gathers", "glu_rows_backward", "sort_pairs"]
 
 
 @triton.jit
@@ -117,36 +115,6 @@ def _inside(exists, column, I: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.con
         return exists[:, None] & (column * 2 + tl.arange(0, 2 * COLUMNS) < 2 * I)[None, :]
     else:
         return exists[:, None] & (column + tl.arange(0, COLUMNS) < I)[None, :]
-
-
-@triton.jit
-def _glu_rows_kernel(
-    gate,
-    up,
-    offsets,
-    out,
-    alpha,
-    limit,
-    E: tl.constexpr,
-    I: tl.constexpr,
-    STRIDE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """One program: `act(gate) * up` of ROWS rows, COLUMNS at a time. Bytes: R * I * (2 or 3) elements."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    exists = row < tl.load(offsets + E - 1)
-    row64 = row.to(tl.int64)[:, None]
-    column = tl.program_id(1) * COLUMNS
-    inside = _inside(exists, column, I, False, COLUMNS)
-    wide = _inside(exists, column, I, INTERLEAVED, COLUMNS)
-    first, second = _load_halves(gate, up, row64 * STRIDE, wide, column, GATED, INTERLEAVED, COLUMNS)
-    value = apply_activation(first, second, alpha, limit, ACTIVATION, GATED)
-    at = out + row64 * I + column + tl.arange(0, COLUMNS)[None, :]
-    tl.store(at, round_to(value, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -242,25 +210,6 @@ def _halves(gate_up: Tensor, up: Tensor | None, layout: str) -> tuple[Tensor, Te
     return gate_up, gate_up if up is None else up, width, width
 
 
-def _tile(columns: int, elements: int, most: int) -> tuple[int, int]:
-    """(rows, columns) of a program's tile of so many elements, `most` columns of them at most."""
-    wide = min(most, next_power_of_2(columns))
-    return max(1, elements // wide), wide
-
-
-def glu_rows(gate_up: Tensor, up: Tensor | None, glu: Glu, offsets: Tensor) -> Tensor:
-    """As :func:`moe_ops.rows.glu_rows`, of contiguous tensors; rows past the last are neither read nor written."""
-    gate, other, stride, columns = _halves(gate_up, up, glu.layout)
-    rows, wide = _tile(columns, ELEMENTS, COLUMNS)
-    out = gate_up.new_empty((gate_up.shape[0], columns))
-    if out.numel() and offsets.numel():
-        gated = glu.layout != "none"
-        options = (offsets.shape[0], columns, stride, glu.activation, gated, glu.layout == "interleaved", rows, wide)
-        grid = (cdiv(gate_up.shape[0], rows), cdiv(columns, wide))
-        launch(_glu_rows_kernel, grid, gate, other, offsets, out, glu.alpha, glu.limit, *options, num_warps=8)
-    return out
-
-
 def glu_rows_backward(
     grad: Tensor,
     gate_up: Tensor,
@@ -276,7 +225,8 @@ def glu_rows_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """As :func:`moe_ops.rows.glu_rows_backward`, but rows past the last are uninitialised."""
     gate, other, stride, columns = _halves(gate_up, up, glu.layout)
-    rows, wide = _tile(columns, GRADIENT_ELEMENTS, GRADIENT_COLUMNS)
+    wide = min(COLUMNS, next_power_of_2(columns))
+    rows = ELEMENTS // wide
     grad_gate, grad_up = gate_up, up  # each element is read before it is written, by the same program
     if not in_place:
         grad_gate, grad_up = torch.empty_like(gate_up), None if up is None else torch.empty_like(up)
