@@ -261,11 +261,11 @@ class BackwardCall(Call):
 
 @dataclass(slots=True, kw_only=True)
 class FirstBackwardCall(Call):
-    """``fused_experts_backward_first``: from what stood before the activation to the hidden states, and to all weights.
+    """``fused_experts_backward_first``: from what stood before the activation to the hidden states.
 
     Attributes:
         grads, weights: one each, or two where the halves are apart.
-        grad_output, value: ``[T, H]`` and ``[R, I]``, of which the second weights' gradient is the product, or None.
+        grad_output: ``[T, H]`` to copy to sorted rows beside, or None.
         sparing: whether memory counts more than launches.
         needs: by name, see :data:`meta.dims.GRADIENTS`.
     """
@@ -278,7 +278,6 @@ class FirstBackwardCall(Call):
     row_to_pair: Tensor
     pair_to_row: Tensor
     grad_output: Tensor | None
-    value: Tensor | None
     weight_on_input: bool
     sparing: bool
     needs: dict[str, bool]

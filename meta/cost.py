@@ -250,13 +250,12 @@ def _backward_flops(flat: Any) -> int:
 
 
 def _backward_first_flops(flat: Any) -> int:
-    """Through the first weight, if that is needed, and the weights' gradients."""
+    """Through the first weight, if that is needed, and its gradient."""
     needs = dict(zip(GRADIENTS, flat.needs, strict=True))
     halves = {"gate_up_proj": flat.gate_up_proj, "up_proj": flat.up_proj}
     through = needs["hidden_states"] or needs["topk_weights"]
     products = sum(through + needs[name] for name, half in halves.items() if half is not None)
-    columns = flat.gate_up_proj[1] * products + (0 if flat.value is None else flat.value[1])
-    return int(2 * math.prod(flat.topk_weights) * flat.gate_up_proj[2] * columns)
+    return int(2 * math.prod(flat.topk_weights) * flat.gate_up_proj[1] * flat.gate_up_proj[2] * products)
 
 
 #: Formulas for ``torch.utils.flop_counter``, of the arguments by name, with the shapes of tensors.

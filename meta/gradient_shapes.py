@@ -247,13 +247,12 @@ def fused_experts_backward(flat: Flat) -> BackwardCall:
 
 def fused_experts_backward_first(flat: Flat) -> FirstBackwardCall:
     """Gradients by the names of :data:`meta.dims.GRADIENTS`, numel 0 where not needed, that of topk_weights in fp32;
-    behind them that of the second weights ``[E, H, I]``, numel 0 without ``grad_output`` and ``value``.
+    behind them ``grad_output`` in sorted rows ``[R, H]``, numel 0 without it.
     """
     op = "fused_experts_backward_first"
     hidden, first, weights = flat.hidden_states, flat.gate_up_proj, flat.topk_weights
     names = ("grad_gate_up", "hidden_states", "gate_up_proj", "topk_weights", "offsets", "row_to_pair", "pair_to_row")
-    optional = ("grad_up", "up_proj", "grad_output", "value")
-    device = check_placement(op, {name: getattr(flat, name) for name in (*names, *optional)})
+    device = check_placement(op, {name: getattr(flat, name) for name in (*names, "grad_up", "up_proj", "grad_output")})
     check_rank(op, "hidden_states", hidden, "T H")
     check_float(op, "hidden_states", hidden)
     check_rank(op, "gate_up_proj", first, "E N H")
@@ -270,16 +269,9 @@ def fused_experts_backward_first(flat: Flat) -> FirstBackwardCall:
     for name, grad in zip(("grad_gate_up", "grad_up"), grads, strict=False):
         check_shape(op, name, grad, "R N", (rows, width))
         check_dtype(op, name, grad, hidden.dtype)
-    of_down = NOTHING
-    if (flat.grad_output is None) != (flat.value is None):
-        raise fail(op, "value", "given with grad_output, or neither", "one of them")
-    if flat.value is not None:
+    if flat.grad_output is not None:
         check_shape(op, "grad_output", flat.grad_output, "T H", (sizes[0], columns))
-        check_rank(op, "value", flat.value, "R I")
-        check_shape(op, "value", flat.value, "R I", (rows, flat.value.shape[1]))
-        for name in ("grad_output", "value"):
-            check_dtype(op, name, getattr(flat, name), hidden.dtype)
-        of_down = ((experts, columns, flat.value.shape[1]), hidden.dtype)
+        check_dtype(op, "grad_output", flat.grad_output, hidden.dtype)
     if len(flat.needs) != len(GRADIENTS):
         raise fail(op, "needs", f"{len(GRADIENTS)} booleans", len(flat.needs))
     needs = dict(zip(GRADIENTS, flat.needs, strict=True))
@@ -293,13 +285,14 @@ def fused_experts_backward_first(flat: Flat) -> FirstBackwardCall:
         "gate_up_bias": ((experts, width * len(grads)), wide),
         "topk_weights": (sizes, wide),
     }
+    copies: Output = ((rows, columns), hidden.dtype)
     return FirstBackwardCall(
         op=op,
         problem=Problem(hidden.dtype, device.type, device_arch(device), ""),
         device=device,
         outputs=(
             *(outputs[name] if needs[name] else NOTHING for name in GRADIENTS),
-            of_down,
+            NOTHING if flat.grad_output is None else copies,
         ),
         grads=tuple(grads),
         hidden_states=hidden,
@@ -309,7 +302,6 @@ def fused_experts_backward_first(flat: Flat) -> FirstBackwardCall:
         row_to_pair=flat.row_to_pair,
         pair_to_row=flat.pair_to_row,
         grad_output=flat.grad_output,
-        value=flat.value,
         weight_on_input=flat.weight_on_input,
         sparing=flat.sparing,
         needs=needs,

@@ -21,6 +21,7 @@ from torch import Tensor
 from meta.calls import RouterOptions
 from meta.dims import GRADIENTS
 from moe_ops import compat, stage_gradients
+from moe_ops.rows import GATHERED_COLUMNS
 
 Context = Any
 
@@ -118,15 +119,19 @@ class _LayerFormula(_Formula):
         del given, backward, saved["gate_up"], saved["up"]
         ctx.maybe_clear_saved_tensors()
         asked = [needed[name] and (name != "topk_weights" or on_input) for name in GRADIENTS]
-        of_down = (grad, value) if needed["down_proj"] else (None, None)
+        # Copied beside what the kernel does anyway; where memory is short, or the product gathers them, not here.
+        copied = recompute is None and saved["down_proj"].shape[2] > GATHERED_COLUMNS
+        beside = grad if needed["down_proj"] and copied else None
         inputs = (saved["hidden_states"], saved["gate_up_proj"], saved["topk_weights"], *places, saved["up_proj"])
         options = {"needs": asked, "weight_on_input": on_input, "sparing": recompute is not None}
-        of_first = run("fused_experts_backward_first", of_gate, of_up, *inputs, *of_down, **options)
+        of_first = run("fused_experts_backward_first", of_gate, of_up, *inputs, beside, **options)
+        del of_gate, of_up
         found = {name: result for name, result, need in zip(GRADIENTS, of_first, asked, strict=False) if need}
         if needed["topk_weights"] and not on_input:
             found["topk_weights"] = of_weights
         if needed["down_proj"]:
-            found["down_proj"] = of_first[-1]
+            rows = (grad, value, *places) if beside is None else (of_first[-1], value, places[0])
+            found["down_proj"] = run("grouped_wgrad", *rows)
         if needed["down_bias"]:
             weights = None if on_input else saved["topk_weights"]
             found["down_bias"] = run("expert_sums", grad, *places, weights)

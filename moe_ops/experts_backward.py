@@ -134,7 +134,9 @@ def _filled(call: Call, results: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
 
 
 def fused_experts_backward_first(call: FirstBackwardCall, stage: Stage, kernels: ModuleType) -> tuple[Tensor, ...]:
-    """Gradients by the names of :data:`meta.dims.GRADIENTS`, and of the second weights; numel 0 where not needed."""
+    """Gradients by the names of :data:`meta.dims.GRADIENTS`, and ``grad_output`` in sorted rows; numel 0 where not
+    needed.
+    """
     needs, offsets, dtype = call.needs, call.offsets, call.hidden_states.dtype
     places = (call.row_to_pair, call.pair_to_row)
     found: dict[str, Tensor | None] = {}
@@ -143,13 +145,11 @@ def fused_experts_backward_first(call: FirstBackwardCall, stage: Stage, kernels:
         found["gate_up_bias"] = sums[0] if len(sums) == 1 else torch.cat(sums, dim=1)
     names = [name for name in ("gate_up_proj", "up_proj") if needs[name]]
     between, weights = _between(kernels), call.topk_weights if call.weight_on_input else None
-    # Products of weights' gradients take the tokens themselves, or copies of them in sorted rows.
+    # The products of the weights' gradients take the tokens themselves, or copies of them in sorted rows.
     columns = call.grads[0].shape[1] * len(call.grads) // 2
     sizes = (call.row_to_pair.shape[0], offsets.shape[0], columns)
-    copied = not call.sparing and not between.gathers(call.hidden_states, *sizes)
-    x = bool(names) and (copied or weights is not None)
-    grad_output = call.grad_output if copied else None
-    rows, grad_rows = None, None
+    gathered = weights is None and (call.sparing or between.gathers(call.hidden_states, *sizes))
+    copied, rows = bool(names) and not gathered, None
     if needs["hidden_states"] or needs["topk_weights"]:
 
         def product(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
@@ -157,24 +157,21 @@ def fused_experts_backward_first(call: FirstBackwardCall, stage: Stage, kernels:
             return result
 
         of_rows = through_first(product, call.grads, call.weights, accumulation_dtype(dtype)).to(dtype)
-        found["hidden_states"], rows, grad_rows, found["topk_weights"] = between.collect(
-            of_rows, call.pair_to_row, call.row_to_pair, call.hidden_states, weights, grad_output, rows=x
+        found["hidden_states"], rows, found["grad_output"], found["topk_weights"] = between.collect(
+            of_rows, call.pair_to_row, call.row_to_pair, call.hidden_states, weights, call.grad_output, rows=copied
         )
         del of_rows
     else:
-        rows = between.gather_rows(call.hidden_states, *places, weights) if x else None
-        grad_rows = None if grad_output is None else between.gather_rows(grad_output, *places)
+        rows = between.gather_rows(call.hidden_states, *places, weights) if copied else None
+        if call.grad_output is not None:
+            found["grad_output"] = between.gather_rows(call.grad_output, *places)
     for name, grad in zip(("gate_up_proj", "up_proj"), call.grads, strict=False):
-        if needs[name] and rows is None:
+        if needs[name] and gathered:
             found[name] = stage("grouped_wgrad", grad, call.hidden_states, offsets, *places, tokens="rows")
         elif needs[name]:
             found[name] = stage("grouped_wgrad", grad, rows, offsets)
-    if call.value is not None and grad_rows is None:
-        found["down_proj"] = stage("grouped_wgrad", call.grad_output, call.value, offsets, *places)
-    elif call.value is not None:
-        found["down_proj"] = stage("grouped_wgrad", grad_rows, call.value, offsets)
-    asked = needs | {"down_proj": call.value is not None}
-    return _filled(call, (found.get(name) if asked[name] else None for name in (*GRADIENTS, "down_proj")))
+    asked = needs | {"grad_output": call.grad_output is not None}
+    return _filled(call, (found.get(name) if asked[name] else None for name in (*GRADIENTS, "grad_output")))
 
 
 def gate_and_up(

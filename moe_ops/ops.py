@@ -90,7 +90,7 @@ SCHEMAS: dict[str, str] = {
     f"{_GLU}, bool weight_on_input=False) -> (Tensor, Tensor, Tensor, Tensor)",
     "fused_experts_backward_first": "(Tensor grad_gate_up, Tensor grad_up, Tensor hidden_states, Tensor gate_up_proj, "
     "Tensor topk_weights, Tensor offsets, Tensor row_to_pair, Tensor pair_to_row, Tensor? up_proj=None, "
-    "Tensor? grad_output=None, Tensor? value=None, *, bool[] needs, bool weight_on_input=False, bool sparing=False) "
+    "Tensor? grad_output=None, *, bool[] needs, bool weight_on_input=False, bool sparing=False) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "fused_moe": "(Tensor hidden_states, Tensor router_logits, Tensor gate_up_proj, Tensor down_proj, "
     f"{_SCALES}, Tensor? correction_bias=None, {_EXPERTS}, *, {_ROUTING}, {_LAYER}) -> Tensor",

@@ -15,6 +15,10 @@ from meta.operands import Glu
 from moe_ops import counters
 from moe_ops.pairs import local_ids, places
 
+#: I, up to which products of weights' gradients are faster of tokens that they gather than of copies, of any number of
+#: rows (`moe_ops.kernels.triton.wgrad.gathers`).
+GATHERED_COLUMNS = 1536
+
 
 class Routed(NamedTuple):
     """Where the pairs of a call are among rows sorted by expert.
@@ -62,8 +66,8 @@ def gather_rows(tokens: Tensor, row_to_pair: Tensor, pair_to_row: Tensor, topk_w
 
 
 def gathers(tokens: Tensor, pairs: int, experts: int, columns: int) -> bool:
-    """Whether ``grouped_wgrad`` of ``tokens`` and rows of so many pairs, about ``columns`` wide, is faster than of
-    copies that :func:`collect` makes.
+    """Whether ``grouped_wgrad`` of ``tokens`` and rows of so many pairs, of experts about ``columns`` wide, is faster
+    than of copies that :func:`collect` makes.
     """
     return False
 

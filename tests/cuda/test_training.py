@@ -114,8 +114,7 @@ def test_weight_gradient_of_tokens(
     """Gathered by the product itself: the bits of copied rows, whatever other experts, dropped pairs and rows that do
     not exist hold.
     """
-    monkeypatch.setattr(wgrad, "ROWS_FOR_GROUPS", 1)
-    monkeypatch.setattr(wgrad, "GATHERED_ROWS", 1)
+    monkeypatch.setattr(wgrad, "ROWS_FOR_GROUPS", 1)  # of the copies, whose bits are to be the same
     torch.manual_seed(0)
     T, top_k = 300, 3
     ids = torch.tensor([1, 2, 3, 5, 6, -1, 9], device="cuda", dtype=torch.int32)[

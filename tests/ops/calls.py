@@ -157,10 +157,12 @@ def _layer_calls() -> dict[str, Call]:
             given = (*second.args[:3], *(part.new_empty(0) for part in second.args[3:5]), *second.args[5:], *again)
             calls[f"fused_experts_backward-{name}_again"] = Call(second.op, given, second.kwargs)
             calls[f"fused_experts_backward_first-{name}_sparing"] = Call(
-                first.op, first.args, {**first.kwargs, "sparing": True}
+                first.op, (*first.args[:-1], None), {**first.kwargs, "sparing": True}
             )
-            frozen = {**first.kwargs, "needs": [True, *[False] * 4]}
-            calls[f"fused_experts_backward_first-{name}_frozen"] = Call(first.op, first.args[:-2], frozen)
+            needs = [False, True, name == "separate_bias", *[False] * 2]
+            calls[f"fused_experts_backward_first-{name}_weights"] = Call(
+                first.op, first.args, {**first.kwargs, "needs": needs}
+            )
         if name in ("plain", "batched", "expert_map_bias"):
             for again in ("activation", "all"):
                 options = {**layer.options, "recompute": again}
@@ -190,10 +192,10 @@ def _backward_calls(layer: Layer, saving: Call) -> tuple[Call, Call]:
         options["glu_layout"] = "separate"
     given = (grad, t["down_proj"], t["topk_weights"], *saved, t["down_bias"])
     second = Call("fused_experts_backward", given, {"value": True, **options})
-    of_gate, of_up, value, _ = second.run()
+    of_gate, of_up, *_ = second.run()
     on_input = options.get("weight_on_input", False)
     needs = [True, True, t["up_proj"] is not None, t["gate_up_bias"] is not None, on_input]
-    inputs = (t["hidden_states"], t["gate_up_proj"], t["topk_weights"], *saved[2:], t["up_proj"], grad, value)
+    inputs = (t["hidden_states"], t["gate_up_proj"], t["topk_weights"], *saved[2:], t["up_proj"], grad)
     return second, Call(
         "fused_experts_backward_first", (of_gate, of_up, *inputs), {"needs": needs, "weight_on_input": on_input}
     )

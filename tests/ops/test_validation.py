@@ -966,20 +966,8 @@ MORE: dict[str, Case] = {
     "first_beside": (
         "fused_experts_backward_first",
         backward_first,
-        {"grad_output": torch.randn(T, H).half(), "value": torch.randn(T * K, I)},
+        {"grad_output": torch.randn(T, H).half()},
         "grad_output must be torch.float32, got torch.float16",
-    ),
-    "first_beside_nothing": (
-        "fused_experts_backward_first",
-        backward_first,
-        {"grad_output": torch.randn(T, H)},
-        "value must be given with grad_output, or neither, got one of them",
-    ),
-    "first_value": (
-        "fused_experts_backward_first",
-        backward_first,
-        {"grad_output": torch.randn(T, H), "value": torch.randn(T * K + 1, I)},
-        "value must be [R=8, I=12], got [9, 12]",
     ),
     "router_grad": (
         "fused_topk_backward",

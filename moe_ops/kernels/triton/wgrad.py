@@ -24,6 +24,7 @@ from moe_ops.kernels.triton.programs import multiprocessors, side_by_side
 from moe_ops.kernels.triton.record import launch, on_device, with_memory
 from moe_ops.kernels.triton.tile_loads import RAGGED
 from moe_ops.kernels.triton.util import INTERPRETED, cdiv, next_power_of_2, round_to, uniform
+from moe_ops.rows import GATHERED_COLUMNS
 
 Tensor = torch.Tensor
 
@@ -34,7 +35,6 @@ MANY_ROWS = 256  # of an expert: from here on the arithmetic is the time, whatev
 # Of an expert, from which on `wgrad_mm` is faster; below, what is written is the time. us of both products of a layer
 # by this kernel and by that on an H200: Qwen3-30B-A3B, T = 1024 (64 an expert) 392 and 407, T = 2048 532 and 453.
 ROWS_FOR_GROUPS = 96
-GATHERED_ROWS, GATHERED_COLUMNS = 64, 1536  # the fewest rows of an expert, the most columns of a wide one: `gathers`
 PIECE = 256  # columns of tokens whose rows are copied at once, at the least
 
 
@@ -227,7 +227,7 @@ def grouped_wgrad(grad_rows: Tensor, rows: Tensor, offsets: Tensor, out: Tensor 
         return out
     if not rows.numel():  # no tensor map has an address of nothing
         return out.zero_()
-    if _specialises(grad_rows, rows, out, rows.shape[0], ROWS_FOR_GROUPS):
+    if rows.shape[0] >= ROWS_FOR_GROUPS * E and _specialises(grad_rows, rows, out):
         _launch_specialised(grad_rows, rows, offsets, out)
         return out
     tile, descriptors = _tile(rows, K, E), _has_descriptors(rows)
@@ -270,18 +270,17 @@ def gathers(tokens: Tensor, pairs: int, experts: int, columns: int) -> bool:
     Qwen3-30B-A3B, T = 1024 598 and 551, T = 4096 805 and 751, T = 16384 2504 and 2167; OLMoE, T = 4096 842 and 798;
     gpt-oss-120b's dimensions, T = 4096 3482 and 2846, T = 16384 6043 and 6409; Mixtral-8x7B, T = 4096 4406 and 4624.
     """
-    enough = pairs >= GATHERED_ROWS * experts
-    return enough and (pairs < MANY_ROWS * experts or columns <= GATHERED_COLUMNS) and _has_groups(tokens)
+    return (pairs < MANY_ROWS * experts or columns <= GATHERED_COLUMNS) and _has_groups(tokens)
 
 
 def _has_groups(rows: Tensor) -> bool:
     return _has_descriptors(rows) and descriptor_strides(rows, inner=1) and hopper_with_gluon(rows.device)
 
 
-def _specialises(grad_rows: Tensor, rows: Tensor, out: Tensor, pairs: int, least: int) -> bool:
-    """Whether `wgrad_mm` takes a product of so many pairs, `least` an expert: all three need tensor maps."""
+def _specialises(grad_rows: Tensor, rows: Tensor, out: Tensor) -> bool:
+    """Whether `wgrad_mm` can take a product: all three need tensor maps."""
     mapped = descriptor_strides(grad_rows, inner=1) and descriptor_strides(out, inner=2)
-    return pairs >= least * out.shape[0] and mapped and rows.dtype == grad_rows.dtype and _has_groups(rows)
+    return mapped and rows.dtype == grad_rows.dtype and _has_groups(rows)
 
 
 def stages_of(width: int, size: int) -> int:
@@ -339,7 +338,7 @@ def of_tokens(
     E, N, K = offsets.shape[0], grad_rows.shape[1], rows.shape[1]
     out = rows.new_empty((E, N, K))
     pairs, top_k = pair_to_row.numel(), pair_to_row.shape[1]
-    if out.numel() and pairs and _specialises(grad_rows, rows, out, pairs, GATHERED_ROWS):
+    if out.numel() and pairs and _specialises(grad_rows, rows, out):
         _launch_specialised(grad_rows, rows, offsets, out, Tokens(tokens, row_to_pair, top_k))
         return out
     width, most = (N, K) if tokens == "grad_rows" else (K, N)
