@@ -1,5 +1,7 @@
 """How the benchmarks time and what they say of it: rounds, intervals, ratios, flags, kernels."""
 
+import itertools
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -24,8 +26,17 @@ def clock_that_thunks_move(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_rounds_go_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every other round is in reverse; what goes before a call is not timed; repetition is divided out."""
+@pytest.mark.parametrize("count", range(1, 8))
+def test_each_follows_every_other_one_equally_often(count: int) -> None:
+    names = "abcdefg"[:count]
+    rounds = [timing.balanced(names, number) for number in range(count * (1 + count % 2))]
+    assert all(sorted(order) == list(names) for order in rounds)
+    followed = Counter(pair for order in rounds for pair in itertools.pairwise(order))
+    assert set(followed) == set(itertools.permutations(names, 2)) and len(set(followed.values())) <= 1
+
+
+def test_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes before a call is not timed; repetition is divided out."""
     now, order = clock_that_thunks_move(monkeypatch), []
 
     def run(name: str, us: float) -> timing.Run:
@@ -39,7 +50,7 @@ def test_rounds_go_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
         return timing.Run(call, before, repeats=2 if name == "b" else 1)
 
     samples = timing.in_turn({name: run(name, us) for name, us in (("a", 3), ("b", 5), ("c", 7))}, 3)
-    assert "".join(order) == "abbc" + "cbba" + "abbc"
+    assert "".join(order) == "abbc" + "bbca" + "cabb"
     for name, us in (("a", 3), ("b", 5), ("c", 7)):
         assert samples[name] == pytest.approx([us] * 3, rel=1e-3)
 
