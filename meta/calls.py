@@ -176,8 +176,8 @@ class GluCall(GemmCall):
 class WgradCall(Call):
     """``grouped_wgrad``: ``grad_rows [R, N]`` and ``rows [R, K]``, sorted by expert, ``offsets`` int32 ``[E]``.
 
-    With the places, int32 ``[R]`` and ``[T, top-k]``, ``tokens`` names which of the first two has tokens ``[T, ..]``;
-    rows of them are made as sparingly as can be.
+    With the places, int32 ``[R]`` and ``[T, top-k]``, ``tokens`` names which of the first two has tokens ``[T, ..]``,
+    which the product gathers, or rows of them are made as sparingly as can be.
     """
 
     grad_rows: Tensor

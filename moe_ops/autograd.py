@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meta.arch import device_arch
 from meta.calls import RouterOptions
-from meta.dims import GRADIENTS
-from moe_ops import compat, stage_gradients
-from moe_ops.rows import GATHERED_COLUMNS
+from meta.dims import GRADIENTS, Problem
+from moe_ops import choice, compat, rows, stage_gradients
 
 Context = Any
 
@@ -120,7 +120,7 @@ class _LayerFormula(_Formula):
         ctx.maybe_clear_saved_tensors()
         asked = [needed[name] and (name != "topk_weights" or on_input) for name in GRADIENTS]
         # Copied beside what the kernel does anyway; where memory is short, or the product gathers them, not here.
-        copied = recompute is None and saved["down_proj"].shape[2] > GATHERED_COLUMNS
+        copied = recompute is None and not self._gathers(saved["down_proj"])
         beside = grad if needed["down_proj"] and copied else None
         inputs = (saved["hidden_states"], saved["gate_up_proj"], saved["topk_weights"], *places, saved["up_proj"])
         options = {"needs": asked, "weight_on_input": on_input, "sparing": recompute is not None}
@@ -136,6 +136,14 @@ class _LayerFormula(_Formula):
             weights = None if on_input else saved["topk_weights"]
             found["down_bias"] = run("expert_sums", grad, *places, weights)
         return {name: None if result is None else result.to(saved[name].dtype) for name, result in found.items()}
+
+    @staticmethod
+    def _gathers(down_proj: Tensor) -> bool:
+        """Whether the product for these weights' gradient takes tokens rather than copies, of any number of them."""
+        problem = Problem(down_proj.dtype, down_proj.device.type, device_arch(down_proj.device), "")
+        between = getattr(choice.choose(problem, op="grouped_wgrad"), "ROWS", rows)
+        gathers: bool = between.gathers_any_number(down_proj.device, down_proj.dtype, down_proj.shape[2])
+        return gathers
 
     @staticmethod
     def _places(saved: dict[str, Any], options: dict[str, Any]) -> tuple[Tensor, ...]:

@@ -15,10 +15,6 @@ from meta.operands import Glu
 from moe_ops import counters
 from moe_ops.pairs import local_ids, places
 
-#: I, up to which products of weights' gradients are faster of tokens that they gather than of copies, of any number of
-#: rows (`moe_ops.kernels.triton.wgrad.gathers`).
-GATHERED_COLUMNS = 1536
-
 
 class Routed(NamedTuple):
     """Where the pairs of a call are among rows sorted by expert.
@@ -69,6 +65,11 @@ def gathers(tokens: Tensor, pairs: int, experts: int, columns: int) -> bool:
     """Whether ``grouped_wgrad`` of ``tokens`` and rows of so many pairs, of experts about ``columns`` wide, is faster
     than of copies that :func:`collect` makes.
     """
+    return False
+
+
+def gathers_any_number(device: torch.device, dtype: torch.dtype, columns: int) -> bool:
+    """The same, however many pairs there are: all that is known while a graph is traced."""
     return False
 
 

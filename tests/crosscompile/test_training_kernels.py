@@ -6,6 +6,7 @@ import pytest
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moe_ops.kernels.triton import wgrad
 from moe_ops.kernels.triton.collect import _collect_kernel, _expert_sums_kernel
 from moe_ops.kernels.triton.launch import for_gluon, ragged_rows
 from moe_ops.kernels.triton.rows import _glu_rows_backward_kernel
@@ -86,6 +87,24 @@ def test_weight_gradient_by_groups_of_warps(columns: int, gathered: str | None) 
     assert (
         kernel.ptx_count(r"cp\.async\.cg\.shared\.global .*, 0x10") == kernel.ptx_count(r"cp\.async\.c[ag]") == copies
     )
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "hopper", "wanted"),
+    [(16, 2880, True, True), (512, 2880, True, False), (16, 768, True, True), (1024, 768, True, True),
+     (16, 768, False, False)],
+    ids=["few_and_wide", "many_and_wide", "few_and_narrow", "many_and_narrow", "elsewhere"],
+)  # fmt: skip
+def test_which_weight_gradients_gather(
+    rows: int, columns: int, hopper: bool, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of an expert; where their number is not known yet only narrow experts'."""
+    monkeypatch.setattr(wgrad, "hopper_with_gluon", lambda device: hopper)
+    monkeypatch.setattr(wgrad, "_has_descriptors", lambda tokens: hopper)
+    tokens = torch.empty(4, 64, dtype=torch.bfloat16)
+    assert wgrad.gathers(tokens, rows * E, E, columns) == wanted
+    known = wgrad.gathers_any_number(tokens.device, tokens.dtype, columns)
+    assert known == (hopper and columns <= 1536) and not wgrad.gathers_any_number(tokens.device, torch.float32, columns)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

@@ -88,7 +88,8 @@ def test_a_gradient_alone_has_the_same_bits(name: str, of: str, gathers: bool, m
     grad = torch.randn_like(layer.tensors["hidden_states"])
     inputs = [layer.tensors[of] for of in NAMES if layer.tensors[of] is not None]
     wanted = dict(zip(map(id, inputs), torch.autograd.grad(fused(layer), inputs, grad), strict=True))
-    monkeypatch.setattr(rows, "gathers", lambda *sizes: gathers)
+    for question in ("gathers", "gathers_any_number"):
+        monkeypatch.setattr(rows, question, lambda *sizes: gathers)
     alone = {key: value.detach() if isinstance(value, Tensor) else value for key, value in layer.tensors.items()}
     alone[of] = layer.tensors[of]
     (found,) = torch.autograd.grad(fused(Layer(alone, layer.options)), [layer.tensors[of]], grad)

@@ -15,7 +15,7 @@ from moe_ops.kernels.triton.act_quant import NAN, apply_activation, tanh
 from moe_ops.kernels.triton.collect import collect
 from moe_ops.kernels.triton.record import launch
 from moe_ops.kernels.triton.util import cdiv, next_power_of_2, round_to
-from moe_ops.kernels.triton.wgrad import gathers
+from moe_ops.kernels.triton.wgrad import gathers, gathers_any_number
 from moe_ops.rows import Routed
 
 # Of a program's tile: us on an H200, T = 16384, of 8 x 256 and of 4 x 1024: gpt-oss-120b 615 and 723, Mixtral-8x7B 1450
@@ -24,7 +24,7 @@ ELEMENTS, COLUMNS = 2048, 256
 
 Tensor = torch.Tensor
 
-__all__ = ["collect", "gather_rows", "gathers", "glu_rows_backward", "sort_pairs"]
+__all__ = ["collect", "gather_rows", "gathers", "gathers_any_number", "glu_rows_backward", "sort_pairs"]
 
 
 @triton.jit

@@ -24,7 +24,6 @@ from moe_ops.kernels.triton.programs import multiprocessors, side_by_side
 from moe_ops.kernels.triton.record import launch, on_device, with_memory
 from moe_ops.kernels.triton.tile_loads import RAGGED
 from moe_ops.kernels.triton.util import INTERPRETED, cdiv, next_power_of_2, round_to, uniform
-from moe_ops.rows import GATHERED_COLUMNS
 
 Tensor = torch.Tensor
 
@@ -35,6 +34,7 @@ MANY_ROWS = 256  # of an expert: from here on the arithmetic is the time, whatev
 # Of an expert, from which on `wgrad_mm` is faster; below, what is written is the time. us of both products of a layer
 # by this kernel and by that on an H200: Qwen3-30B-A3B, T = 1024 (64 an expert) 392 and 407, T = 2048 532 and 453.
 ROWS_FOR_GROUPS = 96
+GATHERED_COLUMNS = 1536  # I, up to which gathered tokens are faster, whatever their number: `gathers`
 PIECE = 256  # columns of tokens whose rows are copied at once, at the least
 
 
@@ -270,7 +270,13 @@ def gathers(tokens: Tensor, pairs: int, experts: int, columns: int) -> bool:
     Qwen3-30B-A3B, T = 1024 598 and 551, T = 4096 805 and 751, T = 16384 2504 and 2167; OLMoE, T = 4096 842 and 798;
     gpt-oss-120b's dimensions, T = 4096 3482 and 2846, T = 16384 6043 and 6409; Mixtral-8x7B, T = 4096 4406 and 4624.
     """
-    return (pairs < MANY_ROWS * experts or columns <= GATHERED_COLUMNS) and _has_groups(tokens)
+    few = pairs < MANY_ROWS * experts or gathers_any_number(tokens.device, tokens.dtype, columns)
+    return few and _has_groups(tokens)
+
+
+def gathers_any_number(device: torch.device, dtype: torch.dtype, columns: int) -> bool:
+    """As :func:`moe_ops.rows.gathers_any_number`."""
+    return columns <= GATHERED_COLUMNS and dtype.itemsize == 2 and hopper_with_gluon(device)
 
 
 def _has_groups(rows: Tensor) -> bool:
