@@ -266,9 +266,10 @@ def gathers(tokens: Tensor, pairs: int, experts: int, columns: int) -> bool:
     """As :func:`moe_ops.rows.gathers`: by `wgrad_mm`, where its tensor cores wait for memory anyway, or copies are much
     beside the product.
 
-    us of both products and the sum of rows per token on an H100, of copies that the sum makes beside, and gathered:
-    Qwen3-30B-A3B, T = 1024 598 and 551, T = 4096 805 and 751, T = 16384 2504 and 2167; OLMoE, T = 4096 842 and 798;
-    gpt-oss-120b's dimensions, T = 4096 3482 and 2846, T = 16384 6043 and 6409; Mixtral-8x7B, T = 4096 4406 and 4624.
+    us of both products and the sum of rows per token on an H100, of copies that the sum makes beside, and gathered
+    (benchmarks/comparisons/h100-wgrad-gathered.json): Qwen3-30B-A3B, T = 4096 795 and 756, T = 16384 2551 and 2281;
+    OLMoE, T = 4096 828 and 796; gpt-oss-120b's dimensions, T = 4096 3485 and 2846, T = 16384 6048 and 6409;
+    Mixtral-8x7B, T = 4096 4396 and 4624.
     """
     few = pairs < MANY_ROWS * experts or gathers_any_number(tokens.device, tokens.dtype, columns)
     return few and _has_groups(tokens)
