@@ -20,7 +20,7 @@ from benchmarks import timing
 from benchmarks.intervals import fields, median_interval, ratio_interval
 from benchmarks.results import ResultFile
 from benchmarks.shapes import Shape
-from benchmarks.timing import INTERVALS, SAMPLE_US, WARM_SECONDS
+from benchmarks.timing import IN_TURN, INTERVALS, SAMPLE_US, WARM_SECONDS
 from moe_ops import ep
 from moe_ops.groups import resolve
 from moe_ops.symmetric_memory import share
@@ -40,8 +40,8 @@ METHOD = (
     f"`{BESIDE}`: the layer's steps with a shared expert of half the routed FLOPs, its first product between "
     f"the halves of prepare, its second one between those of finalize, `{AFTER}`: behind finalize, both compiled; "
     f"`{SHARED}`: that expert without a layer; "
-    f"everything in captured CUDA graphs, replayed in turn for {WARM_SECONDS} s, then in {{rounds}} rounds, everyone "
-    f"once in each, in alternating order, each repeated to at least {SAMPLE_US / 1e3} ms after one replay that is not "
+    f"everything in captured CUDA graphs, replayed in turn for {WARM_SECONDS} s, then in {IN_TURN}, "
+    f"each repeated to at least {SAMPLE_US / 1e3} ms after one replay that is not "
     "timed, by CUDA events, the slowest rank counts; {intervals}; error: Euclidean, relative to `" + WHOLE + "`"
 )
 

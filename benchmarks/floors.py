@@ -102,7 +102,7 @@ class Kind:
 KINDS = (
     Kind("products", r"_expert_mm_kernel|cutlass grouped gemm \S+ (?:tn|tt)", products),
     Kind("weight gradients", r"_wgrad_(mm_)?kernel|cutlass grouped gemm \S+ nt", weight_gradients),
-    Kind("its gradient", r"_glu_rows_backward_kernel", activation_gradient),
+    Kind("activation's gradient", r"_glu_rows_backward_kernel", activation_gradient),
     Kind("rows gathered", r"_scatter_rows_kernel", rows_moved, each=True),
     Kind("rows summed", r"_combine_kernel", rows_moved, each=True),
     Kind("summed and gathered", r"_collect_kernel", rows_exchanged),

@@ -120,8 +120,8 @@ class _LayerFormula(_Formula):
         ctx.maybe_clear_saved_tensors()
         asked = [needed[name] and (name != "topk_weights" or on_input) for name in GRADIENTS]
         # Copied beside what the kernel does anyway; where memory is short, or the product gathers them, not here.
-        copied = recompute is None and not self._gathers(saved["down_proj"])
-        beside = grad if needed["down_proj"] and copied else None
+        copied = needed["down_proj"] and recompute is None and not self._gathers(saved["down_proj"])
+        beside = grad if copied else None
         inputs = (saved["hidden_states"], saved["gate_up_proj"], saved["topk_weights"], *places, saved["up_proj"])
         options = {"needs": asked, "weight_on_input": on_input, "sparing": recompute is not None}
         of_first = run("fused_experts_backward_first", of_gate, of_up, *inputs, beside, **options)

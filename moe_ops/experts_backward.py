@@ -28,7 +28,7 @@ Stage = Callable[..., Any]
 
 
 def _between(kernels: ModuleType) -> Any:
-    """The module with what is between products; some backends have the activation with the first one beside it."""
+    """The module with what is between products."""
     return getattr(kernels, "ROWS", plain)
 
 
@@ -41,6 +41,7 @@ def fused_experts_saving(call: ExpertsCall, stage: Stage, kernels: ModuleType) -
     weights, between = call.experts, _between(kernels)
     ids = (call.topk_ids, call.expert_map, int(weights.count), call.capacity)
     routed = _sorted(between, *ids, counted_for=weights.down.data)
+    # Some backends compute the activation in the product before it.
     activate, keep = getattr(kernels, "activated_rows", None), call.recompute is None
     if activate is not None:
         value, *halves = activate(call, routed, keep=keep)
@@ -49,7 +50,8 @@ def fused_experts_saving(call: ExpertsCall, stage: Stage, kernels: ModuleType) -
         weighing = call.topk_weights if call.weight_on_input else None
         halves = first_product(stage, call.hidden_states.data, first, weights.gate_up_bias, routed, weighing)
         value = plain.glu_rows(halves[0], halves[1] if len(halves) > 1 else None, weights.glu, routed.offsets)
-    kept = [*halves[: 2 * keep], *(value.new_empty(0) for _ in range(2 - len(halves) * keep))]
+        halves = halves if keep else []
+    kept = [*halves, *(value.new_empty(0) for _ in range(2 - len(halves)))]
     del halves
     y = stage("grouped_mm", value, weights.down.data, routed.offsets, [], weights.down_bias)
     del value
@@ -146,7 +148,7 @@ def fused_experts_backward_first(call: FirstBackwardCall, stage: Stage, kernels:
     names = [name for name in ("gate_up_proj", "up_proj") if needs[name]]
     between, weights = _between(kernels), call.topk_weights if call.weight_on_input else None
     # The products of the weights' gradients take the tokens themselves, or copies of them in sorted rows.
-    columns = call.grads[0].shape[1] * len(call.grads) // 2
+    columns = call.grads[0].shape[1] * len(call.grads) // 2  # I, of gated experts
     sizes = (call.row_to_pair.shape[0], offsets.shape[0], columns)
     gathered = weights is None and (call.sparing or between.gathers(call.hidden_states, *sizes))
     copied, rows = bool(names) and not gathered, None

@@ -100,7 +100,6 @@ def test_which_weight_gradients_gather(
 ) -> None:
     """Rows of an expert; where their number is not known yet only narrow experts'."""
     monkeypatch.setattr(wgrad, "hopper_with_gluon", lambda device: hopper)
-    monkeypatch.setattr(wgrad, "_has_descriptors", lambda tokens: hopper)
     tokens = torch.empty(4, 64, dtype=torch.bfloat16)
     assert wgrad.gathers(tokens, rows * E, E, columns) == wanted
     known = wgrad.gathers_any_number(tokens.device, tokens.dtype, columns)

@@ -81,11 +81,11 @@ def test_floors_by_hand(mode: str) -> None:
     assert rest == 10.0 and by_title["products"].names == tuple(names[:2]) and by_title["products"].us == 20.0
     R, H, I = 200000, 1000, 500
     product = 2 * R * I * H / 500e6  # us; gate and up are two of them
-    floors = {"products": 6 * product, "its gradient": 5 * R * I * 2 / 4e6}
+    floors = {"products": 6 * product, "activation's gradient": 5 * R * I * 2 / 4e6}
     floors["rows gathered"] = 2 * (R + 100000) * H * 2 / 4e6
     if trained:
         floors["weight gradients"] = 3 * product
-        floors["its gradient"] *= 6 / 5
+        floors["activation's gradient"] *= 6 / 5
         floors["rows gathered"] *= 3 / 2
     assert {title: share.floor_us for title, share in by_title.items()} == pytest.approx(floors)
 

@@ -271,23 +271,24 @@ def gathers(tokens: Tensor, pairs: int, experts: int, columns: int) -> bool:
     OLMoE, T = 4096 828 and 796; gpt-oss-120b's dimensions, T = 4096 3485 and 2846, T = 16384 6048 and 6409;
     Mixtral-8x7B, T = 4096 4396 and 4624.
     """
-    few = pairs < MANY_ROWS * experts or gathers_any_number(tokens.device, tokens.dtype, columns)
-    return few and _has_groups(tokens)
+    faster = pairs < MANY_ROWS * experts or columns <= GATHERED_COLUMNS
+    return faster and descriptor_strides(tokens, inner=1) and _has_groups(tokens.device, tokens.dtype)
 
 
 def gathers_any_number(device: torch.device, dtype: torch.dtype, columns: int) -> bool:
     """As :func:`moe_ops.rows.gathers_any_number`."""
-    return columns <= GATHERED_COLUMNS and dtype.itemsize == 2 and hopper_with_gluon(device)
+    return columns <= GATHERED_COLUMNS and _has_groups(device, dtype)
 
 
-def _has_groups(rows: Tensor) -> bool:
-    return _has_descriptors(rows) and descriptor_strides(rows, inner=1) and hopper_with_gluon(rows.device)
+def _has_groups(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether there is `wgrad_mm`."""
+    return dtype.itemsize == 2 and hopper_with_gluon(device)
 
 
 def _specialises(grad_rows: Tensor, rows: Tensor, out: Tensor) -> bool:
     """Whether `wgrad_mm` can take a product: all three need tensor maps."""
-    mapped = descriptor_strides(grad_rows, inner=1) and descriptor_strides(out, inner=2)
-    return mapped and rows.dtype == grad_rows.dtype and _has_groups(rows)
+    mapped = all(descriptor_strides(x, inner=1) for x in (grad_rows, rows)) and descriptor_strides(out, inner=2)
+    return mapped and rows.dtype == grad_rows.dtype and _has_groups(rows.device, rows.dtype)
 
 
 def stages_of(width: int, size: int) -> int:
@@ -325,10 +326,8 @@ def _launch_specialised(
     options: tuple[Any, ...] = (0, None)
     if tokens is not None:
         factor, which = (rows, ROWS) if tokens.factor == "rows" else (grad_rows, GRADS)
-        gathered, options = (
-            (factor, tokens.row_to_pair),
-            (which.value, (tokens.top_k, factor.stride(0), factor.shape[1])),
-        )
+        gathered = (factor, tokens.row_to_pair)
+        options = (which.value, (tokens.top_k, factor.stride(0), factor.shape[1]))
     programs = min(E * cdiv(N, GROUPS.value * HEIGHT.value) * cdiv(K, width), multiprocessors(rows.device))
     sizes = (E, N, K, stages_of(width, rows.element_size()))
     launch(_wgrad_mm_kernel, (programs,), *tensors, *gathered, *sizes, *options, num_warps=4)
