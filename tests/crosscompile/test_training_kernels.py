@@ -77,7 +77,7 @@ def compile_wgrad_mm(columns: int, gathered: str | None) -> Compiled:
 @pytest.mark.parametrize("columns", [192, 256])
 def test_weight_gradient_by_groups_of_warps(columns: int, gathered: str | None) -> None:
     """Three groups multiply without waiting for one another's products, both factors transposed; nothing spills. Tokens
-    are copied 16 bytes a thread, and fenced before the tensor core sees them.
+    are copied 16 bytes a thread by warps that do not wait for them; who multiplies fences them from the tensor core.
     """
     kernel = compile_wgrad_mm(columns, gathered)
     assert kernel.stack == 0 and kernel.shared <= 227 * 1024
@@ -87,6 +87,10 @@ def test_weight_gradient_by_groups_of_warps(columns: int, gathered: str | None) 
     assert (
         kernel.ptx_count(r"cp\.async\.cg\.shared\.global .*, 0x10") == kernel.ptx_count(r"cp\.async\.c[ag]") == copies
     )
+    assert kernel.ptx_count(r"cp\.async\.mbarrier\.arrive\.noinc") == (GATHERERS.value if copies else 0)
+    assert kernel.ptx_count(r"cp\.async\.wait") == 0
+    fenced = r"mbarrier\.try_wait(?:(?!wgmma)[\s\S])*fence\.proxy\.async(?:(?!mbarrier)[\s\S])*?wgmma\.mma_async"
+    assert kernel.ptx_count(fenced) == (3 if copies else 0)
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,7 @@ CALLED = {
     gl.thread_barrier: (),
     gl.shared_memory_descriptor._reinterpret: ("dtype", "shape", "layout"),
     async_copy.async_copy_global_to_shared: ("smem", "pointer", "mask"),
-    async_copy.mbarrier_arrive: ("mbarrier",),
-    async_copy.commit_group: (),
-    async_copy.wait_group: ("num_outstanding",),
+    async_copy.mbarrier_arrive: ("mbarrier", "increment_count"),
     fence_async_shared: (),
     mbarrier.init: ("mbarrier", "count"),
     mbarrier.expect: ("mbarrier", "bytes"),
@@ -80,14 +78,14 @@ def tile_of(number):
 
 
 @gluon.jit
-def ring(STAGES: gl.constexpr, GROUPS: gl.constexpr, BRINGERS: gl.constexpr = 1):
-    """Barriers of steps in shared memory: (that one has arrived, brought by so many warps, that all groups of warps are
-    done with it).
+def ring(STAGES: gl.constexpr, GROUPS: gl.constexpr, ARRIVALS: gl.constexpr = 1):
+    """Barriers of steps in shared memory: (that one has arrived, which so many warps or threads say, that all groups of
+    warps are done with it).
     """
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=BRINGERS)
+        mbarrier.init(full.index(stage), count=ARRIVALS)
         mbarrier.init(empty.index(stage), count=GROUPS)
     fence_async_shared()
     return full, empty
