@@ -266,10 +266,10 @@ def gathers(tokens: Tensor, pairs: int, experts: int, columns: int) -> bool:
     """As :func:`moe_ops.rows.gathers`: by `wgrad_mm`, where its tensor cores wait for memory anyway, or copies are much
     beside the product.
 
-    us of both products and the sum of rows per token on an H100, of copies that the sum makes beside, and gathered
-    (benchmarks/comparisons/h100-wgrad-gathered.json): Qwen3-30B-A3B, T = 4096 795 and 756, T = 16384 2551 and 2281;
-    OLMoE, T = 4096 828 and 796; gpt-oss-120b's dimensions, T = 4096 3485 and 2846, T = 16384 6048 and 6409;
-    Mixtral-8x7B, T = 4096 4396 and 4624.
+    us of both products and the sum of rows per token on an H200, of copies that the sum makes beside, and gathered
+    (benchmarks/comparisons/h200-wgrad-gathered.json): Qwen3-30B-A3B, T = 4096 764 and 718, T = 16384 2452 and 2242;
+    OLMoE, T = 4096 861 and 823; gpt-oss-120b's dimensions, T = 4096 2641 and 2572, T = 16384 6413 and 6666;
+    DeepSeek-V3, T = 4096 8962 and 8573; Mixtral-8x7B, T = 4096 4682 and 4929.
     """
     faster = pairs < MANY_ROWS * experts or columns <= GATHERED_COLUMNS
     return faster and descriptor_strides(tokens, inner=1) and _has_groups(tokens.device, tokens.dtype)
