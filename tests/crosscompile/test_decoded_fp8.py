@@ -84,7 +84,7 @@ def steps_of(kernel: Compiled) -> list[list[tuple[int, str, str]]]:
 )
 def test_compiles(scheme: str, layout: str | None, experts: int) -> None:
     """Weights are decoded into registers, products of 64 rows of tokens each of them is multiplied in; scales of tokens
-    are copied beside the products.
+    are copied beside the products. Of few experts nothing spills in a loop, but for an address that stays the same.
     """
     kernel = compile_product(product(scheme, layout, bias=layout == "concat"), experts=experts)
     products = re.findall(r"(QGMMA\S+) R\d+, (\S+),", kernel.sass)
@@ -94,7 +94,8 @@ def test_compiles(scheme: str, layout: str | None, experts: int) -> None:
     assert (copies >= 4 and "ARRIVES.LDGSTSBAR" in kernel.sass) if scheme == "mxfp4_a8" else copies == 0
     for body in steps_of(kernel):
         assert not any("LDGSTS" in line[1] for line in body)
-        assert sum(line[1].startswith(("LDL", "STL")) for line in body) <= (0 if experts == 8 else 16)
+        spilled = [line[1] for line in body if line[1].startswith(("LDL", "STL"))]
+        assert spilled in ([], ["LDL.64"]) if experts == 8 else len(spilled) <= 16
 
 
 @pytest.mark.parametrize("sizes", [(1184, 320), (1216, 320)], ids=["one_by_one", "in_pairs"])

@@ -200,7 +200,7 @@ def test_compiles_for_e4m3_rows(scheme: str, tokens: int, gated: bool) -> None:
     weights = "e4m3" if SCHEMES[scheme].code.name == "int4" else "e5m2"
     assert kernel.ptx_count(rf"wgmma\.mma_async\S+k32\.f32\.{weights}\.e4m3 ") == len(products)
     before = kernel.ptx[: kernel.ptx.index("wgmma.mma_async")]
-    decoded = before[before.rindex("0x60686C70" if weights == "e4m3" else "0x7362") :]
+    decoded = before[before.rindex("0x50545658" if weights == "e4m3" else "0x5140") :]
     assert not re.search(r"st\.shared\.(v\d\.)?b32|stmatrix", decoded), "codes go through shared memory"
 
 
@@ -235,14 +235,18 @@ def words_of(machine_code: str, registers: dict[str, int]) -> tuple[int, int]:
 @pytest.mark.parametrize("power", [None, 0, 13, fp8.WINDOW.value], ids=str)
 def test_decoders(power: int | None) -> None:
     """Of words that have every byte at every place: int4, and e2m1 times a power of two."""
-    decoder = fp8.int4_fours if power is None else fp8.e2m1_fours
+    decoder = fp8.int4_parts if power is None else fp8.e2m1_parts
     dtype, factor = (E4M3, fp8.INT4_UNIT.value) if power is None else (torch.float8_e5m2, 2.0 ** (13 - (power or 0)))
     code = CODES["int4" if power is None else "e2m1"]
     for first in range(256):
-        stored = torch.tensor([first, first * 5 + 1 & 255, 255 - first, first * 7 + 3 & 255], dtype=torch.uint8)
-        registers = {"$2": int(stored.view(torch.int32)) & 0xFFFFFFFF}
-        if power is not None:
-            registers |= dict.fromkeys(("$3", "$4"), fp8.LOW_BYTES.value + power * fp8.LOW_POWER.value)
-            registers |= dict.fromkeys(("$5", "$6"), fp8.HIGH_BYTES.value + power * fp8.HIGH_POWER.value)
-        words = torch.tensor(words_of(decoder.src, registers), dtype=torch.int64).to(torch.int32)
+        stored = torch.tensor([first, first * 5 + 1 & 255], dtype=torch.uint8)
+        registers = {"$2": int(stored.view(torch.int16)) & 0xFFFFFFFF}
+        if power is None:
+            registers |= {"$3": fp8.BELOW.value, "$4": fp8.ABOVE.value}
+        else:
+            registers["$3"] = fp8.LOW_BYTES.value + power * fp8.LOW_POWER.value
+            registers["$4"] = fp8.HIGH_BYTES.value + power * fp8.HIGH_POWER.value
+        first_part, second = words_of(decoder.src, registers)
+        joined = 2 * first_part + second if power is None else first_part & fp8.SIGNS.value | second
+        words = torch.tensor([joined]).to(torch.int32)
         assert torch.equal(words.view(dtype).float() * factor, code.decode(stored))

@@ -36,6 +36,8 @@ from moe_ops.kernels.triton.codes import E2M1
 from moe_ops.kernels.triton.decoded_mm import columns_of, in_product, rows_layout, stacked_rows
 from moe_ops.kernels.triton.hopper import buffers, lots_of, ring, table_of_tiles, tile_of, write
 from moe_ops.kernels.triton.packed_fp8_tile import (
+    ABOVE,
+    BELOW,
     FOLDED_UNIT,
     HIGH_BYTES,
     HIGH_POWER,
@@ -44,9 +46,11 @@ from moe_ops.kernels.triton.packed_fp8_tile import (
     LOW_POWER,
     NO_NUMBER,
     WINDOW,
-    e2m1_fours,
+    e2m1_parts,
     in_order,
-    int4_fours,
+    int4_parts,
+    join_e2m1,
+    join_int4,
 )
 from moe_ops.kernels.triton.packed_tile import factor_of, fetch, of_rows
 from moe_ops.kernels.triton.scales import decode_scale, load_scale
@@ -55,6 +59,7 @@ from moe_ops.kernels.triton.util import find_tile, pdl_release, pdl_wait
 
 ROWS = gl.constexpr(64)  # of tokens, of a product
 HEIGHT = gl.constexpr(64)  # weight rows of a group of warps
+SUM = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))  # of a group's product
 GROUPS = gl.constexpr(2)
 AT_ONCE = gl.constexpr(4)  # steps whose scales of tokens come together
 LOTS = gl.constexpr(2)  # of them that there is room for
@@ -232,29 +237,54 @@ def _bring_scales(given, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def _written(total, first, past, where, SIZES: gl.constexpr):
-    """A product's rows first .. past - 1: scaled, activated, and written by descriptor."""
+def _of_weight_rows(where, SIZES: gl.constexpr):
+    """(factors, biases) [rows] of a group's sums, 0 where there are none: loaded once for all products of a tile."""
     N: gl.constexpr = SIZES[1]
+    STRIDES: gl.constexpr = SIZES[3]
+    GLU: gl.constexpr = SIZES[6]
+    SWAPPED: gl.constexpr = SIZES[8]
+    PACKED: gl.constexpr = SIZES[9][4]
+    OUTER_STRIDES: gl.constexpr = STRIDES[5]
+    expert, n_start, outer, outer_apart, bias = where
+    row, half, exists = stacked_rows(HEIGHT, gl.SliceLayout(1, SUM), n_start, N, GLU, SWAPPED, True)
+    row = gl.where(exists, row, 0)
+    factor, shift = 0, 0
+    if OUTER_STRIDES is not None:
+        pointers = of_rows(outer, outer_apart, expert, row, half, N, PACKED[6], PACKED[7], OUTER_STRIDES)
+        factor = load_scale(pointers)
+    if STRIDES[2] is not None:
+        at = bias + expert.to(gl.int64) * STRIDES[2][0] + (row + half * N) * STRIDES[2][1]
+        shift = gl.load(at).to(gl.float32)
+    return factor, shift
+
+
+@gluon.jit
+def _of_tokens(a_scale, first, past, SIZES: gl.constexpr):
+    """Factors [rows] of a product's rows of tokens, 0 where those of groups of columns are in its sums already."""
+    if SIZES[9][4][8] == 0:
+        at = first + gl.arange(0, ROWS, layout=gl.SliceLayout(0, SUM))
+        return gl.load(a_scale + at, mask=at < past, other=0.0)
+    else:
+        return 0
+
+
+@gluon.jit
+def _written(total, unit, factors, shift, first, past, where, SIZES: gl.constexpr):
+    """A product's rows first .. past - 1: scaled, activated, and written by descriptor; `factors`: of rows of tokens,
+    of weight rows.
+    """
     STRIDES: gl.constexpr = SIZES[3]
     GLU: gl.constexpr = SIZES[6]
     ACTIVATION: gl.constexpr = SIZES[7]
     SWAPPED: gl.constexpr = SIZES[8]
-    PACKED: gl.constexpr = SIZES[9][4]
-    OUTER_STRIDES: gl.constexpr = STRIDES[5]
-    SUM: gl.constexpr = total.type.layout
-    unit, a_scale, staged, out_desc, expert, n_start, outer, outer_apart, bias, alpha, limit = where
-    row, half, exists = stacked_rows(HEIGHT, gl.SliceLayout(1, SUM), n_start, N, GLU, SWAPPED, True)
-    row = gl.where(exists, row, 0)
-    if PACKED[8] == 0:
-        at = first + gl.arange(0, ROWS, layout=gl.SliceLayout(0, SUM))
-        total *= gl.load(a_scale + at, mask=at < past, other=0.0)[None, :]
+    staged, out_desc, n_start, alpha, limit = where
+    if SIZES[9][4][8] == 0:
+        total *= factors[0][None, :]
     total *= unit
-    if OUTER_STRIDES is not None:
-        pointers = of_rows(outer, outer_apart, expert, row, half, N, PACKED[6], PACKED[7], OUTER_STRIDES)
-        total *= load_scale(pointers)[:, None]
+    if STRIDES[5] is not None:
+        total *= factors[1][:, None]
     if STRIDES[2] is not None:
-        where = bias + expert.to(gl.int64) * STRIDES[2][0] + (row + half * N) * STRIDES[2][1]
-        total += gl.load(where).to(gl.float32)[:, None]
+        total += shift[:, None]
     if GLU == NOT_GATED:
         value = total
         if ACTIVATION is not None:
@@ -268,9 +298,25 @@ def _written(total, first, past, where, SIZES: gl.constexpr):
 
 
 @gluon.jit
+def _in_register(NUMBER: gl.constexpr, words):
+    """A number for each of `words`, which the assembler does not know: it would move one that it knows to a register
+    again whenever a table begins with it. Threads of a warp are numbered below 32.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, %laneid; shr.u32 $0, $0, 5; add.u32 $0, $0, $1;",
+        "=r,r",
+        [gl.full(words.shape, NUMBER, gl.int32, layout=words.type.layout)],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
 def _decoded(words, bits, base, FOLDED: gl.constexpr, ALL: gl.constexpr):
-    """Four weights in a word of 32 bits, of words of four codes. FOLDED: of e2m1 whose scales' exponents are the bytes
-    of `bits` [rows], in units of 2^(base - 127) * FOLDED_UNIT; unless ALL are within 2^WINDOW below, others are 0.
+    """Four weights in two parts of 32 bits, of words of four codes, see `_operand`. FOLDED: of e2m1 whose scales'
+    exponents are the bytes of `bits` [rows], in units of 2^(base - 127) * FOLDED_UNIT; unless ALL are within 2^WINDOW
+    below, others are 0.
     """
     if FOLDED:
         word = gl.arange(0, words.shape[1], layout=gl.SliceLayout(0, words.type.layout))[None, :]
@@ -281,15 +327,20 @@ def _decoded(words, bits, base, FOLDED: gl.constexpr, ALL: gl.constexpr):
             counts = (power >= 0) & (power <= WINDOW) & ~none
             low, high = gl.where(counts, low, 0), gl.where(counts, high, 0)
             low, high = gl.where(none, NO_NUMBER, low), gl.where(none, NO_NUMBER, high)
-        return e2m1_fours(words, low, high)
+        return e2m1_parts(words.to(gl.int32), low, high)
     else:
-        return int4_fours(words)
+        return int4_parts(words.to(gl.int32), _in_register(BELOW, words), _in_register(ABOVE, words))
 
 
 @gluon.jit
-def _operand(fours, GLU: gl.constexpr, OPERAND: gl.constexpr, FOLDED: gl.constexpr):
-    """Weights [rows, columns] as the first operand of a product."""
-    return in_product(in_order(fours, gl.float8e5 if FOLDED else gl.float8e4nv), GLU, OPERAND)
+def _operand(parts, GLU: gl.constexpr, OPERAND: gl.constexpr, FOLDED: gl.constexpr):
+    """Weights [rows, columns] as the first operand of a product. What is decoded while another product is under way are
+    their parts, as the assembler lets no product run beside instructions that write the next one's registers.
+    """
+    if FOLDED:
+        return in_product(in_order(join_e2m1(parts), gl.float8e5), GLU, OPERAND)
+    else:
+        return in_product(in_order(join_int4(parts), gl.float8e4nv), GLU, OPERAND)
 
 
 @gluon.jit
@@ -330,10 +381,8 @@ def _sums(
     IN_TURNS: one step after the other, columns whose scales are within 2^WINDOW of 2^top first, then those within as
     much below, and so on.
     """
-    rows_of, words_of, full, empty, _, _, _, _, num_rows, decoding = given[:10]
-    # Of what is decoded while a product is under way, its operand is a copy: the assembler lets no product run beside
-    # instructions that write the next one's registers. It does not know that this is 0.
-    nothing = num_rows >> 31
+    rows_of, words_of, full, empty = given[:4]
+    decoding = given[9]
     place, number, expert, n_start = at
     N: gl.constexpr = SIZES[1]
     K: gl.constexpr = SIZES[2]
@@ -349,7 +398,6 @@ def _sums(
     FOLDED: gl.constexpr = PACKED[0] == E2M1
     GROUP_K: gl.constexpr = PACKED[4]
     LAST: gl.constexpr = (K + GROUP_K - 1) // GROUP_K - 1 if GROUP_K > 0 else 0
-    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUM, 4)
     OF_WORDS: gl.constexpr = rows_layout(4, WORDS, 4, GLU)
     OF_SCALES: gl.constexpr = gl.SliceLayout(1, OF_WORDS if FOLDED else SUM)
@@ -370,7 +418,7 @@ def _sums(
     if not IN_TURNS:
         mbarrier.wait(full.index(place % STAGES), (place // STAGES) & 1)
         words = words_of.index(place % STAGES * GROUPS + GROUP).reshape([HEIGHT, WORDS]).load(OF_WORDS)
-        fours = _decoded(words, bits, top, FOLDED, True)
+        parts = _decoded(words, bits, top, FOLDED, True)
     for step in range(STEPS):
         stage, next_stage = place % STAGES, (place + 1) % STAGES
         after = gl.minimum(step + 1, STEPS - 1)
@@ -401,7 +449,7 @@ def _sums(
                     sums = _with(sums, at_box, _promoted(sums[at_box], done, below, factors_of, where, FOLDED))
                     one = warpgroup_mma_init(done)
         else:
-            numbers = _operand(fours | nothing, GLU, OPERAND, FOLDED)
+            numbers = _operand(parts, GLU, OPERAND, FOLDED)
             for at_box in gl.static_range(PRODUCTS):
                 rows = rows_of.index(box + at_box).permute((1, 0))
                 if at_box % 2 == 0:
@@ -419,7 +467,7 @@ def _sums(
                         one = warpgroup_mma_init(done)
             mbarrier.wait(full.index(next_stage), ((place + 1) // STAGES) & 1, pred=step + 1 < STEPS)
             words = words_of.index(next_stage * GROUPS + GROUP).reshape([HEIGHT, WORDS]).load(OF_WORDS)
-            fours = _decoded(words, bits, top, FOLDED, True)
+            parts = _decoded(words, bits, top, FOLDED, True)
             done = warpgroup_mma_wait(0, deps=[one if PRODUCTS % 2 == 1 else other])
             where = first_factors + (PRODUCTS - 1) * AT_ONCE
             last = _promoted(sums[PRODUCTS - 1], done, factor, factors_of, where, FOLDED)
@@ -481,12 +529,18 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
                 unit = gl.where(in_turns, 1.0, decode_scale(top.to(gl.uint8)) * FOLDED_UNIT)
             else:
                 unit = INT4_UNIT
-            where = (
-                unit, a_scale, staged.index(GROUP), out_desc, expert, n_start, outer, outer_apart, bias, alpha, limit,
-            )  # fmt: skip
+            factor, shift = _of_weight_rows((expert, n_start, outer, outer_apart, bias), SIZES)
+            of_tokens = (
+                _of_tokens(a_scale, first, past, SIZES),
+                _of_tokens(a_scale, first + ROWS, past, SIZES),
+                _of_tokens(a_scale, first + 2 * ROWS, past, SIZES),
+                _of_tokens(a_scale, first + 3 * ROWS, past, SIZES),
+            )
+            where = (staged.index(GROUP), out_desc, n_start, alpha, limit)
             for box in gl.static_range(MOST):
-                if first + box * ROWS < past:
-                    _written(sums[box], first + box * ROWS, past, where, SIZES)
+                start = first + box * ROWS
+                if start < past:
+                    _written(sums[box], unit, (of_tokens[box], factor), shift, start, past, where, SIZES)
     tma.store_wait(0)
 
 

@@ -16,6 +16,10 @@ from moe_ops.kernels.triton.tile_loads import BOTH, halves_of, load_rows, load_w
 from moe_ops.kernels.triton.util import INTERPRETED, widen
 
 INT4_UNIT = tl.constexpr(8.0)  # of decoded codes
+# First halves of tables, see `int4_parts`.
+BELOW = tl.constexpr(0x595A5B5C)
+ABOVE = tl.constexpr(0x2C282000)
+SIGNS = tl.constexpr(-0x7F7F7F80)  # 0x80808080
 # The largest scale of a step counts as 2^13: six times that is a number of e5m2, and half of 2^-13 a normal one.
 FOLDED_UNIT = tl.constexpr(2.0**-13)
 WINDOW = tl.constexpr(26)
@@ -29,74 +33,70 @@ HIGH_POWER = tl.constexpr(0x04040404)
 
 
 @triton.jit
-def int4_fours(words):
-    """e4m3 of (code - 8) / 8, four in a word of 32 bits for each of 16.
+def int4_parts(words, below, above):
+    """Of four codes in a word of 16 bits two words of 32, (p, q), for which 2 p + q is e4m3 of (code - 8) / 8, byte by
+    byte.
 
-    Two tables of eight bytes, of codes below 8 and from 8 on; a selector whose upper bit is set reads 0 from either.
-    Bit 6 of the first table becomes the sign.
+    Two tables of eight bytes, of codes below 8, halved, as the upper bit of a byte must be clear there, and from 8 on:
+    a selector whose upper bit is set reads 0 from either. `below` and `above` are their first halves, BELOW and ABOVE.
     """
     return tl.inline_asm_elementwise(
         """
         {
-        .reg .b32 flipped, selectors, below, above, sign, first;
-        xor.b32 flipped, $2, 0x88888888;
-        prmt.b32 below, 0x72747678, 0x60686C70, $2;
-        prmt.b32 above, 0x2C282000, 0x36343230, flipped;
-        and.b32 sign, below, 0x40404040;
-        add.u32 first, below, above;
-        add.u32 first, first, sign;
-        shr.u32 flipped, flipped, 16;
-        shr.u32 selectors, $2, 16;
-        prmt.b32 below, 0x72747678, 0x60686C70, selectors;
-        prmt.b32 above, 0x2C282000, 0x36343230, flipped;
-        and.b32 sign, below, 0x40404040;
-        add.u32 below, below, above;
-        add.u32 $1, below, sign;
-        mov.b32 $0, first;
+        .reg .b32 flipped;
+        xor.b32 flipped, $2, 0x8888;
+        prmt.b32 $0, $3, 0x50545658, $2;
+        prmt.b32 $1, $4, 0x36343230, flipped;
         }
         """,
-        "=r,=r,r",
-        [words],
-        dtype=tl.int32,
+        "=&r,=r,r,r,r",
+        [words, below, above],
+        dtype=(tl.int32, tl.int32),
         is_pure=True,
-        pack=2,
+        pack=1,
     )
 
 
 @triton.jit
-def e2m1_fours(words, low, high):
-    """e5m2 of e2m1, four in a word of 32 bits for each of 16: magnitudes from tables of four bytes, `low` for codes 0
-    to 3 and `high` for 4 to 7.
+def join_int4(parts):
+    """e4m3, four in a word, of `int4_parts`."""
+    return parts[0] + parts[0] + parts[1]
+
+
+@triton.jit
+def e2m1_parts(words, low, high):
+    """Of four e2m1 codes in a word of 16 bits two words of 32: their signs, in the upper bit of a byte, and e5m2 of
+    their magnitudes, from tables of four bytes, `low` for codes 0 to 3 and `high` for 4 to 7.
     """
     return tl.inline_asm_elementwise(
         """
         {
-        .reg .b32 up, magnitude, first, sign;
-        and.b32 magnitude, $2, 0x77777777;
-        prmt.b32 first, $3, $5, magnitude;
-        shr.u32 magnitude, magnitude, 16;
-        prmt.b32 magnitude, $4, $6, magnitude;
+        .reg .b32 up, magnitude;
+        and.b32 magnitude, $2, 0x7777;
         shl.b32 up, $2, 4;
-        prmt.b32 sign, up, $2, 0x7362;
-        lop3.b32 magnitude, sign, 0x80808080, magnitude, 0xEA;
-        prmt.b32 sign, up, $2, 0x5140;
-        lop3.b32 $0, sign, 0x80808080, first, 0xEA;
-        mov.b32 $1, magnitude;
+        prmt.b32 $0, up, $2, 0x5140;
+        prmt.b32 $1, $3, $4, magnitude;
         }
         """,
-        "=r,=r,r,r,r,r,r",
+        "=&r,=r,r,r,r",
         [words, low, high],
-        dtype=tl.int32,
+        dtype=(tl.int32, tl.int32),
         is_pure=True,
-        pack=2,
+        pack=1,
     )
+
+
+@triton.jit
+def join_e2m1(parts):
+    """e5m2, four in a word, of `e2m1_parts`."""
+    return (parts[0] & SIGNS) | parts[1]
 
 
 @triton.jit
 def _words(stored):
     """Two bytes at a time, whose four codes decode to a register: no byte moves behind the decoder."""
     first, second = tl.split(stored.reshape(stored.shape[0], stored.shape[1] // 2, 2))
-    return first.to(tl.int16) | (second.to(tl.int16) << 8)
+    return first.to(tl.int32) | (second.to(tl.int32) << 8)
 
 
 @triton.jit
@@ -112,13 +112,13 @@ def decode_int4(stored):
     """e4m3 [rows, 2 columns], in units of INT4_UNIT, of bytes [rows, columns]; fp32 in the interpreter."""
     if INTERPRETED:
         return (codes_of_bytes(stored) - 8).to(tl.float32) / INT4_UNIT
-    return in_order(int4_fours(_words(stored)), tl.float8e4nv)
+    return in_order(join_int4(int4_parts(_words(stored), BELOW, ABOVE)), tl.float8e4nv)
 
 
 @triton.jit
 def fold(exponents, turn):
     """How e2m1 codes are decoded whose groups have scales of powers of two, `exponents` i32 [rows, groups] with 127 for
-    1: to which power `top` [rows] of two the product belongs, and the groups' powers in units of it, as `e2m1_fours`
+    1: to which power `top` [rows] of two the product belongs, and the groups' powers in units of it, as `e2m1_parts`
     takes them.
 
     In the FIRST turn through the columns all groups count. Where a scale is more than 2^WINDOW below the largest, no
@@ -151,7 +151,7 @@ def decode_e2m1(stored, power, exists, far):
     size: tl.constexpr = words.shape[1] // GROUPS
     low = tl.broadcast_to(low[:, :, None], (ROWS, GROUPS, size)).reshape(ROWS, words.shape[1])
     high = tl.broadcast_to(high[:, :, None], (ROWS, GROUPS, size)).reshape(ROWS, words.shape[1])
-    return in_order(e2m1_fours(words, low, high), tl.float8e5)
+    return in_order(join_e2m1(e2m1_parts(words, low, high)), tl.float8e5)
 
 
 @triton.jit
