@@ -12,8 +12,10 @@ far those of a tile's weight rows are apart, a tile ahead; further apart, the co
 weight have no scales left, and the products wait for those of the rows of tokens alone, which one more warp copies.
 What GEMM 1 leaves is quantised by another kernel: a tile has half of a scale group of its columns.
 
-us of a layer on an H100, T = 4096, by fp8_block128, `packed_fp8_tile` and this kernel: Qwen3-30B-A3B, w4a8_fp8 539,
-830, 680, mxfp4_a8 539, 1225, 952; Mixtral-8x7B, w4a8_fp8 2770, 5522, 3794, mxfp4_a8 2770, 9417, 4874.
+us of a layer on an H100, T = 4096, by fp8_block128 and this kernel: Qwen3-30B-A3B 548, w4a8_fp8 662, mxfp4_a8 996;
+Mixtral-8x7B 2960, 3464, 4963. By fp8_block128 and `packed_fp8_tile`, another H100: 539, 830, 1225; 2770, 5522, 9417.
+What instructions take decides: a warp's step has 325 of them, 128 of which add products to sums, and 407 had taken 5 to
+8 % longer. What else was tried: benchmarks/comparisons/h100-decoded-fp8-mm.json.
 
 Written in Gluon, which has no interpreter: that runs `packed_fp8_tile` for the same products.
 """
