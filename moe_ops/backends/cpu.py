@@ -39,9 +39,10 @@ from moe_ops.kernels.cpu import (
     combine_pairs,
     first_projection,
     grouped_spans,
+    in_lots,
     lay_out,
     linear,
-    one_by_one,
+    lots,
     padded_length,
     product,
     rows_of_experts,
@@ -218,14 +219,16 @@ def _experts(call: ExpertsCall) -> Tensor:
         counters.count(weights.down.data, counts)
     alone, length = False, 0
     if not weights.scheme.quantized:
-        alone = one_by_one(counts, weights.gate_up.data)
+        alone = in_lots(counts, weights.gate_up.data)
         length = 0 if alone else padded_length(counts, weights.gate_up.data)
     kept = sum(counts)
     pair_of_row, row_of_pair, spans = lay_out(order, counts, pairs, length)
     if alone:
         rows = call.hidden_states.data.new_empty((len(pair_of_row), weights.down.data.shape[1]))
-        for expert, start, end in spans:
-            _rows(call, pair_of_row[start:end], [(expert, 0, end - start)], 0, rows[start:end])
+        for lot in lots(spans, weights.gate_up.data.shape[1]):
+            first, past = lot[0][1], lot[-1][2]
+            within = [(expert, start - first, end - first) for expert, start, end in lot]
+            _rows(call, pair_of_row[first:past], within, 0, rows[first:past])
     else:
         rows = _rows(call, pair_of_row, spans, length)
     places_TK, weights_TK = row_of_pair.view(topk_ids.shape), None if call.weight_on_input else call.topk_weights

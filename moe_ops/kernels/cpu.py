@@ -24,11 +24,17 @@ Span = tuple[int, int, int]
 _RARELY_SHARED, _RARELY_SHARED_SMALL = 2, 1
 _SMALL_TO_READ = 2**20  # elements of an expert's larger projection, in fp32
 _GATHERED_ELEMENTS = 2**15
-# From so many elements between the products and so many rows an expert on, its rows pass both products before the next
-# one's: what is between stays in the cache. Of the time of all at once, on two cores, T = 1024 and 2048, the median of
-# ratios to torch.compile's: H = 256, I = 128, 8 experts 0.84 and 0.77 in fp32, 0.60 and 0.46 in bf16; H = 768 0.95 and
-# 0.97, 0.60 and 0.63; 64 experts of 512 x 256 0.99 and 0.82, 0.50 and 0.60. With half as much of either, up to 1.5.
+# From so many elements between the products and so many rows an expert on, some experts' rows pass both products before
+# the next ones': what is between stays in the cache. One expert after the other, of the time of all at once, on two
+# cores, T = 1024 and 2048, the median of ratios to torch.compile's: H = 256, I = 128, 8 experts 0.84 and 0.77 in fp32,
+# 0.60 and 0.46 in bf16; H = 768 0.95 and 0.97, 0.60 and 0.63; 64 experts of 512 x 256 0.99 and 0.82, 0.50 and 0.60.
+# With half as much of either, up to 1.5.
 _BETWEEN, _ROWS_OF_ONE = 2**19, 128
+# Elements between the products of the experts that pass both together then: of fewer, threads are woken for work that
+# takes less time. Of torch.compile's time, T = 1024, in turn, of one expert after the other and of lots: H = 256,
+# I = 128, 8 experts 1.85 and 1.36 in bf16, 1.06 and 0.95 in fp32; H = 768 1.43 and 1.27, 1.03 and 1.02. Threads that
+# spin: 1.53 and 1.35, 1.22 and 1.18; 1.18 and 1.15, 1.00 and 1.00. Half as many elements: 1.50 of the first.
+_AT_ONCE = 2**18
 _WIDENED_ELEMENTS = 2**24  # of half precision rows, at a time
 # What a GEMM of its own costs, in rows, besides its own rows and at least those of reading its weight: in bf16 for a
 # weight of 2 ** 18 elements, and less for larger ones. A layer's time with these constants, of that with the ones
@@ -211,8 +217,8 @@ def padded_length(counts: list[int], weight: Tensor) -> int:
     return min((*(length for length in _LENGTHS if length < longest), longest), key=cost)
 
 
-def one_by_one(counts: list[int], weight: Tensor) -> bool:
-    """Whether an expert's rows should pass both products before the next one's.
+def in_lots(counts: list[int], weight: Tensor) -> bool:
+    """Whether some experts' rows should pass both products before the next ones', see :func:`lots`.
 
     Args:
         counts: rows of every expert.
@@ -220,6 +226,22 @@ def one_by_one(counts: list[int], weight: Tensor) -> bool:
     """
     rows, experts = sum(counts), len(counts) - counts.count(0)
     return weight.dtype in _ALONE_IN_ROWS and rows * weight.shape[1] >= _BETWEEN and rows >= _ROWS_OF_ONE * experts
+
+
+def lots(spans: list[Span], columns: int) -> list[list[Span]]:
+    """Neighbours with :data:`_AT_ONCE` elements between the products, or more by less than one's; the last may have
+    fewer.
+
+    Args:
+        spans: one after the other.
+        columns: between the products.
+    """
+    found: list[list[Span]] = []
+    for span in spans:
+        if not found or (span[1] - found[-1][0][1]) * columns >= _AT_ONCE:
+            found.append([])
+        found[-1].append(span)
+    return found
 
 
 def product(x: Tensor, matrix: Tensor) -> Tensor:

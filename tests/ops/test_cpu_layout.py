@@ -144,23 +144,33 @@ def test_few_pairs_of_a_capacity_that_holds_them_are_not_sorted(monkeypatch) -> 
 
 
 @pytest.mark.parametrize("name", ["plain", "bias", "bf16", "weight_on_input", "expert_map", "separate_bias", "minus"])
-def test_experts_one_by_one_give_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at_once", [1, 300, 2**18], ids=["one_by_one", "some", "all"])
+def test_experts_in_lots_give_the_same(name: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = (VARIANTS[name] if name in VARIANTS else Variant(ids=name)).build()
     wanted = torch.ops.moe_ops.fused_experts(**layer.tensors, **layer.options, backend="cpu")
     alone: list[int] = []
     monkeypatch.setattr(cpu, "spans_of_pairs", lambda ids, weight: None)
-    monkeypatch.setattr(cpu, "one_by_one", lambda counts, weight: alone.append(1) or True)
+    monkeypatch.setattr(kernels, "_AT_ONCE", at_once)
+    monkeypatch.setattr(cpu, "in_lots", lambda counts, weight: alone.append(1) or True)
     got = torch.ops.moe_ops.fused_experts(**layer.tensors, **layer.options, backend="cpu")
     torch.testing.assert_close(got, wanted)
     assert alone and got.any()
 
 
-def test_when_experts_go_one_by_one() -> None:
+def test_lots_have_enough_rows_each() -> None:
+    spans = [(0, 0, 5), (2, 5, 6), (3, 6, 9), (4, 9, 10)]
+    columns = kernels._AT_ONCE // 6
+    assert kernels.lots(spans, columns + 1) == [spans[:2], spans[2:]]
+    assert kernels.lots(spans, kernels._AT_ONCE) == [[span] for span in spans]
+    assert kernels.lots(spans, 1) == [spans] and kernels.lots([], 1) == []
+
+
+def test_when_experts_go_in_lots() -> None:
     weight = torch.empty(8, 256, 256, device="meta")
-    assert kernels.one_by_one([256] * 8, weight) and kernels.one_by_one([0, 2048, *[0] * 6], weight)
-    assert not kernels.one_by_one([255] * 8, weight), "little is between the products"
-    assert not kernels.one_by_one([127] * 8, torch.empty(8, 4096, 256, device="meta")), "few rows an expert"
-    assert not kernels.one_by_one([256] * 8, weight.half()) and not kernels.one_by_one([0] * 8, weight)
+    assert kernels.in_lots([256] * 8, weight) and kernels.in_lots([0, 2048, *[0] * 6], weight)
+    assert not kernels.in_lots([255] * 8, weight), "little is between the products"
+    assert not kernels.in_lots([127] * 8, torch.empty(8, 4096, 256, device="meta")), "few rows an expert"
+    assert not kernels.in_lots([256] * 8, weight.half()) and not kernels.in_lots([0] * 8, weight)
 
 
 def test_the_length_follows_the_counts() -> None:
