@@ -28,14 +28,17 @@ _GATHERED_ELEMENTS = 2**15
 # the next ones': what is between stays in the cache. One expert after the other, of the time of all at once, on two
 # cores, T = 1024 and 2048, the median of ratios to torch.compile's: H = 256, I = 128, 8 experts 0.84 and 0.77 in fp32,
 # 0.60 and 0.46 in bf16; H = 768 0.95 and 0.97, 0.60 and 0.63; 64 experts of 512 x 256 0.99 and 0.82, 0.50 and 0.60.
-# With half as much of either, up to 1.5.
-_BETWEEN, _ROWS_OF_ONE = 2**19, 128
+# With half as much, up to 1.5. Lots of experts with 64 rows each, of the time of all at once: bf16 0.62 to 1.09 (median
+# 0.76, 64 experts 512 x 256 to 2048 x 768), fp32 0.84 to 1.04; with 32 rows 1.02 to 2.1 and 1.00 to 1.05.
+_BETWEEN, _ROWS_OF_ONE = 2**19, 64
 # Elements between the products of the experts that pass both together then: of fewer, threads are woken for work that
 # takes less time. Of torch.compile's time, T = 1024, in turn, of one expert after the other and of lots: H = 256,
 # I = 128, 8 experts 1.85 and 1.36 in bf16, 1.06 and 0.95 in fp32; H = 768 1.43 and 1.27, 1.03 and 1.02. Threads that
 # spin: 1.53 and 1.35, 1.22 and 1.18; 1.18 and 1.15, 1.00 and 1.00. Half as many elements: 1.50 of the first.
 _AT_ONCE = 2**18
-_WIDENED_ELEMENTS = 2**24  # of half precision rows, at a time
+# Of half precision rows, at a time, unless they have up to twice as many: memory for more is new in every call. ms to
+# combine 8 rows for each of 1024 and 4096 tokens, bf16, H = 2048, with 2 ** 24 elements, and so: 21 and 7.5, 103 and 40.
+_WIDENED_ELEMENTS = 2**21
 # What a GEMM of its own costs, in rows, besides its own rows and at least those of reading its weight: in bf16 for a
 # weight of 2 ** 18 elements, and less for larger ones. A layer's time with these constants, of that with the ones
 # before, which padded to 8 rows at the least: 0.63 to 1.12, geometric mean 0.96 in bf16 and 0.90 in fp32 (70 layers of
@@ -284,14 +287,22 @@ def combine(rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None, added_TH
     elif tokens * top_k * hidden <= _GATHERED_ELEMENTS:
         gathered = rows.index_select(0, places_TK.t().reshape(-1)).view(top_k, tokens, hidden)
         total = _weighted_sum(gathered, None if weights_TK is None else weights_TK.t(), 0)
+    elif rows.dtype == dtype or rows.numel() <= 2 * _WIDENED_ELEMENTS:
+        total = _bags(rows, places_TK, weights_TK)
     else:
-        columns = hidden if rows.dtype == dtype else max(1, _WIDENED_ELEMENTS // rows.shape[0])
-        bags = [
-            F.embedding_bag(places_TK, part.to(dtype).contiguous(), mode="sum", per_sample_weights=weights_TK)
-            for part in rows.split(columns, dim=1)
-        ]
-        total = bags[0] if len(bags) == 1 else torch.cat(bags, dim=1)
+        result, columns = rows.new_empty((tokens, hidden)), max(1, _WIDENED_ELEMENTS // rows.shape[0])
+        for first in range(0, hidden, columns):
+            part = slice(first, first + columns)
+            total = _bags(rows[:, part], places_TK, weights_TK)
+            result[:, part] = total if added_TH is None else total + added_TH[:, part]
+        return result
     return (total if added_TH is None else total + added_TH).to(rows.dtype)
+
+
+def _bags(rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+    """:func:`combine` in the accumulation dtype, of few elements if they must be widened."""
+    wide = rows.to(accumulation_dtype(rows.dtype)).contiguous()
+    return F.embedding_bag(places_TK, wide, mode="sum", per_sample_weights=weights_TK)
 
 
 def combine_pairs(rows: Tensor, weights_TK: Tensor | None, tokens: int) -> Tensor:
