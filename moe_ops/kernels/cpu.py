@@ -37,7 +37,7 @@ _BETWEEN, _ROWS_OF_ONE = 2**19, 64
 # spin: 1.53 and 1.35, 1.22 and 1.18; 1.18 and 1.15, 1.00 and 1.00. Half as many elements: 1.50 of the first.
 _AT_ONCE = 2**18
 # Of half precision rows, at a time, unless they have up to twice as many: memory for more is new in every call. ms to
-# combine 8 rows for each of 1024 and 4096 tokens, bf16, H = 2048, with 2 ** 24 elements, and so: 21 and 7.5, 103 and 40.
+# combine 8 rows for each of 1024 and 4096 tokens, bf16, H = 2048, with 2 ** 24, and so: 21 and 6.7, 112 and 38.
 _WIDENED_ELEMENTS = 2**21
 # What a GEMM of its own costs, in rows, besides its own rows and at least those of reading its weight: in bf16 for a
 # weight of 2 ** 18 elements, and less for larger ones. A layer's time with these constants, of that with the ones
