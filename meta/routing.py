@@ -95,9 +95,27 @@ def _score(logits_TE: Tensor, score: str) -> Tensor:
     return logits_TE
 
 
+# Scores from which on selecting among keys costs a CPU less than sorting. us of sorting and of that: K = 8 of 128
+# experts, T = 1024 1929 and 813, T = 256 931 and 308; K = 2 of 16, T = 1024 216 and 96; K = 8 of 64, T = 64 28 and 38.
+_MANY_SCORES, _MORE_THAN_FEW_EXPERTS = 2**14, 16
+
+
 def first_k(choice: Tensor, k: int) -> Tensor:
     """Indices of the k largest entries of the last dimension, NaN first, descending, equals by ascending index."""
+    many = choice.numel() >= _MANY_SCORES and choice.shape[-1] >= _MORE_THAN_FEW_EXPERTS
+    if many and choice.dtype == torch.float32:
+        return _unequal(choice.detach()).topk(k, dim=-1).indices
     return choice.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def _unequal(choice: Tensor) -> Tensor:
+    """int64 in the order of float32 ``choice``, NaN last, in which equals are apart, the first the largest: which of
+    equal entries ``topk`` takes is not defined.
+    """
+    bits = choice.masked_fill(choice == 0, 0.0).view(torch.int32)  # one zero
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).masked_fill(choice.isnan(), 0x7FFFFFFF)
+    experts = choice.shape[-1]
+    return (ordered.long() << 32) | torch.arange(experts - 1, -1, -1, device=choice.device)
 
 
 def _limit_groups(choice_TE: Tensor, group: str, num_groups: int, topk_groups: int) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meta.routing import ROUTINGS, route
+from meta.routing import ROUTINGS, first_k, route
 from tests.ops.nan_cases import CASES, INF, NAN, check_routing, logits_and_bias, routing_options
 
 E, K = 12, 3
@@ -104,3 +104,28 @@ def test_low_precision_logits_are_routed_in_fp32() -> None:
 def test_no_tokens() -> None:
     weights, ids = route(torch.randn(0, E), top_k=K)
     assert weights.shape == ids.shape == (0, K) and ids.stride() == (K, 1)
+
+
+def scores_of(kind: str, tokens: int, experts: int) -> torch.Tensor:
+    """Scores of a kind that selecting must not confuse."""
+    scores = torch.randn(tokens, experts)
+    if kind == "ties":
+        return (2 * scores).round() / 2
+    if kind == "zeros":
+        return torch.where(torch.rand_like(scores) < 0.5, -0.0, 0.0)
+    if kind == "special":
+        for value in (NAN, INF, -INF, -0.0, 0.0, 1e-42, -1e-42):
+            scores[torch.rand_like(scores) < 0.15] = value
+        return torch.where(torch.rand(tokens, 1) < 0.5, -scores, scores)
+    return scores
+
+
+@pytest.mark.parametrize("kind", ["distinct", "ties", "zeros", "special"])
+@pytest.mark.parametrize("experts", [16, 100], ids=str)
+def test_among_many_scores_the_same_are_first(kind: str, experts: int) -> None:
+    """float32 in keys, float64 sorted."""
+    scores = scores_of(kind, 2000, experts).requires_grad_()
+    for k in (1, 4, experts):
+        ids = first_k(scores, k)
+        assert torch.equal(ids, first_k(scores.double(), k)) and not ids.requires_grad
+        assert torch.equal(ids[:5], first_k(scores[:5], k)), "few are sorted"
