@@ -217,13 +217,13 @@ def _experts(call: ExpertsCall) -> Tensor:
     order, counts = sort_pairs(topk_ids, call.expert_map, experts, capacity)
     if counters.active:
         counters.count(weights.down.data, counts)
-    alone, length = False, 0
+    divided, length = False, 0
     if not weights.scheme.quantized:
-        alone = in_lots(counts, weights.gate_up.data)
-        length = 0 if alone else padded_length(counts, weights.gate_up.data)
+        divided = in_lots(counts, weights.gate_up.data)
+        length = 0 if divided else padded_length(counts, weights.gate_up.data)
     kept = sum(counts)
     pair_of_row, row_of_pair, spans = lay_out(order, counts, pairs, length)
-    if alone:
+    if divided:
         rows = call.hidden_states.data.new_empty((len(pair_of_row), weights.down.data.shape[1]))
         for lot in lots(spans, weights.gate_up.data.shape[1]):
             first, past = lot[0][1], lot[-1][2]

@@ -217,13 +217,9 @@ def words_of(machine_code: str, registers: dict[str, int]) -> tuple[int, int]:
 
     operations: dict[str, Callable[..., int]] = {
         "shl": lambda a, b: a << b,
-        "shr": lambda a, b: a >> b,
         "and": lambda a, b: a & b,
         "xor": lambda a, b: a ^ b,
-        "add": lambda a, b: a + b,
-        "mov": lambda a: a,
         "prmt": permuted,
-        "lop3": lambda a, b, c, table: a & b | c if table == 0xEA else -1,
     }
     for name, operands in re.findall(r"^ *(\w+)\.[bu]32 ([^;]+);", machine_code, re.MULTILINE):
         target, *given = operands.split(", ")

@@ -61,7 +61,7 @@ from moe_ops.kernels.triton.util import find_tile, pdl_release, pdl_wait
 
 ROWS = gl.constexpr(64)  # of tokens, of a product
 HEIGHT = gl.constexpr(64)  # weight rows of a group of warps
-SUM = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))  # of a group's product
+SUM = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS.value, 32]))  # a group's product
 GROUPS = gl.constexpr(2)
 AT_ONCE = gl.constexpr(4)  # steps whose scales of tokens come together
 LOTS = gl.constexpr(2)  # of them that there is room for
@@ -263,7 +263,8 @@ def _of_weight_rows(where, SIZES: gl.constexpr):
 @gluon.jit
 def _of_tokens(a_scale, first, past, SIZES: gl.constexpr):
     """Factors [rows] of a product's rows of tokens, 0 where those of groups of columns are in its sums already."""
-    if SIZES[9][4][8] == 0:
+    PACKED: gl.constexpr = SIZES[9][4]
+    if PACKED[8] == 0:
         at = first + gl.arange(0, ROWS, layout=gl.SliceLayout(0, SUM))
         return gl.load(a_scale + at, mask=at < past, other=0.0)
     else:
@@ -279,8 +280,9 @@ def _written(total, unit, factors, shift, first, past, where, SIZES: gl.constexp
     GLU: gl.constexpr = SIZES[6]
     ACTIVATION: gl.constexpr = SIZES[7]
     SWAPPED: gl.constexpr = SIZES[8]
+    PACKED: gl.constexpr = SIZES[9][4]
     staged, out_desc, n_start, alpha, limit = where
-    if SIZES[9][4][8] == 0:
+    if PACKED[8] == 0:
         total *= factors[0][None, :]
     total *= unit
     if STRIDES[5] is not None:
