@@ -147,6 +147,9 @@ def _packed_tile(scheme: str, work: Work, sm: int) -> MMConfig:
         return _streamed(64, 128, 128, 8, 4, 3) if wide else _streamed(64, 128, 64, 8, 4, 4)
     if pairs <= 16:
         return _gathered(16, 64, 128, 1, 4, 4)
+    if rows <= 12 and sm == HOPPER:
+        few = 8 if rows <= 5 else 16
+        return _streamed(few, 128, 128 if eight and few > 8 else 256, 1, 4, 3)
     if rows <= 12:
         return _gathered(16, 128, 128, 1, 4, 4)
     return _gathered(32, 128, 64 if eight else 128, 1, 4, 4)

@@ -60,7 +60,7 @@ class Compiled:
         """Of the loops around products that are no walk through tiles, the instructions: (address, name, operands)."""
         lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+ )?(\S+)(.*?);", self.sass, re.MULTILINE)
         code = [(int(at, 16), operation, operands) for at, operation, operands in lines]
-        products = [at for at, operation, _ in code if re.match("[HQI]GMMA", operation)]
+        products = [at for at, operation, _ in code if re.match("[HQI]G?MMA", operation)]
         found = []
         for at, operation, operands in code:
             target = re.search(r"0x([0-9a-f]+)", operands)

@@ -151,7 +151,7 @@ def test_products_of_scaled_blocks(scheme: str) -> None:
         assert list(found) == ["grouped"] and all(found["grouped"])
         assert {tile.block_n for tiles in found["grouped"] for tile in tiles} == {128}
         other, hopper = (triton_plans.cheapest(key, tokens, "Another GPU", sm) for sm in (120, 90))
-        assert other == hopper or tokens == 4096  # which Hopper has a kernel of its own for
+        assert other == hopper or tokens > 1  # which Hopper has kernels of its own for
         assert all(tile.block_n <= 128 and tile.block_m <= 128 for tile in other.configs if isinstance(tile, MMConfig))
 
 

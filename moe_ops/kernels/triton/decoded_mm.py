@@ -70,7 +70,7 @@ def rows_layout(warps, columns, unit, glu):
 @gluon.constexpr_function
 def pieces_of(exact, block_k, group, unit):
     """Parts of a step's columns that are one thread's and have one scale."""
-    return max(4, block_k // group) if exact else 4 * block_k // unit
+    return max(4 * block_k // unit, block_k // group if exact else 0)
 
 
 @gluon.constexpr_function
@@ -133,7 +133,7 @@ def _spread(values, LIKE: gl.constexpr):
 
 
 @gluon.jit
-def _of_pieces(
+def bits_of_pieces(
     first, step, K: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_K: gl.constexpr, STRIDE: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -147,13 +147,15 @@ def _of_pieces(
         group = column * 0
     elif GROUP_K % BLOCK_K == 0:
         group = column * 0 + gl.minimum(step * BLOCK_K // GROUP_K, LAST)
+    elif K % BLOCK_K == 0 and BLOCK_K % GROUP_K == 0:
+        group = column // GROUP_K + gl.minimum(step, K // BLOCK_K - 1) * (BLOCK_K // GROUP_K)
     else:
         group = gl.minimum((step * BLOCK_K + column) // GROUP_K, LAST)
     return fetch(first + group * STRIDE)
 
 
 @gluon.jit
-def _decoded(
+def first_operand(
     words, bits, inner, zero_bits, zeros, SHIFTED: gl.constexpr, PACKED: gl.constexpr, BLOCK_K: gl.constexpr,
     GLU: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
@@ -250,7 +252,7 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUM, 2)
     OF_WORDS: gl.constexpr = rows_layout(WARPS, WORDS, UNIT // codes_of_word(CODE), GLU)
-    OF_PIECES: gl.constexpr = rows_layout(WARPS, PIECES, PIECES if EXACT else 4, GLU)
+    OF_PIECES: gl.constexpr = rows_layout(WARPS, PIECES, PIECES * UNIT // BLOCK_K, GLU)
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, SUM)
     inner, zeros, outer, inner_apart, zeros_apart, outer_apart = decoding
     INNER_STRIDES: gl.constexpr = STRIDES[1]
@@ -274,12 +276,12 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
         scales, zero, per_row = None, None, None
         if EXACT:
             scales = of_rows(inner, inner_apart, expert, held, half, N, PACKED[3], PACKED[5], INNER_STRIDES)
-            bits = _of_pieces(scales, 0, K, BLOCK_K, GROUP_K, INNER_STRIDES[2], OF_PIECES)
+            bits = bits_of_pieces(scales, 0, K, BLOCK_K, GROUP_K, INNER_STRIDES[2], OF_PIECES)
         if SCALED:
             per_row = of_rows(inner, inner_apart, expert, row, in_half, N, PACKED[3], PACKED[5], INNER_STRIDES)
         if SHIFTED:
             zero = of_rows(zeros, zeros_apart, expert, held, half, N, PACKED[3], PACKED[5], ZERO_STRIDES)
-            zero_bits = _of_pieces(zero, 0, K, BLOCK_K, GROUP_K, ZERO_STRIDES[2], OF_PIECES)
+            zero_bits = bits_of_pieces(zero, 0, K, BLOCK_K, GROUP_K, ZERO_STRIDES[2], OF_PIECES)
         total = gl.zeros([HEIGHT, BLOCK_M], gl.float32, layout=SUM)
         product = warpgroup_mma_init(total)
         for pair in range(STEPS // 2):
@@ -291,11 +293,11 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
                     factor = factor_of(fetch(per_row + group_k * INNER_STRIDES[2]), inner, False, 0)
                 mbarrier.wait(full.index(stage), (place // STAGES) & 1)
                 words = words_of.index(stage * GROUPS + GROUP).reshape([HEIGHT, WORDS]).load(OF_WORDS)
-                numbers = _decoded(words, bits, inner, zero_bits, zeros, SHIFTED, PACKED, BLOCK_K, GLU, OPERAND)
+                numbers = first_operand(words, bits, inner, zero_bits, zeros, SHIFTED, PACKED, BLOCK_K, GLU, OPERAND)
                 if EXACT:
-                    bits = _of_pieces(scales, step + 1, K, BLOCK_K, GROUP_K, INNER_STRIDES[2], OF_PIECES)
+                    bits = bits_of_pieces(scales, step + 1, K, BLOCK_K, GROUP_K, INNER_STRIDES[2], OF_PIECES)
                 if SHIFTED:
-                    zero_bits = _of_pieces(zero, step + 1, K, BLOCK_K, GROUP_K, ZERO_STRIDES[2], OF_PIECES)
+                    zero_bits = bits_of_pieces(zero, step + 1, K, BLOCK_K, GROUP_K, ZERO_STRIDES[2], OF_PIECES)
                 rows = rows_of.index(stage).permute((1, 0))
                 use_acc = not SCALED or (part == 1 and not EACH)
                 product = warpgroup_mma(numbers, rows, product, use_acc=use_acc, is_async=True)

@@ -17,7 +17,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moe_ops.counters import Row
 from moe_ops.kernels.triton.act_quant import quantize_batched, quantize_sorted, quantize_static
 from moe_ops.kernels.triton.config import MMConfig
-from moe_ops.kernels.triton.launch import ONE_TILE, STREAM, ExpertMM, Launch, descriptor_strides, ragged_rows
+from moe_ops.kernels.triton.launch import (
+    FEW_PROGRAMS,
+    FEW_REGISTERS,
+    ONE_TILE,
+    STREAM,
+    ExpertMM,
+    Launch,
+    descriptor_strides,
+    ragged_rows,
+)
 from moe_ops.kernels.triton.mm_tile import compute_tile
 from moe_ops.kernels.triton.programs import most_registers, multiprocessors, side_by_side
 from moe_ops.kernels.triton.record import launch, on_device, with_memory
@@ -154,6 +163,7 @@ def grouped_mm(
     row_to_pair: torch.Tensor | None = None,
     top_k: int = 0,
     pdl: bool = False,
+    known: bool = False,
     load: Row | None = None,
     kept: Kept = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,6 +176,7 @@ def grouped_mm(
         num_rows: R.
         row_to_pair: [R] i32, pair (t * top_k + k) of each sorted row.
         pdl: start while the kernel before still runs (programmatic dependent launch).
+        known: with `pdl`, that the kernel before does not write `offsets`.
         load: counters of a layer, where no kernel before knew it.
         kept: [R, ..] with unit stride, to write what stands before the activation to: of halves that do not alternate
             both, which have the same strides.
@@ -177,7 +188,7 @@ def grouped_mm(
         mm = replace(mm, quantized_apart=True)
     out, out_scale = mm.allocate((num_rows,), a)
     grid = (num_rows, most_tiles(num_rows, mm.num_experts, config), num_rows, False)
-    _launch(a, mm, offsets, config, (out, out_scale), grid, row_to_pair, top_k, pdl, load, kept)
+    _launch(a, mm, offsets, config, (out, out_scale), grid, row_to_pair, top_k, pdl, known, load, kept)
     if mm.out_static is not None:
         return quantize_static(out, offsets, mm.out_static, mm.form, pdl=pdl)
     if mm.quantize_output and not mm.quantizes_in_tile:
@@ -193,6 +204,7 @@ def batched_mm(
     *,
     most_rows: int | None = None,
     pdl: bool = False,
+    known: bool = False,
     load: Row | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch one batched expert GEMM, and a kernel that quantises its rows where each has one scale.
@@ -203,6 +215,7 @@ def batched_mm(
         expert_num_tokens: [E] i32, rows in use per expert.
         most_rows: bound on their sum, if the caller knows one below E * C: a smaller grid.
         pdl: start while the kernel before still runs (programmatic dependent launch).
+        known: with `pdl`, that the kernel before does not write `expert_num_tokens`.
         load: counters of a layer, where no kernel before knew it.
 
     Returns:
@@ -218,7 +231,7 @@ def batched_mm(
         rows, row_tiles = min(rows, most_rows), min(row_tiles, most_tiles(most_rows, E, config))
     outputs = (out.view(E * C, mm.out_features), out_scale)
     grid = (rows, row_tiles, C, True)
-    _launch(batch.view(E * C, K), mm, expert_num_tokens, config, outputs, grid, None, 0, pdl, load)
+    _launch(batch.view(E * C, K), mm, expert_num_tokens, config, outputs, grid, None, 0, pdl, known, load)
     if mm.out_static is not None:
         return quantize_static(out, expert_num_tokens, mm.out_static, mm.form, pdl=pdl)
     if mm.quantize_output and not mm.quantizes_in_tile:
@@ -241,6 +254,7 @@ def _launch(
     row_to_pair: torch.Tensor | None,
     top_k: int,
     pdl: bool,
+    known: bool,
     load: Row | None,
     kept: Kept = (),
 ) -> None:
@@ -254,6 +268,9 @@ def _launch(
     as_they_come = row_to_pair is None and load is None and descriptor_strides(a, inner=1)
     in_order = not mm.is_decoded or (mm.rows_order and a.dtype == torch.bfloat16)
     if as_they_come and in_order and mm.specialises(config):
+        if mm.takes_few(config):
+            _launch_few(mm, _of_decoded_few(a, mm, extents, config, out), grid, a.device, pdl, known)
+            return
         of = _of_decoded_fp8 if mm.waits_for_scales else _of_decoded
         _launch_specialised(mm, of(a, mm, extents, config, out), grid, a.device, pdl)
         return
@@ -322,6 +339,17 @@ def _of_decoded(
     return _decoded_mm_kernel, made, tensors, 8 // made.block[7]
 
 
+def _of_decoded_few(
+    a: torch.Tensor, mm: ExpertMM, extents: torch.Tensor, config: MMConfig, out: torch.Tensor
+) -> Specialised:
+    """A launch of `decoded_few_mm`."""
+    from moe_ops.kernels.triton.decoded_few_mm import _decoded_few_mm_kernel
+
+    made = mm.prepare_decoded_few(a, out, config)
+    tensors = (made.a_desc, extents, made.w_desc, *mm.decoded_by, mm.bias, made.out_desc)
+    return _decoded_few_mm_kernel, made, tensors, config.num_warps
+
+
 def _of_decoded_fp8(
     a: torch.Tensor, mm: ExpertMM, extents: torch.Tensor, config: MMConfig, out: torch.Tensor
 ) -> Specialised:
@@ -358,8 +386,24 @@ def _launch_specialised(
 ) -> None:
     """Launch a kernel in Gluon, one program for each multiprocessor, with its tensors and the numbers behind them."""
     kernel, made, tensors, num_warps = of
-    _, row_tiles, num_rows, batched = grid
+    programs = min(grid[1] * made.n_tiles, multiprocessors(device))
+    launch(kernel, (programs,), *tensors, *_numbers(mm, made, grid), pdl, num_warps=num_warps, launch_pdl=pdl)
+
+
+def _launch_few(
+    mm: ExpertMM, of: Specialised, grid: tuple[int, int, int, bool], device: torch.device, pdl: bool, known: bool
+) -> None:
+    """The same, several programs for each multiprocessor, of what does not wait for the kernel before if all but the
+    rows is `known`.
+    """
+    kernel, made, tensors, num_warps = of
+    programs = min(grid[1] * made.n_tiles, FEW_PROGRAMS * multiprocessors(device))
+    numbers = (*_numbers(mm, made, grid), pdl, pdl and known)
+    launch(kernel, (programs,), *tensors, *numbers, num_warps=num_warps, launch_pdl=pdl, maxnreg=FEW_REGISTERS)
+
+
+def _numbers(mm: ExpertMM, made: Launch, grid: tuple[int, int, int, bool]) -> tuple[Any, ...]:
+    """What a kernel in Gluon is given behind its tensors."""
+    _, _, num_rows, batched = grid
     numbers = (num_rows, mm.alpha, mm.limit, mm.num_experts, mm.out_features, mm.in_features, made.strides, made.block)
-    options = (mm.glu, mm.activation, made.moves[3], mm.scheme, batched, pdl)
-    programs = min(row_tiles * made.n_tiles, multiprocessors(device))
-    launch(kernel, (programs,), *tensors, *numbers, *options, num_warps=num_warps, launch_pdl=pdl)
+    return *numbers, mm.glu, mm.activation, made.moves[3], mm.scheme, batched

@@ -108,7 +108,11 @@ def ragged_rows(x: torch.Tensor, block_m: int, columns: int) -> TensorDescriptor
 #: where scales are not exact: a step is within one.
 PACKED_COLUMNS, SMALLEST_GROUP = 128, 32
 BLOCKS_N = 128  # weight rows of a product of scaled blocks
-GLUON_ROWS = 128  # weight rows of a tile of `decoded_mm`
+GLUON_ROWS = 128  # weight rows of a tile of `decoded_mm` and of `decoded_few_mm`
+FEW_ROWS = 32  # of tokens, at most, in a tile of `decoded_few_mm`
+FEW_PROGRAMS = 3  # of it on a multiprocessor
+FEW_REGISTERS = 80  # of its threads when they start; those that multiply have 136 soon
+FEW_COLUMNS = 64  # of an output that it writes at once
 MOST_STEPS = 8  # of it that are on their way
 PROMOTED_ROWS = 128  # of tokens, in a tile of `promoted_mm`
 
@@ -327,11 +331,16 @@ class ExpertMM:
 
     def order(self, config: MMConfig) -> tuple[int, int] | None:
         """The order of columns that its rows should have for a tile to which they come by descriptor. Of sums that wait
-        for their scales, two groups of warps write a tile: fewer columns, so that each has whole ones of its own.
+        for their scales, two groups of warps write a tile: fewer columns, so that each has whole ones of its own. Of
+        few rows as many as divide them, and those that a gated product left no more than it writes at once.
         """
         if not (self.is_decoded and config.a_tma):
             return None
-        columns = min(config.block_k, SMALLEST_GROUP) if self.waits_decoded else config.block_k
+        if self.takes_few(config):
+            most = 2 * FEW_COLUMNS if self.glu else FEW_COLUMNS
+            columns = min(config.block_k, most, self.in_features & -self.in_features)
+        else:
+            columns = min(config.block_k, SMALLEST_GROUP) if self.waits_decoded else config.block_k
         return columns, codes_of_word(CODE_NUMBERS[self.operand.scheme.code.name])
 
     @property
@@ -339,9 +348,13 @@ class ExpertMM:
         """Whether sums of products with decoded weights wait for the scales of groups of columns."""
         return self.is_decoded and not self.exact_scales and self.decoding["groups"].group[1] > 0
 
+    def takes_few(self, config: MMConfig) -> bool:
+        """Whether a tile of rows that come by descriptor is one of `decoded_few_mm`."""
+        return self.is_decoded and config.a_tma and config.block_m <= FEW_ROWS
+
     def specialises(self, config: MMConfig) -> bool:
-        """Whether `decoded_mm` takes the product, of rows by descriptor, or of e4m3 ones `decoded_fp8_mm`: where
-        Gluon's Hopper is.
+        """Whether `decoded_mm` takes the product, of rows by descriptor, of few `decoded_few_mm`, or of e4m3 ones
+        `decoded_fp8_mm`: where Gluon's Hopper is.
         """
         if not (self.is_packed and config.a_tma and hopper_with_gluon(self.weight.device)):
             return False
@@ -350,7 +363,11 @@ class ExpertMM:
             size = 4 if self.quantize_output else self.out_dtype.itemsize
         else:
             taken = self.weight.dtype == torch.int32 and not self.in_two
-            taken = taken and config.block_n == GLUON_ROWS and config.block_k <= 128
+            taken = taken and config.block_n == GLUON_ROWS
+            if self.takes_few(config):
+                taken = taken and self.in_features % SMALLEST_GROUP == 0
+            else:
+                taken = taken and config.block_k <= 128
             size = self.out_dtype.itemsize
         return taken and self.out_features * size % 16 == 0 and self._weight_load(config) == TMA_NK.value
 
@@ -538,6 +555,23 @@ class ExpertMM:
             n_tiles=cdiv(self.out_features, self.columns(config)),
         )
 
+    def prepare_decoded_few(self, a: torch.Tensor, out: torch.Tensor, config: MMConfig) -> Launch:
+        """The same for `decoded_few_mm`."""
+        weights = config.block_n * self.weight.element_size() // self.per_element
+        step = config.block_k * (config.block_m * a.element_size() + weights)
+        written = config.block_m * FEW_COLUMNS * out.element_size()
+        room = (TYPICAL.shared_kib + 1) * 1024 // FEW_PROGRAMS - PROGRAM_BYTES - written
+        return Launch(
+            a_desc=for_gluon(TensorDescriptor(a, list(a.shape), list(a.stride()), [config.block_m, config.block_k])),
+            w_desc=for_gluon(self._weight_descriptor(TMA_NK.value, config)),
+            out_desc=for_gluon(ragged_rows(out, config.block_m, FEW_COLUMNS)),
+            strides=(*self.strides, a.stride(0), self.decoding["zeros"].strides, self.decoding["rows"].strides),
+            block=(*config[:4], next_power_of_2(self.num_experts), 0, min(MOST_STEPS, room // step)),
+            moves=(True, TMA_NK.value, FEW_COLUMNS, self.up_offset < 0),
+            walk=TILE_BY_TILE.value,
+            n_tiles=cdiv(self.out_features, self.columns(config)),
+        )
+
     def promotes(self, config: MMConfig, rows: int) -> bool:
         """Whether `promoted_mm` takes the product of so many rows by descriptor: where Gluon's Hopper is."""
         large = config.a_tma and config.block_m == PROMOTED_ROWS and not config.tall_m
@@ -603,6 +637,8 @@ class ExpertMM:
         """Output columns that are written together: a tile's, or those of one of the two groups of warps that
         `decoded_mm` may have.
         """
+        if self.takes_few(config):
+            return FEW_COLUMNS
         two = self.waits_decoded and config.block_n == GLUON_ROWS
         return self.columns(config) // (2 if two else 1)
 

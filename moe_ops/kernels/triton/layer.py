@@ -234,7 +234,9 @@ class Layer:
         order = self.down.order(second)
         if order is not None:
             steps = order[0] // self.up.columns_at_once(first)
-            if steps > 1:
+            if steps > 1 and self.down.takes_few(second):
+                second = beside_gathered(second, self.down)
+            elif steps > 1:
                 second = second._replace(block_k=second.block_k // steps, num_stages=min(4, second.num_stages * steps))
         return first, second
 
@@ -274,7 +276,11 @@ class Layer:
             **routing,
         )
         if grouped:
-            h = self._gemm_1(plan, routed, pdl_launches(hidden_states.device))
+            pdl, order = pdl_launches(hidden_states.device), self.up.order(self._tiles(plan)[0])
+            if order is not None:
+                copies = permute.gather_rows(routed.tokens, routed.pair_to_row, None, pdl=pdl, order=order)
+                routed = replace(routed, row_to_pair=None, tokens=copies)
+            h = self._gemm_1(plan, routed, pdl)
             y = self._gemm_2(plan, *h, routed.offsets, routed.pair_to_row)
             return self._combined()(y, routed.pair_to_row, routed.topk_weights)
         scales = () if routed.tokens_scale is None else (routed.tokens_scale,)
@@ -292,11 +298,11 @@ class Layer:
         orders = {"rows_order": self.up.order(first), "out_order": self.down.order(second)}
         up = replace(self._first(), rows_scale=routed.tokens_scale, **orders)
         gather = {"row_to_pair": routed.row_to_pair, "top_k": pairs.shape[1] if gathered else 0}
-        return launch_grouped_mm(routed.tokens, up, routed.offsets, first, **gather, **rows)
+        return launch_grouped_mm(routed.tokens, up, routed.offsets, first, known=not gathered, **gather, **rows)
 
     def _gemm_2(self, plan: Plan, h: Tensor, h_scale: Tensor, offsets: Tensor, pair_to_row: Tensor) -> Tensor:
         """The experts' results, from the rows of GEMM 1."""
-        rows: dict[str, Any] = {"num_rows": pair_to_row.numel(), "pdl": pdl_launches(h.device)}
+        rows: dict[str, Any] = {"num_rows": pair_to_row.numel(), "pdl": pdl_launches(h.device), "known": True}
         tile = self._tiles(plan)[1]
         return launch_grouped_mm(h, self._second(h_scale, self.down.order(tile)), offsets, tile, **rows)[0]
 
@@ -318,7 +324,7 @@ class Layer:
         bound = {"most_rows": topk_ids.numel(), "pdl": pdl}
         up = replace(self._first(), rows_scale=batch_scale, rows_order=order, out_order=out_order)
         h, h_scale = launch_batched_mm(batch, up, counts, first, **bound)
-        y, _ = launch_batched_mm(h, self._second(h_scale, out_order), counts, second, **bound)
+        y, _ = launch_batched_mm(h, self._second(h_scale, out_order), counts, second, known=True, **bound)
         return combine.combine(y.flatten(0, 1), slots, after, pdl=pdl)
 
     @property
@@ -364,6 +370,13 @@ def _unit_stride(tokens: Operand) -> Operand:
     return Operand(unit_stride(tokens.data), tokens.scheme, tuple(scale.contiguous() for scale in tokens.scales))
 
 
+def beside_gathered(tile: MMConfig, mm: ExpertMM) -> MMConfig:
+    """Of few rows, in the place of a tile of `decoded_few_mm`: one of `packed_tile`, whose rows threads gather."""
+    block_m = max(16, tile.block_m)
+    block_k = 64 if block_m == 32 and mm.operand.scheme.pack == 1 else 128
+    return tile._replace(block_m=block_m, block_k=block_k, num_stages=4, a_tma=False)
+
+
 def fit(tile: MMConfig, mm: ExpertMM, *, as_they_are: bool = False) -> MMConfig:
     """An epilogue that quantises needs one scale group of output columns; an e4m3 product of interleaved halves no more
     than 128 columns beside as many rows, as it is one product, and promoted. A sum that is scaled group by group needs
@@ -374,6 +387,8 @@ def fit(tile: MMConfig, mm: ExpertMM, *, as_they_are: bool = False) -> MMConfig:
     rows, neither more nor fewer.
     """
     specialised = not as_they_are and mm.specialises(tile)
+    if mm.takes_few(tile) and not specialised:
+        tile = beside_gathered(tile, mm)
     if mm.blocks is not None:
         return tile._replace(block_n=BLOCKS_N)
     if mm.quantizes_in_tile:
@@ -397,7 +412,8 @@ def fit(tile: MMConfig, mm: ExpertMM, *, as_they_are: bool = False) -> MMConfig:
     if mm.in_two and tile.block_m > 64:
         tile = tile._replace(block_m=64, num_warps=4, num_stages=4)
     if not mm.exact_scales and (columns := mm.group_columns):
-        block_k = min(tile.block_k, columns & -columns)
+        wide = mm.takes_few(tile) and columns % PACKED_COLUMNS == 0
+        block_k = tile.block_k if wide else min(tile.block_k, columns & -columns)
         if block_k < SMALLEST_GROUP:
             raise fail(mm.operand.scheme.name, "scales", f"of groups that {SMALLEST_GROUP} divides on a GPU", columns)
         if mm.waits_for_scales:  # several groups are a step, each with a sum of its own: of four, for 64 rows
@@ -406,6 +422,8 @@ def fit(tile: MMConfig, mm: ExpertMM, *, as_they_are: bool = False) -> MMConfig:
         if tile.block_m > 64 and not specialised:
             tile = tile._replace(block_m=64, num_warps=4, num_stages=4)
         tile = tile._replace(block_m=min(tile.block_m, 128))
+    if mm.takes_few(tile):
+        return tile
     if mm.order(tile) is not None:
         steps = min(tile.block_k, mm.in_features & -mm.in_features)
         ordered = steps >= SMALLEST_GROUP and not as_they_are
