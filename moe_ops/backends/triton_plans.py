@@ -125,7 +125,28 @@ PROMOTED = frozenset(
 )
 
 
-def _packed_tile(scheme: str, work: Work, sm: int) -> MMConfig:
+#: Rows of a tile of `decoded_few_mm` and columns of its steps, for more rows than eight, where the GPU's memory is fast
+#: enough that decoding takes the time: up to so many rows an expert.
+#: us of a layer on an H200 by `packed_tile` and by these, T = 256: gpt-oss-120b (8 rows an expert), int4_w4a16 578 and
+#: 537, nvfp4 790 and 737, mxfp8 1068 and 1008, but mxfp4 658 and 675, fp8_w8a16 918 and 925, int8_w8a16 833 and 871;
+#: Qwen3-30B-A3B (16), nvfp4 208 and 179, mxfp4 168 and 168. On an H100 by 16 rows 0.95 to 0.99 of the speed.
+FEW_TILES = {
+    "int4_w4a16": {12: (16, 256)},
+    "nvfp4": {12: (16, 256), 48: (32, 128)},
+    "mxfp8": {12: (16, 128)},
+}
+FAST_TBPS = 4.0  # by the datasheet
+
+
+def _few_tile(scheme: str, rows: float, gpu: str) -> MMConfig | None:
+    """The tile of `decoded_few_mm` for so many rows an expert, None where `packed_tile` is the faster one."""
+    found = (8, 256) if rows <= 5 else None
+    if found is None and lookup_gpu(gpu).dram_tbps > FAST_TBPS:
+        found = next((tile for most, tile in FEW_TILES.get(scheme, {}).items() if rows <= most), None)
+    return None if found is None else _streamed(found[0], 128, found[1], 1, 4, 3)
+
+
+def _packed_tile(scheme: str, work: Work, gpu: str, sm: int) -> MMConfig:
     """Weight rows fill the 64 rows of a tensor core's product; fewer of them make more programs, where there are few.
 
     us of a layer on an H200 of (1) Qwen3-30B-A3B's, (2) gpt-oss-120b's and (3) Mixtral-8x7B's dimensions. Tiles of 16
@@ -147,9 +168,8 @@ def _packed_tile(scheme: str, work: Work, sm: int) -> MMConfig:
         return _streamed(64, 128, 128, 8, 4, 3) if wide else _streamed(64, 128, 64, 8, 4, 4)
     if pairs <= 16:
         return _gathered(16, 64, 128, 1, 4, 4)
-    if rows <= 12 and sm == HOPPER:
-        few = 8 if rows <= 5 else 16
-        return _streamed(few, 128, 128 if eight and few > 8 else 256, 1, 4, 3)
+    if sm == HOPPER and (few := _few_tile(scheme, rows, gpu)) is not None:
+        return few
     if rows <= 12:
         return _gathered(16, 128, 128, 1, 4, 4)
     return _gathered(32, 128, 64 if eight else 128, 1, 4, 4)
@@ -293,7 +313,7 @@ def _tile(scheme: str, work: Work, gpu: str, sm: int, column: str, *, gated: boo
     if in_blocks(scheme, sm):
         return _blocks_tile(scheme, work), 0.0
     if scheme in DECODED:
-        tile = _packed_tile(scheme, work, sm) if scheme in PACKED else _packed_fp8_tile(scheme, work, sm)
+        tile = _packed_tile(scheme, work, gpu, sm) if scheme in PACKED else _packed_fp8_tile(scheme, work, sm)
         bits = SCHEMES[scheme].bits
         tbps, launch_us = PACKED_PRODUCT[bits]
         moved = expected_experts(work.E, work.K, work.T) * work.N * work.depth * bits / 8
@@ -392,6 +412,8 @@ def _blocks_candidates(scheme: str, rows: float) -> list[MMConfig]:
 def _packed_candidates(rows: float, sm: int) -> list[MMConfig]:
     """Tiles whose sums and decoded weights a thread's registers hold."""
     found = []
+    if sm == HOPPER and rows <= 48:  # `decoded_few_mm`
+        found += [_streamed(height, 128, columns, 1, 4, 3) for height, columns in every((8, 16, 32), (128, 256))]
     for block_m, block_n, block_k, warps, stages in every(
         _blocks_m(rows), (64, 128), (64, 128, 256), (4, 8), (2, 3, 4, 5)
     ):

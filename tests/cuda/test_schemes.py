@@ -135,23 +135,30 @@ def test_few_tokens_of_decoded_weights_take_two_kernels(scheme, T):
     assert [name for name in names if "_small_" in name] == names and len(names) == 2, names
 
 
-@pytest.mark.parametrize("C", [1, 16, 64, 256])
-@pytest.mark.parametrize("scheme", DECODED)
-def test_every_code_is_the_number_that_it_stands_for(scheme, C):
-    """NaN included; scales of powers of two, and rows that each name a column, leave nothing to round."""
-    torch.manual_seed(0)
-    row, (E, N, K) = SCHEMES[scheme], (2, 192, 256)
+def every_code(scheme: str, E: int, N: int, K: int) -> tuple[dict[str, object], torch.Tensor]:
+    """(weight [E, N, K] of every code with its scales, as operators take it; what it stands for, fp64 on the CPU): NaN
+    included; scales of powers of two.
+    """
+    row = SCHEMES[scheme]
     stored, scales = row.quantize(torch.randn(E, N, K))
     stored = torch.randint(0, 256, stored.shape, dtype=torch.uint8).view(stored.dtype)
     if row.code.name == "e4m3":  # NaN takes its whole row
         stored[:, 8:] = torch.where(stored[:, 8:].float().isnan(), 0.0, stored[:, 8:].float()).to(stored.dtype)
     scales = tuple(s if s.dtype == torch.uint8 else s.float().log2().round().exp2().to(s.dtype) for s in scales)
-    rows = torch.eye(K)[torch.randperm(K)[:C]].bfloat16().expand(E, C, K).contiguous()
-    expected = rows.double() @ row.dequantize(stored, scales).double().mT
-    counts = torch.full((E,), C, dtype=torch.int32, device="cuda")
     given = {"weight_scales": [scale.cuda() for scale in scales], "scheme": scheme}
-    got = moe_ops.batched_mm(rows.cuda(), stored.cuda(), counts, **given)
-    torch.testing.assert_close(got.double().cpu(), expected, rtol=0, atol=0, equal_nan=True)
+    return {"weight": stored.cuda(), **given}, row.dequantize(stored, scales).double()
+
+
+@pytest.mark.parametrize("C", [1, 16, 64, 256])
+@pytest.mark.parametrize("scheme", DECODED)
+def test_every_code_is_the_number_that_it_stands_for(scheme, C):
+    """Of rows that each name a column, which leave nothing to round."""
+    torch.manual_seed(0)
+    given, wide = every_code(scheme, 2, 192, 256)
+    rows = torch.eye(256)[torch.randperm(256)[:C]].bfloat16().expand(2, C, 256).contiguous()
+    counts = torch.full((2,), C, dtype=torch.int32, device="cuda")
+    got = moe_ops.batched_mm(rows.cuda(), expert_num_tokens=counts, **given)
+    torch.testing.assert_close(got.double().cpu(), rows.double() @ wide.mT, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("scheme", QUANTIZING)
