@@ -21,13 +21,14 @@ TOKENS = (1, 3, 40, 300)
 #: With how many tokens; fp8_channel for the kernel of experts with 256 rows and more, mxfp4_a8 for that of codes beside
 #: e4m3.
 SCHEMES = {None: TOKENS, "fp8_block128": TOKENS, "mxfp4": TOKENS, "fp8_channel": (900,), "mxfp4_a8": (300,)}
+MANY_EXPERTS = 24  # of few rows each, of codes
 
 
 def main() -> None:
     """Layers, their steps and their gradients, in both formats and every scheme."""
     if "--stores-by-pointer" in sys.argv:
         ExpertMM.store_columns = lambda self, out, config: 0
-        ExpertMM.specialises = lambda self, config: False  # that kernel stores by tensor map alone,
+        ExpertMM.specialises = lambda self, config: False  # those kernels store by tensor map alone,
         ExpertMM.promotes = lambda self, config, rows: False  # and so does this one
         allows = wgrad.descriptor_strides
         wgrad.descriptor_strides = lambda x, inner: inner == 1 and allows(x, inner=inner)  # inner = 2: the gradient
@@ -38,6 +39,9 @@ def main() -> None:
             x, logits = torch.randn(T, H, device="cuda").bfloat16(), torch.randn(T, E, device="cuda")
             moe_ops.fused_moe(x, logits, top_k=K, format=format, **made)
             stages(x, logits, format, made)
+    for scheme, format in itertools.product(("mxfp4", "int4_w4a16"), ("grouped", "batched")):
+        x, logits = torch.randn(40, H, device="cuda").bfloat16(), torch.randn(40, MANY_EXPERTS, device="cuda")
+        moe_ops.fused_moe(x, logits, top_k=K, format=format, **weights(scheme, MANY_EXPERTS))
     made = {name: weight.requires_grad_() for name, weight in weights(None).items()}
     for T in TOKENS:
         x = torch.randn(T, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -46,11 +50,11 @@ def main() -> None:
     print("ran")
 
 
-def weights(scheme: str | None) -> dict[str, Any]:
+def weights(scheme: str | None, experts: int = E) -> dict[str, Any]:
     """Arguments of a layer. The last expert's memory is the last of its allocation."""
     made: dict[str, Any] = {}
     for name, (n, k) in {"gate_up": (2 * I, H), "down": (H, I)}.items():
-        weight = (torch.randn(E, n, k, device="cuda") * k**-0.5).bfloat16()
+        weight = (torch.randn(experts, n, k, device="cuda") * k**-0.5).bfloat16()
         if scheme is None:
             made[f"{name}_proj"] = weight
         else:

@@ -140,6 +140,24 @@ def test_decoded_weights_of_few_tokens(scheme: str) -> None:
     assert triton_plans.cheapest(batched, 1, "NVIDIA H200", 90).sequence == "batched"
 
 
+@pytest.mark.parametrize(
+    ("gpu", "scheme", "heights"),
+    [
+        ("NVIDIA H200", "mxfp4", [8, None, None]),
+        ("NVIDIA H200", "nvfp4", [8, 16, 32]),
+        ("NVIDIA H100 80GB HBM3", "nvfp4", [8, None, None]),
+        ("Another GPU", "fp8_w8a16", [8, None, None]),
+    ],
+)
+def test_few_rows_of_decoded_weights(gpu: str, scheme: str, heights: list[int | None]) -> None:
+    """Four, eight and 32 an expert: where a tile of `decoded_few_mm` is the faster one, its rows come by descriptor."""
+    key = plans.LayerKey(scheme, "grouped", 128, 8, 2048, 768, True)
+    for tokens, height in zip((64, 128, 512), heights, strict=True):
+        tiles = triton_plans.cheapest(key, tokens, gpu, 90).configs
+        assert {tile.a_tma for tile in tiles} == {height is not None}
+        assert height is None or {tile.block_m for tile in tiles} == {height}
+
+
 @pytest.mark.parametrize("scheme", ["mxfp8", "mxfp4_a8", "nvfp4"])
 def test_products_of_scaled_blocks(scheme: str) -> None:
     """Of 128 weight rows, for any number of tokens, and never by the small kernels; other GPUs decode."""

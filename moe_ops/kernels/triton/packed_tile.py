@@ -11,10 +11,10 @@ of a loop step of 128 by 128 codes and a warp: mxfp4 416, nvfp4 453, int4_w4a16 
 byte, scales through shared memory, 536, 801, 481 and 617.
 
 Each step waits for its products; of two programs on a multiprocessor one decodes while the other multiplies. On Hopper
-`decoded_mm` has many rows' products instead. Their decoded weights do not go through shared memory: there tensor cores
-read them once for every 64 rows, which with their stores is 1.3 times what shared memory delivers in the time of the
-products (us of a layer on an H200, T = 4096, rows by descriptor both times: Qwen3-30B-A3B, mxfp4 849 and 798,
-int8_w8a16 877 and 800; Mixtral-8x7B, mxfp4 5812 and 5330).
+`decoded_few_mm` has most products of few rows instead, and `decoded_mm` those of many. Their decoded weights do not go
+through shared memory: there tensor cores read them once for every 64 rows, which with their stores is 1.3 times what
+shared memory delivers in the time of the products (us of a layer on an H200, T = 4096, rows by descriptor both times:
+Qwen3-30B-A3B, mxfp4 849 and 798, int8_w8a16 877 and 800; Mixtral-8x7B, mxfp4 5812 and 5330).
 """
 
 from __future__ import annotations
