@@ -176,7 +176,8 @@ def grouped_mm(
         num_rows: R.
         row_to_pair: [R] i32, pair (t * top_k + k) of each sorted row.
         pdl: start while the kernel before still runs (programmatic dependent launch).
-        known: with `pdl`, that the kernel before does not write `offsets`.
+        known: with `pdl`, that the kernel before does not write `offsets`, and has waited for the one that does before
+            it let this one start.
         load: counters of a layer, where no kernel before knew it.
         kept: [R, ..] with unit stride, to write what stands before the activation to: of halves that do not alternate
             both, which have the same strides.
@@ -215,7 +216,7 @@ def batched_mm(
         expert_num_tokens: [E] i32, rows in use per expert.
         most_rows: bound on their sum, if the caller knows one below E * C: a smaller grid.
         pdl: start while the kernel before still runs (programmatic dependent launch).
-        known: with `pdl`, that the kernel before does not write `expert_num_tokens`.
+        known: the same of `expert_num_tokens` as of `offsets` in `grouped_mm`.
         load: counters of a layer, where no kernel before knew it.
 
     Returns:

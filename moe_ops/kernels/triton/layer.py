@@ -384,7 +384,7 @@ def fit(tile: MMConfig, mm: ExpertMM, *, as_they_are: bool = False) -> MMConfig:
     tokens, or of weights that are decoded to e4m3: but in `decoded_mm`. So do rows of fp16, both of whose parts wait.
     Rows that are copied into a product's order of columns, not taken as they are, are whole steps. A sum whose scales
     are folded into codes needs as many threads as weight rows, and no more. A product of scaled blocks is of 128 weight
-    rows, neither more nor fewer.
+    rows, neither more nor fewer. Few rows that `decoded_few_mm` cannot take are gathered.
     """
     specialised = not as_they_are and mm.specialises(tile)
     if mm.takes_few(tile) and not specialised:
