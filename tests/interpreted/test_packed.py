@@ -17,6 +17,7 @@ from moe_ops.backends import triton_plans
 from moe_ops.backends.triton_plans import PACKED
 from moe_ops.kernels.triton import small
 from moe_ops.kernels.triton.config import MMConfig, SmallConfig
+from moe_ops.kernels.triton.launch import ExpertMM
 from moe_ops.ops import parse
 from tests.ops.errors import assert_accurate, norm_error
 from tests.ops.layers import Layer, Variant, dense_formula, factors_in_fp64
@@ -97,6 +98,22 @@ def test_one_product_of_many_rows(form: str, scheme: str) -> None:
     got, want = getattr(backend, call.op)(call), getattr(reference, call.op)(call)
     used = torch.arange(200) < counts[:, None] if batched else slice(None)
     assert norm_error(got[used], want[used]) < 5e-3
+
+
+@pytest.mark.parametrize("scheme", sorted(PACKED))
+def test_few_rows_that_a_kernel_counts(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where `decoded_few_mm` would take them but for that: threads gather them."""
+    tile, taken = MMConfig(8, 128, 256, 1, 4, 3, a_tma=True, w_tma=True), []
+    monkeypatch.setattr(triton_plans, "tile_for", lambda *of: tile)
+    monkeypatch.setattr(ExpertMM, "specialises", lambda mm, config: mm.takes_few(config))
+    launched = backend.launch_grouped_mm
+    monkeypatch.setattr(backend, "launch_grouped_mm", lambda *of, **by: taken.append(of[3]) or launched(*of, **by))
+    layer = replace(PLAIN, scheme=scheme, E=3, H=384, I=128).build().tensors
+    offsets = torch.tensor([2, 2, 21], dtype=torch.int32)
+    operands = (torch.randn(21, 384).bfloat16(), layer["gate_up_proj"], offsets, layer["gate_up_scales"])
+    call = parse("grouped_mm_glu", *operands, scheme=scheme)
+    got, want = backend.grouped_mm_glu(call)[0], reference.grouped_mm_glu(call)[0]
+    assert norm_error(got, want) < 5e-3 and [(tile.block_m, tile.a_tma) for tile in taken] == [(16, False)]
 
 
 @both_paths

@@ -352,6 +352,12 @@ class ExpertMM:
         """Whether a tile of rows that come by descriptor is one of `decoded_few_mm`."""
         return self.is_decoded and config.a_tma and config.block_m <= FEW_ROWS
 
+    def beside_few(self, config: MMConfig) -> MMConfig:
+        """In the place of a tile of `decoded_few_mm` one of `packed_tile`, whose rows threads gather."""
+        block_m = max(16, config.block_m)
+        block_k = 64 if block_m == 32 and self.operand.scheme.pack == 1 else PACKED_COLUMNS
+        return config._replace(block_m=block_m, block_k=block_k, num_stages=4, a_tma=False)
+
     def specialises(self, config: MMConfig) -> bool:
         """Whether `decoded_mm` takes the product, of rows by descriptor, of few `decoded_few_mm`, or of e4m3 ones
         `decoded_fp8_mm`: where Gluon's Hopper is.

@@ -235,7 +235,7 @@ class Layer:
         if order is not None:
             steps = order[0] // self.up.columns_at_once(first)
             if steps > 1 and self.down.takes_few(second):
-                second = beside_gathered(second, self.down)
+                second = self.down.beside_few(second)
             elif steps > 1:
                 second = second._replace(block_k=second.block_k // steps, num_stages=min(4, second.num_stages * steps))
         return first, second
@@ -370,13 +370,6 @@ def _unit_stride(tokens: Operand) -> Operand:
     return Operand(unit_stride(tokens.data), tokens.scheme, tuple(scale.contiguous() for scale in tokens.scales))
 
 
-def beside_gathered(tile: MMConfig, mm: ExpertMM) -> MMConfig:
-    """Of few rows, in the place of a tile of `decoded_few_mm`: one of `packed_tile`, whose rows threads gather."""
-    block_m = max(16, tile.block_m)
-    block_k = 64 if block_m == 32 and mm.operand.scheme.pack == 1 else 128
-    return tile._replace(block_m=block_m, block_k=block_k, num_stages=4, a_tma=False)
-
-
 def fit(tile: MMConfig, mm: ExpertMM, *, as_they_are: bool = False) -> MMConfig:
     """An epilogue that quantises needs one scale group of output columns; an e4m3 product of interleaved halves no more
     than 128 columns beside as many rows, as it is one product, and promoted. A sum that is scaled group by group needs
@@ -388,7 +381,7 @@ def fit(tile: MMConfig, mm: ExpertMM, *, as_they_are: bool = False) -> MMConfig:
     """
     specialised = not as_they_are and mm.specialises(tile)
     if mm.takes_few(tile) and not specialised:
-        tile = beside_gathered(tile, mm)
+        tile = mm.beside_few(tile)
     if mm.blocks is not None:
         return tile._replace(block_n=BLOCKS_N)
     if mm.quantizes_in_tile:
