@@ -1,4 +1,4 @@
-"""What kernels in Gluon for Hopper share: `decoded_mm`, `decoded_fp8_mm`, `promoted_mm` and `wgrad_mm`, one of whose
+"""What kernels in Gluon for Hopper share: `decoded_mm` and the like, `promoted_mm` and `wgrad_mm`, one of whose
 warps brings what others take.
 
 Gluon is Triton's language of layouts. It is experimental, and may be another in another Triton: `CALLED`.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -29,6 +29,8 @@ CALLED = {
     gl.allocate_shared_memory: ("element_ty", "shape", "layout"),
     gl.thread_barrier: (),
     gl.shared_memory_descriptor._reinterpret: ("dtype", "shape", "layout"),
+    gl.shared_memory_descriptor.slice: ("start", "length", "dim"),
+    mma_v2: ("a", "b", "acc"),
     async_copy.async_copy_global_to_shared: ("smem", "pointer", "mask"),
     async_copy.mbarrier_arrive: ("mbarrier", "increment_count"),
     fence_async_shared: (),
