@@ -31,10 +31,12 @@ def compile_decoded(scheme: str, layout: str | None, **options: Any) -> Compiled
     return compile_product(mm, fitted._replace(block_m=tile.block_m, block_n=tile.block_n), rows)
 
 
-def compile_product(mm: ExpertMM, fitted: MMConfig, rows: torch.Tensor) -> Compiled:
-    """Of a tile as it is where there is such a GPU."""
+def compile_made(
+    kernel: Any, mm: ExpertMM, tile: MMConfig, rows: torch.Tensor, num_warps: int | None = None, **more: Any
+) -> Compiled:
+    """A kernel in Gluon of decoded weights, of what is prepared for it; more: its other constants, and options."""
     out, _ = mm.allocate((256,), rows)
-    made = mm.prepare_decoded(rows, out, fitted)
+    made = mm.prepare_decoded(rows, out, tile)
     arguments = common_arguments(mm) | {
         "a_desc": descriptor(made.a_desc), "w_desc": descriptor(made.w_desc), "out_desc": descriptor(made.out_desc),
     }  # fmt: skip
@@ -42,15 +44,21 @@ def compile_product(mm: ExpertMM, fitted: MMConfig, rows: torch.Tensor) -> Compi
     constants = {
         **{"E": mm.num_experts, "N": mm.out_features, "K": mm.in_features, "STRIDES": made.strides},
         **{"BLOCK": made.block, "GLU": mm.glu, "ACTIVATION": mm.activation, "SWAPPED": False, "SCHEME": mm.scheme},
-        **{"BATCHED": False, "PDL": True},
+        **{"BATCHED": False, "PDL": True, **{name: more.pop(name) for name in set(more) & set(kernel.arg_names)}},
     }
-    kernel = compile_kernel(
-        _decoded_mm_kernel,
+    return compile_kernel(
+        kernel,
         {name: kind for name, kind in arguments.items() if kind is not None},
         {**constants, **{name: None for name, kind in arguments.items() if kind is None}},
-        num_warps=8 // made.block[7],
+        num_warps=num_warps or 8 // made.block[7],
         launch_pdl=True,
+        **more,
     )
+
+
+def compile_product(mm: ExpertMM, fitted: MMConfig, rows: torch.Tensor) -> Compiled:
+    """Of a tile as it is where there is such a GPU."""
+    kernel = compile_made(_decoded_mm_kernel, mm, fitted, rows)
     assert kernel.stack == 0 or mm.num_experts > 128, f"{kernel.stack} bytes of spills"
     assert kernel.loops and not kernel.serialised and not kernel.overwritten
     products = re.findall(r"HGMMA\S+ R\d+, (\S+),", kernel.sass)
@@ -181,13 +189,21 @@ def test_every_argument_of_a_launch_has_its_place(monkeypatch: pytest.MonkeyPatc
     extents = torch.tensor([100, 256], dtype=torch.int32)
     of = expert_mm._of_decoded(rows, mm, extents, fitted, out)
     expert_mm._launch_specialised(mm, of, (256, 4, 256, False), rows.device, pdl=True)
-    scale, zeros = mm.operand.scales
     assert list(launched) == _decoded_mm_kernel.arg_names
-    same = {"w_scale": scale, "w_zeros": zeros, "w_outer": None, "bias": bias, "extents": extents}
-    assert all(launched[name] is value for name, value in same.items())
+    assert_places(launched, mm, rows, out, extents)
+    assert launched["PDL"] is True
+
+
+def assert_places(
+    launched: dict[str, Any], mm: ExpertMM, rows: torch.Tensor, out: torch.Tensor, extents: torch.Tensor
+) -> None:
+    """Arguments by name are those of GEMM 1 of int4_w4a16 in two halves, with zero points and a bias."""
+    scale, zeros = mm.operand.scales
+    same = {"w_scale": scale, "w_zeros": zeros, "w_outer": None, "bias": mm.bias, "extents": extents}
+    assert mm.bias is not None and all(launched[name] is value for name, value in same.items())
     bases = {"a_desc": rows, "w_desc": mm.weight, "out_desc": out}
     assert all(launched[name].base is tensor for name, tensor in bases.items())
     halves = {"up_scale_offset": scale[0, :I].numel(), "up_zeros_offset": zeros[0, :I].numel(), "up_outer_offset": 0}
     sizes = {"num_rows": 256, "E": 2, "N": I, "K": H, "GLU": mm.glu, "ACTIVATION": "silu", "SWAPPED": False}
     assert {name: launched[name] for name in halves | sizes} == halves | sizes
-    assert launched["SCHEME"] == mm.scheme and launched["PDL"] is True and launched["BATCHED"] is False
+    assert launched["SCHEME"] == mm.scheme and launched["BATCHED"] is False

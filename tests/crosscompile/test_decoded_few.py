@@ -16,9 +16,9 @@ from moe_ops.kernels.triton.decoded_few_mm import _decoded_few_mm_kernel
 from moe_ops.kernels.triton.launch import FEW_PROGRAMS, FEW_REGISTERS, ExpertMM
 from moe_ops.kernels.triton.layer import Layer, fit
 from moe_ops.plans import Plan, bucket
-from tests.crosscompile.compiling import Compiled, compile_kernel
-from tests.crosscompile.test_decoded import LAYOUTS, row_operand
-from tests.crosscompile.test_packed import E, H, I, K, common_arguments, descriptor, product
+from tests.crosscompile.compiling import Compiled
+from tests.crosscompile.test_decoded import LAYOUTS, assert_places, compile_made, row_operand
+from tests.crosscompile.test_packed import E, H, I, K, product
 
 pytestmark = pytest.mark.usefixtures("on_hopper")
 
@@ -28,33 +28,16 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: True)
 
 
-def compile_few(scheme: str, layout: str | None, tokens: int = 16, known: bool = True, **options: Any) -> Compiled:
+def compile_few(scheme: str, layout: str | None, known: bool = True, **options: Any) -> Compiled:
     sizes = (2 * I, H) if layout else (H, I)
-    tile = tile_for(scheme, E, bucket(tokens * K), *sizes, "NVIDIA H200", 90, "up")
+    tile = tile_for(scheme, E, bucket(16 * K), *sizes, "NVIDIA H200", 90, "up")
     return compile_product(*product(scheme, tile, layout=layout, **options), known=known)
 
 
 def compile_product(mm: ExpertMM, tile: MMConfig, rows: torch.Tensor, known: bool = True) -> Compiled:
     assert mm.takes_few(tile) and mm.specialises(tile)
-    out, _ = mm.allocate((256,), rows)
-    made = mm.prepare_decoded_few(rows, out, tile)
-    arguments = common_arguments(mm) | {
-        "a_desc": descriptor(made.a_desc), "w_desc": descriptor(made.w_desc), "out_desc": descriptor(made.out_desc),
-    }  # fmt: skip
-    del arguments["up_offset"]
-    constants = {
-        **{"E": E, "N": mm.out_features, "K": mm.in_features, "STRIDES": made.strides, "BLOCK": made.block},
-        **{"GLU": mm.glu, "ACTIVATION": mm.activation, "SWAPPED": False, "SCHEME": mm.scheme, "BATCHED": False},
-        **{"PDL": True, "KNOWN": known},
-    }
-    kernel = compile_kernel(
-        _decoded_few_mm_kernel,
-        {name: kind for name, kind in arguments.items() if kind is not None},
-        {**constants, **{name: None for name, kind in arguments.items() if kind is None}},
-        num_warps=tile.num_warps,
-        launch_pdl=True,
-        maxnreg=FEW_REGISTERS,
-    )
+    options = {"num_warps": tile.num_warps, "maxnreg": FEW_REGISTERS}
+    kernel = compile_made(_decoded_few_mm_kernel, mm, tile, rows, KNOWN=known, **options)
     assert FEW_PROGRAMS * 8 * 32 * kernel.registers <= 65536 and FEW_PROGRAMS * (kernel.shared + 1024) <= 228 * 1024
     (loop,) = [body for body in kernel.loops if sum(name.startswith("HMMA") for _, name, _ in body) > 2][:1]
     assert not [name for _, name, _ in loop if name.startswith(("LDL", "STL", "STS", "HGMMA", "SHFL"))]
@@ -70,6 +53,16 @@ def test_compiles(scheme: str, layout: str | None) -> None:
 @LAYOUTS
 def test_compiles_with_a_bias(layout: str | None) -> None:
     compile_few("mxfp4", layout, bias=torch.empty(2, 2 * I if layout else H, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("experts", [128, 512])
+@pytest.mark.parametrize("scheme", ["mxfp4", "int4_w4a16"])
+def test_tables_of_many_experts_stay_out_of_the_loop(
+    scheme: str, experts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Registers that they do not fit into are read again for each tile, not for each step."""
+    monkeypatch.setattr(ExpertMM, "num_experts", experts)
+    compile_few(scheme, "concat")
 
 
 @LAYOUTS
@@ -125,14 +118,7 @@ def test_every_argument_of_a_launch_has_its_place(monkeypatch: pytest.MonkeyPatc
     mm, fitted, rows = product("int4_w4a16", tile, layout="concat", zeros=torch.int8, bias=bias)
     extents = torch.tensor([4, 8], dtype=torch.int32)
     out, _ = expert_mm.grouped_mm(rows, mm, extents, fitted, num_rows=256, pdl=True, known=True)
-    scale, zeros = mm.operand.scales
-    same = {"w_scale": scale, "w_zeros": zeros, "w_outer": None, "bias": bias, "extents": extents}
-    assert all(launched[name] is value for name, value in same.items())
-    bases = {"a_desc": rows, "w_desc": mm.weight, "out_desc": out}
-    assert all(launched[name].base is tensor for name, tensor in bases.items())
-    halves = {"up_scale_offset": scale[0, :I].numel(), "up_zeros_offset": zeros[0, :I].numel(), "up_outer_offset": 0}
-    sizes = {"num_rows": 256, "E": 2, "N": I, "K": H, "GLU": mm.glu, "ACTIVATION": "silu", "SWAPPED": False}
-    assert {name: launched[name] for name in halves | sizes} == halves | sizes
-    assert (launched["PDL"], launched["KNOWN"], launched["BATCHED"]) == (True, True, False)
+    assert_places(launched, mm, rows, out, extents)
+    assert (launched["PDL"], launched["KNOWN"]) == (True, True)
     assert launched["grid"] == (min(34 * 12, FEW_PROGRAMS * 132),)
     assert launched["options"] == {"num_warps": 4, "launch_pdl": True, "maxnreg": FEW_REGISTERS}

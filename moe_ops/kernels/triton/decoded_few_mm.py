@@ -24,19 +24,21 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from moe_ops.kernels.triton.act_quant import apply_activation
-from moe_ops.kernels.triton.codes import E2M1, E2M1_UNIT, E4M3, E4M3_UNIT, codes_of_word
+from moe_ops.kernels.triton.codes import codes_of_word
 from moe_ops.kernels.triton.decoded_mm import (
     bits_of_pieces,
     columns_of,
+    finished,
     first_operand,
+    for_partitions,
+    gate_and_up,
+    leave,
     pieces_of,
     rows_layout,
     stacked_rows,
 )
-from moe_ops.kernels.triton.hopper import boxes, ring, table_of_tiles, write
-from moe_ops.kernels.triton.order import in_order
+from moe_ops.kernels.triton.hopper import buffers, table_of_tiles
 from moe_ops.kernels.triton.packed_tile import factor_of, fetch, of_rows
-from moe_ops.kernels.triton.scales import load_scale
 from moe_ops.kernels.triton.tile_loads import CONCAT, INTERLEAVED, NOT_GATED
 from moe_ops.kernels.triton.util import find_tile, pdl_release, pdl_wait
 
@@ -123,43 +125,17 @@ def _rows_of_lot(
 
 @gluon.jit
 def _finished(total, LOT: gl.constexpr, expert, n_start, LAYOUT: gl.constexpr, decoding, bias, SIZES: gl.constexpr):
-    """A lot's sum with what comes behind the loop: the codes' unit, scales of whole rows, the bias."""
-    N: gl.constexpr = SIZES[1]
-    STRIDES: gl.constexpr = SIZES[3]
-    PACKED: gl.constexpr = SIZES[9][4]
-    BIAS_STRIDES: gl.constexpr = STRIDES[2]
-    OUTER_STRIDES: gl.constexpr = STRIDES[5]
-    _, _, outer, _, _, outer_apart = decoding
+    """A lot's sum, see `decoded_mm.finished`."""
     row, half = _rows_of_lot(LOT, total.shape[0], LAYOUT, n_start, SIZES, True)
-    if PACKED[0] == E2M1:
-        total *= E2M1_UNIT
-    elif PACKED[2] and PACKED[0] == E4M3:
-        total *= E4M3_UNIT
-    if OUTER_STRIDES is not None:
-        pointers = of_rows(outer, outer_apart, expert, row, half, N, PACKED[6], PACKED[7], OUTER_STRIDES)
-        total *= load_scale(pointers)[:, None]
-    if BIAS_STRIDES is not None:
-        where = bias + expert.to(gl.int64) * BIAS_STRIDES[0] + (row + half * N) * BIAS_STRIDES[1]
-        total += gl.load(where).to(gl.float32)[:, None]
-    return total
+    return finished(total, row, half, expert, decoding, bias, SIZES)
 
 
 @gluon.jit
 def _activated(total, alpha, limit, ACTIVATION: gl.constexpr):
     """Of rows of gates and ups that alternate, eight of each, what comes out of them."""
-    ROWS: gl.constexpr = total.shape[0]
-    COLUMNS: gl.constexpr = total.shape[1]
-    gate, up = gl.split(total.reshape([ROWS // 16, 2, 8, COLUMNS]).permute([0, 2, 3, 1]))
-    return apply_activation(gate, up, alpha, limit, ACTIVATION, True).reshape([ROWS // 2, COLUMNS])
-
-
-@gluon.jit
-def _leave(value, staged, out_desc, first, past, n_start, ORDER: gl.constexpr):
-    """Write columns n_start and on [columns, rows] of a tile's rows."""
-    out = value.to(staged.dtype).permute([1, 0])
-    if ORDER is not None:
-        out = in_order(out, ORDER[0], ORDER[1])
-    write(out, staged.index(0), out_desc, first, past, n_start)
+    gate, up = gate_and_up(total)
+    value = apply_activation(gate, up, alpha, limit, ACTIVATION, True)
+    return value.reshape([total.shape[0] // 2, total.shape[1]])
 
 
 @gluon.jit
@@ -276,18 +252,18 @@ def _multiply(given, SIZES: gl.constexpr):
         if GLU == CONCAT:
             gate, up = (total1, total0) if SWAPPED else (total0, total1)
             value = apply_activation(gate, up, alpha, limit, ACTIVATION, True)
-            _leave(value, staged, out_desc, first, past, n_start, OUT_ORDER)
+            leave(value, staged.index(0), out_desc, first, past, n_start, OUT_ORDER)
         elif GLU == INTERLEAVED:
             left = _activated(total0, alpha, limit, ACTIVATION)
             right = _activated(total1, alpha, limit, ACTIVATION)
             value = gl.join(left, right).permute([2, 0, 1]).reshape([ROWS, BLOCK_M])
-            _leave(value, staged, out_desc, first, past, n_start, OUT_ORDER)
+            leave(value, staged.index(0), out_desc, first, past, n_start, OUT_ORDER)
         else:
             if ACTIVATION is not None:
                 total0 = apply_activation(total0, total0, alpha, limit, ACTIVATION, False)
                 total1 = apply_activation(total1, total1, alpha, limit, ACTIVATION, False)
-            _leave(total0, staged, out_desc, first, past, n_start, OUT_ORDER)
-            _leave(total1, staged, out_desc, first, past, n_start + ROWS, OUT_ORDER)
+            leave(total0, staged.index(0), out_desc, first, past, n_start, OUT_ORDER)
+            leave(total1, staged.index(0), out_desc, first, past, n_start + ROWS, OUT_ORDER)
     tma.store_wait(0)
 
 
@@ -328,20 +304,13 @@ def _decoded_few_mm_kernel(
     """
     COLUMNS: gl.constexpr = columns_of(BLOCK[1], GLU)
     N_TILES: gl.constexpr = (N + COLUMNS - 1) // COLUMNS
-    STAGES: gl.constexpr = BLOCK[6]
-    rows_of = gl.allocate_shared_memory(a_desc.dtype, boxes(STAGES, a_desc.block_shape), a_desc.layout)
-    words_of = gl.allocate_shared_memory(w_desc.dtype, boxes(STAGES, w_desc.block_shape), w_desc.layout)
-    staged = gl.allocate_shared_memory(out_desc.dtype, boxes(1, out_desc.block_shape), out_desc.layout)
-    full, empty = ring(STAGES, 32 * gl.num_warps())
+    THREADS: gl.constexpr = 32 * gl.num_warps()
+    rows_of, words_of, staged, full, empty = buffers(a_desc, w_desc, out_desc, 1, 1, 1, BLOCK[6], THREADS)
     if not KNOWN:
         pdl_wait(PDL)
     pdl_release(PDL)
-    # What is absent has no strides, and any pointer stands for it: a partition takes no None.
-    inner = w_scale if STRIDES[1] is not None else extents
-    zeros = w_zeros if STRIDES[4] is not None else extents
-    outer = w_outer if STRIDES[5] is not None else extents
+    inner, zeros, outer, bias = for_partitions(w_scale, w_zeros, w_outer, bias, extents, STRIDES)
     decoding = (inner, zeros, outer, up_scale_offset, up_zeros_offset, up_outer_offset)
-    bias = bias if STRIDES[2] is not None else extents
     given = (rows_of, words_of, full, empty, staged, out_desc, extents, num_rows, decoding, bias, alpha, limit)
     brought = (a_desc, w_desc, rows_of, words_of, full, empty, extents, num_rows)
     SIZES: gl.constexpr = (E, N, K, STRIDES, BLOCK, N_TILES, GLU, ACTIVATION, SWAPPED, SCHEME, BATCHED, KNOWN)

@@ -218,6 +218,45 @@ def stacked_rows(
 
 
 @gluon.jit
+def finished(total, row, half, expert, decoding, bias, SIZES: gl.constexpr):
+    """Sums of weight rows `row` of `half` with what comes behind the loop: the codes' unit, scales of rows, a bias."""
+    N: gl.constexpr = SIZES[1]
+    STRIDES: gl.constexpr = SIZES[3]
+    PACKED: gl.constexpr = SIZES[9][4]
+    BIAS_STRIDES: gl.constexpr = STRIDES[2]
+    OUTER_STRIDES: gl.constexpr = STRIDES[5]
+    _, _, outer, _, _, outer_apart = decoding
+    if PACKED[0] == E2M1:
+        total *= E2M1_UNIT
+    elif PACKED[2] and PACKED[0] == E4M3:
+        total *= E4M3_UNIT
+    if OUTER_STRIDES is not None:
+        pointers = of_rows(outer, outer_apart, expert, row, half, N, PACKED[6], PACKED[7], OUTER_STRIDES)
+        total *= load_scale(pointers)[:, None]
+    if BIAS_STRIDES is not None:
+        where = bias + expert.to(gl.int64) * BIAS_STRIDES[0] + (row + half * N) * BIAS_STRIDES[1]
+        total += gl.load(where).to(gl.float32)[:, None]
+    return total
+
+
+@gluon.jit
+def gate_and_up(total):
+    """Of sums of rows that are of one half and of the other by eights; both [rows / 16, 8, columns]."""
+    ROWS: gl.constexpr = total.shape[0]
+    COLUMNS: gl.constexpr = total.shape[1]
+    return gl.split(total.reshape([ROWS // 16, 2, 8, COLUMNS]).permute([0, 2, 3, 1]))
+
+
+@gluon.jit
+def leave(value, staged, out_desc, first, past, n_start, ORDER: gl.constexpr):
+    """Write columns n_start and on [columns, rows] of a tile's rows, in the order that the next product has."""
+    out = value.to(staged.dtype).permute([1, 0])
+    if ORDER is not None:
+        out = in_order(out, ORDER[0], ORDER[1])
+    write(out, staged, out_desc, first, past, n_start)
+
+
+@gluon.jit
 def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
     """A group of warps: decodes its weight rows of every tile, multiplies them with the tile's rows and writes."""
     rows_of, words_of, full, empty, staged, out_desc, extents, num_rows, decoding, bias, alpha, limit = given
@@ -254,11 +293,10 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
     OF_WORDS: gl.constexpr = rows_layout(WARPS, WORDS, UNIT // codes_of_word(CODE), GLU)
     OF_PIECES: gl.constexpr = rows_layout(WARPS, PIECES, PIECES * UNIT // BLOCK_K, GLU)
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, SUM)
-    inner, zeros, outer, inner_apart, zeros_apart, outer_apart = decoding
+    inner, zeros, _, inner_apart, zeros_apart, _ = decoding
     INNER_STRIDES: gl.constexpr = STRIDES[1]
     ZERO_STRIDES: gl.constexpr = STRIDES[4]
     SHIFTED: gl.constexpr = ZERO_STRIDES is not None
-    OUTER_STRIDES: gl.constexpr = STRIDES[5]
     SCALED: gl.constexpr = INNER_STRIDES is not None and not EXACT  # group by group, where their sums are complete
     EACH: gl.constexpr = SCALED and GROUP_K % (2 * BLOCK_K) != 0  # after every step, else after every other
     table, tiles = table_of_tiles(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
@@ -315,30 +353,27 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
         if not SCALED:
             total = warpgroup_mma_wait(0, deps=[product])
             mbarrier.arrive(empty.index((place + STAGES - 1) % STAGES))
-        if CODE == E2M1:
-            total *= E2M1_UNIT
-        elif EXACT and CODE == E4M3:
-            total *= E4M3_UNIT
-        if OUTER_STRIDES is not None:
-            pointers = of_rows(outer, outer_apart, expert, row, in_half, N, PACKED[6], PACKED[7], OUTER_STRIDES)
-            total *= load_scale(pointers)[:, None]
-        if STRIDES[2] is not None:
-            where = bias + expert.to(gl.int64) * STRIDES[2][0] + (row + in_half * N) * STRIDES[2][1]
-            total += gl.load(where).to(gl.float32)[:, None]
+        total = finished(total, row, in_half, expert, decoding, bias, SIZES)
         if GLU == NOT_GATED:
             value = total
             if ACTIVATION is not None:
                 value = apply_activation(total, total, alpha, limit, ACTIVATION, False)
         else:
-            gate, up = gl.split(total.reshape([HEIGHT // 16, 2, 8, BLOCK_M]).permute([0, 2, 3, 1]))
+            gate, up = gate_and_up(total)
             if SWAPPED:
                 gate, up = up, gate
             value = apply_activation(gate, up, alpha, limit, ACTIVATION, True).reshape([COLUMNS, BLOCK_M])
-        out = value.to(staged.dtype).permute([1, 0])
-        if OUT_ORDER is not None:
-            out = in_order(out, OUT_ORDER[0], OUT_ORDER[1])
-        write(out, staged.index(GROUP), out_desc, first, past, n_start)
+        leave(value, staged.index(GROUP), out_desc, first, past, n_start, OUT_ORDER)
     tma.store_wait(0)
+
+
+@gluon.jit
+def for_partitions(w_scale, w_zeros, w_outer, bias, extents, STRIDES: gl.constexpr):
+    """These, or for what is absent, which has no strides, any pointer: a partition takes no None."""
+    inner = w_scale if STRIDES[1] is not None else extents
+    zeros = w_zeros if STRIDES[4] is not None else extents
+    outer = w_outer if STRIDES[5] is not None else extents
+    return inner, zeros, outer, bias if STRIDES[2] is not None else extents
 
 
 @gluon.jit(do_not_specialize=["num_rows", "up_scale_offset", "up_zeros_offset", "up_outer_offset"])
@@ -382,12 +417,8 @@ def _decoded_mm_kernel(
     rows_of, words_of, staged, full, empty = buffers(a_desc, w_desc, out_desc, 1, GROUPS, GROUPS, STAGES)
     pdl_wait(PDL)
     pdl_release(PDL)
-    # What is absent has no strides, and any pointer stands for it: a partition takes no None.
-    inner = w_scale if STRIDES[1] is not None else extents
-    zeros = w_zeros if STRIDES[4] is not None else extents
-    outer = w_outer if STRIDES[5] is not None else extents
+    inner, zeros, outer, bias = for_partitions(w_scale, w_zeros, w_outer, bias, extents, STRIDES)
     decoding = (inner, zeros, outer, up_scale_offset, up_zeros_offset, up_outer_offset)
-    bias = bias if STRIDES[2] is not None else extents
     # Warps of each further partition, and registers of its threads: the first has what is left. 384 threads have 168
     # each; one that brings tiles needs few, one of a group what it can get.
     given = (rows_of, words_of, full, empty, staged, out_desc, extents, num_rows, decoding, bias, alpha, limit)

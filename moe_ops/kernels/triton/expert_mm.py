@@ -269,11 +269,11 @@ def _launch(
     as_they_come = row_to_pair is None and load is None and descriptor_strides(a, inner=1)
     in_order = not mm.is_decoded or (mm.rows_order and a.dtype == torch.bfloat16)
     if as_they_come and in_order and mm.specialises(config):
+        of = (_of_decoded_fp8 if mm.waits_for_scales else _of_decoded)(a, mm, extents, config, out)
         if mm.takes_few(config):
-            _launch_few(mm, _of_decoded_few(a, mm, extents, config, out), grid, a.device, pdl, known)
-            return
-        of = _of_decoded_fp8 if mm.waits_for_scales else _of_decoded
-        _launch_specialised(mm, of(a, mm, extents, config, out), grid, a.device, pdl)
+            _launch_few(mm, of, grid, a.device, pdl, known)
+        else:
+            _launch_specialised(mm, of, grid, a.device, pdl)
         return
     if as_they_come and mm.promotes(config, rows):
         _launch_specialised(mm, _of_promoted(a, mm, extents, config, outputs), grid, a.device, pdl)
@@ -332,23 +332,15 @@ Specialised = tuple[Any, Launch, tuple[Any, ...], int]
 def _of_decoded(
     a: torch.Tensor, mm: ExpertMM, extents: torch.Tensor, config: MMConfig, out: torch.Tensor
 ) -> Specialised:
-    """A launch of `decoded_mm`."""
+    """A launch of `decoded_mm`, or of `decoded_few_mm`."""
+    from moe_ops.kernels.triton.decoded_few_mm import _decoded_few_mm_kernel
     from moe_ops.kernels.triton.decoded_mm import _decoded_mm_kernel
 
     made = mm.prepare_decoded(a, out, config)
     tensors = (made.a_desc, extents, made.w_desc, *mm.decoded_by, mm.bias, made.out_desc)
+    if mm.takes_few(config):
+        return _decoded_few_mm_kernel, made, tensors, config.num_warps
     return _decoded_mm_kernel, made, tensors, 8 // made.block[7]
-
-
-def _of_decoded_few(
-    a: torch.Tensor, mm: ExpertMM, extents: torch.Tensor, config: MMConfig, out: torch.Tensor
-) -> Specialised:
-    """A launch of `decoded_few_mm`."""
-    from moe_ops.kernels.triton.decoded_few_mm import _decoded_few_mm_kernel
-
-    made = mm.prepare_decoded_few(a, out, config)
-    tensors = (made.a_desc, extents, made.w_desc, *mm.decoded_by, mm.bias, made.out_desc)
-    return _decoded_few_mm_kernel, made, tensors, config.num_warps
 
 
 def _of_decoded_fp8(

@@ -542,38 +542,25 @@ class ExpertMM:
         return columns if config.rows * columns * out.element_size() <= left else columns // 2
 
     def prepare_decoded(self, a: torch.Tensor, out: torch.Tensor, config: MMConfig) -> Launch:
-        """The same for `decoded_mm`; `block` ends with the steps that there is room for and the groups of warps."""
-        groups = 2 if self.waits_decoded else 1
+        """The same for `decoded_mm` and `decoded_few_mm`; `block` ends with the steps that there is room for and the
+        groups of warps.
+        """
+        few, at_once = self.takes_few(config), self.columns_at_once(config)
+        groups = 2 if self.waits_decoded and not few else 1
         part = config._replace(block_n=config.block_n // groups)
-        stored = ragged_rows(out, config.rows, self.columns(part))
         weights = config.block_n * self.weight.element_size() // self.per_element
         step = config.block_k * (config.rows * a.element_size() + weights)
-        room = TYPICAL.shared_kib * 1024 - PROGRAM_BYTES - config.rows * self.columns(config) * out.element_size()
+        # A multiprocessor has 1 KiB more than one program may use.
+        room = (TYPICAL.shared_kib + 1) * 1024 // FEW_PROGRAMS if few else TYPICAL.shared_kib * 1024
+        room -= PROGRAM_BYTES + groups * config.rows * at_once * out.element_size()
         block = (*config[:4], next_power_of_2(self.num_experts), 0, min(MOST_STEPS, room // step), groups)
         return Launch(
             a_desc=for_gluon(TensorDescriptor(a, list(a.shape), list(a.stride()), [config.rows, config.block_k])),
             w_desc=for_gluon(self._weight_descriptor(TMA_NK.value, part)),
-            out_desc=for_gluon(stored),
+            out_desc=for_gluon(ragged_rows(out, config.rows, at_once)),
             strides=(*self.strides, a.stride(0), self.decoding["zeros"].strides, self.decoding["rows"].strides),
             block=block,
-            moves=(True, TMA_NK.value, self.columns(part), self.up_offset < 0),
-            walk=TILE_BY_TILE.value,
-            n_tiles=cdiv(self.out_features, self.columns(config)),
-        )
-
-    def prepare_decoded_few(self, a: torch.Tensor, out: torch.Tensor, config: MMConfig) -> Launch:
-        """The same for `decoded_few_mm`."""
-        weights = config.block_n * self.weight.element_size() // self.per_element
-        step = config.block_k * (config.block_m * a.element_size() + weights)
-        written = config.block_m * FEW_COLUMNS * out.element_size()
-        room = (TYPICAL.shared_kib + 1) * 1024 // FEW_PROGRAMS - PROGRAM_BYTES - written
-        return Launch(
-            a_desc=for_gluon(TensorDescriptor(a, list(a.shape), list(a.stride()), [config.block_m, config.block_k])),
-            w_desc=for_gluon(self._weight_descriptor(TMA_NK.value, config)),
-            out_desc=for_gluon(ragged_rows(out, config.block_m, FEW_COLUMNS)),
-            strides=(*self.strides, a.stride(0), self.decoding["zeros"].strides, self.decoding["rows"].strides),
-            block=(*config[:4], next_power_of_2(self.num_experts), 0, min(MOST_STEPS, room // step)),
-            moves=(True, TMA_NK.value, FEW_COLUMNS, self.up_offset < 0),
+            moves=(True, TMA_NK.value, at_once, self.up_offset < 0),
             walk=TILE_BY_TILE.value,
             n_tiles=cdiv(self.out_features, self.columns(config)),
         )
@@ -640,8 +627,8 @@ class ExpertMM:
         return config.block_n // (2 if self.glu else 1)
 
     def columns_at_once(self, config: MMConfig) -> int:
-        """Output columns that are written together: a tile's, or those of one of the two groups of warps that
-        `decoded_mm` may have.
+        """Output columns that are written together: a tile's, those of one of the two groups of warps that `decoded_mm`
+        may have, or what `decoded_few_mm` writes.
         """
         if self.takes_few(config):
             return FEW_COLUMNS
