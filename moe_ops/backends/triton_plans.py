@@ -319,11 +319,11 @@ def _tile(scheme: str, work: Work, gpu: str, sm: int, column: str, *, gated: boo
         moved = expected_experts(work.E, work.K, work.T) * work.N * work.depth * bits / 8
         return (tile if tma else tile._replace(a_tma=False, w_tma=False)), launch_us + moved / (tbps * 1e6)
     arch = lookup_gpu(gpu)
+    if scheme in PROMOTED and sm == HOPPER and are_promoted(work.T * work.K, work.E):
+        return _streamed(128, 256, 128, 8, 8, 3), 0.0
     # Then every column has its scale, for which 128 rows leave no registers (us on an H200, gpt-oss-120b's dimensions,
     # T = 4096: 4428, with 64 rows 1893).
     ragged = column == "up" and gated and runs_on(scheme, work.N // 2)
-    if scheme in PROMOTED and sm == HOPPER and not ragged and are_promoted(work.T * work.K, work.E):
-        return _streamed(128, 256, 128, 8, 8, 3), 0.0
     costs = {
         family.tile: cost
         for family in FAMILIES[kind(scheme)]

@@ -89,11 +89,15 @@ def test_the_cheapest_plan_follows_the_sizes() -> None:
     assert [cheapest(4096, sm=sm).configs[0].w_tma for sm in (80, 90)] == [False, True]
 
 
-@pytest.mark.parametrize(("gated", "rows"), [(True, 64), (False, 128)], ids=["halves", "whole"])
-def test_scales_run_on_from_one_half_into_the_other_alone(gated: bool, rows: int) -> None:
-    """Of 192 columns of each half a block of 128 is of both; without halves none is."""
+@pytest.mark.parametrize(
+    ("gated", "sm", "rows"),
+    [(True, 89, 64), (False, 89, 128), (True, 90, 128)],
+    ids=["halves", "whole", "promoted_mm"],
+)
+def test_scales_run_on_from_one_half_into_the_other_alone(gated: bool, sm: int, rows: int) -> None:
+    """Of 192 columns of each half a block of 128 is of both; without halves none is, and one kernel takes them."""
     key = plans.LayerKey("fp8_block128", "grouped", 8, 2, 512, 192, gated)
-    assert triton_plans.cheapest(key, 4096, "NVIDIA H200", 90).configs[0].block_m == rows
+    assert triton_plans.cheapest(key, 4096, "NVIDIA H200", sm).configs[0].block_m == rows
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "fp8_block128"])

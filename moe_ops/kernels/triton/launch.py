@@ -566,16 +566,19 @@ class ExpertMM:
         )
 
     def promotes(self, config: MMConfig, rows: int) -> bool:
-        """Whether `promoted_mm` takes the product of so many rows by descriptor: where Gluon's Hopper is."""
+        """Whether `promoted_mm` takes the product of so many rows by descriptor."""
+        return self.promotable(config) and are_promoted(rows, self.num_experts)
+
+    def promotable(self, config: MMConfig) -> bool:
+        """Whether it would of enough rows: where Gluon's Hopper is."""
         large = config.a_tma and config.block_m == PROMOTED_ROWS and not config.tall_m
-        if not (self.is_scaled and large and are_promoted(rows, self.num_experts)):
+        if not (self.is_scaled and large):
             return False
         if not self.operand.data.dtype == self.operand.scheme.rows.dtype == torch.float8_e4m3fn:
             return False
         scale = self.decoding["groups"]
-        # Of blocks, a half of a tile is one of the weight's, and one scale group of a quantised output.
-        blocks = scale.group == (128, 128) and not scale.runs_on and self.glu != INTERLEAVED.value
-        taken = self._weight_load(config) == TMA_NK.value and (scale.group[1] == 0 or blocks)
+        # Of blocks, a half of a tile is one of the weight's, or of two where they run on.
+        taken = self._weight_load(config) == TMA_NK.value and (scale.group[1] == 0 or scale.group == (128, 128))
         size = 1 if self.quantizes_in_tile else 4 if self.quantize_output else self.out_dtype.itemsize
         return taken and self.out_features * size % 16 == 0 and hopper_with_gluon(self.weight.device)
 

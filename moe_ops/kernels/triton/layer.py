@@ -371,7 +371,8 @@ def _unit_stride(tokens: Operand) -> Operand:
 
 
 def fit(tile: MMConfig, mm: ExpertMM, *, as_they_are: bool = False) -> MMConfig:
-    """An epilogue that quantises needs one scale group of output columns; an e4m3 product of interleaved halves no more
+    """An epilogue that quantises needs one scale group of output columns, and beside blocks that run on, where every
+    column has its scale, registers for 64 rows, but in `promoted_mm`; an e4m3 product of interleaved halves no more
     than 128 columns beside as many rows, as it is one product, and promoted. A sum that is scaled group by group needs
     no more columns at a time than a group has, and of decoded weights, which wait beside it, registers for 64 rows, of
     tokens, or of weights that are decoded to e4m3: but in `decoded_mm`. So do rows of fp16, both of whose parts wait.
@@ -386,6 +387,8 @@ def fit(tile: MMConfig, mm: ExpertMM, *, as_they_are: bool = False) -> MMConfig:
         return tile._replace(block_n=BLOCKS_N)
     if mm.quantizes_in_tile:
         tile = tile._replace(block_n=(2 if mm.glu else 1) * mm.out_group)
+        if mm.decoding["groups"].runs_on and not mm.promotable(tile):
+            tile = tile._replace(block_m=min(tile.block_m, 64))
     if mm.is_packed and mm.waits_for_scales:
         tile = tile._replace(block_k=PACKED_COLUMNS)
         if specialised:

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from moe_ops.kernels.triton.act_quant import apply_activation
 from moe_ops.kernels.triton.hopper import buffers, table_of_tiles, write
-from moe_ops.kernels.triton.scales import load_scale, quantize_tile
+from moe_ops.kernels.triton.scales import group_scale, largest_magnitude, load_scale, quantize_tile, store_as
 from moe_ops.kernels.triton.tile_loads import CONCAT, INTERLEAVED, NOT_GATED
 from moe_ops.kernels.triton.util import find_tile, pdl_release, pdl_wait, round_to
 
@@ -81,20 +81,46 @@ def _bring(given, SIZES: gl.constexpr):
 @gluon.jit
 def _factors(
     a_scale, at, past, w_scale, up_apart, expert, n_tile, step, N: gl.constexpr, K: gl.constexpr, GLU: gl.constexpr,
-    STRIDES: gl.constexpr,
+    STRIDES: gl.constexpr, RUNS_ON: gl.constexpr,
 ):  # fmt: skip
-    """What a step's products are multiplied by: a row's scale times that of the 128 weight rows, of both halves."""
+    """What a step's products are multiplied by: a row's scale times that of the 128 weight rows, of both halves, and of
+    those of the upper one that are the next block's where blocks RUN ON from the gate.
+    """
     LAST: gl.constexpr = (K + STEP - 1) // STEP - 1
+    OUTPUTS: gl.constexpr = N if GLU == NOT_GATED else 2 * N
     step = gl.minimum(step, LAST)
     of_rows = gl.load(a_scale + at.to(gl.int64) * (LAST + 1) + step, mask=at < past, other=0.0)
     first = w_scale + expert.to(gl.int64) * STRIDES[0] + step * STRIDES[2]
     if GLU == CONCAT:
-        block = n_tile * STRIDES[1]
-        lower, upper = first + block, first + up_apart + block
+        lower, upper = first + n_tile * STRIDES[1], first + up_apart + n_tile * STRIDES[1]
     else:
         lower = first + n_tile * 2 * STRIDES[1]
-        upper = first + gl.minimum(n_tile * 2 + 1, (N - 1) // HALF) * STRIDES[1]
-    return of_rows * load_scale(lower), of_rows * load_scale(upper)
+        upper = first + gl.minimum(n_tile * 2 + 1, (OUTPUTS - 1) // HALF) * STRIDES[1]
+    of_upper = of_rows * load_scale(upper)
+    of_next = of_upper
+    if RUNS_ON:
+        block = gl.minimum(N // HALF + n_tile + 1, (OUTPUTS - 1) // HALF)
+        of_next = of_rows * load_scale(first + block * STRIDES[1])
+    return of_rows * load_scale(lower), of_upper, of_next
+
+
+@gluon.jit
+def _times(summed, of_rows, of_next, FIRST: gl.constexpr):
+    """Sums [rows, weight rows] times a factor of each row, from column FIRST on another one: the registers of a thread
+    have columns that are 8 apart, so that which is known when this is compiled.
+    """
+    if FIRST == HALF:
+        return summed * of_rows[:, None]
+    else:
+        cut = summed.reshape([ROWS, HALF // 8, 8])
+        OF_EIGHTS: gl.constexpr = gl.SliceLayout(2, cut.type.layout)
+        eighth = gl.arange(0, HALF // 8, layout=gl.SliceLayout(0, OF_EIGHTS))[None, :]
+        rows: gl.constexpr = gl.SliceLayout(1, OF_EIGHTS)
+        of_rows = gl.convert_layout(of_rows, rows, assert_trivial=True)[:, None]
+        of_next = gl.convert_layout(of_next, rows, assert_trivial=True)[:, None]
+        factors = gl.where(eighth < FIRST // 8, of_rows, of_next)
+        scaled = (cut * factors[:, :, None]).reshape([ROWS, HALF])
+        return gl.convert_layout(scaled, summed.type.layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -124,6 +150,19 @@ def _quantized(value, exists, at, past, out_scale, group, N: gl.constexpr, DTYPE
 
 
 @gluon.jit
+def _quantized_together(lower, upper, at, past, out_scale, group, N: gl.constexpr, DTYPE: gl.constexpr):
+    """The same of both halves of one scale group of columns."""
+    column = group * HALF + gl.arange(0, HALF // 2, layout=gl.SliceLayout(0, lower.type.layout))[None, :]
+    lower = gl.where(column < N, lower, 0.0)
+    upper = gl.where(column + HALF // 2 < N, upper, 0.0)
+    amax = gl.maximum(largest_magnitude(lower, DTYPE), largest_magnitude(upper, DTYPE))
+    scale = group_scale(amax, DTYPE)
+    where = out_scale + at.to(gl.int64) * ((N + HALF - 1) // HALF) + group
+    gl.store(where, gl.convert_layout(scale, at.type.layout), mask=at < past)
+    return store_as(lower, scale, DTYPE), store_as(upper, scale, DTYPE)
+
+
+@gluon.jit
 def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
     """A group of warps: its 64 rows of every tile times the tile's weight rows."""
     rows_of, weights_of, full, empty, staged, out_desc, a_scale, w_scale, up_apart, extents, num_rows, bias = given[:12]
@@ -139,6 +178,8 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
     BATCHED: gl.constexpr = SIZES[9]
     SCHEME: gl.constexpr = SIZES[10]
     BY_ROW: gl.constexpr = SCHEME[1] == 0
+    RUNS_ON: gl.constexpr = SCHEME[2]
+    NEXT: gl.constexpr = HALF - N % HALF if RUNS_ON else HALF  # the first weight row of the next block
     STAGES: gl.constexpr = BLOCK[6]
     STEPS: gl.constexpr = (K + STEP - 1) // STEP
     COLUMNS: gl.constexpr = columns_of(GLU)[0]
@@ -164,7 +205,7 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
             at = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUM))
             if not BY_ROW:
                 where = (a_scale, at, past, w_scale, up_apart, expert, n_tile)
-                of_lower, of_upper = _factors(*where, 0, N, K, GLU, SCALES)
+                of_lower, of_upper, of_next = _factors(*where, 0, N, K, GLU, SCALES, RUNS_ON)
             for step in range(STEPS):
                 stage = place % STAGES
                 mbarrier.wait(full.index(stage), (place // STAGES) & 1)
@@ -172,7 +213,7 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
                 weights = weights_of.index(stage * 2).reshape([HALF, STEP]).permute((1, 0))
                 product = warpgroup_mma(rows, weights, product, use_acc=False, is_async=True)
                 if not BY_ROW:
-                    next_lower, next_upper = _factors(*where, step + 1, N, K, GLU, SCALES)
+                    ahead = _factors(*where, step + 1, N, K, GLU, SCALES, RUNS_ON)
                 summed = warpgroup_mma_wait(0, deps=[product])
                 if BY_ROW:
                     lower += summed
@@ -185,8 +226,8 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
                 if BY_ROW:
                     upper += summed
                 else:
-                    upper += summed * of_upper[:, None]
-                    of_lower, of_upper = next_lower, next_upper
+                    upper += _times(summed, of_upper, of_next, NEXT)
+                    of_lower, of_upper, of_next = ahead
                 product = warpgroup_mma_init(summed)
                 place += 1
             of_rows = None
@@ -218,10 +259,18 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
                         value = apply_activation(gate, up, alpha, limit, ACTIVATION, True)
                     elif ACTIVATION is not None:
                         value = apply_activation(value, value, alpha, limit, ACTIVATION, False)
-                    if SCHEME[3]:
-                        value = _quantized(value, exists, at, past, out_scale, n_tile * 2 + half, N, staged.dtype)
-                    rounded = round_to(value, staged.dtype)
-                    write(rounded, staged.index(GROUP), out_desc, first, past, n_start + half * AT_ONCE)
+                    if SCHEME[3] and GLU == INTERLEAVED:
+                        if half == 0:
+                            lower_value = value
+                        else:
+                            both = _quantized_together(lower_value, value, at, past, out_scale, n_tile, N, staged.dtype)
+                            write(both[0], staged.index(GROUP), out_desc, first, past, n_start)
+                            write(both[1], staged.index(GROUP), out_desc, first, past, n_start + AT_ONCE)
+                    else:
+                        if SCHEME[3]:
+                            value = _quantized(value, exists, at, past, out_scale, n_tile * 2 + half, N, staged.dtype)
+                        rounded = round_to(value, staged.dtype)
+                        write(rounded, staged.index(GROUP), out_desc, first, past, n_start + half * AT_ONCE)
     tma.store_wait(0)
 
 
