@@ -181,7 +181,8 @@ def _packed_fp8_tile(scheme: str, work: Work, sm: int) -> MMConfig:
 
     us of a layer of Qwen3-30B-A3B's dimensions on an H200, tiles of 16 and 32 rows, w4a8_fp8 and mxfp4_a8: T = 16 85
     and 94, 121 and 141; T = 256 165 and 142, 258 and 215. T = 4096, tiles of 64 x 128, 128 x 128 and 128 x 64: w4a8_fp8
-    844, 894, 795; mxfp4_a8 1219, 1833, 2703. On an H100 by these and by `decoded_fp8_mm`: 830 and 680; 1225 and 952.
+    844, 894, 795; mxfp4_a8 1219, 1833, 2703. By these and by Gluon's kernels: w4a8_fp8 on an H100 830 and 680; mxfp4_a8
+    1219 and 688.
     """
     rows, code = work.T * work.K / work.E, SCHEMES[scheme].code
     if rows <= 64:
@@ -434,7 +435,7 @@ def _packed_fp8_candidates(rows: float, sm: int) -> list[MMConfig]:
     for block_m, block_n, warps, stages in every(_blocks_m(rows), (64, 128), (4, 8), (3, 4, 5)):
         registers = block_n * (2 * block_m + 32) / (32 * warps)
         if sm == HOPPER and block_m >= 128 and (block_n, warps) != (128, 8):
-            continue  # `decoded_fp8_mm`, whose tile is one of its own
+            continue  # `decoded_fp8_mm` and `folded_mm`, whose tiles are their own
         if 16 <= registers <= 144 and (stages == 3 or block_m <= 32):
             group_m, a_tma = (8, True) if block_m >= 64 else (1, False)
             found.append(MMConfig(block_m, block_n, 128, group_m, warps, stages, a_tma, w_tma=True))

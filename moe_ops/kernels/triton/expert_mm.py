@@ -6,7 +6,6 @@ expert_num_tokens. They differ in one thing, which rows belong to which expert, 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -185,8 +184,6 @@ def grouped_mm(
     Returns:
         (out [R, N], out_scale [R, groups of N], empty unless `mm.quantize_output`).
     """
-    if row_to_pair is None and mm.quantizes_apart(config):
-        mm = replace(mm, quantized_apart=True)
     out, out_scale = mm.allocate((num_rows,), a)
     grid = (num_rows, most_tiles(num_rows, mm.num_experts, config), num_rows, False)
     _launch(a, mm, offsets, config, (out, out_scale), grid, row_to_pair, top_k, pdl, known, load, kept)
@@ -224,8 +221,6 @@ def batched_mm(
         expert's count are not written.
     """
     E, C, K = batch.shape
-    if mm.quantizes_apart(config):
-        mm = replace(mm, quantized_apart=True)
     out, out_scale = mm.allocate((E, C), batch)
     rows, row_tiles = E * C, E * cdiv(C, config.rows)
     if most_rows is not None:
@@ -269,11 +264,14 @@ def _launch(
     as_they_come = row_to_pair is None and load is None and descriptor_strides(a, inner=1)
     in_order = not mm.is_decoded or (mm.rows_order and a.dtype == torch.bfloat16)
     if as_they_come and in_order and mm.specialises(config):
-        of = (_of_decoded_fp8 if mm.waits_for_scales else _of_decoded)(a, mm, extents, config, out)
-        if mm.takes_few(config):
-            _launch_few(mm, of, grid, a.device, pdl, known)
+        if mm.folds_scales:
+            _launch_specialised(mm, _of_folded(a, mm, extents, config, outputs), grid, a.device, pdl)
+        elif mm.waits_for_scales:
+            _launch_specialised(mm, _of_decoded_fp8(a, mm, extents, config, out), grid, a.device, pdl)
+        elif mm.takes_few(config):
+            _launch_few(mm, _of_decoded(a, mm, extents, config, out), grid, a.device, pdl, known)
         else:
-            _launch_specialised(mm, of, grid, a.device, pdl)
+            _launch_specialised(mm, _of_decoded(a, mm, extents, config, out), grid, a.device, pdl)
         return
     if as_they_come and mm.promotes(config, rows):
         _launch_specialised(mm, _of_promoted(a, mm, extents, config, outputs), grid, a.device, pdl)
@@ -352,8 +350,7 @@ def _of_decoded_fp8(
     made = mm.prepare_decoded_fp8(a, out, config)
     scales = (mm.decoding["groups"], mm.decoding["rows"])
     decoded_by = (*(scale.tensor for scale in scales), *(scale.up_offset for scale in scales))
-    weights = (mm.weight, made.w_desc, mm.up_offset)
-    tensors = (made.a_desc, mm.rows_scale, extents, *weights, *decoded_by, mm.bias, made.out_desc)
+    tensors = (made.a_desc, mm.rows_scale, extents, made.w_desc, *decoded_by, mm.bias, made.out_desc)
     return _decoded_fp8_mm_kernel, made, tensors, 4
 
 
@@ -367,11 +364,28 @@ def _of_promoted(
     """A launch of `promoted_mm`."""
     from moe_ops.kernels.triton.promoted_mm import _promoted_mm_kernel
 
-    out, out_scale = outputs
-    made = mm.prepare_promoted(a, out, config)
+    return _promoted_mm_kernel, *_of_two_halves(a, mm, extents, mm.prepare_promoted(a, outputs[0], config), outputs)
+
+
+def _of_folded(
+    a: torch.Tensor,
+    mm: ExpertMM,
+    extents: torch.Tensor,
+    config: MMConfig,
+    outputs: tuple[torch.Tensor, torch.Tensor],
+) -> Specialised:
+    """A launch of `folded_mm`."""
+    from moe_ops.kernels.triton.folded_mm import _folded_mm_kernel
+
+    return _folded_mm_kernel, *_of_two_halves(a, mm, extents, mm.prepare_folded(a, outputs[0], config), outputs)
+
+
+def _of_two_halves(
+    a: torch.Tensor, mm: ExpertMM, extents: torch.Tensor, made: Launch, outputs: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[Launch, tuple[Any, ...], int]:
     scales = (mm.weight_scale, mm.up_scale_offset)
-    tensors = (made.a_desc, mm.rows_scale, extents, made.w_desc, *scales, mm.bias, made.out_desc, out_scale)
-    return _promoted_mm_kernel, made, tensors, 4
+    tensors = (made.a_desc, mm.rows_scale, extents, made.w_desc, *scales, mm.bias, made.out_desc, outputs[1])
+    return made, tensors, 4
 
 
 def _launch_specialised(

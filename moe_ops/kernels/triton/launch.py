@@ -132,16 +132,16 @@ def _has_gluon() -> bool:
     return all(set(names) <= set(inspect.signature(of).parameters) for of, names in called.items())
 
 
-def for_gluon(made: TensorDescriptor) -> Any:
-    """The same descriptor with a layout in shared memory that tensor cores read; of bytes of codes, four at once."""
+def for_gluon(made: TensorDescriptor, word: torch.dtype = torch.int16) -> Any:
+    """The same descriptor with a layout in shared memory that tensor cores read; of bytes of codes a word at once."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Descriptor
 
     if made.base.dtype == torch.uint8:
-        strides = [stride // 2 for stride in made.strides[:-1]] + [1]
-        box = [*made.block_shape[:-1], made.block_shape[-1] // 2]
-        shape = [*made.shape[:-1], made.shape[-1] // 2]
-        made = TensorDescriptor(made.base.view(torch.int16), shape, strides, box)
+        strides = [stride // word.itemsize for stride in made.strides[:-1]] + [1]
+        box = [*made.block_shape[:-1], made.block_shape[-1] // word.itemsize]
+        shape = [*made.shape[:-1], made.shape[-1] // word.itemsize]
+        made = TensorDescriptor(made.base.view(word), shape, strides, box)
     box, size = made.block_shape, made.base.element_size()
     layout = NVMMASharedLayout(max(s for s in (0, 32, 64, 128) if s <= box[-1] * size), 8 * size, len(box))
     return Descriptor(made.base, list(made.shape), list(made.strides), list(box), layout)
@@ -173,7 +173,6 @@ class ExpertMM:
             for a product that does not.
         in_bytes: codes of eight bits are not addressed as words.
         rows_order, out_order: the order of columns that its rows have, and its output gets (`order`); None for theirs.
-        quantized_apart: another kernel quantises its output, whatever the scale's group.
     """
 
     operand: Operand
@@ -191,7 +190,6 @@ class ExpertMM:
     in_bytes: bool = False
     rows_order: tuple[int, int] | None = None
     out_order: tuple[int, int] | None = None
-    quantized_apart: bool = False
     glu: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -360,13 +358,14 @@ class ExpertMM:
 
     def specialises(self, config: MMConfig) -> bool:
         """Whether `decoded_mm` takes the product, of rows by descriptor, of few `decoded_few_mm`, or of e4m3 ones
-        `decoded_fp8_mm`: where Gluon's Hopper is.
+        `decoded_fp8_mm`, `folded_mm`: where Gluon's Hopper is.
         """
         if not (self.is_packed and config.a_tma and hopper_with_gluon(self.weight.device)):
             return False
         if self.waits_for_scales:
             taken = config.block_m >= 128 and (self.folds_scales or self.group_columns % 64 == 0)
-            size = 4 if self.quantize_output else self.out_dtype.itemsize
+            size = 1 if self.quantizes_in_tile else 4 if self.quantize_output else self.out_dtype.itemsize
+            taken = taken and not (self.folds_scales and size > 2)  # there is no room for more
         else:
             taken = self.weight.dtype == torch.int32 and not self.in_two
             taken = taken and config.block_n == GLUON_ROWS
@@ -376,12 +375,6 @@ class ExpertMM:
                 taken = taken and config.block_k <= 128
             size = self.out_dtype.itemsize
         return taken and self.out_features * size % 16 == 0 and self._weight_load(config) == TMA_NK.value
-
-    def quantizes_apart(self, config: MMConfig) -> bool:
-        """Whether another kernel quantises its output, though a tile could: half of one of `decoded_fp8_mm` would be
-        half a scale group.
-        """
-        return self.quantizes_in_tile and self.waits_for_scales and self.specialises(config)
 
     @property
     def exact_scales(self) -> bool:
@@ -446,7 +439,7 @@ class ExpertMM:
     @property
     def quantizes_in_tile(self) -> bool:
         """Whether the epilogue quantises: a tile has whole scale groups, but never a whole row."""
-        return self.quantize_output and self.out_group != WHOLE and not self.quantized_apart
+        return self.quantize_output and self.out_group != WHOLE
 
     @property
     def strides(self) -> tuple[tuple[int, ...], tuple[int, ...] | None, tuple[int, ...] | None]:
@@ -602,17 +595,37 @@ class ExpertMM:
             n_tiles=cdiv(self.out_features, columns),
         )
 
+    def prepare_folded(self, a: torch.Tensor, out: torch.Tensor, config: MMConfig) -> Launch:
+        """The same for `folded_mm`, whose tile is that of `promoted_mm`."""
+        from moe_ops.kernels.triton.promoted_mm import HALF, ROWS, STEP, columns_of
+
+        columns, at_once = columns_of(self.glu)
+        part = config._replace(block_n=HALF.value * (2 if self.glu == CONCAT.value else 1), block_k=STEP.value)
+        weights = self._weight_descriptor(TMA_NK.value, part)
+        if self.glu == CONCAT.value:
+            weights.block_shape[1] = 1
+        block = (PROMOTED_ROWS, 2 * HALF.value, STEP.value, config.group_m, next_power_of_2(self.num_experts), 0)
+        return Launch(
+            a_desc=for_gluon(TensorDescriptor(a, list(a.shape), list(a.stride()), [ROWS.value, STEP.value])),
+            w_desc=for_gluon(weights, torch.int32),
+            out_desc=for_gluon(ragged_rows(out, ROWS.value, at_once)),
+            strides=(*self.strides, a.stride(0), None, None),
+            block=block,
+            moves=(True, TMA_NK.value, at_once, self.up_offset < 0),
+            walk=TILE_BY_TILE.value,
+            n_tiles=cdiv(self.out_features, columns),
+        )
+
     def prepare_decoded_fp8(self, a: torch.Tensor, out: torch.Tensor, config: MMConfig) -> Launch:
         """The same for `decoded_fp8_mm`, whose tile is one of its own."""
-        from moe_ops.kernels.triton.decoded_fp8_mm import AT_ONCE, GROUPS, HEIGHT, LOTS, MOST, ROWS
+        from moe_ops.kernels.triton.decoded_fp8_mm import GROUPS, HEIGHT, MOST, ROWS
 
         group = self.group_columns
-        step = PACKED_COLUMNS if self.folds_scales or not group else min(PACKED_COLUMNS, group & -group)
+        step = min(PACKED_COLUMNS, group & -group) if group else PACKED_COLUMNS
         part = config._replace(block_n=HEIGHT.value, block_k=step)
         bytes_of_step = step * (MOST.value * ROWS.value + GROUPS.value * HEIGHT.value // 2)
         written = ROWS.value * GROUPS.value * self.columns(part) * out.element_size()
-        factors = 4 * LOTS.value * AT_ONCE.value * MOST.value * ROWS.value if self.folds_scales else 0
-        room = TYPICAL.shared_kib * 1024 - PROGRAM_BYTES - written - factors
+        room = TYPICAL.shared_kib * 1024 - PROGRAM_BYTES - written
         block = (MOST.value * ROWS.value, GROUPS.value * HEIGHT.value, step, config.group_m)
         return Launch(
             a_desc=for_gluon(TensorDescriptor(a, list(a.shape), list(a.stride()), [ROWS.value, step])),

@@ -137,7 +137,7 @@ class Layer:
         copied = self._row_bytes(self.up.in_features) if self._copies_rows(plan, topk_ids) else 0
         result = self.down.out_features * self.down.out_dtype.itemsize
         row_bytes = self._row_bytes(self.up.out_features) + max(copied, result)  # copies end where results begin
-        if self.quantizes_rows or self._first().quantizes_apart(self._tiles(plan)[0]):
+        if self.quantizes_rows:
             row_bytes += 4 * self.up.out_features  # in fp32, before they are quantised
         return tokens_per_pass(topk_ids.shape[0], self.up.num_experts, topk_ids.shape[1], row_bytes)
 

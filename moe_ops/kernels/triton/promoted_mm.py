@@ -35,6 +35,7 @@ ROWS = gl.constexpr(64)  # of a group of warps
 HALF = gl.constexpr(128)  # weight rows of a product
 STEP = gl.constexpr(128)  # columns of a product
 GROUPS = gl.constexpr(2)
+SUM = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF.value, 32]))  # a group's product
 
 
 @gluon.constexpr_function
@@ -163,10 +164,65 @@ def _quantized_together(lower, upper, at, past, out_scale, group, N: gl.constexp
 
 
 @gluon.jit
+def finish(lower, upper, of_rows, of_weights, where, leaving, GROUP: gl.constexpr, SIZES: gl.constexpr):
+    """Write a tile of a group of warps, of its sums [rows, weight rows] of both halves: scales, bias, activation,
+    quantised if the scheme says so. `of_rows`: see `_scaled`.
+    """
+    w_scale, up_apart, bias = of_weights
+    expert, first, past, n_tile = where
+    staged, out_desc, out_scale, alpha, limit = leaving
+    N: gl.constexpr = SIZES[1]
+    SCALES: gl.constexpr = SIZES[3][1]
+    BIASES: gl.constexpr = SIZES[3][2]
+    GLU: gl.constexpr = SIZES[6]
+    ACTIVATION: gl.constexpr = SIZES[7]
+    QUANTIZES: gl.constexpr = SIZES[10][3]
+    COLUMNS: gl.constexpr = columns_of(GLU)[0]
+    AT_ONCE: gl.constexpr = columns_of(GLU)[1]
+    at = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUM))
+    place_in_half = gl.arange(0, HALF, layout=gl.SliceLayout(0, SUM))
+    n_start = n_tile * COLUMNS
+    if GLU == CONCAT:
+        row = n_start + place_in_half
+        exists = row < N
+        lower = _scaled(lower, of_rows, w_scale, expert, row, exists, SCALES)
+        upper = _scaled(upper, of_rows, w_scale + up_apart, expert, row, exists, SCALES)
+        lower = _with_bias(lower, bias, expert, row, exists, BIASES)
+        upper = _with_bias(upper, bias, expert, row + N, exists, BIASES)
+        value = apply_activation(lower, upper, alpha, limit, ACTIVATION, True)
+        if QUANTIZES:
+            value = _quantized(value, exists, at, past, out_scale, n_tile, N, staged.dtype)
+        write(round_to(value, staged.dtype), staged.index(GROUP), out_desc, first, past, n_start)
+    else:
+        OUTPUTS: gl.constexpr = N if GLU == NOT_GATED else 2 * N
+        for half in gl.static_range(2):
+            row = (n_tile * 2 + half) * HALF + place_in_half
+            exists = row < OUTPUTS
+            value = _scaled(lower if half == 0 else upper, of_rows, w_scale, expert, row, exists, SCALES)
+            value = _with_bias(value, bias, expert, row, exists, BIASES)
+            if GLU == INTERLEAVED:
+                gate, up = gl.split(value.reshape([ROWS, HALF // 2, 2]))
+                value = apply_activation(gate, up, alpha, limit, ACTIVATION, True)
+            elif ACTIVATION is not None:
+                value = apply_activation(value, value, alpha, limit, ACTIVATION, False)
+            if QUANTIZES and GLU == INTERLEAVED:
+                if half == 0:
+                    lower_value = value
+                else:
+                    both = _quantized_together(lower_value, value, at, past, out_scale, n_tile, N, staged.dtype)
+                    write(both[0], staged.index(GROUP), out_desc, first, past, n_start)
+                    write(both[1], staged.index(GROUP), out_desc, first, past, n_start + AT_ONCE)
+            else:
+                if QUANTIZES:
+                    value = _quantized(value, exists, at, past, out_scale, n_tile * 2 + half, N, staged.dtype)
+                rounded = round_to(value, staged.dtype)
+                write(rounded, staged.index(GROUP), out_desc, first, past, n_start + half * AT_ONCE)
+
+
+@gluon.jit
 def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
     """A group of warps: its 64 rows of every tile times the tile's weight rows."""
-    rows_of, weights_of, full, empty, staged, out_desc, a_scale, w_scale, up_apart, extents, num_rows, bias = given[:12]
-    alpha, limit, out_scale = given[12:]
+    rows_of, weights_of, full, empty, leaving, a_scale, w_scale, up_apart, extents, num_rows, bias = given
     E: gl.constexpr = SIZES[0]
     N: gl.constexpr = SIZES[1]
     K: gl.constexpr = SIZES[2]
@@ -174,20 +230,13 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
     BLOCK: gl.constexpr = SIZES[4]
     N_TILES: gl.constexpr = SIZES[5]
     GLU: gl.constexpr = SIZES[6]
-    ACTIVATION: gl.constexpr = SIZES[7]
     BATCHED: gl.constexpr = SIZES[9]
-    SCHEME: gl.constexpr = SIZES[10]
-    BY_ROW: gl.constexpr = SCHEME[1] == 0
-    RUNS_ON: gl.constexpr = SCHEME[2]
+    BY_ROW: gl.constexpr = SIZES[10][1] == 0
+    RUNS_ON: gl.constexpr = SIZES[10][2]
     NEXT: gl.constexpr = HALF - N % HALF if RUNS_ON else HALF  # the first weight row of the next block
     STAGES: gl.constexpr = BLOCK[6]
     STEPS: gl.constexpr = (K + STEP - 1) // STEP
-    COLUMNS: gl.constexpr = columns_of(GLU)[0]
-    AT_ONCE: gl.constexpr = columns_of(GLU)[1]
-    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, HALF, 32])
-    OF_COLUMNS: gl.constexpr = gl.SliceLayout(0, SUM)
     SCALES: gl.constexpr = STRIDES[1]
-    BIASES: gl.constexpr = STRIDES[2]
     table, tiles = table_of_tiles(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
     place = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -233,44 +282,8 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
             of_rows = None
             if BY_ROW:
                 of_rows = gl.load(a_scale + at, mask=at < past, other=0.0)
-            place_in_half = gl.arange(0, HALF, layout=OF_COLUMNS)
-            n_start = n_tile * COLUMNS
-            if GLU == CONCAT:
-                row = n_start + place_in_half
-                exists = row < N
-                up_scale = w_scale + up_apart
-                lower = _scaled(lower, of_rows, w_scale, expert, row, exists, SCALES)
-                upper = _scaled(upper, of_rows, up_scale, expert, row, exists, SCALES)
-                lower = _with_bias(lower, bias, expert, row, exists, BIASES)
-                upper = _with_bias(upper, bias, expert, row + N, exists, BIASES)
-                value = apply_activation(lower, upper, alpha, limit, ACTIVATION, True)
-                if SCHEME[3]:
-                    value = _quantized(value, exists, at, past, out_scale, n_tile, N, staged.dtype)
-                write(round_to(value, staged.dtype), staged.index(GROUP), out_desc, first, past, n_start)
-            else:
-                OUTPUTS: gl.constexpr = N if GLU == NOT_GATED else 2 * N
-                for half in gl.static_range(2):
-                    row = (n_tile * 2 + half) * HALF + place_in_half
-                    exists = row < OUTPUTS
-                    value = _scaled(lower if half == 0 else upper, of_rows, w_scale, expert, row, exists, SCALES)
-                    value = _with_bias(value, bias, expert, row, exists, BIASES)
-                    if GLU == INTERLEAVED:
-                        gate, up = gl.split(value.reshape([ROWS, HALF // 2, 2]))
-                        value = apply_activation(gate, up, alpha, limit, ACTIVATION, True)
-                    elif ACTIVATION is not None:
-                        value = apply_activation(value, value, alpha, limit, ACTIVATION, False)
-                    if SCHEME[3] and GLU == INTERLEAVED:
-                        if half == 0:
-                            lower_value = value
-                        else:
-                            both = _quantized_together(lower_value, value, at, past, out_scale, n_tile, N, staged.dtype)
-                            write(both[0], staged.index(GROUP), out_desc, first, past, n_start)
-                            write(both[1], staged.index(GROUP), out_desc, first, past, n_start + AT_ONCE)
-                    else:
-                        if SCHEME[3]:
-                            value = _quantized(value, exists, at, past, out_scale, n_tile * 2 + half, N, staged.dtype)
-                        rounded = round_to(value, staged.dtype)
-                        write(rounded, staged.index(GROUP), out_desc, first, past, n_start + half * AT_ONCE)
+            of_weights = (w_scale, up_apart, bias)
+            finish(lower, upper, of_rows, of_weights, (expert, first, past, n_tile), leaving, GROUP, SIZES)
     tma.store_wait(0)
 
 
@@ -313,10 +326,8 @@ def _promoted_mm_kernel(
     pdl_wait(PDL)
     pdl_release(PDL)
     bias = bias if STRIDES[2] is not None else extents
-    given = (
-        rows_of, weights_of, full, empty, staged, out_desc, a_scale, w_scale, up_scale_offset, extents, num_rows, bias,
-        alpha, limit, out_scale,
-    )  # fmt: skip
+    leaving = (staged, out_desc, out_scale, alpha, limit)
+    given = (rows_of, weights_of, full, empty, leaving, a_scale, w_scale, up_scale_offset, extents, num_rows, bias)
     brought = (a_desc, w_desc, rows_of, weights_of, full, empty, extents, num_rows)
     SIZES: gl.constexpr = (E, N, K, STRIDES, BLOCK, N_TILES, GLU, ACTIVATION, SWAPPED, BATCHED, SCHEME)
     gl.warp_specialize(

@@ -1,0 +1,115 @@
+"""Products of e2m1 codes and rows of e4m3, in Gluon, compile for Hopper: no sum spills, nothing waits."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ops.kernels.triton import expert_mm, launch
+from moe_ops.kernels.triton.folded_mm import _folded_mm_kernel
+from moe_ops.kernels.triton.launch import ExpertMM
+from moe_ops.kernels.triton.layer import fit
+from tests.crosscompile.compiling import Compiled, compile_kernel
+from tests.crosscompile.test_decoded_fp8 import MANY, product
+from tests.crosscompile.test_packed import descriptor
+
+
+def compile_folded(mm: ExpertMM, *, experts: int = 8, swapped: bool = False) -> Compiled:
+    rows = torch.empty(256, mm.in_features, dtype=torch.float8_e4m3fn)
+    out, _ = mm.allocate((256,), rows)
+    made = mm.prepare_folded(rows, out, MANY)
+    arguments = {
+        "a_desc": descriptor(made.a_desc), "a_scale": "*fp32:16", "extents": "*i32:16",
+        "w_desc": descriptor(made.w_desc), "w_scale": "*u8:16", "up_scale_offset": "i32",
+        "bias": None if mm.bias is None else "*bf16:16", "out_desc": descriptor(made.out_desc),
+        "out_scale": "*fp32:16", "num_rows": "i32", "alpha": "fp32", "limit": "fp32",
+    }  # fmt: skip
+    constants = {
+        **{"E": experts, "N": mm.out_features, "K": mm.in_features, "STRIDES": made.strides},
+        **{"BLOCK": (*made.block[:4], 1 << (experts - 1).bit_length(), *made.block[5:]), "GLU": mm.glu},
+        **{"ACTIVATION": mm.activation, "SWAPPED": swapped, "SCHEME": mm.scheme, "BATCHED": False, "PDL": True},
+    }
+    kernel = compile_kernel(
+        _folded_mm_kernel,
+        {name: kind for name, kind in arguments.items() if kind is not None},
+        {**constants, **{name: None for name, kind in arguments.items() if kind is None}},
+        num_warps=4,
+        launch_pdl=True,
+    )
+    assert not kernel.serialised and kernel.shared <= 227 * 1024
+    return kernel
+
+
+@pytest.mark.parametrize(
+    ("layout", "experts"), [*((layout, 8) for layout in ("concat", "interleaved", "none", None)), ("concat", 512)]
+)
+def test_compiles(layout: str | None, experts: int) -> None:
+    """Both groups of warps take decoded numbers from shared memory; few of their values, none of their sums, leave
+    registers.
+    """
+    kernel = compile_folded(product("mxfp4_a8", layout, bias=layout == "concat"), experts=experts)
+    assert set(re.findall(r"QGMMA\S+", kernel.sass)) == {"QGMMA.64x128x32.F32.E4M3.E5M2"}
+    steps = [body for body in kernel.loops if sum("QGMMA" in line[1] for line in body) == 8]
+    for body in sorted(steps, key=len)[:2]:
+        assert len(body) < 270
+        assert sum(line[1].startswith(("LDL", "STL")) for line in body) <= 6
+    decoding = re.findall(r"PRMT R\d+, R\d+(?:\.reuse)?, 0x7362, R\d+", kernel.sass)
+    assert len(decoding) == 2 * 2 * 16, "once where all scales are near, and once in turns"
+
+
+@pytest.mark.parametrize("sizes", [(1184, 320), (1216, 320)], ids=["one_by_one", "in_pairs"])
+def test_compiles_for_scales_that_no_wide_load_takes(sizes: tuple[int, int]) -> None:
+    compile_folded(product("mxfp4_a8", "concat", sizes=sizes))
+
+
+@pytest.mark.parametrize("swapped", [False, True], ids=["gate_first", "up_first"])
+def test_the_gate_comes_first_wherever_it_is(swapped: bool) -> None:
+    """The descriptor begins with the half of the lower address; scales are looked up in the order of the halves."""
+    ptx = compile_folded(product("mxfp4_a8", "concat"), swapped=swapped).ptx
+    constants = dict(re.findall(r"mov\.b32\s+(%r\d+), (\d+);", ptx))
+    loads = re.findall(r"tensor\.4d\.shared::cluster\S+ \[[^]]+\], \[[^,]+, \{([^}]*)\}\]", ptx)
+    halves = [constants.get(load.split(", ")[2]) for load in loads]
+    assert halves == (["1", "0"] if swapped else ["0", "1"])
+
+
+def test_fp32_is_left_to_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared memory has no room for its tiles."""
+    monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: True)
+    for layout, dtype, taken in (
+        (None, torch.float32, False),
+        (None, torch.float16, True),
+        ("none", torch.float32, True),
+    ):
+        mm = replace(product("mxfp4_a8", layout), out_dtype=dtype)
+        assert mm.specialises(fit(MANY, mm)) == taken and mm.specialises(MANY) == taken
+
+
+@pytest.mark.parametrize("layout", ["concat", "interleaved", None], ids=str)
+def test_every_argument_of_a_launch_has_its_place(layout: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: dict[str, Any] = {}
+    monkeypatch.setattr(expert_mm, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: True)
+    monkeypatch.setattr(
+        expert_mm,
+        "launch",
+        lambda kernel, grid, *given, **options: launched.update(zip(kernel.arg_names, given, strict=True)),
+    )
+    mm = product("mxfp4_a8", layout, bias=True)
+    mm = replace(mm, rows_scale=torch.ones(512, mm.in_features // 128))
+    rows, extents = torch.empty(512, mm.in_features, dtype=torch.float8_e4m3fn), torch.tensor([100, 512]).int()
+    out, out_scale = expert_mm.grouped_mm(rows, mm, extents, MANY, num_rows=512, pdl=True)
+    assert list(launched) == _folded_mm_kernel.arg_names
+    scale = mm.decoding["groups"]
+    same = {"a_scale": mm.rows_scale, "w_scale": scale.tensor, "bias": mm.bias, "extents": extents}
+    for name, value in (same | {"out_scale": out_scale}).items():
+        assert (launched[name].data_ptr(), launched[name].shape) == (value.data_ptr(), value.shape), name
+    bases = {"a_desc": rows, "w_desc": mm.weight, "out_desc": out}
+    assert all(launched[name].base.data_ptr() == tensor.data_ptr() for name, tensor in bases.items())
+    assert (out.dtype, out_scale.numel() > 0) == ((torch.float8_e4m3fn, True) if layout else (torch.bfloat16, False))
+    sizes = {"num_rows": 512, "E": 2, "N": mm.out_features, "K": mm.in_features, "GLU": mm.glu, "SWAPPED": False}
+    sizes |= {"up_scale_offset": scale.up_offset, "PDL": True, "BATCHED": False}
+    assert {name: launched[name] for name in sizes} == sizes
