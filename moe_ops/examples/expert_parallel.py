@@ -76,6 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = start()
     try:
         run(device, options.backend)
+        # torch's collectives in compiled graphs keep the group and its threads alive until the process ends. Then none
+        # may still hold a tensor of Python's, whose last reference it could not drop any more.
+        dist.barrier()
     finally:
         dist.destroy_process_group()
     return 0

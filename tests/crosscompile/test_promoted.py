@@ -135,6 +135,14 @@ def test_blocks_that_run_on_into_the_up_half(width: int, monkeypatch: pytest.Mon
     assert longest[0] <= longest[1] + 16
 
 
+def test_blocks_that_run_on_within_eight_rows_are_left_to_another_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of fp32, whose rows of 196 columns a descriptor could write."""
+    monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: True)
+    for width, taken in ((196, False), (200, True)):
+        mm = replace(product("fp8_block128", "concat", width=width), quantize_output=False, out_dtype=torch.float32)
+        assert mm.promotable(MANY) == taken
+
+
 def test_blocks_that_run_on_get_fewer_rows_of_another_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it does not run: every column would have its scale, for which 128 rows leave no registers."""
     monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: False)

@@ -383,6 +383,7 @@ def _of_folded(
 def _of_two_halves(
     a: torch.Tensor, mm: ExpertMM, extents: torch.Tensor, made: Launch, outputs: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[Launch, tuple[Any, ...], int]:
+    """What `promoted_mm` and `folded_mm` are given: what was prepared, their tensors and warps."""
     scales = (mm.weight_scale, mm.up_scale_offset)
     tensors = (made.a_desc, mm.rows_scale, extents, made.w_desc, *scales, mm.bias, made.out_desc, outputs[1])
     return made, tensors, 4

@@ -570,8 +570,9 @@ class ExpertMM:
         if not self.operand.data.dtype == self.operand.scheme.rows.dtype == torch.float8_e4m3fn:
             return False
         scale = self.decoding["groups"]
-        # Of blocks, a half of a tile is one of the weight's, or of two where they run on.
-        taken = self._weight_load(config) == TMA_NK.value and (scale.group[1] == 0 or scale.group == (128, 128))
+        # Of blocks, a half of a tile is one of the weight's, or of two where they run on, eight rows at a time.
+        blocks = scale.group == (128, 128) and not (scale.runs_on and self.out_features % 8)
+        taken = self._weight_load(config) == TMA_NK.value and (scale.group[1] == 0 or blocks)
         size = 1 if self.quantizes_in_tile else 4 if self.quantize_output else self.out_dtype.itemsize
         return taken and self.out_features * size % 16 == 0 and hopper_with_gluon(self.weight.device)
 
