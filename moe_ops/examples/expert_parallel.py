@@ -76,9 +76,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = start()
     try:
         run(device, options.backend)
-        # torch's collectives in compiled graphs keep the group and its threads alive until the process ends. Then none
-        # may still hold a tensor of Python's, whose last reference it could not drop any more.
-        dist.barrier()
     finally:
         dist.destroy_process_group()
     return 0
@@ -198,4 +195,9 @@ def milliseconds(function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> fl
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    # torch's collectives in compiled graphs keep the group and its threads alive, and one that still drops a tensor of
+    # Python's while the interpreter ends aborts the process.
+    os._exit(status)
