@@ -11,37 +11,9 @@ import torch
 
 from moe_ops.kernels.triton import expert_mm, launch
 from moe_ops.kernels.triton.folded_mm import _folded_mm_kernel
-from moe_ops.kernels.triton.launch import ExpertMM
 from moe_ops.kernels.triton.layer import fit
-from tests.crosscompile.compiling import Compiled, compile_kernel
 from tests.crosscompile.test_decoded_fp8 import MANY, product
-from tests.crosscompile.test_packed import descriptor
-
-
-def compile_folded(mm: ExpertMM, *, experts: int = 8, swapped: bool = False) -> Compiled:
-    rows = torch.empty(256, mm.in_features, dtype=torch.float8_e4m3fn)
-    out, _ = mm.allocate((256,), rows)
-    made = mm.prepare_folded(rows, out, MANY)
-    arguments = {
-        "a_desc": descriptor(made.a_desc), "a_scale": "*fp32:16", "extents": "*i32:16",
-        "w_desc": descriptor(made.w_desc), "w_scale": "*u8:16", "up_scale_offset": "i32",
-        "bias": None if mm.bias is None else "*bf16:16", "out_desc": descriptor(made.out_desc),
-        "out_scale": "*fp32:16", "num_rows": "i32", "alpha": "fp32", "limit": "fp32",
-    }  # fmt: skip
-    constants = {
-        **{"E": experts, "N": mm.out_features, "K": mm.in_features, "STRIDES": made.strides},
-        **{"BLOCK": (*made.block[:4], 1 << (experts - 1).bit_length(), *made.block[5:]), "GLU": mm.glu},
-        **{"ACTIVATION": mm.activation, "SWAPPED": swapped, "SCHEME": mm.scheme, "BATCHED": False, "PDL": True},
-    }
-    kernel = compile_kernel(
-        _folded_mm_kernel,
-        {name: kind for name, kind in arguments.items() if kind is not None},
-        {**constants, **{name: None for name, kind in arguments.items() if kind is None}},
-        num_warps=4,
-        launch_pdl=True,
-    )
-    assert not kernel.serialised and kernel.shared <= 227 * 1024
-    return kernel
+from tests.crosscompile.test_promoted import compile_promoted
 
 
 @pytest.mark.parametrize(
@@ -51,7 +23,7 @@ def test_compiles(layout: str | None, experts: int) -> None:
     """Both groups of warps take decoded numbers from shared memory; few of their values, none of their sums, leave
     registers.
     """
-    kernel = compile_folded(product("mxfp4_a8", layout, bias=layout == "concat"), experts=experts)
+    kernel = compile_promoted(product("mxfp4_a8", layout, bias=layout == "concat"), experts=experts)
     assert set(re.findall(r"QGMMA\S+", kernel.sass)) == {"QGMMA.64x128x32.F32.E4M3.E5M2"}
     steps = [body for body in kernel.loops if sum("QGMMA" in line[1] for line in body) == 8]
     for body in sorted(steps, key=len)[:2]:
@@ -63,13 +35,13 @@ def test_compiles(layout: str | None, experts: int) -> None:
 
 @pytest.mark.parametrize("sizes", [(1184, 320), (1216, 320)], ids=["one_by_one", "in_pairs"])
 def test_compiles_for_scales_that_no_wide_load_takes(sizes: tuple[int, int]) -> None:
-    compile_folded(product("mxfp4_a8", "concat", sizes=sizes))
+    compile_promoted(product("mxfp4_a8", "concat", sizes=sizes))
 
 
 @pytest.mark.parametrize("swapped", [False, True], ids=["gate_first", "up_first"])
 def test_the_gate_comes_first_wherever_it_is(swapped: bool) -> None:
     """The descriptor begins with the half of the lower address; scales are looked up in the order of the halves."""
-    ptx = compile_folded(product("mxfp4_a8", "concat"), swapped=swapped).ptx
+    ptx = compile_promoted(product("mxfp4_a8", "concat"), swapped=swapped).ptx
     constants = dict(re.findall(r"mov\.b32\s+(%r\d+), (\d+);", ptx))
     loads = re.findall(r"tensor\.4d\.shared::cluster\S+ \[[^]]+\], \[[^,]+, \{([^}]*)\}\]", ptx)
     halves = [constants.get(load.split(", ")[2]) for load in loads]

@@ -14,6 +14,7 @@ from meta.schemes import SCHEMES
 from moe_ops.backends.triton_plans import PROMOTED, tile_for
 from moe_ops.kernels.triton import expert_mm, launch
 from moe_ops.kernels.triton.config import MMConfig, are_promoted
+from moe_ops.kernels.triton.folded_mm import _folded_mm_kernel
 from moe_ops.kernels.triton.launch import ExpertMM
 from moe_ops.kernels.triton.layer import fit
 from moe_ops.kernels.triton.promoted_mm import _promoted_mm_kernel
@@ -44,6 +45,7 @@ def product(
 
 
 def compile_promoted(mm: ExpertMM, *, experts: int = E, swapped: bool = False) -> Compiled:
+    """By `promoted_mm`, or by `folded_mm` what that takes."""
     rows = torch.empty(256, mm.in_features, dtype=torch.float8_e4m3fn)
     out, _ = mm.allocate((256,), rows)
     made = mm.prepare_promoted(rows, out, MANY)
@@ -59,7 +61,7 @@ def compile_promoted(mm: ExpertMM, *, experts: int = E, swapped: bool = False) -
         **{"ACTIVATION": mm.activation, "SWAPPED": swapped, "SCHEME": mm.scheme, "BATCHED": False, "PDL": True},
     }
     kernel = compile_kernel(
-        _promoted_mm_kernel,
+        _folded_mm_kernel if mm.folds_scales else _promoted_mm_kernel,
         {name: kind for name, kind in arguments.items() if kind is not None},
         {**constants, **{name: None for name, kind in arguments.items() if kind is None}},
         num_warps=4,

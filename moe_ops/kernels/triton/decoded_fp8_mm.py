@@ -29,8 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moe_ops.kernels.triton.act_quant import apply_activation
-from moe_ops.kernels.triton.decoded_mm import columns_of, in_product, rows_layout, stacked_rows
-from moe_ops.kernels.triton.hopper import buffers, lots_of, table_of_tiles, tile_of, write
+from moe_ops.kernels.triton.decoded_mm import columns_of, gate_and_up, in_product, leave, rows_layout, stacked_rows
+from moe_ops.kernels.triton.hopper import buffers, lots_of, table_of_tiles, tile_of
 from moe_ops.kernels.triton.packed_fp8_tile import ABOVE, BELOW, INT4_UNIT, in_order, int4_parts, join_int4
 from moe_ops.kernels.triton.packed_tile import factor_of, fetch, of_rows
 from moe_ops.kernels.triton.scales import load_scale
@@ -139,11 +139,11 @@ def _written(total, factors, shift, first, past, where, SIZES: gl.constexpr):
         if ACTIVATION is not None:
             value = apply_activation(total, total, alpha, limit, ACTIVATION, False)
     else:
-        gate, up = gl.split(total.reshape([HEIGHT // 16, 2, 8, ROWS]).permute([0, 2, 3, 1]))
+        gate, up = gate_and_up(total)
         if SWAPPED:
             gate, up = up, gate
         value = apply_activation(gate, up, alpha, limit, ACTIVATION, True).reshape([HEIGHT // 2, ROWS])
-    write(value.to(staged.dtype).permute([1, 0]), staged, out_desc, first, past, n_start)
+    leave(value, staged, out_desc, first, past, n_start, None)
 
 
 @gluon.jit

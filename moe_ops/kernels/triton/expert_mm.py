@@ -265,7 +265,7 @@ def _launch(
     in_order = not mm.is_decoded or (mm.rows_order and a.dtype == torch.bfloat16)
     if as_they_come and in_order and mm.specialises(config):
         if mm.folds_scales:
-            _launch_specialised(mm, _of_folded(a, mm, extents, config, outputs), grid, a.device, pdl)
+            _launch_specialised(mm, _of_promoted(a, mm, extents, config, outputs), grid, a.device, pdl)
         elif mm.waits_for_scales:
             _launch_specialised(mm, _of_decoded_fp8(a, mm, extents, config, out), grid, a.device, pdl)
         elif mm.takes_few(config):
@@ -361,32 +361,15 @@ def _of_promoted(
     config: MMConfig,
     outputs: tuple[torch.Tensor, torch.Tensor],
 ) -> Specialised:
-    """A launch of `promoted_mm`."""
+    """A launch of `promoted_mm`, or of `folded_mm`."""
+    from moe_ops.kernels.triton.folded_mm import _folded_mm_kernel
     from moe_ops.kernels.triton.promoted_mm import _promoted_mm_kernel
 
-    return _promoted_mm_kernel, *_of_two_halves(a, mm, extents, mm.prepare_promoted(a, outputs[0], config), outputs)
-
-
-def _of_folded(
-    a: torch.Tensor,
-    mm: ExpertMM,
-    extents: torch.Tensor,
-    config: MMConfig,
-    outputs: tuple[torch.Tensor, torch.Tensor],
-) -> Specialised:
-    """A launch of `folded_mm`."""
-    from moe_ops.kernels.triton.folded_mm import _folded_mm_kernel
-
-    return _folded_mm_kernel, *_of_two_halves(a, mm, extents, mm.prepare_folded(a, outputs[0], config), outputs)
-
-
-def _of_two_halves(
-    a: torch.Tensor, mm: ExpertMM, extents: torch.Tensor, made: Launch, outputs: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[Launch, tuple[Any, ...], int]:
-    """What `promoted_mm` and `folded_mm` are given: what was prepared, their tensors and warps."""
+    out, out_scale = outputs
+    made = mm.prepare_promoted(a, out, config)
     scales = (mm.weight_scale, mm.up_scale_offset)
-    tensors = (made.a_desc, mm.rows_scale, extents, made.w_desc, *scales, mm.bias, made.out_desc, outputs[1])
-    return made, tensors, 4
+    tensors = (made.a_desc, mm.rows_scale, extents, made.w_desc, *scales, mm.bias, made.out_desc, out_scale)
+    return _folded_mm_kernel if mm.folds_scales else _promoted_mm_kernel, made, tensors, 4
 
 
 def _launch_specialised(

@@ -263,7 +263,8 @@ def _decode_step(looked, made, at, slot, down, last, ALL: gl.constexpr):
 @gluon.jit
 def _turns(looked, codes_of, at):
     """How often a step's columns are decoded and multiplied. Groups of the smallest scale count if a code is not 0."""
-    far = looked[3].index(at).load(OF_ALL)
+    _, _, _, far_of = looked
+    far = far_of.index(at).load(OF_ALL)
     turns = gl.max(far & 0xFF, axis=0) // (WINDOW + 1) + 1
     if gl.max(far, axis=0) >= LOWEST:
         for chunk in gl.static_range(CHUNKS):
@@ -280,6 +281,7 @@ def _turns(looked, codes_of, at):
 def _decode(given, looked, made, extents, num_rows, SIZES: gl.constexpr):
     """The warps that decode the codes of every step of every tile."""
     coded, taken, used = given
+    _, _, _, far_of = looked
     E: gl.constexpr = SIZES[0]
     K: gl.constexpr = SIZES[2]
     BLOCK: gl.constexpr = SIZES[4]
@@ -292,7 +294,7 @@ def _decode(given, looked, made, extents, num_rows, SIZES: gl.constexpr):
         at, slot = step % OF_CODES, place % OF_NUMBERS
         mbarrier.wait(coded.index(at), (step // OF_CODES) & 1)
         mbarrier.wait(used.index(slot), ((place // OF_NUMBERS) & 1) ^ 1)
-        if gl.max(looked[3].index(at).load(OF_ALL), axis=0) <= WINDOW:
+        if gl.max(far_of.index(at).load(OF_ALL), axis=0) <= WINDOW:
             _decode_step(looked, made, at, slot, 0, 1, True)
             place += 1
         else:

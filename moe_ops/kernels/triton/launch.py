@@ -577,41 +577,25 @@ class ExpertMM:
         return taken and self.out_features * size % 16 == 0 and hopper_with_gluon(self.weight.device)
 
     def prepare_promoted(self, a: torch.Tensor, out: torch.Tensor, config: MMConfig) -> Launch:
-        """The same for `promoted_mm`, whose tile is one of its own: two boxes of rows and two of weight rows a step."""
-        from moe_ops.kernels.triton.promoted_mm import HALF, ROWS, STEP, columns_of
-
-        columns, at_once = columns_of(self.glu)
-        part = config._replace(block_n=HALF.value * (2 if self.glu == CONCAT.value else 1), block_k=STEP.value)
-        step = 2 * (ROWS.value + HALF.value) * STEP.value
-        room = TYPICAL.shared_kib * 1024 - PROGRAM_BYTES - 2 * ROWS.value * at_once * out.element_size()
-        block = (PROMOTED_ROWS, 2 * HALF.value, STEP.value, config.group_m, next_power_of_2(self.num_experts), 0)
-        return Launch(
-            a_desc=for_gluon(TensorDescriptor(a, list(a.shape), list(a.stride()), [ROWS.value, STEP.value])),
-            w_desc=for_gluon(self._weight_descriptor(TMA_NK.value, part)),
-            out_desc=for_gluon(ragged_rows(out, ROWS.value, at_once)),
-            strides=(*self.strides, a.stride(0), None, None),
-            block=(*block, min(MOST_STEPS, room // step)),
-            moves=(True, TMA_NK.value, at_once, self.up_offset < 0),
-            walk=TILE_BY_TILE.value,
-            n_tiles=cdiv(self.out_features, columns),
-        )
-
-    def prepare_folded(self, a: torch.Tensor, out: torch.Tensor, config: MMConfig) -> Launch:
-        """The same for `folded_mm`, whose tile is that of `promoted_mm`."""
+        """The same for `promoted_mm` and `folded_mm`, whose tile is one of theirs: two boxes of rows and two of weight
+        rows a step; how many steps there is room for, `folded_mm` knows by itself.
+        """
         from moe_ops.kernels.triton.promoted_mm import HALF, ROWS, STEP, columns_of
 
         columns, at_once = columns_of(self.glu)
         part = config._replace(block_n=HALF.value * (2 if self.glu == CONCAT.value else 1), block_k=STEP.value)
         weights = self._weight_descriptor(TMA_NK.value, part)
         if self.glu == CONCAT.value:
-            weights.block_shape[1] = 1
+            weights.block_shape[1] = 1  # a box is of one half
+        step = 2 * (ROWS.value + HALF.value) * STEP.value
+        room = TYPICAL.shared_kib * 1024 - PROGRAM_BYTES - 2 * ROWS.value * at_once * out.element_size()
         block = (PROMOTED_ROWS, 2 * HALF.value, STEP.value, config.group_m, next_power_of_2(self.num_experts), 0)
         return Launch(
             a_desc=for_gluon(TensorDescriptor(a, list(a.shape), list(a.stride()), [ROWS.value, STEP.value])),
             w_desc=for_gluon(weights, torch.int32),
             out_desc=for_gluon(ragged_rows(out, ROWS.value, at_once)),
             strides=(*self.strides, a.stride(0), None, None),
-            block=block,
+            block=(*block, min(MOST_STEPS, room // step)),
             moves=(True, TMA_NK.value, at_once, self.up_offset < 0),
             walk=TILE_BY_TILE.value,
             n_tiles=cdiv(self.out_features, columns),
