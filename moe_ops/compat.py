@@ -98,6 +98,15 @@ if hasattr(torch._C._dynamo.guards, "_empty_strided_cuda"):
     empty_cuda = torch._C._dynamo.guards._empty_strided_cuda
 
 
+def current_gpu() -> int:
+    """``torch.cuda.current_device()``; without a look at whether CUDA was initialised, which a launch did, half."""
+    return torch.cuda.current_device()
+
+
+if hasattr(torch._C, "_cuda_getDevice"):
+    current_gpu = torch._C._cuda_getDevice
+
+
 def dispatcher_is_undisturbed() -> bool:
     """Whether no mode for functions and no transform is active: those stand above autograd."""
     return not torch._C._is_torch_function_mode_enabled() and torch._C._functorch.maybe_current_level() is None

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.backends.nvidia import driver as nvidia
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe_ops.compat import empty_cuda
+from moe_ops.compat import current_gpu, empty_cuda
 from moe_ops.counters import Row, rows_of
 from moe_ops.kernels.triton.util import INTERPRETED, cdiv
+from moe_ops.runtime import Warm
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -236,7 +238,11 @@ class _Maps(dict[int, Any]):
 
 
 class Record:
-    """A call's launches, to be fired for other tensors of the same signature."""
+    """A call's launches, to be fired for other tensors of the same signature.
+
+    Attributes:
+        fire: the call's result for the inputs, whose addresses the pointers are; None when it must be run anew.
+    """
 
     def __init__(
         self,
@@ -253,31 +259,50 @@ class Record:
         self._order |= {place.source: (inputs + i, 0) for i, place in enumerate(results)}
         self._order |= {number: (inputs + len(results), offset) for number, offset in offsets.items()}
         self._forms = [(place.size, place.stride, place.dtype) for place in results]
-        self._forms.append(((workspace,), (1,), torch.uint8))
+        if offsets:
+            self._forms.append(((workspace,), (1,), torch.uint8))
+        self._inputs, self._results = inputs, len(results)
         self._device, self._several = device.index, several
-        self._prepare(launches)
+        self.fire: Warm = self._prepared(launches)
 
     def _where(self, place: Place) -> tuple[int, int]:
         source, offset = self._order[place.source]
         return source, offset + place.offset
 
-    def _prepare(self, launches: Sequence[Launched]) -> None:
-        """One function with a line for each launch: nothing is looked up or copied that does not change."""
-        names: dict[str, Any] = {}
-        lines = [f"    {self._line(one, names)}" for one in launches]
-        exec("\n".join(["def fire(at, stream):", *lines]), names)
-        self._launch = names["fire"]
-        self._stream = triton.runtime.driver.active.get_current_stream
+    def _prepared(self, launches: Sequence[Launched]) -> Warm:
+        """One straight-line function: nothing is looked up, put into lists or copied that does not change."""
+        names: dict[str, Any] = {"hooked": _hooked, "current": current_gpu, "empty": empty_cuda}
+        names |= {"on": torch.cuda.device, "stream_of": triton.runtime.driver.active.get_current_stream}
+        made = [f"made{number}" for number in range(len(self._forms))]
+        results = ", ".join(made[: self._results])
+        lines = [
+            "def fire(given, pointers):",
+            "    if hooked():",
+            "        return None",
+            f"    if current() != {self._device}:",
+            f"        with on({self._device}):",
+            "            return fire(given, pointers)",
+            f"    {''.join(f'at{number}, ' for number in range(self._inputs))}= pointers",
+        ]
+        for number, (name, (size, stride, dtype)) in enumerate(zip(made, self._forms, strict=True), self._inputs):
+            lines.append(f"    {name} = empty({size}, {stride}, {_named(dtype, names)})")
+            lines.append(f"    at{number} = {name}.data_ptr()")
+        lines.append(f"    stream = stream_of({self._device})")
+        lines += [f"    {self._line(one, names)}" for one in launches]
+        lines.append(f"    return ({results},)" if self._several else f"    return {results}")
+        exec("\n".join(lines), names)
+        fire: Warm = names["fire"]
+        return fire
 
     def _line(self, one: Launched, names: dict[str, Any]) -> str:
-        """A call of the launch function: numbers as they are, `at[source]` for addresses, all else by name."""
+        """A call of the launch function: numbers as they are, addresses by their source, all else by name."""
 
         def named(value: Any) -> str:
-            if value is None or type(value) is int:
-                return repr(value)
-            name = f"constant{len(names)}"
-            names[name] = value
-            return name
+            return _named(value, names)
+
+        def at(place: Place) -> str:
+            source, offset = self._where(place)
+            return f"at{source} + {offset}" if offset else f"at{source}"
 
         compiled, run = one.compiled, one.compiled.run
         described = iter(compiled.metadata.tensordesc_meta or ())
@@ -287,17 +312,17 @@ class Record:
             if compiled.src.signature[name] == "constexpr":
                 arguments.append("None")
             elif isinstance(value, Place):
-                arguments.append("at[{}] + {}".format(*self._where(value)))
+                arguments.append(at(value))
             elif isinstance(value, Counters):
                 rows = rows_of(torch.device("cuda", self._device), value.experts)
-                arguments.append("{}[at[{}] + {}]".format(named(rows), *self._where(value.place)))
+                arguments.append(f"{named(rows)}[{at(value.place)}]")
             elif isinstance(value, Map):
                 meta = next(described)
                 code = nvidia.TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
                 # Codes of four bits that are spread over bytes are counted one by one.
                 shape = [*value.shape[:-1], value.shape[-1] * (2 if meta["fp4_padded"] else 1)]
                 maps = _Maps((meta["swizzle"], meta["elem_size"], code, meta["block_size"], shape, value.strides, 0))
-                arguments.append("{}[at[{}] + {}]".format(named(maps), *self._where(value.place)))
+                arguments.append(f"{named(maps)}[{at(value.place)}]")
                 arguments += [named(number) for number in (*shape, *value.strides)]
                 launcher = inspect.getclosurevars(run.launch).nonlocals["launcher"]
             else:
@@ -307,28 +332,23 @@ class Record:
         grid = [repr(size) for size in (*one.grid, 1, 1)[:3]]
         return f"{named(launcher)}({', '.join([*grid, 'stream', *map(named, fixed), *arguments])})"
 
-    def fire(self, tensors: Sequence[Tensor], pointers: Sequence[int]) -> Any:
-        """The call's result for these inputs, whose addresses `pointers` are; None when it must be run anew."""
-        if _hooked():
-            return None
-        if self._device != torch.cuda.current_device():
-            with torch.cuda.device(self._device):
-                return self._fire(pointers)
-        return self._fire(pointers)
 
-    def _fire(self, pointers: Sequence[int]) -> Any:
-        made = [empty_cuda(size, stride, dtype) for size, stride, dtype in self._forms]
-        self._launch([*pointers, *[piece.data_ptr() for piece in made]], self._stream(self._device))
-        return tuple(made[:-1]) if self._several else made[0]
+def _named(value: Any, names: dict[str, Any]) -> str:
+    """`value` as an expression: numbers as they are, all else by a name among `names`."""
+    if value is None or type(value) is int:
+        return repr(value)
+    name = f"constant{len(names)}"
+    names[name] = value
+    return name
 
 
 class RecordInterpreted(Record):
     """The same through Triton's interpreter, which takes tensors."""
 
-    def _prepare(self, launches: Sequence[Launched]) -> None:
-        self._launches = launches
+    def _prepared(self, launches: Sequence[Launched]) -> Warm:
+        return partial(self._fired, launches)
 
-    def fire(self, tensors: Sequence[Tensor], pointers: Sequence[int]) -> Any:
+    def _fired(self, launches: Sequence[Launched], tensors: Sequence[Tensor], pointers: Sequence[int]) -> Any:
         made = [torch.empty_strided(size, stride, dtype=dtype) for size, stride, dtype in self._forms]
         sources = [*tensors, *made]
 
@@ -345,7 +365,8 @@ class RecordInterpreted(Record):
                 return Row(view(value.place)).tensor()
             return view(value) if isinstance(value, Place) else value
 
-        for one in self._launches:
+        for one in launches:
             arguments = [filled(one.arguments[name]) for name in one.kernel.arg_names]
             one.kernel[one.grid](*arguments, **one.options)
-        return tuple(made[:-1]) if self._several else made[0]
+        results = made[: self._results]
+        return tuple(results) if self._several else results[0]
