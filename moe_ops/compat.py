@@ -116,18 +116,22 @@ def lower_directly(signatures: Mapping[str, Any], source: str, line: str) -> Non
     """Have Inductor emit a plain call for every operator of ours; once ``torch._inductor.lowering`` is imported.
 
     A compiled graph has no use for torch's dispatcher and autograd: AOTAutograd has differentiated it, and its tensors
-    are plain. Emitted code holds names alone, so another process can run it from Inductor's cache. C++ code
-    (``cpp_wrapper``, AOTInductor) calls the operator itself.
+    are plain. Emitted code makes a call site (:meth:`moe_ops.runtime.Launcher.site`) for each call when it is loaded,
+    from names and constants alone, so another process can run it from Inductor's cache. C++ code (``cpp_wrapper``,
+    AOTInductor) calls the operator itself.
 
     Args:
         signatures: :class:`moe_ops.ops.Signature` by operator.
-        source: what emitted code calls, an attribute of it by operator.
-        line: imports it.
+        source: the launchers by operator, in emitted code.
+        line: imports them.
     """
     from torch._inductor import ir
     from torch._inductor.lowering import add_needs_realized_inputs, register_lowering
     from torch._inductor.virtualized import V
+    from torch.fx.experimental.symbolic_shapes import free_symbols
     from torch.utils import _pytree as pytree
+
+    from moe_ops.runtime import TENSOR
 
     def wrapped(node: Any) -> Any:
         if not isinstance(node, ir.IRNode):
@@ -141,15 +145,39 @@ def lower_directly(signatures: Mapping[str, Any], source: str, line: str) -> Non
         def codegen(self, wrapper: Any) -> None:
             if not V.graph.cpp_wrapper:
                 wrapper.add_import_once(line)
-                self.python_kernel_name = f"{source}.{cast(Any, self.op_overload)._opname}"
+                self.python_kernel_name = f"moe_ops_site_{self.get_name()}"
+                wrapper.add_import_once(f"{self.python_kernel_name} = {self._site(wrapper)}")
             super().codegen(wrapper)
 
+        def _site(self, wrapper: Any) -> str:
+            """What makes the site: all of the call that does not vary. Notes of what a key is made."""
+            name = cast(Any, self.op_overload)._opname
+            given, options = self.unflatten_args([TENSOR] * len(self.inputs), self.constant_args)
+            given, options = signatures[name].without_defaults(given, options)
+            pattern = tuple(len(value) if isinstance(value, (list, tuple)) else value for value in given)
+            varying = {
+                option: wrapper.val_to_arg_str(value)
+                for option, value in options.items()
+                if isinstance(value, torch.SymInt)
+            }
+            fixed = [
+                f"{option}={wrapper.val_to_arg_str(value)}"
+                for option, value in options.items()
+                if option not in varying
+            ]
+            # In scope wherever memory like an input may be allocated, so of functions of a graph's parts, too.
+            layouts = [(tuple(node.get_size()), tuple(node.get_stride())) for node in cast(Any, self.inputs)]
+            symbols = {wrapper.val_to_arg_str(symbol) for symbol in free_symbols(layouts)}
+            self._key = "".join(f"{number}, " for number in (*varying.values(), *sorted(symbols)))
+            return f"{source}[{name!r}].site({', '.join([repr(pattern), repr(tuple(varying)), *fixed])})"
+
+        def codegen_args(self) -> list[str]:
+            if V.graph.cpp_wrapper:
+                return super().codegen_args()
+            return [f"({self._key})", *[node.codegen_reference() for node in cast(Any, self.inputs)]]
+
         def codegen_kwargs(self, skip_out: bool = False) -> list[str]:
-            if not V.graph.cpp_wrapper:
-                # Those that say nothing would be looked at on every call.
-                signature = signatures[cast(Any, self.op_overload)._opname]
-                self.kwargs = signature.without_defaults((), self.kwargs)[1]
-            return super().codegen_kwargs(skip_out)
+            return super().codegen_kwargs(skip_out) if V.graph.cpp_wrapper else []
 
     def lower(name: str, signature: Any) -> None:
         op = getattr(torch.ops.moe_ops, name).default
@@ -158,7 +186,11 @@ def lower_directly(signatures: Mapping[str, Any], source: str, line: str) -> Non
             # As the dispatcher would hand them on: tensors by position.
             given = signature.bind(args, kwargs)
             tensors = [given.pop(argument) for argument in signature.positional]
-            return pytree.tree_map(wrapped, DirectKernel.create(op, *tensors, **given))
+            made = DirectKernel.create(op, *tensors, **given)
+            for node in pytree.tree_leaves(made):
+                # A site asks what it learns from.
+                node.skip_size_stride_alignment_checks = True
+            return pytree.tree_map(wrapped, made)
 
         add_needs_realized_inputs(op)
         register_lowering(op, type_promotion_kind=None)(lowering)

@@ -244,8 +244,6 @@ def _launcher(name: str) -> Launcher:
 
 
 LAUNCHERS: dict[str, Launcher] = {name: _launcher(name) for name in SCHEMAS}
-#: The same as attributes, for the code that Inductor emits.
-DIRECT = SimpleNamespace(**LAUNCHERS)
 
 
 def _row(name: str) -> Op:
@@ -332,5 +330,7 @@ def call(name: str, *args: Any, **options: Any) -> Any:
 compat.when_imported("torch.utils.flop_counter", _register_flops)
 compat.when_imported(
     "torch._inductor.lowering",
-    lambda: compat.lower_directly(SIGNATURES, "moe_ops_direct", "from moe_ops.ops import DIRECT as moe_ops_direct"),
+    lambda: compat.lower_directly(
+        SIGNATURES, "moe_ops_launchers", "from moe_ops.ops import LAUNCHERS as moe_ops_launchers"
+    ),
 )

@@ -4,14 +4,20 @@ A signature is everything that may change which kernels run and what they are gi
 dtypes, alignment and options. Its first call is an ordinary one; its second is learnt from; the third and later ones
 fire what was learnt: a backend's record of launches, or, for a backend that has none, its function on a call object
 that is filled in again without the rule. No tensor is kept, and what is allocated belongs to the call.
+
+A call in compiled code takes no signature. Its compiler has fixed and asserted all of it but for the sizes that vary,
+which the code hands on as numbers, and a :class:`Site` finds by these what was learnt.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import lru_cache
+from itertools import islice
 from typing import Any, TypeAlias
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -24,6 +30,9 @@ Warm: TypeAlias = Callable[[Sequence[Tensor], Sequence[int]], Any]
 Chosen: TypeAlias = tuple[Callable[[Call], Any], Callable[..., tuple[Any, Warm | None]] | None]
 
 MOST_SIGNATURES = 4096  # of one operator; the oldest are forgotten first
+MOST_KEYS = 1024  # of one site, likewise
+ALIGNED = 32  # bytes: the most that a tensor map asks of an address
+TENSOR = -1  # in a site's pattern
 
 
 def _seen(tensors: Sequence[Tensor], pointers: Sequence[int]) -> None:
@@ -47,6 +56,7 @@ class Launcher:
     def __init__(self, parse: Callable[..., Call], choose: Callable[[Call], Chosen], apart: tuple[int, ...]) -> None:
         self._parse, self._choose, self._apart = parse, choose, apart
         self._warm: dict[Any, Warm] = {}
+        self._sites: WeakSet[Site] = WeakSet()
         self._lock = threading.Lock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -73,6 +83,35 @@ class Launcher:
         """Learn again: something that no signature holds was changed, such as a table of plans."""
         with self._lock:
             self._warm.clear()
+            for site in self._sites:
+                site.known.clear()
+
+    def site(self, pattern: Sequence[int | None], varying: Sequence[str], /, **options: Any) -> Callable[..., Any]:
+        """A call that compiled code makes, as a function ``(key, *tensors) -> result``.
+
+        Two calls with one key have the same sizes and options, and, in dimensions of more than one element, strides.
+
+        Args:
+            pattern: the operator's arguments by position: ``TENSOR``, a number for a list of as many, None.
+            varying: options whose values a key begins with.
+            options: all others.
+        """
+        site = Site(self, pattern, varying, options)
+        with self._lock:
+            self._sites.add(site)
+        numbers = site.numbers()
+        given = [numbers[position] if position < len(numbers) else () for position in self._apart]
+        apart = tuple(number for one in given for number in one) if given and given[0] else ()
+        count = sum(len(one) for one in numbers)
+        return _entrance(count, apart)(site.known.get, debugging.active, site.cold)
+
+    def lend(self, known: dict[Any, Warm], key: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Put into ``known`` what was learnt of the signature of a call, if anything was; it is forgotten there too."""
+        signature, _, _ = self._signature(args, kwargs)
+        with self._lock:
+            warm = self._warm.get(signature)
+            if warm is not None and warm is not _seen:
+                _put(known, key, warm, MOST_KEYS)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._parse(*args, **kwargs)
@@ -81,7 +120,7 @@ class Launcher:
         return self._choose(call)[0](call)
 
     def _signature(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], list[Tensor], list[int]]:
         key: list[Any] = [len(args)]
         tensors: list[Tensor] = []
@@ -100,8 +139,7 @@ class Launcher:
         for tensor in tensors:
             pointer = tensor.data_ptr()
             pointers.append(pointer)
-            # 32 bytes are the most that a tensor map asks of an address.
-            key += (tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device(), pointer & 31)
+            key += (tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device(), pointer % ALIGNED)
         for name, value in kwargs.items():
             key += (name, tuple(value) if isinstance(value, list) else value)
         if self._apart and len(args) > self._apart[0] and args[self._apart[0]] is not None:
@@ -120,9 +158,83 @@ class Launcher:
 
     def _remember(self, key: Any, warm: Warm) -> None:
         with self._lock:
-            self._warm[key] = warm
-            while len(self._warm) > MOST_SIGNATURES:
-                del self._warm[next(iter(self._warm))]
+            _put(self._warm, key, warm, MOST_SIGNATURES)
+
+
+def _put(table: dict[Any, Warm], key: Any, warm: Warm, most: int) -> None:
+    table[key] = warm
+    while len(table) > most:
+        del table[next(iter(table))]
+
+
+class Site:
+    """One call in compiled code: what was learnt of it, by key, and the way to the launcher.
+
+    Of a dimension of one element nobody asserts the stride: it may be another than that of the call which was learnt
+    from, as kernels multiply it by 0. Addresses that are no multiples of ``ALIGNED`` are left to the launcher.
+    """
+
+    def __init__(
+        self, launcher: Launcher, pattern: Sequence[int | None], varying: Sequence[str], options: dict[str, Any]
+    ) -> None:
+        self.known: dict[Any, Warm] = {}
+        self._launcher, self._pattern, self._varying, self._options = launcher, pattern, varying, options
+
+    def numbers(self) -> list[range]:
+        """The numbers of each argument's tensors."""
+        found, count = [], 0
+        for many in self._pattern:
+            taken = 0 if many is None else 1 if many == TENSOR else many
+            found.append(range(count, count + taken))
+            count += taken
+        return found
+
+    def cold(self, key: tuple[Any, ...], tensors: tuple[Tensor, ...], known_by: Any) -> Any:
+        """The result by the launcher, of whose knowledge a share is taken under the name of ``known_by``."""
+        left = iter(tensors)
+        args = [
+            None if many is None else next(left) if many == TENSOR else list(islice(left, many))
+            for many in self._pattern
+        ]
+        options = {**self._options, **dict(zip(self._varying, key, strict=False))}
+        result = self._launcher(*args, **options)
+        for one in result if isinstance(result, tuple) else (result,):
+            _keep_the_word(one)
+        if known_by is not None and known_by not in self.known:
+            self._launcher.lend(self.known, known_by, args, options)
+        return result
+
+
+def _keep_the_word(result: Tensor) -> None:
+    """What compiled code takes for granted of a result, as its fake is new memory; of a warm call as of a cold one."""
+    if not result.is_contiguous() or (result.is_cuda and result.data_ptr() % 16):
+        where = f"strides {result.stride()} and shape {tuple(result.shape)} at {result.data_ptr():#x}"
+        raise RuntimeError(f"moe_ops: a result must be contiguous and at a multiple of 16 bytes, got {where}.")
+
+
+@lru_cache
+def _entrance(count: int, apart: tuple[int, ...]) -> Callable[..., Callable[..., Any]]:
+    """What makes a site's function for ``count`` tensors, of which the addresses of ``apart`` belong to the key."""
+    tensors, pointers = ([f"{kind}{number}" for number in range(count)] for kind in "tp")
+    lines = [
+        "def made(known, debugged, cold):",
+        f"    def site(key, {', '.join(tensors)}):",
+        *[f"        {pointer} = {tensor}.data_ptr()" for tensor, pointer in zip(tensors, pointers, strict=True)],
+        f"        if ({' | '.join(pointers)}) % {ALIGNED} or debugged():",
+        f"            return cold(key, ({', '.join(tensors)},), None)",
+        f"        by = {', '.join(['key', *[pointers[number] for number in apart]])}",
+        "        warm = known(by)",
+        "        if warm is not None:",
+        f"            result = warm(({', '.join(tensors)},), ({', '.join(pointers)},))",
+        "            if result is not None:",
+        "                return result",
+        f"        return cold(key, ({', '.join(tensors)},), by)",
+        "    return site",
+    ]
+    names: dict[str, Any] = {}
+    exec("\n".join(lines), names)
+    made: Callable[..., Callable[..., Any]] = names["made"]
+    return made
 
 
 class _OfItsOwn(Exception):

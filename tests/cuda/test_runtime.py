@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import moe_ops
+from moe_ops import runtime
 from moe_ops.ops import LAUNCHERS
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("poisoned_memory")]
@@ -167,6 +168,138 @@ def test_launch_hooks_are_told():
     assert told.count("_expert_mm_kernel") == 2
 
 
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one entry each time that a call goes through a launcher."""
+    calls: list[int] = []
+    call = runtime.Launcher.__call__
+    monkeypatch.setattr(
+        runtime.Launcher, "__call__", lambda self, *args, **kwargs: calls.append(1) or call(self, *args, **kwargs)
+    )
+    return calls
+
+
+def chain(x: torch.Tensor, logits: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Two layers, each of a site of its own, with work of Inductor's around them."""
+    for top_k in (K, K - 1):
+        x = moe_ops.fused_moe(x * 2, logits, top_k=top_k, **options)
+    return x
+
+
+@pytest.mark.parametrize("scheme", [None, "fp8_block128"], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_sites_of_one_graph(mode: str, scheme: str | None, launched: list[int], reasons: list[str | None]):
+    """Of more than one number of tokens: the bits of eager calls, by records alone from the third on."""
+    torch.compiler.reset()
+    made = weights(scheme)
+    compiled = torch.compile(lambda x, logits: chain(x, logits, **made), fullgraph=True, mode=mode)
+    with torch.no_grad():
+        for turn in range(16):
+            x, logits = inputs((8, 33, 200, 9)[turn % 4])
+            for tensor in (x, logits):
+                torch._dynamo.mark_dynamic(tensor, 0)
+            expected = chain(x, logits, **made)
+            torch.compiler.cudagraph_mark_step_begin()
+            launched.clear()
+            assert torch.equal(compiled(x, logits), expected)
+            assert turn < 12 or not launched
+    assert reasons and set(reasons) == {None}
+
+
+@pytest.mark.parametrize("T", [1, 8, 200])
+def test_sites_forget(T: int, launched: list[int]):
+    torch.compiler.reset()
+    made = weights()
+    compiled = torch.compile(lambda x, logits: chain(x, logits, **made), fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        for _ in range(2):
+            for _ in range(4):
+                x, logits = inputs(T)
+                launched.clear()
+                found = compiled(x, logits)
+                many = len(launched)
+                assert torch.equal(found, chain(x, logits, **made))
+            assert not many
+            LAUNCHERS["fused_moe"].forget()
+        launched.clear()
+        compiled(*inputs(T))
+    assert len(launched) == 2
+
+
+@pytest.mark.parametrize("T", [1, 8, 200])
+def test_misaligned_weights_of_a_compiled_graph(T: int, launched: list[int]):
+    """A record of aligned ones is not fired for them: loads of 16 bytes would fail."""
+    torch.compiler.reset()
+    made = weights()
+    compiled = torch.compile(lambda x, logits, **made: chain(x, logits, **made), fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        for offset in (0, 0, 0, 0, 1, 1, 1, 0):
+            x, logits = inputs(T)
+            moved = {name: torch.cat([one.flatten()] * 2)[offset:][: one.numel()] for name, one in made.items()}
+            moved = {name: one.view(made[name].shape) for name, one in moved.items()}
+            if offset == 1:  # others, as the second copy begins one element later
+                assert moved["down_proj"].data_ptr() % 16
+            expected = chain(x, logits, **moved)
+            launched.clear()
+            torch.testing.assert_close(compiled(x, logits, **moved), expected, rtol=0.05, atol=0.05)
+    assert not launched
+
+
+@pytest.mark.parametrize("T", [1, 8, 200])
+def test_halves_apart_of_a_compiled_graph(T: int):
+    """Kernels are given the distance between halves: others are at another one."""
+    torch.compiler.reset()
+    made = weights()
+    gate, up = (half.contiguous() for half in made.pop("gate_up_proj").chunk(2, dim=1))
+    memory = torch.empty(4, *gate.shape, dtype=gate.dtype, device="cuda")
+    options = {"glu_layout": "separate", "down_proj": made["down_proj"]}
+    compiled = torch.compile(
+        lambda x, logits, gate, up: chain(x, logits, gate_up_proj=gate, up_proj=up, **options),
+        fullgraph=True,
+        dynamic=False,
+    )
+    with torch.no_grad():
+        x, logits = inputs(T)
+        expected = chain(x, logits, gate_up_proj=gate, up_proj=up, **options)
+        for first, second in ((0, 1), (0, 1), (0, 1), (0, 2), (0, 3), (1, 0), (2, 3), (0, 1)) * 2:
+            memory.fill_(float("nan"))
+            memory[first], memory[second] = gate, up
+            torch.testing.assert_close(
+                compiled(x, logits, memory[first], memory[second]), expected, rtol=0.05, atol=0.05
+            )
+
+
+def test_results_are_aligned():
+    """Inductor's kernels load 16 bytes at a time from them."""
+    memory = torch.empty(16, dtype=torch.int32, device="cuda")
+    for first in (0, 4, 1):
+        launcher = runtime.Launcher(lambda x: x, lambda call, made=memory[first:]: (lambda x: made, None), ())
+        site = launcher.site((runtime.TENSOR,), ())
+        if first == 1:
+            with pytest.raises(RuntimeError, match="multiple of 16 bytes"):
+                site((), memory)
+        else:
+            assert site((), memory).data_ptr() == memory[first:].data_ptr()
+
+
+def test_launch_hooks_are_told_of_compiled_code():
+    import triton
+
+    torch.compiler.reset()
+    made, told = weights(), []
+    compiled = torch.compile(lambda x, logits: chain(x, logits, **made), fullgraph=True, dynamic=False)
+    hook = lambda metadata: told.append(metadata.get()["name"])  # noqa: E731
+    with torch.no_grad():
+        for _ in range(4):
+            compiled(*inputs(64))
+        triton.knobs.runtime.launch_enter_hook.add(hook)
+        try:
+            compiled(*inputs(64))
+        finally:
+            triton.knobs.runtime.launch_enter_hook.remove(hook)
+    assert told.count("_expert_mm_kernel") >= 2
+
+
 PROCESS = """
 import json, sys, torch, moe_ops
 from torch._dynamo.utils import counters
@@ -208,3 +341,18 @@ def test_two_devices(T: int):
         warm = moe_ops.fused_moe(x, logits, **made[device], top_k=K)
         assert warm.device == x.device and torch.cuda.current_device() == 0
         assert torch.equal(warm, cold(x, logits, **made[device], top_k=K))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_devices_of_compiled_code():
+    """Each has a graph, and sites, of its own."""
+    torch.compiler.reset()
+    made = {device: weights(device=device) for device in ("cuda:0", "cuda:1")}
+    compiled = torch.compile(lambda x, logits, **made: chain(x, logits, **made), fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        for turn in range(8):
+            device = f"cuda:{turn % 2}"
+            x, logits = inputs(8, device)
+            found = compiled(x, logits, **made[device])
+            assert found.device == x.device and torch.cuda.current_device() == 0
+            assert torch.equal(found, chain(x, logits, **made[device]))

@@ -101,6 +101,35 @@ def test_halves_apart(reasons: list[str | None]):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
+def test_a_site_fires_records(monkeypatch: pytest.MonkeyPatch, reasons: list[str | None]):
+    """With the tokens as its key; a record of one number of them is wrong for another."""
+    monkeypatch.setattr(triton_plans, "plan_for", lambda *_: plan("grouped", TILE, TILE))
+    site = LAUNCHERS["fused_moe"].site((-1, -1, -1, -1), (), top_k=K, backend="triton")
+    names = ("hidden_states", "router_logits", "gate_up_proj", "down_proj")
+    for T in (5, 9) * 3:
+        made = layer(T)
+        found = site((T,), *(made[name] for name in names))
+        torch.testing.assert_close(found, moe_ops.fused_moe(**made, backend="reference"), rtol=1e-3, atol=1e-3)
+    assert reasons == [None] * 2
+
+
+def test_halves_apart_at_a_site(reasons: list[str | None]):
+    """Nothing but addresses tells these calls apart."""
+    made = layer()
+    stacked = made.pop("gate_up_proj")
+    expected = moe_ops.fused_moe(**made, gate_up_proj=stacked, backend="reference")
+    options = {"top_k": K, "glu_layout": "separate", "backend": "triton"}
+    pattern = (-1, -1, -1, -1, None, None, None, -1)
+    site = LAUNCHERS["fused_moe"].site(pattern, (), **options)
+    memory = torch.empty(3, E, I, H)
+    for place in (1, 1, 1, 2, 2, 2, 1):
+        memory.fill_(float("nan"))
+        memory[0], memory[place] = stacked.chunk(2, dim=1)
+        others = made["hidden_states"], made["router_logits"]
+        found = site((), *others, memory[0], made["down_proj"], memory[place])
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
 def stages(x: torch.Tensor, logits: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     weights, ids = moe_ops.fused_topk(logits, top_k=K)
     rows, offsets, places = moe_ops.moe_permute(x, ids, num_experts=E)

@@ -1,4 +1,4 @@
-"""Warm calls: as right as cold ones, seen by whoever watches the dispatcher, and nothing is kept for them."""
+"""Warm calls and call sites: as right as cold ones, seen by whoever watches the dispatcher, and nothing is kept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import moe_ops
 from moe_ops import ops, runtime
-from moe_ops.ops import LAUNCHERS
+from moe_ops.ops import LAUNCHERS, SIGNATURES
 from tests.ops.calls import CALLS, Call
 
 E, K, H, I = 4, 2, 16, 24
@@ -143,6 +143,206 @@ def test_two_threads():
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def site_of(call: Call, *varying: str) -> Any:
+    """A site of calls like this one, and what it is given for tensors besides them."""
+    many = [
+        None if one is None else len(one) if isinstance(one, (list, tuple)) else runtime.TENSOR for one in call.args
+    ]
+    fixed = {name: value for name, value in call.kwargs.items() if name not in varying}
+    return LAUNCHERS[call.op].site(many, varying, **fixed)
+
+
+def launches(monkeypatch: pytest.MonkeyPatch, op: str = "fused_moe") -> list[str]:
+    """A list that grows by one entry each time a signature is taken for a call."""
+    taken: list[str] = []
+    run = runtime.Launcher.__call__
+
+    def call(self: runtime.Launcher, *args: Any, **kwargs: Any) -> Any:
+        if self is LAUNCHERS[op]:
+            taken.append(op)
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(runtime.Launcher, "__call__", call)
+    return taken
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+def test_a_site_is_the_operator(call: Call, monkeypatch: pytest.MonkeyPatch):
+    """The third call of a key, on other tensors, gives what the operator gives, and asks the launcher for nothing."""
+    site = site_of(call)
+    for _ in range(2):
+        site((), *call.tensors)
+    args = tree_map_only(torch.Tensor, other, call.args)
+    changed = Call(call.op, args, call.kwargs)
+    unknown = list(LAUNCHERS[call.op]._warm.values())[-1] is runtime._cold
+    names = SIGNATURES[call.op].positional
+    apart = any(
+        name in ("up_proj", "up_weight") for name, one in zip(names, call.args, strict=False) if one is not None
+    )
+    taken = launches(monkeypatch, call.op)
+    warm = site((), *changed.tensors)
+    assert bool(taken) == (unknown or apart)  # halves apart are at another distance
+    LAUNCHERS[call.op].forget()
+    for mine, theirs in zip(warm if isinstance(warm, tuple) else (warm,), changed.run(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+LAYER = Call("fused_moe", layer(), {"top_k": K})
+
+
+def test_keys_of_a_site(monkeypatch: pytest.MonkeyPatch):
+    site = site_of(LAYER)
+    cases = {T: layer(T) for T in (3, 5)}
+    for _ in range(2):
+        for T, case in cases.items():
+            site((T,), *case)
+    taken = launches(monkeypatch)
+    for T, case in cases.items():
+        torch.testing.assert_close(site((T,), *case), torch.ops.moe_ops.fused_moe(*case, top_k=K), rtol=0, atol=0)
+    assert len(taken) == 2  # the operator's
+
+
+def test_options_that_vary():
+    """They are the beginning of a key; sizes follow."""
+    x, _, up, down = layer(6)
+    arguments = (x, up, down, torch.rand(6, K), torch.zeros(6, K, dtype=torch.int32))
+    site = site_of(Call("fused_experts", arguments, {"format": "batched", "capacity": 2}), "capacity")
+    for capacity in (1, 2, 9) * 3:
+        expected = torch.ops.moe_ops.fused_experts(*arguments, format="batched", capacity=capacity)
+        torch.testing.assert_close(site((capacity, 6), *arguments), expected, rtol=0, atol=0)
+
+
+def test_sites_know_aligned_tensors_alone(monkeypatch: pytest.MonkeyPatch):
+    """A record holds for addresses of which a kernel was told how many zeros they end with."""
+    site = site_of(LAYER)
+    for _ in range(3):
+        site((), *LAYER.args)
+    x, *others = LAYER.args
+    beside = torch.randn(x.numel() + 1)[1:].view(x.shape)
+    assert beside.data_ptr() % runtime.ALIGNED
+    expected = torch.ops.moe_ops.fused_moe(beside, *others, top_k=K)
+    taken = launches(monkeypatch)
+    for many in (1, 2, 3):
+        torch.testing.assert_close(site((), beside, *others), expected, rtol=0, atol=0)
+        assert len(taken) == many
+    site((), *LAYER.args)
+    assert len(taken) == 3
+
+
+def test_sites_forget(monkeypatch: pytest.MonkeyPatch):
+    site = site_of(LAYER)
+    for _ in range(3):
+        site((), *LAYER.args)
+    runs = rules_run(monkeypatch, "fused_moe")
+    site((), *LAYER.args)
+    assert not runs
+    LAUNCHERS["fused_moe"].forget()
+    for many in (1, 2, 2):
+        site((), *LAYER.args)
+        assert len(runs) == many
+
+
+def test_sites_are_checked_by_debug():
+    arguments = (*layer()[:1], *layer()[2:], torch.rand(3, K), torch.zeros(3, K, dtype=torch.int32))
+    site = site_of(Call("fused_experts", arguments, {}))
+    for _ in range(3):
+        site((), *arguments)
+    with moe_ops.debug(), pytest.raises(ValueError, match="topk_ids must be in"):
+        site((), *arguments[:-1], arguments[-1] + E)
+
+
+def test_sites_are_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(runtime, "MOST_KEYS", 4)
+    site = site_of(LAYER)
+    for T in range(1, 20):
+        for _ in range(2):
+            site((T,), *layer(T))
+    gc.collect()
+    (known,) = [one.known for one in LAUNCHERS["fused_moe"]._sites if one.known]
+    assert list(known) == [(T,) for T in (16, 17, 18, 19)]
+
+
+def test_sites_end_with_their_code():
+    sites = LAUNCHERS["moe_unpermute"]._sites
+    gc.collect()
+    before = len(sites)
+    site = LAUNCHERS["moe_unpermute"].site((runtime.TENSOR,) * 3, ())
+    assert len(sites) == before + 1
+    del site
+    gc.collect()
+    assert len(sites) == before
+
+
+@pytest.mark.parametrize("op", ["fused_experts", "grouped_mm_glu"])
+def test_halves_apart_are_known_by_their_addresses(op: str):
+    """Kernels are given the distance between them."""
+    x, _, stacked, down = layer()
+    ids = torch.zeros(3, K, dtype=torch.int32)
+    pairs = [[half.contiguous() for half in stacked.chunk(2, 1)] for _ in range(2)]
+
+    def arguments(gate: torch.Tensor, up: torch.Tensor) -> tuple[Any, ...]:
+        if op == "grouped_mm_glu":
+            return x, gate, torch.tensor([3, 3, 3, 3], dtype=torch.int32), None, up
+        return x, gate, down, torch.rand(3, K), ids, None, None, up
+
+    site = site_of(Call(op, arguments(*pairs[0]), {"glu_layout": "separate"}))
+    for gate, up in (pairs[0], pairs[1], (pairs[0][0], pairs[1][1])) * 3:
+        given = arguments(gate, up)
+        found = site((), *(one for one in given if one is not None))
+        torch.testing.assert_close(found, getattr(torch.ops.moe_ops, op)(*given, glu_layout="separate"))
+    (known,) = [one.known for one in LAUNCHERS[op]._sites if one.known]
+    assert len(known) == 3 and {key[1:] for key in known} >= {(up.data_ptr(), gate.data_ptr()) for gate, up in pairs}
+
+
+def test_one_tensor_as_two_arguments_of_a_site():
+    square = torch.randn(E, H, H)
+    ids, chosen = torch.zeros(3, K, dtype=torch.int32), torch.rand(3, K)
+    one = torch.randn(3, H)
+    site = site_of(Call("fused_experts", (one, square, square, chosen, ids), {"glu_layout": "none"}))
+    for _ in range(3):
+        site((), one, square, square, chosen, ids)
+    arguments = (one, torch.randn(E, H, H), torch.randn(E, H, H), chosen, ids)
+    expected = moe_ops.fused_experts(*arguments, glu_layout="none", backend="reference")
+    torch.testing.assert_close(site((), *arguments), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_size_of_one_has_any_stride():
+    """Nobody asserts it: what was learnt with another one is as right."""
+    x, logits, up, down = layer(1)
+    site = site_of(LAYER)
+    for _ in range(3):
+        site((), x, logits, up, down)
+    for stride in (0, 1, 7, H):
+        view = x.as_strided((1, H), (stride, 1))
+        expected = moe_ops.fused_moe(view, logits, up, down, top_k=K, backend="reference")
+        torch.testing.assert_close(site((), view, logits, up, down), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_results_are_as_their_fake():
+    """Compiled code does not ask, so what it would learn from is."""
+    results = {"contiguous": torch.empty(4, 4), "one row": torch.empty(8, 4)[::8], "columns": torch.empty(4, 4).t()}
+    for name, result in results.items():
+        launcher = runtime.Launcher(lambda x: x, lambda call, made=result: (lambda x: (x, made), None), ())
+        site = launcher.site((runtime.TENSOR,), ())
+        if name == "columns":
+            with pytest.raises(RuntimeError, match=r"must be contiguous .* got strides \(1, 4\) and shape \(4, 4\)"):
+                site((), torch.empty(4))
+        else:
+            assert site((), torch.empty(4))[1] is result
+
+
+def test_no_tensor_is_kept_by_a_site():
+    tensors = list(layer())
+    site = site_of(LAYER)
+    for _ in range(3):
+        tensors.append(site((), *tensors[:4]))
+    alive = [weakref.ref(tensor) for tensor in tensors]
+    del tensors
+    gc.collect()
+    assert not any(reference() is not None for reference in alive)
 
 
 def test_debug_checks_warm_calls():

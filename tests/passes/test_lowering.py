@@ -1,4 +1,6 @@
-"""What Inductor emits for the operators: a plain call with no more than it needs, in the strides of the fake."""
+"""What Inductor emits for the operators: a site for each call, and a call with no more than it needs, in the strides of
+the fake.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,14 @@ def weights() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(E, 2 * I, H) * 0.1, torch.randn(E, H, I) * 0.1
 
 
-def emitted(function, *inputs):
-    """(result, lines of the emitted code that call an operator of ours)."""
+def emitted(function, *inputs, **options):
+    """(result, lines of the emitted code that make a site of ours, lines that call an operator of ours)."""
     with fresh_cache():
         torch.compiler.reset()
-        result, codes = run_and_get_code(torch.compile(function, fullgraph=True), *inputs)
-    return result, [
-        line.strip() for code in codes for line in code.splitlines() if re.search(r"= .*moe_ops\S*\(", line)
-    ]
+        result, codes = run_and_get_code(torch.compile(function, fullgraph=True, **options), *inputs)
+    lines = [line.strip() for code in codes for line in code.splitlines()]
+    calls = [line for line in lines if re.search(r"= (moe_ops_site\w*|torch\.ops\.moe_ops\S*)\(", line)]
+    return result, [line for line in lines if line.startswith("moe_ops_site")], calls
 
 
 def test_inference():
@@ -36,10 +38,12 @@ def test_inference():
 
     x, logits = torch.randn(3, H), torch.randn(3, E)
     with torch.no_grad():
-        found, lines = emitted(block, x, logits)
+        found, sites, calls = emitted(block, x, logits)
         torch.testing.assert_close(found, block(x, logits))
-    assert len(lines) == 1
-    assert re.search(r"= moe_ops_direct\.fused_moe\(.*, top_k=2\)$", lines[0]), lines
+    assert len(sites) == len(calls) == 1
+    assert re.search(r"= \w+\['fused_moe'\]\.site\(\(-1, -1, -1, -1, 0, 0\), \(\), top_k=2\)$", sites[0]), sites
+    name = sites[0].split(" = ")[0]
+    assert re.search(rf"= {name}\(\(\), \w+, \w+, \w+, \w+\)$", calls[0]), calls
 
 
 def test_a_tensor_behind_absent_ones():
@@ -52,9 +56,43 @@ def test_a_tensor_behind_absent_ones():
 
     x, logits = torch.randn(3, H), torch.randn(3, E)
     with torch.no_grad():
-        found, lines = emitted(block, x, logits)
+        found, sites, calls = emitted(block, x, logits)
         torch.testing.assert_close(found, block(x, logits))
-    assert "expert_map=" not in lines[0] and lines[0].endswith("top_k=2, scale=2.0)"), lines
+    assert sites[0].endswith("0, 0, None, None, None, None, -1), (), top_k=2, scale=2.0)"), sites
+    assert "None" not in calls[0] and "=" not in calls[0].split(" = ")[1], calls
+
+
+def test_sizes_that_vary():
+    """A key holds the options that vary, for the call, and each symbol of the inputs' layouts once."""
+    up, down = weights()
+
+    def block(x, chosen, ids):
+        return moe_ops.fused_experts(x, up, down, chosen, ids, format="batched", capacity=x.shape[0] * 2)
+
+    x, chosen, ids = torch.randn(3, H), torch.rand(3, K), torch.zeros(3, K, dtype=torch.int32)
+    for tensor in (x, chosen, ids):
+        torch._dynamo.mark_dynamic(tensor, 0)
+    with torch.no_grad():
+        found, sites, calls = emitted(block, x, chosen, ids)
+        torch.testing.assert_close(found, block(x, chosen, ids))
+    assert sites[0].endswith(", ('capacity',), format='batched')"), sites
+    assert re.search(r"= moe_ops_site_buf\d+\(\(2\*(s\d+), \1, \), \w+, ", calls[0]), calls
+
+
+def test_results_are_taken_at_their_word():
+    """No call asks for the strides that the fake promised, and other tests hold operators to."""
+    up, down = weights()
+
+    def block(x, logits):
+        chosen, ids = moe_ops.fused_topk(logits, top_k=K)
+        return moe_ops.fused_experts(x, up, down, chosen, ids)
+
+    x, logits = torch.randn(3, H), torch.randn(3, E)
+    with torch.no_grad(), fresh_cache():
+        torch.compiler.reset()
+        _, (code,) = run_and_get_code(torch.compile(block, fullgraph=True), x, logits)
+    asserted = re.findall(r"assert_(?:size_stride|alignment)\((\w+),", code)
+    assert asserted and all(name.startswith("arg") for name in asserted), asserted
 
 
 def test_several_results():
@@ -66,9 +104,10 @@ def test_several_results():
 
     x, logits = torch.randn(3, H), torch.randn(3, E)
     with torch.no_grad():
-        found, lines = emitted(block, x, logits)
+        found, sites, calls = emitted(block, x, logits)
         torch.testing.assert_close(found, block(x, logits))
-    assert [re.search(r"moe_ops_direct\.(\w+)", line).group(1) for line in lines] == ["fused_topk", "fused_experts"]
+    assert [re.search(r"\['(\w+)'\]", site).group(1) for site in sites] == ["fused_topk", "fused_experts"]
+    assert len(calls) == 2
 
 
 def test_training():
@@ -91,8 +130,8 @@ def test_training():
     (expected,) = torch.autograd.grad(block(x, logits).sum(), up)
     torch.testing.assert_close(found, expected)
     text = "\n".join(codes)
-    assert "moe_ops_direct.fused_experts_saving(" in text and "moe_ops_direct.fused_experts_backward(" in text
-    assert "torch.ops.moe_ops.fused_moe.default(" not in text
+    assert re.findall(r"\['(\w+)'\]\.site", text)[:2] == ["fused_topk", "fused_experts_saving"]
+    assert "['fused_experts_backward'].site" in text and not re.search(r"= torch\.ops\.moe_ops\.", text)
 
 
 def test_strides_of_the_fake():
@@ -130,4 +169,4 @@ def test_cpp_wrapper_calls_the_operator():
         torch.compiler.reset()
         found, codes = run_and_get_code(torch.compile(block, fullgraph=True), x, logits)
         torch.testing.assert_close(found, block(x, logits))
-    assert "moe_ops_direct" not in "\n".join(codes)
+    assert "moe_ops_site" not in "\n".join(codes)

@@ -1,0 +1,324 @@
+"""Call sites in compiled code: as right as eager calls, and the launcher is asked only when something is new."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor.utils import fresh_cache, run_and_get_code
+
+import moe_ops
+from moe_ops import runtime
+from moe_ops.ops import LAUNCHERS
+
+E, K, H, I = 4, 2, 16, 24
+Tensor = torch.Tensor
+
+
+@pytest.fixture(autouse=True)
+def _compiled_anew() -> Iterator[None]:
+    torch.compiler.reset()
+    with torch.no_grad(), fresh_cache():
+        yield
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one entry each time that a call goes through a launcher."""
+    calls: list[int] = []
+    call = runtime.Launcher.__call__
+    monkeypatch.setattr(
+        runtime.Launcher, "__call__", lambda self, *args, **kwargs: calls.append(1) or call(self, *args, **kwargs)
+    )
+    return calls
+
+
+def weights() -> tuple[Tensor, Tensor]:
+    return torch.randn(E, 2 * I, H) * 0.1, torch.randn(E, H, I) * 0.1
+
+
+def inputs(T: int = 3) -> tuple[Tensor, Tensor]:
+    return torch.randn(T, H), torch.randn(T, E)
+
+
+def same(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def moe(x: Tensor, logits: Tensor, up: Tensor, down: Tensor, **options: Any) -> Tensor:
+    return moe_ops.fused_moe(x, logits, up, down, **{"top_k": K, **options})
+
+
+def test_two_batch_sizes_of_one_graph(launched: list[int]):
+    up, down = weights()
+
+    def block(x: Tensor, logits: Tensor) -> Tensor:
+        return moe(torch.relu(moe(x * 2, logits, up, down)), logits, up, down)
+
+    compiled = torch.compile(block, fullgraph=True, dynamic=True)
+    for turn in range(12):
+        x, logits = inputs((3, 5)[turn % 2])
+        expected = block(x, logits)
+        launched.clear()
+        same(compiled(x, logits), expected)
+        assert len(launched) == (2 if turn < 2 else 0)  # eager calls of this size were learnt from
+
+
+def test_options_of_two_sites(launched: list[int]):
+    """Of the same tensors, so that nothing else tells them apart."""
+    up, down = weights()
+
+    def block(x: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
+        return tuple(
+            moe(x, logits, up, down, top_k=top_k, scale=scale) for top_k, scale in ((1, 1.0), (2, 1.0), (2, 3.0))
+        )
+
+    compiled = torch.compile(block, fullgraph=True)
+    for _ in range(5):
+        x, logits = inputs()
+        expected = block(x, logits)
+        launched.clear()
+        same(compiled(x, logits), expected)
+    assert not launched
+
+
+def test_an_option_that_varies(launched: list[int]):
+    """Rows past a capacity are dropped: each call has its own."""
+    up, down = weights()
+    ids, chosen = torch.zeros(6, K, dtype=torch.int32), torch.rand(6, K)
+
+    def block(x: Tensor, room: Tensor) -> Tensor:
+        return moe_ops.fused_experts(x, up, down, chosen, ids, format="batched", capacity=room.shape[0] + 1)
+
+    compiled = torch.compile(block, fullgraph=True, dynamic=True)
+    for turn in range(10):
+        x, room = torch.randn(6, H), torch.empty(turn % 3 + 2)
+        expected = block(x, room)
+        launched.clear()
+        same(compiled(x, room), expected)
+    assert not launched
+
+
+def test_a_stride_that_varies(launched: list[int]):
+    """Of a view, by a symbol that no size has."""
+    up, down = weights()
+    compiled = torch.compile(lambda wide, logits: moe(wide[:, :H], logits, up, down), fullgraph=True)
+    for width, many in ((24, 1), (24, 1), (24, 0), (40, 1), (40, 1), (40, 0), (24, 0)):
+        wide, logits = torch.randn(3, width), torch.randn(3, E)
+        torch._dynamo.mark_dynamic(wide, 1)
+        expected = moe(wide[:, :H], logits, up, down, backend="reference")
+        launched.clear()
+        same(compiled(wide, logits), expected)
+        assert len(launched) == many
+
+
+def test_misaligned(launched: list[int]):
+    """What was learnt for aligned addresses is not for others."""
+    up, down = weights()
+    compiled = torch.compile(moe, fullgraph=True)
+    for offset in (0, 0, 0, 1, 1, 1, 0):
+        x, logits = torch.randn(3 * H + 1)[offset:][: 3 * H].view(3, H), torch.randn(3, E)
+        expected = moe(x, logits, up, down)
+        launched.clear()
+        same(compiled(x, logits, up, down), expected)
+    assert not launched
+    x = torch.randn(3 * H + 1)[1:].view(3, H)
+    expected = moe(x, logits, up, down)
+    launched.clear()
+    same(compiled(x, logits, up, down), expected)
+    assert len(launched) == 1
+
+
+def test_forget(launched: list[int]):
+    up, down = weights()
+    compiled = torch.compile(moe, fullgraph=True)
+    for _ in range(3):
+        compiled(*inputs(), up, down)
+    launched.clear()
+    compiled(*inputs(), up, down)
+    assert not launched
+    LAUNCHERS["fused_moe"].forget()
+    for many in (1, 2, 2):
+        compiled(*inputs(), up, down)
+        assert len(launched) == many
+
+
+def test_debug_reaches_compiled_code():
+    up, down = weights()
+    compiled = torch.compile(lambda x, ids: moe_ops.fused_experts(x, up, down, torch.ones(3, K), ids), fullgraph=True)
+    x, ids = torch.randn(3, H), torch.zeros(3, K, dtype=torch.int32)
+    for _ in range(4):
+        compiled(x, ids)
+    with moe_ops.debug(), pytest.raises(ValueError, match="topk_ids must be in"):
+        compiled(x, ids + E)
+
+
+def test_memory_of_a_site_is_bounded(monkeypatch: pytest.MonkeyPatch, launched: list[int]):
+    monkeypatch.setattr(runtime, "MOST_KEYS", 4)
+    up, down = weights()
+    compiled = torch.compile(moe, fullgraph=True, dynamic=True)
+    for T in range(2, 12):
+        for _ in range(3):
+            x, logits = inputs(T)
+            expected = moe(x, logits, up, down)
+            launched.clear()
+            same(compiled(x, logits, up, down), expected)
+        assert not launched
+    gc.collect()
+    assert max(len(site.known) for site in LAUNCHERS["fused_moe"]._sites) == 4
+
+
+def test_two_threads():
+    up, down = weights()
+    compiled = torch.compile(moe, fullgraph=True, dynamic=True)
+    cases = [inputs(T) for T in (2, 3, 4, 5)]
+    expected = [moe(*case, up, down) for case in cases]
+    compiled(*cases[0], up, down)
+    wrong: list[int] = []
+
+    def work() -> None:
+        with torch.no_grad():
+            for turn in range(200):
+                number = turn % len(cases)
+                if turn % 50 == 0:
+                    LAUNCHERS["fused_moe"].forget()
+                if not torch.allclose(compiled(*cases[number], up, down), expected[number], atol=1e-4):
+                    wrong.append(number)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+UP, DOWN = torch.randn(E, 2 * I, H) * 0.1, torch.randn(E, H, I) * 0.1
+
+
+def cond(x: Tensor, logits: Tensor) -> Tensor:
+    def first(x: Tensor, logits: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return moe(x * 2, logits, up, down)
+
+    def second(x: Tensor, logits: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return moe(x - 1, logits, up, down, top_k=1)
+
+    arguments = (x, logits, UP, DOWN)
+    if torch.compiler.is_compiling():
+        return torch.cond(x[1, 0] > 0, first, second, arguments) + moe(*arguments)
+    return (first if x[1, 0] > 0 else second)(*arguments) + moe(*arguments)
+
+
+def while_loop(x: Tensor, logits: Tensor) -> Tensor:
+    def again(turn: Tensor, x: Tensor) -> Tensor:
+        return turn < 3
+
+    def body(turn: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return turn + 1, moe(x + 1, logits, UP, DOWN)
+
+    if torch.compiler.is_compiling():
+        return torch._higher_order_ops.while_loop(again, body, (torch.zeros((), dtype=torch.int64), x))[1]
+    for turn in range(3):
+        _, x = body(torch.tensor(turn), x)
+    return x
+
+
+def layer(x: Tensor, logits: Tensor) -> Tensor:
+    return moe(x + 1, logits, UP, DOWN)
+
+
+region = torch.compiler.nested_compile_region(layer)
+
+
+def repeated(x: Tensor, logits: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        return region(region(x, logits), logits)
+    return layer(layer(x, logits), logits)
+
+
+def unbacked(x: Tensor, logits: Tensor) -> Tensor:
+    some = torch.nonzero(x[:, 0] > -1)[:, 0]
+    return moe(x[some], logits[some], UP, DOWN).sum(0)
+
+
+PROGRAMS = {one.__name__: one for one in (cond, while_loop, repeated, unbacked)}
+
+
+def is_apart(scheduler: Any, node: Any, *_: Any, **__: Any) -> Any:
+    """Of `Scheduler.should_partition`: what cudagraphs have it say on a GPU."""
+    return getattr(node.node, "unbacked_bindings", None) or None
+
+
+@pytest.mark.parametrize("partitioned", [False, True], ids=["whole", "partitioned"])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_functions_of_a_graph(
+    name: str, dynamic: bool, partitioned: bool, monkeypatch: pytest.MonkeyPatch, launched: list[int]
+):
+    """Symbols are in scope in the functions that bodies and parts of a graph become."""
+    if partitioned:
+        from torch._inductor.scheduler import Scheduler
+
+        monkeypatch.setattr(Scheduler, "should_partition", is_apart)
+    program = PROGRAMS[name]
+    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+    compiled = torch.compile(program, fullgraph=True)
+    codes: list[str] = []
+    for turn in range(12):
+        x, logits = inputs((4, 7)[turn % 2] if dynamic else 4)
+        x[0, 0], x[1:, 0] = 1.0, (turn // 2 % 2) * 4.0 - 2  # all rows or one
+        expected = program(x, logits)
+        launched.clear()
+        for tensor in (x, logits) if dynamic else ():
+            torch._dynamo.mark_dynamic(tensor, 0)
+        found, new = run_and_get_code(compiled, x, logits) if turn == 0 else (compiled(x, logits), [])
+        codes += new
+        same(found, expected)
+        assert turn < 8 or not launched, (turn, len(launched))
+    code = "\n".join(codes)
+    assert not re.search(r"= torch\.ops\.moe_ops", code)
+    assert ("def partition_0(args)" in code) is partitioned
+
+
+PROCESS = """
+import json, sys, torch, moe_ops
+from torch._dynamo.utils import counters
+from moe_ops import runtime
+calls, call = [], runtime.Launcher.__call__
+runtime.Launcher.__call__ = lambda self, *args, **options: calls.append(1) or call(self, *args, **options)
+torch.manual_seed(0)
+made = [torch.randn(4, 48, 16) / 16, torch.randn(4, 16, 24)]
+block = torch.compile(lambda x, logits: moe_ops.fused_moe(x * 2, logits, *made, top_k=2), fullgraph=True, dynamic=True)
+same, through = [], []
+with torch.no_grad():
+    for T in (8, 8, 8, 40, 40, 40):
+        x, logits = torch.randn(T, 16), torch.randn(T, 4)
+        expected = moe_ops.fused_moe(x * 2, logits, *made, top_k=2, backend="reference")
+        calls.clear()
+        same.append(torch.allclose(block(x, logits), expected, atol=1e-4))
+        through.append(len(calls))
+print(json.dumps({"same": same, "through": through, "hits": counters["inductor"]["fxgraph_cache_hit"]}))
+"""
+
+
+def test_a_second_process_with_a_warm_cache(tmp_path: Path):
+    """Emitted code holds nothing of the process that wrote it; sites learn anew."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+    for hits in (0, 1):
+        done = subprocess.run(
+            [sys.executable, "-c", PROCESS], capture_output=True, text=True, env=environment, check=False
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        answer = json.loads(done.stdout.splitlines()[-1])
+        assert all(answer["same"]) and answer["through"] == [1, 1, 0, 1, 1, 0]
+        assert answer["hits"] == hits
