@@ -321,6 +321,29 @@ def test_a_size_of_one_has_any_stride():
         torch.testing.assert_close(site((), view, logits, up, down), expected, rtol=1e-3, atol=1e-3)
 
 
+def test_two_threads_at_a_site():
+    """And what they learn is forgotten now and then."""
+    site = site_of(LAYER)
+    cases = [layer(T) for T in (1, 2, 3, 4)]
+    expected = [moe_ops.fused_moe(*case, top_k=K, backend="reference") for case in cases]
+    wrong: list[int] = []
+
+    def work() -> None:
+        for turn in range(200):
+            number = turn % len(cases)
+            if turn % 50 == 0:
+                LAUNCHERS["fused_moe"].forget()
+            if not torch.allclose(site((number + 1,), *cases[number]), expected[number], atol=1e-3):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
 def test_results_are_as_their_fake():
     """Compiled code does not ask, so what it would learn from is."""
     results = {"contiguous": torch.empty(4, 4), "one row": torch.empty(8, 4)[::8], "columns": torch.empty(4, 4).t()}

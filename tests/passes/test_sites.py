@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -176,31 +175,6 @@ def test_memory_of_a_site_is_bounded(monkeypatch: pytest.MonkeyPatch, launched: 
         assert not launched
     gc.collect()
     assert max(len(site.known) for site in LAUNCHERS["fused_moe"]._sites) == 4
-
-
-def test_two_threads():
-    up, down = weights()
-    compiled = torch.compile(moe, fullgraph=True, dynamic=True)
-    cases = [inputs(T) for T in (2, 3, 4, 5)]
-    expected = [moe(*case, up, down) for case in cases]
-    compiled(*cases[0], up, down)
-    wrong: list[int] = []
-
-    def work() -> None:
-        with torch.no_grad():
-            for turn in range(200):
-                number = turn % len(cases)
-                if turn % 50 == 0:
-                    LAUNCHERS["fused_moe"].forget()
-                if not torch.allclose(compiled(*cases[number], up, down), expected[number], atol=1e-4):
-                    wrong.append(number)
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
 
 
 UP, DOWN = torch.randn(E, 2 * I, H) * 0.1, torch.randn(E, H, I) * 0.1
