@@ -299,7 +299,8 @@ def fused_moe(call: MoeCall) -> Tensor:
     plain = call.hidden_states.scheme is None and not call.weight_on_input
     if plain and topk.is_few(tokens, options.top_k, experts):
         layer, plan = _layer(call)
-        routes = plan.sequence == "grouped" or (plan.sequence == "small" and layer.quantizes)
+        few = plan.sequence == "small" and (layer.quantizes or layer.one_token(tokens, options.top_k) is not None)
+        routes = plan.sequence == "grouped" or few
         # A static scale is that of a row's expert, which is known when rows are sorted.
         if routes and not layer.has_static_rows:
             routing = options._asdict()

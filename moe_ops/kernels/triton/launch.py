@@ -416,6 +416,11 @@ class ExpertMM:
         return self.out_features * self.weight.stride(1) if self.glu == CONCAT.value else 0
 
     @property
+    def lower_half(self) -> torch.Tensor:
+        """The weight from its half on that is the lower one in memory: no stride of a tensor map is negative."""
+        return self._addressed(self.up.data) if self.up_offset < 0 else self.weight
+
+    @property
     def up_scale_offset(self) -> int:
         """The same of its scales, where their groups do not run on from one half into the other."""
         return self.decoding["groups"].up_offset
@@ -507,8 +512,7 @@ class ExpertMM:
         I = self.out_features
         block_n, block_k = config.block_n, config.block_k // self.per_element
         halves = 1 if self.is_scaled else 2  # quantised: gate and up are two products
-        # The lower of two halves comes first: no stride of a tensor map is negative.
-        base = self._addressed(self.up.data) if self.up_offset < 0 else self.weight
+        base = self.lower_half
         apart = abs(self.up_offset)
         if load == TMA_NK.value:
             if self.glu == CONCAT.value:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple
+from functools import cache, partial
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -22,11 +24,14 @@ from moe_ops.kernels.triton import act_quant, batched_io, combine, permute, rout
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.expert_mm import batched_mm as launch_batched_mm
 from moe_ops.kernels.triton.expert_mm import grouped_mm as launch_grouped_mm
-from moe_ops.kernels.triton.launch import BLOCKS_N, PACKED_COLUMNS, SMALLEST_GROUP, ExpertMM
+from moe_ops.kernels.triton.launch import BLOCKS_N, PACKED_COLUMNS, SMALLEST_GROUP, ExpertMM, hopper_with_gluon
 from moe_ops.kernels.triton.route import Routed
 from moe_ops.kernels.triton.tile_loads import CONCAT, NOT_GATED
 from moe_ops.kernels.triton.util import INTERPRETED, unit_stride
 from moe_ops.plans import Plan
+
+if TYPE_CHECKING:
+    from moe_ops.kernels.triton.one_token import OneToken
 
 Tensor = torch.Tensor
 
@@ -151,6 +156,12 @@ class Layer:
     def _small(self, plan: Plan, hidden_states: Operand, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         pdl = pdl_launches(hidden_states.data.device)
         rows, rows_scale = self._quantized(hidden_states, pdl)
+        one = self.one_token(*topk_ids.shape)
+        if one is not None:
+            routing = (topk_weights.contiguous(), topk_ids.contiguous())
+            absent = one.room(rows)
+            one_token_kernels().fill(absent, pdl)
+            return one.run(rows, rows_scale, *routing, absent, expert_map=self.expert_map, pdl=pdl, load=self.load)
         return small.small_experts(
             rows,
             topk_weights.contiguous(),
@@ -163,6 +174,12 @@ class Layer:
             pdl=pdl,
             load=self.load,
         )
+
+    def one_token(self, tokens: int, top_k: int) -> OneToken | None:
+        """The kernel that runs a token's experts, None where none does."""
+        if tokens != 1 or not hopper_with_gluon(self.up.weight.device):
+            return None
+        return one_token_kernels().OneToken.of(self._first(), self.down, top_k, self.weight_on_input)
 
     def _quantized(self, rows: Operand, pdl: bool) -> tuple[Tensor, Tensor | None]:
         """Rows and their scales as the products take them."""
@@ -264,6 +281,8 @@ class Layer:
     ) -> Tensor:
         """`run` from router logits, where `topk.is_few`; `routing` as in `fused_topk`."""
         grouped = plan.sequence == "grouped"
+        one = None if grouped else self.one_token(*router_logits.shape[:1], routing["top_k"])
+        absent = None if one is None else one.room(hidden_states)
         routed = route.route_few(
             unit_stride(hidden_states),
             router_logits,
@@ -273,8 +292,13 @@ class Layer:
             form=self.form,
             pdl=pdl_launches(hidden_states.device),
             load=self.load,
+            absent=absent,
             **routing,
         )
+        if one is not None:
+            given = (routed.tokens, routed.tokens_scale, routed.topk_weights, routed.topk_ids, absent)
+            pdl = pdl_launches(hidden_states.device)
+            return one.run(*given, expert_map=self.expert_map, pdl=pdl, load=self.load)
         if grouped:
             pdl, order = pdl_launches(hidden_states.device), self.up.order(self._tiles(plan)[0])
             if order is not None:
@@ -364,6 +388,12 @@ class Layer:
         """GEMM 2 on the rows that GEMM 1 left."""
         scale = h_scale if self.quantizes else None
         return self.down if scale is order is None else replace(self.down, rows_scale=scale, rows_order=order)
+
+
+@cache
+def one_token_kernels() -> ModuleType:
+    """`one_token`, which is in Gluon: imported where that is."""
+    return importlib.import_module("moe_ops.kernels.triton.one_token")
 
 
 def _unit_stride(tokens: Operand) -> Operand:

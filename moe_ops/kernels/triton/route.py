@@ -15,6 +15,7 @@ from moe_ops.kernels.triton.act_quant import beside, beside_arguments, quantize_
 from moe_ops.kernels.triton.record import launch
 from moe_ops.kernels.triton.topk import kernel_constants, route_tokens
 from moe_ops.kernels.triton.util import (
+    cdiv,
     count_pairs,
     held_expert,
     is_counted,
@@ -22,6 +23,16 @@ from moe_ops.kernels.triton.util import (
     pdl_release,
     pdl_wait,
 )
+
+ABSENT = tl.constexpr(-1)  # bits of results that are not there yet: a NaN that no conversion makes
+ABSENT_AT_ONCE = tl.constexpr(4096)
+
+
+@triton.jit
+def leave_absent(h, part, COUNT, BLOCK: tl.constexpr):
+    """Part number `part` of what has COUNT results that are not there yet."""
+    at = part * BLOCK + tl.arange(0, BLOCK)
+    tl.store(h + at, ABSENT, mask=at < COUNT)
 
 
 @dataclass(frozen=True)
@@ -108,6 +119,8 @@ def _route_few_kernel(
     renorm_eps,
     scale,
     load_ptr,
+    absent_ptr,
+    ABSENT_COUNT,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
     SCORE: tl.constexpr,
@@ -123,15 +136,23 @@ def _route_few_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
     GROUP: tl.constexpr,
+    BESIDE_PROGRAMS: tl.constexpr,
+    ABSENT_BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program 0: route all T tokens, then sort their pairs if there is room for the offsets. The others:
-    quantise some groups each.
+    """Program 0: route all T tokens, then sort their pairs if there is room for the offsets. The next BESIDE_PROGRAMS:
+    quantise some groups each. The others: make results of `one_token` absent.
+
+    EARLY: the kernel behind it waits for this one prior to any access, and takes long to start.
 
     Bytes: T (E sizeof(logit) + 16 TOP_K) + 4 E, and T H (sizeof(element) + 1) when quantising.
     """
+    if EARLY:
+        pdl_release(PDL)
     pdl_wait(PDL)
-    pdl_release(PDL)
+    if not EARLY:
+        pdl_release(PDL)
     if tl.program_id(0) == 0:
         counted = is_counted(load_ptr, True)
         ids = route_tokens(
@@ -174,8 +195,10 @@ def _route_few_kernel(
                 BLOCK_K,
                 BLOCK_E,
             )
-    else:
+    elif tl.program_id(0) <= BESIDE_PROGRAMS:
         quantize_beside(tl.program_id(0) - 1, hidden_ptr, q_ptr, scale_ptr, T, H, stride_h, GROUP)
+    elif absent_ptr is not None:
+        leave_absent(absent_ptr, tl.program_id(0) - 1 - BESIDE_PROGRAMS, ABSENT_COUNT, ABSENT_BLOCK)
 
 
 def route_few(
@@ -191,6 +214,7 @@ def route_few(
     scale: float,
     pdl: bool,
     load: Row | None = None,
+    absent: torch.Tensor | None = None,
     **routing: Any,
 ) -> Routed:
     """`fused_topk`, `sort_pairs` and `quantize_rows` in one kernel, where `topk.is_few`; the same numbers.
@@ -200,6 +224,7 @@ def route_few(
         num_experts: experts held here, None to leave the pairs unsorted; expert_map: [E_global] or None.
         form: of the quantised tokens, None to leave them as they are.
         load: the layer's counters, to which sorted pairs are added, or None.
+        absent: results that `one_token` makes, which the kernel makes absent before, or None.
         routing: the other options of `fused_topk`.
     """
     T, device = hidden_states.shape[0], hidden_states.device
@@ -208,9 +233,11 @@ def route_few(
     weights = torch.empty((T, top_k), dtype=torch.float32, device=device)
     rows = beside(hidden_states, form)
     constants = kernel_constants(router_logits, correction_bias, top_k, **routing)
+    programs = 0 if rows is None else rows.programs
+    absents = 0 if absent is None else absent.numel()
     launch(
         _route_few_kernel,
-        (1 if rows is None else 1 + rows.programs,),
+        (1 + programs + cdiv(absents, ABSENT_AT_ONCE.value),),
         router_logits,
         None if correction_bias is None else correction_bias.contiguous(),
         weights,
@@ -228,9 +255,14 @@ def route_few(
         renorm_eps=renorm_eps,
         scale=scale,
         load_ptr=load,
+        absent_ptr=absent,
+        ABSENT_COUNT=absents,
         **constants,
         BLOCK_K=next_power_of_2(top_k),
         BLOCK_E=next_power_of_2(num_experts or 1),
+        BESIDE_PROGRAMS=programs,
+        ABSENT_BLOCK=ABSENT_AT_ONCE.value,
+        EARLY=absent is not None,
         PDL=pdl,
         launch_pdl=pdl,
     )
