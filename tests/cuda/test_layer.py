@@ -175,8 +175,9 @@ def test_fp8_block128_is_the_product_of_the_dequantised_operands(shape, T, forma
     torch.manual_seed(5)
     arguments, options, gold = fp8_layer(shape, T)
     got = moe_ops.fused_experts(*arguments, format=format, **options)
-    # bf16 rounding of the result, plus an occasional e4m3 step where fp32 and fp64 round h to different sides
-    assert error(got, gold) < 6e-3
+    # bf16 rounding of the result, plus an occasional e4m3 step where fp32 and fp64 round h to different sides. Tensor
+    # cores keep some 14 bits of sums of e4m3 products: more steps, which in one token's result nothing evens out.
+    assert error(got, gold) < (2e-2 if T == 1 else 6e-3)
 
 
 @pytest.mark.parametrize("T", [1, 16, 300, 4096])

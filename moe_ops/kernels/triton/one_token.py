@@ -62,8 +62,8 @@ MOST_SLICES = gl.constexpr(16)  # of a vector in a step
 FEWEST_STAGES = 6
 MOST_BYTES = 2**28  # of a token's experts
 ON_THEIR_WAY = gl.constexpr(4)  # steps
-ON_THEIR_WAY_LATE = gl.constexpr(3)  # and from the last LATE steps of GEMM 1 on, beside which its results are
-LATE = gl.constexpr(6)
+ON_THEIR_WAY_LATE = gl.constexpr((3, 2))  # and from the last LATE steps of GEMM 1 on, beside which its results are:
+LATE = gl.constexpr((6, 4))  # of weights as they are, and quantised
 AHEAD = gl.constexpr(6)  # steps whose scales are
 LOADS = gl.constexpr(8)  # of a thread that are on their way together
 WIDEST_LOAD = gl.constexpr(16)  # bytes
@@ -152,18 +152,20 @@ def _bring(given, SIZES: gl.constexpr):
                 count_pairs(load_ptr, counted, expert, expert * 0 + 1, expert < SIZES[0][1])
     first, past = _tasks(UP, SIZES)
     place = 0
-    late = (past - first) * STEPS - LATE
+    KIND: gl.constexpr = 1 if UP[0][6] else 0
+    MOST_LATE: gl.constexpr = ON_THEIR_WAY_LATE[KIND]
+    late = (past - first) * STEPS - LATE[KIND]
     for task in range(first, past):
         expert = _expert(routed, task // TILES, task >= 0, SIZES)
         for step in range(STEPS):
-            stage = _room(full, empty, place, gl.where(place < late, ON_THEIR_WAY, ON_THEIR_WAY_LATE), SIZES)
+            stage = _room(full, empty, place, gl.where(place < late, ON_THEIR_WAY, MOST_LATE), SIZES)
             for box in gl.static_range(UP[0][8] // UP[0][10]):
                 slice = step * UP[0][8] + box * UP[0][10]
                 _box(up_desc, expert, task % TILES * UP[0][5], slice, stored, stage, box, full, UP)
             place += 1
     for task in range(gl.program_id(0), DOWN[0][0] // DOWN[0][9], gl.num_programs(0)):
         for step in range(STEPS_DOWN):
-            stage = _room(full, empty, place, ON_THEIR_WAY_LATE, SIZES)
+            stage = _room(full, empty, place, MOST_LATE, SIZES)
             for box in gl.static_range(DOWN[0][8] // DOWN[0][10]):
                 slice = step * DOWN[0][8] + box * DOWN[0][10]
                 expert = _expert(routed, slice // DOWN[0][4], slice < TOP_K * DOWN[0][4], SIZES)
