@@ -11,7 +11,7 @@ import torch
 
 from meta.operands import Operand
 from meta.schemes import SCHEMES
-from moe_ops.kernels.triton import launch, one_token
+from moe_ops.kernels.triton import launch, layer, one_token
 from moe_ops.kernels.triton.launch import ExpertMM
 from moe_ops.kernels.triton.one_token import OneToken, _one_token_kernel, _weight_map
 from tests.crosscompile.compiling import Compiled, compile_kernel
@@ -149,6 +149,17 @@ def test_other_layers_are_left_to_other_kernels(case: str) -> None:
     up, down = experts("bf16")
     assert OneToken.of(up, down, K, False) is not None
     assert OneToken.of(*REFUSED[case](up, down)) is None
+
+
+def test_not_among_processes_that_work_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that waits for another process may hold a multiprocessor that the programs of this one have to have."""
+    monkeypatch.setattr(layer, "hopper_with_gluon", lambda device: True)
+    made = layer.Layer(*experts("bf16"), "bf16")
+    assert made.one_token(1, K) is not None and made.one_token(2, K) is None
+    for world, taken in ((1, True), (2, False)):
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda world=world: world)
+        assert (made.one_token(1, K) is not None) == taken
 
 
 @pytest.mark.parametrize("scheme", ["int8_channel", "mxfp4", "fp8_w8a16"])

@@ -176,8 +176,11 @@ class Layer:
         )
 
     def one_token(self, tokens: int, top_k: int) -> OneToken | None:
-        """The kernel that runs a token's experts, None where none does."""
-        if tokens != 1 or not hopper_with_gluon(self.up.weight.device):
+        """The kernel that runs a token's experts, None where none does, and among processes that work together: all of
+        its programs have to run at once, and a kernel that waits for another process may keep them from it. Should that
+        process wait for what comes behind this kernel, nobody would ever go on.
+        """
+        if tokens != 1 or not hopper_with_gluon(self.up.weight.device) or _is_one_of_several():
             return None
         return one_token_kernels().OneToken.of(self._first(), self.down, top_k, self.weight_on_input)
 
@@ -388,6 +391,12 @@ class Layer:
         """GEMM 2 on the rows that GEMM 1 left."""
         scale = h_scale if self.quantizes else None
         return self.down if scale is order is None else replace(self.down, rows_scale=scale, rows_order=order)
+
+
+def _is_one_of_several() -> bool:
+    """Whether this process belongs to a group of several."""
+    group = torch.distributed
+    return bool(group.is_available() and group.is_initialized() and group.get_world_size() > 1)
 
 
 @cache

@@ -14,9 +14,10 @@ Few bytes at a time are on their way, about as many as the memory's latency asks
 others' weights, GEMM 1's results first of all, waits longer. us of a layer on an H200 with Qwen3-30B-A3B's dimensions
 in bf16, when a first version had 48, 64, 96 and 128 KiB of each multiprocessor on their way: 21.2, 21.9, 22.5, 22.9.
 
-us by `small`'s kernels and by this one, H200, T = 1: Qwen3-30B-A3B bf16 22.1 and 21.0, fp8_block128 16.9 and 15.0,
-fp8_channel 18.4 and 15.4; OLMoE-1B-7B 27.3 and 25.9, 21.3 and 18.4, 24.5 and 19.3; gpt-oss-120b 49.7 and 48.9, 40.0 and
-37.7, 38.5 and 38.3. Mixtral-8x7B in bf16 158.6 and 162.2, so many bytes are left to `small`.
+us by `small`'s kernels and by this one, H200: Qwen3-30B-A3B in bf16 22.2 and 21.3, fp8_block128 16.9 and 15.2,
+fp8_channel 18.6 and 15.5; OLMoE-1B-7B 27.6 and 26.3, 21.2 and 18.5, 24.4 and 18.7; gpt-oss-120b 50.3 and 49.8, 40.2 and
+38.1, 38.6 and 38.1. Mixtral-8x7B in bf16 158.6 and 162.2: so many bytes are left to `small`. Where the rest of the time
+goes, and what was tried: benchmarks/comparisons/h200-one-token.json.
 
 Written in Gluon, Triton's language of layouts, which has no interpreter: that runs `small` for the same layers.
 """
