@@ -12,7 +12,7 @@ from moe_ops.kernels.triton.act_quant import _quantize_kernel, _quantize_static_
 from moe_ops.kernels.triton.batched_io import _dispatch_few_kernel
 from moe_ops.kernels.triton.combine import _combine_kernel, register_limit
 from moe_ops.kernels.triton.permute import _count_kernel, _place_kernel, _place_small_kernel, _scatter_rows_kernel
-from moe_ops.kernels.triton.route import _route_few_kernel
+from moe_ops.kernels.triton.route import ABSENT_AT_ONCE, _route_few_kernel
 from moe_ops.kernels.triton.topk import _topk_kernel
 from tests.crosscompile.compiling import CAPABILITIES, Compiled, compile_kernel
 
@@ -113,12 +113,16 @@ def row_case(columns: int, element: str, num_warps: int, **wide: bool) -> Case:
     return Case(_quantize_kernel, signature, {"GROUP": columns, "BLOCK_M": 1, "groups": 1}, num_warps, **wide)
 
 
-def route_case(E: int, K: int, score: str, tokens: int, quantized: bool, group: int = 128, **options: Any) -> Case:
-    """The kernel of `topk_case` that also sorts and quantises."""
+def route_case(
+    E: int, K: int, score: str, tokens: int, quantized: bool, group: int = 128, one_token: bool = False, **options: Any
+) -> Case:
+    """The kernel of `topk_case` that also sorts and quantises, or makes results of `one_token` absent."""
     topk = topk_case(E, K, score, "bf16", tokens=tokens, **options)
     signature = topk.signature | {"offsets_ptr": "*i32:16", "row_to_pair_ptr": "*i32:16", "pair_to_row_ptr": "*i32:16"}
     signature |= LOAD | {"E_HELD": "i32:16", "E_GLOBAL": "i32"} | (BESIDE if quantized else {})
-    sizes = {"BLOCK_K": K, "BLOCK_E": E, "GROUP": group if quantized else 0}
+    signature |= {"absent_ptr": "*i16:16", "ABSENT_COUNT": "i32"} if one_token else {}
+    sizes = {"BLOCK_K": K, "BLOCK_E": E, "GROUP": group if quantized else 0, "BESIDE_PROGRAMS": 4 if quantized else 0}
+    sizes |= {"ABSENT_BLOCK": ABSENT_AT_ONCE.value, "EARLY": one_token}
     return Case(_route_few_kernel, signature, topk.constexprs | sizes, num_warps=tokens)
 
 
@@ -178,6 +182,8 @@ CASES = {
     "route_few_qwen3": route_case(128, 8, "softmax", 4, quantized=False),
     "route_few_qwen3_quantising": route_case(128, 8, "softmax", 4, quantized=True),
     "route_few_qwen3_8_tokens": route_case(128, 8, "softmax", 8, quantized=False),
+    "route_few_one_token": route_case(128, 8, "softmax", 1, quantized=False, one_token=True),
+    "route_few_one_token_quantising": route_case(128, 8, "softmax", 1, quantized=True, one_token=True),
     "route_few_deepseek_v3_quantising": route_case(256, 8, "sigmoid", 8, quantized=True, groups=8, bias=True),
     "place_8_pairs": Case(_place_small_kernel, IDS | PLACES, {**PLACING, "BLOCK_Q": 16}),
     "place_few": Case(_place_small_kernel, IDS | PLACES, PLACING),

@@ -66,8 +66,9 @@ def products_stay_between_the_halves() -> None:
         compiled = torch.compile(with_shared, fullgraph=True)
         with torch.no_grad():
             _, code = run_and_get_code(compiled, *tensors(), torch.randn(H, width), told)
-        calls = re.findall(r"= torch\.ops\.moe_ops\.(symm_\w+)|(mm)\(|\.(fused_experts)\(", code[-1])
-        return ["".join(names) for names in calls]
+        sites = dict(re.findall(r"(moe_ops_site_\w+) = moe_ops_launchers\['(\w+)'\]", code[-1]))
+        calls = re.findall(r"= torch\.ops\.moe_ops\.(symm_\w+)|(mm)\(|= (moe_ops_site_\w+)\(\(", code[-1])
+        return [sites.get(name, name) for name in map("".join, calls)]
 
     halves = ["symm_start", "mm", "symm_wait"]
     for width in (I, 8 * I):
