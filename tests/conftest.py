@@ -22,6 +22,7 @@ from _pytest import runner
 
 import compile_passes  # noqa: F401  (registers the backends in a checkout that is not installed)
 from compile_passes.passes import last_errors
+from moe_ops import runtime
 from moe_ops.ops import LAUNCHERS
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -142,3 +143,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "cuda" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one entry each time that a call goes through a launcher."""
+    calls: list[int] = []
+    call = runtime.Launcher.__call__
+    monkeypatch.setattr(
+        runtime.Launcher, "__call__", lambda self, *args, **kwargs: calls.append(1) or call(self, *args, **kwargs)
+    )
+    return calls

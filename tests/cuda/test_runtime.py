@@ -168,17 +168,6 @@ def test_launch_hooks_are_told():
     assert told.count("_expert_mm_kernel") == 2
 
 
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by one entry each time that a call goes through a launcher."""
-    calls: list[int] = []
-    call = runtime.Launcher.__call__
-    monkeypatch.setattr(
-        runtime.Launcher, "__call__", lambda self, *args, **kwargs: calls.append(1) or call(self, *args, **kwargs)
-    )
-    return calls
-
-
 def chain(x: torch.Tensor, logits: torch.Tensor, **options: Any) -> torch.Tensor:
     """Two layers, each of a site of its own, with work of Inductor's around them."""
     for top_k in (K, K - 1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,6 +31,14 @@ def other(tensor: torch.Tensor) -> torch.Tensor:
 def layer(T: int = 3, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
     x, logits = torch.randn(T, H).to(dtype), torch.randn(T, E)
     return x, logits, torch.randn(E, 2 * I, H).to(dtype), torch.randn(E, H, I).to(dtype)
+
+
+def in_two_threads(work: Callable[[], None]) -> None:
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def rules_run(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
@@ -137,11 +146,7 @@ def test_two_threads():
             if not torch.allclose(moe_ops.fused_moe(*cases[number], top_k=K), expected[number], atol=1e-3):
                 wrong.append(number)
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_two_threads(work)
     assert not wrong
 
 
@@ -336,11 +341,7 @@ def test_two_threads_at_a_site():
             if not torch.allclose(site((number + 1,), *cases[number]), expected[number], atol=1e-3):
                 wrong.append(number)
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_two_threads(work)
     assert not wrong
 
 

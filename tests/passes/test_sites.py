@@ -31,17 +31,6 @@ def _compiled_anew() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by one entry each time that a call goes through a launcher."""
-    calls: list[int] = []
-    call = runtime.Launcher.__call__
-    monkeypatch.setattr(
-        runtime.Launcher, "__call__", lambda self, *args, **kwargs: calls.append(1) or call(self, *args, **kwargs)
-    )
-    return calls
-
-
 def weights() -> tuple[Tensor, Tensor]:
     return torch.randn(E, 2 * I, H) * 0.1, torch.randn(E, H, I) * 0.1
 
