@@ -55,7 +55,9 @@ def one_of(scheme: str, *arguments: Any, top_k: int = K, **options: Any) -> OneT
     return one
 
 
-def compile_layer(scheme: str, *arguments: Any, counted: bool = False, mapped: int = 0, **options: Any) -> Compiled:
+def compile_layer(
+    scheme: str, *arguments: Any, counted: bool = False, mapped: int = 0, weights: str = "fp32", **options: Any
+) -> Compiled:
     one = one_of(scheme, *arguments, **options)
     names = ("UP_SIZES", "UP_STRIDES", "UP_SCHEME", "DOWN_SIZES", "DOWN_STRIDES", "DOWN_SCHEME")
     constants = dict(zip(names, one.products, strict=True)) | {"LAYER": one.layer(mapped, True, counted)}
@@ -66,7 +68,7 @@ def compile_layer(scheme: str, *arguments: Any, counted: bool = False, mapped: i
         "down_desc": descriptor(_weight_map(one.down, one.sizes[1])),
         "up_scale": pointer(one.up.weight_scale), "up_scale_apart": "i32", "down_scale": pointer(one.down.weight_scale),
         "up_bias": pointer(one.up.bias), "down_bias": pointer(one.down.bias),
-        "topk_weights": "*fp32:16", "topk_ids": "*i32:16", "expert_map": "*i32:16" if mapped else None,
+        "topk_weights": f"*{weights}:16", "topk_ids": "*i32:16", "expert_map": "*i32:16" if mapped else None,
         "h": "*i32:16" if one.quantised else "*i16:16", "out": f"*{TYPES[one.down.out_dtype]}:16",
         "alpha": "fp32", "limit": "fp32", "load_ptr": "*i64:16" if counted else None,
     }  # fmt: skip
@@ -106,6 +108,12 @@ def test_compiles(scheme: str, layout: str) -> None:
 @pytest.mark.parametrize("scheme", [*PLAIN, *CODED])
 def test_compiles_with_biases_and_a_map_and_counters(scheme: str) -> None:
     compile_layer(scheme, "interleaved", bias=True, mapped=300, counted=True)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "fp16"])
+@pytest.mark.parametrize("scheme", [*PLAIN, *CODED])
+def test_compiles_with_routing_weights_of_16_bits(scheme: str, weights: str) -> None:
+    compile_layer(scheme, bias=True, weights=weights)
 
 
 def test_boxes_have_several_slices_where_they_fill_them() -> None:

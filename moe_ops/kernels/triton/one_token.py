@@ -367,7 +367,7 @@ def _leave_result(total, n_start, out, routed, weights, bias, W: gl.constexpr, S
             expert = _expert(routed, column * 0 + pair, column >= 0, SIZES)
             held = expert < SIZES[0][1]
             where = bias + gl.where(held, expert, 0).to(gl.int64) * W[1][2][0] + column * W[1][2][1]
-            weight = gl.load(weights + pair + column * 0, mask=held, other=0.0)
+            weight = gl.load(weights + pair + column * 0, mask=held, other=0.0).to(gl.float32)
             sums += gl.where(held, weight * gl.load(where, mask=held, other=0.0).to(gl.float32), 0.0)
     gl.store(out + column, sums.to(out.dtype.element_ty))
 
@@ -440,7 +440,7 @@ def _weight_of(part, routed, weights, COUNT: gl.constexpr, LAYOUT: gl.constexpr,
     """Routing weights of slices, 0 of those without an expert here: theirs may be NaN."""
     pair = (part * COUNT + gl.arange(0, COUNT, layout=LAYOUT)) // W[0][4]
     held = _expert(routed, pair, pair < SIZES[0][0], SIZES) < SIZES[0][1]
-    return gl.where(held, gl.load(weights + pair, mask=held, other=0.0), 0.0)
+    return gl.where(held, gl.load(weights + pair, mask=held, other=0.0).to(gl.float32), 0.0)
 
 
 @gluon.jit
