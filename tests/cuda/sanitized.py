@@ -39,6 +39,7 @@ def main() -> None:
     for scheme, format in itertools.product(SCHEMES, ("grouped", "batched")):
         made = weights(scheme)
         for T in SCHEMES[scheme]:
+            print(scheme, format, T, flush=True)  # which of them was the last, where one never ends
             x, logits = torch.randn(T, H, device="cuda").bfloat16(), torch.randn(T, E, device="cuda")
             moe_ops.fused_moe(x, logits, top_k=K, format=format, **made)
             stages(x, logits, format, made)

@@ -90,6 +90,23 @@ def test_pairs_without_an_expert_here_count_for_nothing(scheme: str):
     torch.testing.assert_close(one(layer, 0, topk_ids=ids, topk_weights=weights), alone, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_nothing_of_pairs_without_an_expert_here_is_read(scheme: str):
+    """Neither what the token is, where none of its pairs has one, nor the first expert's scales."""
+    layer = build(scheme, T=1, sizes=SIZES["small"], device="cuda")
+    nan = torch.full_like(layer.tensors["hidden_states"], float("nan"))
+    assert not one(layer, 0, hidden_states=nan, topk_ids=torch.full_like(layer.tensors["topk_ids"], -1)).any()
+    ids = layer.tensors["topk_ids"].clone()
+    ids[0] = torch.tensor([3, -1])
+    expected, changed = one(layer, 0, topk_ids=ids), {}
+    for name in ("gate_up", "down"):
+        scales = [scale.clone() for scale in layer.tensors.get(f"{name}_scales", [])]
+        for scale in scales:
+            scale[0] = float("nan")
+        changed[f"{name}_scales"] = scales
+    assert torch.equal(one(layer, 0, topk_ids=ids, **(changed if scheme not in ("bf16", "fp16") else {})), expected)
+
+
 def test_from_logits_it_is_two_kernels():
     made = {
         "gate_up_proj": torch.randn(128, 1536, 2048, device="cuda", dtype=torch.bfloat16) / 45,

@@ -47,7 +47,7 @@ from moe_ops.counters import Row
 from moe_ops.kernels.triton.act_quant import apply_activation
 from moe_ops.kernels.triton.hopper import ring
 from moe_ops.kernels.triton.launch import LARGEST_STRIDE, PROGRAM_BYTES, ExpertMM, descriptor_strides
-from moe_ops.kernels.triton.packed_tile import factor_of, fetch, of_rows
+from moe_ops.kernels.triton.packed_tile import factor_of, fetch_held, of_rows
 from moe_ops.kernels.triton.programs import multiprocessors
 from moe_ops.kernels.triton.record import launch
 from moe_ops.kernels.triton.route import ABSENT, ABSENT_AT_ONCE, leave_absent
@@ -235,11 +235,11 @@ def _scales(step, n_start, pair, routed, decoding, W: gl.constexpr, SIZES: gl.co
     SCHEME: gl.constexpr = W[2]
     STRIDES: gl.constexpr = W[1][1]
     LINE: gl.constexpr = gl.SliceLayout(1, SUM)
-    _, expert, row, half, column = _line_of(step, n_start, pair, routed, LINE, W, SIZES)
+    held, expert, row, half, column = _line_of(step, n_start, pair, routed, LINE, W, SIZES)
     pointers = of_rows(scale, apart, expert, row, half, W[0][0], SCHEME[0], SCHEME[2], STRIDES)
     if SCHEME[1] > 0:
         pointers += gl.minimum(column // SCHEME[1], (W[0][7] + SCHEME[1] - 1) // SCHEME[1] - 1) * STRIDES[2]
-    return fetch(pointers)
+    return fetch_held(pointers, held)
 
 
 @gluon.jit
@@ -349,9 +349,11 @@ def _activated(total, shift, alpha, limit, W: gl.constexpr, ACTIVATION: gl.const
 
 
 @gluon.jit
-def _leave(value, where):
-    """Results of GEMM 1, of which none is what stands for those that are not there yet."""
-    bits = value.to(where.dtype.element_ty, bitcast=True)
+def _leave(value, held, where):
+    """Results of GEMM 1, of which none is what stands for those that are not there yet; 0 of a pair whose expert is not
+    `held`: what its token times nothing is may be NaN.
+    """
+    bits = gl.where(held, value.to(where.dtype.element_ty, bitcast=True), 0)
     column = gl.arange(0, value.shape[0], layout=value.type.layout)
     gl.store(where + column, gl.where(bits == ABSENT, 0x7FFFFFFF if bits.dtype == gl.int32 else 0x7FFF, bits))
 
@@ -537,7 +539,8 @@ def _multiply(given, SIZES: gl.constexpr):
             )
             place += AT_ONCE
         value = _activated(total, shift, alpha, limit, UP, ACTIVATION)
-        _leave(value if UP[0][6] else value.to(out.dtype.element_ty), h + pair * UP[0][0] + n_start)
+        held = _expert(routed, pair, pair >= 0, SIZES) < SIZES[0][1]
+        _leave(value if UP[0][6] else value.to(out.dtype.element_ty), held, h + pair * UP[0][0] + n_start)
     of_memory = (words_of, results, full, empty)
     first = gl.program_id(0)
     nothing_down = _by_slices(_nothing(DOWN), None, 0, DOWN)

@@ -85,6 +85,21 @@ def fetch(pointers):
     return bits
 
 
+@triton.constexpr_function
+def held_load_of(bits):
+    """The instruction that loads as many bits where its second operand is not 0, and is 0 elsewhere."""
+    return f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.u{bits} $0, [$1]; }}"
+
+
+@triton.jit
+def fetch_held(pointers, held):
+    """:func:`fetch` where `held`, and 0 elsewhere. Not interpreted."""
+    INSTRUCTION: tl.constexpr = held_load_of(pointers.dtype.element_ty.primitive_bitwidth)
+    return tl.inline_asm_elementwise(
+        INSTRUCTION, "=&r,l,r", [pointers.to(tl.int64), held.to(tl.int32)], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
 @triton.jit
 def _scale_bits(
     inner, k, K: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_K: tl.constexpr, EXACT: tl.constexpr, STRIDES: tl.constexpr,
