@@ -47,10 +47,12 @@ class Operand:
 
     def of_expert(self, expert: int) -> Tensor:
         """``[N, K]`` of one expert of a weight, as :meth:`dequantized`."""
-        if not self.scales:
-            return self.data[expert]
-        one = slice(expert, expert + 1)
-        return Operand(self.data[one], self.scheme, tuple(scale[one] for scale in self.scales)).dequantized()[0]
+        return self.of_experts(slice(expert, expert + 1)).dequantized()[0] if self.scales else self.data[expert]
+
+    def of_experts(self, some: slice) -> Operand:
+        """Views of some experts of a weight."""
+        static = None if self.static is None else self.static[some]
+        return Operand(self.data[some], self.scheme, tuple(scale[some] for scale in self.scales), static)
 
 
 def quantized(rows: Tensor, form: ActivationFormat | None, static: Tensor | None = None) -> Operand:
@@ -96,3 +98,10 @@ class Experts:
     def count(self) -> Dim:
         """E."""
         return self.gate_up.data.shape[0]
+
+    def of_experts(self, some: slice) -> Experts:
+        """Views of some of them."""
+        up = None if self.up is None else self.up.of_experts(some)
+        gate_up_bias, down_bias = (None if bias is None else bias[some] for bias in (self.gate_up_bias, self.down_bias))
+        gate_up, down = self.gate_up.of_experts(some), self.down.of_experts(some)
+        return Experts(self.scheme, gate_up, down, up, gate_up_bias, down_bias, self.glu)

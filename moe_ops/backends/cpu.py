@@ -1,6 +1,6 @@
 """CPU backend: a product for each pair where pairs rarely share an expert; else the first rows of every expert in one
-batched GEMM where experts are short (`kernels.cpu.padded_length` decides), one GEMM for the other rows of each expert
-that has any. fp32 activation and combine.
+batched GEMM (`kernels.cpu.padded_length` decides how many), one GEMM for the other rows of each expert that has any.
+fp32 activation and combine.
 
 Experts without rows are never touched. Reading the row counts is free on the CPU, so ``.tolist()`` is used here, and
 only here. Weights may have any strides; fp8 weights are dequantised expert by expert.
@@ -25,13 +25,15 @@ from meta.calls import (
     WgradCall,
 )
 from meta.dims import Problem, accumulation_dtype
-from meta.operands import quantized
+from meta.operands import Experts, quantized
 from meta.routing import route
 from meta.schemes import SCHEMES
 from moe_ops import counters, router_gradient
 from moe_ops import rows as plain
 from moe_ops.compat import kernels_alone
 from moe_ops.kernels.cpu import (
+    Lot,
+    Room,
     Span,
     batched_spans,
     combine,
@@ -40,15 +42,13 @@ from moe_ops.kernels.cpu import (
     first_projection,
     grouped_spans,
     in_lots,
-    lay_out,
     linear,
-    lots,
-    padded_length,
     product,
     rows_of_experts,
     scale_of_rows,
     sort_pairs,
     spans_of_pairs,
+    sums_as_stored,
 )
 from moe_ops.pairs import local_ids, places
 
@@ -141,7 +141,9 @@ def grouped_mm_glu(call: GluCall) -> tuple[Tensor, Tensor]:
         stored = quantized(value, SCHEMES[call.problem.scheme].rows)
         scale = stored.scales[0]
         return stored.data.view(sizes), scale.view(*sizes[:-1], scale.shape[1])
-    return value.to(dtype).contiguous().view(sizes), torch.empty(0)
+    result = torch.empty(sizes, dtype=dtype)
+    result.view(value.shape).copy_(value)  # of which the activation may have left columns between
+    return result, torch.empty(0)
 
 
 batched_mm_glu = grouped_mm_glu
@@ -214,46 +216,78 @@ def _experts(call: ExpertsCall) -> Tensor:
             if counters.active:
                 counters.count(weights.down.data, rows_of_experts(few, experts))
             return _pair_by_pair(call, few)
-    order, counts = sort_pairs(topk_ids, call.expert_map, experts, capacity)
+    order, expert_of_pair, counts = sort_pairs(topk_ids, call.expert_map, experts, capacity)
     if counters.active:
         counters.count(weights.down.data, counts)
-    divided, length = False, 0
-    if not weights.scheme.quantized:
-        divided = in_lots(counts, weights.gate_up.data)
-        length = 0 if divided else padded_length(counts, weights.gate_up.data)
-    kept = sum(counts)
-    pair_of_row, row_of_pair, spans = lay_out(order, counts, pairs, length)
-    if divided:
-        rows = call.hidden_states.data.new_empty((len(pair_of_row), weights.down.data.shape[1]))
-        for lot in lots(spans, weights.gate_up.data.shape[1]):
-            first, past = lot[0][1], lot[-1][2]
-            within = [(expert, start - first, end - first) for expert, start, end in lot]
-            _rows(call, pair_of_row[first:past], within, 0, rows[first:past])
+    parts = in_lots(order, expert_of_pair, counts, weights.gate_up.data)
+    total, kept = parts[-1].rows.stop, len(order)
+    row_of_pair = torch.full((pairs,), total)
+    for lot in parts:
+        row_of_pair.scatter_(0, lot.pairs, lot.row_of_pair + lot.rows.start)
+    if len(parts) == 1:
+        rows = _rows(call, weights, parts[0], None)
     else:
-        rows = _rows(call, pair_of_row, spans, length)
-    places_TK, weights_TK = row_of_pair.view(topk_ids.shape), None if call.weight_on_input else call.topk_weights
+        dtype = torch.float32 if weights.scheme.quantized else call.hidden_states.data.dtype
+        rows = torch.empty((total, weights.down.data.shape[1]), dtype=dtype)
+        for lot in parts:
+            _rows(call, weights.of_experts(lot.experts), lot, rows[lot.rows])
+    places_TK = row_of_pair.view(topk_ids.shape)
+    weights_TK = None if call.weight_on_input or _weighted_between(call) else call.topk_weights
     if kept == pairs:
         return combine(rows, places_TK, weights_TK).to(call.out_dtype)
-    return combine_dropping(rows, places_TK, places_TK == rows.shape[0], weights_TK).to(call.out_dtype)
+    return combine_dropping(rows, places_TK, places_TK == total, weights_TK).to(call.out_dtype)
 
 
-def _rows(call: ExpertsCall, pair_of_row: Tensor, spans: list[Span], length: int, out: Tensor | None = None) -> Tensor:
-    """Results of the experts, by row."""
-    weights = call.experts
-    form = weights.scheme.rows
-    x = call.hidden_states.dequantized().index_select(0, pair_of_row // max(call.topk_ids.shape[1], 1))
-    if call.weight_on_input:
+def _weighted_between(call: ExpertsCall) -> bool:
+    """Whether rows get their routing weights between the products, before they are rounded there: sums of what is in
+    bf16 as it is need no copy in fp32. Less is added up faster with the weights.
+    """
+    weights, elements = call.experts, call.topk_ids.numel() * call.experts.down.data.shape[1]
+    plain = weights.down_bias is None and not weights.scheme.quantized and not call.weight_on_input
+    return plain and sums_as_stored(weights.down.data.dtype, elements)
+
+
+def _rows(call: ExpertsCall, weights: Experts, lot: Lot, out: Tensor | None) -> Tensor:
+    """Results of a lot's experts, by row, padding included.
+
+    Args:
+        weights: of these experts; out: where to write them, or None, for memory of the function's own.
+    """
+    form, spans, length = weights.scheme.rows, lot.spans, lot.length
+    # A row of padding is that of the first pair, and nobody reads its result.
+    pair_of_row = torch.zeros(lot.rows.stop - lot.rows.start, dtype=torch.int64).scatter_(0, lot.row_of_pair, lot.pairs)
+    token_of_row, tokens = pair_of_row // max(call.topk_ids.shape[1], 1), call.hidden_states.dequantized()
+    room = None if weights.scheme.quantized else _room(weights, tokens, len(pair_of_row))
+    x = None if room is None else room.take(tokens.shape[1], tokens.dtype)
+    x = torch.index_select(tokens, 0, token_of_row, out=x)
+    weighted_between = _weighted_between(call)
+    if call.weight_on_input or weighted_between:
         row_weights = call.topk_weights.reshape(-1, 1).index_select(0, pair_of_row)
+    if call.weight_on_input:
         x = (x.to(accumulation_dtype(x.dtype)) * row_weights).to(x.dtype)
     if call.hidden_states.scheme is None:
         x = quantized(x, form, scale_of_rows(weights.gate_up.static, spans)).dequantized()
     x = x.float() if weights.scheme.quantized else x
-    value = first_projection(x, weights.gate_up, weights.up, weights.gate_up_bias, weights.glu, spans, length)
-    if form is None:
-        value = value.to(x.dtype)
-    else:
+    value = first_projection(x, weights.gate_up, weights.up, weights.gate_up_bias, weights.glu, spans, length, room)
+    if weighted_between:
+        value.mul_(row_weights)
+    if form is not None:
         value = quantized(value, form, scale_of_rows(weights.down.static, spans)).dequantized()
+    elif room is not None and value.dtype != x.dtype:
+        value = room.take(value.shape[1], x.dtype).copy_(value)
+    if out is None and weights.down.data.shape[1] == x.shape[1]:
+        out = x  # which is read by now
     return linear(value, weights.down, weights.down_bias, spans, length, out)
+
+
+def _room(weights: Experts, tokens: Tensor, rows: int) -> Room:
+    """For so many tokens' rows, both products' results but the last, and what is between them."""
+    stored, wide = tokens.dtype, accumulation_dtype(tokens.dtype)
+    needed = [(tokens.shape[1], stored)]
+    for weight in (weights.gate_up, weights.up):
+        if weight is not None:
+            needed += [(weight.data.shape[1], stored), *([(weight.data.shape[1], wide)] if wide != stored else [])]
+    return Room(rows, *needed, (weights.down.data.shape[2], stored))
 
 
 def _pair_by_pair(call: ExpertsCall, spans: list[Span]) -> Tensor:

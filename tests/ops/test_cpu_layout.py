@@ -31,20 +31,21 @@ def test_every_pair_has_a_row_of_its_expert(name: str, length: int) -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.arange(4).repeat_interleave(torch.tensor(counts))
     ids = torch.cat((ids, torch.tensor([-1, 4])))[torch.randperm(sum(counts) + 2, generator=generator)]
-    order, found = sort_pairs(ids.view(-1, 1), None, 4, None)
-    assert found == counts
-    pair_of_row, row_of_pair, spans = lay_out(order, counts, len(ids), length)
-    rows = 4 * length + sum(max(count - length, 0) for count in counts) if length else sum(counts)
-    assert len(pair_of_row) == rows and row_of_pair.shape == ids.shape
+    order, experts, found = sort_pairs(ids.view(-1, 1), None, 4, None)
+    assert found == counts and torch.equal(ids[order], experts)
+    row_of_sorted, rows, spans = lay_out(experts, counts, length)
+    assert rows == 4 * length + sum(max(count - length, 0) for count in counts)
+    row_of_pair = torch.full(ids.shape, rows).scatter_(0, order, row_of_sorted)
     expert_of_row = torch.cat((torch.arange(4).repeat_interleave(length), torch.full((rows - 4 * length,), -1)))
     for expert, start, end in spans:
         expert_of_row[4 * length + start : 4 * length + end] = expert
     for pair, expert in enumerate(ids.tolist()):
         row = int(row_of_pair[pair])
         if 0 <= expert < 4:
-            assert pair_of_row[row] == pair and expert_of_row[row] == expert
+            assert expert_of_row[row] == expert
         else:
             assert row == rows
+    assert len(row_of_sorted.unique()) == len(order)
     assert (expert_of_row >= 0).all()
 
 
@@ -53,7 +54,7 @@ def test_every_pair_has_a_row_of_its_expert(name: str, length: int) -> None:
 @pytest.mark.parametrize("ids", ["random", "few", "minus"])
 def test_the_length_of_the_padded_block_changes_no_result(ids, bias, length, monkeypatch) -> None:
     layer = Variant(ids=ids, bias=bias).build()
-    monkeypatch.setattr(cpu, "padded_length", lambda counts, weight: length)
+    monkeypatch.setattr(kernels, "padded_length", lambda counts, weight: length)
     assert_rounded(torch.ops.moe_ops.fused_experts(**layer.tensors, backend="cpu"), dense_formula(layer.float64()))
 
 
@@ -63,7 +64,7 @@ def test_a_bias_may_have_a_dtype_of_its_own(length: int, monkeypatch: pytest.Mon
     layer = Variant(T=24, bias=True, dtype=torch.bfloat16).build()
     for name in ("gate_up_bias", "down_bias"):
         layer.tensors[name] = layer.tensors[name].float()
-    monkeypatch.setattr(cpu, "padded_length", lambda counts, weight: length)
+    monkeypatch.setattr(kernels, "padded_length", lambda counts, weight: length)
     assert_right(layer)
 
 
@@ -95,7 +96,7 @@ def assert_right(layer: Layer, kept: list[list[int]] | None = None) -> None:
 def test_few_pairs_are_one_product_each(ids, dtype, bias, monkeypatch) -> None:
     layer = of_few_pairs(ids, dtype, bias)
     with monkeypatch.context() as patch:
-        patch.setattr(cpu, "lay_out", None)  # nothing is sorted
+        patch.setattr(cpu, "in_lots", None)  # nothing is sorted
         assert_right(layer)
     monkeypatch.setattr(cpu, "spans_of_pairs", lambda ids, weight: None)
     assert_right(layer)
@@ -115,7 +116,7 @@ def test_few_pairs_are_one_product_each(ids, dtype, bias, monkeypatch) -> None:
 )
 def test_other_pairs_are_sorted(ids, options, expert_map, kept, monkeypatch) -> None:
     laid: list[int] = []
-    monkeypatch.setattr(cpu, "lay_out", lambda *arguments: laid.append(1) or lay_out(*arguments))
+    monkeypatch.setattr(kernels, "lay_out", lambda *arguments: laid.append(1) or lay_out(*arguments))
     layer = of_few_pairs(ids, torch.float32, None, **options)
     layer.tensors["expert_map"] = expert_map
     assert_right(layer, kept)
@@ -139,38 +140,79 @@ def test_offsets_of_any_value_stay_within_the_rows() -> None:
 
 
 def test_few_pairs_of_a_capacity_that_holds_them_are_not_sorted(monkeypatch) -> None:
-    monkeypatch.setattr(cpu, "lay_out", None)
+    monkeypatch.setattr(cpu, "in_lots", None)
     assert_right(of_few_pairs([[7, 1], [1, 0]], torch.float32, None, format="batched", capacity=4))
 
 
-@pytest.mark.parametrize("name", ["plain", "bias", "bf16", "weight_on_input", "expert_map", "separate_bias", "minus"])
-@pytest.mark.parametrize("at_once", [1, 300, 2**18], ids=["one_by_one", "some", "all"])
-def test_experts_in_lots_give_the_same(name: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+LOTS = ("plain", "bias", "bf16", "weight_on_input", "expert_map", "separate_bias", "fp8_tensor_halves", "minus")
+
+
+@pytest.mark.parametrize("name", LOTS)
+@pytest.mark.parametrize("length", [0, 2], ids=["sorted", "padded"])
+@pytest.mark.parametrize("in_a_lot", [1, 300], ids=["one_by_one", "some"])
+def test_experts_in_lots_give_the_same(name: str, length: int, in_a_lot: int, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = (VARIANTS[name] if name in VARIANTS else Variant(ids=name)).build()
     wanted = torch.ops.moe_ops.fused_experts(**layer.tensors, **layer.options, backend="cpu")
-    alone: list[int] = []
+    laid: list[int] = []
     monkeypatch.setattr(cpu, "spans_of_pairs", lambda ids, weight: None)
-    monkeypatch.setattr(kernels, "_AT_ONCE", at_once)
-    monkeypatch.setattr(cpu, "in_lots", lambda counts, weight: alone.append(1) or True)
+    monkeypatch.setattr(kernels, "_IN_A_LOT", in_a_lot)
+    monkeypatch.setattr(kernels, "padded_length", lambda counts, weight: 0 if layer.options.get("scheme") else length)
+    monkeypatch.setattr(kernels, "lay_out", lambda *arguments: laid.append(1) or lay_out(*arguments))
     got = torch.ops.moe_ops.fused_experts(**layer.tensors, **layer.options, backend="cpu")
     torch.testing.assert_close(got, wanted)
-    assert alone and got.any()
+    assert len(laid) > 1 and got.any()
 
 
-def test_lots_have_enough_rows_each() -> None:
-    spans = [(0, 0, 5), (2, 5, 6), (3, 6, 9), (4, 9, 10)]
-    columns = kernels._AT_ONCE // 6
-    assert kernels.lots(spans, columns + 1) == [spans[:2], spans[2:]]
-    assert kernels.lots(spans, kernels._AT_ONCE) == [[span] for span in spans]
-    assert kernels.lots(spans, 1) == [spans] and kernels.lots([], 1) == []
+@pytest.mark.parametrize(
+    ("counts", "columns", "wanted"),
+    [
+        ([5, 0, 1, 3, 1], 1, [(0, 5)]),
+        ([5, 0, 1, 3, 1], 2, [(0, 1), (1, 5)]),
+        ([5, 0, 1, 3, 1], 10, [(0, 1), (1, 3), (3, 4), (4, 5)]),
+        ([0, 0, 9, 0], 10, [(0, 3), (3, 4)]),
+        ([0, 0], 10, [(0, 2)]),
+    ],
+    ids=["all", "two", "most", "one_has_all", "none"],
+)
+def test_lots_are_of_neighbours_and_have_every_expert(counts, columns, wanted, monkeypatch) -> None:
+    monkeypatch.setattr(kernels, "_IN_A_LOT", 10)
+    assert [(lot.start, lot.stop) for lot in kernels.lots(counts, columns)] == wanted
 
 
-def test_when_experts_go_in_lots() -> None:
-    weight = torch.empty(8, 256, 256, device="meta")
-    assert kernels.in_lots([256] * 8, weight) and kernels.in_lots([0, 2048, *[0] * 6], weight)
-    assert not kernels.in_lots([255] * 8, weight), "little is between the products"
-    assert not kernels.in_lots([63] * 8, torch.empty(8, 4096, 256, device="meta")), "few rows an expert"
-    assert not kernels.in_lots([256] * 8, weight.half()) and not kernels.in_lots([0] * 8, weight)
+@pytest.mark.parametrize("rest", [0, 2**20], ids=["weighted_between", "weighted_behind"])
+@pytest.mark.parametrize("changed", ["", "minus", "capacity", "bias", "weight_on_input", "none"])
+def test_rows_of_bf16_may_have_their_weights_before_the_second_product(changed, rest, monkeypatch) -> None:
+    """Unless a bias is behind it; what is dropped has weights that are NaN."""
+    options = {"weight_on_input": True} if changed == "weight_on_input" else {}
+    if changed == "capacity":
+        options = {"format": "batched", "capacity": 2}
+    ids = [[0, 1], [1, 2], [1, 0], [2, 1], [3, 1], [1, 3], [5, 0], [0, 1], [1, 0]]
+    layer = of_few_pairs(ids, torch.bfloat16, torch.bfloat16 if changed == "bias" else None, **options)
+    if changed == "none":
+        layer.tensors["topk_weights"] = torch.ones_like(layer.tensors["topk_weights"])
+    kept = None
+    if changed == "minus":
+        ids[3][0] = ids[5][1] = -1
+        layer.tensors["topk_ids"] = torch.tensor(ids)
+        layer.tensors["topk_weights"][3, 0] = float("nan")
+    elif changed == "capacity":
+        seen = [0] * 16
+        kept = [[e if (seen.__setitem__(e, seen[e] + 1) or seen[e]) <= 2 else -1 for e in row] for row in ids]
+    monkeypatch.setattr(kernels, "_GATHERED_ELEMENTS", rest)
+    out = torch.ops.moe_ops.fused_experts(**layer.tensors, **layer.options, backend="cpu")
+    layer.tensors["topk_weights"] = layer.tensors["topk_weights"].nan_to_num(0.0)
+    layer.tensors["topk_ids"] = torch.tensor(ids if kept is None else kept)
+    assert_accurate(out, dense_formula(layer.float64()), dense_formula(layer.wide(out.dtype)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_pieces_of_a_room_are_apart(dtype: torch.dtype) -> None:
+    columns = [(3, torch.bfloat16), (5, torch.float32), (7, dtype)]
+    taken = [piece for room in [kernels.Room(9, *columns)] for piece in (room.take(*wanted) for wanted in columns)]
+    for number, piece in enumerate(taken):
+        piece.fill_(number)
+    assert [piece.unique().tolist() for piece in taken] == [[0], [1], [2]]
+    assert [(tuple(piece.shape), piece.dtype) for piece in taken] == [((9, n), wanted) for n, wanted in columns]
 
 
 def test_the_length_follows_the_counts() -> None:
