@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left, bisect_right
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -32,17 +33,16 @@ _IN_A_LOT = 2**21
 # Of half precision rows, at a time, unless they have up to twice as many: memory for more is new in every call. ms to
 # combine 8 rows for each of 1024 and 4096 tokens, bf16, H = 2048, with 2 ** 24, and so: 21 and 6.7, 112 and 38.
 _WIDENED_ELEMENTS = 2**21
-# What the two GEMMs of an expert alone cost, in rows, besides its own rows and those of reading its weight: threads are
-# woken for each, 60 to 200 us on two cores whatever its size, but those of large weights work the better for it. Of a
-# larger projection of _MIDDLE elements, and the power by which it falls. us of a layer's products and activation, alone
-# and padded, 8 experts, K = 2, threads that sleep between and that spin, bf16: H = 256, I = 128, T = 256 1878 and 726,
-# 614 and 296; H = 768, I = 384, T = 16 1385 and 582, 527 and 388, T = 1024 8099 and 7199, 5472 and 5517; H = 2048,
-# I = 768, T = 4 1744 and 2835, 1341 and 2546, T = 16 3899 and 3100, 2884 and 2818, T = 1024 25649 and 26332, 24893 and
-# 26296; 64 experts, K = 4, H = 512, I = 256, T = 1024 14769 and 6998, 8512 and 6652.
-_MIDDLE, _ALONE = 2 * 384 * 768, {torch.bfloat16: (60.0, 1.5), torch.float32: (20.0, 1.0)}
-_MOST_ALONE, _READ_IN_ROWS = 400.0, 24
+# What the two GEMMs of an expert alone cost, in rows, besides its own rows and those of reading its weight: of a larger
+# projection of _MIDDLE elements, the power by which it falls with the elements, and that for more of them, which share
+# work better. Threads that sleep in between are woken for each, those that spin wait for each other; their shares, and
+# one thread's. us of an expert on two cores in bf16, threads that sleep, spin, and one: 2I x H = 256 x 256 136, 34 and
+# 31, 768 x 768 197, 82 and 87, 1024 x 1024 118, 44 and 26.
+_MIDDLE, _ALONE = 768 * 768, {torch.bfloat16: (58.0, 0.7, 1.5), torch.float32: (22.0, 1.0, 1.0)}
+_SLEEPS = os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive"
+_OF_SPINNING, _OF_ONE, _READ_IN_ROWS = 0.45, 0.27, 24
 # What padding costs besides its GEMMs must be won back, and splitting costs more than padding every expert whole.
-_WORTHWHILE, _WORTHWHILE_WHOLE = 0.7, 0.9
+_WORTHWHILE, _WORTHWHILE_WHOLE = 0.7, 0.93
 _LENGTHS = 8  # that are tried
 
 
@@ -188,6 +188,14 @@ def linear(
     return result
 
 
+def _alone_in_rows(weight: Tensor) -> float:
+    """See :data:`_ALONE`."""
+    middle, power, power_of_large = _ALONE[weight.dtype]
+    size = weight.shape[1] * weight.shape[2] / _MIDDLE
+    share = _OF_ONE if torch.get_num_threads() == 1 else 1.0 if _SLEEPS else _OF_SPINNING
+    return float(share * middle * size ** -(power if size < 1 else power_of_large))
+
+
 def padded_length(counts: list[int], weight: Tensor) -> int:
     """Rows of every expert to compute as one batched GEMM, the rest expert by expert; 0: all expert by expert.
 
@@ -202,8 +210,7 @@ def padded_length(counts: list[int], weight: Tensor) -> int:
     longest = max(counts)
     if weight.dtype not in _ALONE or longest == 0:
         return 0
-    middle, power = _ALONE[weight.dtype]
-    alone: float = min(_MOST_ALONE, middle * (_MIDDLE / (weight.shape[1] * weight.shape[2])) ** power)
+    alone = _alone_in_rows(weight)
     ascending = sorted(counts)
     sums = [0, *accumulate(ascending)]
 

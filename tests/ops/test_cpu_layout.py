@@ -215,7 +215,13 @@ def test_pieces_of_a_room_are_apart(dtype: torch.dtype) -> None:
     assert [(tuple(piece.shape), piece.dtype) for piece in taken] == [((9, n), wanted) for n, wanted in columns]
 
 
-def test_the_length_follows_the_counts() -> None:
+def on_threads(monkeypatch: pytest.MonkeyPatch, number: int, sleeping: bool = False) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: number)
+    monkeypatch.setattr(kernels, "_SLEEPS", sleeping)
+
+
+def test_the_length_follows_the_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_threads(monkeypatch, 2)
     weight = torch.empty(64, 512, 256, dtype=torch.bfloat16, device="meta")
     assert padded_length([8] * 64, weight) == 8
     assert padded_length([0] * 63 + [500], weight) == 0, "padding every expert to the longest would be all padding"
@@ -224,6 +230,18 @@ def test_the_length_follows_the_counts() -> None:
     wide, counts = weight.new_empty((8, 1024, 256)), [49, 58, 60, 64, 66, 70, 70, 75]
     assert padded_length(counts, wide) == 75, "a sixth of padding costs less than eight products of their own"
     assert padded_length([8] * 64, weight.to(torch.float16)) == 0, "fp16 has no fast batched product"
+    assert padded_length([2, 1, 0, 2, 1, 1, 0, 1], weight.new_empty((8, 1536, 2048))) == 0, "weights would be read"
+
+
+@pytest.mark.parametrize(
+    ("threads", "wanted"),
+    [({"number": 2, "sleeping": True}, 285), ({"number": 2}, 0), ({"number": 1}, 0)],
+    ids=["sleep", "spin", "one"],
+)
+def test_threads_that_sleep_are_not_woken_for_each_expert(threads, wanted, monkeypatch) -> None:
+    on_threads(monkeypatch, **threads)
+    counts = [228, 240, 250, 256, 260, 264, 265, 285]
+    assert padded_length(counts, torch.empty(8, 768, 768, dtype=torch.bfloat16, device="meta")) == wanted
 
 
 @pytest.mark.parametrize("backend", [cpu, reference], ids=["cpu", "reference"])
