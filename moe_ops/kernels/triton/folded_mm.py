@@ -149,6 +149,7 @@ def _look_up(given, looked, extents, num_rows, SIZES: gl.constexpr):
     GLU: gl.constexpr = SIZES[6]
     BATCHED: gl.constexpr = SIZES[9]
     PACKED: gl.constexpr = SIZES[10][4]
+    STEPS: gl.constexpr = (K + STEP - 1) // STEP
     table, tiles = table_of_tiles(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
     place = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -161,9 +162,11 @@ def _look_up(given, looked, extents, num_rows, SIZES: gl.constexpr):
             half = row * 0
             row = gl.minimum(n_tile * 2 * HALF + row, (N if GLU == NOT_GATED else 2 * N) - 1)
         first = of_rows(scale, apart, expert, row, half, N, PACKED[3], PACKED[5], STRIDES)
-        for step in range((K + STEP - 1) // STEP):
+        four = _at(first, 0, K, STRIDES[2], PACKED[9])
+        for step in range(STEPS):
             slot = place % OF_CODES
-            four = _at(first, step * 4, K, STRIDES[2], PACKED[9])
+            # Before the step's arithmetic, which hides that it comes from memory.
+            next_four = _at(first, gl.minimum(step + 1, STEPS - 1) * 4, K, STRIDES[2], PACKED[9])
             largest, smallest, lowest, none = row * 0, row * 0 + NAN_SCALE, row * 0 + NAN_SCALE, row * 0
             for byte in gl.static_range(4):
                 exponent = (four >> (8 * byte)) & 0xFF
@@ -182,6 +185,7 @@ def _look_up(given, looked, extents, num_rows, SIZES: gl.constexpr):
             far_of.index(slot).store(far)
             gl.thread_barrier()
             mbarrier.arrive(coded.index(slot))
+            four = next_four
             place += 1
 
 
