@@ -249,17 +249,16 @@ class Room:
 
     def __init__(self, rows: int, *columns: tuple[int, torch.dtype]) -> None:
         self._rows, self._first = rows, 0
-        memory = torch.empty(rows * sum(map(self._bytes, *zip(*columns, strict=True))), dtype=torch.uint8)
+        memory = torch.empty(sum(self._bytes(*piece) for piece in columns), dtype=torch.uint8)
         self._as = {dtype: memory.view(dtype) for _, dtype in columns}
 
-    @staticmethod
-    def _bytes(columns: int, dtype: torch.dtype) -> int:
-        """Of a row, where the next one may begin with any dtype."""
-        return -(-columns * dtype.itemsize // 8) * 8
+    def _bytes(self, columns: int, dtype: torch.dtype) -> int:
+        """Of a piece, behind which the next one begins a line of the cache."""
+        return -(-self._rows * columns * dtype.itemsize // 64) * 64
 
     def take(self, columns: int, dtype: torch.dtype) -> Tensor:
         """``[rows, columns]``, contiguous, of memory that has not been taken yet."""
-        first, self._first = self._first, self._first + self._rows * self._bytes(columns, dtype)
+        first, self._first = self._first, self._first + self._bytes(columns, dtype)
         return self._as[dtype].as_strided((self._rows, columns), (columns, 1), first // dtype.itemsize)
 
 

@@ -208,7 +208,9 @@ def test_rows_of_bf16_may_have_their_weights_before_the_second_product(changed, 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_pieces_of_a_room_are_apart(dtype: torch.dtype) -> None:
     columns = [(3, torch.bfloat16), (5, torch.float32), (7, dtype)]
-    taken = [piece for room in [kernels.Room(9, *columns)] for piece in (room.take(*wanted) for wanted in columns)]
+    room = kernels.Room(9, *columns)
+    taken = [room.take(*wanted) for wanted in columns]
+    assert not any(piece.data_ptr() % 64 for piece in taken)
     for number, piece in enumerate(taken):
         piece.fill_(number)
     assert [piece.unique().tolist() for piece in taken] == [[0], [1], [2]]
