@@ -48,7 +48,6 @@ from moe_ops.kernels.cpu import (
     scale_of_rows,
     sort_pairs,
     spans_of_pairs,
-    sums_as_stored,
 )
 from moe_ops.pairs import local_ids, places
 
@@ -224,31 +223,23 @@ def _experts(call: ExpertsCall) -> Tensor:
     row_of_pair = torch.full((pairs,), total)
     for lot in parts:
         row_of_pair.scatter_(0, lot.pairs, lot.row_of_pair + lot.rows.start)
+    wide = None
     if len(parts) == 1:
-        rows = _rows(call, weights, parts[0], None)
+        rows, wide = _rows(call, weights, parts[0], None)
     else:
         dtype = torch.float32 if weights.scheme.quantized else call.hidden_states.data.dtype
         rows = torch.empty((total, weights.down.data.shape[1]), dtype=dtype)
         for lot in parts:
             _rows(call, weights.of_experts(lot.experts), lot, rows[lot.rows])
-    places_TK = row_of_pair.view(topk_ids.shape)
-    weights_TK = None if call.weight_on_input or _weighted_between(call) else call.topk_weights
+    places_TK, weights_TK = row_of_pair.view(topk_ids.shape), None if call.weight_on_input else call.topk_weights
     if kept == pairs:
-        return combine(rows, places_TK, weights_TK).to(call.out_dtype)
+        return combine(rows, places_TK, weights_TK, wide=wide).to(call.out_dtype)
     return combine_dropping(rows, places_TK, places_TK == total, weights_TK).to(call.out_dtype)
 
 
-def _weighted_between(call: ExpertsCall) -> bool:
-    """Whether rows get their routing weights between the products, before they are rounded there: sums of what is in
-    bf16 as it is need no copy in fp32. Less is added up faster with the weights.
-    """
-    weights, elements = call.experts, call.topk_ids.numel() * call.experts.down.data.shape[1]
-    plain = weights.down_bias is None and not weights.scheme.quantized and not call.weight_on_input
-    return plain and sums_as_stored(weights.down.data.dtype, elements)
-
-
-def _rows(call: ExpertsCall, weights: Experts, lot: Lot, out: Tensor | None) -> Tensor:
-    """Results of a lot's experts, by row, padding included.
+def _rows(call: ExpertsCall, weights: Experts, lot: Lot, out: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Results of a lot's experts, by row, padding included, and memory for them in another accumulation dtype, or None
+    where there is none that is not new.
 
     Args:
         weights: of these experts; out: where to write them, or None, for memory of the function's own.
@@ -260,24 +251,22 @@ def _rows(call: ExpertsCall, weights: Experts, lot: Lot, out: Tensor | None) -> 
     room = None if weights.scheme.quantized else _room(weights, tokens, len(pair_of_row))
     x = None if room is None else room.take(tokens.shape[1], tokens.dtype)
     x = torch.index_select(tokens, 0, token_of_row, out=x)
-    weighted_between = _weighted_between(call)
-    if call.weight_on_input or weighted_between:
-        row_weights = call.topk_weights.reshape(-1, 1).index_select(0, pair_of_row)
     if call.weight_on_input:
+        row_weights = call.topk_weights.reshape(-1, 1).index_select(0, pair_of_row)
         x = (x.to(accumulation_dtype(x.dtype)) * row_weights).to(x.dtype)
     if call.hidden_states.scheme is None:
         x = quantized(x, form, scale_of_rows(weights.gate_up.static, spans)).dequantized()
     x = x.float() if weights.scheme.quantized else x
     value = first_projection(x, weights.gate_up, weights.up, weights.gate_up_bias, weights.glu, spans, length, room)
-    if weighted_between:
-        value.mul_(row_weights)
     if form is not None:
         value = quantized(value, form, scale_of_rows(weights.down.static, spans)).dequantized()
     elif room is not None and value.dtype != x.dtype:
         value = room.take(value.shape[1], x.dtype).copy_(value)
     if out is None and weights.down.data.shape[1] == x.shape[1]:
         out = x  # which is read by now
-    return linear(value, weights.down, weights.down_bias, spans, length, out)
+    rows = linear(value, weights.down, weights.down_bias, spans, length, out)
+    wide = accumulation_dtype(rows.dtype)
+    return rows, None if room is None or wide == rows.dtype else room.again(rows.shape[1], wide)
 
 
 def _room(weights: Experts, tokens: Tensor, rows: int) -> Room:

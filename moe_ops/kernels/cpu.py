@@ -247,19 +247,26 @@ class Room:
     twice the largest, and its pages are new in every call: a fifth of a layer of 8 experts, bf16, H = 768, T = 1024.
     """
 
-    def __init__(self, rows: int, *columns: tuple[int, torch.dtype]) -> None:
-        self._rows, self._first = rows, 0
-        memory = torch.empty(sum(self._bytes(*piece) for piece in columns), dtype=torch.uint8)
-        self._as = {dtype: memory.view(dtype) for _, dtype in columns}
+    def __init__(self, rows: int, *pieces: tuple[int, torch.dtype]) -> None:
+        self._rows, self._first, self._behind = rows, 0, self._bytes(rows, *pieces[0])
+        self._memory = torch.empty(sum(self._bytes(rows, *piece) for piece in pieces), dtype=torch.uint8)
 
-    def _bytes(self, columns: int, dtype: torch.dtype) -> int:
+    @staticmethod
+    def _bytes(rows: int, columns: int, dtype: torch.dtype) -> int:
         """Of a piece, behind which the next one begins a line of the cache."""
-        return -(-self._rows * columns * dtype.itemsize // 64) * 64
+        return -(-rows * columns * dtype.itemsize // 64) * 64
 
     def take(self, columns: int, dtype: torch.dtype) -> Tensor:
         """``[rows, columns]``, contiguous, of memory that has not been taken yet."""
-        first, self._first = self._first, self._first + self._bytes(columns, dtype)
-        return self._as[dtype].as_strided((self._rows, columns), (columns, 1), first // dtype.itemsize)
+        first, self._first = self._first, self._first + self._bytes(self._rows, columns, dtype)
+        return self._memory.view(dtype).as_strided((self._rows, columns), (columns, 1), first // dtype.itemsize)
+
+    def again(self, columns: int, dtype: torch.dtype) -> Tensor | None:
+        """The same behind the first piece, of what has been taken, or None if that is less."""
+        if self._behind + self._bytes(self._rows, columns, dtype) > len(self._memory):
+            return None
+        self._first = self._behind
+        return self.take(columns, dtype)
 
 
 class Lot(NamedTuple):
@@ -336,16 +343,16 @@ def first_projection(
     return ACTIVATIONS[glu.activation].consume(*halves, glu.alpha, glu.limit)
 
 
-def sums_as_stored(dtype: torch.dtype, elements: int) -> bool:
-    """Whether :func:`combine` adds up so many elements without weights as they are: bags of bf16 add up in fp32 and
-    round once. us on two cores, K = 2, T = 1024, of bags in bf16 and of bags with weights and copies in fp32: H = 256
-    64 and 201, H = 2048 361 and 1689.
-    """
-    return dtype == torch.bfloat16 and elements > _GATHERED_ELEMENTS
-
-
-def combine(rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None, added_TH: Tensor | None = None) -> Tensor:
-    """Sum over k in the order of k, in the accumulation dtype; ``added_TH`` joins the sum last.
+def combine(
+    rows: Tensor,
+    places_TK: Tensor,
+    weights_TK: Tensor | None,
+    added_TH: Tensor | None = None,
+    *,
+    wide: Tensor | None = None,
+) -> Tensor:
+    """Sum over k in the order of k, in the accumulation dtype; ``added_TH`` joins the sum last. ``wide``: memory for
+    ``rows`` in that dtype, if there is some that is not new.
 
     us of bags and of gathered rows on two cores, fp32, K = 2, H = 256: T = 1024 191 and 1202; T = 64, where threads
     wake up for bags, 153 and 88.
@@ -358,26 +365,19 @@ def combine(rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None, added_TH
     elif tokens * top_k * hidden <= _GATHERED_ELEMENTS:
         gathered = rows.index_select(0, places_TK.t().reshape(-1)).view(top_k, tokens, hidden)
         total = _weighted_sum(gathered, None if weights_TK is None else weights_TK.t(), 0)
-    elif weights_TK is None and added_TH is None and sums_as_stored(rows.dtype, tokens * top_k * hidden):
-        return _sums_of_bags(rows, places_TK, None)
-    elif rows.dtype == dtype or rows.numel() <= 2 * _WIDENED_ELEMENTS:
-        total = _bags(rows, places_TK, weights_TK)
+    elif wide is not None or rows.dtype == dtype or rows.numel() <= 2 * _WIDENED_ELEMENTS:
+        total = _bags(rows.to(dtype) if wide is None else wide.copy_(rows), places_TK, weights_TK)
     else:
         result, columns = rows.new_empty((tokens, hidden)), max(1, _WIDENED_ELEMENTS // rows.shape[0])
         for first in range(0, hidden, columns):
             part = slice(first, first + columns)
-            total = _bags(rows[:, part], places_TK, weights_TK)
+            total = _bags(rows[:, part].to(dtype), places_TK, weights_TK)
             result[:, part] = total if added_TH is None else total + added_TH[:, part]
         return result
     return (total if added_TH is None else total + added_TH).to(rows.dtype)
 
 
 def _bags(rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
-    """:func:`combine` in the accumulation dtype, of few elements if they must be widened."""
-    return _sums_of_bags(rows.to(accumulation_dtype(rows.dtype)), places_TK, weights_TK)
-
-
-def _sums_of_bags(rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
     """What ``F.embedding_bag`` gives, less what it asks first."""
     bags = torch.arange(0, places_TK.numel(), places_TK.shape[1])
     weights = None if weights_TK is None else weights_TK.reshape(-1)

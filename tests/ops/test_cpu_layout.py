@@ -179,32 +179,6 @@ def test_lots_are_of_neighbours_and_have_every_expert(counts, columns, wanted, m
     assert [(lot.start, lot.stop) for lot in kernels.lots(counts, columns)] == wanted
 
 
-@pytest.mark.parametrize("rest", [0, 2**20], ids=["weighted_between", "weighted_behind"])
-@pytest.mark.parametrize("changed", ["", "minus", "capacity", "bias", "weight_on_input", "none"])
-def test_rows_of_bf16_may_have_their_weights_before_the_second_product(changed, rest, monkeypatch) -> None:
-    """Unless a bias is behind it; what is dropped has weights that are NaN."""
-    options = {"weight_on_input": True} if changed == "weight_on_input" else {}
-    if changed == "capacity":
-        options = {"format": "batched", "capacity": 2}
-    ids = [[0, 1], [1, 2], [1, 0], [2, 1], [3, 1], [1, 3], [5, 0], [0, 1], [1, 0]]
-    layer = of_few_pairs(ids, torch.bfloat16, torch.bfloat16 if changed == "bias" else None, **options)
-    if changed == "none":
-        layer.tensors["topk_weights"] = torch.ones_like(layer.tensors["topk_weights"])
-    kept = None
-    if changed == "minus":
-        ids[3][0] = ids[5][1] = -1
-        layer.tensors["topk_ids"] = torch.tensor(ids)
-        layer.tensors["topk_weights"][3, 0] = float("nan")
-    elif changed == "capacity":
-        seen = [0] * 16
-        kept = [[e if (seen.__setitem__(e, seen[e] + 1) or seen[e]) <= 2 else -1 for e in row] for row in ids]
-    monkeypatch.setattr(kernels, "_GATHERED_ELEMENTS", rest)
-    out = torch.ops.moe_ops.fused_experts(**layer.tensors, **layer.options, backend="cpu")
-    layer.tensors["topk_weights"] = layer.tensors["topk_weights"].nan_to_num(0.0)
-    layer.tensors["topk_ids"] = torch.tensor(ids if kept is None else kept)
-    assert_accurate(out, dense_formula(layer.float64()), dense_formula(layer.wide(out.dtype)))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_pieces_of_a_room_are_apart(dtype: torch.dtype) -> None:
     columns = [(3, torch.bfloat16), (5, torch.float32), (7, dtype)]
@@ -215,6 +189,27 @@ def test_pieces_of_a_room_are_apart(dtype: torch.dtype) -> None:
         piece.fill_(number)
     assert [piece.unique().tolist() for piece in taken] == [[0], [1], [2]]
     assert [(tuple(piece.shape), piece.dtype) for piece in taken] == [((9, n), wanted) for n, wanted in columns]
+    room.again(2, torch.float32).fill_(7)
+    assert not (taken[0] == 7).any() and (taken[1] == 7).any() and not (taken[2] == 7).any()
+    assert room.again(2**9, torch.float32) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["padded", "sorted"])
+def test_rows_are_widened_where_products_were(dtype, kind, monkeypatch) -> None:
+    """With the bits of a copy in memory that is new."""
+    monkeypatch.setattr(kernels, "_GATHERED_ELEMENTS", 0)
+    monkeypatch.setattr(kernels, "padded_length", lambda counts, weight: max(counts) if kind == "padded" else 0)
+    layer = Variant(T=40, dtype=dtype).build()
+    widened: list[bool] = []
+    combine = kernels.combine
+    monkeypatch.setattr(
+        cpu, "combine", lambda *a, wide=None: widened.append(wide is not None) or combine(*a, wide=wide)
+    )
+    got = torch.ops.moe_ops.fused_experts(**layer.tensors, **layer.options, backend="cpu")
+    monkeypatch.setattr(cpu, "combine", lambda *a, wide=None: combine(*a))
+    assert torch.equal(got, torch.ops.moe_ops.fused_experts(**layer.tensors, **layer.options, backend="cpu"))
+    assert widened == [True]
 
 
 def on_threads(monkeypatch: pytest.MonkeyPatch, number: int, sleeping: bool = False) -> None:
