@@ -244,7 +244,7 @@ def lots(counts: list[int], columns: int) -> list[slice]:
 class Room:
     """Memory for all that is between a lot's gathered rows and its results, in one piece: glibc then has it when the
     next lot or layer asks. Freed in several pieces it goes back to the system where these are larger together than
-    twice the largest, and its pages are new in every call: a fifth of a layer of 8 experts, bf16, H = 768, T = 1024.
+    twice the largest, and its pages are new in every call: a sixth of a layer of 8 experts, bf16, H = 768, T = 1024.
     """
 
     def __init__(self, rows: int, *pieces: tuple[int, torch.dtype]) -> None:
