@@ -31,7 +31,7 @@ from tests.crosscompile.compiling import Compiled, compile_kernel
 E, K, H, I = 128, 8, 2048, 768
 TYPES = {torch.uint8: "u8", torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv", torch.bfloat16: "bf16"}
 TYPES |= {torch.float16: "fp16"}
-TYPES |= {torch.int16: "i16"}
+TYPES |= {torch.int16: "i16", torch.float8_e5m2: "fp8e5"}
 TYPES |= {torch.float32: "fp32", torch.float64: "fp64", torch.int32: "i32"}
 
 

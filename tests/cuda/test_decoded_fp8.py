@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from moe_ops.backends import triton_plans
+from moe_ops.kernels.triton import launch
+from moe_ops.kernels.triton.launch import ExpertMM
+from moe_ops.ops import LAUNCHERS
 from tests.cuda.specialised import assert_any_number_of_rows, assert_replays, beside_tritons_tile, run
 from tests.ops.scheme_layers import FORMS, SchemeLayer, assert_contract, build, with_scales_far_apart
 
@@ -17,7 +20,11 @@ SCHEMES = sorted(triton_plans.FP8_DECODED)
 #: no wide load takes, and less than a step at the end.
 SIZES = {"whole": (8, 2, 1024, 512), "odd": (6, 2, 1152, 640), "one": (1, 1, 256, 128), "ragged": (3, 2, 1184, 320)}
 CASES = [(scheme, size) for scheme in SCHEMES for size in SIZES if scheme == "mxfp4_a8" or size != "ragged"]
+OF_FEW_TILES = [("mxfp4_a8", size, False) for size in SIZES]
 T = 4200  # more pairs than tokens are quantised for beside the sort: those are gathered
+#: Tokens whose experts have one or two tiles of rows, each of which decodes its weights, and several, for which
+#: these are decoded once.
+FEW, SEVERAL = 800, T
 
 
 def layer_of(scheme: str, tokens: int, size: str = "whole", **options: object) -> SchemeLayer:
@@ -26,13 +33,58 @@ def layer_of(scheme: str, tokens: int, size: str = "whole", **options: object) -
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("scheme", "size"), CASES)
-def test_is_as_near_to_float64_as_tritons_tile(scheme, size, form, monkeypatch):
+@pytest.mark.parametrize(("scheme", "size", "several"), [*((*case, True) for case in CASES), *OF_FEW_TILES])
+def test_is_as_near_to_float64_as_tritons_tile(scheme, size, several, form, monkeypatch):
     """A bias is added in one rounding or in two."""
-    layer = layer_of(scheme, T, size, form=form)
-    kernel = "_folded_mm" if scheme == "mxfp4_a8" else "_decoded_fp8_mm"
+    E, K = SIZES[size][:2]
+    layer = layer_of(scheme, SEVERAL if several else 200 * E // K, size, form=form)
+    kernel = "_decoded_fp8_mm" if scheme != "mxfp4_a8" else "_decoded_once_mm" if several else "_folded_mm"
     for got, other in beside_tritons_tile(layer, kernel, 2, "specialises", monkeypatch):
         assert (other.double() - got.double()).norm() <= 1e-3 * got.double().norm()
+
+
+@pytest.fixture
+def forget():
+    """What forgets the records of calls."""
+    return lambda: [launcher.forget() for launcher in LAUNCHERS.values()]
+
+
+def test_the_same_bits_wherever_weights_are_decoded(monkeypatch, forget):
+    """Once, or in every tile."""
+    layer = layer_of("mxfp4_a8", SEVERAL)
+    for format in ("grouped", "batched"):
+        once = run(layer, format)
+        with monkeypatch.context() as patched:
+            patched.setattr(ExpertMM, "decodes_once", lambda *of: False)
+            forget()
+            assert torch.equal(run(layer, format), once)
+        forget()
+
+
+@pytest.mark.parametrize("panels", [2, 3])
+@pytest.mark.parametrize("tokens", [1024, 2048, 4096, 20000])
+def test_memory_of_panels_is_written_over_again_and_again(tokens, panels, monkeypatch, forget):
+    layer = layer_of("mxfp4_a8", tokens)
+    expected = run(layer, "grouped")
+    monkeypatch.setattr(launch, "PANEL_BYTES", panels * 256 * SIZES["whole"][2])
+    forget()
+    assert torch.equal(run(layer, "grouped"), expected)
+    forget()
+
+
+def test_experts_decoded_beside_other_work():
+    """Two layers on two streams share the multiprocessors: none of their programs waits for one that cannot run."""
+    layers = [layer_of("mxfp4_a8", 20000) for _ in range(2)]
+    expected = [run(layer, "grouped") for layer in layers]
+    streams = [torch.cuda.Stream() for _ in layers]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        got = []
+        for layer, stream in zip(layers, streams, strict=True):
+            with torch.cuda.stream(stream):
+                got.append(run(layer, "grouped"))
+    torch.cuda.synchronize()
+    assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
 
 
 @pytest.mark.parametrize("tokens", [400, 1000, 5000])
@@ -43,16 +95,18 @@ def test_experts_of_any_number_of_rows(scheme, tokens):
 
 
 @pytest.mark.parametrize("format", ["grouped", "batched"])
+@pytest.mark.parametrize("tokens", [1000, 1500])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_replay_with_changed_routing_has_the_bits_of_a_call(scheme, format):
-    assert_replays(layer_of(scheme, 1000), format, SIZES["whole"][0])
+def test_a_replay_with_changed_routing_has_the_bits_of_a_call(scheme, tokens, format):
+    assert_replays(layer_of(scheme, tokens), format, SIZES["whole"][0])
 
 
 @pytest.mark.parametrize("format", ["grouped", "batched"])
+@pytest.mark.parametrize("tokens", [FEW, SEVERAL])
 @pytest.mark.parametrize("powers", [20, 26, 27, 60, 120])
-def test_scales_that_no_code_holds_beside_each_other(powers, format):
+def test_scales_that_no_code_holds_beside_each_other(powers, tokens, format):
     """Columns are taken in turns."""
-    layer = with_scales_far_apart(layer_of("mxfp4_a8", T), powers)
+    layer = with_scales_far_apart(layer_of("mxfp4_a8", tokens), powers)
     assert_contract(run(layer, format), layer)
 
 
@@ -62,10 +116,11 @@ def with_first_weights(layer: SchemeLayer, stored: torch.Tensor, scale: torch.Te
     return replace(layer, tensors=given, weights=(row.dequantize(stored, (scale,)).double(), layer.weights[1]))
 
 
+@pytest.mark.parametrize("tokens", [FEW, SEVERAL])
 @pytest.mark.parametrize("zeros", ["rows", "groups", "all"])
-def test_groups_of_zeros_have_the_smallest_scale(zeros):
+def test_groups_of_zeros_have_the_smallest_scale(zeros, tokens):
     """Beside which no turn is taken: they are 0 in any."""
-    layer = layer_of("mxfp4_a8", T)
+    layer = layer_of("mxfp4_a8", tokens)
     stored, (scale,) = layer.tensors["gate_up_proj"].clone(), layer.tensors["gate_up_scales"]
     groups = stored.view(*stored.shape[:2], -1, 16)
     where = {"rows": (slice(None), slice(3, None, 50)), "groups": (..., slice(5, None, 7), slice(None)), "all": (...,)}
@@ -77,9 +132,10 @@ def test_groups_of_zeros_have_the_smallest_scale(zeros):
         assert_contract(run(layer, format), layer)
 
 
-def test_codes_of_the_smallest_scale_count():
+@pytest.mark.parametrize("tokens", [FEW, SEVERAL])
+def test_codes_of_the_smallest_scale_count(tokens):
     """Tokens are 0 where the other codes are: what is left is what these, of 2^-127, bring."""
-    layer = with_scales_far_apart(layer_of("mxfp4_a8", T), 100)
+    layer = with_scales_far_apart(layer_of("mxfp4_a8", tokens), 100)
     scale = layer.tensors["gate_up_scales"][0].view(torch.uint8).clone()
     few = scale.clone()
     few[..., 1] = 0
@@ -92,8 +148,9 @@ def test_codes_of_the_smallest_scale_count():
     assert_contract(got[1], layer)
 
 
-def test_a_scale_that_is_no_number_stays_in_its_column():
-    layer = layer_of("mxfp4_a8", T)
+@pytest.mark.parametrize("tokens", [FEW, SEVERAL])
+def test_a_scale_that_is_no_number_stays_in_its_column(tokens):
+    layer = layer_of("mxfp4_a8", tokens)
     expert, column = 2, 77
     scale = layer.tensors["down_scales"][0].view(torch.uint8).clone()
     expected = run(layer, "grouped")

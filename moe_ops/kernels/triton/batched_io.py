@@ -10,7 +10,7 @@ from meta.schemes import WHOLE, ActivationFormat
 from moe_ops.counters import Row
 from moe_ops.kernels.triton.act_quant import group_columns, room
 from moe_ops.kernels.triton.order import line_in_order
-from moe_ops.kernels.triton.permute import COUNT_ALL_PAIRS, place_pairs, scatter_rows, store_row
+from moe_ops.kernels.triton.permute import COUNT_ALL_PAIRS, clear, place_pairs, scatter_rows, store_row
 from moe_ops.kernels.triton.record import launch
 from moe_ops.kernels.triton.util import (
     cdiv,
@@ -105,6 +105,7 @@ def dispatch(
     by_choice: bool = False,
     pdl: bool = False,
     load: Row | None = None,
+    cleared: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """Copy every pair's token to its slot: one kernel for few pairs, else one or two for the slots and one to copy.
 
@@ -117,6 +118,7 @@ def dispatch(
         form: of the rows; None for the tokens' dtype.
         order: of their columns, see `permute.scatter_rows`.
         load: the layer's counters, to which pairs that keep their slots are added, or None.
+        cleared: words i32 to make 0, or None.
 
     Returns:
         (batch [E, C, H], its scales [E, C, groups of H] or None, expert_num_tokens i32 [E] at most C,
@@ -134,8 +136,10 @@ def dispatch(
         ids = topk_ids.t() if by_choice else topk_ids
         counts, _, slots = place_pairs(ids, E, expert_map, capacity, pdl, load=load)
         slots = slots.t().contiguous() if by_choice else slots
-        scatter_rows(hidden_states, slots, topk_weights, batch, scale, pdl, group, order)
+        scatter_rows(hidden_states, slots, topk_weights, batch, scale, pdl, group, order, cleared)
         return batch, scale, counts, slots
+    if cleared is not None:
+        clear(cleared, pdl)
     counts = torch.empty(E, dtype=torch.int32, device=topk_ids.device)
     slots = torch.empty((T, TOP_K), dtype=torch.int32, device=topk_ids.device)
     hidden_states = unit_stride(hidden_states)

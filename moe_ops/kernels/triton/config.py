@@ -48,3 +48,10 @@ def are_promoted(rows: int, num_experts: int) -> bool:
     and 3082.
     """
     return rows >= max(64, min(256, 8192 // num_experts)) * num_experts
+
+
+def are_shared(rows: int, num_experts: int) -> bool:
+    """Whether experts have so many rows, all together, that decoding a weight's rows once for all tiles is faster than
+    in every tile: 256 each, two tiles (`decoded_once_mm`).
+    """
+    return rows >= 256 * num_experts

@@ -27,6 +27,7 @@ from moe_ops.kernels.triton.launch import (
     ragged_rows,
 )
 from moe_ops.kernels.triton.mm_tile import compute_tile
+from moe_ops.kernels.triton.permute import clear
 from moe_ops.kernels.triton.programs import most_registers, multiprocessors, side_by_side
 from moe_ops.kernels.triton.record import launch, on_device, with_memory
 from moe_ops.kernels.triton.util import (
@@ -165,6 +166,7 @@ def grouped_mm(
     known: bool = False,
     load: Row | None = None,
     kept: Kept = (),
+    told: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch one grouped expert GEMM, and a kernel that quantises its rows where each has one scale.
 
@@ -180,13 +182,14 @@ def grouped_mm(
         load: counters of a layer, where no kernel before knew it.
         kept: [R, ..] with unit stride, to write what stands before the activation to: of halves that do not alternate
             both, which have the same strides.
+        told: i32, `mm.words_told` of them and all 0, or None: then a kernel makes them, where there are any.
 
     Returns:
         (out [R, N], out_scale [R, groups of N], empty unless `mm.quantize_output`).
     """
     out, out_scale = mm.allocate((num_rows,), a)
     grid = (num_rows, most_tiles(num_rows, mm.num_experts, config), num_rows, False)
-    _launch(a, mm, offsets, config, (out, out_scale), grid, row_to_pair, top_k, pdl, known, load, kept)
+    _launch(a, mm, offsets, config, (out, out_scale), grid, row_to_pair, top_k, pdl, known, load, kept, told)
     if mm.out_static is not None:
         return quantize_static(out, offsets, mm.out_static, mm.form, pdl=pdl)
     if mm.quantize_output and not mm.quantizes_in_tile:
@@ -204,6 +207,7 @@ def batched_mm(
     pdl: bool = False,
     known: bool = False,
     load: Row | None = None,
+    told: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch one batched expert GEMM, and a kernel that quantises its rows where each has one scale.
 
@@ -215,6 +219,7 @@ def batched_mm(
         pdl: start while the kernel before still runs (programmatic dependent launch).
         known: the same of `expert_num_tokens` as of `offsets` in `grouped_mm`.
         load: counters of a layer, where no kernel before knew it.
+        told: as in `grouped_mm`.
 
     Returns:
         (out [E, C, N], out_scale [E, C, groups of N], empty unless `mm.quantize_output`). Rows past an
@@ -227,7 +232,7 @@ def batched_mm(
         rows, row_tiles = min(rows, most_rows), min(row_tiles, most_tiles(most_rows, E, config))
     outputs = (out.view(E * C, mm.out_features), out_scale)
     grid = (rows, row_tiles, C, True)
-    _launch(batch.view(E * C, K), mm, expert_num_tokens, config, outputs, grid, None, 0, pdl, known, load)
+    _launch(batch.view(E * C, K), mm, expert_num_tokens, config, outputs, grid, None, 0, pdl, known, load, told=told)
     if mm.out_static is not None:
         return quantize_static(out, expert_num_tokens, mm.out_static, mm.form, pdl=pdl)
     if mm.quantize_output and not mm.quantizes_in_tile:
@@ -253,6 +258,7 @@ def _launch(
     known: bool,
     load: Row | None,
     kept: Kept = (),
+    told: torch.Tensor | None = None,
 ) -> None:
     """Launch a kernel on rows `a` [rows, K]; `grid`: (bounds on the rows of all experts and on row tiles, num_rows,
     batched).
@@ -264,7 +270,12 @@ def _launch(
     as_they_come = row_to_pair is None and load is None and descriptor_strides(a, inner=1)
     in_order = not mm.is_decoded or (mm.rows_order and a.dtype == torch.bfloat16)
     if as_they_come and in_order and mm.specialises(config):
-        if mm.folds_scales:
+        if words := mm.words_told(config, rows):
+            if told is None:
+                told = clear(a.new_empty(words, dtype=torch.int32), pdl)
+            of = _of_decoded_once(a, mm, extents, config, outputs, told)
+            _launch_specialised(mm, of, grid, a.device, pdl)
+        elif mm.folds_scales:
             _launch_specialised(mm, _of_promoted(a, mm, extents, config, outputs), grid, a.device, pdl)
         elif mm.waits_for_scales:
             _launch_specialised(mm, _of_decoded_fp8(a, mm, extents, config, out), grid, a.device, pdl)
@@ -370,6 +381,24 @@ def _of_promoted(
     scales = (mm.weight_scale, mm.up_scale_offset)
     tensors = (made.a_desc, mm.rows_scale, extents, made.w_desc, *scales, mm.bias, made.out_desc, out_scale)
     return _folded_mm_kernel if mm.folds_scales else _promoted_mm_kernel, made, tensors, 4
+
+
+def _of_decoded_once(
+    a: torch.Tensor,
+    mm: ExpertMM,
+    extents: torch.Tensor,
+    config: MMConfig,
+    outputs: tuple[torch.Tensor, torch.Tensor],
+    told: torch.Tensor,
+) -> Specialised:
+    """A launch of `decoded_once_mm`."""
+    from moe_ops.kernels.triton.decoded_once_mm import _decoded_once_mm_kernel
+
+    out, out_scale = outputs
+    made, memory, memory_desc = mm.prepare_decoded_once(a, out, config)
+    weights = (mm.weight, made.w_desc, mm.up_offset, mm.weight_scale, mm.up_scale_offset)
+    tensors = (made.a_desc, mm.rows_scale, extents, *weights, memory, memory_desc, told, mm.bias)
+    return _decoded_once_mm_kernel, made, (*tensors, made.out_desc, out_scale), 4
 
 
 def _launch_specialised(

@@ -98,7 +98,7 @@ def _bring(given, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def _at(first, group, K: gl.constexpr, STRIDE: gl.constexpr, WIDE: gl.constexpr):
+def four_scales(first, group, K: gl.constexpr, STRIDE: gl.constexpr, WIDE: gl.constexpr):
     """The bytes of four scales of columns, from number `group` on, in a word; the last stands in for those behind it.
     `first` is where that of column 0 is; WIDE: how many of a row may be loaded at once.
     """
@@ -162,11 +162,11 @@ def _look_up(given, looked, extents, num_rows, SIZES: gl.constexpr):
             half = row * 0
             row = gl.minimum(n_tile * 2 * HALF + row, (N if GLU == NOT_GATED else 2 * N) - 1)
         first = of_rows(scale, apart, expert, row, half, N, PACKED[3], PACKED[5], STRIDES)
-        four = _at(first, 0, K, STRIDES[2], PACKED[9])
+        four = four_scales(first, 0, K, STRIDES[2], PACKED[9])
         for step in range(STEPS):
             slot = place % OF_CODES
             # Before the step's arithmetic, which hides that it comes from memory.
-            next_four = _at(first, gl.minimum(step + 1, STEPS - 1) * 4, K, STRIDES[2], PACKED[9])
+            next_four = four_scales(first, gl.minimum(step + 1, STEPS - 1) * 4, K, STRIDES[2], PACKED[9])
             largest, smallest, lowest, none = row * 0, row * 0 + NAN_SCALE, row * 0 + NAN_SCALE, row * 0
             for byte in gl.static_range(4):
                 exponent = (four >> (8 * byte)) & 0xFF
@@ -190,25 +190,12 @@ def _look_up(given, looked, extents, num_rows, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def _decoded(words, four, down, ALL: gl.constexpr):
-    """e5m2, four in a word [CHUNK, 2 * WORDS], of words of eight codes whose groups' powers of two are the bytes of
-    `four`, where ALL are from 0 to WINDOW. Else those are that are as exponents of words `four`[0] from `four`[1] on
-    less `down`, and others' codes become 0.
+def e5m2_of(words, low, high):
+    """e5m2, four in a word, two words for each of eight codes. `low` and `high` are their tables, of magnitudes 0 to 3
+    and 4 to 7.
     """
-    group = gl.arange(0, WORDS, layout=gl.SliceLayout(0, OF_WORDS))[None, :] // 4
-    if ALL:
-        power = (four[:, None] >> (group * 8)) & 0xFF
-        low, high = power * LOW_POWER + LOW_BYTES, power * HIGH_POWER + HIGH_BYTES
-    else:
-        exponent = (four[0][:, None] >> (group * 8)) & 0xFF
-        power = exponent - (_tops(four[1]) - WINDOW - down)[:, None]
-        counts = (power >= 0) & (power <= WINDOW) & (exponent != NAN_SCALE)
-        low = gl.where(counts, power * LOW_POWER + LOW_BYTES, 0)
-        high = gl.where(counts, power * HIGH_POWER + HIGH_BYTES, 0)
-        low = gl.where(exponent == NAN_SCALE, NO_NUMBER, low)
-        high = gl.where(exponent == NAN_SCALE, NO_NUMBER, high)
     # Signs go to the upper bit of a byte; magnitudes come from a table of eight bytes, by selectors of four bits.
-    first, second = gl.inline_asm_elementwise(
+    return gl.inline_asm_elementwise(
         """
         {
         .reg .b32 up, magnitude, signs, others;
@@ -229,6 +216,27 @@ def _decoded(words, four, down, ALL: gl.constexpr):
         is_pure=True,
         pack=1,
     )
+
+
+@gluon.jit
+def _decoded(words, four, down, ALL: gl.constexpr):
+    """e5m2, four in a word [CHUNK, 2 * WORDS], of words of eight codes whose groups' powers of two are the bytes of
+    `four`, where ALL are from 0 to WINDOW. Else those are that are as exponents of words `four`[0] from `four`[1] on
+    less `down`, and others' codes become 0.
+    """
+    group = gl.arange(0, WORDS, layout=gl.SliceLayout(0, OF_WORDS))[None, :] // 4
+    if ALL:
+        power = (four[:, None] >> (group * 8)) & 0xFF
+        low, high = power * LOW_POWER + LOW_BYTES, power * HIGH_POWER + HIGH_BYTES
+    else:
+        exponent = (four[0][:, None] >> (group * 8)) & 0xFF
+        power = exponent - (_tops(four[1]) - WINDOW - down)[:, None]
+        counts = (power >= 0) & (power <= WINDOW) & (exponent != NAN_SCALE)
+        low = gl.where(counts, power * LOW_POWER + LOW_BYTES, 0)
+        high = gl.where(counts, power * HIGH_POWER + HIGH_BYTES, 0)
+        low = gl.where(exponent == NAN_SCALE, NO_NUMBER, low)
+        high = gl.where(exponent == NAN_SCALE, NO_NUMBER, high)
+    first, second = e5m2_of(words, low, high)
     return gl.join(first, second).reshape([CHUNK, 2 * WORDS])
 
 

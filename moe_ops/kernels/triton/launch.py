@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -17,7 +17,7 @@ from meta.checks import fail
 from meta.operands import Operand
 from meta.schemes import WHOLE, ActivationFormat
 from moe_ops.kernels.triton.codes import CODE_NUMBERS, codes_of_word
-from moe_ops.kernels.triton.config import MMConfig, are_promoted
+from moe_ops.kernels.triton.config import MMConfig, are_promoted, are_shared
 from moe_ops.kernels.triton.packed_fp8_tile import step_columns
 from moe_ops.kernels.triton.tile_loads import (
     CONCAT,
@@ -115,6 +115,7 @@ FEW_REGISTERS = 80  # of its threads when they start; those that multiply have 1
 FEW_COLUMNS = 64  # of an output that it writes at once
 MOST_STEPS = 8  # of it that are on their way
 PROMOTED_ROWS = 128  # of tokens, in a tile of `promoted_mm`
+PANEL_BYTES = 128 * 2**20  # of decoded weights, at most; as many as L2 holds are in use at a time
 
 
 def hopper_with_gluon(device: torch.device) -> bool:
@@ -580,9 +581,10 @@ class ExpertMM:
         size = 1 if self.quantizes_in_tile else 4 if self.quantize_output else self.out_dtype.itemsize
         return taken and self.out_features * size % 16 == 0 and hopper_with_gluon(self.weight.device)
 
-    def prepare_promoted(self, a: torch.Tensor, out: torch.Tensor, config: MMConfig) -> Launch:
+    def prepare_promoted(self, a: torch.Tensor, out: torch.Tensor, config: MMConfig, *, beside: int = 0) -> Launch:
         """The same for `promoted_mm` and `folded_mm`, whose tile is one of theirs: two boxes of rows and two of weight
-        rows a step; how many steps there is room for, `folded_mm` knows by itself.
+        rows a step; how many steps there is room for, `folded_mm` knows by itself. `beside`: bytes of shared memory
+        for something else.
         """
         from moe_ops.kernels.triton.promoted_mm import HALF, ROWS, STEP, columns_of
 
@@ -592,7 +594,7 @@ class ExpertMM:
         if self.glu == CONCAT.value:
             weights.block_shape[1] = 1  # a box is of one half
         step = 2 * (ROWS.value + HALF.value) * STEP.value
-        room = TYPICAL.shared_kib * 1024 - PROGRAM_BYTES - 2 * ROWS.value * at_once * out.element_size()
+        room = TYPICAL.shared_kib * 1024 - PROGRAM_BYTES - 2 * ROWS.value * at_once * out.element_size() - beside
         block = (PROMOTED_ROWS, 2 * HALF.value, STEP.value, config.group_m, next_power_of_2(self.num_experts), 0)
         return Launch(
             a_desc=for_gluon(TensorDescriptor(a, list(a.shape), list(a.stride()), [ROWS.value, STEP.value])),
@@ -604,6 +606,38 @@ class ExpertMM:
             walk=TILE_BY_TILE.value,
             n_tiles=cdiv(self.out_features, columns),
         )
+
+    def decodes_once(self, config: MMConfig, rows: int) -> bool:
+        """Whether `decoded_once_mm` takes the product of so many rows by descriptor, not `folded_mm`."""
+        return self.folds_scales and are_shared(rows, self.num_experts) and self.specialises(config)
+
+    def words_told(self, config: MMConfig, rows: int) -> int:
+        """How many words, which something has to make 0 before, programs of the product tell one another; 0 where they
+        tell nothing.
+        """
+        if not self.decodes_once(config, rows):
+            return 0
+        from moe_ops.kernels.triton.decoded_once_mm import COUNTERS
+        from moe_ops.kernels.triton.promoted_mm import STEP, columns_of
+
+        panels = self.num_experts * cdiv(self.out_features, columns_of(self.glu)[0])
+        return COUNTERS.value + panels * (1 + cdiv(self.in_features, STEP.value)) + 32  # which a warp reads at once
+
+    def prepare_decoded_once(
+        self, a: torch.Tensor, out: torch.Tensor, config: MMConfig
+    ) -> tuple[Launch, torch.Tensor, Any]:
+        """The same for `decoded_once_mm`, with the memory that it decodes panels to and a descriptor of that; `block`
+        ends with how many of them there is room for.
+        """
+        from moe_ops.kernels.triton.decoded_once_mm import CODE_BYTES
+        from moe_ops.kernels.triton.promoted_mm import HALF, STEP
+
+        made = self.prepare_promoted(a, out, config, beside=CODE_BYTES)
+        columns = cdiv(self.in_features, STEP.value) * STEP.value
+        panels = min(self.num_experts * made.n_tiles, max(2, PANEL_BYTES // (2 * HALF.value * columns)))
+        memory = a.new_empty((panels * 2 * HALF.value, columns), dtype=torch.float8_e5m2)
+        box = TensorDescriptor(memory, list(memory.shape), list(memory.stride()), [HALF.value, STEP.value])
+        return replace(made, block=(*made.block, panels)), memory, for_gluon(box)
 
     def prepare_decoded_fp8(self, a: torch.Tensor, out: torch.Tensor, config: MMConfig) -> Launch:
         """The same for `decoded_fp8_mm`, whose tile is one of its own."""

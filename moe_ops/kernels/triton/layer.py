@@ -73,6 +73,14 @@ class Ends(NamedTuple):
     deliver: Callable[..., None]
 
 
+class Told(NamedTuple):
+    """Words of both products, see `ExpertMM.words_told`, and of each; None where there are none."""
+
+    both: Tensor | None = None
+    first: Tensor | None = None
+    second: Tensor | None = None
+
+
 #: Makes the tokens' results of rows, the row of every pair, and the weights.
 Collect = Callable[[Tensor, Tensor, Tensor | None], Any]
 
@@ -212,6 +220,7 @@ class Layer:
             arrive()  # the sort's kernel quantises the tokens
             arrive, pdl = None, False  # it waits for more than the kernel before it
         offsets, row_to_pair, pair_to_row = permute.sort_pairs(*sorting, pdl=pdl, rows=beside, load=self.load)
+        told = self._told(plan, topk_ids, topk_ids.numel()) if copied else Told()
         if arrive is not None:
             arrive()
             pdl = False
@@ -222,13 +231,13 @@ class Layer:
             gather, tokens = None, act_quant.quantize_static(rows, offsets, static, self.form, pairs, pdl=pdl)
         elif copied:
             order = self.up.order(self._tiles(plan)[0])
-            gather, tokens = None, self._sorted(hidden_states, pair_to_row, before, pdl, order)
+            gather, tokens = None, self._sorted(hidden_states, pair_to_row, before, pdl, order, told.both)
         else:
             gather = row_to_pair
             tokens = self._quantized(hidden_states, pdl) if beside is None else (beside.quantized, beside.scale)
-        h = self._gemm_1(plan, Routed(after, None, offsets, gather, pair_to_row, *tokens), pdl)
+        h = self._gemm_1(plan, Routed(after, None, offsets, gather, pair_to_row, *tokens), pdl, told.first)
         del tokens  # copies of many rows: their memory is GEMM 2's
-        y = self._gemm_2(plan, *h, offsets, pair_to_row)
+        y = self._gemm_2(plan, *h, offsets, pair_to_row, told.second)
         return (collect or self._combined())(y, pair_to_row, after)
 
     def _copies_rows(self, plan: Plan, topk_ids: Tensor) -> bool:
@@ -267,16 +276,19 @@ class Layer:
         topk_weights: Tensor | None,
         pdl: bool,
         order: tuple[int, int] | None,
+        cleared: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Tokens by expert, times `topk_weights` if given, and their scales, as the products take them."""
+        """Tokens by expert, times `topk_weights` if given, and their scales, as the products take them; the words
+        `cleared` become 0.
+        """
         rows = hidden_states.data
         if not self.quantizes or hidden_states.scales:
-            made = [permute.gather_rows(rows, pair_to_row, topk_weights, pdl=pdl, order=order)]
+            made = [permute.gather_rows(rows, pair_to_row, topk_weights, pdl=pdl, order=order, cleared=cleared)]
             made += [permute.gather_rows(scale, pair_to_row, pdl=pdl) for scale in hidden_states.scales]
             return made[0], made[1] if len(made) > 1 else None
         quantized, scale = act_quant.room((pair_to_row.numel(), rows.shape[1]), self.form, rows.device)
         group = act_quant.group_columns(self.form, rows.shape[1])
-        permute.scatter_rows(rows, pair_to_row, topk_weights, quantized, scale, pdl, group)
+        permute.scatter_rows(rows, pair_to_row, topk_weights, quantized, scale, pdl, group, cleared=cleared)
         return quantized, scale
 
     def run_routed(
@@ -314,12 +326,21 @@ class Layer:
         tokens = Operand(routed.tokens, self.form, scales)
         return self.run(plan, tokens, routed.topk_weights, routed.topk_ids)
 
-    def _gemm_1(self, plan: Plan, routed: Routed, pdl: bool) -> tuple[Tensor, Tensor]:
+    def _told(self, plan: Plan, topk_ids: Tensor, rows: int) -> Told:
+        """What programs of the products of so many rows tell one another, for a kernel before them to make 0."""
+        products = zip((self._first(), self.down), self._tiles(plan), strict=True)
+        first, second = (mm.words_told(tile, rows) for mm, tile in products)
+        if not first + second:
+            return Told()
+        both = topk_ids.new_empty(first + second, dtype=torch.int32)
+        return Told(both, both[:first] if first else None, both[first:] if second else None)
+
+    def _gemm_1(self, plan: Plan, routed: Routed, pdl: bool, told: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Activated rows by expert and their scales, of rows that `routed.row_to_pair` gathers from tokens, or of
         sorted rows.
         """
         pairs = routed.pair_to_row
-        rows = {"num_rows": pairs.numel(), "pdl": pdl}
+        rows = {"num_rows": pairs.numel(), "pdl": pdl, "told": told}
         gathered = routed.row_to_pair is not None
         first, second = self._tiles(plan, gathered)
         orders = {"rows_order": self.up.order(first), "out_order": self.down.order(second)}
@@ -327,9 +348,18 @@ class Layer:
         gather = {"row_to_pair": routed.row_to_pair, "top_k": pairs.shape[1] if gathered else 0}
         return launch_grouped_mm(routed.tokens, up, routed.offsets, first, known=not gathered, **gather, **rows)
 
-    def _gemm_2(self, plan: Plan, h: Tensor, h_scale: Tensor, offsets: Tensor, pair_to_row: Tensor) -> Tensor:
+    def _gemm_2(
+        self,
+        plan: Plan,
+        h: Tensor,
+        h_scale: Tensor,
+        offsets: Tensor,
+        pair_to_row: Tensor,
+        told: Tensor | None = None,
+    ) -> Tensor:
         """The experts' results, from the rows of GEMM 1."""
         rows: dict[str, Any] = {"num_rows": pair_to_row.numel(), "pdl": pdl_launches(h.device), "known": True}
+        rows["told"] = told
         tile = self._tiles(plan)[1]
         return launch_grouped_mm(h, self._second(h_scale, self.down.order(tile)), offsets, tile, **rows)[0]
 
@@ -339,8 +369,9 @@ class Layer:
         order, out_order, static = self.up.order(first), self.down.order(second), self.up.operand.static
         form = None if hidden_states.scales or static is not None else self.form
         routing = (topk_ids, self.up.num_experts, self.capacity, self.expert_map, before)
+        told = self._told(plan, topk_ids, min(topk_ids.numel(), self.up.num_experts * self.capacity))
         batch, batch_scale, counts, slots = batched_io.dispatch(
-            hidden_states.data, *routing, form=form, order=order, pdl=pdl, load=self.load
+            hidden_states.data, *routing, form=form, order=order, pdl=pdl, load=self.load, cleared=told.both
         )
         if hidden_states.scales:
             scales = hidden_states.scales[0]
@@ -350,8 +381,9 @@ class Layer:
             batch, batch_scale = act_quant.quantize_static(batch, counts, static, self.form, pdl=pdl)
         bound = {"most_rows": topk_ids.numel(), "pdl": pdl}
         up = replace(self._first(), rows_scale=batch_scale, rows_order=order, out_order=out_order)
-        h, h_scale = launch_batched_mm(batch, up, counts, first, **bound)
-        y, _ = launch_batched_mm(h, self._second(h_scale, out_order), counts, second, known=True, **bound)
+        h, h_scale = launch_batched_mm(batch, up, counts, first, told=told.first, **bound)
+        down = self._second(h_scale, out_order)
+        y, _ = launch_batched_mm(h, down, counts, second, known=True, told=told.second, **bound)
         return combine.combine(y.flatten(0, 1), slots, after, pdl=pdl)
 
     @property

@@ -29,6 +29,7 @@ from moe_ops.kernels.triton.util import (
     unit_stride,
 )
 
+CLEARED = tl.constexpr(256)  # words that a program makes 0 at a time
 COUNT_ALL_PAIRS = 4096  # up to here R^2 comparisons, spread over all multiprocessors, beat a second kernel
 CHUNK = 128  # pairs ranked against one another at once in the large path
 MULTIPROCESSORS = TYPICAL.multiprocessors  # about how many programs run side by side
@@ -370,12 +371,36 @@ def store_row(
 
 
 @triton.jit
+def _clear(words_ptr, part, parts, COUNT):
+    """Make words 0, this part of so many of them."""
+    for first in range(part * CLEARED, COUNT, parts * CLEARED):
+        word = first + tl.arange(0, CLEARED)
+        tl.store(words_ptr + word, tl.zeros([CLEARED], tl.int32), mask=word < COUNT)
+
+
+@triton.jit
+def _clear_kernel(words_ptr, COUNT, PDL: tl.constexpr):
+    pdl_wait(PDL)
+    pdl_release(PDL)
+    _clear(words_ptr, tl.program_id(0), tl.num_programs(0), COUNT)
+
+
+def clear(words: torch.Tensor, pdl: bool) -> torch.Tensor:
+    """`words` i32, made 0."""
+    grid = (cdiv(words.numel(), CLEARED.value),)
+    launch(_clear_kernel, grid, words, words.numel(), PDL=pdl, num_warps=4, launch_pdl=pdl)
+    return words
+
+
+@triton.jit
 def _scatter_rows_kernel(
     hidden_ptr,
     weights_ptr,
     pair_to_row_ptr,
     rows_ptr,
     scale_ptr,
+    cleared_ptr,
+    CLEARED_COUNT,
     H,
     stride_t,
     TOP_K: tl.constexpr,
@@ -385,7 +410,7 @@ def _scatter_rows_kernel(
     PDL: tl.constexpr,
 ):
     """One program reads BLOCK_H columns of one token once and writes them to each of its TOP_K rows, or to the row of
-    its number.
+    its number. All together make words 0, if there are any.
 
     Bytes: T H sizeof(element) + R H sizeof(row element).
     """
@@ -399,6 +424,9 @@ def _scatter_rows_kernel(
         row = t if pair_to_row_ptr is None else tl.load(pair_to_row_ptr + t * TOP_K + k)
         weight = None if weights_ptr is None else tl.load(weights_ptr + t * TOP_K + k).to(tl.float32)
         store_row(x, weight, row, row >= 0, h_start, rows_ptr, scale_ptr, H, BLOCK_H, GROUP)
+    if cleared_ptr is not None:
+        programs = tl.num_programs(0) * tl.num_programs(1)
+        _clear(cleared_ptr, t * tl.num_programs(1) + tl.program_id(1), programs, CLEARED_COUNT)
 
 
 def scatter_rows(
@@ -410,15 +438,18 @@ def scatter_rows(
     pdl: bool,
     group: int = 0,
     order: tuple[int, int] | None = None,
+    cleared: torch.Tensor | None = None,
 ) -> None:
     """Write token t, times its k-th weight if given, to `rows[pair_to_row[t, k]]` where that is not -1, or to row t.
 
     With a `group` of columns that share a scale the rows are quantised here, their scales go to `rows_scale`; with an
-    `order` (`order`), whose columns divide H, theirs are in it.
+    `order` (`order`), whose columns divide H, theirs are in it. The words `cleared` i32 become 0.
     """
     T, H = hidden_states.shape
     TOP_K = 1 if pair_to_row is None else pair_to_row.shape[1]
     if T == 0 or TOP_K == 0 or H == 0:
+        if cleared is not None:
+            clear(cleared, pdl)
         return
     hidden_states = unit_stride(hidden_states)
     columns = order[0] if order else 0
@@ -431,6 +462,8 @@ def scatter_rows(
         None if pair_to_row is None else pair_to_row.contiguous(),
         rows,
         rows_scale,
+        cleared,
+        0 if cleared is None else cleared.numel(),
         H,
         hidden_states.stride(0),
         TOP_K=TOP_K,
@@ -450,6 +483,7 @@ def gather_rows(
     *,
     pdl: bool = False,
     order: tuple[int, int] | None = None,
+    cleared: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Expert-sorted copies of the tokens.
 
@@ -457,12 +491,12 @@ def gather_rows(
         hidden_states: [T, H], any row stride.
         pair_to_row: i32 [T, K], from `sort_pairs`, or None for copies in the order that they have.
         topk_weights: [T, K] any float dtype, or None: multiplied in fp32, then rounded to the dtype of hidden_states.
-        order: of their columns, see `scatter_rows`.
+        order, cleared: see `scatter_rows`.
 
     Returns:
         rows [T * K, H], or [T, H]; rows that no pair maps to are uninitialised.
     """
     T, H = hidden_states.shape
     rows = hidden_states.new_empty((T if pair_to_row is None else pair_to_row.numel(), H))
-    scatter_rows(hidden_states, pair_to_row, topk_weights, rows, None, pdl, order=order)
+    scatter_rows(hidden_states, pair_to_row, topk_weights, rows, None, pdl, order=order, cleared=cleared)
     return rows

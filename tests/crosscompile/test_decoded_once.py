@@ -1,0 +1,141 @@
+"""Products of e2m1 codes that are decoded once, in Gluon, compile for Hopper: no sum spills, nothing waits."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ops.kernels.triton import expert_mm, launch
+from moe_ops.kernels.triton.decoded_once_mm import COUNTERS, _decoded_once_mm_kernel
+from moe_ops.kernels.triton.folded_mm import _folded_mm_kernel
+from moe_ops.kernels.triton.launch import ExpertMM
+from moe_ops.kernels.triton.layer import fit
+from moe_ops.kernels.triton.permute import _clear_kernel
+from tests.crosscompile.compiling import Compiled, compile_kernel
+from tests.crosscompile.test_decoded_fp8 import MANY, product
+from tests.crosscompile.test_packed import TYPES, descriptor
+
+
+def compile_product(mm: ExpertMM, *, experts: int = 8, swapped: bool = False) -> Compiled:
+    rows = torch.empty(512, mm.in_features, dtype=torch.float8_e4m3fn)
+    out, _ = mm.allocate((512,), rows)
+    made, _, memory_desc = mm.prepare_decoded_once(rows, out, MANY)
+    arguments = {
+        "a_desc": descriptor(made.a_desc), "a_scale": "*fp32:16", "extents": "*i32:16", "w": "*u8:16",
+        "w_desc": descriptor(made.w_desc), "up_offset": "i32",
+        "w_scale": f"*{TYPES[mm.weight_scale.dtype]}:16", "up_scale_offset": "i32", "memory": "*fp8e5:16",
+        "memory_desc": descriptor(memory_desc), "told": "*i32:16", "bias": None if mm.bias is None else "*bf16:16",
+        "out_desc": descriptor(made.out_desc), "out_scale": "*fp32:16", "num_rows": "i32", "alpha": "fp32",
+        "limit": "fp32",
+    }  # fmt: skip
+    constants = {
+        **{"E": experts, "N": mm.out_features, "K": mm.in_features, "STRIDES": made.strides},
+        **{"BLOCK": (*made.block[:4], 1 << (experts - 1).bit_length(), *made.block[5:]), "GLU": mm.glu},
+        **{"ACTIVATION": mm.activation, "SWAPPED": swapped, "SCHEME": mm.scheme, "BATCHED": False, "PDL": True},
+    }
+    kernel = compile_kernel(
+        _decoded_once_mm_kernel,
+        {name: kind for name, kind in arguments.items() if kind is not None},
+        {**constants, **{name: None for name, kind in arguments.items() if kind is None}},
+        num_warps=4,
+        launch_pdl=True,
+    )
+    assert kernel.loops and not kernel.serialised and kernel.shared <= 227 * 1024
+    return kernel
+
+
+@pytest.mark.parametrize(
+    ("layout", "experts"), [*((layout, 8) for layout in ("concat", "interleaved", "none", None)), ("concat", 512)]
+)
+def test_compiles(layout: str | None, experts: int) -> None:
+    """Both groups of warps take decoded numbers from shared memory; nothing of theirs leaves registers in a step."""
+    kernel = compile_product(product("mxfp4_a8", layout, bias=layout == "concat"), experts=experts)
+    assert set(re.findall(r"QGMMA\S+", kernel.sass)) == {"QGMMA.64x128x32.F32.E4M3.E5M2"}
+    steps = [body for body in kernel.loops if sum("QGMMA" in line[1] for line in body) == 8]
+    assert len(steps) >= 2, "one for each group of warps"
+    for body in sorted(steps, key=len)[:2]:
+        assert len(body) < 260
+        assert not [line for line in body if line[1].startswith(("LDL", "STL"))]
+    assert "CCTL" not in kernel.sass, "what is waited for is not acquired, which would empty L1"
+
+
+@pytest.mark.parametrize("sizes", [(1184, 320), (1216, 320)], ids=["one_by_one", "in_pairs"])
+def test_compiles_for_scales_that_no_wide_load_takes(sizes: tuple[int, int]) -> None:
+    compile_product(product("mxfp4_a8", "concat", sizes=sizes))
+
+
+@pytest.mark.parametrize("swapped", [False, True], ids=["gate_first", "up_first"])
+def test_the_gate_comes_first_wherever_it_is(swapped: bool) -> None:
+    """The descriptor begins with the half of the lower address; scales are looked up in the order of the halves."""
+    ptx = compile_product(product("mxfp4_a8", "concat"), swapped=swapped).ptx
+    constants = dict(re.findall(r"mov\.b32\s+(%r\d+), (\d+);", ptx))
+    loads = re.findall(r"tensor\.4d\.shared::cluster\S+ \[[^]]+\], \[[^,]+, \{([^}]*)\}\]", ptx)
+    halves = [constants.get(load.split(", ")[2]) for load in loads]
+    assert halves == (["1", "0"] if swapped else ["0", "1"])
+
+
+def launches(mm: ExpertMM, rows: int, monkeypatch: pytest.MonkeyPatch, **given: Any) -> list[tuple[Any, dict]]:
+    """Kernels and their arguments, of a product of so many rows on a Hopper GPU."""
+    launched: list[tuple[Any, dict]] = []
+    monkeypatch.setattr(expert_mm, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: True)
+    for module in (expert_mm, expert_mm.clear.__globals__):
+        note = lambda kernel, grid, *args, **options: launched.append(  # noqa: E731
+            (kernel, dict(zip(kernel.arg_names, args, strict=False)))
+        )
+        monkeypatch.setitem(module if isinstance(module, dict) else vars(module), "launch", note)
+    mm = replace(mm, rows_scale=torch.ones(rows, mm.in_features // 128))
+    a, extents = torch.empty(rows, mm.in_features, dtype=torch.float8_e4m3fn), torch.tensor([100, rows]).int()
+    launched.append((None, {"results": expert_mm.grouped_mm(a, mm, extents, MANY, num_rows=rows, pdl=True, **given)}))
+    return launched
+
+
+@pytest.mark.parametrize(("rows", "once"), [(256, False), (511, False), (512, True), (2000, True)])
+def test_which_products_it_takes(rows: int, once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of experts that have two tiles of rows each; programs' words are made 0 before, unless they are given so."""
+    mm = product("mxfp4_a8", "concat")
+    kernels = [kernel for kernel, _ in launches(mm, rows, monkeypatch)[:-1]]
+    assert kernels == ([_clear_kernel, _decoded_once_mm_kernel] if once else [_folded_mm_kernel])
+    words = mm.words_told(fit(MANY, mm), rows)
+    assert (words > 0) == once
+    given = torch.zeros(words, dtype=torch.int32) if once else None
+    kernels = [kernel for kernel, _ in launches(mm, rows, monkeypatch, told=given)[:-1]]
+    assert kernels == [_decoded_once_mm_kernel if once else _folded_mm_kernel]
+
+
+@pytest.mark.parametrize("layout", ["concat", "interleaved", None], ids=str)
+def test_every_argument_of_a_launch_has_its_place(layout: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    mm = product("mxfp4_a8", layout, bias=True)
+    (_, cleared), (_, launched), (_, returned) = launches(mm, 512, monkeypatch)
+    out, out_scale = returned["results"]
+    assert list(launched) == _decoded_once_mm_kernel.arg_names
+    scale, panels, steps = (
+        mm.decoding["groups"],
+        2 * -(-mm.out_features // (128 if layout else 256)),
+        mm.in_features // 128,
+    )
+    assert launched["told"] is cleared["words_ptr"] and launched["told"].dtype == torch.int32
+    assert launched["told"].numel() == COUNTERS.value + panels * (1 + steps) + 32 == cleared["COUNT"]
+    assert launched["memory"].shape == (panels * 256, steps * 128) and launched["BLOCK"][7] == panels
+    bases = {"w": mm.weight, "w_desc": mm.weight, "memory_desc": launched["memory"], "out_desc": out, "bias": mm.bias}
+    for name, tensor in (bases | {"w_scale": scale.tensor, "out_scale": out_scale}).items():
+        assert getattr(launched[name], "base", launched[name]).data_ptr() == tensor.data_ptr(), name
+    sizes = {"num_rows": 512, "E": 2, "N": mm.out_features, "K": mm.in_features, "GLU": mm.glu, "SWAPPED": False}
+    sizes |= {"up_offset": mm.up_offset, "up_scale_offset": scale.up_offset, "PDL": True, "BATCHED": False}
+    assert {name: launched[name] for name in sizes} == sizes
+
+
+def test_memory_of_panels_is_bounded() -> None:
+    """However large the weights are."""
+    mm = product("mxfp4_a8", None, sizes=(256, 14336))
+    for experts in (2, 64):
+        weight = mm.operand.data[:1].expand(experts, -1, -1)
+        scales = tuple(scale[:1].expand(experts, -1, -1) for scale in mm.operand.scales)
+        many = replace(mm, operand=replace(mm.operand, data=weight, scales=scales))
+        rows = torch.empty(512, many.in_features, dtype=torch.float8_e4m3fn)
+        made, memory, _ = many.prepare_decoded_once(rows, many.allocate((512,), rows)[0], MANY)
+        assert memory.nbytes == made.block[7] * 256 * 14336 <= launch.PANEL_BYTES
