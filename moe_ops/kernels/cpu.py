@@ -170,21 +170,20 @@ def linear(
         x, out = x[batched:], result[batched:]
     else:
         out = result
-    if plain and bias is None and whole:
-        # Views at once: where weights fill the caches, what an interpreter reads for each of them is in memory.
-        matrices = transposed.unbind() if 2 * len(spans) >= len(transposed) else transposed
+    # Views at once: where weights fill the caches, what an interpreter reads for each of them is in memory.
+    matrices = transposed.unbind() if plain and 2 * len(spans) >= len(transposed) else transposed
+    if whole:
         parts = zip(torch.split_with_sizes(x, lengths), torch.split_with_sizes(out, lengths), strict=True)
-        for (expert, _, _), (part, to) in zip(spans, parts, strict=True):
-            torch.mm(part, matrices[expert], out=to)
-        return result
-    for expert, start, end in spans:
+    else:
+        parts = zip(*([tensor[start:end] for _, start, end in spans] for tensor in (x, out)), strict=True)
+    for (expert, _, _), (part, to) in zip(spans, parts, strict=True):
         if plain and bias is None:
-            torch.mm(x[start:end], transposed[expert], out=out[start:end])
+            torch.mm(part, matrices[expert], out=to)
         elif plain and bias is not None:
-            torch.addmm(bias[expert], x[start:end], transposed[expert], out=out[start:end])
+            torch.addmm(bias[expert], part, matrices[expert], out=to)
         else:
-            y = product(x[start:end], operand.of_expert(expert).t())
-            out[start:end] = y if bias is None else y.to(accumulation_dtype(y.dtype)) + bias[expert]
+            y = product(part, operand.of_expert(expert).t())
+            to.copy_(y if bias is None else y.to(accumulation_dtype(y.dtype)) + bias[expert])
     return result
 
 
