@@ -10,10 +10,10 @@ Memory is that of the panels which programs multiply with at a time and as many 
 earlier one when all tiles of that are done. Programs draw tiles and what they decode in order, from two counters: what
 a program waits for was drawn before, by one that runs. However few programs run at once, all get done.
 
-us of a layer on an H200 by fp8_block128, `folded_mm` and this kernel: Qwen3-30B-A3B, T = 2048 (128 rows an expert) 305,
-395, 500, T = 4096 488, 677, 660, T = 16384 1568, 2237, 1789; Mixtral-8x7B, T = 4096 (1024 an expert) 2757, 4593, 3380,
-T = 16384 11860, 16597, 11504. In between, decoded weights that go through L2 are the time: it delivers 80 % of what it
-can (Qwen3-30B-A3B, T = 4096).
+Times as fast as fp8_block128 on an H200, `folded_mm` and this kernel: Qwen3-30B-A3B, T = 2048 (128 rows an expert)
+0.77, 0.61, T = 4096 0.72, 0.74, T = 16384 0.70, 0.88; Mixtral-8x7B, T = 4096 (1024) 0.59, 0.87, T = 16384 0.75, 1.03.
+Of few tiles an expert, L2 is the limit, through which decoded weights go once more. Counters, and what was tried:
+benchmarks/comparisons/h200-decoded-once.json.
 
 Scales are folded as there, but the largest of 128 weight rows and 128 columns is their unit. Where codes other than 0
 have scales too far below it, columns are multiplied in turns; those of turns after the first are decoded by the warp
