@@ -102,6 +102,41 @@ def test_few_pairs_are_one_product_each(ids, dtype, bias, monkeypatch) -> None:
     assert_right(layer)
 
 
+@pytest.mark.parametrize("bias", [None, torch.bfloat16], ids=["", "bias"])
+@pytest.mark.parametrize(
+    ("ids", "stored", "copied"),
+    [
+        ([[3, 0]], "contiguous", 2),
+        ([[15, 15], [1, 0]], "contiguous", 2),
+        ([[5]], "contiguous", 0),
+        ([[3, 0]], "transposed", 0),
+        ([[3, 0]], "behind_a_number", 0),
+        ([[3, 0]], "large", 0),
+    ],
+    ids=["pair", "four", "one", "transposed", "odd_place", "large"],
+)
+def test_small_weights_of_single_rows_are_one_product(ids, stored, copied, bias, monkeypatch) -> None:
+    """Of both projections, with the bits of a product each."""
+    layer = of_few_pairs(ids, torch.bfloat16, bias)
+    for name in ("gate_up_proj", "down_proj"):
+        weight = layer.tensors[name]
+        if stored == "transposed":
+            layer.tensors[name] = weight.transpose(1, 2).contiguous().transpose(1, 2)
+        elif stored == "behind_a_number":
+            layer.tensors[name] = torch.cat((weight.new_zeros(1), weight.flatten()))[1:].view(weight.shape)
+    if stored == "large":
+        monkeypatch.setattr(kernels, "_COPIED", 192 * 48 - 1)
+    products: list[torch.Tensor] = []
+    stack = torch.stack
+    monkeypatch.setattr(torch, "stack", lambda *of, **options: products.append(stack(*of, **options)) or products[-1])
+    together = torch.ops.moe_ops.fused_experts(**layer.tensors, **layer.options)
+    assert len(products) == copied
+    monkeypatch.setattr(kernels, "_COPIED", 0)
+    assert torch.equal(torch.ops.moe_ops.fused_experts(**layer.tensors, **layer.options), together)
+    assert len(products) == copied
+    assert_right(layer)
+
+
 @pytest.mark.parametrize(
     ("ids", "options", "expert_map", "kept"),
     [
