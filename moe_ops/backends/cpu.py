@@ -223,23 +223,23 @@ def _experts(call: ExpertsCall) -> Tensor:
     row_of_pair = torch.full((pairs,), total)
     for lot in parts:
         row_of_pair.scatter_(0, lot.pairs, lot.row_of_pair + lot.rows.start)
-    wide = None
     if len(parts) == 1:
-        rows, wide = _rows(call, weights, parts[0], None)
+        rows, room = _rows(call, weights, parts[0], None)
     else:
-        dtype = torch.float32 if weights.scheme.quantized else call.hidden_states.data.dtype
+        dtype, room = torch.float32 if weights.scheme.quantized else call.hidden_states.data.dtype, None
         rows = torch.empty((total, weights.down.data.shape[1]), dtype=dtype)
         for lot in parts:
-            _rows(call, weights.of_experts(lot.experts), lot, rows[lot.rows])
+            room = None  # before there is another
+            _, room = _rows(call, weights.of_experts(lot.experts), lot, rows[lot.rows])
+    spare = None if room is None else room.spare(accumulation_dtype(rows.dtype))
     places_TK, weights_TK = row_of_pair.view(topk_ids.shape), None if call.weight_on_input else call.topk_weights
     if kept == pairs:
-        return combine(rows, places_TK, weights_TK, wide=wide).to(call.out_dtype)
+        return combine(rows, places_TK, weights_TK, spare=spare).to(call.out_dtype)
     return combine_dropping(rows, places_TK, places_TK == total, weights_TK).to(call.out_dtype)
 
 
-def _rows(call: ExpertsCall, weights: Experts, lot: Lot, out: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Results of a lot's experts, by row, padding included, and memory for them in another accumulation dtype, or None
-    where there is none that is not new.
+def _rows(call: ExpertsCall, weights: Experts, lot: Lot, out: Tensor | None) -> tuple[Tensor, Room | None]:
+    """Results of a lot's experts, by row, padding included, and memory that all else was in, if it was in one piece.
 
     Args:
         weights: of these experts; out: where to write them, or None, for memory of the function's own.
@@ -264,9 +264,7 @@ def _rows(call: ExpertsCall, weights: Experts, lot: Lot, out: Tensor | None) -> 
         value = room.take(value.shape[1], x.dtype).copy_(value)
     if out is None and weights.down.data.shape[1] == x.shape[1]:
         out = x  # which is read by now
-    rows = linear(value, weights.down, weights.down_bias, spans, length, out)
-    wide = accumulation_dtype(rows.dtype)
-    return rows, None if room is None or wide == rows.dtype else room.again(rows.shape[1], wide)
+    return linear(value, weights.down, weights.down_bias, spans, length, out), room
 
 
 def _room(weights: Experts, tokens: Tensor, rows: int) -> Room:

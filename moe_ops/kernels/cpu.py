@@ -38,6 +38,7 @@ _IN_A_LOT = 2**21
 # Of half precision rows, at a time, unless they have up to twice as many: memory for more is new in every call. ms to
 # combine 8 rows for each of 1024 and 4096 tokens, bf16, H = 2048, with 2 ** 24, and so: 21 and 6.7, 112 and 38.
 _WIDENED_ELEMENTS = 2**21
+_LINE = 16  # fp32 numbers of a line of the cache
 # What the two GEMMs of an expert alone cost, in rows, besides its own rows and those of reading its weight: of a larger
 # projection of _MIDDLE elements, the power by which it falls with the elements, and that for more of them, which share
 # work better. Threads that sleep in between are woken for each, those that spin wait for each other; their shares, and
@@ -281,12 +282,9 @@ class Room:
         first, self._first = self._first, self._first + self._bytes(self._rows, columns, dtype)
         return self._memory.view(dtype).as_strided((self._rows, columns), (columns, 1), first // dtype.itemsize)
 
-    def again(self, columns: int, dtype: torch.dtype) -> Tensor | None:
-        """The same behind the first piece, of what has been taken, or None if that is less."""
-        if self._behind + self._bytes(self._rows, columns, dtype) > len(self._memory):
-            return None
-        self._first = self._behind
-        return self.take(columns, dtype)
+    def spare(self, dtype: torch.dtype) -> Tensor:
+        """All behind the first piece, whatever has been taken of it."""
+        return self._memory[self._behind :].view(dtype)
 
 
 class Lot(NamedTuple):
@@ -369,10 +367,10 @@ def combine(
     weights_TK: Tensor | None,
     added_TH: Tensor | None = None,
     *,
-    wide: Tensor | None = None,
+    spare: Tensor | None = None,
 ) -> Tensor:
-    """Sum over k in the order of k, in the accumulation dtype; ``added_TH`` joins the sum last. ``wide``: memory for
-    ``rows`` in that dtype, if there is some that is not new.
+    """Sum over k in the order of k, in the accumulation dtype; ``added_TH`` joins the sum last. ``spare``: memory of
+    that dtype, if there is some that is not new, for as many columns of ``rows`` at a time.
 
     us of bags and of gathered rows on two cores, fp32, K = 2, H = 256: T = 1024 191 and 1202; T = 64, where threads
     wake up for bags, 153 and 88.
@@ -380,21 +378,41 @@ def combine(
     (tokens, top_k), hidden = places_TK.shape, rows.shape[1]
     dtype = accumulation_dtype(rows.dtype)
     weights_TK = None if weights_TK is None else weights_TK.to(dtype)
+    columns = _columns_at_once(rows, spare)
     if not tokens * top_k * hidden:
         total = torch.zeros((tokens, hidden), dtype=dtype)
     elif tokens * top_k * hidden <= _GATHERED_ELEMENTS:
         gathered = rows.index_select(0, places_TK.t().reshape(-1)).view(top_k, tokens, hidden)
         total = _weighted_sum(gathered, None if weights_TK is None else weights_TK.t(), 0)
-    elif wide is not None or rows.dtype == dtype or rows.numel() <= 2 * _WIDENED_ELEMENTS:
-        total = _bags(rows.to(dtype) if wide is None else wide.copy_(rows), places_TK, weights_TK)
+    elif rows.dtype == dtype or columns >= hidden:
+        total = _bags(_widened(rows, dtype, spare), places_TK, weights_TK)
     else:
-        result, columns = rows.new_empty((tokens, hidden)), max(1, _WIDENED_ELEMENTS // rows.shape[0])
+        result = rows.new_empty((tokens, hidden))
         for first in range(0, hidden, columns):
             part = slice(first, first + columns)
-            total = _bags(rows[:, part].to(dtype), places_TK, weights_TK)
+            total = _bags(_widened(rows[:, part], dtype, spare), places_TK, weights_TK)
             result[:, part] = total if added_TH is None else total + added_TH[:, part]
         return result
     return (total if added_TH is None else total + added_TH).to(rows.dtype)
+
+
+def _columns_at_once(rows: Tensor, spare: Tensor | None) -> int:
+    """Of ``rows``, whose copies in the accumulation dtype are in memory together; parts of about the same number."""
+    number, hidden = rows.shape
+    elements = 0 if spare is None else spare.numel()
+    if elements < _WIDENED_ELEMENTS:
+        elements = max(elements, _WIDENED_ELEMENTS * (2 if rows.numel() <= 2 * _WIDENED_ELEMENTS else 1))
+    if rows.numel() <= elements:
+        return hidden
+    parts = -(-hidden // max(elements // number // _LINE * _LINE, _LINE))
+    return -(-hidden // (parts * _LINE)) * _LINE
+
+
+def _widened(rows: Tensor, dtype: torch.dtype, spare: Tensor | None) -> Tensor:
+    """``rows`` in ``dtype``, in ``spare`` memory if that is enough."""
+    if rows.dtype == dtype or spare is None or rows.numel() > spare.numel():
+        return rows.to(dtype)
+    return spare[: rows.numel()].view(rows.shape).copy_(rows)
 
 
 def _bags(rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None) -> Tensor:

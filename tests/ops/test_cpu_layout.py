@@ -224,27 +224,43 @@ def test_pieces_of_a_room_are_apart(dtype: torch.dtype) -> None:
         piece.fill_(number)
     assert [piece.unique().tolist() for piece in taken] == [[0], [1], [2]]
     assert [(tuple(piece.shape), piece.dtype) for piece in taken] == [((9, n), wanted) for n, wanted in columns]
-    room.again(2, torch.float32).fill_(7)
-    assert not (taken[0] == 7).any() and (taken[1] == 7).any() and not (taken[2] == 7).any()
-    assert room.again(2**9, torch.float32) is None
+    room.spare(torch.float32).fill_(7)
+    assert not (taken[0] == 7).any() and (taken[1] == 7).all()
+    assert not (taken[2] == 2).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", ["padded", "sorted"])
-def test_rows_are_widened_where_products_were(dtype, kind, monkeypatch) -> None:
-    """With the bits of a copy in memory that is new."""
+@pytest.mark.parametrize("kind", ["padded", "sorted", "lots"])
+@pytest.mark.parametrize("elements", [1, 2**21], ids=["in_parts", "at_once"])
+def test_rows_are_widened_where_products_were(dtype, kind, elements, monkeypatch) -> None:
+    """With the bits of copies in memory that is new."""
     monkeypatch.setattr(kernels, "_GATHERED_ELEMENTS", 0)
+    monkeypatch.setattr(kernels, "_WIDENED_ELEMENTS", elements)
     monkeypatch.setattr(kernels, "padded_length", lambda counts, weight: max(counts) if kind == "padded" else 0)
     layer = Variant(T=40, dtype=dtype).build()
+    if kind == "lots":
+        monkeypatch.setattr(kernels, "_IN_A_LOT", layer.tensors["gate_up_proj"].shape[1] * 20)
     widened: list[bool] = []
     combine = kernels.combine
     monkeypatch.setattr(
-        cpu, "combine", lambda *a, wide=None: widened.append(wide is not None) or combine(*a, wide=wide)
+        cpu, "combine", lambda *a, spare=None: widened.append(spare is not None) or combine(*a, spare=spare)
     )
     got = torch.ops.moe_ops.fused_experts(**layer.tensors, **layer.options, backend="cpu")
-    monkeypatch.setattr(cpu, "combine", lambda *a, wide=None: combine(*a))
+    monkeypatch.setattr(cpu, "combine", lambda *a, spare=None: combine(*a))
     assert torch.equal(got, torch.ops.moe_ops.fused_experts(**layer.tensors, **layer.options, backend="cpu"))
     assert widened == [True]
+
+
+@pytest.mark.parametrize(
+    ("hidden", "spare", "wanted"),
+    [(2048, None, 2048), (2064, None, 688), (2048, 100, 2048), (2064, 100, 688), (2064, 2064 * 2048, 2064),
+     (4096, 2064 * 2048, 2048), (6000, 1500 * 2048, 1200), (2**17, None, 1024)],
+)  # fmt: skip
+def test_columns_that_are_widened_together(hidden: int, spare: int | None, wanted: int) -> None:
+    """In parts of about the same number: of what memory holds that is there, or of 2^21 elements, or at most 2^22."""
+    rows = torch.empty(2048, hidden, dtype=torch.bfloat16, device="meta")
+    memory = None if spare is None else torch.empty(spare, device="meta")
+    assert kernels._columns_at_once(rows, memory) == wanted
 
 
 def on_threads(monkeypatch: pytest.MonkeyPatch, number: int, sleeping: bool = False) -> None:
