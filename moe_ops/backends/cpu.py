@@ -226,7 +226,7 @@ def _experts(call: ExpertsCall) -> Tensor:
     if len(parts) == 1:
         rows, room = _rows(call, weights, parts[0], None)
     else:
-        dtype, room = torch.float32 if weights.scheme.quantized else call.hidden_states.data.dtype, None
+        dtype = torch.float32 if weights.scheme.quantized else call.hidden_states.data.dtype
         rows = torch.empty((total, weights.down.data.shape[1]), dtype=dtype)
         for lot in parts:
             room = None  # before there is another

@@ -165,10 +165,8 @@ def linear(
         result = allocate((x.shape[0], weight.shape[1]), dtype=x.dtype)
     if length:
         batch, out = x[:batched].view(-1, length, x.shape[1]), result[:batched].view(-1, length, result.shape[1])
-        if bias is None:
-            torch.bmm(batch, transposed, out=out)
-        elif same:
-            torch.baddbmm(bias.unsqueeze(1), batch, transposed, out=out)
+        if bias is None or same:
+            _batched(batch, transposed, bias, out)
         else:
             out.copy_(torch.bmm(batch, transposed).to(accumulation_dtype(x.dtype)) + bias.unsqueeze(1))
         if not spans:
@@ -180,10 +178,7 @@ def linear(
         experts = [expert for expert, _, _ in spans]
         words = weight.view(torch.int64)
         copies = torch.stack([words[expert] for expert in experts]).view(weight.dtype).transpose(1, 2)
-        if bias is None:
-            torch.bmm(x.unsqueeze(1), copies, out=out.unsqueeze(1))
-        else:
-            torch.baddbmm(bias[experts].unsqueeze(1), x.unsqueeze(1), copies, out=out.unsqueeze(1))
+        _batched(x.unsqueeze(1), copies, None if bias is None else bias[experts], out.unsqueeze(1))
         return result
     # Views at once: where weights fill the caches, what an interpreter reads for each of them is in memory.
     matrices = transposed.unbind() if plain and 2 * len(spans) >= len(transposed) else transposed
@@ -200,6 +195,14 @@ def linear(
             y = product(part, operand.of_expert(expert).t())
             to.copy_(y if bias is None else y.to(accumulation_dtype(y.dtype)) + bias[expert])
     return result
+
+
+def _batched(batch: Tensor, matrices: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """``batch @ matrices`` and ``bias [E, N]``, which has their dtype, to ``out``."""
+    if bias is None:
+        torch.bmm(batch, matrices, out=out)
+    else:
+        torch.baddbmm(bias.unsqueeze(1), batch, matrices, out=out)
 
 
 def _copies(weight: Tensor, lengths: list[int]) -> bool:
@@ -378,13 +381,12 @@ def combine(
     (tokens, top_k), hidden = places_TK.shape, rows.shape[1]
     dtype = accumulation_dtype(rows.dtype)
     weights_TK = None if weights_TK is None else weights_TK.to(dtype)
-    columns = _columns_at_once(rows, spare)
     if not tokens * top_k * hidden:
         total = torch.zeros((tokens, hidden), dtype=dtype)
     elif tokens * top_k * hidden <= _GATHERED_ELEMENTS:
         gathered = rows.index_select(0, places_TK.t().reshape(-1)).view(top_k, tokens, hidden)
         total = _weighted_sum(gathered, None if weights_TK is None else weights_TK.t(), 0)
-    elif rows.dtype == dtype or columns >= hidden:
+    elif rows.dtype == dtype or (columns := _columns_at_once(rows, spare)) >= hidden:
         total = _bags(_widened(rows, dtype, spare), places_TK, weights_TK)
     else:
         result = rows.new_empty((tokens, hidden))

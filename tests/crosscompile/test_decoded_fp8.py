@@ -18,8 +18,8 @@ from moe_ops.kernels.triton.decoded_fp8_mm import MOST, _decoded_fp8_mm_kernel
 from moe_ops.kernels.triton.launch import ExpertMM
 from moe_ops.kernels.triton.layer import fit
 from moe_ops.plans import bucket
-from tests.crosscompile.compiling import Compiled, compile_kernel
-from tests.crosscompile.test_packed import common_arguments, descriptor
+from tests.crosscompile.compiling import Compiled
+from tests.crosscompile.test_packed import common_arguments, compile_gluon, descriptor
 
 H, I = 2048, 768
 MANY = MMConfig(128, 128, 128, 8, 8, 3, a_tma=True, w_tma=True)
@@ -45,19 +45,8 @@ def compile_product(mm: ExpertMM, *, experts: int = 128, swapped: bool = False) 
     }  # fmt: skip
     for name in ("up_offset", "w_zeros", "up_zeros_offset"):
         del arguments[name]
-    constants = {
-        **{"E": experts, "N": mm.out_features, "K": mm.in_features, "STRIDES": made.strides},
-        **{"BLOCK": (*made.block[:4], 1 << (experts - 1).bit_length(), *made.block[5:]), "GLU": mm.glu},
-        **{"ACTIVATION": mm.activation, "SWAPPED": swapped, "SCHEME": mm.scheme, "BATCHED": False, "PDL": True},
-    }
-    kernel = compile_kernel(
-        _decoded_fp8_mm_kernel,
-        {name: kind for name, kind in arguments.items() if kind is not None},
-        {**constants, **{name: None for name, kind in arguments.items() if kind is None}},
-        num_warps=4,
-        launch_pdl=True,
-    )
-    assert kernel.loops and not kernel.serialised and not kernel.overwritten and kernel.shared <= 227 * 1024
+    kernel = compile_gluon(_decoded_fp8_mm_kernel, mm, made, arguments, experts=experts, swapped=swapped)
+    assert not kernel.overwritten
     return kernel
 
 

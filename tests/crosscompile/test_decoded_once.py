@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ops.kernels.triton import expert_mm, launch
+from moe_ops.kernels.triton import expert_mm, launch, permute
 from moe_ops.kernels.triton.decoded_once_mm import COUNTERS, _decoded_once_mm_kernel
 from moe_ops.kernels.triton.folded_mm import _folded_mm_kernel
 from moe_ops.kernels.triton.launch import ExpertMM
 from moe_ops.kernels.triton.layer import fit
-from moe_ops.kernels.triton.permute import _clear_kernel
-from tests.crosscompile.compiling import Compiled, compile_kernel
+from tests.crosscompile.compiling import Compiled
 from tests.crosscompile.test_decoded_fp8 import MANY, product
-from tests.crosscompile.test_packed import TYPES, descriptor
+from tests.crosscompile.test_packed import TYPES, compile_gluon, descriptor, halves_in_order
 
 
 def compile_product(mm: ExpertMM, *, experts: int = 8, swapped: bool = False) -> Compiled:
@@ -32,20 +31,7 @@ def compile_product(mm: ExpertMM, *, experts: int = 8, swapped: bool = False) ->
         "out_desc": descriptor(made.out_desc), "out_scale": "*fp32:16", "num_rows": "i32", "alpha": "fp32",
         "limit": "fp32",
     }  # fmt: skip
-    constants = {
-        **{"E": experts, "N": mm.out_features, "K": mm.in_features, "STRIDES": made.strides},
-        **{"BLOCK": (*made.block[:4], 1 << (experts - 1).bit_length(), *made.block[5:]), "GLU": mm.glu},
-        **{"ACTIVATION": mm.activation, "SWAPPED": swapped, "SCHEME": mm.scheme, "BATCHED": False, "PDL": True},
-    }
-    kernel = compile_kernel(
-        _decoded_once_mm_kernel,
-        {name: kind for name, kind in arguments.items() if kind is not None},
-        {**constants, **{name: None for name, kind in arguments.items() if kind is None}},
-        num_warps=4,
-        launch_pdl=True,
-    )
-    assert kernel.loops and not kernel.serialised and kernel.shared <= 227 * 1024
-    return kernel
+    return compile_gluon(_decoded_once_mm_kernel, mm, made, arguments, experts=experts, swapped=swapped)
 
 
 @pytest.mark.parametrize(
@@ -71,10 +57,7 @@ def test_compiles_for_scales_that_no_wide_load_takes(sizes: tuple[int, int]) -> 
 @pytest.mark.parametrize("swapped", [False, True], ids=["gate_first", "up_first"])
 def test_the_gate_comes_first_wherever_it_is(swapped: bool) -> None:
     """The descriptor begins with the half of the lower address; scales are looked up in the order of the halves."""
-    ptx = compile_product(product("mxfp4_a8", "concat"), swapped=swapped).ptx
-    constants = dict(re.findall(r"mov\.b32\s+(%r\d+), (\d+);", ptx))
-    loads = re.findall(r"tensor\.4d\.shared::cluster\S+ \[[^]]+\], \[[^,]+, \{([^}]*)\}\]", ptx)
-    halves = [constants.get(load.split(", ")[2]) for load in loads]
+    halves = halves_in_order(compile_product(product("mxfp4_a8", "concat"), swapped=swapped))
     assert halves == (["1", "0"] if swapped else ["0", "1"])
 
 
@@ -83,11 +66,12 @@ def launches(mm: ExpertMM, rows: int, monkeypatch: pytest.MonkeyPatch, **given: 
     launched: list[tuple[Any, dict]] = []
     monkeypatch.setattr(expert_mm, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: True)
-    for module in (expert_mm, expert_mm.clear.__globals__):
-        note = lambda kernel, grid, *args, **options: launched.append(  # noqa: E731
-            (kernel, dict(zip(kernel.arg_names, args, strict=False)))
-        )
-        monkeypatch.setitem(module if isinstance(module, dict) else vars(module), "launch", note)
+
+    def note(kernel: Any, grid: Any, *arguments: Any, **options: Any) -> None:
+        launched.append((kernel, dict(zip(kernel.arg_names, arguments, strict=False))))
+
+    monkeypatch.setattr(expert_mm, "launch", note)
+    monkeypatch.setattr(permute, "launch", note)
     mm = replace(mm, rows_scale=torch.ones(rows, mm.in_features // 128))
     a, extents = torch.empty(rows, mm.in_features, dtype=torch.float8_e4m3fn), torch.tensor([100, rows]).int()
     launched.append((None, {"results": expert_mm.grouped_mm(a, mm, extents, MANY, num_rows=rows, pdl=True, **given)}))
@@ -99,7 +83,7 @@ def test_which_products_it_takes(rows: int, once: bool, monkeypatch: pytest.Monk
     """Of experts that have two tiles of rows each; programs' words are made 0 before, unless they are given so."""
     mm = product("mxfp4_a8", "concat")
     kernels = [kernel for kernel, _ in launches(mm, rows, monkeypatch)[:-1]]
-    assert kernels == ([_clear_kernel, _decoded_once_mm_kernel] if once else [_folded_mm_kernel])
+    assert kernels == ([permute._clear_kernel, _decoded_once_mm_kernel] if once else [_folded_mm_kernel])
     words = mm.words_told(fit(MANY, mm), rows)
     assert (words > 0) == once
     given = torch.zeros(words, dtype=torch.int32) if once else None

@@ -13,6 +13,7 @@ from moe_ops.kernels.triton import expert_mm, launch
 from moe_ops.kernels.triton.folded_mm import _folded_mm_kernel
 from moe_ops.kernels.triton.layer import fit
 from tests.crosscompile.test_decoded_fp8 import MANY, product
+from tests.crosscompile.test_packed import halves_in_order
 from tests.crosscompile.test_promoted import compile_promoted
 
 
@@ -41,10 +42,7 @@ def test_compiles_for_scales_that_no_wide_load_takes(sizes: tuple[int, int]) -> 
 @pytest.mark.parametrize("swapped", [False, True], ids=["gate_first", "up_first"])
 def test_the_gate_comes_first_wherever_it_is(swapped: bool) -> None:
     """The descriptor begins with the half of the lower address; scales are looked up in the order of the halves."""
-    ptx = compile_promoted(product("mxfp4_a8", "concat"), swapped=swapped).ptx
-    constants = dict(re.findall(r"mov\.b32\s+(%r\d+), (\d+);", ptx))
-    loads = re.findall(r"tensor\.4d\.shared::cluster\S+ \[[^]]+\], \[[^,]+, \{([^}]*)\}\]", ptx)
-    halves = [constants.get(load.split(", ")[2]) for load in loads]
+    halves = halves_in_order(compile_promoted(product("mxfp4_a8", "concat"), swapped=swapped))
     assert halves == (["1", "0"] if swapped else ["0", "1"])
 
 

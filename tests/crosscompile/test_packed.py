@@ -22,7 +22,7 @@ from moe_ops.backends.triton_plans import DECODED, PACKED, tile_for
 from moe_ops.kernels.triton import packed_fp8_tile as fp8
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.expert_mm import _expert_mm_kernel
-from moe_ops.kernels.triton.launch import ExpertMM
+from moe_ops.kernels.triton.launch import ExpertMM, Launch
 from moe_ops.kernels.triton.layer import fit
 from moe_ops.kernels.triton.programs import most_registers
 from moe_ops.plans import bucket
@@ -82,6 +82,35 @@ def common_arguments(mm: ExpertMM) -> dict[str, str | None]:
         scale = mm.decoding[role].tensor
         arguments[name] = None if scale is None else f"*{TYPES[scale.dtype]}:16"
     return arguments
+
+
+def compile_gluon(
+    kernel: Any, mm: ExpertMM, made: Launch, arguments: dict[str, str | None], *, experts: int, swapped: bool
+) -> Compiled:
+    """A kernel in Gluon of what is prepared for it, with tables of so many experts; `arguments`: those that are no
+    constants.
+    """
+    constants = {
+        **{"E": experts, "N": mm.out_features, "K": mm.in_features, "STRIDES": made.strides},
+        **{"BLOCK": (*made.block[:4], 1 << (experts - 1).bit_length(), *made.block[5:]), "GLU": mm.glu},
+        **{"ACTIVATION": mm.activation, "SWAPPED": swapped, "SCHEME": mm.scheme, "BATCHED": False, "PDL": True},
+    }
+    compiled = compile_kernel(
+        kernel,
+        {name: kind for name, kind in arguments.items() if kind is not None},
+        {**constants, **{name: None for name, kind in arguments.items() if kind is None}},
+        num_warps=4,
+        launch_pdl=True,
+    )
+    assert compiled.loops and not compiled.serialised and compiled.shared <= 227 * 1024
+    return compiled
+
+
+def halves_in_order(kernel: Compiled) -> list[str | None]:
+    """Of weights that come by a descriptor of both halves, the numbers of these as they are asked for."""
+    constants = dict(re.findall(r"mov\.b32\s+(%r\d+), (\d+);", kernel.ptx))
+    loads = re.findall(r"tensor\.4d\.shared::cluster\S+ \[[^]]+\], \[[^,]+, \{([^}]*)\}\]", kernel.ptx)
+    return [constants.get(load.split(", ")[2]) for load in loads]
 
 
 def compile_packed(

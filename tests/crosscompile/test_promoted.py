@@ -19,8 +19,8 @@ from moe_ops.kernels.triton.launch import ExpertMM
 from moe_ops.kernels.triton.layer import fit
 from moe_ops.kernels.triton.promoted_mm import _promoted_mm_kernel
 from moe_ops.plans import bucket
-from tests.crosscompile.compiling import Compiled, compile_kernel
-from tests.crosscompile.test_packed import TYPES, descriptor
+from tests.crosscompile.compiling import Compiled
+from tests.crosscompile.test_packed import TYPES, compile_gluon, descriptor
 
 E, H, I = 128, 2048, 768
 MANY = MMConfig(128, 256, 128, 8, 8, 3, a_tma=True, w_tma=True)
@@ -55,20 +55,8 @@ def compile_promoted(mm: ExpertMM, *, experts: int = E, swapped: bool = False) -
         "bias": None if mm.bias is None else "*bf16:16", "out_desc": descriptor(made.out_desc),
         "out_scale": "*fp32:16", "num_rows": "i32", "alpha": "fp32", "limit": "fp32",
     }  # fmt: skip
-    constants = {
-        **{"E": experts, "N": mm.out_features, "K": mm.in_features, "STRIDES": made.strides},
-        **{"BLOCK": (*made.block[:4], 1 << (experts - 1).bit_length(), *made.block[5:]), "GLU": mm.glu},
-        **{"ACTIVATION": mm.activation, "SWAPPED": swapped, "SCHEME": mm.scheme, "BATCHED": False, "PDL": True},
-    }
-    kernel = compile_kernel(
-        _folded_mm_kernel if mm.folds_scales else _promoted_mm_kernel,
-        {name: kind for name, kind in arguments.items() if kind is not None},
-        {**constants, **{name: None for name, kind in arguments.items() if kind is None}},
-        num_warps=4,
-        launch_pdl=True,
-    )
-    assert kernel.loops and not kernel.serialised and kernel.shared <= 227 * 1024
-    return kernel
+    kernel = _folded_mm_kernel if mm.folds_scales else _promoted_mm_kernel
+    return compile_gluon(kernel, mm, made, arguments, experts=experts, swapped=swapped)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,11 @@ def _beginnings(file: Path) -> Iterator[str]:
 BEGINNINGS = {place for file in KERNELS.glob("*.py") for place in _beginnings(file)}
 
 #: By file, names of what warps with work of their own tell one another in shared memory.
-TOLD = {"folded_mm.py": (r"tops_of(_step)?", r"far_of", r"last_of"), "decoded_once_mm.py": (r"of", r"fours_of")}
+TOLD = {
+    "folded_mm.py": (r"tops_of(_step)?", r"far_of"),
+    "decoded_once_mm.py": (r"fours_of",),
+    "hopper.py": (r"of",),
+}
 
 
 def _accesses(file: str, name: str) -> set[str]:

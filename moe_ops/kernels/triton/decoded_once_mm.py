@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moe_ops.kernels.triton.folded_mm import IN_LINE, NAN_SCALE, WORDS, e5m2_of, four_scales
-from moe_ops.kernels.triton.hopper import boxes, buffers, ring, table_of_tiles
+from moe_ops.kernels.triton.hopper import boxes, buffers, computed_here, ring, said, say, table_of_tiles
 from moe_ops.kernels.triton.packed_fp8_tile import (
     FOLDED_UNIT,
     HIGH_BYTES,
@@ -250,19 +250,6 @@ def _extremes(four):
 
 
 @gluon.jit
-def _said(of, at):
-    """A number that another warp has left in shared memory."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(of.index(at).load(LAYOUT), axis=0)
-
-
-@gluon.jit
-def _say(of, at, number):
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    of.index(at).store(gl.full([1], 0, gl.int32, layout=LAYOUT) + number)
-
-
-@gluon.jit
 def _draw(given, SIZES: gl.constexpr):
     """The warp that draws what is decoded here, has codes and scales brought, and says where it belongs. It waits until
     there is room in memory, so that who decodes need not.
@@ -318,15 +305,15 @@ def _draw(given, SIZES: gl.constexpr):
                 top_of_upper, smallest_of_upper = _extremes(upper)
                 apart = gl.maximum(top - smallest, top_of_upper - smallest_of_upper)
                 near = (gl.maximum(top, top_of_upper) < NAN_SCALE) & (apart <= WINDOW)
-                _say(tops_of, slot, top | (top_of_upper << 8) | (near.to(gl.int32) << TURNS_AT))
-                _say(numbers_of, slot, panel * STEPS + step)
-                _say(places_of, slot, panel % room * (2 * HALF) * STEPS + step)
+                say(tops_of, slot, top | (top_of_upper << 8) | (near.to(gl.int32) << TURNS_AT))
+                say(numbers_of, slot, panel * STEPS + step)
+                say(places_of, slot, panel % room * (2 * HALF) * STEPS + step)
                 gl.thread_barrier()
                 mbarrier.arrive(arrived)
                 place += 1
     slot = place % OF_CODES
     mbarrier.wait(taken.index(slot), ((place // OF_CODES) & 1) ^ 1)
-    _say(numbers_of, slot, -1)
+    say(numbers_of, slot, -1)
     gl.thread_barrier()
     mbarrier.arrive(coded.index(slot))
     mbarrier.arrive(coded.index(slot))
@@ -380,10 +367,10 @@ def _decode(given, STEPS: gl.constexpr):
     CHUNKS: gl.constexpr = 2 * HALF // CHUNK
     step = 0
     mbarrier.wait(coded.index(0), 0)
-    number = _said(numbers_of, 0)
+    number = said(numbers_of, 0)
     while number >= 0:
         slot = step % OF_CODES
-        word, place = _said(tops_of, slot), _said(places_of, slot)
+        word, place = said(tops_of, slot), said(places_of, slot)
         if word >> TURNS_AT == 1:
             tops = (word & 0xFF, (word >> 8) & 0xFF)
             _decode_rows(codes_of, fours_of, slot, tops, memory, place, STEPS, True)
@@ -393,12 +380,12 @@ def _decode(given, STEPS: gl.constexpr):
             _decode_rows(codes_of, fours_of, slot, (top, top_of_upper), memory, place, STEPS, False)
             word = top | (top_of_upper << 8) | (gl.maximum(turns, turns_of_upper) << TURNS_AT)
         gl.thread_barrier()
-        _say(tops_of, slot, _fenced(word))
+        say(tops_of, slot, _fenced(word))
         gl.thread_barrier()
         mbarrier.arrive(kept.index(slot))
         step += 1
         mbarrier.wait(coded.index(step % OF_CODES), (step // OF_CODES) & 1)
-        number = _said(numbers_of, step % OF_CODES)
+        number = said(numbers_of, step % OF_CODES)
     mbarrier.arrive(kept.index(step % OF_CODES))
 
 
@@ -407,14 +394,14 @@ def _publish(tops_of, numbers_of, kept, taken, of_steps):
     """The warp that tells all programs what is decoded here, once it is in memory: those that decode go on."""
     step = 0
     mbarrier.wait(kept.index(0), 0)
-    number = _said(numbers_of, 0)
+    number = said(numbers_of, 0)
     while number >= 0:
-        word = _said(tops_of, step % OF_CODES)
+        word = said(tops_of, step % OF_CODES)
         mbarrier.arrive(taken.index(step % OF_CODES))
         gl.atomic_xchg(of_steps + number, word, sem="release", scope="gpu")
         step += 1
         mbarrier.wait(kept.index(step % OF_CODES), (step // OF_CODES) & 1)
-        number = _said(numbers_of, step % OF_CODES)
+        number = said(numbers_of, step % OF_CODES)
 
 
 @gluon.jit
@@ -432,8 +419,8 @@ def whole_columns(n_tiles):
 @gluon.jit
 def _bring(given, SIZES: gl.constexpr):
     """The warp that draws tiles, and has rows and decoded weights of their steps brought, as soon as there is room."""
-    a_desc, memory_desc, rows_of, weights_of, few_of, said, full, empty, of_weights, told, extents, num_rows = given
-    steps_of, tiles_of = said
+    a_desc, memory_desc, rows_of, weights_of, few_of, left, full, empty, of_weights, told, extents, num_rows = given
+    steps_of, tiles_of = left
     E: gl.constexpr = SIZES[0]
     K: gl.constexpr = SIZES[2]
     BLOCK: gl.constexpr = SIZES[4]
@@ -465,8 +452,8 @@ def _bring(given, SIZES: gl.constexpr):
             stage = place % STAGES
             arrived = full.index(stage)
             mbarrier.wait(empty.index(stage), ((place // STAGES) & 1) ^ 1)
-            _say(steps_of, stage, lower | (upper << 8) | ((turns == 1).to(gl.int32) << TURNS_AT))
-            _say(tiles_of, stage, tile)
+            say(steps_of, stage, lower | (upper << 8) | ((turns == 1).to(gl.int32) << TURNS_AT))
+            say(tiles_of, stage, tile)
             gl.thread_barrier()
             mbarrier.expect(arrived, (GROUPS * ROWS + 2 * HALF) * STEP)
             for box in gl.static_range(2):
@@ -489,8 +476,8 @@ def _bring(given, SIZES: gl.constexpr):
                     codes, exponent = _stored(of_weights, in_panel, chunk * FEW, 1, SIZES)
                     few_of.index(few + HALF // FEW + chunk).store(_decoded(codes, exponent, upper, False))
                 tops = gl.maximum(lower, 0) | (gl.maximum(upper, 0) << 8)
-                _say(steps_of, stage, tops | ((turn == turns - 1).to(gl.int32) << TURNS_AT))
-                _say(tiles_of, stage, tile)
+                say(steps_of, stage, tops | ((turn == turns - 1).to(gl.int32) << TURNS_AT))
+                say(tiles_of, stage, tile)
                 fence_async_shared()
                 gl.thread_barrier()
                 mbarrier.expect(arrived, GROUPS * ROWS * STEP)
@@ -501,7 +488,7 @@ def _bring(given, SIZES: gl.constexpr):
         tile = next_tile
     stage = place % STAGES
     mbarrier.wait(empty.index(stage), ((place // STAGES) & 1) ^ 1)
-    _say(tiles_of, stage, tile)
+    say(tiles_of, stage, tile)
     gl.thread_barrier()
     mbarrier.arrive(full.index(stage))
 
@@ -513,18 +500,15 @@ def _unit(tops, HALF_OF: gl.constexpr):
 
 @gluon.jit
 def _added(total, product, factors):
-    """`total` and a product times a factor of each row, computed here: the compiler would do so where the sum is used
-    next, and hold the product until then.
-    """
-    total += product * factors[:, None]
-    return gl.inline_asm_elementwise("", "=f,0", [total], dtype=gl.float32, is_pure=False, pack=1)
+    """`total` and a product times a factor of each row."""
+    return computed_here(total + product * factors[:, None])
 
 
 @gluon.jit
 def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
     """A group of warps: its 64 rows of every tile times the tile's weight rows."""
-    rows_of, weights_of, said, full, empty, leaving, a_scale, done, extents, num_rows, bias = given
-    steps_of, tiles_of = said
+    rows_of, weights_of, left, full, empty, leaving, a_scale, done, extents, num_rows, bias = given
+    steps_of, tiles_of = left
     E: gl.constexpr = SIZES[0]
     K: gl.constexpr = SIZES[2]
     BLOCK: gl.constexpr = SIZES[4]
@@ -535,7 +519,7 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
     table, tiles = table_of_tiles(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
     place = 0
     mbarrier.wait(full.index(0), 0)
-    tile = _said(tiles_of, 0)
+    tile = said(tiles_of, 0)
     while tile < tiles:
         expert, first, past, n_tile = find_tile(tile, table, BLOCK[0], 0, N_TILES, whole_columns(N_TILES))
         first += GROUP * ROWS
@@ -544,7 +528,7 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
             while step < STEPS:
                 stage = place % STAGES
                 mbarrier.wait(full.index(stage), (place // STAGES) & 1)
-                step += _said(steps_of, stage) >> TURNS_AT
+                step += said(steps_of, stage) >> TURNS_AT
                 mbarrier.arrive(empty.index(stage))
                 place += 1
         else:
@@ -560,7 +544,7 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
                 rows = rows_of.index(stage * GROUPS + GROUP)
                 numbers = weights_of.index(stage * 2).permute((1, 0))
                 product = warpgroup_mma(rows, numbers, product, use_acc=False, is_async=True)
-                tops = _said(steps_of, stage)
+                tops = said(steps_of, stage)
                 step += tops >> TURNS_AT
                 ahead = gl.load(scales + gl.minimum(step, STEPS - 1), mask=at < past, other=0.0)
                 summed = warpgroup_mma_wait(0, deps=[product])
@@ -578,7 +562,7 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
             of_weights = (bias, 0, bias)  # no scales are left
             finish(lower, upper, None, of_weights, (expert, first, past, n_tile), leaving, GROUP, SIZES)
         mbarrier.wait(full.index(place % STAGES), (place // STAGES) & 1)
-        tile = _said(tiles_of, place % STAGES)
+        tile = said(tiles_of, place % STAGES)
     tma.store_wait(0)
 
 
@@ -617,8 +601,7 @@ def _decoded_once_mm_kernel(
 
     Args: see `expert_mm._expert_mm_kernel`. Rows, codes, decoded weights and output come and leave by descriptor, 128
     columns at a time. BLOCK[6]: steps that there is room for in shared memory; BLOCK[7]: panels, in `memory`. told: i32
-    [COUNTERS + panels * (1 + steps) + 32], all 0: see `_drawn`,
-    `_done`, `_of_steps`.
+    [COUNTERS + panels * (1 + steps) + 32], all 0: see `_drawn`, `_done`, `_of_steps`.
     """
     N_TILES: gl.constexpr = (N + columns_of(GLU)[0] - 1) // columns_of(GLU)[0]
     STAGES: gl.constexpr = BLOCK[6]
@@ -645,10 +628,10 @@ def _decoded_once_mm_kernel(
     )
     chunks_of = codes_of._reinterpret(gl.int32, [OF_CODES * CHUNKS, CHUNK, WORDS], gl.NVMMASharedLayout(64, 32, 2))
     bytes_of = fours_of._reinterpret(gl.uint8, [OF_CODES * CHUNKS, CHUNK, 4], BY_BYTE)
-    said, passed = (steps_of, tiles_of), (tops_of, numbers_of, places_of)
-    multiplied = (rows_of, weights_of, said, full, empty, leaving, a_scale, done, extents, num_rows, bias)
+    left, passed = (steps_of, tiles_of), (tops_of, numbers_of, places_of)
+    multiplied = (rows_of, weights_of, left, full, empty, leaving, a_scale, done, extents, num_rows, bias)
     brought = (
-        a_desc, memory_desc, rows_of, weights_of, few_of, said, full, empty, of_weights, told, extents, num_rows,
+        a_desc, memory_desc, rows_of, weights_of, few_of, left, full, empty, of_weights, told, extents, num_rows,
     )  # fmt: skip
     drawn = (of_weights, w_desc, codes_of, fours_of, passed, coded, taken, told, extents, num_rows)
     SIZES: gl.constexpr = (E, N, K, STRIDES, BLOCK, N_TILES, GLU, ACTIVATION, SWAPPED, BATCHED, SCHEME)

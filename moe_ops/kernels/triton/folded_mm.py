@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moe_ops.kernels.triton.hopper import boxes, ring, table_of_tiles
+from moe_ops.kernels.triton.hopper import boxes, computed_here, ring, said, say, table_of_tiles
 from moe_ops.kernels.triton.packed_fp8_tile import (
     FOLDED_UNIT,
     HIGH_BYTES,
@@ -263,7 +263,7 @@ def _decode_step(looked, made, at, slot, down, last, ALL: gl.constexpr):
         fours = (_exponents(looked, at * CHUNKS), _exponents(looked, at * CHUNKS + 1))
     top = gl.maximum(tops_of_step.index(at).load(OF_ONE) - down, 0)
     units_of.index(slot).store(decode_scale(top.to(gl.uint8)) * FOLDED_UNIT)
-    last_of.index(slot).store(gl.full([1], 0, gl.int32, layout=OF_ONE) + last)
+    say(last_of, slot, last)
     for chunk in gl.static_range(CHUNKS):
         words = codes_of.index(at * CHUNKS + chunk).load(OF_WORDS)
         numbers_of.index(slot * CHUNKS + chunk).store(_decoded(words, fours[chunk], down, ALL))
@@ -330,19 +330,11 @@ def _units(units_of, at, like):
 
 @gluon.jit
 def _added(total, product, of_tokens, of_columns):
-    """`total` and a product times the scales of its rows and the units of 32 columns each, computed here: the compiler
-    would do so where the sum is used next, and hold the product until then.
-    """
+    """`total` and a product times the scales of its rows and the units of 32 columns each."""
     cut = product.reshape([ROWS, HALF // 32, 32])
     of_tokens = gl.convert_layout(of_tokens, gl.SliceLayout(1, gl.SliceLayout(2, cut.type.layout)), assert_trivial=True)
     scaled = cut * (of_tokens[:, None] * of_columns[None, :])[:, :, None]
-    total += gl.convert_layout(scaled.reshape([ROWS, HALF]), SUM, assert_trivial=True)
-    return gl.inline_asm_elementwise("", "=f,0", [total], dtype=gl.float32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _is_last(last_of, slot):
-    return gl.max(last_of.index(slot).load(OF_ONE), axis=0)
+    return computed_here(total + gl.convert_layout(scaled.reshape([ROWS, HALF]), SUM, assert_trivial=True))
 
 
 @gluon.jit
@@ -365,7 +357,7 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
             while step < STEPS:
                 slot = decoded % OF_NUMBERS
                 mbarrier.wait(ready.index(slot), (decoded // OF_NUMBERS) & 1)
-                last = _is_last(last_of, slot)
+                last = said(last_of, slot)
                 mbarrier.arrive(used.index(slot))
                 mbarrier.arrive(empty.index(place % OF_ROWS), pred=last == 1)
                 decoded += 1
@@ -386,7 +378,7 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
                 numbers = numbers_of.index(slot * 2).permute((1, 0))
                 product = warpgroup_mma(rows, numbers, product, use_acc=False, is_async=True)
                 of_columns = _units(units_of, slot * 2, lower)
-                last = _is_last(last_of, slot)
+                last = said(last_of, slot)
                 next_of_tokens = gl.load(scales + gl.minimum(step + last, STEPS - 1), mask=at < past, other=0.0)
                 summed = warpgroup_mma_wait(0, deps=[product])
                 lower = _added(lower, summed, of_tokens, of_columns)

@@ -94,6 +94,26 @@ def ring(STAGES: gl.constexpr, GROUPS: gl.constexpr, ARRIVALS: gl.constexpr = 1)
 
 
 @gluon.jit
+def said(of, at):
+    """A number that another warp has left in shared memory."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(of.index(at).load(LAYOUT), axis=0)
+
+
+@gluon.jit
+def say(of, at, number):
+    """Leave a number there, which all threads have."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    of.index(at).store(gl.full([1], 0, gl.int32, layout=LAYOUT) + number)
+
+
+@gluon.jit
+def computed_here(total):
+    """A sum that the compiler would compute where it is used next, and hold what it is of until then."""
+    return gl.inline_asm_elementwise("", "=f,0", [total], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def turns_of(GROUPS: gl.constexpr):
     """Barriers by which groups of warps begin one after the other: `in_turn`, `next_turn`."""
     turns = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())

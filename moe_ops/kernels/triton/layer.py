@@ -220,7 +220,7 @@ class Layer:
             arrive()  # the sort's kernel quantises the tokens
             arrive, pdl = None, False  # it waits for more than the kernel before it
         offsets, row_to_pair, pair_to_row = permute.sort_pairs(*sorting, pdl=pdl, rows=beside, load=self.load)
-        told = self._told(plan, topk_ids, topk_ids.numel()) if copied else Told()
+        told = Told()
         if arrive is not None:
             arrive()
             pdl = False
@@ -230,7 +230,8 @@ class Layer:
                 rows, pairs = permute.gather_rows(rows, pair_to_row, before, pdl=pdl), None
             gather, tokens = None, act_quant.quantize_static(rows, offsets, static, self.form, pairs, pdl=pdl)
         elif copied:
-            order = self.up.order(self._tiles(plan)[0])
+            tiles = self._tiles(plan)
+            told, order = self._told(tiles, topk_ids, topk_ids.numel()), self.up.order(tiles[0])
             gather, tokens = None, self._sorted(hidden_states, pair_to_row, before, pdl, order, told.both)
         else:
             gather = row_to_pair
@@ -326,10 +327,9 @@ class Layer:
         tokens = Operand(routed.tokens, self.form, scales)
         return self.run(plan, tokens, routed.topk_weights, routed.topk_ids)
 
-    def _told(self, plan: Plan, topk_ids: Tensor, rows: int) -> Told:
+    def _told(self, tiles: tuple[MMConfig, MMConfig], topk_ids: Tensor, rows: int) -> Told:
         """What programs of the products of so many rows tell one another, for a kernel before them to make 0."""
-        products = zip((self._first(), self.down), self._tiles(plan), strict=True)
-        first, second = (mm.words_told(tile, rows) for mm, tile in products)
+        first, second = self._first().words_told(tiles[0], rows), self.down.words_told(tiles[1], rows)
         if not first + second:
             return Told()
         both = topk_ids.new_empty(first + second, dtype=torch.int32)
@@ -369,7 +369,7 @@ class Layer:
         order, out_order, static = self.up.order(first), self.down.order(second), self.up.operand.static
         form = None if hidden_states.scales or static is not None else self.form
         routing = (topk_ids, self.up.num_experts, self.capacity, self.expert_map, before)
-        told = self._told(plan, topk_ids, min(topk_ids.numel(), self.up.num_experts * self.capacity))
+        told = self._told((first, second), topk_ids, min(topk_ids.numel(), self.up.num_experts * self.capacity))
         batch, batch_scale, counts, slots = batched_io.dispatch(
             hidden_states.data, *routing, form=form, order=order, pdl=pdl, load=self.load, cleared=told.both
         )
