@@ -104,7 +104,7 @@ def test_every_argument_of_a_launch_has_its_place(layout: str | None, monkeypatc
     )
     assert launched["told"] is cleared["words_ptr"] and launched["told"].dtype == torch.int32
     assert launched["told"].numel() == COUNTERS.value + panels * (1 + steps) + 32 == cleared["COUNT"]
-    assert launched["memory"].shape == (panels * 256, steps * 128) and launched["BLOCK"][7] == panels
+    assert launched["memory"].shape == (panels * 256, steps * 128) and launched["BLOCK"][8] == panels
     bases = {"w": mm.weight, "w_desc": mm.weight, "memory_desc": launched["memory"], "out_desc": out, "bias": mm.bias}
     for name, tensor in (bases | {"w_scale": scale.tensor, "out_scale": out_scale}).items():
         assert getattr(launched[name], "base", launched[name]).data_ptr() == tensor.data_ptr(), name
@@ -122,4 +122,4 @@ def test_memory_of_panels_is_bounded() -> None:
         many = replace(mm, operand=replace(mm.operand, data=weight, scales=scales))
         rows = torch.empty(512, many.in_features, dtype=torch.float8_e4m3fn)
         made, memory, _ = many.prepare_decoded_once(rows, many.allocate((512,), rows)[0], MANY)
-        assert memory.nbytes == made.block[7] * 256 * 14336 <= launch.PANEL_BYTES
+        assert memory.nbytes == made.block[8] * 256 * 14336 <= launch.PANEL_BYTES

@@ -47,7 +47,7 @@ def product(
 def compile_promoted(mm: ExpertMM, *, experts: int = E, swapped: bool = False) -> Compiled:
     """By `promoted_mm`, or by `folded_mm` what that takes."""
     rows = torch.empty(256, mm.in_features, dtype=torch.float8_e4m3fn)
-    out, _ = mm.allocate((256,), rows)
+    out, _ = mm.allocate((256,), rows, in_halves=mm.quantizes_rows)
     made = mm.prepare_promoted(rows, out, MANY)
     arguments = {
         "a_desc": descriptor(made.a_desc), "a_scale": "*fp32:16", "extents": "*i32:16",
@@ -183,3 +183,47 @@ def test_every_argument_of_a_launch_has_its_place(monkeypatch: pytest.MonkeyPatc
     sizes = {"num_rows": 512, "E": 2, "N": I, "K": H, "GLU": mm.glu, "ACTIVATION": "silu", "SWAPPED": False}
     sizes |= {"up_scale_offset": I // 128 * (H // 128), "SCHEME": mm.scheme, "PDL": True, "BATCHED": False}
     assert {name: launched[name] for name in sizes} == sizes
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["grouped", "batched"])
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_rows_that_are_quantised_as_a_whole_leave_in_halves(
+    static: bool, batched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With their largest magnitudes, for the kernel that quantises them; by scales that are known already in fp32."""
+    launched: dict[str, Any] = {}
+    given: list[Any] = []
+    monkeypatch.setattr(expert_mm, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: True)
+    monkeypatch.setattr(
+        expert_mm,
+        "launch",
+        lambda kernel, grid, *given, **options: launched.update(zip(kernel.arg_names, given, strict=True)),
+    )
+    for name in ("quantize_sorted", "quantize_batched", "quantize_static"):
+        monkeypatch.setattr(expert_mm, name, lambda *of, pdl: given.extend(of) or (None, None))
+    mm = replace(product("fp8_channel", "concat"), out_static=torch.ones(2, 1, 1) if static else None)
+    rows, counts = torch.empty(512, H, dtype=torch.float8_e4m3fn), torch.tensor([100, 256], dtype=torch.int32)
+    if batched:
+        expert_mm.batched_mm(rows.view(2, 256, H), replace(mm, rows_scale=torch.ones(2, 256, 1)), counts, MANY)
+    else:
+        expert_mm.grouped_mm(rows, replace(mm, rows_scale=torch.ones(512, 1)), counts, MANY, num_rows=512)
+    assert given[0].dtype == (torch.float32 if static else torch.float16)
+    assert launched["BLOCK"][7] is not static and launched["out_desc"].base.data_ptr() == given[0].data_ptr()
+    if not static:
+        assert given[3] is launched["out_scale"] and given[3].shape == (*given[0].shape[:-1], I // 128)
+        assert launched["out_desc"].base.dtype == torch.float16 and launched["BLOCK"][6] == 4
+
+
+@pytest.mark.parametrize("gathered", [False, True], ids=["sorted", "gathered"])
+def test_rows_of_other_kernels_leave_in_fp32(gathered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few rows, or of rows that the product gathers."""
+    left: list[Any] = []
+    monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: True)
+    monkeypatch.setattr(expert_mm, "_launch", lambda *of, **options: None)
+    monkeypatch.setattr(expert_mm, "quantize_sorted", lambda *of, pdl: left.extend(of))
+    mm, count = product("fp8_channel", "concat"), 512 if gathered else 256
+    rows, counts = torch.empty(count, H, dtype=torch.float8_e4m3fn), torch.tensor([100, count], dtype=torch.int32)
+    pairs = torch.arange(count, dtype=torch.int32) if gathered else None
+    expert_mm.grouped_mm(rows, mm, counts, MANY, num_rows=count, row_to_pair=pairs, top_k=1)
+    assert left[0].dtype == torch.float32 and left[3] is None

@@ -113,6 +113,13 @@ def row_case(columns: int, element: str, num_warps: int, **wide: bool) -> Case:
     return Case(_quantize_kernel, signature, {"GROUP": columns, "BLOCK_M": 1, "groups": 1}, num_warps, **wide)
 
 
+def halves_case(columns: int, rows: int, num_warps: int) -> Case:
+    """The same of fp16 in units of 128 columns."""
+    signature = QUANTIZE | {"x_ptr": "*fp16:16", "largest_ptr": "*fp32:16"}
+    del signature["groups"]
+    return Case(_quantize_kernel, signature, {"GROUP": columns, "BLOCK_M": rows, "groups": 1}, num_warps, **WIDE)
+
+
 def route_case(
     E: int, K: int, score: str, tokens: int, quantized: bool, group: int = 128, one_token: bool = False, **options: Any
 ) -> Case:
@@ -209,6 +216,8 @@ CASES = {
     "combine_odd_width": combine_case(8, WEIGHTS, vectorised=False),
     "combine_added": combine_case(8, WEIGHTS | {"added_ptr": "*bf16:16", "stride_added": "i32:16"}),
     "quantize": Case(_quantize_kernel, QUANTIZE, {"GROUP": 128, "BLOCK_M": 32}, **WIDE),
+    "quantize_halves": halves_case(1024, 4, 4),
+    "quantize_long_halves": halves_case(16384, 1, 16),
     "quantize_rows": row_case(2048, "fp8e4nv", 4, **WIDE),
     "rows_to_int8": row_case(2048, "i8", 4, **WIDE),
     "long_rows_to_int8": row_case(16384, "i8", 8, **WIDE),

@@ -132,6 +132,55 @@ def test_quantize_sorted_stops_at_the_last_offset(scheme, poisoned):
     assert poisoned(q[5:]).all() and poisoned(scale[5:]).all()
 
 
+def in_halves(rows):
+    """fp32 rows [.., K] as `promoted_mm` leaves them: fp16 in units of 128 columns, the largest of which is 2^14 to
+    2^15 of them, and the largest magnitudes; also the numbers that they stand for.
+    """
+    K = rows.shape[-1]
+    groups = torch.nn.functional.pad(rows, (0, -K % 128)).unflatten(-1, (-1, 128))
+    largest = groups.abs().nan_to_num(nan=0.0, posinf=INF).amax(-1)
+    finite = largest.clamp(2.0**-112, torch.finfo(torch.float32).max)
+    unit = (torch.floor(torch.log2(finite.double())) - 14).exp2()[..., None]
+    halves = (groups.double() / unit).half()
+    return halves.flatten(-2)[..., :K].contiguous(), largest, (halves.double() * unit).flatten(-2)[..., :K]
+
+
+@pytest.mark.parametrize("K", [768, 72, 200, 5000, 17000])
+def test_rows_of_halves_are_quantised_by_their_largest_magnitude(K, poisoned):
+    """The scale is that of the rows in fp32, numbers are those of rows rounded to eleven bits."""
+    rows = torch.randn(9, K) * torch.logspace(-30, 30, 9)[:, None] * torch.logspace(-6, 0, K)
+    rows[4] = 0.0
+    halves, largest, stood_for = in_halves(rows)
+    assert (stood_for - rows.double()).abs().amax() > 0
+    torch.testing.assert_close(stood_for, rows.double(), rtol=2.0**-11, atol=0)
+    q, scale = quantize_sorted(halves, torch.tensor([2, 2, 7], dtype=torch.int32), SCHEMES["fp8_channel"].rows, largest)
+    assert torch.equal(scale[:7], SCHEMES["fp8_channel"].rows.quantize(rows)[1][0][:7])
+    expected = (stood_for.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(bits(q[:7]), bits(expected[:7]))
+    assert poisoned(q[7:]).all() and poisoned(scale[7:]).all()
+
+
+@pytest.mark.parametrize("K", [384, 200])
+def test_batches_of_halves_touch_only_counted_rows(K, poisoned):
+    batch, counts = torch.randn(3, 70, K), torch.tensor([2, 0, 79], dtype=torch.int32)
+    halves, largest, stood_for = in_halves(batch)
+    q, scale = quantize_batched(halves, counts, SCHEMES["fp8_channel"].rows, largest)
+    expected = (stood_for.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    for e, count in enumerate([2, 0, 70]):
+        assert torch.equal(bits(q[e, :count]), bits(expected[e, :count]))
+        assert poisoned(scale[e, count:]).all() and poisoned(q[e, count:]).all()
+
+
+def test_nan_and_infinity_of_halves_stay_visible():
+    rows = torch.randn(3, 256)
+    rows[0, 5], rows[1, 7] = NAN, INF
+    halves, largest, _ = in_halves(rows)
+    q, scale = quantize_sorted(halves, torch.tensor([3], dtype=torch.int32), SCHEMES["fp8_channel"].rows, largest)
+    dequantised = SCHEMES["fp8_channel"].rows.dequantize(q, (scale,))
+    assert dequantised[0].isnan().nonzero().tolist() == [[5]]
+    assert dequantised[1].isnan().any() and dequantised[2].isfinite().all()
+
+
 @pytest.mark.parametrize("C", [4, 70])
 @pytest.mark.parametrize("scheme", SCHEMES_OF_ROWS)
 def test_quantize_batched_touches_only_counted_rows(scheme, C, poisoned):

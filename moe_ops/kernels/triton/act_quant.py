@@ -15,7 +15,7 @@ from meta.blocks import NV_BLOCK
 from meta.schemes import WHOLE, ActivationFormat
 from moe_ops.kernels.triton.block_scales import nv_scale_bytes, quantize_group, quantize_nv_rows
 from moe_ops.kernels.triton.record import launch
-from moe_ops.kernels.triton.scales import group_scale, largest_magnitude, store_as
+from moe_ops.kernels.triton.scales import HALF_GROUP, from_half, group_scale, largest_magnitude, store_as
 from moe_ops.kernels.triton.util import cdiv, next_power_of_2, pdl_release, pdl_wait, unit_stride
 
 PROGRAMS = 4096  # of quantize_batched, over all experts: enough to fill a GPU while most experts hold few rows
@@ -106,13 +106,17 @@ def quantize_groups(
     stride_r,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    largest_ptr=None,
 ):
     """Quantise scale groups first .. first + BLOCK_M - 1 (GROUP columns each), numbered through the rows.
 
-    Groups of more than HELD columns are read twice: for their scale, and for their quotients.
+    Groups of more than HELD columns are read twice: for their scale, and for their quotients. `largest_ptr`: of whole
+    rows in fp16 of units of their own the largest magnitudes, see `scales.from_half`.
     """
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
-    if DTYPE == tl.uint8:
+    if largest_ptr is not None:
+        _quantize_halves(first, x_ptr, largest_ptr, q_ptr, scale_ptr, rows, K, stride_r, DTYPE, GROUP, BLOCK_M)
+    elif DTYPE == tl.uint8:
         STEP: tl.constexpr = GROUP if GROUP < AT_ONCE else AT_ONCE
         quantize_nv_rows(first, x_ptr, q_ptr, scale_ptr, rows, K, stride_r, GROUP, BLOCK_M, STEP)
     else:
@@ -158,6 +162,33 @@ def _quantize_groups(
             x = tl.load(x_ptr + r * stride_r + k, mask=inside, other=0.0).to(tl.float32)
             tl.store(q_ptr + r * K + k, store_as(x, scale, DTYPE), mask=inside)
     tl.store(scale_ptr + g, scale, mask=exists)
+
+
+@triton.jit
+def _quantize_halves(
+    first, x_ptr, largest_ptr, q_ptr, scale_ptr, rows, K, stride_r, DTYPE: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Quantise rows first .. first + BLOCK_M - 1 of halves; GROUP: a power of two that holds their columns."""
+    ALL: tl.constexpr = (GROUP + HALF_GROUP - 1) // HALF_GROUP
+    PARTS: tl.constexpr = min(ALL, HELD // HALF_GROUP)  # of a row, at a time
+    parts = (K + HALF_GROUP - 1) // HALF_GROUP
+    r = first + tl.arange(0, BLOCK_M)
+    part = tl.arange(0, ALL)[None, :]
+    exists = (r < rows)[:, None] & (part < parts)
+    largest = tl.load(largest_ptr + r.to(tl.int64)[:, None] * parts + part, mask=exists, other=0.0)
+    scale = group_scale(tl.max(largest, axis=1), DTYPE)
+    tl.store(scale_ptr + r, scale, mask=r < rows)
+    of_parts = tl.broadcast_to(scale[:, None], [BLOCK_M, PARTS]).reshape(BLOCK_M * PARTS)
+    at = tl.arange(0, BLOCK_M * PARTS)
+    row = (first + at // PARTS).to(tl.int64)
+    for start in range(0, ALL, PARTS):
+        group = start + at % PARTS
+        k = (group * HALF_GROUP)[:, None] + tl.arange(0, HALF_GROUP)[None, :]
+        inside = (row < rows)[:, None] & (k < K)
+        x = tl.load(x_ptr + row[:, None] * stride_r + k, mask=inside, other=0.0)
+        x = from_half(x, tl.load(largest_ptr + row * parts + group, mask=(row < rows) & (group < parts), other=0.0))
+        tl.store(q_ptr + row[:, None] * K + k, store_as(x, of_parts, DTYPE), mask=inside)
 
 
 def room(size: tuple[int, ...], form: ActivationFormat, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -226,6 +257,7 @@ def quantize_beside(program, hidden_ptr, q_ptr, scale_ptr, rows, H, stride_h, GR
 @triton.jit(do_not_specialize=["rows"])
 def _quantize_kernel(
     x_ptr,
+    largest_ptr,
     counts_ptr,
     q_ptr,
     scale_ptr,
@@ -241,9 +273,10 @@ def _quantize_kernel(
     """One program quantises blocks of BLOCK_M scale groups (GROUP columns of one row) of one expert.
 
     Groups are numbered through the rows of the expert, so no width of K leaves lanes idle. Programs of an expert share
-    out the blocks of its first counts[e] rows (of all rows when counts is None).
+    out the blocks of its first counts[e] rows (of all rows when counts is None). With `largest_ptr` elements are fp16
+    of units of their own.
 
-    Bytes: rows (K (sizeof(element) + sizeof(code)) + sizeof(scale) groups).
+    Bytes: rows (K (sizeof(element) + sizeof(code)) + sizeof(scale) groups), and 4 of each 128 columns of halves.
     """
     # Released first: the next kernel may load weights from now on, and waits for this one, which waits here.
     pdl_release(PDL)
@@ -265,13 +298,22 @@ def _quantize_kernel(
             stride_r,
             GROUP,
             BLOCK_M,
+            None if largest_ptr is None else largest_ptr + e * rows * ((K + HALF_GROUP - 1) // HALF_GROUP),
         )
 
 
 def _quantize(
-    x: torch.Tensor, counts: torch.Tensor | None, q: torch.Tensor, scale: torch.Tensor, group: int, pdl: bool = False
+    x: torch.Tensor,
+    counts: torch.Tensor | None,
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    group: int,
+    pdl: bool = False,
+    largest: torch.Tensor | None = None,
 ) -> None:
-    """Quantise [E, rows, K] into `q` and `scale`, one kernel; `counts` bounds the rows on the device."""
+    """Quantise [E, rows, K] into `q` and `scale`, one kernel; `counts` bounds the rows on the device. `largest`: of
+    rows of halves.
+    """
     (E, rows, K), groups = x.shape, count_groups(x.shape[2], q, scale)
     if scale.numel() == 0 or (counts is not None and counts.numel() == 0):
         return
@@ -285,6 +327,7 @@ def _quantize(
         _quantize_kernel,
         (blocks if counts is None else min(blocks, max(1, PROGRAMS // E)), E),
         x,
+        largest,
         counts,
         q,
         scale,
@@ -432,26 +475,39 @@ def quantize_rows(
 
 
 def quantize_batched(
-    batch: torch.Tensor, expert_num_tokens: torch.Tensor | None, form: ActivationFormat, *, pdl: bool = False
+    batch: torch.Tensor,
+    expert_num_tokens: torch.Tensor | None,
+    form: ActivationFormat,
+    largest: torch.Tensor | None = None,
+    *,
+    pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise the first expert_num_tokens[e] rows of each expert; other rows are neither read nor written.
 
     Args:
         batch: [E, C, K]; expert_num_tokens: i32 [E] on the device, or None for all rows.
+        largest: f32 [E, C, ceil(K / HALF_GROUP)], of fp16 rows in units of their own (`scales.store_as`).
         pdl: launch as a programmatic dependent of the kernel before.
 
     Returns:
         (q [E, C, K], scale [E, C, groups of K]), as `form.quantize` makes them.
     """
     q, scale = room(tuple(batch.shape), form, batch.device)
-    _quantize(batch, expert_num_tokens, q, scale, group_columns(form, batch.shape[2]), pdl)
+    _quantize(batch, expert_num_tokens, q, scale, group_columns(form, batch.shape[2]), pdl, largest)
     return q, scale
 
 
 def quantize_sorted(
-    rows: torch.Tensor, offsets: torch.Tensor, form: ActivationFormat, *, pdl: bool = False
+    rows: torch.Tensor,
+    offsets: torch.Tensor,
+    form: ActivationFormat,
+    largest: torch.Tensor | None = None,
+    *,
+    pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise the rows [R, K] below the last of `offsets` i32 [E]; other rows are neither read nor written."""
+    """Quantise the rows [R, K] below the last of `offsets` i32 [E]; other rows are neither read nor written. `largest`:
+    as for `quantize_batched`, [R, ceil(K / HALF_GROUP)].
+    """
     made = beside(rows, form)
-    _quantize(rows[None], offsets[-1:], made.quantized[None], made.scale[None], made.group, pdl)
+    _quantize(rows[None], offsets[-1:], made.quantized[None], made.scale[None], made.group, pdl, largest)
     return made.quantized, made.scale

@@ -114,7 +114,7 @@ def _of_steps(told, PANELS: gl.constexpr):
 def _at_once(tiles, BLOCK: gl.constexpr, PANELS: gl.constexpr):
     """How many panels programs multiply with at a time."""
     at_once = (gl.num_programs(0) * PANELS + tiles - 1) // gl.maximum(tiles, 1)
-    return gl.minimum(gl.maximum(at_once, 1), BLOCK[7])
+    return gl.minimum(gl.maximum(at_once, 1), BLOCK[8])
 
 
 @gluon.jit
@@ -126,7 +126,7 @@ def _together(at_once):
 @gluon.jit
 def _room(at_once, BLOCK: gl.constexpr):
     """Panels that there is room for."""
-    return gl.minimum(2 * at_once + 2, BLOCK[7])
+    return gl.minimum(2 * at_once + 2, BLOCK[8])
 
 
 @gluon.jit
@@ -600,7 +600,7 @@ def _decoded_once_mm_kernel(
     """One program for each multiprocessor; tiles of 128 rows of one expert times 256 rows of its weight.
 
     Args: see `expert_mm._expert_mm_kernel`. Rows, codes, decoded weights and output come and leave by descriptor, 128
-    columns at a time. BLOCK[6]: steps that there is room for in shared memory; BLOCK[7]: panels, in `memory`. told: i32
+    columns at a time. BLOCK[6]: steps that there is room for in shared memory; BLOCK[8]: panels, in `memory`. told: i32
     [COUNTERS + panels * (1 + steps) + 32], all 0: see `_drawn`, `_done`, `_of_steps`.
     """
     N_TILES: gl.constexpr = (N + columns_of(GLU)[0] - 1) // columns_of(GLU)[0]

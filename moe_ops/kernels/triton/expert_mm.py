@@ -187,13 +187,14 @@ def grouped_mm(
     Returns:
         (out [R, N], out_scale [R, groups of N], empty unless `mm.quantize_output`).
     """
-    out, out_scale = mm.allocate((num_rows,), a)
+    in_halves = _comes_sorted(a, row_to_pair, load) and mm.leaves_halves(config, num_rows)
+    out, out_scale = mm.allocate((num_rows,), a, in_halves=in_halves)
     grid = (num_rows, most_tiles(num_rows, mm.num_experts, config), num_rows, False)
     _launch(a, mm, offsets, config, (out, out_scale), grid, row_to_pair, top_k, pdl, known, load, kept, told)
     if mm.out_static is not None:
         return quantize_static(out, offsets, mm.out_static, mm.form, pdl=pdl)
-    if mm.quantize_output and not mm.quantizes_in_tile:
-        return quantize_sorted(out, offsets, mm.form, pdl=pdl)
+    if mm.quantizes_rows:
+        return quantize_sorted(out, offsets, mm.form, out_scale if in_halves else None, pdl=pdl)
     return out, out_scale
 
 
@@ -226,23 +227,29 @@ def batched_mm(
         expert's count are not written.
     """
     E, C, K = batch.shape
-    out, out_scale = mm.allocate((E, C), batch)
     rows, row_tiles = E * C, E * cdiv(C, config.rows)
     if most_rows is not None:
         rows, row_tiles = min(rows, most_rows), min(row_tiles, most_tiles(most_rows, E, config))
+    in_halves = _comes_sorted(batch.view(E * C, K), None, load) and mm.leaves_halves(config, rows)
+    out, out_scale = mm.allocate((E, C), batch, in_halves=in_halves)
     outputs = (out.view(E * C, mm.out_features), out_scale)
     grid = (rows, row_tiles, C, True)
     _launch(batch.view(E * C, K), mm, expert_num_tokens, config, outputs, grid, None, 0, pdl, known, load, told=told)
     if mm.out_static is not None:
         return quantize_static(out, expert_num_tokens, mm.out_static, mm.form, pdl=pdl)
-    if mm.quantize_output and not mm.quantizes_in_tile:
-        return quantize_batched(out, expert_num_tokens, mm.form, pdl=pdl)
+    if mm.quantizes_rows:
+        return quantize_batched(out, expert_num_tokens, mm.form, out_scale if in_halves else None, pdl=pdl)
     return out, out_scale
 
 
 def most_tiles(rows: int, num_experts: int, config: MMConfig) -> int:
     """Bound on row tiles when each expert's rows are cut into tiles by themselves."""
     return cdiv(rows, config.rows) + min(num_experts, rows)
+
+
+def _comes_sorted(a: torch.Tensor, row_to_pair: torch.Tensor | None, load: Row | None) -> bool:
+    """Whether kernels in Gluon may take the rows `a` [rows, K]: nothing is gathered or counted beside the product."""
+    return row_to_pair is None and load is None and descriptor_strides(a, inner=1)
 
 
 def _launch(
@@ -267,7 +274,7 @@ def _launch(
     if out.numel() == 0:
         return
     rows, row_tiles, num_rows, batched = grid
-    as_they_come = row_to_pair is None and load is None and descriptor_strides(a, inner=1)
+    as_they_come = _comes_sorted(a, row_to_pair, load)
     in_order = not mm.is_decoded or (mm.rows_order and a.dtype == torch.bfloat16)
     if as_they_come and in_order and mm.specialises(config):
         if words := mm.words_told(config, rows):

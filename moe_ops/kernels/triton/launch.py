@@ -19,6 +19,7 @@ from meta.schemes import WHOLE, ActivationFormat
 from moe_ops.kernels.triton.codes import CODE_NUMBERS, codes_of_word
 from moe_ops.kernels.triton.config import MMConfig, are_promoted, are_shared
 from moe_ops.kernels.triton.packed_fp8_tile import step_columns
+from moe_ops.kernels.triton.scales import HALF_GROUP
 from moe_ops.kernels.triton.tile_loads import (
     CONCAT,
     INTERLEAVED,
@@ -448,6 +449,11 @@ class ExpertMM:
         return self.quantize_output and self.out_group != WHOLE
 
     @property
+    def quantizes_rows(self) -> bool:
+        """Whether a kernel behind the product quantises its rows, each as a whole."""
+        return self.quantize_output and not self.quantizes_in_tile
+
+    @property
     def strides(self) -> tuple[tuple[int, ...], tuple[int, ...] | None, tuple[int, ...] | None]:
         """(weight, weight scale [E, N groups, K groups], bias) strides, None for what is absent."""
         return (
@@ -474,16 +480,21 @@ class ExpertMM:
     def out_features(self) -> int:
         return self.weight.shape[1] // (2 if self.glu and self.up is None else 1)
 
-    def allocate(self, leading: tuple[int, ...], like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Uninitialised output and scale for rows of shape `leading`; fp32 for a kernel that quantises whole rows: the
-        numbers of an epilogue that does. Of bf16 the layer's error would be 1.00 to 1.02 times as large, but a single
-        token's up to 1.17 times.
+    def allocate(
+        self, leading: tuple[int, ...], like: torch.Tensor, *, in_halves: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Uninitialised output and scale for rows of shape `leading`; for a kernel that quantises whole rows fp32, the
+        numbers of an epilogue that does, or IN HALVES fp16 of units of their own, with the largest magnitudes of
+        HALF_GROUP columns. Of bf16 the layer's error would be 1.00 to 1.02 times as large, but a single token's up to
+        1.17 times.
         """
         N = self.out_features
         dtype = torch.float32 if self.quantize_output else self.out_dtype
         scale_shape: tuple[int, ...] = (0,)
         if self.quantizes_in_tile:
             dtype, scale_shape = self.form.dtype, (*leading, cdiv(N, self.out_group))
+        elif in_halves:
+            dtype, scale_shape = torch.float16, (*leading, cdiv(N, HALF_GROUP.value))
         scale_dtype = self.form.scale_dtype if self.quantizes_in_tile else torch.float32
         return like.new_empty((*leading, N), dtype=dtype), like.new_empty(scale_shape, dtype=scale_dtype)
 
@@ -567,6 +578,12 @@ class ExpertMM:
         """Whether `promoted_mm` takes the product of so many rows by descriptor."""
         return self.promotable(config) and are_promoted(rows, self.num_experts)
 
+    def leaves_halves(self, config: MMConfig, rows: int) -> bool:
+        """Whether of rows that a kernel quantises then `promoted_mm` leaves fp16: half the bytes to write and to read,
+        of the products' own time 3 to 6 % of a layer.
+        """
+        return self.quantizes_rows and self.out_static is None and self.promotes(config, rows)
+
     def promotable(self, config: MMConfig) -> bool:
         """Whether it would of enough rows: where Gluon's Hopper is."""
         large = config.a_tma and config.block_m == PROMOTED_ROWS and not config.tall_m
@@ -601,7 +618,7 @@ class ExpertMM:
             w_desc=for_gluon(weights, torch.int32),
             out_desc=for_gluon(ragged_rows(out, ROWS.value, at_once)),
             strides=(*self.strides, a.stride(0), None, None),
-            block=(*block, min(MOST_STEPS, room // step)),
+            block=(*block, min(MOST_STEPS, room // step), self.quantizes_rows and out.dtype == torch.float16),
             moves=(True, TMA_NK.value, at_once, self.up_offset < 0),
             walk=TILE_BY_TILE.value,
             n_tiles=cdiv(self.out_features, columns),

@@ -143,7 +143,7 @@ def _with_bias(value, bias, expert, row, exists, STRIDES: gl.constexpr):
 
 @gluon.jit
 def _quantized(value, exists, at, past, out_scale, group, N: gl.constexpr, DTYPE: gl.constexpr):
-    """Rows of one scale group of columns in e4m3; their scales are stored."""
+    """Rows of one scale group of columns in e4m3, or for a while in fp16; their scales are stored."""
     quantized, scale = quantize_tile(gl.where(exists[None, :], value, 0.0), DTYPE)
     GROUPS_OF_N: gl.constexpr = (N + HALF - 1) // HALF
     gl.store(out_scale + at.to(gl.int64) * GROUPS_OF_N + group, scale, mask=(at < past) & (group < GROUPS_OF_N))
@@ -176,7 +176,7 @@ def finish(lower, upper, of_rows, of_weights, where, leaving, GROUP: gl.constexp
     BIASES: gl.constexpr = SIZES[3][2]
     GLU: gl.constexpr = SIZES[6]
     ACTIVATION: gl.constexpr = SIZES[7]
-    QUANTIZES: gl.constexpr = SIZES[10][3]
+    QUANTIZES: gl.constexpr = SIZES[10][3] or SIZES[4][7]
     COLUMNS: gl.constexpr = columns_of(GLU)[0]
     AT_ONCE: gl.constexpr = columns_of(GLU)[1]
     at = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUM))
@@ -317,7 +317,8 @@ def _promoted_mm_kernel(
     weight.
 
     Args: see `expert_mm._expert_mm_kernel`. Rows, weights and output come and leave by descriptor, 128 columns at a
-    time; BLOCK[6]: steps that there is room for.
+    time; BLOCK[6]: steps that there is room for; BLOCK[7]: whether rows that a kernel quantises then, each as a whole,
+    leave in fp16, with the largest magnitudes of 128 columns in `out_scale`.
     """
     COLUMNS: gl.constexpr = columns_of(GLU)[0]
     N_TILES: gl.constexpr = (N + COLUMNS - 1) // COLUMNS

@@ -14,6 +14,7 @@ from moe_ops.kernels.triton.util import INTERPRETED, round_to
 E4M3_MAX = tl.constexpr(448.0)
 INT8_MAX = tl.constexpr(127.0)
 WHOLE_NUMBERS = tl.constexpr(12582912.0)  # 1.5 * 2^23: fp32 beside it has no fraction, so adding it rounds to even
+HALF_GROUP = tl.constexpr(128)  # columns of a row that have one unit as fp16
 AMAX_FLOOR = tl.constexpr(1e-12)  # keeps an all-zero group's scale a normal number and its quotient 0
 
 
@@ -70,10 +71,36 @@ def _divide_rows(x, divisor):
 
 
 @triton.jit
+def _power_of_two(exponent):
+    """2^exponent, a normal number."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _half_exponent(amax):
+    """Of the power of two that numbers of a group are in units of as fp16, which the group's largest magnitude is 2^14
+    to 2^15 times, or a finite one beside an infinity less.
+    """
+    biased = amax.to(tl.int32, bitcast=True) >> 23
+    return tl.minimum(tl.maximum(biased, 15), 254) - 127 - 14
+
+
+@triton.jit
+def from_half(stored, amax):
+    """fp32 of fp16 `stored` [M, G], see `store_as`, of groups whose largest magnitudes are `amax` [M]."""
+    return stored.to(tl.float32) * _power_of_two(_half_exponent(amax))[:, None]
+
+
+@triton.jit
 def group_scale(amax, DTYPE: tl.constexpr):
-    """fp32 scale of groups whose largest magnitudes are `amax`: what stores those as the largest number of DTYPE."""
-    raised = tl.maximum(amax, AMAX_FLOOR, propagate_nan=tl.PropagateNan.ALL)
-    return tl.div_rn(raised, INT8_MAX if DTYPE == tl.int8 else E4M3_MAX)
+    """fp32 scale of groups whose largest magnitudes are `amax`: what stores those as the largest number of DTYPE; of
+    fp16, which is stored for a while, these themselves.
+    """
+    if DTYPE == tl.float16:
+        return amax
+    else:
+        raised = tl.maximum(amax, AMAX_FLOOR, propagate_nan=tl.PropagateNan.ALL)
+        return tl.div_rn(raised, INT8_MAX if DTYPE == tl.int8 else E4M3_MAX)
 
 
 @triton.jit
@@ -92,9 +119,14 @@ def _to_int8(quotient):
 
 @triton.jit
 def store_as(x, scale, DTYPE: tl.constexpr):
-    """fp32 `x` [M, G] over `scale` [M], rounded to DTYPE: float8e4nv or int8."""
-    quotient = _divide_rows(x, scale)
-    return _to_int8(quotient) if DTYPE == tl.int8 else store_e4m3(quotient)
+    """fp32 `x` [M, G] over `scale` [M], rounded to DTYPE: float8e4nv or int8; or, `scale` being the largest magnitudes,
+    fp16 in units of powers of two: at least eleven bits of whatever is not 2^28 times smaller than the largest.
+    """
+    if DTYPE == tl.float16:
+        return round_to(x * _power_of_two(-_half_exponent(scale))[:, None], tl.float16)
+    else:
+        quotient = _divide_rows(x, scale)
+        return _to_int8(quotient) if DTYPE == tl.int8 else store_e4m3(quotient)
 
 
 @triton.jit
