@@ -1,4 +1,4 @@
-"""Products of e2m1 codes that are decoded once, in Gluon, compile for Hopper: no sum spills, nothing waits."""
+"""Products of codes that are decoded once, in Gluon, compile for Hopper: no sum spills, nothing waits."""
 
 from __future__ import annotations
 
@@ -10,23 +10,32 @@ import pytest
 import torch
 
 from moe_ops.kernels.triton import expert_mm, launch, permute
-from moe_ops.kernels.triton.decoded_once_mm import COUNTERS, _decoded_once_mm_kernel
+from moe_ops.kernels.triton.decoded_fp8_mm import _decoded_fp8_mm_kernel
+from moe_ops.kernels.triton.decoded_once_mm import _decoded_once_mm_kernel
 from moe_ops.kernels.triton.folded_mm import _folded_mm_kernel
 from moe_ops.kernels.triton.launch import ExpertMM
 from moe_ops.kernels.triton.layer import fit
+from moe_ops.kernels.triton.panels import COUNTERS
 from tests.crosscompile.compiling import Compiled
 from tests.crosscompile.test_decoded_fp8 import MANY, product
 from tests.crosscompile.test_packed import TYPES, compile_gluon, descriptor, halves_in_order
+
+SCHEMES = ("mxfp4_a8", "w4a8_fp8")
+#: The kernel whose every tile decodes its weights, and what tensor cores multiply with e4m3 rows.
+IN_EVERY_TILE = {"mxfp4_a8": _folded_mm_kernel, "w4a8_fp8": _decoded_fp8_mm_kernel}
+NUMBERS = {"mxfp4_a8": "E5M2", "w4a8_fp8": "E4M3"}
 
 
 def compile_product(mm: ExpertMM, *, experts: int = 8, swapped: bool = False) -> Compiled:
     rows = torch.empty(512, mm.in_features, dtype=torch.float8_e4m3fn)
     out, _ = mm.allocate((512,), rows)
-    made, _, memory_desc = mm.prepare_decoded_once(rows, out, MANY)
+    made, memory, memory_desc = mm.prepare_decoded_once(rows, out, MANY)
+    outer = mm.decoding["rows"].tensor
     arguments = {
         "a_desc": descriptor(made.a_desc), "a_scale": "*fp32:16", "extents": "*i32:16", "w": "*u8:16",
         "w_desc": descriptor(made.w_desc), "up_offset": "i32",
-        "w_scale": f"*{TYPES[mm.weight_scale.dtype]}:16", "up_scale_offset": "i32", "memory": "*fp8e5:16",
+        "w_scale": f"*{TYPES[mm.weight_scale.dtype]}:16", "up_scale_offset": "i32", "up_outer_offset": "i32",
+        "w_outer": None if outer is None else f"*{TYPES[outer.dtype]}:16", "memory": f"*{TYPES[memory.dtype]}:16",
         "memory_desc": descriptor(memory_desc), "told": "*i32:16", "bias": None if mm.bias is None else "*bf16:16",
         "out_desc": descriptor(made.out_desc), "out_scale": "*fp32:16", "num_rows": "i32", "alpha": "fp32",
         "limit": "fp32",
@@ -37,15 +46,19 @@ def compile_product(mm: ExpertMM, *, experts: int = 8, swapped: bool = False) ->
 @pytest.mark.parametrize(
     ("layout", "experts"), [*((layout, 8) for layout in ("concat", "interleaved", "none", None)), ("concat", 512)]
 )
-def test_compiles(layout: str | None, experts: int) -> None:
-    """Both groups of warps take decoded numbers from shared memory; nothing of theirs leaves registers in a step."""
-    kernel = compile_product(product("mxfp4_a8", layout, bias=layout == "concat"), experts=experts)
-    assert set(re.findall(r"QGMMA\S+", kernel.sass)) == {"QGMMA.64x128x32.F32.E4M3.E5M2"}
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_compiles(scheme: str, layout: str | None, experts: int) -> None:
+    """Both groups of warps take decoded numbers from shared memory; no sum of theirs leaves registers in a step."""
+    kernel = compile_product(product(scheme, layout, bias=layout == "concat"), experts=experts)
+    sizes = ("128",) if scheme == "mxfp4_a8" else ("64", "128")  # of rows of tokens, where they are the second operand
+    wanted = {f"QGMMA.64x{size}x32.F32.E4M3.{NUMBERS[scheme]}" for size in sizes}
+    assert set(re.findall(r"QGMMA\S+", kernel.sass)) == wanted
     steps = [body for body in kernel.loops if sum("QGMMA" in line[1] for line in body) == 8]
-    assert len(steps) >= 2, "one for each group of warps"
-    for body in sorted(steps, key=len)[:2]:
+    assert len(steps) >= 2 * len(sizes), "one for each group of warps"
+    for body in sorted(steps, key=len)[: 2 * len(sizes)]:
         assert len(body) < 260
-        assert not [line for line in body if line[1].startswith(("LDL", "STL"))]
+        spilled = [line for line in body if line[1].startswith(("LDL", "STL"))]
+        assert len(spilled) <= (0 if scheme == "mxfp4_a8" else 2), "an address of scales, at the most"
     assert "CCTL" not in kernel.sass, "what is waited for is not acquired, which would empty L1"
 
 
@@ -55,9 +68,10 @@ def test_compiles_for_scales_that_no_wide_load_takes(sizes: tuple[int, int]) -> 
 
 
 @pytest.mark.parametrize("swapped", [False, True], ids=["gate_first", "up_first"])
-def test_the_gate_comes_first_wherever_it_is(swapped: bool) -> None:
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_gate_comes_first_wherever_it_is(scheme: str, swapped: bool) -> None:
     """The descriptor begins with the half of the lower address; scales are looked up in the order of the halves."""
-    halves = halves_in_order(compile_product(product("mxfp4_a8", "concat"), swapped=swapped))
+    halves = halves_in_order(compile_product(product(scheme, "concat"), swapped=swapped))
     assert halves == (["1", "0"] if swapped else ["0", "1"])
 
 
@@ -72,30 +86,53 @@ def launches(mm: ExpertMM, rows: int, monkeypatch: pytest.MonkeyPatch, **given: 
 
     monkeypatch.setattr(expert_mm, "launch", note)
     monkeypatch.setattr(permute, "launch", note)
-    mm = replace(mm, rows_scale=torch.ones(rows, mm.in_features // 128))
+    monkeypatch.setattr(expert_mm, "quantize_sorted", lambda *of, pdl: of)
+    mm = replace(mm, rows_scale=torch.ones(rows, mm.in_features // 128 if mm.folds_scales else 1))
     a, extents = torch.empty(rows, mm.in_features, dtype=torch.float8_e4m3fn), torch.tensor([100, rows]).int()
     launched.append((None, {"results": expert_mm.grouped_mm(a, mm, extents, MANY, num_rows=rows, pdl=True, **given)}))
     return launched
 
 
-@pytest.mark.parametrize(("rows", "once"), [(256, False), (511, False), (512, True), (2000, True)])
-def test_which_products_it_takes(rows: int, once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of experts that have two tiles of rows each; programs' words are made 0 before, unless they are given so."""
-    mm = product("mxfp4_a8", "concat")
+@pytest.mark.parametrize(
+    ("scheme", "rows", "once"),
+    [
+        *(("mxfp4_a8", rows, once) for rows, once in [(256, False), (511, False), (512, True), (2000, True)]),
+        *(("w4a8_fp8", rows, once) for rows, once in [(256, False), (1023, False), (1024, True), (2000, True)]),
+    ],
+)
+def test_which_products_it_takes(scheme: str, rows: int, once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of experts that have two tiles of rows each, or four; programs' words are made 0 before, unless they are given
+    so.
+    """
+    mm, other = product(scheme, "concat"), IN_EVERY_TILE[scheme]
     kernels = [kernel for kernel, _ in launches(mm, rows, monkeypatch)[:-1]]
-    assert kernels == ([permute._clear_kernel, _decoded_once_mm_kernel] if once else [_folded_mm_kernel])
+    assert kernels == ([permute._clear_kernel, _decoded_once_mm_kernel] if once else [other])
     words = mm.words_told(fit(MANY, mm), rows)
     assert (words > 0) == once
     given = torch.zeros(words, dtype=torch.int32) if once else None
     kernels = [kernel for kernel, _ in launches(mm, rows, monkeypatch, told=given)[:-1]]
-    assert kernels == [_decoded_once_mm_kernel if once else _folded_mm_kernel]
+    assert kernels == [_decoded_once_mm_kernel if once else other]
+
+
+def test_products_of_groups_that_no_step_is_within_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of int4 codes are scaled after every step."""
+    monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: True)
+    mm = product("w4a8_fp8", "concat")
+    of_groups, *rest = mm.operand.scales
+    scales = (of_groups.view(torch.uint8).repeat_interleave(2, dim=2).view(of_groups.dtype), *rest)
+    narrow = replace(mm, operand=replace(mm.operand, scales=scales))
+    assert narrow.group_columns == 64 and narrow.specialises(fit(MANY, narrow))
+    assert mm.decodes_once(fit(MANY, mm), 2000) and not narrow.decodes_once(fit(MANY, narrow), 2000)
 
 
 @pytest.mark.parametrize("layout", ["concat", "interleaved", None], ids=str)
-def test_every_argument_of_a_launch_has_its_place(layout: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    mm = product("mxfp4_a8", layout, bias=True)
-    (_, cleared), (_, launched), (_, returned) = launches(mm, 512, monkeypatch)
-    out, out_scale = returned["results"]
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_argument_of_a_launch_has_its_place(
+    scheme: str, layout: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mm, rows = product(scheme, layout, bias=True), 512 if scheme == "mxfp4_a8" else 1024
+    (_, cleared), (_, launched), (_, returned) = launches(mm, rows, monkeypatch)
+    out, out_scale = returned["results"][:2] if mm.folds_scales or not layout else (returned["results"][0], None)
     assert list(launched) == _decoded_once_mm_kernel.arg_names
     scale, panels, steps = (
         mm.decoding["groups"],
@@ -106,9 +143,14 @@ def test_every_argument_of_a_launch_has_its_place(layout: str | None, monkeypatc
     assert launched["told"].numel() == COUNTERS.value + panels * (1 + steps) + 32 == cleared["COUNT"]
     assert launched["memory"].shape == (panels * 256, steps * 128) and launched["BLOCK"][8] == panels
     bases = {"w": mm.weight, "w_desc": mm.weight, "memory_desc": launched["memory"], "out_desc": out, "bias": mm.bias}
-    for name, tensor in (bases | {"w_scale": scale.tensor, "out_scale": out_scale}).items():
+    bases |= {"w_scale": scale.tensor, "w_outer": mm.decoding["rows"].tensor}
+    bases |= {"out_scale": out_scale} if mm.folds_scales else {}
+    for name, tensor in bases.items():
+        if tensor is None:
+            assert launched[name] is None
+            continue
         assert getattr(launched[name], "base", launched[name]).data_ptr() == tensor.data_ptr(), name
-    sizes = {"num_rows": 512, "E": 2, "N": mm.out_features, "K": mm.in_features, "GLU": mm.glu, "SWAPPED": False}
+    sizes = {"num_rows": rows, "E": 2, "N": mm.out_features, "K": mm.in_features, "GLU": mm.glu, "SWAPPED": False}
     sizes |= {"up_offset": mm.up_offset, "up_scale_offset": scale.up_offset, "PDL": True, "BATCHED": False}
     assert {name: launched[name] for name in sizes} == sizes
 

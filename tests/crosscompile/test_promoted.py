@@ -20,7 +20,7 @@ from moe_ops.kernels.triton.layer import fit
 from moe_ops.kernels.triton.promoted_mm import _promoted_mm_kernel
 from moe_ops.plans import bucket
 from tests.crosscompile.compiling import Compiled
-from tests.crosscompile.test_packed import TYPES, compile_gluon, descriptor
+from tests.crosscompile.test_packed import TYPES, compile_gluon, descriptor, halves_in_order
 
 E, H, I = 128, 2048, 768
 MANY = MMConfig(128, 256, 128, 8, 8, 3, a_tma=True, w_tma=True)
@@ -65,30 +65,29 @@ def compile_promoted(mm: ExpertMM, *, experts: int = E, swapped: bool = False) -
 def test_compiles(scheme: str, layout: str | None, experts: int) -> None:
     """A step is two products of 128 weight rows, of 128 columns: four instructions each, for both groups of warps."""
     kernel = compile_promoted(product(scheme, layout, bias=layout == "concat"), experts=experts)
-    assert kernel.stack <= 24 or experts == 512, f"{kernel.stack} bytes of spills"
+    of_pairs = scheme == "fp8_block128" and layout == "interleaved"  # whose scales are those of both halves' columns
+    assert kernel.stack <= (88 if of_pairs else 24) or experts == 512, f"{kernel.stack} bytes of spills"
     steps = [body for body in kernel.loops if sum("QGMMA" in line[1] for line in body) == 8]
     assert len(steps) >= 2, "one for each group of warps"
     for body in sorted(steps, key=len)[:2]:
         assert {line[1] for line in body if "GMMA" in line[1]} == {"QGMMA.64x128x32.F32.E4M3.E4M3"}
-        assert not [line for line in body if line[1].startswith(("LDL", "STL"))]
+        spilled = [line for line in body if line[1].startswith(("LDL", "STL"))]
+        assert len(spilled) <= (18 if of_pairs else 0)
         assert len(body) < 260
 
 
 @pytest.mark.parametrize("of_scales", [torch.bfloat16, torch.float8_e8m0fnu], ids=str)
 @pytest.mark.parametrize("layout", ["concat", None], ids=str)
 def test_compiles_for_scales_of_other_types(layout: str | None, of_scales: torch.dtype) -> None:
-    assert compile_promoted(product("fp8_block128", layout, of_scales=of_scales)).stack <= 16
+    assert compile_promoted(product("fp8_block128", layout, of_scales=of_scales)).stack <= 24
 
 
 @pytest.mark.parametrize("swapped", [False, True], ids=["gate_first", "up_first"])
 @pytest.mark.parametrize("scheme", sorted(PROMOTED))
 def test_the_gate_comes_first_wherever_it_is(scheme: str, swapped: bool) -> None:
     """The descriptor begins with the half of the lower address; scales are multiplied in the order of the halves."""
-    ptx = compile_promoted(product(scheme, "concat"), swapped=swapped).ptx
-    constants = dict(re.findall(r"mov\.b32\s+(%r\d+), (\d+);", ptx))
-    loads = re.findall(r"tensor\.4d\.shared::cluster\S+ \[[^]]+\], \[[^,]+, \{([^}]*)\}\]", ptx)
-    halves = [constants.get(load.split(", ")[2]) for load in loads]
-    assert halves == (["1", "0"] if swapped else ["0", "1"])
+    halves = halves_in_order(compile_promoted(product(scheme, "concat"), swapped=swapped))
+    assert halves == (["1", "0"] if swapped else ["0", "1"]) * (len(halves) // 2) and halves
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ BEGINNINGS = {place for file in KERNELS.glob("*.py") for place in _beginnings(fi
 #: By file, names of what warps with work of their own tell one another in shared memory.
 TOLD = {
     "folded_mm.py": (r"tops_of(_step)?", r"far_of"),
-    "decoded_once_mm.py": (r"fours_of",),
+    "panels.py": (r"fours_of",),
     "hopper.py": (r"of",),
 }
 

@@ -20,11 +20,11 @@ SCHEMES = sorted(triton_plans.FP8_DECODED)
 #: no wide load takes, and less than a step at the end.
 SIZES = {"whole": (8, 2, 1024, 512), "odd": (6, 2, 1152, 640), "one": (1, 1, 256, 128), "ragged": (3, 2, 1184, 320)}
 CASES = [(scheme, size) for scheme in SCHEMES for size in SIZES if scheme == "mxfp4_a8" or size != "ragged"]
-OF_FEW_TILES = [("mxfp4_a8", size, False) for size in SIZES]
-T = 4200  # more pairs than tokens are quantised for beside the sort: those are gathered
+#: The kernel whose every tile decodes its weights.
+IN_EVERY_TILE = {"mxfp4_a8": "_folded_mm", "w4a8_fp8": "_decoded_fp8_mm"}
 #: Tokens whose experts have one or two tiles of rows, each of which decodes its weights, and several, for which
 #: these are decoded once.
-FEW, SEVERAL = 800, T
+FEW, SEVERAL = 800, 4200
 
 
 def layer_of(scheme: str, tokens: int, size: str = "whole", **options: object) -> SchemeLayer:
@@ -33,12 +33,13 @@ def layer_of(scheme: str, tokens: int, size: str = "whole", **options: object) -
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("scheme", "size", "several"), [*((*case, True) for case in CASES), *OF_FEW_TILES])
+@pytest.mark.parametrize("several", [True, False], ids=["several_tiles", "few_tiles"])
+@pytest.mark.parametrize(("scheme", "size"), CASES)
 def test_is_as_near_to_float64_as_tritons_tile(scheme, size, several, form, monkeypatch):
     """A bias is added in one rounding or in two."""
     E, K = SIZES[size][:2]
     layer = layer_of(scheme, SEVERAL if several else 200 * E // K, size, form=form)
-    kernel = "_decoded_fp8_mm" if scheme != "mxfp4_a8" else "_decoded_once_mm" if several else "_folded_mm"
+    kernel = "_decoded_once_mm" if several else IN_EVERY_TILE[scheme]
     for got, other in beside_tritons_tile(layer, kernel, 2, "specialises", monkeypatch):
         assert (other.double() - got.double()).norm() <= 1e-3 * got.double().norm()
 
@@ -49,9 +50,10 @@ def forget():
     return lambda: [launcher.forget() for launcher in LAUNCHERS.values()]
 
 
-def test_the_same_bits_wherever_weights_are_decoded(monkeypatch, forget):
+@pytest.mark.parametrize(("scheme", "size"), CASES)
+def test_the_same_bits_wherever_weights_are_decoded(scheme, size, monkeypatch, forget):
     """Once, or in every tile."""
-    layer = layer_of("mxfp4_a8", SEVERAL)
+    layer = layer_of(scheme, SEVERAL, size)
     for format in ("grouped", "batched"):
         once = run(layer, format)
         with monkeypatch.context() as patched:
@@ -63,8 +65,9 @@ def test_the_same_bits_wherever_weights_are_decoded(monkeypatch, forget):
 
 @pytest.mark.parametrize("panels", [2, 3])
 @pytest.mark.parametrize("tokens", [1024, 2048, 4096, 20000])
-def test_memory_of_panels_is_written_over_again_and_again(tokens, panels, monkeypatch, forget):
-    layer = layer_of("mxfp4_a8", tokens)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_memory_of_panels_is_written_over_again_and_again(scheme, tokens, panels, monkeypatch, forget):
+    layer = layer_of(scheme, tokens)
     expected = run(layer, "grouped")
     monkeypatch.setattr(launch, "PANEL_BYTES", panels * 256 * SIZES["whole"][2])
     forget()
@@ -72,9 +75,10 @@ def test_memory_of_panels_is_written_over_again_and_again(tokens, panels, monkey
     forget()
 
 
-def test_experts_decoded_beside_other_work():
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_experts_decoded_beside_other_work(scheme):
     """Two layers on two streams share the multiprocessors: none of their programs waits for one that cannot run."""
-    layers = [layer_of("mxfp4_a8", 20000) for _ in range(2)]
+    layers = [layer_of(scheme, 20000) for _ in range(2)]
     expected = [run(layer, "grouped") for layer in layers]
     streams = [torch.cuda.Stream() for _ in layers]
     torch.cuda.synchronize()
@@ -165,9 +169,9 @@ def test_a_scale_that_is_no_number_stays_in_its_column(tokens):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_rows_that_are_not_numbers_stay_in_their_rows(scheme):
-    layer = layer_of(scheme, T)
+    layer = layer_of(scheme, SEVERAL)
     x = layer.tensors["hidden_states"]
-    seventh = torch.arange(T, device="cuda") == 7
+    seventh = torch.arange(SEVERAL, device="cuda") == 7
     got = run(layer, "grouped")
     broken = run(layer, "grouped", hidden_states=torch.where(seventh[:, None], float("nan"), x))
     assert torch.equal(broken[~seventh], got[~seventh]) and broken[7].isnan().all()

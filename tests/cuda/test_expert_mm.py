@@ -50,8 +50,8 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs begin as NaN, so that a row that must not be written shows."""
     allocate = ExpertMM.allocate
 
-    def filled(self: ExpertMM, *arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
-        out, scale = allocate(self, *arguments)
+    def filled(self: ExpertMM, *arguments: object, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+        out, scale = allocate(self, *arguments, **options)
         return out.fill_(float("nan")), scale
 
     monkeypatch.setattr(ExpertMM, "allocate", filled)

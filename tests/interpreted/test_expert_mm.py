@@ -202,7 +202,9 @@ def test_batched_leaves_rows_past_the_count_alone(config, glu, monkeypatch):
     mm = expert_mm(w, torch.float32, glu_layout=glu, activation="silu")
     poison = 12345.0
     monkeypatch.setattr(
-        ExpertMM, "allocate", lambda self, lead, like: (torch.full((*lead, self.out_features), poison), torch.empty(0))
+        ExpertMM,
+        "allocate",
+        lambda self, lead, like, **_: (torch.full((*lead, self.out_features), poison), torch.empty(0)),
     )
     out, _ = batched_mm(batch, mm, counts, CONFIGS[config])
     rows = torch.cat([batch[e, : int(counts[e])] for e in range(E)])

@@ -50,8 +50,11 @@ def are_promoted(rows: int, num_experts: int) -> bool:
     return rows >= max(64, min(256, 8192 // num_experts)) * num_experts
 
 
-def are_shared(rows: int, num_experts: int) -> bool:
+def are_shared(rows: int, num_experts: int, folded: bool) -> bool:
     """Whether experts have so many rows, all together, that decoding a weight's rows once for all tiles is faster than
-    in every tile: 256 each, two tiles (`decoded_once_mm`).
+    in every tile (`decoded_once_mm`): 256 each where scales are folded into codes, which takes longer, else 512.
+
+    us of a layer of w4a8_fp8 on an H200 by `decoded_fp8_mm` and by it: Qwen3-30B-A3B, T = 4096 (256 rows an expert)
+    615, 666, T = 8192 1110, 1044; gpt-oss-120b, T = 8192 (256) 2732, 3310.
     """
-    return rows >= 256 * num_experts
+    return rows >= (256 if folded else 512) * num_experts

@@ -359,6 +359,12 @@ def _of_decoded(
     return _decoded_mm_kernel, made, tensors, 8 // made.block[7]
 
 
+def _decoded_by_rows(mm: ExpertMM) -> tuple[Any, ...]:
+    """The scales of groups and of whole weight rows, and of each the offset of the up half."""
+    scales = (mm.decoding["groups"], mm.decoding["rows"])
+    return *(scale.tensor for scale in scales), *(scale.up_offset for scale in scales)
+
+
 def _of_decoded_fp8(
     a: torch.Tensor, mm: ExpertMM, extents: torch.Tensor, config: MMConfig, out: torch.Tensor
 ) -> Specialised:
@@ -366,9 +372,7 @@ def _of_decoded_fp8(
     from moe_ops.kernels.triton.decoded_fp8_mm import _decoded_fp8_mm_kernel
 
     made = mm.prepare_decoded_fp8(a, out, config)
-    scales = (mm.decoding["groups"], mm.decoding["rows"])
-    decoded_by = (*(scale.tensor for scale in scales), *(scale.up_offset for scale in scales))
-    tensors = (made.a_desc, mm.rows_scale, extents, made.w_desc, *decoded_by, mm.bias, made.out_desc)
+    tensors = (made.a_desc, mm.rows_scale, extents, made.w_desc, *_decoded_by_rows(mm), mm.bias, made.out_desc)
     return _decoded_fp8_mm_kernel, made, tensors, 4
 
 
@@ -403,7 +407,7 @@ def _of_decoded_once(
 
     out, out_scale = outputs
     made, memory, memory_desc = mm.prepare_decoded_once(a, out, config)
-    weights = (mm.weight, made.w_desc, mm.up_offset, mm.weight_scale, mm.up_scale_offset)
+    weights = (mm.weight, made.w_desc, mm.up_offset, *_decoded_by_rows(mm))
     tensors = (made.a_desc, mm.rows_scale, extents, *weights, memory, memory_desc, told, mm.bias)
     return _decoded_once_mm_kernel, made, (*tensors, made.out_desc, out_scale), 4
 

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moe_ops.kernels.triton.hopper import boxes, computed_here, ring, said, say, table_of_tiles
+from moe_ops.kernels.triton.hopper import IN_LINE, boxes, computed_here, ring, said, say, table_of_tiles
 from moe_ops.kernels.triton.packed_fp8_tile import (
     FOLDED_UNIT,
     HIGH_BYTES,
@@ -57,7 +57,6 @@ OF_WORDS = gl.constexpr(gl.BlockedLayout([1, WORDS.value], [32, 1], [4, 1], [1, 
 OF_CHUNK = gl.constexpr(gl.SliceLayout(1, OF_WORDS.value))
 OF_ALL = gl.constexpr(gl.BlockedLayout([BLOCKS.value], [32], [4], [0]))  # every thread has all of them
 OF_ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-IN_LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit

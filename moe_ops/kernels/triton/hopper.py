@@ -47,6 +47,9 @@ CALLED = {
 }
 
 
+IN_LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
 @gluon.constexpr_function
 def boxes(count, shape):
     """Shape of so many boxes of a descriptor."""
@@ -105,6 +108,26 @@ def say(of, at, number):
     """Leave a number there, which all threads have."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     of.index(at).store(gl.full([1], 0, gl.int32, layout=LAYOUT) + number)
+
+
+@gluon.jit
+def say_tile(of, stage, expert, first, past, column):
+    """What tile begins with a step: its expert, first row, row behind the last of the expert's, and which columns; none
+    if that is row 0.
+    """
+    say(of, stage * 4, expert)
+    say(of, stage * 4 + 1, first)
+    say(of, stage * 4 + 2, past)
+    say(of, stage * 4 + 3, column)
+
+
+@gluon.jit
+def said_tile(of, stage):
+    """(expert, first, past, column) of `say_tile`, to warps that need no table then: of 128 experts it is 16 registers
+    of each thread, and some hundred instructions a tile.
+    """
+    expert, first = uniform(said(of, stage * 4)), uniform(said(of, stage * 4 + 1))
+    return expert, first, uniform(said(of, stage * 4 + 2)), uniform(said(of, stage * 4 + 3))
 
 
 @gluon.jit

@@ -598,14 +598,17 @@ class ExpertMM:
         size = 1 if self.quantizes_in_tile else 4 if self.quantize_output else self.out_dtype.itemsize
         return taken and self.out_features * size % 16 == 0 and hopper_with_gluon(self.weight.device)
 
-    def prepare_promoted(self, a: torch.Tensor, out: torch.Tensor, config: MMConfig, *, beside: int = 0) -> Launch:
+    def prepare_promoted(
+        self, a: torch.Tensor, out: torch.Tensor, config: MMConfig, *, beside: int = 0, at_once: int | None = None
+    ) -> Launch:
         """The same for `promoted_mm` and `folded_mm`, whose tile is one of theirs: two boxes of rows and two of weight
         rows a step; how many steps there is room for, `folded_mm` knows by itself. `beside`: bytes of shared memory
-        for something else.
+        for something else; at_once: columns that a group of warps writes at a time, if not theirs.
         """
         from moe_ops.kernels.triton.promoted_mm import HALF, ROWS, STEP, columns_of
 
-        columns, at_once = columns_of(self.glu)
+        columns, theirs = columns_of(self.glu)
+        at_once = theirs if at_once is None else at_once
         part = config._replace(block_n=HALF.value * (2 if self.glu == CONCAT.value else 1), block_k=STEP.value)
         weights = self._weight_descriptor(TMA_NK.value, part)
         if self.glu == CONCAT.value:
@@ -617,7 +620,7 @@ class ExpertMM:
             a_desc=for_gluon(TensorDescriptor(a, list(a.shape), list(a.stride()), [ROWS.value, STEP.value])),
             w_desc=for_gluon(weights, torch.int32),
             out_desc=for_gluon(ragged_rows(out, ROWS.value, at_once)),
-            strides=(*self.strides, a.stride(0), None, None),
+            strides=(*self.strides, a.stride(0), None, self.decoding["rows"].strides),
             block=(*block, min(MOST_STEPS, room // step), self.quantizes_rows and out.dtype == torch.float16),
             moves=(True, TMA_NK.value, at_once, self.up_offset < 0),
             walk=TILE_BY_TILE.value,
@@ -625,8 +628,13 @@ class ExpertMM:
         )
 
     def decodes_once(self, config: MMConfig, rows: int) -> bool:
-        """Whether `decoded_once_mm` takes the product of so many rows by descriptor, not `folded_mm`."""
-        return self.folds_scales and are_shared(rows, self.num_experts) and self.specialises(config)
+        """Whether `decoded_once_mm` takes the product of so many rows by descriptor, not `folded_mm` or
+        `decoded_fp8_mm`.
+        """
+        if not (self.is_packed and self.waits_for_scales):
+            return False
+        whole_steps = self.folds_scales or self.group_columns % PACKED_COLUMNS == 0
+        return whole_steps and are_shared(rows, self.num_experts, self.folds_scales) and self.specialises(config)
 
     def words_told(self, config: MMConfig, rows: int) -> int:
         """How many words, which something has to make 0 before, programs of the product tell one another; 0 where they
@@ -634,7 +642,7 @@ class ExpertMM:
         """
         if not self.decodes_once(config, rows):
             return 0
-        from moe_ops.kernels.triton.decoded_once_mm import COUNTERS
+        from moe_ops.kernels.triton.panels import COUNTERS
         from moe_ops.kernels.triton.promoted_mm import STEP, columns_of
 
         panels = self.num_experts * cdiv(self.out_features, columns_of(self.glu)[0])
@@ -646,13 +654,15 @@ class ExpertMM:
         """The same for `decoded_once_mm`, with the memory that it decodes panels to and a descriptor of that; `block`
         ends with how many of them there is room for.
         """
-        from moe_ops.kernels.triton.decoded_once_mm import CODE_BYTES
+        from moe_ops.kernels.triton.panels import CHUNK, CODE_BYTES
         from moe_ops.kernels.triton.promoted_mm import HALF, STEP
 
-        made = self.prepare_promoted(a, out, config, beside=CODE_BYTES)
+        at_once = None if self.folds_scales else CHUNK.value
+        made = self.prepare_promoted(a, out, config, beside=CODE_BYTES, at_once=at_once)
         columns = cdiv(self.in_features, STEP.value) * STEP.value
         panels = min(self.num_experts * made.n_tiles, max(2, PANEL_BYTES // (2 * HALF.value * columns)))
-        memory = a.new_empty((panels * 2 * HALF.value, columns), dtype=torch.float8_e5m2)
+        numbers = torch.float8_e5m2 if self.folds_scales else torch.float8_e4m3fn
+        memory = a.new_empty((panels * 2 * HALF.value, columns), dtype=numbers)
         box = TensorDescriptor(memory, list(memory.shape), list(memory.stride()), [HALF.value, STEP.value])
         return replace(made, block=(*made.block, panels)), memory, for_gluon(box)
 

@@ -147,11 +147,14 @@ class Layer:
             yield first, tokens, topk_weights[part], topk_ids[part]
 
     def _tokens_per_pass(self, plan: Plan, topk_ids: Tensor) -> int:
-        copied = self._row_bytes(self.up.in_features) if self._copies_rows(plan, topk_ids) else 0
+        first, copies = self._first(), self._copies_rows(plan, topk_ids)
+        before = self._row_bytes(self.up.in_features) if copies else 0
+        if first.quantizes_rows:  # what it leaves for a kernel to quantise
+            in_halves = copies and first.leaves_halves(self._tiles(plan)[0], topk_ids.numel())
+            before += sum(part.nbytes for part in first.allocate((1,), torch.empty(0), in_halves=in_halves))
         result = self.down.out_features * self.down.out_dtype.itemsize
-        row_bytes = self._row_bytes(self.up.out_features) + max(copied, result)  # copies end where results begin
-        if self.quantizes_rows:
-            row_bytes += 4 * self.up.out_features  # in fp32, before they are quantised
+        # Copies, and what is quantised, end where results begin.
+        row_bytes = self._row_bytes(self.up.out_features) + max(before, result)
         return tokens_per_pass(topk_ids.shape[0], self.up.num_experts, topk_ids.shape[1], row_bytes)
 
     def _row_bytes(self, columns: int) -> int:
@@ -252,10 +255,13 @@ class Layer:
         """
         if self.up.operand.static is not None:
             return True
-        few = self.quantizes_rows and permute.quantises_beside(topk_ids)
-        if self.weight_on_input or self.up.order(self._tiles(plan)[0]) is not None:
+        first, tile = self._first(), self._tiles(plan)[0]
+        if self.weight_on_input or first.order(tile) is not None:
             return True
-        return self.quantizes and plan.configs[0].a_tma and not few
+        if not (self.quantizes and plan.configs[0].a_tma):
+            return False
+        few = self.quantizes_rows and permute.quantises_beside(topk_ids)
+        return not few or first.specialises(tile) or first.promotes(tile, topk_ids.numel())
 
     def _tiles(self, plan: Plan, gathered: bool = False) -> tuple[MMConfig, MMConfig]:
         """Both products' tiles. GEMM 1 leaves its rows in GEMM 2's order of columns, whole ones at once."""

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moe_ops.kernels.triton.act_quant import apply_activation
-from moe_ops.kernels.triton.hopper import buffers, table_of_tiles, write
+from moe_ops.kernels.triton.hopper import IN_LINE, buffers, said_tile, say_tile, table_of_tiles, write
 from moe_ops.kernels.triton.scales import group_scale, largest_magnitude, load_scale, quantize_tile, store_as
 from moe_ops.kernels.triton.tile_loads import CONCAT, INTERLEAVED, NOT_GATED
 from moe_ops.kernels.triton.util import find_tile, pdl_release, pdl_wait, round_to
@@ -49,7 +49,7 @@ def _bring(given, SIZES: gl.constexpr):
     """The warp that has rows and weights of every step of every tile brought, as soon as there is room; of halves that
     are apart the gate's first, wherever it is.
     """
-    a_desc, w_desc, rows_of, weights_of, full, empty, extents, num_rows = given
+    a_desc, w_desc, rows_of, weights_of, tiles_of, full, empty, extents, num_rows = given
     E: gl.constexpr = SIZES[0]
     K: gl.constexpr = SIZES[2]
     BLOCK: gl.constexpr = SIZES[4]
@@ -61,11 +61,14 @@ def _bring(given, SIZES: gl.constexpr):
     table, tiles = table_of_tiles(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
     place = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        expert, first, _, n_tile = find_tile(tile, table, BLOCK[0], 0, N_TILES, BLOCK[3])
+        expert, first, past, n_tile = find_tile(tile, table, BLOCK[0], 0, N_TILES, BLOCK[3])
         for step in range((K + STEP - 1) // STEP):
-            stage, turn = place % STAGES, place // STAGES
+            stage = place % STAGES
             arrived = full.index(stage)
-            mbarrier.wait(empty.index(stage), (turn & 1) ^ 1)
+            mbarrier.wait(empty.index(stage), ((place // STAGES) & 1) ^ 1)
+            if step == 0:
+                say_tile(tiles_of, stage, expert, first, past, n_tile)
+                gl.thread_barrier()
             mbarrier.expect(arrived, (GROUPS * ROWS + 2 * HALF) * STEP)
             for part in gl.static_range(2):
                 at = stage * 2 + part
@@ -77,6 +80,11 @@ def _bring(given, SIZES: gl.constexpr):
                     where = [expert, (n_tile * 2 + part) * HALF, step * STEP]
                 tma.async_copy_global_to_shared(w_desc, where, arrived, weights)
             place += 1
+    stage = place % STAGES
+    mbarrier.wait(empty.index(stage), ((place // STAGES) & 1) ^ 1)
+    say_tile(tiles_of, stage, 0, 0, 0, 0)
+    gl.thread_barrier()
+    mbarrier.arrive(full.index(stage))
 
 
 @gluon.jit
@@ -222,25 +230,22 @@ def finish(lower, upper, of_rows, of_weights, where, leaving, GROUP: gl.constexp
 @gluon.jit
 def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
     """A group of warps: its 64 rows of every tile times the tile's weight rows."""
-    rows_of, weights_of, full, empty, leaving, a_scale, w_scale, up_apart, extents, num_rows, bias = given
-    E: gl.constexpr = SIZES[0]
+    rows_of, weights_of, tiles_of, full, empty, leaving, a_scale, w_scale, up_apart, bias = given
     N: gl.constexpr = SIZES[1]
     K: gl.constexpr = SIZES[2]
     STRIDES: gl.constexpr = SIZES[3]
     BLOCK: gl.constexpr = SIZES[4]
-    N_TILES: gl.constexpr = SIZES[5]
     GLU: gl.constexpr = SIZES[6]
-    BATCHED: gl.constexpr = SIZES[9]
     BY_ROW: gl.constexpr = SIZES[10][1] == 0
     RUNS_ON: gl.constexpr = SIZES[10][2]
     NEXT: gl.constexpr = HALF - N % HALF if RUNS_ON else HALF  # the first weight row of the next block
     STAGES: gl.constexpr = BLOCK[6]
     STEPS: gl.constexpr = (K + STEP - 1) // STEP
     SCALES: gl.constexpr = STRIDES[1]
-    table, tiles = table_of_tiles(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
     place = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        expert, first, past, n_tile = find_tile(tile, table, BLOCK[0], 0, N_TILES, BLOCK[3])
+    mbarrier.wait(full.index(0), 0)
+    expert, first, past, n_tile = said_tile(tiles_of, 0)
+    while past > 0:
         first += GROUP * ROWS
         if first >= past:
             for _ in range(STEPS):
@@ -284,6 +289,8 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
                 of_rows = gl.load(a_scale + at, mask=at < past, other=0.0)
             of_weights = (w_scale, up_apart, bias)
             finish(lower, upper, of_rows, of_weights, (expert, first, past, n_tile), leaving, GROUP, SIZES)
+        mbarrier.wait(full.index(place % STAGES), (place // STAGES) & 1)
+        expert, first, past, n_tile = said_tile(tiles_of, place % STAGES)
     tma.store_wait(0)
 
 
@@ -324,12 +331,13 @@ def _promoted_mm_kernel(
     N_TILES: gl.constexpr = (N + COLUMNS - 1) // COLUMNS
     STAGES: gl.constexpr = BLOCK[6]
     rows_of, weights_of, staged, full, empty = buffers(a_desc, w_desc, out_desc, 2, 2, GROUPS, STAGES)
+    tiles_of = gl.allocate_shared_memory(gl.int32, [STAGES * 4, 1], IN_LINE)
     pdl_wait(PDL)
     pdl_release(PDL)
     bias = bias if STRIDES[2] is not None else extents
     leaving = (staged, out_desc, out_scale, alpha, limit)
-    given = (rows_of, weights_of, full, empty, leaving, a_scale, w_scale, up_scale_offset, extents, num_rows, bias)
-    brought = (a_desc, w_desc, rows_of, weights_of, full, empty, extents, num_rows)
+    given = (rows_of, weights_of, tiles_of, full, empty, leaving, a_scale, w_scale, up_scale_offset, bias)
+    brought = (a_desc, w_desc, rows_of, weights_of, tiles_of, full, empty, extents, num_rows)
     SIZES: gl.constexpr = (E, N, K, STRIDES, BLOCK, N_TILES, GLU, ACTIVATION, SWAPPED, BATCHED, SCHEME)
     gl.warp_specialize(
         [(_multiply, (given, 0, SIZES)), (_multiply, (given, 1, SIZES)), (_bring, (brought, SIZES))],
