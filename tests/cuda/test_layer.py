@@ -411,7 +411,7 @@ def test_gradients_of_the_stages(form: str, format: str):
         assert_accurate(value, exact[name], plain[name], dtype=x.dtype, what=name)
 
 
-@pytest.mark.parametrize("scheme", ["bf16", "fp8_block128"])
+@pytest.mark.parametrize("scheme", ["bf16", "fp8_block128", "fp8_channel"])
 def test_a_long_batch_in_passes(scheme: str, monkeypatch: pytest.MonkeyPatch):
     """T = 65536 at Qwen3-30B-A3B's dimensions: within 1 GiB beyond inputs and outputs, the bits of one pass."""
     torch.use_deterministic_algorithms(False)  # poisoning would cost minutes
