@@ -17,7 +17,7 @@ SIZES = {
     **{"whole": (8, 2, 1024, 512), "odd": (6, 2, 1216, 640), "small": (3, 2, 192, 128), "one": (1, 1, 256, 128)},
     **{"runs_on": (4, 2, 640, 432), "short": (3, 2, 256, 80)},
 }
-T = 4200  # more pairs, of whichever K, than tokens are quantised for beside the sort: their rows are gathered
+T = 4200  # more pairs, of whichever K, than tokens are quantised for beside the sort
 
 
 def layer_of(scheme: str, tokens: int, size: str = "whole", **options: object) -> SchemeLayer:
@@ -28,11 +28,14 @@ def layer_of(scheme: str, tokens: int, size: str = "whole", **options: object) -
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_has_the_bits_of_tritons_tile(scheme, size, form, monkeypatch):
-    """Which adds up the same 128 columns at a time."""
+def test_has_the_numbers_of_tritons_tile(scheme, size, form, monkeypatch):
+    """Which adds up the same 128 columns at a time. Rows that are quantised as a whole it leaves in fp32, not in fp16:
+    some numbers in the middle between two of e4m3 are rounded to the other one.
+    """
     layer = layer_of(scheme, T, size, form=form)
     for got, other in beside_tritons_tile(layer, "_promoted_mm", 2, "promotes", monkeypatch):
-        assert (other.double() - got.double()).norm() <= 1e-3 * got.double().norm()
+        of_blocks = scheme == "fp8_block128"
+        assert (other.double() - got.double()).norm() <= (1e-3 if of_blocks else 1e-2) * got.double().norm()
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
