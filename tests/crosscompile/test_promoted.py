@@ -226,3 +226,17 @@ def test_rows_of_other_kernels_leave_in_fp32(gathered: bool, monkeypatch: pytest
     pairs = torch.arange(count, dtype=torch.int32) if gathered else None
     expert_mm.grouped_mm(rows, mm, counts, MANY, num_rows=count, row_to_pair=pairs, top_k=1)
     assert left[0].dtype == torch.float32 and left[3] is None
+
+
+def test_passes_know_what_a_row_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of 768 columns: fp16 and six magnitudes, or fp32 where another kernel takes the product; nothing where the
+    product itself quantises, or nobody does.
+    """
+    monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: True)
+    mm = product("fp8_channel", "concat")
+    assert mm.bytes_left(MANY, 4096, sorted_rows=True) == 2 * I + 4 * 6
+    few_rows = mm.bytes_left(MANY, 128, sorted_rows=True)
+    static = replace(mm, out_static=torch.ones(2, 1, 1)).bytes_left(MANY, 4096, sorted_rows=True)
+    assert {few_rows, static, mm.bytes_left(MANY, 4096, sorted_rows=False)} == {4 * I}
+    assert product("fp8_block128", "concat").bytes_left(MANY, 4096, sorted_rows=True) == 0
+    assert product("fp8_channel", None).bytes_left(MANY, 4096, sorted_rows=True) == 0

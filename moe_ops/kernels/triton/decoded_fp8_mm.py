@@ -6,7 +6,8 @@ cores add up 128 columns, more than which their own sums of e4m3 have too few bi
 multiplied with up to 256 rows of tokens, in products of 64: each is added to its sum in fp32 while the next one is
 under way, times the scales that weight rows have for its columns, and beside the last one the next step's codes are
 decoded. Products that would have no rows are left out. Rows of tokens have one scale each, and what GEMM 1 leaves is
-quantised by another kernel.
+quantised by another kernel. Of 512 rows an expert and more, and groups of 128 columns, `decoded_once_mm` has the
+product.
 
 us of a layer on an H100, T = 4096, by fp8_block128 and this kernel: Qwen3-30B-A3B 548, w4a8_fp8 662; Mixtral-8x7B 2960,
 3464. By fp8_block128 and `packed_fp8_tile`, another H100: 539, 830; 2770, 5522. What instructions take decides: a

@@ -483,20 +483,32 @@ class ExpertMM:
     def allocate(
         self, leading: tuple[int, ...], like: torch.Tensor, *, in_halves: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Uninitialised output and scale for rows of shape `leading`; for a kernel that quantises whole rows fp32, the
-        numbers of an epilogue that does, or IN HALVES fp16 of units of their own, with the largest magnitudes of
-        HALF_GROUP columns. Of bf16 the layer's error would be 1.00 to 1.02 times as large, but a single token's up to
-        1.17 times.
+        """Uninitialised output and scale for rows of shape `leading`, see `_left`."""
+        dtype, scales, scale_dtype = self._left(in_halves)
+        scale_shape = (*leading, scales) if scales else (0,)
+        out = like.new_empty((*leading, self.out_features), dtype=dtype)
+        return out, like.new_empty(scale_shape, dtype=scale_dtype)
+
+    def _left(self, in_halves: bool) -> tuple[torch.dtype, int, torch.dtype]:
+        """dtype of the output, how many scales a row of it has, and their dtype. For a kernel that quantises whole rows
+        fp32, the numbers of an epilogue that does, or IN HALVES fp16 of units of their own, with the largest magnitudes
+        of HALF_GROUP columns. Of bf16 the layer's error would be 1.00 to 1.02 times as large, but a single token's up
+        to 1.17 times.
         """
-        N = self.out_features
-        dtype = torch.float32 if self.quantize_output else self.out_dtype
-        scale_shape: tuple[int, ...] = (0,)
         if self.quantizes_in_tile:
-            dtype, scale_shape = self.form.dtype, (*leading, cdiv(N, self.out_group))
-        elif in_halves:
-            dtype, scale_shape = torch.float16, (*leading, cdiv(N, HALF_GROUP.value))
-        scale_dtype = self.form.scale_dtype if self.quantizes_in_tile else torch.float32
-        return like.new_empty((*leading, N), dtype=dtype), like.new_empty(scale_shape, dtype=scale_dtype)
+            return self.form.dtype, cdiv(self.out_features, self.out_group), self.form.scale_dtype
+        if in_halves:
+            return torch.float16, cdiv(self.out_features, HALF_GROUP.value), torch.float32
+        return torch.float32 if self.quantize_output else self.out_dtype, 0, torch.float32
+
+    def bytes_left(self, config: MMConfig, rows: int, sorted_rows: bool) -> int:
+        """Of one of so many rows, for a kernel that quantises it then; 0 where none does. `sorted_rows`: the product
+        does not gather them.
+        """
+        if not self.quantizes_rows:
+            return 0
+        dtype, scales, scale_dtype = self._left(sorted_rows and self.leaves_halves(config, rows))
+        return self.out_features * dtype.itemsize + scales * scale_dtype.itemsize
 
     def _weight_load(self, config: MMConfig) -> int:
         """Descriptor loads along whichever of K and N is contiguous, pointers for any other strides."""
@@ -580,7 +592,7 @@ class ExpertMM:
 
     def leaves_halves(self, config: MMConfig, rows: int) -> bool:
         """Whether of rows that a kernel quantises then `promoted_mm` leaves fp16: half the bytes to write and to read,
-        of the products' own time 3 to 6 % of a layer.
+        1 to 3 % of a layer.
         """
         return self.quantizes_rows and self.out_static is None and self.promotes(config, rows)
 

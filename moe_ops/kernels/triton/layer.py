@@ -147,11 +147,9 @@ class Layer:
             yield first, tokens, topk_weights[part], topk_ids[part]
 
     def _tokens_per_pass(self, plan: Plan, topk_ids: Tensor) -> int:
-        first, copies = self._first(), self._copies_rows(plan, topk_ids)
+        copies = self._copies_rows(plan, topk_ids)
         before = self._row_bytes(self.up.in_features) if copies else 0
-        if first.quantizes_rows:  # what it leaves for a kernel to quantise
-            in_halves = copies and first.leaves_halves(self._tiles(plan)[0], topk_ids.numel())
-            before += sum(part.nbytes for part in first.allocate((1,), torch.empty(0), in_halves=in_halves))
+        before += self._first().bytes_left(self._tiles(plan)[0], topk_ids.numel(), copies)
         result = self.down.out_features * self.down.out_dtype.itemsize
         # Copies, and what is quantised, end where results begin.
         row_bytes = self._row_bytes(self.up.out_features) + max(before, result)
@@ -251,7 +249,8 @@ class Layer:
         rows an expert on, Qwen3-30B-A3B from 256).
 
         Not where whole rows are quantised beside the sort: there a kernel quantises between the products as well, and a
-        layer has five. With static scales each copy has that of its expert.
+        layer has five; but where a kernel in Gluon takes the product, which gathers no rows (Mixtral-8x7B, T = 2048,
+        fp8_channel 1837 us, copied 1391). With static scales each copy has that of its expert.
         """
         if self.up.operand.static is not None:
             return True

@@ -5,7 +5,8 @@ What `mm_tile` computes, with the loop written out: one warp has descriptors bri
 four warps have 64 rows of tokens each. Tensor cores add up 128 columns, more than which their own sums of e4m3 have too
 few bits for; one group adds that to its sums in fp32 while the other multiplies. A tile is of 256 weight rows, in two
 products of 128 one after the other, so that registers hold both sums and one product. A group without rows leaves the
-tensor cores to the other.
+tensor cores to the other. Rows that another kernel quantises then, each as a whole, leave in fp16 of units of their own
+(`scales.store_as`): benchmarks/comparisons/h200-rows-as-a-whole.json.
 
 us of a layer on an H100, in bf16, by `mm_tile` and by this kernel, T = 4096: Qwen3-30B-A3B, fp8_channel 723, 686, 575,
 fp8_block128 721, 600, 554; Mixtral-8x7B, fp8_channel 4575, 4342, 3082, fp8_block128 4651, 4138, 3042.
