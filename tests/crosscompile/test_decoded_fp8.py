@@ -19,7 +19,7 @@ from moe_ops.kernels.triton.launch import ExpertMM
 from moe_ops.kernels.triton.layer import fit
 from moe_ops.plans import bucket
 from tests.crosscompile.compiling import Compiled
-from tests.crosscompile.test_packed import common_arguments, compile_gluon, descriptor
+from tests.crosscompile.test_packed import common_arguments, compile_gluon, descriptor, note_launch
 
 H, I = 2048, 768
 MANY = MMConfig(128, 128, 128, 8, 8, 3, a_tma=True, w_tma=True)
@@ -91,16 +91,9 @@ def test_plans_are_made_for_it(scheme: str) -> None:
 
 @pytest.mark.parametrize("layout", ["concat", None], ids=str)
 def test_every_argument_of_a_launch_has_its_place(layout: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: dict[str, Any] = {}
-    monkeypatch.setattr(expert_mm, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: True)
+    launched = note_launch(monkeypatch)
     for name in ("quantize_sorted", "quantize_batched"):
         monkeypatch.setattr(expert_mm, name, lambda rows, *given, **options: (rows, None))
-    monkeypatch.setattr(
-        expert_mm,
-        "launch",
-        lambda kernel, grid, *given, **options: launched.update(zip(kernel.arg_names, given, strict=True)),
-    )
     mm = replace(product("w4a8_fp8", layout, bias=True), rows_scale=torch.ones(512, 1))
     rows, extents = torch.empty(512, mm.in_features, dtype=torch.float8_e4m3fn), torch.tensor([100, 512]).int()
     out, _ = expert_mm.grouped_mm(rows, mm, extents, MANY, num_rows=512, pdl=True)

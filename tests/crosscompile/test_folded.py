@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from moe_ops.kernels.triton import expert_mm, launch
 from moe_ops.kernels.triton.folded_mm import _folded_mm_kernel
 from moe_ops.kernels.triton.layer import fit
 from tests.crosscompile.test_decoded_fp8 import MANY, product
-from tests.crosscompile.test_packed import halves_in_order
+from tests.crosscompile.test_packed import halves_in_order, note_launch
 from tests.crosscompile.test_promoted import compile_promoted
 
 
@@ -60,14 +59,7 @@ def test_fp32_is_left_to_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("layout", ["concat", "interleaved", None], ids=str)
 def test_every_argument_of_a_launch_has_its_place(layout: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: dict[str, Any] = {}
-    monkeypatch.setattr(expert_mm, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: True)
-    monkeypatch.setattr(
-        expert_mm,
-        "launch",
-        lambda kernel, grid, *given, **options: launched.update(zip(kernel.arg_names, given, strict=True)),
-    )
+    launched = note_launch(monkeypatch)
     mm = product("mxfp4_a8", layout, bias=True)
     mm = replace(mm, rows_scale=torch.ones(400, mm.in_features // 128))
     rows, extents = torch.empty(400, mm.in_features, dtype=torch.float8_e4m3fn), torch.tensor([100, 400]).int()

@@ -19,6 +19,7 @@ from meta.formats import CODES, E4M3
 from meta.operands import Operand
 from meta.schemes import SCHEMES, ActivationFormat
 from moe_ops.backends.triton_plans import DECODED, PACKED, tile_for
+from moe_ops.kernels.triton import expert_mm, launch
 from moe_ops.kernels.triton import packed_fp8_tile as fp8
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.expert_mm import _expert_mm_kernel
@@ -104,6 +105,19 @@ def compile_gluon(
     )
     assert compiled.loops and not compiled.serialised and compiled.shared <= 227 * 1024
     return compiled
+
+
+def note_launch(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a kernel is given on a Hopper GPU, once it is launched, by names of arguments."""
+    launched: dict[str, Any] = {}
+    monkeypatch.setattr(expert_mm, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: True)
+    monkeypatch.setattr(
+        expert_mm,
+        "launch",
+        lambda kernel, grid, *given, **options: launched.update(zip(kernel.arg_names, given, strict=True)),
+    )
+    return launched
 
 
 def halves_in_order(kernel: Compiled) -> list[str | None]:

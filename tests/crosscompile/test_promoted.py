@@ -20,7 +20,7 @@ from moe_ops.kernels.triton.layer import fit
 from moe_ops.kernels.triton.promoted_mm import _promoted_mm_kernel
 from moe_ops.plans import bucket
 from tests.crosscompile.compiling import Compiled
-from tests.crosscompile.test_packed import TYPES, compile_gluon, descriptor, halves_in_order
+from tests.crosscompile.test_packed import TYPES, compile_gluon, descriptor, halves_in_order, note_launch
 
 E, H, I = 128, 2048, 768
 MANY = MMConfig(128, 256, 128, 8, 8, 3, a_tma=True, w_tma=True)
@@ -163,14 +163,7 @@ def test_its_instructions_are_those_of_eight_bits() -> None:
 
 
 def test_every_argument_of_a_launch_has_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: dict[str, Any] = {}
-    monkeypatch.setattr(expert_mm, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: True)
-    monkeypatch.setattr(
-        expert_mm,
-        "launch",
-        lambda kernel, grid, *given, **options: launched.update(zip(kernel.arg_names, given, strict=True)),
-    )
+    launched = note_launch(monkeypatch)
     mm = replace(product("fp8_block128", "concat", bias=True), rows_scale=torch.ones(512, H // 128))
     rows, extents = torch.empty(512, H, dtype=torch.float8_e4m3fn), torch.tensor([100, 512], dtype=torch.int32)
     out, out_scale = expert_mm.grouped_mm(rows, mm, extents, MANY, num_rows=512, pdl=True)
@@ -190,15 +183,7 @@ def test_rows_that_are_quantised_as_a_whole_leave_in_halves(
     static: bool, batched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With their largest magnitudes, for the kernel that quantises them; by scales that are known already in fp32."""
-    launched: dict[str, Any] = {}
-    given: list[Any] = []
-    monkeypatch.setattr(expert_mm, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: True)
-    monkeypatch.setattr(
-        expert_mm,
-        "launch",
-        lambda kernel, grid, *given, **options: launched.update(zip(kernel.arg_names, given, strict=True)),
-    )
+    launched, given = note_launch(monkeypatch), list[Any]()
     for name in ("quantize_sorted", "quantize_batched", "quantize_static"):
         monkeypatch.setattr(expert_mm, name, lambda *of, pdl: given.extend(of) or (None, None))
     mm = replace(product("fp8_channel", "concat"), out_static=torch.ones(2, 1, 1) if static else None)

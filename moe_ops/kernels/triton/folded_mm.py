@@ -60,17 +60,29 @@ OF_ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit
-def _bring(given, SIZES: gl.constexpr):
-    """The warp that has rows and codes of every step of every tile brought, as soon as there is room; of halves that
-    are apart the gate's first, wherever it is.
+def ask_for_codes(w_desc, expert, n_tile, step, arrived, codes_of, slot, SIZES: gl.constexpr):
+    """Have a step's codes of both halves of a tile's weight rows brought; of halves that are apart the gate's first,
+    wherever it is.
     """
+    GLU: gl.constexpr = SIZES[6]
+    SWAPPED: gl.constexpr = SIZES[8]
+    mbarrier.expect(arrived, HALF * STEP)
+    for part in gl.static_range(2):
+        if GLU == CONCAT:
+            where = [expert, 1 - part if SWAPPED else part, n_tile * HALF, step * WORDS]
+        else:
+            where = [expert, (n_tile * 2 + part) * HALF, step * WORDS]
+        tma.async_copy_global_to_shared(w_desc, where, arrived, codes_of.index(slot * 2 + part))
+
+
+@gluon.jit
+def _bring(given, SIZES: gl.constexpr):
+    """The warp that has rows and codes of every step of every tile brought, as soon as there is room."""
     a_desc, w_desc, rows_of, codes_of, full, empty, coded, taken, extents, num_rows = given
     E: gl.constexpr = SIZES[0]
     K: gl.constexpr = SIZES[2]
     BLOCK: gl.constexpr = SIZES[4]
     N_TILES: gl.constexpr = SIZES[5]
-    GLU: gl.constexpr = SIZES[6]
-    SWAPPED: gl.constexpr = SIZES[8]
     BATCHED: gl.constexpr = SIZES[9]
     table, tiles = table_of_tiles(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
     place = 0
@@ -80,13 +92,7 @@ def _bring(given, SIZES: gl.constexpr):
             slot, stage = place % OF_CODES, place % OF_ROWS
             arrived = coded.index(slot)
             mbarrier.wait(taken.index(slot), ((place // OF_CODES) & 1) ^ 1)
-            mbarrier.expect(arrived, HALF * STEP)
-            for part in gl.static_range(2):
-                if GLU == CONCAT:
-                    where = [expert, 1 - part if SWAPPED else part, n_tile * HALF, step * WORDS]
-                else:
-                    where = [expert, (n_tile * 2 + part) * HALF, step * WORDS]
-                tma.async_copy_global_to_shared(w_desc, where, arrived, codes_of.index(slot * 2 + part))
+            ask_for_codes(w_desc, expert, n_tile, step, arrived, codes_of, slot, SIZES)
             arrived = full.index(stage)
             mbarrier.wait(empty.index(stage), ((place // OF_ROWS) & 1) ^ 1)
             mbarrier.expect(arrived, GROUPS * ROWS * STEP)

@@ -17,10 +17,10 @@ from __future__ import annotations
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from moe_ops.kernels.triton.codes import E2M1
-from moe_ops.kernels.triton.folded_mm import NAN_SCALE, WORDS, e5m2_of, four_scales
+from moe_ops.kernels.triton.folded_mm import NAN_SCALE, WORDS, ask_for_codes, e5m2_of, four_scales
 from moe_ops.kernels.triton.hopper import computed_here, said, say, table_of_tiles
 from moe_ops.kernels.triton.packed_fp8_tile import (
     ABOVE,
@@ -264,8 +264,6 @@ def draw(given, SIZES: gl.constexpr):
     STRIDES: gl.constexpr = SIZES[3][1]
     BLOCK: gl.constexpr = SIZES[4]
     N_TILES: gl.constexpr = SIZES[5]
-    GLU: gl.constexpr = SIZES[6]
-    SWAPPED: gl.constexpr = SIZES[8]
     BATCHED: gl.constexpr = SIZES[9]
     PACKED: gl.constexpr = SIZES[10][4]
     FOLDED: gl.constexpr = is_folded(SIZES[10])
@@ -300,13 +298,7 @@ def draw(given, SIZES: gl.constexpr):
             slot = place % OF_CODES
             arrived = coded.index(slot)
             mbarrier.wait(taken.index(slot), ((place // OF_CODES) & 1) ^ 1)
-            mbarrier.expect(arrived, HALF * STEP)
-            for part in gl.static_range(2):
-                if GLU == CONCAT:
-                    where = [expert, 1 - part if SWAPPED else part, n_tile * HALF, step * WORDS]
-                else:
-                    where = [expert, (n_tile * 2 + part) * HALF, step * WORDS]
-                tma.async_copy_global_to_shared(w_desc, where, arrived, codes_of.index(slot * 2 + part))
+            ask_for_codes(w_desc, expert, n_tile, step, arrived, codes_of, slot, SIZES)
             if FOLDED:
                 fours_of.index(slot * 2).store(lower)
                 fours_of.index(slot * 2 + 1).store(upper)
