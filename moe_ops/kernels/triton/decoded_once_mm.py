@@ -269,7 +269,7 @@ def _decoded_once_mm_kernel(
 
     Args: see `expert_mm._expert_mm_kernel`. Rows, codes, decoded weights and output come and leave by descriptor, 128
     columns at a time. BLOCK[6]: steps that there is room for in shared memory; BLOCK[8]: panels, in `memory`. told: i32
-    [COUNTERS + panels * (1 + steps) + 32], all 0: see `_drawn`, `_done`, `_of_steps`.
+    [COUNTERS + panels * (1 + steps) + 32], all 0: see `panels.drawn`, `done_of`, `words_of_steps`.
     """
     N_TILES: gl.constexpr = (N + columns_of(GLU)[0] - 1) // columns_of(GLU)[0]
     STAGES: gl.constexpr = BLOCK[6]
