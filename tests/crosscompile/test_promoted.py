@@ -16,9 +16,9 @@ from moe_ops.kernels.triton import expert_mm, launch
 from moe_ops.kernels.triton.config import MMConfig, are_promoted
 from moe_ops.kernels.triton.folded_mm import _folded_mm_kernel
 from moe_ops.kernels.triton.launch import ExpertMM
-from moe_ops.kernels.triton.layer import fit
+from moe_ops.kernels.triton.layer import Layer, fit
 from moe_ops.kernels.triton.promoted_mm import _promoted_mm_kernel
-from moe_ops.plans import bucket
+from moe_ops.plans import Plan, bucket
 from tests.crosscompile.compiling import Compiled
 from tests.crosscompile.test_packed import TYPES, compile_gluon, descriptor, halves_in_order, note_launch
 
@@ -225,3 +225,24 @@ def test_passes_know_what_a_row_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {few_rows, static, mm.bytes_left(MANY, 4096, sorted_rows=False)} == {4 * I}
     assert product("fp8_block128", "concat").bytes_left(MANY, 4096, sorted_rows=True) == 0
     assert product("fp8_channel", None).bytes_left(MANY, 4096, sorted_rows=True) == 0
+
+
+@pytest.mark.parametrize(
+    ("pairs", "copied"), [(96, False), (600, False), (2047, False), (2048, True), (4096, True), (5000, True)]
+)
+@pytest.mark.parametrize("scheme", ["fp8_channel", "w4a8_fp8", "int8_channel"])
+def test_rows_that_are_quantised_beside_the_sort_are_copied_where_they_are_many(
+    scheme: str, pairs: int, copied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of eight experts with 256 rows each, for a kernel in Gluon: it takes one launch more."""
+    monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: True)
+
+    def operand(N: int, K: int) -> Operand:
+        stored, scales = SCHEMES[scheme].quantize(torch.randn(1, N, K))
+        return Operand(stored.expand(8, -1, -1), SCHEMES[scheme], tuple(s.expand(8, -1, -1) for s in scales))
+
+    up = ExpertMM(operand(512, 256), torch.bfloat16, glu_layout="concat", activation="silu")
+    layer = Layer(up, ExpertMM(operand(256, 256), torch.bfloat16), scheme)
+    plan = Plan("triton", "grouped", (MANY, MANY))
+    ids = torch.zeros(pairs, 1, dtype=torch.int32)
+    assert layer._copies_rows(plan, ids) == (copied and (scheme != "int8_channel" or pairs > 4096))

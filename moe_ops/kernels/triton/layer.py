@@ -21,7 +21,7 @@ from moe_ops import plans
 from moe_ops.backends import triton_plans
 from moe_ops.counters import Row
 from moe_ops.kernels.triton import act_quant, batched_io, combine, permute, route, small
-from moe_ops.kernels.triton.config import MMConfig
+from moe_ops.kernels.triton.config import MMConfig, are_promoted
 from moe_ops.kernels.triton.expert_mm import batched_mm as launch_batched_mm
 from moe_ops.kernels.triton.expert_mm import grouped_mm as launch_grouped_mm
 from moe_ops.kernels.triton.launch import BLOCKS_N, PACKED_COLUMNS, SMALLEST_GROUP, ExpertMM, hopper_with_gluon
@@ -249,8 +249,8 @@ class Layer:
         rows an expert on, Qwen3-30B-A3B from 256).
 
         Not where whole rows are quantised beside the sort: there a kernel quantises between the products as well, and a
-        layer has five; but where a kernel in Gluon takes the product, which gathers no rows (Mixtral-8x7B, T = 2048,
-        fp8_channel 1837 us, copied 1391). With static scales each copy has that of its expert.
+        layer has five; but where a kernel in Gluon takes the product of many rows, and gathers none (Mixtral-8x7B,
+        T = 2048, fp8_channel 1837 us, copied 1391). With static scales each copy has that of its expert.
         """
         if self.up.operand.static is not None:
             return True
@@ -259,8 +259,10 @@ class Layer:
             return True
         if not (self.quantizes and plan.configs[0].a_tma):
             return False
-        few = self.quantizes_rows and permute.quantises_beside(topk_ids)
-        return not few or first.specialises(tile) or first.promotes(tile, topk_ids.numel())
+        if not (self.quantizes_rows and permute.quantises_beside(topk_ids)):
+            return True
+        many = are_promoted(topk_ids.numel(), self.up.num_experts)
+        return many and (first.specialises(tile) or first.promotable(tile))
 
     def _tiles(self, plan: Plan, gathered: bool = False) -> tuple[MMConfig, MMConfig]:
         """Both products' tiles. GEMM 1 leaves its rows in GEMM 2's order of columns, whole ones at once."""
