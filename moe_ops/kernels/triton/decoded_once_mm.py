@@ -35,7 +35,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moe_ops.kernels.triton.folded_mm import WORDS
-from moe_ops.kernels.triton.hopper import IN_LINE, boxes, buffers, ring, said, said_tile, say, say_tile, table_of_tiles
+from moe_ops.kernels.triton.hopper import (
+    IN_LINE,
+    boxes,
+    buffers,
+    no_more_tiles,
+    ring,
+    said,
+    said_tile,
+    say,
+    say_tile,
+    table_of_tiles,
+)
 from moe_ops.kernels.triton.packed_fp8_tile import FOLDED_UNIT, WINDOW
 from moe_ops.kernels.triton.panels import (
     BY_BYTE,
@@ -153,11 +164,7 @@ def _bring(given, SIZES: gl.constexpr):
                         tma.async_copy_global_to_shared(a_desc, at, arrived, rows_of.index(stage * 2 + box))
                     place += 1
         tile = next_tile
-    stage = place % STAGES
-    mbarrier.wait(empty.index(stage), ((place // STAGES) & 1) ^ 1)
-    say_tile(tile_of, stage, 0, 0, 0, 0)
-    gl.thread_barrier()
-    mbarrier.arrive(full.index(stage))
+    no_more_tiles(tile_of, place, full, empty, STAGES)
 
 
 @gluon.jit
@@ -176,8 +183,7 @@ def _multiply_rows(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
     STAGES: gl.constexpr = BLOCK[6]
     STEPS: gl.constexpr = (K + STEP - 1) // STEP
     place = 0
-    mbarrier.wait(full.index(0), 0)
-    expert, first, past, panel = said_tile(tile_of, 0)
+    expert, first, past, panel = said_tile(tile_of, place, full, STAGES)
     while past > 0:
         n_tile = panel % N_TILES
         first += GROUP * ROWS
@@ -219,8 +225,7 @@ def _multiply_rows(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
                 gl.atomic_add(done + panel, 1, sem="relaxed", scope="gpu")
             of_weights = (bias, 0, bias)  # no scales are left
             finish(lower, upper, None, of_weights, (expert, first, past, n_tile), leaving, GROUP, SIZES)
-        mbarrier.wait(full.index(place % STAGES), (place // STAGES) & 1)
-        expert, first, past, panel = said_tile(tile_of, place % STAGES)
+        expert, first, past, panel = said_tile(tile_of, place, full, STAGES)
     tma.store_wait(0)
 
 

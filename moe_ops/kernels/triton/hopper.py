@@ -122,10 +122,22 @@ def say_tile(of, stage, expert, first, past, column):
 
 
 @gluon.jit
-def said_tile(of, stage):
-    """(expert, first, past, column) of `say_tile`, to warps that need no table then: of 128 experts it is 16 registers
-    of each thread, and some hundred instructions a tile.
+def no_more_tiles(of, place, full, empty, STAGES: gl.constexpr):
+    """Say so in the place of step number `place`, once there is room."""
+    stage = place % STAGES
+    mbarrier.wait(empty.index(stage), ((place // STAGES) & 1) ^ 1)
+    say_tile(of, stage, 0, 0, 0, 0)
+    gl.thread_barrier()
+    mbarrier.arrive(full.index(stage))
+
+
+@gluon.jit
+def said_tile(of, place, full, STAGES: gl.constexpr):
+    """(expert, first, past, column) of `say_tile`, once step number `place` has arrived, to warps that need no table
+    then: of 128 experts it is 16 registers of each thread, and some hundred instructions a tile.
     """
+    stage = place % STAGES
+    mbarrier.wait(full.index(stage), (place // STAGES) & 1)
     expert, first = uniform(said(of, stage * 4)), uniform(said(of, stage * 4 + 1))
     return expert, first, uniform(said(of, stage * 4 + 2)), uniform(said(of, stage * 4 + 3))
 

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moe_ops.kernels.triton.act_quant import apply_activation
-from moe_ops.kernels.triton.hopper import IN_LINE, buffers, said_tile, say_tile, table_of_tiles, write
+from moe_ops.kernels.triton.hopper import IN_LINE, buffers, no_more_tiles, said_tile, say_tile, table_of_tiles, write
 from moe_ops.kernels.triton.scales import group_scale, largest_magnitude, load_scale, quantize_tile, store_as
 from moe_ops.kernels.triton.tile_loads import CONCAT, INTERLEAVED, NOT_GATED
 from moe_ops.kernels.triton.util import find_tile, pdl_release, pdl_wait, round_to
@@ -81,11 +81,7 @@ def _bring(given, SIZES: gl.constexpr):
                     where = [expert, (n_tile * 2 + part) * HALF, step * STEP]
                 tma.async_copy_global_to_shared(w_desc, where, arrived, weights)
             place += 1
-    stage = place % STAGES
-    mbarrier.wait(empty.index(stage), ((place // STAGES) & 1) ^ 1)
-    say_tile(tiles_of, stage, 0, 0, 0, 0)
-    gl.thread_barrier()
-    mbarrier.arrive(full.index(stage))
+    no_more_tiles(tiles_of, place, full, empty, STAGES)
 
 
 @gluon.jit
@@ -244,8 +240,7 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
     STEPS: gl.constexpr = (K + STEP - 1) // STEP
     SCALES: gl.constexpr = STRIDES[1]
     place = 0
-    mbarrier.wait(full.index(0), 0)
-    expert, first, past, n_tile = said_tile(tiles_of, 0)
+    expert, first, past, n_tile = said_tile(tiles_of, place, full, STAGES)
     while past > 0:
         first += GROUP * ROWS
         if first >= past:
@@ -290,8 +285,7 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
                 of_rows = gl.load(a_scale + at, mask=at < past, other=0.0)
             of_weights = (w_scale, up_apart, bias)
             finish(lower, upper, of_rows, of_weights, (expert, first, past, n_tile), leaving, GROUP, SIZES)
-        mbarrier.wait(full.index(place % STAGES), (place // STAGES) & 1)
-        expert, first, past, n_tile = said_tile(tiles_of, place % STAGES)
+        expert, first, past, n_tile = said_tile(tiles_of, place, full, STAGES)
     tma.store_wait(0)
 
 

@@ -177,8 +177,7 @@ def multiply_weight_rows(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
     many, few = (all_of, weights_of, full, empty, decoding), (halves_of, weights_of, full, empty, decoding)
     leaving = (staged.index(GROUP), out_desc, a_scale, decoding, bias, alpha, limit)
     place = 0
-    mbarrier.wait(full.index(0), 0)
-    expert, first, past, panel = said_tile(tile_of, 0)
+    expert, first, past, panel = said_tile(tile_of, place, full, STAGES)
     while past > 0:
         where = (expert, first, past, panel % N_TILES, place)
         if past - first > ROWS:
@@ -187,6 +186,5 @@ def multiply_weight_rows(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
             place = _tile(few, where, leaving, GROUP, ROWS, SIZES)
         if GROUP == 0:  # the panel has been read
             gl.atomic_add(done + panel, 1, sem="relaxed", scope="gpu")
-        mbarrier.wait(full.index(place % STAGES), (place // STAGES) & 1)
-        expert, first, past, panel = said_tile(tile_of, place % STAGES)
+        expert, first, past, panel = said_tile(tile_of, place, full, STAGES)
     tma.store_wait(0)
