@@ -1,4 +1,4 @@
-"""Few rows times decoded weights in Gluon compile for Hopper: no warp waits for another, nothing spills in a loop."""
+"""Few rows times decoded weights in Gluon compile for Hopper: what fits beside one another, and no spill in a loop."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_compiles(layout: str | None, experts: int) -> None:
     assert {name for name, _ in products} == {"QGMMA.64x64x32.F32.E4M3.E4M3"}
     assert all(operand.startswith("R") for _, operand in products)
     steps = [body for body in kernel.loops if sum("QGMMA" in line[1] for line in body) == 4 * MOST.value]
-    steps = [body for body in steps if sum(line[1].startswith("SYNCS") for line in body) >= 2 and len(body) < 470]
+    steps = [body for body in steps if any(line[1].startswith("SYNCS") for line in body) and len(body) < 470]
     assert len(steps) >= 2, "one for each group of warps"
     for body in steps:
         assert len([line for line in body if line[1].startswith(("LDL", "STL"))]) <= (0 if experts == 8 else 16)

@@ -2,9 +2,10 @@
 
 What `packed_tile` computes, with the loop written out: the weights' bytes are the time there, or, where memory is fast,
 the instructions that decode them. Each warp multiplies 16 weight rows at a time by the tensor core's instructions for
-one warp (`mma_v2`), so that it waits for no other; a warp of its own has descriptors bring weights and rows. Rows come
-in the order of the product (`order`): nothing moves between threads. Of a gated weight in two halves each warp has the
-same rows of both. Steps of 256 columns are read as whole lines of memory; 128 of them are decoded at a time.
+one warp (`mma_v2`), so that no product waits for other warps; a warp of its own has descriptors bring weights and rows.
+Rows come in the order of the product (`order`): nothing moves between threads. Of a gated weight in two halves each
+warp has the same rows of both. Steps of 256 columns are read as whole lines of memory; 128 of them are decoded at a
+time.
 
 Instructions of a warp for 32 x 128 codes, beside 8 and 16 rows, and `packed_tile`'s: mxfp4 333, 351 and 416, nvfp4 359,
 379 and 453, int4_w4a16 240, 268 and 338, fp8_w8a16 491, 505 and 569, int8_w8a16 267, 281 and 347, mxfp8 575, 591 and
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from moe_ops.kernels.triton.act_quant import apply_activation
@@ -37,7 +38,7 @@ from moe_ops.kernels.triton.decoded_mm import (
     rows_layout,
     stacked_rows,
 )
-from moe_ops.kernels.triton.hopper import buffers, table_of_tiles
+from moe_ops.kernels.triton.hopper import buffers, done_with, table_of_tiles
 from moe_ops.kernels.triton.packed_tile import factor_of, fetch, of_rows
 from moe_ops.kernels.triton.tile_loads import CONCAT, INTERLEAVED, NOT_GATED
 from moe_ops.kernels.triton.util import find_tile, pdl_release, pdl_wait
@@ -245,7 +246,7 @@ def _multiply(given, SIZES: gl.constexpr):
                         total1 += mma_v2(numbers, rows, nothing) * factor1
                     else:
                         total1 = mma_v2(numbers, rows, total1)
-            async_copy.mbarrier_arrive(empty.index(stage), increment_count=False)
+            done_with(empty, stage)
             place += 1
         total0 = _finished(total0, 0, expert, n_start, OF_ROWS, decoding, bias, SIZES)
         total1 = _finished(total1, 1, expert, n_start, OF_ROWS, decoding, bias, SIZES)

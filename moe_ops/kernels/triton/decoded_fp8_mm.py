@@ -31,7 +31,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from moe_ops.kernels.triton.act_quant import apply_activation
 from moe_ops.kernels.triton.decoded_mm import columns_of, gate_and_up, in_product, leave, rows_layout, stacked_rows
-from moe_ops.kernels.triton.hopper import buffers, lots_of, table_of_tiles, tile_of
+from moe_ops.kernels.triton.hopper import (
+    buffers,
+    lots_of,
+    no_more_tiles,
+    said_tile,
+    say_tile,
+    table_of_tiles,
+    tile_of,
+    tiles_told,
+)
 from moe_ops.kernels.triton.packed_fp8_tile import ABOVE, BELOW, INT4_UNIT, in_order, int4_parts, join_int4
 from moe_ops.kernels.triton.packed_tile import factor_of, fetch, of_rows
 from moe_ops.kernels.triton.scales import load_scale
@@ -54,7 +63,7 @@ def _products(first, past):
 @gluon.jit
 def _bring(given, SIZES: gl.constexpr):
     """The warp that has rows and weights of every step of every tile brought, as soon as there is room."""
-    a_desc, w_desc, rows_of, words_of, full, empty, extents, num_rows = given
+    a_desc, w_desc, rows_of, words_of, tiles_of, full, empty, extents, num_rows = given
     E: gl.constexpr = SIZES[0]
     K: gl.constexpr = SIZES[2]
     BLOCK: gl.constexpr = SIZES[4]
@@ -73,6 +82,9 @@ def _bring(given, SIZES: gl.constexpr):
             stage, turn = place % STAGES, place // STAGES
             arrived = full.index(stage)
             mbarrier.wait(empty.index(stage), (turn & 1) ^ 1)
+            if step == 0:
+                say_tile(tiles_of, stage, expert, first, past, n_tile)
+                gl.thread_barrier()
             for some in gl.static_range(1, MOST + 1):
                 mbarrier.expect(arrived, OF_WEIGHTS + some * ROWS * STEP, pred=count == some)
             for box in gl.static_range(MOST):
@@ -88,6 +100,7 @@ def _bring(given, SIZES: gl.constexpr):
                 else:
                     tma.async_copy_global_to_shared(w_desc, [expert, at, step * STEP // 4], arrived, words)
             place += 1
+    no_more_tiles(tiles_of, place, full, empty, STAGES)
 
 
 @gluon.jit
@@ -196,8 +209,8 @@ def _sums(given, at, GROUP: gl.constexpr, PRODUCTS: gl.constexpr, SIZES: gl.cons
 
     A product is added to its sum while the next one is under way, the last one's time is that of the next step's codes.
     """
-    rows_of, words_of, full, empty = given[:4]
-    inner, _, inner_apart, _ = given[9]
+    rows_of, words_of, _, full, empty = given[:5]
+    inner, _, inner_apart, _ = given[8]
     place, expert, n_start = at
     N: gl.constexpr = SIZES[1]
     K: gl.constexpr = SIZES[2]
@@ -259,42 +272,37 @@ def _sums(given, at, GROUP: gl.constexpr, PRODUCTS: gl.constexpr, SIZES: gl.cons
 @gluon.jit
 def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
     """A group of warps: decodes its weight rows of every tile, multiplies them with the tile's rows and writes."""
-    staged, out_desc, a_scale, extents, num_rows, decoding, bias, alpha, limit = given[4:]
-    E: gl.constexpr = SIZES[0]
-    BLOCK: gl.constexpr = SIZES[4]
-    N_TILES: gl.constexpr = SIZES[5]
-    BATCHED: gl.constexpr = SIZES[10]
+    tiles_of, full, _, staged, out_desc, a_scale, decoding, bias, alpha, limit = given[2:]
+    STAGES: gl.constexpr = SIZES[4][6]
     COLUMNS: gl.constexpr = columns_of(HEIGHT, SIZES[6])
     _, outer, _, outer_apart = decoding
-    table, tiles = table_of_tiles(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
     place = 0
-    for number in range(lots_of(tiles)):
-        tile = tile_of(number)
-        if tile < tiles:
-            expert, first, past, n_tile = find_tile(tile, table, BLOCK[0], 0, N_TILES, BLOCK[3])
-            n_start = (n_tile * GROUPS + GROUP) * COLUMNS
-            at = (place, expert, n_start)
-            count = _products(first, past)
-            if count == MOST:
-                place, sums = _sums(given, at, GROUP, MOST, SIZES)
-            elif count == 1:
-                place, sums = _sums(given, at, GROUP, 1, SIZES)
-            elif count == 2:
-                place, sums = _sums(given, at, GROUP, 2, SIZES)
-            else:
-                place, sums = _sums(given, at, GROUP, 3, SIZES)
-            factor, shift = _of_weight_rows((expert, n_start, outer, outer_apart, bias), SIZES)
-            of_tokens = (
-                _of_tokens(a_scale, first, past),
-                _of_tokens(a_scale, first + ROWS, past),
-                _of_tokens(a_scale, first + 2 * ROWS, past),
-                _of_tokens(a_scale, first + 3 * ROWS, past),
-            )
-            where = (staged.index(GROUP), out_desc, n_start, alpha, limit)
-            for box in gl.static_range(MOST):
-                start = first + box * ROWS
-                if start < past:
-                    _written(sums[box], (of_tokens[box], factor), shift, start, past, where, SIZES)
+    expert, first, past, n_tile = said_tile(tiles_of, place, full, STAGES)
+    while past > 0:
+        n_start = (n_tile * GROUPS + GROUP) * COLUMNS
+        at = (place, expert, n_start)
+        count = _products(first, past)
+        if count == MOST:
+            place, sums = _sums(given, at, GROUP, MOST, SIZES)
+        elif count == 1:
+            place, sums = _sums(given, at, GROUP, 1, SIZES)
+        elif count == 2:
+            place, sums = _sums(given, at, GROUP, 2, SIZES)
+        else:
+            place, sums = _sums(given, at, GROUP, 3, SIZES)
+        factor, shift = _of_weight_rows((expert, n_start, outer, outer_apart, bias), SIZES)
+        of_tokens = (
+            _of_tokens(a_scale, first, past),
+            _of_tokens(a_scale, first + ROWS, past),
+            _of_tokens(a_scale, first + 2 * ROWS, past),
+            _of_tokens(a_scale, first + 3 * ROWS, past),
+        )
+        where = (staged.index(GROUP), out_desc, n_start, alpha, limit)
+        for box in gl.static_range(MOST):
+            start = first + box * ROWS
+            if start < past:
+                _written(sums[box], (of_tokens[box], factor), shift, start, past, where, SIZES)
+        expert, first, past, n_tile = said_tile(tiles_of, place, full, STAGES)
     tma.store_wait(0)
 
 
@@ -335,15 +343,16 @@ def _decoded_fp8_mm_kernel(
     N_TILES: gl.constexpr = (N + COLUMNS - 1) // COLUMNS
     STAGES: gl.constexpr = BLOCK[6]
     rows_of, words_of, staged, full, empty = buffers(a_desc, w_desc, out_desc, MOST, GROUPS, GROUPS, STAGES)
+    tiles_of = tiles_told(STAGES)
     pdl_wait(PDL)
     pdl_release(PDL)
     outer = w_outer if STRIDES[5] is not None else extents
     decoding = (w_scale, outer, up_scale_offset, up_outer_offset)
     bias = bias if STRIDES[2] is not None else extents
     given = (
-        rows_of, words_of, full, empty, staged, out_desc, a_scale, extents, num_rows, decoding, bias, alpha, limit,
+        rows_of, words_of, tiles_of, full, empty, staged, out_desc, a_scale, decoding, bias, alpha, limit,
     )  # fmt: skip
-    brought = (a_desc, w_desc, rows_of, words_of, full, empty, extents, num_rows)
+    brought = (a_desc, w_desc, rows_of, words_of, tiles_of, full, empty, extents, num_rows)
     SIZES: gl.constexpr = (E, N, K, STRIDES, BLOCK, N_TILES, GLU, ACTIVATION, SWAPPED, SCHEME, BATCHED)
     gl.warp_specialize(
         [(_multiply, (given, 0, SIZES)), (_multiply, (given, 1, SIZES)), (_bring, (brought, SIZES))],

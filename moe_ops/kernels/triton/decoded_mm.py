@@ -40,7 +40,15 @@ from moe_ops.kernels.triton.codes import (
     codes_of_word,
     decode_words,
 )
-from moe_ops.kernels.triton.hopper import buffers, table_of_tiles, write
+from moe_ops.kernels.triton.hopper import (
+    buffers,
+    no_more_tiles,
+    said_tile,
+    say_tile,
+    table_of_tiles,
+    tiles_told,
+    write,
+)
 from moe_ops.kernels.triton.order import in_order
 from moe_ops.kernels.triton.packed_tile import factor_of, fetch, of_rows
 from moe_ops.kernels.triton.scales import load_scale
@@ -88,7 +96,7 @@ def steps_of(depth, block_k):
 @gluon.jit
 def _bring(given, SIZES: gl.constexpr):
     """The warp that has rows and weights of every step of every tile brought, as soon as there is room."""
-    a_desc, w_desc, rows_of, words_of, full, empty, extents, num_rows = given
+    a_desc, w_desc, rows_of, words_of, tiles_of, full, empty, extents, num_rows = given
     E: gl.constexpr = SIZES[0]
     K: gl.constexpr = SIZES[2]
     BLOCK: gl.constexpr = SIZES[4]
@@ -104,11 +112,14 @@ def _bring(given, SIZES: gl.constexpr):
     table, tiles = table_of_tiles(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
     place = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        expert, first, _, n_tile = find_tile(tile, table, BLOCK[0], 0, N_TILES, BLOCK[3])
+        expert, first, past, n_tile = find_tile(tile, table, BLOCK[0], 0, N_TILES, BLOCK[3])
         for step in range(steps_of(K, BLOCK[2])):
             stage, turn = place % STAGES, place // STAGES
             arrived = full.index(stage)
             mbarrier.wait(empty.index(stage), (turn & 1) ^ 1)
+            if step == 0:
+                say_tile(tiles_of, stage, expert, first, past, n_tile)
+                gl.thread_barrier()
             mbarrier.expect(arrived, BYTES)
             tma.async_copy_global_to_shared(a_desc, [first, step * BLOCK[2]], arrived, rows_of.index(stage))
             for group in gl.static_range(GROUPS):
@@ -119,6 +130,7 @@ def _bring(given, SIZES: gl.constexpr):
                 else:
                     tma.async_copy_global_to_shared(w_desc, [expert, at, step * WORDS], arrived, words)
             place += 1
+    no_more_tiles(tiles_of, place, full, empty, STAGES)
 
 
 @gluon.jit
@@ -259,18 +271,15 @@ def leave(value, staged, out_desc, first, past, n_start, ORDER: gl.constexpr):
 @gluon.jit
 def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
     """A group of warps: decodes its weight rows of every tile, multiplies them with the tile's rows and writes."""
-    rows_of, words_of, full, empty, staged, out_desc, extents, num_rows, decoding, bias, alpha, limit = given
-    E: gl.constexpr = SIZES[0]
+    rows_of, words_of, tiles_of, full, empty, staged, out_desc, decoding, bias, alpha, limit = given
     N: gl.constexpr = SIZES[1]
     K: gl.constexpr = SIZES[2]
     STRIDES: gl.constexpr = SIZES[3]
     BLOCK: gl.constexpr = SIZES[4]
-    N_TILES: gl.constexpr = SIZES[5]
     GLU: gl.constexpr = SIZES[6]
     ACTIVATION: gl.constexpr = SIZES[7]
     SWAPPED: gl.constexpr = SIZES[8]
     SCHEME: gl.constexpr = SIZES[9]
-    BATCHED: gl.constexpr = SIZES[10]
     BLOCK_M: gl.constexpr = BLOCK[0]
     BLOCK_K: gl.constexpr = BLOCK[2]
     STAGES: gl.constexpr = BLOCK[6]
@@ -299,10 +308,9 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
     SHIFTED: gl.constexpr = ZERO_STRIDES is not None
     SCALED: gl.constexpr = INNER_STRIDES is not None and not EXACT  # group by group, where their sums are complete
     EACH: gl.constexpr = SCALED and GROUP_K % (2 * BLOCK_K) != 0  # after every step, else after every other
-    table, tiles = table_of_tiles(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
     place = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        expert, first, past, n_tile = find_tile(tile, table, BLOCK[0], 0, N_TILES, BLOCK[3])
+    expert, first, past, n_tile = said_tile(tiles_of, place, full, STAGES)
+    while past > 0:
         n_start = (n_tile * GROUPS + GROUP) * COLUMNS
         row, half, exists = stacked_rows(HEIGHT, gl.SliceLayout(1, OF_PIECES), n_start, N, GLU, SWAPPED, False)
         held = gl.where(exists, row, 0)[:, None]
@@ -364,6 +372,7 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
                 gate, up = up, gate
             value = apply_activation(gate, up, alpha, limit, ACTIVATION, True).reshape([COLUMNS, BLOCK_M])
         leave(value, staged.index(GROUP), out_desc, first, past, n_start, OUT_ORDER)
+        expert, first, past, n_tile = said_tile(tiles_of, place, full, STAGES)
     tma.store_wait(0)
 
 
@@ -415,14 +424,15 @@ def _decoded_mm_kernel(
     STAGES: gl.constexpr = BLOCK[6]
     GROUPS: gl.constexpr = BLOCK[7]
     rows_of, words_of, staged, full, empty = buffers(a_desc, w_desc, out_desc, 1, GROUPS, GROUPS, STAGES)
+    tiles_of = tiles_told(STAGES)
     pdl_wait(PDL)
     pdl_release(PDL)
     inner, zeros, outer, bias = for_partitions(w_scale, w_zeros, w_outer, bias, extents, STRIDES)
     decoding = (inner, zeros, outer, up_scale_offset, up_zeros_offset, up_outer_offset)
     # Warps of each further partition, and registers of its threads: the first has what is left. 384 threads have 168
     # each; one that brings tiles needs few, one of a group what it can get.
-    given = (rows_of, words_of, full, empty, staged, out_desc, extents, num_rows, decoding, bias, alpha, limit)
-    brought = (a_desc, w_desc, rows_of, words_of, full, empty, extents, num_rows)
+    given = (rows_of, words_of, tiles_of, full, empty, staged, out_desc, decoding, bias, alpha, limit)
+    brought = (a_desc, w_desc, rows_of, words_of, tiles_of, full, empty, extents, num_rows)
     SIZES: gl.constexpr = (E, N, K, STRIDES, BLOCK, N_TILES, GLU, ACTIVATION, SWAPPED, SCHEME, BATCHED)
     if GROUPS == 1:
         gl.warp_specialize([(_multiply, (given, 0, SIZES)), (_bring, (brought, SIZES))], [1], [40])

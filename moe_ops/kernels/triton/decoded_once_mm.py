@@ -39,6 +39,7 @@ from moe_ops.kernels.triton.hopper import (
     IN_LINE,
     boxes,
     buffers,
+    done_with,
     no_more_tiles,
     ring,
     said,
@@ -46,6 +47,7 @@ from moe_ops.kernels.triton.hopper import (
     say,
     say_tile,
     table_of_tiles,
+    tiles_told,
 )
 from moe_ops.kernels.triton.packed_fp8_tile import FOLDED_UNIT, WINDOW
 from moe_ops.kernels.triton.panels import (
@@ -193,7 +195,7 @@ def _multiply_rows(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
                 stage = place % STAGES
                 mbarrier.wait(full.index(stage), (place // STAGES) & 1)
                 step += said(steps_of, stage) >> TURNS_AT
-                mbarrier.arrive(empty.index(stage))
+                done_with(empty, stage)
                 place += 1
         else:
             lower = gl.zeros([ROWS, HALF], gl.float32, layout=SUM)
@@ -216,7 +218,7 @@ def _multiply_rows(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
                 numbers = weights_of.index(stage * 2 + 1).permute((1, 0))
                 product = warpgroup_mma(rows, numbers, warpgroup_mma_init(summed), use_acc=False, is_async=True)
                 summed = warpgroup_mma_wait(0, deps=[product])
-                mbarrier.arrive(empty.index(stage))
+                done_with(empty, stage)
                 upper = added(upper, summed, of_tokens * _unit(tops, 1))
                 product = warpgroup_mma_init(summed)
                 of_tokens = ahead
@@ -280,11 +282,12 @@ def _decoded_once_mm_kernel(
     STAGES: gl.constexpr = BLOCK[6]
     STEPS: gl.constexpr = (K + STEP - 1) // STEP
     CHUNKS: gl.constexpr = 2 * HALF // CHUNK
-    rows_of, weights_of, staged, full, empty = buffers(a_desc, memory_desc, out_desc, 2, 2, GROUPS, STAGES)
+    THREADS: gl.constexpr = 32 * gl.num_warps()  # of a group
+    rows_of, weights_of, staged, full, empty = buffers(a_desc, memory_desc, out_desc, 2, 2, GROUPS, STAGES, THREADS)
     codes_of = gl.allocate_shared_memory(w_desc.dtype, boxes(OF_CODES * 2, w_desc.block_shape), w_desc.layout)
     fours_of = gl.allocate_shared_memory(gl.int32, [OF_CODES * 2, HALF], IN_LINE)
     steps_of = gl.allocate_shared_memory(gl.int32, [STAGES, 1], IN_LINE)
-    tile_of = gl.allocate_shared_memory(gl.int32, [STAGES * 4, 1], IN_LINE)
+    tile_of = tiles_told(STAGES)
     tops_of = gl.allocate_shared_memory(gl.int32, [OF_CODES, 1], IN_LINE)
     numbers_of = gl.allocate_shared_memory(gl.int32, [OF_CODES, 1], IN_LINE)
     places_of = gl.allocate_shared_memory(gl.int32, [OF_CODES, 1], IN_LINE)

@@ -28,7 +28,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moe_ops.kernels.triton.hopper import IN_LINE, boxes, computed_here, ring, said, say, table_of_tiles
+from moe_ops.kernels.triton.hopper import (
+    IN_LINE,
+    boxes,
+    computed_here,
+    no_more_tiles,
+    ring,
+    said,
+    said_tile,
+    say,
+    say_tile,
+    table_of_tiles,
+    tiles_told,
+)
 from moe_ops.kernels.triton.packed_fp8_tile import (
     FOLDED_UNIT,
     HIGH_BYTES,
@@ -78,7 +90,7 @@ def ask_for_codes(w_desc, expert, n_tile, step, arrived, codes_of, slot, SIZES: 
 @gluon.jit
 def _bring(given, SIZES: gl.constexpr):
     """The warp that has rows and codes of every step of every tile brought, as soon as there is room."""
-    a_desc, w_desc, rows_of, codes_of, full, empty, coded, taken, extents, num_rows = given
+    a_desc, w_desc, rows_of, tiles_of, codes_of, full, empty, coded, taken, extents, num_rows = given
     E: gl.constexpr = SIZES[0]
     K: gl.constexpr = SIZES[2]
     BLOCK: gl.constexpr = SIZES[4]
@@ -87,7 +99,7 @@ def _bring(given, SIZES: gl.constexpr):
     table, tiles = table_of_tiles(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
     place = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        expert, first, _, n_tile = find_tile(tile, table, BLOCK[0], 0, N_TILES, BLOCK[3])
+        expert, first, past, n_tile = find_tile(tile, table, BLOCK[0], 0, N_TILES, BLOCK[3])
         for step in range((K + STEP - 1) // STEP):
             slot, stage = place % OF_CODES, place % OF_ROWS
             arrived = coded.index(slot)
@@ -95,11 +107,15 @@ def _bring(given, SIZES: gl.constexpr):
             ask_for_codes(w_desc, expert, n_tile, step, arrived, codes_of, slot, SIZES)
             arrived = full.index(stage)
             mbarrier.wait(empty.index(stage), ((place // OF_ROWS) & 1) ^ 1)
+            if step == 0:
+                say_tile(tiles_of, stage, expert, first, past, n_tile)
+                gl.thread_barrier()
             mbarrier.expect(arrived, GROUPS * ROWS * STEP)
             for part in gl.static_range(GROUPS):
                 where = [first + part * ROWS, step * STEP]
                 tma.async_copy_global_to_shared(a_desc, where, arrived, rows_of.index(stage * GROUPS + part))
             place += 1
+    no_more_tiles(tiles_of, place, full, empty, OF_ROWS)
 
 
 @gluon.jit
@@ -345,17 +361,12 @@ def _added(total, product, of_tokens, of_columns):
 @gluon.jit
 def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
     """A group of warps: its 64 rows of every tile times the tile's weight rows."""
-    rows_of, numbers_of, units_of, last_of, full, empty, ready, used, leaving, a_scale, extents, num_rows, bias = given
-    E: gl.constexpr = SIZES[0]
+    rows_of, tiles_of, numbers_of, units_of, last_of, full, empty, ready, used, leaving, a_scale, bias = given
     K: gl.constexpr = SIZES[2]
-    BLOCK: gl.constexpr = SIZES[4]
-    N_TILES: gl.constexpr = SIZES[5]
-    BATCHED: gl.constexpr = SIZES[9]
     STEPS: gl.constexpr = (K + STEP - 1) // STEP
-    table, tiles = table_of_tiles(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
     place, decoded = 0, 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        expert, first, past, n_tile = find_tile(tile, table, BLOCK[0], 0, N_TILES, BLOCK[3])
+    expert, first, past, n_tile = said_tile(tiles_of, place, full, OF_ROWS)
+    while past > 0:
         first += GROUP * ROWS
         step = first * 0
         if first >= past:
@@ -401,6 +412,7 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
                 place += last
             of_weights = (bias, 0, bias)  # no scales are left
             finish(lower, upper, None, of_weights, (expert, first, past, n_tile), leaving, GROUP, SIZES)
+        expert, first, past, n_tile = said_tile(tiles_of, place, full, OF_ROWS)
     tma.store_wait(0)
 
 
@@ -445,6 +457,7 @@ def _folded_mm_kernel(
     far_of = gl.allocate_shared_memory(gl.int32, [OF_CODES, BLOCKS], IN_LINE)
     units_of = gl.allocate_shared_memory(gl.float32, [OF_NUMBERS, BLOCKS], IN_LINE)
     last_of = gl.allocate_shared_memory(gl.int32, [OF_NUMBERS, 1], IN_LINE)
+    tiles_of = tiles_told(OF_ROWS)
     full, empty = ring(OF_ROWS, GROUPS)
     coded, taken = ring(OF_CODES, 1, 2)
     ready, used = ring(OF_NUMBERS, GROUPS)
@@ -454,8 +467,7 @@ def _folded_mm_kernel(
     leaving = (staged, out_desc, out_scale, alpha, limit)
     units_of_halves = units_of._reinterpret(gl.float32, [OF_NUMBERS * 2, BLOCKS // 2], IN_LINE)
     multiplied = (
-        rows_of, numbers_of, units_of_halves, last_of, full, empty, ready, used, leaving, a_scale, extents, num_rows,
-        bias,
+        rows_of, tiles_of, numbers_of, units_of_halves, last_of, full, empty, ready, used, leaving, a_scale, bias,
     )  # fmt: skip
     fours_of_chunks = fours_of._reinterpret(gl.int32, [OF_CODES * CHUNKS, CHUNK], IN_LINE)
     tops_of_chunks = tops_of._reinterpret(gl.int32, [OF_CODES * CHUNKS, BLOCKS // CHUNKS], IN_LINE)
@@ -465,7 +477,7 @@ def _folded_mm_kernel(
         units_of, last_of, ready,
     )  # fmt: skip
     looked = (fours_of_chunks, tops_of_chunks, tops_of, far_of)
-    brought = (a_desc, w_desc, rows_of, codes_of, full, empty, coded, taken, extents, num_rows)
+    brought = (a_desc, w_desc, rows_of, tiles_of, codes_of, full, empty, coded, taken, extents, num_rows)
     scales = (w_scale, up_scale_offset, coded, taken)
     SIZES: gl.constexpr = (E, N, K, STRIDES, BLOCK, N_TILES, GLU, ACTIVATION, SWAPPED, BATCHED, SCHEME)
     gl.warp_specialize(

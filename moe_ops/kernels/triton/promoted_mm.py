@@ -27,7 +27,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moe_ops.kernels.triton.act_quant import apply_activation
-from moe_ops.kernels.triton.hopper import IN_LINE, buffers, no_more_tiles, said_tile, say_tile, table_of_tiles, write
+from moe_ops.kernels.triton.hopper import (
+    buffers,
+    computed_here,
+    no_more_tiles,
+    said_tile,
+    say_tile,
+    table_of_tiles,
+    tiles_told,
+    write,
+)
 from moe_ops.kernels.triton.scales import group_scale, largest_magnitude, load_scale, quantize_tile, store_as
 from moe_ops.kernels.triton.tile_loads import CONCAT, INTERLEAVED, NOT_GATED
 from moe_ops.kernels.triton.util import find_tile, pdl_release, pdl_wait, round_to
@@ -268,7 +277,7 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
                 if BY_ROW:
                     lower += summed
                 else:
-                    lower += summed * of_lower[:, None]
+                    lower = computed_here(lower + summed * of_lower[:, None])
                 weights = weights_of.index(stage * 2 + 1).reshape([HALF, STEP]).permute((1, 0))
                 product = warpgroup_mma(rows, weights, warpgroup_mma_init(summed), use_acc=False, is_async=True)
                 summed = warpgroup_mma_wait(0, deps=[product])
@@ -276,7 +285,7 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
                 if BY_ROW:
                     upper += summed
                 else:
-                    upper += _times(summed, of_upper, of_next, NEXT)
+                    upper = computed_here(upper + _times(summed, of_upper, of_next, NEXT))
                     of_lower, of_upper, of_next = ahead
                 product = warpgroup_mma_init(summed)
                 place += 1
@@ -326,7 +335,7 @@ def _promoted_mm_kernel(
     N_TILES: gl.constexpr = (N + COLUMNS - 1) // COLUMNS
     STAGES: gl.constexpr = BLOCK[6]
     rows_of, weights_of, staged, full, empty = buffers(a_desc, w_desc, out_desc, 2, 2, GROUPS, STAGES)
-    tiles_of = gl.allocate_shared_memory(gl.int32, [STAGES * 4, 1], IN_LINE)
+    tiles_of = tiles_told(STAGES)
     pdl_wait(PDL)
     pdl_release(PDL)
     bias = bias if STRIDES[2] is not None else extents

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moe_ops.kernels.triton.act_quant import apply_activation
-from moe_ops.kernels.triton.hopper import said_tile, write
+from moe_ops.kernels.triton.hopper import done_with, said_tile, write
 from moe_ops.kernels.triton.packed_fp8_tile import INT4_UNIT
 from moe_ops.kernels.triton.packed_tile import of_rows
 from moe_ops.kernels.triton.panels import CHUNK, added
@@ -101,7 +101,7 @@ def _sums(given, where, GROUP: gl.constexpr, TOKENS: gl.constexpr, SIZES: gl.con
         numbers = weights_of.index(stage * 4 + GROUP * 2 + 1)
         product = warpgroup_mma(numbers, tokens, warpgroup_mma_init(summed), use_acc=False, is_async=True)
         summed = warpgroup_mma_wait(0, deps=[product])
-        mbarrier.arrive(empty.index(stage))
+        done_with(empty, stage)
         upper = added(upper, summed, scale_of_upper)
         product = warpgroup_mma_init(summed)
         place += 1
