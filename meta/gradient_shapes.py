@@ -37,6 +37,7 @@ from meta.dims import GRADIENTS, Dim, Problem, accumulation_dtype
 from meta.gemm_shapes import Flat, check_bias, plain_product
 from meta.layer_shapes import check_expert_map, route_call
 from meta.operands import Glu
+from meta.routing import DIFFERENTIABLE_AFTER, DIFFERENTIABLE_SCORES, ROUTINGS
 
 NOTHING: Output = ((0,), torch.float32)
 
@@ -315,6 +316,10 @@ def fused_topk_backward(flat: Flat) -> RouteBackwardCall:
     device = check_placement(op, tensors)
     flat.correction_bias = None
     route = route_call(op, flat, device)
+    row = ROUTINGS[route.options.routing]
+    if row.score not in DIFFERENTIABLE_SCORES or row.after not in DIFFERENTIABLE_AFTER:
+        rule = f"one with a derivative, of a score in {DIFFERENTIABLE_SCORES} and an 'after' in {DIFFERENTIABLE_AFTER}"
+        raise fail(op, "routing", rule, repr(row.name), "Call fused_topk under torch.no_grad().")
     ((sizes, _), _), logits = route.outputs, flat.router_logits
     check_shape(op, "grad_weights", flat.grad_weights, "T K", sizes)
     check_float(op, "grad_weights", flat.grad_weights)

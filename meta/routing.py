@@ -44,6 +44,11 @@ ROUTINGS: dict[str, Routing] = {
 }
 
 
+#: Of which the operators' gradients, in plain tensor code and in Triton, know the derivatives.
+DIFFERENTIABLE_SCORES = ("none", "softmax", "sigmoid", "sqrtsoftplus")
+DIFFERENTIABLE_AFTER = ("none", "softmax", "sigmoid")
+
+
 def route(
     router_logits: Tensor,
     correction_bias: Tensor | None = None,

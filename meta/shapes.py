@@ -2,8 +2,8 @@
 says what the outputs are.
 
 A rule takes its operator's arguments by the names of the schema, defaults included. The same rule runs before every
-real implementation and is the whole of the fake one, so eager and compiled code reject the same arguments with the same
-words. Rules read sizes, strides and types, never data, and take symbolic sizes.
+real implementation and is the whole of the fake one, so an operator rejects the same arguments with the same words in
+eager and in compiled code. Rules read sizes, strides and types, never data, and take symbolic sizes.
 """
 
 from __future__ import annotations

@@ -130,7 +130,8 @@ def fused_experts(
             ceil(I/128), ceil(K/128)]``. Beside ``up_proj``: the gate's list, then the up half's.
         hidden_states_scale: fp32 ``[T, ceil(H/128)]`` of hidden_states that the scheme's format holds already.
         format: "grouped" (sorted rows) or "batched" (``[E, C, H]``).
-        capacity: C, batched format only; pairs past the first C of an expert are dropped. None means T: no drops.
+        capacity: C, batched format only; pairs past the first C of an expert are dropped. None means T, with which
+            none is where each token's experts are different places.
         backend: a name of :data:`moe_ops.backends.BACKENDS`, to insist on it; None chooses.
         recompute: what the backward computes again, to the same bits, instead of finding it kept. None: nothing that a
             product made; what stood before the activation, ``[T * K, 2I]``, is kept. "activation": that. "all": where

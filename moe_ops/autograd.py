@@ -21,7 +21,9 @@ from torch import Tensor
 from meta.arch import device_arch
 from meta.calls import RouterOptions
 from meta.dims import GRADIENTS, Problem
+from meta.schemes import SCHEMES
 from moe_ops import choice, compat, rows, stage_gradients
+from moe_ops.runtime import refuse_tangents
 
 Context = Any
 
@@ -140,6 +142,8 @@ class _LayerFormula(_Formula):
     @staticmethod
     def _gathers(down_proj: Tensor) -> bool:
         """Whether the product for these weights' gradient takes tokens rather than copies, of any number of them."""
+        if down_proj.device.type == "meta":
+            return False
         problem = Problem(down_proj.dtype, down_proj.device.type, device_arch(down_proj.device), "")
         between = getattr(choice.choose(problem, op="grouped_wgrad"), "ROWS", rows)
         gathers: bool = between.gathers_any_number(down_proj.device, down_proj.dtype, down_proj.shape[2])
@@ -150,7 +154,7 @@ class _LayerFormula(_Formula):
         """Where the pairs are, found again."""
         capacity = options["capacity"]
         if options["format"] == "batched" and capacity is None:
-            capacity = saved["hidden_states"].shape[0]
+            capacity = max(saved["hidden_states"].shape[0], 1)
         sizes = {"num_experts": saved["down_proj"].shape[0], "capacity": capacity}
         found: tuple[Tensor, ...] = stage_gradients.run_op(
             "sort_pairs", saved["topk_ids"], saved["expert_map"], **sizes
@@ -169,11 +173,14 @@ class InTraining:
         self._op, self._bind = op, bind
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not (torch.is_grad_enabled() and any(map(wants_grad, (*args, *kwargs.values())))):
+        refuse_tangents(self._op, args)
+        wanted = torch.is_grad_enabled() and any(map(wants_grad, (*args, *kwargs.values())))
+        given = self._bind(args, kwargs) if wanted else {}
+        if not wanted or _is_mistaken(given["scheme"], given["gate_up_proj"]):  # which the rule refuses
             with compat.below_autograd():
                 return getattr(torch.ops.moe_ops, self._op).default(*args, **kwargs)
-        given = self._bind(args, kwargs)
-        if given["scheme"] is not None or given["gate_up_scales"] or given["hidden_states_scale"] is not None:
+        quantized = given["scheme"] is not None and SCHEMES[given["scheme"]].quantized
+        if quantized or given["gate_up_scales"] or given["hidden_states_scale"] is not None:
             raise ValueError(
                 f"{self._op}: inputs must not require grad for quantised weights, got one that does. "
                 "Call it under torch.no_grad(), or train with unquantised weights."
@@ -185,6 +192,12 @@ class InTraining:
         tensors = (given[name] for name in (*_INPUTS, "topk_ids", "up_proj", "gate_up_bias", "down_bias", "expert_map"))
         options = {name: given[name] for name in (*_LAYER_OPTIONS, *_FORMAT_OPTIONS)}
         return torch.ops.moe_ops.fused_experts_saving.default(*tensors, **options)[0]
+
+
+def _is_mistaken(scheme: str | None, weight: Tensor) -> bool:
+    """Whether a scheme's name is none, or that of weights of another dtype."""
+    row = None if scheme is None else SCHEMES.get(scheme)
+    return scheme is not None and (row is None or (not row.quantized and row.weight_dtype != weight.dtype))
 
 
 def wants_grad(value: Any) -> bool:

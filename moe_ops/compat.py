@@ -77,9 +77,12 @@ def when_imported(name: str, callback: Callable[[], None]) -> None:
 #: arguments, are half of what a call of an operator costs.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
-#: For the body of an operator on the CPU: what it calls is neither recorded by autograd nor as a view. That takes a
-#: tenth of the time of a small layer; what is made inside, and no view, is a tensor like any other.
+#: For the body of an operator: what it calls is neither recorded by autograd nor as a view, so that its results are
+#: tensors like any other; on the CPU the records take a tenth of the time of a small layer.
 kernels_alone = torch._C._AutoDispatchBelowADInplaceOrView
+
+#: For the body of an operator, too: it computes in what its rule says, whatever is cast around its call.
+without_autocast = torch._C._DisableAutocast
 
 
 def without_fake_tensors() -> Any:
@@ -110,6 +113,26 @@ if hasattr(torch._C, "_cuda_getDevice"):
 def dispatcher_is_undisturbed() -> bool:
     """Whether no mode for functions and no transform is active: those stand above autograd."""
     return not torch._C._is_torch_function_mode_enabled() and torch._C._functorch.maybe_current_level() is None
+
+
+def forward_mode_is_on() -> bool:
+    """Whether a level of forward-mode differentiation is entered."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def carries_tangent(tensor: torch.Tensor) -> bool:
+    """Whether forward-mode differentiation, which is on, follows a tensor; of a fake one nobody can say, so it does."""
+    from torch._subclasses.fake_tensor import is_fake
+
+    unpack: Any = torch.autograd.forward_ad.unpack_dual
+    return is_fake(tensor) or unpack(tensor).tangent is not None
+
+
+def name_in_files(record: type) -> None:
+    """Have files of `torch.export` hold a named tuple of ours, where torch can."""
+    register = getattr(torch.utils._pytree, "_register_namedtuple", None)
+    if register is not None:
+        register(record, serialized_type_name=f"{record.__module__}.{record.__qualname__}")
 
 
 def lower_directly(signatures: Mapping[str, Any], source: str, line: str) -> None:

@@ -382,7 +382,7 @@ def prepare(
             in its first half.
         scheme: a name of :data:`meta.schemes.SCHEMES` in whose format rows travel, and arrive; None keeps them.
         rank_capacity: C, rows that a rank sends to each rank, for "all_to_all"; those past it are dropped, and
-            reported under :func:`moe_ops.debug`. None is T: no drops.
+            reported under :func:`moe_ops.debug`. None is T, which drops none.
 
     Returns:
         A :class:`Prepared`. R is T for "local" and "replicated", W * C for "all_to_all", else W * T.

@@ -18,9 +18,9 @@ from torch import Tensor
 from meta.activations import ACTIVATIONS
 from meta.calls import ExpertsCall, MoeCall
 from meta.checks import Accepts, accepts, check_float, check_name, check_rank, check_shape, check_type, fail
-from meta.dims import FORMATS, accumulation_dtype
+from meta.dims import FORMATS, SLOT_ORDERS, accumulation_dtype
 from meta.schemes import SCHEMES
-from moe_ops import choice
+from moe_ops import choice, compat
 from moe_ops.ops import SIGNATURES, call, parse
 from moe_ops.pairs import invert, used_rows
 
@@ -51,6 +51,8 @@ class Prepared(NamedTuple):
         return "batched" if self.rows.dim() == 3 else "grouped"
 
 
+compat.name_in_files(Prepared)
+
 _ACCEPTS = {
     **{name: accepts(kind) for name, kind in SIGNATURES["fused_experts"].types.items()},
     "prepared": Accepts((Prepared,), False, False, "a moe_ops.Prepared", "Call moe_ops.prepare first."),
@@ -78,7 +80,9 @@ def _check(op: str, arguments: dict[str, Any]) -> None:
 
 
 def _public(op: str, names: dict[str, str]) -> Stage:
-    """The operators as public functions run them, their errors in the words of `op`."""
+    """The operators as public functions run them, their errors in the words of `op`; under torch.compile it is the
+    compiler that asks for a result's shape, and errors keep the operator's words.
+    """
 
     def run(name: str, *args: Any, **options: Any) -> Any:
         try:
@@ -117,8 +121,9 @@ def prepare(
         weight_on_input: multiply the rows, not the results, by the routing weights.
         scheme: a name of :data:`meta.schemes.SCHEMES`, whose activation format the rows get; None keeps them.
         format: "grouped" (sorted rows) or "batched" (``[E, C, H]``).
-        capacity: C, batched format only; pairs past the first C of an expert are dropped. None means T: no drops.
-        slot_order: of :func:`moe_ops.batched_dispatch`.
+        capacity: C, batched format only; pairs past the first C of an expert are dropped. None means T, with which
+            none is where each token's experts are different places.
+        slot_order: of :func:`moe_ops.batched_dispatch`; batched format only.
 
     Returns:
         A :class:`Prepared`; its rows that hold no pair are uninitialised.
@@ -148,6 +153,9 @@ def prepare(
         check_name(op, "scheme", scheme, SCHEMES)
     if format == "grouped" and capacity is not None:
         raise fail(op, "capacity", "None for format='grouped'", capacity, "Pass format='batched'.")
+    check_name(op, "slot_order", slot_order, SLOT_ORDERS)
+    if format == "grouped" and slot_order != "token":
+        raise fail(op, "slot_order", "'token' for format='grouped'", repr(slot_order), "Pass format='batched'.")
     if format == "batched" and capacity is None:
         capacity = max(topk_ids.shape[0], 1)
     return _prepare(
@@ -193,10 +201,12 @@ def _prepare(
 
 def _weighed(rows: Tensor, extents: Tensor, places: Tensor, topk_weights: Tensor) -> Tensor:
     """Every row times the weight of its pair, in fp32; zero where a row holds none, whatever is in its memory."""
-    if topk_weights.numel() == 0:
-        return rows
     wide, sizes = accumulation_dtype(rows.dtype), rows.shape[:-1]
-    of_rows = topk_weights.reshape(-1).index_select(0, invert(places, sizes.numel())).to(wide).view(*sizes, 1)
+    if topk_weights.numel() == 0:
+        # No row holds a pair; the weights have a gradient, of no elements.
+        return torch.where(used_rows(rows, extents), rows, 0) + topk_weights.sum().to(rows.dtype)
+    number = rows.flatten(0, -2).shape[0]  # `Size.numel` makes a number of what is a symbol
+    of_rows = topk_weights.reshape(-1).index_select(0, invert(places, number)).to(wide).view(*sizes, 1)
     return torch.where(used_rows(rows, extents), rows, 0).to(wide).mul(of_rows).to(rows.dtype)
 
 

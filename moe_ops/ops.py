@@ -23,7 +23,7 @@ from meta.fakes import allocate
 from meta.shapes import RULES
 from moe_ops import autograd, choice, compat, experts_backward
 from moe_ops.backends import BACKENDS
-from moe_ops.runtime import Chosen, Launcher
+from moe_ops.runtime import Chosen, Launcher, refuse_tangents, tangent_error
 
 NAMESPACE = "moe_ops"
 
@@ -250,6 +250,8 @@ def _row(name: str) -> Op:
     cure = _BACKWARD_CURE if name in _OF_GRADIENTS else _QUANTIZE_CURE
 
     def fake(*args: Any, **kwargs: Any) -> Any:
+        if compat.forward_mode_is_on():  # see `refuse_tangents`
+            raise tangent_error(name)
         return allocate(parse(name, *args, **kwargs))
 
     def flops(*shapes: Any, out_shape: Any = None, **options: Any) -> int:
@@ -318,6 +320,8 @@ def call(name: str, *args: Any, **options: Any) -> Any:
     if not torch.compiler.is_compiling():
         args, options = signature.without_defaults(args, options)
         undisturbed = signature.are_plain(args)
+        if not undisturbed:  # above the transforms of torch.func, which take tangents apart
+            refuse_tangents(name, args)
     rows = ARGUMENTS[name]
     for argument, value in options.items() if undisturbed else (*zip(rows, args, strict=False), *options.items()):
         check_type(name, argument, value, rows[argument])

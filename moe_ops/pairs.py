@@ -22,8 +22,9 @@ def local_ids(topk_ids: Tensor, expert_map: Tensor | None, num_experts: int) -> 
     ids = topk_ids.reshape(-1).long()
     if expert_map is not None:
         size = expert_map.shape[0]
-        known = (ids >= 0) & (ids < size)
-        ids = torch.where(known, expert_map.long()[ids.clamp(0, size - 1)], -1)
+        # Ids that the map does not have read one place behind it.
+        mapped = torch.cat((expert_map.long(), expert_map.new_full((1,), -1, dtype=torch.int64)))
+        ids = mapped[torch.where((ids >= 0) & (ids < size), ids, size)]
     return ids.masked_fill((ids < 0) | (ids >= num_experts), num_experts)
 
 

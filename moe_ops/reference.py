@@ -169,7 +169,7 @@ def grouped_mm_glu(call: GluCall) -> tuple[Tensor, Tensor]:
     if call.quantize_output:
         stored = quantized(value.view(sizes), SCHEMES[call.problem.scheme].rows)
         return stored.data, stored.scales[0]
-    return value.reshape(sizes).to(dtype), torch.empty(0)
+    return value.reshape(sizes).to(dtype), torch.empty(0, dtype=torch.float32)
 
 
 batched_mm_glu = grouped_mm_glu

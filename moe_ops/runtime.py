@@ -20,9 +20,10 @@ from typing import Any, TypeAlias
 from weakref import WeakSet
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from meta.calls import Call
-from moe_ops import debugging
+from moe_ops import compat, debugging
 
 #: Fires a learnt call for tensors and their addresses; None when it has to be run anew.
 Warm: TypeAlias = Callable[[Sequence[Tensor], Sequence[int]], Any]
@@ -61,7 +62,7 @@ class Launcher:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The operator's result."""
-        if debugging.active():
+        if debugging.active() or compat.forward_mode_is_on():
             return self._run(args, kwargs)
         try:
             key, tensors, pointers = self._signature(args, kwargs)
@@ -115,9 +116,11 @@ class Launcher:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._parse(*args, **kwargs)
+        if compat.forward_mode_is_on():
+            refuse_tangents(call.op, args)
         if debugging.active():
             debugging.check(call)
-        return self._choose(call)[0](call)
+        return _alone(self._choose(call)[0])(call)
 
     def _signature(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -139,7 +142,9 @@ class Launcher:
         for tensor in tensors:
             pointer = tensor.data_ptr()
             pointers.append(pointer)
-            key += (tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device(), pointer % ALIGNED)
+            # Tensors without memory tell no number apart: those of a CPU and those of no device have the same.
+            place = pointer % ALIGNED if pointer else tensor.device.type
+            key += (tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device(), place)
         for name, value in kwargs.items():
             key += (name, tuple(value) if isinstance(value, list) else value)
         if self._apart and len(args) > self._apart[0] and args[self._apart[0]] is not None:
@@ -152,6 +157,7 @@ class Launcher:
     def _learn(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
         call = self._parse(*args, **kwargs)
         function, record = self._choose(call)
+        function = _alone(function)
         result, warm = (function(call), None) if record is None else record(function, call, tensors)
         self._remember(key, warm or _filled_in(function, call, tensors))
         return result
@@ -159,6 +165,31 @@ class Launcher:
     def _remember(self, key: Any, warm: Warm) -> None:
         with self._lock:
             _put(self._warm, key, warm, MOST_SIGNATURES)
+
+
+def refuse_tangents(op: str, args: Sequence[Any]) -> None:
+    """Raise where forward-mode differentiation follows an argument, whose tangent is lost below autograd."""
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)] if compat.forward_mode_is_on() else []
+    if any(map(compat.carries_tangent, tensors)):
+        raise tangent_error(op)
+
+
+def tangent_error(op: str) -> ValueError:
+    """What forward-mode differentiation of an operator raises."""
+    return ValueError(
+        f"{op}: arguments must not carry a tangent, got one of forward-mode differentiation, which is not implemented. "
+        "Differentiate in reverse (backward(), torch.autograd.grad), or pass it without one."
+    )
+
+
+def _alone(function: Callable[[Call], Any]) -> Callable[[Call], Any]:
+    """An operator's body, undisturbed by what is active around its call."""
+
+    def body(call: Call) -> Any:
+        with compat.kernels_alone(), compat.without_autocast():
+            return function(call)
+
+    return body
 
 
 def _put(table: dict[Any, Warm], key: Any, warm: Warm, most: int) -> None:

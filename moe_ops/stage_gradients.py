@@ -38,7 +38,7 @@ def combine(op: str, saved: dict[str, Tensor], needs: dict[str, bool], grad: Ten
     rows_name, places_name = ("rows", "pair_to_row") if op == "moe_unpermute" else ("batch", "slots")
     rows, places, weights = saved[rows_name], saved[places_name], saved["topk_weights"]
     flat, wide = rows.flatten(0, -2), accumulation_dtype(rows.dtype)
-    count, top_k = flat.shape[0], places.shape[1]
+    count = flat.shape[0]
     dropped = (places < 0) | (places >= count)
     found: Gradients = {}
     if needs.get(rows_name):
@@ -53,7 +53,7 @@ def combine(op: str, saved: dict[str, Tensor], needs: dict[str, bool], grad: Ten
             found["topk_weights"] = torch.zeros_like(weights)
         else:
             picked = flat.index_select(0, places.masked_fill(dropped, 0).reshape(-1).long()).to(wide)
-            dots = (picked.view(-1, top_k, flat.shape[1]) * grad.to(wide).unsqueeze(1)).sum(dim=-1)
+            dots = (picked.view(*places.shape, flat.shape[1]) * grad.to(wide).unsqueeze(1)).sum(dim=-1)
             found["topk_weights"] = torch.where(dropped, 0.0, dots).to(weights.dtype)
     if needs.get("added"):
         found["added"] = grad.to(saved["added"].dtype)

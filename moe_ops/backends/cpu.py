@@ -30,7 +30,6 @@ from meta.routing import route
 from meta.schemes import SCHEMES
 from moe_ops import counters, router_gradient
 from moe_ops import rows as plain
-from moe_ops.compat import kernels_alone
 from moe_ops.kernels.cpu import (
     Lot,
     Room,
@@ -142,7 +141,7 @@ def grouped_mm_glu(call: GluCall) -> tuple[Tensor, Tensor]:
         return stored.data.view(sizes), scale.view(*sizes[:-1], scale.shape[1])
     result = torch.empty(sizes, dtype=dtype)
     result.view(value.shape).copy_(value)  # of which the activation may have left columns between
-    return result, torch.empty(0)
+    return result, torch.empty(0, dtype=torch.float32)
 
 
 batched_mm_glu = grouped_mm_glu
@@ -191,20 +190,8 @@ def expert_sums(call: SumsCall) -> Tensor:
 
 
 def fused_experts(call: ExpertsCall) -> Tensor:
-    """Of either format."""
-    with kernels_alone():
-        return _experts(call)
-
-
-def fused_moe(call: MoeCall) -> Tensor:
-    """The router, then the experts."""
-    with kernels_alone():
-        return _experts(call.routed(*fused_topk(call.route)))
-
-
-def _experts(call: ExpertsCall) -> Tensor:
-    """Both formats in the same rows: the batched format differs by the pairs that its capacity drops, and in nothing
-    else.
+    """Of either format: both in the same rows, as the batched format differs by the pairs that its capacity drops, and
+    in nothing else.
     """
     weights, topk_ids, capacity = call.experts, call.topk_ids, call.capacity
     experts, pairs = int(weights.count), topk_ids.numel()
@@ -218,6 +205,8 @@ def _experts(call: ExpertsCall) -> Tensor:
     order, expert_of_pair, counts = sort_pairs(topk_ids, call.expert_map, experts, capacity)
     if counters.active:
         counters.count(weights.down.data, counts)
+    if experts == 0:
+        return call.hidden_states.data.new_zeros(call.outputs[0][0], dtype=call.out_dtype)
     parts = in_lots(order, expert_of_pair, counts, weights.gate_up.data)
     total, kept = parts[-1].rows.stop, len(order)
     row_of_pair = torch.full((pairs,), total)
@@ -236,6 +225,11 @@ def _experts(call: ExpertsCall) -> Tensor:
     if kept == pairs:
         return combine(rows, places_TK, weights_TK, spare=spare).to(call.out_dtype)
     return combine_dropping(rows, places_TK, places_TK == total, weights_TK).to(call.out_dtype)
+
+
+def fused_moe(call: MoeCall) -> Tensor:
+    """The router, then the experts."""
+    return fused_experts(call.routed(*fused_topk(call.route)))
 
 
 def _rows(call: ExpertsCall, weights: Experts, lot: Lot, out: Tensor | None) -> tuple[Tensor, Room | None]:
@@ -278,7 +272,7 @@ def _room(weights: Experts, tokens: Tensor, rows: int) -> Room:
 
 
 def _pair_by_pair(call: ExpertsCall, spans: list[Span]) -> Tensor:
-    """:func:`_experts` of unquantised weights, without sorting."""
+    """:func:`fused_experts` of unquantised weights, without sorting."""
     weights, x, (tokens, top_k) = call.experts, call.hidden_states.data, call.topk_ids.shape
     rows = x.unsqueeze(1).expand(tokens, top_k, x.shape[1]).reshape(tokens * top_k, x.shape[1])
     value = first_projection(rows, weights.gate_up, weights.up, weights.gate_up_bias, weights.glu, spans)

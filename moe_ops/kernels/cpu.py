@@ -88,7 +88,7 @@ def sort_pairs(
     sorted_ids, order = ids.sort(stable=True)
     bounds = torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, dtype=ids.dtype)).tolist()
     counts = [end - start for start, end in pairwise(bounds)]
-    if capacity is not None and max(counts) > capacity:
+    if capacity is not None and max(counts, default=0) > capacity:
         kept = torch.cat([torch.arange(start, min(end, start + capacity)) for start, end in pairwise(bounds)])
         return order[kept], sorted_ids[kept], [min(count, capacity) for count in counts]
     held = slice(bounds[0], bounds[-1])
@@ -208,7 +208,8 @@ def _batched(batch: Tensor, matrices: Tensor, bias: Tensor | None, out: Tensor) 
 def _copies(weight: Tensor, lengths: list[int]) -> bool:
     """Whether weights of experts that have so many rows are copied for one product: see :data:`_COPIED`."""
     few = weight.dtype == torch.bfloat16 and weight.shape[1] * weight.shape[2] <= _COPIED
-    in_words = weight.is_contiguous() and weight.shape[2] % 4 == 0 == weight.storage_offset() % 4
+    places = (weight.shape[2], weight.storage_offset(), *weight.stride()[:2])  # of one row, any stride is contiguous
+    in_words = weight.is_contiguous() and not any(place % 4 for place in places)
     return few and in_words and 1 < len(lengths) == sum(lengths)
 
 
@@ -232,7 +233,7 @@ def padded_length(counts: list[int], weight: Tensor) -> int:
         weight: ``[E, N, K]`` of the larger projection.
     """
     longest = max(counts)
-    if weight.dtype not in _ALONE or longest == 0:
+    if weight.dtype not in _ALONE or longest == 0 or weight.numel() == 0:
         return 0
     alone = _alone_in_rows(weight)
     ascending = sorted(counts)

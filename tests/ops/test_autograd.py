@@ -413,6 +413,114 @@ def test_each_gradient_alone_is_the_one_among_all(name: str, leaf: str) -> None:
     torch.testing.assert_close(gradient(alone=True), gradient(alone=False), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize("trained", ["gate_up_proj", "hidden_states"])
+def test_results_may_be_added_to_in_place(trained: str, top_k: int) -> None:
+    """As models add a shared expert's output."""
+    x, up, down, weights, ids = (
+        tensor[:, :top_k] if name.startswith("topk") else tensor
+        for name, tensor in VARIANTS["plain"].build().tensors.items()
+        if name in ("hidden_states", "gate_up_proj", "down_proj", "topk_weights", "topk_ids")
+    )
+    given = {"hidden_states": x.requires_grad_(trained == "hidden_states")}
+    given["gate_up_proj"] = up.requires_grad_(trained == "gate_up_proj")
+    apart = {name: tensor.detach().clone().requires_grad_(tensor.requires_grad) for name, tensor in given.items()}
+    out = moe_ops.fused_experts(given["hidden_states"], given["gate_up_proj"], down, weights, ids)
+    out += 1.0
+    out.square().sum().backward()
+    other = moe_ops.fused_experts(apart["hidden_states"], apart["gate_up_proj"], down, weights, ids) + 1.0
+    other.square().sum().backward()
+    torch.testing.assert_close(given[trained].grad, apart[trained].grad, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+def test_a_cast_around_a_backward_pass_changes_no_bit(format: str) -> None:
+    """Of parameters in fp32, which stay so."""
+
+    def layer_gradients() -> dict[str, Tensor]:
+        layer = VARIANTS["plain"].build()
+        layer.options["format"] = format
+        return gradients(layer, fused, torch.ones(layer.tensors["hidden_states"].shape))
+
+    wanted = layer_gradients()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = layer_gradients()
+    assert all(torch.equal(got[name], gradient) for name, gradient in wanted.items())
+
+
+FORWARD_MODE = {
+    "jvp": lambda function, x: torch.func.jvp(function, (x,), (x,)),
+    "jacfwd": lambda function, x: torch.func.jacfwd(function)(x),
+    "compiled": lambda function, x: torch.compile(
+        lambda x: torch.func.jvp(function, (x,), (x,)), backend="aot_eager", fullgraph=True
+    )(x),
+}
+
+
+@pytest.mark.parametrize("how", [*FORWARD_MODE, "dual"])
+@pytest.mark.parametrize("op", ["fused_experts", "prepare", "torch.ops"])
+def test_forward_mode_is_refused(op: str, how: str) -> None:
+    """A custom operator would return no tangent, or one of zeros, without a word."""
+    tensors = VARIANTS["plain"].build().tensors
+    x, up, down, weights, ids = list(tensors.values())[:5]
+    function = {
+        "fused_experts": lambda x: moe_ops.fused_experts(x, up, down, weights, ids),
+        "prepare": lambda x: moe_ops.prepare(x, weights, ids, num_experts=up.shape[0]).rows,
+        "torch.ops": lambda x: torch.ops.moe_ops.fused_experts(x, up, down, weights, ids),
+    }[op]
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="must not carry a tangent, got one of forward-mode differentiation"):
+        if how == "dual":
+            with torch.autograd.forward_ad.dual_level():
+                function(torch.autograd.forward_ad.make_dual(x, x))
+        else:
+            FORWARD_MODE[how](function, x)
+
+
+def test_a_level_of_forward_mode_without_tangents_changes_nothing() -> None:
+    layer = VARIANTS["plain"].build()
+    with torch.autograd.forward_ad.dual_level():
+        got = fused(layer)
+    torch.testing.assert_close(got, fused(layer), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("op", ["fused_experts", "fused_moe"])
+def test_the_name_of_a_float_scheme_trains(op: str) -> None:
+    call = with_grad(CALLS[f"{op}-plain"])
+    named = Call(op, call.args, {**call.kwargs, "scheme": "fp32"})
+    torch.testing.assert_close(named.run(), call.run(), rtol=0, atol=0)
+    assert named.run()[0].requires_grad
+    for scheme, message in (("int3", "scheme must be one of"), ("bf16", "must be torch.bfloat16")):
+        with pytest.raises(ValueError, match=f"{op}: .*{message}"):
+            Call(op, call.args, {**call.kwargs, "scheme": scheme}).run()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("recompute", [None, *RECOMPUTE])
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+def test_gradients_of_no_tokens(format: str, recompute: str | None, device: str) -> None:
+    tensors = {
+        name: None if tensor is None else tensor.to(device)
+        for name, tensor in VARIANTS["plain"].build().tensors.items()
+        if not name.endswith("scales")
+    }
+    none = {name: tensors[name][:0] for name in ("hidden_states", "topk_weights", "topk_ids")}
+    layer = leaves(Layer({**tensors, **none}, {"format": format, "recompute": recompute}))
+    fused(layer).sum().backward()
+    assert layer.tensors["hidden_states"].grad.shape == none["hidden_states"].shape
+    if device == "cpu":
+        assert not layer.tensors["gate_up_proj"].grad.any()
+
+
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+def test_gradients_on_no_device(format: str) -> None:
+    layer = VARIANTS["plain"].build()
+    tensors = {name: tensor.to("meta") for name, tensor in layer.tensors.items() if isinstance(tensor, Tensor)}
+    layer = leaves(Layer(tensors, {"format": format}))
+    fused(layer).sum().backward()
+    assert {layer.tensors[name].grad.shape for name in ("gate_up_proj",)} == {tensors["gate_up_proj"].shape}
+
+
 def test_what_does_not_differentiate_says_what_does() -> None:
     rows = torch.randn(4, 6, requires_grad=True)
     with pytest.raises(ValueError, match=r"quantize_rows: .*Quantised activations have no gradient; .*no_grad"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import moe_ops
 from meta.operands import Glu, Operand
 from meta.schemes import SCHEMES
 from moe_ops import reference
@@ -342,3 +343,45 @@ def test_the_activation_is_computed_in_fp32(dtype) -> None:
     got = kernels.first_projection(x, operand, None, None, glu, spans)
     gate, up = kernels.linear(x, operand, None, spans).float().chunk(2, dim=-1)
     assert got.dtype == torch.float32 and torch.equal(got, torch.nn.functional.silu(gate) * up)
+
+
+EMPTY = {"experts": {"experts": 0}, "choices": {"top_k": 0}, "hidden": {"hidden": 0}, "between": {"between": 0}}
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["infers", "trains"])
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+@pytest.mark.parametrize(
+    ("empty", "whole"),
+    [(empty, whole) for empty in EMPTY for whole in (True, False) if whole or empty != "experts"],  # steps need one
+)
+def test_sizes_of_0(empty: str, whole: bool, format: str, trains: bool) -> None:
+    sizes = {"experts": 4, "top_k": 2, "hidden": 8, "between": 6} | EMPTY[empty]
+    E, K, H, I = sizes.values()
+    given = (torch.randn(3, H), torch.randn(E, 2 * I, H), torch.randn(E, H, I), torch.rand(3, K))
+    x, up, down, weights = (tensor.requires_grad_(trains) for tensor in given)
+    ids = torch.zeros(3, K, dtype=torch.int32) if E else torch.full((3, K), -1)
+    if whole:
+        out = moe_ops.fused_experts(x, up, down, weights, ids, format=format)
+    else:
+        prepared = moe_ops.prepare(x, weights, ids, num_experts=E, format=format)
+        out = moe_ops.finalize(moe_ops.experts(prepared, up, down), prepared)
+    assert out.shape == x.shape and not out.any()
+    if trains:
+        out.sum().backward()
+        assert all(tensor.grad.shape == tensor.shape for tensor in (x, up, down, weights))
+
+
+def test_a_map_of_no_experts_holds_none() -> None:
+    ids, empty = torch.zeros(3, 2, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
+    given = (torch.randn(3, 8), torch.randn(2, 8, 8), torch.randn(2, 8, 4), torch.rand(3, 2), ids)
+    assert not moe_ops.fused_experts(*given, expert_map=empty).any()
+
+
+def test_one_row_of_an_odd_stride_is_read_as_it_is() -> None:
+    """It is contiguous, as rows that are not there need not be next to each other, but no row of words."""
+    x, weights, ids = torch.randn(2, 8).bfloat16(), torch.ones(2, 1), torch.tensor([[0], [1]], dtype=torch.int32)
+    gate = torch.as_strided(torch.randn(64 * 8).bfloat16(), (64, 1, 8), (8, 1, 1))
+    up, down = torch.randn(64, 1, 8).bfloat16(), torch.randn(64, 8, 1).bfloat16()
+    got = moe_ops.fused_experts(x, gate, down, weights, ids, up_proj=up)
+    packed = gate.new_empty(gate.shape).copy_(gate)
+    assert torch.equal(got, moe_ops.fused_experts(x, packed, down, weights, ids, up_proj=up))

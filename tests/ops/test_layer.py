@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
@@ -166,10 +167,56 @@ def test_two_pairs_of_one_row() -> None:
     torch.testing.assert_close(rows.grad, expected)
 
 
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+def test_weights_on_the_input_are_exported_for_any_number_of_tokens(format: str) -> None:
+    layer = VARIANTS["weight_on_input"].build()
+    x, up, down, weights, ids = (layer.tensors[name] for name in (
+        "hidden_states", "gate_up_proj", "down_proj", "topk_weights", "topk_ids"))  # fmt: skip
+
+    class Steps(torch.nn.Module):
+        def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+            options = {"num_experts": up.shape[0], "weight_on_input": True, "format": format}
+            prepared = moe_ops.prepare(x, weights, ids, **options)
+            return moe_ops.finalize(moe_ops.experts(prepared, up, down), prepared)
+
+    tokens = torch.export.Dim("tokens", min=2, max=64)
+    program = torch.export.export(Steps(), (x, weights, ids), dynamic_shapes=({0: tokens},) * 3).module()
+    for count in (3, len(x)):
+        given = (x[:count], weights[:count], ids[:count])
+        torch.testing.assert_close(program(*given), Steps()(*given), rtol=0, atol=0)
+
+
+def test_what_is_prepared_goes_through_a_file_of_a_program() -> None:
+    x, _, _, weights, ids = list(VARIANTS["plain"].build().tensors.values())[:5]
+
+    class First(torch.nn.Module):
+        def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> moe_ops.Prepared:
+            return moe_ops.prepare(x, weights, ids, num_experts=6)
+
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(First(), (x, weights, ids)), file)
+    file.seek(0)
+    found = torch.export.load(file).module()(x, weights, ids)
+    assert type(found) is moe_ops.Prepared
+    assert torch.equal(found.places, First()(x, weights, ids).places)
+
+
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+def test_weights_on_the_input_of_no_tokens_have_a_gradient(format: str) -> None:
+    x, up, down, weights, ids = list(VARIANTS["plain"].build().tensors.values())[:5]
+    weights = weights[:0].clone().requires_grad_()
+    options = {"num_experts": up.shape[0], "weight_on_input": True, "format": format}
+    prepared = moe_ops.prepare(x[:0], weights, ids[:0], **options)
+    moe_ops.finalize(moe_ops.experts(prepared, up, down), prepared).sum().backward()
+    assert weights.grad.shape == weights.shape
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "format": ({"format": "dense"}, "prepare: format must be one of"),
     "scheme": ({"scheme": "int3"}, "prepare: scheme must be one of"),
     "capacity": ({"capacity": 3}, "prepare: capacity must be None for format='grouped', got 3"),
+    "slot_order": ({"format": "batched", "slot_order": "expert"}, "prepare: slot_order must be one of"),
+    "slot_order_of_sorted": ({"slot_order": "choice"}, "prepare: slot_order must be 'token' for format='grouped'"),
     "weights": ({"topk_weights": torch.rand(7, 2)}, "prepare: topk_weights must be [T=7, K=3], got [7, 2]"),
     "ids": ({"topk_ids": torch.zeros(6, 3).int(), "topk_weights": torch.rand(6, 3)}, "prepare: topk_ids must be"),
     "type": ({"topk_ids": [[1]]}, "prepare: topk_ids must be a torch.Tensor"),

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import moe_ops
+from meta import routing
 from meta.activations import ACTIVATIONS, Activation
 from meta.formats import CODES
+from meta.routing import ROUTINGS, Routing
 from meta.schemes import SCHEMES, WHOLE, QuantScheme, Scale
 from moe_ops import backends, choice, plans, reference
 from moe_ops.backends import cpu
@@ -191,3 +193,15 @@ def test_the_backend_that_measured_fastest_goes_first(
     x, up, down, weights, ids = layer.args()[:5]
     moe_ops.fused_experts(x[:tokens], up, down, weights[:tokens], ids[:tokens])
     assert products == (["fused_experts"] if tokens == 3 else [])
+
+
+def test_a_routing_method_without_a_derivative_is_refused_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradient would be that of something else."""
+    monkeypatch.setitem(ROUTINGS, "tanh_of_the_test", Routing("tanh_of_the_test", "tanh"))
+    score = routing._score
+    monkeypatch.setattr(routing, "_score", lambda x, name: torch.tanh(x) if name == "tanh" else score(x, name))
+    logits = torch.randn(4, 6, requires_grad=True)
+    weights, ids = moe_ops.fused_topk(logits, top_k=2, routing="tanh_of_the_test", renormalize=False)
+    assert torch.equal(weights, torch.tanh(logits).gather(1, ids.long()))
+    with pytest.raises(ValueError, match="fused_topk_backward: routing must be one with a derivative"):
+        weights.sum().backward()

@@ -63,6 +63,46 @@ def test_warm_is_cold(call: Call):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+def test_results_are_no_views(call: Call):
+    """Which autograd would not let anybody write to; of a first call, of the one that is learnt from, of a warm one."""
+    LAUNCHERS[call.op].forget()
+    for _ in range(3):
+        assert not any(result._is_view() for result in call.run())
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+def test_a_cast_around_a_call_changes_no_bit(call: Call):
+    LAUNCHERS[call.op].forget()
+    plain = call.run()
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            around = call.run()
+        for mine, theirs in zip(around, plain, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def test_results_have_the_dtype_of_the_rule_under_another_default(monkeypatch: pytest.MonkeyPatch):
+    call = CALLS["grouped_mm_glu-plain"]
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert call.run()[1].dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_tensor_without_a_device_is_refused_by_a_warm_signature():
+    """Its number is that of the CPU."""
+    call = CALLS["fused_experts-fp8"]
+    for _ in range(3):
+        call.run()
+    args = list(call.args)
+    place = SIGNATURES["fused_experts"].positional.index("down_scales")
+    args[place] = [scale.to("meta") for scale in args[place]]
+    with pytest.raises(ValueError, match=r"fused_experts: down_scales\[0\] must be on cpu"):
+        Call(call.op, tuple(args), call.kwargs).run()
+
+
 def test_rule_runs_twice(monkeypatch: pytest.MonkeyPatch):
     runs = rules_run(monkeypatch, "fused_moe")
     for _ in range(5):
