@@ -8,15 +8,14 @@ the rule, what it got and the cure; the rules are in :mod:`meta.shapes`. All are
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
 from meta.checks import accepts, check_float, check_name, check_rank, check_type, describe_value, fail
 from moe_ops import ep, sharded
 from moe_ops.groups import GroupLike
-from moe_ops.integrations.containers import Unread, read
-from moe_ops.ops import PLAIN, call
+from moe_ops.integrations.containers import are_plain, unpacked_layer
+from moe_ops.ops import call
 from moe_ops.quantized import quantized_schemes
 
 
@@ -155,14 +154,14 @@ def fused_experts(
         >>> moe_ops.fused_experts(x, gate_up, down, weights, ids).shape
         torch.Size([4, 16])
     """
-    if not all(type(weight) in PLAIN for weight in (gate_up_proj, down_proj)):
+    if not are_plain(gate_up_proj, down_proj, up_proj):
         tensors = {"gate_up_proj": gate_up_proj, "down_proj": down_proj, "up_proj": up_proj,
                    "gate_up_bias": gate_up_bias, "down_bias": down_bias,
                    "gate_up_scales": gate_up_scales, "down_scales": down_scales}  # fmt: skip
         *weights, gate_up_bias, down_bias, gate_up_scales, down_scales = sharded.local(
             "fused_experts", group, tensors
         ).values()
-        gate_up_proj, down_proj, up_proj, scheme, gate_up_scales, down_scales = _unpacked(
+        gate_up_proj, down_proj, up_proj, scheme, gate_up_scales, down_scales = unpacked_layer(
             "fused_experts", weights, scheme, gate_up_scales, down_scales
         )
     if group is not None:
@@ -260,10 +259,10 @@ def fused_moe(
         >>> moe_ops.fused_moe(x, torch.randn(4, 8), gate_up, down, top_k=2).shape
         torch.Size([4, 16])
     """
-    if not all(type(weight) in PLAIN for weight in (gate_up_proj, down_proj)):
+    if not are_plain(gate_up_proj, down_proj, up_proj):
         weights = (gate_up_proj, down_proj, up_proj)
         sharded.local("fused_moe", None, dict(zip(("gate_up_proj", "down_proj", "up_proj"), weights, strict=True)))
-        gate_up_proj, down_proj, up_proj, scheme, gate_up_scales, down_scales = _unpacked(
+        gate_up_proj, down_proj, up_proj, scheme, gate_up_scales, down_scales = unpacked_layer(
             "fused_moe", weights, scheme, gate_up_scales, down_scales
         )
     return call(
@@ -298,44 +297,6 @@ def fused_moe(
         backend=backend,
         recompute=recompute,
     )
-
-
-def _unpacked(
-    op: str,
-    weights: Sequence[Any],
-    scheme: str | None,
-    gate_up_scales: Sequence[Tensor],
-    down_scales: Sequence[Tensor],
-) -> tuple[Any, ...]:
-    """(gate_up_proj, down_proj, up_proj, scheme, gate_up_scales, down_scales), where weights are containers of
-    quantised bytes: what they hold.
-    """
-    found = [read(weight) for weight in weights]
-    if found[0] is None and found[1] is None and found[2] is None:
-        return (*weights, scheme, gate_up_scales, down_scales)
-    for name, value in (("scheme", scheme), ("gate_up_scales", gate_up_scales), ("down_scales", down_scales)):
-        if value:
-            got = value if name == "scheme" else f"{len(value)} tensors"
-            raise fail(op, name, "left out beside quantised weights", got, "They bring their own.")
-    data: list[Any] = []
-    scales: list[list[Tensor]] = []
-    first: str | None = None
-    for name, weight, container in zip(("gate_up_proj", "down_proj", "up_proj"), weights, found, strict=True):
-        if weight is None:
-            continue
-        if isinstance(container, Unread):
-            raise fail(op, name, "stored in a scheme", container.what, container.cure)
-        first = container.scheme if first is None and container is not None else first
-        if container is None or container.scheme != first:
-            got = "a plain tensor" if container is None else f"scheme {container.scheme!r}"
-            raise fail(op, name, "quantised as the other projections are", got, "Both projections share one scheme.")
-        if container.transposed:
-            raise fail(op, name, "[E, N, K]", f"a transposed {type(weight).__name__}", "Pass weight.transpose(1, 2).")
-        data.append(container.data.of(weight))
-        scales.append([part.of(weight) for part in container.scales])
-        scheme = container.scheme
-    up, up_scales = (data[2], scales[2]) if len(data) > 2 else (None, [])
-    return data[0], data[1], up, scheme, [*scales[0], *up_scales], scales[1]
 
 
 def quantize_weight(weight: Tensor, *, scheme: str) -> tuple[Tensor, ...]:

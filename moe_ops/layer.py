@@ -21,6 +21,7 @@ from meta.checks import Accepts, accepts, check_float, check_name, check_rank, c
 from meta.dims import FORMATS, SLOT_ORDERS, accumulation_dtype
 from meta.schemes import SCHEMES
 from moe_ops import choice, compat
+from moe_ops.integrations.containers import are_plain, unpacked_layer
 from moe_ops.ops import SIGNATURES, call, parse
 from moe_ops.pairs import invert, used_rows
 
@@ -255,8 +256,15 @@ def experts(
         "glu_layout": layout, "up_proj": up_proj, "gate_up_bias": gate_up_bias, "down_bias": down_bias,
         "scheme": scheme, "gate_up_scales": gate_up_scales, "down_scales": down_scales, "out_dtype": out_dtype,
     })  # fmt: skip
+    if not are_plain(gate_up_proj, down_proj, up_proj):
+        gate_up_proj, down_proj, up_proj, scheme, gate_up_scales, down_scales = unpacked_layer(
+            op, (gate_up_proj, down_proj, up_proj), scheme, gate_up_scales, down_scales
+        )
     if scheme is not None:
         check_name(op, "scheme", scheme, SCHEMES)
+    if _quantizes(scheme) and prepared.rows_scale is None:
+        rule, cure = f"given for scheme {scheme!r}", f"Pass scheme={scheme!r} to moe_ops.prepare."
+        raise fail(op, "prepared.rows_scale", rule, "None", cure)
     first = [gate_up_proj, prepared.extents, gate_up_scales, up_proj, gate_up_bias, prepared.rows_scale]
     second = [down_proj, prepared.extents, down_scales, down_bias]
     glu = {"activation": activation, "alpha": alpha, "limit": limit, "glu_layout": layout}

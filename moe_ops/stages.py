@@ -10,10 +10,12 @@ errors.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_ops.integrations.containers import are_plain, unpacked
 from moe_ops.ops import call
 
 
@@ -189,6 +191,17 @@ def quantize_batched(batch: Tensor, expert_num_tokens: Tensor, *, scheme: str) -
     return call("quantize_batched", batch, expert_num_tokens, scheme=scheme)
 
 
+def _unpacked(
+    op: str, weight: Any, up_weight: Any, scheme: str | None, weight_scales: Sequence[Tensor]
+) -> tuple[Any, Any, str | None, Sequence[Tensor]]:
+    """``(weight, up_weight, scheme, weight_scales)``, where the weights are containers: what they hold."""
+    found = unpacked(op, {"weight": weight, "up_weight": up_weight}, scheme, {"weight_scales": weight_scales})
+    if found is None:
+        return weight, up_weight, scheme, weight_scales
+    (weight, up_weight), (first, second) = found.data.values(), found.scales.values()
+    return weight, up_weight, found.scheme, first + second
+
+
 def grouped_mm_glu(
     rows: Tensor,
     weight: Tensor,
@@ -209,7 +222,8 @@ def grouped_mm_glu(
 
     Args:
         rows: ``[R, K]`` in the weights' dtype, or quantised by :func:`quantize_rows`.
-        weight: ``[E, N, K]`` any strides, N = 2I; N = I beside ``up_weight`` and when ``glu_layout`` is "none".
+        weight: ``[E, N, K]`` any strides, N = 2I; N = I beside ``up_weight`` and when ``glu_layout`` is "none". A
+            :class:`moe_ops.QuantizedWeight`, or torchao's tensor, brings its scheme and scales.
         offsets: ``[E]`` int32 cumulative ends, as :func:`moe_permute` returns.
         up_weight: ``[E, I, K]``, the up half where it is a tensor of its own, or None.
         bias: ``[E, 2I]`` (``[E, I]`` without a gate) float or None.
@@ -232,6 +246,8 @@ def grouped_mm_glu(
         >>> moe_ops.grouped_mm_glu(torch.randn(3, 16), torch.randn(2, 64, 16), offsets).shape
         torch.Size([3, 32])
     """
+    if not are_plain(weight, up_weight):
+        weight, up_weight, scheme, weight_scales = _unpacked("grouped_mm_glu", weight, up_weight, scheme, weight_scales)
     value, scale = call(
         "grouped_mm_glu",
         rows,
@@ -266,7 +282,7 @@ def grouped_mm(
 
     Args:
         rows: ``[R, K]`` in the weights' dtype, or quantised by :func:`quantize_rows`.
-        weight: ``[E, N, K]`` any strides.
+        weight: of :func:`grouped_mm_glu`, ``[E, N, K]``.
         offsets: ``[E]`` int32 cumulative ends.
         bias: ``[E, N]`` float or None.
         scheme: a name of :data:`meta.schemes.SCHEMES`, or None.
@@ -287,6 +303,8 @@ def grouped_mm(
         >>> moe_ops.grouped_mm(torch.randn(3, 16), torch.randn(2, 8, 16), offsets).shape
         torch.Size([3, 8])
     """
+    if not are_plain(weight):
+        weight, _, scheme, weight_scales = _unpacked("grouped_mm", weight, None, scheme, weight_scales)
     return call(
         "grouped_mm",
         rows,
@@ -320,7 +338,7 @@ def batched_mm_glu(
 
     Args:
         batch: ``[E, C, K]`` in the weights' dtype, or quantised by :func:`quantize_batched`.
-        weight: ``[E, N, K]`` any strides.
+        weight: of :func:`grouped_mm_glu`.
         expert_num_tokens: ``[E]`` int32, rows of each expert.
         up_weight, ..., quantize_output: of :func:`grouped_mm_glu`.
 
@@ -337,6 +355,8 @@ def batched_mm_glu(
         >>> moe_ops.batched_mm_glu(torch.randn(2, 3, 16), torch.randn(2, 64, 16), counts).shape
         torch.Size([2, 3, 32])
     """
+    if not are_plain(weight, up_weight):
+        weight, up_weight, scheme, weight_scales = _unpacked("batched_mm_glu", weight, up_weight, scheme, weight_scales)
     value, scale = call(
         "batched_mm_glu",
         batch,
@@ -371,7 +391,7 @@ def batched_mm(
 
     Args:
         batch: ``[E, C, K]`` in the weights' dtype, or quantised by :func:`quantize_batched`.
-        weight: ``[E, N, K]`` any strides.
+        weight: of :func:`grouped_mm`.
         expert_num_tokens: ``[E]`` int32, rows of each expert.
         bias, ..., out_dtype: of :func:`grouped_mm`.
 
@@ -388,6 +408,8 @@ def batched_mm(
         >>> moe_ops.batched_mm(torch.randn(2, 3, 16), torch.randn(2, 8, 16), counts).shape
         torch.Size([2, 3, 8])
     """
+    if not are_plain(weight):
+        weight, _, scheme, weight_scales = _unpacked("batched_mm", weight, None, scheme, weight_scales)
     return call(
         "batched_mm",
         batch,

@@ -17,14 +17,17 @@ Dynamic scales of a whole tensor of activations are computed for every token, as
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from meta.checks import fail
 from meta.formats import E4M3
 from meta.schemes import SCHEMES, WHOLE
+from moe_ops.ops import PLAIN
 from moe_ops.quantized import QuantizedWeight
 
 _ATEN = torch.ops.aten
@@ -87,11 +90,93 @@ def read(weight: Tensor | None) -> Container | Unread | None:
         # Dynamo reads attributes of a wrapper tensor, and calls none of its methods.
         names = [spec.name for spec in SCHEMES[weight.scheme].scales if getattr(weight, spec.name) is not None]
         return Container(weight.scheme, Part("stored"), tuple(map(Part, names)), weight.transposed)
-    if type(weight) in (Tensor, torch.nn.Parameter) or not isinstance(weight, Tensor):
+    if type(weight) in PLAIN or not isinstance(weight, Tensor):
         return None
     if all(hasattr(weight, name) for name in ("qdata", "scale", "block_size")):
         return _torchao(weight)
     return None
+
+
+class Unpacked(NamedTuple):
+    """What the weights of a call hold.
+
+    Attributes:
+        scheme: of all of them.
+        data: bytes ``[E, N, K / pack]`` by the arguments' names; None for a weight that is left out.
+        scales: what the scheme's row lists, in its order, by the same names; none for a weight that is left out.
+    """
+
+    scheme: str
+    data: dict[str, Any]
+    scales: dict[str, list[Tensor]]
+
+
+def are_plain(*weights: Any) -> bool:
+    """Whether none of the weights, each of them a tensor or None, can be a container: what most calls pay for these."""
+    for weight in weights:
+        if weight is not None and type(weight) not in PLAIN:
+            return False
+    return True
+
+
+def unpacked(
+    op: str, weights: Mapping[str, Any], scheme: str | None, scales: Mapping[str, Sequence[Tensor]]
+) -> Unpacked | None:
+    """What the weights hold, where one of them is a container; else None.
+
+    Args:
+        op: for messages.
+        weights: those of one call by the names of its arguments; None for one that is left out.
+        scheme: as given beside them.
+        scales: as given beside them, by the names of the arguments.
+
+    Raises:
+        ValueError: a scheme or scales beside containers, which bring their own; one that no scheme reads or that is
+            shown transposed; weights that are not all quantised by one scheme.
+    """
+    found = {name: read(weight) for name, weight in weights.items()}
+    if all(container is None for container in found.values()):
+        return None
+    for name, value in (("scheme", scheme), *scales.items()):
+        if value:
+            got = value if isinstance(value, str) else f"{len(value)} tensors"
+            raise fail(op, name, "left out beside quantised weights", got, "They bring their own.")
+    first: str | None = None
+    data: dict[str, Any] = dict.fromkeys(weights)
+    parts: dict[str, list[Tensor]] = {name: [] for name in weights}
+    for name, weight in weights.items():
+        container = found[name]
+        if weight is None:
+            continue
+        if isinstance(container, Unread):
+            raise fail(op, name, "stored in a scheme", container.what, container.cure)
+        first = container.scheme if first is None and container is not None else first
+        if container is None or container.scheme != first:
+            got = "a plain tensor" if container is None else f"scheme {container.scheme!r}"
+            raise fail(op, name, "quantised as the other weights are", got, "All of them share one scheme.")
+        if container.transposed:
+            raise fail(op, name, "[E, N, K]", f"a transposed {type(weight).__name__}", "Pass weight.transpose(1, 2).")
+        data[name] = container.data.of(weight)
+        parts[name] = [part.of(weight) for part in container.scales]
+    return None if first is None else Unpacked(first, data, parts)
+
+
+def unpacked_layer(
+    op: str, projections: Sequence[Any], scheme: str | None, first: Sequence[Tensor], second: Sequence[Tensor]
+) -> tuple[Any, ...]:
+    """``(gate_up_proj, down_proj, up_proj, scheme, gate_up_scales, down_scales)`` of a layer, where its projections are
+    containers: what they hold. See :func:`unpacked`.
+
+    Args:
+        projections: the first three.
+        first, second: the last two, as given beside them.
+    """
+    weights = dict(zip(("gate_up_proj", "down_proj", "up_proj"), projections, strict=True))
+    found = unpacked(op, weights, scheme, {"gate_up_scales": first, "down_scales": second})
+    if found is None:
+        return (*weights.values(), scheme, first, second)
+    scales = found.scales
+    return (*found.data.values(), found.scheme, scales["gate_up_proj"] + scales["up_proj"], scales["down_proj"])
 
 
 def _torchao(weight: Any) -> Container | Unread:

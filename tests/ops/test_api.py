@@ -12,7 +12,11 @@ import moe_ops
 from moe_ops import api, stages
 
 LAYERS = (api.fused_topk, api.fused_experts, api.fused_moe)
-STAGES = tuple(value for value in vars(stages).values() if getattr(value, "__module__", "") == stages.__name__)
+STAGES = tuple(
+    value
+    for name, value in vars(stages).items()
+    if getattr(value, "__module__", "") == stages.__name__ and name[0] != "_"
+)
 FUNCTIONS = (*LAYERS, *STAGES)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import moe_ops
 from meta.schemes import SCHEMES
+from moe_ops.pairs import used_rows
 from moe_ops.quantized import QuantizedWeight
 
 E, N, K = 4, 64, 128
@@ -300,13 +301,140 @@ def test_operators_take_gate_and_up_apart() -> None:
     assert torch.equal(moe_ops.fused_moe(x, logits, gate, module.down_proj, up_proj=up, top_k=2), wanted)
 
 
+def prepared(scheme: str, format: str = "grouped") -> tuple[moe_ops.Prepared, nn.Module]:
+    x, logits, module = layer(scheme)
+    routed = moe_ops.fused_topk(logits, top_k=2)
+    return moe_ops.prepare(x, *routed, num_experts=E, scheme=scheme, format=format), module
+
+
+def halves(weight: QuantizedWeight) -> list[QuantizedWeight]:
+    """Gate and up of a stack, quantised apart."""
+    form = {"scheme": weight.scheme, "dtype": weight.dtype}
+    parts = [moe_ops.quantize_weight(half, scheme=weight.scheme) for half in weight.dequantize().chunk(2, dim=1)]
+    return [QuantizedWeight(stored, scales, **form) for stored, *scales in parts]
+
+
+#: What computes with weights, from the rows: by the stored bytes and their scales, and by the wrappers.
+STAGES: dict[str, Callable[[moe_ops.Prepared, QuantizedWeight, QuantizedWeight], tuple[object, object]]] = {
+    "experts": lambda p, g, d: (
+        moe_ops.experts(
+            p, g.stored, d.stored, scheme=g.scheme, gate_up_scales=g.scales, down_scales=d.scales, out_dtype=g.dtype
+        ),
+        moe_ops.experts(p, g, d, out_dtype=g.dtype),
+    ),
+    "mm_glu": lambda p, g, d: of_stage("mm_glu", p, g),
+    "mm_glu_apart": lambda p, g, d: of_stage("mm_glu", p, *halves(g)),
+    "mm": lambda p, g, d: of_stage("mm", p, g),
+}  # fmt: skip
+
+
+def of_stage(name: str, p: moe_ops.Prepared, weight: QuantizedWeight, up: QuantizedWeight | None = None) -> Any:
+    run, batched = getattr(moe_ops, f"{p.format}_{name}"), p.format == "batched"
+    rows = {f"{'batch' if batched else 'rows'}_scale": p.rows_scale}
+    plain = {} if up is None else {"up_weight": up.stored}
+    scales = [*weight.scales, *([] if up is None else up.scales)]
+    wanted = run(p.rows, weight.stored, p.extents, **rows, **plain, scheme=weight.scheme, weight_scales=scales)
+    return wanted, run(p.rows, weight, p.extents, **rows, **({} if up is None else {"up_weight": up}))
+
+
+def used(rows: Tensor, p: moe_ops.Prepared) -> Tensor:
+    return rows[used_rows(rows, p.extents).expand_as(rows)]
+
+
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+@pytest.mark.parametrize("scheme", SOME)
+@pytest.mark.parametrize("stage", STAGES)
+def test_stages_unpack_it(stage: str, scheme: str, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, module = prepared(scheme, format)
+    weights = module.gate_up_proj, module.down_proj
+    cut = halves(module.gate_up_proj)
+    monkeypatch.setattr(f"{__name__}.halves", lambda weight: cut)
+    monkeypatch.delattr(QuantizedWeight, "dequantize")
+    wanted, got = STAGES[stage](given, *weights)
+    assert torch.equal(used(got, given), used(wanted, given))
+
+
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+@pytest.mark.parametrize("stage", ["experts", "mm_glu", "mm"])
+def test_stages_unpack_it_in_one_graph(stage: str, format: str) -> None:
+    given, module = prepared("fp8_channel", format)
+    torch.compiler.reset()
+    run = torch.compile(lambda *args: STAGES[stage](*args)[1], backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        got, wanted = run(given, module.gate_up_proj, module.down_proj), STAGES[stage](
+            given, module.gate_up_proj, module.down_proj
+        )[0]  # fmt: skip
+    assert torch.equal(used(got, given), used(wanted, given))
+
+
+def stage_refusals() -> dict[str, tuple[Callable[[], object], str]]:
+    given, module = prepared("mxfp4")
+    gate_up, down = module.gate_up_proj, module.down_proj
+    other = experts("fp8_channel")[1].down_proj
+    rows, ends = given.rows, given.extents
+    found: dict[str, tuple[Callable[[], object], str]] = {
+        "experts_scheme_twice": (
+            lambda: moe_ops.experts(given, gate_up, down, scheme="mxfp4"), "experts: scheme must be left out",
+        ),
+        "experts_scales_twice": (
+            lambda: moe_ops.experts(given, gate_up, down, down_scales=down.scales),
+            "experts: down_scales must be left out",
+        ),
+        "experts_mixed": (
+            lambda: moe_ops.experts(given, gate_up, other), "experts: down_proj must be quantised as the other",
+        ),
+        "experts_rows_as_they_are": (
+            lambda: moe_ops.experts(given, *(experts("fp8_channel")[1].parameters())),
+            "experts: prepared.rows_scale must be given .* Pass scheme='fp8_channel' to moe_ops.prepare",
+        ),
+    }  # fmt: skip
+    for name in ("grouped_mm", "grouped_mm_glu", "batched_mm", "batched_mm_glu"):
+        run = getattr(moe_ops, name)
+        found |= {
+            f"{name}_scheme_twice": (
+                lambda run=run: run(rows, gate_up, ends, scheme="mxfp4"), f"{name}: scheme must be left out",
+            ),
+            f"{name}_scales_twice": (
+                lambda run=run: run(rows, gate_up, ends, weight_scales=gate_up.scales),
+                f"{name}: weight_scales must be left out",
+            ),
+            f"{name}_transposed": (
+                lambda run=run: run(rows, gate_up.mT, ends), rf"{name}: weight must be \[E, N, K\]",
+            ),
+        }  # fmt: skip
+    for name in ("grouped_mm_glu", "batched_mm_glu"):
+        run = getattr(moe_ops, name)
+        found[f"{name}_up_plain"] = (
+            lambda run=run: run(rows, gate_up, ends, up_weight=gate_up.dequantize()),
+            f"{name}: up_weight must be quantised as the other",
+        )
+    return found
+
+
+STAGE_REFUSALS = stage_refusals()
+
+
+@pytest.mark.parametrize("case", STAGE_REFUSALS)
+def test_stages_refuse(case: str) -> None:
+    call, message = STAGE_REFUSALS[case]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
 REFUSED: dict[str, tuple[Callable[[QuantizedWeight, QuantizedWeight], dict[str, object]], str]] = {
     "scheme_twice": (lambda g, d: {"scheme": "mxfp4"}, "scheme must be left out"),
     "scales_twice": (lambda g, d: {"down_scales": d.scales}, "down_scales must be left out"),
     "one_plain": (lambda g, d: {"down_proj": d.dequantize()}, "down_proj must be quantised as the other"),
     "other_scheme": (lambda g, d: {"down_proj": experts("fp8_channel")[1].down_proj}, "down_proj must be quantised as"),
+    "up_alone": (
+        lambda g, d: {
+            "gate_up_proj": torch.ones(E, 32, 96), "down_proj": d.dequantize(),
+            "up_proj": QuantizedWeight(g.stored[:, :32], [g.scale[:, :32]], scheme="mxfp4"),
+        },
+        "gate_up_proj must be quantised as the other",
+    ),
     "transposed": (lambda g, d: {"gate_up_proj": g.transpose(1, 2)}, r"gate_up_proj must be \[E, N, K\]"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -316,3 +444,8 @@ def test_operators_refuse(case: str) -> None:
     given = {"gate_up_proj": module.gate_up_proj, "down_proj": module.down_proj}
     with pytest.raises(ValueError, match=f"fused_moe: {message}"):
         moe_ops.fused_moe(x, logits, top_k=2, **given | change(module.gate_up_proj, module.down_proj))
+    routed = moe_ops.fused_topk(logits, top_k=2)
+    with pytest.raises(ValueError, match=f"fused_experts: {message}"):
+        moe_ops.fused_experts(
+            x, topk_weights=routed[0], topk_ids=routed[1], **given | change(module.gate_up_proj, module.down_proj)
+        )

@@ -124,6 +124,21 @@ def test_operators_take_them(name: str) -> None:
     assert (got - dense).norm() < 0.06 * dense.norm()
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_stages_take_them(name: str) -> None:
+    make, scheme, _ = READ[name]
+    first, second = make(weight(shape=(E, 2 * K, K))), make(weight(shape=(E, K, K)))
+    x, logits = torch.randn(5, K).bfloat16(), torch.randn(5, E)
+    prepared = moe_ops.prepare(x, *moe_ops.fused_topk(logits, top_k=2), num_experts=E, scheme=scheme)
+    lists = [[part.of(one) for part in read(one).scales] for one in (first, second)]
+    scales = {"gate_up_scales": lists[0], "down_scales": lists[1]}
+    wanted = moe_ops.experts(prepared, first.qdata, second.qdata, scheme=scheme, **scales)
+    assert torch.equal(moe_ops.experts(prepared, first, second), wanted)
+    rows = {"offsets": prepared.extents, "rows_scale": prepared.rows_scale}
+    wanted = moe_ops.grouped_mm(prepared.rows, first.qdata, **rows, scheme=scheme, weight_scales=lists[0])
+    assert torch.equal(moe_ops.grouped_mm(prepared.rows, first, **rows), wanted)
+
+
 class Block(nn.Module):
     """Sorted rows, as transformers computes them."""
 
