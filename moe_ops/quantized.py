@@ -4,6 +4,10 @@ It is a traceable wrapper: one tensor of the logical shape and of a nominal dtyp
 and their scales to the operators and to the compiler. Code that knows nothing of it computes with the dequantised
 numbers: of the experts that it indexes, or of all. That does not round activations, which the schemes with a format
 for rows do in the operators. Bytes are never changed by a cast, only the dtype of what they stand for.
+
+What would write the weight is refused, assignments to elements and lists that it is in included. A write into what was
+taken from it cannot be: where PyTorch gives a view (``weight[0]``, ``weight.chunk(2, 1)``, ``weight.view(-1)``), that
+is a copy of dequantised numbers, which changes alone.
 """
 
 from __future__ import annotations
@@ -22,6 +26,9 @@ from moe_ops import compat
 
 _ATEN = torch.ops.aten
 _OP = "QuantizedWeight"
+_CURE = "Change the float weights, then call moe_ops.quantize_."
+#: That of every tensor.
+_DATA: Any = Tensor.data
 
 
 def quantized_schemes() -> dict[str, QuantScheme]:
@@ -84,6 +91,31 @@ class QuantizedWeight(Tensor):
             **{spec.name: scale for spec, scale in zip(row.scales, operand.listed, strict=False)},
         }
         return _assemble(parts, scheme, dtype, transposed)
+
+    def _hold(self, parts: dict[str, Tensor], scheme: str, transposed: bool) -> None:
+        self.stored, self.scheme, self.transposed = parts["stored"], scheme, transposed
+        for spec in SCHEMES[scheme].scales:
+            setattr(self, spec.name, parts.get(spec.name))
+
+    @property  # type: ignore[override]
+    def data(self) -> QuantizedWeight:
+        """Itself, detached. Another one may be assigned, and then takes the place of its bytes and scales.
+
+        Raises:
+            ValueError: a tensor of another kind is assigned.
+        """
+        found: QuantizedWeight = _DATA.__get__(self)
+        return found
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        if not isinstance(value, QuantizedWeight):
+            raise fail(_OP, "data", "a QuantizedWeight", type(value).__name__, _CURE)
+        _DATA.__set__(self, value)
+        self._hold(value.parts(), value.scheme, value.transposed)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise _written("self", "__setitem__")  # aten would select elements first, and write that copy
 
     @property
     def row(self) -> QuantScheme:
@@ -167,9 +199,7 @@ def _assemble(parts: dict[str, Tensor], scheme: str, dtype: torch.dtype, transpo
     E, N, K = stored.shape[0], stored.shape[1], stored.shape[2] * row.pack
     size, stride = ((E, K, N), (N * K, 1, K)) if transposed else ((E, N, K), (N * K, K, 1))
     weight: QuantizedWeight = compat.wrapper_tensor(QuantizedWeight, size, stride, dtype, stored.device)
-    weight.stored, weight.scheme, weight.transposed = stored, scheme, transposed
-    for spec in row.scales:
-        setattr(weight, spec.name, parts.get(spec.name))
+    weight._hold(parts, scheme, transposed)
     return weight
 
 
@@ -285,9 +315,12 @@ def _refuse_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> No
     named = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
     for argument in arguments:
         written = argument.alias_info is not None and argument.alias_info.is_write
-        if written and isinstance(named.get(argument.name), QuantizedWeight):
-            cure = "Change the float weights, then call moe_ops.quantize_."
-            raise fail(_OP, str(argument.name), f"a float tensor for {func}, which writes it", "quantised bytes", cure)
+        if written and any(isinstance(leaf, QuantizedWeight) for leaf in pytree.tree_leaves(named.get(argument.name))):
+            raise _written(str(argument.name), str(func))
+
+
+def _written(argument: str, what: str) -> ValueError:
+    return fail(_OP, argument, f"a float tensor for {what}, which writes it", "quantised bytes", _CURE)
 
 
 torch.serialization.add_safe_globals([QuantizedWeight, rebuild])

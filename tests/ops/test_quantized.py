@@ -252,6 +252,9 @@ ERRORS: dict[str, tuple[Callable[[], object], str]] = {
     "short_scale": (
         lambda: QuantizedWeight(STORED, [SCALE[:, 1:]], scheme="mxfp4"), r"QuantizedWeight: scales\[0\] must be",
     ),
+    "data_of_floats": (
+        lambda: setattr(made("mxfp4"), "data", torch.ones(E, N, K)), "QuantizedWeight: data must be a QuantizedWeight",
+    ),
     "written": (lambda: made("mxfp4").mul_(2), "QuantizedWeight: self must be a float tensor for aten.mul_"),
     "copied_from_floats": (
         lambda: made("mxfp4").copy_(torch.ones(E, N, K)), "QuantizedWeight.copy_: source must be a QuantizedWeight",
@@ -271,6 +274,72 @@ def test_errors_name_what_is_wrong(case: str) -> None:
     call, message = ERRORS[case]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def stepped(name: str, **options: Any) -> Callable[[Tensor], None]:
+    """A step of an optimiser that was given the weight, which has a gradient."""
+
+    def step(weight: Tensor) -> None:
+        parameter = nn.Parameter(weight)
+        optimizer = getattr(torch.optim, name)([parameter], **options)
+        with torch.enable_grad():
+            parameter[0].sum().backward()
+        optimizer.step()
+
+    return step
+
+
+def assign(weight: Tensor, index: Any, value: Any) -> None:
+    weight[index] = value
+
+
+#: Each would write the weight; where PyTorch selects elements first, or takes lists, too.
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "element": lambda w: assign(w, 0, 0),
+    "slice": lambda w: assign(w, slice(1, 2), 0),
+    "elements": lambda w: assign(w, (0, slice(1, 2)), torch.ones(K)),
+    "mask": lambda w: assign(w, torch.ones(E, dtype=torch.bool), 0),
+    "everything": lambda w: assign(w, ..., 0),
+    "foreach": lambda w: torch._foreach_mul_([torch.ones(2), w], 0.0),
+    "foreach_copy": lambda w: torch._foreach_copy_([w], [torch.ones(E, N, K)]),
+    "out_of_many": lambda w: torch.max(torch.ones(2, E, N, K), 0, out=(w, torch.ones(E, N, K).long())),
+}
+STEPS: dict[str, Callable[[Tensor], object]] = {
+    "sgd": stepped("SGD", lr=1.0, foreach=False),
+    "sgd_foreach": stepped("SGD", lr=1.0, foreach=True),
+    "sgd_fused": stepped("SGD", lr=1.0, fused=True),
+    "adamw_foreach": stepped("AdamW", foreach=True),
+    "adamw_fused": stepped("AdamW", fused=True),
+}
+
+
+@pytest.mark.parametrize("write", WRITES | STEPS)
+def test_what_would_be_lost_is_refused(write: str) -> None:
+    weight = made("mxfp4")
+    with pytest.raises(
+        ValueError, match=r"QuantizedWeight: .* must be a float tensor for .*, got quantised bytes. Change"
+    ):
+        (WRITES | STEPS)[write](weight)
+    assert_same_bytes(weight, made("mxfp4"))
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_what_would_be_lost_is_refused_in_graphs(write: str) -> None:
+    torch.compiler.reset()
+    run = torch.compile(WRITES[write], backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"QuantizedWeight: .* must be a float tensor for "):
+        run(made("mxfp4"))
+
+
+def test_another_takes_the_place_of_its_data() -> None:
+    parameter = nn.Parameter(made("mxfp4"), requires_grad=False)
+    other = made("nvfp4", transposed=True).bfloat16()
+    parameter.data = other
+    assert isinstance(parameter, nn.Parameter) and parameter.scheme == "nvfp4" and parameter.transposed
+    assert parameter.shape == other.shape and parameter.dtype == torch.bfloat16
+    assert_same_bytes(parameter, other)
+    assert torch.equal(parameter[0], other[0])
+    assert parameter.data.stored.data_ptr() == other.stored.data_ptr()
 
 
 def layer(scheme: str) -> tuple[Tensor, Tensor, nn.Module]:
