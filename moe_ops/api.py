@@ -307,7 +307,8 @@ def quantize_weight(weight: Tensor, *, scheme: str) -> tuple[Tensor, ...]:
         scheme: a quantised name of :data:`meta.schemes.SCHEMES`.
 
     Returns:
-        The stored weight and its scales: ``stored, *scales``, in the order that :func:`fused_experts` takes them.
+        The stored weight and its scales: ``stored, *scales``, in the order that :func:`fused_experts` takes them. They
+        have no gradient.
 
     Raises:
         ValueError: a weight of another rank or dtype, an unknown scheme, or one that does not quantise weights.
@@ -325,5 +326,5 @@ def quantize_weight(weight: Tensor, *, scheme: str) -> tuple[Tensor, ...]:
     check_float("quantize_weight", "weight", weight)
     rows = quantized_schemes()
     check_name("quantize_weight", "scheme", scheme, rows)
-    stored, scales = rows[scheme].quantize(weight)
+    stored, scales = rows[scheme].quantize(weight.detach())
     return (stored, *scales)

@@ -87,8 +87,8 @@ class QuantizedWeight(Tensor):
         E, N, K = stored.shape
         operand = weight_operand(_OP, "scales", stored, row, list(scales), (E, N, K * row.pack), halves=True)
         parts = {
-            "stored": stored,
-            **{spec.name: scale for spec, scale in zip(row.scales, operand.listed, strict=False)},
+            "stored": stored.detach(),  # scales of a parameter would keep it alive by their graph
+            **{spec.name: scale.detach() for spec, scale in zip(row.scales, operand.listed, strict=False)},
         }
         return _assemble(parts, scheme, dtype, transposed)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,26 @@ def test_a_saved_weight_is_loaded_with_weights_only(scheme: str) -> None:
     loaded = torch.load(file, weights_only=True)["weight"]
     assert isinstance(loaded, nn.Parameter) and not loaded.requires_grad and loaded.dtype == weight.dtype
     assert_same_bytes(loaded, weight)
+
+
+@pytest.mark.parametrize("scheme", ALL)
+def test_what_is_quantised_has_no_gradient(scheme: str) -> None:
+    """And keeps nothing of the float weight, which may be freed."""
+    parameter = nn.Parameter(torch.randn(E, N, K))
+    alive, parts = weakref.ref(parameter), moe_ops.quantize_weight(parameter, scheme=scheme)
+    del parameter
+    assert not any(part.requires_grad for part in parts) and alive() is None
+
+
+def test_a_weight_of_parts_with_gradients_has_none() -> None:
+    """And keeps nothing of their graph."""
+    scale = torch.rand(E, N, 1, requires_grad=True)
+    alive, made_of = weakref.ref(scale), scale * 2
+    stored, _ = moe_ops.quantize_weight(torch.randn(E, N, K), scheme="int8_channel")
+    weight = QuantizedWeight(stored, [made_of], scheme="int8_channel")
+    del scale, made_of
+    assert not weight.scale.requires_grad and alive() is None
+    assert copy.deepcopy(weight).scheme == weight.scheme
 
 
 def experts(scheme: str | None = None, seed: int = 0, transposed: bool = False) -> nn.Module:
