@@ -244,7 +244,11 @@ class QuantScheme:
         return value if factor is None else value * factor.float()
 
     def quantize(self, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """``w [E, N, K] float -> (stored, scales)``; the quotients by the scales rounded to nearest, ties to even."""
+        """``w [E, N, K] float -> (stored, scales)``; the quotients by the scales rounded to nearest, ties to even.
+
+        A number that is not finite makes NaN of the scales that it has, and so of all numbers that share one of them:
+        few codes have a NaN of their own, and every dtype of a scale has.
+        """
         if self.code is None or self.make_scales is None:
             raise ValueError(f"quantize_weight: scheme must be one that quantises weights, got {self.name!r}.")
         _, N, K = weight.shape
@@ -254,7 +258,7 @@ class QuantScheme:
         for spec, scale in zip(self.scales, scales, strict=False):
             if (form := spec.groups_of(scale.shape, N, K)) is not None:
                 factor = factor * per_element(spec.value(scale), form, N, K)
-        return self.code.encode(wide / factor), scales
+        return self.code.encode((wide / factor).nan_to_num(0.0)), scales  # beside a NaN scale any code will do
 
 
 def groups(size: Dim, group: int) -> Dim:
@@ -296,12 +300,12 @@ def _scale_of(amax: Tensor, largest: float) -> Tensor:
 
 
 def _amax(weight: Tensor, group_n: int, group_k: int) -> Tensor:
-    """Largest magnitude of every group, fp32 ``[E, N groups, K groups]``."""
+    """Largest magnitude of every group, fp32 ``[E, N groups, K groups]``; NaN where it is not finite."""
     _, N, K = weight.shape
     rows, columns = group_n or max(N, 1), group_k or max(K, 1)
     padded = torch.nn.functional.pad(weight.abs(), (0, -K % columns, 0, -N % rows))
     found: Tensor = padded.unflatten(2, (-1, columns)).unflatten(1, (-1, rows)).amax(dim=(2, 4))
-    return found
+    return found.masked_fill(found.isinf(), math.nan)
 
 
 def _scales(code: str, group_n: int, group_k: int) -> Callable[[Tensor], tuple[Tensor, ...]]:
@@ -321,12 +325,13 @@ def _columns(weight: Tensor) -> int:
 
 
 def _mx_scales(code: str) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """e8m0 ``2^(floor(log2(max|w|)) - emax)`` of 32 columns (OCP Microscaling Formats v1.0, 6.3)."""
+    """e8m0 ``2^(floor(log2(max|w|)) - emax)`` of 32 columns (OCP Microscaling Formats v1.0, 6.3); 255 is NaN."""
     largest_exponent = math.frexp(CODES[code].largest)[1] - 1
 
     def scales(weight: Tensor) -> tuple[Tensor, ...]:
-        exponent = torch.frexp(_amax(weight, 1, 32).clamp(min=2.0**-126))[1] - 1 - largest_exponent
-        return ((exponent.clamp(-127, 127) + 127).to(torch.uint8).view(E8M0),)
+        amax = _amax(weight, 1, 32)
+        exponent = torch.frexp(amax.clamp(min=2.0**-126))[1] - 1 - largest_exponent
+        return ((exponent.clamp(-127, 127) + 127).masked_fill(amax.isnan(), 255).to(torch.uint8).view(E8M0),)
 
     return scales
 

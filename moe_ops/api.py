@@ -300,7 +300,8 @@ def fused_moe(
 
 
 def quantize_weight(weight: Tensor, *, scheme: str) -> tuple[Tensor, ...]:
-    """Quantise expert weights, offline.
+    """Quantise expert weights, offline. In every scheme a number that is not finite makes NaN of all that share a scale
+    with it.
 
     Args:
         weight: ``[E, N, K]`` float.

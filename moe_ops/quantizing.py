@@ -29,7 +29,8 @@ class QuantizedParameter:
     Attributes:
         name: as in ``named_parameters()``.
         shape: its logical shape.
-        error: root of the mean square of the difference, over that of the weight; NaN for a meta tensor.
+        error: root of the mean square of the difference, over that of the weight; NaN for a meta tensor, and for a
+            weight that is not finite everywhere.
         before, after: bytes that it took, and takes with its scales.
         input_scale: the static scale of its activations, or None.
     """
@@ -56,8 +57,8 @@ class QuantizationReport:
 
     @property
     def worst(self) -> QuantizedParameter:
-        """The parameter with the largest error."""
-        return max(self.parameters, key=lambda parameter: parameter.error)
+        """The parameter with the largest error; NaN is larger than any number."""
+        return max(self.parameters, key=lambda parameter: (math.isnan(parameter.error), parameter.error))
 
     def __str__(self) -> str:
         width = max(len(parameter.name) for parameter in self.parameters)

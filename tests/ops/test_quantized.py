@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -121,6 +122,43 @@ def test_what_is_quantised_has_no_gradient(scheme: str) -> None:
     alive, parts = weakref.ref(parameter), moe_ops.quantize_weight(parameter, scheme=scheme)
     del parameter
     assert not any(part.requires_grad for part in parts) and alive() is None
+
+
+BAD = (1, 3, 5)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=["nan", "inf", "minus_inf"])
+@pytest.mark.parametrize("scheme", ALL)
+def test_a_weight_that_is_not_finite_is_not_hidden(scheme: str, value: float) -> None:
+    """It makes NaN of what shares a scale with it, itself included, and leaves the other experts as they are."""
+    values = torch.randn(E, N, K, generator=torch.Generator().manual_seed(0))
+    fine = made(scheme)
+    values[BAD] = value
+    stored, *scales = moe_ops.quantize_weight(values, scheme=scheme)
+    found = QuantizedWeight(stored, scales, scheme=scheme, dtype=torch.float32).dequantize()
+    assert found[BAD].isnan() and not found.isinf().any()
+    sharing = torch.zeros(E, N, K, dtype=torch.bool)
+    for scale in scales:
+        rows, columns = N // scale.shape[1], K // scale.shape[2]
+        n, k = BAD[1] // rows * rows, BAD[2] // columns * columns
+        sharing[1, n : n + rows, k : k + columns] = True
+    assert torch.equal(found.isnan(), sharing)
+    assert torch.equal(found[[0, 2, 3]], fine.dequantize()[[0, 2, 3]])
+
+
+@pytest.mark.parametrize("scheme", ALL)
+def test_results_of_experts_that_are_not_finite_are_nan(scheme: str) -> None:
+    x, logits, _ = layer(scheme)
+    model = experts()
+    with torch.no_grad():
+        model[1].down_proj[2, 3, 5] = float("inf")
+    report = moe_ops.quantize_(model, scheme)
+    assert report.worst.name == "1.down_proj" and math.isnan(report.worst.error)
+    assert not math.isnan(report.parameters[0].error) and "nan" in str(report)
+    got = moe_ops.fused_moe(x, logits, model[1].gate_up_proj, model[1].down_proj, top_k=2)
+    hit = (logits.topk(2).indices == 2).any(dim=1)
+    assert hit.any() and not hit.all()
+    assert torch.equal(got.isnan().any(dim=1), hit)
 
 
 def test_a_weight_of_parts_with_gradients_has_none() -> None:
