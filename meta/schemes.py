@@ -276,9 +276,11 @@ def per_element(scale: Tensor, form: Groups, N: int, K: int) -> Tensor:
 
     Args:
         scale: ``[E, N groups, K groups]``, or ``[E, 2, N groups, K groups]`` over the halves of a gate|up stack.
-        form: elements that share an entry.
+        form: elements that share an entry; :data:`ANY`, of symbolic sizes, is what the scale's shape says.
     """
     group_n, group_k = form
+    if group_k == ANY:
+        group_k = K // scale.shape[-1]
     if scale.dim() == 4:
         scale = _spread(scale, 2, group_n or N // 2, N // 2).flatten(1, 2)
     else:

@@ -124,6 +124,23 @@ def test_what_is_quantised_has_no_gradient(scheme: str) -> None:
     assert not any(part.requires_grad for part in parts) and alive() is None
 
 
+@pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
+@pytest.mark.parametrize("scheme", ALL)
+def test_graphs_of_symbolic_sizes_dequantise(scheme: str, dynamic: bool | None) -> None:
+    """Groups whose size the scale's shape says, of weights whose width is a symbol."""
+    torch.compiler.reset()
+
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.bmm(x, weight.transpose(1, 2))
+
+    run = torch.compile(product, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for width in (128, 256, 384, 640, 192):
+        stored, *scales = moe_ops.quantize_weight(torch.randn(2, 16, width), scheme=scheme)
+        weight = QuantizedWeight(stored, scales, scheme=scheme, dtype=torch.float32)
+        x = torch.randn(2, 3, width)
+        assert torch.equal(run(x, weight), product(x, weight)), width
+
+
 BAD = (1, 3, 5)
 
 
