@@ -149,6 +149,16 @@ class QuantizedWeight(Tensor):
         parts = {name: change(part) for name, part in self.parts().items()}
         return _assemble(parts, self.scheme, fields.get("dtype", self.dtype), fields.get("transposed", self.transposed))
 
+    def share_memory_(self) -> QuantizedWeight:
+        """Move the bytes and scales to memory that processes share; itself."""
+        for part in self.parts().values():
+            part.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether :meth:`share_memory_` was called."""
+        return all(part.is_shared() for part in self.parts().values())
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         shape = f"shape={list(self.shape)}, dtype={self.dtype}, device={str(self.device)!r}"
         return f"QuantizedWeight(scheme={self.scheme!r}, {shape}{', transposed=True' if self.transposed else ''})"

@@ -22,17 +22,18 @@ METADATA = "moe_ops"
 
 
 def quantized_parameters(module: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:
-    """The quantised parameters that are the module's own."""
-    for name, parameter in module.named_parameters(recurse=False):
+    """The quantised parameters that are the module's own, under each of their names."""
+    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
         if isinstance(parameter, QuantizedWeight):
             yield name, parameter
 
 
-def put(module: nn.Module, name: str, weight: QuantizedWeight) -> None:
-    """``weight`` as the frozen parameter ``name`` of ``module``, whose state dict, and what is loaded from one, holds
-    plain tensors from then on.
+def put(module: nn.Module, name: str, weight: Tensor) -> None:
+    """The :class:`QuantizedWeight` as the frozen parameter ``name`` of ``module``, whose state dict, and what is loaded
+    from one, holds plain tensors from then on. One that is a parameter is put there itself: it may have other names.
     """
-    module.register_parameter(name, nn.Parameter(weight, requires_grad=False))
+    parameter = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
+    module.register_parameter(name, parameter)
     if _write not in module._state_dict_hooks.values():
         module.register_state_dict_post_hook(_write)
         module.register_load_state_dict_pre_hook(_read)
@@ -65,7 +66,7 @@ def _read(
             raise fail("load_state_dict", key, f"stored in scheme {weight.scheme!r}", f"scheme {scheme!r}", cure)
         made = _rebuilt(weight, state, key)
         if _dtypes(made) != _dtypes(weight):  # it has an optional scale that the one at hand has not, or a wider one
-            module.register_parameter(name, nn.Parameter(torch.empty_like(made, device=weight.device), False))
+            weight.data = torch.empty_like(made, device=weight.device)
         state[key] = made
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meta.checks import accepts, check_name, check_type, fail
+from meta.checks import accepts, check_name, check_type, describe_value, fail
 from meta.schemes import FLOAT_DTYPES, QuantScheme, joined
 from moe_ops.calibration import largest_rows
 from moe_ops.progress import progress
@@ -49,11 +49,14 @@ class QuantizationReport:
 
     Attributes:
         scheme: name of the scheme.
-        parameters: those that were replaced, in the order of the model.
+        parameters: those that were replaced, in the order of the model; one of many names is there once.
+        left: names of modules that the filter takes, some of whose weights are quantised already, and others not: they
+            are left as they are.
     """
 
     scheme: str
     parameters: tuple[QuantizedParameter, ...]
+    left: tuple[str, ...] = ()
 
     @property
     def worst(self) -> QuantizedParameter:
@@ -71,6 +74,9 @@ class QuantizationReport:
         before, after = (sum(getattr(one, name) for one in self.parameters) for name in ("before", "after"))
         share = f"{after / before:.3f} of the bytes" if before else "no bytes"
         lines.append(f"{self.scheme}: {len(self.parameters)} parameters, {share}, worst {self.worst.name}")
+        if self.left:
+            names = ", ".join(self.left)
+            lines.append(f"left as they are, with weights that are quantised and others that are not: {names}")
         return "\n".join(lines)
 
 
@@ -86,7 +92,7 @@ def quantize_(
     Experts are found by structure: a module with two or three float parameters of its own in three dimensions, over the
     same experts, whose widths are those of experts: ``[E, I or 2I, H]`` and ``[E, H, I]``, or both transposed. The
     state dict of such a module holds plain tensors from then on: see :mod:`moe_ops.quantized_state`. One expert at a
-    time is held in fp32.
+    time is held in fp32. A parameter of many names in the model stays one, replaced under each of them.
 
     Args:
         model: any module; transformers' experts modules are found in it.
@@ -98,11 +104,12 @@ def quantize_(
             calibrated by those few. None leaves them dynamic.
 
     Returns:
-        The error of each parameter.
+        The error of each parameter, and the modules that were left because they are quantised in part.
 
     Raises:
         ValueError: an unknown scheme, no experts, experts whose orientation their shapes do not say, a width that the
-            scheme's packing does not divide, or inputs that do not calibrate. The model is as it was then.
+            scheme's packing does not divide, a filter that takes a parameter under one of its names only, or inputs
+            that do not calibrate. The model is as it was then.
 
     Source: that of the scheme's row.
 
@@ -120,34 +127,70 @@ def quantize_(
     rows = quantized_schemes()
     check_name(_OP, "scheme", scheme, rows)
     row = rows[scheme]
-    found = [one for one in stacked_experts(model) if all(_is_float(weight) for weight in one.parameters.values())]
-    found = [one for one in found if filter is None or filter(one.name, one.module)]
+    found, left = _selected(model, filter)
+    for experts in found:
+        _check(experts, row)
+    static = {} if inputs is None else _calibrated(model, found, row, inputs)
+    places, waiting = _places(model), dict[int, tuple[str, Tensor, bool]]()
+    for experts in found:
+        for full, given in experts.parameters.items():
+            waiting.setdefault(id(given), (full, given, bool(experts.transposed)))
+    report: list[QuantizedParameter] = []
+    with progress() as bars:
+        advance = bars.bar("quantising", len(waiting))
+        for key in [*waiting]:
+            full, given, transposed = waiting.pop(key)  # nothing else keeps it when it is replaced
+            scale = static.get(key)
+            weight, error = _quantized(given, row, transposed, scale)
+            entry = (full, tuple(given.shape), error, given.nbytes, weight.stored_bytes)
+            report.append(QuantizedParameter(*entry, None if scale is None else float(scale)))
+            parameter = nn.Parameter(weight, requires_grad=False)
+            for module, name in places[key]:
+                put(module, name, parameter)
+            advance()
+    return QuantizationReport(scheme, tuple(report), left)
+
+
+def _selected(
+    model: nn.Module, filter: Callable[[str, nn.Module], bool] | None
+) -> tuple[list[StackedExperts], tuple[str, ...]]:
+    """The modules of float weights that the filter takes, and the names of those that are quantised in part."""
+    if filter is not None and not callable(filter):
+        raise fail(_OP, "filter", "a function (name, module) -> bool or None", describe_value(filter))
+    taken: list[StackedExperts] = []
+    refused: list[StackedExperts] = []
+    for one in stacked_experts(model):
+        (taken if filter is None or filter(one.name, one.module) else refused).append(one)
+    found = [one for one in taken if all(_floats(one))]
+    left = tuple(one.name for one in taken if any(_floats(one)) and not all(_floats(one)))
+    if not found and left:
+        cure = "Load its float weights first."
+        raise fail(_OP, left[0] or "model", "of float weights alone", "some that are quantised", cure)
     if not found:
         cure = "Lists of experts become such modules by moe_ops.stack_experts_; quantised ones stay as they are."
         rule = "a module with stacked float experts that the filter takes"
         raise fail(_OP, "model", rule, type(model).__name__, cure)
-    for experts in found:
-        _check(experts, row)
-    static = {} if inputs is None else _calibrated(model, found, row, inputs)
-    made: dict[int, QuantizedWeight] = {}
-    report: list[QuantizedParameter] = []
-    with progress() as bars:
-        advance = bars.bar("quantising", sum(len(experts.names) for experts in found))
-        for experts in found:
-            for name, (full, given) in zip(experts.names, experts.parameters.items(), strict=True):
-                if id(given) not in made:
-                    scale = static.get(id(given))
-                    weight, error = _quantized(given, row, bool(experts.transposed), scale)
-                    made[id(given)] = weight
-                    entry = (full, tuple(given.shape), error, given.nbytes, weight.stored_bytes)
-                    report.append(QuantizedParameter(*entry, None if scale is None else float(scale)))
-                put(experts.module, name, made[id(given)])
-                advance()
-    return QuantizationReport(scheme, tuple(report))
+    names = {id(weight): name for one in refused for name, weight in one.parameters.items()}
+    for one in found:
+        for name, weight in one.parameters.items():
+            if id(weight) in names:
+                rule = f"the same for {name} and {names[id(weight)]}, one parameter of two names"
+                raise fail(_OP, "filter", rule, "True and False", "Take both, or give one a parameter of its own.")
+    return found, left
 
 
-def _is_float(weight: Tensor) -> bool:
-    return type(weight) is nn.Parameter and weight.dtype in FLOAT_DTYPES
+def _floats(experts: StackedExperts) -> list[bool]:
+    """Which of the weights are float parameters."""
+    return [type(one) is nn.Parameter and one.dtype in FLOAT_DTYPES for one in experts.parameters.values()]
+
+
+def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Every module that has a parameter, and its name there, by the parameter's identity."""
+    found: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            found.setdefault(id(parameter), []).append((module, name))
+    return found
 
 
 def _calibrated(

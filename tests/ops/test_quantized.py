@@ -248,6 +248,84 @@ def test_the_filter_leaves_modules_out() -> None:
     assert type(model["one"].down_proj) is nn.Parameter
 
 
+def tied() -> nn.ModuleList:
+    model = nn.ModuleList([experts()[1], experts(seed=1)[1]])
+    model[1].down_proj = model[0].down_proj
+    model[0].w13 = model[0].gate_up_proj  # a second name in the same module
+    model.kept = nn.Module()  # and one in a module that holds no experts
+    model.kept.weight = model[0].down_proj
+    return model
+
+
+def assert_tied(model: nn.ModuleList) -> None:
+    assert isinstance(model[0].down_proj, QuantizedWeight) and isinstance(model[0].w13, QuantizedWeight)
+    assert model[1].down_proj is model[0].down_proj is model.kept.weight
+    assert model[0].w13 is model[0].gate_up_proj
+    assert len(list(model.parameters())) == 3
+
+
+def test_a_parameter_of_many_names_stays_one() -> None:
+    model = tied()
+    report = moe_ops.quantize_(model, "mxfp4")
+    assert [one.name for one in report.parameters] == ["0.gate_up_proj", "0.down_proj", "1.gate_up_proj"]
+    assert_tied(model)
+    assert_tied(copy.deepcopy(model))
+    assert_tied(model.bfloat16())
+    assert model[1].down_proj.dtype == torch.bfloat16
+
+
+def test_a_parameter_of_many_names_is_loaded_as_one() -> None:
+    """With a scale that the one at hand has not, too."""
+    model, other = tied(), tied()
+    moe_ops.quantize_(model, "fp8_channel")
+    moe_ops.quantize_(other, "fp8_channel")
+    down = model[0].down_proj
+    down.data = QuantizedWeight(down.stored, [*down.scales, torch.rand(E, 1, 1)], scheme="fp8_channel")
+    state = model.state_dict()
+    assert all(type(value) is Tensor for value in state.values())
+    assert {"0.w13", "0.w13_scale", "1.down_proj_input_scale", "kept.weight_input_scale"} <= state.keys()
+    for one in other.parameters():
+        one.data = torch.empty_like(one)
+    other.load_state_dict(state)
+    assert_tied(other)
+    for one, wanted in zip(other.parameters(), model.parameters(), strict=True):
+        assert_same_bytes(one, wanted)
+
+
+def test_a_parameter_that_the_filter_takes_and_leaves_is_refused() -> None:
+    model = tied()
+    with pytest.raises(ValueError, match=r"quantize_: filter must be the same for 0.down_proj and 1.down_proj, one"):
+        moe_ops.quantize_(model, "mxfp4", filter=lambda name, module: name == "0")
+    assert type(model[0].down_proj) is nn.Parameter
+
+
+def test_memory_is_shared_with_other_processes() -> None:
+    model = experts("mxfp4")
+    weight, before = model[1].down_proj, copy.deepcopy(model[1].down_proj)
+    assert not weight.is_shared()
+    assert weight.share_memory_() is weight and weight.is_shared()
+    assert all(part.is_shared() for part in weight.parts().values())
+    assert not model[1].gate_up_proj.is_shared()
+    model.share_memory()
+    assert model[1].gate_up_proj.is_shared() and isinstance(model[1].gate_up_proj, nn.Parameter)
+    assert_same_bytes(model[1].down_proj, before)
+
+
+def half_quantised() -> nn.ModuleList:
+    model = nn.ModuleList([experts()[1], experts(seed=1)[1]])
+    model[0].down_proj = experts("mxfp4")[1].down_proj
+    return model
+
+
+def test_a_module_with_one_float_weight_is_left_and_named() -> None:
+    model = half_quantised()
+    report = moe_ops.quantize_(model, "mxfp4")
+    assert report.left == ("0",) and type(model[0].gate_up_proj) is nn.Parameter
+    assert "left as they are, with weights that are quantised and others that are not: 0" in str(report)
+    assert moe_ops.quantize_(experts(), "mxfp4").left == ()
+    assert moe_ops.quantize_(half_quantised(), "mxfp4", filter=lambda name, module: name == "1").left == ()
+
+
 def square(**attributes: object) -> nn.Module:
     module = nn.Module()
     module.up_proj, module.down_proj = (nn.Parameter(torch.randn(E, 32, 32)) for _ in range(2))
@@ -308,6 +386,14 @@ STORED, SCALE = moe_ops.quantize_weight(torch.ones(E, N, K), scheme="mxfp4")
 ERRORS: dict[str, tuple[Callable[[], object], str]] = {
     "unknown_scheme": (lambda: moe_ops.quantize_(experts(), "int3"), "quantize_: scheme must be one of"),
     "no_string": (lambda: moe_ops.quantize_(experts(), 4), "quantize_: scheme must be a string, got 4"),
+    "one_float_alone": (
+        lambda: moe_ops.quantize_(half_quantised()[0], "mxfp4"),
+        "quantize_: model must be of float weights alone, got some that are quantised",
+    ),
+    "no_function": (
+        lambda: moe_ops.quantize_(experts(), "mxfp4", filter="1"),
+        r"quantize_: filter must be a function \(name, module\) -> bool or None, got '1' \(str\)",
+    ),
     "no_module": (lambda: moe_ops.quantize_(torch.ones(2), "mxfp4"), "quantize_: model must be a torch.nn.Module"),
     "no_experts": (lambda: moe_ops.quantize_(nn.Linear(4, 4), "mxfp4"), "quantize_: model must be a module with"),
     "twice": (lambda: moe_ops.quantize_(experts("mxfp4"), "mxfp4"), "quantize_: model must be a module with"),
