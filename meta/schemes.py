@@ -305,8 +305,9 @@ def _amax(weight: Tensor, group_n: int, group_k: int) -> Tensor:
     """Largest magnitude of every group, fp32 ``[E, N groups, K groups]``; NaN where it is not finite."""
     _, N, K = weight.shape
     rows, columns = group_n or max(N, 1), group_k or max(K, 1)
-    padded = torch.nn.functional.pad(weight.abs(), (0, -K % columns, 0, -N % rows))
-    found: Tensor = padded.unflatten(2, (-1, columns)).unflatten(1, (-1, rows)).amax(dim=(2, 4))
+    grid = int(groups(N, group_n)), int(groups(K, group_k))  # an axis without elements, as a whole, is a group of zeros
+    padded = torch.nn.functional.pad(weight.abs(), (0, grid[1] * columns - K, 0, grid[0] * rows - N))
+    found: Tensor = padded.unflatten(2, (grid[1], columns)).unflatten(1, (grid[0], rows)).amax(dim=(2, 4))
     return found.masked_fill(found.isinf(), math.nan)
 
 
@@ -323,7 +324,7 @@ def _group_scales(code: str) -> Callable[[Tensor], tuple[Tensor, ...]]:
 
 
 def _columns(weight: Tensor) -> int:
-    return 128 if weight.shape[2] % 128 == 0 else WHOLE
+    return 128 if weight.shape[2] and weight.shape[2] % 128 == 0 else WHOLE
 
 
 def _mx_scales(code: str) -> Callable[[Tensor], tuple[Tensor, ...]]:

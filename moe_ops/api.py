@@ -11,7 +11,17 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from meta.checks import accepts, check_float, check_name, check_rank, check_type, describe_value, fail
+from meta.checks import (
+    accepts,
+    check_float,
+    check_name,
+    check_placement,
+    check_rank,
+    check_type,
+    describe_value,
+    fail,
+)
+from meta.gemm_shapes import check_packed
 from moe_ops import ep, sharded
 from moe_ops.groups import GroupLike
 from moe_ops.integrations.containers import are_plain, unpacked_layer
@@ -312,7 +322,8 @@ def quantize_weight(weight: Tensor, *, scheme: str) -> tuple[Tensor, ...]:
         have no gradient.
 
     Raises:
-        ValueError: a weight of another rank or dtype, an unknown scheme, or one that does not quantise weights.
+        ValueError: a weight of another rank or dtype, or whose columns do not fill the bytes; an unknown scheme, or one
+            that does not quantise weights.
 
     Source: 128 x 128 blocks, DeepSeek-V3 (arXiv 2412.19437, section 3.3).
 
@@ -325,7 +336,9 @@ def quantize_weight(weight: Tensor, *, scheme: str) -> tuple[Tensor, ...]:
     check_type("quantize_weight", "scheme", scheme, accepts("str"))
     check_rank("quantize_weight", "weight", weight, "E N K")
     check_float("quantize_weight", "weight", weight)
+    check_placement("quantize_weight", {"weight": weight})
     rows = quantized_schemes()
     check_name("quantize_weight", "scheme", scheme, rows)
+    check_packed("quantize_weight", "weight", "K", weight.shape[2], rows[scheme])
     stored, scales = rows[scheme].quantize(weight.detach())
     return (stored, *scales)

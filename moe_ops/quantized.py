@@ -19,13 +19,17 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from meta.checks import check_name, check_rank, fail
-from meta.gemm_shapes import weight_operand
+from meta.checks import accepts, check_name, check_placement, check_rank, check_type, fail
+from meta.gemm_shapes import by_place, weight_operand
 from meta.schemes import FLOAT_DTYPES, SCHEMES, QuantScheme
 from moe_ops import compat
 
 _ATEN = torch.ops.aten
 _OP = "QuantizedWeight"
+_ACCEPTS = {
+    "stored": accepts("Tensor"), "scales": accepts("List[Tensor]"), "scheme": accepts("str"),
+    "dtype": accepts("ScalarType"), "transposed": accepts("bool"),
+}  # fmt: skip
 _CURE = "Change the float weights, then call moe_ops.quantize_."
 #: That of every tensor.
 _DATA: Any = Tensor.data
@@ -51,7 +55,8 @@ class QuantizedWeight(Tensor):
         stored, scheme, transposed: as given.
 
     Raises:
-        ValueError: an unknown scheme, or bytes or scales of other shapes or dtypes than its row's.
+        ValueError: an argument of another type, an unknown scheme, bytes or scales of other shapes or dtypes than its
+            row's, or on different devices.
 
     Example:
         >>> stored, *scales = moe_ops.quantize_weight(torch.randn(2, 64, 128), scheme="mxfp4")
@@ -76,9 +81,13 @@ class QuantizedWeight(Tensor):
         dtype: torch.dtype = torch.bfloat16,
         transposed: bool = False,
     ) -> QuantizedWeight:
+        given = {"stored": stored, "scales": scales, "scheme": scheme, "dtype": dtype, "transposed": transposed}
+        for name, value in given.items():
+            check_type(_OP, name, value, _ACCEPTS[name])
         rows = quantized_schemes()
         check_name(_OP, "scheme", scheme, rows)
         row = rows[scheme]
+        check_placement(_OP, {"stored": stored, **by_place("scales", scales)})
         check_rank(_OP, "stored", stored, "E N K")
         if stored.dtype != row.weight_dtype:
             raise fail(_OP, "stored", f"{row.weight_dtype} for scheme {scheme!r}", stored.dtype)
@@ -242,20 +251,25 @@ def _empty_like(weight: QuantizedWeight, *, dtype: Any = None, device: Any = Non
     return weight._with(lambda part: torch.empty_like(part, device=device), dtype=dtype)
 
 
+def _axis(dim: int) -> int:
+    """Of three; what is out of range stays so, for torch to refuse."""
+    return dim + 3 if -3 <= dim < 0 else dim
+
+
 def _transpose(weight: QuantizedWeight, dim0: int, dim1: int) -> Any:
-    if {dim0 % 3, dim1 % 3} != {1, 2}:
+    if {_axis(dim0), _axis(dim1)} != {1, 2}:
         return NotImplemented
     return weight._with(_ATEN.alias.default, transposed=not weight.transposed)
 
 
 def _permute(weight: QuantizedWeight, dims: Sequence[int]) -> Any:
-    found = [dim % 3 for dim in dims]
+    found = [_axis(dim) for dim in dims]
     return _transpose(weight, 1, 2) if found == [0, 2, 1] else NotImplemented
 
 
 def _select(weight: Any, dim: int, index: Any) -> Any:
     """Entry ``index`` of the experts: that one is dequantised."""
-    if not isinstance(weight, QuantizedWeight) or dim % 3 != 0:
+    if not isinstance(weight, QuantizedWeight) or _axis(dim) != 0:
         return NotImplemented
     return weight._with(lambda part: part.select(0, index).unsqueeze(0)).dequantize().squeeze(0)
 
@@ -268,19 +282,19 @@ def _index(weight: Any, indices: Sequence[Any]) -> Any:
     if ids.dtype in (torch.bool, torch.uint8):
         return NotImplemented
     flat = ids.reshape(-1)
-    some = weight._with(lambda part: _bytes_at(part, flat)).dequantize()
+    some = weight._with(lambda part: _of_bytes(part, lambda stored: stored[flat])).dequantize()
     return some.reshape(*ids.shape, *some.shape[1:])
 
 
 def _index_select(weight: Any, dim: int, index: Tensor) -> Any:
-    return _index(weight, [index]) if dim % 3 == 0 else NotImplemented
+    if not isinstance(weight, QuantizedWeight) or _axis(dim) != 0:
+        return NotImplemented
+    return weight._with(lambda part: _of_bytes(part, lambda stored: stored.index_select(0, index))).dequantize()
 
 
-def _bytes_at(part: Tensor, ids: Tensor) -> Tensor:
-    """``part[ids]``; not every device indexes every dtype of 8 bits."""
-    if part.dtype.itemsize == 1:
-        return part.view(torch.uint8)[ids].view(part.dtype)
-    return part[ids]
+def _of_bytes(part: Tensor, take: Callable[[Tensor], Tensor]) -> Tensor:
+    """``take(part)``, some of its experts; not every device indexes every dtype of 8 bits."""
+    return take(part.view(torch.uint8)).view(part.dtype) if part.dtype.itemsize == 1 else take(part)
 
 
 def _copy(weight: Any, source: Any, non_blocking: bool = False) -> Any:

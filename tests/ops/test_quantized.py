@@ -51,6 +51,9 @@ USES: dict[str, Callable[[Tensor], Tensor]] = {
     "einsum": lambda w: torch.einsum("tk,enk->ten", torch.ones(3, w.shape[2]), w),
     "gathered": lambda w: w[torch.tensor([[0, 3], [2, 2]])],
     "index_select": lambda w: w.index_select(0, torch.tensor([3, 1])),
+    "index_select_of_one": lambda w: w.index_select(0, torch.tensor(1)),
+    "index_select_backwards": lambda w: w.index_select(-3, torch.tensor([2, 2, 0], dtype=torch.int32)),
+    "index_select_of_none": lambda w: w.index_select(0, torch.tensor([], dtype=torch.long)),
     "last": lambda w: w[-1],
     "by_number_tensor": lambda w: w[torch.tensor(2)],
     "mask": lambda w: w[torch.tensor([True, False, False, True])],
@@ -74,12 +77,43 @@ def test_other_code_computes_with_the_dequantised_numbers(use: str, transposed: 
         assert torch.equal(got, USES[use](dense))
 
 
+#: Of [E, rows, columns] weights of any kind.
+OUT_OF_RANGE: dict[str, Callable[[Tensor], Tensor]] = {
+    "negative_ids": lambda w: w.index_select(0, torch.tensor([-1])),
+    "ids": lambda w: w.index_select(0, torch.tensor([E])),
+    "ids_of_two_dimensions": lambda w: w.index_select(0, torch.tensor([[1]])),
+    "index_select": lambda w: w.index_select(3, torch.tensor([1])),
+    "select": lambda w: w.select(3, 0),
+    "select_of_expert": lambda w: w.select(0, E),
+    "transpose": lambda w: w.transpose(1, 5),
+    "permute": lambda w: w.permute(0, 5, 4),
+    "permute_twice": lambda w: w.permute(0, 2, -1),
+}
+
+
+@pytest.mark.parametrize("use", OUT_OF_RANGE)
+def test_what_is_out_of_range_is_an_error_of_torch(use: str) -> None:
+    weight = made("mxfp4")
+    with pytest.raises((IndexError, RuntimeError)) as wanted:
+        OUT_OF_RANGE[use](weight.dequantize())
+    with pytest.raises(wanted.type):
+        OUT_OF_RANGE[use](weight)
+
+
 def test_one_expert_is_dequantised_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, seen = made("mxfp4"), list[int]()
     whole = QuantizedWeight.dequantize
     monkeypatch.setattr(QuantizedWeight, "dequantize", lambda self: (seen.append(self.shape[0]), whole(self))[1])
-    weight[1], weight[torch.tensor([0, 2, 0])], weight.transpose(1, 2)[3]
-    assert seen == [1, 3, 1]
+    weight[1], weight[torch.tensor([0, 2, 0])], weight.transpose(1, 2)[3], weight.index_select(0, torch.tensor([3, 1]))
+    assert seen == [1, 3, 1, 2]
+
+
+@pytest.mark.parametrize("scheme", ALL)
+def test_nothing_is_quantised_to_nothing(scheme: str) -> None:
+    for shape in ((0, N, K), (E, 0, K), (E, N, 0), (0, 0, 0)):
+        stored, *scales = moe_ops.quantize_weight(torch.ones(shape), scheme=scheme)
+        weight = QuantizedWeight(stored, scales, scheme=scheme)
+        assert weight.shape == shape and weight.dequantize().shape == shape
 
 
 @pytest.mark.parametrize("scheme", ALL)
@@ -409,6 +443,54 @@ ERRORS: dict[str, tuple[Callable[[], object], str]] = {
     "not_quantised": (lambda: QuantizedWeight(STORED, [], scheme="bf16"), "QuantizedWeight: scheme must be one of"),
     "other_bytes": (
         lambda: QuantizedWeight(STORED.float(), [SCALE], scheme="mxfp4"), "QuantizedWeight: stored must be torch.uint8",
+    ),
+    "no_bytes": (
+        lambda: QuantizedWeight(None, [SCALE], scheme="mxfp4"),
+        "QuantizedWeight: stored must be a torch.Tensor, got None",
+    ),
+    "bytes_in_a_list": (
+        lambda: QuantizedWeight([1], [SCALE], scheme="mxfp4"),
+        "QuantizedWeight: stored must be a torch.Tensor, got list",
+    ),
+    "sparse_bytes": (
+        lambda: QuantizedWeight(STORED.to_sparse(), [SCALE], scheme="mxfp4"),
+        "QuantizedWeight: stored must be a strided tensor",
+    ),
+    "no_list": (
+        lambda: QuantizedWeight(STORED, SCALE, scheme="mxfp4"),
+        "QuantizedWeight: scales must be a list or tuple of tensors, got Tensor",
+    ),
+    "no_scales": (
+        lambda: QuantizedWeight(STORED, None, scheme="mxfp4"),
+        "QuantizedWeight: scales must be a list or tuple of tensors, got None",
+    ),
+    "scale_that_is_none": (
+        lambda: QuantizedWeight(STORED, [None], scheme="mxfp4"),
+        r"QuantizedWeight: scales\[0\] must be a torch.Tensor, got None",
+    ),
+    "scale_on_another_device": (
+        lambda: QuantizedWeight(STORED, [SCALE.to("meta")], scheme="mxfp4"),
+        r"QuantizedWeight: scales\[0\] must be on cpu like stored, got meta. Move it first",
+    ),
+    "scheme_of_another_type": (
+        lambda: QuantizedWeight(STORED, [SCALE], scheme=["mxfp4"]),
+        "QuantizedWeight: scheme must be a string, got list",
+    ),
+    "nominal_dtype": (
+        lambda: QuantizedWeight(STORED, [SCALE], scheme="mxfp4", dtype="bf16"),
+        r"QuantizedWeight: dtype must be a torch.dtype, got 'bf16' \(str\)",
+    ),
+    "orientation": (
+        lambda: QuantizedWeight(STORED, [SCALE], scheme="mxfp4", transposed="yes"),
+        r"QuantizedWeight: transposed must be True or False, got 'yes' \(str\)",
+    ),
+    "odd_columns": (
+        lambda: moe_ops.quantize_weight(torch.ones(E, N, 33), scheme="mxfp4"),
+        "quantize_weight: weight must be of a last dimension K that 2 divides for scheme 'mxfp4', got K=33",
+    ),
+    "sparse_floats": (
+        lambda: moe_ops.quantize_weight(torch.ones(E, N, K).to_sparse(), scheme="mxfp4"),
+        "quantize_weight: weight must be a strided tensor",
     ),
     "no_scale": (lambda: QuantizedWeight(STORED, [], scheme="mxfp4"), "QuantizedWeight: scales must be"),
     "short_scale": (
