@@ -137,7 +137,8 @@ def fused_experts(
         gate_up_scales, down_scales: what the scheme's row lists, in its order. "fp8_block128": one tensor ``[E,
             ceil(N/128), ceil(K/128)]`` fp32, bf16 or e8m0; blocks that start again with the up half are ``[E, 2,
             ceil(I/128), ceil(K/128)]``. Beside ``up_proj``: the gate's list, then the up half's.
-        hidden_states_scale: fp32 ``[T, ceil(H/128)]`` of hidden_states that the scheme's format holds already.
+        hidden_states_scale: fp32 ``[T, H groups]``, of :func:`moe_ops.quantize_rows`, for hidden_states that are in the
+            scheme's format already: ``ceil(H / 128)`` groups for ``fp8_1x128``, 1 where rows are quantised as a whole.
         format: "grouped" (sorted rows) or "batched" (``[E, C, H]``).
         capacity: C, batched format only; pairs past the first C of an expert are dropped. None means T, with which
             none is where each token's experts are different places.

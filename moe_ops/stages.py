@@ -152,12 +152,13 @@ def quantize_rows(rows: Tensor, *, scheme: str) -> tuple[Tensor, Tensor]:
         scheme: a name of :data:`meta.schemes.SCHEMES` that quantises activations.
 
     Returns:
-        stored ``[R, K]`` and its fp32 scale ``[R, ceil(K / 128)]``.
+        stored ``[R, K]`` and its fp32 scale ``[R, K groups]``: ``[R, ceil(K / 128)]`` of the schemes whose rows are
+        ``fp8_1x128``, ``[R, 1]`` of those that quantise whole rows.
 
     Raises:
         ValueError: a wrong shape or dtype, or a scheme that keeps activations as they are.
 
-    Source: 1 x 128 tiles, DeepSeek-V3 (arXiv 2412.19437, section 3.3).
+    Source: that of the scheme's row; 1 x 128 tiles, DeepSeek-V3 (arXiv 2412.19437, section 3.3).
 
     Example:
         >>> stored, scale = moe_ops.quantize_rows(torch.randn(3, 256), scheme="fp8_block128")
@@ -176,12 +177,13 @@ def quantize_batched(batch: Tensor, expert_num_tokens: Tensor, *, scheme: str) -
         scheme: a name of :data:`meta.schemes.SCHEMES` that quantises activations.
 
     Returns:
-        stored ``[E, C, K]`` and its fp32 scale ``[E, C, ceil(K / 128)]``; rows past the count are uninitialised.
+        stored ``[E, C, K]`` and its fp32 scale ``[E, C, K groups]``, see :func:`quantize_rows`; rows past the count are
+        uninitialised.
 
     Raises:
         ValueError: a wrong shape or dtype, or a scheme that keeps activations as they are.
 
-    Source: 1 x 128 tiles, DeepSeek-V3 (arXiv 2412.19437, section 3.3).
+    Source: that of the scheme's row; 1 x 128 tiles, DeepSeek-V3 (arXiv 2412.19437, section 3.3).
 
     Example:
         >>> counts = torch.tensor([1, 0], dtype=torch.int32)
@@ -221,7 +223,8 @@ def grouped_mm_glu(
     """First projection of sorted rows, with the activation computed from the fp32 accumulator.
 
     Args:
-        rows: ``[R, K]`` in the weights' dtype, or quantised by :func:`quantize_rows`.
+        rows: ``[R, K]`` in the weights' dtype; for quantised weights of any float dtype, or quantised by
+            :func:`quantize_rows` where the scheme has a format for rows.
         weight: ``[E, N, K]`` any strides, N = 2I; N = I beside ``up_weight`` and when ``glu_layout`` is "none". A
             :class:`moe_ops.QuantizedWeight`, or torchao's tensor, brings its scheme and scales.
         offsets: ``[E]`` int32 cumulative ends, as :func:`moe_permute` returns.
@@ -229,12 +232,12 @@ def grouped_mm_glu(
         bias: ``[E, 2I]`` (``[E, I]`` without a gate) float or None.
         activation, alpha, limit, glu_layout, scheme: of :func:`moe_ops.fused_experts`.
         weight_scales: what the scheme's row lists, see :func:`moe_ops.fused_experts`.
-        rows_scale: fp32, of :func:`quantize_rows`, for quantised rows.
+        rows_scale: fp32 ``[R, K groups]``, of :func:`quantize_rows`, for quantised rows.
         quantize_output: return the activations quantised for the next GEMM.
 
     Returns:
         ``[R, I]`` in the dtype of rows (bf16 for quantised rows); with ``quantize_output`` a pair, stored ``[R, I]``
-        and fp32 scale ``[R, ceil(I / 128)]``. Rows past ``offsets[-1]`` are uninitialised.
+        and fp32 scale ``[R, I groups]``, see :func:`quantize_rows`. Rows past ``offsets[-1]`` are uninitialised.
 
     Raises:
         ValueError: a wrong shape, dtype, device or name.
@@ -281,13 +284,14 @@ def grouped_mm(
     """``y[r] = rows[r] @ weight[e].T + bias[e]`` for sorted rows, e the expert of row r.
 
     Args:
-        rows: ``[R, K]`` in the weights' dtype, or quantised by :func:`quantize_rows`.
+        rows: ``[R, K]`` in the weights' dtype; for quantised weights of any float dtype, or quantised by
+            :func:`quantize_rows` where the scheme has a format for rows.
         weight: of :func:`grouped_mm_glu`, ``[E, N, K]``.
         offsets: ``[E]`` int32 cumulative ends.
         bias: ``[E, N]`` float or None.
         scheme: a name of :data:`meta.schemes.SCHEMES`, or None.
         weight_scales: what the scheme's row lists, see :func:`moe_ops.fused_experts`.
-        rows_scale: fp32, of :func:`quantize_rows`, for quantised rows.
+        rows_scale: fp32 ``[R, K groups]``, of :func:`quantize_rows`, for quantised rows.
         out_dtype: dtype of the result; None means that of rows (bf16 for quantised rows).
 
     Returns:
@@ -337,13 +341,14 @@ def batched_mm_glu(
     """As :func:`grouped_mm_glu` for an expert batch; rows past the count are neither read nor written.
 
     Args:
-        batch: ``[E, C, K]`` in the weights' dtype, or quantised by :func:`quantize_batched`.
+        batch: ``[E, C, K]`` in the weights' dtype; for quantised weights of any float dtype, or quantised by
+            :func:`quantize_batched` where the scheme has a format for rows.
         weight: of :func:`grouped_mm_glu`.
         expert_num_tokens: ``[E]`` int32, rows of each expert.
         up_weight, ..., quantize_output: of :func:`grouped_mm_glu`.
 
     Returns:
-        ``[E, C, I]``; with ``quantize_output`` a pair, stored ``[E, C, I]`` and fp32 scale ``[E, C, ceil(I / 128)]``.
+        ``[E, C, I]``; with ``quantize_output`` a pair, stored ``[E, C, I]`` and fp32 scale ``[E, C, I groups]``.
 
     Raises:
         ValueError: a wrong shape, dtype, device or name.
@@ -390,7 +395,8 @@ def batched_mm(
     """As :func:`grouped_mm` for an expert batch; rows past the count are neither read nor written.
 
     Args:
-        batch: ``[E, C, K]`` in the weights' dtype, or quantised by :func:`quantize_batched`.
+        batch: ``[E, C, K]`` in the weights' dtype; for quantised weights of any float dtype, or quantised by
+            :func:`quantize_batched` where the scheme has a format for rows.
         weight: of :func:`grouped_mm`.
         expert_num_tokens: ``[E]`` int32, rows of each expert.
         bias, ..., out_dtype: of :func:`grouped_mm`.
