@@ -173,7 +173,7 @@ def fused_experts(
             "fused_experts", group, tensors
         ).values()
         gate_up_proj, down_proj, up_proj, scheme, gate_up_scales, down_scales = unpacked_layer(
-            "fused_experts", weights, scheme, gate_up_scales, down_scales
+            "fused_experts", weights, scheme, gate_up_scales, down_scales, static=True
         )
     if group is not None:
         return ep.layer(
@@ -274,7 +274,7 @@ def fused_moe(
         weights = (gate_up_proj, down_proj, up_proj)
         sharded.local("fused_moe", None, dict(zip(("gate_up_proj", "down_proj", "up_proj"), weights, strict=True)))
         gate_up_proj, down_proj, up_proj, scheme, gate_up_scales, down_scales = unpacked_layer(
-            "fused_moe", weights, scheme, gate_up_scales, down_scales
+            "fused_moe", weights, scheme, gate_up_scales, down_scales, static=True
         )
     return call(
         "fused_moe",

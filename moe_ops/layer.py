@@ -258,7 +258,7 @@ def experts(
     })  # fmt: skip
     if not are_plain(gate_up_proj, down_proj, up_proj):
         gate_up_proj, down_proj, up_proj, scheme, gate_up_scales, down_scales = unpacked_layer(
-            op, (gate_up_proj, down_proj, up_proj), scheme, gate_up_scales, down_scales
+            op, (gate_up_proj, down_proj, up_proj), scheme, gate_up_scales, down_scales, static=False
         )
     if scheme is not None:
         check_name(op, "scheme", scheme, SCHEMES)

@@ -120,7 +120,12 @@ def are_plain(*weights: Any) -> bool:
 
 
 def unpacked(
-    op: str, weights: Mapping[str, Any], scheme: str | None, scales: Mapping[str, Sequence[Tensor]]
+    op: str,
+    weights: Mapping[str, Any],
+    scheme: str | None,
+    scales: Mapping[str, Sequence[Tensor]],
+    *,
+    static: bool = False,
 ) -> Unpacked | None:
     """What the weights hold, where one of them is a container; else None.
 
@@ -129,10 +134,11 @@ def unpacked(
         weights: those of one call by the names of its arguments; None for one that is left out.
         scheme: as given beside them.
         scales: as given beside them, by the names of the arguments.
+        static: whether the call quantises its rows, and may do so with a static scale that a weight brings.
 
     Raises:
         ValueError: a scheme or scales beside containers, which bring their own; one that no scheme reads or that is
-            shown transposed; weights that are not all quantised by one scheme.
+            shown transposed; weights that are not all quantised by one scheme; a static scale that is not wanted.
     """
     found = {name: read(weight) for name, weight in weights.items()}
     if all(container is None for container in found.values()):
@@ -156,13 +162,22 @@ def unpacked(
             raise fail(op, name, "quantised as the other weights are", got, "All of them share one scheme.")
         if container.transposed:
             raise fail(op, name, "[E, N, K]", f"a transposed {type(weight).__name__}", "Pass weight.transpose(1, 2).")
+        if not static and SCHEMES[container.scheme].has_static(len(container.scales)):
+            rule, cure = "without a static scale of rows, which are quantised before", "Make one of weight.scales[:-1]."
+            raise fail(op, name, rule, f"a {type(weight).__name__} with {container.scales[-1].name}", cure)
         data[name] = container.data.of(weight)
         parts[name] = [part.of(weight) for part in container.scales]
     return None if first is None else Unpacked(first, data, parts)
 
 
 def unpacked_layer(
-    op: str, projections: Sequence[Any], scheme: str | None, first: Sequence[Tensor], second: Sequence[Tensor]
+    op: str,
+    projections: Sequence[Any],
+    scheme: str | None,
+    first: Sequence[Tensor],
+    second: Sequence[Tensor],
+    *,
+    static: bool,
 ) -> tuple[Any, ...]:
     """``(gate_up_proj, down_proj, up_proj, scheme, gate_up_scales, down_scales)`` of a layer, where its projections are
     containers: what they hold. See :func:`unpacked`.
@@ -170,9 +185,10 @@ def unpacked_layer(
     Args:
         projections: the first three.
         first, second: the last two, as given beside them.
+        static: of :func:`unpacked`.
     """
     weights = dict(zip(("gate_up_proj", "down_proj", "up_proj"), projections, strict=True))
-    found = unpacked(op, weights, scheme, {"gate_up_scales": first, "down_scales": second})
+    found = unpacked(op, weights, scheme, {"gate_up_scales": first, "down_scales": second}, static=static)
     if found is None:
         return (*weights.values(), scheme, first, second)
     scales = found.scales

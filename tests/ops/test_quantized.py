@@ -701,9 +701,17 @@ def stage_refusals() -> dict[str, tuple[Callable[[], object], str]]:
             "experts: prepared.rows_scale must be given .* Pass scheme='fp8_channel' to moe_ops.prepare",
         ),
     }  # fmt: skip
+    static = QuantizedWeight(other.stored, [*other.scales, torch.ones(E, 1, 1)], scheme="fp8_channel")
+    found["experts_static"] = (
+        lambda: moe_ops.experts(prepared("fp8_channel")[0], experts("fp8_channel")[1].gate_up_proj, static),
+        "experts: down_proj must be without a static scale of rows, .* got a QuantizedWeight with input_scale",
+    )
     for name in ("grouped_mm", "grouped_mm_glu", "batched_mm", "batched_mm_glu"):
         run = getattr(moe_ops, name)
         found |= {
+            f"{name}_static": (
+                lambda run=run: run(rows, static, ends), f"{name}: weight must be without a static scale of rows",
+            ),
             f"{name}_scheme_twice": (
                 lambda run=run: run(rows, gate_up, ends, scheme="mxfp4"), f"{name}: scheme must be left out",
             ),
