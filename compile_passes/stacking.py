@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ from torch import nn
 
 from compile_passes.loops import number_of_experts
 from meta.checks import fail
+from moe_ops import quantized_state
+from moe_ops.quantized import QuantizedWeight
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +48,9 @@ def stack_experts_(model: nn.Module, *names: str) -> nn.Module:
 
     The experts' layers read slices of the stacks, so the model computes what it did, to the bit, and
     ``torch.compile(model, backend="moe_ops")`` can fuse a loop over them. ``state_dict`` and ``load_state_dict`` keep
-    the old keys, both ways. Beyond the model itself it needs the memory of one stack at a time. Call it before the
-    optimizer, DDP or FSDP are made: the experts' parameters are new ones. `restore` undoes it.
+    the old keys, both ways; of stacks that `quantize_` replaced, these hold each expert's bytes and stand beside those
+    of its scales. Beyond the model itself it needs the memory of one stack at a time. Call it before the optimizer,
+    DDP or FSDP are made: the experts' parameters are new ones. `restore` undoes it.
 
     Args:
         model: a module.
@@ -257,10 +260,24 @@ def _has_weights(module: nn.Module) -> bool:
     return sliced or any(True for _ in module.parameters())
 
 
+def _keys(module: nn.Module) -> Iterator[list[tuple[str, str]]]:
+    """Of each stacked parameter its keys in a state dict, one for every tensor that a quantised one is made of, each
+    with the key that this tensor's slices have in the state dict of an expert.
+    """
+    for stacked, name in vars(module)[_STACKS].items():
+        weight = module._parameters[stacked]
+        if isinstance(weight, QuantizedWeight):
+            both = quantized_state.keys_of(weight, stacked), quantized_state.keys_of(weight, name)
+            yield list(zip(*both, strict=True))
+        else:
+            yield [(stacked, name)]
+
+
 def _split_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Stacked parameters under the keys that their slices had."""
-    stacks: Mapping[str, str] = vars(module)[_STACKS]
-    held = {name: state.pop(prefix + stacked) for stacked, name in stacks.items() if prefix + stacked in state}
+    quantized_state.write(module, state, prefix, metadata)  # its own hook may come later
+    pairs = [pair for of_one in _keys(module) for pair in of_one]
+    held = {name: state.pop(prefix + stacked) for stacked, name in pairs if prefix + stacked in state}
     rest = {key: state.pop(key) for key in list(state) if key.startswith(prefix)}  # buffers of the experts
     for number, key in enumerate(_numbered(module)):
         state.update({f"{prefix}{key}.{name}": stacked[number] for name, stacked in held.items()})
@@ -274,14 +291,18 @@ def _stack_state(
     unexpected: list[str], errors: list[str],
 ) -> None:  # fmt: skip
     """The old keys of a state dict, each slice's own, as the stacked ones."""
-    for stacked, name in vars(module)[_STACKS].items():
-        keys = [f"{prefix}{key}.{name}" for key in _numbered(module)]
-        given = [state.pop(key) for key in keys if key in state]
-        if len(given) == len(keys):
-            alike = len({(value.shape, value.dtype, value.device) for value in given}) == 1
-            if alike:
-                state[prefix + stacked] = torch.stack(given)
-            else:
-                errors.append(f"{prefix}*.{name}: the experts of the checkpoint differ in shape, dtype or device.")
-        elif given:
-            errors.append(f"{prefix}*.{name}: {len(given)} of {len(keys)} experts are in the checkpoint.")
+    for pairs in _keys(module):
+        made, wrong = {}, []
+        for stacked, name in pairs:
+            keys = [f"{prefix}{key}.{name}" for key in _numbered(module)]
+            given = [state.pop(key) for key in keys if key in state]
+            if given and len(given) < len(keys):
+                wrong.append(f"{prefix}*.{name}: {len(given)} of {len(keys)} experts are in the checkpoint.")
+            elif len({(value.shape, value.dtype, value.device) for value in given}) > 1:
+                wrong.append(f"{prefix}*.{name}: the experts of the checkpoint differ in shape, dtype or device.")
+            elif given:
+                made[prefix + stacked] = torch.stack(given)
+        errors += wrong
+        if not wrong:  # else codes would be said to lack the scales that are wrong
+            state.update(made)
+    quantized_state.read(module, state, prefix, metadata)  # its own hook may have come before

@@ -34,26 +34,35 @@ def put(module: nn.Module, name: str, weight: Tensor) -> None:
     """
     parameter = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
     module.register_parameter(name, parameter)
-    if _write not in module._state_dict_hooks.values():
-        module.register_state_dict_post_hook(_write)
-        module.register_load_state_dict_pre_hook(_read)
+    if write not in module._state_dict_hooks.values():
+        module.register_state_dict_post_hook(write)
+        module.register_load_state_dict_pre_hook(read)
 
 
-def _write(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+def keys_of(weight: QuantizedWeight, name: str) -> list[str]:
+    """Every key that the state dict of a module may have of ``weight``, its parameter ``name``."""
+    return [_key(name, part) for part in ("stored", *(spec.name for spec in weight.row.scales))]
+
+
+def write(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    """The hook of ``state_dict``: plain tensors in the place of the module's weights, which are left if they are."""
     said = {}
     for name, weight in quantized_parameters(module):
-        entry = state.pop(prefix + name, None)
-        if entry is None:
+        entry = state.get(prefix + name)
+        if not isinstance(entry, QuantizedWeight):
             continue
+        del state[prefix + name]
         for part, tensor in entry.parts().items():
             state[_key(prefix + name, part)] = tensor
         said[name] = {"scheme": weight.scheme, "dtype": str(weight.dtype), "transposed": weight.transposed}
-    metadata[METADATA] = said
+    if said:
+        metadata[METADATA] = said
 
 
-def _read(
+def read(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *others: Any
 ) -> None:  # fmt: skip
+    """The hook of ``load_state_dict``: weights in the place of plain tensors, which are left if they are."""
     said = metadata.get(METADATA, {})
     for name, weight in quantized_parameters(module):
         key = prefix + name

@@ -6,6 +6,7 @@ import copy
 import io
 import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch._dynamo.utils import counters
 
 import moe_ops
 from benchmarks.foreign import Expert, ExpertLoop, perceptron
+from meta.schemes import SCHEMES
 from tests.passes.blocks import E, H, I
 from tests.passes.compare import compiled
 
@@ -164,6 +166,87 @@ def test_stacks_can_be_quantised():
     torch.testing.assert_close(model(X), expected, rtol=0.1, atol=0.05)
     moe_ops.restore(model)
     assert not hasattr(model.experts, "is_transposed")
+
+
+def quantised(scheme: str, seed: int = 0, again: bool = False) -> ExpertLoop:
+    """``again``: the hooks of both calls come in the other order."""
+    model = mixture(make=MAKES["biased"])
+    torch.manual_seed(seed)
+    for weight in model.parameters():
+        nn.init.normal_(weight)
+    for _ in range(1 + again):
+        moe_ops.quantize_(moe_ops.stack_experts_(moe_ops.restore(model)), scheme)
+    return model
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["hooks_of_stacks_first", "hooks_of_stacks_last"])
+@pytest.mark.parametrize("way", ["torch", "safetensors", "assign", "copy"])
+@pytest.mark.parametrize("scheme", [name for name, row in SCHEMES.items() if row.quantized])
+def test_quantised_stacks_are_saved_as_the_bytes_of_each_expert(scheme, way, again, tmp_path: Path):
+    model, target = quantised(scheme, again=again), quantised(scheme, seed=1)
+    state = model.state_dict()
+    assert state["experts.3.w1.weight"].dtype == SCHEMES[scheme].weight_dtype
+    assert state["experts.3.w1.weight_scale"].shape == model.experts.w1_weight.scale.shape[1:]
+    assert not any(key.startswith("experts.w") for key in state)
+    if way == "torch":
+        torch.save(state, tmp_path / "model.pt")
+        state = torch.load(tmp_path / "model.pt", weights_only=True)
+    elif way == "safetensors":
+        safetensors = pytest.importorskip("safetensors.torch")
+        safetensors.save_file(state, tmp_path / "model.safetensors")
+        state = safetensors.load_file(tmp_path / "model.safetensors")
+    target.load_state_dict(state, assign=way == "assign")
+    for name in ("w1_weight", "w2_weight", "w3_weight"):
+        own, loaded = (getattr(made.experts, name) for made in (model, target))
+        assert own.parts().keys() == loaded.parts().keys()
+        assert all(torch.equal(bits(own.parts()[part]), bits(loaded.parts()[part])) for part in own.parts())
+    assert torch.equal(target(X), model(X))
+
+
+def _into_another_scheme(state):
+    quantised("int8_channel").load_state_dict(state)
+
+
+def _into_a_float_list(state):
+    mixture(make=MAKES["biased"]).load_state_dict(state)
+
+
+def _into_float_stacks(state):
+    moe_ops.stack_experts_(mixture(make=MAKES["biased"])).load_state_dict(state)
+
+
+def _floats_into_quantised(state):
+    quantised("int8_w8a16").load_state_dict(mixture(make=MAKES["biased"]).state_dict())
+
+
+def _one_scale_missing(state):
+    del state["experts.2.w1.weight_scale"]
+    quantised("int8_w8a16").load_state_dict(state)
+
+
+def _scales_of_two_dtypes(state):
+    state["experts.2.w1.weight_scale"] = state["experts.2.w1.weight_scale"].bfloat16()
+    quantised("int8_w8a16").load_state_dict(state)
+
+
+NOT_LOADED = {
+    _into_another_scheme: "experts.w1_weight must be stored in scheme 'int8_channel', got scheme 'int8_w8a16'",
+    _into_a_float_list: '"experts.0.w1.weight_scale"',
+    _into_float_stacks: '"experts.0.w1.weight_scale"',
+    _floats_into_quantised: "experts.w1_weight_scale must be given for scheme 'int8_w8a16', got nothing. Load float",
+    _one_scale_missing: f"experts.*.w1.weight_scale: {E - 1} of {E} experts are in the checkpoint.",
+    _scales_of_two_dtypes: "experts.*.w1.weight_scale: the experts of the checkpoint differ in shape, dtype or device.",
+}
+
+
+@pytest.mark.parametrize("load", NOT_LOADED, ids=lambda load: load.__name__.strip("_"))
+def test_state_dicts_of_quantised_stacks_that_do_not_fit(load):
+    with pytest.raises((ValueError, RuntimeError), match=re.escape(NOT_LOADED[load])):
+        load(quantised("int8_w8a16").state_dict())
 
 
 def test_by_name():
