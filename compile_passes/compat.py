@@ -339,6 +339,9 @@ def private_copy(graph: fx.Graph) -> fx.GraphModule:
     returned, output = copied
     copy.output(returned).meta.update(output.meta)
     for node, twin in copies.items():
+        # Dynamo takes it from its own nodes in the end. It holds a weak reference to the input, and torch casts no
+        # wrapper tensor in place that somebody has one of.
+        twin.meta.pop("grapharg", None)
         if source_of(node) is not None:
             twin._dynamo_source = source_of(node)
     owner = graph.owning_module or torch.nn.Module()

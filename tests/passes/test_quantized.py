@@ -424,6 +424,27 @@ def test_wrappers_that_are_read_otherwise_stay_whole(read: str, monkeypatch: pyt
     assert sum(isinstance(tensor, QuantizedWeight) for tensor in given) == 1
 
 
+class Beside(Experts):
+    """One weight is read beside the block, too, so that its wrapper stays an input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.w2[0].sum()
+
+
+@pytest.mark.parametrize("make", [Experts, Beside], ids=["in_parts", "one_whole"])
+def test_a_model_that_ran_is_cast(make: type[Experts]) -> None:
+    """Nothing that stays of the compilation holds a weak reference to a weight, with which torch casts none."""
+    module, x = make(("fp8_channel",) * 3), torch.randn(5, 64)
+    torch.compiler.reset()
+    counters.clear()
+    compiled = torch.compile(module, backend="moe_ops", fullgraph=True)
+    with torch.no_grad():
+        compiled(x)
+        module.bfloat16()
+        assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
+    assert counters["moe_ops"]["fused"] == 1
+
+
 def test_a_graph_that_is_not_dynamos_keeps_its_wrappers() -> None:
     """Nothing says where its inputs come from, so nothing could be said of parts of them."""
     from compile_passes.unwrap import in_parts
