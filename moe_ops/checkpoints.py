@@ -155,19 +155,24 @@ def _device_of(parameter: Tensor) -> torch.device:
 
 def _operand(name: str, prefix: str, members: Members, device: torch.device) -> Operand:
     """One weight of a layer, checked by its scheme's row."""
-    if len(members[0]) == 1 and members[0][0].stacked:
-        stored = canonical(members[0][0], halves=name == "gate_up_proj")
+    halves = name == "gate_up_proj"
+    is_whole = len(members[0]) == 1
+    if is_whole and members[0][0].stacked:
+        stored = canonical(members[0][0], halves=halves)
     else:
-        stored = _stack(members, device)
+        stored = _stack(members, device, halves=halves and is_whole)
     data, scales = stored.data.to(device), [scale.to(device) for scale in stored.scales]
     E, N, width = data.shape
     sizes = (E, N, width * stored.scheme.pack)
     argument = f"{prefix}.{name} scales"
-    return weight_operand(OP, argument, data, stored.scheme, scales, sizes, halves=name == "gate_up_proj")
+    return weight_operand(OP, argument, data, stored.scheme, scales, sizes, halves=halves)
 
 
-def _stack(members: Members, device: torch.device) -> Stored:
+def _stack(members: Members, device: torch.device, *, halves: bool) -> Stored:
     """Weights of single experts, or halves that are stacked each, copied one by one to where they stay.
+
+    Args:
+        halves: each of these weights is a gate and an up half.
 
     Returns:
         ``[E, N, K / pack]``, and scales ``[E, N groups, K groups]``; ``[E, 2, ..]`` where their groups start again at
@@ -175,15 +180,15 @@ def _stack(members: Members, device: torch.device) -> Stored:
     """
     first: Signature | None = None
     targets: list[Tensor] = []
-    for expert, halves in enumerate(members):
-        for half, parts in enumerate(halves):
-            stored = canonical(parts)
+    for expert, weights in enumerate(members):
+        for half, parts in enumerate(weights):
+            stored = canonical(parts, halves=halves)
             tensors = (stored.data, *stored.scales)
             if first is None:
                 first, scheme = stored.signature, stored.scheme
                 count = len(members) if stored.data.dim() == 2 else stored.data.shape[0]
                 targets = [
-                    torch.empty(count, len(halves), *tensor.shape[-2:], dtype=tensor.dtype, device=device)
+                    torch.empty(count, len(weights), *tensor.shape[-2:], dtype=tensor.dtype, device=device)
                     for tensor in tensors
                 ]
             elif stored.signature != first:

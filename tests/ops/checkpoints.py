@@ -173,6 +173,15 @@ def stacked(state: Tensors, *, join: bool = True) -> Tensors:
     return result
 
 
+def numbered(state: Tensors) -> Tensors:
+    """Every expert of what :func:`stacked` gives in keys of its own, with gate and up in one."""
+    return {
+        key.replace(PREFIX, f"{PREFIX}.{expert}"): tensor[expert].clone()
+        for key, tensor in state.items()
+        for expert in range(E)
+    }
+
+
 def modelopt_nvfp4(weight: Tensor) -> Tensors:
     """``weight_scale_2`` is the largest magnitude over 6 * 448; the codes are those of compressed-tensors."""
     state = compressed(weight, CASES["nvfp4"])

@@ -166,15 +166,16 @@ def test_broken_layer(name: str, tmp_path: Path) -> None:
     assert str(caught.value).startswith("load_experts_: ")
 
 
-def test_border_of_stacked_halves_that_no_shape_tells(tmp_path: Path) -> None:
+@pytest.mark.parametrize("spelling", ["stacked", "numbered"])
+def test_border_of_halves_in_one_key_that_no_shape_tells(spelling: str, tmp_path: Path) -> None:
     """Two rows of blocks over two halves of 100 rows: 100 and 100, or 128 and 72."""
     state = {
-        f"{PREFIX}.gate_up_proj": torch.zeros(2, 200, 128, dtype=torch.float8_e4m3fn),
-        f"{PREFIX}.gate_up_proj_scale_inv": torch.ones(2, 2, 1),
-        f"{PREFIX}.down_proj": torch.zeros(2, 128, 100, dtype=torch.float8_e4m3fn),
-        f"{PREFIX}.down_proj_scale_inv": torch.ones(2, 1, 1),
+        f"{PREFIX}.gate_up_proj": torch.zeros(E, 200, 128, dtype=torch.float8_e4m3fn),
+        f"{PREFIX}.gate_up_proj_scale_inv": torch.ones(E, 2, 1),
+        f"{PREFIX}.down_proj": torch.zeros(E, 128, 100, dtype=torch.float8_e4m3fn),
+        f"{PREFIX}.down_proj_scale_inv": torch.ones(E, 1, 1),
     }
-    save_file(state, tmp_path / "model.safetensors")
+    save_file(files.numbered(state) if spelling == "numbered" else state, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="gate_up_proj_scale_inv must be of gate and up apart where 128"):
         read_experts(tmp_path, PREFIX)
 

@@ -173,12 +173,13 @@ def test_gpt_oss_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["float, tensor", "float, channel", "float, block", "pack 4, group, zero", "nvfp4"])
-def test_stacked(name: str, tmp_path: Path) -> None:
-    """All experts in one tensor, gate and up too; scales of halves as the numbered experts have them."""
+@pytest.mark.parametrize("spelling", ["stacked", "numbered"])
+def test_gate_and_up_in_one_key(spelling: str, name: str, tmp_path: Path) -> None:
+    """Of all experts or of each; scales of halves as they are where gate and up have keys of their own."""
     case = CASES[name]
     state = files.per_expert(lambda weight: files.compressed(weight, case), case.dtype)
-    stacked = files.stacked(state)
-    operands = written(tmp_path, stacked)
+    whole = files.stacked(state)
+    operands = written(tmp_path, files.numbered(whole) if spelling == "numbered" else whole)
     wanted = files.expected(state, lambda tensors: files.decompressed(tensors, case))
     assert_reads(operands, wanted, case.scheme)
 
