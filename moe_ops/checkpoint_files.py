@@ -20,8 +20,12 @@ from moe_ops.checkpoint_layouts import OP, Parts, part_of
 _PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _KEY = re.compile(r"(.+?)\.(?:(\d+)\.)?(gate_up_proj|gate_proj|up_proj|down_proj|w[123])((?:[._].+)?)")
 
-#: (expert or None where all are stacked, projection) -> part -> key.
-Layer = dict[tuple[int | None, str], dict[str, str]]
+#: What helps against a file that is not safetensors', by its suffix.
+_OF_TORCH = "Convert it with safetensors.torch.save_file."
+_CURES = {".json": "Pass the folder that it is in.", ".bin": _OF_TORCH, ".pt": _OF_TORCH, ".pth": _OF_TORCH}
+
+#: (expert or None where all are stacked, projection) -> part -> its keys, of which there should be one.
+Layer = dict[tuple[int | None, str], dict[str, list[str]]]
 #: Of each expert (one entry where all are stacked) the parts of a weight: gate and up, or the one that there is.
 Members = list[list[Parts]]
 
@@ -34,21 +38,28 @@ class Checkpoint:
             in which.
 
     Raises:
-        ValueError: nothing to read there, or safetensors is not installed.
+        ValueError: nothing to read there, an index or a file that cannot be read, a key in two files without an index,
+            or safetensors is not installed.
     """
 
     def __init__(self, path: str | Path) -> None:
         if not isinstance(path, str | Path):
             raise fail(OP, "checkpoint", "the path of a file or folder", type(path).__name__)
         try:
-            from safetensors import safe_open
+            from safetensors import SafetensorError, safe_open
         except ImportError as error:
             raise fail(OP, "safetensors", "installed", "none", "pip install 'moe-compile[hf]'") from error
-        self._open = safe_open
+        self._open, self._errors = safe_open, (SafetensorError, OSError)
         self.path = Path(path)
         self._files: dict[Path, Any] = {}
         self._stack = ExitStack()
-        self._where = dict(self._find())
+        self._where: dict[str, Path] = {}
+        for key, file in self._find():
+            if key in self._where:
+                both = f"{self._where[key].name!r} and {file.name!r}"
+                cure = "Pass the path of one of them, or write an index that says which counts."
+                raise fail(OP, key, "in one file where a folder has no index", both, cure)
+            self._where[key] = file
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -60,7 +71,7 @@ class Checkpoint:
         """Every key with its file."""
         indices = sorted(self.path.glob("*.safetensors.index.json"))
         if indices:
-            for key, name in json.loads(indices[0].read_text())["weight_map"].items():
+            for key, name in _weight_map(indices[0]).items():
                 yield key, self.path / name
             return
         files = [self.path] if self.path.is_file() else sorted(self.path.glob("*.safetensors"))
@@ -74,7 +85,12 @@ class Checkpoint:
         if path not in self._files:
             if not path.is_file():
                 raise fail(OP, "checkpoint", f"complete, with the file {path.name!r} of its index", "no such file")
-            self._files[path] = self._stack.enter_context(self._open(path, framework="pt"))
+            try:
+                self._files[path] = self._stack.enter_context(self._open(path, framework="pt"))
+            except self._errors as error:
+                cure = _CURES.get(path.suffix, "Get it anew: it is cut short, or no such file.")
+                rule = f"of files in safetensors' format, {path.name!r} too"
+                raise fail(OP, "checkpoint", rule, f"{type(error).__name__}: {error}", cure) from error
         return self._files[path]
 
     def read(self, key: str) -> Tensor:
@@ -84,8 +100,9 @@ class Checkpoint:
             ValueError: the file does not hold what its index says, or not as safetensors writes it.
         """
         path = self._where[key]
+        file = self._file(path)
         try:
-            tensor: Tensor = self._file(path).get_tensor(key)
+            tensor: Tensor = file.get_tensor(key)
         except Exception as error:
             raise fail(OP, key, f"readable from {path.name!r}", f"{type(error).__name__}: {error}") from error
         return tensor
@@ -93,13 +110,13 @@ class Checkpoint:
     @cached_property
     def layers(self) -> dict[str, Layer]:
         """Projections by what stands before them in their keys, those of dense layers included."""
-        layers: dict[str, Layer] = defaultdict(lambda: defaultdict(dict))
+        layers: dict[str, Layer] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
         for key in self._where:
             match = _KEY.fullmatch(key)
             if match:
                 prefix, expert, projection, suffix = match.groups()
                 place = (None if expert is None else int(expert), _PROJECTIONS.get(projection, projection))
-                layers[prefix][place][part_of(suffix)] = key
+                layers[prefix][place][part_of(suffix)].append(key)
         return layers
 
     def prefix_of(self, name: str) -> str:
@@ -121,13 +138,19 @@ class Checkpoint:
         for found in (ends, same):
             if len(found) == 1:
                 return found[0]
-        raise fail(OP, "checkpoint", f"with the experts of {name!r}", sorted({*ends, *same}) or "no such keys")
+        owner = repr(name) if name else "the model, which is a module of experts itself"
+        several = sorted({*ends, *same})
+        if several:
+            cure = "Pass the model that the checkpoint is of, not a part of it: its names tell layers apart."
+            raise fail(OP, "checkpoint", f"with one layer of experts that can be {owner}", several, cure)
+        cure = "Pass the model that the checkpoint is of, or leave modules that it does not have out by the filter."
+        raise fail(OP, "checkpoint", f"with the experts of {owner}", "no such keys", cure)
 
     def members(self, prefix: str) -> dict[str, Members]:
         """The parts of each of the layer's weights, by the name of the parameter that it is.
 
         Raises:
-            ValueError: an expert or a projection is missing; its key is named.
+            ValueError: an expert or a projection is missing, or something is there under two names; the key is named.
         """
         layer = self.layers.get(prefix, {})
         experts = sorted({expert for expert, _ in layer if expert is not None})
@@ -147,8 +170,29 @@ class Checkpoint:
         return found
 
     def _parts(self, layer: Layer, prefix: str, expert: int | None, projection: str) -> Parts:
-        keys = layer.get((expert, projection))
-        if not keys:
-            key = ".".join([prefix, *([] if expert is None else [str(expert)]), projection])
-            raise fail(OP, "checkpoint", f"complete, with {key!r}", "no key of it")
-        return Parts(keys, self.read, stacked=expert is None)
+        found = layer.get((expert, projection), {})
+        name = ".".join([prefix, *([] if expert is None else [str(expert)]), projection])
+        if not found:
+            raise fail(OP, "checkpoint", f"complete, with {name!r}", "no key of it")
+        for key, *others in found.values():
+            if others:
+                rule = f"absent beside {key!r}, which is the same part of {name!r}"
+                raise fail(OP, others[0], rule, "it", "Take one of them out of the checkpoint.")
+        return Parts({part: keys[0] for part, keys in found.items()}, self.read, name=name, stacked=expert is None)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of every key, as an index says it.
+
+    Raises:
+        ValueError: it does not.
+    """
+    try:
+        content, got = json.loads(index.read_text()), "JSON without that"
+    except ValueError as error:
+        content, got = None, f"{type(error).__name__}: {error}"
+    files = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        cure = "Get it anew, or remove it: the files of the folder are read then."
+        raise fail(OP, "checkpoint", f"with the file of each key, as 'weight_map' in {index.name!r}", got, cure)
+    return files

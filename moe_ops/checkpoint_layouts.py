@@ -27,10 +27,12 @@ from torch import Tensor
 
 from meta.checks import fail
 from meta.formats import E4M3, E8M0, unpack
-from meta.schemes import SCHEMES, QuantScheme, Scale, ceil_div
+from meta.schemes import FLOAT_DTYPES, SCHEMES, QuantScheme, Scale, ceil_div
 
 OP = "load_experts_"
 
+#: Parts whose keys have no "weight" in front.
+_OWN_NAMES = ("bias", "scales")
 #: Suffixes that decode no weight: those of activations are for schemes that quantise them.
 _NOT_OF_THE_WEIGHT = ("bias", "input_scale", "input_zero_point", "input_global_scale")
 _EXPONENTS = (torch.uint8, E8M0)
@@ -49,11 +51,13 @@ class Parts:
     Args:
         keys: of the checkpoint, by their part (:func:`part_of`).
         read: a key's tensor.
+        name: of the projection, for messages: what keys begin with.
         stacked: they are of all experts.
     """
 
-    def __init__(self, keys: dict[str, str], read: Callable[[str], Tensor], *, stacked: bool) -> None:
+    def __init__(self, keys: dict[str, str], read: Callable[[str], Tensor], *, name: str, stacked: bool) -> None:
         self.keys = keys
+        self.name = name
         self.stacked = stacked
         self._read = read
         self._taken: set[str] = set()
@@ -73,7 +77,7 @@ class Parts:
         """
         part = next((part for part in parts if part in self), None)
         if part is None:
-            names = " or ".join(repr(f"weight_{part}") for part in parts)
+            names = " or ".join(repr(part if part in _OWN_NAMES else f"weight_{part}") for part in parts)
             raise fail(OP, self.any_key(), f"stored beside {names}", sorted(self.keys.values()))
         self._taken.add(part)
         return self.keys[part], self._read(self.keys[part])
@@ -131,7 +135,8 @@ def canonical(parts: Parts, *, halves: bool = False) -> Stored:
     reader = _READERS.get((kind, data.dtype))
     if reader is None:
         rule = " or ".join(str(dtype) for known, dtype in _READERS if known == kind)
-        raise fail(OP, key, rule, data.dtype, "Load layers that are not quantised with load_state_dict.")
+        cure = "Leave layers that are not quantised out by the filter; load_state_dict loads them."
+        raise fail(OP, key, rule, data.dtype, cure if data.dtype in FLOAT_DTYPES else "Other codes have no scheme.")
     if data.dim() != 2 + parts.stacked + (kind == "blocks"):
         raise fail(OP, key, f"[{'E, ' if parts.stacked else ''}N, K], K packed or not", list(data.shape))
     stored = reader(parts, data, halves)

@@ -7,6 +7,7 @@ said in :mod:`moe_ops.checkpoint_layouts`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -54,7 +55,12 @@ def read_experts(
     return operands
 
 
-def load_experts_(model: nn.Module, checkpoint: str | Path) -> dict[str, str]:
+def load_experts_(
+    model: nn.Module,
+    checkpoint: str | Path,
+    *,
+    filter: Callable[[str, nn.Module], bool] | None = None,
+) -> dict[str, str]:
     """Replace the expert weights of a model by the quantised ones of a checkpoint, in place and layer after layer.
 
     What each layer's new weights take is all the memory that is needed beyond that of one expert; a model that was made
@@ -66,13 +72,16 @@ def load_experts_(model: nn.Module, checkpoint: str | Path) -> dict[str, str]:
             and ``down_proj`` of one module, in a float dtype, which stays that of their numbers.
         checkpoint: a file of safetensors, or a folder with some, with or without an index; the layouts are those of
             gpt-oss, compressed-tensors, ModelOpt and DeepSeek.
+        filter: ``(name, module) -> bool`` by the experts module's name in ``named_modules()``, as that of
+            :func:`moe_ops.quantize_`, to leave out layers that the checkpoint has in a float dtype; None takes all.
 
     Returns:
         The scheme of every module that was filled, by its name.
 
     Raises:
-        ValueError: a model without such modules, or experts that the checkpoint does not have in their shape and in a
-            layout that is known; the key is named. Layers before that one are replaced by then.
+        ValueError: a model without such modules, files that cannot be read, or experts that the checkpoint does not
+            have in their shape, with their biases and in a layout that is known; the key is named. Layers before that
+            one are replaced by then.
 
     Source: the layouts of :mod:`moe_ops.checkpoint_layouts`; compressed-tensors 0.20 where it writes them.
 
@@ -86,8 +95,9 @@ def load_experts_(model: nn.Module, checkpoint: str | Path) -> dict[str, str]:
         raise fail(OP, "model", "a torch.nn.Module", type(model).__name__)
     found = [one for one in stacked_experts(model) if {*one.names} & {"gate_up_proj", "up_proj"}]
     modules = {one.name: one for one in found if "down_proj" in one.names}
+    modules = {name: one for name, one in modules.items() if filter is None or filter(name, one.module)}
     if not modules:
-        rule = "a model with modules of 3-D parameters gate_up_proj (or up_proj) and down_proj"
+        rule = "a model with modules of 3-D parameters gate_up_proj (or up_proj) and down_proj that the filter takes"
         raise fail(OP, "model", rule, type(model).__name__)
     schemes = {}
     with Checkpoint(checkpoint) as source:
@@ -112,6 +122,12 @@ def _load_layer(experts: StackedExperts, source: Checkpoint, prefix: str) -> str
     held = [_parameter(module, name, weight) for weight in weights]
     operands = read_experts(source, prefix, _device_of(held[0]))
     found = {f"{weight}_bias": _bias(members) for weight, members in weights.items()}
+    for bias, members in zip(found, weights.values(), strict=True):
+        if found[bias] is None and isinstance(getattr(module, bias, None), Tensor):
+            first = members[0][0]
+            key = f"{first.name}{'_' if first.stacked else '.'}bias"
+            rule, cure = f"complete, with {key!r} for {name}.{bias}", "Make the model with the checkpoint's config."
+            raise fail(OP, "checkpoint", rule, "no such key", cure)
     biases = {bias: tensor for bias, tensor in found.items() if tensor is not None}
     for weight, operand in operands.items():
         E, N, width = operand.data.shape

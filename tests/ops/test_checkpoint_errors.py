@@ -96,7 +96,24 @@ BROKEN: dict[str, tuple[str, Break, str]] = {
     "not quantised": (
         "float, channel",
         put(f"{FIRST}.weight", torch.zeros(files.I, files.H, dtype=torch.bfloat16)),
-        f"{FIRST}.weight must be torch.uint8 or torch.float8_e4m3fn or torch.int8, got torch.bfloat16. Load layers",
+        f"{FIRST}.weight must be torch.uint8 or torch.float8_e4m3fn or torch.int8, got torch.bfloat16. Leave layers "
+        "that are not quantised out by the filter; load_state_dict loads them.",
+    ),
+    "another code": (
+        "float, channel",
+        put(f"{FIRST}.weight", torch.zeros(files.I, files.H, dtype=torch.float8_e5m2)),
+        f"{FIRST}.weight must be torch.uint8 or torch.float8_e4m3fn or torch.int8, got torch.float8_e5m2. Other codes",
+    ),
+    "two names of a projection": (
+        "float, channel",
+        put(f"{PREFIX}.0.w1.weight", torch.zeros(files.I, files.H, dtype=torch.float8_e4m3fn)),
+        f"{PREFIX}.0.w1.weight must be absent beside '{FIRST}.weight', which is the same part of '{FIRST}', got it. "
+        "Take one of them out",
+    ),
+    "two names of a scale": (
+        "float, channel",
+        put(f"{FIRST}.scale", torch.ones(files.I, 1)),
+        f"{FIRST}.weight_scale must be absent beside '{FIRST}.scale', which is the same part of '{FIRST}', got it.",
     ),
     "flat": (
         "float, channel",
@@ -190,7 +207,20 @@ MISMATCHES: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensors], Tensors
     "no such layer": (
         lambda: Model(2),
         at_layer_0,
-        "checkpoint must be with the experts of 'layers.1.mlp.experts', got no such keys.",
+        "checkpoint must be with the experts of 'layers.1.mlp.experts', got no such keys. Pass the model that the",
+    ),
+    "a part of the model": (
+        lambda: Model(1).layers[0],
+        lambda state: (
+            at_layer_0(state) | {key.replace("rs.0", "rs.1"): part for key, part in at_layer_0(state).items()}
+        ),
+        "checkpoint must be with one layer of experts that can be 'mlp.experts', got ['layers.0.mlp.experts', "
+        "'layers.1.mlp.experts']. Pass the model that the checkpoint is of, not a part of it",
+    ),
+    "experts alone": (
+        lambda: Model(1).layers[0]["mlp"]["experts"],
+        at_layer_0,
+        "checkpoint must be with the experts of the model, which is a module of experts itself, got no such keys. Pass",
     ),
     "two such layers": (
         lambda: Model(1),
@@ -224,6 +254,28 @@ MISMATCHES: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensors], Tensors
         ),
         "layers.0.mlp.experts.down_proj_bias must be a parameter of",
     ),
+    "a bias of its own": (
+        lambda: Model(1, has_bias=True),
+        at_layer_0,
+        "checkpoint must be complete, with 'layers.0.mlp.experts.0.gate_proj.bias' for "
+        "layers.0.mlp.experts.gate_up_proj_bias, got no such key. Make the model with the checkpoint's config.",
+    ),
+    "a bias of its own beside stacked weights": (
+        lambda: Model(1, has_bias=True),
+        lambda state: at_layer_0(files.stacked(state)),
+        "checkpoint must be complete, with 'layers.0.mlp.experts.gate_up_proj_bias' for "
+        "layers.0.mlp.experts.gate_up_proj_bias, got no such key.",
+    ),
+    "a bias on the meta device": (
+        lambda: Model(1, has_bias=True).to("meta"),
+        at_layer_0,
+        "checkpoint must be complete, with 'layers.0.mlp.experts.0.gate_proj.bias' for",
+    ),
+    "biases of some": (
+        lambda: Model(1, has_bias=True),
+        lambda state: at_layer_0(state) | {"layers.0.mlp.experts.1.up_proj.bias": torch.zeros(files.I)},
+        "layers.0.mlp.experts.0.gate_proj.weight must be stored beside 'bias', got",
+    ),
 }
 
 
@@ -250,6 +302,82 @@ def test_arguments_of_other_types(tmp_path: Path) -> None:
         moe_ops.load_experts_(Model(1), 3)
 
 
+NAME, INDEX, KEY = "model.safetensors", "model.safetensors.index.json", "layers.0.mlp.experts.0.gate_proj.weight"
+
+
+def cut_short(folder: Path) -> None:
+    whole = (folder / NAME).read_bytes()
+    (folder / NAME).write_bytes(whole[:-5000])
+
+
+#: id -> (what is done in the folder of a good file, what of it is passed, words of the message).
+FILES: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "index that is no JSON": (
+        lambda folder: (folder / INDEX).write_text("{oops"),
+        "",
+        f"with the file of each key, as 'weight_map' in '{INDEX}', got JSONDecodeError: Expecting property name",
+    ),
+    "index that is no text": (
+        lambda folder: (folder / INDEX).write_bytes(b"\xff\xfe\xfa"),
+        "",
+        f"with the file of each key, as 'weight_map' in '{INDEX}', got UnicodeDecodeError:",
+    ),
+    **{
+        f"index of {content}": (
+            lambda folder, content=content: (folder / INDEX).write_text(content),
+            "",
+            f"with the file of each key, as 'weight_map' in '{INDEX}', got JSON without that. Get it anew, or remove",
+        )
+        for content in ("{}", "[]", "3", '{"weight_map": []}', '{"weight_map": {"a.w1": 1}}')
+    },
+    "index itself": (
+        lambda folder: (folder / INDEX).write_text(json.dumps({"weight_map": {KEY: NAME}})),
+        INDEX,
+        f"of files in safetensors' format, '{INDEX}' too, got SafetensorError: Error while deserializing header: "
+        "header too large. Pass the folder that it is in.",
+    ),
+    "file of other bytes": (
+        lambda folder: (folder / NAME).write_bytes(b"x" * 100),
+        "",
+        f"of files in safetensors' format, '{NAME}' too, got SafetensorError: Error while deserializing header: ",
+    ),
+    "file cut short": (
+        cut_short,
+        NAME,
+        f"of files in safetensors' format, '{NAME}' too, got SafetensorError: Error while deserializing header: "
+        "incomplete metadata, file not fully covered. Get it anew: it is cut short, or no such file.",
+    ),
+    "empty file": (
+        lambda folder: (folder / NAME).write_bytes(b""),
+        "",
+        f"of files in safetensors' format, '{NAME}' too, got SafetensorError: Error while deserializing header: ",
+    ),
+    "file of torch.save": (
+        lambda folder: torch.save({}, folder / "pytorch_model.bin"),
+        "pytorch_model.bin",
+        "of files in safetensors' format, 'pytorch_model.bin' too, got SafetensorError: Error while deserializing "
+        "header: header too large. Convert it with safetensors.torch.save_file.",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_that_cannot_be_read(name: str, tmp_path: Path) -> None:
+    spoil, passed, words = FILES[name]
+    save_file({KEY: torch.zeros(100, 100)}, tmp_path / NAME)
+    spoil(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(f"load_experts_: checkpoint must be {words}")):
+        moe_ops.load_experts_(Model(1), tmp_path / passed)
+
+
+def test_a_key_in_two_files_without_an_index(tmp_path: Path) -> None:
+    for name in ("a.safetensors", "b.safetensors"):
+        save_file({KEY: torch.zeros(1)}, tmp_path / name)
+    words = f"{KEY} must be in one file where a folder has no index, got 'a.safetensors' and 'b.safetensors'. Pass"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        moe_ops.load_experts_(Model(1), tmp_path)
+
+
 @pytest.mark.parametrize("where", ["nothing", "empty folder", "file of the index", "key of the index"])
 def test_files_that_are_not_there(where: str, tmp_path: Path) -> None:
     words = "checkpoint must be a safetensors file, or a folder with some, got"
@@ -258,9 +386,10 @@ def test_files_that_are_not_there(where: str, tmp_path: Path) -> None:
         others = [f"layers.0.mlp.experts.0.{name}.weight" for name in ("up_proj", "down_proj")]
         index = {"weight_map": dict.fromkeys((key, *others), "model-1.safetensors")}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-        words = "checkpoint must be complete, with the file 'model-1.safetensors' of its index, got no such file."
+        words = "load_experts_: checkpoint must be complete, with the file 'model-1.safetensors' of its index, got no"
         if where == "key of the index":
             save_file({"other": torch.zeros(1)}, tmp_path / "model-1.safetensors")
             words = f"{key} must be readable from 'model-1.safetensors', got SafetensorError"
-    with pytest.raises(ValueError, match=re.escape(words)):
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
         moe_ops.load_experts_(Model(1), tmp_path / "none" if where == "nothing" else tmp_path)
+    assert str(caught.value).count("load_experts_") == 1

@@ -153,6 +153,23 @@ def test_biases_of_numbered_experts(tmp_path: Path) -> None:
     assert torch.equal(experts.down_proj_bias, firsts["down_proj"][..., 0])
 
 
+def test_the_filter_leaves_float_layers_to_others(tmp_path: Path) -> None:
+    first, second = (f"layers.{i}.mlp.experts" for i in range(2))
+    state = layers_of("float, channel", [first])
+    floats = {f"{second}.0.{name}.weight": torch.ones(2, 2).bfloat16() for name in files.PROJECTIONS}
+    save_file(state | floats, tmp_path / "model.safetensors")
+    model = Model(2)
+    asked: list[tuple[str, nn.Module]] = []
+    schemes = moe_ops.load_experts_(
+        model, tmp_path, filter=lambda name, module: asked.append((name, module)) or name != second
+    )
+    assert asked == [(name, model.get_submodule(name)) for name in (first, second)]
+    assert schemes == {first: "fp8_channel"}
+    assert type(model.get_submodule(second).down_proj) is nn.Parameter
+    with pytest.raises(ValueError, match="and down_proj that the filter takes, got Model"):
+        moe_ops.load_experts_(model, tmp_path, filter=lambda name, module: False)
+
+
 def test_experts_of_transformers_on_the_meta_device(tmp_path: Path) -> None:
     import transformers
 
