@@ -58,7 +58,13 @@ def pack(nibbles: Tensor) -> Tensor:
 
 def exponents(scale: Tensor) -> Tensor:
     """fp32 powers of two from e8m0 or from the bytes that it is; 255 is NaN."""
-    return (scale.view(E8M0) if scale.dtype == torch.uint8 else scale).float()
+    if scale.dtype != torch.uint8:
+        return scale.float()
+    # Not by a view as e8m0, of which Inductor makes no tensor on a CPU. fp32 has these exponents in front of 23 bits;
+    # of the least, 2^-127, and of NaN the first of those bits is set.
+    code = scale.int()
+    powers: Tensor = (code << 23 | ((code == 0) | (code == 255)).int() << 22).view(torch.float32)
+    return powers
 
 
 def _decode_e2m1(stored: Tensor) -> Tensor:

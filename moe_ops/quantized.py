@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from meta.checks import accepts, check_name, check_placement, check_rank, check_type, fail
+from meta.formats import E8M0
 from meta.gemm_shapes import by_place, weight_operand
 from meta.schemes import FLOAT_DTYPES, SCHEMES, QuantScheme
 from moe_ops import compat
@@ -294,7 +295,10 @@ def _index_select(weight: Any, dim: int, index: Tensor) -> Any:
 
 def _of_bytes(part: Tensor, take: Callable[[Tensor], Tensor]) -> Tensor:
     """``take(part)``, some of its experts; not every device indexes every dtype of 8 bits."""
-    return take(part.view(torch.uint8)).view(part.dtype) if part.dtype.itemsize == 1 else take(part)
+    # Inductor leaves all operations with e8m0 on a CPU to aten, but views, which it has no code for.
+    if part.dtype.itemsize == 1 and not (part.dtype == E8M0 and part.device.type == "cpu"):
+        return take(part.view(torch.uint8)).view(part.dtype)
+    return take(part)
 
 
 def _copy(weight: Any, source: Any, non_blocking: bool = False) -> Any:

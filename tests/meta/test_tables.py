@@ -12,7 +12,7 @@ from meta import cost
 from meta.activations import ACTIVATIONS, join_glu, resolve_activation, split_glu
 from meta.arch import ARCHS, TYPICAL, device_arch, lacks, lookup, lookup_gpu
 from meta.dims import LETTERS, LayerProblem, common_layout, weight_layout
-from meta.formats import CODES
+from meta.formats import CODES, E8M0, exponents
 from meta.schemes import SCHEMES, per_element, resolve_scheme
 from moe_ops.ops import parse
 
@@ -84,6 +84,16 @@ def test_e2m1_is_the_table_of_the_specification() -> None:
     assert torch.equal(code.decode(bytes_), wanted)
     ties = torch.tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -9.0]])
     assert code.decode(code.encode(ties)).tolist() == [[0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, -6.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, E8M0], ids=["bytes", "e8m0"])
+def test_exponents_are_powers_of_two(dtype: torch.dtype) -> None:
+    """The least one, which fp32 has as a subnormal number, and NaN too."""
+    wanted = torch.exp2(torch.arange(256).double() - 127).float()
+    wanted[255] = torch.nan
+    got = exponents(torch.arange(256, dtype=torch.uint8).view(dtype))
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_zero_point_is_the_code_of_zero() -> None:

@@ -377,6 +377,38 @@ def test_inductor_gets_the_bytes() -> None:
     assert shapes.count((8, 96, 64)) == 2
 
 
+#: Code that is not fused, of a weight ``[8, N, K]``.
+UNFUSED: dict[str, Callable[[Tensor], Tensor]] = {
+    "whole": lambda weight: weight.float(),
+    "one": lambda weight: weight[3].float(),
+    "gathered": lambda weight: weight[torch.tensor([[0, 3], [7, 7]])].float(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu], ids=["bytes", "e8m0"])
+@pytest.mark.parametrize("scheme", ["mxfp4", "mxfp4_a8", "mxfp8"])
+@pytest.mark.parametrize("use", UNFUSED)
+def test_inductor_decodes_exponents(use: str, scheme: str, dtype: torch.dtype) -> None:
+    """It makes no tensor of e8m0 on a CPU, and views none."""
+    stored, scale = moe_ops.quantize_weight(torch.randn(8, 96, 64), scheme=scheme)
+    weight = QuantizedWeight(stored, [scale.view(dtype)], scheme=scheme, dtype=torch.float32)
+    torch.compiler.reset()
+    with torch.no_grad():
+        got = torch.compile(UNFUSED[use], backend="inductor", fullgraph=True)(weight)
+    assert torch.equal(got, UNFUSED[use](weight))
+
+
+def test_a_gathered_weight_is_trained_around() -> None:
+    """The block is left, as its gradient is recorded; Inductor computes what eager code does."""
+    module = Normed()
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    torch.compiler.reset()
+    results = module(x), torch.compile(module, backend="moe_ops", fullgraph=True)(x)
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+    gradients = [torch.autograd.grad(result.square().sum(), x)[0] for result in results]
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-5)
+
+
 def test_wrappers_are_taken_apart_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by AOTAutograd at every call: it gets plain tensors, whose memory stays as a parameter's does."""
     from compile_passes import compat
