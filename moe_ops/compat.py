@@ -81,8 +81,17 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 #: tensors like any other; on the CPU the records take a tenth of the time of a small layer.
 kernels_alone = torch._C._AutoDispatchBelowADInplaceOrView
 
-#: For the body of an operator, too: it computes in what its rule says, whatever is cast around its call.
+#: For the body of an operator, too, where something is cast around its call: it computes in what its rule says.
 without_autocast = torch._C._DisableAutocast
+
+
+def autocast_is_on() -> bool:
+    """Whether anything is cast, on any kind of device."""
+    return True
+
+
+if hasattr(torch._C, "_is_any_autocast_enabled"):
+    autocast_is_on = torch._C._is_any_autocast_enabled
 
 
 def without_fake_tensors() -> Any:

@@ -186,8 +186,11 @@ def _alone(function: Callable[[Call], Any]) -> Callable[[Call], Any]:
     """An operator's body, undisturbed by what is active around its call."""
 
     def body(call: Call) -> Any:
-        with compat.kernels_alone(), compat.without_autocast():
-            return function(call)
+        with compat.kernels_alone():
+            if not compat.autocast_is_on():
+                return function(call)
+            with compat.without_autocast():
+                return function(call)
 
     return body
 
