@@ -150,12 +150,13 @@ class Checkpoint:
         """The parts of each of the layer's weights, by the name of the parameter that it is.
 
         Raises:
-            ValueError: an expert or a projection is missing, or something is there under two names; the key is named.
+            ValueError: an expert or a projection is missing, or something is there under two names or in two forms; the
+                key is named.
         """
         layer = self.layers.get(prefix, {})
         experts = sorted({expert for expert, _ in layer if expert is not None})
-        names = {projection for _, projection in layer}
         stacked = not experts
+        names = {projection for expert, projection in layer if (expert is None) == stacked}
         if "gate_up_proj" in names:
             weights = {"gate_up_proj": ["gate_up_proj"]}
         elif "gate_proj" in names:
@@ -164,7 +165,13 @@ class Checkpoint:
             weights = {"up_proj": ["up_proj"]}
         weights["down_proj"] = ["down_proj"]
         found: dict[str, Members] = {name: [] for name in weights}
-        for expert in [None] if stacked else range(experts[-1] + 1):
+        numbers = [None] if stacked else range(experts[-1] + 1)
+        read = [(expert, one) for expert in numbers for projections in weights.values() for one in projections]
+        for place in sorted(layer.keys() - set(read), key=str):
+            (key, *_), *_ = layer[place].values()
+            beside = ".".join([prefix, *([] if stacked else ["0"]), read[0][1]])
+            raise fail(OP, key, f"absent beside {beside!r}", "it", "Take one of them out of the checkpoint.")
+        for expert in numbers:
             for name, projections in weights.items():
                 found[name].append([self._parts(layer, prefix, expert, projection) for projection in projections])
         return found

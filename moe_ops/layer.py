@@ -1,7 +1,7 @@
 """A layer's experts in three steps, for code that puts something between them, such as expert parallelism's exchange.
 
-``finalize(experts(prepare(...), ...), ...)`` is :func:`moe_ops.fused_experts`, in both formats and on every backend, but
-for roundings that a whole layer need not make between its steps, from the stage operators alone: it differentiates,
+``finalize(experts(prepare(...), ...), ...)`` is :func:`moe_ops.fused_experts`, in both formats and on every backend,
+but for roundings that a whole layer need not make between its steps, from the stage operators alone: it differentiates,
 traces and captures as they do. What stands between the steps need not be what the step before gave: rows may be sent
 away and others received, and their number is free.
 """

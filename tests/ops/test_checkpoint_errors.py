@@ -110,6 +110,16 @@ BROKEN: dict[str, tuple[str, Break, str]] = {
         f"{PREFIX}.0.w1.weight must be absent beside '{FIRST}.weight', which is the same part of '{FIRST}', got it. "
         "Take one of them out",
     ),
+    "gate and up in two forms": (
+        "float, channel",
+        put(f"{PREFIX}.0.gate_up_proj.weight", torch.zeros(2 * files.I, files.H, dtype=torch.float8_e4m3fn)),
+        f"{PREFIX}.0.gate_proj.weight must be absent beside '{PREFIX}.0.gate_up_proj', got it. Take one of them out",
+    ),
+    "stacked beside numbered experts": (
+        "float, channel",
+        put(f"{PREFIX}.gate_up_proj", torch.zeros(2, files.H, 2 * files.I, dtype=torch.float8_e4m3fn)),
+        f"{PREFIX}.gate_up_proj must be absent beside '{FIRST}', got it. Take one of them out",
+    ),
     "two names of a scale": (
         "float, channel",
         put(f"{FIRST}.scale", torch.ones(files.I, 1)),
