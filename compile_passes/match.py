@@ -203,7 +203,7 @@ class Product:
         stacked, made = example(self.weight.node), example(self.anchor)
         if stacked is None or made is None or not made.dtype.is_floating_point:
             return torch.float64 if stacked is None else stacked.dtype
-        return narrower(stacked.dtype, made.dtype)
+        return narrower(made.dtype, stacked.dtype)  # fp16 of bf16 weights, as autocast has it
 
 
 @dataclass(frozen=True)

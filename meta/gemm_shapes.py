@@ -271,7 +271,12 @@ def stacked_or_separate(
         rule = f"without static scales of activations beside {up_name}"
         raise fail(op, scales_name, rule, "some", "Stack gate and up: their rows are the same, and so is the scale.")
     gate = weight_operand(op, scales_name, weight, scheme, scales[:half], sizes)
-    return gate, weight_operand(op, scales_name, up, scheme, scales[half:], sizes)
+    other = weight_operand(op, scales_name, up, scheme, scales[half:], sizes)
+    if gate.groups != other.groups:  # kernels address both halves by one form
+        rule = f"of the same groups for {up_name} as for {weight_name}"
+        got = " and ".join(str([list(scale.shape) for scale in one.scales]) for one in (other, gate))
+        raise fail(op, scales_name, rule, got, "Repeat each of the coarser ones for the groups that it is of.")
+    return gate, other
 
 
 def _glu(op: str, flat: Flat) -> GluCall:

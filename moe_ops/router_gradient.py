@@ -23,7 +23,8 @@ def fused_topk_backward(call: RouteBackwardCall) -> Tensor:
     raw = _selected(row.score, row.after, logits, ids)
     if options.renormalize:
         total = raw.sum(dim=-1, keepdim=True) + options.renorm_eps
-        grad = grad / total - (grad * raw).sum(dim=-1, keepdim=True) / total.square()
+        # By shares, as the square of a small total is 0.
+        grad = (grad - (grad * (raw / total)).sum(dim=-1, keepdim=True)) / total
     if row.after == "softmax":
         grad = raw * (grad - (grad * raw).sum(dim=-1, keepdim=True))
     elif row.score == "softmax":

@@ -19,7 +19,7 @@ from typing import Any
 from torch import fx
 
 from compile_passes.patterns.halves import Half, Halves, finite_bounds
-from compile_passes.vocabulary import Call
+from compile_passes.vocabulary import Call, example
 
 # A formula of more factors is none of ours.
 _MOST_FACTORS = 8
@@ -123,7 +123,10 @@ class Formulas:
     def _read(self, value: fx.Node) -> Term | None:
         half = self.halves.half(value)
         if half is not None:
-            positive = half.low == 0 and half.high is None
+            made = example(value)
+            # At 0 itself a clamp's derivative is 1, and relu's 0: of weights that are 0 no other would ever change.
+            trained = made is None or made.requires_grad
+            positive = half.low == 0 and half.high is None and not trained
             return Term(1.0, (Factor("relu", replace(half, low=None)) if positive else Factor("plain", half),))
         call = self.halves.elementwise(value, _READ, "y approximate tensor1 tensor2 min max")
         return None if call is None else _STEPS[call.name](self, call)

@@ -92,6 +92,11 @@ def record(
     return result, None if made is None else made.fire
 
 
+def _dense(tensor: Tensor | None) -> Any:
+    """A small argument, or its copy, as kernels address it: its elements one after the other."""
+    return None if tensor is None else tensor.contiguous()
+
+
 # ---- routing and rows ----
 
 
@@ -133,7 +138,7 @@ def quantize_rows(call: QuantizeCall) -> tuple[Tensor, Tensor]:
 
 
 def quantize_batched(call: QuantizeCall) -> tuple[Tensor, Tensor]:
-    return act_quant.quantize_batched(call.rows, call.expert_num_tokens, FORMS[call.problem.scheme])
+    return act_quant.quantize_batched(call.rows, _dense(call.expert_num_tokens), FORMS[call.problem.scheme])
 
 
 # ---- single GEMMs ----
@@ -150,7 +155,8 @@ def _gemm(
     """``gather``: where its rows come from, if `call.x` has tokens."""
     problem, blocks = call.problem, blocks_for(call.weight, call.x, call.device)
     x = call.x if blocks is None else _in_blocks(call, blocks, gathered=gather is not None)
-    epilogue |= {"rows_scale": x.scales[0] if x.scales else None, "blocks": blocks}
+    extents = _dense(call.extents)
+    epilogue |= {"rows_scale": _dense(x.scales[0]) if x.scales else None, "blocks": blocks}
     mm = ExpertMM(call.weight, call.out_dtype, bias=call.bias, **epilogue)
     column = triton_plans.product(problem.scheme, first=mm.activation is not None, gathered=gather is not None)
     tile = _tile_for(problem.scheme, mm, int(problem.M), column)
@@ -158,11 +164,11 @@ def _gemm(
     counted = load is not None and mm.takes_few(tile)
     tile = fit(tile, mm, as_they_are=gather is not None or problem.format == "batched" or counted)
     if problem.format == "batched":
-        return launch_batched_mm(x.data.contiguous(), mm, call.extents, tile, load=load)
+        return launch_batched_mm(x.data.contiguous(), mm, extents, tile, load=load)
     rows, order, count = unit_stride(x.data), mm.order(tile), int(problem.M)
     if order is not None:
         rows, mm = permute.gather_rows(rows, None, order=order), replace(mm, rows_order=order)
-    return launch_grouped_mm(rows, mm, call.extents, tile, num_rows=count, load=load, **(gather or {}))
+    return launch_grouped_mm(rows, mm, extents, tile, num_rows=count, load=load, **(gather or {}))
 
 
 def _tile_for(scheme: str, mm: ExpertMM, rows: int, column: str) -> MMConfig:
@@ -175,9 +181,9 @@ def _in_blocks(call: GemmCall, form: ActivationFormat, gathered: bool) -> Operan
     if gathered:
         made = act_quant.quantize_rows(call.x.data, form)
     elif call.problem.format == "batched":
-        made = act_quant.quantize_batched(call.x.data, call.extents, form)
+        made = act_quant.quantize_batched(call.x.data, _dense(call.extents), form)
     else:
-        made = act_quant.quantize_sorted(call.x.data, call.extents, form)
+        made = act_quant.quantize_sorted(call.x.data, _dense(call.extents), form)
     return Operand(made[0], form, (made[1],))
 
 
@@ -194,7 +200,8 @@ def gathered_mm(call: GatheredCall) -> Tensor:
     """
     if call.topk_weights is not None:
         return grouped_mm(call.of_rows(permute.gather_rows(call.x.data, call.pair_to_row, call.topk_weights)))
-    return _gemm(call, gather={"row_to_pair": call.row_to_pair, "top_k": call.pair_to_row.shape[1]})[0]
+    gather = {"row_to_pair": _dense(call.row_to_pair), "top_k": call.pair_to_row.shape[1]}
+    return _gemm(call, gather=gather)[0]
 
 
 def activated_rows(call: ExpertsCall, routed: Routed, *, keep: bool) -> tuple[Tensor, ...]:
@@ -227,14 +234,16 @@ batched_mm_glu = grouped_mm_glu
 
 
 def grouped_wgrad(call: WgradCall) -> Tensor:
+    offsets = _dense(call.offsets)
     if call.row_to_pair is None or call.pair_to_row is None:
-        return wgrad.grouped_wgrad(call.grad_rows, call.rows, call.offsets)
-    places = (call.row_to_pair, call.pair_to_row)
-    return wgrad.of_tokens(call.grad_rows, call.rows, call.offsets, *places, call.tokens)
+        return wgrad.grouped_wgrad(call.grad_rows, call.rows, offsets)
+    places = (_dense(call.row_to_pair), _dense(call.pair_to_row))
+    return wgrad.of_tokens(call.grad_rows, call.rows, offsets, *places, call.tokens)
 
 
 def expert_sums(call: SumsCall) -> Tensor:
-    return collect.expert_sums(call.rows, call.offsets, call.row_to_pair, call.pair_to_row, call.topk_weights)
+    places = (_dense(call.row_to_pair), call.pair_to_row)
+    return collect.expert_sums(call.rows, _dense(call.offsets), *places, call.topk_weights)
 
 
 # ---- the whole layer ----
@@ -242,8 +251,8 @@ def expert_sums(call: SumsCall) -> Tensor:
 
 def fused_experts(call: ExpertsCall) -> Tensor:
     x = call.hidden_states.data
-    if x.shape[0] == 0:
-        return x.new_empty(x.shape, dtype=call.out_dtype)
+    if call.topk_ids.numel() == 0 or call.experts.count == 0:  # nothing is selected
+        return x.new_zeros(x.shape, dtype=call.out_dtype)
     layer, plan = _layer(call)
     return layer.run(plan, call.hidden_states, call.topk_weights, call.topk_ids)
 
@@ -265,7 +274,7 @@ def _layer(call: LayerCall) -> tuple[Layer, Plan]:
     plan = triton_plans.plan_for(*wanted)
     if plan.sequence == "small" and not small.reads_rows(up, down):
         plan = triton_plans.by_products(*wanted)
-    return Layer(up, down, problem.scheme, call.expert_map, call.weight_on_input, call.capacity), plan
+    return Layer(up, down, problem.scheme, _dense(call.expert_map), call.weight_on_input, call.capacity), plan
 
 
 def run_plan(

@@ -15,7 +15,8 @@ from moe_ops.backends import triton as backend
 from moe_ops.backends import triton_plans
 from moe_ops.kernels.triton import layer, permute, small, topk
 from moe_ops.kernels.triton.config import MMConfig, SmallConfig
-from moe_ops.ops import parse
+from moe_ops.ops import SIGNATURES, parse
+from tests.ops.calls import CALLS
 from tests.ops.errors import assert_accurate, assert_rounded, norm_error
 from tests.ops.layers import VARIANTS, Layer, dense_formula, plain_result
 
@@ -89,6 +90,52 @@ def test_fused_experts_with_an_expert_map(plan):
     arguments[4] = torch.randint(-1, 10, (7, 3))
     expert_map = torch.tensor([-1, 2, 5, -1, 0, 1, 4, 3, -1])
     assert_rounded(*run(plan, arguments, {**options, "expert_map": expert_map}))
+
+
+def spread(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers, others between them."""
+    room = torch.stack((tensor.float(), torch.full(tensor.shape, 3.0)), dim=-1).to(tensor.dtype)
+    return room[..., 0]
+
+
+@every_path
+def test_an_expert_map_may_be_a_column(plan):
+    torch.manual_seed(2)
+    arguments, options = case()
+    arguments[4] = torch.randint(-1, 10, (7, 3))
+    expert_map = spread(torch.tensor([-1, 2, 5, -1, 0, 1, 4, 3, -1]))
+    assert_rounded(*run(plan, arguments, {**options, "expert_map": expert_map}))
+
+
+SPREAD = [
+    ("grouped_mm-plain", "offsets"), ("grouped_mm_glu-plain", "offsets"), ("grouped_mm_glu-fp8", "rows_scale"),
+    ("grouped_mm-fp8", "rows_scale"), ("batched_mm-plain", "expert_num_tokens"),
+    ("batched_mm_glu-plain", "expert_num_tokens"), ("batched_mm_glu-fp8", "batch_scale"),
+    ("quantize_batched-fp32", "expert_num_tokens"), ("grouped_wgrad-plain", "offsets"),
+    ("expert_sums-plain", "offsets"),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize(("name", "argument"), SPREAD)
+def test_small_arguments_may_have_any_strides(name, argument):
+    made = CALLS[name]
+    place = SIGNATURES[made.op].positional.index(argument)
+    given = list(made.args)
+    given[place] = spread(given[place])
+    assert not given[place].is_contiguous()
+    wanted, got = (getattr(backend, made.op)(parse(made.op, *args, **made.kwargs)) for args in (made.args, given))
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("empty", ["experts", "choices"])
+def test_nothing_to_select_is_zero(empty):
+    arguments, _ = case()
+    if empty == "experts":
+        arguments[1], arguments[2] = arguments[1][:0], arguments[2][:0]
+    else:
+        arguments[3], arguments[4] = arguments[3][:, :0], arguments[4][:, :0]
+    assert not moe_ops.fused_experts(*arguments, backend="triton").any()
 
 
 @every_path

@@ -303,6 +303,16 @@ def test_topk_gradients_compiled(name: str) -> None:
     assert relative_error(got, wanted) <= 1e-6
 
 
+@pytest.mark.parametrize("routing", ["sigmoid", "topk_sigmoid"])
+def test_topk_gradients_of_weights_whose_squares_are_0(routing: str) -> None:
+    logits = torch.tensor([[-60.0, -61.0, -70.0]], requires_grad=True)
+    grad = torch.tensor([[1.0, -0.5]])
+    moe_ops.fused_topk(logits, top_k=2, routing=routing)[0].backward(grad)
+    gold = logits.detach().double().requires_grad_()
+    route(gold, None, top_k=2, routing=routing, dtype=torch.float64)[0].backward(grad.double())
+    assert relative_error(logits.grad, gold.grad) <= 2e-6
+
+
 def test_topk_gradient_has_the_dtype_of_the_logits() -> None:
     logits = torch.randn(3, 6, dtype=torch.bfloat16, requires_grad=True)
     moe_ops.fused_topk(logits, top_k=2)[0][:, 0].sum().backward()

@@ -1102,6 +1102,25 @@ def test_every_operator_has_a_case(op: str) -> None:
     assert op in {case[0] for case in CASES.values()}
 
 
+@pytest.mark.parametrize("scheme", ["fp8_w8a16", "int4_w4a16", "int8_w8a16", "w4a8_fp8"])
+def test_halves_apart_have_scales_of_the_same_groups(scheme: str) -> None:
+    """One form addresses both: what is read of another one is beside it."""
+    row, gate, up = SCHEMES[scheme], torch.randn(3, 64, 128), torch.randn(3, 64, 128)
+    data, (scale, *more) = row.quantize(gate)
+    other, (of_up, *more_of_up) = row.quantize(up)
+    form = of_up[:, :1] if scheme == "fp8_w8a16" else torch.cat((of_up, of_up), dim=2)
+    down, scales = row.quantize(torch.randn(3, 128, 64))
+    x, weights, ids = torch.randn(2, 128).bfloat16(), torch.rand(2, 1), torch.zeros(2, 1, dtype=torch.int32)
+
+    def layer(of_up: Tensor) -> Tensor:
+        given = {"gate_up_scales": [scale, *more, of_up, *more_of_up], "down_scales": scales}
+        return moe_ops.fused_experts(x, data, down, weights, ids, up_proj=other, scheme=scheme, **given)
+
+    layer(of_up)
+    with pytest.raises(ValueError, match="gate_up_scales must be of the same groups for up_proj as for gate_up_proj"):
+        layer(form)
+
+
 def test_public_functions_raise_the_same() -> None:
     with pytest.raises(ValueError, match="fused_experts: format must be one of"):
         moe_ops.fused_experts(**layer(), format="dense")

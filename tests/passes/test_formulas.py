@@ -14,7 +14,7 @@ from compile_passes.match import Body, Refusal
 from compile_passes.patterns.activation import recognise_body
 from compile_passes.reading import Reading
 from meta.activations import resolve_activation, split_glu
-from tests.passes.blocks import K, batched, block, capture, grouped, match, weights
+from tests.passes.blocks import I, K, batched, block, capture, grouped, match, weights
 from tests.passes.compare import assert_same
 
 WIDTH = 6
@@ -246,3 +246,13 @@ def test_a_factor_goes_to_a_router_that_stays(dtype: torch.dtype) -> None:
 def test_a_factor_is_the_routers_scale() -> None:
     found = match(block(grouped, activation=SPELLED["twice_silu"][0]))
     assert found.router.scale == 2.0 and found.body.scale == 2.0
+
+
+@pytest.mark.parametrize(("bounded", "fused"), [(lambda h: h.clamp(min=0), 0), (F.relu, 1)], ids=["clamp", "relu"])
+def test_a_clamp_at_0_has_another_derivative_than_relu(bounded, fused: int) -> None:
+    """1 at 0, so that a first projection of zeros is trained."""
+    run, given = block(batched, activation=bounded), weights(n=I, dtype=torch.float32)
+    given["w1"].zero_()
+    assert assert_same(run, *given.values(), gradients=True).fused == fused
+    with torch.no_grad():
+        assert assert_same(run, *given.values()).fused == 1

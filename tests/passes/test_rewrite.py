@@ -191,6 +191,18 @@ def test_autocast_rows_keep_their_dtype():
     assert gm.graph.output_node().args[0][0].meta["example_value"].dtype == torch.float32
 
 
+def test_fp16_of_autocast_is_not_the_bf16_of_the_weights():
+    """Neither is the narrower one: what autocast rounds to is what is multiplied."""
+    inputs = weights()
+    inputs["x"], inputs["gate"] = inputs["x"].float(), inputs["gate"].float()
+    gold = block(batched)(**{name: value.double() for name, value in inputs.items()})
+    torch.compiler.reset()
+    compiled = torch.compile(block(batched), backend="moe_ops_eager", fullgraph=True)
+    with torch.no_grad(), torch.autocast("cpu", torch.float16):
+        theirs, got = block(batched)(**inputs), compiled(**inputs)
+    assert (got.double() - gold).norm() <= 1.1 * (theirs.double() - gold).norm()
+
+
 def test_nothing_else_is_touched():
     def run_both(x, gate, w1, w2):
         scores = F.linear(x, gate).softmax(-1)

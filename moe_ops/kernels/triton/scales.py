@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.triton.util import INTERPRETED, round_to
+from moe_ops.kernels.triton.util import INTERPRETED, round_to, widen
 
 E4M3_MAX = tl.constexpr(448.0)
 INT8_MAX = tl.constexpr(127.0)
@@ -42,7 +42,7 @@ def decode_scale(stored):
         bits = tl.where(stored == 0, 0x00400000, bits)  # 2^-127, a subnormal
         return tl.where(stored == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
     else:
-        return stored.to(tl.float32)
+        return widen(stored)
 
 
 @triton.jit

@@ -159,7 +159,7 @@ def _glu_sums(
         row = 2 * first if GLU == INTERLEAVED else first
         scales = (x_scale, w_scale, token, expert)
         gate_in = _scaled_input(value, *scales, row, k, K, SCALE_STRIDES, SCHEME, BLOCK_K)
-        gate += _lanes(gate_tile.to(tl.float32) * gate_in[None, :], VECTOR)
+        gate += _lanes(widen(gate_tile) * gate_in[None, :], VECTOR)
         if GLU > 0:
             up_in = gate_in
             if GLU == CONCAT and has_groups(SCHEME):
@@ -167,7 +167,7 @@ def _glu_sums(
                 row = N + first if SCHEME[2] else first
                 scales = (x_scale, w_scale + (0 if SCHEME[2] else up_scale_offset), token, expert)
                 up_in = _scaled_input(value, *scales, row, k, K, SCALE_STRIDES, SCHEME, BLOCK_K)
-            up += _lanes(up_tile.to(tl.float32) * up_in[None, :], VECTOR)
+            up += _lanes(widen(up_tile) * up_in[None, :], VECTOR)
     gate_sum = tl.sum(gate, axis=1)
     up_sum = tl.sum(up, axis=1)
     if SCHEME is not None and not has_groups(SCHEME):
@@ -294,7 +294,7 @@ def _add_product(
         group_scale *= load_scale(pointers, inside)
         value = value.reshape(PAIRS, BLOCK_K // GROUP, GROUP) * group_scale[:, :, None]
         value = value.reshape(PAIRS, BLOCK_K)
-    return total + _lanes(tile.to(tl.float32) * (value * scale[:, None])[:, None, :], BLOCK_K // total.shape[2])
+    return total + _lanes(widen(tile) * (value * scale[:, None])[:, None, :], BLOCK_K // total.shape[2])
 
 
 @triton.jit

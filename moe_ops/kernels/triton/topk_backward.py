@@ -58,7 +58,8 @@ def _topk_backward_kernel(
     raw = tl.where(slot, raw, 0.0)
     if RENORMALIZE:
         total = tl.sum(raw, axis=1)[:, None] + renorm_eps
-        g = g / total - tl.sum(g * raw, axis=1)[:, None] / (total * total)
+        # By shares, as the square of a small total is 0.
+        g = (g - tl.sum(g * (raw / total), axis=1)[:, None]) / total
         g = tl.where(slot, g, 0.0)
     inner = tl.sum(g * raw, axis=1)[:, None]
     if AFTER == "softmax":
