@@ -171,15 +171,10 @@ def refuse_tangents(op: str, args: Sequence[Any]) -> None:
     """Raise where forward-mode differentiation follows an argument, whose tangent is lost below autograd."""
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)] if compat.forward_mode_is_on() else []
     if any(map(compat.carries_tangent, tensors)):
-        raise tangent_error(op)
-
-
-def tangent_error(op: str) -> ValueError:
-    """What forward-mode differentiation of an operator raises."""
-    return ValueError(
-        f"{op}: arguments must not carry a tangent, got one of forward-mode differentiation, which is not implemented. "
-        "Differentiate in reverse (backward(), torch.autograd.grad), or pass it without one."
-    )
+        raise ValueError(
+            f"{op}: arguments must not carry a tangent, got one of forward-mode differentiation, which is not "
+            "implemented. Differentiate in reverse (backward(), torch.autograd.grad), or pass it without one."
+        )
 
 
 def _alone(function: Callable[[Call], Any]) -> Callable[[Call], Any]:

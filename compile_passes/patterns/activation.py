@@ -74,6 +74,8 @@ def _decide(term: Term, rows: fx.Node) -> tuple[Body, tuple[fx.Node, ...]] | Ref
     strange = next((factor for factor in term.factors if factor.kind not in ("plain", "plus_one")), None)
     if not gates and strange is not None:
         return Refusal(rows, f"Unknown activation between the expert products (at {strange.kind}).", _CURE)
+    if not gates and any(half.is_positive_part for half in halves):
+        return Refusal(rows, "clamp(min=0) has another derivative at 0 than relu, and is trained.", "Write torch.relu.")
     if len(gates) != 1:
         return Refusal(rows, f"{len(gates)} activations between the expert products instead of one.", _CURE)
     (gate,) = gates

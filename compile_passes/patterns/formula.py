@@ -91,6 +91,12 @@ class _Polynomial:
         return _close(self.terms[1], times * _LINEAR) and _close(self.terms[3], times * _CUBIC)
 
 
+def _is_trained(value: fx.Node) -> bool:
+    """Whether a gradient passes: at 0 that of a clamp is 1, and of relu 0, by which weights of 0 would never change."""
+    made = example(value)
+    return made is None or made.requires_grad
+
+
 class Formulas:
     """Reads formulas of ``halves``.
 
@@ -123,11 +129,8 @@ class Formulas:
     def _read(self, value: fx.Node) -> Term | None:
         half = self.halves.half(value)
         if half is not None:
-            made = example(value)
-            # At 0 itself a clamp's derivative is 1, and relu's 0: of weights that are 0 no other would ever change.
-            trained = made is None or made.requires_grad
-            positive = half.low == 0 and half.high is None and not trained
-            return Term(1.0, (Factor("relu", replace(half, low=None)) if positive else Factor("plain", half),))
+            is_relu = half.is_positive_part and not _is_trained(value)
+            return Term(1.0, (Factor("relu", replace(half, low=None)) if is_relu else Factor("plain", half),))
         call = self.halves.elementwise(value, _READ, "y approximate tensor1 tensor2 min max")
         return None if call is None else _STEPS[call.name](self, call)
 

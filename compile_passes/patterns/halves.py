@@ -24,6 +24,11 @@ class Half:
     low: float | None = None
     high: float | None = None
 
+    @property
+    def is_positive_part(self) -> bool:
+        """Whether it is clamped at 0 alone."""
+        return self.low == 0 and self.high is None
+
 
 class Halves:
     """Reads halves of first products.

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from compile_passes.explain import explain
 from compile_passes.match import Body, Refusal
 from compile_passes.patterns.activation import recognise_body
 from compile_passes.reading import Reading
@@ -254,5 +255,7 @@ def test_a_clamp_at_0_has_another_derivative_than_relu(bounded, fused: int) -> N
     run, given = block(batched, activation=bounded), weights(n=I, dtype=torch.float32)
     given["w1"].zero_()
     assert assert_same(run, *given.values(), gradients=True).fused == fused
+    given["w1"].requires_grad_()
+    assert ("clamp(min=0)" in str(explain(run, *given.values()))) == (fused == 0)
     with torch.no_grad():
         assert assert_same(run, *given.values()).fused == 1
