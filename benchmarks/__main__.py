@@ -165,7 +165,9 @@ def e2e_command(arguments: list[str]) -> int:
     parser.add_argument("--variants", help="comma-separated names")
     parser.add_argument("--model", default="qwen3-4l" if torch.cuda.is_available() else "tiny", choices=MODELS)
     parser.add_argument("--cache-length", type=int, help="positions of the static cache, all of them attended to")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="in each, every variant is timed for one step")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="in each, every variant is timed once")
+    help = "timed at once, as a server issues them that waits for nothing (default: 1, of a device that idled)"
+    parser.add_argument("--steps", type=int, default=1, help=help)
     parser.add_argument("--json", type=Path, help=f"a new result file (default: in {OUT.name}/, numbered)")
     parser.add_argument("--commit", default=current_commit(), help="for the result file, where there is no checkout")
     options = parser.parse_args(arguments)
@@ -179,9 +181,11 @@ def e2e_command(arguments: list[str]) -> int:
     rounds = enough_rounds(options.rounds)
     path = new_path(options.json, OUT / "e2e.json")
     length = options.cache_length or model.cache_length
-    results = e2e.new_results(model, path, options.commit, length, rounds)
+    if options.steps < 1:
+        raise ValueError(f"benchmarks: --steps must be at least 1, got {options.steps}.")
+    results = e2e.new_results(model, path, options.commit, length, rounds, options.steps)
     with interruptible(results):
-        e2e.run(model, rows, names, results, length=length, rounds=rounds)
+        e2e.run(model, rows, names, results, length=length, rounds=rounds, steps=options.steps)
     print(f"{len(results.rows)} rows in {path}")
     return 0
 

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ from benchmarks.timing import IN_TURN, INTERVALS, ROUNDS, WARM_SECONDS, Run, in_
 METHOD = (
     "{layers} decoder layers, random {dtype} weights, StaticCache of {cache} positions (or the new tokens, if more) "
     "attended to in full, logits of the last token only. Every variant compiles afresh with static shapes and "
-    "fullgraph=True; all of a row are in one process, run in turn for {warm} s, to hot clocks, then in {in_turn}, a "
-    "step each, timed {clock}; before a step, outside the timing, the device idles and the cache is set back; "
+    "fullgraph=True; all of a row are in one process, run in turn for {warm} s, to hot clocks, then in {in_turn}, "
+    "{steps} each, timed {clock}; before {them}, outside the timing, the device idles and the cache is set back; "
     "{intervals}"
 )
 WARMUP_STEPS = 4  # CUDA graph trees warm up, record and replay within the first three
@@ -48,9 +48,10 @@ def parse_row(text: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[1])
 
 
-def new_results(model: Model, path: Path | None, commit: str, length: int, rounds: int) -> ResultFile:
+def new_results(model: Model, path: Path | None, commit: str, length: int, rounds: int, steps: int) -> ResultFile:
     """The file of a run, without rows."""
-    method = method_of(METHOD, model, rounds, cache=length)
+    of_steps = ("a step", "it") if steps == 1 else (f"{steps} steps, whose next is issued behind the last,", "them")
+    method = method_of(METHOD, model, rounds, cache=length, steps=of_steps[0], them=of_steps[1])
     return ResultFile(path, "e2e", method, commit=commit, cache_length=length, config=model.config)
 
 
@@ -65,7 +66,8 @@ def method_of(text: str, model: Model, rounds: int, **own: Any) -> str:
         intervals=INTERVALS.format(
             unit="ms",
             division="",
-            of="the variant's time over that of transformers' fastest variant (the row's reference)",
+            of="the variant's time over that of transformers' fastest variant, or our unquantised one (the row's "
+            "reference)",
         ),
         **own,
     )
@@ -79,12 +81,13 @@ def run(
     *,
     length: int,
     rounds: int = ROUNDS,
+    steps: int = 1,
 ) -> None:
     """Time every row under every variant; a variant that cannot run is a row with the reason instead of a time."""
     with built(model) as network, uncached(), progress_bar() as progress:
         task = progress.add_task("e2e", total=len(rows) * len(variants))
         for batch, new in rows:
-            case = Case(network, batch, new, max(length, new))
+            case = Case(network, batch, new, max(length, new * steps), steps)
 
             def say(name: str, title: str = f"{batch}x{new}") -> None:
                 progress.update(task, description=f"{title} {name}")
@@ -97,12 +100,13 @@ def run(
 
 @dataclass(frozen=True)
 class Case:
-    """A step of ``batch`` sequences with ``new`` tokens each, the last of ``length`` in the cache."""
+    """``steps`` of ``batch`` sequences with ``new`` tokens each; theirs are the last of ``length`` in the cache."""
 
     network: Any
     batch: int
     new: int
     length: int
+    steps: int = 1
 
     def unfit(self, variant: Variant) -> str | None:
         """Why a variant is not tried, or None."""
@@ -146,7 +150,7 @@ def prepare(case: Case, variant: Variant) -> tuple[dict[str, Any], Run | None]:
     step = None
     try:
         step, outcome = make_step(case, variant)
-        for _ in range(WARMUP_STEPS):
+        for _ in range(-(-WARMUP_STEPS // case.steps)):
             step()
         outcome["first_steps_s"] = round(time.perf_counter() - start, 1)
     except torch.OutOfMemoryError:
@@ -158,7 +162,7 @@ def prepare(case: Case, variant: Variant) -> tuple[dict[str, Any], Run | None]:
 
 
 def make_step(case: Case, variant: Variant) -> tuple[Run, dict[str, Any]]:
-    """One forward pass, after setting the cache back to where the new tokens are its last; of quantised experts the
+    """Forward passes, after setting the cache back to where the new tokens are its last; of quantised experts the
     bytes, over those of what they are made of.
     """
     from transformers import StaticCache
@@ -180,11 +184,11 @@ def make_step(case: Case, variant: Variant) -> tuple[Run, dict[str, Any]]:
 
     def rewind() -> None:
         for layer in cache.layers:
-            layer.cumulative_length.fill_(case.length - case.new)
+            layer.cumulative_length.fill_(case.length - case.new * case.steps)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
-    return Run(step, rewind), made
+    return Run(step, rewind, case.steps), made
 
 
 def quantized(network: Any, scheme: str) -> float:
@@ -211,17 +215,20 @@ def counting(run: Run, row: dict[str, Any]) -> Run:
         run.call()
         row["recompiles"] += counters["stats"]["unique_graphs"] - before
 
-    return Run(call, run.before)
+    return replace(run, call=call)
 
 
 def add_times(rows: dict[str, dict[str, Any]], samples: Mapping[str, Sequence[float]]) -> None:
-    """Write into rows, by variant, what their samples say; a variant that recompiled has no time."""
+    """Write into rows, by variant, what their samples say; a variant that recompiled has no time. Where transformers
+    has none, the first variant whose weights are plain is what all are compared with.
+    """
     kept = {name: [us / 1e3 for us in of_name] for name, of_name in samples.items() if not rows[name]["recompiles"]}
     for name in samples:
         if name not in kept:
             rows[name] |= {"ms": None, "reason": f"compiled {rows[name]['recompiles']} times while it was timed"}
     theirs = [name for name in kept if name.startswith(TRANSFORMERS)]
-    best = min(theirs, key=lambda name: median_interval(kept[name])[0], default=None)
+    plain = next((name for name in kept if VARIANTS[name].scheme is None), None)
+    best = min(theirs, key=lambda name: median_interval(kept[name])[0], default=plain)
     for name, of_name in kept.items():
         rows[name] |= fields("ms", median_interval(of_name)) | {"rounds": len(of_name)}
         if best is not None:

@@ -69,6 +69,8 @@ class QuantizedWeight(Tensor):
     stored: Tensor
     scheme: str
     transposed: bool
+    _names: list[str]  # of the inner tensors
+    _fields: tuple[str, torch.dtype, bool]
 
     __torch_function__ = compat.without_torch_function
 
@@ -104,8 +106,12 @@ class QuantizedWeight(Tensor):
 
     def _hold(self, parts: dict[str, Tensor], scheme: str, transposed: bool) -> None:
         self.stored, self.scheme, self.transposed = parts["stored"], scheme, transposed
-        for spec in SCHEMES[scheme].scales:
-            setattr(self, spec.name, parts.get(spec.name))
+        scales = [spec.name for spec in SCHEMES[scheme].scales]
+        for name in scales:
+            setattr(self, name, parts.get(name))
+        # Compiled code asks for these twice in every call, to guard on them.
+        self._names = ["stored", *(name for name in scales if parts.get(name) is not None)]
+        self._fields = (scheme, self.dtype, transposed)
 
     @property  # type: ignore[override]
     def data(self) -> QuantizedWeight:
@@ -135,7 +141,7 @@ class QuantizedWeight(Tensor):
     @property
     def scales(self) -> list[Tensor]:
         """The list that operators take."""
-        return [getattr(self, name) for name in self._parts()[1:]]
+        return [getattr(self, name) for name in self._names[1:]]
 
     def dequantize(self) -> Tensor:
         """The numbers, in the nominal dtype: ``[E, N, K]``, or ``[E, K, N]`` where ``transposed``."""
@@ -149,10 +155,7 @@ class QuantizedWeight(Tensor):
 
     def parts(self) -> dict[str, Tensor]:
         """The inner tensors by name, the scales in the order of the row."""
-        return {name: getattr(self, name) for name in self._parts()}
-
-    def _parts(self) -> list[str]:
-        return ["stored", *(spec.name for spec in self.row.scales if getattr(self, spec.name) is not None)]
+        return {name: getattr(self, name) for name in self._names}
 
     def _with(self, change: Callable[[Tensor], Tensor], **fields: Any) -> QuantizedWeight:
         """Another one, ``change`` applied to the inner tensors."""
@@ -174,7 +177,7 @@ class QuantizedWeight(Tensor):
         return f"QuantizedWeight(scheme={self.scheme!r}, {shape}{', transposed=True' if self.transposed else ''})"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, torch.dtype, bool]]:
-        return self._parts(), (self.scheme, self.dtype, self.transposed)
+        return [*self._names], self._fields
 
     @staticmethod
     def __tensor_unflatten__(

@@ -96,22 +96,28 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
         _family(_streamed(128, 128, 128, 8, 8, 3), None, (3.01, 3.07, 4.82, 1, 5.5)),
     ),
 }
-#: TB/s, us to launch of the two small kernels (`meta.cost.pairwise_us`), by `kind`, or by bits of weights that are
-#: decoded: those by us of layers on an H100, T = 1 and 4, mxfp4 and fp8_w8a16: Qwen3-30B-A3B 15.1 and 40.8, 19.0 and
-#: 54.6; DeepSeek-V3 86.9 and 306, 125 and 464.
-PAIRWISE: dict[str | int, tuple[float, float]] = {
+#: TB/s, us to launch of the two small kernels (`meta.cost.pairwise_us`), by `kind`, or by code of weights that are
+#: decoded: with the next ones, those that choose best for layers of three dimensions on an H200 and an H100, T = 1 to 8
+#: (on average 1.004 of the time of the better one, at most 1.14, on the H200 at most 1.05). us on the H200, T = 2
+#: and 8: Qwen3-30B-A3B, mxfp4 22.3 and 70.0, int4_w4a16 22.3 and 68.7, fp8_w8a16 24.7 and 73.7; DeepSeek-V3, mxfp4 154
+#: and 623, int4_w4a16 160 and 670, fp8_w8a16 167 and 637.
+PAIRWISE = {
     "plain": (4.45, 5.0),
     "scaled": (3.7, 7.2),
-    4: (2.3, 6.0),
-    8: (4.0, 6.0),
+    "e2m1": (2.2, 6.0),
+    "int4": (2.2, 3.5),
+    "e4m3": (3.9, 5.9),
+    "int8": (3.6, 8.1),
 }
-#: The same of one product of decoded weights in tiles; us of the same layers 24.4 and 47.4, 32.9 and 81.3; 112 and 314,
-#: 164 and 524.
-PACKED_PRODUCT = {4: (2.5, 11.0), 8: (4.0, 10.0)}
+#: The same of one product of decoded weights in tiles, by code; us of the same layers 27.2 and 55.8, 24.0 and 47.3,
+#: 36.5 and 78.6; 141 and 415, 122 and 359, 205 and 636.
+PACKED_PRODUCT = {"e2m1": (2.48, 7.0), "int4": (2.8, 3.8), "e4m3": (3.9, 10.5), "int8": (3.6, 5.7)}
 AROUND_US = 2.0  # of the kernels that sort pairs and combine results, beyond what the products hide
 SMALL_PAIRS = 64  # the most that the small kernels were ever seen to win with
 
 
+#: What quantised weights are made of.
+CODE = {name: row.code.name for name, row in SCHEMES.items() if row.code is not None}
 #: Schemes whose weights are decoded for bf16 activations.
 PACKED = frozenset(name for name, row in SCHEMES.items() if row.quantized and row.rows is None)
 #: And those whose codes are decoded for e4m3 ones.
@@ -166,10 +172,10 @@ def _packed_tile(scheme: str, work: Work, gpu: str, sm: int) -> MMConfig:
         return _streamed(128, 128, 128, 8, 8, 2) if deep else _streamed(128, 128, 64, 8, 8, 3)
     if rows > 48:
         return _streamed(64, 128, 128, 8, 4, 3) if wide else _streamed(64, 128, 64, 8, 4, 4)
-    if pairs <= 16:
-        return _gathered(16, 64, 128, 1, 4, 4)
     if sm == HOPPER and (few := _few_tile(scheme, rows, gpu)) is not None:
         return few
+    if pairs <= 16:
+        return _gathered(16, 64, 128, 1, 4, 4)
     if rows <= 12:
         return _gathered(16, 128, 128, 1, 4, 4)
     return _gathered(32, 128, 64 if eight else 128, 1, 4, 4)
@@ -228,9 +234,8 @@ def cheapest(key: LayerKey, tokens: int, gpu: str, sm: int) -> Plan:
     few = tokens * key.K <= SMALL_PAIRS and key.scheme != "fp32"
     if key.format == "grouped" and small_serves(key.scheme, sm) and few:
         first, second = _works(key, tokens)
-        bits = SCHEMES[key.scheme].bits
-        expert_bytes = (first.N * first.depth + second.N * second.depth) * bits // 8
-        costs = PAIRWISE[bits if key.scheme in PACKED else kind(key.scheme)]
+        expert_bytes = (first.N * first.depth + second.N * second.depth) * SCHEMES[key.scheme].bits // 8
+        costs = PAIRWISE[CODE[key.scheme] if key.scheme in PACKED else kind(key.scheme)]
         if pairwise_us(first, expert_bytes, *costs) < us + AROUND_US:
             return plan("small", *small_tiles(key))
     return grouped
@@ -315,9 +320,8 @@ def _tile(scheme: str, work: Work, gpu: str, sm: int, column: str, *, gated: boo
         return _blocks_tile(scheme, work), 0.0
     if scheme in DECODED:
         tile = _packed_tile(scheme, work, gpu, sm) if scheme in PACKED else _packed_fp8_tile(scheme, work, sm)
-        bits = SCHEMES[scheme].bits
-        tbps, launch_us = PACKED_PRODUCT[bits]
-        moved = expected_experts(work.E, work.K, work.T) * work.N * work.depth * bits / 8
+        tbps, launch_us = PACKED_PRODUCT[CODE[scheme]]
+        moved = expected_experts(work.E, work.K, work.T) * work.N * work.depth * SCHEMES[scheme].bits / 8
         return (tile if tma else tile._replace(a_tma=False, w_tma=False)), launch_us + moved / (tbps * 1e6)
     arch = lookup_gpu(gpu)
     if scheme in PROMOTED and sm == HOPPER and are_promoted(work.T * work.K, work.E):

@@ -131,9 +131,11 @@ def test_e2e_runs_every_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     path = tmp_path / "e2e.json"
     variants = "grouped_mm,grouped_mm compiled,moe_ops"
     arguments = ["e2e", "--model", "tiny", "--rows", "2x1", "--variants", variants, "--json", str(path)]
-    assert main([*arguments, "--rounds", "15"]) == 0
+    assert main([*arguments, "--rounds", "15", "--steps", "2"]) == 0
     document = json.loads(path.read_text())
-    assert document["cache_length"] == 64
+    assert (
+        document["cache_length"] == 64 and "2 steps, whose next is issued behind the last, each" in document["method"]
+    )
     rows = {row["variant"]: row for row in document["rows"]}
     assert all(row["ms"] is not None for row in rows.values()), rows
     assert {row["rounds"] for row in rows.values()} == {15}
@@ -324,6 +326,24 @@ def test_report_of_variants_timed_in_turn() -> None:
     theirs = row | {"variant": "grouped_mm", "ms": 1.5, "ratio": 1.0, "ratio_low": 1.0, "ratio_high": 1.0}
     text = report.e2e_table({"rows": [theirs, ours]})
     assert "best of moe_ops / best of transformers" in text and "| 8 x 1 | 1.5 | 0.9 | 0.60 (0.55 to 0.65) |" in text
+
+
+def test_report_of_quantised_variants_alone() -> None:
+    """They are compared with our unquantised one, which is no gain over transformers'."""
+    row = {"batch": 8, "new_tokens": 1, "reference": "moe_ops"}
+    plain = row | {"variant": "moe_ops", "ms": 1.5, "ratio": 1.0, "ratio_low": 1.0, "ratio_high": 1.0}
+    codes = row | {"variant": "moe_ops mxfp4", "ms": 0.9, "ratio": 0.6, "ratio_low": 0.55, "ratio_high": 0.65}
+    document = {"kind": "e2e", "device": "a GPU", "config": MODELS["tiny"].config, "rows": [plain, codes]}
+    text = report.e2e_table(document)
+    assert "| best / moe_ops |" in text and "| 8 x 1 | 1.5 | 0.9 | 0.60 (0.55 to 0.65) |" in text
+    assert "| steps of" not in report.summary_section({"one": document})
+
+
+def test_quantised_variants_are_compared_with_the_plain_one() -> None:
+    names = ("moe_ops mxfp4 reduce-overhead", "moe_ops reduce-overhead")
+    rows: dict[str, dict[str, Any]] = {name: {"recompiles": 0} for name in names}
+    e2e.add_times(rows, {name: [us] * 15 for name, us in zip(names, (500.0, 1000.0), strict=True)})
+    assert {(row["ratio"], row["reference"]) for row in rows.values()} == {(0.5, names[1]), (1.0, names[1])}
 
 
 def test_host_times_and_their_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
