@@ -196,14 +196,23 @@ def _block(model: nn.Module, path: str) -> str:
     raise NotStatic("its forward takes more than hidden states, and so do the modules around it")
 
 
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
 def _facts(block: nn.Module) -> Iterator[Any]:
     """What a trial's outcome depends on: classes, shapes, modes, and all that is set on the modules."""
     for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
         yield name, tuple(tensor.shape), tensor.dtype, tensor.device.type
+    for name, tensor in block.named_buffers():
+        if tensor.numel() == 1 and not tensor.is_meta:
+            yield name, repr(tensor.item())
     for path, module in block.named_modules():
         yield path, getattr(type(module), "_moe_ops_original", type(module)), module.training
         for name, value in sorted(vars(module).items()):
-            if name[:1] != "_":
+            if name[:1] == "_":
+                if name not in _OF_EVERY_MODULE and isinstance(value, int | float | str | None):
+                    yield name, repr(value)
+            else:
                 settings = getattr(value, "to_dict", None)
                 yield name, _comparable(settings() if callable(settings) else value)
 

@@ -32,6 +32,7 @@ class Updates:
 
     def __init__(self, loop: ast.For, scope: Scope) -> None:
         self.scope = scope
+        self._inside = frozenset(ast.walk(loop))
         self.known = True
         self.rows: list[tuple[ast.expr, ast.stmt]] = []
         self.outside = scope.read_outside(loop)
@@ -50,6 +51,9 @@ class Updates:
             else:
                 self.rows.append((given, statement))
             return
+        expressions = [part for part in ast.iter_child_nodes(statement) if not isinstance(part, ast.stmt)]
+        calls = [node for part in expressions for node in ast.walk(part) if isinstance(node, ast.Call)]
+        self.known &= not any(self._writes_outside(call, statement) for call in calls)
         targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
         for target in targets:
             if isinstance(target, ast.Subscript):
@@ -58,6 +62,28 @@ class Updates:
                 self.known &= target.id not in self.outside
         if isinstance(statement, ast.Expr) and called(value) in ("append", "extend", "add", "update"):
             self.known = False
+
+    def _writes_outside(self, call: ast.Call, place: ast.stmt) -> bool:
+        """Whether a call writes what is there in place, as ``x.add_(y)`` does, and that is not the loop's own."""
+        name = called(call)
+        in_place = name.endswith("_") and not name.endswith("__")
+        out = next((word.value for word in call.keywords if word.arg == "out"), None)
+        written = subject(call) if in_place else out
+        while written is not None:
+            if isinstance(written, ast.Name):
+                found = self.scope.value(written.id, place)
+                if found is None:
+                    return written.id in self.outside or not self.scope.stores(written.id)
+                if found[1] not in self._inside:
+                    return True
+                written, place = found
+            elif isinstance(written, ast.Subscript) and self._is_rows(written, place):
+                return False  # a copy
+            elif isinstance(written, ast.Attribute | ast.Subscript):
+                written = written.value
+            else:
+                written = subject(written) if isinstance(written, ast.Call) and called(written) in _SAME else None
+        return False
 
     def emptied_by(self, value: ast.expr, place: ast.stmt) -> bool:
         """Whether all that the loop writes are the rows, or the places, that ``value`` holds."""

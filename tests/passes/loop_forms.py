@@ -54,8 +54,6 @@ class CountsHitsByAnotherName(Missing):
 
 
 class CountsInPlace(Missing):
-    """Nothing but the trial sees it."""
-
     def forward(self, x):
         x = x.reshape(-1, H)
         w, ids = self.route(x)
@@ -67,14 +65,73 @@ class CountsInPlace(Missing):
         return out
 
 
-class Decays(Missing):
+class CountsInAList(Missing):
+    """Nothing but the trial sees it."""
+
     def forward(self, x):
         x = x.reshape(-1, H)
         w, ids = self.route(x)
         out = torch.zeros_like(x)
         for e in ids.unique().tolist():
             token, slot = torch.where(ids == e)
-            out.mul_(0.99)
+            torch._foreach_add_([self.hits], 1)
+            out.index_add_(0, token, self.experts[e](x[token]) * w[token, slot, None])
+        return out
+
+
+class AddsInPlace(Missing):
+    """Zeros, until somebody sets the coefficient: no trial sees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coefficient = 0.0
+
+    def forward(self, x):
+        x = x.reshape(-1, H)
+        w, ids = self.route(x)
+        out, penalty = torch.zeros_like(x), torch.zeros((), dtype=x.dtype)
+        for e in ids.unique().tolist():
+            token, slot = torch.where(ids == e)
+            penalty.add_(self.coefficient * next(self.experts[e].parameters()).square().sum())
+            out.index_add_(0, token, self.experts[e](x[token]) * w[token, slot, None])
+        return out, penalty
+
+
+class AddsToAView(AddsInPlace):
+    def forward(self, x):
+        x = x.reshape(-1, H)
+        w, ids = self.route(x)
+        out, sums = torch.zeros_like(x), torch.zeros(2, dtype=x.dtype)
+        for e in ids.unique().tolist():
+            token, slot = torch.where(ids == e)
+            first = sums[0].view(1)
+            first.add_(self.coefficient * next(self.experts[e].parameters()).square().sum())
+            out.index_add_(0, token, self.experts[e](x[token]) * w[token, slot, None])
+        return out, sums
+
+
+class AddsWithOut(AddsInPlace):
+    def forward(self, x):
+        x = x.reshape(-1, H)
+        w, ids = self.route(x)
+        out, penalty = torch.zeros_like(x), torch.zeros((), dtype=x.dtype)
+        for e in ids.unique().tolist():
+            token, slot = torch.where(ids == e)
+            torch.add(penalty, self.coefficient, out=penalty)
+            out.index_add_(0, token, self.experts[e](x[token]) * w[token, slot, None])
+        return out, penalty
+
+
+class Decays(Missing):
+    """Nothing but the trial sees it."""
+
+    def forward(self, x):
+        x = x.reshape(-1, H)
+        w, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e in ids.unique().tolist():
+            token, slot = torch.where(ids == e)
+            torch._foreach_mul_([out], 0.99)
             out.index_add_(0, token, self.experts[e](x[token]) * w[token, slot, None])
         return out
 
@@ -287,7 +344,11 @@ MISSES = {
     Jitter: "draws random numbers",
     CountsHits: "the loop writes self.hits, for experts that were hit alone",
     CountsHitsByAnotherName: "what the loop writes is not chosen by ids.unique",
-    CountsInPlace: "the static form gives other buffers (hits)",
+    CountsInPlace: "what the loop writes is not chosen by ids.unique",
+    CountsInAList: "the static form gives other buffers (hits)",
+    AddsInPlace: "what the loop writes is not chosen by ids.unique",
+    AddsToAView: "what the loop writes is not chosen by ids.unique",
+    AddsWithOut: "what the loop writes is not chosen by ids.unique",
     Decays: "the static form gives other outputs",
     Remembers: "the static form gives other values of the attribute log",
     SkipsAnExpert: f"captured but not fused: The loop runs {E - 1} of {E} experts",

@@ -196,6 +196,42 @@ def test_one_trial_for_a_class_and_configuration(monkeypatch):
     assert len(made) == 2
 
 
+@pytest.mark.parametrize("kind", ["private attribute", "buffer of one element"])
+def test_values_that_a_verdict_is_for(kind, monkeypatch):
+    """A layer that holds another value has a trial of its own."""
+    verdicts: dict = {}
+    monkeypatch.setattr(rebind, "_VERDICTS", verdicts)
+    monkeypatch.setattr(rebind, "_check_fused", lambda *given: None)
+    model = decoder(Unique, layers=3)
+    for layer, value in zip(model.layers, (0.0, 0.0, 0.5), strict=True):
+        if kind == "private attribute":
+            layer["moe_experts"]._coefficient = value
+        else:
+            layer["moe_experts"].register_buffer("coefficient", torch.tensor(value))
+    prepared(model)
+    assert len(verdicts) == 2
+
+
+def test_what_a_loop_writes_of_its_own():
+    """In place, in copies of rows and in results: that is no obstacle to a static form."""
+
+    class Weighs(Unique):
+        def forward(self, x):
+            w, ids = self.route(x.reshape(-1, H))
+            tokens, out = x.reshape(-1, H), torch.zeros_like(x.reshape(-1, H))
+            for e in ids.unique().tolist():
+                token, slot = torch.where(ids == e)
+                rows = tokens[token]
+                rows.mul_(1.0)
+                result = self.experts[e](rows)
+                result.view(-1, H).mul_(w[token, slot, None])
+                out.index_add_(0, token, result)
+            return out.view_as(x)
+
+    _, (said,) = prepared(decoder(Weighs))
+    assert "The static form is captured" in said
+
+
 def test_random_in_training_alone():
     """The static form is for eval mode; in training the original runs."""
 
