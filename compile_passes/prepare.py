@@ -74,7 +74,8 @@ def restore(model: nn.Module) -> nn.Module:
     """Undo what `moe_ops.compile` and `stack_experts_` did to the modules of a model.
 
     Loops run as their class writes them again, every expert has its own parameters, with the present values, and PEFT
-    runs its adapters in its own way.
+    runs its adapters in its own way. What was set in the model's configurations stays: `experts_implementation`, and
+    the `compile_config` of `generate`.
 
     Args:
         model: a module, some of whose loops may have a static form and some of whose lists may be stacked.

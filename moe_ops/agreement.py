@@ -110,10 +110,10 @@ def refuse(name: str, message: str) -> None:
 
 
 def refusing(name: str, function: Callable[..., T], *args: Any, **options: Any) -> T:
-    """What ``function`` returns; a ValueError of its is told to the other ranks of group ``name``, too."""
+    """What ``function`` returns; an error of its is told to the other ranks of group ``name``, too."""
     try:
         return function(*args, **options)
-    except ValueError as error:
+    except Exception as error:
         refuse(name, str(error))
         raise
 

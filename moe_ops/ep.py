@@ -220,8 +220,8 @@ class _Agreed(NamedTuple):
     capacity: Any
 
 
-def _agreed(wanted: _Wanted, group: Group, way: str) -> _Agreed:
-    """``way``: by what calls rows travel."""
+def _agreed(wanted: _Wanted, group: Group, way: str, **layer: Any) -> _Agreed:
+    """``way``: by what calls rows travel; ``layer``: what else ranks must say alike of the layer around it."""
     hidden_states, topk_weights, topk_ids, num_experts, _, scheme, rank_capacity = wanted
     chosen = refusing(group.name, _checked, "ep.prepare", wanted, group)
     capacity = None
@@ -230,6 +230,9 @@ def _agreed(wanted: _Wanted, group: Group, way: str) -> _Agreed:
     said = {"transport": chosen, "scheme": scheme, "hidden_states": hidden_states.dtype, "weights": topk_weights.dtype}
     if chosen == "symm":
         said["exchange"] = way
+    # A backward exchanges what is differentiated, and waits for ranks that differentiate less.
+    trained = [name for name in ("hidden_states", "topk_weights") if _is_differentiated(getattr(wanted, name))]
+    said |= {"gradients": "+".join(trained) or None, **layer}
     options = ";".join(f"{name}={value}" for name, value in said.items())
     ids = torch.ops.moe_ops.agreed_ids(
         topk_ids, hidden_states.shape[1], num_experts=num_experts, group=group.name, options=options,
@@ -478,6 +481,9 @@ def finalize_wait(finalizing: Finalizing, added: Tensor | None = None) -> Tensor
     """The second half of :func:`finalize`; compiled code computes ``added`` between the halves ("symm")."""
     _check("ep.finalize", finalizing=finalizing, added=added)
     received, sent, prepared = finalizing
+    if added is not None:
+        T = sent.shape[-2] if prepared.slots is None else prepared.slots.shape[0]
+        check_shape("ep.finalize", "added", added, "T H", (T, sent.shape[-1]))
     group = resolve("ep.finalize", prepared.group)
     if prepared.transport == "local":
         return sent if added is None else sum_of_ranks(sent.unsqueeze(0), added)
@@ -548,12 +554,19 @@ def layer(
     check_while_compiling(members.name, given)
     trained = _is_differentiated(*given.values())
     way = "at once" if trained else "by the layer"
+    alike = {name: options[name] for name in _SETTINGS if type(options.get(name)) in (str, bool, int, float)}
+    alike |= {name: options.get(name) is not None for name in _OPTIONAL} | {"gradient of the result": trained}
     wanted = _Wanted(hidden_states, topk_weights, topk_ids, num_experts, transport, scheme, rank_capacity)
-    agreed = _agreed(wanted, members, way)
+    agreed = _agreed(wanted, members, way, **alike)
     if agreed.transport == "symm" and not trained:
         return across.experts({**given, "topk_ids": agreed.ids}, members, scheme)
     prepared = prepare_wait(_start(wanted, agreed, apart=False))
     return finalize(experts(prepared, *weights, **options), prepared)
+
+
+#: Of a layer's options, what all ranks compute by, and which tensors all have or none.
+_SETTINGS = ("activation", "glu_layout", "alpha", "limit", "weight_on_input")
+_OPTIONAL = ("up_proj", "gate_up_bias", "down_bias")
 
 
 def _is_differentiated(*values: Any) -> bool:
@@ -575,6 +588,7 @@ def _check_layer(
         )
     if options.get("hidden_states_scale") is not None:
         raise fail(op, "hidden_states_scale", "None beside a group", "a tensor", "Rows are quantised on their way.")
+    _check(op, hidden_states=hidden_states, topk_weights=topk_weights, topk_ids=topk_ids)
     for name, weight in zip(("gate_up_proj", "down_proj"), weights, strict=True):
         check_type(op, name, weight, _ACCEPTS["result"])
         check_rank(op, name, weight, "E N K")

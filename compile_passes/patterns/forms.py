@@ -195,9 +195,9 @@ def _loop(down: fx.Node, experts: int, evidence: Evidence, stacked: bool) -> Ref
     cure = f"Replace the loop by one call, {_CALL}."
     if not stacked:
         cure = (
-            "Compile with moe_ops.compile(model), which stacks the experts' weights, or call "
-            "moe_ops.stack_experts_(model) before an optimizer is made: a loop over stacked weights can be fused. Or "
-            f"stack them once, as [E, 2I, H] (gate, then up) and [E, H, I], and r{cure[1:]}"
+            "Compile with moe_ops.compile(model), which stacks the experts' weights or says what keeps it from that, "
+            "or call moe_ops.stack_experts_(model) before an optimizer is made: a loop over stacked weights can be "
+            f"fused. Or stack them once, as [E, 2I, H] (gate, then up) and [E, H, I], and r{cure[1:]}"
         )
     return Refusal(down, f"{experts} experts run one after the other, each with its own products, {how}.", cure)
 

@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from compile_passes.equal import is_float_cast, narrower
-from compile_passes.match import Body, Combine, Dispatch, Made, Product, Refusal, Spread, Value, Weight
+from compile_passes.match import Body, Combine, Dispatch, Made, Product, Refusal, Spread, Value, Weight, in_words
 from compile_passes.patterns.activation import recognise_body
 from compile_passes.patterns.capacity import recognise_capacity
 from compile_passes.patterns.chains import Expert
@@ -372,6 +372,13 @@ class _Loop:
         total = self.ends.put_in_turn(ends, indices) if alone and pairs.one_each(ids) and scale == 1 else None
         if total is not None and all(end.factor is None or weight for end, weight in zip(ends, weights, strict=True)):
             return self._one_expert(pairs, source, [ids], weights, total, rows[0].indexed)
+        if ends[0].factor is None and same_shape(ends[0].reader, ends[0].value):
+            return Refusal(
+                ends[0].reader, "An expert's results are not weighted as they come out of its last product: "
+                f"{in_words(ends[0].reader)} takes them first.",
+                "Weight them first, or compute the layer with moe_ops.prepare, experts and finalize, of which the last "
+                "two have a place between them for what becomes of an expert's rows, such as a norm.",
+            )  # fmt: skip
         if weighed[0] is None or not pairs.all_same(weights) or len({one.scores for one in weighed if one}) != 1:
             cure = "Multiply by topk_weights[token, slot, None], with token, slot = torch.where(ids == e)."
             return Refusal(

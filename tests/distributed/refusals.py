@@ -145,6 +145,52 @@ def _layer(ranks: Ranks, transport: str | None = None, *, held: Any = None, **mo
     return moe_ops.fused_experts(x, *weights, routing, ids, **{"group": ranks.group, "transport": transport, **more})
 
 
+def no_tensors(ranks: Ranks) -> None:
+    """What is no tensor, on one rank."""
+    layer = random(T)
+    gate_up, down = (ranks.held(None, tensor) for tensor in (layer.gate_up, layer.down))
+    for name, wrong in (("hidden_states", None), ("topk_weights", None), ("topk_ids", layer.ids.tolist())):
+        given = {"hidden_states": layer.x, "topk_weights": layer.weights, "topk_ids": layer.ids}
+        given[name] = _last(ranks, wrong, given[name])
+        refused(
+            ranks, lambda given=given: moe_ops.fused_experts(**given, gate_up_proj=gate_up, down_proj=down,
+            group=ranks.group), f"fused_experts: {name} must be a torch.Tensor", _last(ranks, "", _refused(ranks)),
+        )  # fmt: skip
+
+
+def layer_options(ranks: Ranks) -> None:
+    """What every rank computes by."""
+    for name, value, other in (
+        ("activation", "gelu", "silu"),
+        ("glu_layout", "interleaved", "concat"),
+        ("weight_on_input", True, False),
+    ):
+        said = f"{name} must be the same on every rank of the group, got {_of_every_rank(other, value, ranks)}"
+        refused(ranks, partial(_layer, ranks, **{name: _last(ranks, value, other)}), said)
+    bias = _last(ranks, ranks.held(None, torch.zeros(E, random(0).gate_up.shape[1])))
+    refused(ranks, lambda: _layer(ranks, gate_up_bias=bias), "gate_up_bias must be the same")
+
+
+def differentiated(ranks: Ranks) -> None:
+    """A backward would wait for the ranks that have none."""
+    x = torch.randn(T, H, requires_grad=bool(_last(ranks, True, False)))
+    said = f"gradients must be the same on every rank of the group, got {_of_every_rank(None, 'hidden_states', ranks)}"
+    refused(ranks, lambda: _prepare(ranks, hidden_states=x), said)
+    layer = random(0)
+    held = [ranks.held(None, tensor) for tensor in (layer.gate_up, layer.down)]
+    trained = [tensor.detach().requires_grad_(bool(_last(ranks, True, False))) for tensor in held]
+    refused(ranks, lambda: _layer(ranks, held=trained), "gradient of the result must be the same")
+
+
+def added(ranks: Ranks) -> None:
+    """Of another shape than the tokens', which some transports would broadcast."""
+    for transport in ("gather", "replicated", "all_to_all"):
+        for shape in ((H,), (1, H), (5, T, H)):
+            prepared = _prepare(ranks, transport=transport)
+            call = partial(ep.finalize, torch.zeros(prepared.rows.shape[0], H), prepared, torch.zeros(shape))
+            refused(ranks, call, "ep.finalize: added must be [T=3")
+
+
 def weights(ranks: Ranks) -> None:
     """A wrong shape on one rank alone: the others say which, and what."""
     layer = random(0)
@@ -342,6 +388,7 @@ def a_rank_that_never_calls(ranks: Ranks) -> None:
 _OF_TWO = (
     widths, dtypes, options, results, experts, transports, capacities, arguments, weights_of_halves, beside_a_group,
     tokens_in_a_graph, weights_in_a_graph, weights_of_halves_in_a_graph,
+    no_tensors, layer_options, differentiated, added,
 )  # fmt: skip
 _OF_BOTH = (tokens, weights, groups, meshes, dropped_rows_reported, ids_out_of_range)
 CHECKS = {

@@ -223,7 +223,29 @@ def ids_of_half_of_the_tokens(x, gate, w1, w2):
     return out
 
 
+def with_a_residual(x, gate, w1, w2):
+    topk_weights, ids = F.linear(x, gate).softmax(-1).topk(K)
+    out = torch.zeros_like(x)
+    for e in range(E):
+        token, slot = torch.where(ids == e)
+        rows = x[token]
+        out.index_add_(0, token, topk_weights[token, slot, None] * (rows + expert(rows, w1[e], w2[e])))
+    return out
+
+
+def with_a_norm(x, gate, w1, w2):
+    topk_weights, ids = F.linear(x, gate).softmax(-1).topk(K)
+    out = torch.zeros_like(x)
+    for e in range(E):
+        token, slot = torch.where(ids == e)
+        rows = F.rms_norm(expert(x[token], w1[e], w2[e]), (H,))
+        out.index_add_(0, token, topk_weights[token, slot, None] * rows)
+    return out
+
+
 REFUSED = {
+    with_a_residual: "`out.index_add_(0, token, topk_weights[token, slot, None] * (rows + expert(",
+    with_a_norm: "`rows = F.rms_norm(expert(x[token], w1[e], w2[e]), (H,))`",
     skipping: f"The loop runs {E - 1} of {E} experts",
     unweighted: "summed without routing weights",
     of_another_expert: "cannot be proved to be its routing weight",
