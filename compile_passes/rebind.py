@@ -23,7 +23,7 @@ from compile_passes.explain import explain
 from compile_passes.loops import STATIC
 from compile_passes.report import Report
 from compile_passes.source import NotStatic, held
-from compile_passes.stacking import expert_lists, stack_list, why_not
+from compile_passes.stacking import FREEZE, expert_lists, stack_list, why_not
 from compile_passes.static_loops import StaticForm, static_form
 from compile_passes.trial import HOOKS, Trial, bound, takes_hidden_states_alone
 from moe_ops.logs import quiet
@@ -173,7 +173,7 @@ def _problem(report: Report) -> str | None:
 def _check_unbound(module: nn.Module) -> None:
     """Raise NotStatic where a module runs something else than its class already."""
     for name in vars(module):
-        if callable(inspect.getattr_static(type(module), name, None)):
+        if name != FREEZE and callable(inspect.getattr_static(type(module), name, None)):
             raise NotStatic(f"its {name} is bound to the instance already")
 
 
@@ -212,7 +212,7 @@ def _facts(block: nn.Module) -> Iterator[Any]:
             if name[:1] == "_":
                 if name not in _OF_EVERY_MODULE and isinstance(value, int | float | str | None):
                     yield name, repr(value)
-            else:
+            elif name != FREEZE:
                 settings = getattr(value, "to_dict", None)
                 yield name, _comparable(settings() if callable(settings) else value)
 

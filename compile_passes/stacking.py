@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 # expert's number, and its own parameter -> stacked parameter.
 _STACKS, _SLICE = "_moe_ops_stacks", "_moe_ops_slice"
 _TRANSPOSED = "is_transposed"  # transformers' word, which `moe_ops.stacked` reads
+FREEZE = "requires_grad_"  # nn.Module's method: an expert's modules have their own, as it would find no parameters
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ def stack_experts_(model: nn.Module, *names: str) -> nn.Module:
     Args:
         model: a module.
         names: paths of the lists, as in ``model.named_modules()``; by default every ``nn.ModuleList`` and
-            ``nn.ModuleDict`` of two or more modules whose name has "expert" in it.
+            ``nn.ModuleDict`` of two or more modules whose name has "expert" in it. Of lists in one another the
+            innermost are stacked.
 
     Returns:
         ``model``.
@@ -72,7 +75,7 @@ def stack_experts_(model: nn.Module, *names: str) -> nn.Module:
     lists = expert_lists(model, names)
     if not lists:
         raise fail(
-            "stack_experts_", "model", 'a module with an nn.ModuleList of experts, called "...expert..."',
+            "stack_experts_", "model", 'a module with an nn.ModuleList, not stacked yet, called "...expert..."',
             f"{type(model).__name__} without one. Name the list: stack_experts_(model, \"layers.0.ffns\")",
         )  # fmt: skip
     taken = taken_elsewhere(model)
@@ -95,7 +98,9 @@ def unstack(model: nn.Module) -> nn.Module:
 
 
 def expert_lists(model: nn.Module, names: tuple[str, ...] = ()) -> list[ExpertList]:
-    """The lists of experts of ``model`` that are not stacked yet: those of the ``names``, or all that are called so."""
+    """The lists of experts of ``model`` that are not stacked yet: those of the ``names``, or all that are called so,
+    without lists around them or around stacked ones: these are left as they are.
+    """
     found = []
     modules = dict(model.named_modules())
     for name in names:
@@ -112,7 +117,8 @@ def expert_lists(model: nn.Module, names: tuple[str, ...] = ()) -> list[ExpertLi
             parameters = tuple(name for name, _ in first.named_parameters(remove_duplicate=False))
             if parameters:
                 found.append(ExpertList(path, module, parameters))
-    return found
+    inner = {one.module for one in found} | {module for module in modules.values() if _STACKS in vars(module)}
+    return [one for one in found if len(inner.intersection(one.module.modules())) == 1]
 
 
 def why_not(found: ExpertList, taken: Mapping[int, str]) -> str | None:
@@ -175,9 +181,10 @@ def stack_list(found: ExpertList) -> None:
     stacks: dict[str, str] = {}
     vars(found.module)[_STACKS] = stacks
     linear = True
+    experts = found.experts
     for name in found.parameters:
         stacked = name.replace(".", "_")
-        owners = [_owner(expert, name) for expert in found.experts]
+        owners = [_owner(expert, name) for expert in experts]
         linear &= all(isinstance(owner, nn.Linear) for owner, _ in owners)
         weights = [owner._parameters[own] for owner, own in owners]
         first = weights[0]
@@ -191,21 +198,26 @@ def stack_list(found: ExpertList) -> None:
         del weights, owners
         found.module.register_parameter(stacked, nn.Parameter(data, first is None or first.requires_grad))
         stacks[stacked] = name
+    for module in [module for expert in experts for module in expert.modules()]:
+        vars(module)[FREEZE] = partial(_freeze, module)
     if linear:  # [E, N, K], which the shapes alone need not say
         vars(found.module)[_TRANSPOSED] = False
     found.module.register_state_dict_post_hook(_split_state)
     found.module.register_load_state_dict_pre_hook(_stack_state)
-    log.info("stacked %d experts of %s: %s", len(found.experts), found.path or "the model", ", ".join(stacks.values()))
+    log.info("stacked %d experts of %s: %s", len(experts), found.path or "the model", ", ".join(stacks.values()))
 
 
 def _unstack(module: nn.Module, stacks: Mapping[str, str]) -> None:
-    experts = list(_numbered(module).values())
-    for stacked, name in stacks.items():
-        held = module._parameters.pop(stacked)
-        for number, expert in enumerate(experts):
-            owner, own = _owner(expert, name)
-            owner.__class__ = _original(type(owner))
-            vars(owner).pop(_SLICE, None)
+    stacked = {name: module._parameters.pop(name) for name in stacks}
+    for _, inner in module.named_modules():
+        vars(inner).pop(FREEZE, None)
+    for _, owner, holder, number, slices in _slices(module):
+        if holder is not module:
+            continue
+        owner.__class__ = _original(type(owner))
+        del vars(owner)[_SLICE]
+        for own, name in slices.items():
+            held = stacked[name]
             if held is not None:
                 owner.register_parameter(own, nn.Parameter(held.detach()[number].clone(), held.requires_grad))
     del vars(module)[_STACKS]
@@ -228,7 +240,7 @@ def _sliced(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     """The class ``kind`` whose parameters ``names`` are slices of stacked ones, the same for all experts."""
     if (kind, names) in _SLICED:
         return _SLICED[kind, names]
-    members: dict[str, Any] = {name: property(_reader(name)) for name in names}
+    members = {name: property(_reader(name)) for name in names} | _methods(kind, names)
     made = type(kind.__name__, (kind,), {**members, "__module__": kind.__module__, "_moe_ops_original": kind})
     return _SLICED.setdefault((kind, names), made)
 
@@ -242,6 +254,37 @@ def _reader(name: str) -> Any:
     return read
 
 
+def _methods(kind: type[nn.Module], names: tuple[str, ...]) -> dict[str, Any]:
+    def reduce(self: nn.Module, protocol: int) -> tuple[Any, ...]:
+        reduced: Any = kind.__reduce_ex__(self, max(2, protocol))
+        _, (_, *given), *state = reduced
+        return _renewed, (kind, names, *given), *state  # pickle finds no class that is made here by its name
+
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if name in names:
+            rule = "left in its place, as it is a slice of the parameter of all experts"
+            cure = "Write into it by copy_ under torch.no_grad(), or call moe_ops.restore(model) first."
+            raise fail("register_parameter", name, rule, f"a new {type(param).__name__}", cure)
+        kind.register_parameter(self, name, param)
+
+    return {"__reduce_ex__": reduce, "register_parameter": register}
+
+
+def _renewed(kind: type[nn.Module], names: tuple[str, ...], *given: Any) -> nn.Module:
+    made = _sliced(kind, names)
+    return made.__new__(made, *given)
+
+
+def _freeze(module: nn.Module, requires_grad: bool = True) -> nn.Module:
+    """`requires_grad_` of a module of an expert, which has no parameters of its own to freeze."""
+    for _, _, holder, _, slices in _slices(module):
+        if any(holder.get_parameter(name).requires_grad != requires_grad for name in slices.values()):
+            rule = f"{not requires_grad}, as of all experts of the list, whose weights are one parameter"
+            cure = "Call it on the list, or on this expert before moe_ops.compile or after moe_ops.restore(model)."
+            raise fail("requires_grad_", "requires_grad", rule, requires_grad, cure)
+    return type(module).requires_grad_(module, requires_grad)
+
+
 def _original(kind: type[nn.Module]) -> type[nn.Module]:
     found: type[nn.Module] = vars(kind).get("_moe_ops_original", kind)
     return found
@@ -252,38 +295,47 @@ def _original(kind: type[nn.Module]) -> type[nn.Module]:
 
 def _numbered(module: nn.Module) -> dict[str, nn.Module]:
     """The experts of a list by their keys: what has weights, which a dropout for all of them beside them has not."""
-    return {key: child for key, child in module.named_children() if _has_weights(child)}
+    return {key: child for key, child in module.named_children() if any(True for _ in child.parameters())}
 
 
-def _has_weights(module: nn.Module) -> bool:
-    sliced = any(_SLICE in vars(inner) for inner in module.modules())
-    return sliced or any(True for _ in module.parameters())
+def _slices(module: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module, int, dict[str, str]]]:
+    """(path, module, list, number of the expert, own parameter -> stacked one) of what reads slices in a module."""
+    for path, inner in module.named_modules(remove_duplicate=False):
+        if _SLICE in vars(inner):
+            yield path, inner, *vars(inner)[_SLICE]
 
 
-def _keys(module: nn.Module) -> Iterator[list[tuple[str, str]]]:
+def _keys(module: nn.Module) -> Iterator[list[tuple[str, dict[str, int]]]]:
     """Of each stacked parameter its keys in a state dict, one for every tensor that a quantised one is made of, each
-    with the key that this tensor's slices have in the state dict of an expert.
+    with the keys of this tensor's slices and their numbers. They are looked for, as experts may have been put into the
+    list, moved and taken out since.
     """
-    for stacked, name in vars(module)[_STACKS].items():
+    found: dict[str, dict[str, int]] = {stacked: {} for stacked in vars(module)[_STACKS]}
+    for path, _, holder, number, slices in _slices(module):
+        if holder is module:
+            for own, stacked in slices.items():
+                found[stacked][f"{path}.{own}"] = number
+    for stacked, numbers in found.items():
         weight = module._parameters[stacked]
         if isinstance(weight, QuantizedWeight):
-            both = quantized_state.keys_of(weight, stacked), quantized_state.keys_of(weight, name)
-            yield list(zip(*both, strict=True))
+            parts = zip(*(quantized_state.keys_of(weight, name) for name in (stacked, *numbers)), strict=True)
+            yield [(part, dict(zip(names, numbers.values(), strict=True))) for part, *names in parts]
         else:
-            yield [(stacked, name)]
+            yield [(stacked, numbers)]
 
 
 def _split_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Stacked parameters under the keys that their slices had."""
     quantized_state.write(module, state, prefix, metadata)  # its own hook may come later
-    pairs = [pair for of_one in _keys(module) for pair in of_one]
-    held = {name: state.pop(prefix + stacked) for stacked, name in pairs if prefix + stacked in state}
-    rest = {key: state.pop(key) for key in list(state) if key.startswith(prefix)}  # buffers of the experts
-    for number, key in enumerate(_numbered(module)):
-        state.update({f"{prefix}{key}.{name}": stacked[number] for name, stacked in held.items()})
-        own = f"{prefix}{key}."
-        state.update({name: value for name, value in rest.items() if name.startswith(own)})
-    state.update(rest)
+    held: dict[str, Any] = {}
+    for part, numbers in [pair for of_one in _keys(module) for pair in of_one]:
+        if prefix + part in state:
+            stacked = state.pop(prefix + part)
+            held |= {prefix + key: stacked[number] for key, number in numbers.items()}
+    held |= {key: state.pop(key) for key in list(state) if key.startswith(prefix)}  # buffers of the experts
+    order = {name: place for place, (name, _) in enumerate(module.named_children())}
+    places = {key: order.get(key[len(prefix) :].partition(".")[0], len(order)) for key in held}
+    state.update(sorted(held.items(), key=lambda item: places[item[0]]))
 
 
 def _stack_state(
@@ -292,16 +344,21 @@ def _stack_state(
 ) -> None:  # fmt: skip
     """The old keys of a state dict, each slice's own, as the stacked ones."""
     for pairs in _keys(module):
+        weight = module.get_parameter(pairs[0][0])
+        whole = isinstance(weight, QuantizedWeight) or weight.is_meta  # it cannot be loaded for some of its experts
         made, wrong = {}, []
-        for stacked, name in pairs:
-            keys = [f"{prefix}{key}.{name}" for key in _numbered(module)]
-            given = [state.pop(key) for key in keys if key in state]
-            if given and len(given) < len(keys):
-                wrong.append(f"{prefix}*.{name}: {len(given)} of {len(keys)} experts are in the checkpoint.")
-            elif len({(value.shape, value.dtype, value.device) for value in given}) > 1:
-                wrong.append(f"{prefix}*.{name}: the experts of the checkpoint differ in shape, dtype or device.")
+        for part, numbers in pairs:
+            given = {number: state.pop(prefix + key) for key, number in numbers.items() if prefix + key in state}
+            name, some = f"{prefix}*.{next(iter(numbers), part).partition('.')[2]}", bool(given)
+            if not whole and len(given) < weight.shape[0] and prefix + part not in state:  # the others keep theirs
+                missing += [prefix + key for key, number in numbers.items() if number not in given]
+                given = dict(enumerate(weight.detach())) | {key: value.to(weight) for key, value in given.items()}
+            if 0 < len(given) < weight.shape[0]:
+                wrong.append(f"{name}: {len(given)} of {weight.shape[0]} experts are in the checkpoint.")
+            elif len({(value.shape, value.dtype, value.device) for value in given.values()}) > 1:
+                wrong.append(f"{name}: the experts of the checkpoint differ in shape, dtype or device.")
             elif given:
-                made[prefix + stacked] = torch.stack(given)
+                made[prefix + part] = torch.stack([given[n] for n in sorted(given)]) if some else weight
         errors += wrong
         if not wrong:  # else codes would be said to lack the scales that are wrong
             state.update(made)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import re
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch._dynamo.utils import counters
 
 import moe_ops
 from benchmarks.foreign import Expert, ExpertLoop, perceptron
+from compile_passes import rebind
 from meta.schemes import SCHEMES
 from tests.passes.blocks import E, H, I
 from tests.passes.compare import compiled
@@ -102,11 +104,28 @@ def test_saved_to_a_file():
     assert torch.equal(loaded.experts[3].w2.weight, stacked.experts[3].w2.weight)
 
 
-def test_incomplete_checkpoint_is_refused():
-    stacked, state = moe_ops.stack_experts_(mixture()), mixture().state_dict()
-    del state["experts.2.w1.weight"]
-    with pytest.raises(RuntimeError, match=re.escape(f"experts.*.w1.weight: {E - 1} of {E} experts")):
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("absent", ["experts.2.w1", "experts.3", "experts.", "gate"])
+def test_incomplete_checkpoint(absent, assign):
+    """What is in it is loaded and what is not is named, as of single experts; the rest keeps its numbers and dtype."""
+    single, stacked = mixture().double(), moe_ops.stack_experts_(mixture().double())
+    state = {key: 1 + value.float() for key, value in mixture().state_dict().items() if not key.startswith(absent)}
+    missing, _ = stacked.load_state_dict(state, strict=False, assign=assign)
+    assert sorted(missing) == sorted(single.load_state_dict(state, strict=False).missing_keys)
+    for key, value in single.state_dict().items():
+        torch.testing.assert_close(stacked.state_dict()[key], value, rtol=0, atol=0, check_dtype=not assign)
+    with pytest.raises(RuntimeError, match=rf'Missing key\(s\) in state_dict: "{re.escape(absent)}'):
         stacked.load_state_dict(state)
+
+
+def test_incomplete_checkpoints_that_nothing_can_be_filled_from():
+    """Of quantised stacks, whose experts may differ in scales, and of stacks without numbers."""
+    state = quantised("int8_w8a16").state_dict()
+    single = mixture().state_dict()
+    for of_one, target in ((state, quantised("int8_w8a16")), (single, moe_ops.stack_experts_(mixture()).to("meta"))):
+        del of_one["experts.2.w1.weight"]
+        with pytest.raises(RuntimeError, match=re.escape(f"experts.*.w1.weight: {E - 1} of {E} experts")):
+            target.load_state_dict(of_one, strict=False, assign=True)
 
 
 def test_dtype_and_device():
@@ -129,6 +148,159 @@ def test_deepcopy_is_on_its_own():
     assert twin.state_dict()["experts.0.w1.weight"].abs().sum() > 0
     moe_ops.restore(twin)
     assert isinstance(twin.experts[0].w1.weight, nn.Parameter)
+
+
+@pytest.mark.parametrize("protocol", [1, 2, pickle.HIGHEST_PROTOCOL])
+@pytest.mark.parametrize("make", MAKES)
+def test_pickled_as_a_whole(make, protocol, tmp_path: Path):
+    model = moe_ops.stack_experts_(mixture(make=MAKES[make]))
+    torch.save(model, tmp_path / "model.pt", pickle_protocol=protocol)
+    loaded = [torch.load(tmp_path / "model.pt", weights_only=False), pickle.loads(pickle.dumps(model, protocol))]
+    for twin in loaded:
+        assert torch.equal(twin(X), model(X)) and list(twin.state_dict()) == list(model.state_dict())
+        assert type(twin.experts[0]) is type(model.experts[0])
+        twin.load_state_dict({key: 2 * value for key, value in model.state_dict().items()})
+        assert twin.experts.get_parameter(next(iter(dict(twin.experts.named_parameters())))).requires_grad
+        assert not torch.equal(twin(X), model(X))
+        assert [type(module) for module in moe_ops.restore(twin).modules()] == [
+            type(module) for module in mixture(make=MAKES[make]).modules()
+        ]
+
+
+def test_pickled_class_with_arguments():
+    """What a class hands to its own __new__ is handed on."""
+    model = nn.Module()
+    model.experts = nn.ModuleList(Named("one") for _ in range(2))
+    twin = pickle.loads(pickle.dumps(moe_ops.stack_experts_(model)))
+    assert isinstance(twin.experts[1], Named) and twin.experts[1].name == "one" and twin.experts.weight.shape == (2, 3)
+
+
+class Named(nn.Module):
+    def __new__(cls, name: str) -> Named:
+        made = super().__new__(cls)
+        object.__setattr__(made, "name", name)
+        return made
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def __getnewargs__(self) -> tuple[str]:
+        return (self.name,)
+
+
+@pytest.mark.parametrize("path", ["experts.1", "experts.1.w2"])
+def test_one_expert_alone_is_not_frozen(path):
+    """Nor thawed; where that changes nothing, as in a loop over all modules of a model that is frozen, it may."""
+    model = moe_ops.stack_experts_(mixture())
+    for twin in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        module = twin.get_submodule(path)
+        with pytest.raises(ValueError, match=r"must be True, as of all experts .* got False\. Call it on the list, or"):
+            module.requires_grad_(False)
+        assert module.requires_grad_() is module and twin.experts.w2_weight.requires_grad
+        for frozen in (twin.experts, twin):
+            frozen.requires_grad_(False)
+            assert not any(weight.requires_grad for weight in frozen.parameters())
+            module.requires_grad_(False)
+            with pytest.raises(ValueError, match="must be False"):
+                module.requires_grad_()
+            frozen.requires_grad_()
+        inside = moe_ops.restore(twin).get_submodule(path).requires_grad_(False)
+        assert not any(weight.requires_grad for weight in inside.parameters())
+        assert "requires_grad_" not in vars(inside)
+
+
+def test_stacked_experts_are_alike_for_trials():
+    """What forbids freezing is nothing that an expert runs, nor anything that tells two layers apart."""
+    one, two = (moe_ops.stack_experts_(mixture()) for _ in range(2))
+    assert list(rebind._facts(one)) == list(rebind._facts(two))
+    rebind._check_unbound(one.experts[0])
+
+
+def test_a_slice_is_not_replaced():
+    model = moe_ops.stack_experts_(mixture())
+    before = model(X)
+    with pytest.raises(ValueError, match=r"weight must be left in its place.*copy_.*moe_ops\.restore\(model\) first"):
+        model.experts[1].w1.weight = nn.Parameter(torch.zeros(I, H))
+    assert torch.equal(model(X), before)
+    model.experts[1].w1.register_parameter("other", nn.Parameter(torch.zeros(1)))
+    assert "experts.1.w1.other" in model.state_dict()
+
+
+def _appended(experts):
+    experts.append(Expert(H, I))
+
+
+def _inserted(experts):
+    experts.insert(1, Expert(H, I))
+
+
+def _deleted(experts):
+    del experts[2]
+
+
+def _replaced(experts):
+    experts[1] = Expert(H, I)
+
+
+def _swapped(experts):
+    experts[0], experts[3] = experts[3], experts[0]
+
+
+def _replaced_inside(experts):
+    experts[1].w1 = nn.Linear(H, I, bias=False)
+
+
+def _wrapped(experts):
+    experts[1].w1 = nn.Sequential(experts[1].w1, nn.Linear(I, I))
+
+
+@pytest.mark.parametrize(
+    "change", [_appended, _inserted, _deleted, _replaced, _swapped, _replaced_inside, _wrapped],
+    ids=lambda change: change.__name__.strip("_"),
+)  # fmt: skip
+def test_a_list_that_changes_after_it(change):
+    """The state dict, loading and restoring know experts by their slices, not by their place."""
+    single, stacked = mixture("mask"), moe_ops.stack_experts_(mixture("mask"))
+    for model in (single, stacked):
+        torch.manual_seed(2)
+        change(model.experts)
+        count = len(model.experts)
+        model.gate = nn.Linear(H, count, bias=False)
+    state = single.state_dict()
+    assert sorted(stacked.state_dict()) == sorted(state)
+    assert all(torch.equal(value, state[key]) for key, value in stacked.state_dict().items())
+    expected = single(X)
+    assert torch.equal(stacked(X), expected)
+    torch.testing.assert_close(compiled(stacked)(X), expected, atol=1e-5, rtol=1e-5)
+    doubled = {key: 2 * value for key, value in state.items()}
+    stacked.load_state_dict(doubled)
+    assert all(torch.equal(value, doubled[key]) for key, value in stacked.state_dict().items())
+    moe_ops.restore(stacked)
+    assert all(torch.equal(value, doubled[key]) for key, value in stacked.state_dict().items())
+    assert [name for name, _ in stacked.named_parameters()] == [name for name, _ in single.named_parameters()]
+
+
+@pytest.mark.filterwarnings("ignore:moe_ops.compile")
+@pytest.mark.parametrize("stack", [moe_ops.stack_experts_, partial(moe_ops.compile, backend="moe_ops_eager")])
+def test_of_lists_in_one_another_the_inner_ones_are_stacked(stack):
+    torch.manual_seed(0)
+    model = ExpertLoop("mask", dim=H, hidden=I, num_experts=3, make=lambda *sizes: mixture("mask"))
+    before, state = model(X), model.state_dict()
+    stack(model)
+    assert model.experts[1].experts.w1_weight.shape == (E, I, H)
+    assert [*model.experts._parameters] == [] and torch.equal(model(X), before)
+    assert list(model.state_dict()) == list(state)
+    torch.testing.assert_close(compiled(model)(X), before, atol=1e-5, rtol=1e-5)
+    assert counters["moe_ops"]["fused"] == 3
+    for names in ((), ("experts",)):
+        with pytest.raises(ValueError, match="not stacked yet"):
+            moe_ops.stack_experts_(model, *names)
+    moe_ops.restore(model)
+    assert [name for name, _ in model.named_parameters()] == [*state]
+    moe_ops.stack_experts_(model, "experts")  # alone, by its name
+    assert model.experts.get_parameter("experts_0_w1_weight").shape == (3, I, H)
+    assert torch.equal(model(X), before) and list(model.state_dict()) == list(state)
 
 
 def test_optimizer_made_after_it():
