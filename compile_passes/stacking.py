@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -89,11 +90,19 @@ def stack_experts_(model: nn.Module, *names: str) -> nn.Module:
 
 
 def unstack(model: nn.Module) -> nn.Module:
-    """Undo `stack_experts_`: every expert has its own parameters again, with the present values."""
+    """Undo `stack_experts_`: every expert has its own parameters again, with the present values and gradients."""
+    stacked = {id(weight) for module in model.modules() for name in vars(module).get(_STACKS, ())
+               if (weight := module._parameters[name]) is not None}  # fmt: skip
+    holders = {type(optimizer).__name__ for optimizer, held in _optimizers() if stacked & held} if stacked else set()
     for module in model.modules():
         stacks = vars(module).get(_STACKS)
         if stacks is not None:
             _unstack(module, stacks)
+    for name in sorted(holders):
+        message = (
+            f"moe_ops.restore: a {name} optimizer holds stacked experts that the model no longer has: make it anew."
+        )
+        warnings.warn(message, stacklevel=3)
     return model
 
 
@@ -166,11 +175,17 @@ def taken_elsewhere(model: nn.Module) -> dict[int, str]:
     """Parameters that somebody holds besides their expert, by id, and who: the model once more, or an optimizer."""
     users = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     taken = {weight: "the model uses in more than one place" for weight, count in users.items() if count > 1}
+    for optimizer, held in _optimizers():
+        why = f"a {type(optimizer).__name__} optimizer holds already: make it after stacking the experts"
+        taken.update(dict.fromkeys(held, why))
+    return taken
+
+
+def _optimizers() -> Iterator[tuple[torch.optim.Optimizer, set[int]]]:
+    """All that there are, with the ids of what each one holds."""
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.optim.Optimizer):  # isinstance would ask proxies for their class
-            why = f"a {type(thing).__name__} optimizer holds already: make it after stacking the experts"
-            taken.update({id(weight): why for group in thing.param_groups for weight in group["params"]})
-    return taken
+            yield thing, {id(weight) for group in thing.param_groups for weight in group["params"]}
 
 
 # ---- stacking
@@ -219,7 +234,9 @@ def _unstack(module: nn.Module, stacks: Mapping[str, str]) -> None:
         for own, name in slices.items():
             held = stacked[name]
             if held is not None:
-                owner.register_parameter(own, nn.Parameter(held.detach()[number].clone(), held.requires_grad))
+                weight = nn.Parameter(held.detach()[number].clone(), held.requires_grad)
+                weight.grad = None if held.grad is None else held.grad[number].clone()
+                owner.register_parameter(own, weight)
     del vars(module)[_STACKS]
     vars(module).pop(_TRANSPOSED, None)
     for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks):

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import re
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -327,6 +328,21 @@ def test_restore():
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     moe_ops.stack_experts_(model)
     assert torch.equal(model(X), expected)
+
+
+def test_restore_in_training():
+    """Gradients go along; an optimizer that would go on with what the model no longer has is named."""
+    model = moe_ops.stack_experts_(mixture(make=MAKES["biased"]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(X).sum().backward()
+    expected = model.experts.w1_weight.grad
+    with pytest.warns(UserWarning, match=r"moe_ops\.restore: a SGD optimizer holds stacked experts"):
+        moe_ops.restore(model)
+    assert torch.equal(torch.stack([expert.w1.weight.grad for expert in model.experts]), expected)
+    optimizer.param_groups.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        moe_ops.restore(moe_ops.stack_experts_(mixture(make=MAKES["biased"])))
 
 
 def test_stacks_can_be_quantised():
