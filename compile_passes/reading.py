@@ -94,6 +94,10 @@ class Reading(Values):
         """Nodes that read ``value``, in graph order, mutations of other names included, mere checks left out."""
         return self._readers.get(value, [])
 
+    def values_of(self, node: fx.Node) -> list[fx.Node]:
+        """The values of the tensors that ``node`` is given, in the order of its operands."""
+        return list(dict.fromkeys(self._read_as.get(node, {}).values()))
+
     def operand(self, value: fx.Node) -> fx.Node:
         """A node that can be passed as an argument for ``value`` (some writers return nothing, or something else)."""
         targets = self.memory.writes.get(value, ())

@@ -76,7 +76,7 @@ class Flow:
     """What is known of every value after one walk: is it a weight, a routing value, or the inside of an expert."""
 
     def __init__(self, reading: Reading) -> None:
-        self._reading = reading
+        self.reading = reading
         self.weight: dict[fx.Node, fx.Node] = {}
         self.gathered: dict[fx.Node, fx.Node] = {}
         self.route: dict[fx.Node, Route] = {}
@@ -96,11 +96,11 @@ class Flow:
             if rank_of(node) >= 2:
                 self.weight[node] = node
             return
-        call = self._reading.call(node)
+        call = self.reading.call(node)
         if call is None:
             return
         name = self.names[node] = call.name.removeprefix("aten::")
-        operands = node.all_input_nodes
+        operands = self.reading.values_of(node)
         if name in LIKE and isinstance(call["x"], fx.Node):
             operands = [call["x"]]
         if name in _CARRIERS and operands:
@@ -217,9 +217,9 @@ class Flow:
 
     def evidence(self, pair: Pair) -> list[Evidence]:
         """The routing values that meet the expert, those before its first product first."""
-        rows = [operand for operand in pair.up.all_input_nodes if operand is not self.products[pair.up]]
+        rows = [operand for operand in self.reading.values_of(pair.up) if operand is not self.products[pair.up]]
         found = [self.mixed[row] for row in rows if row in self.mixed]
-        inner = [operand for operand in pair.down.all_input_nodes if operand in self.mixed]
+        inner = [operand for operand in self.reading.values_of(pair.down) if operand in self.mixed]
         found += [Evidence(self.mixed[row].route, False, self.mixed[row].by) for row in inner]
         return found + self._after(pair.down)
 
@@ -229,7 +229,7 @@ class Flow:
         while queue and len(seen) < _WALK:
             value = queue.popleft()
             seen.add(value)
-            for user in value.users:
+            for user in self.reading.readers(value):
                 name = self.names.get(user, "")
                 routed = self._route_met(user)
                 if routed is not None:
@@ -241,7 +241,7 @@ class Flow:
     def _route_met(self, user: fx.Node) -> Route | None:
         """The first routing value among the operands, of which a stack of all experts' results has many."""
         if user not in self._met:
-            routes = (self.route[operand] for operand in user.all_input_nodes if operand in self.route)
+            routes = (self.route[operand] for operand in self.reading.values_of(user) if operand in self.route)
             self._met[user] = next(routes, None)
         return self._met[user]
 

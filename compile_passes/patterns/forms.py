@@ -114,7 +114,7 @@ def _hub(flow: Flow) -> dict[fx.Node, Refusal]:
     blocks: dict[tuple[fx.Node, ...], list[fx.Node]] = {}
     for node in flow.operators:
         if _is_custom(node) and _HUB_PRODUCT.search(_qualified(node)):
-            places = tuple(operand for operand in node.all_input_nodes if _is_integer(operand))
+            places = tuple(operand for operand in flow.reading.values_of(node) if _is_integer(operand))
             blocks.setdefault(places, []).append(node)
     return {
         node: Refusal(
@@ -138,7 +138,7 @@ def _opaque(flow: Flow, taken: set[fx.Node]) -> list[Refusal]:
     """Custom operators that hide a block."""
     found = []
     for node in flow.operators:
-        operands = node.all_input_nodes
+        operands = flow.reading.values_of(node)
         weights = [flow.weight[operand] for operand in operands if operand in flow.weight and rank_of(operand) >= 3]
         routed = any(operand in flow.route for operand in operands)
         hides = routed and len(set(weights)) >= 2 and len({str(shape_of(weight)[0]) for weight in weights}) == 1

@@ -210,6 +210,39 @@ def test_of_two_weights_the_gathered_or_the_larger_one_is_the_products():
     assert chosen(lambda a, b: torch.mm(a, b), X, W1.t().contiguous()).name == "l_b_", "the second of two alike"
 
 
+PRODUCTS_WITH_A_WEIGHT = {
+    "linear": F.linear,
+    "mm": lambda x, w: torch.mm(x, w.t()),
+    "einsum": lambda x, w: torch.einsum("th,ih->ti", x, w),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS_WITH_A_WEIGHT)
+def test_a_weight_that_was_written_is_what_is_multiplied_with(name):
+    def run(x, w):
+        scaled = w.clone()
+        scaled.mul_(2)
+        return PRODUCTS_WITH_A_WEIGHT[name](x, scaled)
+
+    flow, result = flow_of(run, X, W1)
+    weight = flow.products[result]
+    assert (weight.target == "mul_") == (name != "mm") and flow.weight[weight].name == "l_w_"
+
+
+def test_what_was_written_is_followed():
+    def run(x, g, w1, w2):
+        h = F.linear(x, w1)
+        h.relu_()
+        out = F.linear(h, w2)
+        out.mul_(2)
+        return out * F.linear(x, g).softmax(-1)[:, :1]
+
+    flow, _ = flow_of(run, X, GATE, W1, W2)
+    (pair,) = flow.pairs
+    (evidence,) = flow.evidence(pair)
+    assert not evidence.before and evidence.by == "mul" and evidence.route.scored == E
+
+
 # ---- routing
 
 CHOICES = {

@@ -204,6 +204,18 @@ def opaque_without_a_telling_name(x, gate, w1, w2):
     return torch.ops.forms_test.layer(x, w1, w2, softmax_router(x, gate)[1])
 
 
+def written_weights(x, gate, w1, w2):
+    """Every expert's slice of the first weight is scaled in place."""
+    topk_weights, ids = softmax_router(x, gate)
+    out = torch.zeros_like(x)
+    for expert in range(E):
+        weight = w1[expert].clone()
+        weight.mul_(1.5)
+        scale = (topk_weights * (ids == expert)).sum(-1, keepdim=True)
+        out = out + scale * F.linear(silu_glu(F.linear(x, weight)), w2[expert])
+    return out
+
+
 FORMS = {
     gpt_fast: "gathered",
     gpt_oss_reference: "gathered",
@@ -219,6 +231,7 @@ FORMS = {
     boolean_assignment: "that a mask, an index or a split selects",
     masked_everywhere: "on every token",
     selected_by_where: "on every token",
+    written_weights: "on every token",
     opaque: "forms_test::fused_moe",
     opaque_without_a_telling_name: "forms_test::layer",
 }
@@ -241,6 +254,16 @@ def test_form(form):
 def test_gathered_weights_are_read_in_place(form):
     """Gathered for every slot, and multiplied by einsum or in four dimensions: no form left for the last recogniser."""
     outcome = check(form, *weights(dtype=torch.float32).values(), fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 1)
+
+
+def test_a_router_weight_that_is_written_in_place():
+    def run(x, gate, w1, w2):
+        scaled = gate.float()
+        scaled.mul_(1.5)
+        return block(batched, router=lambda x, gate: softmax_router(x.float(), scaled))(x, gate, w1, w2)
+
+    outcome = check(run, *weights().values(), fullgraph=True)
     assert (outcome.problem, outcome.fused) == (None, 1)
 
 
