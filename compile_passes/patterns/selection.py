@@ -160,7 +160,9 @@ class _Reader:
             return None
         return self._at(call["index"], top_k, values, start, call.name == "scatter")
 
-    def _at(self, ids: fx.Node, top_k: int, values: Value | float, elsewhere: float, once: bool) -> _Sparse:
+    def _at(self, ids: fx.Node, top_k: int, values: Value | float, elsewhere: float, once: bool) -> _Sparse | None:
+        if top_k == 0:
+            return None  # how many tokens there are cannot be told from no ids
         index, tensor = _rows(ids, top_k), example(ids)
         if tensor is not None and tensor.dtype != torch.int64:
             index = Made(_ATEN.to.dtype, (index, torch.int64))

@@ -133,6 +133,11 @@ def weights_of_the_first_token(x, gate, w1, w2):
     return every_expert(x, torch.einsum("tk,tke->te", topk_weights[:1], F.one_hot(ids, E).float()), w1, w2)
 
 
+def none_selected(x, gate, w1, w2):
+    scores, ids = F.linear(x, gate).topk(0, dim=1)
+    return every_expert(x, torch.zeros(T, E).scatter(1, ids, scores), w1, w2)
+
+
 REFUSED = {
     soft: "A token's weights for the 8 experts cannot be proved to be zero for all but top_k of them (they come",
     threshold: "(they come from softmax)",
@@ -149,6 +154,7 @@ REFUSED = {
     mask_alone: "The experts are summed without routing weights",
     without_scores: "results are summed without routing weights",
     weights_of_the_first_token: "(they come from einsum)",
+    none_selected: "(they come from scatter)",
 }
 
 
