@@ -89,18 +89,27 @@ def find_experts(model: nn.Module) -> list[ExpertGroup]:
 
 
 def _by_block(model: nn.Module, groups: list[ExpertGroup]) -> list[ExpertGroup]:
-    """Groups beside each other in one module (a module per projection) are one block."""
+    """Groups beside each other in one module (a module per projection, shared experts) are one block; with a router
+    each they are layers.
+    """
     beside: dict[str, list[ExpertGroup]] = {}
     for group in groups:
         beside.setdefault(group.name.rpartition(".")[0], []).append(group)
     merged = []
     for parent, rows in beside.items():
-        if len(rows) == 1:
-            merged.append(rows[0])
+        if len(rows) == 1 or all(map(has_router, rows)):
+            merged += rows
         else:
             weights = tuple(weight for row in rows for weight in row.weights)
             merged.append(ExpertGroup(parent, model.get_submodule(parent), weights))
     return merged
+
+
+def has_router(group: ExpertGroup) -> bool:
+    """Whether the module of a group scores as many experts as it holds."""
+    held = {number_of_experts(group.module, *named) for named in group.module.named_children()}
+    held |= {weight.shape[0] for weight in group.weights if weight.dim() > 2}
+    return not held.isdisjoint(_scored(group.module))
 
 
 def cure(loop: ExpertLoop, *, tried: bool = False) -> str:
@@ -143,8 +152,8 @@ def number_of_experts(module: nn.Module, name: str, child: nn.Module) -> int:
 
 def _scored(module: nn.Module) -> set[int]:
     """How many experts the routers in ``module`` score."""
-    routers = [child for name, child in module.named_children() if "gate" in name or "router" in name]
-    return {weight.shape[0] for router in routers for weight in router.parameters() if weight.dim() == 2}
+    weights = ((name.partition(".")[0], weight) for name, weight in module.named_parameters() if weight.dim() == 2)
+    return {weight.shape[0] for name, weight in weights if "gate" in name or "router" in name}
 
 
 def _has_list(module: nn.Module) -> bool:

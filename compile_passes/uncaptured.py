@@ -18,7 +18,7 @@ from typing import Any
 from torch import fx, nn
 
 from compile_passes.class_counts import FIX_CLASSES, without_class_counts
-from compile_passes.loops import ExpertGroup
+from compile_passes.loops import ExpertGroup, has_router
 from compile_passes.match import functions, module_of
 from moe_ops.graphs import TORCH
 
@@ -255,6 +255,6 @@ def _inside_out(model: nn.Module, group: ExpertGroup) -> Iterator[nn.Module]:
         name = name.rpartition(".")[0]
         around = model.get_submodule(name)
         # a router beside the experts, but not the other layers beside a layer
-        beside = around is not model or "." not in group.name
+        beside = (around is not model or "." not in group.name) and not has_router(group)
         yield from around.children() if beside and not isinstance(around, nn.ModuleList) else ()
         yield around

@@ -137,6 +137,45 @@ def test_a_break_before_the_experts_leaves_them_fused():
     assert report.fused[0].routing == "kept"
 
 
+class Two(torch.nn.Module):
+    """Two layers beside each other."""
+
+    def __init__(self, first, second):
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def test_a_layer_that_is_in_no_graph_is_refused_beside_one_that_is_fused():
+    model = Two(StackedExperts("nowhere"), StackedExperts("nowhere"))
+    model.second.forward = torch._dynamo.disable(model.second.forward)
+    report = moe_ops.explain(model, weights(dtype=torch.float32)["x"])
+    assert len(report.fused) == 1 and [row.module for row in report.refused] == ["second"]
+    assert "None of its weights is in a captured graph" in report.refused[0].reason
+
+
+class Unread(torch.nn.Module):
+    """What no recogniser reads, with the weights of an MoE layer."""
+
+    def __init__(self):
+        super().__init__()
+        for name, value in weights(dtype=torch.float32).items():
+            if name != "x":
+                setattr(self, name, torch.nn.Parameter(value))
+
+    def forward(self, x):
+        return x + self.gate.sum() + self.w1.sum() * self.w2.sum()
+
+
+def test_a_break_in_one_layer_is_no_reason_of_another():
+    model = Two(StackedExperts("between the products"), Unread())
+    rows = {row.module: row for row in moe_ops.explain(model, weights(dtype=torch.float32)["x"]).refused}
+    assert "cuts the block in pieces" in rows["first"].reason
+    assert "not in a form in which experts are recognised" in rows["second"].reason
+
+
 def test_a_checkpointed_region_that_runs_in_python_is_refused():
     model = build("mixtral", torch.float32, "grouped_mm", num_hidden_layers=1).train().requires_grad_(True)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -122,6 +122,26 @@ def test_experts_of_a_block_are_one_group():
     assert find_experts(nn.Sequential(nn.Conv1d(4, 4, 3), Projection(), nn.Linear(4, 4))) == []
 
 
+class Layer(nn.Module):
+    """Experts and their router in one module; the router a module or a parameter."""
+
+    def __init__(self, experts, router):
+        super().__init__()
+        self.experts, self.router = experts, router
+
+
+@pytest.mark.parametrize("router", [lambda: nn.Linear(H, E), lambda: nn.Parameter(torch.randn(E, H))])
+def test_layers_beside_each_other_are_groups_each(router):
+    def experts():
+        return nn.ModuleList(nn.Linear(H, H) for _ in range(E))
+
+    model = nn.Module()
+    model.a, model.b = Layer(experts(), router()), Layer(experts(), router())
+    assert [(group.name, len(group.weights)) for group in find_experts(model)] == [("a", E), ("b", E)]
+    model.b.router = None
+    assert [(group.name, len(group.weights)) for group in find_experts(model)] == [("", 2 * E)]
+
+
 class Counts(Stacked):
     """Counts, and loops over nothing."""
 
