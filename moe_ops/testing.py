@@ -54,7 +54,7 @@ def assert_fused(model: Any, *inputs: Any, blocks: int | None = None) -> Any:
 
     Raises:
         AssertionError: a block was refused (its module, the source line that came nearest, the reason and the cure are
-            quoted), or the number is wrong.
+            quoted), a pass failed, or the number is wrong.
     """
     import moe_ops
 
@@ -63,6 +63,9 @@ def assert_fused(model: Any, *inputs: Any, blocks: int | None = None) -> Any:
         report = moe_ops.explain(model, *args, **kwargs)
     if report.error:
         raise AssertionError(f"the model raised: {report.error}")
+    if report.errors:  # a graph whose pass failed is left as it was, whatever was fused in others
+        lines = "\n".join(f"  {line}" for line in report.errors)
+        raise AssertionError(f"an error in moe_ops, please report it:\n{lines}")
     found = len(report.fused)
     if report.refused:
         rows = "\n".join(_indented(str(row)) for row in report.refused)
@@ -85,9 +88,17 @@ def assert_fused(model: Any, *inputs: Any, blocks: int | None = None) -> Any:
 
 
 def assert_no_graph_breaks(
-    function: Callable[..., Any], inputs: Inputs, *, backend: str = "moe_ops", dynamic: bool | None = None
+    function: Callable[..., Any],
+    inputs: Inputs,
+    *,
+    backend: str = "moe_ops",
+    dynamic: bool | None = None,
+    backward: bool = False,
 ) -> None:
-    """`function` compiles as exactly one graph.
+    """`function` compiles as exactly one graph, without gradients.
+
+    With `backward` so does a training step: gradients are enabled, and the outputs differentiated, as in
+    `assert_cuda_graph_safe`.
 
     Three signals, none of which suffices: `fullgraph=True` says why it fails but accepts a frame that Dynamo skips; the
     break counter stays 0 for data-dependent branches and skipped frames; the number of graphs is 1 for a function whose
@@ -95,14 +106,11 @@ def assert_no_graph_breaks(
 
     Raises:
         AssertionError: with Dynamo's own reason for the first break.
+        ValueError: `backward` of outputs that require no gradient.
     """
-    args, kwargs = _call(inputs)
-    with _fresh(), torch.no_grad():
-        compiled = torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)
-        try:
-            compiled(*args, **kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            raise AssertionError(f"it does not compile as one graph:\n{_indent(error)}") from error
+    run = _Trained(function, "assert_no_graph_breaks") if backward else _run
+    with _fresh(), torch.set_grad_enabled(backward), _as_one_graph():
+        run(torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True), inputs)
         graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
     if breaks:
         reasons = "\n".join(f"  {count} x {reason}" for reason, count in counters["graph_break"].items())
@@ -125,14 +133,19 @@ def assert_no_recompiles(
     sizes: Sequence[int] = (2, 3, 16, 64),
     backend: str = "moe_ops",
     dynamic: bool | None = True,
+    backward: bool = False,
 ) -> None:
-    """The code compiled for `make_inputs(sizes[0])` serves every other size.
+    """The code compiled for `make_inputs(sizes[0])` serves every other size, without gradients.
+
+    With `backward` that of a training step does: gradients are enabled, and the outputs differentiated, as in
+    `assert_cuda_graph_safe`.
 
     Shapes are dynamic from the start; pass `dynamic=None` where `make_inputs` marks its dimensions itself
     (`torch._dynamo.mark_dynamic`). Left alone, torch.compile compiles a second time at the second size, by design.
 
     Raises:
-        ValueError: `sizes` holds fewer than two sizes, or 0 or 1, which torch.compile always compiles on their own.
+        ValueError: `sizes` holds fewer than two sizes, or 0 or 1, which torch.compile always compiles on their own;
+            `backward` of outputs that require no gradient.
         AssertionError: with the guard that failed.
     """
     if len(sizes) < 2 or min(sizes) < 2:
@@ -140,15 +153,15 @@ def assert_no_recompiles(
             f"assert_no_recompiles: sizes must be at least two sizes >= 2, got {tuple(sizes)}. "
             "torch.compile specialises 0 and 1: test them on their own."
         )
-    with _fresh(), torch.no_grad():
+    run = _Trained(function, "assert_no_recompiles") if backward else _run
+    with _fresh(), torch.set_grad_enabled(backward), _as_one_graph():
         compiled = torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)
-        args, kwargs = _call(make_inputs(sizes[0]))
-        compiled(*args, **kwargs)
+        run(compiled, make_inputs(sizes[0]))
         for size in sizes[1:]:
-            args, kwargs = _call(make_inputs(size))
+            inputs = make_inputs(size)
             try:
                 with torch.compiler.set_stance("fail_on_recompile"):
-                    compiled(*args, **kwargs)
+                    run(compiled, inputs)
             except RuntimeError as error:
                 lines = _tied_to_sizes(function, make_inputs, sizes[0], size, dynamic)
                 raise AssertionError(
@@ -186,11 +199,13 @@ def assert_cuda_graph_safe(
         backward: whether the backward is captured, or searched, as well.
 
     Raises:
-        AssertionError: with the operation, or torch's reason.
+        AssertionError: with the operation, or torch's reason. For inputs on a CPU also where no graph reached
+            Inductor, whose list of such operations it is.
         ValueError: `backend=None` for inputs that are not on a GPU; `backward` of outputs that require no gradient.
     """
-    variants = [inputs, *(changed or [_flipped(inputs)])]
-    run = _Trained(function) if backward else _run
+    inputs = _plain(inputs)
+    variants = [inputs, *(map(_plain, changed) if changed else [_flipped(inputs)])]
+    run = _Trained(function, "assert_cuda_graph_safe") if backward else _run
     with torch.set_grad_enabled(backward):
         if any(tensor.is_cuda for tensor in _tensors(inputs)):
             if backend is None:
@@ -208,7 +223,8 @@ def assert_cuda_graph_safe(
 class _Trained:
     """Calls `function`, or what was compiled of it, and differentiates: returns what it returned, then gradients."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], caller: str) -> None:
+        self._caller = caller
         parameters = list(function.parameters()) if isinstance(function, torch.nn.Module) else []
         self._trained = [parameter for parameter in parameters if parameter.requires_grad]
 
@@ -217,17 +233,25 @@ class _Trained:
         outputs = _tensors(_run(function, fresh))
         differentiable = [output for output in outputs if output.requires_grad]
         if not differentiable:
-            raise ValueError(
-                "assert_cuda_graph_safe: backward must be False for outputs that require no gradient, got True."
-            )
+            raise ValueError(f"{self._caller}: backward must be False for outputs that require no gradient, got True.")
         total = torch.stack([output.sum(dtype=torch.float32) for output in differentiable]).sum()
         leaves = [*self._trained, *(tensor for tensor in _tensors(fresh) if tensor.requires_grad)]
+        if not leaves:
+            raise ValueError(
+                f"{self._caller}: function must be a module with trained parameters, or take inputs that require "
+                "gradients, for backward=True."
+            )
         grads = torch.autograd.grad(total, leaves, allow_unused=True)
         return [*(output.detach() for output in outputs), *(grad for grad in grads if grad is not None)]
 
     @staticmethod
     def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().clone().requires_grad_() if tensor.requires_grad else tensor
+        if not tensor.requires_grad:
+            return tensor
+        leaf = tensor.detach().clone().requires_grad_()
+        # torch keeps what `mark_dynamic` said of a tensor in its attributes
+        vars(leaf).update((name, value) for name, value in vars(tensor).items() if name.startswith("_dynamo_"))
+        return leaf
 
 
 _Run = Callable[[Callable[..., Any], Inputs], Any]
@@ -326,8 +350,11 @@ def _assert_no_incompatible_node(function: Callable[..., Any], inputs: Inputs, b
     from torch._inductor.utils import get_first_incompatible_cudagraph_node
 
     found: list[str] = []
+    looked = False
 
     def look(graph: torch.fx.Graph) -> None:
+        nonlocal looked
+        looked = True
         module = graph.owning_module
         node = None if module is None else get_first_incompatible_cudagraph_node(module)
         if node is not None:
@@ -335,13 +362,15 @@ def _assert_no_incompatible_node(function: Callable[..., Any], inputs: Inputs, b
             line = graphs.in_line(place) if place[0] else "(no source line)"
             found.append(f"  {line}\n    as {graphs.describe(node)}")
 
-    with _fresh():
+    with _fresh(), _as_one_graph():
         options: dict[str, Any] = {"post_grad_custom_post_pass": look}
-        compiled = torch.compile(function, backend=backend, fullgraph=True, options=options)
-        try:
-            run(compiled, inputs)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            raise AssertionError(f"it does not compile as one graph:\n{_indent(error)}") from error
+        run(torch.compile(function, backend=backend, fullgraph=True, options=options), inputs)
+    if not looked:
+        raise AssertionError(
+            f"no graph reached Inductor under backend={backend!r}, so that nothing was searched. Give a backend that "
+            'goes through Inductor ("moe_ops", "inductor"); if it does, assert_no_graph_breaks tells what became of '
+            "the function."
+        )
     if found:
         raise AssertionError(
             f"the host needs a value that is on the device, and a CUDA graph cannot hold that:\n{found[0]}\n"
@@ -365,6 +394,15 @@ def _tied_to_sizes(
         _run(torch.compile(function, backend=look, dynamic=dynamic), make_inputs(each))
     lines = (line for guard, line in assumed[0].items() if guard not in assumed[1])
     return "".join(f"  {line}\n" for line in dict.fromkeys(lines))
+
+
+@contextlib.contextmanager
+def _as_one_graph() -> Iterator[None]:
+    """What Dynamo raises of code that it cannot capture, as an AssertionError."""
+    try:
+        yield
+    except torch._dynamo.exc.TorchDynamoException as error:
+        raise AssertionError(f"it does not compile as one graph:\n{_indent(error)}") from error
 
 
 @contextlib.contextmanager
@@ -393,7 +431,14 @@ def _run(function: Callable[..., Any], inputs: Inputs) -> Any:
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     """The tensors of a nested value; outputs of a CUDA graph are cloned before the next replay overwrites them."""
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    leaves = torch.utils._pytree.tree_leaves(_plain(value))
+    nested = (_tensors(leaf) if isinstance(leaf, Mapping) else [leaf] for leaf in leaves)
+    return [leaf for inner in nested for leaf in inner if isinstance(leaf, torch.Tensor)]
+
+
+def _plain(value: Any) -> Any:
+    """A mapping as a dict: pytree takes one that it does not know, as transformers' BatchEncoding, for a leaf."""
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 def _flipped(inputs: Inputs) -> Inputs:

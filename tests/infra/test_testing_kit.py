@@ -1,6 +1,7 @@
 """Each assertion of moe_ops.testing passes on sound code and fails, with a useful message, on code broken for it."""
 
 import logging
+from collections import UserDict
 from functools import partial
 
 import pytest
@@ -9,6 +10,8 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import counters
 
 import moe_ops
+from compile_passes import passes
+from compile_passes.recognise import recognise
 from moe_ops import testing
 from moe_ops.testing import (
     assert_cuda_graph_safe,
@@ -96,7 +99,9 @@ def test_sound_code_passes_every_assertion(backend: str) -> None:
     assert_cuda_graph_safe(Sound(), INPUTS, backend=backend)
 
 
-@pytest.mark.parametrize("inputs", [INPUTS, (INPUTS,), {"x": INPUTS}], ids=["tensor", "tuple", "dict"])
+@pytest.mark.parametrize(
+    "inputs", [INPUTS, (INPUTS,), {"x": INPUTS}, UserDict(x=INPUTS)], ids=["tensor", "tuple", "dict", "mapping"]
+)
 def test_every_form_of_inputs(inputs: testing.Inputs) -> None:
     assert_no_graph_breaks(Sound(), inputs, backend="inductor")
 
@@ -132,6 +137,28 @@ def test_one_refused_block_is_an_error_with_line_reason_and_cure(blocks: int | N
     ]
     assert "test_testing_kit.py" in row.location and row.reason and row.cure
     assert row.source.startswith("out = torch.bmm(")
+
+
+@pytest.mark.provokes_errors
+def test_a_pass_that_raised_is_an_error_whatever_else_is_fused(monkeypatch) -> None:
+    one, other = Experts(), Experts()
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        x = one(x)
+        torch._dynamo.graph_break()
+        return other(x)
+
+    calls = []
+
+    def fails_once(reading):
+        calls.append(reading)
+        if len(calls) == 1:
+            raise ValueError("a defect")
+        return recognise(reading)
+
+    monkeypatch.setattr(passes, "recognise", fails_once)
+    with torch.no_grad(), pytest.raises(AssertionError, match=r"an error in moe_ops[\s\S]*ValueError: a defect"):
+        assert_fused(run, INPUTS)
 
 
 def test_the_module_is_named_first() -> None:
@@ -217,6 +244,59 @@ def test_skipped_function_is_no_graph() -> None:
         assert_no_graph_breaks(lambda x: x.shape[0], INPUTS, backend="inductor")
 
 
+class TrainsOtherwise(Sound):
+    """A graph break, and control flow on a size, in training alone."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.breaks = breaks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and self.breaks:
+            torch._dynamo.graph_break()
+        return super().forward(x) * (2 if torch.is_grad_enabled() and x.shape[0] > 10 else 3)
+
+
+def test_a_break_in_training_alone() -> None:
+    model = TrainsOtherwise(breaks=True)
+    assert_no_graph_breaks(model, INPUTS, backend="aot_eager")
+    with pytest.raises(AssertionError, match="does not compile as one graph"):
+        assert_no_graph_breaks(model, INPUTS, backend="aot_eager", backward=True)
+
+
+def test_recompiles_in_training_alone() -> None:
+    model = TrainsOtherwise(breaks=False)
+    assert_no_recompiles(model, batch, sizes=(2, 64), backend="aot_eager")
+    with pytest.raises(AssertionError, match=r"size 64 compiles again after size 2[\s\S]*x\.shape\[0\] > 10"):
+        assert_no_recompiles(model, batch, sizes=(2, 64), backend="aot_eager", backward=True)
+
+
+@pytest.mark.parametrize("marked", [False, True], ids=["all dynamic", "marked"])
+def test_sound_training_passes(marked: bool) -> None:
+    def make(size: int) -> torch.Tensor:
+        x = batch(size).requires_grad_()
+        if marked:
+            torch._dynamo.mark_dynamic(x, 0)
+        return x
+
+    model = Sound()
+    assert_no_graph_breaks(model, INPUTS, backend="aot_eager", backward=True)
+    dynamic = None if marked else True
+    assert_no_recompiles(model, make, sizes=(2, 5, 64), backend="aot_eager", dynamic=dynamic, backward=True)
+    assert model.weight.grad is None
+
+
+def test_what_cannot_be_captured_at_all_is_no_raw_error_of_dynamo() -> None:
+    with pytest.raises(AssertionError, match=r"does not compile as one graph[\s\S]*[Dd]ata-dependent"):
+        assert_no_recompiles(Branches(), batch, backend="aot_eager")
+
+
+def test_a_size_that_cannot_be_captured_is_no_raw_error_of_dynamo() -> None:
+    few = torch.randn(32, 8)
+    with pytest.raises(AssertionError, match=r"does not compile as one graph[\s\S]*x \+ few"):
+        assert_no_recompiles(lambda x: x + few[: x.shape[0]], batch, sizes=(2, 64), backend="aot_eager")
+
+
 def test_control_flow_on_a_size_recompiles() -> None:
     said = r"size 64 compiles again after size 2[\s\S]*TORCH_LOGS=recompiles"
     with pytest.raises(AssertionError, match=said) as caught:
@@ -243,6 +323,27 @@ def test_host_synchronisation_is_not_capturable() -> None:
         assert_cuda_graph_safe(DataDependentSize(), INPUTS, backend="inductor")
     second = str(caught.value).splitlines()[1]
     assert second.startswith("  return torch.nonzero(x @ self.weight)  # ") and "test_testing_kit.py" in second
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "moe_ops_eager"])
+def test_a_backend_that_shows_no_graph_proves_nothing(backend: str) -> None:
+    with pytest.raises(AssertionError, match=rf"no graph reached Inductor under backend='{backend}'"):
+        assert_cuda_graph_safe(Sound(), INPUTS, backend=backend)
+
+
+def test_tensors_of_any_mapping_are_found() -> None:
+    x, y = torch.ones(2), torch.arange(2)
+    assert [*map(id, testing._tensors(UserDict(x=x, inner=[UserDict(y=y)], other=3)))] == [id(x), id(y)]
+
+
+def test_inputs_in_any_mapping_are_captured_and_changed(monkeypatch) -> None:
+    class OnDevice(torch.Tensor):
+        is_cuda = True
+
+    given: list[testing.Inputs] = []
+    monkeypatch.setattr(testing, "_assert_compiled_replays", lambda function, variants, *rest: given.extend(variants))
+    assert_cuda_graph_safe(Sound(), UserDict(x=torch.arange(3).as_subclass(OnDevice)))
+    assert [variant["x"].tolist() for variant in given] == [[0, 1, 2], [2, 1, 0]]
 
 
 class _Sparse(torch.autograd.Function):
@@ -275,9 +376,18 @@ def test_host_synchronisation_in_the_backward_alone() -> None:
     assert model.weight.grad is None, "gradients of the assertion are nobody else's"
 
 
-def test_outputs_without_gradient_have_no_backward() -> None:
-    with pytest.raises(ValueError, match="backward must be False for outputs that require no gradient"):
-        assert_cuda_graph_safe(lambda x: x * 2, INPUTS, backend="moe_ops_eager", backward=True)
+@pytest.mark.parametrize("assertion", [assert_cuda_graph_safe, assert_no_graph_breaks, assert_no_recompiles])
+def test_outputs_without_gradient_have_no_backward(assertion) -> None:
+    inputs = batch if assertion is assert_no_recompiles else INPUTS
+    said = f"^{assertion.__name__}: backward must be False for outputs that require no gradient"
+    with pytest.raises(ValueError, match=said):
+        assertion(lambda x: x * 2, inputs, backend="moe_ops_eager", backward=True)
+
+
+def test_a_function_without_parameters_of_its_own_has_no_backward() -> None:
+    model = Sound()
+    with pytest.raises(ValueError, match="function must be a module with trained parameters, or take inputs that req"):
+        assert_no_graph_breaks(lambda x: model(x), INPUTS, backend="moe_ops_eager", backward=True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's answer")
