@@ -8,6 +8,7 @@ other target keeps its own name with positional parameters, so that a refusal ca
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -410,9 +411,17 @@ def _keeps_elements(node: fx.Node, source: Any) -> bool:
 
 
 def _keeps_all(node: fx.Node, source: Any) -> bool:
-    """Whether a slice takes every element."""
+    """Whether a slice takes every element; of no elements, whether it would of more."""
     after, before = example(node), example(source)
-    return after is not None and before is not None and same_count(after, before)
+    if after is None or before is None or not same_count(after, before):
+        return False
+    empty = any(type(size) is int and size == 0 for size in before.shape)
+    return not empty or equal_sizes(_extent(after), _extent(before))
+
+
+def _extent(value: torch.Tensor) -> Any:
+    """The product of the sizes that are not 0, which tells slices of no elements apart."""
+    return math.prod(size for size in value.shape if type(size) is not int or size != 0)
 
 
 def _only_part(node: fx.Node, source: Any) -> fx.Node | None:

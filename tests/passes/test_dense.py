@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import moe_ops
 from tests.passes import dense
-from tests.passes.blocks import E, H, I, K, T, silu_glu, weights
+from tests.passes.blocks import E, H, I, K, T, batched, block, silu_glu, weights
 from tests.passes.compare import check, settled
 
 BLOCKS, NEAR_MISSES = 24, 12
@@ -303,6 +303,19 @@ def weighed_by_turned_tokens(x, gate, w1, w2):
 def test_a_product_that_weighs_otherwise(program):
     outcome = check(program, *weights(dtype=torch.float32).values(), fullgraph=True)
     assert (outcome.problem, outcome.fused) == (None, 0)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_no_tokens(gradients):
+    """Slices of an empty tensor are told from reshapes of it by what they would take of more tokens."""
+
+    def run(x, gate, w1, w2):
+        out = every_expert(x, scattered(x, gate), w1, w2)
+        return block(batched, activation=lambda h: F.silu(h[..., :I]) * h[..., I:])(out, gate, w1, w2)
+
+    x, *rest = weights(dtype=torch.float32).values()
+    outcome = check(run, x[:0].clone(), *rest, fullgraph=True, gradients=gradients)
+    assert (outcome.problem, outcome.fused) == (None, 2)
 
 
 def test_an_expert_chosen_twice_counts_twice():
