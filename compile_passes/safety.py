@@ -23,7 +23,7 @@ Pairs = frozenset[tuple[fx.Node, fx.Node]]
 CREATES = frozenset({"zeros", "zeros_like", "empty", "empty_like", "ones", "ones_like", "full", "metadata"})
 #: Those that may take the shape or the dtype of another tensor, and none of its numbers: x.type_as(y), x.expand_as(y).
 LIKE = frozenset({"cast", "view", "expand"})
-_OUT_OF_PLACE = "Use the out-of-place form of this operation, or move it after the block."
+_OUT_OF_PLACE = "Use the out-of-place form of this operation."
 
 
 def readers_of_numbers(reading: Reading, value: fx.Node) -> list[fx.Node]:
@@ -104,8 +104,13 @@ def changed_memory(
                 if _before(reading, writer, site)
                 else ("after the MoE block, which keeps it for the backward pass")
             )
-            return Refusal(writer, f"{in_words(writer)} overwrites {in_words(value)} {when}.", _OUT_OF_PLACE)
+            return Refusal(writer, f"{in_words(writer)} overwrites {in_words(value)} {when}.", _mend(end))
     return _apart(reading, region, read, end)
+
+
+def _mend(end: fx.Node | None) -> str:
+    """What to do about a write; what is kept for a backward pass (``end`` is None) may not be written later either."""
+    return _OUT_OF_PLACE if end is None else f"{_OUT_OF_PLACE[:-1]}, or move it after the block."
 
 
 def _before(reading: Reading, one: fx.Node, other: fx.Node) -> bool:
@@ -132,8 +137,7 @@ def _spoiled(reading: Reading, region: Collection[fx.Node]) -> Refusal | None:
         return None
     return Refusal(
         hazard.writer, f"{in_words(hazard.writer)} overwrites memory that {in_words(hazard.reader)} reads "
-        "through another view.",
-        "Use the out-of-place form of this operation.",
+        "through another view.", _OUT_OF_PLACE,
     )  # fmt: skip
 
 
@@ -173,7 +177,7 @@ def _apart(
                 if origin.op != "placeholder" or written.op != "placeholder":
                     return Refusal(
                         writer, f"{in_words(writer)} writes {in_words(written)}, which cannot be proved not to be the "
-                        f"memory of {in_words(origin)}, a value that the MoE block reads.", _OUT_OF_PLACE,
+                        f"memory of {in_words(origin)}, a value that the MoE block reads.", _mend(end),
                     )  # fmt: skip
                 pairs.add((written, origin))
     return frozenset(pairs)

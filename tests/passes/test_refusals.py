@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+import moe_ops
 from compile_passes import compat
 from compile_passes.decide import decide
 from compile_passes.match import Refusal
@@ -321,6 +322,20 @@ def test_input_overwritten_inside_the_block():
         return block(probe=lambda name, value: x.add_(1.0))(x, gate, w1, w2)
 
     says(refusal(run), "before the MoE block has finished")
+    assert refusal(run).cure == "Use the out-of-place form of this operation, or move it after the block."
+
+
+def test_an_input_that_is_kept_is_not_to_be_overwritten_later_either():
+    def run(x, gate, w1, w2):
+        x = x * 1
+        result = block(batched)(x, gate, w1, w2)
+        x.mul_(2)
+        return result, x + 1
+
+    trained = {name: value.requires_grad_() for name, value in weights(dtype=torch.float32).items()}
+    (row,) = moe_ops.explain(run, **trained).refused
+    assert "after the MoE block, which keeps it for the backward pass" in row.reason
+    assert row.cure == "Use the out-of-place form of this operation."
 
 
 def test_operators_refuse_what_they_cannot_run():
