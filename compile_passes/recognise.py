@@ -66,8 +66,8 @@ def recognise(reading: Reading) -> list[MoEMatch | Refusal]:
                 paired.update(downs)
                 found.append(loop)
     routed = {anchor for anchor, product in products.items() if product.spread is None}
-    found.extend(unpaired(products[anchor]) for anchor in products if anchor in routed - paired)
-    found.extend(name_forms(reading, routed | paired, guesses))
+    alone = {anchor: unpaired(product) for anchor, product in products.items() if anchor in routed - paired}
+    found.extend(name_forms(reading, routed | paired, guesses, alone))
     return found
 
 

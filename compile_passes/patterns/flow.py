@@ -19,7 +19,7 @@ from compile_passes.vocabulary import equal_sizes, example, tensors_of
 
 _PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "tensordot"})
 # The same numbers, or some of them, in another shape: what a weight or a routing value goes through unchanged.
-_VIEWS = frozenset(
+VIEWS = frozenset(
     {"view", "clone", "cast", "transpose", "mt", "t", "permute", "expand", "chunk", "split", "tensor_split", "unbind",
      "slice", "getslice", "narrow", "select", "item", "detach", "movedim", "getattr", "repeat", "einops_rearrange"}
 )  # fmt: skip
@@ -38,8 +38,8 @@ _NORMALISING = frozenset(
 _CHOICES = frozenset({"topk", "argmax", "max", "sort", "argsort", "one_hot", "multinomial"})
 # Scores: routing only where as many values are scored as there are experts.
 _SCORES = frozenset({"softmax", "sigmoid", "log_softmax", "gumbel_softmax"})
-_GATHERS = frozenset({"index", "index_select", "gather", "fancy", "embedding", "take_along_dim", "repeat_interleave"})
-_CARRIERS = _VIEWS | _ELEMENTWISE
+GATHERS = frozenset({"index", "index_select", "gather", "fancy", "embedding", "take_along_dim", "repeat_interleave"})
+_CARRIERS = VIEWS | _ELEMENTWISE
 _JOINS = frozenset({"cat", "stack", "sum"})
 _WALK = 16
 _UPS = 4
@@ -139,7 +139,7 @@ class Flow:
         return value not in self.gathered or rank_of(self.weight[value]) >= 3
 
     def _weights(self, node: fx.Node, name: str, operands: list[fx.Node]) -> None:
-        if not operands or (name not in _VIEWS and name not in _GATHERS and name not in ("mul", "stack", "cat")):
+        if not operands or (name not in VIEWS and name not in GATHERS and name not in ("mul", "stack", "cat")):
             return
         if name == "embedding":
             operands = operands[::-1]
@@ -147,10 +147,10 @@ class Flow:
         if source not in self.weight:
             return
         root = self.weight[source]
-        if name in _GATHERS:
+        if name in GATHERS:
             if rest and _is_integer(rest[-1]):
                 self.weight[node], self.gathered[node] = root, rest[-1]
-        elif name in _VIEWS or all(operand in self.weight for operand in rest):
+        elif name in VIEWS or all(operand in self.weight for operand in rest):
             self.weight[node] = root
             if source in self.gathered:
                 self.gathered[node] = self.gathered[source]
@@ -168,7 +168,7 @@ class Flow:
         if not any(operand not in self.route and self._is_hidden(operand, route) for operand in operands):
             self.route[node] = route
         elif name not in _PRODUCTS:
-            self.mixed[node] = Evidence(route, True, "gather" if name in _GATHERS else name)
+            self.mixed[node] = Evidence(route, True, "gather" if name in GATHERS else name)
 
     def _start_of_routing(self, node: fx.Node, name: str, operands: list[fx.Node]) -> None:
         if name not in _CHOICES | _SCORES or not operands or (name == "max" and example(node) is not None):
@@ -185,7 +185,7 @@ class Flow:
         """A row that was chosen or weighed stays so through reshapes and elementwise operations, up to a norm."""
         if node in self.normalised:
             return
-        if name in _CARRIERS or name in _GATHERS or name in ("cat", "stack"):
+        if name in _CARRIERS or name in GATHERS or name in ("cat", "stack"):
             evidence = next((self.mixed[operand] for operand in operands if operand in self.mixed), None)
             if evidence is not None:
                 self.mixed[node] = evidence

@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from compile_passes.match import Refusal, in_words
-from compile_passes.patterns.flow import Evidence, Flow, Pair, Route, rank_of, shape_of
+from compile_passes.patterns.flow import GATHERS, VIEWS, Evidence, Flow, Pair, Route, rank_of, shape_of
 from compile_passes.reading import Reading
 from compile_passes.vocabulary import equal_sizes, example
 
@@ -40,20 +40,24 @@ _CALL = "moe_ops.fused_experts(hidden_states, gate_up_proj, down_proj, topk_weig
 
 
 def name_forms(
-    reading: Reading, taken: set[fx.Node], known: Mapping[fx.Node, Refusal] | None = None
-) -> list[Refusal]:  # fmt: skip
+    reading: Reading,
+    taken: set[fx.Node],
+    known: Mapping[fx.Node, Refusal] | None = None,
+    alone: Mapping[fx.Node, Refusal] | None = None,
+) -> list[Refusal]:
     """A refusal for every MoE block in a form that is not fused, in graph order, one for each block.
 
     Args:
         taken: nodes of the blocks that are reported already; a block with a product among them is left out.
         known: what a recogniser says of a second product that may be no MoE block's.
+        alone: what is said of products among ``taken`` that have no other one, as far as recognisers read those.
     """
     flow = Flow(reading)
     for node in reading.graph.nodes:
         flow.visit(node)
     hub = _hub(flow)
     found = _stacked(flow, taken, known or {}) + _siblings(flow, taken, known or {}) + [*dict.fromkeys(hub.values())]
-    found += _opaque(flow, taken | hub.keys())
+    found += _opaque(flow, taken | hub.keys()) + _alone(flow, taken, alone or {})
     return sorted(found, key=lambda refusal: reading.order[refusal.node])
 
 
@@ -65,7 +69,8 @@ def _stacked(flow: Flow, taken: set[fx.Node], known: Mapping[fx.Node, Refusal]) 
             continue
         up, down = flow.products[pair.up], flow.products[pair.down]
         if up in flow.gathered and down in flow.gathered:
-            found.setdefault(pair.down, _gathered(pair, flow))
+            changed = _changed(pair.up, flow) or _changed(pair.down, flow)
+            found.setdefault(pair.down, changed or _gathered(pair, flow))
             continue
         experts = shape_of(down)[0]
         if up in flow.gathered or down in flow.gathered or not equal_sizes(experts, shape_of(up)[0]):
@@ -129,6 +134,16 @@ def _hub(flow: Flow) -> dict[fx.Node, Refusal]:
     }
 
 
+def _alone(flow: Flow, taken: set[fx.Node], alone: Mapping[fx.Node, Refusal]) -> list[Refusal]:
+    """What is said of ``alone``; where there is another product, with weights that were changed, that this is why."""
+    found = dict(alone)
+    for pair in flow.pairs:
+        for one, other in ((pair.up, pair.down), (pair.down, pair.up)):
+            if one in alone and other not in taken:
+                found[one] = _changed(other, flow) or found[one]
+    return list(found.values())
+
+
 def _is_integer(node: fx.Node) -> bool:
     value = example(node)
     return value is not None and not value.dtype.is_floating_point
@@ -161,6 +176,23 @@ def _gathered(pair: Pair, flow: Flow) -> Refusal:
         f"The expert weights are gathered for every routed row, by {in_words(ids)}, and multiplied by a product that "
         "is not fused in this spelling.",
         f"Give the stacked weights to {_CALL}, which reads them in place.",
+    )
+
+
+def _changed(product: fx.Node, flow: Flow) -> Refusal | None:
+    """The refusal of a product with gathered weights that are no longer those of the stack."""
+    weight = flow.products[product]
+    if weight not in flow.gathered:
+        return None
+    while flow.names[weight] in VIEWS:
+        weight = flow.reading.values_of(weight)[0]
+    if flow.names[weight] in GATHERS:
+        return None
+    return Refusal(
+        weight,
+        f"The expert weights that are gathered for every routed row are changed, by {in_words(weight)}, before they "
+        "are multiplied with.",
+        "Change the stacked weights, before the gather.",
     )
 
 

@@ -267,6 +267,36 @@ def test_a_router_weight_that_is_written_in_place():
     assert (outcome.problem, outcome.fused) == (None, 1)
 
 
+CHANGES = {
+    "in place": lambda w: w.mul_(1.5),
+    "out of place": lambda w: w * 1.5,
+    "viewed after it": lambda w: (w * 1.5).view(T, K, -1).view(w.shape),
+}
+
+
+@pytest.mark.parametrize("which", ["first", "second", "both"])
+@pytest.mark.parametrize("how", CHANGES)
+def test_gathered_weights_that_are_changed_are_named(how, which):
+    def run(x, gate, w1, w2):
+        topk_weights, ids = softmax_router(x, gate)
+        up, down = w1[ids], w2[ids]
+        if which != "second":
+            up = CHANGES[how](up)
+        if which != "first":
+            down = CHANGES[how](down)
+        h = silu_glu(torch.einsum("th,tknh->tkn", x, up))
+        return (torch.einsum("tki,tkhi->tkh", h, down) * topk_weights.unsqueeze(-1)).sum(1)
+
+    (row,) = moe_ops.explain(run, **weights(dtype=torch.float32)).refused
+    assert "are changed, by `" in row.reason and "1.5" in row.reason, row.reason
+    assert row.cure == "Change the stacked weights, before the gather."
+
+
+def test_stacked_weights_that_are_changed_are_fused():
+    outcome = check(lambda x, gate, w1, w2: gpt_fast(x, gate, w1 * 1.5, w2), *weights(dtype=torch.float32).values())
+    assert (outcome.problem, outcome.fused) == (None, 1)
+
+
 @pytest.mark.parametrize(
     ("forward", "reason"), [("gather", "on every token"), ("soft", "on every token"), ("split", "a split selects")]
 )
