@@ -110,10 +110,10 @@ def refuse(name: str, message: str) -> None:
 
 
 def refusing(name: str, function: Callable[..., T], *args: Any, **options: Any) -> T:
-    """What ``function`` returns; an error of its is told to the other ranks of group ``name``, too."""
+    """What ``function`` returns; that it refuses its arguments is told to the other ranks of group ``name``, too."""
     try:
         return function(*args, **options)
-    except Exception as error:
+    except (ValueError, TypeError, AttributeError) as error:  # not what torch raises to compile once more
         refuse(name, str(error))
         raise
 
