@@ -220,14 +220,15 @@ def counting(run: Run, row: dict[str, Any]) -> Run:
 
 def add_times(rows: dict[str, dict[str, Any]], samples: Mapping[str, Sequence[float]]) -> None:
     """Write into rows, by variant, what their samples say; a variant that recompiled has no time. Where transformers
-    has none, the first variant whose weights are plain is what all are compared with.
+    has none, quantised variants are compared with the first one whose weights are plain.
     """
     kept = {name: [us / 1e3 for us in of_name] for name, of_name in samples.items() if not rows[name]["recompiles"]}
     for name in samples:
         if name not in kept:
             rows[name] |= {"ms": None, "reason": f"compiled {rows[name]['recompiles']} times while it was timed"}
     theirs = [name for name in kept if name.startswith(TRANSFORMERS)]
-    plain = next((name for name in kept if VARIANTS[name].scheme is None), None)
+    quantised = {name for name in kept if VARIANTS[name].scheme is not None}
+    plain = next((name for name in kept if quantised and name not in quantised), None)
     best = min(theirs, key=lambda name: median_interval(kept[name])[0], default=plain)
     for name, of_name in kept.items():
         rows[name] |= fields("ms", median_interval(of_name)) | {"rounds": len(of_name)}
