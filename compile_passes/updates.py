@@ -42,18 +42,20 @@ class Updates:
 
     def _add(self, statement: ast.stmt, loop: ast.For) -> None:
         value: ast.AST = getattr(statement, "value", None) or ast.Pass()
-        if isinstance(statement, ast.Expr | ast.Assign) and called(value) in _WRITES and isinstance(value, ast.Call):
-            place = _WRITES[called(value)]
-            words = [word.value for word in value.keywords if word.arg == "index"]
-            given = value.args[place] if len(value.args) > place else words[0] if words else None
-            if given is None or not isinstance(value.func, ast.Attribute):
+        expressions = [part for part in ast.iter_child_nodes(statement) if not isinstance(part, ast.stmt)]
+        calls = [node for part in expressions for node in ast.walk(part) if isinstance(node, ast.Call)]
+        is_write = isinstance(statement, ast.Expr | ast.Assign) and called(value) in _WRITES
+        write = value if is_write and isinstance(value, ast.Call) else None
+        self.known &= not any(self._writes_outside(call, statement) for call in calls if call is not write)
+        if write is not None:
+            place = _WRITES[called(write)]
+            words = [word.value for word in write.keywords if word.arg == "index"]
+            given = write.args[place] if len(write.args) > place else words[0] if words else None
+            if given is None or not isinstance(write.func, ast.Attribute):
                 self.known = False
             else:
                 self.rows.append((given, statement))
             return
-        expressions = [part for part in ast.iter_child_nodes(statement) if not isinstance(part, ast.stmt)]
-        calls = [node for part in expressions for node in ast.walk(part) if isinstance(node, ast.Call)]
-        self.known &= not any(self._writes_outside(call, statement) for call in calls)
         targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
         for target in targets:
             if isinstance(target, ast.Subscript):

@@ -110,6 +110,20 @@ class AddsToAView(AddsInPlace):
         return out, sums
 
 
+class AddsInAnArgument(AddsInPlace):
+    """Of the call that adds the results."""
+
+    def forward(self, x):
+        x = x.reshape(-1, H)
+        w, ids = self.route(x)
+        out, penalty = torch.zeros_like(x), torch.zeros((), dtype=x.dtype)
+        for e in ids.unique().tolist():
+            token, slot = torch.where(ids == e)
+            rows = self.experts[e](x[token]) * w[token, slot, None]
+            out.index_add_(0, token, rows + 0 * penalty.add_(self.coefficient))
+        return out, penalty
+
+
 class AddsWithOut(AddsInPlace):
     def forward(self, x):
         x = x.reshape(-1, H)
@@ -348,6 +362,7 @@ MISSES = {
     CountsInAList: "the static form gives other buffers (hits)",
     AddsInPlace: "what the loop writes is not chosen by ids.unique",
     AddsToAView: "what the loop writes is not chosen by ids.unique",
+    AddsInAnArgument: "what the loop writes is not chosen by ids.unique",
     AddsWithOut: "what the loop writes is not chosen by ids.unique",
     Decays: "the static form gives other outputs",
     Remembers: "the static form gives other values of the attribute log",
