@@ -227,9 +227,9 @@ def add_times(rows: dict[str, dict[str, Any]], samples: Mapping[str, Sequence[fl
         if name not in kept:
             rows[name] |= {"ms": None, "reason": f"compiled {rows[name]['recompiles']} times while it was timed"}
     theirs = [name for name in kept if name.startswith(TRANSFORMERS)]
-    quantised = {name for name in kept if VARIANTS[name].scheme is not None}
-    plain = next((name for name in kept if quantised and name not in quantised), None)
-    best = min(theirs, key=lambda name: median_interval(kept[name])[0], default=plain)
+    best = min(theirs, key=lambda name: median_interval(kept[name])[0], default=None)
+    if best is None and any(VARIANTS[name].scheme for name in kept):
+        best = next((name for name in kept if VARIANTS[name].scheme is None), None)
     for name, of_name in kept.items():
         rows[name] |= fields("ms", median_interval(of_name)) | {"rounds": len(of_name)}
         if best is not None:

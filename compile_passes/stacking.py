@@ -91,13 +91,11 @@ def stack_experts_(model: nn.Module, *names: str) -> nn.Module:
 
 def unstack(model: nn.Module) -> nn.Module:
     """Undo `stack_experts_`: every expert has its own parameters again, with the present values and gradients."""
-    stacked = {id(weight) for module in model.modules() for name in vars(module).get(_STACKS, ())
-               if (weight := module._parameters[name]) is not None}  # fmt: skip
+    lists = [module for module in model.modules() if _STACKS in vars(module)]
+    stacked = {id(module._parameters[name]) for module in lists for name in vars(module)[_STACKS]}
     holders = {type(optimizer).__name__ for optimizer, held in _optimizers() if stacked & held} if stacked else set()
-    for module in model.modules():
-        stacks = vars(module).get(_STACKS)
-        if stacks is not None:
-            _unstack(module, stacks)
+    for module in lists:
+        _unstack(module, vars(module)[_STACKS])
     for name in sorted(holders):
         message = (
             f"moe_ops.restore: a {name} optimizer holds stacked experts that the model no longer has: make it anew."
@@ -224,7 +222,7 @@ def stack_list(found: ExpertList) -> None:
 
 def _unstack(module: nn.Module, stacks: Mapping[str, str]) -> None:
     stacked = {name: module._parameters.pop(name) for name in stacks}
-    for _, inner in module.named_modules():
+    for inner in module.modules():
         vars(inner).pop(FREEZE, None)
     for _, owner, holder, number, slices in _slices(module):
         if holder is not module:

@@ -133,9 +133,8 @@ def test_e2e_runs_every_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     arguments = ["e2e", "--model", "tiny", "--rows", "2x1", "--variants", variants, "--json", str(path)]
     assert main([*arguments, "--rounds", "15", "--steps", "2"]) == 0
     document = json.loads(path.read_text())
-    assert (
-        document["cache_length"] == 64 and "2 steps, whose next is issued behind the last, each" in document["method"]
-    )
+    assert document["cache_length"] == 64
+    assert "2 steps, whose next is issued behind the last, each" in document["method"]
     rows = {row["variant"]: row for row in document["rows"]}
     assert all(row["ms"] is not None for row in rows.values()), rows
     assert {row["rounds"] for row in rows.values()} == {15}
