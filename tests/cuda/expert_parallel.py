@@ -96,8 +96,12 @@ def equal_to_one(transport: str, scheme: str | None, sizes: Sequence[int] = TOKE
             (want,) = seen((layer.whole(batch),), transport)
             got = layer.spread(seen(batch, transport), transport)
             # Half an ulp of bf16 for every partial result and for their sum, of results that are at most 1.5 of the
-            # largest in size.
-            torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=3 * 2**-8 * max_of(want))
+            # largest in size. A rank's fewer experts may have another kernel, whose sums are of another order: a few
+            # intermediate elements are then rounded to the neighbour in fp8.
+            ulps = 3 if scheme is None else 6
+            torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=ulps * 2**-8 * max_of(want))
+            if tokens:
+                assert float((got.float() - want.float()).square().mean().sqrt()) <= 2**-10 * max_of(want)
 
 
 def max_of(tensor: Tensor) -> float:

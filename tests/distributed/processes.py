@@ -66,12 +66,15 @@ def run(size: int, folder: Path, module: str, *more: str) -> dict[str, Any]:
     died = [rank for rank, process in enumerate(started) if process.returncode]
     ends = (f"rank {rank} ended with {started[rank].returncode}:\n{logs[rank].read_text()[-TAIL:]}" for rank in died)
     found = [dict(map(json.loads, out.read_text().splitlines())) if out.exists() else {} for out in outs]
-    ended = [name for name in found[0] if all(name in of_rank for of_rank in found)]
-    return {"died": "\n".join(ends), "wrong": {name: _on_ranks(name, found) for name in ended}}
+    names = list(dict.fromkeys(name for of_rank in found for name in of_rank))
+    wrong = {name: _on_ranks(name, found) for name in names}
+    # What went well on some ranks is no outcome; what went wrong on one is, and the others may wait for that rank.
+    known = {name: text for name, text in wrong.items() if text or all(name in of_rank for of_rank in found)}
+    return {"died": "\n".join(ends), "wrong": known}
 
 
 def _on_ranks(name: str, found: list[dict[str, str]]) -> str:
-    return "\n".join(f"rank {rank}: {of_rank[name]}" for rank, of_rank in enumerate(found) if of_rank[name])
+    return "\n".join(f"rank {rank}: {of_rank[name]}" for rank, of_rank in enumerate(found) if of_rank.get(name))
 
 
 def _wait(started: list[subprocess.Popen[bytes]]) -> None:
