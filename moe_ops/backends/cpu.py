@@ -31,26 +31,26 @@ from meta.schemes import SCHEMES
 from moe_ops import counters, router_gradient
 from moe_ops import rows as plain
 from moe_ops.kernels.cpu import (
+    Layout,
     Lot,
     Room,
     Span,
     batched_spans,
-    combine,
-    combine_dropping,
-    combine_pairs,
     first_projection,
     grouped_spans,
     in_lots,
     linear,
+    of_few,
     product,
     rows_of_experts,
     scale_of_rows,
     sort_pairs,
-    spans_of_pairs,
 )
+from moe_ops.kernels.cpu_combine import combine, combine_dropping, combine_pairs
 from moe_ops.pairs import local_ids, places
 
 NAME = "cpu"
+_FEW_ELEMENTS = 2**15  # of all rows: glibc has as much memory at hand, in as many pieces as may be
 SERVED_SCHEMES = frozenset(SCHEMES)  # each decodes and rounds by its row
 
 
@@ -193,38 +193,41 @@ def fused_experts(call: ExpertsCall) -> Tensor:
     """Of either format: both in the same rows, as the batched format differs by the pairs that its capacity drops, and
     in nothing else.
     """
-    weights, topk_ids, capacity = call.experts, call.topk_ids, call.capacity
-    experts, pairs = int(weights.count), topk_ids.numel()
-    simple = call.expert_map is None and not weights.scheme.quantized and not call.weight_on_input
-    if simple and (capacity is None or capacity >= pairs):
-        few = spans_of_pairs(topk_ids, weights.gate_up.data)
-        if few is not None:
-            if counters.active:
-                counters.count(weights.down.data, rows_of_experts(few, experts))
-            return _pair_by_pair(call, few)
-    order, expert_of_pair, counts = sort_pairs(topk_ids, call.expert_map, experts, capacity)
-    if counters.active:
-        counters.count(weights.down.data, counts)
-    if experts == 0:
+    weights, topk_ids = call.experts, call.topk_ids
+    if int(weights.count) == 0:
         return call.hidden_states.data.new_zeros(call.outputs[0][0], dtype=call.out_dtype)
-    parts = in_lots(order, expert_of_pair, counts, weights.gate_up.data)
-    total, kept = parts[-1].rows.stop, len(order)
-    row_of_pair = torch.full((pairs,), total)
-    for lot in parts:
-        row_of_pair.scatter_(0, lot.pairs, lot.row_of_pair + lot.rows.start)
-    if len(parts) == 1:
-        rows, room = _rows(call, weights, parts[0], None)
+    lots, row_of_pair, dropped = _layout(call)
+    total = lots[-1].rows.stop
+    if len(lots) == 1:
+        rows = _rows(call, weights, lots[0], None)
     else:
         dtype = torch.float32 if weights.scheme.quantized else call.hidden_states.data.dtype
         rows = torch.empty((total, weights.down.data.shape[1]), dtype=dtype)
-        for lot in parts:
-            room = None  # before there is another
-            _, room = _rows(call, weights.of_experts(lot.experts), lot, rows[lot.rows])
-    spare = None if room is None else room.spare(accumulation_dtype(rows.dtype))
-    places_TK, weights_TK = row_of_pair.view(topk_ids.shape), None if call.weight_on_input else call.topk_weights
-    if kept == pairs:
-        return combine(rows, places_TK, weights_TK, spare=spare).to(call.out_dtype)
+        for lot in lots:
+            _rows(call, weights.of_experts(lot.experts), lot, rows[lot.rows])
+    weights_TK = None if call.weight_on_input else call.topk_weights
+    if row_of_pair is None:
+        return combine_pairs(rows, weights_TK, topk_ids.shape[0]).to(call.out_dtype)
+    places_TK = row_of_pair.view(topk_ids.shape)
+    if not dropped:
+        return combine(rows, places_TK, weights_TK).to(call.out_dtype)
     return combine_dropping(rows, places_TK, places_TK == total, weights_TK).to(call.out_dtype)
+
+
+def _layout(call: ExpertsCall) -> Layout:
+    """Rows of all pairs; experts' loads are counted here."""
+    weights, topk_ids, capacity = call.experts, call.topk_ids, call.capacity
+    experts, pairs = int(weights.count), topk_ids.numel()
+    if call.expert_map is None and not weights.scheme.quantized and (capacity is None or capacity >= pairs):
+        few = of_few(topk_ids, weights.gate_up.data)
+        if few is not None:
+            if counters.active:
+                counters.count(weights.down.data, topk_ids.reshape(-1).bincount(minlength=experts).tolist())
+            return few
+    order, expert_of_pair, counts = sort_pairs(topk_ids, call.expert_map, experts, capacity)
+    if counters.active:
+        counters.count(weights.down.data, counts)
+    return in_lots(order, expert_of_pair, counts, pairs, weights.gate_up.data)
 
 
 def fused_moe(call: MoeCall) -> Tensor:
@@ -232,21 +235,24 @@ def fused_moe(call: MoeCall) -> Tensor:
     return fused_experts(call.routed(*fused_topk(call.route)))
 
 
-def _rows(call: ExpertsCall, weights: Experts, lot: Lot, out: Tensor | None) -> tuple[Tensor, Room | None]:
-    """Results of a lot's experts, by row, padding included, and memory that all else was in, if it was in one piece.
+def _rows(call: ExpertsCall, weights: Experts, lot: Lot, out: Tensor | None) -> Tensor:
+    """Results of a lot's experts, by row, padding included.
 
     Args:
         weights: of these experts; out: where to write them, or None, for memory of the function's own.
     """
     form, spans, length = weights.scheme.rows, lot.spans, lot.length
-    # A row of padding is that of the first pair, and nobody reads its result.
-    pair_of_row = torch.zeros(lot.rows.stop - lot.rows.start, dtype=torch.int64).scatter_(0, lot.row_of_pair, lot.pairs)
-    token_of_row, tokens = pair_of_row // max(call.topk_ids.shape[1], 1), call.hidden_states.dequantized()
-    room = None if weights.scheme.quantized else _room(weights, tokens, len(pair_of_row))
-    x = None if room is None else room.take(tokens.shape[1], tokens.dtype)
-    x = torch.index_select(tokens, 0, token_of_row, out=x)
+    tokens, top_k, number = call.hidden_states.dequantized(), call.topk_ids.shape[1], lot.rows.stop - lot.rows.start
+    few = number * tokens.shape[1] <= _FEW_ELEMENTS
+    room = None if few or weights.scheme.quantized else _room(weights, tokens, number)
+    row_weights = call.topk_weights.reshape(-1, 1)
+    if lot.pair_of_row is None:
+        x = tokens.unsqueeze(1).expand(-1, top_k, -1).reshape(number, tokens.shape[1])
+    else:
+        memory = None if room is None else room.take(tokens.shape[1], tokens.dtype)
+        x = torch.index_select(tokens, 0, lot.pair_of_row // max(top_k, 1), out=memory)
+        row_weights = row_weights.index_select(0, lot.pair_of_row) if call.weight_on_input else row_weights
     if call.weight_on_input:
-        row_weights = call.topk_weights.reshape(-1, 1).index_select(0, pair_of_row)
         x = (x.to(accumulation_dtype(x.dtype)) * row_weights).to(x.dtype)
     if call.hidden_states.scheme is None:
         x = quantized(x, form, scale_of_rows(weights.gate_up.static, spans)).dequantized()
@@ -254,27 +260,13 @@ def _rows(call: ExpertsCall, weights: Experts, lot: Lot, out: Tensor | None) -> 
     value = first_projection(x, weights.gate_up, weights.up, weights.gate_up_bias, weights.glu, spans, length, room)
     if form is not None:
         value = quantized(value, form, scale_of_rows(weights.down.static, spans)).dequantized()
-    elif room is not None and value.dtype != x.dtype:
-        value = room.take(value.shape[1], x.dtype).copy_(value)
-    if out is None and weights.down.data.shape[1] == x.shape[1]:
-        out = x  # which is read by now
-    return linear(value, weights.down, weights.down_bias, spans, length, out), room
+    if out is None and lot.pair_of_row is not None and weights.down.data.shape[1] == x.shape[1]:
+        out = x  # copies of tokens, which are read by now
+    return linear(value, weights.down, weights.down_bias, spans, length, out)
 
 
 def _room(weights: Experts, tokens: Tensor, rows: int) -> Room:
-    """For so many tokens' rows, both products' results but the last, and what is between them."""
-    stored, wide = tokens.dtype, accumulation_dtype(tokens.dtype)
-    needed = [(tokens.shape[1], stored)]
-    for weight in (weights.gate_up, weights.up):
-        if weight is not None:
-            needed += [(weight.data.shape[1], stored), *([(weight.data.shape[1], wide)] if wide != stored else [])]
-    return Room(rows, *needed, (weights.down.data.shape[2], stored))
-
-
-def _pair_by_pair(call: ExpertsCall, spans: list[Span]) -> Tensor:
-    """:func:`fused_experts` of unquantised weights, without sorting."""
-    weights, x, (tokens, top_k) = call.experts, call.hidden_states.data, call.topk_ids.shape
-    rows = x.unsqueeze(1).expand(tokens, top_k, x.shape[1]).reshape(tokens * top_k, x.shape[1])
-    value = first_projection(rows, weights.gate_up, weights.up, weights.gate_up_bias, weights.glu, spans)
-    rows = linear(value.to(x.dtype), weights.down, weights.down_bias, spans)
-    return combine_pairs(rows, call.topk_weights, tokens).to(call.out_dtype)
+    """For so many tokens' rows, the first product's results, and those of the activation."""
+    first = [weight.data.shape[1] for weight in (weights.gate_up, weights.up) if weight is not None]
+    columns = (tokens.shape[1], *first, weights.down.data.shape[2])
+    return Room(rows, *((number, tokens.dtype) for number in columns))

@@ -1,4 +1,4 @@
-"""Arithmetic of the CPU backend: one GEMM per run of rows, fp32 activation and combine."""
+"""Arithmetic of the CPU backend: how rows are laid out, one GEMM per run of them, and the activation in fp32."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ Span = tuple[int, int, int]
 # 1.1 to 1.6.
 _RARELY_SHARED, _RARELY_SHARED_SMALL = 2, 1
 _SMALL_TO_READ = 2**20  # elements of an expert's larger projection, in fp32
-_GATHERED_ELEMENTS = 2**15
 # Elements of a bf16 weight that is copied beside those of other experts which have one row each as well: one product
 # wakes threads once, and no copy of as few does, eight bytes at a time. us on two cores of 2 and 4 rows, 256 x 256,
 # threads that sleep 170 and 125, 342 and 160, that spin 46 and 55, 89 and 89, one thread 30 and 28, 63 and 41; twice as
@@ -35,20 +34,21 @@ _COPIED = 2**16
 # experts, K = 2, T = 4096, all experts at once and four lots: H = 256 7785 and 5159, H = 768 26125 and 23838. Fewer
 # elements are not worth a lot's threads that are woken: T = 1024, H = 768 7199 and 8736.
 _IN_A_LOT = 2**21
-# Of half precision rows, at a time, unless they have up to twice as many: memory for more is new in every call. ms to
-# combine 8 rows for each of 1024 and 4096 tokens, bf16, H = 2048, with 2 ** 24, and so: 21 and 6.7, 112 and 38.
-_WIDENED_ELEMENTS = 2**21
-_LINE = 16  # fp32 numbers of a line of the cache
-# What the two GEMMs of an expert alone cost, in rows, besides its own rows and those of reading its weight: of a larger
-# projection of _MIDDLE elements, the power by which it falls with the elements, and that for more of them, which share
-# work better. Threads that sleep in between are woken for each, those that spin wait for each other; their shares, and
-# one thread's. us of an expert on two cores in bf16, threads that sleep, spin, and one: 2I x H = 256 x 256 136, 34 and
-# 31, 768 x 768 197, 82 and 87, 1024 x 1024 118, 44 and 26.
-_MIDDLE, _ALONE = 768 * 768, {torch.bfloat16: (58.0, 0.7, 1.5), torch.float32: (22.0, 1.0, 1.0)}
+_WIDENED = 2**20  # elements of half precision, before the activation, in fp32 at a time: memory that is used again
+_FEW = 64  # pairs that Python sorts faster than torch does
+# What an expert costs in rows, by dtype: reading its weights, and GEMMs of its own, of a larger projection of _MIDDLE
+# elements, which falls by a power of the elements. Threads that sleep in between are woken for each GEMM, those that
+# spin wait for each other; their shares, and one thread's. us on two cores in bf16 with threads that spin, 8 experts
+# with 244 to 271 rows each, one by one and all padded: 2I x H = 256 x 256 1275 and 572, 768 x 768 3692 and 2710; with
+# 49 to 75 rows 825 and 228, 1895 and 1215, 1536 x 2048 8418 and 6145. Of lengths that were tried for 5 shapes, 4 to
+# 1024 tokens, uniform and Zipf 1.2, the one that is chosen takes 1.01 times the best one's time in bf16, 1.02 in fp32.
+_MIDDLE = 768 * 768
+_READ, _ALONE, _POWER = (
+    {torch.bfloat16: 75, torch.float32: 24}, {torch.bfloat16: 150.0, torch.float32: 9.0},
+    {torch.bfloat16: 0.75, torch.float32: 0.5},
+)  # fmt: skip
 _SLEEPS = os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive"
-_OF_SPINNING, _OF_ONE, _READ_IN_ROWS = 0.45, 0.27, 24
-# What padding costs besides its GEMMs must be won back, and splitting costs more than padding every expert whole.
-_WORTHWHILE, _WORTHWHILE_WHOLE = 0.7, 0.93
+_OF_SPINNING, _OF_ONE = 0.45, 0.27
 _LENGTHS = 8  # that are tried
 
 
@@ -102,22 +102,6 @@ def scale_of_rows(static: Tensor | None, spans: list[Span]) -> Tensor | None:
     experts, lengths = ([span[0] for span in spans], [end - start for _, start, end in spans])
     of_rows = torch.tensor(experts, dtype=torch.int64).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
     return static.reshape(-1, 1).index_select(0, of_rows)
-
-
-def spans_of_pairs(topk_ids: Tensor, weight: Tensor) -> list[Span] | None:
-    """A span for each pair, in their order, where pairs rarely share an expert; None where they do, or one is dropped.
-
-    Args:
-        weight: ``[E, N, K]`` of the larger projection.
-    """
-    pairs, num_experts = topk_ids.numel(), weight.shape[0]
-    small = weight.dtype == torch.float32 and weight.shape[1] * weight.shape[2] <= _SMALL_TO_READ
-    if not 0 < pairs * (_RARELY_SHARED_SMALL if small else _RARELY_SHARED) <= num_experts:
-        return None
-    experts = topk_ids.reshape(-1).tolist()
-    if min(experts) < 0 or max(experts) >= num_experts:
-        return None
-    return [(expert, pair, pair + 1) for pair, expert in enumerate(experts)]
 
 
 def lay_out(experts: Tensor, counts: list[int], length: int) -> tuple[Tensor, int, list[Span]]:
@@ -215,18 +199,17 @@ def _copies(weight: Tensor, lengths: list[int]) -> bool:
 
 def _alone_in_rows(weight: Tensor) -> float:
     """See :data:`_ALONE`."""
-    middle, power, power_of_large = _ALONE[weight.dtype]
     size = weight.shape[1] * weight.shape[2] / _MIDDLE
     share = _OF_ONE if torch.get_num_threads() == 1 else 1.0 if _SLEEPS else _OF_SPINNING
-    return float(share * middle * size ** -(power if size < 1 else power_of_large))
+    return float(share * _ALONE[weight.dtype] * size ** -_POWER[weight.dtype])
 
 
 def padded_length(counts: list[int], weight: Tensor) -> int:
     """Rows of every expert to compute as one batched GEMM, the rest expert by expert; 0: all expert by expert.
 
     A GEMM of one expert wakes threads for little work; a batch wakes them once but computes padding, and reads every
-    expert's weight. The length minimises what all of them cost, in rows: its rows for a GEMM, at least those that
-    reading the weight takes as long as, and for one of its own some more (:data:`_ALONE`).
+    expert's weight. The length minimises what all of them cost, in rows: those of a GEMM, those that reading the weight
+    takes as long as, and for one of its own some more (:data:`_ALONE`).
 
     Args:
         counts: rows of every expert.
@@ -235,17 +218,14 @@ def padded_length(counts: list[int], weight: Tensor) -> int:
     longest = max(counts)
     if weight.dtype not in _ALONE or longest == 0 or weight.numel() == 0:
         return 0
-    alone = _alone_in_rows(weight)
+    read, alone = _READ[weight.dtype], _alone_in_rows(weight)
     ascending = sorted(counts)
     sums = [0, *accumulate(ascending)]
 
     def cost(length: int) -> float:
-        """In rows, over the share of the time without padding that it has to win back."""
-        rest, computed = bisect_right(ascending, length), bisect_left(ascending, length + _READ_IN_ROWS)
-        padded = len(counts) * max(length, _READ_IN_ROWS) if length else 0
-        read = (computed - rest) * _READ_IN_ROWS + sums[-1] - sums[computed] - (len(counts) - computed) * length
-        worthwhile = 1.0 if not length else _WORTHWHILE_WHOLE if length == longest else _WORTHWHILE
-        return (padded + read + alone * (len(counts) - rest)) / worthwhile
+        whole = bisect_right(ascending, length)  # experts all of whose rows are padded ones
+        split = sums[-1] - sums[whole] + (len(counts) - whole) * (read + alone - length)
+        return split + len(counts) * (read + length) if length else split
 
     tried = {ascending[(len(ascending) - 1) * n // _LENGTHS] for n in range(_LENGTHS + 1)}
     return min((0, *sorted(tried - {0})), key=cost)
@@ -273,7 +253,7 @@ class Room:
     """
 
     def __init__(self, rows: int, *pieces: tuple[int, torch.dtype]) -> None:
-        self._rows, self._first, self._behind = rows, 0, self._bytes(rows, *pieces[0])
+        self._rows, self._first = rows, 0
         self._memory = torch.empty(sum(self._bytes(rows, *piece) for piece in pieces), dtype=torch.uint8)
 
     @staticmethod
@@ -286,45 +266,105 @@ class Room:
         first, self._first = self._first, self._first + self._bytes(self._rows, columns, dtype)
         return self._memory.view(dtype).as_strided((self._rows, columns), (columns, 1), first // dtype.itemsize)
 
-    def spare(self, dtype: torch.dtype) -> Tensor:
-        """All behind the first piece, whatever has been taken of it."""
-        return self._memory[self._behind :].view(dtype)
-
 
 class Lot(NamedTuple):
     """Experts whose rows pass both products together, and the rows of their pairs.
 
     Attributes:
         experts: which they are; rows: which of all lots' rows are theirs.
-        pairs: by expert; row_of_pair: of each of them, from the lot's first row on. Both int64.
+        pair_of_row: int64, the first pair for padding, whose results nobody reads; None where row n is that of pair n.
         length, spans: see :func:`linear`; the lot's first expert is 0.
     """
 
     experts: slice
     rows: slice
-    pairs: Tensor
-    row_of_pair: Tensor
+    pair_of_row: Tensor | None
     length: int
     spans: list[Span]
 
 
-def in_lots(order: Tensor, experts: Tensor, counts: list[int], weight: Tensor) -> list[Lot]:
+class Layout(NamedTuple):
+    """Where every pair's row is.
+
+    Attributes:
+        lots: all experts'.
+        row_of_pair: int64, among all lots' rows; how many these are for a pair that is dropped; or None, see `Lot`.
+        dropped: whether one is.
+    """
+
+    lots: list[Lot]
+    row_of_pair: Tensor | None
+    dropped: bool
+
+
+def in_lots(order: Tensor, experts: Tensor, counts: list[int], pairs: int, weight: Tensor) -> Layout:
     """All experts, in lots.
 
     Args:
-        order, experts, counts: see :func:`sort_pairs`.
+        order, experts, counts: see :func:`sort_pairs`; pairs: the dropped ones, too.
         weight: ``[E, N, K]`` of the larger projection.
     """
     found: list[Lot] = []
+    places: list[Tensor] = []
     pair = row = 0
     for some in lots(counts, weight.shape[1]):
         within = counts[some]
-        pairs = slice(pair, pair + sum(within))
+        kept = slice(pair, pair + sum(within))
         length = padded_length(within, weight)
-        row_of_pair, rows, spans = lay_out(experts[pairs] - some.start, within, length)
-        found.append(Lot(some, slice(row, row + rows), order[pairs], row_of_pair, length, spans))
-        pair, row = pairs.stop, row + rows
-    return found
+        place, rows, spans = lay_out(experts[kept] - some.start, within, length)
+        pair_of_row = torch.zeros(rows, dtype=torch.int64).scatter_(0, place, order[kept])
+        found.append(Lot(some, slice(row, row + rows), pair_of_row, length, spans))
+        places.append(place + row)
+        pair, row = kept.stop, row + rows
+    row_of_pair = torch.full((pairs,), row).scatter_(0, order, places[0] if len(places) == 1 else torch.cat(places))
+    return Layout(found, row_of_pair, len(order) < pairs)
+
+
+def of_few(topk_ids: Tensor, weight: Tensor) -> Layout | None:
+    """:func:`in_lots` of few pairs, without torch's sort and what follows; a span for each pair, in their order, where
+    pairs rarely share an expert. None of more pairs, and where one is dropped.
+
+    Args:
+        weight: ``[E, N, K]`` of the larger projection.
+    """
+    pairs, num_experts = topk_ids.numel(), weight.shape[0]
+    if not 0 < pairs <= _FEW:
+        return None
+    experts = topk_ids.reshape(-1).tolist()
+    if min(experts) < 0 or max(experts) >= num_experts:
+        return None
+    if _rarely_shared(pairs, weight):
+        spans = [(expert, pair, pair + 1) for pair, expert in enumerate(experts)]
+        return Layout([Lot(slice(0, num_experts), slice(0, pairs), None, 0, spans)], None, False)
+    rows, length, spans = _lay_out_few(experts, weight)
+    total = num_experts * length + (spans[-1][2] if spans else 0)
+    pair_of_row = [0] * total
+    for pair, row in enumerate(rows):
+        pair_of_row[row] = pair
+    lot = Lot(slice(0, num_experts), slice(0, total), torch.tensor(pair_of_row), length, spans)
+    return Layout([lot], torch.tensor(rows), False)
+
+
+def _rarely_shared(pairs: int, weight: Tensor) -> bool:
+    """See :data:`_RARELY_SHARED`."""
+    small = weight.dtype == torch.float32 and weight.shape[1] * weight.shape[2] <= _SMALL_TO_READ
+    return pairs * (_RARELY_SHARED_SMALL if small else _RARELY_SHARED) <= weight.shape[0]
+
+
+def _lay_out_few(experts: list[int], weight: Tensor) -> tuple[list[int], int, list[Span]]:
+    """Row of each pair, in their order, of so many padded rows of every expert, and spans of the rows after them."""
+    counts, ranks = [0] * weight.shape[0], []
+    for expert in experts:
+        ranks.append(counts[expert])
+        counts[expert] += 1
+    length = padded_length(counts, weight)
+    spans = sorted_spans([max(count - length, 0) for count in counts])
+    past = {expert: (len(counts) - 1) * length + start for expert, start, _ in spans}
+    rows = [
+        expert * length + rank if rank < length else past[expert] + rank
+        for expert, rank in zip(experts, ranks, strict=True)
+    ]
+    return rows, length, spans
 
 
 def product(x: Tensor, matrix: Tensor) -> Tensor:
@@ -348,103 +388,31 @@ def first_projection(
     length: int = 0,
     room: Room | None = None,
 ) -> Tensor:
-    """The activated ``[R, I]`` in the accumulation dtype; the weights are stacked, or two beside each other."""
+    """The activated ``[R, I]`` in the dtype of ``x``; the weights are stacked, or two beside each other."""
 
-    def wide(weight: Operand, bias: Tensor | None) -> Tensor:
-        outputs, dtype = weight.data.shape[1], accumulation_dtype(x.dtype)
-        if room is None:
-            return linear(x, weight, bias, spans, length).to(dtype)
-        result = linear(x, weight, bias, spans, length, room.take(outputs, x.dtype))
-        return result if x.dtype == dtype else room.take(outputs, dtype).copy_(result)
+    def outputs(weight: Operand, bias: Tensor | None) -> Tensor:
+        result = None if room is None else room.take(weight.data.shape[1], x.dtype)
+        return linear(x, weight, bias, spans, length, result)
 
     if up is None:
-        halves = split_glu(wide(gate_up, bias), glu.layout)
+        results = [outputs(gate_up, bias)]
     else:
         gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2, dim=1)
-        halves = (wide(gate_up, gate_bias), wide(up, up_bias))
+        results = [outputs(gate_up, gate_bias), outputs(up, up_bias)]
+    rows, columns = results[0].shape
+    if x.dtype == accumulation_dtype(x.dtype) or rows * columns <= _WIDENED:
+        return _activated(results, glu).to(x.dtype)
+    activated_columns = columns // 2 if up is None and glu.layout != "none" else columns
+    activated = x.new_empty((rows, activated_columns)) if room is None else room.take(activated_columns, x.dtype)
+    at_once = max(_WIDENED // columns, 1)
+    for first in range(0, rows, at_once):
+        part = slice(first, first + at_once)
+        activated[part] = _activated([result[part] for result in results], glu)
+    return activated
+
+
+def _activated(results: list[Tensor], glu: Glu) -> Tensor:
+    """In the accumulation dtype, of one result or of two halves, which may be overwritten."""
+    wide = [result.to(accumulation_dtype(result.dtype)) for result in results]
+    halves = split_glu(wide[0], glu.layout) if len(wide) == 1 else (wide[0], wide[1])
     return ACTIVATIONS[glu.activation].consume(*halves, glu.alpha, glu.limit)
-
-
-def combine(
-    rows: Tensor,
-    places_TK: Tensor,
-    weights_TK: Tensor | None,
-    added_TH: Tensor | None = None,
-    *,
-    spare: Tensor | None = None,
-) -> Tensor:
-    """Sum over k in the order of k, in the accumulation dtype; ``added_TH`` joins the sum last. ``spare``: memory of
-    that dtype, if there is some that is not new, for as many columns of ``rows`` at a time.
-
-    us of bags and of gathered rows on two cores, fp32, K = 2, H = 256: T = 1024 191 and 1202; T = 64, where threads
-    wake up for bags, 153 and 88.
-    """
-    (tokens, top_k), hidden = places_TK.shape, rows.shape[1]
-    dtype = accumulation_dtype(rows.dtype)
-    weights_TK = None if weights_TK is None else weights_TK.to(dtype)
-    if not tokens * top_k * hidden:
-        total = torch.zeros((tokens, hidden), dtype=dtype)
-    elif tokens * top_k * hidden <= _GATHERED_ELEMENTS:
-        gathered = rows.index_select(0, places_TK.t().reshape(-1)).view(top_k, tokens, hidden)
-        total = _weighted_sum(gathered, None if weights_TK is None else weights_TK.t(), 0)
-    elif rows.dtype == dtype or (columns := _columns_at_once(rows, spare)) >= hidden:
-        total = _bags(_widened(rows, dtype, spare), places_TK, weights_TK)
-    else:
-        result = rows.new_empty((tokens, hidden))
-        for first in range(0, hidden, columns):
-            part = slice(first, first + columns)
-            total = _bags(_widened(rows[:, part], dtype, spare), places_TK, weights_TK)
-            result[:, part] = total if added_TH is None else total + added_TH[:, part]
-        return result
-    return (total if added_TH is None else total + added_TH).to(rows.dtype)
-
-
-def _columns_at_once(rows: Tensor, spare: Tensor | None) -> int:
-    """Of ``rows``, whose copies in the accumulation dtype are in memory together; parts of about the same number."""
-    number, hidden = rows.shape
-    elements = 0 if spare is None else spare.numel()
-    if elements < _WIDENED_ELEMENTS:
-        elements = max(elements, _WIDENED_ELEMENTS * (2 if rows.numel() <= 2 * _WIDENED_ELEMENTS else 1))
-    if rows.numel() <= elements:
-        return hidden
-    parts = -(-hidden // max(elements // number // _LINE * _LINE, _LINE))
-    return -(-hidden // (parts * _LINE)) * _LINE
-
-
-def _widened(rows: Tensor, dtype: torch.dtype, spare: Tensor | None) -> Tensor:
-    """``rows`` in ``dtype``, in ``spare`` memory if that is enough."""
-    if rows.dtype == dtype or spare is None or rows.numel() > spare.numel():
-        return rows.to(dtype)
-    return spare[: rows.numel()].view(rows.shape).copy_(rows)
-
-
-def _bags(rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
-    """What ``F.embedding_bag`` gives, less what it asks first."""
-    bags = torch.arange(0, places_TK.numel(), places_TK.shape[1])
-    weights = None if weights_TK is None else weights_TK.reshape(-1)
-    return torch.embedding_bag(rows.contiguous(), places_TK.reshape(-1), bags, False, 0, False, weights)[0]
-
-
-def combine_pairs(rows: Tensor, weights_TK: Tensor | None, tokens: int) -> Tensor:
-    """:func:`combine` of one row for each pair, in their order."""
-    return _weighted_sum(rows.view(tokens, -1, rows.shape[1]), weights_TK, 1).to(rows.dtype)
-
-
-def _weighted_sum(products: Tensor, weights: Tensor | None, dim: int) -> Tensor:
-    """Sum of ``products * weights`` over ``dim`` of both, in its order and the accumulation dtype."""
-    products = products.to(accumulation_dtype(products.dtype))
-    if weights is not None:
-        products = products * weights.to(products.dtype).unsqueeze(2)
-    total, *others = products.unbind(dim)
-    for product in others:
-        total = total + product
-    return total
-
-
-def combine_dropping(
-    rows: Tensor, places_TK: Tensor, dropped_TK: Tensor, weights_TK: Tensor | None, added_TH: Tensor | None = None
-) -> Tensor:
-    """:func:`combine` where dropped pairs read one zero row more, with weight 0: a row of theirs may hold NaN."""
-    padded = torch.cat((rows, rows.new_zeros((1, rows.shape[1]))))
-    weights_TK = None if weights_TK is None else weights_TK.masked_fill(dropped_TK, 0)
-    return combine(padded, places_TK.masked_fill(dropped_TK, rows.shape[0]), weights_TK, added_TH)

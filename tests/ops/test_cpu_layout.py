@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from meta.schemes import SCHEMES
 from moe_ops import reference
 from moe_ops.backends import cpu
 from moe_ops.kernels import cpu as kernels
+from moe_ops.kernels import cpu_combine as sums
 from moe_ops.kernels.cpu import lay_out, padded_length, sort_pairs
 from moe_ops.ops import parse
 from tests.ops.errors import assert_accurate, assert_rounded
@@ -99,7 +102,7 @@ def test_few_pairs_are_one_product_each(ids, dtype, bias, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(cpu, "in_lots", None)  # nothing is sorted
         assert_right(layer)
-    monkeypatch.setattr(cpu, "spans_of_pairs", lambda ids, weight: None)
+    monkeypatch.setattr(cpu, "of_few", lambda ids, weight: None)
     assert_right(layer)
 
 
@@ -141,14 +144,13 @@ def test_small_weights_of_single_rows_are_one_product(ids, stored, copied, bias,
 @pytest.mark.parametrize(
     ("ids", "options", "expert_map", "kept"),
     [
-        ([[3, 0], [1, 2], [4, 5]] * 3, {}, None, None),
+        ([[3, 0], [1, 2], [4, 5]] * 11, {}, None, None),
         ([[3, -1]], {}, None, None),
         ([[16, 0]], {}, None, None),
         ([[7, 1], [1, 0]], {"format": "batched", "capacity": 1}, None, [[7, 1], [-1, 0]]),
-        ([[3, 0]], {"weight_on_input": True}, None, None),
         ([[3, 0]], {}, torch.arange(16).flip(0), None),
     ],
-    ids=["more_pairs", "no_expert", "past_the_last", "capacity", "weight_before", "map"],
+    ids=["more_pairs", "no_expert", "past_the_last", "capacity", "map"],
 )
 def test_other_pairs_are_sorted(ids, options, expert_map, kept, monkeypatch) -> None:
     laid: list[int] = []
@@ -164,11 +166,33 @@ def test_other_pairs_are_sorted(ids, options, expert_map, kept, monkeypatch) -> 
     [(torch.float32, 1024, 16), (torch.float32, 1025, 8), (torch.bfloat16, 1024, 8)],
     ids=["small", "large", "bf16"],
 )
-def test_how_many_pairs_are_few(dtype: torch.dtype, width: int, most: int) -> None:
+def test_how_many_pairs_rarely_share_an_expert(dtype: torch.dtype, width: int, most: int) -> None:
     weight = torch.empty(16, 1024, width, dtype=dtype, device="meta")
-    for pairs in (1, most, most + 1, 0):
-        spans = kernels.spans_of_pairs(torch.zeros(pairs, 1, dtype=torch.int32), weight)
-        assert spans == ([(0, pair, pair + 1) for pair in range(pairs)] if 0 < pairs <= most else None)
+    for pairs in (1, most, most + 1):
+        layout = kernels.of_few(torch.zeros(pairs, 1, dtype=torch.int32), weight)
+        in_order = [(0, pair, pair + 1) for pair in range(pairs)]
+        assert (layout.row_of_pair is None and layout.lots[0].spans == in_order) == (pairs <= most)
+
+
+@pytest.mark.parametrize("pairs", [0, 65], ids=str)
+def test_none_and_many_are_not_few(pairs: int) -> None:
+    assert kernels.of_few(torch.zeros(pairs, 1, dtype=torch.int32), torch.empty(16, 64, 64, device="meta")) is None
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"weight_on_input": True}, {"format": "batched", "capacity": 64}], ids=str)
+def test_few_pairs_are_laid_out_as_many_are(length, dtype, options, monkeypatch) -> None:
+    """Those that share experts, some padded and some not."""
+    ids = torch.randint(0, 5, (9, 3), generator=torch.Generator().manual_seed(length)).tolist()
+    layer = of_few_pairs(ids, dtype, dtype, **options)
+    monkeypatch.setattr(kernels, "padded_length", lambda counts, weight: length)
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu, "in_lots", None)  # nothing is sorted
+        few = torch.ops.moe_ops.fused_experts(**layer.tensors, **layer.options)
+        assert_right(layer)
+    monkeypatch.setattr(cpu, "of_few", lambda ids, weight: None)
+    assert torch.equal(torch.ops.moe_ops.fused_experts(**layer.tensors, **layer.options), few)
 
 
 def test_offsets_of_any_value_stay_within_the_rows() -> None:
@@ -190,7 +214,7 @@ def test_experts_in_lots_give_the_same(name: str, length: int, in_a_lot: int, mo
     layer = (VARIANTS[name] if name in VARIANTS else Variant(ids=name)).build()
     wanted = torch.ops.moe_ops.fused_experts(**layer.tensors, **layer.options, backend="cpu")
     laid: list[int] = []
-    monkeypatch.setattr(cpu, "spans_of_pairs", lambda ids, weight: None)
+    monkeypatch.setattr(cpu, "of_few", lambda ids, weight: None)
     monkeypatch.setattr(kernels, "_IN_A_LOT", in_a_lot)
     monkeypatch.setattr(kernels, "padded_length", lambda counts, weight: 0 if layer.options.get("scheme") else length)
     monkeypatch.setattr(kernels, "lay_out", lambda *arguments: laid.append(1) or lay_out(*arguments))
@@ -225,43 +249,25 @@ def test_pieces_of_a_room_are_apart(dtype: torch.dtype) -> None:
         piece.fill_(number)
     assert [piece.unique().tolist() for piece in taken] == [[0], [1], [2]]
     assert [(tuple(piece.shape), piece.dtype) for piece in taken] == [((9, n), wanted) for n, wanted in columns]
-    room.spare(torch.float32).fill_(7)
-    assert not (taken[0] == 7).any() and (taken[1] == 7).all()
-    assert not (taken[2] == 2).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", ["padded", "sorted", "lots"])
-@pytest.mark.parametrize("elements", [1, 2**21], ids=["in_parts", "at_once"])
-def test_rows_are_widened_where_products_were(dtype, kind, elements, monkeypatch) -> None:
-    """With the bits of copies in memory that is new."""
-    monkeypatch.setattr(kernels, "_GATHERED_ELEMENTS", 0)
-    monkeypatch.setattr(kernels, "_WIDENED_ELEMENTS", elements)
-    monkeypatch.setattr(kernels, "padded_length", lambda counts, weight: max(counts) if kind == "padded" else 0)
-    layer = Variant(T=40, dtype=dtype).build()
-    if kind == "lots":
-        monkeypatch.setattr(kernels, "_IN_A_LOT", layer.tensors["gate_up_proj"].shape[1] * 20)
-    widened: list[bool] = []
-    combine = kernels.combine
-    monkeypatch.setattr(
-        cpu, "combine", lambda *a, spare=None: widened.append(spare is not None) or combine(*a, spare=spare)
-    )
+@pytest.mark.parametrize("name", ["plain", "separate_bias", "minus"])
+@pytest.mark.parametrize("room", [2**30, 0], ids=["apart", "one_piece"])
+def test_an_activation_of_a_few_rows_at_a_time_has_the_same_bits(name, dtype, room, monkeypatch) -> None:
+    variant = VARIANTS[name] if name in VARIANTS else Variant(ids=name)
+    layer = replace(variant, T=40, dtype=dtype).build()
+    monkeypatch.setattr(cpu, "_FEW_ELEMENTS", room)
+    wanted = torch.ops.moe_ops.fused_experts(**layer.tensors, **layer.options, backend="cpu")
+    monkeypatch.setattr(kernels, "_WIDENED", 7 * layer.tensors["gate_up_proj"].shape[1])
     got = torch.ops.moe_ops.fused_experts(**layer.tensors, **layer.options, backend="cpu")
-    monkeypatch.setattr(cpu, "combine", lambda *a, spare=None: combine(*a))
-    assert torch.equal(got, torch.ops.moe_ops.fused_experts(**layer.tensors, **layer.options, backend="cpu"))
-    assert widened == [True]
+    assert torch.equal(got, wanted) and got.any()
 
 
-@pytest.mark.parametrize(
-    ("hidden", "spare", "wanted"),
-    [(2048, None, 2048), (2064, None, 688), (2048, 100, 2048), (2064, 100, 688), (2064, 2064 * 2048, 2064),
-     (4096, 2064 * 2048, 2048), (6000, 1500 * 2048, 1200), (2**17, None, 1024)],
-)  # fmt: skip
-def test_columns_that_are_widened_together(hidden: int, spare: int | None, wanted: int) -> None:
-    """In parts of about the same number: of what memory holds that is there, or of 2^21 elements, or at most 2^22."""
-    rows = torch.empty(2048, hidden, dtype=torch.bfloat16, device="meta")
-    memory = None if spare is None else torch.empty(spare, device="meta")
-    assert kernels._columns_at_once(rows, memory) == wanted
+@pytest.mark.parametrize(("hidden", "wanted"), [(2048, 2048), (2064, 688), (2**17, 1024)])
+def test_columns_that_are_widened_together(hidden: int, wanted: int) -> None:
+    """In parts of about the same number: of 2^21 elements, or at most 2^22."""
+    assert sums._columns_at_once(torch.empty(2048, hidden, dtype=torch.float16, device="meta")) == wanted
 
 
 def on_threads(monkeypatch: pytest.MonkeyPatch, number: int, sleeping: bool = False) -> None:
@@ -275,7 +281,7 @@ def test_the_length_follows_the_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert padded_length([8] * 64, weight) == 8
     assert padded_length([0] * 63 + [500], weight) == 0, "padding every expert to the longest would be all padding"
     assert padded_length([0] * 64, weight) == 0
-    assert 0 < padded_length([8] * 60 + [300] * 4, weight) < 300, "the long experts' rest is computed by itself"
+    assert 0 < padded_length([8] * 60 + [3000] * 4, weight) < 300, "the long experts' rest is computed by itself"
     wide, counts = weight.new_empty((8, 1024, 256)), [49, 58, 60, 64, 66, 70, 70, 75]
     assert padded_length(counts, wide) == 75, "a sixth of padding costs less than eight products of their own"
     assert padded_length([8] * 64, weight.to(torch.float16)) == 0, "fp16 has no fast batched product"
@@ -284,12 +290,12 @@ def test_the_length_follows_the_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("threads", "wanted"),
-    [({"number": 2, "sleeping": True}, 285), ({"number": 2}, 0), ({"number": 1}, 0)],
+    [({"number": 2, "sleeping": True}, 360), ({"number": 2}, 0), ({"number": 1}, 0)],
     ids=["sleep", "spin", "one"],
 )
 def test_threads_that_sleep_are_not_woken_for_each_expert(threads, wanted, monkeypatch) -> None:
     on_threads(monkeypatch, **threads)
-    counts = [228, 240, 250, 256, 260, 264, 265, 285]
+    counts = [160, 200, 240, 280, 300, 320, 340, 360]
     assert padded_length(counts, torch.empty(8, 768, 768, dtype=torch.bfloat16, device="meta")) == wanted
 
 
@@ -317,23 +323,52 @@ def test_rows_of_no_expert_are_zero_and_not_what_memory_held(monkeypatch) -> Non
     "gathered, widened", [(2**16, 2**24), (0, 2**24), (0, 21 * 5)], ids=["gathered", "bags", "cut"]
 )
 def test_combine_sums_in_fp32_and_rounds_once_either_way(gathered, widened, weighted, dtype, monkeypatch) -> None:
-    monkeypatch.setattr(kernels, "_GATHERED_ELEMENTS", gathered)
-    monkeypatch.setattr(kernels, "_WIDENED_ELEMENTS", widened)
+    monkeypatch.setattr(sums, "_GATHERED_ELEMENTS", gathered)
+    monkeypatch.setattr(sums, "_WIDENED_ELEMENTS", widened)
     rows, places = torch.randn(21, 16).to(dtype), torch.randperm(21).view(7, 3)
     weights, added = torch.rand(7, 3) if weighted else None, torch.randn(7, 16).to(dtype)
     exact = (rows.double()[places] * (1.0 if weights is None else weights.double().unsqueeze(2))).sum(1)
     for shared, wanted in ((None, exact), (added, exact + added.double())):
-        assert_rounded(kernels.combine(rows, places, weights, shared), wanted)
+        assert_rounded(sums.combine(rows, places, weights, shared), wanted)
+
+
+@pytest.mark.parametrize("widened", [2**24, 21 * 5], ids=["at_once", "in_parts"])
+def test_bf16_is_widened_where_bags_round_products(widened: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sums, "_GATHERED_ELEMENTS", 0)
+    monkeypatch.setattr(sums, "_WIDENED_ELEMENTS", widened)
+    monkeypatch.setattr(sums, "_bags_of_bf16_are_exact", lambda: False)
+    monkeypatch.setattr(sums, "_in_pieces", None)
+    rows, places, weights = torch.randn(21, 16).bfloat16(), torch.randperm(21).view(7, 3), torch.rand(7, 3)
+    assert_rounded(sums.combine(rows, places, weights), (rows.double()[places] * weights.double().unsqueeze(2)).sum(1))
+
+
+def test_whether_bags_round_products_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sums._bags_of_bf16_are_exact.__wrapped__()
+    bags = sums._bags
+    monkeypatch.setattr(sums, "_bags", lambda rows, places, weights: (rows[places] * weights.unsqueeze(2)).sum(1))
+    assert not sums._bags_of_bf16_are_exact.__wrapped__()
+    monkeypatch.setattr(sums, "_bags", lambda *of: bags(of[0].float(), of[1], of[2].float()).bfloat16())
+    assert sums._bags_of_bf16_are_exact.__wrapped__()
+
+
+@pytest.mark.parametrize("weight", [0.5, -0.3, 0.0, torch.pi, torch.inf, -torch.inf, torch.nan, 1e-20], ids=str)
+def test_a_row_that_is_not_finite_is_weighted_as_any(weight: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of bf16 rows are two pieces, and an infinity less an infinity is none."""
+    monkeypatch.setattr(sums, "_GATHERED_ELEMENTS", 0)
+    rows = torch.tensor([[torch.inf, -torch.inf, torch.nan, 0.0, 2.0], [1.0, 1.0, 1.0, 1.0, torch.inf]]).bfloat16()
+    weights, places = torch.tensor([[weight, 0.25]]), torch.tensor([[0, 1]])
+    want = (rows.float()[places] * weights.unsqueeze(2)).sum(1)
+    torch.testing.assert_close(sums.combine(rows, places, weights).float(), want, equal_nan=True, rtol=2**-8, atol=0)
 
 
 @pytest.mark.parametrize("gathered", [2**16, 0], ids=["gathered", "bags"])
 @pytest.mark.parametrize("tokens, top_k", [(0, 2), (3, 0), (0, 0)], ids=str)
 def test_combine_of_nothing_is_what_is_added(tokens, top_k, gathered, monkeypatch) -> None:
-    monkeypatch.setattr(kernels, "_GATHERED_ELEMENTS", gathered)
+    monkeypatch.setattr(sums, "_GATHERED_ELEMENTS", gathered)
     places, added = torch.zeros((tokens, top_k), dtype=torch.int64), torch.randn(tokens, 4)
     rows = torch.randn(max(tokens * top_k, 1), 4)
-    assert torch.equal(kernels.combine(rows, places, None), torch.zeros(tokens, 4))
-    assert torch.equal(kernels.combine(rows, places, None, added), added)
+    assert torch.equal(sums.combine(rows, places, None), torch.zeros(tokens, 4))
+    assert torch.equal(sums.combine(rows, places, None, added), added)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -342,7 +377,7 @@ def test_the_activation_is_computed_in_fp32(dtype) -> None:
     operand, glu, spans = Operand(weight, SCHEMES["fp32"]), Glu("silu", 1.0, 0.0, "concat"), [(0, 0, 9)]
     got = kernels.first_projection(x, operand, None, None, glu, spans)
     gate, up = kernels.linear(x, operand, None, spans).float().chunk(2, dim=-1)
-    assert got.dtype == torch.float32 and torch.equal(got, torch.nn.functional.silu(gate) * up)
+    assert torch.equal(got, (torch.nn.functional.silu(gate) * up).to(dtype))
 
 
 EMPTY = {"experts": {"experts": 0}, "choices": {"top_k": 0}, "hidden": {"hidden": 0}, "between": {"between": 0}}
