@@ -35,7 +35,7 @@ _COPIED = 2**16
 # elements are not worth a lot's threads that are woken: T = 1024, H = 768 7199 and 8736.
 _IN_A_LOT = 2**21
 _WIDENED = 2**20  # elements of half precision, before the activation, in fp32 at a time: memory that is used again
-_FEW = 64  # pairs that Python sorts faster than torch does
+_FEW = 128  # pairs that Python sorts faster than torch does
 # What an expert costs in rows, by dtype: reading its weights, and GEMMs of its own, of a larger projection of _MIDDLE
 # elements, which falls by a power of the elements. Threads that sleep in between are woken for each GEMM, those that
 # spin wait for each other; their shares, and one thread's. us on two cores in bf16 with threads that spin, 8 experts

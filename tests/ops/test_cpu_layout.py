@@ -144,7 +144,7 @@ def test_small_weights_of_single_rows_are_one_product(ids, stored, copied, bias,
 @pytest.mark.parametrize(
     ("ids", "options", "expert_map", "kept"),
     [
-        ([[3, 0], [1, 2], [4, 5]] * 11, {}, None, None),
+        ([[3, 0], [1, 2], [4, 5]] * (kernels._FEW // 6 + 1), {}, None, None),
         ([[3, -1]], {}, None, None),
         ([[16, 0]], {}, None, None),
         ([[7, 1], [1, 0]], {"format": "batched", "capacity": 1}, None, [[7, 1], [-1, 0]]),
@@ -174,7 +174,7 @@ def test_how_many_pairs_rarely_share_an_expert(dtype: torch.dtype, width: int, m
         assert (layout.row_of_pair is None and layout.lots[0].spans == in_order) == (pairs <= most)
 
 
-@pytest.mark.parametrize("pairs", [0, 65], ids=str)
+@pytest.mark.parametrize("pairs", [0, kernels._FEW + 1], ids=["none", "many"])
 def test_none_and_many_are_not_few(pairs: int) -> None:
     assert kernels.of_few(torch.zeros(pairs, 1, dtype=torch.int32), torch.empty(16, 64, 64, device="meta")) is None
 
