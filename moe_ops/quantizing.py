@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meta.checks import accepts, check_name, check_type, describe_value, fail
+from meta.checks import accepts, check_name, check_type, fail
 from meta.schemes import FLOAT_DTYPES, QuantScheme, joined
 from moe_ops.calibration import largest_rows
 from moe_ops.progress import progress
 from moe_ops.quantized import QuantizedWeight, quantized_schemes
 from moe_ops.quantized_state import put
-from moe_ops.stacked import StackedExperts, stacked_experts
+from moe_ops.stacked import StackedExperts, check_filter, check_orientation, places_of, selected, stacked_experts
 
 _OP = "quantize_"
 
@@ -131,7 +131,7 @@ def quantize_(
     for experts in found:
         _check(experts, row)
     static = {} if inputs is None else _calibrated(model, found, row, inputs)
-    places, waiting = _places(model), dict[int, tuple[str, Tensor, bool]]()
+    places, waiting = places_of(model), dict[int, tuple[str, Tensor, bool]]()
     for experts in found:
         for full, given in experts.parameters.items():
             waiting.setdefault(id(given), (full, given, bool(experts.transposed)))
@@ -155,12 +155,7 @@ def _selected(
     model: nn.Module, filter: Callable[[str, nn.Module], bool] | None
 ) -> tuple[list[StackedExperts], tuple[str, ...]]:
     """The modules of float weights that the filter takes, and the names of those that are quantised in part."""
-    if filter is not None and not callable(filter):
-        raise fail(_OP, "filter", "a function (name, module) -> bool or None", describe_value(filter))
-    taken: list[StackedExperts] = []
-    refused: list[StackedExperts] = []
-    for one in stacked_experts(model):
-        (taken if filter is None or filter(one.name, one.module) else refused).append(one)
+    taken, refused = selected(_OP, model, filter, stacked_experts(model))
     found = [one for one in taken if all(_floats(one))]
     left = tuple(one.name for one in taken if any(_floats(one)) and not all(_floats(one)))
     if not found and left:
@@ -170,27 +165,13 @@ def _selected(
         cure = "Lists of experts become such modules by moe_ops.stack_experts_; quantised ones stay as they are."
         rule = "a module with stacked float experts that the filter takes"
         raise fail(_OP, "model", rule, type(model).__name__, cure)
-    names = {id(weight): name for one in refused for name, weight in one.parameters.items()}
-    for one in found:
-        for name, weight in one.parameters.items():
-            if id(weight) in names:
-                rule = f"the same for {name} and {names[id(weight)]}, one parameter of two names"
-                raise fail(_OP, "filter", rule, "True and False", "Take both, or give one a parameter of its own.")
+    check_filter(_OP, found, refused)
     return found, left
 
 
 def _floats(experts: StackedExperts) -> list[bool]:
     """Which of the weights are float parameters."""
     return [type(one) is nn.Parameter and one.dtype in FLOAT_DTYPES for one in experts.parameters.values()]
-
-
-def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Every module that has a parameter, and its name there, by the parameter's identity."""
-    found: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            found.setdefault(id(parameter), []).append((module, name))
-    return found
 
 
 def _calibrated(
@@ -211,11 +192,7 @@ def _calibrated(
 
 
 def _check(experts: StackedExperts, row: QuantScheme) -> None:
-    if experts.transposed is None or not experts.fits:
-        shapes = [list(weight.shape) for weight in experts.parameters.values()]
-        cure = f"{'Set module.is_transposed, or pass' if experts.fits else 'Pass'} a filter that leaves it out."
-        got = f"{shapes}, {'both' if experts.fits else 'neither'}"
-        raise fail(_OP, experts.name or "model", "of shapes that are [E, N, K] or [E, K, N]", got, cure)
+    check_orientation(_OP, experts)
     for name, weight in experts.parameters.items():
         K = weight.shape[1 if experts.transposed else 2]
         if K % row.pack:

@@ -6,11 +6,13 @@ none fit, or not these alone, by the names that transformers gives them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations, permutations
 
 from torch import Tensor, nn
+
+from meta.checks import describe_value, fail
 
 #: In the order of the products.
 _NAMES = (("gate_up_proj", "down_proj"), ("up_proj", "down_proj"))
@@ -53,6 +55,57 @@ def stacked_experts(model: nn.Module) -> Iterator[StackedExperts]:
         if said is None or (ways and said not in ways):
             said = _only(ways, stacked[names[0]].shape[0], model)
         yield StackedExperts(name, module, names, bool(ways), None if said is None else bool(said))
+
+
+def selected(
+    op: str, model: nn.Module, filter: Callable[[str, nn.Module], bool] | None, among: Iterable[StackedExperts]
+) -> tuple[list[StackedExperts], list[StackedExperts]]:
+    """Those of ``among`` that the filter takes, and all others of the model.
+
+    Raises:
+        ValueError: the filter is no function.
+    """
+    if filter is not None and not callable(filter):
+        raise fail(op, "filter", "a function (name, module) -> bool or None", describe_value(filter))
+    taken = [one for one in among if filter is None or filter(one.name, one.module)]
+    names = {one.name for one in taken}
+    return taken, [one for one in stacked_experts(model) if one.name not in names]
+
+
+def check_filter(op: str, taken: list[StackedExperts], refused: list[StackedExperts]) -> None:
+    """No parameter is in a module that is taken, and in one that is not.
+
+    Raises:
+        ValueError: naming both.
+    """
+    names = {id(weight): name for one in refused for name, weight in one.parameters.items()}
+    for one in taken:
+        for name, weight in one.parameters.items():
+            if id(weight) in names:
+                rule = f"the same for {name} and {names[id(weight)]}, one parameter of two names"
+                raise fail(op, "filter", rule, "True and False", "Take both, or give one a parameter of its own.")
+
+
+def check_orientation(op: str, experts: StackedExperts) -> None:
+    """The shapes are those of experts, and say how they are stored, or the module or model does.
+
+    Raises:
+        ValueError: naming the module.
+    """
+    if experts.transposed is None or not experts.fits:
+        shapes = [list(weight.shape) for weight in experts.parameters.values()]
+        cure = f"{'Set module.is_transposed, or pass' if experts.fits else 'Pass'} a filter that leaves it out."
+        got = f"{shapes}, {'both' if experts.fits else 'neither'}"
+        raise fail(op, experts.name or "model", "of shapes that are [E, N, K] or [E, K, N]", got, cure)
+
+
+def places_of(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Every module that has a parameter, and its name there, by the parameter's identity."""
+    found: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            found.setdefault(id(parameter), []).append((module, name))
+    return found
 
 
 def _by_shape(stacked: dict[str, Tensor]) -> tuple[str, ...] | None:
