@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from meta.checks import fail
-from moe_ops.checkpoint_layouts import OP, Parts, part_of
+from moe_ops.checkpoint_parts import OP, Parts, part_of
 
 #: Other names of the three projections.
 _PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -102,7 +102,7 @@ class Checkpoint:
         path = self._where[key]
         file = self._file(path)
         try:
-            tensor: Tensor = file.get_tensor(key)
+            tensor: Tensor = file.get_tensor(key).clone()  # it is a view of the file, which others may write
         except Exception as error:
             raise fail(OP, key, f"readable from {path.name!r}", f"{type(error).__name__}: {error}") from error
         return tensor
@@ -119,35 +119,16 @@ class Checkpoint:
                 layers[prefix][place][part_of(suffix)].append(key)
         return layers
 
-    def prefix_of(self, name: str) -> str:
-        """What keys of the module ``name`` begin with: its name, the only prefix that is its name but for what stands
-        in front of one of them, or the only one of numbered experts with the numbers of its name in it.
+    @cached_property
+    def numbered(self) -> dict[str, bool]:
+        """Whether there are numbered experts, by the keys of :attr:`layers`."""
+        return {prefix: any(expert is not None for expert, _ in layer) for prefix, layer in self.layers.items()}
 
-        Raises:
-            ValueError: there is none, or more than one.
-        """
-        if name in self.layers:
-            return name
-        ends = [prefix for prefix in self.layers if f".{prefix}".endswith(f".{name}") or name.endswith(f".{prefix}")]
-        numbers = re.findall(r"\d+", name)
-        same = [
-            prefix
-            for prefix, layer in self.layers.items()
-            if re.findall(r"\d+", prefix) == numbers and any(expert is not None for expert, _ in layer)
-        ]
-        for found in (ends, same):
-            if len(found) == 1:
-                return found[0]
-        owner = repr(name) if name else "the model, which is a module of experts itself"
-        several = sorted({*ends, *same})
-        if several:
-            cure = "Pass the model that the checkpoint is of, not a part of it: its names tell layers apart."
-            raise fail(OP, "checkpoint", f"with one layer of experts that can be {owner}", several, cure)
-        cure = "Pass the model that the checkpoint is of, or leave modules that it does not have out by the filter."
-        raise fail(OP, "checkpoint", f"with the experts of {owner}", "no such keys", cure)
-
-    def members(self, prefix: str) -> dict[str, Members]:
+    def members(self, prefix: str, *, apart: bool = False) -> dict[str, Members]:
         """The parts of each of the layer's weights, by the name of the parameter that it is.
+
+        Args:
+            apart: gates and ups that have keys of their own are parameters of their own, too.
 
         Raises:
             ValueError: an expert or a projection is missing, or something is there under two names or in two forms; the
@@ -159,18 +140,23 @@ class Checkpoint:
         names = {projection for expert, projection in layer if (expert is None) == stacked}
         if "gate_up_proj" in names:
             weights = {"gate_up_proj": ["gate_up_proj"]}
+        elif "gate_proj" in names and apart:
+            weights = {"gate_proj": ["gate_proj"], "up_proj": ["up_proj"]}
         elif "gate_proj" in names:
             weights = {"gate_up_proj": ["gate_proj", "up_proj"]}
         else:
             weights = {"up_proj": ["up_proj"]}
         weights["down_proj"] = ["down_proj"]
         found: dict[str, Members] = {name: [] for name in weights}
-        numbers = [None] if stacked else range(experts[-1] + 1)
+        numbers: list[int | None] = [None] if stacked else [*experts]
         read = [(expert, one) for expert in numbers for projections in weights.values() for one in projections]
         for place in sorted(layer.keys() - set(read), key=str):
             (key, *_), *_ = layer[place].values()
             beside = ".".join([prefix, *([] if stacked else ["0"]), read[0][1]])
             raise fail(OP, key, f"absent beside {beside!r}", "it", "Take one of them out of the checkpoint.")
+        for expected, number in enumerate(experts):
+            if number != expected:
+                self._parts(layer, prefix, expected, read[0][1])  # says that it is not there
         for expert in numbers:
             for name, projections in weights.items():
                 found[name].append([self._parts(layer, prefix, expert, projection) for projection in projections])
@@ -185,7 +171,8 @@ class Checkpoint:
             if others:
                 rule = f"absent beside {key!r}, which is the same part of {name!r}"
                 raise fail(OP, others[0], rule, "it", "Take one of them out of the checkpoint.")
-        return Parts({part: keys[0] for part, keys in found.items()}, self.read, name=name, stacked=expert is None)
+        first = {part: keys[0] for part, keys in found.items()}
+        return Parts(first, self.read, name=name, stacked=expert is None)
 
 
 def _weight_map(index: Path) -> dict[str, str]:

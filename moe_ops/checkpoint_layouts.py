@@ -18,7 +18,6 @@ ModelOpt) is the static scale of the activations in front of the weight.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -28,69 +27,11 @@ from torch import Tensor
 from meta.checks import fail
 from meta.formats import E4M3, E8M0, unpack
 from meta.schemes import FLOAT_DTYPES, SCHEMES, QuantScheme, Scale, ceil_div
+from moe_ops.checkpoint_parts import OP, Parts
 
-OP = "load_experts_"
-
-#: Parts whose keys have no "weight" in front.
-_OWN_NAMES = ("bias", "scales")
-#: Suffixes that decode no weight: those of activations are for schemes that quantise them.
-_NOT_OF_THE_WEIGHT = ("bias", "input_scale", "input_zero_point", "input_global_scale")
 _EXPONENTS = (torch.uint8, E8M0)
-
-
-def part_of(suffix: str) -> str:
-    """What a key adds to its projection's name, in one spelling: ``".weight_scale"`` and ``"_scale"`` are "scale", and
-    the weight itself is "".
-    """
-    return re.sub(r"^[._]*(weight)?[._]*", "", suffix)
-
-
-class Parts:
-    """The tensors of one projection, of one expert or of all, read when they are taken.
-
-    Args:
-        keys: of the checkpoint, by their part (:func:`part_of`).
-        read: a key's tensor.
-        name: of the projection, for messages: what keys begin with.
-        stacked: they are of all experts.
-    """
-
-    def __init__(self, keys: dict[str, str], read: Callable[[str], Tensor], *, name: str, stacked: bool) -> None:
-        self.keys = keys
-        self.name = name
-        self.stacked = stacked
-        self._read = read
-        self._taken: set[str] = set()
-
-    def __contains__(self, part: str) -> bool:
-        return part in self.keys
-
-    def any_key(self) -> str:
-        """One of the keys, for messages about all."""
-        return min(self.keys.values())
-
-    def take(self, *parts: str) -> tuple[str, Tensor]:
-        """Key and tensor of the first of ``parts`` that is there.
-
-        Raises:
-            ValueError: none is.
-        """
-        part = next((part for part in parts if part in self), None)
-        if part is None:
-            names = " or ".join(repr(part if part in _OWN_NAMES else f"weight_{part}") for part in parts)
-            raise fail(OP, self.any_key(), f"stored beside {names}", sorted(self.keys.values()))
-        self._taken.add(part)
-        return self.keys[part], self._read(self.keys[part])
-
-    def check_all_taken(self) -> None:
-        """Every tensor has been understood.
-
-        Raises:
-            ValueError: naming the key of one that was not.
-        """
-        for part, key in self.keys.items():
-            if part not in self._taken and part not in _NOT_OF_THE_WEIGHT:
-                raise fail(OP, key, "absent beside a weight of this layout", "it", "Nothing here knows what it means.")
+#: What helps where a checkpoint has ``[E, K, N]``.
+TURN = "Transpose weights and scales to [E, N, K], and save them anew."
 
 
 class Signature(NamedTuple):
@@ -158,6 +99,9 @@ def _static(parts: Parts, stored: Stored) -> Tensor:
         raise fail(OP, key, rule, "it", "Quantise the activations of the checkpoint dynamically.")
     if scale.numel() != leading.numel() or not scale.is_floating_point():
         raise fail(OP, key, f"one number for each expert, {list(leading)}", f"{scale.dtype} {list(scale.shape)}")
+    if not bool((scale.isfinite() & (scale > 0)).all()):
+        wrong = scale[~(scale.isfinite() & (scale > 0))].float()
+        raise fail(OP, key, "finite and larger than 0", float(wrong[0]), "Calibrate the checkpoint anew.")
     if "input_zero_point" in parts:
         zero_key, zero = parts.take("input_zero_point")
         if bool(zero.float().any()):
@@ -200,7 +144,11 @@ def _fp8(parts: Parts, data: Tensor, halves: bool) -> Stored:
             scale = scale.view(E8M0) if scale.dtype == torch.uint8 else scale
         return _stored(name, data, (key, scale))
     rule = f"{' or '.join(str(SCHEMES[name].scales[0]) for name in names)} for a weight {list(data.shape)}"
-    raise fail(OP, key, rule, list(scale.shape), "Blocks of other sizes have no scheme.")
+    is_turned = any(_fits(SCHEMES[name].scales[0], grid.mT, data.mT, False) for name in names)
+    cure = (
+        f"They fit a weight that is stored transposed. {TURN}" if is_turned else "Blocks of other sizes have no scheme."
+    )
+    raise fail(OP, key, rule, list(scale.shape), cure)
 
 
 def _int8(parts: Parts, data: Tensor, halves: bool) -> Stored:
@@ -210,11 +158,11 @@ def _int8(parts: Parts, data: Tensor, halves: bool) -> Stored:
     by_row = _rows_of(scale, data)
     if by_row.shape[-1] == 1 and "zero_point" not in parts:
         return _stored("int8_channel", data, (key, by_row))
-    return _stored("int8_w8a16", data, (key, by_row), *_zero_points(parts, data, lambda zero: zero, torch.int8))
+    return _stored("int8_w8a16", data, (key, by_row), *_zero_points(parts, data, scale, lambda zero: zero))
 
 
 def _packed_integers(parts: Parts, data: Tensor, halves: bool) -> Stored:
-    columns = int(parts.take("shape")[1].flatten()[-1])
+    columns = _packed_columns(parts, data, halves)
     bits = next((bits for bits in (4, 8) if data.shape[-1] == ceil_div(columns * bits, 32)), None)
     if bits is None or columns * bits % 8:
         rule = f"[.., N, K / 8] or [.., N, K / 4] of 4 or 8 bits for K = {columns}"
@@ -222,30 +170,60 @@ def _packed_integers(parts: Parts, data: Tensor, halves: bool) -> Stored:
     stored = data.contiguous().view(torch.uint8)[..., : columns * bits // 8]
     key, scale = parts.take("scale")
     name, stored = ("int4_w4a16", stored) if bits == 4 else ("int8_w8a16", _signed(stored))
+    rows = _grid(scale, data).shape[-2]  # those that have zero points: all, or one for a whole weight
 
     def zero_points(packed: Tensor) -> Tensor:
         codes = packed.transpose(-1, -2).contiguous().view(torch.uint8)
         codes = unpack(codes) if bits == 4 else _signed(codes)
-        return codes[..., : data.shape[-2]].transpose(-1, -2).contiguous()
+        return codes[..., :rows].transpose(-1, -2).contiguous()
 
-    return _stored(name, stored, (key, _rows_of(scale, data)), *_zero_points(parts, data, zero_points, torch.int32))
+    packed_rows = -(-rows * bits // 32)
+    zeros = _zero_points(parts, data, scale, zero_points, packed_rows)
+    return _stored(name, stored, (key, _rows_of(scale, data)), *zeros)
+
+
+def _packed_columns(parts: Parts, data: Tensor, halves: bool) -> int:
+    """K, as ``weight_shape`` says it, ``[2]`` or one for each expert.
+
+    Raises:
+        ValueError: it is of another dtype or form, experts differ, or its N is not that of the weight.
+    """
+    key, shape = parts.take("shape")
+    N = data.shape[-2]
+    if shape.is_floating_point() or shape.shape not in ((2,), (*data.shape[:-2], 2)):
+        rule = f"integers, {' or '.join(str([*form, 2]) for form in dict.fromkeys(((), (*data.shape[:-2],))))}"
+        raise fail(OP, key, rule, f"{shape.dtype} {list(shape.shape)}")
+    said = {(int(rows), int(columns)) for rows, columns in shape.view(-1, 2).tolist()}
+    ((rows, columns), *others) = said
+    if others or rows not in ((N, N // 2) if halves else (N,)):
+        raise fail(OP, key, f"[N, K] with N = {N}", " and ".join(str([*one]) for one in sorted(said)))
+    return columns
 
 
 def _signed(stored: Tensor) -> Tensor:
-    """int8 of codes that 128 was added to, in place: what was read belongs to nobody else."""
-    return stored.bitwise_xor_(128).view(torch.int8)
+    """int8 of codes that 128 was added to."""
+    return stored.bitwise_xor(128).view(torch.int8)
 
 
 def _zero_points(
-    parts: Parts, data: Tensor, decode: Callable[[Tensor], Tensor], dtype: torch.dtype
+    parts: Parts, data: Tensor, scale: Tensor, decode: Callable[[Tensor], Tensor], packed_rows: int | None = None
 ) -> list[tuple[str, Tensor]]:
-    """The optional scale, in the codes of the weight."""
+    """The optional scale, in the codes of the weight: one for each entry of ``scale``.
+
+    Args:
+        packed_rows: what these take along N, of several in an int32; None for int8, one in each.
+    """
     if "zero_point" not in parts:
         return []
     key, zero = parts.take("zero_point")
+    dtype = torch.int8 if packed_rows is None else torch.int32
     if zero.dtype != dtype:
         raise fail(OP, key, f"{dtype} beside a weight of {data.dtype}", zero.dtype)
-    return [(key, _rows_of(decode(zero), data))]
+    wanted, found = list(_grid(scale, data).shape), _grid(zero, data)
+    wanted[-2] = wanted[-2] if packed_rows is None else packed_rows
+    if list(found.shape) != wanted:
+        raise fail(OP, key, f"{wanted} beside scales {list(scale.shape)}", list(zero.shape))
+    return [(key, _rows_of(decode(found), data))]
 
 
 _READERS: dict[tuple[str, torch.dtype], Callable[[Parts, Tensor, bool], Stored]] = {

@@ -1,29 +1,32 @@
 """Quantised experts from checkpoints, layer after layer, as their bytes stand there.
 
 :func:`read_experts` brings the tensors of one layer to operands, :func:`load_experts_` puts those of a whole model in
-the place of its float parameters. Which keys there are is found by :mod:`moe_ops.checkpoint_files`, what they mean is
-said in :mod:`moe_ops.checkpoint_layouts`.
+the place of its float parameters. Which keys there are is found by :mod:`moe_ops.checkpoint_files`, which module they
+are of by :mod:`moe_ops.checkpoint_names`; what they mean is said in :mod:`moe_ops.checkpoint_layouts`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from meta.checks import fail
-from meta.gemm_shapes import weight_operand
 from meta.operands import Operand
-from meta.schemes import FLOAT_DTYPES, WHOLE, QuantScheme
+from meta.schemes import FLOAT_DTYPES
 from moe_ops.checkpoint_files import Checkpoint, Members
-from moe_ops.checkpoint_layouts import OP, Signature, Stored, canonical
+from moe_ops.checkpoint_layouts import TURN
+from moe_ops.checkpoint_names import candidates, check_prefixes, prefix_of
+from moe_ops.checkpoint_operands import bias_of, operands_of, row_of
+from moe_ops.checkpoint_parts import OP
 from moe_ops.progress import progress
 from moe_ops.quantized import QuantizedWeight
 from moe_ops.quantized_state import put
-from moe_ops.stacked import StackedExperts, stacked_experts
+from moe_ops.stacked import StackedExperts, check_filter, check_orientation, places_of, selected, stacked_experts
+
+_OF_CONFIG = "Make the model with the checkpoint's config."
 
 
 def read_experts(
@@ -46,13 +49,7 @@ def read_experts(
     if not isinstance(checkpoint, Checkpoint):
         with Checkpoint(checkpoint) as opened:
             return read_experts(opened, prefix, device)
-    weights = checkpoint.members(prefix)
-    operands = {name: _operand(name, prefix, members, torch.device(device)) for name, members in weights.items()}
-    first, second = (_row_of(operand).name for operand in operands.values())
-    if first != second:
-        rule = f"stored in one scheme, {first!r} like {next(iter(operands))}"
-        raise fail(OP, f"{prefix}.down_proj", rule, repr(second))
-    return operands
+    return operands_of(checkpoint.members(prefix), prefix, torch.device(device))
 
 
 def load_experts_(
@@ -69,19 +66,21 @@ def load_experts_(
 
     Args:
         model: with experts as transformers stores them: 3-D parameters ``gate_up_proj`` (``up_proj`` without a gate)
-            and ``down_proj`` of one module, in a float dtype, which stays that of their numbers.
+            and ``down_proj`` of one module, or ``gate_proj``, ``up_proj`` and ``down_proj``, in a float dtype, which
+            stays that of their numbers.
         checkpoint: a file of safetensors, or a folder with some, with or without an index; the layouts are those of
             gpt-oss, compressed-tensors, ModelOpt and DeepSeek.
         filter: ``(name, module) -> bool`` by the experts module's name in ``named_modules()``, as that of
             :func:`moe_ops.quantize_`, to leave out layers that the checkpoint has in a float dtype; None takes all.
 
     Returns:
-        The scheme of every module that was filled, by its name.
+        The scheme of every module that was filled, by its name. A parameter of many names in the model stays one.
 
     Raises:
-        ValueError: a model without such modules, files that cannot be read, or experts that the checkpoint does not
-            have in their shape, with their biases and in a layout that is known; the key is named. Layers before that
-            one are replaced by then.
+        ValueError: a model without such modules, a filter that takes a parameter under one of its names only, experts
+            whose orientation their shapes do not say, files that cannot be read, or keys that are not those of every
+            module, whole and once: the model is as it was then. A tensor of another shape or of a layout that is not
+            known, whose key is named: layers before that one are replaced by then.
 
     Source: the layouts of :mod:`moe_ops.checkpoint_layouts`; compressed-tensors 0.20 where it writes them.
 
@@ -94,74 +93,158 @@ def load_experts_(
     if not isinstance(model, nn.Module):
         raise fail(OP, "model", "a torch.nn.Module", type(model).__name__)
     found = [one for one in stacked_experts(model) if {*one.names} & {"gate_up_proj", "up_proj"}]
-    modules = {one.name: one for one in found if "down_proj" in one.names}
-    modules = {name: one for name, one in modules.items() if filter is None or filter(name, one.module)}
-    if not modules:
+    taken, refused = selected(OP, model, filter, [one for one in found if "down_proj" in one.names])
+    if not taken:
         rule = "a model with modules of 3-D parameters gate_up_proj (or up_proj) and down_proj that the filter takes"
         raise fail(OP, "model", rule, type(model).__name__)
+    check_filter(OP, taken, refused)
+    places = _Places(model)
     schemes = {}
     with Checkpoint(checkpoint) as source:
-        prefixes = {name: source.prefix_of(name) for name in modules}
-        if len({*prefixes.values()}) < len(prefixes):
-            raise fail(OP, "checkpoint", "with keys of its own for each module of experts", prefixes)
+        prefixes = _prefixes(model, taken, source)
+        layers = [_Layer(experts, source, prefixes[experts.name]) for experts in taken if experts.name in prefixes]
         with progress() as bars:
-            advance = bars.bar("experts", len(modules))
-            for name, experts in modules.items():
-                schemes[name] = _load_layer(experts, source, prefixes[name])
-                advance(description=name)
-    return schemes
+            advance = bars.bar("experts", len(layers))
+            for layer in layers:
+                schemes[layer.name] = layer.fill(places)
+                advance(description=layer.name)
+    filled = {id(weight): schemes[one.name] for one in taken if one.name in schemes for weight in _weights(one)}
+    return {one.name: filled[id(_weights(one)[0])] for one in taken}
 
 
-def _load_layer(experts: StackedExperts, source: Checkpoint, prefix: str) -> str:
-    """Fill one module once everything that is put there has been read and checked; the scheme's name."""
-    name, module, transposed = experts.name, experts.module, bool(experts.transposed)
-    weights = source.members(prefix)
-    if not getattr(module, "is_concatenated", True) and len(weights.get("gate_up_proj", [[]])[0]) == 2:
-        rule = f"one weight of interleaved rows, as {name} computes with"
-        raise fail(OP, f"{prefix}.gate_up_proj", rule, "gate and up apart")
-    held = [_parameter(module, name, weight) for weight in weights]
-    operands = read_experts(source, prefix, _device_of(held[0]))
-    found = {f"{weight}_bias": _bias(members) for weight, members in weights.items()}
-    for bias, members in zip(found, weights.values(), strict=True):
-        if found[bias] is None and isinstance(getattr(module, bias, None), Tensor):
-            first = members[0][0]
+def _weights(experts: StackedExperts) -> list[Tensor]:
+    return [*experts.parameters.values()]
+
+
+def _prefixes(model: nn.Module, taken: list[StackedExperts], source: Checkpoint) -> dict[str, str]:
+    """What the keys of every module begin with, by its name. Of modules that have all weights in common some may have
+    no keys of their own.
+    """
+    ties: dict[tuple[int, ...], list[str]] = {}
+    for one in taken:
+        ties.setdefault(tuple(map(id, _weights(one))), []).append(one.name)
+    stored = [[name for name in names if candidates(name, source.numbered)] or names for names in ties.values()]
+    chosen = {name for names in stored for name in names}
+    prefixes = {one.name: prefix_of(one.name, source.numbered) for one in taken if one.name in chosen}
+    check_prefixes(prefixes, [name for name, _ in model.named_modules()])
+    return prefixes
+
+
+class _Places:
+    """Where the parameters of a model stand, each of which is replaced under all of its names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._of = places_of(model)
+        self._made: dict[int, nn.Parameter] = {}
+
+    def has_made(self, parameter: Tensor) -> bool:
+        """Whether it is a new one: what it replaced had another name, too."""
+        return id(parameter) in self._made
+
+    def replace(self, old: Tensor, new: nn.Parameter) -> list[tuple[nn.Module, str]]:
+        """The modules and names where ``new`` is to be put for ``old``."""
+        self._made[id(new)] = new
+        return self._of.pop(id(old))
+
+
+class _Layer:
+    """A module and what fills it, checked as far as the names of keys and parameters go.
+
+    Args:
+        experts: the module.
+        source: the checkpoint.
+        prefix: what the keys begin with.
+
+    Raises:
+        ValueError: the checkpoint has other weights or biases than the module, or not each of them once.
+    """
+
+    def __init__(self, experts: StackedExperts, source: Checkpoint, prefix: str) -> None:
+        if experts.transposed is None and all(weight.shape[1] == weight.shape[2] for weight in _weights(experts)):
+            check_orientation(OP, experts)
+        self.name, self._module, self._prefix = experts.name, experts.module, prefix
+        self._said = experts.transposed
+        self._weights = source.members(prefix, apart="gate_proj" in experts.names)
+        if self._weights.keys() != {*experts.names}:
+            rule = f"with {', '.join(sorted(experts.names))} of {self.name!r}"
+            cure = f"{_OF_CONFIG} Or leave the module out by the filter."
+            raise fail(OP, "checkpoint", rule, ", ".join(sorted(self._weights)), cure)
+        is_whole = getattr(self._module, "is_concatenated", True)
+        if not is_whole and len(self._weights.get("gate_up_proj", [[]])[0]) == 2:
+            rule = f"one weight of interleaved rows, as {self.name} computes with"
+            raise fail(OP, f"{prefix}.gate_up_proj", rule, "gate and up apart")
+        for weight, members in self._weights.items():
+            self._held(weight)
+            self._check_bias(f"{weight}_bias", members)
+
+    def _check_bias(self, bias: str, members: Members) -> None:
+        """The module and the checkpoint have it, for all experts, or neither has."""
+        every = [parts for halves in members for parts in halves]
+        if any("bias" in parts for parts in every):
+            self._held(bias)
+            for parts in every:
+                parts.find("bias")
+        elif isinstance(getattr(self._module, bias, None), Tensor):
+            first = every[0]
             key = f"{first.name}{'_' if first.stacked else '.'}bias"
-            rule, cure = f"complete, with {key!r} for {name}.{bias}", "Make the model with the checkpoint's config."
-            raise fail(OP, "checkpoint", rule, "no such key", cure)
-    biases = {bias: tensor for bias, tensor in found.items() if tensor is not None}
-    for weight, operand in operands.items():
-        E, N, width = operand.data.shape
-        K = width * _row_of(operand).pack
-        _check_shape(module, name, weight, (E, K, N) if transposed else (E, N, K))
-    for bias, tensor in biases.items():
-        _check_shape(module, name, bias, tuple(tensor.shape))
-    for weight, operand in operands.items():
-        place(module, weight, operand, transposed)
-    for bias, tensor in biases.items():
-        old = _parameter(module, name, bias)
-        module.register_parameter(bias, nn.Parameter(tensor.to(_device_of(old), old.dtype), old.requires_grad))
-    return _row_of(operands["down_proj"]).name
+            raise fail(OP, "checkpoint", f"complete, with {key!r} for {self.name}.{bias}", "no such key", _OF_CONFIG)
 
+    def fill(self, places: _Places) -> str:
+        """Put everything there once it has been read and checked; the scheme's name."""
+        device = _device_of(self._held(next(iter(self._weights))))
+        operands = operands_of(self._weights, self._prefix, device)
+        shapes = {name: (*one.data.shape[:2], one.data.shape[2] * row_of(one).pack) for name, one in operands.items()}
+        turned = {name: (E, K, N) for name, (E, N, K) in shapes.items()}
+        transposed = self._said
+        if transposed is None:  # the model does not tell, but what fits it does
+            transposed = all(self._held(name).shape == shape for name, shape in turned.items())
+        new: dict[str, Tensor] = {}
+        for weight, operand in operands.items():
+            held = self._checked(weight, (turned if transposed else shapes)[weight])
+            scheme, dtype = row_of(operand).name, held.dtype
+            new[weight] = QuantizedWeight(
+                operand.data, operand.listed, scheme=scheme, dtype=dtype, transposed=transposed
+            )
+            bias, read = f"{weight}_bias", bias_of(self._weights[weight], operand)
+            if read is not None:
+                held = self._checked(bias, tuple(read.shape))
+                new[bias] = read.to(_device_of(held), held.dtype)
+        made = {name: tensor for name, tensor in new.items() if not places.has_made(self._held(name))}
+        for name in new.keys() - made.keys():
+            if not _is_same(new[name], self._held(name)):
+                rule = "the same as that of the other names of the parameter"
+                raise fail(OP, f"{self._prefix}.{name}", rule, "another", "Give each a parameter of its own.")
+        for name, tensor in made.items():
+            self._put(name, tensor, places, is_weight=name in operands)
+        return row_of(operands["down_proj"]).name
 
-def _row_of(operand: Operand) -> QuantScheme:
-    """A weight's row; activations have formats."""
-    return cast(QuantScheme, operand.scheme)
+    def _put(self, name: str, tensor: Tensor, places: _Places, *, is_weight: bool) -> None:
+        held = self._held(name)
+        if not isinstance(held, nn.Parameter):
+            setattr(self._module, name, tensor)  # a buffer stays one
+            return
+        parameter = nn.Parameter(tensor, requires_grad=held.requires_grad and not is_weight)
+        for module, its_name in places.replace(held, parameter):
+            if is_weight:
+                put(module, its_name, parameter)
+            else:
+                module.register_parameter(its_name, parameter)
 
+    def _held(self, name: str) -> Tensor:
+        """A float tensor of the module that is to be replaced."""
+        held = getattr(self._module, name, None)
+        if not isinstance(held, Tensor) or held.dtype not in FLOAT_DTYPES:
+            got = held.dtype if isinstance(held, Tensor) else "none"
+            raise fail(OP, f"{self.name}.{name}", "a parameter of bfloat16, float16, float32 or float64", got)
+        return held
 
-def _parameter(module: nn.Module, name: str, parameter: str) -> Tensor:
-    """A float parameter that is to be replaced."""
-    held = getattr(module, parameter, None)
-    if not isinstance(held, Tensor) or held.dtype not in FLOAT_DTYPES:
-        got = held.dtype if isinstance(held, Tensor) else "none"
-        raise fail(OP, f"{name}.{parameter}", "a parameter of bfloat16, float16, float32 or float64", got)
-    return held
-
-
-def _check_shape(module: nn.Module, name: str, parameter: str, shape: tuple[int, ...]) -> None:
-    held = _parameter(module, name, parameter)
-    if tuple(held.shape) != shape:
-        rule = f"{list(shape)} as in the checkpoint"
-        raise fail(OP, f"{name}.{parameter}", rule, list(held.shape), "Make the model with the checkpoint's config.")
+    def _checked(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        held = self._held(name)
+        if tuple(held.shape) != shape:
+            is_turned = len(shape) == 3 and tuple(held.mT.shape) == shape
+            cure = f"It fits if the checkpoint is stored transposed. {TURN}" if is_turned else _OF_CONFIG
+            raise fail(OP, f"{self.name}.{name}", f"{list(shape)} as in the checkpoint", list(held.shape), cure)
+        return held
 
 
 def _device_of(parameter: Tensor) -> torch.device:
@@ -169,95 +252,10 @@ def _device_of(parameter: Tensor) -> torch.device:
     return torch.device("cpu") if parameter.is_meta else parameter.device
 
 
-def _operand(name: str, prefix: str, members: Members, device: torch.device) -> Operand:
-    """One weight of a layer, checked by its scheme's row."""
-    halves = name == "gate_up_proj"
-    is_whole = len(members[0]) == 1
-    if is_whole and members[0][0].stacked:
-        stored = canonical(members[0][0], halves=halves)
-    else:
-        stored = _stack(members, device, halves=halves and is_whole)
-    data, scales = stored.data.to(device), [scale.to(device) for scale in stored.scales]
-    E, N, width = data.shape
-    sizes = (E, N, width * stored.scheme.pack)
-    argument = f"{prefix}.{name} scales"
-    return weight_operand(OP, argument, data, stored.scheme, scales, sizes, halves=halves)
-
-
-def _stack(members: Members, device: torch.device, *, halves: bool) -> Stored:
-    """Weights of single experts, or halves that are stacked each, copied one by one to where they stay.
-
-    Args:
-        halves: each of these weights is a gate and an up half.
-
-    Returns:
-        ``[E, N, K / pack]``, and scales ``[E, N groups, K groups]``; ``[E, 2, ..]`` where their groups start again at
-        the up half.
-    """
-    first: Signature | None = None
-    targets: list[Tensor] = []
-    for expert, weights in enumerate(members):
-        for half, parts in enumerate(weights):
-            stored = canonical(parts, halves=halves)
-            tensors = (stored.data, *stored.scales)
-            if first is None:
-                first, scheme = stored.signature, stored.scheme
-                count = len(members) if stored.data.dim() == 2 else stored.data.shape[0]
-                targets = [
-                    torch.empty(count, len(weights), *tensor.shape[-2:], dtype=tensor.dtype, device=device)
-                    for tensor in tensors
-                ]
-            elif stored.signature != first:
-                raise fail(OP, parts.any_key(), f"stored like expert 0's, {first}", stored.signature)
-            for target, tensor in zip(targets, tensors, strict=True):
-                target[expert if tensor.dim() == 2 else slice(None), half] = tensor
-            del stored, tensors, tensor  # before the next one is read
-    data, *scales = targets
-    N, K = data.shape[-2], data.shape[-1] * scheme.pack
-    joined = []
-    for spec, scale in zip(scheme.scales, scales, strict=False):
-        if spec.of_rows:
-            joined.append(_of_both(scale, members))
-            continue
-        form = spec.groups_of(scale.shape, N, K)
-        runs_on = form is not None and form[0] != WHOLE and N % form[0] == 0
-        joined.append(scale.flatten(1, 2) if runs_on or scale.shape[1] == 1 else scale)
-    return Stored(scheme, data.flatten(1, 2), tuple(joined))
-
-
-def _of_both(static: Tensor, members: Members) -> Tensor:
-    """``[E, 1, 1]`` of ``[E, halves, 1, 1]``: gate and up are multiplied with the same rows.
-
-    Raises:
-        ValueError: they were calibrated apart.
-    """
-    first = static[:, 0]
-    for half in range(1, static.shape[1]):
-        differs = (static[:, half] != first).flatten()
-        if bool(differs.any()):
-            expert = int(differs.int().argmax())
-            key = members[expert if len(members) > 1 else 0][half].keys["input_scale"]
-            rule = f"{float(first[expert])}, that of the gate, which is multiplied with the same rows"
-            raise fail(OP, key, rule, float(static[expert, half]), "Calibrate both as one.")
-    return first.contiguous()
-
-
-def _bias(members: Members) -> Tensor | None:
-    """``[E, N]``, or None where the checkpoint has none."""
-    every = [parts for halves in members for parts in halves]
-    if not any("bias" in parts for parts in every):
-        return None
-    halves = [torch.cat([parts.take("bias")[1] for parts in half], dim=-1) for half in members]
-    return halves[0] if halves[0].dim() == 2 else torch.stack(halves)
-
-
-def place(module: nn.Module, name: str, operand: Operand, transposed: bool) -> None:
-    """Put ``operand`` where the parameter ``name`` of ``module`` stands, frozen, for numbers of the same dtype."""
-    weight = QuantizedWeight(
-        operand.data,
-        operand.listed,
-        scheme=_row_of(operand).name,
-        dtype=getattr(module, name).dtype,
-        transposed=transposed,
-    )
-    put(module, name, weight)
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """The same bytes, of the same scheme where they are quantised."""
+    if not isinstance(one, QuantizedWeight) or not isinstance(other, QuantizedWeight):
+        return torch.equal(one, other)
+    mine, its = one.parts(), other.parts()
+    same = one.scheme == other.scheme and mine.keys() == its.keys()
+    return same and all(torch.equal(mine[part].view(torch.uint8), its[part].view(torch.uint8)) for part in mine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -179,6 +180,45 @@ BROKEN: dict[str, tuple[str, Break, str]] = {
         ),
         f"{PREFIX}.down_proj scales[0] must be [E=3, N=256, G_count], G_count a divisor of K=192, got [3, 256, 7].",
     ),
+    **{
+        f"static scale of {value}": (
+            "float, channel",
+            lambda state, value=value: state.update(
+                {f"{PREFIX}.{e}.{p}.input_scale": torch.tensor(0.5 if e < 2 else value) for e, p in ALL}
+            ),
+            f"{PREFIX}.2.gate_proj.input_scale must be finite and larger than 0, got {value}. Calibrate the checkpoint",
+        )
+        for value in (0.0, -1.0, float("nan"), float("inf"))
+    },
+    "packed zero points of few rows": (
+        "pack 4, group, zero",
+        put(f"{FIRST}.weight_zero_point", torch.zeros(1, 8, dtype=torch.int32)),
+        f"{FIRST}.weight_zero_point must be [24, 8] beside scales [192, 8], got [1, 8].",
+    ),
+    "packed zero points of few groups": (
+        "pack 8, group, zero",
+        put(f"{FIRST}.weight_zero_point", torch.zeros(48, 4, dtype=torch.int32)),
+        f"{FIRST}.weight_zero_point must be [48, 8] beside scales [192, 8], got [48, 4].",
+    ),
+    "zero points of other groups": (
+        "int8, channel, zero",
+        put(f"{FIRST}.weight_zero_point", torch.zeros(files.I, 3, dtype=torch.int8)),
+        f"{FIRST}.weight_zero_point must be [192, 1] beside scales [192, 1], got [192, 3].",
+    ),
+    **{
+        f"weight_shape {given}": (
+            "pack 4, group",
+            put(f"{FIRST}.weight_shape", torch.tensor(given)),
+            f"{FIRST}.weight_shape must be {rule}",
+        )
+        for given, rule in (
+            ([256, 192], "[N, K] with N = 192, got [256, 192]."),
+            ([999, 256], "[N, K] with N = 192, got [999, 256]."),
+            ([192.0, 256.0], "integers, [2], got torch.float32 [2]."),
+            ([], "integers, [2], got torch.float32 [0]."),
+            ([256], "integers, [2], got torch.int64 [1]."),
+        )
+    },
 }  # fmt: skip
 
 
@@ -205,6 +245,62 @@ def test_border_of_halves_in_one_key_that_no_shape_tells(spelling: str, tmp_path
     save_file(files.numbered(state) if spelling == "numbered" else state, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="gate_up_proj_scale_inv must be of gate and up apart where 128"):
         read_experts(tmp_path, PREFIX)
+
+
+def test_the_number_of_an_expert_that_is_far_away_takes_no_memory(tmp_path: Path) -> None:
+    state = layer("float, channel")
+    state[f"{PREFIX}.300000.gate_proj.weight"] = state[f"{FIRST}.weight"].clone()
+    save_file(state, tmp_path / "model.safetensors")
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=re.escape(f"complete, with '{PREFIX}.3.gate_proj', got no key of it.")):
+            read_experts(tmp_path, PREFIX)
+        assert tracemalloc.get_traced_memory()[1] < 2**24
+    finally:
+        tracemalloc.stop()
+
+
+def test_weights_that_are_stored_transposed_are_called_so(tmp_path: Path) -> None:
+    """By their scales, or by the shapes of the model."""
+    state = files.stacked(layer("float, channel"))
+    turned = {key: tensor.mT.contiguous() for key, tensor in state.items()}
+    save_file(turned, tmp_path / "model.safetensors")
+    cure = "stored transposed. Transpose weights and scales to [E, N, K], and save them anew."
+    with pytest.raises(ValueError, match=re.escape(f"got [3, 1, 384]. They fit a weight that is {cure}")):
+        read_experts(tmp_path, PREFIX)
+    for key in [key for key in turned if key.endswith("scale")]:
+        turned[key] = torch.ones(*turned[key.replace("_scale", "")].shape[:2], 1)
+    save_file(turned, tmp_path / "model.safetensors")
+    words = f"must be [3, 256, 384] as in the checkpoint, got [3, 384, 256]. It fits if the checkpoint is {cure}"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        moe_ops.load_experts_(nn.ModuleDict({"model": Model(2)}), tmp_path, filter=lambda name, module: "1" in name)
+
+
+#: id -> (experts and projections whose bias is another, that bias, words of the message).
+BIASES: dict[str, tuple[Callable[[int, str], bool], torch.Tensor, str]] = {
+    "short": (lambda e, p: (e, p) == (1, "gate_proj"), torch.ones(5), "1.gate_proj.bias must be [192] of bfloat16"),
+    "short, of all": (lambda e, p: p == "gate_proj", torch.ones(5), "0.gate_proj.bias must be [192] of bfloat16"),
+    "of two dimensions": (lambda e, p: p == "down_proj", torch.ones(1, 256), "0.down_proj.bias must be [256] of bfl"),
+    "a number": (lambda e, p: (e, p) == (2, "up_proj"), torch.tensor(1.0), "2.up_proj.bias must be [192] of bfloat16"),
+    "integers": (
+        lambda e, p: (e, p) == (2, "up_proj"),
+        torch.ones(192, dtype=torch.int8),
+        "2.up_proj.bias must be [192] of bfloat16, float16, float32 or float64, a number for each row of the weight, "
+        "got torch.int8 [192].",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_biases_that_do_not_fit_their_weight(name: str, tmp_path: Path) -> None:
+    is_other, other, words = BIASES[name]
+    biases = {
+        f"{PREFIX}.{e}.{p}.bias": other.clone() if is_other(e, p) else torch.zeros(files.PROJECTIONS[p][0])
+        for e, p in ALL
+    }
+    save_file(at_layer_0(layer("float, channel") | biases), tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=re.escape(f"load_experts_: layers.0.mlp.experts.{words}")):
+        moe_ops.load_experts_(Model(1, has_bias=True), tmp_path)
 
 
 def at_layer_0(state: Tensors) -> Tensors:
@@ -310,6 +406,10 @@ def test_arguments_of_other_types(tmp_path: Path) -> None:
         moe_ops.load_experts_("model", tmp_path)
     with pytest.raises(ValueError, match="load_experts_: checkpoint must be the path of a file or folder, got int"):
         moe_ops.load_experts_(Model(1), 3)
+    with pytest.raises(
+        ValueError, match=re.escape("filter must be a function (name, module) -> bool or None, got 'x' (")
+    ):
+        moe_ops.load_experts_(Model(1), tmp_path, filter="x")
 
 
 NAME, INDEX, KEY = "model.safetensors", "model.safetensors.index.json", "layers.0.mlp.experts.0.gate_proj.weight"

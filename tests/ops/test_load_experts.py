@@ -153,6 +153,24 @@ def test_biases_of_numbered_experts(tmp_path: Path) -> None:
     assert torch.equal(experts.down_proj_bias, firsts["down_proj"][..., 0])
 
 
+@pytest.mark.parametrize("stacked", [False, True], ids=["numbered", "stacked"])
+@pytest.mark.parametrize("name", ["float, channel", "pack 8, group", "pack 8, group, zero", "pack 4, group, zero"])
+def test_reading_twice_gives_the_same_and_nothing_stays_a_view_of_the_file(
+    name: str, stacked: bool, tmp_path: Path
+) -> None:
+    state = layers_of(name, [files.PREFIX])
+    path = tmp_path / "model.safetensors"
+    save_file(files.stacked(state) if stacked else state, path)
+    with Checkpoint(path) as source:
+        once, again = (checkpoints.read_experts(source, files.PREFIX) for _ in range(2))
+    wanted = {weight: operand.dequantized().clone() for weight, operand in once.items()}
+    assert all(torch.equal(operand.dequantized(), wanted[weight]) for weight, operand in again.items())
+    with path.open("r+b") as file:
+        file.seek(4096)
+        file.write(bytes(path.stat().st_size - 4096))
+    assert all(torch.equal(operand.dequantized(), wanted[weight]) for weight, operand in once.items())
+
+
 def test_the_filter_leaves_float_layers_to_others(tmp_path: Path) -> None:
     first, second = (f"layers.{i}.mlp.experts" for i in range(2))
     state = layers_of("float, channel", [first])

@@ -1,0 +1,97 @@
+"""The tensors that a checkpoint has of one projection, by what each is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from torch import Tensor
+
+from meta.checks import fail
+
+OP = "load_experts_"
+
+#: Parts whose keys have no "weight" in front.
+_OWN_NAMES = ("bias", "scales")
+#: Suffixes that decode no weight: those of activations are for schemes that quantise them.
+_NOT_OF_THE_WEIGHT = ("bias", "input_scale", "input_zero_point", "input_global_scale")
+
+
+def part_of(suffix: str) -> str:
+    """What a key adds to its projection's name, in one spelling: ``".weight_scale"`` and ``"_scale"`` are "scale", and
+    the weight itself is "".
+    """
+    return re.sub(r"^[._]*(weight)?[._]*", "", suffix)
+
+
+class Parts:
+    """The tensors of one projection, of one expert or of all, read when they are taken.
+
+    Args:
+        keys: of the checkpoint, by their part (:func:`part_of`).
+        read: a key's tensor.
+        name: of the projection, for messages: what keys begin with.
+        stacked: they are of all experts.
+    """
+
+    def __init__(
+        self,
+        keys: dict[str, str],
+        read: Callable[[str], Tensor],
+        *,
+        name: str,
+        stacked: bool,
+    ) -> None:
+        self.keys = keys
+        self.name = name
+        self.stacked = stacked
+        self._read = read
+        self._taken: set[str] = set()
+
+    def __contains__(self, part: str) -> bool:
+        return part in self.keys
+
+    @property
+    def of_the_weight(self) -> set[str]:
+        """The parts that decode the weight, which is one of them."""
+        return {part for part in self.keys if part not in _NOT_OF_THE_WEIGHT}
+
+    def any_key(self) -> str:
+        """One of the keys, for messages about all."""
+        return min(self.keys.values())
+
+    def find(self, *parts: str) -> str:
+        """The first of ``parts`` that is there.
+
+        Raises:
+            ValueError: none is.
+        """
+        for part in parts:
+            if part in self:
+                return part
+        names = " or ".join(repr(part if part in _OWN_NAMES else f"weight_{part}") for part in parts)
+        raise fail(OP, self.any_key(), f"stored beside {names}", sorted(self.keys.values()))
+
+    def take(self, *parts: str) -> tuple[str, Tensor]:
+        """Key and tensor of the first of ``parts`` that is there.
+
+        Raises:
+            ValueError: none is.
+        """
+        part = self.find(*parts)
+        self._taken.add(part)
+        return self.keys[part], self.read(part)
+
+    def read(self, part: str) -> Tensor:
+        """The tensor of a part that is there, which does not count as understood yet."""
+        return self._read(self.keys[part])
+
+    def check_all_taken(self) -> None:
+        """Every tensor has been understood.
+
+        Raises:
+            ValueError: naming the key of one that was not.
+        """
+        for part, key in self.keys.items():
+            if part not in self._taken and part in self.of_the_weight:
+                raise fail(OP, key, "absent beside a weight of this layout", "it", "Nothing here knows what it means.")
