@@ -9,6 +9,7 @@ A layout is known by the suffixes of its keys, their dtypes and shapes, never by
 | compressed-tensors int | ``weight`` int8 | ``weight_scale``, ``weight_zero_point`` int8 |
 | compressed-tensors packed | ``weight_packed`` int32, ``weight_shape`` | the same, zero points in int32 along N |
 | compressed-tensors fp4 | ``weight_packed`` uint8 | ``weight_scale``; NVFP4: ``weight_global_scale``, divided by |
+| this project | the parameter's name | that with ``_scale`` and so on: :mod:`moe_ops.quantized_state` |
 | ModelOpt NVFP4 | ``weight`` uint8 | ``weight_scale``, ``weight_scale_2``, multiplied with |
 | DeepSeek MXFP4 | ``weight`` int8 ``[N, K / 2]`` | ``scale`` e8m0 ``[N, K / 32]`` |
 
@@ -27,6 +28,7 @@ from torch import Tensor
 from meta.checks import fail
 from meta.formats import E4M3, E8M0, unpack
 from meta.schemes import FLOAT_DTYPES, SCHEMES, QuantScheme, Scale, ceil_div
+from moe_ops.checkpoint_own import own_row
 from moe_ops.checkpoint_parts import OP, Parts
 
 _EXPONENTS = (torch.uint8, E8M0)
@@ -61,6 +63,8 @@ class Stored(NamedTuple):
 def canonical(parts: Parts, *, halves: bool = False) -> Stored:
     """The weight of ``parts``, whichever layout they have; bytes are viewed, not copied, but those of 8-bit packs.
 
+    What was written here keeps its scheme.
+
     Args:
         parts: of one expert, ``[N, K / pack]``, or stacked, ``[E, N, K / pack]``.
         halves: N is a gate and an up half, each of which may have blocks of its own.
@@ -80,7 +84,8 @@ def canonical(parts: Parts, *, halves: bool = False) -> Stored:
         raise fail(OP, key, rule, data.dtype, cure if data.dtype in FLOAT_DTYPES else "Other codes have no scheme.")
     if data.dim() != 2 + parts.stacked + (kind == "blocks"):
         raise fail(OP, key, f"[{'E, ' if parts.stacked else ''}N, K], K packed or not", list(data.shape))
-    stored = reader(parts, data, halves)
+    row = own_row(parts, data, halves)
+    stored = reader(parts, data, halves) if row is None else _own(parts, data, row)
     if stored.scheme.rows is not None and "input_scale" in parts:
         stored = stored._replace(scales=(*stored.scales, _static(parts, stored)))
     parts.check_all_taken()
@@ -109,6 +114,11 @@ def _static(parts: Parts, stored: Stored) -> Tensor:
     return scale.float().reshape(*leading, 1, 1)
 
 
+def _own(parts: Parts, data: Tensor, row: QuantScheme) -> Stored:
+    scales = [spec.name for spec in row.scales if spec.name in parts and not spec.of_rows]
+    return Stored(row, data, tuple(parts.take(name)[1] for name in scales))
+
+
 def _blocks(parts: Parts, data: Tensor, halves: bool) -> Stored:
     if data.shape[-1] != 16:
         raise fail(OP, parts.keys["blocks"], "[E, N, K / 32, 16]", list(data.shape))
@@ -122,7 +132,7 @@ def _fp4(parts: Parts, data: Tensor, halves: bool) -> Stored:
     if scale.dtype != E4M3:
         raise fail(OP, key, "float8_e4m3fn for NVFP4, uint8 or float8_e8m0fnu for MXFP4", scale.dtype)
     whole_key, whole = parts.take("global_scale", "scale_2")
-    if "global_scale" in parts:
+    if "packed" in parts and "global_scale" in parts:  # of compressed-tensors: beside a plain weight it is a factor
         whole = whole.double().reciprocal()  # with which products are the quotients by it
     return _stored("nvfp4", data, (key, scale), (whole_key, whole))
 
