@@ -124,6 +124,29 @@ class Checkpoint:
         """Whether there are numbered experts, by the keys of :attr:`layers`."""
         return {prefix: any(expert is not None for expert, _ in layer) for prefix, layer in self.layers.items()}
 
+    @cached_property
+    def weights_alone(self) -> bool:
+        """Its ``config.json`` says that compressed-tensors quantised weights, in one way, and no activations.
+
+        Raises:
+            ValueError: there is such a file, and it is no JSON.
+        """
+        path = (self.path.parent if self.path.is_file() else self.path) / "config.json"
+        if not path.is_file():
+            return False
+        try:
+            config = json.loads(path.read_text())
+        except ValueError as error:
+            raise fail(OP, "checkpoint", f"with JSON in {path.name!r}", f"{type(error).__name__}: {error}") from error
+        said = config.get("quantization_config") if isinstance(config, dict) else None
+        if not isinstance(said, dict) or said.get("quant_method") != "compressed-tensors":
+            return False
+        groups = said.get("config_groups")
+        if not isinstance(groups, dict) or len(groups) != 1:
+            return False
+        (group,) = groups.values()
+        return isinstance(group, dict) and group.get("input_activations") is None
+
     def members(self, prefix: str, *, apart: bool = False) -> dict[str, Members]:
         """The parts of each of the layer's weights, by the name of the parameter that it is.
 
@@ -172,7 +195,7 @@ class Checkpoint:
                 rule = f"absent beside {key!r}, which is the same part of {name!r}"
                 raise fail(OP, others[0], rule, "it", "Take one of them out of the checkpoint.")
         first = {part: keys[0] for part, keys in found.items()}
-        return Parts(first, self.read, name=name, stacked=expert is None)
+        return Parts(first, self.read, name=name, stacked=expert is None, weights_alone=self.weights_alone)
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -34,6 +34,11 @@ from moe_ops.checkpoint_parts import OP, Parts
 _EXPONENTS = (torch.uint8, E8M0)
 #: What helps where a checkpoint has ``[E, K, N]``.
 TURN = "Transpose weights and scales to [E, N, K], and save them anew."
+#: The schemes of the same bytes that leave activations as they are.
+_WEIGHTS_ALONE = {
+    **dict.fromkeys(("fp8_tensor", "fp8_channel", "fp8_block128"), "fp8_w8a16"),
+    "int8_channel": "int8_w8a16",
+}
 
 
 class Signature(NamedTuple):
@@ -63,7 +68,7 @@ class Stored(NamedTuple):
 def canonical(parts: Parts, *, halves: bool = False) -> Stored:
     """The weight of ``parts``, whichever layout they have; bytes are viewed, not copied, but those of 8-bit packs.
 
-    What was written here keeps its scheme.
+    What was written here keeps its scheme. Where the checkpoint quantises no activations, nor does the scheme.
 
     Args:
         parts: of one expert, ``[N, K / pack]``, or stacked, ``[E, N, K / pack]``.
@@ -86,6 +91,8 @@ def canonical(parts: Parts, *, halves: bool = False) -> Stored:
         raise fail(OP, key, f"[{'E, ' if parts.stacked else ''}N, K], K packed or not", list(data.shape))
     row = own_row(parts, data, halves)
     stored = reader(parts, data, halves) if row is None else _own(parts, data, row)
+    if parts.weights_alone and row is None:
+        stored = stored._replace(scheme=SCHEMES[_WEIGHTS_ALONE.get(stored.scheme.name, stored.scheme.name)])
     if stored.scheme.rows is not None and "input_scale" in parts:
         stored = stored._replace(scales=(*stored.scales, _static(parts, stored)))
     parts.check_all_taken()

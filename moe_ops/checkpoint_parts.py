@@ -32,6 +32,7 @@ class Parts:
         read: a key's tensor.
         name: of the projection, for messages: what keys begin with.
         stacked: they are of all experts.
+        weights_alone: the checkpoint says that its activations are not quantised.
     """
 
     def __init__(
@@ -41,10 +42,12 @@ class Parts:
         *,
         name: str,
         stacked: bool,
+        weights_alone: bool = False,
     ) -> None:
         self.keys = keys
         self.name = name
         self.stacked = stacked
+        self.weights_alone = weights_alone
         self._read = read
         self._taken: set[str] = set()
 

@@ -303,6 +303,17 @@ def test_biases_that_do_not_fit_their_weight(name: str, tmp_path: Path) -> None:
         moe_ops.load_experts_(Model(1, has_bias=True), tmp_path)
 
 
+@pytest.mark.parametrize("text", ["{oops", "[]", "{}"])
+def test_config_that_is_no_json_is_named_and_others_say_nothing(text: str, tmp_path: Path) -> None:
+    save_file(at_layer_0(layer("float, channel")), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(text)
+    if text != "{oops":
+        assert moe_ops.load_experts_(Model(1), tmp_path) == {"layers.0.mlp.experts": "fp8_channel"}
+        return
+    with pytest.raises(ValueError, match=r"checkpoint must be with JSON in 'config\.json', got JSONDecodeError: Exp"):
+        moe_ops.load_experts_(Model(1), tmp_path)
+
+
 def at_layer_0(state: Tensors) -> Tensors:
     return {key.replace("model.layers.1", "layers.0"): tensor for key, tensor in state.items()}
 

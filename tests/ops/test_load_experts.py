@@ -153,6 +153,54 @@ def test_biases_of_numbered_experts(tmp_path: Path) -> None:
     assert torch.equal(experts.down_proj_bias, firsts["down_proj"][..., 0])
 
 
+#: Scheme of a checkpoint that quantises weights and activations -> that where it says that it has weights alone.
+WEIGHTS_ALONE = {
+    "float, tensor": "fp8_w8a16",
+    "float, channel": "fp8_w8a16",
+    "float, block": "fp8_w8a16",
+    "int8, channel": "int8_w8a16",
+    "int8, tensor": "int8_w8a16",
+    "pack 4, group": "int4_w4a16",
+    "nvfp4": "nvfp4",
+}
+
+
+@pytest.mark.parametrize("activations", [None, {"num_bits": 8, "dynamic": True}], ids=["alone", "both"])
+@pytest.mark.parametrize("name", WEIGHTS_ALONE)
+def test_a_config_says_that_activations_are_not_quantised(
+    name: str, activations: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    prefix = "layers.0.mlp.experts"
+    state = layers_of(name, [prefix])
+    save_file(state, tmp_path / "model.safetensors")
+    group = {
+        "targets": ["Linear"],
+        "weights": CASES[name].weights | {"scale_dtype": None},
+        "input_activations": activations,
+    }
+    said = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": said}, default=str))
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        model = Model(1)
+        wanted = WEIGHTS_ALONE[name] if activations is None else CASES[name].scheme
+        assert moe_ops.load_experts_(model, path) == {prefix: wanted}
+        for weight, numbers in wanted_of(name, state, prefix).items():
+            assert torch.equal(model.get_submodule(prefix).get_parameter(weight).dequantize(), numbers)
+
+
+@pytest.mark.parametrize("change", ["another method", "two groups", "names of presets"])
+def test_other_configs_change_no_scheme(change: str, tmp_path: Path) -> None:
+    save_file(layers_of("float, channel", ["layers.0.mlp.experts"]), tmp_path / "model.safetensors")
+    groups: dict[str, Any] = {"group_0": {"input_activations": None}}
+    if change == "two groups":
+        groups["group_1"] = {"input_activations": None}
+    elif change == "names of presets":
+        groups = {"FP8": ["Linear"]}
+    said = {"quant_method": "fp8" if change == "another method" else "compressed-tensors", "config_groups": groups}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": said}))
+    assert moe_ops.load_experts_(Model(1), tmp_path) == {"layers.0.mlp.experts": "fp8_channel"}
+
+
 @pytest.mark.parametrize("stacked", [False, True], ids=["numbered", "stacked"])
 @pytest.mark.parametrize("name", ["float, channel", "pack 8, group", "pack 8, group, zero", "pack 4, group, zero"])
 def test_reading_twice_gives_the_same_and_nothing_stays_a_view_of_the_file(
