@@ -60,12 +60,14 @@ def weight_operand(
     sizes: tuple[Dim, Dim, Dim],
     *,
     halves: bool = False,
+    names: Sequence[str] = (),
 ) -> Operand:
     """A weight with the scales that its scheme asks for.
 
     Args:
         argument: the list of scales, e.g. ``"gate_up_scales"``.
         sizes: the logical ``(E, N, K)`` of the weight.
+        names: what messages call each scale; by their places in the list where there are none.
         halves: its rows are a gate and an up half, at whose border the groups may start again.
     """
     if not scheme.scales and not scales:
@@ -77,9 +79,9 @@ def weight_operand(
         raise fail(op, argument, f"{rule} for scheme {scheme.name!r}", f"{len(scales)} tensors", cure)
     checked: list[Tensor] = []
     static = None
-    for i, (scale, spec) in enumerate(zip(scales, scheme.scales, strict=False)):
+    for name, scale, spec in zip(names or by_place(argument, scales), scales, scheme.scales, strict=False):
         # Both halves are multiplied with the same rows.
-        found = _check_scale(op, f"{argument}[{i}]", scale, spec, sizes, halves and not spec.of_rows)
+        found = _check_scale(op, name, scale, spec, sizes, halves and not spec.of_rows)
         if spec.of_rows:
             static = found
         else:

@@ -89,20 +89,10 @@ class QuantizedWeight(Tensor):
             check_type(_OP, name, value, _ACCEPTS[name])
         rows = quantized_schemes()
         check_name(_OP, "scheme", scheme, rows)
-        row = rows[scheme]
-        check_placement(_OP, {"stored": stored, **by_place("scales", scales)})
-        check_rank(_OP, "stored", stored, "E N K")
-        if stored.dtype != row.weight_dtype:
-            raise fail(_OP, "stored", f"{row.weight_dtype} for scheme {scheme!r}", stored.dtype)
         if dtype not in FLOAT_DTYPES:
             raise fail(_OP, "dtype", "bfloat16, float16, float32 or float64", dtype)
-        E, N, K = stored.shape
-        operand = weight_operand(_OP, "scales", stored, row, list(scales), (E, N, K * row.pack), halves=True)
-        parts = {
-            "stored": stored.detach(),  # scales of a parameter would keep it alive by their graph
-            **{spec.name: scale.detach() for spec, scale in zip(row.scales, operand.listed, strict=False)},
-        }
-        return _assemble(parts, scheme, dtype, transposed)
+        parts = checked_parts(_OP, rows[scheme], {"stored": stored, **by_place("scales", scales)})
+        return assemble(parts, scheme, dtype, transposed)
 
     def _hold(self, parts: dict[str, Tensor], scheme: str, transposed: bool) -> None:
         self.stored, self.scheme, self.transposed = parts["stored"], scheme, transposed
@@ -160,7 +150,7 @@ class QuantizedWeight(Tensor):
     def _with(self, change: Callable[[Tensor], Tensor], **fields: Any) -> QuantizedWeight:
         """Another one, ``change`` applied to the inner tensors."""
         parts = {name: change(part) for name, part in self.parts().items()}
-        return _assemble(parts, self.scheme, fields.get("dtype", self.dtype), fields.get("transposed", self.transposed))
+        return assemble(parts, self.scheme, fields.get("dtype", self.dtype), fields.get("transposed", self.transposed))
 
     def share_memory_(self) -> QuantizedWeight:
         """Move the bytes and scales to memory that processes share; itself."""
@@ -183,7 +173,7 @@ class QuantizedWeight(Tensor):
     def __tensor_unflatten__(
         parts: dict[str, Tensor], fields: tuple[str, torch.dtype, bool], size: Any, stride: Any
     ) -> QuantizedWeight:
-        return _assemble(parts, *fields)
+        return assemble(parts, *fields)
 
     def _stable_hash_for_caching(self) -> str:
         """What compiled code depends on, in words that are the same in every process: torch's key of its caches."""
@@ -212,11 +202,34 @@ class QuantizedWeight(Tensor):
 
 def rebuild(parts: dict[str, Tensor], scheme: str, dtype: torch.dtype, transposed: bool, is_parameter: bool) -> Tensor:
     """What was pickled; its type has no place for anything but tensors and these fields."""
-    weight = _assemble(parts, scheme, dtype, transposed)
+    weight = assemble(parts, scheme, dtype, transposed)
     return torch.nn.Parameter(weight, requires_grad=False) if is_parameter else weight
 
 
-def _assemble(parts: dict[str, Tensor], scheme: str, dtype: torch.dtype, transposed: bool) -> QuantizedWeight:
+def checked_parts(op: str, row: QuantScheme, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inner tensors of a weight, detached, by their names.
+
+    Args:
+        op: whoever is called, for messages.
+        given: the bytes and the scales in the order of the row, by what messages call each.
+
+    Raises:
+        ValueError: shapes or dtypes other than the row's, or different devices.
+    """
+    check_placement(op, {**given})
+    (name, *names), (stored, *scales) = given, given.values()
+    check_rank(op, name, stored, "E N K")
+    if stored.dtype != row.weight_dtype:
+        raise fail(op, name, f"{row.weight_dtype} for scheme {row.name!r}", stored.dtype)
+    E, N, K = stored.shape
+    operand = weight_operand(op, "scales", stored, row, scales, (E, N, K * row.pack), halves=True, names=names)
+    return {
+        "stored": stored.detach(),  # scales of a parameter would keep it alive by their graph
+        **{spec.name: scale.detach() for spec, scale in zip(row.scales, operand.listed, strict=False)},
+    }
+
+
+def assemble(parts: dict[str, Tensor], scheme: str, dtype: torch.dtype, transposed: bool) -> QuantizedWeight:
     """One of parts that are known to fit."""
     stored, row = parts["stored"], SCHEMES[scheme]
     E, N, K = stored.shape[0], stored.shape[1], stored.shape[2] * row.pack
@@ -308,16 +321,16 @@ def _copy(weight: Any, source: Any, non_blocking: bool = False) -> Any:
     """Bytes from another one of the same kind."""
     if not isinstance(weight, QuantizedWeight):
         return NotImplemented
-    if not isinstance(source, QuantizedWeight) or _form(source) != _form(weight):
-        got = str(_form(source)) if isinstance(source, QuantizedWeight) else f"a tensor of {source.dtype}"
+    if not isinstance(source, QuantizedWeight) or form_of(source) != form_of(weight):
+        got = str(form_of(source)) if isinstance(source, QuantizedWeight) else f"a tensor of {source.dtype}"
         cure = "Load the float weights first, then call moe_ops.quantize_."
-        raise fail(f"{_OP}.copy_", "source", f"a QuantizedWeight of the form {_form(weight)}", got, cure)
+        raise fail(f"{_OP}.copy_", "source", f"a QuantizedWeight of the form {form_of(weight)}", got, cure)
     for name, part in weight.parts().items():
         part.copy_(getattr(source, name), non_blocking)
     return weight
 
 
-def _form(weight: QuantizedWeight) -> tuple[Any, ...]:
+def form_of(weight: QuantizedWeight) -> tuple[Any, ...]:
     """All but the numbers and the nominal dtype."""
     sizes = {name: (part.dtype, list(part.shape)) for name, part in weight.parts().items()}
     return weight.scheme, weight.transposed, sizes

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from meta.checks import fail
-from moe_ops.quantized import QuantizedWeight
+from meta.checks import accepts, check_type, fail
+from moe_ops.quantized import QuantizedWeight, assemble, checked_parts, form_of
 
 #: The key in a module's part of the metadata.
 METADATA = "moe_ops"
+_OP = "load_state_dict"
 
 
 def quantized_parameters(module: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:
@@ -62,39 +62,56 @@ def write(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[
 def read(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *others: Any
 ) -> None:  # fmt: skip
-    """The hook of ``load_state_dict``: weights in the place of plain tensors, which are left if they are."""
+    """The hook of ``load_state_dict``: weights in the place of plain tensors, which are left if they are.
+
+    A parameter of the same shape takes the form of what is loaded: other groups, halves, dtypes and optional scales.
+
+    Raises:
+        ValueError: another scheme, a scale that is missing, or tensors that the scheme does not have, by their keys.
+            Nothing of the module has changed then.
+    """
     said = metadata.get(METADATA, {})
+    loaded: list[tuple[QuantizedWeight, str, QuantizedWeight]] = []
     for name, weight in quantized_parameters(module):
         key = prefix + name
         stored = state.get(key)
-        if stored is None or isinstance(stored, QuantizedWeight):
+        if stored is None:
+            continue
+        if isinstance(stored, QuantizedWeight):
+            loaded.append((weight, key, stored))
             continue
         scheme = said.get(name, {}).get("scheme", weight.scheme)
         if scheme != weight.scheme:
             cure = "Quantise the model with the scheme that its checkpoint was written with."
-            raise fail("load_state_dict", key, f"stored in scheme {weight.scheme!r}", f"scheme {scheme!r}", cure)
-        made = _rebuilt(weight, state, key)
-        if _dtypes(made) != _dtypes(weight):  # it has an optional scale that the one at hand has not, or a wider one
-            weight.data = torch.empty_like(made, device=weight.device)
+            raise fail(_OP, key, f"stored in scheme {weight.scheme!r}", f"scheme {scheme!r}", cure)
+        loaded.append((weight, key, _rebuilt(weight, state, key)))
+    assigned = metadata.get("assign_to_params_buffers", False)
+    for weight, key, made in loaded:
         state[key] = made
+        if not assigned and _differs_in_form_alone(weight, made):
+            # With the numbers, though torch copies them again: whatever stops it, none are left that nobody wrote.
+            weight.data = made.to(weight.device, weight.dtype, copy=True)
 
 
-def _dtypes(weight: QuantizedWeight) -> dict[str, torch.dtype]:
-    return {name: part.dtype for name, part in weight.parts().items()}
+def _differs_in_form_alone(weight: QuantizedWeight, other: QuantizedWeight) -> bool:
+    """Whether the parts of ``other``, which has the same shape, scheme and orientation, have other forms."""
+    alike = weight.shape == other.shape and weight.scheme == other.scheme and weight.transposed == other.transposed
+    return alike and form_of(weight) != form_of(other)
 
 
 def _rebuilt(weight: QuantizedWeight, state: dict[str, Any], key: str) -> QuantizedWeight:
     """The weight that the entries of ``key`` in a state dict are; its scales are taken out."""
-    scales: list[Tensor] = []
+    given: dict[str, Any] = {key: state[key]}
     for spec in weight.row.scales:
         scale = state.pop(_key(key, spec.name), None)
         if scale is not None:
-            scales.append(scale)
+            given[_key(key, spec.name)] = scale
         elif getattr(weight, spec.name) is not None:
             cure = "Load float weights first and call moe_ops.quantize_ then, or pass the whole state dict."
-            raise fail("load_state_dict", _key(key, spec.name), f"given for scheme {weight.scheme!r}", "nothing", cure)
-    form: dict[str, Any] = {"scheme": weight.scheme, "dtype": weight.dtype, "transposed": weight.transposed}
-    return QuantizedWeight(state[key], scales, **form)
+            raise fail(_OP, _key(key, spec.name), f"given for scheme {weight.scheme!r}", "nothing", cure)
+    for name, part in given.items():
+        check_type(_OP, name, part, accepts("Tensor"))
+    return assemble(checked_parts(_OP, weight.row, given), weight.scheme, weight.dtype, weight.transposed)
 
 
 def _key(name: str, part: str) -> str:
