@@ -129,10 +129,15 @@ def forward_mode_is_on() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether nobody can say what numbers a tensor, or what it is made of, has: something is being traced."""
+    from torch._subclasses.fake_tensor import is_fake as found
+
+    return found(tensor)
+
+
 def carries_tangent(tensor: torch.Tensor) -> bool:
     """Whether forward-mode differentiation, which is on, follows a tensor; of a fake one nobody can say, so it does."""
-    from torch._subclasses.fake_tensor import is_fake
-
     unpack: Any = torch.autograd.forward_ad.unpack_dual
     return is_fake(tensor) or unpack(tensor).tangent is not None
 

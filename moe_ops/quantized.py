@@ -13,17 +13,18 @@ is a copy of dequantised numbers, which changes alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from meta.checks import accepts, check_name, check_placement, check_rank, check_type, fail
+from meta.checks import accepts, check_name, check_placement, check_rank, check_type, describe_value, fail
 from meta.formats import E8M0
 from meta.gemm_shapes import by_place, weight_operand
 from meta.schemes import FLOAT_DTYPES, SCHEMES, QuantScheme
 from moe_ops import compat
+from moe_ops.quantized_exchange import ExchangedTensor
 
 _ATEN = torch.ops.aten
 _OP = "QuantizedWeight"
@@ -41,16 +42,21 @@ def quantized_schemes() -> dict[str, QuantScheme]:
     return {name: row for name, row in SCHEMES.items() if row.quantized}
 
 
-class QuantizedWeight(Tensor):
+class QuantizedWeight(ExchangedTensor):
     """Expert weights ``[E, N, K]`` with their scales.
 
+    Whoever shards or flattens parameters would do so with dequantised numbers: FSDP is refused where it can be seen;
+    ``FullyShardedDataParallel(use_orig_params=False)`` and ``distribute_tensor`` cannot, and need it left out.
+
     Args:
-        stored: ``[E, N, K / pack]`` in the dtype of the scheme's code.
+        stored: ``[E, N, K / pack]`` in the dtype of the scheme's code. Alone, another one: the same as a parameter, as
+            libraries make one by ``type(parameter)(data, requires_grad=False)``.
         scales: what the scheme's row lists, in its order; groups may start again with an up half. Each is an attribute
             under its name in the row, None where an optional one is left out.
         scheme: a quantised name of :data:`meta.schemes.SCHEMES`.
-        dtype: nominal dtype: of dequantised numbers, and of the hidden states that blocks compute with.
+        dtype: nominal dtype: of dequantised numbers, and of the hidden states that blocks compute with; None is bf16.
         transposed: it is shown as ``[E, K, N]``, for code that stores experts so; ``stored`` is the same.
+        requires_grad: False, as it has no gradient.
 
     Attributes:
         stored, scheme, transposed: as given.
@@ -78,16 +84,22 @@ class QuantizedWeight(Tensor):
     def __new__(
         cls: type[QuantizedWeight],
         stored: Tensor,
-        scales: Sequence[Tensor],
+        scales: Sequence[Tensor] | None = None,
         *,
-        scheme: str,
-        dtype: torch.dtype = torch.bfloat16,
+        scheme: str | None = None,
+        dtype: torch.dtype | None = None,
         transposed: bool = False,
+        requires_grad: bool = False,
     ) -> QuantizedWeight:
+        if requires_grad:
+            raise fail(_OP, "requires_grad", "False", requires_grad, _CURE)
+        if scales is None and scheme is None:
+            return _again(stored)
+        dtype = torch.bfloat16 if dtype is None else dtype
         given = {"stored": stored, "scales": scales, "scheme": scheme, "dtype": dtype, "transposed": transposed}
         for name, value in given.items():
             check_type(_OP, name, value, _ACCEPTS[name])
-        rows = quantized_schemes()
+        scheme, scales, rows = cast(str, scheme), cast("Sequence[Tensor]", scales), quantized_schemes()
         check_name(_OP, "scheme", scheme, rows)
         if dtype not in FLOAT_DTYPES:
             raise fail(_OP, "dtype", "bfloat16, float16, float32 or float64", dtype)
@@ -116,7 +128,8 @@ class QuantizedWeight(Tensor):
     @data.setter
     def data(self, value: Any) -> None:
         if not isinstance(value, QuantizedWeight):
-            raise fail(_OP, "data", "a QuantizedWeight", type(value).__name__, _CURE)
+            cure = "Make one by moe_ops.quantize_weight; leave this one out of what shards or flattens parameters."
+            raise fail(_OP, "data", "a QuantizedWeight", type(value).__name__, cure)
         _DATA.__set__(self, value)
         self._hold(value.parts(), value.scheme, value.transposed)
 
@@ -204,6 +217,15 @@ def rebuild(parts: dict[str, Tensor], scheme: str, dtype: torch.dtype, transpose
     """What was pickled; its type has no place for anything but tensors and these fields."""
     weight = assemble(parts, scheme, dtype, transposed)
     return torch.nn.Parameter(weight, requires_grad=False) if is_parameter else weight
+
+
+def _again(given: Any) -> QuantizedWeight:
+    """The parameter of what is a weight already."""
+    if not isinstance(given, QuantizedWeight):
+        cure = "Pass scales and scheme; hand libraries that offload parameters these, not a state dict."
+        raise fail(_OP, "stored", "a QuantizedWeight where it is given alone", describe_value(given), cure)
+    parameter: Any = torch.nn.Parameter(given, requires_grad=False)
+    return cast(QuantizedWeight, parameter)
 
 
 def checked_parts(op: str, row: QuantScheme, given: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -318,16 +340,30 @@ def _of_bytes(part: Tensor, take: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _copy(weight: Any, source: Any, non_blocking: bool = False) -> Any:
-    """Bytes from another one of the same kind."""
+    """Bytes from another one of the same form; its own numbers change nothing."""
     if not isinstance(weight, QuantizedWeight):
         return NotImplemented
-    if not isinstance(source, QuantizedWeight) or form_of(source) != form_of(weight):
-        got = str(form_of(source)) if isinstance(source, QuantizedWeight) else f"a tensor of {source.dtype}"
-        cure = "Load the float weights first, then call moe_ops.quantize_."
-        raise fail(f"{_OP}.copy_", "source", f"a QuantizedWeight of the form {form_of(weight)}", got, cure)
+    rule = f"a QuantizedWeight of the form {form_of(weight)}"
+    if not isinstance(source, QuantizedWeight):
+        if _stands_for(weight, source):
+            return weight
+        first = "Load the float weights first, then call moe_ops.quantize_"
+        cure = f"{first}: the same in every process before DistributedDataParallel, which copies them."
+        raise fail(f"{_OP}.copy_", "source", f"{rule}, or the numbers that it stands for", "other numbers", cure)
+    if form_of(source) != form_of(weight):
+        raise fail(f"{_OP}.copy_", "source", rule, str(form_of(source)), "Assign it to .data, which takes any form.")
     for name, part in weight.parts().items():
         part.copy_(getattr(source, name), non_blocking)
     return weight
+
+
+def _stands_for(weight: QuantizedWeight, source: Tensor) -> bool:
+    """Whether ``source`` is its numbers, as where these were sent around or averaged; one expert at a time."""
+    alike = source.shape == weight.shape and source.dtype == weight.dtype
+    if not alike or weight.is_meta or source.is_meta or compat.is_fake(weight) or compat.is_fake(source):
+        return False
+    pairs = ((_select(weight, 0, i), source[i].to(weight.device)) for i in range(weight.shape[0]))
+    return all(torch.allclose(*pair, rtol=0, atol=0, equal_nan=True) for pair in pairs)
 
 
 def form_of(weight: QuantizedWeight) -> tuple[Any, ...]:

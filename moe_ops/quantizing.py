@@ -108,8 +108,8 @@ def quantize_(
 
     Raises:
         ValueError: an unknown scheme, no experts, experts whose orientation their shapes do not say, a width that the
-            scheme's packing does not divide, a filter that takes a parameter under one of its names only, or inputs
-            that do not calibrate. The model is as it was then.
+            scheme's packing does not divide, a filter that takes a parameter under one of its names only, weights that
+            accelerate holds elsewhere, or inputs that do not calibrate. The model is as it was then.
 
     Source: that of the scheme's row.
 
@@ -130,6 +130,7 @@ def quantize_(
     found, left = _selected(model, filter)
     for experts in found:
         _check(experts, row)
+    _check_memory(model, found)
     static = {} if inputs is None else _calibrated(model, found, row, inputs)
     places, waiting = places_of(model), dict[int, tuple[str, Tensor, bool]]()
     for experts in found:
@@ -198,6 +199,17 @@ def _check(experts: StackedExperts, row: QuantScheme) -> None:
         if K % row.pack:
             rule = f"of a contracted width that {row.pack} divides for scheme {row.name!r}"
             raise fail(_OP, name, rule, K, "Leave it out by the filter.")
+
+
+def _check_memory(model: nn.Module, found: list[StackedExperts]) -> None:
+    """No weight is one that a hook of accelerate fills, and empties, around each call: it would do so for ever."""
+    if not any(hasattr(module, "_hf_hook") for module in model.modules()):
+        return
+    for experts in found:
+        for name, weight in experts.parameters.items():
+            if weight.is_meta:
+                cure = "Quantise before offloading, or take accelerate.hooks.remove_hook_from_submodules(model) first."
+                raise fail(_OP, name, "in memory", "one on meta beside hooks of accelerate", cure)
 
 
 def _quantized(

@@ -1,0 +1,45 @@
+"""What other libraries ask of a quantised weight besides operations: its numbers in memory, and to be sharded."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from meta.checks import fail
+
+_OP = "QuantizedWeight"
+
+
+class _MarkOfFSDP:
+    """An attribute that FSDP sets on the parameters that it is about to flatten or shard: never there, never set."""
+
+    def __get__(self, weight: Any, kind: Any = None) -> NoReturn:
+        raise AttributeError
+
+    def __set__(self, weight: Any, value: Any) -> None:
+        cure = "Pass it in ignored_params= of fully_shard, in ignored_states= of FullyShardedDataParallel."
+        raise fail(_OP, "self", "a float tensor for FSDP, which shards dequantised numbers", "quantised bytes", cure)
+
+
+class ExchangedTensor(Tensor):
+    """A tensor that stands for the numbers of its ``dequantize()``, and has no memory in which they are."""
+
+    _fsdp_orig_uid, _fsdp_flattened = _MarkOfFSDP(), _MarkOfFSDP()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The dequantised numbers as an array of the same shape."""
+        return self.dequantize().numpy(force=force)
+
+    def tolist(self) -> list[Any]:
+        """The dequantised numbers in lists."""
+        found: list[Any] = self.dequantize().tolist()
+        return found
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: it would be read as a pointer to the numbers.
+
+        Raises:
+            ValueError: always.
+        """
+        raise fail(_OP, "self", "a float tensor for DLPack", "quantised bytes", "Pass .dequantize() of it.")
