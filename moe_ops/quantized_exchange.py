@@ -11,11 +11,15 @@ from meta.checks import fail
 _OP = "QuantizedWeight"
 
 
-class _MarkOfFSDP:
-    """An attribute that FSDP sets on the parameters that it is about to flatten or shard: never there, never set."""
+class _Absent:
+    """An attribute that a tensor has, and this one has not."""
 
     def __get__(self, weight: Any, kind: Any = None) -> NoReturn:
         raise AttributeError
+
+
+class _MarkOfFSDP(_Absent):
+    """An attribute that FSDP sets on the parameters that it is about to flatten or shard."""
 
     def __set__(self, weight: Any, value: Any) -> None:
         cure = "Pass it in ignored_params= of fully_shard, in ignored_states= of FullyShardedDataParallel."
@@ -26,6 +30,9 @@ class ExchangedTensor(Tensor):
     """A tensor that stands for the numbers of its ``dequantize()``, and has no memory in which they are."""
 
     _fsdp_orig_uid, _fsdp_flattened = _MarkOfFSDP(), _MarkOfFSDP()
+    # Each gives away the pointer of a tensor, which is null here.
+    __cuda_array_interface__: Any = _Absent()
+    __dlpack_c_exchange_api__: Any = _Absent()
 
     def numpy(self, *, force: bool = False) -> Any:
         """The dequantised numbers as an array of the same shape."""

@@ -79,6 +79,12 @@ def test_dlpack_is_refused(read: Callable[[Any], Any]) -> None:
         read(weights(model())[0])
 
 
+@pytest.mark.parametrize("way", ["__cuda_array_interface__", "__dlpack_c_exchange_api__"])
+def test_no_other_way_gives_away_a_null_pointer(way: str) -> None:
+    weight = weights(model())[0]
+    assert not hasattr(weight, way) and not hasattr(type(weight), way)
+
+
 @pytest.mark.parametrize("parameter", [False, True], ids=["tensor", "parameter"])
 def test_a_parameter_is_made_again_from_its_data(parameter: bool) -> None:
     weight = weights(model())[0].mT.half()
