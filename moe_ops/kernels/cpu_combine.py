@@ -13,6 +13,9 @@ _GATHERED_ELEMENTS = 2**15
 # Of half precision rows, at a time, unless they have up to twice as many: memory for more is new in every call. ms to
 # combine 8 rows for each of 1024 and 4096 tokens, H = 2048, with 2 ** 24, and so: 21 and 6.7, 112 and 38.
 _WIDENED_ELEMENTS = 2**21
+# More elements of bf16 rows are not widened, see `_in_pieces`. us on two cores, K = 2, widened and in pieces: 614 x 768
+# 190 and 161, 614 x 2048 453 and 236, 2458 x 256 253 and 206, 307 x 768 95 and 101, 154 x 768 63 and 84.
+_WIDENED = 2**18
 _LINE = 16  # fp32 numbers of a line of the cache
 
 
@@ -30,7 +33,7 @@ def combine(rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None, added_TH
     elif tokens * top_k * hidden <= _GATHERED_ELEMENTS:
         gathered = rows.index_select(0, places_TK.t().reshape(-1)).view(top_k, tokens, hidden)
         total = _weighted_sum(gathered, None if weights_TK is None else weights_TK.t(), 0)
-    elif rows.dtype == torch.bfloat16 and added_TH is None and _bags_of_bf16_are_exact():
+    elif rows.dtype == torch.bfloat16 and rows.numel() > _WIDENED and added_TH is None and _bags_of_bf16_are_exact():
         return _bags(rows, *_in_pieces(places_TK, weights_TK))
     elif rows.dtype == dtype or (columns := _columns_at_once(rows)) >= hidden:
         total = _bags(rows.to(dtype), places_TK, weights_TK)
@@ -72,9 +75,6 @@ def _in_pieces(places_TK: Tensor, weights_TK: Tensor | None) -> tuple[Tensor, Te
     """Places and bf16 weights of bags in which every row stands twice, with both pieces of its weight: what bf16 holds
     of it, cut and not rounded, and of the rest, to 2^-17 of it. Both have its sign and none is 0 unless it is, so that
     an infinite row's sum stays infinite.
-
-    us on two cores of bags of copies in fp32, and so, K = 2: T = 1024, H = 768 616 and 170, T = 256, H = 2048 362
-    and 110.
     """
     if weights_TK is None:
         return places_TK, None

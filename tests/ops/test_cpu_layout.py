@@ -320,10 +320,15 @@ def test_rows_of_no_expert_are_zero_and_not_what_memory_held(monkeypatch) -> Non
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("weighted", [True, False], ids=["weighted", "plain"])
 @pytest.mark.parametrize(
-    "gathered, widened", [(2**16, 2**24), (0, 2**24), (0, 21 * 5)], ids=["gathered", "bags", "cut"]
+    "gathered, widened, of_bf16",
+    [(2**16, 2**24, 0), (0, 2**24, 2**24), (0, 21 * 5, 2**24), (0, 2**24, 0)],
+    ids=["gathered", "bags", "cut", "pieces"],
 )
-def test_combine_sums_in_fp32_and_rounds_once_either_way(gathered, widened, weighted, dtype, monkeypatch) -> None:
+def test_combine_sums_in_fp32_and_rounds_once_either_way(
+    gathered, widened, of_bf16, weighted, dtype, monkeypatch
+) -> None:
     monkeypatch.setattr(sums, "_GATHERED_ELEMENTS", gathered)
+    monkeypatch.setattr(sums, "_WIDENED", of_bf16)
     monkeypatch.setattr(sums, "_WIDENED_ELEMENTS", widened)
     rows, places = torch.randn(21, 16).to(dtype), torch.randperm(21).view(7, 3)
     weights, added = torch.rand(7, 3) if weighted else None, torch.randn(7, 16).to(dtype)
@@ -336,6 +341,7 @@ def test_combine_sums_in_fp32_and_rounds_once_either_way(gathered, widened, weig
 def test_bf16_is_widened_where_bags_round_products(widened: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sums, "_GATHERED_ELEMENTS", 0)
     monkeypatch.setattr(sums, "_WIDENED_ELEMENTS", widened)
+    monkeypatch.setattr(sums, "_WIDENED", 0)
     monkeypatch.setattr(sums, "_bags_of_bf16_are_exact", lambda: False)
     monkeypatch.setattr(sums, "_in_pieces", None)
     rows, places, weights = torch.randn(21, 16).bfloat16(), torch.randperm(21).view(7, 3), torch.rand(7, 3)
@@ -355,6 +361,7 @@ def test_whether_bags_round_products_is_found_out(monkeypatch: pytest.MonkeyPatc
 def test_a_row_that_is_not_finite_is_weighted_as_any(weight: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights of bf16 rows are two pieces, and an infinity less an infinity is none."""
     monkeypatch.setattr(sums, "_GATHERED_ELEMENTS", 0)
+    monkeypatch.setattr(sums, "_WIDENED", 0)
     rows = torch.tensor([[torch.inf, -torch.inf, torch.nan, 0.0, 2.0], [1.0, 1.0, 1.0, 1.0, torch.inf]]).bfloat16()
     weights, places = torch.tensor([[weight, 0.25]]), torch.tensor([[0, 1]])
     want = (rows.float()[places] * weights.unsqueeze(2)).sum(1)
