@@ -36,17 +36,16 @@ _COPIED = 2**16
 _IN_A_LOT = 2**21
 _WIDENED = 2**20  # elements of half precision, before the activation, in fp32 at a time: memory that is used again
 _FEW = 128  # pairs that Python sorts faster than torch does
-# What an expert costs in rows, by dtype: reading its weights, and GEMMs of its own, of a larger projection of _MIDDLE
-# elements, which falls by a power of the elements. Threads that sleep in between are woken for each GEMM, those that
-# spin wait for each other; their shares, and one thread's. us on two cores in bf16 with threads that spin, 8 experts
-# with 244 to 271 rows each, one by one and all padded: 2I x H = 256 x 256 1275 and 572, 768 x 768 3692 and 2710; with
-# 49 to 75 rows 825 and 228, 1895 and 1215, 1536 x 2048 8418 and 6145. Of lengths that were tried for 5 shapes, 4 to
-# 1024 tokens, uniform and Zipf 1.2, the one that is chosen takes 1.01 times the best one's time in bf16, 1.02 in fp32.
+# What an expert costs in rows, by dtype: reading its weights, rows that a batched GEMM takes as long as at the least, and
+# GEMMs of its own, of a larger projection of _MIDDLE elements, which falls by a power of the elements. Threads that
+# sleep in between are woken for each GEMM, those that spin wait for each other; their shares, and one thread's. us on
+# two cores in bf16 with threads that spin, 8 experts with 244 to 271 rows each, one by one and all padded: 2I x H = 256
+# x 256 1275 and 572, 768 x 768 3692 and 2710; with 49 to 75 rows 825 and 228, 1895 and 1215, 1536 x 2048 8418 and 6145.
+# Of lengths that were tried for 5 shapes, 4 to 1024 tokens, uniform and Zipf 1.2, the one that is chosen takes 1.01
+# times the best one's time in bf16, 1.03 in fp32.
 _MIDDLE = 768 * 768
-_READ, _ALONE, _POWER = (
-    {torch.bfloat16: 75, torch.float32: 24}, {torch.bfloat16: 150.0, torch.float32: 9.0},
-    {torch.bfloat16: 0.75, torch.float32: 0.5},
-)  # fmt: skip
+_READ, _LEAST = {torch.bfloat16: 75, torch.float32: 8}, {torch.bfloat16: 0, torch.float32: 16}
+_ALONE, _POWER = {torch.bfloat16: 150.0, torch.float32: 14.0}, {torch.bfloat16: 0.75, torch.float32: 0.5}
 _SLEEPS = os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive"
 _OF_SPINNING, _OF_ONE = 0.45, 0.27
 _LENGTHS = 8  # that are tried
@@ -218,14 +217,14 @@ def padded_length(counts: list[int], weight: Tensor) -> int:
     longest = max(counts)
     if weight.dtype not in _ALONE or longest == 0 or weight.numel() == 0:
         return 0
-    read, alone = _READ[weight.dtype], _alone_in_rows(weight)
+    read, least, alone = _READ[weight.dtype], _LEAST[weight.dtype], _alone_in_rows(weight)
     ascending = sorted(counts)
     sums = [0, *accumulate(ascending)]
 
     def cost(length: int) -> float:
         whole = bisect_right(ascending, length)  # experts all of whose rows are padded ones
         split = sums[-1] - sums[whole] + (len(counts) - whole) * (read + alone - length)
-        return split + len(counts) * (read + length) if length else split
+        return split + len(counts) * (read + max(length, least)) if length else split
 
     tried = {ascending[(len(ascending) - 1) * n // _LENGTHS] for n in range(_LENGTHS + 1)}
     return min((0, *sorted(tried - {0})), key=cost)
