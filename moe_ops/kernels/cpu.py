@@ -36,11 +36,12 @@ _COPIED = 2**16
 _IN_A_LOT = 2**21
 _WIDENED = 2**20  # elements of half precision, before the activation, in fp32 at a time: memory that is used again
 _FEW = 128  # pairs that Python sorts faster than torch does
-# What an expert costs in rows, by dtype: reading its weights, rows that a batched GEMM takes as long as at the least, and
-# GEMMs of its own, of a larger projection of _MIDDLE elements, which falls by a power of the elements. Threads that
+# What an expert costs in rows, by dtype: reading its weights, rows that a batched GEMM takes as long as at the least,
+# and GEMMs of its own, of a larger projection of _MIDDLE elements, which falls by a power of the elements. Threads that
 # sleep in between are woken for each GEMM, those that spin wait for each other; their shares, and one thread's. us on
-# two cores in bf16 with threads that spin, 8 experts with 244 to 271 rows each, one by one and all padded: 2I x H = 256
-# x 256 1275 and 572, 768 x 768 3692 and 2710; with 49 to 75 rows 825 and 228, 1895 and 1215, 1536 x 2048 8418 and 6145.
+# two cores in bf16 with threads that spin, 8 experts with 244 to 271 rows each, one by one and all padded: 2I x H =
+# 256 x 256 1275 and 572, 768 x 768 3692 and 2710; with 49 to 75 rows 825 and 228, 1895 and 1215, 1536 x 2048 8418 and
+# 6145.
 # Of lengths that were tried for 5 shapes, 4 to 1024 tokens, uniform and Zipf 1.2, the one that is chosen takes 1.01
 # times the best one's time in bf16, 1.03 in fp32.
 _MIDDLE = 768 * 768
