@@ -93,6 +93,19 @@ def autocast_is_on() -> bool:
 if hasattr(torch._C, "_is_any_autocast_enabled"):
     autocast_is_on = torch._C._is_any_autocast_enabled
 
+#: For the body of an operator, too, where modes for functions are on around its call, such as the one that puts what a
+#: function makes on the default device. The dispatcher lets none in; compiled code calls the body itself.
+without_function_modes = torch._C.DisableTorchFunction
+
+
+def function_modes_are_on() -> bool:
+    """Whether any mode for functions is."""
+    return True
+
+
+if hasattr(torch._C, "_is_torch_function_mode_enabled"):
+    function_modes_are_on = torch._C._is_torch_function_mode_enabled
+
 
 def without_fake_tensors() -> Any:
     """A context in which tensors are made that are there, wherever something is traced."""
@@ -121,7 +134,7 @@ if hasattr(torch._C, "_cuda_getDevice"):
 
 def dispatcher_is_undisturbed() -> bool:
     """Whether no mode for functions and no transform is active: those stand above autograd."""
-    return not torch._C._is_torch_function_mode_enabled() and torch._C._functorch.maybe_current_level() is None
+    return not function_modes_are_on() and torch._C._functorch.maybe_current_level() is None
 
 
 def forward_mode_is_on() -> bool:

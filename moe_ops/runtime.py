@@ -182,9 +182,9 @@ def _alone(function: Callable[[Call], Any]) -> Callable[[Call], Any]:
 
     def body(call: Call) -> Any:
         with compat.kernels_alone():
-            if not compat.autocast_is_on():
+            if not compat.autocast_is_on() and not compat.function_modes_are_on():
                 return function(call)
-            with compat.without_autocast():
+            with compat.without_autocast(), compat.without_function_modes():
                 return function(call)
 
     return body

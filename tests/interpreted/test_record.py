@@ -113,6 +113,18 @@ def test_a_site_fires_records(monkeypatch: pytest.MonkeyPatch, reasons: list[str
     assert reasons == [None] * 2
 
 
+def test_a_default_device_is_not_that_of_a_record(monkeypatch: pytest.MonkeyPatch, reasons: list[str | None]):
+    monkeypatch.setattr(triton_plans, "plan_for", lambda *_: plan("grouped", TILE, TILE))
+    site = LAUNCHERS["fused_moe"].site((-1, -1, -1, -1), (), top_k=K, backend="triton")
+    names = ("hidden_states", "router_logits", "gate_up_proj", "down_proj")
+    for _ in range(3):
+        made = layer()
+        with torch.device("meta"):
+            found = site((), *(made[name] for name in names))
+        torch.testing.assert_close(found, moe_ops.fused_moe(**made, backend="reference"), rtol=1e-3, atol=1e-3)
+    assert reasons == [None]
+
+
 def test_halves_apart_at_a_site(reasons: list[str | None]):
     """Nothing but addresses tells these calls apart."""
     made = layer()

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 import moe_ops
-from moe_ops import ops, runtime
+from moe_ops import counters, ops, runtime
 from moe_ops.ops import LAUNCHERS, SIGNATURES
 from tests.ops.calls import CALLS, Call
 
@@ -233,6 +233,39 @@ def test_a_site_is_the_operator(call: Call, monkeypatch: pytest.MonkeyPatch):
     LAUNCHERS[call.op].forget()
     for mine, theirs in zip(warm if isinstance(warm, tuple) else (warm,), changed.run(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+def test_a_default_device_is_not_that_of_a_site(call: Call, monkeypatch: pytest.MonkeyPatch):
+    """Of a first call, of the one that is learnt from, of a warm one; what is counted in it, too."""
+    monkeypatch.setattr(counters, "active", 1)
+    site = site_of(call)
+    expected = call.run()
+    LAUNCHERS[call.op].forget()
+    for _ in range(3):
+        with torch.device("meta"):
+            found = site((), *call.tensors)
+        for mine, theirs in zip(found if isinstance(found, tuple) else (found,), expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+def test_a_default_device_is_not_that_of_compiled_code(format: str, grad: bool):
+    def step(*tensors: torch.Tensor) -> torch.Tensor:
+        return moe_ops.fused_moe(*tensors, top_k=K, format=format)
+
+    torch._dynamo.reset()
+    run, given = torch.compile(step, fullgraph=True), layer()
+    expected = step(*given)
+    tensors = [tensor.requires_grad_(grad) for tensor in given]
+    for _ in range(3):
+        with torch.device("meta"):
+            found = run(*tensors)
+            if grad:
+                found.sum().backward()
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    assert not grad or all(tensor.grad.device.type == "cpu" for tensor in tensors)
 
 
 LAYER = Call("fused_moe", layer(), {"top_k": K})

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.backends.nvidia import driver as nvidia
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe_ops.compat import current_gpu, empty_cuda
+from moe_ops.compat import current_gpu, empty_cuda, without_function_modes
 from moe_ops.counters import Row, rows_of
 from moe_ops.kernels.triton.util import INTERPRETED, cdiv
 from moe_ops.runtime import Warm
@@ -346,9 +345,13 @@ class RecordInterpreted(Record):
     """The same through Triton's interpreter, which takes tensors."""
 
     def _prepared(self, launches: Sequence[Launched]) -> Warm:
-        return partial(self._fired, launches)
+        def fire(tensors: Sequence[Tensor], pointers: Sequence[int]) -> Any:
+            with without_function_modes():  # as around the body that was recorded
+                return self._fired(launches, tensors)
 
-    def _fired(self, launches: Sequence[Launched], tensors: Sequence[Tensor], pointers: Sequence[int]) -> Any:
+        return fire
+
+    def _fired(self, launches: Sequence[Launched], tensors: Sequence[Tensor]) -> Any:
         made = [torch.empty_strided(size, stride, dtype=dtype) for size, stride, dtype in self._forms]
         sources = [*tensors, *made]
 
