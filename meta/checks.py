@@ -94,7 +94,9 @@ def check_name(op: str, argument: str, value: str, valid: Collection[str]) -> No
         raise fail(op, argument, f"one of {sorted(valid)}", repr(value))
 
 
-def check_shape(op: str, argument: str, tensor: Tensor, letters: str, sizes: Sizes, hint: bool = False) -> None:
+def check_shape(
+    op: str, argument: str, tensor: Tensor, letters: str, sizes: Sizes, hint: bool = False, cure: str = ""
+) -> None:
     """``tensor.shape == sizes``; ``letters`` names the dimensions ("E N K"), ``hint`` asks about a transposed weight.
 
     Symbolic sizes are compared by ``torch._check_value``, which specialises or defers exactly as torch's own operators
@@ -102,15 +104,27 @@ def check_shape(op: str, argument: str, tensor: Tensor, letters: str, sizes: Siz
     """
     shape = tensor.shape
     if len(shape) != len(sizes):
-        raise fail(op, argument, describe(letters, sizes), _show(shape))
+        raise fail(op, argument, describe(letters, sizes), _show(shape), cure)
     for actual, wanted in zip(shape, sizes, strict=True):
         if actual is wanted:
             continue
-        if type(actual) is int and type(wanted) is int:
+        if type(actual) is not int or type(wanted) is not int:
+            _check_value(actual == wanted, lambda: str(_wrong_shape(op, argument, shape, letters, sizes, hint, cure)))
+        elif not torch.compiler.is_compiling():
             if actual != wanted:
-                raise _wrong_shape(op, argument, shape, letters, sizes, hint)
-        else:
-            _check_value(actual == wanted, lambda: str(_wrong_shape(op, argument, shape, letters, sizes, hint)))
+                raise _wrong_shape(op, argument, shape, letters, sizes, hint, cure)
+        elif not _is_known(actual == wanted):  # to Dynamo symbols are numbers
+            if _is_known(actual != wanted):
+                raise _wrong_shape(op, argument, shape, letters, sizes, hint, cure)
+            # It takes no message that says the sizes.
+            _check_value(actual == wanted, lambda: f"{op}: {argument} must be of another size. {cure}")
+
+
+def _is_known(condition: Any) -> bool:
+    """Whether it holds of sizes: a guard where they have values, no where these depend on data."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(condition)
 
 
 def describe(letters: str, sizes: Sizes) -> str:
@@ -130,10 +144,13 @@ def _text(size: Dim) -> str:
     return str(size) if hint is None else str(hint)
 
 
-def _wrong_shape(op: str, argument: str, shape: torch.Size, letters: str, sizes: Sizes, hint: bool) -> ValueError:
+def _wrong_shape(
+    op: str, argument: str, shape: torch.Size, letters: str, sizes: Sizes, hint: bool, cure: str
+) -> ValueError:
     transposed = hint and len(shape) == 3 and _text(shape[1]) == _text(sizes[2])
-    cure = "Did you pass it transposed?" if transposed else ""
-    return fail(op, argument, describe(letters, sizes), _show(shape), cure)
+    return fail(
+        op, argument, describe(letters, sizes), _show(shape), "Did you pass it transposed?" if transposed else cure
+    )
 
 
 def check_rank(op: str, argument: str, tensor: Tensor, letters: str) -> None:

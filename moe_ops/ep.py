@@ -472,7 +472,8 @@ def _finalize_start(result: Tensor, prepared: Prepared, *, apart: bool) -> Final
 def _check_result(op: str, result: Tensor, prepared: Prepared) -> None:
     _check(op, result=result)
     check_rank(op, "result", result, "R H")
-    check_shape(op, "result", result, "R H", (prepared.rows.shape[0], result.shape[1]))
+    cure = "Pass what moe_ops.ep.experts made of this prepared, every row in its place."
+    check_shape(op, "result", result, "R H", (prepared.rows.shape[0], result.shape[1]), cure=cure)
     if prepared.splits is not None and _is_differentiated(result):
         raise fail(op, "transport", "one with gradients", "'nvshmem'", _NO_GRADIENT)
 

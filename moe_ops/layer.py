@@ -76,6 +76,9 @@ _LAST = {"rows": "result", "batch": "result", "pair_to_row": "prepared.places", 
          "topk_weights": "prepared.topk_weights"}  # fmt: skip
 
 
+_OF_OTHERS = "Pass what moe_ops.experts made of this prepared, every row in its place."
+
+
 def _check(op: str, arguments: dict[str, Any]) -> None:
     for name, value in arguments.items():
         check_type(op, name, value, _ACCEPTS[name])
@@ -294,7 +297,7 @@ def finalize(result: Tensor, prepared: Prepared, added: Tensor | None = None) ->
     """Bring the experts' results back to their tokens: weighted sums in fp32, in the order of k.
 
     Args:
-        result: of :func:`experts`.
+        result: of :func:`experts`, ``[R, H]`` or ``[E, C, H]``: a row for each of ``prepared.rows``.
         prepared: of :func:`prepare`.
         added: ``[T, H]`` any float dtype, a shared expert's output: added to the sum before it is rounded, or None.
 
@@ -315,7 +318,10 @@ def finalize(result: Tensor, prepared: Prepared, added: Tensor | None = None) ->
     """
     op = "finalize"
     _check(op, {"prepared": prepared, "result": result, "added": added})
-    check_rank(op, "result", result, "E C H" if prepared.format == "batched" else "R H")
+    letters = "E C H" if prepared.format == "batched" else "R H"
+    check_rank(op, "result", result, letters)
+    sizes = (*prepared.rows.shape[:-1], result.shape[-1])
+    check_shape(op, "result", result, letters, sizes, cure=_OF_OTHERS)
     return _finalize(_public(op, _LAST), result, prepared, added)
 
 

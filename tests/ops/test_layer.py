@@ -150,10 +150,11 @@ def test_rows_from_elsewhere() -> None:
     prepared = moe_ops.prepare(x, weights, ids, num_experts=up.shape[0])
     received = torch.full((2 * prepared.rows.shape[0], x.shape[1]), float("nan"))
     received[: prepared.rows.shape[0]] = prepared.rows
-    result = moe_ops.experts(prepared._replace(rows=received), up, down)
+    exchanged = prepared._replace(rows=received)
+    result = moe_ops.experts(exchanged, up, down)
     assert result.shape == received.shape
     assert_accurate(
-        moe_ops.finalize(result, prepared), dense_formula(layer.float64()), dense_formula(layer), dtype=x.dtype
+        moe_ops.finalize(result, exchanged), dense_formula(layer.float64()), dense_formula(layer), dtype=x.dtype
     )
 
 
@@ -209,6 +210,47 @@ def test_weights_on_the_input_of_no_tokens_have_a_gradient(format: str) -> None:
     prepared = moe_ops.prepare(x[:0], weights, ids[:0], **options)
     moe_ops.finalize(moe_ops.experts(prepared, up, down), prepared).sum().backward()
     assert weights.grad.shape == weights.shape
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled", "exported"])
+@pytest.mark.parametrize("change", ["fewer", "more"])
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+def test_a_result_of_other_rows_is_refused(format: str, change: str, how: str) -> None:
+    """Places of pairs name rows of what was prepared: any other result would be added up to wrong numbers."""
+    x, up, down, weights, ids = list(VARIANTS["plain"].build().tensors.values())[:5]
+
+    class Steps(torch.nn.Module):
+        def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+            prepared = moe_ops.prepare(x, weights, ids, num_experts=up.shape[0], format=format)
+            result = moe_ops.experts(prepared, up, down)
+            result = result[..., :-1, :] if change == "fewer" else torch.cat((result, result), dim=-2)
+            return moe_ops.finalize(result, prepared)
+
+    rows = "E=6, C=" if format == "batched" else "R="
+    message = rf"finalize: result must be \[{rows}\d+, H=48\], got .* made of this prepared"
+    torch._dynamo.reset()
+    run = torch.compile(Steps(), backend="eager", fullgraph=True) if how == "compiled" else Steps()
+    with pytest.raises(ValueError if how != "compiled" else Exception, match=message):
+        if how == "exported":
+            tokens = torch.export.Dim("tokens", min=2, max=64)
+            torch.export.export(run, (x, weights, ids), dynamic_shapes=({0: tokens},) * 3)
+        run(x, weights, ids)
+
+
+def test_rows_that_come_back_in_a_number_of_their_own_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether there are as many as went is not to be told before the graph runs."""
+    x, up, down, weights, ids = list(VARIANTS["plain"].build().tensors.values())[:5]
+
+    def steps(x: Tensor, weights: Tensor, ids: Tensor, counts: Tensor) -> Tensor:
+        prepared = moe_ops.prepare(x, weights, ids, num_experts=up.shape[0])
+        came = prepared.rows[: counts.sum().item()]
+        return moe_ops.finalize(came, prepared)
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
+    given = (x, weights, ids, torch.tensor([ids.numel() - 1, 1]))
+    run = torch.compile(steps, backend="aot_eager", fullgraph=True, dynamic=True)
+    torch.testing.assert_close(run(*given), steps(*given), rtol=0, atol=0)
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
