@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from meta.calls import Sizes
-from meta.dims import Dim
+from meta.dims import Dim, is_known
 from meta.schemes import FLOAT_DTYPES
 
 #: Raises ValueError; defers or specialises symbolic conditions as torch's own operators do.
@@ -113,18 +113,11 @@ def check_shape(
         elif not torch.compiler.is_compiling():
             if actual != wanted:
                 raise _wrong_shape(op, argument, shape, letters, sizes, hint, cure)
-        elif not _is_known(actual == wanted):  # to Dynamo symbols are numbers
-            if _is_known(actual != wanted):
+        elif not is_known(actual == wanted):  # to Dynamo symbols are numbers
+            if is_known(actual != wanted):
                 raise _wrong_shape(op, argument, shape, letters, sizes, hint, cure)
             # It takes no message that says the sizes.
             _check_value(actual == wanted, lambda: f"{op}: {argument} must be of another size. {cure}")
-
-
-def _is_known(condition: Any) -> bool:
-    """Whether it holds of sizes: a guard where they have values, no where these depend on data."""
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
-
-    return guard_or_false(condition)
 
 
 def describe(letters: str, sizes: Sizes) -> str:

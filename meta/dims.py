@@ -134,11 +134,16 @@ def common_layout(*weights: torch.Tensor) -> str:
 
 def is_known_equal(a: Dim, b: Dim) -> bool:
     """Whether two sizes are equal; a guard where they have values, no where they have none."""
-    if isinstance(a, int) and isinstance(b, int):
-        return a == b
+    return is_known(a == b)
+
+
+def is_known(condition: bool | torch.SymBool) -> bool:
+    """Whether something holds of sizes; a guard where they have values, no where they have none."""
+    if isinstance(condition, bool) and not torch.compiler.is_compiling():  # to Dynamo symbols are numbers
+        return condition
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-    return guard_or_false(a == b)
+    return guard_or_false(condition)
 
 
 def is_one(size: Dim) -> bool:

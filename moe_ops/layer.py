@@ -24,7 +24,7 @@ from meta.schemes import SCHEMES
 from moe_ops import choice, compat
 from moe_ops.integrations.containers import are_plain, unpacked_layer
 from moe_ops.ops import SIGNATURES, call, parse
-from moe_ops.pairs import invert, used_rows
+from moe_ops.pairs import used_rows
 
 #: Runs an operator by its name and flat arguments.
 Stage = Callable[..., Any]
@@ -206,12 +206,12 @@ def _prepare(
 
 def _weighed(rows: Tensor, extents: Tensor, places: Tensor, topk_weights: Tensor) -> Tensor:
     """Every row times the weight of its pair, in fp32; zero where a row holds none, whatever is in its memory."""
-    wide, sizes = accumulation_dtype(rows.dtype), rows.shape[:-1]
-    if topk_weights.numel() == 0:
-        # No row holds a pair; the weights have a gradient, of no elements.
-        return torch.where(used_rows(rows, extents), rows, 0) + topk_weights.sum().to(rows.dtype)
-    number = rows.flatten(0, -2).shape[0]  # `Size.numel` makes a number of what is a symbol
-    of_rows = topk_weights.reshape(-1).index_select(0, invert(places, number)).to(wide).view(*sizes, 1)
+    wide, number = accumulation_dtype(rows.dtype), rows.flatten(0, -2).shape[0]  # `Size.numel` is no symbol
+    # Brought to rows rather than picked for them: where there are no pairs, none could be.
+    places = places.reshape(-1).long()
+    places = torch.where(places < 0, number, places)  # one that is cut off
+    of_rows = topk_weights.new_zeros(number + 1, dtype=wide).scatter(0, places, topk_weights.reshape(-1).to(wide))
+    of_rows = of_rows[:number].view(*rows.shape[:-1], 1)
     return torch.where(used_rows(rows, extents), rows, 0).to(wide).mul(of_rows).to(rows.dtype)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meta.activations import join_glu, resolve_activation
-from meta.dims import accumulation_dtype
+from meta.dims import accumulation_dtype, is_known
 from moe_ops.experts_backward import gate_and_up, through_first
 from moe_ops.pairs import used_rows
 
@@ -49,12 +49,11 @@ def combine(op: str, saved: dict[str, Tensor], needs: dict[str, bool], grad: Ten
         summed = summed.index_put((index,), of_pairs.flatten(0, 1), accumulate=True)
         found[rows_name] = summed[:count].view(rows.shape)
     if needs.get("topk_weights"):
-        if count == 0:
-            found["topk_weights"] = torch.zeros_like(weights)
-        else:
-            picked = flat.index_select(0, places.masked_fill(dropped, 0).reshape(-1).long()).to(wide)
-            dots = (picked.view(*places.shape, flat.shape[1]) * grad.to(wide).unsqueeze(1)).sum(dim=-1)
-            found["topk_weights"] = torch.where(dropped, 0.0, dots).to(weights.dtype)
+        # Where there may be no rows, one is read for dropped pairs, of which then all are.
+        some = flat if is_known(count > 0) else torch.cat((flat, flat.new_zeros(1, flat.shape[1])))
+        picked = some.index_select(0, places.masked_fill(dropped, 0).reshape(-1).long()).to(wide)
+        dots = (picked.view(*places.shape, flat.shape[1]) * grad.to(wide).unsqueeze(1)).sum(dim=-1)
+        found["topk_weights"] = torch.where(dropped, 0.0, dots).to(weights.dtype)
     if needs.get("added"):
         found["added"] = grad.to(saved["added"].dtype)
     return found

@@ -239,7 +239,7 @@ def test_a_result_of_other_rows_is_refused(format: str, change: str, how: str) -
 
 def test_rows_that_come_back_in_a_number_of_their_own_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether there are as many as went is not to be told before the graph runs."""
-    x, up, down, weights, ids = list(VARIANTS["plain"].build().tensors.values())[:5]
+    x, up, _, weights, ids = list(VARIANTS["plain"].build().tensors.values())[:5]
 
     def steps(x: Tensor, weights: Tensor, ids: Tensor, counts: Tensor) -> Tensor:
         prepared = moe_ops.prepare(x, weights, ids, num_experts=up.shape[0])

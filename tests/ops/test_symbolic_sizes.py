@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.decorators import mark_unbacked
 from torch._dynamo.utils import counters
 
 import moe_ops
@@ -90,6 +92,38 @@ def test_one_graph_in_training(function: Callable[..., Any]) -> None:
         run(*got).square().sum().backward()
         function(*wanted).square().sum().backward()
         torch.testing.assert_close(got[0].grad, wanted[0].grad)
+    assert len(graphs) == 1
+
+
+@pytest.mark.skipif(
+    "shape_id" not in inspect.signature(mark_unbacked).parameters,
+    reason="this torch has no name for a size that several tensors have and nobody may ask for",
+)
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+@pytest.mark.parametrize("on_input", [False, True], ids=["on_output", "on_input"])
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+def test_one_graph_for_a_number_of_tokens_that_nobody_may_ask_for(format: str, on_input: bool, grad: bool) -> None:
+    """No tokens among them."""
+
+    def steps(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        options = {"format": format, "capacity": 16 if format == "batched" else None}
+        prepared = moe_ops.prepare(x, weights, ids, num_experts=E, weight_on_input=on_input, **options)
+        return moe_ops.finalize(moe_ops.experts(prepared, GATE_UP, DOWN), prepared)
+
+    run, graphs = compiled(steps, "aot_eager")
+    for tokens in (5, 9, 1, 0):
+        found = []
+        for function in (run, steps):
+            given = x, weights, _ = [tensor.detach().clone() for tensor in inputs(tokens)]
+            for tensor in given:
+                mark_unbacked(tensor, 0, shape_id="tokens")
+            x.requires_grad_(grad)
+            weights.requires_grad_(grad)
+            result = function(*given)
+            if grad:
+                result.square().sum().backward()
+            found.append((result.detach(), x.grad, weights.grad))
+        torch.testing.assert_close(*found, **CLOSE)
     assert len(graphs) == 1
 
 
