@@ -56,7 +56,7 @@ def fused_topk(flat: Flat) -> RouteCall:
     return route_call(op, flat, check_placement(op, tensors))
 
 
-def _dispatch(op: str, flat: Flat, capacity: Dim | None, slot_order: str) -> DispatchCall:
+def _dispatch(op: str, flat: Flat, batched: bool, slot_order: str) -> DispatchCall:
     hidden_states, ids = flat.hidden_states, flat.topk_ids
     device = check_placement(op, {"hidden_states": hidden_states, "topk_ids": ids, "expert_map": flat.expert_map})
     check_rank(op, "hidden_states", hidden_states, "T H")
@@ -68,10 +68,13 @@ def _dispatch(op: str, flat: Flat, capacity: Dim | None, slot_order: str) -> Dis
     check_expert_map(op, flat.expert_map)
     check_positive(op, "num_experts", flat.num_experts)
     rows: Output
-    if capacity is None:
+    capacity: Dim | None = None
+    if not batched:
         rows = ((tokens * top_k, hidden), hidden_states.dtype)
     else:
-        check_positive(op, "capacity", capacity)
+        capacity = tokens if flat.capacity is None else flat.capacity  # of no tokens 0, which nobody may ask for
+        if flat.capacity is not None:
+            check_positive(op, "capacity", capacity)
         rule = f"<= {INT32_MAX // flat.num_experts} so that a slot number fits int32"
         check_at_most(op, "capacity", capacity, INT32_MAX // flat.num_experts, rule, "Pass fewer rows per expert.")
         check_name(op, "slot_order", slot_order, SLOT_ORDERS)
@@ -92,12 +95,12 @@ def _dispatch(op: str, flat: Flat, capacity: Dim | None, slot_order: str) -> Dis
 
 def moe_permute(flat: Flat) -> DispatchCall:
     """-> rows ``[R, H]``, offsets int32 ``[E]``, pair_to_row int32 ``[T, K]``."""
-    return _dispatch("moe_permute", flat, None, "token")
+    return _dispatch("moe_permute", flat, False, "token")
 
 
 def batched_dispatch(flat: Flat) -> DispatchCall:
     """-> batch ``[E, C, H]``, expert_num_tokens int32 ``[E]``, slots int32 ``[T, K]``."""
-    return _dispatch("batched_dispatch", flat, flat.capacity, flat.slot_order)
+    return _dispatch("batched_dispatch", flat, True, flat.slot_order)
 
 
 def _combine(op: str, rows_name: str, letters: str, places_name: str, flat: Flat) -> CombineCall:

@@ -154,7 +154,7 @@ class _LayerFormula(_Formula):
         """Where the pairs are, found again."""
         capacity = options["capacity"]
         if options["format"] == "batched" and capacity is None:
-            capacity = max(saved["hidden_states"].shape[0], 1)
+            capacity = torch.sym_max(saved["hidden_states"].shape[0], 1)
         sizes = {"num_experts": saved["down_proj"].shape[0], "capacity": capacity}
         found: tuple[Tensor, ...] = stage_gradients.run_op(
             "sort_pairs", saved["topk_ids"], saved["expert_map"], **sizes

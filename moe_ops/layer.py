@@ -161,11 +161,9 @@ def prepare(
     check_name(op, "slot_order", slot_order, SLOT_ORDERS)
     if format == "grouped" and slot_order != "token":
         raise fail(op, "slot_order", "'token' for format='grouped'", repr(slot_order), "Pass format='batched'.")
-    if format == "batched" and capacity is None:
-        capacity = max(topk_ids.shape[0], 1)
     return _prepare(
         _public(op, {}), hidden_states, topk_weights, topk_ids, expert_map, num_experts, weight_on_input, scheme,
-        capacity, slot_order,
+        format, capacity, slot_order,
     )  # fmt: skip
 
 
@@ -183,12 +181,12 @@ def _prepare(
     num_experts: Any,
     weight_on_input: bool,
     scheme: str | None,
+    format: str,
     capacity: Any,
     slot_order: str = "token",
 ) -> Prepared:
-    """`capacity`: None in the grouped format."""
     tokens = (hidden_states, topk_ids, expert_map)
-    if capacity is None:
+    if format == "grouped":
         rows, extents, places = run("moe_permute", *tokens, num_experts=num_experts)
     else:
         options = {"num_experts": num_experts, "capacity": capacity, "slot_order": slot_order}
@@ -197,7 +195,7 @@ def _prepare(
         rows = _weighed(rows, extents, places, topk_weights)
         topk_weights = torch.ones_like(topk_weights)
     scale = None
-    if _quantizes(scheme) and capacity is None:
+    if _quantizes(scheme) and format == "grouped":
         rows, scale = run("quantize_rows", rows, scheme=scheme)
     elif _quantizes(scheme):
         rows, scale = run("quantize_batched", rows, extents, scheme=scheme)
@@ -355,7 +353,7 @@ def composed(layer: ExpertsCall | MoeCall, module: ModuleType) -> Tensor:
     weights, glu, scheme = layer.experts, layer.experts.glu, layer.experts.scheme
     prepared = _prepare(
         run, layer.hidden_states.data, layer.topk_weights, layer.topk_ids, layer.expert_map, weights.count,
-        layer.weight_on_input, scheme.name, layer.capacity,
+        layer.weight_on_input, scheme.name, layer.problem.format, layer.capacity or None,
     )  # fmt: skip
     up, up_scales = (None, ()) if weights.up is None else (weights.up.data, weights.up.scales)
     first = [

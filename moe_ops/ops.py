@@ -63,7 +63,7 @@ SCHEMAS: dict[str, str] = {
     " -> (Tensor, Tensor, Tensor)",
     "moe_unpermute": "(Tensor rows, Tensor pair_to_row, Tensor topk_weights, Tensor? added=None) -> Tensor",
     "batched_dispatch": "(Tensor hidden_states, Tensor topk_ids, Tensor? expert_map=None, *, SymInt num_experts, "
-    'SymInt capacity, str slot_order="token") -> (Tensor, Tensor, Tensor)',
+    'SymInt? capacity=None, str slot_order="token") -> (Tensor, Tensor, Tensor)',
     "batched_combine": "(Tensor batch, Tensor slots, Tensor topk_weights, Tensor? added=None) -> Tensor",
     "quantize_rows": "(Tensor rows, *, str scheme) -> (Tensor, Tensor)",
     "quantize_batched": "(Tensor batch, Tensor expert_num_tokens, *, str scheme) -> (Tensor, Tensor)",

@@ -79,7 +79,7 @@ def batched_dispatch(
     expert_map: Tensor | None = None,
     *,
     num_experts: int,
-    capacity: int,
+    capacity: int | None = None,
     slot_order: str = "token",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Copy every token into a batch of its selected expert; pairs past the first ``capacity`` of an expert are dropped.
@@ -89,7 +89,7 @@ def batched_dispatch(
         topk_ids: ``[T, K]`` int32 or int64; -1 and ids out of range are dropped.
         expert_map: ``[E_global]`` global id to local id or -1, or None when ids are local.
         num_experts: E, experts held here.
-        capacity: C, rows per expert.
+        capacity: C, rows per expert; None means T.
         slot_order: which pairs come first in an expert: "token" (by token, then k), or "choice" (every token's first
             choice before any second one).
 

@@ -121,6 +121,22 @@ def test_no_tokens(scheme, plan):
     assert got.shape == (0, SIZES[2]) and got.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("scheme", ["bf16", "fp8_channel", "w4a8_fp8"])
+def test_no_tokens_step_by_step(scheme, monkeypatch):
+    """A batch without rows, in all kernels."""
+    layer = build(scheme, T=0, sizes=SIZES)
+    given = layer.tensors
+    monkeypatch.setattr(choice, "DEFAULT_BACKEND", "triton")
+    prepared = moe_ops.prepare(
+        given["hidden_states"], given["topk_weights"], given["topk_ids"], num_experts=SIZES[0], format="batched",
+        scheme=scheme,
+    )  # fmt: skip
+    assert prepared.rows.shape[:2] == (SIZES[0], 0)
+    scales = {name: given[name] for name in ("gate_up_scales", "down_scales")}
+    rows = moe_ops.experts(prepared, given["gate_up_proj"], given["down_proj"], scheme=scheme, **scales)
+    assert moe_ops.finalize(rows, prepared).shape == (0, SIZES[2])
+
+
 @pytest.mark.parametrize(
     ("scheme", "plan"),
     [*[(s, p) for s in ("fp8_tensor", "int8_channel") for p in ("gathered", "small")], ("mxfp4_a8", "gathered")],

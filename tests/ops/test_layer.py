@@ -187,6 +187,27 @@ def test_weights_on_the_input_are_exported_for_any_number_of_tokens(format: str)
         torch.testing.assert_close(program(*given), Steps()(*given), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("on_input", [False, True], ids=["on_output", "on_input"])
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+def test_an_exported_program_takes_no_tokens(format: str, on_input: bool) -> None:
+    """Without a capacity; one of 0 is refused, of no tokens as well."""
+    x, up, down, weights, ids = list(VARIANTS["plain"].build().tensors.values())[:5]
+
+    class Steps(torch.nn.Module):
+        def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+            options = {"num_experts": up.shape[0], "weight_on_input": on_input, "format": format}
+            prepared = moe_ops.prepare(x, weights, ids, **options)
+            return moe_ops.finalize(moe_ops.experts(prepared, up, down), prepared)
+
+    tokens = torch.export.Dim("tokens", min=0, max=64)
+    program = torch.export.export(Steps(), (x, weights, ids), dynamic_shapes=({0: tokens},) * 3).module()
+    for count in (0, 1, len(x)):
+        given = (x[:count], weights[:count], ids[:count])
+        torch.testing.assert_close(program(*given), Steps()(*given), rtol=0, atol=0)
+    with pytest.raises(ValueError, match=r"prepare: capacity must be .* got 0"):
+        moe_ops.prepare(x[:0], weights[:0], ids[:0], num_experts=up.shape[0], format=format, capacity=0)
+
+
 def test_what_is_prepared_goes_through_a_file_of_a_program() -> None:
     x, _, _, weights, ids = list(VARIANTS["plain"].build().tensors.values())[:5]
 

@@ -142,6 +142,12 @@ def test_a_backend_of_products_alone(name: str, products: list[str]) -> None:
     assert products == (["batched_mm"] if batched else ["grouped_mm_glu", "grouped_mm"])
 
 
+def test_without_tokens_a_batch_has_no_rows(products: list[str]) -> None:
+    layer = VARIANTS["no_tokens"].build()
+    got = moe_ops.fused_experts(**layer.tensors, **layer.options, format="batched", backend="products")
+    assert got.shape == layer.tensors["hidden_states"].shape and products == ["batched_mm"]
+
+
 def test_it_routes_and_differentiates(products: list[str]) -> None:
     layer = VARIANTS["plain"].build()
     x, up, down = (layer.tensors[name] for name in ("hidden_states", "gate_up_proj", "down_proj"))

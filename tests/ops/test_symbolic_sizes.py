@@ -106,8 +106,7 @@ def test_one_graph_for_a_number_of_tokens_that_nobody_may_ask_for(format: str, o
     """No tokens among them."""
 
     def steps(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        options = {"format": format, "capacity": 16 if format == "batched" else None}
-        prepared = moe_ops.prepare(x, weights, ids, num_experts=E, weight_on_input=on_input, **options)
+        prepared = moe_ops.prepare(x, weights, ids, num_experts=E, format=format, weight_on_input=on_input)
         return moe_ops.finalize(moe_ops.experts(prepared, GATE_UP, DOWN), prepared)
 
     run, graphs = compiled(steps, "aot_eager")
