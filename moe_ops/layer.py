@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from meta.activations import ACTIVATIONS
 from meta.calls import ExpertsCall, MoeCall
@@ -57,7 +57,7 @@ compat.name_in_files(Prepared)
 
 _ACCEPTS = {
     **{name: accepts(kind) for name, kind in SIGNATURES["fused_experts"].types.items()},
-    "prepared": Accepts((Prepared,), False, False, "a moe_ops.Prepared", "Call moe_ops.prepare first."),
+    "prepared": Accepts((Prepared, fx.Proxy), False, False, "a moe_ops.Prepared", "Call moe_ops.prepare first."),
     "slot_order": accepts("str"),
     "num_experts": accepts("int"),
     "out_dtype": accepts("Optional[ScalarType]"),
@@ -79,9 +79,18 @@ _LAST = {"rows": "result", "batch": "result", "pair_to_row": "prepared.places", 
 _OF_OTHERS = "Pass what moe_ops.experts made of this prepared, every row in its place."
 
 
-def _check(op: str, arguments: dict[str, Any]) -> None:
+def _check(op: str, arguments: dict[str, Any]) -> bool:
+    """Whether there is a proxy of FX among the arguments, of whose shape nobody can say anything."""
+    traced = False
     for name, value in arguments.items():
         check_type(op, name, value, _ACCEPTS[name])
+        traced = traced or isinstance(value, fx.Proxy)
+    return traced
+
+
+def _as_one(step: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """A call of a step as one node of the graph that `torch.fx.symbolic_trace` makes: its shapes are for the graph."""
+    return fx.Proxy.__torch_function__(step, (), (), arguments)
 
 
 def _public(op: str, names: dict[str, str]) -> Stage:
@@ -145,11 +154,14 @@ def prepare(
         (torch.Size([8, 16]), torch.Size([8]))
     """
     op = "prepare"
-    _check(op, {
+    arguments = {
         "hidden_states": hidden_states, "topk_weights": topk_weights, "topk_ids": topk_ids, "expert_map": expert_map,
         "num_experts": num_experts, "weight_on_input": weight_on_input, "scheme": scheme, "format": format,
         "capacity": capacity, "slot_order": slot_order,
-    })  # fmt: skip
+    }  # fmt: skip
+    if _check(op, arguments):
+        node: Prepared = _as_one(prepare, arguments)
+        return node
     check_rank(op, "topk_ids", topk_ids, "T K")
     check_shape(op, "topk_weights", topk_weights, "T K", tuple(topk_ids.shape))
     check_float(op, "topk_weights", topk_weights)
@@ -252,12 +264,15 @@ def experts(
         torch.Size([8, 16])
     """
     op, layout = "experts", "none" if glu_layout is None else glu_layout
-    _check(op, {
+    arguments = {
         "prepared": prepared,
         "gate_up_proj": gate_up_proj, "down_proj": down_proj, "activation": activation, "alpha": alpha, "limit": limit,
         "glu_layout": layout, "up_proj": up_proj, "gate_up_bias": gate_up_bias, "down_bias": down_bias,
         "scheme": scheme, "gate_up_scales": gate_up_scales, "down_scales": down_scales, "out_dtype": out_dtype,
-    })  # fmt: skip
+    }  # fmt: skip
+    if _check(op, arguments):
+        node: Tensor = _as_one(experts, arguments)
+        return node
     if not are_plain(gate_up_proj, down_proj, up_proj):
         gate_up_proj, down_proj, up_proj, scheme, gate_up_scales, down_scales = unpacked_layer(
             op, (gate_up_proj, down_proj, up_proj), scheme, gate_up_scales, down_scales, static=False
@@ -315,7 +330,10 @@ def finalize(result: Tensor, prepared: Prepared, added: Tensor | None = None) ->
         torch.Size([4, 16])
     """
     op = "finalize"
-    _check(op, {"prepared": prepared, "result": result, "added": added})
+    arguments = {"result": result, "prepared": prepared, "added": added}
+    if _check(op, arguments):
+        node: Tensor = _as_one(finalize, arguments)
+        return node
     letters = "E C H" if prepared.format == "batched" else "R H"
     check_rank(op, "result", result, letters)
     sizes = (*prepared.rows.shape[:-1], result.shape[-1])

@@ -208,6 +208,30 @@ def test_an_exported_program_takes_no_tokens(format: str, on_input: bool) -> Non
         moe_ops.prepare(x[:0], weights[:0], ids[:0], num_experts=up.shape[0], format=format, capacity=0)
 
 
+@pytest.mark.parametrize("how", ["whole", "routed", "steps"])
+def test_layers_are_traced_by_fx(how: str) -> None:
+    """Step by step, as a node each."""
+    x, up, down = (VARIANTS["plain"].build().tensors[name] for name in ("hidden_states", "gate_up_proj", "down_proj"))
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = torch.nn.Parameter(up), torch.nn.Parameter(down)
+
+        def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+            if how == "whole":
+                return moe_ops.fused_moe(x, logits, self.up, self.down, top_k=2)
+            weights, ids = moe_ops.fused_topk(logits, top_k=2)
+            if how == "routed":
+                return moe_ops.fused_experts(x, self.up, self.down, weights, ids)
+            prepared = moe_ops.prepare(x, weights, ids, num_experts=6, format="batched")
+            return moe_ops.finalize(moe_ops.experts(prepared, self.up, self.down), prepared)
+
+    block, logits = Block(), torch.randn(x.shape[0], 6)
+    traced = torch.fx.symbolic_trace(block)
+    torch.testing.assert_close(traced(x, logits), block(x, logits), rtol=0, atol=0)
+
+
 def test_what_is_prepared_goes_through_a_file_of_a_program() -> None:
     x, _, _, weights, ids = list(VARIANTS["plain"].build().tensors.values())[:5]
 
