@@ -134,7 +134,7 @@ if hasattr(torch._C, "_cuda_getDevice"):
 
 def dispatcher_is_undisturbed() -> bool:
     """Whether no mode for functions and no transform is active: those stand above autograd."""
-    return not function_modes_are_on() and torch._C._functorch.maybe_current_level() is None
+    return not function_modes_are_on() and not transform_is_on()
 
 
 def forward_mode_is_on() -> bool:
@@ -153,6 +153,21 @@ def carries_tangent(tensor: torch.Tensor) -> bool:
     """Whether forward-mode differentiation, which is on, follows a tensor; of a fake one nobody can say, so it does."""
     unpack: Any = torch.autograd.forward_ad.unpack_dual
     return is_fake(tensor) or unpack(tensor).tangent is not None
+
+
+def transform_is_on() -> bool:
+    """Whether a transform of torch.func is active."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a transform of torch.func, which is on, differentiates a tensor in reverse."""
+    functorch: Any = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_gradtrackingtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
 
 
 def name_in_files(record: type) -> None:

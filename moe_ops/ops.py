@@ -23,7 +23,7 @@ from meta.fakes import allocate
 from meta.shapes import RULES
 from moe_ops import autograd, choice, compat, experts_backward
 from moe_ops.backends import BACKENDS
-from moe_ops.runtime import Chosen, Launcher, refuse_tangents
+from moe_ops.runtime import Chosen, Launcher, refuse_tangents, refuse_transforms
 
 NAMESPACE = "moe_ops"
 
@@ -321,6 +321,7 @@ def call(name: str, *args: Any, **options: Any) -> Any:
         undisturbed = signature.are_plain(args)
         if not undisturbed:  # above the transforms of torch.func, which take tangents apart
             refuse_tangents(name, args)
+            refuse_transforms(name, args)
     rows = ARGUMENTS[name]
     for argument, value in options.items() if undisturbed else (*zip(rows, args, strict=False), *options.items()):
         check_type(name, argument, value, rows[argument])

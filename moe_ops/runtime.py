@@ -60,6 +60,7 @@ class Launcher:
         self._sites: WeakSet[Site] = WeakSet()
         self._lock = threading.Lock()
 
+    @compat.not_captured  # where a graph breaks, operators run while Dynamo looks for frames to capture
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The operator's result."""
         if debugging.active() or compat.forward_mode_is_on():
@@ -174,6 +175,16 @@ def refuse_tangents(op: str, args: Sequence[Any]) -> None:
         raise ValueError(
             f"{op}: arguments must not carry a tangent, got one of forward-mode differentiation, which is not "
             "implemented. Differentiate in reverse (backward(), torch.autograd.grad), or pass it without one."
+        )
+
+
+def refuse_transforms(op: str, args: Sequence[Any]) -> None:
+    """Raise where torch.func differentiates an argument in reverse: it has no way into operators of others."""
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)] if compat.transform_is_on() else []
+    if any(map(compat.is_transformed, tensors)):
+        raise ValueError(
+            f"{op}: arguments must not be differentiated by torch.func, got one that is (grad, vjp, jacrev), which is "
+            "not implemented. Differentiate it by backward() or torch.autograd.grad."
         )
 
 

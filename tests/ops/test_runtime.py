@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -510,13 +511,57 @@ def test_warm_calls_differentiate():
     assert x.grad is not None and x.grad.abs().sum() > 0
 
 
-def test_functorch_is_not_passed_by():
-    """torch has no transforms of custom operators, and says so; below autograd the gradient would be lost instead."""
+def steps_of_a_layer(x: torch.Tensor, logits: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    prepared = moe_ops.prepare(x, *moe_ops.fused_topk(logits, top_k=K), num_experts=E)
+    return moe_ops.finalize(moe_ops.experts(prepared, up, down), prepared)
+
+
+TRANSFORMS: dict[str, Any] = {
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "vmap_of_grad": lambda f, x: torch.func.vmap(torch.func.grad(lambda x: f(x).sum()))(x.unsqueeze(0)),
+    "grad_of_vmap": lambda f, x: torch.func.grad(lambda x: torch.func.vmap(f)(x.unsqueeze(0)).sum())(x),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("how", ["whole", "steps"])
+def test_functorch_is_not_passed_by(how: str, transform: str):
+    """torch has no transforms of custom operators; below autograd the gradient would be lost instead."""
     x, logits, up, down = layer()
+    run = partial(moe_ops.fused_moe, top_k=K) if how == "whole" else steps_of_a_layer
     for _ in range(3):
-        moe_ops.fused_moe(x, logits, up, down, top_k=K)
-    with pytest.raises(RuntimeError, match="functorch"):
-        torch.func.grad(lambda x: moe_ops.fused_moe(x, logits, up, down, top_k=K).sum())(x)
+        run(x, logits, up, down)
+    said = r"\w+: arguments must not be differentiated by torch.func, got .* torch.autograd.grad"
+    with pytest.raises(ValueError, match=said):
+        TRANSFORMS[transform](lambda x: run(x, logits, up, down), x)
+
+
+def test_what_functorch_does_not_differentiate_is_left_alone():
+    x, logits, up, down = layer()
+    run = partial(moe_ops.fused_moe, top_k=K)
+    wanted = run(x, logits, up, down)
+    torch.testing.assert_close(torch.func.functionalize(run)(x, logits, up, down), wanted, rtol=0, atol=0)
+    found = torch.func.grad(lambda scale: (run(x, logits, up, down) * scale).sum())(torch.ones(()))
+    torch.testing.assert_close(found, wanted.sum())
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+def test_bodies_are_no_frames_to_capture(grad: bool):
+    """A mode ends the compilation of a function whose graph is called under it; then Dynamo looks at what it calls."""
+
+    def step(*tensors: torch.Tensor) -> torch.Tensor:
+        return moe_ops.fused_moe(*tensors, top_k=K)
+
+    torch._dynamo.reset()
+    given = [tensor.requires_grad_(grad) for tensor in layer()]
+    torch.compile(step, backend="eager")(*given)
+    with Seen():
+        torch.compile(step, backend="eager")(*given)
+    torch._dynamo.utils.counters.clear()
+    torch.compile(step, backend="aot_eager")(*given)
+    assert not torch._dynamo.utils.counters["stats"] and not torch._dynamo.utils.counters["graph_break"]
 
 
 @pytest.mark.parametrize("value", [None, True, 1.0, "grouped"], ids=str)
