@@ -24,7 +24,15 @@ from moe_ops.checkpoint_parts import OP
 from moe_ops.progress import progress
 from moe_ops.quantized import QuantizedWeight
 from moe_ops.quantized_state import put
-from moe_ops.stacked import StackedExperts, check_filter, check_orientation, places_of, selected, stacked_experts
+from moe_ops.stacked import (
+    StackedExperts,
+    check_filter,
+    check_memory,
+    check_orientation,
+    places_of,
+    selected,
+    stacked_experts,
+)
 
 _OF_CONFIG = "Make the model with the checkpoint's config."
 
@@ -80,7 +88,8 @@ def load_experts_(
 
     Raises:
         ValueError: a model without such modules, a filter that takes a parameter under one of its names only, experts
-            whose orientation their shapes do not say, files that cannot be read, or keys that are not those of every
+            whose orientation their shapes do not say, weights that accelerate holds elsewhere, files that cannot be
+            read, or keys that are not those of every
             module, whole and once: the model is as it was then. A tensor of another shape or of a layout that is not
             known, whose key is named: layers before that one are replaced by then.
 
@@ -100,6 +109,7 @@ def load_experts_(
         rule = "a model with modules of 3-D parameters gate_up_proj (or up_proj) and down_proj that the filter takes"
         raise fail(OP, "model", rule, type(model).__name__)
     check_filter(OP, taken, refused)
+    check_memory(OP, model, taken)
     places = _Places(model)
     schemes = {}
     with Checkpoint(checkpoint) as source:

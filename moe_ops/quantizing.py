@@ -17,7 +17,15 @@ from moe_ops.calibration import largest_rows
 from moe_ops.progress import progress
 from moe_ops.quantized import QuantizedWeight, quantized_schemes
 from moe_ops.quantized_state import put
-from moe_ops.stacked import StackedExperts, check_filter, check_orientation, places_of, selected, stacked_experts
+from moe_ops.stacked import (
+    StackedExperts,
+    check_filter,
+    check_memory,
+    check_orientation,
+    places_of,
+    selected,
+    stacked_experts,
+)
 
 _OP = "quantize_"
 
@@ -130,7 +138,7 @@ def quantize_(
     found, left = _selected(model, filter)
     for experts in found:
         _check(experts, row)
-    _check_memory(model, found)
+    check_memory(_OP, model, found)
     static = {} if inputs is None else _calibrated(model, found, row, inputs)
     places, waiting = places_of(model), dict[int, tuple[str, Tensor, bool]]()
     for experts in found:
@@ -199,17 +207,6 @@ def _check(experts: StackedExperts, row: QuantScheme) -> None:
         if K % row.pack:
             rule = f"of a contracted width that {row.pack} divides for scheme {row.name!r}"
             raise fail(_OP, name, rule, K, "Leave it out by the filter.")
-
-
-def _check_memory(model: nn.Module, found: list[StackedExperts]) -> None:
-    """No weight is one that a hook of accelerate fills, and empties, around each call: it would do so for ever."""
-    if not any(hasattr(module, "_hf_hook") for module in model.modules()):
-        return
-    for experts in found:
-        for name, weight in experts.parameters.items():
-            if weight.is_meta:
-                cure = "Quantise before offloading, or take accelerate.hooks.remove_hook_from_submodules(model) first."
-                raise fail(_OP, name, "in memory", "one on meta beside hooks of accelerate", cure)
 
 
 def _quantized(

@@ -99,6 +99,22 @@ def check_orientation(op: str, experts: StackedExperts) -> None:
         raise fail(op, experts.name or "model", "of shapes that are [E, N, K] or [E, K, N]", got, cure)
 
 
+def check_memory(op: str, model: nn.Module, found: list[StackedExperts]) -> None:
+    """No weight is one that a hook of accelerate fills, and empties, around each call: it would do so for ever.
+
+    Raises:
+        ValueError: naming the weight.
+    """
+    if not any(hasattr(module, "_hf_hook") for module in model.modules()):
+        return
+    for experts in found:
+        for name, weight in experts.parameters.items():
+            if weight.is_meta:
+                before = "Quantise and load before offloading"
+                cure = f"{before}, or take accelerate.hooks.remove_hook_from_submodules(model) first."
+                raise fail(op, name, "in memory", "one on meta beside hooks of accelerate", cure)
+
+
 def places_of(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
     """Every module that has a parameter, and its name there, by the parameter's identity."""
     found: dict[int, list[tuple[nn.Module, str]]] = {}

@@ -273,6 +273,12 @@ def test_accelerate_puts_one_in_its_place() -> None:
         set_tensor(given, "1.gate_up_proj", "cpu", value=torch.ones(E, 2 * I, H))
 
 
+def test_what_accelerate_holds_elsewhere_is_not_loaded(tmp_path: Path) -> None:
+    """Its hook would bring the weights of before into every call."""
+    with pytest.raises(ValueError, match=r"load_experts_: 0\.\w+ must be in memory, got one on meta .* load before"):
+        moe_ops.load_experts_(offloaded(nn.Sequential(Layer())), tmp_path)
+
+
 def test_what_accelerate_holds_elsewhere_is_not_quantised() -> None:
     hooks = pytest.importorskip("accelerate.hooks")
     plain, want = nn.Sequential(Layer()), model()[1:]
