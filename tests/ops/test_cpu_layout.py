@@ -141,6 +141,24 @@ def test_small_weights_of_single_rows_are_one_product(ids, stored, copied, bias,
     assert_right(layer)
 
 
+@pytest.mark.parametrize("stored", ["contiguous", "transposed"])
+@pytest.mark.parametrize("bias", [None, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("length", [0, 1])
+def test_a_row_alone_is_a_vector(length, bias, stored, monkeypatch) -> None:
+    """Of the weights as they are read fastest; an expert with more rows, or a padded one, has a product of matrices."""
+    layer = of_few_pairs([[0, 1, 2], [3, 2, 4], [5, 6, 2]], torch.bfloat16, bias)
+    if stored == "transposed":
+        for name in ("gate_up_proj", "down_proj"):
+            layer.tensors[name] = layer.tensors[name].transpose(1, 2).contiguous().transpose(1, 2)
+    alone: list[int] = []
+    one_row = kernels._one_row
+    monkeypatch.setattr(kernels, "_one_row", lambda *of: alone.append(1) or one_row(*of))
+    monkeypatch.setattr(kernels, "padded_length", lambda counts, weight: length)
+    assert_right(layer)
+    expected = 0 if stored == "transposed" or bias == torch.float32 or length else 2 * 6
+    assert len(alone) == expected
+
+
 @pytest.mark.parametrize(
     ("ids", "options", "expert_map", "kept"),
     [
