@@ -245,14 +245,14 @@ def _rows(call: ExpertsCall, weights: Experts, lot: Lot, out: Tensor | None) -> 
     tokens, top_k, number = call.hidden_states.dequantized(), call.topk_ids.shape[1], lot.rows.stop - lot.rows.start
     few = number * tokens.shape[1] <= _FEW_ELEMENTS
     room = None if few or weights.scheme.quantized else _room(weights, tokens, number)
-    row_weights = call.topk_weights.reshape(-1, 1)
     if lot.pair_of_row is None:
         x = tokens.unsqueeze(1).expand(-1, top_k, -1).reshape(number, tokens.shape[1])
     else:
         memory = None if room is None else room.take(tokens.shape[1], tokens.dtype)
         x = torch.index_select(tokens, 0, lot.pair_of_row // max(top_k, 1), out=memory)
-        row_weights = row_weights.index_select(0, lot.pair_of_row) if call.weight_on_input else row_weights
     if call.weight_on_input:
+        of_pairs = call.topk_weights.reshape(-1, 1)
+        row_weights = of_pairs if lot.pair_of_row is None else of_pairs.index_select(0, lot.pair_of_row)
         x = (x.to(accumulation_dtype(x.dtype)) * row_weights).to(x.dtype)
     if call.hidden_states.scheme is None:
         x = quantized(x, form, scale_of_rows(weights.gate_up.static, spans)).dequantized()
