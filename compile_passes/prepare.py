@@ -31,7 +31,7 @@ from compile_passes.loops import (
     loops_over_data,
 )
 from compile_passes.rebind import Verdict, bind, fused_as_written, unbind, verdict_of
-from compile_passes.recording import prepare_recording
+from compile_passes.recording import prepare_recording, restore_recording
 from compile_passes.source import sure
 from compile_passes.stacking import expert_lists, stack_list, taken_elsewhere, unstack, why_not
 
@@ -73,9 +73,9 @@ def _switch(model: nn.Module, loops: list[ExpertLoop]) -> list[ExpertLoop]:
 def restore(model: nn.Module) -> nn.Module:
     """Undo what `moe_ops.compile` and `stack_experts_` did to the modules of a model.
 
-    Loops run as their class writes them again, every expert has its own parameters, with the present values, and PEFT
-    runs its adapters in its own way. What was set in the model's configurations stays: `experts_implementation`, and
-    the `compile_config` of `generate`.
+    Loops run as their class writes them again, every expert has its own parameters, with the present values, PEFT
+    runs its adapters in its own way, and hooks that record router logits are taken off. What was set in the model's
+    configurations stays: `experts_implementation`, and the `compile_config` of `generate`.
 
     Args:
         model: a module, some of whose loops may have a static form and some of whose lists may be stacked.
@@ -85,6 +85,7 @@ def restore(model: nn.Module) -> nn.Module:
     """
     unbind(model)
     restore_adapters(model)
+    restore_recording(model)
     return unstack(model)
 
 

@@ -10,48 +10,64 @@ from __future__ import annotations
 
 import sys
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 #: Lets Dynamo capture such appends, in the forward alone.
 FORWARD_ALONE = "skip_fwd_side_effects_in_bwd_under_checkpoint"
-_RECORDED, _ASKED = "router_logits", "output_router_logits"
+_RECORDED, _ASKED, _INSTALLED = "router_logits", "output_router_logits", "_output_capturing_hooks_installed"
+#: Of modules that had hooks installed here, or are marked as models that have them, these hooks.
+_hooks: WeakKeyDictionary[nn.Module, list[int]] = WeakKeyDictionary()
 
 
 def prepare_recording(model: nn.Module) -> str | None:
     """Install the hooks of models that record router logits, and allow their capture under gradient checkpointing.
 
-    Nothing happens to other models, and to models in eval mode whose configuration does not ask for router logits. The
-    hooks are those that the first recording forward would install; they do nothing while nothing is recorded.
+    Nothing happens to other models, and to models whose configuration does not ask for router logits: where a graph is
+    broken above the layers, each hook breaks it again, even one that records nothing. The hooks are those that the
+    first recording forward would install.
 
     Returns:
-        What to tell the user; None where no setting of torch's was changed.
+        What to tell the user; None where nothing was done.
     """
     # Without transformers in the process no model is one of its.
     install = getattr(sys.modules.get("transformers.utils.output_capturing"), "maybe_install_capturing_hooks", None)
     found = [module for module in model.modules() if _records(module)] if install is not None else []
     if install is None or not found:
         return None
+    before = [(module, getattr(module, _INSTALLED, False), set(module._forward_hooks)) for module in model.modules()]
     for module in found:
         install(module)
+    changed = {
+        module: [hook for hook in module._forward_hooks if hook not in hooks]
+        for module, marked, hooks in before
+        if len(module._forward_hooks) > len(hooks) or getattr(module, _INSTALLED, False) != marked
+    }
+    _hooks.update(changed)
+    done = ["its hooks are installed, which moe_ops.restore takes off again"] if changed else []
     config = torch._dynamo.config
-    wanted = any(_asks(module) or getattr(module, "is_gradient_checkpointing", False) for module in found)
-    if not wanted or getattr(config, FORWARD_ALONE, True):
-        return None
-    setattr(config, FORWARD_ALONE, True)
-    return (
-        f"moe_ops.compile: {type(model).__name__} records router logits, for the capture of which in checkpointed "
-        f"layers torch._dynamo.config.{FORWARD_ALONE} is set: what checkpointed code writes to Python objects outside "
-        "of it, compiled code writes once, in the forward."
-    )
+    if not getattr(config, FORWARD_ALONE, True):
+        setattr(config, FORWARD_ALONE, True)
+        done.append(
+            f"for their capture in checkpointed layers torch._dynamo.config.{FORWARD_ALONE} is set: what checkpointed "
+            "code writes to Python objects outside of it, compiled code writes once, in the forward"
+        )
+    return f"moe_ops.compile: {type(model).__name__} records router logits: {'; '.join(done)}." if done else None
+
+
+def restore_recording(model: nn.Module) -> None:
+    """Take off the hooks that :func:`prepare_recording` installed. The first forward that records installs others."""
+    for module in model.modules():
+        if module in _hooks:
+            for hook in _hooks.pop(module):
+                module._forward_hooks.pop(hook, None)
+            if hasattr(module, _INSTALLED):
+                setattr(module, _INSTALLED, False)
 
 
 def _records(module: nn.Module) -> bool:
-    """Whether a transformers model can record router logits, and may be asked to."""
+    """Whether a transformers model can record router logits, and is asked to."""
     known: Any = getattr(module, "_can_record_outputs", None) or {}
-    return _RECORDED in known and (module.training or _asks(module))
-
-
-def _asks(module: Any) -> bool:
-    return bool(getattr(getattr(module, "config", None), _ASKED, False))
+    return _RECORDED in known and bool(getattr(getattr(module, "config", None), _ASKED, False))

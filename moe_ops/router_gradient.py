@@ -23,15 +23,22 @@ def fused_topk_backward(call: RouteBackwardCall) -> Tensor:
     raw = _selected(row.score, row.after, logits, ids)
     if options.renormalize:
         total = raw.sum(dim=-1, keepdim=True) + options.renorm_eps
-        # By shares, as the square of a small total is 0.
-        grad = (grad - (grad * (raw / total)).sum(dim=-1, keepdim=True)) / total
+        # By shares, as the square of a small total is 0; they add up to 1 with that of `renorm_eps`, whose grad is 0.
+        share, of_eps = raw / total, options.renorm_eps / total
+        mean = (grad * share).sum(dim=-1, keepdim=True)
+        rest, of_largest = _less_mean(grad, share)
+        grad = rest + of_largest * of_eps
+        if row.score == "softmax":
+            # What all scores have in common is in no weight, but beside `renorm_eps`.
+            of_all = torch.softmax(logits, dim=-1) * of_eps * mean
+            return (torch.zeros_like(logits).scatter(1, ids, share * grad) - of_all).to(call.router_logits.dtype)
+        grad = grad / total
     if row.after == "softmax":
-        grad = raw * (grad - (grad * raw).sum(dim=-1, keepdim=True))
+        grad = raw * _less_mean(grad, raw)[0]
     elif row.score == "softmax":
         probabilities = torch.softmax(logits, dim=-1)
-        centred = torch.zeros_like(logits).scatter(1, ids, grad) - (grad * raw).sum(dim=-1, keepdim=True)
-        grad_logits: Tensor = probabilities * centred
-        return grad_logits.to(call.router_logits.dtype)
+        rest, _ = _less_mean(torch.zeros_like(logits).scatter(1, ids, grad), probabilities)
+        return (probabilities * rest).to(call.router_logits.dtype)
     elif row.after == "sigmoid":
         grad = grad * raw * (1 - raw)
     dense = torch.zeros_like(logits).scatter(1, ids, grad)
@@ -41,6 +48,17 @@ def fused_topk_backward(call: RouteBackwardCall) -> Tensor:
     elif row.score == "sqrtsoftplus":
         dense = dense * torch.sigmoid(logits) / (2 * F.softplus(logits).sqrt())
     return dense.to(call.router_logits.dtype)
+
+
+def _less_mean(grad: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+    """``grad`` less its mean by shares that add up to 1, and ``grad`` of the largest share, ``[T, 1]``, which is taken
+    off first: where one share is nearly all, what is left then comes of the small ones, not of how that one is rounded.
+    """
+    if not grad.shape[1]:
+        return grad, grad.sum(dim=1, keepdim=True)
+    of_largest = grad.gather(1, shares.argmax(dim=1, keepdim=True))
+    rest = grad - of_largest
+    return rest - (rest * shares).sum(dim=1, keepdim=True), of_largest
 
 
 def _selected(score: str, after: str, logits: Tensor, ids: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -60,14 +61,15 @@ class Compiled:
         """Of the loops around products that are no walk through tiles, the instructions: (address, name, operands)."""
         lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+ )?(\S+)(.*?);", self.sass, re.MULTILINE)
         code = [(int(at, 16), operation, operands) for at, operation, operands in lines]
+        places = [at for at, _, _ in code]
         products = [at for at, operation, _ in code if re.match("[HQI]G?MMA", operation)]
         found = []
-        for at, operation, operands in code:
+        for past, (at, operation, operands) in enumerate(code, 1):
             target = re.search(r"0x([0-9a-f]+)", operands)
-            first = int(target[1], 16) if operation == "BRA" and target else at
-            body = [line for line in code if first <= line[0] <= at]
-            if any(first <= product <= at for product in products) and len(body) < MOST_OF_A_LOOP:
-                found.append(body)
+            if operation == "BRA" and target and int(target[1], 16) < at:
+                body = code[bisect_left(places, int(target[1], 16)) : past]
+                if len(body) < MOST_OF_A_LOOP and bisect_left(products, body[0][0]) < bisect_left(products, at):
+                    found.append(body)
         return found
 
     @cached_property

@@ -55,12 +55,15 @@ def compile_mm(
     tall: tuple[int, int] = (0, 0),
     counted: bool = False,
     kept: bool = False,
+    result: str | None = None,
+    by_pointer: bool = False,
 ) -> Compiled:
     """One expert GEMM with Mixtral's dimensions: GEMM 1 when gated or activated, else GEMM 2.
 
     Args:
         by_row: the element of quantised weights and rows that have one scale for each of their rows.
         kept: what stands before the activation is written, too.
+        result: the output's element; by_pointer: its rows begin where no descriptor can write.
     """
     first, quantized = glu != NOT_GATED.value, quantized or by_row is not None
     N, K = (I, H) if first else (H, I)
@@ -72,10 +75,10 @@ def compile_mm(
     element = ELEMENTS.get(w_type, torch.bfloat16)
     weight = Operand(torch.empty(E, rows_n, K, device="meta", dtype=element), None)
     mm = ExpertMM(weight, torch.bfloat16, glu_layout=layout)
-    out_type = "fp8e4nv" if quantize else "fp32" if by_row and first else dtype
+    out_type = result or ("fp8e4nv" if quantize else "fp32" if by_row and first else dtype)
     out_dtypes = {"fp32": torch.float32, **ELEMENTS}
     out = torch.empty(256, N, device="meta", dtype=out_dtypes.get(out_type, torch.bfloat16))
-    store = mm.store_columns(out, config)
+    store, by_descriptor = mm.store_columns(out, config), config.a_tma and not by_pointer
     scales = (rows_n, 1, 0) if by_row else (rows_n // 128 * (K // 128), K // 128, 1)
     strides = (
         (rows_n * K, 1, rows_n) if w_load == TMA_KN.value else (rows_n * K, K, 1),
@@ -118,17 +121,17 @@ def compile_mm(
     optional = {
         "a_desc": f"tensordesc<{a_type}[{config.rows}, {block[2]}]>" if a_tma else None,
         "w_desc": None if w_load == POINTERS.value else tensormap(w_load, glu, block[1], block[2], w_type),
-        "out_desc": f"tensordesc<{out_type}[1, 1, {config.rows}, {store}]>" if store else None,
+        "out_desc": f"tensordesc<{out_type}[1, 1, {config.rows}, {store}]>" if by_descriptor else None,
         "a_scale": "*fp32:16" if quantized else None,
         "w_scale": "*fp32:16" if quantized else None,
         "out_scale": "*fp32:16",
         "row_to_pair": "*i32:16" if gather else None,
         "load_ptr": "*i64:16" if counted else None,
         "kept": f"*{dtype}:16" if kept else None,
-        "kept_desc": f"tensordesc<{dtype}[1, 1, {config.rows}, {store}]>" if kept and store else None,
+        "kept_desc": f"tensordesc<{dtype}[1, 1, {config.rows}, {store}]>" if kept and by_descriptor else None,
         "kept_up": f"*{dtype}:16" if kept and glu == CONCAT.value else None,
         "kept_up_desc": f"tensordesc<{dtype}[1, 1, {config.rows}, {store}]>"
-        if kept and store and glu == CONCAT.value
+        if kept and by_descriptor and glu == CONCAT.value
         else None,
     }
     for name, kind in optional.items():
@@ -149,6 +152,19 @@ def compile_mm(
 
 
 LARGE = (128, 256, 64)
+
+
+@pytest.mark.parametrize("by_pointer", [False, True])
+@pytest.mark.parametrize("result", ["bf16", "fp32"])
+@pytest.mark.parametrize("stages", [3, 4])
+@pytest.mark.parametrize("glu", [NOT_GATED.value, INTERLEAVED.value])
+def test_results_fit_beside_all_steps(glu, stages, result, by_pointer):
+    """Those of fp32 are twice the bytes of what is multiplied: `out_dtype`, and gradients that are added up later."""
+    kernel = compile_mm(LARGE, stages=stages, glu=glu, result=result, by_pointer=by_pointer)
+    assert kernel.shared <= 227 * 1024
+    assert ("UTMASTG" in kernel.sass) != by_pointer
+
+
 FORMS = {
     "glu_concat": dict(glu=CONCAT.value),
     "glu_interleaved": dict(glu=INTERLEAVED.value),

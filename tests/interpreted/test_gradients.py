@@ -150,6 +150,38 @@ def test_router(name: str, renormalize: bool) -> None:
     torch.testing.assert_close(backend.fused_topk_backward(call), wanted, equal_nan=True, rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", [name for name, row in ROUTINGS.items() if row.group is None])
+@pytest.mark.parametrize("form", ["one", "one_and_eps", "renormalised", "raw"])
+def test_router_that_is_sure(form: str, name: str) -> None:
+    """One score is nearly all, or all are tiny: gradients of 1e-6 of the weights' have their digits nevertheless."""
+    torch.manual_seed(3)
+    top_k = 1 if form.startswith("one") else 3
+    options = RouterOptions(top_k, name, form != "raw", 1e-7 if form == "one_and_eps" else 0.0, 1, 1, 1.0)
+    logits = torch.randn(6, 12) - 15
+    logits[:, 0] += 15
+    ids = torch.stack([torch.randperm(11)[:top_k] + 1 for _ in range(6)]).int()
+    ids[:3, 0] = 0
+    grad, exact = torch.randn(6, top_k), logits.double().requires_grad_()
+    for run in (backend.fused_topk_backward, router_gradient.fused_topk_backward):
+        got = run(parse("fused_topk_backward", grad, logits, ids, **options._asdict()))
+        exact.grad = None
+        weights_of(exact, ids.long(), options).backward(grad.double())
+        torch.testing.assert_close(got.double(), exact.grad, rtol=2e-5, atol=1e-13)
+
+
+def weights_of(logits: torch.Tensor, ids: torch.Tensor, options: RouterOptions) -> torch.Tensor:
+    """Weights of experts that are selected already, in the logits' dtype."""
+    row, picked = ROUTINGS[options.routing], logits.gather(1, ids)
+    of_all = {
+        "softmax": lambda: logits.softmax(-1).gather(1, ids),
+        "sqrtsoftplus": lambda: torch.nn.functional.softplus(picked).sqrt(),
+        "sigmoid": picked.sigmoid,
+    }
+    of_picked = {"softmax": lambda: picked.softmax(-1), "sigmoid": picked.sigmoid}
+    raw = of_picked[row.after]() if row.after in of_picked else of_all[row.score]()
+    return raw / (raw.sum(-1, keepdim=True) + options.renorm_eps) if options.renormalize else raw
+
+
 @pytest.mark.parametrize("recompute", [None, "all"], ids=["kept", "recomputed"])
 def test_warm_calls(recompute: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the third call on launches are fired as they were noted: for other tensors and routing, the same bits."""

@@ -144,12 +144,12 @@ def _expert_mm_kernel(
 Kept = tuple[torch.Tensor, ...]
 
 
-def _described(kept: Kept, config: MMConfig, columns: int) -> tuple[torch.Tensor | TensorDescriptor | None, ...]:
-    """Two tensors or None, each with a descriptor for stores of so many columns where it may have one."""
+def _described(kept: Kept, config: MMConfig, made: Launch) -> tuple[torch.Tensor | TensorDescriptor | None, ...]:
+    """Two tensors or None, each with a descriptor where it and the output may have one."""
     found: list[Any] = []
     for part in kept:
-        mapped = columns > 0 and descriptor_strides(part, inner=1)
-        found += [part, ragged_rows(part, config.rows, columns) if mapped else None]
+        mapped = made.out_desc is not None and descriptor_strides(part, inner=1)
+        found += [part, ragged_rows(part, config.rows, made.moves[2]) if mapped else None]
     return *found, *[None] * (4 - len(found))
 
 
@@ -309,7 +309,7 @@ def _launch(
         out,
         made.out_desc,
         out_scale,
-        *_described(kept, config, made.moves[2]),
+        *_described(kept, config, made),
         num_rows,
         mm.alpha,
         mm.limit,

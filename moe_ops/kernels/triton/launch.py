@@ -46,6 +46,7 @@ ONE_TILE = tl.constexpr(0)
 TILE_BY_TILE = tl.constexpr(1)
 STREAM = tl.constexpr(2)
 
+FEWEST_COLUMNS = 16  # of a tile that are stored at once
 PROGRAM_BYTES = 2048  # shared memory of a program besides its tiles: the driver's 1 KiB, barriers, reductions
 
 
@@ -549,18 +550,22 @@ class ExpertMM:
         return TensorDescriptor(self.weight, [E, K, rows], [stride_e, stride_k, 1], [1, block_k, block_n])
 
     def store_columns(self, out: torch.Tensor, config: MMConfig) -> int:
-        """Columns that one store by descriptor writes, 0 for stores by pointer.
+        """Columns of a tile that are stored at once, by way of shared memory beside the steps'.
 
-        All of the tile's, or half where the buffer for all would leave shared memory room for a program less.
+        All of them, or half where memory for all would leave room for a program less, and fewer where half has no room:
+        of fp32 beside operands of 16 bits.
         """
-        if not config.a_tma or not descriptor_strides(out, inner=1):
-            return 0
-        columns = self.columns(config)
+        columns, column = self.columns(config), config.rows * out.element_size()
         tile = (config.rows + config.block_n) * config.block_k * self.weight.element_size()
         stages = tile * (config.tall_stages or config.num_stages)
         room = TYPICAL.shared_kib * 1024
         left = room // max(1, room // (stages + PROGRAM_BYTES)) - stages - PROGRAM_BYTES
-        return columns if config.rows * columns * out.element_size() <= left else columns // 2
+        if columns * column <= left:
+            return columns
+        columns //= 2
+        while columns > FEWEST_COLUMNS and columns * column > room - stages - PROGRAM_BYTES:
+            columns //= 2
+        return columns
 
     def prepare_decoded(self, a: torch.Tensor, out: torch.Tensor, config: MMConfig) -> Launch:
         """The same for `decoded_mm` and `decoded_few_mm`; `block` ends with the steps that there is room for and the
@@ -716,13 +721,17 @@ class ExpertMM:
     def prepare(self, a: torch.Tensor, out: torch.Tensor, config: MMConfig, *, gathered: bool) -> Launch:
         """Descriptors, strides and constants of a launch on rows `a` [rows, K] that writes `out` [rows, N]."""
         a_tma = config.a_tma and not gathered and descriptor_strides(a, inner=1)
-        w_load, store = self._weight_load(config), self.store_columns(out, config)
+        w_load = self._weight_load(config)
+        walked = walk(config, a_tma, self.waits_for_scales, self.is_decoded)
+        described = config.a_tma and descriptor_strides(out, inner=1)
+        # Memory by which threads exchange what they store by pointer is that of steps, but in a stream.
+        store = self.store_columns(out, config) if described or walked == STREAM.value else self.columns(config)
         return Launch(
             a_desc=TensorDescriptor(a, list(a.shape), list(a.stride()), [config.rows, self.row_columns(config)])
             if a_tma
             else None,
             w_desc=self._weight_descriptor(w_load, config),
-            out_desc=ragged_rows(out, config.rows, store) if store else None,
+            out_desc=ragged_rows(out, config.rows, store) if described else None,
             strides=(
                 *self.strides,
                 a.stride(0) if a.shape[0] > 1 else a.shape[1],
@@ -731,6 +740,6 @@ class ExpertMM:
             ),
             block=(*config[:4], next_power_of_2(self.num_experts), config.tall_m, config.tall_stages),
             moves=(a_tma, w_load, store, self.up_offset < 0 and w_load != POINTERS.value),
-            walk=walk(config, a_tma, self.waits_for_scales, self.is_decoded),
+            walk=walked,
             n_tiles=cdiv(self.out_features, self.columns(config)),
         )

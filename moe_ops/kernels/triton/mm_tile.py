@@ -251,38 +251,30 @@ def store_rows(out_desc, row_start, row_end, n_start, tile):
 
 
 @triton.jit
-def store_halves(out_desc, row_start, row_end, n_start, tile, STORE: tl.constexpr):
-    """The same, STORE columns at a time, which are all of them or half."""
-    if tile.shape[1] > STORE:
-        left, right = halves_of(tile)
-        store_rows(out_desc, row_start, row_end, n_start, left)
-        store_rows(out_desc, row_start, row_end, n_start + STORE, right)
-    else:
-        store_rows(out_desc, row_start, row_end, n_start, tile)
-
-
-@triton.jit
 def halves_of(tile):
     """The left and the right half of a tile's columns."""
     return tl.split(tile.reshape(tile.shape[0], 2, tile.shape[1] // 2).permute(0, 2, 1))
 
 
 @triton.jit
-def keep(kept, kept_desc, tile, where, first, N: tl.constexpr, STRIDE: tl.constexpr, STORE: tl.constexpr):
-    """What stood before the activation, rounded: columns `first` and on of `kept`, N wide; `where`: the tile's rows."""
+def store_tile(
+    out, out_desc, tile, where, first, N: tl.constexpr, STRIDE: tl.constexpr, AT_ONCE: tl.constexpr,
+    MAPPED: tl.constexpr,
+):  # fmt: skip
+    """Columns `first` and on of `out`, N wide, AT_ONCE of them at a time; `where`: the tile's rows. MAPPED: by the
+    descriptor, if there is one.
+    """
     rows, row_valid, row_start, row_end = where
-    tile = round_to(tile, kept.dtype.element_ty)
-    if kept_desc is not None and STORE > 0:
-        if tile.shape[1] > 2 * STORE:
-            left, right = halves_of(tile)
-            store_halves(kept_desc, row_start, row_end, first, left, STORE)
-            store_halves(kept_desc, row_start, row_end, first + tile.shape[1] // 2, right, STORE)
-        else:
-            store_halves(kept_desc, row_start, row_end, first, tile, STORE)
+    if tile.shape[1] > AT_ONCE:
+        left, right = halves_of(tile)
+        store_tile(out, out_desc, left, where, first, N, STRIDE, AT_ONCE, MAPPED)
+        store_tile(out, out_desc, right, where, first + tile.shape[1] // 2, N, STRIDE, AT_ONCE, MAPPED)
+    elif out_desc is not None and MAPPED:
+        store_rows(out_desc, row_start, row_end, first, tile)
     else:
         column = first + tl.arange(0, tile.shape[1])
         mask = row_valid[:, None] & (column < N)[None, :]
-        tl.store(kept + rows.to(tl.int64)[:, None] * STRIDE + column[None, :], tile, mask=mask)
+        tl.store(out + rows.to(tl.int64)[:, None] * STRIDE + column[None, :], tile, mask=mask)
 
 
 @triton.jit
@@ -337,8 +329,8 @@ def compute_tile(
             token row_to_pair[r] // TOP_K in `a`, else row r.
         A quantised output needs as many columns as a scale group has.
     BLOCK: see `launch.Launch`; TALL: of the taller of two heights.
-    MOVES: whether rows come by descriptor, how weights do, columns of one store by descriptor, 0 for pointers, and
-        whether the weights' descriptor begins with the up half.
+    MOVES: whether rows come by descriptor, how weights do, columns of one store, and whether the weights' descriptor
+        begins with the up half.
     """
     W_STRIDES: tl.constexpr = STRIDES[0]
     W_SCALE_STRIDES: tl.constexpr = STRIDES[1]
@@ -355,7 +347,7 @@ def compute_tile(
     BLOCK_K: tl.constexpr = BLOCK[2]
     A_TMA: tl.constexpr = MOVES[0] and TALLEST
     W_LOAD: tl.constexpr = MOVES[1]
-    STORE: tl.constexpr = MOVES[2] if TALLEST else 0
+    AT_ONCE: tl.constexpr = MOVES[2]
     SWAPPED: tl.constexpr = MOVES[3]
     rows = row_start + tl.arange(0, BLOCK_M)
     row_valid = rows < row_end
@@ -462,15 +454,19 @@ def compute_tile(
             up += _bias(bias, expert, 2 * column + 1, valid, BIAS_STRIDES)
         else:
             gate += _bias(bias, expert, column, valid, BIAS_STRIDES)
+    where = (rows, row_valid, row_start, row_end)
     if KEPT_STRIDE is not None:
-        where = (rows, row_valid, row_start, row_end)
+        # What stands before the activation, rounded.
+        of_kept = kept[0].dtype.element_ty
         if GLU == INTERLEAVED:
-            both = tl.join(gate, up).reshape(BLOCK_M, 2 * COLUMNS)
-            keep(kept[0], kept[1], both, where, 2 * n_start, 2 * N, KEPT_STRIDE, STORE)
+            both = round_to(tl.join(gate, up).reshape(BLOCK_M, 2 * COLUMNS), of_kept)
+            store_tile(kept[0], kept[1], both, where, 2 * n_start, 2 * N, KEPT_STRIDE, AT_ONCE, TALLEST)
         else:
-            keep(kept[0], kept[1], gate, where, n_start, N, KEPT_STRIDE, STORE)
+            left = round_to(gate, of_kept)
+            store_tile(kept[0], kept[1], left, where, n_start, N, KEPT_STRIDE, AT_ONCE, TALLEST)
             if GLU == CONCAT:
-                keep(kept[2], kept[3], up, where, n_start, N, KEPT_STRIDE, STORE)
+                right = round_to(up, of_kept)
+                store_tile(kept[2], kept[3], right, where, n_start, N, KEPT_STRIDE, AT_ONCE, TALLEST)
     value = gate
     if ACTIVATION is not None:
         value = apply_activation(gate, up, alpha, limit, ACTIVATION, GLU != NOT_GATED)
@@ -490,8 +486,4 @@ def compute_tile(
     OUT_ORDER: tl.constexpr = None if SCHEME is None else SCHEME[6]
     if OUT_ORDER is not None:
         tile = in_order(tile, OUT_ORDER[0], OUT_ORDER[1])
-    if STORE > 0:
-        store_halves(out_desc, row_start, row_end, n_start, tile, STORE)
-    else:
-        mask = row_valid[:, None] & valid[None, :]
-        tl.store(out + rows.to(tl.int64)[:, None] * N + column[None, :], tile, mask=mask)
+    store_tile(out, out_desc, tile, where, n_start, N, N, AT_ONCE, TALLEST)

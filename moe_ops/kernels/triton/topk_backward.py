@@ -16,6 +16,18 @@ OF_A_WARP = 1024  # pairs of a selected expert and an expert
 
 
 @triton.jit
+def _less_mean(g, shares, exists):
+    """(g less its mean by shares, which add up to 1; g of the largest share). That one's g is taken off all first: what
+    is left where one share is nearly all then comes of the small ones, not of how that one was rounded.
+    """
+    place = tl.arange(0, g.shape[1])[None, :]
+    largest = tl.argmax(tl.where(exists, shares, -1.0), axis=1)[:, None]
+    of_largest = tl.sum(tl.where(place == largest, g, 0.0), axis=1)[:, None]
+    rest = tl.where(exists, g - of_largest, 0.0)
+    return rest - tl.sum(rest * shares, axis=1)[:, None], of_largest
+
+
+@triton.jit
 def _topk_backward_kernel(
     grad,
     logits,
@@ -58,17 +70,22 @@ def _topk_backward_kernel(
     raw = tl.where(slot, raw, 0.0)
     if RENORMALIZE:
         total = tl.sum(raw, axis=1)[:, None] + renorm_eps
-        # By shares, as the square of a small total is 0.
-        g = (g - tl.sum(g * (raw / total), axis=1)[:, None]) / total
-        g = tl.where(slot, g, 0.0)
-    inner = tl.sum(g * raw, axis=1)[:, None]
+        # By shares, as the square of a small total is 0; they add up to 1 with that of `renorm_eps`, whose g is 0.
+        share, of_eps = raw / total, renorm_eps / total
+        mean = tl.sum(g * share, axis=1)[:, None]
+        g, of_largest = _less_mean(g, share, slot)
+        g = tl.where(slot, g + of_largest * of_eps, 0.0)
+        g = share * g if SCORE == "softmax" else g / total
     if AFTER == "softmax":
-        g = raw * (g - inner)
+        g = raw * _less_mean(g, raw, slot)[0]
     elif AFTER == "sigmoid":
         g = g * raw * (1.0 - raw)
     dense = tl.sum(tl.where(chosen, g[:, :, None], 0.0), axis=1)
-    if SCORE == "softmax":
-        dense = scores * (dense - inner)
+    if SCORE == "softmax" and RENORMALIZE:
+        # What all scores have in common is in no weight, but beside `renorm_eps`.
+        dense -= scores * of_eps * mean
+    elif SCORE == "softmax":
+        dense = scores * _less_mean(dense, scores, exists)[0]
     elif SCORE == "sigmoid":
         scores = _sigmoid(x)
         dense = dense * scores * (1.0 - scores)
