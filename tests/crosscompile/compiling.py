@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 import subprocess
 from bisect import bisect_left
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cached_property
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -26,7 +29,7 @@ class Compiled:
     """One kernel's machine code and its resources.
 
     registers: per thread. stack: bytes of local memory per thread, which is where spills go. shared: bytes per CTA,
-    static and dynamic.
+    static and dynamic. log: what the assembler said, "" if what it made was in Triton's cache.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Compiled:
     shared: int
     ptx: str
     cubin: bytes
+    log: str
 
     @cached_property
     def sass(self) -> str:
@@ -48,13 +52,16 @@ class Compiled:
     @cached_property
     def serialised(self) -> list[str]:
         """What the assembler says of asynchronous products that it makes wait for each other."""
+        return re.findall(r"\(C75\d\d\).*", self.log or self._assembled_again())
+
+    def _assembled_again(self) -> str:
         with TemporaryDirectory() as folder:
             path = Path(folder) / "kernel.ptx"
             path.write_text(self.ptx)
             arch = re.search(r"\.target (sm_\w+)", self.ptx)[1]
             command = [TOOLS / "ptxas", f"-arch={arch}", "-v", path, "-o", path.with_suffix(".cubin")]
             said = subprocess.run(command, check=True, capture_output=True, text=True)
-        return re.findall(r"\(C75\d\d\).*", said.stdout + said.stderr)
+        return said.stdout + said.stderr
 
     @cached_property
     def loops(self) -> list[list[tuple[int, str, str]]]:
@@ -113,11 +120,13 @@ def compile_kernel(
     ordered = {name: types[name] for name in fn.arg_names}
     aligned = {(fn.arg_names.index(n),): [["tt.divisibility", 16]] for n, kind in signature.items() if ":16" in kind}
     source = GluonASTSource if fn.is_gluon() else ASTSource
-    kernel = triton.compile(
-        source(fn, ordered, constexprs, aligned),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": num_warps, "num_stages": num_stages, **options},
-    )
+    with knobs.nvidia.scope(), redirect_stdout(StringIO()) as said:
+        knobs.nvidia.dump_ptxas_log = True
+        kernel = triton.compile(
+            source(fn, ordered, constexprs, aligned),
+            target=GPUTarget("cuda", capability, 32),
+            options={"num_warps": num_warps, "num_stages": num_stages, **options},
+        )
     usage = _on_cubin(kernel.asm["cubin"], "cuobjdump", "-res-usage")
     numbers = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
     return Compiled(
@@ -127,6 +136,7 @@ def compile_kernel(
         shared=kernel.metadata.shared,
         ptx=kernel.asm["ptx"],
         cubin=kernel.asm["cubin"],
+        log=said.getvalue(),
     )
 
 
