@@ -27,17 +27,18 @@ def fused_topk_backward(call: RouteBackwardCall) -> Tensor:
         share, of_eps = raw / total, options.renorm_eps / total
         mean = (grad * share).sum(dim=-1, keepdim=True)
         rest, of_largest = _less_mean(grad, share)
-        grad = rest + of_largest * of_eps
-        if row.score == "softmax":
-            # What all scores have in common is in no weight, but beside `renorm_eps`.
-            of_all = torch.softmax(logits, dim=-1) * of_eps * mean
-            return (torch.zeros_like(logits).scatter(1, ids, share * grad) - of_all).to(call.router_logits.dtype)
-        grad = grad / total
+        grad = (rest + of_largest * of_eps) / total
     if row.after == "softmax":
         grad = raw * _less_mean(grad, raw)[0]
     elif row.score == "softmax":
         probabilities = torch.softmax(logits, dim=-1)
-        rest, _ = _less_mean(torch.zeros_like(logits).scatter(1, ids, grad), probabilities)
+        of_all = torch.zeros_like(logits).scatter(1, ids, grad)
+        rest, _ = _less_mean(of_all, probabilities)
+        if options.renormalize:
+            # Where the largest score is of no weight, the mean of the others is not rounded away: what all have in
+            # common is in no weight, but beside `renorm_eps`.
+            of_weight = raw.amax(dim=-1, keepdim=True) >= probabilities.amax(dim=-1, keepdim=True)
+            rest = torch.where(of_weight, rest, of_all - of_eps * mean)
         return (probabilities * rest).to(call.router_logits.dtype)
     elif row.after == "sigmoid":
         grad = grad * raw * (1 - raw)

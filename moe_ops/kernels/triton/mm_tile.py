@@ -347,7 +347,7 @@ def compute_tile(
     BLOCK_K: tl.constexpr = BLOCK[2]
     A_TMA: tl.constexpr = MOVES[0] and TALLEST
     W_LOAD: tl.constexpr = MOVES[1]
-    AT_ONCE: tl.constexpr = MOVES[2]
+    AT_ONCE: tl.constexpr = MOVES[2] if TALLEST else BLOCK_N
     SWAPPED: tl.constexpr = MOVES[3]
     rows = row_start + tl.arange(0, BLOCK_M)
     row_valid = rows < row_end

@@ -74,18 +74,20 @@ def _topk_backward_kernel(
         share, of_eps = raw / total, renorm_eps / total
         mean = tl.sum(g * share, axis=1)[:, None]
         g, of_largest = _less_mean(g, share, slot)
-        g = tl.where(slot, g + of_largest * of_eps, 0.0)
-        g = share * g if SCORE == "softmax" else g / total
+        g = tl.where(slot, (g + of_largest * of_eps) / total, 0.0)
     if AFTER == "softmax":
         g = raw * _less_mean(g, raw, slot)[0]
     elif AFTER == "sigmoid":
         g = g * raw * (1.0 - raw)
     dense = tl.sum(tl.where(chosen, g[:, :, None], 0.0), axis=1)
-    if SCORE == "softmax" and RENORMALIZE:
-        # What all scores have in common is in no weight, but beside `renorm_eps`.
-        dense -= scores * of_eps * mean
-    elif SCORE == "softmax":
-        dense = scores * _less_mean(dense, scores, exists)[0]
+    if SCORE == "softmax":
+        rest = _less_mean(dense, scores, exists)[0]
+        if RENORMALIZE:
+            # Where the largest score is of no weight, the mean of the others is not rounded away: what all have in
+            # common is in no weight, but beside `renorm_eps`.
+            of_weight = tl.max(raw, axis=1)[:, None] >= tl.max(scores, axis=1)[:, None]
+            rest = tl.where(of_weight, rest, dense - of_eps * mean)
+        dense = scores * rest
     elif SCORE == "sigmoid":
         scores = _sigmoid(x)
         dense = dense * scores * (1.0 - scores)
