@@ -55,8 +55,6 @@ def _less_mean(grad: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
     """``grad`` less its mean by shares that add up to 1, and ``grad`` of the largest share, ``[T, 1]``, which is taken
     off first: where one share is nearly all, what is left then comes of the small ones, not of how that one is rounded.
     """
-    if not grad.shape[1]:
-        return grad, grad.sum(dim=1, keepdim=True)
     of_largest = grad.gather(1, shares.argmax(dim=1, keepdim=True))
     rest = grad - of_largest
     return rest - (rest * shares).sum(dim=1, keepdim=True), of_largest
