@@ -89,9 +89,9 @@ def load_experts_(
     Raises:
         ValueError: a model without such modules, a filter that takes a parameter under one of its names only, experts
             whose orientation their shapes do not say, weights that accelerate holds elsewhere, files that cannot be
-            read, or keys that are not those of every
-            module, whole and once: the model is as it was then. A tensor of another shape or of a layout that is not
-            known, whose key is named: layers before that one are replaced by then.
+            read, or keys that are not those of every module, whole and once: the model is as it was then. A tensor of
+            another shape or of a layout that is not known, whose key is named: layers before that one are replaced by
+            then.
 
     Source: the layouts of :mod:`moe_ops.checkpoint_layouts`; compressed-tensors 0.20 where it writes them.
 

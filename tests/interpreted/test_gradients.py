@@ -9,7 +9,7 @@ import torch
 
 import moe_ops
 from meta.calls import RouterOptions
-from meta.routing import ROUTINGS
+from meta.routing import ROUTINGS, route
 from moe_ops import choice, reference, router_gradient, rows
 from moe_ops.backends import cpu, triton_plans
 from moe_ops.backends import triton as backend
@@ -170,16 +170,14 @@ def test_router_that_is_sure(form: str, name: str) -> None:
 
 
 def weights_of(logits: torch.Tensor, ids: torch.Tensor, options: RouterOptions) -> torch.Tensor:
-    """Weights of experts that are selected already, in the logits' dtype."""
-    row, picked = ROUTINGS[options.routing], logits.gather(1, ids)
-    of_all = {
-        "softmax": lambda: logits.softmax(-1).gather(1, ids),
-        "sqrtsoftplus": lambda: torch.nn.functional.softplus(picked).sqrt(),
-        "sigmoid": picked.sigmoid,
-    }
-    of_picked = {"softmax": lambda: picked.softmax(-1), "sigmoid": picked.sigmoid}
-    raw = of_picked[row.after]() if row.after in of_picked else of_all[row.score]()
-    return raw / (raw.sum(-1, keepdim=True) + options.renorm_eps) if options.renormalize else raw
+    """float64 weights of experts that are selected already: `route` selects them by a bias, which is in no weight."""
+    found = []
+    for of_token, chosen in zip(logits.split(1), ids, strict=True):
+        bias = torch.zeros(logits.shape[1]).scatter(0, chosen, 1e4 * torch.arange(len(chosen), 0, -1))
+        weights, selected = route(of_token, bias, **options._asdict(), dtype=torch.float64)
+        assert torch.equal(selected[0].long(), chosen)
+        found.append(weights)
+    return torch.cat(found)
 
 
 @pytest.mark.parametrize("recompute", [None, "all"], ids=["kept", "recomputed"])
