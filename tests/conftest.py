@@ -53,6 +53,11 @@ def pytest_configure(config: pytest.Config) -> None:
         torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
     if hasattr(torch._dynamo.config, "run_gc_after_compile"):  # the collector comes by itself
         torch._dynamo.config.run_gc_after_compile = False
+    if hasattr(torch._dynamo.config, "fake_tensor_cache_enabled"):  # a graph seen once finds little of its own in it
+        torch._dynamo.config.fake_tensor_cache_enabled = False
+    for absent in (torch.cuda, torch.xpu, torch.mtia):
+        if not absent.is_available():  # else every manual_seed keeps a seed and a stack for a device that never comes
+            absent.manual_seed_all = lambda _: None
     # pytest hangs its handlers on every logger that does not propagate, and for a handler torch writes a trace of every
     # compilation: graphs and guards as text and JSON, none of which comes through the level above.
     logging.getLogger("torch.__trace").propagate = True

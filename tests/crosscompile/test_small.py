@@ -17,7 +17,7 @@ from moe_ops.plans import LayerKey
 from tests.crosscompile.compiling import Compiled, compile_kernel
 
 TYPES = {torch.uint8: "u8", torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv", torch.bfloat16: "bf16"}
-TYPES |= {torch.float32: "fp32", torch.int32: "i32"}
+TYPES |= {torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
 #: E, K, H, I, the activation and how its halves are stored.
 MODELS: dict[str, tuple[int, int, int, int, str, str]] = {
     "qwen3-30b-a3b": (128, 8, 2048, 768, "silu", "concat"),
@@ -51,9 +51,12 @@ def weight(scheme: str, E: int, n: int, k: int) -> Operand:
     return Operand(of_all(stored), SCHEMES[scheme], tuple(map(of_all, scales)))
 
 
-def compile_small(scheme: str, model: str, monkeypatch: pytest.MonkeyPatch) -> list[Compiled]:
+def compile_small(
+    scheme: str, model: str, monkeypatch: pytest.MonkeyPatch, *, top_k: int | None = None, mapped: bool = False
+) -> list[Compiled]:
     """Both kernels of a layer of one token, with the tiles that a plan has for it."""
     E, K, H, I, activation, layout = MODELS[model]
+    K = K if top_k is None else top_k
     tiles = small_tiles(LayerKey(scheme, "grouped", E, K, H, I, True))
     bias = [
         torch.empty(E, n, dtype=torch.bfloat16, device="meta") if activation == "swiglu_oai" else None
@@ -64,10 +67,11 @@ def compile_small(scheme: str, model: str, monkeypatch: pytest.MonkeyPatch) -> l
     down = ExpertMM(weight(scheme, E, H, I), torch.bfloat16, bias=bias[1])
     found = []
     monkeypatch.setattr(small, "launch", lambda kernel, grid, *args, **named: found.append((kernel, args, named)))
-    options = {"expert_map": None, "weight_on_input": False, "pdl": True}
+    expert_map = torch.empty(2 * E, dtype=torch.int64, device="meta") if mapped else None
+    options = {"expert_map": expert_map, "weight_on_input": False, "pdl": True}
     x, weights, ids = (
         torch.empty(1, n, dtype=dtype, device="meta")
-        for n, dtype in ((H, torch.bfloat16), (K, torch.float32), (K, torch.int32))
+        for n, dtype in ((H, torch.bfloat16), (K, torch.float32), (K, torch.int64 if mapped else torch.int32))
     )
     small.small_experts(x, weights, ids, up, down, tiles, **options)
     made = []
@@ -95,3 +99,9 @@ def test_compiles(scheme: str, model: str, monkeypatch: pytest.MonkeyPatch) -> N
         if SCHEMES[scheme].code.name == "e4m3":  # converted, not put together from bits
             bits = len(re.findall(r"^ .*\bLOP3\b", kernel.sass, re.M))
             assert bits < fused, f"{kernel.name}: {bits} instructions of bits for {fused} products"
+
+
+@pytest.mark.parametrize("top_k", [32, 64])
+def test_many_experts_of_a_token_and_a_map_compile(top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One column a program, and ids of 64 bits: Triton lost the layout of a `where` of the experts."""
+    assert len(compile_small("fp8_w8a16", "qwen3-30b-a3b", monkeypatch, top_k=top_k, mapped=True)) == 2

@@ -386,7 +386,7 @@ def _small_down_kernel(
     pair = token * TOP_K + place
     expert = load_expert(topk_ids, expert_map, pair, place < TOP_K, E, MAPPED)
     held = expert < E
-    expert = tl.where(held, expert, 0).to(tl.int64)
+    expert = tl.minimum(expert, E - 1).to(tl.int64)  # of a dropped pair any: nothing of it is read
     exists = held[:, None] & (column < N)[None, :]
     # The kernel before writes h alone: weights and ids were there when it started.
     if PACKED is None:
