@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.config
-import torch._dynamo.guards
 from _pytest import runner
 
 import compile_passes  # noqa: F401  (registers the backends in a checkout that is not installed)
 from compile_passes.passes import last_errors
 from moe_ops import runtime
 from moe_ops.ops import LAUNCHERS
+from tests.lean import leave_out
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TESTS = Path(__file__).parent
@@ -46,18 +46,10 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Markers that need this file, and less of what takes a tenth of the suite's time and shows nothing in it."""
+    """Markers that need this file, and less of what shows nothing."""
     config.addinivalue_line("markers", "provokes_errors: makes a pass fail on purpose")
     gc.set_threshold(50_000, 20, 50)
-    if hasattr(torch._dynamo.guards, "profile_guard_manager"):  # 23 ms for a compilation: it empties the CPU's caches
-        torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
-    if hasattr(torch._dynamo.config, "run_gc_after_compile"):  # the collector comes by itself
-        torch._dynamo.config.run_gc_after_compile = False
-    if hasattr(torch._dynamo.config, "fake_tensor_cache_enabled"):  # a graph seen once finds little of its own in it
-        torch._dynamo.config.fake_tensor_cache_enabled = False
-    for absent in (torch.cuda, torch.xpu, torch.mtia):
-        if not absent.is_available():  # else every manual_seed keeps a seed and a stack for a device that never comes
-            absent.manual_seed_all = lambda _: None
+    leave_out()
     # pytest hangs its handlers on every logger that does not propagate, and for a handler torch writes a trace of every
     # compilation: graphs and guards as text and JSON, none of which comes through the level above.
     logging.getLogger("torch.__trace").propagate = True
