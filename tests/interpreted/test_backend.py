@@ -266,7 +266,8 @@ def test_fp8_of_few_tokens_at_sizes_that_fill_no_block(top_k, hidden, inter, glu
     scheme = SCHEMES["fp8_block128"]
     w1, s1 = scheme.quantize(torch.randn(8, (1 if glu == "none" else 2) * inter, hidden) * hidden**-0.5)
     w2, s2 = scheme.quantize(torch.randn(8, hidden, inter) * inter**-0.5)
-    x, logits = torch.randn(2, hidden).bfloat16(), torch.randn(2, 8)
+    tokens = 1 if top_k > 1 else 2
+    x, logits = torch.randn(tokens, hidden).bfloat16(), torch.randn(tokens, 8)
     options = {"scheme": "fp8_block128", "gate_up_scales": s1, "down_scales": s2, "top_k": top_k}
     options |= {"glu_layout": None, "activation": "relu2"} if glu == "none" else {"glu_layout": glu}
     got, want = (moe_ops.fused_moe(x, logits, w1, w2, backend=name, **options) for name in ("triton", "reference"))
