@@ -7,6 +7,7 @@ report.refused[0].module, report.refused[0].location, report.refused[0].reason, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -25,7 +26,9 @@ from compile_passes.named import is_named, subject
 from compile_passes.passes import CAUSAL, FUSE, FUSE_CHECKED, JOIN, SHARE, graph_modules, needs_gradient, run
 from compile_passes.report import Fused, Refused, Report
 from compile_passes.uncaptured import Seen, Stop, cut, defined_at, explanation, first_line, is_from_before
+from moe_ops.compat import as_written
 
+_GOT = re.compile(r": (got \w+\(.*\))\s*$", re.M)
 _ADAPTED = "PEFT adds adapters to the experts' weights by a parametrization at every call, which cannot be captured."
 _LOOP = "The experts run in a Python loop over sizes that only the data knows: no graph holds the block as a whole."
 
@@ -62,11 +65,11 @@ def _explain(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     module = model if isinstance(model, torch.nn.Module) else None
     collector = _Collector(Seen([] if module is None else find_experts(module)))
     report = collector.report
-    with compiling_apart(collector.collect, model) as (options, lost):
+    with as_written(model), compiling_apart(collector.collect, model) as (options, lost):
         try:
             torch.compile(model, backend=collector.collect, **options)(*args, **kwargs)
         except Exception as error:  # the report says so; a diagnosis must not end where the trouble starts
-            report.error = f"{type(error).__name__}: {first_line(str(error))}"
+            report.error = f"{type(error).__name__}: {_said(error)}"
     report.graph_break_reasons = [stop.line for stop in collector.breaks]
     frames = (f"{frame.name} ({frame.location}): {first_line(frame.reason)} ({frame.where})" for frame in lost)
     report.eager_frames = list(dict.fromkeys(frames))
@@ -76,6 +79,12 @@ def _explain(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         report.refused += _in_no_graph(module, collector.seen, [] if report.error else stops)
         report.refused += _parametrized(module) if stops or report.error else []
     return report
+
+
+def _said(error: Exception) -> str:
+    """The first line of an error; of Dynamo's own, which names the operation in many lines, what torch said of it."""
+    got = _GOT.search(str(error))
+    return first_line(str(error)) if got is None else f"{first_line(str(error))} {got.group(1)}"
 
 
 class _Collector:

@@ -37,7 +37,8 @@ def largest_rows(op: str, model: nn.Module, weights: Mapping[str, Tensor], input
         ``max |x|`` over all rows, fp32 ``[]`` on the weight's device, by name.
 
     Raises:
-        ValueError: no inputs, inputs of another type, a weight that no row met, or rows that are not finite.
+        ValueError: no inputs, inputs of another type, a weight that no row met, or rows that are not finite or are all
+            zero.
     """
     _check_inputs(op, inputs)
     for name, weight in weights.items():
@@ -62,6 +63,9 @@ def largest_rows(op: str, model: nn.Module, weights: Mapping[str, Tensor], input
     for name, amax in observer.amax.items():
         if not bool(amax.isfinite()):
             raise fail(op, "inputs", f"such that rows in front of {name} are finite", f"{float(amax)}")
+        if not amax:
+            cure = "A scale of them would make zeros of all rows: pass inputs as the model will get."
+            raise fail(op, "inputs", f"such that rows in front of {name} are not all zero", "zeros", cure)
     for name in weights:
         if name not in observer.amax:
             cure = "Pass inputs that reach it, or leave its module out by the filter."
@@ -86,11 +90,11 @@ def _arguments(op: str, given: Any, at: int) -> tuple[Sequence[Any], Mapping[str
 
 @contextmanager
 def _as_it_infers(model: nn.Module) -> Iterator[None]:
-    """Eagerly, in eval mode, without gradients."""
+    """Eagerly, in eval mode, without gradients: not by inference mode, where composite functions come as one."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with torch.inference_mode(False), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         for module in training:

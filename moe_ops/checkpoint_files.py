@@ -76,7 +76,9 @@ class Checkpoint:
             return
         files = [self.path] if self.path.is_file() else sorted(self.path.glob("*.safetensors"))
         if not files:
-            raise fail(OP, "checkpoint", "a safetensors file, or a folder with some", repr(str(self.path)))
+            got = f"{str(self.path)!r}, which {'has none' if self.path.exists() else 'does not exist'}"
+            cure = "huggingface_hub.snapshot_download makes a folder of a name; other formats have to be saved anew."
+            raise fail(OP, "checkpoint", "a safetensors file, or a folder with some", got, cure)
         for path in files:
             for key in self._file(path).keys():
                 yield key, path

@@ -103,7 +103,9 @@ def load_experts_(
     """
     if not isinstance(model, nn.Module):
         raise fail(OP, "model", "a torch.nn.Module", type(model).__name__)
-    found = [one for one in stacked_experts(model) if {*one.names} & {"gate_up_proj", "up_proj"}]
+    found = [
+        one for one in stacked_experts(model, every_name=True) if {*one.names} & {"gate_up_proj", "up_proj"}
+    ]  # a layer that shares a module may have keys of its own, which must say the same
     taken, refused = selected(OP, model, filter, [one for one in found if "down_proj" in one.names])
     if not taken:
         rule = "a model with modules of 3-D parameters gate_up_proj (or up_proj) and down_proj that the filter takes"

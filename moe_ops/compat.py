@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -275,6 +277,42 @@ def size_guards() -> dict[str, str]:
     guards = getattr(env, "guards", None) or ()
     lines = ((str(guard.expr), getattr(getattr(guard, "sloc", None), "maybe_user_loc", None)) for guard in guards)
     return {assumed: str(line) for assumed, line in lines if line}
+
+
+@contextmanager
+def when_compiling(look: Callable[[], None]) -> Iterator[None]:
+    """``look`` is called wherever Dynamo begins to compile a frame, in the stack of the call that made it do so.
+
+    Never where this torch cannot be asked.
+    """
+    handler = getattr(importlib.import_module("torch._dynamo.callback"), "callback_handler", None)
+    if handler is None or not hasattr(handler, "remove_start_callback"):
+        yield
+        return
+
+    def callback(_: Any) -> None:
+        look()
+
+    handler.register_start_callback(callback)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # torch.compiler.reset has done it
+            handler.remove_start_callback(callback)
+
+
+@contextmanager
+def as_written(model: Any) -> Iterator[None]:
+    """What ``module.compile`` made of a model, or of modules in it, is not what calls of it run inside the block."""
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    compiled = {module: found for module in modules if (found := vars(module).get("_compiled_call_impl")) is not None}
+    for module in compiled:
+        vars(module)["_compiled_call_impl"] = None
+    try:
+        yield
+    finally:
+        for module, found in compiled.items():
+            vars(module)["_compiled_call_impl"] = found
 
 
 #: Of a tensor class whose operations all arrive in its ``__torch_dispatch__``.

@@ -165,6 +165,10 @@ class QuantizedWeight(ExchangedTensor):
         parts = {name: change(part) for name, part in self.parts().items()}
         return assemble(parts, self.scheme, fields.get("dtype", self.dtype), fields.get("transposed", self.transposed))
 
+    def requires_grad_(self, requires_grad: bool = True) -> QuantizedWeight:
+        """Itself: it has no gradient, whatever is asked of all parameters of a model."""
+        return self
+
     def share_memory_(self) -> QuantizedWeight:
         """Move the bytes and scales to memory that processes share; itself."""
         for part in self.parts().values():
@@ -205,6 +209,18 @@ class QuantizedWeight(ExchangedTensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         known = _KNOWN.get(func)
+        if known is None:  # where autograd is off altogether, composite functions come whole
+            result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if torch.is_inference_mode_enabled() and _is_view(func) and not args[0].is_inference():
+            # torch refuses a view that is an inference tensor of what is none.
+            with torch.inference_mode(False), torch.no_grad():
+                return cls._computed(func, known, args, kwargs)
+        return cls._computed(func, known, args, kwargs)
+
+    @classmethod
+    def _computed(cls, func: Any, known: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
         result = NotImplemented if known is None else known(*args, **kwargs)
         if result is not NotImplemented:
             return compat.with_aliases(func, args, kwargs, result) if func in _KEEPS else result
@@ -387,6 +403,12 @@ _KNOWN: dict[Any, Callable[..., Any]] = {
 }
 #: Of these, the ones that return a weight of the same storage, or the one that they were given.
 _KEEPS = frozenset({_ATEN.detach.default, _ATEN.alias.default, _ATEN.copy_.default})
+
+
+def _is_view(func: Any) -> bool:
+    """Whether the first argument is what results are views of."""
+    arguments = func._schema.arguments
+    return bool(arguments) and arguments[0].alias_info is not None and not arguments[0].alias_info.is_write
 
 
 def _refuse_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

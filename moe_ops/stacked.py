@@ -43,9 +43,11 @@ class StackedExperts:
         return {f"{self.name}.{name}".lstrip("."): getattr(self.module, name) for name in self.names}
 
 
-def stacked_experts(model: nn.Module) -> Iterator[StackedExperts]:
-    """Every module with stacked experts, in the order of ``named_modules()``."""
-    for name, module in model.named_modules():
+def stacked_experts(model: nn.Module, *, every_name: bool = False) -> Iterator[StackedExperts]:
+    """Every module with stacked experts, in the order of ``named_modules()``; or by each of its names, where it has
+    several.
+    """
+    for name, module in model.named_modules(remove_duplicate=not every_name):
         stacked = {key: value for key, value in module.named_parameters(recurse=False) if value.dim() == 3}
         names = _by_shape(stacked) or next((known for known in _NAMES if stacked.keys() >= {*known}), None)
         if names is None:

@@ -9,15 +9,18 @@
         assert_cuda_graph_safe(model, tokens)
 
 `inputs` is a tensor, a tuple of positional arguments, or a dict of keyword arguments. Every function compiles afresh
-(`torch.compiler.reset()` and an empty cache: the counters that they read stay 0 on a cache hit) and raises an
-AssertionError that says what broke and what to do. None of them trusts a single signal: each of torch's own signals
-alone misses some failure, which is named where the signal is read. `python -m moe_ops.examples.broken` shows what they
-say of five models that are broken on purpose.
+(`torch.compiler.reset()` and an empty cache: the counters that they read stay 0 on a cache hit), whatever
+`model.compile` was told before, and raises an AssertionError that says what broke and what to do. None of them trusts a
+single signal: each of torch's own signals alone misses some failure, which is named where the signal is read.
+`python -m moe_ops.examples.broken` shows what they say of five models that are broken on purpose.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,9 +28,9 @@ from typing import Any
 import torch
 from torch._dynamo.utils import counters
 
-from moe_ops import graphs
+from moe_ops import compat, graphs
 from moe_ops.census import graph_kernel_names, kernel_names
-from moe_ops.compat import size_guards
+from moe_ops.compat import as_written, size_guards, when_compiling
 from moe_ops.logs import quiet
 
 __all__ = [
@@ -59,7 +62,7 @@ def assert_fused(model: Any, *inputs: Any, blocks: int | None = None) -> Any:
     import moe_ops
 
     args, kwargs = _call(inputs[0] if len(inputs) == 1 else inputs)
-    with _fresh(), quiet():
+    with _fresh(model), quiet():
         report = moe_ops.explain(model, *args, **kwargs)
     if report.error:
         raise AssertionError(f"the model raised: {report.error}")
@@ -100,16 +103,17 @@ def assert_no_graph_breaks(
     With `backward` so does a training step: gradients are enabled, and the outputs differentiated, as in
     `assert_cuda_graph_safe`.
 
-    Three signals, none of which suffices: `fullgraph=True` says why it fails but accepts a frame that Dynamo skips; the
+    Four signals, none of which suffices: `fullgraph=True` says why it fails but accepts a frame that Dynamo skips; the
     break counter stays 0 for data-dependent branches and skipped frames; the number of graphs is 1 for a function whose
-    frame was entered but left half in Python.
+    frame was entered but left half in Python, and for one that Dynamo skips around another one that it compiles: then
+    the skipped frame is on the stack while that compiles.
 
     Raises:
         AssertionError: with Dynamo's own reason for the first break.
         ValueError: `backward` of outputs that require no gradient.
     """
     run = _Trained(function, "assert_no_graph_breaks") if backward else _run
-    with _fresh(), torch.set_grad_enabled(backward), _as_one_graph():
+    with _fresh(function), torch.set_grad_enabled(backward), _as_one_graph(backend):
         run(torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True), inputs)
         graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
     if breaks:
@@ -154,7 +158,7 @@ def assert_no_recompiles(
             "torch.compile specialises 0 and 1: test them on their own."
         )
     run = _Trained(function, "assert_no_recompiles") if backward else _run
-    with _fresh(), torch.set_grad_enabled(backward), _as_one_graph():
+    with _fresh(function), torch.set_grad_enabled(backward), _as_one_graph(backend):
         compiled = torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)
         run(compiled, make_inputs(sizes[0]))
         for size in sizes[1:]:
@@ -164,10 +168,19 @@ def assert_no_recompiles(
                     run(compiled, inputs)
             except RuntimeError as error:
                 lines = _tied_to_sizes(function, make_inputs, sizes[0], size, dynamic)
+                told = dynamic is None and any(
+                    hasattr(tensor, "_dynamo_dynamic_indices") for tensor in _tensors(inputs)
+                )
+                cause = (
+                    "A Python int taken from a shape, or a branch on one, ties the code to a size: compute with "
+                    "tensors there, or take the branch out."
+                    if dynamic or told
+                    else f"dynamic={dynamic} compiles for the sizes of the first call: pass dynamic=True, or mark the "
+                    "dimensions of the inputs (torch._dynamo.mark_dynamic) and pass dynamic=None."
+                )
                 raise AssertionError(
                     f"size {size} compiles again after size {sizes[0]}:\n{lines}{_indent(error)}\n"
-                    "A Python int taken from a shape, or a branch on one, ties the code to a size: compute with "
-                    "tensors there, or take the branch out. TORCH_LOGS=recompiles,guards shows more."
+                    f"{cause} TORCH_LOGS=recompiles,guards shows more."
                 ) from error
         graphs = counters["stats"]["unique_graphs"]
     if graphs != 1:
@@ -229,11 +242,13 @@ class _Trained:
         self._trained = [parameter for parameter in parameters if parameter.requires_grad]
 
     def __call__(self, function: Callable[..., Any], inputs: Inputs) -> list[torch.Tensor]:
-        fresh: Inputs = torch.utils._pytree.tree_map_only(torch.Tensor, self._leaf, inputs)
+        fresh: Inputs = _changed(inputs, self._leaf)
         outputs = _tensors(_run(function, fresh))
         differentiable = [output for output in outputs if output.requires_grad]
         if not differentiable:
-            raise ValueError(f"{self._caller}: backward must be False for outputs that require no gradient, got True.")
+            why = "outputs that require no gradient" if outputs else "outputs without a tensor that is found in them"
+            why = "a call inside torch.inference_mode()" if torch.is_inference_mode_enabled() else why
+            raise ValueError(f"{self._caller}: backward must be False for {why}, got True.")
         total = torch.stack([output.sum(dtype=torch.float32) for output in differentiable]).sum()
         leaves = [*self._trained, *(tensor for tensor in _tensors(fresh) if tensor.requires_grad)]
         if not leaves:
@@ -262,9 +277,9 @@ def _assert_compiled_replays(function: Callable[..., Any], variants: list[Inputs
     import torch._inductor.config as inductor_config
 
     # One cache for both: Inductor picks the tiles of a reduction by timing, and another tile sums in another order.
-    with _fresh(), inductor_config.patch("triton.cudagraph_or_error", True):
+    with _fresh(function), inductor_config.patch("triton.cudagraph_or_error", True):
         plain = torch.compile(function, backend=backend, fullgraph=True)
-        expected = [_tensors(run(plain, variant)) for variant in variants]
+        expected = [_compared(run(plain, variant)) for variant in variants]
         torch.compiler.reset()
         captured = torch.compile(function, backend=backend, fullgraph=True, mode="reduce-overhead")
         with _graph_events() as events:
@@ -293,8 +308,8 @@ def _assert_compiled_replays(function: Callable[..., Any], variants: list[Inputs
 
 def _assert_replays_equal_eager(function: Callable[..., Any], variants: list[Inputs], run: _Run) -> None:
     """The eager half of `assert_cuda_graph_safe`: capture by hand, replay over changed inputs."""
-    expected = [_tensors(run(function, variant)) for variant in variants]
-    static = torch.utils._pytree.tree_map_only(torch.Tensor, _copied, variants[0])
+    expected = [_compared(run(function, variant)) for variant in variants]
+    static = _changed(variants[0], _copied)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -349,6 +364,13 @@ def _assert_no_incompatible_node(function: Callable[..., Any], inputs: Inputs, b
     """The CPU half: Inductor's own list of what it will not capture, applied to the graphs after all passes."""
     from torch._inductor.utils import get_first_incompatible_cudagraph_node
 
+    # Inductor's list is of operators; of these it knows when it has lowered them, for a GPU.
+    branches = {torch.ops.higher_order.cond, torch.ops.higher_order.while_loop}
+
+    def first_of(module: torch.fx.GraphModule) -> torch.fx.Node | None:
+        branching = (node for node in module.graph.nodes if node.target in branches)
+        return get_first_incompatible_cudagraph_node(module) or next(branching, None)
+
     found: list[str] = []
     looked = False
 
@@ -356,13 +378,13 @@ def _assert_no_incompatible_node(function: Callable[..., Any], inputs: Inputs, b
         nonlocal looked
         looked = True
         module = graph.owning_module
-        node = None if module is None else get_first_incompatible_cudagraph_node(module)
+        node = None if module is None else first_of(module)
         if node is not None:
             place = graphs.frame(graphs.trace_of(node))
             line = graphs.in_line(place) if place[0] else "(no source line)"
             found.append(f"  {line}\n    as {graphs.describe(node)}")
 
-    with _fresh(), _as_one_graph():
+    with _fresh(function), _as_one_graph(backend):
         options: dict[str, Any] = {"post_grad_custom_post_pass": look}
         run(torch.compile(function, backend=backend, fullgraph=True, options=options), inputs)
     if not looked:
@@ -397,22 +419,47 @@ def _tied_to_sizes(
 
 
 @contextlib.contextmanager
-def _as_one_graph() -> Iterator[None]:
-    """What Dynamo raises of code that it cannot capture, as an AssertionError."""
+def _as_one_graph(backend: str) -> Iterator[None]:
+    """What Dynamo raises of code that it cannot capture, as an AssertionError, and code around what it compiles too."""
+    around: list[list[str]] = []
     try:
-        yield
+        with when_compiling(lambda: around.append(_left_to_python())):
+            yield
+    except torch._dynamo.exc.InvalidBackend as error:
+        names = ", ".join(torch.compiler.list_backends())
+        raise ValueError(f"backend must be a name that torch.compile knows ({names}), got {backend!r}.") from error
     except torch._dynamo.exc.TorchDynamoException as error:
         raise AssertionError(f"it does not compile as one graph:\n{_indent(error)}") from error
+    if around and around[0]:  # later ones may be compiled inside of what the first has become
+        lines = "\n".join(f"  {line}" for line in around[0])
+        raise AssertionError(
+            f"it runs in Python, around what is compiled of it:\n{lines}\n"
+            "Is it disabled (torch.compiler.disable, also with recursive=False), or a wrapper that Dynamo skips?"
+        )
+
+
+def _left_to_python() -> list[str]:
+    """The frames between the call of the compiled function in this file and Dynamo, but torch's: Dynamo skipped them.
+    What it compiles is not on the stack, as it has not begun to run.
+    """
+    found: list[str] = []
+    frame = sys._getframe().f_back
+    others = (str(torch.__path__[0]), __file__, str(compat.__file__), str(contextlib.__file__))
+    while frame is not None and frame.f_code is not _run.__code__:
+        if not frame.f_code.co_filename.startswith(others):
+            found.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}")
+        frame = frame.f_back
+    return [] if frame is None else found[::-1]  # None: compiled for somebody else
 
 
 @contextlib.contextmanager
-def _fresh() -> Iterator[None]:
-    """Compile from nothing: no compiled code, no cache entry, counters at 0."""
+def _fresh(function: Any) -> Iterator[None]:
+    """Compile from nothing: no compiled code, no cache entry, counters at 0, and no `module.compile` of before."""
     from torch._inductor.utils import fresh_cache
 
     torch.compiler.reset()
     counters.clear()
-    with fresh_cache():
+    with fresh_cache(), as_written(function):
         yield
     torch.compiler.reset()
 
@@ -430,10 +477,31 @@ def _run(function: Callable[..., Any], inputs: Inputs) -> Any:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors of a nested value; outputs of a CUDA graph are cloned before the next replay overwrites them."""
-    leaves = torch.utils._pytree.tree_leaves(_plain(value))
-    nested = (_tensors(leaf) if isinstance(leaf, Mapping) else [leaf] for leaf in leaves)
-    return [leaf for inner in nested for leaf in inner if isinstance(leaf, torch.Tensor)]
+    """The tensors of a nested value, those of mappings and dataclasses included."""
+    inner: list[Any] = []
+    for leaf in torch.utils._pytree.tree_leaves(_plain(value)):
+        inner += [leaf] if isinstance(leaf, torch.Tensor) else _tensors(_parts(leaf)) if _parts(leaf) else []
+    return inner
+
+
+def _compared(outputs: Any) -> list[torch.Tensor]:
+    """The tensors of outputs that others are compared with."""
+    found = _tensors(outputs)
+    if not found:
+        raise ValueError(
+            "assert_cuda_graph_safe: function must return tensors, alone or in tuples, lists, mappings or dataclasses, "
+            f"got {type(outputs).__name__}: nothing would be compared."
+        )
+    return found
+
+
+def _parts(value: Any) -> dict[str, Any]:
+    """What a leaf of pytree holds: a mapping that it does not know, a dataclass."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return {}
 
 
 def _plain(value: Any) -> Any:
@@ -441,9 +509,25 @@ def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
+def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``value`` with other tensors, in dataclasses as well."""
+
+    def other(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return change(leaf)
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+            return leaf
+        made = copy.copy(leaf)
+        for name, part in _parts(leaf).items():
+            object.__setattr__(made, name, _changed(part, change))
+        return made
+
+    return torch.utils._pytree.tree_map(other, value)
+
+
 def _flipped(inputs: Inputs) -> Inputs:
     """The same values in another order: still valid token ids, but every token is routed elsewhere."""
-    flipped: Inputs = torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: _copied(tensor, True), inputs)
+    flipped: Inputs = _changed(inputs, lambda tensor: _copied(tensor, True))
     return flipped
 
 
@@ -453,9 +537,16 @@ def _copied(tensor: torch.Tensor, flipped: bool = False) -> torch.Tensor:
 
 
 def _assert_same_bits(got: list[torch.Tensor], wanted: list[torch.Tensor], what: str, reference: str) -> None:
+    if len(got) != len(wanted):
+        raise AssertionError(f"{what} returned {len(got)} tensors, {reference} {len(wanted)}.")
     for index, (left, right) in enumerate(zip(got, wanted, strict=True)):
         if not torch.equal(left, right):
-            difference = (left.double() - right.double()).abs().max().item()
+            one, other = left.double(), right.double()
+            if left.shape == right.shape and torch.equal(one.isnan(), other.isnan()):
+                one, other = (wide.masked_fill(wide.isnan(), 0.0) for wide in (one, other))
+                if torch.equal(one, other):
+                    continue
+            difference = (one - other).abs().max().item() if one.shape == other.shape else float("nan")
             raise AssertionError(
                 f"output {index} of {what} differs from {reference} by up to {difference:g}: something was computed at "
                 "capture time (a size, a pointer, a Python number) instead of on the device."

@@ -137,8 +137,9 @@ def unpacked(
         static: whether the call quantises its rows, and may do so with a static scale that a weight brings.
 
     Raises:
-        ValueError: a scheme or scales beside containers, which bring their own; one that no scheme reads or that is
-            shown transposed; weights that are not all quantised by one scheme; a static scale that is not wanted.
+        ValueError: a scheme or scales beside containers, which bring their own; one that no scheme reads, that is shown
+            transposed, or that requires grad where gradients are recorded; weights that are not all quantised by one
+            scheme; a static scale that is not wanted.
     """
     found = {name: read(weight) for name, weight in weights.items()}
     if all(container is None for container in found.values()):
@@ -156,6 +157,9 @@ def unpacked(
             continue
         if isinstance(container, Unread):
             raise fail(op, name, "stored in a scheme", container.what, container.cure)
+        if weight.requires_grad and torch.is_grad_enabled():
+            rule, cure = "without requires_grad: quantised weights have no gradient", "Set requires_grad = False on it."
+            raise fail(op, name, rule, True, cure)
         first = container.scheme if first is None and container is not None else first
         if container is None or container.scheme != first:
             got = "a plain tensor" if container is None else f"scheme {container.scheme!r}"

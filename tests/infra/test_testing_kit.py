@@ -2,6 +2,7 @@
 
 import logging
 from collections import UserDict
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -244,6 +245,53 @@ def test_skipped_function_is_no_graph() -> None:
         assert_no_graph_breaks(lambda x: x.shape[0], INPUTS, backend="inductor")
 
 
+class LeftToPython(Sound):
+    """What Dynamo compiles is called by code that it skips, which asks the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Sound()
+
+    @torch.compiler.disable(recursive=False)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + float(x.sum())
+
+
+@pytest.mark.parametrize("assertion", [assert_no_graph_breaks, assert_cuda_graph_safe])
+def test_code_around_the_one_graph_is_named(assertion) -> None:
+    """One graph, no break, nothing that cannot be captured in it."""
+    with pytest.raises(AssertionError, match=r"^it runs in Python, around what is compiled of it:\n") as caught:
+        assertion(LeftToPython(), INPUTS, backend="inductor")
+    line = str(caught.value).splitlines()[1]
+    assert "test_testing_kit.py:" in line and line.endswith("in LeftToPython.forward")
+
+
+def test_what_a_module_was_compiled_with_before_does_not_matter() -> None:
+    model = Experts().requires_grad_(False)
+    model.compile(backend="eager")
+    assert_fused(model, INPUTS, blocks=1)
+    assert_cuda_graph_safe(model, INPUTS)
+    assert_no_graph_breaks(model, INPUTS, backend="moe_ops_eager")
+    assert counters["moe_ops"]["fused"] == 1
+    assert model._compiled_call_impl is not None
+
+
+def test_a_backend_that_does_not_exist_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^backend must be a name that torch.compile knows \(.*moe_ops.*, got 'nope'"):
+        assert_no_graph_breaks(Sound(), INPUTS, backend="nope")
+
+
+@pytest.mark.parametrize("dynamic", [None, False])
+def test_sizes_that_nothing_made_dynamic(dynamic: bool | None) -> None:
+    with pytest.raises(AssertionError, match=rf"dynamic={dynamic} compiles for the sizes of the first call: pass dyn"):
+        assert_no_recompiles(Sound(), batch, sizes=(2, 64), backend="aot_eager", dynamic=dynamic)
+
+
+def test_what_torch_said_of_an_operation_is_quoted() -> None:
+    with pytest.raises(AssertionError, match=r"the model raised: .*must have same reduction dim, but got \[4, 3\]"):
+        assert_fused(Experts(), torch.randn(4, 3))
+
+
 class TrainsOtherwise(Sound):
     """A graph break, and control flow on a size, in training alone."""
 
@@ -325,6 +373,17 @@ def test_host_synchronisation_is_not_capturable() -> None:
     assert second.startswith("  return torch.nonzero(x @ self.weight)  # ") and "test_testing_kit.py" in second
 
 
+@pytest.mark.parametrize("operator", ["cond", "while_loop"])
+def test_branches_of_the_host_are_not_capturable(operator: str) -> None:
+    def branches(x: torch.Tensor) -> torch.Tensor:
+        if operator == "cond":
+            return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
+        return torch._higher_order_ops.while_loop(lambda x: x.sum() < 3, lambda x: (x * 2 + 1,), (x,))[0]
+
+    with pytest.raises(AssertionError, match=r"the host needs a value that is on the device[\s\S]*\n    as "):
+        assert_cuda_graph_safe(branches, INPUTS, backend="inductor")
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "moe_ops_eager"])
 def test_a_backend_that_shows_no_graph_proves_nothing(backend: str) -> None:
     with pytest.raises(AssertionError, match=rf"no graph reached Inductor under backend='{backend}'"):
@@ -334,6 +393,39 @@ def test_a_backend_that_shows_no_graph_proves_nothing(backend: str) -> None:
 def test_tensors_of_any_mapping_are_found() -> None:
     x, y = torch.ones(2), torch.arange(2)
     assert [*map(id, testing._tensors(UserDict(x=x, inner=[UserDict(y=y)], other=3)))] == [id(x), id(y)]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What a model may take and return."""
+
+    x: torch.Tensor
+    rest: list[torch.Tensor]
+
+
+class OfPairs(Sound):
+    def forward(self, pair: Pair) -> Pair:
+        return Pair(super().forward(pair.x), [pair.rest[0] * 2])
+
+
+def test_tensors_of_dataclasses_are_found_and_changed() -> None:
+    x, y = torch.arange(3.0), torch.arange(2)
+    pair = Pair(x, [y])
+    assert [*map(id, testing._tensors([pair, {"a": pair}]))] == 2 * [id(x), id(y)]
+    flipped = testing._flipped((pair,))[0]
+    assert torch.equal(flipped.x, x.flip(0)) and torch.equal(flipped.rest[0], y.flip(0)) and pair.x is x
+
+
+@pytest.mark.parametrize("assertion", [assert_no_graph_breaks, assert_cuda_graph_safe])
+def test_dataclasses_are_differentiated(assertion) -> None:
+    assertion(OfPairs(), (Pair(INPUTS, [INPUTS]),), backend="moe_ops", backward=True)
+
+
+def test_nothing_is_compared_with_nothing() -> None:
+    with pytest.raises(
+        ValueError, match=r"function must return tensors, alone or in tuples, .*, got int: nothing would"
+    ):
+        testing._compared(3)
 
 
 def test_inputs_in_any_mapping_are_captured_and_changed(monkeypatch) -> None:
@@ -542,5 +634,12 @@ def test_results_of_a_replay_are_compared_to_the_bit() -> None:
     testing._assert_same_bits(one, [value.clone() for value in one], "the replay", "the eager call")
     with pytest.raises(AssertionError, match="output 1 of the replay differs from the eager call by up to 2:"):
         testing._assert_same_bits(one, [one[0], torch.tensor([5])], "the replay", "the eager call")
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(AssertionError, match="the replay returned 2 tensors, the eager call 1"):
         testing._assert_same_bits(one, one[:1], "the replay", "the eager call")
+
+
+def test_a_nan_equals_a_nan() -> None:
+    one, other, number = (torch.tensor([1.0, last]) for last in (torch.nan, torch.nan, 0.0))
+    testing._assert_same_bits([one], [other], "the replay", "the eager call")
+    with pytest.raises(AssertionError, match="output 0 of the replay differs"):
+        testing._assert_same_bits([one], [number], "the replay", "the eager call")

@@ -96,6 +96,14 @@ def test_scales_are_those_of_the_largest_row(product: str) -> None:
         assert f"activations in steps of {one.input_scale:.3g}" in str(report)
 
 
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_inference_mode_hides_no_product(product: str) -> None:
+    wanted = moe_ops.quantize_(Block(product), "fp8_channel", inputs=batches())
+    with torch.inference_mode():
+        got = moe_ops.quantize_(Block(product), "fp8_channel", inputs=batches())
+    assert str(got) == str(wanted)
+
+
 def test_inputs_of_every_kind() -> None:
     (x,), block = batches(1), Block()
     moe_ops.quantize_(block, "fp8_tensor", inputs=(given for given in [x, (x, 2.0), {"x": x, "scale": 3.0}, [x]]))
@@ -196,6 +204,10 @@ ERRORS: dict[str, tuple[Callable[[], object], str]] = {
     "not finite": (
         lambda: quantize(Block(), [torch.full((2, H), torch.inf)]),
         "inputs must be such that rows in front of experts.gate_up_proj are finite, got",
+    ),
+    "zeros": (
+        lambda: quantize(Block(), [torch.zeros(2, H)]),
+        "inputs must be such that rows in front of experts.gate_up_proj are not all zero, got zeros. A scale of them",
     ),
     "not reached": (
         lambda: quantize(Beside(), batches()),

@@ -513,4 +513,6 @@ def test_files_that_are_not_there(where: str, tmp_path: Path) -> None:
             words = f"{key} must be readable from 'model-1.safetensors', got SafetensorError"
     with pytest.raises(ValueError, match=re.escape(words)) as caught:
         moe_ops.load_experts_(Model(1), tmp_path / "none" if where == "nothing" else tmp_path)
+    why = {"nothing": "which does not exist. ", "empty folder": "which has none. "}.get(where, "")
+    assert why in str(caught.value) and ("snapshot_download" in str(caught.value)) == bool(why)
     assert str(caught.value).count("load_experts_") == 1

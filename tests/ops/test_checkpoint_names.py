@@ -165,18 +165,25 @@ def test_square_experts_have_to_say_how_they_are_stored(tmp_path: Path) -> None:
     assert module.up_proj.transposed
 
 
-def tied() -> nn.Module:
+def tied(modules: bool = False) -> nn.Module:
     model = Model(2)
     first, second = (layer["mlp"]["experts"] for layer in model.layers)
+    if modules:
+        model.layers[1]["mlp"]["experts"] = first
+        return model
     second.gate_up_proj, second.down_proj = first.gate_up_proj, first.down_proj
     return model
 
 
+ties = pytest.mark.parametrize("modules", [False, True], ids=["parameters", "modules"])
+
+
+@ties
 @pytest.mark.parametrize("stored", [(0,), (1,), (0, 1)], ids=["first", "second", "both"])
-def test_a_parameter_of_two_names_stays_one(stored: tuple[int, ...], tmp_path: Path) -> None:
+def test_a_parameter_of_two_names_stays_one(stored: tuple[int, ...], modules: bool, tmp_path: Path) -> None:
     state = layers_of("float, channel", [f"layers.{i}.mlp.experts" for i in stored])
     save_file(state, tmp_path / "model.safetensors")
-    model = tied()
+    model = tied(modules)
     names = [f"layers.{i}.mlp.experts" for i in range(2)]
     assert moe_ops.load_experts_(model, tmp_path) == dict.fromkeys(names, "fp8_channel")
     first, second = (model.get_submodule(name) for name in names)
@@ -186,19 +193,25 @@ def test_a_parameter_of_two_names_stays_one(stored: tuple[int, ...], tmp_path: P
     assert all(type(tensor) is Tensor for tensor in model.state_dict().values())
 
 
-def test_a_parameter_of_two_names_is_taken_whole_and_once(tmp_path: Path) -> None:
+@ties
+def test_what_the_names_of_a_parameter_say_is_the_same(modules: bool, tmp_path: Path) -> None:
     names = [f"layers.{i}.mlp.experts" for i in range(2)]
     state = layers_of("float, channel", names)
     state[f"{names[1]}.0.down_proj.weight"] = torch.zeros(H, I, dtype=torch.float8_e4m3fn)
     save_file(state, tmp_path / "model.safetensors")
+    words = f"{names[1]}.down_proj must be the same as that of the other names of the parameter, got another. Give each"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        moe_ops.load_experts_(tied(modules), tmp_path)
+
+
+def test_a_parameter_of_two_names_is_taken_whole(tmp_path: Path) -> None:
+    names = [f"layers.{i}.mlp.experts" for i in range(2)]
+    save_file(layers_of("float, channel", names), tmp_path / "model.safetensors")
     words = (
         f"filter must be the same for {names[0]}.gate_up_proj and {names[1]}.gate_up_proj, one parameter of two names"
     )
     with pytest.raises(ValueError, match=re.escape(words)):
         moe_ops.load_experts_(tied(), tmp_path, filter=lambda name, module: name == names[0])
-    words = f"{names[1]}.down_proj must be the same as that of the other names of the parameter, got another. Give each"
-    with pytest.raises(ValueError, match=re.escape(words)):
-        moe_ops.load_experts_(tied(), tmp_path)
 
 
 def test_biases_that_are_buffers_stay_buffers(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -75,6 +76,50 @@ def test_other_code_computes_with_the_dequantised_numbers(use: str, transposed: 
         got = USES[use](weight)
         assert type(got) is Tensor
         assert torch.equal(got, USES[use](dense))
+
+
+@pytest.mark.parametrize("born", ["before it", "in it"])
+@pytest.mark.parametrize("use", USES)
+def test_inference_mode_changes_no_number(use: str, born: str) -> None:
+    """torch hands composite functions over whole there, and refuses views of what was made before it."""
+    with torch.inference_mode(born == "in it"):
+        weight = made("mxfp4")
+    wanted = USES[use](made("mxfp4").dequantize())
+    with torch.inference_mode():
+        assert torch.equal(USES[use](weight), wanted)
+    if born == "in it":
+        assert torch.equal(USES[use](weight), wanted)
+
+
+@pytest.mark.parametrize("born", ["before it", "in it"])
+@pytest.mark.parametrize("cast", ["half", "bfloat16", "to device", "to dtype", "mT"])
+def test_inference_mode_keeps_the_bytes(cast: str, born: str) -> None:
+    casts: dict[str, Callable[[Any], Any]] = {
+        **{"half": lambda it: it.half(), "bfloat16": lambda it: it.bfloat16(), "to device": lambda it: it.to("meta")},
+        **{"to dtype": lambda it: it.to(torch.float64), "mT": lambda it: it.mT},
+    }
+    with torch.inference_mode(born == "in it"):
+        weight = made("fp8_channel")
+        holder = nn.ParameterDict({"w": nn.Parameter(weight, requires_grad=False)})
+    for inside in (True, False):
+        with torch.inference_mode(inside):
+            made_of_it = [casts[cast](weight)] + ([] if cast == "mT" else [casts[cast](holder)["w"]])
+        for got in made_of_it:
+            assert isinstance(got, QuantizedWeight) and got.stored.dtype == weight.stored.dtype
+
+
+def test_it_never_requires_grad() -> None:
+    """``model.requires_grad_()`` is said of a whole model; the operators would drop the gradient of one that is set."""
+    module = nn.Module()
+    module.w = nn.Parameter(made("mxfp4"), requires_grad=False)
+    assert not module.requires_grad_(True).w.requires_grad and module.w.requires_grad_() is module.w
+    x, logits, layer_of = layer("mxfp4")
+    layer_of.down_proj.requires_grad = True
+    words = "fused_moe: down_proj must be without requires_grad: quantised weights have no gradient, got True. Set req"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        moe_ops.fused_moe(x, logits, layer_of.gate_up_proj, layer_of.down_proj, top_k=2)
+    with torch.no_grad():
+        moe_ops.fused_moe(x, logits, layer_of.gate_up_proj, layer_of.down_proj, top_k=2)
 
 
 #: Of [E, rows, columns] weights of any kind.
@@ -525,6 +570,7 @@ def stepped(name: str, **options: Any) -> Callable[[Tensor], None]:
 
     def step(weight: Tensor) -> None:
         parameter = nn.Parameter(weight)
+        parameter.requires_grad = True
         optimizer = getattr(torch.optim, name)([parameter], **options)
         with torch.enable_grad():
             parameter[0].sum().backward()
