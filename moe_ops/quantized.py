@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from meta.checks import accepts, check_name, check_placement, check_rank, check_type, describe_value, fail
-from meta.formats import E8M0
+from meta.formats import E4M3, E8M0
 from meta.gemm_shapes import by_place, weight_operand
 from meta.schemes import FLOAT_DTYPES, SCHEMES, QuantScheme
 from moe_ops import compat
@@ -202,7 +202,12 @@ class QuantizedWeight(ExchangedTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         is_parameter = isinstance(self, torch.nn.Parameter)
-        return rebuild, (self.parts(), self.scheme, self.dtype, self.transposed, is_parameter)
+        # Not every pickler of torch's knows floats of 8 bits: these go as bytes, and say what they are.
+        parts = {
+            name: (part.view(torch.uint8), part.dtype) if part.dtype in (E4M3, E8M0) else part
+            for name, part in self.parts().items()
+        }
+        return rebuild, (parts, self.scheme, self.dtype, self.transposed, is_parameter)
 
     @classmethod
     @compat.not_captured  # where a graph breaks, operators run while Dynamo looks for frames to capture
@@ -229,9 +234,16 @@ class QuantizedWeight(ExchangedTensor):
         return func(*args, **kwargs)
 
 
-def rebuild(parts: dict[str, Tensor], scheme: str, dtype: torch.dtype, transposed: bool, is_parameter: bool) -> Tensor:
-    """What was pickled; its type has no place for anything but tensors and these fields."""
-    weight = assemble(parts, scheme, dtype, transposed)
+def rebuild(
+    parts: dict[str, Tensor | tuple[Tensor, torch.dtype]],
+    scheme: str,
+    dtype: torch.dtype,
+    transposed: bool,
+    is_parameter: bool,
+) -> Tensor:
+    """What was pickled, today or when all parts went as they are; its type has no place for anything but these."""
+    whole = {name: part if isinstance(part, Tensor) else part[0].view(part[1]) for name, part in parts.items()}
+    weight = assemble(whole, scheme, dtype, transposed)
     return torch.nn.Parameter(weight, requires_grad=False) if is_parameter else weight
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import pickle
 import re
 import weakref
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 import moe_ops
 from meta.schemes import SCHEMES
 from moe_ops.pairs import used_rows
-from moe_ops.quantized import QuantizedWeight
+from moe_ops.quantized import QuantizedWeight, rebuild
 
 E, N, K = 4, 64, 128
 #: One with a format for rows, one of packed integers, one with exponents, one with two scales.
@@ -182,6 +183,22 @@ def test_copies_have_memory_of_their_own(scheme: str) -> None:
         assert other.transposed and other.stored.data_ptr() != weight.stored.data_ptr()
     assert isinstance(copy.deepcopy(weight), nn.Parameter)
     assert weight.detach().stored.data_ptr() == weight.stored.data_ptr()
+
+
+@pytest.mark.parametrize("scheme", ALL)
+def test_a_pickled_weight_is_the_same(scheme: str) -> None:
+    weight = made(scheme, transposed=True)
+    for given in (weight, nn.Parameter(weight, requires_grad=False)):
+        again = pickle.loads(pickle.dumps(given))
+        assert_same_bytes(again, weight)
+        assert again.transposed and again.dtype == weight.dtype and type(again) is type(given)
+        assert isinstance(again, nn.Parameter) == isinstance(given, nn.Parameter)
+
+
+@pytest.mark.parametrize("scheme", SOME)
+def test_what_was_pickled_part_by_part_is_read(scheme: str) -> None:
+    weight = made(scheme)
+    assert_same_bytes(rebuild(weight.parts(), scheme, weight.dtype, False, False), weight)
 
 
 @pytest.mark.parametrize("scheme", ALL)
