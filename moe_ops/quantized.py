@@ -218,7 +218,7 @@ class QuantizedWeight(ExchangedTensor):
             result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if torch.is_inference_mode_enabled() and _is_view(func) and not args[0].is_inference():
+        if torch.is_inference_mode_enabled() and args and _is_view(func) and not args[0].is_inference():
             # torch refuses a view that is an inference tensor of what is none.
             with torch.inference_mode(False), torch.no_grad():
                 return cls._computed(func, known, args, kwargs)
