@@ -171,8 +171,9 @@ def compile(model: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
 def fuse() -> Iterator[None]:
     """Compilations inside the block, by the default backend, fuse MoE blocks; the configuration is restored after it.
 
-    torch.compile compiles at the first call: that call has to be inside, and a warning says so when it was not. The
-    same goes for AOTInductor, which compiles at once:
+    torch.compile compiles at the first call: that call has to be inside. A warning says so where torch.compile was
+    called inside and nothing was compiled; it says nothing of what had been compiled before. The same goes for
+    AOTInductor, which compiles at once:
 
         with moe_ops.fuse():
             torch._inductor.aoti_compile_and_package(exported_program, package_path="model.pt2")

@@ -26,6 +26,7 @@ from compile_passes.named import is_named, subject
 from compile_passes.passes import CAUSAL, FUSE, FUSE_CHECKED, JOIN, SHARE, graph_modules, needs_gradient, run
 from compile_passes.report import Fused, Refused, Report
 from compile_passes.uncaptured import Seen, Stop, cut, defined_at, explanation, first_line, is_from_before
+from meta.checks import fail
 from moe_ops.compat import as_written
 
 _GOT = re.compile(r": (got \w+\(.*\))\s*$", re.M)
@@ -47,13 +48,15 @@ def explain(model: Any, *args: Any, **kwargs: Any) -> Report:
             "eager"), dtype (torch.bfloat16) and tokens (16), and is run without gradients.
 
     Raises:
-        ValueError: ``model`` is a name that stands for nothing, or comes with inputs.
+        ValueError: ``model`` is a name that stands for nothing, comes with inputs, or is nothing that can be called.
 
     Example:
         >>> print(moe_ops.explain(model, input_ids))
         >>> print(moe_ops.explain("mistralai/Mixtral-8x7B-v0.1"))
     """
     if not is_named(model):
+        if not callable(model):
+            raise fail("explain", "model", "a module, a function or a model's name", type(model).__name__)
         return _explain(model, args, kwargs)
     if args:
         raise ValueError("explain: a model by name must come without inputs: they are made with it. Give the model.")

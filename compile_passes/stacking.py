@@ -73,6 +73,8 @@ def stack_experts_(model: nn.Module, *names: str) -> nn.Module:
         >>> model = moe_ops.stack_experts_(model)
         >>> compiled = torch.compile(model, backend="moe_ops")
     """
+    if not isinstance(model, nn.Module):
+        raise fail("stack_experts_", "model", "a torch.nn.Module", type(model).__name__)
     lists = expert_lists(model, names)
     if not lists:
         raise fail(

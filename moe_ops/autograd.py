@@ -191,7 +191,13 @@ class InTraining:
             given["topk_weights"], given["topk_ids"] = topk
         tensors = (given[name] for name in (*_INPUTS, "topk_ids", "up_proj", "gate_up_bias", "down_bias", "expert_map"))
         options = {name: given[name] for name in (*_LAYER_OPTIONS, *_FORMAT_OPTIONS)}
-        return torch.ops.moe_ops.fused_experts_saving.default(*tensors, **options)[0]
+        try:
+            return torch.ops.moe_ops.fused_experts_saving.default(*tensors, **options)[0]
+        except ValueError as error:  # in the words of what was called
+            own, called, text = "fused_experts_saving", self._op, str(error)
+            if not text.startswith(f"{own}: "):
+                raise
+            raise ValueError(text.replace(own, called, 1)) from None
 
 
 def _is_mistaken(scheme: str | None, weight: Tensor) -> bool:

@@ -77,7 +77,8 @@ def _choose(
     asked = "any backend" if requested is None else f"backend={requested!r}"
     cure = ""
     if by_variable:
-        asked, cure = f"{_VARIABLE}={requested}", f" Unset {_VARIABLE}, or pass backend= to this call."
+        other = ", or pass backend= to this call" if op in LAYERS else ""
+        asked, cure = f"{_VARIABLE}={requested}", f" Unset {_VARIABLE}{other}."
     raise ValueError(
         f"{op}: {asked} must accept the problem, got refusals: {'; '.join(refusals)}. Problem: {problem}.{cure}"
     )

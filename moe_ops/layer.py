@@ -279,6 +279,13 @@ def experts(
         )
     if scheme is not None:
         check_name(op, "scheme", scheme, SCHEMES)
+    # Else the second product would blame what the first took: the rows and their extents.
+    check_rank(op, "gate_up_proj", gate_up_proj, "E N H")
+    check_rank(op, "down_proj", down_proj, "E H I")
+    if down_proj.shape[0] != gate_up_proj.shape[0]:
+        raise fail(op, "down_proj", f"of E={gate_up_proj.shape[0]} experts, as gate_up_proj", down_proj.shape[0])
+    if down_proj.dtype != gate_up_proj.dtype:
+        raise fail(op, "down_proj", f"{gate_up_proj.dtype}, as gate_up_proj", down_proj.dtype)
     if _quantizes(scheme) and prepared.rows_scale is None:
         rule, cure = f"given for scheme {scheme!r}", f"Pass scheme={scheme!r} to moe_ops.prepare."
         raise fail(op, "prepared.rows_scale", rule, "None", cure)

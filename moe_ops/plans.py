@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -108,19 +109,43 @@ def write(table: Mapping[str, Any], path: Path) -> None:
     os.replace(partial, path)
 
 
+def read(path: Path) -> tuple[dict[str, Any], dict[str, dict[int, Plan | None]]]:
+    """A file of plans, as it is stored, and key -> tokens -> plan: None where nothing won, or for another version.
+
+    Raises:
+        ValueError: it is no whole one.
+    """
+    try:
+        stored = json.loads(path.read_text())
+        found = {
+            key: {int(tokens): None if row is None else Plan.from_json(row) for tokens, row in rows.items()}
+            for key, rows in stored["plans"].items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        rule = "must be a whole file of plans, as moe-ops tune writes it"
+        raise ValueError(f"{path} {rule}, got {type(error).__name__}: {error}. Delete it, and tune again.") from error
+    return stored, found
+
+
 @cache
 def tuned(gpu: str) -> dict[str, dict[int, Plan]]:
     """All measured plans for a GPU, key -> tokens -> plan. Read once, before any graph is captured."""
     plans: dict[str, dict[int, Plan]] = {}
     for directory in (CONFIG_DIR, user_directory()):
         path = directory / file_name(gpu)
-        if os.path.exists(path):
-            for key, rows in json.loads(path.read_text())["plans"].items():
-                of_key = plans.setdefault(key, {})
-                for tokens, row in rows.items():
-                    of_key.pop(int(tokens), None)  # where nothing won, no plan of another file does
-                    if row is not None and (plan := Plan.from_json(row)) is not None:
-                        of_key[int(tokens)] = plan
+        if not os.path.exists(path):
+            continue
+        try:
+            _, found = read(path)
+        except ValueError as error:  # calls that ask for no plan do not end by one
+            warnings.warn(f"moe_ops: {error} Until then its plans are left out.", stacklevel=2)
+            continue
+        for key, rows in found.items():
+            of_key = plans.setdefault(key, {})
+            for tokens, plan in rows.items():
+                of_key.pop(tokens, None)  # where nothing won, no plan of another file does
+                if plan is not None:
+                    of_key[tokens] = plan
     return plans
 
 

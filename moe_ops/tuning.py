@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -30,10 +29,11 @@ _WHAT = f"""What to tune:
 Plans go to the user's cache directory, from where every process reads them before the shipped ones. A run that was
 stopped goes on where it ended; --again measures anew what is there.
 """
-#: Names that transformers' configurations have for E, K and I.
+#: Names that transformers' configurations have for E, K, H and I.
 _FIELDS = (
     ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"),
+    ("moe_hidden_size", "hidden_size"),
     ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size"),
 )
 
@@ -102,11 +102,20 @@ def _model(name: str) -> tuple[int, int, int, int]:
     except ImportError as error:
         known = ", ".join(MODEL_LAYERS)
         raise ValueError(f"tune: --model must be one of {known} without transformers, got {name!r}.") from error
-    config = AutoConfig.from_pretrained(name).get_text_config()
-    E, K, I = (next((size for at in names if (size := getattr(config, at, None))), None) for names in _FIELDS)
-    if E is None or K is None or I is None:
-        raise ValueError(f"tune: --model must be a Mixture of Experts, got {name!r}. Pass --shape E,K,H,I.")
-    return E, K, config.hidden_size, I
+    cure = "Pass --shape E,K,H,I."
+    try:
+        config = AutoConfig.from_pretrained(name).get_text_config()
+    except (OSError, ValueError) as error:
+        rule = f"one of {', '.join(MODEL_LAYERS)}, a config.json, its folder or a model's name"
+        raise ValueError(f"tune: --model must be {rule}, got {name!r} ({error}). {cure}") from error
+    sizes = [next((size for at in names if (size := getattr(config, at, None))), None) for names in _FIELDS]
+    if None in sizes:
+        raise ValueError(f"tune: --model must be a Mixture of Experts, got {name!r}. {cure}")
+    for letter, size in zip("EKHI", sizes, strict=True):
+        if not isinstance(size, int):
+            raise ValueError(f"tune: --model must have one {letter}, got {size} in {name!r}. {cure}")
+    E, K, H, I = cast(list[int], sizes)
+    return E, K, H, I
 
 
 def missing(
@@ -126,9 +135,15 @@ def tune(options: argparse.Namespace) -> None:
         raise ValueError("tune: needs a CUDA device, got none.")
     gpu = torch.cuda.get_device_name()
     output = options.output or plans.user_directory() / plans.file_name(gpu)
-    stored: dict[str, Any] = json.loads(output.read_text()) if output.exists() else {"gpu": gpu, "plans": {}}
-    if stored["gpu"] != gpu:
-        raise ValueError(f"tune: --output must hold plans of {gpu}, got those of {stored['gpu']}. Name another file.")
+    stored: dict[str, Any] = {"gpu": gpu, "plans": {}}
+    if output.exists():
+        try:
+            stored, _ = plans.read(output)
+        except ValueError as error:
+            raise ValueError(f"tune: --output {error}") from error
+    of = stored.get("gpu")
+    if of != gpu:
+        raise ValueError(f"tune: --output must hold plans of {gpu}, got those of {of}. Name another file.")
     todo = list(missing({"plans": {}} if options.again else stored, keys, tokens))
     with progress() as bars:
         compiling, measuring = bars.bar("compiling", None), bars.bar("tuning", len(todo))

@@ -161,6 +161,24 @@ def test_garbage_past_the_last_row_stays_out_of_the_gradients(monkeypatch: pytes
         assert relative_error(got[name], value) <= 1e-5, name
 
 
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("op", ["fused_experts", "fused_moe"])
+def test_errors_name_what_was_called(op: str, how: str) -> None:
+    """Not the operator that saves what the gradient reads."""
+    x, up, down = torch.randn(3, 16, requires_grad=True), torch.randn(4, 64, 16), torch.randn(4, 32, 16)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        if op == "fused_moe":
+            return moe_ops.fused_moe(x, x[:, :4], up, down, top_k=2)
+        return moe_ops.fused_experts(x, up, down, torch.rand(3, 2), torch.zeros(3, 2, dtype=torch.int32))
+
+    torch.compiler.reset()
+    run = call if how == "eager" else torch.compile(call, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=rf"{op}: down_proj must be \[E=4, H=16, I=32\]") as caught:
+        run(x)
+    assert "fused_experts_saving: " not in str(caught.value)
+
+
 RECOMPUTED = (
     "plain", "bias", "bf16", "gpt_oss", "separate_bias", "weight_on_input", "expert_map_bias", "batched", "no_tokens",
 )  # fmt: skip

@@ -320,6 +320,12 @@ def test_errors_name_the_arguments_of_the_step() -> None:
         moe_ops.experts(prepared, up.transpose(1, 2), down)
     with pytest.raises(ValueError, match=r"^experts: down_proj must be \[E=6, N=40, K=40\]"):
         moe_ops.experts(prepared, up, down.transpose(1, 2))
+    with pytest.raises(ValueError, match=r"^experts: down_proj must be of E=6 experts, as gate_up_proj, got 5"):
+        moe_ops.experts(prepared, up, down[:5])
+    with pytest.raises(
+        ValueError, match=r"^experts: down_proj must be torch.float32, as gate_up_proj, got torch.float1"
+    ):
+        moe_ops.experts(prepared, up, down.half())
     with pytest.raises(ValueError, match=r"^finalize: result must be \[R, H\]"):
         moe_ops.finalize(torch.randn(2, 3, 4), prepared)
     with pytest.raises(ValueError, match=r"^finalize: prepared must be a moe_ops.Prepared, got Tensor"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,6 +78,28 @@ def test_plans_survive_being_written_and_read(path: Path) -> None:
 def cheapest(tokens: int, scheme: str = "bf16", sm: int = 90, gpu: str = "NVIDIA H200", **sizes: Any) -> plans.Plan:
     made = {"E": 8, "K": 2, "H": 512, "I": 256, "gated": True, "format": "grouped", **sizes}
     return triton_plans.cheapest(plans.LayerKey(scheme=scheme, **made), tokens, gpu, sm)
+
+
+ROW = '{"gpu": "Test GPU", "plans": {"a layer": {"16": %s}}}'
+DAMAGED = {
+    **{"empty": "", "cut": '{"gpu": "Test GPU", "plans": {', "list": "[]", "nothing": "{}"},
+    "list of plans": '{"gpu": "Test GPU", "plans": []}',
+    "no configs": ROW % '{"backend": "triton", "sequence": "grouped"}',
+    **{"tokens": '{"gpu": "Test GPU", "plans": {"a layer": {"x": null}}}', "no text": "\udcff"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_file_of_the_user_is_named_and_left_out(name: str, tmp_path: Path) -> None:
+    path = tmp_path / plans.file_name("Test GPU")
+    path.write_text(DAMAGED[name], errors="surrogateescape")
+    with pytest.warns(UserWarning, match=re.escape(f"moe_ops: {path} must be a whole file of plans")) as caught:
+        assert plans.tuned("Test GPU") == {} == plans.tuned("Test GPU")
+    assert len(caught) == 1
+    with pytest.raises(
+        ValueError, match=re.escape(f"{path} must be a whole file of plans, as moe-ops tune writes it, got ")
+    ):
+        plans.read(path)
 
 
 def test_the_cheapest_plan_follows_the_sizes() -> None:

@@ -45,11 +45,15 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[int, int, int, int]]] = {
         {"n_routed_experts": 32, "num_experts_per_tok": 8, "hidden_size": 64, "moe_intermediate_size": 16},
         (32, 8, 64, 16),
     ),
+    "muse_spark": (
+        {"text_config": {"num_local_experts": 16, "moe_hidden_size": 32, "moe_intermediate_size": 24}}, (16, 8, 32, 24),
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_a_configuration_of_transformers(model_type: str, tmp_path: Path) -> None:
+    pytest.importorskip(f"transformers.models.{model_type}")
     fields, (E, K, H, I) = CONFIGS[model_type]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **fields}))
     (key,) = keys("--model", str(tmp_path)).values()
@@ -79,6 +83,19 @@ def test_a_model_without_experts_is_refused(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     assert main(["tune", "--model", str(tmp_path)]) == 2
     assert "--model must be a Mixture of Experts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["missing", "no JSON", "two widths"])
+def test_models_that_cannot_be_read(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if what == "no JSON":
+        (tmp_path / "config.json").write_text("{")
+    elif what == "two widths":
+        pytest.importorskip("transformers.models.ernie4_5_vl_moe")
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "ernie4_5_vl_moe"}))
+    assert main(["tune", "--model", str(tmp_path / "none" if what == "missing" else tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("tune: --model must ") and said.rstrip().endswith("Pass --shape E,K,H,I.")
+    assert ("have one I, got [" in said) == (what == "two widths")
 
 
 @pytest.fixture
@@ -130,6 +147,17 @@ def test_plans_of_another_gpu_are_not_mixed_in(
     assert main(["tune", "--shape", "8,2,64,32", "--output", str(path)]) == 2
     assert "--output must hold plans of Test GPU, got those of Another GPU" in capsys.readouterr().err
     assert measured == []
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"gpu": "Test GPU", "plans": []}'], ids=str)
+def test_a_file_that_holds_no_plans_is_kept(
+    text: str, measured: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plans.json"
+    path.write_text(text)
+    assert main(["tune", "--shape", "8,2,64,32", "--output", str(path)]) == 2
+    assert f"tune: --output {path} must be a whole file of plans" in capsys.readouterr().err
+    assert measured == [] and path.read_text() == text
 
 
 @pytest.mark.parametrize("cost_us", [100.0, 89.0, None], ids=["slower", "within_3_percent", "among_them"])

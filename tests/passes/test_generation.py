@@ -141,6 +141,13 @@ def test_the_model_is_still_copied_and_saved(tmp_path: Path) -> None:
         assert torch.equal(loaded(TOKENS).logits, twin(TOKENS).logits)
 
 
+@pytest.mark.parametrize("name", ["restore", "stack_experts_", "explain"])
+@pytest.mark.parametrize("model", [None, 3], ids=["none", "number"])
+def test_what_is_no_model_is_refused(name: str, model: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: model must be a "):
+        getattr(moe_ops, name)(model)
+
+
 @pytest.mark.parametrize("model", [None, 3, [torch.nn.Linear(2, 2)]], ids=["none", "number", "list"])
 def test_what_cannot_be_called_is_refused(model: Any) -> None:
     with pytest.raises(ValueError, match="compile: model must be a module or a function, got "):
