@@ -84,6 +84,8 @@ def _check(op: str, arguments: dict[str, Any]) -> bool:
     traced = False
     for name, value in arguments.items():
         check_type(op, name, value, _ACCEPTS[name])
+        if isinstance(value, Prepared):  # rows from elsewhere: the operators check the rest
+            check_type(op, "prepared.rows", value.rows, _ACCEPTS["result"])
         traced = traced or isinstance(value, fx.Proxy)
     return traced
 

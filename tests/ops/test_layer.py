@@ -326,6 +326,8 @@ def test_errors_name_the_arguments_of_the_step() -> None:
         ValueError, match=r"^experts: down_proj must be torch.float32, as gate_up_proj, got torch.float1"
     ):
         moe_ops.experts(prepared, up, down.half())
+    with pytest.raises(ValueError, match=r"^experts: prepared.rows must be a torch.Tensor, got None"):
+        moe_ops.experts(prepared._replace(rows=None), up, down)
     with pytest.raises(ValueError, match=r"^finalize: result must be \[R, H\]"):
         moe_ops.finalize(torch.randn(2, 3, 4), prepared)
     with pytest.raises(ValueError, match=r"^finalize: prepared must be a moe_ops.Prepared, got Tensor"):
