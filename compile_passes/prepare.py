@@ -34,7 +34,7 @@ from compile_passes.rebind import Verdict, bind, fused_as_written, unbind, verdi
 from compile_passes.recording import prepare_recording, restore_recording
 from compile_passes.source import sure
 from compile_passes.stacking import expert_lists, stack_list, taken_elsewhere, unstack, why_not
-from meta.checks import fail
+from meta.checks import check_module
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +87,7 @@ def restore(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: it is no module.
     """
-    if not isinstance(model, nn.Module):
-        raise fail("restore", "model", "a torch.nn.Module", type(model).__name__)
+    check_module("restore", model)
     unbind(model)
     restore_adapters(model)
     restore_recording(model)

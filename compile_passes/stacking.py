@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from compile_passes.loops import number_of_experts
-from meta.checks import fail
+from meta.checks import check_module, fail
 from moe_ops import quantized_state
 from moe_ops.quantized import QuantizedWeight
 
@@ -73,8 +73,7 @@ def stack_experts_(model: nn.Module, *names: str) -> nn.Module:
         >>> model = moe_ops.stack_experts_(model)
         >>> compiled = torch.compile(model, backend="moe_ops")
     """
-    if not isinstance(model, nn.Module):
-        raise fail("stack_experts_", "model", "a torch.nn.Module", type(model).__name__)
+    check_module("stack_experts_", model)
     lists = expert_lists(model, names)
     if not lists:
         raise fail(

@@ -67,6 +67,12 @@ def check_type(op: str, argument: str, value: object, row: Accepts) -> None:
                 raise fail(op, f"{argument}[{i}]", "a torch.Tensor", describe_value(item))
 
 
+def check_module(op: str, model: object, cure: str = "") -> None:
+    """``model`` is a module: what functions of whole models take."""
+    if not isinstance(model, torch.nn.Module):
+        raise fail(op, "model", "a torch.nn.Module", type(model).__name__, cure)
+
+
 def describe_value(value: object) -> str:
     """A short value as it is written, with its type; of the others the type."""
     name = type(value).__name__

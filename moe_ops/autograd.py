@@ -193,11 +193,11 @@ class InTraining:
         options = {name: given[name] for name in (*_LAYER_OPTIONS, *_FORMAT_OPTIONS)}
         try:
             return torch.ops.moe_ops.fused_experts_saving.default(*tensors, **options)[0]
-        except ValueError as error:  # in the words of what was called
-            own, called, text = "fused_experts_saving", self._op, str(error)
-            if not text.startswith(f"{own}: "):
+        except ValueError as error:
+            by, _, rest = str(error).partition(": ")
+            if by != "fused_experts_saving":
                 raise
-            raise ValueError(text.replace(own, called, 1)) from None
+            raise ValueError(f"{self._op}: {rest}") from None  # in the words of what was called
 
 
 def _is_mistaken(scheme: str | None, weight: Tensor) -> bool:

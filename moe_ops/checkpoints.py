@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from meta.checks import fail
+from meta.checks import check_module, fail
 from meta.operands import Operand
 from meta.schemes import FLOAT_DTYPES
 from moe_ops.checkpoint_files import Checkpoint, Members
@@ -101,8 +101,7 @@ def load_experts_(
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         schemes = moe_ops.load_experts_(model, "folder/of/the/checkpoint")
     """
-    if not isinstance(model, nn.Module):
-        raise fail(OP, "model", "a torch.nn.Module", type(model).__name__)
+    check_module(OP, model)
     found = [
         one for one in stacked_experts(model, every_name=True) if {*one.names} & {"gate_up_proj", "up_proj"}
     ]  # a layer that shares a module may have keys of its own, which must say the same

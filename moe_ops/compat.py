@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -280,25 +279,23 @@ def size_guards() -> dict[str, str]:
 
 
 @contextmanager
-def when_compiling(look: Callable[[], None]) -> Iterator[None]:
+def when_compiling(look: Callable[[Any], None]) -> Iterator[None]:
     """``look`` is called wherever Dynamo begins to compile a frame, in the stack of the call that made it do so.
 
     Never where this torch cannot be asked.
     """
-    handler = getattr(importlib.import_module("torch._dynamo.callback"), "callback_handler", None)
+    from torch._dynamo import callback
+
+    handler = getattr(callback, "callback_handler", None)
     if handler is None or not hasattr(handler, "remove_start_callback"):
         yield
         return
-
-    def callback(_: Any) -> None:
-        look()
-
-    handler.register_start_callback(callback)
+    handler.register_start_callback(look)
     try:
         yield
     finally:
         with suppress(ValueError):  # torch.compiler.reset has done it
-            handler.remove_start_callback(callback)
+            handler.remove_start_callback(look)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from meta.checks import check_module
 from moe_ops import counters
 
 if TYPE_CHECKING:
@@ -68,9 +69,7 @@ def load_statistics(model: nn.Module) -> Iterator[LoadStatistics]:
         >>> load.counts["experts"].tolist(), load.imbalance
         ([3, 1, 0, 1], {'experts': 2.4})
     """
-    if not isinstance(model, nn.Module):
-        cure = "Pass the module that holds the experts' weights."
-        raise ValueError(f"load_statistics: model must be a torch.nn.Module, got {type(model).__name__}. {cure}")
+    check_module("load_statistics", model, "Pass the module that holds the experts' weights.")
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise ValueError(
             "load_statistics: the block must begin outside of a CUDA graph's capture, got inside. Graphs captured "

@@ -213,20 +213,12 @@ class QuantizedWeight(ExchangedTensor):
     @compat.not_captured  # where a graph breaks, operators run while Dynamo looks for frames to capture
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        known = _KNOWN.get(func)
-        if known is None:  # where autograd is off altogether, composite functions come whole
-            result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
         if torch.is_inference_mode_enabled() and args and _is_view(func) and not args[0].is_inference():
             # torch refuses a view that is an inference tensor of what is none.
             with torch.inference_mode(False), torch.no_grad():
-                return cls._computed(func, known, args, kwargs)
-        return cls._computed(func, known, args, kwargs)
-
-    @classmethod
-    def _computed(cls, func: Any, known: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
-        result = NotImplemented if known is None else known(*args, **kwargs)
+                return cls.__torch_dispatch__(func, types, args, kwargs)
+        # Where autograd is off altogether, composite functions come whole.
+        result = _KNOWN.get(func, func.decompose)(*args, **kwargs)
         if result is not NotImplemented:
             return compat.with_aliases(func, args, kwargs, result) if func in _KEEPS else result
         _refuse_writes(func, args, kwargs)

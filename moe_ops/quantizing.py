@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meta.checks import accepts, check_name, check_type, fail
+from meta.checks import accepts, check_module, check_name, check_type, fail
 from meta.schemes import FLOAT_DTYPES, QuantScheme, joined
 from moe_ops.calibration import largest_rows
 from moe_ops.progress import progress
@@ -129,8 +129,7 @@ def quantize_(
         >>> report.worst.name.startswith("0."), report.worst.error < 0.15
         (True, True)
     """
-    if not isinstance(model, nn.Module):
-        raise fail(_OP, "model", "a torch.nn.Module", type(model).__name__)
+    check_module(_OP, model)
     check_type(_OP, "scheme", scheme, accepts("str"))
     rows = quantized_schemes()
     check_name(_OP, "scheme", scheme, rows)

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch._dynamo.utils import counters
 
-from moe_ops import compat, graphs
+from moe_ops import graphs
 from moe_ops.census import graph_kernel_names, kernel_names
 from moe_ops.compat import as_written, size_guards, when_compiling
 from moe_ops.logs import quiet
@@ -423,7 +423,7 @@ def _as_one_graph(backend: str) -> Iterator[None]:
     """What Dynamo raises of code that it cannot capture, as an AssertionError, and code around what it compiles too."""
     around: list[list[str]] = []
     try:
-        with when_compiling(lambda: around.append(_left_to_python())):
+        with when_compiling(lambda _: around.append(_left_to_python())):
             yield
     except torch._dynamo.exc.InvalidBackend as error:
         names = ", ".join(torch.compiler.list_backends())
@@ -444,7 +444,7 @@ def _left_to_python() -> list[str]:
     """
     found: list[str] = []
     frame = sys._getframe().f_back
-    others = (str(torch.__path__[0]), __file__, str(compat.__file__), str(contextlib.__file__))
+    others = (str(torch.__path__[0]), __file__, str(contextlib.__file__))
     while frame is not None and frame.f_code is not _run.__code__:
         if not frame.f_code.co_filename.startswith(others):
             found.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}")
@@ -478,10 +478,9 @@ def _run(function: Callable[..., Any], inputs: Inputs) -> Any:
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     """The tensors of a nested value, those of mappings and dataclasses included."""
-    inner: list[Any] = []
-    for leaf in torch.utils._pytree.tree_leaves(_plain(value)):
-        inner += [leaf] if isinstance(leaf, torch.Tensor) else _tensors(_parts(leaf)) if _parts(leaf) else []
-    return inner
+    leaves = torch.utils._pytree.tree_leaves(value)
+    nested = ([leaf] if isinstance(leaf, torch.Tensor) else _tensors(_parts(leaf)) for leaf in leaves)
+    return [tensor for inner in nested for tensor in inner]
 
 
 def _compared(outputs: Any) -> list[torch.Tensor]:
