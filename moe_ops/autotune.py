@@ -22,6 +22,7 @@ import torch
 from meta.operands import Operand
 from meta.schemes import SCHEMES, QuantScheme, joined
 from moe_ops import backends, plans
+from moe_ops.capture import captured, warm_up
 from moe_ops.plans import LayerKey, Plan
 
 TOKENS = tuple(2**octave for octave in range(15))  # a plan serves half an octave to either side
@@ -33,17 +34,13 @@ INPUT_SETS = 4
 
 def graph_us(thunks: list[Callable[[], object]], repeats: int = 9) -> float:
     """Median microseconds of one thunk, all of them back to back in one replayed CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+
+    def call() -> None:
         for thunk in thunks:
             thunk()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for thunk in thunks:
-            thunk()
+
+    warm_up(call)
+    graph, _ = captured(call)
     graph.replay()
     times = []
     for _ in range(repeats):

@@ -6,9 +6,12 @@ A captured graph is the exact list of what a replay will run: nothing is sampled
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+
+from moe_ops.capture import captured, warm_up
 
 WARMUP_CALLS = 3  # compilation, tuning and lazy handles all happen in the first calls
 
@@ -31,19 +34,12 @@ def kernel_names(function: Callable[..., Any], *args: Any, **kwargs: Any) -> lis
     """
     if not torch.cuda.is_available():
         raise RuntimeError("kernel_names: there are no GPU kernels to list without a CUDA device.")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARMUP_CALLS):
-            function(*args, **kwargs)
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
+    call = partial(function, *args, **kwargs)
+    warm_up(call, WARMUP_CALLS)
     try:
         from cuda.bindings import driver, runtime  # noqa: F401
 
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with torch.cuda.graph(graph):
-            function(*args, **kwargs)
+        graph, _ = captured(call, keep_graph=True)
         return graph_kernel_names(graph)
     except (ImportError, RuntimeError):
         return profiled_kernel_names(function, *args, **kwargs)

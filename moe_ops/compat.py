@@ -312,6 +312,13 @@ def as_written(model: Any) -> Iterator[None]:
             vars(module)["_compiled_call_impl"] = found
 
 
+def inductor_graphs_pool() -> tuple[int, int] | None:
+    """Where the CUDA graphs that Inductor records on the current device have their memory; None before the first."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    manager = trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False) if trees else None
+    return getattr(manager, "cuda_graphs_thread_pool", None)
+
+
 #: Of a tensor class whose operations all arrive in its ``__torch_dispatch__``.
 without_torch_function: Any = torch._C._disabled_torch_function_impl
 

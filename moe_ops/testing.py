@@ -21,16 +21,19 @@ import contextlib
 import copy
 import dataclasses
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch._dynamo.utils import counters
 
 from moe_ops import graphs
+from moe_ops.capture import captured, contained, first_cause, leave_pool, warm_up
 from moe_ops.census import graph_kernel_names, kernel_names
-from moe_ops.compat import as_written, size_guards, when_compiling
+from moe_ops.compat import as_written, inductor_graphs_pool, size_guards, when_compiling
 from moe_ops.logs import quiet
 
 __all__ = [
@@ -224,7 +227,8 @@ def assert_cuda_graph_safe(
             if backend is None:
                 _assert_replays_equal_eager(function, variants, run)
             else:
-                _assert_compiled_replays(function, variants, backend, run)
+                with contained():
+                    _assert_compiled_replays(function, variants, backend, run)
         elif backend is None:
             raise ValueError(
                 "assert_cuda_graph_safe: backend must be a name for inputs that are not on a GPU, got None."
@@ -281,16 +285,17 @@ def _assert_compiled_replays(function: Callable[..., Any], variants: list[Inputs
         plain = torch.compile(function, backend=backend, fullgraph=True)
         expected = [_compared(run(plain, variant)) for variant in variants]
         torch.compiler.reset()
-        captured = torch.compile(function, backend=backend, fullgraph=True, mode="reduce-overhead")
+        replayed = torch.compile(function, backend=backend, fullgraph=True, mode="reduce-overhead")
         with _graph_events() as events:
             for turn in range(REPLAYS):
                 before = events["replay"]
                 for variant, wanted in zip(variants, expected, strict=True):
                     torch.compiler.cudagraph_mark_step_begin()
                     try:
-                        got = _tensors(run(captured, variant))
+                        got = _tensors(run(replayed, variant))
                     except RuntimeError as error:
-                        raise AssertionError(f"it cannot be captured:\n{_indent(error)}") from error
+                        leave_pool(inductor_graphs_pool())
+                        raise _not_capturable(error) from error
                     _assert_same_bits(got, wanted, f"call {turn} under CUDA graphs", "the compiled code without them")
         # Neither equal bits nor a skip counter at 0 says that there was a graph: a backend may ignore `mode`.
         replays = events["replay"] - before
@@ -310,17 +315,12 @@ def _assert_replays_equal_eager(function: Callable[..., Any], variants: list[Inp
     """The eager half of `assert_cuda_graph_safe`: capture by hand, replay over changed inputs."""
     expected = [_compared(run(function, variant)) for variant in variants]
     static = _changed(variants[0], _copied)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run(function, static)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    warm_up(partial(run, function, static))
     try:
-        with torch.cuda.graph(graph):
-            outputs = _tensors(run(function, static))
+        graph, returned = captured(partial(run, function, static), keep_graph=True)
     except RuntimeError as error:
-        raise AssertionError(f"it cannot be captured:\n{_indent(error)}") from error
+        raise _not_capturable(error) from error
+    outputs = _tensors(returned)
     if not _holds_work(graph):
         raise AssertionError("the captured graph is empty: was the result computed before, or on another stream?")
     for index, (variant, wanted) in enumerate(zip(variants, expected, strict=True)):
@@ -350,6 +350,18 @@ def _graph_events() -> Iterator[Counter[str]]:
     finally:
         for name, method in methods.items():
             setattr(torch.cuda.CUDAGraph, name, method)
+
+
+def _not_capturable(error: RuntimeError) -> AssertionError:
+    """Of the call that ended a capture: closing it raises once more, of no reason."""
+    cause = first_cause(error)
+    if not str(cause).startswith("CUDA error"):
+        return AssertionError(f"it cannot be captured:\n{_indent(cause)}")
+    place = graphs.in_line(graphs.frame("".join(traceback.format_tb(cause.__traceback__))))
+    return AssertionError(
+        f"it cannot be captured:\n  {place}\n  {str(cause).splitlines()[0]}\nA graph has no place for what waits for "
+        "the GPU (.item(), .tolist(), a copy to the CPU, a size that the data decides): keep the value on the device."
+    )
 
 
 def _holds_work(graph: torch.cuda.CUDAGraph) -> bool:

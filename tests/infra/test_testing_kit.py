@@ -1,7 +1,9 @@
 """Each assertion of moe_ops.testing passes on sound code and fails, with a useful message, on code broken for it."""
 
 import logging
+import re
 from collections import UserDict
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -434,6 +436,7 @@ def test_inputs_in_any_mapping_are_captured_and_changed(monkeypatch) -> None:
 
     given: list[testing.Inputs] = []
     monkeypatch.setattr(testing, "_assert_compiled_replays", lambda function, variants, *rest: given.extend(variants))
+    monkeypatch.setattr(testing, "contained", nullcontext)
     assert_cuda_graph_safe(Sound(), UserDict(x=torch.arange(3).as_subclass(OnDevice)))
     assert [variant["x"].tolist() for variant in given] == [[0, 1, 2], [2, 1, 0]]
 
@@ -613,6 +616,62 @@ def test_value_frozen_at_capture_is_found() -> None:
 def test_synchronisation_cannot_be_captured() -> None:
     with pytest.raises(AssertionError, match="cannot be captured"):
         assert_cuda_graph_safe(lambda x: x * x.sum().item(), INPUTS.cuda(), backend=None)
+
+
+def _synchronises(x: torch.Tensor) -> torch.Tensor:
+    return x * x.sum().item()
+
+
+@torch.library.custom_op("kit_tests::synchronises", mutates_args=())
+def _opaque(x: torch.Tensor) -> torch.Tensor:
+    return _synchronises(x)
+
+
+@_opaque.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _refused(backend: str | None) -> None:
+    with pytest.raises(AssertionError, match="cannot be captured"):
+        assert_cuda_graph_safe(lambda x: _opaque(x) + 1, INPUTS.cuda(), backend=backend)
+
+
+AFTER = {
+    "eager": lambda: _refused(None),
+    "compiled": lambda: _refused("inductor"),
+    "kernel_names": lambda: kernel_names(_synchronises, INPUTS.cuda()),
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("refused", AFTER.values(), ids=AFTER)
+def test_the_process_goes_on_after_what_cannot_be_captured(refused) -> None:
+    stream = torch.cuda.current_stream()
+    torch.cuda.manual_seed(7)
+    wanted = torch.randn(3, device="cuda")
+    torch.cuda.manual_seed(7)
+    refused()
+    assert torch.cuda.current_stream() == stream
+    assert torch.equal(torch.randn(3, device="cuda"), wanted)
+    assert_cuda_graph_safe(Sound().cuda(), INPUTS.cuda(), backend=None)
+    assert_cuda_graph_safe(Sound().cuda(), INPUTS.cuda(), backend="inductor")
+    # What another stream used becomes free when that is done, but not while the allocator believes in a capture.
+    torch.empty(8, device="cuda").record_stream(torch.cuda.Stream())
+    torch.cuda.synchronize()
+    torch.empty(8, device="cuda")
+    stats = torch.cuda.memory_stats()
+    assert stats["active.all.current"] == stats["allocation.all.current"]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("backend", [None, "inductor"], ids=["eager", "compiled"])
+def test_what_cannot_be_captured_is_said_by_its_line(backend) -> None:
+    with pytest.raises(AssertionError) as raised:
+        assert_cuda_graph_safe(lambda x: _opaque(x) + 1, INPUTS.cuda(), backend=backend)
+    said = str(raised.value)
+    assert re.search(r"return x \* x\.sum\(\)\.item\(\)  # .*test_testing_kit\.py:\d+ in _synchronises", said), said
+    assert "operation not permitted when stream is capturing" in said
 
 
 @pytest.mark.cuda
