@@ -152,6 +152,13 @@ class Builder:
             return node
         return self.call(_ATEN.contiguous.default, (node,))
 
+    def laid_out(self, node: fx.Node, order: Sequence[int]) -> fx.Node:
+        """``node`` with its dimensions in this order in memory, the last fastest."""
+        back = [order.index(dim) for dim in range(len(order))]
+        result = self.call(_ATEN.permute.default, (node, list(order)))
+        result = self.call(_ATEN.contiguous.default, (result,))
+        return self.call(_ATEN.permute.default, (result, back))
+
     def times(self, node: fx.Node, number: float) -> fx.Node:
         """``node`` times a number."""
         return node if number == 1 else self.call(_ATEN.mul.Scalar, (node, number))

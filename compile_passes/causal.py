@@ -40,7 +40,7 @@ from compile_passes.reading import Reading
 from compile_passes.recognise import closure
 from compile_passes.rewrite import Rewriter
 from compile_passes.safety import different_scope, unknown_tensors
-from compile_passes.vocabulary import Call, equal_sizes, example, target_name
+from compile_passes.vocabulary import Call, equal_sizes, example, is_dense, target_name
 
 log = logging.getLogger(__name__)
 
@@ -104,9 +104,7 @@ def _lay_out(node: fx.Node, layout: tuple[int, ...]) -> None:
     """Give every reader of ``node`` its value in an order of dimensions in memory that swaps two of them at most."""
     builder = Builder(node.graph, node)
     with node.graph.inserting_before(node.next):
-        result = builder.call(torch.ops.aten.permute.default, (node, list(layout)))
-        result = builder.call(torch.ops.aten.contiguous.default, (result,))
-        result = builder.call(torch.ops.aten.permute.default, (result, list(layout)))
+        result = builder.laid_out(node, layout)
     node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in builder.made)
 
 
@@ -116,17 +114,7 @@ def _layout(tensor: torch.Tensor | None) -> tuple[int, ...] | None:
         return None
     rows = tuple(range(tensor.dim()))
     orders = (rows, (*rows[:-3], *rows[-2:-4:-1], *rows[-1:]))
-    return next((order for order in orders if _is_dense(tensor, order)), None)
-
-
-def _is_dense(tensor: torch.Tensor, order: Sequence[int]) -> bool:
-    """Whether the elements of ``tensor`` lie one after the other in memory, the last of these dimensions fastest."""
-    step: Any = 1
-    for d in reversed(order):
-        if not equal_sizes(tensor.stride(d), step):
-            return False
-        step = step * tensor.shape[d]
-    return True
+    return next((order for order in orders if is_dense(tensor, order)), None)
 
 
 def _body(node: fx.Node) -> fx.Graph | None:

@@ -20,6 +20,8 @@ from compile_passes.vocabulary import Call, example, same_shape
 
 # How far down two expressions are compared.
 _DEPTH = 8
+# Names that stand for more than one function, for those who ask no further than what they are of.
+_SEVERAL = frozenset({"norm", "vector_norm", "embedding"})
 # Dtypes in which counts of rows are exact whatever their number (fp32 up to 2 ** 24 of them).
 _COUNTING = frozenset({torch.int32, torch.int64, torch.float32, torch.float64})
 
@@ -102,6 +104,21 @@ class Values:
             value = call["x"]
         return value
 
+    def faithful(self, value: Any, count: Any, also: torch.dtype | None = None) -> Any:
+        """``value``, integers of which nobody knows whether they are in ``[0, count)``, without reshapes and the casts
+        that keep those that are, and make none of the others one of them; casts of integers to ``also``, too.
+        """
+        while (call := self.read(value, "view clone cast")) is not None:
+            after, before = example(value), example(call["x"])
+            if call.name == "cast":
+                if after is None or before is None:
+                    break
+                named = after.dtype == also and not before.dtype.is_floating_point
+                if not named and not is_faithful(after.dtype, before.dtype, count):
+                    break
+            value = call["x"]
+        return value
+
     def is_zeros(self, value: Any) -> bool:
         """Whether ``value`` is 0 everywhere, made so, in whatever shape."""
         return self.named(self.strip(value), "zeros", "zeros_like") is not None
@@ -115,6 +132,8 @@ class Values:
             return _equal_constants(left, right)
         one, two = self.call(left), self.call(right)
         if depth == 0 or one is None or two is None or one.name != two.name or set(one.args) != set(two.args):
+            return False
+        if one.name in _SEVERAL and left.target != right.target:
             return False
         if self.is_stale(left) or self.is_stale(right) or not (is_deterministic(left) and is_deterministic(right)):
             return False
@@ -170,6 +189,18 @@ def no_narrower(dtype: torch.dtype, floor: torch.dtype) -> bool:
 def narrower(left: torch.dtype, right: torch.dtype) -> torch.dtype:
     """The narrower of two floating dtypes; ``left`` when neither is."""
     return right if no_narrower(left, right) else left
+
+
+def is_faithful(after: torch.dtype, before: torch.dtype, count: Any) -> bool:
+    """Whether a cast keeps all numbers in ``[0, count)``, and makes no other number one of them."""
+    if before == torch.bool or after == before:
+        return True
+    if after.is_floating_point:  # rounds to what is as large or larger
+        return holds(after, count + 1)
+    if before.is_floating_point or torch.bool == after or before.is_complex or after.is_complex:
+        return False
+    one, two = torch.iinfo(after), torch.iinfo(before)
+    return one.min <= two.min and one.max >= two.max
 
 
 def holds(dtype: torch.dtype, count: Any) -> bool:

@@ -96,8 +96,12 @@ PURE: frozenset[Any] = frozenset(
     | {value for value in vars(operator).values() if isinstance(value, BuiltinFunctionType)
        and value not in OPERATORS_IN_PLACE and value.__name__ not in ("setitem", "delitem", "iconcat", "call")}
     | {builtins.getattr, torch.sym_int, torch.sym_float, torch.sym_max, torch.sym_min, torch.sym_not, torch.sym_ite,
-     getattr(torch._C._autograd, "_get_data_attr", None)}
+     getattr(torch, "sym_sum", None), getattr(torch._C._autograd, "_get_data_attr", None)}
 )  # fmt: skip
+
+
+# What the names of torch's Python functions that draw numbers have in them.
+_RANDOM = ("dropout", "fractional_max_pool", "gumbel", "multi_head_attention", "rrelu")
 
 
 def written(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -236,6 +240,9 @@ def _is_torchs(target: Any, name: str) -> bool:
 def is_deterministic(node: fx.Node) -> bool:
     """Whether equal operands give an equal result: no random numbers, no uninitialised memory."""
     signatures = signatures_of(node)
+    if node.op == "call_function" and not signatures and not isinstance(node.target, BuiltinFunctionType):
+        known = node.target in PURE or node.target in OPERATORS_IN_PLACE
+        return known and not any(word in target_name(node) for word in _RANDOM)
     if any(s.name.removeprefix("aten::").startswith(("empty", "new_empty", "resize")) for s in signatures):
         return False
     return not any(torch.Tag.nondeterministic_seeded in signature.tags for signature in signatures)

@@ -32,7 +32,7 @@ from compile_passes.patterns.chains import Expert, find_siblings
 from compile_passes.patterns.dense import recognise_dense, weighted_inside
 from compile_passes.patterns.experts import feeding_products, find_products, unpaired
 from compile_passes.patterns.forms import name_forms
-from compile_passes.patterns.ids import are_in_range, are_not_negative, ids_within
+from compile_passes.patterns.ids import are_in_range, are_not_negative, exact_ids, ids_within
 from compile_passes.patterns.low_rank import without_updates
 from compile_passes.patterns.routed import narrowest, routed_rows
 from compile_passes.patterns.router import kept, recognise_router
@@ -85,7 +85,7 @@ def recognise_calls(reading: Reading) -> list[RoutedCall]:
         if hidden is None or weight is None or given is None or given.dim() != 2:
             continue
         experts, floor = weight.shape[0], narrowest(hidden, weight.dtype)
-        ids, weights = reading.exact(call["topk_ids"], experts), reading.uncast(call["topk_weights"], floor)
+        ids, weights = exact_ids(reading, call["topk_ids"], experts), reading.uncast(call["topk_weights"], floor)
         router = recognise_router(
             reading, weights, ids, tokens=hidden.shape[0], experts=experts, top_k=given.shape[1], floor=floor
         )
@@ -311,7 +311,7 @@ def _own_ids(reading: Reading, dispatch: Dispatch, ids: fx.Node, experts: Any) -
             ids, "The expert ids cannot be proved not to be negative, and a negative one would move every "
             "row to another expert.", "Take them from topk, or clamp them with .clamp(0, num_experts - 1).",
         )  # fmt: skip
-    return replace(dispatch, ids=reading.exact(ids, experts), wrapped=wrapped)
+    return replace(dispatch, ids=exact_ids(reading, ids, experts), wrapped=wrapped)
 
 
 def _ordered(reading: Reading, region: set[fx.Node]) -> tuple[fx.Node, ...]:
@@ -321,7 +321,7 @@ def _ordered(reading: Reading, region: set[fx.Node]) -> tuple[fx.Node, ...]:
 def _may_be_negative(reading: Reading, ids: fx.Node, experts: Any) -> bool:
     """Whether the graph itself computes ids that are not proved: ids given to it, or read from a table, are the model's
     data, and the sorted form gives rows of a negative id no meaning that anybody could rely on."""
-    call = reading.call(reading.exact(ids, experts))
+    call = reading.call(reading.faithful(ids, experts, also=torch.int32))
     return call is not None and call.name != "index" and not are_not_negative(reading, ids, experts)
 
 

@@ -37,6 +37,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ from compile_passes.match import Factor, Made, MoEMatch, Product, Refusal, Route
 from compile_passes.quantised import Containers, list_arguments, nominal_dtype, read_containers
 from compile_passes.reading import Reading
 from compile_passes.staging import Stored, expert_rows
-from compile_passes.vocabulary import example
+from compile_passes.vocabulary import equal_sizes, example, is_dense
 from moe_ops.integrations.containers import Part
 
 _OPS = torch.ops.moe_ops
@@ -296,7 +297,18 @@ class Rewriter:
         if added is not None:
             start = self._node(added)
             result = builder.call(_ATEN.add.Tensor, (start, builder.cast(fused, start)))
-        return builder.cast(result, self.reading.operand(match.output))
+        return self._as_it_lay(builder, builder.cast(result, self.reading.operand(match.output)), match.output)
+
+    def _as_it_lay(self, builder: Builder, result: fx.Node, output: fx.Node) -> fx.Node:
+        """``result`` in the strides of the block's own: what comes after may ask for them, as views do."""
+        made, held = example(result), example(self.reading.operand(output))
+        if made is None or held is None or made.dim() != held.dim():
+            return result
+        sides = zip(made.shape, made.stride(), held.stride(), strict=True)
+        if all(equal_sizes(one, other) or equal_sizes(size, 1) for size, one, other in sides):
+            return result
+        order = next((order for order in permutations(range(held.dim())) if is_dense(held, order)), None)
+        return result if order is None else builder.laid_out(result, order)
 
     def _projections(self, builder: Builder, match: MoEMatch) -> dict[str, Any]:
         """The weights and biases of the block, and how gate and up lie in them."""

@@ -163,6 +163,8 @@ def _apart(
     reading: Reading, region: Collection[fx.Node], read: Iterable[fx.Node], end: fx.Node | None
 ) -> Pairs | Refusal:
     """The pairs of graph inputs, one written and one read by the block, that nothing proves to be different memory."""
+    if not region:
+        return frozenset()
     start = min(region, key=reading.order.__getitem__)
     writes = [(writer, origin) for writer, target in reading.memory.outside_writes(start, end)
               for origin in reading.memory.origins(target)]  # fmt: skip

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -309,6 +310,8 @@ def spell(node: fx.Node) -> Call | None:
     if row is not None:
         return _finish(node, *row)
     name = getattr(target, "__name__", str(target))
+    if isinstance(target, FunctionType) and (target.__module__ or "").partition(".")[0] != "torch":
+        return _finish(node, f"{target.__module__}.{name}@{id(target):x}", ())  # whatever else has that name
     if name == "_get_data_attr":
         return Call("detach", {"x": node.args[0]})
     return _spell_name(node, name) if is_in_place_name(name) else _finish(node, name, ())
@@ -622,6 +625,16 @@ def has_shape(node: Any, *sizes: Any) -> bool:
     """Whether ``node`` is a tensor of exactly this shape, for every input."""
     value = example(node)
     return value is not None and value.dim() == len(sizes) and all(map(equal_sizes, value.shape, sizes))
+
+
+def is_dense(tensor: torch.Tensor, order: Sequence[int]) -> bool:
+    """Whether the elements of ``tensor`` lie one after the other in memory, the last of these dimensions fastest."""
+    step: Any = 1
+    for d in reversed(order):
+        if not equal_sizes(tensor.stride(d), step):
+            return False
+        step = step * tensor.shape[d]
+    return True
 
 
 def same_shape(left: Any, right: Any) -> bool:

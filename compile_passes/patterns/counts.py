@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from compile_passes.equal import holds
@@ -242,7 +243,9 @@ class _Counting:
         return row_ids(self.order, value, self.dispatch) or self.reading.same(value, self.dispatch.ids)
 
     def _exact_ids(self, value: Any) -> Any:
-        return self.reading.exact(value, self.experts)
+        if are_in_range(self.reading, value, self.experts):
+            return self.reading.exact(value, self.experts)
+        return self.reading.faithful(value, self.experts, also=torch.int32)
 
     def _exact(self, value: Any) -> Any:
         return self.reading.exact(value, self.rows + 1)

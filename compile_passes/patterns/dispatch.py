@@ -12,7 +12,7 @@ from torch import fx
 
 from compile_passes.match import Dispatch, Product, Refusal
 from compile_passes.patterns.counts import counts_of, offsets_of, row_ids
-from compile_passes.patterns.ids import is_harmless
+from compile_passes.patterns.ids import are_in_range, exact_ids, is_harmless
 from compile_passes.patterns.rows import Order, Rows, sorts
 from compile_passes.reading import Reading
 from compile_passes.vocabulary import equal_sizes, example, has_shape, rank
@@ -163,7 +163,10 @@ def _disagreement(order: Order, dispatch: Dispatch, products: Sequence[Product])
             if refusal is not None:
                 return refusal
             wrong = None
-        if wrong is None and not _is_biased_alike(order, product, dispatch, experts):
+        # What a bias makes of rows of no expert is zeroed, or goes into the next product, which leaves such rows out.
+        masked = reading.named(reading.strip(product.result), "masked_fill") is not None
+        left_out = product is not products[-1] or masked or are_in_range(reading, dispatch.ids, experts)
+        if wrong is None and not _is_biased_alike(order, product, dispatch, experts, left_out):
             wrong = "bias"
         if wrong is not None:
             return Refusal(
@@ -179,23 +182,23 @@ def _disagreement(order: Order, dispatch: Dispatch, products: Sequence[Product])
     return None
 
 
-def _is_biased_alike(order: Order, product: Product, dispatch: Dispatch, experts: Any) -> bool:
-    """Whether every row gets the bias of its own expert, if there is one."""
+def _is_biased_alike(order: Order, product: Product, dispatch: Dispatch, experts: Any, left_out: bool) -> bool:
+    """Whether every row gets the bias of its own expert, if there is one; ``left_out``: whatever rows of none get."""
     if product.bias_ids is None:
         return True
     if product.bias_repeated:
         return dispatch.perm is not None and counts_of(order, product.bias_ids, dispatch, experts) is None
-    return _bias_ids(order, product.bias_ids, dispatch, experts)
+    return _bias_ids(order, product.bias_ids, dispatch, experts, left_out)
 
 
-def _bias_ids(order: Order, value: Any, dispatch: Dispatch, experts: Any) -> bool:
-    """As `row_ids`; ids of no expert may be clamped into range: their rows contribute nothing whatever the bias."""
+def _bias_ids(order: Order, value: Any, dispatch: Dispatch, experts: Any, left_out: bool) -> bool:
+    """As `row_ids`; ids of no expert may be clamped into range where their rows are ``left_out``."""
     reading = order.reading
-    value = reading.exact(value, experts)
+    value = exact_ids(reading, value, experts)
     call = reading.read(value, "clamp", "min max")
-    if call is not None and dispatch.perm is not None and is_harmless(call, experts):
+    if call is not None and dispatch.perm is not None and left_out and is_harmless(call, experts):
         value = call["x"]
-    return row_ids(order, reading.exact(value, experts), dispatch)
+    return row_ids(order, exact_ids(reading, value, experts), dispatch)
 
 
 def _is_sentinel_mask(order: Order, mask: Any, dispatch: Dispatch, experts: Any) -> bool:

@@ -23,6 +23,7 @@ from compile_passes.vocabulary import example, has_shape, rank, same_shape
 Index = fx.Node | tuple[fx.Node, ...]
 # What one expert's results are put into or added to, and what that gives.
 Step = tuple[Any, fx.Node]
+_NOTHING: frozenset[fx.Node] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -136,18 +137,21 @@ class Ends:
 
     def added_up(self, values: Sequence[fx.Node]) -> tuple[fx.Node, fx.Node | None] | None:
         """The node at which all ``values`` have been added up, and the one other term there is."""
-        counted = dict.fromkeys(values, 1)
+        summed = {value: frozenset({value}) for value in values}
         readers = {reader for value in values for reader in self.reading.readers(value)}
         waiting = sorted(readers, key=self.reading.order.__getitem__)
         rest: list[Any] = []
         for node in waiting:
             call = self.reading.read(node, "add", "y")
-            if call is None or node in counted:
+            if call is None or node in summed:
                 return None
             terms = (call["x"], call["y"])
-            counted[node] = sum(counted.get(term, 0) for term in terms if isinstance(term, fx.Node))
-            rest += [term for term in terms if not (isinstance(term, fx.Node) and term in counted) and term != 0]
-            if counted[node] == len(values):
+            one, other = (summed.get(term, _NOTHING) if isinstance(term, fx.Node) else _NOTHING for term in terms)
+            if one & other:  # twice in the sum
+                return None
+            summed[node] = one | other
+            rest += [term for term in terms if not (isinstance(term, fx.Node) and term in summed) and term != 0]
+            if len(summed[node]) == len(values):
                 break
             waiting += [reader for reader in self.reading.readers(node) if reader not in waiting]
         else:

@@ -81,6 +81,21 @@ def ids_within(reading: Reading, ids: fx.Node, experts: Any) -> fx.Node:
     return inner
 
 
+def are_integers(reading: Reading, value: Any) -> bool:
+    """Whether ``value`` holds integers, in a floating dtype, too: casts of some."""
+    while (tensor := example(value)) is not None and tensor.dtype.is_floating_point:
+        call = reading.read(value, "view clone cast")
+        if call is None:
+            return False
+        value = call["x"]
+    return tensor is not None
+
+
+def exact_ids(reading: Reading, ids: Any, experts: Any) -> Any:
+    """What ``ids`` are reshapes and casts of, whose numbers are theirs: all casts of ids that are in range are."""
+    return (reading.exact if are_in_range(reading, ids, experts) else reading.faithful)(ids, experts)
+
+
 def are_in_range(reading: Reading, ids: Any, experts: Any) -> bool:
     """Whether ``ids`` are proved to be in ``[0, E)``, whatever the data."""
     return _bounded(reading, ids, experts, above=True, depth=_DEPTH)

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from compile_passes.match import Made, Refusal, Spread, Value
-from compile_passes.patterns.ids import are_in_range
+from compile_passes.patterns.ids import are_in_range, are_integers
 from compile_passes.patterns.rows import Order, counted_off, entry_of, place_of
 from compile_passes.patterns.selection import Selection, selected_of
 from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank, same_shape, single
@@ -94,7 +94,7 @@ class Pairs:
             return self.of_mask(inverse["x"], number, not others)
         call = self.reading.read(value, "ne" if others else "eq", "y")
         if call is not None and type(call["y"]) is int:
-            return (call["x"], False) if call["y"] == number else None
+            return (call["x"], False) if call["y"] == number and are_integers(self.reading, call["x"]) else None
         if others:
             return None
         call = self.reading.read(value, "getslice select item", "index dim")

@@ -17,7 +17,7 @@ from torch import fx
 
 from compile_passes.equal import no_narrower
 from compile_passes.match import Refusal, Router, in_words
-from compile_passes.patterns.ids import Choice, topk_over_experts
+from compile_passes.patterns.ids import Choice, exact_ids, topk_over_experts
 from compile_passes.reading import Reading
 from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, same_shape, single
 from meta.routing import ROUTINGS
@@ -160,6 +160,8 @@ class _RouterReader:
             return None
         if call.name in ("mul", "div") and not state.renormalize and (found := _constant_factor(call)) is not None:
             rest, constant = found
+            if call.name == "div" and constant == 0:
+                return kept(value, "the weights are divided by 0")
             scale = state.scale * constant if call.name == "mul" else state.scale / constant
             return replace(state, selected=self._uncast(rest), scale=scale)
         divided = None if state.renormalize else self._division(call)
@@ -232,7 +234,7 @@ class _RouterReader:
 
     def _are_ids(self, value: Any, ids: fx.Node) -> bool:
         """Whether ``value`` [..., K] is the ids."""
-        same = self.reading.exact(value, self.experts) is self.reading.exact(ids, self.experts)
+        same = exact_ids(self.reading, value, self.experts) is exact_ids(self.reading, ids, self.experts)
         return same and self._per_token(value, self.top_k)
 
     def _is_softmax_of_chosen(self, value: Any, ids: fx.Node, topk: Choice) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from compile_passes.equal import no_narrower
+from compile_passes.patterns.ids import are_integers
 from compile_passes.reading import Reading
 from compile_passes.vocabulary import equal_sizes, example, has_shape, rank, same_count, same_shape
 
@@ -393,6 +394,8 @@ def counted_off(reading: Reading, value: Any, size: Any) -> fx.Node | None:
     for one, other in (("x", "y"), ("y", "x")) if call is not None else ():
         numbers, ramp = example(call[one]), example(call[other])  # type: ignore[index]
         if numbers is None or ramp is None or not numbers.dim() or not equal_sizes(numbers.shape[-1], 1):
+            continue
+        if not are_integers(reading, call[one]):  # type: ignore[index]
             continue
         if equal_sizes(ramp.numel(), size) and is_ramp(reading, reading.strip(call[other])):  # type: ignore[index]
             found: fx.Node = call[one]  # type: ignore[index]

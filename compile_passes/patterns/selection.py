@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import fx
 from compile_passes.equal import is_float_cast, no_narrower
 from compile_passes.match import Made, Refusal, Spread, Value
 from compile_passes.patterns.contraction import alike, axis_of, moves_one, permutation, spread_of
-from compile_passes.patterns.ids import are_distinct, are_in_range
+from compile_passes.patterns.ids import are_distinct, are_in_range, topk_over_experts
 from compile_passes.patterns.rows import counted_off
 from compile_passes.reading import Reading
 from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, same_shape, single, two_labelled
@@ -310,14 +310,17 @@ class _Reader:
     def _factor(self, found: _Sparse, other: Any, value: fx.Node, depth: int) -> Value | float | None:
         """What ``other`` multiplies the K numbers by; it is finite wherever the product has to be 0."""
         if type(other) in (int, float):
-            return float(other)
+            return float(other) if isfinite(other) else None
         if same_shape(other, value):
             inner = self.sparse(other, depth)
             if inner is not None:
                 agree = self.reading.same(inner.ids, found.ids) and alike(inner.order, found.order)
                 return inner.values if agree and abs(inner.elsewhere) < inf else None
-            return self._at_ids(found, other) if self._is_bounded(other) else None
+            zero = self._is_bounded(other) and self._is_nan_in_chosen(found, other)
+            return self._at_ids(found, other) if zero else None
         factor = self._per_token(found, other, value)
+        if factor is not None and not self._is_bounded(other):  # infinite: the others' products with 0 are NaN
+            factor = Made(_ATEN.add.Tensor, (factor, Made(_ATEN.mul.Scalar, (factor, 0.0))))
         return factor if factor is None or found.top_k == 1 else Made(_ATEN.expand.default, (factor, [-1, found.top_k]))
 
     def _div(self, value: fx.Node, call: Call, depth: int) -> _Sparse | None:
@@ -326,8 +329,15 @@ class _Reader:
             return None
         if type(call["y"]) in (int, float):
             return replace(found, values=Made(_ATEN.div.Scalar, (found.values, call["y"])))
-        divisor = self._total(found, call["y"], call["x"], depth) or self._per_token(found, call["y"], value)
-        return None if divisor is None else replace(found, values=Made(_ATEN.div.Tensor, (found.values, divisor)))
+        total = self._total(found, call["y"], call["x"], depth)
+        divisor = total or self._per_token(found, call["y"], value)
+        if divisor is None:
+            return None
+        values = Made(_ATEN.div.Tensor, (found.values, divisor))
+        if total is None:  # 0: the others' quotients are NaN
+            nothing = Made(_ATEN.div.Tensor, (Made(_ATEN.mul.Scalar, (divisor, 0.0)), divisor))
+            values = Made(_ATEN.add.Tensor, (values, nothing))
+        return replace(found, values=values)
 
     def _total(self, found: _Sparse, value: Any, scores: Any, depth: int) -> Made | None:
         """``scores.sum(-1, keepdim=True)``, at least or plus a number: the sum of the K numbers."""
@@ -441,7 +451,24 @@ class _Reader:
         if tensor is not None and not tensor.dtype.is_floating_point:
             return True
         call = self.reading.call(self._uncast(value))
+        if call is not None and call.name == "item":  # the best of some
+            call = self.reading.named(call["x"], "max", "topk", "sort") if call["index"] == 0 else None
+        if call is not None and call.name in ("max", "topk", "sort", "amax", "gather"):
+            return self._is_bounded(call["x"])
         return call is not None and call.name in ("softmax", "sigmoid")
+
+    def _is_nan_in_chosen(self, found: _Sparse, scores: Any) -> bool:
+        """Whether a token with NaN among bounded ``scores`` has one among those at its ids."""
+        call = self.reading.read(self._uncast(scores), "sigmoid")
+        if call is None:  # of a softmax all are
+            return True
+        chosen = topk_over_experts(self.reading, found.ids, self.experts)
+        if chosen is None or not chosen.largest:
+            return False
+        order = self._uncast(chosen.scores)
+        sides = self.reading.read(order, "add", "y")
+        roots = (self._uncast(scores), self._uncast(call["x"]))
+        return any(value in roots for value in (order, *((map(self._uncast, sides.args.values())) if sides else ())))
 
     def _is_float_or_mask(self, value: Any) -> bool:
         tensor = example(value)

@@ -1,0 +1,298 @@
+"""Programs in which one step of a proof has to look twice: at which values a sum is of, at what a name stands for, at
+what a cast does to a number that nobody has bounded, at numbers that meet zeros, at how a result lies in memory.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers.integrations.moe  # noqa: F401  (defines the operator)
+from torch import Tensor
+
+import moe_ops
+from tests.passes.compare import check
+
+T, E, K, H, I = 12, 8, 2, 32, 16
+grouped_product = torch.ops.transformers.grouped_mm_fallback
+
+
+def given(experts: int = E) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens, the router's weight, and both stacked weights."""
+    torch.manual_seed(0)
+    shapes = ((T, H), (experts, H), (experts, 2 * I, H), (experts, H, I))
+    x, *rest = (torch.randn(shape) for shape in shapes)
+    return (x, *(0.3 * weight for weight in rest))
+
+
+def glu(h: Tensor) -> Tensor:
+    gate, up = h.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def routed(x: Tensor, gate: Tensor, of: Callable[[Tensor], Tensor] = lambda logits: logits.softmax(-1)):
+    return torch.topk(of(F.linear(x, gate)), K, -1)
+
+
+def gathered(x: Tensor, weights: Tensor, ids: Tensor, w1: Tensor, w2: Tensor, act=glu, second: Tensor | None = None):
+    """One product for every pair; ``second``: other ids for the second weight."""
+    pairs, width = ids.reshape(-1), ids.shape[-1]
+    hidden = torch.bmm(w1[pairs], x.repeat_interleave(width, 0).unsqueeze(-1)).squeeze(-1)
+    other = pairs if second is None else second.reshape(-1)
+    out = torch.bmm(w2[other], act(hidden).unsqueeze(-1)).squeeze(-1) * weights.reshape(-1, 1)
+    return out.view(-1, width, x.shape[1]).sum(1)
+
+
+def by_expert(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor, number=lambda ids: ids, weigh=lambda w: w):
+    """Each expert's weighted results."""
+    weights, ids = routed(x, gate)
+    return [
+        (weigh(weights) * (number(ids) == e)).sum(-1, keepdim=True) * (glu(x @ w1[e].t()) @ w2[e].t()) for e in range(E)
+    ]
+
+
+def doubled(*inputs: Tensor) -> Tensor:
+    first, second, *rest = by_expert(*inputs)
+    out = first + second
+    out = out + out
+    for part in rest:
+        out = out + part
+    return out
+
+
+SUMS = {
+    "the first twice": lambda *inputs: sum(parts := by_expert(*inputs), parts[0]),
+    "one twice in a row": lambda *inputs: (lambda parts: sum(parts[1:], parts[0]) + parts[3])(by_expert(*inputs)),
+    "a partial sum twice": doubled,
+    "one in place of another": lambda *inputs: (lambda parts: sum([*parts[:-1], parts[0]]))(by_expert(*inputs)),
+}
+
+
+@pytest.mark.parametrize("form", SUMS)
+def test_a_sum_that_has_an_expert_twice_is_not_the_layers(form):
+    outcome = check(SUMS[form], *given(), gradients=True, fullgraph=True)
+    assert outcome.problem is None
+
+
+def test_a_sum_of_each_once_is():
+    assert check(lambda *inputs: sum(by_expert(*inputs)), *given(), gradients=True, fullgraph=True).fused == 1
+
+
+@torch._dynamo.allow_in_graph
+def gelu(x):
+    return x * torch.sigmoid(1.702 * x) + x
+
+
+@torch._dynamo.allow_in_graph
+def softmax(x, dim):
+    return torch.softmax(x / 0.3, dim)
+
+
+@torch._dynamo.allow_in_graph
+def sigmoid(x):
+    return torch.sigmoid(x) * 0.5 + 0.2
+
+
+@torch._dynamo.allow_in_graph
+def topk(x, k, dim):
+    return torch.topk(-x, k, dim)
+
+
+NAMED = {
+    "gelu": lambda x, gate, w1, w2: gathered(x, *routed(x, gate), w1[:, :I], w2, act=gelu),
+    "softmax": lambda x, gate, w1, w2: gathered(x, *routed(x, gate, lambda logits: softmax(logits, dim=-1)), w1, w2),
+    "sigmoid": lambda x, gate, w1, w2: gathered(x, *routed(x, gate, sigmoid), w1, w2),
+    "topk": lambda x, gate, w1, w2: gathered(x, *topk(F.linear(x, gate), K, -1), w1, w2),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_function_with_a_name_of_torchs_is_not_torchs(name):
+    assert check(NAMED[name], *given(), fullgraph=True).problem is None
+
+
+NUMBERS = {  # of one id for each token, the experts, and what is done to the number
+    "bool": (torch.tensor([0, 1, 4, 2] * 3), 2, lambda ids: ids.bool().long()),
+    "uint8": (torch.randint(0, 10**6, (T,)), 256, lambda ids: ids.to(torch.uint8).long()),
+    "int8": (torch.arange(T) + 256 * torch.arange(T), 128, lambda ids: ids.to(torch.int8).long()),
+    "int32": (torch.arange(T) % E + 2**32, E, lambda ids: ids.int()),
+    "float": (torch.arange(T) % E / 2 + 1.25, E, lambda ids: ids.long()),
+}
+
+
+@pytest.mark.parametrize("cast", NUMBERS)
+def test_a_cast_that_makes_other_numbers_is_not_looked_through(cast):
+    numbers, experts, change = NUMBERS[cast]
+
+    def program(x, numbers, w1, w2):
+        return gathered(x, x[:, :1] * 1, change(numbers).unsqueeze(1), w1, w2)
+
+    x, _, w1, w2 = given(experts)
+    outcome = check(program, x, numbers, w1, w2, fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 1)
+
+
+FRACTIONS = {"halves": lambda ids: ids / 2, "between": lambda ids: ids.float() - 0.5}
+
+
+@pytest.mark.parametrize("form", FRACTIONS)
+def test_fractions_are_no_ids(form):
+    outcome = check(lambda *inputs: sum(by_expert(*inputs, number=FRACTIONS[form])), *given(), fullgraph=True)
+    assert outcome.problem is None
+
+
+def test_ids_as_floats_are_ids():
+    outcome = check(lambda *inputs: sum(by_expert(*inputs, number=lambda ids: ids.float())), *given(), fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 1)
+
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda logits: F.dropout(logits, 0.5),
+    "alpha_dropout": lambda logits: F.alpha_dropout(logits, 0.5, training=True),
+    "gumbel_softmax": lambda logits: F.gumbel_softmax(logits),
+    "rand_like": lambda logits: logits + torch.rand_like(logits),
+}
+
+
+def drawn_twice(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor, draw: Callable[[Tensor], Tensor]) -> Tensor:
+    weights = routed(x, gate)[0]
+    (_, first), (_, second) = routed(x, gate, draw), routed(x, gate, draw)
+    return gathered(x, weights, first, w1, w2, second=second)
+
+
+def run_alike(program: Callable[..., Tensor], *inputs: Tensor) -> None:
+    """Eagerly and compiled, from one state of the generator."""
+    torch.compiler.reset()
+    results = []
+    for run in (program, torch.compile(program, backend="moe_ops_eager", fullgraph=True)):
+        torch.manual_seed(1)
+        with torch.no_grad():
+            results.append(run(*inputs))
+    torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_what_is_drawn_twice_are_two_draws(draw):
+    run_alike(lambda *inputs: drawn_twice(*inputs, draw=DRAWS[draw]), *given())
+
+
+def test_weights_are_dropped_for_each_expert():
+    run_alike(lambda *inputs: sum(by_expert(*inputs, weigh=lambda weights: F.dropout(weights, 0.5))), *given())
+
+
+ALIKE = {
+    "rms_norm and layer_norm": (
+        lambda logits: torch.rms_norm(logits, (E,), torch.linspace(-1, 1, E)),
+        lambda logits: torch.layer_norm(logits, (E,), torch.linspace(-1, 1, E)),
+    ),
+    "norms of a matrix and of its numbers": (
+        lambda logits: logits + torch.linspace(-1, 1, E) * torch.linalg.norm(logits, 1),
+        lambda logits: logits + torch.linspace(-1, 1, E) * torch.norm(logits, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("pair", ALIKE)
+def test_functions_with_one_word_for_them_are_not_one(pair):
+    one, other = ALIKE[pair]
+
+    def program(x, gate, w1, w2):
+        weights = routed(x, gate)[0]
+        return gathered(x, weights, routed(x, gate, one)[1], w1, w2, second=routed(x, gate, other)[1])
+
+    assert check(program, *given(), fullgraph=True).problem is None
+
+
+def sorted_rows(x, weights, ids, w1, w2, bias, masked):
+    """transformers' form, with a bias that rows of no expert get as well."""
+    flat = ids.reshape(-1)
+    ordered, perm = flat.sort(stable=True)
+    ends = torch.histc(flat.float(), bins=E, min=0, max=E - 1).cumsum(0, dtype=torch.int32)
+    out = grouped_product(glu(grouped_product(x[perm // K], w1.mT, ends)), w2.mT, ends) + bias[ordered.clamp(0, E - 1)]
+    if masked:
+        out = out.masked_fill((ordered >= E).unsqueeze(-1), 0.0)
+    return torch.zeros_like(x).index_add(0, perm // K, out * weights.reshape(-1)[perm].unsqueeze(-1))
+
+
+@pytest.mark.parametrize("masked", [True, False], ids=["zeroed", "kept"])
+def test_a_bias_of_rows_of_no_expert_counts_where_nothing_zeroes_them(masked):
+    x, _, w1, w2 = given()
+    ids = torch.randint(0, E, (T, K))
+    ids[3, 1] = E
+    inputs = (x, torch.rand(T, K), ids, w1, w2, torch.randn(E, H))
+    outcome = check(lambda *inputs: sorted_rows(*inputs, masked=masked), *inputs, fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, int(masked))
+
+
+def added_into_zeros(x, gate, w1, w2):
+    """The result lies in memory as ``x`` does."""
+    weights, ids = routed(x, gate)
+    rows = torch.arange(x.shape[0]).repeat_interleave(K)
+    pairs = ids.reshape(-1)
+    hidden = torch.bmm(w1[pairs], x.repeat_interleave(K, 0).unsqueeze(-1)).squeeze(-1)
+    out = torch.bmm(w2[pairs], glu(hidden).unsqueeze(-1)).squeeze(-1) * weights.reshape(-1, 1)
+    return torch.zeros_like(x).index_add_(0, rows, out)
+
+
+AFTERWARDS: dict[str, Callable[[Tensor], Any]] = {
+    "nothing": lambda out: out,
+    "view of the transpose": lambda out: out.t().view(-1),
+    "as_strided": lambda out: out.as_strided((4,), (1,)),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("after", AFTERWARDS)
+def test_a_result_lies_as_the_blocks_own(after, dynamic):
+    x, gate, w1, w2 = given()
+    x = x.t().contiguous().t()
+
+    def program(*inputs):
+        return AFTERWARDS[after](added_into_zeros(*inputs))
+
+    torch.compiler.reset()
+    with torch.no_grad():
+        assert moe_ops.explain(program, x, gate, w1, w2).fused
+        expected = program(x, gate, w1, w2)
+        got = torch.compile(program, backend="moe_ops_eager", fullgraph=True, dynamic=dynamic)(x, gate, w1, w2)
+    assert got.stride() == expected.stride()
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def spread(x: Tensor, gate: Tensor) -> Tensor:
+    weights, ids = routed(x, gate)
+    return torch.zeros(x.shape[0], E).scatter(1, ids, weights)
+
+
+SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "divided by 0": lambda x, gate: spread(x, gate) / x[:, :1].relu(),
+    "times infinity": lambda x, gate: spread(x, gate) * (x[:, :1] * 1e20).exp(),
+    "times an infinite number": lambda x, gate: spread(x, gate) * float("inf"),
+    "NaN where nothing was chosen": lambda x, gate: (spread(x, gate) > 0) * torch.sigmoid((x[:, :E] - 0.5).sqrt()),
+    "times a number of the token": lambda x, gate: spread(x, gate) * torch.sigmoid(x[:, :1]),
+    "chosen by what multiplies": lambda x, gate: (lambda scores: scores * torch.zeros_like(scores).scatter(
+        1, scores.topk(K).indices, 1.0))(F.linear(x, gate).sigmoid()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", SCORES)
+def test_scores_that_are_not_finite_reach_experts_that_were_not_chosen(form):
+    def program(x, gate, w1, w2):
+        scores = SCORES[form](x, gate)
+        hidden = glu(torch.bmm(x.expand(E, -1, -1), w1.mT))
+        return (torch.bmm(hidden, w2.mT) * scores.t().unsqueeze(-1)).sum(0)
+
+    outcome = check(program, *given(), fullgraph=True)
+    assert outcome.problem is None
+    if form in ("times a number of the token", "chosen by what multiplies"):
+        assert outcome.fused == 1
+
+
+def test_weights_divided_by_0():
+    def program(x, gate, w1, w2):
+        weights, ids = routed(x, gate)
+        return gathered(x, weights / 0, ids, w1, w2)
+
+    outcome = check(program, *given(), fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 1)
