@@ -177,7 +177,8 @@ def _proved(verdict: Verdict) -> str:
     return (
         f"{said}. The static form was proved equal on a copy of one layer, outputs and gradients"
         f"{narrowed if verdict.narrower > 1 else ''}, in {verdict.seconds:.1f} s; moe_ops.restore(model) undoes "
-        f"it.{mode[verdict.training]}"
+        f"it.{mode[verdict.training]} The gradient of an expert without tokens is 0 in place of None: weight decay and "
+        "momentum go on for it."
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -66,8 +67,8 @@ def stack_experts_(model: nn.Module, *names: str) -> nn.Module:
 
     Raises:
         ValueError: there is no such list; its experts differ in class, in parameters, shapes, dtypes or devices; a
-            parameter has a gradient or a hook, is used twice, is no plain tensor, or is held by an optimizer. Nothing
-            is changed then.
+            parameter has a gradient or a hook, is used twice, is no plain tensor, or is held by an optimizer,
+            DistributedDataParallel or FSDP. Nothing is changed then.
 
     Example:
         >>> model = moe_ops.stack_experts_(model)
@@ -94,7 +95,11 @@ def unstack(model: nn.Module) -> nn.Module:
     """Undo `stack_experts_`: every expert has its own parameters again, with the present values and gradients."""
     lists = [module for module in model.modules() if _STACKS in vars(module)]
     stacked = {id(module._parameters[name]) for module in lists for name in vars(module)[_STACKS]}
-    holders = {type(optimizer).__name__ for optimizer, held in _optimizers() if stacked & held} if stacked else set()
+    holders = (
+        {type(optimizer).__name__ for optimizer, held in _holders(torch.optim.Optimizer) if stacked & held}
+        if stacked
+        else set()
+    )
     for module in lists:
         _unstack(module, vars(module)[_STACKS])
     for name in sorted(holders):
@@ -171,23 +176,44 @@ def _unfit(weight: torch.Tensor, like: tuple[Any, ...]) -> str | None:
 
 
 def taken_elsewhere(model: nn.Module) -> dict[int, str]:
-    """Parameters that somebody holds besides their expert, by id, and who: the model once more, or an optimizer."""
+    """Parameters that somebody holds besides their expert, by id, and who: the model once more, an optimizer, or what
+    brings gradients together.
+    """
     users = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     taken = {weight: "the model uses in more than one place" for weight, count in users.items() if count > 1}
-    for optimizer, held in _optimizers():
-        why = f"a {type(optimizer).__name__} optimizer holds already: make it after stacking the experts"
-        taken.update(dict.fromkeys(held, why))
+    for holder, held in _holders(torch.optim.Optimizer, *_parallel()):
+        name, cure = type(holder).__name__, "make it after stacking the experts"
+        if isinstance(holder, nn.Module):
+            cure = "make it around the model after moe_ops.stack_experts_(model)"
+        called = name if isinstance(holder, nn.Module) else f"{name} optimizer"
+        taken.update(dict.fromkeys(held, f"a {called} holds already: {cure}"))
     return taken
 
 
-def _optimizers() -> Iterator[tuple[torch.optim.Optimizer, set[int]]]:
-    """All that there are, with the ids of what each one holds."""
+def _holders(*classes: type) -> Iterator[tuple[Any, set[int]]]:
+    """All optimizers, or modules around others, of these classes, with the ids of what each one holds."""
+    for thing in _instances(*classes):
+        if isinstance(thing, nn.Module):
+            yield thing, set(map(id, thing.parameters()))
+        else:
+            yield thing, {id(weight) for group in thing.param_groups for weight in group["params"]}
+
+
+def _parallel() -> tuple[type, ...]:
+    """The classes whose instances keep parameters that they found in a model, as far as they have been imported."""
+    sharded = sys.modules.get("torch.distributed.fsdp")
+    found = getattr(nn.parallel, "DistributedDataParallel", None), getattr(sharded, "FullyShardedDataParallel", None)
+    return tuple(kind for kind in found if kind is not None)
+
+
+def _instances(*classes: type) -> Iterator[Any]:
+    """All that there are of these."""
     things = gc.get_objects()
     # By their types in one call: a third of the time of a loop. isinstance would ask proxies for their class.
-    kinds = {kind for kind in set(map(type, things)) if issubclass(kind, torch.optim.Optimizer)}
+    kinds = {kind for kind in set(map(type, things)) if issubclass(kind, classes)}
     for thing in things if kinds else ():
         if type(thing) in kinds:
-            yield thing, {id(weight) for group in thing.param_groups for weight in group["params"]}
+            yield thing
 
 
 # ---- stacking

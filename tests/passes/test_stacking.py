@@ -563,6 +563,25 @@ def test_compile_leaves_what_an_optimizer_holds():
     assert isinstance(model.experts[0].w1.weight, nn.Parameter) and optimizer is not None
 
 
+def test_what_data_parallel_holds_is_left_alone():
+    """Its reducer would go on with parameters that the model no longer has, and every rank train experts of its own."""
+    model = mixture("mask")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        parallel = nn.parallel.DistributedDataParallel(model)
+        held = "which a DistributedDataParallel holds already: make it around the model after"
+        for call in (moe_ops.stack_experts_, lambda given: moe_ops.stack_experts_(given.module)):
+            with pytest.raises(ValueError, match=held):
+                call(parallel)
+        with torch._dynamo.config.patch(optimize_ddp=False), pytest.warns(UserWarning, match=held):
+            moe_ops.compile(parallel, backend="moe_ops_eager")
+        assert isinstance(model.experts[0].w1.weight, nn.Parameter)
+        del parallel
+        moe_ops.stack_experts_(model)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("how", WAYS)
 def test_a_list_is_refused_with_the_cure(how):
     """By explain, and by the backend alone: a pass cannot rebind parameters."""
