@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from types import NoneType
 from typing import Any, NamedTuple
@@ -78,11 +79,33 @@ def describe_value(value: object) -> str:
     name = type(value).__name__
     if value is None or isinstance(value, bool):
         return str(value)
-    return f"{value!r} ({name})" if isinstance(value, int | float | str) else name
+    if isinstance(value, int | float):
+        return f"{number_text(value)} ({name})"
+    return f"{value!r} ({name})" if isinstance(value, str) else name
+
+
+def number_text(value: float) -> str:
+    """``value`` as it is written; while code is captured a float with six decimals at most.
+
+    To Dynamo it may be a symbol, which it can neither write nor put into a text that goes into another: the length of a
+    range is a number that it knows.
+    """
+    if not torch.compiler.is_compiling():
+        return str(value)
+    if value < 0:
+        return "-" + number_text(-value)
+    if isinstance(value, int):
+        return str(len(range(value)))
+    if not value < 1e9:
+        return "a number"
+    millionths = len(range(math.floor(value * 1e6 + 0.5)))
+    return f"{millionths // 10**6}." + (str(millionths % 10**6 + 10**6)[1:].rstrip("0") or "0")
 
 
 def fail(op: str, argument: str, rule: str, got: object, cure: str = "") -> ValueError:
     """The one format of every message."""
+    if isinstance(got, int) and not isinstance(got, bool):
+        got = number_text(got)
     return ValueError(f"{op}: {argument} must be {rule}, got {got}.{' ' + cure if cure else ''}")
 
 
@@ -138,7 +161,7 @@ def _show(shape: torch.Size) -> str:
 def _text(size: Dim) -> str:
     """A size for a message: the traced value of a symbol where there is one."""
     if isinstance(size, int):
-        return str(size)
+        return number_text(size)
     hint = getattr(size.node, "hint", None)
     return str(size) if hint is None else str(hint)
 

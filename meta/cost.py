@@ -231,9 +231,9 @@ def _gathered_flops(flat: Any) -> int:
 
 def _products(flat: Any, pairs: int) -> tuple[int, int]:
     """Of the first projection and of the second, for so many routed pairs."""
-    gate_up, down = flat.gate_up_proj, flat.down_proj
-    columns = gate_up[1] * (1 if flat.up_proj is None else 2)
-    return 2 * pairs * columns * down[1], 2 * pairs * down[1] * down[2]
+    columns, H = flat.gate_up_proj[1] * (1 if flat.up_proj is None else 2), flat.down_proj[1]
+    I = columns if flat.glu_layout == "none" else columns // 2  # the last dimensions may hold two codes a byte
+    return 2 * pairs * columns * H, 2 * pairs * H * I
 
 
 def _fused_experts_flops(flat: Any) -> int:

@@ -133,8 +133,8 @@ class ActivationFormat:
             scale = static.expand(wide.shape[:-1])
         quotient = (wide / scale.unsqueeze(-1)).clamp(-self.largest, self.largest)
         quotient = quotient if self.dtype.is_floating_point else quotient.round()
-        stored = quotient.flatten(-2)[..., :K].to(self.dtype)
-        return stored.contiguous(), (scale.clone(memory_format=torch.contiguous_format),)
+        stored = quotient.flatten(-2)[..., :K].to(self.dtype, memory_format=torch.contiguous_format)
+        return stored, (scale.clone(memory_format=torch.contiguous_format),)
 
     def scale_of(self, amax: Tensor) -> Tensor:
         """The scale that stores the magnitude ``amax`` as the largest."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meta.checks import fail
-from moe_ops import debugging
+from moe_ops import choice, debugging
 from moe_ops.groups import Group, constant, process_group, resolve
 
 T = TypeVar("T")
@@ -181,19 +181,26 @@ def check_while_compiling(name: str, arguments: dict[str, Any]) -> None:
         elif isinstance(value, list | tuple):
             places[argument] = list(range(len(tensors), len(tensors) + len(value)))
             tensors += [tensor.detach() for tensor in value]
-    plain = {argument: value for argument, value in arguments.items() if type(value) in (str, bool, int, float)}
-    torch.ops.moe_ops.checked_layer(tensors, group=name, options=repr((places, plain)))
+    plain = {argument: value for argument, value in arguments.items() if type(value) in (str, bool)}
+    numbers = {argument: value for argument, value in arguments.items() if type(value) is int}
+    floats = {argument: value for argument, value in arguments.items() if type(value) is float}
+    options = repr((places, plain, tuple(numbers), tuple(floats)))
+    torch.ops.moe_ops.checked_layer(tensors, list(numbers.values()), list(floats.values()), group=name, options=options)
 
 
-def _checked_layer_fake(tensors: list[Tensor], *, group: str, options: str) -> None:
+def _checked_layer_fake(
+    tensors: list[Tensor], numbers: list[Any], floats: list[float], *, group: str, options: str
+) -> None:
     from moe_ops.ops import parse
 
-    places, plain = literal_eval(options)
+    places, plain, of_numbers, of_floats = literal_eval(options)
+    plain |= dict(zip((*of_numbers, *of_floats), (*numbers, *floats), strict=True))
     given = {
         name: [tensors[each] for each in place] if isinstance(place, list) else tensors[place]
         for name, place in places.items()
     }
-    refusing(group, parse, "fused_experts", **given, **plain)
+    call = refusing(group, parse, "fused_experts", **given, **plain)
+    refusing(group, choice.choose, call.problem, call.backend)
 
 
 #: The ids as int32, those out of range just out of it, once the ranks agree. An operator, so that compiled code asks at
@@ -208,6 +215,6 @@ for _key in ("CPU", "CUDA"):
     _library.impl("agreed_ids", _agreed_ids, _key)
 torch.library.register_fake("moe_ops::agreed_ids", _agreed_ids_fake, lib=_library)
 #: Its fake does the work, while code is captured; nothing of it is left in what runs.
-_library.define("checked_layer(Tensor[] tensors, *, str group, str options) -> ()")
-_library.impl("checked_layer", lambda tensors, **options: None, "CompositeExplicitAutograd")
+_library.define("checked_layer(Tensor[] tensors, SymInt[] numbers, float[] floats, *, str group, str options) -> ()")
+_library.impl("checked_layer", lambda tensors, numbers, floats, **options: None, "CompositeExplicitAutograd")
 torch.library.register_fake("moe_ops::checked_layer", _checked_layer_fake, lib=_library)

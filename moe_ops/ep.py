@@ -38,6 +38,7 @@ from meta.checks import (
     check_shape,
     check_type,
     fail,
+    number_text,
 )
 from meta.schemes import SCHEMES
 from moe_ops import across, nvshmem, sharded
@@ -53,7 +54,7 @@ from moe_ops.exchanges import (
     wait_parts,
 )
 from moe_ops.groups import Group, GroupLike, resolve
-from moe_ops.ops import call, parse
+from moe_ops.ops import ARGUMENTS, call, parse
 from moe_ops.pairs import invert
 from moe_ops.symmetric_memory import available
 
@@ -278,7 +279,7 @@ def _checked(op: str, wanted: _Wanted, group: Group) -> str:
     check_float(op, "hidden_states", hidden_states)
     check_shape(op, "topk_ids", topk_ids, "T K", (hidden_states.shape[0], topk_ids.shape[1]))
     if num_experts % group.size:
-        got = f"{num_experts} for {group.size} ranks"
+        got = f"{number_text(num_experts)} for {group.size} ranks"
         raise fail(op, "num_experts", "a multiple of the group's size", got, "Every rank holds an equal block.")
     if rank_capacity is not None and not isinstance(rank_capacity, torch.SymInt) and rank_capacity < 1:
         raise fail(op, "rank_capacity", ">= 1", rank_capacity)
@@ -451,15 +452,17 @@ def finalize_start(result: Tensor, prepared: Prepared) -> Finalizing:
     return _finalize_start(result, prepared, apart=True)
 
 
-def _finalize_start(result: Tensor, prepared: Prepared, *, apart: bool) -> Finalizing:
+def _finalize_start(result: Tensor, prepared: Prepared, *, apart: bool, agreed: bool = False) -> Finalizing:
+    """``agreed``: the ranks have, on all of the layer; those that run compiled code have as well."""
     op = "ep.finalize"
     _check(op, prepared=prepared)
     group = resolve(op, prepared.group)
     refusing(group.name, _check_result, op, result, prepared)
     if prepared.transport == "local":
         return Finalizing([], result, prepared)
-    if not torch.compiler.is_compiling():  # compiled ranks agreed on all of the layer before
-        agree(op, group, result.device, {"R": result.shape[0], "H": result.shape[1], "dtype": result.dtype})
+    if not agreed and not torch.compiler.is_compiling():
+        facts = {"R": result.shape[0], "H": result.shape[1], "dtype": result.dtype}
+        agree(op, group, result.device, facts | {"gradient of the result": _is_differentiated(result)})
     if prepared.transport == "replicated":
         return Finalizing(start_all_gather([result], group), result, prepared)
     if prepared.splits is not None:
@@ -555,14 +558,16 @@ def layer(
     check_while_compiling(members.name, given)
     trained = _is_differentiated(*given.values())
     way = "at once" if trained else "by the layer"
-    alike = {name: options[name] for name in _SETTINGS if type(options.get(name)) in (str, bool, int, float)}
+    settings = {name: options[name] for name in _SETTINGS if type(options.get(name)) in (str, bool, int, float)}
+    alike = {name: number_text(value) if type(value) in (int, float) else value for name, value in settings.items()}
     alike |= {name: options.get(name) is not None for name in _OPTIONAL} | {"gradient of the result": trained}
     wanted = _Wanted(hidden_states, topk_weights, topk_ids, num_experts, transport, scheme, rank_capacity)
     agreed = _agreed(wanted, members, way, **alike)
     if agreed.transport == "symm" and not trained:
         return across.experts({**given, "topk_ids": agreed.ids}, members, scheme)
     prepared = prepare_wait(_start(wanted, agreed, apart=False))
-    return finalize(experts(prepared, *weights, **options), prepared)
+    result = experts(prepared, *weights, **options)
+    return finalize_wait(_finalize_start(result, prepared, apart=False, agreed=True))
 
 
 #: Of a layer's options, what all ranks compute by, and which tensors all have or none.
@@ -589,9 +594,11 @@ def _check_layer(
         )
     if options.get("hidden_states_scale") is not None:
         raise fail(op, "hidden_states_scale", "None beside a group", "a tensor", "Rows are quantised on their way.")
-    _check(op, hidden_states=hidden_states, topk_weights=topk_weights, topk_ids=topk_ids)
-    for name, weight in zip(("gate_up_proj", "down_proj"), weights, strict=True):
-        check_type(op, name, weight, _ACCEPTS["result"])
-        check_rank(op, name, weight, "E N K")
+    given = {"hidden_states": hidden_states, **dict(zip(("gate_up_proj", "down_proj"), weights, strict=True))}
+    given |= {"topk_weights": topk_weights, "topk_ids": topk_ids, **options}
+    for name, value in given.items():
+        check_type(op, name, value, ARGUMENTS[op][name])
+    for name in ("gate_up_proj", "down_proj"):
+        check_rank(op, name, given[name], "E N K")
     if not torch.compiler.is_compiling():
         parse(op, hidden_states, *weights, topk_weights, topk_ids, **options)

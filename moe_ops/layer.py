@@ -18,7 +18,17 @@ from torch import Tensor, fx
 
 from meta.activations import ACTIVATIONS
 from meta.calls import ExpertsCall, MoeCall
-from meta.checks import Accepts, accepts, check_float, check_name, check_rank, check_shape, check_type, fail
+from meta.checks import (
+    Accepts,
+    accepts,
+    check_float,
+    check_name,
+    check_placement,
+    check_rank,
+    check_shape,
+    check_type,
+    fail,
+)
 from meta.dims import FORMATS, SLOT_ORDERS, accumulation_dtype
 from meta.schemes import SCHEMES
 from moe_ops import choice, compat
@@ -108,6 +118,7 @@ def _public(op: str, names: dict[str, str]) -> Stage:
             if found is None:
                 raise
             argument, rest = found.groups()
+            rest = re.sub(r"(?<=for )\w+|(?<=as )\w+", lambda word: names.get(word[0], word[0]), rest)
             raise ValueError(f"{op}: {names.get(argument, argument)}{rest}") from None
 
     return run
@@ -167,6 +178,7 @@ def prepare(
     check_rank(op, "topk_ids", topk_ids, "T K")
     check_shape(op, "topk_weights", topk_weights, "T K", tuple(topk_ids.shape))
     check_float(op, "topk_weights", topk_weights)
+    check_placement(op, {"hidden_states": hidden_states, "topk_weights": topk_weights})
     check_name(op, "format", format, FORMATS)
     if scheme is not None:
         check_name(op, "scheme", scheme, SCHEMES)
@@ -345,6 +357,7 @@ def finalize(result: Tensor, prepared: Prepared, added: Tensor | None = None) ->
         return node
     letters = "E C H" if prepared.format == "batched" else "R H"
     check_rank(op, "result", result, letters)
+    check_rank(op, "prepared.rows", prepared.rows, letters)
     sizes = (*prepared.rows.shape[:-1], result.shape[-1])
     check_shape(op, "result", result, letters, sizes, cure=_OF_OTHERS)
     return _finalize(_public(op, _LAST), result, prepared, added)

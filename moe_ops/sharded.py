@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import fx
 
 from meta.checks import fail
 from moe_ops.agreement import refusing
@@ -46,8 +46,8 @@ def _all(value: Any) -> Any:
 
 
 def _is_dtensor(value: Any) -> bool:
-    """By what it has: to import the class takes longer than most calls that have none. A proxy of FX has anything."""
-    return hasattr(value, "device_mesh") and hasattr(value, "placements") and not isinstance(value, fx.Proxy)
+    """By what it has: to import the class takes longer than most calls that have none."""
+    return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh") and hasattr(value, "placements")
 
 
 def _local(op: str, name: str, value: Any, group: Group) -> Any:

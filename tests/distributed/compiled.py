@@ -68,6 +68,23 @@ def capacity(ranks: Ranks) -> None:
 
 
 @torch.no_grad()
+def numbers(ranks: Ranks) -> None:
+    """A capacity that follows from T, and an activation's number, in one graph with eager's bits."""
+    gate_up, down = (ranks.held("gather", each) for each in random(0)[3:5])
+
+    def run(x: Tensor, weights: Tensor, ids: Tensor, alpha: float) -> Tensor:
+        more = {"format": "batched", "capacity": x.shape[0], "activation": "swiglu_oai", "alpha": alpha}
+        return moe_ops.fused_experts(x, gate_up, down, weights, ids, group=ranks.group, **more)
+
+    for dynamic in (None, True):
+        torch.compiler.reset()
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+        for size in SIZES:
+            inputs = (*_tokens(ranks, "gather", size), 1.5)
+            ranks.same(compiled(*inputs), run(*inputs), f"T = {size}, dynamic={dynamic}")
+
+
+@torch.no_grad()
 def few_tokens(ranks: Ranks) -> None:
     """0 and 1, which have graphs of their own."""
     for transport, tokens in (("gather", 0), ("all_to_all", 0), ("all_to_all", 1)):
@@ -192,6 +209,7 @@ CHECKS = {
     **{f"compiled-{transport}": Check(partial(automatic, transport)) for transport in CROSSING},
     **{f"compiled-{transport}-dynamic": Check(partial(dynamic, transport)) for transport in CROSSING},
     "compiled-all_to_all-dynamic-capacity": Check(capacity),
+    "compiled-numbers": Check(numbers),
     "compiled-few_tokens": Check(few_tokens),
     "compiled-fp8_block128": Check(quantised_experts),
     "compiled-layers_alike": Check(layers_alike),

@@ -145,6 +145,65 @@ def _layer(ranks: Ranks, transport: str | None = None, *, held: Any = None, **mo
     return moe_ops.fused_experts(x, *weights, routing, ids, **{"group": ranks.group, "transport": transport, **more})
 
 
+def types(ranks: Ranks) -> None:
+    """What no argument of the layer may be, on one rank."""
+    scales = torch.ones(3)
+    wrong = {"gate_up_scales": scales, "up_proj": "3", "down_bias": [1.0], "capacity": "3", "scheme": ["mxfp4"]}
+    for name, value in wrong.items():
+        given = {name: value} if ranks.rank == ranks.size - 1 else {}
+        said = f"fused_experts: {name} must be", _last(ranks, "", _refused(ranks))
+        refused(ranks, lambda given=given: _layer(ranks, **given), *said)
+
+
+def arguments_in_a_graph(ranks: Ranks) -> None:
+    """The same where sizes and numbers are symbols, of which Dynamo writes no text."""
+    layer = random(T)
+    given = [ranks.held(None, layer.gate_up), ranks.held(None, layer.down), *layer[:3]]
+
+    def prepare(number: int) -> Tensor:
+        return ep.prepare(*layer[:3], num_experts=number, group=ranks.group).rows * 1
+
+    def whole(gate_up: Tensor, down: Tensor, x: Tensor, weights: Tensor, ids: Tensor, **more: Any) -> Tensor:
+        return moe_ops.fused_experts(x, gate_up, down, weights, ids, group=ranks.group, **more)
+
+    cases = {
+        "num_experts must be a multiple of the group's size, got 7": (prepare, _last(ranks, [7], [E]), {}),
+        "topk_weights must be [T=3, K=": (whole, [*given[:3], given[3][: _last(ranks, 2, 3)], given[4]], {}),
+        "capacity must be": (whole, given, {"format": "batched", "capacity": _last(ranks, 0, 3)}),
+        "weight_on_input must be True or False, got 1 (int)": (
+            whole,
+            given,
+            {"weight_on_input": _last(ranks, 1, True)},
+        ),
+        "the same on every rank of the group, got 1.5": (
+            whole,
+            given,
+            {"activation": "swiglu_oai", "alpha": _last(ranks, 1.25, 1.5)},
+        ),
+    }
+    for said, (function, positional, named) in cases.items():
+        torch.compiler.reset()
+        try:
+            torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)(*positional, **named)
+        except Exception as raised:
+            ranks.expect(said in str(raised), f"{said!r} is not in {str(raised)!r}")
+        else:
+            ranks.expect(False, f"nothing was refused, expected {said!r}")
+    ranks.close(_layer(ranks), ranks.share(None, random(ranks.size * T).alone()), 1e-6, "the next call")
+
+
+def trained_in_part(ranks: Ranks) -> None:
+    """A backward exchanges gradients, and would wait for the ranks that have none."""
+    layer = random(T)
+    gate_up, down = (ranks.held(None, tensor).clone() for tensor in (layer.gate_up, layer.down))
+    gate_up.requires_grad_(ranks.rank == ranks.size - 1)
+    prepared = _prepare(ranks)
+    said = (
+        f"gradient of the result must be the same on every rank of the group, got {_of_every_rank(False, True, ranks)}"
+    )
+    refused(ranks, lambda: ep.finalize(ep.experts(prepared, gate_up, down), prepared), said)
+
+
 def no_tensors(ranks: Ranks) -> None:
     """What is no tensor, on one rank."""
     layer = random(T)
@@ -388,7 +447,7 @@ def a_rank_that_never_calls(ranks: Ranks) -> None:
 _OF_TWO = (
     widths, dtypes, options, results, experts, transports, capacities, arguments, weights_of_halves, beside_a_group,
     tokens_in_a_graph, weights_in_a_graph, weights_of_halves_in_a_graph,
-    no_tensors, layer_options, differentiated, added,
+    no_tensors, layer_options, differentiated, added, types, arguments_in_a_graph, trained_in_part,
 )  # fmt: skip
 _OF_BOTH = (tokens, weights, groups, meshes, dropped_rows_reported, ids_out_of_range)
 CHECKS = {

@@ -84,6 +84,7 @@ def _quantise_calls() -> dict[str, Call]:
     return {
         "quantize_rows-bf16": Call("quantize_rows", (torch.randn(3, 256).bfloat16(),), scheme),
         "quantize_rows-ragged": Call("quantize_rows", (torch.randn(3, 130),), scheme),
+        "quantize_rows-one_ragged": Call("quantize_rows", (torch.randn(1, 130),), scheme),
         "quantize_rows-none": Call("quantize_rows", (torch.randn(0, 128),), scheme),
         "quantize_batched-fp32": Call("quantize_batched", (torch.randn(2, 3, 200), counts), scheme),
     }

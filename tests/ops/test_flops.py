@@ -32,6 +32,21 @@ def test_experts() -> None:
     assert count(moe_ops.fused_experts, *tensors(), weights, ids) == LAYER
 
 
+@pytest.mark.parametrize("separate", [False, True], ids=["stacked", "separate"])
+@pytest.mark.parametrize("scheme", ["fp8_channel", "int4_w4a16", "mxfp4"])
+def test_codes_that_share_a_byte_are_counted_each(scheme: str, separate: bool) -> None:
+    wide = 4 * H, 4 * I
+    weights, ids = moe_ops.fused_topk(torch.randn(T, E), top_k=K)
+    shapes = [(wide[1], wide[0])] * 2 if separate else [(2 * wide[1], wide[0])]
+    made = [moe_ops.quantize_weight(torch.randn(E, *shape), scheme=scheme) for shape in (*shapes, wide)]
+    *first, down = made
+    up = {"up_proj": first[1][0]} if separate else {}
+    scales = {"gate_up_scales": [scale for one in first for scale in one[1:]], "down_scales": down[1:]}
+    x = torch.randn(T, wide[0], dtype=torch.bfloat16)
+    counted = count(moe_ops.fused_experts, x, first[0][0], down[0], weights, ids, scheme=scheme, **up, **scales)
+    assert counted == 16 * LAYER
+
+
 def test_moe() -> None:
     x, gate_up, down = tensors()
     assert count(moe_ops.fused_moe, x, torch.randn(T, E), gate_up, down, top_k=K) == LAYER

@@ -342,3 +342,71 @@ def test_bad_argument(name: str) -> None:
     with pytest.raises(ValueError) as caught:
         moe_ops.prepare(**{**arguments, "num_experts": 6, **changes})
     assert str(caught.value).startswith(message)
+
+
+def _prepared() -> tuple[moe_ops.Prepared, Tensor, Tensor]:
+    weights, ids = moe_ops.fused_topk(torch.randn(4, 8), top_k=2)
+    return moe_ops.prepare(torch.randn(4, 16), weights, ids, num_experts=8), torch.randn(8, 64, 16), weights
+
+
+@pytest.mark.parametrize("shape", [(128,), (2, 2, 2, 16)], ids=["one", "four"])
+def test_prepared_rows_of_other_dimensions_are_named(shape: tuple[int, ...]) -> None:
+    prepared, _, _ = _prepared()
+    with pytest.raises(ValueError, match=r"^finalize: prepared.rows must be \[R, H\], got \["):
+        moe_ops.finalize(prepared.rows, prepared._replace(rows=torch.randn(shape)))
+
+
+@pytest.mark.parametrize("on_input", [False, True], ids=["after", "before"])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda weights: weights.to("meta"), "on cpu like hidden_states, got meta"),
+        (Tensor.to_sparse, "a strided tensor"),
+    ],
+    ids=["elsewhere", "sparse"],
+)
+def test_routing_weights_that_cannot_be_used_are_named(change: Any, said: str, on_input: bool) -> None:
+    _, _, weights = _prepared()
+    ids = torch.zeros(4, 2, dtype=torch.int32)
+    with pytest.raises(ValueError, match=f"^prepare: topk_weights must be {said}"):
+        moe_ops.prepare(torch.randn(4, 16), change(weights), ids, num_experts=8, weight_on_input=on_input)
+
+
+def test_errors_of_the_experts_have_their_words_all_through() -> None:
+    prepared, gate_up, _ = _prepared()
+    half, down = gate_up[:, :32].contiguous(), torch.randn(8, 16, 32)
+    stored = [moe_ops.quantize_weight(weight, scheme="fp8_w8a16") for weight in (half, half, down)]
+    gate, up, second = stored
+    given = {"scheme": "fp8_w8a16", "down_scales": second[1:], "up_proj": up[0]}
+    with pytest.raises(ValueError, match="as many tensors for up_proj as for gate_up_proj, after them"):
+        moe_ops.experts(prepared, gate[0], second[0], gate_up_scales=gate[1:], **given)
+
+
+ODD: dict[str, Any] = {
+    "weights": (lambda x, w, ids, n: moe_ops.prepare(x, w[:3], ids, num_experts=n), r"\[T=4, K=2\], got \[3, 2\]"),
+    "dimensions": (lambda x, w, ids, n: moe_ops.prepare(x, w, ids[0], num_experts=n), r"\[T, K\], got \[2\]"),
+    "a number": (
+        lambda x, w, ids, n: moe_ops.prepare(x, w, ids, num_experts=8, weight_on_input=n),
+        r"weight_on_input must be True or False, got 8 \(int\)",
+    ),
+    "one below 0": (
+        lambda x, w, ids, n: moe_ops.prepare(x, w, ids, num_experts=8, capacity=-n), r"format='grouped', got -8"
+    ),
+    "a fraction": (
+        lambda x, w, ids, n: moe_ops.prepare(x, w, ids, num_experts=8, format="batched", capacity=n / 16 + 1),
+        r"capacity must be an int or None, got 1.5 \(float\)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_errors_say_numbers_that_are_symbols(case: str) -> None:
+    """Under torch.compile(dynamic=True) Dynamo holds sizes and numbers as symbols, of which it writes no text."""
+    function, said = ODD[case]
+    weights, ids = moe_ops.fused_topk(torch.randn(4, 8), top_k=2)
+    inputs = (torch.randn(4, 16), weights, ids, 8)
+    with pytest.raises(ValueError, match=said):
+        function(*inputs)
+    torch.compiler.reset()
+    with pytest.raises(Exception, match=said):
+        torch.compile(function, backend="eager", fullgraph=True, dynamic=True)(*inputs)

@@ -111,7 +111,9 @@ def in_form(model: torch.nn.Module, form: str) -> torch.nn.Module:
 def train(model: torch.nn.Module, run: Callable[..., Any], program: str, steps: int) -> list[float]:
     """The loss before each of ``steps`` updates of ``model``, which ``run`` calls."""
     device = next(model.parameters()).device
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATE)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # A gradient that is nothing but rounding is no step, as it is with the usual 1e-8: those send tokens elsewhere.
+    optimizer = torch.optim.AdamW(trained, lr=RATE, eps=1e-5)
     batches = 2 if program == "accumulation" else 1
     losses = []
     for step in range(steps):
