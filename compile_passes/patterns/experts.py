@@ -244,12 +244,18 @@ def _with_epilogue(
 
 
 def _squeezes(reader: fx.Node, anchor: fx.Node) -> bool:
-    """Whether ``reader`` is ``[..., N]`` of a batched product ``[..., N, 1]`` or ``[..., 1, N]``."""
+    """Whether ``reader`` is ``[..., N]`` of a batched product ``[..., N, 1]`` or ``[..., 1, N]``, or of its rows
+    ``[R, N, 1]`` by token and slot ``[T, K, N]``.
+    """
     product = example(anchor)
     if product is None or product.dim() < 3:
         return False
     *lead, rows, columns = product.shape
-    return any(equal_sizes(size, 1) for size in (rows, columns)) and has_shape(reader, *lead, rows * columns)
+    if not any(equal_sizes(size, 1) for size in (rows, columns)):
+        return False
+    held, width = example(reader), rows * columns
+    by_slot = held is not None and held.dim() == 3 and len(lead) == 1 and equal_sizes(held.shape[-1], width)
+    return by_slot or has_shape(reader, *lead, width)
 
 
 def _gathered_bias(reading: Reading, call: Call, value: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:

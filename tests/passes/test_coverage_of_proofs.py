@@ -296,3 +296,27 @@ def test_weights_divided_by_0():
 
     outcome = check(program, *given(), fullgraph=True)
     assert (outcome.problem, outcome.fused) == (None, 1)
+
+
+def by_slot(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor, combine: Callable[..., Tensor]) -> Tensor:
+    """The second product's column is taken off by a view of its tokens and slots."""
+    weights, ids = routed(x, gate)
+    pairs = ids.reshape(-1)
+    hidden = torch.bmm(w1[pairs], x.repeat_interleave(K, 0).unsqueeze(-1)).squeeze(-1)
+    out = torch.bmm(w2[pairs], glu(hidden).unsqueeze(-1))
+    return combine(out, weights)
+
+
+VIEWED = {
+    "token and slot": (lambda out, w: (out.view(-1, K, H) * w.unsqueeze(-1)).sum(1), 1),
+    "by a product": (lambda out, w: torch.bmm(w.unsqueeze(1), out.view(-1, K, H)).squeeze(1), 1),
+    "slot and token": (lambda out, w: (out.view(K, -1, H) * w.t().unsqueeze(-1)).sum(0), 0),
+    "two tokens in one": (lambda out, w: (out.view(-1, 2 * K, H) * w.reshape(-1, 2 * K, 1)).sum(1), 0),
+}
+
+
+@pytest.mark.parametrize("view", VIEWED)
+def test_a_column_taken_off_by_a_view(view):
+    combine, fused = VIEWED[view]
+    outcome = check(lambda *inputs: by_slot(*inputs, combine=combine), *given(), gradients=True, fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, fused)
