@@ -27,6 +27,7 @@ STATIC = "_moe_ops_static"
 _AROUND = 2
 # Calls whose result has a size, or a value, that only the data knows.
 _DATA_DEPENDENT = frozenset({"argwhere", "tolist", "item", "bincount", "masked_select", "unique", "numpy"})
+_COUNTS = frozenset({"bincount"})
 # Calls whose result has a size that only the data knows, `where` of one argument beside them.
 _SIZED_BY_DATA = frozenset({"bincount", "nonzero", "argwhere", "masked_select"})
 # Lists of positions: a loop over them has a trip count that only the data knows; indexing by them has not.
@@ -254,17 +255,16 @@ def loops_over_data(kind: type[nn.Module]) -> bool:
 
 
 def _has_such_loop(tree: ast.AST) -> bool:
-    """A loop statement, and an operation whose result size depends on the data, in one function."""
+    """A loop statement, and an operation whose result size depends on the data, in one function; counts of rows matter
+    where a loop reads them, and not beside it.
+    """
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While)]
-    if loops and has_data_dependent_calls(tree):
+    if loops and _calls(tree, _DATA_DEPENDENT - _COUNTS):
         return True
-    listed = {
-        target.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and _lists_positions(node.value)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+    counted = _assigned(tree, lambda value: _calls(value, _COUNTS))
+    if any(_calls(loop, _COUNTS) or counted & _names(loop) for loop in loops):
+        return True
+    listed = _assigned(tree, _lists_positions)
     over = [loop.iter for loop in loops if isinstance(loop, ast.For)]
     if any(_lists_positions(value) or listed & _names(value) for value in over):
         return True
@@ -273,12 +273,32 @@ def _has_such_loop(tree: ast.AST) -> bool:
 
 def has_data_dependent_calls(tree: ast.AST) -> bool:
     """Whether a piece of code calls what has a size, or a value, that only the data knows."""
-    return any(isinstance(node, ast.Call) and _name(node.func) in _DATA_DEPENDENT for node in ast.walk(tree))
+    return _calls(tree, _DATA_DEPENDENT)
+
+
+def _calls(tree: ast.AST, names: frozenset[str]) -> bool:
+    return any(isinstance(node, ast.Call) and _name(node.func) in names for node in ast.walk(tree))
 
 
 def _lists_positions(tree: ast.AST) -> bool:
     """Whether an expression is made of the places where a condition holds."""
-    return any(isinstance(node, ast.Call) and _name(node.func) in _POSITIONS for node in ast.walk(tree))
+    return _calls(tree, _POSITIONS)
+
+
+def _assigned(tree: ast.AST, made: Callable[[ast.AST], bool]) -> set[str]:
+    """The names of what is ``made``, and of what is computed from such."""
+    found: set[str] = set()
+    while True:
+        more = {
+            target.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Assign) and (made(node.value) or found & _names(node.value))
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        if more <= found:
+            return found
+        found |= more
 
 
 def _names(tree: ast.AST) -> set[str]:

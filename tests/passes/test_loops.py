@@ -76,6 +76,31 @@ class InAnotherMethod(Stacked):
             self.counts(expert)
 
 
+class CountsBeside(Stacked):
+    """Counts of rows that no loop reads: the balancing bias of DeepSeek-V3."""
+
+    def forward(self, x, ids):
+        out = torch.zeros_like(x)
+        for expert in range(E):
+            token, _ = torch.where(ids == expert)
+            out.index_add_(0, token, self.one(x[token], expert))
+        counts = torch.bincount(ids.flatten(), minlength=E)
+        mean = counts.float().mean()
+        self.bias = torch.sign(mean - counts)
+        return out
+
+
+class CountsOfALoop(Stacked):
+    """The same counts, by which a loop cuts its rows."""
+
+    def forward(self, x, ids):
+        counts = torch.bincount(ids.flatten(), minlength=E)
+        ends = counts.cumsum(0)
+        for expert in range(E):
+            x = self.one(x[: ends[expert]], expert)
+        return x
+
+
 class Holder(nn.Module):
     """A layer with experts."""
 
@@ -85,8 +110,12 @@ class Holder(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "looping"), [(InAMethod, True), (While, True), (OnlyInTheText, False), (InAnotherMethod, False)]
-)
+    ("kind", "looping"),
+    [
+        (InAMethod, True), (While, True), (OnlyInTheText, False), (InAnotherMethod, False), (CountsBeside, False),
+        (CountsOfALoop, True),
+    ],
+)  # fmt: skip
 def test_found_by_syntax(kind, looping):
     assert [loop.name for loop in find_loops(Holder(kind()))] == ["experts"] * looping
 
