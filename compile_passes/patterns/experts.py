@@ -78,9 +78,12 @@ def _grouped_product(reading: Reading, node: fx.Node) -> Product | None:
 
 
 def _batched_product(reading: Reading, node: fx.Node) -> Product | None:
-    """``bmm(weight[ids] [R, N, K], rows [R, K, 1])`` or ``bmm(rows [R, 1, K], weight[ids] [R, K, N])``."""
-    call = reading.read(node, "bmm", "y")
-    if call is None:
+    """``bmm(weight[ids] [R, N, K], rows [R, K, 1])`` or ``bmm(rows [R, 1, K], weight[ids] [R, K, N])``, or such a
+    ``baddbmm`` with ``bias[ids]``.
+    """
+    call = reading.read(node, "bmm baddbmm", "y bias")
+    added = None if call is None or call.name == "bmm" else _gathered(reading, reading.strip(call["bias"]))
+    if call is None or (call.name == "baddbmm" and (added is None or not same_shape(call["bias"], node))):
         return None
     for side, other, transposed in (("x", "y", False), ("y", "x", True)):
         gathered = peel_transpose(reading, Weight(call[side], transposed))
@@ -93,7 +96,11 @@ def _batched_product(reading: Reading, node: fx.Node) -> Product | None:
         if column if side == "x" else row:
             weight = peel_transpose(reading, Weight(reading.unwrap(index["x"]), gathered.transposed))
             rows = _two_dimensional(reading, call[other], count, inner, copies.dtype)
-            return None if rows is None else _with_epilogue(reading, node, rows, weight, index["index"], ())
+            product = None if rows is None else _with_epilogue(reading, node, rows, weight, index["index"], ())
+            if product is None or added is None:
+                return product
+            bias, bias_ids, _ = added
+            return replace(product, bias=bias, bias_ids=bias_ids) if product.bias is None else None
     return None
 
 
@@ -191,7 +198,7 @@ def _sliced_product(reading: Reading, node: fx.Node) -> Product | None:
 _WAYS: dict[str, tuple[Callable[[Reading, fx.Node], Product | None], ...]] = {
     "grouped_mm": (_grouped_product,),
     "bmm": (_batched_product, dense_product),
-    "baddbmm": (dense_product,),
+    "baddbmm": (_batched_product, dense_product),
     "einsum": (_product_by_slot, dense_product),
     "matmul": (_product_by_slot, dense_product),
     "cat": (_sliced_product,),
@@ -263,8 +270,13 @@ def _gathered_bias(reading: Reading, call: Call, value: fx.Node) -> tuple[fx.Nod
     and True.
     """
     other = call["y"] if call["x"] is value else call["x"]
-    index = reading.read(reading.unwrap(other), "index repeat_interleave", "index repeats dim")
-    if index is None or not same_shape(other, value) or rank(index["x"]) != 2:
+    return _gathered(reading, reading.unwrap(other)) if same_shape(other, value) else None
+
+
+def _gathered(reading: Reading, rows: Any) -> tuple[fx.Node, fx.Node, bool] | None:
+    """As `_gathered_bias`, of ``bias[ids]``."""
+    index = reading.read(rows, "index repeat_interleave", "index repeats dim")
+    if index is None or rank(index["x"]) != 2:
         return None
     repeated = index.name == "repeat_interleave"
     by = index["repeats" if repeated else "index"]

@@ -320,3 +320,34 @@ def test_a_column_taken_off_by_a_view(view):
     combine, fused = VIEWED[view]
     outcome = check(lambda *inputs: by_slot(*inputs, combine=combine), *given(), gradients=True, fullgraph=True)
     assert (outcome.problem, outcome.fused) == (None, fused)
+
+
+ADDED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], int]] = {
+    "columns": (lambda b, e, w, x: torch.baddbmm(b[e].unsqueeze(-1), w[e], x.unsqueeze(-1)).squeeze(-1), 1),
+    "rows": (lambda b, e, w, x: torch.baddbmm(b[e][:, None], x[:, None], w[e].mT).squeeze(1), 1),
+    "of other experts": (
+        lambda b, e, w, x: torch.baddbmm(b[e.flip(0)].unsqueeze(-1), w[e], x.unsqueeze(-1)).squeeze(-1), 0
+    ),
+    "twice": (lambda b, e, w, x: torch.baddbmm(b[e].unsqueeze(-1), w[e], x.unsqueeze(-1)).squeeze(-1) + b[e], 0),
+    "times two": (
+        lambda b, e, w, x: torch.baddbmm(b[e].unsqueeze(-1), w[e], x.unsqueeze(-1), beta=2.0).squeeze(-1), 0
+    ),
+    "less a half": (
+        lambda b, e, w, x: torch.baddbmm(b[e].unsqueeze(-1), w[e], x.unsqueeze(-1), alpha=0.5).squeeze(-1), 0
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ADDED)
+def test_a_product_that_adds_the_experts_biases(form):
+    add, fused = ADDED[form]
+
+    def program(x, gate, w1, w2, bias):
+        weights, ids = routed(x, gate)
+        pairs = ids.reshape(-1)
+        hidden = glu(add(bias, pairs, w1, x.repeat_interleave(K, 0)))
+        out = torch.bmm(w2[pairs], hidden.unsqueeze(-1)).squeeze(-1)
+        return (out.view(-1, K, H) * weights.unsqueeze(-1)).sum(1)
+
+    outcome = check(program, *given(), torch.randn(E, 2 * I), gradients=True, fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, fused)
