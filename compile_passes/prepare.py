@@ -126,7 +126,8 @@ def _make_static(model: nn.Module, loops: list[ExpertLoop]) -> None:
         torch._dynamo.config.capture_dynamic_output_shape_ops = True
         _say(
             f"moe_ops.compile: {called} run their experts in a loop over those that were hit, which cannot be "
-            f"captured: {_proved(verdict)}"
+            f"captured: {_proved(verdict)} The gradient of an expert without tokens is 0 in place of None: weight "
+            "decay and momentum go on for it."
         )
 
 
@@ -177,8 +178,7 @@ def _proved(verdict: Verdict) -> str:
     return (
         f"{said}. The static form was proved equal on a copy of one layer, outputs and gradients"
         f"{narrowed if verdict.narrower > 1 else ''}, in {verdict.seconds:.1f} s; moe_ops.restore(model) undoes "
-        f"it.{mode[verdict.training]} The gradient of an expert without tokens is 0 in place of None: weight decay and "
-        "momentum go on for it."
+        f"it.{mode[verdict.training]}"
     )
 
 

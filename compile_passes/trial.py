@@ -257,7 +257,7 @@ def _gradients(block: nn.Module, x: Tensor, outputs: Sequence[Tensor]) -> dict[s
         total = total + (value.double() * weights[: value.numel()].view(value.shape)).sum()
     leaves = {"x": x, **{name: weight for name, weight in block.named_parameters() if weight.requires_grad}}
     found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
-    # An expert without tokens has a gradient of zeros in one form, and none in the other, which `_proved` says.
+    # An expert without tokens has a gradient of zeros in one form, and none in the other, as users are told.
     return {name: torch.zeros_like(leaves[name]) if grad is None else grad
             for name, grad in zip(leaves, found, strict=True)}  # fmt: skip
 

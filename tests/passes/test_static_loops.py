@@ -71,6 +71,7 @@ def test_form(kind):
     before, keys = {n: model(tokens(n)) for n in (3, 32, 2, 5)}, list(model.state_dict())
     function, said = prepared(model, fullgraph=True)
     assert "moe_ops.restore(model) undoes it" in said[0] and " s; " in said[0] and kind.__name__ in said[0]
+    assert said[0].endswith("is 0 in place of None: weight decay and momentum go on for it.")
     with torch.no_grad():
         for count, expected in before.items():
             torch.testing.assert_close(function(tokens(count)), expected, atol=1e-5, rtol=1e-5)
