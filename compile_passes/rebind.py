@@ -83,8 +83,9 @@ def verdict_of(model: nn.Module, path: str, *, loops: bool = True) -> tuple[Verd
         if key in _VERDICTS:
             return replace(_VERDICTS[key], block=around), True
         verdict = _tried(block, forms, start)
-    except NotStatic as error:
-        verdict = Verdict({}, reason=str(error), seconds=time.perf_counter() - start)
+    except Exception as error:  # of code that nobody has thought of, too: it runs as it is
+        reason = str(error) if isinstance(error, NotStatic) else f"its trial ended in {type(error).__name__}: {error}"
+        verdict = Verdict({}, reason=reason, seconds=time.perf_counter() - start)
     if key is not None:
         _VERDICTS[key] = verdict
     return replace(verdict, block=around if verdict.forms else ""), False

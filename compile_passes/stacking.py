@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_passes.loops import number_of_experts
+from compile_passes.loops import asks_for_parameters, number_of_experts
 from meta.checks import check_module, fail
 from moe_ops import quantized_state
 from moe_ops.quantized import QuantizedWeight
@@ -36,11 +36,14 @@ FREEZE = "requires_grad_"  # nn.Module's method: an expert's modules have their 
 
 @dataclass(frozen=True)
 class ExpertList:
-    """A list of experts in a model: ``path`` as in ``named_modules()``, and the names of an expert's parameters."""
+    """A list of experts in a model: ``path`` as in ``named_modules()``, the names of an expert's parameters, and the
+    module that has the list.
+    """
 
     path: str
     module: nn.Module
     parameters: tuple[str, ...]
+    owner: nn.Module | None
 
     @property
     def experts(self) -> list[nn.Module]:
@@ -129,7 +132,7 @@ def expert_lists(model: nn.Module, names: tuple[str, ...] = ()) -> list[ExpertLi
             first = next(iter(_numbered(module).values()))
             parameters = tuple(name for name, _ in first.named_parameters(remove_duplicate=False))
             if parameters:
-                found.append(ExpertList(path, module, parameters))
+                found.append(ExpertList(path, module, parameters, around))
     inner = {one.module for one in found} | {module for module in modules.values() if _STACKS in vars(module)}
     return [one for one in found if len(inner.intersection(one.module.modules())) == 1]
 
@@ -141,6 +144,10 @@ def why_not(found: ExpertList, taken: Mapping[int, str]) -> str | None:
         taken: what `taken_elsewhere` says of the model's parameters.
     """
     first = found.experts[0]
+    inside = [module for expert in found.experts for module in expert.modules()]
+    for kind in dict.fromkeys(map(type, [*([found.owner] if found.owner is not None else []), *inside])):
+        if (asked := asks_for_parameters(kind)) is not None:
+            return f"{found.path}, as {kind.__name__}.forward asks for {asked}, which experts of a stack have none of"
     shape = {name: _facts(weight) for name, weight in first.named_parameters(remove_duplicate=False)}
     for place, expert in enumerate(found.experts):
         where = f"{found.path}.{place}"

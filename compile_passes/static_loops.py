@@ -173,7 +173,10 @@ class _Method:
             return None
         if any(isinstance(value, torch.Tensor) for value in values):
             return None
-        return bool(eval(compile(ast.Expression(test), "<test>", "eval"), {"self": self.module}))
+        try:
+            return bool(eval(compile(ast.Expression(test), "<test>", "eval"), {"self": self.module}))
+        except Exception:  # in a branch that another condition keeps from running
+            return None
 
     def held(self, value: ast.expr) -> Any:
         """What ``self.a.b`` is; None for other expressions."""

@@ -41,6 +41,8 @@ BATCHES: dict[str, tuple[tuple[int, int], bool]] = {
 # Sums of results may be taken in another order.
 ULPS = 64
 _WIDTHS = ("hidden_size", "d_model", "dim", "n_embd", "hidden_dim", "embed_dim", "input_size", "model_dim")
+# What torch itself keeps in a module.
+_TORCHS = frozenset(vars(nn.Module()))
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, tuple, list, dict, set)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -196,6 +198,9 @@ class Trial:
                 gradients = _gradients(block, x, list(outputs.values()))
             state = {f"{path}.{name}": value for path, module in block.named_modules()
                      for name, value in _plain(module).items()}  # fmt: skip
+            state["what it returns beside tensors"] = [
+                value for value in tree_leaves(out) if not isinstance(value, Tensor)
+            ]
             left = {name: value.clone() for name, value in block.named_buffers()}
             return _Result({name: value.detach() for name, value in outputs.items()}, gradients, left, state, drew)
         finally:
@@ -264,7 +269,7 @@ def _gradients(block: nn.Module, x: Tensor, outputs: Sequence[Tensor]) -> dict[s
 
 def _plain(module: nn.Module) -> dict[str, Any]:
     """Attributes that are numbers, names and lists of them."""
-    kept = {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN) and name[:1] != "_"}
+    kept = {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN) and name not in _TORCHS}
     return {name: copy.copy(value) for name, value in kept.items()}
 
 
@@ -274,7 +279,7 @@ def _difference(found: _Result, expected: _Result, nudged: _Result, dtype: torch
         return "random numbers"
     if found.state != expected.state:
         changed = [name for name in expected.state if found.state.get(name) != expected.state[name]]
-        return f"values of the attribute {(changed or ['?'])[0].strip('.')}"
+        return f"values of {(changed or ['?'])[0].strip('.')}"
     for kind in ("outputs", "gradients", "buffers"):
         one, other, moved = getattr(found, kind), getattr(expected, kind), getattr(nudged, kind)
         if list(one) != list(other):

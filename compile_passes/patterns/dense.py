@@ -162,8 +162,8 @@ class _Dense:
                 if hidden is not None:
                     return hidden, _Scores(call[other], order)
         found = two_labelled(self.reading.read(rows, "einsum", "arg1 arg2"))
-        if found is not None:
-            return _outer(*found)
+        if found is not None and shape is not None:
+            return _outer(*found, shape, order)
         return (None if shape is None else self._copies(rows, order, shape)), None
 
     def _copies(self, value: Any, order: Spread, rows: torch.Tensor) -> fx.Node | None:
@@ -434,13 +434,17 @@ def _has_sizes(factor: Any, sizes: Sequence[Any]) -> bool:
     return equal_sizes(given.numel(), prod(sizes))
 
 
-def _outer(operands: Any, labels: Any, result: str) -> tuple[fx.Node | None, _Scores | None]:
-    """The tokens and the scores of ``einsum("th,te->teh", x, scores)``."""
+def _outer(
+    operands: Any, labels: Any, result: str, rows: torch.Tensor, order: Spread
+) -> tuple[fx.Node | None, _Scores | None]:
+    """The tokens and the scores of ``einsum("th,te->teh", x, scores)``, which makes ``rows`` in this order."""
     for place in (0, 1):
         tokens, scores = labels[place], labels[1 - place]
         if len(tokens) != 2 or len(scores) != 2 or tokens[0] not in scores:
             continue
         expert = scores.replace(tokens[0], "")
+        if not alike(spread_of(rows.shape[:-1], max(result.find(expert), 0)), order):
+            continue
         if expert not in tokens and result in (tokens[0] + expert + tokens[1], expert + tokens):
             made = example(operands[1 - place])
             sizes = () if made is None else made.shape

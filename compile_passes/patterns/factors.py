@@ -165,7 +165,7 @@ class Factors:
         tensor = example(factor.node)
         if tensor is not None and tensor.dtype == torch.bool:
             return factor.kind in ("number", "not")
-        return factor.kind == "number" and self.scattered_ones(factor) is not None
+        return factor.kind in ("number", "not") and self.scattered_ones(factor) is not None
 
     def scattered_ones(self, factor: Factor) -> Call | None:
         """The scatter of ones over zeros that ``factor`` is."""
@@ -276,9 +276,10 @@ class Factors:
     def multiplied(self, value: fx.Node, call: Call, axes: Axes) -> list[tuple[Any, Axes]] | None:
         """The two operands of a product, a sum over one of their dimensions included, and their dimensions."""
         if self.reading.read(value, "mul and", "y") is not None:
-            if call.name == "and" and example(value).dtype != torch.bool:  # type: ignore[union-attr]
-                return None
-            if any(example(call[side]) is None for side in "xy"):
+            sides = [example(call[side]) for side in "xy"]
+            if None in sides or (
+                call.name == "and" and any(side.dtype != torch.bool for side in sides if side is not None)
+            ):
                 return None
             return [(call[side], self.broadcast(call[side], value, axes)) for side in "xy"]
         if call.name == "einsum":

@@ -114,7 +114,8 @@ class Pairs:
         ids = self._one_hot_of(source)
         *lead, last = index
         whole = all(part is Ellipsis or part == slice(None) for part in lead)
-        full = len(index) == rank(source) or Ellipsis in lead or (call.name != "getslice" and dim in (-1, 2))
+        last_of = type(dim) is int and dim % (rank(source) or 1) == (rank(source) or 0) - 1
+        full = len(index) == rank(source) or Ellipsis in lead or (call.name != "getslice" and last_of)
         return (ids, False) if ids is not None and whole and full and last == number else None
 
     def _one_hot_of(self, value: Any) -> fx.Node | None:
@@ -216,6 +217,8 @@ class Pairs:
         if found is not None:
             ids, flipped = found
             if rank(mask) == 2 and rank(ids) == 2 and not boolean:
+                if not self._is_pairwise(mask, ids, flipped):
+                    return None
                 return Hits(ids, places, int(flipped), False) if place == int(flipped) else None
             alone = not flipped and self.one_each(ids) and (rank(mask) == 1 or boolean)
             return Hits(ids, places, 0, True) if alone and place == 0 else None
@@ -228,6 +231,14 @@ class Pairs:
         wanted = (0,) if found[1] else (-1, (rank(any_slot["x"]) or 0) - 1)
         fits = any_slot["dim"] in wanted and self._numbers(mask, self.tokens)
         return Hits(found[0], places, 0, True) if fits else None
+
+    def _is_pairwise(self, value: Any, ids: fx.Node, flipped: bool = False) -> bool:
+        """Whether ``value`` has one for every id, by token and slot, or ``flipped``: a view may have other tokens."""
+        tensor = example(ids)
+        shapes = [] if tensor is None else [tuple(tensor.shape)]
+        if self.one_each(ids):
+            shapes.append((self.tokens, 1))
+        return any(has_shape(value, *(reversed(shape) if flipped else shape)) for shape in shapes)
 
     def _lists(self, value: Any, hits: Hits, result: int) -> bool:
         """Whether ``value`` is result ``result`` of what lists the pairs, or the mask of them."""
@@ -255,6 +266,8 @@ class Pairs:
             listed = all(self._lists(part, hits, at) for at, part in enumerate(parts))
             return Weighed(self.reading.uncast(call["x"], self.floor)) if listed else None
         if not self._lists(parts[0], hits, hits.token) or not self._lists(parts[1], hits, 1 - hits.token):
+            return None
+        if not self._is_pairwise(call["x"], hits.ids):
             return None
         return Weighed(self.reading.uncast(call["x"], self.floor))
 

@@ -23,6 +23,7 @@ from compile_passes.match import Made, Refusal, Spread, Value
 from compile_passes.patterns.contraction import alike, axis_of, moves_one, permutation, spread_of
 from compile_passes.patterns.ids import are_distinct, are_in_range, topk_over_experts
 from compile_passes.patterns.rows import counted_off
+from compile_passes.patterns.signs import is_not_negative
 from compile_passes.reading import Reading
 from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, same_shape, single, two_labelled
 
@@ -57,6 +58,7 @@ class _Sparse:
         once: an id that a token has twice counts once.
         order: of tokens and experts.
         terms: of a sum, whose ids are those of all terms: an id that two of them have counts twice.
+        sum: its values; where they are others now, the terms are what it was of.
     """
 
     ids: Value
@@ -67,6 +69,7 @@ class _Sparse:
     once: bool
     order: Spread
     terms: tuple[_Sparse, ...] = ()
+    sum: Value | None = None
 
 
 def selected_of(
@@ -88,6 +91,9 @@ def selected_of(
     problem = next(filter(None, (_unsafe(reading, term, experts) for term in found.terms or (found,))), None)
     if problem is not None:
         return problem
+    held = example(scores)
+    if held is None or not held.dtype.is_floating_point:
+        return Refusal(scores, "The routing weights are integers.", "Cast them to the dtype of the tokens.")
     if not isinstance(found.values, fx.Node | Made):
         return Refusal(scores, "The experts are summed without routing weights.", "Multiply them by topk_weights.")
     return Selection(found.ids, found.values, found.top_k)
@@ -153,7 +159,8 @@ class _Reader:
         top_k, src = index.shape[-1], call["src"]
         if not self._over_experts(value, call["dim"]) or not has_shape(call["index"], *shape.shape[:-1], top_k):
             return None
-        values: Value | float | None = self._constant(src)
+        number = self._constant(src)
+        values: Value | float | None = None if number is None else _as_stored(number, shape.dtype)
         if values is None:
             values = _rows(src, top_k) if same_shape(src, call["index"]) else None
         if values is None or (call.name == "scatter_add" and start != 0):
@@ -284,8 +291,13 @@ class _Reader:
             if found is None or not self._is_float_or_mask(value):
                 continue
             factor = self._factor(found, call[other], value, depth)
+            held = example(value)
+            if held is None or (not held.dtype.is_floating_point and _may_wrap(found.values, factor, call[other])):
+                return None
             if factor is not None and found.elsewhere == 0:
                 twice = self.sparse(call[other], depth) is not None
+                if twice and found.terms:
+                    return None
                 return replace(found, values=_times(found.values, factor), once=found.once or twice)
         return None
 
@@ -297,6 +309,9 @@ class _Reader:
             if type(call[one]) in (int, float) and call[one] == 0:  # of Python's sum
                 return self.sparse(call[other], depth)
         sides = [self.sparse(self._uncast(call[side]), depth) for side in ("x", "y")]
+        for side in sides:
+            if side is not None and side.terms and (side.values is not side.sum or side.order != side.terms[0].order):
+                return None
         terms = [term for side in sides if side is not None for term in (side.terms or (side,))]
         same = all(same_shape(call[side], value) for side in ("x", "y"))
         if None in sides or not same or any(not alike(term.order, terms[0].order) for term in terms):
@@ -305,7 +320,7 @@ class _Reader:
             return None
         index, values = (Made(_ATEN.cat.default, ([getattr(term, name) for term in terms], -1)) for name in _JOINED)
         top_k = sum(term.top_k for term in terms)
-        return _Sparse(index, index, top_k, values, 0.0, False, terms[0].order, tuple(terms))
+        return _Sparse(index, index, top_k, values, 0.0, False, terms[0].order, tuple(terms), values)
 
     def _factor(self, found: _Sparse, other: Any, value: fx.Node, depth: int) -> Value | float | None:
         """What ``other`` multiplies the K numbers by; it is finite wherever the product has to be 0."""
@@ -328,16 +343,23 @@ class _Reader:
         if found is None or found.elsewhere != 0 or not isinstance(found.values, fx.Node | Made):
             return None
         if type(call["y"]) in (int, float):
-            return replace(found, values=Made(_ATEN.div.Scalar, (found.values, call["y"])))
-        total = self._total(found, call["y"], call["x"], depth)
+            made = Made(_ATEN.div.Scalar, (found.values, call["y"]))
+            return replace(found, values=made) if call["y"] != 0 else None
+        total = self._total(found, call["y"], call["x"], depth) if self._is_of_tokens(found, call["y"], value) else None
         divisor = total or self._per_token(found, call["y"], value)
         if divisor is None:
             return None
         values = Made(_ATEN.div.Tensor, (found.values, divisor))
-        if total is None:  # 0: the others' quotients are NaN
+        if total is None or not is_not_negative(self.reading, call["x"]):  # 0: the others' quotients are NaN
             nothing = Made(_ATEN.div.Tensor, (Made(_ATEN.mul.Scalar, (divisor, 0.0)), divisor))
             values = Made(_ATEN.add.Tensor, (values, nothing))
         return replace(found, values=values)
+
+    def _is_of_tokens(self, found: _Sparse, divisor: Any, value: fx.Node) -> bool:
+        """Whether ``divisor`` has one number for all experts of a token of ``value``."""
+        shape = example(value)
+        at = None if shape is None else axis_of((*shape.shape, 1), found.order, self.experts)
+        return shape is not None and has_shape(divisor, *(1 if d == at else n for d, n in enumerate(shape.shape)))
 
     def _total(self, found: _Sparse, value: Any, scores: Any, depth: int) -> Made | None:
         """``scores.sum(-1, keepdim=True)``, at least or plus a number: the sum of the K numbers."""
@@ -417,16 +439,18 @@ class _Reader:
         if type(value) in (int, float, bool):
             return float(value)
         root = self.reading.strip(value)
+        held = [example(root)]
         while (call := self.reading.named(root, "expand", "cast")) is not None:
             root = self.reading.strip(call["x"])
+            held.append(example(root))
         call = self.reading.named(root, "zeros", "zeros_like", "ones", "ones_like", "full", "tensor")
         if call is None:
             return None
-        if call.name == "tensor":
-            return float(call["x"]) if type(call["x"]) in (int, float, bool) else None
-        if call.name == "full":
-            return float(call["fill"]) if type(call["fill"]) in (int, float, bool) else None
-        return float(call.name.startswith("ones"))
+        made = {"tensor": call["x"], "full": call["fill"]}.get(call.name, call.name.startswith("ones"))
+        number = float(made) if type(made) in (int, float, bool) else None
+        for tensor in reversed(held):
+            number = None if number is None or tensor is None else _as_stored(number, tensor.dtype)
+        return number
 
     def _at_ids(self, found: _Sparse, scores: Any) -> Value | None:
         """The numbers of dense ``scores`` at the ids."""
@@ -459,9 +483,14 @@ class _Reader:
 
     def _is_nan_in_chosen(self, found: _Sparse, scores: Any) -> bool:
         """Whether a token with NaN among bounded ``scores`` has one among those at its ids."""
-        call = self.reading.read(self._uncast(scores), "sigmoid")
-        if call is None:  # of a softmax all are
-            return True
+        held, root = example(scores), self._uncast(scores)
+        if held is None or not held.dtype.is_floating_point:
+            return held is not None
+        if (call := self.reading.read(root, "softmax", "dim dtype half_to_float")) is not None:
+            return self._over_experts(root, call["dim"], found)  # all of a token's are
+        call = self.reading.read(root, "sigmoid")
+        if call is None:
+            return False
         chosen = topk_over_experts(self.reading, found.ids, self.experts)
         if chosen is None or not chosen.largest:
             return False
@@ -489,6 +518,24 @@ class _Reader:
         last = shape.dim() - 1 if equal_sizes(shape.shape[-1], self.experts) else None
         at = last if found is None else axis_of((*shape.shape, 1), found.order, self.experts)
         return at is not None and dim % shape.dim() == at
+
+
+def _may_wrap(values: Value | float, factor: Value | float | None, of: Any) -> bool:
+    """Whether a product of integers, the second of which are ``of``, may be another than that of the numbers."""
+    if isinstance(factor, float):
+        return factor not in (0.0, 1.0)
+    tensor = example(of)
+    return (tensor is None or tensor.dtype != torch.bool) and values not in (0.0, 1.0)
+
+
+def _as_stored(number: float, dtype: torch.dtype) -> float | None:
+    """``number`` in a tensor of this dtype; None where that is nothing that C++ promises."""
+    if dtype.is_floating_point:
+        return number
+    if dtype == torch.bool:
+        return float(bool(number))
+    limits = None if dtype.is_complex else torch.iinfo(dtype)
+    return float(int(number)) if limits is not None and limits.min <= number <= limits.max else None
 
 
 def _rows(value: Any, width: Any) -> Value:

@@ -132,10 +132,14 @@ class _Loop:
                 return found
             ups = [next(up for up in expert.ups if up.result is source) for source in found[1]]
             self.ups = self.ups or ups
-            alike = [(up.weight, up.bias) for up in ups] == [(up.weight, up.bias) for up in self.ups]
+            alike = [(up.weight, up.bias, up.dtype) for up in ups] == [
+                (up.weight, up.bias, up.dtype) for up in self.ups
+            ]
+            alike = alike and expert.down.dtype == self.first.down.dtype  # one of them under autocast
             if not alike or len(ups) != len(expert.ups) or expert.down.bias is not self.first.down.bias:
                 return self._no(
-                    "The experts of the loop are not alike: one of them has a bias, or a product, that another has not."
+                    "The experts of the loop are not alike: one of them has a bias, a product, or a dtype to multiply "
+                    "in, that another has not."
                 )
             if bodies and found[0] != bodies[0]:
                 return self._no("The experts of the loop have other activations.")

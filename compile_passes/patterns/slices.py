@@ -57,7 +57,7 @@ def sliced_product(reading: Reading, node: fx.Node) -> Product | None:
     if len(products) < 2 or [one and one[1] for one in found] != list(range(len(products))):
         return None
     first, stacked = products[0], example(products[0].weight.node)
-    alike = all((one.weight, one.bias) == (first.weight, first.bias) for one in products)
+    alike = all((one.weight, one.bias, one.dtype) == (first.weight, first.bias, first.dtype) for one in products)
     if not alike or stacked is None or stacked.shape[0] != len(products) or rank(node) != 2:
         return None
     cut = slices_of(reading, [one.rows for one in products], stacked.dtype)

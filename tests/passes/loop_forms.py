@@ -92,7 +92,7 @@ class AddsInPlace(Missing):
         out, penalty = torch.zeros_like(x), torch.zeros((), dtype=x.dtype)
         for e in ids.unique().tolist():
             token, slot = torch.where(ids == e)
-            penalty.add_(self.coefficient * next(self.experts[e].parameters()).square().sum())
+            penalty.add_(self.coefficient * self.experts[e].w1.weight.square().sum())
             out.index_add_(0, token, self.experts[e](x[token]) * w[token, slot, None])
         return out, penalty
 
@@ -105,7 +105,7 @@ class AddsToAView(AddsInPlace):
         for e in ids.unique().tolist():
             token, slot = torch.where(ids == e)
             first = sums[0].view(1)
-            first.add_(self.coefficient * next(self.experts[e].parameters()).square().sum())
+            first.add_(self.coefficient * self.experts[e].w1.weight.square().sum())
             out.index_add_(0, token, self.experts[e](x[token]) * w[token, slot, None])
         return out, sums
 
@@ -158,6 +158,24 @@ class Remembers(Missing):
         for e in ids.unique().tolist():
             token, slot = torch.where(ids == e)
             log.insert(0, e)
+            out.index_add_(0, token, self.experts[e](x[token]) * w[token, slot, None])
+        return out
+
+
+class RemembersInPrivate(Missing):
+    """The same, in an attribute that its name calls its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._noted: list[int] = []
+
+    def forward(self, x):
+        x = x.reshape(-1, H)
+        w, ids = self.route(x)
+        out, noted = torch.zeros_like(x), self._noted
+        for e in ids.unique().tolist():
+            token, slot = torch.where(ids == e)
+            noted.insert(0, e)
             out.index_add_(0, token, self.experts[e](x[token]) * w[token, slot, None])
         return out
 
@@ -365,7 +383,8 @@ MISSES = {
     AddsInAnArgument: "what the loop writes is not chosen by ids.unique",
     AddsWithOut: "what the loop writes is not chosen by ids.unique",
     Decays: "the static form gives other outputs",
-    Remembers: "the static form gives other values of the attribute log",
+    Remembers: "the static form gives other values of log",
+    RemembersInPrivate: "the static form gives other values of _noted",
     SkipsAnExpert: f"captured but not fused: The loop runs {E - 1} of {E} experts",
     SkipsFewTokens: "`if token.numel() < 2` is no test for an expert without tokens",
     SkipsSmallWeights: "`if big.any()` is no test for an expert without tokens",

@@ -351,3 +351,144 @@ def test_a_product_that_adds_the_experts_biases(form):
 
     outcome = check(program, *given(), torch.randn(E, 2 * I), gradients=True, fullgraph=True)
     assert (outcome.problem, outcome.fused) == (None, fused)
+
+
+def every(x: Tensor, scores: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    """All experts on all tokens, weighted by ``scores`` [T, E]."""
+    hidden = glu(torch.bmm(x.expand(w1.shape[0], -1, -1), w1.mT))
+    return (torch.bmm(hidden, w2.mT) * scores.t().unsqueeze(-1)).sum(0)
+
+
+def hot(x: Tensor, gate: Tensor, place: int) -> Tensor:
+    """One expert for each token, of the first, the second or the third half of its features."""
+    return F.one_hot(F.linear(x.roll(place * 7, -1), gate).argmax(-1), E).float()
+
+
+def sums(x: Tensor, gate: Tensor, *factors: float) -> Tensor:
+    return sum(x[:, place : place + 1] * factor * hot(x, gate, place) for place, factor in enumerate(factors))
+
+
+def filled(number: float, dtype: torch.dtype, again: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
+    """A number that its dtypes change, where an expert was chosen."""
+
+    def scores(x, gate):
+        ids = routed(x, gate)[1]
+        ones = torch.full((T, K), number).to(dtype).to(again)
+        return torch.zeros(T, E, dtype=again).scatter(1, ids, ones).float() * F.linear(x, gate).softmax(-1)
+
+    return scores
+
+
+DENSE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "divided by sums of other tokens": lambda x, gate: spread(x[:E], gate) / spread(x[:E], gate).sum(-1),
+    "some terms of a sum, scaled": lambda x, gate: 2.5 * sums(x, gate, 1.0, 1.0) + x[:, 5:6] * hot(x, gate, 2),
+    "a sum squared": lambda x, gate: (lambda s: s * s)(sums(x, gate, 1.0, 1.0)),
+    "2 as a bool": filled(2.0, torch.bool, torch.float32),
+    "1.5 as an integer": filled(1.5, torch.int64, torch.float32),
+    "an integer that wraps": lambda x, gate: (
+        torch.zeros(T, E, dtype=torch.int8).scatter(1, routed(x, gate)[1], 1) * 200
+    ).float() * F.linear(x, gate).softmax(-1),
+    "divided by nothing": lambda x, gate: spread(x, gate) / 0,
+    "divided by a sum of 0": lambda x, gate: (lambda s: s / s.sum(-1, keepdim=True))(
+        torch.zeros(T, E).scatter(1, routed(x, gate)[1], x[:, :1] * torch.tensor([1.0, -1.0]))
+    ),
+    "a softmax over the tokens": lambda x, gate: (spread(x, gate) > 0) * torch.where(
+        torch.arange(T * E).view(T, E) == 3, torch.nan, F.linear(x, gate)).softmax(0),
+    "weights that are integers": lambda x, gate: torch.zeros(T, E, dtype=torch.int64).scatter(
+        1, routed(x, gate)[1], routed(x, gate)[1] + 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", DENSE)
+def test_scores_of_all_experts_are_what_they_are(form):
+    def program(x, gate, w1, w2):
+        scores = DENSE[form](x, gate)
+        return every(x[: scores.shape[0]], scores.to(x.dtype), w1, w2)
+
+    assert check(program, *given(), fullgraph=True).problem is None
+
+
+def test_weighted_tokens_in_the_order_of_the_other_dimension():
+    def program(x, gate, w1, w2):
+        rows = torch.einsum("th,te->teh", x, spread(x, gate)).reshape(E, -1, H)
+        return torch.bmm(glu(torch.bmm(rows, w1.mT)), w2.mT).sum(0)
+
+    assert check(program, *given(), fullgraph=True).problem is None
+
+
+def one_by_one(x, gate, w1, w2, mask, weigh):
+    """An expert after another, on the tokens that a mask of the pairs lists."""
+    weights, ids = routed(x, gate)
+    out = torch.zeros_like(x)
+    for e in range(E):
+        token, slot = torch.where(mask(ids, e))
+        rows = glu(x[token] @ w1[e].t()) @ w2[e].t()
+        out = out.index_add(0, token, rows * weigh(weights)[token, slot, None])
+    return out
+
+
+LISTED = {
+    "two tokens in a row": (lambda ids, e: (ids == e).view(T // 2, 2 * K), lambda w: w.view(T // 2, 2 * K)),
+    "slots in the place of tokens": (lambda ids, e: (ids == e).reshape(K, T), lambda w: w.reshape(K, T)),
+    "as they are": (lambda ids, e: ids == e, lambda w: w),
+}
+
+
+@pytest.mark.parametrize("form", LISTED)
+def test_a_mask_that_is_viewed_lists_other_tokens(form):
+    mask, weigh = LISTED[form]
+
+    def program(*inputs):
+        return one_by_one(*inputs, mask=mask, weigh=weigh)
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        outcome = check(program, *given(), fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, int(form == "as they are"))
+
+
+def test_slots_are_no_experts_where_there_are_as_many():
+    def program(x, gate, w1, w2):
+        weights, ids = torch.topk(F.linear(x, gate).softmax(-1), E, -1)
+        weights, ids, rows = (value.view(3, T // 3, -1) for value in (weights, ids, x))
+        out, marks = torch.zeros_like(rows), F.one_hot(ids, E)
+        for e in range(E):
+            share = (weights * marks.select(2, e)).sum(-1, keepdim=True)
+            out = out + share * (glu(rows @ w1[e].t()) @ w2[e].t())
+        return out
+
+    assert check(program, *given(), fullgraph=True).problem is None
+
+
+STARTS = {
+    "half": (lambda x: x.half(), 0), "bfloat16": (lambda x: x.bfloat16(), 0), "integers": (lambda x: x.int(), 0),
+    "its own": (lambda x: x * 2, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", STARTS)
+def test_a_sum_begins_in_the_dtype_of_what_is_added(dtype):
+    start, fused = STARTS[dtype]
+
+    def program(x, *rest):
+        out = start(x)
+        for part in by_expert(x, *rest):
+            out = out + part
+        return out
+
+    outcome = check(program, *given(), fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, fused)
+
+
+def test_one_expert_under_autocast_is_not_all_of_them():
+    def program(x, gate, w1, w2):
+        weights, ids = routed(x, gate)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            with torch.autocast("cpu", torch.float16, enabled=e == 0):
+                part = F.linear(glu(F.linear(x, w1[e])), w2[e])
+            out = out + part.float() * (weights * (ids == e)).sum(-1, keepdim=True)
+        return out
+
+    x, gate, w1, w2 = given()
+    w1[1:] *= 3000
+    assert check(program, x, gate, w1, w2, fullgraph=True).problem is None
