@@ -291,6 +291,29 @@ def test_one_choice_is_fused():
     assert (outcome.problem, outcome.fused) == (None, 1)
 
 
+def weighed(weigh):
+    """The gates of the chosen experts, changed."""
+    return lambda made, gates, hot, slots: torch.einsum("se,sc->sec", weigh(gates, hot), slots)
+
+
+def best_tokens(gates):
+    return torch.zeros_like(gates).scatter(0, gates.topk(CAPACITY - 1, 0)[1], 1.0).unsqueeze(-1)
+
+
+ALIKE = {
+    "numbers that are not 0": weighed(lambda gates, hot: gates * torch.logical_and(hot.bool(), gates - 0.3).float()),
+    "integers that are not 0": weighed(lambda gates, hot: gates * torch.logical_and(hot, (gates * 9).long()).float()),
+    "all but some": lambda made, gates, *_: made * torch.logical_not(best_tokens(gates)),
+    "some": lambda made, gates, *_: made * best_tokens(gates),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_masks_of_weights_are_what_they_are(name):
+    outcome = check(changed(combine=ALIKE[name]), *weights(dtype=torch.float32).values(), fullgraph=True)
+    assert outcome.problem is None
+
+
 # How experts one after the other take their slots and give back the results: DeepSpeed's Experts, and others.
 LISTS = {
     "chunk": lambda rows, expert: torch.cat(

@@ -374,7 +374,7 @@ def filled(number: float, dtype: torch.dtype, again: torch.dtype) -> Callable[[T
     def scores(x, gate):
         ids = routed(x, gate)[1]
         ones = torch.full((T, K), number).to(dtype).to(again)
-        return torch.zeros(T, E, dtype=again).scatter(1, ids, ones).float() * F.linear(x, gate).softmax(-1)
+        return torch.zeros(T, E, dtype=again).scatter(1, ids, ones).float() * x[:, 5:6]
 
     return scores
 
@@ -387,13 +387,15 @@ DENSE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "1.5 as an integer": filled(1.5, torch.int64, torch.float32),
     "an integer that wraps": lambda x, gate: (
         torch.zeros(T, E, dtype=torch.int8).scatter(1, routed(x, gate)[1], 1) * 200
-    ).float() * F.linear(x, gate).softmax(-1),
+    ).float() * x[:, 5:6],
     "divided by nothing": lambda x, gate: spread(x, gate) / 0,
     "divided by a sum of 0": lambda x, gate: (lambda s: s / s.sum(-1, keepdim=True))(
         torch.zeros(T, E).scatter(1, routed(x, gate)[1], x[:, :1] * torch.tensor([1.0, -1.0]))
     ),
-    "a softmax over the tokens": lambda x, gate: (spread(x, gate) > 0) * torch.where(
+    "a softmax over the tokens": lambda x, gate: torch.zeros(T, E).scatter(1, routed(x, gate)[1], 1.0) * torch.where(
         torch.arange(T * E).view(T, E) == 3, torch.nan, F.linear(x, gate)).softmax(0),
+    "the sorted": lambda x, gate: torch.zeros(T, E).scatter(1, routed(x, gate)[1], 1.0) * torch.where(
+        torch.arange(T * E).view(T, E) == 3, torch.nan, F.linear(x, gate)).sigmoid().sort(-1)[0],
     "weights that are integers": lambda x, gate: torch.zeros(T, E, dtype=torch.int64).scatter(
         1, routed(x, gate)[1], routed(x, gate)[1] + 1),
 }  # fmt: skip
@@ -446,14 +448,16 @@ def test_a_mask_that_is_viewed_lists_other_tokens(form):
     assert (outcome.problem, outcome.fused) == (None, int(form == "as they are"))
 
 
-def test_slots_are_no_experts_where_there_are_as_many():
+@pytest.mark.parametrize(
+    "of", [lambda marks, e: marks.select(2, e), lambda marks, e: marks.unbind(2)[e]], ids=["select", "unbind"]
+)
+def test_slots_are_no_experts_where_there_are_as_many(of):
     def program(x, gate, w1, w2):
-        weights, ids = torch.topk(F.linear(x, gate).softmax(-1), E, -1)
-        weights, ids, rows = (value.view(3, T // 3, -1) for value in (weights, ids, x))
-        out, marks = torch.zeros_like(rows), F.one_hot(ids, E)
+        weights, ids = torch.topk(F.linear(x.view(3, T // 3, H), gate).softmax(-1), E, -1)
+        out, marks = torch.zeros_like(x), F.one_hot(ids, E)
         for e in range(E):
-            share = (weights * marks.select(2, e)).sum(-1, keepdim=True)
-            out = out + share * (glu(rows @ w1[e].t()) @ w2[e].t())
+            share = (weights * of(marks, e)).sum(-1).view(-1, 1)
+            out = out + share * (glu(x @ w1[e].t()) @ w2[e].t())
         return out
 
     assert check(program, *given(), fullgraph=True).problem is None
