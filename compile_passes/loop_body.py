@@ -69,12 +69,30 @@ class Element(ast.NodeTransformer):
         return ast.Subscript(self.visit(taken.value), taken.slice, ast.Load())
 
 
+# What a loop does for experts that were hit alone.
+_ONCE = (ast.Break, ast.Return, ast.Yield, ast.YieldFrom, ast.Raise, ast.Try, ast.Delete, ast.NamedExpr)
+
+
+def check_after(tree: ast.AST, loop: ast.For) -> None:
+    """Refuse a loop that leaves behind what the last of its rounds, or their number, made of a name."""
+    end = loop.end_lineno or loop.lineno
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global | ast.Nonlocal):
+            raise NotStatic(f"`{ast.unparse(node)}`, where a loop may write what others read", node)
+    later = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and getattr(node, "lineno", 0) > end]
+    for name in {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}:
+        again = [node.lineno for node in later if node.id == name and isinstance(node.ctx, ast.Store)]
+        for node in later:
+            if node.id == name and isinstance(node.ctx, ast.Load) and not any(line <= node.lineno for line in again):
+                raise NotStatic(f"{name} of the last round is read after the loop", node)
+
+
 def check_body(loop: ast.For) -> None:
     """Refuse what a loop over all experts would do more, or less, often than one over those that were hit."""
     if loop.orelse:
         raise NotStatic("a loop with an `else`", loop)
     for node in [part for statement in loop.body for part in ast.walk(statement)]:
-        if isinstance(node, ast.Break | ast.Return | ast.Yield | ast.YieldFrom | ast.Raise | ast.Try | ast.Delete):
+        if isinstance(node, _ONCE):
             raise NotStatic(f"a `{type(node).__name__.lower()}` in the loop", node)
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         for target in targets:

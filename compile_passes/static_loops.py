@@ -24,6 +24,7 @@ from compile_passes.loop_body import (
     ELEMENTS,
     POSITIVE,
     Element,
+    check_after,
     check_body,
     check_tests,
     drop_lists_of_positions,
@@ -206,6 +207,7 @@ class _Method:
             self._note(loop)
             return
         check_body(kept)
+        check_after(self.tree, kept)
         check_tests(loop)
         new = f"for {ast.unparse(loop.target)} in {ast.unparse(loop.iter)}"
         self.said.append(f"line {loop.lineno}: `{head}`" + (f" as `{new}`" if new != head else " without its tests"))

@@ -158,10 +158,11 @@ class Ends:
             return None
         if not self.is_wide(node) or len(rest) > 1 or not all(same_shape(value, node) for value in (*values, *rest)):
             return None
-        start, total = (example(self.reading.operand(value)) for value in (rest[0] if rest else node, node))
-        if start is None or total is None or start.dtype != total.dtype:  # added in its own, it would be rounded to it
-            return None
-        return node, rest[0] if rest and not self.reading.is_zeros(rest[0]) else None
+        if not rest or self.reading.is_zeros(rest[0]):
+            return node, None
+        start, total = (example(self.reading.operand(value)) for value in (rest[0], node))
+        # Added in a narrower dtype of its own, the sum would be rounded to that.
+        return (node, rest[0]) if start is not None and total is not None and start.dtype == total.dtype else None
 
     def is_wide(self, value: fx.Node) -> bool:
         """Whether sums of results may be rounded to the dtype of ``value``."""

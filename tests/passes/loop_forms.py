@@ -7,6 +7,8 @@ from torch import nn
 
 from benchmarks.loops import Block, E, H, K
 
+HIT = 0
+
 
 class Missing(Block):
     """Hit experts one after the other; `each` is what a near miss does besides."""
@@ -176,6 +178,47 @@ class RemembersInPrivate(Missing):
         for e in ids.unique().tolist():
             token, slot = torch.where(ids == e)
             noted.insert(0, e)
+            out.index_add_(0, token, self.experts[e](x[token]) * w[token, slot, None])
+        return out
+
+
+class LeavesTheLast(Missing):
+    """The number of the last expert that was hit."""
+
+    def forward(self, x):
+        x = x.reshape(-1, H)
+        w, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e in ids.unique().tolist():
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, self.experts[e](x[token]) * w[token, slot, None])
+        return out + 0 * e
+
+
+class CountsInAnExpression(Missing):
+    """How many experts were hit, by an assignment in an index."""
+
+    def forward(self, x):
+        x = x.reshape(-1, H)
+        w, ids = self.route(x)
+        out, n = torch.zeros_like(x), 0
+        for e in ids.unique().tolist():
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, self.experts[(n := n + 1) * 0 + e](x[token]) * w[token, slot, None])
+        return out + 0 * n
+
+
+class WritesAGlobal(Missing):
+    """What other code may read."""
+
+    def forward(self, x):
+        global HIT
+        x = x.reshape(-1, H)
+        w, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e in ids.unique().tolist():
+            HIT += 1
+            token, slot = torch.where(ids == e)
             out.index_add_(0, token, self.experts[e](x[token]) * w[token, slot, None])
         return out
 
@@ -385,6 +428,9 @@ MISSES = {
     Decays: "the static form gives other outputs",
     Remembers: "the static form gives other values of log",
     RemembersInPrivate: "the static form gives other values of _noted",
+    LeavesTheLast: "e of the last round is read after the loop",
+    CountsInAnExpression: "a `namedexpr` in the loop",
+    WritesAGlobal: "`global HIT`, where a loop may write what others read",
     SkipsAnExpert: f"captured but not fused: The loop runs {E - 1} of {E} experts",
     SkipsFewTokens: "`if token.numel() < 2` is no test for an expert without tokens",
     SkipsSmallWeights: "`if big.any()` is no test for an expert without tokens",

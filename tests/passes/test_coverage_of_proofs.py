@@ -465,7 +465,7 @@ def test_slots_are_no_experts_where_there_are_as_many(of):
 
 STARTS = {
     "half": (lambda x: x.half(), 0), "bfloat16": (lambda x: x.bfloat16(), 0), "integers": (lambda x: x.int(), 0),
-    "its own": (lambda x: x * 2, 1),
+    "its own": (lambda x: x * 2, 1), "zeros of another": (lambda x: torch.zeros_like(x, dtype=torch.bfloat16), 1),
 }  # fmt: skip
 
 
