@@ -189,11 +189,11 @@ def taken_elsewhere(model: nn.Module) -> dict[int, str]:
     users = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     taken = {weight: "the model uses in more than one place" for weight, count in users.items() if count > 1}
     for holder, held in _holders(torch.optim.Optimizer, *_parallel()):
-        name, cure = type(holder).__name__, "make it after stacking the experts"
+        why = f"a {type(holder).__name__} optimizer holds already: make it after stacking the experts"
         if isinstance(holder, nn.Module):
             cure = "make it around the model after moe_ops.stack_experts_(model)"
-        called = name if isinstance(holder, nn.Module) else f"{name} optimizer"
-        taken.update(dict.fromkeys(held, f"a {called} holds already: {cure}"))
+            why = f"a {type(holder).__name__} holds already: {cure}"
+        taken.update(dict.fromkeys(held, why))
     return taken
 
 

@@ -193,14 +193,13 @@ class Trial:
                 before = _random_state(self.device)
                 out = block.forward(x.clone())
                 drew = any(not _same(one, other) for one, other in zip(before, _random_state(self.device), strict=True))
-                outputs = {f"output {place}": value for place, value in enumerate(tree_leaves(out))
+                leaves = tree_leaves(out)
+                outputs = {f"output {place}": value for place, value in enumerate(leaves)
                            if isinstance(value, Tensor)}  # fmt: skip
                 gradients = _gradients(block, x, list(outputs.values()))
             state = {f"{path}.{name}": value for path, module in block.named_modules()
                      for name, value in _plain(module).items()}  # fmt: skip
-            state["what it returns beside tensors"] = [
-                value for value in tree_leaves(out) if not isinstance(value, Tensor)
-            ]
+            state["what it returns beside tensors"] = [value for value in leaves if not isinstance(value, Tensor)]
             left = {name: value.clone() for name, value in block.named_buffers()}
             return _Result({name: value.detach() for name, value in outputs.items()}, gradients, left, state, drew)
         finally:

@@ -9,7 +9,7 @@ from torch import fx
 
 from compile_passes.equal import holds
 from compile_passes.match import Dispatch, Refusal
-from compile_passes.patterns.ids import are_distinct, are_in_range
+from compile_passes.patterns.ids import are_distinct, are_in_range, exact_ids
 from compile_passes.patterns.rows import Order, is_ramp
 from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank
 
@@ -243,9 +243,7 @@ class _Counting:
         return row_ids(self.order, value, self.dispatch) or self.reading.same(value, self.dispatch.ids)
 
     def _exact_ids(self, value: Any) -> Any:
-        if are_in_range(self.reading, value, self.experts):
-            return self.reading.exact(value, self.experts)
-        return self.reading.faithful(value, self.experts, also=torch.int32)
+        return exact_ids(self.reading, value, self.experts, also=torch.int32)
 
     def _exact(self, value: Any) -> Any:
         return self.reading.exact(value, self.rows + 1)

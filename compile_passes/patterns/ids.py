@@ -91,9 +91,11 @@ def are_integers(reading: Reading, value: Any) -> bool:
     return tensor is not None
 
 
-def exact_ids(reading: Reading, ids: Any, experts: Any) -> Any:
-    """What ``ids`` are reshapes and casts of, whose numbers are theirs: all casts of ids that are in range are."""
-    return (reading.exact if are_in_range(reading, ids, experts) else reading.faithful)(ids, experts)
+def exact_ids(reading: Reading, ids: Any, experts: Any, also: torch.dtype | None = None) -> Any:
+    """What ``ids`` are reshapes and casts of, whose numbers are theirs: all casts of ids that are in range are; of
+    others casts of integers to ``also``, too.
+    """
+    return reading.exact(ids, experts) if are_in_range(reading, ids, experts) else reading.faithful(ids, experts, also)
 
 
 def are_in_range(reading: Reading, ids: Any, experts: Any) -> bool:
