@@ -131,6 +131,8 @@ def _tried(block: nn.Module, forms: Mapping[str, StaticForm], start: float) -> V
     trial = Trial(block)
     methods = {path: form.functions() for path, form in forms.items()}
     trial.compare(methods, block.training)
+    forms = {path: replace(form, converts=_converted(trial.copy.get_submodule(path), form))
+             for path, form in forms.items()}  # fmt: skip
     training: bool | None = block.training
     try:
         trial.compare(methods, not block.training)
@@ -139,6 +141,14 @@ def _tried(block: nn.Module, forms: Mapping[str, StaticForm], start: float) -> V
         pass  # the other mode runs the original
     _check_fused(trial, forms, block.training)
     return Verdict(forms, training=training, narrower=trial.narrowing.factor, seconds=time.perf_counter() - start)
+
+
+def _converted(module: nn.Module, form: StaticForm) -> tuple[tuple[ast.expr, ast.expr], ...]:
+    """The conversions that a module which has run has made: those in a branch that did not run are nobody's wish."""
+    return tuple(
+        (converted, dtype) for converted, dtype in form.converts
+        if all(weight.dtype == held(module, dtype) for weight in held(module, converted).parameters())
+    )  # fmt: skip
 
 
 def _check_fused(trial: Trial, forms: Mapping[str, StaticForm], training: bool, **allowed: Any) -> None:

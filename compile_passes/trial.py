@@ -2,8 +2,8 @@
 
 The copy has random weights, so that the answer is one about the code. Batches: many tokens, one token (all other
 experts are empty), tokens of one direction (all go to the same experts). Compared are outputs, gradients of the inputs
-and of the weights, buffers and plain attributes, in float64 and in the dtype of the weights. A forward that draws
-random numbers is not compared at all.
+and of the weights, buffers, and what else the code leaves behind (`effects`), in float64 and in the dtype of the
+weights. A forward that draws random numbers is not compared at all.
 
 Where memory has no room for copies of full width, they are narrower, and the block itself is run besides them, with
 gradients of the inputs alone; where that is not possible, the trial is made on the CPU.
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from compile_passes.effects import Effects, Kept
 from compile_passes.narrow import FULL, Narrowing, narrow_copy, narrowing
 from compile_passes.source import NotStatic
 from moe_ops.quantized import QuantizedWeight
@@ -41,9 +42,6 @@ BATCHES: dict[str, tuple[tuple[int, int], bool]] = {
 # Sums of results may be taken in another order.
 ULPS = 64
 _WIDTHS = ("hidden_size", "d_model", "dim", "n_embd", "hidden_dim", "embed_dim", "input_size", "model_dim")
-# What torch itself keeps in a module.
-_TORCHS = frozenset(vars(nn.Module()))
-_PLAIN = (int, float, str, bool, type(None), torch.dtype, tuple, list, dict, set)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 # Path of a module -> name of a method -> what takes its place.
@@ -56,7 +54,7 @@ class _Result:
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
-    buffers: dict[str, Tensor]
+    buffers: dict[str, Tensor]  # and other tensors that it left
     state: dict[str, Any]
     drew: bool
 
@@ -73,7 +71,7 @@ class Trial:
 
     def __init__(self, block: nn.Module) -> None:
         _check_classes(block)
-        self.block, self.dtype = block, _widest_used(block)
+        self.block, self.dtype, self.effects = block, _widest_used(block), Effects(block)
         problem = "its widths have no factor in common by which it could be narrowed"
         for self.device, self.narrowing in _places(block):
             try:
@@ -183,8 +181,7 @@ class Trial:
 
     def _run(self, block: nn.Module, methods: Methods, x: Tensor) -> _Result:
         """Run ``block`` forward and backward with ``methods`` bound in it, and leave it as it was."""
-        kept = [(module, name, value) for module in block.modules() for name, value in _plain(module).items()]
-        known = {id(module): set(vars(module)) for module in block.modules()}
+        kept = Kept(self.effects, block)
         buffers = {name: value.clone() for name, value in block.named_buffers()}
         x = x.clone().requires_grad_()
         try:
@@ -197,17 +194,14 @@ class Trial:
                 outputs = {f"output {place}": value for place, value in enumerate(leaves)
                            if isinstance(value, Tensor)}  # fmt: skip
                 gradients = _gradients(block, x, list(outputs.values()))
-            state = {f"{path}.{name}": value for path, module in block.named_modules()
-                     for name, value in _plain(module).items()}  # fmt: skip
+            left = self.effects.left(block)
+            state = {name: value for name, value in left.items() if not isinstance(value, Tensor)}
             state["what it returns beside tensors"] = [value for value in leaves if not isinstance(value, Tensor)]
-            left = {name: value.clone() for name, value in block.named_buffers()}
-            return _Result({name: value.detach() for name, value in outputs.items()}, gradients, left, state, drew)
+            tensors = {name: value for name, value in left.items() if isinstance(value, Tensor)}
+            tensors |= {name: value.clone() for name, value in block.named_buffers()}
+            return _Result({name: value.detach() for name, value in outputs.items()}, gradients, tensors, state, drew)
         finally:
-            for module in block.modules():
-                for name in set(vars(module)) - known.get(id(module), set(vars(module))):
-                    del vars(module)[name]
-            for module, name, value in kept:
-                vars(module)[name] = value
+            kept.put_back()
             with torch.no_grad():
                 for name, value in block.named_buffers():
                     if name in buffers and value.shape == buffers[name].shape:
@@ -264,12 +258,6 @@ def _gradients(block: nn.Module, x: Tensor, outputs: Sequence[Tensor]) -> dict[s
     # An expert without tokens has a gradient of zeros in one form, and none in the other, as users are told.
     return {name: torch.zeros_like(leaves[name]) if grad is None else grad
             for name, grad in zip(leaves, found, strict=True)}  # fmt: skip
-
-
-def _plain(module: nn.Module) -> dict[str, Any]:
-    """Attributes that are numbers, names and lists of them."""
-    kept = {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN) and name not in _TORCHS}
-    return {name: copy.copy(value) for name, value in kept.items()}
 
 
 def _difference(found: _Result, expected: _Result, nudged: _Result, dtype: torch.dtype) -> str | None:

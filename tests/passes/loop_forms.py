@@ -223,6 +223,114 @@ class WritesAGlobal(Missing):
         return out
 
 
+class RemembersATensor(Missing):
+    """The tokens of the last expert that was hit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = None
+
+    def forward(self, x):
+        x = x.reshape(-1, H)
+        w, ids = self.route(x)
+        out, token = torch.zeros_like(x), None
+        for e in ids.unique().tolist():
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, self.experts[e](x[token]) * w[token, slot, None])
+        self.last = token
+        return out
+
+
+class Counter:
+    """What an expert counts its calls in."""
+
+    called = 0
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.sizes = {"least": torch.zeros(1)}
+
+    def note(self, rows):
+        self.calls += 1
+        return rows
+
+
+CALLS = [0]
+COUNTER = Counter()
+
+
+def in_a_list(rows):
+    CALLS[0] += 1
+    return rows
+
+
+def in_an_object(rows):
+    COUNTER.calls += 1
+    return rows
+
+
+def in_a_class(rows):
+    Counter.called += 1
+    return rows
+
+
+def in_a_tensor(rows):
+    COUNTER.sizes["least"] += 1
+    return rows
+
+
+class Through(nn.Module):
+    """An expert of which each call is noted."""
+
+    def __init__(self, expert: nn.Module, note) -> None:
+        super().__init__()
+        self.inner, self.note = expert, note
+
+    def forward(self, rows):
+        return self.inner(self.note(rows))
+
+
+class Counts(Missing):
+    """Calls of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Through(expert, self.note) for expert in self.experts)
+
+    def forward(self, x):
+        x = x.reshape(-1, H)
+        w, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e in ids.unique().tolist():
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, self.experts[e](x[token]) * w[token, slot, None])
+        return out
+
+
+class CountsInAGlobal(Counts):
+    note = staticmethod(in_a_list)
+
+
+class CountsInAnObject(Counts):
+    note = staticmethod(in_an_object)
+
+
+class CountsInAClass(Counts):
+    note = staticmethod(in_a_class)
+
+
+class CountsInATensor(Counts):
+    note = staticmethod(in_a_tensor)
+
+
+class CountsInItsOwn(Counts):
+    """Calls, in an object that the block holds, by a method of that."""
+
+    def __init__(self) -> None:
+        self.__dict__["note"] = Counter().note
+        super().__init__()
+
+
 class SkipsAnExpert(Missing):
     def forward(self, x):
         x = x.reshape(-1, H)
@@ -426,11 +534,17 @@ MISSES = {
     AddsInAnArgument: "what the loop writes is not chosen by ids.unique",
     AddsWithOut: "what the loop writes is not chosen by ids.unique",
     Decays: "the static form gives other outputs",
-    Remembers: "the static form gives other values of log",
-    RemembersInPrivate: "the static form gives other values of _noted",
+    Remembers: "the static form gives other values of len(log)",
+    RemembersInPrivate: "the static form gives other values of len(_noted)",
     LeavesTheLast: "e of the last round is read after the loop",
     CountsInAnExpression: "a `namedexpr` in the loop",
     WritesAGlobal: "`global HIT`, where a loop may write what others read",
+    RemembersATensor: "the static form gives other buffers",
+    CountsInAGlobal: "the static form gives other values of CALLS[0]",
+    CountsInAnObject: "the static form gives other values of COUNTER.calls",
+    CountsInAClass: "the static form gives other values of Counter.called",
+    CountsInATensor: "the static form gives other buffers (COUNTER.sizes['least'])",
+    CountsInItsOwn: "the static form gives other values of note.calls",
     SkipsAnExpert: f"captured but not fused: The loop runs {E - 1} of {E} experts",
     SkipsFewTokens: "`if token.numel() < 2` is no test for an expert without tokens",
     SkipsSmallWeights: "`if big.any()` is no test for an expert without tokens",

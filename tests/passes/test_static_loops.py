@@ -13,7 +13,6 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import moe_ops
-from benchmarks.foreign import Expert
 from benchmarks.loops import (
     FORMS,
     Block,
@@ -28,7 +27,7 @@ from benchmarks.loops import (
 )  # fmt: skip
 from compile_passes import rebind
 from compile_passes.loops import STATIC
-from tests.passes.loop_forms import MISSES
+from tests.passes.loop_forms import CALLS, COUNTER, MISSES, Counter, Missing
 
 
 class Decoder(nn.Module):
@@ -87,14 +86,57 @@ def test_form(kind):
 @pytest.mark.parametrize("kind", MISSES, ids=lambda kind: kind.__name__)
 def test_left_alone_with_the_reason(kind):
     model = decoder(kind)
-    state = copy.deepcopy(model.state_dict())
+    state, kinds = copy.deepcopy(model.state_dict()), [type(module) for module in model.modules()]
     _, said = prepared(model)
     assert len(said) == 1 and "left as is" in said[0]
     assert MISSES[kind].lower() in said[0].lower() and kind.__name__ in said[0] and said[0].endswith(".")
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     for layer in model.layers:
         block = layer["moe_experts"]
-        assert not {"forward", STATIC} & set(vars(block)) and block.log == [] and type(block.experts[0]) is Expert
+        assert not {"forward", STATIC} & set(vars(block)) and block.log == []
+    assert [type(module) for module in model.modules()] == kinds
+    assert CALLS == [0] and COUNTER.calls == Counter.called == COUNTER.sizes["least"] == 0
+
+
+class Router(nn.Module):
+    """A router that brings its weights to another dtype in its first call, where it is asked to."""
+
+    def __init__(self, asked: bool) -> None:
+        super().__init__()
+        self.asked, self.dtype = asked, torch.float32
+        self.classifier = nn.Linear(H, E, bias=False).bfloat16()
+
+    def forward(self, x):
+        if self.asked:
+            self.classifier = self.classifier.to(self.dtype)
+        return self.classifier(x.to(self.classifier.weight.dtype)).float()
+
+
+class Converts(Missing):
+    def __init__(self, asked: bool) -> None:
+        super().__init__()
+        self.gate = Router(asked)
+
+    def forward(self, x):
+        x = x.reshape(-1, H)
+        w, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e in ids.unique().tolist():
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, self.experts[e](x[token]) * w[token, slot, None])
+        return out
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_conversions_of_the_first_call_are_made_where_the_code_makes_them(asked):
+    torch.manual_seed(0)
+    model = Converts(asked).eval()
+    expected = copy.deepcopy(model)(tokens(5))
+    function, said = prepared(model, fullgraph=True)
+    dtype = torch.float32 if asked else torch.bfloat16
+    assert "static" in said[0] and model.gate.classifier.weight.dtype == dtype, said
+    with torch.no_grad():
+        torch.testing.assert_close(function(tokens(5)), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_advice_is_a_sentence():
