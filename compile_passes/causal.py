@@ -33,7 +33,7 @@ import torch
 from torch import fx
 
 from compile_passes.builder import Builder
-from compile_passes.compat import fake_mode_of, sdpa_kernel
+from compile_passes.compat import fake_mode_of, sdpa_kernel, statically_known_true
 from compile_passes.coordinates import Coordinates, Line, Where
 from compile_passes.match import location
 from compile_passes.reading import Reading
@@ -159,6 +159,8 @@ def _decided(reading: Reading, coordinates: Coordinates, node: fx.Node, call: Ca
         return "its mask is added to the scores"
     if call["is_causal"] is not False or call["dropout_p"] != 0:
         return "it has dropout, or is causal besides its mask"
+    if not _is_positive(call["scale"]):
+        return "its scale is not known to be positive, and torch's kernels hide the others' scores before they scale"
     length = query.shape[-2]
     if not all(equal_sizes(size, length) for size in (key.shape[-2], *mask.shape[-2:])):
         return "it has not as many queries as keys"
@@ -180,6 +182,15 @@ def _decided(reading: Reading, coordinates: Coordinates, node: fx.Node, call: Ca
         return f"torch would change from its kernel {before} to {after}"
     layout = _layout(example(node))
     return "its result has an unusual layout" if layout is None else CausalCall(node, layout)
+
+
+def _is_positive(scale: Any) -> bool:
+    """Whether minus infinity is that after a scale, too: one that is a float32 more than zero, or none."""
+    value = scale.meta.get("example_value") if isinstance(scale, fx.Node) else scale  # a symbol of a known value
+    if scale is None or not isinstance(value, int | float | torch.SymInt | torch.SymFloat):
+        return scale is None
+    limits = torch.finfo(torch.float32)
+    return statically_known_true(value >= limits.tiny) and statically_known_true(value < limits.max)
 
 
 def _is_causal(mask: Where, shape: Any) -> bool:

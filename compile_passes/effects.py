@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compile_passes.reached import names_of
 from compile_passes.source import NotStatic
 
 # What torch itself keeps in a module.
-_TORCHS = frozenset(vars(nn.Module()))
+OF_TORCH = frozenset(vars(nn.Module()))
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum)
 # What names code, and holds nothing.
 _CODE = (FunctionType, MethodType, ModuleType, type, staticmethod, classmethod, property, GetSetDescriptorType)
@@ -67,7 +68,7 @@ class Effects:
     def slots(self, block: nn.Module) -> Iterator[_Slot]:
         for path, module in block.named_modules():
             for name in vars(module):
-                if name not in _TORCHS:
+                if name not in OF_TORCH:
                     yield _Slot(f"{path}.{name}".lstrip("."), vars(module), name)
         yield from self.shared
 
@@ -111,7 +112,7 @@ class Kept:
 
 def _shared(block: nn.Module) -> list[_Slot]:
     """What all modules of the classes of a block share: attributes of classes, globals, closures."""
-    waiting = [part for module in block.modules() for name, part in vars(module).items() if name not in _TORCHS]
+    waiting = [part for module in block.modules() for name, part in vars(module).items() if name not in OF_TORCH]
     waiting += [one for module in block.modules() for one in type(module).__mro__]
     found: dict[tuple[int, str], _Slot] = {}
     seen: set[Any] = set()
@@ -145,7 +146,7 @@ def _named_by(function: FunctionType) -> Iterator[_Slot]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if cell != CellType():  # an empty one has no value yet
             yield _Slot(name, cell, name)
-    read, space = _names(function.__code__), function.__globals__
+    read, space = names_of(function.__code__), function.__globals__
     for name in sorted(read & space.keys()):
         value = space[name]
         if not isinstance(value, ModuleType):
@@ -153,10 +154,6 @@ def _named_by(function: FunctionType) -> Iterator[_Slot]:
         elif not _is_of(value.__name__, _FUNCTIONS_OF):
             inside = sorted(read & vars(value).keys())
             yield from (_Slot(f"{name}.{inner}", vars(value), inner) for inner in inside)
-
-
-def _names(code: CodeType) -> set[str]:
-    return set(code.co_names).union(*(_names(part) for part in code.co_consts if isinstance(part, CodeType)))
 
 
 def _is_of(module: str | None, packages: frozenset[str] | set[str]) -> bool:
@@ -180,29 +177,43 @@ def _walk(said: str, value: Any, seen: dict[int, tuple[Any, Any]]) -> Iterator[t
         return
     if len(seen) > _MOST:
         raise NotStatic(f"what its code can write to is more than {_MOST} values, {said} among them")
-    inside: list[tuple[str, Any]] = []
+    held = _copied(value)
+    if held is not None:
+        seen[id(value)] = (value, held)
     if isinstance(value, Tensor):
-        seen[id(value)] = (value, value.detach().clone())
-        yield said, seen[id(value)][1]
-    elif isinstance(value, dict):
-        kept = dict(dict.items(value))
-        seen[id(value)] = (value, kept)
-        keys = [key if isinstance(key, _PLAIN) else f"#{place}" for place, key in enumerate(kept)]
-        inside = [(f"{said}[{key!r}]", part) for key, part in zip(keys, kept.values(), strict=True)]
-    elif isinstance(value, list | tuple | deque):
-        seen[id(value)] = (value, list(value))
-        yield f"len({said})", len(value)
-        inside = [(f"{said}[{place}]", part) for place, part in enumerate(value)]
+        yield said, held
     elif isinstance(value, set | frozenset):
-        seen[id(value)] = (value, set(value))
         yield said, frozenset(part for part in value if isinstance(part, _PLAIN))
-    elif _is_object(value):
-        seen[id(value)] = (value, dict(vars(value)))
-        inside = [(f"{said}.{name}", part) for name, part in vars(value).items()]
-    elif isinstance(value, MethodType):
-        inside = [(said, value.__self__)]
-    for name, part in inside:
-        yield from _walk(name, part, seen)
+    elif isinstance(value, list | tuple | deque):
+        yield f"len({said})", len(value)
+    for name, part in parts(value):
+        yield from _walk(said + name, part, seen)
+
+
+def _copied(value: Any) -> Any:
+    """What a value that can be written to holds."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return dict(dict.items(value))
+    if isinstance(value, list | tuple | deque):
+        return list(value)
+    if isinstance(value, set | frozenset):
+        return set(value)
+    return dict(vars(value)) if _is_object(value) else None
+
+
+def parts(value: Any) -> list[tuple[str, Any]]:
+    """What lists, dictionaries, objects and bound methods hold, and how it is written after their name."""
+    if isinstance(value, dict):
+        held = dict.items(value)
+        keys = [key if isinstance(key, _PLAIN) else f"#{place}" for place, key in enumerate(dict.keys(value))]
+        return [(f"[{key!r}]", part) for key, (_, part) in zip(keys, held, strict=True)]
+    if isinstance(value, list | tuple | deque):
+        return [(f"[{place}]", part) for place, part in enumerate(value)]
+    if isinstance(value, MethodType):
+        return [("", value.__self__)]
+    return [(f".{name}", part) for name, part in vars(value).items()] if _is_object(value) else []
 
 
 def _is_object(value: Any) -> bool:

@@ -28,8 +28,6 @@ _AROUND = 2
 # Calls whose result has a size, or a value, that only the data knows.
 _DATA_DEPENDENT = frozenset({"argwhere", "tolist", "item", "bincount", "masked_select", "unique", "numpy"})
 _COUNTS = frozenset({"bincount"})
-# What a module has its parameters by, which one whose parameters are slices of a stack has none in.
-_PARAMETERS = frozenset({"parameters", "named_parameters", "get_parameter", "_parameters", "state_dict"})
 # Calls whose result has a size that only the data knows, `where` of one argument beside them.
 _SIZED_BY_DATA = frozenset({"bincount", "nonzero", "argwhere", "masked_select"})
 # Lists of positions: a loop over them has a trip count that only the data knows; indexing by them has not.
@@ -254,14 +252,6 @@ def cuts_by_numbers(module: nn.Module) -> bool:
 def loops_over_data(kind: type[nn.Module]) -> bool:
     """Whether ``forward`` of a class, or a method or function that it calls, loops over what only the data knows."""
     return any(_has_such_loop(tree) for tree in _forward_code(kind))
-
-
-def asks_for_parameters(kind: type[nn.Module]) -> str | None:
-    """The first of what ``forward`` of a class, or a method that it calls, reads the parameters of modules by."""
-    if kind.__module__.startswith("torch."):
-        return None
-    asked = (node for tree in _forward_code(kind) for node in ast.walk(tree) if isinstance(node, ast.Attribute))
-    return next((node.attr for node in asked if node.attr in _PARAMETERS), None)
 
 
 def _has_such_loop(tree: ast.AST) -> bool:

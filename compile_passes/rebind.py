@@ -21,13 +21,18 @@ from compile_passes.class_counts import without_class_counts
 from compile_passes.conversions import without_conversions
 from compile_passes.explain import explain
 from compile_passes.loops import STATIC
+from compile_passes.reached import names_of, reached
 from compile_passes.report import Report
 from compile_passes.source import NotStatic, held
-from compile_passes.stacking import FREEZE, expert_lists, stack_list, why_not
+from compile_passes.stack_slices import FREEZE
+from compile_passes.stackable import expert_lists, why_not
+from compile_passes.stacking import stack_list
 from compile_passes.static_loops import StaticForm, static_form
 from compile_passes.trial import HOOKS, Trial, bound, takes_hidden_states_alone
 from moe_ops.logs import quiet
 
+# On a module whose loop was left as it is, and runs eagerly: the names of the methods that were bound for that.
+_EAGER = "_moe_ops_eager"
 # Modules around the one with the loop that are tried for a forward of hidden states alone.
 _AROUND = 2
 
@@ -120,10 +125,25 @@ def bind(model: nn.Module, verdict: Verdict) -> None:
         vars(module)[STATIC] = tuple(methods)
 
 
+def leave_eager(module: nn.Module) -> bool:
+    """Have Dynamo break the graph before a loop that it would fail in; whether it is one.
+
+    Under `capture_dynamic_output_shape_ops` it captures `bincount`, and then raises at a `tolist` of what it counted,
+    at which it would break the graph else.
+    """
+    kind = type(module)
+    lists = any("tolist" in names_of(function.__code__) for function in reached((kind,)))
+    if not lists or not torch._dynamo.config.capture_dynamic_output_shape_ops or "forward" in vars(module):
+        return False
+    vars(module)["forward"] = MethodType(torch.compiler.disable(kind.forward), module)
+    vars(module)[_EAGER] = ("forward",)
+    return True
+
+
 def unbind(model: nn.Module) -> None:
-    """Undo `bind` for every module of ``model``."""
+    """Undo `bind` and `leave_eager` for every module of ``model``."""
     for module in model.modules():
-        for name in vars(module).pop(STATIC, ()):
+        for name in (*vars(module).pop(STATIC, ()), *vars(module).pop(_EAGER, ())):
             vars(module).pop(name, None)
 
 

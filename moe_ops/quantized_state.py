@@ -44,6 +44,11 @@ def keys_of(weight: QuantizedWeight, name: str) -> list[str]:
     return [_key(name, part) for part in ("stored", *(spec.name for spec in weight.row.scales))]
 
 
+def entries(weight: QuantizedWeight, name: str) -> dict[str, Tensor]:
+    """The plain tensors of ``weight`` under the keys that the state dict of a module has of its parameter ``name``."""
+    return {_key(name, part): tensor for part, tensor in weight.parts().items()}
+
+
 def write(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
     """The hook of ``state_dict``: plain tensors in the place of the module's weights, which are left if they are."""
     said = {}
@@ -52,8 +57,7 @@ def write(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[
         if not isinstance(entry, QuantizedWeight):
             continue
         del state[prefix + name]
-        for part, tensor in entry.parts().items():
-            state[_key(prefix + name, part)] = tensor
+        state.update(entries(entry, prefix + name))
         said[name] = {"scheme": weight.scheme, "dtype": str(weight.dtype), "transposed": weight.transposed}
     if said:
         metadata[METADATA] = said

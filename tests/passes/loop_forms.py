@@ -331,6 +331,23 @@ class CountsInItsOwn(Counts):
         super().__init__()
 
 
+class Subtracts(Missing):
+    """Counts as a list, and results that are taken away."""
+
+    def forward(self, x):
+        shape = x.shape
+        x = x.reshape(-1, H)
+        w, ids = self.route(x)
+        out = torch.zeros_like(x)
+        counts = torch.bincount(ids.flatten(), minlength=self.num_experts).tolist()
+        for e in range(self.num_experts):
+            if counts[e] == 0:
+                continue
+            token, slot = torch.where(ids == e)
+            out[token] -= self.experts[e](x[token]) * w[token, slot, None]
+        return out.view(shape)
+
+
 class SkipsAnExpert(Missing):
     def forward(self, x):
         x = x.reshape(-1, H)

@@ -184,6 +184,13 @@ def test_other_arguments_stay(call, kept):
     assert set(made.kwargs) == {"is_causal", *kept}
 
 
+@pytest.mark.parametrize("scale", [-0.3, 0.0, -0.0, 1e-320, float("inf")])
+def test_a_scale_that_is_not_positive_keeps_its_mask(scale):
+    """torch's kernels hide scores before they scale: minus infinity would become NaN, or infinity."""
+    graph, changed, _ = captured(attend(MASKS["tril"], scale=scale), *inputs())
+    assert changed == 0 and calls(graph)[0].kwargs["attn_mask"] is not None
+
+
 def test_shared_heads_stay_shared():
     call = is_causal_without_a_mask(attend(MASKS["tril"], enable_gqa=True), *inputs(heads=KV_HEADS))
     assert call.kwargs == {"is_causal": True, "enable_gqa": True}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 import warnings
 
 import pytest
@@ -27,7 +28,7 @@ from benchmarks.loops import (
 )  # fmt: skip
 from compile_passes import rebind
 from compile_passes.loops import STATIC
-from tests.passes.loop_forms import CALLS, COUNTER, MISSES, Counter, Missing
+from tests.passes.loop_forms import CALLS, COUNTER, MISSES, Counter, Missing, Subtracts
 
 
 class Decoder(nn.Module):
@@ -137,6 +138,22 @@ def test_conversions_of_the_first_call_are_made_where_the_code_makes_them(asked)
     assert "static" in said[0] and model.gate.classifier.weight.dtype == dtype, said
     with torch.no_grad():
         torch.testing.assert_close(function(tokens(5)), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_loop_that_is_left_runs_beside_one_that_is_captured():
+    """Dynamo raises at its list of counts once it may capture these."""
+    torch.manual_seed(0)
+    model = nn.Sequential(MoeInfer(), Subtracts()).eval()
+    expected = {n: model(tokens(n)) for n in (5, 3)}
+    function, said = prepared(model)
+    assert any("1 (Subtracts) run their experts in a Python loop" in line for line in said)
+    assert any(re.search(r"moe_ops.compile: 1 run as they are, before which the graph breaks", line) for line in said)
+    with torch.no_grad():
+        for n, value in expected.items():
+            torch.testing.assert_close(function(tokens(n)), value, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(copy.deepcopy(model)(tokens(n)), value, atol=1e-5, rtol=1e-5)
+    assert counters["moe_ops"]["fused"] == 2  # for one number of tokens, and for all others
+    assert "forward" not in vars(moe_ops.restore(model)[1])
 
 
 def test_advice_is_a_sentence():

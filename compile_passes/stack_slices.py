@@ -1,0 +1,236 @@
+"""Layers of experts that read slices of stacked parameters, and state dicts with the keys of single experts.
+
+A layer's class gets a property in the place of each of its parameters; what is saved of it, and loaded into it alone,
+are the slices. Of a whole list the stacks are loaded, as only these can be assigned.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from meta.checks import fail
+from moe_ops import quantized_state
+from moe_ops.quantized import QuantizedWeight
+
+# On a list: stacked parameter -> the parameter of an expert that it holds. On a layer of an expert: the list, the
+# expert's number, and its own parameter -> stacked parameter.
+STACKS, SLICE = "_moe_ops_stacks", "_moe_ops_slice"
+PLAIN = (bool, int, float, str, type(None))  # what may be set on a parameter, and goes to its stack
+FREEZE = "requires_grad_"  # nn.Module's method: an expert's modules have their own, as it would find no parameters
+
+_SLICED: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
+# Lists whose stacks were loaded, and in which call: the list of missing keys, of which every call has its own.
+_LOADED: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
+
+
+def numbered(module: nn.Module) -> dict[str, nn.Module]:
+    """The experts of a list by their keys: what has weights, which a dropout for all of them beside them has not."""
+    return {key: child for key, child in module.named_children() if any(True for _ in child.parameters())}
+
+
+def slices_in(module: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module, int, dict[str, str]]]:
+    """(path, module, list, number of the expert, own parameter -> stacked one) of what reads slices in a module."""
+    for path, inner in module.named_modules(remove_duplicate=False):
+        if SLICE in vars(inner):
+            yield path, inner, *vars(inner)[SLICE]
+
+
+def original(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class that one of `sliced` was derived from."""
+    found: type[nn.Module] = vars(kind).get("_moe_ops_original", kind)
+    return found
+
+
+def sliced(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """The class ``kind`` whose parameters ``names`` are slices of stacked ones, the same for all experts."""
+    if (kind, names) in _SLICED:
+        return _SLICED[kind, names]
+    members = {name: property(_reader(name), _writer(name)) for name in names} | _methods(kind, names)
+    made = type(kind.__name__, (kind,), {**members, "__module__": kind.__module__, "_moe_ops_original": kind})
+    return _SLICED.setdefault((kind, names), made)
+
+
+def make_single(module: nn.Module) -> None:
+    """Give a layer that reads slices parameters of its own, with the values and gradients that it has now."""
+    holder, number, slices = vars(module).pop(SLICE)
+    module.__class__ = original(type(module))
+    for own, name in slices.items():
+        held = holder._parameters[name]
+        if held is not None:
+            weight = nn.Parameter(held.detach()[number].clone(), held.requires_grad)
+            vars(weight).update({key: value for key, value in vars(held).items() if isinstance(value, PLAIN)})
+            weight.grad = None if held.grad is None else held.grad[number].clone()
+            module.register_parameter(own, weight)
+
+
+def _reader(name: str) -> Any:
+    def read(self: nn.Module) -> Tensor:
+        module, number, slices = self.__dict__[SLICE]
+        stacked: Tensor = module._parameters[slices[name]]
+        return stacked[number]
+
+    return read
+
+
+def _writer(name: str) -> Any:
+    def write(self: nn.Module, value: Any) -> None:
+        held = getattr(self, name)
+        if not isinstance(value, Tensor) or not _is_same_memory(value, held):
+            raise _left_in_place("assignment", name, value)
+
+    return write
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether a tensor is a slice that was read and written in place, as by ``weight += delta``."""
+    here = one.data_ptr() == other.data_ptr() and one.device == other.device and one.dtype == other.dtype
+    return here and one.shape == other.shape and one.stride() == other.stride()
+
+
+def _left_in_place(op: str, name: str, value: Any) -> ValueError:
+    rule = "left in its place, as it is a slice of the parameter of all experts"
+    cure = "Write into it by copy_ under torch.no_grad(), or call moe_ops.restore(model) first."
+    return fail(op, name, rule, f"a new {type(value).__name__}", cure)
+
+
+def _methods(kind: type[nn.Module], names: tuple[str, ...]) -> dict[str, Any]:
+    def reduce(self: nn.Module, protocol: int) -> tuple[Any, ...]:
+        reduced: Any = kind.__reduce_ex__(self, max(2, protocol))
+        _, (_, *given), *state = reduced
+        return _renewed, (kind, names, *given), *state  # pickle finds no class that is made here by its name
+
+    def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+        """With its list, a slice of the copied stack; without, a layer with parameters of its own."""
+        function, given, state, *_ = self.__reduce_ex__(4)
+        made = memo[id(self)] = function(*copy.deepcopy(given, memo))
+        alone = id(state[SLICE][0]) not in memo
+        made.__setstate__(copy.deepcopy({**state, SLICE: None} if alone else state, memo))
+        if alone:
+            vars(made)[SLICE] = state[SLICE]
+            make_single(made)
+        return made
+
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if name in names:
+            raise _left_in_place("register_parameter", name, param)
+        kind.register_parameter(self, name, param)
+
+    def save(self: Any, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        for key, part in _entries(self, prefix):
+            destination[key] = part if keep_vars else part.detach()
+        kind._save_to_state_dict(self, destination, prefix, keep_vars)
+
+    def load(
+        self: Any, state: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str], *others: Any
+    ) -> None:
+        for key, part in _entries(self, prefix):
+            if key in state:
+                _load(part, key, state.pop(key), others[-1])
+            elif strict and _LOADED.get(vars(self)[SLICE][0]) is not missing:
+                missing.append(key)
+        kind._load_from_state_dict(self, state, prefix, metadata, strict, missing, *others)
+
+    own = {"__reduce_ex__": reduce, "register_parameter": register}
+    own |= {"_save_to_state_dict": save, "_load_from_state_dict": load}
+    return own if hasattr(kind, "__deepcopy__") else {**own, "__deepcopy__": deepcopy}
+
+
+def _renewed(kind: type[nn.Module], names: tuple[str, ...], *given: Any) -> nn.Module:
+    made = sliced(kind, names)
+    return made.__new__(made, *given)
+
+
+def freeze(module: nn.Module, requires_grad: bool = True) -> nn.Module:
+    """`requires_grad_` of a module of an expert, which has no parameters of its own to freeze."""
+    for _, _, holder, _, slices in slices_in(module):
+        if any(holder.get_parameter(name).requires_grad != requires_grad for name in slices.values()):
+            rule = f"{not requires_grad}, as of all experts of the list, whose weights are one parameter"
+            cure = "Call it on the list, or on this expert before moe_ops.compile or after moe_ops.restore(model)."
+            raise fail("requires_grad_", "requires_grad", rule, requires_grad, cure)
+    return type(module).requires_grad_(module, requires_grad)
+
+
+# ---- state dicts
+
+
+def _entries(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """The keys and the memory of a layer's slices; of quantised stacks their bytes and scales."""
+    holder, number, slices = vars(module)[SLICE]
+    for own, name in slices.items():
+        weight = holder._parameters[name]
+        if isinstance(weight, QuantizedWeight):
+            entries = quantized_state.entries(weight, prefix + own).items()
+            yield from ((key, part[number]) for key, part in entries)
+        elif weight is not None:
+            yield prefix + own, weight[number]
+
+
+def _load(part: Tensor, key: str, value: Any, errors: list[str]) -> None:
+    if not isinstance(value, Tensor) or value.shape != part.shape:
+        given = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        errors.append(f"size mismatch for {key}: {given} in the checkpoint, {list(part.shape)} in the model.")
+    elif part.is_meta:
+        errors.append(f"{key}: a slice of a stack on the meta device is loaded with the whole list alone.")
+    else:
+        with torch.no_grad():
+            part.copy_(value)
+
+
+def _keys(module: nn.Module) -> Iterator[list[tuple[str, dict[str, int]]]]:
+    """Of each stacked parameter its keys in a state dict, one for every tensor that a quantised one is made of, each
+    with the keys of this tensor's slices and their numbers. They are looked for, as experts may have been put into the
+    list, moved and taken out since.
+    """
+    found: dict[str, dict[str, int]] = {stacked: {} for stacked in vars(module)[STACKS]}
+    for path, _, holder, number, slices in slices_in(module):
+        if holder is module:
+            for own, stacked in slices.items():
+                found[stacked][f"{path}.{own}"] = number
+    for stacked, numbers in found.items():
+        weight = module._parameters[stacked]
+        if isinstance(weight, QuantizedWeight):
+            parts = zip(*(quantized_state.keys_of(weight, name) for name in (stacked, *numbers)), strict=True)
+            yield [(part, dict(zip(names, numbers.values(), strict=True))) for part, *names in parts]
+        else:
+            yield [(stacked, numbers)]
+
+
+def drop_stacks(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Leave stacked parameters out of a state dict that has the slices of them."""
+    quantized_state.write(module, state, prefix, metadata)  # its own hook may come later
+    for part, _ in [pair for of_one in _keys(module) for pair in of_one]:
+        state.pop(prefix + part, None)
+
+
+def load_stacks(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str],
+    unexpected: list[str], errors: list[str],
+) -> None:  # fmt: skip
+    """The old keys of a state dict, each slice's own, as the stacked ones."""
+    _LOADED[module] = missing
+    for pairs in _keys(module):
+        weight = module.get_parameter(pairs[0][0])
+        whole = isinstance(weight, QuantizedWeight) or weight.is_meta  # it cannot be loaded for some of its experts
+        made, wrong = {}, []
+        for part, numbers in pairs:
+            given = {number: state.pop(prefix + key) for key, number in numbers.items() if prefix + key in state}
+            name, some = f"{prefix}*.{next(iter(numbers), part).partition('.')[2]}", bool(given)
+            if not whole and len(given) < weight.shape[0] and prefix + part not in state:  # the others keep theirs
+                missing += [prefix + key for key, number in numbers.items() if number not in given]
+                given = dict(enumerate(weight.detach())) | {key: value.to(weight) for key, value in given.items()}
+            if 0 < len(given) < weight.shape[0]:
+                wrong.append(f"{name}: {len(given)} of {weight.shape[0]} experts are in the checkpoint.")
+            elif len({(value.shape, value.dtype, value.device) for value in given.values()}) > 1:
+                wrong.append(f"{name}: the experts of the checkpoint differ in shape, dtype or device.")
+            elif given:
+                made[prefix + part] = torch.stack([given[n] for n in sorted(given)]) if some else weight
+        errors += wrong
+        if not wrong:  # else codes would be said to lack the scales that are wrong
+            state.update(made)
+    quantized_state.read(module, state, prefix, metadata)  # its own hook may have come before
