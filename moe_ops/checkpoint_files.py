@@ -22,6 +22,7 @@ _KEY = re.compile(r"(.+?)\.(?:(\d+)\.)?(gate_up_proj|gate_proj|up_proj|down_proj
 
 #: What helps against a file that is not safetensors', by its suffix.
 _OF_TORCH = "Convert it with safetensors.torch.save_file."
+_INDEX = ".safetensors.index.json"
 _CURES = {".json": "Pass the folder that it is in.", ".bin": _OF_TORCH, ".pt": _OF_TORCH, ".pth": _OF_TORCH}
 
 #: (expert or None where all are stacked, projection) -> part -> its keys, of which there should be one.
@@ -35,11 +36,11 @@ class Checkpoint:
 
     Args:
         path: a file, or a folder with ``*.safetensors``; its ``*.safetensors.index.json``, if any, says which key is
-            in which.
+            in which. Of several, the one that is called ``model.safetensors.index.json`` counts; any can be the path.
 
     Raises:
-        ValueError: nothing to read there, an index or a file that cannot be read, a key in two files without an index,
-            or safetensors is not installed.
+        ValueError: nothing to read there, an index or a file that cannot be read, several indices, a key in two files
+            without an index, or safetensors is not installed.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -69,10 +70,10 @@ class Checkpoint:
 
     def _find(self) -> Iterable[tuple[str, Path]]:
         """Every key with its file."""
-        indices = sorted(self.path.glob("*.safetensors.index.json"))
-        if indices:
-            for key, name in _weight_map(indices[0]).items():
-                yield key, self.path / name
+        index = self.path if self.path.name.endswith(_INDEX) else self._index()
+        if index is not None and index.is_file():
+            for key, name in _weight_map(index).items():
+                yield key, index.parent / name
             return
         files = [self.path] if self.path.is_file() else sorted(self.path.glob("*.safetensors"))
         if not files:
@@ -82,6 +83,17 @@ class Checkpoint:
         for path in files:
             for key in self._file(path).keys():
                 yield key, path
+
+    def _index(self) -> Path | None:
+        """The index of a folder."""
+        found = sorted(self.path.glob(f"*{_INDEX}"))
+        usual = [index for index in found if index.name == f"model{_INDEX}"]
+        if len(found) > 1 and not usual:
+            got = ", ".join(repr(index.name) for index in found)
+            raise fail(
+                OP, "checkpoint", "of one index", f"{len(found)}: {got}", "Pass the path of the one that counts."
+            )
+        return next(iter(usual or found), None)
 
     def _file(self, path: Path) -> Any:
         if path not in self._files:

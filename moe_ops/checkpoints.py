@@ -76,10 +76,10 @@ def load_experts_(
         model: with experts as transformers stores them: 3-D parameters ``gate_up_proj`` (``up_proj`` without a gate)
             and ``down_proj`` of one module, or ``gate_proj``, ``up_proj`` and ``down_proj``, in a float dtype, which
             stays that of their numbers.
-        checkpoint: a file of safetensors, or a folder with some, with or without an index; the layouts are those of
-            gpt-oss, compressed-tensors, ModelOpt, DeepSeek and of :mod:`moe_ops.quantized_state`. A ``config.json``
-            beside it that says that compressed-tensors quantised weights alone is heeded: schemes of 8 bits leave
-            activations as they are then.
+        checkpoint: a file of safetensors, an index of some, or a folder with some, with or without an index; the
+            layouts are those of gpt-oss, compressed-tensors, ModelOpt, DeepSeek and of
+            :mod:`moe_ops.quantized_state`. A ``config.json`` beside it that says that compressed-tensors quantised
+            weights alone is heeded: schemes of 8 bits leave activations as they are then.
         filter: ``(name, module) -> bool`` by the experts module's name in ``named_modules()``, as that of
             :func:`moe_ops.quantize_`, to leave out layers that the checkpoint has in a float dtype; None takes all.
 

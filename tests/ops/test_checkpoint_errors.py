@@ -451,10 +451,10 @@ FILES: dict[str, tuple[Callable[[Path], object], str, str]] = {
         )
         for content in ("{}", "[]", "3", '{"weight_map": []}', '{"weight_map": {"a.w1": 1}}')
     },
-    "index itself": (
-        lambda folder: (folder / INDEX).write_text(json.dumps({"weight_map": {KEY: NAME}})),
-        INDEX,
-        f"of files in safetensors' format, '{INDEX}' too, got SafetensorError: Error while deserializing header: "
+    "another JSON": (
+        lambda folder: (folder / "config.json").write_text(json.dumps({"weight_map": {KEY: NAME}})),
+        "config.json",
+        "of files in safetensors' format, 'config.json' too, got SafetensorError: Error while deserializing header: "
         "header too large. Pass the folder that it is in.",
     ),
     "file of other bytes": (
@@ -516,3 +516,12 @@ def test_files_that_are_not_there(where: str, tmp_path: Path) -> None:
     why = {"nothing": "which does not exist. ", "empty folder": "which has none. "}.get(where, "")
     assert why in str(caught.value) and ("snapshot_download" in str(caught.value)) == bool(why)
     assert str(caught.value).count("load_experts_") == 1
+
+
+def test_several_indices(tmp_path: Path) -> None:
+    """Which of them counts is nobody's guess."""
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.safetensors.index.json").write_text(json.dumps({"weight_map": {}}))
+    words = "of one index, got 2: 'one.safetensors.index.json', 'two.safetensors.index.json'. Pass the path of the one"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        moe_ops.load_experts_(Model(1), tmp_path)

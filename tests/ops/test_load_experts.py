@@ -72,6 +72,8 @@ def indexed(state: Tensors, folder: Path) -> None:
     [
         ("folder", "layers.{}.mlp.experts"),
         ("index", "layers.{}.mlp.experts"),
+        ("index of several", "layers.{}.mlp.experts"),
+        ("path of an index", "layers.{}.mlp.experts"),
         ("file", "layers.{}.mlp.experts"),
         ("folder", "model.layers.{}.mlp.experts"),
         ("folder", "model.layers.{}.block_sparse_moe.experts"),
@@ -81,12 +83,18 @@ def test_every_layer_is_filled(where: str, prefix: str, tmp_path: Path) -> None:
     prefixes = [prefix.format(i) for i in range(2)]
     state = layers_of("float, channel", prefixes)
     state["model.layers.0.mlp.shared_expert.gate_proj.weight"] = torch.zeros(2, 2)
-    if where == "index":
+    path: Path | str = str(tmp_path)
+    if "index" in where:
         indexed(state, tmp_path)
+        if where != "index":  # of other files, which are not there
+            (tmp_path / "model.fp16.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "b"}}))
+        if where == "path of an index":
+            path = (tmp_path / "model.safetensors.index.json").rename(tmp_path / "mine.safetensors.index.json")
     else:
         save_file(state, tmp_path / "some.safetensors")
+        path = tmp_path / "some.safetensors" if where == "file" else path
     model = Model(2)
-    schemes = moe_ops.load_experts_(model, tmp_path / "some.safetensors" if where == "file" else str(tmp_path))
+    schemes = moe_ops.load_experts_(model, path)
     assert schemes == {f"layers.{i}.mlp.experts": "fp8_channel" for i in range(2)}
     for i, layer in enumerate(model.layers):
         for name, wanted in wanted_of("float, channel", state, prefixes[i]).items():
