@@ -35,26 +35,9 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; `layers` when none is named."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands = {
-        "layers": layers_command,
-        "train": train_command,
-        "train-step": train_step_command,
-        "ep": ep_command,
-        "e2e": e2e_command,
-        "host": host_command,
-        "load": load_command,
-        "forms": forms_command,
-        "first-call": first_call_command,
-        "tiles": tiles_command,
-        "compare": compare_command,
-        "carry": carry_command,
-        "models": models_command,
-        "spellings": spellings_command,
-        "report": report_command,
-    }
-    command = arguments.pop(0) if arguments and arguments[0] in commands else "layers"
+    command = arguments.pop(0) if arguments and arguments[0] in COMMANDS else "layers"
     try:
-        return commands[command](arguments)
+        return COMMANDS[command](arguments)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -67,7 +50,11 @@ def layers_command(arguments: list[str]) -> int:
     """Time single layers."""
     from benchmarks import device, layers
 
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=layers.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=layers.__doc__,
+        epilog=f"These are the options of `layers`. Other commands, each with --help: {', '.join(list(COMMANDS)[1:])}.",
+    )
     parser.add_argument("--list", action="store_true", help="list shapes and peers, and which of them can run here")
     add_layer_options(parser)
     parser.add_argument("--times-only", action="store_true", help="no ceilings of the GPU, and no times of kernels")
@@ -484,6 +471,25 @@ def parse_names(
             raise ValueError(f"benchmarks: {option} must be among {', '.join([*known, *groups])}, got {name!r}.")
         names += [item for item in groups.get(name, [name]) if item not in names]
     return names
+
+
+COMMANDS = {
+    "layers": layers_command,
+    "train": train_command,
+    "train-step": train_step_command,
+    "ep": ep_command,
+    "e2e": e2e_command,
+    "host": host_command,
+    "load": load_command,
+    "forms": forms_command,
+    "first-call": first_call_command,
+    "tiles": tiles_command,
+    "compare": compare_command,
+    "carry": carry_command,
+    "models": models_command,
+    "spellings": spellings_command,
+    "report": report_command,
+}
 
 
 if __name__ == "__main__":

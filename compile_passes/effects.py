@@ -1,35 +1,45 @@
 """What code can leave behind beside what it returns: attributes, objects, globals; remembered, named and put back.
 
-Looked at are the modules of a block, the classes that they are of, and the globals and closures that the code of these
-classes names, with the functions among them; in all of these, what lists, dictionaries, sets and objects hold.
+Looked at are the modules of a block, the classes that they are of, and the globals, closures and defaults of the code
+of these classes and of the functions of their packages that it names; in all of these, what lists, dictionaries, sets,
+arrays and objects hold. What is long is known by its length alone; what is longer still, or large, is not put back.
 """
 
 from __future__ import annotations
 
+import dis
+import logging
 import sys
+from argparse import Namespace
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from types import CellType, CodeType, FunctionType, GetSetDescriptorType, MethodType, ModuleType
+from functools import partial
+from types import CellType, CodeType, FunctionType, GetSetDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
+from weakref import CallableProxyType, ProxyType
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from compile_passes.reached import names_of
 from compile_passes.source import NotStatic
+
+log = logging.getLogger(__name__)
 
 # What torch itself keeps in a module.
 OF_TORCH = frozenset(vars(nn.Module()))
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum)
 # What names code, and holds nothing.
 _CODE = (FunctionType, MethodType, ModuleType, type, staticmethod, classmethod, property, GetSetDescriptorType)
-# Objects of these hold what is theirs; functions of transformers beside its modules keep nothing of a forward.
+# Objects of these hold what is theirs, but for those that hold nothing but what they are given.
 _LIBRARIES = sys.stdlib_module_names - {"__main__"} | {"torch", "numpy", "triton", "moe_ops", "compile_passes", "meta"}
-_FUNCTIONS_OF = _LIBRARIES | {"transformers"}
-# More is not looked through for every run of a trial.
-_MOST = 50_000
+_PUBLIC = (SimpleNamespace, Namespace)
+_MOST = 50_000  # values in all
+_LONG, _LONGEST = 1_000, 20_000  # entries of a container that is looked into, and of one that is put back
+_LARGE = 2**24  # bytes of a tensor
+_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -37,24 +47,28 @@ class _Slot:
     """A name that can be given another value: an attribute, a global, a variable of a closure."""
 
     said: str
-    owner: dict[str, Any] | type | CellType
+    owner: Any  # a dictionary, a class, a cell; None: what has no name of its own, as a default
     name: str
+    value: Any = None
 
     def get(self) -> Any:
+        if self.owner is None:
+            return self.value
         if isinstance(self.owner, CellType):
-            return self.owner.cell_contents
-        return (self.owner if isinstance(self.owner, dict) else vars(self.owner))[self.name]
+            return _MISSING if self.owner == CellType() else self.owner.cell_contents
+        return (self.owner if isinstance(self.owner, dict) else vars(self.owner)).get(self.name, _MISSING)
 
     def put_back(self, value: Any) -> None:
-        try:
-            if self.get() is value:
-                return
-        except (KeyError, ValueError):  # taken away
-            pass
+        if self.owner is None or self.get() is value:
+            return
         if isinstance(self.owner, CellType):
             self.owner.cell_contents = value
         elif isinstance(self.owner, dict):
             self.owner[self.name] = value
+            if value is _MISSING:
+                del self.owner[self.name]
+        elif value is _MISSING:
+            delattr(self.owner, self.name)
         else:
             setattr(self.owner, self.name, value)
 
@@ -63,22 +77,73 @@ class Effects:
     """Where the code of a block, and of its copies, can leave something."""
 
     def __init__(self, block: nn.Module) -> None:
-        self.shared = _shared(block)
+        kinds = dict.fromkeys(type(module) for module in block.modules())
+        # transformers' own blocks keep nothing: `generate`, caches and hubs need not be followed.
+        self.packages = {kind.__module__.partition(".")[0] for kind in kinds} - _LIBRARIES - {"transformers"}
+        self.classes = [
+            one for one in dict.fromkeys(one for kind in kinds for one in kind.__mro__) if self._is_own(one)
+        ]
+        self.named = [*self.classes]  # that may get attributes
+        self.shared = self._shared(block)
+
+    def _is_own(self, code: type | FunctionType | ModuleType) -> bool:
+        module = code.__name__ if isinstance(code, ModuleType) else code.__module__
+        return (module or "").partition(".")[0] in self.packages
 
     def slots(self, block: nn.Module) -> Iterator[_Slot]:
         for path, module in block.named_modules():
             for name in vars(module):
                 if name not in OF_TORCH:
                     yield _Slot(f"{path}.{name}".lstrip("."), vars(module), name)
+        for one in self.classes:
+            yield from (_Slot(f"{one.__qualname__}.{name}", one, name) for name in list(vars(one)) if name[:2] != "__")
         yield from self.shared
 
-    def left(self, block: nn.Module) -> dict[str, Any]:
-        """Tensors and plain values that are there, by where they are."""
-        found: dict[str, Any] = {}
-        seen = _seen(block)
-        for slot in self.slots(block):
-            found.update(_walk(slot.said, slot.get(), seen))
-        return found
+    def _shared(self, block: nn.Module) -> list[_Slot]:
+        """Globals, closures and defaults of the code of a block's classes, and of what it is given to call."""
+        waiting = [part for module in block.modules() for name, part in vars(module).items() if name not in OF_TORCH]
+        waiting += [part for one in self.classes for part in vars(one).values()]
+        found: dict[tuple[int, str], _Slot] = {}
+        seen: set[Any] = set()
+        while waiting:
+            value = waiting.pop()
+            if is_proxy(value):
+                continue
+            while isinstance(value, staticmethod | classmethod | MethodType):
+                value = value.__func__
+            if isinstance(value, property):
+                waiting += [value.fget, value.fset]
+            elif isinstance(value, FunctionType):
+                if self._is_own(value) and value.__code__ not in seen:
+                    seen.add(value.__code__)
+                    for slot in self._named_by(value):
+                        found.setdefault((id(slot.owner or slot.value), slot.name), slot)
+                        waiting.append(slot.get())
+            else:
+                kind = value if isinstance(value, type) else type(value)
+                if kind not in seen and self._is_own(kind) and not issubclass(kind, nn.Module):
+                    seen.add(kind)
+                    self.named.append(kind)
+                    waiting += vars(kind).values()
+                    for name in [name for name in vars(kind) if name[:2] != "__"]:
+                        found.setdefault((id(kind), name), _Slot(f"{kind.__qualname__}.{name}", kind, name))
+        return [slot for slot in found.values() if is_proxy(slot.get()) or not isinstance(slot.get(), _CODE)]
+
+    def _named_by(self, function: FunctionType) -> Iterator[_Slot]:
+        code, space = function.__code__, function.__globals__
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            yield _Slot(name, cell, name)
+        for place, value in enumerate((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())):
+            yield _Slot(f"default {place} of {function.__qualname__}", None, str(place), value)
+        yield from (_Slot(f"{function.__qualname__}.{name}", vars(function), name) for name in vars(function))
+        read, written, attributes = _globals(code)
+        for name in sorted((read & space.keys()) | written):
+            value = space.get(name)
+            if not isinstance(value, ModuleType):
+                yield _Slot(name, space, name)
+            elif self._is_own(value):
+                inside = sorted(attributes & vars(value).keys())
+                yield from (_Slot(f"{name}.{inner}", vars(value), inner) for inner in inside)
 
 
 class Kept:
@@ -89,158 +154,225 @@ class Kept:
     """
 
     def __init__(self, effects: Effects, block: nn.Module) -> None:
-        self.block = block
+        self.effects, self.block = effects, block
         self.values = [(slot, slot.get()) for slot in effects.slots(block)]
-        self.names = {id(module): set(vars(module)) for module in block.modules()}
-        self.holders = _seen(block)
+        self.names = [(owner, set(vars(owner))) for owner in (*block.modules(), *effects.named)]
+        self.holders = {id(value): _Holder(value, value) for value in (*block.parameters(), *block.buffers())}
+        self.before: dict[str, Any] = {}
         for slot, value in self.values:
-            for _ in _walk(slot.said, value, self.holders):
-                pass
+            self.before.update(_walk(slot.said, value, self.holders))
+
+    def left(self) -> dict[str, Any]:
+        """Tensors and plain values that are there now and were not before, or others, by where they are."""
+        now: dict[str, Any] = {}
+        seen = {id(value): _Holder(value, value) for value in (*self.block.parameters(), *self.block.buffers())}
+        for slot in self.effects.slots(self.block):
+            now.update(_walk(slot.said, slot.get(), seen))
+        gone = dict.fromkeys(self.before.keys() - now.keys(), "(taken away)")
+        changed = {name: value for name, value in now.items() if name not in self.before or self._is_new(name, value)}
+        return gone | changed
+
+    def _is_new(self, name: str, value: Any) -> bool:
+        before = self.before[name]
+        return type(value) is not type(before) or bool(value != before)
 
     def put_back(self) -> None:
-        for module in self.block.modules():
-            for name in set(vars(module)) - self.names.get(id(module), set(vars(module))):
-                del vars(module)[name]
-        for slot, value in self.values:
-            slot.put_back(value)
-        for holder, before in self.holders.values():
-            _refill(holder, before)
+        """Make all of it what it was."""
+        for owner, names in self.names:
+            for name in set(vars(owner)) - names:
+                if isinstance(owner, type):
+                    delattr(owner, name)
+                else:
+                    del vars(owner)[name]
+        steps: list[Callable[[], None]] = [partial(slot.put_back, value) for slot, value in self.values]
+        for step in (*steps, *(holder.put_back for holder in self.holders.values())):
+            try:
+                step()
+            except Exception as error:  # of somebody's own class; the others are put back all the same
+                log.warning("the trial of a loop could not put back what it changed: %s", error)
 
 
 # ---- names
 
 
-def _shared(block: nn.Module) -> list[_Slot]:
-    """What all modules of the classes of a block share: attributes of classes, globals, closures."""
-    waiting = [part for module in block.modules() for name, part in vars(module).items() if name not in OF_TORCH]
-    waiting += [one for module in block.modules() for one in type(module).__mro__]
-    found: dict[tuple[int, str], _Slot] = {}
-    seen: set[Any] = set()
-    code: CodeType | type
-    while waiting:
-        value = waiting.pop()
-        while isinstance(value, staticmethod | classmethod | MethodType):
-            value = value.__func__
-        if isinstance(value, FunctionType) and not _is_of(value.__module__, _FUNCTIONS_OF):
-            code, slots = value.__code__, _named_by(value)
-        elif isinstance(value, type) and not _is_of(value.__module__, _FUNCTIONS_OF):
-            code, slots = value, _attributes(value)
-        else:
-            waiting += [value.fget, value.fset] if isinstance(value, property) else []
-            waiting += [type(value)] if _is_object(value) else []
-            continue
-        if code not in seen:
-            seen.add(code)
-            for slot in slots:
-                found.setdefault((id(slot.owner), slot.name), slot)
-                waiting.append(slot.get())
-    return [slot for slot in found.values() if not isinstance(slot.get(), _CODE)]
+def _globals(code: CodeType) -> tuple[set[str], set[str], set[str]]:
+    """The globals that a piece of code reads, those that it writes, and the attributes that it names."""
+    read, written, attributes = set(), set(), set()
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            read.add(step.argval)
+        elif step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            written.add(step.argval)
+        elif isinstance(step.argval, str):
+            attributes.add(step.argval)
+    for inner in (part for part in code.co_consts if isinstance(part, CodeType)):
+        for mine, found in zip((read, written, attributes), _globals(inner), strict=True):
+            mine |= found
+    return read, written, attributes
 
 
-def _attributes(one: type) -> Iterator[_Slot]:
-    yield from (_Slot(f"{one.__qualname__}.{name}", one, name) for name in vars(one))
-
-
-def _named_by(function: FunctionType) -> Iterator[_Slot]:
-    """Variables of its closure, globals, and what it reads of modules that are globals."""
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        if cell != CellType():  # an empty one has no value yet
-            yield _Slot(name, cell, name)
-    read, space = names_of(function.__code__), function.__globals__
-    for name in sorted(read & space.keys()):
-        value = space[name]
-        if not isinstance(value, ModuleType):
-            yield _Slot(name, space, name)
-        elif not _is_of(value.__name__, _FUNCTIONS_OF):
-            inside = sorted(read & vars(value).keys())
-            yield from (_Slot(f"{name}.{inner}", vars(value), inner) for inner in inside)
-
-
-def _is_of(module: str | None, packages: frozenset[str] | set[str]) -> bool:
-    return (module or "").partition(".")[0] in packages
+def is_proxy(value: Any) -> bool:
+    """Whether a value stands for another one, which may be no more, and is no name of it."""
+    return type(value) in (ProxyType, CallableProxyType)
 
 
 # ---- values
 
 
-def _seen(block: nn.Module) -> dict[int, tuple[Any, Any]]:
-    """Tensors that are looked after otherwise."""
-    return {id(value): (value, value) for value in (*block.parameters(), *block.buffers())}
+@dataclass(frozen=True, eq=False)
+class Written:
+    """A tensor or an array: which one, and how often it has been written to, or its numbers."""
+
+    value: Any
+    state: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Written) and other.value is self.value and other.state == self.state
+
+    def numbers(self) -> Tensor:
+        """As they are now."""
+        return (self.value if isinstance(self.value, Tensor) else torch.from_numpy(self.value)).detach().clone()
 
 
-def _walk(said: str, value: Any, seen: dict[int, tuple[Any, Any]]) -> Iterator[tuple[str, Any]]:
-    """Tensors and plain values in ``value``; ``seen`` gets what holds them, with a copy."""
-    if isinstance(value, _PLAIN):
-        yield said, value
-        return
-    if id(value) in seen or isinstance(value, nn.Parameter):
-        return
-    if len(seen) > _MOST:
-        raise NotStatic(f"what its code can write to is more than {_MOST} values, {said} among them")
-    held = _copied(value)
-    if held is not None:
-        seen[id(value)] = (value, held)
+@dataclass(frozen=True)
+class _Holder:
+    """What holds values, and what it held."""
+
+    value: Any
+    held: Any
+
+    def put_back(self) -> None:
+        value, held = self.value, self.held
+        if value is held or held is None:
+            return
+        if isinstance(value, Tensor):
+            if value._version != held[1]:
+                with torch.no_grad():
+                    if value.shape == held[0].shape and value.dtype == held[0].dtype:
+                        value.copy_(held[0])
+                    else:
+                        value.data = held[0].clone()
+        elif isinstance(value, np.ndarray):
+            value[...] = held
+        elif isinstance(value, list | deque):
+            if [*map(id, value)] != [*map(id, held)]:
+                value.clear()
+                value.extend(held)
+        elif isinstance(value, set):
+            if value != held:
+                value.clear()
+                value.update(held)
+        elif isinstance(value, dict):
+            _put_items_back(value, held)
+        else:
+            own = _attributes_of(value)
+            if own is not None:
+                _put_items_back(own, held)
+            else:
+                for name, part in held.items():
+                    object.__setattr__(value, name, part)
+
+
+def _put_items_back(held: dict[Any, Any], before: dict[Any, Any]) -> None:
+    now = dict(dict.items(held))
+    if [*now] != [*before] or any(now[name] is not value for name, value in before.items()):
+        held.clear()
+        held.update(before)
+
+
+def _walk(said: str, value: Any, seen: dict[int, _Holder]) -> Iterator[tuple[str, Any]]:
+    """Tensors and plain values in ``value``; ``seen`` gets what holds them, with what that holds."""
+    waiting = [(said, value)]
+    while waiting:
+        said, value = waiting.pop()
+        if value is _MISSING or is_proxy(value):
+            continue
+        if isinstance(value, _PLAIN):
+            yield said, value
+        elif id(value) not in seen and not isinstance(value, nn.Parameter):
+            if len(seen) > _MOST:
+                raise NotStatic(f"what its code can write to is more than {_MOST} values, {said} among them")
+            yield from _known(said, value, seen)
+            if _length(value) <= _LONG:
+                waiting += [(said + name, part) for name, part in parts(value)]
+
+
+def _known(said: str, value: Any, seen: dict[int, _Holder]) -> Iterator[tuple[str, Any]]:
+    """What tells that a value was written to; ``seen`` gets what it holds."""
+    held: Any = None
     if isinstance(value, Tensor):
-        yield said, held
+        version = 0 if value.is_inference() else value._version
+        plain = type(value) is Tensor and value.layout == torch.strided and not value.is_meta
+        small = plain and value.numel() * value.itemsize <= _LARGE
+        held = (value.detach().clone(), version) if small else None
+        yield said, Written(value, version)
+    elif isinstance(value, np.ndarray):
+        held = value.copy() if value.nbytes <= _LARGE and value.dtype != object else None
+        yield said, Written(value, None if held is None else held.tobytes())
     elif isinstance(value, set | frozenset):
-        yield said, frozenset(part for part in value if isinstance(part, _PLAIN))
-    elif isinstance(value, list | tuple | deque):
+        held = set(value) if isinstance(value, set) else None
+        short = len(value) <= _LONG
+        yield said, frozenset(part for part in value if isinstance(part, _PLAIN)) if short else len(value)
+    elif isinstance(value, list | tuple | deque | dict):
+        if not isinstance(value, tuple) and len(value) <= _LONGEST:
+            held = dict(dict.items(value)) if isinstance(value, dict) else list(value)
         yield f"len({said})", len(value)
-    for name, part in parts(value):
-        yield from _walk(said + name, part, seen)
+    elif _is_object(value):
+        held = dict(_items_of(value))
+    seen[id(value)] = _Holder(value, held)
 
 
-def _copied(value: Any) -> Any:
-    """What a value that can be written to holds."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return dict(dict.items(value))
-    if isinstance(value, list | tuple | deque):
-        return list(value)
-    if isinstance(value, set | frozenset):
-        return set(value)
-    return dict(vars(value)) if _is_object(value) else None
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, list | tuple | deque | dict) else 0
 
 
 def parts(value: Any) -> list[tuple[str, Any]]:
     """What lists, dictionaries, objects and bound methods hold, and how it is written after their name."""
     if isinstance(value, dict):
-        held = dict.items(value)
         keys = [key if isinstance(key, _PLAIN) else f"#{place}" for place, key in enumerate(dict.keys(value))]
-        return [(f"[{key!r}]", part) for key, (_, part) in zip(keys, held, strict=True)]
+        return [(f"[{key!r}]", part) for key, part in zip(keys, dict.values(value), strict=True)]
     if isinstance(value, list | tuple | deque):
         return [(f"[{place}]", part) for place, part in enumerate(value)]
     if isinstance(value, MethodType):
         return [("", value.__self__)]
-    return [(f".{name}", part) for name, part in vars(value).items()] if _is_object(value) else []
+    if isinstance(value, partial):
+        return [(".func", value.func), (".args", value.args), (".keywords", value.keywords)]
+    held = _items_of(value) if _is_object(value) else []
+    if isinstance(value, nn.Module):  # one that is no part of the block
+        held = [*((name, part) for name, part in held if name not in OF_TORCH), *value.named_buffers(recurse=False)]
+    return [(f".{name}", part) for name, part in held]
 
 
 def _is_object(value: Any) -> bool:
     """Whether a value is an object that holds what somebody's code put there."""
-    others = (nn.Module, type, ModuleType, FunctionType, MethodType)
+    if isinstance(value, _CODE):
+        return False
+    kind = type(value)
     return (
-        hasattr(value, "__dict__") and not isinstance(value, others) and not _is_of(type(value).__module__, _LIBRARIES)
+        isinstance(value, nn.Module) or kind in _PUBLIC or (kind.__module__ or "").partition(".")[0] not in _LIBRARIES
     )
 
 
-def _refill(holder: Any, before: Any) -> None:
-    """Make what was walked through hold again what it held."""
-    if isinstance(holder, Tensor):
-        if holder is not before and holder.shape == before.shape and not torch.equal(holder, before):
-            with torch.no_grad():
-                holder.copy_(before)
-    elif isinstance(holder, list | deque):
-        if [*map(id, holder)] != [*map(id, before)]:
-            holder.clear()
-            holder.extend(before)
-    elif isinstance(holder, set):
-        if holder != before:
-            holder.clear()
-            holder.update(before)
-    elif not isinstance(holder, tuple | frozenset):
-        held = holder if isinstance(holder, dict) else vars(holder)
-        now = dict(dict.items(held))
-        if [*now] != [*before] or any(now[name] is not value for name, value in before.items()):
-            held.clear()
-            held.update(before)
+def _items_of(value: Any) -> list[tuple[str, Any]]:
+    """The attributes that an object has of its own, in slots too."""
+    slots = [name for kind in type(value).__mro__ for name in _listed(vars(kind).get("__slots__", ()))]
+    found = {name: part for name in slots if (part := _read(value, name)) is not _MISSING}
+    return [*found.items(), *(_attributes_of(value) or {}).items()]
+
+
+def _listed(slots: Any) -> list[str]:
+    names = [slots] if isinstance(slots, str) else list(slots)
+    return [name for name in names if name[:2] != "__"]
+
+
+def _attributes_of(value: Any) -> dict[str, Any] | None:
+    found = _read(value, "__dict__")
+    return found if isinstance(found, dict) else None
+
+
+def _read(value: Any, name: str) -> Any:
+    """An attribute, whatever else an object answers to; a property may raise anything."""
+    try:
+        return object.__getattribute__(value, name)
+    except Exception:
+        return _MISSING

@@ -30,11 +30,11 @@ from compile_passes.loops import (
     find_sizes_of_the_data,
     loops_over_data,
 )
-from compile_passes.rebind import Verdict, bind, fused_as_written, leave_eager, unbind, verdict_of
+from compile_passes.rebind import EAGER, Verdict, bind, fused_as_written, leave_eager, unbind, verdict_of
 from compile_passes.recording import prepare_recording, restore_recording
 from compile_passes.source import sure
 from compile_passes.stackable import expert_lists, taken_elsewhere, why_not
-from compile_passes.stacking import bring_home, stack_list, unstack
+from compile_passes.stacking import stack_list, unstack
 from meta.checks import check_module
 
 log = logging.getLogger(__name__)
@@ -42,8 +42,7 @@ log = logging.getLogger(__name__)
 
 def prepare(model: nn.Module) -> None:
     """Make the experts of ``model`` capturable; warn of what was and was not done."""
-    bring_home(model)
-    loops = find_loops(model)
+    loops = [loop for loop in find_loops(model) if EAGER not in vars(loop.module)]
     switched = _switch(model, [loop for loop in loops if loop.switchable])
     cut = _allow_numbers(model)
     inside = tuple(f"{name}." if name else "" for name in cut)
@@ -80,7 +79,8 @@ def restore(model: nn.Module) -> nn.Module:
 
     Loops run as their class writes them again, every expert has its own parameters, with the present values, PEFT
     runs its adapters in its own way, and hooks that record router logits are taken off. What was set in the model's
-    configurations stays: `experts_implementation`, and the `compile_config` of `generate`.
+    configurations stays: `experts_implementation`, and the `compile_config` of `generate`; so do the flags of
+    `torch._dynamo.config` that `moe_ops.compile` said it set, which are the process's.
 
     Args:
         model: a module, some of whose loops may have a static form and some of whose lists may be stacked.

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import dis
+import ast
 import inspect
+import textwrap
 from collections.abc import Collection, Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from types import CodeType, FunctionType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
-def reached(kinds: Collection[type[nn.Module]]) -> Iterator[FunctionType]:
-    """``forward`` of classes, what it names of their members, on whatever object, and the functions that it names, and
-    so on; without torch's own.
+def reached(kinds: Collection[type[nn.Module]], *more: str) -> Iterator[FunctionType]:
+    """``forward`` of classes, members of other names, what these name of members, on whatever object, and the functions
+    that they name, and so on; without torch's own.
+
+    A name that a tensor has, too, is a member's where it is read of a function's first argument.
     """
     kinds = [kind for kind in kinds if not of_torch(kind.__module__)]
-    waiting = [function for kind in kinds for function in _members(kind, "forward")]
+    waiting = [function for kind in kinds for name in ("forward", *more) for function in _members(kind, name)]
     seen: set[CodeType] = set()
     while waiting:
         function = waiting.pop()
@@ -25,14 +28,39 @@ def reached(kinds: Collection[type[nn.Module]]) -> Iterator[FunctionType]:
             continue
         seen.add(function.__code__)
         yield function
-        for name in names_of(function.__code__):
+        for name in members_named(function):
             waiting += [found for kind in kinds for found in _members(kind, name)]
+        for name in names_of(function.__code__):
             waiting += _functions(function.__globals__.get(name))
         for cell in function.__closure__ or ():
             try:
                 waiting += _functions(cell.cell_contents)
             except ValueError:  # it has no value yet
                 pass
+
+
+def members_named(function: FunctionType) -> set[str]:
+    """The names of what may be members of modules in a function's code."""
+    named = names_of(function.__code__)
+    doubtful = {name for name in named if hasattr(Tensor, name)}
+    return named - doubtful | (doubtful & _read_of_the_first(function) if doubtful else set())
+
+
+@cache
+def tree_of(function: FunctionType) -> ast.AST | None:
+    """The syntax tree of a function's source, where there is one."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return None
+
+
+def _read_of_the_first(function: FunctionType) -> set[str]:
+    tree, first = tree_of(function), function.__code__.co_varnames[:1]
+    if tree is None:
+        return names_of(function.__code__)
+    reads = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name))
+    return {node.attr for node in reads if node.value.id in first}  # type: ignore[attr-defined]
 
 
 def names_of(code: CodeType) -> set[str]:
@@ -46,15 +74,9 @@ def words_of(code: CodeType) -> set[str]:
     return names_of(code) | own.union(*map(words_of, _inner(code)))
 
 
-def globals_of(code: CodeType) -> set[str]:
-    """The globals alone, with those that are built in."""
-    found = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return found.union(*map(globals_of, _inner(code)))
-
-
 def of_torch(module: str | None) -> bool:
     """Whether a module of this name is torch's."""
-    return (module or "").partition(".")[0] == "torch"
+    return str(module).partition(".")[0] == "torch"
 
 
 def _inner(code: CodeType) -> list[CodeType]:
@@ -68,11 +90,14 @@ def _members(kind: type[nn.Module], name: str) -> list[FunctionType]:
 
 def _functions(value: Any) -> list[FunctionType]:
     """The Python function that a member or a global is, without what is wrapped around it."""
-    if isinstance(value, property):
+    kind = type(value)  # isinstance would ask proxies for their class, and whatever answers every question
+    if issubclass(kind, property):
         value = value.fget
-    elif isinstance(value, cached_property):
+    elif issubclass(kind, cached_property):
         value = value.func
-    elif isinstance(value, staticmethod | classmethod):
+    elif issubclass(kind, staticmethod | classmethod):
         value = value.__func__
-    value = inspect.unwrap(value) if callable(value) else value
+    if not issubclass(type(value), FunctionType):
+        return []
+    value = inspect.unwrap(value)
     return [value] if isinstance(value, FunctionType) and not of_torch(value.__module__) else []

@@ -19,6 +19,7 @@ from torch import nn
 
 from compile_passes.class_counts import without_class_counts
 from compile_passes.conversions import without_conversions
+from compile_passes.effects import Kept
 from compile_passes.explain import explain
 from compile_passes.loops import STATIC
 from compile_passes.reached import names_of, reached
@@ -32,7 +33,7 @@ from compile_passes.trial import HOOKS, Trial, bound, takes_hidden_states_alone
 from moe_ops.logs import quiet
 
 # On a module whose loop was left as it is, and runs eagerly: the names of the methods that were bound for that.
-_EAGER = "_moe_ops_eager"
+EAGER = "_moe_ops_eager"
 # Modules around the one with the loop that are tried for a forward of hidden states alone.
 _AROUND = 2
 
@@ -136,14 +137,14 @@ def leave_eager(module: nn.Module) -> bool:
     if not lists or not torch._dynamo.config.capture_dynamic_output_shape_ops or "forward" in vars(module):
         return False
     vars(module)["forward"] = MethodType(torch.compiler.disable(kind.forward), module)
-    vars(module)[_EAGER] = ("forward",)
+    vars(module)[EAGER] = ("forward",)
     return True
 
 
 def unbind(model: nn.Module) -> None:
     """Undo `bind` and `leave_eager` for every module of ``model``."""
     for module in model.modules():
-        for name in (*vars(module).pop(STATIC, ()), *vars(module).pop(_EAGER, ())):
+        for name in (*vars(module).pop(STATIC, ()), *vars(module).pop(EAGER, ())):
             vars(module).pop(name, None)
 
 
@@ -182,10 +183,13 @@ def _check_fused(trial: Trial, forms: Mapping[str, StaticForm], training: bool, 
         if why_not(found, {}) is None:
             stack_list(found)
     methods = {path: form.functions() for path, form in forms.items()}
-    # What is refused in a trial is part of the verdict.
-    with bound(block, methods), torch.set_grad_enabled(training), quiet(logging.CRITICAL):
-        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, **allowed):
-            report = explain(block, trial.tokens("many tokens"))
+    kept = Kept(trial.effects, block)
+    try:  # what is refused in a trial is part of the verdict
+        with bound(block, methods), torch.set_grad_enabled(training), quiet(logging.CRITICAL):
+            with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, **allowed):
+                report = explain(block, trial.tokens("many tokens"))
+    finally:
+        kept.put_back()
     problem = _problem(report)
     if problem is not None:
         raise NotStatic(problem)

@@ -21,7 +21,8 @@ from moe_ops.quantized import QuantizedWeight
 # On a list: stacked parameter -> the parameter of an expert that it holds. On a layer of an expert: the list, the
 # expert's number, and its own parameter -> stacked parameter.
 STACKS, SLICE = "_moe_ops_stacks", "_moe_ops_slice"
-PLAIN = (bool, int, float, str, type(None))  # what may be set on a parameter, and goes to its stack
+# What may be set on a parameter, and goes to its stack.
+PLAIN = (bool, int, float, str, type(None), tuple, list, dict, set, frozenset, torch.dtype)
 FREEZE = "requires_grad_"  # nn.Module's method: an expert's modules have their own, as it would find no parameters
 
 _SLICED: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
@@ -56,8 +57,8 @@ def sliced(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     return _SLICED.setdefault((kind, names), made)
 
 
-def make_single(module: nn.Module) -> None:
-    """Give a layer that reads slices parameters of its own, with the values and gradients that it has now."""
+def make_single(module: nn.Module, *, gradients: bool = True) -> None:
+    """Give a layer that reads slices parameters of its own, with the values, and gradients, that it has now."""
     holder, number, slices = vars(module).pop(SLICE)
     module.__class__ = original(type(module))
     for own, name in slices.items():
@@ -65,7 +66,7 @@ def make_single(module: nn.Module) -> None:
         if held is not None:
             weight = nn.Parameter(held.detach()[number].clone(), held.requires_grad)
             vars(weight).update({key: value for key, value in vars(held).items() if isinstance(value, PLAIN)})
-            weight.grad = None if held.grad is None else held.grad[number].clone()
+            weight.grad = None if held.grad is None or not gradients else held.grad[number].clone()
             module.register_parameter(own, weight)
 
 
@@ -113,7 +114,7 @@ def _methods(kind: type[nn.Module], names: tuple[str, ...]) -> dict[str, Any]:
         made.__setstate__(copy.deepcopy({**state, SLICE: None} if alone else state, memo))
         if alone:
             vars(made)[SLICE] = state[SLICE]
-            make_single(made)
+            make_single(made, gradients=False)
         return made
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -137,8 +138,7 @@ def _methods(kind: type[nn.Module], names: tuple[str, ...]) -> dict[str, Any]:
         kind._load_from_state_dict(self, state, prefix, metadata, strict, missing, *others)
 
     own = {"__reduce_ex__": reduce, "register_parameter": register}
-    own |= {"_save_to_state_dict": save, "_load_from_state_dict": load}
-    return own if hasattr(kind, "__deepcopy__") else {**own, "__deepcopy__": deepcopy}
+    return own | {"_save_to_state_dict": save, "_load_from_state_dict": load, "__deepcopy__": deepcopy}
 
 
 def _renewed(kind: type[nn.Module], names: tuple[str, ...], *given: Any) -> nn.Module:

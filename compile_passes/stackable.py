@@ -4,33 +4,26 @@ of whoever else holds them.
 
 from __future__ import annotations
 
-import ast
 import gc
-import inspect
 import sys
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
-from compile_passes.effects import OF_TORCH, parts
+from compile_passes.asked import asked_around, asked_of_experts, words
+from compile_passes.effects import OF_TORCH, is_proxy, parts
 from compile_passes.loops import number_of_experts
-from compile_passes.reached import globals_of, names_of, of_torch, reached, words_of
+from compile_passes.reached import of_torch
 from compile_passes.stack_slices import PLAIN, STACKS, numbered, sliced
 from meta.checks import fail
 
-# What a module has its parameters by, which one whose parameters are slices of a stack has none in.
-_PARAMETERS = frozenset({"parameters", "named_parameters", "get_parameter", "_parameters", "state_dict"})
-# What tells a parameter from a slice of one.
-_OF_A_PARAMETER = frozenset({"Parameter", "is_leaf", "grad"})
 # How a module's own tensors come into a state dict, and out of one: a stack is there in their place.
 _STATE = ("_save_to_state_dict", "_load_from_state_dict", "state_dict", "load_state_dict")
+_COPIES = ("__deepcopy__", "__reduce__", "__reduce_ex__")
 _STATE_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
                 "_load_state_dict_post_hooks")  # fmt: skip
 
@@ -82,9 +75,8 @@ def why_not(found: ExpertList, taken: Mapping[int, str]) -> str | None:
         taken: what `taken_elsewhere` says of the model's parameters.
     """
     first = found.experts[0]
-    kinds = dict.fromkeys(type(module) for expert in found.experts for module in expert.modules())
-    owners = dict.fromkeys(kinds if found.owner is None else [type(found.owner), *kinds])
-    asked = _asks(tuple(owners))
+    kinds = tuple(dict.fromkeys(type(module) for expert in found.experts for module in expert.modules()))
+    asked = asked_of_experts(kinds, () if found.owner is None else (type(found.owner),))
     if asked is not None:
         return f"{found.path}, as {asked}"
     shape = {name: _facts(weight) for name, weight in first.named_parameters(remove_duplicate=False)}
@@ -100,7 +92,7 @@ def why_not(found: ExpertList, taken: Mapping[int, str]) -> str | None:
             if problem is not None:
                 return f"{where}{'.' * bool(path)}{path}, which {problem}"
         for name, weight in own.items():
-            problem = _unfit(weight, shape[name]) or _unfit_attributes(weight, first.get_parameter(name), owners)
+            problem = _unfit(weight, shape[name]) or _unfit_attributes(weight, first.get_parameter(name), kinds)
             problem = problem or taken.get(id(weight))
             if problem is not None:
                 return f"{where}.{name}, which {problem}"
@@ -129,16 +121,22 @@ def _unfit(weight: torch.Tensor, like: tuple[Any, ...]) -> str | None:
     return None
 
 
-def _unfit_attributes(weight: torch.Tensor, first: torch.Tensor, kinds: Mapping[type, Any]) -> str | None:
+def _unfit_attributes(weight: torch.Tensor, first: torch.Tensor, kinds: tuple[type[nn.Module], ...]) -> str | None:
     """What is set on a parameter goes to the stack: it has to be the same for all, and nothing that a forward reads."""
     mine, like = vars(weight), vars(first)
     for name in sorted(mine.keys() | like.keys()):
-        value = mine.get(name)
-        if (name in mine) != (name in like) or not isinstance(value, PLAIN) or value != like[name]:
+        if (name in mine) != (name in like) or not _is_equal(mine[name], like[name]):
             return f"has an attribute {name} that expert 0's has not, or that is no plain value"
-        if name in _words(tuple(kinds)):
+        if name in words(kinds):
             return f"has an attribute {name}, which a slice of a stack has not"
     return None
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    try:
+        return isinstance(one, PLAIN) and type(one) is type(other) and bool(one == other)
+    except Exception:  # of tensors in a list
+        return False
 
 
 def taken_elsewhere(model: nn.Module) -> dict[int, str]:
@@ -147,32 +145,45 @@ def taken_elsewhere(model: nn.Module) -> dict[int, str]:
     """
     users = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     taken = {weight: "the model uses in more than one place" for weight, count in users.items() if count > 1}
+    memory: dict[int, list[int]] = {}
+    for weight in model.parameters():
+        memory.setdefault(_memory_of(weight), []).append(id(weight))
     for path, module in model.named_modules():
-        asked = _asks_around((type(module),))
+        asked = asked_around((type(module),))
         if asked is not None:
             taken |= {id(weight): f"{asked}, to find one stack for all experts" for weight in module.parameters()}
-        for said, weight in _beside(module):
-            taken[id(weight)] = f"{path or type(model).__name__} also holds as {said}"
-    for holder, held in holders(torch.optim.Optimizer, *_parallel()):
+        for said, held in _beside(module):
+            found = [id(held)] if isinstance(held, nn.Parameter) else memory.get(_memory_of(held), [])
+            taken |= dict.fromkeys(found, f"{path or type(model).__name__} also holds as {said}")
+    for holder, ids in holders(torch.optim.Optimizer, *_parallel()):
         why = f"a {type(holder).__name__} optimizer holds already: make it after stacking the experts"
         if isinstance(holder, nn.Module):
             cure = "make it around the model after moe_ops.stack_experts_(model)"
             why = f"a {type(holder).__name__} holds already: {cure}"
-        taken.update(dict.fromkeys(held, why))
+        taken.update(dict.fromkeys(ids, why))
     return taken
 
 
-def _beside(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters that attributes of a module hold: a list of them, or one that is no parameter of its own."""
-    waiting = [(name, value) for name, value in vars(module).items() if name not in OF_TORCH]
+def _beside(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that are no parameters of a module's own, and that it holds: in a list, in an object, as buffers."""
+    waiting: list[tuple[str, Any]] = [*module.named_buffers(recurse=False)]
+    waiting += [(name, value) for name, value in vars(module).items() if name not in OF_TORCH]
     seen: set[int] = set()
     while waiting:
         said, value = waiting.pop()
-        if isinstance(value, nn.Parameter):
+        if is_proxy(value) or id(value) in seen or len(seen) > 10_000:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
             yield said, value
-        elif id(value) not in seen and len(seen) < 10_000:
-            seen.add(id(value))
-            waiting += [(said + name, part) for name, part in parts(value) if not isinstance(part, PLAIN)]
+        else:
+            waiting += [(said + name, part) for name, part in parts(value)]
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    """Where the memory of a tensor begins; an own number for what has none."""
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
+    return (tensor.untyped_storage().data_ptr() if plain else 0) or -id(tensor)
 
 
 def holders(*classes: type) -> Iterator[tuple[Any, set[int]]]:
@@ -207,9 +218,9 @@ def _instances(*classes: type) -> Iterator[Any]:
 def _unfit_module(module: nn.Module) -> str | None:
     if any(base.__module__.partition(".")[0] == "peft" for base in type(module).__mro__):
         return "has an adapter of PEFT, which is not fused there: merge it (model.merge_and_unload()) before"
-    for name in _STATE:
-        owner = next(base for base in type(module).__mro__ if name in vars(base))
-        if not of_torch(owner.__module__):
+    for name in (*_STATE, *_COPIES):
+        owner = next((base for base in type(module).__mro__ if name in vars(base)), object)
+        if owner is not object and not of_torch(owner.__module__):
             return f"has a {name} of its own, which a stack would pass by"
     if any(getattr(module, name, None) for name in _STATE_HOOKS):
         return "has a hook on its state dict, which a stack would pass by"
@@ -229,47 +240,3 @@ def _underivable(found: ExpertList) -> str | None:
         except Exception as error:  # of whatever runs when somebody derives from a class
             return f"{found.path}, as no class can be derived from {kind.__name__}: {type(error).__name__}: {error}"
     return None
-
-
-@cache
-def _words(kinds: tuple[type[nn.Module], ...]) -> set[str]:
-    """What code that ``forward`` of one of these classes calls may read attributes by."""
-    return set[str]().union(*(words_of(function.__code__) for function in reached(kinds)))
-
-
-@cache
-def _asks(kinds: tuple[type[nn.Module], ...]) -> str | None:
-    """What of modules' parameters and classes code that ``forward`` of one of these classes calls asks for."""
-    for function in reached(kinds):
-        code, said = function.__code__, function.__qualname__
-        asked = sorted(names_of(code) & _PARAMETERS)
-        if asked:
-            return f"{said} asks for {asked[0]}, which experts of a stack have none of"
-        told = sorted(names_of(code) & _OF_A_PARAMETER)
-        if told:
-            return f"{said} asks for {told[0]}, and a slice of a stack is no parameter"
-        if "type" in globals_of(code) or "__class__" in names_of(code):
-            return f"{said} asks for a class, and a layer that reads slices has one of its own"
-    return None
-
-
-@cache
-def _asks_around(kinds: tuple[type[nn.Module], ...]) -> str | None:
-    """What code that ``forward`` of one of these classes calls asks for of the parameters of all that is in a module;
-    the first of them (`next(self.parameters()).dtype`) is no expert's.
-    """
-    asking = [function for function in reached(kinds) if not names_of(function.__code__).isdisjoint(_PARAMETERS)]
-    said = (f"{one.__qualname__} asks for by {name}" for one in asking if (name := _asked_by(one)) is not None)
-    return next(said, None)
-
-
-def _asked_by(function: FunctionType) -> str | None:
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):  # no source, or a piece of one
-        return "a name that its code has"
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    firsts = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "next"]
-    first = {node for call in firsts for node in ast.walk(call)}
-    asked = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in _PARAMETERS)
-    return next((node.attr for node in asked if node not in first or not isinstance(node.value, ast.Name)), None)

@@ -63,12 +63,12 @@ def stack_experts_(model: nn.Module, *names: str) -> nn.Module:
         >>> compiled = torch.compile(model, backend="moe_ops")
     """
     check_module("stack_experts_", model)
-    bring_home(model)
     lists = expert_lists(model, names)
     if not lists:
         raise fail(
             "stack_experts_", "model", 'a module with an nn.ModuleList, not stacked yet, called "...expert..."',
-            f"{type(model).__name__} without one. Name the list: stack_experts_(model, \"layers.0.ffns\")",
+            f"{type(model).__name__} without one. If one has another name, give it: "
+            'stack_experts_(model, "layers.0.ffns")',
         )  # fmt: skip
     taken = taken_elsewhere(model)
     for found in lists:
@@ -98,15 +98,6 @@ def unstack(model: nn.Module) -> nn.Module:
         )
         warnings.warn(message, stacklevel=3)
     return model
-
-
-def bring_home(model: nn.Module) -> None:
-    """Give experts whose list the model no longer has, as some of them were put into another, their own parameters."""
-    modules = list(model.modules())
-    inside = set(map(id, modules))
-    for module in modules:
-        if SLICE in vars(module) and id(vars(module)[SLICE][0]) not in inside:
-            make_single(module)
 
 
 def stack_list(found: ExpertList) -> None:

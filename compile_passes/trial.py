@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from compile_passes.effects import Effects, Kept
+from compile_passes.effects import Effects, Kept, Written
 from compile_passes.narrow import FULL, Narrowing, narrow_copy, narrowing
 from compile_passes.source import NotStatic
 from moe_ops.quantized import QuantizedWeight
@@ -194,10 +194,10 @@ class Trial:
                 outputs = {f"output {place}": value for place, value in enumerate(leaves)
                            if isinstance(value, Tensor)}  # fmt: skip
                 gradients = _gradients(block, x, list(outputs.values()))
-            left = self.effects.left(block)
-            state = {name: value for name, value in left.items() if not isinstance(value, Tensor)}
+            left = kept.left()
+            state = {name: value for name, value in left.items() if not isinstance(value, Written)}
             state["what it returns beside tensors"] = [value for value in leaves if not isinstance(value, Tensor)]
-            tensors = {name: value for name, value in left.items() if isinstance(value, Tensor)}
+            tensors = {name: value.numbers() for name, value in left.items() if isinstance(value, Written)}
             tensors |= {name: value.clone() for name, value in block.named_buffers()}
             return _Result({name: value.detach() for name, value in outputs.items()}, gradients, tensors, state, drew)
         finally:
@@ -270,10 +270,11 @@ def _difference(found: _Result, expected: _Result, nudged: _Result, dtype: torch
     for kind in ("outputs", "gradients", "buffers"):
         one, other, moved = getattr(found, kind), getattr(expected, kind), getattr(nudged, kind)
         if list(one) != list(other):
-            return kind
+            changed = one.keys() ^ other.keys()
+            return f"values of {min(changed)}" if kind == "buffers" and changed else kind
         for name, value in other.items():
             if not _close(one[name], value, moved.get(name, value), dtype):
-                return f"{kind} ({name})"
+                return f"values of {name}" if kind == "buffers" else f"{kind} ({name})"
     return None
 
 

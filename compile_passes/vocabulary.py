@@ -69,6 +69,8 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     # other views
     ("transpose", "x dim0 dim1", (torch.transpose, "transpose", torch.swapaxes, "swapaxes", "swapdims")),
     ("mt", "x", ("mT",)),
+    ("t", "x", (torch.t, "t")),
+    ("einsum", "x", (torch.einsum, "einsum")),
     ("permute", "x dims", (torch.permute, "permute")),
     ("expand", "x", ("expand", torch.broadcast_to, "broadcast_to", "expand_as")),
     ("chunk", "x chunks dim", (torch.chunk, "chunk")),
@@ -383,6 +385,8 @@ def _finish(node: fx.Node, name: str, parameters: tuple[str, ...]) -> Call:
         name = {"floor": "floordiv", "trunc": "truncdiv"}[args.pop("rounding_mode")]
     elif name == "matmul" and all(rank(args.get(side)) == 3 for side in ("x", "y")):
         name = "bmm"
+    elif name == "einsum" and isinstance(args.get("arg1"), list | tuple):  # aten's, and torch.einsum("...", [x, y])
+        args |= {f"arg{place}": value for place, value in enumerate(args["arg1"], 1)}
     elif name in ("split", "tensor_split") and isinstance(args.get("size"), list | tuple):
         args["sizes"] = args.pop("size")
     if name in ("index", "index_put") and not _is_position(args.get("index")):

@@ -147,7 +147,8 @@ def fused_experts(
             product made; what stood before the activation, ``[T * K, 2I]``, is kept. "activation": that. "all": where
             the pairs are in sorted rows, too, so that nothing is kept but the arguments. Routing is never made again.
         group: of :func:`moe_ops.ep.prepare`, over which the experts are spread: the projections are those of this
-            rank's block, ``topk_ids`` name the experts of all ranks. None: they are all here.
+            rank's block, ``topk_ids`` name the experts of all ranks. None: they are all here, and so it is read where
+            `torch.distributed.group.WORLD` is passed before `init_process_group`, which makes it.
         transport, rank_capacity: of :func:`moe_ops.ep.prepare`, beside a group.
 
     Returns:

@@ -12,6 +12,7 @@ from meta.checks import describe_value, fail
 F = TypeVar("F", bound=Callable[..., Any])
 #: What stands for a group in calls.
 GroupLike: TypeAlias = "dist.ProcessGroup | dist.device_mesh.DeviceMesh | str"
+_ALL_RANKS = "Pass torch.distributed.group.WORLD for all ranks; before init_process_group it is None."
 _RULE = "a torch.distributed process group, its name, or a device mesh of one dimension"
 
 
@@ -52,7 +53,7 @@ def _name(op: str, group: Any) -> str:
     if isinstance(group, str):
         return group
     if not dist.is_available() or group is None:
-        raise fail(op, "group", _RULE, describe_value(group), "Pass torch.distributed.group.WORLD for all ranks.")
+        raise fail(op, "group", _RULE, describe_value(group), _ALL_RANKS)
     if isinstance(group, dist.device_mesh.DeviceMesh):
         if group.ndim != 1:
             raise fail(op, "group", _RULE, f"a mesh of {group.ndim}", "Name the dimension of the experts: mesh['ep'].")
@@ -61,7 +62,7 @@ def _name(op: str, group: Any) -> str:
         raise fail(op, "group", "one that this rank is in", "none", "Call it on the group's ranks alone.")
     name: str | None = getattr(group, "group_name", None)
     if name is None:
-        raise fail(op, "group", _RULE, describe_value(group), "Pass torch.distributed.group.WORLD for all ranks.")
+        raise fail(op, "group", _RULE, describe_value(group), _ALL_RANKS)
     return name
 
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 _NO_BLOCK = (
     "load statistics: no fused MoE block of the model has run since counting began. Compile the model with "
-    'backend="moe_ops"; moe_ops.explain(model, *inputs) says which blocks are fused, and why others are not.'
+    'backend="moe_ops"; moe_ops.explain(model, *inputs) says which blocks are fused, and why others are not. Blocks '
+    "with low-rank factors are not counted."
 )
 _MOST_LABELS = 64  # names of layers beside a heat map
 

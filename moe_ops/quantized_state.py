@@ -112,6 +112,8 @@ def _rebuilt(weight: QuantizedWeight, state: dict[str, Any], key: str) -> Quanti
             given[_key(key, spec.name)] = scale
         elif getattr(weight, spec.name) is not None:
             cure = "Load float weights first and call moe_ops.quantize_ then, or pass the whole state dict."
+            if spec.optional:
+                cure += " The model's own has it; one that was quantised without `inputs=`, or zero points, has not."
             raise fail(_OP, _key(key, spec.name), f"given for scheme {weight.scheme!r}", "nothing", cure)
     for name, part in given.items():
         check_type(_OP, name, part, accepts("Tensor"))

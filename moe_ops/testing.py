@@ -28,6 +28,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.fx.experimental.symbolic_shapes
 from torch._dynamo.utils import counters
 
 from moe_ops import graphs
@@ -68,7 +69,9 @@ def assert_fused(model: Any, *inputs: Any, blocks: int | None = None) -> Any:
     with _fresh(model), quiet():
         report = moe_ops.explain(model, *args, **kwargs)
     if report.error:
-        raise AssertionError(f"the model raised: {report.error}")
+        rows = "".join("\n" + _indented(str(row)) for row in report.refused)
+        left = f"\n{len(report.refused)} MoE block(s) would not be fused either:{rows}" if rows else ""
+        raise AssertionError(f"the model raised: {report.error}{left}")
     if report.errors:  # a graph whose pass failed is left as it was, whatever was fused in others
         lines = "\n".join(f"  {line}" for line in report.errors)
         raise AssertionError(f"an error in moe_ops, please report it:\n{lines}")
@@ -430,6 +433,10 @@ def _tied_to_sizes(
     return "".join(f"  {line}\n" for line in dict.fromkeys(lines))
 
 
+# What Dynamo lets through of a size, or a number, that only the data knows.
+_OF_SIZES = getattr(torch.fx.experimental.symbolic_shapes, "GuardOnDataDependentSymNode", torch._dynamo.exc.Unsupported)
+
+
 @contextlib.contextmanager
 def _as_one_graph(backend: str) -> Iterator[None]:
     """What Dynamo raises of code that it cannot capture, as an AssertionError, and code around what it compiles too."""
@@ -440,7 +447,7 @@ def _as_one_graph(backend: str) -> Iterator[None]:
     except torch._dynamo.exc.InvalidBackend as error:
         names = ", ".join(torch.compiler.list_backends())
         raise ValueError(f"backend must be a name that torch.compile knows ({names}), got {backend!r}.") from error
-    except torch._dynamo.exc.TorchDynamoException as error:
+    except (torch._dynamo.exc.TorchDynamoException, _OF_SIZES) as error:
         raise AssertionError(f"it does not compile as one graph:\n{_indent(error)}") from error
     if around and around[0]:  # later ones may be compiled inside of what the first has become
         lines = "\n".join(f"  {line}" for line in around[0])

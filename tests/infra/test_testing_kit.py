@@ -259,6 +259,20 @@ class LeftToPython(Sound):
         return self.inner(x) + float(x.sum())
 
 
+class ListsCounts(nn.Module):
+    """A size that only the data knows, and a list of so many numbers, as DeepSeek's loop has them."""
+
+    def forward(self, x):
+        counts = torch.bincount((x[:, 0] > 0).long(), minlength=2).tolist()
+        return sum(x[:1] * count for count in counts)
+
+
+def test_sizes_of_the_data_break_the_graph():
+    """Dynamo raises something of its own there."""
+    with pytest.raises(AssertionError, match="does not compile as one graph"):
+        assert_no_graph_breaks(ListsCounts(), INPUTS, backend="moe_ops_eager")
+
+
 @pytest.mark.parametrize("assertion", [assert_no_graph_breaks, assert_cuda_graph_safe])
 def test_code_around_the_one_graph_is_named(assertion) -> None:
     """One graph, no break, nothing that cannot be captured in it."""

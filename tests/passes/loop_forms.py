@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
 import torch
 from torch import nn
 
@@ -279,6 +283,40 @@ def in_a_tensor(rows):
     return rows
 
 
+@dataclass(slots=True)
+class Slots:
+    calls: int = 0
+
+
+SPACE, SLOTS, ARRAY, MODULE = SimpleNamespace(calls=0), Slots(), np.zeros(1), nn.Module()
+MODULE.register_buffer("calls", torch.zeros(1))
+
+
+def in_a_namespace(rows):
+    SPACE.calls += 1
+    return rows
+
+
+def in_slots(rows):
+    SLOTS.calls += 1
+    return rows
+
+
+def in_an_array(rows):
+    ARRAY[0] += 1
+    return rows
+
+
+def in_a_module(rows):
+    MODULE.calls += 1
+    return rows
+
+
+def in_a_default(rows, calls=[0]):  # noqa: B006
+    calls[0] += 1
+    return rows
+
+
 class Through(nn.Module):
     """An expert of which each call is noted."""
 
@@ -321,6 +359,26 @@ class CountsInAClass(Counts):
 
 class CountsInATensor(Counts):
     note = staticmethod(in_a_tensor)
+
+
+class CountsInANamespace(Counts):
+    note = staticmethod(in_a_namespace)
+
+
+class CountsInSlots(Counts):
+    note = staticmethod(in_slots)
+
+
+class CountsInAnArray(Counts):
+    note = staticmethod(in_an_array)
+
+
+class CountsInAModule(Counts):
+    note = staticmethod(in_a_module)
+
+
+class CountsInADefault(Counts):
+    note = staticmethod(in_a_default)
 
 
 class CountsInItsOwn(Counts):
@@ -545,7 +603,7 @@ MISSES = {
     CountsHits: "the loop writes self.hits, for experts that were hit alone",
     CountsHitsByAnotherName: "what the loop writes is not chosen by ids.unique",
     CountsInPlace: "what the loop writes is not chosen by ids.unique",
-    CountsInAList: "the static form gives other buffers (hits)",
+    CountsInAList: "the static form gives other values of hits",
     AddsInPlace: "what the loop writes is not chosen by ids.unique",
     AddsToAView: "what the loop writes is not chosen by ids.unique",
     AddsInAnArgument: "what the loop writes is not chosen by ids.unique",
@@ -556,11 +614,16 @@ MISSES = {
     LeavesTheLast: "e of the last round is read after the loop",
     CountsInAnExpression: "a `namedexpr` in the loop",
     WritesAGlobal: "`global HIT`, where a loop may write what others read",
-    RemembersATensor: "the static form gives other buffers",
+    RemembersATensor: "the static form gives other values of last",
     CountsInAGlobal: "the static form gives other values of CALLS[0]",
     CountsInAnObject: "the static form gives other values of COUNTER.calls",
     CountsInAClass: "the static form gives other values of Counter.called",
-    CountsInATensor: "the static form gives other buffers (COUNTER.sizes['least'])",
+    CountsInATensor: "the static form gives other values of COUNTER.sizes['least']",
+    CountsInANamespace: "the static form gives other values of SPACE.calls",
+    CountsInSlots: "the static form gives other values of SLOTS.calls",
+    CountsInAnArray: "the static form gives other values of ARRAY",
+    CountsInAModule: "the static form gives other values of MODULE.calls",
+    CountsInADefault: "the static form gives other values of default 0 of in_a_default",
     CountsInItsOwn: "the static form gives other values of note.calls",
     SkipsAnExpert: f"captured but not fused: The loop runs {E - 1} of {E} experts",
     SkipsFewTokens: "`if token.numel() < 2` is no test for an expert without tokens",

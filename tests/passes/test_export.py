@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 
 import moe_ops
 from tests.corpus.families import available, build, tokens
+from tests.passes.blocks import E, H, I, K, T
 
 ROOT = Path(__file__).parents[2]
 LOAD = """
@@ -41,6 +42,52 @@ class Logits(torch.nn.Module):
 
     def forward(self, ids: torch.Tensor) -> Any:
         return self.model(input_ids=ids, use_cache=False).logits
+
+
+class Gathered(torch.nn.Module):
+    """Weights gathered by ids, and einsum, which takes its operands as they are or as a list."""
+
+    def __init__(self, listed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.w1 = (torch.nn.Parameter(torch.randn(*size) / 4) for size in ((E, H), (E, 2 * I, H)))
+        self.w2, self.listed = torch.nn.Parameter(torch.randn(E, H, I) / 4), listed
+
+    def einsum(self, text: str, *operands: torch.Tensor) -> torch.Tensor:
+        return torch.einsum(text, [*operands]) if self.listed else torch.einsum(text, *operands)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = (x @ self.gate.t()).softmax(-1).topk(K)
+        gate, up = self.einsum("th,tknh->tkn", x, self.w1[ids]).chunk(2, -1)
+        rows = self.einsum("tkn,tkhn->tkh", torch.nn.functional.silu(gate) * up, self.w2[ids])
+        return self.einsum("tkh,tk->th", rows, weights)
+
+
+class Scores(Gathered):
+    """All experts for all tokens, by scores that are turned around."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = x @ self.gate.t()
+        best, ids = logits.topk(K)
+        scores = torch.full_like(logits, float("-inf")).scatter(1, ids, best).softmax(-1)
+        gate, up = torch.bmm(x.expand(E, -1, -1), self.w1.transpose(1, 2)).chunk(2, -1)
+        return (torch.bmm(torch.nn.functional.silu(gate) * up, self.w2.mT) * scores.t()[..., None]).sum(0)
+
+
+@pytest.mark.parametrize("exported", [False, True], ids=["compiled", "exported"])
+@pytest.mark.parametrize("listed", [False, True], ids=["operands", "list"])
+@pytest.mark.parametrize("kind", [Gathered, Scores])
+def test_spellings_of_aten(kind: type[Gathered], listed: bool, exported: bool) -> None:
+    """What export makes of a module is fused as what Dynamo does, and so is einsum of a list."""
+    model, x = kind(listed), torch.randn(T, H)
+    with torch.no_grad():
+        expected = model(x)
+        run = torch.export.export(model, (x,)).module() if exported else model
+        torch.compiler.reset()
+        counters.clear()
+        result = torch.compile(run, backend="moe_ops_eager", fullgraph=True)(x)
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+    assert counters["moe_ops"]["fused"] == 1
 
 
 @pytest.mark.slow

@@ -28,7 +28,19 @@ from benchmarks.loops import (
 )  # fmt: skip
 from compile_passes import rebind
 from compile_passes.loops import STATIC
-from tests.passes.loop_forms import CALLS, COUNTER, MISSES, Counter, Missing, Subtracts
+from tests.passes.loop_forms import (
+    ARRAY,
+    CALLS,
+    COUNTER,
+    MISSES,
+    MODULE,
+    SLOTS,
+    SPACE,
+    Counter,
+    Missing,
+    Subtracts,
+    in_a_default,
+)  # fmt: skip
 
 
 class Decoder(nn.Module):
@@ -97,6 +109,35 @@ def test_left_alone_with_the_reason(kind):
         assert not {"forward", STATIC} & set(vars(block)) and block.log == []
     assert [type(module) for module in model.modules()] == kinds
     assert CALLS == [0] and COUNTER.calls == Counter.called == COUNTER.sizes["least"] == 0
+    assert SPACE.calls == SLOTS.calls == ARRAY[0] == MODULE.calls == in_a_default.__defaults__[0][0] == 0
+
+
+class Remembers(MoeInfer):
+    """A global that keeps what the first call computed of the weights, and a mask that nobody writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = torch.full((3,), float("-inf"))
+
+    def route(self, x):
+        if "bias" not in REMEMBERED:
+            REMEMBERED["bias"] = self.gate.weight.sum().detach()
+        return super().route(x + REMEMBERED["bias"])
+
+
+REMEMBERED: dict[str, torch.Tensor] = {}
+
+
+def test_nothing_of_a_trial_is_left():
+    """What code keeps of the weights is of the model's own, and not of the trial's copy."""
+    model, twin = (decoder(Remembers) for _ in range(2))
+    function, said = prepared(model)
+    assert "static form" in said[0] and not REMEMBERED
+    with torch.no_grad():
+        result = function(tokens(5))
+        REMEMBERED.clear()
+        torch.testing.assert_close(result, twin(tokens(5)), atol=1e-5, rtol=1e-5)
+    REMEMBERED.clear()
 
 
 class Router(nn.Module):

@@ -1,0 +1,117 @@
+"""What code asks of the modules that it runs beside their results: their parameters, and the classes that they are of.
+
+Experts of a stack have no parameters, and layers that read slices have classes of their own (`stack_slices`).
+"""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from types import FunctionType
+
+from torch import nn
+
+from compile_passes.reached import members_named, names_of, reached, tree_of, words_of
+
+# How a module's parameters are asked for by a call, and without one.
+_CALLED = frozenset({"parameters", "named_parameters", "get_parameter", "state_dict"})
+_READ = frozenset({"_parameters"})
+# What tells a parameter from a slice of one.
+_OF_A_PARAMETER = frozenset({"Parameter", "is_leaf", "grad"})
+_CLASSES = frozenset({"type", "__class__"})
+# Where a class decides.
+_DECIDES = frozenset({"isinstance", "issubclass", "super"})
+
+
+@cache
+def asked_of_experts(kinds: tuple[type[nn.Module], ...], owner: tuple[type[nn.Module], ...]) -> str | None:
+    """What code of experts, or of what has their list, asks for that experts of a stack have not, and which code.
+
+    Args:
+        kinds: classes of the modules of experts.
+        owner: that of the module with their list, if there is one.
+    """
+    around = list(reached(owner))
+    named = {name for function in around for name in members_named(function)}
+    inside = list(reached(kinds, *sorted(named)))
+    packages = {kind.__module__.partition(".")[0] for kind in (*kinds, *owner)}
+    for function in inside:
+        name = _parameters(function, first_too=True)
+        if name is not None:
+            return f"{function.__qualname__} asks for {name}, which experts of a stack have none of"
+    for function in (*around, *inside):
+        name = _parameters(function, first_too=False)
+        if name is not None:
+            return f"{function.__qualname__} asks for {name}, which experts of a stack have none of"
+        if (function.__module__ or "").partition(".")[0] in packages:  # others know nothing of modules
+            name = _class_or_kind(function)
+            if name is not None:
+                return f"{function.__qualname__} asks for {name}, and a slice, or what reads one, has another"
+    return None
+
+
+@cache
+def asked_around(kinds: tuple[type[nn.Module], ...]) -> str | None:
+    """Which code that ``forward`` of one of these classes calls asks for all parameters of what is in a module, and by
+    what; the first of them (`next(self.parameters()).dtype`) tells nothing of experts.
+    """
+    named = ((function, _parameters(function, first_too=False)) for function in reached(kinds))
+    return next((f"{function.__qualname__} asks for by {name}" for function, name in named if name is not None), None)
+
+
+@cache
+def words(kinds: tuple[type[nn.Module], ...]) -> set[str]:
+    """What code that ``forward`` of one of these classes calls may read attributes by."""
+    return set[str]().union(*(words_of(function.__code__) for function in reached(kinds)))
+
+
+def _parameters(function: FunctionType, *, first_too: bool) -> str | None:
+    """By what a function asks for the parameters of a module; ``first_too``: for the first of them alone, too."""
+    if names_of(function.__code__).isdisjoint(_CALLED | _READ):
+        return None
+    tree = tree_of(function)
+    if tree is None:
+        return "parameters"
+    first = {node for taken in ast.walk(tree) if _takes_the_first(taken) for node in ast.walk(taken)}
+    called = {node.func for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    asked = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    return next(
+        (node.attr for node in asked if node.attr in _READ or (node.attr in _CALLED and node in called)
+         if first_too or node not in first), None,
+    )  # fmt: skip
+
+
+def _takes_the_first(node: ast.AST) -> bool:
+    """`next(...)`, `list(...)[0]`."""
+    if isinstance(node, ast.Subscript):
+        return isinstance(node.slice, ast.Constant) and node.slice.value == 0
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "next"
+
+
+def _class_or_kind(function: FunctionType) -> str | None:
+    """By what a function tells modules, or parameters, from others, as far as something depends on that."""
+    tree = tree_of(function)
+    if tree is None or names_of(function.__code__).isdisjoint(_CLASSES | _OF_A_PARAMETER):
+        return None
+    called = {node.func for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in _OF_A_PARAMETER and node not in called:
+            return node.attr
+        inside: list[ast.AST] = []
+        if isinstance(node, ast.Compare):
+            inside = [node.left, *node.comparators]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _DECIDES:
+            inside = [*node.args]
+        elif isinstance(node, ast.Subscript):
+            inside = [node.slice]
+        elif isinstance(node, ast.Match):
+            inside = [node.subject]
+        if any(_is_a_class(part) for part in inside):
+            return "a class"
+    return None
+
+
+def _is_a_class(value: ast.AST) -> bool:
+    """`type(x)`, `x.__class__`; `type(x).__name__` is what it was."""
+    called = isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "type"
+    return called or (isinstance(value, ast.Attribute) and value.attr == "__class__")
