@@ -259,7 +259,7 @@ class LeftToPython(Sound):
         return self.inner(x) + float(x.sum())
 
 
-class ListsCounts(nn.Module):
+class ListsCounts(torch.nn.Module):
     """A size that only the data knows, and a list of so many numbers, as DeepSeek's loop has them."""
 
     def forward(self, x):
