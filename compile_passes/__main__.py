@@ -31,8 +31,8 @@ _WHAT = """What to explain:
 
 Of a transformers model a tiny random one is made, whose code is that of the real one; nothing is downloaded.
 
-Exit status: 0 when every block that was found is fused, 1 when one was refused or the model raised, 2 for a bad
-request.
+Exit status: 0 when every block that was found is fused, 1 when one was refused, or the model or a pass raised, 2
+for a bad request.
 """
 
 
@@ -91,7 +91,7 @@ def _explain(options: argparse.Namespace) -> int:
             page.write_text(report.html(), encoding="utf-8")
         except OSError as error:
             return _refuse(f"--html must be a file that can be written, got {page} ({error.strerror}).")
-    return 1 if report.refused or report.error else 0
+    return 1 if report.refused or report.error or report.errors else 0
 
 
 def _refuse(message: str) -> int:

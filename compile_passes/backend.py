@@ -128,17 +128,16 @@ def compile(model: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
     experts are stacked. PEFT's adapters of stacked weights (``target_parameters``) are captured as sums, which the
     passes take apart. transformers models that record router logits are prepared for the capture of that, and the graph
     of a model in DistributedDataParallel is not cut at its buckets. Warnings say what was done, what it cost, and what
-    was left as it is and why;
-    ``moe_ops.restore(model)`` undoes it.
+    was left as it is and why; :func:`moe_ops.restore` undoes what was done to modules.
 
     ``generate(cache_implementation="static")`` of a transformers model compiles its decode steps by itself; its
     ``generation_config.compile_config`` is set to compile them in the same way, which a warning says.
 
     Args:
         model: module or function.
-        kwargs: arguments of torch.compile. ``backend`` may be "moe_ops" (default) or "moe_ops_eager"; of ``options``,
-            "recompute" is "activation" or "all": what layers compute again in the backward instead of keeping it, see
-            :func:`moe_ops.fused_experts`.
+        kwargs: arguments of torch.compile. ``backend`` is "moe_ops" (default) or "moe_ops_eager": with others the model
+            is prepared, and nothing is fused; of ``options``, "recompute" is "activation" or "all": what layers compute
+            again in the backward instead of keeping it, see :func:`moe_ops.fused_experts`.
 
     Returns:
         The compiled model.
