@@ -444,7 +444,7 @@ def test_by_name():
             self.ffns = nn.ModuleList(Expert(H, I) for _ in range(E))
 
     model = Other()
-    with pytest.raises(ValueError, match="Name the list"):
+    with pytest.raises(ValueError, match="If one has another name, give it"):
         moe_ops.stack_experts_(model)
     with pytest.raises(ValueError, match="ffn"):
         moe_ops.stack_experts_(model, "ffn")
