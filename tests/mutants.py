@@ -82,7 +82,9 @@ TESTS: tuple[tuple[str, str], ...] = (
     ("compile_passes/apart.py", "tests/passes/test_apart.py tests/passes/test_repros.py"),
     ("compile_passes/generation.py", "tests/passes/test_generation.py"),
     ("compile_passes/siblings.py", "tests/infra/test_shadowed.py"),
-    ("compile_passes/stacking.py", "tests/passes/test_stacking.py"),
+    *((f"compile_passes/{name}.py", "tests/passes/test_stackable.py tests/passes/test_stacking.py")
+      for name in ("asked", "reached", "stackable", "stack_slices", "stacking")),
+    *((f"compile_passes/{name}.py", "tests/passes/test_static_loops.py") for name in ("effects", "rebind", "trial")),
     *((f"compile_passes/{name}.py", "tests/passes/test_page.py tests/passes/test_explain.py")
       for name in ("diagram", "page", "report")),
     ("compile_passes/named.py", "tests/passes/test_named.py tests/passes/test_explain.py"),

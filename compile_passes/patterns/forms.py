@@ -222,8 +222,15 @@ def _loop(down: fx.Node, experts: int, evidence: Evidence, stacked: bool) -> Ref
         how = "on the rows that a product with a one-hot or dispatch mask (GShard) gives it"
     elif evidence.before and evidence.by != "mul":
         how = "on the rows that a mask, an index or a split selects"
-    else:
+    elif evidence.route.chosen:
         how = "on every token, and the router picks from the results"
+    else:
+        return Refusal(
+            down,
+            f"{experts} experts run one after the other on every token, and scores from which nothing was chosen, by "
+            "topk or argmax, weigh the results: a soft mixture.",
+            "Nothing to do where every expert counts for every token. Else choose by topk.",
+        )
     cure = f"Replace the loop by one call, {_CALL}."
     if not stacked:
         cure = (

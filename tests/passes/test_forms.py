@@ -297,13 +297,17 @@ def test_stacked_weights_that_are_changed_are_fused():
     assert (outcome.problem, outcome.fused) == (None, 1)
 
 
-@pytest.mark.parametrize(
-    ("forward", "reason"), [("gather", "on every token"), ("soft", "on every token"), ("split", "a split selects")]
-)
+@pytest.mark.parametrize(("forward", "reason"), [("gather", "on every token"), ("split", "a split selects")])
 def test_list_of_experts(forward, reason):
     rows = named(Experts(forward=forward), torch.randn(T, H))
     assert len(rows) == 1 and f"{E} experts" in rows[0].reason and reason in rows[0].reason
     assert "moe_ops.stack_experts_(model)" in rows[0].cure and "r" + CALL[1:] in rows[0].cure
+
+
+def test_a_soft_mixture_is_not_told_to_stack():
+    """Every expert counts for every token: stacked, too, there is nothing to leave out."""
+    (row,) = named(Experts(forward="soft"), torch.randn(T, H))
+    assert f"{E} experts" in row.reason and "a soft mixture" in row.reason and row.cure.startswith("Nothing to do")
 
 
 def test_stacked_loop_is_not_told_to_stack():
