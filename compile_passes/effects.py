@@ -13,7 +13,7 @@ import sys
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from types import CellType, CodeType, FunctionType, GetSetDescriptorType, MethodType, ModuleType, SimpleNamespace
@@ -83,7 +83,7 @@ class Effects:
         self.classes = [
             one for one in dict.fromkeys(one for kind in kinds for one in kind.__mro__) if self._is_own(one)
         ]
-        self.named = [*self.classes]  # that may get attributes
+        self.named = [*self.classes]  # with those of objects and functions that their code names
         self.shared = self._shared(block)
 
     def _is_own(self, code: type | FunctionType | ModuleType) -> bool:
@@ -91,11 +91,18 @@ class Effects:
         return (module or "").partition(".")[0] in self.packages
 
     def slots(self, block: nn.Module) -> Iterator[_Slot]:
+        """Each under a name of its own: two files may have globals of one name."""
+        said: dict[str, int] = {}
+        for slot in self._slots(block):
+            said[slot.said] = said.get(slot.said, 0) + 1
+            yield slot if said[slot.said] == 1 else replace(slot, said=f"{slot.said} ({said[slot.said]})")
+
+    def _slots(self, block: nn.Module) -> Iterator[_Slot]:
         for path, module in block.named_modules():
             for name in vars(module):
                 if name not in OF_TORCH:
                     yield _Slot(f"{path}.{name}".lstrip("."), vars(module), name)
-        for one in self.classes:
+        for one in self.named:
             yield from (_Slot(f"{one.__qualname__}.{name}", one, name) for name in list(vars(one)) if name[:2] != "__")
         yield from self.shared
 
@@ -125,8 +132,6 @@ class Effects:
                     seen.add(kind)
                     self.named.append(kind)
                     waiting += vars(kind).values()
-                    for name in [name for name in vars(kind) if name[:2] != "__"]:
-                        found.setdefault((id(kind), name), _Slot(f"{kind.__qualname__}.{name}", kind, name))
         return [slot for slot in found.values() if is_proxy(slot.get()) or not isinstance(slot.get(), _CODE)]
 
     def _named_by(self, function: FunctionType) -> Iterator[_Slot]:
@@ -174,7 +179,7 @@ class Kept:
 
     def _is_new(self, name: str, value: Any) -> bool:
         before = self.before[name]
-        return type(value) is not type(before) or bool(value != before)
+        return value is not before and (type(value) is not type(before) or bool(value != before))
 
     def put_back(self) -> None:
         """Make all of it what it was."""

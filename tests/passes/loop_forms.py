@@ -312,6 +312,11 @@ def in_a_module(rows):
     return rows
 
 
+def in_a_new_attribute(rows):
+    Slots.calls_in_all = getattr(Slots, "calls_in_all", 0) + SLOTS.calls + 1
+    return rows
+
+
 def in_a_default(rows, calls=[0]):  # noqa: B006
     calls[0] += 1
     return rows
@@ -375,6 +380,10 @@ class CountsInAnArray(Counts):
 
 class CountsInAModule(Counts):
     note = staticmethod(in_a_module)
+
+
+class CountsInANewAttribute(Counts):
+    note = staticmethod(in_a_new_attribute)
 
 
 class CountsInADefault(Counts):
@@ -623,6 +632,7 @@ MISSES = {
     CountsInSlots: "the static form gives other values of SLOTS.calls",
     CountsInAnArray: "the static form gives other values of ARRAY",
     CountsInAModule: "the static form gives other values of MODULE.calls",
+    CountsInANewAttribute: "the static form gives other values of Slots.calls_in_all",
     CountsInADefault: "the static form gives other values of default 0 of in_a_default",
     CountsInItsOwn: "the static form gives other values of note.calls",
     SkipsAnExpert: f"captured but not fused: The loop runs {E - 1} of {E} experts",

@@ -110,6 +110,7 @@ def test_left_alone_with_the_reason(kind):
     assert [type(module) for module in model.modules()] == kinds
     assert CALLS == [0] and COUNTER.calls == Counter.called == COUNTER.sizes["least"] == 0
     assert SPACE.calls == SLOTS.calls == ARRAY[0] == MODULE.calls == in_a_default.__defaults__[0][0] == 0
+    assert not hasattr(type(SLOTS), "calls_in_all")
 
 
 class Remembers(MoeInfer):
@@ -117,7 +118,7 @@ class Remembers(MoeInfer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mask = torch.full((3,), float("-inf"))
+        self.mask, self.unset = torch.full((3,), float("-inf")), float("nan")
 
     def route(self, x):
         if "bias" not in REMEMBERED:
