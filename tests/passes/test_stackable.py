@@ -6,6 +6,7 @@ import copy
 import inspect
 import sys
 import weakref
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -71,6 +72,11 @@ class AsksForLeaves(Expert):
         return super().forward(x) * (1 if self.w1.weight.is_leaf else 2)
 
 
+class AsksForAParameter(Expert):
+    def forward(self, x):
+        return super().forward(x) * (1 if isinstance(self.w1.weight, nn.Parameter) else 2)
+
+
 class LoadsTransposed(Expert):
     def _load_from_state_dict(self, state, prefix, *others):
         super()._load_from_state_dict({key: value.clone() for key, value in state.items()}, prefix, *others)
@@ -127,6 +133,7 @@ ASKING = {
     ComparesTypes: r"ComparesTypes\.forward asks for a class",
     ComparesClasses: r"ComparesClasses\.forward asks for a class",
     AsksForLeaves: r"AsksForLeaves\.forward asks for is_leaf",
+    AsksForAParameter: r"AsksForAParameter\.forward asks for Parameter",
     LoadsTransposed: r"experts\.0, which has a _load_from_state_dict of its own",
     SavesOtherwise: r"experts\.0, which has a _save_to_state_dict of its own",
     HasAHook: r"experts\.0, which has a hook on its state dict",
@@ -188,6 +195,25 @@ class HeldInParts(Around):
         return self.layer(x) + self.space.view.sum()
 
 
+class HeldInAPartial(Around):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = [{"a": 1}], {"b": [2]}
+        self.product = partial(F.linear, weight=self.layer.experts[2].w1.weight)
+
+    def forward(self, x):
+        return self.layer(x) + self.product(x).sum()
+
+
+class HeldAsABuffer(Around):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", self.layer.experts[3].w3.weight.detach())
+
+    def forward(self, x):
+        return self.layer(x) + self.seen.sum()
+
+
 class FirstDtype(Around):
     """What comes first is no expert's: transformers' models ask so for their dtype."""
 
@@ -203,6 +229,8 @@ AROUND = {
     Penalised: r"layer\.experts\.0\.w1\.weight, which penalty asks for by parameters, to find one stack",
     PenalisedByName: r"which PenalisedByName\.forward asks for by named_parameters",
     HeldInParts: r"layer\.experts\.1\.w2\.weight, which HeldInParts also holds as space\.view",
+    HeldInAPartial: r"experts\.2\.w1\.weight, which HeldInAPartial also holds as product\.keywords\['weight'\]",
+    HeldAsABuffer: r"layer\.experts\.3\.w3\.weight, which HeldAsABuffer also holds as seen",
     Cached: r"layer\.experts\.0\.w1\.weight, which Cached also holds as held\['all'\]\[0\]",
 }
 
@@ -374,21 +402,18 @@ def test_the_state_of_one_expert(pair):
     assert same(*pair)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    {
-        "absent": (lambda state: state.pop("w1.weight"), r'Missing key\(s\) in state_dict: "w1.weight"'),
-        "more": (lambda state: state.update(w9=torch.ones(1)), r'Unexpected key\(s\) in state_dict: "w9"'),
-        "shape": (
-            lambda state: state.update({"w1.weight": torch.ones(1, 2)}),
-            r"size mismatch for w1.weight: \[1, 2\]",
-        ),
-    }.values(),
-    ids=["absent", "more", "shape"],
-)
-def test_states_of_one_expert_that_do_not_fit(pair, change, said):
-    state = pair[1].experts[0].state_dict()
-    change(state)
+MISFITS = {
+    "absent": ("w1.weight", {}, r'Missing key\(s\) in state_dict: "w1.weight"'),
+    "more": ("", {"w9": torch.ones(1)}, r'Unexpected key\(s\) in state_dict: "w9"'),
+    "shape": ("", {"w1.weight": torch.ones(1, 2)}, r"size mismatch for w1.weight: \[1, 2\]"),
+    "nothing": ("", {"w1.weight": None}, r"size mismatch for w1.weight: NoneType in the checkpoint"),
+}
+
+
+@pytest.mark.parametrize(("without", "more", "said"), MISFITS.values(), ids=MISFITS)
+def test_states_of_one_expert_that_do_not_fit(pair, without, more, said):
+    state = pair[1].experts[0].state_dict() | more
+    state.pop(without, None)
     with pytest.raises(RuntimeError, match=said):
         pair[1].experts[1].load_state_dict(state)
 
