@@ -11,7 +11,7 @@ from types import FunctionType
 
 from torch import nn
 
-from compile_passes.reached import members_named, names_of, reached, tree_of, words_of
+from compile_passes.reached import members_named, names_of, package_of, reached, tree_of, words_of
 
 # How a module's parameters are asked for by a call, and without one.
 _CALLED = frozenset({"parameters", "named_parameters", "get_parameter", "state_dict"})
@@ -34,16 +34,12 @@ def asked_of_experts(kinds: tuple[type[nn.Module], ...], owner: tuple[type[nn.Mo
     around = list(reached(owner))
     named = {name for function in around for name in members_named(function)}
     inside = list(reached(kinds, *sorted(named)))
-    packages = {kind.__module__.partition(".")[0] for kind in (*kinds, *owner)}
-    for function in inside:
-        name = _parameters(function, first_too=True)
+    packages = {package_of(kind.__module__) for kind in (*kinds, *owner)}
+    for function, first_too in (*((one, True) for one in inside), *((one, False) for one in around)):
+        name = _parameters(function, first_too=first_too)
         if name is not None:
             return f"{function.__qualname__} asks for {name}, which experts of a stack have none of"
-    for function in (*around, *inside):
-        name = _parameters(function, first_too=False)
-        if name is not None:
-            return f"{function.__qualname__} asks for {name}, which experts of a stack have none of"
-        if (function.__module__ or "").partition(".")[0] in packages:  # others know nothing of modules
+        if package_of(function.__module__) in packages:  # others know nothing of modules
             name = _class_or_kind(function)
             if name is not None:
                 return f"{function.__qualname__} asks for {name}, and a slice, or what reads one, has another"

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from compile_passes.reached import inner_code, package_of
 from compile_passes.source import NotStatic
 
 log = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class Effects:
     def __init__(self, block: nn.Module) -> None:
         kinds = dict.fromkeys(type(module) for module in block.modules())
         # transformers' own blocks keep nothing: `generate`, caches and hubs need not be followed.
-        self.packages = {kind.__module__.partition(".")[0] for kind in kinds} - _LIBRARIES - {"transformers"}
+        self.packages = {package_of(kind.__module__) for kind in kinds} - _LIBRARIES - {"transformers"}
         self.classes = [
             one for one in dict.fromkeys(one for kind in kinds for one in kind.__mro__) if self._is_own(one)
         ]
@@ -87,8 +88,7 @@ class Effects:
         self.shared = self._shared(block)
 
     def _is_own(self, code: type | FunctionType | ModuleType) -> bool:
-        module = code.__name__ if isinstance(code, ModuleType) else code.__module__
-        return (module or "").partition(".")[0] in self.packages
+        return package_of(code.__name__ if isinstance(code, ModuleType) else code.__module__) in self.packages
 
     def slots(self, block: nn.Module) -> Iterator[_Slot]:
         """Each under a name of its own: two files may have globals of one name."""
@@ -162,17 +162,19 @@ class Kept:
         self.effects, self.block = effects, block
         self.values = [(slot, slot.get()) for slot in effects.slots(block)]
         self.names = [(owner, set(vars(owner))) for owner in (*block.modules(), *effects.named)]
-        self.holders = {id(value): _Holder(value, value) for value in (*block.parameters(), *block.buffers())}
-        self.before: dict[str, Any] = {}
-        for slot, value in self.values:
-            self.before.update(_walk(slot.said, value, self.holders))
+        self.before, self.holders = self._look()
+
+    def _look(self) -> tuple[dict[str, Any], dict[int, _Holder]]:
+        """Tensors and plain values that are there, by where they are, and what holds them."""
+        found: dict[str, Any] = {}
+        holders = {id(value): _Holder(value, value) for value in (*self.block.parameters(), *self.block.buffers())}
+        for slot in self.effects.slots(self.block):
+            found.update(_walk(slot.said, slot.get(), holders))
+        return found, holders
 
     def left(self) -> dict[str, Any]:
         """Tensors and plain values that are there now and were not before, or others, by where they are."""
-        now: dict[str, Any] = {}
-        seen = {id(value): _Holder(value, value) for value in (*self.block.parameters(), *self.block.buffers())}
-        for slot in self.effects.slots(self.block):
-            now.update(_walk(slot.said, slot.get(), seen))
+        now, _ = self._look()
         gone = dict.fromkeys(self.before.keys() - now.keys(), "(taken away)")
         changed = {name: value for name, value in now.items() if name not in self.before or self._is_new(name, value)}
         return gone | changed
@@ -210,7 +212,7 @@ def _globals(code: CodeType) -> tuple[set[str], set[str], set[str]]:
             written.add(step.argval)
         elif isinstance(step.argval, str):
             attributes.add(step.argval)
-    for inner in (part for part in code.co_consts if isinstance(part, CodeType)):
+    for inner in inner_code(code):
         for mine, found in zip((read, written, attributes), _globals(inner), strict=True):
             mine |= found
     return read, written, attributes
@@ -353,9 +355,7 @@ def _is_object(value: Any) -> bool:
     if isinstance(value, _CODE):
         return False
     kind = type(value)
-    return (
-        isinstance(value, nn.Module) or kind in _PUBLIC or (kind.__module__ or "").partition(".")[0] not in _LIBRARIES
-    )
+    return isinstance(value, nn.Module) or kind in _PUBLIC or package_of(kind.__module__) not in _LIBRARIES
 
 
 def _items_of(value: Any) -> list[tuple[str, Any]]:

@@ -65,21 +65,27 @@ def _read_of_the_first(function: FunctionType) -> set[str]:
 
 def names_of(code: CodeType) -> set[str]:
     """The globals and attributes that a piece of code, and what is defined in it, names."""
-    return set(code.co_names).union(*map(names_of, _inner(code)))
+    return set(code.co_names).union(*map(names_of, inner_code(code)))
 
 
 def words_of(code: CodeType) -> set[str]:
     """The same, and the strings by which `getattr` may read them."""
     own = {value for value in code.co_consts if isinstance(value, str)}
-    return names_of(code) | own.union(*map(words_of, _inner(code)))
+    return names_of(code) | own.union(*map(words_of, inner_code(code)))
+
+
+def package_of(module: str | None) -> str:
+    """The package that a module of this name is in."""
+    return (module or "").partition(".")[0]
 
 
 def of_torch(module: str | None) -> bool:
     """Whether a module of this name is torch's."""
-    return str(module).partition(".")[0] == "torch"
+    return package_of(module) == "torch"
 
 
-def _inner(code: CodeType) -> list[CodeType]:
+def inner_code(code: CodeType) -> list[CodeType]:
+    """What is defined in a piece of code: lambdas, comprehensions, functions."""
     return [part for part in code.co_consts if isinstance(part, CodeType)]
 
 

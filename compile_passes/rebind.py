@@ -133,8 +133,9 @@ def leave_eager(module: nn.Module) -> bool:
     at which it would break the graph else.
     """
     kind = type(module)
-    lists = any("tolist" in names_of(function.__code__) for function in reached((kind,)))
-    if not lists or not torch._dynamo.config.capture_dynamic_output_shape_ops or "forward" in vars(module):
+    if not torch._dynamo.config.capture_dynamic_output_shape_ops or "forward" in vars(module):
+        return False
+    if not any("tolist" in names_of(function.__code__) for function in reached((kind,))):
         return False
     vars(module)["forward"] = MethodType(torch.compiler.disable(kind.forward), module)
     vars(module)[EAGER] = ("forward",)

@@ -17,7 +17,7 @@ from torch import nn
 from compile_passes.asked import asked_around, asked_of_experts, words
 from compile_passes.effects import OF_TORCH, is_proxy, parts
 from compile_passes.loops import number_of_experts
-from compile_passes.reached import of_torch
+from compile_passes.reached import of_torch, package_of
 from compile_passes.stack_slices import PLAIN, STACKS, numbered, sliced
 from meta.checks import fail
 
@@ -216,7 +216,7 @@ def _instances(*classes: type) -> Iterator[Any]:
 
 
 def _unfit_module(module: nn.Module) -> str | None:
-    if any(base.__module__.partition(".")[0] == "peft" for base in type(module).__mro__):
+    if any(package_of(base.__module__) == "peft" for base in type(module).__mro__):
         return "has an adapter of PEFT, which is not fused there: merge it (model.merge_and_unload()) before"
     for name in (*_STATE, *_COPIES):
         owner = next((base for base in type(module).__mro__ if name in vars(base)), object)

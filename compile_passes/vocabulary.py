@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from compile_passes.compat import as_asserted, same_symbols, statically_known_true
+from compile_passes.reached import of_torch
 
 # name, parameters in order, spellings. A string spelling is a Tensor method AND the ATen operator of that name.
 _TABLE: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
@@ -312,7 +313,7 @@ def spell(node: fx.Node) -> Call | None:
     if row is not None:
         return _finish(node, *row)
     name = getattr(target, "__name__", str(target))
-    if isinstance(target, FunctionType) and (target.__module__ or "").partition(".")[0] != "torch":
+    if isinstance(target, FunctionType) and not of_torch(target.__module__):
         return _finish(node, f"{target.__module__}.{name}@{id(target):x}", ())  # whatever else has that name
     if name == "_get_data_attr":
         return Call("detach", {"x": node.args[0]})

@@ -37,7 +37,6 @@ from tests.passes.loop_forms import (
     SLOTS,
     SPACE,
     Counter,
-    Missing,
     Subtracts,
     in_a_default,
 )  # fmt: skip
@@ -155,19 +154,10 @@ class Router(nn.Module):
         return self.classifier(x.to(self.classifier.weight.dtype)).float()
 
 
-class Converts(Missing):
+class Converts(Unique):
     def __init__(self, asked: bool) -> None:
         super().__init__()
         self.gate = Router(asked)
-
-    def forward(self, x):
-        x = x.reshape(-1, H)
-        w, ids = self.route(x)
-        out = torch.zeros_like(x)
-        for e in ids.unique().tolist():
-            token, slot = torch.where(ids == e)
-            out.index_add_(0, token, self.experts[e](x[token]) * w[token, slot, None])
-        return out
 
 
 @pytest.mark.parametrize("asked", [True, False])
