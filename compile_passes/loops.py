@@ -17,6 +17,8 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from compile_passes.reached import names_of, reached, tree_of
+
 CAPTURABLE = "grouped_mm"
 # What transformers' `use_experts_implementation` sets on every instance of a class that it decorates.
 _DECORATED = ("config", "has_gate", "has_bias", "is_transposed")
@@ -207,9 +209,18 @@ def find_sizes_of_the_data(model: nn.Module) -> list[str]:
     sized = {
         kind
         for kind in set(kinds.values())
-        if any(map(_has_sizes_of_the_data, _forward_code(kind))) and not loops_over_data(kind)
+        if any(map(_has_sizes_of_the_data, _code_reached(kind))) and not loops_over_data(kind)
     }
     return [name for name, kind in kinds.items() if kind in sized]
+
+
+def _code_reached(kind: type[nn.Module]) -> Iterator[ast.AST]:
+    """The syntax trees of what ``forward`` reaches; of all methods where it asks for some by a name that it makes."""
+    functions = [*reached((kind,))]
+    if any("getattr" in names_of(function.__code__) for function in functions):
+        own = [base for base in kind.__mro__ if not base.__module__.startswith("torch.")]
+        functions = [*reached((kind,), *{name for base in own for name in vars(base)})]
+    yield from filter(None, map(tree_of, functions))
 
 
 def _has_sizes_of_the_data(tree: ast.AST) -> bool:
@@ -218,9 +229,25 @@ def _has_sizes_of_the_data(tree: ast.AST) -> bool:
         _name(call.func) in _SIZED_BY_DATA or (_name(call.func) == "where" and len(call.args) == 1) for call in calls
     ):
         return True
-    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For)]
-    tests = [node for loop in loops for node in ast.walk(loop) if isinstance(node, ast.Compare)]
+    masks = _assigned(tree, _compares)
+    return any(_compares(part) or masks & _names(part) for part in _taken_by(tree))
+
+
+def _compares(tree: ast.AST) -> bool:
+    """Whether an expression asks where something is an expert's number."""
+    tests = [node for node in ast.walk(tree) if isinstance(node, ast.Compare)]
     return any(isinstance(test.ops[0], ast.Eq) and not isinstance(test.left, ast.Constant) for test in tests)
+
+
+def _taken_by(tree: ast.AST) -> Iterator[ast.AST]:
+    """What rows are taken by in the loops of a function, or may be in a function that they call."""
+    for node in (node for loop in ast.walk(tree) if isinstance(loop, ast.For) for node in ast.walk(loop)):
+        if isinstance(node, ast.Subscript):
+            yield node.slice
+        elif isinstance(node, ast.Call):
+            of_module = isinstance(node.func, ast.Attribute) and getattr(node.func.value, "id", "") == "self"
+            if of_module or isinstance(node.func, ast.Name):
+                yield from node.args
 
 
 def names_called(kind: type[nn.Module], depth: int = 3) -> frozenset[str]:

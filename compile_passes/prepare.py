@@ -30,7 +30,16 @@ from compile_passes.loops import (
     find_sizes_of_the_data,
     loops_over_data,
 )
-from compile_passes.rebind import EAGER, Verdict, bind, fused_as_written, leave_eager, unbind, verdict_of
+from compile_passes.rebind import (
+    EAGER,
+    Verdict,
+    bind,
+    fused_as_written,
+    leave_eager,
+    makes_lists,
+    unbind,
+    verdict_of,
+)
 from compile_passes.recording import prepare_recording, restore_recording
 from compile_passes.source import sure
 from compile_passes.stackable import expert_lists, taken_elsewhere, why_not
@@ -198,7 +207,7 @@ def _unstackable(model: nn.Module, loop: ExpertLoop, taken: dict[int, str]) -> t
 
 
 def _stack_lists(model: nn.Module) -> None:
-    """Stack the lists of experts that a capturable loop runs over, and allow the capture of what it needs."""
+    """Stack the lists of experts that a capturable loop runs over."""
     lists = [found for found in expert_lists(model) if not _loops(model, found.path)]
     taken = taken_elsewhere(model) if lists else {}
     done, left = [], []
@@ -210,11 +219,9 @@ def _stack_lists(model: nn.Module) -> None:
         else:
             left.append(problem)
     if done:
-        torch._dynamo.config.capture_dynamic_output_shape_ops = True
         _say(
             f"moe_ops.compile: stacked the experts of {_and_more(done)}: one parameter for all experts in place of one "
-            "for each, so make optimizers after this. The state dict keeps its keys; moe_ops.restore(model) undoes it. "
-            "torch._dynamo.config.capture_dynamic_output_shape_ops is set, which loops with torch.where need."
+            "for each, so make optimizers after this. The state dict keeps its keys; moe_ops.restore(model) undoes it."
         )
     if left:
         _say(f"moe_ops.compile: a list of experts stays a list, which is not fused: {_and_more(left)}.")
@@ -249,8 +256,11 @@ def _called(adapted: Adapted) -> str:
 
 
 def _allow_sizes(model: nn.Module) -> None:
-    """Allow the capture of results at the experts whose sizes only the data knows."""
+    """Allow the capture of results at the experts whose sizes only the data knows, where the same code does not read
+    numbers of them: Dynamo breaks the graph there, and would fail.
+    """
     found = [] if torch._dynamo.config.capture_dynamic_output_shape_ops else find_sizes_of_the_data(model)
+    found = [name for name in found if not makes_lists(type(model.get_submodule(name)))]
     if found:
         torch._dynamo.config.capture_dynamic_output_shape_ops = True
         called = [name or type(model).__name__ for name in found]

@@ -9,10 +9,11 @@ import ast
 import inspect
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -61,6 +62,7 @@ class Verdict:
 
 
 _VERDICTS: dict[Any, Verdict] = {}
+_Judgement = TypeVar("_Judgement")
 
 
 def verdict_of(model: nn.Module, path: str, *, loops: bool = True) -> tuple[Verdict, bool]:
@@ -105,7 +107,7 @@ def fused_as_written(model: nn.Module, path: str) -> bool:
         block = model.get_submodule(_block(model, path))
         key = ("as written", *_facts(block))
         if key not in _VERDICTS:
-            _check_fused(Trial(block), {}, block.training, capture_scalar_outputs=True)
+            _of_either_rank(block, lambda trial: _check_fused(trial, {}, block.training, capture_scalar_outputs=True))
     except NotStatic as error:
         reason = str(error)
     if key is None:
@@ -135,11 +137,16 @@ def leave_eager(module: nn.Module) -> bool:
     kind = type(module)
     if not torch._dynamo.config.capture_dynamic_output_shape_ops or "forward" in vars(module):
         return False
-    if not any("tolist" in names_of(function.__code__) for function in reached((kind,))):
+    if not makes_lists(kind):
         return False
     vars(module)["forward"] = MethodType(torch.compiler.disable(kind.forward), module)
     vars(module)[EAGER] = ("forward",)
     return True
+
+
+def makes_lists(kind: type[nn.Module]) -> bool:
+    """Whether code of a class makes lists of what tensors hold."""
+    return any("tolist" in names_of(function.__code__) for function in reached((kind,)))
 
 
 def unbind(model: nn.Module) -> None:
@@ -149,8 +156,32 @@ def unbind(model: nn.Module) -> None:
             vars(module).pop(name, None)
 
 
-def _tried(block: nn.Module, forms: Mapping[str, StaticForm], start: float) -> Verdict:
+class _NotFused(NotStatic):
+    """What was tried is right, and slow."""
+
+
+def _of_either_rank(block: nn.Module, judged: Callable[[Trial], _Judgement]) -> _Judgement:
+    """What comes of a trial, or of one on [tokens, hidden] where nothing is fused of [batch, length, hidden]: code that
+    asks for no shape runs on both.
+    """
     trial = Trial(block)
+    try:
+        return judged(trial)
+    except _NotFused as error:
+        if trial.flat:
+            raise
+        refused = error
+    try:
+        return judged(Trial(block, flat=True))
+    except NotStatic:
+        raise refused from None
+
+
+def _tried(block: nn.Module, forms: Mapping[str, StaticForm], start: float) -> Verdict:
+    return replace(_of_either_rank(block, partial(_judged, block, forms)), seconds=time.perf_counter() - start)
+
+
+def _judged(block: nn.Module, forms: Mapping[str, StaticForm], trial: Trial) -> Verdict:
     methods = {path: form.functions() for path, form in forms.items()}
     trial.compare(methods, block.training)
     forms = {path: replace(form, converts=_converted(trial.copy.get_submodule(path), form))
@@ -162,7 +193,7 @@ def _tried(block: nn.Module, forms: Mapping[str, StaticForm], start: float) -> V
     except NotStatic:
         pass  # the other mode runs the original
     _check_fused(trial, forms, block.training)
-    return Verdict(forms, training=training, narrower=trial.narrowing.factor, seconds=time.perf_counter() - start)
+    return Verdict(forms, training=training, narrower=trial.narrowing.factor)
 
 
 def _converted(module: nn.Module, form: StaticForm) -> tuple[tuple[ast.expr, ast.expr], ...]:
@@ -174,7 +205,7 @@ def _converted(module: nn.Module, form: StaticForm) -> tuple[tuple[ast.expr, ast
 
 
 def _check_fused(trial: Trial, forms: Mapping[str, StaticForm], training: bool, **allowed: Any) -> None:
-    """Raise NotStatic when the static form is not captured in one graph, or not fused: it would be slow.
+    """Raise _NotFused when the static form is not captured in one graph, or not fused: it would be slow.
 
     Args:
         allowed: what Dynamo is allowed to capture, beside sizes of the data.
@@ -193,7 +224,7 @@ def _check_fused(trial: Trial, forms: Mapping[str, StaticForm], training: bool, 
         kept.put_back()
     problem = _problem(report)
     if problem is not None:
-        raise NotStatic(problem)
+        raise _NotFused(problem)
 
 
 def _problem(report: Report) -> str | None:

@@ -155,9 +155,11 @@ def taken_elsewhere(model: nn.Module) -> dict[int, str]:
         for said, held in _beside(module):
             found = [id(held)] if isinstance(held, nn.Parameter) else memory.get(_memory_of(held), [])
             taken |= dict.fromkeys(found, f"{path or type(model).__name__} also holds as {said}")
-    for holder, ids in holders(torch.optim.Optimizer, *_parallel()):
-        why = f"a {type(holder).__name__} optimizer holds already: make it after stacking the experts"
-        if isinstance(holder, nn.Module):
+    for holder, ids in holders(model):
+        why = f"a {type(holder).__name__} outside of the model has, too"
+        if isinstance(holder, torch.optim.Optimizer):
+            why = f"a {type(holder).__name__} optimizer holds already: make it after stacking the experts"
+        elif isinstance(holder, _parallel()):
             cure = "make it around the model after moe_ops.stack_experts_(model)"
             why = f"a {type(holder).__name__} holds already: {cure}"
         taken.update(dict.fromkeys(ids, why))
@@ -186,16 +188,21 @@ def _memory_of(tensor: torch.Tensor) -> int:
     return (tensor.untyped_storage().data_ptr() if plain else 0) or -id(tensor)
 
 
-def holders(*classes: type) -> Iterator[tuple[Any, set[int]]]:
-    """All optimizers, or modules around others, of these classes, with the ids of what each one holds."""
-    for thing in _instances(*classes):
-        if isinstance(thing, nn.Module):
-            yield thing, set(map(id, thing.parameters()))
-        else:
+def holders(model: nn.Module) -> Iterator[tuple[Any, set[int]]]:
+    """All optimizers, what brings gradients together, and modules that are not in ``model``, with the ids of the
+    parameters that each one holds itself.
+    """
+    inside, parallel = set(map(id, model.modules())), _parallel()
+    for thing in _instances(torch.optim.Optimizer, nn.Module):
+        if isinstance(thing, torch.optim.Optimizer):
             yield thing, {id(weight) for group in thing.param_groups for weight in group["params"]}
+        elif isinstance(thing, parallel):
+            yield thing, set(map(id, thing.parameters()))
+        elif id(thing) not in inside:
+            yield thing, set(map(id, vars(thing).get("_parameters", {}).values()))
 
 
-def _parallel() -> tuple[type, ...]:
+def _parallel() -> tuple[type[nn.Module], ...]:
     """The classes whose instances keep parameters that they found in a model, as far as they have been imported."""
     sharded = sys.modules.get("torch.distributed.fsdp")
     found = getattr(nn.parallel, "DistributedDataParallel", None), getattr(sharded, "FullyShardedDataParallel", None)

@@ -84,8 +84,10 @@ def unstack(model: nn.Module) -> nn.Module:
     """Undo `stack_experts_`: every expert has its own parameters again, with the present values and gradients."""
     lists = [module for module in model.modules() if STACKS in vars(module)]
     stacked = {id(module._parameters[name]) for module in lists for name in vars(module)[STACKS]}
-    held = holders(torch.optim.Optimizer) if stacked else ()
-    names = {type(optimizer).__name__ for optimizer, weights in held if stacked & weights}
+    held = holders(model) if stacked else ()
+    names = {
+        type(holder).__name__ for holder, ids in held if isinstance(holder, torch.optim.Optimizer) and stacked & ids
+    }
     for module in list(model.modules()):
         vars(module).pop(FREEZE, None)
         if SLICE in vars(module):

@@ -2,8 +2,8 @@
 
 The copy has random weights, so that the answer is one about the code. Batches: many tokens, one token (all other
 experts are empty), tokens of one direction (all go to the same experts). Compared are outputs, gradients of the inputs
-and of the weights, buffers, and what else the code leaves behind (`effects`), in float64 and in the dtype of the
-weights. A forward that draws random numbers is not compared at all.
+and of the weights, buffers, and what else the code leaves behind (`effects`), in the dtype of the weights and in
+float64, or in float32 where the code does not run in that. A forward that draws random numbers is not compared at all.
 
 Where memory has no room for copies of full width, they are narrower, and the block itself is run besides them, with
 gradients of the inputs alone; where that is not possible, the trial is made on the CPU.
@@ -59,24 +59,29 @@ class _Result:
     drew: bool
 
 
+class _DoesNotRun(NotStatic):
+    """The block itself raises."""
+
+
 class Trial:
     """Runs of a copy of ``block``.
 
     Args:
         block: a module whose ``forward`` takes hidden states alone.
+        flat: run it on [tokens, hidden] alone; False: on [batch, length, hidden], where it runs on that.
 
     Raises:
         NotStatic: there can be no trial.
     """
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, *, flat: bool = False) -> None:
         _check_classes(block)
         self.block, self.dtype, self.effects = block, _widest_used(block), Effects(block)
         problem = "its widths have no factor in common by which it could be narrowed"
         for self.device, self.narrowing in _places(block):
             try:
                 self._copy()
-                self.width, self.flat = self._inputs()
+                self.width, self.flat = self._inputs((True,) if flat else (False, True))
             except NotStatic as error:
                 if self.narrowing is FULL:
                     raise
@@ -112,11 +117,11 @@ class Trial:
             weight.requires_grad_(weight.is_floating_point())
         _drop_hooks(self.copy)
 
-    def _inputs(self) -> tuple[int, bool]:
+    def _inputs(self, ranks: Sequence[bool]) -> tuple[int, bool]:
         """(width of the hidden states, whether they are [tokens, hidden]) with which the block runs."""
         problem: Exception | None = None
         for width in _widths(self.copy):
-            for flat in (False, True):
+            for flat in ranks:
                 try:
                     result = self._run(self.copy, {}, self._tokens("three tokens", width, flat, self.dtype))
                 except Exception as error:
@@ -146,38 +151,57 @@ class Trial:
     def compare(self, methods: Methods, training: bool) -> None:
         """Raise NotStatic when ``methods`` in the place of the block's own do anything else than these."""
         self.copy.train(training)
-        for own, width, dtype in self._compared(training):
-            for batch in BATCHES:
-                x = self._tokens(batch, width, self.flat, dtype)
-                try:
-                    expected = self._run(own, {}, x)
-                except Exception as error:
-                    raise NotStatic(f"it does not run in {_name(dtype)} on {batch}: {_said(error)}") from error
-                if expected.drew:
-                    raise NotStatic("its forward draws random numbers" + " in training" * training)
-                if not all(value.isfinite().all() for value in expected.outputs.values()):
-                    raise NotStatic(f"it has outputs that are not finite on {batch}")
-                try:
-                    found = self._run(own, methods, x)
-                except Exception as error:
-                    raise NotStatic(f"the static form raises on {batch}: {_said(error)}") from error
-                nudged = self._run(own, {}, x * (1 + 4 * torch.finfo(dtype).eps))
-                problem = _difference(found, expected, nudged, dtype)
-                if problem is not None:
-                    raise NotStatic(f"the static form gives other {problem} on {batch} in {_name(dtype)}")
+        self._compare_exactly(methods, training)
+        for own, width in self._compared(training):
+            self._compare(own, width, self.dtype, methods, training)
 
-    def _compared(self, training: bool) -> Iterator[tuple[nn.Module, int, torch.dtype]]:
-        """Blocks to run with and without the static form, one after the other: block, width, dtype."""
-        if self.dtype is not torch.float64:
-            yield copy.deepcopy(self.copy).to(torch.float64), self.width, torch.float64
-        yield self.copy, self.width, self.dtype
+    def _compare_exactly(self, methods: Methods, training: bool) -> None:
+        """In the dtype of most bits that the code runs in: it may name one of its own, for a router or for sums, beside
+        which another does not do.
+        """
+        problem: _DoesNotRun | None = None
+        for dtype in (torch.float64, torch.float32):
+            if dtype is self.dtype:
+                return
+            try:
+                self._compare(copy.deepcopy(self.copy).to(dtype), self.width, dtype, methods, training)
+                return
+            except _DoesNotRun as error:
+                problem = problem or error
+        if problem is not None:
+            raise problem
+
+    def _compare(self, own: nn.Module, width: int, dtype: torch.dtype, methods: Methods, training: bool) -> None:
+        """One block with and without ``methods``."""
+        for batch in BATCHES:
+            x = self._tokens(batch, width, self.flat, dtype)
+            try:
+                expected = self._run(own, {}, x)
+            except Exception as error:
+                raise _DoesNotRun(f"it does not run in {_name(dtype)} on {batch}: {_said(error)}") from error
+            if expected.drew:
+                raise NotStatic("its forward draws random numbers" + " in training" * training)
+            if not all(value.isfinite().all() for value in expected.outputs.values()):
+                raise NotStatic(f"it has outputs that are not finite on {batch}")
+            try:
+                found = self._run(own, methods, x)
+            except Exception as error:
+                raise NotStatic(f"the static form raises on {batch}: {_said(error)}") from error
+            nudged = self._run(own, {}, x * (1 + 4 * torch.finfo(dtype).eps))
+            problem = _difference(found, expected, nudged, dtype)
+            if problem is not None:
+                raise NotStatic(f"the static form gives other {problem} on {batch} in {_name(dtype)}")
+
+    def _compared(self, training: bool) -> Iterator[tuple[nn.Module, int]]:
+        """Blocks to run in their own dtype with and without the static form, one after the other: block, width."""
+        yield self.copy, self.width
         if self.narrowing is FULL:
             return
         # The weights of the block are those of the model, which nothing may write to. To convert them is no write.
         for weight, before in zip(self.copy.parameters(), self.drawn, strict=True):
             if not torch.equal(weight, before.to(weight.dtype)):
                 raise NotStatic("its forward writes to its weights")
-        yield _view(self.block).train(training), self.narrowing.widened(self.width), self.dtype
+        yield _view(self.block).train(training), self.narrowing.widened(self.width)
 
     def _run(self, block: nn.Module, methods: Methods, x: Tensor) -> _Result:
         """Run ``block`` forward and backward with ``methods`` bound in it, and leave it as it was."""

@@ -121,8 +121,8 @@ class Updates:
                 inner = parts[0] if len(parts) == 1 else None
             elif isinstance(value, ast.Call):
                 name = called(value)
-                if name in _SAME or (name in ("where", "nonzero") and _of_one(value)):
-                    inner = subject(value)
+                if name in _SAME or name == "any" or (name in ("where", "nonzero") and _of_one(value)):
+                    inner = subject(value)  # any of some is where one of them is
             elif isinstance(value, ast.Subscript):
                 if called(value.value) in ("where", "nonzero") and isinstance(value.slice, ast.Constant):
                     inner = value.value

@@ -60,6 +60,15 @@ class _Moved:
     tokens: tuple[str, ...] = ()
 
 
+def _of_sequences(axes: Axes) -> Axes:
+    """``axes`` with the tokens as sequences and places in them."""
+    return tuple(
+        tuple(part for name in flat((axis,)) for part in (("t0", "t1") if name == "t0" else (name,)))
+        if "t0" in flat((axis,)) else axis
+        for axis in axes
+    )  # fmt: skip
+
+
 def recognise_capacity(
     reading: Reading, ups: Sequence[Product], down: Product, floor: torch.dtype
 ) -> tuple[Dispatch, Combine] | Refusal | None:
@@ -95,7 +104,23 @@ class _Capacity:
         if isinstance(found, Refusal):
             return found
         total, weights, axes = found
-        return self._block(moved, total, weights, axes)
+        block = self._block(moved, total, weights, axes)
+        sequences = self._sequences(moved) if isinstance(block, Refusal) else None
+        if sequences is None:
+            return block
+        self.factors.sizes |= sequences  # of which a one-hot [B, S, K, E] may be a view [B * S, K, E]
+        of_hidden, mask, weighs = (_of_sequences(given) for given in (moved.of_hidden, moved.axes, axes))
+        again = self._block(replace(moved, of_hidden=flat(of_hidden), axes=mask), total, weights, weighs)
+        return block if isinstance(again, Refusal) else again
+
+    def _sequences(self, moved: _Moved) -> dict[str, Any] | None:
+        """B and S by new names, where the tokens are those of [B, S, H]."""
+        views = [self.reading.read(node, "view") for node in self.reading.casts(moved.hidden, self.floor)]
+        source = next((example(view["x"]) for view in views if view is not None), None)
+        if moved.of_hidden != ("t0",) or source is None or source.dim() != 3:
+            return None
+        rows = equal_sizes(source.shape[0] * source.shape[1], self.factors.sizes["t0"])
+        return {"t0": source.shape[0], "t1": source.shape[1]} if rows else None
 
     # ---- the two products
 

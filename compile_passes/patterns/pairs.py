@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from compile_passes.match import Made, Refusal, Spread, Value
-from compile_passes.patterns.ids import are_in_range, are_integers
+from compile_passes.patterns.ids import are_distinct, are_in_range, are_integers
 from compile_passes.patterns.rows import Order, counted_off, entry_of, place_of
 from compile_passes.patterns.selection import Selection, selected_of
 from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank, same_shape, single
@@ -253,13 +253,18 @@ class Pairs:
     def weights_at(self, factor: Any, hits: Hits, number: int) -> Weighed | None:
         """The weights, or the scores, that ``factor`` takes at the pairs of ``hits``."""
         value = self.reading.uncast(factor, self.floor) if isinstance(factor, fx.Node) else None
-        call = self.reading.read(value, "fancy index", "index")
+        added = self.reading.read(value, "sum", "dim keepdim")
+        call = self.reading.read(value if added is None else added["x"], "fancy index", "index")
         if call is None:
             return None
         index = call["index"]
         parts = [part for part in ([index] if isinstance(index, fx.Node) else index) if part is not None]
+        if added is not None:
+            return self._added_at(added, call, parts, hits, number)
         if hits.alone:
             return self._weights_of_tokens(call, parts, hits, number)
+        if hits.dims == 1 and list(map(place_of, parts[1:])) == [number] and self._lists(parts[0], hits, hits.token):
+            return self._scores_of(call["x"])
         if len(parts) != hits.dims + 1 or rank(call["x"]) != hits.dims + 1:
             return None
         if hits.dims > 1:
@@ -273,45 +278,69 @@ class Pairs:
 
     def _weights_of_tokens(self, call: Call, parts: Sequence[Any], hits: Hits, number: int) -> Weighed | None:
         place, *rest = parts
+        source: fx.Node = call["x"]
+        if not rest and self._has_one_slot(place, hits, number) and same_shape(source, place):  # weights[ids == e]
+            return Weighed(self.reading.uncast(source, self.floor))
         if not self._lists(place, hits, hits.token):
             return None
-        source: fx.Node = call["x"]
         if rest:  # scores[mask, e]
-            scores = self._scores(source) if list(map(place_of, rest)) == [number] and rank(source) == 2 else None
-            return None if scores is None else Weighed(scores, True)
+            return self._scores_of(source) if list(map(place_of, rest)) == [number] else None
         found = self.summed(source, number)
         if found is not None:
             return Weighed(found[1]) if self.reading.same(found[0], hits.ids) else None
         one = self.one_each(hits.ids) and self._numbers(source, self.tokens)
         return Weighed(self.reading.uncast(source, self.floor)) if one else None
 
+    def _has_one_slot(self, mask: Any, hits: Hits, number: int) -> bool:
+        """Whether ``mask`` [T, K] is set once for each token of ``hits``: its expert is in no two slots."""
+        found = self.of_mask(mask, number) if self._is_boolean(mask) and rank(mask) == 2 else None
+        if found is None or found[1] or not same_shape(mask, found[0]) or not self.reading.same(found[0], hits.ids):
+            return False
+        shape = example(found[0])
+        return shape is not None and are_distinct(self.reading, found[0], self.experts, shape.shape[-1])
+
+    def _added_at(self, added: Call, call: Call, parts: Sequence[Any], hits: Hits, number: int) -> Weighed | None:
+        """``(weights * (ids == e))[mask].sum(-1)``."""
+        if len(parts) != 1 or single(added["dim"]) not in (-1, 1) or rank(call["x"]) != 2:
+            return None
+        found = self._masked_by(call["x"], number) if self._lists(parts[0], hits, hits.token) else None
+        if found is None or found[2] != 1 or not self.reading.same(found[0], hits.ids):
+            return None
+        return Weighed(found[1])
+
     def summed(self, value: Any, number: int) -> tuple[fx.Node, fx.Node] | None:
         """(ids, weights) of ``(weights * (ids == e)).sum(-1)``."""
         value = self.reading.uncast(value, self.floor)
         call = self.reading.read(value, "sum", "dim keepdim")
         shape = example(call["x"]) if call is not None else None
-        if call is None or shape is None:
+        if call is None or shape is None or type(dim := single(call["dim"])) is not int:
             return None
-        dim, product = single(call["dim"]), self.reading.uncast(call["x"], self.floor)
-        inner = self.reading.read(product, "mul where", "y mask")
-        if inner is None or not same_shape(product, call["x"]) or type(dim) is not int:
+        found = self._masked_by(call["x"], number)
+        return found[:2] if found is not None and dim % shape.dim() == found[2] else None
+
+    def _masked_by(self, value: fx.Node, number: int) -> tuple[fx.Node, fx.Node, int] | None:
+        """(ids, weights, dimension of the slots) of weights that are 0 but in the slots with expert ``number``."""
+        product, shape = self.reading.uncast(value, self.floor), example(value)
+        inner = self.reading.read(product, "mul where masked_fill", "y mask value")
+        if inner is None or shape is None or not same_shape(product, value):
             return None
-        if inner.name == "where":
-            sides = [(inner["x"], inner["mask"])] if inner["y"] == 0 else []
-        else:
+        if inner.name == "mul":
             sides = [(inner["x"], inner["y"]), (inner["y"], inner["x"])]
+        else:
+            other = inner["y" if inner.name == "where" else "value"]
+            zero = self.reading.is_zeros(other) if isinstance(other, fx.Node) else other == 0
+            sides = [(inner["x"], inner["mask"])] if zero else []
         for weights, mask in sides:
-            found = self.of_mask(mask, number)
+            found = self.of_mask(mask, number, inner.name == "masked_fill")
             if found is None or not same_shape(mask, product):
                 continue
             ids, flipped = found
-            if dim % shape.dim() != (0 if flipped else shape.dim() - 1):
-                return None
             root = self.reading.uncast(weights, self.floor)
             if flipped:
                 turned = self.reading.named(root, "transpose", "mt", "t", "permute")
                 root = turned["x"] if turned is not None and rank(turned["x"]) == 2 else None
-            return (ids, root) if root is not None and same_shape(root, ids) else None
+            known = root is not None and same_shape(root, ids)
+            return (ids, root, 0 if flipped else shape.dim() - 1) if known else None
         return None
 
     def _column(self, value: Any, number: int) -> fx.Node | None:
@@ -341,6 +370,11 @@ class Pairs:
         """Whether ``call`` works along the last dimension."""
         dims = rank(call["x"])
         return dims is not None and type(call["dim"]) is int and call["dim"] % dims == dims - 1
+
+    def _scores_of(self, value: fx.Node) -> Weighed | None:
+        """Scores [T, E], if they are that."""
+        scores = self._scores(value) if rank(value) == 2 else None
+        return None if scores is None else Weighed(scores, True)
 
     def _scores(self, value: Any) -> fx.Node | None:
         """``value`` if it is [..., E] with a number for every token and expert."""

@@ -188,15 +188,20 @@ class Order:
         dims = rank(self.reading.operand(call["x"])) if call is not None and isinstance(call["x"], fx.Node) else None
         if call is None or dims is None:
             return None
-        if call.name == "fancy_put" and not isinstance(call["index"], fx.Node):
-            index = call["index"]
-            if not isinstance(index, list | tuple) or len(index) != dims - 1 or not all(map(self._is_vector, index)):
+        index = call["index"]
+        if call.name == "fancy_put" and not isinstance(index, fx.Node):
+            if not isinstance(index, list | tuple):
                 return None
+            if index and index[-1] in (slice(None), Ellipsis):  # rows[index, :]
+                index = index[:-1]
+            if len(index) != dims - 1 or not all(map(self._is_vector, index)):
+                return None
+            index = index[0] if dims == 2 else index
         wide = dims == 2 and call.name in ("scatter", "scatter_add")
-        fits = not wide or same_shape(call["index"], self.reading.operand(call["src"]))
+        fits = not wide or same_shape(index, self.reading.operand(call["src"]))
         by_index = call.name in ("index_put", "fancy_put")
         along = bool(call[flag]) == bool(flag) if by_index else call["dim"] in (0, -dims)
-        return Written(call["x"], call["index"], call["src"], wide) if fits and along else None
+        return Written(call["x"], index, call["src"], wide) if fits and along else None
 
     def _is_vector(self, value: Any) -> bool:
         return isinstance(value, fx.Node) and rank(self.reading.operand(value)) == 1

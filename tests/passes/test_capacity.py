@@ -106,10 +106,11 @@ def topk(x, gate, w1, w2, *, capacity=CAPACITY, policy="position", k=2, noise=Fa
 
 def nanomoe(x, gate, w1, w2, *, capacity=CAPACITY, k=2):
     """nanoMoE's router: choices before tokens, one cumsum over both, products instead of einsum."""
-    tokens, num_experts = x.shape[0], gate.shape[0]
+    tokens, num_experts = x.shape[:-1].numel(), gate.shape[0]
     scores, ids = F.linear(x, gate).float().topk(k, dim=-1)
-    probs = torch.full((tokens, num_experts), float("-inf")).scatter_(-1, ids, scores).softmax(-1)
-    mask = F.one_hot(ids, num_classes=num_experts).permute(1, 0, 2)
+    probs = torch.full((*x.shape[:-1], num_experts), float("-inf")).scatter_(-1, ids, scores).softmax(-1)
+    x, probs = x.view(tokens, -1), probs.view(tokens, num_experts)
+    mask = F.one_hot(ids, num_classes=num_experts).view(tokens, k, num_experts).permute(1, 0, 2)
     rank = torch.cumsum(mask.reshape(k * tokens, num_experts), dim=0) - 1
     rank = rank.reshape(k, tokens, num_experts)
     mask = mask * torch.lt(rank, capacity)
@@ -122,6 +123,11 @@ def nanomoe(x, gate, w1, w2, *, capacity=CAPACITY, k=2):
     return combine.view(tokens, -1).to(x.dtype) @ out.view(-1, x.shape[-1])
 
 
+def nanomoe_of_sequences(x, *given):
+    """The router sees [B, S, H], and a one-hot of its ids becomes one of all tokens."""
+    return nanomoe(x.view(3, -1, H), *given).view(x.shape)
+
+
 FORMS = {
     "top1": top1,
     "top2": top2,
@@ -131,6 +137,7 @@ FORMS = {
     "topk": topk,
     "topk_by_size": lambda *given: topk(*given, policy="probs"),
     "nanomoe": nanomoe,
+    "nanomoe_of_sequences": nanomoe_of_sequences,
     "room_for_all": lambda *given: top2(*given, capacity=T),
     "one_slot": lambda *given: nanomoe(*given, capacity=1),
 }

@@ -307,6 +307,14 @@ class NamedAlike(nn.Module):
         return self.w2(F.silu(self.w1(self.norm(x)))) * self.norm_weight
 
 
+def test_experts_that_another_model_has_too():
+    """A stack would be the first model's alone."""
+    model, other = ExpertLoop("mask", make=Expert), ExpertLoop("mask", make=Expert)
+    other.experts[2].w1.weight = model.experts[2].w1.weight
+    with pytest.raises(ValueError, match=r"experts\.2\.w1\.weight, which a Linear outside of the model has, too"):
+        moe_ops.stack_experts_(model)
+
+
 class Listed(nn.Module):
     """Parameters whose names are those of experts in their list."""
 

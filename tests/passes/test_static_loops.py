@@ -188,6 +188,141 @@ def test_a_loop_that_is_left_runs_beside_one_that_is_captured():
     assert "forward" not in vars(moe_ops.restore(model)[1])
 
 
+class SumsInFloat32(Block):
+    """Results of a bfloat16 model that are added in float32, as DeepSeek-V3 of transformers 4.5x has them."""
+
+    def forward(self, x):
+        shape, x = x.shape, x.view(-1, x.shape[-1])
+        weights, ids = F.linear(x.float(), self.gate.weight.float()).sigmoid().topk(self.top_k)
+        out = torch.zeros_like(x, dtype=weights.dtype)
+        for expert_idx, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == expert_idx)
+            if token.numel() > 0:
+                out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out.type(x.dtype).view(shape)
+
+
+class RouterInFloat32(Block):
+    """A router that is asked in float32, as ERNIE 4.5 has it."""
+
+    def forward(self, x):
+        shape, x = x.shape, x.view(-1, x.shape[-1])
+        weights, ids = self.gate(x.float()).softmax(-1).topk(self.top_k)
+        out = torch.zeros(x.size(0), x.size(1), device=x.device)
+        for expert_idx, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == expert_idx)
+            if token.numel() > 0:
+                out[token] += expert(x[token]) * weights[token, slot, None]
+        return out.view(shape)
+
+
+@pytest.mark.parametrize("kind", [SumsInFloat32, RouterInFloat32], ids=lambda kind: kind.__name__)
+def test_code_that_does_not_run_in_float64(kind):
+    """It is tried in float32: code may name that."""
+    model = decoder(kind)
+    expected = model(tokens(5))
+    function, said = prepared(model, fullgraph=True)
+    assert "was proved equal" in said[0], said
+    with torch.no_grad():
+        torch.testing.assert_close(function(tokens(5)), expected, atol=1e-5, rtol=1e-5)
+    assert counters["moe_ops"]["fused"] == 1
+
+
+class OfAnyRank(Block):
+    """Code that runs on [tokens, hidden], where it is fused, and on [batch, length, hidden], where it is not."""
+
+    def forward(self, x):
+        weights, ids = self.route(x)
+        scores = torch.zeros_like(self.gate(x)).scatter(-1, ids, weights)
+        out = torch.zeros_like(x)
+        for expert_idx, expert in enumerate(self.experts):
+            mask = (ids == expert_idx).any(-1)
+            if mask.any():
+                out[mask] += expert(x[mask]) * scores[mask, expert_idx].unsqueeze(1)
+        return out
+
+
+def test_code_that_runs_on_tokens_of_either_rank():
+    torch.manual_seed(0)
+    model = OfAnyRank().eval()
+    x = tokens(5).flatten(0, 1)
+    expected = model(x)
+    function, said = prepared(model, fullgraph=True)
+    assert "was proved equal" in said[0], said
+    with torch.no_grad():
+        torch.testing.assert_close(function(x), expected, atol=1e-5, rtol=1e-5)
+    assert counters["moe_ops"]["fused"] == 1
+
+
+class AsksTwice(Block):
+    """A test of a mask that is made anew for the positions."""
+
+    def forward(self, x):
+        shape, x = x.shape, x.view(-1, x.shape[-1])
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for expert_idx, expert in enumerate(self.experts):
+            if (ids == expert_idx).any(-1).any():
+                token, slot = torch.where(ids == expert_idx)
+                out[token] += expert(x[token]) * weights[token, slot, None]
+        return out.view(shape)
+
+
+def test_a_test_of_any_slot_of_any_token():
+    model = decoder(AsksTwice)
+    expected = model(tokens(5))
+    function, said = prepared(model, fullgraph=True)
+    assert "was proved equal" in said[0], said
+    with torch.no_grad():
+        torch.testing.assert_close(function(tokens(5)), expected, atol=1e-5, rtol=1e-5)
+    assert counters["moe_ops"]["fused"] == 1
+
+
+class Counts(nn.Module):
+    """Every token through every expert, and a list of counts: Dynamo breaks the graph there, or fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe, self.counts = Dense(), []
+
+    def forward(self, x):
+        out = self.moe(x)
+        self.counts = torch.bincount(out.argmax(-1).flatten(), minlength=2).tolist()
+        return out * len(self.counts)
+
+
+class Dense(Block):
+    def forward(self, x):
+        weights, ids = self.route(x)
+        return sum(((ids == e) * weights).sum(-1, keepdim=True) * expert(x) for e, expert in enumerate(self.experts))
+
+
+class SplitByCounts(Block):
+    def forward(self, x):
+        shape, x = x.shape, x.view(-1, x.shape[-1])
+        weights, ids = self.route(x)
+        order = ids.flatten().argsort()
+        counts = torch.bincount(ids.flatten(), minlength=self.num_experts).tolist()
+        parts = x.repeat_interleave(self.top_k, 0)[order].split(counts)
+        rows = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
+        back = torch.empty_like(rows)
+        back[order] = rows
+        return (back.view(-1, self.top_k, shape[-1]) * weights[..., None]).sum(1).view(shape)
+
+
+@pytest.mark.parametrize("kind", [Counts, SplitByCounts], ids=lambda kind: kind.__name__)
+def test_lists_of_counts_run_as_under_plain_compile(kind):
+    """Nothing is captured for experts that are stacked alone, so that Dynamo breaks the graph where it did."""
+    torch.manual_seed(0)
+    model = kind().eval()
+    expected = model(tokens(5))
+    function, said = prepared(model)
+    assert "stacked the experts" in said[0] and len(said) == 1
+    assert not torch._dynamo.config.capture_dynamic_output_shape_ops
+    with torch.no_grad():
+        torch.testing.assert_close(function(tokens(5)), expected, atol=1e-5, rtol=1e-5)
+
+
 def test_advice_is_a_sentence():
     """What the loop is called, where it is, and what to do."""
     _, (said,) = prepared(decoder(next(iter(MISSES)), layers=2))

@@ -1,0 +1,149 @@
+"""Loops over experts, by how they find the weights of an expert's rows: a mask of pairs, a column, zeros beside."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import moe_ops
+from tests.passes.blocks import E, silu_glu, softmax_router, weights
+from tests.passes.compare import check
+
+
+def route(x, gate):
+    scores, ids = softmax_router(x, gate)
+    return scores.to(x.dtype), ids
+
+
+def expert(x, w1, w2):
+    return F.linear(silu_glu(F.linear(x, w1)), w2)
+
+
+def every_token(x, gate, w1, w2, weighs):
+    """All tokens through every expert, times ``weighs(scores, ids, e)``."""
+    scores, ids = route(x, gate)
+    return sum(weighs(scores, ids, e) * expert(x, w1[e], w2[e]) for e in range(E))
+
+
+def its_tokens(x, gate, w1, w2, weighs, of=lambda scores, ids: (scores, ids)):
+    """An expert's own tokens, times ``weighs(scores, ids == e, token)``."""
+    scores, ids = of(*route(x, gate))
+    out = torch.zeros_like(x)
+    for e in range(E):
+        mask = ids == e
+        token = mask.any(-1)
+        out[token] += expert(x[token], w1[e], w2[e]) * weighs(scores, mask, token)
+    return out
+
+
+def zeros_beside(*given):
+    return every_token(*given, lambda w, ids, e: torch.where(ids == e, w, torch.zeros_like(w)).sum(-1, keepdim=True))
+
+
+def others_filled(*given):
+    return every_token(*given, lambda w, ids, e: w.masked_fill(ids != e, 0.0).sum(-1, keepdim=True))
+
+
+def at_a_mask_of_pairs(*given):
+    return its_tokens(*given, lambda w, mask, token: w[mask].unsqueeze(-1))
+
+
+def rows_of_masked_weights(*given):
+    return its_tokens(*given, lambda w, mask, token: (w * mask)[token].sum(-1, keepdim=True))
+
+
+def rows_of_filled_weights(*given):
+    return its_tokens(*given, lambda w, mask, token: w.masked_fill(~mask, 0.0)[token].sum(-1, keepdim=True))
+
+
+def column_at_tokens(x, gate, w1, w2, number=lambda e: e):
+    """Of scores for all experts, at tokens that are listed by pairs."""
+    scores, ids = route(x, gate)
+    scores = torch.zeros_like(F.linear(x, gate)).scatter(-1, ids, scores)
+    out = torch.zeros_like(x)
+    for e in range(E):
+        token, _ = torch.where(ids == e)
+        out[token] += expert(x[token], w1[e], w2[e]) * scores[token, number(e), None]
+    return out
+
+
+def put_in_all_columns(x, gate, w1, w2):
+    """labml's switch: rows by `x[index, :]`, put by `out[index, :] =`, weighted at last."""
+    scores, ids = F.linear(x, gate).softmax(-1).max(-1)
+    out = x.new_zeros(x.shape)
+    for e in range(E):
+        token = torch.eq(ids, e).nonzero(as_tuple=True)[0]
+        out[token, :] = expert(x[token, :], w1[e], w2[e])
+    return out * scores.view(-1, 1)
+
+
+FORMS = (zeros_beside, others_filled, at_a_mask_of_pairs, rows_of_masked_weights, rows_of_filled_weights,
+         column_at_tokens, put_in_all_columns)  # fmt: skip
+
+
+@pytest.mark.parametrize("program", FORMS, ids=lambda program: program.__name__)
+def test_fused(program):
+    outcome = check(program, *weights(dtype=torch.float64).values(), gradients=True, fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 1)
+
+
+def its_own_filled(*given):
+    return every_token(*given, lambda w, ids, e: w.masked_fill(ids == e, 0.0).sum(-1, keepdim=True))
+
+
+def filled_with_ones(*given):
+    return every_token(*given, lambda w, ids, e: w.masked_fill(ids != e, 1.0).sum(-1, keepdim=True))
+
+
+def ones_beside(*given):
+    return every_token(*given, lambda w, ids, e: torch.where(ids == e, w, torch.ones_like(w)).sum(-1, keepdim=True))
+
+
+def zeros_of_its_own(*given):
+    return every_token(*given, lambda w, ids, e: torch.where(ids == e, torch.zeros_like(w), w).sum(-1, keepdim=True))
+
+
+def rows_of_others(*given):
+    return its_tokens(*given, lambda w, mask, token: (w * ~mask)[token].sum(-1, keepdim=True))
+
+
+def largest_of_masked_weights(*given):
+    return its_tokens(*given, lambda w, mask, token: (w * (mask + 1))[token].sum(-1, keepdim=True))
+
+
+def column_of_the_next(*given):
+    return column_at_tokens(*given, number=lambda e: (e + 1) % E)
+
+
+def put_in_some_columns(x, gate, w1, w2):
+    scores, ids = F.linear(x, gate).softmax(-1).max(-1)
+    out = x.new_zeros(x.shape)
+    for e in range(E):
+        token = torch.eq(ids, e).nonzero(as_tuple=True)[0]
+        out[token, 1:] = expert(x[token, :], w1[e], w2[e])[:, 1:]
+    return out * scores.view(-1, 1)
+
+
+MISSES = (its_own_filled, filled_with_ones, ones_beside, zeros_of_its_own, rows_of_others, largest_of_masked_weights,
+          column_of_the_next, put_in_some_columns)  # fmt: skip
+
+
+@pytest.mark.parametrize("program", MISSES, ids=lambda program: program.__name__)
+def test_near_miss(program):
+    inputs = weights(dtype=torch.float32)
+    outcome = check(program, *inputs.values(), fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 0)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert all(row.reason and row.cure for row in moe_ops.explain(program, *inputs.values()).refused)
+
+
+def test_a_mask_of_pairs_that_may_hold_a_token_twice():
+    """Then weights are no longer one for each row, and plain torch fails where they are not."""
+
+    def program(x, gate, w1, w2, ids):
+        return its_tokens(x, gate, w1, w2, lambda w, mask, token: w[mask].unsqueeze(-1), lambda w, _: (w, ids))
+
+    inputs = weights(dtype=torch.float32)
+    ids = torch.stack([torch.randperm(E)[:2] for _ in range(len(inputs["x"]))])
+    assert check(program, *inputs.values(), ids, fullgraph=True).fused == 0
