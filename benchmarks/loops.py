@@ -283,6 +283,57 @@ class StackedExperts(nn.Module):
         return final_hidden_states.view(shape)
 
 
+class GptOssExperts(nn.Module):
+    """Those of gpt-oss in transformers 4.55: a loop over hits in training, every token through every expert else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.up_bias = (nn.Parameter(torch.randn(E, *shape, 2 * I) * 0.2) for shape in ((H,), ()))
+        self.down, self.down_bias = (nn.Parameter(torch.randn(E, *shape, H) * 0.2) for shape in ((I,), ()))
+
+    def gated(self, both):
+        gate, up = both[..., ::2].clamp(max=7.0), both[..., 1::2].clamp(-7.0, 7.0)
+        return (up + 1) * gate * torch.sigmoid(gate * 1.702)
+
+    def forward(self, x, ids=None, weights=None):
+        sequences, x = x.shape[0], x.reshape(-1, x.shape[-1])
+        experts = weights.shape[1]
+        if self.training:
+            out = torch.zeros_like(x)
+            with torch.no_grad():
+                mask = F.one_hot(ids, num_classes=experts + 1).permute(2, 1, 0)
+                hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+            for expert in hit[:]:
+                expert = expert[0]
+                if expert == experts:
+                    continue
+                with torch.no_grad():
+                    _, token = torch.where(mask[expert])
+                both = x[token] @ self.up[expert] + self.up_bias[expert]
+                rows = self.gated(both) @ self.down[expert] + self.down_bias[expert]
+                out.index_add_(0, token, (rows * weights[token, expert, None]).to(x.dtype))
+            return out.view(sequences, -1, x.shape[-1])
+        x = x.repeat(experts, 1).view(experts, -1, x.shape[-1])
+        both = torch.bmm(x, self.up) + self.up_bias[..., None, :]
+        rows = torch.bmm(self.gated(both), self.down) + self.down_bias[..., None, :]
+        rows = rows.view(experts, sequences, -1, x.shape[-1])
+        return (rows * weights.transpose(0, 1).view(experts, sequences, -1)[..., None]).sum(dim=0)
+
+
+class GptOssMLP(nn.Module):
+    """Its router, which makes scores for all experts, and its experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(H, E), GptOssExperts()
+
+    def forward(self, x):
+        logits = self.router(x.reshape(-1, x.shape[-1]))
+        best, ids = logits.topk(K, dim=-1)
+        scores = torch.zeros_like(logits).scatter_(1, ids, best.softmax(dim=1))
+        return self.experts(x, ids=ids, weights=scores), scores
+
+
 FORMS = (
     MixtralHits, MixtralLists, DeepseekV3, DeepseekReference, MoeInfer, MoeInferAdding, MakeMoE, Unique, BesideCounts,
     StackedExperts,

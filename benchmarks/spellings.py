@@ -43,6 +43,7 @@ LAYERS: dict[str, Make] = {
     "Mixtral, transformers 4.53: torch.where for every expert": partial(foreign.ExpertLoop, "transformers"),
     "Mixtral, transformers 4.54: experts that were hit": loops.MixtralHits,
     "stacked experts, transformers 5, eager": loops.StackedExperts,
+    "gpt-oss, transformers 4.55": loops.GptOssMLP,
     "mistral-inference": partial(foreign.ExpertLoop, "mistral"),
     "DeepSeek-V3, transformers 4.5x": loops.DeepseekV3,
     "DeepSeek-V3, its own inference code": loops.DeepseekReference,

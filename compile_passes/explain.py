@@ -20,7 +20,7 @@ from compile_passes.builder import operator_name
 from compile_passes.compat import break_reason, compiling_apart
 from compile_passes.decide import Decision
 from compile_passes.diagram import Diagram, Snapshot, operators_of
-from compile_passes.loops import cure, find_experts, find_loops
+from compile_passes.loops import LEFT, cure, find_experts, find_loops
 from compile_passes.match import Refusal, Router, module_of, source
 from compile_passes.named import is_named, subject
 from compile_passes.passes import CAUSAL, FUSE, FUSE_CHECKED, JOIN, SHARE, graph_modules, needs_gradient, run
@@ -163,7 +163,9 @@ def _in_no_graph(model: torch.nn.Module, seen: Seen, stops: Sequence[Stop]) -> l
     for loop in loops:
         weights = [weight for weight in loop.module.parameters() if weight.dim() > 1]
         if not seen.is_reported(loop.name, weights):
-            rows.append(Refused(loop.name, defined_at(loop.module), _LOOP, cure(loop)))
+            left = LEFT.get(loop.module)
+            why = _LOOP if left is None else f"{_LOOP} moe_ops.compile left it as it is: {left}"
+            rows.append(Refused(loop.name, defined_at(loop.module), why, cure(loop, tried=left is not None)))
     for group in seen.experts:
         looped = any(f"{group.name}.".startswith(f"{loop.name}.") or f"{loop.name}.".startswith(f"{group.name}.")
                      or not loop.name for loop in loops)  # fmt: skip

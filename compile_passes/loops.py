@@ -39,6 +39,8 @@ _POSITIONS = frozenset({"nonzero", "where"})
 _NUMBERS = frozenset({"tolist", "item"})
 _CUTS = frozenset({"split", "split_with_sizes"})
 _NAMES_CALLED: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
+#: Why `moe_ops.compile` left the loop of a module as it is.
+LEFT: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from compile_passes.adapters import why_not as why_not_adapted
 from compile_passes.class_counts import FIX_CLASSES, without_class_counts
 from compile_passes.loops import (
     CAPTURABLE,
+    LEFT,
     SETTING,
     STATIC,
     ExpertLoop,
@@ -124,6 +125,8 @@ def _make_static(model: nn.Module, loops: list[ExpertLoop]) -> None:
         verdict, _ = _unstackable(model, loop, taken) or verdict_of(model, loop.name)
         if verdict.forms:
             bind(model, verdict)
+        else:
+            LEFT[loop.module] = _sentence(verdict.reason)
         alike = kinds.setdefault((type(loop.module), verdict.reason), _Alike(verdict))
         alike.names.append(loop.name or type(loop.module).__name__)
         alike.loop = loop
@@ -133,7 +136,7 @@ def _make_static(model: nn.Module, loops: list[ExpertLoop]) -> None:
             mend = cure(sure(ExpertLoop, alike.loop), tried=True)
             _say(
                 f"moe_ops.compile: {called} run their experts in a Python loop, which cannot be captured; they are "
-                f"left as is. {reason[:1].upper()}{reason[1:].rstrip('.')}. {mend}"
+                f"left as is. {_sentence(reason)} {mend}"
             )
             continue
         torch._dynamo.config.capture_dynamic_output_shape_ops = True
@@ -175,7 +178,7 @@ def _fix_class_counts(model: nn.Module) -> None:
         if alike.verdict.forms:
             _say(f"{asked}: {_proved(alike.verdict)}")
         else:
-            _say(f"{asked}; they are left as is. {reason[:1].upper()}{reason[1:].rstrip('.')}. {FIX_CLASSES}")
+            _say(f"{asked}; they are left as is. {_sentence(reason)} {FIX_CLASSES}")
 
 
 def _asks_for_classes(module: nn.Module) -> bool:
@@ -301,6 +304,10 @@ def _loops(model: nn.Module, path: str) -> bool:
     """Whether a list is run by a loop that was left as it is: `_make_static` has said so."""
     modules = [model.get_submodule(path), model.get_submodule(path.rpartition(".")[0])]
     return any(loops_over_data(type(module)) and STATIC not in vars(module) for module in modules)
+
+
+def _sentence(reason: str) -> str:
+    return f"{reason[:1].upper()}{reason[1:].rstrip('.')}."
 
 
 def _and_more(names: list[str]) -> str:

@@ -30,7 +30,7 @@ from compile_passes.stack_slices import FREEZE
 from compile_passes.stackable import expert_lists, why_not
 from compile_passes.stacking import stack_list
 from compile_passes.static_loops import StaticForm, static_form
-from compile_passes.trial import HOOKS, Trial, bound, takes_hidden_states_alone
+from compile_passes.trial import HOOKS, NotAlone, Trial, bound, takes_hidden_states_alone
 from moe_ops.logs import quiet
 
 # On a module whose loop was left as it is, and runs eagerly: the names of the methods that were bound for that.
@@ -62,6 +62,7 @@ class Verdict:
 
 
 _VERDICTS: dict[Any, Verdict] = {}
+_NOT_ALONE: dict[Any, NotAlone] = {}
 _Judgement = TypeVar("_Judgement")
 
 
@@ -77,20 +78,31 @@ def verdict_of(model: nn.Module, path: str, *, loops: bool = True) -> tuple[Verd
         module = model.get_submodule(path)
         if loops:
             _check_hooks(module)
-        around = _block(model, path)
-        block = model.get_submodule(around)
-        forms = {path[len(around) :].lstrip("."): static_form(module)} if loops else {}
-        for inside, other in block.named_modules():
-            more = None if inside in forms else without_class_counts(other) or without_conversions(other)
-            if more is not None:
-                forms[inside] = more
-        for inside in forms:
-            _check_unbound(block.get_submodule(inside))
-        source = [ast.dump(tree) for form in forms.values() for tree in form.trees()]
-        key = (*forms, *source, *_facts(block))
-        if key in _VERDICTS:
-            return replace(_VERDICTS[key], block=around), True
-        verdict = _tried(block, forms, start)
+        own = {path: static_form(module)} if loops else {}
+        refused = NotStatic("its forward takes more than hidden states, and so do the modules around it")
+        for around in _blocks(model, path):
+            block = model.get_submodule(around)
+            forms = {name[len(around) :].lstrip("."): form for name, form in own.items()}
+            for inside, other in block.named_modules():
+                more = None if inside in forms else without_class_counts(other) or without_conversions(other)
+                if more is not None:
+                    forms[inside] = more
+            for inside in forms:
+                _check_unbound(block.get_submodule(inside))
+            source = [ast.dump(tree) for form in forms.values() for tree in form.trees()]
+            key = (*forms, *source, *_facts(block))
+            if key in _VERDICTS:
+                return replace(_VERDICTS[key], block=around), True
+            if key in _NOT_ALONE:
+                refused = _NOT_ALONE[key]
+                continue
+            try:
+                verdict = _tried(block, forms, start)
+                break
+            except NotAlone as error:
+                refused = _NOT_ALONE[key] = error
+        else:
+            raise refused
     except Exception as error:  # of code that nobody has thought of, too: it runs as it is
         reason = str(error) if isinstance(error, NotStatic) else f"its trial ended in {type(error).__name__}: {error}"
         verdict = Verdict({}, reason=reason, seconds=time.perf_counter() - start)
@@ -101,17 +113,16 @@ def verdict_of(model: nn.Module, path: str, *, loops: bool = True) -> tuple[Verd
 
 def fused_as_written(model: nn.Module, path: str) -> bool:
     """Whether a block is fused once Dynamo captures the numbers that it reads on the host."""
-    key: Any = None
-    reason = ""
-    try:
-        block = model.get_submodule(_block(model, path))
-        key = ("as written", *_facts(block))
-        if key not in _VERDICTS:
-            _of_either_rank(block, lambda trial: _check_fused(trial, {}, block.training, capture_scalar_outputs=True))
-    except NotStatic as error:
-        reason = str(error)
-    if key is None:
+    around = next(_blocks(model, path), None)
+    if around is None:
         return False
+    block, reason = model.get_submodule(around), ""
+    key = ("as written", *_facts(block))
+    if key not in _VERDICTS:
+        try:
+            _of_either_rank(block, lambda trial: _check_fused(trial, {}, block.training, capture_scalar_outputs=True))
+        except NotStatic as error:
+            reason = str(error)
     return not _VERDICTS.setdefault(key, Verdict({}, reason=reason)).reason
 
 
@@ -251,16 +262,15 @@ def _check_hooks(module: nn.Module) -> None:
             raise NotStatic(f"{path} has hooks, which would also be called for experts without tokens")
 
 
-def _block(model: nn.Module, path: str) -> str:
-    """The module with the loop, or the nearest around it, whose forward takes hidden states alone."""
+def _blocks(model: nn.Module, path: str) -> Iterator[str]:
+    """The module with the loop, and those around it, whose forward takes hidden states alone, as far as it says."""
     tried = path
     for _ in range(_AROUND + 1):
         if takes_hidden_states_alone(model.get_submodule(tried)):
-            return tried
+            yield tried
         if not tried:
             break
         tried = tried.rpartition(".")[0]
-    raise NotStatic("its forward takes more than hidden states, and so do the modules around it")
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))

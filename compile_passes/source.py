@@ -286,11 +286,26 @@ class Scope:
     def read_outside(self, block: ast.stmt) -> set[str]:
         """Names that are read by statements that are not in ``block``."""
         rest = [
-            statement for statement, around in self._blocks.items() if block not in around and statement is not block
-        ]
+            statement for statement, around in self._blocks.items()
+            if block not in around and statement is not block and not self._never_both(block, statement)
+        ]  # fmt: skip
         parts = [part for statement in rest for part in ast.iter_child_nodes(statement)
                  if not isinstance(part, ast.stmt)]  # fmt: skip
         return {name for part in parts for name in names(part)}
+
+    def _never_both(self, one: ast.stmt, other: ast.stmt) -> bool:
+        """Whether ``other`` is in the other body of an `if` that runs once, or behind one whose body returns."""
+        for around in self._blocks[one]:
+            if isinstance(around, ast.For | ast.While):
+                return False
+            mine = [body for body in bodies(around) if id(body) in self._branches[one]]
+            if isinstance(around, ast.If) and mine:
+                if around in self._blocks[other]:
+                    if id(mine[0]) not in self._branches[other]:
+                        return True
+                elif self.before(around, other) and isinstance(mine[0][-1], ast.Return | ast.Raise):
+                    return True
+        return False
 
 
 def bodies(statement: ast.stmt) -> list[list[ast.stmt]]:

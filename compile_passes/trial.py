@@ -59,6 +59,10 @@ class _Result:
     drew: bool
 
 
+class NotAlone(NotStatic):
+    """The block does not run on hidden states alone: one around it may."""
+
+
 class _DoesNotRun(NotStatic):
     """The block itself raises."""
 
@@ -132,7 +136,7 @@ class Trial:
                 if result.outputs:
                     return width, flat
         why = "no size of hidden states is known" if problem is None else _said(problem)
-        raise NotStatic(f"it does not run on hidden states alone: {why}")
+        raise NotAlone(f"it does not run on hidden states alone: {why}")
 
     def _tokens(self, batch: str, width: int, flat: bool, dtype: torch.dtype) -> Tensor:
         (rows, length), aligned = BATCHES[batch]

@@ -37,8 +37,8 @@ _ALLOW_NUMBERS = (
     "torch._dynamo.config.capture_scalar_outputs = True (which fullgraph=True sets). Elsewhere: "
 )
 _ALLOW = (
-    "moe_ops.compile(model) allows that capture, and stacks a list of experts; by hand: "
-    "torch._dynamo.config.capture_dynamic_output_shape_ops = True (which fullgraph=True sets), and "
+    "moe_ops.compile(model) allows that capture, where no list is made of what tensors hold, and stacks a list of "
+    "experts; by hand: torch._dynamo.config.capture_dynamic_output_shape_ops = True (which fullgraph=True sets), and "
     "moe_ops.stack_experts_(model)."
 )
 # How Dynamo calls the rest of a function behind a graph break.

@@ -374,7 +374,7 @@ class _Dense:
         found = selected_of(self.reading, state.scores.node, self.experts, state.scores.order, self.floor)
         if isinstance(found, Refusal):
             return found
-        shapes = [*self.reading.casts(self.ups[0].rows, self.floor)]
+        shapes = [node for rows in (self.ups[0].rows, self.hidden) for node in self.reading.casts(rows, self.floor)]
         result = final_cast(self.reading, self.hidden, state.value, self.wide, shapes)
         if isinstance(result, Refusal):
             return result

@@ -19,6 +19,7 @@ from benchmarks.loops import (
     Block,
     DeepseekV3,
     E,
+    GptOssMLP,
     H,
     MakeMoE,
     MoeInfer,
@@ -251,6 +252,25 @@ def test_code_that_runs_on_tokens_of_either_rank():
     assert "was proved equal" in said[0], said
     with torch.no_grad():
         torch.testing.assert_close(function(x), expected, atol=1e-5, rtol=1e-5)
+    assert counters["moe_ops"]["fused"] == 1
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_gpt_oss(training):
+    """Its experts are called with ids and weights, which may be None: the trial is one of the layer around them."""
+    model = decoder(GptOssMLP, training=training)
+    x = tokens(5).requires_grad_()
+    expected = model(x)
+    expected.square().sum().backward()
+    gradients = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+    model.zero_grad()
+    function, said = prepared(model, fullgraph=True)
+    assert "was proved equal" in said[0], said
+    found = function(x)
+    found.square().sum().backward()
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weight.grad, gradients[name], atol=1e-5, rtol=1e-4)
     assert counters["moe_ops"]["fused"] == 1
 
 
