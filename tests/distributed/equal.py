@@ -101,14 +101,17 @@ def part_of_the_world(ranks: Ranks) -> None:
 
 
 class Wire(TorchDispatchMode):
-    """Bytes that every collective was given."""
+    """Bytes that every collective was given, and names of all that was called of them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sent: list[int] = []
+        self.calls: list[str] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = str(function)
+        if name.startswith("_c10d_functional."):
+            self.calls.append(name)
         if name.startswith("_c10d_functional.all"):
             sent = args[0] if isinstance(args[0], list) else [args[0]]
             self.sent.append(sum(tensor.nbytes for tensor in sent))

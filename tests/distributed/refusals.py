@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moe_ops
 from moe_ops import ep
-from tests.distributed.ranks import PATIENCE, Check, E, H, Layer, Ranks, integers, random, routed
+from tests.distributed.ranks import CROSSING, PATIENCE, Check, E, H, Layer, Ranks, integers, random, routed
 
 T = 3
 
@@ -228,6 +229,28 @@ def layer_options(ranks: Ranks) -> None:
         refused(ranks, partial(_layer, ranks, **{name: _last(ranks, value, other)}), said)
     bias = _last(ranks, ranks.held(None, torch.zeros(E, random(0).gate_up.shape[1])))
     refused(ranks, lambda: _layer(ranks, gate_up_bias=bias), "gate_up_bias must be the same")
+
+
+def second_derivatives(ranks: Ranks) -> None:
+    """Gradients cross as bytes, behind which autograd sees nothing; through whatever stands between the halves."""
+
+    def penalty(prepare: bool, transport: str, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        options = {"num_experts": E, "group": ranks.group, "transport": transport}
+        prepared = ep.prepare(x if prepare else x.detach(), weights, ids, **options)
+        rows = prepared.rows**3 if prepare else prepared.rows * x.sum()
+        return (rows if prepare else ep.finalize(rows, prepared)).square().sum()
+
+    for transport, prepare in product(CROSSING, (True, False)):
+        torch.compiler.reset()
+        compiled = [torch.compile(penalty, backend="eager", fullgraph=True)] if transport == "replicated" else []
+        for call in (penalty, *compiled):
+            x, weights, ids = random(T)[:3]
+            x.requires_grad_()
+            loss = call(prepare, transport, x, weights, ids)
+            words = "moe_ops.ep: second derivatives are not implemented", "Leave create_graph out."
+            refused(ranks, partial(torch.autograd.grad, loss, x, create_graph=True, retain_graph=True), *words)
+            (first,) = torch.autograd.grad(loss, x)
+            ranks.expect(first.isfinite().all(), "the first derivative, after it")
 
 
 def differentiated(ranks: Ranks) -> None:
@@ -448,6 +471,7 @@ _OF_TWO = (
     widths, dtypes, options, results, experts, transports, capacities, arguments, weights_of_halves, beside_a_group,
     tokens_in_a_graph, weights_in_a_graph, weights_of_halves_in_a_graph,
     no_tensors, layer_options, differentiated, added, types, arguments_in_a_graph, trained_in_part,
+    second_derivatives,
 )  # fmt: skip
 _OF_BOTH = (tokens, weights, groups, meshes, dropped_rows_reported, ids_out_of_range)
 CHECKS = {
