@@ -560,7 +560,8 @@ def layer(
     way = "at once" if trained else "by the layer"
     settings = {name: options[name] for name in _SETTINGS if type(options.get(name)) in (str, bool, int, float)}
     alike = {name: number_text(value) if type(value) in (int, float) else value for name, value in settings.items()}
-    alike |= {name: options.get(name) is not None for name in _OPTIONAL} | {"gradient of the result": trained}
+    alike |= {name: options.get(name) is not None for name in _OPTIONAL}
+    alike |= {"gradient of the result": trained, "call": op}
     wanted = _Wanted(hidden_states, topk_weights, topk_ids, num_experts, transport, scheme, rank_capacity)
     agreed = _agreed(wanted, members, way, **alike)
     if agreed.transport == "symm" and not trained:

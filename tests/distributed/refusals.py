@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from itertools import product
@@ -219,16 +220,38 @@ def no_tensors(ranks: Ranks) -> None:
 
 
 def layer_options(ranks: Ranks) -> None:
-    """What every rank computes by."""
+    """What every rank computes by; a number that the others leave to the activation, too."""
     for name, value, other in (
         ("activation", "gelu", "silu"),
         ("glu_layout", "interleaved", "concat"),
         ("weight_on_input", True, False),
+        ("alpha", 1.5, None),
+        ("limit", None, 2.0),
     ):
         said = f"{name} must be the same on every rank of the group, got {_of_every_rank(other, value, ranks)}"
-        refused(ranks, partial(_layer, ranks, **{name: _last(ranks, value, other)}), said)
+        more = {"activation": "swiglu_oai", name: _last(ranks, value, other)}
+        refused(ranks, partial(_layer, ranks, **more), said)
     bias = _last(ranks, ranks.held(None, torch.zeros(E, random(0).gate_up.shape[1])))
     refused(ranks, lambda: _layer(ranks, gate_up_bias=bias), "gate_up_bias must be the same")
+
+
+def calls(ranks: Ranks) -> None:
+    """A layer on one rank, a part of it on the others."""
+    said = (
+        f"call must be the same on every rank of the group, got {_of_every_rank('ep.prepare', 'fused_experts', ranks)}"
+    )
+    refused(ranks, _last(ranks, partial(_layer, ranks), partial(_prepare, ranks)), said, "Every rank makes the same")
+
+
+def debug(ranks: Ranks) -> None:
+    """On one rank, whose checks would wait for the others."""
+
+    def run() -> Tensor:
+        with _last(ranks, moe_ops.debug(), nullcontext()):
+            return _layer(ranks)
+
+    said = f"moe_ops.debug() must be the same on every rank of the group, got {_of_every_rank('off', 'on', ranks)}"
+    refused(ranks, run, said, "open it on every one, or on none")
 
 
 def second_derivatives(ranks: Ranks) -> None:
@@ -451,32 +474,36 @@ def ids_out_of_range(ranks: Ranks) -> None:
 
 
 def a_rank_that_never_calls(ranks: Ranks) -> None:
-    """The last one: the others say so once torch.distributed's time is up."""
-    group, store = ranks.new_group(), dist.distributed_c10d._get_default_store()
-    if ranks.rank == ranks.size - 1:
-        return
-    store.set_timeout(timedelta(seconds=2))
-    said = f"ep.prepare: rank {ranks.size - 1} of group {group.group_name!r} did not call it within 0:00:02"
-    try:
-        _layer(ranks, group=group)
-    except RuntimeError as late:
-        ranks.expect(said in str(late), f"{said!r} is not in {str(late)!r}")
-    else:
-        ranks.expect(False, "nobody was missed")
-    finally:
-        store.set_timeout(timedelta(seconds=PATIENCE))
+    """The last one: the others say so once torch.distributed's time is up. Initialised again, it works again."""
+    store = dist.distributed_c10d._get_default_store()
+    if ranks.rank != ranks.size - 1:
+        store.set_timeout(timedelta(seconds=2))
+        said = f"ep.prepare: rank {ranks.size - 1} of group '0' did not call it within 0:00:02"
+        try:
+            _layer(ranks, group=dist.group.WORLD)
+        except RuntimeError as late:
+            ranks.expect(said in str(late), f"{said!r} is not in {str(late)!r}")
+        else:
+            ranks.expect(False, "nobody was missed")
+        finally:
+            store.set_timeout(timedelta(seconds=PATIENCE))
+    dist.destroy_process_group()
+    again = dist.PrefixStore("again", store)
+    dist.init_process_group("gloo", store=again, rank=ranks.rank, world_size=ranks.size)
+    want = ranks.share(None, random(ranks.size * T).alone())
+    ranks.close(_layer(ranks, group=dist.group.WORLD), want, 1e-6, "initialised again")
 
 
 _OF_TWO = (
     widths, dtypes, options, results, experts, transports, capacities, arguments, weights_of_halves, beside_a_group,
     tokens_in_a_graph, weights_in_a_graph, weights_of_halves_in_a_graph,
     no_tensors, layer_options, differentiated, added, types, arguments_in_a_graph, trained_in_part,
-    second_derivatives,
+    calls, debug, second_derivatives,
 )  # fmt: skip
 _OF_BOTH = (tokens, weights, groups, meshes, dropped_rows_reported, ids_out_of_range)
 CHECKS = {
     **{f"refused-{check.__name__}": Check(check) for check in _OF_TWO},
     **{f"refused-{check.__name__}": Check(check, (2, 4)) for check in _OF_BOTH},
     "dropped_rows": Check(dropped_rows, (2, 4)),
-    "a_rank_that_never_calls": Check(a_rank_that_never_calls, (2, 4)),  # the last of all: its group is of no use after
+    "a_rank_that_never_calls": Check(a_rank_that_never_calls, (2, 4)),  # the last of all: groups are of no use after
 }
