@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 
 import moe_ops
@@ -276,6 +277,29 @@ def second_derivatives(ranks: Ranks) -> None:
             ranks.expect(first.isfinite().all(), "the first derivative, after it")
 
 
+def transforms(ranks: Ranks) -> None:
+    """What functional transforms and forward mode would take rows through, to the ranks and back."""
+    x, weights, ids = random(T)[:3]
+    prepared = _prepare(ranks)
+
+    def prepare(x: Tensor) -> Tensor:
+        return ep.prepare(x, weights, ids, num_experts=E, group=ranks.group).rows.sum()
+
+    def finalize(rows: Tensor) -> Tensor:
+        return ep.finalize(rows, prepared).sum()
+
+    for function, given in ((prepare, x), (finalize, prepared.rows)):
+        said = (
+            f"ep.{function.__name__}: group must be of one rank inside a transform of torch.func",
+            f"got {ranks.size}",
+        )
+        refused(ranks, partial(torch.func.grad(function), given), *said)
+        refused(ranks, partial(torch.vmap(function), given.expand(2, *given.shape)), *said)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(given, torch.ones_like(given))
+            refused(ranks, partial(function, dual), "must not carry a tangent")
+
+
 def differentiated(ranks: Ranks) -> None:
     """A backward would wait for the ranks that have none."""
     x = torch.randn(T, H, requires_grad=bool(_last(ranks, True, False)))
@@ -288,12 +312,14 @@ def differentiated(ranks: Ranks) -> None:
 
 
 def added(ranks: Ranks) -> None:
-    """Of another shape than the tokens', which some transports would broadcast."""
+    """Of another shape than the tokens', which some transports would broadcast, or of integers."""
     for transport in ("gather", "replicated", "all_to_all"):
         for shape in ((H,), (1, H), (5, T, H)):
             prepared = _prepare(ranks, transport=transport)
             call = partial(ep.finalize, torch.zeros(prepared.rows.shape[0], H), prepared, torch.zeros(shape))
             refused(ranks, call, "ep.finalize: added must be [T=3")
+        call = partial(ep.finalize, torch.zeros(prepared.rows.shape[0], H), prepared, torch.zeros(T, H).int())
+        refused(ranks, call, "ep.finalize: added must be bfloat16, float16", "got torch.int32. Cast it first.")
 
 
 def weights(ranks: Ranks) -> None:
@@ -498,7 +524,7 @@ _OF_TWO = (
     widths, dtypes, options, results, experts, transports, capacities, arguments, weights_of_halves, beside_a_group,
     tokens_in_a_graph, weights_in_a_graph, weights_of_halves_in_a_graph,
     no_tensors, layer_options, differentiated, added, types, arguments_in_a_graph, trained_in_part,
-    calls, debug, second_derivatives,
+    calls, debug, second_derivatives, transforms,
 )  # fmt: skip
 _OF_BOTH = (tokens, weights, groups, meshes, dropped_rows_reported, ids_out_of_range)
 CHECKS = {
