@@ -18,16 +18,16 @@ from torch import Tensor
 
 from meta.checks import fail
 from moe_ops import choice, debugging
-from moe_ops.groups import Group, constant, process_group, resolve
+from moe_ops.groups import Group, PerGroup, constant, process_group, resolve
 
 T = TypeVar("T")
 _REFUSED = "refused: "
 _SEPARATOR = "\x1f"
 
-#: How many exchanges every group has had: the same number on all ranks.
-_counts: Counter[str] = Counter()
+#: Of a group: how many have had its name so far, and how many exchanges it has had; the same numbers on all ranks.
+_counts: PerGroup[Counter[str]] = PerGroup(Counter)
 #: What was agreed on once, where one time is enough.
-_known: set[tuple[str, str]] = set()
+_known: PerGroup[set[str]] = PerGroup(set)
 
 
 def _store(group: Group) -> Any:
@@ -42,8 +42,11 @@ def _is_pretence(group: Group) -> bool:
 
 
 def _post(group: Group, text: str) -> tuple[Any, int]:
-    store, number = _store(group), _counts[group.name]
-    _counts[group.name] += 1
+    store, counts = _store(group), _counts[group.name]
+    if not counts:  # apart from what an earlier group of the name may have left in the store
+        counts["groups"] = store.add(f"groups/{group.rank}", 1)
+    store, number = torch._C._distributed_c10d.PrefixStore(str(counts["groups"]), store), counts["exchanges"]
+    counts["exchanges"] += 1
     store.set(f"{number}/{group.rank}", text)
     return store, number
 
@@ -72,14 +75,15 @@ def agree(op: str, group: Group, device: torch.device, facts: dict[str, Any]) ->
         op: for the message.
         group: who must agree.
         device: where the tensors are.
-        facts: name -> value, in one order on all ranks.
+        facts: name -> value; one that a rank does not name is None there.
 
     Raises:
         ValueError: on every rank, the same message: a rank has another value, or refused its arguments.
         RuntimeError: a rank did not come within the time that torch.distributed was initialised with.
     """
-    text = _SEPARATOR.join(f"{name}={value}" for name, value in {"call": op, **facts}.items())
-    if group.size == 1 or _is_pretence(group) or (device.type != "cpu" and (group.name, text) in _known):
+    facts = {"call": op, "moe_ops.debug()": "on" if debugging.active() else "off", **facts}
+    text = _SEPARATOR.join(f"{name}={value}" for name, value in facts.items())
+    if group.size == 1 or _is_pretence(group) or (device.type != "cpu" and text in _known[group.name]):
         return
     texts = exchange_texts(op, group, text)
     for rank, other in enumerate(texts):
@@ -87,17 +91,19 @@ def agree(op: str, group: Group, device: torch.device, facts: dict[str, Any]) ->
             raise ValueError(
                 f"{op}: rank {rank} of group {group.name!r} refused its arguments: {other[len(_REFUSED) :]}"
             )
-    for values in zip(*(other.split(_SEPARATOR) for other in texts), strict=False):
+    said = [dict(fact.split("=", 1) for fact in other.split(_SEPARATOR)) for other in texts]
+    for name in dict.fromkeys(name for other in said for name in other):
+        values = [other.get(name, "None") for other in said]
         if len(set(values)) > 1:
-            got = ", ".join(f"{value.partition('=')[2]} on rank {rank}" for rank, value in enumerate(values))
-            name = values[0].partition("=")[0]
+            got = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
             raise fail(op, name, "the same on every rank of the group", got, _CURES.get(name, ""))
-    _known.add((group.name, text))
+    _known[group.name].add(text)
 
 
 _CURES = {
     "T": "Pad the shorter batches: ids of -1 contribute nothing.",
     "call": "Every rank makes the same calls in the same order.",
+    "moe_ops.debug()": "Its checks ask all ranks: open it on every one, or on none.",
 }
 
 

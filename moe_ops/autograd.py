@@ -23,7 +23,7 @@ from meta.calls import RouterOptions
 from meta.dims import GRADIENTS, Problem
 from meta.schemes import SCHEMES
 from moe_ops import choice, compat, rows, stage_gradients
-from moe_ops.runtime import refuse_tangents
+from moe_ops.runtime import refuse_second_derivatives, refuse_tangents
 
 Context = Any
 
@@ -100,10 +100,7 @@ class _LayerFormula(_Formula):
         if grad is None:
             return {}
         if torch.is_grad_enabled():
-            raise ValueError(
-                "fused_experts: second derivatives are not implemented, got a backward pass with create_graph=True. "
-                "Leave create_graph out."
-            )
+            refuse_second_derivatives("fused_experts")
         recompute, needed = ctx.options["recompute"], defaultdict(bool, needs)
         on_input, run = ctx.options["weight_on_input"], stage_gradients.run_op
         if recompute == "all":

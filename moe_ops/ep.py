@@ -41,7 +41,7 @@ from meta.checks import (
     number_text,
 )
 from meta.schemes import SCHEMES
-from moe_ops import across, nvshmem, sharded
+from moe_ops import across, compat, nvshmem, sharded
 from moe_ops.agreement import agree, check_while_compiling, destinations, refusing
 from moe_ops.autograd import wants_grad
 from moe_ops.exchanges import (
@@ -56,6 +56,7 @@ from moe_ops.exchanges import (
 from moe_ops.groups import Group, GroupLike, resolve
 from moe_ops.ops import ARGUMENTS, call, parse
 from moe_ops.pairs import invert
+from moe_ops.runtime import refuse_tangents
 from moe_ops.symmetric_memory import available
 
 #: Names of transports, and what each asks of the ranks' tokens.
@@ -292,7 +293,19 @@ def _checked(op: str, wanted: _Wanted, group: Group) -> str:
     chosen = _transport(op, transport, group, hidden_states.device.type, rank_capacity)
     if chosen == "nvshmem" and _is_differentiated(hidden_states, topk_weights):
         raise fail(op, "transport", "one with gradients", "'nvshmem'", _NO_GRADIENT)
+    if chosen != "local":
+        _refuse_transforms(op, group, hidden_states, topk_weights)
     return chosen
+
+
+def _refuse_transforms(op: str, group: Group, *tensors: Tensor) -> None:
+    """Rows that cross are differentiated by autograd, in reverse, alone."""
+    if torch.compiler.is_compiling():
+        return
+    refuse_tangents(op, tensors)
+    if compat.transform_is_on():
+        cure = "Differentiate by backward() or torch.autograd.grad, and call it for each element of a batch."
+        raise fail(op, "group", "of one rank inside a transform of torch.func (grad, vmap)", f"{group.size}", cure)
 
 
 def _by_rank(
@@ -460,6 +473,7 @@ def _finalize_start(result: Tensor, prepared: Prepared, *, apart: bool, agreed: 
     refusing(group.name, _check_result, op, result, prepared)
     if prepared.transport == "local":
         return Finalizing([], result, prepared)
+    refusing(group.name, _refuse_transforms, op, group, result)
     if not agreed and not torch.compiler.is_compiling():
         facts = {"R": result.shape[0], "H": result.shape[1], "dtype": result.dtype}
         agree(op, group, result.device, facts | {"gradient of the result": _is_differentiated(result)})
@@ -486,6 +500,7 @@ def finalize_wait(finalizing: Finalizing, added: Tensor | None = None) -> Tensor
     _check("ep.finalize", finalizing=finalizing, added=added)
     received, sent, prepared = finalizing
     if added is not None:
+        check_float("ep.finalize", "added", added)
         T = sent.shape[-2] if prepared.slots is None else prepared.slots.shape[0]
         check_shape("ep.finalize", "added", added, "T H", (T, sent.shape[-1]))
     group = resolve("ep.finalize", prepared.group)
@@ -560,7 +575,8 @@ def layer(
     way = "at once" if trained else "by the layer"
     settings = {name: options[name] for name in _SETTINGS if type(options.get(name)) in (str, bool, int, float)}
     alike = {name: number_text(value) if type(value) in (int, float) else value for name, value in settings.items()}
-    alike |= {name: options.get(name) is not None for name in _OPTIONAL} | {"gradient of the result": trained}
+    alike |= {name: options.get(name) is not None for name in _OPTIONAL}
+    alike |= {"gradient of the result": trained, "call": op}
     wanted = _Wanted(hidden_states, topk_weights, topk_ids, num_experts, transport, scheme, rank_capacity)
     agreed = _agreed(wanted, members, way, **alike)
     if agreed.transport == "symm" and not trained:

@@ -20,15 +20,22 @@ import torch
 from torch import Tensor
 
 from meta.dims import accumulation_dtype
-from moe_ops import symmetric
+from moe_ops import compat, symmetric
 from moe_ops.groups import Group
+from moe_ops.runtime import refuse_second_derivatives
 
 _C10D = torch.ops._c10d_functional
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a tensor, ``[..., bytes of the last dimension]`` uint8."""
-    return tensor.detach().contiguous().view(torch.uint8)
+    tensor, columns = tensor.detach(), tensor.shape[-1]
+    # Views ask for a last stride of 1. Without elements, or of one column, tensors are contiguous with any.
+    if tensor.numel() == 0:
+        return tensor.new_empty((*tensor.shape[:-1], columns * tensor.element_size()), dtype=torch.uint8)
+    if columns == 1:
+        tensor = tensor.select(-1, 0).unsqueeze(-1)
+    return tensor.contiguous().view(torch.uint8)
 
 
 def start_all_gather(
@@ -58,13 +65,36 @@ def start_all_to_all(tensor: Tensor, group: Group, *, direct: bool = False, apar
     return received
 
 
-def _wait(received: Tensor, dtype: torch.dtype) -> Tensor:
-    waited: Tensor = _C10D.wait_tensor(received)
-    return waited.view(dtype)
+def _wait(received: Tensor) -> Tensor:
+    """What a collective was started for: of no rows none was."""
+    waited: Tensor = received if received.shape[0] == 0 else _C10D.wait_tensor(received)
+    return waited
 
 
-def _all_to_all(tensor: Tensor, group: Group) -> Tensor:
-    return _wait(start_all_to_all(tensor, group), tensor.dtype).view(tensor.shape)
+def _differentiated_once(grad: Tensor, compiled: bool) -> Tensor:
+    """A gradient that crosses as bytes, where autograd loses sight of it.
+
+    ``compiled``: captured by Dynamo, whose backwards run under no_grad even where create_graph is True.
+    """
+    if not compat.is_fake(grad) and (torch.is_grad_enabled() or (compiled and grad.requires_grad)):
+        refuse_second_derivatives("moe_ops.ep")
+    return grad
+
+
+#: An operator, so that graphs of Dynamo ask when they run; of those that AOTAutograd makes it is no part.
+_library = torch.library.Library("moe_ops", "FRAGMENT")
+_library.define("differentiated_once(Tensor(a) grad, bool compiled) -> Tensor(a)", tags=(torch.Tag.pt2_compliant_tag,))
+_library.impl("differentiated_once", _differentiated_once, "CompositeImplicitAutograd")
+
+
+def _once(grad: Tensor) -> Tensor:
+    once: Tensor = torch.ops.moe_ops.differentiated_once(grad, torch.compiler.is_compiling())
+    return once
+
+
+def _all_to_all(grad: Tensor, group: Group) -> Tensor:
+    grad = _once(grad)
+    return _wait(start_all_to_all(grad, group)).view(grad.dtype).view(grad.shape)
 
 
 def sum_of_ranks(parts: Tensor, added: Tensor | None = None) -> Tensor:
@@ -104,11 +134,11 @@ class _Parts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, received: Tensor, own: Tensor, group: Group) -> Tensor:
         ctx.rank = group.rank
-        return _wait(received, own.dtype).view(group.size, *own.shape)
+        return _wait(received).view(own.dtype).view(group.size, *own.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, grads[0][ctx.rank], None
+        return None, _once(grads[0])[ctx.rank], None
 
 
 class _Shared(torch.autograd.Function):
@@ -119,9 +149,9 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        group = ctx.group
-        (received,) = start_all_gather([grads[0]], group)
-        return sum_of_ranks(_wait(received, grads[0].dtype).view(group.size, *grads[0].shape)), None
+        group, grad = ctx.group, _once(grads[0])
+        (received,) = start_all_gather([grad], group)
+        return sum_of_ranks(_wait(received).view(grad.dtype).view(group.size, *grad.shape)), None
 
 
 def wait_all_gather(
@@ -130,8 +160,8 @@ def wait_all_gather(
     """``[W, T, ...]`` of what :func:`start_all_gather` started with ``own``; differentiable in it."""
     if own[0].shape[0] != 0 and direct:
         received = symmetric.wait(received[0], [as_bytes(tensor) for tensor in own], group, gather=True, after=after)
-    elif own[0].shape[0] != 0:
-        received = [_C10D.wait_tensor(there) for there in received]
+    else:
+        received = [_wait(there) for there in received]
     return [_Gathered.apply(*pair, group) for pair in zip(received, own, strict=True)]  # type: ignore[no-untyped-call]
 
 
@@ -141,8 +171,8 @@ def wait_all_to_all(
     """``[W, C, ...]`` of what :func:`start_all_to_all` started with ``own``; differentiable in it."""
     if own.shape[1] != 0 and direct:
         received = symmetric.wait(received, [as_bytes(own).flatten(0, 1)], group, gather=False, after=after)[0]
-    elif own.shape[1] != 0:
-        received = _C10D.wait_tensor(received)
+    else:
+        received = _wait(received)
     exchanged: Tensor = _Exchanged.apply(received, own, group)  # type: ignore[no-untyped-call]
     return exchanged
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from weakref import ref
 
 import torch.distributed as dist
 
 from meta.checks import describe_value, fail
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 #: What stands for a group in calls.
 GroupLike: TypeAlias = "dist.ProcessGroup | dist.device_mesh.DeviceMesh | str"
 _ALL_RANKS = "Pass torch.distributed.group.WORLD for all ranks; before init_process_group it is None."
@@ -83,3 +85,17 @@ def _rank_and_size(name: str) -> tuple[int, int] | str:
 def process_group(name: str) -> Any:
     """The group of this name, or None."""
     return next((group for group, known in dist.distributed_c10d._world.pg_names.items() if known == name), None)
+
+
+class PerGroup(Generic[T]):
+    """What is kept for every process group, by its name, until another group has that name."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._kept: dict[str, tuple[ref[Any], T]] = {}
+
+    def __getitem__(self, name: str) -> T:
+        group = process_group(name)
+        if name not in self._kept or self._kept[name][0]() is not group:
+            self._kept[name] = ref(group), self._make()
+        return self._kept[name][1]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_ops.exchanges import as_bytes
-from moe_ops.groups import Group, constant, process_group, resolve
+from moe_ops.groups import Group, PerGroup, constant, process_group, resolve
 from moe_ops.symmetric_memory import at_least
 
 _OP = "ep.prepare"
@@ -54,9 +54,9 @@ class _Splits(NamedTuple):
     made: list[Tensor]
 
 
-#: By group and device; of rows by number among the tensors of a call, and width, too.
-_splits: dict[tuple[str, torch.device], list[_Splits]] = {}
-_rows: dict[tuple[str, torch.device, int, int], list[_Rows]] = {}
+#: Of a group by device; of rows by number among the tensors of a call, and width, too.
+_splits: PerGroup[dict[torch.device, list[_Splits]]] = PerGroup(dict)
+_rows: PerGroup[dict[tuple[torch.device, int, int], list[_Rows]]] = PerGroup(dict)
 
 
 def _empty(group: Group, number: int, *sizes: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -74,14 +74,14 @@ def _splits_of(group: Group, device: torch.device) -> _Splits:
         words = _empty(group, _MOST + 3, 2, group.size, dtype=torch.int64, device=device)
         return _Splits(group.size, words[:2], words[2:])
 
-    return at_least(_OP, "nvshmem", _splits.setdefault((group.name, device), []), group.size, make)
+    return at_least(_OP, "nvshmem", _splits[group.name].setdefault(device, []), group.size, make)
 
 
 def _rows_of(group: Group, number: int, rows: int, width: int, device: torch.device) -> _Rows:
     def make(size: int) -> _Rows:
         return _Rows(size, *_empty(group, 2, size, width, dtype=torch.uint8, device=device))
 
-    return at_least(_OP, "nvshmem", _rows.setdefault((group.name, device, number, width), []), rows, make)
+    return at_least(_OP, "nvshmem", _rows[group.name].setdefault((device, number, width), []), rows, make)
 
 
 def _nvshmem_exchange(tensors: list[Tensor], splits: Tensor, *, group: str) -> list[Tensor]:

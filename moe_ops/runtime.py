@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 from weakref import WeakSet
 
 from torch import Tensor
@@ -186,6 +186,14 @@ def refuse_transforms(op: str, args: Sequence[Any]) -> None:
             f"{op}: arguments must not be differentiated by torch.func, got one that is (grad, vjp, jacrev), which is "
             "not implemented. Differentiate it by backward() or torch.autograd.grad."
         )
+
+
+def refuse_second_derivatives(op: str) -> NoReturn:
+    """Raise in a backward whose own gradients would be lost."""
+    raise ValueError(
+        f"{op}: second derivatives are not implemented, got a backward pass with create_graph=True. "
+        "Leave create_graph out."
+    )
 
 
 def _alone(function: Callable[[Call], Any]) -> Callable[[Call], Any]:

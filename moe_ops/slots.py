@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ops.groups import Group
+from moe_ops.groups import Group, PerGroup
 from moe_ops.stream_ops import Op, submit, wait_equal, write
 from moe_ops.symmetric_memory import Shared, at_least, share
 
@@ -205,8 +205,8 @@ def slot_bytes(sizes: Sequence[int], group: Group) -> int:
     return sum(_aligned(group.size * size) for size in sizes)
 
 
-#: By group and device.
-_held: dict[tuple[str, torch.device], list[Slots]] = {}
+#: Of a group by device.
+_held: PerGroup[dict[torch.device, list[Slots]]] = PerGroup(dict)
 
 
 def slots_for(op: str, group: Group, size: int, device: torch.device) -> Slots:
@@ -215,7 +215,7 @@ def slots_for(op: str, group: Group, size: int, device: torch.device) -> Slots:
     Raises:
         ValueError: they must be made inside the capture of a CUDA graph.
     """
-    held = _held.setdefault((group.name, device), [])
+    held = _held[group.name].setdefault(device, [])
     return at_least(op, "symm", held, max(size, LARGE), lambda size: _make(group, size, device))
 
 

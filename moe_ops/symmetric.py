@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meta.checks import fail
 from moe_ops import compat, slots
-from moe_ops.groups import Group, resolve
+from moe_ops.groups import Group, PerGroup, resolve
 from moe_ops.symmetric_memory import Shared, at_least, share
 
 _OP = "ep.prepare"
@@ -36,12 +36,12 @@ class _Buffers:
     size: int
 
 
-#: By group and device.
-_held: dict[tuple[str, torch.device], list[_Buffers]] = {}
+#: Of a group by device.
+_held: PerGroup[dict[torch.device, list[_Buffers]]] = PerGroup(dict)
 
 
 def _buffers(group: Group, words: int, device: torch.device) -> _Buffers:
-    held = _held.setdefault((group.name, device), [])
+    held = _held[group.name].setdefault(device, [])
     return at_least(_OP, "symm", held, max(words, _LEAST), lambda size: _make(group, size, device))
 
 

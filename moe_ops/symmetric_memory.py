@@ -13,7 +13,7 @@ from torch import Tensor
 from meta.checks import fail
 from moe_ops import compat
 from moe_ops.agreement import exchange_texts
-from moe_ops.groups import Group, constant, process_group, resolve
+from moe_ops.groups import Group, PerGroup, constant, process_group, resolve
 from moe_ops.stream_ops import submit, wait_equal, write
 
 
@@ -81,20 +81,22 @@ def at_least(op: str, transport: str, held: list[Buffers], size: int, make: Call
     return held[-1]
 
 
-_available: dict[str, bool] = {}
+#: What was found out of a group, at most one answer.
+_available: PerGroup[list[bool]] = PerGroup(list)
 
 
 @constant
 def available(op: str, name: str) -> bool:
     """Whether the ranks of group ``name`` can write into each other's GPUs: they try it, once, at the same call."""
-    known = _available.get(name)
-    if known is not None or not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
-        return bool(known)
-    group = resolve(op, name)
+    known = _available[name]
+    if known or not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
+        return known == [True]
+    group, found = resolve(op, name), False
     if group.size > 1 and "nccl" in dist.get_backend_config(process_group(name)):
         hosts = exchange_texts(op, group, f"host {socket.gethostname()}")
-        _available[name] = len(set(hosts)) == 1 and _all_can(op, group)
-    return _available.setdefault(name, False)
+        found = len(set(hosts)) == 1 and _all_can(op, group)
+    known.append(found)
+    return found
 
 
 def _all_can(op: str, group: Group) -> bool:

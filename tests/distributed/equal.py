@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -10,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_ops import ep
+from moe_ops import agreement, ep
+from moe_ops.groups import PerGroup
 from tests.distributed.ranks import (
     CROSSING,
     ROUTINGS,
@@ -100,15 +103,27 @@ def part_of_the_world(ranks: Ranks) -> None:
         ranks.same(own.run(layer, transport), own.share(transport, layer.alone()), transport)
 
 
+def made_again(ranks: Ranks) -> None:
+    """A group of the name of one that is no more, in the same store, where that one's only exchange is left."""
+    for tokens in (3, 5):
+        layer = integers(ranks.size * tokens)
+        time.sleep(0.05 * ranks.rank)  # the first rank finds nothing newer of the others
+        ranks.same(ranks.run(layer, "gather"), ranks.share(None, layer.alone()), f"T = {tokens}")
+        agreement._counts = PerGroup(Counter)  # nobody remembers the group
+
+
 class Wire(TorchDispatchMode):
-    """Bytes that every collective was given."""
+    """Bytes that every collective was given, and names of all that was called of them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sent: list[int] = []
+        self.calls: list[str] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = str(function)
+        if name.startswith("_c10d_functional."):
+            self.calls.append(name)
         if name.startswith("_c10d_functional.all"):
             sent = args[0] if isinstance(args[0], list) else [args[0]]
             self.sent.append(sum(tensor.nbytes for tensor in sent))
@@ -176,6 +191,7 @@ CHECKS = {
     **{f"local-{dtype}-all_routings": Check(partial(local, dtype)) for dtype in LAYERS},
     "default_transport": Check(default, (2, 4)),
     "part_of_the_world": Check(part_of_the_world, (4,)),
+    "made_again": Check(made_again),
     "bytes_on_the_wire": Check(wire, (2, 4)),
     "rounded_once": Check(rounded_once, (2, 4)),
     **{f"halves-{transport}": Check(partial(halves, transport)) for transport in TRANSPORTS},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 import moe_ops
 from moe_ops import ep
+from tests.distributed.equal import Wire
 from tests.distributed.ranks import CROSSING, Check, E, H, I, Layer, Ranks, random, routed
 
 #: Sums over tokens and ranks in another order, times the largest element.
@@ -79,6 +81,36 @@ def halves(transport: str, ranks: Ranks) -> None:
     ranks.close(x.grad, ranks.share(transport, leaf.grad), WITHIN, "x")
 
 
+def of_a_sum(ranks: Ranks) -> None:
+    """Its gradients are one number in memory, whatever their shape; of one column, and of no tokens, too."""
+    for transport, tokens in product(CROSSING, (0, 2)):
+        layer = random(ranks.size * tokens, width=1)
+        layer = layer._replace(weights=layer.weights[:, :1], ids=layer.ids[:, :1])
+        grads, own = wanted(layer, torch.ones_like(layer.x)), {}
+        for name in ("x", "weights"):
+            own[name] = ranks.share(transport, getattr(layer, name)).clone().requires_grad_()
+        with Wire() as seen:
+            held = [ranks.held(transport, each) for each in (layer.gate_up, layer.down)]
+            options = {"group": ranks.group, "transport": transport}
+            ids = ranks.share(transport, layer.ids)
+            moe_ops.fused_experts(own["x"], *held, own["weights"], ids, **options).sum().backward()
+        for name, leaf in own.items():
+            want = ranks.share(transport, grads[name])
+            ranks.close(leaf.grad, want, WITHIN, f"{name}, {transport}, T = {tokens}")
+        ranks.expect(bool(seen.calls) == bool(tokens), f"{transport}, T = {tokens}: {seen.calls}")
+
+
+def of_a_sum_compiled(ranks: Ranks) -> None:
+    """The strides of its gradients are not those that a graph was captured with."""
+    torch.compiler.reset()
+    x, weights, ids = (each[:0, :columns].clone() for each, columns in zip(random(1)[:3], (H, 1, 1), strict=True))
+    x.requires_grad_(), weights.requires_grad_()
+    held = [ranks.held(None, each) for each in random(0)[3:5]]
+    call = partial(moe_ops.fused_experts, group=ranks.group, transport="replicated")
+    torch.compile(call, fullgraph=True, backend="aot_eager")(x, *held, weights, ids).sum().backward()
+    ranks.expect((x.grad.shape, weights.grad.shape) == ((0, H), (0, 1)), "gradients of no tokens")
+
+
 def dropped(ranks: Ranks) -> None:
     """A row that was dropped has no gradient, and nothing of it reaches the experts."""
     layer = routed(random(ranks.size * 4), "one_rank", ranks.size)
@@ -104,5 +136,7 @@ CHECKS = {
         for compiled in (False, True)
     },
     **{f"gradients-{transport}-halves": Check(partial(halves, transport)) for transport in CROSSING},
+    "gradients-of_a_sum-eager": Check(of_a_sum),
+    "gradients-of_a_sum-compiled": Check(of_a_sum_compiled),
     "gradients-all_to_all-dropped": Check(dropped, (2, 4)),
 }

@@ -57,6 +57,13 @@ def _strided(tokens: int) -> Layer:
     return layer._replace(x=x, weights=weights, ids=layer.ids.T.contiguous().T, gate_up=gate_up, down=down)
 
 
+def _one_column(tokens: int) -> Layer:
+    """Rows, weights and ids of one column, whose strides are those of a row of them."""
+    layer = integers(tokens, width=1)
+    columns = (tensor[:, :1].T.clone(memory_format=torch.contiguous_format).T for tensor in layer[:3])
+    return layer._replace(**dict(zip(("x", "weights", "ids"), columns, strict=True)))
+
+
 def _int32_ids_bf16_weights(tokens: int) -> Layer:
     layer = integers(tokens)
     return layer._replace(ids=layer.ids.int(), weights=layer.weights.bfloat16())
@@ -66,7 +73,7 @@ LAYERS: dict[str, Callable[[int], Layer]] = {
     made.__name__.strip("_"): made
     for made in (
         _weight_on_input, _biases, _batched, _up_proj, _activation, _three_experts_a_rank, _strided,
-        _int32_ids_bf16_weights,
+        _one_column, _int32_ids_bf16_weights,
     )
 }  # fmt: skip
 

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 
 import moe_ops
 from moe_ops import ep
-from tests.distributed.ranks import PATIENCE, Check, E, H, Layer, Ranks, integers, random, routed
+from tests.distributed.ranks import CROSSING, PATIENCE, Check, E, H, Layer, Ranks, integers, random, routed
 
 T = 3
 
@@ -218,16 +221,83 @@ def no_tensors(ranks: Ranks) -> None:
 
 
 def layer_options(ranks: Ranks) -> None:
-    """What every rank computes by."""
+    """What every rank computes by; a number that the others leave to the activation, too."""
     for name, value, other in (
         ("activation", "gelu", "silu"),
         ("glu_layout", "interleaved", "concat"),
         ("weight_on_input", True, False),
+        ("alpha", 1.5, None),
+        ("limit", None, 2.0),
     ):
         said = f"{name} must be the same on every rank of the group, got {_of_every_rank(other, value, ranks)}"
-        refused(ranks, partial(_layer, ranks, **{name: _last(ranks, value, other)}), said)
+        more = {"activation": "swiglu_oai", name: _last(ranks, value, other)}
+        refused(ranks, partial(_layer, ranks, **more), said)
     bias = _last(ranks, ranks.held(None, torch.zeros(E, random(0).gate_up.shape[1])))
     refused(ranks, lambda: _layer(ranks, gate_up_bias=bias), "gate_up_bias must be the same")
+
+
+def calls(ranks: Ranks) -> None:
+    """A layer on one rank, a part of it on the others."""
+    said = (
+        f"call must be the same on every rank of the group, got {_of_every_rank('ep.prepare', 'fused_experts', ranks)}"
+    )
+    refused(ranks, _last(ranks, partial(_layer, ranks), partial(_prepare, ranks)), said, "Every rank makes the same")
+
+
+def debug(ranks: Ranks) -> None:
+    """On one rank, whose checks would wait for the others."""
+
+    def run() -> Tensor:
+        with _last(ranks, moe_ops.debug(), nullcontext()):
+            return _layer(ranks)
+
+    said = f"moe_ops.debug() must be the same on every rank of the group, got {_of_every_rank('off', 'on', ranks)}"
+    refused(ranks, run, said, "open it on every one, or on none")
+
+
+def second_derivatives(ranks: Ranks) -> None:
+    """Gradients cross as bytes, behind which autograd sees nothing; through whatever stands between the halves."""
+
+    def penalty(prepare: bool, transport: str, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        options = {"num_experts": E, "group": ranks.group, "transport": transport}
+        prepared = ep.prepare(x if prepare else x.detach(), weights, ids, **options)
+        rows = prepared.rows**3 if prepare else prepared.rows * x.sum()
+        return (rows if prepare else ep.finalize(rows, prepared)).square().sum()
+
+    for transport, prepare in product(CROSSING, (True, False)):
+        torch.compiler.reset()
+        compiled = [torch.compile(penalty, backend="eager", fullgraph=True)] if transport == "replicated" else []
+        for call in (penalty, *compiled):
+            x, weights, ids = random(T)[:3]
+            x.requires_grad_()
+            loss = call(prepare, transport, x, weights, ids)
+            words = "moe_ops.ep: second derivatives are not implemented", "Leave create_graph out."
+            refused(ranks, partial(torch.autograd.grad, loss, x, create_graph=True, retain_graph=True), *words)
+            (first,) = torch.autograd.grad(loss, x)
+            ranks.expect(first.isfinite().all(), "the first derivative, after it")
+
+
+def transforms(ranks: Ranks) -> None:
+    """What functional transforms and forward mode would take rows through, to the ranks and back."""
+    x, weights, ids = random(T)[:3]
+    prepared = _prepare(ranks)
+
+    def prepare(x: Tensor) -> Tensor:
+        return ep.prepare(x, weights, ids, num_experts=E, group=ranks.group).rows.sum()
+
+    def finalize(rows: Tensor) -> Tensor:
+        return ep.finalize(rows, prepared).sum()
+
+    for function, given in ((prepare, x), (finalize, prepared.rows)):
+        said = (
+            f"ep.{function.__name__}: group must be of one rank inside a transform of torch.func",
+            f"got {ranks.size}",
+        )
+        refused(ranks, partial(torch.func.grad(function), given), *said)
+        refused(ranks, partial(torch.vmap(function), given.expand(2, *given.shape)), *said)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(given, torch.ones_like(given))
+            refused(ranks, partial(function, dual), "must not carry a tangent")
 
 
 def differentiated(ranks: Ranks) -> None:
@@ -242,12 +312,14 @@ def differentiated(ranks: Ranks) -> None:
 
 
 def added(ranks: Ranks) -> None:
-    """Of another shape than the tokens', which some transports would broadcast."""
+    """Of another shape than the tokens', which some transports would broadcast, or of integers."""
     for transport in ("gather", "replicated", "all_to_all"):
         for shape in ((H,), (1, H), (5, T, H)):
             prepared = _prepare(ranks, transport=transport)
             call = partial(ep.finalize, torch.zeros(prepared.rows.shape[0], H), prepared, torch.zeros(shape))
             refused(ranks, call, "ep.finalize: added must be [T=3")
+        call = partial(ep.finalize, torch.zeros(prepared.rows.shape[0], H), prepared, torch.zeros(T, H).int())
+        refused(ranks, call, "ep.finalize: added must be bfloat16, float16", "got torch.int32. Cast it first.")
 
 
 def weights(ranks: Ranks) -> None:
@@ -428,31 +500,36 @@ def ids_out_of_range(ranks: Ranks) -> None:
 
 
 def a_rank_that_never_calls(ranks: Ranks) -> None:
-    """The last one: the others say so once torch.distributed's time is up."""
-    group, store = ranks.new_group(), dist.distributed_c10d._get_default_store()
-    if ranks.rank == ranks.size - 1:
-        return
-    store.set_timeout(timedelta(seconds=2))
-    said = f"ep.prepare: rank {ranks.size - 1} of group {group.group_name!r} did not call it within 0:00:02"
-    try:
-        _layer(ranks, group=group)
-    except RuntimeError as late:
-        ranks.expect(said in str(late), f"{said!r} is not in {str(late)!r}")
-    else:
-        ranks.expect(False, "nobody was missed")
-    finally:
-        store.set_timeout(timedelta(seconds=PATIENCE))
+    """The last one: the others say so once torch.distributed's time is up. Initialised again, it works again."""
+    store = dist.distributed_c10d._get_default_store()
+    if ranks.rank != ranks.size - 1:
+        store.set_timeout(timedelta(seconds=2))
+        said = f"ep.prepare: rank {ranks.size - 1} of group '0' did not call it within 0:00:02"
+        try:
+            _layer(ranks, group=dist.group.WORLD)
+        except RuntimeError as late:
+            ranks.expect(said in str(late), f"{said!r} is not in {str(late)!r}")
+        else:
+            ranks.expect(False, "nobody was missed")
+        finally:
+            store.set_timeout(timedelta(seconds=PATIENCE))
+    dist.destroy_process_group()
+    again = dist.PrefixStore("again", store)
+    dist.init_process_group("gloo", store=again, rank=ranks.rank, world_size=ranks.size)
+    want = ranks.share(None, random(ranks.size * T).alone())
+    ranks.close(_layer(ranks, group=dist.group.WORLD), want, 1e-6, "initialised again")
 
 
 _OF_TWO = (
     widths, dtypes, options, results, experts, transports, capacities, arguments, weights_of_halves, beside_a_group,
     tokens_in_a_graph, weights_in_a_graph, weights_of_halves_in_a_graph,
     no_tensors, layer_options, differentiated, added, types, arguments_in_a_graph, trained_in_part,
+    calls, debug, second_derivatives, transforms,
 )  # fmt: skip
 _OF_BOTH = (tokens, weights, groups, meshes, dropped_rows_reported, ids_out_of_range)
 CHECKS = {
     **{f"refused-{check.__name__}": Check(check) for check in _OF_TWO},
     **{f"refused-{check.__name__}": Check(check, (2, 4)) for check in _OF_BOTH},
     "dropped_rows": Check(dropped_rows, (2, 4)),
-    "a_rank_that_never_calls": Check(a_rank_that_never_calls, (2, 4)),  # the last of all: its group is of no use after
+    "a_rank_that_never_calls": Check(a_rank_that_never_calls, (2, 4)),  # the last of all: groups are of no use after
 }

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from moe_ops import groups
 from moe_ops.symmetric_memory import at_least
 
 
@@ -29,3 +30,17 @@ def test_none_is_made_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
         ValueError, match=r"op: transport must be .*'symm' inside a CUDA graph's capture\. Run the layer"
     ):
         at_least("op", "symm", [Buffer(8)], 9, Buffer)
+
+
+def test_what_is_kept_of_a_group_is_not_that_of_the_next_one_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Anything:
+        pass
+
+    there = {"0": Anything(), "1": Anything()}
+    monkeypatch.setattr(groups, "process_group", there.get)
+    kept = groups.PerGroup[list[int]](list)
+    kept["0"].append(1)
+    kept["1"].append(2)
+    assert (kept["0"], kept["1"]) == ([1], [2])
+    there["0"] = Anything()
+    assert (kept["0"], kept["1"]) == ([], [2])
