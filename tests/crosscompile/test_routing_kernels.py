@@ -235,8 +235,8 @@ CASES = {
 }
 
 
-# A generation changes how instructions are chosen, not which sizes spill: all sizes on Hopper, elsewhere the first one of
-# each kernel, and of each that quantises.
+# A generation changes how instructions are chosen, not which sizes spill: all sizes on Hopper, elsewhere the first one
+# of each kernel, and of each that quantises.
 FIRST = {(case.kernel.__name__, "quanti" in name): name for name, case in reversed(CASES.items())}
 COMPILED = [(90, name) for name in CASES] + [
     (capability, name)
