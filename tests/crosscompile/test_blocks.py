@@ -12,7 +12,7 @@ from moe_ops.backends.triton_plans import tile_for
 from moe_ops.kernels.triton.act_quant import _quantize_kernel
 from moe_ops.kernels.triton.permute import _place_small_kernel
 from moe_ops.plans import bucket
-from tests.crosscompile.test_packed import E, H, I, K, compile_packed
+from tests.crosscompile.test_packed import E, H, I, K, compile_packed, products
 from tests.crosscompile.test_routing_kernels import (
     BESIDE,
     IDS,
@@ -28,7 +28,7 @@ from tests.crosscompile.test_routing_kernels import (
 )
 
 #: The instruction that a scheme's weights and rows are multiplied by.
-PRODUCTS = {
+INSTRUCTIONS = {
     "mxfp8": r"tcgen05\.mma\S*kind::mxf8f6f4\.block_scale",
     "mxfp4_a8": r"tcgen05\.mma\S*kind::mxf8f6f4\.block_scale",
     "nvfp4": r"tcgen05\.mma\S*kind::mxf4nvf4\.block_scale",
@@ -37,19 +37,21 @@ NV_ROWS = {"rows_ptr": "*u8:16", "scale_ptr": "*u8:16"}
 MX_SCALE, NV_CODES = {"scale_ptr": "*u8:16"}, {"q_ptr": "*u8:16", "scale_ptr": "*u8:16"}
 
 
-@pytest.mark.parametrize(
-    ("tokens", "gated"),
-    [(16, True), (4096, True), (4096, False)],
-    ids=["16_gate_up", "4096_gate_up", "4096_down"],
+# Both kinds of blocks in all products, and codes of either size.
+@products(
+    {
+        "16_gate_up": ("mxfp4_a8", "nvfp4"),
+        "4096_gate_up": sorted(INSTRUCTIONS),
+        "4096_down": ("mxfp8", "nvfp4"),
+    }
 )
-@pytest.mark.parametrize("scheme", PRODUCTS)
 def test_tensor_cores_multiply_by_the_scales(scheme: str, tokens: int, gated: bool) -> None:
     """By the tile of so many tokens."""
     sizes = (2 * I, H) if gated else (H, I)
     tile = tile_for(scheme, E, bucket(tokens * K), *sizes, "NVIDIA B200", 100, "up")
     kernel = compile_packed(scheme, tile, gated=gated, capability=100, blocks=BLOCKS[SCHEMES[scheme].blocks])
     assert kernel.stack == 0, f"{kernel.stack} bytes of spills, {kernel.registers} registers"
-    assert kernel.ptx_count(PRODUCTS[scheme]) == kernel.ptx_count(r"tcgen05\.mma") > 0
+    assert kernel.ptx_count(INSTRUCTIONS[scheme]) == kernel.ptx_count(r"tcgen05\.mma") > 0
     assert kernel.ptx_count(r"cp\.async\.bulk\.tensor") > 0, "weights come by descriptor"
     assert kernel.ptx_count(r"ld\.global\S*\.b8") <= 2, "scales come in words"
     assert kernel.shared <= 227 * 1024

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meta.operands import Operand
-from meta.schemes import SCHEMES, QuantScheme
+from meta.schemes import SCHEMES
 from moe_ops.backends.triton_plans import PACKED, tile_for
 from moe_ops.kernels.triton import expert_mm, hopper, launch
 from moe_ops.kernels.triton.config import MMConfig
@@ -18,10 +18,20 @@ from moe_ops.kernels.triton.decoded_mm import _decoded_mm_kernel
 from moe_ops.kernels.triton.launch import ExpertMM
 from moe_ops.kernels.triton.layer import Layer
 from moe_ops.plans import Plan, bucket
-from tests.crosscompile.compiling import Compiled, compile_kernel
+from tests.crosscompile.compiling import Compiled, compile_kernel, quantized
 from tests.crosscompile.test_packed import E, H, I, K, common_arguments, descriptor, product
 
-LAYOUTS = pytest.mark.parametrize("layout", ["concat", "interleaved", None], ids=["concat", "interleaved", "down"])
+# Scales of rows are applied behind the loop, those within a step where it decodes, those of groups to its sums. Layouts
+# change which rows a thread decodes: every scheme with halves behind one another, of each kind one with the others.
+COMPILED = [
+    *((scheme, "concat") for scheme in sorted(PACKED)),
+    *((scheme, "interleaved") for scheme in ("fp8_w8a16", "nvfp4", "int4_w4a16")),
+    *((scheme, None) for scheme in ("int8_w8a16", "mxfp8", "int4_w4a16")),
+]
+KINDS = pytest.mark.parametrize(
+    ("scheme", "layout"), COMPILED, ids=[f"{scheme}-{layout or 'down'}" for scheme, layout in COMPILED]
+)
+UNSTACKED = pytest.mark.parametrize("layout", ["interleaved", None], ids=["interleaved", "down"])
 
 
 def compile_decoded(scheme: str, layout: str | None, **options: Any) -> Compiled:
@@ -66,8 +76,7 @@ def compile_product(mm: ExpertMM, fitted: MMConfig, rows: torch.Tensor) -> Compi
     return kernel
 
 
-@LAYOUTS
-@pytest.mark.parametrize("scheme", sorted(PACKED))
+@KINDS
 def test_compiles(scheme: str, layout: str | None) -> None:
     """Of 128 rows of tokens. One product is under way while the next weights are decoded, but where it is scaled."""
     kernel = compile_decoded(scheme, layout)
@@ -77,35 +86,37 @@ def test_compiles(scheme: str, layout: str | None) -> None:
     assert waits.count("1") == (0 if scaled else 2)
 
 
-@LAYOUTS
+@UNSTACKED
 def test_compiles_with_a_bias(layout: str | None) -> None:
     rows = 2 * I if layout else H
     compile_decoded("mxfp4", layout, bias=torch.empty(2, rows, dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("zeros", [torch.int8, torch.uint8], ids=str)
-@pytest.mark.parametrize("scheme", ["int4_w4a16", "int8_w8a16"])
+@pytest.mark.parametrize(("scheme", "zeros"), [("int4_w4a16", torch.int8), ("int8_w8a16", torch.uint8)], ids=str)
 def test_compiles_with_zero_points(scheme: str, zeros: torch.dtype) -> None:
     compile_decoded(scheme, "concat", zeros=zeros)
 
 
-@LAYOUTS
+@pytest.mark.parametrize("layout", ["concat", None], ids=["concat", "down"])
 def test_compiles_for_blocks_of_scales(layout: str | None) -> None:
     """Sums that wait for the scales of fp8_block128."""
     kernel = compile_decoded("fp8_w8a16", layout, stored_as="fp8_block128")
     assert set(re.findall(r"HGMMA\.64x(\d+)x16", kernel.sass)) == {"128"}
 
 
-@LAYOUTS
-@pytest.mark.parametrize("columns", [128, 256])
+@pytest.mark.parametrize(
+    ("columns", "layout"),
+    [(128, "concat"), (256, "interleaved"), (256, None)],
+    ids=["128-concat", "256-interleaved", "256-down"],
+)
 def test_rows_that_gemm_1_leaves_are_in_the_order_of_gemm_2(columns: int, layout: str | None) -> None:
     """int4: of as many columns as a group has, the scales are those of rows, and GEMM 2's sums wait for none."""
-    tile = tile_for("int4_w4a16", 8, bucket(4096), 2 * columns, 256, "NVIDIA H200", 90, "up")
-    row, rows = SCHEMES["int4_w4a16"], (2 * columns if layout else columns)
+    scheme, rows = "int4_w4a16", 2 * columns if layout else columns
+    tile = tile_for(scheme, 8, bucket(4096), 2 * columns, 256, "NVIDIA H200", 90, "up")
     options = {"glu_layout": layout} if layout else {}
-    up = ExpertMM(row_operand(row, rows, 256), torch.bfloat16, **options, activation="silu")
-    down = ExpertMM(row_operand(row, 256, columns), torch.bfloat16)
-    layer = Layer(up, down, "int4_w4a16")
+    up = ExpertMM(row_operand(scheme, rows, 256), torch.bfloat16, **options, activation="silu")
+    down = ExpertMM(row_operand(scheme, 256, columns), torch.bfloat16)
+    layer = Layer(up, down, scheme)
     first, second = (fitted._replace(block_m=128) for fitted in layer._tiles(Plan("triton", "grouped", (tile, tile))))
     order = down.order(second)
     given = torch.empty(256, 256, dtype=torch.bfloat16)
@@ -113,13 +124,12 @@ def test_rows_that_gemm_1_leaves_are_in_the_order_of_gemm_2(columns: int, layout
     compile_product(replace(down, rows_order=order), second, given[:, :columns].contiguous())
 
 
-def row_operand(row: QuantScheme, rows: int, columns: int) -> Operand:
-    stored, scales = row.quantize(torch.randn(2, rows, columns))
-    return Operand(stored, row, scales)
+def row_operand(scheme: str, rows: int, columns: int) -> Operand:
+    stored, scales = quantized(scheme, rows, columns)
+    return Operand(stored, SCHEMES[scheme], scales)
 
 
-@pytest.mark.parametrize("experts", [8, 512])
-@pytest.mark.parametrize("scheme", ["mxfp4", "int4_w4a16"])
+@pytest.mark.parametrize(("scheme", "experts"), [("mxfp4", 512), ("int4_w4a16", 8), ("int4_w4a16", 512)])
 def test_tables_of_many_experts_stay_out_of_the_loop(
     scheme: str, experts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

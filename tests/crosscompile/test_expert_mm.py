@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -154,17 +156,6 @@ def compile_mm(
 LARGE = (128, 256, 64)
 
 
-@pytest.mark.parametrize("by_pointer", [False, True])
-@pytest.mark.parametrize("result", ["bf16", "fp32"])
-@pytest.mark.parametrize("stages", [3, 4])
-@pytest.mark.parametrize("glu", [NOT_GATED.value, INTERLEAVED.value])
-def test_results_fit_beside_all_steps(glu, stages, result, by_pointer):
-    """Those of fp32 are twice the bytes of what is multiplied: `out_dtype`, and gradients that are added up later."""
-    kernel = compile_mm(LARGE, stages=stages, glu=glu, result=result, by_pointer=by_pointer)
-    assert kernel.shared <= 227 * 1024
-    assert ("UTMASTG" in kernel.sass) != by_pointer
-
-
 FORMS = {
     "glu_concat": dict(glu=CONCAT.value),
     "glu_interleaved": dict(glu=INTERLEAVED.value),
@@ -180,8 +171,28 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("stages", [3, 4])
-@pytest.mark.parametrize("form", FORMS)
+# With most steps in shared memory wide results in every way, narrow ones by pointer: by descriptor they are below.
+@pytest.mark.parametrize(
+    ("form", "stages", "result", "by_pointer"),
+    [
+        *((form, 4, "fp32", by_pointer) for form in ("down", "glu_interleaved") for by_pointer in (False, True)),
+        *((form, 4, "bf16", True) for form in ("down", "glu_interleaved")),
+        ("down", 3, "fp32", False),
+        ("glu_interleaved", 3, "bf16", True),
+    ],
+)
+def test_results_fit_beside_all_steps(form, stages, result, by_pointer):
+    """Those of fp32 are twice the bytes of what is multiplied: `out_dtype`, and gradients that are added up later."""
+    kernel = compile_mm(LARGE, stages=stages, result=result, by_pointer=by_pointer, **FORMS[form])
+    assert kernel.shared <= 227 * 1024
+    assert ("UTMASTG" in kernel.sass) != by_pointer
+
+
+STREAMS = ["glu_concat", "down", "batched_glu"]
+
+
+# Every form with most steps in shared memory, with fewer those that are looked into below.
+@pytest.mark.parametrize(("form", "stages"), [*((form, 4) for form in FORMS), *((form, 3) for form in STREAMS)])
 def test_large_tiles_on_hopper_use_wgmma_and_tma_without_spills(form, stages):
     kernel = compile_mm(LARGE, stages=stages, **FORMS[form])
     assert kernel.stack == 0, f"{kernel.stack} bytes of spills, {kernel.registers} registers"
@@ -190,8 +201,11 @@ def test_large_tiles_on_hopper_use_wgmma_and_tma_without_spills(form, stages):
     assert kernel.shared <= 227 * 1024
 
 
-@pytest.mark.parametrize("tall", [(0, 0), (128, 4)], ids=["one_height", "short_ends"])
-@pytest.mark.parametrize("glu", [CONCAT, INTERLEAVED, NOT_GATED], ids=["concat", "interleaved", "not_gated"])
+@pytest.mark.parametrize(
+    ("glu", "tall"),
+    [(CONCAT, (0, 0)), (CONCAT, (128, 4)), (INTERLEAVED, (128, 4)), (NOT_GATED, (0, 0))],
+    ids=["concat-one_height", "concat-short_ends", "interleaved-short_ends", "not_gated-one_height"],
+)
 def test_what_stood_before_the_activation_is_kept_without_spills(glu, tall):
     """Of gathered rows, as a layer in training has them; whole tiles leave by descriptor."""
     block = (64 if tall[0] else 128, 256, 64)
@@ -202,7 +216,7 @@ def test_what_stood_before_the_activation_is_kept_without_spills(glu, tall):
     assert kernel.sass.count("UTMASTG") > plain.sass.count("UTMASTG") > 0
 
 
-@pytest.mark.parametrize("form", ["glu_concat", "down", "batched_glu"])
+@pytest.mark.parametrize("form", STREAMS)
 def test_a_stream_multiplies_while_the_next_tile_is_loaded(form):
     """One loop over tiles and k: products wait for the one before, not for themselves, except before an epilogue.
 
@@ -331,13 +345,15 @@ def test_every_generation(capability, form):
     assert kernel.stack == 0, f"{kernel.stack} bytes of spills, {kernel.registers} registers"
 
 
-@pytest.mark.parametrize("stage", ["glu", "down"])
-@pytest.mark.parametrize("model", ["qwen3", "mixtral"])
+# All sizes on Hopper, elsewhere each kernel and each model once.
 @pytest.mark.parametrize(
-    ("capability", "scheme"),
-    [(80, "bf16"), (90, "bf16"), (100, "bf16"), (90, "fp8_block128"), (100, "fp8_block128"), (90, "fp8_channel"),
-     (90, "int8_channel")],
-)  # fmt: skip
+    ("capability", "scheme", "model", "stage"),
+    [
+        *product((90,), ("bf16", "fp8_block128", "fp8_channel", "int8_channel"), ("qwen3", "mixtral"), ("glu", "down")),
+        *((*of, "qwen3", "glu") for of in ((80, "bf16"), (100, "bf16"), (100, "fp8_block128"))),
+        *((*of, "mixtral", "down") for of in ((80, "bf16"), (100, "bf16"), (100, "fp8_block128"))),
+    ],
+)
 def test_small_kernels_stream_16_bytes_a_thread(capability, scheme, model, stage):
     experts, top_k, hidden, inter = {"qwen3": (128, 8, 2048, 768), "mixtral": (8, 2, 4096, 14336)}[model]
     tile = small_tiles(LayerKey(scheme, "grouped", experts, top_k, hidden, inter, gated=True))[stage == "down"]

@@ -19,12 +19,22 @@ from moe_ops.kernels.triton.launch import ExpertMM
 from moe_ops.kernels.triton.layer import Layer, fit
 from moe_ops.kernels.triton.promoted_mm import _promoted_mm_kernel
 from moe_ops.plans import Plan, bucket
-from tests.crosscompile.compiling import Compiled
+from tests.crosscompile.compiling import Compiled, quantized
 from tests.crosscompile.test_packed import TYPES, compile_gluon, descriptor, halves_in_order, note_launch
 
 E, H, I = 128, 2048, 768
 MANY = MMConfig(128, 256, 128, 8, 8, 3, a_tma=True, w_tma=True)
-CASES = [(scheme, layout) for scheme in sorted(PROMOTED) for layout in ("concat", "interleaved", "none", None)]
+LAYOUTS = ("concat", "interleaved", "none", None)
+CASES = [(scheme, layout) for scheme in sorted(PROMOTED) for layout in LAYOUTS]
+# Scales of blocks are multiplied in the loop: all layouts. Those of rows and of whole weights are multiplied behind it
+# and differ in strides: every layout with one of them, and both with the one whose results leave in halves.
+COMPILED = [
+    *(("fp8_block128", layout, 8) for layout in LAYOUTS),
+    *(("fp8_channel", layout, 8) for layout in ("concat", "none", None)),
+    *(("fp8_tensor", layout, 8) for layout in ("concat", "interleaved")),
+    ("fp8_block128", "concat", 512),
+]
+SWAPPED = [(scheme, False) for scheme in sorted(PROMOTED)] + [("fp8_block128", True), ("fp8_channel", True)]
 
 
 def product(
@@ -37,14 +47,14 @@ def product(
 ) -> ExpertMM:
     """GEMM 1 of a layout, or GEMM 2."""
     N, depth = (width if layout == "none" else 2 * width, H) if layout else (H, width)
-    stored, scales = SCHEMES[scheme].quantize(torch.randn(2, N, depth))
+    stored, scales = quantized(scheme, N, depth)
     scales = tuple(scale.to(of_scales) for scale in scales)
     first: dict[str, Any] = {"glu_layout": layout, "activation": "silu", "quantize_output": True} if layout else {}
     shift = torch.empty(2, N, dtype=torch.bfloat16) if bias else None
     return ExpertMM(Operand(stored, SCHEMES[scheme], scales), torch.bfloat16, **first, bias=shift)
 
 
-def compile_promoted(mm: ExpertMM, *, experts: int = E, swapped: bool = False) -> Compiled:
+def compile_promoted(mm: ExpertMM, *, experts: int = 8, swapped: bool = False) -> Compiled:
     """By `promoted_mm`, or by `folded_mm` what that takes."""
     rows = torch.empty(256, mm.in_features, dtype=torch.float8_e4m3fn)
     out, _ = mm.allocate((256,), rows, in_halves=mm.quantizes_rows)
@@ -59,9 +69,7 @@ def compile_promoted(mm: ExpertMM, *, experts: int = E, swapped: bool = False) -
     return compile_gluon(kernel, mm, made, arguments, experts=experts, swapped=swapped)
 
 
-@pytest.mark.parametrize(
-    ("scheme", "layout", "experts"), [*((*case, 8) for case in CASES), ("fp8_block128", "concat", 512)], ids=str
-)
+@pytest.mark.parametrize(("scheme", "layout", "experts"), COMPILED, ids=str)
 def test_compiles(scheme: str, layout: str | None, experts: int) -> None:
     """A step is two products of 128 weight rows, of 128 columns: four instructions each, for both groups of warps."""
     kernel = compile_promoted(product(scheme, layout, bias=layout == "concat"), experts=experts)
@@ -74,17 +82,17 @@ def test_compiles(scheme: str, layout: str | None, experts: int) -> None:
         assert len(body) < 260
 
 
-@pytest.mark.parametrize("of_scales", [torch.bfloat16, torch.float8_e8m0fnu], ids=str)
-@pytest.mark.parametrize("layout", ["concat", None], ids=str)
+@pytest.mark.parametrize(("layout", "of_scales"), [("concat", torch.bfloat16), (None, torch.float8_e8m0fnu)], ids=str)
 def test_compiles_for_scales_of_other_types(layout: str | None, of_scales: torch.dtype) -> None:
     assert compile_promoted(product("fp8_block128", layout, of_scales=of_scales)).stack <= 24
 
 
-@pytest.mark.parametrize("swapped", [False, True], ids=["gate_first", "up_first"])
-@pytest.mark.parametrize("scheme", sorted(PROMOTED))
+@pytest.mark.parametrize(
+    ("scheme", "swapped"), SWAPPED, ids=[f"{scheme}-{'up' if swapped else 'gate'}_first" for scheme, swapped in SWAPPED]
+)
 def test_the_gate_comes_first_wherever_it_is(scheme: str, swapped: bool) -> None:
     """The descriptor begins with the half of the lower address; scales are multiplied in the order of the halves."""
-    halves = halves_in_order(compile_promoted(product(scheme, "concat"), swapped=swapped))
+    halves = halves_in_order(compile_promoted(product(scheme, "concat", bias=True), swapped=swapped))
     assert halves == (["1", "0"] if swapped else ["0", "1"]) * (len(halves) // 2) and halves
 
 
@@ -109,15 +117,15 @@ def test_which_products_it_takes(scheme: str, layout: str | None, taken: bool, m
     assert not mm.promotes(tile, 1024)
 
 
-@pytest.mark.parametrize("width", [192, 2880, 64])
+@pytest.mark.parametrize("width", [2880, 64])
 def test_blocks_that_run_on_into_the_up_half(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An upper half is of two blocks; of which one a column is costs no instruction of the loop but the factors'."""
     monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: True)
-    mm = product("fp8_block128", "concat", width=width)
+    mm = product("fp8_block128", "concat", bias=True, width=width)
     assert mm.decoding["groups"].runs_on and mm.promotes(fit(MANY, mm), 4096)
     longest = [
         max(len(body) for body in compile_promoted(of).loops if sum("QGMMA" in line[1] for line in body) == 8)
-        for of in (mm, product("fp8_block128", "concat"))
+        for of in (mm, product("fp8_block128", "concat", bias=True))
     ]
     assert longest[0] <= longest[1] + 16
 
@@ -155,7 +163,7 @@ def test_plans_are_made_for_it(experts: int, rows: int, promoted: bool) -> None:
 
 
 def test_its_instructions_are_those_of_eight_bits() -> None:
-    kernel = compile_promoted(product("fp8_channel", "concat"))
+    kernel = compile_promoted(product("fp8_channel", "concat", bias=True))
     assert kernel.ptx_count(r"wgmma\.mma_async\S+k32\.f32\.e4m3\.e4m3 ") == len(re.findall(r"QGMMA", kernel.sass))
     assert "HGMMA" not in kernel.sass and kernel.sass.count("UTMALDG") >= 4 and "UTMASTG" in kernel.sass
 
