@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch._inductor.utils import fresh_cache, run_and_get_code
+import torch._functorch.config
+from torch._inductor.utils import run_and_get_code
 
 import moe_ops
 from moe_ops import runtime
@@ -27,7 +28,8 @@ Tensor = torch.Tensor
 @pytest.fixture(autouse=True)
 def _compiled_anew() -> Iterator[None]:
     torch.compiler.reset()
-    with torch.no_grad(), fresh_cache():
+    graphs = torch._inductor.config.patch(fx_graph_cache=False)  # what they have of C++ is compiled once
+    with torch.no_grad(), graphs, torch._functorch.config.patch(enable_autograd_cache=False):
         yield
 
 
