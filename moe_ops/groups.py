@@ -92,10 +92,10 @@ class PerGroup(Generic[T]):
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
-        self._kept: dict[str, tuple[ref[Any], T]] = {}
+        self._kept: dict[str, tuple[Callable[[], Any], T]] = {}
 
     def __getitem__(self, name: str) -> T:
         group = process_group(name)
         if name not in self._kept or self._kept[name][0]() is not group:
-            self._kept[name] = ref(group), self._make()
+            self._kept[name] = (lambda: None) if group is None else ref(group), self._make()
         return self._kept[name][1]
