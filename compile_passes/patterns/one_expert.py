@@ -10,7 +10,7 @@ from torch import fx
 from compile_passes.match import Part, Product, Weight
 from compile_passes.patterns.contraction import peel_transpose
 from compile_passes.reading import Reading
-from compile_passes.vocabulary import example, rank, same_shape, tensors_of
+from compile_passes.vocabulary import example, has_shape, rank, same_shape, tensors_of
 
 
 def product_of_one(reading: Reading, node: fx.Node) -> tuple[Product, int] | None:
@@ -84,10 +84,15 @@ def _of_one(reading: Reading, source: Any, parts: list[Part]) -> bool:
 
 
 def _taken(reading: Reading, value: Any) -> tuple[fx.Node, list[Part]] | None:
-    """(x, what ``value`` takes of it): a slice, an entry, one of several parts."""
+    """(x, what ``value`` takes of it): a slice, an entry, one of several parts, also ``slice.squeeze(0)`` of one."""
     call = reading.read(value, "getslice slice narrow select item", "index dim start end step length")
     if call is None:
-        return None
+        view, made = reading.read(value, "view"), example(value)
+        if view is None or made is None or not has_shape(view["x"], 1, *made.shape):
+            return None
+        inner = _taken(reading, view["x"])
+        one = inner is not None and inner[1][0].dim == 0 and inner[1][0].length == 1
+        return (inner[0], [replace(inner[1][0], length=None), *inner[1][1:]]) if inner is not None and one else None
     source: Any = call["x"]
     if call.name == "item":
         return _split(reading, source, call["index"])

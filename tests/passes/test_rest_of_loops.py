@@ -59,6 +59,21 @@ def dbrx(x, gate, w1, v1, w2):
     return out.view(x.shape[0], -1, H)
 
 
+def dbrx_in_parts(x, gate, w1, v1, w2):
+    """As transformers 4.4x has it: all experts' weights at once, a list of parts of one expert each."""
+    tokens = x.reshape(-1, H)
+    topk_weights, ids = router(tokens, gate)
+    out = torch.zeros_like(tokens)
+    mask = F.one_hot(ids, num_classes=E).permute(2, 1, 0)
+    weights_of = [[one.squeeze(dim=0) for one in flat.view(E, I, H).chunk(E, dim=0)] for flat in (v1, w1, w2)]
+    for e, (v, g, d) in enumerate(zip(*weights_of, strict=True)):
+        slot, token = torch.where(mask[e])
+        rows = tokens[None, token].reshape(-1, H)
+        made = (F.silu(rows.matmul(g.t())) * rows.matmul(v.t())).matmul(d)
+        out.index_add_(0, token, made * topk_weights[token, slot, None])
+    return out.view(x.shape[0], -1, H)
+
+
 def longcat(x, gate, w1, w2):
     """Experts after the last one give their tokens back; the first weight has rows for them, which nobody reads."""
     topk_weights, ids = router(x, gate)
@@ -103,6 +118,7 @@ def flat():
 FORMS = {
     "a_class_for_no_expert": (by_one_hot, weights(dtype=torch.float32)),
     "step3p7": (step3p7, weights(dtype=torch.float32)),
+    "dbrx_in_parts": (dbrx_in_parts, flat()),
     "dbrx": (dbrx, flat()),
     "longcat": (longcat, more_gates(IDENTITIES, stacked=True)),
     "longcat_of_as_many_weights": (longcat, more_gates(IDENTITIES)),
@@ -115,7 +131,7 @@ def test_fused_and_right(name: str) -> None:
     run, inputs = FORMS[name]
     (row,) = found(run, **inputs)
     assert isinstance(row, MoEMatch) and row.dispatch.form == "loop", str(row)
-    outcome = assert_same(run, *inputs.values(), fullgraph=True, gradients=name in ("dbrx", "longcat"))
+    outcome = assert_same(run, *inputs.values(), fullgraph=True, gradients=name in ("dbrx", "dbrx_in_parts", "longcat"))
     assert outcome.fused == 1
 
 
