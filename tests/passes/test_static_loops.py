@@ -189,6 +189,16 @@ def test_a_loop_that_is_left_runs_beside_one_that_is_captured():
     assert "forward" not in vars(moe_ops.restore(model)[1])
 
 
+def proved_and_fused(model, x):
+    """Its static form was, in one graph, and gives what it gave."""
+    expected = model(x)
+    function, said = prepared(model, fullgraph=True)
+    assert "was proved equal" in said[0], said
+    with torch.no_grad():
+        torch.testing.assert_close(function(x), expected, atol=1e-5, rtol=1e-5)
+    assert counters["moe_ops"]["fused"] == 1
+
+
 class SumsInFloat32(Block):
     """Results of a bfloat16 model that are added in float32, as DeepSeek-V3 of transformers 4.5x has them."""
 
@@ -220,13 +230,7 @@ class RouterInFloat32(Block):
 @pytest.mark.parametrize("kind", [SumsInFloat32, RouterInFloat32], ids=lambda kind: kind.__name__)
 def test_code_that_does_not_run_in_float64(kind):
     """It is tried in float32: code may name that."""
-    model = decoder(kind)
-    expected = model(tokens(5))
-    function, said = prepared(model, fullgraph=True)
-    assert "was proved equal" in said[0], said
-    with torch.no_grad():
-        torch.testing.assert_close(function(tokens(5)), expected, atol=1e-5, rtol=1e-5)
-    assert counters["moe_ops"]["fused"] == 1
+    proved_and_fused(decoder(kind), tokens(5))
 
 
 class OfAnyRank(Block):
@@ -245,14 +249,7 @@ class OfAnyRank(Block):
 
 def test_code_that_runs_on_tokens_of_either_rank():
     torch.manual_seed(0)
-    model = OfAnyRank().eval()
-    x = tokens(5).flatten(0, 1)
-    expected = model(x)
-    function, said = prepared(model, fullgraph=True)
-    assert "was proved equal" in said[0], said
-    with torch.no_grad():
-        torch.testing.assert_close(function(x), expected, atol=1e-5, rtol=1e-5)
-    assert counters["moe_ops"]["fused"] == 1
+    proved_and_fused(OfAnyRank().eval(), tokens(5).flatten(0, 1))
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
@@ -289,13 +286,7 @@ class AsksTwice(Block):
 
 
 def test_a_test_of_any_slot_of_any_token():
-    model = decoder(AsksTwice)
-    expected = model(tokens(5))
-    function, said = prepared(model, fullgraph=True)
-    assert "was proved equal" in said[0], said
-    with torch.no_grad():
-        torch.testing.assert_close(function(tokens(5)), expected, atol=1e-5, rtol=1e-5)
-    assert counters["moe_ops"]["fused"] == 1
+    proved_and_fused(decoder(AsksTwice), tokens(5))
 
 
 class Counts(nn.Module):
