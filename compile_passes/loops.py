@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from compile_passes.reached import names_of, reached, tree_of
+from compile_passes.reached import names_of, of_torch, reached, tree_of
 
 CAPTURABLE = "grouped_mm"
 # What transformers' `use_experts_implementation` sets on every instance of a class that it decorates.
@@ -200,7 +200,8 @@ def find_blocks(model: nn.Module, has: Callable[[nn.Module], bool]) -> Iterator[
 
 def find_sizes_of_the_data(model: nn.Module) -> list[str]:
     """Modules at the experts, or beside them, that loop over nothing that the data knows, with results of such sizes:
-    of `bincount`, whose ``minlength`` Dynamo does not ask for, `nonzero`, `where` and masks.
+    of `bincount`, whose ``minlength`` Dynamo does not ask for, `nonzero`, `where` and masks. Not where the same code
+    makes lists of what tensors hold: Dynamo breaks the graph there, and would fail once it captures such sizes.
     """
     groups = [group.name for group in find_experts(model)]
     around = {*groups, *(name.rpartition(".")[0] for name in groups)}
@@ -211,16 +212,21 @@ def find_sizes_of_the_data(model: nn.Module) -> list[str]:
     sized = {
         kind
         for kind in set(kinds.values())
-        if any(map(_has_sizes_of_the_data, _code_reached(kind))) and not loops_over_data(kind)
+        if any(map(_has_sizes_of_the_data, _code_reached(kind))) and not loops_over_data(kind) and not makes_lists(kind)
     }
     return [name for name, kind in kinds.items() if kind in sized]
+
+
+def makes_lists(kind: type[nn.Module]) -> bool:
+    """Whether code of a class makes lists of what tensors hold."""
+    return any("tolist" in names_of(function.__code__) for function in reached((kind,)))
 
 
 def _code_reached(kind: type[nn.Module]) -> Iterator[ast.AST]:
     """The syntax trees of what ``forward`` reaches; of all methods where it asks for some by a name that it makes."""
     functions = [*reached((kind,))]
     if any("getattr" in names_of(function.__code__) for function in functions):
-        own = [base for base in kind.__mro__ if not base.__module__.startswith("torch.")]
+        own = [base for base in kind.__mro__ if not of_torch(base.__module__)]
         functions = [*reached((kind,), *{name for base in own for name in vars(base)})]
     yield from filter(None, map(tree_of, functions))
 
@@ -257,7 +263,7 @@ def names_called(kind: type[nn.Module], depth: int = 3) -> frozenset[str]:
     Torch's own classes have none that matter.
     """
     if kind not in _NAMES_CALLED:
-        classes = [base for base in kind.__mro__ if not base.__module__.startswith("torch.")]
+        classes = [base for base in kind.__mro__ if not of_torch(base.__module__)]
         own = [value for base in classes for value in vars(base).values()]
         waiting = [(value, depth) for value in own if isinstance(value, FunctionType)]
         found: set[str] = set()

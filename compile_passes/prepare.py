@@ -31,16 +31,7 @@ from compile_passes.loops import (
     find_sizes_of_the_data,
     loops_over_data,
 )
-from compile_passes.rebind import (
-    EAGER,
-    Verdict,
-    bind,
-    fused_as_written,
-    leave_eager,
-    makes_lists,
-    unbind,
-    verdict_of,
-)
+from compile_passes.rebind import EAGER, Verdict, bind, fused_as_written, leave_eager, unbind, verdict_of
 from compile_passes.recording import prepare_recording, restore_recording
 from compile_passes.source import sure
 from compile_passes.stackable import expert_lists, taken_elsewhere, why_not
@@ -259,11 +250,8 @@ def _called(adapted: Adapted) -> str:
 
 
 def _allow_sizes(model: nn.Module) -> None:
-    """Allow the capture of results at the experts whose sizes only the data knows, where the same code does not read
-    numbers of them: Dynamo breaks the graph there, and would fail.
-    """
+    """Allow the capture of results at the experts whose sizes only the data knows."""
     found = [] if torch._dynamo.config.capture_dynamic_output_shape_ops else find_sizes_of_the_data(model)
-    found = [name for name in found if not makes_lists(type(model.get_submodule(name)))]
     if found:
         torch._dynamo.config.capture_dynamic_output_shape_ops = True
         called = [name or type(model).__name__ for name in found]

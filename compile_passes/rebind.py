@@ -22,8 +22,7 @@ from compile_passes.class_counts import without_class_counts
 from compile_passes.conversions import without_conversions
 from compile_passes.effects import Kept
 from compile_passes.explain import explain
-from compile_passes.loops import STATIC
-from compile_passes.reached import names_of, reached
+from compile_passes.loops import STATIC, makes_lists
 from compile_passes.report import Report
 from compile_passes.source import NotStatic, held
 from compile_passes.stack_slices import FREEZE
@@ -51,6 +50,7 @@ class Verdict:
         training: the mode in which it was proved; None: both.
         narrower: how many times narrower than the block its copy was, for want of memory.
         seconds: what the trial cost.
+        alone: whether the block runs on hidden states alone; where it does not, one around it may.
     """
 
     forms: Mapping[str, StaticForm]
@@ -59,10 +59,10 @@ class Verdict:
     training: bool | None = None
     narrower: int = 1
     seconds: float = 0.0
+    alone: bool = True
 
 
 _VERDICTS: dict[Any, Verdict] = {}
-_NOT_ALONE: dict[Any, NotAlone] = {}
 _Judgement = TypeVar("_Judgement")
 
 
@@ -73,16 +73,17 @@ def verdict_of(model: nn.Module, path: str, *, loops: bool = True) -> tuple[Verd
         loops: on the loops of the module; False: on what else in it asks the data.
     """
     start = time.perf_counter()
-    key: Any = None
+    verdict = Verdict({}, reason="its forward takes more than hidden states, and so do the modules around it")
+    around, key, known = "", None, False
     try:
         module = model.get_submodule(path)
         if loops:
             _check_hooks(module)
-        own = {path: static_form(module)} if loops else {}
-        refused = NotStatic("its forward takes more than hidden states, and so do the modules around it")
+        own = static_form(module) if loops else None
         for around in _blocks(model, path):
+            key = None
             block = model.get_submodule(around)
-            forms = {name[len(around) :].lstrip("."): form for name, form in own.items()}
+            forms = {} if own is None else {path[len(around) :].lstrip("."): own}
             for inside, other in block.named_modules():
                 more = None if inside in forms else without_class_counts(other) or without_conversions(other)
                 if more is not None:
@@ -91,24 +92,18 @@ def verdict_of(model: nn.Module, path: str, *, loops: bool = True) -> tuple[Verd
                 _check_unbound(block.get_submodule(inside))
             source = [ast.dump(tree) for form in forms.values() for tree in form.trees()]
             key = (*forms, *source, *_facts(block))
-            if key in _VERDICTS:
-                return replace(_VERDICTS[key], block=around), True
-            if key in _NOT_ALONE:
-                refused = _NOT_ALONE[key]
-                continue
-            try:
-                verdict = _tried(block, forms, start)
+            known = key in _VERDICTS
+            if not known:
+                _VERDICTS[key] = _tried(block, forms, start)
+            verdict = _VERDICTS[key]
+            if verdict.alone:
                 break
-            except NotAlone as error:
-                refused = _NOT_ALONE[key] = error
-        else:
-            raise refused
     except Exception as error:  # of code that nobody has thought of, too: it runs as it is
         reason = str(error) if isinstance(error, NotStatic) else f"its trial ended in {type(error).__name__}: {error}"
-        verdict = Verdict({}, reason=reason, seconds=time.perf_counter() - start)
-    if key is not None:
-        _VERDICTS[key] = verdict
-    return replace(verdict, block=around if verdict.forms else ""), False
+        verdict, known = Verdict({}, reason=reason, seconds=time.perf_counter() - start), False
+        if key is not None:
+            _VERDICTS[key] = verdict
+    return replace(verdict, block=around if verdict.forms else ""), known
 
 
 def fused_as_written(model: nn.Module, path: str) -> bool:
@@ -146,18 +141,11 @@ def leave_eager(module: nn.Module) -> bool:
     at which it would break the graph else.
     """
     kind = type(module)
-    if not torch._dynamo.config.capture_dynamic_output_shape_ops or "forward" in vars(module):
-        return False
-    if not makes_lists(kind):
+    if not torch._dynamo.config.capture_dynamic_output_shape_ops or "forward" in vars(module) or not makes_lists(kind):
         return False
     vars(module)["forward"] = MethodType(torch.compiler.disable(kind.forward), module)
     vars(module)[EAGER] = ("forward",)
     return True
-
-
-def makes_lists(kind: type[nn.Module]) -> bool:
-    """Whether code of a class makes lists of what tensors hold."""
-    return any("tolist" in names_of(function.__code__) for function in reached((kind,)))
 
 
 def unbind(model: nn.Module) -> None:
@@ -189,7 +177,11 @@ def _of_either_rank(block: nn.Module, judged: Callable[[Trial], _Judgement]) -> 
 
 
 def _tried(block: nn.Module, forms: Mapping[str, StaticForm], start: float) -> Verdict:
-    return replace(_of_either_rank(block, partial(_judged, block, forms)), seconds=time.perf_counter() - start)
+    try:
+        verdict = _of_either_rank(block, partial(_judged, block, forms))
+    except NotAlone as error:
+        verdict = Verdict({}, reason=str(error), alone=False)
+    return replace(verdict, seconds=time.perf_counter() - start)
 
 
 def _judged(block: nn.Module, forms: Mapping[str, StaticForm], trial: Trial) -> Verdict:

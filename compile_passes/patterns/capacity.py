@@ -60,15 +60,6 @@ class _Moved:
     tokens: tuple[str, ...] = ()
 
 
-def _of_sequences(axes: Axes) -> Axes:
-    """``axes`` with the tokens as sequences and places in them."""
-    return tuple(
-        tuple(part for name in flat((axis,)) for part in (("t0", "t1") if name == "t0" else (name,)))
-        if "t0" in flat((axis,)) else axis
-        for axis in axes
-    )  # fmt: skip
-
-
 def recognise_capacity(
     reading: Reading, ups: Sequence[Product], down: Product, floor: torch.dtype
 ) -> tuple[Dispatch, Combine] | Refusal | None:
@@ -109,8 +100,11 @@ class _Capacity:
         if sequences is None:
             return block
         self.factors.sizes |= sequences  # of which a one-hot [B, S, K, E] may be a view [B * S, K, E]
-        of_hidden, mask, weighs = (_of_sequences(given) for given in (moved.of_hidden, moved.axes, axes))
-        again = self._block(replace(moved, of_hidden=flat(of_hidden), axes=mask), total, weights, weighs)
+        both = tuple(sequences)
+        mask, weighs = (
+            tuple(both if flat((axis,)) == moved.of_hidden else axis for axis in given) for given in (moved.axes, axes)
+        )
+        again = self._block(replace(moved, of_hidden=both, axes=mask), total, weights, weighs)
         return block if isinstance(again, Refusal) else again
 
     def _sequences(self, moved: _Moved) -> dict[str, Any] | None:

@@ -261,10 +261,11 @@ class Pairs:
         parts = [part for part in ([index] if isinstance(index, fx.Node) else index) if part is not None]
         if added is not None:
             return self._added_at(added, call, parts, hits, number)
+        if hits.dims == 1 and list(map(place_of, parts[1:])) == [number]:  # scores[tokens, e]
+            scores = self._scores(call["x"]) if rank(call["x"]) == 2 else None
+            return Weighed(scores, True) if scores is not None and self._lists(parts[0], hits, hits.token) else None
         if hits.alone:
-            return self._weights_of_tokens(call, parts, hits, number)
-        if hits.dims == 1 and list(map(place_of, parts[1:])) == [number] and self._lists(parts[0], hits, hits.token):
-            return self._scores_of(call["x"])
+            return self._weights_of_tokens(call["x"], parts[0], hits, number) if len(parts) == 1 else None
         if len(parts) != hits.dims + 1 or rank(call["x"]) != hits.dims + 1:
             return None
         if hits.dims > 1:
@@ -276,15 +277,11 @@ class Pairs:
             return None
         return Weighed(self.reading.uncast(call["x"], self.floor))
 
-    def _weights_of_tokens(self, call: Call, parts: Sequence[Any], hits: Hits, number: int) -> Weighed | None:
-        place, *rest = parts
-        source: fx.Node = call["x"]
-        if not rest and self._has_one_slot(place, hits, number) and same_shape(source, place):  # weights[ids == e]
+    def _weights_of_tokens(self, source: fx.Node, place: Any, hits: Hits, number: int) -> Weighed | None:
+        if self._has_one_slot(place, hits, number) and same_shape(source, place):  # weights[ids == e]
             return Weighed(self.reading.uncast(source, self.floor))
         if not self._lists(place, hits, hits.token):
             return None
-        if rest:  # scores[mask, e]
-            return self._scores_of(source) if list(map(place_of, rest)) == [number] else None
         found = self.summed(source, number)
         if found is not None:
             return Weighed(found[1]) if self.reading.same(found[0], hits.ids) else None
@@ -328,8 +325,7 @@ class Pairs:
             sides = [(inner["x"], inner["y"]), (inner["y"], inner["x"])]
         else:
             other = inner["y" if inner.name == "where" else "value"]
-            zero = self.reading.is_zeros(other) if isinstance(other, fx.Node) else other == 0
-            sides = [(inner["x"], inner["mask"])] if zero else []
+            sides = [(inner["x"], inner["mask"])] if other == 0 or self.reading.is_zeros(other) else []
         for weights, mask in sides:
             found = self.of_mask(mask, number, inner.name == "masked_fill")
             if found is None or not same_shape(mask, product):
@@ -370,11 +366,6 @@ class Pairs:
         """Whether ``call`` works along the last dimension."""
         dims = rank(call["x"])
         return dims is not None and type(call["dim"]) is int and call["dim"] % dims == dims - 1
-
-    def _scores_of(self, value: fx.Node) -> Weighed | None:
-        """Scores [T, E], if they are that."""
-        scores = self._scores(value) if rank(value) == 2 else None
-        return None if scores is None else Weighed(scores, True)
 
     def _scores(self, value: Any) -> fx.Node | None:
         """``value`` if it is [..., E] with a number for every token and expert."""
