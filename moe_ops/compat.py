@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any, cast
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 class _AfterImport(MetaPathFinder):
@@ -93,6 +94,9 @@ def autocast_is_on() -> bool:
 
 if hasattr(torch._C, "_is_any_autocast_enabled"):
     autocast_is_on = torch._C._is_any_autocast_enabled
+
+#: For what is no part of a call: modes for operators, such as one that counts, do not see it.
+without_operator_modes = _disable_current_modes
 
 #: For the body of an operator, too, where modes for functions are on around its call, such as the one that puts what a
 #: function makes on the default device. The dispatcher lets none in; compiled code calls the body itself.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from meta.activations import ACTIVATIONS, split_glu
 from meta.dims import accumulation_dtype
 from meta.operands import Glu, Operand
+from moe_ops.kernels.cpu_costs import costs, padded_length
 from moe_ops.pairs import local_ids
 
 #: ``(expert, first row, end row)`` of an expert that has rows.
@@ -36,20 +36,6 @@ _COPIED = 2**16
 _IN_A_LOT = 2**21
 _WIDENED = 2**20  # elements of half precision, before the activation, in fp32 at a time: memory that is used again
 _FEW = 128  # pairs that Python sorts faster than torch does
-# What an expert costs in rows, by dtype: reading its weights, rows that a batched GEMM takes as long as at the least,
-# and GEMMs of its own, of a larger projection of _MIDDLE elements, which falls by a power of the elements. Threads that
-# sleep in between are woken for each GEMM, those that spin wait for each other; their shares, and one thread's. us on
-# two cores in bf16 with threads that spin, 8 experts with 244 to 271 rows each, one by one and all padded: 2I x H =
-# 256 x 256 1275 and 572, 768 x 768 3692 and 2710; with 49 to 75 rows 825 and 228, 1895 and 1215, 1536 x 2048 8418 and
-# 6145.
-# Of lengths that were tried for 5 shapes, 4 to 1024 tokens, uniform and Zipf 1.2, the one that is chosen takes 1.01
-# times the best one's time in bf16, 1.03 in fp32.
-_MIDDLE = 768 * 768
-_READ, _LEAST = {torch.bfloat16: 75, torch.float32: 8}, {torch.bfloat16: 0, torch.float32: 16}
-_ALONE, _POWER = {torch.bfloat16: 150.0, torch.float32: 14.0}, {torch.bfloat16: 0.75, torch.float32: 0.5}
-_SLEEPS = os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive"
-_OF_SPINNING, _OF_ONE = 0.45, 0.27
-_LENGTHS = 8  # that are tried
 
 
 def grouped_spans(offsets: Tensor, rows: int) -> list[Span]:
@@ -171,7 +157,7 @@ def linear(
     else:
         parts = zip(*([tensor[start:end] for _, start, end in spans] for tensor in (x, out)), strict=True)
     for (expert, _, _), (part, to) in zip(spans, parts, strict=True):
-        if plain and part.shape[0] == 1 and weight.stride(2) == 1:
+        if plain and part.shape[0] == 1 and weight.stride(2) == 1 and costs(x.dtype, torch.get_num_threads()).vector:
             _one_row(part[0], weight[expert], None if bias is None else bias[expert], to[0])
         elif plain and bias is None:
             torch.mm(part, matrices[expert], out=to)
@@ -184,11 +170,7 @@ def linear(
 
 
 def _one_row(row: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """``matrix @ row`` and ``bias [N]``, which has their dtype, to ``out``.
-
-    us on two cores in bf16 of a row as a matrix, and so: N x K = 768 x 768 286 and 191, 1536 x 2048 1021 and 671,
-    2048 x 768 673 and 472.
-    """
+    """``matrix @ row`` and ``bias [N]``, which has their dtype, to ``out``."""
     if bias is None:
         torch.mv(matrix, row, out=out)
     else:
@@ -209,40 +191,6 @@ def _copies(weight: Tensor, lengths: list[int]) -> bool:
     places = (weight.shape[2], weight.storage_offset(), *weight.stride()[:2])  # of one row, any stride is contiguous
     in_words = weight.is_contiguous() and not any(place % 4 for place in places)
     return few and in_words and 1 < len(lengths) == sum(lengths)
-
-
-def _alone_in_rows(weight: Tensor) -> float:
-    """See :data:`_ALONE`."""
-    size = weight.shape[1] * weight.shape[2] / _MIDDLE
-    share = _OF_ONE if torch.get_num_threads() == 1 else 1.0 if _SLEEPS else _OF_SPINNING
-    return float(share * _ALONE[weight.dtype] * size ** -_POWER[weight.dtype])
-
-
-def padded_length(counts: list[int], weight: Tensor) -> int:
-    """Rows of every expert to compute as one batched GEMM, the rest expert by expert; 0: all expert by expert.
-
-    A GEMM of one expert wakes threads for little work; a batch wakes them once but computes padding, and reads every
-    expert's weight. The length minimises what all of them cost, in rows: those of a GEMM, those that reading the weight
-    takes as long as, and for one of its own some more (:data:`_ALONE`).
-
-    Args:
-        counts: rows of every expert.
-        weight: ``[E, N, K]`` of the larger projection.
-    """
-    longest = max(counts)
-    if weight.dtype not in _ALONE or longest == 0 or weight.numel() == 0:
-        return 0
-    read, least, alone = _READ[weight.dtype], _LEAST[weight.dtype], _alone_in_rows(weight)
-    ascending = sorted(counts)
-    sums = [0, *accumulate(ascending)]
-
-    def cost(length: int) -> float:
-        whole = bisect_right(ascending, length)  # experts all of whose rows are padded ones
-        split = sums[-1] - sums[whole] + (len(counts) - whole) * (read + alone - length)
-        return split + len(counts) * (read + max(length, least)) if length else split
-
-    tried = {ascending[(len(ascending) - 1) * n // _LENGTHS] for n in range(_LENGTHS + 1)}
-    return min((0, *sorted(tried - {0})), key=cost)
 
 
 def lots(counts: list[int], columns: int) -> list[slice]:
@@ -326,9 +274,10 @@ def in_lots(order: Tensor, experts: Tensor, counts: list[int], pairs: int, weigh
         kept = slice(pair, pair + sum(within))
         length = padded_length(within, weight)
         place, rows, spans = lay_out(experts[kept] - some.start, within, length)
-        pair_of_row = torch.zeros(rows, dtype=torch.int64).scatter_(0, place, order[kept])
-        found.append(Lot(some, slice(row, row + rows), pair_of_row, length, spans))
+        pairs_here = order[kept]
+        pair_of_row = torch.zeros(rows, dtype=torch.int64).scatter_(0, place, pairs_here) if length else pairs_here
         places.append(place + row)
+        found.append(Lot(some, slice(row, row + rows), pair_of_row, length, spans))
         pair, row = kept.stop, row + rows
     row_of_pair = torch.full((pairs,), row).scatter_(0, order, places[0] if len(places) == 1 else torch.cat(places))
     return Layout(found, row_of_pair, len(order) < pairs)

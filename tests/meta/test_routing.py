@@ -121,11 +121,13 @@ def scores_of(kind: str, tokens: int, experts: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["distinct", "ties", "zeros", "special"])
-@pytest.mark.parametrize("experts", [16, 100], ids=str)
-def test_among_many_scores_the_same_are_first(kind: str, experts: int) -> None:
-    """float32 in keys, float64 sorted."""
-    scores = scores_of(kind, 2000, experts).requires_grad_()
-    for k in (1, 4, experts):
-        ids = first_k(scores, k)
+@pytest.mark.parametrize("experts", [8, 100], ids=str)
+@pytest.mark.parametrize("nonnegative", [False, True], ids=["any", "nonnegative"])
+def test_among_many_scores_the_same_are_first(kind: str, experts: int, nonnegative: bool) -> None:
+    """Of float32, or what is known not to be negative, the largest is taken k times; few, and more k, are sorted."""
+    scores = scores_of(kind, 2000, experts)
+    scores = (scores.abs() if nonnegative else scores).requires_grad_()
+    for k in (1, 4, 8, experts):
+        ids = first_k(scores, k, nonnegative)
         assert torch.equal(ids, first_k(scores.double(), k)) and not ids.requires_grad
-        assert torch.equal(ids[:5], first_k(scores[:5], k)), "few are sorted"
+        assert torch.equal(ids[:5], first_k(scores[:5], k, nonnegative)), "few are sorted"

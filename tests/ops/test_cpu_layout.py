@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import moe_ops
 from meta.operands import Glu, Operand
@@ -14,7 +15,9 @@ from moe_ops import reference
 from moe_ops.backends import cpu
 from moe_ops.kernels import cpu as kernels
 from moe_ops.kernels import cpu_combine as sums
-from moe_ops.kernels.cpu import lay_out, padded_length, sort_pairs
+from moe_ops.kernels import cpu_costs
+from moe_ops.kernels.cpu import lay_out, sort_pairs
+from moe_ops.kernels.cpu_costs import Costs, Power, padded_length
 from moe_ops.ops import parse
 from tests.ops.errors import assert_accurate, assert_rounded
 from tests.ops.layers import VARIANTS, Layer, Variant, dense_formula
@@ -144,8 +147,9 @@ def test_small_weights_of_single_rows_are_one_product(ids, stored, copied, bias,
 @pytest.mark.parametrize("stored", ["contiguous", "transposed"])
 @pytest.mark.parametrize("bias", [None, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("length", [0, 1])
-def test_a_row_alone_is_a_vector(length, bias, stored, monkeypatch) -> None:
-    """Of the weights as they are read fastest; an expert with more rows, or a padded one, has a product of matrices."""
+@pytest.mark.parametrize("vector", [True, False], ids=["faster", "slower"])
+def test_a_row_alone_is_a_vector(length, bias, stored, vector, monkeypatch) -> None:
+    """Where that is faster, of the weights as they are read fastest; more rows, or padded ones, are matrices."""
     layer = of_few_pairs([[0, 1, 2], [3, 2, 4], [5, 6, 2]], torch.bfloat16, bias)
     if stored == "transposed":
         for name in ("gate_up_proj", "down_proj"):
@@ -154,8 +158,9 @@ def test_a_row_alone_is_a_vector(length, bias, stored, monkeypatch) -> None:
     one_row = kernels._one_row
     monkeypatch.setattr(kernels, "_one_row", lambda *of: alone.append(1) or one_row(*of))
     monkeypatch.setattr(kernels, "padded_length", lambda counts, weight: length)
+    monkeypatch.setattr(kernels, "costs", lambda dtype, threads: Costs(*[Power(1.0, 0.0)] * 3, vector))
     assert_right(layer)
-    expected = 0 if stored == "transposed" or bias == torch.float32 or length else 2 * 6
+    expected = 0 if stored == "transposed" or bias == torch.float32 or length or not vector else 2 * 6
     assert len(alone) == expected
 
 
@@ -288,13 +293,14 @@ def test_columns_that_are_widened_together(hidden: int, wanted: int) -> None:
     assert sums._columns_at_once(torch.empty(2048, hidden, dtype=torch.float16, device="meta")) == wanted
 
 
-def on_threads(monkeypatch: pytest.MonkeyPatch, number: int, sleeping: bool = False) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: number)
-    monkeypatch.setattr(kernels, "_SLEEPS", sleeping)
+def at_costs(monkeypatch: pytest.MonkeyPatch, alone: float, one: float = 140.0) -> None:
+    """In rows, of a weight of 256 x 256, on a CPU that is not this one."""
+    found = Costs(read=Power(30.0, -0.2), alone=Power(alone, -0.9), one=Power(one, -0.7), vector=False)
+    monkeypatch.setattr(cpu_costs, "costs", lambda dtype, threads: found)
 
 
 def test_the_length_follows_the_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_threads(monkeypatch, 2)
+    at_costs(monkeypatch, alone=110)
     weight = torch.empty(64, 512, 256, dtype=torch.bfloat16, device="meta")
     assert padded_length([8] * 64, weight) == 8
     assert padded_length([0] * 63 + [500], weight) == 0, "padding every expert to the longest would be all padding"
@@ -303,18 +309,40 @@ def test_the_length_follows_the_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     wide, counts = weight.new_empty((8, 1024, 256)), [49, 58, 60, 64, 66, 70, 70, 75]
     assert padded_length(counts, wide) == 75, "a sixth of padding costs less than eight products of their own"
     assert padded_length([8] * 64, weight.to(torch.float16)) == 0, "fp16 has no fast batched product"
-    assert padded_length([2, 1, 0, 2, 1, 1, 0, 1], weight.new_empty((8, 1536, 2048))) == 0, "weights would be read"
+    assert padded_length([2, 0, 0, 2, 0, 1, 0, 2], weight.new_empty((8, 1536, 2048))) == 0, "weights would be read"
 
 
-@pytest.mark.parametrize(
-    ("threads", "wanted"),
-    [({"number": 2, "sleeping": True}, 360), ({"number": 2}, 0), ({"number": 1}, 0)],
-    ids=["sleep", "spin", "one"],
-)
-def test_threads_that_sleep_are_not_woken_for_each_expert(threads, wanted, monkeypatch) -> None:
-    on_threads(monkeypatch, **threads)
+@pytest.mark.parametrize(("alone", "wanted"), [(110, 0), (2000, 360)], ids=["spin", "sleep"])
+def test_threads_that_sleep_are_not_woken_for_each_expert(alone, wanted, monkeypatch) -> None:
+    at_costs(monkeypatch, alone)
     counts = [160, 200, 240, 280, 300, 320, 340, 360]
     assert padded_length(counts, torch.empty(8, 768, 768, dtype=torch.bfloat16, device="meta")) == wanted
+
+
+@pytest.mark.parametrize(("one", "wanted"), [(30.0, 0), (60.0, 1)], ids=["cheap", "dear"])
+def test_rows_alone_have_a_cost_of_their_own(one, wanted, monkeypatch) -> None:
+    at_costs(monkeypatch, 110.0, one)
+    assert padded_length([1, 1, 1, 0, 1, 1, 1, 0], torch.empty(8, 256, 256, device="meta")) == wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_costs_are_measured_once_and_unseen(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mode that is on around the first call, as AOTAutograd's is in compiled code's, is not measured with it."""
+    cpu_costs.costs.cache_clear()
+    with FlopCounterMode(display=False) as counted:
+        found = cpu_costs.costs(dtype, torch.get_num_threads())
+    assert counted.get_total_flops() == 0
+    assert all(power.rows >= 0.5 and -1 <= power.exponent <= 1 for power in found[:3])
+    monkeypatch.setattr(cpu_costs, "_least_seconds", lambda functions: pytest.fail("measured again"))
+    assert cpu_costs.costs(dtype, torch.get_num_threads()) is found
+
+
+def test_costs_are_in_rows_of_a_batch() -> None:
+    """The batch takes 16 for 8 rows and 48 for 40 each: a row 1, an expert 8 more; alone 8 more yet."""
+    assert cpu_costs._rows(few=16.0, more=48.0, one_by_one=24.0, vectors=7.0, matrices=6.0) == (8.0, 8.0, 5.0)
+    assert Power.through(8.0, 8.0).of(768 * 768) == 8.0
+    assert Power.through(9.0, 1.0).of(768 * 768) == pytest.approx(1.0), "the same time is fewer rows of more elements"
+    assert Power.through(8.0, 0.001).exponent == -1.0, "no cost falls with the size"
 
 
 @pytest.mark.parametrize("backend", [cpu, reference], ids=["cpu", "reference"])

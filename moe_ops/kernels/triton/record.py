@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.nvidia import driver as nvidia
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe_ops.compat import current_gpu, empty_cuda, without_function_modes
+from moe_ops.compat import current_gpu, empty_cuda, without_function_modes, without_operator_modes
 from moe_ops.counters import Row, rows_of
 from moe_ops.kernels.triton.util import INTERPRETED, cdiv
 from moe_ops.runtime import Warm
@@ -50,7 +50,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     """Launch `kernel` on the GPU that its first tensor is on; a record under way takes note."""
     first = next(argument for argument in arguments if isinstance(argument, Tensor))
     recorder = getattr(_running, "recorder", None)
-    with on_device(first), nullcontext() if recorder is None else _disable_current_modes():
+    with on_device(first), nullcontext() if recorder is None else without_operator_modes():
         named = dict(zip(options, with_memory(options.values()), strict=True))
         compiled = kernel[grid](*with_memory(arguments), **named)
     if recorder is not None:

@@ -1,0 +1,142 @@
+"""What products of experts cost on this CPU, measured once, and how many rows to compute as one batch by it."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import accumulate, islice, pairwise
+from math import log
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_ops import compat
+
+#: Of which a batched product is fast.
+_BATCHED = (torch.bfloat16, torch.float32)
+_SIZES = 256, 768  # sides of the measured weights
+_EXPERTS, _FEW, _MORE = 8, 8, 40
+# Of which the least is what other processes did not disturb; five were off by two times beside two of them. All that is
+# measured is so in every round: an undisturbed moment is not one thing's alone.
+_ROUNDS = 20
+_LEAST = 0.5  # rows, so that a cost has a logarithm
+_LENGTHS = 8  # that are tried
+
+
+class Power(NamedTuple):
+    """A cost in rows that goes with a power of a weight's elements: from -1, the same time for all of them, to 1."""
+
+    rows: float  # of a weight of the smaller size
+    exponent: float
+
+    @staticmethod
+    def through(smaller: float, larger: float) -> Power:
+        """Of both sizes' costs."""
+        exponent = log(max(larger, _LEAST) / max(smaller, _LEAST)) / log(_SIZES[1] ** 2 / _SIZES[0] ** 2)
+        return Power(max(smaller, _LEAST), min(max(exponent, -1.0), 1.0))
+
+    def of(self, elements: int) -> float:
+        """Rows that it costs as much as."""
+        return float(self.rows * (elements / _SIZES[0] ** 2) ** self.exponent)
+
+
+class Costs(NamedTuple):
+    """What an expert costs beside its rows, in rows.
+
+    Attributes:
+        read: in a batch, which reads its weight.
+        alone: more than that, outside of a batch: a product of its own wakes threads, and shares it out among them.
+        one: of an expert with one row outside of a batch, all in all.
+        vector: whether that is faster as a vector, by a tenth and more.
+    """
+
+    read: Power
+    alone: Power
+    one: Power
+    vector: bool
+
+
+@cache
+def costs(dtype: torch.dtype, threads: int) -> Costs:
+    """Measured on this process's threads, once, in 40 ms in bf16 and 100 in fp32 on two cores.
+
+    CPUs differ by ten times: alone, 768 x 768 in bf16, 13 rows on one whose threads spin, 43
+    where they sleep, 67 and 150 on another; a vector takes 1.4 and 0.7 times as long as a matrix of one row.
+    """
+    with compat.without_operator_modes():
+        products = [product for size in _SIZES for product in _products(size, dtype)]
+        taken = _least_seconds(products)
+    half = len(taken) // 2
+    smaller, larger = _rows(*taken[:half]), _rows(*taken[half:])
+    read, alone, one = (Power.through(*both) for both in zip(smaller, larger, strict=True))
+    return Costs(read, alone, one, taken[-2] < 0.9 * taken[-1])
+
+
+def _products(size: int, dtype: torch.dtype) -> Iterator[Callable[[], object]]:
+    """Of weights ``[size, size]``: a batch of few rows, one of more, few one by one, vectors, matrices of one row."""
+    weights = torch.full((_EXPERTS, size, size), 0.5, dtype=dtype, device="cpu").transpose(1, 2)
+    few, more = (torch.full((_EXPERTS, rows, size), 0.5, dtype=dtype, device="cpu") for rows in (_FEW, _MORE))
+    of_few, of_more = few.new_empty(few.shape), more.new_empty(more.shape)
+
+    def one_by_one(rows: int) -> None:
+        for x, weight, result in zip(few.unbind(), weights.unbind(), of_few.unbind(), strict=True):
+            torch.mm(x[:rows], weight, out=result[:rows])
+
+    def vectors() -> None:
+        for x, weight, result in zip(few.unbind(), weights.unbind(), of_few.unbind(), strict=True):
+            torch.mv(weight.t(), x[0], out=result[0])
+
+    yield lambda: torch.bmm(few, weights, out=of_few)
+    yield lambda: torch.bmm(more, weights, out=of_more)
+    yield lambda: one_by_one(_FEW)
+    yield vectors
+    yield lambda: one_by_one(1)
+
+
+def _least_seconds(functions: list[Callable[[], object]]) -> list[float]:
+    """Of each, of all rounds but the first."""
+    rounds: list[list[float]] = []
+    for _ in range(_ROUNDS + 1):
+        times = [perf_counter()]
+        for function in functions:
+            function()
+            times.append(perf_counter())
+        rounds.append([end - start for start, end in pairwise(times)])
+    return [min(taken) for taken in zip(*islice(rounds, 1, None), strict=True)]
+
+
+def _rows(few: float, more: float, one_by_one: float, vectors: float, matrices: float) -> tuple[float, float, float]:
+    """See :class:`Costs`."""
+    row = max(more - few, 1e-9) / (_MORE - _FEW)
+    return few / row - _FEW, (one_by_one - few) / row, min(vectors, matrices) / row - 1
+
+
+def padded_length(counts: list[int], weight: Tensor) -> int:
+    """Rows of every expert to compute as one batched GEMM, the rest expert by expert; 0: all expert by expert.
+
+    A GEMM of one expert wakes threads for little work; a batch wakes them once but computes padding, and reads every
+    expert's weight. The length minimises what all of them cost, in rows (:class:`Costs`).
+
+    Args:
+        counts: rows of every expert.
+        weight: ``[E, N, K]`` of the larger projection.
+    """
+    longest = max(counts)
+    if weight.dtype not in _BATCHED or longest == 0 or weight.numel() == 0:
+        return 0
+    found, elements = costs(weight.dtype, torch.get_num_threads()), weight.shape[1] * weight.shape[2]
+    read, alone, one = (power.of(elements) for power in found[:3])
+    ascending = sorted(counts)
+    sums = [0, *accumulate(ascending)]
+
+    def cost(length: int) -> float:
+        whole, ones = bisect_right(ascending, length), bisect_right(ascending, length + 1)
+        rest = float(sums[-1] - sums[whole] - (len(counts) - whole) * length)
+        rest += (len(counts) - ones) * (read + alone) + (ones - whole) * one
+        return rest + len(counts) * (read + length) if length else rest
+
+    tried = {ascending[(len(ascending) - 1) * n // _LENGTHS] for n in range(_LENGTHS + 1)}
+    return min((0, *sorted(tried - {0})), key=cost)
