@@ -143,6 +143,7 @@ def taken_elsewhere(model: nn.Module) -> dict[int, str]:
     """Parameters that somebody holds besides their expert, by id, and who: the model once more, attributes of modules
     that are no parameters of theirs, code around the experts, an optimizer, or what brings gradients together.
     """
+    outside = list(holders(model))  # first: a name of one here would be a holder
     users = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     taken = {weight: "the model uses in more than one place" for weight, count in users.items() if count > 1}
     memory: dict[int, list[int]] = {}
@@ -155,7 +156,7 @@ def taken_elsewhere(model: nn.Module) -> dict[int, str]:
         for said, held in _beside(module):
             found = [id(held)] if isinstance(held, nn.Parameter) else memory.get(_memory_of(held), [])
             taken |= dict.fromkeys(found, f"{path or type(model).__name__} also holds as {said}")
-    for holder, ids in holders(model):
+    for holder, ids in outside:
         why = f"a {type(holder).__name__} outside of the model has, too"
         if isinstance(holder, torch.optim.Optimizer):
             why = f"a {type(holder).__name__} optimizer holds already: make it after stacking the experts"
@@ -190,8 +191,10 @@ def _memory_of(tensor: torch.Tensor) -> int:
 
 def holders(model: nn.Module) -> Iterator[tuple[Any, set[int]]]:
     """All optimizers, what brings gradients together, and modules that are not in ``model``, with the ids of the
-    parameters that each one holds itself.
+    parameters that each one holds itself; nothing where no parameter has another holder than its module.
     """
+    if not _may_be_held(model):
+        return
     inside, parallel = set(map(id, model.modules())), _parallel()
     for thing in _instances(torch.optim.Optimizer, nn.Module):
         if isinstance(thing, torch.optim.Optimizer):
@@ -200,6 +203,22 @@ def holders(model: nn.Module) -> Iterator[tuple[Any, set[int]]]:
             yield thing, set(map(id, thing.parameters()))
         elif id(thing) not in inside:
             yield thing, set(map(id, vars(thing).get("_parameters", {}).values()))
+
+
+def _may_be_held(model: nn.Module) -> bool:
+    """Whether somebody else refers to a parameter, or may do so out of Python's sight. Only then all that is alive is
+    looked through: a tenth of a second and more.
+    """
+    counted = getattr(sys, "_is_gil_enabled", lambda: True)()
+    if not counted or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return True
+    alone = _references({"": nn.Parameter(torch.empty(0))})
+    return any(_references(module._parameters) > alone for module in model.modules())
+
+
+def _references(parameters: Mapping[str, torch.Tensor | None]) -> int:
+    """The most that there are to one of these."""
+    return max((sys.getrefcount(weight) for weight in parameters.values() if weight is not None), default=0)
 
 
 def _parallel() -> tuple[type[nn.Module], ...]:

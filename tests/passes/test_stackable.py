@@ -16,6 +16,7 @@ from torch import nn
 
 import moe_ops
 from benchmarks.foreign import Expert, ExpertLoop, perceptron
+from compile_passes import stackable
 from tests.passes.blocks import E, H, I
 from tests.passes.compare import compiled
 from tests.passes.test_stacking import X, mixture
@@ -468,3 +469,13 @@ def test_what_a_quantised_expert_saves():
     expected = model(X)
     model.experts[1].load_state_dict(model.experts[0].state_dict())
     assert torch.equal(model.experts[1].w1.weight, model.experts[0].w1.weight) and not torch.equal(model(X), expected)
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["alone", "held"])
+def test_what_is_alive_is_looked_through_only_for_parameters_that_others_hold(held: bool, monkeypatch) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    others = [model[1].bias] if held else []
+    looked: list[int] = []
+    monkeypatch.setattr(stackable.gc, "get_objects", lambda: looked.append(1) or [])
+    stackable.taken_elsewhere(model)
+    assert looked == [1] * len(others)
