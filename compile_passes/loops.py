@@ -127,12 +127,30 @@ def cure(loop: ExpertLoop, *, tried: bool = False) -> str:
         return f'moe_ops.compile(model) switches it, or model.set_experts_implementation("{CAPTURABLE}").'
     call = "moe_ops.fused_experts(hidden_states, gate_up_proj, down_proj, topk_weights, topk_ids)"
     first = "" if tried else "moe_ops.compile(model) gives it a static form, where it can prove one equal. By hand: "
-    if loop.stacked:
+    if not are_projections(loop.module):
+        text = (
+            "give every expert all tokens, and multiply by routing weights that are 0 where it was not chosen, which "
+            "can be captured; its experts are not two projections with an activation between them, as those of "
+            "moe_ops.fused_experts are."
+        )
+    elif loop.stacked:
         weights = "its weights are stacked already: viewed as [E, N, K], they can be given to"
         text = f"{weights} {call} in place of the loop."
     else:
         text = f"store the experts as stacked [E, N, K] weights, and replace the loop by {call}."
     return first + text if first else text[0].upper() + text[1:]
+
+
+def are_projections(module: nn.Module) -> bool:
+    """Whether the experts in lists of ``module``, if there are any, have matrices as those of a gated or plain layer of
+    two projections, and biases.
+    """
+    experts = [expert for child in _lists(module) for expert in child.children()]
+    weights = [{name: weight.dim() for name, weight in expert.named_parameters()} for expert in experts]
+    return all(
+        list(dims.values()).count(2) in (2, 3) and all(dim == 2 or "bias" in name for name, dim in dims.items())
+        for dims in weights
+    )
 
 
 def _holds_experts(name: str, module: nn.Module) -> bool:

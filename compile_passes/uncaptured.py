@@ -18,7 +18,7 @@ from typing import Any
 from torch import fx, nn
 
 from compile_passes.class_counts import FIX_CLASSES, without_class_counts
-from compile_passes.loops import ExpertGroup, has_router
+from compile_passes.loops import ExpertGroup, are_projections, has_router
 from compile_passes.match import functions, module_of
 from moe_ops.graphs import TORCH
 
@@ -168,6 +168,11 @@ def explanation(model: nn.Module, group: ExpertGroup, seen: Seen, stops: Sequenc
             f"A graph break cuts the block in pieces: {near.line}.",
             f"{near.mend} Or call moe_ops.fused_experts(hidden_states, gate_up_proj, down_proj, topk_weights, "
             "topk_ids) in place of the experts.",
+        )
+    if not are_projections(group.module):
+        return (
+            "Its experts are not two projections with an activation between them, which is what is fused.",
+            "Nothing is to be done for torch.compile, which captures them as they are.",
         )
     return (
         "Its weights are in a captured graph, but not in a form in which experts are recognised.",

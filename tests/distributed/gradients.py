@@ -38,7 +38,10 @@ def _is_float(value: Any) -> bool:
 
 
 def gradients(transport: str, compiled: bool, ranks: Ranks) -> None:
-    """Of ``replicated`` every rank has the same loss; else each the part of its tokens."""
+    """Of ``replicated`` every rank has the same loss; else each the part of its tokens.
+
+    Inductor compiles one of the backwards, which differ in collectives alone; it takes ten times as long.
+    """
     torch.compiler.reset()
     for tokens, routing in (
         ((5, "uniform"),) if compiled else ((5, "uniform"), (5, "holes"), (4, "one_rank"), (0, "uniform"))
@@ -58,7 +61,8 @@ def gradients(transport: str, compiled: bool, ranks: Ranks) -> None:
                 *(own[name] for name in order), ids, group=ranks.group, transport=transport, **biases
             )
 
-        called = torch.compile(run, fullgraph=True, dynamic=True) if compiled else run
+        backend = "inductor" if transport == "all_to_all" else "aot_eager"
+        called = torch.compile(run, fullgraph=True, dynamic=True, backend=backend) if compiled else run
         (called(own, ids) * loss).sum().backward()
         for name, leaf in own.items():
             ranks.close(leaf.grad, parts[name](transport, grads[name]), WITHIN, f"{name}, {routing}, T = {tokens}")

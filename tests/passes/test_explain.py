@@ -176,6 +176,24 @@ def test_a_break_in_one_layer_is_no_reason_of_another():
     assert "not in a form in which experts are recognised" in rows["second"].reason
 
 
+class DenseConvolutions(torch.nn.Module):
+    """Experts that are no two projections, each on all tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = torch.nn.Linear(8, 4)
+        self.experts = torch.nn.ModuleList(torch.nn.Conv1d(8, 8, 1) for _ in range(4))
+
+    def forward(self, x):
+        outputs = torch.stack([expert(x.t()).t() for expert in self.experts], dim=1)
+        return (outputs * self.router(x).softmax(-1).unsqueeze(-1)).sum(1)
+
+
+def test_nothing_is_advised_where_experts_are_no_two_projections():
+    (row,) = moe_ops.explain(DenseConvolutions(), torch.randn(3, 8)).refused
+    assert "are not two projections" in row.reason and "Nothing is to be done" in row.cure
+
+
 def test_a_checkpointed_region_that_runs_in_python_is_refused():
     model = build("mixtral", torch.float32, "grouped_mm", num_hidden_layers=1).train().requires_grad_(True)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from compile_passes.loops import cure, find_experts, find_loops, find_sizes_of_the_data
+from compile_passes.loops import are_projections, cure, find_experts, find_loops, find_sizes_of_the_data
 from tests.corpus.families import build
 from tests.passes.blocks import E, H, I
 from tests.passes.test_backend import Loop
@@ -127,6 +127,23 @@ def test_advice_fits_the_weights():
     assert cure(listed).startswith("moe_ops.compile(model) gives it a static form")
     switchable = find_loops(build("mixtral", torch.float32, "eager"))[0]
     assert switchable.switchable and "moe_ops.compile(model) switches it" in cure(switchable)
+
+
+OTHER_EXPERTS = {
+    "convolution": lambda: nn.Sequential(nn.Conv1d(H, I, 1), nn.SiLU(), nn.Conv1d(I, H, 1)),
+    "one_projection": lambda: nn.Linear(H, H),
+    "normed": lambda: nn.Sequential(nn.LayerNorm(H), nn.Linear(H, I), nn.SiLU(), nn.Linear(I, H)),
+    "deep": lambda: nn.Sequential(*(nn.Linear(H, H) for _ in range(4))),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_EXPERTS)
+def test_no_operator_is_advised_that_does_not_compute_the_experts(kind):
+    """Of a loop over them, and where they are captured as they are."""
+    model = Loop()
+    model.experts = nn.ModuleList(OTHER_EXPERTS[kind]() for _ in range(E))
+    assert cure(find_loops(model)[0], tried=True).startswith("Give every expert all tokens, and multiply by")
+    assert not are_projections(model) and are_projections(Loop())
 
 
 class Projection(nn.Module):
