@@ -473,6 +473,11 @@ def single(value: Any) -> Any:
     return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
 
 
+def is_zero(value: Any) -> bool:
+    """Whether ``value`` is a number, and 0."""
+    return type(value) in (int, float) and value == 0
+
+
 def _bind(node: fx.Node, parameters: tuple[str, ...]) -> dict[str, Any]:
     args: dict[str, Any] = {}
     for position, value in enumerate(node.args):

@@ -19,6 +19,7 @@ from compile_passes.vocabulary import (
     equal_sizes,
     example,
     has_shape,
+    is_zero,
     rank,
     same_shape,
     scored,
@@ -217,14 +218,10 @@ def _peel_masks(reading: Reading, rows: fx.Node, floor: torch.dtype) -> tuple[fx
     """Rows before they were zeroed by masks and cast, and the masks."""
     masks: list[fx.Node] = []
     rows = reading.uncast(rows, floor)
-    while (call := reading.read(rows, "masked_fill", "mask value")) is not None and _is_zero(call["value"]):
+    while (call := reading.read(rows, "masked_fill", "mask value")) is not None and is_zero(call["value"]):
         masks.append(call["mask"])
         rows = reading.uncast(call["x"], floor)
     return rows, tuple(masks)
-
-
-def _is_zero(value: Any) -> bool:
-    return type(value) in (int, float) and value == 0
 
 
 def _with_epilogue(
@@ -242,7 +239,7 @@ def _with_epilogue(
         elif call.name == "add" and bias is None and (found := _gathered_bias(reading, call, value)) is not None:
             bias, bias_ids, repeated = found
             value = reader
-        elif call.name == "masked_fill" and call["x"] is value and _is_zero(call["value"]):
+        elif call.name == "masked_fill" and call["x"] is value and is_zero(call["value"]):
             masks, value = (*masks, call["mask"]), reader
         else:
             break

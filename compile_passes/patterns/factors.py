@@ -20,7 +20,17 @@ from compile_passes.equal import is_float_cast
 from compile_passes.patterns.contraction import permutation
 from compile_passes.patterns.rows import counted_off
 from compile_passes.reading import Reading
-from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank, same_shape, single, two_labelled
+from compile_passes.vocabulary import (
+    Call,
+    equal_sizes,
+    example,
+    has_shape,
+    is_zero,
+    rank,
+    same_shape,
+    single,
+    two_labelled,
+)
 
 # The dimensions of experts, and of the slots of one expert; every other name is a dimension of tokens, or a summed one.
 EXPERT, SLOT = "expert", "slot"
@@ -186,8 +196,8 @@ class Factors:
             return False
         if self.reading.is_zeros(value):
             return True
-        filled = (call.name == "masked_fill" and _is_zero(call["value"])) or (
-            call.name == "where" and _is_zero(call["y"])
+        filled = (call.name == "masked_fill" and is_zero(call["value"])) or (
+            call.name == "where" and is_zero(call["y"])
         )
         parts = ("x", "y") if call.name == "mul" else ("x",) if filled or call.name in _KEEP_ZEROS else ()
         return any(self.is_nothing(call[part], depth - 1) for part in parts)
@@ -366,9 +376,9 @@ class Factors:
             inner = self.factors(call["x"], axes, depth - 1) or ()
             negated = {"number": "not", "not": "number"}.get(inner[0].kind) if len(inner) == 1 else None
             return None if negated is None or not self.is_mask(inner[0]) else (replace(inner[0], kind=negated),)
-        if call.name == "where" and _is_zero(call["y"]) and self.reading.read(value, "where", "mask y") is not None:
+        if call.name == "where" and is_zero(call["y"]) and self.reading.read(value, "where", "mask y") is not None:
             mask = self.factors(call["mask"], self.broadcast(call["mask"], value, axes), depth - 1)
-        elif self.reading.read(value, "masked_fill", "mask value") is not None and _is_zero(call["value"]):
+        elif self.reading.read(value, "masked_fill", "mask value") is not None and is_zero(call["value"]):
             shut = self.factors(call["mask"], self.broadcast(call["mask"], value, axes), depth - 1) or ()
             negated = {"number": "not", "not": "number"}.get(shut[0].kind) if len(shut) == 1 else None
             mask = None if negated is None else (replace(shut[0], kind=negated),)
@@ -456,10 +466,6 @@ def _products(left: Sequence[Factored], right: Sequence[Factored], own: set[str]
     if len(left) * len(right) > _TERMS or not all(name.startswith(CHOICES) for name in twice):
         return None
     return [_joined(one, other) for one in left for other in right]
-
-
-def _is_zero(value: Any) -> bool:
-    return type(value) in (int, float) and value == 0
 
 
 def _joined(one: Sequence[Factor], other: Sequence[Factor]) -> Factored:
