@@ -1,5 +1,5 @@
 """CPU backend: a product for each pair where pairs rarely share an expert; else the first rows of every expert in one
-batched GEMM (`kernels.cpu.padded_length` decides how many), one GEMM for the other rows of each expert that has any.
+batched GEMM (`kernels.cpu_costs` decides how many), one GEMM for the other rows of each expert that has any.
 fp32 activation and combine.
 
 Experts without rows are never touched. Reading the row counts is free on the CPU, so ``.tolist()`` is used here, and
