@@ -136,13 +136,27 @@ class _Observer(TorchDispatchMode):
         if None not in names and len(names) == 1 and isinstance(out, Tensor):
             self._copies[out] = names.pop()
         elif "mm" in name or name in _PRODUCTS:
-            self._see(args[1:3] if name in _ADDING else args[:2])
+            ends = _argument(func, "offs", args, kwargs or {})
+            self._see(args[1:3] if name in _ADDING else args[:2], ends)
         return out
 
-    def _see(self, operands: Sequence[Any]) -> None:
-        """Rows and the weight, in either order."""
+    def _see(self, operands: Sequence[Any], ends: Tensor | None) -> None:
+        """Rows and the weight, in either order; rows past the last of the experts' ends are multiplied with none, and
+        a first product leaves there what memory held.
+        """
         for rows, weight in (operands, operands[::-1]):
             name = self._name_of(weight)
-            if name is not None and self._name_of(rows) is None and rows.numel():
+            if name is None or self._name_of(rows) is not None:
+                continue
+            if ends is not None and rows.dim() == 2:
+                rows = rows[: int(ends[-1])]
+            if rows.numel():
                 amax = rows.abs().amax().float()
                 self.amax[name] = torch.maximum(self.amax.get(name, amax), amax)
+
+
+def _argument(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operator is given for an argument; None if it has none of the name."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | {**kwargs}
+    return given.get(name)

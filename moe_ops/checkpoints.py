@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from meta.checks import check_module, fail
 from meta.operands import Operand
 from meta.schemes import FLOAT_DTYPES
+from moe_ops import compat
 from moe_ops.checkpoint_files import Checkpoint, Members
 from moe_ops.checkpoint_layouts import TURN
 from moe_ops.checkpoint_names import candidates, check_prefixes, prefix_of
@@ -23,7 +24,7 @@ from moe_ops.checkpoint_operands import bias_of, operands_of, row_of
 from moe_ops.checkpoint_parts import OP
 from moe_ops.progress import progress
 from moe_ops.quantized import QuantizedWeight
-from moe_ops.quantized_state import put
+from moe_ops.quantized_state import check_keys, put
 from moe_ops.stacked import (
     StackedExperts,
     check_filter,
@@ -113,7 +114,7 @@ def load_experts_(
     check_memory(OP, model, taken)
     places = _Places(model)
     schemes = {}
-    with Checkpoint(checkpoint) as source:
+    with compat.without_autocast(), Checkpoint(checkpoint) as source:
         prefixes = _prefixes(model, taken, source)
         layers = [_Layer(experts, source, prefixes[experts.name]) for experts in taken if experts.name in prefixes]
         with progress() as bars:
@@ -206,6 +207,12 @@ class _Layer:
         """Put everything there once it has been read and checked; the scheme's name."""
         device = _device_of(self._held(next(iter(self._weights))))
         operands = operands_of(self._weights, self._prefix, device)
+        for name, operand in operands.items():
+            check_keys(OP, self._module, name, row_of(operand))
+            if operand.static is not None and "gate_proj" in operands:
+                rule = "without static scales of activations (input_scale) where gate and up are two parameters"
+                cure = "Load it into a model that stacks them as gate_up_proj: their rows are the same."
+                raise fail(OP, f"{self._prefix}.{name}", rule, "some", cure)
         shapes = {name: (*one.data.shape[:2], one.data.shape[2] * row_of(one).pack) for name, one in operands.items()}
         turned = {name: (E, K, N) for name, (E, N, K) in shapes.items()}
         transposed = self._said

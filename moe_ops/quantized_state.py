@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meta.checks import accepts, check_type, fail
+from meta.schemes import QuantScheme
 from moe_ops.quantized import QuantizedWeight, assemble, checked_parts, form_of
 
 #: The key in a module's part of the metadata.
@@ -42,6 +43,18 @@ def put(module: nn.Module, name: str, weight: Tensor) -> None:
 def keys_of(weight: QuantizedWeight, name: str) -> list[str]:
     """Every key that the state dict of a module may have of ``weight``, its parameter ``name``."""
     return [_key(name, part) for part in ("stored", *(spec.name for spec in weight.row.scales))]
+
+
+def check_keys(op: str, module: nn.Module, name: str, row: QuantScheme) -> None:
+    """Raise where what the state dict would have of a weight in the scheme, the parameter ``name`` of ``module``, is
+    there already under one of its keys.
+    """
+    for spec in row.scales:
+        key = _key(name, spec.name)
+        for kind, held in (("parameter", module._parameters), ("buffer", module._buffers), ("module", module._modules)):
+            if key in held:
+                rule = f"without a {kind} {key!r}, under which the state dict keeps scales of {name!r}"
+                raise fail(op, type(module).__name__, rule, "one", "Rename it, or leave the module out by the filter.")
 
 
 def entries(weight: QuantizedWeight, name: str) -> dict[str, Tensor]:

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from meta.checks import accepts, check_module, check_name, check_type, fail
 from meta.schemes import FLOAT_DTYPES, QuantScheme, joined
+from moe_ops import compat
 from moe_ops.calibration import largest_rows
 from moe_ops.progress import progress
 from moe_ops.quantized import QuantizedWeight, quantized_schemes
-from moe_ops.quantized_state import put
+from moe_ops.quantized_state import check_keys, put
 from moe_ops.stacked import (
     StackedExperts,
     check_filter,
@@ -138,13 +139,18 @@ def quantize_(
     for experts in found:
         _check(experts, row)
     check_memory(_OP, model, found)
+    places = places_of(model)
+    for module, name in [
+        place for experts in found for one in experts.parameters.values() for place in places[id(one)]
+    ]:
+        check_keys(_OP, module, name, row)
     static = {} if inputs is None else _calibrated(model, found, row, inputs)
-    places, waiting = places_of(model), dict[int, tuple[str, Tensor, bool]]()
+    waiting = dict[int, tuple[str, Tensor, bool]]()
     for experts in found:
         for full, given in experts.parameters.items():
             waiting.setdefault(id(given), (full, given, bool(experts.transposed)))
     report: list[QuantizedParameter] = []
-    with progress() as bars:
+    with compat.without_autocast(), progress() as bars:
         advance = bars.bar("quantising", len(waiting))
         for key in [*waiting]:
             full, given, transposed = waiting.pop(key)  # nothing else keeps it when it is replaced

@@ -318,6 +318,22 @@ def at_layer_0(state: Tensors) -> Tensors:
     return {key.replace("model.layers.1", "layers.0"): tensor for key, tensor in state.items()}
 
 
+def gate_and_up_apart() -> nn.Module:
+    model = Model(1)
+    experts = nn.Module()
+    experts.is_transposed = False
+    for name, shape in files.PROJECTIONS.items():
+        setattr(experts, name, nn.Parameter(torch.zeros(E, *shape, dtype=torch.bfloat16)))
+    model.layers[0]["mlp"]["experts"] = experts
+    return model
+
+
+def with_a_scale_of_its_own() -> nn.Module:
+    model = Model(1)
+    model.layers[0]["mlp"]["experts"].down_proj_scale = nn.Parameter(torch.ones(E))
+    return model
+
+
 #: id -> (model, keys of the checkpoint, words of the message).
 MISMATCHES: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensors], Tensors], str]] = {
     "no experts": (lambda: nn.Linear(2, 2), at_layer_0, "model must be a model with modules of 3-D parameters"),
@@ -387,6 +403,23 @@ MISMATCHES: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensors], Tensors
         lambda: Model(1, has_bias=True).to("meta"),
         at_layer_0,
         "checkpoint must be complete, with 'layers.0.mlp.experts.0.gate_proj.bias' for",
+    ),
+    "static rows of gate and up apart": (
+        gate_and_up_apart,
+        lambda state: (
+            at_layer_0(state)
+            | {
+                f"layers.0.mlp.experts.{e}.{name}.input_scale": torch.ones(1)
+                for e in range(E)
+                for name in files.PROJECTIONS
+            }
+        ),
+        "must be without static scales of activations (input_scale) where gate and up are two parameters, got some.",
+    ),
+    "a parameter under the key of a scale": (
+        with_a_scale_of_its_own,
+        at_layer_0,
+        "must be without a parameter 'down_proj_scale', under which the state dict keeps scales of",
     ),
     "biases of some": (
         lambda: Model(1, has_bias=True),

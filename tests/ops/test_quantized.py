@@ -316,6 +316,16 @@ def test_quantize_is_that_of_the_scheme(scheme: str, transposed: bool) -> None:
 
 
 @pytest.mark.parametrize("scheme", ALL)
+def test_autocast_changes_no_byte(scheme: str) -> None:
+    model, plain = experts(), experts()
+    with torch.autocast("cpu", torch.float16):
+        moe_ops.quantize_(model, scheme)
+    moe_ops.quantize_(plain, scheme)
+    for one, other in zip(model[1].parameters(), plain[1].parameters(), strict=True):
+        assert_same_bytes(one, other)
+
+
+@pytest.mark.parametrize("scheme", ALL)
 def test_state_dicts_hold_plain_tensors(scheme: str, tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     model, other = experts(scheme), experts(scheme, seed=1)

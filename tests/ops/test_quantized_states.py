@@ -175,3 +175,18 @@ def test_what_stops_the_load_later_leaves_no_memory_that_nobody_wrote() -> None:
     with pytest.raises(InterruptedError):
         model.load_state_dict(state)
     assert same(copied(model), state)
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "module"])
+def test_a_key_that_the_model_has_already_is_refused(kind: str) -> None:
+    """What it had there would be saved nowhere, and scales loaded in its place."""
+    model = nn.ModuleDict({"e": nn.Module()})
+    for name, shape in {"gate_up_proj": (E, 2 * I, H), "down_proj": (E, H, I)}.items():
+        model.e.register_parameter(name, nn.Parameter(torch.randn(shape)))
+    own = {"parameter": nn.Parameter(torch.ones(E)), "buffer": torch.ones(E), "module": nn.Identity()}[kind]
+    {"parameter": model.e.register_parameter, "buffer": model.e.register_buffer, "module": model.e.add_module}[kind](
+        "down_proj_scale", own
+    )
+    with pytest.raises(ValueError, match=f"quantize_: Module must be without a {kind} 'down_proj_scale'"):
+        moe_ops.quantize_(model, "mxfp4")
+    assert not any(isinstance(weight, QuantizedWeight) for weight in model.parameters())
