@@ -128,7 +128,7 @@ def bind(model: nn.Module, verdict: Verdict) -> None:
         module = block.get_submodule(path)
         for converted, dtype in form.converts:
             held(module, converted).to(held(module, dtype))
-        methods = form.functions(training=verdict.training)
+        methods = form.functions(training=verdict.training, eager=makes_lists(type(module)))
         for name, function in methods.items():
             vars(module)[name] = MethodType(function, module)
         vars(module)[STATIC] = tuple(methods)

@@ -29,6 +29,7 @@ from benchmarks.loops import (
 )  # fmt: skip
 from compile_passes import rebind
 from compile_passes.loops import STATIC
+from tests.passes.compare import compiled
 from tests.passes.loop_forms import (
     ARRAY,
     CALLS,
@@ -491,6 +492,42 @@ def test_random_in_training_alone():
     Noisy.forward = original
     _, said = prepared(Noisy().train())
     assert "draws random numbers" in said[0]
+
+
+class CountsInLists(Unique):
+    """Counts as a list, at which Dynamo fails once it captures sizes of the data; ``self`` has another name."""
+
+    def forward(module, x):
+        w, ids = module.route(flat := x.reshape(-1, H))
+        out = torch.zeros_like(flat)
+        counts = torch.bincount(ids.flatten(), minlength=E).tolist()
+        for e, expert in enumerate(module.experts):
+            if counts[e] == 0:
+                continue
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, expert(flat[token]) * w[token, slot, None])
+        return out.view_as(x)
+
+    def route(self, x):
+        return super().route(F.dropout(x, 0.5, self.training))
+
+
+def test_dropout_in_training_alone():
+    """Fused in eval mode; in training the original runs eagerly, and draws what it would."""
+    torch.manual_seed(0)
+    model = CountsInLists().eval()
+    single = copy.deepcopy(model)
+    prepared(model)
+    function = compiled(model)
+    with torch.no_grad():
+        torch.testing.assert_close(function(tokens(4)), single(tokens(4)))
+    assert counters["moe_ops"]["fused"] == 1
+    model.train(), single.train()
+    results = []
+    for one in (function, single):
+        torch.manual_seed(1)
+        results.append(one(tokens(4)))
+    assert torch.equal(*results) and counters["moe_ops"]["fused"] == 1
 
 
 def test_attribute_that_the_form_relies_on():
