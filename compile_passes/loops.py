@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ _DECORATED = ("config", "has_gate", "has_bias", "is_transposed")
 SETTING = "_experts_implementation"
 # On a module whose loop has been given a static form: the names of the methods that were.
 STATIC = "_moe_ops_static"
+LISTS = nn.ModuleList | nn.ModuleDict | nn.ParameterList
+# Children that are called by numbers: expert_0, expert_1.
+_NUMBERED = re.compile(r"(\D*experts?_?)(\d+)")
 # How many modules around the experts belong to their block.
 _AROUND = 2
 # Calls whose result has a size, or a value, that only the data knows.
@@ -113,6 +117,7 @@ def _by_block(model: nn.Module, groups: list[ExpertGroup]) -> list[ExpertGroup]:
 def has_router(group: ExpertGroup) -> bool:
     """Whether the module of a group scores as many experts as it holds."""
     held = {number_of_experts(group.module, *named) for named in group.module.named_children()}
+    held.add(len(numbered_experts(group.module)[1]))
     held |= {weight.shape[0] for weight in group.weights if weight.dim() > 2}
     return not held.isdisjoint(_scored(group.module))
 
@@ -159,16 +164,40 @@ def _holds_experts(name: str, module: nn.Module) -> bool:
 
 
 def _lists(module: nn.Module) -> list[nn.Module]:
-    """The children of ``module`` that are lists of experts."""
-    return [child for name, child in module.named_children() if number_of_experts(module, name, child)]
+    """The children of ``module`` that are lists of experts, or experts beside other modules."""
+    beside = numbered_experts(module)[1]
+    lists = [child for name, child in module.named_children() if number_of_experts(module, name, child)]
+    return lists + [module.get_submodule(key) for key in beside]
+
+
+def numbered_experts(module: nn.Module | None) -> tuple[str, tuple[str, ...]]:
+    """(what they are called, their keys by number) of children ``expert_0``, ``expert_1``, ...; none where a number is
+    left out or there twice, or where there are several such groups beside shared ones.
+    """
+    groups: dict[str, list[tuple[int, str]]] = {}
+    children = {} if module is None or isinstance(module, LISTS | nn.Sequential) else module._modules
+    for key, child in children.items():
+        match = _NUMBERED.fullmatch(key)
+        if match is not None and child is not None:
+            groups.setdefault(match[1], []).append((int(match[2]), key))
+    found = [(name, sorted(pairs)) for name, pairs in groups.items() if len(pairs) > 1 and "shared" not in name]
+    if len(found) != 1:
+        return "", ()
+    name, pairs = found[0]
+    whole = all(number == pairs[0][0] + place for place, (number, _) in enumerate(pairs))
+    return (name, tuple(key for _, key in pairs)) if whole else ("", ())
 
 
 def number_of_experts(module: nn.Module, name: str, child: nn.Module) -> int:
     """How many experts a child of ``module`` is a list of, 0 of anything else: it is called so, or has modules of one
-    class, as many as a router scores.
+    class, as many as a router scores; or parameters, as many as there are said to be experts.
     """
-    if not isinstance(child, nn.ModuleList | nn.ModuleDict) or len(child) < 2:
+    if not isinstance(child, LISTS) or len(child) < 2:
         return 0
+    if isinstance(child, nn.ParameterList):
+        said = {key: value for key, value in vars(module).items() if "expert" in key and "_per_" not in key}
+        counts = _scored(module).union(value for value in said.values() if type(value) is int)
+        return len(child) if "expert" in name or len(child) in counts else 0
     alike = len({type(inner) for inner in child.children()}) == 1
     return len(child) if "expert" in name or (alike and len(child) in _scored(module)) else 0
 
@@ -181,7 +210,7 @@ def _scored(module: nn.Module) -> set[int]:
 
 def _has_list(module: nn.Module) -> bool:
     """Whether experts are modules of a list, rather than slices of weights."""
-    return isinstance(module, nn.ModuleList | nn.ModuleDict) or any(map(_lists, module.modules()))
+    return isinstance(module, LISTS) or any(map(_lists, module.modules()))
 
 
 def _stacked_weights(name: str, module: nn.Module) -> list[nn.Parameter]:

@@ -205,12 +205,14 @@ def _stack_lists(model: nn.Module) -> None:
     lists = [found for found in expert_lists(model) if not _loops(model, found.path)]
     taken = taken_elsewhere(model) if lists else {}
     done, left = [], []
-    for found in lists:
-        problem = why_not(found, taken)
-        if problem is None:
+    problems = [why_not(found, taken) for found in lists]
+    # Of lists of parameters side by side, some alone would be slower, and not fused.
+    stuck = [found.owner for found, problem in zip(lists, problems, strict=True) if problem and not found.keys]
+    for found, problem in zip(lists, problems, strict=True):
+        if problem is None and (found.keys or found.owner not in stuck):
             stack_list(found)
-            done.append(found.path)
-        else:
+            done.append(found.name)
+        elif problem is not None:
             left.append(problem)
     if done:
         _say(

@@ -18,8 +18,8 @@ from meta.checks import fail
 from moe_ops import quantized_state
 from moe_ops.quantized import QuantizedWeight
 
-# On a list: stacked parameter -> the parameter of an expert that it holds. On a layer of an expert: the list, the
-# expert's number, and its own parameter -> stacked parameter.
+# On a list: stacked parameter -> the parameter of an expert that it holds. On a layer of an expert, and on a list of
+# parameters: the list, and its own parameter -> (stacked parameter, the expert's number).
 STACKS, SLICE = "_moe_ops_stacks", "_moe_ops_slice"
 # What may be set on a parameter, and goes to its stack.
 PLAIN = (bool, int, float, str, type(None), tuple, list, dict, set, frozenset, torch.dtype)
@@ -30,13 +30,8 @@ _SLICED: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
 _LOADED: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 
 
-def numbered(module: nn.Module) -> dict[str, nn.Module]:
-    """The experts of a list by their keys: what has weights, which a dropout for all of them beside them has not."""
-    return {key: child for key, child in module.named_children() if any(True for _ in child.parameters())}
-
-
-def slices_in(module: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module, int, dict[str, str]]]:
-    """(path, module, list, number of the expert, own parameter -> stacked one) of what reads slices in a module."""
+def slices_in(module: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module, dict[str, tuple[str, int]]]]:
+    """(path, module, list, own parameter -> (stacked one, number of the expert)) of what reads slices in a module."""
     for path, inner in module.named_modules(remove_duplicate=False):
         if SLICE in vars(inner):
             yield path, inner, *vars(inner)[SLICE]
@@ -59,9 +54,9 @@ def sliced(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
 
 def make_single(module: nn.Module, *, gradients: bool = True) -> None:
     """Give a layer that reads slices parameters of its own, with the values, and gradients, that it has now."""
-    holder, number, slices = vars(module).pop(SLICE)
+    holder, slices = vars(module).pop(SLICE)
     module.__class__ = original(type(module))
-    for own, name in slices.items():
+    for own, (name, number) in slices.items():
         held = holder._parameters[name]
         if held is not None:
             weight = nn.Parameter(held.detach()[number].clone(), held.requires_grad)
@@ -72,9 +67,10 @@ def make_single(module: nn.Module, *, gradients: bool = True) -> None:
 
 def _reader(name: str) -> Any:
     def read(self: nn.Module) -> Tensor:
-        module, number, slices = self.__dict__[SLICE]
-        stacked: Tensor = module._parameters[slices[name]]
-        return stacked[number]
+        module, slices = self.__dict__[SLICE]
+        stacked, number = slices[name]
+        found: Tensor = module._parameters[stacked]
+        return found[number]
 
     return read
 
@@ -118,9 +114,10 @@ def _methods(kind: type[nn.Module], names: tuple[str, ...]) -> dict[str, Any]:
         return made
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if name in names:
+        if name not in names:
+            kind.register_parameter(self, name, param)
+        elif param is None or not _is_same_memory(param, getattr(self, name)):  # of what a list sets it makes one
             raise _left_in_place("register_parameter", name, param)
-        kind.register_parameter(self, name, param)
 
     def save(self: Any, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         for key, part in _entries(self, prefix):
@@ -130,14 +127,26 @@ def _methods(kind: type[nn.Module], names: tuple[str, ...]) -> dict[str, Any]:
     def load(
         self: Any, state: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str], *others: Any
     ) -> None:
-        for key, part in _entries(self, prefix):
+        holder = vars(self)[SLICE][0]
+        for key, part in _entries(self, prefix) if holder is not self else ():  # its hook loads all of a list
             if key in state:
                 _load(part, key, state.pop(key), others[-1])
-            elif strict and _LOADED.get(vars(self)[SLICE][0]) is not missing:
+            elif strict and _LOADED.get(holder) is not missing:
                 missing.append(key)
         kind._load_from_state_dict(self, state, prefix, metadata, strict, missing, *others)
 
-    own = {"__reduce_ex__": reduce, "register_parameter": register}
+    def item(self: Any, index: Any) -> Any:
+        """As a list of parameters has it; a part of one holds slices, which `append` would make parameters of."""
+        if not isinstance(index, slice):
+            return nn.ParameterList.__getitem__(self, index)
+        part = nn.ParameterList()
+        for place in range(*index.indices(len(self))):
+            setattr(part, str(len(part)), self[place])
+            part._size += 1
+        return part
+
+    own: dict[str, Any] = {"__reduce_ex__": reduce, "register_parameter": register}
+    own |= {"__getitem__": item} if issubclass(kind, nn.ParameterList) else {}
     return own | {"_save_to_state_dict": save, "_load_from_state_dict": load, "__deepcopy__": deepcopy}
 
 
@@ -148,8 +157,8 @@ def _renewed(kind: type[nn.Module], names: tuple[str, ...], *given: Any) -> nn.M
 
 def freeze(module: nn.Module, requires_grad: bool = True) -> nn.Module:
     """`requires_grad_` of a module of an expert, which has no parameters of its own to freeze."""
-    for _, _, holder, _, slices in slices_in(module):
-        if any(holder.get_parameter(name).requires_grad != requires_grad for name in slices.values()):
+    for _, _, holder, slices in slices_in(module):
+        if any(holder.get_parameter(name).requires_grad != requires_grad for name, _ in slices.values()):
             rule = f"{not requires_grad}, as of all experts of the list, whose weights are one parameter"
             cure = "Call it on the list, or on this expert before moe_ops.compile or after moe_ops.restore(model)."
             raise fail("requires_grad_", "requires_grad", rule, requires_grad, cure)
@@ -161,8 +170,8 @@ def freeze(module: nn.Module, requires_grad: bool = True) -> nn.Module:
 
 def _entries(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
     """The keys and the memory of a layer's slices; of quantised stacks their bytes and scales."""
-    holder, number, slices = vars(module)[SLICE]
-    for own, name in slices.items():
+    holder, slices = vars(module)[SLICE]
+    for own, (name, number) in slices.items():
         weight = holder._parameters[name]
         if isinstance(weight, QuantizedWeight):
             entries = quantized_state.entries(weight, prefix + own).items()
@@ -188,10 +197,10 @@ def _keys(module: nn.Module) -> Iterator[list[tuple[str, dict[str, int]]]]:
     list, moved and taken out since.
     """
     found: dict[str, dict[str, int]] = {stacked: {} for stacked in vars(module)[STACKS]}
-    for path, _, holder, number, slices in slices_in(module):
+    for path, _, holder, slices in slices_in(module):
         if holder is module:
-            for own, stacked in slices.items():
-                found[stacked][f"{path}.{own}"] = number
+            for own, (stacked, number) in slices.items():
+                found[stacked][f"{path}.{own}".lstrip(".")] = number
     for stacked, numbers in found.items():
         weight = module._parameters[stacked]
         if isinstance(weight, QuantizedWeight):
@@ -220,7 +229,8 @@ def load_stacks(
         made, wrong = {}, []
         for part, numbers in pairs:
             given = {number: state.pop(prefix + key) for key, number in numbers.items() if prefix + key in state}
-            name, some = f"{prefix}*.{next(iter(numbers), part).partition('.')[2]}", bool(given)
+            name = f"{prefix}*.{next(iter(numbers), part).partition('.')[2]}".rstrip(".")
+            some = bool(given)
             if not whole and len(given) < weight.shape[0] and prefix + part not in state:  # the others keep theirs
                 missing += [prefix + key for key, number in numbers.items() if number not in given]
                 given = dict(enumerate(weight.detach())) | {key: value.to(weight) for key, value in given.items()}

@@ -16,9 +16,9 @@ from torch import nn
 
 from compile_passes.asked import asked_around, asked_of_experts, words
 from compile_passes.effects import OF_TORCH, is_proxy, parts
-from compile_passes.loops import number_of_experts
+from compile_passes.loops import LISTS, number_of_experts, numbered_experts
 from compile_passes.reached import of_torch, package_of
-from compile_passes.stack_slices import PLAIN, STACKS, numbered, sliced
+from compile_passes.stack_slices import PLAIN, STACKS, sliced
 from meta.checks import fail
 
 # How a module's own tensors come into a state dict, and out of one: a stack is there in their place.
@@ -30,18 +30,37 @@ _STATE_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_
 
 @dataclass(frozen=True)
 class ExpertList:
-    """A list of experts in a model: ``path`` as in ``named_modules()``, the names of an expert's parameters, and the
-    module that has the list.
+    """A list of experts in a model: ``path`` as in ``named_modules()``, and the module that has the list.
+
+    Attributes:
+        module: the list; a module that has experts beside other modules; a list of parameters.
+        keys: of the experts among its children; none of a list of parameters.
+        called: what the keys of experts beside other modules have in common.
     """
 
     path: str
     module: nn.Module
-    parameters: tuple[str, ...]
     owner: nn.Module | None
+    keys: tuple[str, ...]
+    called: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.path or type(self.module).__name__
 
     @property
     def experts(self) -> list[nn.Module]:
-        return list(numbered(self.module).values())
+        return [self.module.get_submodule(key) for key in self.keys]
+
+    def owners(self) -> dict[str, list[tuple[nn.Module, str]]]:
+        """For each stack the modules of the experts that its slices belong to, and their names there."""
+        if not self.keys:
+            return {"stacked": [(self.module, own) for own in self.module._parameters]}
+        found = {}
+        for name, _ in self.experts[0].named_parameters(remove_duplicate=False):
+            path, _, own = name.rpartition(".")
+            found[name] = [(expert.get_submodule(path), own) for expert in self.experts]
+        return found
 
 
 def expert_lists(model: nn.Module, names: tuple[str, ...] = ()) -> list[ExpertList]:
@@ -51,19 +70,21 @@ def expert_lists(model: nn.Module, names: tuple[str, ...] = ()) -> list[ExpertLi
     found = []
     modules = dict(model.named_modules())
     for name in names:
-        if not isinstance(modules.get(name), nn.ModuleList | nn.ModuleDict):
+        if not isinstance(modules.get(name), LISTS) and not numbered_experts(modules.get(name))[1]:
             raise fail("stack_experts_", "names", "paths of nn.ModuleList or nn.ModuleDict in the model", repr(name))
     for path, module in modules.items():
         parent, _, name = path.rpartition(".")
         around = modules.get(parent)
-        called = path in names if names else around is not None and number_of_experts(around, name, module) > 0
-        if not called or not isinstance(module, nn.ModuleList | nn.ModuleDict) or len(numbered(module)) < 2:
+        if STACKS in vars(module) or (names and path not in names):
             continue
-        if STACKS not in vars(module):
-            first = next(iter(numbered(module).values()))
-            parameters = tuple(name for name, _ in first.named_parameters(remove_duplicate=False))
-            if parameters:
-                found.append(ExpertList(path, module, parameters, around))
+        prefix, keys = numbered_experts(module)
+        if keys and any(True for _ in module.get_submodule(keys[0]).parameters()):
+            found.append(ExpertList(path, module, module, keys, prefix))
+        elif isinstance(module, LISTS) and (names or (around is not None and number_of_experts(around, name, module))):
+            # A dropout for all experts beside them has no weights.
+            keys = tuple(key for key, child in module.named_children() if any(True for _ in child.parameters()))
+            if len(keys) > 1 or (isinstance(module, nn.ParameterList) and len(module._parameters) > 1):
+                found.append(ExpertList(path, module, around, keys))
     inner = {one.module for one in found} | {module for module in modules.values() if STACKS in vars(module)}
     return [one for one in found if len(inner.intersection(one.module.modules())) == 1]
 
@@ -74,28 +95,37 @@ def why_not(found: ExpertList, taken: Mapping[int, str]) -> str | None:
     Args:
         taken: what `taken_elsewhere` says of the model's parameters.
     """
-    first = found.experts[0]
-    kinds = tuple(dict.fromkeys(type(module) for expert in found.experts for module in expert.modules()))
+    experts = dict(zip(found.keys, found.experts, strict=True)) or {"": found.module}
+    start, first = next(iter(experts.items()))
+    kinds = tuple(dict.fromkeys(type(module) for expert in experts.values() for module in expert.modules()))
     asked = asked_of_experts(kinds, () if found.owner is None else (type(found.owner),))
     if asked is not None:
-        return f"{found.path}, as {asked}"
+        return f"{found.name}, as {asked}"
+    problem = _unfit_module(found.module) if found.called else None  # that of a list is torch's, as a rule
+    if problem is not None:
+        return f"{found.name}, which {problem}"
     shape = {name: _facts(weight) for name, weight in first.named_parameters(remove_duplicate=False)}
-    for place, expert in enumerate(found.experts):
-        where = f"{found.path}.{place}"
+    for key, expert in experts.items():
+        where = f"{found.path}.{key}".strip(".")
         own = dict(expert.named_parameters(remove_duplicate=False))
         if [type(module) for module in expert.modules()] != [type(module) for module in first.modules()]:
-            return f"{where} is made of other modules than {found.path}.0"
+            return f"{where} is made of other modules than {found.path}.{start}"
         if list(own) != list(shape):
-            return f"{where} has other parameters than {found.path}.0"
+            return f"{where} has other parameters than {found.path}.{start}"
         for path, module in expert.named_modules():
             problem = _unfit_module(module)
             if problem is not None:
                 return f"{where}{'.' * bool(path)}{path}, which {problem}"
         for name, weight in own.items():
-            problem = _unfit(weight, shape[name]) or _unfit_attributes(weight, first.get_parameter(name), kinds)
+            like = name if found.keys else next(iter(own))  # in a list of parameters, all are alike
+            problem = _unfit(weight, shape[like]) or _unfit_attributes(weight, first.get_parameter(like), kinds)
             problem = problem or taken.get(id(weight))
             if problem is not None:
                 return f"{where}.{name}, which {problem}"
+    if isinstance(found.module, nn.ParameterList):
+        held = [name for name, _ in found.module.named_parameters()]
+        if held != [str(place) for place in range(len(found.module))]:
+            return f"{found.name}, which has others than the parameters of its list"
     return _underivable(found)
 
 
@@ -255,14 +285,13 @@ def _unfit_module(module: nn.Module) -> str | None:
 
 def _underivable(found: ExpertList) -> str | None:
     """Why a layer of an expert cannot be one that reads slices."""
-    own: dict[str, list[str]] = {}
-    for name in found.parameters:
-        path, _, last = name.rpartition(".")
-        own.setdefault(path, []).append(last)
-    for path, names in own.items():
-        kind = type(found.experts[0].get_submodule(path))
+    own: dict[nn.Module, list[str]] = {}
+    for owner, name in [pairs[0] for pairs in found.owners().values()]:
+        own.setdefault(owner, []).append(name)
+    for owner, names in own.items():
+        kind = type(owner)
         try:
             sliced(kind, tuple(sorted(names)))
         except Exception as error:  # of whatever runs when somebody derives from a class
-            return f"{found.path}, as no class can be derived from {kind.__name__}: {type(error).__name__}: {error}"
+            return f"{found.name}, as no class can be derived from {kind.__name__}: {type(error).__name__}: {error}"
     return None

@@ -1,4 +1,4 @@
-"""Lists of experts as stacked weights: one parameter [E, ...] for what every expert of an `nn.ModuleList` has.
+"""Lists of experts as stacked weights: one parameter [E, ...] for what every expert of a list has.
 
 A pass cannot rebind parameters, and copying E weights into one at every call would cost more than the experts. So the
 list itself is given the stacks, and each expert's layer reads its slice of them (`stack_slices`): the model's code runs
@@ -15,6 +15,8 @@ from functools import partial
 import torch
 from torch import nn
 
+from compile_passes.asked import words
+from compile_passes.loops import LISTS
 from compile_passes.stack_slices import (
     FREEZE,
     SLICE,
@@ -45,9 +47,10 @@ def stack_experts_(model: nn.Module, *names: str) -> nn.Module:
 
     Args:
         model: a module.
-        names: paths of the lists, as in ``model.named_modules()``; by default every ``nn.ModuleList`` and
-            ``nn.ModuleDict`` of two or more modules whose name has "expert" in it. Of lists in one another the
-            innermost are stacked.
+        names: paths of the lists, as in ``model.named_modules()``, or of modules with experts that are called by
+            numbers (``expert_0``, ...); by default every ``nn.ModuleList``, ``nn.ModuleDict`` and ``nn.ParameterList``
+            of two or more that is called experts, or is as long as a router beside it has scores, and all such
+            modules. Of lists in one another the innermost are stacked.
 
     Returns:
         ``model``.
@@ -104,18 +107,17 @@ def unstack(model: nn.Module) -> nn.Module:
 
 def stack_list(found: ExpertList) -> None:
     """Replace the parameters of a list's experts by slices of stacked ones."""
-    module, experts = found.module, found.experts
-    owners = {name: [_owner(expert, name) for expert in experts] for name in found.parameters}
+    module, owners = found.module, found.owners()
     layers = list({id(owner): owner for pairs in owners.values() for owner, _ in pairs}.values())
     stacks: dict[str, str] = {}
     try:
-        for name in found.parameters:
-            stacked = _free_name(module, name)
+        for name in owners:
+            stacked = _free_name(found, name)
             module.register_parameter(stacked, _stacked([owner.get_parameter(own) for owner, own in owners[name]]))
             stacks[stacked] = name
             for number, (owner, own) in enumerate(owners[name]):
                 del owner._parameters[own]
-                vars(owner).setdefault(SLICE, (module, number, {}))[2][own] = stacked
+                vars(owner).setdefault(SLICE, (module, {}))[1][own] = stacked, number
     except BaseException:  # for want of memory
         for layer in layers:
             if SLICE in vars(layer):
@@ -124,15 +126,15 @@ def stack_list(found: ExpertList) -> None:
             del module._parameters[stacked]
         raise
     for layer in layers:
-        layer.__class__ = sliced(original(type(layer)), tuple(sorted(vars(layer)[SLICE][2])))
+        layer.__class__ = sliced(original(type(layer)), tuple(sorted(vars(layer)[SLICE][1])))
     vars(module)[STACKS] = stacks
-    for inner in [inner for expert in experts for inner in expert.modules()]:
+    for inner in [inner for expert in found.experts for inner in expert.modules()]:
         vars(inner)[FREEZE] = partial(freeze, inner)
-    if all(isinstance(layer, nn.Linear) for layer in layers):
+    if not found.called and all(isinstance(layer, nn.Linear) for layer in layers):
         vars(module)[_TRANSPOSED] = False  # [E, N, K], which the shapes alone need not say
     module.register_state_dict_post_hook(drop_stacks)
     module.register_load_state_dict_pre_hook(load_stacks)
-    log.info("stacked %d experts of %s: %s", len(experts), found.path or "the model", ", ".join(stacks.values()))
+    log.info("stacked the experts of %s: %s", found.name, ", ".join(stacks.values()))
 
 
 def _stacked(weights: list[nn.Parameter]) -> nn.Parameter:
@@ -147,10 +149,11 @@ def _stacked(weights: list[nn.Parameter]) -> nn.Parameter:
     return made
 
 
-def _free_name(module: nn.Module, name: str) -> str:
-    """A name for a stack that nothing of the list has."""
-    free = name.replace(".", "_")
-    while hasattr(module, free):
+def _free_name(found: ExpertList, name: str) -> str:
+    """A name for a stack that nothing of the list has, and of a module with experts beside others no code asks for."""
+    start = f"{found.called.rstrip('_')}_" if found.called else ""
+    free = start + name.replace(".", "_")
+    while hasattr(found.module, free) or (found.called and free in words((type(found.module),))):
         free += "_"
     return free
 
@@ -158,13 +161,8 @@ def _free_name(module: nn.Module, name: str) -> str:
 def _drop(module: nn.Module) -> None:
     for name in vars(module).pop(STACKS):
         del module._parameters[name]
-    vars(module).pop(_TRANSPOSED, None)
+    if isinstance(module, LISTS):
+        vars(module).pop(_TRANSPOSED, None)
     for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
         for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) in (drop_stacks, load_stacks)]:
             del hooks[key]
-
-
-def _owner(expert: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module of an expert that a parameter belongs to, and its name there."""
-    path, _, own = name.rpartition(".")
-    return expert.get_submodule(path), own

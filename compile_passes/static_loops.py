@@ -31,7 +31,7 @@ from compile_passes.loop_body import (
     drop_unread,
     take_known_branches,
 )
-from compile_passes.loops import decides, has_data_dependent_calls, number_of_experts
+from compile_passes.loops import LISTS, decides, has_data_dependent_calls, number_of_experts, numbered_experts
 from compile_passes.slice_bounds import CONVERSIONS, counted, slices_of
 from compile_passes.sorted_slices import unsort
 from compile_passes.source import (
@@ -357,7 +357,8 @@ class _Method:
         if weight is not None:
             others = any(isinstance(part, ast.If) and element in names(part.test) for part in parts)
             return local if others and local is not None else weight
-        counts = {number_of_experts(self.module, name, child) for name, child in self.module.named_children()} - {0}
+        counts = {number_of_experts(self.module, name, child) for name, child in self.module.named_children()}
+        counts = (counts | {len(numbered_experts(self.module)[1])}) - {0}
         stacks = {weight.shape[0] for weight in self.module.parameters(recurse=False) if weight.dim() > 2}
         for sizes in (counts, set() if local is not None else stacks):
             if len(sizes) == 1:
@@ -378,7 +379,7 @@ class _Method:
     def _length(self, value: ast.expr) -> ast.expr | None:
         held = self.held(value)
         text = ast.unparse(value)
-        if isinstance(held, nn.ModuleList | nn.ModuleDict) and held is not self.module:
+        if isinstance(held, LISTS) and held is not self.module:
             return ast.parse(f"len({text})", mode="eval").body
         if isinstance(held, torch.Tensor) and held.dim() > 1:
             return ast.parse(f"{text}.shape[0]", mode="eval").body
