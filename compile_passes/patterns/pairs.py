@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +52,7 @@ class Weighed(NamedTuple):
 
 @dataclass(frozen=True)
 class Slot:
-    """Numbers of one slot of every token: column ``number`` of ``source`` [T, K], or all of ``source`` [T]."""
+    """Numbers of one slot of every token: column ``number`` of ``source`` [..., K], or all of ``source`` [T]."""
 
     source: fx.Node
     number: int | None
@@ -454,7 +455,7 @@ class Pairs:
         if not rest:
             return Chosen(ids, self._slot(source)) if self._numbers(source, self.tokens) else None
         whole = example(source)
-        fits = whole is not None and whole.dim() == 2 and equal_sizes(whole.shape[0], self.tokens)
+        fits = whole is not None and equal_sizes(prod(whole.shape[:-1]), self.tokens)
         slot = place_of(rest[0]) if len(rest) == 1 else None
         return Chosen(ids, Slot(source, slot)) if fits and slot is not None else None
 
@@ -463,7 +464,7 @@ class Pairs:
         root = self.reading.strip(value)
         found = entry_of(self.reading, root)
         whole = None if found is None else example(found[0])
-        if found is None or whole is None or found[1] != 1 or not has_shape(found[0], self.tokens, whole.shape[-1]):
+        if found is None or whole is None or not found[1] == whole.dim() - 1 > 0:
             return Slot(root, None)
         same = [node for node in self.reading.casts(found[0], self.floor) if same_shape(node, found[0])]
         return Slot(same[-1], found[2])
@@ -489,13 +490,13 @@ class Pairs:
         return all(a.number == b.number and self.reading.same(a.source, b.source) for a, b in pairs)
 
     def _columns(self, slots: Sequence[Slot]) -> Value:
-        """[T, K] of slots: what they are the columns of, in order, or these put together."""
+        """[..., K] of slots: what they are the columns of, in order, or these put together."""
         source, whole = slots[0].source, example(slots[0].source)
         in_order = [slot.number for slot in slots] == list(range(len(slots)))
-        if in_order and has_shape(source, self.tokens, len(slots)) and whole is not None:
+        if in_order and whole is not None and has_shape(source, *whole.shape[:-1], len(slots)):
             if all(self.reading.same(slot.source, source) for slot in slots):
                 return source
-        taken = [slot.source if slot.number is None else Made(_ATEN.select.int, (slot.source, 1, slot.number))
+        taken = [slot.source if slot.number is None else Made(_ATEN.select.int, (slot.source, -1, slot.number))
                  for slot in slots]  # fmt: skip
         return Made(_ATEN.stack.default, ([Made(_ATEN.reshape.default, (one, [-1])) for one in taken], 1))
 

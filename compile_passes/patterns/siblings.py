@@ -448,10 +448,10 @@ class _Loop:
         else:
             rows = [row for row in map(self.ends.taken, self.ended) if row is not None]
             shape = example(rows[0].source) if len(rows) == len(ends) else None
-            if shape is None or shape.dim() != 2 or any(row.source is not rows[0].source for row in rows):
+            if shape is None or any(row.source is not rows[0].source for row in rows):
                 return None
             hidden, views = rows[0].source, [rows[0].indexed]
-            pairs = self._pairs(shape.shape[0])
+            pairs = self._pairs(prod(shape.shape[:-1]))
             chosen = [
                 None if end.mask is not None else pairs.chosen_at(row.index, end.factor, expert.number)
                 for end, row, expert in zip(ends, rows, self.ended, strict=True)

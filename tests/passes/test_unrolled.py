@@ -400,6 +400,146 @@ def test_sequences():
     assert (outcome.problem, outcome.fused) == (None, 1)
 
 
+# ---- a step for every slot, of tokens [B, S, H]
+
+
+def slots_of_sequences(x, gate, w1, w2):
+    topk_weights, ids = F.linear(x, gate).softmax(-1).topk(K)
+    out = torch.zeros_like(x)
+    for k in range(K):
+        for e in range(E):
+            mine = ids[..., k] == e
+            out[mine] += topk_weights[..., k][mine].unsqueeze(-1) * expert(x[mine], w1[e], w2[e])
+    return out
+
+
+def experts_before_slots(x, gate, w1, w2):
+    topk_weights, ids = F.linear(x, gate).softmax(-1).topk(K)
+    out = torch.zeros_like(x)
+    for e in range(E):
+        for k in range(K):
+            mine = ids[:, :, k] == e
+            out[mine] += topk_weights[mine, k, None] * expert(x[mine], w1[e], w2[e])
+    return out
+
+
+def slots_before_tokens(x, gate, w1, w2):
+    """Ids [B, K, S], and the weights of the slots the other way around."""
+    topk_weights, ids = F.linear(x, gate).softmax(-1).topk(K)
+    out, ids = torch.zeros_like(x), ids.transpose(1, 2)
+    for k in range(K):
+        for e in range(E):
+            mine = ids[:, k] == e
+            out[mine] += topk_weights[:, :, K - 1 - k, None][mine] * expert(x[mine], w1[e], w2[e])
+    return out
+
+
+def steps(x, ids, topk_weights, w1, w2):
+    out = torch.zeros_like(x)
+    for k in range(K):
+        for e in range(E):
+            where = torch.where(ids[..., k] == e)
+            mine = where[0] if x.dim() == 2 else ids[..., k] == e
+            out[mine] += topk_weights[mine, k, None] * expert(x[mine], w1[e], w2[e])
+    return out
+
+
+# Long and short sequences, one token, K sequences of K tokens, and tokens of one direction: most experts are empty.
+SEQUENCES = {
+    "many": (3, -1),
+    "one_each": (-1, 1),
+    "one": (1, -1),
+    "token": (1, 1),
+    "as_slots": (K, K),
+    "alike": (3, -1),
+}
+
+
+@pytest.mark.parametrize(
+    "form", [slots_of_sequences, experts_before_slots, slots_before_tokens], ids=lambda f: f.__name__
+)
+def test_slot_by_slot(form):
+    """One block of K slots, not one for each."""
+    given = weights(dtype=torch.float32)
+    given["x"] = given["x"].reshape(3, -1, H)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        report = moe_ops.explain(form, *given.values())
+    assert [row.K for row in report.fused] == [K] and not report.refused
+
+
+@pytest.mark.parametrize(
+    ("form", "shape"),
+    [*((slots_of_sequences, shape) for shape in SEQUENCES), (experts_before_slots, "many"),
+     *((slots_before_tokens, shape) for shape in ("many", "as_slots"))],
+    ids=lambda one: getattr(one, "__name__", one),
+)  # fmt: skip
+def test_gradients_slot_by_slot(form, shape):
+    given = weights(dtype=torch.float64)
+    rows = given["x"][: {"token": 1, "as_slots": K * K}.get(shape)]
+    rows = rows[:1] * torch.linspace(0.5, 2, len(rows), dtype=rows.dtype)[:, None] if shape == "alike" else rows
+    given["x"] = rows.reshape(*SEQUENCES[shape], H)
+    outcome = check(form, *given.values(), gradients=True, fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 1)
+
+
+def one_of_another_slot(x, gate, w1, w2):
+    topk_weights, ids = F.linear(x, gate).softmax(-1).topk(K)
+    out = torch.zeros_like(x)
+    for k in range(K):
+        for e in range(E):
+            mine = ids[..., k] == e
+            factor = topk_weights[..., 0 if e == 1 else k][mine].unsqueeze(-1)
+            out[mine] += factor * expert(x[mine], w1[e], w2[e])
+    return out
+
+
+def one_of_other_tokens(x, gate, w1, w2):
+    topk_weights, ids = F.linear(x, gate).softmax(-1).topk(K)
+    out = torch.zeros_like(x)
+    for k in range(K):
+        for e in range(E):
+            mine = ids[..., k] == e
+            rows = x.roll(1, 1)[mine] if e == 1 else x[mine]
+            out[mine] += topk_weights[..., k][mine].unsqueeze(-1) * expert(rows, w1[e], w2[e])
+    return out
+
+
+def tokens_as_slots(x, gate, w1, w2):
+    """Columns of the tokens, not of the slots, where there are as many."""
+    topk_weights, ids = F.linear(x, gate).softmax(-1).topk(K)
+    out = torch.zeros_like(x)
+    for k in range(K):
+        for e in range(E):
+            mine = ids[:, k] == e
+            out[mine] += topk_weights[:, k][mine].unsqueeze(-1) * expert(x[mine], w1[e], w2[e])
+    return out
+
+
+def fewer_slots(x, gate, w1, w2):
+    """Some of the slots that there are."""
+    topk_weights, ids = F.linear(x, gate).softmax(-1).topk(K + 1)
+    return steps(x, ids, topk_weights, w1, w2)
+
+
+def weights_of_more_tokens(x, gate, w1, w2):
+    topk_weights, ids = F.linear(x.view(-1, H), gate).softmax(-1).topk(K)
+    return steps(x.view(-1, H), ids, torch.cat([topk_weights, topk_weights]), w1, w2)
+
+
+# Of the first, the slot that is as it should be; the last is what it says, in columns of its own.
+@pytest.mark.parametrize(
+    ("form", "fused"),
+    [(one_of_another_slot, 1), (one_of_other_tokens, 0), (weights_of_more_tokens, 0), (fewer_slots, 1),
+     (tokens_as_slots, 1)],
+    ids=lambda one: getattr(one, "__name__", None),
+)  # fmt: skip
+def test_near_miss_of_slot_by_slot(form, fused):
+    given = weights(dtype=torch.float64)
+    given["x"] = given["x"][: K * K].reshape(K, K, H)
+    outcome = check(form, *given.values(), gradients=True, fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, fused)
+
+
 def scattered(x, gate):
     """Weights [.., E], zero but for the experts of a topk."""
     topk_weights, ids = F.linear(x, gate).softmax(-1).topk(K)

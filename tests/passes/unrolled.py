@@ -166,8 +166,14 @@ def _slot_rows(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, e: int, k: 
 
 
 def _slot_masks(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, e: int, k: int, expert: Any) -> Tensor:
-    mine = ids.unbind(1)[k] == e
-    out[mine] += weights[:, k][mine].unsqueeze(-1) * expert(x[mine])
+    mine = ids.unbind(-1)[k] == e
+    out[mine] += weights[..., k][mine].unsqueeze(-1) * expert(x[mine])
+    return out
+
+
+def _slot_entries(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, e: int, k: int, expert: Any) -> Tensor:
+    mine = ids[..., k] == e
+    out[mine] = out[mine] + weights[mine, k, None] * expert(x[mine])
     return out
 
 
@@ -184,7 +190,7 @@ def _slot_others(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, e: int, k
 
 
 SLOTS = {"factors": _slot_factors, "where": _slot_where, "filled": _slot_filled, "zeros": _slot_zeros,
-         "others": _slot_others, "rows": _slot_rows, "masks": _slot_masks}  # fmt: skip
+         "others": _slot_others, "rows": _slot_rows, "masks": _slot_masks, "entries": _slot_entries}  # fmt: skip
 WAYS = ("factors", "factors", "rows", "rows", "rows", "stacked", "masked", "pairs", "single", "slots", "slots")
 
 
@@ -235,7 +241,8 @@ def block(case: Case, mutations: tuple[str, ...]) -> Callable[..., Any]:
         return value
 
     def run(x, gate, bias, w1, w2, b1, b2):
-        x = x.view(case.batch, -1, s.H) if case.way == "factors" and case.batch > 1 else x
+        of_sequences = case.way == "factors" or names.get("slot") in ("masks", "entries")
+        x = x.view(case.batch, -1, s.H) if of_sequences and case.batch > 1 else x
         weights, ids = generator.routers(s)[names["router"]](F.linear(x, gate), bias)
         weights, ids = at("weights", weights.to(x.dtype)), at("ids", ids)
         take, product = SLICES[names["slices"]], PRODUCTS[names["product"]]
