@@ -141,9 +141,11 @@ def _unfit(weight: torch.Tensor, like: tuple[Any, ...]) -> str | None:
         return f"is a {type(weight).__name__}"
     if type(weight.data) is not torch.Tensor:
         return f"holds a {type(weight.data).__name__}"
+    if _facts(weight)[:-1] == like[:-1] and weight.requires_grad != like[-1]:
+        said = "trains" if weight.requires_grad else "is frozen"
+        return f"{said}, unlike that of expert 0: a stack trains as a whole, and weight decay reaches all of it"
     if _facts(weight) != like:
-        mine = f"{weight.dtype} {list(weight.shape)} on {weight.device}, requires_grad={weight.requires_grad}"
-        return f"is {mine}, unlike that of expert 0"
+        return f"is {weight.dtype} {list(weight.shape)} on {weight.device}, unlike that of expert 0"
     if weight.grad is not None:
         return "has a gradient: stack the experts before training starts, or after zero_grad()"
     if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):

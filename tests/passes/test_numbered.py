@@ -314,7 +314,7 @@ LEFT = {
     Gap: None, Twice: None, TwoGroups: None, OwnState: "has a _save_to_state_dict of its own",
     OtherShape: "unlike that of", NoParameter: "has others than", OneMore: "has others than",
     InTwoLists: "in more than one place", AsksForLeaves: "asks for is_leaf",
-    PartlyFrozen: "requires_grad=False, unlike that of",
+    PartlyFrozen: "is frozen, unlike that of expert 0",
 }  # fmt: skip
 
 

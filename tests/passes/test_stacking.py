@@ -513,7 +513,7 @@ UNFIT = {
     _other_shape: r"experts\.2\.w1\.weight, which is torch.float32 \[32, 32\] .* unlike",
     _other_class: r"experts\.2 is made of other modules than experts\.0",
     _other_dtype: r"experts\.2\.w3\.weight, which is torch\.float16",
-    _frozen: r"experts\.2\.w3\.weight, which is .*requires_grad=False",
+    _frozen: r"experts\.2\.w3\.weight, which is frozen, unlike that of expert 0: a stack trains as a whole",
     _gradient: r"experts\.\d\.w1\.weight, which has a gradient",
     _hook: r"experts\.4\.w2\.weight, which has a hook",
     _subclass: r"experts\.0\.w1\.weight, which is a Special",
