@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compile_passes.loops import LISTS, numbered_experts
 from moe_ops.quantized import QuantizedWeight
 
 _LEAST = 64  # smaller sizes are those of heads, groups and the like
@@ -46,11 +47,8 @@ def narrowing(block: nn.Module) -> Narrowing | None:
     """By how much a block can be narrowed; None where its widths have no factor in common that is of use."""
     weights = [tensor for tensor in (*block.parameters(), *block.buffers()) if tensor.is_floating_point()]
     counts = {weight.shape[0] for weight in weights if weight.dim() > 2}
-    counts |= {
-        len(module)
-        for module in block.modules()
-        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList)
-    }
+    counts |= {len(module) for module in block.modules() if isinstance(module, LISTS)}
+    counts |= {len(numbered_experts(module)[1]) for module in block.modules()} - {0}
     settings = list(_settings(block))
     counts |= {value for name, value in settings if "expert" in name and name.startswith(_COUNTS)}
     found = {size for weight in weights for size in weight.shape if size >= _LEAST} - counts

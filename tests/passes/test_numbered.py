@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 import moe_ops
 from benchmarks.foreign import Expert
 from compile_passes.loops import numbered_experts
+from compile_passes.narrow import narrowing
 from tests.passes.blocks import E, H, I, K
 
 
@@ -226,6 +227,20 @@ def test_lists_of_parameters_are_as_they_were():
         torch.testing.assert_close(one[0], other[0] + 1)
         with pytest.raises(ValueError, match="left in its place"):
             one[0] = torch.zeros_like(one[0])
+
+
+@pytest.mark.parametrize("lists", [False, True], ids=["attributes", "parameters"])
+def test_their_number_is_no_width(lists):
+    """Of a block of which a narrower copy is tried."""
+    block = nn.Module()
+    block.gate = nn.Linear(256, 64, bias=False)
+    if lists:
+        block.w1 = nn.ParameterList(nn.Parameter(torch.empty(256, 256)) for _ in range(64))
+    else:
+        for e in range(64):
+            block.add_module(f"expert_{e}", nn.Linear(256, 256, bias=False))
+    found = narrowing(block)
+    assert found is not None and found.widths == {256}
 
 
 # ---- what is left alone
