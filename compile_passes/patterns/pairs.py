@@ -464,7 +464,8 @@ class Pairs:
         root = self.reading.strip(value)
         found = entry_of(self.reading, root)
         whole = None if found is None else example(found[0])
-        if found is None or whole is None or not found[1] == whole.dim() - 1 > 0:
+        of_tokens = whole is not None and equal_sizes(prod(whole.shape[:-1]), self.tokens)
+        if found is None or whole is None or not of_tokens or not found[1] == whole.dim() - 1 > 0:
             return Slot(root, None)
         same = [node for node in self.reading.casts(found[0], self.floor) if same_shape(node, found[0])]
         return Slot(same[-1], found[2])
