@@ -91,13 +91,13 @@ def route(
 
 
 _NONNEGATIVE = ("softmax", "sigmoid", "sqrtsoftplus")
-# Experts below which a softmax goes over columns: over rows as short a CPU computes number by number. us of 1024 rows,
-# 8 and 32 experts: 59 and 15 over rows, 15 and 35 over columns, their copy included.
+# Experts below which a softmax of many scores goes over columns: over rows as short a CPU computes number by number. us
+# of 1024 rows, 8 and 32 experts: 59 and 15 over rows, 15 and 35 over columns, their copy included.
 _FEW_EXPERTS = 16
 
 
 def _score(logits_TE: Tensor, score: str) -> Tensor:
-    if score == "softmax" and logits_TE.shape[1] < _FEW_EXPERTS:
+    if score == "softmax" and logits_TE.shape[1] < _FEW_EXPERTS and logits_TE.numel() >= _MANY_SCORES:
         return torch.softmax(logits_TE.t().contiguous(), dim=0).t()
     if score == "softmax":
         return torch.softmax(logits_TE, dim=-1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, islice, pairwise
 from math import log
 from time import perf_counter
@@ -20,10 +20,13 @@ _BATCHED = (torch.bfloat16, torch.float32)
 _SIZES = 256, 768  # sides of the measured weights
 _EXPERTS, _FEW, _MORE = 8, 8, 40
 # Of which the least is what other processes did not disturb; five were off by two times beside two of them. All that is
-# measured is so in every round: an undisturbed moment is not one thing's alone.
-_ROUNDS = 20
+# measured is so in every round, as an undisturbed moment is not one thing's alone, twice, as the first finds threads
+# that another one left.
+_ROUNDS, _TIMES = 10, 2
+_MEMORY = 2**26  # bytes, of which no cache holds the most
 _LEAST = 0.5  # rows, so that a cost has a logarithm
 _LENGTHS = 8  # that are tried
+_WORTHWHILE = 0.95  # of the time: a model of costs is not as exact as one that is less has to be
 
 
 class Power(NamedTuple):
@@ -47,13 +50,13 @@ class Costs(NamedTuple):
     """What an expert costs beside its rows, in rows.
 
     Attributes:
-        read: in a batch, which reads its weight.
+        read: of its weight, which comes from memory: other layers' were read since.
         alone: more than that, outside of a batch: a product of its own wakes threads, and shares it out among them.
-        one: of an expert with one row outside of a batch, all in all.
+        one: likewise, of an expert with one row.
         vector: whether that is faster as a vector, by a tenth and more.
     """
 
-    read: Power
+    read: float
     alone: Power
     one: Power
     vector: bool
@@ -61,17 +64,18 @@ class Costs(NamedTuple):
 
 @cache
 def costs(dtype: torch.dtype, threads: int) -> Costs:
-    """Measured on this process's threads, once, in 40 ms in bf16 and 100 in fp32 on two cores.
+    """Measured on this process's threads, once, in 0.1 s in bf16 and 0.15 in fp32 on two cores.
 
-    CPUs differ by ten times: alone, 768 x 768 in bf16, 13 rows on one whose threads spin, 43
-    where they sleep, 67 and 150 on another; a vector takes 1.4 and 0.7 times as long as a matrix of one row.
+    CPUs differ by ten times: alone, 768 x 768 in bf16, 13 rows on one whose threads spin, 43 where they sleep, 67 and
+    150 on another; a vector takes 1.4 and 0.7 times as long as a matrix of one row.
     """
     with compat.without_operator_modes():
         products = [product for size in _SIZES for product in _products(size, dtype)]
-        taken = _least_seconds(products)
+        *taken, summed = _least_seconds([*products, partial(torch.sum, torch.zeros(_MEMORY // 4, device="cpu"))])
     half = len(taken) // 2
-    smaller, larger = _rows(*taken[:half]), _rows(*taken[half:])
-    read, alone, one = (Power.through(*both) for both in zip(smaller, larger, strict=True))
+    (_, *smaller), (row, *larger) = _rows(*taken[:half]), _rows(*taken[half:])
+    read = dtype.itemsize * _SIZES[1] ** 2 / _MEMORY * summed / row
+    alone, one = (Power.through(*both) for both in zip(smaller, larger, strict=True))
     return Costs(read, alone, one, taken[-2] < 0.9 * taken[-1])
 
 
@@ -100,18 +104,23 @@ def _least_seconds(functions: list[Callable[[], object]]) -> list[float]:
     """Of each, of all rounds but the first."""
     rounds: list[list[float]] = []
     for _ in range(_ROUNDS + 1):
-        times = [perf_counter()]
+        taken = []
         for function in functions:
-            function()
-            times.append(perf_counter())
-        rounds.append([end - start for start, end in pairwise(times)])
+            times = [perf_counter()]
+            for _ in range(_TIMES):
+                function()
+                times.append(perf_counter())
+            taken.append(min(end - start for start, end in pairwise(times)))
+        rounds.append(taken)
     return [min(taken) for taken in zip(*islice(rounds, 1, None), strict=True)]
 
 
 def _rows(few: float, more: float, one_by_one: float, vectors: float, matrices: float) -> tuple[float, float, float]:
-    """See :class:`Costs`."""
-    row = max(more - few, 1e-9) / (_MORE - _FEW)
-    return few / row - _FEW, (one_by_one - few) / row, min(vectors, matrices) / row - 1
+    """Seconds of a row of a batch, and how many of them a product alone costs more, of few rows and of one."""
+    row = max(more - few, 1e-9) / (_MORE - _FEW) / _EXPERTS
+    read = few - _FEW * _EXPERTS * row
+    alone, one = one_by_one - few, min(vectors, matrices) - read - _EXPERTS * row
+    return row, alone / _EXPERTS / row, one / _EXPERTS / row
 
 
 def padded_length(counts: list[int], weight: Tensor) -> int:
@@ -128,15 +137,16 @@ def padded_length(counts: list[int], weight: Tensor) -> int:
     if weight.dtype not in _BATCHED or longest == 0 or weight.numel() == 0:
         return 0
     found, elements = costs(weight.dtype, torch.get_num_threads()), weight.shape[1] * weight.shape[2]
-    read, alone, one = (power.of(elements) for power in found[:3])
+    read, alone, one = found.read, found.alone.of(elements), found.one.of(elements)
     ascending = sorted(counts)
     sums = [0, *accumulate(ascending)]
 
     def cost(length: int) -> float:
         whole, ones = bisect_right(ascending, length), bisect_right(ascending, length + 1)
         rest = float(sums[-1] - sums[whole] - (len(counts) - whole) * length)
-        rest += (len(counts) - ones) * (read + alone) + (ones - whole) * one
+        rest += (len(counts) - whole) * read + (len(counts) - ones) * alone + (ones - whole) * one
         return rest + len(counts) * (read + length) if length else rest
 
     tried = {ascending[(len(ascending) - 1) * n // _LENGTHS] for n in range(_LENGTHS + 1)}
-    return min((0, *sorted(tried - {0})), key=cost)
+    length = min(sorted(tried), key=cost)
+    return length if cost(length) < _WORTHWHILE * cost(0) else 0
