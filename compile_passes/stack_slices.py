@@ -140,7 +140,7 @@ def _methods(kind: type[nn.Module], names: tuple[str, ...]) -> dict[str, Any]:
         if not isinstance(index, slice):
             return nn.ParameterList.__getitem__(self, index)
         part = nn.ParameterList()
-        for place in range(*index.indices(len(self))):
+        for place in list(range(len(self)))[index]:  # not index.indices, which not every Dynamo captures
             setattr(part, str(len(part)), self[place])
             part._size += 1
         return part
