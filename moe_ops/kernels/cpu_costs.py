@@ -71,7 +71,7 @@ def costs(dtype: torch.dtype, threads: int) -> Costs:
     """
     with compat.without_operator_modes():
         products = [product for size in _SIZES for product in _products(size, dtype)]
-        *taken, summed = _least_seconds([*products, partial(torch.sum, torch.zeros(_MEMORY // 4, device="cpu"))])
+        *taken, summed = _least_seconds([*products, partial(torch.sum, torch.full((_MEMORY // 4,), 0.5, device="cpu"))])
     half = len(taken) // 2
     (_, *smaller), (row, *larger) = _rows(*taken[:half]), _rows(*taken[half:])
     read = dtype.itemsize * _SIZES[1] ** 2 / _MEMORY * summed / row
