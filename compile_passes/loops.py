@@ -116,8 +116,7 @@ def _by_block(model: nn.Module, groups: list[ExpertGroup]) -> list[ExpertGroup]:
 
 def has_router(group: ExpertGroup) -> bool:
     """Whether the module of a group scores as many experts as it holds."""
-    held = {number_of_experts(group.module, *named) for named in group.module.named_children()}
-    held.add(len(numbered_experts(group.module)[1]))
+    held = counts_of_experts(group.module)
     held |= {weight.shape[0] for weight in group.weights if weight.dim() > 2}
     return not held.isdisjoint(_scored(group.module))
 
@@ -147,10 +146,12 @@ def cure(loop: ExpertLoop, *, tried: bool = False) -> str:
 
 
 def are_projections(module: nn.Module) -> bool:
-    """Whether the experts in lists of ``module``, if there are any, have matrices as those of a gated or plain layer of
-    two projections, and biases.
+    """Whether the experts that ``module`` has as modules, if there are any, have matrices as those of a gated or plain
+    layer of two projections, and biases.
     """
-    experts = [expert for child in _lists(module) for expert in child.children()]
+    experts = [module.get_submodule(key) for key in numbered_experts(module)[1]]
+    experts += [expert for name, child in module.named_children() if number_of_experts(module, name, child)
+                for expert in child.children()]  # fmt: skip
     weights = [{name: weight.dim() for name, weight in expert.named_parameters()} for expert in experts]
     return all(
         list(dims.values()).count(2) in (2, 3) and all(dim == 2 or "bias" in name for name, dim in dims.items())
@@ -186,6 +187,12 @@ def numbered_experts(module: nn.Module | None) -> tuple[str, tuple[str, ...]]:
     name, pairs = found[0]
     whole = all(number == pairs[0][0] + place for place, (number, _) in enumerate(pairs))
     return (name, tuple(key for _, key in pairs)) if whole else ("", ())
+
+
+def counts_of_experts(module: nn.Module) -> set[int]:
+    """How many experts each list among the children of ``module`` has, and how many are called by numbers."""
+    counts = {number_of_experts(module, name, child) for name, child in module.named_children()}
+    return (counts | {len(numbered_experts(module)[1])}) - {0}
 
 
 def number_of_experts(module: nn.Module, name: str, child: nn.Module) -> int:

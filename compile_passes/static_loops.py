@@ -31,7 +31,7 @@ from compile_passes.loop_body import (
     drop_unread,
     take_known_branches,
 )
-from compile_passes.loops import LISTS, decides, has_data_dependent_calls, number_of_experts, numbered_experts
+from compile_passes.loops import LISTS, counts_of_experts, decides, has_data_dependent_calls
 from compile_passes.slice_bounds import CONVERSIONS, counted, slices_of
 from compile_passes.sorted_slices import unsort
 from compile_passes.source import (
@@ -357,8 +357,7 @@ class _Method:
         if weight is not None:
             others = any(isinstance(part, ast.If) and element in names(part.test) for part in parts)
             return local if others and local is not None else weight
-        counts = {number_of_experts(self.module, name, child) for name, child in self.module.named_children()}
-        counts = (counts | {len(numbered_experts(self.module)[1])}) - {0}
+        counts = counts_of_experts(self.module)
         stacks = {weight.shape[0] for weight in self.module.parameters(recurse=False) if weight.dim() > 2}
         for sizes in (counts, set() if local is not None else stacks):
             if len(sizes) == 1:

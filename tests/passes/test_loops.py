@@ -146,6 +146,15 @@ def test_no_operator_is_advised_that_does_not_compute_the_experts(kind):
     assert not are_projections(model) and are_projections(Loop())
 
 
+@pytest.mark.parametrize("kind", ["mlp", *OTHER_EXPERTS])
+def test_experts_that_are_called_by_numbers_are_looked_at_one_by_one(kind):
+    model = nn.Module()
+    for number in range(E):
+        expert = nn.Sequential(nn.Linear(H, I), nn.SiLU(), nn.Linear(I, H)) if kind == "mlp" else OTHER_EXPERTS[kind]()
+        model.add_module(f"expert_{number}", expert)
+    assert are_projections(model) == (kind == "mlp")
+
+
 class Projection(nn.Module):
     """One projection of all experts, as jetmoe has it."""
 
