@@ -473,3 +473,8 @@ def _replaced(module: Any, name: str, value: Any) -> Iterator[Any]:
     finally:
         if old is not missing:
             setattr(module, name, old)
+
+
+def references_are_counted() -> bool:
+    """Whether `sys.getrefcount` knows all of Python's references: without the interpreter's lock it does not."""
+    return bool(getattr(sys, "_is_gil_enabled", lambda: True)())

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from compile_passes import compat
 from compile_passes.asked import asked_around, asked_of_experts, words
 from compile_passes.effects import OF_TORCH, is_proxy, parts
 from compile_passes.loops import LISTS, number_of_experts, numbered_experts
@@ -241,8 +242,7 @@ def _may_be_held(model: nn.Module) -> bool:
     """Whether somebody else refers to a parameter, or may do so out of Python's sight. Only then all that is alive is
     looked through: a tenth of a second and more.
     """
-    counted = getattr(sys, "_is_gil_enabled", lambda: True)()
-    if not counted or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not compat.references_are_counted() or (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return True
     alone = _references({"": nn.Parameter(torch.empty(0))})
     return any(_references(module._parameters) > alone for module in model.modules())

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meta.checks import fail
+from moe_ops import compat
 from moe_ops.progress import progress
 
 #: Products of two matrices that aten does not call "mm", and those that a third operand is added to, which comes first.
@@ -136,7 +137,7 @@ class _Observer(TorchDispatchMode):
         if None not in names and len(names) == 1 and isinstance(out, Tensor):
             self._copies[out] = names.pop()
         elif "mm" in name or name in _PRODUCTS:
-            ends = _argument(func, "offs", args, kwargs or {})
+            ends = compat.named_arguments(func, args, kwargs).get("offs")
             self._see(args[1:3] if name in _ADDING else args[:2], ends)
         return out
 
@@ -153,10 +154,3 @@ class _Observer(TorchDispatchMode):
             if rows.numel():
                 amax = rows.abs().amax().float()
                 self.amax[name] = torch.maximum(self.amax.get(name, amax), amax)
-
-
-def _argument(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an operator is given for an argument; None if it has none of the name."""
-    names = [argument.name for argument in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | {**kwargs}
-    return given.get(name)

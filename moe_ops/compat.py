@@ -383,3 +383,9 @@ def keep_between(wait: Any) -> None:
         return fallback_handler(wait, add_to_fallback_set=False)(token, tensors, after, **options)
 
     register_lowering(wait, type_promotion_kind=None)(lowered)
+
+
+def named_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What an operator was given, by the names of its arguments."""
+    names = (argument.name for argument in func._schema.arguments)
+    return dict(zip(names, args, strict=False)) | dict(kwargs or {})

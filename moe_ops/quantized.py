@@ -417,9 +417,8 @@ def _is_view(func: Any) -> bool:
 
 def _refuse_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Raise ValueError where ``func`` would write a weight: it would write its dequantised copy."""
-    arguments = func._schema.arguments
-    named = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
-    for argument in arguments:
+    named = compat.named_arguments(func, args, kwargs)
+    for argument in func._schema.arguments:
         written = argument.alias_info is not None and argument.alias_info.is_write
         if written and any(isinstance(leaf, QuantizedWeight) for leaf in pytree.tree_leaves(named.get(argument.name))):
             raise _written(str(argument.name), str(func))

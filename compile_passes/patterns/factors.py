@@ -30,7 +30,7 @@ from compile_passes.vocabulary import (
     same_shape,
     single,
     two_labelled,
-)  # fmt: skip
+)
 
 # The dimensions of experts, and of the slots of one expert; every other name is a dimension of tokens, or a summed one.
 EXPERT, SLOT = "expert", "slot"

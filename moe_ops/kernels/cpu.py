@@ -12,7 +12,7 @@ from torch import Tensor
 from meta.activations import ACTIVATIONS, split_glu
 from meta.dims import accumulation_dtype
 from meta.operands import Glu, Operand
-from moe_ops.kernels.cpu_costs import costs, padded_length
+from moe_ops.kernels.cpu_costs import one_row_is_a_vector, padded_length
 from moe_ops.pairs import local_ids
 
 #: ``(expert, first row, end row)`` of an expert that has rows.
@@ -156,8 +156,9 @@ def linear(
         parts = zip(torch.split_with_sizes(x, lengths), torch.split_with_sizes(out, lengths), strict=True)
     else:
         parts = zip(*([tensor[start:end] for _, start, end in spans] for tensor in (x, out)), strict=True)
+    vectors = plain and weight.stride(2) == 1 and 1 in lengths and one_row_is_a_vector(x.dtype)
     for (expert, _, _), (part, to) in zip(spans, parts, strict=True):
-        if plain and part.shape[0] == 1 and weight.stride(2) == 1 and costs(x.dtype, torch.get_num_threads()).vector:
+        if vectors and part.shape[0] == 1:
             _one_row(part[0], weight[expert], None if bias is None else bias[expert], to[0])
         elif plain and bias is None:
             torch.mm(part, matrices[expert], out=to)

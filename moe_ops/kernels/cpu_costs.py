@@ -79,6 +79,11 @@ def costs(dtype: torch.dtype, threads: int) -> Costs:
     return Costs(read, alone, one, taken[-2] < 0.9 * taken[-1])
 
 
+def one_row_is_a_vector(dtype: torch.dtype) -> bool:
+    """Whether a row alone is multiplied faster as one; of dtypes that are not measured it is a matrix."""
+    return dtype in _BATCHED and costs(dtype, torch.get_num_threads()).vector
+
+
 def _products(size: int, dtype: torch.dtype) -> Iterator[Callable[[], object]]:
     """Of weights ``[size, size]``: a batch of few rows, one of more, few one by one, vectors, matrices of one row."""
     weights = torch.full((_EXPERTS, size, size), 0.5, dtype=dtype, device="cpu").transpose(1, 2)

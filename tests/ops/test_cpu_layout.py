@@ -158,7 +158,7 @@ def test_a_row_alone_is_a_vector(length, bias, stored, vector, monkeypatch) -> N
     one_row = kernels._one_row
     monkeypatch.setattr(kernels, "_one_row", lambda *of: alone.append(1) or one_row(*of))
     monkeypatch.setattr(kernels, "padded_length", lambda counts, weight: length)
-    monkeypatch.setattr(kernels, "costs", lambda dtype, threads: Costs(1.0, Power(1.0, 0.0), Power(1.0, 0.0), vector))
+    monkeypatch.setattr(cpu_costs, "costs", lambda dtype, threads: Costs(1.0, Power(1.0, 0.0), Power(1.0, 0.0), vector))
     assert_right(layer)
     expected = 0 if stored == "transposed" or bias == torch.float32 or length or not vector else 2 * 6
     assert len(alone) == expected
