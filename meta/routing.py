@@ -85,20 +85,12 @@ def route(
     choice_TE = scores_TE if correction_bias is None else scores_TE + correction_bias.to(dtype)
     if row.group is not None and num_groups > 1:
         choice_TE = _limit_groups(choice_TE, row.group, num_groups, topk_groups)
-    ids_TK = first_k(choice_TE, top_k, row.score in _NONNEGATIVE and choice_TE is scores_TE)
+    ids_TK = first_k(choice_TE, top_k)
     weights_TK = finish_weights(scores_TE.gather(1, ids_TK), row.after, renormalize, renorm_eps, scale)
     return weights_TK, ids_TK.to(torch.int32, memory_format=torch.contiguous_format)
 
 
-_NONNEGATIVE = ("softmax", "sigmoid", "sqrtsoftplus")
-# Experts below which a softmax of many scores goes over columns: over rows as short a CPU computes number by number. us
-# of 1024 rows, 8 and 32 experts: 59 and 15 over rows, 15 and 35 over columns, their copy included.
-_FEW_EXPERTS = 16
-
-
 def _score(logits_TE: Tensor, score: str) -> Tensor:
-    if score == "softmax" and logits_TE.shape[1] < _FEW_EXPERTS and logits_TE.numel() >= _MANY_SCORES:
-        return torch.softmax(logits_TE.t().contiguous(), dim=0).t()
     if score == "softmax":
         return torch.softmax(logits_TE, dim=-1)
     if score == "sigmoid":
@@ -108,33 +100,9 @@ def _score(logits_TE: Tensor, score: str) -> Tensor:
     return logits_TE
 
 
-# Scores from which on, and selected ones up to which, taking the largest k times costs a CPU less than sorting. us of
-# sorting and of that: K = 2 of 8 experts, T = 256 33 and 27, T = 1024 115 and 51; K = 8 of 128, T = 16 72 and 68, T =
-# 1024 2204 and 590.
-_MANY_SCORES, _FEW_SELECTED = 2**11, 12
-
-
-def first_k(choice: Tensor, k: int, nonnegative: bool = False) -> Tensor:
-    """Indices of the k largest entries of the last dimension, NaN first, descending, equals by ascending index.
-
-    Args:
-        nonnegative: whether all are, or NaN.
-    """
-    if choice.numel() < _MANY_SCORES or k > _FEW_SELECTED or not (nonnegative or choice.dtype == torch.float32):
-        return choice.sort(dim=-1, descending=True, stable=True).indices[..., :k]
-    left = choice.detach().clone() if nonnegative else _ordered(choice.detach())
-    taken = -torch.inf if nonnegative else torch.iinfo(left.dtype).min
-    found = []
-    for _ in range(k):
-        found.append(left.max(dim=-1, keepdim=True).indices)  # of equals the first, as documented; NaN above all
-        left.scatter_(-1, found[-1], taken)
-    return torch.cat(found, dim=-1)
-
-
-def _ordered(choice: Tensor) -> Tensor:
-    """int32 in the order of float32 ``choice``, NaN last, none of them the least."""
-    bits = choice.masked_fill(choice == 0, 0.0).view(torch.int32)  # one zero
-    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).masked_fill(choice.isnan(), 0x7FFFFFFF)
+def first_k(choice: Tensor, k: int) -> Tensor:
+    """Indices of the k largest entries of the last dimension, NaN first, descending, equals by ascending index."""
+    return choice.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
 def _limit_groups(choice_TE: Tensor, group: str, num_groups: int, topk_groups: int) -> Tensor:

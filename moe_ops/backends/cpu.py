@@ -1,9 +1,8 @@
-"""CPU backend: a product for each pair where pairs rarely share an expert; else the first rows of every expert in one
-batched GEMM (`kernels.cpu_costs` decides how many), one GEMM for the other rows of each expert that has any.
-fp32 activation and combine.
+"""CPU backend: layers of weights that are multiplied as they are stored in C++ (`kernels/cpu.cpp`); all else expert by
+expert, activated, combined and routed in C++ where that knows how. fp32 activation and combine.
 
 Experts without rows are never touched. Reading the row counts is free on the CPU, so ``.tolist()`` is used here, and
-only here. Weights may have any strides; fp8 weights are dequantised expert by expert.
+only here. Weights may have any strides; quantised weights are dequantised expert by expert.
 """
 
 from __future__ import annotations
@@ -25,32 +24,28 @@ from meta.calls import (
     WgradCall,
 )
 from meta.dims import Problem, accumulation_dtype
-from meta.operands import Experts, quantized
+from meta.operands import quantized
 from meta.routing import route
 from meta.schemes import SCHEMES
 from moe_ops import counters, router_gradient
 from moe_ops import rows as plain
+from moe_ops.kernels import cpu_native
 from moe_ops.kernels.cpu import (
-    Layout,
-    Lot,
-    Room,
     Span,
     batched_spans,
+    combine,
     first_projection,
     grouped_spans,
-    in_lots,
     linear,
-    of_few,
     product,
     rows_of_experts,
     scale_of_rows,
     sort_pairs,
+    sorted_spans,
 )
-from moe_ops.kernels.cpu_combine import combine, combine_dropping, combine_pairs
 from moe_ops.pairs import local_ids, places
 
 NAME = "cpu"
-_FEW_ELEMENTS = 2**15  # of all rows: glibc has as much memory at hand, in as many pieces as may be
 SERVED_SCHEMES = frozenset(SCHEMES)  # each decodes and rounds by its row
 
 
@@ -60,8 +55,9 @@ def refuses(problem: Problem) -> str | None:
 
 
 def fused_topk(call: RouteCall) -> tuple[Tensor, Tensor]:
-    """The vectorised router of :mod:`meta.routing`."""
-    return route(call.router_logits, call.correction_bias, **call.options._asdict())
+    """In C++, or the vectorised router of :mod:`meta.routing`."""
+    routed = cpu_native.route(call.router_logits, call.correction_bias, call.options)
+    return routed or route(call.router_logits, call.correction_bias, **call.options._asdict())
 
 
 fused_topk_backward = router_gradient.fused_topk_backward
@@ -99,12 +95,7 @@ def batched_dispatch(call: DispatchCall) -> tuple[Tensor, Tensor, Tensor]:
 
 def moe_unpermute(call: CombineCall) -> Tensor:
     """Weighted sum over k, in the order of k."""
-    rows = call.rows.flatten(0, -2)
-    places_TK = call.places.long()
-    dropped_TK = (places_TK < 0) | (places_TK >= rows.shape[0])
-    if not bool(dropped_TK.any()):
-        return combine(rows, places_TK, call.topk_weights, call.added)
-    return combine_dropping(rows, places_TK, dropped_TK, call.topk_weights, call.added)
+    return combine(call.rows.flatten(0, -2), call.places.long(), call.topk_weights, call.added)
 
 
 batched_combine = moe_unpermute
@@ -196,77 +187,34 @@ def fused_experts(call: ExpertsCall) -> Tensor:
     weights, topk_ids = call.experts, call.topk_ids
     if int(weights.count) == 0:
         return call.hidden_states.data.new_zeros(call.outputs[0][0], dtype=call.out_dtype)
-    lots, row_of_pair, dropped = _layout(call)
-    total = lots[-1].rows.stop
-    if len(lots) == 1:
-        rows = _rows(call, weights, lots[0], None)
-    else:
-        dtype = torch.float32 if weights.scheme.quantized else call.hidden_states.data.dtype
-        rows = torch.empty((total, weights.down.data.shape[1]), dtype=dtype)
-        for lot in lots:
-            _rows(call, weights.of_experts(lot.experts), lot, rows[lot.rows])
-    weights_TK = None if call.weight_on_input else call.topk_weights
-    if row_of_pair is None:
-        return combine_pairs(rows, weights_TK, topk_ids.shape[0]).to(call.out_dtype)
-    places_TK = row_of_pair.view(topk_ids.shape)
-    if not dropped:
-        return combine(rows, places_TK, weights_TK).to(call.out_dtype)
-    return combine_dropping(rows, places_TK, places_TK == total, weights_TK).to(call.out_dtype)
-
-
-def _layout(call: ExpertsCall) -> Layout:
-    """Rows of all pairs; experts' loads are counted here."""
-    weights, topk_ids, capacity = call.experts, call.topk_ids, call.capacity
-    experts, pairs = int(weights.count), topk_ids.numel()
-    if call.expert_map is None and not weights.scheme.quantized and (capacity is None or capacity >= pairs):
-        few = of_few(topk_ids, weights.gate_up.data)
-        if few is not None:
-            if counters.active:
-                counters.count(weights.down.data, topk_ids.reshape(-1).bincount(minlength=experts).tolist())
-            return few
-    order, expert_of_pair, counts = sort_pairs(topk_ids, call.expert_map, experts, capacity)
+    out = cpu_native.experts(call)
+    if out is not None:
+        return out.to(call.out_dtype)
+    pairs, counts = sort_pairs(topk_ids, call.expert_map, int(weights.count), call.capacity)
     if counters.active:
         counters.count(weights.down.data, counts)
-    return in_lots(order, expert_of_pair, counts, pairs, weights.gate_up.data)
+    rows = _rows(call, pairs, sorted_spans(counts))
+    places = torch.full((topk_ids.numel(),), -1).scatter_(0, pairs, torch.arange(len(pairs)))
+    weights_TK = None if call.weight_on_input else call.topk_weights
+    return combine(rows, places.view(topk_ids.shape), weights_TK).to(call.out_dtype)
+
+
+def _rows(call: ExpertsCall, pairs: Tensor, spans: list[Span]) -> Tensor:
+    """The experts' results for sorted pairs."""
+    weights, form = call.experts, call.experts.scheme.rows
+    x = call.hidden_states.dequantized().index_select(0, pairs // max(call.topk_ids.shape[1], 1))
+    if call.weight_on_input:
+        row_weights = call.topk_weights.reshape(-1, 1).index_select(0, pairs)
+        x = (x.to(accumulation_dtype(x.dtype)) * row_weights).to(x.dtype)
+    if call.hidden_states.scheme is None:
+        x = quantized(x, form, scale_of_rows(weights.gate_up.static, spans)).dequantized()
+    x = x.float() if weights.scheme.quantized else x
+    value = first_projection(x, weights.gate_up, weights.up, weights.gate_up_bias, weights.glu, spans)
+    if form is not None:
+        value = quantized(value, form, scale_of_rows(weights.down.static, spans)).dequantized()
+    return linear(value, weights.down, weights.down_bias, spans)
 
 
 def fused_moe(call: MoeCall) -> Tensor:
     """The router, then the experts."""
     return fused_experts(call.routed(*fused_topk(call.route)))
-
-
-def _rows(call: ExpertsCall, weights: Experts, lot: Lot, out: Tensor | None) -> Tensor:
-    """Results of a lot's experts, by row, padding included.
-
-    Args:
-        weights: of these experts; out: where to write them, or None, for memory of the function's own.
-    """
-    form, spans, length = weights.scheme.rows, lot.spans, lot.length
-    tokens, top_k, number = call.hidden_states.dequantized(), call.topk_ids.shape[1], lot.rows.stop - lot.rows.start
-    few = number * tokens.shape[1] <= _FEW_ELEMENTS
-    room = None if few or weights.scheme.quantized else _room(weights, tokens, number)
-    if lot.pair_of_row is None:
-        x = tokens.unsqueeze(1).expand(-1, top_k, -1).reshape(number, tokens.shape[1])
-    else:
-        memory = None if room is None else room.take(tokens.shape[1], tokens.dtype)
-        x = torch.index_select(tokens, 0, lot.pair_of_row // max(top_k, 1), out=memory)
-    if call.weight_on_input:
-        of_pairs = call.topk_weights.reshape(-1, 1)
-        row_weights = of_pairs if lot.pair_of_row is None else of_pairs.index_select(0, lot.pair_of_row)
-        x = (x.to(accumulation_dtype(x.dtype)) * row_weights).to(x.dtype)
-    if call.hidden_states.scheme is None:
-        x = quantized(x, form, scale_of_rows(weights.gate_up.static, spans)).dequantized()
-    x = x.float() if weights.scheme.quantized else x
-    value = first_projection(x, weights.gate_up, weights.up, weights.gate_up_bias, weights.glu, spans, length, room)
-    if form is not None:
-        value = quantized(value, form, scale_of_rows(weights.down.static, spans)).dequantized()
-    if out is None and lot.pair_of_row is not None and weights.down.data.shape[1] == x.shape[1]:
-        out = x  # copies of tokens, which are read by now
-    return linear(value, weights.down, weights.down_bias, spans, length, out)
-
-
-def _room(weights: Experts, tokens: Tensor, rows: int) -> Room:
-    """For so many tokens' rows, the first product's results, and those of the activation."""
-    first = [weight.data.shape[1] for weight in (weights.gate_up, weights.up) if weight is not None]
-    columns = (tokens.shape[1], *first, weights.down.data.shape[2])
-    return Room(rows, *((number, tokens.dtype) for number in columns))

@@ -1,11 +1,10 @@
-"""What products of experts cost on this CPU, measured once, and how many rows to compute as one batch by it."""
+"""What products of experts cost on this CPU, measured once: by it C++ decides how many rows to compute as a batch."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from itertools import accumulate, islice, pairwise
+from itertools import islice, pairwise
 from math import log
 from time import perf_counter
 from typing import NamedTuple
@@ -25,8 +24,6 @@ _EXPERTS, _FEW, _MORE = 8, 8, 40
 _ROUNDS, _TIMES = 10, 2
 _MEMORY = 2**26  # bytes, of which no cache holds the most
 _LEAST = 0.5  # rows, so that a cost has a logarithm
-_LENGTHS = 8  # that are tried
-_WORTHWHILE = 0.95  # of the time: a model of costs is not as exact as one that is less has to be
 
 
 class Power(NamedTuple):
@@ -53,13 +50,11 @@ class Costs(NamedTuple):
         read: of its weight, which comes from memory: other layers' were read since.
         alone: more than that, outside of a batch: a product of its own wakes threads, and shares it out among them.
         one: likewise, of an expert with one row.
-        vector: whether that is faster as a vector, by a tenth and more.
     """
 
     read: float
     alone: Power
     one: Power
-    vector: bool
 
 
 @cache
@@ -67,7 +62,7 @@ def costs(dtype: torch.dtype, threads: int) -> Costs:
     """Measured on this process's threads, once, in 0.1 s in bf16 and 0.15 in fp32 on two cores.
 
     CPUs differ by ten times: alone, 768 x 768 in bf16, 13 rows on one whose threads spin, 43 where they sleep, 67 and
-    150 on another; a vector takes 1.4 and 0.7 times as long as a matrix of one row.
+    150 on another.
     """
     with compat.without_operator_modes():
         products = [product for size in _SIZES for product in _products(size, dtype)]
@@ -76,16 +71,11 @@ def costs(dtype: torch.dtype, threads: int) -> Costs:
     (_, *smaller), (row, *larger) = _rows(*taken[:half]), _rows(*taken[half:])
     read = dtype.itemsize * _SIZES[1] ** 2 / _MEMORY * summed / row
     alone, one = (Power.through(*both) for both in zip(smaller, larger, strict=True))
-    return Costs(read, alone, one, taken[-2] < 0.9 * taken[-1])
-
-
-def one_row_is_a_vector(dtype: torch.dtype) -> bool:
-    """Whether a row alone is multiplied faster as one; of dtypes that are not measured it is a matrix."""
-    return dtype in _BATCHED and costs(dtype, torch.get_num_threads()).vector
+    return Costs(read, alone, one)
 
 
 def _products(size: int, dtype: torch.dtype) -> Iterator[Callable[[], object]]:
-    """Of weights ``[size, size]``: a batch of few rows, one of more, few one by one, vectors, matrices of one row."""
+    """Of weights ``[size, size]``: a batch of few rows, one of more, few one by one, one row each."""
     weights = torch.full((_EXPERTS, size, size), 0.5, dtype=dtype, device="cpu").transpose(1, 2)
     few, more = (torch.full((_EXPERTS, rows, size), 0.5, dtype=dtype, device="cpu") for rows in (_FEW, _MORE))
     of_few, of_more = few.new_empty(few.shape), more.new_empty(more.shape)
@@ -94,14 +84,9 @@ def _products(size: int, dtype: torch.dtype) -> Iterator[Callable[[], object]]:
         for x, weight, result in zip(few.unbind(), weights.unbind(), of_few.unbind(), strict=True):
             torch.mm(x[:rows], weight, out=result[:rows])
 
-    def vectors() -> None:
-        for x, weight, result in zip(few.unbind(), weights.unbind(), of_few.unbind(), strict=True):
-            torch.mv(weight.t(), x[0], out=result[0])
-
     yield lambda: torch.bmm(few, weights, out=of_few)
     yield lambda: torch.bmm(more, weights, out=of_more)
     yield lambda: one_by_one(_FEW)
-    yield vectors
     yield lambda: one_by_one(1)
 
 
@@ -120,38 +105,24 @@ def _least_seconds(functions: list[Callable[[], object]]) -> list[float]:
     return [min(taken) for taken in zip(*islice(rounds, 1, None), strict=True)]
 
 
-def _rows(few: float, more: float, one_by_one: float, vectors: float, matrices: float) -> tuple[float, float, float]:
+def _rows(few: float, more: float, one_by_one: float, ones: float) -> tuple[float, float, float]:
     """Seconds of a row of a batch, and how many of them a product alone costs more, of few rows and of one."""
     row = max(more - few, 1e-9) / (_MORE - _FEW) / _EXPERTS
     read = few - _FEW * _EXPERTS * row
-    alone, one = one_by_one - few, min(vectors, matrices) - read - _EXPERTS * row
+    alone, one = one_by_one - few, ones - read - _EXPERTS * row
     return row, alone / _EXPERTS / row, one / _EXPERTS / row
 
 
-def padded_length(counts: list[int], weight: Tensor) -> int:
-    """Rows of every expert to compute as one batched GEMM, the rest expert by expert; 0: all expert by expert.
-
-    A GEMM of one expert wakes threads for little work; a batch wakes them once but computes padding, and reads every
-    expert's weight. The length minimises what all of them cost, in rows (:class:`Costs`).
-
-    Args:
-        counts: rows of every expert.
-        weight: ``[E, N, K]`` of the larger projection.
+def costs_of(weight: Tensor) -> tuple[float, float, float] | None:
+    """What reading one of ``[E, N, K]`` costs, one alone, and one alone with one row, in rows; None where no batch is
+    faster.
     """
-    longest = max(counts)
-    if weight.dtype not in _BATCHED or longest == 0 or weight.numel() == 0:
-        return 0
-    found, elements = costs(weight.dtype, torch.get_num_threads()), weight.shape[1] * weight.shape[2]
-    read, alone, one = found.read, found.alone.of(elements), found.one.of(elements)
-    ascending = sorted(counts)
-    sums = [0, *accumulate(ascending)]
+    elements = weight.shape[1] * weight.shape[2]
+    if weight.dtype not in _BATCHED or not elements:
+        return None
+    return _of(costs(weight.dtype, torch.get_num_threads()), elements)
 
-    def cost(length: int) -> float:
-        whole, ones = bisect_right(ascending, length), bisect_right(ascending, length + 1)
-        rest = float(sums[-1] - sums[whole] - (len(counts) - whole) * length)
-        rest += (len(counts) - whole) * read + (len(counts) - ones) * alone + (ones - whole) * one
-        return rest + len(counts) * (read + length) if length else rest
 
-    tried = {ascending[(len(ascending) - 1) * n // _LENGTHS] for n in range(_LENGTHS + 1)}
-    length = min(sorted(tried), key=cost)
-    return length if cost(length) < _WORTHWHILE * cost(0) else 0
+@cache
+def _of(found: Costs, elements: int) -> tuple[float, float, float]:
+    return found.read, found.alone.of(elements), found.one.of(elements)

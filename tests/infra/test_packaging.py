@@ -37,7 +37,7 @@ def test_wheel_holds_every_module_and_only_the_packages(wheel: zipfile.ZipFile) 
     expected = {
         str(path.relative_to(ROOT))
         for package in PACKAGES
-        for pattern in ("*.py", "py.typed", "configs/*.json")
+        for pattern in ("*.py", "*.cpp", "py.typed", "configs/*.json")
         for path in (ROOT / package).rglob(pattern)
     }
     assert expected <= names, sorted(expected - names)

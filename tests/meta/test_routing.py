@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meta.routing import ROUTINGS, first_k, route
+from meta.routing import ROUTINGS, route
 from tests.ops.nan_cases import CASES, INF, NAN, check_routing, logits_and_bias, routing_options
 
 E, K = 12, 3
@@ -104,30 +104,3 @@ def test_low_precision_logits_are_routed_in_fp32() -> None:
 def test_no_tokens() -> None:
     weights, ids = route(torch.randn(0, E), top_k=K)
     assert weights.shape == ids.shape == (0, K) and ids.stride() == (K, 1)
-
-
-def scores_of(kind: str, tokens: int, experts: int) -> torch.Tensor:
-    """Scores of a kind that selecting must not confuse."""
-    scores = torch.randn(tokens, experts)
-    if kind == "ties":
-        return (2 * scores).round() / 2
-    if kind == "zeros":
-        return torch.where(torch.rand_like(scores) < 0.5, -0.0, 0.0)
-    if kind == "special":
-        for value in (NAN, INF, -INF, -0.0, 0.0, 1e-42, -1e-42):
-            scores[torch.rand_like(scores) < 0.15] = value
-        return torch.where(torch.rand(tokens, 1) < 0.5, -scores, scores)
-    return scores
-
-
-@pytest.mark.parametrize("kind", ["distinct", "ties", "zeros", "special"])
-@pytest.mark.parametrize("experts", [8, 100], ids=str)
-@pytest.mark.parametrize("nonnegative", [False, True], ids=["any", "nonnegative"])
-def test_among_many_scores_the_same_are_first(kind: str, experts: int, nonnegative: bool) -> None:
-    """Of float32, or what is known not to be negative, the largest is taken k times; few, and more k, are sorted."""
-    scores = scores_of(kind, 2000, experts)
-    scores = (scores.abs() if nonnegative else scores).requires_grad_()
-    for k in (1, 4, 8, experts):
-        ids = first_k(scores, k, nonnegative)
-        assert torch.equal(ids, first_k(scores.double(), k)) and not ids.requires_grad
-        assert torch.equal(ids[:5], first_k(scores[:5], k, nonnegative)), "few are sorted"
