@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+Select = Callable[[Tensor, Tensor, int, bool], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ def route(
     topk_groups: int = 1,
     scale: float = 1.0,
     dtype: torch.dtype = torch.float32,
+    select: Select | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Select ``top_k`` experts per token, as the routers' papers write it.
 
@@ -76,28 +80,36 @@ def route(
         router_logits: ``[T, E]`` any float dtype.
         correction_bias: ``[E]`` or None.
         dtype: dtype of the computation; float64 makes an oracle of this function.
+        select: a backend's own :func:`selected`.
 
     Returns:
         topk_weights ``[T, K]`` in ``dtype`` and topk_ids ``[T, K]`` int32.
     """
-    row = ROUTINGS[routing]
-    scores_TE = _score(router_logits.to(dtype), row.score)
+    row, select = ROUTINGS[routing], select or selected
+    scores_TE = _score(router_logits, row.score, dtype)
     choice_TE = scores_TE if correction_bias is None else scores_TE + correction_bias.to(dtype)
     if row.group is not None and num_groups > 1:
-        choice_TE = _limit_groups(choice_TE, row.group, num_groups, topk_groups)
-    ids_TK = first_k(choice_TE, top_k)
-    weights_TK = finish_weights(scores_TE.gather(1, ids_TK), row.after, renormalize, renorm_eps, scale)
+        choice_TE = _limit_groups(choice_TE, row.group, num_groups, topk_groups, select)
+    shares = renormalize and row.after == "none" and not renorm_eps and top_k <= 2  # a sum of two has no order
+    weights_TK, ids_TK = select(choice_TE, scores_TE, top_k, shares)
+    return finish_weights(weights_TK, row.after, renormalize and not shares, renorm_eps, scale), ids_TK
+
+
+def selected(choice_TE: Tensor, scores_TE: Tensor, k: int, shares: bool) -> tuple[Tensor, Tensor]:
+    """Scores of the k largest choices, divided by their sum where they are ``shares``, and int32 ids, ``[T, K]``."""
+    ids_TK = first_k(choice_TE, k)
+    weights_TK = finish_weights(scores_TE.gather(1, ids_TK), "none", shares, 0.0, 1.0)
     return weights_TK, ids_TK.to(torch.int32, memory_format=torch.contiguous_format)
 
 
-def _score(logits_TE: Tensor, score: str) -> Tensor:
+def _score(logits_TE: Tensor, score: str, dtype: torch.dtype) -> Tensor:
     if score == "softmax":
-        return torch.softmax(logits_TE, dim=-1)
+        return torch.softmax(logits_TE, dim=-1, dtype=dtype)
     if score == "sigmoid":
-        return torch.sigmoid(logits_TE)
+        return torch.sigmoid(logits_TE.to(dtype))
     if score == "sqrtsoftplus":
-        return F.softplus(logits_TE).sqrt()
-    return logits_TE
+        return F.softplus(logits_TE.to(dtype)).sqrt()
+    return logits_TE.to(dtype)
 
 
 def first_k(choice: Tensor, k: int) -> Tensor:
@@ -105,12 +117,13 @@ def first_k(choice: Tensor, k: int) -> Tensor:
     return choice.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
-def _limit_groups(choice_TE: Tensor, group: str, num_groups: int, topk_groups: int) -> Tensor:
+def _limit_groups(choice_TE: Tensor, group: str, num_groups: int, topk_groups: int, select: Select) -> Tensor:
     """-inf everywhere but in the best ``topk_groups`` of ``num_groups`` equal runs of experts."""
     tokens, experts = choice_TE.shape
     grouped = choice_TE.view(tokens, num_groups, experts // num_groups)
     best = grouped.topk(1 if group == "max" else 2, dim=-1).values.sum(dim=-1)
-    kept = torch.zeros_like(best, dtype=torch.bool).scatter(1, first_k(best, topk_groups), True)
+    ids = select(best, best, topk_groups, False)[1].long()
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter(1, ids, True)
     return grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(1)
 
 

@@ -55,9 +55,8 @@ def refuses(problem: Problem) -> str | None:
 
 
 def fused_topk(call: RouteCall) -> tuple[Tensor, Tensor]:
-    """In C++, or the vectorised router of :mod:`meta.routing`."""
-    routed = cpu_native.route(call.router_logits, call.correction_bias, call.options)
-    return routed or route(call.router_logits, call.correction_bias, **call.options._asdict())
+    """By torch's softmax, whose bits a router written out has, and C++ in place of sorting."""
+    return route(call.router_logits, call.correction_bias, select=cpu_native.selected, **call.options._asdict())
 
 
 fused_topk_backward = router_gradient.fused_topk_backward

@@ -1,4 +1,4 @@
-// A layer on a CPU: routing, sorting, activation and combination in one pass each, in fp32, rounded once, around products
+// A layer on a CPU: selection, sorting, activation and combination in one pass each, in fp32, rounded once, around products
 // of torch. Of torch's headers it needs those of its C interface alone, and is built in seconds; `cpu_native.py` calls it.
 
 #include <algorithm>
@@ -96,7 +96,7 @@ INLINED float gelu(float x) {
   return x > 20.0f ? x : (x > 0.0f ? x : 0.0f) - left;
 }
 
-// ---------------------------------------------------------------------------------------------------------- routing
+// -------------------------------------------------------------------------------------------------------- selection
 
 // In the order of x: NaN above all, one zero.
 int32_t ordered(float x) {
@@ -114,91 +114,6 @@ void largest(const float* of, int64_t number, int64_t wanted, int32_t* keys, int
     int64_t to = found < wanted ? found++ : found - 1;
     for (; to > 0 && keys[to - 1] < key; --to) keys[to] = keys[to - 1], places[to] = places[to - 1];
     keys[to] = key, places[to] = int32_t(place);
-  }
-}
-
-void softmax(float* x, int64_t number) {
-  float greatest = -std::numeric_limits<float>::infinity(), sum = 0.0f;
-  for (int64_t i = 0; i < number; ++i) greatest = x[i] > greatest ? x[i] : greatest;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < number; ++i) sum += x[i] = exponential(x[i] - greatest);
-  for (int64_t i = 0; i < number; ++i) x[i] /= sum;
-}
-
-enum Score { NONE, SOFTMAX, SIGMOID, SQRTSOFTPLUS };
-
-void score(float* x, int64_t number, int64_t how) {
-  if (how == SOFTMAX) {
-    softmax(x, number);
-  } else if (how == SIGMOID) {
-    for (int64_t i = 0; i < number; ++i) x[i] = sigmoid(x[i]);
-  } else if (how == SQRTSOFTPLUS) {
-    for (int64_t i = 0; i < number; ++i) x[i] = std::sqrt(x[i] > 20.0f ? x[i] : std::log1p(std::exp(x[i])));
-  }
-}
-
-struct Routing {
-  int64_t experts, selected, score, after, of_group, groups, kept_groups, renormalize;
-  float epsilon, scale;
-};
-
-// What a thread computes of one token after the other.
-class Router {
- public:
-  explicit Router(const Routing& how)
-      : how_(how), scores_(how.experts), choices_(how.experts), best_(how.groups),
-        keys_(std::max(how.selected, std::max(how.kept_groups, int64_t(2)))), groups_(how.groups) {}
-
-  template <class T>
-  void route(const T* logits, const float* bias, float* weights, int32_t* ids) {
-    for (int64_t e = 0; e < how_.experts; ++e) scores_[e] = widened(logits[e]);
-    ::score(scores_.data(), how_.experts, how_.score);
-    const float* choices = scores_.data();
-    if (bias || how_.of_group) {
-      for (int64_t e = 0; e < how_.experts; ++e) choices_[e] = bias ? scores_[e] + bias[e] : scores_[e];
-      choices = choices_.data();
-    }
-    if (how_.of_group) leave_groups();
-    largest(choices, how_.experts, how_.selected, keys_.data(), ids);
-    float sum = 0.0f;
-    for (int64_t k = 0; k < how_.selected; ++k) weights[k] = scores_[ids[k]];
-    ::score(weights, how_.selected, how_.after);
-    for (int64_t k = 0; k < how_.selected; ++k) sum += weights[k];
-    if (how_.renormalize)
-      for (int64_t k = 0; k < how_.selected; ++k) weights[k] /= sum + how_.epsilon;
-    for (int64_t k = 0; k < how_.selected; ++k) weights[k] *= how_.scale;
-  }
-
- private:
-  // -inf outside of the best groups, by their best expert or the sum of their two best ones.
-  void leave_groups() {
-    const int64_t size = how_.experts / how_.groups;
-    int32_t places[2];
-    for (int64_t g = 0; g < how_.groups; ++g) {
-      const float* of = choices_.data() + g * size;
-      largest(of, size, how_.of_group, keys_.data(), places);
-      best_[g] = how_.of_group == 1 ? of[places[0]] : of[places[0]] + of[places[1]];
-    }
-    largest(best_.data(), how_.groups, how_.kept_groups, keys_.data(), groups_.data());
-    for (int64_t g = 0; g < how_.groups; ++g)
-      if (std::find(groups_.begin(), groups_.begin() + how_.kept_groups, g) == groups_.begin() + how_.kept_groups)
-        std::fill_n(choices_.begin() + g * size, size, -std::numeric_limits<float>::infinity());
-  }
-
-  const Routing& how_;
-  std::vector<float> scores_, choices_, best_;
-  std::vector<int32_t> keys_, groups_;
-};
-
-template <class T>
-void route_all(const T* logits, const float* bias, const Routing& how, int64_t tokens, float* weights, int32_t* ids,
-               int threads) {
-#pragma omp parallel num_threads(threads) if (tokens * how.experts * 4 > SHARED)
-  {
-    Router router(how);
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < tokens; ++t)
-      router.route(logits + t * how.experts, bias, weights + t * how.selected, ids + t * how.selected);
   }
 }
 
@@ -528,11 +443,20 @@ int moe_has_fp16() {
 #endif
 }
 
-void moe_route(const void* logits, int dtype, const float* bias, const Routing* how, int64_t tokens, float* weights,
-               int32_t* ids, int threads) {
-  with_dtype(dtype, [&](auto of) {
-    route_all(static_cast<const decltype(of)*>(logits), bias, *how, tokens, weights, ids, threads);
-  });
+// Ids of the largest choices and their scores, or shares of the sum of these.
+void moe_select(const float* choices, const float* scores, int64_t tokens, int64_t experts, int64_t selected, int shares,
+                float* weights, int32_t* ids, int threads) {
+#pragma omp parallel num_threads(threads) if (tokens * experts * 4 > SHARED)
+  {
+    std::vector<int32_t> keys(selected);
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < tokens; ++t) {
+      float *of_token = weights + t * selected, sum = 0.0f;
+      largest(choices + t * experts, experts, selected, keys.data(), ids + t * selected);
+      for (int64_t k = 0; k < selected; ++k) sum += of_token[k] = scores[t * experts + ids[t * selected + k]];
+      for (int64_t k = 0; shares && k < selected; ++k) of_token[k] /= sum;
+    }
+  }
 }
 
 // Counts of every expert and its pairs, `capacity` at the most, in their order, without those of no expert. Lots of

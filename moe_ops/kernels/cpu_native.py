@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from meta import routing
 from meta.activations import ACTIVATIONS
-from meta.calls import ExpertsCall, RouterOptions
+from meta.calls import ExpertsCall
 from meta.operands import Glu
-from meta.routing import ROUTINGS
 from moe_ops import counters
 from moe_ops.kernels import cpu_build
 from moe_ops.kernels.cpu_costs import costs_of
@@ -33,8 +33,7 @@ _IN_A_LOT = 2**21
 _IDS = (torch.int32, torch.int64)
 _PRODUCTS = (torch.float32, torch.bfloat16)  # few CPUs multiply fp16
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# In the order of the enumerations of cpu.cpp.
-_SCORES = ("none", "softmax", "sigmoid", "sqrtsoftplus")
+# In the order of cpu.cpp.
 _SILU, _BY_SIGMOID, _GELU, _GELU_TANH, _RELU, _RELU2 = range(6)
 
 
@@ -57,16 +56,6 @@ _GATES = {
     "silu_then_clamp": _Gate(_SILU, after=True),
     "quick_gelu": _Gate(_BY_SIGMOID),
 }
-_BEST_OF_GROUP = {None: 0, "max": 1, "top2": 2}
-
-
-class _Routing(ctypes.Structure):
-    _fields_ = (
-        *((name, c_int64) for name in ("experts", "selected", "score", "after", "of_group", "groups", "kept_groups")),
-        ("renormalize", c_int64),
-        ("epsilon", c_float),
-        ("scale", c_float),
-    )
 
 
 class _Glu(ctypes.Structure):
@@ -110,7 +99,7 @@ class _Lots(ctypes.Structure):
 
 
 _ARGUMENTS = {
-    "moe_route": (c_void_p, c_int, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int),
+    "moe_select": (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int, c_void_p, c_void_p, c_int),
     "moe_lay_out": (
         *(c_void_p, c_int, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int64),
         *(c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
@@ -140,50 +129,17 @@ def library() -> Any:
     return loaded
 
 
-def route(
-    router_logits: Tensor, correction_bias: Tensor | None, options: RouterOptions
-) -> tuple[Tensor, Tensor] | None:
-    """:func:`meta.routing.route` in fp32."""
-    tokens, experts = router_logits.shape
-    of = _routing(experts, options)
-    if of is None or (native := library()) is None:
-        return None
-    logits = router_logits if router_logits.dtype in _DTYPES else router_logits.float()
-    logits = logits.contiguous()
-    bias = None if correction_bias is None else correction_bias.float().contiguous()
-    weights = torch.empty((tokens, options.top_k), dtype=torch.float32, device="cpu")
-    ids = torch.empty((tokens, options.top_k), dtype=torch.int32, device="cpu")
-    native.moe_route(
-        logits.data_ptr(),
-        _DTYPES[logits.dtype],
-        None if bias is None else bias.data_ptr(),
-        ctypes.byref(of),
-        tokens,
-        weights.data_ptr(),
-        ids.data_ptr(),
-        torch.get_num_threads(),
-    )
+def selected(choice_TE: Tensor, scores_TE: Tensor, k: int, shares: bool) -> tuple[Tensor, Tensor]:
+    """:func:`meta.routing.selected`, of fp32 without sorting, and with plain tensor code's bits."""
+    if choice_TE.dtype != torch.float32 or (native := library()) is None:
+        return routing.selected(choice_TE, scores_TE, k, shares)
+    (tokens, number), choice_TE, scores_TE = choice_TE.shape, choice_TE.contiguous(), scores_TE.contiguous()
+    weights = torch.empty((tokens, k), dtype=torch.float32, device="cpu")
+    ids = torch.empty((tokens, k), dtype=torch.int32, device="cpu")
+    tensors = choice_TE.data_ptr(), scores_TE.data_ptr()
+    results = weights.data_ptr(), ids.data_ptr()
+    native.moe_select(*tensors, tokens, number, k, shares, *results, torch.get_num_threads())
     return weights, ids
-
-
-@cache
-def _routing(experts: int, options: RouterOptions) -> _Routing | None:
-    row = ROUTINGS[options.routing]
-    if row.score not in _SCORES or row.after not in _SCORES or row.group not in _BEST_OF_GROUP:
-        return None
-    groups = options.num_groups if row.group else 1
-    return _Routing(
-        experts,
-        options.top_k,
-        _SCORES.index(row.score),
-        _SCORES.index(row.after),
-        _BEST_OF_GROUP[row.group] if groups > 1 else 0,
-        groups,
-        options.topk_groups,
-        options.renormalize,
-        options.renorm_eps,
-        options.scale,
-    )
 
 
 def experts(call: ExpertsCall) -> Tensor | None:

@@ -13,9 +13,8 @@ import torch
 
 import moe_ops
 from meta.activations import ACTIVATIONS, resolve_activation, split_glu
-from meta.calls import RouterOptions
 from meta.operands import Glu
-from meta.routing import ROUTINGS, route
+from meta.routing import ROUTINGS, first_k, route
 from moe_ops import plans
 from moe_ops.backends import cpu
 from moe_ops.kernels import cpu_build, cpu_native
@@ -36,7 +35,7 @@ def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     return request.param
 
 
-# ------------------------------------------------------------------------------------------------------------ routing
+# ---------------------------------------------------------------------------------------------------------- selection
 
 
 def scores_of(kind: str, tokens: int, experts: int) -> torch.Tensor:
@@ -53,52 +52,28 @@ def scores_of(kind: str, tokens: int, experts: int) -> torch.Tensor:
     return scores
 
 
-def options_of(routing: str, top_k: int, **others: object) -> RouterOptions:
-    return RouterOptions(
-        **{"renormalize": True, "renorm_eps": 0.0, "num_groups": 1, "topk_groups": 1, "scale": 1.0, **others},
-        top_k=top_k,
-        routing=routing,
-    )
-
-
 @pytest.mark.parametrize("kind", ["distinct", "ties", "zeros", "special"])
 @pytest.mark.parametrize("experts", [8, 100], ids=str)
-@pytest.mark.parametrize("routing", ["topk_softmax", "topk_sigmoid"])
-def test_of_equal_scores_the_same_are_selected(kind: str, experts: int, routing: str) -> None:
-    """NaN first, of equals the one with the lowest id; by what is not rounded on the way."""
+def test_of_equal_scores_the_same_are_selected(kind: str, experts: int) -> None:
+    """NaN first, of equals the one with the lowest id."""
     scores = scores_of(kind, 300, experts)
     for top_k in (1, 4, 8, experts):
-        found = cpu_native.route(scores, None, options_of(routing, top_k))
-        _, ids = route(scores.double(), top_k=top_k, routing=routing, dtype=torch.float64)
-        assert found is not None and torch.equal(found[1], ids)
+        weights, ids = cpu_native.selected(scores, scores + 1, top_k, False)
+        assert torch.equal(ids, first_k(scores.double(), top_k).int())
+        assert torch.equal(weights.nan_to_num(), (scores + 1).gather(1, ids.long()).nan_to_num())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("tokens", [3, 1024], ids=str)
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_weights_are_those_of_float64(routing: str, biased: bool, dtype: torch.dtype) -> None:
-    if biased and not ROUTINGS[routing].supports_bias:
-        pytest.skip("this routing takes no bias")
-    generator = torch.Generator().manual_seed(3)
-    logits = (3 * torch.randn(200, 24, generator=generator)).to(dtype)
-    bias = torch.randn(24, generator=generator) if biased else None
-    groups = {"num_groups": 6, "topk_groups": 3} if ROUTINGS[routing].group else {}
-    for others in ({}, {"renormalize": False}, {"renorm_eps": 1e-3, "scale": 2.5}):
-        found = cpu_native.route(logits, bias, options_of(routing, 5, **groups, **others))
-        assert found is not None
-        exact, ids = route(logits.double(), bias, top_k=5, routing=routing, **groups, **others, dtype=torch.float64)
-        assert torch.equal(found[1], ids)
-        torch.testing.assert_close(found[0].double(), exact, rtol=2e-6, atol=0)
-
-
-@pytest.mark.parametrize("routing", ROUTINGS)
-def test_weights_of_what_is_not_finite_are_what_torch_gives(routing: str) -> None:
-    logits = scores_of("special", 200, 16)
+def test_routers_have_the_bits_of_plain_tensor_code(routing: str, tokens: int, dtype: torch.dtype) -> None:
+    """So that a model's own router in eager code and the operator in compiled code agree."""
+    logits = (3 * torch.randn(tokens, 8, generator=torch.Generator().manual_seed(3))).to(dtype)
     groups = {"num_groups": 4, "topk_groups": 2} if ROUTINGS[routing].group else {}
-    found = cpu_native.route(logits, None, options_of(routing, 3, **groups))
-    weights, _ = route(logits, top_k=3, routing=routing, **groups)
-    assert found is not None and found[0].isnan().any()
-    torch.testing.assert_close(found[0], weights, equal_nan=True)
+    for top_k in (1, 2, 3):
+        weights, ids = moe_ops.fused_topk(logits, top_k=top_k, routing=routing, **groups)
+        wanted = route(logits, top_k=top_k, routing=routing, **groups)
+        assert torch.equal(weights, wanted[0]) and torch.equal(ids, wanted[1])
 
 
 # --------------------------------------------------------------------------------------------------------- activation

@@ -205,7 +205,9 @@ def test_a_routing_method_without_a_derivative_is_refused_in_training(monkeypatc
     """Its gradient would be that of something else."""
     monkeypatch.setitem(ROUTINGS, "tanh_of_the_test", Routing("tanh_of_the_test", "tanh"))
     score = routing._score
-    monkeypatch.setattr(routing, "_score", lambda x, name: torch.tanh(x) if name == "tanh" else score(x, name))
+    monkeypatch.setattr(
+        routing, "_score", lambda x, name, dtype: torch.tanh(x.to(dtype)) if name == "tanh" else score(x, name, dtype)
+    )
     logits = torch.randn(4, 6, requires_grad=True)
     weights, ids = moe_ops.fused_topk(logits, top_k=2, routing="tanh_of_the_test", renormalize=False)
     assert torch.equal(weights, torch.tanh(logits).gather(1, ids.long()))
