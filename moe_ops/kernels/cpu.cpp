@@ -122,16 +122,26 @@ void largest(const float* of, int64_t number, int64_t wanted, int32_t* keys, int
 constexpr int64_t TRIED = 8;         // lengths, of the counts' quantiles
 constexpr double WORTHWHILE = 0.95;  // of the time: a model of costs is not as exact as one that is less has to be
 
+// What an expert's products cost in a batch and alone, with 1, 2, 4 and 8 rows, in further rows.
+struct Costs {
+  double batch[4], alone[4];
+
+  static double of(const double* costs, int64_t rows) {
+    if (rows >= 8) return costs[3] + (rows - 8);
+    if (rows >= 4) return costs[2] + (costs[3] - costs[2]) * (rows - 4) / 4;
+    return rows >= 2 ? costs[1] + (costs[2] - costs[1]) * (rows - 2) / 2 : costs[0];
+  }
+};
+
 // Rows of every expert to compute as one batch, the rest expert by expert; 0: all expert by expert. A product of one
 // expert wakes threads for little work; a batch wakes them once but computes padding, and reads every expert's weight.
-// All costs are in rows: of reading a weight, of a product alone beside its rows, of one of a single row.
-int64_t padded_length(const int64_t* counts, int64_t experts, double read, double alone, double one) {
+int64_t padded_length(const int64_t* counts, int64_t experts, const Costs& costs) {
   std::vector<int64_t> ascending(counts, counts + experts);
   std::sort(ascending.begin(), ascending.end());
   const auto cost = [&](int64_t length) {
-    double sum = length ? double(experts) * (read + length) : 0.0;
+    double sum = length ? experts * Costs::of(costs.batch, length) : 0.0;
     for (int64_t count : ascending)
-      if (count > length) sum += count - length + read + (count > length + 1 ? alone : one);
+      if (count > length) sum += Costs::of(costs.alone, count - length);
     return sum;
   };
   if (ascending.empty() || !ascending.back()) return 0;
@@ -461,9 +471,9 @@ void moe_select(const float* choices, const float* scores, int64_t tokens, int64
 
 // Counts of every expert and its pairs, `capacity` at the most, in their order, without those of no expert. Lots of
 // neighbours, of about as many pairs, as few as have `in_a_lot` of them at the most, as the ends of their experts; and how
-// many rows of each expert of a lot are a batch, by costs[3], in rows, or none without. Returns the number of lots.
+// many rows of each expert of a lot are a batch, by the costs, or none without. Returns the number of lots.
 int64_t moe_lay_out(const void* ids, int wide, const int64_t* map, int64_t mapped, int64_t pairs, int64_t experts,
-                    int64_t capacity, int64_t in_a_lot, const double* costs, int64_t* counts, int64_t* order,
+                    int64_t capacity, int64_t in_a_lot, const Costs* costs, int64_t* counts, int64_t* order,
                     int64_t* ends, int64_t* lengths) {
   std::vector<int64_t> expert_of(pairs), sums(experts + 1);
   std::fill_n(counts, experts, 0);
@@ -484,7 +494,7 @@ int64_t moe_lay_out(const void* ids, int wide, const int64_t* map, int64_t mappe
     const int64_t least = (sums[experts] * n + wanted - 1) / wanted;
     const int64_t end = n == wanted ? experts : std::lower_bound(sums.begin() + 1, sums.end(), least) - sums.begin();
     if (end <= first) continue;
-    lengths[lots] = costs ? padded_length(counts + first, end - first, costs[0], costs[1], costs[2]) : 0;
+    lengths[lots] = costs ? padded_length(counts + first, end - first, *costs) : 0;
     ends[lots++] = first = end;
   }
   return lots;

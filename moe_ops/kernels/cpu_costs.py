@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from bisect import bisect
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from itertools import islice, pairwise
+from itertools import cycle, islice, pairwise
 from math import log
 from time import perf_counter
 from typing import NamedTuple
@@ -16,84 +17,77 @@ from moe_ops import compat
 
 #: Of which a batched product is fast.
 _BATCHED = (torch.bfloat16, torch.float32)
-_SIZES = 256, 768  # sides of the measured weights
-_EXPERTS, _FEW, _MORE = 8, 8, 40
-# Of which the least is what other processes did not disturb; five were off by two times beside two of them. All that is
-# measured is so in every round, as an undisturbed moment is not one thing's alone, twice, as the first finds threads
-# that another one left.
-_ROUNDS, _TIMES = 10, 2
-_MEMORY = 2**26  # bytes, of which no cache holds the most
-_LEAST = 0.5  # rows, so that a cost has a logarithm
-
-
-class Power(NamedTuple):
-    """A cost in rows that goes with a power of a weight's elements: from -1, the same time for all of them, to 1."""
-
-    rows: float  # of a weight of the smaller size
-    exponent: float
-
-    @staticmethod
-    def through(smaller: float, larger: float) -> Power:
-        """Of both sizes' costs."""
-        exponent = log(max(larger, _LEAST) / max(smaller, _LEAST)) / log(_SIZES[1] ** 2 / _SIZES[0] ** 2)
-        return Power(max(smaller, _LEAST), min(max(exponent, -1.0), 1.0))
-
-    def of(self, elements: int) -> float:
-        """Rows that it costs as much as."""
-        return float(self.rows * (elements / _SIZES[0] ** 2) ** self.exponent)
+_SIZES = 256, 768, 1536  # sides of the measured weights
+_EXPERTS = 8, 8, 4  # and how many there are
+ROWS = 1, 2, 4, 8  # of products; with more, one more costs one
+_MORE = 40
+# Of which the least is what other processes did not disturb; all that is measured is so in every round, as an
+# undisturbed moment is not one thing's alone, twice, as the first finds threads that another one left.
+_ROUNDS, _SECONDS, _TIMES = 4, 0.25, 2
+_MEMORY = 2**27  # bytes of weights, of which no cache holds the most: other layers' were read since
+_LEAST = 0.1  # rows, so that a cost has a logarithm
 
 
 class Costs(NamedTuple):
-    """What an expert costs beside its rows, in rows.
+    """What products of an expert cost whose weight is read from memory, in further rows of a batch.
 
     Attributes:
-        read: of its weight, which comes from memory: other layers' were read since.
-        alone: more than that, outside of a batch: a product of its own wakes threads, and shares it out among them.
-        one: likewise, of an expert with one row.
+        batch, alone: with as many rows as :data:`ROWS` has, of weights of each of the measured sizes; one among others
+            of a batch, and one by itself, which wakes threads and is shared out among them.
     """
 
-    read: float
-    alone: Power
-    one: Power
+    batch: tuple[tuple[float, ...], ...]
+    alone: tuple[tuple[float, ...], ...]
+
+    def of(self, elements: int) -> tuple[float, ...]:
+        """(in a batch, alone), with each number of rows, of a weight that has so many."""
+        return tuple(_between(costs, elements) for costs in (*self.batch, *self.alone))
 
 
 @cache
 def costs(dtype: torch.dtype, threads: int) -> Costs:
-    """Measured on this process's threads, once, in 0.1 s in bf16 and 0.15 in fp32 on two cores.
+    """Measured on this process's threads, once, in half a second.
 
-    CPUs differ by ten times: alone, 768 x 768 in bf16, 13 rows on one whose threads spin, 43 where they sleep, 67 and
-    150 on another.
+    CPUs and dtypes differ by ten times: alone, on two cores, 8 rows by 768 x 768 cost 13 more in bf16 where threads
+    spin, 43 where they sleep, 67 and 150 on another CPU; as much time with larger weights. In fp32 they cost 8 more,
+    and so they do with larger ones; a single row costs 12 more, as both threads then read a weight more slowly.
     """
     with compat.without_operator_modes():
-        products = [product for size in _SIZES for product in _products(size, dtype)]
-        *taken, summed = _least_seconds([*products, partial(torch.sum, torch.full((_MEMORY // 4,), 0.5, device="cpu"))])
-    half = len(taken) // 2
-    (_, *smaller), (row, *larger) = _rows(*taken[:half]), _rows(*taken[half:])
-    read = dtype.itemsize * _SIZES[1] ** 2 / _MEMORY * summed / row
-    alone, one = (Power.through(*both) for both in zip(smaller, larger, strict=True))
-    return Costs(read, alone, one)
+        memory = torch.full((_MEMORY // dtype.itemsize,), 0.5, dtype=dtype, device="cpu")
+        sizes = zip(_SIZES, _EXPERTS, strict=True)
+        taken = _least_seconds([product for of in sizes for product in _products(memory, *of)])
+    of_size = len(taken) // len(_SIZES)
+    of_sizes = [_in_rows(taken[n * of_size : (n + 1) * of_size]) for n in range(len(_SIZES))]
+    found = tuple(zip(*of_sizes, strict=True))
+    return Costs(found[: len(ROWS)], found[len(ROWS) :])
 
 
-def _products(size: int, dtype: torch.dtype) -> Iterator[Callable[[], object]]:
-    """Of weights ``[size, size]``: a batch of few rows, one of more, few one by one, one row each."""
-    weights = torch.full((_EXPERTS, size, size), 0.5, dtype=dtype, device="cpu").transpose(1, 2)
-    few, more = (torch.full((_EXPERTS, rows, size), 0.5, dtype=dtype, device="cpu") for rows in (_FEW, _MORE))
-    of_few, of_more = few.new_empty(few.shape), more.new_empty(more.shape)
+def _products(memory: Tensor, size: int, experts: int) -> Iterator[Callable[[], object]]:
+    """Of weights ``[size, size]``: batches of each number of rows and of more, and the former one by one."""
+    of_all = experts * size * size
+    batches = memory[: len(memory) // of_all * of_all].view(-1, experts, size, size).transpose(2, 3).unbind()
+    others = cycle(batches)
 
-    def one_by_one(rows: int) -> None:
-        for x, weight, result in zip(few.unbind(), weights.unbind(), of_few.unbind(), strict=True):
-            torch.mm(x[:rows], weight, out=result[:rows])
+    def batch(x: Tensor, result: Tensor) -> object:
+        return torch.bmm(x, next(others), out=result)
 
-    yield lambda: torch.bmm(few, weights, out=of_few)
-    yield lambda: torch.bmm(more, weights, out=of_more)
-    yield lambda: one_by_one(_FEW)
-    yield lambda: one_by_one(1)
+    def one_by_one(x: Tensor, result: Tensor) -> None:
+        for part, weight, to in zip(x.unbind(), next(others).unbind(), result.unbind(), strict=True):
+            torch.mm(part, weight, out=to)
+
+    operands = []
+    for rows in (*ROWS, _MORE):
+        x = memory.new_full((experts, rows, size), 0.5)
+        operands.append((x, torch.empty_like(x)))
+    yield from (partial(batch, *pair) for pair in operands)
+    yield from (partial(one_by_one, *pair) for pair in operands[: len(ROWS)])
 
 
 def _least_seconds(functions: list[Callable[[], object]]) -> list[float]:
     """Of each, of all rounds but the first."""
     rounds: list[list[float]] = []
-    for _ in range(_ROUNDS + 1):
+    until = perf_counter() + _SECONDS
+    while len(rounds) <= _ROUNDS or perf_counter() < until:
         taken = []
         for function in functions:
             times = [perf_counter()]
@@ -105,18 +99,24 @@ def _least_seconds(functions: list[Callable[[], object]]) -> list[float]:
     return [min(taken) for taken in zip(*islice(rounds, 1, None), strict=True)]
 
 
-def _rows(few: float, more: float, one_by_one: float, ones: float) -> tuple[float, float, float]:
-    """Seconds of a row of a batch, and how many of them a product alone costs more, of few rows and of one."""
-    row = max(more - few, 1e-9) / (_MORE - _FEW) / _EXPERTS
-    read = few - _FEW * _EXPERTS * row
-    alone, one = one_by_one - few, ones - read - _EXPERTS * row
-    return row, alone / _EXPERTS / row, one / _EXPERTS / row
+def _in_rows(taken: list[float]) -> tuple[float, ...]:
+    """Batches and products one by one with each number of rows, in further rows of a batch."""
+    batches, more, alone = taken[: len(ROWS)], taken[len(ROWS)], taken[len(ROWS) + 1 :]
+    row = max(more - batches[-1], 1e-9) / (_MORE - ROWS[-1])
+    return tuple(seconds / row for seconds in (*batches, *alone))
 
 
-def costs_of(weight: Tensor) -> tuple[float, float, float] | None:
-    """What reading one of ``[E, N, K]`` costs, one alone, and one alone with one row, in rows; None where no batch is
-    faster.
-    """
+def _between(measured: Sequence[float], elements: int) -> float:
+    """By a power of the elements between two sizes: from -1, the same time for all of them, to 0, the same rows."""
+    sizes = [size * size for size in _SIZES]
+    place = min(max(bisect(sizes, elements), 1), len(sizes) - 1)
+    smaller, larger = (max(measured[n], _LEAST) for n in (place - 1, place))
+    exponent = min(max(log(larger / smaller) / log(sizes[place] / sizes[place - 1]), -1.0), 0.0)
+    return float(smaller * (elements / sizes[place - 1]) ** exponent)
+
+
+def costs_of(weight: Tensor) -> tuple[float, ...] | None:
+    """:meth:`Costs.of` weights ``[E, N, K]``, in rows; None where no batch is faster."""
     elements = weight.shape[1] * weight.shape[2]
     if weight.dtype not in _BATCHED or not elements:
         return None
@@ -124,5 +124,5 @@ def costs_of(weight: Tensor) -> tuple[float, float, float] | None:
 
 
 @cache
-def _of(found: Costs, elements: int) -> tuple[float, float, float]:
-    return found.read, found.alone.of(elements), found.one.of(elements)
+def _of(found: Costs, elements: int) -> tuple[float, ...]:
+    return found.of(elements)

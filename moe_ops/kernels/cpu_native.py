@@ -169,7 +169,7 @@ def experts(call: ExpertsCall) -> Tensor | None:
         number,
         pairs if call.capacity is None else call.capacity,
         max(_IN_A_LOT // max(columns, 1), 1),
-        None if costs is None else (c_double * 3)(*costs),
+        None if costs is None else (c_double * len(costs))(*costs),
         lots.counts,
         lots.order,
         lots.ends,

@@ -14,7 +14,7 @@ from moe_ops.backends import cpu
 from moe_ops.kernels import cpu as kernels
 from moe_ops.kernels import cpu_costs, cpu_native
 from moe_ops.kernels.cpu import sort_pairs
-from moe_ops.kernels.cpu_costs import Costs, Power
+from moe_ops.kernels.cpu_costs import Costs
 from moe_ops.ops import parse
 from tests.ops.errors import assert_accurate
 from tests.ops.layers import VARIANTS, Layer, Variant, dense_formula
@@ -36,7 +36,7 @@ def laid(
     expert_map: torch.Tensor | None = None,
     capacity: int | None = None,
     in_a_lot: int = 2**40,
-    costs: tuple[float, float, float] | None = None,
+    costs: tuple[float, ...] | None = None,
 ) -> Laid:
     order, counts, ends, lengths = (torch.zeros(n, dtype=torch.int64) for n in (ids.numel(), *[experts] * 3))
     number = cpu_native.library().moe_lay_out(
@@ -48,7 +48,7 @@ def laid(
         experts,
         ids.numel() if capacity is None else capacity,
         in_a_lot,
-        None if costs is None else (ctypes.c_double * 3)(*costs),
+        None if costs is None else (ctypes.c_double * len(costs))(*costs),
         *(tensor.data_ptr() for tensor in (counts, order, ends, lengths)),
     )
     kept = int(counts.sum())
@@ -105,8 +105,7 @@ def test_lots_and_padding_change_no_result(name: str, alone: float, in_a_lot: in
     layer = (VARIANTS[name] if name in VARIANTS else Variant(ids=name)).build()
     wanted = torch.ops.moe_ops.fused_experts(**layer.tensors, **layer.options, backend="cpu")
     monkeypatch.setattr(cpu_native, "_IN_A_LOT", in_a_lot)
-    found = Costs(0.0, Power(alone, 0.0), Power(alone, 0.0))
-    monkeypatch.setattr(cpu_costs, "costs", lambda dtype, threads: found)
+    at_costs(monkeypatch, alone, alone, read=0.0)
     got = torch.ops.moe_ops.fused_experts(**layer.tensors, **layer.options, backend="cpu")
     torch.testing.assert_close(got, wanted)
     assert got.any()
@@ -136,8 +135,13 @@ def test_lots_are_of_neighbours_and_have_every_expert(counts, in_a_lot, wanted) 
 
 
 def at_costs(monkeypatch: pytest.MonkeyPatch, alone: float, one: float = 110.0, read: float = 20.0) -> None:
-    """In rows, of a weight of 256 x 256, on a CPU that is not this one."""
-    found = Costs(read, alone=Power(alone, -0.9), one=Power(one, -0.9))
+    """In rows, of a weight of 256 x 256, on a CPU that is not this one: the same time for larger ones."""
+    batch, one_by_one = [], []
+    for rows in cpu_costs.ROWS:
+        more = one if rows == 1 else alone
+        batch.append((read + rows,) * len(cpu_costs._SIZES))
+        one_by_one.append(tuple(read + rows + more * 256**2 / size**2 for size in cpu_costs._SIZES))
+    found = Costs(tuple(batch), tuple(one_by_one))
     monkeypatch.setattr(cpu_costs, "costs", lambda dtype, threads: found)
 
 
@@ -184,17 +188,32 @@ def test_costs_are_measured_once_and_unseen(dtype: torch.dtype, monkeypatch: pyt
     with FlopCounterMode(display=False) as counted:
         found = cpu_costs.costs(dtype, torch.get_num_threads())
     assert counted.get_total_flops() == 0
-    assert found.read > 0 and all(power.rows >= 0.5 and -1 <= power.exponent <= 1 for power in found[1:])
+    assert [len(costs) for costs in found] == [len(cpu_costs.ROWS)] * 2
+    assert all(len(of_sizes) == len(cpu_costs._SIZES) and min(of_sizes) > 0 for costs in found for of_sizes in costs)
     monkeypatch.setattr(cpu_costs, "_least_seconds", lambda functions: pytest.fail("measured again"))
     assert cpu_costs.costs(dtype, torch.get_num_threads()) is found
 
 
 def test_costs_are_in_rows_of_a_batch() -> None:
-    """The batch of 8 experts takes 128 for 8 rows and 384 for 40 each: a row 1, an expert 8 more; alone 8 more yet."""
-    assert cpu_costs._rows(few=128.0, more=384.0, one_by_one=192.0, ones=88.0) == (1.0, 8.0, 2.0)
-    assert Power.through(8.0, 8.0).of(768 * 768) == 8.0
-    assert Power.through(9.0, 1.0).of(768 * 768) == pytest.approx(1.0), "the same time is fewer rows of more elements"
-    assert Power.through(8.0, 0.001).exponent == -1.0, "no cost falls with the size"
+    """Batches take 128 with 8 rows and 384 with 40, so that a row takes 8."""
+    taken = [72.0, 80.0, 96.0, 128.0, 384.0, 80.0, 96.0, 120.0, 168.0]
+    assert cpu_costs._in_rows(taken) == (9.0, 10.0, 12.0, 16.0, 10.0, 12.0, 15.0, 21.0)
+
+
+@pytest.mark.parametrize(
+    ("measured", "elements", "wanted"),
+    [
+        ([8.0, 8.0, 8.0], 2048 * 1536, 8.0),
+        ([9.0, 1.0, 0.25], 512 * 512, 9.0 / 4),
+        ([9.0, 1.0, 0.25], 3072 * 3072, 1.0 / 16),
+        ([9.0, 1.0, 0.5], 1536 * 1536, 0.5),
+        ([1.0, 9.0, 99.0], 3072 * 3072, 9.0),
+        ([9.0, 0.0, -3.0], 768 * 768, 0.1),
+    ],
+    ids=["same_rows", "same_time", "larger", "measured", "never_more", "none"],
+)
+def test_costs_of_other_sizes_are_between_those_of_measured_ones(measured, elements, wanted) -> None:
+    assert cpu_costs._between(measured, elements) == pytest.approx(wanted, rel=1e-6)
 
 
 @pytest.mark.parametrize("backend", [cpu, reference], ids=["cpu", "reference"])
