@@ -273,7 +273,7 @@ struct Layer {
 
 struct Lots {
   int64_t number, experts;
-  const int64_t *ends, *lengths, *counts, *order;
+  int64_t *ends, *lengths, *counts, *order;
 };
 
 // A tensor of torch's on memory that is not its own.
@@ -471,10 +471,12 @@ void moe_select(const float* choices, const float* scores, int64_t tokens, int64
 
 // Counts of every expert and its pairs, `capacity` at the most, in their order, without those of no expert. Lots of
 // neighbours, of about as many pairs, as few as have `in_a_lot` of them at the most, as the ends of their experts; and how
-// many rows of each expert of a lot are a batch, by the costs, or none without. Returns the number of lots.
-int64_t moe_lay_out(const void* ids, int wide, const int64_t* map, int64_t mapped, int64_t pairs, int64_t experts,
-                    int64_t capacity, int64_t in_a_lot, const Costs* costs, int64_t* counts, int64_t* order,
-                    int64_t* ends, int64_t* lengths) {
+// many rows of each expert of a lot are a batch, by the costs, or none without. Then bytes of the memory that
+// `moe_experts` needs, and of that for results of several lots.
+void moe_lay_out(const Layer* layer, const void* ids, int wide, const int64_t* map, int64_t mapped, int64_t capacity,
+                 int64_t in_a_lot, const Costs* costs, Lots* lots, int64_t* bytes) {
+  const int64_t pairs = layer->tokens * layer->selected, experts = lots->experts;
+  int64_t *counts = lots->counts, *order = lots->order;
   std::vector<int64_t> expert_of(pairs), sums(experts + 1);
   std::fill_n(counts, experts, 0);
   for (int64_t p = 0; p < pairs; ++p) {
@@ -489,19 +491,15 @@ int64_t moe_lay_out(const void* ids, int wide, const int64_t* map, int64_t mappe
   for (int64_t p = 0; p < pairs; ++p)
     if (expert_of[p] >= 0) order[next[expert_of[p]]++] = p;
   const int64_t wanted = std::max((sums[experts] + in_a_lot - 1) / in_a_lot, int64_t(1));
-  int64_t lots = 0, first = 0;
+  int64_t first = 0;
+  lots->number = 0;
   for (int64_t n = 1; n <= wanted; ++n) {
     const int64_t least = (sums[experts] * n + wanted - 1) / wanted;
     const int64_t end = n == wanted ? experts : std::lower_bound(sums.begin() + 1, sums.end(), least) - sums.begin();
     if (end <= first) continue;
-    lengths[lots] = costs ? padded_length(counts + first, end - first, *costs) : 0;
-    ends[lots++] = first = end;
+    lots->lengths[lots->number] = costs ? padded_length(counts + first, end - first, *costs) : 0;
+    lots->ends[lots->number++] = first = end;
   }
-  return lots;
-}
-
-// Bytes of the memory that `moe_experts` needs, and of that for results of several lots.
-void moe_bytes(const Layer* layer, const Lots* lots, int64_t* bytes) {
   const Run run(*layer, *lots);
   bytes[0] = run.bytes(), bytes[1] = run.bytes_of_results();
 }

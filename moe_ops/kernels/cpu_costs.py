@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import cycle, islice, pairwise
 from math import log
 from time import perf_counter
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +29,8 @@ _MEMORY = 2**27  # bytes of weights, of which no cache holds the most: other lay
 _LEAST = 0.1  # rows, so that a cost has a logarithm
 
 
-class Costs(NamedTuple):
+@dataclass(frozen=True, eq=False)  # one is told from another as fast as may be
+class Costs:
     """What products of an expert cost whose weight is read from memory, in further rows of a batch.
 
     Attributes:
@@ -115,8 +117,8 @@ def _between(measured: Sequence[float], elements: int) -> float:
     return float(smaller * (elements / sizes[place - 1]) ** exponent)
 
 
-def costs_of(weight: Tensor) -> tuple[float, ...] | None:
-    """:meth:`Costs.of` weights ``[E, N, K]``, in rows; None where no batch is faster."""
+def costs_of(weight: Tensor) -> ctypes.Array[ctypes.c_double] | None:
+    """:meth:`Costs.of` weights ``[E, N, K]``, for C; None where no batch is faster."""
     elements = weight.shape[1] * weight.shape[2]
     if weight.dtype not in _BATCHED or not elements:
         return None
@@ -124,5 +126,6 @@ def costs_of(weight: Tensor) -> tuple[float, ...] | None:
 
 
 @cache
-def _of(found: Costs, elements: int) -> tuple[float, ...]:
-    return found.of(elements)
+def _of(found: Costs, elements: int) -> ctypes.Array[ctypes.c_double]:
+    of_weight = found.of(elements)
+    return (ctypes.c_double * len(of_weight))(*of_weight)

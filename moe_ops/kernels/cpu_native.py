@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 import warnings
 from collections.abc import Sequence
-from ctypes import c_double, c_float, c_int, c_int64, c_void_p
-from functools import cache
+from ctypes import byref, c_float, c_int, c_int64, c_void_p
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,6 +79,9 @@ class _Weight(ctypes.Structure):
     )
 
 
+_NO_WEIGHT = _Weight()
+
+
 class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("dtype", "tokens", "selected", "hidden", "columns", "width")),
@@ -101,10 +104,9 @@ class _Lots(ctypes.Structure):
 _ARGUMENTS = {
     "moe_select": (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int, c_void_p, c_void_p, c_int),
     "moe_lay_out": (
-        *(c_void_p, c_int, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int64),
-        *(c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
+        *(c_void_p, c_void_p, c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p),
+        *(c_void_p, c_void_p),
     ),
-    "moe_bytes": (c_void_p, c_void_p, c_void_p),
     "moe_experts": (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int),
     "moe_activate": (c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int),
     "moe_combine": (c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int),
@@ -122,7 +124,6 @@ def library() -> Any:
     for name, arguments in _ARGUMENTS.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = arguments, None
-    loaded.moe_lay_out.restype = c_int64
     loaded.moe_experts.restype = loaded.moe_has_fp16.restype = c_int
     if not loaded.moe_has_fp16():
         _DTYPES.pop(torch.float16, None)
@@ -145,52 +146,47 @@ def selected(choice_TE: Tensor, scores_TE: Tensor, k: int, shares: bool) -> tupl
 def experts(call: ExpertsCall) -> Tensor | None:
     """``fused_experts`` of weights that are multiplied as they are stored, fp32 or bf16, and biases in their dtype."""
     weights, x, glu = call.experts, call.hidden_states.data, call.experts.glu
-    of, dtype = _GATES.get(glu.activation), x.dtype
-    biases = [bias for bias in (weights.gate_up_bias, weights.down_bias) if bias is not None]
-    if of is None or dtype not in _PRODUCTS or weights.scheme.quantized or any(bias.dtype != dtype for bias in biases):
+    of, dtype, biased = _GATES.get(glu.activation), x.dtype, weights.gate_up_bias
+    if of is None or dtype not in _PRODUCTS or weights.scheme.quantized or call.topk_ids.dtype not in _IDS:
         return None
-    if call.topk_ids.dtype not in _IDS or (native := library()) is None:
+    if any(bias is not None and bias.dtype != dtype for bias in (biased, weights.down_bias)):
+        return None
+    if (native := library()) is None:
         return None
     (tokens, top_k), ids, gate_up = call.topk_ids.shape, call.topk_ids.contiguous(), weights.gate_up.data
     number, columns, hidden = gate_up.shape
     x, topk_weights = x.contiguous(), call.topk_weights.float().contiguous()
-    expert_map = None if call.expert_map is None else call.expert_map.long().contiguous()
-    costs = costs_of(gate_up)
-    pairs = tokens * top_k
-    found = torch.empty(pairs + 3 * number, dtype=torch.int64, device="cpu")
-    ends = found.data_ptr() + 8 * pairs
-    lots = _Lots(0, number, ends, ends + 8 * number, ends + 16 * number, found.data_ptr())
-    lots.number = native.moe_lay_out(
-        ids.data_ptr(),
-        ids.dtype == torch.int64,
-        None if expert_map is None else expert_map.data_ptr(),
-        0 if expert_map is None else len(expert_map),
-        pairs,
-        number,
-        pairs if call.capacity is None else call.capacity,
-        max(_IN_A_LOT // max(columns, 1), 1),
-        None if costs is None else (c_double * len(costs))(*costs),
-        lots.counts,
-        lots.order,
-        lots.ends,
-        lots.lengths,
-    )
-    if counters.active:
-        counters.count(weights.down.data, found[pairs + 2 * number :].tolist())
-    width = weights.down.data.shape[2]
-    biased, separate = weights.gate_up_bias, weights.up is not None
-    gate_bias = biased[:, :columns] if separate and biased is not None else biased
-    up_bias = biased[:, columns:] if separate and biased is not None else None
+    width, pairs = weights.down.data.shape[2], tokens * top_k
+    gate_bias, up_bias = biased, None
+    if biased is not None and weights.up is not None:
+        gate_bias, up_bias = biased.split_with_sizes((columns, columns), dim=1)
     layer = _Layer(
         *(_DTYPES[dtype], tokens, top_k, hidden, columns, width),
         *(x.data_ptr(), topk_weights.data_ptr(), call.weight_on_input),
         _weight(gate_up, gate_bias),
-        _Weight() if weights.up is None else _weight(weights.up.data, up_bias),
+        _NO_WEIGHT if weights.up is None else _weight(weights.up.data, up_bias),
         _weight(weights.down.data, weights.down_bias),
         _glu(of, glu, 0, width, columns, columns, width),
     )
-    of_layer, of_lots, sizes = ctypes.byref(layer), ctypes.byref(lots), (c_int64 * 2)()
-    native.moe_bytes(of_layer, of_lots, sizes)
+    found = torch.empty(pairs + 3 * number, dtype=torch.int64, device="cpu")
+    ends = found.data_ptr() + 8 * pairs
+    lots = _Lots(0, number, ends, ends + 8 * number, ends + 16 * number, found.data_ptr())
+    of_layer, of_lots, sizes = byref(layer), byref(lots), (c_int64 * 2)()
+    expert_map = None if call.expert_map is None else call.expert_map.long().contiguous()
+    native.moe_lay_out(
+        of_layer,
+        ids.data_ptr(),
+        ids.dtype == torch.int64,
+        None if expert_map is None else expert_map.data_ptr(),
+        0 if expert_map is None else len(expert_map),
+        pairs if call.capacity is None else call.capacity,
+        max(_IN_A_LOT // max(columns, 1), 1),
+        costs_of(gate_up),
+        of_lots,
+        sizes,
+    )
+    if counters.active:
+        counters.count(weights.down.data, found[pairs + 2 * number :].tolist())
     # Two pieces, as glibc does not keep one of more than 32 MB: its pages would be new in every call.
     memory, results = (torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes)
     out = torch.empty((tokens, hidden), dtype=dtype, device="cpu")
@@ -207,6 +203,7 @@ def _weight(data: Tensor, bias: Tensor | None) -> _Weight:
     return _Weight(data.data_ptr(), *data.stride(), bias.data_ptr(), *bias.stride())
 
 
+@lru_cache(maxsize=64)
 def _glu(of: _Gate, glu: Glu, rows: int, columns: int, gate_stride: int, up_stride: int, out_stride: int) -> _Glu:
     """Of gates and ups in rows with these strides."""
     row, interleaved = ACTIVATIONS[glu.activation], glu.layout == "interleaved"
@@ -237,7 +234,7 @@ def activate(results: Sequence[Tensor], glu: Glu, out: Tensor) -> Tensor | None:
         first.data_ptr(),
         up,
         out.data_ptr(),
-        ctypes.byref(how),
+        byref(how),
         torch.get_num_threads(),
     )
     return out
@@ -264,7 +261,7 @@ def combine(
         None if weights is None else weights.data_ptr(),
         None if added is None else added.data_ptr(),
         out.data_ptr(),
-        ctypes.byref(_Sum(tokens, top_k, hidden, number)),
+        byref(_Sum(tokens, top_k, hidden, number)),
         torch.get_num_threads(),
     )
     return out

@@ -36,23 +36,25 @@ def laid(
     expert_map: torch.Tensor | None = None,
     capacity: int | None = None,
     in_a_lot: int = 2**40,
-    costs: tuple[float, ...] | None = None,
+    costs: ctypes.Array[ctypes.c_double] | None = None,
 ) -> Laid:
     order, counts, ends, lengths = (torch.zeros(n, dtype=torch.int64) for n in (ids.numel(), *[experts] * 3))
-    number = cpu_native.library().moe_lay_out(
+    layer = cpu_native._Layer(tokens=ids.numel(), selected=1)
+    lots = cpu_native._Lots(0, experts, *(tensor.data_ptr() for tensor in (ends, lengths, counts, order)))
+    cpu_native.library().moe_lay_out(
+        ctypes.byref(layer),
         ids.data_ptr(),
         ids.dtype == torch.int64,
         None if expert_map is None else expert_map.data_ptr(),
         0 if expert_map is None else len(expert_map),
-        ids.numel(),
-        experts,
         ids.numel() if capacity is None else capacity,
         in_a_lot,
-        None if costs is None else (ctypes.c_double * len(costs))(*costs),
-        *(tensor.data_ptr() for tensor in (counts, order, ends, lengths)),
+        costs,
+        ctypes.byref(lots),
+        (ctypes.c_int64 * 2)(),
     )
     kept = int(counts.sum())
-    return Laid(order[:kept].tolist(), counts.tolist(), ends[:number].tolist(), lengths[:number].tolist())
+    return Laid(order[:kept].tolist(), counts.tolist(), ends[: lots.number].tolist(), lengths[: lots.number].tolist())
 
 
 def pairs_of(counts: list[int]) -> torch.Tensor:
@@ -188,8 +190,8 @@ def test_costs_are_measured_once_and_unseen(dtype: torch.dtype, monkeypatch: pyt
     with FlopCounterMode(display=False) as counted:
         found = cpu_costs.costs(dtype, torch.get_num_threads())
     assert counted.get_total_flops() == 0
-    assert [len(costs) for costs in found] == [len(cpu_costs.ROWS)] * 2
-    assert all(len(of_sizes) == len(cpu_costs._SIZES) and min(of_sizes) > 0 for costs in found for of_sizes in costs)
+    assert len(found.batch) == len(found.alone) == len(cpu_costs.ROWS)
+    assert all(len(sizes) == len(cpu_costs._SIZES) and min(sizes) > 0 for sizes in (*found.batch, *found.alone))
     monkeypatch.setattr(cpu_costs, "_least_seconds", lambda functions: pytest.fail("measured again"))
     assert cpu_costs.costs(dtype, torch.get_num_threads()) is found
 
