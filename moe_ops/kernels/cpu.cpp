@@ -7,6 +7,7 @@
 #include <cstring>
 #include <initializer_list>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
@@ -154,6 +155,84 @@ int64_t padded_length(const int64_t* counts, int64_t experts, const Costs& costs
   return best;
 }
 
+// ---------------------------------------------------------------------------------------------------------- few rows
+
+#if defined(__GNUC__)
+#pragma GCC diagnostic ignored "-Wpsabi"  // of functions that are all inlined
+#endif
+constexpr int64_t LANES = 16, CHAINS = 2;
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+
+INLINED Floats loaded(const float* from) {
+  Floats x;
+  std::memcpy(&x, from, sizeof x);
+  return x;
+}
+
+INLINED Floats loaded(const BFloat16* from) {
+  Halves halves;
+  std::memcpy(&halves, from, sizeof halves);
+  return (Floats)(__builtin_convertvector(halves, Words) << 16);
+}
+
+// What rows of one expert share: a row of its weight. Each row's sum has the same order however many there are.
+template <int ROWS, class T>
+INLINED void dots(const T* weight, const T* x, int64_t k, float* sums) {
+  Floats chains[ROWS][CHAINS];
+  for (auto& of_row : chains) of_row[0] = of_row[1] = Floats{};
+  int64_t i = 0;
+  for (; i + LANES * CHAINS <= k; i += LANES * CHAINS) {
+    const Floats first = loaded(weight + i), second = loaded(weight + i + LANES);
+    for (int64_t row = 0; row < ROWS; ++row) {
+      chains[row][0] += first * loaded(x + row * k + i);
+      chains[row][1] += second * loaded(x + row * k + i + LANES);
+    }
+  }
+  for (int64_t row = 0; row < ROWS; ++row) {
+    const Floats lanes = chains[row][0] + chains[row][1];
+    float sum = 0.0f;
+    for (int64_t lane = 0; lane < LANES; ++lane) sum += lanes[lane];
+    for (int64_t j = i; j < k; ++j) sum += widened(weight[j]) * widened(x[row * k + j]);
+    sums[row] = sum;
+  }
+}
+
+template <class T>
+struct Few {
+  const T *weight, *bias, *x;  // [n, k], [n] or none, [rows, k]
+  T* out;                      // [rows, n]
+  int64_t rows;
+};
+
+// Products of experts of few rows, all at once: a weight's rows are read once, by one thread, in their order.
+template <class T>
+void multiply_few(const std::vector<Few<T>>& experts, int64_t of_row, int64_t of_bias, int64_t n, int64_t k, int threads) {
+  constexpr int64_t AT_ONCE = 16;
+  const int64_t parts = (n + AT_ONCE - 1) / AT_ONCE, all = int64_t(experts.size()) * parts;
+#pragma omp parallel for schedule(static) num_threads(threads) if (all * AT_ONCE * k > SHARED)
+  for (int64_t part = 0; part < all; ++part) {
+    const Few<T>& of = experts[part / parts];
+    const int64_t end = std::min(n, (part % parts + 1) * AT_ONCE);
+    for (int64_t column = part % parts * AT_ONCE; column < end; ++column) {
+      const T* weight = of.weight + column * of_row;
+      const float added = of.bias ? widened(of.bias[column * of_bias]) : 0.0f;
+      for (int64_t row = 0; row < of.rows;) {
+        const T* x = of.x + row * k;
+        float sums[8];
+        int64_t done = 8;
+        if (of.rows - row >= 8) dots<8>(weight, x, k, sums);
+        else if (of.rows - row >= 4) dots<4>(weight, x, k, sums), done = 4;
+        else if (of.rows - row >= 2) dots<2>(weight, x, k, sums), done = 2;
+        else dots<1>(weight, x, k, sums), done = 1;
+        for (int64_t i = 0; i < done; ++i) round_to(sums[i] + added, of.out[(row + i) * n + column]);
+        row += done;
+      }
+    }
+  }
+}
+
 // ------------------------------------------------------------------------------------------------------- activation
 
 enum Activation { SILU, BY_SIGMOID, GELU, GELU_TANH, RELU, RELU2 };
@@ -230,7 +309,7 @@ void combine_rows(const T* rows, const int64_t* places, const float* weights, co
       const int64_t number = std::min(COLUMNS, how.columns - first);
       bool begun = false;
       for (int64_t k = 0; k < how.selected; ++k) {
-        const int64_t pair = t * how.selected + k, place = places ? places[pair] : pair;
+        const int64_t pair = t * how.selected + k, place = places[pair];
         if (place < 0 || place >= how.rows) continue;
         const T* row = rows + place * how.columns + first;
         const float weight = weights ? weights[pair] : 1.0f;
@@ -272,7 +351,7 @@ struct Layer {
 };
 
 struct Lots {
-  int64_t number, experts;
+  int64_t number, experts, few;  // rows of an expert that are few
   int64_t *ends, *lengths, *counts, *order;
 };
 
@@ -332,12 +411,12 @@ class Run {
       const Lot lot{first, lots_.ends[n] - first, lots_.lengths[n]};
       const int64_t rows = place(lot, pair, row, pair_of_row, places);
       gather<T>(pair_of_row, rows, reinterpret_cast<T*>(copies), threads);
-      if (int error = multiply(lot, layer_.gate_up, copies, layer_.hidden, gate_up, layer_.columns)) return error;
+      if (int error = multiply<T>(lot, layer_.gate_up, copies, layer_.hidden, gate_up, layer_.columns, threads)) return error;
       if (up)
-        if (int error = multiply(lot, layer_.up, copies, layer_.hidden, up, layer_.columns)) return error;
+        if (int error = multiply<T>(lot, layer_.up, copies, layer_.hidden, up, layer_.columns, threads)) return error;
       activate<T>(rows, gate_up, up, activated, threads);
-      if (int error = multiply(lot, layer_.down, activated, layer_.width, results + row * layer_.hidden * size_,
-                               layer_.hidden))
+      if (int error = multiply<T>(lot, layer_.down, activated, layer_.width, results + row * layer_.hidden * size_,
+                                  layer_.hidden, threads))
         return error;
       row += rows;
     }
@@ -396,8 +475,9 @@ class Run {
     activate_by(gate, other, reinterpret_cast<T*>(activated), how, threads);
   }
 
-  // A batch of the first rows, and what is left of each expert by itself.
-  int multiply(const Lot& lot, const Weight& weight, const char* x, int64_t k, char* out, int64_t n) const {
+  // A batch of the first rows, and what is left of each expert by itself, or with others that have few.
+  template <class T>
+  int multiply(const Lot& lot, const Weight& weight, const char* x, int64_t k, char* out, int64_t n, int threads) const {
     const char* data = weight.data + lot.first * weight.of_expert * size_;
     const char* bias = weight.bias ? weight.bias + lot.first * weight.of_bias * size_ : nullptr;
     int64_t past = lot.experts * lot.length;
@@ -415,9 +495,17 @@ class Run {
         return error;
       }
     }
+    std::vector<Few<T>> few;
     for (int64_t e = 0; e < lot.experts; ++e) {
       const int64_t rows = lots_.counts[lot.first + e] - lot.length;
       if (rows <= 0) continue;
+      if (rows <= lots_.few && weight.of_column == 1) {
+        const T* of_expert = reinterpret_cast<const T*>(data) + e * weight.of_expert;
+        const T* added = bias ? reinterpret_cast<const T*>(bias) + e * weight.of_bias : nullptr;
+        few.push_back({of_expert, added, reinterpret_cast<const T*>(x) + past * k, reinterpret_cast<T*>(out) + past * n, rows});
+        past += rows;
+        continue;
+      }
       const View part(layer_.dtype, x + past * k * size_, {rows, k}, {k, 1});
       const View matrix(layer_.dtype, data + e * weight.of_expert * size_, {k, n}, {weight.of_column, weight.of_row});
       const View to(layer_.dtype, out + past * n * size_, {rows, n}, {n, 1});
@@ -432,6 +520,7 @@ class Run {
         return error;
       }
     }
+    multiply_few(few, weight.of_row, weight.of_bias_column, n, k, threads);
     return 0;
   }
 
@@ -509,6 +598,21 @@ int moe_experts(const Layer* layer, const Lots* lots, char* memory, char* result
   Run run(*layer, *lots);
   return layer->dtype == 0 ? run.compute(memory, results, static_cast<float*>(out), threads)
                            : run.compute(memory, results, static_cast<BFloat16*>(out), threads);
+}
+
+// Experts that have so many rows each, to be timed: `weights [E, n, k]`, `x [E, rows, k]`.
+void moe_few(int dtype, const void* weights, const void* x, void* out, int64_t experts, int64_t rows, int64_t n, int64_t k,
+             int threads) {
+  with_dtype(dtype, [&](auto of) {
+    using T = decltype(of);
+    if constexpr (sizeof(T) == 4 || std::is_same_v<T, BFloat16>) {
+      std::vector<Few<T>> few;
+      for (int64_t e = 0; e < experts; ++e)
+        few.push_back({static_cast<const T*>(weights) + e * n * k, nullptr, static_cast<const T*>(x) + e * rows * k,
+                       static_cast<T*>(out) + e * rows * n, rows});
+      multiply_few(few, k, 0, n, k, threads);
+    }
+  });
 }
 
 void moe_activate(int dtype, const void* gate, const void* up, void* out, const Glu* how, int threads) {

@@ -126,12 +126,11 @@ def combine(rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None, added_TH
 
     Pairs whose place is not a row are left out: a row that they had may hold NaN.
     """
-    tokens, top_k = places_TK.shape
-    total = cpu_native.combine(rows, places_TK, weights_TK, tokens, top_k, added_TH)
+    total = cpu_native.combine(rows, places_TK, weights_TK, added_TH)
     if total is not None:
         return total
     wide = accumulation_dtype(rows.dtype)
-    sums = rows.new_zeros((tokens, rows.shape[1]), dtype=wide)
+    sums = rows.new_zeros((len(places_TK), rows.shape[1]), dtype=wide)
     for k, places in enumerate(places_TK.unbind(1)):
         kept = (places >= 0) & (places < len(rows))
         some = rows[places[kept]].to(wide)

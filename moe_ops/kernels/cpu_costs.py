@@ -10,11 +10,13 @@ from functools import cache, partial
 from itertools import cycle, islice, pairwise
 from math import log
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_ops import compat
+from moe_ops.kernels.cpu_library import DTYPES, library
 
 #: Of which a batched product is fast.
 _BATCHED = (torch.bfloat16, torch.float32)
@@ -26,7 +28,20 @@ _MORE = 40
 # undisturbed moment is not one thing's alone, twice, as the first finds threads that another one left.
 _ROUNDS, _SECONDS, _TIMES = 4, 0.25, 2
 _MEMORY = 2**27  # bytes of weights, of which no cache holds the most: other layers' were read since
+_WORTHWHILE = 0.9  # of the time of torch's products: what is measured of other sizes is not as exact
 _LEAST = 0.1  # rows, so that a cost has a logarithm
+
+
+class OfWeight(NamedTuple):
+    """What products by a weight of so many elements cost.
+
+    Attributes:
+        few: up to how many rows of an expert C++ multiplies itself.
+        of_rows: ``Costs`` of cpu.cpp; None where no batch is faster.
+    """
+
+    few: int
+    of_rows: ctypes.Array[ctypes.c_double] | None
 
 
 @dataclass(frozen=True, eq=False)  # one is told from another as fast as may be
@@ -34,16 +49,23 @@ class Costs:
     """What products of an expert cost whose weight is read from memory, in further rows of a batch.
 
     Attributes:
-        batch, alone: with as many rows as :data:`ROWS` has, of weights of each of the measured sizes; one among others
-            of a batch, and one by itself, which wakes threads and is shared out among them.
+        batch, alone, few: with as many rows as :data:`ROWS` has, of weights of each of the measured sizes; one among
+            others of a batch, one by itself, which wakes threads and is shared out among them, and one among others by
+            C++, which reads rows of the weights as they come and keeps threads awake.
     """
 
     batch: tuple[tuple[float, ...], ...]
     alone: tuple[tuple[float, ...], ...]
+    few: tuple[tuple[float, ...], ...]
 
-    def of(self, elements: int) -> tuple[float, ...]:
-        """(in a batch, alone), with each number of rows, of a weight that has so many."""
-        return tuple(_between(costs, elements) for costs in (*self.batch, *self.alone))
+    def of(self, elements: int) -> OfWeight:
+        """Of a weight that has so many."""
+        kinds = self.batch, self.alone, self.few
+        batch, alone, few = ([_between(costs, elements) for costs in kind] for kind in kinds)
+        faster = [own < _WORTHWHILE * by_torch for own, by_torch in zip(few, alone, strict=True)]
+        number = faster.index(False) if False in faster else len(ROWS)
+        each = [*batch, *few[:number], *alone[number:]]
+        return OfWeight(ROWS[number - 1] if number else 0, (ctypes.c_double * len(each))(*each))
 
 
 @cache
@@ -57,32 +79,35 @@ def costs(dtype: torch.dtype, threads: int) -> Costs:
     with compat.without_operator_modes():
         memory = torch.full((_MEMORY // dtype.itemsize,), 0.5, dtype=dtype, device="cpu")
         sizes = zip(_SIZES, _EXPERTS, strict=True)
-        taken = _least_seconds([product for of in sizes for product in _products(memory, *of)])
+        taken = _least_seconds([product for of in sizes for product in _products(memory, *of, threads)])
     of_size = len(taken) // len(_SIZES)
     of_sizes = [_in_rows(taken[n * of_size : (n + 1) * of_size]) for n in range(len(_SIZES))]
-    found = tuple(zip(*of_sizes, strict=True))
-    return Costs(found[: len(ROWS)], found[len(ROWS) :])
+    return Costs(*(tuple(zip(*kind, strict=True)) for kind in zip(*of_sizes, strict=True)))
 
 
-def _products(memory: Tensor, size: int, experts: int) -> Iterator[Callable[[], object]]:
-    """Of weights ``[size, size]``: batches of each number of rows and of more, and the former one by one."""
+def _products(memory: Tensor, size: int, experts: int, threads: int) -> Iterator[Callable[[], object]]:
+    """Of weights ``[size, size]``: batches of each number of rows, one by one, by C++; a batch of more rows."""
     of_all = experts * size * size
-    batches = memory[: len(memory) // of_all * of_all].view(-1, experts, size, size).transpose(2, 3).unbind()
-    others = cycle(batches)
+    others = cycle(memory[: len(memory) // of_all * of_all].view(-1, experts, size, size).unbind())
 
     def batch(x: Tensor, result: Tensor) -> object:
-        return torch.bmm(x, next(others), out=result)
+        return torch.bmm(x, next(others).transpose(1, 2), out=result)
 
     def one_by_one(x: Tensor, result: Tensor) -> None:
         for part, weight, to in zip(x.unbind(), next(others).unbind(), result.unbind(), strict=True):
-            torch.mm(part, weight, out=to)
+            torch.mm(part, weight.t(), out=to)
+
+    def few(x: Tensor, result: Tensor) -> None:
+        places = next(others).data_ptr(), x.data_ptr(), result.data_ptr()
+        library().moe_few(DTYPES[x.dtype], *places, experts, x.shape[1], size, size, threads)
 
     operands = []
     for rows in (*ROWS, _MORE):
         x = memory.new_full((experts, rows, size), 0.5)
         operands.append((x, torch.empty_like(x)))
-    yield from (partial(batch, *pair) for pair in operands)
-    yield from (partial(one_by_one, *pair) for pair in operands[: len(ROWS)])
+    for product in (batch, one_by_one, few):
+        yield from (partial(product, *pair) for pair in operands[: len(ROWS)])
+    yield partial(batch, *operands[-1])
 
 
 def _least_seconds(functions: list[Callable[[], object]]) -> list[float]:
@@ -101,11 +126,12 @@ def _least_seconds(functions: list[Callable[[], object]]) -> list[float]:
     return [min(taken) for taken in zip(*islice(rounds, 1, None), strict=True)]
 
 
-def _in_rows(taken: list[float]) -> tuple[float, ...]:
-    """Batches and products one by one with each number of rows, in further rows of a batch."""
-    batches, more, alone = taken[: len(ROWS)], taken[len(ROWS)], taken[len(ROWS) + 1 :]
-    row = max(more - batches[-1], 1e-9) / (_MORE - ROWS[-1])
-    return tuple(seconds / row for seconds in (*batches, *alone))
+def _in_rows(taken: list[float]) -> tuple[tuple[float, ...], ...]:
+    """Batches, products one by one, and those of C++ with each number of rows, in further rows of a batch."""
+    number, more = len(ROWS), taken[-1]
+    row = max(more - taken[number - 1], 1e-9) / (_MORE - ROWS[-1])
+    kinds = (taken[first : first + number] for first in range(0, len(taken) - 1, number))
+    return tuple(tuple(seconds / row for seconds in kind) for kind in kinds)
 
 
 def _between(measured: Sequence[float], elements: int) -> float:
@@ -117,15 +143,17 @@ def _between(measured: Sequence[float], elements: int) -> float:
     return float(smaller * (elements / sizes[place - 1]) ** exponent)
 
 
-def costs_of(weight: Tensor) -> ctypes.Array[ctypes.c_double] | None:
-    """:meth:`Costs.of` weights ``[E, N, K]``, for C; None where no batch is faster."""
+def costs_of(weight: Tensor) -> OfWeight:
+    """:meth:`Costs.of` weights ``[E, N, K]``."""
     elements = weight.shape[1] * weight.shape[2]
     if weight.dtype not in _BATCHED or not elements:
-        return None
+        return _UNKNOWN
     return _of(costs(weight.dtype, torch.get_num_threads()), elements)
 
 
 @cache
-def _of(found: Costs, elements: int) -> ctypes.Array[ctypes.c_double]:
-    of_weight = found.of(elements)
-    return (ctypes.c_double * len(of_weight))(*of_weight)
+def _of(found: Costs, elements: int) -> OfWeight:
+    return found.of(elements)
+
+
+_UNKNOWN = OfWeight(0, None)

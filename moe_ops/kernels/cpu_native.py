@@ -1,18 +1,15 @@
-"""The C++ of ``cpu.cpp``, built at the first call, and what calls it.
+"""What the CPU backend has in C++ (``cpu.cpp``).
 
-Every function returns None for what it does not serve: other dtypes, rows of tables that it does not know, and anything
-where no C++ compiler is found. Plain tensor code computes that.
+Every function but :func:`selected` returns None for what it does not serve: other dtypes, activations that it does not
+know, and anything where no C++ compiler is found. Plain tensor code computes that.
 """
 
 from __future__ import annotations
 
-import ctypes
-import warnings
 from collections.abc import Sequence
-from ctypes import byref, c_float, c_int, c_int64, c_void_p
-from functools import cache, lru_cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from ctypes import byref, c_int64
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +19,9 @@ from meta.activations import ACTIVATIONS
 from meta.calls import ExpertsCall
 from meta.operands import Glu
 from moe_ops import counters
-from moe_ops.kernels import cpu_build
+from moe_ops.kernels import cpu_library as c
 from moe_ops.kernels.cpu_costs import costs_of
+from moe_ops.kernels.cpu_library import DTYPES, library
 
 # Elements between the products of experts that pass both together: what is there stays in a cache, and the next ones
 # have its memory. us of a layer's products and activation on two cores in bf16, 8 experts, K = 2, T = 4096, all experts
@@ -32,9 +30,9 @@ from moe_ops.kernels.cpu_costs import costs_of
 _IN_A_LOT = 2**21
 _IDS = (torch.int32, torch.int64)
 _PRODUCTS = (torch.float32, torch.bfloat16)  # few CPUs multiply fp16
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # In the order of cpu.cpp.
 _SILU, _BY_SIGMOID, _GELU, _GELU_TANH, _RELU, _RELU2 = range(6)
+_NO_WEIGHT = c.Weight()
 
 
 class _Gate(NamedTuple):
@@ -56,78 +54,6 @@ _GATES = {
     "silu_then_clamp": _Gate(_SILU, after=True),
     "quick_gelu": _Gate(_BY_SIGMOID),
 }
-
-
-class _Glu(ctypes.Structure):
-    _fields_ = (
-        *((name, c_int64) for name in ("kind", "rows", "columns", "gate_stride", "up_stride", "step", "out_stride")),
-        ("up_place", c_int64),
-        *((name, c_float) for name in ("alpha", "before", "after", "up_limit", "up_offset")),
-    )
-
-
-class _Sum(ctypes.Structure):
-    _fields_ = tuple((name, c_int64) for name in ("tokens", "selected", "columns", "rows"))
-
-
-class _Weight(ctypes.Structure):
-    _fields_ = (
-        ("data", c_void_p),
-        *((name, c_int64) for name in ("of_expert", "of_row", "of_column")),
-        ("bias", c_void_p),
-        *((name, c_int64) for name in ("of_bias", "of_bias_column")),
-    )
-
-
-_NO_WEIGHT = _Weight()
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = (
-        *((name, c_int64) for name in ("dtype", "tokens", "selected", "hidden", "columns", "width")),
-        ("x", c_void_p),
-        ("weights", c_void_p),
-        ("on_input", c_int64),
-        *((name, _Weight) for name in ("gate_up", "up", "down")),
-        ("glu", _Glu),
-    )
-
-
-class _Lots(ctypes.Structure):
-    _fields_ = (
-        ("number", c_int64),
-        ("experts", c_int64),
-        *((name, c_void_p) for name in ("ends", "lengths", "counts", "order")),
-    )
-
-
-_ARGUMENTS = {
-    "moe_select": (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int, c_void_p, c_void_p, c_int),
-    "moe_lay_out": (
-        *(c_void_p, c_void_p, c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p),
-        *(c_void_p, c_void_p),
-    ),
-    "moe_experts": (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int),
-    "moe_activate": (c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int),
-    "moe_combine": (c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int),
-}
-
-
-@cache
-def library() -> Any:
-    """The functions of ``cpu.cpp``, or None where it cannot be built."""
-    try:
-        loaded = cpu_build.built(Path(__file__).with_name("cpu.cpp"))
-    except cpu_build.BuildError as error:
-        warnings.warn(f"moe_ops: layers are slower on this CPU, as their C++ cannot be built: {error}", stacklevel=2)
-        return None
-    for name, arguments in _ARGUMENTS.items():
-        function = getattr(loaded, name)
-        function.argtypes, function.restype = arguments, None
-    loaded.moe_experts.restype = loaded.moe_has_fp16.restype = c_int
-    if not loaded.moe_has_fp16():
-        _DTYPES.pop(torch.float16, None)
-    return loaded
 
 
 def selected(choice_TE: Tensor, scores_TE: Tensor, k: int, shares: bool) -> tuple[Tensor, Tensor]:
@@ -160,17 +86,18 @@ def experts(call: ExpertsCall) -> Tensor | None:
     gate_bias, up_bias = biased, None
     if biased is not None and weights.up is not None:
         gate_bias, up_bias = biased.split_with_sizes((columns, columns), dim=1)
-    layer = _Layer(
-        *(_DTYPES[dtype], tokens, top_k, hidden, columns, width),
+    layer = c.Layer(
+        *(DTYPES[dtype], tokens, top_k, hidden, columns, width),
         *(x.data_ptr(), topk_weights.data_ptr(), call.weight_on_input),
         _weight(gate_up, gate_bias),
         _NO_WEIGHT if weights.up is None else _weight(weights.up.data, up_bias),
         _weight(weights.down.data, weights.down_bias),
         _glu(of, glu, 0, width, columns, columns, width),
     )
+    costs = costs_of(gate_up)
     found = torch.empty(pairs + 3 * number, dtype=torch.int64, device="cpu")
     ends = found.data_ptr() + 8 * pairs
-    lots = _Lots(0, number, ends, ends + 8 * number, ends + 16 * number, found.data_ptr())
+    lots = c.Lots(0, number, costs.few, ends, ends + 8 * number, ends + 16 * number, found.data_ptr())
     of_layer, of_lots, sizes = byref(layer), byref(lots), (c_int64 * 2)()
     expert_map = None if call.expert_map is None else call.expert_map.long().contiguous()
     native.moe_lay_out(
@@ -181,7 +108,7 @@ def experts(call: ExpertsCall) -> Tensor | None:
         0 if expert_map is None else len(expert_map),
         pairs if call.capacity is None else call.capacity,
         max(_IN_A_LOT // max(columns, 1), 1),
-        costs_of(gate_up),
+        costs.of_rows,
         of_lots,
         sizes,
     )
@@ -196,18 +123,18 @@ def experts(call: ExpertsCall) -> Tensor | None:
     return out
 
 
-def _weight(data: Tensor, bias: Tensor | None) -> _Weight:
+def _weight(data: Tensor, bias: Tensor | None) -> c.Weight:
     """``[E, N, K]`` and ``[E, N]``."""
     if bias is None:
-        return _Weight(data.data_ptr(), *data.stride())
-    return _Weight(data.data_ptr(), *data.stride(), bias.data_ptr(), *bias.stride())
+        return c.Weight(data.data_ptr(), *data.stride())
+    return c.Weight(data.data_ptr(), *data.stride(), bias.data_ptr(), *bias.stride())
 
 
 @lru_cache(maxsize=64)
-def _glu(of: _Gate, glu: Glu, rows: int, columns: int, gate_stride: int, up_stride: int, out_stride: int) -> _Glu:
+def _glu(of: _Gate, glu: Glu, rows: int, columns: int, gate_stride: int, up_stride: int, out_stride: int) -> c.Glu:
     """Of gates and ups in rows with these strides."""
     row, interleaved = ACTIVATIONS[glu.activation], glu.layout == "interleaved"
-    return _Glu(
+    return c.Glu(
         *(of.kind, rows, columns, gate_stride, up_stride, 2 if interleaved else 1, out_stride),
         -1 if glu.layout == "none" else 1 if interleaved else columns,
         glu.alpha,
@@ -221,7 +148,7 @@ def _glu(of: _Gate, glu: Glu, rows: int, columns: int, gate_stride: int, up_stri
 def activate(results: Sequence[Tensor], glu: Glu, out: Tensor) -> Tensor | None:
     """``out [R, I]``, of ``[R, N]`` or of two halves in its dtype, whose rows are contiguous."""
     of = _GATES.get(glu.activation)
-    if of is None or out.dtype not in _DTYPES or (native := library()) is None:
+    if of is None or (native := library()) is None or out.dtype not in DTYPES:
         return None
     first, last, (rows, columns) = results[0], results[-1], out.shape
     how = _glu(of, glu, rows, columns, first.stride(0), last.stride(0), out.stride(0))
@@ -229,39 +156,28 @@ def activate(results: Sequence[Tensor], glu: Glu, out: Tensor) -> Tensor | None:
         up: int | None = last.data_ptr()
     else:
         up = None if how.up_place < 0 else first.data_ptr() + how.up_place * out.element_size()
-    native.moe_activate(
-        _DTYPES[out.dtype],
-        first.data_ptr(),
-        up,
-        out.data_ptr(),
-        byref(how),
-        torch.get_num_threads(),
-    )
+    native.moe_activate(DTYPES[out.dtype], first.data_ptr(), up, out.data_ptr(), byref(how), torch.get_num_threads())
     return out
 
 
-def combine(
-    rows: Tensor, places_TK: Tensor | None, weights_TK: Tensor | None, tokens: int, top_k: int, added_TH: Tensor | None
-) -> Tensor | None:
-    """Weighted sums ``[T, H]`` of rows; of the T * K in their order without places."""
-    if rows.dtype not in _DTYPES or (native := library()) is None:
+def combine(rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None, added_TH: Tensor | None) -> Tensor | None:
+    """Weighted sums ``[T, H]`` of rows."""
+    if (native := library()) is None or rows.dtype not in DTYPES:
         return None
     if added_TH is not None and added_TH.dtype != rows.dtype:
         return None
-    rows = rows.contiguous()
-    number, hidden = rows.shape
-    places = None if places_TK is None else places_TK.long().contiguous()
+    rows, places = rows.contiguous(), places_TK.long().contiguous()
     weights = None if weights_TK is None else weights_TK.float().contiguous()
     added = None if added_TH is None else added_TH.contiguous()
-    out = rows.new_empty((tokens, hidden))
+    out = rows.new_empty((len(places), rows.shape[1]))
     native.moe_combine(
-        _DTYPES[rows.dtype],
+        DTYPES[rows.dtype],
         rows.data_ptr(),
-        None if places is None else places.data_ptr(),
+        places.data_ptr(),
         None if weights is None else weights.data_ptr(),
         None if added is None else added.data_ptr(),
         out.data_ptr(),
-        byref(_Sum(tokens, top_k, hidden, number)),
+        byref(c.Sum(*places.shape, rows.shape[1], len(rows))),
         torch.get_num_threads(),
     )
     return out

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from moe_ops import reference
 from moe_ops.backends import cpu
 from moe_ops.kernels import cpu as kernels
-from moe_ops.kernels import cpu_costs, cpu_native
+from moe_ops.kernels import cpu_costs, cpu_library, cpu_native
 from moe_ops.kernels.cpu import sort_pairs
 from moe_ops.kernels.cpu_costs import Costs
 from moe_ops.ops import parse
@@ -39,9 +39,9 @@ def laid(
     costs: ctypes.Array[ctypes.c_double] | None = None,
 ) -> Laid:
     order, counts, ends, lengths = (torch.zeros(n, dtype=torch.int64) for n in (ids.numel(), *[experts] * 3))
-    layer = cpu_native._Layer(tokens=ids.numel(), selected=1)
-    lots = cpu_native._Lots(0, experts, *(tensor.data_ptr() for tensor in (ends, lengths, counts, order)))
-    cpu_native.library().moe_lay_out(
+    layer = cpu_library.Layer(tokens=ids.numel(), selected=1)
+    lots = cpu_library.Lots(0, experts, 0, *(tensor.data_ptr() for tensor in (ends, lengths, counts, order)))
+    cpu_library.library().moe_lay_out(
         ctypes.byref(layer),
         ids.data_ptr(),
         ids.dtype == torch.int64,
@@ -143,12 +143,12 @@ def at_costs(monkeypatch: pytest.MonkeyPatch, alone: float, one: float = 110.0, 
         more = one if rows == 1 else alone
         batch.append((read + rows,) * len(cpu_costs._SIZES))
         one_by_one.append(tuple(read + rows + more * 256**2 / size**2 for size in cpu_costs._SIZES))
-    found = Costs(tuple(batch), tuple(one_by_one))
+    found = Costs(tuple(batch), tuple(one_by_one), tuple(one_by_one))  # C++ is never faster
     monkeypatch.setattr(cpu_costs, "costs", lambda dtype, threads: found)
 
 
 def padded_length(counts: list[int], weight: torch.Tensor) -> int:
-    return laid(pairs_of(counts), len(counts), costs=cpu_costs.costs_of(weight)).lengths[0]
+    return laid(pairs_of(counts), len(counts), costs=cpu_costs.costs_of(weight).of_rows).lengths[0]
 
 
 def test_the_length_follows_the_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,16 +190,34 @@ def test_costs_are_measured_once_and_unseen(dtype: torch.dtype, monkeypatch: pyt
     with FlopCounterMode(display=False) as counted:
         found = cpu_costs.costs(dtype, torch.get_num_threads())
     assert counted.get_total_flops() == 0
-    assert len(found.batch) == len(found.alone) == len(cpu_costs.ROWS)
-    assert all(len(sizes) == len(cpu_costs._SIZES) and min(sizes) > 0 for sizes in (*found.batch, *found.alone))
+    kinds = found.batch, found.alone, found.few
+    assert [len(kind) for kind in kinds] == [len(cpu_costs.ROWS)] * 3
+    assert all(len(sizes) == len(cpu_costs._SIZES) and min(sizes) > 0 for kind in kinds for sizes in kind)
     monkeypatch.setattr(cpu_costs, "_least_seconds", lambda functions: pytest.fail("measured again"))
     assert cpu_costs.costs(dtype, torch.get_num_threads()) is found
 
 
 def test_costs_are_in_rows_of_a_batch() -> None:
     """Batches take 128 with 8 rows and 384 with 40, so that a row takes 8."""
-    taken = [72.0, 80.0, 96.0, 128.0, 384.0, 80.0, 96.0, 120.0, 168.0]
-    assert cpu_costs._in_rows(taken) == (9.0, 10.0, 12.0, 16.0, 10.0, 12.0, 15.0, 21.0)
+    taken = [72.0, 80.0, 96.0, 128.0, 80.0, 96.0, 120.0, 168.0, 8.0, 16.0, 32.0, 64.0, 384.0]
+    batch, alone, few = cpu_costs._in_rows(taken)
+    assert (batch, alone) == ((9.0, 10.0, 12.0, 16.0), (10.0, 12.0, 15.0, 21.0)) and few == (1.0, 2.0, 4.0, 8.0)
+
+
+@pytest.mark.parametrize(
+    ("few", "wanted", "costs"),
+    [
+        ((1.0, 2.0, 4.0, 8.0), 8, (1.0, 2.0, 4.0, 8.0)),
+        ((1.0, 2.0, 15.0, 8.0), 2, (1.0, 2.0, 15.0, 21.0)),
+        ((9.5, 2.0, 4.0, 8.0), 0, (10.0, 12.0, 15.0, 21.0)),
+    ],
+    ids=["all", "two", "none"],
+)
+def test_few_rows_are_those_that_are_faster(few, wanted, costs) -> None:
+    """Up to the first number of rows that are not, and by more than a little."""
+    kinds = (9.0, 10.0, 12.0, 16.0), (10.0, 12.0, 15.0, 21.0), few
+    found = Costs(*(tuple((rows,) * len(cpu_costs._SIZES) for rows in kind) for kind in kinds)).of(512 * 512)
+    assert found.few == wanted and list(found.of_rows) == pytest.approx([*kinds[0], *costs])
 
 
 @pytest.mark.parametrize(

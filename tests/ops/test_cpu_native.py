@@ -17,7 +17,7 @@ from meta.operands import Glu
 from meta.routing import ROUTINGS, first_k, route
 from moe_ops import plans
 from moe_ops.backends import cpu
-from moe_ops.kernels import cpu_build, cpu_native
+from moe_ops.kernels import cpu_build, cpu_costs, cpu_library, cpu_native
 from moe_ops.kernels.cpu import combine
 from tests.ops.errors import assert_accurate, assert_rounded
 from tests.ops.layers import VARIANTS, Variant, dense_formula
@@ -88,6 +88,8 @@ def test_activations_are_those_of_float64(name: str, layout: str, dtype: torch.d
     columns = 37  # no whole number of vectors
     widths = [columns] * 2 if layout == "separate" else [columns if layout == "none" else 2 * columns]
     results = [(6 * torch.randn(50, width, generator=generator)).to(dtype) for width in widths]
+    if dtype not in cpu_library.DTYPES:
+        pytest.skip("this compiler has no fp16")
     out = cpu_native.activate(results, Glu(name, alpha, limit, layout), torch.empty(50, columns, dtype=dtype))
     wide = [result.double() for result in results]
     exact = row.eager(*(wide if layout == "separate" else split_glu(wide[0], layout)), alpha, limit)
@@ -193,6 +195,36 @@ def test_layers_of_plain_weights_are_computed_in_cpp(monkeypatch: pytest.MonkeyP
         assert_accurate(out, dense_formula(layer.float64()), dense_formula(layer.wide(out.dtype)))
 
 
+@pytest.mark.parametrize("rows", range(1, 10), ids=str)
+@pytest.mark.parametrize("columns", [1, 15, 64, 200], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_of_few_rows_are_exact(dtype: torch.dtype, columns: int, rows: int) -> None:
+    """With the same bits for a row, however many there are."""
+    generator = torch.Generator().manual_seed(0)
+    x, weights = (torch.randn(3, n, columns, generator=generator).to(dtype) for n in (rows, 37))
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        out = torch.full((*x.shape[:2], 37), NAN, dtype=dtype)
+        places = weights.data_ptr(), x.data_ptr(), out.data_ptr()
+        cpu_library.library().moe_few(cpu_library.DTYPES[dtype], *places, 3, x.shape[1], 37, columns, 2)
+        return out
+
+    out = product(x)
+    exact = x.double() @ weights.double().transpose(1, 2)
+    assert_accurate(out, exact, x @ weights.transpose(1, 2))
+    for row in range(rows):
+        assert torch.equal(product(x[:, row : row + 1].contiguous())[:, 0], out[:, row])
+
+
+@pytest.mark.parametrize("name", ["plain", "bias", "bf16", "separate_bias", "expert_map", "weight_on_input", "batched"])
+@pytest.mark.parametrize("few", [0, 1, 3, 100], ids=str)
+def test_how_many_rows_are_few_changes_no_result(name: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_native, "costs_of", lambda weight: cpu_costs.OfWeight(few, None))
+    layer = VARIANTS[name].build()
+    out = torch.ops.moe_ops.fused_experts(**layer.tensors, **layer.options, backend="cpu")
+    assert_accurate(out, dense_formula(layer.float64()), dense_formula(layer.wide(out.dtype)))
+
+
 @pytest.mark.parametrize("stored", ["transposed", "every_other_expert", "behind_a_number", "expanded_bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_weights_may_lie_anywhere(stored: str, dtype: torch.dtype, native: bool) -> None:
@@ -267,13 +299,13 @@ def test_why_there_is_no_library_is_said(compiler, words, home, monkeypatch) -> 
         monkeypatch.setattr(shutil, "which", lambda name: None)
     else:
         monkeypatch.setenv("CXX", compiler)
-    cpu_native.library.cache_clear()
+    cpu_library.library.cache_clear()
     layer = VARIANTS["plain"].build()
     try:
         with pytest.warns(UserWarning, match=f"C\\+\\+ cannot be built: .*{words}"):
             out = moe_ops.fused_experts(**layer.tensors)
     finally:
-        cpu_native.library.cache_clear()
+        cpu_library.library.cache_clear()
     assert_rounded(out, dense_formula(layer.float64()))
 
 
