@@ -123,26 +123,29 @@ void largest(const float* of, int64_t number, int64_t wanted, int32_t* keys, int
 constexpr int64_t TRIED = 8;         // lengths, of the counts' quantiles
 constexpr double WORTHWHILE = 0.95;  // of the time: a model of costs is not as exact as one that is less has to be
 
-// What an expert's products cost in a batch and alone, with 1, 2, 4 and 8 rows, in further rows.
+// What an expert's products cost with so many rows, in further rows of a batch: in one, alone, and as few rows are.
 struct Costs {
-  double batch[4], alone[4];
+  static constexpr int64_t NUMBER = 5, ROWS[NUMBER] = {1, 2, 4, 8, 40};
+  double batch[NUMBER], alone[NUMBER], few[NUMBER - 1];
 
+  // Between and behind two numbers of rows, along a line.
   static double of(const double* costs, int64_t rows) {
-    if (rows >= 8) return costs[3] + (rows - 8);
-    if (rows >= 4) return costs[2] + (costs[3] - costs[2]) * (rows - 4) / 4;
-    return rows >= 2 ? costs[1] + (costs[2] - costs[1]) * (rows - 2) / 2 : costs[0];
+    int64_t last = 1;
+    while (last + 1 < NUMBER && rows > ROWS[last]) ++last;
+    const double each = (costs[last] - costs[last - 1]) / double(ROWS[last] - ROWS[last - 1]);
+    return costs[last] + each * double(rows - ROWS[last]);
   }
 };
 
 // Rows of every expert to compute as one batch, the rest expert by expert; 0: all expert by expert. A product of one
 // expert wakes threads for little work; a batch wakes them once but computes padding, and reads every expert's weight.
-int64_t padded_length(const int64_t* counts, int64_t experts, const Costs& costs) {
+int64_t padded_length(const int64_t* counts, int64_t experts, const Costs& costs, int64_t few) {
   std::vector<int64_t> ascending(counts, counts + experts);
   std::sort(ascending.begin(), ascending.end());
   const auto cost = [&](int64_t length) {
     double sum = length ? experts * Costs::of(costs.batch, length) : 0.0;
     for (int64_t count : ascending)
-      if (count > length) sum += Costs::of(costs.alone, count - length);
+      if (count > length) sum += Costs::of(count - length <= few ? costs.few : costs.alone, count - length);
     return sum;
   };
   if (ascending.empty() || !ascending.back()) return 0;
@@ -586,7 +589,7 @@ void moe_lay_out(const Layer* layer, const void* ids, int wide, const int64_t* m
     const int64_t least = (sums[experts] * n + wanted - 1) / wanted;
     const int64_t end = n == wanted ? experts : std::lower_bound(sums.begin() + 1, sums.end(), least) - sums.begin();
     if (end <= first) continue;
-    lots->lengths[lots->number] = costs ? padded_length(counts + first, end - first, *costs) : 0;
+    lots->lengths[lots->number] = costs ? padded_length(counts + first, end - first, *costs, lots->few) : 0;
     lots->ends[lots->number++] = first = end;
   }
   const Run run(*layer, *lots);

@@ -22,8 +22,8 @@ from moe_ops.kernels.cpu_library import DTYPES, library
 _BATCHED = (torch.bfloat16, torch.float32)
 _SIZES = 256, 768, 1536  # sides of the measured weights
 _EXPERTS = 8, 8, 4  # and how many there are
-ROWS = 1, 2, 4, 8  # of products; with more, one more costs one
-_MORE = 40
+ROWS = 1, 2, 4, 8, 40  # of products; `Costs` of cpu.cpp has the same
+_FEW = 4  # of these numbers: those that may be few
 # Of which the least is what other processes did not disturb; all that is measured is so in every round, as an
 # undisturbed moment is not one thing's alone, twice, as the first finds threads that another one left.
 _ROUNDS, _SECONDS, _TIMES = 4, 0.25, 2
@@ -62,9 +62,9 @@ class Costs:
         """Of a weight that has so many."""
         kinds = self.batch, self.alone, self.few
         batch, alone, few = ([_between(costs, elements) for costs in kind] for kind in kinds)
-        faster = [own < _WORTHWHILE * by_torch for own, by_torch in zip(few, alone, strict=True)]
-        number = faster.index(False) if False in faster else len(ROWS)
-        each = [*batch, *few[:number], *alone[number:]]
+        faster = [own < _WORTHWHILE * by_torch for own, by_torch in zip(few, alone[:_FEW], strict=True)]
+        number = faster.index(False) if False in faster else _FEW
+        each = [*batch, *alone, *few]
         return OfWeight(ROWS[number - 1] if number else 0, (ctypes.c_double * len(each))(*each))
 
 
@@ -86,7 +86,7 @@ def costs(dtype: torch.dtype, threads: int) -> Costs:
 
 
 def _products(memory: Tensor, size: int, experts: int, threads: int) -> Iterator[Callable[[], object]]:
-    """Of weights ``[size, size]``: batches of each number of rows, one by one, by C++; a batch of more rows."""
+    """Of weights ``[size, size]``: batches of each number of rows, one by one, few of them by C++."""
     of_all = experts * size * size
     others = cycle(memory[: len(memory) // of_all * of_all].view(-1, experts, size, size).unbind())
 
@@ -102,12 +102,12 @@ def _products(memory: Tensor, size: int, experts: int, threads: int) -> Iterator
         library().moe_few(DTYPES[x.dtype], *places, experts, x.shape[1], size, size, threads)
 
     operands = []
-    for rows in (*ROWS, _MORE):
+    for rows in ROWS:
         x = memory.new_full((experts, rows, size), 0.5)
         operands.append((x, torch.empty_like(x)))
-    for product in (batch, one_by_one, few):
-        yield from (partial(product, *pair) for pair in operands[: len(ROWS)])
-    yield partial(batch, *operands[-1])
+    for product in (batch, one_by_one):
+        yield from (partial(product, *pair) for pair in operands)
+    yield from (partial(few, *pair) for pair in operands[:_FEW])
 
 
 def _least_seconds(functions: list[Callable[[], object]]) -> list[float]:
@@ -128,9 +128,9 @@ def _least_seconds(functions: list[Callable[[], object]]) -> list[float]:
 
 def _in_rows(taken: list[float]) -> tuple[tuple[float, ...], ...]:
     """Batches, products one by one, and those of C++ with each number of rows, in further rows of a batch."""
-    number, more = len(ROWS), taken[-1]
-    row = max(more - taken[number - 1], 1e-9) / (_MORE - ROWS[-1])
-    kinds = (taken[first : first + number] for first in range(0, len(taken) - 1, number))
+    number = len(ROWS)
+    row = max(taken[number - 1] - taken[number - 2], 1e-9) / (ROWS[-1] - ROWS[-2])
+    kinds = taken[:number], taken[number : 2 * number], taken[2 * number :]
     return tuple(tuple(seconds / row for seconds in kind) for kind in kinds)
 
 

@@ -36,11 +36,12 @@ def laid(
     expert_map: torch.Tensor | None = None,
     capacity: int | None = None,
     in_a_lot: int = 2**40,
-    costs: ctypes.Array[ctypes.c_double] | None = None,
+    costs: cpu_costs.OfWeight | None = None,
 ) -> Laid:
     order, counts, ends, lengths = (torch.zeros(n, dtype=torch.int64) for n in (ids.numel(), *[experts] * 3))
     layer = cpu_library.Layer(tokens=ids.numel(), selected=1)
-    lots = cpu_library.Lots(0, experts, 0, *(tensor.data_ptr() for tensor in (ends, lengths, counts, order)))
+    places = (tensor.data_ptr() for tensor in (ends, lengths, counts, order))
+    lots = cpu_library.Lots(0, experts, 0 if costs is None else costs.few, *places)
     cpu_library.library().moe_lay_out(
         ctypes.byref(layer),
         ids.data_ptr(),
@@ -49,7 +50,7 @@ def laid(
         0 if expert_map is None else len(expert_map),
         ids.numel() if capacity is None else capacity,
         in_a_lot,
-        costs,
+        None if costs is None else costs.of_rows,
         ctypes.byref(lots),
         (ctypes.c_int64 * 2)(),
     )
@@ -143,12 +144,12 @@ def at_costs(monkeypatch: pytest.MonkeyPatch, alone: float, one: float = 110.0, 
         more = one if rows == 1 else alone
         batch.append((read + rows,) * len(cpu_costs._SIZES))
         one_by_one.append(tuple(read + rows + more * 256**2 / size**2 for size in cpu_costs._SIZES))
-    found = Costs(tuple(batch), tuple(one_by_one), tuple(one_by_one))  # C++ is never faster
+    found = Costs(tuple(batch), tuple(one_by_one), tuple(one_by_one[: cpu_costs._FEW]))  # C++ is never faster
     monkeypatch.setattr(cpu_costs, "costs", lambda dtype, threads: found)
 
 
 def padded_length(counts: list[int], weight: torch.Tensor) -> int:
-    return laid(pairs_of(counts), len(counts), costs=cpu_costs.costs_of(weight).of_rows).lengths[0]
+    return laid(pairs_of(counts), len(counts), costs=cpu_costs.costs_of(weight)).lengths[0]
 
 
 def test_the_length_follows_the_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +192,7 @@ def test_costs_are_measured_once_and_unseen(dtype: torch.dtype, monkeypatch: pyt
         found = cpu_costs.costs(dtype, torch.get_num_threads())
     assert counted.get_total_flops() == 0
     kinds = found.batch, found.alone, found.few
-    assert [len(kind) for kind in kinds] == [len(cpu_costs.ROWS)] * 3
+    assert [len(kind) for kind in kinds] == [len(cpu_costs.ROWS)] * 2 + [cpu_costs._FEW]
     assert all(len(sizes) == len(cpu_costs._SIZES) and min(sizes) > 0 for kind in kinds for sizes in kind)
     monkeypatch.setattr(cpu_costs, "_least_seconds", lambda functions: pytest.fail("measured again"))
     assert cpu_costs.costs(dtype, torch.get_num_threads()) is found
@@ -199,25 +200,30 @@ def test_costs_are_measured_once_and_unseen(dtype: torch.dtype, monkeypatch: pyt
 
 def test_costs_are_in_rows_of_a_batch() -> None:
     """Batches take 128 with 8 rows and 384 with 40, so that a row takes 8."""
-    taken = [72.0, 80.0, 96.0, 128.0, 80.0, 96.0, 120.0, 168.0, 8.0, 16.0, 32.0, 64.0, 384.0]
+    taken = [72.0, 80.0, 96.0, 128.0, 384.0, 80.0, 96.0, 120.0, 168.0, 296.0, 8.0, 16.0, 32.0, 64.0]
     batch, alone, few = cpu_costs._in_rows(taken)
-    assert (batch, alone) == ((9.0, 10.0, 12.0, 16.0), (10.0, 12.0, 15.0, 21.0)) and few == (1.0, 2.0, 4.0, 8.0)
+    assert batch == (9.0, 10.0, 12.0, 16.0, 48.0) and alone == (10.0, 12.0, 15.0, 21.0, 37.0)
+    assert few == (1.0, 2.0, 4.0, 8.0)
 
 
 @pytest.mark.parametrize(
-    ("few", "wanted", "costs"),
-    [
-        ((1.0, 2.0, 4.0, 8.0), 8, (1.0, 2.0, 4.0, 8.0)),
-        ((1.0, 2.0, 15.0, 8.0), 2, (1.0, 2.0, 15.0, 21.0)),
-        ((9.5, 2.0, 4.0, 8.0), 0, (10.0, 12.0, 15.0, 21.0)),
-    ],
+    ("few", "wanted"),
+    [((1.0, 2.0, 4.0, 8.0), 8), ((1.0, 2.0, 15.0, 8.0), 2), ((9.5, 2.0, 4.0, 8.0), 0)],
     ids=["all", "two", "none"],
 )
-def test_few_rows_are_those_that_are_faster(few, wanted, costs) -> None:
+def test_few_rows_are_those_that_are_faster(few: tuple[float, ...], wanted: int) -> None:
     """Up to the first number of rows that are not, and by more than a little."""
-    kinds = (9.0, 10.0, 12.0, 16.0), (10.0, 12.0, 15.0, 21.0), few
+    kinds = (9.0, 10.0, 12.0, 16.0, 48.0), (10.0, 12.0, 15.0, 21.0, 53.0), few
     found = Costs(*(tuple((rows,) * len(cpu_costs._SIZES) for rows in kind) for kind in kinds)).of(512 * 512)
-    assert found.few == wanted and list(found.of_rows) == pytest.approx([*kinds[0], *costs])
+    assert found.few == wanted and list(found.of_rows) == pytest.approx([cost for kind in kinds for cost in kind])
+
+
+def test_products_alone_may_be_faster_with_many_rows() -> None:
+    """Where a batch of 8 experts leaves half of the threads without work."""
+    kinds = (9.0, 10.0, 12.0, 16.0, 48.0), (20.0, 22.0, 25.0, 31.0, 47.0), (20.0, 22.0, 25.0, 31.0)
+    costs = Costs(*(tuple((rows,) * len(cpu_costs._SIZES) for rows in kind) for kind in kinds)).of(512 * 512)
+    lengths = [laid(pairs_of([rows] * 8), 8, costs=costs).lengths[0] for rows in (1, 3, 20, 200)]
+    assert lengths == [1, 3, 20, 0]
 
 
 @pytest.mark.parametrize(
