@@ -1,5 +1,5 @@
-// A layer on a CPU: selection, sorting, activation and combination in one pass each, in fp32, rounded once, around products
-// of torch. Of torch's headers it needs those of its C interface alone, and is built in seconds; `cpu_native.py` calls it.
+// A layer on a CPU: selection, sorting, activation and combination in one pass each, in fp32, rounded once, around
+// products of torch. Of torch's headers it needs those of its C interface alone, and is built in seconds.
 
 #include <algorithm>
 #include <cmath>
@@ -211,7 +211,8 @@ struct Few {
 
 // Products of experts of few rows, all at once: a weight's rows are read once, by one thread, in their order.
 template <class T>
-void multiply_few(const std::vector<Few<T>>& experts, int64_t of_row, int64_t of_bias, int64_t n, int64_t k, int threads) {
+void multiply_few(const std::vector<Few<T>>& experts, int64_t of_row, int64_t of_bias, int64_t n, int64_t k,
+                  int threads) {
   constexpr int64_t AT_ONCE = 16;
   const int64_t parts = (n + AT_ONCE - 1) / AT_ONCE, all = int64_t(experts.size()) * parts;
 #pragma omp parallel for schedule(static) num_threads(threads) if (all * AT_ONCE * k > SHARED)
@@ -414,19 +415,18 @@ class Run {
       const Lot lot{first, lots_.ends[n] - first, lots_.lengths[n]};
       const int64_t rows = place(lot, pair, row, pair_of_row, places);
       gather<T>(pair_of_row, rows, reinterpret_cast<T*>(copies), threads);
-      if (int error = multiply<T>(lot, layer_.gate_up, copies, layer_.hidden, gate_up, layer_.columns, threads)) return error;
+      const int64_t hidden = layer_.hidden, columns = layer_.columns;
+      if (int error = multiply<T>(lot, layer_.gate_up, copies, hidden, gate_up, columns, threads)) return error;
       if (up)
-        if (int error = multiply<T>(lot, layer_.up, copies, layer_.hidden, up, layer_.columns, threads)) return error;
+        if (int error = multiply<T>(lot, layer_.up, copies, hidden, up, columns, threads)) return error;
       activate<T>(rows, gate_up, up, activated, threads);
-      if (int error = multiply<T>(lot, layer_.down, activated, layer_.width, results + row * layer_.hidden * size_,
-                                  layer_.hidden, threads))
-        return error;
+      char* to = results + row * hidden * size_;
+      if (int error = multiply<T>(lot, layer_.down, activated, layer_.width, to, hidden, threads)) return error;
       row += rows;
     }
     const Sum how{layer_.tokens, layer_.selected, layer_.hidden, rows_};
-    const T* added = nullptr;
-    combine_rows(reinterpret_cast<const T*>(results), places, layer_.on_input ? nullptr : layer_.weights, added, out, how,
-                 threads);
+    const float* weights = layer_.on_input ? nullptr : layer_.weights;
+    combine_rows<T>(reinterpret_cast<const T*>(results), places, weights, nullptr, out, how, threads);
     return 0;
   }
 
@@ -505,7 +505,8 @@ class Run {
       if (rows <= lots_.few && weight.of_column == 1) {
         const T* of_expert = reinterpret_cast<const T*>(data) + e * weight.of_expert;
         const T* added = bias ? reinterpret_cast<const T*>(bias) + e * weight.of_bias : nullptr;
-        few.push_back({of_expert, added, reinterpret_cast<const T*>(x) + past * k, reinterpret_cast<T*>(out) + past * n, rows});
+        T* to = reinterpret_cast<T*>(out) + past * n;
+        few.push_back({of_expert, added, reinterpret_cast<const T*>(x) + past * k, to, rows});
         past += rows;
         continue;
       }
@@ -546,8 +547,8 @@ int moe_has_fp16() {
 }
 
 // Ids of the largest choices and their scores, or shares of the sum of these.
-void moe_select(const float* choices, const float* scores, int64_t tokens, int64_t experts, int64_t selected, int shares,
-                float* weights, int32_t* ids, int threads) {
+void moe_select(const float* choices, const float* scores, int64_t tokens, int64_t experts, int64_t selected,
+                int shares, float* weights, int32_t* ids, int threads) {
 #pragma omp parallel num_threads(threads) if (tokens * experts * 4 > SHARED)
   {
     std::vector<int32_t> keys(selected);
@@ -562,8 +563,8 @@ void moe_select(const float* choices, const float* scores, int64_t tokens, int64
 }
 
 // Counts of every expert and its pairs, `capacity` at the most, in their order, without those of no expert. Lots of
-// neighbours, of about as many pairs, as few as have `in_a_lot` of them at the most, as the ends of their experts; and how
-// many rows of each expert of a lot are a batch, by the costs, or none without. Then bytes of the memory that
+// neighbours, of about as many pairs, as few as have `in_a_lot` of them at the most, as the ends of their experts; and
+// how many rows of each expert of a lot are a batch, by the costs, or none without. Then bytes of the memory that
 // `moe_experts` needs, and of that for results of several lots.
 void moe_lay_out(const Layer* layer, const void* ids, int wide, const int64_t* map, int64_t mapped, int64_t capacity,
                  int64_t in_a_lot, const Costs* costs, Lots* lots, int64_t* bytes) {
@@ -604,8 +605,8 @@ int moe_experts(const Layer* layer, const Lots* lots, char* memory, char* result
 }
 
 // Experts that have so many rows each, to be timed: `weights [E, n, k]`, `x [E, rows, k]`.
-void moe_few(int dtype, const void* weights, const void* x, void* out, int64_t experts, int64_t rows, int64_t n, int64_t k,
-             int threads) {
+void moe_few(int dtype, const void* weights, const void* x, void* out, int64_t experts, int64_t rows, int64_t n,
+             int64_t k, int threads) {
   with_dtype(dtype, [&](auto of) {
     using T = decltype(of);
     if constexpr (sizeof(T) == 4 || std::is_same_v<T, BFloat16>) {
