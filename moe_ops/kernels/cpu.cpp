@@ -480,7 +480,8 @@ class Run {
 
   // A batch of the first rows, and what is left of each expert by itself, or with others that have few.
   template <class T>
-  int multiply(const Lot& lot, const Weight& weight, const char* x, int64_t k, char* out, int64_t n, int threads) const {
+  int multiply(const Lot& lot, const Weight& weight, const char* x, int64_t k, char* out, int64_t n,
+               int threads) const {
     const char* data = weight.data + lot.first * weight.of_expert * size_;
     const char* bias = weight.bias ? weight.bias + lot.first * weight.of_bias * size_ : nullptr;
     int64_t past = lot.experts * lot.length;

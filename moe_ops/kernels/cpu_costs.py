@@ -25,8 +25,9 @@ _EXPERTS = 8, 8, 4  # and how many there are
 ROWS = 1, 2, 4, 8, 40  # of products; `Costs` of cpu.cpp has the same
 _FEW = 4  # of these numbers: those that may be few
 # Of which the least is what other processes did not disturb; all that is measured is so in every round, as an
-# undisturbed moment is not one thing's alone, twice, as the first finds threads that another one left.
-_ROUNDS, _SECONDS, _TIMES = 4, 0.25, 2
+# undisturbed moment is not one thing's alone, twice, as the first finds threads that another one left. Beside processes
+# that need all cores a product may take a quarter of a second, in which its threads wait for each other.
+_ROUNDS, _SECONDS, _TIMES = 4, 0.5, 2
 _MEMORY = 2**27  # bytes of weights, of which no cache holds the most: other layers' were read since
 _WORTHWHILE = 0.9  # of the time of torch's products: what is measured of other sizes is not as exact
 _LEAST = 0.1  # rows, so that a cost has a logarithm
@@ -69,8 +70,8 @@ class Costs:
 
 
 @cache
-def costs(dtype: torch.dtype, threads: int) -> Costs:
-    """Measured on this process's threads, once, in half a second.
+def costs(dtype: torch.dtype, threads: int) -> Costs | None:
+    """Measured on this process's threads, once, in half a second; None where others leave too little of them for that.
 
     CPUs and dtypes differ by ten times: alone, on two cores, 8 rows by 768 x 768 cost 13 more in bf16 where threads
     spin, 43 where they sleep, 67 and 150 on another CPU; as much time with larger weights. In fp32 they cost 8 more,
@@ -81,7 +82,9 @@ def costs(dtype: torch.dtype, threads: int) -> Costs:
         sizes = zip(_SIZES, _EXPERTS, strict=True)
         taken = _least_seconds([product for of in sizes for product in _products(memory, *of, threads)])
     of_size = len(taken) // len(_SIZES)
-    of_sizes = [_in_rows(taken[n * of_size : (n + 1) * of_size]) for n in range(len(_SIZES))]
+    of_sizes = [_in_rows(taken[n * of_size : (n + 1) * of_size]) for n in range(len(_SIZES))] if taken else [None]
+    if None in of_sizes:
+        return None
     return Costs(*(tuple(zip(*kind, strict=True)) for kind in zip(*of_sizes, strict=True)))
 
 
@@ -111,10 +114,10 @@ def _products(memory: Tensor, size: int, experts: int, threads: int) -> Iterator
 
 
 def _least_seconds(functions: list[Callable[[], object]]) -> list[float]:
-    """Of each, of all rounds but the first."""
+    """Of each, of all rounds but the first; nothing where time is up before there are two."""
     rounds: list[list[float]] = []
     until = perf_counter() + _SECONDS
-    while len(rounds) <= _ROUNDS or perf_counter() < until:
+    while len(rounds) <= _ROUNDS:
         taken = []
         for function in functions:
             times = [perf_counter()]
@@ -122,14 +125,21 @@ def _least_seconds(functions: list[Callable[[], object]]) -> list[float]:
                 function()
                 times.append(perf_counter())
             taken.append(min(end - start for start, end in pairwise(times)))
+            if times[-1] > until:
+                return [min(taken) for taken in zip(*islice(rounds, 1, None), strict=True)]
         rounds.append(taken)
     return [min(taken) for taken in zip(*islice(rounds, 1, None), strict=True)]
 
 
-def _in_rows(taken: list[float]) -> tuple[tuple[float, ...], ...]:
-    """Batches, products one by one, and those of C++ with each number of rows, in further rows of a batch."""
+def _in_rows(taken: list[float]) -> tuple[tuple[float, ...], ...] | None:
+    """Batches, products one by one, and those of C++ with each number of rows, in further rows of a batch.
+
+    None of times that other processes have made: of which more rows take no longer.
+    """
     number = len(ROWS)
-    row = max(taken[number - 1] - taken[number - 2], 1e-9) / (ROWS[-1] - ROWS[-2])
+    row = (taken[number - 1] - taken[number - 2]) / (ROWS[-1] - ROWS[-2])
+    if row <= 0:
+        return None
     kinds = taken[:number], taken[number : 2 * number], taken[2 * number :]
     return tuple(tuple(seconds / row for seconds in kind) for kind in kinds)
 
@@ -146,9 +156,8 @@ def _between(measured: Sequence[float], elements: int) -> float:
 def costs_of(weight: Tensor) -> OfWeight:
     """:meth:`Costs.of` weights ``[E, N, K]``."""
     elements = weight.shape[1] * weight.shape[2]
-    if weight.dtype not in _BATCHED or not elements:
-        return _UNKNOWN
-    return _of(costs(weight.dtype, torch.get_num_threads()), elements)
+    found = costs(weight.dtype, torch.get_num_threads()) if weight.dtype in _BATCHED and elements else None
+    return _UNKNOWN if found is None else _of(found, elements)
 
 
 @cache
@@ -156,4 +165,4 @@ def _of(found: Costs, elements: int) -> OfWeight:
     return found.of(elements)
 
 
-_UNKNOWN = OfWeight(0, None)
+_UNKNOWN = OfWeight(2, None)  # so few are faster, or as fast, on all that were measured

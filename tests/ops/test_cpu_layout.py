@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -191,11 +192,47 @@ def test_costs_are_measured_once_and_unseen(dtype: torch.dtype, monkeypatch: pyt
     with FlopCounterMode(display=False) as counted:
         found = cpu_costs.costs(dtype, torch.get_num_threads())
     assert counted.get_total_flops() == 0
-    kinds = found.batch, found.alone, found.few
-    assert [len(kind) for kind in kinds] == [len(cpu_costs.ROWS)] * 2 + [cpu_costs._FEW]
-    assert all(len(sizes) == len(cpu_costs._SIZES) and min(sizes) > 0 for kind in kinds for sizes in kind)
     monkeypatch.setattr(cpu_costs, "_least_seconds", lambda functions: pytest.fail("measured again"))
     assert cpu_costs.costs(dtype, torch.get_num_threads()) is found
+
+
+def pretending(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[], float]) -> None:
+    """Nothing is computed; what would be takes so long."""
+    now = [0.0]
+
+    def product() -> None:
+        now[0] += seconds()
+
+    monkeypatch.setattr(cpu_costs, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(cpu_costs, "_products", lambda *of: [product] * (2 * len(cpu_costs.ROWS) + cpu_costs._FEW))
+    monkeypatch.setattr(cpu_costs, "costs", cpu_costs.costs.__wrapped__)
+
+
+@pytest.mark.parametrize("seconds", [0.25, 1e-5], ids=["too_long", "all_the_same"])
+def test_where_nothing_can_be_measured_two_rows_are_few(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside processes that need all cores a product may take a quarter of a second: all of them are given up."""
+    taken: list[float] = []
+    pretending(monkeypatch, lambda: taken.append(seconds) or seconds)
+    found = cpu_costs.costs_of(torch.empty(8, 256, 256, device="meta"))
+    assert (found.few, found.of_rows) == (2, None)
+    assert sum(taken) < 1.1
+
+
+def test_costs_are_those_of_all_rounds_but_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    number = 2 * len(cpu_costs.ROWS) + cpu_costs._FEW
+    kinds = (1, 2, 4, 8, 40), (2, 3, 5, 9, 42), (1, 1, 2, 4)
+    calls = iter(range(10**6))
+
+    def seconds() -> float:
+        call = next(calls)
+        first_round, of_all = call < 3 * number * cpu_costs._TIMES, sum(kinds, ())
+        return 1e-5 * (0.5 if first_round else of_all[call // cpu_costs._TIMES % number])
+
+    pretending(monkeypatch, seconds)
+    found = cpu_costs.costs(torch.float32, 1)
+    assert found.batch == tuple((pytest.approx(rows),) * 3 for rows in kinds[0])
+    assert found.alone == tuple((pytest.approx(rows),) * 3 for rows in kinds[1])
+    assert found.few == tuple((pytest.approx(rows),) * 3 for rows in kinds[2])
 
 
 def test_costs_are_in_rows_of_a_batch() -> None:
