@@ -22,7 +22,7 @@ from compile_passes.class_counts import without_class_counts
 from compile_passes.conversions import without_conversions
 from compile_passes.effects import Kept
 from compile_passes.explain import explain
-from compile_passes.loops import STATIC, makes_lists
+from compile_passes.loops import STATIC, fails_captured
 from compile_passes.report import Report
 from compile_passes.source import NotStatic, held
 from compile_passes.stack_slices import FREEZE
@@ -128,7 +128,7 @@ def bind(model: nn.Module, verdict: Verdict) -> None:
         module = block.get_submodule(path)
         for converted, dtype in form.converts:
             held(module, converted).to(held(module, dtype))
-        methods = form.functions(training=verdict.training, eager=makes_lists(type(module)))
+        methods = form.functions(training=verdict.training, eager=fails_captured(type(module)))
         for name, function in methods.items():
             vars(module)[name] = MethodType(function, module)
         vars(module)[STATIC] = tuple(methods)
@@ -137,11 +137,15 @@ def bind(model: nn.Module, verdict: Verdict) -> None:
 def leave_eager(module: nn.Module) -> bool:
     """Have Dynamo break the graph before a loop that it would fail in; whether it is one.
 
-    Under `capture_dynamic_output_shape_ops` it captures `bincount`, and then raises at a `tolist` of what it counted,
-    at which it would break the graph else.
+    Under `capture_dynamic_output_shape_ops` it captures `bincount` and `where`, and then raises at a `tolist` of what
+    was counted, and at `if len(hit)`, at which it would break the graph else.
     """
     kind = type(module)
-    if not torch._dynamo.config.capture_dynamic_output_shape_ops or "forward" in vars(module) or not makes_lists(kind):
+    if (
+        not torch._dynamo.config.capture_dynamic_output_shape_ops
+        or "forward" in vars(module)
+        or not fails_captured(kind)
+    ):
         return False
     vars(module)["forward"] = MethodType(torch.compiler.disable(kind.forward), module)
     vars(module)[EAGER] = ("forward",)

@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -35,30 +36,31 @@ def built(source: Path) -> ctypes.CDLL:
     Raises:
         BuildError: without a compiler, or where it, or the loader, refuses.
     """
-    command = _command()
-    text = source.read_bytes()
-    of = [torch.__version__, torch.__file__, *command, _processor()]
-    name = hashlib.sha256(text + "\0".join(of).encode()).hexdigest()[:16]
-    directory = user_directory() / "cpu"
+    compiler, flags, libraries = _commands()
+    of = [torch.__version__, torch.__file__, *compiler, *flags, *libraries, _processor()]
+    name = hashlib.sha256(source.read_bytes() + "\0".join(of).encode()).hexdigest()[:16]
     try:
+        directory = user_directory() / "cpu"
         directory.mkdir(parents=True, exist_ok=True)
         library = directory / f"{name}.so"
         if not library.exists():
-            _compile(command, source, library)
+            _compile([*compiler, *flags, str(source)], libraries, library)
         return ctypes.CDLL(str(library))
-    except OSError as error:
-        raise BuildError(f"{directory}: {error}") from error
+    except (OSError, RuntimeError) as error:  # the latter of users without a home
+        raise BuildError(str(error)) from error
 
 
-def _command() -> list[str]:
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, _COMPILERS), None)
-    if compiler is None:
+def _commands() -> tuple[list[str], list[str], list[str]]:
+    """The compiler's words, those before a source, and libraries, which are named behind what needs them."""
+    chosen = shlex.split(os.environ.get("CXX", ""))
+    compiler = chosen or [name for name in _COMPILERS if shutil.which(name)][:1]
+    if not compiler:
         raise BuildError(f"none of {', '.join(_COMPILERS)} is on PATH, and CXX is not set.")
     if sys.platform not in ("linux", "darwin"):
         raise BuildError(f"{sys.platform} is not supported.")
     home = Path(torch.__file__).parent
     threads = ["-fopenmp"] if sys.platform == "linux" else []
-    return [*compiler.split(), *_FLAGS, *threads, f"-I{home / 'include'}", f"-L{home / 'lib'}", "-ltorch_cpu"]
+    return compiler, [*_FLAGS, *threads, f"-I{home / 'include'}"], [f"-L{home / 'lib'}", "-ltorch_cpu"]
 
 
 def _processor() -> str:
@@ -70,12 +72,13 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
 
 
-def _compile(command: list[str], source: Path, library: Path) -> None:
-    """Under another name first: another process may load it as soon as it is there."""
+def _compile(command: list[str], libraries: list[str], library: Path) -> None:
+    """Under another name first, and on the disk: another process may load it as soon as it is there, and would be
+    killed by one that is not whole.
+    """
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         made = Path(scratch) / library.name
-        # Libraries are named behind what needs them.
-        whole = [*command[:1], str(source), "-o", str(made), *command[1:]]
+        whole = [*command, "-o", str(made), *libraries]
         try:
             done = subprocess.run(whole, capture_output=True, text=True, timeout=_SECONDS, check=False)
         except subprocess.TimeoutExpired:
@@ -83,4 +86,6 @@ def _compile(command: list[str], source: Path, library: Path) -> None:
         if done.returncode:
             words = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
             raise BuildError(f"{command[0]}: {next((line for line in words if 'error' in line), words[0])}")
+        with made.open("rb") as file:
+            os.fsync(file.fileno())
         made.replace(library)

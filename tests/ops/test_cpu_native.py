@@ -309,6 +309,23 @@ def test_why_there_is_no_library_is_said(compiler, words, home, monkeypatch) -> 
     assert_rounded(out, dense_formula(layer.float64()))
 
 
+@pytest.mark.parametrize("compiler", ["env g++", "  ", ""], ids=["two_words", "blank", "empty"])
+def test_a_compiler_may_be_several_words_or_none(compiler: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    source = home / "source.cpp"
+    source.write_text('extern "C" int answer() { return 42; }')
+    assert cpu_build.built(source).answer() == 42
+
+
+def test_users_without_a_home_have_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nowhere)
+    with pytest.raises(cpu_build.BuildError, match="home directory"):
+        cpu_build.built(Path(cpu_native.__file__).with_name("cpu.cpp"))
+
+
 def test_what_a_compiler_says_is_told(home: Path) -> None:
     source = home / "source.cpp"
     source.write_text("int answer() { return nothing; }")

@@ -512,10 +512,47 @@ class CountsInLists(Unique):
         return super().route(F.dropout(x, 0.5, self.training))
 
 
-def test_dropout_in_training_alone():
+class Lengths(CountsInLists):
+    """Asks for the truth of a size, at which Dynamo fails once it captures `where`."""
+
+    def forward(self, x):
+        w, ids = self.route(flat := x.reshape(-1, H))
+        out = torch.zeros_like(flat)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == e)
+            if len(token):
+                out.index_add_(0, token, expert(flat[token]) * w[token, slot, None])
+        return out.view_as(x)
+
+
+class Numbers(CountsInLists):
+    def forward(self, x):
+        w, ids = self.route(flat := x.reshape(-1, H))
+        out = torch.zeros_like(flat)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == e)
+            if not token.numel():
+                continue
+            out.index_add_(0, token, expert(flat[token]) * w[token, slot, None])
+        return out.view_as(x)
+
+
+class Shapes(CountsInLists):
+    def forward(self, x):
+        w, ids = self.route(flat := x.reshape(-1, H))
+        out = torch.zeros_like(flat)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == e)
+            if token.shape[0]:
+                out.index_add_(0, token, expert(flat[token]) * w[token, slot, None])
+        return out.view_as(x)
+
+
+@pytest.mark.parametrize("kind", [CountsInLists, Lengths, Numbers, Shapes])
+def test_dropout_in_training_alone(kind):
     """Fused in eval mode; in training the original runs eagerly, and draws what it would."""
     torch.manual_seed(0)
-    model = CountsInLists().eval()
+    model = kind().eval()
     single = copy.deepcopy(model)
     prepared(model)
     function = compiled(model)
@@ -528,6 +565,20 @@ def test_dropout_in_training_alone():
         torch.manual_seed(1)
         results.append(one(tokens(4)))
     assert torch.equal(*results) and counters["moe_ops"]["fused"] == 1
+
+
+@pytest.mark.parametrize("kind", [Lengths, Numbers, Shapes])
+def test_a_loop_that_asks_for_truth_runs_beside_one_that_is_captured(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(MoeInfer(), kind()).train()
+    single = copy.deepcopy(model)
+    function, said = prepared(model)
+    assert any(re.search(r"moe_ops.compile: 1 run as they are, before which the graph breaks", line) for line in said)
+    results = []
+    for one in (function, single):
+        torch.manual_seed(1)
+        results.append(one(tokens(4)))
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
 
 
 def test_attribute_that_the_form_relies_on():
