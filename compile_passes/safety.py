@@ -229,8 +229,10 @@ def _float_operands(reading: Reading, node: fx.Node) -> list[fx.Node]:
 
 
 def _cuts(reading: Reading, node: fx.Node) -> bool:
-    needed = any(_requires_grad(reading, value) for value in _float_operands(reading, node))
-    return needed and not _requires_grad(reading, node)
+    if not any(_requires_grad(reading, value) for value in _float_operands(reading, node)):
+        return False
+    # A tensor that is written requires grad if any of its writes made it so: what this one did, the mode tells.
+    return not _requires_grad(reading, node) or (reading.is_writer(node) and not reading.grad_enabled(node))
 
 
 def _parts(reading: Reading, node: fx.Node) -> list[torch.Tensor]:
