@@ -48,11 +48,6 @@ class Activation:
         value = self.gate_fn(gate, alpha, limit)
         return value if up is None else value * self._up(up, limit)
 
-    def consume(self, gate: Tensor, up: Tensor | None, alpha: float, limit: float) -> Tensor:
-        """:meth:`eager` of a ``gate`` that nobody reads after it: memory that is new costs more than the arithmetic."""
-        value = F.silu(gate, inplace=True) if self.gate_fn is _silu else self.gate_fn(gate, alpha, limit)
-        return value if up is None else value.mul_(self._up(up, limit))
-
     def backward(
         self, grad: Tensor, gate: Tensor, up: Tensor | None, alpha: float, limit: float
     ) -> tuple[Tensor, Tensor | None]:

@@ -98,10 +98,3 @@ class Experts:
     def count(self) -> Dim:
         """E."""
         return self.gate_up.data.shape[0]
-
-    def of_experts(self, some: slice) -> Experts:
-        """Views of some of them."""
-        up = None if self.up is None else self.up.of_experts(some)
-        gate_up_bias, down_bias = (None if bias is None else bias[some] for bias in (self.gate_up_bias, self.down_bias))
-        gate_up, down = self.gate_up.of_experts(some), self.down.of_experts(some)
-        return Experts(self.scheme, gate_up, down, up, gate_up_bias, down_bias, self.glu)

@@ -4,7 +4,7 @@ combination in fp32, both in C++ where that knows how.
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from meta.activations import ACTIVATIONS, split_glu
 from meta.dims import accumulation_dtype
 from meta.operands import Glu, Operand
 from moe_ops.kernels import cpu_native
-from moe_ops.pairs import local_ids
+from moe_ops.pairs import drop_overflow, local_ids, places
 
 #: ``(expert, first row, end row)`` of an expert that has rows.
 Span = tuple[int, int, int]
@@ -49,15 +49,14 @@ def sort_pairs(
 ) -> tuple[Tensor, list[int]]:
     """(pairs by expert, in pair order, without the dropped ones; how many each expert has).
 
-    Dropped: ids outside of ``[0, E)``, which sort to either end, and what an expert has past its capacity.
+    Dropped: ids outside of ``[0, E)``, and what an expert has past its capacity.
     """
-    ids = topk_ids.reshape(-1) if expert_map is None else local_ids(topk_ids, expert_map, num_experts)
-    sorted_ids, order = ids.sort(stable=True)
-    bounds = torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, dtype=ids.dtype)).tolist()
-    most = len(order) if capacity is None else capacity
-    kept = [(start, min(end, start + most)) for start, end in pairwise(bounds)]
-    pairs = torch.cat([order[start:end] for start, end in kept]) if kept else order[:0]
-    return pairs, [end - start for start, end in kept]
+    ids = local_ids(topk_ids, expert_map, num_experts)
+    if capacity is not None:
+        ids = drop_overflow(ids, num_experts, capacity)
+    counted, order, _ = places(ids, num_experts)
+    counts = counted.tolist()
+    return order[: sum(counts)], counts
 
 
 def scale_of_rows(static: Tensor | None, spans: list[Span]) -> Tensor | None:
@@ -115,10 +114,10 @@ def first_projection(
 
 
 def _activated(results: list[Tensor], glu: Glu) -> Tensor:
-    """In the accumulation dtype, of one result or of two halves, which may be overwritten."""
+    """In the accumulation dtype, of one result or of two halves."""
     wide = [result.to(accumulation_dtype(result.dtype)) for result in results]
     halves = split_glu(wide[0], glu.layout) if len(wide) == 1 else (wide[0], wide[1])
-    return ACTIVATIONS[glu.activation].consume(*halves, glu.alpha, glu.limit)
+    return ACTIVATIONS[glu.activation].eager(*halves, glu.alpha, glu.limit)
 
 
 def combine(rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None, added_TH: Tensor | None = None) -> Tensor:
@@ -131,8 +130,8 @@ def combine(rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None, added_TH
         return total
     wide = accumulation_dtype(rows.dtype)
     sums = rows.new_zeros((len(places_TK), rows.shape[1]), dtype=wide)
-    for k, places in enumerate(places_TK.unbind(1)):
-        kept = (places >= 0) & (places < len(rows))
-        some = rows[places[kept]].to(wide)
+    for k, place in enumerate(places_TK.unbind(1)):
+        kept = (place >= 0) & (place < len(rows))
+        some = rows[place[kept]].to(wide)
         sums[kept] += some if weights_TK is None else some * weights_TK[kept, k, None].to(wide)
     return (sums if added_TH is None else sums + added_TH).to(rows.dtype)

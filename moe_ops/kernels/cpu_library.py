@@ -58,10 +58,7 @@ class Lots(ctypes.Structure):
 
 _ARGUMENTS = {
     "moe_select": (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int, c_void_p, c_void_p, c_int),
-    "moe_lay_out": (
-        *(c_void_p, c_void_p, c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p),
-        *(c_void_p, c_void_p),
-    ),
+    "moe_lay_out": (c_void_p, c_void_p, c_int, c_void_p, *[c_int64] * 3, c_void_p, c_void_p, c_void_p),
     "moe_experts": (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int),
     "moe_few": (c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int),
     "moe_activate": (c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int),

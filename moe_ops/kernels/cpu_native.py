@@ -161,12 +161,12 @@ def activate(results: Sequence[Tensor], glu: Glu, out: Tensor) -> Tensor | None:
 
 
 def combine(rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None, added_TH: Tensor | None) -> Tensor | None:
-    """Weighted sums ``[T, H]`` of rows."""
+    """Weighted sums ``[T, H]`` of rows, at int64 places."""
     if (native := library()) is None or rows.dtype not in DTYPES:
         return None
     if added_TH is not None and added_TH.dtype != rows.dtype:
         return None
-    rows, places = rows.contiguous(), places_TK.long().contiguous()
+    rows, places = rows.contiguous(), places_TK.contiguous()
     weights = None if weights_TK is None else weights_TK.float().contiguous()
     added = None if added_TH is None else added_TH.contiguous()
     out = rows.new_empty((len(places), rows.shape[1]))
