@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,14 +119,17 @@ class Reading(Values):
         """Whether ``node`` opens a level of a function transform (vmap, grad, jvp)."""
         return _TRANSFORMS.match(target_name(node)) is not None
 
-    def later_reads(self, value: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-        """(user, name) of the uses after ``value`` of older names of the same tensor."""
+    def later_reads(
+        self, value: fx.Node, replaced: Mapping[fx.Node, fx.Node] | None = None
+    ) -> list[tuple[fx.Node, fx.Node]]:
+        """(user, name) of the uses after ``value`` of older names of the same tensor, or of what ``replaced`` them."""
         names = [name for name in self.memory.names(value)
                  if self.order[name] < self.order[value] and self._is_name_of(name, value)]  # fmt: skip
+        names += dict.fromkeys(replaced[name] for name in names if name in replaced) if replaced else ()
         return [(user, name) for name in names for user in name.users if self.order.get(user, -1) > self.order[value]]
 
     def _is_name_of(self, name: fx.Node, value: fx.Node) -> bool:
-        return _same_geometry(name, self.operand(value))
+        return _same_geometry(self.operand(name), self.operand(value))
 
     def reads_after(self, user: fx.Node, name: fx.Node, output: fx.Node) -> bool:
         """Whether ``user`` reads through ``name`` the value ``output``, or one that was made of it in place later."""

@@ -181,15 +181,21 @@ def _block(reading: Reading, down: Product, feeding: list[Product]) -> MoEMatch 
 def _loop_blocks(
     reading: Reading, loops: list[list[Expert]]
 ) -> list[tuple[MoEMatch | Refusal, list[fx.Node]]]:  # fmt: skip
-    """What the loops over the same weights are, and their second products: one block with a loop for every slot, or one
-    block each.
+    """What the loops over the same weights are, and their second products: one block with a loop for every slot,
+    several of these where the code runs the experts again, or one block each.
     """
-    downs = [[expert.down.anchor for expert in loop] for loop in loops]
-    if len(loops) > 1:
-        block = _loop_block(reading, [expert for loop in loops for expert in loop])
-        if not isinstance(block, Refusal):
-            return [(block, [anchor for loop in downs for anchor in loop])]
-    return [(_loop_block(reading, loop), anchors) for loop, anchors in zip(loops, downs, strict=True)]
+    count = len(loops)
+    for slots in (size for size in range(count, 1, -1) if count % size == 0):
+        found: list[tuple[MoEMatch | Refusal, list[fx.Node]]] = []
+        for first in range(0, count, slots):
+            experts = [expert for loop in loops[first : first + slots] for expert in loop]
+            block = _loop_block(reading, experts)
+            if isinstance(block, Refusal):
+                break
+            found.append((block, [expert.down.anchor for expert in experts]))
+        else:
+            return found
+    return [(_loop_block(reading, loop), [expert.down.anchor for expert in loop]) for loop in loops]
 
 
 def _loop_block(reading: Reading, experts: list[Expert]) -> MoEMatch | Refusal:

@@ -45,6 +45,7 @@ from torch import fx
 
 from compile_passes.builder import Builder, arguments
 from compile_passes.match import Factor, Made, MoEMatch, Product, Refusal, RoutedCall, Router, Value, Weight, leaves
+from compile_passes.memory import written
 from compile_passes.quantised import Containers, list_arguments, nominal_dtype, read_containers
 from compile_passes.reading import Reading
 from compile_passes.staging import Stored, expert_rows
@@ -378,14 +379,17 @@ class Rewriter:
         """The node that holds ``value`` in the graph as it is now."""
         while value in self._replaced:
             value = self._replaced[value]
-        return value if value not in self.reading.order else self.reading.operand(value)
+        if value not in self.reading.order or self.reading.operand(value) is value:
+            return value
+        return written(value)[0]  # its target, which an earlier block's result may have taken the place of
 
     def _replace(self, old: fx.Node, new: fx.Node) -> None:
         """Let every reader of the value ``old`` read ``new``, under whichever name it reads it.
 
-        Where ``old`` wrote a tensor that existed before, what comes later reads and writes it by that tensor's name.
+        Where ``old`` wrote a tensor that existed before, what comes later reads and writes it by that tensor's name, or
+        by that of the node that took the place of an earlier block's writes to it.
         """
-        for reader, name in self.reading.later_reads(old):
+        for reader, name in self.reading.later_reads(old, self._replaced):
             reader.replace_input_with(name, new)
         old.replace_all_uses_with(new)
         self.reading.adopt(old, new)

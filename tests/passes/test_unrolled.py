@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.utils import counters
 
 import moe_ops
 from compile_passes.passes import run_all
@@ -538,6 +539,93 @@ def test_near_miss_of_slot_by_slot(form, fused):
     given["x"] = given["x"][: K * K].reshape(K, K, H)
     outcome = check(form, *given.values(), gradients=True, fullgraph=True)
     assert (outcome.problem, outcome.fused) == (None, fused)
+
+
+# ---- blocks that add to one tensor by masks, and experts that are run again
+
+
+def add_slot(out, x, ids, topk_weights, k, w1, w2, after=lambda rows: rows):
+    for e in range(E):
+        mine = ids[..., k] == e
+        out[mine] += after(topk_weights[..., k][mine].unsqueeze(-1) * expert(x[mine], w1[e], w2[e]))
+
+
+def experts_twice(x, gate, w1, w2, v1, v2):
+    first = slots_of_sequences(x, gate, w1, w2)
+    return first + slots_of_sequences(x, gate.flip(0), w1, w2)
+
+
+def experts_of_their_results(x, gate, w1, w2, v1, v2):
+    return experts_before_slots(experts_before_slots(x, gate, w1, w2).tanh(), gate, w1, w2)
+
+
+def other_experts_after(x, gate, w1, w2, v1, v2):
+    out, (topk_weights, ids) = torch.zeros_like(x), softmax_router(x, gate)
+    for first, second in ((w1, w2), (v1, v2)):
+        for k in range(K):
+            add_slot(out, x, ids, topk_weights, k, first, second)
+    return out.sin()
+
+
+def other_experts_between(x, gate, w1, w2, v1, v2):
+    out, (topk_weights, ids) = torch.zeros_like(x), softmax_router(x, gate)
+    for k in range(K):
+        add_slot(out, x, ids, topk_weights, k, w1, w2)
+        add_slot(out, x, ids, topk_weights, k, v1, v2)
+    return out
+
+
+def refused_between(x, gate, w1, w2, v1, v2):
+    out, (topk_weights, ids) = torch.zeros_like(x), softmax_router(x, gate)
+    add_slot(out, x, ids, topk_weights, 0, w1, w2)
+    add_slot(out, x, ids, topk_weights, 0, v1, v2, lambda rows: rows.clamp(-0.1, 0.1))
+    add_slot(out, x, ids, topk_weights, 1, w1, w2)
+    return out
+
+
+def assigned_between(x, gate, w1, w2, v1, v2):
+    out, (topk_weights, ids) = torch.zeros_like(x), softmax_router(x, gate)
+    add_slot(out, x, ids, topk_weights, 0, w1, w2)
+    out[..., :1] = 0.5
+    add_slot(out, x, ids, topk_weights, 1, w1, w2)
+    out[x[..., 0] > 0] += 1
+    return out
+
+
+def read_between(x, gate, w1, w2, v1, v2):
+    out, (topk_weights, ids) = torch.zeros_like(x), softmax_router(x, gate)
+    add_slot(out, x, ids, topk_weights, 0, w1, w2)
+    middle = out * 2
+    add_slot(out, x, ids, topk_weights, 1, v1, v2)
+    return middle, out, out.sum()
+
+
+def written_by_a_view(x, gate, w1, w2, v1, v2):
+    """Half of it, between the blocks: the second one is left alone."""
+    out, (topk_weights, ids) = torch.zeros_like(x), softmax_router(x, gate)
+    add_slot(out, x, ids, topk_weights, 0, w1, w2)
+    half = out[..., :2]
+    half.mul_(3)
+    add_slot(out, x, ids, topk_weights, 1, w1, w2)
+    return out, half + 1
+
+
+ONE_TENSOR = {
+    experts_twice: 2, experts_of_their_results: 2, other_experts_after: 2, other_experts_between: 2 * K,
+    refused_between: 2, assigned_between: 2, read_between: 2, written_by_a_view: 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("form", ONE_TENSOR, ids=lambda form: form.__name__)
+def test_blocks_that_add_to_one_tensor(form, training):
+    """Each reads what the ones before have left there, fused or not."""
+    given = weights(dtype=torch.float64)
+    if form is experts_of_their_results:
+        given["x"] = given["x"].reshape(3, -1, H)
+    others = [given[name].flip(0) * 0.7 for name in ("w1", "w2")]
+    outcome = check(form, *given.values(), *others, gradients=training, fullgraph=True)
+    assert (outcome.problem, outcome.fused, counters["moe_ops"]["errors"]) == (None, ONE_TENSOR[form], 0)
 
 
 def scattered(x, gate):
