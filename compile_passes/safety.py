@@ -229,10 +229,23 @@ def _float_operands(reading: Reading, node: fx.Node) -> list[fx.Node]:
 
 
 def _cuts(reading: Reading, node: fx.Node) -> bool:
-    if not any(_requires_grad(reading, value) for value in _float_operands(reading, node)):
+    if not any(_required_grad(reading, value) for value in _float_operands(reading, node)):
         return False
-    # A tensor that is written requires grad if any of its writes made it so: what this one did, the mode tells.
-    return not _requires_grad(reading, node) or (reading.is_writer(node) and not reading.grad_enabled(node))
+    # A tensor that was written requires grad if any of the writes made it so: what this node did, the mode tells.
+    return not _requires_grad(reading, node) or not reading.grad_enabled(node)
+
+
+def _required_grad(reading: Reading, value: fx.Node) -> bool:
+    """Whether ``value`` may have required grad when it was read. The fake tensor of what is written later (zeros that
+    results are put into) is that of the end, so what the value was made of is asked.
+    """
+    if not _requires_grad(reading, value):
+        return False
+    if reading.call(value) is None or reading.is_writer(value):
+        return True
+    if reading.memory.written_between(value, value, None) is None:
+        return True
+    return any(_required_grad(reading, operand) for operand in _float_operands(reading, value))
 
 
 def _parts(reading: Reading, node: fx.Node) -> list[torch.Tensor]:

@@ -1,5 +1,5 @@
-"""Loops that put their results into a tensor: which of the writes recorded a gradient, where the tensor itself shows
-what it came to in the end.
+"""Loops that put their results into a tensor: `safety.different_gradient` knows what required a gradient when it
+was read, and which writes recorded one, where the tensor itself shows what it came to in the end.
 """
 
 from __future__ import annotations
@@ -7,10 +7,50 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.utils import counters
 
-from tests.passes.blocks import E, softmax_router, weights
+from tests.passes.blocks import E, K, softmax_router, weights
 from tests.passes.compare import check
 from tests.passes.test_unrolled import expert
+
+
+def assigned_rows(x, gate, w1, w2, start=torch.zeros_like):
+    out, (topk_weights, ids) = start(x), softmax_router(x, gate)
+    for e in range(E):
+        token, slot = torch.where(ids == e)
+        out[token] = out[token] + topk_weights[token, slot, None] * expert(x[token], w1[e], w2[e])
+    return out
+
+
+def assigned_by_mask(x, gate, w1, w2):
+    out, (topk_weights, ids) = x.new_zeros(x.shape), softmax_router(x, gate)
+    for k in range(K):
+        for e in range(E):
+            mine = ids[:, k] == e
+            out[mine] = out[mine] + topk_weights[mine, k, None] * expert(x[mine], w1[e], w2[e])
+    return out
+
+
+def assigned_to_zeros_cast(x, gate, w1, w2):
+    return assigned_rows(x, gate, w1, w2, lambda x: torch.zeros(x.shape, dtype=x.dtype).to(x.dtype))
+
+
+def assigned_to_a_constant(x, gate, w1, w2):
+    return assigned_rows(x, gate, w1, w2, lambda x: x.detach().sin())
+
+
+def assigned_to_tokens(x, gate, w1, w2):
+    return assigned_rows(x, gate, w1, w2, torch.sin)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [assigned_rows, assigned_by_mask, assigned_to_zeros_cast, assigned_to_a_constant, assigned_to_tokens],
+    ids=lambda form: form.__name__,
+)
+def test_gradients_of_assigned_rows(form):
+    outcome = check(form, *weights(dtype=torch.float64).values(), gradients=True, fullgraph=True)
+    assert (outcome.problem, outcome.fused, counters["moe_ops"]["refused"]) == (None, 1, 0)
 
 
 def added_without_gradients(x, gate, w1, w2):
@@ -33,8 +73,37 @@ def put_without_gradients(x, gate, w1, w2):
     return out * scores.unsqueeze(-1)
 
 
-@pytest.mark.parametrize("form", [added_without_gradients, put_without_gradients], ids=lambda form: form.__name__)
+def read_without_gradients(x, gate, w1, w2):
+    """Of what the experts before have added, and of what was there."""
+    out, (topk_weights, ids) = x.sin(), softmax_router(x, gate)
+    for e in range(E):
+        token, slot = torch.where(ids == e)
+        with torch.set_grad_enabled(e > 1):
+            before = out[token]
+        out[token] = before + topk_weights[token, slot, None] * expert(x[token], w1[e], w2[e])
+    return out
+
+
+def activated_without_gradients(x, gate, w1, w2):
+    """What the activation gives is written by a product that records gradients."""
+    out, (topk_weights, ids) = torch.zeros_like(x), softmax_router(x, gate)
+    for e in range(E):
+        token, slot = torch.where(ids == e)
+        gated, up = F.linear(x[token], w1[e]).chunk(2, -1)
+        with torch.no_grad():
+            rows = F.silu(gated)
+        rows.mul_(up)
+        out.index_add_(0, token, topk_weights[token, slot, None] * F.linear(rows, w2[e]))
+    return out
+
+
+@pytest.mark.parametrize(
+    "form",
+    [added_without_gradients, put_without_gradients, read_without_gradients, activated_without_gradients],
+    ids=lambda form: form.__name__,
+)
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_some_results_are_put_there_without_gradients(form, training):
+    """Which the tensor's own requires_grad does not show: it is that of the end."""
     outcome = check(form, *weights(dtype=torch.float64).values(), gradients=training, fullgraph=True)
     assert (outcome.problem, outcome.fused) == (None, 0 if training else 1)
