@@ -27,8 +27,9 @@ SETTING = "_experts_implementation"
 # On a module whose loop has been given a static form: the names of the methods that were.
 STATIC = "_moe_ops_static"
 LISTS = nn.ModuleList | nn.ModuleDict | nn.ParameterList
-# Children that are called by numbers: expert_0, expert_1.
-_NUMBERED = re.compile(r"(\D*experts?_?)(\d+)")
+# Children that are called by numbers: expert_0, expert_1; or ffn_0, ffn_1, where a router scores as many.
+_NUMBERED = re.compile(r"(\D+)(\d+)")
+_EXPERTS = re.compile(r"\D*experts?_?")
 # How many modules around the experts belong to their block.
 _AROUND = 2
 # Calls whose result has a size, or a value, that only the data knows.
@@ -172,8 +173,9 @@ def _lists(module: nn.Module) -> list[nn.Module]:
 
 
 def numbered_experts(module: nn.Module | None) -> tuple[str, tuple[str, ...]]:
-    """(what they are called, their keys by number) of children ``expert_0``, ``expert_1``, ...; none where a number is
-    left out or there twice, or where there are several such groups beside shared ones.
+    """(what they are called, their keys by number) of children ``expert_0``, ``expert_1``, ..., or of other names, if
+    they are alike and as many as a router scores; none where a number is left out or there twice, or where there are
+    several such groups beside shared ones.
     """
     groups: dict[str, list[tuple[int, str]]] = {}
     children = {} if module is None or isinstance(module, LISTS | nn.Sequential) else module._modules
@@ -181,12 +183,26 @@ def numbered_experts(module: nn.Module | None) -> tuple[str, tuple[str, ...]]:
         match = _NUMBERED.fullmatch(key)
         if match is not None and child is not None:
             groups.setdefault(match[1], []).append((int(match[2]), key))
-    found = [(name, sorted(pairs)) for name, pairs in groups.items() if len(pairs) > 1 and "shared" not in name]
+    several = [(name, sorted(pairs)) for name, pairs in groups.items() if len(pairs) > 1 and "shared" not in name]
+    found = [group for group in several if _EXPERTS.fullmatch(group[0])]
+    if module is not None and several and not found:
+        scored = _scored(module)
+        found = [(name, pairs) for name, pairs in several if len(pairs) in scored and _are_alike(module, pairs)]
     if len(found) != 1:
         return "", ()
     name, pairs = found[0]
     whole = all(number == pairs[0][0] + place for place, (number, _) in enumerate(pairs))
     return (name, tuple(key for _, key in pairs)) if whole else ("", ())
+
+
+def _are_alike(module: nn.Module, pairs: list[tuple[int, str]]) -> bool:
+    """Whether the children of these keys have parameters of the same names and shapes, more than a projection has: a
+    name alone does not tell them from layers that follow each other.
+    """
+    first, *others = (
+        {name: weight.shape for name, weight in module.get_submodule(key).named_parameters()} for _, key in pairs
+    )
+    return all(shapes == first for shapes in others) and sum(len(shape) > 1 for shape in first.values()) > 1
 
 
 def counts_of_experts(module: nn.Module) -> set[int]:

@@ -73,6 +73,28 @@ class Listed(Mixture):
         return self.listed[e](x)
 
 
+class OtherNames(Mixture):
+    """Not called experts, but as many as the router scores."""
+
+    def make(self):
+        for e in range(E):
+            setattr(self, f"ffn_{e}", Expert(H, I, torch.float32))
+
+    def expert(self, x, e):
+        return getattr(self, f"ffn_{e}")(x)
+
+
+class OtherNamesListed(OtherNames):
+    """Beside numbered projections, of which there are fewer."""
+
+    def make(self):
+        super().make()
+        self.fc1, self.fc2 = nn.Linear(H, I), nn.Linear(I, H)
+
+    def expert(self, x, e):
+        return [getattr(self, f"ffn_{n}") for n in range(self.num_experts)][e](x)
+
+
 class Named(Mixture):
     def make(self):
         self.names = [f"of_{chr(97 + e)}" for e in range(E)]
@@ -182,7 +204,19 @@ def check(kind: type[Mixture], training: bool) -> int:
     return counts
 
 
-KINDS = (Mixture, Added, Listed, Named, Parameters, Linear, Zipped, NumberedHits, ParameterHits)
+KINDS = (
+    Mixture,
+    Added,
+    Listed,
+    OtherNames,
+    OtherNamesListed,
+    Named,
+    Parameters,
+    Linear,
+    Zipped,
+    NumberedHits,
+    ParameterHits,
+)
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
@@ -191,7 +225,7 @@ def test_fused(kind, training):
     assert check(kind, training) >= 1
 
 
-@pytest.mark.parametrize("kind", [Listed, Parameters], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Listed, OtherNames, Parameters], ids=lambda kind: kind.__name__)
 def test_state_dict_copies_and_back(kind):
     """Old keys both ways, of copies and of what was pickled too, and a missing one is missed."""
     single, model = made(kind), moe_ops.stack_experts_(made(kind))
@@ -203,7 +237,9 @@ def test_state_dict_copies_and_back(kind):
         assert sorted(found) == sorted(state) and all(torch.equal(found[key], state[key]) for key in state)
         one.load_state_dict(other)
         assert all(torch.equal(value, other[key]) for key, value in one.state_dict().items())
-        some = {key: value for key, value in state.items() if key != "w1.1" and key != "expert_1.w1.weight"}
+        some = {
+            key: value for key, value in state.items() if key not in ("w1.1", "expert_1.w1.weight", "ffn_1.w1.weight")
+        }
         assert len(one.load_state_dict(some, strict=False).missing_keys) == 1
         one.load_state_dict(state)
         assert torch.equal(one(TOKENS), single(TOKENS))
@@ -279,6 +315,35 @@ class TwoGroups(Mixture):
         self.text_expert_0, self.text_expert_1 = nn.Linear(H, H), nn.Linear(H, H)
 
 
+class OtherCount(OtherNames):
+    """A router that scores one more than there are."""
+
+    def make(self):
+        super().make()
+        self.gate = nn.Linear(H, E + 1, bias=False)
+
+
+class OtherWidth(OtherNames):
+    def make(self):
+        super().make()
+        self.ffn_1 = Expert(H, I + 1, torch.float32)
+
+
+class Projections(OtherNames):
+    """As many as the router scores, but no experts of two products."""
+
+    def make(self):
+        for e in range(E):
+            setattr(self, f"ffn_{e}", nn.Linear(H, H))
+
+
+class OtherNamesTwice(OtherNames):
+    def make(self):
+        super().make()
+        for e in range(E):
+            setattr(self, f"other_{e}", Expert(H, I, torch.float32))
+
+
 class OwnState(Mixture):
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -326,7 +391,8 @@ class PartlyFrozen(Mixture):
 
 
 LEFT = {
-    Gap: None, Twice: None, TwoGroups: None, OwnState: "has a _save_to_state_dict of its own",
+    Gap: None, Twice: None, TwoGroups: None, OtherCount: None, OtherWidth: None, Projections: None,
+    OtherNamesTwice: None, OwnState: "has a _save_to_state_dict of its own",
     OtherShape: "unlike that of", NoParameter: "has others than", OneMore: "has others than",
     InTwoLists: "in more than one place", AsksForLeaves: "asks for is_leaf",
     PartlyFrozen: "is frozen, unlike that of expert 0",
