@@ -200,6 +200,17 @@ class Pairs:
 
     def _hits_by_dims(self, index: tuple[fx.Node, ...], number: int) -> Hits | None:
         """``b, s, k = torch.where(ids == e)``, of which b and s are ``index``."""
+        listed = self._listed(index)
+        if listed is None:
+            return None
+        (places, mask), dims = listed, len(index)
+        found = self.of_mask(mask, number)
+        if found is None or found[1] or rank(mask) != dims + 1 or not same_shape(found[0], mask):
+            return None
+        return Hits(found[0], places, 0, False, dims=dims)
+
+    def _listed(self, index: tuple[fx.Node, ...]) -> tuple[fx.Node, Any] | None:
+        """What lists the places, of which ``index`` are the first results, and the mask of the places."""
         calls = [self.reading.read(self.order.bare(part), "item", "index") for part in index]
         places = calls[0]["x"] if calls[0] is not None else None
         if any(call is None or call["x"] is not places or call["index"] != at for at, call in enumerate(calls)):
@@ -207,11 +218,7 @@ class Pairs:
         where = self.reading.read(places, "where nonzero", "mask as_tuple")
         if places is None or where is None or "y" in where.args:
             return None
-        mask = where["mask" if where.name == "where" else "x"]
-        found, dims = self.of_mask(mask, number), len(index)
-        if found is None or found[1] or rank(mask) != dims + 1 or not same_shape(found[0], mask):
-            return None
-        return Hits(found[0], places, 0, False, dims=dims)
+        return places, where["mask" if where.name == "where" else "x"]
 
     def _hits(self, mask: Any, number: int, places: fx.Node, place: int) -> Hits | None:
         found, boolean = self.of_mask(mask, number), places is mask
@@ -458,6 +465,36 @@ class Pairs:
         fits = whole is not None and equal_sizes(prod(whole.shape[:-1]), self.tokens)
         slot = place_of(rest[0]) if len(rest) == 1 else None
         return Chosen(ids, Slot(source, slot)) if fits and slot is not None else None
+
+    def chosen_by_dims(
+        self, index: tuple[fx.Node, ...], factor: Any, number: int, shape: Sequence[Any]
+    ) -> Chosen | None:
+        """As `chosen_at`, for tokens of this ``shape`` [B, S] by ``b, s = torch.where(ids[..., k] == e)``: weighted by
+        ``w[b, s, k]`` or ``w[..., k][b, s]``.
+        """
+        listed = self._listed(index)
+        value = self.reading.uncast(factor, self.floor) if isinstance(factor, fx.Node) else None
+        call = self.reading.read(value, "fancy index", "index")
+        found = None if listed is None else self.of_mask(listed[1], number)
+        if listed is None or call is None or found is None or found[1] or isinstance(call["index"], fx.Node):
+            return None
+        # Tokens by other dimensions than the ids and the weights have would be other tokens.
+        ids, source = found[0], self.reading.uncast(call["x"], self.floor)
+        if not has_shape(listed[1], *shape) or not has_shape(ids, *shape):
+            return None
+        parts = [part for part in call["index"] if part is not None]
+        own, rest = parts[: len(index)], parts[len(index) :]
+        places = [self.reading.read(self.order.bare(part), "item", "index") for part in own]
+        if len(own) < len(index) or any(
+            place is None or place["index"] != at or not self.reading.same(place["x"], listed[0])
+            for at, place in enumerate(places)
+        ):
+            return None
+        if not rest:
+            return Chosen(self._slot(ids), self._slot(source)) if has_shape(source, *shape) else None
+        whole, slot = example(source), place_of(rest[0]) if len(rest) == 1 else None
+        fits = whole is not None and has_shape(source, *shape, whole.shape[-1])
+        return Chosen(self._slot(ids), Slot(source, slot)) if fits and slot is not None else None
 
     def _slot(self, value: fx.Node) -> Slot:
         """``value``, one number for every token, as a column if it is one."""

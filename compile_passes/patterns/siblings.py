@@ -453,7 +453,11 @@ class _Loop:
             hidden, views = rows[0].source, [rows[0].indexed]
             pairs = self._pairs(prod(shape.shape[:-1]))
             chosen = [
-                None if end.mask is not None else pairs.chosen_at(row.index, end.factor, expert.number)
+                None
+                if end.mask is not None
+                else pairs.chosen_by_dims(row.index, end.factor, expert.number, shape.shape[:-1])
+                if isinstance(row.index, tuple)
+                else pairs.chosen_at(row.index, end.factor, expert.number)
                 for end, row, expert in zip(ends, rows, self.ended, strict=True)
             ]
             total = self.ends.added_to_tokens(ends, [row.index for row in rows])

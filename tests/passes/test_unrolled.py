@@ -541,6 +541,92 @@ def test_near_miss_of_slot_by_slot(form, fused):
     assert (outcome.problem, outcome.fused) == (None, fused)
 
 
+# ---- a step for every slot, by the places of its tokens [B, S]
+
+
+def places_of_slots(x, gate, w1, w2):
+    topk_weights, ids = F.linear(x, gate).softmax(-1).topk(K)
+    out = torch.zeros_like(x)
+    for k in range(K):
+        for e in range(E):
+            b, s = torch.where(ids[..., k] == e)
+            out[b, s] += topk_weights[b, s, k, None] * expert(x[b, s], w1[e], w2[e])
+    return out
+
+
+def places_before_slots(x, gate, w1, w2):
+    topk_weights, ids = F.linear(x, gate).softmax(-1).topk(K)
+    out = torch.zeros_like(x)
+    for e in range(E):
+        for k in range(K):
+            b, s = (ids[:, :, k] == e).nonzero(as_tuple=True)
+            out[b, s] = out[b, s] + topk_weights[..., k][b, s].unsqueeze(-1) * expert(x[b, s], w1[e], w2[e])
+    return out
+
+
+@pytest.mark.parametrize("shape", SEQUENCES)
+@pytest.mark.parametrize("form", [places_of_slots, places_before_slots], ids=lambda form: form.__name__)
+def test_gradients_slot_by_slot_by_places(form, shape):
+    given = weights(dtype=torch.float64)
+    rows = given["x"][: {"token": 1, "as_slots": K * K}.get(shape)]
+    rows = rows[:1] * torch.linspace(0.5, 2, len(rows), dtype=rows.dtype)[:, None] if shape == "alike" else rows
+    given["x"] = rows.reshape(*SEQUENCES[shape], H)
+    outcome = check(form, *given.values(), gradients=True, fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 1)
+
+
+def _by_places(number=lambda e: e, take=lambda x, b, s: x[b, s], weigh=lambda w, b, s, k: w[b, s, k], ids_of=None,
+               weights_of=None):  # fmt: skip
+    """`places_of_slots` with something else in one of its places."""
+
+    def run(x, gate, w1, w2):
+        topk_weights, ids = F.linear(x, gate).softmax(-1).topk(K)
+        ids = ids if ids_of is None else ids_of(ids)
+        topk_weights = topk_weights if weights_of is None else weights_of(topk_weights)
+        out = torch.zeros_like(x)
+        for k in range(K):
+            for e in range(E):
+                b, s = torch.where(ids[..., k] == number(e))
+                out[b, s] += weigh(topk_weights, b, s, k).unsqueeze(-1) * expert(take(x, b, s), w1[e], w2[e])
+        return out
+
+    return run
+
+
+def _one_token(ids):
+    """Ids of as many tokens in other sequences, all but one of which have no expert."""
+    ids = ids.reshape(3, 2, K)
+    return ids.masked_fill((torch.arange(6).view(3, 2, 1) != 2), -1)
+
+
+BY_PLACES = {
+    "other_experts": _by_places(number=lambda e: (e + 1) % E),
+    "tokens_turned": _by_places(take=lambda x, b, s: x[s, b]),
+    "weights_turned": _by_places(weigh=lambda w, b, s, k: w[s, b, k]),
+    "weights_of_one_slot_turned": _by_places(weigh=lambda w, b, s, k: w[..., k][s, b]),
+    "weights_of_one_sequence": _by_places(weigh=lambda w, b, s, k: w[b, b, k]),
+    "weights_of_other_places": _by_places(weigh=lambda w, b, s, k: w[b.flip(0), s, k]),
+    "weights_of_whole_sequences": _by_places(weigh=lambda w, b, s, k: w[b].sum((1, 2))),
+    "weights_of_all_slots": _by_places(weigh=lambda w, b, s, k: w[b, s].sum(-1)),
+    "weights_of_more_tokens": _by_places(weights_of=lambda w: torch.cat([w.flip(1), w], 1)),
+    "one_weight_of_more_tokens": _by_places(
+        weigh=lambda w, b, s, k: w[..., k][b, s], weights_of=lambda w: torch.cat([w.flip(1), w], 1)
+    ),
+    "ids_of_other_sequences": _by_places(
+        ids_of=_one_token, weigh=lambda w, b, s, k: w[b, s, k], weights_of=lambda w: w.reshape(3, 2, K)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_PLACES)
+def test_near_miss_of_slot_by_slot_by_places(name):
+    given = weights(dtype=torch.float64)
+    sizes = (2, 3) if name == "ids_of_other_sequences" else (K, K)
+    given["x"] = given["x"][: sizes[0] * sizes[1]].reshape(*sizes, H)
+    outcome = check(BY_PLACES[name], *given.values(), gradients=True, fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 0)
+
+
 # ---- blocks that add to one tensor by masks, and experts that are run again
 
 
