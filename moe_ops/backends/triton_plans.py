@@ -96,11 +96,12 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
         _family(_streamed(128, 128, 128, 8, 8, 3), None, (3.01, 3.07, 4.82, 1, 5.5)),
     ),
 }
-#: TB/s, us to launch of the two small kernels (`meta.cost.pairwise_us`), by `kind`, or by code of weights that are
-#: decoded: with the next ones, those that choose best for layers of three dimensions on an H200 and an H100, T = 1 to 8
-#: (on average 1.004 of the time of the better one, at most 1.14, on the H200 at most 1.05). us on the H200, T = 2
-#: and 8: Qwen3-30B-A3B, mxfp4 22.3 and 70.0, int4_w4a16 22.3 and 68.7, fp8_w8a16 24.7 and 73.7; DeepSeek-V3, mxfp4 154
-#: and 623, int4_w4a16 160 and 670, fp8_w8a16 167 and 637.
+#: TB/s, us to launch of the two small kernels (`meta.cost.pairwise_us`), by scheme, `kind`, or code of weights that are
+#: decoded for bf16: with the next ones, those that choose best for layers of three dimensions on an H200 and an H100,
+#: T = 1 to 8 (on average 1.004 of the time of the better one, at most 1.14, on the H200 at most 1.05). us on the H200,
+#: T = 2 and 8: Qwen3-30B-A3B, mxfp4 22.3 and 70.0, int4_w4a16 22.3 and 68.7, fp8_w8a16 24.7 and 73.7; DeepSeek-V3,
+#: mxfp4 154 and 623, int4_w4a16 160 and 670, fp8_w8a16 167 and 637. Those by scheme, on the H200: at most 1.01
+#: (`benchmarks/comparisons/h200-few-quantised-rows.json`).
 PAIRWISE = {
     "plain": (4.45, 5.0),
     "scaled": (3.7, 7.2),
@@ -108,10 +109,14 @@ PAIRWISE = {
     "int4": (2.2, 3.5),
     "e4m3": (3.9, 5.9),
     "int8": (3.6, 8.1),
+    "int8_channel": (4.3, 8.0),
+    "w4a8_fp8": (2.2, 10.5),
+    "mxfp4_a8": (2.1, 6.5),
 }
-#: The same of one product of decoded weights in tiles, by code; us of the same layers 27.2 and 55.8, 24.0 and 47.3,
-#: 36.5 and 78.6; 141 and 415, 122 and 359, 205 and 636.
+#: The same of one product of decoded weights in tiles, by scheme or code; us of the same layers 27.2 and 55.8, 24.0 and
+#: 47.3, 36.5 and 78.6; 141 and 415, 122 and 359, 205 and 636.
 PACKED_PRODUCT = {"e2m1": (2.48, 7.0), "int4": (2.8, 3.8), "e4m3": (3.9, 10.5), "int8": (3.6, 5.7)}
+PACKED_PRODUCT |= {"w4a8_fp8": (2.7, 14.0), "mxfp4_a8": (1.7, 14.2)}
 AROUND_US = 2.0  # of the kernels that sort pairs and combine results, beyond what the products hide
 SMALL_PAIRS = 64  # the most that the small kernels were ever seen to win with
 
@@ -207,7 +212,7 @@ def in_blocks(scheme: str, sm: int) -> bool:
 
 def small_serves(scheme: str, sm: int) -> bool:
     """Whether the small kernels take a scheme's weights."""
-    return scheme not in FP8_DECODED and not in_blocks(scheme, sm)
+    return not in_blocks(scheme, sm)
 
 
 def _blocks_tile(scheme: str, work: Work) -> MMConfig:
@@ -235,7 +240,7 @@ def cheapest(key: LayerKey, tokens: int, gpu: str, sm: int) -> Plan:
     if key.format == "grouped" and small_serves(key.scheme, sm) and few:
         first, second = _works(key, tokens)
         expert_bytes = (first.N * first.depth + second.N * second.depth) * SCHEMES[key.scheme].bits // 8
-        costs = PAIRWISE[CODE[key.scheme] if key.scheme in PACKED else kind(key.scheme)]
+        costs = PAIRWISE.get(key.scheme) or PAIRWISE[CODE[key.scheme] if key.scheme in PACKED else kind(key.scheme)]
         if pairwise_us(first, expert_bytes, *costs) < us + AROUND_US:
             return plan("small", *small_tiles(key))
     return grouped
@@ -288,16 +293,16 @@ def small_tiles(key: LayerKey) -> tuple[SmallConfig, SmallConfig]:
     """Tiles of the small kernels, by what ran fastest at T = 1 on an H200: the second holds all K experts of a token
     at once, so that its columns are fewer the larger K is.
     """
-    if kind(key.scheme) == "scaled":
-        up = SmallConfig(8, 1024 if key.H % 2048 else 2048, 4)
-        return up, SmallConfig(4, 1024 if key.K <= 4 else 256, 4)
-    if key.scheme in PACKED:
+    if key.scheme in DECODED:
         pack = SCHEMES[key.scheme].pack
         of_up, of_down = _step_bytes(key.H // pack, 1024), _step_bytes(key.I // pack, 512)
         # Four loads of 16 bytes a thread, eight where they are all: the compiler has the next step's on their way.
         rows = (8192 if key.I > of_down * pack else 16384) // of_down
         columns = max(1, min(8, rows // (1 << (key.K - 1).bit_length())))
         return SmallConfig(8, of_up * pack, 4), SmallConfig(columns, of_down * pack, 4)
+    if kind(key.scheme) == "scaled":
+        up = SmallConfig(8, 1024 if key.H % 2048 else 2048, 4)
+        return up, SmallConfig(4, 1024 if key.K <= 4 else 256, 4)
     up = SmallConfig(4, 2048, 4) if key.H <= 2048 else SmallConfig(2, 2048, 8 if key.H <= 4096 else 4)
     return up, SmallConfig(8 if key.K <= 4 else 2, 256, 8)
 
@@ -320,7 +325,7 @@ def _tile(scheme: str, work: Work, gpu: str, sm: int, column: str, *, gated: boo
         return _blocks_tile(scheme, work), 0.0
     if scheme in DECODED:
         tile = _packed_tile(scheme, work, gpu, sm) if scheme in PACKED else _packed_fp8_tile(scheme, work, sm)
-        tbps, launch_us = PACKED_PRODUCT[CODE[scheme]]
+        tbps, launch_us = PACKED_PRODUCT.get(scheme) or PACKED_PRODUCT[CODE[scheme]]
         moved = expected_experts(work.E, work.K, work.T) * work.N * work.depth * SCHEMES[scheme].bits / 8
         return (tile if tma else tile._replace(a_tma=False, w_tma=False)), launch_us + moved / (tbps * 1e6)
     arch = lookup_gpu(gpu)

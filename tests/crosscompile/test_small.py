@@ -1,4 +1,4 @@
-"""The kernels of few tokens with decoded weights compile for Hopper: loads of 16 bytes a thread, and nothing spills."""
+"""Kernels of few tokens with quantised weights compile for Hopper: loads of 16 bytes a thread, and nothing spills."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from meta.operands import Operand
 from meta.schemes import SCHEMES
-from moe_ops.backends.triton_plans import PACKED, small_tiles
-from moe_ops.kernels.triton import small
+from moe_ops.backends.triton_plans import DECODED, small_tiles
+from moe_ops.kernels.triton import act_quant, small
 from moe_ops.kernels.triton.launch import ExpertMM
 from moe_ops.plans import LayerKey
 from tests.crosscompile.compiling import Compiled, compile_kernel
@@ -63,15 +63,23 @@ def compile_small(
         for n in (2 * I, H)
     ]
     glu = {"glu_layout": layout, "activation": activation, "alpha": 1.702, "limit": 7.0}
-    up = ExpertMM(weight(scheme, E, 2 * I, H), torch.bfloat16, bias=bias[0], **glu)
+    form = SCHEMES[scheme].rows
+    rows_scale = None if form is None else torch.empty(1, int(form.scale_width(H)), device="meta")
+    quantised = {"rows_scale": rows_scale, "quantize_output": form is not None}
+    up = ExpertMM(weight(scheme, E, 2 * I, H), torch.bfloat16, bias=bias[0], **glu, **quantised)
     down = ExpertMM(weight(scheme, E, H, I), torch.bfloat16, bias=bias[1])
     found = []
     monkeypatch.setattr(small, "launch", lambda kernel, grid, *args, **named: found.append((kernel, args, named)))
+    monkeypatch.setattr(small, "quantize_rows", lambda rows, form, pdl: act_quant.room(rows.shape, form, rows.device))
     expert_map = torch.empty(2 * E, dtype=torch.int64, device="meta") if mapped else None
     options = {"expert_map": expert_map, "weight_on_input": False, "pdl": True}
     x, weights, ids = (
         torch.empty(1, n, dtype=dtype, device="meta")
-        for n, dtype in ((H, torch.bfloat16), (K, torch.float32), (K, torch.int64 if mapped else torch.int32))
+        for n, dtype in (
+            (H, torch.bfloat16 if form is None else form.dtype),
+            (K, torch.float32),
+            (K, torch.int64 if mapped else torch.int32),
+        )
     )
     small.small_experts(x, weights, ids, up, down, tiles, **options)
     made = []
@@ -85,8 +93,8 @@ def compile_small(
 
 
 #: Every scheme, and of the other models one.
-CASES = [(scheme, "qwen3-30b-a3b") for scheme in sorted(PACKED)]
-CASES += [("mxfp4", "gpt-oss-120b"), ("fp8_w8a16", "deepseek-v3")]
+CASES = [(scheme, "qwen3-30b-a3b") for scheme in sorted({*DECODED, "int8_channel"})]
+CASES += [("mxfp4", "gpt-oss-120b"), ("fp8_w8a16", "deepseek-v3"), ("mxfp4_a8", "gpt-oss-120b")]
 
 
 @pytest.mark.parametrize(("scheme", "model"), CASES)
@@ -94,8 +102,14 @@ def test_compiles(scheme: str, model: str, monkeypatch: pytest.MonkeyPatch) -> N
     for kernel in compile_small(scheme, model, monkeypatch):
         assert kernel.stack == 0, f"{kernel.name}: {kernel.stack} bytes of spills, {kernel.registers} registers"
         assert kernel.loads_16_bytes, kernel.name
-        fused, others = (len(re.findall(rf"^ .*\b{name}\b", kernel.sass, re.M)) for name in ("FFMA", "FMUL"))
-        assert fused > 3 * others, f"{kernel.name}: {fused} products are fused, {others} not"
+        fused, others, of_words = (
+            len(re.findall(rf"^ .*\b{name}\b", kernel.sass, re.M)) for name in ("FFMA", "FMUL", "IDP")
+        )
+        if scheme == "int8_channel":
+            assert of_words >= 16 > fused, f"{kernel.name}: {of_words} instructions make four products, {fused} one"
+            continue
+        most = 3 if SCHEMES[scheme].rows is None else 2  # a group's sum has two scales
+        assert fused > most * others, f"{kernel.name}: {fused} products are fused, {others} not"
         if SCHEMES[scheme].code.name == "e4m3":  # converted, not put together from bits
             bits = len(re.findall(r"^ .*\bLOP3\b", kernel.sass, re.M))
             assert bits < fused, f"{kernel.name}: {bits} instructions of bits for {fused} products"

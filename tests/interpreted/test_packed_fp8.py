@@ -12,6 +12,7 @@ from meta.formats import E4M3
 from meta.operands import Operand
 from meta.schemes import SCHEMES
 from moe_ops.backends import triton_plans
+from moe_ops.kernels.triton import small
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.expert_mm import grouped_mm
 from moe_ops.kernels.triton.launch import ExpertMM
@@ -31,6 +32,10 @@ CASES = [
     ("batched", "separate", WHOLE, 3, False, True),
     ("batched", "interleaved", WHOLE, 5, True, False),
     ("batched", "none", WHOLE, 1, False, False),
+    ("small", "concat", RAGGED, 1, True, True),
+    ("small", "halves", WHOLE, 3, False, False),
+    ("small", "interleaved", RAGGED, 2, False, True),
+    ("small", "none", RAGGED, 3, True, False),
 ]
 
 
@@ -87,10 +92,57 @@ def test_a_group_that_no_tile_fits_is_named():
         run(layer, "grouped")
 
 
+@pytest.mark.parametrize("plan", ["grouped", "small"])
 @pytest.mark.parametrize("powers", [26, 27, 100])
-def test_scales_that_no_number_of_eight_bits_holds_count(powers):
+def test_scales_that_no_number_of_eight_bits_holds_count(powers, plan, monkeypatch):
+    monkeypatch.setattr(triton_plans, "plan_for", lambda *_: PLANS[plan])
     layer = with_scales_far_apart(build("mxfp4_a8", T=3, sizes=(2, 1, 256, 128), dtype=torch.float32), powers)
-    check(layer, "grouped")
+    check(layer, plan)
+
+
+@pytest.mark.parametrize(
+    "exponents", [(2, 240), (40, 200), (127, 3), (127, 240), (180, 70)], ids="{0[0]}_{0[1]}".format
+)
+def test_every_scale_of_few_tokens_counts(exponents, monkeypatch):
+    """Of both products, as far as fp32 holds what they make."""
+    monkeypatch.setattr(triton_plans, "plan_for", lambda *_: PLANS["small"])
+    layer, row = build("mxfp4_a8", T=2, sizes=(2, 1, 64, 64), form="none", dtype=torch.float32), SCHEMES["mxfp4_a8"]
+    layer.options["activation"] = "relu"
+    scales = {name: layer.tensors[name][0].view(torch.uint8).clone() for name in ("gate_up_scales", "down_scales")}
+    for scale, exponent in zip(scales.values(), exponents, strict=True):
+        scale.fill_(exponent)
+    given = layer.tensors | {name: [scale.view(torch.float8_e8m0fnu)] for name, scale in scales.items()}
+    weights = (row.dequantize(given[f"{name}_proj"], given[f"{name}_scales"]).double() for name in ("gate_up", "down"))
+    check(replace(layer, tensors=given, weights=tuple(weights)), "small")
+
+
+@pytest.mark.parametrize("scheme", [*BOTH, "int8_channel"])
+def test_codes_of_few_tokens_that_are_not_made_of_words(scheme, monkeypatch):
+    """Codes that lie in memory one byte further; products in tiles take those of int8."""
+    ran, experts = [], small.small_experts
+    monkeypatch.setattr(small, "small_experts", lambda *args, **named: ran.append(1) or experts(*args, **named))
+    monkeypatch.setattr(triton_plans, "plan_for", lambda *_: PLANS["small"])
+    monkeypatch.setattr(triton_plans, "by_products", lambda *_: PLANS["gathered"])
+    layer = build(scheme, T=2, sizes=RAGGED, dtype=torch.float32)
+    for name in ("gate_up_proj", "down_proj"):
+        stored = layer.tensors[name]
+        room = torch.empty(stored.numel() + 1, dtype=stored.dtype)
+        layer.tensors[name] = room[1:].view(stored.shape).copy_(stored)
+    check(layer, "small")
+    assert len(ran) == (scheme in BOTH)
+
+
+@pytest.mark.parametrize("scheme", [*BOTH, "int8_channel"])
+def test_rows_of_few_tokens_that_come_quantised(scheme, monkeypatch):
+    """At an odd address, with other columns between them."""
+    monkeypatch.setattr(triton_plans, "plan_for", lambda *_: PLANS["small"])
+    layer = build(scheme, T=2, sizes=RAGGED, dtype=torch.float32)
+    stored, (scale,) = SCHEMES[scheme].rows.quantize(layer.tensors.pop("hidden_states"))
+    room = torch.empty(2, stored.shape[1] + 3, dtype=stored.dtype)
+    rows = room[:, 1 : 1 + stored.shape[1]].copy_(stored)
+    given = {"hidden_states_scale": scale, **layer.tensors, **layer.options}
+    got, want = (moe_ops.fused_experts(rows, **given, backend=backend) for backend in ("triton", "reference"))
+    assert norm_error(got, want) < 5e-3
 
 
 def product(codes: torch.Tensor, exponents: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

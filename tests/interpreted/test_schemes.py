@@ -139,7 +139,8 @@ def test_no_tokens_step_by_step(scheme, monkeypatch):
 
 @pytest.mark.parametrize(
     ("scheme", "plan"),
-    [*[(s, p) for s in ("fp8_tensor", "int8_channel") for p in ("gathered", "small")], ("mxfp4_a8", "gathered")],
+    [(s, p) for s in ("fp8_tensor", "int8_channel", "mxfp4_a8") for p in ("gathered", "small")]
+    + [("w4a8_fp8", "small")],
 )
 def test_rows_quantised_beside_the_router(scheme, plan, monkeypatch):
     """To the bits of the kernels one by one."""

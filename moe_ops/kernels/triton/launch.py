@@ -174,7 +174,7 @@ class ExpertMM:
         out_static: f32 [E, 1, 1], the scales that quantised rows get, or None for scales of their own.
         blocks: what the rows are that tensor cores multiply with the weights as they are stored (`meta.blocks`), None
             for a product that does not.
-        in_bytes: codes of eight bits are not addressed as words.
+        in_words: whether weights are addressed as words of 32 bits, None for what products in tiles take.
         rows_order, out_order: the order of columns that its rows have, and its output gets (`order`); None for theirs.
     """
 
@@ -190,7 +190,7 @@ class ExpertMM:
     quantize_output: bool = False
     out_static: torch.Tensor | None = None
     blocks: ActivationFormat | None = None
-    in_bytes: bool = False
+    in_words: bool | None = None
     rows_order: tuple[int, int] | None = None
     out_order: tuple[int, int] | None = None
     glu: int = field(init=False)
@@ -207,18 +207,23 @@ class ExpertMM:
 
     @cached_property
     def weight(self) -> torch.Tensor:
-        """As kernels address it: two codes of a byte as words of eight, where it is words that are decoded, and its
-        rows can be cut into them; in bytes for tensor cores, which take it as it is stored.
+        """As kernels address it: codes as words of four or eight, where it is words that are decoded, and its rows can
+        be cut into them; in bytes for tensor cores, which take it as it is stored.
         """
         return self._addressed(self.operand.data)
 
     def _addressed(self, data: torch.Tensor) -> torch.Tensor:
-        if not self.is_decoded:
+        if self.in_words is None and not self.is_decoded:
             return data
-        apart = 0 if self.up is None else self.up.data.data_ptr() - self.operand.data.data_ptr()
+        return data.view(torch.int32 if self.in_words is not False and self.has_words else torch.uint8)
+
+    @property
+    def has_words(self) -> bool:
+        """Whether rows of codes can be cut into words of 32 bits."""
+        data = self.operand.data
+        apart = 0 if self.up is None else self.up.data.data_ptr() - data.data_ptr()
         outer = (*data.stride()[:-1], data.storage_offset(), data.shape[-1], data.data_ptr(), apart)
-        words = not self.in_bytes and data.stride(-1) == 1 and all(n % 4 == 0 for n in outer)
-        return data.view(torch.int32 if words else torch.uint8)
+        return data.stride(-1) == 1 and all(n % 4 == 0 for n in outer)
 
     def _scale(self, at: int) -> WeightScale:
         """Number `at` of the scheme's list."""

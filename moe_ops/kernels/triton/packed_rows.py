@@ -1,4 +1,5 @@
-"""Products of decoded weight rows with a few vectors, on the CUDA cores: few tokens, weights of four or eight bits.
+"""Products of decoded weight rows with a few vectors, on the CUDA cores: few tokens, weights of four or eight bits,
+vectors of bf16, fp16, or e4m3 with scales of their own.
 
 A thread loads 16 bytes of a row, decodes them in registers and sums their products with the vector; that sum alone is
 multiplied with the scale of its group, and only then threads add theirs up. No decoded weight is ever stored, and with
@@ -28,6 +29,9 @@ from moe_ops.kernels.triton.tile_loads import INTERLEAVED, NOT_GATED, expert_row
 from moe_ops.kernels.triton.util import INTERPRETED, round_to, widen
 
 LOAD_BYTES = 16  # of a thread
+# As E2M1_FACTOR and E2M1_UNIT, beside e4m3: the sum of a group is some 16 bits, so that every scale leaves it in fp32.
+ROWS_FACTOR = tl.constexpr(2.0**110)
+ROWS_UNIT = tl.constexpr(2.0**16)
 
 
 @triton.constexpr_function
@@ -74,6 +78,21 @@ def packed_operand(
     if OUTER_STRIDES is not None:
         outer = of_rows(scales[2], scales[5], expert, row, half, N, PACKED[6], PACKED[7], OUTER_STRIDES)
     return rows, inner, zeros, outer, exists
+
+
+@triton.constexpr_function
+def scales_of_row(packed, columns):
+    """How many scales a quantised row of so many columns has."""
+    return -(-columns // packed[8]) if packed[8] > 0 else 1
+
+
+@triton.jit
+def vectors_at(x, x_scale, row, stride, K: tl.constexpr, PACKED: tl.constexpr):
+    """Pointers to rows of x, and to the scales of quantised ones: what `row_sums` takes."""
+    if PACKED[8] < 0:
+        return x + row.to(tl.int64) * stride, 0
+    else:
+        return x + row.to(tl.int64) * stride, x_scale + row.to(tl.int64) * scales_of_row(PACKED, K)
 
 
 @triton.jit
@@ -136,8 +155,10 @@ def _of_units(product, UNIT: tl.constexpr):
 
 @triton.jit
 def _times_factor(x):
-    """bf16 or fp16 x in the units that e2m1's need, exact: bf16, or fp32."""
-    if x.dtype == tl.float16:
+    """x in the units that e2m1's need, exact: bf16 as such, else fp32."""
+    if x.dtype == tl.float8e4nv:
+        return widen(x) * ROWS_FACTOR
+    elif x.dtype == tl.float16:
         return x.to(tl.float32) * E2M1_FACTOR
     elif INTERPRETED:
         return round_to(widen(x) * E2M1_FACTOR, tl.bfloat16)
@@ -167,9 +188,10 @@ def _unit_sums(
     UNIT: tl.constexpr = unit_codes(PACKED, BLOCK_K)
     TOGETHER: tl.constexpr = 1 if PACKED[1] == 1 else codes_of_word(CODE)  # codes that are decoded together
     column = k + tl.arange(0, BLOCK_K)
-    value = tl.load(x[:, None] + column[None, :], mask=x_held[:, None] & (column < K)[None, :], other=0.0)
+    vectors, x_scale = x
+    value = tl.load(vectors[:, None] + column[None, :], mask=x_held[:, None] & (column < K)[None, :], other=0.0)
     if x_factor is not None:
-        value = round_to(widen(value) * x_factor, x.dtype.element_ty)
+        value = round_to(widen(value) * x_factor, value.dtype)
     shift = None
     if ZERO_STRIDES is not None:
         shift = tl.broadcast_to(zero[:, :, :, None], (P, N, BLOCK_K // UNIT, UNIT // TOGETHER))
@@ -181,7 +203,11 @@ def _unit_sums(
         number = decode_bytes(flat, shift, CODE)
     else:
         number = _widen(decode_words(as_words(flat), shift, CODE))
-    sums = _of_units(number.reshape(P, N, BLOCK_K) * value.to(tl.float32)[:, None, :], UNIT)
+    sums = _of_units(number.reshape(P, N, BLOCK_K) * widen(value)[:, None, :], UNIT)
+    if PACKED[8] > 0:
+        group = (k + tl.arange(0, BLOCK_K // UNIT) * UNIT) // PACKED[8]
+        held = x_held[:, None] & (group < scales_of_row(PACKED, K))[None, :]
+        sums *= tl.load(x_scale[:, None] + group[None, :], mask=held, other=0.0)[:, None, :]
     if SCALE_STRIDES is not None:
         sums *= decode_scale(scale)
     return sums
@@ -204,8 +230,7 @@ def row_sums(
     Args:
         stored: `load_stored` of the first columns, which may be on its way before x is known.
         operand: `packed_operand`.
-        x: pointers [P], or [1] for all, to bf16 or fp16 vectors of K columns; x_held: those that are read, the others
-            are 0.
+        x: `vectors_at` of [P] vectors of K columns, or [1] for all; x_held: those that are read, the others are 0.
         x_factor: multiplied with x and rounded as x is stored, or None.
     """
     total = _unit_sums(stored, x, x_held, x_factor, 0, K, PACKED, STRIDES, BLOCK_K)
@@ -215,18 +240,24 @@ def row_sums(
         total += _unit_sums(stored, x, x_held, x_factor, k, K, PACKED, STRIDES, BLOCK_K)
     result = tl.sum(total, axis=2)
     if PACKED[0] == E2M1:
-        result *= E2M1_UNIT
+        result *= E2M1_UNIT if PACKED[8] < 0 else ROWS_UNIT
     OUTER_STRIDES: tl.constexpr = STRIDES[4]
     _, _, _, outer, exists = operand
     if OUTER_STRIDES is not None:
         result *= load_scale(outer, exists)
+    if PACKED[8] == 0:
+        _, x_scale = x
+        result *= tl.load(x_scale, mask=x_held, other=0.0)[:, None]
     return result
 
 
 @triton.jit
 def packed_glu_sums(
     x,
+    x_scale,
     x_factor,
+    token,
+    stride_x,
     w,
     scales,
     up_offset,
@@ -240,8 +271,8 @@ def packed_glu_sums(
     GLU: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """fp32 [BLOCK_N] products of the vector at `x` with the gate's rows and with the up half's, from column `first` on;
-    without a gate both are the same.
+    """fp32 [BLOCK_N] products of the token's vector with the gate's rows and with the up half's, from column `first`
+    on; without a gate both are the same.
 
     Args:
         x_factor: see `row_sums`; scales: see `packed_tile.packed_tile`; expert: scalar.
@@ -257,7 +288,8 @@ def packed_glu_sums(
     operand = packed_operand(w, scales, up_offset, expert, row, half, exists, N, PACKED, STRIDES)
     stored = load_stored(operand, 0, K, PACKED, STRIDES, BLOCK_K)
     one = tl.arange(0, 1)  # vector, for both halves
-    sums = row_sums(stored, operand, x + one, one == 0, x_factor, K, PACKED, STRIDES, BLOCK_K)
+    vector = vectors_at(x, x_scale, token + one, stride_x, K, PACKED)
+    sums = row_sums(stored, operand, vector, one == 0, x_factor, K, PACKED, STRIDES, BLOCK_K)
     if GLU == NOT_GATED:
         alone = sums.reshape(BLOCK_N)
         return alone, alone

@@ -20,11 +20,12 @@ from moe_ops.counters import Row
 from moe_ops.kernels.triton.act_quant import apply_activation, quantize_rows
 from moe_ops.kernels.triton.config import SmallConfig
 from moe_ops.kernels.triton.launch import SMALLEST_GROUP, ExpertMM
-from moe_ops.kernels.triton.packed_rows import load_stored, packed_glu_sums, packed_operand, row_sums
+from moe_ops.kernels.triton.packed_rows import load_stored, packed_glu_sums, packed_operand, row_sums, vectors_at
 from moe_ops.kernels.triton.record import launch
 from moe_ops.kernels.triton.scales import load_scale
 from moe_ops.kernels.triton.tile_loads import CONCAT, INTERLEAVED, expert_rows
 from moe_ops.kernels.triton.util import (
+    INTERPRETED,
     cdiv,
     count_pairs,
     is_counted,
@@ -50,6 +51,36 @@ def _lanes(product, VECTOR: tl.constexpr):
     else:
         parts = product.reshape(product.shape[0], product.shape[1], product.shape[2] // VECTOR, VECTOR)
         return tl.sum(parts, axis=3)
+
+
+@triton.jit
+def _add(total, tile, vector):
+    """total + tile * vector, and the sum of what one thread loaded at once, where `total` has fewer columns: of words
+    of int8 that of four products, exact, by one instruction, where floats would be eight, four of them conversions.
+    """
+    if tile.dtype != tl.int32:
+        VECTOR: tl.constexpr = tile.shape[-1] // total.shape[-1]
+        return total + _lanes(widen(tile) * vector, VECTOR)
+    elif INTERPRETED:
+        for byte in tl.static_range(4):
+            total += ((tile << (24 - 8 * byte)) >> 24) * ((vector << (24 - 8 * byte)) >> 24)
+        return total
+    else:
+        return tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [tile, vector, total], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.constexpr_function
+def at_once(scheme, element):
+    """Elements of a weight that a thread loads at once and sums up."""
+    return 1 if scheme is None or element == tl.int32 else 128 // element.primitive_bitwidth
+
+
+@triton.jit
+def _nothing(ROWS: tl.constexpr, COLUMNS: tl.constexpr, ELEMENT: tl.constexpr):
+    """No products yet, with weights of this type."""
+    return tl.zeros((ROWS, COLUMNS), tl.int32 if ELEMENT == tl.int32 else tl.float32)
 
 
 @triton.constexpr_function
@@ -145,21 +176,24 @@ def _glu_sums(
     valid = column < N
     gate_row, up_row = _rows_of_halves(column, GLU)
     w_up = w + up_offset if GLU == CONCAT else w
-    VECTOR: tl.constexpr = 1 if SCHEME is None else 128 // w.dtype.element_ty.primitive_bitwidth
-    gate = tl.zeros((BLOCK_N, BLOCK_K // VECTOR), tl.float32)
-    up = tl.zeros((BLOCK_N, BLOCK_K // VECTOR), tl.float32)
+    ELEMENT: tl.constexpr = w.dtype.element_ty
+    SUMS: tl.constexpr = BLOCK_K // at_once(SCHEME, ELEMENT)
+    gate = _nothing(BLOCK_N, SUMS, ELEMENT)
+    up = _nothing(BLOCK_N, SUMS, ELEMENT)
     for k in range(0, K, BLOCK_K):
         # Weights first: they take longest.
         gate_tile = _weight_rows(w, expert, gate_row, valid, k, K, W_STRIDES, BLOCK_K)
         up_tile = _weight_rows(w_up, expert, up_row, valid, k, K, W_STRIDES, BLOCK_K) if GLU > 0 else gate_tile
         k_index = k + tl.arange(0, BLOCK_K)
-        value = widen(tl.load(x + k_index, mask=k_index < K, other=0.0))
+        value = tl.load(x + k_index, mask=k_index < K, other=0.0)
+        if ELEMENT != tl.int32:
+            value = widen(value)
         if x_factor is not None:
             value = round_to(value * x_factor, x.dtype.element_ty).to(tl.float32)
         row = 2 * first if GLU == INTERLEAVED else first
         scales = (x_scale, w_scale, token, expert)
         gate_in = _scaled_input(value, *scales, row, k, K, SCALE_STRIDES, SCHEME, BLOCK_K)
-        gate += _lanes(widen(gate_tile) * gate_in[None, :], VECTOR)
+        gate = _add(gate, gate_tile, gate_in[None, :])
         if GLU > 0:
             up_in = gate_in
             if GLU == CONCAT and has_groups(SCHEME):
@@ -167,9 +201,9 @@ def _glu_sums(
                 row = N + first if SCHEME[2] else first
                 scales = (x_scale, w_scale + (0 if SCHEME[2] else up_scale_offset), token, expert)
                 up_in = _scaled_input(value, *scales, row, k, K, SCALE_STRIDES, SCHEME, BLOCK_K)
-            up += _lanes(widen(up_tile) * up_in[None, :], VECTOR)
-    gate_sum = tl.sum(gate, axis=1)
-    up_sum = tl.sum(up, axis=1)
+            up = _add(up, up_tile, up_in[None, :])
+    gate_sum = tl.sum(gate, axis=1).to(tl.float32)
+    up_sum = tl.sum(up, axis=1).to(tl.float32)
     if SCHEME is not None and not has_groups(SCHEME):
         of_x = tl.load(x_scale + token)
         scales = w_scale + expert.to(tl.int64) * SCALE_STRIDES[0]
@@ -232,11 +266,11 @@ def _small_glu_kernel(
         column = first + tl.arange(0, BLOCK_N)
         valid = column < N
         token = pair // TOP_K
-        vector = x + token.to(tl.int64) * stride_x
         x_factor = None
         if WEIGHT_ON_INPUT:
             x_factor = tl.load(topk_weights + pair).to(tl.float32)
         if packed_of(SCHEME) is None:
+            vector = x + token.to(tl.int64) * stride_x
             gate_sum, up_sum = _glu_sums(
                 vector, x_scale, x_factor, w, w_scale, up_offset, up_scale_offset, token, expert, first, N, K, STRIDES,
                 BLOCK_N, BLOCK_K, GLU, SCHEME,
@@ -244,8 +278,8 @@ def _small_glu_kernel(
         else:
             scales = (w_scale, w_zeros, w_outer, up_scale_offset, up_zeros_offset, up_outer_offset)
             gate_sum, up_sum = packed_glu_sums(
-                vector, x_factor, w, scales, up_offset, expert, first, N, K, STRIDES, BLOCK_N, BLOCK_K, GLU,
-                packed_of(SCHEME),
+                x, x_scale, x_factor, token, stride_x, w, scales, up_offset, expert, first, N, K, STRIDES, BLOCK_N,
+                BLOCK_K, GLU, packed_of(SCHEME),
             )  # fmt: skip
         if BIAS_STRIDES is not None:
             shift = bias + expert.to(tl.int64) * BIAS_STRIDES[0]
@@ -277,10 +311,12 @@ def _add_product(
     SCHEME: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """total + tile * scale h, element by element, of the BLOCK_K columns of h [pairs, K] from k on."""
+    """total + tile * scale h, of BLOCK_K columns of h [pairs, K] from k on, see `_add`; of words without `scale`."""
     k_index = k + tl.arange(0, BLOCK_K)
     mask = held[:, None] & (k_index < K)[None, :]
-    value = widen(tl.load(h + pair.to(tl.int64)[:, None] * K + k_index[None, :], mask=mask, other=0.0))
+    value = tl.load(h + pair.to(tl.int64)[:, None] * K + k_index[None, :], mask=mask, other=0.0)
+    if tile.dtype != tl.int32:
+        value = widen(value)
     if has_groups(SCHEME):
         PAIRS: tl.constexpr = tile.shape[0]
         GROUP: tl.constexpr = SCHEME[1]
@@ -294,7 +330,9 @@ def _add_product(
         group_scale *= load_scale(pointers, inside)
         value = value.reshape(PAIRS, BLOCK_K // GROUP, GROUP) * group_scale[:, :, None]
         value = value.reshape(PAIRS, BLOCK_K)
-    return total + _lanes(widen(tile) * (value * scale[:, None])[:, None, :], BLOCK_K // total.shape[2])
+    if tile.dtype != tl.int32:
+        value *= scale[:, None]
+    return _add(total, tile, value[:, None, :])
 
 
 @triton.jit
@@ -317,8 +355,9 @@ def _down_products(
     BLOCK_K: tl.constexpr,
 ):
     """fp32 [BLOCK_P, BLOCK_N] products of `scale` h with the weight rows at `rows`, whose first columns are `tile`."""
-    VECTOR: tl.constexpr = 1 if SCHEME is None else 128 // tile.dtype.primitive_bitwidth
-    total = tl.zeros((rows.shape[0], rows.shape[1], BLOCK_K // VECTOR), tl.float32)
+    PAIRS: tl.constexpr = rows.shape[0]
+    SUMS: tl.constexpr = BLOCK_K // at_once(SCHEME, tile.dtype)
+    total = _nothing(PAIRS * rows.shape[1], SUMS, tile.dtype).reshape(PAIRS, rows.shape[1], SUMS)
     BY_ROW: tl.constexpr = SCHEME is not None and not has_groups(SCHEME)
     factor = scale
     if BY_ROW:
@@ -335,7 +374,9 @@ def _down_products(
             following = expert_rows(rows, exists, k + BLOCK_K, K, W_STRIDES, BLOCK_K)
             total = _add_product(total, tile, *operands, k, K, SCALE_STRIDES, SCHEME, BLOCK_K)
             tile = following
-    products = tl.sum(total, axis=2)
+    products = tl.sum(total, axis=2).to(tl.float32)
+    if tile.dtype == tl.int32:
+        products *= factor[:, None]
     if BY_ROW:
         column = first + tl.arange(0, rows.shape[1])
         pointers = w_scale + expert[:, None] * SCALE_STRIDES[0] + column[None, :] * SCALE_STRIDES[1]
@@ -408,7 +449,7 @@ def _small_down_kernel(
         of_rows = (h, h_scale, pair, held, scale, w_scale, expert, first)
         products = _down_products(tile, rows, exists, *of_rows, K, W_STRIDES, SCALE_STRIDES, SCHEME, BLOCK_K)
     else:
-        vectors = h + pair.to(tl.int64) * K
+        vectors = vectors_at(h, h_scale, pair, K, K, PACKED)
         products = row_sums(tile, operand, vectors, held, None, K, PACKED, STRIDES, BLOCK_K) * scale[:, None]
     result = tl.sum(products, axis=0)
     if BIAS_STRIDES is not None:
@@ -430,24 +471,34 @@ def _strides(mm: ExpertMM) -> tuple[tuple[int, ...] | None, ...]:
     return *mm.strides, mm.decoding["zeros"].strides, mm.decoding["rows"].strides
 
 
+def _in_words(rows: torch.Tensor) -> torch.Tensor:
+    """int32 [R, K / 4] of int8 [R, K], of which four divides K."""
+    places = (rows.data_ptr(), rows.storage_offset(), rows.stride(0))
+    return (rows if all(n % 4 == 0 for n in places) else rows.clone(memory_format=torch.contiguous_format)).view(
+        torch.int32
+    )
+
+
 def refuses(up: ExpertMM, down: ExpertMM, config: tuple[SmallConfig, SmallConfig], weight_on_input: bool) -> bool:
     """Whether a program's weight rows could span two scale groups, or a token's pairs differ before they are quantised
-    or by the scales of their experts, or a word's codes have two scales, or rows are blocks for tensor cores: none of
-    which these kernels handle.
+    or by the scales of their experts, or a word's codes have two scales, or rows of int8 are not made of words, or are
+    blocks for tensor cores: none of which these kernels handle.
     """
     if up.scheme is None or down.scheme is None:
         return False
     if up.blocks is not None:
         return True
+    if up.operand.static is not None or down.operand.static is not None or (up.form is not None and weight_on_input):
+        return True
     if up.is_packed:
         return any(not mm.exact_scales and mm.group_columns % SMALLEST_GROUP for mm in (up, down))
-    if up.operand.static is not None or down.operand.static is not None:
-        return True
+    if up.operand.scheme.code.name == "int8":
+        return not (up.has_words and down.has_words)
     if up.scheme[1] == WHOLE:
-        return weight_on_input
+        return False
     step = config[0].block_n * (2 if up.glu_layout == "interleaved" else 1)
     aligned = up.scheme[0] % step == 0 and down.scheme[0] % config[1].block_n == 0
-    return weight_on_input or not (aligned and up.out_features % step == 0)
+    return not (aligned and up.out_features % step == 0)
 
 
 def small_experts(
@@ -476,17 +527,26 @@ def small_experts(
         [T, H] in the dtype of `down.out_dtype`.
     """
     T, top_k = topk_ids.shape
+    in_words, dots = None, up.is_scaled and up.operand.scheme.code.name == "int8"
     if up.is_decoded and up.operand.scheme.code.name == "e4m3":
         # Sums of single numbers want fp32, which an instruction makes of bytes. Of words, by halves that are bf16, it
         # is 1824 instructions for 1048, and 21.9 us of a layer for 17.1 (Qwen3-30B-A3B's dimensions, H200).
-        up, down = replace(up, in_bytes=True), replace(down, in_bytes=True)
+        in_words = False
+    elif up.is_packed or dots:
+        in_words = True
+    if in_words is not None:
+        up, down = replace(up, in_words=in_words), replace(down, in_words=in_words)
     E, intermediate, hidden = up.num_experts, up.out_features, down.out_features
+    first, second = config
+    columns, hidden_columns, first_k, second_k = up.in_features, intermediate, first.block_k, second.block_k
+    if dots:
+        hidden_states = _in_words(hidden_states)
+        columns, hidden_columns, first_k, second_k = (n // 4 for n in (columns, hidden_columns, first_k, second_k))
     # Quantised from fp32, the numbers that the large path's epilogue quantises.
     h_dtype = torch.float32 if up.quantize_output else hidden_states.dtype
     h = hidden_states.new_empty((T * top_k, intermediate), dtype=h_dtype)
     out = hidden_states.new_empty((T, hidden), dtype=down.out_dtype)
     mapped = 0 if expert_map is None else expert_map.shape[0]
-    first, second = config
     launch(
         _small_glu_kernel,
         (cdiv(intermediate, first.block_n), T * top_k),
@@ -513,10 +573,10 @@ def small_experts(
         mapped,
         top_k,
         intermediate,
-        up.in_features,
+        columns,
         _strides(up),
         first.block_n,
-        first.block_k,
+        first_k,
         up.glu,
         up.activation,
         up.scheme,
@@ -529,6 +589,7 @@ def small_experts(
     h_scale = None
     if up.quantize_output:
         h, h_scale = quantize_rows(h, up.form, pdl=pdl)
+        h = _in_words(h) if dots else h
     launch(
         _small_down_kernel,
         (cdiv(hidden, second.block_n), T),
@@ -548,10 +609,10 @@ def small_experts(
         top_k,
         next_power_of_2(top_k),
         hidden,
-        intermediate,
+        hidden_columns,
         _strides(down),
         second.block_n,
-        second.block_k,
+        second_k,
         down.scheme,
         weight_on_input,
         pdl,
