@@ -110,13 +110,13 @@ PAIRWISE = {
     "e4m3": (3.9, 5.9),
     "int8": (3.6, 8.1),
     "int8_channel": (4.3, 8.0),
-    "w4a8_fp8": (2.2, 10.5),
-    "mxfp4_a8": (2.1, 6.5),
+    "w4a8_fp8": (2.7, 13.5),
+    "mxfp4_a8": (2.1, 9.5),
 }
 #: The same of one product of decoded weights in tiles, by scheme or code; us of the same layers 27.2 and 55.8, 24.0 and
 #: 47.3, 36.5 and 78.6; 141 and 415, 122 and 359, 205 and 636.
 PACKED_PRODUCT = {"e2m1": (2.48, 7.0), "int4": (2.8, 3.8), "e4m3": (3.9, 10.5), "int8": (3.6, 5.7)}
-PACKED_PRODUCT |= {"w4a8_fp8": (2.7, 14.0), "mxfp4_a8": (1.7, 14.2)}
+PACKED_PRODUCT |= {"w4a8_fp8": (2.8, 7.0), "mxfp4_a8": (2.0, 7.0)}
 AROUND_US = 2.0  # of the kernels that sort pairs and combine results, beyond what the products hide
 SMALL_PAIRS = 64  # the most that the small kernels were ever seen to win with
 
@@ -190,10 +190,10 @@ def _packed_fp8_tile(scheme: str, work: Work, sm: int) -> MMConfig:
     """Codes that are decoded for e4m3 rows: as many of these beside the weight rows as leave registers for a sum and
     one that waits for its scales.
 
-    us of a layer of Qwen3-30B-A3B's dimensions on an H200, tiles of 16 and 32 rows, w4a8_fp8 and mxfp4_a8: T = 16 85
-    and 94, 121 and 141; T = 256 165 and 142, 258 and 215. T = 4096, tiles of 64 x 128, 128 x 128 and 128 x 64: w4a8_fp8
-    844, 894, 795; mxfp4_a8 1219, 1833, 2703. By these and by Gluon's kernels: w4a8_fp8 on an H100 830 and 680; mxfp4_a8
-    1219 and 688.
+    us of a layer of Qwen3-30B-A3B's dimensions on an H200, tiles of 16 and 32 rows, w4a8_fp8 and mxfp4_a8, in e4m3 (few
+    rows are multiplied in bf16 now: `ExpertMM.beside`): T = 16 85 and 94, 121 and 141; T = 256 165 and 142, 258 and
+    215. T = 4096, tiles of 64 x 128, 128 x 128 and 128 x 64: w4a8_fp8 844, 894, 795; mxfp4_a8 1219, 1833, 2703. By
+    these and by Gluon's kernels: w4a8_fp8 on an H100 830 and 680; mxfp4_a8 1219 and 688.
     """
     rows, code = work.T * work.K / work.E, SCHEMES[scheme].code
     if rows <= 64:

@@ -63,7 +63,7 @@ def product(
     tile = fit(tile, mm)
     order = mm.order(tile)
     out_order = (min(order[0], mm.columns(tile)), order[1]) if order and layout else None
-    mm = replace(mm, rows_order=order, out_order=out_order)
+    mm = replace(mm, rows_order=order, out_order=out_order).beside(tile)
     rows = torch.empty(256, depth, dtype=dtype)
     if form is not None:
         rows = torch.empty(256, depth // form.pack, dtype=form.dtype)
@@ -167,7 +167,9 @@ def compile_packed(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         launch_pdl=True,
-        maxnreg=most_registers(tile, mm.glu, scaled=mm.is_scaled, decoded=mm.is_decoded, in_two=mm.in_two),
+        maxnreg=most_registers(
+            tile, mm.glu, scaled=mm.is_scaled, decoded=mm.is_decoded, in_two=mm.in_two, in_turns=mm.in_turns
+        ),
     )
 
 
@@ -203,8 +205,8 @@ def compile_for(scheme: str, tokens: int, gated: bool, **options: Any) -> Compil
 # bf16 and of fp16 in two of the others; in all of them the one whose sums wait for scales.
 @products(
     {
-        "16_gate_up": ("fp8_w8a16", "int4_w4a16", "mxfp4"),
-        "256_gate_up": ("int4_w4a16", "int8_w8a16", "nvfp4"),
+        "16_gate_up": ("fp8_w8a16", "int4_w4a16", "mxfp4", "mxfp4_a8", "w4a8_fp8"),
+        "256_gate_up": ("int4_w4a16", "int8_w8a16", "mxfp4_a8", "nvfp4"),
         "4096_gate_up": sorted(PACKED),
         "4096_down": ("int4_w4a16", "mxfp8"),
     }
@@ -256,8 +258,7 @@ def test_a_factor_in_fp64_is_rounded_once(scheme: str, tokens: int, gated: bool)
 
 @products(
     {
-        "16_gate_up": ["w4a8_fp8"],
-        "256_gate_up": ["mxfp4_a8"],
+        "256_gate_up": ["w4a8_fp8"],
         "4096_gate_up": sorted(DECODED - PACKED),
         "4096_down": sorted(DECODED - PACKED),
     }

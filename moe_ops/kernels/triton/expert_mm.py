@@ -187,6 +187,7 @@ def grouped_mm(
     Returns:
         (out [R, N], out_scale [R, groups of N], empty unless `mm.quantize_output`).
     """
+    mm = mm.beside(config)
     in_halves = _comes_sorted(a, row_to_pair, load) and mm.leaves_halves(config, num_rows)
     out, out_scale = mm.allocate((num_rows,), a, in_halves=in_halves)
     grid = (num_rows, most_tiles(num_rows, mm.num_experts, config), num_rows, False)
@@ -227,6 +228,7 @@ def batched_mm(
         expert's count are not written.
     """
     E, C, K = batch.shape
+    mm = mm.beside(config)
     rows, row_tiles = E * C, E * cdiv(C, config.rows)
     if most_rows is not None:
         rows, row_tiles = min(rows, most_rows), min(row_tiles, most_tiles(most_rows, E, config))
@@ -329,7 +331,8 @@ def _launch(
         pdl,
     )
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "launch_pdl": pdl}
-    registers = most_registers(config, mm.glu, scaled=mm.is_scaled, decoded=mm.is_decoded, in_two=mm.in_two)
+    kinds = {"scaled": mm.is_scaled, "decoded": mm.is_decoded, "in_two": mm.in_two, "in_turns": mm.in_turns}
+    registers = most_registers(config, mm.glu, **kinds)
     if registers is not None:
         options["maxnreg"] = registers
     programs = row_tiles * made.n_tiles

@@ -111,7 +111,7 @@ def ragged_rows(x: torch.Tensor, block_m: int, columns: int) -> TensorDescriptor
 PACKED_COLUMNS, SMALLEST_GROUP = 128, 32
 BLOCKS_N = 128  # weight rows of a product of scaled blocks
 GLUON_ROWS = 128  # weight rows of a tile of `decoded_mm` and of `decoded_few_mm`
-FEW_ROWS = 32  # of tokens, at most, in a tile of `decoded_few_mm`
+FEW_ROWS = 32  # of tokens, at most, in a tile of `decoded_few_mm`, or of quantised ones that are multiplied in bf16
 FEW_PROGRAMS = 3  # of it on a multiprocessor
 FEW_REGISTERS = 80  # of its threads when they start; those that multiply have 136 soon
 FEW_COLUMNS = 64  # of an output that it writes at once
@@ -175,6 +175,7 @@ class ExpertMM:
         blocks: what the rows are that tensor cores multiply with the weights as they are stored (`meta.blocks`), None
             for a product that does not.
         in_words: whether weights are addressed as words of 32 bits, None for what products in tiles take.
+        widened: whether quantised rows are multiplied as bf16, with weights decoded to that, see `beside`.
         rows_order, out_order: the order of columns that its rows have, and its output gets (`order`); None for theirs.
     """
 
@@ -191,6 +192,7 @@ class ExpertMM:
     out_static: torch.Tensor | None = None
     blocks: ActivationFormat | None = None
     in_words: bool | None = None
+    widened: bool = False
     rows_order: tuple[int, int] | None = None
     out_order: tuple[int, int] | None = None
     glu: int = field(init=False)
@@ -280,12 +282,30 @@ class ExpertMM:
     @property
     def is_decoded(self) -> bool:
         """Whether weights are decoded to bf16: `packed_tile`."""
-        return self.is_packed and self.operand.scheme.rows is None
+        return self.is_packed and (self.widened or self.operand.scheme.rows is None)
+
+    def beside(self, config: MMConfig) -> ExpertMM:
+        """As it is multiplied in such tiles: of few quantised rows with codes of four bits in bf16, to which they are
+        decoded by fewer instructions than to e4m3, or to what scales are folded into.
+
+        us of a layer on an H200 in e4m3 and so, T = 16, 64, 256 of Qwen3-30B-A3B's dimensions (32 rows at T = 256) and
+        of gpt-oss-120b's (16): mxfp4_a8 141, 205, 236 and 109, 156, 230; 419, 872, 1036 and 335, 694, 822; w4a8_fp8 92,
+        130, 151 and 80, 113, 169; 253, 512, 618 and 208, 427, 498.
+        """
+        few = config.block_m <= (FEW_ROWS if self.folds_scales else FEW_ROWS // 2) and not config.a_tma
+        whole_steps = self.folds_scales or self.group_columns % PACKED_COLUMNS == 0
+        widened = self.is_packed and self.waits_for_scales and few and whole_steps and self.has_words
+        return replace(self, widened=True) if widened else self
 
     @property
     def in_two(self) -> bool:
         """Whether its rows are fp16 beside weights decoded to bf16: then each number is multiplied as a sum of two."""
-        return self.is_decoded and self.out_dtype == torch.float16
+        return self.is_decoded and self.out_dtype == torch.float16 and not self.waits_for_scales
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether scales that no number of bf16 holds have turns of their own: `packed_tile`."""
+        return self.widened and self.exact_scales
 
     @property
     def is_scaled(self) -> bool:
@@ -313,7 +333,7 @@ class ExpertMM:
         """What `packed_tile` needs: code, codes of a stored element, whether scales are multiplied in bf16; of the
         scale of groups rows and columns that share one, and whether they run on; of that of rows how many share one,
         and the same; columns of a quantised row that share a scale, -1 where rows are bf16; how many of a row's
-        scales may be loaded at once; columns of the order that rows have, 0 for their own.
+        scales may be loaded at once; columns of the order that rows have, 0 for their own; `is_decoded`.
         """
         if not self.is_packed:
             return None
@@ -333,6 +353,7 @@ class ExpertMM:
             self.out_group if self.waits_for_scales else -1,
             inner.at_once,
             self.rows_order[0] if self.rows_order else 0,
+            self.is_decoded,
         )
 
     def order(self, config: MMConfig) -> tuple[int, int] | None:
@@ -390,7 +411,7 @@ class ExpertMM:
         groups of whole words.
         """
         scale = self.decoding["groups"]
-        if scale.tensor is None or scale.group[1] not in (8, 16, 32, 64) or self.operand.scheme.rows is not None:
+        if scale.tensor is None or scale.group[1] not in (8, 16, 32, 64) or not self.is_decoded:
             return False
         dtype = scale.tensor.dtype
         return dtype == torch.uint8 or (dtype == torch.float8_e4m3fn and self.operand.scheme.code.name == "e2m1")
@@ -403,13 +424,13 @@ class ExpertMM:
     @property
     def folds_scales(self) -> bool:
         """Whether scales of groups are multiplied into codes of eight bits."""
-        return self.is_packed and self.waits_for_scales and self.operand.scheme.code.name == "e2m1"
+        return self.is_packed and not self.is_decoded and self.operand.scheme.code.name == "e2m1"
 
     def row_columns(self, config: MMConfig) -> int:
         """Elements of the rows, as they are stored, that are loaded at a time."""
         if self.blocks is not None:
             return config.block_k // self.blocks.pack
-        parts = self.is_packed and self.waits_for_scales
+        parts = self.is_packed and not self.is_decoded
         return step_columns(self.packed[0], self.group_columns, config.block_k) if parts else config.block_k
 
     @property
@@ -451,12 +472,14 @@ class ExpertMM:
 
     @property
     def quantizes_in_tile(self) -> bool:
-        """Whether the epilogue quantises: a tile has whole scale groups, but never a whole row."""
-        return self.quantize_output and self.out_group != WHOLE
+        """Whether the epilogue quantises: a tile has whole scale groups, but never a whole row. Not of few rows, beside
+        whose codes there is no room for as many columns.
+        """
+        return self.quantize_output and self.out_group != WHOLE and not self.widened
 
     @property
     def quantizes_rows(self) -> bool:
-        """Whether a kernel behind the product quantises its rows, each as a whole."""
+        """Whether a kernel behind the product quantises its rows."""
         return self.quantize_output and not self.quantizes_in_tile
 
     @property

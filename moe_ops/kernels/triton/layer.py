@@ -458,6 +458,7 @@ def fit(tile: MMConfig, mm: ExpertMM, *, as_they_are: bool = False) -> MMConfig:
     are folded into codes needs as many threads as weight rows, and no more. A product of scaled blocks is of 128 weight
     rows, neither more nor fewer. Few rows that `decoded_few_mm` cannot take are gathered.
     """
+    mm = mm.beside(tile)
     specialised = not as_they_are and mm.specialises(tile)
     if mm.takes_few(tile) and not specialised:
         tile = mm.beside_few(tile)
@@ -467,7 +468,7 @@ def fit(tile: MMConfig, mm: ExpertMM, *, as_they_are: bool = False) -> MMConfig:
         tile = tile._replace(block_n=(2 if mm.glu else 1) * mm.out_group)
         if mm.decoding["groups"].runs_on and not mm.promotable(tile):
             tile = tile._replace(block_m=min(tile.block_m, 64))
-    if mm.is_packed and mm.waits_for_scales:
+    if mm.is_packed and not mm.is_decoded:
         tile = tile._replace(block_k=PACKED_COLUMNS)
         if specialised:
             return tile
@@ -490,7 +491,7 @@ def fit(tile: MMConfig, mm: ExpertMM, *, as_they_are: bool = False) -> MMConfig:
         block_k = tile.block_k if wide else min(tile.block_k, columns & -columns)
         if block_k < SMALLEST_GROUP:
             raise fail(mm.operand.scheme.name, "scales", f"of groups that {SMALLEST_GROUP} divides on a GPU", columns)
-        if mm.waits_for_scales:  # several groups are a step, each with a sum of its own: of four, for 64 rows
+        if not mm.is_decoded:  # several groups are a step, each with a sum of its own: of four, for 64 rows
             return tile._replace(block_m=min(tile.block_m, 64 if 4 * block_k <= tile.block_k else 128))
         tile = tile._replace(block_k=block_k)
         if tile.block_m > 64 and not specialised:

@@ -424,10 +424,10 @@ def compute_tile(
                 SCHEME,
                 STAGES,
             )
-        elif PACKED[8] < 0:
+        elif PACKED[11]:
             gate = packed_tile(
-                a, a_desc, a_row, row_valid, row_start, w, w_desc, decoding, up_offset, expert, n_start, N, K, A_STRIDE,
-                W_STRIDES, BLOCK_M, BLOCK_N, BLOCK_K, GLU, A_TMA, W_LOAD, SWAPPED, PACKED, W_SCALE_STRIDES,
+                a, a_desc, a_scale, a_row, row_valid, row_start, w, w_desc, decoding, up_offset, expert, n_start, N, K,
+                A_STRIDE, W_STRIDES, BLOCK_M, BLOCK_N, BLOCK_K, GLU, A_TMA, W_LOAD, SWAPPED, PACKED, W_SCALE_STRIDES,
                 ZERO_STRIDES, OUTER_STRIDES, STAGES,
             )  # fmt: skip
         else:

@@ -12,14 +12,17 @@ from moe_ops.kernels.triton.tile_loads import CONCAT
 from moe_ops.kernels.triton.util import INTERPRETED, cdiv
 
 
-def most_registers(config: MMConfig, glu: int, *, scaled: bool, decoded: bool, in_two: bool) -> int | None:
+def most_registers(
+    config: MMConfig, glu: int, *, scaled: bool, decoded: bool, in_two: bool, in_turns: bool = False
+) -> int | None:
     """Registers that a thread may have, None for as many as the compiler likes.
 
     Programs of four warps fit beside each other three times with 168, four times with 128. With two accumulators of 16
     rows the compiler, left alone, takes 170 to 174; told not to, it spills nothing (us on an H200, fp8_block128,
     Qwen3-30B-A3B, T = 8: 80.6 and 74.5). Beside decoded weights it takes up to 167 and needs 128 (nvfp4,
     gpt-oss-120b's dimensions, T = 256: 770 and 711; int4_w4a16, T = 16: 221 and 207). Of eight warps and 128 rows two
-    programs take turns at decoding and multiplying, and need 128, too. Both parts of fp16 rows need more (`in_two`).
+    programs take turns at decoding and multiplying, and need 128, too. Both parts of fp16 rows need more (`in_two`);
+    16 rows beside scales that may have turns of their own 168.
     """
     sums = config.block_m * config.block_n
     if decoded and config.num_warps == 8:
@@ -27,7 +30,8 @@ def most_registers(config: MMConfig, glu: int, *, scaled: bool, decoded: bool, i
     if config.num_warps != 4:
         return None
     if decoded:
-        return 128 if sums <= 16 * 128 and not in_two else None
+        most = 168 if in_turns else 128
+        return most if sums <= 16 * 128 and not in_two else None
     two = glu == CONCAT.value and scaled
     return 168 if two and sums == 16 * 256 else None
 
