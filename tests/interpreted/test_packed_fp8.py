@@ -182,8 +182,8 @@ def test_every_scale(tile):
 @few_and_many
 @pytest.mark.parametrize("groups", [6, 7, 8], ids=["2_at_once", "1_at_once", "4_at_once"])
 def test_rows_of_weights_are_apart(groups, tile):
-    """One with a scale that is no number, one of tiny scales, one with zeros far below the others, one with a tiny scale
-    and a huge one in the place of a step: the columns of a tile that is computed in turns.
+    """One with a scale that is no number, one of tiny scales, one with zeros far below the others, one with a tiny
+    scale and a huge one in the same place of two steps: the columns of a tile that is computed in turns.
     """
     K, codes = 32 * groups, torch.randint(0, 16, (4, 32 * groups), dtype=torch.uint8)
     exponents = torch.randint(120, 130, (4, groups), dtype=torch.uint8)
