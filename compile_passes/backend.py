@@ -128,7 +128,8 @@ def compile(model: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
     experts are stacked. PEFT's adapters of stacked weights (``target_parameters``) are captured as sums, which the
     passes take apart. transformers models that record router logits are prepared for the capture of that, and the graph
     of a model in DistributedDataParallel is not cut at its buckets. Warnings say what was done, what it cost, and what
-    was left as it is and why; :func:`moe_ops.restore` undoes what was done to modules.
+    was left as it is and why; :func:`moe_ops.restore` undoes what was done to modules. Code that would raise for what
+    Dynamo is set to capture for the experts is captured without that, with the graph breaks of plain torch.compile.
 
     ``generate(cache_implementation="static")`` of a transformers model compiles its decode steps by itself; its
     ``generation_config.compile_config`` is set to compile them in the same way, which a warning says.
@@ -162,8 +163,7 @@ def compile(model: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
         graph = {name: kwargs[name] for name in ("fullgraph", "dynamic") if name in kwargs}
         prepare_generate(model, kwargs["backend"], asked, **graph)
     compat.try_again(model)
-    compiled: Callable[..., Any] = torch.compile(model, **kwargs)
-    return compiled
+    return compat.compiled(model, **kwargs)
 
 
 @contextmanager

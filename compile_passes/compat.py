@@ -6,6 +6,7 @@ Importing this module imports neither Dynamo nor Inductor's compiler.
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -28,12 +29,15 @@ except ImportError:  # then Inductor asks no pass for an identity, and any calla
         """What Inductor takes for a pass with an identity."""
 
 
+log = logging.getLogger(__name__)
+
 __all__ = [
     "CustomGraphPass",
     "LostFrame",
     "as_asserted",
     "break_reason",
     "can_restart_with_constants",
+    "compiled",
     "compiling_apart",
     "control_exceptions",
     "counters",
@@ -379,12 +383,68 @@ def is_ahead_of_time() -> bool:
 
 @dataclass(frozen=True)
 class LostFrame:
-    """A Python frame that Dynamo gave back to the interpreter: its name, ``file:line``, why, and at which line."""
+    """A Python frame that Dynamo gave back to the interpreter: its name, ``file:line``, why, and at which line.
+
+    Attributes:
+        again: it was not given back, but tried again without what Dynamo is allowed to capture.
+    """
 
     name: str
     location: str
     reason: str
     where: str
+    again: bool = False
+
+
+# What `moe_ops.compile` lets Dynamo capture, of the settings of `torch._dynamo.config`.
+_ALLOWED = ("capture_dynamic_output_shape_ops", "capture_scalar_outputs")
+
+
+class _TwoTries:
+    """What makes compiled code of a frame, and does it again without what Dynamo is allowed to capture, if that fails.
+
+    The settings are those of a process. Where code of a frame, of whatever module, asks for a size that only the data
+    knows (`if len(hit)`, `split(counts.tolist())`), Dynamo (torch 2.11 to 2.13) breaks the graph without them, and
+    raises with them. The frames behind such a break are tried anew, with them: a block is captured on its own there.
+    """
+
+    def __init__(self, convert: Any) -> None:
+        self._convert = convert
+        self._torchdynamo_orig_backend = convert._torchdynamo_orig_backend  # by which torch finds the backend
+
+    @property
+    def _clone_with_backend(self) -> Callable[[Any], Any]:
+        return lambda backend: _TwoTries(self._convert._clone_with_backend(backend))
+
+    def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        from torch._dynamo import config, decorators, types
+
+        # A function that alone is left to Python: torch looks for its frame next to its own, where this one is now.
+        if sys._getframe(2).f_code is getattr(decorators, "_nonrecursive_disable_wrapper_code", None):
+            return types.ConvertFrameReturn(apply_to_code=False)
+        try:
+            return self._convert(frame, *args, **kwargs)
+        except Exception as error:
+            if not any(getattr(config, name) for name in _ALLOWED):
+                raise
+            code, reason = frame.f_code, str(error).partition("\n")[0]
+        log.info("%s (%s:%d) is captured without %s: %s", code.co_name, code.co_filename, code.co_firstlineno,
+                 " and ".join(_ALLOWED), reason)  # fmt: skip
+        with config.patch(dict.fromkeys(_ALLOWED, False)):
+            return self._convert(frame, *args, **kwargs)
+
+
+def compiled(model: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
+    """``torch.compile(model, **kwargs)``, of a module with two tries for each frame: none fails for what
+    `moe_ops.compile` lets Dynamo capture. Where this torch compiles frames in another way, there is one; so there is
+    with ``fullgraph``, which has all that captured by itself.
+    """
+    function: Callable[..., Any] = torch.compile(model, **kwargs)
+    callback = getattr(getattr(function, "dynamo_ctx", None), "callback", None)
+    convert = getattr(callback, "_torchdynamo_orig_backend", None)
+    if hasattr(convert, "_torchdynamo_orig_backend") and not kwargs.get("fullgraph"):
+        callback._torchdynamo_orig_backend = _TwoTries(convert)  # type: ignore[union-attr]
+    return function
 
 
 def try_again(model: Callable[..., Any]) -> None:
@@ -413,7 +473,7 @@ def compiling_apart(
     Other compiled functions keep what they have, also where they share code with what is compiled here.
 
     Yields:
-        Arguments for torch.compile, and a list that holds the frames that were not compiled once the block has ended.
+        Arguments for `compiled`, and a list that holds the frames that were not compiled once the block has ended.
     """
     from torch._dynamo import config, convert_frame, pgo, utils
 
@@ -432,11 +492,12 @@ def compiling_apart(
             try:
                 yield ({"isolate_recompiles": True} if apart else {}), lost
             finally:
-                for entry in metrics:
+                places = [(str(entry.co_name), f"{entry.co_filename}:{entry.co_firstlineno}") for entry in metrics]
+                for entry, place, after in zip(metrics, places, [*places[1:], None], strict=True):
                     if not getattr(entry, "has_guarded_code", True) and getattr(entry, "fail_reason", None):
                         where = f"{entry.fail_user_frame_filename}:{entry.fail_user_frame_lineno}"
-                        location = f"{entry.co_filename}:{entry.co_firstlineno}"
-                        lost.append(LostFrame(str(entry.co_name), location, str(entry.fail_reason), where))
+                        # what is given back is not tried again at its next call
+                        lost.append(LostFrame(*place, str(entry.fail_reason), where, again=place == after))
                 _forget(backend, codes(), before)
                 if not marked:
                     getattr(model, "__dict__", {}).pop("_is_torch_compile", None)

@@ -17,7 +17,7 @@ from torch import fx
 
 from compile_passes.adapters import find_adapters, why_not
 from compile_passes.builder import operator_name
-from compile_passes.compat import break_reason, compiling_apart
+from compile_passes.compat import break_reason, compiled, compiling_apart
 from compile_passes.decide import Decision
 from compile_passes.diagram import Diagram, Snapshot, operators_of
 from compile_passes.loops import LEFT, cure, find_experts, find_loops
@@ -70,15 +70,18 @@ def _explain(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     report = collector.report
     with as_written(model), compiling_apart(collector.collect, model) as (options, lost):
         try:
-            torch.compile(model, backend=collector.collect, **options)(*args, **kwargs)
+            compiled(model, backend=collector.collect, **options)(*args, **kwargs)
         except Exception as error:  # the report says so; a diagnosis must not end where the trouble starts
             report.error = f"{type(error).__name__}: {_said(error)}"
-    report.graph_break_reasons = [stop.line for stop in collector.breaks]
-    frames = (f"{frame.name} ({frame.location}): {first_line(frame.reason)} ({frame.where})" for frame in lost)
+    # Where a frame is captured again, the breaks are those of the second time, and what they are for is why it is.
+    stops = [*(Stop(frame.reason, frame.where) for frame in lost if frame.again), *collector.breaks]
+    report.graph_break_reasons = [stop.line for stop in stops]
+    left = [frame for frame in lost if not frame.again]
+    frames = (f"{frame.name} ({frame.location}): {first_line(frame.reason)} ({frame.where})" for frame in left)
     report.eager_frames = list(dict.fromkeys(frames))
     report.refused = _rows(collector)
     if module is not None:
-        stops = [*collector.breaks, *(Stop(frame.reason, frame.where) for frame in lost)]
+        stops += [Stop(frame.reason, frame.where) for frame in left]
         report.refused += _in_no_graph(module, collector.seen, [] if report.error else stops)
         report.refused += _parametrized(module) if stops or report.error else []
     return report

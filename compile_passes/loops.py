@@ -282,41 +282,14 @@ def find_sizes_of_the_data(model: nn.Module) -> list[str]:
     sized = {
         kind
         for kind in set(kinds.values())
-        if any(map(_has_sizes_of_the_data, _code_reached(kind)))
-        and not loops_over_data(kind)
-        and not fails_captured(kind)
+        if any(map(_has_sizes_of_the_data, _code_reached(kind))) and not loops_over_data(kind) and not makes_lists(kind)
     }
     return [name for name, kind in kinds.items() if kind in sized]
 
 
-def fails_captured(kind: type[nn.Module]) -> bool:
-    """Whether Dynamo fails in code of a class once it captures results whose sizes only the data knows, where it breaks
-    the graph else: at lists of what tensors hold, and where such a size is asked whether it is 0 by its truth.
-    """
-    functions = [*reached((kind,))]
-    if any("tolist" in names_of(function.__code__) for function in functions):
-        return True
-    trees = [*filter(None, map(tree_of, functions))]
-    return any(map(_has_sizes_of_the_data, trees)) and any(map(_asks_for_truth_of_a_size, trees))
-
-
-def _asks_for_truth_of_a_size(tree: ast.AST) -> bool:
-    """`if len(hit)`, `hit.numel() and ...`, `not hit.shape[0]`: by the number itself, not what it is compared with."""
-    asked: list[ast.expr] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If | ast.While | ast.IfExp):
-            asked.append(node.test)
-        elif isinstance(node, ast.BoolOp):
-            asked += node.values
-        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            asked.append(node.operand)
-    return any(map(_is_a_size, asked))
-
-
-def _is_a_size(node: ast.expr) -> bool:
-    if isinstance(node, ast.Subscript):
-        return isinstance(node.value, ast.Attribute) and node.value.attr == "shape"
-    return isinstance(node, ast.Call) and _name(node.func) in ("len", "numel", "nelement", "size")
+def makes_lists(kind: type[nn.Module]) -> bool:
+    """Whether code of a class makes lists of what tensors hold."""
+    return any("tolist" in names_of(function.__code__) for function in reached((kind,)))
 
 
 def _code_reached(kind: type[nn.Module]) -> Iterator[ast.AST]:

@@ -31,7 +31,7 @@ from compile_passes.loops import (
     find_sizes_of_the_data,
     loops_over_data,
 )
-from compile_passes.rebind import EAGER, Verdict, bind, fused_as_written, leave_eager, unbind, verdict_of
+from compile_passes.rebind import Verdict, bind, fused_as_written, unbind, verdict_of
 from compile_passes.recording import prepare_recording, restore_recording
 from compile_passes.source import sure
 from compile_passes.stackable import expert_lists, taken_elsewhere, why_not
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 def prepare(model: nn.Module) -> None:
     """Make the experts of ``model`` capturable; warn of what was and was not done."""
-    loops = [loop for loop in find_loops(model) if EAGER not in vars(loop.module)]
+    loops = find_loops(model)
     switched = _switch(model, [loop for loop in loops if loop.switchable])
     cut = _allow_numbers(model)
     inside = tuple(f"{name}." if name else "" for name in cut)
@@ -53,7 +53,6 @@ def prepare(model: nn.Module) -> None:
     _stack_lists(model)
     _capture_adapters(model)
     _allow_sizes(model)
-    _leave_eager(own)
     said = prepare_recording(model)
     if said is not None:
         _say(said)
@@ -260,17 +259,6 @@ def _allow_sizes(model: nn.Module) -> None:
         _say(
             f"moe_ops.compile: {_and_more(called)} has results of sizes that only the data knows (bincount, nonzero, "
             "where, masks), for the capture of which torch._dynamo.config.capture_dynamic_output_shape_ops is set."
-        )
-
-
-def _leave_eager(loops: list[ExpertLoop]) -> None:
-    """Run loops that have no static form eagerly, where Dynamo would fail in them for what others have it capture."""
-    left = [loop for loop in loops if STATIC not in vars(loop.module) and leave_eager(loop.module)]
-    if left:
-        called = _and_more([loop.name or type(loop.module).__name__ for loop in left])
-        _say(
-            f"moe_ops.compile: {called} run as they are, before which the graph breaks: Dynamo would fail in such a "
-            "loop, as torch._dynamo.config.capture_dynamic_output_shape_ops is set."
         )
 
 

@@ -22,7 +22,7 @@ from compile_passes.class_counts import without_class_counts
 from compile_passes.conversions import without_conversions
 from compile_passes.effects import Kept
 from compile_passes.explain import explain
-from compile_passes.loops import STATIC, fails_captured
+from compile_passes.loops import STATIC
 from compile_passes.report import Report
 from compile_passes.source import NotStatic, held
 from compile_passes.stack_slices import FREEZE
@@ -32,8 +32,6 @@ from compile_passes.static_loops import StaticForm, static_form
 from compile_passes.trial import HOOKS, NotAlone, Trial, bound, takes_hidden_states_alone
 from moe_ops.logs import quiet
 
-# On a module whose loop was left as it is, and runs eagerly: the names of the methods that were bound for that.
-EAGER = "_moe_ops_eager"
 # Modules around the one with the loop that are tried for a forward of hidden states alone.
 _AROUND = 2
 
@@ -128,34 +126,16 @@ def bind(model: nn.Module, verdict: Verdict) -> None:
         module = block.get_submodule(path)
         for converted, dtype in form.converts:
             held(module, converted).to(held(module, dtype))
-        methods = form.functions(training=verdict.training, eager=fails_captured(type(module)))
+        methods = form.functions(training=verdict.training)
         for name, function in methods.items():
             vars(module)[name] = MethodType(function, module)
         vars(module)[STATIC] = tuple(methods)
 
 
-def leave_eager(module: nn.Module) -> bool:
-    """Have Dynamo break the graph before a loop that it would fail in; whether it is one.
-
-    Under `capture_dynamic_output_shape_ops` it captures `bincount` and `where`, and then raises at a `tolist` of what
-    was counted, and at `if len(hit)`, at which it would break the graph else.
-    """
-    kind = type(module)
-    if (
-        not torch._dynamo.config.capture_dynamic_output_shape_ops
-        or "forward" in vars(module)
-        or not fails_captured(kind)
-    ):
-        return False
-    vars(module)["forward"] = MethodType(torch.compiler.disable(kind.forward), module)
-    vars(module)[EAGER] = ("forward",)
-    return True
-
-
 def unbind(model: nn.Module) -> None:
-    """Undo `bind` and `leave_eager` for every module of ``model``."""
+    """Undo `bind` for every module of ``model``."""
     for module in model.modules():
-        for name in (*vars(module).pop(STATIC, ()), *vars(module).pop(EAGER, ())):
+        for name in vars(module).pop(STATIC, ()):
             vars(module).pop(name, None)
 
 

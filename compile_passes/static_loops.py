@@ -79,19 +79,18 @@ class StaticForm:
             yield helper.tree
             waiting.extend(helper.helpers)
 
-    def functions(self, *, training: bool | None = None, eager: bool = False) -> dict[str, Callable[..., Any]]:
+    def functions(self, *, training: bool | None = None) -> dict[str, Callable[..., Any]]:
         """The functions by the names of the methods that they replace, compiled afresh.
 
         Args:
             training: run the original in the other mode; None replaces it in both.
-            eager: the original runs outside of graphs: Dynamo would fail at its lists of what tensors hold.
         """
         made = {}
         for name, tree in self.methods.items():
             own = copy.deepcopy(tree)
             mode = [] if training is None else [f"{'' if training else 'not '}{_given(own)[0]}.training"]
             if self.holds or mode:
-                own.body[:0] = [_original_unless(own, self.sources[name], [*self.holds, *mode], eager)]
+                own.body[:0] = [_original_unless(own, self.sources[name], [*self.holds, *mode])]
             made[name] = build(self.sources[name], own, self.helpers.get(name, ()))
         return made
 
@@ -437,17 +436,15 @@ def _given(tree: ast.FunctionDef) -> list[str]:
     return [arg.arg for arg in (*tree.args.posonlyargs, *tree.args.args)]
 
 
-def _original_unless(tree: ast.FunctionDef, source: Source, holds: list[str], eager: bool) -> ast.stmt:
+def _original_unless(tree: ast.FunctionDef, source: Source, holds: list[str]) -> ast.stmt:
     """`if not (...): return type(self).forward(self, ...)`."""
     given = _given(tree)
     passed = [*given, *([f"*{tree.args.vararg.arg}"] if tree.args.vararg else [])]
     passed += [f"{arg.arg}={arg.arg}" for arg in tree.args.kwonlyargs]
     passed += [f"**{tree.args.kwarg.arg}"] if tree.args.kwarg else []
     condition = " and ".join(f"({hold})" for hold in holds)
-    original = f"type({given[0]}).{source.name}"
-    if eager and source.function.__globals__.get("torch") is torch:
-        original = f"torch.compiler.disable({original})"
-    statement = ast.parse(f"if not ({condition}):\n    return {original}({', '.join(passed)})").body[0]
+    call = f"type({given[0]}).{source.name}({', '.join(passed)})"
+    statement = ast.parse(f"if not ({condition}):\n    return {call}").body[0]
     for node in ast.walk(statement):
         if hasattr(node, "lineno"):
             node.lineno = node.end_lineno = tree.lineno  # type: ignore[attr-defined]

@@ -18,14 +18,14 @@ from typing import Any
 from torch import fx, nn
 
 from compile_passes.class_counts import FIX_CLASSES, without_class_counts
-from compile_passes.loops import ExpertGroup, are_projections, has_router
+from compile_passes.loops import ExpertGroup, are_projections, has_router, makes_lists
 from compile_passes.match import functions, module_of
 from moe_ops.graphs import TORCH
 
 #: What to do about a graph break.
 MEND = (
     "Take what stopped the capture out of the block, or write it with tensors alone: torch.where in place of `if`, no "
-    "print, no .item()."
+    "print, no .item(), no .tolist()."
 )
 _WALK = 400
 # What Dynamo says of `torch.where(condition)`, `nonzero`, `bincount` and boolean masks.
@@ -37,7 +37,7 @@ _ALLOW_NUMBERS = (
     "torch._dynamo.config.capture_scalar_outputs = True (which fullgraph=True sets). Elsewhere: "
 )
 _ALLOW = (
-    "moe_ops.compile(model) allows that capture, where no list is made of what tensors hold, and stacks a list of "
+    "Where no list is made of what tensors hold, moe_ops.compile(model) allows that capture, and stacks a list of "
     "experts; by hand: torch._dynamo.config.capture_dynamic_output_shape_ops = True (which fullgraph=True sets), and "
     "moe_ops.stack_experts_(model)."
 )
@@ -152,7 +152,8 @@ def explanation(model: nn.Module, group: ExpertGroup, seen: Seen, stops: Sequenc
                 "lets Dynamo capture that; else leave out what records values, or gradient checkpointing."
             )
         return reason, MEND
-    if near is not None and near.of_the_data:
+    lists = (makes_lists(type(module)) for module in _inside_out(model, group))
+    if near is not None and near.of_the_data and not any(lists):
         return (
             f"Capture stops in its loop, at an operation whose result has a size of the data: {near.line}.",
             _ALLOW,

@@ -257,6 +257,27 @@ def test_compile_leaves_alone_what_is_not_fused_then():
         assert not torch._dynamo.config.capture_scalar_outputs
 
 
+class AsksForNumbers(nn.Module):
+    """Dynamo raises here once it captures the number."""
+
+    def forward(self, x):
+        return x + 1 if (x > 1).sum().item() else x
+
+
+def test_numbers_beside_a_block_are_read_as_under_plain_compile():
+    torch.manual_seed(0)
+    model = nn.Sequential(AsksForNumbers(), MODULES["granite"]()).eval()
+    torch.compiler.reset()
+    dynamo.clear()
+    x = torch.randn(2, 3, H)
+    with torch._dynamo.config.patch(capture_scalar_outputs=False, capture_dynamic_output_shape_ops=False):
+        with pytest.warns(UserWarning, match="reads counts of rows on the host to cut the rows by them"):
+            compiled = moe_ops.compile(model, backend="moe_ops_eager")
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), model(x), atol=1e-5, rtol=1e-5)
+    assert dynamo["moe_ops"]["fused"] == 1
+
+
 # ---- generated
 
 
