@@ -127,7 +127,6 @@ CODE = {name: row.code.name for name, row in SCHEMES.items() if row.code is not 
 PACKED = frozenset(name for name, row in SCHEMES.items() if row.quantized and row.rows is None)
 #: And those whose codes are decoded for e4m3 ones.
 DECODED = PACKED | {name for name, row in SCHEMES.items() if row.pack > 1}
-FP8_DECODED = DECODED - PACKED
 #: And those of e4m3 on both sides, whose products of many rows are `promoted_mm`'s where there is Gluon for Hopper.
 PROMOTED = frozenset(
     name

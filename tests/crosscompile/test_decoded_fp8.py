@@ -11,7 +11,7 @@ import torch
 
 from meta.operands import Operand
 from meta.schemes import SCHEMES
-from moe_ops.backends.triton_plans import FP8_DECODED, tile_for
+from moe_ops.backends.triton_plans import DECODED, PACKED, tile_for
 from moe_ops.kernels.triton import expert_mm, launch
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.decoded_fp8_mm import MOST, _decoded_fp8_mm_kernel
@@ -66,7 +66,7 @@ def test_compiles(layout: str | None, experts: int) -> None:
         assert len([line for line in body if line[1].startswith(("LDL", "STL"))]) <= (0 if experts == 8 else 16)
 
 
-@pytest.mark.parametrize(("scheme", "taken"), [*((s, True) for s in sorted(FP8_DECODED)), ("fp8_channel", False)])
+@pytest.mark.parametrize(("scheme", "taken"), [*((s, True) for s in sorted(DECODED - PACKED)), ("fp8_channel", False)])
 def test_which_products_it_takes(scheme: str, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a Hopper GPU, of experts with many rows that come by descriptor."""
     monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: True)
@@ -80,7 +80,7 @@ def test_which_products_it_takes(scheme: str, taken: bool, monkeypatch: pytest.M
     assert not mm.specialises(tile) and (not taken or fit(MANY, mm).block_m * fit(MANY, mm).block_n <= 128 * 128)
 
 
-@pytest.mark.parametrize("scheme", sorted(FP8_DECODED))
+@pytest.mark.parametrize("scheme", sorted(DECODED - PACKED))
 def test_plans_are_made_for_it(scheme: str) -> None:
     """Where an expert has more than 64 rows."""
     tiles = [tile_for(scheme, 128, bucket(128 * rows), 1536, 2048, "NVIDIA H200", 90, "up") for rows in (32, 128)]

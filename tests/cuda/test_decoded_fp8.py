@@ -15,7 +15,7 @@ from tests.cuda.specialised import assert_any_number_of_rows, assert_replays, be
 from tests.ops.scheme_layers import FORMS, SchemeLayer, assert_contract, build, with_scales_far_apart
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("on_hopper", "poisoned_memory")]
-SCHEMES = sorted(triton_plans.FP8_DECODED)
+SCHEMES = sorted(triton_plans.DECODED - triton_plans.PACKED)
 #: E, K, H, I: whole tiles; an odd number of steps, and half a tile of columns; one expert; scales in odd numbers, which
 #: no wide load takes, and less than a step at the end.
 SIZES = {"whole": (8, 2, 1024, 512), "odd": (6, 2, 1152, 640), "one": (1, 1, 256, 128), "ragged": (3, 2, 1184, 320)}
