@@ -493,7 +493,7 @@ def compiling_apart(
                 yield ({"isolate_recompiles": True} if apart else {}), lost
             finally:
                 places = [(str(entry.co_name), f"{entry.co_filename}:{entry.co_firstlineno}") for entry in metrics]
-                for entry, place, after in zip(metrics, places, [*places[1:], None], strict=True):
+                for entry, place, after in zip(metrics, places, [*places, None][1:], strict=True):
                     if not getattr(entry, "has_guarded_code", True) and getattr(entry, "fail_reason", None):
                         where = f"{entry.fail_user_frame_filename}:{entry.fail_user_frame_lineno}"
                         # what is given back is not tried again at its next call

@@ -458,3 +458,9 @@ class WholeAfterBreak(InHelpers):
         h = torch.bmm(self.w1[flat], rows.unsqueeze(-1)).squeeze(-1)
         out = torch.bmm(self.w2[flat], self.activation(h).unsqueeze(-1)).squeeze(-1)
         return (out * topk_weights.reshape(-1, 1)).view(-1, K, H).sum(1)
+
+
+def test_where_dynamo_is_off_there_are_no_graphs():
+    with torch._dynamo.config.patch(disable=True):
+        report = moe_ops.explain(torch.nn.Linear(4, 4), torch.randn(2, 4))
+    assert (report.graphs, report.error, report.fused, report.refused) == (0, None, [], [])
