@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import linecache
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -279,7 +281,28 @@ def size_guards() -> dict[str, str]:
     env = getattr(getattr(current, "fake_mode", None), "shape_env", None)
     guards = getattr(env, "guards", None) or ()
     lines = ((str(guard.expr), getattr(getattr(guard, "sloc", None), "maybe_user_loc", None)) for guard in guards)
-    return {assumed: str(line) for assumed, line in lines if line}
+    return {assumed: whole_paths(line) for assumed, line in lines if line}
+
+
+def whole_paths(text: str) -> str:
+    """``text`` with whole paths in every ``code  # file:line in function``: torch leaves out what they share with its
+    own, and a letter more where that is the root alone.
+    """
+    shorten = getattr(torch.utils._traceback, "shorten_filename", str)
+    whole = {shorten(path): path for path in linecache.cache}  # torch has read the code from there
+    return re.sub(r"(?<=  # )[^\s:]+(?=:\d+ in )", lambda found: whole.get(found[0], found[0]), text)
+
+
+def kept_inputs(placeholders: Sequence[Any]) -> Sequence[Any]:
+    """Those of the forward graph that is being compiled whose memory stays where it is: parameters, buffers, what
+    `mark_static_address` marked; for use inside Inductor's passes. All, where this torch cannot be asked.
+    """
+    context = getattr(torch._guards, "TracingContext", None)
+    metadata = getattr(None if context is None else context.try_get(), "fw_metadata", None)
+    kept = getattr(metadata, "static_input_indices", None)
+    if kept is None or any(node.name.startswith("tangents") for node in placeholders):
+        return placeholders
+    return [placeholders[index] for index in kept if index < len(placeholders)]
 
 
 @contextmanager

@@ -20,11 +20,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import re
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ from torch._dynamo.utils import counters
 from moe_ops import graphs
 from moe_ops.capture import captured, contained, first_cause, leave_pool, warm_up
 from moe_ops.census import graph_kernel_names, kernel_names
-from moe_ops.compat import as_written, inductor_graphs_pool, size_guards, when_compiling
+from moe_ops.compat import as_written, inductor_graphs_pool, kept_inputs, size_guards, when_compiling, whole_paths
 from moe_ops.logs import quiet
 
 __all__ = [
@@ -46,6 +48,21 @@ __all__ = [
 ]
 
 Inputs = torch.Tensor | tuple[Any, ...] | Mapping[str, Any]
+_TIED = (
+    "A Python int taken from a shape, or a branch on one, ties the code to a size: compute with tensors there, or take "
+    "the branch out."
+)
+_SKIPPED = (
+    "Dynamo skipped the function: is it disabled, or TorchScript, is torch.compile switched off (TORCHDYNAMO_DISABLE, "
+    "torch.compiler.set_stance), or is there no tensor operation in it?"
+)
+_HOST = "the host needs a value that is on the device, and a CUDA graph cannot hold that"
+_ON_DEVICE = "Keep the value on the device, as a tensor."
+_WRITTEN = "an input is written in place, and torch records no CUDA graph of that"
+_KEPT = (
+    "Return the new value, keep it in a buffer of the module, or tell torch that the input stays where it is "
+    "(torch._dynamo.mark_static_address)."
+)
 REPLAYS = 4  # CUDA graph trees warm up, then record, then replay: the third call is the first replay
 
 
@@ -104,23 +121,25 @@ def assert_no_graph_breaks(
     dynamic: bool | None = None,
     backward: bool = False,
 ) -> None:
-    """`function` compiles as exactly one graph, without gradients.
+    """`torch.compile(function, backend=backend, dynamic=dynamic)` makes exactly one graph, without gradients.
 
     With `backward` so does a training step: gradients are enabled, and the outputs differentiated, as in
     `assert_cuda_graph_safe`.
 
-    Four signals, none of which suffices: `fullgraph=True` says why it fails but accepts a frame that Dynamo skips; the
-    break counter stays 0 for data-dependent branches and skipped frames; the number of graphs is 1 for a function whose
-    frame was entered but left half in Python, and for one that Dynamo skips around another one that it compiles: then
-    the skipped frame is on the stack while that compiles.
+    Four signals, none of which suffices: an error at the first break says why, but a frame that Dynamo skips is none;
+    the break counter stays 0 for data-dependent branches and skipped frames; the number of graphs is 1 for a function
+    whose frame was entered but left half in Python, and for one that Dynamo skips around another one that it compiles:
+    then the skipped frame is on the stack while that compiles. `fullgraph=True` is none of them: with it Dynamo
+    captures numbers and sizes that only the data knows (`.item()`, `bincount`), at which the user's own call breaks.
 
     Raises:
-        AssertionError: with Dynamo's own reason for the first break.
-        ValueError: `backward` of outputs that require no gradient.
+        AssertionError: with the line, and Dynamo's own reason for the first break; with the model's own error where it
+            raises without torch.compile as well; where nothing was compiled, with what may be the cause.
+        ValueError: `backward` of outputs that require no gradient; a backend that torch.compile does not know.
     """
     run = _Trained(function, "assert_no_graph_breaks") if backward else _run
-    with _fresh(function), torch.set_grad_enabled(backward), _as_one_graph(backend):
-        run(torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True), inputs)
+    with _fresh(function), torch.set_grad_enabled(backward), _as_one_graph(function, inputs, backend, run):
+        run(torch.compile(function, backend=backend, dynamic=dynamic), inputs)
         graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
     if breaks:
         reasons = "\n".join(f"  {count} x {reason}" for reason, count in counters["graph_break"].items())
@@ -128,11 +147,7 @@ def assert_no_graph_breaks(
     if graphs != 1:
         raise AssertionError(
             f"{graphs} graphs instead of 1. "
-            + (
-                "Dynamo skipped the function: is it disabled, or does it hold no tensor operation?"
-                if graphs == 0
-                else "TORCH_LOGS=graph_code shows where each of them begins."
-            )
+            + (_SKIPPED if graphs == 0 else "TORCH_LOGS=graph_code shows where each of them begins.")
         )
 
 
@@ -140,7 +155,7 @@ def assert_no_recompiles(
     function: Callable[..., Any],
     make_inputs: Callable[[int], Inputs],
     *,
-    sizes: Sequence[int] = (2, 3, 16, 64),
+    sizes: Iterable[int] = (2, 3, 16, 64),
     backend: str = "moe_ops",
     dynamic: bool | None = True,
     backward: bool = False,
@@ -154,50 +169,69 @@ def assert_no_recompiles(
     (`torch._dynamo.mark_dynamic`). Left alone, torch.compile compiles a second time at the second size, by design.
 
     Raises:
-        ValueError: `sizes` holds fewer than two sizes, or 0 or 1, which torch.compile always compiles on their own;
-            `backward` of outputs that require no gradient.
-        AssertionError: with the guard that failed.
+        ValueError: `sizes` holds no two different integers, or 0 or 1, which torch.compile always compiles on their
+            own; `make_inputs` is no function, or gives inputs of the same shapes for every size; `backward` of outputs
+            that require no gradient; a backend that torch.compile does not know.
+        AssertionError: with the guard that failed, as Dynamo gives it, and the lines that tie the code to a size, if
+            any do; what `assert_no_graph_breaks` raises. Errors of the compiled code are raised as they are.
     """
-    if len(sizes) < 2 or min(sizes) < 2:
+    listed = tuple(sizes) if isinstance(sizes, Iterable) else (sizes,)
+    if not all(isinstance(size, Integral) and size >= 2 for size in listed) or len({*listed}) < 2:
         raise ValueError(
-            f"assert_no_recompiles: sizes must be at least two sizes >= 2, got {tuple(sizes)}. "
-            "torch.compile specialises 0 and 1: test them on their own."
+            f"assert_no_recompiles: sizes must be at least two sizes >= 2, different integers, got {listed}. Pass some "
+            "as (2, 3, 16, 64). torch.compile specialises 0 and 1: test them on their own."
+        )
+    if not callable(make_inputs):
+        raise ValueError(
+            "assert_no_recompiles: make_inputs must be a function from a size to inputs, got "
+            f"{type(make_inputs).__name__}. Pass one as lambda size: torch.randn(size, 8)."
         )
     run = _Trained(function, "assert_no_recompiles") if backward else _run
-    with _fresh(function), torch.set_grad_enabled(backward), _as_one_graph(backend):
-        compiled = torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)
-        run(compiled, make_inputs(sizes[0]))
-        for size in sizes[1:]:
+    extents = []
+    with _fresh(function), torch.set_grad_enabled(backward):
+        compiled = torch.compile(function, backend=backend, dynamic=dynamic)
+        for index, size in enumerate(listed):
             inputs = make_inputs(size)
-            try:
-                with torch.compiler.set_stance("fail_on_recompile"):
-                    run(compiled, inputs)
-            except RuntimeError as error:
-                lines = _tied_to_sizes(function, make_inputs, sizes[0], size, dynamic)
-                told = dynamic is None and any(
-                    hasattr(tensor, "_dynamo_dynamic_indices") for tensor in _tensors(inputs)
-                )
-                cause = (
-                    "A Python int taken from a shape, or a branch on one, ties the code to a size: compute with "
-                    "tensors there, or take the branch out."
-                    if dynamic or told
-                    else f"dynamic={dynamic} compiles for the sizes of the first call: pass dynamic=True, or mark the "
-                    "dimensions of the inputs (torch._dynamo.mark_dynamic) and pass dynamic=None."
-                )
-                raise AssertionError(
-                    f"size {size} compiles again after size {sizes[0]}:\n{lines}{_indent(error)}\n"
-                    f"{cause} TORCH_LOGS=recompiles,guards shows more."
-                ) from error
+            extents.append(_extents(inputs))
+            with _as_one_graph(function, inputs, backend, run):
+                try:
+                    with torch._dynamo.config.patch(error_on_recompile=index > 0, suppress_errors=False):
+                        run(compiled, inputs)
+                except torch._dynamo.exc.RecompileError as error:
+                    _assert_runs(function, inputs, run)
+                    lines, guard = _tied_to_sizes(function, make_inputs, listed[0], size, dynamic), str(error)
+                    told = dynamic is None and any(
+                        hasattr(tensor, "_dynamo_dynamic_indices") for tensor in _tensors(inputs)
+                    )
+                    if not lines and not re.search(r"(size|stride)( mismatch|\(\))", guard):
+                        cause = "What the guard names must stay the same from call to call, or be held in a tensor."
+                    elif dynamic or told:
+                        cause = _TIED
+                    else:
+                        cause = (
+                            f"dynamic={dynamic} compiles for the sizes of the first call: pass dynamic=True, or mark "
+                            "the dimensions of the inputs (torch._dynamo.mark_dynamic) and pass dynamic=None."
+                        )
+                    raise AssertionError(
+                        f"size {size} compiles again after size {listed[0]}:\n{lines}{_indent(error)}\n"
+                        f"{cause} TORCH_LOGS=recompiles,guards shows more."
+                    ) from error
         graphs = counters["stats"]["unique_graphs"]
+    if all(extent == extents[0] for extent in extents):
+        raise ValueError(
+            "assert_no_recompiles: make_inputs must give inputs whose shapes follow the size, got the same for each of "
+            f"{listed}: nothing was tried. Make them of its argument."
+        )
     if graphs != 1:
-        raise AssertionError(f"{graphs} graphs for {len(sizes)} sizes instead of 1: use assert_no_graph_breaks first.")
+        cure = _SKIPPED if graphs == 0 else "Use assert_no_graph_breaks first."
+        raise AssertionError(f"{graphs} graphs for {len(listed)} sizes instead of 1. {cure}")
 
 
 def assert_cuda_graph_safe(
     function: Callable[..., Any],
     inputs: Inputs,
     *,
-    changed: Sequence[Inputs] = (),
+    changed: Iterable[Inputs] = (),
     backend: str | None = "moe_ops",
     backward: bool = False,
 ) -> None:
@@ -209,8 +243,10 @@ def assert_cuda_graph_safe(
     With a backend, inputs on a GPU: compiled under `mode="reduce-overhead"`, nothing is skipped or partitioned, every
     call of the last turn replays a recorded graph, and the replays equal, bit for bit, the same compiled code without
     CUDA graphs. With `backend=None`: the function as it stands is captured, the graph holds work, and its replays equal
-    the eager calls. Inputs on a CPU: nothing can be captured; the
-    compiled graph is searched for the operations that torch refuses to capture.
+    the eager calls. Inputs on a CPU: nothing can be captured; the graph is searched for what torch refuses to capture:
+    operations that ask the device, branches of the host, `.cpu()` and `.to("cpu")`, inputs that are written in place.
+    A CPU does not show what depends on where a tensor is (`.to(other.device)`, NumPy, tensors made of Python data),
+    what an operator does inside, values that were computed at capture time, and what the compiler makes for a GPU.
 
     Args:
         changed: more inputs of the same shapes, whose values take another route; by default each tensor of `inputs`
@@ -218,26 +254,43 @@ def assert_cuda_graph_safe(
         backward: whether the backward is captured, or searched, as well.
 
     Raises:
-        AssertionError: with the operation, or torch's reason. For inputs on a CPU also where no graph reached
-            Inductor, whose list of such operations it is.
-        ValueError: `backend=None` for inputs that are not on a GPU; `backward` of outputs that require no gradient.
+        AssertionError: with the operation, or torch's reason; what `assert_no_graph_breaks` raises of breaks, but not
+            of numbers and sizes that only the data knows. For inputs on a CPU also where no graph reached Inductor,
+            whose list of such operations it is.
+        ValueError: `backend=None` for inputs that are not on a GPU, a backend that torch.compile does not know;
+            `backward` of outputs that require no gradient; `changed` is no list of inputs, or holds other shapes.
     """
     inputs = _plain(inputs)
-    variants = [inputs, *(map(_plain, changed) if changed else [_flipped(inputs)])]
+    if isinstance(changed, (torch.Tensor, Mapping)):
+        raise ValueError(
+            f"assert_cuda_graph_safe: changed must be a list of inputs, got one {type(changed).__name__}. Use [it]."
+        )
+    variants = [inputs, *([*map(_plain, changed)] or [_flipped(inputs)])]
+    shapes, *others = ([(*tensor.shape, tensor.dtype) for tensor in _tensors(variant)] for variant in variants)
+    for other in others:
+        if other != shapes:
+            raise ValueError(
+                f"assert_cuda_graph_safe: changed must have the shapes and dtypes of inputs, {shapes}, got {other}. A "
+                "CUDA graph is for one of each: test others on their own."
+            )
     run = _Trained(function, "assert_cuda_graph_safe") if backward else _run
+    on_gpu = any(tensor.is_cuda for tensor in _tensors(inputs))
     with torch.set_grad_enabled(backward):
-        if any(tensor.is_cuda for tensor in _tensors(inputs)):
-            if backend is None:
-                _assert_replays_equal_eager(function, variants, run)
-            else:
-                with contained():
-                    _assert_compiled_replays(function, variants, backend, run)
-        elif backend is None:
+        if backend is None and not on_gpu:
             raise ValueError(
                 "assert_cuda_graph_safe: backend must be a name for inputs that are not on a GPU, got None."
             )
-        else:
-            _assert_no_incompatible_node(function, inputs, backend, run)
+        if backend is None:
+            _assert_replays_equal_eager(function, variants, run)
+            return
+        # what asks the device is to be found in the graph, and not to break it
+        allowed = torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)
+        with _fresh(function), allowed, _as_one_graph(function, inputs, backend, run):
+            if on_gpu:
+                with contained():
+                    _assert_compiled_replays(function, variants, backend, run)
+            else:
+                _assert_no_incompatible_node(function, inputs, backend, run)
 
 
 class _Trained:
@@ -284,11 +337,11 @@ def _assert_compiled_replays(function: Callable[..., Any], variants: list[Inputs
     import torch._inductor.config as inductor_config
 
     # One cache for both: Inductor picks the tiles of a reduction by timing, and another tile sums in another order.
-    with _fresh(function), inductor_config.patch("triton.cudagraph_or_error", True):
-        plain = torch.compile(function, backend=backend, fullgraph=True)
+    with inductor_config.patch("triton.cudagraph_or_error", True):
+        plain = torch.compile(function, backend=backend)
         expected = [_compared(run(plain, variant)) for variant in variants]
         torch.compiler.reset()
-        replayed = torch.compile(function, backend=backend, fullgraph=True, mode="reduce-overhead")
+        replayed = torch.compile(function, backend=backend, mode="reduce-overhead")
         with _graph_events() as events:
             for turn in range(REPLAYS):
                 before = events["replay"]
@@ -376,32 +429,47 @@ def _holds_work(graph: torch.cuda.CUDAGraph) -> bool:
 
 
 def _assert_no_incompatible_node(function: Callable[..., Any], inputs: Inputs, backend: str, run: _Run) -> None:
-    """The CPU half: Inductor's own list of what it will not capture, applied to the graphs after all passes."""
+    """The CPU half: Inductor's own list of what it will not capture, applied to the graphs after all passes; and what
+    is nothing on a CPU, by Dynamo's graphs.
+    """
+    import torch._inductor.config as inductor_config
     from torch._inductor.utils import get_first_incompatible_cudagraph_node
 
     # Inductor's list is of operators; of these it knows when it has lowered them, for a GPU.
     branches = {torch.ops.higher_order.cond, torch.ops.higher_order.while_loop}
-
-    def first_of(module: torch.fx.GraphModule) -> torch.fx.Node | None:
-        branching = (node for node in module.graph.nodes if node.target in branches)
-        return get_first_incompatible_cudagraph_node(module) or next(branching, None)
-
     found: list[str] = []
     looked = False
+
+    def note(why: str, node: torch.fx.Node, trace: str, cure: str) -> None:
+        place = graphs.frame(trace)
+        line = graphs.in_line(place) if place[0] else "(no source line)"
+        found.append(f"{why}:\n  {line}\n    as {graphs.describe(node)}\n{cure}")
 
     def look(graph: torch.fx.Graph) -> None:
         nonlocal looked
         looked = True
         module = graph.owning_module
-        node = None if module is None else first_of(module)
-        if node is not None:
-            place = graphs.frame(graphs.trace_of(node))
-            line = graphs.in_line(place) if place[0] else "(no source line)"
-            found.append(f"  {line}\n    as {graphs.describe(node)}")
+        first = None if module is None else get_first_incompatible_cudagraph_node(module)
+        for node in (first, *(node for node in graph.nodes if node.target in branches)):
+            if node is not None:
+                note(_HOST, node, graphs.trace_of(node), _ON_DEVICE)
+        given = [node for node in graph.nodes if node.op == "placeholder"]
+        kept = kept_inputs(given)
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+            target, value = node.args[:2]
+            if target in given and target not in kept:
+                trace = graphs.trace_of(node) or graphs.trace_of(value)
+                note(_WRITTEN, node, trace, _KEPT)
 
-    with _fresh(function), _as_one_graph(backend):
-        options: dict[str, Any] = {"post_grad_custom_post_pass": look}
-        run(torch.compile(function, backend=backend, fullgraph=True, options=options), inputs)
+    def compiler(module: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        for part in module.modules():
+            for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
+                if _copies_to_host(node):
+                    note(_HOST, node, graphs.trace_of(node), _ON_DEVICE)
+        return torch._dynamo.lookup_backend(backend)(module, *args, **kwargs)
+
+    with inductor_config.patch(post_grad_custom_post_pass=look):
+        run(torch.compile(function, backend=compiler), inputs)
     if not looked:
         raise AssertionError(
             f"no graph reached Inductor under backend={backend!r}, so that nothing was searched. Give a backend that "
@@ -409,10 +477,18 @@ def _assert_no_incompatible_node(function: Callable[..., Any], inputs: Inputs, b
             "the function."
         )
     if found:
-        raise AssertionError(
-            f"the host needs a value that is on the device, and a CUDA graph cannot hold that:\n{found[0]}\n"
-            "Keep the value on the device, as a tensor."
-        )
+        raise AssertionError(found[0])
+
+
+def _copies_to_host(node: torch.fx.Node) -> bool:
+    """Whether a node of Dynamo's graph would copy from a GPU: where the code says so. A device that is looked up is the
+    CPU here, and another one there.
+    """
+    if node.op != "call_method" or node.target not in ("cpu", "to"):
+        return False
+    told = any(str(value) == "cpu" for value in (*node.args[1:], *node.kwargs.values()))
+    line = graphs.frame(graphs.trace_of(node))[3]
+    return node.target == "cpu" or (told and ("'cpu'" in line or '"cpu"' in line))
 
 
 def _tied_to_sizes(
@@ -433,28 +509,58 @@ def _tied_to_sizes(
     return "".join(f"  {line}\n" for line in dict.fromkeys(lines))
 
 
+_SHAPES = torch.fx.experimental.symbolic_shapes
 # What Dynamo lets through of a size, or a number, that only the data knows.
-_OF_SIZES = getattr(torch.fx.experimental.symbolic_shapes, "GuardOnDataDependentSymNode", torch._dynamo.exc.Unsupported)
+_OF_SIZES: Any = getattr(_SHAPES, "GuardOnDataDependentSymNode", ())
+# What it raises of a size that `mark_dynamic` marked, and the code is for one value of.
+_OF_MARKS: Any = getattr(_SHAPES, "ConstraintViolationError", ())
 
 
 @contextlib.contextmanager
-def _as_one_graph(backend: str) -> Iterator[None]:
+def _as_one_graph(function: Callable[..., Any], inputs: Inputs, backend: str, run: _Run) -> Iterator[None]:
     """What Dynamo raises of code that it cannot capture, as an AssertionError, and code around what it compiles too."""
     around: list[list[str]] = []
     try:
-        with when_compiling(lambda _: around.append(_left_to_python())):
+        with torch._dynamo.error_on_graph_break(True), when_compiling(lambda _: around.append(_left_to_python())):
             yield
     except torch._dynamo.exc.InvalidBackend as error:
         names = ", ".join(torch.compiler.list_backends())
         raise ValueError(f"backend must be a name that torch.compile knows ({names}), got {backend!r}.") from error
-    except (torch._dynamo.exc.TorchDynamoException, _OF_SIZES) as error:
-        raise AssertionError(f"it does not compile as one graph:\n{_indent(error)}") from error
+    except (torch._dynamo.exc.TorchDynamoException, _OF_SIZES, _OF_MARKS) as error:
+        _assert_runs(function, inputs, run)
+        what, said = "it does not compile as one graph", _indent(error)
+        if isinstance(error, _OF_MARKS):
+            what, said = "what is marked as dynamic is tied to a size", f"{said}\n{_TIED}"
+        if isinstance(error, _OF_SIZES):  # the lines after its first are of torch's code
+            said = f"{_asking(function, inputs, run)}  {str(error).strip().splitlines()[0]}\n{_ON_DEVICE}"
+        raise AssertionError(f"{what}:\n{said}") from error
     if around and around[0]:  # later ones may be compiled inside of what the first has become
         lines = "\n".join(f"  {line}" for line in around[0])
         raise AssertionError(
             f"it runs in Python, around what is compiled of it:\n{lines}\n"
             "Is it disabled (torch.compiler.disable, also with recursive=False), or a wrapper that Dynamo skips?"
         )
+
+
+def _assert_runs(function: Callable[..., Any], inputs: Inputs, run: _Run) -> None:
+    """What fails without torch.compile as well is not torch.compile's."""
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            run(function, inputs)
+    except Exception as error:
+        raise AssertionError(f"the model raised, without torch.compile too: {type(error).__name__}: {error}") from error
+
+
+def _asking(function: Callable[..., Any], inputs: Inputs, run: _Run) -> str:
+    """The line that asks for a number or a size that only the data knows, where Dynamo may not capture any."""
+    torch.compiler.reset()
+    refused = torch._dynamo.config.patch(capture_scalar_outputs=False, capture_dynamic_output_shape_ops=False)
+    try:
+        with refused, torch._dynamo.error_on_graph_break(True):
+            run(torch.compile(function, backend="eager"), inputs)
+    except torch._dynamo.exc.Unsupported as error:
+        return _indent(error).partition("\n")[0] + "\n"
+    return ""
 
 
 def _left_to_python() -> list[str]:
@@ -478,9 +584,14 @@ def _fresh(function: Any) -> Iterator[None]:
 
     torch.compiler.reset()
     counters.clear()
-    with fresh_cache(), as_written(function):
-        yield
-    torch.compiler.reset()
+    cache = fresh_cache()
+    cache.__enter__()
+    try:
+        with as_written(function):
+            yield
+    finally:
+        cache.__exit__(None, None, None)  # it leaves its folder behind where it sees an error
+        torch.compiler.reset()
 
 
 def _call(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -500,6 +611,12 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     leaves = torch.utils._pytree.tree_leaves(value)
     nested = ([leaf] if isinstance(leaf, torch.Tensor) else _tensors(_parts(leaf)) for leaf in leaves)
     return [tensor for inner in nested for tensor in inner]
+
+
+def _extents(inputs: Inputs) -> list[Any]:
+    """What of inputs may follow a size: shapes, and numbers; what nobody can look into stands for itself."""
+    shapes = _changed(_plain(inputs), lambda tensor: list(tensor.shape))
+    return [getattr(leaf, "shape", leaf) for leaf in torch.utils._pytree.tree_leaves(shapes)]
 
 
 def _compared(outputs: Any) -> list[torch.Tensor]:
@@ -527,8 +644,8 @@ def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``value`` with other tensors, in dataclasses as well."""
+def _changed(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """``value`` with something else for its tensors, in dataclasses as well."""
 
     def other(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -573,7 +690,7 @@ def _assert_same_bits(got: list[torch.Tensor], wanted: list[torch.Tensor], what:
 
 def _indent(error: BaseException) -> str:
     """The first lines of an error, below the line of the user's code that Dynamo names at the end of its own."""
-    text, _, trace = str(error).strip().partition("from user code:")
+    text, trace, *_ = *re.split("from user code:|User stack:", whole_paths(str(error)).strip(), maxsplit=1), ""
     place = graphs.frame(trace)
     first = [graphs.in_line(place)] if place[0] else []
     return _indented("\n".join([*first, *text.strip().splitlines()[:12]]))

@@ -2,15 +2,18 @@
 
 import logging
 import re
+import tempfile
 from collections import UserDict
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 import moe_ops
 from compile_passes import passes
@@ -247,6 +250,116 @@ def test_skipped_function_is_no_graph() -> None:
         assert_no_graph_breaks(lambda x: x.shape[0], INPUTS, backend="inductor")
 
 
+OFF = {
+    "TorchScript": lambda: (torch.jit.trace(Sound().requires_grad_(False), INPUTS), nullcontext()),
+    "Dynamo disabled": lambda: (Sound(), torch._dynamo.config.patch(disable=True)),
+    "force_eager": lambda: (Sound(), torch.compiler.set_stance("force_eager")),
+}
+
+
+@pytest.mark.parametrize("assertion", [assert_no_graph_breaks, assert_no_recompiles, assert_cuda_graph_safe])
+@pytest.mark.parametrize("off", OFF.values(), ids=OFF)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_where_nothing_is_compiled_the_causes_are_named(assertion, off) -> None:
+    model, context = off()
+    searched = assertion is assert_cuda_graph_safe
+    said = "no graph reached Inductor" if searched else r"^0 graphs .*TorchScript.*TORCHDYNAMO_DISABLE.*set_stance"
+    with context, pytest.raises(AssertionError, match=said):
+        assertion(model, batch if assertion is assert_no_recompiles else INPUTS)
+
+
+def test_where_nothing_is_compiled_nothing_is_fused() -> None:
+    with torch._dynamo.config.patch(disable=True), pytest.raises(AssertionError, match=r"^no MoE block was found"):
+        assert_fused(Experts(), INPUTS)
+
+
+def test_a_break_that_the_model_allows_is_counted() -> None:
+    def allows(x: torch.Tensor) -> torch.Tensor:
+        with torch._dynamo.error_on_graph_break(False):
+            x = x + 1
+            torch._dynamo.graph_break()
+            return x * 2
+
+    with pytest.raises(AssertionError, match=r"^1 graph break\(s\):\n  1 x Call to `torch\._dynamo\.graph_break"):
+        assert_no_graph_breaks(allows, INPUTS, backend="aot_eager")
+
+
+class ReadsNumber(Experts):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        positive = (x > 0).sum().item()
+        return super().forward(x) / positive
+
+
+class CountsExperts(Experts):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hit = torch.bincount(torch.nn.functional.linear(x, self.router).argmax(-1), minlength=4)
+        return super().forward(x) + hit.sum()
+
+
+OF_THE_DATA = {ReadsNumber: "positive = (x > 0).sum().item()", CountsExperts: "hit = torch.bincount("}
+
+
+@pytest.mark.parametrize("assertion", [assert_no_graph_breaks, assert_no_recompiles])
+@pytest.mark.parametrize("model", OF_THE_DATA, ids=lambda model: model.__name__)
+def test_what_fullgraph_captures_alone_is_a_break(assertion, model) -> None:
+    """The user's own call breaks there, and passes where the user lets Dynamo capture that."""
+    inputs = batch if assertion is assert_no_recompiles else INPUTS
+    with pytest.raises(AssertionError, match=r"^it does not compile as one graph:\n") as caught:
+        assertion(model(), inputs, backend="aot_eager")
+    line = str(caught.value).splitlines()[1]
+    assert OF_THE_DATA[model] in line and "test_testing_kit.py:" in line
+    with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
+        assertion(model(), inputs, backend="aot_eager")
+
+
+@pytest.mark.parametrize("assertion", [assert_no_graph_breaks, assert_no_recompiles, assert_cuda_graph_safe])
+def test_a_number_that_cannot_be_kept_symbolic_is_said_by_its_line(assertion) -> None:
+    """Dynamo's own error, where it may capture numbers, names lines of torch alone."""
+    weight = torch.randn(4, 8, 8)
+
+    def scales(x: torch.Tensor) -> torch.Tensor:
+        y = torch.einsum("th,tknh->tkn", x, weight[x[:, :2].long() % 4])
+        return y * x.max().item()
+
+    inputs = batch if assertion is assert_no_recompiles else INPUTS
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), pytest.raises(AssertionError) as caught:
+        assertion(scales, inputs)
+    first, line, reason, cure = str(caught.value).splitlines()
+    assert first == "it does not compile as one graph:"
+    assert line.startswith("  return y * x.max().item()  # ") and "test_testing_kit.py:" in line
+    assert reason.startswith("  Could not guard") and cure == "Keep the value on the device, as a tensor."
+
+
+class Refuses(Sound):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > 3:
+            raise ValueError("too many tokens")
+        return super().forward(x)
+
+
+class Asserts(Sound):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.shape[0] <= 3, "too many tokens"
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("assertion", [assert_no_graph_breaks, assert_no_recompiles, assert_cuda_graph_safe])
+@pytest.mark.parametrize("model", [Refuses, Asserts])
+def test_what_the_model_raises_by_itself_is_no_failed_capture(assertion, model) -> None:
+    inputs = batch if assertion is assert_no_recompiles else INPUTS
+    said = r"^the model raised, without torch.compile too: (ValueError|AssertionError): too many tokens"
+    with pytest.raises(AssertionError, match=said):
+        assertion(model(), inputs)
+
+
+@pytest.mark.parametrize("assertion", [assert_no_graph_breaks, assert_no_recompiles, assert_cuda_graph_safe])
+def test_a_failed_assertion_leaves_no_folder(assertion, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(AssertionError):
+        assertion(Branches(), batch if assertion is assert_no_recompiles else INPUTS)
+    assert not [*tmp_path.glob("tmp*")]
+
+
 class LeftToPython(Sound):
     """What Dynamo compiles is called by code that it skips, which asks the device."""
 
@@ -295,6 +408,22 @@ def test_what_a_module_was_compiled_with_before_does_not_matter() -> None:
 def test_a_backend_that_does_not_exist_is_named() -> None:
     with pytest.raises(ValueError, match=r"^backend must be a name that torch.compile knows \(.*moe_ops.*, got 'nope'"):
         assert_no_graph_breaks(Sound(), INPUTS, backend="nope")
+
+
+def test_marked_dimensions_that_are_tied_to_a_size() -> None:
+    def make(size: int) -> torch.Tensor:
+        x = batch(size)
+        torch._dynamo.mark_dynamic(x, 0)
+        return x
+
+    def ties(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if x.shape[0] == 2 else x
+
+    with pytest.raises(AssertionError, match=r"^what is marked as dynamic is tied to a size:\n") as caught:
+        assert_no_recompiles(ties, make, backend="aot_eager", dynamic=None)
+    line, *_, cure = str(caught.value).splitlines()[1:]
+    assert line.startswith("  return x + 1 if x.shape[0] == 2 else x  # ") and "test_testing_kit.py:" in line
+    assert cure.endswith("take the branch out.")
 
 
 @pytest.mark.parametrize("dynamic", [None, False])
@@ -357,7 +486,7 @@ def test_what_cannot_be_captured_at_all_is_no_raw_error_of_dynamo() -> None:
 
 def test_a_size_that_cannot_be_captured_is_no_raw_error_of_dynamo() -> None:
     few = torch.randn(32, 8)
-    with pytest.raises(AssertionError, match=r"does not compile as one graph[\s\S]*x \+ few"):
+    with pytest.raises(AssertionError, match=r"^the model raised, without torch.compile too: RuntimeError: The size"):
         assert_no_recompiles(lambda x: x + few[: x.shape[0]], batch, sizes=(2, 64), backend="aot_eager")
 
 
@@ -367,19 +496,111 @@ def test_control_flow_on_a_size_recompiles() -> None:
         assert_no_recompiles(TiesSize(), batch, sizes=(2, 5, 64), backend="inductor")
     first = str(caught.value).splitlines()[1]
     assert "if x.shape[0] > 10 else" in first and "test_testing_kit.py" in first, "the line that ties the code to sizes"
+    assert first.partition("  # ")[2].startswith(f"{__file__}:"), "the whole path"
     assert "self.weight" not in str(caught.value), "what holds for both sizes is left out"
 
 
 def test_without_torchs_record_of_sizes_the_guard_alone_is_quoted(monkeypatch) -> None:
     monkeypatch.setattr(testing, "size_guards", dict)
-    with pytest.raises(AssertionError, match=r"^size 64 compiles again after size 2:\n  Detected recompile"):
+    with pytest.raises(AssertionError, match=r"^size 64 compiles again after size 2:\n  Recompiling function"):
         assert_no_recompiles(TiesSize(), batch, sizes=(2, 64), backend="inductor")
 
 
-@pytest.mark.parametrize("sizes", [(2,), (1, 2), (0, 4)])
-def test_sizes_that_torch_specialises_are_refused(sizes: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="sizes must be at least two sizes >= 2"):
+SIZES = {"one": (2,), "1": (1, 2), "0": (0, 4), "equal": (4, 4), "a number": 4, "text": "ab", "floats": (2.0, 3.0)}
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_sizes_that_torch_specialises_and_what_is_no_sizes_are_refused(sizes) -> None:
+    said = (
+        r"^assert_no_recompiles: sizes must be at least two sizes >= 2, different integers, got \(.*\)\. Pass some as"
+    )
+    with pytest.raises(ValueError, match=said):
         assert_no_recompiles(Sound(), batch, sizes=sizes)
+
+
+def test_sizes_may_be_generated() -> None:
+    with pytest.raises(AssertionError, match="size 64 compiles again after size 2"):
+        assert_no_recompiles(TiesSize(), batch, sizes=(size for size in (2, 64)), backend="aot_eager")
+
+
+NO_SIZES = {
+    "the same shapes": (lambda size: batch(4), "must give inputs whose shapes follow the size, got the same for each"),
+    "the same in a dataclass": (lambda size: (Pair(batch(4), [batch(4)]),), "must give inputs whose shapes follow"),
+    "no function": (batch(4), "must be a function from a size to inputs, got Tensor. Pass one as"),
+}
+
+
+@pytest.mark.parametrize("make_inputs, said", NO_SIZES.values(), ids=NO_SIZES)
+def test_nothing_is_proved_by_inputs_that_no_size_is_in(make_inputs, said: str) -> None:
+    with pytest.raises(ValueError, match=f"^assert_no_recompiles: make_inputs {said}"):
+        assert_no_recompiles(lambda x: x if isinstance(x, torch.Tensor) else x.x, make_inputs, backend="aot_eager")
+
+
+@pytest.mark.parametrize("kind", ["a number", "an object"])
+def test_a_size_need_not_be_of_a_tensor(kind: str) -> None:
+    """What nobody can look into may hold one."""
+
+    class Held:
+        def __init__(self, size: int) -> None:
+            self.x = batch(size)
+
+    def repeats(x: torch.Tensor, other: object) -> torch.Tensor:
+        return x.new_zeros(other) if isinstance(other, int) else x + other.x.sum()
+
+    assert_no_recompiles(
+        repeats, lambda size: (INPUTS, size if kind == "a number" else Held(size)), sizes=(3, 5), backend="aot_eager"
+    )
+
+
+class CountsCalls(Sound):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+def of_another_dtype(size: int) -> torch.Tensor:
+    return batch(size).to(torch.float64 if size > 10 else torch.float32)
+
+
+NOT_OF_SIZES = {"a counter": (CountsCalls, batch, "calls"), "a dtype": (lambda: torch.sin, of_another_dtype, "dtype")}
+
+
+@pytest.mark.parametrize("make, make_inputs, guard", NOT_OF_SIZES.values(), ids=NOT_OF_SIZES)
+def test_the_cause_of_a_recompilation_is_that_of_its_guard(make, make_inputs, guard: str) -> None:
+    model = make()
+    with pytest.raises(AssertionError, match=rf"^size 64 compiles again after[\s\S]*- 0/0: .*{guard}") as caught:
+        assert_no_recompiles(lambda x: model(x), make_inputs, sizes=(2, 64), backend="aot_eager")
+    assert "What the guard names must stay the same" in str(caught.value)
+    assert "taken from a shape" not in str(caught.value)
+
+
+@torch.library.custom_op("kit_tests::short_of_memory", mutates_args=())
+def _short_of_memory(x: torch.Tensor) -> torch.Tensor:
+    if x.shape[0] > 2:
+        raise RuntimeError("CUDA out of memory")
+    return x.clone()
+
+
+@_short_of_memory.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_an_error_of_compiled_code_is_no_recompilation() -> None:
+    with pytest.raises(RuntimeError, match=r"^CUDA out of memory$"):
+        assert_no_recompiles(lambda x: _short_of_memory(x) + 1, batch, sizes=(2, 5), backend="aot_eager")
+
+
+def test_a_recompilation_is_seen_where_dynamo_suppresses_errors() -> None:
+    with (
+        torch._dynamo.config.patch(suppress_errors=True),
+        pytest.raises(AssertionError, match="size 64 compiles again"),
+    ):
+        assert_no_recompiles(TiesSize(), batch, sizes=(2, 64), backend="aot_eager")
 
 
 def test_host_synchronisation_is_not_capturable() -> None:
@@ -398,6 +619,88 @@ def test_branches_of_the_host_are_not_capturable(operator: str) -> None:
 
     with pytest.raises(AssertionError, match=r"the host needs a value that is on the device[\s\S]*\n    as "):
         assert_cuda_graph_safe(branches, INPUTS, backend="inductor")
+
+
+TO_HOST = {
+    "cpu": lambda x: x + x.mean().cpu(),
+    "to": lambda x: x + x.to("cpu"),
+    "to a device": lambda x: x + x.to(torch.device("cpu"), non_blocking=True),
+    "to by keyword": lambda x: x + x.to(dtype=torch.float64, device="cpu"),
+    "in a checkpointed region": lambda x: checkpoint(lambda x: x.cpu().sin(), x, use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("function", TO_HOST.values(), ids=TO_HOST)
+def test_copies_to_the_host_are_seen_where_they_are_none(function) -> None:
+    with pytest.raises(AssertionError, match=r"^the host needs a value that is on the device") as caught:
+        assert_cuda_graph_safe(function, INPUTS)
+    assert "cpu" in str(caught.value).splitlines()[1] and "test_testing_kit.py:" in str(caught.value)
+
+
+NOT_TO_HOST = {
+    "a device that is looked up": lambda x: x + x.to(x.device),
+    "a dtype": lambda x: x + x.to(torch.float64 if str(x.device) == "cpu" else x.dtype),
+}
+
+
+@pytest.mark.parametrize("function", NOT_TO_HOST.values(), ids=NOT_TO_HOST)
+def test_what_a_gpu_would_not_copy_is_none(function) -> None:
+    assert_cuda_graph_safe(function, INPUTS)
+
+
+class Writes(Sound):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x + 1)
+        x[1:].mul_(2)
+        return y
+
+
+class Counts(Sound):
+    """Writes a buffer, which stays where it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return super().forward(x) + self.calls
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_an_input_that_is_written_is_not_captured(backward: bool) -> None:
+    with pytest.raises(AssertionError, match=r"^an input is written in place") as caught:
+        assert_cuda_graph_safe(Writes(), INPUTS.clone(), backward=backward)
+    line = str(caught.value).splitlines()[1]
+    assert line.startswith("  x[1:].mul_(2)  # ") and "test_testing_kit.py:" in line
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_buffers_and_what_is_marked_to_stay_may_be_written(backward: bool) -> None:
+    assert_cuda_graph_safe(Counts(), INPUTS, backward=backward)
+    marked = INPUTS.clone()
+    torch._dynamo.mark_static_address(marked)
+    assert_cuda_graph_safe(Writes(), marked, backward=backward)
+
+
+CHANGED = {
+    "another shape": ([batch(5)], r"must have the shapes and dtypes of inputs, .*\(4, 8, .*, got .*\(5, 8, "),
+    "another dtype": ([INPUTS.double()], "must have the shapes and dtypes of inputs, .*float32.*, got .*float64"),
+    "another number": ([(INPUTS, INPUTS)], "must have the shapes and dtypes of inputs"),
+    "the second of two": ([2 * INPUTS, batch(5)], "must have the shapes and dtypes of inputs"),
+    "a tensor": (2 * INPUTS, "must be a list of inputs, got one Tensor"),
+    "a mapping": ({"x": INPUTS}, "must be a list of inputs, got one dict"),
+}
+
+
+@pytest.mark.parametrize("changed, said", CHANGED.values(), ids=CHANGED)
+def test_changed_inputs_are_like_the_inputs(changed, said: str) -> None:
+    with pytest.raises(ValueError, match=f"^assert_cuda_graph_safe: changed {said}"):
+        assert_cuda_graph_safe(Sound(), INPUTS, changed=changed)
+
+
+def test_changed_inputs_may_be_generated() -> None:
+    assert_cuda_graph_safe(Sound(), INPUTS, changed=(factor * INPUTS for factor in (2, 3)))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "moe_ops_eager"])
