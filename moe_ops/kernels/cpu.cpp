@@ -566,7 +566,8 @@ void moe_select(const float* choices, const float* scores, int64_t tokens, int64
 // Counts of every expert and its pairs, `capacity` at the most, in their order, without those of no expert. Lots of
 // neighbours, of about as many pairs, as few as have `in_a_lot` of them at the most, as the ends of their experts; and
 // how many rows of each expert of a lot are a batch, by the costs, or none without. Then bytes of the memory that
-// `moe_experts` needs, and of that for results of several lots.
+// `moe_experts` needs, and of that for results of several lots. `mapped` is -1 without a map: one without entries has no
+// address either, and holds no expert.
 void moe_lay_out(const Layer* layer, const void* ids, int wide, const int64_t* map, int64_t mapped, int64_t capacity,
                  int64_t in_a_lot, const Costs* costs, Lots* lots, int64_t* bytes) {
   const int64_t pairs = layer->tokens * layer->selected, experts = lots->experts;
@@ -575,7 +576,7 @@ void moe_lay_out(const Layer* layer, const void* ids, int wide, const int64_t* m
   std::fill_n(counts, experts, 0);
   for (int64_t p = 0; p < pairs; ++p) {
     int64_t expert = wide ? static_cast<const int64_t*>(ids)[p] : static_cast<const int32_t*>(ids)[p];
-    if (map) expert = expert >= 0 && expert < mapped ? map[expert] : -1;
+    if (mapped >= 0) expert = expert >= 0 && expert < mapped ? map[expert] : -1;
     const bool kept = expert >= 0 && expert < experts && counts[expert] < capacity;
     if (kept) ++counts[expert];
     expert_of[p] = kept ? expert : -1;

@@ -105,7 +105,7 @@ def experts(call: ExpertsCall) -> Tensor | None:
         ids.data_ptr(),
         ids.dtype == torch.int64,
         None if expert_map is None else expert_map.data_ptr(),
-        0 if expert_map is None else len(expert_map),
+        -1 if expert_map is None else len(expert_map),
         pairs if call.capacity is None else call.capacity,
         max(_IN_A_LOT // max(columns, 1), 1),
         costs.of_rows,

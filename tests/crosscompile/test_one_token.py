@@ -56,7 +56,7 @@ def one_of(scheme: str, *arguments: Any, top_k: int = K, **options: Any) -> OneT
 
 
 def compile_layer(
-    scheme: str, *arguments: Any, counted: bool = False, mapped: int = 0, weights: str = "fp32", **options: Any
+    scheme: str, *arguments: Any, counted: bool = False, mapped: int = -1, weights: str = "fp32", **options: Any
 ) -> Compiled:
     one = one_of(scheme, *arguments, **options)
     names = ("UP_SIZES", "UP_STRIDES", "UP_SCHEME", "DOWN_SIZES", "DOWN_STRIDES", "DOWN_SCHEME")
@@ -68,7 +68,7 @@ def compile_layer(
         "down_desc": descriptor(_weight_map(one.down, one.sizes[1])),
         "up_scale": pointer(one.up.weight_scale), "up_scale_apart": "i32", "down_scale": pointer(one.down.weight_scale),
         "up_bias": pointer(one.up.bias), "down_bias": pointer(one.down.bias),
-        "topk_weights": f"*{weights}:16", "topk_ids": "*i32:16", "expert_map": "*i32:16" if mapped else None,
+        "topk_weights": f"*{weights}:16", "topk_ids": "*i32:16", "expert_map": "*i32:16" if mapped >= 0 else None,
         "h": "*i32:16" if one.quantised else "*i16:16", "out": f"*{TYPES[one.down.out_dtype]}:16",
         "alpha": "fp32", "limit": "fp32", "load_ptr": "*i64:16" if counted else None,
     }  # fmt: skip

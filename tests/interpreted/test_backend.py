@@ -92,6 +92,13 @@ def test_fused_experts_with_an_expert_map(plan):
     assert_rounded(*run(plan, arguments, {**options, "expert_map": expert_map}))
 
 
+@every_path
+def test_a_map_without_entries_holds_no_expert(plan):
+    arguments, options = case()
+    out, _ = run(plan, arguments, {**options, "expert_map": torch.empty(0, dtype=torch.int32)})
+    assert not out.any()
+
+
 def spread(tensor: torch.Tensor) -> torch.Tensor:
     """The same numbers, others between them."""
     room = torch.stack((tensor.float(), torch.full(tensor.shape, 3.0)), dim=-1).to(tensor.dtype)

@@ -48,7 +48,7 @@ def laid(
         ids.data_ptr(),
         ids.dtype == torch.int64,
         None if expert_map is None else expert_map.data_ptr(),
-        0 if expert_map is None else len(expert_map),
+        -1 if expert_map is None else len(expert_map),
         ids.numel() if capacity is None else capacity,
         in_a_lot,
         None if costs is None else costs.of_rows,

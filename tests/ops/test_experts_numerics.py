@@ -59,6 +59,15 @@ def test_dropped_pairs_add_exactly_nothing(name: str, backend: str) -> None:
         assert run(layer, backend).isnan().any(1).nonzero().flatten().tolist() == [token]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["plain", "bf16", "batched"])
+def test_a_map_without_entries_holds_no_expert(name: str, backend: str) -> None:
+    """Its memory has no address, as that of a map that is not there."""
+    layer = VARIANTS[name].build()
+    layer.tensors["expert_map"] = torch.empty(0, dtype=torch.int32)
+    assert not run(layer, backend).any()
+
+
 @pytest.mark.parametrize("format", ["grouped", "batched"])
 def test_ids_out_of_range_are_dropped(format: str) -> None:
     layer = Variant(ids="minus").build()

@@ -121,7 +121,7 @@ def _flat(bytes_of_element, slices, columns):
 @gluon.jit
 def _expert(routed, pair, exists, SIZES: gl.constexpr):
     """The place of each pair's expert among those held here, or their number."""
-    if SIZES[0][2] == 0:
+    if SIZES[0][2] < 0:
         return load_expert(routed[0], None, pair, exists, SIZES[0][1], 0)
     else:
         return load_expert(routed[0], routed[1], pair, exists, SIZES[0][1], SIZES[0][2])
@@ -629,7 +629,7 @@ def _one_token_kernel(
     full, empty = ring(STAGES, 1)
     pdl_release(PDL)
     # A partition takes no None.
-    routed = (topk_ids, expert_map if LAYER[2] > 0 else topk_ids)
+    routed = (topk_ids, expert_map if LAYER[2] >= 0 else topk_ids)
     up_decoding = (up_scale if QUANTISED else topk_weights, up_scale_apart)
     down_decoding = (down_scale if QUANTISED else topk_weights, 0)
     given = (
@@ -727,8 +727,8 @@ class OneToken:
         return torch.empty((self.top_k, self.up.out_features), dtype=dtype, device=like.device)
 
     def layer(self, mapped: int, pdl: bool, counted: bool) -> tuple[Any, ...]:
-        """Constants: pairs, experts, entries of the map, steps in shared memory, whether the kernel overlaps others,
-        the activation, and whether pairs are counted.
+        """Constants: pairs, experts, entries of the map (-1: there is none), steps in shared memory, whether the kernel
+        overlaps others, the activation, and whether pairs are counted.
         """
         return self.top_k, self.up.num_experts, mapped, self.stages, pdl, self.up.activation, counted
 
@@ -780,7 +780,7 @@ class OneToken:
             up.alpha,
             up.limit,
             load,
-            self.layer(0 if expert_map is None else expert_map.shape[0], pdl, load is not None),
+            self.layer(-1 if expert_map is None else expert_map.shape[0], pdl, load is not None),
             *self.products,
             num_warps=WARPS.value,
             launch_pdl=pdl,
