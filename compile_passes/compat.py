@@ -458,7 +458,7 @@ def try_again(model: Callable[..., Any]) -> None:
     types = import_module("torch._dynamo.types")  # it does not say that it exports these two
     as_others = types.FrameExecStrategy(types.FrameAction.DEFAULT, types.FrameAction.DEFAULT)
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    for function in [model, *{type(module).forward for module in modules}]:
+    for function in [model, *{getattr(type(module), "forward", None) for module in modules}]:
         code = getattr(function, "__code__", None)
         if isinstance(code, CodeType) and not getattr(function, "_torchdynamo_disable", False):
             set_code_exec_strategy(code, as_others)

@@ -276,6 +276,8 @@ def _instances(*classes: type) -> Iterator[Any]:
 def _unfit_module(module: nn.Module) -> str | None:
     if any(package_of(base.__module__) == "peft" for base in type(module).__mro__):
         return "has an adapter of PEFT, which is not fused there: merge it (model.merge_and_unload()) before"
+    if isinstance(module, torch.jit.ScriptModule):
+        return "is TorchScript, whose parameters cannot be replaced: make the model of the modules before torch.jit"
     for name in (*_STATE, *_COPIES):
         owner = next((base for base in type(module).__mro__ if name in vars(base)), object)
         if owner is not object and not of_torch(owner.__module__):

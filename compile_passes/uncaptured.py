@@ -208,7 +208,7 @@ def _resumed(name: str) -> str:
 
 def defined_at(module: nn.Module) -> str:
     """``file:line in function`` of the code that a module runs; its class where the source is not there."""
-    forward = inspect.unwrap(type(module).forward)
+    forward = inspect.unwrap(getattr(type(module), "forward", None))
     try:
         return f"{inspect.getsourcefile(forward)}:{inspect.getsourcelines(forward)[1]} in {forward.__qualname__}"
     except (OSError, TypeError):

@@ -301,6 +301,16 @@ def test_an_error_of_the_model_is_reported():
     assert "no such luck" in moe_ops.explain(broken, torch.zeros(1)).error
 
 
+def test_what_is_no_python_is_reported():
+    """TorchScript has no forward to look at, and Dynamo compiles no frame of a model that is nothing else."""
+    x = torch.randn(4, H)
+    traced = torch.jit.trace(torch.nn.Linear(H, H).requires_grad_(False), x)
+    for model in (traced, torch.nn.Sequential(traced, torch.jit.script(torch.nn.ReLU()))):
+        report = moe_ops.explain(model, x)
+        assert (report.fused, report.refused, report.error) == ([], [], None)
+        torch.testing.assert_close(moe_ops.compile(model)(x), model(x))
+
+
 @pytest.mark.parametrize("what", [["mixtral", "--tokens", "8"], ["tests.passes.test_explain:factory"]], ids=" ".join)
 def test_command_line(what, capsys):
     assert main(["explain", *what]) == 0

@@ -127,6 +127,10 @@ class OfNoHeirs(Expert):
         self.w1 = NoHeirs(dim, hidden, bias=False)
 
 
+def scripted(dim: int, hidden: int, *others) -> nn.Module:
+    return torch.jit.script(perceptron(dim, hidden))
+
+
 ASKING = {
     AsksByAProperty: r"AsksByAProperty\.dtype asks for parameters",
     AsksByAFunction: r"dtype_of asks for parameters",
@@ -140,6 +144,7 @@ ASKING = {
     HasAHook: r"experts\.0, which has a hook on its state dict",
     Marked: r"experts\.0\.w1\.weight, which has an attribute scale_of_rows, which a slice of a stack has not",
     Numbered: r"experts\.1\.w1\.weight, which has an attribute number that expert 0's has not",
+    scripted: r"experts\.0, which is TorchScript",
     OfNoHeirs: r"no class can be derived from NoHeirs: TypeError: no class may be derived from this one",
 }
 
