@@ -328,8 +328,9 @@ def _close(one: Tensor, other: Tensor, nudged: Tensor, dtype: torch.dtype) -> bo
 
 def takes_hidden_states_alone(module: nn.Module) -> bool:
     """Whether ``forward`` needs one argument, and no more."""
+    forward: Any = getattr(type(module), "forward", None)  # TorchScript has none
     try:
-        parameters = list(inspect.signature(getattr(type(module), "forward", None)).parameters.values())[1:]
+        parameters = list(inspect.signature(forward).parameters.values())[1:]
     except (TypeError, ValueError):
         return False
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

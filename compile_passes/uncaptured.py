@@ -208,7 +208,8 @@ def _resumed(name: str) -> str:
 
 def defined_at(module: nn.Module) -> str:
     """``file:line in function`` of the code that a module runs; its class where the source is not there."""
-    forward = inspect.unwrap(getattr(type(module), "forward", None))
+    written: Any = getattr(type(module), "forward", None)  # TorchScript has none
+    forward = inspect.unwrap(written)
     try:
         return f"{inspect.getsourcefile(forward)}:{inspect.getsourcelines(forward)[1]} in {forward.__qualname__}"
     except (OSError, TypeError):

@@ -168,13 +168,20 @@ def transform_is_on() -> bool:
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
-    """Whether a transform of torch.func, which is on, differentiates a tensor in reverse."""
+    """Whether a transform of torch.func, which is on, differentiates a tensor in reverse: it wraps all others, too."""
     functorch: Any = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        if functorch.is_gradtrackingtensor(tensor):
-            return True
-        tensor = functorch.get_unwrapped(tensor)
-    return False
+    return bool(functorch.is_gradtrackingtensor(tensor) and tensor.requires_grad)
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether ``torch.vmap`` has an element of its own for a tensor each time."""
+    return bool(torch._C._functorch.is_batchedtensor(tensor))
+
+
+def past_vmap() -> Any:
+    """A context in which a call is not asked once more what ``torch.vmap`` makes of it."""
+    keys: Any = torch._C
+    return keys._ExcludeDispatchKeyGuard(keys.DispatchKeySet(keys.DispatchKey.FuncTorchVmapMode))
 
 
 def name_in_files(record: type) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from meta import cost
 from meta.calls import BackwardCall, Call, FirstBackwardCall, SortCall
-from meta.checks import Accepts, accepts, check_name, check_type
+from meta.checks import Accepts, accepts, check_name, check_type, fail
 from meta.fakes import allocate
 from meta.shapes import RULES
 from moe_ops import autograd, choice, compat, experts_backward
@@ -263,7 +263,23 @@ def _row(name: str) -> Op:
 
 OPS: tuple[Op, ...] = tuple(_row(name) for name in SCHEMAS)
 
-_library = torch.library.Library(NAMESPACE, "DEF")
+
+class _Library(torch.library.Library):
+    """Of operators that say so themselves where torch.func differentiates one, also while a call of it is captured."""
+
+    def impl(self, op_name: str, fn: Any, dispatch_key: str = "", **options: Any) -> None:
+        """Register a kernel."""
+        kernel = fn
+        if dispatch_key == "Autograd":
+
+            def kernel(*args: Any, **kwargs: Any) -> Any:
+                refuse_transforms(op_name, args)
+                return fn(*args, **kwargs)
+
+        super().impl(op_name, kernel, dispatch_key, **options)  # type: ignore[no-untyped-call]
+
+
+_library: Any = _Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 
 
 #: The layouts other than strided are registered for the rule's message, in place of the dispatcher's.
@@ -272,6 +288,16 @@ _KEYS = ("CPU", "CUDA", "SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUD
 
 #: Kernels are chosen by strides: compiled code passes those that the fake saw.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+
+
+def _under_vmap(name: str, *args: Any, **options: Any) -> Any:
+    """A call under ``torch.vmap``, which makes one for each element, but takes no list of tensors apart."""
+    for argument, value in zip(SIGNATURES[name].positional, args, strict=False):
+        if isinstance(value, (list, tuple)) and any(map(compat.is_batched, value)):
+            cure = "Call it once for each element."
+            raise fail(name, argument, "the same for all elements of torch.vmap", "tensors of each element", cure)
+    with compat.past_vmap():
+        return getattr(torch.ops.moe_ops, name)(*args, **options)
 
 
 def _register(op: Op) -> None:
@@ -285,6 +311,7 @@ def _register(op: Op) -> None:
     else:
         backward, setup_context = op.formula
         torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_library)
+    _library.impl(op.name, partial(_under_vmap, op.name), "FuncTorchVmapMode")
 
 
 def _register_flops() -> None:
@@ -321,7 +348,6 @@ def call(name: str, *args: Any, **options: Any) -> Any:
         undisturbed = signature.are_plain(args)
         if not undisturbed:  # above the transforms of torch.func, which take tangents apart
             refuse_tangents(name, args)
-            refuse_transforms(name, args)
     rows = ARGUMENTS[name]
     for argument, value in options.items() if undisturbed else (*zip(rows, args, strict=False), *options.items()):
         check_type(name, argument, value, rows[argument])

@@ -19,6 +19,7 @@ import moe_ops
 from moe_ops import counters, ops, runtime
 from moe_ops.ops import LAUNCHERS, SIGNATURES
 from tests.ops.calls import CALLS, Call
+from tests.ops.layers import VARIANTS
 
 E, K, H, I = 4, 2, 16, 24
 
@@ -536,6 +537,56 @@ def test_functorch_is_not_passed_by(how: str, transform: str):
     said = r"\w+: arguments must not be differentiated by torch.func, got .* torch.autograd.grad"
     with pytest.raises(ValueError, match=said):
         TRANSFORMS[transform](lambda x: run(x, logits, up, down), x)
+
+
+class Gradient(torch.nn.Module):
+    """`torch.func.grad` of a layer, to capture."""
+
+    def __init__(self, run: Any, *others: torch.Tensor) -> None:
+        super().__init__()
+        self.run, self.others = run, others
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.grad(lambda x: self.run(x, *self.others).sum())(x)
+
+
+CAPTURES: dict[str, Any] = {
+    "compiled": lambda model, x: torch.compile(model, backend="eager")(x),
+    "exported": lambda model, x: torch.export.export(model, (x,)),
+}
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
+@pytest.mark.parametrize("how", ["whole", "steps"])
+def test_functorch_is_refused_in_our_words_while_capturing(how: str, capture: str) -> None:
+    torch._dynamo.reset()
+    x, *others = layer()
+    model = Gradient(partial(moe_ops.fused_moe, top_k=K) if how == "whole" else steps_of_a_layer, *others)
+    with pytest.raises(Exception, match=r"must not be differentiated by torch.func, got .* torch.autograd.grad"):
+        CAPTURES[capture](model, x)
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "compiled"])
+def test_vmap_takes_no_list_apart(captured: bool) -> None:
+    tensors = VARIANTS["fp8"].build().tensors
+    x, up, down, *routing = list(tensors.values())[:5]
+    scales, down_scales = tensors["gate_up_scales"], tensors["down_scales"]
+
+    def run(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        options = {"gate_up_scales": [scale], "down_scales": down_scales, "scheme": "fp8_block128"}
+        return moe_ops.fused_experts(x, up, down, *routing, **options)
+
+    two, batch = torch.stack([x, 2 * x]), torch.stack([scales[0], 2 * scales[0]])
+    of_each, of_tokens = torch.vmap(run), torch.vmap(run, in_dims=(0, None))
+    if captured:
+        torch._dynamo.reset()
+        of_each, of_tokens = (torch.compile(one, backend="eager", fullgraph=True) for one in (of_each, of_tokens))
+    with pytest.raises(
+        Exception, match=r"gate_up_scales must be the same for all elements of torch.vmap.* Call it once"
+    ):
+        of_each(two, batch)
+    wanted = torch.stack([run(one, scales[0]) for one in two])
+    torch.testing.assert_close(of_tokens(two, scales[0]), wanted, rtol=0, atol=0)
 
 
 def test_what_functorch_does_not_differentiate_is_left_alone():
