@@ -60,7 +60,9 @@ def _decide(match: MoEMatch) -> Decision | Refusal:
             return _describe(match, hidden, weights, found)
     except ValueError as error:
         return Refusal(
-            match.down.anchor, f"The operators refuse this block: {error}", "See the message of the operator."
+            match.down.anchor,
+            f"The operators refuse this block: {error}",
+            "It is fused once the model has what this asks for; until then it runs as it is written.",
         )
 
 

@@ -156,7 +156,7 @@ def are_projections(module: nn.Module) -> bool:
     weights = [{name: weight.dim() for name, weight in expert.named_parameters()} for expert in experts]
     return all(
         list(dims.values()).count(2) in (2, 3) and all(dim == 2 or "bias" in name for name, dim in dims.items())
-        for dims in weights
+        for dims in filter(None, weights)  # those of a stacked list have no parameters
     )
 
 
@@ -426,25 +426,27 @@ def _name(function: ast.expr) -> str:
 
 
 def _forward_code(kind: type[nn.Module]) -> Iterator[ast.AST]:
-    """The syntax trees of ``forward`` and of the methods of the class that it calls."""
-    waiting, seen = ["forward"], set()
+    """The syntax trees of ``forward`` and of the methods of the class, and of those it derives from, that it calls."""
+    waiting, seen = [(kind, "forward")], set()
     while waiting:
-        name = waiting.pop()
-        function: Any = getattr(kind, name, None)
-        if name in seen or not callable(function) or (name != "forward" and hasattr(nn.Module, name)):
+        owner, name = waiting.pop()
+        function: Any = getattr(owner, name, None)
+        if function in seen or not callable(function) or (name != "forward" and hasattr(nn.Module, name)):
             continue
-        seen.add(name)
+        seen.add(function)
         tree = _parse(function)
-        if tree is not None:
-            yield tree
-            waiting += [
-                node.func.attr
-                for node in ast.walk(tree)
-                if isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Attribute)
-                and isinstance(node.func.value, ast.Name)
-                and node.func.value.id == "self"
-            ]
+        if tree is None:
+            continue
+        yield tree
+        bases = {base.__name__: base for base in kind.__mro__} | {"self": kind}
+        for node in ast.walk(tree):
+            called = node.func if isinstance(node, ast.Call) else None
+            if not isinstance(called, ast.Attribute):
+                continue
+            if isinstance(called.value, ast.Name) and called.value.id in bases:
+                waiting.append((bases[called.value.id], called.attr))
+            elif isinstance(called.value, ast.Call) and _name(called.value.func) == "super":
+                waiting += [(base, called.attr) for base in owner.__mro__[1:]]
 
 
 def _parse(function: Callable[..., Any]) -> ast.AST | None:

@@ -15,6 +15,11 @@ from compile_passes.equal import narrower
 from compile_passes.vocabulary import example
 from moe_ops.graphs import TORCH, frame, frames, trace_of
 
+#: The end of a cure for what no operator computes: any other function would be another model's.
+KEEP = (
+    "To keep what is computed, leave it as it is, or call moe_ops.moe_permute, grouped_mm and moe_unpermute around "
+    "code of your own."
+)
 _SCOPES = re.compile(r"_(?:modules|parameters|buffers)_")
 
 

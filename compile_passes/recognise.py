@@ -15,6 +15,7 @@ from torch import fx
 
 from compile_passes.equal import narrower
 from compile_passes.match import (
+    KEEP,
     Body,
     Combine,
     Dispatch,
@@ -50,9 +51,16 @@ def recognise(reading: Reading) -> list[MoEMatch | Refusal]:
     found: list[MoEMatch | Refusal] = []
     paired: set[fx.Node] = set()
     guesses: dict[fx.Node, Refusal] = {}
+    refused: dict[fx.Node, Refusal] = {}
     for anchor, down in products.items():
         feeding = feeding_products(reading, down, products)
         outcome = _block(reading, down, feeding) if feeding else None
+        if isinstance(outcome, Refusal) and down.spread is None:
+            middle = next((product.anchor for product in feeding if product.anchor in refused), None)
+            if middle is not None:
+                found.remove(refused.pop(middle))
+                outcome = _deeper(down)
+            refused[anchor] = outcome
         if isinstance(outcome, Refusal) and down.spread is not None:
             guesses[anchor] = outcome  # attention and ensembles are pairs of such products, too
         elif outcome is not None:
@@ -69,6 +77,14 @@ def recognise(reading: Reading) -> list[MoEMatch | Refusal]:
     alone = {anchor: unpaired(product) for anchor, product in products.items() if anchor in routed - paired}
     found.extend(name_forms(reading, routed | paired, guesses, alone))
     return found
+
+
+def _deeper(down: Product) -> Refusal:
+    """Of a second product whose first one is the second of another: what is said of each alone is of no block."""
+    return Refusal(
+        down.anchor, "Its experts are more than two projections, one after the other.",
+        f"Experts of two projections (gate and up, then down) are fused. {KEEP}",
+    )  # fmt: skip
 
 
 def recognise_calls(reading: Reading) -> list[RoutedCall]:

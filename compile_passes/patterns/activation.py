@@ -14,14 +14,17 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from compile_passes.match import Body, Refusal
+from compile_passes.match import KEEP, Body, Refusal
 from compile_passes.patterns.formula import Factor, Formulas, Term
 from compile_passes.patterns.halves import Half, Halves
 from compile_passes.reading import Reading
 from compile_passes.vocabulary import example, same_count, same_shape
 from meta.activations import ACTIVATIONS
 
-_CURE = f"Use one of the activations {', '.join(ACTIVATIONS)} on the (gate, up) halves of one product."
+_CURE = (
+    f"Fused are the activations {', '.join(ACTIVATIONS)} on the (gate, up) halves of one product; another one in the "
+    f"place of this is another function. {KEEP}"
+)
 # Functions that only the gate goes through; tanh may be on both halves, as a cap.
 _ACTIVE = frozenset({"sigmoid", "cdf", "cdf_tanh", "relu", "silu_max"})
 _FUNCTIONS = frozenset({"silu", "gelu", "relu", "sigmoid", "tanh"})
@@ -47,7 +50,7 @@ def recognise_body(
     formulas = Formulas(Halves(reading, results, floor))
     term = formulas.term(rows)
     if term is None:
-        return _unknown(reading, rows if formulas.stuck is None else formulas.stuck)
+        return _unknown(formulas.halves, rows if formulas.stuck is None else formulas.stuck)
     found = _decide(term, rows)
     if isinstance(found, Refusal) or _fits(found[0], found[1], rows):
         return found
@@ -162,15 +165,21 @@ def _layout(gate: Half, up: Half | None) -> str | None:
     return gate.layout if gate.layout == up.layout and {gate.index, up.index} == {0, 1} else None
 
 
-def _unknown(reading: Reading, value: fx.Node) -> Refusal:
+def _unknown(halves: Halves, value: fx.Node) -> Refusal:
     """The refusal of a factor: it is no known function, or a known one of something that is no half of the product."""
+    reading = halves.reading
     call = reading.call(value)
     name = call.name if call is not None else value.name
     if name not in _FUNCTIONS or call is None or not isinstance(call["x"], fx.Node):
         return Refusal(value, f"Unknown activation between the expert products (at {name}).", _CURE)
-    operand = reading.strip(call["x"])
-    inner = reading.call(operand)
+    whole, operand = halves.whole(call["x"]), reading.strip(call["x"])
+    inner = reading.call(operand if whole in halves.results else whole)
     what = inner.name if inner is not None else getattr(operand, "name", str(operand))
+    if whole not in halves.results and inner is not None:
+        return Refusal(
+            whole, f"The operand of {name} is not the gate half of the first expert product, but what {what} "
+            "gives.", _CURE,
+        )  # fmt: skip
     return Refusal(
         value, f"The operand of {name} is not the gate half of the first expert product, as far as can be proved (it "
         f"comes from {what}).", "Take the halves with h.chunk(2, dim=-1), or h[..., ::2] and h[..., 1::2].",

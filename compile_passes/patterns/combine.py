@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from compile_passes.equal import is_float_cast, is_noop_cast, no_narrower
-from compile_passes.match import Combine, Dispatch, Product, Refusal, Staged, Value, in_words
+from compile_passes.match import KEEP, Combine, Dispatch, Product, Refusal, Staged, Value, in_words
 from compile_passes.patterns.rows import BLANK, Order, is_ramp, sorts
 from compile_passes.patterns.rowwise import row_wise
 from compile_passes.reading import Reading
@@ -70,7 +70,7 @@ class _Walk:
         while not state.done:
             readers = readers_of_numbers(self.reading, state.value)
             step = self._step(state, readers[0]) if len(readers) == 1 and self._known(state.value) else None
-            if step is not None and step.in_pair_order != state.in_pair_order:
+            if step is not None and (step.in_pair_order != state.in_pair_order or not self._are_rows(rows.value)):
                 rows = step
             step = step or self._passed(state, rows)
             if step is None and self._is_whole(state):
@@ -93,13 +93,16 @@ class _Walk:
     def _passed(self, state: _State, rows: _State) -> _State | None:
         """Behind the row-wise code that reads ``rows``, the last value that was in this order: it may stay."""
         plain = state.weights is None and state.staged is None and self.dispatch.weights is None
-        if not plain or not has_shape(self.reading.operand(rows.value), self.rows, self.width):
+        if not plain or not self._are_rows(rows.value):
             return None
         staged = row_wise(self.reading, rows.value)
         made = None if staged is None else example(staged.end)
         if staged is None or made is None or not self._known(staged.end) or not no_narrower(made.dtype, self.floor):
             return None
         return replace(rows, value=staged.end, staged=staged)
+
+    def _are_rows(self, value: fx.Node) -> bool:
+        return has_shape(self.reading.operand(value), self.rows, self.width)
 
     def _is_whole(self, state: _State) -> bool:
         """Whether one expert for each token leaves nothing to sum."""
@@ -120,7 +123,7 @@ class _Walk:
         return weights
 
     def _known(self, value: fx.Node) -> bool:
-        return has_shape(self.reading.operand(value), self.rows, self.width) or self._by_token(value)
+        return self._are_rows(value) or self._by_token(value)
 
     def _by_token(self, value: fx.Node) -> bool:
         """Whether ``value`` is [T, K, H], or [..., K, H] of hidden states [..., H]."""
@@ -298,8 +301,9 @@ def stopped(reading: Reading, value: fx.Node, readers: list[fx.Node]) -> Refusal
     if norm is not None:
         return Refusal(
             norm, "A normalisation follows each expert's second projection, before the routing weights, and cannot be "
-            "proved to be of each row alone.", "Norm the rows [R, hidden] over their last dimension, with weights "
-            "[hidden], and use nothing inside of it elsewhere.",
+            "proved to be of each row alone.", "Norm the rows over their last dimension, with weights [hidden], as "
+            "[R, hidden] (rows.reshape(-1, hidden) before, .view(T, K, hidden) after), and use nothing inside of it "
+            "elsewhere.",
         )  # fmt: skip
     if len(readers) != 1:
         what = (
@@ -315,7 +319,8 @@ def stopped(reading: Reading, value: fx.Node, readers: list[fx.Node]) -> Refusal
     node, name = (value, "the graph's output") if call is None else (readers[0], call.name)
     return Refusal(
         node, f"The result of the second expert product meets {name}, which is no known way to combine.",
-        "Combine as (rows * weights)[inverse].view(T, K, H).sum(1).",
+        f"Write a sum by the routing weights as (rows * weights)[inverse].view(T, K, H).sum(1); anything else is not "
+        f"fused. {KEEP}",
     )  # fmt: skip
 
 

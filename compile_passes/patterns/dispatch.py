@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from compile_passes.match import Dispatch, Product, Refusal
+from compile_passes.match import KEEP, Dispatch, Product, Refusal
 from compile_passes.patterns.counts import counts_of, offsets_of, row_ids
 from compile_passes.patterns.ids import are_in_range, exact_ids, is_harmless
 from compile_passes.patterns.rows import Order, Rows, sorts
@@ -125,7 +125,8 @@ def _repeated_rows(order: Order, up: Product) -> Dispatch | Refusal:
     if rows is None or rows.perm is not None:
         return Refusal(
             up.anchor, "The rows of the first expert product are not tokens repeated top_k times, as far as can be "
-            "proved.", "Write them as hidden_states.repeat_interleave(top_k, dim=0).",
+            "proved.", "Where all experts of a token are given its hidden state, write them as "
+            f"hidden_states.repeat_interleave(top_k, dim=0); rows that differ are not fused. {KEEP}",
         )  # fmt: skip
     return _dispatch(up, "batched_mm", rows, up.routing_key)
 

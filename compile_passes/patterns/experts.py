@@ -286,6 +286,8 @@ def unpaired(product: Product) -> Refusal:
     """The refusal of a product that is neither the first nor the second of an MoE block."""
     return Refusal(
         product.anchor,
-        "A product with stacked expert weights is not followed or preceded by a second one.",
-        "Only two-projection experts (gate/up, then down) are fused; nothing to do if this is something else.",
+        "A product with stacked expert weights, of which no second one was found before or after it.",
+        "Experts of two projections (gate and up, then down) are fused, for all tokens at once: call "
+        "moe_ops.fused_experts(hidden_states, gate_up_proj, down_proj, topk_weights, topk_ids) in place of a loop over "
+        "tokens, or of torch.vmap. Nothing to do if this is something else.",
     )

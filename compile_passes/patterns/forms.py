@@ -79,7 +79,8 @@ def _stacked(flow: Flow, taken: set[fx.Node], known: Mapping[fx.Node, Refusal]) 
             if _routes_to(evidence.route, experts):
                 refusal = known.get(pair.down) or _dense(pair, evidence)
                 if evidence.by == "product" and evidence.before and refusal.node in (pair.up, pair.down):
-                    refusal = _capacity(pair)  # what is known is only that the rows are no tokens
+                    # what is known is only that the rows are no tokens
+                    refusal = _capacity(pair) if evidence.route.chosen else _mixed_tokens(pair)
                 found.setdefault(evidence.route.source, refusal)
                 break
     return list(found.values())
@@ -214,6 +215,15 @@ def _capacity(pair: Pair) -> Refusal:
         "experts x capacity, and is not fused.",
         f"Call {_CALL} with the ids and weights that make the mask: there is no capacity to exceed, and a pair with "
         "the id -1 is dropped.",
+    )
+
+
+def _mixed_tokens(pair: Pair) -> Refusal:
+    return Refusal(
+        pair.down,
+        "The rows of the experts are mixtures of all tokens (Soft MoE), by scores from which nothing was chosen, by "
+        "topk or argmax.",
+        "Nothing to do: no token has experts of its own, which is what is fused.",
     )
 
 

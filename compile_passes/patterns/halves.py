@@ -13,6 +13,8 @@ from torch import fx
 from compile_passes.reading import Reading
 from compile_passes.vocabulary import Call, example, has_shape, rank, same_shape
 
+_PARTS = ("item", "getslice", "slice", "narrow", "select", "chunk", "split", "tensor_split", "unbind", "view", "index")
+
 
 @dataclass(frozen=True)
 class Half:
@@ -52,6 +54,13 @@ class Halves:
             return None
         tensors = [operand for operand in call.args.values() if example(operand) is not None]
         return call if all(same_shape(operand, value) for operand in tensors) else None
+
+    def whole(self, value: Any) -> Any:
+        """What ``value`` is taken of, by whichever slices and parts."""
+        value = self.uncast(value)
+        while value not in self.results and (call := self.reading.named(value, *_PARTS)) is not None:
+            value = self.uncast(call["x"])
+        return value
 
     def half(self, value: Any) -> Half | None:
         """The half that ``value`` is, or None; a bound at infinity is none."""

@@ -310,6 +310,17 @@ def test_a_soft_mixture_is_not_told_to_stack():
     assert f"{E} experts" in row.reason and "a soft mixture" in row.reason and row.cure.startswith("Nothing to do")
 
 
+def test_mixtures_of_all_tokens_are_no_dispatch_mask():
+    def soft_moe(x, gate, w1, w2):
+        logits = F.linear(x, gate)
+        slots = torch.einsum("te,th->eh", logits.softmax(0), x)
+        h = silu_glu(torch.einsum("eh,enh->en", slots, w1))
+        return logits.softmax(-1) @ torch.einsum("ei,ehi->eh", h, w2)
+
+    (row,) = named(soft_moe, **weights(dtype=torch.float32))
+    assert "Soft MoE" in row.reason and row.cure.startswith("Nothing to do")
+
+
 def test_stacked_loop_is_not_told_to_stack():
     assert named(mixtral_v4, **weights(dtype=torch.float32))[0].cure.startswith("Replace the loop")
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import moe_ops
 from compile_passes.loops import are_projections, cure, find_experts, find_loops, find_sizes_of_the_data
 from tests.corpus.families import build
 from tests.passes.blocks import E, H, I
@@ -101,6 +102,20 @@ class CountsOfALoop(Stacked):
         return x
 
 
+class OfABaseClass(InAMethod):
+    """Its forward calls that of its base class, where the loop is."""
+
+    def forward(self, x, ids):
+        return x if x.shape[0] > 100 else super().forward(x, ids)
+
+
+class OfANamedClass(InAMethod):
+    """The same, by name."""
+
+    def forward(self, x, ids):
+        return x if x.shape[0] > 100 else InAMethod.forward(self, x, ids)
+
+
 class Holder(nn.Module):
     """A layer with experts."""
 
@@ -113,7 +128,7 @@ class Holder(nn.Module):
     ("kind", "looping"),
     [
         (InAMethod, True), (While, True), (OnlyInTheText, False), (InAnotherMethod, False), (CountsBeside, False),
-        (CountsOfALoop, True),
+        (CountsOfALoop, True), (OfABaseClass, True), (OfANamedClass, True),
     ],
 )  # fmt: skip
 def test_found_by_syntax(kind, looping):
@@ -144,6 +159,10 @@ def test_no_operator_is_advised_that_does_not_compute_the_experts(kind):
     model.experts = nn.ModuleList(OTHER_EXPERTS[kind]() for _ in range(E))
     assert cure(find_loops(model)[0], tried=True).startswith("Give every expert all tokens, and multiply by")
     assert not are_projections(model) and are_projections(Loop())
+
+
+def test_experts_of_a_stacked_list_are_projections():
+    assert are_projections(moe_ops.stack_experts_(Loop()))
 
 
 @pytest.mark.parametrize("kind", ["mlp", *OTHER_EXPERTS])

@@ -12,7 +12,7 @@ from torch import fx
 import moe_ops
 from compile_passes import compat
 from compile_passes.decide import decide
-from compile_passes.match import Refusal
+from compile_passes.match import Refusal, source
 from compile_passes.passes import _one_line, fuse_blocks, needs_gradient
 from compile_passes.reading import Reading
 from compile_passes.recognise import recognise
@@ -59,6 +59,80 @@ def test_sigmoid_of_the_up_half_is_no_silu():
         return gate * torch.sigmoid(up) * gate
 
     says(refusal(block(activation=crossed)), "a bare sigmoid")
+
+
+def clamped_before_the_halves(h):
+    clamped = h.clamp(-1, 1)
+    return silu_glu(clamped)
+
+
+def activated_product(h):
+    gate, up = h.chunk(2, -1)
+    product = gate * up
+    return F.silu(product)
+
+
+def swish_of_a_tensor(h):
+    gate, up = h.chunk(2, -1)
+    scaled = h.new_full((), 1.5) * gate
+    return gate * torch.sigmoid(scaled) * up
+
+
+@pytest.mark.parametrize(
+    ("activation", "made", "line"),
+    [
+        (clamped_before_the_halves, "clamp", "h.clamp(-1, 1)"),
+        (activated_product, "mul", "gate * up"),
+        (swish_of_a_tensor, "mul", "scaled = "),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_what_changes_the_operand_of_an_activation_is_named(activation, made, line):
+    """At its own line; how halves are taken is no cure of it, and another activation computes something else."""
+    row = refusal(block(batched, activation=activation))
+    says(row, f"but what {made} gives")
+    assert line in source(row.node)
+    assert "h.chunk(2" not in row.cure and "another function" in row.cure and "moe_ops.moe_permute" in row.cure
+
+
+def by_slots(x, ids, topk_weights, w1, w2, *, rows=lambda x: x[:, None].expand(-1, K, -1), between=silu_glu,
+             combine=lambda out, weights: (out * weights.unsqueeze(-1)).sum(1)):  # fmt: skip
+    """Weights gathered for every token and slot."""
+    h = torch.einsum("tkh,tknh->tkn", rows(x), w1[ids])
+    return combine(torch.einsum("tki,tkhi->tkh", between(h), w2[ids]), topk_weights.to(x.dtype))
+
+
+def test_experts_of_three_projections_are_one_refusal():
+    def run(x, ids, topk_weights, w1, w2):
+        middle = w2[:, :I]
+        return by_slots(
+            x,
+            ids,
+            topk_weights,
+            w1,
+            w2,
+            between=lambda h: torch.einsum("tki,tkji->tkj", silu_glu(h), middle[ids]).relu(),
+        )
+
+    row = refusal(block(run))
+    says(row, "more than two projections")
+    assert "moe_ops.moe_permute" in row.cure
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"rows": lambda x: torch.stack([x, 2 * x], 1)}, "not tokens repeated top_k times"),
+        ({"combine": lambda out, weights: (out * weights.unsqueeze(-1)).amax(1)}, "meets amax"),
+        ({"combine": lambda out, weights: (out * weights.unsqueeze(-1)).flatten(1)}, "meets view"),
+        ({"combine": lambda out, weights: ((out + 1) * weights.unsqueeze(-1)).sum(1)}, "meets add"),
+    ],
+    ids=["rows", "largest", "concatenated", "added"],
+)
+def test_a_cure_says_of_what_no_operator_computes_how_to_keep_it(other, words):
+    row = refusal(block(by_slots, **other))
+    says(row, words)
+    assert "not fused" in row.cure and "To keep what is computed" in row.cure
 
 
 def test_a_factor_that_no_routing_weight_can_take_over():
@@ -289,7 +363,9 @@ def test_single_product():
         flat = F.linear(x, gate).topk(K)[1].reshape(-1)
         return torch.bmm(w1[flat], x.repeat_interleave(K, dim=0).unsqueeze(-1)).squeeze(-1)
 
-    says(refusal(run), "not followed or preceded")
+    row = refusal(run)
+    says(row, "no second one was found")
+    assert "a loop over tokens" in row.cure
 
 
 def test_sum_used_in_another_dtype():
@@ -344,7 +420,7 @@ def test_operators_refuse_what_they_cannot_run():
     wrong = replace(row, body=replace(row.body, limit=-1.0, activation="silu_clamp"))
     decided = decide(wrong)
     assert isinstance(decided, Refusal)
-    assert "limit must be > 0" in decided.reason and decided.cure
+    assert "limit must be > 0" in decided.reason and "once the model has what this asks for" in decided.cure
     assert decided.node is row.down.anchor
 
 

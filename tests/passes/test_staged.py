@@ -96,6 +96,22 @@ def test_any_number_of_tokens() -> None:
                 assert difference(compiled(**given), run(**given)) is None
 
 
+def test_results_by_token_and_slot_as_rows() -> None:
+    """As the cure of a norm of [T, K, H] says."""
+
+    def run(x, ids, topk_weights, w1, w2, rows):
+        h = torch.einsum("th,tknh->tkn", x, w1[ids])
+        out = torch.einsum("tki,tkhi->tkh", silu_glu(h), w2[ids])
+        out = F.layer_norm(out.reshape(-1, H), (H,)).view(-1, K, H) if rows else F.layer_norm(out, (H,))
+        return (out * topk_weights.unsqueeze(-1)).sum(1)
+
+    inputs = weights(dtype=torch.float32)
+    assert "rows.reshape(-1, hidden)" in refusal(block(run, rows=False), **inputs).cure
+    assert match(block(run, rows=True), **inputs).combine.staged is not None
+    assert_same(block(run, rows=True), *inputs.values(), gradients=True)
+    assert counters["moe_ops"]["staged"] == 1
+
+
 def test_rows_that_return_to_pair_order_first() -> None:
     def run(x, ids, topk_weights, w1, w2):
         flat = ids.reshape(-1)
