@@ -15,13 +15,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
 from compile_passes.explain import explain
-from compile_passes.named import EXPERTS
+from compile_passes.named import DTYPES, EXPERTS
 from moe_ops import tuning
 
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 _WHAT = """What to explain:
   module:factory             a function without arguments that returns (model, inputs); inputs is a tensor,
                              a tuple of positional arguments or a dict of keyword arguments
@@ -50,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("what", help="module:factory, a model type, a config.json, or the name of a model on the hub")
     command.add_argument("--experts", choices=EXPERTS,
                          help=f"experts implementation of a transformers model (default: {EXPERTS[0]})")  # fmt: skip
-    command.add_argument("--dtype", choices=tuple(_DTYPES), help="weights of a transformers model (default: bf16)")
+    command.add_argument("--dtype", choices=tuple(DTYPES), help="weights of a transformers model (default: bf16)")
     command.add_argument("--tokens", type=int, help="length of its token sequence (default: 16)")
     command.add_argument("--json", action="store_true", help="print the report as JSON (its schema: Report.to_dict)")
     command.add_argument("--html", type=Path, metavar="FILE", help="write a page that draws every block, too")
@@ -70,7 +67,7 @@ def _explain(options: argparse.Namespace) -> int:
     """0 when everything found was fused, 1 when something was refused, 2 for a bad request."""
     given = {
         "experts": options.experts,
-        "dtype": None if options.dtype is None else _DTYPES[options.dtype],
+        "dtype": options.dtype,
         "tokens": options.tokens,
     }
     page = options.html

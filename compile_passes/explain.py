@@ -37,7 +37,8 @@ _LOOP = "The experts run in a Python loop over sizes that only the data knows: n
 def explain(model: Any, *args: Any, **kwargs: Any) -> Report:
     """Capture ``model(*args, **kwargs)``, fuse what can be fused, run the result once, and report.
 
-    Graph breaks, refusals and errors of the model are part of the report and are not raised. The model is not changed.
+    Graph breaks, refusals and errors of the model are part of the report and are not raised. The model is not changed,
+    but for what a call of it changes: buffers, such as the statistics of batch norms that train.
 
     Args:
         model: a model, or any function, and its inputs. Or what stands for a model, without inputs:
@@ -45,7 +46,7 @@ def explain(model: Any, *args: Any, **kwargs: Any) -> Report:
             configuration class or object, or a path to a config.json; or the name of a model on the hub
             ("Qwen/Qwen3-30B-A3B"), of which nothing is downloaded: its family is told by the local cache, or by the
             name. A tiny random model is made of the last ones, with keywords experts ("grouped_mm", "batched_mm" or
-            "eager"), dtype (torch.bfloat16) and tokens (16), and is run without gradients.
+            "eager"), dtype (torch.bfloat16, or "bf16") and tokens (16), and is run without gradients.
 
     Raises:
         ValueError: ``model`` is a name that stands for nothing, comes with inputs, or is nothing that can be called.

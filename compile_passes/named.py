@@ -24,6 +24,7 @@ import torch
 from compile_passes.tiny import EXPERT_COUNTS, model_of, said, tiny_model
 
 EXPERTS = ("grouped_mm", "batched_mm", "eager")
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 _CURE = (
     'Give a transformers model type ("mixtral"), a configuration, a path to a config.json, or a function that returns '
     '(model, inputs) as "package.module:factory".'
@@ -47,8 +48,8 @@ def subject(what: Any, **options: Any) -> Subject:
         what: "package.module:factory", a function without arguments that returns (model, inputs), where inputs is a
             tensor, a tuple of positional arguments or a dict of keyword arguments; a transformers model type; a path to
             a config.json or its folder; the name of a model on the hub; a configuration class or object.
-        options: experts ("grouped_mm", "batched_mm", "eager"), dtype (torch.bfloat16) and tokens (16) of a transformers
-            model. A factory takes none.
+        options: experts ("grouped_mm", "batched_mm", "eager"), dtype (torch.bfloat16, or "bf16") and tokens (16) of a
+            transformers model. A factory takes none.
 
     Raises:
         ValueError: no such model, or one that cannot be made small.
@@ -73,9 +74,13 @@ def subject(what: Any, **options: Any) -> Subject:
         raise ValueError(f"explain: experts must be one of {', '.join(EXPERTS)}, got {experts!r}.")
     if not isinstance(tokens, int) or tokens < 1:
         raise ValueError(f"explain: tokens must be at least 1, got {tokens}.")
+    dtype = options.get("dtype", torch.bfloat16)
+    dtype = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"explain: dtype must be one of {', '.join(DTYPES)}, got {options['dtype']!r}.")
     family, given = _configuration_of(what) if isinstance(what, str) else _family_of(what)
     config, model_class = model_of(family, given)
-    model = tiny_model(config, model_class, dtype=options.get("dtype", torch.bfloat16), experts=experts)
+    model = tiny_model(config, model_class, dtype=dtype, experts=experts)
     return model, (), _token_inputs(what, config, model, tokens)
 
 
@@ -126,7 +131,7 @@ def _family_of(config: Any) -> tuple[str, Any]:
 def _configuration_of(name: str) -> tuple[str, Any]:
     """(model type, the values of its config.json or None) of a name."""
     path = Path(name)
-    if path.exists():
+    if name and path.exists():
         return _read(path / "config.json" if path.is_dir() else path)
     if name in _families():
         return name, None

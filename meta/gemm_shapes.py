@@ -97,7 +97,8 @@ def _check_scale(
         raise fail(op, argument, " or ".join(str(dtype) for dtype in spec.dtypes), scale.dtype, "Cast it first.")
     E, N, K = sizes
     given = scale
-    if scale.dim() < 3 and spec.forms[-1][1] in (WHOLE, ANY):
+    few = 0 < scale.dim() < 3 or (scale.dim() == 0 and is_known_equal(E, 1))  # one number is the scale of one expert
+    if few and spec.forms[-1][1] in (WHOLE, ANY):
         scale = scale.reshape(*scale.shape, *(1,) * (3 - scale.dim()))
     if halves and scale.dim() == 3 and spec.groups_of(scale.shape, N, K) is None:
         rows = [2 * groups(N // 2, group_n) for group_n, _ in spec.forms]

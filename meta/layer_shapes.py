@@ -60,7 +60,9 @@ def route_call(op: str, flat: Flat, device: torch.device, problem: Problem | Non
     tokens, experts = logits.shape
     if flat.correction_bias is not None:
         if not row.supports_bias:
-            raise fail(op, "correction_bias", f"None for routing {flat.routing!r}", "a tensor")
+            others = sorted(name for name, other in ROUTINGS.items() if other.supports_bias)
+            cure = f"Leave it out, or use one of {others}."
+            raise fail(op, "correction_bias", f"None for routing {flat.routing!r}", "a tensor", cure)
         check_float(op, "correction_bias", flat.correction_bias)
         check_shape(op, "correction_bias", flat.correction_bias, "E", (experts,))
     check_positive(op, "top_k", flat.top_k)

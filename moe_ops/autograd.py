@@ -48,6 +48,8 @@ def _setup_topk(ctx: Context, inputs: tuple[Any, ...], keyword_only_inputs: dict
 def _backward_topk(ctx: Context, grad_weights: Tensor | None, grad_ids: None) -> tuple[Tensor | None, None]:
     if grad_weights is None:
         return None, None
+    if torch.is_grad_enabled():
+        refuse_second_derivatives("fused_topk")
     found = stage_gradients.run_op("fused_topk_backward", grad_weights, *ctx.saved_tensors, **ctx.options)
     return found, None
 
@@ -179,7 +181,7 @@ class InTraining:
         quantized = given["scheme"] is not None and SCHEMES[given["scheme"]].quantized
         if quantized or given["gate_up_scales"] or given["hidden_states_scale"] is not None:
             raise ValueError(
-                f"{self._op}: inputs must not require grad for quantised weights, got one that does. "
+                f"{self._op}: {_asking(given)} must not require grad for quantised weights, got a tensor that does. "
                 "Call it under torch.no_grad(), or train with unquantised weights."
             )
         if self._op == "fused_moe":
@@ -210,6 +212,11 @@ def wants_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
+def _asking(given: dict[str, Any]) -> str:
+    """The arguments that autograd follows."""
+    return ", ".join(name for name, value in given.items() if wants_grad(value)) or "inputs"
+
+
 class _StageFormula(_Formula):
     def setup_context(
         self, ctx: Context, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any] | None = None, output: Any = ()
@@ -219,7 +226,7 @@ class _StageFormula(_Formula):
         scales = given.get("weight_scales") or any(given.get(f"{x}_scale") is not None for x in ("rows", "batch"))
         if scales or options.get("quantize_output"):
             raise ValueError(
-                f"{self._op}: inputs must not require grad for quantised operands, got one that does. "
+                f"{self._op}: {_asking(given)} must not require grad for quantised operands, got a tensor that does. "
                 "Call it under torch.no_grad(), or train with unquantised weights."
             )
         arguments, results = stage_gradients.SAVED[stage_gradients.FORMULAS[self._op]]
@@ -231,11 +238,12 @@ class _StageFormula(_Formula):
         return stage_gradients.FORMULAS[self._op](self._op, saved, needs, grad, **ctx.options)
 
 
-def no_formula(op: str, cure: str) -> Formula:
+def no_formula(op: str, names: tuple[str, ...], cure: str) -> Formula:
     """A formula for an operator that has none: it raises as soon as an input requires grad."""
 
     def setup_context(ctx: Context, inputs: Any, keyword_only_inputs: Any = None, output: Any = None) -> None:
-        raise ValueError(f"{op}: inputs must not require grad, got one that does. {cure}")
+        asking = _asking(dict(zip(names, inputs, strict=False)))
+        raise ValueError(f"{op}: {asking} must not require grad, got a tensor that does. {cure}")
 
     def backward(ctx: Context, *grads: Any) -> None:
         raise ValueError(f"{op}: must not be differentiated. {cure}")

@@ -30,7 +30,8 @@ from meta.checks import (
     fail,
 )
 from meta.dims import FORMATS, SLOT_ORDERS, accumulation_dtype
-from meta.schemes import SCHEMES
+from meta.gemm_shapes import half_width
+from meta.schemes import SCHEMES, ceil_div
 from moe_ops import choice, compat
 from moe_ops.integrations.containers import are_plain, unpacked_layer
 from moe_ops.ops import SIGNATURES, call, parse
@@ -300,6 +301,11 @@ def experts(
         raise fail(op, "down_proj", f"of E={gate_up_proj.shape[0]} experts, as gate_up_proj", down_proj.shape[0])
     if down_proj.dtype != gate_up_proj.dtype:
         raise fail(op, "down_proj", f"{gate_up_proj.dtype}, as gate_up_proj", down_proj.dtype)
+    hidden, pack = prepared.rows.shape[-1], 1 if scheme is None else SCHEMES[scheme].pack
+    sizes = (*gate_up_proj.shape[:2], ceil_div(hidden, pack))
+    check_shape(op, "gate_up_proj", gate_up_proj, "E N H", sizes, hint=True)
+    width = half_width(op, "gate_up_proj", sizes[1], layout if up_proj is None else "separate")
+    check_shape(op, "down_proj", down_proj, "E H I", (sizes[0], hidden, ceil_div(width, pack)), hint=True)
     if _quantizes(scheme) and prepared.rows_scale is None:
         rule, cure = f"given for scheme {scheme!r}", f"Pass scheme={scheme!r} to moe_ops.prepare."
         raise fail(op, "prepared.rows_scale", rule, "None", cure)

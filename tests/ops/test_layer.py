@@ -316,9 +316,9 @@ def test_errors_name_the_arguments_of_the_step() -> None:
     prepared = moe_ops.prepare(
         tensors["hidden_states"], tensors["topk_weights"], tensors["topk_ids"], num_experts=up.shape[0]
     )
-    with pytest.raises(ValueError, match=r"^experts: gate_up_proj must be \[E=6, N=48, K=48\]"):
+    with pytest.raises(ValueError, match=r"^experts: gate_up_proj must be \[E=6, N=48, H=48\]"):
         moe_ops.experts(prepared, up.transpose(1, 2), down)
-    with pytest.raises(ValueError, match=r"^experts: down_proj must be \[E=6, N=40, K=40\]"):
+    with pytest.raises(ValueError, match=r"^experts: down_proj must be \[E=6, H=48, I=40\]"):
         moe_ops.experts(prepared, up, down.transpose(1, 2))
     with pytest.raises(ValueError, match=r"^experts: down_proj must be of E=6 experts, as gate_up_proj, got 5"):
         moe_ops.experts(prepared, up, down[:5])

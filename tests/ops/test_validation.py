@@ -15,6 +15,7 @@ from meta.checks import check_placement
 from meta.schemes import SCHEMES
 from meta.shapes import RULES
 from tests.ops.calls import CALLS
+from tests.ops.layers import VARIANTS
 from tests.ops.valid import (
     PUBLIC,
     E,
@@ -1224,3 +1225,19 @@ def test_only_a_transposed_weight_is_asked_whether_it_is_transposed() -> None:
     assert message(torch.randn(3, 12, 9), down).endswith(".") and "transposed" not in message(
         torch.randn(3, 12, 9), down
     )
+
+
+def test_what_a_message_asks_for_is_right() -> None:
+    """Of one number for all experts, and of a bias that a routing has not."""
+    x, up, down, weights, ids = list(VARIANTS["plain"].build().tensors.values())[:5]
+    E = len(down)
+    (first, first_scale), (second, second_scale) = (
+        moe_ops.quantize_weight(weight, scheme="fp8_channel") for weight in (up, down)
+    )
+    scales = {"gate_up_scales": [first_scale, torch.tensor(0.1)], "down_scales": [second_scale]}
+    with pytest.raises(ValueError, match=rf"gate_up_scales\[1\] must be \[E={E}, .*\], got \[\]"):
+        moe_ops.fused_experts(x, first, second, weights, ids, scheme="fp8_channel", **scales)
+    with pytest.raises(
+        ValueError, match=r"correction_bias must be None for .*, got a tensor. Leave it out, or use one of"
+    ):
+        moe_ops.fused_topk(torch.randn(3, E), torch.zeros(E), top_k=2, routing="topk_softmax")

@@ -301,6 +301,18 @@ def test_an_error_of_the_model_is_reported():
     assert "no such luck" in moe_ops.explain(broken, torch.zeros(1)).error
 
 
+def test_dtypes_go_by_the_names_of_the_command_line():
+    assert moe_ops.explain("mixtral", dtype="fp32", tokens=4).fused[0].scheme == "fp32"
+    for dtype in ("float", 16, torch.int8):
+        with pytest.raises(ValueError, match="dtype must be one of bf16, fp32, fp16, got "):
+            moe_ops.explain("mixtral", dtype=dtype)
+
+
+def test_no_name_is_no_folder():
+    with pytest.raises(ValueError, match="explain: '' must be the name of a model of a known family"):
+        moe_ops.explain("")
+
+
 def test_what_is_no_python_is_reported():
     """TorchScript has no forward to look at, and Dynamo compiles no frame of a model that is nothing else."""
     x = torch.randn(4, H)
