@@ -447,8 +447,12 @@ class Pairs:
             return None
         return Chosen(self._slot(found[0]), self._slot(self.reading.uncast(weights, self.floor)))
 
-    def chosen_at(self, index: Any, factor: Any, number: int) -> Chosen | None:
-        """As `chosen`, for the tokens that ``index`` lists, or its mask has: ``w[token, k]``, ``w[:, k][token]``."""
+    def chosen_at(self, index: Any, factor: Any, number: int, shape: Sequence[Any]) -> Chosen | None:
+        """As `chosen`, for the tokens, of ``shape``, that ``index`` lists, or its mask has: ``w[token, k]``, ``w[:,
+        k][token]``.
+        """
+        if isinstance(index, tuple):
+            return self._chosen_by_dims(index, factor, number, shape)
         hits = self.hits(index, number)
         value = self.reading.uncast(factor, self.floor) if isinstance(factor, fx.Node) else None
         call = self.reading.read(value, "fancy index", "index")
@@ -466,7 +470,7 @@ class Pairs:
         slot = place_of(rest[0]) if len(rest) == 1 else None
         return Chosen(ids, Slot(source, slot)) if fits and slot is not None else None
 
-    def chosen_by_dims(
+    def _chosen_by_dims(
         self, index: tuple[fx.Node, ...], factor: Any, number: int, shape: Sequence[Any]
     ) -> Chosen | None:
         """As `chosen_at`, for tokens of this ``shape`` [B, S] by ``b, s = torch.where(ids[..., k] == e)``: weighted by
@@ -483,12 +487,9 @@ class Pairs:
         if not has_shape(listed[1], *shape) or not has_shape(ids, *shape):
             return None
         parts = [part for part in call["index"] if part is not None]
-        own, rest = parts[: len(index)], parts[len(index) :]
-        places = [self.reading.read(self.order.bare(part), "item", "index") for part in own]
-        if len(own) < len(index) or any(
-            place is None or place["index"] != at or not self.reading.same(place["x"], listed[0])
-            for at, place in enumerate(places)
-        ):
+        rest = parts[len(index) :]
+        own = self._listed(tuple(parts[: len(index)])) if len(parts) >= len(index) else None
+        if own is None or not self.reading.same(own[0], listed[0]):
             return None
         if not rest:
             return Chosen(self._slot(ids), self._slot(source)) if has_shape(source, *shape) else None

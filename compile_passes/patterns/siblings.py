@@ -455,9 +455,7 @@ class _Loop:
             chosen = [
                 None
                 if end.mask is not None
-                else pairs.chosen_by_dims(row.index, end.factor, expert.number, shape.shape[:-1])
-                if isinstance(row.index, tuple)
-                else pairs.chosen_at(row.index, end.factor, expert.number)
+                else pairs.chosen_at(row.index, end.factor, expert.number, shape.shape[:-1])
                 for end, row, expert in zip(ends, rows, self.ended, strict=True)
             ]
             total = self.ends.added_to_tokens(ends, [row.index for row in rows])

@@ -115,8 +115,14 @@ PAIRWISE = {
 }
 #: The same of one product of decoded weights in tiles, by scheme or code; us of the same layers 27.2 and 55.8, 24.0 and
 #: 47.3, 36.5 and 78.6; 141 and 415, 122 and 359, 205 and 636.
-PACKED_PRODUCT = {"e2m1": (2.48, 7.0), "int4": (2.8, 3.8), "e4m3": (3.9, 10.5), "int8": (3.6, 5.7)}
-PACKED_PRODUCT |= {"w4a8_fp8": (2.8, 7.0), "mxfp4_a8": (2.0, 7.0)}
+PACKED_PRODUCT = {
+    "e2m1": (2.48, 7.0),
+    "int4": (2.8, 3.8),
+    "e4m3": (3.9, 10.5),
+    "int8": (3.6, 5.7),
+    "w4a8_fp8": (2.8, 7.0),
+    "mxfp4_a8": (2.0, 7.0),
+}
 AROUND_US = 2.0  # of the kernels that sort pairs and combine results, beyond what the products hide
 SMALL_PAIRS = 64  # the most that the small kernels were ever seen to win with
 

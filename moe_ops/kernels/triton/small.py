@@ -77,10 +77,10 @@ def at_once(scheme, element):
     return 1 if scheme is None or element == tl.int32 else 128 // element.primitive_bitwidth
 
 
-@triton.jit
-def _nothing(ROWS: tl.constexpr, COLUMNS: tl.constexpr, ELEMENT: tl.constexpr):
-    """No products yet, with weights of this type."""
-    return tl.zeros((ROWS, COLUMNS), tl.int32 if ELEMENT == tl.int32 else tl.float32)
+@triton.constexpr_function
+def sums_of(element):
+    """What products with weights of this type are summed in."""
+    return tl.int32 if element == tl.int32 else tl.float32
 
 
 @triton.constexpr_function
@@ -178,8 +178,8 @@ def _glu_sums(
     w_up = w + up_offset if GLU == CONCAT else w
     ELEMENT: tl.constexpr = w.dtype.element_ty
     SUMS: tl.constexpr = BLOCK_K // at_once(SCHEME, ELEMENT)
-    gate = _nothing(BLOCK_N, SUMS, ELEMENT)
-    up = _nothing(BLOCK_N, SUMS, ELEMENT)
+    gate = tl.zeros((BLOCK_N, SUMS), sums_of(ELEMENT))
+    up = tl.zeros((BLOCK_N, SUMS), sums_of(ELEMENT))
     for k in range(0, K, BLOCK_K):
         # Weights first: they take longest.
         gate_tile = _weight_rows(w, expert, gate_row, valid, k, K, W_STRIDES, BLOCK_K)
@@ -355,9 +355,8 @@ def _down_products(
     BLOCK_K: tl.constexpr,
 ):
     """fp32 [BLOCK_P, BLOCK_N] products of `scale` h with the weight rows at `rows`, whose first columns are `tile`."""
-    PAIRS: tl.constexpr = rows.shape[0]
     SUMS: tl.constexpr = BLOCK_K // at_once(SCHEME, tile.dtype)
-    total = _nothing(PAIRS * rows.shape[1], SUMS, tile.dtype).reshape(PAIRS, rows.shape[1], SUMS)
+    total = tl.zeros((rows.shape[0], rows.shape[1], SUMS), sums_of(tile.dtype))
     BY_ROW: tl.constexpr = SCHEME is not None and not has_groups(SCHEME)
     factor = scale
     if BY_ROW:
