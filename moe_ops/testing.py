@@ -199,23 +199,8 @@ def assert_no_recompiles(
                         run(compiled, inputs)
                 except torch._dynamo.exc.RecompileError as error:
                     _assert_runs(function, inputs, run)
-                    lines, guard = _tied_to_sizes(function, make_inputs, listed[0], size, dynamic), str(error)
-                    told = dynamic is None and any(
-                        hasattr(tensor, "_dynamo_dynamic_indices") for tensor in _tensors(inputs)
-                    )
-                    if not lines and not re.search(r"(size|stride)( mismatch|\(\))", guard):
-                        cause = "What the guard names must stay the same from call to call, or be held in a tensor."
-                    elif dynamic or told:
-                        cause = _TIED
-                    else:
-                        cause = (
-                            f"dynamic={dynamic} compiles for the sizes of the first call: pass dynamic=True, or mark "
-                            "the dimensions of the inputs (torch._dynamo.mark_dynamic) and pass dynamic=None."
-                        )
-                    raise AssertionError(
-                        f"size {size} compiles again after size {listed[0]}:\n{lines}{_indent(error)}\n"
-                        f"{cause} TORCH_LOGS=recompiles,guards shows more."
-                    ) from error
+                    message = _of_recompile(error, function, make_inputs, (listed[0], size), inputs, dynamic)
+                    raise AssertionError(message) from error
         graphs = counters["stats"]["unique_graphs"]
     if all(extent == extents[0] for extent in extents):
         raise ValueError(
@@ -489,6 +474,32 @@ def _copies_to_host(node: torch.fx.Node) -> bool:
     told = any(str(value) == "cpu" for value in (*node.args[1:], *node.kwargs.values()))
     line = graphs.frame(graphs.trace_of(node))[3]
     return node.target == "cpu" or (told and ("'cpu'" in line or '"cpu"' in line))
+
+
+def _of_recompile(
+    error: Exception,
+    function: Callable[..., Any],
+    make_inputs: Callable[[int], Inputs],
+    sizes: tuple[int, int],
+    inputs: Inputs,
+    dynamic: bool | None,
+) -> str:
+    """What failed at the second size, with `inputs`: the lines that tie the code to a size, the guard, its cause."""
+    lines, guard = _tied_to_sizes(function, make_inputs, *sizes, dynamic), str(error)
+    told = dynamic is None and any(hasattr(tensor, "_dynamo_dynamic_indices") for tensor in _tensors(inputs))
+    if not lines and not re.search(r"(size|stride)( mismatch|\(\))", guard):
+        cause = "What the guard names must stay the same from call to call, or be held in a tensor."
+    elif dynamic or told:
+        cause = _TIED
+    else:
+        cause = (
+            f"dynamic={dynamic} compiles for the sizes of the first call: pass dynamic=True, or mark the dimensions of "
+            "the inputs (torch._dynamo.mark_dynamic) and pass dynamic=None."
+        )
+    return (
+        f"size {sizes[1]} compiles again after size {sizes[0]}:\n{lines}{_indent(error)}\n{cause} "
+        "TORCH_LOGS=recompiles,guards shows more."
+    )
 
 
 def _tied_to_sizes(
