@@ -160,6 +160,8 @@ def _gemm(
     mm = ExpertMM(call.weight, call.out_dtype, bias=call.bias, **epilogue)
     column = triton_plans.product(problem.scheme, first=mm.activation is not None, gathered=gather is not None)
     tile = _tile_for(problem.scheme, mm, int(problem.M), column)
+    if mm.gathers_few(tile):  # bf16 numbers, not what is given
+        tile = mm.beside_few(tile)
     # Of a batch every row would be copied, in use or not; `decoded_few_mm` counts no rows.
     counted = load is not None and mm.takes_few(tile)
     tile = fit(tile, mm, as_they_are=gather is not None or problem.format == "batched" or counted)

@@ -199,13 +199,22 @@ def _packed_fp8_tile(scheme: str, work: Work, sm: int) -> MMConfig:
     rows are multiplied in bf16 now: `ExpertMM.beside`): T = 16 85 and 94, 121 and 141; T = 256 165 and 142, 258 and
     215. T = 4096, tiles of 64 x 128, 128 x 128 and 128 x 64: w4a8_fp8 844, 894, 795; mxfp4_a8 1219, 1833, 2703. By
     these and by Gluon's kernels: w4a8_fp8 on an H100 830 and 680; mxfp4_a8 1219 and 688.
+
+    us of a layer on an H200, up to five rows an expert multiplied in bf16 by `packed_tile` and gathered by
+    `decoded_few_mm` (benchmarks/comparisons/h200-gathered-few-rows.json), T = 16 and 64: mxfp4_a8, Qwen3-30B-A3B 110
+    and 99, 156 and 137, gpt-oss-120b 352 and 302, 726 and 649, DeepSeek-V3, T = 8 and 16, 563 and 549, 990 and 1008;
+    w4a8_fp8 82 and 78, 114 and 113, 211 and 224, 443 and 466, 390 and 376, 677 and 690. Tiles of 16 rows, T = 256,
+    gpt-oss-120b: mxfp4_a8 816 and 929, w4a8_fp8 488 and 624.
     """
     rows, code = work.T * work.K / work.E, SCHEMES[scheme].code
+    folded = code is not None and code.name == "e2m1"
+    if sm == HOPPER and folded and rows <= 5:
+        return _streamed(8, 128, 256, 1, 4, 3)
     if rows <= 64:
         return _gathered(16 if rows <= 12 else 32, 128, 128, 1, 4, 4)
     if sm == HOPPER:
         return _streamed(128, 128, 128, 8, 8, 3)
-    if code is not None and code.name == "e2m1":
+    if folded:
         return _streamed(64, 128, 128, 8, 4, 3)
     return _streamed(128, 64, 128, 8, 4, 3)
 
@@ -446,6 +455,8 @@ def _packed_candidates(rows: float, sm: int) -> list[MMConfig]:
 def _packed_fp8_candidates(rows: float, sm: int) -> list[MMConfig]:
     """The same where the rows are e4m3; `fit` gives them the columns and warps that a scheme needs."""
     found = []
+    if sm == HOPPER and rows <= 16:  # `decoded_few_mm`
+        found += [_streamed(height, 128, columns, 1, 4, 3) for height, columns in every((8, 16), (128, 256))]
     for block_m, block_n, warps, stages in every(_blocks_m(rows), (64, 128), (4, 8), (3, 4, 5)):
         registers = block_n * (2 * block_m + 32) / (32 * warps)
         if sm == HOPPER and block_m >= 128 and (block_n, warps) != (128, 8):

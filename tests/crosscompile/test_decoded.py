@@ -51,6 +51,10 @@ def compile_made(
         "a_desc": descriptor(made.a_desc), "w_desc": descriptor(made.w_desc), "out_desc": descriptor(made.out_desc),
     }  # fmt: skip
     del arguments["up_offset"]
+    if "TOP_K" in kernel.arg_names:  # `decoded_few_mm`, which gathers quantised rows
+        gathered = {"a": "*bf16:16", "a_scale": "*fp32:16", "row_to_pair": "*i32:16"}
+        arguments |= gathered if mm.widened else dict.fromkeys(gathered)
+        more = {"TOP_K": K if mm.widened else None, **more}
     constants = {
         **{"E": mm.num_experts, "N": mm.out_features, "K": mm.in_features, "STRIDES": made.strides},
         **{"BLOCK": made.block, "GLU": mm.glu, "ACTIVATION": mm.activation, "SWAPPED": False, "SCHEME": mm.scheme},

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from moe_ops.backends.triton_plans import FEW_TILES, tile_for
+from moe_ops.backends.triton_plans import DECODED, FEW_TILES, PACKED, tile_for
 from moe_ops.kernels.triton import expert_mm, launch
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.decoded_few_mm import _decoded_few_mm_kernel
@@ -25,6 +26,11 @@ pytestmark = pytest.mark.usefixtures("on_hopper")
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: True)
+
+
+#: Quantised rows, which the kernel gathers.
+GATHERED = sorted(DECODED - PACKED)
+FEW = MMConfig(8, 128, 256, 1, 4, 3, a_tma=True, w_tma=True)
 
 
 def compile_few(scheme: str, layout: str | None, known: bool = True, **options: Any) -> Compiled:
@@ -46,6 +52,14 @@ def compile_product(mm: ExpertMM, tile: MMConfig, rows: torch.Tensor, known: boo
 @KINDS
 def test_compiles(scheme: str, layout: str | None) -> None:
     compile_few(scheme, layout)
+
+
+@pytest.mark.parametrize("layout", ["concat", "interleaved", None], ids=["concat", "interleaved", "down"])
+@pytest.mark.parametrize("scheme", GATHERED)
+def test_compiles_for_rows_that_it_gathers(scheme: str, layout: str | None) -> None:
+    """16 bytes a thread at a time; scales that no number of bf16 holds leave no spill, either."""
+    kernel = compile_product(*product(scheme, FEW, layout=layout), known=layout is None)
+    assert kernel.stack == 0 and kernel.loads_16_bytes
 
 
 @UNSTACKED
@@ -80,10 +94,9 @@ def test_other_heights_compile(scheme: str, rows: int, columns: int) -> None:
 @pytest.mark.parametrize("H, I", [(2048, 768), (2880, 2880), (1408, 704), (320, 160)])
 def test_rows_that_gemm_1_leaves_are_in_the_order_of_gemm_2(H: int, I: int) -> None:
     """As many columns as it writes at once, or fewer; its own rows, which are copied, have twice as many."""
-    tile = MMConfig(8, 128, 256, 1, 4, 3, a_tma=True, w_tma=True)
     up = ExpertMM(row_operand("mxfp4", 2 * I, H), torch.bfloat16, glu_layout="concat", activation="silu")
     down = ExpertMM(row_operand("mxfp4", H, I), torch.bfloat16)
-    first, second = Layer(up, down, "mxfp4")._tiles(Plan("triton", "grouped", (tile, tile)))
+    first, second = Layer(up, down, "mxfp4")._tiles(Plan("triton", "grouped", (FEW, FEW)))
     assert up.specialises(first) and down.specialises(second)
     assert up.columns_at_once(first) % down.order(second)[0] == 0 == I % down.order(second)[0]
     assert (up.order(first)[0], down.order(second)[0]) == (min(128, H & -H), min(64, I & -I))
@@ -91,7 +104,7 @@ def test_rows_that_gemm_1_leaves_are_in_the_order_of_gemm_2(H: int, I: int) -> N
 
 def test_products_that_it_cannot_take_gather_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """fp16 rows, which are multiplied in two parts, rows that are taken as they are, and a GPU that is no Hopper."""
-    tile = MMConfig(8, 128, 256, 1, 4, 3, a_tma=True, w_tma=True)
+    tile = FEW
     gathered = MMConfig(16, 128, 128, 1, 4, 4, a_tma=False, w_tma=True)
     assert product("mxfp4", tile, layout="concat", dtype=torch.float16)[1] == gathered
     mm, fitted, _ = product("mxfp4", tile, layout="concat")
@@ -102,17 +115,59 @@ def test_products_that_it_cannot_take_gather_their_rows(monkeypatch: pytest.Monk
     assert [fit(wide, product(scheme, tile, layout="concat")[0]).block_k for scheme in ("mxfp4", "mxfp8")] == [128, 64]
 
 
-def test_every_argument_of_a_launch_has_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: dict[str, Any] = {}
+def layer_of_gathered() -> Layer:
+    up = ExpertMM(row_operand("mxfp4_a8", 2 * I, H), torch.bfloat16, glu_layout="concat", activation="silu")
+    return Layer(up, ExpertMM(row_operand("mxfp4_a8", H, I), torch.bfloat16), "mxfp4_a8")
+
+
+def test_rows_to_gather_are_quantised_to_bf16_numbers() -> None:
+    layer, plan = layer_of_gathered(), Plan("triton", "grouped", (FEW, FEW))
+    assert layer._tiles(plan) == (FEW, FEW)
+    assert layer._rows_form(plan).dtype == torch.bfloat16 and layer.form.dtype == torch.float8_e4m3fn
+    assert not layer._copies_rows(plan, torch.zeros(16, K, dtype=torch.int32))
+
+
+def test_rows_that_are_e4m3_already_are_multiplied_by_another_tile() -> None:
+    """Those that a caller gives, and those that an epilogue of GEMM 1 quantises."""
+    layer, many = layer_of_gathered(), MMConfig(64, 128, 128, 8, 4, 3, a_tma=True, w_tma=True)
+    given = layer._tiles(Plan("triton", "grouped", (FEW, FEW)), given=True)
+    assert given == (layer.up.beside_few(FEW), FEW)
+    first, second = layer._tiles(Plan("triton", "grouped", (many, FEW)))
+    assert layer._first().beside(first).quantizes_in_tile and second == layer.down.beside_few(FEW)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The arguments of a launch by name, once there is one."""
+    found: dict[str, Any] = {}
     monkeypatch.setattr(expert_mm, "multiprocessors", lambda device: 132)
 
     def launch_it(kernel: Any, grid: tuple[int, ...], *given: Any, **options: Any) -> None:
-        launched.update(zip(kernel.arg_names, given, strict=True), grid=grid, options=options)
+        found.update(zip(kernel.arg_names, given, strict=True), grid=grid, options=options)
 
     monkeypatch.setattr(expert_mm, "launch", launch_it)
-    tile = MMConfig(8, 128, 256, 1, 4, 3, a_tma=True, w_tma=True)
+    return found
+
+
+def test_every_argument_of_a_launch_that_gathers_has_its_place(
+    launched: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantised: dict[str, Any] = {}
+    monkeypatch.setattr(expert_mm, "quantize_sorted", lambda *of, **how: quantised.update(of=of) or of[:2])
+    mm, fitted, rows = product("mxfp4_a8", FEW, layout="concat", rows_scale=torch.empty(32, H // 128))
+    extents, pairs = torch.tensor([4, 8], dtype=torch.int32), torch.arange(256, dtype=torch.int32)
+    given = {"num_rows": 256, "row_to_pair": pairs, "top_k": K, "pdl": True}
+    expert_mm.grouped_mm(rows, replace(mm, widens_output=True), extents, fitted, **given)
+    assert launched["a"] is rows and launched["a_scale"] is mm.rows_scale and launched["row_to_pair"] is pairs
+    assert (launched["a_desc"], launched["TOP_K"], launched["KNOWN"]) == (None, K, False)
+    assert launched["STRIDES"][3] == rows.stride(0) == H
+    out, _, form = quantised["of"][:3]
+    assert (out.shape, out.dtype, form.dtype) == ((256, I), torch.float32, torch.bfloat16)
+
+
+def test_every_argument_of_a_launch_has_its_place(launched: dict[str, Any]) -> None:
     bias = torch.zeros(2, 2 * I, dtype=torch.bfloat16)
-    mm, fitted, rows = product("int4_w4a16", tile, layout="concat", zeros=torch.int8, bias=bias)
+    mm, fitted, rows = product("int4_w4a16", FEW, layout="concat", zeros=torch.int8, bias=bias)
     extents = torch.tensor([4, 8], dtype=torch.int32)
     out, _ = expert_mm.grouped_mm(rows, mm, extents, fitted, num_rows=256, pdl=True, known=True)
     assert_places(launched, mm, rows, out, extents)

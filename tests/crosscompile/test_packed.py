@@ -23,7 +23,7 @@ from moe_ops.kernels.triton import expert_mm, launch
 from moe_ops.kernels.triton import packed_fp8_tile as fp8
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.expert_mm import _expert_mm_kernel
-from moe_ops.kernels.triton.launch import ExpertMM, Launch
+from moe_ops.kernels.triton.launch import ExpertMM, Launch, as_bf16
 from moe_ops.kernels.triton.layer import fit
 from moe_ops.kernels.triton.programs import most_registers
 from moe_ops.plans import bucket
@@ -66,7 +66,8 @@ def product(
     mm = replace(mm, rows_order=order, out_order=out_order).beside(tile)
     rows = torch.empty(256, depth, dtype=dtype)
     if form is not None:
-        rows = torch.empty(256, depth // form.pack, dtype=form.dtype)
+        stored = as_bf16(form) if mm.gathers_few(tile) else form
+        rows = torch.empty(256, depth // form.pack, dtype=stored.dtype)
     return mm, tile, rows
 
 

@@ -231,6 +231,12 @@ CASES = {
         {"E": 128, "BLOCK_E": 128, "BLOCK_K": 2048, "TOP_K": 8, "BATCHED": False},
         **WIDE,
     ),
+    "quantize_few_as_bf16": Case(
+        _quantize_kernel, QUANTIZE | {"q_ptr": "*bf16:16"}, {"GROUP": 128, "BLOCK_M": 4}, num_warps=1, **WIDE
+    ),
+    "place_few_quantising_as_bf16": Case(
+        _place_small_kernel, IDS | PLACES | BESIDE | {"q_ptr": "*bf16:16"}, {**PLACING, "GROUP": 128}
+    ),
     "quantize_few": Case(_quantize_kernel, QUANTIZE, {"GROUP": 128, "BLOCK_M": 4}, num_warps=1, **WIDE),
 }
 

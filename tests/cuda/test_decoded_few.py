@@ -3,33 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 import moe_ops
+from meta.schemes import SCHEMES as layer_schemes
 from moe_ops.backends import triton_plans
 from moe_ops.census import kernel_names
 from moe_ops.kernels.triton.config import MMConfig
 from tests.cuda.specialised import assert_any_number_of_rows, assert_replays, beside_tritons_tile, run
 from tests.cuda.test_decoded import assert_zero_points
 from tests.cuda.test_schemes import every_code
-from tests.ops.scheme_layers import FORMS, SchemeLayer, assert_contract, build
+from tests.ops.scheme_layers import FORMS, SchemeLayer, assert_contract, build, with_scales_far_apart
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("on_hopper", "poisoned_memory", "tile")]
 SCHEMES = sorted(triton_plans.PACKED)
+GATHERED = sorted(triton_plans.DECODED - triton_plans.PACKED)  # quantised rows
 #: E, K, H, I: whole steps and tiles; half a step behind the last whole one; no whole tiles, an order of 32 columns.
 SIZES = {"whole": (32, 2, 1024, 512), "half": (32, 2, 1152, 640), "ragged": (30, 2, 320, 160)}
 T = 140  # nine rows an expert
-TILES = [(8, 256), (16, 256), (16, 128), (32, 128)]
+TILES = {"8x256": (8, 256), "16x256": (16, 256), "16x128": (16, 128), "32x128": (32, 128)}
+GATHERING = {name: tile for name, tile in TILES.items() if tile[0] <= 16}
+#: Tiles, and schemes whose rows they take: in order, or gathered and quantised.
+EVERY = pytest.mark.parametrize(
+    ("tile", "scheme"),
+    [
+        pytest.param(tile, scheme, id=f"{name}-{scheme}")
+        for tiles, schemes in ((TILES, SCHEMES), (GATHERING, GATHERED))
+        for name, tile in tiles.items()
+        for scheme in schemes
+    ],
+    indirect=["tile"],
+)
+OF_GATHERED = pytest.mark.parametrize("tile", GATHERING.values(), ids=GATHERING, indirect=True)
 
 
-@pytest.fixture(params=TILES, ids=lambda tile: "x".join(map(str, tile)))
+@pytest.fixture(params=TILES.values(), ids=TILES)
 def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tiles of so many rows, in steps of so many columns, whatever a plan would take."""
     rows, columns = request.param
     config = MMConfig(rows, 128, columns, 1, 4, 3, a_tma=True, w_tma=True)
     monkeypatch.setattr(triton_plans, "_few_tile", lambda scheme, rows, gpu: config)
+    monkeypatch.setattr(triton_plans, "_packed_fp8_tile", lambda scheme, work, sm: config)
     planned = (triton_plans.plan_for, triton_plans.by_products, triton_plans.tile_for)
     for cached in planned:
         cached.cache_clear()
@@ -45,20 +62,45 @@ def layer_of(scheme: str, size: str = "whole", **options: object) -> SchemeLayer
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@EVERY
 def test_is_as_near_to_float64_as_tritons_tile(scheme, size, form, monkeypatch):
     layer = layer_of(scheme, size, form=form)
     for _ in beside_tritons_tile(layer, "_decoded_few_mm", 2, "specialises", monkeypatch):
         pass
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@EVERY
 def test_experts_of_any_number_of_rows(scheme):
     assert_any_number_of_rows(layer_of(scheme), *SIZES["whole"][:2])
 
 
+@OF_GATHERED
+@pytest.mark.parametrize("powers", [60, 70, 126])
+def test_scales_that_no_number_of_bf16_holds_count(powers):
+    layer = with_scales_far_apart(layer_of("mxfp4_a8"), powers)
+    for format in ("grouped", "batched"):
+        assert_contract(run(layer, format), layer)
+
+
+@OF_GATHERED
+@pytest.mark.parametrize("powers", [56, 100])
+def test_scales_below_those_of_bf16_count(powers):
+    """All of GEMM 2's: about the last that are multiplied as they are, and smaller ones."""
+    layer = layer_of("mxfp4_a8")
+    row, stored, (scale,) = layer_schemes["mxfp4_a8"], layer.tensors["down_proj"], layer.tensors["down_scales"]
+    exponents = scale.view(torch.uint8) - powers
+    layer.tensors["down_scales"] = [exponents.view(scale.dtype)]
+    layer.tensors["down_bias"] = None
+    smaller = row.dequantize(stored, layer.tensors["down_scales"]).double()
+    layer = replace(layer, weights=(layer.weights[0], smaller))
+    for format in ("grouped", "batched"):
+        got = run(layer, format)
+        assert 0 < got.abs().max() < 2.0 ** (20 - powers)
+        assert_contract(got, layer)
+
+
 @pytest.mark.parametrize("format", ["grouped", "batched"])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@EVERY
 def test_a_replay_with_changed_routing_has_the_bits_of_a_call(scheme, format):
     assert_replays(layer_of(scheme), format, SIZES["whole"][0])
 

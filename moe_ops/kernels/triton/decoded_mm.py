@@ -57,7 +57,7 @@ from moe_ops.kernels.triton.util import find_tile, pdl_release, pdl_wait
 
 
 @gluon.constexpr_function
-def _bits(size):
+def bits_below(size):
     return [1 << at for at in range(size.bit_length() - 1)]
 
 
@@ -69,9 +69,11 @@ def rows_layout(warps, columns, unit, glu):
     run = unit // 4
     lanes = [[0, run], [0, 2 * run]] + [[row, 0] for row in ((2, 4, 8) if glu == INTERLEAVED.value else (1, 2, 4))]
     pair, first = {NOT_GATED.value: (8, 16), CONCAT.value: (8 * warps, 8), INTERLEAVED.value: (1, 16)}[glu]
-    registers = [[0, at] for at in _bits(run)] + [[0, unit * at] for at in _bits(columns // unit)] + [[pair, 0]]
+    registers = (
+        [[0, at] for at in bits_below(run)] + [[0, unit * at] for at in bits_below(columns // unit)] + [[pair, 0]]
+    )
     return gl.DistributedLinearLayout(
-        registers, lanes, [[first * at, 0] for at in _bits(warps)], [], [16 * warps, columns]
+        registers, lanes, [[first * at, 0] for at in bits_below(warps)], [], [16 * warps, columns]
     )
 
 
@@ -188,6 +190,14 @@ def first_operand(
 
 
 @gluon.jit
+def weights_of(decoded, factor, PACKED: gl.constexpr, BLOCK_K: gl.constexpr, GLU: gl.constexpr, OPERAND: gl.constexpr):
+    """The same of words that are decoded, times what is each piece's."""
+    numbers = decoded * _spread(factor, decoded.type)
+    ordered = in_order(numbers.reshape([decoded.shape[0], BLOCK_K]), PACKED[10], codes_of_word(PACKED[0]))
+    return in_product(ordered, GLU, OPERAND)
+
+
+@gluon.jit
 def in_product(decoded, GLU: gl.constexpr, OPERAND: gl.constexpr):
     """Weights [rows, columns] as the first operand of a product, whose rows that are 8 apart are of one output."""
     ROWS: gl.constexpr = decoded.shape[0]
@@ -230,8 +240,10 @@ def stacked_rows(
 
 
 @gluon.jit
-def finished(total, row, half, expert, decoding, bias, SIZES: gl.constexpr):
-    """Sums of weight rows `row` of `half` with what comes behind the loop: the codes' unit, scales of rows, a bias."""
+def finished(total, row, half, expert, decoding, bias, SIZES: gl.constexpr, IN_UNITS: gl.constexpr = True):
+    """Sums of weight rows `row` of `half` with what comes behind the loop: the codes' unit, where sums are IN_UNITS,
+    scales of rows, a bias.
+    """
     N: gl.constexpr = SIZES[1]
     STRIDES: gl.constexpr = SIZES[3]
     PACKED: gl.constexpr = SIZES[9][4]
@@ -239,7 +251,8 @@ def finished(total, row, half, expert, decoding, bias, SIZES: gl.constexpr):
     OUTER_STRIDES: gl.constexpr = STRIDES[5]
     _, _, outer, _, _, outer_apart = decoding
     if PACKED[0] == E2M1:
-        total *= E2M1_UNIT
+        if IN_UNITS:
+            total *= E2M1_UNIT
     elif PACKED[2] and PACKED[0] == E4M3:
         total *= E4M3_UNIT
     if OUTER_STRIDES is not None:

@@ -193,9 +193,9 @@ def grouped_mm(
     grid = (num_rows, most_tiles(num_rows, mm.num_experts, config), num_rows, False)
     _launch(a, mm, offsets, config, (out, out_scale), grid, row_to_pair, top_k, pdl, known, load, kept, told)
     if mm.out_static is not None:
-        return quantize_static(out, offsets, mm.out_static, mm.form, pdl=pdl)
+        return quantize_static(out, offsets, mm.out_static, mm.out_form, pdl=pdl)
     if mm.quantizes_rows:
-        return quantize_sorted(out, offsets, mm.form, out_scale if in_halves else None, pdl=pdl)
+        return quantize_sorted(out, offsets, mm.out_form, out_scale if in_halves else None, pdl=pdl)
     return out, out_scale
 
 
@@ -238,9 +238,9 @@ def batched_mm(
     grid = (rows, row_tiles, C, True)
     _launch(batch.view(E * C, K), mm, expert_num_tokens, config, outputs, grid, None, 0, pdl, known, load, told=told)
     if mm.out_static is not None:
-        return quantize_static(out, expert_num_tokens, mm.out_static, mm.form, pdl=pdl)
+        return quantize_static(out, expert_num_tokens, mm.out_static, mm.out_form, pdl=pdl)
     if mm.quantizes_rows:
-        return quantize_batched(out, expert_num_tokens, mm.form, out_scale if in_halves else None, pdl=pdl)
+        return quantize_batched(out, expert_num_tokens, mm.out_form, out_scale if in_halves else None, pdl=pdl)
     return out, out_scale
 
 
@@ -276,7 +276,7 @@ def _launch(
     if out.numel() == 0:
         return
     rows, row_tiles, num_rows, batched = grid
-    as_they_come = _comes_sorted(a, row_to_pair, load)
+    as_they_come = _comes_sorted(a, None if mm.gathers_few(config) else row_to_pair, load)
     in_order = not mm.is_decoded or (mm.rows_order and a.dtype == torch.bfloat16)
     if as_they_come and in_order and mm.specialises(config):
         if words := mm.words_told(config, rows):
@@ -284,12 +284,13 @@ def _launch(
                 told = clear(a.new_empty(words, dtype=torch.int32), pdl)
             of = _of_decoded_once(a, mm, extents, config, outputs, told)
             _launch_specialised(mm, of, grid, a.device, pdl)
+        elif mm.takes_few(config):
+            gather = (row_to_pair, top_k) if mm.widened else (None, None)
+            _launch_few(a, mm, extents, config, out, grid, gather, pdl, known)
         elif mm.folds_scales:
             _launch_specialised(mm, _of_promoted(a, mm, extents, config, outputs), grid, a.device, pdl)
         elif mm.waits_for_scales:
             _launch_specialised(mm, _of_decoded_fp8(a, mm, extents, config, out), grid, a.device, pdl)
-        elif mm.takes_few(config):
-            _launch_few(mm, _of_decoded(a, mm, extents, config, out), grid, a.device, pdl, known)
         else:
             _launch_specialised(mm, _of_decoded(a, mm, extents, config, out), grid, a.device, pdl)
         return
@@ -351,14 +352,11 @@ Specialised = tuple[Any, Launch, tuple[Any, ...], int]
 def _of_decoded(
     a: torch.Tensor, mm: ExpertMM, extents: torch.Tensor, config: MMConfig, out: torch.Tensor
 ) -> Specialised:
-    """A launch of `decoded_mm`, or of `decoded_few_mm`."""
-    from moe_ops.kernels.triton.decoded_few_mm import _decoded_few_mm_kernel
+    """A launch of `decoded_mm`."""
     from moe_ops.kernels.triton.decoded_mm import _decoded_mm_kernel
 
     made = mm.prepare_decoded(a, out, config)
     tensors = (made.a_desc, extents, made.w_desc, *mm.decoded_by, mm.bias, made.out_desc)
-    if mm.takes_few(config):
-        return _decoded_few_mm_kernel, made, tensors, config.num_warps
     return _decoded_mm_kernel, made, tensors, 8 // made.block[7]
 
 
@@ -425,15 +423,36 @@ def _launch_specialised(
 
 
 def _launch_few(
-    mm: ExpertMM, of: Specialised, grid: tuple[int, int, int, bool], device: torch.device, pdl: bool, known: bool
+    a: torch.Tensor,
+    mm: ExpertMM,
+    extents: torch.Tensor,
+    config: MMConfig,
+    out: torch.Tensor,
+    grid: tuple[int, int, int, bool],
+    gather: tuple[torch.Tensor | None, int | None],
+    pdl: bool,
+    known: bool,
 ) -> None:
-    """The same, several programs for each multiprocessor, of what does not wait for the kernel before if all but the
-    rows is `known`.
+    """A launch of `decoded_few_mm`, several programs for each multiprocessor, which does not wait for the kernel before
+    if all but the rows is `known`; `gather`: where quantised rows come from, see there.
     """
-    kernel, made, tensors, num_warps = of
-    programs = min(grid[1] * made.n_tiles, FEW_PROGRAMS * multiprocessors(device))
-    numbers = (*_numbers(mm, made, grid), pdl, pdl and known)
-    launch(kernel, (programs,), *tensors, *numbers, num_warps=num_warps, launch_pdl=pdl, maxnreg=FEW_REGISTERS)
+    from moe_ops.kernels.triton.decoded_few_mm import _decoded_few_mm_kernel
+
+    made, (row_to_pair, top_k) = mm.prepare_decoded(a, out, config), gather
+    programs = min(grid[1] * made.n_tiles, FEW_PROGRAMS * multiprocessors(a.device))
+    tensors = (
+        made.a_desc,
+        *((a, mm.rows_scale) if mm.widened else (None, None)),
+        row_to_pair,
+        extents,
+        made.w_desc,
+        *mm.decoded_by,
+        mm.bias,
+        made.out_desc,
+    )
+    numbers = (*_numbers(mm, made, grid), pdl, pdl and known, top_k)
+    options = {"num_warps": config.num_warps, "launch_pdl": pdl, "maxnreg": FEW_REGISTERS}
+    launch(_decoded_few_mm_kernel, (programs,), *tensors, *numbers, **options)
 
 
 def _numbers(mm: ExpertMM, made: Launch, grid: tuple[int, int, int, bool]) -> tuple[Any, ...]:

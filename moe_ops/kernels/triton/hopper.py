@@ -196,10 +196,14 @@ def buffers(
     DONE: gl.constexpr = 1,
 ):  # fmt: skip
     """Shared memory for so many boxes of rows and of weights in each of STAGES steps, for what every group of warps
-    writes, and the `ring` of the steps, of each of which a group says DONE times that it is done.
+    writes, and the `ring` of the steps, of each of which a group says DONE times that it is done. Where no rows come,
+    that of weights stands in for theirs, as no partition takes None.
     """
-    rows_of = gl.allocate_shared_memory(a_desc.dtype, boxes(STAGES * ROWS, a_desc.block_shape), a_desc.layout)
+    if ROWS > 0:
+        rows_of = gl.allocate_shared_memory(a_desc.dtype, boxes(STAGES * ROWS, a_desc.block_shape), a_desc.layout)
     weights_of = gl.allocate_shared_memory(w_desc.dtype, boxes(STAGES * WEIGHTS, w_desc.block_shape), w_desc.layout)
+    if ROWS == 0:
+        rows_of = weights_of
     staged = gl.allocate_shared_memory(out_desc.dtype, boxes(GROUPS, out_desc.block_shape), out_desc.layout)
     full, empty = ring(STAGES, GROUPS * DONE)
     return rows_of, weights_of, staged, full, empty

@@ -160,6 +160,11 @@ def _alike(one: Operand, other: Operand) -> bool:
     return laid_out(one) == laid_out(other)
 
 
+def as_bf16(form: ActivationFormat) -> ActivationFormat:
+    """The same numbers, of e4m3, stored as bf16."""
+    return replace(form, dtype=torch.bfloat16)
+
+
 @dataclass(frozen=True)
 class ExpertMM:
     """One projection of every expert.
@@ -176,7 +181,9 @@ class ExpertMM:
             for a product that does not.
         in_words: whether weights are addressed as words of 32 bits, None for what products in tiles take.
         widened: whether quantised rows are multiplied as bf16, with weights decoded to that, see `beside`.
-        rows_order, out_order: the order of columns that its rows have, and its output gets (`order`); None for theirs.
+        widens_output: whether rows that it leaves quantised are stored as bf16, as `decoded_few_mm` gathers them.
+        rows_order, out_order: the order of columns that its rows have, or get in registers, and its output gets
+            (`order`); None for theirs.
     """
 
     operand: Operand
@@ -193,6 +200,7 @@ class ExpertMM:
     blocks: ActivationFormat | None = None
     in_words: bool | None = None
     widened: bool = False
+    widens_output: bool = False
     rows_order: tuple[int, int] | None = None
     out_order: tuple[int, int] | None = None
     glu: int = field(init=False)
@@ -292,10 +300,15 @@ class ExpertMM:
         of gpt-oss-120b's (16): mxfp4_a8 141, 205, 236 and 109, 156, 230; 419, 872, 1036 and 335, 694, 822; w4a8_fp8 92,
         130, 151 and 80, 113, 169; 253, 512, 618 and 208, 427, 498.
         """
-        few = config.block_m <= (FEW_ROWS if self.folds_scales else FEW_ROWS // 2) and not config.a_tma
+        few = config.block_m <= (FEW_ROWS if self.folds_scales and not config.a_tma else FEW_ROWS // 2)
         whole_steps = self.folds_scales or self.group_columns % PACKED_COLUMNS == 0
-        widened = self.is_packed and self.waits_for_scales and few and whole_steps and self.has_words
-        return replace(self, widened=True) if widened else self
+        if not (self.is_packed and self.waits_for_scales and few and whole_steps and self.has_words):
+            return self
+        order = None
+        if config.a_tma:
+            columns = min(FEW_COLUMNS, self.in_features & -self.in_features)
+            order = (columns, codes_of_word(CODE_NUMBERS[self.operand.scheme.code.name]))
+        return replace(self, widened=True, rows_order=order)
 
     @property
     def in_two(self) -> bool:
@@ -379,6 +392,11 @@ class ExpertMM:
         """Whether a tile of rows that come by descriptor is one of `decoded_few_mm`."""
         return self.is_decoded and config.a_tma and config.block_m <= FEW_ROWS
 
+    def gathers_few(self, config: MMConfig) -> bool:
+        """Whether `decoded_few_mm` gathers its rows, quantised ones that are stored as bf16."""
+        mm = self.beside(config)
+        return mm.widened and mm.takes_few(config)
+
     def beside_few(self, config: MMConfig) -> MMConfig:
         """In the place of a tile of `decoded_few_mm` one of `packed_tile`, whose rows threads gather."""
         block_m = max(16, config.block_m)
@@ -391,7 +409,7 @@ class ExpertMM:
         """
         if not (self.is_packed and config.a_tma and hopper_with_gluon(self.weight.device)):
             return False
-        if self.waits_for_scales:
+        if self.waits_for_scales and not self.widened:
             taken = config.block_m >= 128 and (self.folds_scales or self.group_columns % 64 == 0)
             size = 1 if self.quantizes_in_tile else 4 if self.quantize_output else self.out_dtype.itemsize
             taken = taken and not (self.folds_scales and size > 2)  # there is no room for more
@@ -464,6 +482,11 @@ class ExpertMM:
             return None
         scale = self.decoding["groups"]
         return *scale.group, scale.runs_on, self.quantizes_in_tile, self.packed, self.blocks_of, self.out_order
+
+    @property
+    def out_form(self) -> ActivationFormat:
+        """What its output is quantised to."""
+        return as_bf16(self.form) if self.widens_output else self.form
 
     @property
     def out_group(self) -> int:
@@ -603,13 +626,15 @@ class ExpertMM:
         groups = 2 if self.waits_decoded and not few else 1
         part = config._replace(block_n=config.block_n // groups)
         weights = config.block_n * self.weight.element_size() // self.per_element
-        step = config.block_k * (config.rows * a.element_size() + weights)
+        gathers = few and self.widened
+        step = config.block_k * ((0 if gathers else config.rows * a.element_size()) + weights)
         # A multiprocessor has 1 KiB more than one program may use.
         room = (TYPICAL.shared_kib + 1) * 1024 // FEW_PROGRAMS if few else TYPICAL.shared_kib * 1024
         room -= PROGRAM_BYTES + groups * config.rows * at_once * out.element_size()
         block = (*config[:4], next_power_of_2(self.num_experts), 0, min(MOST_STEPS, room // step), groups)
+        box = [config.rows, config.block_k]
         return Launch(
-            a_desc=for_gluon(TensorDescriptor(a, list(a.shape), list(a.stride()), [config.rows, config.block_k])),
+            a_desc=None if gathers else for_gluon(TensorDescriptor(a, list(a.shape), list(a.stride()), box)),
             w_desc=for_gluon(self._weight_descriptor(TMA_NK.value, part)),
             out_desc=for_gluon(ragged_rows(out, config.rows, at_once)),
             strides=(*self.strides, a.stride(0), self.decoding["zeros"].strides, self.decoding["rows"].strides),
@@ -676,7 +701,7 @@ class ExpertMM:
         """Whether `decoded_once_mm` takes the product of so many rows by descriptor, not `folded_mm` or
         `decoded_fp8_mm`.
         """
-        if not (self.is_packed and self.waits_for_scales):
+        if not (self.is_packed and self.waits_for_scales) or self.gathers_few(config):
             return False
         whole_steps = self.folds_scales or self.group_columns % PACKED_COLUMNS == 0
         return whole_steps and are_shared(rows, self.num_experts, self.folds_scales) and self.specialises(config)

@@ -24,7 +24,14 @@ from moe_ops.kernels.triton import act_quant, batched_io, combine, permute, rout
 from moe_ops.kernels.triton.config import MMConfig, are_promoted
 from moe_ops.kernels.triton.expert_mm import batched_mm as launch_batched_mm
 from moe_ops.kernels.triton.expert_mm import grouped_mm as launch_grouped_mm
-from moe_ops.kernels.triton.launch import BLOCKS_N, PACKED_COLUMNS, SMALLEST_GROUP, ExpertMM, hopper_with_gluon
+from moe_ops.kernels.triton.launch import (
+    BLOCKS_N,
+    PACKED_COLUMNS,
+    SMALLEST_GROUP,
+    ExpertMM,
+    as_bf16,
+    hopper_with_gluon,
+)
 from moe_ops.kernels.triton.route import Routed
 from moe_ops.kernels.triton.tile_loads import CONCAT, NOT_GATED
 from moe_ops.kernels.triton.util import INTERPRETED, unit_stride
@@ -164,7 +171,7 @@ class Layer:
 
     def _small(self, plan: Plan, hidden_states: Operand, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         pdl = pdl_launches(hidden_states.data.device)
-        rows, rows_scale = self._quantized(hidden_states, pdl)
+        rows, rows_scale = self._quantized(hidden_states, self.form, pdl)
         one = self.one_token(*topk_ids.shape)
         if one is not None:
             routing = (topk_weights.contiguous(), topk_ids.contiguous())
@@ -193,10 +200,10 @@ class Layer:
             return None
         return one_token_kernels().OneToken.of(self._first(), self.down, top_k, self.weight_on_input)
 
-    def _quantized(self, rows: Operand, pdl: bool) -> tuple[Tensor, Tensor | None]:
+    def _quantized(self, rows: Operand, form: ActivationFormat | None, pdl: bool) -> tuple[Tensor, Tensor | None]:
         """Rows and their scales as the products take them."""
-        if self.quantizes and not rows.scales:
-            return act_quant.quantize_rows(rows.data, self.form, pdl=pdl)
+        if form is not None and not rows.scales:
+            return act_quant.quantize_rows(rows.data, form, pdl=pdl)
         return rows.data, rows.scales[0] if rows.scales else None
 
     def _combined(self, out: Tensor | None = None) -> Collect:
@@ -214,8 +221,8 @@ class Layer:
     ) -> Any:
         rows, copied = hidden_states.data, self._copies_rows(plan, topk_ids)
         pdl, (before, after) = pdl_launches(rows.device), self._weights(topk_weights)
-        static, top_k = self.up.operand.static, topk_ids.shape[1]
-        beside = None if copied or hidden_states.scales else act_quant.beside(rows, self.form)
+        static, top_k, form = self.up.operand.static, topk_ids.shape[1], self._rows_form(plan)
+        beside = None if copied or hidden_states.scales else act_quant.beside(rows, form)
         sorting = (topk_ids, self.up.num_experts, self.expert_map)
         if arrive is not None and beside is not None:
             arrive()  # the sort's kernel quantises the tokens
@@ -229,14 +236,14 @@ class Layer:
             pairs = (row_to_pair, top_k)
             if before is not None:
                 rows, pairs = permute.gather_rows(rows, pair_to_row, before, pdl=pdl), None
-            gather, tokens = None, act_quant.quantize_static(rows, offsets, static, self.form, pairs, pdl=pdl)
+            gather, tokens = None, act_quant.quantize_static(rows, offsets, static, form, pairs, pdl=pdl)
         elif copied:
             tiles = self._tiles(plan)
             told, order = self._told(tiles, topk_ids, topk_ids.numel()), self.up.order(tiles[0])
-            gather, tokens = None, self._sorted(hidden_states, pair_to_row, before, pdl, order, told.both)
+            gather, tokens = None, self._sorted(hidden_states, form, pair_to_row, before, pdl, order, told.both)
         else:
             gather = row_to_pair
-            tokens = self._quantized(hidden_states, pdl) if beside is None else (beside.quantized, beside.scale)
+            tokens = self._quantized(hidden_states, form, pdl) if beside is None else (beside.quantized, beside.scale)
         h = self._gemm_1(plan, Routed(after, None, offsets, gather, pair_to_row, *tokens), pdl, told.first)
         del tokens  # copies of many rows: their memory is GEMM 2's
         y = self._gemm_2(plan, *h, offsets, pair_to_row, told.second)
@@ -257,17 +264,24 @@ class Layer:
         first, tile = self._first(), self._tiles(plan)[0]
         if self.weight_on_input or first.order(tile) is not None:
             return True
-        if not (self.quantizes and plan.configs[0].a_tma):
+        if not (self.quantizes and tile.a_tma) or first.gathers_few(tile):
             return False
         if not (self.quantizes_rows and permute.quantises_beside(topk_ids)):
             return True
         many = are_promoted(topk_ids.numel(), self.up.num_experts)
         return many and (first.specialises(tile) or first.promotable(tile))
 
-    def _tiles(self, plan: Plan, gathered: bool = False) -> tuple[MMConfig, MMConfig]:
-        """Both products' tiles. GEMM 1 leaves its rows in GEMM 2's order of columns, whole ones at once."""
-        first = fit(plan.configs[0], self._first(), as_they_are=gathered)
-        second = fit(plan.configs[1], self.down)
+    def _tiles(self, plan: Plan, gathered: bool = False, given: bool = False) -> tuple[MMConfig, MMConfig]:
+        """Both products' tiles. GEMM 1 leaves its rows in GEMM 2's order of columns, whole ones at once. Rows that are
+        `given` quantised, or that GEMM 1 quantises, are no bf16 numbers.
+        """
+        up, first, second = self._first(), *plan.configs
+        if given and up.gathers_few(first):
+            first = up.beside_few(first)
+        first = fit(first, up, as_they_are=gathered)
+        if self.down.gathers_few(second) and not up.beside(first).quantizes_rows:
+            second = self.down.beside_few(second)
+        second = fit(second, self.down)
         order = self.down.order(second)
         if order is not None:
             steps = order[0] // self.up.columns_at_once(first)
@@ -277,9 +291,15 @@ class Layer:
                 second = second._replace(block_k=second.block_k // steps, num_stages=min(4, second.num_stages * steps))
         return first, second
 
+    def _rows_form(self, plan: Plan) -> ActivationFormat | None:
+        """What GEMM 1's rows are quantised to: numbers of `form`, in bf16 where it gathers few."""
+        tile = self._tiles(plan)[0]
+        return as_bf16(self.form) if self._first().gathers_few(tile) else self.form
+
     def _sorted(
         self,
         hidden_states: Operand,
+        form: ActivationFormat | None,
         pair_to_row: Tensor,
         topk_weights: Tensor | None,
         pdl: bool,
@@ -290,12 +310,12 @@ class Layer:
         `cleared` become 0.
         """
         rows = hidden_states.data
-        if not self.quantizes or hidden_states.scales:
+        if form is None or hidden_states.scales:
             made = [permute.gather_rows(rows, pair_to_row, topk_weights, pdl=pdl, order=order, cleared=cleared)]
             made += [permute.gather_rows(scale, pair_to_row, pdl=pdl) for scale in hidden_states.scales]
             return made[0], made[1] if len(made) > 1 else None
-        quantized, scale = act_quant.room((pair_to_row.numel(), rows.shape[1]), self.form, rows.device)
-        group = act_quant.group_columns(self.form, rows.shape[1])
+        quantized, scale = act_quant.room((pair_to_row.numel(), rows.shape[1]), form, rows.device)
+        group = act_quant.group_columns(form, rows.shape[1])
         permute.scatter_rows(rows, pair_to_row, topk_weights, quantized, scale, pdl, group, cleared=cleared)
         return quantized, scale
 
@@ -312,7 +332,7 @@ class Layer:
             correction_bias,
             self.up.num_experts if grouped else None,
             self.expert_map,
-            form=self.form,
+            form=self._rows_form(plan) if grouped else self.form,
             pdl=pdl_launches(hidden_states.device),
             load=self.load,
             absent=absent,
@@ -349,11 +369,15 @@ class Layer:
         pairs = routed.pair_to_row
         rows = {"num_rows": pairs.numel(), "pdl": pdl, "told": told}
         gathered = routed.row_to_pair is not None
-        first, second = self._tiles(plan, gathered)
+        given = self.quantizes and routed.tokens.dtype == self.form.dtype
+        first, second = self._tiles(plan, gathered, given)
         orders = {"rows_order": self.up.order(first), "out_order": self.down.order(second)}
-        up = replace(self._first(), rows_scale=routed.tokens_scale, **orders)
+        widens = self.down.gathers_few(second)
+        up = replace(self._first(), rows_scale=routed.tokens_scale, widens_output=widens, **orders)
         gather = {"row_to_pair": routed.row_to_pair, "top_k": pairs.shape[1] if gathered else 0}
-        return launch_grouped_mm(routed.tokens, up, routed.offsets, first, known=not gathered, **gather, **rows)
+        # A kernel that quantises lets this one start before it waits for the sort.
+        known = not gathered and not self.quantizes
+        return launch_grouped_mm(routed.tokens, up, routed.offsets, first, known=known, **gather, **rows)
 
     def _gemm_2(
         self,
@@ -372,9 +396,10 @@ class Layer:
 
     def _batched(self, plan: Plan, hidden_states: Operand, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         pdl, (before, after) = pdl_launches(hidden_states.data.device), self._weights(topk_weights)
-        first, second = self._tiles(plan)
+        first, second = self._tiles(plan, given=bool(hidden_states.scales))
         order, out_order, static = self.up.order(first), self.down.order(second), self.up.operand.static
-        form = None if hidden_states.scales or static is not None else self.form
+        rows_form = self._rows_form(plan)
+        form = None if hidden_states.scales or static is not None else rows_form
         routing = (topk_ids, self.up.num_experts, self.capacity, self.expert_map, before)
         told = self._told((first, second), topk_ids, min(topk_ids.numel(), self.up.num_experts * self.capacity))
         batch, batch_scale, counts, slots = batched_io.dispatch(
@@ -385,9 +410,10 @@ class Layer:
             batch_scale = scales.new_empty((*batch.shape[:2], scales.shape[1]))
             permute.scatter_rows(scales, slots, None, batch_scale, None, pdl)
         elif static is not None:
-            batch, batch_scale = act_quant.quantize_static(batch, counts, static, self.form, pdl=pdl)
+            batch, batch_scale = act_quant.quantize_static(batch, counts, static, rows_form, pdl=pdl)
         bound = {"most_rows": topk_ids.numel(), "pdl": pdl}
-        up = replace(self._first(), rows_scale=batch_scale, rows_order=order, out_order=out_order)
+        options = {"rows_order": order, "out_order": out_order, "widens_output": self.down.gathers_few(second)}
+        up = replace(self._first(), rows_scale=batch_scale, **options)
         h, h_scale = launch_batched_mm(batch, up, counts, first, told=told.first, **bound)
         down = self._second(h_scale, out_order)
         y, _ = launch_batched_mm(h, down, counts, second, known=True, told=told.second, **bound)
@@ -459,7 +485,7 @@ def fit(tile: MMConfig, mm: ExpertMM, *, as_they_are: bool = False) -> MMConfig:
     rows, neither more nor fewer. Few rows that `decoded_few_mm` cannot take are gathered.
     """
     mm = mm.beside(tile)
-    specialised = not as_they_are and mm.specialises(tile)
+    specialised = (not as_they_are or mm.gathers_few(tile)) and mm.specialises(tile)
     if mm.takes_few(tile) and not specialised:
         tile = mm.beside_few(tile)
     if mm.blocks is not None:

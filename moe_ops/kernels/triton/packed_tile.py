@@ -89,6 +89,12 @@ def fetch(pointers):
     return bits
 
 
+@triton.jit
+def load_words(pointers, BYTES: tl.constexpr):
+    """int32 of words of so many bytes that begin at `pointers` to one."""
+    return bits_of(tl.load(pointers.to(tl.pointer_type(tl.core.get_int_dtype(8 * BYTES, False)))))
+
+
 @triton.constexpr_function
 def held_load_of(bits):
     """The instruction that loads as many bits where its second operand is not 0, and is 0 elsewhere."""

@@ -119,14 +119,18 @@ def _to_int8(quotient):
 
 @triton.jit
 def store_as(x, scale, DTYPE: tl.constexpr):
-    """fp32 `x` [M, G] over `scale` [M], rounded to DTYPE: float8e4nv or int8; or, `scale` being the largest magnitudes,
-    fp16 in units of powers of two: at least eleven bits of whatever is not 2^28 times smaller than the largest.
+    """fp32 `x` [M, G] over `scale` [M], rounded to DTYPE: int8, float8e4nv, or such numbers as bfloat16; or, `scale`
+    being the largest magnitudes, fp16 in units of powers of two: at least eleven bits of whatever is not 2^28 times
+    smaller than the largest.
     """
     if DTYPE == tl.float16:
         return round_to(x * _power_of_two(-_half_exponent(scale))[:, None], tl.float16)
     else:
         quotient = _divide_rows(x, scale)
-        return _to_int8(quotient) if DTYPE == tl.int8 else store_e4m3(quotient)
+        if DTYPE == tl.int8:
+            return _to_int8(quotient)
+        else:
+            return store_e4m3(quotient).to(DTYPE)
 
 
 @triton.jit
