@@ -362,11 +362,16 @@ class _Reader:
         return shape is not None and has_shape(divisor, *(1 if d == at else n for d, n in enumerate(shape.shape)))
 
     def _total(self, found: _Sparse, value: Any, scores: Any, depth: int) -> Made | None:
-        """``scores.sum(-1, keepdim=True)``, at least or plus a number: the sum of the K numbers."""
+        """``scores.sum(-1, keepdim=True)``, at least or plus a number: the sum of the K numbers.
+
+        Nothing is taken off it: what is left may be 0 where no score is, and the others' quotients NaN.
+        """
         value = self._uncast(value)
         call = self.reading.read(value, "add clamp", "y min")
         number = call["y" if call.name == "add" else "min"] if call is not None else None
-        if call is not None and type(number) in (int, float):
+        if call is not None and isinstance(number, int | float):
+            if number < 0:
+                return None
             inner = self._total(found, call["x"], scores, depth)
             made = _ATEN.add.Scalar if call.name == "add" else _ATEN.clamp_min.default
             return None if inner is None else Made(made, (inner, number))

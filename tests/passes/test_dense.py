@@ -408,3 +408,15 @@ def test_nan_scores_give_nan():
     inputs["x"][3] = float("nan")
     outcome = check(program, *inputs.values(), fullgraph=True)
     assert (outcome.problem, outcome.fused) == (None, 1)
+
+
+def test_a_sum_less_a_number_may_be_0():
+    """The quotients of the others are NaN then: the softmax of one score is 1."""
+
+    def program(x, gate, w1, w2):
+        best, ids = F.linear(x, gate).topk(1)
+        scores = torch.zeros(T, E).scatter(1, ids, best.softmax(-1))
+        return every_expert(x, scores / (scores.sum(-1, keepdim=True) + -1), w1, w2)
+
+    outcome = check(program, *weights(dtype=torch.float32).values(), fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 1)
