@@ -207,8 +207,7 @@ class _Reader:
         for one, other in (("x", "y"), ("y", "x")):
             hot = self._by_slot(call[one], depth - 1) if same_shape(call[one], value) else None
             if hot is not None and hot[2] == 1 and has_shape(call[other], *shape.shape[:-1], 1):
-                weights = self._uncast(call[other])
-                return (hot[0], hot[1], _rows(weights, hot[1]))
+                return (hot[0], hot[1], _as_float(_rows(self._uncast(call[other]), hot[1]), call[other], shape.dtype))
         return None
 
     def _sum(self, value: fx.Node, call: Call, depth: int) -> _Sparse | None:
@@ -295,6 +294,7 @@ class _Reader:
             if held is None or (not held.dtype.is_floating_point and _may_wrap(found.values, factor, call[other])):
                 return None
             if factor is not None and found.elsewhere == 0:
+                factor = _as_float(factor, call[other], held.dtype)
                 twice = self.sparse(call[other], depth) is not None
                 if twice and found.terms:
                     return None
@@ -523,6 +523,14 @@ class _Reader:
         last = shape.dim() - 1 if equal_sizes(shape.shape[-1], self.experts) else None
         at = last if found is None else axis_of((*shape.shape, 1), found.order, self.experts)
         return at is not None and dim % shape.dim() == at
+
+
+def _as_float(values: Value | float, of: Any, dtype: torch.dtype) -> Value | float:
+    """``values``, which are from ``of``, as a product of ``dtype`` promotes them: alone, a mask would be no weights."""
+    tensor = example(of)
+    if isinstance(values, float) or tensor is None or tensor.dtype.is_floating_point or not dtype.is_floating_point:
+        return values
+    return Made(_ATEN.to.dtype, (values, dtype))
 
 
 def _may_wrap(values: Value | float, factor: Value | float | None, of: Any) -> bool:

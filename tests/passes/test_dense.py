@@ -420,3 +420,27 @@ def test_a_sum_less_a_number_may_be_0():
 
     outcome = check(program, *weights(dtype=torch.float32).values(), fullgraph=True)
     assert (outcome.problem, outcome.fused) == (None, 1)
+
+
+def valid(x):
+    """A mask of the tokens that are no padding."""
+    return x[:, :1] > 0
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        lambda x, ids: torch.zeros(T, E).scatter(1, ids, 1.0) * valid(x),
+        lambda x, ids: torch.zeros(T, E).scatter(1, ids, 1.0) * (torch.arange(E) % 2 == 0).expand(T, E),
+        lambda x, ids: (F.one_hot(ids, E).float() * (ids > 2).unsqueeze(-1)).sum(1),
+    ],
+    ids=["tokens", "experts", "slots"],
+)
+def test_masks_alone_are_weights(scores):
+    """Of a product with a float, in whose dtype their ones and zeros are."""
+
+    def program(x, gate, w1, w2):
+        return every_expert(x, scores(x, F.linear(x, gate).topk(K).indices), w1, w2)
+
+    outcome = check(program, *weights(dtype=torch.float32).values(), fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 1)
