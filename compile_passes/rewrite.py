@@ -241,7 +241,8 @@ class Rewriter:
         """`moe_unpermute` of what row-wise code made of the experts' results; as `_build`."""
         places, weights = rows
         end = match.output if match.combine.staged is None else match.combine.staged.end
-        values = {"rows": self._node(end), "pair_to_row": places, "topk_weights": weights}
+        made = builder.rows(self._node(end), None)  # of one expert for each token it may be [T, 1, H]
+        values = {"rows": made, "pair_to_row": places, "topk_weights": weights}
         fused = builder.operator("moe_unpermute", values)
         return fused, self._finished(builder, match, fused)
 

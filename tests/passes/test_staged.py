@@ -112,6 +112,21 @@ def test_results_by_token_and_slot_as_rows() -> None:
     assert counters["moe_ops"]["staged"] == 1
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_rows_of_one_expert_for_each_token(training) -> None:
+    """[T, 1, H] is as many rows as [T, H]."""
+
+    def run(x, gate, w1, w2):
+        topk_weights, ids = F.linear(x, gate).softmax(-1).max(-1)
+        h = torch.bmm(w1[ids], x.unsqueeze(-1)).squeeze(-1)
+        out = torch.bmm(w2[ids], silu_glu(h).unsqueeze(-1)).squeeze(-1)
+        out = F.layer_norm(out.view(-1, 1, H), (H,))
+        return (out * topk_weights.view(-1, 1, 1)).sum(1)
+
+    assert_same(run, *weights(dtype=torch.float32).values(), gradients=training)
+    assert counters["moe_ops"]["staged"] == 1
+
+
 def test_rows_that_return_to_pair_order_first() -> None:
     def run(x, ids, topk_weights, w1, w2):
         flat = ids.reshape(-1)
