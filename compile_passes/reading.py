@@ -172,7 +172,8 @@ class Reading(Values):
             self._write(node, self.memory.writes[node])
 
     def _write(self, node: fx.Node, targets: tuple[fx.Node, ...]) -> None:
-        """Make ``node`` the value of every name of the tensor that it writes, and spoil the other views of its memory.
+        """Make ``node`` the value of every name of the tensor that it writes, and spoil the other views of its memory,
+        those among them that have another gradient: what `x.detach()` writes is not what gives ``x`` one.
 
         A writer of several tensors, or one that returns something else than what it wrote, defines no single value: all
         names of what it writes are spoiled.
@@ -186,7 +187,7 @@ class Reading(Values):
             for name in self.memory.names(target):
                 if self.order[name] >= self.order[node]:
                     break
-                if single is not None and (name is single or _same_geometry(name, single)):
+                if single is not None and _is_same_tensor(name, single):
                     self._current[name] = node
                     self._overwritten.pop(name, None)
                 else:
@@ -217,6 +218,11 @@ class Reading(Values):
 def _needs_grad(nodes: Iterable[fx.Node]) -> bool:
     values = map(example, nodes)
     return any(value is not None and value.requires_grad for value in values)
+
+
+def _is_same_tensor(left: fx.Node, right: fx.Node) -> bool:
+    """Whether one name may be read for the other: the same elements, and a gradient for both of them or neither."""
+    return _same_geometry(left, right) and (left is right or _needs_grad([left]) == _needs_grad([right]))
 
 
 def _same_geometry(left: fx.Node, right: fx.Node) -> bool:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
-from tests.passes.blocks import E, K, softmax_router, weights
+from tests.passes.blocks import E, K, batched, softmax_router, weights
 from tests.passes.compare import check
 from tests.passes.test_unrolled import expert
 
@@ -105,5 +105,39 @@ def activated_without_gradients(x, gate, w1, w2):
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_some_results_are_put_there_without_gradients(form, training):
     """Which the tensor's own requires_grad does not show: it is that of the end."""
+    outcome = check(form, *weights(dtype=torch.float64).values(), gradients=training, fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 0 if training else 1)
+
+
+def weights_in_bounds(x, gate, w1, w2):
+    """As code that keeps its weights in bounds writes them, out of autograd's sight."""
+    w2.data.clamp_(-0.1, 0.1)
+    return batched(x, *softmax_router(x, gate)[::-1], w1, w2)
+
+
+def scores_written_as_constants(x, gate, w1, w2):
+    topk_weights, ids = softmax_router(x, gate)
+    topk_weights.detach().mul_(2)
+    return batched(x, ids, topk_weights, w1, w2)
+
+
+def sum_read_as_a_constant(x, gate, w1, w2):
+    topk_weights, ids = softmax_router(x, gate)
+    total = torch.zeros_like(x)
+    constant = total.detach()
+    for e in range(E):
+        token, slot = torch.where(ids == e)
+        total.index_add_(0, token, topk_weights[token, slot, None] * expert(x[token], w1[e], w2[e]))
+    return total * 1 + constant * 3
+
+
+@pytest.mark.parametrize(
+    "form",
+    [weights_in_bounds, scores_written_as_constants, sum_read_as_a_constant],
+    ids=lambda form: form.__name__,
+)
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_a_detached_name_is_no_name_of_what_has_a_gradient(form, training):
+    """One memory, and two tensors to autograd."""
     outcome = check(form, *weights(dtype=torch.float64).values(), gradients=training, fullgraph=True)
     assert (outcome.problem, outcome.fused) == (None, 0 if training else 1)
