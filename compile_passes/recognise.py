@@ -280,7 +280,7 @@ def _closed(
         )  # fmt: skip
     unseen, up_half = kept(combine.output, "it was not looked at"), ups[1] if len(ups) > 1 else None
     match = MoEMatch(ups[0], down, body, dispatch, combine, unseen, (), up_half=up_half)
-    region = closure(reading, combine.output, match.inputs)
+    region = between = closure(reading, combine.output, match.inputs)
     sizes = {size for product in match.products for size in product.sizes}
     region |= (idle := _idle(reading, region - {combine.output}, sizes))
     for size in sizes & idle:
@@ -298,7 +298,8 @@ def _closed(
     unsafe = changed_memory(reading, region, match.inputs, combine.output, combine.output)
     if isinstance(unsafe, Refusal):
         return unsafe
-    problem = different_gradient(reading, region, match.inputs, combine.output, combine.output)
+    # What stays may cut gradients off, too: the operators read the scores that it was made of, and not it.
+    problem = different_gradient(reading, between, match.inputs, combine.output, combine.output)
     if problem is not None:
         return problem
     match = replace(match, region=_ordered(reading, region), apart=unsafe)

@@ -376,3 +376,23 @@ def test_deepspeed_layer_by_compile():
             compiled = moe_ops.compile(module, fullgraph=True)
         torch.testing.assert_close(compiled(x), expected)
     assert counters["moe_ops"]["fused"] == 1
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_gates_under_no_grad_have_no_gradient(training):
+    """They stay, as their sum divides the weights, and what they are made of is all that the weights need beside it."""
+
+    def run(x, gate, w1, w2):
+        gates = F.linear(x, gate).softmax(dim=1)
+        mask = torch.zeros_like(gates).scatter_(1, gates.topk(2, dim=1)[1], 1)
+        locations = torch.cumsum(mask, dim=0) - 1
+        mask *= torch.lt(locations, CAPACITY)
+        with torch.no_grad():
+            gates_masked = gates * mask
+        denom_s = torch.clamp(gates_masked.sum(dim=-1, keepdim=True), min=torch.finfo(gates.dtype).eps)
+        slots = F.one_hot((locations * mask).long(), num_classes=CAPACITY).to(x.dtype)
+        combine = torch.einsum("se,sec->sec", gates_masked / denom_s, slots)
+        return moved(x, combine, combine.bool(), w1, w2)
+
+    outcome = check(run, *weights(dtype=torch.float64).values(), gradients=training, fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 0 if training else 1)

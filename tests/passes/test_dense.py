@@ -444,3 +444,17 @@ def test_masks_alone_are_weights(scores):
 
     outcome = check(program, *weights(dtype=torch.float32).values(), fullgraph=True)
     assert (outcome.problem, outcome.fused) == (None, 1)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_scores_that_stay_and_are_constants_are_no_scores_with_a_gradient(training):
+    """A loss reads them, so that they are left where they are; what they are made of has a gradient, and not they."""
+
+    def program(x, gate, w1, w2):
+        topk_weights, ids = F.linear(x, gate).softmax(-1).topk(K)
+        with torch.no_grad():
+            scores = torch.zeros(T, E, dtype=x.dtype).scatter(1, ids, topk_weights)
+        return every_expert(x, scores, w1, w2), scores.mean(0)
+
+    outcome = check(program, *weights(dtype=torch.float64).values(), gradients=training, fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 0 if training else 1)
