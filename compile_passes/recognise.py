@@ -39,7 +39,15 @@ from compile_passes.patterns.routed import narrowest, routed_rows
 from compile_passes.patterns.router import kept, recognise_router
 from compile_passes.patterns.siblings import recognise_loop
 from compile_passes.reading import Reading
-from compile_passes.safety import CREATES, Pairs, changed_memory, different_gradient, different_scope, unknown_tensors
+from compile_passes.safety import (
+    CREATES,
+    Pairs,
+    changed_memory,
+    different_gradient,
+    different_scope,
+    spoiled,
+    unknown_tensors,
+)
 from compile_passes.vocabulary import example, size_of
 
 _ESCAPE_CURE = "Only the routing logits, weights and ids may be used outside of the block."
@@ -292,13 +300,14 @@ def _closed(
         unknown_tensors(reading, region, match.inputs, [product.weight.node for product in match.products])
         or different_scope(reading, region)
         or _escape(reading, region, combine.output, match.inputs)
+        or spoiled(reading, between)
     )
     if problem is not None:
         return problem
     unsafe = changed_memory(reading, region, match.inputs, combine.output, combine.output)
     if isinstance(unsafe, Refusal):
         return unsafe
-    # What stays may cut gradients off, too: the operators read the scores that it was made of, and not it.
+    # What stays may cut gradients off, too: the operators read the scores that it is made of, and not it.
     problem = different_gradient(reading, between, match.inputs, combine.output, combine.output)
     if problem is not None:
         return problem

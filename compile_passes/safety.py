@@ -91,7 +91,7 @@ def changed_memory(
         inputs of a graph may be views of one storage, which the fake tensors of this call do not show.
     """
     read = [value for value in dict.fromkeys((*inputs, *_read_from_outside(reading, region))) if _is_memory(value)]
-    problem = _spoiled(reading, region) or _writes_elsewhere(reading, region, output)
+    problem = spoiled(reading, region) or _writes_elsewhere(reading, region, output)
     if problem is not None:
         return problem
     saved = _requires_grad(reading, output)
@@ -131,7 +131,8 @@ def _read_from_outside(reading: Reading, region: Collection[fx.Node]) -> list[fx
     return [value for value in found if value not in region]
 
 
-def _spoiled(reading: Reading, region: Collection[fx.Node]) -> Refusal | None:
+def spoiled(reading: Reading, region: Collection[fx.Node]) -> Refusal | None:
+    """A refusal when a node of the region reads what was overwritten through another view."""
     hazard = next((reading.hazards[node] for node in region if node in reading.hazards), None)
     if hazard is None:
         return None

@@ -396,3 +396,24 @@ def test_gates_under_no_grad_have_no_gradient(training):
 
     outcome = check(run, *weights(dtype=torch.float64).values(), gradients=training, fullgraph=True)
     assert (outcome.problem, outcome.fused) == (None, 0 if training else 1)
+
+
+def test_a_mask_that_is_written_through_a_view_is_another_mask():
+    """It stays, as a sum of scores is made of it, and what it was made of was a mask of ones before the write."""
+
+    def run(x, gate, w1, w2):
+        gates = F.linear(x, gate).softmax(dim=1)
+        hot = torch.zeros_like(gates).scatter_(1, gates.topk(2, dim=1)[1], 1)
+        locations = (torch.cumsum(hot, dim=0) - hot) * hot
+        hot[:1].mul_(2)
+        mask = torch.where(locations < CAPACITY, hot, 0)
+        slots = F.one_hot((locations * mask).long(), num_classes=2 * T).to(x.dtype)
+        scores = gates * mask
+        scores = scores / scores.sum(-1, keepdim=True).clamp(min=1e-6)
+        return moved(x, scores.unsqueeze(-1) * slots, mask.unsqueeze(-1) * slots, w1, w2)
+
+    given = list(weights(dtype=torch.float64).values())
+    row = moe_ops.explain(run, *given).refused[0]
+    assert "reads through another view" in row.reason
+    outcome = check(run, *given, fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 0)
