@@ -170,6 +170,11 @@ class Builder:
             return node
         return self.call(_ATEN.reshape.default, (node, [-1, value.shape[-1] if width is None else width]))
 
+    def constant(self, node: fx.Node) -> fx.Node:
+        """``node`` without its gradient: what only selects has none, and a result of it alone would require one."""
+        value = example(node)
+        return self.call(_ATEN.detach.default, (node,)) if value is not None and value.requires_grad else node
+
     def integers(self, ids: fx.Node) -> fx.Node:
         """``ids`` in a dtype that the operators take."""
         value = example(ids)

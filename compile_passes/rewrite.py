@@ -334,7 +334,7 @@ class Rewriter:
 
     def _topk(self, builder: Builder, router: Router) -> tuple[fx.Node, fx.Node]:
         logits = builder.rows(self._node(router.logits), None)
-        bias = None if router.bias is None else self._node(router.bias)
+        bias = None if router.bias is None else builder.constant(self._node(router.bias))
         topk = builder.operator("fused_topk", {"router_logits": logits, "correction_bias": bias, **router.options()})
         return builder.to(builder.item(topk, 0, "topk_weights"), router.rounded), builder.item(topk, 1, "topk_ids")
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.utils import counters
 
 from compile_passes.match import Router
-from tests.passes.blocks import E, K, block, capture, match, weights
+from tests.passes.blocks import E, K, batched, block, capture, match, weights
+from tests.passes.compare import compiled
 
 BIAS = torch.linspace(-0.1, 0.1, E)
 
@@ -386,3 +388,24 @@ def test_router_that_is_almost_known_stays(router, reason):
 def test_a_bias_is_refused_where_the_routing_takes_none():
     found = match(block(router=bias_on_softmax_groups))
     assert "takes no correction bias" in found.router.reason
+
+
+def test_a_trained_bias_gives_a_frozen_block_no_gradient():
+    """Correction biases are parameters, often the only ones that nobody froze: they select, and are not learned."""
+
+    def run(x, gate, w1, w2, bias):
+        scores = F.linear(x, gate).sigmoid()
+        ids = (scores + bias).topk(K, dim=-1)[1]
+        return batched(x, ids, scores.gather(1, ids), w1, w2)
+
+    given = weights(dtype=torch.float32)
+    bias = torch.linspace(-0.5, 0.5, E).requires_grad_()
+    expected = run(*given.values(), bias)
+    for trained in ((), ("gate",)):
+        inputs = {name: value.clone().requires_grad_(name in trained) for name, value in given.items()}
+        got = compiled(run, fullgraph=True)(*inputs.values(), bias)
+        assert counters["moe_ops"]["fused"] == 1
+        assert got.requires_grad == bool(trained)
+        torch.testing.assert_close(got, expected)
+    got.sum().backward()
+    assert bias.grad is None and inputs["gate"].grad is not None
