@@ -56,7 +56,7 @@ class Values:
             return None
         return call if call.passes_only(_words("x " + parameters)) else None
 
-    def is_stale(self, value: fx.Node) -> bool:
+    def is_stale(self, value: Any) -> bool:
         """Whether ``value`` was computed from memory that had been overwritten through another name."""
         raise NotImplementedError
 
@@ -96,8 +96,10 @@ class Values:
             value = call["x"]
 
     def exact(self, value: Any, count: Any) -> Any:
-        """``value``, integers in ``[0, count)``, without reshapes and casts to dtypes that hold all of them."""
-        while (call := self.read(value, "view clone cast")) is not None:
+        """``value``, integers in ``[0, count)``, without reshapes and casts to dtypes that hold all of them, of what is
+        still there.
+        """
+        while not self.is_stale(value) and (call := self.read(value, "view clone cast")) is not None:
             after = example(value)
             if call.name == "cast" and (after is None or not holds(after.dtype, count)):
                 break

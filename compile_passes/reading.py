@@ -103,9 +103,9 @@ class Reading(Values):
         targets = self.memory.writes.get(value, ())
         return targets[0] if len(targets) == 1 and size_of(value) is None else value
 
-    def is_stale(self, value: fx.Node) -> bool:
+    def is_stale(self, value: Any) -> bool:
         """Whether ``value`` was computed from memory that had been overwritten through another name."""
-        return value in self.hazards
+        return isinstance(value, fx.Node) and value in self.hazards
 
     def is_writer(self, node: fx.Node) -> bool:
         """Whether ``node`` overwrites one of its operands."""

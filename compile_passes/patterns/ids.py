@@ -111,7 +111,7 @@ def are_not_negative(reading: Reading, ids: Any, experts: Any) -> bool:
 def _bounded(reading: Reading, ids: Any, experts: Any, above: bool, depth: int) -> bool:
     """Whether ``ids`` are 0 or more and, if asked ``above``, less than E."""
     value = reading.exact(ids, experts)
-    if depth == 0 or reading.call(value) is None:
+    if depth == 0 or reading.call(value) is None or reading.is_stale(value):
         return False
     parts = _picked_from(reading, value)
     if parts is not None:

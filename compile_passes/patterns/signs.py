@@ -39,7 +39,7 @@ def is_not_negative(reading: Reading, value: Any, depth: int = _DEPTH) -> bool:
     call, tensor = reading.call(value), example(value)
     if tensor is not None and tensor.dtype == torch.bool:
         return True
-    if call is None or depth == 0:
+    if call is None or depth == 0 or reading.is_stale(value):
         return False
     if call.name in ("softmax", "sigmoid", "one_hot", "zeros", "zeros_like", "ones", "ones_like"):
         return True

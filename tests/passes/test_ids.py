@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from compile_passes.patterns.ids import are_distinct, are_in_range, are_not_negative
 from compile_passes.patterns.rows import is_ramp
 from compile_passes.reading import Reading
-from tests.passes.blocks import E, K, T, capture
+from tests.passes.blocks import E, K, T, batched, capture, softmax_router, weights
+from tests.passes.compare import check
 
 _make = torch.Generator().manual_seed(0)
 SCORES = torch.randn(T, E, generator=_make)
@@ -128,6 +129,28 @@ def test_ids_given_to_the_graph_are_not_proved():
 def test_distinct(function, distinct):
     read, ids = reading(function)
     assert are_distinct(read, ids, E, K) is distinct
+
+
+def first_written(ids, change):
+    """``ids``, whose first row is written through another name."""
+    change(ids[:1])
+    return ids
+
+
+def test_ids_written_through_a_view_are_not_those_of_topk():
+    for shape in (lambda ids: torch.where(ids > 2, ids, 0), lambda ids: torch.where(ids > 2, ids.clone(), 0)):
+        read, ids = reading(lambda s, w, g, shape=shape: shape(first_written(top(s), lambda row: row.sub_(1))))
+        assert not are_in_range(read, ids, E) and not are_not_negative(read, ids, E)
+
+
+def test_a_row_of_ids_that_is_written_counts_from_the_end():
+    def run(x, gate, w1, w2):
+        topk_weights, ids = softmax_router(x, gate)
+        ids = first_written(ids, lambda row: row.fill_(-1))
+        return batched(x, torch.where(topk_weights > 2, 0, ids), topk_weights, w1, w2)
+
+    outcome = check(run, *weights(dtype=torch.float32).values(), fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 1)
 
 
 def test_how_far_down_ids_are_looked_into():

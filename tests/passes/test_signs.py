@@ -17,6 +17,7 @@ CASES = {
     "clamped to a range": (lambda x: x.clamp(0.0, 1.0), True),
     "counts": (lambda x: (x > 0).long().cumsum(0).int(), True),
     "what wraps": (lambda x: (x > 0).long().cumsum(0).to(torch.int8), False),
+    "written through a view": (lambda x: [y := x.sigmoid(), y[:1].sub_(2), y * 1][-1], False),
     "a float as an integer": (lambda x: (x.sigmoid() * 300).to(torch.int8), False),
 }
 
