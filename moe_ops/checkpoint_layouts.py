@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meta.checks import fail
+from meta.checks import INDEX_DTYPES, fail
 from meta.formats import E4M3, E8M0, unpack
 from meta.schemes import FLOAT_DTYPES, SCHEMES, QuantScheme, Scale, ceil_div
 from moe_ops.checkpoint_own import own_row
@@ -109,7 +109,7 @@ def _static(parts: Parts, stored: Stored) -> Tensor:
     if scheme.static_rows is None:
         rule = f"absent for scheme {scheme.name!r}, which computes scales of activations for every token"
         raise fail(OP, key, rule, "it", "Quantise the activations of the checkpoint dynamically.")
-    if scale.numel() != leading.numel() or not scale.is_floating_point():
+    if scale.numel() != leading.numel() or scale.dtype not in FLOAT_DTYPES:
         raise fail(OP, key, f"one number for each expert, {list(leading)}", f"{scale.dtype} {list(scale.shape)}")
     if not bool((scale.isfinite() & (scale > 0)).all()):
         wrong = scale[~(scale.isfinite() & (scale > 0))].float()
@@ -139,6 +139,8 @@ def _fp4(parts: Parts, data: Tensor, halves: bool) -> Stored:
     if scale.dtype != E4M3:
         raise fail(OP, key, "float8_e4m3fn for NVFP4, uint8 or float8_e8m0fnu for MXFP4", scale.dtype)
     whole_key, whole = parts.take("global_scale", "scale_2")
+    if whole.dtype not in FLOAT_DTYPES:
+        raise fail(OP, whole_key, "bfloat16, float16, float32 or float64", whole.dtype)
     if "packed" in parts and "global_scale" in parts:  # of compressed-tensors: beside a plain weight it is a factor
         whole = whole.double().reciprocal()  # with which products are the quotients by it
     return _stored("nvfp4", data, (key, scale), (whole_key, whole))
@@ -151,7 +153,7 @@ def _fp8(parts: Parts, data: Tensor, halves: bool) -> Stored:
         names = ("mxfp8", "fp8_block128")
     elif scale.dim() < data.dim():  # a single block is written as [1, 1], a whole weight's scale is not
         names = ("fp8_tensor", "fp8_channel")
-    grid = _grid(scale, data)
+    grid = _grid(key, scale, data)
     for name in names:
         spec = SCHEMES[name].scales[0]
         if not _fits(spec, grid, data, halves):
@@ -172,7 +174,7 @@ def _int8(parts: Parts, data: Tensor, halves: bool) -> Stored:
     key, scale = parts.take("scale")
     if scale.dtype in _EXPONENTS:
         return _stored("mxfp4", data.view(torch.uint8), (key, scale))
-    by_row = _rows_of(scale, data)
+    by_row = _rows_of(key, scale, data)
     if by_row.shape[-1] == 1 and "zero_point" not in parts:
         return _stored("int8_channel", data, (key, by_row))
     return _stored("int8_w8a16", data, (key, by_row), *_zero_points(parts, data, scale, lambda zero: zero))
@@ -187,7 +189,7 @@ def _packed_integers(parts: Parts, data: Tensor, halves: bool) -> Stored:
     stored = data.contiguous().view(torch.uint8)[..., : columns * bits // 8]
     key, scale = parts.take("scale")
     name, stored = ("int4_w4a16", stored) if bits == 4 else ("int8_w8a16", _signed(stored))
-    rows = _grid(scale, data).shape[-2]  # those that have zero points: all, or one for a whole weight
+    rows = _grid(key, scale, data).shape[-2]  # those that have zero points: all, or one for a whole weight
 
     def zero_points(packed: Tensor) -> Tensor:
         codes = packed.transpose(-1, -2).contiguous().view(torch.uint8)
@@ -196,7 +198,7 @@ def _packed_integers(parts: Parts, data: Tensor, halves: bool) -> Stored:
 
     packed_rows = -(-rows * bits // 32)
     zeros = _zero_points(parts, data, scale, zero_points, packed_rows)
-    return _stored(name, stored, (key, _rows_of(scale, data)), *zeros)
+    return _stored(name, stored, (key, _rows_of(key, scale, data)), *zeros)
 
 
 def _packed_columns(parts: Parts, data: Tensor, halves: bool) -> int:
@@ -207,7 +209,7 @@ def _packed_columns(parts: Parts, data: Tensor, halves: bool) -> int:
     """
     key, shape = parts.take("shape")
     N = data.shape[-2]
-    if shape.is_floating_point() or shape.shape not in ((2,), (*data.shape[:-2], 2)):
+    if shape.dtype not in INDEX_DTYPES or shape.shape not in ((2,), (*data.shape[:-2], 2)):
         rule = f"integers, {' or '.join(str([*form, 2]) for form in dict.fromkeys(((), (*data.shape[:-2],))))}"
         raise fail(OP, key, rule, f"{shape.dtype} {list(shape.shape)}")
     said = {(int(rows), int(columns)) for rows, columns in shape.view(-1, 2).tolist()}
@@ -236,11 +238,11 @@ def _zero_points(
     dtype = torch.int8 if packed_rows is None else torch.int32
     if zero.dtype != dtype:
         raise fail(OP, key, f"{dtype} beside a weight of {data.dtype}", zero.dtype)
-    wanted, found = list(_grid(scale, data).shape), _grid(zero, data)
+    wanted, found = list(_grid(key, scale, data).shape), _grid(key, zero, data)
     wanted[-2] = wanted[-2] if packed_rows is None else packed_rows
     if list(found.shape) != wanted:
         raise fail(OP, key, f"{wanted} beside scales {list(scale.shape)}", list(zero.shape))
-    return [(key, _rows_of(decode(found), data))]
+    return [(key, _rows_of(key, decode(found), data))]
 
 
 _READERS: dict[tuple[str, torch.dtype], Callable[[Parts, Tensor, bool], Stored]] = {
@@ -266,18 +268,28 @@ def _stored(name: str, data: Tensor, *scales: tuple[str, Tensor]) -> Stored:
             scale = scale.float()
         if scale.dtype not in spec.dtypes:
             raise fail(OP, key, " or ".join(str(dtype) for dtype in spec.dtypes), scale.dtype)
-        found.append(_grid(scale, data))
+        found.append(_grid(key, scale, data))
     return Stored(row, data, tuple(found))
 
 
-def _grid(scale: Tensor, data: Tensor) -> Tensor:
-    """``[.., N groups, K groups]``: dimensions of 1 that a checkpoint leaves out are put back at the end."""
-    return scale.reshape(*scale.shape, *(1,) * (data.dim() - scale.dim()))
+def _grid(key: str, scale: Tensor, data: Tensor) -> Tensor:
+    """``[.., N groups, K groups]``: dimensions of 1 that a checkpoint leaves out are put back at the end.
+
+    Raises:
+        ValueError: it has more dimensions than the weight, or other experts: beside a numbered expert's weight, what
+            has a dimension of experts would be taken for the scale of all.
+    """
+    leading = data.shape[:-2]
+    grid = scale.reshape(*scale.shape, *(1,) * (data.dim() - scale.dim()))
+    if grid.shape[:-2] != leading:
+        rule = f"[{''.join(f'E={size}, ' for size in leading)}N groups, K groups] beside a weight {list(data.shape)}"
+        raise fail(OP, key, rule, list(scale.shape))
+    return grid
 
 
-def _rows_of(scale: Tensor, data: Tensor) -> Tensor:
+def _rows_of(key: str, scale: Tensor, data: Tensor) -> Tensor:
     """``[.., N, K groups]``, one entry for a whole weight written for each of its rows."""
-    grid = _grid(scale, data)
+    grid = _grid(key, scale, data)
     if grid.shape[-2] == 1:
         grid = grid.expand(*grid.shape[:-2], data.shape[-2], grid.shape[-1]).contiguous()
     return grid

@@ -41,8 +41,10 @@ def _is_of(row: QuantScheme, data: Tensor, scales: dict[str, Tensor], halves: bo
     least = {name for name, spec in specs.items() if not spec.optional}
     if data.dtype != row.weight_dtype or not least <= scales.keys() <= specs.keys():
         return False
-    N, K = data.shape[-2], data.shape[-1] * row.pack
-    return all(_is_scale(specs[name], scale, N, K, halves) for name, scale in scales.items())
+    E, N, K = *data.shape[:2], data.shape[2] * row.pack
+    return all(
+        scale.shape[:1] == (E,) and _is_scale(specs[name], scale, N, K, halves) for name, scale in scales.items()
+    )
 
 
 def _is_scale(spec: Scale, scale: Tensor, N: int, K: int, halves: bool) -> bool:

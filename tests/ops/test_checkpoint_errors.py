@@ -190,6 +190,40 @@ BROKEN: dict[str, tuple[str, Break, str]] = {
         )
         for value in (0.0, -1.0, float("nan"), float("inf"))
     },
+    "static scale in 8 bits": (
+        "float, channel",
+        put(f"{FIRST}.input_scale", torch.ones(1).to(torch.float8_e4m3fn)),
+        f"{FIRST}.input_scale must be one number for each expert, [], got torch.float8_e4m3fn [1].",
+    ),
+    "second scale of complex numbers": (
+        "nvfp4",
+        put(f"{FIRST}.weight_global_scale", torch.ones(1, dtype=torch.complex64)),
+        f"{FIRST}.weight_global_scale must be bfloat16, float16, float32 or float64, got torch.complex64.",
+    ),
+    "second scale with a dimension of experts": (
+        "nvfp4",
+        put(f"{FIRST}.weight_global_scale", torch.ones(1, 1, 1)),
+        f"{FIRST}.weight_global_scale must be [N groups, K groups] beside a weight [192, 128], got [1, 1, 1].",
+    ),
+    **{
+        f"{name}, with a dimension of experts": (
+            name,
+            lambda state, part=part: state.update(
+                {f"{PREFIX}.{e}.{p}.{part}": state[f"{PREFIX}.{e}.{p}.{part}"][None] for e, p in ALL}
+            ),
+            f"{FIRST}.{part} must be [N groups, K groups] beside a weight [192, ",
+        )
+        for name, part in (
+            ("float, channel", "weight_scale"),
+            ("float, block", "weight_scale"),
+            ("mxfp8", "weight_scale"),
+            ("mxfp4", "weight_scale"),
+            ("int8, channel", "weight_scale"),
+            ("pack 4, group", "weight_scale"),
+            ("int8, channel, zero", "weight_zero_point"),
+            ("pack 4, group, zero", "weight_zero_point"),
+        )
+    },
     "packed zero points of few rows": (
         "pack 4, group, zero",
         put(f"{FIRST}.weight_zero_point", torch.zeros(1, 8, dtype=torch.int32)),
@@ -215,6 +249,7 @@ BROKEN: dict[str, tuple[str, Break, str]] = {
             ([256, 192], "[N, K] with N = 192, got [256, 192]."),
             ([999, 256], "[N, K] with N = 192, got [999, 256]."),
             ([192.0, 256.0], "integers, [2], got torch.float32 [2]."),
+            ([192.0, 256j], "integers, [2], got torch.complex64 [2]."),
             ([], "integers, [2], got torch.float32 [0]."),
             ([256], "integers, [2], got torch.int64 [1]."),
         )
@@ -231,6 +266,34 @@ def test_broken_layer(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=re.escape(words)) as caught:
         read_experts(tmp_path, PREFIX)
     assert str(caught.value).startswith("load_experts_: ")
+
+
+@pytest.mark.parametrize("name", ["float, channel", "mxfp4", "int8, channel", "pack 4, group", "pack 4, group, zero"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_scales_of_fewer_experts_than_the_weight_has(count: int, name: str, tmp_path: Path) -> None:
+    """Nothing is spread over the others."""
+    part = "weight_zero_point" if name.endswith("zero") else "weight_scale"
+    key = f"{PREFIX}.up_proj.{part}"
+    state = files.stacked(layer(name), join=False)
+    state[key] = state[key][:count].clone()
+    save_file(state, tmp_path / "model.safetensors")
+    words = re.escape(f"{key} must be [E=3, N groups, K groups] beside a weight [3, 192, ")
+    with pytest.raises(ValueError, match=rf"load_experts_: {words}\d+\], got \[{count}, "):
+        read_experts(tmp_path, PREFIX)
+
+
+def test_scales_of_fewer_experts_beside_a_parameters_own_keys(tmp_path: Path) -> None:
+    state = {}
+    for name, shape in files.PROJECTIONS.items():
+        state[f"{PREFIX}.{name}"], state[f"{PREFIX}.{name}_scale"] = moe_ops.quantize_weight(
+            torch.randn(E, *shape), scheme="mxfp8"
+        )
+    state[f"{PREFIX}.gate_proj_scale"] = state[f"{PREFIX}.gate_proj_scale"].view(torch.uint8)[:1].clone()
+    state[f"{PREFIX}.up_proj_scale"] = state[f"{PREFIX}.up_proj_scale"].view(torch.uint8)[:1].clone()
+    save_file(state, tmp_path / "model.safetensors")
+    words = "gate_proj_scale must be [E=3, N groups, K groups] beside a weight [3, 192, 256], got [1, 192, 8]."
+    with pytest.raises(ValueError, match=re.escape(f"{PREFIX}.{words}")):
+        read_experts(tmp_path, PREFIX)
 
 
 @pytest.mark.parametrize("spelling", ["stacked", "numbered"])
