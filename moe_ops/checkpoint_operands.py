@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from meta.checks import fail
 from meta.gemm_shapes import weight_operand
 from meta.operands import Operand
-from meta.schemes import FLOAT_DTYPES, WHOLE, QuantScheme
+from meta.schemes import FLOAT_DTYPES, SCHEMES, WHOLE, QuantScheme
 from moe_ops.checkpoint_files import Members
 from moe_ops.checkpoint_layouts import Signature, Stored, canonical
 from moe_ops.checkpoint_parts import OP, Parts
@@ -23,6 +24,9 @@ def operands_of(weights: dict[str, Members], prefix: str, device: torch.device) 
         ValueError: a tensor is of no known layout, or the weights are of different schemes; a key is named.
     """
     operands = {name: _operand(name, prefix, members, device) for name, members in weights.items()}
+    if {row_of(one).name for one in operands.values()} == {"int8_channel", "int8_w8a16"}:
+        # A weight that is one group wide looks as if it had none; beside groups its activations stay as they are, too.
+        operands = {name: replace(one, scheme=SCHEMES["int8_w8a16"]) for name, one in operands.items()}
     (first, one), *others = operands.items()
     for name, other in others:
         if row_of(other) is not row_of(one):

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from meta.operands import Operand
 from moe_ops.checkpoints import read_experts
 from tests.ops import checkpoints as files
-from tests.ops.checkpoints import CASES, PREFIX, Tensors
+from tests.ops.checkpoints import CASES, PREFIX, Case, Tensors
 
 
 def written(folder: Path, state: Tensors, prefix: str = PREFIX) -> dict[str, Operand]:
@@ -182,6 +182,20 @@ def test_gate_and_up_in_one_key(spelling: str, name: str, tmp_path: Path) -> Non
     operands = written(tmp_path, files.numbered(whole) if spelling == "numbered" else whole)
     wanted = files.expected(state, lambda tensors: files.decompressed(tensors, case))
     assert_reads(operands, wanted, case.scheme)
+
+
+@pytest.mark.parametrize("widths", [(64, 192), (192, 64)], ids=str)
+def test_integers_in_groups_one_of_which_is_a_whole_row(widths: tuple[int, int], tmp_path: Path) -> None:
+    """The scales of that weight are those of rows; the others tell that there are groups."""
+    H, I = widths
+    case = Case("int8_w8a16", "naive-quantized", dict(num_bits=8, type="int", strategy="group", group_size=64))
+    state, wanted = {}, {}
+    for name, shape in {"up_proj": (I, H), "down_proj": (H, I)}.items():
+        stored = files.compressed(torch.randn(shape).bfloat16(), case)
+        state |= {f"{PREFIX}.0.{name}.{key}": tensor for key, tensor in stored.items()}
+        wanted[name] = files.decompressed(stored, case)[None]
+    operands = written(tmp_path, state)
+    assert_reads(operands, wanted, "int8_w8a16")
 
 
 def test_stacked_gates_and_stacked_ups(tmp_path: Path) -> None:
