@@ -365,7 +365,7 @@ def _copy(weight: Any, source: Any, non_blocking: bool = False) -> Any:
         return NotImplemented
     rule = f"a QuantizedWeight of the form {form_of(weight)}"
     if not isinstance(source, QuantizedWeight):
-        if _stands_for(weight, source):
+        if isinstance(source, Tensor) and _stands_for(weight, source):
             return weight
         first = "Load the float weights first, then call moe_ops.quantize_"
         cure = f"{first}: the same in every process before DistributedDataParallel, which copies them."

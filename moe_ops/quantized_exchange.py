@@ -50,3 +50,14 @@ class ExchangedTensor(Tensor):
             ValueError: always.
         """
         raise fail(_OP, "self", "a float tensor for DLPack", "quantised bytes", "Pass .dequantize() of it.")
+
+    def apply_(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused, as ``map_`` and ``map2_``: these write through the pointer, and no operator is called.
+
+        Raises:
+            ValueError: always.
+        """
+        rule = "a float tensor for a function of each element, which is written"
+        raise fail(_OP, "self", rule, "quantised bytes", "Change the float weights, then call moe_ops.quantize_.")
+
+    map_ = map2_ = apply_

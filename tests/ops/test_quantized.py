@@ -640,6 +640,22 @@ def test_what_would_be_lost_is_refused(write: str) -> None:
     assert_same_bytes(weight, made("mxfp4"))
 
 
+@pytest.mark.parametrize("call", ["apply_", "map_", "map2_"])
+def test_functions_of_each_element_are_refused(call: str) -> None:
+    """torch calls no operator for them, and writes to the address 0."""
+    weight, others = made("mxfp4"), {"apply_": 0, "map_": 1, "map2_": 2}[call]
+    words = "QuantizedWeight: self must be a float tensor for a function of each element, which is written, got quanti"
+    with pytest.raises(ValueError, match=words):
+        getattr(weight, call)(*[torch.ones(E, N, K)] * others, lambda *numbers: 0.0)
+    assert_same_bytes(weight, made("mxfp4"))
+
+
+@pytest.mark.parametrize("number", [2, 0.5, True])
+def test_a_number_is_not_copied(number: float) -> None:
+    with pytest.raises(ValueError, match=r"QuantizedWeight.copy_: source must be a QuantizedWeight of the form"):
+        made("mxfp4").copy_(number)
+
+
 @pytest.mark.parametrize("write", WRITES)
 def test_what_would_be_lost_is_refused_in_graphs(write: str) -> None:
     torch.compiler.reset()
