@@ -11,6 +11,9 @@ alike. torchao's are known by what they carry, so that nothing of it is imported
 | ``Float8Tensor`` | block of 128 x 128 | fp8, groups of 128 | ``fp8_block128`` |
 | ``Int8Tensor`` | row, group of columns | as they are | ``int8_w8a16``, zero points included |
 | ``Int8Tensor`` | row | int8, symmetric | ``int8_channel`` |
+| ``IntxUnpackedToInt8Tensor`` | row, group of columns | as they are | ``int8_w8a16``, zero points of int8 |
+
+One that lists anything else of itself which is set, or scales of dtypes that the scheme has not, is refused.
 
 Dynamic scales of a whole tensor of activations are computed for every token, as the schemes say.
 """
@@ -32,6 +35,12 @@ from moe_ops.quantized import QuantizedWeight
 
 _ATEN = torch.ops.aten
 _TRANSPOSE = (_ATEN.transpose.int, (1, 2))
+#: What torchao's tensors list of themselves, and what of it is read here or changes no number of a product.
+_LISTS = tuple(f"{needed}tensor_{kind}_names" for needed in ("", "optional_") for kind in ("data", "attribute"))
+_KNOWN = frozenset(
+    {"qdata", "scale", "zero_point", "block_size", "act_quant_kwargs"}
+    | {"dtype", "target_dtype", "mm_config", "kernel_preference", "reduce_range"}
+)
 
 
 class Part(NamedTuple):
@@ -212,6 +221,11 @@ def _torchao(weight: Any) -> Container | Unread:
         found = _scheme(weight, scale.shape, activations, transposed)
         if found is not None:
             scheme, names = found
+            for spec, name in zip(SCHEMES[scheme].scales, names, strict=False):
+                dtype = getattr(weight, name).dtype
+                if dtype not in spec.dtypes:
+                    wanted = " or ".join(str(known) for known in spec.dtypes)
+                    return Unread(f"torchao's {kind} with {name} of {dtype}", f"Quantise it with {name} of {wanted}.")
             calls = (_TRANSPOSE,) if transposed else ()
             shared = scale.shape[0] == 1 and data.shape[0] != 1
             spread = (*calls, (_ATEN.expand.default, ([data.shape[0], -1, -1],))) if shared else calls
@@ -223,10 +237,10 @@ def _torchao(weight: Any) -> Container | Unread:
 
 
 def _unlike_ours(weight: Any, activations: Any) -> str | None:
-    """What it does to activations that no scheme does."""
-    for name in ("act_quant_scale", "act_quant_zero_point", "act_pre_scale"):
-        if getattr(weight, name, None) is not None:
-            return name
+    """What it does that no scheme does: whatever is not known here may change numbers."""
+    for name in (name for names in _LISTS for name in getattr(type(weight), names, ())):
+        if name not in _KNOWN and getattr(weight, name, None) is not None:
+            return str(name)
     for name in ("hp_value_lb", "hp_value_ub"):
         if getattr(activations, name, None) is not None:
             return f"bounds of its activations' scales, {name}"

@@ -42,6 +42,29 @@ def int8(granularity: Any, rows: Any = None, **options: Any) -> Make:
     return lambda w: Int8.from_hp(w, granularity=granularity, act_quant_kwargs=rows, **options)
 
 
+def intx(**change: Any) -> Make:
+    """Integers in groups of 64 columns, made with other attributes."""
+
+    def make(w: Tensor) -> Tensor:
+        made = workflows.IntxUnpackedToInt8Tensor.from_hp(w, [1, 1, 64], torch.int8)
+        names = [*made.tensor_data_names, *made.tensor_attribute_names]
+        given = {name: getattr(made, name) for name in names}
+        return type(made)(**{name: change.get(name, lambda value: value)(value) for name, value in given.items()})
+
+    return make
+
+
+def scaled_in(dtype: torch.dtype) -> Make:
+    """Rows in e4m3 whose scales have this dtype."""
+
+    def make(w: Tensor) -> Tensor:
+        made = float8(PerRow())(w)
+        made.scale = made.scale.to(dtype)
+        return made
+
+    return make
+
+
 asymmetric = {"mapping_type": torchao.quant_primitives.MappingType.ASYMMETRIC}
 #: id -> (how it is made, the scheme that reads it, whether it shows itself as [E, K, N]).
 READ: dict[str, tuple[Make, str, bool]] = {
@@ -57,6 +80,7 @@ READ: dict[str, tuple[Make, str, bool]] = {
     "int8 row, zero points": (int8(PerRow(), **asymmetric), "int8_w8a16", False),
     "int8 groups": (int8(Groups), "int8_w8a16", False),
     "int8 row, int8 rows": (int8(PerRow(), rows_of_integers()), "int8_channel", False),
+    "intx groups": (intx(), "int8_w8a16", False),
 }
 
 
@@ -91,6 +115,14 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "int8, static rows": (
         int8(PerRow(), rows_of_integers(), act_quant_scale=torch.ones(1, 1)), "Int8Tensor with act_quant_scale",
     ),
+    "intx, int8 rows": (
+        intx(activation_quantization=lambda none: "int8_asym_per_token"),
+        "IntxUnpackedToInt8Tensor with activation_quantization",
+    ),
+    "zero points in bf16": (
+        intx(zero_point=Tensor.bfloat16), "IntxUnpackedToInt8Tensor with zero_point of torch.bfloat16",
+    ),
+    "scales in fp16": (scaled_in(torch.float16), "Float8Tensor with scale of torch.float16"),
 }  # fmt: skip
 
 
