@@ -29,7 +29,7 @@ from meta.checks import INDEX_DTYPES, fail
 from meta.formats import E4M3, E8M0, unpack
 from meta.schemes import FLOAT_DTYPES, SCHEMES, QuantScheme, Scale, ceil_div
 from moe_ops.checkpoint_own import own_row
-from moe_ops.checkpoint_parts import OP, Parts
+from moe_ops.checkpoint_parts import OP, OTHER_LAYOUT, Parts
 
 _EXPONENTS = (torch.uint8, E8M0)
 #: What helps where a checkpoint has ``[E, K, N]``.
@@ -80,7 +80,7 @@ def canonical(parts: Parts, *, halves: bool = False) -> Stored:
     kind = next((kind for kind in ("blocks", "packed", "") if kind in parts), None)
     if kind is None:
         rule = "stored beside the weight that it belongs to"
-        raise fail(OP, parts.any_key(), rule, sorted(parts.keys.values()))
+        raise fail(OP, parts.any_key(), rule, sorted(parts.keys.values()), OTHER_LAYOUT)
     key, data = parts.take(kind)
     reader = _READERS.get((kind, data.dtype))
     if reader is None:

@@ -11,6 +11,8 @@ from meta.checks import fail
 
 OP = "load_experts_"
 
+#: What helps against parts that no layout has, or not these alone.
+OTHER_LAYOUT = "Layouts of GPTQ, AWQ, bitsandbytes and HQQ are not read; compressed-tensors writes some that are."
 #: Parts whose keys have no "weight" in front.
 _OWN_NAMES = ("bias", "scales")
 #: Suffixes that decode no weight: those of activations are for schemes that quantise them.
@@ -73,7 +75,8 @@ class Parts:
             if part in self:
                 return part
         names = " or ".join(repr(part if part in _OWN_NAMES else f"weight_{part}") for part in parts)
-        raise fail(OP, self.any_key(), f"stored beside {names}", sorted(self.keys.values()))
+        cure = "" if "bias" in parts else OTHER_LAYOUT
+        raise fail(OP, self.any_key(), f"stored beside {names}", sorted(self.keys.values()), cure)
 
     def take(self, *parts: str) -> tuple[str, Tensor]:
         """Key and tensor of the first of ``parts`` that is there.

@@ -268,6 +268,24 @@ def test_broken_layer(name: str, tmp_path: Path) -> None:
     assert str(caught.value).startswith("load_experts_: ")
 
 
+#: Parts of a projection as other libraries store it.
+LAYOUTS: dict[str, Tensors] = {
+    "GPTQ": {"qweight": torch.zeros(32, 192).int(), "qzeros": torch.zeros(8, 24).int(), "scales": torch.ones(8, 192)},
+    "bitsandbytes": {"weight": torch.zeros(192 * 128, 1, dtype=torch.uint8), "weight.absmax": torch.ones(768)},
+    "bitsandbytes, 8 bits": {"weight": torch.zeros(192, 256, dtype=torch.int8), "SCB": torch.ones(192)},
+    "HQQ": {"W_q": torch.zeros(384, 64, dtype=torch.uint8), "scale": torch.ones(768, 1), "zero": torch.ones(768, 1)},
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_that_are_not_read_have_a_cure(name: str, tmp_path: Path) -> None:
+    save_file({f"{PREFIX}.0.{p}.{k}": t.clone() for p in files.PROJECTIONS for k, t in LAYOUTS[name].items()},
+              tmp_path / "model.safetensors")  # fmt: skip
+    words = r"gate_proj\.\w+ must be stored beside .* are not read; compressed-tensors writes some that are\."
+    with pytest.raises(ValueError, match=words):
+        read_experts(tmp_path, PREFIX)
+
+
 @pytest.mark.parametrize("name", ["float, channel", "mxfp4", "int8, channel", "pack 4, group", "pack 4, group, zero"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_scales_of_fewer_experts_than_the_weight_has(count: int, name: str, tmp_path: Path) -> None:
