@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations, permutations
 
+import torch
 from torch import Tensor, nn
 
 from meta.checks import describe_value, fail
@@ -65,11 +66,15 @@ def selected(
     """Those of ``among`` that the filter takes, and all others of the model.
 
     Raises:
-        ValueError: the filter is no function.
+        ValueError: the filter is no function, or takes a module of TorchScript, whose parameters cannot be replaced.
     """
     if filter is not None and not callable(filter):
         raise fail(op, "filter", "a function (name, module) -> bool or None", describe_value(filter))
     taken = [one for one in among if filter is None or filter(one.name, one.module)]
+    for one in taken:
+        if isinstance(one.module, torch.jit.ScriptModule):
+            cure = "Call it before torch.jit.trace or torch.jit.script, or leave the module out by the filter."
+            raise fail(op, one.name or "model", "a module of Python", type(one.module).__name__, cure)
     names = {one.name for one in taken}
     return taken, [one for one in stacked_experts(model) if one.name not in names]
 

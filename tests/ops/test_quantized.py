@@ -482,6 +482,17 @@ def fp8_of_transformers() -> nn.Module:
     return module
 
 
+class Multiplying(nn.Module):
+    """Experts with a forward, for what takes modules by what they compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Parameter(torch.ones(E, 96, 64)), nn.Parameter(torch.ones(E, 64, 48))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.gate_up_proj.transpose(1, 2)
+
+
 def misshapen() -> nn.Module:
     module = odd()
     module.gate_up_proj = nn.Parameter(torch.randn(E, 9, 8))
@@ -501,6 +512,10 @@ ERRORS: dict[str, tuple[Callable[[], object], str]] = {
         r"quantize_: filter must be a function \(name, module\) -> bool or None, got '1' \(str\)",
     ),
     "no_module": (lambda: moe_ops.quantize_(torch.ones(2), "mxfp4"), "quantize_: model must be a torch.nn.Module"),
+    "traced": (
+        lambda: moe_ops.quantize_(torch.jit.trace(nn.Sequential(Multiplying()), torch.ones(1, 64)), "mxfp4"),
+        r"quantize_: 0 must be a module of Python, got TracedModule\. Call it before torch\.jit\.trace or",
+    ),
     "no_experts": (lambda: moe_ops.quantize_(nn.Linear(4, 4), "mxfp4"), "quantize_: model must be a module with"),
     "twice": (lambda: moe_ops.quantize_(experts("mxfp4"), "mxfp4"), "quantize_: model must be a module with"),
     "square": (lambda: moe_ops.quantize_(square(), "mxfp4"), "quantize_: model must be of shapes that are"),
