@@ -20,7 +20,8 @@ _CURE = "Pass the model that the checkpoint is of, not a part of it: its names t
 
 def candidates(name: str, prefixes: Mapping[str, bool]) -> list[str]:
     """The prefixes that can be the module ``name``: its name, else those that are it but for what stands in front of
-    one of them, else those of numbered experts with the numbers of its name; all of the same stack of layers.
+    one of them, else those of numbered experts with the numbers of its name, unless other layers are called as it is;
+    all of the same stack of layers.
 
     Args:
         name: of the module.
@@ -69,8 +70,8 @@ def check_prefixes(prefixes: Mapping[str, str], modules: Iterable[str]) -> None:
         if rival:
             rule = "with keys of its own for each module of experts"
             raise fail(OP, "checkpoint", rule, dict.fromkeys((name, rival[0]), prefix), _CURE)
-        first = forms.setdefault(_NUMBER.sub("#", name), prefix)
-        if _NUMBER.sub("#", first) != _NUMBER.sub("#", prefix):
+        first = forms.setdefault(_form(name), prefix)
+        if _form(first) != _form(prefix):
             rule = f"with keys like {first!r} for {name!r}, too"
             raise fail(OP, "checkpoint", rule, repr(prefix), "Leave layers that it does not have out by the filter.")
 
@@ -84,7 +85,9 @@ def _may_own(other: str, name: str, prefix: str) -> bool:
 
 def _alike(name: str, prefixes: Mapping[str, bool]) -> list[str]:
     ends = [prefix for prefix in prefixes if _end_alike(prefix, name)]
-    return ends or [prefix for prefix, numbered in prefixes.items() if numbered and _numbers(prefix) == _numbers(name)]
+    if ends or any(_end_alike(_form(prefix), _form(name)) for prefix in prefixes):
+        return ends  # where other layers have their names, one that has not is missing
+    return [prefix for prefix, numbered in prefixes.items() if numbered and _numbers(prefix) == _numbers(name)]
 
 
 def _end_alike(one: str, other: str) -> bool:
@@ -93,6 +96,11 @@ def _end_alike(one: str, other: str) -> bool:
 
 def _numbers(name: str) -> tuple[str, ...]:
     return tuple(_NUMBER.findall(name))
+
+
+def _form(name: str) -> str:
+    """What the names of a stack's layers have in common."""
+    return _NUMBER.sub("#", name)
 
 
 def _stack(name: str) -> set[str]:

@@ -34,7 +34,7 @@ RENAMED = {
 @pytest.mark.parametrize("name", RENAMED)
 def test_a_renamed_layer_is_found(name: str) -> None:
     module, prefix = RENAMED[name]
-    found = prefix_of(module, {prefix: True, "model.layers.2.mlp.experts": True})
+    found = prefix_of(module, {prefix: True, prefix.replace("1", "2"): True})
     assert found == prefix
     parts = module.split(".")
     check_prefixes({module: found}, [".".join(parts[:count]) for count in range(len(parts) + 1)])
@@ -77,13 +77,24 @@ def test_keys_of_a_module_that_the_filter_leaves_out_are_its_own(other: str, tmp
 
 
 def test_layers_of_one_form_have_keys_of_one_form(tmp_path: Path) -> None:
-    prefixes = ["layers.0.mlp.experts", "others.1.experts"]
+    prefixes = ["h.0.mlp.experts", "others.1.experts"]
     save_file(layers_of("float, channel", prefixes), tmp_path / "model.safetensors")
-    words = (
-        "with keys like 'layers.0.mlp.experts' for 'layers.1.mlp.experts', too, got 'others.1.experts'. Leave layers"
-    )
+    words = "with keys like 'h.0.mlp.experts' for 'layers.1.mlp.experts', too, got 'others.1.experts'. Leave layers"
     with pytest.raises(ValueError, match=re.escape(words)):
         moe_ops.load_experts_(Model(2), tmp_path)
+
+
+@pytest.mark.parametrize("front", ["", "model."])
+def test_a_missing_layer_of_a_stack_that_is_there_is_not_taken_from_another(front: str, tmp_path: Path) -> None:
+    """Whichever layers the filter takes: other layers have keys with the module's own name."""
+    prefixes = [f"{front}layers.0.mlp.experts", "others.1.mlp.experts"]
+    save_file(layers_of("float, channel", prefixes), tmp_path / "model.safetensors")
+    words = "checkpoint must be with the experts of 'layers.1.mlp.experts', got no such keys. Pass the model that the"
+    for take in (None, lambda name, module: "1" in name):
+        model = Model(2)
+        with pytest.raises(ValueError, match=re.escape(words)):
+            moe_ops.load_experts_(model, tmp_path, filter=take)
+    assert moe_ops.load_experts_(model, tmp_path, filter=lambda name, module: "0" in name)
 
 
 class Apart(nn.Module):
