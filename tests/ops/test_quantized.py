@@ -607,6 +607,20 @@ def test_errors_name_what_is_wrong(case: str) -> None:
         call()
 
 
+@pytest.mark.parametrize("scheme", ["fp8_tensor", "fp8_channel", "fp8_block128", "int8_channel", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("written", ["apart", "in a row"])
+def test_an_odd_number_of_rows_has_no_halves(scheme: str, written: str) -> None:
+    """Scales of two halves of which one has a row less decode no weight."""
+    stored, *scales = moe_ops.quantize_weight(torch.randn(E, 65, 64), scheme=scheme)
+    *_, half = moe_ops.quantize_weight(torch.randn(E, 32, 64), scheme=scheme)  # the last scale is what is doubled
+    scales[-1] = half.repeat_interleave(2, 0).unflatten(0, (E, 2))
+    if written == "in a row":
+        scales[-1] = scales[-1].flatten(1, 2)
+    words = rf"QuantizedWeight: scales\[{len(scales) - 1}\] must be \[E=4, N_groups=\d+, "
+    with pytest.raises(ValueError, match=words):
+        QuantizedWeight(stored, scales, scheme=scheme)
+
+
 def stepped(name: str, **options: Any) -> Callable[[Tensor], None]:
     """A step of an optimiser that was given the weight, which has a gradient."""
 
