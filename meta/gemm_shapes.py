@@ -96,7 +96,7 @@ def _check_scale(
     if scale.dtype not in spec.dtypes:
         raise fail(op, argument, " or ".join(str(dtype) for dtype in spec.dtypes), scale.dtype, "Cast it first.")
     E, N, K = sizes
-    halves = halves and not (isinstance(N, int) and N % 2)  # an odd number of rows has none
+    halves = halves and not (isinstance(N, int) and (N % 2 or not N))  # an odd number of rows, or no row, has none
     given = scale
     few = 0 < scale.dim() < 3 or (scale.dim() == 0 and is_known_equal(E, 1))  # one number is the scale of one expert
     if few and spec.forms[-1][1] in (WHOLE, ANY):

@@ -74,7 +74,7 @@ class Scale:
                 return group_n, WHOLE
             elif not (isinstance(columns, int) and isinstance(K, int)):
                 return group_n, ANY
-            elif columns and K % columns == 0:
+            elif 0 < columns <= K and K % columns == 0:
                 return group_n, K // columns
         return None
 

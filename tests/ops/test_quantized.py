@@ -621,6 +621,24 @@ def test_an_odd_number_of_rows_has_no_halves(scheme: str, written: str) -> None:
         QuantizedWeight(stored, scales, scheme=scheme)
 
 
+@pytest.mark.parametrize(
+    ("scheme", "sizes", "scale"),
+    [
+        ("fp8_tensor", (E, 0, 64), (E, 2, 1, 1)),
+        ("fp8_w8a16", (E, 0, 0), (E, 2, 1)),
+        ("int8_w8a16", (E, 64, 0), (E, 64, 2)),
+        ("int4_w4a16", (E, 64, 0), (E, 2, 32, 2)),
+        ("w4a8_fp8", (E, 64, 0), (E, 64, 64)),
+    ],
+    ids=str,
+)
+def test_nothing_has_no_groups(scheme: str, sizes: tuple[int, ...], scale: tuple[int, ...]) -> None:
+    """Neither two halves of no row nor many groups of no column."""
+    stored = torch.zeros(sizes, dtype=SCHEMES[scheme].weight_dtype)
+    with pytest.raises(ValueError, match=r"QuantizedWeight: scales\[0\] must be \[E=4, N"):
+        QuantizedWeight(stored, [torch.ones(scale)], scheme=scheme)
+
+
 def stepped(name: str, **options: Any) -> Callable[[Tensor], None]:
     """A step of an optimiser that was given the weight, which has a gradient."""
 
