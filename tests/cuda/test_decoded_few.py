@@ -105,6 +105,21 @@ def test_a_replay_with_changed_routing_has_the_bits_of_a_call(scheme, format):
     assert_replays(layer_of(scheme), format, SIZES["whole"][0])
 
 
+@OF_GATHERED
+@pytest.mark.parametrize("scheme", GATHERED)
+def test_many_calls_one_behind_the_other(scheme):
+    """Of Qwen3-30B-A3B's dimensions, with as many programs on each multiprocessor as it takes: a program that waited
+    for what never comes would show in some of them.
+    """
+    torch.manual_seed(0)
+    layer = build(scheme, T=16, sizes=(128, 8, 2048, 768), device="cuda")
+    expected = run(layer, "grouped")
+    torch.use_deterministic_algorithms(False)
+    for _ in range(1000):
+        got = run(layer, "grouped")
+    assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("zeros", [torch.int8, torch.uint8], ids=str)
 @pytest.mark.parametrize("scheme", ["int4_w4a16", "int8_w8a16"])
 def test_zero_points(scheme, zeros):
