@@ -194,7 +194,7 @@ def _refuses(reading: Reading, node: fx.Node, call: Call, key: Repeated, value: 
 def _unsafe(reading: Reading, node: fx.Node, repeated: list[Repeated], between: set[fx.Node]) -> str | None:
     """Why ``node`` may not read the heads that are ``repeated`` by what is ``between``, or None."""
     region, sources = {node} | between, [one.source for one in repeated]
-    problem = unknown_tensors(reading, region, sources) or different_scope(reading, region)
+    problem = unknown_tensors(region, sources) or different_scope(reading, region)
     if problem is not None:
         return problem.reason
     changed = changed_memory(reading, region, sources, node, node)

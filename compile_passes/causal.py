@@ -168,7 +168,7 @@ def _decided(reading: Reading, coordinates: Coordinates, node: fx.Node, call: Ca
     if not isinstance(known, Where) or not _is_causal(known, mask.shape):
         return "its mask is not known to be causal for every input"
     region = {node} | closure(reading, call["attn_mask"], [])
-    problem = unknown_tensors(reading, [node], [call[name] for name in ("query", "key", "value")])
+    problem = unknown_tensors([node], [call[name] for name in ("query", "key", "value")])
     problem = problem or different_scope(reading, region)
     if problem is not None:
         return problem.reason

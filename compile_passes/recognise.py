@@ -297,7 +297,7 @@ def _closed(
     routing = {*leaves(dispatch.ids), *leaves(combine.weights), *combine.unread}
     region = region - above - _read_elsewhere(reading, region - above, routing | above, combine.output)
     problem = (
-        unknown_tensors(reading, region, match.inputs, [product.weight.node for product in match.products])
+        unknown_tensors(region, match.inputs, [product.weight.node for product in match.products])
         or different_scope(reading, region)
         or _escape(reading, region, combine.output, match.inputs)
         or spoiled(reading, between)
@@ -479,7 +479,7 @@ def _router_lives(
         for user in reading.readers(value):
             if user not in inside and user not in views:
                 return kept(user, f"{in_words(root)} is also used by {in_words(user)}")
-    problem = unknown_tensors(reading, own, inputs) or different_scope(reading, inside)
+    problem = unknown_tensors(own, inputs) or different_scope(reading, inside)
     if problem is None:
         problem = different_gradient(reading, own, inputs, weights, output)
     if problem is not None:

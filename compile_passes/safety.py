@@ -37,7 +37,7 @@ def _reads_shape(reading: Reading, reader: fx.Node, value: fx.Node) -> bool:
 
 
 def unknown_tensors(
-    reading: Reading, region: Collection[fx.Node], inputs: Iterable[fx.Node], weights: Collection[fx.Node] = ()
+    region: Collection[fx.Node], inputs: Iterable[fx.Node], weights: Collection[fx.Node] = ()
 ) -> Refusal | None:
     """A refusal when a tensor of the block is of a type that the operators do not know, or of a function transform.
 

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from compile_passes.slice_bounds import Slices, slices_of
 from compile_passes.source import NotStatic, Scope, bodies, called, is_zero, names, subject, sure
 
-_SORTS = frozenset({"argsort", "sort"})
-
 
 @dataclass(frozen=True)
 class _Order:
