@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from compile_passes.reached import names_of, of_torch, reached, tree_of
+from compile_passes.source import call_it_self
 
 CAPTURABLE = "grouped_mm"
 # What transformers' `use_experts_implementation` sets on every instance of a class that it decorates.
@@ -437,6 +438,9 @@ def _forward_code(kind: type[nn.Module]) -> Iterator[ast.AST]:
         tree = _parse(function)
         if tree is None:
             continue
+        method = isinstance(inspect.getattr_static(owner, name, None), FunctionType)
+        if method and isinstance(tree.body[0], ast.FunctionDef):
+            call_it_self(tree.body[0])
         yield tree
         bases = {base.__name__: base for base in kind.__mro__} | {"self": kind}
         for node in ast.walk(tree):
@@ -449,7 +453,7 @@ def _forward_code(kind: type[nn.Module]) -> Iterator[ast.AST]:
                 waiting += [(base, called.attr) for base in owner.__mro__[1:]]
 
 
-def _parse(function: Callable[..., Any]) -> ast.AST | None:
+def _parse(function: Callable[..., Any]) -> ast.Module | None:
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
     except (OSError, TypeError, SyntaxError, ValueError):  # no source, or a piece of one

@@ -81,7 +81,20 @@ def read(kind: type, name: str) -> Source | None:
     if any(mode not in _MODES for mode in found.modes) or (found.function is not whole and not found.modes):
         by = ", ".join(found.modes) or "something at run time"
         raise NotStatic(f"{kind.__name__}.{name} is decorated, by {by}", found.tree)
+    call_it_self(found.tree)
     return replace(found, name=name)
+
+
+def call_it_self(method: ast.FunctionDef) -> None:
+    """Give the first argument of a method the name that it nearly always has, and by which all code here knows it."""
+    arguments = [argument.arg for argument in ast.walk(method) if isinstance(argument, ast.arg)]
+    first = next(iter([*method.args.posonlyargs, *method.args.args]), None)
+    if first is None or "self" in names(method) | {*arguments} or arguments.count(first.arg) > 1:
+        return
+    for node in ast.walk(method):
+        if isinstance(node, ast.Name) and node.id == first.arg:
+            node.id = "self"
+    first.arg = "self"
 
 
 def read_function(whole: FunctionType) -> Source | None:

@@ -128,6 +128,33 @@ class Remembers(MoeInfer):
 REMEMBERED: dict[str, torch.Tensor] = {}
 
 
+class NamedOtherwise(Block):
+    """Methods whose first argument is not called self."""
+
+    def forward(this, x):
+        flat = x.view(-1, x.shape[-1])
+        weights, ids = this.route(flat)
+        return this.mixed(flat, ids, weights).view_as(x)
+
+    def mixed(module, x, ids, weights):
+        out = torch.zeros_like(x)
+        hit = F.one_hot(ids, len(module.experts)).permute(2, 1, 0)
+        for expert in (hit.sum(dim=(-1, -2)) > 0).nonzero():
+            slot, token = torch.where(hit[expert[0]])
+            out.index_add_(0, token, module.experts[expert[0]](x[token]) * weights[token, slot, None])
+        return out
+
+
+def test_any_name_of_the_first_argument():
+    model = decoder(NamedOtherwise)
+    expected = model(tokens(5))
+    function, said = prepared(model, fullgraph=True)
+    assert "moe_ops.restore(model) undoes it" in said[0]
+    with torch.no_grad():
+        torch.testing.assert_close(function(tokens(5)), expected, atol=1e-5, rtol=1e-5)
+    assert counters["moe_ops"]["fused"] == 1
+
+
 def test_nothing_of_a_trial_is_left():
     """What code keeps of the weights is of the model's own, and not of the trial's copy."""
     model, twin = (decoder(Remembers) for _ in range(2))
