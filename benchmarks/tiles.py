@@ -1,5 +1,6 @@
-"""Times of both expert GEMMs alone with every tile of `moe_ops.backends.triton_plans.FAMILIES`, and the constants of
-`meta.cost.TileCost` that fit them: on another GPU, the table to put in its place.
+"""Times of both expert GEMMs alone, or of weights that are decoded of whole layers, with every tile of
+`moe_ops.backends.triton_plans.FAMILIES`, and the constants of `meta.cost.TileCost` that fit them: on another GPU, the
+table to put in its place.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from meta.cost import TileCost, Work, product_us, robust_us
 from meta.routing import route
 from meta.schemes import SCHEMES
 from moe_ops.autotune import TrialLayer, precompile
-from moe_ops.backends.triton_plans import FAMILIES, kind, plan, runs_on
+from moe_ops.backends.triton_plans import DECODED, FAMILIES, Family, kind, plan, runs_on
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.plans import LayerKey, Plan, gpu_of
 
@@ -47,8 +48,10 @@ SHAPES = {
     )
 }
 TOKENS = (2, 5, 16, 48, 128, 400, 1024, 3000, 8192)
-KINDS = {scheme: kind(scheme) for scheme in ("bf16", "fp8_block128")}
+KINDS = {scheme: kind(scheme) for scheme in ("bf16", "fp8_block128", *sorted(DECODED))}
 GEMMS = ("up", "down")
+#: Both by one tile, with all around them: weights that are decoded take rows in an order that the sort gives them.
+LAYER = "layer"
 #: Routing -> experts that tokens choose among.
 EXPERTS: dict[str, Callable[[Shape], int]] = {
     "uniform": lambda shape: shape.E,
@@ -58,9 +61,10 @@ EXPERTS: dict[str, Callable[[Shape], int]] = {
 ROUNDS = 7
 WARM_SECONDS = 0.1
 METHOD = (
-    "GEMM 1 (up, gathered rows, activation) and GEMM 2 (down) alone, launched as programmatic dependents; 8 input sets "
-    f"up to 64 tokens, 2 above; one captured graph for each tile over all sets, replayed in turn for {WARM_SECONDS} s, "
-    f"then in {IN_TURN.format(rounds=ROUNDS)}; us: the median, divided by the number of sets; tile: fields of MMConfig"
+    "GEMM 1 (up, gathered rows, activation) and GEMM 2 (down) alone, launched as programmatic dependents, or (layer) "
+    "both by one tile with sorting and combining around them; 8 input sets up to 64 tokens, 2 above; one captured "
+    f"graph for each tile over all sets, replayed in turn for {WARM_SECONDS} s, then in "
+    f"{IN_TURN.format(rounds=ROUNDS)}; us: the median, divided by the number of sets; tile: fields of MMConfig"
 )
 
 
@@ -107,7 +111,7 @@ def run(shapes: Iterable[Shape], tokens: Sequence[int], schemes: Iterable[str], 
             for T in tokens:
                 progress.update(task, description=f"{scheme} {shape.name} T={T}")
                 rows = []
-                for routing, gemm in product(EXPERTS, GEMMS):
+                for routing, gemm in product(EXPERTS, gemms_of(scheme)):
                     rows += time_case(layer, shape, T, routing, gemm)
                     empty_cache()
                 results.rows.extend(rows)
@@ -122,6 +126,11 @@ def key_of(scheme: str, shape: Shape) -> LayerKey:
     return LayerKey(scheme, "grouped", shape.E, shape.K, shape.H, shape.I, gated=True)
 
 
+def gemms_of(scheme: str) -> tuple[str, ...]:
+    """What is timed of a scheme."""
+    return (LAYER,) if scheme in DECODED else GEMMS
+
+
 def compilations(scheme: str, shape: Shape) -> Iterator[tuple[LayerKey, int, Plan]]:
     """All tiles of both GEMMs, as layers for `precompile`."""
     tiles = [tiles_of(scheme, gemm) for gemm in GEMMS]
@@ -130,8 +139,12 @@ def compilations(scheme: str, shape: Shape) -> Iterator[tuple[LayerKey, int, Pla
 
 
 def tiles_of(scheme: str, gemm: str) -> list[MMConfig]:
-    """Tiles of FAMILIES that serve a GEMM."""
-    return [family.tile for family in FAMILIES[KINDS[scheme]] if getattr(family, gemm) is not None]
+    """Tiles of FAMILIES that serve a GEMM, or both."""
+    return [family.tile for family in FAMILIES[KINDS[scheme]] if _cost_of(family, gemm) is not None]
+
+
+def _cost_of(family: Family, gemm: str) -> TileCost | None:
+    return family.up if gemm == "up" else family.down
 
 
 def worth_timing(tile: MMConfig, rows: float) -> bool:
@@ -149,7 +162,8 @@ def time_case(layer: TrialLayer, shape: Shape, T: int, routing: str, gemm: str) 
     calls = []
     for _ in range(input_sets(T)):
         logits = router_logits(routing, shape, T, torch.float32, layer.device, generator)
-        calls.append(gemm_call(layer, gemm, route(logits, top_k=shape.K)[1]))
+        weights, ids = route(logits, top_k=shape.K)
+        calls.append(layer_call(layer, weights, ids) if gemm == LAYER else gemm_call(layer, gemm, ids))
     runs: dict[str, Run] = {}
     for name, tile in zip(rows, tiles, strict=True):
         try:
@@ -184,14 +198,28 @@ def gemm_call(layer: TrialLayer, gemm: str, ids: torch.Tensor) -> Callable[[MMCo
     return lambda tile: grouped_mm(rows, mm, offsets, tile, num_rows=ids.numel(), pdl=pdl, **gather)
 
 
+def layer_call(layer: TrialLayer, weights: torch.Tensor, ids: torch.Tensor) -> Callable[[MMConfig], Any]:
+    """A layer of random tokens with this routing, `weights` and `ids` [T, K], both GEMMs by one tile."""
+    x = torch.randn((ids.shape[0], layer.key.H), device=ids.device, dtype=torch.bfloat16)
+    return lambda tile: layer.run(plan("grouped", tile, tile), x, weights, ids)
+
+
 # ---- fitting ----
 
+#: The GEMMs that were timed together.
+Works = tuple[Work, ...]
 Costs = dict[MMConfig, TileCost]
 
 
-def fit(tile: MMConfig, times: Sequence[tuple[Work, float]], multiprocessors: int) -> TileCost:
-    """The constants, rounded as FAMILIES has them, whose `product_us` is nearest to measured times by ratio: least
-    squares of the logarithm, with outliers beyond 5 % damped, and one program rather than more unless they gain 3 %.
+def layer_us(works: Works, cost: TileCost, multiprocessors: int) -> float:
+    """Microseconds that they should take together."""
+    return sum(product_us(work, cost, multiprocessors) for work in works)
+
+
+def fit(tile: MMConfig, times: Sequence[tuple[Works, float]], multiprocessors: int, tbps: float) -> TileCost:
+    """The constants, on a GPU whose memory has so many TB/s, rounded as FAMILIES has them, whose `layer_us` is nearest
+    to measured times by ratio: least squares of the logarithm, with outliers beyond 5 % damped, and one program rather
+    than more unless they gain 3 %.
     """
     from scipy.optimize import least_squares
 
@@ -202,10 +230,11 @@ def fit(tile: MMConfig, times: Sequence[tuple[Work, float]], multiprocessors: in
 
     def errors(logs: Sequence[float], programs: int) -> list[float]:
         tried = cost(logs, programs)
-        return [math.log(product_us(work, tried, multiprocessors) / us) for work, us in times]
+        return [math.log(layer_us(works, tried, multiprocessors) / us) for works, us in times]
 
     tall, best = tile.tall_m > 0, (math.inf, TileCost(0, 0, 0.0, 0.0, 0.0, 0, 0.0))
-    low, high = [0.0, -4.0, -3.0, 0.0, -3.0], [2.5, 4.0, 5.0, 2.5, 5.0]
+    # Not faster than memory: of times that it never decides, nothing else would bound it.
+    low, high = [0.0, -4.0, -3.0, 0.0, -3.0], [math.log(tbps), 4.0, 5.0, 2.5, 5.0]
     for programs in (1, 2, 3):
         start = [4.2, 0.3, programs * (2 + tile.block_m * tile.block_n / 4096), 4.0, programs * 4.0]
         logs, bounds = [math.log(value) for value in start[: 4 + tall]], (low[: 4 + tall], high[: 4 + tall])
@@ -230,33 +259,40 @@ def load(path: Path) -> dict[str, Any]:
     return document
 
 
-def work_of(document: Mapping[str, Any], row: Mapping[str, Any], routing: str) -> Work:
-    """What a row's GEMM has to do if its tokens were routed so."""
+def works_of(document: Mapping[str, Any], row: Mapping[str, Any], routing: str) -> Works:
+    """What a row's GEMMs have to do if its tokens were routed so."""
     shape = Shape(row["shape"], *document["shapes"][row["shape"]])
-    N, depth = (2 * shape.I, shape.H) if row["gemm"] == "up" else (shape.H, shape.I)
-    return Work(EXPERTS[routing](shape), shape.K, row["T"], N, depth, SCHEMES[row["scheme"]].weight_dtype.itemsize)
+    up = Work(EXPERTS[routing](shape), shape.K, row["T"], 2 * shape.I, shape.H, SCHEMES[row["scheme"]].bits / 8)
+    down = up._replace(N=shape.H, depth=shape.I)
+    return {"up": (up,), "down": (down,), LAYER: (up, down)}[row["gemm"]]
 
 
 def report(document: Mapping[str, Any]) -> Iterator[str]:
-    """Lines: of every scheme the rows of FAMILIES fitted to its times, and the regret of picking tiles by them."""
+    """Lines: of every kind the rows of FAMILIES fitted to its schemes' times, and the regret of picking tiles by
+    them.
+    """
     arch = lookup_gpu(document["device"])
     timed = [{**row, "tile": MMConfig(*row["tile"])} for row in document["rows"] if row["us"] is not None]
-    for scheme in dict.fromkeys(row["scheme"] for row in timed):
+    for name in dict.fromkeys(KINDS[row["scheme"]] for row in timed):
+        of_kind = [row for row in timed if KINDS[row["scheme"]] == name]
+        schemes = ", ".join(dict.fromkeys(row["scheme"] for row in of_kind))
         costs: dict[str, Costs] = {}
-        for gemm in GEMMS:
-            of_tile: dict[MMConfig, list[tuple[Work, float]]] = {}
-            rows = [row for row in timed if (row["scheme"], row["gemm"]) == (scheme, gemm)]
+        for gemm in dict.fromkeys(row["gemm"] for row in of_kind):
+            of_tile: dict[MMConfig, list[tuple[Works, float]]] = {}
+            rows = [row for row in of_kind if row["gemm"] == gemm]
             for row in rows:
                 if row["routing"] == "k_experts":
                     continue  # a fit that bends to it predicts even routing worse, and picks for it no better
-                of_tile.setdefault(row["tile"], []).append((work_of(document, row, row["routing"]), row["us"]))
-            costs[gemm] = {tile: fit(tile, of_tile[tile], arch.multiprocessors) for tile in sorted(of_tile)}
+                of_tile.setdefault(row["tile"], []).append((works_of(document, row, row["routing"]), row["us"]))
+            gpu = (arch.multiprocessors, arch.dram_tbps)
+            costs[gemm] = {tile: fit(tile, of_tile[tile], *gpu) for tile in sorted(of_tile)}
             for routing, ratios in regrets(document, rows, costs[gemm], arch.multiprocessors).items():
                 mean, worst = math.exp(statistics.fmean(map(math.log, ratios))), max(ratios)
-                yield f"{scheme} {gemm} {routing}: picked / best {mean:.3f}, at most {worst:.2f}, {len(ratios)} cases"
-        yield f'"{KINDS[scheme]}": (  # {scheme}'
-        for tile in sorted(costs["up"] | costs["down"]):
-            yield f"    {family(tile, costs['up'].get(tile), costs['down'].get(tile))},"
+                yield f"{schemes} {gemm} {routing}: picked / best {mean:.3f}, at most {worst:.2f}, {len(ratios)} cases"
+        yield f'"{name}": (  # {schemes}'
+        up, down = (costs.get(LAYER) or costs.get(gemm, {}) for gemm in GEMMS)
+        for tile in sorted(up | down):
+            yield f"    {family(tile, up.get(tile), down.get(tile))},"
         yield "),"
 
 
@@ -268,16 +304,16 @@ def regrets(
     Only tiles timed in turn are compared, where there were several.
     """
     cases: dict[tuple[Any, ...], dict[MMConfig, float]] = {}
-    works: dict[tuple[Any, ...], Work] = {}
+    works: dict[tuple[Any, ...], Works] = {}
     for row in rows:
-        case = (row["routing"], row["shape"], row["T"], row.get("run"))
+        case = (row["routing"], row["scheme"], row["shape"], row["T"], row.get("run"))
         cases.setdefault(case, {})[row["tile"]] = row["us"]
-        works[case] = work_of(document, row, "uniform")
+        works[case] = works_of(document, row, "uniform")
     found: dict[str, list[float]] = {}
     for case, us in cases.items():
         if len(us) == 1:
             continue
-        picked = min(us, key=lambda tile: robust_us(works[case], costs[tile], multiprocessors))
+        picked = min(us, key=lambda tile: sum(robust_us(work, costs[tile], multiprocessors) for work in works[case]))
         found.setdefault(case[0], []).append(us[picked] / min(us.values()))
     return found
 
@@ -285,14 +321,13 @@ def regrets(
 def family(tile: MMConfig, up: TileCost | None, down: TileCost | None) -> str:
     """A row of FAMILIES as it is written there."""
 
-    def constants(cost: TileCost | None) -> str:
-        if cost is None:
-            return "None"
+    def constants(cost: TileCost) -> str:
         tall = f", {cost.tall_depth_us:.2f}" if cost.tall_rows else ""
-        return (
-            f"({cost.tbps:.2f}, {cost.fill_us:.2f}, {cost.depth_us:.2f}, {cost.programs}, {cost.launch_us:.1f}{tall})"
-        )
+        return f"{cost.tbps:.2f}, {cost.fill_us:.2f}, {cost.depth_us:.2f}, {cost.programs}, {cost.launch_us:.1f}{tall}"
 
     made, tall = "_streamed" if tile.a_tma else "_gathered", f", tall_m={tile.tall_m}, tall_stages={tile.tall_stages}"
     sizes = ", ".join(map(str, tile[:6])) + (tall if tile.tall_m else "")
-    return f"_family({made}({sizes}), {constants(up)}, {constants(down)})"
+    if up is not None and up == down:
+        return f"_decoded({made}({sizes}), {constants(up)})"
+    both = (f"({constants(cost)})" if cost else "None" for cost in (up, down))
+    return f"_family({made}({sizes}), {', '.join(both)})"

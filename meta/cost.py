@@ -63,7 +63,7 @@ def bytes_moved(problem: LayerProblem, experts: float | None = None) -> float:
 
 class Work(NamedTuple):
     """One grouped product of a layer: T tokens, each for K of E experts, by weights of N rows and ``depth`` columns of
-    ``itemsize`` bytes.
+    ``itemsize`` bytes, half of one where a byte holds two codes.
     """
 
     E: int
@@ -71,7 +71,7 @@ class Work(NamedTuple):
     T: int
     N: int
     depth: int
-    itemsize: int
+    itemsize: float
 
 
 class TileCost(NamedTuple):

@@ -50,6 +50,11 @@ def _family(tile: MMConfig, up: Cost | None, down: Cost | None) -> Family:
     return Family(tile, _cost(tile, up), _cost(tile, down))
 
 
+def _decoded(tile: MMConfig, *cost: float) -> Family:
+    """A tile of both products of a layer alike."""
+    return _family(tile, cost, cost)
+
+
 def _cost(tile: MMConfig, cost: Cost | None) -> TileCost | None:
     if cost is None:
         return None
@@ -64,7 +69,9 @@ _gathered, _streamed = (partial(MMConfig, a_tma=a_tma, w_tma=True) for a_tma in 
 #: TB/s, us to fill, us for 1024 columns, programs, us to launch, us for 1024 columns of a tall tile
 #: (`meta.cost.TileCost`), of rows that are gathered and of sorted rows, or, where the rows are quantised, as GEMM 1 and
 #: as GEMM 2: fitted to times that `python -m benchmarks tiles` measures and fits
-#: (benchmarks/comparisons/h200-tiles.json).
+#: (benchmarks/comparisons/h200-tiles.json). Of weights that are decoded, by scheme or code, of both GEMMs alike
+#: (benchmarks/comparisons/h200-tiles-decoded.json): there the time of the tile picked is 1.00 to 1.006 of that of the
+#: best one, on average, at most 1.08.
 FAMILIES: dict[str, tuple[Family, ...]] = {
     "plain": (
         # Two heights: as fast as 16 rows alone where experts have few (DeepSeek-V3, T = 128: 1.00 and 1.01 of it in the
@@ -94,6 +101,58 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
         _family(_gathered(16, 128, 128, 1, 4, 3), None, (4.13, 0.19, 4.49, 2, 3.6)),
         _family(_streamed(64, 128, 128, 8, 4, 3), None, (4.24, 1.35, 7.23, 3, 8.4)),
         _family(_streamed(128, 128, 128, 8, 8, 3), None, (3.01, 3.07, 4.82, 1, 5.5)),
+    ),
+    "e2m1": (
+        _decoded(_streamed(8, 128, 256, 1, 4, 3), 3.46, 0.02, 5.10, 2, 5.4),
+        _decoded(_gathered(16, 128, 128, 1, 4, 4), 3.44, 0.09, 3.08, 1, 2.9),
+        _decoded(_streamed(16, 128, 256, 1, 4, 3), 3.51, 0.02, 3.04, 1, 7.8),
+        _decoded(_gathered(32, 128, 128, 1, 4, 4), 4.80, 0.02, 4.26, 1, 4.7),
+        _decoded(_streamed(64, 128, 64, 8, 8, 3), 4.80, 1.74, 9.90, 2, 6.3),
+        _decoded(_streamed(128, 128, 64, 8, 8, 3), 4.80, 2.27, 13.50, 2, 6.6),
+    ),
+    "nvfp4": (
+        _decoded(_streamed(8, 128, 256, 1, 4, 3), 2.74, 0.44, 7.85, 3, 3.4),
+        _decoded(_gathered(16, 128, 128, 1, 4, 4), 2.69, 0.04, 3.71, 1, 3.4),
+        _decoded(_streamed(16, 128, 256, 1, 4, 3), 2.98, 0.02, 3.28, 1, 8.0),
+        _decoded(_streamed(32, 128, 128, 1, 4, 3), 2.32, 0.21, 4.20, 1, 4.8),
+        _decoded(_streamed(64, 128, 64, 8, 8, 3), 4.80, 1.87, 10.74, 2, 6.8),
+        _decoded(_streamed(128, 128, 64, 8, 8, 3), 4.80, 2.41, 14.36, 2, 6.4),
+    ),
+    "int4": (
+        _decoded(_streamed(8, 128, 256, 1, 4, 3), 4.31, 0.05, 2.01, 1, 7.8),
+        _decoded(_gathered(16, 128, 128, 1, 4, 4), 4.80, 0.94, 2.32, 1, 1.8),
+        _decoded(_streamed(16, 128, 256, 1, 4, 3), 4.80, 0.38, 4.74, 2, 9.0),
+        _decoded(_gathered(32, 128, 128, 1, 4, 4), 4.80, 0.05, 3.85, 1, 4.7),
+        _decoded(_streamed(64, 128, 64, 8, 8, 3), 4.80, 0.63, 4.94, 1, 6.4),
+        _decoded(_streamed(128, 128, 64, 8, 8, 3), 4.80, 2.13, 13.23, 2, 7.3),
+    ),
+    "e4m3": (
+        _decoded(_streamed(8, 128, 256, 1, 4, 3), 4.31, 0.02, 3.83, 1, 9.1),
+        _decoded(_gathered(16, 128, 128, 1, 4, 4), 3.96, 1.11, 4.21, 1, 1.0),
+        _decoded(_streamed(16, 128, 256, 1, 4, 3), 4.07, 0.02, 4.66, 1, 9.8),
+        _decoded(_gathered(32, 128, 64, 1, 4, 4), 4.80, 0.93, 10.00, 2, 4.2),
+        _decoded(_streamed(64, 128, 64, 8, 8, 3), 4.80, 0.33, 6.87, 1, 8.0),
+        _decoded(_streamed(128, 128, 64, 8, 8, 3), 4.80, 0.89, 8.63, 1, 8.1),
+    ),
+    "int8": (
+        _decoded(_streamed(8, 128, 256, 1, 4, 3), 4.21, 0.02, 3.19, 1, 3.6),
+        _decoded(_gathered(16, 128, 128, 1, 4, 4), 4.57, 0.02, 3.53, 1, 8.4),
+        _decoded(_streamed(16, 128, 256, 1, 4, 3), 4.32, 0.02, 3.47, 1, 9.2),
+        _decoded(_gathered(32, 128, 64, 1, 4, 4), 4.80, 0.02, 4.21, 1, 8.1),
+        _decoded(_streamed(64, 128, 64, 8, 8, 3), 4.80, 1.74, 10.61, 2, 7.0),
+        _decoded(_streamed(128, 128, 64, 8, 8, 3), 3.50, 4.01, 13.73, 2, 6.5),
+    ),
+    "mxfp4_a8": (
+        _decoded(_streamed(8, 128, 256, 1, 4, 3), 2.94, 0.02, 3.39, 1, 9.8),
+        _decoded(_gathered(16, 128, 128, 1, 4, 4), 2.55, 0.23, 3.72, 1, 9.6),
+        _decoded(_gathered(32, 128, 128, 1, 4, 4), 1.76, 1.62, 4.96, 1, 2.6),
+        _decoded(_streamed(128, 128, 128, 8, 8, 3), 4.80, 2.54, 10.73, 2, 10.0),
+    ),
+    "w4a8_fp8": (
+        _decoded(_gathered(16, 128, 128, 1, 4, 4), 4.76, 1.57, 4.34, 2, 5.7),
+        _decoded(_gathered(32, 128, 128, 1, 4, 4), 4.80, 0.70, 3.26, 1, 6.7),
+        _decoded(_gathered(64, 128, 128, 8, 4, 3), 4.80, 1.78, 4.20, 1, 4.7),
+        _decoded(_streamed(128, 128, 128, 8, 8, 3), 1.40, 0.78, 6.28, 1, 10.6),
     ),
 }
 #: TB/s, us to launch of the two small kernels (`meta.cost.pairwise_us`), by scheme, `kind`, or code of weights that are
@@ -141,82 +200,63 @@ PROMOTED = frozenset(
 )
 
 
-#: Rows of a tile of `decoded_few_mm` and columns of its steps, for more rows than eight, where the GPU's memory is fast
-#: enough that decoding takes the time: up to so many rows an expert.
-#: us of a layer on an H200 by `packed_tile` and by these, T = 256: gpt-oss-120b (8 rows an expert), int4_w4a16 578 and
-#: 537, nvfp4 790 and 737, mxfp8 1068 and 1008, but mxfp4 658 and 675, fp8_w8a16 918 and 925, int8_w8a16 833 and 871;
-#: Qwen3-30B-A3B (16), nvfp4 208 and 179, mxfp4 168 and 168. On an H100 by 16 rows 0.95 to 0.99 of the speed.
-FEW_TILES = {
-    "int4_w4a16": {12: (16, 256)},
-    "nvfp4": {12: (16, 256), 48: (32, 128)},
-    "mxfp8": {12: (16, 128)},
-}
-FAST_TBPS = 4.0  # by the datasheet
+def _gathered_decoded(scheme: str, work: Work) -> MMConfig:
+    """Few rows, gathered by threads, beside weight rows that fill the 64 rows of a tensor core's product; fewer of them
+    make more programs, where there are few.
 
-
-def _few_tile(scheme: str, rows: float, gpu: str) -> MMConfig | None:
-    """The tile of `decoded_few_mm` for so many rows an expert, None where `packed_tile` is the faster one."""
-    found = (8, 256) if rows <= 5 else None
-    if found is None and lookup_gpu(gpu).dram_tbps > FAST_TBPS:
-        found = next((tile for most, tile in FEW_TILES.get(scheme, {}).items() if rows <= most), None)
-    return None if found is None else _streamed(found[0], 128, found[1], 1, 4, 3)
-
-
-def _packed_tile(scheme: str, work: Work, gpu: str, sm: int) -> MMConfig:
-    """Weight rows fill the 64 rows of a tensor core's product; fewer of them make more programs, where there are few.
-
-    us of a layer on an H200 of (1) Qwen3-30B-A3B's, (2) gpt-oss-120b's and (3) Mixtral-8x7B's dimensions. Tiles of 16
-    and 32 rows of tokens: (2), T = 256 (8 an expert), mxfp4 561 and 764; (1), T = 256 (16 an expert), 170 and 161. 32
-    rows by steps of 64 and of 128 columns: (1), T = 256, fp8_w8a16 192 and 200, mxfp8 211 and 224. On an H100 64 and
-    128 rows in `decoded_mm`: (1), T = 1024 (64 an expert), mxfp4 320 and 298. Without it, 64 rows that threads gather,
-    and that come by descriptor in the order of the product: (1), T = 1024, mxfp4 376 and 311; 64 rows by descriptor,
-    and 128, of four warps and of eight: T = 4096, mxfp4 845, 817 and 798, int8_w8a16 923, 806 and 800; by steps of 64
-    and of 128 columns: GEMM 1 of (3), mxfp4 3529 and 3034, of (1) 456 and 471.
+    us of a layer on an H200, 32 rows by steps of 64 and of 128 columns: Qwen3-30B-A3B's dimensions, T = 256, fp8_w8a16
+    192 and 200, mxfp8 211 and 224.
     """
-    rows, pairs, eight = work.T * work.K / work.E, work.T * work.K, SCHEMES[scheme].pack == 1
-    wide = not eight and work.depth % 128 == 0
-    if rows > 48 and sm == HOPPER:
-        return _streamed(128, 128, 64, 8, 8, 3)
+    rows, pairs = work.T * work.K / work.E, work.T * work.K
+    if pairs <= 16 and scheme in PACKED:
+        return _gathered(16, 64, 128, 1, 4, 4)
+    if rows <= 12:
+        return _gathered(16, 128, 128, 1, 4, 4)
+    return _gathered(32, 128, 64 if SCHEMES[scheme].pack == 1 else 128, 1, 4, 4)
+
+
+def _packed_tile(scheme: str, work: Work) -> MMConfig:
+    """A tile of `packed_tile`, where there is no Gluon for Hopper.
+
+    us of a layer on an H100 of (1) Qwen3-30B-A3B's, (2) Mixtral-8x7B's dimensions: 64 rows that threads gather, and
+    that come by descriptor in the order of the product: (1), T = 1024, mxfp4 376 and 311; 64 rows by descriptor, and
+    128, of four warps and of eight: T = 4096, mxfp4 845, 817 and 798, int8_w8a16 923, 806 and 800; by steps of 64 and
+    of 128 columns: GEMM 1 of (2), mxfp4 3529 and 3034, of (1) 456 and 471.
+    """
+    rows, wide = work.T * work.K / work.E, SCHEMES[scheme].pack > 1 and work.depth % 128 == 0
     if rows > 96 and scheme != "int4_w4a16":
         deep = wide and (scheme == "nvfp4" or work.depth >= 4096)
         return _streamed(128, 128, 128, 8, 8, 2) if deep else _streamed(128, 128, 64, 8, 8, 3)
     if rows > 48:
         return _streamed(64, 128, 128, 8, 4, 3) if wide else _streamed(64, 128, 64, 8, 4, 4)
-    if sm == HOPPER and (few := _few_tile(scheme, rows, gpu)) is not None:
-        return few
-    if pairs <= 16:
-        return _gathered(16, 64, 128, 1, 4, 4)
-    if rows <= 12:
-        return _gathered(16, 128, 128, 1, 4, 4)
-    return _gathered(32, 128, 64 if eight else 128, 1, 4, 4)
+    return _gathered_decoded(scheme, work)
 
 
-def _packed_fp8_tile(scheme: str, work: Work, sm: int) -> MMConfig:
-    """Codes that are decoded for e4m3 rows: as many of these beside the weight rows as leave registers for a sum and
-    one that waits for its scales.
+def _packed_fp8_tile(scheme: str, work: Work) -> MMConfig:
+    """A tile of `packed_fp8_tile`, there: as many e4m3 rows beside the weight rows as leave registers for a sum and one
+    that waits for its scales.
 
-    us of a layer of Qwen3-30B-A3B's dimensions on an H200, tiles of 16 and 32 rows, w4a8_fp8 and mxfp4_a8, in e4m3 (few
-    rows are multiplied in bf16 now: `ExpertMM.beside`): T = 16 85 and 94, 121 and 141; T = 256 165 and 142, 258 and
-    215. T = 4096, tiles of 64 x 128, 128 x 128 and 128 x 64: w4a8_fp8 844, 894, 795; mxfp4_a8 1219, 1833, 2703. By
-    these and by Gluon's kernels: w4a8_fp8 on an H100 830 and 680; mxfp4_a8 1219 and 688.
-
-    us of a layer on an H200, up to five rows an expert multiplied in bf16 by `packed_tile` and gathered by
-    `decoded_few_mm` (benchmarks/comparisons/h200-gathered-few-rows.json), T = 16 and 64: mxfp4_a8, Qwen3-30B-A3B 110
-    and 99, 156 and 137, gpt-oss-120b 352 and 302, 726 and 649, DeepSeek-V3, T = 8 and 16, 563 and 549, 990 and 1008;
-    w4a8_fp8 82 and 78, 114 and 113, 211 and 224, 443 and 466, 390 and 376, 677 and 690. Tiles of 16 rows, T = 256,
-    gpt-oss-120b: mxfp4_a8 816 and 929, w4a8_fp8 488 and 624.
+    us of a layer of Qwen3-30B-A3B's dimensions on an H200, T = 4096, tiles of 64 x 128, 128 x 128 and 128 x 64:
+    w4a8_fp8 844, 894, 795; mxfp4_a8 1219, 1833, 2703.
     """
-    rows, code = work.T * work.K / work.E, SCHEMES[scheme].code
-    folded = code is not None and code.name == "e2m1"
-    if sm == HOPPER and folded and rows <= 5:
+    if work.T * work.K <= 64 * work.E:
+        return _gathered_decoded(scheme, work)
+    return _streamed(64, 128, 128, 8, 4, 3) if CODE[scheme] == "e2m1" else _streamed(128, 64, 128, 8, 4, 3)
+
+
+#: Rows an expert up to which codes of a scheme are decoded for eight rows at a time, by `decoded_few_mm`. us of a layer
+#: on an H200 by `packed_tile` and by it (benchmarks/comparisons/h200-gathered-few-rows.json), T = 16 and 64: mxfp4_a8,
+#: Qwen3-30B-A3B 110 and 99, 156 and 137, gpt-oss-120b 352 and 302, 726 and 649; w4a8_fp8 82 and 78, 114 and 113, 211
+#: and 224, 443 and 466.
+FEW_ROWS = {scheme: 0 if scheme == "w4a8_fp8" else 5 for scheme in DECODED}
+
+
+def _hopper_tile(scheme: str, work: Work, multiprocessors: int) -> MMConfig:
+    """A tile of weights that are decoded, on Hopper: the cheapest, but for few rows always those that few rows have."""
+    if work.T * work.K <= FEW_ROWS[scheme] * work.E:
         return _streamed(8, 128, 256, 1, 4, 3)
-    if rows <= 64:
-        return _gathered(16 if rows <= 12 else 32, 128, 128, 1, 4, 4)
-    if sm == HOPPER:
-        return _streamed(128, 128, 128, 8, 8, 3)
-    if folded:
-        return _streamed(64, 128, 128, 8, 4, 3)
-    return _streamed(128, 64, 128, 8, 4, 3)
+    costs = {family.tile: family.down for family in FAMILIES[kind(scheme)] if family.down is not None}
+    return _cheapest(costs, work, multiprocessors)
 
 
 def in_blocks(scheme: str, sm: int) -> bool:
@@ -244,6 +284,8 @@ def _blocks_tile(scheme: str, work: Work) -> MMConfig:
 
 def kind(scheme: str) -> str:
     """The tiles that serve a scheme: a name of FAMILIES."""
+    if scheme in DECODED:
+        return scheme if scheme in FAMILIES else CODE[scheme]
     return "plain" if SCHEMES[scheme].rows is None else "scaled"
 
 
@@ -280,8 +322,7 @@ def _by_products(key: LayerKey, tokens: int, gpu: str, sm: int) -> tuple[Plan, f
 
 
 def _works(key: LayerKey, tokens: int) -> tuple[Work, Work]:
-    itemsize = SCHEMES[key.scheme].weight_dtype.itemsize
-    first = Work(key.E, key.K, tokens, (2 if key.gated else 1) * key.I, key.H, itemsize)
+    first = Work(key.E, key.K, tokens, (2 if key.gated else 1) * key.I, key.H, SCHEMES[key.scheme].bits / 8)
     return first, first._replace(N=key.H, depth=key.I)
 
 
@@ -326,7 +367,7 @@ def tile_for(scheme: str, E: int, at: int, N: int, depth: int, gpu: str, sm: int
     """The tile that should run one product of a bucket's rows fastest, of the kind that a `column` of FAMILIES is for:
     E experts' weights of N rows and `depth` columns.
     """
-    work = Work(E, 1, tokens_of(at), N, depth, SCHEMES[scheme].weight_dtype.itemsize)
+    work = Work(E, 1, tokens_of(at), N, depth, SCHEMES[scheme].bits / 8)
     return _tile(scheme, work, gpu, sm, column)[0]
 
 
@@ -338,9 +379,12 @@ def _tile(scheme: str, work: Work, gpu: str, sm: int, column: str, *, gated: boo
     if in_blocks(scheme, sm):
         return _blocks_tile(scheme, work), 0.0
     if scheme in DECODED:
-        tile = _packed_tile(scheme, work, gpu, sm) if scheme in PACKED else _packed_fp8_tile(scheme, work, sm)
+        if sm == HOPPER:
+            tile = _hopper_tile(scheme, work, lookup_gpu(gpu).multiprocessors)
+        else:
+            tile = (_packed_tile if scheme in PACKED else _packed_fp8_tile)(scheme, work)
         tbps, launch_us = PACKED_PRODUCT.get(scheme) or PACKED_PRODUCT[CODE[scheme]]
-        moved = expected_experts(work.E, work.K, work.T) * work.N * work.depth * SCHEMES[scheme].bits / 8
+        moved = expected_experts(work.E, work.K, work.T) * work.N * work.depth * work.itemsize
         return (tile if tma else tile._replace(a_tma=False, w_tma=False)), launch_us + moved / (tbps * 1e6)
     arch = lookup_gpu(gpu)
     if scheme in PROMOTED and sm == HOPPER and are_promoted(work.T * work.K, work.E):
@@ -352,16 +396,20 @@ def _tile(scheme: str, work: Work, gpu: str, sm: int, column: str, *, gated: boo
         family.tile: cost
         for family in FAMILIES[kind(scheme)]
         if (cost := getattr(family, column)) is not None
-        and fits(family.tile, work.itemsize, arch.shared_kib)
+        and fits(family.tile, SCHEMES[scheme].weight_dtype.itemsize, arch.shared_kib)
         and not (ragged and cost.rows > 64)
     }
-    tile = min(costs, key=lambda tile: robust_us(work, costs[tile], arch.multiprocessors))
+    tile = _cheapest(costs, work, arch.multiprocessors)
     us = product_us(work, costs[tile], arch.multiprocessors)
     if not tma:
         # Products whose operands are registers, not shared memory, want a tile spread over more warps.
         warps = 8 if tile.block_m * tile.block_n >= 128 * 128 else tile.num_warps
         tile = tile._replace(a_tma=False, w_tma=False, num_warps=warps)
     return tile, us
+
+
+def _cheapest(costs: dict[MMConfig, TileCost], work: Work, multiprocessors: int) -> MMConfig:
+    return min(costs, key=lambda tile: robust_us(work, costs[tile], multiprocessors))
 
 
 def runs_on(scheme: str, columns: int) -> bool:

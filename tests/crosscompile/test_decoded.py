@@ -116,16 +116,25 @@ def test_compiles_for_blocks_of_scales(layout: str | None) -> None:
 def test_rows_that_gemm_1_leaves_are_in_the_order_of_gemm_2(columns: int, layout: str | None) -> None:
     """int4: of as many columns as a group has, the scales are those of rows, and GEMM 2's sums wait for none."""
     scheme, rows = "int4_w4a16", 2 * columns if layout else columns
-    tile = tile_for(scheme, 8, bucket(4096), 2 * columns, 256, "NVIDIA H200", 90, "up")
+    tile = MMConfig(128, 128, 64, 8, 8, 3, a_tma=True, w_tma=True)
     options = {"glu_layout": layout} if layout else {}
     up = ExpertMM(row_operand(scheme, rows, 256), torch.bfloat16, **options, activation="silu")
     down = ExpertMM(row_operand(scheme, 256, columns), torch.bfloat16)
     layer = Layer(up, down, scheme)
-    first, second = (fitted._replace(block_m=128) for fitted in layer._tiles(Plan("triton", "grouped", (tile, tile))))
+    first, second = layer._tiles(Plan("triton", "grouped", (tile, tile)))
     order = down.order(second)
     given = torch.empty(256, 256, dtype=torch.bfloat16)
     compile_product(replace(up, rows_order=up.order(first), out_order=order), first, given)
     compile_product(replace(down, rows_order=order), second, given[:, :columns].contiguous())
+
+
+@pytest.mark.parametrize("layout", ["concat", "interleaved", None], ids=["concat", "interleaved", "down"])
+@pytest.mark.parametrize("scheme", ["mxfp4", "int4_w4a16", "fp8_w8a16"])
+def test_tiles_of_64_rows_compile(scheme: str, layout: str | None) -> None:
+    """Scales of groups, where there are any, are prefetched."""
+    tile = MMConfig(64, 128, 64, 8, 8, 3, a_tma=True, w_tma=True)
+    kernel = compile_product(*product(scheme, tile, layout=layout))
+    assert ("prefetch.global.L2" in kernel.ptx) == (scheme != "fp8_w8a16")
 
 
 def row_operand(scheme: str, rows: int, columns: int) -> Operand:

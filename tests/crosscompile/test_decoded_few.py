@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ops.backends.triton_plans import DECODED, FEW_TILES, PACKED, tile_for
+from moe_ops.backends.triton_plans import DECODED, FAMILIES, PACKED, kind, tile_for
 from moe_ops.kernels.triton import expert_mm, launch
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.decoded_few_mm import _decoded_few_mm_kernel
@@ -82,11 +82,15 @@ def test_compiles_behind_a_kernel_that_counts_rows(layout: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "rows", "columns"),
-    [(scheme, *tile) for scheme, tiles in FEW_TILES.items() for tile in tiles.values()],
+    ("scheme", "tile"),
+    [
+        pytest.param(scheme, family.tile, id=f"{scheme}-{family.tile.block_m}")
+        for scheme in ("int4_w4a16", "int8_w8a16", "mxfp8", "nvfp4")  # one of each kind of tiles
+        for family in FAMILIES[kind(scheme)]
+        if family.tile.a_tma and family.tile.block_m <= 32
+    ],
 )
-def test_other_heights_compile(scheme: str, rows: int, columns: int) -> None:
-    tile = MMConfig(rows, 128, columns, 1, 4, 3, a_tma=True, w_tma=True)
+def test_other_heights_compile(scheme: str, tile: MMConfig) -> None:
     kernel = compile_product(*product(scheme, tile, layout="concat"))
     assert {"HMMA.16816.F32.BF16"} == set(re.findall(r"HMMA\S+", kernel.sass))
 

@@ -82,9 +82,9 @@ def test_which_products_it_takes(scheme: str, taken: bool, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("scheme", sorted(DECODED - PACKED))
 def test_plans_are_made_for_it(scheme: str) -> None:
-    """Where an expert has more than 64 rows."""
-    tiles = [tile_for(scheme, 128, bucket(128 * rows), 1536, 2048, "NVIDIA H200", 90, "up") for rows in (32, 128)]
-    assert [tile.block_m for tile in tiles] == [32, 128] and [tile.a_tma for tile in tiles] == [False, True]
+    """Where experts have many rows."""
+    few, many = (tile_for(scheme, 128, bucket(128 * rows), 1536, 2048, "NVIDIA H200", 90, "up") for rows in (8, 128))
+    assert (few.block_m, few.a_tma) == (16, False) and (many.block_m, many.a_tma) == (128, True)
 
 
 @pytest.mark.parametrize("layout", ["concat", None], ids=str)

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import torch
 
 import moe_ops
+from moe_ops.backends import triton_plans
 from moe_ops.census import kernel_names
+from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.launch import ExpertMM
 from moe_ops.testing import assert_cuda_graph_safe
 from tests.ops.scheme_layers import SchemeLayer, assert_contract
+
+
+@contextmanager
+def every_tile(tile: MMConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Both products of decoded weights by this tile, whatever a plan would take."""
+    monkeypatch.setattr(triton_plans, "_hopper_tile", lambda *given: tile)
+    planned = (triton_plans.plan_for, triton_plans.by_products, triton_plans.tile_for)
+    for cached in planned:
+        cached.cache_clear()
+    yield
+    for cached in planned:
+        cached.cache_clear()
 
 
 def run(layer: SchemeLayer, format: str, **given: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from meta.schemes import SCHEMES as layer_schemes
 from moe_ops.backends import triton_plans
 from moe_ops.census import kernel_names
 from moe_ops.kernels.triton.config import MMConfig
-from tests.cuda.specialised import assert_any_number_of_rows, assert_replays, beside_tritons_tile, run
+from tests.cuda.specialised import assert_any_number_of_rows, assert_replays, beside_tritons_tile, every_tile, run
 from tests.cuda.test_decoded import assert_zero_points
 from tests.cuda.test_schemes import every_code
 from tests.ops.scheme_layers import FORMS, SchemeLayer, assert_contract, build, with_scales_far_apart
@@ -45,14 +45,8 @@ def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     """Tiles of so many rows, in steps of so many columns, whatever a plan would take."""
     rows, columns = request.param
     config = MMConfig(rows, 128, columns, 1, 4, 3, a_tma=True, w_tma=True)
-    monkeypatch.setattr(triton_plans, "_few_tile", lambda scheme, rows, gpu: config)
-    monkeypatch.setattr(triton_plans, "_packed_fp8_tile", lambda scheme, work, sm: config)
-    planned = (triton_plans.plan_for, triton_plans.by_products, triton_plans.tile_for)
-    for cached in planned:
-        cached.cache_clear()
-    yield
-    for cached in planned:
-        cached.cache_clear()
+    with every_tile(config, monkeypatch):
+        yield
 
 
 def layer_of(scheme: str, size: str = "whole", **options: object) -> SchemeLayer:

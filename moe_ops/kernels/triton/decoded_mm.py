@@ -10,7 +10,9 @@ four warps have half of a tile's weight rows each: one decodes and scales while 
 us of a layer on an H100, in bf16, by `packed_tile` in the same steps and by this kernel: Qwen3-30B-A3B, T = 4096,
 mxfp4 721, 823, 744, int8_w8a16 726, 828, 798, int4_w4a16 727, 1111, 806; T = 1024, mxfp4 482, 346, 298; gpt-oss-120b,
 T = 4096, mxfp4 2517, 3182, 2175; Mixtral-8x7B, T = 4096, mxfp4 4375, 5765, 4866. In steps of 64 and of 128 columns,
-the last 4866 and 5281, of 256 rows of tokens 6072, of 256 weight rows 5862.
+the last 4866 and 5281, of 256 rows of tokens 6072, of 256 weight rows 5862. On an H200, gpt-oss-120b, scales loaded one
+step before, and prefetched and for 64 rows two: 64 rows, T = 1000, mxfp4 1322, 1083, nvfp4 1467, 1157; 128 rows,
+T = 5000, mxfp4 3011, 2878, nvfp4 3512, 3110 (benchmarks/comparisons/h200-decoded-scales.json).
 
 Written in Gluon, Triton's language of layouts, which has no interpreter: that runs `packed_tile` for the same products.
 """
@@ -96,9 +98,50 @@ def steps_of(depth, block_k):
 
 
 @gluon.jit
+def _prefetch(pointers):
+    """Have L2 hold what is there; nobody waits for it."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(gl.int64)], dtype=gl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def prefetch_scales(scale, apart, expert, n_tile, GLU: gl.constexpr, SIZES: gl.constexpr):
+    """Have L2 hold the scales of groups of a tile's weight rows, by one warp. Rows of scales begin anywhere in a sector
+    of 32 bytes (those of 2880 columns have 90), so that in every step other rows' would come from memory, and all rows
+    of a product wait for the last.
+    """
+    N: gl.constexpr = SIZES[1]
+    HEIGHT: gl.constexpr = SIZES[4][1]
+    PACKED: gl.constexpr = SIZES[9][4]
+    STRIDES: gl.constexpr = SIZES[3][1]
+    LAST: gl.constexpr = (SIZES[2] + PACKED[4] - 1) // PACKED[4] - 1
+    SECTOR: gl.constexpr = 256 // scale.dtype.element_ty.primitive_bitwidth
+    COLUMNS: gl.constexpr = columns_of(HEIGHT, GLU)
+    for lot in range(HEIGHT // 32):
+        row = lot * 32 + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+        half = row * 0
+        if GLU == CONCAT:
+            half = row // COLUMNS
+            row = gl.minimum(n_tile * COLUMNS + row % COLUMNS, N - 1)
+        else:
+            row = gl.minimum(n_tile * HEIGHT + row, (N if GLU == NOT_GATED else 2 * N) - 1)
+        first = of_rows(scale, apart, expert, row, half, N, PACKED[3], PACKED[5], STRIDES)
+        for group in range(0, LAST + SECTOR, SECTOR):
+            _prefetch(first + gl.minimum(group, LAST) * STRIDES[2])
+
+
+@gluon.constexpr_function
+def has_groups(strides, packed):
+    """Whether weight rows have scales of groups of columns."""
+    return strides[1] is not None and packed[4] > 0
+
+
+@gluon.jit
 def _bring(given, SIZES: gl.constexpr):
     """The warp that has rows and weights of every step of every tile brought, as soon as there is room."""
-    a_desc, w_desc, rows_of, words_of, tiles_of, full, empty, extents, num_rows = given
+    a_desc, w_desc, rows_of, words_of, tiles_of, full, empty, extents, num_rows, scale, apart = given
     E: gl.constexpr = SIZES[0]
     K: gl.constexpr = SIZES[2]
     BLOCK: gl.constexpr = SIZES[4]
@@ -115,6 +158,8 @@ def _bring(given, SIZES: gl.constexpr):
     place = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         expert, first, past, n_tile = find_tile(tile, table, BLOCK[0], 0, N_TILES, BLOCK[3])
+        if has_groups(SIZES[3], SIZES[9][4]):
+            prefetch_scales(scale, apart, expert, n_tile, GLU, SIZES)
         for step in range(steps_of(K, BLOCK[2])):
             stage, turn = place % STAGES, place // STAGES
             arrived = full.index(stage)
@@ -319,6 +364,7 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
     INNER_STRIDES: gl.constexpr = STRIDES[1]
     ZERO_STRIDES: gl.constexpr = STRIDES[4]
     SHIFTED: gl.constexpr = ZERO_STRIDES is not None
+    TWO: gl.constexpr = EXACT and BLOCK_M <= 64  # steps ahead of which scales are loaded: a step of more rows is longer
     SCALED: gl.constexpr = INNER_STRIDES is not None and not EXACT  # group by group, where their sums are complete
     EACH: gl.constexpr = SCALED and GROUP_K % (2 * BLOCK_K) != 0  # after every step, else after every other
     place = 0
@@ -330,12 +376,13 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
         half = half[:, None]
         row, in_half, exists = stacked_rows(HEIGHT, OF_ROWS, n_start, N, GLU, SWAPPED, True)
         row = gl.where(exists, row, 0)
-        bits = 0
-        zero_bits = 0
+        bits, ahead, zero_bits = 0, 0, 0
         scales, zero, per_row = None, None, None
         if EXACT:
             scales = of_rows(inner, inner_apart, expert, held, half, N, PACKED[3], PACKED[5], INNER_STRIDES)
             bits = bits_of_pieces(scales, 0, K, BLOCK_K, GROUP_K, INNER_STRIDES[2], OF_PIECES)
+        if TWO:
+            ahead = bits_of_pieces(scales, 1, K, BLOCK_K, GROUP_K, INNER_STRIDES[2], OF_PIECES)
         if SCALED:
             per_row = of_rows(inner, inner_apart, expert, row, in_half, N, PACKED[3], PACKED[5], INNER_STRIDES)
         if SHIFTED:
@@ -353,7 +400,10 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
                 mbarrier.wait(full.index(stage), (place // STAGES) & 1)
                 words = words_of.index(stage * GROUPS + GROUP).reshape([HEIGHT, WORDS]).load(OF_WORDS)
                 numbers = first_operand(words, bits, inner, zero_bits, zeros, SHIFTED, PACKED, BLOCK_K, GLU, OPERAND)
-                if EXACT:
+                if TWO:
+                    bits = ahead
+                    ahead = bits_of_pieces(scales, step + 2, K, BLOCK_K, GROUP_K, INNER_STRIDES[2], OF_PIECES)
+                elif EXACT:
                     bits = bits_of_pieces(scales, step + 1, K, BLOCK_K, GROUP_K, INNER_STRIDES[2], OF_PIECES)
                 if SHIFTED:
                     zero_bits = bits_of_pieces(zero, step + 1, K, BLOCK_K, GROUP_K, ZERO_STRIDES[2], OF_PIECES)
@@ -445,7 +495,7 @@ def _decoded_mm_kernel(
     # Warps of each further partition, and registers of its threads: the first has what is left. 384 threads have 168
     # each; one that brings tiles needs few, one of a group what it can get.
     given = (rows_of, words_of, tiles_of, full, empty, staged, out_desc, decoding, bias, alpha, limit)
-    brought = (a_desc, w_desc, rows_of, words_of, tiles_of, full, empty, extents, num_rows)
+    brought = (a_desc, w_desc, rows_of, words_of, tiles_of, full, empty, extents, num_rows, inner, up_scale_offset)
     SIZES: gl.constexpr = (E, N, K, STRIDES, BLOCK, N_TILES, GLU, ACTIVATION, SWAPPED, SCHEME, BATCHED)
     if GROUPS == 1:
         gl.warp_specialize([(_multiply, (given, 0, SIZES)), (_bring, (brought, SIZES))], [1], [40])

@@ -397,11 +397,18 @@ class ExpertMM:
         mm = self.beside(config)
         return mm.widened and mm.takes_few(config)
 
+    def is_gluons(self, config: MMConfig) -> bool:
+        """Whether a tile is one of `decoded_few_mm`, or the smaller one of `decoded_mm`, which no other kernel is as
+        fast with.
+        """
+        small = config.block_m == GLUON_ROWS // 2 and config.num_warps == 8 and hopper_with_gluon(self.weight.device)
+        return self.takes_few(config) or (self.is_decoded and config.a_tma and small)
+
     def beside_few(self, config: MMConfig) -> MMConfig:
-        """In the place of a tile of `decoded_few_mm` one of `packed_tile`, whose rows threads gather."""
-        block_m = max(16, config.block_m)
+        """In the place of a tile that `is_gluons` one of `packed_tile`, whose rows threads gather."""
+        block_m = min(max(16, config.block_m), 32)
         block_k = 64 if block_m == 32 and self.operand.scheme.pack == 1 else PACKED_COLUMNS
-        return config._replace(block_m=block_m, block_k=block_k, num_stages=4, a_tma=False)
+        return config._replace(block_m=block_m, block_k=block_k, group_m=1, num_warps=4, num_stages=4, a_tma=False)
 
     def specialises(self, config: MMConfig) -> bool:
         """Whether `decoded_mm` takes the product, of rows by descriptor, of few `decoded_few_mm`, or of e4m3 ones
