@@ -223,5 +223,5 @@ def join_glu(gate: Tensor, up: Tensor | None, glu_layout: str) -> Tensor:
     if up is None:
         return gate
     if glu_layout == "interleaved":
-        return torch.stack((gate, up), dim=-1).flatten(-2)
+        return torch.stack((gate, up), dim=-1).reshape(*gate.shape[:-1], 2 * gate.shape[-1])
     return torch.cat((gate, up), dim=-1)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch.nn.parameter import UninitializedTensorMixin
 
 from meta.calls import Sizes
 from meta.dims import Dim, is_known
@@ -62,10 +63,28 @@ def check_type(op: str, argument: str, value: object, row: Accepts) -> None:
     types, is_number, is_list, rule, cure = row
     if not isinstance(value, types) or (is_number and isinstance(value, bool)):
         raise fail(op, argument, rule, describe_value(value), cure)
-    if is_list and isinstance(value, list | tuple):
+    if isinstance(value, Tensor):
+        check_plain(op, argument, value)
+    elif is_number and isinstance(value, int):
+        bits = 1024 if float in types else 64  # the dispatcher would refuse it in words of C++
+        if not -(1 << bits - 1) <= value < 1 << bits - 1:
+            raise fail(op, argument, f"of at most {bits} bits", "a larger number", "Pass a smaller one.")
+    elif is_list and isinstance(value, list | tuple):
         for i, item in enumerate(value):
             if not isinstance(item, Tensor | fx.Proxy):
                 raise fail(op, f"{argument}[{i}]", "a torch.Tensor", describe_value(item))
+            if isinstance(item, Tensor):
+                check_plain(op, f"{argument}[{i}]", item)
+
+
+def check_plain(op: str, argument: str, tensor: Tensor) -> None:
+    """``tensor`` is no container of others or of codes, of which the operators would have a dispatcher's error."""
+    if isinstance(tensor, UninitializedTensorMixin):
+        raise fail(op, argument, "initialised", "an uninitialised parameter", "Run its module once first.")
+    if tensor.is_nested:
+        raise fail(op, argument, "a strided tensor", "a nested one", "Concatenate its parts: torch.cat(x.unbind()).")
+    if tensor.is_quantized:
+        raise fail(op, argument, "a tensor of numbers", f"one of {tensor.dtype}", "Call .dequantize() first.")
 
 
 def check_module(op: str, model: object, cure: str = "") -> None:
@@ -224,6 +243,7 @@ def check_placement(op: str, tensors: dict[str, Tensor | None]) -> torch.device:
     for argument, tensor in tensors.items():
         if tensor is None:
             continue
+        check_plain(op, argument, tensor)
         if tensor.layout != torch.strided:
             raise fail(op, argument, "a strided tensor", tensor.layout, "Call .to_dense() first.")
         if device is None:

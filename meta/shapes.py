@@ -67,6 +67,9 @@ def _dispatch(op: str, flat: Flat, batched: bool, slot_order: str) -> DispatchCa
     check_shape(op, "topk_ids", ids, "T K", (tokens, top_k))
     check_expert_map(op, flat.expert_map)
     check_positive(op, "num_experts", flat.num_experts)
+    if type(flat.num_experts) is int:  # a symbol is a size of what there is
+        rule = f"<= {INT32_MAX} so that an expert's number fits int32"
+        check_at_most(op, "num_experts", flat.num_experts, INT32_MAX, rule, "Pass how many experts are held here.")
     rows: Output
     capacity: Dim | None = None
     if not batched:

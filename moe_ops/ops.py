@@ -284,8 +284,11 @@ class _Library(torch.library.Library):
 _library: Any = _Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 
 
-#: The layouts other than strided are registered for the rule's message, in place of the dispatcher's.
-_KEYS = ("CPU", "CUDA", "SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA", "MkldnnCPU")
+#: What is not strided, or quantised by torch, is registered for the rule's message, in place of the dispatcher's.
+_KEYS = (
+    "CPU", "CUDA", "MkldnnCPU", "SparseMeta", "SparseCsrMeta",
+    *(kind + place for kind in ("Sparse", "SparseCsr", "NestedTensor", "Quantized") for place in ("CPU", "CUDA")),
+)  # fmt: skip
 
 
 #: Kernels are chosen by strides: compiled code passes those that the fake saw.

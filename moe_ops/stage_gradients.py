@@ -16,6 +16,7 @@ from meta.activations import join_glu, resolve_activation
 from meta.dims import accumulation_dtype, is_known
 from moe_ops.experts_backward import gate_and_up, through_first
 from moe_ops.pairs import used_rows
+from moe_ops.runtime import refuse_second_derivatives
 
 Gradients = dict[str, Tensor | None]
 
@@ -46,7 +47,7 @@ def combine(op: str, saved: dict[str, Tensor], needs: dict[str, bool], grad: Ten
         # Pairs may share a row; a dropped pair's goes to one that is cut off.
         index = places.masked_fill(dropped, count).reshape(-1).long()
         summed = flat.new_zeros((count + 1, flat.shape[1]))
-        summed = summed.index_put((index,), of_pairs.flatten(0, 1), accumulate=True)
+        summed = summed.index_put((index,), _in_one(of_pairs), accumulate=True)
         found[rows_name] = summed[:count].view(rows.shape)
     if needs.get("topk_weights"):
         # Where there may be no rows, one is read for dropped pairs, of which then all are.
@@ -59,11 +60,16 @@ def combine(op: str, saved: dict[str, Tensor], needs: dict[str, bool], grad: Ten
     return found
 
 
+def _in_one(rows: Tensor) -> Tensor:
+    """``[E, C, N]`` as ``[E * C, N]``, by `reshape`: batches of gradients (``is_grads_batched``) know no `flatten`."""
+    return rows if rows.dim() == 2 else rows.reshape(rows.shape[0] * rows.shape[1], rows.shape[2])
+
+
 class _Rows:
     """Sorted rows of either format: a batch is its experts' blocks, zero where a block is not in use."""
 
     def __init__(self, op: str, x: Tensor, extents: Tensor) -> None:
-        self._batched = op.startswith("batched")
+        self._op, self._batched = op, op.startswith("batched")
         self._extents = extents
         self._used = used_rows(x, extents)
         self.offsets = extents
@@ -83,15 +89,22 @@ class _Rows:
 
     def wgrad(self, grad: Tensor, x: Tensor) -> Tensor:
         """``[E, N, K]``."""
+        self._refuse_to_differentiate(grad, x)
         if self._batched:
-            grad, x = self.clean(grad).flatten(0, 1), self.clean(x).flatten(0, 1)
+            grad, x = _in_one(self.clean(grad)), _in_one(self.clean(x))
         found: Tensor = run_op("grouped_wgrad", grad.contiguous(), x, self.offsets)
         return found
 
     def sums(self, grad: Tensor) -> Tensor:
         """Sum of every expert's rows, ``[E, N]``."""
-        found: Tensor = run_op("expert_sums", self.clean(grad).flatten(0, -2), self.offsets)
+        self._refuse_to_differentiate(grad)
+        found: Tensor = run_op("expert_sums", _in_one(self.clean(grad)), self.offsets)
         return found
+
+    def _refuse_to_differentiate(self, *tensors: Tensor) -> None:
+        """Under the name of what was called, not of what makes its gradient."""
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            refuse_second_derivatives(self._op)
 
 
 def gemm(op: str, saved: dict[str, Tensor], needs: dict[str, bool], grad: Tensor, **options: Any) -> Gradients:

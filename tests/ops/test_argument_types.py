@@ -82,6 +82,52 @@ def test_wrong_type_compiled(name: str, parameter: str) -> None:
         compiled(arguments)
 
 
+NUMBERS = [(name, parameter) for name, parameter in PARAMETERS if not {"int", "float"}.isdisjoint(
+    str(inspect.signature(getattr(moe_ops, name)).parameters[parameter].annotation).split(" | ")
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize("sign", [1, -1], ids=["large", "small"])
+@pytest.mark.parametrize(("name", "parameter"), NUMBERS, ids=lambda value: value)
+def test_a_number_that_the_dispatcher_cannot_pass(name: str, parameter: str, sign: int) -> None:
+    is_int = "int" in str(inspect.signature(getattr(moe_ops, name)).parameters[parameter].annotation)
+    most = 64 if is_int else 1024
+    wanted = rf"^{name}: {parameter} must be of at most {most} bits, got a larger number. Pass a smaller one.$"
+    with pytest.raises(ValueError, match=wanted):
+        call(name, PUBLIC[name](**{parameter: sign * 2**most}))
+
+
+def test_a_large_int_may_stand_for_a_float() -> None:
+    assert moe_ops.fused_topk(torch.randn(4, 8), top_k=2, scale=2**70)[0].max() > 2.0**68
+
+
+def test_a_number_that_the_dispatcher_cannot_pass_compiled() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: moe_ops.fused_topk(x, top_k=2**63), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="fused_topk: top_k must be of at most 64 bits"):
+        compiled(torch.randn(4, 8))
+
+
+CONTAINERS = {
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)]), "a strided tensor"),
+    "jagged": (
+        lambda: torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged),
+        "a strided tensor",
+    ),
+    "quantised": (lambda: torch.quantize_per_tensor(torch.eye(2), 0.1, 0, torch.qint8), "a tensor of numbers"),
+    "lazy": (torch.nn.UninitializedParameter, "initialised"),
+}
+TENSORS = [(name, parameter) for name, parameter in PARAMETERS if "tensor" in legal(name, parameter)]
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+@pytest.mark.parametrize(("name", "parameter"), TENSORS, ids=lambda value: value)
+def test_a_tensor_without_numbers_of_its_own(name: str, parameter: str, kind: str) -> None:
+    make, rule = CONTAINERS[kind]
+    with pytest.raises(ValueError, match=f"^{name}: {parameter} must be {rule}, got "):
+        call(name, PUBLIC[name](**{parameter: make()}))
+
+
 @pytest.mark.parametrize("value", [value for value in WRONG if value != "tensor"])
 def test_wrong_tensor_compiled(value: str) -> None:
     torch._dynamo.reset()

@@ -19,7 +19,7 @@ from meta.routing import ROUTINGS, route
 from moe_ops import reference, rows
 from moe_ops.backends import cpu
 from moe_ops.ops import parse
-from tests.ops.calls import CALLS, DIFFERENTIABLE, Call, with_grad
+from tests.ops.calls import CALLS, DIFFERENTIABLE, Call, covering, with_grad
 from tests.ops.errors import assert_accurate
 from tests.ops.layers import VARIANTS, Layer, Variant, dense_formula, relative_error
 
@@ -570,3 +570,44 @@ def test_a_second_derivative_of_the_router_is_refused_under_its_name() -> None:
     weights, _ = moe_ops.fused_topk(logits, top_k=2)
     with pytest.raises(ValueError, match="fused_topk: second derivatives are not implemented"):
         torch.autograd.grad(weights.square().sum(), logits, create_graph=True)
+
+
+STAGES = [
+    name
+    for name in covering(CALLS)
+    if CALLS[name].op in DIFFERENTIABLE and not CALLS[name].op.startswith("fused") and "fp8" not in name
+]
+
+
+@pytest.mark.parametrize("how", ["is_grads_batched", "vmap"])
+@pytest.mark.parametrize("name", [*STAGES, "grouped_mm_glu-gpt_oss", "fused_topk-softmax", "fused_experts-bias"])
+def test_a_batch_of_gradients_is_each_of_them(name: str, how: str) -> None:
+    call = with_grad(CALLS[name])
+    out = next(result for result in call.run() if result.requires_grad)
+    inputs = [tensor for tensor in call.tensors if tensor.requires_grad]
+    grads = torch.randn(3, *out.shape).to(out.dtype)
+
+    def gradients_of(grad: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, inputs, grad, retain_graph=True, **options)
+
+    got = gradients_of(grads, is_grads_batched=True) if how == "is_grads_batched" else torch.vmap(gradients_of)(grads)
+    for found, wanted in zip(got, zip(*map(gradients_of, grads), strict=True), strict=True):
+        torch.testing.assert_close(found, torch.stack(wanted), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("op", ["grouped_mm", "grouped_mm_glu", "batched_mm", "batched_mm_glu"])
+def test_a_second_derivative_of_a_product_is_refused_under_its_name(op: str) -> None:
+    call = with_grad(CALLS[f"{op}-bias"])
+    inputs = [tensor for tensor in call.tensors if tensor.requires_grad]
+    with pytest.raises(ValueError, match=f"^{op}: second derivatives are not implemented"):
+        torch.autograd.grad(call.run()[0].square().sum(), inputs, create_graph=True)
+    # What needs no operator without a formula has them.
+    x = call.args[0].detach().double().requires_grad_()
+    given = [value.detach().double() if isinstance(value, Tensor) and value.is_floating_point() else value
+             for value in call.args[1:]]  # fmt: skip
+
+    def run(x: Tensor) -> Tensor:
+        out = call.overload(x, *given, **{key: value for key, value in call.kwargs.items() if key != "out_dtype"})
+        return out[0] if isinstance(out, tuple) else out
+
+    assert torch.autograd.gradgradcheck(run, (x,))

@@ -465,6 +465,12 @@ CASES: dict[str, Case] = {
         {"down_proj": torch.randn(E, I, H)},
         "fused_moe: down_proj must be [E=8, H=16, I=12], got",
     ),
+    "permute_many_experts": (
+        "moe_permute",
+        permute,
+        {"num_experts": 2**31},
+        "num_experts must be <= 2147483647 so that an expert's number fits int32, got 2147483648. Pass how many",
+    ),
     "permute_experts": ("moe_permute", permute, {"num_experts": 0}, "num_experts must be >= 1, got 0"),
     "permute_ids": (
         "moe_permute",
@@ -1185,12 +1191,30 @@ def test_a_tensor_on_another_gpu(op: str, argument: str) -> None:
     assert str(caught.value) == wanted
 
 
+#: Tensors whose dispatch keys are others than those of plain ones, and what they are told.
+STRANGE: dict[str, tuple[Callable[[], Tensor], str]] = {
+    "sparse": (lambda: torch.eye(2).to_sparse(), "a strided tensor, got torch.sparse_coo. Call"),
+    "sparse_meta": (lambda: torch.eye(2).to_sparse().to("meta"), "a strided tensor, got torch.sparse_coo. Call"),
+    "csr_meta": (lambda: torch.eye(2).to_sparse_csr().to("meta"), "a strided tensor, got torch.sparse_csr. Call"),
+    "nested": (
+        lambda: torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)]),
+        r"a strided tensor, got a nested one. Concatenate its parts: torch.cat\(x.unbind\(\)\).",
+    ),
+    "quantised": (
+        lambda: torch.quantize_per_tensor(torch.eye(2), 0.1, 0, torch.qint8),
+        r"a tensor of numbers, got one of torch.qint8. Call .dequantize\(\) first.",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
 @pytest.mark.parametrize(("op", "argument"), OTHERS, ids=lambda value: value)
-def test_a_sparse_tensor(op: str, argument: str) -> None:
-    is_list, sparse = argument.endswith("_scales"), torch.eye(2).to_sparse()
-    arguments = BASES[op](**{argument: [sparse] if is_list else sparse})
+def test_a_strange_tensor(op: str, argument: str, kind: str) -> None:
+    make, rule = STRANGE[kind]
+    is_list = argument.endswith("_scales")
+    arguments = BASES[op](**{argument: [make()] if is_list else make()})
     place = argument + r"\[0\]" if is_list else argument
-    with pytest.raises(ValueError, match=f"^{op}: {place} must be a strided tensor, got torch.sparse_coo. Call"):
+    with pytest.raises(ValueError, match=f"^{op}: {place} must be {rule}"):
         getattr(torch.ops.moe_ops, op).default(**arguments)
 
 
