@@ -87,6 +87,8 @@ _LAST = {"rows": "result", "batch": "result", "pair_to_row": "prepared.places", 
          "topk_weights": "prepared.topk_weights"}  # fmt: skip
 
 
+#: Dimensions of ``prepared.rows`` by format.
+_LETTERS = {"grouped": "R H", "batched": "E C H"}
 _OF_OTHERS = "Pass what moe_ops.experts made of this prepared, every row in its place."
 
 
@@ -295,6 +297,7 @@ def experts(
     if scheme is not None:
         check_name(op, "scheme", scheme, SCHEMES)
     # Else the second product would blame what the first took: the rows and their extents.
+    check_rank(op, "prepared.rows", prepared.rows, _LETTERS[prepared.format])
     check_rank(op, "gate_up_proj", gate_up_proj, "E N H")
     check_rank(op, "down_proj", down_proj, "E H I")
     if down_proj.shape[0] != gate_up_proj.shape[0]:
@@ -361,7 +364,7 @@ def finalize(result: Tensor, prepared: Prepared, added: Tensor | None = None) ->
     if _check(op, arguments):
         node: Tensor = _as_one(finalize, arguments)
         return node
-    letters = "E C H" if prepared.format == "batched" else "R H"
+    letters = _LETTERS[prepared.format]
     check_rank(op, "result", result, letters)
     check_rank(op, "prepared.rows", prepared.rows, letters)
     sizes = (*prepared.rows.shape[:-1], result.shape[-1])

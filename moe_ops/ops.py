@@ -240,6 +240,7 @@ def _launcher(name: str) -> Launcher:
         partial(parse, name),
         _chosen,
         positions if {"up_proj", "up_weight"} & set(names) else (),
+        names,
     )
 
 

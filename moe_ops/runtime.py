@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from meta.calls import Call
+from meta.checks import fail
 from moe_ops import compat, debugging
 
 #: Fires a learnt call for tensors and their addresses; None when it has to be run anew.
@@ -52,10 +53,17 @@ class Launcher:
         choose: the backend's function for a call, and its ``record``.
         apart: positions of a weight's up half and of what goes with it: kernels are given the distance between halves
             that are tensors of their own, so their addresses are part of the signature.
+        names: of the arguments by position.
     """
 
-    def __init__(self, parse: Callable[..., Call], choose: Callable[[Call], Chosen], apart: tuple[int, ...]) -> None:
-        self._parse, self._choose, self._apart = parse, choose, apart
+    def __init__(
+        self,
+        parse: Callable[..., Call],
+        choose: Callable[[Call], Chosen],
+        apart: tuple[int, ...],
+        names: tuple[str, ...] = (),
+    ) -> None:
+        self._parse, self._choose, self._apart, self._names = parse, choose, apart, names
         self._warm: dict[Any, Warm] = {}
         self._sites: WeakSet[Site] = WeakSet()
         self._lock = threading.Lock()
@@ -68,7 +76,8 @@ class Launcher:
         try:
             key, tensors, pointers = self._signature(args, kwargs)
             warm = self._warm.get(key)
-        except (RuntimeError, TypeError):  # a layout without strides, or a value that is no constant: for the rule
+        except (RuntimeError, TypeError):  # no strides, no memory, or a value that is no constant: for the rule
+            self._refuse_freed(self._parse(*args, **kwargs).op, args)
             return self._run(args, kwargs)
         if warm is None:
             result = self._run(args, kwargs)
@@ -123,6 +132,14 @@ class Launcher:
             debugging.check(call)
         return _alone(self._choose(call)[0])(call)
 
+    def _refuse_freed(self, op: str, args: tuple[Any, ...]) -> None:
+        """Raise where a tensor's memory was given back, which kernels would read all the same."""
+        for name, argument in zip(self._names, args, strict=False):
+            for tensor in tree_leaves(argument):
+                if isinstance(tensor, Tensor) and tensor.numel() and not tensor.untyped_storage().nbytes():
+                    cure = "Gather it first (FSDP: call the module, or summon_full_params)."
+                    raise fail(op, name, "a tensor with memory", "one whose storage was freed", cure)
+
     def _signature(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], list[Tensor], list[int]]:
@@ -145,6 +162,8 @@ class Launcher:
             pointers.append(pointer)
             # Tensors without memory tell no number apart: those of a CPU and those of no device have the same.
             place = pointer % ALIGNED if pointer else tensor.device.type
+            if not pointer and tensor.numel() and place != "meta":
+                raise RuntimeError("freed")
             key += (tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device(), place)
         for name, value in kwargs.items():
             key += (name, tuple(value) if isinstance(value, list) else value)

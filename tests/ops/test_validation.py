@@ -1218,6 +1218,32 @@ def test_a_strange_tensor(op: str, argument: str, kind: str) -> None:
         getattr(torch.ops.moe_ops, op).default(**arguments)
 
 
+GIVEN = [
+    (op, name) for op in BASES for name, value in BASES[op]().items() if isinstance(value, Tensor) and value.numel()
+]
+
+
+@pytest.mark.parametrize(("op", "argument"), GIVEN, ids=lambda value: value)
+def test_a_tensor_whose_memory_was_freed(op: str, argument: str) -> None:
+    """As FSDP frees parameters between calls; kernels would read the address 0, warm ones too."""
+    run = getattr(torch.ops.moe_ops, op).default
+    for _ in range(3):
+        run(**BASES[op]())
+        arguments = BASES[op]()
+        arguments[argument] = arguments[argument].clone()
+        arguments[argument].untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match=f"^{op}: {argument} must be a tensor with memory, got one whose storage"):
+            run(**arguments)
+
+
+@pytest.mark.parametrize("size", [(), (3,), (1, 1, 1, 1)], ids=str)
+def test_rows_of_no_format(size: tuple[int, ...]) -> None:
+    arguments = PUBLIC["experts"]()
+    prepared = arguments.pop("prepared")._replace(rows=torch.zeros(size))
+    with pytest.raises(ValueError, match=r"^experts: prepared.rows must be \[R, H\], got .*It has 2 dimensions"):
+        moe_ops.experts(prepared, **arguments)
+
+
 def test_a_rule_without_tensors_says_so() -> None:
     with pytest.raises(ValueError, match=r"^op: arguments must be tensors, got none"):
         check_placement("op", {"hidden_states": None})
