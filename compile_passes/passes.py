@@ -340,7 +340,17 @@ def needs_gradient(graphs: Iterable[fx.Graph]) -> bool:
     computed = [v for node in nodes if node.op.startswith("call_") for v in tensors_of(node) if id(v) not in inputs]
     if not computed:  # a graph without example values
         return torch.is_grad_enabled()
-    return any(value.requires_grad and (torch.is_grad_enabled() or not value.is_leaf) for value in computed)
+    return any(value.requires_grad and (torch.is_grad_enabled() or not _is_leaf(value)) for value in computed)
+
+
+def _is_leaf(value: torch.Tensor) -> bool:
+    """Whether no call made ``value``. Torch does not say it of a view that was taken under `no_grad` and written in
+    place; what it does not say counts as no.
+    """
+    try:
+        return value.is_leaf
+    except RuntimeError:
+        return False
 
 
 def run_all(gm: fx.GraphModule) -> list[Report]:
