@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import checkpoint
 
 from compile_passes import compat
 from compile_passes.generation import prepare_generate
@@ -26,6 +27,7 @@ from compile_passes.observe import default_compilations
 from compile_passes.passes import PASSES, SAVE, MoEPass, enter, graph_modules, recompute_in, run_all, users_passes
 from compile_passes.prepare import prepare
 from compile_passes.unwrap import in_parts
+from compile_passes.vocabulary import target_name
 from meta.checks import fail
 from meta.layer_shapes import check_recompute
 
@@ -71,11 +73,25 @@ def moe_ops_eager(
         reports = run_all(gm)
         recompute_in(gm, recompute)
     users = users_passes(_held(_PASSES_HOOK, settings))
-    for part in graph_modules(gm) if users else ():
+    for part in graph_modules(gm):
         for own in users:
             own(part.graph)
-        part.recompile()
+        regions = [node for node in part.graph.nodes if target_name(node) == "tag_activation_checkpoint"]
+        for node in regions:
+            node.target = _checkpointed
+        if users or regions:
+            part.recompile()
     return enter(gm.forward, reports)
+
+
+def _checkpointed(body: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+    """`torch.utils.checkpoint` of a region that Dynamo captured, for a graph that runs as it is. torch's own call of it
+    leaves random numbers to what cuts graphs: dropout would have another mask in the backward than in the forward.
+    """
+    given = {**kwargs, "use_reentrant": False}
+    if "_checkpoint_context_fn" in body.meta:
+        given["context_fn"] = body.meta["_checkpoint_context_fn"]
+    return checkpoint(body, *args, **given)
 
 
 def _recompute(options: dict[str, Any] | None) -> tuple[str | None, dict[str, Any]]:

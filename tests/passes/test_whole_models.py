@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 from transformers.integrations import moe  # noqa: F401  (registers its grouped product)
 
 from moe_ops.logs import quiet
@@ -64,6 +65,47 @@ def assert_same(build: Callable[[], nn.Module], calls: Calls, **options: Any) ->
     problem = difference((got, dict(other.state_dict())), (expected, dict(model.state_dict())), 1e-4)
     assert problem is None, problem
     return int(counters["moe_ops"]["fused"])
+
+
+def trained(run: Callable[..., Any], model: nn.Module, x: Tensor | None = None) -> Any:
+    """Result and gradients of one step."""
+    x = (tokens() if x is None else x).requires_grad_()
+    y = run(x)
+    y.square().sum().backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return y.detach(), x.grad, grads
+
+
+# ---- checkpointed regions
+
+
+class _Checkpointed(Model):
+    """Dropout inside of checkpointed regions, one of them inside of another."""
+
+    def __init__(self, nested: bool) -> None:
+        super().__init__()
+        self.nested = nested
+
+    def dropped(self, x: Tensor) -> Tensor:
+        return F.dropout(Model.forward(self, F.dropout(x, 0.3)), 0.3)
+
+    def twice(self, x: Tensor) -> Tensor:
+        return checkpoint(self.dropped, x, use_reentrant=False) + F.dropout(x, 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        region = self.twice if self.nested else self.dropped
+        return checkpoint(region, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["one", "nested"])
+def test_dropout_in_checkpointed_regions(nested):
+    """The mask of the forward is that of the backward where the graph runs as it is."""
+
+    def calls(run, model):
+        torch.manual_seed(2)
+        return trained(run, model), trained(run, model)
+
+    assert assert_same(lambda: _Checkpointed(nested), calls) == 1
 
 
 # ---- weights that are written
