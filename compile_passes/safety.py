@@ -15,6 +15,7 @@ from compile_passes.compat import is_plain
 from compile_passes.match import Refusal, in_words
 from compile_passes.reading import Reading
 from compile_passes.vocabulary import example, size_of, target_name, tensors_of
+from moe_ops.compat import forward_mode_is_on
 from moe_ops.integrations import containers
 
 Pairs = frozenset[tuple[fx.Node, fx.Node]]
@@ -43,7 +44,13 @@ def unknown_tensors(
 
     ``weights`` may be containers of quantised bytes, and so may what the block makes of them.
     """
-    for node in (*inputs, *region):
+    values = (*inputs, *region)
+    if forward_mode_is_on():
+        return Refusal(
+            values[-1], "The code is compiled under forward-mode differentiation, which the operators do not implement.",
+            "Differentiate in reverse (backward(), torch.autograd.grad).",
+        )  # fmt: skip
+    for node in values:
         value = example(node)
         if value is not None and not is_plain(value):
             if (node in weights or node in region) and containers.read(value) is not None:

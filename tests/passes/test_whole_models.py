@@ -127,3 +127,19 @@ def test_weights_of_one_expert_written_under_no_grad(train):
             return run(tokens()), run(tokens())
 
     assert_same(_OneExpertWritten, calls)
+
+
+# ---- forward-mode differentiation
+
+
+def test_compiled_under_forward_mode():
+    """Refused by name, not by an error that asks to be reported."""
+
+    def calls(run, model):
+        with torch.autograd.forward_ad.dual_level():
+            y = run(torch.autograd.forward_ad.make_dual(tokens(), tokens().flip(0)))
+            return torch.autograd.forward_ad.unpack_dual(y).tangent
+
+    assert assert_same(Model, calls) == 0
+    passes = counters["moe_ops"]
+    assert (passes["refused"], passes["errors"]) == (1, 0)
