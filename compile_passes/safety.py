@@ -47,7 +47,7 @@ def unknown_tensors(
     values = (*inputs, *region)
     if forward_mode_is_on():
         return Refusal(
-            values[-1], "The code is compiled under forward-mode differentiation, which the operators do not implement.",
+            values[-1], "The code is compiled under forward-mode differentiation, which operators do not implement.",
             "Differentiate in reverse (backward(), torch.autograd.grad).",
         )  # fmt: skip
     for node in values:

@@ -1,4 +1,4 @@
-"""Models around MoE blocks: what they do with weights, routers, buffers and inputs of a block, in one call and the next.
+"""Models around MoE blocks: what they do with weights, routers, buffers and inputs of a block, call after call.
 
 Each runs eagerly and compiled from equal modules, several calls in a row; everything that a caller sees is compared.
 """
