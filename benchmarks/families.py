@@ -91,8 +91,6 @@ def _cells(row: Row) -> tuple[str, str, str, str]:
     return row.blocks, row.routing, row.activation, row.why
 
 
-# `moe_ops.compile` sets them, for good
-@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=False, capture_scalar_outputs=False)
 def _report(family: str, form: str) -> Report:
     package = f"transformers.models.{family}"
     configurations = importlib.import_module(f"{package}.configuration_{family}")

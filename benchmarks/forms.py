@@ -140,8 +140,6 @@ def run(names: Sequence[str], results: ResultFile, rounds: int) -> None:
                 progress.update(task, advance=1)
 
 
-# `moe_ops.compile` sets them, for good
-@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=False, capture_scalar_outputs=False)
 def measure(form: Form, tokens: int, device: str, rounds: int) -> dict[str, Any]:
     """The row of one form at one number of tokens."""
     gc.collect()

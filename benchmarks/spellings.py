@@ -101,8 +101,6 @@ def tokens(module: nn.Module) -> Tensor:
     return torch.randn(2, 6, width, generator=torch.Generator().manual_seed(1)).to(weight.dtype)
 
 
-# `moe_ops.compile` sets them, for good
-@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=False, capture_scalar_outputs=False)
 def looked_at(written: str, make: Make) -> Row:
     """The row of one program, as a process that has prepared nothing sees it."""
     report = _explained(built(make))

@@ -146,6 +146,8 @@ def compile(model: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
     of a model in DistributedDataParallel is not cut at its buckets. Warnings say what was done, what it cost, and what
     was left as it is and why; :func:`moe_ops.restore` undoes what was done to modules. Code that would raise for what
     Dynamo is set to capture for the experts is captured without that, with the graph breaks of plain torch.compile.
+    It is set while this model is compiled, at whatever call: torch.compile of another model, or of this one by itself,
+    goes by `torch._dynamo.config` as the user has it. (A torch that does not let that be done has it set for good.)
 
     ``generate(cache_implementation="static")`` of a transformers model compiles its decode steps by itself; its
     ``generation_config.compile_config`` is set to compile them in the same way, which a warning says.

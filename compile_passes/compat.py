@@ -21,6 +21,8 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe_ops.compat import captured_under, names_in
+
 try:
     from torch._inductor.custom_graph_pass import CustomGraphPass
 except ImportError:  # then Inductor asks no pass for an identity, and any callable will do
@@ -32,11 +34,14 @@ except ImportError:  # then Inductor asks no pass for an identity, and any calla
 log = logging.getLogger(__name__)
 
 __all__ = [
+    "NUMBERS",
+    "SIZES",
     "CustomGraphPass",
     "LostFrame",
     "as_asserted",
     "break_reason",
     "can_restart_with_constants",
+    "capturing",
     "compiled",
     "compiling_apart",
     "control_exceptions",
@@ -396,25 +401,28 @@ class LostFrame:
     again: bool = False
 
 
+SIZES, NUMBERS = "capture_dynamic_output_shape_ops", "capture_scalar_outputs"
 # What `moe_ops.compile` lets Dynamo capture, of the settings of `torch._dynamo.config`.
-_ALLOWED = ("capture_dynamic_output_shape_ops", "capture_scalar_outputs")
+_ALLOWED = (SIZES, NUMBERS)
 
 
 class _TwoTries:
-    """What makes compiled code of a frame, and does it again without what Dynamo is allowed to capture, if that fails.
+    """What makes compiled code of a frame under settings of `torch._dynamo.config`, and does it again without what
+    Dynamo is allowed to capture, if that fails.
 
-    The settings are those of a process. Where code of a frame, of whatever module, asks for a size that only the data
-    knows (`if len(hit)`, `split(counts.tolist())`), Dynamo (torch 2.11 to 2.13) breaks the graph without them, and
-    raises with them. The frames behind such a break are tried anew, with them: a block is captured on its own there.
+    The settings hold for that alone, in whatever thread it is done: torch lets one at a time compile. Where code of a
+    frame asks for a size that only the data knows (`if len(hit)`, `split(counts.tolist())`), Dynamo (torch 2.11 to
+    2.13) breaks the graph without them, and raises with them. The frames behind such a break are tried anew, with them:
+    a block is captured on its own there.
     """
 
-    def __init__(self, convert: Any) -> None:
-        self._convert = convert
+    def __init__(self, convert: Any, settings: dict[str, bool]) -> None:
+        self.convert, self._settings = convert, settings
         self._torchdynamo_orig_backend = convert._torchdynamo_orig_backend  # by which torch finds the backend
 
     @property
     def _clone_with_backend(self) -> Callable[[Any], Any]:
-        return lambda backend: _TwoTries(self._convert._clone_with_backend(backend))
+        return lambda backend: _TwoTries(self.convert._clone_with_backend(backend), self._settings)
 
     def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
         from torch._dynamo import config, decorators, types
@@ -423,27 +431,39 @@ class _TwoTries:
         if sys._getframe(2).f_code is getattr(decorators, "_nonrecursive_disable_wrapper_code", None):
             return types.ConvertFrameReturn(apply_to_code=False)
         try:
-            return self._convert(frame, *args, **kwargs)
+            with config.patch(self._settings):
+                return self.convert(frame, *args, **kwargs)
         except Exception as error:
-            if not any(getattr(config, name) for name in _ALLOWED):
+            if not self._settings and not any(getattr(config, name) for name in _ALLOWED):
                 raise
             code, reason = frame.f_code, str(error).partition("\n")[0]
         log.info("%s (%s:%d) is captured without %s: %s", code.co_name, code.co_filename, code.co_firstlineno,
                  " and ".join(_ALLOWED), reason)  # fmt: skip
         with config.patch(dict.fromkeys(_ALLOWED, False)):
-            return self._convert(frame, *args, **kwargs)
+            return self.convert(frame, *args, **kwargs)
 
 
 def compiled(model: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
-    """``torch.compile(model, **kwargs)``, of a module with two tries for each frame: none fails for what
-    `moe_ops.compile` lets Dynamo capture. Where this torch compiles frames in another way, there is one; so there is
-    with ``fullgraph``, which has all that captured by itself.
+    """``torch.compile(model, **kwargs)``, which captures what `moe_ops.compile` lets Dynamo capture of ``model``."""
+    return capturing(torch.compile(model, **kwargs), captured_under(model), fullgraph=kwargs.get("fullgraph", False))
+
+
+def capturing(function: Callable[..., Any], settings: dict[str, bool], *, fullgraph: bool) -> Callable[..., Any]:
+    """``function``, made by torch.compile, compiles its frames under ``settings``, in two tries: none fails for what
+    `moe_ops.compile` lets Dynamo capture. Where this torch compiles frames in another way, there is one, and the
+    settings are the process's from here on; with ``fullgraph`` torch has all that captured by itself.
     """
-    function: Callable[..., Any] = torch.compile(model, **kwargs)
-    callback = getattr(getattr(function, "dynamo_ctx", None), "callback", None)
+    if fullgraph or not hasattr(function, "_torchdynamo_orig_callable"):  # or torch.compile is told to do nothing
+        return function
+    context = getattr(function, "dynamo_ctx", None)  # of a module
+    callback: Any = names_in(function).get("callback") if context is None else context.callback
     convert = getattr(callback, "_torchdynamo_orig_backend", None)
-    if hasattr(convert, "_torchdynamo_orig_backend") and not kwargs.get("fullgraph"):
-        callback._torchdynamo_orig_backend = _TwoTries(convert)  # type: ignore[union-attr]
+    convert = convert.convert if isinstance(convert, _TwoTries) else convert
+    if hasattr(convert, "_torchdynamo_orig_backend"):
+        callback._torchdynamo_orig_backend = _TwoTries(convert, settings)
+    else:
+        for name in settings:
+            setattr(torch._dynamo.config, name, True)
     return function
 
 

@@ -10,9 +10,13 @@ import json
 import logging
 import sys
 import warnings
+from types import MethodType
 from typing import Any
 
 from torch import nn
+
+from compile_passes.compat import capturing
+from moe_ops.compat import captured_under
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +42,9 @@ def prepare_generate(
     make = getattr(sys.modules.get("transformers"), "CompileConfig", None)
     if make is None or not hasattr(config, "compile_config") or backend not in OUR_BACKENDS:
         return
+    owner = getattr(getattr(model, "get_compiled_call", None), "__self__", None)  # inside of a model of PEFT, too
+    if owner is not None and captured_under(owner):
+        vars(owner)["get_compiled_call"] = MethodType(get_compiled_call, owner)
     held = config.compile_config
     if held is not None and held.backend not in OUR_BACKENDS:
         _say(
@@ -59,6 +66,14 @@ def prepare_generate(
             f'steps with backend="{backend}" from here on; it is set in model.generation_config.compile_config. With '
             "another cache generate() runs uncompiled."
         )
+
+
+def get_compiled_call(model: Any, compile_config: Any) -> Any:
+    """In the place of transformers' method: what that compiles by a backend of ours, captured as the model is."""
+    call = type(model).get_compiled_call(model, compile_config)
+    if getattr(compile_config, "backend", None) in OUR_BACKENDS:
+        capturing(call, captured_under(model), fullgraph=compile_config.fullgraph)
+    return call
 
 
 def _is_json(value: Any) -> bool:

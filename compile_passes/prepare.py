@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +19,8 @@ from torch import nn
 from compile_passes.adapters import Adapted, adapt, find_adapters, restore_adapters
 from compile_passes.adapters import why_not as why_not_adapted
 from compile_passes.class_counts import FIX_CLASSES, without_class_counts
+from compile_passes.compat import NUMBERS, SIZES
+from compile_passes.generation import get_compiled_call
 from compile_passes.loops import (
     CAPTURABLE,
     LEFT,
@@ -37,6 +40,7 @@ from compile_passes.source import sure
 from compile_passes.stackable import expert_lists, taken_elsewhere, why_not
 from compile_passes.stacking import stack_list, unstack
 from meta.checks import check_module
+from moe_ops.compat import CAPTURED_UNDER, captured_under
 
 log = logging.getLogger(__name__)
 
@@ -79,8 +83,7 @@ def restore(model: nn.Module) -> nn.Module:
 
     Loops run as their class writes them again, every expert has its own parameters, with the present values, PEFT
     runs its adapters in its own way, and hooks that record router logits are taken off. What was set in the model's
-    configurations stays: `experts_implementation`, and the `compile_config` of `generate`; so do the flags of
-    `torch._dynamo.config` that `moe_ops.compile` said it set, which are the process's.
+    configurations stays: `experts_implementation`, and the `compile_config` of `generate`.
 
     Args:
         model: a module, some of whose loops may have a static form and some of whose lists may be stacked.
@@ -95,6 +98,10 @@ def restore(model: nn.Module) -> nn.Module:
     unbind(model)
     restore_adapters(model)
     restore_recording(model)
+    for module in model.modules():
+        vars(module).pop(CAPTURED_UNDER, None)
+        if getattr(vars(module).get("get_compiled_call"), "__func__", None) is get_compiled_call:
+            del vars(module)["get_compiled_call"]
     return unstack(model)
 
 
@@ -115,6 +122,7 @@ def _make_static(model: nn.Module, loops: list[ExpertLoop]) -> None:
         verdict, _ = _unstackable(model, loop, taken) or verdict_of(model, loop.name)
         if verdict.forms:
             bind(model, verdict)
+            _allow([loop.module], SIZES)
         else:
             LEFT[loop.module] = _sentence(verdict.reason)
         alike = kinds.setdefault((type(loop.module), verdict.reason), _Alike(verdict))
@@ -129,7 +137,6 @@ def _make_static(model: nn.Module, loops: list[ExpertLoop]) -> None:
                 f"left as is. {_sentence(reason)} {mend}"
             )
             continue
-        torch._dynamo.config.capture_dynamic_output_shape_ops = True
         _say(
             f"moe_ops.compile: {called} run their experts in a loop over those that were hit, which cannot be "
             f"captured: {_proved(verdict)} The gradient of an expert without tokens is 0 in place of None: weight "
@@ -141,12 +148,11 @@ def _allow_numbers(model: nn.Module) -> list[str]:
     """Allow the capture of counts by which blocks cut their rows, where these blocks are fused then; which they are."""
     found = [name for name, _ in find_blocks(model, cuts_by_numbers) if fused_as_written(model, name)]
     if found:
-        torch._dynamo.config.capture_scalar_outputs = True
-        torch._dynamo.config.capture_dynamic_output_shape_ops = True
+        _allow(map(model.get_submodule, found), SIZES, NUMBERS)
         called = [name or type(model).__name__ for name in found]
         _say(
             f"moe_ops.compile: {_and_more(called)} reads counts of rows on the host to cut the rows by them, for the "
-            "capture of which torch._dynamo.config.capture_scalar_outputs is set."
+            f"capture of which torch._dynamo.config.{NUMBERS} is set while this model is compiled."
         )
     return found
 
@@ -252,14 +258,20 @@ def _called(adapted: Adapted) -> str:
 
 def _allow_sizes(model: nn.Module) -> None:
     """Allow the capture of results at the experts whose sizes only the data knows."""
-    found = [] if torch._dynamo.config.capture_dynamic_output_shape_ops else find_sizes_of_the_data(model)
+    found = [] if SIZES in captured_under(model) else find_sizes_of_the_data(model)
     if found:
-        torch._dynamo.config.capture_dynamic_output_shape_ops = True
+        _allow(map(model.get_submodule, found), SIZES)
         called = [name or type(model).__name__ for name in found]
         _say(
             f"moe_ops.compile: {_and_more(called)} has results of sizes that only the data knows (bincount, nonzero, "
-            "where, masks), for the capture of which torch._dynamo.config.capture_dynamic_output_shape_ops is set."
+            f"where, masks), for the capture of which torch._dynamo.config.{SIZES} is set while this model is compiled."
         )
+
+
+def _allow(modules: Iterable[nn.Module], *names: str) -> None:
+    """Have models with these modules captured under settings of `torch._dynamo.config`: a copy of one is, too."""
+    for module in modules:
+        vars(module)[CAPTURED_UNDER] = tuple({*vars(module).get(CAPTURED_UNDER, ()), *names})
 
 
 def _keep_whole(model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import re
 import sys
@@ -344,6 +345,25 @@ def as_written(model: Any) -> Iterator[None]:
     finally:
         for module, found in compiled.items():
             vars(module)["_compiled_call_impl"] = found
+
+
+#: Of a module: the settings of `torch._dynamo.config` that are True where `moe_ops.compile` has its code captured.
+CAPTURED_UNDER = "_moe_ops_captured_under"
+
+
+def captured_under(function: Any) -> dict[str, bool]:
+    """What `moe_ops.compile` said on the modules of a model, or of those that a function holds or finds by name."""
+    found = [getattr(function, "__self__", function), *names_in(function).values()]
+    modules = (module for model in found if isinstance(model, torch.nn.Module) for module in model.modules())
+    return {name: True for module in modules for name in vars(module).get(CAPTURED_UNDER, ())}
+
+
+def names_in(function: Any) -> dict[str, Any]:
+    """What the names in the code of a function stand for, outside of it; nothing of what is none."""
+    with suppress(TypeError, ValueError):  # the latter where a variable has no value
+        names = inspect.getclosurevars(function)
+        return {**names.globals, **names.nonlocals}
+    return {}
 
 
 def inductor_graphs_pool() -> tuple[int, int] | None:

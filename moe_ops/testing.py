@@ -33,7 +33,7 @@ import torch
 import torch.fx.experimental.symbolic_shapes
 from torch._dynamo.utils import counters
 
-from moe_ops import graphs
+from moe_ops import compat, graphs
 from moe_ops.capture import captured, contained, first_cause, leave_pool, warm_up
 from moe_ops.census import graph_kernel_names, kernel_names
 from moe_ops.compat import as_written, inductor_graphs_pool, kept_inputs, size_guards, when_compiling, whole_paths
@@ -590,7 +590,9 @@ def _left_to_python() -> list[str]:
 
 @contextlib.contextmanager
 def _fresh(function: Any) -> Iterator[None]:
-    """Compile from nothing: no compiled code, no cache entry, counters at 0, and no `module.compile` of before."""
+    """Compile from nothing: no code, no cache entry, counters at 0, no `module.compile` of before; capture what
+    `moe_ops.compile` lets Dynamo capture.
+    """
     from torch._inductor.utils import fresh_cache
 
     torch.compiler.reset()
@@ -598,7 +600,7 @@ def _fresh(function: Any) -> Iterator[None]:
     cache = fresh_cache()
     cache.__enter__()
     try:
-        with as_written(function):
+        with as_written(function), torch._dynamo.config.patch(compat.captured_under(function)):
             yield
     finally:
         cache.__exit__(None, None, None)  # it leaves its folder behind where it sees an error

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.config
 from _pytest import runner
 
 import compile_passes  # noqa: F401  (registers the backends in a checkout that is not installed)
@@ -70,13 +69,6 @@ def _nothing_learnt() -> None:
     """No test runs what a call of another one, under other plans or backends, left behind."""
     for launcher in LAUNCHERS.values():
         launcher.forget()
-
-
-@pytest.fixture(autouse=True)
-def _nothing_allowed() -> Iterator[None]:
-    """No test captures what another one allowed: `moe_ops.compile` sets it for the process."""
-    with torch._dynamo.config.patch(capture_scalar_outputs=False, capture_dynamic_output_shape_ops=False):
-        yield
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters as dynamo
 import moe_ops
 from benchmarks.foreign import GraniteMoe, TorchTitanMoE
 from compile_passes.passes import FUSE, run
+from moe_ops.compat import captured_under
 from tests.passes import sliced
 from tests.passes.blocks import E, H, I, K, capture, silu_glu, weights
 from tests.passes.compare import check, settled
@@ -222,7 +223,7 @@ MODULES = {
 
 @pytest.mark.parametrize("name", MODULES)
 def test_compile_allows_the_capture(name):
-    """`moe_ops.compile` tries a copy, sets what Dynamo needs, and says so; one graph for all numbers of tokens."""
+    """`moe_ops.compile` tries a copy, has the model captured so, and says so; one graph for all numbers of tokens."""
     torch.manual_seed(0)
     model = nn.Sequential(MODULES[name]()).eval()
     torch.compiler.reset()
@@ -232,7 +233,7 @@ def test_compile_allows_the_capture(name):
         assert refused and all("moe_ops.compile(model)" in row.cure for row in refused)
         with pytest.warns(UserWarning, match="reads counts of rows on the host to cut the rows by them"):
             compiled = moe_ops.compile(model)
-        assert torch._dynamo.config.capture_scalar_outputs
+        assert captured_under(model) == {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
         torch.compiler.reset()
         dynamo.clear()
         with torch.no_grad():
@@ -253,8 +254,8 @@ class Apart(GraniteMoe):
 
 def test_compile_leaves_alone_what_is_not_fused_then():
     with torch._dynamo.config.patch(capture_scalar_outputs=False, capture_dynamic_output_shape_ops=False):
-        moe_ops.compile(nn.Sequential(Apart(dtype=torch.float32)).eval())
-        assert not torch._dynamo.config.capture_scalar_outputs
+        compiled = moe_ops.compile(nn.Sequential(Apart(dtype=torch.float32)).eval())
+        assert not captured_under(compiled)
 
 
 class AsksForNumbers(nn.Module):

@@ -28,6 +28,7 @@ from benchmarks.spellings import (
     table,
     tokens,
 )
+from moe_ops.compat import captured_under
 from tests.passes.compare import check
 
 LINES = TABLE.read_text().splitlines()
@@ -75,12 +76,11 @@ def test_spelling_of_a_sorted_block(name: str) -> None:
 def test_counts_by_bincount(balanced: bool) -> None:
     """`moe_ops.compile` allows its capture, and says so; equal to eager, the buffer too."""
     module = built(partial(CountedMoE, balanced=balanced))
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=False):
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            moe_ops.compile(module)
-        assert torch._dynamo.config.capture_dynamic_output_shape_ops
-        assert ["CountedMoE has results of sizes that only" in str(line.message) for line in said] == [True]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        moe_ops.compile(module)
+    assert ["CountedMoE has results of sizes that only" in str(line.message) for line in said] == [True]
+    with torch._dynamo.config.patch(captured_under(module)):
         outcome = check(module, tokens(module))
     assert (outcome.problem, outcome.fused) == (None, 1)
 
