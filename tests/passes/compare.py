@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves, tree_map
 
 import compile_passes  # noqa: F401  (registers the backends)
+from moe_ops.compat import captured_under
 from moe_ops.logs import quiet
 
 # Relative to the largest element of the expected tensor, or to this where all are smaller (a gradient that is zero).
@@ -110,7 +111,7 @@ def check(
         Exception: what ``function`` itself raises.
     """
     eager_args, own_args = copy.deepcopy(args), copy.deepcopy(args)
-    with quiet(), torch.set_grad_enabled(gradients):
+    with quiet(), torch.set_grad_enabled(gradients), torch._dynamo.config.patch(captured_under(function)):
         expected = _once(function, eager_args, gradients)
         try:
             got = _once(compiled(function, **options), own_args, gradients)

@@ -205,7 +205,6 @@ def test_threads_that_compile_at_once() -> None:
                 ready.wait(60)
                 with torch.no_grad():
                     call()
-                problems.extend([settings()] * any(settings()))
         except Exception as error:
             problems.append(error)
             ready.abort()
@@ -218,9 +217,8 @@ def test_threads_that_compile_at_once() -> None:
     for thread in threads:
         thread.join()
     assert not problems
-    assert reads.seen and set(reads.seen) == {(True, False)}
+    assert reads.seen == [(True, False)] * len(models)  # a graph each
     assert plain.seen and set(plain.seen) == {(False, False)}
-    assert not any("loop" in reason or "nonzero" not in reason for reason in counters["graph_break"])
 
 
 def test_in_data_parallel() -> None:
