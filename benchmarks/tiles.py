@@ -58,6 +58,9 @@ EXPERTS: dict[str, Callable[[Shape], int]] = {
     "half_empty": lambda shape: shape.E - shape.E // 2,
     "k_experts": lambda shape: shape.K,
 }
+#: us to launch a GEMM, at the least: alone, and with its share of the sort and the combination, which times of many
+#: bytes do not tell.
+LEAST_US = {**dict.fromkeys(GEMMS, 1.0), LAYER: 6.0}
 ROUNDS = 7
 WARM_SECONDS = 0.1
 METHOD = (
@@ -216,10 +219,12 @@ def layer_us(works: Works, cost: TileCost, multiprocessors: int) -> float:
     return sum(product_us(work, cost, multiprocessors) for work in works)
 
 
-def fit(tile: MMConfig, times: Sequence[tuple[Works, float]], multiprocessors: int, tbps: float) -> TileCost:
-    """The constants, on a GPU whose memory has so many TB/s, rounded as FAMILIES has them, whose `layer_us` is nearest
-    to measured times by ratio: least squares of the logarithm, with outliers beyond 5 % damped, and one program rather
-    than more unless they gain 3 %.
+def fit(
+    tile: MMConfig, times: Sequence[tuple[Works, float]], multiprocessors: int, tbps: float, least_us: float = 1.0
+) -> TileCost:
+    """The constants, on a GPU whose memory has so many TB/s, with `least_us` to launch at the least, rounded as
+    FAMILIES has them, whose `layer_us` is nearest to measured times by ratio: least squares of the logarithm, with
+    outliers beyond 5 % damped, and one program rather than more unless they gain 3 %.
     """
     from scipy.optimize import least_squares
 
@@ -234,9 +239,9 @@ def fit(tile: MMConfig, times: Sequence[tuple[Works, float]], multiprocessors: i
 
     tall, best = tile.tall_m > 0, (math.inf, TileCost(0, 0, 0.0, 0.0, 0.0, 0, 0.0))
     # Not faster than memory: of times that it never decides, nothing else would bound it.
-    low, high = [0.0, -4.0, -3.0, 0.0, -3.0], [math.log(tbps), 4.0, 5.0, 2.5, 5.0]
+    low, high = [0.0, -4.0, -3.0, math.log(least_us), -3.0], [math.log(tbps), 4.0, 5.0, 2.5, 5.0]
     for programs in (1, 2, 3):
-        start = [4.2, 0.3, programs * (2 + tile.block_m * tile.block_n / 4096), 4.0, programs * 4.0]
+        start = [4.2, 0.3, programs * (2 + tile.block_m * tile.block_n / 4096), least_us + 3, programs * 4.0]
         logs, bounds = [math.log(value) for value in start[: 4 + tall]], (low[: 4 + tall], high[: 4 + tall])
         found = least_squares(errors, logs, args=(programs,), bounds=bounds, loss="soft_l1", f_scale=0.05)
         if found.cost < 0.97 * best[0]:
@@ -284,8 +289,8 @@ def report(document: Mapping[str, Any]) -> Iterator[str]:
                 if row["routing"] == "k_experts":
                     continue  # a fit that bends to it predicts even routing worse, and picks for it no better
                 of_tile.setdefault(row["tile"], []).append((works_of(document, row, row["routing"]), row["us"]))
-            gpu = (arch.multiprocessors, arch.dram_tbps)
-            costs[gemm] = {tile: fit(tile, of_tile[tile], *gpu) for tile in sorted(of_tile)}
+            known = (arch.multiprocessors, arch.dram_tbps, LEAST_US[gemm])
+            costs[gemm] = {tile: fit(tile, of_tile[tile], *known) for tile in sorted(of_tile)}
             for routing, ratios in regrets(document, rows, costs[gemm], arch.multiprocessors).items():
                 mean, worst = math.exp(statistics.fmean(map(math.log, ratios))), max(ratios)
                 yield f"{schemes} {gemm} {routing}: picked / best {mean:.3f}, at most {worst:.2f}, {len(ratios)} cases"
