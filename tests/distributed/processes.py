@@ -17,8 +17,8 @@ import pytest
 import torch
 from filelock import FileLock
 
-#: Seconds for all checks of one size.
-LIMIT = 240
+#: Seconds for all checks of one size: two minutes of one core each, where cores are not shared.
+LIMIT = 600
 #: Characters of what a process that died wrote at last.
 TAIL = 3000
 #: Forked from a process that has imported everything, which takes as long as all checks of some modules; where there is
