@@ -282,7 +282,8 @@ def test_a_result_of_other_rows_is_refused(format: str, change: str, how: str) -
         run(x, weights, ids)
 
 
-def test_rows_that_come_back_in_a_number_of_their_own_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_rows_that_come_back_in_a_number_of_their_own_are_compiled() -> None:
     """Whether there are as many as went is not to be told before the graph runs."""
     x, up, _, weights, ids = list(VARIANTS["plain"].build().tensors.values())[:5]
 
@@ -292,7 +293,6 @@ def test_rows_that_come_back_in_a_number_of_their_own_are_compiled(monkeypatch: 
         return moe_ops.finalize(came, prepared)
 
     torch._dynamo.reset()
-    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
     given = (x, weights, ids, torch.tensor([ids.numel() - 1, 1]))
     run = torch.compile(steps, backend="aot_eager", fullgraph=True, dynamic=True)
     torch.testing.assert_close(run(*given), steps(*given), rtol=0, atol=0)

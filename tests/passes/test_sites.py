@@ -227,6 +227,7 @@ def is_apart(scheduler: Any, node: Any, *_: Any, **__: Any) -> Any:
 @pytest.mark.parametrize("partitioned", [False, True], ids=["whole", "partitioned"])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("name", PROGRAMS)
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def test_functions_of_a_graph(
     name: str, dynamic: bool, partitioned: bool, monkeypatch: pytest.MonkeyPatch, launched: list[int]
 ):
@@ -236,7 +237,6 @@ def test_functions_of_a_graph(
 
         monkeypatch.setattr(Scheduler, "should_partition", is_apart)
     program = PROGRAMS[name]
-    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
     compiled = torch.compile(program, fullgraph=True)
     codes: list[str] = []
     for turn in range(12):
