@@ -314,11 +314,13 @@ def by_products(key: LayerKey, at: int, gpu: str, sm: int) -> Plan:
 def _by_products(key: LayerKey, tokens: int, gpu: str, sm: int) -> tuple[Plan, float]:
     """The plan, and the microseconds that both products should take."""
     first, second = _works(key, tokens)
+    if key.scheme in DECODED and sm == HOPPER:
+        tile = _hopper_tile(key.scheme, (first, second), lookup_gpu(gpu).multiprocessors)
+        return plan(key.format, tile, tile), _decoded_us(key.scheme, first) + _decoded_us(key.scheme, second)
     gathered = key.format == "grouped"
     column = product(key.scheme, first=True, gathered=gathered)
-    alike = (first, second) if key.scheme in DECODED else ()
-    up, up_us = _tile(key.scheme, first, gpu, sm, column, gated=key.gated, alike=alike)
-    down, down_us = _tile(key.scheme, second, gpu, sm, product(key.scheme, first=False, gathered=False), alike=alike)
+    up, up_us = _tile(key.scheme, first, gpu, sm, column, gated=key.gated)
+    down, down_us = _tile(key.scheme, second, gpu, sm, product(key.scheme, first=False, gathered=False))
     form = SCHEMES[key.scheme].rows
     if form is not None and not key.gated and key.scheme not in DECODED:
         up = up._replace(block_n=up.block_n // 2)
@@ -375,26 +377,20 @@ def tile_for(scheme: str, E: int, at: int, N: int, depth: int, gpu: str, sm: int
     return _tile(scheme, work, gpu, sm, column)[0]
 
 
-def _tile(
-    scheme: str, work: Work, gpu: str, sm: int, column: str, *, gated: bool = True, alike: tuple[Work, ...] = ()
-) -> tuple[MMConfig, float]:
-    """The tile, and the microseconds that it should take; `gated`: whether GEMM 1's weights are two halves; `alike`:
-    the products that should have one tile, this one among them.
-    """
+def _tile(scheme: str, work: Work, gpu: str, sm: int, column: str, *, gated: bool = True) -> tuple[MMConfig, float]:
+    """The tile, and the microseconds that it should take; `gated`: whether GEMM 1's weights are two halves."""
     tma = sm >= FIRST_CAPABILITY["tma"]
     if scheme == "fp32":
         return MMConfig(16 if work.T * work.K <= 16 * work.E else 64, 64, 32, 8, 4, 3, a_tma=False, w_tma=False), 0.0
     if in_blocks(scheme, sm):
         return _blocks_tile(scheme, work), 0.0
+    arch = lookup_gpu(gpu)
     if scheme in DECODED:
         if sm == HOPPER:
-            tile = _hopper_tile(scheme, alike or (work,), lookup_gpu(gpu).multiprocessors)
+            tile = _hopper_tile(scheme, (work,), arch.multiprocessors)
         else:
             tile = (_packed_tile if scheme in PACKED else _packed_fp8_tile)(scheme, work)
-        tbps, launch_us = PACKED_PRODUCT.get(scheme) or PACKED_PRODUCT[CODE[scheme]]
-        moved = expected_experts(work.E, work.K, work.T) * work.N * work.depth * work.itemsize
-        return (tile if tma else tile._replace(a_tma=False, w_tma=False)), launch_us + moved / (tbps * 1e6)
-    arch = lookup_gpu(gpu)
+        return (tile if tma else tile._replace(a_tma=False, w_tma=False)), _decoded_us(scheme, work)
     if scheme in PROMOTED and sm == HOPPER and are_promoted(work.T * work.K, work.E):
         return _streamed(128, 256, 128, 8, 8, 3), 0.0
     # Then every column has its scale, for which 128 rows leave no registers (us on an H200, gpt-oss-120b's dimensions,
@@ -414,6 +410,13 @@ def _tile(
         warps = 8 if tile.block_m * tile.block_n >= 128 * 128 else tile.num_warps
         tile = tile._replace(a_tma=False, w_tma=False, num_warps=warps)
     return tile, us
+
+
+def _decoded_us(scheme: str, work: Work) -> float:
+    """Microseconds of a product of weights that are decoded, where bytes are its time."""
+    tbps, launch_us = PACKED_PRODUCT.get(scheme) or PACKED_PRODUCT[CODE[scheme]]
+    moved = expected_experts(work.E, work.K, work.T) * work.N * work.depth * work.itemsize
+    return launch_us + moved / (tbps * 1e6)
 
 
 def _cheapest(costs: dict[MMConfig, TileCost], works: tuple[Work, ...], multiprocessors: int) -> MMConfig:

@@ -107,35 +107,25 @@ def _prefetch(pointers):
 
 
 @gluon.jit
-def prefetch_scales(scale, apart, expert, n_tile, GLU: gl.constexpr, SIZES: gl.constexpr):
+def _prefetch_scales(scale, apart, expert, n_tile, SIZES: gl.constexpr):
     """Have L2 hold the scales of groups of a tile's weight rows, by one warp. Rows of scales begin anywhere in a sector
     of 32 bytes (those of 2880 columns have 90), so that in every step other rows' would come from memory, and all rows
     of a product wait for the last.
     """
     N: gl.constexpr = SIZES[1]
     HEIGHT: gl.constexpr = SIZES[4][1]
+    GLU: gl.constexpr = SIZES[6]
     PACKED: gl.constexpr = SIZES[9][4]
     STRIDES: gl.constexpr = SIZES[3][1]
     LAST: gl.constexpr = (SIZES[2] + PACKED[4] - 1) // PACKED[4] - 1
     SECTOR: gl.constexpr = 256 // scale.dtype.element_ty.primitive_bitwidth
-    COLUMNS: gl.constexpr = columns_of(HEIGHT, GLU)
-    for lot in range(HEIGHT // 32):
-        row = lot * 32 + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-        half = row * 0
-        if GLU == CONCAT:
-            half = row // COLUMNS
-            row = gl.minimum(n_tile * COLUMNS + row % COLUMNS, N - 1)
-        else:
-            row = gl.minimum(n_tile * HEIGHT + row, (N if GLU == NOT_GATED else 2 * N) - 1)
-        first = of_rows(scale, apart, expert, row, half, N, PACKED[3], PACKED[5], STRIDES)
-        for group in range(0, LAST + SECTOR, SECTOR):
-            _prefetch(first + gl.minimum(group, LAST) * STRIDES[2])
-
-
-@gluon.constexpr_function
-def has_groups(strides, packed):
-    """Whether weight rows have scales of groups of columns."""
-    return strides[1] is not None and packed[4] > 0
+    BY_LANE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    n_start = n_tile * columns_of(HEIGHT, GLU)
+    row, half, exists = stacked_rows(HEIGHT, BY_LANE, n_start, N, GLU, SIZES[8], False)
+    row = gl.where(exists, row, 0)
+    first = of_rows(scale, apart, expert, row, half, N, PACKED[3], PACKED[5], STRIDES)
+    for group in range(0, LAST + SECTOR, SECTOR):
+        _prefetch(first + gl.minimum(group, LAST) * STRIDES[2])
 
 
 @gluon.jit
@@ -158,8 +148,8 @@ def _bring(given, SIZES: gl.constexpr):
     place = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         expert, first, past, n_tile = find_tile(tile, table, BLOCK[0], 0, N_TILES, BLOCK[3])
-        if has_groups(SIZES[3], SIZES[9][4]):
-            prefetch_scales(scale, apart, expert, n_tile, GLU, SIZES)
+        if SIZES[3][1] is not None and SIZES[9][4][4] > 0:  # scales, and of groups of columns
+            _prefetch_scales(scale, apart, expert, n_tile, SIZES)
         for step in range(steps_of(K, BLOCK[2])):
             stage, turn = place % STAGES, place // STAGES
             arrived = full.index(stage)
