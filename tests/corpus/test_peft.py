@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 import moe_ops
 from compile_passes.adapters import find_adapters
 from compile_passes.passes import run_all
+from moe_ops.compat import CAPTURED_UNDER
 from moe_ops.logs import quiet
 from tests.corpus.families import available, build, tokens
 from tests.ops.errors import assert_accurate
@@ -201,9 +202,10 @@ def test_under_autocast() -> None:
     assert_accurate(own.detach(), exact.detach(), expected.detach(), dtype=torch.bfloat16)
 
 
-def own_names(model: nn.Module) -> list[list[str]]:
-    """What is set on the modules in the place of methods, or by us."""
-    return [[key for key in vars(module) if key == "forward" or "moe_ops" in key] for module in model.modules()]
+def own_names(model: nn.Module, besides: str = "") -> list[list[str]]:
+    """What is set on the modules in the place of methods, or by us, but for one name."""
+    own = [[key for key in vars(module) if key == "forward" or "moe_ops" in key] for module in model.modules()]
+    return [[key for key in keys if key != besides] for keys in own]
 
 
 def test_restored() -> None:
@@ -264,4 +266,4 @@ def test_what_cannot_be_captured_is_left_and_named(name: str) -> None:
     before = own_names(model)
     said = " ".join(prepared(model))
     assert reason in said and mend in said and "captured as sums" not in said
-    assert own_names(model) == before
+    assert own_names(model, besides=CAPTURED_UNDER) == before  # code of the wrapper has sizes of the data

@@ -406,7 +406,8 @@ def test_a_gathered_weight_is_trained_around() -> None:
     results = module(x), torch.compile(module, backend="moe_ops", fullgraph=True)(x)
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
     gradients = [torch.autograd.grad(result.square().sum(), x)[0] for result in results]
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-5)
+    scale = gradients[0].abs().max().item()  # 45: numbers that nearly cancel have the rounding of those that they sum
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-5 * scale)
 
 
 def test_wrappers_are_taken_apart_once(monkeypatch: pytest.MonkeyPatch) -> None:
