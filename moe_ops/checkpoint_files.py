@@ -107,8 +107,8 @@ class Checkpoint:
                 raise fail(OP, "checkpoint", rule, f"{type(error).__name__}: {error}", cure) from error
         return self._files[path]
 
-    def read(self, key: str) -> Tensor:
-        """The tensor, on the CPU, in memory of its own.
+    def view(self, key: str) -> Tensor:
+        """The tensor, on the CPU, in the memory of the file, which others may write; pages come when they are read.
 
         Raises:
             ValueError: the file does not hold what its index says, or not as safetensors writes it.
@@ -116,7 +116,7 @@ class Checkpoint:
         path = self._where[key]
         file = self._file(path)
         try:
-            tensor: Tensor = file.get_tensor(key).clone()  # it is a view of the file, which others may write
+            tensor: Tensor = file.get_tensor(key)
         except Exception as error:
             raise fail(OP, key, f"readable from {path.name!r}", f"{type(error).__name__}: {error}") from error
         return tensor
@@ -209,7 +209,7 @@ class Checkpoint:
                 rule = f"absent beside {key!r}, which is the same part of {name!r}"
                 raise fail(OP, others[0], rule, "it", "Take one of them out of the checkpoint.")
         first = {part: keys[0] for part, keys in found.items()}
-        return Parts(first, self.read, name=name, stacked=expert is None, weights_alone=self.weights_alone)
+        return Parts(first, self.view, name=name, stacked=expert is None, weights_alone=self.weights_alone)
 
 
 def _weight_map(index: Path) -> dict[str, str]:

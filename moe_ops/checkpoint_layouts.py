@@ -11,6 +11,7 @@ A layout is known by the suffixes of its keys, their dtypes and shapes, never by
 | compressed-tensors fp4 | ``weight_packed`` uint8 | ``weight_scale``; NVFP4: ``weight_global_scale``, divided by |
 | this project | the parameter's name | that with ``_scale`` and so on: :mod:`moe_ops.quantized_state` |
 | ModelOpt NVFP4 | ``weight`` uint8 | ``weight_scale``, ``weight_scale_2``, multiplied with |
+| ModelOpt, all experts of Llama 4 or gpt-oss | the same, ``[E, K, N]`` | one for all of them, or turned, too |
 | DeepSeek MXFP4 | ``weight`` int8 ``[N, K / 2]`` | ``scale`` e8m0 ``[N, K / 32]`` |
 
 DeepSeek's ``weight_scale_inv`` is multiplied with, too, whatever its name says. ``input_scale`` (compressed-tensors,
@@ -106,6 +107,8 @@ def _static(parts: Parts, stored: Stored) -> Tensor:
         ValueError: the scheme has none, or there are others or more than that.
     """
     (key, scale), scheme, leading = parts.take("input_scale"), stored.scheme, stored.data.shape[:-2]
+    if scale.numel() == 1:
+        scale = scale.reshape(()).expand(leading).contiguous()
     if scheme.static_rows is None:
         rule = f"absent for scheme {scheme.name!r}, which computes scales of activations for every token"
         raise fail(OP, key, rule, "it", "Quantise the activations of the checkpoint dynamically.")
@@ -153,17 +156,17 @@ def _fp8(parts: Parts, data: Tensor, halves: bool) -> Stored:
         names = ("mxfp8", "fp8_block128")
     elif scale.dim() < data.dim():  # a single block is written as [1, 1], a whole weight's scale is not
         names = ("fp8_tensor", "fp8_channel")
-    grid = _grid(key, scale, data)
+    (N, K), grid = data.shape[-2:], _grid(key, scale, data)
     for name in names:
         spec = SCHEMES[name].scales[0]
-        if not _fits(spec, grid, data, halves):
+        if not fits(spec, grid, N, K, halves):
             continue
         if name == "fp8_block128":
             _check_border(key, grid, data, spec, halves)
             scale = scale.view(E8M0) if scale.dtype == torch.uint8 else scale
         return _stored(name, data, (key, scale))
     rule = f"{' or '.join(str(SCHEMES[name].scales[0]) for name in names)} for a weight {list(data.shape)}"
-    is_turned = any(_fits(SCHEMES[name].scales[0], grid.mT, data.mT, False) for name in names)
+    is_turned = any(fits(SCHEMES[name].scales[0], grid.mT, K, N, False) for name in names)
     cure = (
         f"They fit a weight that is stored transposed. {TURN}" if is_turned else "Blocks of other sizes have no scheme."
     )
@@ -280,6 +283,8 @@ def _grid(key: str, scale: Tensor, data: Tensor) -> Tensor:
             has a dimension of experts would be taken for the scale of all.
     """
     leading = data.shape[:-2]
+    if scale.dim() < 2 and scale.numel() == 1:  # of a stack: one number for all experts
+        return scale.reshape(()).expand(*leading, 1, 1).contiguous()
     grid = scale.reshape(*scale.shape, *(1,) * (data.dim() - scale.dim()))
     if grid.shape[:-2] != leading:
         rule = f"[{''.join(f'E={size}, ' for size in leading)}N groups, K groups] beside a weight {list(data.shape)}"
@@ -295,9 +300,8 @@ def _rows_of(key: str, scale: Tensor, data: Tensor) -> Tensor:
     return grid
 
 
-def _fits(spec: Scale, grid: Tensor, data: Tensor, halves: bool) -> bool:
-    """``grid`` is a form of ``spec`` over the weight, or over each of its halves."""
-    N, K = data.shape[-2:]
+def fits(spec: Scale, grid: Tensor, N: int, K: int, halves: bool) -> bool:
+    """``grid`` is a form of ``spec`` over a weight of N rows and K columns, or over each of its halves."""
     if spec.groups_of(grid.shape, N, K) is not None:
         return True
     rows, columns = grid.shape[-2:]

@@ -15,6 +15,7 @@ from meta.schemes import FLOAT_DTYPES, SCHEMES, WHOLE, QuantScheme
 from moe_ops.checkpoint_files import Members
 from moe_ops.checkpoint_layouts import Signature, Stored, canonical
 from moe_ops.checkpoint_parts import OP, Parts
+from moe_ops.checkpoint_turned import turn_stacks
 
 
 def operands_of(weights: dict[str, Members], prefix: str, device: torch.device) -> dict[str, Operand]:
@@ -23,6 +24,7 @@ def operands_of(weights: dict[str, Members], prefix: str, device: torch.device) 
     Raises:
         ValueError: a tensor is of no known layout, or the weights are of different schemes; a key is named.
     """
+    turn_stacks(weights)
     operands = {name: _operand(name, prefix, members, device) for name, members in weights.items()}
     if {row_of(one).name for one in operands.values()} == {"int8_channel", "int8_w8a16"}:
         # A weight that is one group wide looks as if it had none; beside groups its activations stay as they are, too.

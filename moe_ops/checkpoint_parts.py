@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from meta.checks import fail
@@ -29,9 +30,12 @@ def part_of(suffix: str) -> str:
 class Parts:
     """The tensors of one projection, of one expert or of all, read when they are taken.
 
+    Attributes:
+        turned: the parts that are stored ``[E, K, ..]``, and read as ``[E, N, ..]``.
+
     Args:
         keys: of the checkpoint, by their part (:func:`part_of`).
-        read: a key's tensor.
+        view: a key's tensor, in memory that others may write.
         name: of the projection, for messages: what keys begin with.
         stacked: they are of all experts.
         weights_alone: the checkpoint says that its activations are not quantised.
@@ -40,7 +44,7 @@ class Parts:
     def __init__(
         self,
         keys: dict[str, str],
-        read: Callable[[str], Tensor],
+        view: Callable[[str], Tensor],
         *,
         name: str,
         stacked: bool,
@@ -50,7 +54,8 @@ class Parts:
         self.name = name
         self.stacked = stacked
         self.weights_alone = weights_alone
-        self._read = read
+        self.turned: frozenset[str] = frozenset()
+        self._view = view
         self._taken: set[str] = set()
 
     def __contains__(self, part: str) -> bool:
@@ -89,8 +94,14 @@ class Parts:
         return self.keys[part], self.read(part)
 
     def read(self, part: str) -> Tensor:
-        """The tensor of a part that is there, which does not count as understood yet."""
-        return self._read(self.keys[part])
+        """The tensor of a part that is there, in memory of its own; it does not count as understood yet."""
+        tensor = self._view(self.keys[part])
+        stored = tensor.mT if part in self.turned else tensor
+        return stored.clone(memory_format=torch.contiguous_format)
+
+    def like(self, part: str) -> Tensor:
+        """Dtype and shape of a part that is there, as it is stored, on meta: nothing of it is read."""
+        return self._view(self.keys[part]).to("meta")
 
     def check_all_taken(self) -> None:
         """Every tensor has been understood.

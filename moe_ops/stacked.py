@@ -53,7 +53,7 @@ def stacked_experts(model: nn.Module, *, every_name: bool = False) -> Iterator[S
         names = _by_shape(stacked) or next((known for known in _NAMES if stacked.keys() >= {*known}), None)
         if names is None:
             continue
-        ways = _ways([stacked[key] for key in names])
+        ways = orientations([stacked[key] for key in names])
         said = getattr(module, "is_transposed", None)
         if said is None or (ways and said not in ways):
             said = _only(ways, stacked[names[0]].shape[0], model)
@@ -134,15 +134,15 @@ def places_of(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
 def _by_shape(stacked: dict[str, Tensor]) -> tuple[str, ...] | None:
     """The only three, or two, that have the shapes of experts."""
     for count in (3, 2):
-        groups = [keys for keys in combinations(stacked, count) if _ways([stacked[key] for key in keys])]
+        groups = [keys for keys in combinations(stacked, count) if orientations([stacked[key] for key in keys])]
         if len(groups) == 1:
             return groups[0]
     return None
 
 
 def _only(ways: dict[bool, set[int]], num_experts: int, model: nn.Module) -> bool | None:
-    """The one of `_ways`, or the only one whose hidden width the model shows elsewhere: a router's, which has a row for
-    every expert, or else those of norms.
+    """The one of `orientations`, or the only one whose hidden width the model shows elsewhere: a router's, which has a
+    row for every expert, or else those of norms.
     """
     if len(ways) < 2:
         return next(iter(ways), None)
@@ -156,7 +156,7 @@ def _only(ways: dict[bool, set[int]], num_experts: int, model: nn.Module) -> boo
     return None
 
 
-def _ways(weights: list[Tensor]) -> dict[bool, set[int]]:
+def orientations(weights: list[Tensor]) -> dict[bool, set[int]]:
     """Whether they are experts as ``[E, N, K]`` (False is there) or transposed (True), and of which hidden widths."""
     if len({weight.shape[0] for weight in weights}) > 1:
         return {}

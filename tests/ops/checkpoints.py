@@ -208,6 +208,70 @@ def modelopt_fp8(weight: Tensor) -> Tensors:
     return {"weight": stored, "weight_scale": scale, "input_scale": torch.tensor(0.5)}
 
 
+def _turned(weight: Tensor, scale: Tensor) -> dict[str, Tensor]:
+    return {"": weight.mT.contiguous(), "_weight_scale": scale.mT.contiguous()}
+
+
+def _modelopt_stack(kind: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """A stack ``[E, N, K]`` as ModelOpt's export of transformers' Llama 4 and gpt-oss has it, and its numbers."""
+    if kind == "fp8, tensor":
+        scale = weight.float().abs().amax() / 448
+        stored = (weight.float() / scale).to(torch.float8_e4m3fn)
+        state = {"": stored.mT.contiguous(), "_weight_scale": scale, "_input_scale": torch.tensor(0.5)}
+        return state, stored.float() * scale
+    if kind == "fp8, channel":  # whose scales are not turned
+        scale = weight.float().abs().amax(-1) / 448
+        stored = (weight.float() / scale.unsqueeze(-1)).to(torch.float8_e4m3fn)
+        return {"": stored.mT.contiguous(), "_weight_scale": scale}, stored.float() * scale.unsqueeze(-1)
+    if kind == "fp8, block":
+        states = [compressed(one, CASES["float, block"]) for one in weight]
+        stored, scale = (torch.stack([state[key] for state in states]) for key in ("weight", "weight_scale"))
+        wanted = torch.stack([decompressed(state, CASES["float, block"]) for state in states])
+        return _turned(stored, scale), wanted
+    divisor = 6 * 448 / weight.float().abs().amax()
+    states = []
+    for one in weight:
+        args = CASES["nvfp4"].args
+        scale, zero = calculate_qparams(*_extremes(one, args), args, global_scale=divisor)
+        compressor = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
+        state = {"weight": one, "weight_scale": scale, "weight_zero_point": zero, "weight_global_scale": divisor}
+        states.append(compressor.compress(state, QuantizationScheme(targets=["Linear"], weights=args)))
+    factor = (1 / divisor).squeeze()
+    wanted = [
+        read_modelopt_nvfp4(
+            {"weight": state["weight_packed"], "weight_scale": state["weight_scale"], "weight_scale_2": factor}
+        )
+        for state in states
+    ]
+    packed, scale = (torch.stack([state[key] for state in states]) for key in ("weight_packed", "weight_scale"))
+    return _turned(packed, scale) | {"_weight_scale_2": factor, "_input_scale": torch.tensor(0.02)}, torch.stack(wanted)
+
+
+#: How ModelOpt stores a stack -> the scheme that reads it.
+MODELOPT_STACKS = {
+    "fp8, tensor": "fp8_tensor",
+    "fp8, channel": "fp8_channel",
+    "fp8, block": "fp8_block128",
+    "nvfp4": "nvfp4",
+}
+
+
+def modelopt_stacks(
+    kind: str, prefix: str = PREFIX, shapes: dict[str, tuple[int, int]] | None = None
+) -> tuple[Tensors, Tensors]:
+    """A layer of such stacks ``[E, K, N]``, and the ``[E, N, K]`` numbers of each.
+
+    Args:
+        shapes: ``(N, K)`` of each.
+    """
+    generator = torch.Generator().manual_seed(0)
+    state, wanted = {}, {}
+    for name, shape in (shapes or {"gate_up_proj": (2 * I, H), "down_proj": (H, I)}).items():
+        stored, wanted[name] = _modelopt_stack(kind, torch.randn(E, *shape, generator=generator).bfloat16())
+        state |= {f"{prefix}.{name}{part}": tensor for part, tensor in stored.items()}
+    return state, wanted
+
+
 def deepseek(weight: Tensor, scale: str) -> Tensors:
     """128 x 128 blocks, the last ones cut short, and their ``weight_scale_inv``."""
     case = CASES["float, block"]

@@ -76,6 +76,34 @@ def test_modelopt_fp8(tmp_path: Path) -> None:
     assert_reads(operands, wanted, "fp8_tensor")
 
 
+@pytest.mark.parametrize("kind", files.MODELOPT_STACKS)
+def test_modelopt_stacks_of_the_other_orientation(kind: str, tmp_path: Path) -> None:
+    """Llama 4 and gpt-oss: ``[E, K, N]``, and one scale for all experts."""
+    state, wanted = files.modelopt_stacks(kind)
+    operands = written(tmp_path, state)
+    assert_reads(operands, wanted, files.MODELOPT_STACKS[kind])
+    assert all(operand.data.is_contiguous() for operand in operands.values())
+    for operand in operands.values() if kind == "fp8, tensor" else ():
+        assert torch.equal(operand.static, torch.full((files.E, 1, 1), 0.5))
+
+
+#: (N, K) of gate|up and down where one weight, or a square of blocks, does not say how it is stored.
+SQUARE = {
+    "down": {"gate_up_proj": (512, 256), "down_proj": (256, 256)},
+    "gate_up": {"gate_up_proj": (256, 256), "down_proj": (256, 128)},
+}
+
+
+@pytest.mark.parametrize("upright", [False, True], ids=["turned", "upright"])
+@pytest.mark.parametrize("square", SQUARE)
+@pytest.mark.parametrize("kind", files.MODELOPT_STACKS)
+def test_a_square_stack_is_turned_as_the_other_one_is(kind: str, square: str, upright: bool, tmp_path: Path) -> None:
+    state, wanted = files.modelopt_stacks(kind, shapes=SQUARE[square])
+    if upright:
+        state = {key: tensor.mT.contiguous() if tensor.dim() == 3 else tensor for key, tensor in state.items()}
+    assert_reads(written(tmp_path, state), wanted)
+
+
 #: How static scales of activations are stored: of one expert's projection, or of all experts.
 STATIC = {
     "modelopt": (False, lambda scale: scale),

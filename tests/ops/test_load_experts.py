@@ -146,6 +146,18 @@ def test_transposed_parameters_and_biases(tmp_path: Path) -> None:
         assert torch.equal(getattr(experts, f"{name}_bias"), state[f"{files.PREFIX}.{name}_bias"])
 
 
+@pytest.mark.parametrize("is_transposed", [True, False])
+@pytest.mark.parametrize("kind", files.MODELOPT_STACKS)
+def test_modelopt_stacks_into_models_of_either_orientation(kind: str, is_transposed: bool, tmp_path: Path) -> None:
+    state, wanted = files.modelopt_stacks(kind, prefix="layers.0.mlp.experts")
+    save_file(state, tmp_path / "model.safetensors")
+    model = Model(1, is_transposed=is_transposed)
+    assert {*moe_ops.load_experts_(model, tmp_path).values()} == {files.MODELOPT_STACKS[kind]}
+    for name, numbers in wanted.items():
+        held = getattr(model.layers[0]["mlp"]["experts"], name).dequantize().float()
+        assert torch.equal(held.mT if is_transposed else held, numbers.to(torch.bfloat16).float())
+
+
 def test_biases_of_numbered_experts(tmp_path: Path) -> None:
     def store(weight: Tensor) -> Tensors:
         return files.modelopt_fp8(weight) | {"bias": weight[:, 0]}

@@ -1,0 +1,64 @@
+"""Stacks that a checkpoint stores ``[E, K, N]``, as some models hold them: ModelOpt's of Llama 4 and of gpt-oss.
+
+Their scales say so by their shapes or, where one number is that of a whole weight, the layer's weights do together.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meta.formats import E4M3
+from meta.schemes import SCHEMES
+from moe_ops.checkpoint_files import Members
+from moe_ops.checkpoint_layouts import fits
+from moe_ops.checkpoint_parts import Parts
+from moe_ops.stacked import orientations
+
+#: Whose scales may lie beside codes of a dtype that name no layout by their key.
+_ROWS = {E4M3: ("fp8_w8a16", "mxfp8"), torch.uint8: ("nvfp4", "mxfp4"), torch.int8: ("int8_w8a16", "mxfp4")}
+_NOTHING: frozenset[str] = frozenset()
+_WEIGHT = frozenset({""})
+#: ModelOpt turns blocks with the weight they are of, and leaves the scales of channels ``[E, N]``.
+_ALL = _WEIGHT | {"scale", "scale_inv", "zero_point"}
+
+
+def turn_stacks(weights: dict[str, Members]) -> None:
+    """Have the stacks of a layer read as ``[E, N, K]`` that are stored the other way round, all of them or none."""
+    stacks = [(parts, name == "gate_up_proj") for name, members in weights.items() for parts in members[0]]
+    if not all(parts.stacked and "" in parts for parts, _ in stacks):
+        return
+    ways = [_ways(parts, halves) for parts, halves in stacks]
+    if not all(any(way) for way in ways):  # some fit only as they are stored, or not at all
+        return
+    if all(_NOTHING in way for way in ways):
+        said = orientations([parts.like("") for parts, _ in stacks])
+        if True not in said or False in said:
+            return
+    for (parts, _), way in zip(stacks, ways, strict=True):
+        parts.turned = next(filter(None, way))
+
+
+def _ways(parts: Parts, halves: bool) -> list[frozenset[str]]:
+    """The parts that may be turned together, as far as scales of the known layouts fit."""
+    data, key = parts.like(""), next((part for part in ("scale", "scale_inv") if part in parts), None)
+    if data.dim() != 3 or data.dtype not in _ROWS or key is None:
+        return []
+    scale = parts.like(key)
+    if scale.dim() < 3:
+        grids = {_NOTHING: scale, _WEIGHT: scale}
+    else:
+        grids = {_NOTHING: scale, _ALL: scale.mT, _WEIGHT: scale}
+    return [way for way, grid in grids.items() if _fit(grid, data.mT if way else data, data.dtype, halves)]
+
+
+def _fit(scale: Tensor, data: Tensor, dtype: torch.dtype, halves: bool) -> bool:
+    grid = scale.reshape(*scale.shape, *(1,) * (3 - scale.dim()))
+    if grid.dim() != 3 or grid.shape[1:] == (1, 1):
+        return grid.dim() == 3
+    kind = torch.float32 if scale.dtype in (torch.float16, torch.bfloat16) else scale.dtype
+    rows = [SCHEMES[name] for name in _ROWS[dtype]]
+    return any(
+        kind in row.scales[0].dtypes and fits(row.scales[0], grid, data.shape[-2], data.shape[-1] * row.pack, halves)
+        for row in rows
+    )
