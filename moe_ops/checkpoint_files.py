@@ -18,7 +18,7 @@ from moe_ops.checkpoint_parts import OP, Parts, part_of
 
 #: Other names of the three projections.
 _PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-_KEY = re.compile(r"(.+?)\.(?:(\d+)\.)?(gate_up_proj|gate_proj|up_proj|down_proj|w[123])((?:[._].+)?)")
+_KEY = re.compile(r"(.+?)\.(?:(\d+)\.)?_?(gate_up_proj|gate_proj|up_proj|down_proj|w[123])((?:[._].+)?)")
 
 #: What helps against a file that is not safetensors', by its suffix.
 _OF_TORCH = "Convert it with safetensors.torch.save_file."
@@ -121,6 +121,10 @@ class Checkpoint:
             raise fail(OP, key, f"readable from {path.name!r}", f"{type(error).__name__}: {error}") from error
         return tensor
 
+    def note(self, key: str, name: str) -> str | None:
+        """What the metadata of the file that has a key say about a name."""
+        return (self._file(self._where[key]).metadata() or {}).get(name)
+
     @cached_property
     def layers(self) -> dict[str, Layer]:
         """Projections by what stands before them in their keys, those of dense layers included."""
@@ -209,7 +213,7 @@ class Checkpoint:
                 rule = f"absent beside {key!r}, which is the same part of {name!r}"
                 raise fail(OP, others[0], rule, "it", "Take one of them out of the checkpoint.")
         first = {part: keys[0] for part, keys in found.items()}
-        return Parts(first, self.view, name=name, stacked=expert is None, weights_alone=self.weights_alone)
+        return Parts(first, self.view, self.note, name=name, stacked=expert is None, weights_alone=self.weights_alone)
 
 
 def _weight_map(index: Path) -> dict[str, str]:

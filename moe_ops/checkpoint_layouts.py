@@ -12,6 +12,7 @@ A layout is known by the suffixes of its keys, their dtypes and shapes, never by
 | this project | the parameter's name | that with ``_scale`` and so on: :mod:`moe_ops.quantized_state` |
 | ModelOpt NVFP4 | ``weight`` uint8 | ``weight_scale``, ``weight_scale_2``, multiplied with |
 | ModelOpt, all experts of Llama 4 or gpt-oss | the same, ``[E, K, N]`` | one for all of them, or turned, too |
+| torchao, transformers | ``_.._qdata`` | ``_.._scale``, ``_.._zero_point``: :mod:`moe_ops.checkpoint_torchao` |
 | DeepSeek MXFP4 | ``weight`` int8 ``[N, K / 2]`` | ``scale`` e8m0 ``[N, K / 32]`` |
 
 DeepSeek's ``weight_scale_inv`` is multiplied with, too, whatever its name says. ``input_scale`` (compressed-tensors,
@@ -31,6 +32,7 @@ from meta.formats import E4M3, E8M0, unpack
 from meta.schemes import FLOAT_DTYPES, SCHEMES, QuantScheme, Scale, ceil_div
 from moe_ops.checkpoint_own import own_row
 from moe_ops.checkpoint_parts import OP, OTHER_LAYOUT, Parts
+from moe_ops.checkpoint_torchao import read_torchao
 
 _EXPONENTS = (torch.uint8, E8M0)
 #: What helps where a checkpoint has ``[E, K, N]``.
@@ -78,10 +80,14 @@ def canonical(parts: Parts, *, halves: bool = False) -> Stored:
     Raises:
         ValueError: no layout of this module; names the key, what was expected and what is there.
     """
-    kind = next((kind for kind in ("blocks", "packed", "") if kind in parts), None)
+    kind = next((kind for kind in ("blocks", "packed", "qdata", "") if kind in parts), None)
     if kind is None:
         rule = "stored beside the weight that it belongs to"
         raise fail(OP, parts.any_key(), rule, sorted(parts.keys.values()), OTHER_LAYOUT)
+    if kind == "qdata":
+        name, data, scales = read_torchao(parts)
+        parts.check_all_taken()
+        return Stored(SCHEMES[name], data, scales)
     key, data = parts.take(kind)
     reader = _READERS.get((kind, data.dtype))
     if reader is None:

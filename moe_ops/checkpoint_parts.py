@@ -36,6 +36,7 @@ class Parts:
     Args:
         keys: of the checkpoint, by their part (:func:`part_of`).
         view: a key's tensor, in memory that others may write.
+        note: what the metadata of a key's file say about a name.
         name: of the projection, for messages: what keys begin with.
         stacked: they are of all experts.
         weights_alone: the checkpoint says that its activations are not quantised.
@@ -45,6 +46,7 @@ class Parts:
         self,
         keys: dict[str, str],
         view: Callable[[str], Tensor],
+        note: Callable[[str, str], str | None],
         *,
         name: str,
         stacked: bool,
@@ -56,6 +58,7 @@ class Parts:
         self.weights_alone = weights_alone
         self.turned: frozenset[str] = frozenset()
         self._view = view
+        self._note = note
         self._taken: set[str] = set()
 
     def __contains__(self, part: str) -> bool:
@@ -98,6 +101,10 @@ class Parts:
         tensor = self._view(self.keys[part])
         stored = tensor.mT if part in self.turned else tensor
         return stored.clone(memory_format=torch.contiguous_format)
+
+    def note(self, part: str, name: str) -> str | None:
+        """What the metadata of the file that a part is in say about a name."""
+        return self._note(self.keys[part], name)
 
     def like(self, part: str) -> Tensor:
         """Dtype and shape of a part that is there, as it is stored, on meta: nothing of it is read."""

@@ -18,7 +18,7 @@ from moe_ops.stacked import orientations
 #: Whose scales may lie beside codes of a dtype that name no layout by their key.
 _ROWS = {E4M3: ("fp8_w8a16", "mxfp8"), torch.uint8: ("nvfp4", "mxfp4"), torch.int8: ("int8_w8a16", "mxfp4")}
 _NOTHING: frozenset[str] = frozenset()
-_WEIGHT = frozenset({""})
+_WEIGHT = frozenset({"", "qdata"})
 #: ModelOpt turns blocks with the weight they are of, and leaves the scales of channels ``[E, N]``.
 _ALL = _WEIGHT | {"scale", "scale_inv", "zero_point"}
 
@@ -26,13 +26,13 @@ _ALL = _WEIGHT | {"scale", "scale_inv", "zero_point"}
 def turn_stacks(weights: dict[str, Members]) -> None:
     """Have the stacks of a layer read as ``[E, N, K]`` that are stored the other way round, all of them or none."""
     stacks = [(parts, name == "gate_up_proj") for name, members in weights.items() for parts in members[0]]
-    if not all(parts.stacked and "" in parts for parts, _ in stacks):
+    if not all(parts.stacked and _WEIGHT & parts.keys.keys() for parts, _ in stacks):
         return
     ways = [_ways(parts, halves) for parts, halves in stacks]
     if not all(any(way) for way in ways):  # some fit only as they are stored, or not at all
         return
     if all(_NOTHING in way for way in ways):
-        said = orientations([parts.like("") for parts, _ in stacks])
+        said = orientations([_weight(parts) for parts, _ in stacks])
         if True not in said or False in said:
             return
     for (parts, _), way in zip(stacks, ways, strict=True):
@@ -41,7 +41,7 @@ def turn_stacks(weights: dict[str, Members]) -> None:
 
 def _ways(parts: Parts, halves: bool) -> list[frozenset[str]]:
     """The parts that may be turned together, as far as scales of the known layouts fit."""
-    data, key = parts.like(""), next((part for part in ("scale", "scale_inv") if part in parts), None)
+    data, key = _weight(parts), next((part for part in ("scale", "scale_inv") if part in parts), None)
     if data.dim() != 3 or data.dtype not in _ROWS or key is None:
         return []
     scale = parts.like(key)
@@ -50,6 +50,10 @@ def _ways(parts: Parts, halves: bool) -> list[frozenset[str]]:
     else:
         grids = {_NOTHING: scale, _ALL: scale.mT, _WEIGHT: scale}
     return [way for way, grid in grids.items() if _fit(grid, data.mT if way else data, data.dtype, halves)]
+
+
+def _weight(parts: Parts) -> Tensor:
+    return parts.like(next(part for part in _WEIGHT if part in parts))
 
 
 def _fit(scale: Tensor, data: Tensor, dtype: torch.dtype, halves: bool) -> bool:

@@ -78,7 +78,7 @@ def load_experts_(
             and ``down_proj`` of one module, or ``gate_proj``, ``up_proj`` and ``down_proj``, in a float dtype, which
             stays that of their numbers.
         checkpoint: a file of safetensors, an index of some, or a folder with some, with or without an index; the
-            layouts are those of gpt-oss, compressed-tensors, ModelOpt, DeepSeek and of
+            layouts are those of gpt-oss, compressed-tensors, ModelOpt, DeepSeek, torchao and of
             :mod:`moe_ops.quantized_state`. A ``config.json`` beside it that says that compressed-tensors quantised
             weights alone is heeded: schemes of 8 bits leave activations as they are then.
         filter: ``(name, module) -> bool`` by the experts module's name in ``named_modules()``, as that of
