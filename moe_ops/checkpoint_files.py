@@ -53,6 +53,7 @@ class Checkpoint:
         self._open, self._errors = safe_open, (SafetensorError, OSError)
         self.path = Path(path)
         self._files: dict[Path, Any] = {}
+        self._metadata: dict[Path, dict[str, str]] = {}
         self._stack = ExitStack()
         self._where: dict[str, Path] = {}
         for key, file in self._find():
@@ -123,7 +124,10 @@ class Checkpoint:
 
     def note(self, key: str, name: str) -> str | None:
         """What the metadata of the file that has a key say about a name."""
-        return (self._file(self._where[key]).metadata() or {}).get(name)
+        path = self._where[key]
+        if path not in self._metadata:
+            self._metadata[path] = self._file(path).metadata() or {}
+        return self._metadata[path].get(name)
 
     @cached_property
     def layers(self) -> dict[str, Layer]:
