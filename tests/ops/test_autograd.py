@@ -610,4 +610,4 @@ def test_a_second_derivative_of_a_product_is_refused_under_its_name(op: str) -> 
         out = call.overload(x, *given, **{key: value for key, value in call.kwargs.items() if key != "out_dtype"})
         return out[0] if isinstance(out, tuple) else out
 
-    assert torch.autograd.gradgradcheck(run, (x,))
+    assert torch.autograd.gradgradcheck(run, (x,), fast_mode=True)
