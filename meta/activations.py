@@ -8,14 +8,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 GateFn = Callable[[Tensor, float, float], Tensor]
 GateGrad = Callable[[Tensor, Tensor, float, float], Tensor]
+
+
+def _clamp_passes_at_bounds() -> bool:
+    """Whether torch's clamp has a gradient where its argument is a bound. In forward mode, whose formula is the same: a
+    backward starts threads that stay, after which a process may not fork.
+    """
+    one = torch.ones((), device="cpu")
+    with forward_ad.dual_level():
+        return bool(forward_ad.unpack_dual(forward_ad.make_dual(one, one).clamp(max=1.0)).tangent)
+
+
+with ThreadPoolExecutor(1) as thread:  # which is under none of the modes that this may be imported under
+    #: Up to torch 2.13 it has.
+    CLAMP_PASSES_AT_BOUNDS = thread.submit(_clamp_passes_at_bounds).result()
+
+
+def _passes(value: Tensor, limit: float) -> Tensor:
+    """Where ``value.clamp(max=limit)`` has a gradient."""
+    return value <= limit if CLAMP_PASSES_AT_BOUNDS else value < limit
 
 
 @dataclass(frozen=True)
@@ -56,7 +77,7 @@ class Activation:
             return self.gate_grad(grad, gate, alpha, limit), None
         grad_up = grad * self.gate_fn(gate, alpha, limit)
         if self.clamp_up:
-            grad_up = torch.where(up.abs() <= limit, grad_up, 0.0)
+            grad_up = torch.where(_passes(up.abs(), limit), grad_up, 0.0)
         if self.cap_up:
             grad_up = grad_up * (1 - torch.tanh(up / limit).square())
         return self.gate_grad(grad * self._up(up, limit), gate, alpha, limit), grad_up
@@ -122,7 +143,7 @@ def _swiglu_oai(gate: Tensor, alpha: float, limit: float) -> Tensor:
 def _swiglu_oai_grad(grad: Tensor, gate: Tensor, alpha: float, limit: float) -> Tensor:
     clamped = gate.clamp(max=limit)
     sigmoid = torch.sigmoid(alpha * clamped)
-    return torch.where(gate <= limit, grad * (sigmoid * (1 + alpha * clamped * (1 - sigmoid))), 0.0)
+    return torch.where(_passes(gate, limit), grad * (sigmoid * (1 + alpha * clamped * (1 - sigmoid))), 0.0)
 
 
 def _silu_clamp(gate: Tensor, alpha: float, limit: float) -> Tensor:
@@ -130,7 +151,7 @@ def _silu_clamp(gate: Tensor, alpha: float, limit: float) -> Tensor:
 
 
 def _silu_clamp_grad(grad: Tensor, gate: Tensor, alpha: float, limit: float) -> Tensor:
-    return torch.where(gate <= limit, _silu_grad(grad, gate, alpha, limit), 0.0)
+    return torch.where(_passes(gate, limit), _silu_grad(grad, gate, alpha, limit), 0.0)
 
 
 def _silu_then_clamp(gate: Tensor, alpha: float, limit: float) -> Tensor:
@@ -138,7 +159,7 @@ def _silu_then_clamp(gate: Tensor, alpha: float, limit: float) -> Tensor:
 
 
 def _silu_then_clamp_grad(grad: Tensor, gate: Tensor, alpha: float, limit: float) -> Tensor:
-    return _silu_grad(torch.where(F.silu(gate) <= limit, grad, 0.0), gate, alpha, limit)
+    return _silu_grad(torch.where(_passes(F.silu(gate), limit), grad, 0.0), gate, alpha, limit)
 
 
 def _quick_gelu(gate: Tensor, alpha: float, limit: float) -> Tensor:

@@ -8,13 +8,16 @@ import pytest
 import torch
 
 import moe_ops
+from meta.activations import ACTIVATIONS
 from meta.calls import RouterOptions
+from meta.operands import Glu
 from meta.routing import ROUTINGS, route
 from moe_ops import choice, reference, router_gradient, rows
 from moe_ops.backends import cpu, triton_plans
 from moe_ops.backends import triton as backend
 from moe_ops.experts_backward import first_product
 from moe_ops.kernels.triton import collect, wgrad
+from moe_ops.kernels.triton import rows as kernel_rows
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.ops import LAUNCHERS, parse
 from tests.ops.errors import assert_rounded
@@ -97,6 +100,21 @@ def test_activated_rows(layout: str, many: bool, keep: bool, monkeypatch: pytest
     glu = call.experts.glu
     result = rows.glu_rows(*exact, *[None] * (2 - len(exact)), glu, routed.offsets)
     torch.testing.assert_close(value[:kept].double(), result[:kept], rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("layout", ["concat", "interleaved"])
+@pytest.mark.parametrize("name", [name for name, row in ACTIVATIONS.items() if row.limit])
+def test_gradients_at_a_bound_are_those_of_plain_code(name: str, layout: str) -> None:
+    """Where torch's clamp has none, as it is since 2.14, kernels have none."""
+    routed, I = places(dropped=True), 8
+    values = torch.tensor([-2.0, -1.5, -1.0, 0.5, 1.0, 1.5, 2.0, 1.25])  # -1.5 and 1.5: the bounds
+    gate_up = values[torch.randint(8, (T * K, 2 * I))]
+    glu = Glu(name, 1.702, 1.5, layout)
+    given = (torch.randn(T * K, I), gate_up, None, None, (routed.row_to_pair, routed.pair_to_row), glu, routed.offsets)
+    options: dict[str, Any] = dict(value=False, dots=None, in_place=False)
+    wanted, got = (module.glu_rows_backward(*given, **options)[0] for module in (rows, kernel_rows))
+    kept = int((routed.row_to_pair >= 0).sum())
+    torch.testing.assert_close(got[:kept], wanted[:kept])
 
 
 @pytest.mark.parametrize("tokens", ["grad_rows", "rows"])

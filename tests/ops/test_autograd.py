@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,9 +12,11 @@ from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_ops
+from meta import activations
 from meta.activations import ACTIVATIONS
 from meta.dims import RECOMPUTE
 from meta.routing import ROUTINGS, route
@@ -377,6 +381,24 @@ def test_activation_derivatives(name: str, glu_layout: str) -> None:
     got = row.backward(grad, gate.detach(), None if up is None else up.detach(), alpha, limit)
     for a, b in zip(got, wanted, strict=False):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+MODES = {
+    "none": nullcontext,
+    "inference_mode": torch.inference_mode,
+    "fake_tensors": FakeTensorMode,
+    "a_device": lambda: torch.device("meta"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_clamp_does_at_its_bounds_is_known_under_any_mode(mode: str) -> None:
+    """Of an import under that mode."""
+    x = torch.ones((), requires_grad=True)
+    (grad,) = torch.autograd.grad(x.clamp(max=1.0), x)
+    with MODES[mode]():
+        found = runpy.run_path(activations.__file__)["CLAMP_PASSES_AT_BOUNDS"]
+    assert found is bool(grad)
 
 
 WITHOUT = sorted({call.op for call in CALLS.values()} - set(DIFFERENTIABLE))

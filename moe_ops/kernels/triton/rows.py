@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from meta.activations import CLAMP_PASSES_AT_BOUNDS
 from meta.operands import Glu
 from moe_ops.counters import Row
 from moe_ops.kernels.triton import permute
@@ -22,6 +23,8 @@ from moe_ops.rows import Routed
 # and 1603, DeepSeek-V3 832 and 983.
 ELEMENTS, COLUMNS = 2048, 256
 
+AT_BOUNDS = tl.constexpr(CLAMP_PASSES_AT_BOUNDS)
+
 Tensor = torch.Tensor
 
 __all__ = ["collect", "gather_rows", "gathers", "gathers_any_number", "glu_rows_backward", "sort_pairs"]
@@ -30,6 +33,15 @@ __all__ = ["collect", "gather_rows", "gathers", "gathers_any_number", "glu_rows_
 @triton.jit
 def _sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _passes(value, limit):
+    """Where `value`, clamped to at most `limit`, has a gradient."""
+    if AT_BOUNDS:
+        return value <= limit
+    else:
+        return value < limit
 
 
 @triton.jit
@@ -57,7 +69,7 @@ def _gate_gradient(grad, gate, alpha, limit, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "swiglu_oai":
         clipped = tl.minimum(gate, limit, propagate_nan=NAN)
         sigmoid = _sigmoid(alpha * clipped)
-        return tl.where(gate <= limit, grad * (sigmoid * (1.0 + alpha * clipped * (1.0 - sigmoid))), 0.0)
+        return tl.where(_passes(gate, limit), grad * (sigmoid * (1.0 + alpha * clipped * (1.0 - sigmoid))), 0.0)
     elif ACTIVATION == "quick_gelu":
         sigmoid = _sigmoid(alpha * gate)
         return grad * (sigmoid * (1.0 + alpha * gate * (1.0 - sigmoid)))
@@ -66,10 +78,10 @@ def _gate_gradient(grad, gate, alpha, limit, ACTIVATION: tl.constexpr):
         sigmoid = _sigmoid(gate)
         return grad * (sigmoid * (1.0 - bent * bent + alpha * bent * (1.0 - sigmoid)))
     elif ACTIVATION == "silu_then_clamp":
-        return _silu_gradient(tl.where(gate * _sigmoid(gate) <= limit, grad, 0.0), gate)
+        return _silu_gradient(tl.where(_passes(gate * _sigmoid(gate), limit), grad, 0.0), gate)
     else:
         tl.static_assert(ACTIVATION == "silu_clamp", "unknown activation")
-        return tl.where(gate <= limit, _silu_gradient(grad, gate), 0.0)
+        return tl.where(_passes(gate, limit), _silu_gradient(grad, gate), 0.0)
 
 
 @triton.jit
@@ -80,10 +92,10 @@ def _gradients(grad, gate, up, alpha, limit, ACTIVATION: tl.constexpr, GATED: tl
     grad_up = grad * apply_activation(gate, gate, alpha, limit, ACTIVATION, False)
     if ACTIVATION == "swiglu_oai":
         factor = tl.clamp(up, -limit, limit, propagate_nan=NAN) + 1.0
-        grad_up = tl.where(tl.abs(up) <= limit, grad_up, 0.0)
+        grad_up = tl.where(_passes(tl.abs(up), limit), grad_up, 0.0)
     elif ACTIVATION == "silu_clamp" or ACTIVATION == "silu_then_clamp":
         factor = tl.clamp(up, -limit, limit, propagate_nan=NAN)
-        grad_up = tl.where(tl.abs(up) <= limit, grad_up, 0.0)
+        grad_up = tl.where(_passes(tl.abs(up), limit), grad_up, 0.0)
     elif ACTIVATION == "silu_softcap":
         bent = tanh(up / limit)
         factor = limit * bent
