@@ -359,12 +359,13 @@ def _first_overload(packet: torch._ops.OpOverloadPacket) -> torch._ops.OpOverloa
 
 def _finish(node: fx.Node, name: str, parameters: tuple[str, ...]) -> Call:
     """Bind the arguments and fold variants of one operation into one name."""
-    if name == "arange":
-        parameters = ("end",) if len(node.args) == 1 else parameters
+    if name == "arange":  # arange(3) ends there, arange(3, end=8) starts there
+        parameters = ("end",) if len(node.args) == 1 and "end" not in node.kwargs else parameters
     elif name == "where" and node.op == "call_method":
         parameters = ("x", "mask", "y")
     elif name == "randint":
-        parameters = ("high", "size") if len(node.args) + ("size" in node.kwargs) < 3 else parameters
+        is_short = len(node.args) + ("size" in node.kwargs) < 3 and "high" not in node.kwargs
+        parameters = ("high", "size") if is_short else parameters
     args = _bind(node, parameters)
     args.pop("inplace", None)
     args.pop("out", None)

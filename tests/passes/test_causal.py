@@ -472,6 +472,7 @@ NOT_CAUSAL = {
     "a_window_of_one": lambda q: window(q, 1),
     "a_block": lambda q: lower(T) & (places(q)[:, None] // 4 == places(q) // 4),
     "an_offset": lambda q: torch.arange(2, T + 2)[:, None] >= places(q),
+    "an_offset_to_a_named_end": lambda q: torch.arange(2, end=T + 2)[:, None] >= places(q),
     "an_offset_gathered": lambda q: torch.arange(T + 2)[places(q) + 2][:, None] >= places(q),
     "a_permutation": at_other_places([*range(1, T), 0]),
     "the_other_way": lambda q: torch.arange(T - 1, -1, -1)[:, None] >= places(q),

@@ -59,6 +59,7 @@ IDS = {
     "random_below": (lambda s, w, g: torch.randint(E, (T, K)), True, True),
     "random_below_more": (lambda s, w, g: torch.randint(E + 1, (T, K)), False, True),
     "random_from_a_negative": (lambda s, w, g: torch.randint(-1, E, (T, K)), False, False),
+    "random_to_a_named_bound": (lambda s, w, g: torch.randint(-1, high=E, size=(T, K)), False, False),
     "random_from_one": (lambda s, w, g: torch.randint(1, E, (T, K)), True, True),
     "shape_and_dtype": (lambda s, w, g: top(s).reshape(-1).to(torch.int32).view(T, K).long(), True, True),
     "a_dtype_that_holds_them": (lambda s, w, g: top(s).to(torch.int8).long(), True, True),

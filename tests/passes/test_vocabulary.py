@@ -326,7 +326,8 @@ MEANT = {
     ]),
     "arange": (lambda c: torch.tensor([*range(c["start"], c["end"], c["step"])]), [
         (torch.arange, (5,), {}), (torch.arange, (2, 7), {}), (torch.arange, (2, 9, 3), {}),
-        (torch.arange, (), {"start": 1, "end": 4}),
+        (torch.arange, (), {"start": 1, "end": 4}), (torch.arange, (2,), {"end": 5}),
+        (torch.arange, (3,), {"end": 9, "step": 2}), (A.arange.start, (2,), {"end": 5}),
         (A.arange.default, (5,), {}), (A.arange.start, (2, 5), {}), (A.arange.start_step, (9, 1, -2), {}),
     ]),
     "zeros_like": (lambda c: c["x"] * 0, [(torch.zeros_like, (X,), {}), (A.zeros_like.default, (X,), {})]),
@@ -445,6 +446,11 @@ def test_metadata_of_a_tensor(name):
 def test_bounds_of_random_ids(args):
     call = spell(fx.Graph().call_function(torch.randint, args))
     assert (call.name, call["low"], call["high"]) == ("randint", 0 if len(args) == 2 else args[0], 8)
+
+
+def test_bounds_of_random_ids_of_which_one_is_named():
+    call = spell(fx.Graph().call_function(torch.randint, (-1,), {"high": 8, "size": (3,)}))
+    assert (call["low"], call["high"], call["size"]) == (-1, 8, (3,))
 
 
 @pytest.mark.parametrize("target", [F.rms_norm, torch.rms_norm, F.layer_norm, torch.layer_norm, A.rms_norm.default,
