@@ -268,6 +268,23 @@ def test_training_shares_heads_where_the_kernel_differentiates_them(causal):
     torch.testing.assert_close(found, torch.autograd.grad(step(q, k, v), (q, k, v), grad), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("without", ["both", "keys", "values"])
+def test_copies_that_have_no_gradient_are_left_alone(without):
+    """Their heads have one, which they would get."""
+
+    def step(q, k, v):
+        with torch.no_grad():
+            keys, values = expanded(k), expanded(v)
+        keys, values = (keys if without != "values" else expanded(k)), (values if without != "keys" else expanded(v))
+        return F.scaled_dot_product_attention(q, keys, values)
+
+    q, k, v, _ = inputs(requires_grad=True)
+    _, changed, result = captured(step, q, k, v)
+    assert changed == 0
+    result.sum().backward()
+    assert (k.grad is None, v.grad is None) == (without != "values", without != "keys")
+
+
 def test_training_by_another_kernel_is_left_alone(monkeypatch):
     monkeypatch.setattr(attention, "sdpa_kernel", lambda mode, tensors, **options: "EFFICIENT_ATTENTION")
     assert captured(attend(expanded), *inputs())[1] == 1
