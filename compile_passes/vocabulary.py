@@ -399,7 +399,7 @@ def _finish(node: fx.Node, name: str, parameters: tuple[str, ...]) -> Call:
         return Call("view", {"x": whole})
     if name == "dropout" and (args.get("training") is False or args.get("y") == 0):
         return Call("view", {"x": args["x"]})  # drops nothing
-    if name in ("view", "cast", "clone") and not _keeps_elements(node, args.get("x")):
+    if name in ("view", "cast", "clone") and not _keeps_elements(node, name, args.get("x")):
         name = f"{name}_of_other_elements"
     return Call(name, args)
 
@@ -410,12 +410,12 @@ def _is_position(index: Any) -> bool:
     return isinstance(index, fx.Node) and (value is None or value.dtype in (torch.int32, torch.int64))
 
 
-def _keeps_elements(node: fx.Node, source: Any) -> bool:
+def _keeps_elements(node: fx.Node, name: str, source: Any) -> bool:
     """False for a reinterpretation of bytes, or of another number of elements, that is spelled like a reshape."""
     after, before = example(node), example(source)
     if after is None or before is None:
         return not any(isinstance(argument, torch.dtype) for argument in node.args) or node.target != "view"
-    changed = after.dtype != before.dtype and node.target in ("view", torch.ops.aten.view.dtype)
+    changed = name == "view" and after.dtype != before.dtype
     return not changed and same_count(after, before)
 
 

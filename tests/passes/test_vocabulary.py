@@ -202,7 +202,7 @@ MEANT = {
         (operator.getitem, (X, ...), {}),
     ]),
     "view_of_other_elements": (lambda c: c["x"].view(torch.int32), [
-        ("view", (X, torch.int32), {}), (A.view.dtype, (X, torch.int32), {}),
+        ("view", (X, torch.int32), {}), (A.view.dtype, (X, torch.int32), {}), (A.view, (X, torch.int32), {}),
     ]),
     "clone": (lambda c: c["x"] + 0, [
         (torch.clone, (X,), {}), ("clone", (X,), {}),
