@@ -38,7 +38,7 @@ from compile_passes.reading import Reading
 from compile_passes.recognise import closure
 from compile_passes.rewrite import Rewriter
 from compile_passes.safety import changed_memory, different_scope, unknown_tensors
-from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank, spell, tensors_of
+from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank, spell
 
 log = logging.getLogger(__name__)
 
@@ -187,14 +187,10 @@ def _refuses(reading: Reading, node: fx.Node, call: Call, key: Repeated, value: 
     after = sdpa_kernel(fake_mode_of(query), shared, **options, enable_gqa=True)
     if before is None or before != after:
         return f"torch would change from its kernel {before} to {after}"
-    if any(_needs_grad(one.value) != _needs_grad(one.source) for one in (key, value)):  # repeated under no_grad
-        return "its heads have a gradient that copies of them have not"
     trained = any(tensor is not None and tensor.requires_grad for tensor in (*repeated, *shared))
+    if trained and len({reading.grad_mode(site) for site in (node, *between)}) > 1:
+        return "copies of its heads are made under another gradient mode"  # and may have no gradient, unlike the heads
     return "its inputs require grad" if trained and before not in _DIFFERENTIATE_SHARED else None
-
-
-def _needs_grad(node: fx.Node) -> bool:
-    return any(tensor.requires_grad for tensor in tensors_of(node))
 
 
 def _unsafe(reading: Reading, node: fx.Node, repeated: list[Repeated], between: set[fx.Node]) -> str | None:

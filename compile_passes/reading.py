@@ -138,13 +138,17 @@ class Reading(Values):
 
     def grad_enabled(self, site: fx.Node) -> bool:
         """Whether gradients are recorded at ``site``, as far as the graph shows: False when nothing in it needs one."""
-        mode = self._grad_modes.get(site)
+        mode = self.grad_mode(site)
         if mode is not None:
             return mode
         for node, call in self._calls.items():
             if self._grad_modes[node] is None and call.name in _DIFFERENTIABLE and _needs_grad(node.all_input_nodes):
                 return _needs_grad([node])
         return False
+
+    def grad_mode(self, site: fx.Node) -> bool | None:
+        """What the graph says of gradients at ``site``: recorded, or not; None where it has said nothing yet."""
+        return self._grad_modes.get(site)
 
     def adopt(self, old: fx.Node, new: fx.Node) -> None:
         """Give ``new``, which took the place of ``old`` in the graph, its position."""

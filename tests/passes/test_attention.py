@@ -268,21 +268,42 @@ def test_training_shares_heads_where_the_kernel_differentiates_them(causal):
     torch.testing.assert_close(found, torch.autograd.grad(step(q, k, v), (q, k, v), grad), rtol=0, atol=1e-12)
 
 
+def viewed_without_gradient(x):
+    """The fake tensor of a view that is taken under no_grad says that it requires grad."""
+    with torch.no_grad():
+        narrow = x.unsqueeze(2)
+    return narrow.expand(-1, -1, REPEATS, -1, -1).reshape(B, HEADS, S, D)
+
+
+def copied_without_gradient(x):
+    with torch.no_grad():
+        return expanded(x)
+
+
+@pytest.mark.parametrize("repeat", [viewed_without_gradient, copied_without_gradient], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("without", ["both", "keys", "values"])
-def test_copies_that_have_no_gradient_are_left_alone(without):
-    """Their heads have one, which they would get."""
+def test_heads_whose_copies_have_no_gradient_stay_repeated(repeat, without):
+    """They would get one."""
 
     def step(q, k, v):
-        with torch.no_grad():
-            keys, values = expanded(k), expanded(v)
-        keys, values = (keys if without != "values" else expanded(k)), (values if without != "keys" else expanded(v))
+        keys, values = (expanded if without == "values" else repeat)(k), (expanded if without == "keys" else repeat)(v)
         return F.scaled_dot_product_attention(q, keys, values)
 
-    q, k, v, _ = inputs(requires_grad=True)
+    q, k, v, _ = inputs(S, requires_grad=True)
     _, changed, result = captured(step, q, k, v)
     assert changed == 0
     result.sum().backward()
     assert (k.grad is None, v.grad is None) == (without != "values", without != "keys")
+
+
+def test_heads_are_shared_where_nothing_of_it_has_a_gradient():
+    def step(q, k, v):
+        with torch.no_grad():
+            return F.scaled_dot_product_attention(q, expanded(k), expanded(v))
+
+    q, k, v, _ = inputs(S, requires_grad=True)
+    _, changed, result = captured(step, q, k, v)
+    assert changed == 1 and not result.requires_grad
 
 
 def test_training_by_another_kernel_is_left_alone(monkeypatch):
