@@ -180,8 +180,22 @@ def _decided(reading: Reading, coordinates: Coordinates, node: fx.Node, call: Ca
         return CausalCall(node, None)
     if after in (None, "MATH"):
         return f"torch would change from its kernel {before} to {after}"
+    if before == "MATH" and _may_be_overwritten(reading, node):
+        return f"its result may be overwritten, which torch's kernel {after} keeps for the backward pass"
     layout = _layout(example(node))
     return "its result has an unusual layout" if layout is None else CausalCall(node, layout)
+
+
+def _may_be_overwritten(reading: Reading, node: fx.Node) -> bool:
+    """Whether the result of ``node``, which has a gradient, is written in place, or handed out to code that may do so.
+
+    torch's kernels save their result for the backward pass; what is computed without one is of products, which do not.
+    """
+    result = example(node)
+    if result is None or not result.requires_grad:
+        return False
+    names = reading.memory.names(node)
+    return bool(reading.memory.writers(node)) or any(user.op == "output" for name in names for user in name.users)
 
 
 def _is_positive(scale: Any) -> bool:

@@ -292,6 +292,29 @@ def test_gradients_stay(dynamic):
         close(got.grad, want.grad)
 
 
+def written(q, k, v):
+    result = attend(lambda q: lower(T)[None])(q, k, v)
+    result[:, 0].mul_(3.0)
+    return result * 2.0
+
+
+def handed_out(q, k, v):
+    return attend(lambda q: lower(T)[None])(q, k, v)[:, 1:]
+
+
+@pytest.mark.parametrize("step", [written, handed_out], ids=lambda f: f.__name__)
+def test_a_result_that_may_be_overwritten_is_no_kernels_own(step):
+    """torch's kernel keeps its result for the backward pass; products, as there are for this mask, do not."""
+    arguments, others = inputs(requires_grad=True), inputs(requires_grad=True)
+    _, changed, result = captured(step, *arguments)
+    assert changed == 0
+    for outcome in (result, step(*others)):
+        outcome.mul_(2.0).sum().backward()
+    for got, want in zip(arguments, others, strict=True):
+        close(got.grad, want.grad)
+    assert captured(step, *inputs())[1] == 1  # nothing is kept
+
+
 def test_the_result_still_requires_grad():
     """As later passes see it."""
     graph, _, _ = captured(attend(MASKS["tril"]), *inputs(requires_grad=True))
