@@ -112,14 +112,13 @@ def _static(parts: Parts, stored: Stored) -> Tensor:
     Raises:
         ValueError: the scheme has none, or there are others or more than that.
     """
-    (key, scale), scheme, leading = parts.take("input_scale"), stored.scheme, stored.data.shape[:-2]
-    if scale.numel() == 1:
-        scale = scale.reshape(()).expand(leading).contiguous()
+    (key, given), scheme, leading = parts.take("input_scale"), stored.scheme, stored.data.shape[:-2]
+    scale = given.reshape(()).expand(leading).contiguous() if given.numel() == 1 else given
     if scheme.static_rows is None:
         rule = f"absent for scheme {scheme.name!r}, which computes scales of activations for every token"
         raise fail(OP, key, rule, "it", "Quantise the activations of the checkpoint dynamically.")
     if scale.numel() != leading.numel() or scale.dtype not in FLOAT_DTYPES:
-        raise fail(OP, key, f"one number for each expert, {list(leading)}", f"{scale.dtype} {list(scale.shape)}")
+        raise fail(OP, key, f"one number for each expert, {list(leading)}", f"{given.dtype} {list(given.shape)}")
     if not bool((scale.isfinite() & (scale > 0)).all()):
         wrong = scale[~(scale.isfinite() & (scale > 0))].float()
         raise fail(OP, key, "finite and larger than 0", float(wrong[0]), "Calibrate the checkpoint anew.")
