@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meta.formats import E4M3
+from meta.formats import E4M3, E8M0
 from meta.schemes import SCHEMES
 from moe_ops.checkpoint_files import Members
 from moe_ops.checkpoint_layouts import fits
@@ -60,7 +60,8 @@ def _fit(scale: Tensor, data: Tensor, dtype: torch.dtype, halves: bool) -> bool:
     grid = scale.reshape(*scale.shape, *(1,) * (3 - scale.dim()))
     if grid.dim() != 3 or grid.shape[1:] == (1, 1):
         return grid.dim() == 3
-    kind = torch.float32 if scale.dtype in (torch.float16, torch.bfloat16) else scale.dtype
+    read_as = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.uint8: E8M0}
+    kind = read_as.get(scale.dtype, scale.dtype)
     rows = [SCHEMES[name] for name in _ROWS[dtype]]
     return any(
         kind in row.scales[0].dtypes and fits(row.scales[0], grid, data.shape[-2], data.shape[-1] * row.pack, halves)

@@ -228,6 +228,10 @@ def _modelopt_stack(kind: str, weight: Tensor) -> tuple[dict[str, Tensor], Tenso
         stored, scale = (torch.stack([state[key] for state in states]) for key in ("weight", "weight_scale"))
         wanted = torch.stack([decompressed(state, CASES["float, block"]) for state in states])
         return _turned(stored, scale), wanted
+    if kind == "fp8, block, exponents":
+        states = [deepseek(one, "exponents in uint8") for one in weight]
+        stored, scale = (torch.stack([state[key] for state in states]) for key in ("weight", "weight_scale_inv"))
+        return _turned(stored, scale), torch.stack([read_deepseek(state) for state in states])
     divisor = 6 * 448 / weight.float().abs().amax()
     states = []
     for one in weight:
@@ -247,11 +251,12 @@ def _modelopt_stack(kind: str, weight: Tensor) -> tuple[dict[str, Tensor], Tenso
     return _turned(packed, scale) | {"_weight_scale_2": factor, "_input_scale": torch.tensor(0.02)}, torch.stack(wanted)
 
 
-#: How ModelOpt stores a stack -> the scheme that reads it.
+#: How ModelOpt stores a stack (and one whose scales are bytes of exponents) -> the scheme that reads it.
 MODELOPT_STACKS = {
     "fp8, tensor": "fp8_tensor",
     "fp8, channel": "fp8_channel",
     "fp8, block": "fp8_block128",
+    "fp8, block, exponents": "fp8_block128",
     "nvfp4": "nvfp4",
 }
 
