@@ -35,8 +35,9 @@ def turn_stacks(weights: dict[str, Members]) -> None:
         said = orientations([_weight(parts) for parts, _ in stacks])
         if True not in said or False in said:
             return
-    for (parts, _), way in zip(stacks, ways, strict=True):
-        parts.turned = next(filter(None, way))
+    alike = next((turned for turned in (_ALL, _WEIGHT) if all(turned in way for way in ways)), None)
+    for (parts, _), way in zip(stacks, ways, strict=True):  # a square of blocks is stored as those of the others are
+        parts.turned = alike or next(filter(None, way))
 
 
 def _ways(parts: Parts, halves: bool) -> list[frozenset[str]]:

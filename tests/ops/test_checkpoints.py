@@ -104,6 +104,13 @@ def test_a_square_stack_is_turned_as_the_other_one_is(kind: str, square: str, up
     assert_reads(written(tmp_path, state), wanted)
 
 
+def test_a_square_of_blocks_is_turned_where_those_of_the_other_stack_are(tmp_path: Path) -> None:
+    """Weights ``[E, K, N]`` beside blocks ``[E, N / 128, K / 128]``, of which gate|up has 3 x 2 and down 2 x 2."""
+    state, wanted = files.modelopt_stacks("fp8, block")
+    state = {key: tensor.mT.contiguous() if "scale" in key else tensor for key, tensor in state.items()}
+    assert_reads(written(tmp_path, state), wanted, "fp8_block128")
+
+
 #: How static scales of activations are stored: of one expert's projection, or of all experts.
 STATIC = {
     "modelopt": (False, lambda scale: scale),
