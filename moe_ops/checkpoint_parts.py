@@ -99,7 +99,8 @@ class Parts:
     def read(self, part: str) -> Tensor:
         """The tensor of a part that is there, in memory of its own; it does not count as understood yet."""
         tensor = self._view(self.keys[part])
-        stored = tensor.mT if part in self.turned else tensor
+        turned = part in self.turned and tensor.dim() == 3  # a number for each row or expert is stored in one way alone
+        stored = tensor.mT if turned else tensor
         return stored.clone(memory_format=torch.contiguous_format)
 
     def note(self, part: str, name: str) -> str | None:

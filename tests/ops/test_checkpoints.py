@@ -111,6 +111,21 @@ def test_a_square_of_blocks_is_turned_where_those_of_the_other_stack_are(tmp_pat
     assert_reads(written(tmp_path, state), wanted, "fp8_block128")
 
 
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_zero_points_of_turned_stacks_have_the_dimensions_that_they_need(dims: int, tmp_path: Path) -> None:
+    """``[E, 1, N]`` beside such scales, ``[E, N]``, or one for each expert, which has scales of its own kind."""
+    generator, state, wanted = torch.Generator().manual_seed(0), {}, {}
+    for name, (N, K) in {"gate_up_proj": (2 * files.I, files.H), "down_proj": (files.H, files.I)}.items():
+        codes = torch.randint(-128, 128, (files.E, N, K), generator=generator, dtype=torch.int8)
+        rows = 1 if dims == 1 else N
+        scale = torch.rand(files.E, rows, 1, generator=generator) + 0.5
+        zero = torch.randint(-9, 9, (files.E, rows, 1), generator=generator, dtype=torch.int8)
+        wanted[name] = (codes.float() - zero) * scale
+        state |= {f"{PREFIX}.{name}": codes.mT.contiguous(), f"{PREFIX}.{name}_scale": scale.mT.contiguous()}
+        state[f"{PREFIX}.{name}_zero_point"] = zero.mT.contiguous() if dims == 3 else zero.flatten(dims - 1)
+    assert_reads(written(tmp_path, state), wanted, "int8_w8a16")
+
+
 #: How static scales of activations are stored: of one expert's projection, or of all experts.
 STATIC = {
     "modelopt": (False, lambda scale: scale),
