@@ -284,7 +284,7 @@ def _group(activations: Any, dtype: torch.dtype) -> int | None:
     """Columns of an activation that share a scale; None for what no scheme has."""
     if getattr(activations, "float8_dtype", dtype) != dtype:
         return None
-    granularity = activations.granularity
+    granularity: Any = getattr(activations, "granularity", None)
     if hasattr(granularity, "group_size"):
         return int(granularity.group_size)
     known = type(granularity).__name__ in ("PerRow", "PerTensor", "PerToken")

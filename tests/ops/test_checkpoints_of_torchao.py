@@ -148,6 +148,11 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[str], str] | None
         lambda said: said,
         "Failed to find class PerGroup",
     ),
+    "activations of another kind": (
+        float8(PerRow()),
+        lambda said: said.replace('"act_quant_kwargs": null', '"act_quant_kwargs": 7'),
+        "scales [3, 256, 1] of a weight [3, 256, 256] and activations by None. Quantise it by",
+    ),
     "bounds of scales": (bounded, lambda said: said, "bounds of its activations' scales, hp_value_lb"),
     "groups of rows": (lambda w: float8(PerBlock([1, 64, 64]))(w), lambda said: said, "scales [3, 4, 4]"),
 }
