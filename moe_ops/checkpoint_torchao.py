@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from meta.checks import fail
+from meta.schemes import ceil_div
 from moe_ops.checkpoint_parts import OP, Parts
 from moe_ops.integrations.containers import Container, Unread, read
 
@@ -44,10 +46,25 @@ def read_torchao(parts: Parts) -> tuple[str, Tensor, tuple[Tensor, ...]]:
         if isinstance(found, Unread):
             what, cure = found.what, found.cure
         raise fail(OP, parts.keys["qdata"], "of a tensor [.., N, K] that a scheme reads", what, cure)
+    if not _counts(made.block_size, made.shape, made.scale.shape):
+        rule = f"of blocks that scales {list(made.scale.shape)} are of, as its metadata say"
+        raise fail(
+            OP, parts.keys["qdata"], rule, f"{made.block_size} of {list(made.shape)}", "Save it anew by torchao."
+        )
     data, *scales = (part.of(made).contiguous() for part in (found.data, *found.scales))
     if parts.stacked:
         return found.scheme, data, (*scales,)
     return found.scheme, data[0], tuple(scale[0] for scale in scales)
+
+
+def _counts(sizes: Any, shape: Sequence[int], grid: Sequence[int]) -> bool:
+    """Blocks of these sizes are as many as a grid has: torchao computes some numbers by them. None says nothing."""
+    if sizes is None:
+        return True
+    if not isinstance(sizes, list | tuple) or len(sizes) != len(shape):
+        return False
+    known = all(isinstance(size, int) and size > 0 for size in sizes)
+    return known and [*map(ceil_div, shape, sizes)] == [*grid]
 
 
 def _described(parts: Parts) -> Any:

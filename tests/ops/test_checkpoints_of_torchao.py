@@ -153,6 +153,11 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[str], str] | None
         lambda said: said.replace('"act_quant_kwargs": null', '"act_quant_kwargs": 7'),
         "scales [3, 256, 1] of a weight [3, 256, 256] and activations by None. Quantise it by",
     ),
+    "blocks that are not those of its scales": (
+        int8(),
+        lambda said: said.replace("[1, 1, 256]", "[1, 2, 128]"),
+        "must be of blocks that scales [3, 256, 1] are of, as its metadata say, got [1, 2, 128] of [3, 256, 256].",
+    ),
     "bounds of scales": (bounded, lambda said: said, "bounds of its activations' scales, hp_value_lb"),
     "groups of rows": (lambda w: float8(PerBlock([1, 64, 64]))(w), lambda said: said, "scales [3, 4, 4]"),
 }
