@@ -8,48 +8,59 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from meta.checks import fail
 from meta.formats import E4M3, E8M0
 from meta.schemes import SCHEMES
 from moe_ops.checkpoint_files import Members
 from moe_ops.checkpoint_layouts import fits
-from moe_ops.checkpoint_parts import Parts
+from moe_ops.checkpoint_parts import OP, Parts
 from moe_ops.stacked import orientations
 
 #: Whose scales may lie beside codes of a dtype that name no layout by their key.
 _ROWS = {E4M3: ("fp8_w8a16", "mxfp8"), torch.uint8: ("nvfp4", "mxfp4"), torch.int8: ("int8_w8a16", "mxfp4")}
 _NOTHING: frozenset[str] = frozenset()
 _WEIGHT = frozenset({"", "qdata"})
+_SCALES = ("scale", "scale_inv")
 #: ModelOpt turns blocks with the weight they are of, and leaves the scales of channels ``[E, N]``.
-_ALL = _WEIGHT | {"scale", "scale_inv", "zero_point"}
+_ALL = _WEIGHT | {*_SCALES, "zero_point"}
 
 
 def turn_stacks(weights: dict[str, Members]) -> None:
-    """Have the stacks of a layer read as ``[E, N, K]`` that are stored the other way round, all of them or none."""
+    """Have the stacks of a layer read as ``[E, N, K]`` that are stored the other way round, all of them or none.
+
+    Raises:
+        ValueError: scales say that they are stored so, and the shapes of the weights that they are not, or vice versa;
+            the key of a scale is named.
+    """
     stacks = [(parts, name == "gate_up_proj") for name, members in weights.items() for parts in members[0]]
     if not all(parts.stacked and _WEIGHT & parts.keys.keys() for parts, _ in stacks):
         return
     ways = [_ways(parts, halves) for parts, halves in stacks]
-    if not all(any(way) for way in ways):  # some fit only as they are stored, or not at all
+    as_stored, turned = all(_NOTHING in way for way in ways), all(any(way) for way in ways)
+    said = orientations([_weight(parts) for parts, _ in stacks])
+    if as_stored != turned and {*said} == {as_stored}:  # True is said of weights that are turned
+        parts, key = next((parts, key) for parts, _ in stacks for key in _SCALES if key in parts)
+        rule = f"along K of weights [E, {'K, N' if as_stored else 'N, K'}], which the layer's are by their shapes"
+        cure = "Quantise along K: no scheme has a scale for each column."
+        raise fail(OP, parts.keys[key], rule, f"{[*parts.like(key).shape]} beside {[*_weight(parts).shape]}", cure)
+    if not turned or (as_stored and {*said} != {True}):
         return
-    if all(_NOTHING in way for way in ways):
-        said = orientations([_weight(parts) for parts, _ in stacks])
-        if True not in said or False in said:
-            return
-    alike = next((turned for turned in (_ALL, _WEIGHT) if all(turned in way for way in ways)), None)
+    alike = next((way for way in (_ALL, _WEIGHT) if all(way in one for one in ways)), None)
     for (parts, _), way in zip(stacks, ways, strict=True):  # a square of blocks is stored as those of the others are
         parts.turned = alike or next(filter(None, way))
 
 
 def _ways(parts: Parts, halves: bool) -> list[frozenset[str]]:
     """The parts that may be turned together, as far as scales of the known layouts fit."""
-    data, key = _weight(parts), next((part for part in ("scale", "scale_inv") if part in parts), None)
+    data, key = _weight(parts), next((part for part in _SCALES if part in parts), None)
     if data.dim() != 3 or data.dtype not in _ROWS or key is None:
         return []
     scale = parts.like(key)
-    if scale.dim() < 3:
-        grids = {_NOTHING: scale, _WEIGHT: scale}
-    else:
-        grids = {_NOTHING: scale, _ALL: scale.mT, _WEIGHT: scale}
+    grids = {_NOTHING: scale}
+    if scale.dim() > 2:
+        grids[_ALL] = scale.mT
+    if "qdata" not in parts:  # of torchao, whose scales lie as the weight does
+        grids[_WEIGHT] = scale
     return [way for way, grid in grids.items() if _fit(grid, data.mT if way else data, data.dtype, halves)]
 
 

@@ -352,10 +352,25 @@ def test_weights_that_are_stored_transposed_are_called_so(tmp_path: Path) -> Non
         read_experts(tmp_path, PREFIX)
     for key in [key for key in turned if key.endswith("scale")]:
         turned[key] = torch.ones(*turned[key.replace("_scale", "")].shape[:2], 1)
-    save_file(turned, tmp_path / "model.safetensors")
+    save_file(files.numbered(turned), tmp_path / "model.safetensors")
     words = f"must be [3, 256, 384] as in the checkpoint, got [3, 384, 256]. It fits if the checkpoint is {cure}"
     with pytest.raises(ValueError, match=re.escape(words)):
         moe_ops.load_experts_(nn.ModuleDict({"model": Model(2)}), tmp_path, filter=lambda name, module: "1" in name)
+
+
+@pytest.mark.parametrize("is_turned", [True, False], ids=["turned", "upright"])
+def test_scales_of_columns_of_stacks(is_turned: bool, tmp_path: Path) -> None:
+    """The shapes of gate|up and down say how they are stored: scales that fit the other way are no reason to turn."""
+    state = {}
+    for name, (N, K) in {"gate_up_proj": (2 * files.I, files.H), "down_proj": (files.H, files.I)}.items():
+        stored = torch.zeros(E, N, K, dtype=torch.float8_e4m3fn), torch.ones(E, 1, K)
+        weight, scale = (part.mT.contiguous() if is_turned else part for part in stored)
+        state |= {f"{PREFIX}.{name}": weight, f"{PREFIX}.{name}_scale": scale}
+    save_file(state, tmp_path / "model.safetensors")
+    order, got = ("K, N", "[3, 256, 1] beside [3, 256, 384]") if is_turned else ("N, K", "[3, 1, 256] beside [3, 384")
+    words = f"along K of weights [E, {order}], which the layer's are by their shapes, got {got}"
+    with pytest.raises(ValueError, match=re.escape(f"load_experts_: {PREFIX}.gate_up_proj_scale must be {words}")):
+        read_experts(tmp_path, PREFIX)
 
 
 #: id -> (experts and projections whose bias is another, that bias, words of the message).

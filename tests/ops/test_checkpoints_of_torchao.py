@@ -183,6 +183,16 @@ def test_a_missing_scale_is_named(tmp_path: Path) -> None:
         read_experts(tmp_path, PREFIX)
 
 
+def test_scales_that_are_not_stored_as_their_weight_is(tmp_path: Path) -> None:
+    """Of a square weight, which would be read as the other one's are: torchao has no such tensor."""
+    made = {f"{PREFIX}.{key}": float8(PerRow())(weight) for key, weight in weights().items()}
+    state, metadata = flatten(made)
+    turned = {key: tensor.mT.contiguous() for key, tensor in state.items() if "gate_up_proj_scale" not in key}
+    save_file(state | turned, tmp_path / "model.safetensors", metadata)
+    with pytest.raises(ValueError, match=re.escape("down_proj_qdata must be of a tensor [.., N, K] that a scheme")):
+        read_experts(tmp_path, PREFIX)
+
+
 def test_the_layer_runs_on_these_bytes(tmp_path: Path) -> None:
     made = {key: MADE["fp8, row"][0](weight) for key, weight in weights().items()}
     write(tmp_path, {f"layer.experts.{key}": tensor for key, tensor in made.items()})
