@@ -183,8 +183,8 @@ class _Layer:
             rule = f"with {', '.join(sorted(experts.names))} of {self.name!r}"
             cure = f"{_OF_CONFIG} Or leave the module out by the filter."
             raise fail(OP, "checkpoint", rule, ", ".join(sorted(self._weights)), cure)
-        is_whole = getattr(self._module, "is_concatenated", True)
-        if not is_whole and len(self._weights.get("gate_up_proj", [[]])[0]) == 2:
+        self._interleaved = not getattr(self._module, "is_concatenated", True)
+        if self._interleaved and len(self._weights.get("gate_up_proj", [[]])[0]) == 2:
             rule = f"one weight of interleaved rows, as {self.name} computes with"
             raise fail(OP, f"{prefix}.gate_up_proj", rule, "gate and up apart")
         for weight, members in self._weights.items():
@@ -209,6 +209,10 @@ class _Layer:
         operands = operands_of(self._weights, self._prefix, device)
         for name, operand in operands.items():
             check_keys(OP, self._module, name, row_of(operand))
+            apart = next((scale for scale in operand.scales if scale.dim() == 4), None)
+            if self._interleaved and apart is not None:  # whose rows they are of, nothing says
+                rule = f"of scales that do not start again at half of the rows, which {self.name} interleaves"
+                raise fail(OP, f"{self._prefix}.{name}", rule, f"scales {list(apart.shape)}")
             if operand.static is not None and "gate_proj" in operands:
                 rule = "without static scales of activations (input_scale) where gate and up are two parameters"
                 cure = "Load it into a model that stacks them as gate_up_proj: their rows are the same."

@@ -467,6 +467,12 @@ MISMATCHES: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensors], Tensors
         at_layer_0,
         "layers.0.mlp.experts.gate_up_proj must be one weight of interleaved rows, as layers.0.mlp.experts computes",
     ),
+    "interleaved, with scales of halves": (
+        lambda: Model(1, is_concatenated=False),
+        lambda state: at_layer_0(files.stacked(state)),
+        "layers.0.mlp.experts.gate_up_proj must be of scales that do not start again at half of the rows, which "
+        "layers.0.mlp.experts interleaves, got scales [3, 2, 1, 1].",
+    ),
     "not float": (
         lambda: Model(1).to(torch.float8_e4m3fn),
         at_layer_0,
