@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from meta.checks import check_module, fail
+from meta.checks import accepts, check_module, check_type, describe_value, fail
 from meta.operands import Operand
 from meta.schemes import FLOAT_DTYPES
 from moe_ops import compat
@@ -53,12 +53,19 @@ def read_experts(
         list of scales of its scheme. Gates and up halves that are stored apart are stacked, gate first.
 
     Raises:
-        ValueError: a tensor is missing, or of no known layout; its key is named.
+        ValueError: a tensor is missing, or of no known layout; its key is named. A prefix that is no string, or a
+            device that is not there.
     """
+    check_type(OP, "prefix", prefix, accepts("str"))
+    try:
+        place = torch.empty(0, device=torch.device(device)).device
+    except (RuntimeError, TypeError, AssertionError) as error:  # the last of a torch that was built without it
+        got = f"{describe_value(device)}: {type(error).__name__}"
+        raise fail(OP, "device", "a device that is there, or its name", got) from error
     if not isinstance(checkpoint, Checkpoint):
         with Checkpoint(checkpoint) as opened:
-            return read_experts(opened, prefix, device)
-    return operands_of(checkpoint.members(prefix), prefix, torch.device(device))
+            return operands_of(opened.members(prefix), prefix, place)
+    return operands_of(checkpoint.members(prefix), prefix, place)
 
 
 def load_experts_(

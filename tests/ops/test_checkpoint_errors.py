@@ -559,6 +559,22 @@ def test_arguments_of_other_types(tmp_path: Path) -> None:
         moe_ops.load_experts_(Model(1), tmp_path, filter="x")
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("prefix", 3, "prefix must be a string, got 3 (int)."),
+        ("prefix", None, "prefix must be a string, got None."),
+        ("device", "nope", "device must be a device that is there, or its name, got 'nope' (str): RuntimeError."),
+        ("device", None, "device must be a device that is there, or its name, got None: TypeError."),
+    ],
+    ids=str,
+)
+def test_arguments_of_read_experts(name: str, value: object, words: str, tmp_path: Path) -> None:
+    save_file(layer("float, channel"), tmp_path / NAME)
+    with pytest.raises(ValueError, match=re.escape(f"load_experts_: {words}")):
+        read_experts(tmp_path, **{"prefix": PREFIX, name: value})
+
+
 NAME, INDEX, KEY = "model.safetensors", "model.safetensors.index.json", "layers.0.mlp.experts.0.gate_proj.weight"
 
 
