@@ -37,6 +37,8 @@ def turn_stacks(weights: dict[str, Members]) -> None:
         return
     ways = [_ways(parts, halves) for parts, halves in stacks]
     as_stored, turned = all(_NOTHING in way for way in ways), all(any(way) for way in ways)
+    if not as_stored and not turned:  # some are no stacks, or of no scales that are known here
+        return
     said = orientations([_weight(parts) for parts, _ in stacks])
     if as_stored != turned and {*said} == {as_stored}:  # True is said of weights that are turned
         parts, key = next((parts, key) for parts, _ in stacks for key in _SCALES if key in parts)

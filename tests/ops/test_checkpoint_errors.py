@@ -358,6 +358,16 @@ def test_weights_that_are_stored_transposed_are_called_so(tmp_path: Path) -> Non
         moe_ops.load_experts_(nn.ModuleDict({"model": Model(2)}), tmp_path, filter=lambda name, module: "1" in name)
 
 
+@pytest.mark.parametrize("shape", [(), (3,), (1, 3, 256, 192)], ids=str)
+def test_weights_of_other_dimensions_beside_a_stack(shape: tuple[int, ...], tmp_path: Path) -> None:
+    state = files.stacked(layer("float, channel"))
+    state[f"{PREFIX}.down_proj.weight"] = torch.zeros(shape, dtype=torch.float8_e4m3fn)
+    save_file(state, tmp_path / "model.safetensors")
+    words = f"{PREFIX}.down_proj.weight must be [E, N, K], K packed or not, got {[*shape]}."
+    with pytest.raises(ValueError, match=re.escape(f"load_experts_: {words}")):
+        read_experts(tmp_path, PREFIX)
+
+
 @pytest.mark.parametrize("is_turned", [True, False], ids=["turned", "upright"])
 def test_scales_of_columns_of_stacks(is_turned: bool, tmp_path: Path) -> None:
     """The shapes of gate|up and down say how they are stored: scales that fit the other way are no reason to turn."""
