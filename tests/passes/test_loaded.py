@@ -67,7 +67,7 @@ def test_stacks_of_modelopt_run_fused(family: str, kind: str, tmp_path: Path) ->
         for name, bias in model.get_submodule(prefix).named_parameters(recurse=False):
             if name.endswith("bias"):
                 state[f"{prefix}.{name}"] = torch.randn(bias.shape)
-    if kind in ("fp8, channel", "fp8, block"):
+    if files.MODELOPT_STACKS[kind] not in ("fp8_tensor", "nvfp4"):
         state = {key: tensor for key, tensor in state.items() if "input_scale" not in key}
     save_file(state, tmp_path / "model.safetensors")
     assert list(moe_ops.load_experts_(model, tmp_path)) == layers and len(layers) == 2
@@ -80,4 +80,4 @@ def test_stacks_of_modelopt_run_fused(family: str, kind: str, tmp_path: Path) ->
         got = torch.compile(model, backend="moe_ops_eager", fullgraph=True)(input_ids=ids).logits
     assert counters["moe_ops"]["fused"] == 2 and not counters["moe_ops"]["refused"]
     difference = (got - wanted).norm() / wanted.norm()
-    assert difference < (1e-5 if kind == "nvfp4" else 0.15)
+    assert difference < (1e-5 if kind == "nvfp4" else 0.3)  # of other weights: 1.4
