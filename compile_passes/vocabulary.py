@@ -70,6 +70,7 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     # other views
     ("transpose", "x dim0 dim1", (torch.transpose, "transpose", torch.swapaxes, "swapaxes", "swapdims")),
     ("mt", "x", ("mT",)),
+    ("numpy_T", "x", ("numpy_T",)),
     ("t", "x", (torch.t, "t")),
     ("einsum", "x", (torch.einsum, "einsum")),
     ("permute", "x dims", (torch.permute, "permute")),
@@ -383,6 +384,8 @@ def _finish(node: fx.Node, name: str, parameters: tuple[str, ...]) -> Call:
         name, args = "scatter_add", {key: args[key] for key in ("x", "dim", "index", "src")}
     elif name in ("clamp_min", "clamp_max"):
         name = "clamp"
+    elif name == "numpy_T" and rank(args.get("x")) == 2:  # x.T, since torch 2.14
+        name = "mt"
     elif name == "div" and args.get("rounding_mode") in ("floor", "trunc"):
         name = {"floor": "floordiv", "trunc": "truncdiv"}[args.pop("rounding_mode")]
     elif name == "matmul" and all(rank(args.get(side)) == 3 for side in ("x", "y")):

@@ -621,7 +621,12 @@ def test_a_call_that_is_causal_besides_keeps_its_mask():
         (call,) = calls(graph)
         call.kwargs = {**call.kwargs, "is_causal": True}
 
-    graph, changed, _ = captured(attend(transformers), *inputs(), prepare=prepare)
+    try:
+        graph, changed, _ = captured(attend(transformers), *inputs(), prepare=prepare)
+    except RuntimeError as error:
+        if "Explicit attn_mask should not be set" not in str(error):
+            raise
+        pytest.skip("no kernel of this torch takes both")
     assert changed == 0 and calls(graph)[0].kwargs["attn_mask"] is not None
 
 
