@@ -116,7 +116,7 @@ def fsdp_runs_compiled_between_its_hooks(rank: int, folder: Path) -> None:
         wanted = one(tokens(rank)).logits
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
     assert counters["moe_ops"]["errors"] == 0
-    assert all("function `disable`" in reason for reason in counters["graph_break"])
+    assert all("disable" in reason for reason in counters["graph_break"]), [*counters["graph_break"]]
 
 
 def transformers_own_exchange_is_not_captured(rank: int, folder: Path) -> None:
