@@ -70,7 +70,6 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     # other views
     ("transpose", "x dim0 dim1", (torch.transpose, "transpose", torch.swapaxes, "swapaxes", "swapdims")),
     ("mt", "x", ("mT",)),
-    ("numpy_T", "x", ("numpy_T",)),
     ("t", "x", (torch.t, "t")),
     ("einsum", "x", (torch.einsum, "einsum")),
     ("permute", "x dims", (torch.permute, "permute")),
@@ -296,6 +295,8 @@ def _index_table() -> tuple[dict[Any, tuple[str, tuple[str, ...]]], dict[str, tu
 
 
 _FUNCTIONS, _NAMES = _index_table()
+#: Operators by which Dynamo captures attributes since torch 2.14; `mT` has a row.
+_OF_ATTRIBUTES = {"numpy_T": "T", "matrix_H": "H", "mH": "mH"}
 
 
 def spell(node: fx.Node) -> Call | None:
@@ -308,7 +309,7 @@ def spell(node: fx.Node) -> Call | None:
     if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return _spell_operator(node, target)
     if target is getattr:
-        return _spell_attribute(node)
+        return _spell_attribute(*node.args[:2])
     target = OPERATORS_IN_PLACE.get(target, target)  # type: ignore[arg-type]
     row = _FUNCTIONS.get(target)
     if row is not None:
@@ -326,8 +327,7 @@ def is_in_place_name(name: str) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
-def _spell_attribute(node: fx.Node) -> Call:
-    source, attribute = node.args[:2]
+def _spell_attribute(source: Any, attribute: Any) -> Call:
     if attribute in _FIELDS and example(source) is None:
         return Call("item", {"x": source, "index": _FIELDS[str(attribute)]})
     if attribute == "mT" or (attribute == "T" and rank(source) == 2):
@@ -347,6 +347,8 @@ def _spell_operator(node: fx.Node, target: torch._ops.OpOverload | torch._ops.Op
     overload = target if isinstance(target, torch._ops.OpOverload) else _first_overload(target)
     qualified = overload._schema.name
     base = qualified.removeprefix("aten::").removeprefix("prims::")
+    if base in _OF_ATTRIBUTES:
+        return _spell_attribute(_bind(node, ("x",)).get("x"), _OF_ATTRIBUTES[base])
     row = _NAMES.get(base) or _NAMES.get(base.removesuffix("_"))
     if row is None:
         return Call(qualified, _bind(node, tuple(argument.name for argument in overload._schema.arguments)))
@@ -384,8 +386,6 @@ def _finish(node: fx.Node, name: str, parameters: tuple[str, ...]) -> Call:
         name, args = "scatter_add", {key: args[key] for key in ("x", "dim", "index", "src")}
     elif name in ("clamp_min", "clamp_max"):
         name = "clamp"
-    elif name == "numpy_T" and rank(args.get("x")) == 2:  # x.T, since torch 2.14
-        name = "mt"
     elif name == "div" and args.get("rounding_mode") in ("floor", "trunc"):
         name = {"floor": "floordiv", "trunc": "truncdiv"}[args.pop("rounding_mode")]
     elif name == "matmul" and all(rank(args.get(side)) == 3 for side in ("x", "y")):

@@ -216,6 +216,7 @@ MEANT = {
     ]),
     "mt": (lambda c: torch.einsum("...bc->...cb", c["x"]), [
         (getattr, (B3, "mT"), {}), (getattr, (X, "T"), {}), (getattr, (X, "mT"), {}),
+        (A.numpy_T, (X,), {}), (A.mT, (X,), {}),
     ]),
     "permute": (lambda c: torch.einsum("abc->acb", c["x"]) if [*c["dims"]] == [0, 2, 1] else None, [
         (torch.permute, (B3, (0, 2, 1)), {}), ("permute", (B3, 0, 2, 1), {}), ("permute", (B3, [0, 2, 1]), {}),
@@ -451,6 +452,16 @@ def test_bounds_of_random_ids(args):
 def test_bounds_of_random_ids_of_which_one_is_named():
     call = spell(fx.Graph().call_function(torch.randint, (-1,), {"high": 8, "size": (3,)}))
     assert (call["low"], call["high"], call["size"]) == (-1, 8, (3,))
+
+
+@pytest.mark.parametrize(("target", "attribute"), [(A.numpy_T, "T"), (A.mH, "mH"), (A.matrix_H, "H")], ids=str)
+def test_operators_of_attributes_are_those_attributes(target, attribute):
+    """As Dynamo captures them since torch 2.14; of what is no matrix they are no transposition."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["example_value"] = torch.empty(2, 3, 4)
+    found, before = spell(graph.call_function(target, (x,))), spell(graph.call_function(getattr, (x, attribute)))
+    assert (found.name, found.args) == (before.name, before.args) and found.name == "getattr"
 
 
 @pytest.mark.parametrize("target", [F.rms_norm, torch.rms_norm, F.layer_norm, torch.layer_norm, A.rms_norm.default,
