@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from meta.operands import Operand
+from meta.schemes import SCHEMES
 from moe_ops.backends.triton_plans import DECODED, FAMILIES, PACKED, kind, tile_for
 from moe_ops.kernels.triton import expert_mm, launch
 from moe_ops.kernels.triton.config import MMConfig
@@ -62,6 +64,15 @@ def test_compiles_for_rows_that_it_gathers(scheme: str, layout: str | None) -> N
     assert kernel.stack == 0 and kernel.loads_16_bytes
 
 
+@pytest.mark.parametrize("scheme", GATHERED)
+def test_compiles_for_rows_that_it_gathers_of_no_more_than_half_a_step(scheme: str) -> None:
+    mm = ExpertMM(row_operand(scheme, H, 128), torch.bfloat16).beside(FEW)
+    rows = torch.empty(256, 128, dtype=torch.bfloat16)
+    assert mm.takes_few(FEW) and mm.specialises(FEW)
+    kernel = compile_made(_decoded_few_mm_kernel, mm, FEW, rows, KNOWN=True, num_warps=4, maxnreg=FEW_REGISTERS)
+    assert kernel.stack == 0
+
+
 @UNSTACKED
 def test_compiles_with_a_bias(layout: str | None) -> None:
     compile_few("mxfp4", layout, bias=torch.empty(2, 2 * I if layout else H, dtype=torch.bfloat16))
@@ -104,6 +115,20 @@ def test_rows_that_gemm_1_leaves_are_in_the_order_of_gemm_2(H: int, I: int) -> N
     assert up.specialises(first) and down.specialises(second)
     assert up.columns_at_once(first) % down.order(second)[0] == 0 == I % down.order(second)[0]
     assert (up.order(first)[0], down.order(second)[0]) == (min(128, H & -H), min(64, I & -I))
+
+
+def test_gemm_2_gathers_its_rows_in_steps_of_a_group_where_gemm_1_writes_fewer_columns() -> None:
+    """Behind weights that no descriptor takes."""
+    row = SCHEMES["int4_w4a16"]
+
+    def operand(N: int, depth: int, offset: int) -> Operand:
+        stored = torch.empty(2 * N * depth // 2 + offset, dtype=torch.uint8)[offset:].view(2, N, depth // 2)
+        return Operand(stored, row, (torch.empty(2, N, depth // 64, dtype=torch.bfloat16),))
+
+    up = ExpertMM(operand(2 * I, H, 8), torch.bfloat16, glu_layout="concat", activation="silu")
+    down = ExpertMM(operand(H, I, 0), torch.bfloat16)
+    first, second = Layer(up, down, row.name)._tiles(Plan("triton", "grouped", (FEW, FEW)))
+    assert not up.specialises(first) and not second.a_tma and second.block_k == 64
 
 
 def test_products_that_it_cannot_take_gather_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,16 @@ import torch
 
 from moe_ops.backends import triton_plans
 from moe_ops.kernels.triton.config import MMConfig
-from tests.cuda.specialised import assert_any_number_of_rows, assert_replays, beside_tritons_tile, every_tile, run
+from tests.cuda.specialised import (
+    GROUPS,
+    ZEROS,
+    assert_any_number_of_rows,
+    assert_replays,
+    beside_tritons_tile,
+    every_tile,
+    in_groups,
+    run,
+)
 from tests.ops.scheme_layers import FORMS, SchemeLayer, assert_contract, build
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("on_hopper", "poisoned_memory")]
@@ -55,22 +64,10 @@ def test_a_replay_with_changed_routing_has_the_bits_of_a_call(scheme, format):
     assert_replays(layer_of(scheme, 1000), format, SIZES["whole"][0])
 
 
-def assert_zero_points(layer: SchemeLayer, scheme: str, zeros: torch.dtype) -> None:
-    """With zero points of a dtype, in both formats, as near to float64 as the scheme's row says."""
-    row = triton_plans.SCHEMES[scheme]
-    weights = []
-    for name in ("gate_up", "down"):
-        stored, (scale, *_) = layer.tensors[f"{name}_proj"], layer.tensors[f"{name}_scales"]
-        high = 16 if scheme == "int4_w4a16" else 100
-        zero = torch.randint(0 if zeros == torch.uint8 else -high, high, scale.shape, device="cuda").to(zeros)
-        layer.tensors[f"{name}_scales"] = [scale, zero]
-        weights.append(row.dequantize(stored, (scale, zero)).double())
-    object.__setattr__(layer, "weights", tuple(weights))
+@GROUPS
+@ZEROS
+@pytest.mark.parametrize("scheme", ["int4_w4a16", "int8_w8a16"])
+def test_groups_of_columns(scheme, zeros, columns):
+    layer = in_groups(layer_of(scheme, 700), columns, zeros)
     for format in ("grouped", "batched"):
         assert_contract(run(layer, format), layer)
-
-
-@pytest.mark.parametrize("zeros", [torch.int8, torch.uint8], ids=str)
-@pytest.mark.parametrize("scheme", ["int4_w4a16", "int8_w8a16"])
-def test_zero_points(scheme, zeros):
-    assert_zero_points(layer_of(scheme, 700), scheme, zeros)

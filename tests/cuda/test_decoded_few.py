@@ -13,16 +13,25 @@ from meta.schemes import SCHEMES as layer_schemes
 from moe_ops.backends import triton_plans
 from moe_ops.census import kernel_names
 from moe_ops.kernels.triton.config import MMConfig
-from tests.cuda.specialised import assert_any_number_of_rows, assert_replays, beside_tritons_tile, every_tile, run
-from tests.cuda.test_decoded import assert_zero_points
+from tests.cuda.specialised import (
+    GROUPS,
+    ZEROS,
+    assert_any_number_of_rows,
+    assert_replays,
+    beside_tritons_tile,
+    every_tile,
+    in_groups,
+    run,
+)
 from tests.cuda.test_schemes import every_code
 from tests.ops.scheme_layers import FORMS, SchemeLayer, assert_contract, build, with_scales_far_apart
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("on_hopper", "poisoned_memory", "tile")]
 SCHEMES = sorted(triton_plans.PACKED)
 GATHERED = sorted(triton_plans.DECODED - triton_plans.PACKED)  # quantised rows
-#: E, K, H, I: whole steps and tiles; half a step behind the last whole one; no whole tiles, an order of 32 columns.
-SIZES = {"whole": (32, 2, 1024, 512), "half": (32, 2, 1152, 640), "ragged": (30, 2, 320, 160)}
+#: E, K, H, I: whole steps and tiles; half a step behind the last whole one; no whole tiles, an order of 32 columns;
+#: no more than half a step.
+SIZES = {"whole": (32, 2, 1024, 512), "half": (32, 2, 1152, 640), "ragged": (30, 2, 320, 160), "less": (30, 2, 128, 96)}
 T = 140  # nine rows an expert
 TILES = {"8x256": (8, 256), "16x256": (16, 256), "16x128": (16, 128), "32x128": (32, 128)}
 GATHERING = {name: tile for name, tile in TILES.items() if tile[0] <= 16}
@@ -114,10 +123,31 @@ def test_many_calls_one_behind_the_other(scheme):
     assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("zeros", [torch.int8, torch.uint8], ids=str)
+@GROUPS
+@ZEROS
 @pytest.mark.parametrize("scheme", ["int4_w4a16", "int8_w8a16"])
-def test_zero_points(scheme, zeros):
-    assert_zero_points(layer_of(scheme), scheme, zeros)
+def test_groups_of_columns(scheme, zeros, columns):
+    layer = in_groups(layer_of(scheme), columns, zeros)
+    for format in ("grouped", "batched"):
+        assert_contract(run(layer, format), layer)
+
+
+@GROUPS
+def test_gemm_1_of_weights_that_no_descriptor_takes(columns):
+    layer = in_groups(layer_of("int4_w4a16"), columns)
+    stored = layer.tensors["gate_up_proj"]
+    room = torch.empty(stored.numel() + 8, dtype=stored.dtype, device="cuda")
+    layer.tensors["gate_up_proj"] = room[8:].view(stored.shape).copy_(stored)
+    for format in ("grouped", "batched"):
+        assert_contract(run(layer, format), layer)
+
+
+@OF_GATHERED
+@GROUPS
+def test_groups_of_columns_beside_gathered_rows(columns):
+    layer = in_groups(layer_of("w4a8_fp8"), columns)
+    for format in ("grouped", "batched"):
+        assert_contract(run(layer, format), layer)
 
 
 @pytest.mark.parametrize("scheme", ["mxfp4", "int4_w4a16"])

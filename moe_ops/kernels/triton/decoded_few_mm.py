@@ -316,7 +316,7 @@ def _sum_columns(
             rows = _tokens(gathered[0], step * BLOCK_K, K, PACKED[10], codes_of_word(CODE), OF_TOKENS)
         mbarrier.wait(full.index(stage), (place // STAGES) & 1)
         words = words_of.index(stage).reshape([2 * ROWS, WORDS])
-        for part in gl.static_range(PARTS):
+        for part in gl.static_range(min(PARTS, ALL_PARTS)):
             if part == 0 or K % BLOCK_K == 0 or step * PARTS + part < ALL_PARTS:
                 at = step * PARTS + part
                 if GATHERED:

@@ -286,7 +286,7 @@ class Layer:
         if order is not None:
             steps = order[0] // self.up.columns_at_once(first)
             if steps > 1 and self.down.takes_few(second):
-                second = self.down.beside_few(second)
+                second = fit(self.down.beside_few(second), self.down)
             elif steps > 1:
                 second = second._replace(block_k=second.block_k // steps, num_stages=min(4, second.num_stages * steps))
         return first, second
