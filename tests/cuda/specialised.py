@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
 import moe_ops
-from meta.schemes import SCHEMES
 from moe_ops.backends import triton_plans
 from moe_ops.census import kernel_names
 from moe_ops.kernels.triton.config import MMConfig
@@ -22,22 +20,6 @@ from tests.ops.scheme_layers import SchemeLayer, assert_contract
 #: Columns of a group of scales, and of what zero points are, if there are some.
 GROUPS = pytest.mark.parametrize("columns", [32, 64, 128, 256])
 ZEROS = pytest.mark.parametrize("zeros", [None, torch.int8, torch.uint8], ids=["scales", "int8", "uint8"])
-
-
-def in_groups(layer: SchemeLayer, columns: int, zeros: torch.dtype | None = None) -> SchemeLayer:
-    """The layer with other scales, of groups of so many columns each, and zero points of a dtype if one is given."""
-    row, given, weights = SCHEMES[layer.options["scheme"]], dict(layer.tensors), []
-    for name in ("gate_up", "down"):
-        stored, (scale, *others) = given[f"{name}_proj"], given[f"{name}_scales"]
-        E, N, K = *stored.shape[:2], stored.shape[2] * row.pack
-        values = scale.float().mean() * (0.25 + torch.rand(E, N, K // columns, device="cuda") / 2)
-        if zeros is not None:
-            high = 16 if row.code.name == "int4" else 100
-            low = 0 if zeros == torch.uint8 else -high
-            others = [torch.randint(low, high, values.shape, device="cuda").to(zeros)]
-        given[f"{name}_scales"] = [values.to(scale.dtype), *others]
-        weights.append(row.dequantize(stored, given[f"{name}_scales"]).double())
-    return replace(layer, tensors=given, weights=tuple(weights))
 
 
 @contextmanager

@@ -16,10 +16,9 @@ from tests.cuda.specialised import (
     assert_replays,
     beside_tritons_tile,
     every_tile,
-    in_groups,
     run,
 )
-from tests.ops.scheme_layers import FORMS, SchemeLayer, assert_contract, build
+from tests.ops.scheme_layers import FORMS, SchemeLayer, assert_contract, build, in_groups
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("on_hopper", "poisoned_memory")]
 SCHEMES = sorted(triton_plans.PACKED)

@@ -20,11 +20,17 @@ from tests.cuda.specialised import (
     assert_replays,
     beside_tritons_tile,
     every_tile,
-    in_groups,
     run,
 )
 from tests.cuda.test_schemes import every_code
-from tests.ops.scheme_layers import FORMS, SchemeLayer, assert_contract, build, with_scales_far_apart
+from tests.ops.scheme_layers import (
+    FORMS,
+    SchemeLayer,
+    assert_contract,
+    build,
+    in_groups,
+    with_scales_far_apart,
+)
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("on_hopper", "poisoned_memory", "tile")]
 SCHEMES = sorted(triton_plans.PACKED)

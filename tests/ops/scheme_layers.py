@@ -61,7 +61,7 @@ class SchemeLayer:
         out = torch.zeros_like(x)
         ids = given["topk_ids"]
         if (local := given["expert_map"]) is not None:
-            ids = local[ids.long()]
+            ids = torch.where(ids >= 0, local[ids.long().clamp(min=0)], -1)
         for e in range(first.shape[0]):
             token, slot = (ids == e).nonzero(as_tuple=True)
             h = stored(x[token], 0, e) @ first[e].T
@@ -152,6 +152,22 @@ def build(
     return SchemeLayer(tensors, options, (wide, wide_second), dtype, fixed)
 
 
+def in_groups(layer: SchemeLayer, columns: int, zeros: torch.dtype | None = None) -> SchemeLayer:
+    """The layer with other scales, of groups of so many columns each, and zero points of a dtype if one is given."""
+    row, given, weights = SCHEMES[layer.options["scheme"]], dict(layer.tensors), []
+    for name in ("gate_up", "down"):
+        stored, (scale, *others) = given[f"{name}_proj"], given[f"{name}_scales"]
+        E, N, K = *stored.shape[:2], stored.shape[2] * row.pack
+        values = scale.float().mean() * (0.25 + torch.rand(E, N, K // columns, device=stored.device) / 2)
+        if zeros is not None:
+            high = 16 if row.code.name == "int4" else 100
+            low = 0 if zeros == torch.uint8 else -high
+            others = [torch.randint(low, high, values.shape, device=stored.device).to(zeros)]
+        given[f"{name}_scales"] = [values.to(scale.dtype), *others]
+        weights.append(row.dequantize(stored, given[f"{name}_scales"]).double())
+    return replace(layer, tensors=given, weights=tuple(weights))
+
+
 def with_scales_far_apart(layer: SchemeLayer, powers: int) -> SchemeLayer:
     """A layer of e8m0 scales, one of four of which in the first weight is larger by so many powers of two, where the
     tokens are 0: its result is that of the others.
@@ -167,10 +183,10 @@ def with_scales_far_apart(layer: SchemeLayer, powers: int) -> SchemeLayer:
     return replace(layer, tensors=given, weights=(row.dequantize(stored, scales).double(), layer.weights[1]))
 
 
-def assert_contract(got: Tensor, layer: SchemeLayer) -> None:
+def assert_contract(got: Tensor, layer: SchemeLayer, contract: float = CONTRACT) -> None:
     """`got` is as near to float64 as rounding exactly where the scheme's row says is."""
     assert got.dtype == layer.dtype
     exact = layer.float64()
     error, allowed = ((y.double() - exact).norm() for y in (got, layer.rounded()))
-    bound = CONTRACT * allowed + SUMS * exact.norm()
+    bound = contract * allowed + SUMS * exact.norm()
     assert error <= bound, f"error {float(error):.3e}, of the reference {float(allowed):.3e}"
