@@ -6,8 +6,9 @@ A dispatch mode watches the operators of the model's own forward: a product of a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def largest_rows(op: str, model: nn.Module, weights: Mapping[str, Tensor], input
         if weight.is_meta:
             raise fail(op, "inputs", f"None for {name}, which has no memory", "some", "Load the weights first.")
     observer = _Observer(op, weights)
-    total = len(inputs) if isinstance(inputs, Sized) else None
+    total = length_hint(inputs) or None  # of loaders that have a `len` which raises, none
     count = 0
     with progress() as bars, _as_it_infers(model):
         advance = bars.bar("calibrating", total)
@@ -134,8 +135,8 @@ class _Observer(TorchDispatchMode):
         if namespace == "moe_ops":
             cure = 'Call model.set_experts_implementation("eager") for the calibration.'
             raise fail(self._op, "inputs", "None for a model whose experts are one operator", f"some, and {func}", cure)
-        if None not in names and len(names) == 1 and isinstance(out, Tensor):
-            self._copies[out] = names.pop()
+        if None not in names and len(names) == 1:
+            self._copies.update(dict.fromkeys(filter(torch.is_tensor, pytree.tree_leaves(out)), *names))
         elif "mm" in name or name in _PRODUCTS:
             ends = compat.named_arguments(func, args, kwargs).get("offs")
             self._see(args[1:3] if name in _ADDING else args[:2], ends)

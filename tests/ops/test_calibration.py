@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 import moe_ops
 from moe_ops.quantized import QuantizedWeight
@@ -44,7 +45,7 @@ def _padded(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     return torch.empty_like(out).index_copy_(0, order, out)
 
 
-def _one_by_one(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+def _one_by_one(x: Tensor, weight: Sequence[Tensor] | Tensor, ids: Tensor) -> Tensor:
     return torch.stack([weight[expert] @ row for row, expert in zip(x, ids.tolist(), strict=True)])
 
 
@@ -58,6 +59,7 @@ PRODUCTS: dict[str, Rows] = {
         torch.full((x.shape[0], 1, w.shape[1]), 1e3), x.unsqueeze(1), w.index_select(0, ids).transpose(1, 2)
     ).squeeze(1) - 1e3,
     "vectors": _one_by_one,
+    "pieces of a copy": lambda x, w, ids: _one_by_one(x.double(), w.double().unbind(0), ids).float(),
     "einsum over all": lambda x, w, ids: torch.einsum("rk,enk->rne", x, w)[torch.arange(len(ids)), :, ids],
 }  # fmt: skip
 
@@ -120,6 +122,16 @@ def test_inputs_of_every_kind() -> None:
     assert len(block.seen) == 4
     wanted = 3 * x.abs().max() / 448
     torch.testing.assert_close(block.experts.gate_up_proj.input_scale[0, 0, 0], wanted)
+
+
+def test_inputs_of_unknown_number() -> None:
+    class Stream(IterableDataset[Tensor]):
+        def __iter__(self) -> Iterator[Tensor]:
+            yield from batches()
+
+    block = Block()
+    moe_ops.quantize_(block, "fp8_tensor", inputs=DataLoader(Stream(), batch_size=None))
+    assert len(block.seen) == 3
 
 
 def test_a_compiled_model_is_watched_eagerly() -> None:
