@@ -243,4 +243,4 @@ def load_stacks(
         errors += wrong
         if not wrong:  # else codes would be said to lack the scales that are wrong
             state.update(made)
-    quantized_state.read(module, state, prefix, metadata)  # its own hook may have come before
+    quantized_state.read(module, state, prefix, metadata, strict, missing)  # its own hook may have come before

@@ -77,11 +77,13 @@ def write(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[
 
 
 def read(
-    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *others: Any
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], strict: bool, missing: list[str],
+    *others: Any,
 ) -> None:  # fmt: skip
     """The hook of ``load_state_dict``: weights in the place of plain tensors, which are left if they are.
 
-    A parameter of the same shape takes the form of what is loaded: other groups, halves, dtypes and optional scales.
+    A parameter of the same shape takes the form of what is loaded: other groups, halves, dtypes and optional scales. Of
+    one that is ``missing``, which torch says of the bytes, the scales are, too.
 
     Raises:
         ValueError: another scheme, a scale that is missing, or tensors that the scheme does not have, by their keys.
@@ -93,6 +95,8 @@ def read(
         key = prefix + name
         stored = state.get(key)
         if stored is None:
+            scales = [part for part in entries(weight, key) if part != key and part not in state]
+            missing += [scale for scale in scales if scale not in missing]  # lists that were stacked ask twice
             continue
         if isinstance(stored, QuantizedWeight):
             loaded.append((weight, key, stored))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -190,3 +191,25 @@ def test_a_key_that_the_model_has_already_is_refused(kind: str) -> None:
     with pytest.raises(ValueError, match=f"quantize_: Module must be without a {kind} 'down_proj_scale'"):
         moe_ops.quantize_(model, "mxfp4")
     assert not any(isinstance(weight, QuantizedWeight) for weight in model.parameters())
+
+
+def test_what_is_missing_is_missing_with_its_scales() -> None:
+    model, state = experts("nvfp4"), copied(experts("nvfp4"))
+    left = [key for key in state if key.startswith("e.down_proj")]
+    for key in left:
+        del state[key]
+    found = model.load_state_dict(state, strict=False)
+    assert sorted(found.missing_keys) == sorted(left) and not found.unexpected_keys
+    assert len(left) == 3
+
+
+def test_safetensors_loads_a_weight_of_many_names(tmp_path: Path) -> None:
+    """It saves each once, and asks which of the other keys the model lacks."""
+    files = pytest.importorskip("safetensors.torch")
+    models = experts("nvfp4"), experts("nvfp4", seed=1)
+    for model in models:
+        model["again"] = nn.Module()
+        put(model["again"], "up_proj", model.e.gate_up_proj)
+    files.save_model(models[0], tmp_path / "model.safetensors")
+    assert files.load_model(models[1], tmp_path / "model.safetensors") == (set(), [])
+    assert same(copied(models[1]), copied(models[0]))
