@@ -281,6 +281,7 @@ def _sum_columns(
     WORDS: gl.constexpr = PARTS * PART_WORDS
     STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     LAST: gl.constexpr = (K + GROUP_K - 1) // GROUP_K - 1 if GROUP_K > 0 else 0
+    gl.static_assert(EXACT or GROUP_K % PART == 0, "what is multiplied at a time is within a group")
     inner, zeros, _, inner_apart, zeros_apart, _ = decoding
     INNER_STRIDES: gl.constexpr = STRIDES[1]
     ZERO_STRIDES: gl.constexpr = STRIDES[4]

@@ -354,6 +354,7 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
     INNER_STRIDES: gl.constexpr = STRIDES[1]
     ZERO_STRIDES: gl.constexpr = STRIDES[4]
     SHIFTED: gl.constexpr = ZERO_STRIDES is not None
+    gl.static_assert(EXACT or GROUP_K % BLOCK_K == 0, "a step is within a group")
     TWO: gl.constexpr = EXACT and BLOCK_M <= 64  # steps ahead of which scales are loaded: a step of more rows is longer
     SCALED: gl.constexpr = INNER_STRIDES is not None and not EXACT  # group by group, where their sums are complete
     EACH: gl.constexpr = SCALED and GROUP_K % (2 * BLOCK_K) != 0  # after every step, else after every other

@@ -246,6 +246,7 @@ def _sum_columns(
     ORDER: tl.constexpr = PACKED[10] if ORDERED else BLOCK_K
     tl.static_assert(BLOCK_K % ORDER == 0, "rows have an order of this tile's")
     tl.static_assert(ROWS_GROUP <= 0 or BLOCK_K == ROWS_GROUP, "a step is a group of the rows")
+    tl.static_assert(EXACT or GROUP_K % BLOCK_K == 0, "a step is within a group")
     PER_WORD: tl.constexpr = codes_of_word(CODE)
     SHIFT: tl.constexpr = shift_of(PACKED)
     TURNS: tl.constexpr = takes_turns(PACKED)
