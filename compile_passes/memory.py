@@ -287,6 +287,7 @@ class Memory:
         self.outside: set[int] = set()
         self.writes: dict[fx.Node, tuple[fx.Node, ...]] = {}
         self._shares: dict[fx.Node, frozenset[int]] = {}
+        self._may_be: dict[int, frozenset[int]] = {}  # storage of a fake result -> those that it may really be
         self._names: dict[int, list[fx.Node]] = {}
         self._writers: dict[int, list[fx.Node]] = {}
         for position, node in enumerate(graph.nodes):
@@ -342,8 +343,11 @@ class Memory:
             keys = overwritten
         elif keys is None:  # no facts: it may be any of its operands, or memory of its own
             keys = frozenset().union(*map(self.shares, node.all_input_nodes)) | {-1 - self.order[node]}
-        elif _may_return_operand(node):
-            keys = keys.union(*map(self.shares, node.all_input_nodes))
+        else:
+            if _may_return_operand(node):
+                operands = frozenset().union(*map(self.shares, node.all_input_nodes))
+                self._may_be.update(dict.fromkeys(keys, operands))
+            keys = keys.union(*(self._may_be.get(key, ()) for key in keys))  # of its views, too
         self._shares[node] = keys
         for key in keys:
             self._names.setdefault(key, []).append(node)

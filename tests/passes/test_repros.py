@@ -403,6 +403,7 @@ ALIASES: dict[str, Callable[[Tensor], Tensor]] = {
     "expanded": lambda x: x.expand(1, -1, -1),
     "einsum": lambda x: torch.einsum("ij->ji", x),
     "dropout_of_nothing": lambda x: F.dropout(x, 0.5, training=False),
+    "part_of_a_dropout_of_nothing_in_training": lambda x: F.dropout(x, 0.0)[2:5],
     "identity_module": lambda x: nn.Identity()(x),
     "broadcast_tensors": lambda x: torch.broadcast_tensors(x, torch.ones(1))[0],
     "atleast_3d": lambda x: torch.atleast_3d(x),
