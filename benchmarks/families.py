@@ -45,8 +45,8 @@ _CLASSES = {
     "nllb_moe": ("NllbMoeConfig", "NllbMoeModel"),
     "switch_transformers": ("SwitchTransformersConfig", "SwitchTransformersEncoderModel"),
 }
-# inkling2 runs in bf16 only with the modules in fp32 that from_pretrained keeps so.
-_DTYPES = {"inkling2": torch.float32}
+# They run in bf16 only with the modules in fp32 that from_pretrained keeps so.
+_DTYPES = dict.fromkeys(("inkling2", "inkling2_loop"), torch.float32)
 _HEAD = ("family", "form", "blocks", "routing", "activation", "why")
 
 

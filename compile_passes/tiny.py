@@ -78,6 +78,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm5_next": {
         "index_topk": 16, "qk_rope_head_dim": 0, "qk_head_dim": 16, "num_key_value_heads": 4, "layer_types": None,
     },
+    "hy_v4_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
     "jamba": {"attn_layer_period": 1, "attn_layer_offset": 0, "expert_layer_period": 1, "expert_layer_offset": 0},
     "kimi_linear": _FULL_ATTENTION,
     "lfm2_moe": _FULL_ATTENTION,
