@@ -41,7 +41,7 @@ from meta.checks import (
     number_text,
 )
 from meta.schemes import SCHEMES
-from moe_ops import across, compat, nvshmem, sharded
+from moe_ops import across, choice, compat, nvshmem, sharded
 from moe_ops.agreement import agree, check_while_compiling, destinations, refusing
 from moe_ops.autograd import wants_grad
 from moe_ops.exchanges import (
@@ -617,4 +617,5 @@ def _check_layer(
     for name in ("gate_up_proj", "down_proj"):
         check_rank(op, name, given[name], "E N K")
     if not torch.compiler.is_compiling():
-        parse(op, hidden_states, *weights, topk_weights, topk_ids, **options)
+        given_layer = parse(op, hidden_states, *weights, topk_weights, topk_ids, **options)
+        choice.choose(given_layer.problem, given_layer.backend)

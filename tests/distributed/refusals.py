@@ -158,6 +158,12 @@ def types(ranks: Ranks) -> None:
         refused(ranks, lambda given=given: _layer(ranks, **given), *said)
 
 
+def backends(ranks: Ranks) -> None:
+    """One rank insists on a backend that does not serve these tensors."""
+    said = "fused_experts: backend='triton' must accept the problem", _last(ranks, "", _refused(ranks))
+    refused(ranks, lambda: _layer(ranks, backend=_last(ranks, "triton")), *said)
+
+
 def arguments_in_a_graph(ranks: Ranks) -> None:
     """The same where sizes and numbers are symbols, of which Dynamo writes no text."""
     layer = random(T)
@@ -524,7 +530,7 @@ _OF_TWO = (
     widths, dtypes, options, results, experts, transports, capacities, arguments, weights_of_halves, beside_a_group,
     tokens_in_a_graph, weights_in_a_graph, weights_of_halves_in_a_graph,
     no_tensors, layer_options, differentiated, added, types, arguments_in_a_graph, trained_in_part,
-    calls, debug, second_derivatives, transforms,
+    calls, debug, second_derivatives, transforms, backends,
 )  # fmt: skip
 _OF_BOTH = (tokens, weights, groups, meshes, dropped_rows_reported, ids_out_of_range)
 CHECKS = {
