@@ -100,7 +100,8 @@ def _all_to_all(grad: Tensor, group: Group) -> Tensor:
 def sum_of_ranks(parts: Tensor, added: Tensor | None = None) -> Tensor:
     """``[W, ...]`` summed over its first dimension, in rank order and fp32 (fp64 for fp64), then ``added``."""
     wide = accumulation_dtype(parts.dtype)
-    total = parts[0].to(wide)
+    # Of one rank a copy: nobody may write to a view of what the nodes below return.
+    total = parts[0].to(wide, copy=parts.shape[0] == 1)
     for rank in range(1, parts.shape[0]):
         total = total + parts[rank].to(wide)
     if added is not None:

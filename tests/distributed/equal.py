@@ -7,11 +7,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import moe_ops
 from moe_ops import agreement, ep
 from moe_ops.groups import PerGroup
 from tests.distributed.ranks import (
@@ -176,6 +178,20 @@ def rounded_once(ranks: Ranks) -> None:
         ranks.same(ep.finalize(result, prepared, one), want, transport)
 
 
+def written(ranks: Ranks) -> None:
+    """What a layer of one rank or of several returns is the caller's to write to, as what one process returns."""
+    for group, transport in product((ranks.group, ranks.alone), CROSSING):
+        x, weights, ids, gate_up, down = integers(3)[:5]
+        if group is ranks.group:
+            gate_up, down = (ranks.held(transport, each) for each in (gate_up, down))
+        x = x.requires_grad_()
+        options = {"activation": "relu", "glu_layout": "none", "group": group, "transport": transport}
+        out = moe_ops.fused_experts(x, gate_up, down, weights, ids, **options)
+        want = out.detach() + 1
+        out += 1
+        ranks.same(out.detach(), want, f"{transport}, a group of {group.size()}")
+
+
 CHECKS = {
     **{
         f"{transport}-{dtype}-{routing}": Check(partial(equal, transport, dtype, (routing,)))
@@ -194,5 +210,6 @@ CHECKS = {
     "made_again": Check(made_again),
     "bytes_on_the_wire": Check(wire, (2, 4)),
     "rounded_once": Check(rounded_once, (2, 4)),
+    "written": Check(written),
     **{f"halves-{transport}": Check(partial(halves, transport)) for transport in TRANSPORTS},
 }
