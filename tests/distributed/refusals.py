@@ -417,6 +417,21 @@ def tokens_in_a_graph(ranks: Ranks) -> None:
     ranks.close(run(x, weights, ids), want, 1e-6, "after")
 
 
+def no_tokens_in_a_graph(ranks: Ranks) -> None:
+    """A rank without tokens asks the others, too, though nothing that its compiled code returns depends on it."""
+    torch.compiler.reset()
+    layer = random(T)
+    gate_up, down = (ranks.held(None, tensor) for tensor in (layer.gate_up, layer.down))
+
+    def run(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        return moe_ops.fused_experts(x, gate_up, down, weights, ids, group=ranks.group)
+
+    call = _last(ranks, torch.compile(run, fullgraph=True), run)
+    tokens = [tensor[: _last(ranks, 0, T)].clone() for tensor in layer[:3]]
+    said = f"T must be the same on every rank of the group, got {_of_every_rank(3, 0, ranks)}"
+    refused(ranks, lambda: call(*tokens), said)
+
+
 def groups(ranks: Ranks) -> None:
     """What is no group, or not one of this process."""
     refused(ranks, lambda: _layer(ranks, group="nobody"), "group must be the name of a process group, got 'nobody'")
@@ -531,6 +546,7 @@ _OF_TWO = (
     tokens_in_a_graph, weights_in_a_graph, weights_of_halves_in_a_graph,
     no_tensors, layer_options, differentiated, added, types, arguments_in_a_graph, trained_in_part,
     calls, debug, second_derivatives, transforms, backends,
+    no_tokens_in_a_graph,
 )  # fmt: skip
 _OF_BOTH = (tokens, weights, groups, meshes, dropped_rows_reported, ids_out_of_range)
 CHECKS = {
