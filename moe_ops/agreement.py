@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meta.checks import fail
-from moe_ops import choice, debugging
+from moe_ops import choice, compat, debugging
 from moe_ops.groups import Group, PerGroup, constant, process_group, resolve
 
 T = TypeVar("T")
@@ -220,8 +220,8 @@ _library.define(f"agreed_ids{_SCHEMA}", tags=(torch.Tag.pt2_compliant_tag,))
 for _key in ("CPU", "CUDA"):
     _library.impl("agreed_ids", _agreed_ids, _key)
 torch.library.register_fake("moe_ops::agreed_ids", _agreed_ids_fake, lib=_library)
-# The others wait for this rank, though nothing depends on the ids of no tokens: compilers leave such a call out.
-torch.fx.node.has_side_effect(torch.ops.moe_ops.agreed_ids.default)
+# The others wait for this rank, though nothing depends on the ids of no tokens.
+compat.keep_in_graphs(torch.ops.moe_ops.agreed_ids.default)
 #: Its fake does the work, while code is captured; nothing of it is left in what runs.
 _library.define("checked_layer(Tensor[] tensors, SymInt[] numbers, float[] floats, *, str group, str options) -> ()")
 _library.impl("checked_layer", lambda tensors, numbers, floats, **options: None, "CompositeExplicitAutograd")

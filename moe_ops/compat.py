@@ -377,6 +377,15 @@ def inductor_graphs_pool() -> tuple[int, int] | None:
 without_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
+def keep_in_graphs(overload: Any) -> None:
+    """Have compilers keep calls of an operator whose results nobody uses. As an effect, torch's way for operators that
+    run in an order, it would have tokens among every graph's inputs and results.
+    """
+    mark = getattr(torch.fx.node, "has_side_effect", None)
+    if mark is not None:
+        mark(overload)
+
+
 def not_captured(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``; Dynamo leaves it and all that it calls as they are.
 
