@@ -19,7 +19,7 @@ import torch
 
 import moe_ops
 from compile_passes.report import Fused, Report
-from compile_passes.tiny import FAMILIES, text_classes, tiny_config, tiny_model
+from compile_passes.tiny import FAMILIES, IN_FP32, text_classes, tiny_config, tiny_model
 from moe_ops.logs import quiet
 
 TABLE = Path(__file__).parent / "models.md"
@@ -45,8 +45,6 @@ _CLASSES = {
     "nllb_moe": ("NllbMoeConfig", "NllbMoeModel"),
     "switch_transformers": ("SwitchTransformersConfig", "SwitchTransformersEncoderModel"),
 }
-# They run in bf16 only with the modules in fp32 that from_pretrained keeps so.
-_DTYPES = dict.fromkeys(("inkling2", "inkling2_loop"), torch.float32)
 _HEAD = ("family", "form", "blocks", "routing", "activation", "why")
 
 
@@ -101,7 +99,7 @@ def _report(family: str, form: str) -> Report:
     else:
         config_class, model_class = text_classes(configurations, modeling)
     settings = {**FAMILIES.get(family, {}), **OWN_CODE.get(family, {})}
-    dtype = _DTYPES.get(family, torch.bfloat16)
+    dtype = torch.float32 if family in IN_FP32 else torch.bfloat16
     model = tiny_model(
         tiny_config(config_class, settings), model_class, dtype=dtype, experts=None if form == OWN else form
     )

@@ -86,6 +86,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 
+#: Families that run in bf16 only with the modules in fp32 that from_pretrained keeps so.
+IN_FP32 = frozenset({"inkling2", "inkling2_loop"})
+
 
 def tiny_config(config_class: type, overrides: Mapping[str, Any] | None = None, base: Any = None) -> Any:
     """An instance of ``config_class`` with small sizes; ``base`` makes the choices (default: the class's defaults)."""

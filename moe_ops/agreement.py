@@ -194,19 +194,24 @@ def check_while_compiling(name: str, arguments: dict[str, Any]) -> None:
     torch.ops.moe_ops.checked_layer(tensors, list(numbers.values()), list(floats.values()), group=name, options=options)
 
 
+def check_layer(op: str, *args: Any, **options: Any) -> None:
+    """Raise where the layer's rule refuses the arguments, or no backend serves them."""
+    from moe_ops.ops import parse
+
+    call = parse(op, *args, **options)
+    choice.choose(call.problem, call.backend)
+
+
 def _checked_layer_fake(
     tensors: list[Tensor], numbers: list[Any], floats: list[float], *, group: str, options: str
 ) -> None:
-    from moe_ops.ops import parse
-
     places, plain, of_numbers, of_floats = literal_eval(options)
     plain |= dict(zip((*of_numbers, *of_floats), (*numbers, *floats), strict=True))
     given = {
         name: [tensors[each] for each in place] if isinstance(place, list) else tensors[place]
         for name, place in places.items()
     }
-    call = refusing(group, parse, "fused_experts", **given, **plain)
-    refusing(group, choice.choose, call.problem, call.backend)
+    refusing(group, check_layer, "fused_experts", **given, **plain)
 
 
 #: The ids as int32, those out of range just out of it, once the ranks agree. An operator, so that compiled code asks at

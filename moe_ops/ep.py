@@ -41,8 +41,8 @@ from meta.checks import (
     number_text,
 )
 from meta.schemes import SCHEMES
-from moe_ops import across, choice, compat, nvshmem, sharded
-from moe_ops.agreement import agree, check_while_compiling, destinations, refusing
+from moe_ops import across, compat, nvshmem, sharded
+from moe_ops.agreement import agree, check_layer, check_while_compiling, destinations, refusing
 from moe_ops.autograd import wants_grad
 from moe_ops.exchanges import (
     shared,
@@ -54,7 +54,7 @@ from moe_ops.exchanges import (
     wait_parts,
 )
 from moe_ops.groups import Group, GroupLike, resolve
-from moe_ops.ops import ARGUMENTS, call, parse
+from moe_ops.ops import ARGUMENTS, call
 from moe_ops.pairs import invert
 from moe_ops.runtime import refuse_tangents
 from moe_ops.symmetric_memory import available
@@ -617,5 +617,4 @@ def _check_layer(
     for name in ("gate_up_proj", "down_proj"):
         check_rank(op, name, given[name], "E N K")
     if not torch.compiler.is_compiling():
-        given_layer = parse(op, hidden_states, *weights, topk_weights, topk_ids, **options)
-        choice.choose(given_layer.problem, given_layer.backend)
+        check_layer(op, hidden_states, *weights, topk_weights, topk_ids, **options)

@@ -95,8 +95,8 @@ def read(
         key = prefix + name
         stored = state.get(key)
         if stored is None:
-            scales = [part for part in entries(weight, key) if part != key and part not in state]
-            missing += [scale for scale in scales if scale not in missing]  # lists that were stacked ask twice
+            known = {key, *state, *missing}  # lists that were stacked ask twice
+            missing += [part for part in entries(weight, key) if part not in known]
             continue
         if isinstance(stored, QuantizedWeight):
             loaded.append((weight, key, stored))

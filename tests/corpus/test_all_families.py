@@ -14,6 +14,7 @@ from torch import fx
 
 from compile_passes.match import Refusal
 from compile_passes.passes import FUSE, Report, run
+from compile_passes.tiny import IN_FP32
 from tests.corpus.families import (
     KEPT_ROUTERS,
     OTHERS,
@@ -51,8 +52,7 @@ def test_family(family: str) -> None:
         pytest.skip(f"transformers has no {family}")
     # The tails are shared code, tested in both forms on ten families and on hand-written blocks; here routers differ.
     for form in ("grouped_mm", "batched_mm") if family in OWN_ACTIVATIONS else ("grouped_mm",):
-        # These run in bf16 only with the modules in fp32 that from_pretrained keeps so.
-        dtype = torch.float32 if family in ("inkling2", "inkling2_loop") else torch.bfloat16
+        dtype = torch.float32 if family in IN_FP32 else torch.bfloat16
         settings = {} if family in UNLIKE_LAYERS else one_layer(family)
         report = passes_on(build(family, dtype, form, **settings))
         layers = 1 if settings else 2

@@ -21,6 +21,7 @@ from moe_ops.plans import Plan, bucket
 from tests.crosscompile.compiling import Compiled
 from tests.crosscompile.test_decoded import KINDS, UNSTACKED, assert_places, compile_made, row_operand
 from tests.crosscompile.test_packed import E, H, I, K, product
+from tests.ops.scheme_layers import further
 
 pytestmark = pytest.mark.usefixtures("on_hopper")
 
@@ -122,7 +123,7 @@ def test_gemm_2_gathers_its_rows_in_steps_of_a_group_where_gemm_1_writes_fewer_c
     row = SCHEMES["int4_w4a16"]
 
     def operand(N: int, depth: int, offset: int) -> Operand:
-        stored = torch.empty(2 * N * depth // 2 + offset, dtype=torch.uint8)[offset:].view(2, N, depth // 2)
+        stored = further(torch.empty(2, N, depth // 2, dtype=torch.uint8), offset)
         return Operand(stored, row, (torch.empty(2, N, depth // 64, dtype=torch.bfloat16),))
 
     up = ExpertMM(operand(2 * I, H, 8), torch.bfloat16, glu_layout="concat", activation="silu")

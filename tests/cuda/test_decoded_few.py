@@ -28,6 +28,7 @@ from tests.ops.scheme_layers import (
     SchemeLayer,
     assert_contract,
     build,
+    further,
     in_groups,
     with_scales_far_apart,
 )
@@ -141,9 +142,7 @@ def test_groups_of_columns(scheme, zeros, columns):
 @GROUPS
 def test_gemm_1_of_weights_that_no_descriptor_takes(columns):
     layer = in_groups(layer_of("int4_w4a16"), columns)
-    stored = layer.tensors["gate_up_proj"]
-    room = torch.empty(stored.numel() + 8, dtype=stored.dtype, device="cuda")
-    layer.tensors["gate_up_proj"] = room[8:].view(stored.shape).copy_(stored)
+    layer.tensors["gate_up_proj"] = further(layer.tensors["gate_up_proj"], 8)
     for format in ("grouped", "batched"):
         assert_contract(run(layer, format), layer)
 

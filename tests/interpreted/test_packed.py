@@ -21,7 +21,7 @@ from moe_ops.kernels.triton.launch import ExpertMM
 from moe_ops.ops import parse
 from tests.ops.errors import assert_accurate, norm_error
 from tests.ops.layers import Layer, Variant, dense_formula, factors_in_fp64
-from tests.ops.scheme_layers import assert_contract, build
+from tests.ops.scheme_layers import assert_contract, build, further
 from tests.ops.test_layer import staged
 
 PLAIN = Variant(dtype=torch.bfloat16, E=3, K=2, T=5, H=160, I=96)
@@ -122,9 +122,7 @@ def test_rows_that_are_not_made_of_words(scheme: str) -> None:
     """Codes that lie in memory one byte further; scales of an odd number of bytes a row."""
     layer = replace(PLAIN, scheme=scheme, H=160 if scheme != "int4_w4a16" else 128, I=96).build()
     for name in ("gate_up_proj", "down_proj"):
-        stored = layer.tensors[name]
-        room = torch.empty(stored.numel() + 1, dtype=stored.dtype)
-        layer.tensors[name] = room[1:].view(stored.shape).copy_(stored)
+        layer.tensors[name] = further(layer.tensors[name], 1)
     assert_as_accurate_as_the_steps(layer)
 
 

@@ -19,7 +19,7 @@ from moe_ops.kernels.triton.launch import ExpertMM
 from moe_ops.kernels.triton.layer import fit
 from tests.interpreted import test_schemes
 from tests.ops.errors import norm_error
-from tests.ops.scheme_layers import SchemeLayer, assert_contract, build, with_scales_far_apart
+from tests.ops.scheme_layers import SchemeLayer, assert_contract, build, further, with_scales_far_apart
 
 BOTH = ("mxfp4_a8", "w4a8_fp8")
 RAGGED, WHOLE = (3, 2, 144, 80), (3, 2, 256, 128)
@@ -134,9 +134,7 @@ def test_codes_of_few_tokens_that_are_not_made_of_words(scheme, monkeypatch):
     monkeypatch.setattr(triton_plans, "by_products", lambda *_: PLANS["gathered"])
     layer = build(scheme, T=2, sizes=RAGGED, dtype=torch.float32)
     for name in ("gate_up_proj", "down_proj"):
-        stored = layer.tensors[name]
-        room = torch.empty(stored.numel() + 1, dtype=stored.dtype)
-        layer.tensors[name] = room[1:].view(stored.shape).copy_(stored)
+        layer.tensors[name] = further(layer.tensors[name], 1)
     check(layer, "small")
     assert len(ran) == (scheme in BOTH)
 

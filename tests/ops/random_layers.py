@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meta.activations import ACTIVATIONS
 from meta.schemes import ANY, SCHEMES
-from tests.ops.scheme_layers import FORMS, SchemeLayer, build, in_groups
+from tests.ops.scheme_layers import FORMS, SchemeLayer, build, further, in_groups
 
 QUANTISED = [name for name, row in SCHEMES.items() if row.quantized]
 #: Of results of few elements, whose error chance has a part in.
@@ -49,11 +49,9 @@ def random_layer(seed: int, *, device: str, largest: int, elements: int, tokens:
 
 
 def _elsewhere(value: Any, pick: random.Random) -> Any:
-    """The same numbers, one time in four behind others in memory: at addresses that no wide load takes."""
+    """The same, one time in four further in memory."""
     if isinstance(value, list):
         return [_elsewhere(one, pick) for one in value]
     if not isinstance(value, Tensor) or pick.random() < 0.75:
         return value
-    before = pick.choice([1, 2, 4, 8, 16])
-    room = torch.zeros((value.numel() + before) * value.element_size(), dtype=torch.uint8, device=value.device)
-    return room.view(value.dtype)[before:].view(value.shape).copy_(value)
+    return further(value, pick.choice([1, 2, 4, 8, 16]))

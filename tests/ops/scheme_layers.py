@@ -168,6 +168,12 @@ def in_groups(layer: SchemeLayer, columns: int, zeros: torch.dtype | None = None
     return replace(layer, tensors=given, weights=tuple(weights))
 
 
+def further(numbers: Tensor, elements: int) -> Tensor:
+    """The same numbers, so many elements further in memory: at an address that no wide load may take."""
+    room = torch.zeros((elements + numbers.numel()) * numbers.element_size(), dtype=torch.uint8, device=numbers.device)
+    return room.view(numbers.dtype)[elements:].view(numbers.shape).copy_(numbers)
+
+
 def with_scales_far_apart(layer: SchemeLayer, powers: int) -> SchemeLayer:
     """A layer of e8m0 scales, one of four of which in the first weight is larger by so many powers of two, where the
     tokens are 0: its result is that of the others.
