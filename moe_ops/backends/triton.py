@@ -162,9 +162,10 @@ def _gemm(
     tile = _tile_for(problem.scheme, mm, int(problem.M), column)
     if mm.gathers_few(tile):  # bf16 numbers, not what is given
         tile = mm.beside_few(tile)
-    # Of a batch every row would be copied, in use or not; `decoded_few_mm` counts no rows.
-    counted = load is not None and mm.takes_few(tile)
-    tile = fit(tile, mm, as_they_are=gather is not None or problem.format == "batched" or counted)
+    # Of a batch every row would be copied, in use or not; these kernels in Gluon count no rows.
+    counted = load is not None and (mm.takes_few(tile) or mm.shares(tile))
+    copied = problem.format == "batched" and not (mm.shares(tile) and mm.specialises(tile))
+    tile = fit(tile, mm, as_they_are=gather is not None or copied or counted)
     if problem.format == "batched":
         return launch_batched_mm(x.data.contiguous(), mm, extents, tile, load=load)
     rows, order, count = unit_stride(x.data), mm.order(tile), int(problem.M)

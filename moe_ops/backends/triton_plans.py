@@ -251,6 +251,12 @@ def _packed_fp8_tile(scheme: str, work: Work) -> MMConfig:
 FEW_ROWS = {scheme: 0 if scheme == "w4a8_fp8" else 5 for scheme in DECODED}
 
 
+#: Rows an expert from which on weights are decoded once for all tiles of rows, by bits of a code. us of a layer on an
+#: H200 where every tile decodes them, and so (benchmarks/comparisons/h200-decoded-once.json), 256, 512 and 1024 rows:
+#: Qwen3-30B-A3B mxfp4 796 and 1141, 1493 and 1550, 2801 and 2587, mxfp8 983 and 1058, 1854 and 1423, 3467 and 2428.
+SHARED_ROWS = {4: 1024, 8: 512}
+
+
 def _hopper_tile(scheme: str, works: tuple[Work, ...], multiprocessors: int) -> MMConfig:
     """A tile of weights that are decoded, on Hopper, for a product or for both of a layer, as they were timed: the
     cheapest, but for few rows always those that few rows have.
@@ -258,6 +264,8 @@ def _hopper_tile(scheme: str, works: tuple[Work, ...], multiprocessors: int) -> 
     work = works[0]
     if work.T * work.K <= FEW_ROWS[scheme] * work.E:
         return _streamed(8, 128, 256, 1, 4, 3)
+    if scheme in PACKED and work.T * work.K >= SHARED_ROWS[8 // SCHEMES[scheme].pack] * work.E:
+        return _streamed(128, 256, 64, 8, 8, 3)
     costs = {family.tile: family.down for family in FAMILIES[kind(scheme)] if family.down is not None}
     return _cheapest(costs, works, multiprocessors)
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 
 from moe_ops.backends import triton_plans
+from moe_ops.census import kernel_names
+from moe_ops.kernels.triton import launch
 from moe_ops.kernels.triton.config import MMConfig
+from moe_ops.ops import LAUNCHERS
 from tests.cuda.specialised import (
     GROUPS,
     ZEROS,
@@ -22,14 +26,15 @@ from tests.ops.scheme_layers import FORMS, SchemeLayer, assert_contract, build, 
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("on_hopper", "poisoned_memory")]
 SCHEMES = sorted(triton_plans.PACKED)
+ONCE = [scheme for scheme in SCHEMES if scheme != "int4_w4a16"]  # whose sums wait for no scales of groups of columns
 #: E, K, H, I: whole tiles; an odd number of steps of both products, and no whole tiles of columns; one expert.
 SIZES = {"whole": (8, 2, 1024, 512), "odd": (6, 2, 1152, 640), "ragged": (3, 2, 320, 160), "one": (1, 1, 256, 128)}
 
 
-@pytest.fixture(params=[64, 128])
-def height(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Tiles of so many rows, whatever a plan would take."""
-    with every_tile(MMConfig(request.param, 128, 64, 8, 8, 3, a_tma=True, w_tma=True), monkeypatch):
+@pytest.fixture(params=[(64, 128), (128, 128), (128, 256)], ids=["64", "128", "once"])
+def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, int]]:
+    """Tiles of so many rows and weight rows, whatever a plan would take; of 256 those that share decoded weights."""
+    with every_tile(MMConfig(*request.param, 64, 8, 8, 3, a_tma=True, w_tma=True), monkeypatch):
         yield request.param
 
 
@@ -41,26 +46,49 @@ def layer_of(scheme: str, T: int, size: str = "whole", **options: object) -> Sch
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_is_as_near_to_float64_as_tritons_tile(scheme, size, form, height, monkeypatch):
+def test_is_as_near_to_float64_as_tritons_tile(scheme, size, form, tile, monkeypatch):
     """With the same bits where sums are not scaled, beside which a bias may be added in one rounding or in two, and the
     tensor cores' instruction is the same, which adds up in an order of its own: not that of tiles of 32 rows.
     """
     layer = layer_of(scheme, 700, size, form=form)
-    for got, other in beside_tritons_tile(layer, "_decoded_mm", 2, "specialises", monkeypatch):
-        assert scheme not in ("mxfp4", "mxfp8") or height == 64 or torch.equal(other, got)
+    kernel = "_decoded_once_mm" if tile[1] == 256 else "_decoded_mm"
+    if scheme not in ONCE:
+        kernel = "_decoded_"  # groups of some sizes are whole rows
+    for got, other in beside_tritons_tile(layer, kernel, 2, "specialises", monkeypatch):
+        assert scheme not in ("mxfp4", "mxfp8") or tile != (128, 128) or torch.equal(other, got)
 
 
-@pytest.mark.usefixtures("height")
+@pytest.mark.usefixtures("tile")
 @pytest.mark.parametrize("T", [200, 1000, 5000])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_experts_of_any_number_of_rows(scheme, T):
     assert_any_number_of_rows(layer_of(scheme, T), *SIZES["whole"][:2])
 
 
+@pytest.mark.parametrize("T", [1000, 4200])
 @pytest.mark.parametrize("format", ["grouped", "batched"])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_replay_with_changed_routing_has_the_bits_of_a_call(scheme, format):
-    assert_replays(layer_of(scheme, 1000), format, SIZES["whole"][0])
+def test_a_replay_with_changed_routing_has_the_bits_of_a_call(scheme, format, T):
+    assert_replays(layer_of(scheme, T), format, SIZES["whole"][0])
+
+
+@pytest.mark.parametrize("panels", [2, 3])
+@pytest.mark.parametrize("scheme", ONCE)
+def test_memory_of_panels_is_written_over_again_and_again(scheme, panels, monkeypatch):
+    layer = layer_of(scheme, 4200)
+    expected = run(layer, "grouped")
+    monkeypatch.setattr(launch, "PANEL_BYTES", panels * 256 * SIZES["whole"][2])
+    LAUNCHERS["fused_experts"].forget()
+    assert torch.equal(run(layer, "grouped"), expected)
+    LAUNCHERS["fused_experts"].forget()
+
+
+@pytest.mark.parametrize("scheme", ONCE)
+def test_which_tiles_share_decoded_weights(scheme):
+    """Those of experts with many rows."""
+    for T, kernel in ((1600, "_decoded_mm"), (4200, "_decoded_once_mm")):
+        names = kernel_names(partial(run, layer_of(scheme, T), "grouped"))
+        assert sum(kernel in name for name in names) == 2, names
 
 
 @GROUPS

@@ -9,9 +9,10 @@ import torch
 
 from moe_ops.backends import triton_plans
 from moe_ops.kernels.triton import launch
+from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.launch import ExpertMM
 from moe_ops.ops import LAUNCHERS
-from tests.cuda.specialised import assert_any_number_of_rows, assert_replays, beside_tritons_tile, run
+from tests.cuda.specialised import assert_any_number_of_rows, assert_replays, beside_tritons_tile, every_tile, run
 from tests.ops.scheme_layers import FORMS, SchemeLayer, assert_contract, build, with_scales_far_apart
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("on_hopper", "poisoned_memory")]
@@ -22,9 +23,17 @@ SIZES = {"whole": (8, 2, 1024, 512), "odd": (6, 2, 1152, 640), "one": (1, 1, 256
 CASES = [(scheme, size) for scheme in SCHEMES for size in SIZES if scheme == "mxfp4_a8" or size != "ragged"]
 #: The kernel whose every tile decodes its weights.
 IN_EVERY_TILE = {"mxfp4_a8": "_folded_mm", "w4a8_fp8": "_decoded_fp8_mm"}
+#: The tile that both kernels have, whatever a plan would take.
+MANY = MMConfig(128, 128, 128, 8, 8, 3, a_tma=True, w_tma=True)
 #: Tokens whose experts have one or two tiles of rows, each of which decodes its weights, and several, for which
 #: these are decoded once.
 FEW, SEVERAL = 800, 4200
+
+
+@pytest.fixture(autouse=True)
+def many(monkeypatch):
+    with every_tile(MANY, monkeypatch):
+        yield
 
 
 def layer_of(scheme: str, tokens: int, size: str = "whole", **options: object) -> SchemeLayer:

@@ -182,6 +182,17 @@ def test_tiles_of_decoded_weights_grow_with_an_experts_rows(scheme: str, gpu: st
     assert heights[3] == (128 if scheme == "mxfp4_a8" else 64)
 
 
+@pytest.mark.parametrize("scheme", sorted(triton_plans.PACKED))
+def test_tiles_of_many_rows_share_decoded_weights(scheme: str) -> None:
+    """From 512 rows an expert on, of codes of four bits from 1024, on Hopper alone."""
+    rows = 1024 if SCHEMES[scheme].pack > 1 else 512
+    for tokens, columns in ((rows * 16 - 100, 128), (rows * 16, 256)):
+        key = plans.LayerKey(scheme, "grouped", 128, 8, 2048, 768, True)
+        for sm, wanted in ((90, columns), (80, 128)):
+            tiles = triton_plans.cheapest(key, tokens, "Another GPU", sm).configs
+            assert [tile.block_n for tile in tiles] == [wanted, wanted]
+
+
 @pytest.mark.parametrize("scheme", ["mxfp8", "mxfp4_a8", "nvfp4"])
 def test_products_of_scaled_blocks(scheme: str) -> None:
     """Of 128 weight rows, for any number of tokens, and never by the small kernels; other GPUs decode."""

@@ -1,10 +1,10 @@
-"""Expert GEMMs of very many rows of e4m3 and weights of codes of four bits, for Hopper.
+"""Expert GEMMs of very many rows and weights of codes, for Hopper: e4m3 beside codes of four bits, or bf16.
 
-What `folded_mm` and `decoded_fp8_mm` compute, to the bit, for experts that have several tiles of rows. There every tile
-decodes its weight rows. Here a panel of 256 weight rows is decoded once, to eight bits in memory that stays in L2
-(`panels`), and all tiles of its expert have descriptors bring it from there, as those of `promoted_mm` bring stored
-weights: in every program one warp has rows and decoded weights brought for two groups of four that multiply, beside
-four that decode and two for what belongs to that.
+What `folded_mm`, `decoded_fp8_mm` and `decoded_mm` compute, to the bit but for the order in which tensor cores add, for
+experts that have several tiles of rows. There every tile decodes its weight rows. Here a panel of 256 weight rows is
+decoded once, to memory that stays in L2 (`panels`), and all tiles of its expert have descriptors bring it from there,
+as those of `promoted_mm` bring stored weights: in every program one warp has rows and decoded weights brought for two
+groups of four that multiply, beside four that decode and two for what belongs to that.
 
 Programs draw tiles and what they decode in order, from two counters: what a program waits for was drawn before, by one
 that runs. However few programs run at once, all get done.
@@ -12,11 +12,13 @@ that runs. However few programs run at once, all get done.
 Times as fast as fp8_block128 on an H200, the other kernel and this one, T = 4096, 16384: mxfp4_a8, Qwen3-30B-A3B (256
 rows an expert, 1024) 0.72, 0.80 and 0.70, 0.95, Mixtral-8x7B (1024, 4096) 0.59, 0.90 and 0.75, 0.99; w4a8_fp8,
 Qwen3-30B-A3B, 16384 tokens, 0.70, 0.82, Mixtral-8x7B, 4096, 0.87, 0.92. Of few tiles an expert, L2 is the limit,
-through which decoded weights go once more. Counters, and what was tried: benchmarks/comparisons/h200-decoded-once.json.
+through which decoded weights go once more. Times as fast as bf16 weights, `decoded_mm` and this one, 1024 rows an
+expert: Qwen3-30B-A3B, mxfp4 0.82, 0.89, mxfp8 0.67, 0.95, Mixtral-8x7B, mxfp4 0.81, 0.86, mxfp8 0.65, 0.97. Counters,
+and what was tried: benchmarks/comparisons/h200-decoded-once.json.
 
 Of e2m1 codes, a step's columns are multiplied in turns where scales are too far apart for one unit; codes of turns
-after the first are decoded by the warp that has the others brought, for every tile. Of int4 codes weight rows are the
-first operand: `weight_rows`.
+after the first are decoded by the warp that has the others brought, for every tile. Of others weight rows are the first
+operand: `weight_rows`.
 
 Written in Gluon, which has no interpreter: that runs `packed_fp8_tile` for the same products.
 """
@@ -54,11 +56,11 @@ from moe_ops.kernels.triton.panels import (
     BY_BYTE,
     CHUNK,
     FEW,
-    OF_CODES,
     TURNS_AT,
     WARP,
     added,
     at_once_of,
+    columns_of_step,
     decode,
     done_of,
     draw,
@@ -66,13 +68,17 @@ from moe_ops.kernels.triton.panels import (
     fenced,
     folded_codes,
     is_folded,
+    is_wide,
+    lines_of,
     panel_of,
     panels_held,
     publish,
     room_of,
     seen,
     sleep,
+    steps_of_codes,
     stored_codes,
+    words_of,
     words_of_steps,
 )
 from moe_ops.kernels.triton.promoted_mm import GROUPS, HALF, ROWS, STEP, SUM, columns_of, finish
@@ -104,7 +110,8 @@ def _bring(given, SIZES: gl.constexpr):
     N_TILES: gl.constexpr = SIZES[5]
     BATCHED: gl.constexpr = SIZES[9]
     STAGES: gl.constexpr = BLOCK[6]
-    STEPS: gl.constexpr = (K + STEP - 1) // STEP
+    COLUMNS: gl.constexpr = columns_of_step(SIZES[10])
+    STEPS: gl.constexpr = (K + COLUMNS - 1) // COLUMNS
     FOLDED: gl.constexpr = is_folded(SIZES[10])
     table, tiles = table_of_tiles(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
     room = room_of(at_once_of(panels_held(table, N_TILES), tiles, BLOCK), BLOCK)
@@ -137,9 +144,9 @@ def _bring(given, SIZES: gl.constexpr):
             gl.thread_barrier()
             mbarrier.expect(arrived, (GROUPS * ROWS + 2 * HALF) * STEP)
             for box in gl.static_range(2):
-                at = [first + box * ROWS, step * STEP]
+                at = [first + box * ROWS, step * COLUMNS]
                 tma.async_copy_global_to_shared(a_desc, at, arrived, rows_of.index(stage * 2 + box))
-                at = [(panel % room * 2 + box) * HALF, step * STEP]
+                at = [(panel % room * 2 + box) * HALF, step * COLUMNS]
                 tma.async_copy_global_to_shared(memory_desc, at, arrived, weights_of.index(stage * 2 + box))
             place += 1
             if FOLDED:
@@ -239,6 +246,16 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
         multiply_weight_rows(given, GROUP, SIZES)
 
 
+@gluon.constexpr_function
+def registers_of(scheme):
+    """Registers of a thread that multiplies, of one that decodes, and of the others. Sums that no scale waits for leave
+    some to others.
+    """
+    if is_wide(scheme):
+        return [176, 96, 64, 64, 64]
+    return [216, 48, 32, 32, 32]
+
+
 @gluon.jit(do_not_specialize=["num_rows", "up_offset", "up_scale_offset", "up_outer_offset"])
 def _decoded_once_mm_kernel(
     a_desc,
@@ -275,13 +292,14 @@ def _decoded_once_mm_kernel(
     """One program for each multiprocessor; tiles of 128 rows of one expert times 256 rows of its weight.
 
     Args: see `expert_mm._expert_mm_kernel`. Rows, codes, decoded weights and output come and leave by descriptor, 128
-    columns at a time. BLOCK[6]: steps that there is room for in shared memory; BLOCK[8]: panels, in `memory`. told: i32
+    bytes at a time. BLOCK[6]: steps that there is room for in shared memory; BLOCK[8]: panels, in `memory`. told: i32
     [COUNTERS + panels * (1 + steps) + 32], all 0: see `panels.drawn`, `done_of`, `words_of_steps`.
     """
     N_TILES: gl.constexpr = (N + columns_of(GLU)[0] - 1) // columns_of(GLU)[0]
     STAGES: gl.constexpr = BLOCK[6]
-    STEPS: gl.constexpr = (K + STEP - 1) // STEP
+    STEPS: gl.constexpr = (K + columns_of_step(SCHEME) - 1) // columns_of_step(SCHEME)
     CHUNKS: gl.constexpr = 2 * HALF // CHUNK
+    OF_CODES: gl.constexpr = steps_of_codes(SCHEME)
     THREADS: gl.constexpr = 32 * gl.num_warps()  # of a group
     rows_of, weights_of, staged, full, empty = buffers(a_desc, memory_desc, out_desc, 2, 2, GROUPS, STAGES, THREADS)
     codes_of = gl.allocate_shared_memory(w_desc.dtype, boxes(OF_CODES * 2, w_desc.block_shape), w_desc.layout)
@@ -296,32 +314,37 @@ def _decoded_once_mm_kernel(
     pdl_wait(PDL)
     pdl_release(PDL)
     done, of_steps = done_of(told), words_of_steps(told, E * N_TILES)
+    # A partition takes no None.
+    inner = w_scale if STRIDES[1] is not None else extents
+    outer = w_outer if STRIDES[5] is not None else extents
     bias = bias if STRIDES[2] is not None else extents
+    a_scale = a_scale if a_scale is not None else extents
+    out_scale = out_scale if out_scale is not None else extents
     leaving = (staged, out_desc, out_scale, alpha, limit)
-    of_weights = (w, gl.multiple_of(up_offset, 16), w_scale, up_scale_offset)
+    of_weights = (w, gl.multiple_of(up_offset, 16), inner, up_scale_offset)
     few_of = weights_of._reinterpret(
         gl.int32, [STAGES * 2 * HALF // FEW, FEW, 2 * WORDS], gl.NVMMASharedLayout(128, 32, 2)
     )
-    chunks_of = codes_of._reinterpret(gl.int32, [OF_CODES * CHUNKS, CHUNK, WORDS], gl.NVMMASharedLayout(64, 32, 2))
+    chunks_of = codes_of._reinterpret(gl.int32, [OF_CODES * CHUNKS, CHUNK, words_of(SCHEME)], lines_of(SCHEME))
     bytes_of = fours_of._reinterpret(gl.uint8, [OF_CODES * CHUNKS, CHUNK, 4], BY_BYTE)
     left, passed = (steps_of, tile_of), (tops_of, numbers_of, places_of)
-    outer = w_outer if STRIDES[5] is not None else extents
-    decoding = (w_scale, outer, up_scale_offset, up_outer_offset)
+    decoding = (inner, outer, up_scale_offset, up_outer_offset)
     multiplied = (rows_of, weights_of, left, full, empty, leaving, a_scale, done, bias, decoding)
     brought = (
         a_desc, memory_desc, rows_of, weights_of, few_of, left, full, empty, of_weights, told, extents, num_rows,
     )  # fmt: skip
+    decoded = (chunks_of, bytes_of, passed, coded, kept, memory, inner)
     drawn_of = (of_weights, w_desc, codes_of, fours_of, passed, coded, taken, told, extents, num_rows)
     SIZES: gl.constexpr = (E, N, K, STRIDES, BLOCK, N_TILES, GLU, ACTIVATION, SWAPPED, BATCHED, SCHEME)
     gl.warp_specialize(
         [
             (_multiply, (multiplied, 0, SIZES)),
             (_multiply, (multiplied, 1, SIZES)),
-            (decode, ((chunks_of, bytes_of, passed, coded, kept, memory), STEPS, GLU, SCHEME)),
+            (decode, (decoded, STEPS, GLU, SCHEME)),
             (_bring, (brought, SIZES)),
             (draw, (drawn_of, SIZES)),
-            (publish, (tops_of, numbers_of, kept, taken, of_steps)),
+            (publish, (tops_of, numbers_of, kept, taken, of_steps, OF_CODES)),
         ],
         [4, 4, 1, 1, 1],
-        [216, 48, 32, 32, 32],
+        registers_of(SCHEME),
     )

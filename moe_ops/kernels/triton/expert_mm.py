@@ -277,7 +277,7 @@ def _launch(
         return
     rows, row_tiles, num_rows, batched = grid
     as_they_come = _comes_sorted(a, None if mm.gathers_few(config) else row_to_pair, load)
-    in_order = not mm.is_decoded or (mm.rows_order and a.dtype == torch.bfloat16)
+    in_order = not mm.is_decoded or ((mm.rows_order or mm.shares(config)) and a.dtype == torch.bfloat16)
     if as_they_come and in_order and mm.specialises(config):
         if words := mm.words_told(config, rows):
             if told is None:

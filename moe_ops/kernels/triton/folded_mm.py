@@ -72,13 +72,15 @@ OF_ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit
-def ask_for_codes(w_desc, expert, n_tile, step, arrived, codes_of, slot, SIZES: gl.constexpr):
-    """Have a step's codes of both halves of a tile's weight rows brought; of halves that are apart the gate's first,
-    wherever it is.
+def ask_for_codes(
+    w_desc, expert, n_tile, step, arrived, codes_of, slot, SIZES: gl.constexpr, WORDS: gl.constexpr = WORDS
+):  # fmt: skip
+    """Have a step's codes of both halves of a tile's weight rows brought, WORDS of each; of halves that are apart the
+    gate's first, wherever it is.
     """
     GLU: gl.constexpr = SIZES[6]
     SWAPPED: gl.constexpr = SIZES[8]
-    mbarrier.expect(arrived, HALF * STEP)
+    mbarrier.expect(arrived, 2 * HALF * WORDS * 4)
     for part in gl.static_range(2):
         if GLU == CONCAT:
             where = [expert, 1 - part if SWAPPED else part, n_tile * HALF, step * WORDS]
@@ -119,11 +121,10 @@ def _bring(given, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def four_scales(first, group, K: gl.constexpr, STRIDE: gl.constexpr, WIDE: gl.constexpr):
-    """The bytes of four scales of columns, from number `group` on, in a word; the last stands in for those behind it.
+def four_scales(first, group, LAST: gl.constexpr, STRIDE: gl.constexpr, WIDE: gl.constexpr):
+    """The bytes of four scales of columns, from number `group` on, in a word; the LAST stands in for those behind it.
     `first` is where that of column 0 is; WIDE: how many of a row may be loaded at once.
     """
-    LAST: gl.constexpr = (K + 31) // 32 - 1
     if WIDE == 4:
         return fetch((first + gl.minimum(group, LAST - 3)).to(gl.pointer_type(gl.int32)))
     elif WIDE == 2:
@@ -171,6 +172,7 @@ def _look_up(given, looked, extents, num_rows, SIZES: gl.constexpr):
     BATCHED: gl.constexpr = SIZES[9]
     PACKED: gl.constexpr = SIZES[10][4]
     STEPS: gl.constexpr = (K + STEP - 1) // STEP
+    LAST: gl.constexpr = (K + 31) // 32 - 1
     table, tiles = table_of_tiles(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
     place = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -183,11 +185,11 @@ def _look_up(given, looked, extents, num_rows, SIZES: gl.constexpr):
             half = row * 0
             row = gl.minimum(n_tile * 2 * HALF + row, (N if GLU == NOT_GATED else 2 * N) - 1)
         first = of_rows(scale, apart, expert, row, half, N, PACKED[3], PACKED[5], STRIDES)
-        four = four_scales(first, 0, K, STRIDES[2], PACKED[9])
+        four = four_scales(first, 0, LAST, STRIDES[2], PACKED[9])
         for step in range(STEPS):
             slot = place % OF_CODES
             # Before the step's arithmetic, which hides that it comes from memory.
-            next_four = four_scales(first, gl.minimum(step + 1, STEPS - 1) * 4, K, STRIDES[2], PACKED[9])
+            next_four = four_scales(first, gl.minimum(step + 1, STEPS - 1) * 4, LAST, STRIDES[2], PACKED[9])
             largest, smallest, lowest, none = row * 0, row * 0 + NAN_SCALE, row * 0 + NAN_SCALE, row * 0
             for byte in gl.static_range(4):
                 exponent = (four >> (8 * byte)) & 0xFF

@@ -117,7 +117,7 @@ FEW_REGISTERS = 80  # of its threads when they start; those that multiply have 1
 FEW_COLUMNS = 64  # of an output that it writes at once
 MOST_STEPS = 8  # of it that are on their way
 PROMOTED_ROWS = 128  # of tokens, in a tile of `promoted_mm`
-PANEL_BYTES = 128 * 2**20  # of decoded weights, at most; as many as L2 holds are in use at a time
+PANEL_BYTES = 128 * 2**20  # of decoded weights of eight bits, at most
 
 
 def hopper_with_gluon(device: torch.device) -> bool:
@@ -374,7 +374,7 @@ class ExpertMM:
         for their scales, two groups of warps write a tile: fewer columns, so that each has whole ones of its own. Of
         few rows as many as divide them, and those that a gated product left no more than it writes at once.
         """
-        if not (self.is_decoded and config.a_tma):
+        if not (self.is_decoded and config.a_tma) or self.shares(config):
             return None
         if self.takes_few(config):
             most = 2 * FEW_COLUMNS if self.glu else FEW_COLUMNS
@@ -387,6 +387,10 @@ class ExpertMM:
     def waits_decoded(self) -> bool:
         """Whether sums of products with decoded weights wait for the scales of groups of columns."""
         return self.is_decoded and not self.exact_scales and self.decoding["groups"].group[1] > 0
+
+    def shares(self, config: MMConfig) -> bool:
+        """Whether a tile of decoded weights is one of `decoded_once_mm`, which decodes them for all tiles of rows."""
+        return self.is_decoded and not self.widened and config.a_tma and config.block_n > GLUON_ROWS
 
     def takes_few(self, config: MMConfig) -> bool:
         """Whether a tile of rows that come by descriptor is one of `decoded_few_mm`."""
@@ -422,13 +426,24 @@ class ExpertMM:
             taken = taken and not (self.folds_scales and size > 2)  # there is no room for more
         else:
             taken = self.weight.dtype == torch.int32 and not self.in_two
-            taken = taken and config.block_n == GLUON_ROWS
-            if self.takes_few(config):
+            taken = taken and (config.block_n == GLUON_ROWS or self.shares(config))
+            if self.shares(config):
+                taken = taken and self._decodes_once
+            elif self.takes_few(config):
                 taken = taken and self.in_features % SMALLEST_GROUP == 0
             else:
                 taken = taken and config.block_k <= 128
             size = self.out_dtype.itemsize
         return taken and self.out_features * size % 16 == 0 and self._weight_load(config) == TMA_NK.value
+
+    @property
+    def _decodes_once(self) -> bool:
+        """Whether `decoded_once_mm` decodes its weights to bf16: no sum waits for scales, no zeros are subtracted,
+        and 64 columns of a row are of four groups at most.
+        """
+        if self.waits_decoded or self.decoding["zeros"].tensor is not None:
+            return False
+        return not self.exact_scales or self.decoding["groups"].group[1] >= 16
 
     @property
     def exact_scales(self) -> bool:
@@ -686,7 +701,8 @@ class ExpertMM:
 
         columns, theirs = columns_of(self.glu)
         at_once = theirs if at_once is None else at_once
-        part = config._replace(block_n=HALF.value * (2 if self.glu == CONCAT.value else 1), block_k=STEP.value)
+        columns_at_once = STEP.value // a.element_size()
+        part = config._replace(block_n=HALF.value * (2 if self.glu == CONCAT.value else 1), block_k=columns_at_once)
         weights = self._weight_descriptor(TMA_NK.value, part)
         if self.glu == CONCAT.value:
             weights.block_shape[1] = 1  # a box is of one half
@@ -694,10 +710,10 @@ class ExpertMM:
         room = TYPICAL.shared_kib * 1024 - PROGRAM_BYTES - 2 * ROWS.value * at_once * out.element_size() - beside
         block = (PROMOTED_ROWS, 2 * HALF.value, STEP.value, config.group_m, next_power_of_2(self.num_experts), 0)
         return Launch(
-            a_desc=for_gluon(TensorDescriptor(a, list(a.shape), list(a.stride()), [ROWS.value, STEP.value])),
+            a_desc=for_gluon(TensorDescriptor(a, list(a.shape), list(a.stride()), [ROWS.value, columns_at_once])),
             w_desc=for_gluon(weights, torch.int32),
             out_desc=for_gluon(ragged_rows(out, ROWS.value, at_once)),
-            strides=(*self.strides, a.stride(0), None, self.decoding["rows"].strides),
+            strides=(*self.strides, a.stride(0), self.decoding["zeros"].strides, self.decoding["rows"].strides),
             block=(*block, min(MOST_STEPS, room // step), self.quantizes_rows and out.dtype == torch.float16),
             moves=(True, TMA_NK.value, at_once, self.up_offset < 0),
             walk=TILE_BY_TILE.value,
@@ -705,10 +721,12 @@ class ExpertMM:
         )
 
     def decodes_once(self, config: MMConfig, rows: int) -> bool:
-        """Whether `decoded_once_mm` takes the product of so many rows by descriptor, not `folded_mm` or
-        `decoded_fp8_mm`.
+        """Whether `decoded_once_mm` takes the product of so many rows by descriptor: of e4m3 ones in the place of
+        `folded_mm` or `decoded_fp8_mm`, of others where the tile says so.
         """
-        if not (self.is_packed and self.waits_for_scales) or self.gathers_few(config):
+        if self.is_decoded:
+            return self.shares(config) and self.specialises(config)
+        if not self.is_packed or self.gathers_few(config):
             return False
         whole_steps = self.folds_scales or self.group_columns % PACKED_COLUMNS == 0
         return whole_steps and are_shared(rows, self.num_experts, self.folds_scales) and self.specialises(config)
@@ -719,11 +737,12 @@ class ExpertMM:
         """
         if not self.decodes_once(config, rows):
             return 0
-        from moe_ops.kernels.triton.panels import COUNTERS
-        from moe_ops.kernels.triton.promoted_mm import STEP, columns_of
+        from moe_ops.kernels.triton.panels import COUNTERS, columns_of_step
+        from moe_ops.kernels.triton.promoted_mm import columns_of
 
         panels = self.num_experts * cdiv(self.out_features, columns_of(self.glu)[0])
-        return COUNTERS.value + panels * (1 + cdiv(self.in_features, STEP.value)) + 32  # which a warp reads at once
+        steps = cdiv(self.in_features, columns_of_step(self.scheme))
+        return COUNTERS.value + panels * (1 + steps) + 32  # which a warp reads at once
 
     def prepare_decoded_once(
         self, a: torch.Tensor, out: torch.Tensor, config: MMConfig
@@ -731,16 +750,17 @@ class ExpertMM:
         """The same for `decoded_once_mm`, with the memory that it decodes panels to and a descriptor of that; `block`
         ends with how many of them there is room for.
         """
-        from moe_ops.kernels.triton.panels import CHUNK, CODE_BYTES
-        from moe_ops.kernels.triton.promoted_mm import HALF, STEP
+        from moe_ops.kernels.triton.panels import CHUNK, code_bytes, columns_of_step
+        from moe_ops.kernels.triton.promoted_mm import HALF
 
-        at_once = None if self.folds_scales else CHUNK.value
-        made = self.prepare_promoted(a, out, config, beside=CODE_BYTES, at_once=at_once)
-        columns = cdiv(self.in_features, STEP.value) * STEP.value
+        at_once, step = None if self.folds_scales else CHUNK.value, columns_of_step(self.scheme)
+        beside = code_bytes(self.scheme) - PROGRAM_BYTES // 2  # barriers are few
+        made = self.prepare_promoted(a, out, config, beside=beside, at_once=at_once)
+        columns = cdiv(self.in_features, step) * step
+        numbers = torch.float8_e5m2 if self.folds_scales else a.dtype
         panels = min(self.num_experts * made.n_tiles, max(2, PANEL_BYTES // (2 * HALF.value * columns)))
-        numbers = torch.float8_e5m2 if self.folds_scales else torch.float8_e4m3fn
         memory = a.new_empty((panels * 2 * HALF.value, columns), dtype=numbers)
-        box = TensorDescriptor(memory, list(memory.shape), list(memory.stride()), [HALF.value, STEP.value])
+        box = TensorDescriptor(memory, list(memory.shape), list(memory.stride()), [HALF.value, step])
         return replace(made, block=(*made.block, panels)), memory, for_gluon(box)
 
     def prepare_decoded_fp8(self, a: torch.Tensor, out: torch.Tensor, config: MMConfig) -> Launch:
@@ -773,7 +793,7 @@ class ExpertMM:
         """Output columns that are written together: a tile's, those of one of the two groups of warps that `decoded_mm`
         may have, or what `decoded_few_mm` writes.
         """
-        if self.takes_few(config):
+        if self.takes_few(config) or self.shares(config):
             return FEW_COLUMNS
         two = self.waits_decoded and config.block_n == GLUON_ROWS
         return self.columns(config) // (2 if two else 1)

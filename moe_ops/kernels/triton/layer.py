@@ -26,6 +26,7 @@ from moe_ops.kernels.triton.expert_mm import batched_mm as launch_batched_mm
 from moe_ops.kernels.triton.expert_mm import grouped_mm as launch_grouped_mm
 from moe_ops.kernels.triton.launch import (
     BLOCKS_N,
+    GLUON_ROWS,
     PACKED_COLUMNS,
     SMALLEST_GROUP,
     ExpertMM,
@@ -262,7 +263,7 @@ class Layer:
         if self.up.operand.static is not None:
             return True
         first, tile = self._first(), self._tiles(plan)[0]
-        if self.weight_on_input or first.order(tile) is not None:
+        if self.weight_on_input or first.order(tile) is not None or first.shares(tile):
             return True
         if not (self.quantizes and tile.a_tma) or first.gathers_few(tile):
             return False
@@ -486,6 +487,11 @@ def fit(tile: MMConfig, mm: ExpertMM, *, as_they_are: bool = False) -> MMConfig:
     """
     mm = mm.beside(tile)
     specialised = (not as_they_are or mm.gathers_few(tile)) and mm.specialises(tile)
+    if mm.shares(tile):
+        if specialised:
+            return tile
+        tile = tile._replace(block_n=GLUON_ROWS)
+        specialised = not as_they_are and mm.specialises(tile)
     if mm.is_gluons(tile) and not specialised:
         tile = mm.beside_few(tile)
     if mm.blocks is not None:

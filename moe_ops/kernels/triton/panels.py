@@ -1,15 +1,16 @@
 """Panels of weight rows that are decoded once for all tiles that multiply with them: `decoded_once_mm`'s.
 
 A panel is 256 weight rows: HALF of the gate and as many of up, or twice as many in a row. In every program four warps
-decode, whatever panel is next, 128 columns at a time, to memory that stays in L2. One warp draws what they decode, and
-has codes and scales of it brought; another tells all programs what is decoded.
+decode, whatever panel is next, 128 bytes of a row at a time, to memory that stays in L2. One warp draws what
+they decode, and has codes and scales of it brought; another tells all programs what is decoded.
 
 Memory is that of the panels which programs multiply with at a time and as many more. A panel gets the place of an
 earlier one when all tiles of that are done. Panels are counted over the experts that have rows.
 
 e2m1 codes become e5m2, whose scales are folded in as in `folded_mm`, but the largest of 128 weight rows and 128 columns
 is their unit. Where codes other than 0 have scales too far below it, columns are multiplied in turns. int4 codes become
-e4m3, whose scales are multiplied with sums, and rows come in the order of `weight_rows`.
+e4m3, whose scales are multiplied with sums, and rows come in the order of `weight_rows`. So do those of codes that
+become bf16, as in `decoded_mm`: times their scales where that is exact, less zero points where there are some.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from moe_ops.kernels.triton.codes import E2M1
+from moe_ops.kernels.triton.codes import E2M1, E2M1_SHIFT, E4M3, E4M3_SHIFT, codes_of_word, decode_words
 from moe_ops.kernels.triton.folded_mm import NAN_SCALE, WORDS, ask_for_codes, e5m2_of, four_scales
 from moe_ops.kernels.triton.hopper import computed_here, said, say, table_of_tiles
 from moe_ops.kernels.triton.packed_fp8_tile import (
@@ -34,15 +35,13 @@ from moe_ops.kernels.triton.packed_fp8_tile import (
     int4_parts,
     join_int4,
 )
-from moe_ops.kernels.triton.packed_tile import of_rows
+from moe_ops.kernels.triton.packed_tile import factor_of, fetch, of_rows
 from moe_ops.kernels.triton.promoted_mm import HALF, STEP
 from moe_ops.kernels.triton.tile_loads import CONCAT, INTERLEAVED, NOT_GATED
 from moe_ops.kernels.triton.util import uniform
 
 COUNTERS = gl.constexpr(32)  # words of `told` before all others, on a line of their own: next tile, next lot
 LOT = gl.constexpr(2)  # steps that are drawn together
-OF_CODES = gl.constexpr(2)  # steps of codes that there is room for in shared memory
-CODE_BYTES = OF_CODES.value * 2 * HALF.value * (STEP.value // 2 + 4)  # of it, with their scales
 CHUNK = gl.constexpr(64)  # weight rows that are decoded at a time
 FEW = gl.constexpr(8)  # the same of turns after the first
 TURNS_AT = gl.constexpr(16)  # bits before those of how often a step is multiplied
@@ -51,9 +50,52 @@ BY_BYTE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.constexpr_function
+def is_wide(scheme):
+    """Whether codes become bf16, beside rows of that."""
+    return scheme[4][11]
+
+
+@gluon.constexpr_function
 def is_folded(scheme):
-    """Whether scales are folded into codes; else sums are multiplied with them."""
-    return scheme[4][0] == E2M1.value
+    """Whether scales are folded into codes of eight bits; else sums are multiplied with them, or codes of bf16."""
+    return scheme[4][0] == E2M1.value and not is_wide(scheme)
+
+
+@gluon.constexpr_function
+def columns_of_step(scheme):
+    """Columns of a step: STEP bytes of numbers."""
+    return STEP.value // 2 if is_wide(scheme) else STEP.value
+
+
+@gluon.constexpr_function
+def words_of(scheme):
+    """Words of a row's codes in a step."""
+    return columns_of_step(scheme) // codes_of_word(scheme[4][0])
+
+
+@gluon.constexpr_function
+def lines_of(scheme):
+    """How they lie in shared memory."""
+    return gl.NVMMASharedLayout(4 * words_of(scheme), 32, 2)
+
+
+@gluon.constexpr_function
+def steps_of_codes(scheme):
+    """Steps of codes that there is room for in shared memory. Beside bf16 numbers, which are multiplied half as fast,
+    one of codes of eight bits: room for one more step of numbers is worth more.
+    """
+    return 1 if is_wide(scheme) and codes_of_word(scheme[4][0]) == 4 else 2
+
+
+@gluon.constexpr_function
+def has_scales(scheme):
+    """Whether what decodes has to know scales; else sums are multiplied with them."""
+    return is_folded(scheme) or scheme[4][2]
+
+
+def code_bytes(scheme):
+    """Shared memory for codes, and a word of scales for each row."""
+    return steps_of_codes(scheme) * 2 * HALF.value * 4 * (words_of(scheme) + 1)
 
 
 @gluon.jit
@@ -188,9 +230,12 @@ def _scales(of_weights, expert, n_tile, row, HALF_OF: gl.constexpr, SIZES: gl.co
 
 
 @gluon.constexpr_function
-def words_layout(warps):
-    """[rows, WORDS] of codes; threads have neighbours, so that a warp writes whole lines of what they become."""
-    return gl.BlockedLayout([1, 2], [4, 8], [warps, 1], [1, 0])
+def words_layout(warps, words, together, numbers=1):
+    """[rows, words] of codes, or of so many numbers of each. A thread has as many words TOGETHER as become 16 bytes,
+    and its neighbour the next ones: one store of a warp is of whole lines.
+    """
+    lanes = words // together
+    return gl.BlockedLayout([1, together * numbers], [32 // lanes, lanes], [warps, 1], [1, 0])
 
 
 @gluon.jit
@@ -200,7 +245,7 @@ def stored_codes(of_weights, where, first, HALF_OF: gl.constexpr, SIZES: gl.cons
     """
     expert, n_tile, step = where
     K: gl.constexpr = SIZES[2]
-    OF_WORDS: gl.constexpr = words_layout(gl.num_warps())
+    OF_WORDS: gl.constexpr = words_layout(gl.num_warps(), WORDS, 2)
     column = step * WORDS + gl.arange(0, WORDS, layout=gl.SliceLayout(0, OF_WORDS))
     row = first + gl.arange(0, FEW, layout=gl.SliceLayout(1, OF_WORDS))
     words = _codes(of_weights, expert, n_tile, row, HALF_OF, SIZES)
@@ -253,6 +298,35 @@ def _extremes(four):
 
 
 @gluon.jit
+def _two_scales(first, group, LAST: gl.constexpr, STRIDE: gl.constexpr, WIDE: gl.constexpr):
+    """The bytes of two scales of columns, each twice, in a word; see `four_scales`."""
+    if WIDE >= 2:
+        both = fetch((first + gl.minimum(group, LAST - 1)).to(gl.pointer_type(gl.int16))) & 0xFFFF
+    else:
+        both = fetch(first + gl.minimum(group, LAST) * STRIDE)
+        both |= fetch(first + gl.minimum(group + 1, LAST) * STRIDE) << 8
+    return (both & 0xFF) * 0x0101 + (both >> 8) * 0x01010000
+
+
+@gluon.jit
+def _scale_words(first, step, SIZES: gl.constexpr):
+    """The bytes of a step's scales of weight rows, each as often as they are four; `first`: where those of column 0
+    are.
+    """
+    K: gl.constexpr = SIZES[2]
+    STRIDE: gl.constexpr = SIZES[3][1][2]
+    PACKED: gl.constexpr = SIZES[10][4]
+    GROUPS: gl.constexpr = columns_of_step(SIZES[10]) // PACKED[4]
+    LAST: gl.constexpr = (K + PACKED[4] - 1) // PACKED[4] - 1
+    if GROUPS == 1:
+        return fetch(first + gl.minimum(step, LAST) * STRIDE) * 0x01010101
+    elif GROUPS == 2:
+        return _two_scales(first, step * 2, LAST, STRIDE, PACKED[9])
+    else:
+        return four_scales(first, step * 4, LAST, STRIDE, PACKED[9])
+
+
+@gluon.jit
 def draw(given, SIZES: gl.constexpr):
     """The warp that draws what is decoded here, has codes and scales brought, and says where it belongs. It waits until
     there is room in memory, so that who decodes need not.
@@ -261,13 +335,13 @@ def draw(given, SIZES: gl.constexpr):
     tops_of, numbers_of, places_of = passed
     E: gl.constexpr = SIZES[0]
     K: gl.constexpr = SIZES[2]
-    STRIDES: gl.constexpr = SIZES[3][1]
     BLOCK: gl.constexpr = SIZES[4]
     N_TILES: gl.constexpr = SIZES[5]
     BATCHED: gl.constexpr = SIZES[9]
-    PACKED: gl.constexpr = SIZES[10][4]
     FOLDED: gl.constexpr = is_folded(SIZES[10])
-    STEPS: gl.constexpr = (K + STEP - 1) // STEP
+    SCALES: gl.constexpr = has_scales(SIZES[10])
+    OF_CODES: gl.constexpr = steps_of_codes(SIZES[10])
+    STEPS: gl.constexpr = (K + columns_of_step(SIZES[10]) - 1) // columns_of_step(SIZES[10])
     LOTS: gl.constexpr = (STEPS + LOT - 1) // LOT
     table, tiles = table_of_tiles(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
     e, start, end, _ = table
@@ -283,7 +357,7 @@ def draw(given, SIZES: gl.constexpr):
         number = drawn(told + 1)
         expert = uniform(gl.sum(gl.where(ranks == panel // N_TILES, e, 0), axis=0))
         n_tile = panel % N_TILES
-        if FOLDED:
+        if SCALES:
             of_lower = _scales(of_weights, expert, n_tile, row, 0, SIZES)
             of_upper = _scales(of_weights, expert, n_tile, row, 1, SIZES)
         before = panel - room
@@ -292,16 +366,16 @@ def draw(given, SIZES: gl.constexpr):
             while seen(done_of(told) + before) < used:
                 sleep(used, 200)
         for step in range(lot * LOT, gl.minimum(lot * LOT + LOT, STEPS)):
-            if FOLDED:
-                lower = four_scales(of_lower, step * 4, K, STRIDES[2], PACKED[9])
-                upper = four_scales(of_upper, step * 4, K, STRIDES[2], PACKED[9])
+            if SCALES:
+                lower, upper = _scale_words(of_lower, step, SIZES), _scale_words(of_upper, step, SIZES)
             slot = place % OF_CODES
             arrived = coded.index(slot)
             mbarrier.wait(taken.index(slot), ((place // OF_CODES) & 1) ^ 1)
-            ask_for_codes(w_desc, expert, n_tile, step, arrived, codes_of, slot, SIZES)
-            if FOLDED:
+            ask_for_codes(w_desc, expert, n_tile, step, arrived, codes_of, slot, SIZES, words_of(SIZES[10]))
+            if SCALES:
                 fours_of.index(slot * 2).store(lower)
                 fours_of.index(slot * 2 + 1).store(upper)
+            if FOLDED:
                 top, smallest = _extremes(lower)
                 top_of_upper, smallest_of_upper = _extremes(upper)
                 apart = gl.maximum(top - smallest, top_of_upper - smallest_of_upper)
@@ -325,7 +399,7 @@ def draw(given, SIZES: gl.constexpr):
 @gluon.jit
 def _chunk(codes_of, fours_of, at):
     """Words of codes [CHUNK, WORDS] and exponents [CHUNK, 4] of a chunk of weight rows."""
-    words = codes_of.index(at).load(words_layout(gl.num_warps()))
+    words = codes_of.index(at).load(words_layout(gl.num_warps(), WORDS, 2))
     LAYOUT: gl.constexpr = gl.SliceLayout(2, words.reshape([CHUNK, 4, 4]).type.layout)
     return words, fours_of.index(at).load(LAYOUT).to(gl.int32)
 
@@ -334,9 +408,10 @@ def _chunk(codes_of, fours_of, at):
 def _keep(decoded, row, memory, place, STEPS: gl.constexpr):
     """Store a step of weight rows as rows `row` of a panel; `place`: of its first one and this step, in steps."""
     LIKE: gl.constexpr = decoded.type.layout
-    column = gl.arange(0, 2 * WORDS, layout=gl.SliceLayout(0, LIKE))
-    first = memory.to(gl.pointer_type(gl.int32)) + place * (2 * WORDS)
-    gl.store(first + row[:, None] * (STEPS * 2 * WORDS) + column[None, :], decoded, cache_modifier=".cg")
+    COLUMNS: gl.constexpr = decoded.shape[1]
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LIKE))
+    first = memory.to(gl.pointer_type(decoded.dtype)) + place * COLUMNS
+    gl.store(first + row[:, None] * (STEPS * COLUMNS) + column[None, :], decoded, cache_modifier=".cg")
 
 
 @gluon.jit
@@ -352,24 +427,54 @@ def _decode_rows(codes_of, fours_of, slot, tops, memory, place, STEPS: gl.conste
 
 
 @gluon.jit
-def _decode_int4(codes_of, slot, memory, place, STEPS: gl.constexpr, GLU: gl.constexpr):
-    """Decode a step to e4m3 in units of INT4_UNIT. Of each group of warps that multiplies, rows of its first product
-    are followed by those of its second one: of 64 outputs the gate's and up's, or 128 in a row.
+def _row_of_panel(chunk, LAYOUT: gl.constexpr, GLU: gl.constexpr):
+    """Where weight rows of a chunk belong. Of each group of warps that multiplies, rows of its first product are
+    followed by those of its second one: of 64 outputs the gate's and up's, or 128 in a row.
     """
+    row = gl.arange(0, CHUNK, layout=LAYOUT)
+    if GLU == CONCAT:
+        row += chunk % 2 * HALF + chunk // 2 * CHUNK
+    elif GLU == INTERLEAVED:
+        row = chunk // 2 * HALF + row % 2 * CHUNK + chunk % 2 * (CHUNK // 2) + row // 2
+    else:
+        row += chunk * CHUNK
+    return row
+
+
+@gluon.jit
+def _decode_int4(codes_of, slot, memory, place, STEPS: gl.constexpr, GLU: gl.constexpr):
+    """Decode a step to e4m3 in units of INT4_UNIT."""
     CHUNKS: gl.constexpr = 2 * HALF // CHUNK
     for chunk in range(CHUNKS):
-        words = codes_of.index(slot * CHUNKS + chunk).load(words_layout(gl.num_warps()))
+        words = codes_of.index(slot * CHUNKS + chunk).load(words_layout(gl.num_warps(), WORDS, 2))
         first = join_int4(int4_parts(words, BELOW, ABOVE))
         second = join_int4(int4_parts(words >> 16, BELOW, ABOVE))
         numbers = gl.join(first, second).reshape([CHUNK, 2 * WORDS])
-        row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, numbers.type.layout))
-        if GLU == CONCAT:
-            row += chunk % 2 * HALF + chunk // 2 * CHUNK
-        elif GLU == INTERLEAVED:
-            row = chunk // 2 * HALF + row % 2 * CHUNK + chunk % 2 * (CHUNK // 2) + row // 2
-        else:
-            row += chunk * CHUNK
-        _keep(numbers, row, memory, place, STEPS)
+        _keep(numbers, _row_of_panel(chunk, gl.SliceLayout(1, numbers.type.layout), GLU), memory, place, STEPS)
+
+
+@gluon.jit
+def _decode_bf16(
+    codes_of, fours_of, slot, scale, memory, place, STEPS: gl.constexpr, GLU: gl.constexpr, SCHEME: gl.constexpr
+):  # fmt: skip
+    """Decode a step to bf16, times its scales if these are the codes'."""
+    CHUNKS: gl.constexpr = 2 * HALF // CHUNK
+    COLUMNS: gl.constexpr = columns_of_step(SCHEME)
+    CODE: gl.constexpr = SCHEME[4][0]
+    EXACT: gl.constexpr = SCHEME[4][2]
+    SHIFT: gl.constexpr = E2M1_SHIFT if CODE == E2M1 else E4M3_SHIFT if CODE == E4M3 else 0
+    PER_WORD: gl.constexpr = codes_of_word(CODE)
+    OF_WORDS: gl.constexpr = words_layout(gl.num_warps(), words_of(SCHEME), 8 // PER_WORD)
+    IN_LINES: gl.constexpr = words_layout(gl.num_warps(), words_of(SCHEME), 8 // PER_WORD, PER_WORD)
+    for chunk in range(CHUNKS):
+        at = slot * CHUNKS + chunk
+        numbers = decode_words(codes_of.index(at).load(OF_WORDS), None, CODE, EXACT)
+        if EXACT:
+            numbers = numbers.reshape([CHUNK, 4, COLUMNS // 4])
+            bits = fours_of.index(at).load(gl.SliceLayout(2, numbers.type.layout)).to(gl.int32)
+            numbers *= factor_of(bits, scale, True, SHIFT)[:, :, None]
+        numbers = gl.convert_layout(numbers.reshape([CHUNK, COLUMNS]), IN_LINES, assert_trivial=True)
+        _keep(numbers, _row_of_panel(chunk, gl.SliceLayout(1, IN_LINES), GLU), memory, place, STEPS)
 
 
 @gluon.jit
@@ -387,16 +492,19 @@ def _largest(codes_of, fours_of, first):
 @gluon.jit
 def decode(given, STEPS: gl.constexpr, GLU: gl.constexpr, SCHEME: gl.constexpr):
     """The warps that decode what the one that draws has had brought."""
-    codes_of, fours_of, passed, coded, kept, memory = given
+    codes_of, fours_of, passed, coded, kept, memory, scale = given
     tops_of, numbers_of, places_of = passed
     CHUNKS: gl.constexpr = 2 * HALF // CHUNK
+    OF_CODES: gl.constexpr = steps_of_codes(SCHEME)
     step = 0
     mbarrier.wait(coded.index(0), 0)
     number = said(numbers_of, 0)
     while number >= 0:
         slot = step % OF_CODES
         word, place = said(tops_of, slot), said(places_of, slot)
-        if not is_folded(SCHEME):
+        if is_wide(SCHEME):
+            _decode_bf16(codes_of, fours_of, slot, scale, memory, place, STEPS, GLU, SCHEME)
+        elif not is_folded(SCHEME):
             _decode_int4(codes_of, slot, memory, place, STEPS, GLU)
         elif word >> TURNS_AT == 1:
             tops = (word & 0xFF, (word >> 8) & 0xFF)
@@ -417,7 +525,7 @@ def decode(given, STEPS: gl.constexpr, GLU: gl.constexpr, SCHEME: gl.constexpr):
 
 
 @gluon.jit
-def publish(tops_of, numbers_of, kept, taken, of_steps):
+def publish(tops_of, numbers_of, kept, taken, of_steps, OF_CODES: gl.constexpr):
     """The warp that tells all programs what is decoded here, once it is in memory: those that decode go on."""
     step = 0
     mbarrier.wait(kept.index(0), 0)
