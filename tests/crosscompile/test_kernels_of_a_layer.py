@@ -1,0 +1,74 @@
+"""Which kernels a layer launches on an H200, told on a CPU: as many as it may have, and those of its scheme."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from meta.operands import Operand
+from meta.schemes import SCHEMES
+from moe_ops import plans
+from moe_ops.backends import triton_plans
+from moe_ops.kernels import triton as kernels
+from moe_ops.kernels.triton.launch import ExpertMM
+from moe_ops.kernels.triton.layer import Layer
+from tests.ops.scheme_layers import build
+
+GPU = ("NVIDIA H200", 90)
+ON_THE_GPU: dict[str, Callable[..., Any]] = {
+    "gpu_of": lambda device: GPU,
+    "hopper_with_gluon": lambda device: True,
+    "pdl_launches": lambda device: True,
+    "multiprocessors": lambda device: 132,
+    "side_by_side": lambda *given: 132,
+    "on_device": lambda tensor: contextlib.nullcontext(),
+}
+QUANTISED = sorted(triton_plans.DECODED | triton_plans.PROMOTED | {"int8_channel"})
+E, K, H, I = 4, 2, 1024, 512
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Of the kernels that are launched, none of which runs."""
+    found: list[str] = []
+    noting = {**ON_THE_GPU, "launch": lambda kernel, grid, *given, **options: found.append(kernel.fn.__name__)}
+    for part in pkgutil.iter_modules(kernels.__path__):
+        module = importlib.import_module(f"{kernels.__name__}.{part.name}")
+        for name, stand_in in noting.items():
+            if callable(getattr(module, name, None)):
+                monkeypatch.setattr(module, name, stand_in)
+    return found
+
+
+def run(scheme: str, T: int, format: str) -> None:
+    made, row = build(scheme, T=T, sizes=(E, K, H, I)).tensors, SCHEMES[scheme]
+    first, second = (Operand(made[f"{name}_proj"], row, tuple(made[f"{name}_scales"])) for name in ("gate_up", "down"))
+    up = ExpertMM(first, torch.bfloat16, glu_layout="concat", activation="silu")
+    layer = Layer(up, ExpertMM(second, torch.bfloat16), scheme, capacity=T if format == "batched" else None)
+    plan = triton_plans.cheapest(plans.LayerKey(scheme, format, E, K, H, I, True), T, *GPU)
+    layer.run(plan, Operand(made["hidden_states"], None), made["topk_weights"], made["topk_ids"])
+
+
+@pytest.mark.parametrize("T", [1, 3, 17, 300])
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+@pytest.mark.parametrize("scheme", QUANTISED)
+def test_a_layer_is_five_kernels_at_most(scheme: str, format: str, T: int, names: list[str]) -> None:
+    run(scheme, T, format)
+    assert 2 <= len(names) <= 5, names
+
+
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+@pytest.mark.parametrize("scheme", QUANTISED)
+def test_products_of_many_rows_are_those_of_hopper(scheme: str, format: str, names: list[str]) -> None:
+    """Of more than a thousand rows an expert. Groups of int4 codes are parts of a row, whose sums wait for scales."""
+    run(scheme, 2200, format)
+    once, promoted = "_decoded_once_mm_kernel", "_promoted_mm_kernel"
+    wanted = once if scheme in triton_plans.DECODED else promoted
+    wanted = {"int4_w4a16": "_decoded_mm_kernel", "int8_channel": "_expert_mm_kernel"}.get(scheme, wanted)
+    assert [name for name in names if name.endswith("_mm_kernel")] == [wanted] * 2
