@@ -180,22 +180,28 @@ def _decided(reading: Reading, coordinates: Coordinates, node: fx.Node, call: Ca
         return CausalCall(node, None)
     if after in (None, "MATH"):
         return f"torch would change from its kernel {before} to {after}"
-    if before == "MATH" and _may_be_overwritten(reading, node):
-        return f"its result may be overwritten, which torch's kernel {after} keeps for the backward pass"
+    if before == "MATH" and _may_be_overwritten(reading, node, [call[name] for name in ("query", "key", "value")]):
+        return f"its operands or result may be overwritten, which torch's kernel {after} keeps for the backward pass"
     layout = _layout(example(node))
     return "its result has an unusual layout" if layout is None else CausalCall(node, layout)
 
 
-def _may_be_overwritten(reading: Reading, node: fx.Node) -> bool:
-    """Whether the result of ``node``, which has a gradient, is written in place, or handed out to code that may do so.
+def _may_be_overwritten(reading: Reading, node: fx.Node, operands: list[fx.Node]) -> bool:
+    """Whether the result of ``node``, which has a gradient, or one of its operands is written in place after it, or
+    handed out to code that may do so.
 
-    torch's kernels save their result for the backward pass; what is computed without one is of products, which do not.
+    torch's kernels save these for the backward pass; what is computed without one is of products, which save scaled or
+    converted copies of the operands, and not the result.
     """
     result = example(node)
     if result is None or not result.requires_grad:
         return False
-    names = reading.memory.names(node)
-    return bool(reading.memory.writers(node)) or any(user.op == "output" for name in names for user in name.users)
+    memory = reading.memory
+    return any(
+        memory.written_between(saved, node, None) is not None
+        or any(user.op == "output" for name in memory.names(saved) for user in name.users)
+        for saved in (node, *operands)
+    )
 
 
 def _is_positive(scale: Any) -> bool:

@@ -302,13 +302,33 @@ def handed_out(q, k, v):
     return attend(lambda q: lower(T)[None])(q, k, v)[:, 1:]
 
 
-@pytest.mark.parametrize("step", [written, handed_out], ids=lambda f: f.__name__)
-def test_a_result_that_may_be_overwritten_is_no_kernels_own(step):
-    """torch's kernel keeps its result for the backward pass; products, as there are for this mask, do not."""
+def operand_written(q, k, v, place=0):
+    operands = [q * 1.0, k * 1.0, v * 1.0]
+    result = attend(lambda q: lower(T)[None])(*operands)
+    operands[place].mul_(3.0)
+    return result * 2.0
+
+
+def operand_handed_out(q, k, v):
+    k = k * 1.0
+    return attend(lambda q: lower(T)[None])(q, k, v) * 2.0, k
+
+
+@pytest.mark.parametrize(
+    "step",
+    [written, handed_out, operand_written, partial(operand_written, place=1), operand_handed_out],
+    ids=["written", "handed_out", "queries_written", "keys_written", "keys_handed_out"],
+)
+def test_what_may_be_overwritten_is_no_kernels_own(step):
+    """torch's kernel keeps its result and operands for the backward pass; products, as there are for this mask, keep
+    no result, and scaled copies of queries and keys."""
     arguments, others = inputs(requires_grad=True), inputs(requires_grad=True)
     _, changed, result = captured(step, *arguments)
     assert changed == 0
     for outcome in (result, step(*others)):
+        outcome, *rest = outcome if isinstance(outcome, tuple) else (outcome,)
+        for other in rest:
+            other.detach().mul_(2.0)
         outcome.mul_(2.0).sum().backward()
     for got, want in zip(arguments, others, strict=True):
         close(got.grad, want.grad)
