@@ -37,7 +37,7 @@ from compile_passes.patterns.contraction import peel_transpose
 from compile_passes.reading import Reading
 from compile_passes.recognise import closure
 from compile_passes.rewrite import Rewriter
-from compile_passes.safety import changed_memory, different_scope, unknown_tensors
+from compile_passes.safety import changed_memory, chooses_kernels, different_scope, unknown_tensors
 from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank, spell
 
 log = logging.getLogger(__name__)
@@ -180,6 +180,8 @@ def _refuses(reading: Reading, node: fx.Node, call: Call, key: Repeated, value: 
     repeated, shared = (
         (query, *map(example, heads), mask) for heads in ((key.value, value.value), (key.source, value.source))
     )
+    if chooses_kernels(reading, node):
+        return "the code chooses torch's kernel, which may not share heads"
     options = {name: call[name] for name in ("dropout_p", "is_causal") if call[name] is not None}
     if any(isinstance(option, fx.Node) for option in options.values()):
         return "one of its options is computed in the graph"

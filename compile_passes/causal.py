@@ -39,7 +39,7 @@ from compile_passes.match import location
 from compile_passes.reading import Reading
 from compile_passes.recognise import closure
 from compile_passes.rewrite import Rewriter
-from compile_passes.safety import different_scope, unknown_tensors
+from compile_passes.safety import chooses_kernels, different_scope, unknown_tensors
 from compile_passes.vocabulary import Call, equal_sizes, example, is_dense, target_name
 
 log = logging.getLogger(__name__)
@@ -172,6 +172,8 @@ def _decided(reading: Reading, coordinates: Coordinates, node: fx.Node, call: Ca
     problem = problem or different_scope(reading, region)
     if problem is not None:
         return problem.reason
+    if chooses_kernels(reading, node):
+        return "the code chooses torch's kernel"
     options = {"enable_gqa": True} if call["enable_gqa"] else {}
     mode = fake_mode_of(query)
     before = sdpa_kernel(mode, (query, key, value, mask), **options)

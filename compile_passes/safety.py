@@ -86,6 +86,15 @@ def different_scope(reading: Reading, region: Collection[fx.Node]) -> Refusal | 
     return None
 
 
+def chooses_kernels(reading: Reading, site: fx.Node) -> bool:
+    """Whether the graph itself says before ``site`` which kernels of attention torch may choose.
+
+    Then it need not choose the one that it does while compiling, nor have another one to fall back on.
+    """
+    order = reading.order
+    return any("_sdpa_kernel" in target_name(node) and order[node] < order[site] for node in reading.graph.nodes)
+
+
 def changed_memory(
     reading: Reading, region: Collection[fx.Node], inputs: Iterable[fx.Node], output: fx.Node, site: fx.Node
 ) -> Pairs | Refusal:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch.fx.experimental import symbolic_shapes
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compile_passes import attention
 from compile_passes.passes import SHARE, run
@@ -319,6 +320,19 @@ def test_another_kernel_is_left_alone(before, after, monkeypatch):
         attention, "sdpa_kernel", lambda mode, tensors, **options: after if options.get("enable_gqa") else before
     )
     assert captured(attend(expanded), *inputs())[1] == 0
+
+
+def test_a_kernel_that_the_code_chooses_is_left_alone():
+    """Memory-efficient attention does not share heads, and torch has nothing else to choose there."""
+
+    def step(q, k, v, mask):
+        with sdpa_kernel(SDPBackend.MATH):
+            return attend(expanded)(q, k, v, mask)
+
+    arguments = inputs()
+    _, changed, result = captured(step, *arguments)
+    assert changed == 0
+    torch.testing.assert_close(result, step(*arguments), rtol=0, atol=0)
 
 
 def test_copies_that_are_read_elsewhere_stay():

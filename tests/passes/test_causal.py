@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import fx
 from torch._dynamo.utils import counters
 from torch.fx.experimental import symbolic_shapes
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -678,6 +679,11 @@ def larger_mask_transposed_later(q, k, v):
     return result
 
 
+def of_a_chosen_kernel(q, k, v):
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, k, v, lower(T))
+
+
 def mask_of_another_mode(q, k, v):
     with torch.inference_mode():
         mask = lower(T)
@@ -687,7 +693,7 @@ def mask_of_another_mode(q, k, v):
 @pytest.mark.parametrize(
     "step",
     [queries_overwritten, mask_transposed_in_place, larger_mask_transposed_later, mapped_queries, inside_of_a_map,
-     mask_of_another_mode],
+     mask_of_another_mode, of_a_chosen_kernel],
     ids=lambda f: f.__name__,
 )  # fmt: skip
 def test_calls_that_keep_their_mask(step):
