@@ -65,6 +65,7 @@ class Reading(Values):
         scopes: for every node, the scopes (inference mode, functorch levels ...) and modes that it runs under.
         reshaper: a node that changes the geometry of an existing tensor, after which no fake tensor can be trusted, or
             None.
+        kernel_choice: the first node that says which kernels of attention torch may choose, or None.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -74,6 +75,7 @@ class Reading(Values):
         self.hazards: dict[fx.Node, Hazard] = {}
         self.scopes: dict[fx.Node, tuple[fx.Node, ...]] = {}
         self.reshaper: fx.Node | None = None
+        self.kernel_choice: fx.Node | None = None
         self._calls: dict[fx.Node, Call] = {}
         self._constants: dict[fx.Node, int | float] = {}
         self._readers: dict[fx.Node, list[fx.Node]] = {}
@@ -209,6 +211,8 @@ class Reading(Values):
             self._scope = (*self._scope, node)
         elif _CLOSES.match(name):
             self._scope = self._scope[:-1]
+        elif "_sdpa_kernel" in name and self.kernel_choice is None:
+            self.kernel_choice = node
 
     def _resolve(self, value: Any) -> Any:
         if isinstance(value, fx.Node):

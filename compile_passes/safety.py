@@ -91,8 +91,8 @@ def chooses_kernels(reading: Reading, site: fx.Node) -> bool:
 
     Then it need not choose the one that it does while compiling, nor have another one to fall back on.
     """
-    order = reading.order
-    return any("_sdpa_kernel" in target_name(node) and order[node] < order[site] for node in reading.graph.nodes)
+    choice = reading.kernel_choice
+    return choice is not None and reading.order[choice] < reading.order[site]
 
 
 def changed_memory(
