@@ -10,8 +10,9 @@
 
 `inputs` is a tensor, a tuple of positional arguments, or a dict of keyword arguments. Every function compiles afresh
 (`torch.compiler.reset()` and an empty cache: the counters that they read stay 0 on a cache hit), whatever
-`model.compile` was told before, and raises an AssertionError that says what broke and what to do. None of them trusts a
-single signal: each of torch's own signals alone misses some failure, which is named where the signal is read.
+`model.compile` and `torch.compiler.set_stance` were told before, and raises an AssertionError that
+says what broke and what to do. None of them trusts a single signal: each of torch's own signals alone misses some
+failure, which is named where the signal is read.
 `python -m moe_ops.examples.broken` shows what they say of five models that are broken on purpose.
 """
 
@@ -53,8 +54,8 @@ _TIED = (
     "the branch out."
 )
 _SKIPPED = (
-    "Dynamo skipped the function: is it disabled, or TorchScript, is torch.compile switched off (TORCHDYNAMO_DISABLE, "
-    "torch.compiler.set_stance), or is there no tensor operation in it?"
+    "Dynamo skipped the function: is it disabled, or TorchScript, is torch.compile switched off "
+    "(TORCHDYNAMO_DISABLE), or is there no tensor operation in it?"
 )
 _HOST = "the host needs a value that is on the device, and a CUDA graph cannot hold that"
 _ON_DEVICE = "Keep the value on the device, as a tensor."
@@ -592,6 +593,8 @@ def _left_to_python() -> list[str]:
 def _fresh(function: Any) -> Iterator[None]:
     """Compile from nothing: no code, no cache entry, counters at 0, no `module.compile` of before; capture what
     `moe_ops.compile` lets Dynamo capture.
+
+    Under the default stance: others leave calls eager, or guards unread, so that a check could not fail.
     """
     from torch._inductor.utils import fresh_cache
 
@@ -600,7 +603,8 @@ def _fresh(function: Any) -> Iterator[None]:
     cache = fresh_cache()
     cache.__enter__()
     try:
-        with as_written(function), torch._dynamo.config.patch(compat.captured_under(function)):
+        allowed = torch._dynamo.config.patch(compat.captured_under(function))
+        with as_written(function), torch.compiler.set_stance("default"), allowed:
             yield
     finally:
         cache.__exit__(None, None, None)  # it leaves its folder behind where it sees an error

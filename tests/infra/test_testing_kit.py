@@ -253,7 +253,6 @@ def test_skipped_function_is_no_graph() -> None:
 OFF = {
     "TorchScript": lambda: (torch.jit.trace(Sound().requires_grad_(False), INPUTS), nullcontext()),
     "Dynamo disabled": lambda: (Sound(), torch._dynamo.config.patch(disable=True)),
-    "force_eager": lambda: (Sound(), torch.compiler.set_stance("force_eager")),
 }
 
 
@@ -263,9 +262,34 @@ OFF = {
 def test_where_nothing_is_compiled_the_causes_are_named(assertion, off) -> None:
     model, context = off()
     searched = assertion is assert_cuda_graph_safe
-    said = "no graph reached Inductor" if searched else r"^0 graphs .*TorchScript.*TORCHDYNAMO_DISABLE.*set_stance"
+    said = "no graph reached Inductor" if searched else r"^0 graphs .*TorchScript.*TORCHDYNAMO_DISABLE"
     with context, pytest.raises(AssertionError, match=said):
         assertion(model, batch if assertion is assert_no_recompiles else INPUTS)
+
+
+STANCES = {
+    "force_eager": {"stance": "force_eager"},
+    "eager_then_compile": {"stance": "eager_then_compile"},
+    "aot_eager_then_compile": {"stance": "aot_eager_then_compile"},
+    "eager_on_recompile": {"stance": "eager_on_recompile"},
+    "fail_on_recompile": {"stance": "fail_on_recompile"},
+    "guards unread": {"skip_guard_eval_unsafe": True},
+    "another backend": {"force_backend": "eager"},
+}
+
+
+@pytest.mark.parametrize("stance", STANCES.values(), ids=STANCES)
+def test_the_callers_stance_hides_nothing(stance: dict[str, object]) -> None:
+    """An eager first call leaves one size to compile, and no guard that is not read fails."""
+    with torch.compiler.set_stance(**{"stance": "default", **stance}):
+        before = torch._dynamo.eval_frame._stance
+        assert_no_graph_breaks(Sound(), INPUTS, backend="aot_eager")
+        assert_no_recompiles(Sound(), batch, sizes=(2, 64), backend="aot_eager")
+        with pytest.raises(AssertionError, match=r"^size 64 compiles again after size 2"):
+            assert_no_recompiles(TiesSize(), batch, sizes=(2, 64), backend="aot_eager")
+        with pytest.raises(AssertionError, match=r"^the host needs a value that is on the device"):
+            assert_cuda_graph_safe(TO_HOST["cpu"], INPUTS)
+        assert torch._dynamo.eval_frame._stance == before
 
 
 def test_where_nothing_is_compiled_nothing_is_fused() -> None:
