@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import linecache
 import re
 import sys
 import traceback
@@ -472,9 +473,18 @@ def _copies_to_host(node: torch.fx.Node) -> bool:
     """
     if node.op != "call_method" or node.target not in ("cpu", "to"):
         return False
-    told = any(str(value) == "cpu" for value in (*node.args[1:], *node.kwargs.values()))
-    line = graphs.frame(graphs.trace_of(node))[3]
-    return node.target == "cpu" or (told and ("'cpu'" in line or '"cpu"' in line))
+    told = any(re.fullmatch(r"cpu(:\d+)?", str(value)) for value in (*node.args[1:], *node.kwargs.values()))
+    return node.target == "cpu" or (told and re.search("['\"]cpu", _call_text(graphs.trace_of(node))) is not None)
+
+
+def _call_text(trace: str) -> str:
+    """The source of the innermost call outside of torch, whose trace has its first line alone."""
+    file, line, _, text = graphs.frame(trace)
+    for more in linecache.getlines(file)[int(line or 0) :]:
+        if text.count("(") <= text.count(")"):
+            break
+        text += more
+    return text
 
 
 def _of_recompile(

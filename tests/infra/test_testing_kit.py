@@ -645,13 +645,28 @@ def test_branches_of_the_host_are_not_capturable(operator: str) -> None:
         assert_cuda_graph_safe(branches, INPUTS, backend="inductor")
 
 
+def _on_several_lines(x: torch.Tensor) -> torch.Tensor:
+    host = x.to(
+        dtype=torch.float64,
+        device="cpu",
+    )
+    return x + host
+
+
 TO_HOST = {
     "cpu": lambda x: x + x.mean().cpu(),
     "to": lambda x: x + x.to("cpu"),
     "to a device": lambda x: x + x.to(torch.device("cpu"), non_blocking=True),
     "to by keyword": lambda x: x + x.to(dtype=torch.float64, device="cpu"),
+    "to a device with an index": lambda x: x.to(torch.device("cpu", 0)).sin(),
+    "to a name with an index": lambda x: x.to("cpu:0").sin(),
     "in a checkpointed region": lambda x: checkpoint(lambda x: x.cpu().sin(), x, use_reentrant=False),
 }
+
+
+def test_a_copy_to_the_host_that_is_written_on_several_lines_is_seen() -> None:
+    with pytest.raises(AssertionError, match=r"^the host needs a value that is on the device[\s\S]*host = x\.to\("):
+        assert_cuda_graph_safe(_on_several_lines, INPUTS)
 
 
 @pytest.mark.parametrize("function", TO_HOST.values(), ids=TO_HOST)
