@@ -25,10 +25,10 @@ import linecache
 import re
 import sys
 import traceback
-from collections import Counter
+from collections import Counter, UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from numbers import Integral
+from numbers import Integral, Number
 from typing import Any
 
 import torch
@@ -204,7 +204,7 @@ def assert_no_recompiles(
                     message = _of_recompile(error, function, make_inputs, (listed[0], size), inputs, dynamic)
                     raise AssertionError(message) from error
         graphs = counters["stats"]["unique_graphs"]
-    if all(extent == extents[0] for extent in extents):
+    if all(_same_extents(extent, extents[0]) for extent in extents):
         raise ValueError(
             "assert_no_recompiles: make_inputs must give inputs whose shapes follow the size, got the same for each of "
             f"{listed}: nothing was tried. Make them of its argument."
@@ -635,15 +635,29 @@ def _run(function: Callable[..., Any], inputs: Inputs) -> Any:
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     """The tensors of a nested value, those of mappings and dataclasses included."""
+    return [leaf for leaf in _leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _leaves(value: Any) -> list[Any]:
+    """Those of pytree, with what is in the mappings and dataclasses among them in their place."""
     leaves = torch.utils._pytree.tree_leaves(value)
-    nested = ([leaf] if isinstance(leaf, torch.Tensor) else _tensors(_parts(leaf)) for leaf in leaves)
-    return [tensor for inner in nested for tensor in inner]
+    nested = (
+        [leaf] if isinstance(leaf, torch.Tensor) or not _parts(leaf) else _leaves(_parts(leaf)) for leaf in leaves
+    )
+    return [leaf for inner in nested for leaf in inner]
 
 
 def _extents(inputs: Inputs) -> list[Any]:
     """What of inputs may follow a size: shapes, and numbers; what nobody can look into stands for itself."""
-    shapes = _changed(_plain(inputs), lambda tensor: list(tensor.shape))
-    return [getattr(leaf, "shape", leaf) for leaf in torch.utils._pytree.tree_leaves(shapes)]
+    return [getattr(leaf, "shape", leaf) for leaf in _leaves(inputs)]
+
+
+def _same_extents(one: list[Any], other: list[Any]) -> bool:
+    """`==` of what nobody can look into may compare tensors."""
+    pairs = zip(one, other, strict=False)
+    return len(one) == len(other) and all(
+        left is right or (isinstance(left, (Number, str, tuple)) and left == right) for left, right in pairs
+    )
 
 
 def _compared(outputs: Any) -> list[torch.Tensor]:
@@ -672,11 +686,15 @@ def _plain(value: Any) -> Any:
 
 
 def _changed(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """``value`` with something else for its tensors, in dataclasses as well."""
+    """``value`` with something else for its tensors, in dataclasses and what is based on UserDict as well."""
 
     def other(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return change(leaf)
+        if isinstance(leaf, UserDict):
+            made: Any = copy.copy(leaf)
+            made.update(_changed(dict(leaf), change))
+            return made
         if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
             return leaf
         made = copy.copy(leaf)

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -550,6 +551,7 @@ def test_sizes_may_be_generated() -> None:
 NO_SIZES = {
     "the same shapes": (lambda size: batch(4), "must give inputs whose shapes follow the size, got the same for each"),
     "the same in a dataclass": (lambda size: (Pair(batch(4), [batch(4)]),), "must give inputs whose shapes follow"),
+    "the same in a mapping": (lambda size: (UserDict(x=batch(4)),), "must give inputs whose shapes follow"),
     "no function": (batch(4), "must be a function from a size to inputs, got Tensor. Pass one as"),
 }
 
@@ -557,23 +559,36 @@ NO_SIZES = {
 @pytest.mark.parametrize("make_inputs, said", NO_SIZES.values(), ids=NO_SIZES)
 def test_nothing_is_proved_by_inputs_that_no_size_is_in(make_inputs, said: str) -> None:
     with pytest.raises(ValueError, match=f"^assert_no_recompiles: make_inputs {said}"):
-        assert_no_recompiles(lambda x: x if isinstance(x, torch.Tensor) else x.x, make_inputs, backend="aot_eager")
+        assert_no_recompiles(
+            lambda x: x["x"] if isinstance(x, UserDict) else getattr(x, "x", x), make_inputs, backend="aot_eager"
+        )
 
 
-@pytest.mark.parametrize("kind", ["a number", "an object"])
-def test_a_size_need_not_be_of_a_tensor(kind: str) -> None:
+class Held:
+    """Nobody can look into it."""
+
+    def __init__(self, size: int) -> None:
+        self.x = batch(size)
+
+
+SIZED = {
+    "a number": lambda size: size,
+    "a mapping": lambda size: UserDict(x=batch(size)),
+    "an object": Held,
+    "an object that compares what it holds": lambda size: SimpleNamespace(x=batch(size)),
+}
+
+
+@pytest.mark.parametrize("make", SIZED.values(), ids=SIZED)
+def test_a_size_need_not_be_of_a_tensor(make) -> None:
     """What nobody can look into may hold one."""
 
-    class Held:
-        def __init__(self, size: int) -> None:
-            self.x = batch(size)
-
     def repeats(x: torch.Tensor, other: object) -> torch.Tensor:
-        return x.new_zeros(other) if isinstance(other, int) else x + other.x.sum()
+        if isinstance(other, int):
+            return x.new_zeros(other)
+        return x + (other["x"] if isinstance(other, UserDict) else other.x).sum()
 
-    assert_no_recompiles(
-        repeats, lambda size: (INPUTS, size if kind == "a number" else Held(size)), sizes=(3, 5), backend="aot_eager"
-    )
+    assert_no_recompiles(repeats, lambda size: (INPUTS, make(size)), sizes=(3, 5), backend="aot_eager")
 
 
 class CountsCalls(Sound):
@@ -766,12 +781,14 @@ class OfPairs(Sound):
         return Pair(super().forward(pair.x), [pair.rest[0] * 2])
 
 
-def test_tensors_of_dataclasses_are_found_and_changed() -> None:
+def test_tensors_of_dataclasses_and_mappings_are_found_and_changed() -> None:
     x, y = torch.arange(3.0), torch.arange(2)
     pair = Pair(x, [y])
     assert [*map(id, testing._tensors([pair, {"a": pair}]))] == 2 * [id(x), id(y)]
     flipped = testing._flipped((pair,))[0]
     assert torch.equal(flipped.x, x.flip(0)) and torch.equal(flipped.rest[0], y.flip(0)) and pair.x is x
+    (nested,) = testing._flipped((UserDict(x=x),))
+    assert torch.equal(nested["x"], x.flip(0)) and isinstance(nested, UserDict)
 
 
 @pytest.mark.parametrize("assertion", [assert_no_graph_breaks, assert_cuda_graph_safe])
