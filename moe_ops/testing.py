@@ -591,7 +591,7 @@ def _left_to_python() -> list[str]:
     """
     found: list[str] = []
     frame = sys._getframe().f_back
-    others = (str(torch.__path__[0]), __file__, str(contextlib.__file__))
+    others = (graphs.TORCH, __file__, str(contextlib.__file__))
     while frame is not None and frame.f_code is not _run.__code__:
         if not frame.f_code.co_filename.startswith(others):
             found.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}")

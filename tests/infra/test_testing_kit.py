@@ -420,6 +420,20 @@ def test_code_around_the_one_graph_is_named(assertion) -> None:
     assert "test_testing_kit.py:" in line and line.endswith("in LeftToPython.forward")
 
 
+def test_code_of_a_package_whose_name_begins_with_torch_is_named() -> None:
+    file = torch.__path__[0] + "tune/layers.py"
+    made = {"compiler": torch.compiler, "LeftToPython": LeftToPython}
+    source = (
+        "class Outer(LeftToPython):\n"
+        "    @compiler.disable(recursive=False)\n"
+        "    def forward(self, x):\n"
+        "        return self.inner(x) + 1"
+    )
+    exec(compile(source, file, "exec"), made)
+    with pytest.raises(AssertionError, match=rf"^it runs in Python, [\s\S]*{re.escape(file)}:4 in Outer\.forward"):
+        assert_no_graph_breaks(made["Outer"](), INPUTS, backend="aot_eager")
+
+
 def test_what_a_module_was_compiled_with_before_does_not_matter() -> None:
     model = Experts().requires_grad_(False)
     model.compile(backend="eager")
