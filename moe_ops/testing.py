@@ -81,9 +81,15 @@ def assert_fused(model: Any, *inputs: Any, blocks: int | None = None) -> Any:
     Raises:
         AssertionError: a block was refused (its module, the source line that came nearest, the reason and the cure are
             quoted), a pass failed, or the number is wrong.
+        ValueError: `blocks` is no number of blocks that can be fused.
     """
     import moe_ops
 
+    if blocks is not None and not (isinstance(blocks, Integral) and blocks > 0):
+        raise ValueError(
+            f"assert_fused: blocks must be a number > 0, got {blocks!r}. Give None where any number will do; that none "
+            "is fused, moe_ops.explain(model, ...).fused tells."
+        )
     args, kwargs = _call(inputs[0] if len(inputs) == 1 else inputs)
     with _fresh(model), quiet():
         report = moe_ops.explain(model, *args, **kwargs)
@@ -137,10 +143,12 @@ def assert_no_graph_breaks(
     Raises:
         AssertionError: with the line, and Dynamo's own reason for the first break; with the model's own error where it
             raises without torch.compile as well; where nothing was compiled, with what may be the cause.
-        ValueError: `backward` of outputs that require no gradient; a backend that torch.compile does not know.
+        ValueError: `backward` of outputs that require no gradient; a backend that torch.compile does not know;
+            `function` is none.
     """
+    _check_given(function, backend, "assert_no_graph_breaks")
     run = _Trained(function, "assert_no_graph_breaks") if backward else _run
-    with _fresh(function), torch.set_grad_enabled(backward), _as_one_graph(function, inputs, backend, run):
+    with _fresh(function), torch.set_grad_enabled(backward), _as_one_graph(function, inputs, run):
         run(torch.compile(function, backend=backend, dynamic=dynamic), inputs)
         graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
     if breaks:
@@ -172,8 +180,8 @@ def assert_no_recompiles(
 
     Raises:
         ValueError: `sizes` holds no two different integers, or 0 or 1, which torch.compile always compiles on their
-            own; `make_inputs` is no function, or gives inputs of the same shapes for every size; `backward` of outputs
-            that require no gradient; a backend that torch.compile does not know.
+            own; `function` or `make_inputs` is none, or the latter gives inputs of the same shapes for every size;
+            `backward` of outputs that require no gradient; a backend that torch.compile does not know.
         AssertionError: with the guard that failed, as Dynamo gives it, and the lines that tie the code to a size, if
             any do; what `assert_no_graph_breaks` raises. Errors of the compiled code are raised as they are.
     """
@@ -188,6 +196,7 @@ def assert_no_recompiles(
             "assert_no_recompiles: make_inputs must be a function from a size to inputs, got "
             f"{type(make_inputs).__name__}. Pass one as lambda size: torch.randn(size, 8)."
         )
+    _check_given(function, backend, "assert_no_recompiles")
     run = _Trained(function, "assert_no_recompiles") if backward else _run
     extents = []
     with _fresh(function), torch.set_grad_enabled(backward):
@@ -195,7 +204,7 @@ def assert_no_recompiles(
         for index, size in enumerate(listed):
             inputs = make_inputs(size)
             extents.append(_extents(inputs))
-            with _as_one_graph(function, inputs, backend, run):
+            with _as_one_graph(function, inputs, run):
                 try:
                     with torch._dynamo.config.patch(error_on_recompile=index > 0, suppress_errors=False):
                         run(compiled, inputs)
@@ -245,10 +254,12 @@ def assert_cuda_graph_safe(
             of numbers and sizes that only the data knows. For inputs on a CPU also where no graph reached Inductor,
             whose list of such operations it is.
         ValueError: `backend=None` for inputs that are not on a GPU, a backend that torch.compile does not know;
-            `backward` of outputs that require no gradient; `changed` is no list of inputs, or holds other shapes.
+            `backward` of outputs that require no gradient; `changed` is no list of inputs, or holds other shapes;
+            `function` is none.
     """
+    _check_given(function, backend, "assert_cuda_graph_safe")
     inputs = _plain(inputs)
-    if isinstance(changed, (torch.Tensor, Mapping)):
+    if isinstance(changed, (torch.Tensor, Mapping)) or not isinstance(changed, Iterable):
         raise ValueError(
             f"assert_cuda_graph_safe: changed must be a list of inputs, got one {type(changed).__name__}. Use [it]."
         )
@@ -272,7 +283,7 @@ def assert_cuda_graph_safe(
             return
         # what asks the device is to be found in the graph, and not to break it
         allowed = torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)
-        with _fresh(function), allowed, _as_one_graph(function, inputs, backend, run):
+        with _fresh(function), allowed, _as_one_graph(function, inputs, run):
             if on_gpu:
                 with contained():
                     _assert_compiled_replays(function, variants, backend, run)
@@ -538,16 +549,24 @@ _OF_SIZES: Any = getattr(_SHAPES, "GuardOnDataDependentSymNode", ())
 _OF_MARKS: Any = getattr(_SHAPES, "ConstraintViolationError", ())
 
 
+def _check_given(function: Any, backend: Any, caller: str) -> None:
+    """What torch.compile says of them names neither, or comes out of the compiled call."""
+    if not callable(function):
+        raise ValueError(f"{caller}: function must be a module or a function, got {type(function).__name__}.")
+    try:
+        torch._dynamo.lookup_backend(backend)
+    except torch._dynamo.exc.InvalidBackend as error:
+        names = ", ".join(torch.compiler.list_backends())
+        raise ValueError(f"backend must be a name that torch.compile knows ({names}), got {backend!r}.") from error
+
+
 @contextlib.contextmanager
-def _as_one_graph(function: Callable[..., Any], inputs: Inputs, backend: str, run: _Run) -> Iterator[None]:
+def _as_one_graph(function: Callable[..., Any], inputs: Inputs, run: _Run) -> Iterator[None]:
     """What Dynamo raises of code that it cannot capture, as an AssertionError, and code around what it compiles too."""
     around: list[list[str]] = []
     try:
         with torch._dynamo.error_on_graph_break(True), when_compiling(lambda _: around.append(_left_to_python())):
             yield
-    except torch._dynamo.exc.InvalidBackend as error:
-        names = ", ".join(torch.compiler.list_backends())
-        raise ValueError(f"backend must be a name that torch.compile knows ({names}), got {backend!r}.") from error
     except (torch._dynamo.exc.TorchDynamoException, _OF_SIZES, _OF_MARKS) as error:
         _assert_runs(function, inputs, run)
         what, said = "it does not compile as one graph", _indent(error)

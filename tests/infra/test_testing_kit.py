@@ -444,9 +444,26 @@ def test_what_a_module_was_compiled_with_before_does_not_matter() -> None:
     assert model._compiled_call_impl is not None
 
 
-def test_a_backend_that_does_not_exist_is_named() -> None:
+@pytest.mark.parametrize("assertion", [assert_no_graph_breaks, assert_no_recompiles, assert_cuda_graph_safe])
+def test_a_backend_that_does_not_exist_is_named(assertion) -> None:
+    inputs = batch if assertion is assert_no_recompiles else INPUTS
     with pytest.raises(ValueError, match=r"^backend must be a name that torch.compile knows \(.*moe_ops.*, got 'nope'"):
-        assert_no_graph_breaks(Sound(), INPUTS, backend="nope")
+        assertion(Sound(), inputs, backend="nope")
+
+
+@pytest.mark.parametrize("assertion", [assert_no_graph_breaks, assert_no_recompiles, assert_cuda_graph_safe])
+@pytest.mark.parametrize("function", [None, 3, "mixtral"], ids=["None", "a number", "a name"])
+def test_what_is_no_function_is_named(assertion, function: object) -> None:
+    inputs = batch if assertion is assert_no_recompiles else INPUTS
+    said = f"^{assertion.__name__}: function must be a module or a function, got {type(function).__name__}"
+    with pytest.raises(ValueError, match=said):
+        assertion(function, inputs)
+
+
+@pytest.mark.parametrize("blocks", [0, -1, "1", 1.5])
+def test_a_number_of_blocks_that_no_model_has_is_refused(blocks: object) -> None:
+    with pytest.raises(ValueError, match=f"^assert_fused: blocks must be a number > 0, got {blocks!r}"):
+        assert_fused(Experts(), INPUTS, blocks=blocks)
 
 
 def test_marked_dimensions_that_are_tied_to_a_size() -> None:
@@ -757,6 +774,7 @@ CHANGED = {
     "another number": ([(INPUTS, INPUTS)], "must have the shapes and dtypes of inputs"),
     "the second of two": ([2 * INPUTS, batch(5)], "must have the shapes and dtypes of inputs"),
     "a tensor": (2 * INPUTS, "must be a list of inputs, got one Tensor"),
+    "None": (None, "must be a list of inputs, got one NoneType"),
     "a mapping": ({"x": INPUTS}, "must be a list of inputs, got one dict"),
 }
 
