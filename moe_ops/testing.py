@@ -511,6 +511,11 @@ def _of_recompile(
     told = dynamic is None and any(hasattr(tensor, "_dynamo_dynamic_indices") for tensor in _tensors(inputs))
     if not lines and not re.search(r"(size|stride)( mismatch|\(\))", guard):
         cause = "What the guard names must stay the same from call to call, or be held in a tensor."
+    elif "duck sizing" in guard:
+        cause = (
+            f"Dimensions that are as long as one another at the first size, {sizes[0]}, count as one. If chance made "
+            "them so, begin with a size that is no other dimension, as sizes=(5, 16, 64)."
+        )
     elif dynamic or told:
         cause = _TIED
     else:

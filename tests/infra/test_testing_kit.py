@@ -622,6 +622,15 @@ def test_a_size_need_not_be_of_a_tensor(make) -> None:
     assert_no_recompiles(repeats, lambda size: (INPUTS, make(size)), sizes=(3, 5), backend="aot_eager")
 
 
+def test_a_dimension_that_is_as_long_as_the_first_size_by_chance() -> None:
+    with pytest.raises(
+        AssertionError, match=r"^size 16 compiles again after size 8:\n[\s\S]*begin with a size that"
+    ) as said:
+        assert_no_recompiles(torch.sin, batch, sizes=(8, 16), backend="aot_eager")
+    assert "taken from a shape" not in str(said.value)
+    assert_no_recompiles(torch.sin, batch, sizes=(5, 8, 16), backend="aot_eager")
+
+
 class CountsCalls(Sound):
     def __init__(self) -> None:
         super().__init__()
