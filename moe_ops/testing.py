@@ -250,9 +250,9 @@ def assert_cuda_graph_safe(
         backward: whether the backward is captured, or searched, as well.
 
     Raises:
-        AssertionError: with the operation, or torch's reason; what `assert_no_graph_breaks` raises of breaks, but not
-            of numbers and sizes that only the data knows. For inputs on a CPU also where no graph reached Inductor,
-            whose list of such operations it is.
+        AssertionError: with the operation, or torch's reason; what `assert_no_graph_breaks` raises of breaks, also
+            where Inductor takes the number that the host asks for out of the graph. For inputs on a CPU also where no
+            graph reached Inductor, whose list of such operations it is.
         ValueError: `backend=None` for inputs that are not on a GPU, a backend that torch.compile does not know;
             `backward` of outputs that require no gradient; `changed` is no list of inputs, or holds other shapes;
             `function` is none.
@@ -289,6 +289,8 @@ def assert_cuda_graph_safe(
                     _assert_compiled_replays(function, variants, backend, run)
             else:
                 _assert_no_incompatible_node(function, inputs, backend, run)
+        # Inductor may take a number that was allowed out of the graph: without the permission the caller's call breaks
+        assert_no_graph_breaks(function, inputs, backend="eager", backward=backward)
 
 
 class _Trained:

@@ -689,6 +689,22 @@ def test_host_synchronisation_is_not_capturable() -> None:
     assert second.startswith("  return torch.nonzero(x @ self.weight)  # ") and "test_testing_kit.py" in second
 
 
+OUT_OF_THE_GRAPH = {
+    "multiplied by": lambda x: x * x.sum().item(),
+    "added": lambda x: x + float(x.sum()),
+    "unused": lambda x: (x.sum().item(), x * 2)[1],
+}
+
+
+@pytest.mark.parametrize("function", OUT_OF_THE_GRAPH.values(), ids=OUT_OF_THE_GRAPH)
+def test_a_number_that_inductor_takes_out_of_the_graph_breaks_the_callers(function) -> None:
+    expected = r"^it does not compile as one graph:\n.*test_testing_kit\.py:\d+ in <lambda>"
+    with pytest.raises(AssertionError, match=expected):
+        assert_cuda_graph_safe(function, INPUTS)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        assert_cuda_graph_safe(function, INPUTS)
+
+
 @pytest.mark.parametrize("operator", ["cond", "while_loop"])
 def test_branches_of_the_host_are_not_capturable(operator: str) -> None:
     def branches(x: torch.Tensor) -> torch.Tensor:
@@ -851,6 +867,7 @@ def test_inputs_in_any_mapping_are_captured_and_changed(monkeypatch) -> None:
     given: list[testing.Inputs] = []
     monkeypatch.setattr(testing, "_assert_compiled_replays", lambda function, variants, *rest: given.extend(variants))
     monkeypatch.setattr(testing, "contained", nullcontext)
+    monkeypatch.setattr(testing, "assert_no_graph_breaks", lambda *_, **options: None)
     assert_cuda_graph_safe(Sound(), UserDict(x=torch.arange(3).as_subclass(OnDevice)))
     assert [variant["x"].tolist() for variant in given] == [[0, 1, 2], [2, 1, 0]]
 
