@@ -13,6 +13,8 @@
 `model.compile` and `torch.compiler.set_stance` were told before, and raises an AssertionError that
 says what broke and what to do. None of them trusts a single signal: each of torch's own signals alone misses some
 failure, which is named where the signal is read.
+They call the model, some of them several times: what that writes (a BatchNorm's statistics in training) and draws from
+torch's generators is as after other calls; gradients, modes and settings are as they were.
 `python -m moe_ops.examples.broken` shows what they say of five models that are broken on purpose.
 """
 
