@@ -484,6 +484,12 @@ def try_again(model: Callable[..., Any]) -> None:
             set_code_exec_strategy(code, as_others)
 
 
+def is_disabled(function: Callable[..., Any]) -> bool:
+    """Whether torch.compiler.disable keeps ``function``, and all that it calls, from Dynamo."""
+    disabled = getattr(function, "_torchdynamo_disable", False)
+    return bool(disabled and getattr(function, "_torchdynamo_disable_recursive", True))
+
+
 @contextmanager
 def compiling_apart(
     backend: Callable[..., Any], model: Callable[..., Any]

@@ -18,6 +18,7 @@ from typing import Any
 from torch import fx, nn
 
 from compile_passes.class_counts import FIX_CLASSES, without_class_counts
+from compile_passes.compat import is_disabled
 from compile_passes.loops import ExpertGroup, are_projections, has_router, makes_lists
 from compile_passes.match import functions, module_of
 from moe_ops.graphs import TORCH
@@ -143,7 +144,7 @@ def explanation(model: nn.Module, group: ExpertGroup, seen: Seen, stops: Sequenc
     if not any(id(weight) in seen.in_graphs for weight in group.weights):
         stop = near or next((stop for stop in stops if "HOP" in stop.reason), None) or next(iter(stops), None)
         if stop is None:
-            return None
+            return _disabled(model, group)
         reason = f"None of its weights is in a captured graph: the code around it was left to Python, {stop.line}."
         if "checkpoint" in stop.reason:
             return f"The checkpointed region runs in Python. {reason}", (
@@ -179,6 +180,24 @@ def explanation(model: nn.Module, group: ExpertGroup, seen: Seen, stops: Sequenc
         "Its weights are in a captured graph, but not in a form in which experts are recognised.",
         "Call moe_ops.fused_experts(hidden_states, gate_up_proj, down_proj, topk_weights, topk_ids) in its place.",
     )
+
+
+def _disabled(model: nn.Module, group: ExpertGroup) -> tuple[str, str] | None:
+    """(reason, cure) of a block that torch.compiler.disable keeps from Dynamo, which reports it as a graph break, but
+    not where it gives the frame around up for it, as that of a loop over layers.
+    """
+    parts = group.name.split(".") if group.name else []
+    for depth in range(len(parts) + 1):
+        name = ".".join(parts[:depth])
+        forward = model.get_submodule(name).forward
+        if is_disabled(forward):
+            code = inspect.unwrap(forward).__code__
+            where = f"{code.co_filename}:{code.co_firstlineno}"
+            return (
+                f"torch.compiler.disable keeps it from Dynamo: {name or type(model).__name__}.forward ({where}).",
+                "Disable what cannot be captured alone, or with recursive=False.",
+            )
+    return None
 
 
 def cut(node: fx.Node, breaks: Sequence[Stop]) -> Stop | None:

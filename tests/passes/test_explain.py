@@ -226,6 +226,19 @@ def test_functions_left_to_python_are_named():
     assert "functions left to Python" in str(report)
 
 
+@pytest.mark.parametrize("recursive", [True, False], ids=["all_of_it", "its_frame"])
+def test_a_disabled_block_in_a_list_of_layers_is_refused(recursive):
+    """Dynamo gives up the frame of the list, and says nothing of why. What a frame calls is captured nevertheless."""
+    block = build("mixtral", torch.float32, "grouped_mm", num_hidden_layers=1).model.layers[0].mlp
+    block.forward = torch.compiler.disable(block.forward, recursive=recursive)
+    layers, x = torch.nn.Sequential(torch.nn.Identity(), block), torch.randn(1, 8, block.gate.weight.shape[1])
+    report = moe_ops.explain(layers, x)
+    assert len(report.fused) == (0 if recursive else 1)
+    assert [row.module for row in report.refused] == (["1.experts"] if recursive else [])
+    reason = "torch.compiler.disable keeps it from Dynamo: 1.forward ("
+    assert all(row.reason.startswith(reason) for row in report.refused)
+
+
 def test_a_form_that_is_not_fused_is_no_absence():
     report = moe_ops.explain(dense_softmax, **weights(dtype=torch.float32))
     assert len(report.refused) == 1 and "8 experts" in report.refused[0].reason
