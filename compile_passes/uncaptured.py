@@ -189,12 +189,11 @@ def _disabled(model: nn.Module, group: ExpertGroup) -> tuple[str, str] | None:
     parts = group.name.split(".") if group.name else []
     for depth in range(len(parts) + 1):
         name = ".".join(parts[:depth])
-        forward = model.get_submodule(name).forward
-        if is_disabled(forward):
-            code = inspect.unwrap(forward).__code__
-            where = f"{code.co_filename}:{code.co_firstlineno}"
+        module = model.get_submodule(name)
+        if is_disabled(module.forward):
+            what = f"{name or type(model).__name__}.forward ({defined_at(module)})"
             return (
-                f"torch.compiler.disable keeps it from Dynamo: {name or type(model).__name__}.forward ({where}).",
+                f"torch.compiler.disable keeps it from Dynamo: {what}.",
                 "Disable what cannot be captured alone, or with recursive=False.",
             )
     return None

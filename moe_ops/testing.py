@@ -10,11 +10,10 @@
 
 `inputs` is a tensor, a tuple of positional arguments, or a dict of keyword arguments. Every function compiles afresh
 (`torch.compiler.reset()` and an empty cache: the counters that they read stay 0 on a cache hit), whatever
-`model.compile` and `torch.compiler.set_stance` were told before, and raises an AssertionError that
-says what broke and what to do. None of them trusts a single signal: each of torch's own signals alone misses some
-failure, which is named where the signal is read.
-They call the model, some of them several times: what that writes (a BatchNorm's statistics in training) and draws from
-torch's generators is as after other calls; gradients, modes and settings are as they were.
+`model.compile` and `torch.compiler.set_stance` were told before, and raises an AssertionError that says what broke and
+what to do. None of them trusts a single signal: each of torch's own signals alone misses some failure, which is named
+where the signal is read. They call the model, some of them several times: what that writes (a BatchNorm's statistics in
+training) and draws from torch's generators is as after other calls; gradients, modes and settings are as they were.
 `python -m moe_ops.examples.broken` shows what they say of five models that are broken on purpose.
 """
 

@@ -45,7 +45,7 @@ def compile_product(mm: ExpertMM, *, experts: int = 8, swapped: bool = False) ->
     arguments = common_arguments(mm) | {
         "a_desc": descriptor(made.a_desc), "w": f"*{TYPES[mm.weight.dtype]}:16", "w_desc": descriptor(made.w_desc),
         "memory": f"*{TYPES[memory.dtype]}:16", "memory_desc": descriptor(memory_desc), "told": "*i32:16",
-        "out_desc": descriptor(made.out_desc), **dict.fromkeys(("a_scale", "out_scale"), mm.form and "*fp32:16"),
+        "out_desc": descriptor(made.out_desc), "a_scale": mm.form and "*fp32:16", "out_scale": "*fp32:16",
     }  # fmt: skip
     for name in ("w_zeros", "up_zeros_offset"):
         del arguments[name]

@@ -12,8 +12,10 @@ import torch
 import moe_ops
 from moe_ops.backends import triton_plans
 from moe_ops.census import kernel_names
+from moe_ops.kernels.triton import launch
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.launch import ExpertMM
+from moe_ops.ops import LAUNCHERS
 from moe_ops.testing import assert_cuda_graph_safe
 from tests.ops.scheme_layers import SchemeLayer, assert_contract
 
@@ -67,6 +69,23 @@ def assert_any_number_of_rows(layer: SchemeLayer, E: int, K: int) -> None:
         layer.tensors["topk_ids"] = torch.cat([first, (first + 1 + torch.randint_like(first, E - K + 1)) % E], dim=1)
         for format in ("grouped", "batched"):
             assert_contract(run(layer, format), layer)
+
+
+def forget() -> None:
+    """The records of calls, which know nothing of what a test has changed."""
+    for launcher in LAUNCHERS.values():
+        launcher.forget()
+
+
+def assert_panels_are_written_over(
+    layer: SchemeLayer, panels: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits with memory for so few panels of so many columns, again and again."""
+    expected = run(layer, "grouped")
+    monkeypatch.setattr(launch, "PANEL_BYTES", panels * 256 * columns)
+    forget()
+    assert torch.equal(run(layer, "grouped"), expected)
+    forget()
 
 
 def assert_replays(layer: SchemeLayer, format: str, E: int) -> None:

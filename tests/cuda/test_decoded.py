@@ -10,13 +10,12 @@ import torch
 
 from moe_ops.backends import triton_plans
 from moe_ops.census import kernel_names
-from moe_ops.kernels.triton import launch
 from moe_ops.kernels.triton.config import MMConfig
-from moe_ops.ops import LAUNCHERS
 from tests.cuda.specialised import (
     GROUPS,
     ZEROS,
     assert_any_number_of_rows,
+    assert_panels_are_written_over,
     assert_replays,
     beside_tritons_tile,
     every_tile,
@@ -75,12 +74,7 @@ def test_a_replay_with_changed_routing_has_the_bits_of_a_call(scheme, format, T)
 @pytest.mark.parametrize("panels", [2, 3])
 @pytest.mark.parametrize("scheme", ONCE)
 def test_memory_of_panels_is_written_over_again_and_again(scheme, panels, monkeypatch):
-    layer = layer_of(scheme, 4200)
-    expected = run(layer, "grouped")
-    monkeypatch.setattr(launch, "PANEL_BYTES", panels * 256 * SIZES["whole"][2])
-    LAUNCHERS["fused_experts"].forget()
-    assert torch.equal(run(layer, "grouped"), expected)
-    LAUNCHERS["fused_experts"].forget()
+    assert_panels_are_written_over(layer_of(scheme, 4200), panels, SIZES["whole"][2], monkeypatch)
 
 
 @pytest.mark.parametrize("scheme", ONCE)

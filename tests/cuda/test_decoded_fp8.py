@@ -8,11 +8,17 @@ import pytest
 import torch
 
 from moe_ops.backends import triton_plans
-from moe_ops.kernels.triton import launch
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.launch import ExpertMM
-from moe_ops.ops import LAUNCHERS
-from tests.cuda.specialised import assert_any_number_of_rows, assert_replays, beside_tritons_tile, every_tile, run
+from tests.cuda.specialised import (
+    assert_any_number_of_rows,
+    assert_panels_are_written_over,
+    assert_replays,
+    beside_tritons_tile,
+    every_tile,
+    forget,
+    run,
+)
 from tests.ops.scheme_layers import FORMS, SchemeLayer, assert_contract, build, with_scales_far_apart
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("on_hopper", "poisoned_memory")]
@@ -54,14 +60,8 @@ def test_is_as_near_to_float64_as_tritons_tile(scheme, size, several, form, monk
         assert (other.double() - got.double()).norm() <= 1e-3 * got.double().norm()
 
 
-@pytest.fixture
-def forget():
-    """What forgets the records of calls."""
-    return lambda: [launcher.forget() for launcher in LAUNCHERS.values()]
-
-
 @pytest.mark.parametrize(("scheme", "size"), CASES)
-def test_the_same_bits_wherever_weights_are_decoded(scheme, size, monkeypatch, forget):
+def test_the_same_bits_wherever_weights_are_decoded(scheme, size, monkeypatch):
     """Once, or in every tile."""
     layer = layer_of(scheme, SEVERAL, size)
     for format in ("grouped", "batched"):
@@ -76,13 +76,8 @@ def test_the_same_bits_wherever_weights_are_decoded(scheme, size, monkeypatch, f
 @pytest.mark.parametrize("panels", [2, 3])
 @pytest.mark.parametrize("tokens", [1024, 2048, 4096, 20000])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_memory_of_panels_is_written_over_again_and_again(scheme, tokens, panels, monkeypatch, forget):
-    layer = layer_of(scheme, tokens)
-    expected = run(layer, "grouped")
-    monkeypatch.setattr(launch, "PANEL_BYTES", panels * 256 * SIZES["whole"][2])
-    forget()
-    assert torch.equal(run(layer, "grouped"), expected)
-    forget()
+def test_memory_of_panels_is_written_over_again_and_again(scheme, tokens, panels, monkeypatch):
+    assert_panels_are_written_over(layer_of(scheme, tokens), panels, SIZES["whole"][2], monkeypatch)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

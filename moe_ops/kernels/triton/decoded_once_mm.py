@@ -319,7 +319,6 @@ def _decoded_once_mm_kernel(
     outer = w_outer if STRIDES[5] is not None else extents
     bias = bias if STRIDES[2] is not None else extents
     a_scale = a_scale if a_scale is not None else extents
-    out_scale = out_scale if out_scale is not None else extents
     leaving = (staged, out_desc, out_scale, alpha, limit)
     of_weights = (w, gl.multiple_of(up_offset, 16), inner, up_scale_offset)
     few_of = weights_of._reinterpret(

@@ -713,7 +713,7 @@ class ExpertMM:
             a_desc=for_gluon(TensorDescriptor(a, list(a.shape), list(a.stride()), [ROWS.value, columns_at_once])),
             w_desc=for_gluon(weights, torch.int32),
             out_desc=for_gluon(ragged_rows(out, ROWS.value, at_once)),
-            strides=(*self.strides, a.stride(0), self.decoding["zeros"].strides, self.decoding["rows"].strides),
+            strides=(*self.strides, a.stride(0), None, self.decoding["rows"].strides),
             block=(*block, min(MOST_STEPS, room // step), self.quantizes_rows and out.dtype == torch.float16),
             moves=(True, TMA_NK.value, at_once, self.up_offset < 0),
             walk=TILE_BY_TILE.value,

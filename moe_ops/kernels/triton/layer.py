@@ -483,15 +483,15 @@ def fit(tile: MMConfig, mm: ExpertMM, *, as_they_are: bool = False) -> MMConfig:
     tokens, or of weights that are decoded to e4m3: but in `decoded_mm`. So do rows of fp16, both of whose parts wait.
     Rows that are copied into a product's order of columns, not taken as they are, are whole steps. A sum whose scales
     are folded into codes needs as many threads as weight rows, and no more. A product of scaled blocks is of 128 weight
-    rows, neither more nor fewer. Few rows that a kernel in Gluon cannot take are gathered.
+    rows, neither more nor fewer. Few rows that a kernel in Gluon cannot take are gathered, and of many each tile
+    decodes its weights where no kernel does for all.
     """
     mm = mm.beside(tile)
-    specialised = (not as_they_are or mm.gathers_few(tile)) and mm.specialises(tile)
     if mm.shares(tile):
-        if specialised:
+        if not as_they_are and mm.specialises(tile):
             return tile
         tile = tile._replace(block_n=GLUON_ROWS)
-        specialised = not as_they_are and mm.specialises(tile)
+    specialised = (not as_they_are or mm.gathers_few(tile)) and mm.specialises(tile)
     if mm.is_gluons(tile) and not specialised:
         tile = mm.beside_few(tile)
     if mm.blocks is not None:

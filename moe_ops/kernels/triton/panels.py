@@ -1,8 +1,8 @@
 """Panels of weight rows that are decoded once for all tiles that multiply with them: `decoded_once_mm`'s.
 
 A panel is 256 weight rows: HALF of the gate and as many of up, or twice as many in a row. In every program four warps
-decode, whatever panel is next, 128 bytes of a row at a time, to memory that stays in L2. One warp draws what
-they decode, and has codes and scales of it brought; another tells all programs what is decoded.
+decode, whatever panel is next, 128 bytes of a row at a time, to memory that stays in L2. One warp draws what they
+decode, and has codes and scales of it brought; another tells all programs what is decoded.
 
 Memory is that of the panels which programs multiply with at a time and as many more. A panel gets the place of an
 earlier one when all tiles of that are done. Panels are counted over the experts that have rows.
@@ -10,7 +10,7 @@ earlier one when all tiles of that are done. Panels are counted over the experts
 e2m1 codes become e5m2, whose scales are folded in as in `folded_mm`, but the largest of 128 weight rows and 128 columns
 is their unit. Where codes other than 0 have scales too far below it, columns are multiplied in turns. int4 codes become
 e4m3, whose scales are multiplied with sums, and rows come in the order of `weight_rows`. So do those of codes that
-become bf16, as in `decoded_mm`: times their scales where that is exact, less zero points where there are some.
+become bf16, as in `decoded_mm`, times the scales of groups where that is exact.
 """
 
 from __future__ import annotations
