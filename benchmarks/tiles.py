@@ -28,7 +28,16 @@ from meta.cost import TileCost, Work, product_us, robust_us
 from meta.routing import route
 from meta.schemes import SCHEMES
 from moe_ops.autotune import TrialLayer, precompile
-from moe_ops.backends.triton_plans import DECODED, FAMILIES, Family, kind, plan, runs_on
+from moe_ops.backends.triton_plans import (
+    DECODED,
+    FAMILIES,
+    Family,
+    has_short_ends,
+    kind,
+    plan,
+    runs_on,
+    tile_cost,
+)
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.plans import LayerKey, Plan, gpu_of
 
@@ -220,24 +229,30 @@ def layer_us(works: Works, cost: TileCost, multiprocessors: int) -> float:
 
 
 def fit(
-    tile: MMConfig, times: Sequence[tuple[Works, float]], multiprocessors: int, tbps: float, least_us: float = 1.0
+    tile: MMConfig,
+    times: Sequence[tuple[Works, float]],
+    multiprocessors: int,
+    tbps: float,
+    least_us: float = 1.0,
+    *,
+    short_ends: bool = False,
 ) -> TileCost:
     """The constants, on a GPU whose memory has so many TB/s, with `least_us` to launch at the least, rounded as
-    FAMILIES has them, whose `layer_us` is nearest to measured times by ratio: least squares of the logarithm, with
-    outliers beyond 5 % damped, and one program rather than more unless they gain 3 %.
+    FAMILIES has them, of a tile of two heights or with `short_ends` one more, whose `layer_us` is nearest to measured
+    times by ratio: least squares of the logarithm, with outliers beyond 5 % damped, and one program rather than more
+    unless they gain 3 %.
     """
     from scipy.optimize import least_squares
 
     def cost(logs: Sequence[float], programs: int) -> TileCost:
         tbps, fill_us, depth_us, launch_us, *tall = (math.exp(value) for value in logs)
-        sizes, constants = (tile.block_m, tile.block_n), (tbps, fill_us, depth_us)
-        return TileCost(*sizes, *constants, programs, launch_us, tile.tall_m, *tall)
+        return tile_cost(tile, tbps, fill_us, depth_us, programs, launch_us, *tall)
 
     def errors(logs: Sequence[float], programs: int) -> list[float]:
         tried = cost(logs, programs)
         return [math.log(layer_us(works, tried, multiprocessors) / us) for works, us in times]
 
-    tall, best = tile.tall_m > 0, (math.inf, TileCost(0, 0, 0.0, 0.0, 0.0, 0, 0.0))
+    tall, best = short_ends or tile.tall_m > 0, (math.inf, TileCost(0, 0, 0.0, 0.0, 0.0, 0, 0.0))
     # Not faster than memory: of times that it never decides, nothing else would bound it.
     low, high = [0.0, -4.0, -3.0, math.log(least_us), -3.0], [math.log(tbps), 4.0, 5.0, 2.5, 5.0]
     for programs in (1, 2, 3):
@@ -290,7 +305,8 @@ def report(document: Mapping[str, Any]) -> Iterator[str]:
                     continue  # a fit that bends to it predicts even routing worse, and picks for it no better
                 of_tile.setdefault(row["tile"], []).append((works_of(document, row, row["routing"]), row["us"]))
             known = (arch.multiprocessors, arch.dram_tbps, LEAST_US[gemm])
-            costs[gemm] = {tile: fit(tile, of_tile[tile], *known) for tile in sorted(of_tile)}
+            ends = {tile: has_short_ends(rows[0]["scheme"], tile) for tile in of_tile}
+            costs[gemm] = {tile: fit(tile, of_tile[tile], *known, short_ends=ends[tile]) for tile in sorted(of_tile)}
             for routing, ratios in regrets(document, rows, costs[gemm], arch.multiprocessors).items():
                 mean, worst = math.exp(statistics.fmean(map(math.log, ratios))), max(ratios)
                 yield f"{schemes} {gemm} {routing}: picked / best {mean:.3f}, at most {worst:.2f}, {len(ratios)} cases"

@@ -59,8 +59,21 @@ def _cost(tile: MMConfig, cost: Cost | None) -> TileCost | None:
     if cost is None:
         return None
     tbps, fill_us, depth_us, programs, launch_us, *tall = cost
-    sizes = (tile.block_m, tile.block_n)
-    return TileCost(*sizes, tbps, fill_us, depth_us, int(programs), launch_us, tile.tall_m, *tall)
+    return tile_cost(tile, tbps, fill_us, depth_us, int(programs), launch_us, *tall)
+
+
+def tile_cost(tile: MMConfig, *constants: float) -> TileCost:
+    """What a tile costs by constants in the order of `TileCost`'s, of which a tile of one height has one less."""
+    short, tall = (
+        (tile.block_m, tile.tall_m) if len(constants) == 5 or tile.tall_m else (tile.block_m // 2, tile.block_m)
+    )
+    tbps, fill_us, depth_us, programs, launch_us, *of_tall = constants
+    return TileCost(short, tile.block_n, tbps, fill_us, depth_us, int(programs), launch_us, tall, *of_tall)
+
+
+def has_short_ends(scheme: str, tile: MMConfig) -> bool:
+    """Whether an expert's last rows, where they are no more than half of a tile, take less time: `decoded_mm`."""
+    return tile.tall_m > 0 or (scheme in PACKED and tile.a_tma and tile.block_m >= 128)
 
 
 #: Rows loaded by threads, also where they are sorted; rows by descriptor, where they are.
@@ -106,41 +119,40 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
         _decoded(_streamed(8, 128, 256, 1, 4, 3), 3.51, 0.02, 5.07, 2, 6.0),
         _decoded(_gathered(16, 128, 128, 1, 4, 4), 4.17, 0.02, 3.07, 1, 6.0),
         _decoded(_streamed(16, 128, 256, 1, 4, 3), 3.51, 0.02, 3.04, 1, 7.8),
-        _decoded(_gathered(32, 128, 128, 1, 4, 4), 4.07, 0.02, 4.21, 1, 6.0),
-        _decoded(_streamed(64, 128, 64, 8, 8, 3), 4.80, 1.74, 9.90, 2, 6.3),
-        _decoded(_streamed(128, 128, 64, 8, 8, 3), 4.80, 2.27, 13.50, 2, 6.6),
+        _decoded(_gathered(32, 128, 128, 1, 4, 4), 4.80, 0.02, 4.25, 1, 6.0),
+        _decoded(_streamed(128, 128, 64, 8, 8, 3), 4.80, 0.28, 5.22, 1, 9.9, 7.53),
+        _decoded(_streamed(256, 128, 64, 8, 8, 3), 1.31, 0.02, 11.58, 2, 7.9, 26.37),
     ),
     "nvfp4": (
         _decoded(_streamed(8, 128, 256, 1, 4, 3), 2.82, 0.09, 5.38, 2, 6.1),
         _decoded(_gathered(16, 128, 128, 1, 4, 4), 2.87, 0.02, 3.67, 1, 6.0),
         _decoded(_streamed(16, 128, 256, 1, 4, 3), 2.98, 0.02, 3.28, 1, 8.0),
-        _decoded(_streamed(32, 128, 128, 1, 4, 3), 2.36, 0.02, 4.27, 1, 6.0),
-        _decoded(_streamed(64, 128, 64, 8, 8, 3), 4.80, 1.87, 10.74, 2, 6.8),
-        _decoded(_streamed(128, 128, 64, 8, 8, 3), 4.80, 2.41, 14.36, 2, 6.4),
+        _decoded(_streamed(32, 128, 128, 1, 4, 3), 3.09, 0.02, 4.45, 1, 6.0),
+        _decoded(_streamed(128, 128, 64, 8, 8, 3), 2.68, 0.22, 5.61, 1, 9.7, 8.24),
+        _decoded(_streamed(256, 128, 64, 8, 8, 3), 1.22, 0.02, 12.76, 2, 7.8, 27.59),
     ),
     "int4": (
         _decoded(_streamed(8, 128, 256, 1, 4, 3), 4.31, 0.05, 2.01, 1, 7.8),
         _decoded(_gathered(16, 128, 128, 1, 4, 4), 4.80, 0.12, 2.59, 1, 6.0),
         _decoded(_streamed(16, 128, 256, 1, 4, 3), 4.80, 0.38, 4.74, 2, 9.0),
         _decoded(_gathered(32, 128, 128, 1, 4, 4), 4.80, 0.02, 3.82, 1, 6.0),
-        _decoded(_streamed(64, 128, 64, 8, 8, 3), 4.80, 0.63, 4.94, 1, 6.4),
-        _decoded(_streamed(128, 128, 64, 8, 8, 3), 4.80, 2.13, 13.23, 2, 7.3),
+        _decoded(_streamed(128, 128, 64, 8, 8, 3), 1.94, 2.58, 2.93, 1, 7.1, 6.22),
     ),
     "e4m3": (
         _decoded(_streamed(8, 128, 256, 1, 4, 3), 4.31, 0.02, 3.83, 1, 9.1),
         _decoded(_gathered(16, 128, 128, 1, 4, 4), 4.46, 0.62, 4.39, 1, 6.0),
         _decoded(_streamed(16, 128, 256, 1, 4, 3), 4.07, 0.02, 4.66, 1, 9.8),
-        _decoded(_gathered(32, 128, 64, 1, 4, 4), 4.80, 0.02, 5.17, 1, 8.4),
-        _decoded(_streamed(64, 128, 64, 8, 8, 3), 4.80, 0.33, 6.87, 1, 8.0),
-        _decoded(_streamed(128, 128, 64, 8, 8, 3), 4.80, 0.89, 8.63, 1, 8.1),
+        _decoded(_gathered(32, 128, 64, 1, 4, 4), 4.80, 0.02, 10.48, 2, 6.0),
+        _decoded(_streamed(128, 128, 64, 8, 8, 3), 4.80, 0.02, 7.12, 1, 10.5, 9.58),
+        _decoded(_streamed(256, 128, 64, 8, 8, 3), 2.26, 0.04, 8.43, 1, 10.2, 14.43),
     ),
     "int8": (
         _decoded(_streamed(8, 128, 256, 1, 4, 3), 4.32, 0.02, 3.14, 1, 6.0),
         _decoded(_gathered(16, 128, 128, 1, 4, 4), 4.57, 0.02, 3.53, 1, 8.4),
         _decoded(_streamed(16, 128, 256, 1, 4, 3), 4.32, 0.02, 3.47, 1, 9.2),
-        _decoded(_gathered(32, 128, 64, 1, 4, 4), 4.80, 0.02, 4.21, 1, 8.1),
-        _decoded(_streamed(64, 128, 64, 8, 8, 3), 4.80, 1.74, 10.61, 2, 7.0),
-        _decoded(_streamed(128, 128, 64, 8, 8, 3), 3.50, 4.01, 13.73, 2, 6.5),
+        _decoded(_gathered(32, 128, 64, 1, 4, 4), 4.72, 0.02, 4.19, 1, 7.8),
+        _decoded(_streamed(128, 128, 64, 8, 8, 3), 3.48, 0.02, 5.64, 1, 10.3, 8.44),
+        _decoded(_streamed(256, 128, 64, 8, 8, 3), 2.36, 0.35, 7.16, 1, 9.6, 13.88),
     ),
     "mxfp4_a8": (
         _decoded(_streamed(8, 128, 256, 1, 4, 3), 2.94, 0.02, 3.39, 1, 9.8),
@@ -251,10 +263,12 @@ def _packed_fp8_tile(scheme: str, work: Work) -> MMConfig:
 FEW_ROWS = {scheme: 0 if scheme == "w4a8_fp8" else 5 for scheme in DECODED}
 
 
-#: Rows an expert from which on weights are decoded once for all tiles of rows, by bits of a code. us of a layer on an
-#: H200 where every tile decodes them, and so (benchmarks/comparisons/h200-decoded-once.json), 256, 512 and 1024 rows:
-#: Qwen3-30B-A3B mxfp4 796 and 1141, 1493 and 1550, 2801 and 2587, mxfp8 983 and 1058, 1854 and 1423, 3467 and 2428.
-SHARED_ROWS = {4: 1024, 8: 512}
+#: Rows an expert from which on weights are decoded once for all tiles of rows, and of a scheme whose codes take more to
+#: decode. us of a layer on an H200 where every tile of 256 rows decodes them, and so: Mixtral-8x7B (1024, 2048 and 4096
+#: rows) nvfp4 4918 and 5201, fp8_w8a16 4787 and 4975, 9193 and 9343, 19169 and 18540; mxfp8 5380 and 5119, 10298 and
+#: 8960, 20800 and 18087, Qwen3-30B-A3B (512) 1458 and 1436 (benchmarks/comparisons/h200-short-ends.json).
+SHARED_ROWS = 4096
+SHARED_ROWS_OF = {"mxfp8": 1024}
 
 
 def _hopper_tile(scheme: str, works: tuple[Work, ...], multiprocessors: int) -> MMConfig:
@@ -264,7 +278,7 @@ def _hopper_tile(scheme: str, works: tuple[Work, ...], multiprocessors: int) -> 
     work = works[0]
     if work.T * work.K <= FEW_ROWS[scheme] * work.E:
         return _streamed(8, 128, 256, 1, 4, 3)
-    if scheme in PACKED and work.T * work.K >= SHARED_ROWS[8 // SCHEMES[scheme].pack] * work.E:
+    if scheme in PACKED and work.T * work.K >= SHARED_ROWS_OF.get(scheme, SHARED_ROWS) * work.E:
         return _streamed(128, 256, 64, 8, 8, 3)
     costs = {family.tile: family.down for family in FAMILIES[kind(scheme)] if family.down is not None}
     return _cheapest(costs, works, multiprocessors)

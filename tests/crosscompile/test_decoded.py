@@ -11,15 +11,15 @@ import torch
 
 from meta.operands import Operand
 from meta.schemes import SCHEMES
-from moe_ops.backends.triton_plans import PACKED, tile_for
+from moe_ops.backends.triton_plans import PACKED
 from moe_ops.kernels.triton import expert_mm, hopper, launch
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.decoded_mm import _decoded_mm_kernel
 from moe_ops.kernels.triton.launch import ExpertMM
 from moe_ops.kernels.triton.layer import Layer
-from moe_ops.plans import Plan, bucket
+from moe_ops.plans import Plan
 from tests.crosscompile.compiling import Compiled, compile_kernel, quantized
-from tests.crosscompile.test_packed import E, H, I, K, common_arguments, descriptor, product
+from tests.crosscompile.test_packed import H, I, K, common_arguments, descriptor, product
 from tests.ops.scheme_layers import further
 
 # Scales of rows are applied behind the loop, those within a step where it decodes, those of groups to its sums. Layouts
@@ -29,17 +29,19 @@ COMPILED = [
     *((scheme, "interleaved") for scheme in ("fp8_w8a16", "nvfp4", "int4_w4a16")),
     *((scheme, None) for scheme in ("int8_w8a16", "mxfp8", "int4_w4a16")),
 ]
+# Rows of tokens of a tile; where sums wait for scales, registers have room for 128.
+HIGH, HIGHER = (MMConfig(rows, 128, 64, 8, 8, 3, a_tma=True, w_tma=True) for rows in (128, 256))
 KINDS = pytest.mark.parametrize(
-    ("scheme", "layout"), COMPILED, ids=[f"{scheme}-{layout or 'down'}" for scheme, layout in COMPILED]
+    ("scheme", "layout", "tile"),
+    [(*kind, tile) for kind in COMPILED for tile in (HIGH, HIGHER) if tile == HIGH or kind[0] != "int4_w4a16"],
+    ids=lambda value: str(value.block_m) if isinstance(value, MMConfig) else value or "down",
 )
 UNSTACKED = pytest.mark.parametrize("layout", ["interleaved", None], ids=["interleaved", "down"])
 
 
-def compile_decoded(scheme: str, layout: str | None, **options: Any) -> Compiled:
-    sizes = (2 * I, H) if layout else (H, I)
-    tile = tile_for(scheme, E, bucket(4096 * K), *sizes, "NVIDIA H200", 90, "up")
+def compile_decoded(scheme: str, layout: str | None, tile: MMConfig = HIGH, **options: Any) -> Compiled:
     mm, fitted, rows = product(scheme, tile, layout=layout, **options)
-    return compile_product(mm, fitted._replace(block_m=tile.block_m, block_n=tile.block_n), rows)
+    return compile_product(mm, fitted._replace(block_m=tile.block_m), rows)
 
 
 def compile_made(
@@ -52,7 +54,9 @@ def compile_made(
         "a_desc": descriptor(made.a_desc), "w_desc": descriptor(made.w_desc), "out_desc": descriptor(made.out_desc),
     }  # fmt: skip
     del arguments["up_offset"]
-    if "TOP_K" in kernel.arg_names:  # `decoded_few_mm`, which gathers quantised rows
+    if kernel is _decoded_mm_kernel:
+        arguments["told"] = "*i32:16"
+    elif "TOP_K" in kernel.arg_names:  # `decoded_few_mm`, which gathers quantised rows
         gathered = {"a": "*bf16:16", "a_scale": "*fp32:16", "row_to_pair": "*i32:16"}
         arguments |= gathered if mm.widened else dict.fromkeys(gathered)
         more = {"TOP_K": K if mm.widened else None, **more}
@@ -82,13 +86,17 @@ def compile_product(mm: ExpertMM, fitted: MMConfig, rows: torch.Tensor) -> Compi
 
 
 @KINDS
-def test_compiles(scheme: str, layout: str | None) -> None:
-    """Of 128 rows of tokens. One product is under way while the next weights are decoded, but where it is scaled."""
-    kernel = compile_decoded(scheme, layout)
-    assert set(re.findall(r"HGMMA\.64x(\d+)x16", kernel.sass)) == {"128"}
+def test_compiles(scheme: str, layout: str | None, tile: MMConfig) -> None:
+    """Of all rows of tokens that a tile may have, a half and a quarter. One product is under way while the next weights
+    are decoded, but where it is scaled. Scales of groups, where there are any, are prefetched.
+    """
+    kernel = compile_decoded(scheme, layout, tile)
+    heights = {64, 128, tile.block_m}
+    assert set(map(int, re.findall(r"HGMMA\.64x(\d+)x16", kernel.sass))) == heights
     waits = re.findall(r"wgmma\.wait_group\.sync\.aligned (\d+)", kernel.ptx)
     scaled = scheme == "int4_w4a16"
-    assert waits.count("1") == (0 if scaled else 2)
+    assert waits.count("1") == (0 if scaled else 2 * len(heights))
+    assert ("prefetch.global.L2" in kernel.ptx) == (scheme not in ("fp8_w8a16", "int8_w8a16"))
 
 
 @UNSTACKED
@@ -106,7 +114,7 @@ def test_compiles_with_zero_points(scheme: str, zeros: torch.dtype) -> None:
 def test_compiles_for_blocks_of_scales(layout: str | None) -> None:
     """Sums that wait for the scales of fp8_block128."""
     kernel = compile_decoded("fp8_w8a16", layout, stored_as="fp8_block128")
-    assert set(re.findall(r"HGMMA\.64x(\d+)x16", kernel.sass)) == {"128"}
+    assert set(re.findall(r"HGMMA\.64x(\d+)x16", kernel.sass)) == {"64", "128"}
 
 
 @pytest.mark.parametrize(
@@ -117,25 +125,15 @@ def test_compiles_for_blocks_of_scales(layout: str | None) -> None:
 def test_rows_that_gemm_1_leaves_are_in_the_order_of_gemm_2(columns: int, layout: str | None) -> None:
     """int4: of as many columns as a group has, the scales are those of rows, and GEMM 2's sums wait for none."""
     scheme, rows = "int4_w4a16", 2 * columns if layout else columns
-    tile = MMConfig(128, 128, 64, 8, 8, 3, a_tma=True, w_tma=True)
     options = {"glu_layout": layout} if layout else {}
     up = ExpertMM(row_operand(scheme, rows, 256), torch.bfloat16, **options, activation="silu")
     down = ExpertMM(row_operand(scheme, 256, columns), torch.bfloat16)
     layer = Layer(up, down, scheme)
-    first, second = layer._tiles(Plan("triton", "grouped", (tile, tile)))
+    first, second = layer._tiles(Plan("triton", "grouped", (HIGH, HIGH)))
     order = down.order(second)
     given = torch.empty(256, 256, dtype=torch.bfloat16)
     compile_product(replace(up, rows_order=up.order(first), out_order=order), first, given)
     compile_product(replace(down, rows_order=order), second, given[:, :columns].contiguous())
-
-
-@pytest.mark.parametrize("layout", ["concat", "interleaved", None], ids=["concat", "interleaved", "down"])
-@pytest.mark.parametrize("scheme", ["mxfp4", "int4_w4a16", "fp8_w8a16"])
-def test_tiles_of_64_rows_compile(scheme: str, layout: str | None) -> None:
-    """Scales of groups, where there are any, are prefetched."""
-    tile = MMConfig(64, 128, 64, 8, 8, 3, a_tma=True, w_tma=True)
-    kernel = compile_product(*product(scheme, tile, layout=layout))
-    assert ("prefetch.global.L2" in kernel.ptx) == (scheme != "fp8_w8a16")
 
 
 def row_operand(scheme: str, rows: int, columns: int) -> Operand:
@@ -162,8 +160,7 @@ def test_tables_of_many_experts_stay_out_of_the_loop(
 def test_which_products_it_takes(scheme: str, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a Hopper GPU, of 128 weight rows that come by descriptor; those that wait for scales keep their rows there."""
     monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: True)
-    tile = MMConfig(128, 128, 64, 8, 8, 3, a_tma=True, w_tma=True)
-    mm, fitted, _ = product(scheme, tile, layout="concat" if taken else None)
+    mm, fitted, _ = product(scheme, HIGH, layout="concat" if taken else None)
     assert mm.specialises(fitted) == taken
     assert not taken or (fitted.block_m, fitted.block_n) == (128, 128)
     others = (fitted._replace(a_tma=False), fitted._replace(w_tma=False), fitted._replace(block_n=64))
@@ -174,13 +171,12 @@ def test_which_products_it_takes(scheme: str, taken: bool, monkeypatch: pytest.M
 
 def test_weights_between_words_and_rows_of_odd_bytes_are_not_its(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: True)
-    tile = MMConfig(128, 128, 64, 8, 8, 3, a_tma=True, w_tma=True)
     row = SCHEMES["mxfp4"]
     stored, scales = row.quantize(torch.randn(2, 100, 256))
-    assert not ExpertMM(Operand(stored, row, scales), torch.bfloat16).specialises(tile), "100 columns of 2 bytes"
+    assert not ExpertMM(Operand(stored, row, scales), torch.bfloat16).specialises(HIGH), "100 columns of 2 bytes"
     stored, scales = row.quantize(torch.randn(2, 128, 256))
-    assert ExpertMM(Operand(stored, row, scales), torch.bfloat16).specialises(tile)
-    assert not ExpertMM(Operand(further(stored, 1), row, scales), torch.bfloat16).specialises(tile)
+    assert ExpertMM(Operand(stored, row, scales), torch.bfloat16).specialises(HIGH)
+    assert not ExpertMM(Operand(further(stored, 1), row, scales), torch.bfloat16).specialises(HIGH)
 
 
 @pytest.mark.parametrize("error", [ImportError, AttributeError])
@@ -206,16 +202,16 @@ def test_every_argument_of_a_launch_has_its_place(monkeypatch: pytest.MonkeyPatc
         "launch",
         lambda kernel, grid, *given, **options: launched.update(zip(kernel.arg_names, given, strict=True)),
     )
-    tile = MMConfig(128, 128, 64, 8, 8, 3, a_tma=True, w_tma=True)
     bias = torch.zeros(2, 2 * I, dtype=torch.bfloat16)
-    mm, fitted, rows = product("int4_w4a16", tile, layout="concat", zeros=torch.int8, bias=bias)
+    mm, fitted, rows = product("int4_w4a16", HIGH, layout="concat", zeros=torch.int8, bias=bias)
     out, _ = mm.allocate((256,), rows)
     extents = torch.tensor([100, 256], dtype=torch.int32)
-    of = expert_mm._of_decoded(rows, mm, extents, fitted, out)
+    told = torch.zeros(1, dtype=torch.int32)
+    of = expert_mm._of_decoded(rows, mm, extents, fitted, out, told)
     expert_mm._launch_specialised(mm, of, (256, 4, 256, False), rows.device, pdl=True)
     assert list(launched) == _decoded_mm_kernel.arg_names
     assert_places(launched, mm, rows, out, extents)
-    assert launched["PDL"] is True
+    assert launched["PDL"] is True and launched["told"] is told
 
 
 def assert_places(

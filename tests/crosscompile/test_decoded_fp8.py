@@ -41,7 +41,7 @@ def compile_product(mm: ExpertMM, *, experts: int = 128, swapped: bool = False) 
     made = mm.prepare_decoded_fp8(rows, out, MANY)
     arguments = common_arguments(mm) | {
         "a_desc": descriptor(made.a_desc), "a_scale": "*fp32:16", "w_desc": descriptor(made.w_desc),
-        "out_desc": descriptor(made.out_desc),
+        "out_desc": descriptor(made.out_desc), "told": "*i32:16",
     }  # fmt: skip
     for name in ("up_offset", "w_zeros", "up_zeros_offset"):
         del arguments[name]
@@ -94,10 +94,12 @@ def test_every_argument_of_a_launch_has_its_place(layout: str | None, monkeypatc
         monkeypatch.setattr(expert_mm, name, lambda rows, *given, **options: (rows, None))
     mm = replace(product("w4a8_fp8", layout, bias=True), rows_scale=torch.ones(512, 1))
     rows, extents = torch.empty(512, mm.in_features, dtype=torch.float8_e4m3fn), torch.tensor([100, 512]).int()
-    out, _ = expert_mm.grouped_mm(rows, mm, extents, MANY, num_rows=512, pdl=True)
+    told = torch.zeros(mm.words_told(MANY, 512), dtype=torch.int32)
+    out, _ = expert_mm.grouped_mm(rows, mm, extents, MANY, num_rows=512, pdl=True, told=told)
     assert list(launched) == _decoded_fp8_mm_kernel.arg_names
     scales = [mm.decoding[role] for role in ("groups", "rows")]
     same = {"a_scale": mm.rows_scale, "w_scale": scales[0].tensor, "w_outer": scales[1].tensor, "bias": mm.bias}
+    assert launched["told"] is told and told.numel() == 1
     for name, value in (same | {"extents": extents}).items():
         given = launched[name]
         assert given is value or (given.data_ptr(), given.shape) == (value.data_ptr(), value.shape), name

@@ -66,6 +66,8 @@ def compile_promoted(mm: ExpertMM, *, experts: int = 8, swapped: bool = False) -
         "out_scale": "*fp32:16", "num_rows": "i32", "alpha": "fp32", "limit": "fp32",
     }  # fmt: skip
     kernel = _folded_mm_kernel if mm.folds_scales else _promoted_mm_kernel
+    if not mm.folds_scales:
+        arguments["told"] = "*i32:16"
     return compile_gluon(kernel, mm, made, arguments, experts=experts, swapped=swapped)
 
 
@@ -172,10 +174,12 @@ def test_every_argument_of_a_launch_has_its_place(monkeypatch: pytest.MonkeyPatc
     launched = note_launch(monkeypatch)
     mm = replace(product("fp8_block128", "concat", bias=True), rows_scale=torch.ones(512, H // 128))
     rows, extents = torch.empty(512, H, dtype=torch.float8_e4m3fn), torch.tensor([100, 512], dtype=torch.int32)
-    out, out_scale = expert_mm.grouped_mm(rows, mm, extents, MANY, num_rows=512, pdl=True)
+    told = torch.zeros(mm.words_told(MANY, 512), dtype=torch.int32)
+    out, out_scale = expert_mm.grouped_mm(rows, mm, extents, MANY, num_rows=512, pdl=True, told=told)
     assert list(launched) == _promoted_mm_kernel.arg_names
     same = {"a_scale": mm.rows_scale, "w_scale": mm.weight_scale, "bias": mm.bias, "extents": extents}
-    assert all(launched[name] is value for name, value in (same | {"out_scale": out_scale}).items())
+    same |= {"out_scale": out_scale, "told": told}
+    assert told.numel() == 1 and all(launched[name] is value for name, value in same.items())
     bases = {"a_desc": rows, "w_desc": mm.weight, "out_desc": out}
     assert all(launched[name].base is tensor for name, tensor in bases.items())
     sizes = {"num_rows": 512, "E": 2, "N": I, "K": H, "GLU": mm.glu, "ACTIVATION": "silu", "SWAPPED": False}
@@ -194,10 +198,13 @@ def test_rows_that_are_quantised_as_a_whole_leave_in_halves(
         monkeypatch.setattr(expert_mm, name, lambda *of, pdl: given.extend(of) or (None, None))
     mm = replace(product("fp8_channel", "concat"), out_static=torch.ones(2, 1, 1) if static else None)
     rows, counts = torch.empty(512, H, dtype=torch.float8_e4m3fn), torch.tensor([100, 256], dtype=torch.int32)
+    told = torch.zeros(1, dtype=torch.int32)
     if batched:
-        expert_mm.batched_mm(rows.view(2, 256, H), replace(mm, rows_scale=torch.ones(2, 256, 1)), counts, MANY)
+        mm = replace(mm, rows_scale=torch.ones(2, 256, 1))
+        expert_mm.batched_mm(rows.view(2, 256, H), mm, counts, MANY, told=told)
     else:
-        expert_mm.grouped_mm(rows, replace(mm, rows_scale=torch.ones(512, 1)), counts, MANY, num_rows=512)
+        mm = replace(mm, rows_scale=torch.ones(512, 1))
+        expert_mm.grouped_mm(rows, mm, counts, MANY, num_rows=512, told=told)
     assert given[0].dtype == (torch.float32 if static else torch.float16)
     assert launched["BLOCK"][7] is not static and launched["out_desc"].base.data_ptr() == given[0].data_ptr()
     if not static:

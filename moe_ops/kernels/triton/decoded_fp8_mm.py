@@ -33,12 +33,11 @@ from moe_ops.kernels.triton.act_quant import apply_activation
 from moe_ops.kernels.triton.decoded_mm import columns_of, gate_and_up, in_product, leave, rows_layout, stacked_rows
 from moe_ops.kernels.triton.hopper import (
     buffers,
-    lots_of,
+    drawn,
     no_more_tiles,
     said_tile,
     say_tile,
     table_of_tiles,
-    tile_of,
     tiles_told,
 )
 from moe_ops.kernels.triton.packed_fp8_tile import ABOVE, BELOW, INT4_UNIT, in_order, int4_parts, join_int4
@@ -62,8 +61,8 @@ def _products(first, past):
 
 @gluon.jit
 def _bring(given, SIZES: gl.constexpr):
-    """The warp that has rows and weights of every step of every tile brought, as soon as there is room."""
-    a_desc, w_desc, rows_of, words_of, tiles_of, full, empty, extents, num_rows = given
+    """The warp that draws tiles, and has rows and weights of their steps brought, as soon as there is room."""
+    a_desc, w_desc, rows_of, words_of, tiles_of, full, empty, extents, num_rows, told = given
     E: gl.constexpr = SIZES[0]
     K: gl.constexpr = SIZES[2]
     BLOCK: gl.constexpr = SIZES[4]
@@ -75,10 +74,12 @@ def _bring(given, SIZES: gl.constexpr):
     OF_WEIGHTS: gl.constexpr = GROUPS * HEIGHT * STEP // 2
     table, tiles = table_of_tiles(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
     place = 0
-    for number in range(lots_of(tiles)):
-        expert, first, past, n_tile = find_tile(tile_of(number), table, BLOCK[0], 0, N_TILES, BLOCK[3])
+    tile = drawn(told)
+    while tile < tiles:
+        next_tile = drawn(told)
+        expert, first, past, n_tile = find_tile(tile, table, BLOCK[0], 0, N_TILES, BLOCK[3])
         count = _products(first, past)
-        for step in range((K + STEP - 1) // STEP if count > 0 else 0):
+        for step in range((K + STEP - 1) // STEP):
             stage, turn = place % STAGES, place // STAGES
             arrived = full.index(stage)
             mbarrier.wait(empty.index(stage), (turn & 1) ^ 1)
@@ -100,6 +101,7 @@ def _bring(given, SIZES: gl.constexpr):
                 else:
                     tma.async_copy_global_to_shared(w_desc, [expert, at, step * STEP // 4], arrived, words)
             place += 1
+        tile = next_tile
     no_more_tiles(tiles_of, place, full, empty, STAGES)
 
 
@@ -318,6 +320,7 @@ def _decoded_fp8_mm_kernel(
     up_outer_offset,
     bias,
     out_desc,
+    told,
     num_rows,
     alpha,
     limit,
@@ -333,11 +336,11 @@ def _decoded_fp8_mm_kernel(
     BATCHED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """One program for each multiprocessor, every num_programs-th tile of BLOCK_M rows of one expert times 128 rows of
-    its weight.
+    """One program for each multiprocessor; tiles of BLOCK_M rows of one expert times 128 rows of its weight, which
+    programs draw one by one: those of an expert's last rows take less time.
 
     Args: see `expert_mm._expert_mm_kernel`. Rows, weights and output come and leave by descriptor, 128 columns at a
-    time; BLOCK[6]: steps that there is room for.
+    time; BLOCK[6]: steps that there is room for. told: a word that is 0.
     """
     COLUMNS: gl.constexpr = columns_of(GROUPS * HEIGHT, GLU)
     N_TILES: gl.constexpr = (N + COLUMNS - 1) // COLUMNS
@@ -352,7 +355,7 @@ def _decoded_fp8_mm_kernel(
     given = (
         rows_of, words_of, tiles_of, full, empty, staged, out_desc, a_scale, decoding, bias, alpha, limit,
     )  # fmt: skip
-    brought = (a_desc, w_desc, rows_of, words_of, tiles_of, full, empty, extents, num_rows)
+    brought = (a_desc, w_desc, rows_of, words_of, tiles_of, full, empty, extents, num_rows, told)
     SIZES: gl.constexpr = (E, N, K, STRIDES, BLOCK, N_TILES, GLU, ACTIVATION, SWAPPED, SCHEME, BATCHED)
     gl.warp_specialize(
         [(_multiply, (given, 0, SIZES)), (_multiply, (given, 1, SIZES)), (_bring, (brought, SIZES))],

@@ -44,6 +44,7 @@ from moe_ops.kernels.triton.codes import (
 )
 from moe_ops.kernels.triton.hopper import (
     buffers,
+    drawn,
     no_more_tiles,
     said_tile,
     say_tile,
@@ -129,45 +130,70 @@ def _prefetch_scales(scale, apart, expert, n_tile, SIZES: gl.constexpr):
 
 
 @gluon.jit
+def _bring_tile(given, where, place, TOKENS: gl.constexpr, SIZES: gl.constexpr):
+    """Have weights and TOKENS rows of a tile's steps brought, as soon as there is room; where the next step is."""
+    a_desc, w_desc, rows_of, words_of, tiles_of, full, empty = given
+    expert, first, past, n_tile = where
+    BLOCK: gl.constexpr = SIZES[4]
+    GLU: gl.constexpr = SIZES[6]
+    STAGES: gl.constexpr = BLOCK[6]
+    GROUPS: gl.constexpr = BLOCK[7]
+    BOX: gl.constexpr = a_desc.block_shape[0]
+    BOXES: gl.constexpr = BLOCK[0] // BOX
+    ROWS: gl.constexpr = w_desc.block_shape[-2]
+    WORDS: gl.constexpr = w_desc.block_shape[-1]
+    OF_ROWS: gl.constexpr = TOKENS * BLOCK[2] * a_desc.dtype.primitive_bitwidth // 8
+    BYTES: gl.constexpr = OF_ROWS + BLOCK[1] * WORDS * w_desc.dtype.primitive_bitwidth // 8
+    for step in range(steps_of(SIZES[2], BLOCK[2])):
+        stage = place % STAGES
+        arrived = full.index(stage)
+        mbarrier.wait(empty.index(stage), ((place // STAGES) & 1) ^ 1)
+        if step == 0:
+            say_tile(tiles_of, stage, expert, first, past, n_tile)
+            gl.thread_barrier()
+        mbarrier.expect(arrived, BYTES)
+        for box in gl.static_range(TOKENS // BOX):
+            at = [first + box * BOX, step * BLOCK[2]]
+            tma.async_copy_global_to_shared(a_desc, at, arrived, rows_of.index(stage * BOXES + box))
+        for group in gl.static_range(GROUPS):
+            words = words_of.index(stage * GROUPS + group)
+            at = (n_tile * GROUPS + group) * ROWS
+            if GLU == CONCAT:
+                tma.async_copy_global_to_shared(w_desc, [expert, 0, at, step * WORDS], arrived, words)
+            else:
+                tma.async_copy_global_to_shared(w_desc, [expert, at, step * WORDS], arrived, words)
+        place += 1
+    return place
+
+
+@gluon.jit
 def _bring(given, SIZES: gl.constexpr):
-    """The warp that has rows and weights of every step of every tile brought, as soon as there is room."""
-    a_desc, w_desc, rows_of, words_of, tiles_of, full, empty, extents, num_rows, scale, apart = given
+    """The warp that draws tiles, and has rows and weights of their steps brought."""
+    a_desc, w_desc, rows_of, words_of, tiles_of, full, empty, extents, num_rows, scale, apart, told = given
     E: gl.constexpr = SIZES[0]
-    K: gl.constexpr = SIZES[2]
     BLOCK: gl.constexpr = SIZES[4]
     N_TILES: gl.constexpr = SIZES[5]
-    GLU: gl.constexpr = SIZES[6]
     BATCHED: gl.constexpr = SIZES[10]
-    STAGES: gl.constexpr = BLOCK[6]
-    WORDS: gl.constexpr = w_desc.block_shape[-1]
-    GROUPS: gl.constexpr = BLOCK[7]
-    ROWS: gl.constexpr = w_desc.block_shape[-2]
-    OF_ROWS: gl.constexpr = BLOCK[0] * BLOCK[2] * a_desc.dtype.primitive_bitwidth // 8
-    BYTES: gl.constexpr = OF_ROWS + BLOCK[1] * WORDS * w_desc.dtype.primitive_bitwidth // 8
+    MOST: gl.constexpr = BLOCK[0]
+    FEWEST: gl.constexpr = a_desc.block_shape[0]
+    brought = (a_desc, w_desc, rows_of, words_of, tiles_of, full, empty)
     table, tiles = table_of_tiles(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
     place = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        expert, first, past, n_tile = find_tile(tile, table, BLOCK[0], 0, N_TILES, BLOCK[3])
+    tile = drawn(told)
+    while tile < tiles:
+        next_tile = drawn(told)
+        expert, first, past, n_tile = find_tile(tile, table, MOST, 0, N_TILES, BLOCK[3])
         if SIZES[3][1] is not None and SIZES[9][4][4] > 0:  # scales, and of groups of columns
             _prefetch_scales(scale, apart, expert, n_tile, SIZES)
-        for step in range(steps_of(K, BLOCK[2])):
-            stage, turn = place % STAGES, place // STAGES
-            arrived = full.index(stage)
-            mbarrier.wait(empty.index(stage), (turn & 1) ^ 1)
-            if step == 0:
-                say_tile(tiles_of, stage, expert, first, past, n_tile)
-                gl.thread_barrier()
-            mbarrier.expect(arrived, BYTES)
-            tma.async_copy_global_to_shared(a_desc, [first, step * BLOCK[2]], arrived, rows_of.index(stage))
-            for group in gl.static_range(GROUPS):
-                words = words_of.index(stage * GROUPS + group)
-                at = (n_tile * GROUPS + group) * ROWS
-                if GLU == CONCAT:
-                    tma.async_copy_global_to_shared(w_desc, [expert, 0, at, step * WORDS], arrived, words)
-                else:
-                    tma.async_copy_global_to_shared(w_desc, [expert, at, step * WORDS], arrived, words)
-            place += 1
-    no_more_tiles(tiles_of, place, full, empty, STAGES)
+        where = (expert, first, past, n_tile)
+        if MOST == FEWEST or past - first > MOST // 2:
+            place = _bring_tile(brought, where, place, MOST, SIZES)
+        elif MOST == 2 * FEWEST or past - first > MOST // 4:
+            place = _bring_tile(brought, where, place, MOST // 2, SIZES)
+        else:
+            place = _bring_tile(brought, where, place, MOST // 4, SIZES)
+        tile = next_tile
+    no_more_tiles(tiles_of, place, full, empty, STAGES=BLOCK[6])
 
 
 @gluon.jit
@@ -317,9 +343,12 @@ def leave(value, staged, out_desc, first, past, n_start, ORDER: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
-    """A group of warps: decodes its weight rows of every tile, multiplies them with the tile's rows and writes."""
-    rows_of, words_of, tiles_of, full, empty, staged, out_desc, decoding, bias, alpha, limit = given
+def _tile(given, where, GROUP: gl.constexpr, TOKENS: gl.constexpr, SIZES: gl.constexpr):
+    """A group's weight rows of a tile, which it decodes, times the tile's rows, no more than TOKENS; where the next
+    step is.
+    """
+    rows_of, words_of, _, full, empty, staged, out_desc, decoding, bias, alpha, limit = given
+    expert, first, past, n_tile, place = where
     N: gl.constexpr = SIZES[1]
     K: gl.constexpr = SIZES[2]
     STRIDES: gl.constexpr = SIZES[3]
@@ -328,7 +357,6 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
     ACTIVATION: gl.constexpr = SIZES[7]
     SWAPPED: gl.constexpr = SIZES[8]
     SCHEME: gl.constexpr = SIZES[9]
-    BLOCK_M: gl.constexpr = BLOCK[0]
     BLOCK_K: gl.constexpr = BLOCK[2]
     STAGES: gl.constexpr = BLOCK[6]
     PACKED: gl.constexpr = SCHEME[4]
@@ -345,7 +373,7 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
     STEPS: gl.constexpr = steps_of(K, BLOCK_K)
     LAST: gl.constexpr = (K + GROUP_K - 1) // GROUP_K - 1 if GROUP_K > 0 else 0
     COLUMNS: gl.constexpr = columns_of(HEIGHT, GLU)
-    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
+    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUM, 2)
     OF_WORDS: gl.constexpr = rows_layout(WARPS, WORDS, UNIT // codes_of_word(CODE), GLU)
     OF_PIECES: gl.constexpr = rows_layout(WARPS, PIECES, PIECES * UNIT // BLOCK_K, GLU)
@@ -355,77 +383,95 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
     ZERO_STRIDES: gl.constexpr = STRIDES[4]
     SHIFTED: gl.constexpr = ZERO_STRIDES is not None
     gl.static_assert(EXACT or GROUP_K % BLOCK_K == 0, "a step is within a group")
-    TWO: gl.constexpr = EXACT and BLOCK_M <= 64  # steps ahead of which scales are loaded: a step of more rows is longer
+    TWO: gl.constexpr = EXACT and TOKENS <= 64  # steps ahead of which scales are loaded: a step of more rows is longer
     SCALED: gl.constexpr = INNER_STRIDES is not None and not EXACT  # group by group, where their sums are complete
     EACH: gl.constexpr = SCALED and GROUP_K % (2 * BLOCK_K) != 0  # after every step, else after every other
+    rows_of = rows_of._reinterpret(rows_of.dtype, [STAGES * (BLOCK[0] // TOKENS), TOKENS, BLOCK_K], rows_of.layout)
+    n_start = (n_tile * GROUPS + GROUP) * COLUMNS
+    row, half, exists = stacked_rows(HEIGHT, gl.SliceLayout(1, OF_PIECES), n_start, N, GLU, SWAPPED, False)
+    held = gl.where(exists, row, 0)[:, None]
+    half = half[:, None]
+    row, in_half, exists = stacked_rows(HEIGHT, OF_ROWS, n_start, N, GLU, SWAPPED, True)
+    row = gl.where(exists, row, 0)
+    bits, ahead, zero_bits = 0, 0, 0
+    scales, zero, per_row = None, None, None
+    if EXACT:
+        scales = of_rows(inner, inner_apart, expert, held, half, N, PACKED[3], PACKED[5], INNER_STRIDES)
+        bits = bits_of_pieces(scales, 0, K, BLOCK_K, GROUP_K, INNER_STRIDES[2], OF_PIECES)
+    if TWO:
+        ahead = bits_of_pieces(scales, 1, K, BLOCK_K, GROUP_K, INNER_STRIDES[2], OF_PIECES)
+    if SCALED:
+        per_row = of_rows(inner, inner_apart, expert, row, in_half, N, PACKED[3], PACKED[5], INNER_STRIDES)
+    if SHIFTED:
+        zero = of_rows(zeros, zeros_apart, expert, held, half, N, PACKED[3], PACKED[5], ZERO_STRIDES)
+        zero_bits = bits_of_pieces(zero, 0, K, BLOCK_K, GROUP_K, ZERO_STRIDES[2], OF_PIECES)
+    total = gl.zeros([HEIGHT, TOKENS], gl.float32, layout=SUM)
+    product = warpgroup_mma_init(total)
+    for pair in range(STEPS // 2):
+        for part in gl.static_range(2):
+            step = pair * 2 + part
+            stage, before = place % STAGES, (place + STAGES - 1) % STAGES
+            if SCALED and (EACH or part == 0):
+                group_k = gl.minimum(step * BLOCK_K // GROUP_K, LAST)
+                factor = factor_of(fetch(per_row + group_k * INNER_STRIDES[2]), inner, False, 0)
+            mbarrier.wait(full.index(stage), (place // STAGES) & 1)
+            words = words_of.index(stage * GROUPS + GROUP).reshape([HEIGHT, WORDS]).load(OF_WORDS)
+            numbers = first_operand(words, bits, inner, zero_bits, zeros, SHIFTED, PACKED, BLOCK_K, GLU, OPERAND)
+            if TWO:
+                bits = ahead
+                ahead = bits_of_pieces(scales, step + 2, K, BLOCK_K, GROUP_K, INNER_STRIDES[2], OF_PIECES)
+            elif EXACT:
+                bits = bits_of_pieces(scales, step + 1, K, BLOCK_K, GROUP_K, INNER_STRIDES[2], OF_PIECES)
+            if SHIFTED:
+                zero_bits = bits_of_pieces(zero, step + 1, K, BLOCK_K, GROUP_K, ZERO_STRIDES[2], OF_PIECES)
+            rows = rows_of.index(stage * (BLOCK[0] // TOKENS)).permute((1, 0))
+            use_acc = not SCALED or (part == 1 and not EACH)
+            product = warpgroup_mma(numbers, rows, product, use_acc=use_acc, is_async=True)
+            if not SCALED:
+                product = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[product]))
+                mbarrier.arrive(empty.index(before), pred=step > 0)
+            elif EACH or part == 1:
+                summed = warpgroup_mma_wait(0, deps=[product])
+                if not EACH:
+                    mbarrier.arrive(empty.index(before))
+                mbarrier.arrive(empty.index(stage))
+                total += summed * factor[:, None]
+                product = warpgroup_mma_init(summed)
+            place += 1
+    if not SCALED:
+        total = warpgroup_mma_wait(0, deps=[product])
+        mbarrier.arrive(empty.index((place + STAGES - 1) % STAGES))
+    total = finished(total, row, in_half, expert, decoding, bias, SIZES)
+    if GLU == NOT_GATED:
+        value = total
+        if ACTIVATION is not None:
+            value = apply_activation(total, total, alpha, limit, ACTIVATION, False)
+    else:
+        gate, up = gate_and_up(total)
+        if SWAPPED:
+            gate, up = up, gate
+        value = apply_activation(gate, up, alpha, limit, ACTIVATION, True).reshape([COLUMNS, TOKENS])
+    leave(value, staged.index(GROUP), out_desc, first, past, n_start, OUT_ORDER)
+    return place
+
+
+@gluon.jit
+def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
+    """A group of warps: its weight rows of every tile times the tile's rows, whose last may be half or a quarter."""
+    rows_of, tiles_of, full = given[0], given[2], given[3]
+    MOST: gl.constexpr = SIZES[4][0]
+    FEWEST: gl.constexpr = rows_of.shape[1]
+    STAGES: gl.constexpr = SIZES[4][6]
     place = 0
     expert, first, past, n_tile = said_tile(tiles_of, place, full, STAGES)
     while past > 0:
-        n_start = (n_tile * GROUPS + GROUP) * COLUMNS
-        row, half, exists = stacked_rows(HEIGHT, gl.SliceLayout(1, OF_PIECES), n_start, N, GLU, SWAPPED, False)
-        held = gl.where(exists, row, 0)[:, None]
-        half = half[:, None]
-        row, in_half, exists = stacked_rows(HEIGHT, OF_ROWS, n_start, N, GLU, SWAPPED, True)
-        row = gl.where(exists, row, 0)
-        bits, ahead, zero_bits = 0, 0, 0
-        scales, zero, per_row = None, None, None
-        if EXACT:
-            scales = of_rows(inner, inner_apart, expert, held, half, N, PACKED[3], PACKED[5], INNER_STRIDES)
-            bits = bits_of_pieces(scales, 0, K, BLOCK_K, GROUP_K, INNER_STRIDES[2], OF_PIECES)
-        if TWO:
-            ahead = bits_of_pieces(scales, 1, K, BLOCK_K, GROUP_K, INNER_STRIDES[2], OF_PIECES)
-        if SCALED:
-            per_row = of_rows(inner, inner_apart, expert, row, in_half, N, PACKED[3], PACKED[5], INNER_STRIDES)
-        if SHIFTED:
-            zero = of_rows(zeros, zeros_apart, expert, held, half, N, PACKED[3], PACKED[5], ZERO_STRIDES)
-            zero_bits = bits_of_pieces(zero, 0, K, BLOCK_K, GROUP_K, ZERO_STRIDES[2], OF_PIECES)
-        total = gl.zeros([HEIGHT, BLOCK_M], gl.float32, layout=SUM)
-        product = warpgroup_mma_init(total)
-        for pair in range(STEPS // 2):
-            for part in gl.static_range(2):
-                step = pair * 2 + part
-                stage, before = place % STAGES, (place + STAGES - 1) % STAGES
-                if SCALED and (EACH or part == 0):
-                    group_k = gl.minimum(step * BLOCK_K // GROUP_K, LAST)
-                    factor = factor_of(fetch(per_row + group_k * INNER_STRIDES[2]), inner, False, 0)
-                mbarrier.wait(full.index(stage), (place // STAGES) & 1)
-                words = words_of.index(stage * GROUPS + GROUP).reshape([HEIGHT, WORDS]).load(OF_WORDS)
-                numbers = first_operand(words, bits, inner, zero_bits, zeros, SHIFTED, PACKED, BLOCK_K, GLU, OPERAND)
-                if TWO:
-                    bits = ahead
-                    ahead = bits_of_pieces(scales, step + 2, K, BLOCK_K, GROUP_K, INNER_STRIDES[2], OF_PIECES)
-                elif EXACT:
-                    bits = bits_of_pieces(scales, step + 1, K, BLOCK_K, GROUP_K, INNER_STRIDES[2], OF_PIECES)
-                if SHIFTED:
-                    zero_bits = bits_of_pieces(zero, step + 1, K, BLOCK_K, GROUP_K, ZERO_STRIDES[2], OF_PIECES)
-                rows = rows_of.index(stage).permute((1, 0))
-                use_acc = not SCALED or (part == 1 and not EACH)
-                product = warpgroup_mma(numbers, rows, product, use_acc=use_acc, is_async=True)
-                if not SCALED:
-                    product = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[product]))
-                    mbarrier.arrive(empty.index(before), pred=step > 0)
-                elif EACH or part == 1:
-                    summed = warpgroup_mma_wait(0, deps=[product])
-                    if not EACH:
-                        mbarrier.arrive(empty.index(before))
-                    mbarrier.arrive(empty.index(stage))
-                    total += summed * factor[:, None]
-                    product = warpgroup_mma_init(summed)
-                place += 1
-        if not SCALED:
-            total = warpgroup_mma_wait(0, deps=[product])
-            mbarrier.arrive(empty.index((place + STAGES - 1) % STAGES))
-        total = finished(total, row, in_half, expert, decoding, bias, SIZES)
-        if GLU == NOT_GATED:
-            value = total
-            if ACTIVATION is not None:
-                value = apply_activation(total, total, alpha, limit, ACTIVATION, False)
+        where = (expert, first, past, n_tile, place)
+        if MOST == FEWEST or past - first > MOST // 2:
+            place = _tile(given, where, GROUP, MOST, SIZES)
+        elif MOST == 2 * FEWEST or past - first > MOST // 4:
+            place = _tile(given, where, GROUP, MOST // 2, SIZES)
         else:
-            gate, up = gate_and_up(total)
-            if SWAPPED:
-                gate, up = up, gate
-            value = apply_activation(gate, up, alpha, limit, ACTIVATION, True).reshape([COLUMNS, BLOCK_M])
-        leave(value, staged.index(GROUP), out_desc, first, past, n_start, OUT_ORDER)
+            place = _tile(given, where, GROUP, MOST // 4, SIZES)
         expert, first, past, n_tile = said_tile(tiles_of, place, full, STAGES)
     tma.store_wait(0)
 
@@ -452,6 +498,7 @@ def _decoded_mm_kernel(
     up_outer_offset,
     bias,
     out_desc,
+    told,
     num_rows,
     alpha,
     limit,
@@ -467,17 +514,18 @@ def _decoded_mm_kernel(
     BATCHED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """One program for each multiprocessor, every num_programs-th tile of BLOCK_M rows of one expert times BLOCK_N rows
-    of its weight.
+    """One program for each multiprocessor; tiles of BLOCK_M rows of one expert times BLOCK_N rows of its weight, which
+    programs draw one by one: those of an expert's last rows take less time.
 
     Args: see `expert_mm._expert_mm_kernel`. Rows, weights and output come and leave by descriptor, rows in the order of
-    the product, a step's columns at a time; BLOCK[6]: steps that there is room for.
+    the product, a step's columns at a time; BLOCK[6]: steps that there is room for. told: a word that is 0.
     """
     COLUMNS: gl.constexpr = columns_of(BLOCK[1], GLU)
     N_TILES: gl.constexpr = (N + COLUMNS - 1) // COLUMNS
     STAGES: gl.constexpr = BLOCK[6]
     GROUPS: gl.constexpr = BLOCK[7]
-    rows_of, words_of, staged, full, empty = buffers(a_desc, w_desc, out_desc, 1, GROUPS, GROUPS, STAGES)
+    BOXES: gl.constexpr = BLOCK[0] // a_desc.block_shape[0]
+    rows_of, words_of, staged, full, empty = buffers(a_desc, w_desc, out_desc, BOXES, GROUPS, GROUPS, STAGES)
     tiles_of = tiles_told(STAGES)
     pdl_wait(PDL)
     pdl_release(PDL)
@@ -486,7 +534,9 @@ def _decoded_mm_kernel(
     # Warps of each further partition, and registers of its threads: the first has what is left. 384 threads have 168
     # each; one that brings tiles needs few, one of a group what it can get.
     given = (rows_of, words_of, tiles_of, full, empty, staged, out_desc, decoding, bias, alpha, limit)
-    brought = (a_desc, w_desc, rows_of, words_of, tiles_of, full, empty, extents, num_rows, inner, up_scale_offset)
+    brought = (
+        a_desc, w_desc, rows_of, words_of, tiles_of, full, empty, extents, num_rows, inner, up_scale_offset, told,
+    )  # fmt: skip
     SIZES: gl.constexpr = (E, N, K, STRIDES, BLOCK, N_TILES, GLU, ACTIVATION, SWAPPED, SCHEME, BATCHED)
     if GROUPS == 1:
         gl.warp_specialize([(_multiply, (given, 0, SIZES)), (_bring, (brought, SIZES))], [1], [40])

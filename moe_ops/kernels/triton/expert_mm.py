@@ -278,24 +278,29 @@ def _launch(
     rows, row_tiles, num_rows, batched = grid
     as_they_come = _comes_sorted(a, None if mm.gathers_few(config) else row_to_pair, load)
     in_order = not mm.is_decoded or ((mm.rows_order or mm.shares(config)) and a.dtype == torch.bfloat16)
-    if as_they_come and in_order and mm.specialises(config):
-        if words := mm.words_told(config, rows):
-            if told is None:
-                told = clear(a.new_empty(words, dtype=torch.int32), pdl)
+    specialised = as_they_come and in_order and mm.specialises(config)
+    promoted = as_they_come and not specialised and mm.promotes(config, rows)
+    if specialised or promoted:
+        words = mm.words_told(config, rows)
+        if words and told is None:
+            told = clear(a.new_empty(words, dtype=torch.int32), pdl)
+    if specialised:
+        if mm.decodes_once(config, rows):
             of = _of_decoded_once(a, mm, extents, config, outputs, told)
             _launch_specialised(mm, of, grid, a.device, pdl)
         elif mm.takes_few(config):
             gather = (row_to_pair, top_k) if mm.widened else (None, None)
             _launch_few(a, mm, extents, config, out, grid, gather, pdl, known)
         elif mm.folds_scales:
-            _launch_specialised(mm, _of_promoted(a, mm, extents, config, outputs), grid, a.device, pdl)
+            _launch_specialised(mm, _of_promoted(a, mm, extents, config, outputs, None), grid, a.device, pdl)
         elif mm.waits_for_scales:
-            _launch_specialised(mm, _of_decoded_fp8(a, mm, extents, config, out), grid, a.device, pdl)
+            _launch_specialised(mm, _of_decoded_fp8(a, mm, extents, config, out, told), grid, a.device, pdl)
         else:
-            _launch_specialised(mm, _of_decoded(a, mm, extents, config, out), grid, a.device, pdl)
+            of = _of_decoded(a, mm, extents, config, out, told)
+            _launch_specialised(mm, of, grid, a.device, pdl)
         return
-    if as_they_come and mm.promotes(config, rows):
-        _launch_specialised(mm, _of_promoted(a, mm, extents, config, outputs), grid, a.device, pdl)
+    if promoted:
+        _launch_specialised(mm, _of_promoted(a, mm, extents, config, outputs, told), grid, a.device, pdl)
         return
     made = mm.prepare(a, out, config, gathered=row_to_pair is not None)
     arguments = (
@@ -350,13 +355,18 @@ Specialised = tuple[Any, Launch, tuple[Any, ...], int]
 
 
 def _of_decoded(
-    a: torch.Tensor, mm: ExpertMM, extents: torch.Tensor, config: MMConfig, out: torch.Tensor
+    a: torch.Tensor,
+    mm: ExpertMM,
+    extents: torch.Tensor,
+    config: MMConfig,
+    out: torch.Tensor,
+    told: torch.Tensor | None,
 ) -> Specialised:
     """A launch of `decoded_mm`."""
     from moe_ops.kernels.triton.decoded_mm import _decoded_mm_kernel
 
     made = mm.prepare_decoded(a, out, config)
-    tensors = (made.a_desc, extents, made.w_desc, *mm.decoded_by, mm.bias, made.out_desc)
+    tensors = (made.a_desc, extents, made.w_desc, *mm.decoded_by, mm.bias, made.out_desc, told)
     return _decoded_mm_kernel, made, tensors, 8 // made.block[7]
 
 
@@ -367,13 +377,18 @@ def _decoded_by_rows(mm: ExpertMM) -> tuple[Any, ...]:
 
 
 def _of_decoded_fp8(
-    a: torch.Tensor, mm: ExpertMM, extents: torch.Tensor, config: MMConfig, out: torch.Tensor
+    a: torch.Tensor,
+    mm: ExpertMM,
+    extents: torch.Tensor,
+    config: MMConfig,
+    out: torch.Tensor,
+    told: torch.Tensor | None,
 ) -> Specialised:
     """A launch of `decoded_fp8_mm`."""
     from moe_ops.kernels.triton.decoded_fp8_mm import _decoded_fp8_mm_kernel
 
     made = mm.prepare_decoded_fp8(a, out, config)
-    tensors = (made.a_desc, mm.rows_scale, extents, made.w_desc, *_decoded_by_rows(mm), mm.bias, made.out_desc)
+    tensors = (made.a_desc, mm.rows_scale, extents, made.w_desc, *_decoded_by_rows(mm), mm.bias, made.out_desc, told)
     return _decoded_fp8_mm_kernel, made, tensors, 4
 
 
@@ -383,8 +398,9 @@ def _of_promoted(
     extents: torch.Tensor,
     config: MMConfig,
     outputs: tuple[torch.Tensor, torch.Tensor],
+    told: torch.Tensor | None,
 ) -> Specialised:
-    """A launch of `promoted_mm`, or of `folded_mm`."""
+    """A launch of `promoted_mm`, or of `folded_mm`, which is told nothing."""
     from moe_ops.kernels.triton.folded_mm import _folded_mm_kernel
     from moe_ops.kernels.triton.promoted_mm import _promoted_mm_kernel
 
@@ -392,7 +408,9 @@ def _of_promoted(
     made = mm.prepare_promoted(a, out, config)
     scales = (mm.weight_scale, mm.up_scale_offset)
     tensors = (made.a_desc, mm.rows_scale, extents, made.w_desc, *scales, mm.bias, made.out_desc, out_scale)
-    return _folded_mm_kernel if mm.folds_scales else _promoted_mm_kernel, made, tensors, 4
+    if mm.folds_scales:
+        return _folded_mm_kernel, made, tensors, 4
+    return _promoted_mm_kernel, made, (*tensors, told), 4
 
 
 def _of_decoded_once(

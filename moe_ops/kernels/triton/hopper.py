@@ -68,18 +68,9 @@ def table_of_tiles(
 
 
 @gluon.jit
-def lots_of(tiles):
-    """How many tiles a program has at most, see `tile_of`."""
-    return (tiles + gl.num_programs(0) - 1) // gl.num_programs(0)
-
-
-@gluon.jit
-def tile_of(number):
-    """A program's tile number `number`: one of each lot of as many as there are programs, the next one each time. Every
-    other tile of an expert may be one with fewer rows, and an even number of programs would always get the same kind.
-    """
-    programs = gl.num_programs(0)
-    return number * programs + (gl.program_id(0) + number) % programs
+def drawn(counter):
+    """The next number of a counter, to a warp."""
+    return uniform(gl.atomic_add(counter, 1, sem="relaxed", scope="gpu"))
 
 
 @gluon.jit
@@ -220,7 +211,10 @@ def write_at(tile, staged, out_desc, where):
     """A group's tile at these coordinates, by descriptor, once what it wrote before is gone."""
     tma.store_wait(0)
     gl.thread_barrier()
-    staged.reshape([tile.shape[0], tile.shape[1]]).store(tile)
+    room = staged.reshape([staged.shape[-2], staged.shape[-1]])
+    if tile.shape[0] < room.shape[0]:
+        room = room.slice(0, tile.shape[0], 0)
+    room.store(tile)
     fence_async_shared()
     gl.thread_barrier()
     tma.async_copy_shared_to_global(out_desc, where, staged)

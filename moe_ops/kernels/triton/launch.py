@@ -116,6 +116,7 @@ FEW_PROGRAMS = 3  # of it on a multiprocessor
 FEW_REGISTERS = 80  # of its threads when they start; those that multiply have 136 soon
 FEW_COLUMNS = 64  # of an output that it writes at once
 MOST_STEPS = 8  # of it that are on their way
+IN_LINE = 128  # bytes of a row of shared memory that tensor cores read
 PROMOTED_ROWS = 128  # of tokens, in a tile of `promoted_mm`
 PANEL_BYTES = 128 * 2**20  # of decoded weights of eight bits, at most
 
@@ -380,7 +381,7 @@ class ExpertMM:
             most = 2 * FEW_COLUMNS if self.glu else FEW_COLUMNS
             columns = min(config.block_k, most, self.in_features & -self.in_features)
         else:
-            columns = min(config.block_k, SMALLEST_GROUP) if self.waits_decoded else config.block_k
+            columns = min(config.block_k, SMALLEST_GROUP) if self.groups(config) > 1 else config.block_k
         return columns, codes_of_word(CODE_NUMBERS[self.operand.scheme.code.name])
 
     @property
@@ -401,16 +402,9 @@ class ExpertMM:
         mm = self.beside(config)
         return mm.widened and mm.takes_few(config)
 
-    def is_gluons(self, config: MMConfig) -> bool:
-        """Whether a tile is one of `decoded_few_mm`, or the smaller one of `decoded_mm`, which no other kernel is as
-        fast with.
-        """
-        small = config.block_m == GLUON_ROWS // 2 and config.num_warps == 8 and hopper_with_gluon(self.weight.device)
-        return self.takes_few(config) or (self.is_decoded and config.a_tma and small)
-
     def beside_few(self, config: MMConfig) -> MMConfig:
-        """In the place of a tile that `is_gluons` one of `packed_tile`, whose rows threads gather."""
-        block_m = min(max(16, config.block_m), 32)
+        """In the place of a tile of `decoded_few_mm` one of `packed_tile`, whose rows threads gather."""
+        block_m = max(16, config.block_m)
         block_k = 64 if block_m == 32 and self.operand.scheme.pack == 1 else PACKED_COLUMNS
         return config._replace(block_m=block_m, block_k=block_k, group_m=1, num_warps=4, num_stages=4, a_tma=False)
 
@@ -644,8 +638,7 @@ class ExpertMM:
         """The same for `decoded_mm` and `decoded_few_mm`; `block` ends with the steps that there is room for and the
         groups of warps.
         """
-        few, at_once = self.takes_few(config), self.columns_at_once(config)
-        groups = 2 if self.waits_decoded and not few else 1
+        few, at_once, groups = self.takes_few(config), self.columns_at_once(config), self.groups(config)
         part = config._replace(block_n=config.block_n // groups)
         weights = config.block_n * self.weight.element_size() // self.per_element
         gathers = few and self.widened
@@ -654,7 +647,9 @@ class ExpertMM:
         room = (TYPICAL.shared_kib + 1) * 1024 // FEW_PROGRAMS if few else TYPICAL.shared_kib * 1024
         room -= PROGRAM_BYTES + groups * config.rows * at_once * out.element_size()
         block = (*config[:4], next_power_of_2(self.num_experts), 0, min(MOST_STEPS, room // step), groups)
-        box = [config.rows, config.block_k]
+        # Boxes of lines behind one another are one of all of their rows.
+        in_lines = not few and config.block_k * a.element_size() <= IN_LINE
+        box = [min(config.rows, GLUON_ROWS // 2) if in_lines else config.rows, config.block_k]
         return Launch(
             a_desc=None if gathers else for_gluon(TensorDescriptor(a, list(a.shape), list(a.stride()), box)),
             w_desc=for_gluon(self._weight_descriptor(TMA_NK.value, part)),
@@ -731,12 +726,18 @@ class ExpertMM:
         whole_steps = self.folds_scales or self.group_columns % PACKED_COLUMNS == 0
         return whole_steps and are_shared(rows, self.num_experts, self.folds_scales) and self.specialises(config)
 
+    def _draws(self, config: MMConfig, rows: int) -> bool:
+        """Whether programs draw the product's tiles: `decoded_mm`, `decoded_fp8_mm`, `promoted_mm`."""
+        if not self.is_packed:
+            return self.promotes(config, rows)
+        return self.specialises(config) and not (self.takes_few(config) or self.folds_scales)
+
     def words_told(self, config: MMConfig, rows: int) -> int:
         """How many words, which something has to make 0 before, programs of the product tell one another; 0 where they
         tell nothing.
         """
         if not self.decodes_once(config, rows):
-            return 0
+            return int(self._draws(config, rows))
         from moe_ops.kernels.triton.panels import COUNTERS, columns_of_step
         from moe_ops.kernels.triton.promoted_mm import columns_of
 
@@ -795,8 +796,11 @@ class ExpertMM:
         """
         if self.takes_few(config) or self.shares(config):
             return FEW_COLUMNS
-        two = self.waits_decoded and config.block_n == GLUON_ROWS
-        return self.columns(config) // (2 if two else 1)
+        return self.columns(config) // self.groups(config)
+
+    def groups(self, config: MMConfig) -> int:
+        """Groups of warps of a tile of `decoded_mm`: two where sums wait for their scales."""
+        return 2 if self.waits_decoded and config.block_n == GLUON_ROWS and not self.takes_few(config) else 1
 
     def prepare(self, a: torch.Tensor, out: torch.Tensor, config: MMConfig, *, gathered: bool) -> Launch:
         """Descriptors, strides and constants of a launch on rows `a` [rows, K] that writes `out` [rows, N]."""

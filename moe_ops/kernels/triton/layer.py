@@ -344,12 +344,14 @@ class Layer:
             pdl = pdl_launches(hidden_states.device)
             return one.run(*given, expert_map=self.expert_map, pdl=pdl, load=self.load)
         if grouped:
-            pdl, order = pdl_launches(hidden_states.device), self.up.order(self._tiles(plan)[0])
+            pdl, tiles, pairs, told = pdl_launches(hidden_states.device), self._tiles(plan), routed.pair_to_row, Told()
+            order = self.up.order(tiles[0])
             if order is not None:
-                copies = permute.gather_rows(routed.tokens, routed.pair_to_row, None, pdl=pdl, order=order)
+                told = self._told(tiles, pairs, pairs.numel())
+                copies = permute.gather_rows(routed.tokens, pairs, pdl=pdl, order=order, cleared=told.both)
                 routed = replace(routed, row_to_pair=None, tokens=copies)
-            h = self._gemm_1(plan, routed, pdl)
-            y = self._gemm_2(plan, *h, routed.offsets, routed.pair_to_row)
+            h = self._gemm_1(plan, routed, pdl, told.first)
+            y = self._gemm_2(plan, *h, routed.offsets, pairs, told.second)
             return self._combined()(y, routed.pair_to_row, routed.topk_weights)
         scales = () if routed.tokens_scale is None else (routed.tokens_scale,)
         tokens = Operand(routed.tokens, self.form, scales)
@@ -492,7 +494,7 @@ def fit(tile: MMConfig, mm: ExpertMM, *, as_they_are: bool = False) -> MMConfig:
             return tile
         tile = tile._replace(block_n=GLUON_ROWS)
     specialised = (not as_they_are or mm.gathers_few(tile)) and mm.specialises(tile)
-    if mm.is_gluons(tile) and not specialised:
+    if mm.takes_few(tile) and not specialised:
         tile = mm.beside_few(tile)
     if mm.blocks is not None:
         return tile._replace(block_n=BLOCKS_N)
@@ -516,6 +518,8 @@ def fit(tile: MMConfig, mm: ExpertMM, *, as_they_are: bool = False) -> MMConfig:
         return tile._replace(block_n=min(tile.block_n, 128))
     if mm.packed is None:
         return tile
+    if not specialised:
+        tile = tile._replace(block_m=min(tile.block_m, GLUON_ROWS))
     if mm.in_two and tile.block_m > 64:
         tile = tile._replace(block_m=64, num_warps=4, num_stages=4)
     if not mm.exact_scales and (columns := mm.group_columns):

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from moe_ops.kernels.triton.codes import E2M1, E2M1_SHIFT, E4M3, E4M3_SHIFT, codes_of_word, decode_words
 from moe_ops.kernels.triton.folded_mm import NAN_SCALE, WORDS, ask_for_codes, e5m2_of, four_scales
-from moe_ops.kernels.triton.hopper import computed_here, said, say, table_of_tiles
+from moe_ops.kernels.triton.hopper import computed_here, drawn, said, say, table_of_tiles
 from moe_ops.kernels.triton.packed_fp8_tile import (
     ABOVE,
     BELOW,
@@ -122,12 +122,6 @@ def fenced(word):
     return gl.inline_asm_elementwise(
         "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [word], dtype=gl.int32, is_pure=False, pack=1
     )
-
-
-@gluon.jit
-def drawn(counter):
-    """The next number of a counter, to a warp."""
-    return uniform(gl.atomic_add(counter, 1, sem="relaxed", scope="gpu"))
 
 
 @gluon.jit

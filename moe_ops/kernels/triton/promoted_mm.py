@@ -30,6 +30,7 @@ from moe_ops.kernels.triton.act_quant import apply_activation
 from moe_ops.kernels.triton.hopper import (
     buffers,
     computed_here,
+    drawn,
     no_more_tiles,
     said_tile,
     say_tile,
@@ -59,7 +60,7 @@ def _bring(given, SIZES: gl.constexpr):
     """The warp that has rows and weights of every step of every tile brought, as soon as there is room; of halves that
     are apart the gate's first, wherever it is.
     """
-    a_desc, w_desc, rows_of, weights_of, tiles_of, full, empty, extents, num_rows = given
+    a_desc, w_desc, rows_of, weights_of, tiles_of, full, empty, extents, num_rows, told = given
     E: gl.constexpr = SIZES[0]
     K: gl.constexpr = SIZES[2]
     BLOCK: gl.constexpr = SIZES[4]
@@ -70,7 +71,9 @@ def _bring(given, SIZES: gl.constexpr):
     STAGES: gl.constexpr = BLOCK[6]
     table, tiles = table_of_tiles(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
     place = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+    tile = drawn(told)
+    while tile < tiles:
+        next_tile = drawn(told)
         expert, first, past, n_tile = find_tile(tile, table, BLOCK[0], 0, N_TILES, BLOCK[3])
         for step in range((K + STEP - 1) // STEP):
             stage = place % STAGES
@@ -90,6 +93,7 @@ def _bring(given, SIZES: gl.constexpr):
                     where = [expert, (n_tile * 2 + part) * HALF, step * STEP]
                 tma.async_copy_global_to_shared(w_desc, where, arrived, weights)
             place += 1
+        tile = next_tile
     no_more_tiles(tiles_of, place, full, empty, STAGES)
 
 
@@ -309,6 +313,7 @@ def _promoted_mm_kernel(
     bias,
     out_desc,
     out_scale,
+    told,
     num_rows,
     alpha,
     limit,
@@ -324,12 +329,12 @@ def _promoted_mm_kernel(
     BATCHED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """One program for each multiprocessor, every num_programs-th tile of 128 rows of one expert times 256 rows of its
-    weight.
+    """One program for each multiprocessor; tiles of 128 rows of one expert times 256 rows of its weight, which programs
+    draw one by one.
 
     Args: see `expert_mm._expert_mm_kernel`. Rows, weights and output come and leave by descriptor, 128 columns at a
     time; BLOCK[6]: steps that there is room for; BLOCK[7]: whether rows that a kernel quantises then, each as a whole,
-    leave in fp16, with the largest magnitudes of 128 columns in `out_scale`.
+    leave in fp16, with the largest magnitudes of 128 columns in `out_scale`. told: a word that is 0.
     """
     COLUMNS: gl.constexpr = columns_of(GLU)[0]
     N_TILES: gl.constexpr = (N + COLUMNS - 1) // COLUMNS
@@ -341,7 +346,7 @@ def _promoted_mm_kernel(
     bias = bias if STRIDES[2] is not None else extents
     leaving = (staged, out_desc, out_scale, alpha, limit)
     given = (rows_of, weights_of, tiles_of, full, empty, leaving, a_scale, w_scale, up_scale_offset, bias)
-    brought = (a_desc, w_desc, rows_of, weights_of, tiles_of, full, empty, extents, num_rows)
+    brought = (a_desc, w_desc, rows_of, weights_of, tiles_of, full, empty, extents, num_rows, told)
     SIZES: gl.constexpr = (E, N, K, STRIDES, BLOCK, N_TILES, GLU, ACTIVATION, SWAPPED, BATCHED, SCHEME)
     gl.warp_specialize(
         [(_multiply, (given, 0, SIZES)), (_multiply, (given, 1, SIZES)), (_bring, (brought, SIZES))],
