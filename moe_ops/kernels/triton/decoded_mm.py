@@ -7,12 +7,17 @@ an order in which a thread's codes are side by side (`order`); both halves of a 
 moves between threads but the result on its way out. Where sums wait for the scales of groups of columns, two groups of
 four warps have half of a tile's weight rows each: one decodes and scales while the other multiplies.
 
-us of a layer on an H100, in bf16, by `packed_tile` in the same steps and by this kernel: Qwen3-30B-A3B, T = 4096,
-mxfp4 721, 823, 744, int8_w8a16 726, 828, 798, int4_w4a16 727, 1111, 806; T = 1024, mxfp4 482, 346, 298; gpt-oss-120b,
-T = 4096, mxfp4 2517, 3182, 2175; Mixtral-8x7B, T = 4096, mxfp4 4375, 5765, 4866. In steps of 64 and of 128 columns,
-the last 4866 and 5281, of 256 rows of tokens 6072, of 256 weight rows 5862. On an H200, gpt-oss-120b, scales loaded one
-step before, and prefetched and for 64 rows two: 64 rows, T = 1000, mxfp4 1322, 1083, nvfp4 1467, 1157; 128 rows,
-T = 5000, mxfp4 3011, 2878, nvfp4 3512, 3110 (benchmarks/comparisons/h200-decoded-scales.json).
+A tile has 128 or 256 rows of tokens; of an expert's last ones a half or a quarter is multiplied where there are no
+more. Programs draw tiles: as every num_programs-th tile they would get ends alone, or none.
+
+us of a layer on an H200, in bf16, by tiles of 128 rows without short ends, with these, and by 256 rows with them and
+drawn: Qwen3-30B-A3B, T = 4096, mxfp4 669, 796, 788, 689, int8_w8a16 669, 814, 807, 702, by 128 rows and drawn
+int4_w4a16 646, 809, 669; Mixtral-8x7B, T = 4096, mxfp4 4816, 5676 (128), 4907 (256), drawn 4752 beside 4747. Tried,
+and no faster: rows that are gathered from tokens, and two groups of warps for 256 rows, for which there are no
+registers (benchmarks/comparisons/h200-short-ends.json); on an H100 steps of 128 columns, 256 weight rows
+(h100-decoded-mm.json). gpt-oss-120b, scales loaded one step before, and prefetched and for 64 rows two: 64 rows,
+T = 1000, mxfp4 1322, 1083, nvfp4 1467, 1157; 128 rows, T = 5000, mxfp4 3011, 2878, nvfp4 3512, 3110
+(h200-decoded-scales.json).
 
 Written in Gluon, Triton's language of layouts, which has no interpreter: that runs `packed_tile` for the same products.
 """

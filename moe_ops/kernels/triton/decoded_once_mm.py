@@ -12,9 +12,10 @@ that runs. However few programs run at once, all get done.
 Times as fast as fp8_block128 on an H200, the other kernel and this one, T = 4096, 16384: mxfp4_a8, Qwen3-30B-A3B (256
 rows an expert, 1024) 0.72, 0.80 and 0.70, 0.95, Mixtral-8x7B (1024, 4096) 0.59, 0.90 and 0.75, 0.99; w4a8_fp8,
 Qwen3-30B-A3B, 16384 tokens, 0.70, 0.82, Mixtral-8x7B, 4096, 0.87, 0.92. Of few tiles an expert, L2 is the limit,
-through which decoded weights go once more. Times as fast as bf16 weights, `decoded_mm` and this one, 1024 rows an
-expert: Qwen3-30B-A3B, mxfp4 0.82, 0.89, mxfp8 0.67, 0.95, Mixtral-8x7B, mxfp4 0.81, 0.86, mxfp8 0.65, 0.97. Counters,
-and what was tried: benchmarks/comparisons/h200-decoded-once.json.
+through which decoded weights go once more. us of layers with bf16 weights, `decoded_mm`, which decodes in every tile
+of 256 rows, and this one: Mixtral-8x7B, T = 4096 (1024 rows an expert), fp8_w8a16 4835, 4787, 4975, mxfp8, whose codes
+take more to decode, 4835, 5380, 5119, T = 16384 18759, 19169, 18540 and 18759, 20800, 18087. Counters, and what was
+tried: benchmarks/comparisons/h200-decoded-once.json, h200-short-ends.json.
 
 Of e2m1 codes, a step's columns are multiplied in turns where scales are too far apart for one unit; codes of turns
 after the first are decoded by the warp that has the others brought, for every tile. Of others weight rows are the first
