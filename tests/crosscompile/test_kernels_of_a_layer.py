@@ -46,9 +46,12 @@ def names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def run(scheme: str, T: int, format: str) -> None:
+def run(scheme: str, T: int, format: str, static: bool = False) -> None:
     made, row = build(scheme, T=T, sizes=(E, K, H, I)).tensors, SCHEMES[scheme]
-    first, second = (Operand(made[f"{name}_proj"], row, tuple(made[f"{name}_scales"])) for name in ("gate_up", "down"))
+    of_rows = torch.ones(E, 1, 1) if static else None
+    first, second = (
+        Operand(made[f"{name}_proj"], row, tuple(made[f"{name}_scales"]), of_rows) for name in ("gate_up", "down")
+    )
     up = ExpertMM(first, torch.bfloat16, glu_layout="concat", activation="silu")
     layer = Layer(up, ExpertMM(second, torch.bfloat16), scheme, capacity=T if format == "batched" else None)
     plan = triton_plans.cheapest(plans.LayerKey(scheme, format, E, K, H, I, True), T, *GPU)
@@ -76,3 +79,11 @@ def test_products_of_many_rows_are_those_of_hopper(scheme: str, format: str, T: 
     wanted = decoded if scheme in triton_plans.DECODED else "_promoted_mm_kernel"
     wanted = "_expert_mm_kernel" if scheme == "int8_channel" else wanted
     assert [name for name in names if name.endswith("_mm_kernel")] == [wanted] * 2
+
+
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+@pytest.mark.parametrize("scheme", [name for name in QUANTISED if SCHEMES[name].static_rows is not None])
+def test_static_scales_cost_many_rows_a_kernel_more(scheme: str, format: str, names: list[str]) -> None:
+    """Which quantises what is sorted. Words that programs tell one another are made 0 by a kernel that is there."""
+    run(scheme, 4096, format, static=True)
+    assert len(names) <= 8 and "_clear_kernel" not in names, names

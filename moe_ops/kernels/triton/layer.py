@@ -237,7 +237,9 @@ class Layer:
             pairs = (row_to_pair, top_k)
             if before is not None:
                 rows, pairs = permute.gather_rows(rows, pair_to_row, before, pdl=pdl), None
-            gather, tokens = None, act_quant.quantize_static(rows, offsets, static, form, pairs, pdl=pdl)
+            told = self._told(self._tiles(plan), topk_ids, topk_ids.numel())
+            given = {"pdl": pdl, "cleared": told.both}
+            gather, tokens = None, act_quant.quantize_static(rows, offsets, static, form, pairs, **given)
         elif copied:
             tiles = self._tiles(plan)
             told, order = self._told(tiles, topk_ids, topk_ids.numel()), self.up.order(tiles[0])

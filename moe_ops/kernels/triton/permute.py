@@ -18,7 +18,9 @@ from moe_ops.kernels.triton.block_scales import quantize_group, store_nv_rows
 from moe_ops.kernels.triton.order import line_in_order
 from moe_ops.kernels.triton.record import launch
 from moe_ops.kernels.triton.util import (
+    CLEARED,
     cdiv,
+    clear_part,
     count_pairs,
     is_counted,
     load_expert,
@@ -29,7 +31,6 @@ from moe_ops.kernels.triton.util import (
     unit_stride,
 )
 
-CLEARED = tl.constexpr(256)  # words that a program makes 0 at a time
 COUNT_ALL_PAIRS = 4096  # up to here R^2 comparisons, spread over all multiprocessors, beat a second kernel
 CHUNK = 128  # pairs ranked against one another at once in the large path
 MULTIPROCESSORS = TYPICAL.multiprocessors  # about how many programs run side by side
@@ -371,18 +372,10 @@ def store_row(
 
 
 @triton.jit
-def _clear(words_ptr, part, parts, COUNT):
-    """Make words 0, this part of so many of them."""
-    for first in range(part * CLEARED, COUNT, parts * CLEARED):
-        word = first + tl.arange(0, CLEARED)
-        tl.store(words_ptr + word, tl.zeros([CLEARED], tl.int32), mask=word < COUNT)
-
-
-@triton.jit
 def _clear_kernel(words_ptr, COUNT, PDL: tl.constexpr):
     pdl_wait(PDL)
     pdl_release(PDL)
-    _clear(words_ptr, tl.program_id(0), tl.num_programs(0), COUNT)
+    clear_part(words_ptr, tl.program_id(0), tl.num_programs(0), COUNT)
 
 
 def clear(words: torch.Tensor, pdl: bool) -> torch.Tensor:
@@ -426,7 +419,7 @@ def _scatter_rows_kernel(
         store_row(x, weight, row, row >= 0, h_start, rows_ptr, scale_ptr, H, BLOCK_H, GROUP)
     if cleared_ptr is not None:
         programs = tl.num_programs(0) * tl.num_programs(1)
-        _clear(cleared_ptr, t * tl.num_programs(1) + tl.program_id(1), programs, CLEARED_COUNT)
+        clear_part(cleared_ptr, t * tl.num_programs(1) + tl.program_id(1), programs, CLEARED_COUNT)
 
 
 def scatter_rows(

@@ -15,6 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+CLEARED = tl.constexpr(256)  # words that a program makes 0 at a time
 
 
 def cdiv(numerator: int, denominator: int) -> int:
@@ -171,6 +172,14 @@ def find_tile(tile, table, BLOCK_M: tl.constexpr, TALL_M: tl.constexpr, N_TILES:
     height = tl.maximum(height, 1)
     row_start = begin + (group + place % height) * (BLOCK_M if TALL_M == 0 else TALL_M)
     return uniform(expert), uniform(row_start), uniform(row_end), uniform(place // height)
+
+
+@triton.jit
+def clear_part(words_ptr, part, parts, COUNT):
+    """Make words 0, this part of so many of them."""
+    for first in range(part * CLEARED, COUNT, parts * CLEARED):
+        word = first + tl.arange(0, CLEARED)
+        tl.store(words_ptr + word, tl.zeros([CLEARED], tl.int32), mask=word < COUNT)
 
 
 @triton.jit
