@@ -7,6 +7,7 @@ breaks the graph there, and the expert products are in no graph at all, so that 
 from __future__ import annotations
 
 import ast
+import builtins
 import inspect
 import re
 import textwrap
@@ -325,7 +326,8 @@ def _taken_by(tree: ast.AST) -> Iterator[ast.AST]:
             yield node.slice
         elif isinstance(node, ast.Call):
             of_module = isinstance(node.func, ast.Attribute) and getattr(node.func.value, "id", "") == "self"
-            if of_module or isinstance(node.func, ast.Name):
+            # Python's own functions take no rows: `any(p.device == meta for p in ...)` compares no tensors.
+            if of_module or (isinstance(node.func, ast.Name) and not hasattr(builtins, node.func.id)):
                 yield from node.args
 
 
