@@ -47,6 +47,7 @@ __all__ = [
     "control_exceptions",
     "counters",
     "cut_for_ddp",
+    "equal_by_a_guard",
     "fake_mode_of",
     "feature",
     "inductor",
@@ -57,6 +58,7 @@ __all__ = [
     "is_tracing",
     "mode_options",
     "must_save",
+    "number_by_a_guard",
     "patch_inductor",
     "register_backend",
     "restart_with_constants",
@@ -86,6 +88,27 @@ def statically_known_true(condition: bool | torch.SymBool) -> bool:
         return condition
     known = feature("torch.fx.experimental.symbolic_shapes", "statically_known_true")
     return known is not None and bool(known(condition))
+
+
+def equal_by_a_guard(one: Any, two: Any) -> bool:
+    """Whether two sizes are equal in this call, and a guard of Dynamo holds that they are in every later one: where
+    they are not, it compiles again. Without Dynamo's guards, and of sizes that only the data knows: no.
+    """
+    hints = [size if isinstance(size, int) else size.node.hint for size in (one, two)]
+    return _is_guarding() and None not in hints and hints[0] == hints[1] and bool(one == two)
+
+
+def number_by_a_guard(size: Any) -> int | None:
+    """The number that a size is in this call, where a guard of Dynamo holds that it is in every later one, too."""
+    if type(size) is int:
+        return size
+    known = isinstance(size, torch.SymInt) and size.node.hint is not None and _is_guarding()
+    return int(size) if known else None
+
+
+def _is_guarding() -> bool:
+    context = feature("torch._guards", "TracingContext")
+    return context is not None and context.try_get() is not None and not is_ahead_of_time()
 
 
 def same_symbols(one: Any, two: Any) -> bool:

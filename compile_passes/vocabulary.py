@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from compile_passes.compat import as_asserted, same_symbols, statically_known_true
+from compile_passes.compat import as_asserted, equal_by_a_guard, same_symbols, statically_known_true
 from compile_passes.reached import of_torch
 
 # name, parameters in order, spellings. A string spelling is a Tensor method AND the ATen operator of that name.
@@ -607,6 +607,13 @@ def equal_sizes(left: Any, right: Any) -> bool:
         return True
     first, second = as_asserted(one), as_asserted(two)
     return (first is not one or second is not two) and statically_known_true(first == second)
+
+
+def as_many_by_a_guard(tensor: torch.Tensor, count: Any) -> bool:
+    """Whether ``tensor`` has ``count`` elements. Rows, ids and weights that are inputs of a graph, as behind a graph
+    break at a router, have sizes of their own there, which indexing does not compare: a guard does that.
+    """
+    return equal_sizes(tensor.numel(), count) or equal_by_a_guard(tensor.numel(), count)
 
 
 def same_count(one: torch.Tensor, other: torch.Tensor, times: int = 1) -> bool:

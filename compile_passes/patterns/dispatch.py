@@ -15,7 +15,7 @@ from compile_passes.patterns.counts import counts_of, offsets_of, row_ids
 from compile_passes.patterns.ids import are_in_range, exact_ids, is_harmless
 from compile_passes.patterns.rows import Order, Rows, sorts
 from compile_passes.reading import Reading
-from compile_passes.vocabulary import equal_sizes, example, has_shape, rank
+from compile_passes.vocabulary import as_many_by_a_guard, equal_sizes, example, has_shape, rank
 
 _SAME_IDS = "Sort, count and gather with one topk_ids tensor."
 
@@ -140,7 +140,7 @@ def _dispatch(up: Product, form: str, rows: Rows, ids: fx.Node) -> Dispatch | Re
     number, width = prod(tokens.shape[:-1]), tokens.shape[-1]
     given, copied = example(up.rows), number if up.copies is not None else count.numel()
     whole = given is not None and equal_sizes(given.numel(), copied * width)
-    if not whole or not equal_sizes(count.numel(), number * rows.top_k):
+    if not whole or not as_many_by_a_guard(count, number * rows.top_k):
         return Refusal(
             up.anchor, f"There are {count.numel()} expert ids for {number} tokens, not top_k={rows.top_k} "
             "each.", "Gather with perm // topk_ids.shape[1].",

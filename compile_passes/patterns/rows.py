@@ -14,10 +14,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from compile_passes.compat import number_by_a_guard
 from compile_passes.equal import no_narrower
 from compile_passes.patterns.ids import are_integers
 from compile_passes.reading import Reading
-from compile_passes.vocabulary import equal_sizes, example, has_shape, rank, same_count, same_shape
+from compile_passes.vocabulary import (
+    as_many_by_a_guard,
+    equal_sizes,
+    example,
+    has_shape,
+    rank,
+    same_count,
+    same_shape,
+    size_of,
+)
 
 #: Calls whose memory rows may be put into, all of them.
 BLANK = ("empty_like", "zeros_like", "zeros", "empty")
@@ -94,9 +104,11 @@ class Order:
             return None
         if self.reading.read(node, "floordiv truncdiv mod", "y") is not None:
             inner = self.positions(call["x"], wide, depth - 1)
-            if inner is None or inner.kind != "pair" or type(call["y"]) is not int or call["y"] < 1:
+            # A K that is the size of an input, as under dynamic=True, is a symbol there.
+            top_k = number_by_a_guard(size_of(call["y"])) if inner is not None and inner.kind == "pair" else None
+            if inner is None or top_k is None or top_k < 1:
                 return None
-            return replace(inner, kind="slot" if call.name == "mod" else "token", top_k=call["y"])
+            return replace(inner, kind="slot" if call.name == "mod" else "token", top_k=top_k)
         if wide:
             column = self.column(node)
             return None if column is None else self.positions(column, False, depth - 1)
@@ -314,7 +326,7 @@ class Order:
         if weights is None or not weights.dtype.is_floating_point or weights.dtype.itemsize < 2:
             return None
         found: fx.Node = value
-        return found if equal_sizes(weights.numel(), count) else None
+        return found if as_many_by_a_guard(weights, count) else None
 
     def _sorted_weights(self, value: Any, perm: fx.Node) -> Any:
         """What ``value`` takes in the order of ``perm``: ``w[perm]`` of flat weights, ``w[perm // K, perm % K]``."""
