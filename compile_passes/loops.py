@@ -81,9 +81,15 @@ def find_loops(model: nn.Module) -> list[ExpertLoop]:
         if all(hasattr(module, attribute) for attribute in _DECORATED):
             if getattr(module.config, SETTING, None) == "eager":
                 found.append(ExpertLoop(name, module, switchable=True, stacked=True))
-        elif _holds_experts(name, module) and STATIC not in vars(module) and loops_over_data(type(module)):
+        elif _holds_experts(name, module) and not is_static(module) and loops_over_data(type(module)):
             found.append(ExpertLoop(name, module, switchable=False, stacked=not _has_list(module)))
     return found
+
+
+def is_static(module: nn.Module) -> bool:
+    """Whether static forms stand in the place of methods of ``module``. Unpickled, methods are those of the class."""
+    bound = ((name, getattr(vars(module).get(name), "__func__", None)) for name in vars(module).get(STATIC, ()))
+    return any(method not in (None, getattr(type(module), name, None)) for name, method in bound)
 
 
 def find_experts(model: nn.Module) -> list[ExpertGroup]:

@@ -25,13 +25,13 @@ from compile_passes.loops import (
     CAPTURABLE,
     LEFT,
     SETTING,
-    STATIC,
     ExpertLoop,
     cure,
     cuts_by_numbers,
     find_blocks,
     find_loops,
     find_sizes_of_the_data,
+    is_static,
     loops_over_data,
 )
 from compile_passes.rebind import Verdict, bind, fused_as_written, unbind, verdict_of
@@ -39,14 +39,18 @@ from compile_passes.recording import prepare_recording, restore_recording
 from compile_passes.source import sure
 from compile_passes.stackable import expert_lists, taken_elsewhere, why_not
 from compile_passes.stacking import stack_list, unstack
+from compile_passes.trial import ON_META
 from meta.checks import check_module
 from moe_ops.compat import CAPTURED_UNDER, captured_under
 
 log = logging.getLogger(__name__)
 
+_AGAIN = "Call moe_ops.compile(model) again when they are loaded."
+
 
 def prepare(model: nn.Module) -> None:
     """Make the experts of ``model`` capturable; warn of what was and was not done."""
+    unbind(module for module in model.modules() if not is_static(module))
     loops = find_loops(model)
     switched = _switch(model, [loop for loop in loops if loop.switchable])
     cut = _allow_numbers(model)
@@ -95,7 +99,7 @@ def restore(model: nn.Module) -> nn.Module:
         ValueError: it is no module.
     """
     check_module("restore", model)
-    unbind(model)
+    unbind(model.modules())
     restore_adapters(model)
     restore_recording(model)
     for module in model.modules():
@@ -131,7 +135,7 @@ def _make_static(model: nn.Module, loops: list[ExpertLoop]) -> None:
     for (kind, reason), alike in kinds.items():
         called, verdict = f"{_and_more(alike.names)} ({kind.__name__})", alike.verdict
         if not verdict.forms:
-            mend = cure(sure(ExpertLoop, alike.loop), tried=True)
+            mend = _AGAIN if verdict.reason == ON_META else cure(sure(ExpertLoop, alike.loop), tried=True)
             _say(
                 f"moe_ops.compile: {called} run their experts in a Python loop, which cannot be captured; they are "
                 f"left as is. {_sentence(reason)} {mend}"
@@ -146,7 +150,14 @@ def _make_static(model: nn.Module, loops: list[ExpertLoop]) -> None:
 
 def _allow_numbers(model: nn.Module) -> list[str]:
     """Allow the capture of counts by which blocks cut their rows, where these blocks are fused then; which they are."""
-    found = [name for name, _ in find_blocks(model, cuts_by_numbers) if fused_as_written(model, name)]
+    blocks = dict(find_blocks(model, cuts_by_numbers))
+    bare = [name for name, block in blocks.items() if any(weight.is_meta for weight in block.parameters())]
+    if bare:
+        _say(
+            f"moe_ops.compile: {_and_more(bare)} reads counts of rows on the host, and is left as it is. "
+            f"{_sentence(ON_META)} {_AGAIN}"
+        )
+    found = [name for name in blocks if name not in bare and fused_as_written(model, name)]
     if found:
         _allow(map(model.get_submodule, found), SIZES, NUMBERS)
         called = [name or type(model).__name__ for name in found]
@@ -174,12 +185,13 @@ def _fix_class_counts(model: nn.Module) -> None:
         if alike.verdict.forms:
             _say(f"{asked}: {_proved(alike.verdict)}")
         else:
-            _say(f"{asked}; they are left as is. {_sentence(reason)} {FIX_CLASSES}")
+            mend = _AGAIN if reason == ON_META else FIX_CLASSES
+            _say(f"{asked}; they are left as is. {_sentence(reason)} {mend}")
 
 
 def _asks_for_classes(module: nn.Module) -> bool:
     """Whether code of a module, or of one inside of it, asks the data for the number of classes of a one-hot."""
-    return any(STATIC not in vars(inside) and without_class_counts(inside) is not None for inside in module.modules())
+    return any(not is_static(inside) and without_class_counts(inside) is not None for inside in module.modules())
 
 
 def _proved(verdict: Verdict) -> str:
@@ -293,7 +305,7 @@ def _keep_whole(model: nn.Module) -> None:
 def _loops(model: nn.Module, path: str) -> bool:
     """Whether a list is run by a loop that was left as it is: `_make_static` has said so."""
     modules = [model.get_submodule(path), model.get_submodule(path.rpartition(".")[0])]
-    return any(loops_over_data(type(module)) and STATIC not in vars(module) for module in modules)
+    return any(loops_over_data(type(module)) and not is_static(module) for module in modules)
 
 
 def _sentence(reason: str) -> str:

@@ -9,7 +9,7 @@ import ast
 import inspect
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
@@ -132,9 +132,9 @@ def bind(model: nn.Module, verdict: Verdict) -> None:
         vars(module)[STATIC] = tuple(methods)
 
 
-def unbind(model: nn.Module) -> None:
-    """Undo `bind` for every module of ``model``."""
-    for module in model.modules():
+def unbind(modules: Iterable[nn.Module]) -> None:
+    """Undo `bind` for modules."""
+    for module in modules:
         for name in vars(module).pop(STATIC, ()):
             vars(module).pop(name, None)
 

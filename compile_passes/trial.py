@@ -59,6 +59,10 @@ class _Result:
     drew: bool
 
 
+#: Why nothing is proved of a block that has no numbers yet.
+ON_META = "its weights are on the meta device"
+
+
 class NotAlone(NotStatic):
     """The block does not run on hidden states alone: one around it may."""
 
@@ -350,7 +354,7 @@ def _places(block: nn.Module) -> Iterator[tuple[torch.device, Narrowing]]:
     """Where and on what copy the trial can be made, the best first."""
     held = next((weight.device for weight in block.parameters()), torch.device("cpu"))
     if held.type == "meta":
-        raise NotStatic("its weights are on the meta device")
+        raise NotStatic(ON_META)
     if 2 * _needed(block) <= _free(held):
         yield held, FULL
         return

@@ -222,6 +222,14 @@ MODULES = {
 
 
 @pytest.mark.parametrize("name", MODULES)
+def test_compile_asks_for_weights_that_hold_numbers(name):
+    model = nn.Sequential(MODULES[name]()).eval().to("meta")
+    with pytest.warns(UserWarning, match=r"left as it is\. Its weights are on the meta device\. Call moe_ops\.compile"):
+        moe_ops.compile(model)
+    assert not captured_under(model)
+
+
+@pytest.mark.parametrize("name", MODULES)
 def test_compile_allows_the_capture(name):
     """`moe_ops.compile` tries a copy, has the model captured so, and says so; one graph for all numbers of tokens."""
     torch.manual_seed(0)

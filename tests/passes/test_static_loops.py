@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 import warnings
 
@@ -27,7 +28,7 @@ from benchmarks.loops import (
     Unique,
 )  # fmt: skip
 from compile_passes import rebind
-from compile_passes.loops import STATIC
+from compile_passes.loops import STATIC, find_loops
 from moe_ops.compat import captured_under
 from tests.passes.loop_forms import (
     ARRAY,
@@ -699,6 +700,31 @@ def test_deepcopy_of_what_was_bound():
     fresh = decoder(Unique, layers=2)
     fresh.load_state_dict(twin.state_dict())
     assert torch.equal(moe_ops.restore(twin)(tokens(3)), fresh(tokens(3)))
+
+
+def test_what_was_bound_and_unpickled_is_a_loop_again():
+    """Methods are pickled by name, and those of the class come back: what bound the first ones binds others."""
+    model = decoder(Unique, layers=2)
+    prepared(model)
+    twin = pickle.loads(pickle.dumps(model))
+    assert [loop.name for loop in find_loops(twin)] == [f"layers.{place}.moe_experts" for place in (0, 1)]
+    compiled, said = prepared(twin)
+    assert any("The static form was proved equal" in line for line in said) and not find_loops(twin)
+    torch.compiler.reset()
+    counters.clear()
+    torch.testing.assert_close(compiled(tokens(3)), model(tokens(3)))
+    assert counters["moe_ops"]["fused"] == 2 and counters["stats"]["unique_graphs"] == 1
+    assert not {"forward", STATIC} & set(vars(moe_ops.restore(twin).layers[0]["moe_experts"]))
+
+
+def test_weights_on_the_meta_device_are_to_be_loaded_first():
+    model = decoder(Unique).to("meta")
+    _, said = prepared(model)
+    (line,) = (line for line in said if "weights are on the meta device" in line)
+    assert line.endswith("Call moe_ops.compile(model) again when they are loaded.")
+    model.to_empty(device="cpu").load_state_dict(decoder(Unique).state_dict())
+    _, said = prepared(model)
+    assert any("The static form was proved equal" in line for line in said)
 
 
 def _optimizer(model):
