@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 from torch.nn.functional import grouped_mm
 
-import compile_passes  # noqa: F401  (registers the backends)
+import moe_ops
 from tests.corpus.families import available, build, tokens
 from tests.passes.blocks import E, H, silu_glu, weights
 
@@ -91,6 +92,19 @@ def test_rows_that_no_id_names_are_compiled_apart(combine: str, more: dict[str, 
     blocks(call, combine, *given(9))
     assert blocks(call, combine, *given(12, **more)) == (0, 1)
     assert blocks(call, combine, *given(13, by=13)) == (0, 0)
+
+
+@pytest.mark.slow
+def test_code_from_a_cache_holds_the_guards() -> None:
+    """Inductor calls no pass then: what the passes guarded is in its entry."""
+    with fresh_cache(), moe_ops.fuse():
+        for fused in (1, 0):
+            torch.compiler.reset()
+            call = torch.compile(EXPERTS, dynamic=True)
+            assert blocks(call, "index_add", *given(16)) == (fused, 0)
+            assert blocks(call, "index_add", *given(12, by=20)) == (0, fused)
+            blocks(call, "index_add", *given(9, 3))
+            assert counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.parametrize("dynamic", [None, True], ids=["found", "dynamic"])
