@@ -83,8 +83,8 @@ _gathered, _streamed = (partial(MMConfig, a_tma=a_tma, w_tma=True) for a_tma in 
 #: (`meta.cost.TileCost`), of rows that are gathered and of sorted rows, or, where the rows are quantised, as GEMM 1 and
 #: as GEMM 2: fitted to times that `python -m benchmarks tiles` measures and fits
 #: (benchmarks/comparisons/h200-tiles.json). Of weights that are decoded, by scheme or code, of both GEMMs alike
-#: (benchmarks/comparisons/h200-tiles-decoded.json): there the time of the tile picked is 1.00 to 1.003 of that of the
-#: best one, on average, at most 1.05.
+#: (benchmarks/comparisons/h200-tiles-decoded.json): there the time of the tile picked is 1.00 to 1.007 of that of the
+#: best one, on average, at most 1.09.
 FAMILIES: dict[str, tuple[Family, ...]] = {
     "plain": (
         # Two heights: as fast as 16 rows alone where experts have few (DeepSeek-V3, T = 128: 1.00 and 1.01 of it in the

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import pkgutil
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ import torch
 from meta.operands import Operand
 from meta.schemes import SCHEMES
 from moe_ops import plans
+from moe_ops.backends import triton as backend
 from moe_ops.backends import triton_plans
+from moe_ops.counters import Row
 from moe_ops.kernels import triton as kernels
 from moe_ops.kernels.triton.launch import ExpertMM
 from moe_ops.kernels.triton.layer import Layer
@@ -87,3 +90,24 @@ def test_static_scales_cost_many_rows_a_kernel_more(scheme: str, format: str, na
     """Which quantises what is sorted. Words that programs tell one another are made 0 by a kernel that is there."""
     run(scheme, 4096, format, static=True)
     assert len(names) <= 8 and "_clear_kernel" not in names, names
+
+
+@pytest.mark.usefixtures("names")
+@pytest.mark.parametrize("counted", [False, True], ids=["plain", "counted"])
+@pytest.mark.parametrize("scheme", sorted(triton_plans.PACKED))
+def test_a_product_that_counts_rows_has_a_tile_of_triton(
+    scheme: str, counted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which kernels in Gluon, whose tiles have more rows, leave to others."""
+    tiles: list[Any] = []
+    monkeypatch.setattr(backend, "launch_grouped_mm", lambda rows, mm, extents, tile, **given: tiles.append((mm, tile)))
+    made, row = build(scheme, T=2200, sizes=(E, K, H, I)).tensors, SCHEMES[scheme]
+    weight = Operand(made["gate_up_proj"], row, tuple(made["gate_up_scales"]))
+    rows = torch.empty(2200 * K, H, dtype=torch.bfloat16)
+    call = SimpleNamespace(
+        problem=SimpleNamespace(scheme=scheme, M=len(rows), format="grouped"), device=rows.device, weight=weight,
+        x=Operand(rows, None), extents=torch.zeros(E, dtype=torch.int32), bias=None, out_dtype=torch.bfloat16,
+    )  # fmt: skip
+    backend._gemm(call, Row(weight.data) if counted else None, glu_layout="concat", activation="silu")
+    ((mm, tile),) = tiles
+    assert tile.block_m <= 128 if counted else mm.specialises(tile)
