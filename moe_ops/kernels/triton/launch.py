@@ -381,7 +381,7 @@ class ExpertMM:
             most = 2 * FEW_COLUMNS if self.glu else FEW_COLUMNS
             columns = min(config.block_k, most, self.in_features & -self.in_features)
         else:
-            columns = min(config.block_k, SMALLEST_GROUP) if self.groups(config) > 1 else config.block_k
+            columns = min(config.block_k, SMALLEST_GROUP) if self.waits_decoded else config.block_k
         return columns, codes_of_word(CODE_NUMBERS[self.operand.scheme.code.name])
 
     @property
