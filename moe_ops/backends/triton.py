@@ -46,7 +46,7 @@ from moe_ops.kernels.triton import (
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.expert_mm import batched_mm as launch_batched_mm
 from moe_ops.kernels.triton.expert_mm import grouped_mm as launch_grouped_mm
-from moe_ops.kernels.triton.launch import GLUON_ROWS, ExpertMM
+from moe_ops.kernels.triton.launch import ExpertMM
 from moe_ops.kernels.triton.layer import Ends, Layer, blocks_for, fit, pdl_launches, plans_for
 from moe_ops.kernels.triton.record import Recorder
 from moe_ops.kernels.triton.tile_loads import CONCAT
@@ -162,10 +162,8 @@ def _gemm(
     tile = _tile_for(problem.scheme, mm, int(problem.M), column)
     if mm.gathers_few(tile):  # bf16 numbers, not what is given
         tile = mm.beside_few(tile)
-    # Of a batch every row would be copied, in use or not; kernels in Gluon count no rows, and have the highest tiles.
-    if load is not None:
-        tile = tile._replace(block_m=min(tile.block_m, GLUON_ROWS))
-    counted = load is not None and (mm.takes_few(tile) or mm.shares(tile))
+    # Of a batch every row would be copied, in use or not; few are not worth a kernel that counts them.
+    counted = load is not None and mm.takes_few(tile)
     copied = problem.format == "batched" and not (mm.shares(tile) and mm.specialises(tile))
     tile = fit(tile, mm, as_they_are=gather is not None or copied or counted)
     if problem.format == "batched":

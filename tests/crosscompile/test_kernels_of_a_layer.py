@@ -92,22 +92,20 @@ def test_static_scales_cost_many_rows_a_kernel_more(scheme: str, format: str, na
     assert len(names) <= 8 and "_clear_kernel" not in names, names
 
 
-@pytest.mark.usefixtures("names")
-@pytest.mark.parametrize("counted", [False, True], ids=["plain", "counted"])
-@pytest.mark.parametrize("scheme", sorted(triton_plans.PACKED))
-def test_a_product_that_counts_rows_has_a_tile_of_triton(
-    scheme: str, counted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which kernels in Gluon, whose tiles have more rows, leave to others."""
-    tiles: list[Any] = []
-    monkeypatch.setattr(backend, "launch_grouped_mm", lambda rows, mm, extents, tile, **given: tiles.append((mm, tile)))
-    made, row = build(scheme, T=2200, sizes=(E, K, H, I)).tensors, SCHEMES[scheme]
+@pytest.mark.parametrize("T", [16, 2200])
+@pytest.mark.parametrize("scheme", sorted(triton_plans.PACKED | triton_plans.PROMOTED))
+def test_rows_of_a_product_in_gluon_are_counted_before(scheme: str, T: int, names: list[str]) -> None:
+    """Of a stage of its own, which alone knows them, where they are many."""
+    made, row = build(scheme, T=T, sizes=(E, K, H, I)).tensors, SCHEMES[scheme]
     weight = Operand(made["gate_up_proj"], row, tuple(made["gate_up_scales"]))
-    rows = torch.empty(2200 * K, H, dtype=torch.bfloat16)
+    rows, scales = torch.empty(T * K, H, dtype=torch.bfloat16), ()
+    if row.rows is not None:
+        rows, scales = rows.to(row.rows.dtype), (torch.empty(T * K, row.rows.scale_width(H)),)
     call = SimpleNamespace(
         problem=SimpleNamespace(scheme=scheme, M=len(rows), format="grouped"), device=rows.device, weight=weight,
-        x=Operand(rows, None), extents=torch.zeros(E, dtype=torch.int32), bias=None, out_dtype=torch.bfloat16,
+        x=Operand(rows, row.rows, scales), extents=torch.zeros(E, dtype=torch.int32), bias=None,
+        out_dtype=torch.bfloat16,
     )  # fmt: skip
-    backend._gemm(call, Row(weight.data) if counted else None, glu_layout="concat", activation="silu")
-    ((mm, tile),) = tiles
-    assert tile.block_m <= 128 if counted else mm.specialises(tile)
+    backend._gemm(call, Row(weight.data), glu_layout="concat", activation="silu")
+    kernels = {"_decoded_mm_kernel", "_decoded_once_mm_kernel", "_promoted_mm_kernel"}
+    assert ("_count_rows_kernel" in names) == (len(kernels.intersection(names)) == 1) == (T > 1000)

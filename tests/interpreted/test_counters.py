@@ -17,7 +17,7 @@ from moe_ops import counters, plans
 from moe_ops.backends import triton_plans
 from moe_ops.kernels.triton import batched_io, permute, route, small
 from moe_ops.kernels.triton.config import MMConfig, SmallConfig
-from moe_ops.kernels.triton.expert_mm import batched_mm, grouped_mm
+from moe_ops.kernels.triton.expert_mm import batched_mm, count_rows, grouped_mm
 from moe_ops.kernels.triton.launch import ExpertMM
 from tests.interpreted.test_permute import places
 
@@ -93,6 +93,16 @@ def batches(load: torch.Tensor) -> torch.Tensor:
     return torch.tensor([0, 3, 1, CAPACITY, 0])
 
 
+def rows_alone(load: torch.Tensor) -> torch.Tensor:
+    count_rows(load, torch.tensor([0, 3, 3, 4, 9]).int(), 7)  # no more than there are
+    return torch.tensor([0, 3, 0, 1, 3])
+
+
+def batches_alone(load: torch.Tensor) -> torch.Tensor:
+    count_rows(load, torch.tensor([0, 3, 1, 9, 0]).int(), CAPACITY, batched=True)
+    return torch.tensor([0, 3, 1, CAPACITY, 0])
+
+
 def one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batched_io, "FEW_PAIRS", 0)
 
@@ -115,6 +125,8 @@ KERNELS: dict[str, tuple[Kernel, Callable[[pytest.MonkeyPatch], None] | None]] =
     "small": (small_experts, None),
     "grouped_mm": (rows, None),
     "batched_mm": (batches, None),
+    "grouped_alone": (rows_alone, None),
+    "batched_alone": (batches_alone, None),
 }
 
 

@@ -36,10 +36,24 @@ from moe_ops.kernels.triton.util import (
     cut_into_tiles,
     find_tile,
     is_counted,
+    next_power_of_2,
     pdl_release,
     pdl_wait,
     uniform,
 )
+
+
+@triton.jit
+def _count_rows(load_ptr, table, E: tl.constexpr):
+    """Add every expert's rows to the layer's counters."""
+    e, start, end, _ = table
+    count_pairs(load_ptr, is_counted(load_ptr, True), e, end - start, (e < E) & (end > start))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _count_rows_kernel(extents, num_rows, load_ptr, E: tl.constexpr, BLOCK_E: tl.constexpr, BATCHED: tl.constexpr):
+    """One program counts the rows of every expert."""
+    _count_rows(load_ptr, cut_into_tiles(tl.arange(0, BLOCK_E), extents, num_rows, E, 1, 0, 1, BATCHED), E)
 
 
 @triton.jit(do_not_specialize=["num_rows", "up_scale_offset", "up_zeros_offset", "up_outer_offset"])
@@ -121,8 +135,7 @@ def _expert_mm_kernel(
     table = cut_into_tiles(tl.arange(0, BLOCK[4]), extents, num_rows, E, BLOCK[0], BLOCK[5], N_TILES, BATCHED)
     if load_ptr is not None:
         if tl.program_id(0) == 0:
-            e, start, end, _ = table
-            count_pairs(load_ptr, is_counted(load_ptr, True), e, end - start, (e < E) & (end > start))
+            _count_rows(load_ptr, table, E)
     if WALK == ONE_TILE:
         tile = tl.program_id(0)
         expert, first, past, n_tile = find_tile(tile, table, BLOCK[0], BLOCK[5], N_TILES, BLOCK[3])
@@ -188,7 +201,7 @@ def grouped_mm(
         (out [R, N], out_scale [R, groups of N], empty unless `mm.quantize_output`).
     """
     mm = mm.beside(config)
-    in_halves = _comes_sorted(a, row_to_pair, load) and mm.leaves_halves(config, num_rows)
+    in_halves = _comes_sorted(a, row_to_pair) and mm.leaves_halves(config, num_rows)
     out, out_scale = mm.allocate((num_rows,), a, in_halves=in_halves)
     grid = (num_rows, most_tiles(num_rows, mm.num_experts, config), num_rows, False)
     _launch(a, mm, offsets, config, (out, out_scale), grid, row_to_pair, top_k, pdl, known, load, kept, told)
@@ -232,7 +245,7 @@ def batched_mm(
     rows, row_tiles = E * C, E * cdiv(C, config.rows)
     if most_rows is not None:
         rows, row_tiles = min(rows, most_rows), min(row_tiles, most_tiles(most_rows, E, config))
-    in_halves = _comes_sorted(batch.view(E * C, K), None, load) and mm.leaves_halves(config, rows)
+    in_halves = _comes_sorted(batch.view(E * C, K), None) and mm.leaves_halves(config, rows)
     out, out_scale = mm.allocate((E, C), batch, in_halves=in_halves)
     outputs = (out.view(E * C, mm.out_features), out_scale)
     grid = (rows, row_tiles, C, True)
@@ -249,9 +262,19 @@ def most_tiles(rows: int, num_experts: int, config: MMConfig) -> int:
     return cdiv(rows, config.rows) + min(num_experts, rows)
 
 
-def _comes_sorted(a: torch.Tensor, row_to_pair: torch.Tensor | None, load: Row | None) -> bool:
-    """Whether kernels in Gluon may take the rows `a` [rows, K]: nothing is gathered or counted beside the product."""
-    return row_to_pair is None and load is None and descriptor_strides(a, inner=1)
+def count_rows(load: Row, extents: torch.Tensor, num_rows: int, *, batched: bool = False) -> None:
+    """Add every expert's rows to its layer's counters, before a product of many that counts none: kernels in Gluon.
+
+    Args:
+        extents, num_rows: as for `grouped_mm`; batched: counts, and rows of each expert's block.
+    """
+    E = extents.shape[0]
+    launch(_count_rows_kernel, (1,), extents, num_rows, load, E=E, BLOCK_E=next_power_of_2(E), BATCHED=batched)
+
+
+def _comes_sorted(a: torch.Tensor, row_to_pair: torch.Tensor | None) -> bool:
+    """Whether kernels in Gluon may take the rows `a` [rows, K]: none are gathered."""
+    return row_to_pair is None and descriptor_strides(a, inner=1)
 
 
 def _launch(
@@ -276,11 +299,15 @@ def _launch(
     if out.numel() == 0:
         return
     rows, row_tiles, num_rows, batched = grid
-    as_they_come = _comes_sorted(a, None if mm.gathers_few(config) else row_to_pair, load)
+    # Few rows are not worth a kernel that counts them.
+    as_they_come = _comes_sorted(a, None if mm.gathers_few(config) else row_to_pair)
+    as_they_come = as_they_come and (load is None or not mm.takes_few(config))
     in_order = not mm.is_decoded or ((mm.rows_order or mm.shares(config)) and a.dtype == torch.bfloat16)
     specialised = as_they_come and in_order and mm.specialises(config)
     promoted = as_they_come and not specialised and mm.promotes(config, rows)
     if specialised or promoted:
+        if load is not None:
+            count_rows(load, extents, num_rows, batched=batched)
         words = mm.words_told(config, rows)
         if words and told is None:
             told = clear(a.new_empty(words, dtype=torch.int32), pdl)
