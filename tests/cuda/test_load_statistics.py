@@ -142,16 +142,21 @@ def test_reduce_overhead(case: str):
                 assert lists(load) == model.expected(arguments[1], times=2)
 
 
-@pytest.mark.parametrize("T", TOKENS)
+@pytest.mark.parametrize("T", [*TOKENS, 5000])
+@pytest.mark.parametrize("scheme", [None, "fp8_block128", "mxfp4"])
 @pytest.mark.parametrize("format", ["grouped", "batched"])
-def test_stages(format: str, T: int):
-    layer = Layer(None, {})
+def test_stages(format: str, scheme: str | None, T: int):
+    """Rows of products that count none are counted before them."""
+    layer = Layer(scheme, {})
+    options = (
+        {} if scheme is None else {"scheme": scheme, **{f"{n}_scales": [getattr(layer, f"{n}_scale")] for n in SCALED}}
+    )
     for _ in range(3):
         x, (logits, _) = inputs(T)
         weights, ids = moe_ops.fused_topk(logits, top_k=K)
         with moe_ops.load_statistics(layer) as load:
-            prepared = moe_ops.prepare(x, weights, ids, num_experts=E, format=format)
-            moe_ops.finalize(moe_ops.experts(prepared, layer.gate_up_proj, layer.down_proj), prepared)
+            prepared = moe_ops.prepare(x, weights, ids, num_experts=E, format=format, scheme=scheme)
+            moe_ops.finalize(moe_ops.experts(prepared, layer.gate_up_proj, layer.down_proj, **options), prepared)
         assert lists(load) == {"Layer": torch.bincount(ids.flatten(), minlength=E).tolist()}
 
 
