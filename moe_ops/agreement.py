@@ -18,7 +18,8 @@ from torch import Tensor
 
 from meta.checks import fail
 from moe_ops import choice, compat, debugging
-from moe_ops.groups import Group, PerGroup, constant, process_group, resolve
+from moe_ops.groups import Group, PerGroup, process_group, resolve
+from moe_ops.pairs import count_pairs, local_ids
 
 T = TypeVar("T")
 _REFUSED = "refused: "
@@ -28,12 +29,20 @@ _SEPARATOR = "\x1f"
 _counts: PerGroup[Counter[str]] = PerGroup(Counter)
 #: What was agreed on once, where one time is enough.
 _known: PerGroup[set[str]] = PerGroup(set)
+#: The connection of a group to the store, at most one. A thread that waits on one keeps all others from it: with one
+#: for all groups, two threads of a rank and two of another would each wait for what the other pair cannot send.
+_stores: PerGroup[list[Any]] = PerGroup(list)
 
 
 def _store(group: Group) -> Any:
+    store: Any = dist.distributed_c10d._get_default_store()
+    own = _stores[group.name]
+    if not own:
+        own.append(store.clone())
+    own[0].set_timeout(store.timeout)  # as it is now
     ranks = dist.get_process_group_ranks(process_group(group.name))
     prefix = f"moe_ops.ep/{group.name}/{ranks[0]}/{group.size}"
-    return torch._C._distributed_c10d.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+    return torch._C._distributed_c10d.PrefixStore(prefix, own[0])
 
 
 def _is_pretence(group: Group) -> bool:
@@ -107,9 +116,10 @@ _CURES = {
 }
 
 
-@constant
 def refuse(name: str, message: str) -> None:
-    """Tells the other ranks of group ``name`` that this one raises ``message`` in place of the next agreement."""
+    """Tells the other ranks of group ``name`` that this one raises ``message`` in place of the next agreement: once, or
+    it would be out of step with them.
+    """
     group = resolve("refuse", name)
     if group.size > 1 and not _is_pretence(group):
         _post(group, _REFUSED + message)
@@ -120,26 +130,44 @@ def refusing(name: str, function: Callable[..., T], *args: Any, **options: Any) 
     try:
         return function(*args, **options)
     except (ValueError, TypeError, AttributeError) as error:  # not what torch raises to compile once more
-        refuse(name, str(error))
+        if torch.compiler.is_compiling():
+            # What an operator raises ends the capture. What Python raises breaks the graph: eager code would run into
+            # it again, and tell the others again.
+            torch.ops.moe_ops.refused(group=name, message=str(error))
+        else:
+            refuse(name, str(error))
         raise
 
 
-def _check_data(op: str, group: Group, ids: Tensor, num_experts: int, capacity: int | None) -> None:
-    """Under ``moe_ops.debug()``: what only the data knows, summed over the group first, so that all ranks raise."""
+def _refused(*, group: str, message: str) -> None:
+    refuse(group, message)
+    raise ValueError(message)
+
+
+def _check_data(
+    op: str, group: Group, ids: Tensor, num_experts: int, rank_capacity: int | None, capacity: int | None, shared: bool
+) -> None:
+    """Under ``moe_ops.debug()``: what only the data knows, summed over the group first, so that all ranks raise.
+
+    ``capacity``: of the ranks' layers, whose own checks know what is dropped on their rank alone; ``shared``: the ranks
+    have the same ids.
+    """
     debugging.refuse_capture(op)
     wrong = ((ids < -1) | (ids >= num_experts)).sum()
     dropped = torch.zeros_like(wrong)
-    if capacity is not None:
-        dropped = (destinations(ids, num_experts, group.size).ge(0).sum(0) - capacity).clamp(min=0).sum()
-    found = torch.stack((wrong, dropped))
+    if rank_capacity is not None:
+        dropped = (destinations(ids, num_experts, group.size).ge(0).sum(0) - rank_capacity).clamp(min=0).sum()
+    found = torch.cat((torch.stack((wrong, dropped)), count_pairs(local_ids(ids, None, num_experts), num_experts)))
     dist.all_reduce(found, group=process_group(group.name))
-    bad, rows = found.tolist()
+    bad, rows = found[:2].tolist()
     if bad:
         rule = f"in [-1, E={num_experts})"
         raise fail(op, "topk_ids", rule, f"{bad} entries over all ranks that are not", "Use -1 for pairs to skip.")
     if rows:
         got = f"{rows} rows more over all ranks, which were dropped"
-        raise fail(op, "rows for each rank", f"<= rank_capacity={capacity}", got, "Pass a larger rank_capacity.")
+        raise fail(op, "rows for each rank", f"<= rank_capacity={rank_capacity}", got, "Pass a larger rank_capacity.")
+    if capacity is not None:
+        debugging.check_capacity("fused_experts", found[2:] // (group.size if shared else 1), capacity)
 
 
 def destinations(topk_ids: Tensor, num_experts: int, size: int) -> Tensor:
@@ -155,17 +183,29 @@ def _agreed_ids(
     *,
     num_experts: int,
     group: str,
+    rank: int,
+    size: int,
     options: str,
     rank_capacity: int | None = None,
+    capacity: int | None = None,
 ) -> Tensor:
     op, members = "ep.prepare", resolve("ep.prepare", group)
+    refusing(group, _check_members, op, members, Group(group, rank, size))
     facts: dict[str, Any] = {"T": topk_ids.shape[0], "K": topk_ids.shape[1], "num_experts": num_experts, "H": width}
     facts |= dict(option.split("=") for option in options.split(";")) | {"rank_capacity": rank_capacity}
     agree(op, members, topk_ids.device, facts)
     if debugging.active():
-        _check_data(op, members, topk_ids, num_experts, rank_capacity)
+        _check_data(op, members, topk_ids, num_experts, rank_capacity, capacity, facts["transport"] == "replicated")
     ids = topk_ids.clamp(-1, num_experts)  # a new tensor, whatever the dtype
     return ids.to(torch.int32)
+
+
+def _check_members(op: str, now: Group, then: Group) -> None:
+    """Code that was compiled for a group has its size and this rank as numbers, also if the name is another group's."""
+    if now != then:
+        rule = f"the one that this code was compiled for, in which this was rank {then.rank} of {then.size}"
+        got = f"{now.name!r}, in which it is rank {now.rank} of {now.size}"
+        raise fail(op, "group", rule, got, "Call torch.compiler.reset() after init_process_group().")
 
 
 def _agreed_ids_fake(topk_ids: Tensor, width: int, **options: Any) -> Tensor:
@@ -217,8 +257,8 @@ def _checked_layer_fake(
 #: The ids as int32, those out of range just out of it, once the ranks agree. An operator, so that compiled code asks at
 #: every run, as eager code does.
 _SCHEMA = (
-    "(Tensor topk_ids, SymInt width, *, SymInt num_experts, str group, str options, "
-    "SymInt? rank_capacity=None) -> Tensor"
+    "(Tensor topk_ids, SymInt width, *, SymInt num_experts, str group, int rank, int size, str options, "
+    "SymInt? rank_capacity=None, SymInt? capacity=None) -> Tensor"
 )
 _library = torch.library.Library("moe_ops", "FRAGMENT")
 _library.define(f"agreed_ids{_SCHEMA}", tags=(torch.Tag.pt2_compliant_tag,))
@@ -231,3 +271,6 @@ compat.keep_in_graphs(torch.ops.moe_ops.agreed_ids.default)
 _library.define("checked_layer(Tensor[] tensors, SymInt[] numbers, float[] floats, *, str group, str options) -> ()")
 _library.impl("checked_layer", lambda tensors, numbers, floats, **options: None, "CompositeExplicitAutograd")
 torch.library.register_fake("moe_ops::checked_layer", _checked_layer_fake, lib=_library)
+_library.define("refused(*, str group, str message) -> ()")
+_library.impl("refused", _refused, "CompositeExplicitAutograd")
+torch.library.register_fake("moe_ops::refused", _refused, lib=_library)

@@ -100,9 +100,13 @@ def _capacity(call: DispatchCall | ExpertsCall) -> None:
     capacity, experts = call.capacity, _num_experts(call)
     if capacity is None:
         return
-    counts = count_pairs(local_ids(call.topk_ids, call.expert_map, experts), experts)
-    cure = f"The rows past capacity were dropped; pass capacity >= {int(counts.max()) if experts else 0}."
-    _report(call.op, "rows per expert", f"<= capacity={capacity}", counts > capacity, counts, cure)
+    check_capacity(call.op, count_pairs(local_ids(call.topk_ids, call.expert_map, experts), experts), capacity)
+
+
+def check_capacity(op: str, counts: Tensor, capacity: int) -> None:
+    """Raise when an expert has more rows, ``counts`` ``[E]``, than its batch."""
+    cure = f"The rows past capacity were dropped; pass capacity >= {int(counts.max()) if counts.numel() else 0}."
+    _report(op, "rows per expert", f"<= capacity={capacity}", counts > capacity, counts, cure)
 
 
 def _moe_capacity(call: MoeCall) -> None:

@@ -222,13 +222,15 @@ class _Agreed(NamedTuple):
     capacity: Any
 
 
-def _agreed(wanted: _Wanted, group: Group, way: str, **layer: Any) -> _Agreed:
-    """``way``: by what calls rows travel; ``layer``: what else ranks must say alike of the layer around it."""
+def _agreed(wanted: _Wanted, group: Group, way: str, capacity: int | None = None, **layer: Any) -> _Agreed:
+    """``way``: by what calls rows travel; ``capacity``: of the layer around it; ``layer``: what else ranks must say
+    alike of that.
+    """
     hidden_states, topk_weights, topk_ids, num_experts, _, scheme, rank_capacity = wanted
     chosen = refusing(group.name, _checked, "ep.prepare", wanted, group)
-    capacity = None
+    for_rank = None
     if chosen == "all_to_all":
-        capacity = rank_capacity if rank_capacity is not None else max(topk_ids.shape[0], 1)
+        for_rank = rank_capacity if rank_capacity is not None else max(topk_ids.shape[0], 1)
     said = {"transport": chosen, "scheme": scheme, "hidden_states": hidden_states.dtype, "weights": topk_weights.dtype}
     if chosen == "symm":
         said["exchange"] = way
@@ -237,10 +239,10 @@ def _agreed(wanted: _Wanted, group: Group, way: str, **layer: Any) -> _Agreed:
     said |= {"gradients": "+".join(trained) or None, **layer}
     options = ";".join(f"{name}={value}" for name, value in said.items())
     ids = torch.ops.moe_ops.agreed_ids(
-        topk_ids, hidden_states.shape[1], num_experts=num_experts, group=group.name, options=options,
-        rank_capacity=capacity,
+        topk_ids, hidden_states.shape[1], num_experts=num_experts, group=group.name, rank=group.rank, size=group.size,
+        options=options, rank_capacity=for_rank, capacity=capacity,
     )  # fmt: skip
-    return _Agreed(ids, group, chosen, capacity)
+    return _Agreed(ids, group, chosen, for_rank)
 
 
 def _start(wanted: _Wanted, agreed: _Agreed, *, apart: bool) -> Preparing:
@@ -578,7 +580,7 @@ def layer(
     alike |= {name: options.get(name) is not None for name in _OPTIONAL}
     alike |= {"gradient of the result": trained, "call": op}
     wanted = _Wanted(hidden_states, topk_weights, topk_ids, num_experts, transport, scheme, rank_capacity)
-    agreed = _agreed(wanted, members, way, **alike)
+    agreed = _agreed(wanted, members, way, options.get("capacity"), **alike)
     if agreed.transport == "symm" and not trained:
         return across.experts({**given, "topk_ids": agreed.ids}, members, scheme)
     prepared = prepare_wait(_start(wanted, agreed, apart=False))

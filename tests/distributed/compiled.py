@@ -135,16 +135,13 @@ def _described(node: fx.Node) -> str:
 def opcheck(ranks: Ranks) -> None:
     """torch's own checks of the operator: in a group of one rank, and among all of them."""
     ids = torch.randint(-1, E + 1, (5, K), generator=torch.Generator().manual_seed(0))
+    options = {"num_experts": E, "options": OPTIONS}
     for group in (ranks.alone, ranks.group):
+        options |= {"group": group.group_name, "rank": group.rank(), "size": group.size()}
         for given, capacity in ((ids, None), (ids.int(), 2)):
-            torch.library.opcheck(
-                torch.ops.moe_ops.agreed_ids, (given, H),
-                {"num_experts": E, "group": group.group_name, "options": OPTIONS, "rank_capacity": capacity},
-            )  # fmt: skip
-    agreed = torch.ops.moe_ops.agreed_ids(
-        ids, H, num_experts=E, group=ranks.group.group_name, options="transport=gather"
-    )
-    ranks.same(agreed, ids.int(), "ids")
+            named = {**options, "rank_capacity": capacity, "capacity": capacity}
+            torch.library.opcheck(torch.ops.moe_ops.agreed_ids, (given, H), named)
+    ranks.same(torch.ops.moe_ops.agreed_ids(ids, H, **options), ids.int(), "ids")
 
 
 def _plain(ranks: Ranks, transport: str, x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

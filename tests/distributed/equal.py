@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
+from threading import Thread
 
 import torch
 from torch import Tensor
@@ -114,6 +115,25 @@ def made_again(ranks: Ranks) -> None:
         agreement._counts = PerGroup(Counter)  # nobody remembers the group
 
 
+def threads(ranks: Ranks) -> None:
+    """Two of a rank, each with a group of its own: the one that waits keeps nobody from what another rank waits for."""
+    groups, found = [ranks.new_group() for _ in range(2)], dict[int, Tensor]()
+    layer = integers(ranks.size * 3)
+
+    def work(place: int) -> None:
+        time.sleep(0.3 * (place ^ (ranks.rank % 2)))  # either is first on some ranks
+        found[place] = ranks.run(layer, "gather", group=groups[place])
+
+    started = [Thread(target=work, args=(place,)) for place in range(2)]
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join()
+    ranks.expect(len(found) == 2, f"only {list(found)} came to an end")
+    for place, got in found.items():
+        ranks.same(got, ranks.share("gather", layer.alone()), f"thread {place}")
+
+
 class Wire(TorchDispatchMode):
     """Bytes that every collective was given, and names of all that was called of them."""
 
@@ -208,6 +228,7 @@ CHECKS = {
     "default_transport": Check(default, (2, 4)),
     "part_of_the_world": Check(part_of_the_world, (4,)),
     "made_again": Check(made_again),
+    "threads": Check(threads),
     "bytes_on_the_wire": Check(wire, (2, 4)),
     "rounded_once": Check(rounded_once, (2, 4)),
     "written": Check(written),

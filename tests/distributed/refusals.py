@@ -201,6 +201,24 @@ def arguments_in_a_graph(ranks: Ranks) -> None:
     ranks.close(_layer(ranks), ranks.share(None, random(ranks.size * T).alone()), 1e-6, "the next call")
 
 
+def arguments_beside_a_graph(ranks: Ranks) -> None:
+    """What Python refuses while code is captured that may be in parts, as eager code would once more: told once."""
+    torch.compiler.reset()
+    layer = random(ranks.size * T)
+    given = [ranks.held(None, tensor) for tensor in (layer.gate_up, layer.down)]
+    given = [ranks.share(None, layer.x), *given, *(ranks.share(None, tensor) for tensor in layer[1:3])]
+    compiled = torch.compile(partial(moe_ops.fused_experts, group=ranks.group), backend="aot_eager")
+    for name, wrong, said in (("rank_capacity", 0, "must be >= 1, got 0"), ("transport", "nccl", "got 'nccl'")):
+        more = {name: wrong} if ranks.rank == ranks.size - 1 else {}
+        try:
+            compiled(*given, **more)
+        except Exception as raised:
+            ranks.expect(said in str(raised), f"{said!r} is not in {str(raised)!r}")
+        else:
+            ranks.expect(False, f"nothing was refused, expected {said!r}")
+        ranks.close(compiled(*given), ranks.share(None, layer.alone()), 1e-6, f"{name}, the next call")
+
+
 def trained_in_part(ranks: Ranks) -> None:
     """A backward exchanges gradients, and would wait for the ranks that have none."""
     layer = random(T)
@@ -507,6 +525,23 @@ def dropped_rows_reported(ranks: Ranks) -> None:
         ranks.same(ranks.run(layer, "all_to_all", rank_capacity=7), ranks.share(None, layer.alone()), "enough rows")
 
 
+def dropped_pairs_reported(ranks: Ranks) -> None:
+    """The same of an expert's batch, of which the rank that has the expert alone knows; in compiled code, too."""
+    torch.compiler.reset()
+    layer = integers(ranks.size * 3)
+    layer.ids[:, 0], layer.ids[:, 1:] = 0, -1
+    pairs = layer.ids.shape[0]
+    said = f"fused_experts: rows per expert must be <= capacity=2, got 1 entries that are not, the first {pairs} at [0]"
+    for transport in CROSSING:
+        call = partial(ranks.run, layer, transport, format="batched")
+        compiled = [torch.compile(call, backend="eager")] if transport == "gather" else []
+        for run in (call, *compiled):
+            with moe_ops.debug():
+                refused(ranks, partial(run, capacity=2), said, f"pass capacity >= {pairs}.")
+                want = ranks.share(transport, layer.alone())
+                ranks.same(run(capacity=pairs), want, f"{transport}, enough rows")
+
+
 def ids_out_of_range(ranks: Ranks) -> None:
     """On the last rank alone: all raise under `moe_ops.debug()`, else they contribute nothing."""
     for transport in ("gather", "all_to_all", "replicated"):
@@ -521,8 +556,15 @@ def ids_out_of_range(ranks: Ranks) -> None:
 
 
 def a_rank_that_never_calls(ranks: Ranks) -> None:
-    """The last one: the others say so once torch.distributed's time is up. Initialised again, it works again."""
-    store = dist.distributed_c10d._get_default_store()
+    """The last one: the others say so once torch.distributed's time is up. Initialised again, it works again; code that
+    was compiled before, for the same name, has the ranks' old numbers.
+    """
+    torch.compiler.reset()
+    store, layer = dist.distributed_c10d._get_default_store(), random(ranks.size * T)
+    held = [ranks.held(None, tensor) for tensor in (layer.gate_up, layer.down)]
+    given = [ranks.share(None, layer.x), *held, *(ranks.share(None, tensor) for tensor in layer[1:3])]
+    by_name = torch.compile(partial(moe_ops.fused_experts, group="0"), backend="eager", fullgraph=True)
+    ranks.close(by_name(*given), ranks.share(None, layer.alone()), 1e-6, "compiled")
     if ranks.rank != ranks.size - 1:
         store.set_timeout(timedelta(seconds=2))
         said = f"ep.prepare: rank {ranks.size - 1} of group '0' did not call it within 0:00:02"
@@ -536,19 +578,28 @@ def a_rank_that_never_calls(ranks: Ranks) -> None:
             store.set_timeout(timedelta(seconds=PATIENCE))
     dist.destroy_process_group()
     again = dist.PrefixStore("again", store)
+    then, ranks.rank = ranks.rank, ranks.size - 1 - ranks.rank
     dist.init_process_group("gloo", store=again, rank=ranks.rank, world_size=ranks.size)
-    want = ranks.share(None, random(ranks.size * T).alone())
+    for words in (f"compiled for, in which this was rank {then} of {ranks.size}", "Call torch.compiler.reset()"):
+        try:
+            by_name(*given)
+        except ValueError as raised:
+            ranks.expect(words in str(raised), f"{words!r} is not in {str(raised)!r}")
+        else:
+            ranks.expect(False, "code for other ranks was run")
+    want = ranks.share(None, layer.alone())
     ranks.close(_layer(ranks, group=dist.group.WORLD), want, 1e-6, "initialised again")
 
 
 _OF_TWO = (
     widths, dtypes, options, results, experts, transports, capacities, arguments, weights_of_halves, beside_a_group,
     tokens_in_a_graph, weights_in_a_graph, weights_of_halves_in_a_graph,
-    no_tensors, layer_options, differentiated, added, types, arguments_in_a_graph, trained_in_part,
+    no_tensors, layer_options, differentiated, added, types, arguments_in_a_graph, arguments_beside_a_graph,
+    trained_in_part,
     calls, debug, second_derivatives, transforms, backends,
     no_tokens_in_a_graph,
 )  # fmt: skip
-_OF_BOTH = (tokens, weights, groups, meshes, dropped_rows_reported, ids_out_of_range)
+_OF_BOTH = (tokens, weights, groups, meshes, dropped_rows_reported, dropped_pairs_reported, ids_out_of_range)
 CHECKS = {
     **{f"refused-{check.__name__}": Check(check) for check in _OF_TWO},
     **{f"refused-{check.__name__}": Check(check, (2, 4)) for check in _OF_BOTH},
