@@ -8,6 +8,7 @@ the rule, what it got and the cure; the rules are in :mod:`meta.shapes`. All are
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -23,7 +24,8 @@ from meta.checks import (
 )
 from meta.gemm_shapes import check_packed
 from moe_ops import ep, sharded
-from moe_ops.groups import GroupLike
+from moe_ops.agreement import refusing
+from moe_ops.groups import GroupLike, resolve
 from moe_ops.integrations.containers import are_plain, unpacked_layer
 from moe_ops.ops import call
 from moe_ops.quantized import quantized_schemes
@@ -173,7 +175,10 @@ def fused_experts(
         *weights, gate_up_bias, down_bias, gate_up_scales, down_scales = sharded.local(
             "fused_experts", group, tensors
         ).values()
-        gate_up_proj, down_proj, up_proj, scheme, gate_up_scales, down_scales = unpacked_layer(
+        unpack = unpacked_layer
+        if group is not None:  # what one rank holds may be refused there alone
+            unpack = partial(refusing, resolve("fused_experts", group).name, unpacked_layer)
+        gate_up_proj, down_proj, up_proj, scheme, gate_up_scales, down_scales = unpack(
             "fused_experts", weights, scheme, gate_up_scales, down_scales, static=True
         )
     if group is not None:

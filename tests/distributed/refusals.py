@@ -158,6 +158,21 @@ def types(ranks: Ranks) -> None:
         refused(ranks, lambda given=given: _layer(ranks, **given), *said)
 
 
+def quantised(ranks: Ranks) -> None:
+    """Weights that bring their scales, of which one rank's do not go together."""
+    held = [ranks.held(None, tensor) for tensor in random(ranks.size * T)[3:5]]
+
+    def weight(tensor: Tensor, scheme: str) -> Tensor:
+        data, *scales = moe_ops.quantize_weight(tensor, scheme=scheme)
+        return moe_ops.QuantizedWeight(data, scales, scheme=scheme)
+
+    gate_up, down = (weight(tensor, "int8_channel") for tensor in held)
+    wrong = ([gate_up, held[1]], [gate_up, weight(held[1], "int8_w8a16")])  # one projection's, and of two schemes
+    for last in wrong:
+        said = "down_proj must be quantised as the other weights are", _last(ranks, "", _refused(ranks))
+        refused(ranks, partial(_layer, ranks, held=_last(ranks, last, [gate_up, down])), *said)
+
+
 def backends(ranks: Ranks) -> None:
     """One rank insists on a backend that does not serve these tensors."""
     said = "fused_experts: backend='triton' must accept the problem", _last(ranks, "", _refused(ranks))
@@ -596,7 +611,7 @@ _OF_TWO = (
     tokens_in_a_graph, weights_in_a_graph, weights_of_halves_in_a_graph,
     no_tensors, layer_options, differentiated, added, types, arguments_in_a_graph, arguments_beside_a_graph,
     trained_in_part,
-    calls, debug, second_derivatives, transforms, backends,
+    calls, debug, second_derivatives, transforms, quantised, backends,
     no_tokens_in_a_graph,
 )  # fmt: skip
 _OF_BOTH = (tokens, weights, groups, meshes, dropped_rows_reported, dropped_pairs_reported, ids_out_of_range)
