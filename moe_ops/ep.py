@@ -619,4 +619,5 @@ def _check_layer(
     for name in ("gate_up_proj", "down_proj"):
         check_rank(op, name, given[name], "E N K")
     if not torch.compiler.is_compiling():
+        refuse_tangents(op, list(given.values()))  # as the layer does, which one rank alone would tell too late
         check_layer(op, hidden_states, *weights, topk_weights, topk_ids, **options)

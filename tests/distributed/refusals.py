@@ -337,6 +337,11 @@ def transforms(ranks: Ranks) -> None:
         with forward_ad.dual_level():
             dual = forward_ad.make_dual(given, torch.ones_like(given))
             refused(ranks, partial(function, dual), "must not carry a tangent")
+    held = [ranks.held(None, tensor) for tensor in random(0)[3:5]]
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(held[0], torch.ones_like(held[0]))
+        said = "fused_experts: arguments must not carry a tangent", _last(ranks, "", _refused(ranks))
+        refused(ranks, partial(_layer, ranks, held=[_last(ranks, dual, held[0]), held[1]]), *said)
 
 
 def differentiated(ranks: Ranks) -> None:
