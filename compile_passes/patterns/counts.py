@@ -11,6 +11,7 @@ from compile_passes.equal import holds
 from compile_passes.match import Dispatch, Refusal
 from compile_passes.patterns.ids import are_distinct, are_in_range, exact_ids
 from compile_passes.patterns.rows import Order, is_ramp
+from compile_passes.reading import Reading
 from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank
 
 _RAISES = (
@@ -29,21 +30,29 @@ def counts_of(order: Order, counts: fx.Node, dispatch: Dispatch, experts: Any) -
     return _Counting(order, dispatch, experts).all_rows(counts)
 
 
-def row_ids(order: Order, value: Any, dispatch: Dispatch) -> bool:
+def row_ids(order: Order, value: Any, dispatch: Dispatch, experts: Any) -> bool:
     """Whether ``value`` holds the expert id of every row."""
     reading = order.reading
     if dispatch.perm is None:
-        return reading.same(value, dispatch.ids)
+        return _are_pair_ids(reading, value, dispatch, experts)
     value = reading.strip(value)
     taken = order.taken(value)
     if taken is not None:
-        return reading.same(taken.source, dispatch.ids) and order.has_order(taken.index, dispatch.perm, taken.wide)
+        pairs = _are_pair_ids(reading, taken.source, dispatch, experts)
+        return pairs and order.has_order(taken.index, dispatch.perm, taken.wide)
     call = reading.read(value, "item", "index")
     ordered = reading.read(call["x"], "sort", "dim") if call is not None and call["index"] == 0 else None
     return (
         ordered is not None and rank(ordered["x"]) == 1
-        and ordered["dim"] in (-1, 0) and reading.same(ordered["x"], dispatch.ids)
+        and ordered["dim"] in (-1, 0) and _are_pair_ids(reading, ordered["x"], dispatch, experts)
     )  # fmt: skip
+
+
+def _are_pair_ids(reading: Reading, value: Any, dispatch: Dispatch, experts: Any) -> bool:
+    """Whether ``value`` holds the ids of all pairs in their order, which rows may be sorted by casts of."""
+    if reading.same(value, dispatch.ids):
+        return True
+    return reading.same(exact_ids(reading, value, experts), exact_ids(reading, dispatch.ids, experts))
 
 
 class _Counting:
@@ -132,7 +141,7 @@ class _Counting:
         """Where the ids up to e end in the sorted ids, for every expert e."""
         ordered, asked = ("x", "y") if call.name == "searchsorted" else ("y", "x")
         right = call["right"] is True or call["side"] == "right"
-        if call["side"] == "left" or not row_ids(self.order, self._exact_ids(call[ordered]), self.dispatch):
+        if call["side"] == "left" or not self._row_ids(self._exact_ids(call[ordered])):
             return False
         return self._is_experts(call[asked], first=0 if right else 1)
 
@@ -237,10 +246,13 @@ class _Counting:
 
     # ---- values
 
+    def _row_ids(self, value: Any) -> bool:
+        return row_ids(self.order, value, self.dispatch, self.experts)
+
     def _all_ids(self, value: Any) -> bool:
         """Whether ``value`` holds the ids of all rows, in whatever order."""
         value = self._exact_ids(value)
-        return row_ids(self.order, value, self.dispatch) or self.reading.same(value, self.dispatch.ids)
+        return self._row_ids(value) or _are_pair_ids(self.reading, value, self.dispatch, self.experts)
 
     def _exact_ids(self, value: Any) -> Any:
         return exact_ids(self.reading, value, self.experts, also=torch.int32)

@@ -199,12 +199,14 @@ def _bias_ids(order: Order, value: Any, dispatch: Dispatch, experts: Any, left_o
     call = reading.read(value, "clamp", "min max")
     if call is not None and dispatch.perm is not None and left_out and is_harmless(call, experts):
         value = call["x"]
-    return row_ids(order, exact_ids(reading, value, experts), dispatch)
+    return row_ids(order, exact_ids(reading, value, experts), dispatch, experts)
 
 
 def _is_sentinel_mask(order: Order, mask: Any, dispatch: Dispatch, experts: Any) -> bool:
     """``ids_of_rows >= E``: rows of no expert, which the fused operator leaves out by itself."""
     call, ids = order.reading.read(order.reading.strip(mask), "ge gt", "y"), example(dispatch.ids)
-    if call is None or ids is None or not has_shape(mask, ids.numel(), 1) or not row_ids(order, call["x"], dispatch):
+    if call is None or ids is None or not has_shape(mask, ids.numel(), 1):
+        return False
+    if not row_ids(order, call["x"], dispatch, experts):
         return False
     return equal_sizes(call["y"], experts if call.name == "ge" else experts - 1)

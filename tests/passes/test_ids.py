@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from compile_passes.patterns.ids import are_distinct, are_in_range, are_not_negative
 from compile_passes.patterns.rows import is_ramp
 from compile_passes.reading import Reading
-from tests.passes.blocks import E, K, T, batched, capture, softmax_router, weights
+from tests.passes.blocks import E, H, K, T, batched, capture, silu_glu, softmax_router, weights
 from tests.passes.compare import check
 
 _make = torch.Generator().manual_seed(0)
@@ -192,3 +192,48 @@ def test_remainders_in_place_are_read_as_remainders():
 ])  # fmt: skip
 def test_ramp(function, ramp):
     assert is_ramp(*reading(lambda s, w, g: function(s, w, g).clone())) is ramp
+
+
+def sorted_by(cast, count):
+    """Rows sorted by a ``cast`` of the ids, and counted by ``count(ids, what sorts them)``."""
+
+    def run(x, gate, w1, w2):
+        topk_weights, ids = softmax_router(x, gate)
+        key = cast(ids.reshape(-1))
+        perm = key.argsort()
+        offsets = count(ids, key).cumsum(0, dtype=torch.int32)
+        h = torch._grouped_mm(x[perm // K].bfloat16(), w1.bfloat16().mT, offsets)
+        out = torch._grouped_mm(silu_glu(h), w2.bfloat16().mT, offsets).to(x.dtype)
+        index = (perm // K)[:, None].expand(-1, H)
+        return torch.zeros_like(x).scatter_add(0, index, out * topk_weights.reshape(-1)[perm, None].to(x.dtype))
+
+    return run
+
+
+def histogram(ids):
+    return torch.histc(ids.float(), bins=E, min=0, max=E - 1)
+
+
+#: what sorts the rows, how they are counted, and whether both hold the same ids.
+SORTED = {
+    "int32, histc of it (MegaBlocks)": (lambda flat: flat.int(), lambda ids, key: histogram(key), True),
+    "int32, histc of the ids": (lambda flat: flat.int(), lambda ids, key: histogram(ids), True),
+    "int32, a one-hot of it": (lambda flat: flat.int(), lambda ids, key: F.one_hot(key.long(), E).sum(0), True),
+    "int32, compared": (lambda flat: flat.int(), lambda ids, key: (key[:, None] == torch.arange(E)).sum(0), True),
+    "int32, ones added": (
+        lambda flat: flat.int(), lambda ids, key: torch.zeros_like(key[:E]).index_add(0, key, torch.ones_like(key)),
+        True,
+    ),
+    "int16": (lambda flat: flat.to(torch.int16), lambda ids, key: histogram(key), True),
+    "float": (lambda flat: flat.float(), lambda ids, key: histogram(key), True),
+    "bool holds two ids": (lambda flat: flat.bool(), lambda ids, key: histogram(ids), False),
+    "counted in another order": (lambda flat: flat.int(), lambda ids, key: histogram(E - 1 - key), False),
+    "counted without the last": (lambda flat: flat.int(), lambda ids, key: histogram(key.clamp(max=E - 2)), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SORTED)
+def test_rows_sorted_by_a_cast_of_the_ids(name):
+    cast, count, same = SORTED[name]
+    outcome = check(sorted_by(cast, count), *weights(dtype=torch.float32).values(), tolerance=3e-2, fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, int(same))
