@@ -28,7 +28,8 @@ _DECORATED = ("config", "has_gate", "has_bias", "is_transposed")
 SETTING = "_experts_implementation"
 # On a module whose loop has been given a static form: the names of the methods that were.
 STATIC = "_moe_ops_static"
-LISTS = nn.ModuleList | nn.ModuleDict | nn.ParameterList
+PARAMETERS = nn.ParameterList | nn.ParameterDict
+LISTS = nn.ModuleList | nn.ModuleDict | PARAMETERS
 # Children that are called by numbers: expert_0, expert_1; or ffn_0, ffn_1, where a router scores as many.
 _NUMBERED = re.compile(r"(\D+)(\d+)")
 _EXPERTS = re.compile(r"\D*experts?_?")
@@ -225,12 +226,19 @@ def number_of_experts(module: nn.Module, name: str, child: nn.Module) -> int:
     """
     if not isinstance(child, LISTS) or len(child) < 2:
         return 0
-    if isinstance(child, nn.ParameterList):
+    if isinstance(child, nn.ParameterDict) and not _are_numbers_of_one_name(child):
+        return 0  # the weights of one layer, by their names
+    if isinstance(child, PARAMETERS):
         said = {key: value for key, value in vars(module).items() if "expert" in key and "_per_" not in key}
         counts = _scored(module).union(value for value in said.values() if type(value) is int)
         return len(child) if "expert" in name or len(child) in counts else 0
     alike = len({type(inner) for inner in child.children()}) == 1
     return len(child) if "expert" in name or (alike and len(child) in _scored(module)) else 0
+
+
+def _are_numbers_of_one_name(child: nn.ParameterDict) -> bool:
+    keys = [key.rstrip("0123456789") for key in child]
+    return len(set(keys)) == 1 and all(len(key) > len(name) for key, name in zip(child, keys, strict=True))
 
 
 def _scored(module: nn.Module) -> set[int]:

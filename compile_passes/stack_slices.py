@@ -145,8 +145,20 @@ def _methods(kind: type[nn.Module], names: tuple[str, ...]) -> dict[str, Any]:
             part._size += 1
         return part
 
+    def joined(*pairs: Any) -> nn.ParameterDict:
+        """A dict that holds slices, of which one that is made in the usual way would make parameters."""
+        made = nn.ParameterDict()
+        for key, value in (pair for items in pairs for pair in items):
+            made._keys[key] = None
+            setattr(made, key, value)
+        return made
+
     own: dict[str, Any] = {"__reduce_ex__": reduce, "register_parameter": register}
     own |= {"__getitem__": item} if issubclass(kind, nn.ParameterList) else {}
+    if issubclass(kind, nn.ParameterDict):
+        own["copy"] = lambda self: joined(self.items())
+        own["__or__"] = lambda self, other: joined(self.items(), other.items())
+        own["__ror__"] = lambda self, other: joined(other.items(), self.items())
     return own | {"_save_to_state_dict": save, "_load_from_state_dict": load, "__deepcopy__": deepcopy}
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from compile_passes import compat
 from compile_passes.asked import asked_around, asked_of_experts, words
 from compile_passes.effects import OF_TORCH, is_proxy, parts
-from compile_passes.loops import LISTS, number_of_experts, numbered_experts
+from compile_passes.loops import LISTS, PARAMETERS, number_of_experts, numbered_experts
 from compile_passes.reached import of_torch, package_of
 from compile_passes.stack_slices import PLAIN, STACKS, sliced
 from meta.checks import fail
@@ -84,7 +84,7 @@ def expert_lists(model: nn.Module, names: tuple[str, ...] = ()) -> list[ExpertLi
         elif isinstance(module, LISTS) and (names or (around is not None and number_of_experts(around, name, module))):
             # A dropout for all experts beside them has no weights.
             keys = tuple(key for key, child in module.named_children() if any(True for _ in child.parameters()))
-            if len(keys) > 1 or (isinstance(module, nn.ParameterList) and len(module._parameters) > 1):
+            if len(keys) > 1 or (isinstance(module, PARAMETERS) and len(module._parameters) > 1):
                 found.append(ExpertList(path, module, around, keys))
     inner = {one.module for one in found} | {module for module in modules.values() if STACKS in vars(module)}
     return [one for one in found if len(inner.intersection(one.module.modules())) == 1]
@@ -123,9 +123,10 @@ def why_not(found: ExpertList, taken: Mapping[int, str]) -> str | None:
             problem = problem or taken.get(id(weight))
             if problem is not None:
                 return f"{where}.{name}, which {problem}"
-    if isinstance(found.module, nn.ParameterList):
+    if isinstance(found.module, PARAMETERS):
         held = [name for name, _ in found.module.named_parameters()]
-        if held != [str(place) for place in range(len(found.module))]:
+        keys = found.module.keys() if isinstance(found.module, nn.ParameterDict) else range(len(found.module))
+        if held != [str(key) for key in keys]:
             return f"{found.name}, which has others than the parameters of its list"
     return _underivable(found)
 

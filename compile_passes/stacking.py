@@ -49,8 +49,9 @@ def stack_experts_(model: nn.Module, *names: str) -> nn.Module:
         model: a module.
         names: paths of the lists, as in ``model.named_modules()``, or of modules with experts that are called by
             numbers (``expert_0``, ...); by default every ``nn.ModuleList``, ``nn.ModuleDict`` and ``nn.ParameterList``
-            of two or more that is called experts, or is as long as a router beside it has scores, and all such
-            modules. Of lists in one another the innermost are stacked.
+            of two or more that is called experts, or is as long as a router beside it has scores, such an
+            ``nn.ParameterDict`` by numbered keys, and all such modules. Of lists in one another the innermost are
+            stacked.
 
     Returns:
         ``model``.

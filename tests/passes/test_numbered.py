@@ -117,6 +117,31 @@ class Parameters(Mixture):
         return (F.silu(x @ self.w1[e].T) * (x @ self.w3[e].T)) @ self.w2[e].T
 
 
+class ParametersByName(Mixture):
+    """Weights in dicts, by numbered keys."""
+
+    def make(self):
+        self.w1, self.w3, self.w2 = (
+            nn.ParameterDict({f"expert_{e}": nn.Parameter(torch.randn(shape) * 0.2) for e in range(E)})
+            for shape in ((I, H), (I, H), (H, I))
+        )
+
+    def expert(self, x, e):
+        w1, w3, w2 = (weights[f"expert_{e}"] for weights in (self.w1, self.w3, self.w2))
+        return F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2)
+
+
+class ParametersOfDictsWalkedThrough(ParametersByName):
+    def forward(self, hidden_states):
+        x = hidden_states.reshape(-1, H)
+        weights, ids = self.gate(x).softmax(-1).topk(K)
+        out = torch.zeros_like(x)
+        for e, (name, w1) in enumerate(self.w1.items()):
+            h = F.silu(x @ w1.T) * (x @ self.w3.get(name).T)
+            out = out + (weights * (ids == e)).sum(-1, keepdim=True) * F.linear(h, list(self.w2.values())[e])
+        return out.view(hidden_states.shape)
+
+
 class Linear(Parameters):
     def expert(self, x, e):
         return F.linear(F.silu(F.linear(x, self.w1[e])) * F.linear(x, self.w3[e]), self.w2[e])
@@ -214,6 +239,8 @@ KINDS = (
     Parameters,
     Linear,
     Zipped,
+    ParametersByName,
+    ParametersOfDictsWalkedThrough,
     NumberedHits,
     ParameterHits,
 )
@@ -225,7 +252,7 @@ def test_fused(kind, training):
     assert check(kind, training) >= 1
 
 
-@pytest.mark.parametrize("kind", [Listed, OtherNames, Parameters], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Listed, OtherNames, Parameters, ParametersByName], ids=lambda kind: kind.__name__)
 def test_state_dict_copies_and_back(kind):
     """Old keys both ways, of copies and of what was pickled too, and a missing one is missed."""
     single, model = made(kind), moe_ops.stack_experts_(made(kind))
@@ -237,9 +264,8 @@ def test_state_dict_copies_and_back(kind):
         assert sorted(found) == sorted(state) and all(torch.equal(found[key], state[key]) for key in state)
         one.load_state_dict(other)
         assert all(torch.equal(value, other[key]) for key, value in one.state_dict().items())
-        some = {
-            key: value for key, value in state.items() if key not in ("w1.1", "expert_1.w1.weight", "ffn_1.w1.weight")
-        }
+        one_weight = ("w1.1", "w1.expert_1", "expert_1.w1.weight", "ffn_1.w1.weight")
+        some = {key: value for key, value in state.items() if key not in one_weight}
         assert len(one.load_state_dict(some, strict=False).missing_keys) == 1
         one.load_state_dict(state)
         assert torch.equal(one(TOKENS), single(TOKENS))
@@ -263,6 +289,28 @@ def test_lists_of_parameters_are_as_they_were():
         torch.testing.assert_close(one[0], other[0] + 1)
         with pytest.raises(ValueError, match="left in its place"):
             one[0] = torch.zeros_like(one[0])
+
+
+@pytest.mark.parametrize(
+    "made_of",
+    [
+        lambda one, other: one,
+        lambda one, other: one.copy(),
+        lambda one, other: one | other,
+        lambda one, other: other | one,
+        lambda one, other: {} | one,
+    ],
+    ids=["itself", "copy", "joined with another", "another joined with it", "joined with a plain dict"],
+)
+def test_dicts_of_parameters_are_as_they_were(made_of):
+    """What is made of one holds its slices, through which gradients go."""
+    single, model = made(ParametersByName), moe_ops.stack_experts_(made(ParametersByName))
+    other = nn.ParameterDict({"another": torch.ones(2)})
+    wanted, got = made_of(single.w1, other), made_of(model.w1, other)
+    assert list(got) == list(wanted) and len(got) == len(wanted) and "expert_1" in got
+    assert all(torch.equal(got[key], value) for key, value in wanted.items())
+    got["expert_1"].sum().backward()
+    assert model.w1.stacked.grad[1].eq(1).all() and model.w1.stacked.grad.sum() == model.w1["expert_1"].numel()
 
 
 @pytest.mark.parametrize("lists", [False, True], ids=["attributes", "parameters"])
@@ -377,6 +425,29 @@ class InTwoLists(Parameters):
         self.w3 = nn.ParameterList(self.w1)
 
 
+class ByRole(Mixture):
+    """A dict of the weights of one layer is no list of experts, though it has as many as the router scores."""
+
+    def make(self):
+        self.experts = nn.ParameterDict({name: nn.Parameter(torch.randn(H, H) * 0.2) for name in "abcdefgh"[:E]})
+
+    def expert(self, x, e):
+        return torch.relu(x @ self.experts["abcdefgh"[e]])
+
+
+class OneKeyOfAnotherName(ParametersByName):
+    def make(self):
+        super().make()
+        for weights in (self.w1, self.w3, self.w2):
+            weights["shared"] = nn.Parameter(weights["expert_0"] + 1)
+
+
+class OtherShapeInDict(ParametersByName):
+    def make(self):
+        super().make()
+        self.w3["expert_1"] = nn.Parameter(torch.randn(1, H))
+
+
 class AsksForLeaves(Parameters):
     def expert(self, x, e):
         return super().expert(x, e) * (2 if self.w1[e].is_leaf else 1)
@@ -394,6 +465,7 @@ LEFT = {
     Gap: None, Twice: None, TwoGroups: None, OtherCount: None, OtherWidth: None, Projections: None,
     OtherNamesTwice: None, OwnState: "has a _save_to_state_dict of its own",
     OtherShape: "unlike that of", NoParameter: "has others than", OneMore: "has others than",
+    OtherShapeInDict: "unlike that of", ByRole: None, OneKeyOfAnotherName: None,
     InTwoLists: "in more than one place", AsksForLeaves: "asks for is_leaf",
     PartlyFrozen: "is frozen, unlike that of expert 0",
 }  # fmt: skip
