@@ -92,6 +92,12 @@ class Made:
 Value = fx.Node | Made
 
 
+def everywhere(ids: Value, number: float, dtype: torch.dtype) -> Made:
+    """The routing weights of a sum that has none, but for one ``number``: for every one of ``ids``, in ``dtype``."""
+    aten = torch.ops.aten
+    return Made(aten.full_like.default, (Made(aten.to.dtype, (ids, dtype)), number))
+
+
 def leaves(value: Value) -> list[fx.Node]:
     """The nodes that ``value`` is, or is made of."""
     if isinstance(value, fx.Node):

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from compile_passes.equal import is_float_cast, is_noop_cast, no_narrower
-from compile_passes.match import KEEP, Combine, Dispatch, Product, Refusal, Staged, Value, in_words
+from compile_passes.match import KEEP, Combine, Dispatch, Product, Refusal, Staged, Value, everywhere, in_words
 from compile_passes.patterns.rows import BLANK, Order, is_ramp, sorts
 from compile_passes.patterns.rowwise import row_wise
 from compile_passes.reading import Reading
@@ -117,10 +117,15 @@ class _Walk:
             return Refusal(
                 after, "The routing weights multiply the experts' inputs and their results.", "Apply them once."
             )
-        weights = after if before is None else before
-        if weights is None:
-            return Refusal(output, "The rows are summed without routing weights.", "Multiply them by topk_weights.")
-        return weights
+        weights, made = after if before is None else before, example(output)
+        if weights is not None:
+            return weights
+        if state.staged is not None or made is None:  # the weights may be in the code between that stays
+            return Refusal(
+                output, "The rows are summed without routing weights, behind code of the model.",
+                "Multiply them by topk_weights, or by ones if nothing weighs them.",
+            )  # fmt: skip
+        return everywhere(self.dispatch.ids, 1.0, made.dtype)
 
     def _known(self, value: fx.Node) -> bool:
         return self._are_rows(value) or self._by_token(value)

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from compile_passes.equal import is_float_cast, no_narrower
-from compile_passes.match import Made, Refusal, Spread, Value
+from compile_passes.match import Made, Refusal, Spread, Value, everywhere
 from compile_passes.patterns.contraction import alike, axis_of, moves_one, permutation, spread_of
 from compile_passes.patterns.ids import are_distinct, are_in_range, topk_over_experts
 from compile_passes.patterns.rows import counted_off
@@ -94,9 +94,10 @@ def selected_of(
     held = example(scores)
     if held is None or not held.dtype.is_floating_point:
         return Refusal(scores, "The routing weights are integers.", "Cast them to the dtype of the tokens.")
-    if not isinstance(found.values, fx.Node | Made):
-        return Refusal(scores, "The experts are summed without routing weights.", "Multiply them by topk_weights.")
-    return Selection(found.ids, found.values, found.top_k)
+    weights = found.values
+    if not isinstance(weights, fx.Node | Made):
+        weights = everywhere(found.ids, float(weights), held.dtype)
+    return Selection(found.ids, weights, found.top_k)
 
 
 def without_zeros(reading: Reading, chosen: Selection, tokens: Any, floor: torch.dtype) -> Selection:

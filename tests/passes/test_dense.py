@@ -118,11 +118,6 @@ def picked_by_ids_not_in_range(x, gate, w1, w2):
     return (picked * F.linear(x, gate)[:, :K].sigmoid().unsqueeze(-1)).sum(1)
 
 
-def mask_alone(x, gate, w1, w2):
-    """The selected experts, added up."""
-    return every_expert(x, F.one_hot(F.linear(x, gate).topk(K).indices, E).sum(1).to(x.dtype), w1, w2)
-
-
 def without_scores(x, gate, w1, w2):
     return (silu_glu(x @ w1.mT) @ w2.mT).sum(0) * F.linear(x, gate).softmax(-1).topk(1).values
 
@@ -151,7 +146,6 @@ REFUSED = {
     weighted_before_a_bias: "and not its bias",
     ids_not_in_range: "cannot be proved to be in [0, number of experts)",
     picked_by_ids_not_in_range: "cannot be proved to be in [0, number of experts)",
-    mask_alone: "The experts are summed without routing weights",
     without_scores: "results are summed without routing weights",
     weights_of_the_first_token: "(they come from einsum)",
     none_selected: "(they come from scatter)",

@@ -347,13 +347,15 @@ def test_other_top_k_than_the_ids():
     says(refusal(block(run)), "no known way to combine")
 
 
-def test_unweighted_sum():
+def test_unweighted_sum_behind_code_that_stays():
+    """Weights in another order than the pairs' may be among that code."""
+
     def run(x, ids, topk_weights, w1, w2):
         flat = ids.reshape(-1)
         h = torch.bmm(w1[flat], x.repeat_interleave(K, dim=0).unsqueeze(-1)).squeeze(-1)
         gate, up = h.chunk(2, -1)
         out = torch.bmm(w2[flat], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
-        return out.view(-1, K, H).sum(1)
+        return (out * out.pow(2).mean(-1, keepdim=True).rsqrt()).view(-1, K, H).sum(1)
 
     says(refusal(block(run)), "without routing weights")
 
