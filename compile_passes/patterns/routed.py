@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from compile_passes.equal import narrower, no_narrower
-from compile_passes.match import Combine, Dispatch, Product, Refusal
+from compile_passes.match import Combine, Dispatch, Made, Product, Refusal
 from compile_passes.patterns.combine import recognise_combine
 from compile_passes.patterns.dispatch import recognise_dispatch, weighted_tokens
 from compile_passes.reading import Reading
@@ -23,13 +23,16 @@ def routed_rows(
         return dispatch
     floor = narrowest(example(dispatch.hidden), dtype)
     combine = recognise_combine(reading, dispatch, down, floor)
-    if not isinstance(combine, Refusal):
+    refused = isinstance(combine, Refusal)
+    if isinstance(combine, Combine) and not isinstance(combine.weights, Made):
         return dispatch, combine
-    for other in (weighted_tokens(reading, dispatch, floor), _unrounded(reading, dispatch, dtype)):
+    # Results that are summed as they are may be of tokens that were weighed.
+    others = [weighted_tokens(reading, dispatch, floor), _unrounded(reading, dispatch, dtype) if refused else None]
+    for other in others:
         again = None if other is None else recognise_combine(reading, other, down, floor)
         if other is not None and isinstance(again, Combine):
             return other, again
-    return combine
+    return combine if isinstance(combine, Refusal) else (dispatch, combine)
 
 
 def _unrounded(reading: Reading, dispatch: Dispatch, floor: torch.dtype) -> Dispatch | None:

@@ -32,6 +32,9 @@ COMPILED = [
 # Rows of tokens of a tile; where sums wait for scales, registers have room for 128.
 HIGH, HIGHER = (MMConfig(rows, 128, 64, 8, 8, 3, a_tma=True, w_tma=True) for rows in (128, 256))
 KINDS = pytest.mark.parametrize(
+    ("scheme", "layout"), COMPILED, ids=[f"{scheme}-{layout or 'down'}" for scheme, layout in COMPILED]
+)
+IN_TILES = pytest.mark.parametrize(
     ("scheme", "layout", "tile"),
     [(*kind, tile) for kind in COMPILED for tile in (HIGH, HIGHER) if tile == HIGH or kind[0] != "int4_w4a16"],
     ids=lambda value: str(value.block_m) if isinstance(value, MMConfig) else value or "down",
@@ -85,7 +88,7 @@ def compile_product(mm: ExpertMM, fitted: MMConfig, rows: torch.Tensor) -> Compi
     return kernel
 
 
-@KINDS
+@IN_TILES
 def test_compiles(scheme: str, layout: str | None, tile: MMConfig) -> None:
     """Of all rows of tokens that a tile may have, a half and a quarter. One product is under way while the next weights
     are decoded, but where it is scaled. Scales of groups, where there are any, are prefetched.
