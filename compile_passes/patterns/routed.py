@@ -23,11 +23,10 @@ def routed_rows(
         return dispatch
     floor = narrowest(example(dispatch.hidden), dtype)
     combine = recognise_combine(reading, dispatch, down, floor)
-    refused = isinstance(combine, Refusal)
-    if isinstance(combine, Combine) and not isinstance(combine.weights, Made):
-        return dispatch, combine
-    # Results that are summed as they are may be of tokens that were weighed.
-    others = [weighted_tokens(reading, dispatch, floor), _unrounded(reading, dispatch, dtype) if refused else None]
+    if isinstance(combine, Refusal):
+        others = [weighted_tokens(reading, dispatch, floor), _unrounded(reading, dispatch, dtype)]
+    else:  # results that are summed as they are may be of tokens that were weighed
+        others = [weighted_tokens(reading, dispatch, floor)] if isinstance(combine.weights, Made) else []
     for other in others:
         again = None if other is None else recognise_combine(reading, other, down, floor)
         if other is not None and isinstance(again, Combine):

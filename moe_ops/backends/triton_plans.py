@@ -56,24 +56,20 @@ def _decoded(tile: MMConfig, *cost: float) -> Family:
 
 
 def _cost(tile: MMConfig, cost: Cost | None) -> TileCost | None:
-    if cost is None:
-        return None
-    tbps, fill_us, depth_us, programs, launch_us, *tall = cost
-    return tile_cost(tile, tbps, fill_us, depth_us, int(programs), launch_us, *tall)
+    return None if cost is None else tile_cost(tile, *cost)
 
 
 def tile_cost(tile: MMConfig, *constants: float) -> TileCost:
     """What a tile costs by constants in the order of `TileCost`'s, of which a tile of one height has one less."""
-    short, tall = (
-        (tile.block_m, tile.tall_m) if len(constants) == 5 or tile.tall_m else (tile.block_m // 2, tile.block_m)
-    )
     tbps, fill_us, depth_us, programs, launch_us, *of_tall = constants
+    ends = bool(of_tall) and not tile.tall_m
+    short, tall = (tile.block_m // 2, tile.block_m) if ends else (tile.block_m, tile.tall_m)
     return TileCost(short, tile.block_n, tbps, fill_us, depth_us, int(programs), launch_us, tall, *of_tall)
 
 
 def has_short_ends(scheme: str, tile: MMConfig) -> bool:
     """Whether an expert's last rows, where they are no more than half of a tile, take less time: `decoded_mm`."""
-    return tile.tall_m > 0 or (scheme in PACKED and tile.a_tma and tile.block_m >= 128)
+    return scheme in PACKED and tile.a_tma and tile.block_m >= 128
 
 
 #: Rows loaded by threads, also where they are sorted; rows by descriptor, where they are.

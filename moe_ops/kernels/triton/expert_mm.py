@@ -299,17 +299,15 @@ def _launch(
     if out.numel() == 0:
         return
     rows, row_tiles, num_rows, batched = grid
-    # Few rows are not worth a kernel that counts them.
     as_they_come = _comes_sorted(a, None if mm.gathers_few(config) else row_to_pair)
-    as_they_come = as_they_come and (load is None or not mm.takes_few(config))
+    as_they_come &= load is None or not mm.takes_few(config)  # few rows are not worth a kernel that counts them
     in_order = not mm.is_decoded or ((mm.rows_order or mm.shares(config)) and a.dtype == torch.bfloat16)
     specialised = as_they_come and in_order and mm.specialises(config)
     promoted = as_they_come and not specialised and mm.promotes(config, rows)
     if specialised or promoted:
         if load is not None:
             count_rows(load, extents, num_rows, batched=batched)
-        words = mm.words_told(config, rows)
-        if words and told is None:
+        if told is None and (words := mm.words_told(config, rows)):
             told = clear(a.new_empty(words, dtype=torch.int32), pdl)
     if specialised:
         if mm.decodes_once(config, rows):
@@ -319,7 +317,7 @@ def _launch(
             gather = (row_to_pair, top_k) if mm.widened else (None, None)
             _launch_few(a, mm, extents, config, out, grid, gather, pdl, known)
         elif mm.folds_scales:
-            _launch_specialised(mm, _of_promoted(a, mm, extents, config, outputs, None), grid, a.device, pdl)
+            _launch_specialised(mm, _of_promoted(a, mm, extents, config, outputs, told), grid, a.device, pdl)
         elif mm.waits_for_scales:
             _launch_specialised(mm, _of_decoded_fp8(a, mm, extents, config, out, told), grid, a.device, pdl)
         else:
