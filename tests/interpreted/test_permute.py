@@ -84,6 +84,19 @@ def test_sort_with_a_table_of_several_tiles(monkeypatch, poisoned):
     assert_sorted(torch.randint(-1, 512, (1100, 8)), 512)
 
 
+@pytest.mark.parametrize("words", [1, 2, 700])
+def test_sort_makes_words_0(words, path, poisoned):
+    """And none behind them: those that programs of the products tell one another, in both formats."""
+    ids = torch.randint(-1, 16, (200, 7))
+    for call in (
+        lambda cleared: sort_pairs(ids, 16, cleared=cleared),
+        lambda cleared: dispatch(torch.randn(200, 8), ids, 16, 100, cleared=cleared),
+    ):
+        room = torch.full((words + 1,), 77, dtype=torch.int32)
+        call(room[:words])
+        assert room.tolist() == [0] * words + [77]
+
+
 def test_sort_takes_int64_ids_that_would_wrap(path):
     ids = torch.tensor([[0, 2**32 + 1], [2**33, 1], [-(2**32), 3]])
     assert_sorted(ids, 4)

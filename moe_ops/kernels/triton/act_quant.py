@@ -16,7 +16,7 @@ from meta.schemes import WHOLE, ActivationFormat
 from moe_ops.kernels.triton.block_scales import nv_scale_bytes, quantize_group, quantize_nv_rows
 from moe_ops.kernels.triton.record import launch
 from moe_ops.kernels.triton.scales import HALF_GROUP, from_half, group_scale, largest_magnitude, store_as
-from moe_ops.kernels.triton.util import cdiv, clear_part, next_power_of_2, pdl_release, pdl_wait, unit_stride
+from moe_ops.kernels.triton.util import cdiv, next_power_of_2, pdl_release, pdl_wait, unit_stride
 
 PROGRAMS = 4096  # of quantize_batched, over all experts: enough to fill a GPU while most experts hold few rows
 BESIDE = tl.constexpr(512)  # columns of a program that quantises beside another kernel's work, or one scale group
@@ -352,8 +352,6 @@ def _quantize_static_kernel(
     row_to_pair_ptr,
     q_ptr,
     scale_ptr,
-    cleared_ptr,
-    CLEARED_COUNT,
     rows,
     K,
     stride_r,
@@ -365,8 +363,7 @@ def _quantize_static_kernel(
     PDL: tl.constexpr,
 ):
     """One program quantises every num_programs-th row of all experts, BATCHED: of expert number program_id(1), by the
-    scale of the row's expert; rows past `extents` are neither read nor written. All together make words 0, if there are
-    any.
+    scale of the row's expert; rows past `extents` are neither read nor written.
 
     Bytes: R (K (sizeof(element) + 1) + 4).
     """
@@ -398,8 +395,6 @@ def _quantize_static_kernel(
             q = store_as(x[None, :], scale + tl.zeros([1], tl.float32), DTYPE)
             tl.store(q_ptr + row * K + k[None, :], q, mask=k[None, :] < K)
         tl.store(scale_ptr + row, scale)
-    if cleared_ptr is not None:
-        clear_part(cleared_ptr, tl.program_id(0), tl.num_programs(0), CLEARED_COUNT)
 
 
 def quantize_static(
@@ -410,7 +405,6 @@ def quantize_static(
     pairs: tuple[torch.Tensor, int] | None = None,
     *,
     pdl: bool = False,
-    cleared: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise the rows of every expert by a scale that was calibrated before.
 
@@ -419,7 +413,6 @@ def quantize_static(
         extents: i32 [E], cumulative ends of the sorted rows, or how many rows of each expert's batch are used.
         static: f32 [E, 1, 1].
         pairs: row_to_pair i32 [R] of the sorted rows that are made of tokens, and top-k.
-        cleared: i32 words that become 0, unless there are no rows.
 
     Returns:
         (q [R, K] or [E, C, K] as `form` stores rows, scale f32 [R, 1] or [E, C, 1]); rows past `extents` are
@@ -444,8 +437,6 @@ def quantize_static(
         row_to_pair,
         q,
         scale,
-        cleared,
-        0 if cleared is None else cleared.numel(),
         rows,
         K,
         x.stride(-2),

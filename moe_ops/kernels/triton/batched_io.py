@@ -118,7 +118,7 @@ def dispatch(
         form: of the rows; None for the tokens' dtype.
         order: of their columns, see `permute.scatter_rows`.
         load: the layer's counters, to which pairs that keep their slots are added, or None.
-        cleared: words i32 to make 0, or None.
+        cleared: i32 words that become 0, if there are pairs, or None.
 
     Returns:
         (batch [E, C, H], its scales [E, C, groups of H] or None, expert_num_tokens i32 [E] at most C,
@@ -134,9 +134,9 @@ def dispatch(
     few = COUNT_ALL_PAIRS if form is not None and form.group == WHOLE else FEW_PAIRS
     if R == 0 or R > few or H == 0 or by_choice:
         ids = topk_ids.t() if by_choice else topk_ids
-        counts, _, slots = place_pairs(ids, E, expert_map, capacity, pdl, load=load)
+        counts, _, slots = place_pairs(ids, E, expert_map, capacity, pdl, load=load, cleared=cleared)
         slots = slots.t().contiguous() if by_choice else slots
-        scatter_rows(hidden_states, slots, topk_weights, batch, scale, pdl, group, order, cleared)
+        scatter_rows(hidden_states, slots, topk_weights, batch, scale, pdl, group, order)
         return batch, scale, counts, slots
     if cleared is not None:
         clear(cleared, pdl)

@@ -224,12 +224,12 @@ class Layer:
         pdl, (before, after) = pdl_launches(rows.device), self._weights(topk_weights)
         static, top_k, form = self.up.operand.static, topk_ids.shape[1], self._rows_form(plan)
         beside = None if copied or hidden_states.scales else act_quant.beside(rows, form)
-        sorting = (topk_ids, self.up.num_experts, self.expert_map)
+        sorting, told = (topk_ids, self.up.num_experts, self.expert_map), self._told(self._tiles(plan), topk_ids)
         if arrive is not None and beside is not None:
             arrive()  # the sort's kernel quantises the tokens
             arrive, pdl = None, False  # it waits for more than the kernel before it
-        offsets, row_to_pair, pair_to_row = permute.sort_pairs(*sorting, pdl=pdl, rows=beside, load=self.load)
-        told = Told()
+        options = {"pdl": pdl, "rows": beside, "load": self.load, "cleared": told.both}
+        offsets, row_to_pair, pair_to_row = permute.sort_pairs(*sorting, **options)
         if arrive is not None:
             arrive()
             pdl = False
@@ -237,13 +237,10 @@ class Layer:
             pairs = (row_to_pair, top_k)
             if before is not None:
                 rows, pairs = permute.gather_rows(rows, pair_to_row, before, pdl=pdl), None
-            told = self._told(self._tiles(plan), topk_ids, topk_ids.numel())
-            given = {"pdl": pdl, "cleared": told.both}
-            gather, tokens = None, act_quant.quantize_static(rows, offsets, static, form, pairs, **given)
+            gather, tokens = None, act_quant.quantize_static(rows, offsets, static, form, pairs, pdl=pdl)
         elif copied:
-            tiles = self._tiles(plan)
-            told, order = self._told(tiles, topk_ids, topk_ids.numel()), self.up.order(tiles[0])
-            gather, tokens = None, self._sorted(hidden_states, form, pair_to_row, before, pdl, order, told.both)
+            order = self.up.order(self._tiles(plan)[0])
+            gather, tokens = None, self._sorted(hidden_states, form, pair_to_row, before, pdl, order)
         else:
             gather = row_to_pair
             tokens = self._quantized(hidden_states, form, pdl) if beside is None else (beside.quantized, beside.scale)
@@ -307,19 +304,16 @@ class Layer:
         topk_weights: Tensor | None,
         pdl: bool,
         order: tuple[int, int] | None,
-        cleared: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Tokens by expert, times `topk_weights` if given, and their scales, as the products take them; the words
-        `cleared` become 0.
-        """
+        """Tokens by expert, times `topk_weights` if given, and their scales, as the products take them."""
         rows = hidden_states.data
         if form is None or hidden_states.scales:
-            made = [permute.gather_rows(rows, pair_to_row, topk_weights, pdl=pdl, order=order, cleared=cleared)]
+            made = [permute.gather_rows(rows, pair_to_row, topk_weights, pdl=pdl, order=order)]
             made += [permute.gather_rows(scale, pair_to_row, pdl=pdl) for scale in hidden_states.scales]
             return made[0], made[1] if len(made) > 1 else None
         quantized, scale = act_quant.room((pair_to_row.numel(), rows.shape[1]), form, rows.device)
         group = act_quant.group_columns(form, rows.shape[1])
-        permute.scatter_rows(rows, pair_to_row, topk_weights, quantized, scale, pdl, group, cleared=cleared)
+        permute.scatter_rows(rows, pair_to_row, topk_weights, quantized, scale, pdl, group)
         return quantized, scale
 
     def run_routed(
@@ -346,21 +340,23 @@ class Layer:
             pdl = pdl_launches(hidden_states.device)
             return one.run(*given, expert_map=self.expert_map, pdl=pdl, load=self.load)
         if grouped:
-            pdl, tiles, pairs, told = pdl_launches(hidden_states.device), self._tiles(plan), routed.pair_to_row, Told()
+            pdl, tiles, pairs = pdl_launches(hidden_states.device), self._tiles(plan), routed.pair_to_row
             order = self.up.order(tiles[0])
             if order is not None:
-                told = self._told(tiles, pairs, pairs.numel())
-                copies = permute.gather_rows(routed.tokens, pairs, pdl=pdl, order=order, cleared=told.both)
+                copies = permute.gather_rows(routed.tokens, pairs, pdl=pdl, order=order)
                 routed = replace(routed, row_to_pair=None, tokens=copies)
-            h = self._gemm_1(plan, routed, pdl, told.first)
-            y = self._gemm_2(plan, *h, routed.offsets, pairs, told.second)
+            h = self._gemm_1(plan, routed, pdl)
+            y = self._gemm_2(plan, *h, routed.offsets, pairs)
             return self._combined()(y, routed.pair_to_row, routed.topk_weights)
         scales = () if routed.tokens_scale is None else (routed.tokens_scale,)
         tokens = Operand(routed.tokens, self.form, scales)
         return self.run(plan, tokens, routed.topk_weights, routed.topk_ids)
 
-    def _told(self, tiles: tuple[MMConfig, MMConfig], topk_ids: Tensor, rows: int) -> Told:
-        """What programs of the products of so many rows tell one another, for a kernel before them to make 0."""
+    def _told(self, tiles: tuple[MMConfig, MMConfig], topk_ids: Tensor) -> Told:
+        """What programs of the products tell one another, for the kernel that sorts the pairs to make 0."""
+        rows = topk_ids.numel()
+        if self.capacity is not None:
+            rows = min(rows, self.up.num_experts * self.capacity)
         first, second = self._first().words_told(tiles[0], rows), self.down.words_told(tiles[1], rows)
         if not first + second:
             return Told()
@@ -406,7 +402,7 @@ class Layer:
         rows_form = self._rows_form(plan)
         form = None if hidden_states.scales or static is not None else rows_form
         routing = (topk_ids, self.up.num_experts, self.capacity, self.expert_map, before)
-        told = self._told((first, second), topk_ids, min(topk_ids.numel(), self.up.num_experts * self.capacity))
+        told = self._told((first, second), topk_ids)
         batch, batch_scale, counts, slots = batched_io.dispatch(
             hidden_states.data, *routing, form=form, order=order, pdl=pdl, load=self.load, cleared=told.both
         )

@@ -54,6 +54,8 @@ def _place_small_kernel(
     H,
     stride_h,
     load_ptr,
+    cleared_ptr,
+    CLEARED_COUNT,
     BATCHED: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -66,6 +68,7 @@ def _place_small_kernel(
     Items 0 .. R - 1 are the pairs, R .. R + E - 1 stand for the experts. With key = expert * R + p, the row of a pair
     is the number of smaller keys, and the cumulative end of expert e the number of keys below (e + 1) * R. Batched,
     only keys from expert * R on count. Dropped pairs sort last, so their rows are exactly the tail to fill with -1.
+    Those that place pairs make words 0, if there are any.
 
     Comparisons: R (R + E). Bytes: 4 R (R + E) / BLOCK_P from L2, and 8 R + 4 E written.
     """
@@ -106,6 +109,8 @@ def _place_small_kernel(
             row = tl.where(held, row, -1)
         tl.store(pair_to_row_ptr + item, row, mask=is_pair)
         count_pairs(load_ptr, counted, expert, tl.full([BLOCK_P], 1, tl.int32), is_pair & (row >= 0))
+        if cleared_ptr is not None:
+            clear_part(cleared_ptr, tl.program_id(0), placing, CLEARED_COUNT)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -116,12 +121,15 @@ def _count_kernel(
     R,
     E,
     E_GLOBAL,
+    cleared_ptr,
+    CLEARED_COUNT,
     BLOCK: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_E: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program counts the pairs of each expert among its BLOCK pairs: row `program` of table i32 [blocks, BLOCK_E].
+    All together make words 0, if there are any.
 
     Bytes: R sizeof(id) + 4 BLOCK_E blocks.
     """
@@ -134,6 +142,8 @@ def _count_kernel(
         expert = load_expert(topk_ids_ptr, expert_map_ptr, p, p < R, E, E_GLOBAL)
         counts += tl.histogram(tl.where(expert < E, expert, 0), BLOCK_E, mask=expert < E)
     tl.store(table_ptr + block * BLOCK_E + tl.arange(0, BLOCK_E), counts)
+    if cleared_ptr is not None:
+        clear_part(cleared_ptr, block, tl.num_programs(0), CLEARED_COUNT)
 
 
 @triton.jit(do_not_specialize=["R", "capacity", "blocks"])
@@ -224,9 +234,11 @@ def place_pairs(
     pdl: bool,
     rows: Beside | None = None,
     load: Row | None = None,
+    cleared: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Give every pair its row (capacity None) or its slot: one kernel up to `COUNT_ALL_PAIRS` pairs, else two. That one
-    may quantise `rows` too. Pairs that get one are counted in `load`.
+    may quantise `rows` too. Pairs that get one are counted in `load`. The words `cleared` i32 become 0, if there are
+    pairs.
 
     Returns:
         (offsets, row_to_pair, pair_to_row), or with a capacity (counts clamped to it, None, slots).
@@ -242,6 +254,7 @@ def place_pairs(
     outputs = (counts, row_to_pair, pair_to_row)
     sizes = (R, E, 0 if expert_map is None else expert_map.shape[0])
     options = {"PDL": pdl, "launch_pdl": pdl, "num_warps": 4}
+    words = {"cleared_ptr": cleared, "CLEARED_COUNT": 0 if cleared is None else cleared.numel()}
     batched = capacity is not None
     if R <= COUNT_ALL_PAIRS:
         block_q = max(16, min(128, next_power_of_2(R)))
@@ -255,6 +268,7 @@ def place_pairs(
             **beside_arguments(rows),
             T=T,
             load_ptr=load,
+            **words,
             BATCHED=batched,
             BLOCK_P=32,
             BLOCK_Q=block_q,
@@ -265,9 +279,8 @@ def place_pairs(
     blocks = cdiv(R, block)
     block_e = max(32, next_power_of_2(E))
     table = torch.empty((blocks, block_e), dtype=torch.int32, device=device)
-    launch(
-        _count_kernel, (blocks,), *ids, table, *sizes, BLOCK=block, BLOCK_Q=min(512, block), BLOCK_E=block_e, **options
-    )
+    counting = {"BLOCK": block, "BLOCK_Q": min(512, block), "BLOCK_E": block_e}
+    launch(_count_kernel, (blocks,), *ids, table, *sizes, **words, **counting, **options)
     launch(
         _place_kernel,
         (blocks,),
@@ -312,6 +325,7 @@ def sort_pairs(
     pdl: bool = False,
     rows: Beside | None = None,
     load: Row | None = None,
+    cleared: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Stable counting sort of the pairs by expert.
 
@@ -321,13 +335,14 @@ def sort_pairs(
         pdl: launch as programmatic dependents of the kernels before.
         rows: what to quantise as well, in the same kernel up to `COUNT_ALL_PAIRS` pairs.
         load: the layer's counters, or None.
+        cleared: i32 words that become 0, if there are pairs, or None.
 
     Returns:
         (offsets i32 [E] cumulative ends, row_to_pair i32 [R] with -1 past offsets[-1], pair_to_row i32 [T, K] with -1
         for dropped pairs).
     """
     beside = rows if quantises_beside(topk_ids) else None
-    offsets, row_to_pair, pair_to_row = place_pairs(topk_ids, num_experts, expert_map, None, pdl, beside, load)
+    offsets, row_to_pair, pair_to_row = place_pairs(topk_ids, num_experts, expert_map, None, pdl, beside, load, cleared)
     if rows is not None and beside is None:
         fill(rows, pdl)
     return offsets, row_to_pair, pair_to_row
@@ -392,8 +407,6 @@ def _scatter_rows_kernel(
     pair_to_row_ptr,
     rows_ptr,
     scale_ptr,
-    cleared_ptr,
-    CLEARED_COUNT,
     H,
     stride_t,
     TOP_K: tl.constexpr,
@@ -403,7 +416,7 @@ def _scatter_rows_kernel(
     PDL: tl.constexpr,
 ):
     """One program reads BLOCK_H columns of one token once and writes them to each of its TOP_K rows, or to the row of
-    its number. All together make words 0, if there are any.
+    its number.
 
     Bytes: T H sizeof(element) + R H sizeof(row element).
     """
@@ -417,9 +430,6 @@ def _scatter_rows_kernel(
         row = t if pair_to_row_ptr is None else tl.load(pair_to_row_ptr + t * TOP_K + k)
         weight = None if weights_ptr is None else tl.load(weights_ptr + t * TOP_K + k).to(tl.float32)
         store_row(x, weight, row, row >= 0, h_start, rows_ptr, scale_ptr, H, BLOCK_H, GROUP)
-    if cleared_ptr is not None:
-        programs = tl.num_programs(0) * tl.num_programs(1)
-        clear_part(cleared_ptr, t * tl.num_programs(1) + tl.program_id(1), programs, CLEARED_COUNT)
 
 
 def scatter_rows(
@@ -431,18 +441,15 @@ def scatter_rows(
     pdl: bool,
     group: int = 0,
     order: tuple[int, int] | None = None,
-    cleared: torch.Tensor | None = None,
 ) -> None:
     """Write token t, times its k-th weight if given, to `rows[pair_to_row[t, k]]` where that is not -1, or to row t.
 
     With a `group` of columns that share a scale the rows are quantised here, their scales go to `rows_scale`; with an
-    `order` (`order`), whose columns divide H, theirs are in it. The words `cleared` i32 become 0.
+    `order` (`order`), whose columns divide H, theirs are in it.
     """
     T, H = hidden_states.shape
     TOP_K = 1 if pair_to_row is None else pair_to_row.shape[1]
     if T == 0 or TOP_K == 0 or H == 0:
-        if cleared is not None:
-            clear(cleared, pdl)
         return
     hidden_states = unit_stride(hidden_states)
     columns = order[0] if order else 0
@@ -455,8 +462,6 @@ def scatter_rows(
         None if pair_to_row is None else pair_to_row.contiguous(),
         rows,
         rows_scale,
-        cleared,
-        0 if cleared is None else cleared.numel(),
         H,
         hidden_states.stride(0),
         TOP_K=TOP_K,
@@ -476,7 +481,6 @@ def gather_rows(
     *,
     pdl: bool = False,
     order: tuple[int, int] | None = None,
-    cleared: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Expert-sorted copies of the tokens.
 
@@ -484,12 +488,12 @@ def gather_rows(
         hidden_states: [T, H], any row stride.
         pair_to_row: i32 [T, K], from `sort_pairs`, or None for copies in the order that they have.
         topk_weights: [T, K] any float dtype, or None: multiplied in fp32, then rounded to the dtype of hidden_states.
-        order, cleared: see `scatter_rows`.
+        order: see `scatter_rows`.
 
     Returns:
         rows [T * K, H], or [T, H]; rows that no pair maps to are uninitialised.
     """
     T, H = hidden_states.shape
     rows = hidden_states.new_empty((T if pair_to_row is None else pair_to_row.numel(), H))
-    scatter_rows(hidden_states, pair_to_row, topk_weights, rows, None, pdl, order=order, cleared=cleared)
+    scatter_rows(hidden_states, pair_to_row, topk_weights, rows, None, pdl, order=order)
     return rows
