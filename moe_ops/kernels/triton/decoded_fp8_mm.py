@@ -76,7 +76,6 @@ def _bring(given, SIZES: gl.constexpr):
     place = 0
     tile = drawn(told)
     while tile < tiles:
-        next_tile = drawn(told)
         expert, first, past, n_tile = find_tile(tile, table, BLOCK[0], 0, N_TILES, BLOCK[3])
         count = _products(first, past)
         for step in range((K + STEP - 1) // STEP):
@@ -101,7 +100,7 @@ def _bring(given, SIZES: gl.constexpr):
                 else:
                     tma.async_copy_global_to_shared(w_desc, [expert, at, step * STEP // 4], arrived, words)
             place += 1
-        tile = next_tile
+        tile = drawn(told)
     no_more_tiles(tiles_of, place, full, empty, STAGES)
 
 

@@ -186,7 +186,6 @@ def _bring(given, SIZES: gl.constexpr):
     place = 0
     tile = drawn(told)
     while tile < tiles:
-        next_tile = drawn(told)
         expert, first, past, n_tile = find_tile(tile, table, MOST, 0, N_TILES, BLOCK[3])
         if SIZES[3][1] is not None and SIZES[9][4][4] > 0:  # scales, and of groups of columns
             _prefetch_scales(scale, apart, expert, n_tile, SIZES)
@@ -197,7 +196,7 @@ def _bring(given, SIZES: gl.constexpr):
             place = _bring_tile(brought, where, place, MOST // 2, SIZES)
         else:
             place = _bring_tile(brought, where, place, MOST // 4, SIZES)
-        tile = next_tile
+        tile = drawn(told)
     no_more_tiles(tiles_of, place, full, empty, STAGES=BLOCK[6])
 
 

@@ -120,7 +120,6 @@ def _bring(given, SIZES: gl.constexpr):
     place = 0
     tile = drawn(told)
     while tile < tiles:
-        next_tile = drawn(told)
         expert, first, past, n_tile = find_tile(tile, table, BLOCK[0], 0, N_TILES, whole_columns(N_TILES))
         panel = panel_of(table, expert, n_tile, N_TILES)
         of_steps = words_of_steps(told, E * N_TILES) + panel * STEPS
@@ -173,7 +172,7 @@ def _bring(given, SIZES: gl.constexpr):
                         at = [first + box * ROWS, step * STEP]
                         tma.async_copy_global_to_shared(a_desc, at, arrived, rows_of.index(stage * 2 + box))
                     place += 1
-        tile = next_tile
+        tile = drawn(told)
     no_more_tiles(tile_of, place, full, empty, STAGES)
 
 
