@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 import moe_ops
+from moe_ops.backends import triton_plans
 from moe_ops.kernels.triton import wgrad
+from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.launch import ExpertMM
 
 E, K, H, I = 6, 2, 256, 192
@@ -25,6 +27,7 @@ SCHEMES = {
     **{None: TOKENS, "fp8_block128": TOKENS, "mxfp4": TOKENS, "int8_w8a16": (3200,)},
     **{"fp8_channel": (1, 900), "mxfp4_a8": (300, 900), "w4a8_fp8": (300,)},
 }
+LARGEST = MMConfig(128, 256, 64, 8, 8, 4, a_tma=True, w_tma=True)
 MANY_EXPERTS = 24  # of few rows each, of codes
 
 
@@ -34,7 +37,8 @@ def main() -> None:
         prepare = ExpertMM.prepare
         ExpertMM.prepare = lambda self, *given, **options: replace(prepare(self, *given, **options), out_desc=None)
         ExpertMM.specialises = lambda self, config: False  # those kernels store by tensor map alone,
-        ExpertMM.promotes = lambda self, config, rows: False  # and so does this one
+        ExpertMM.promotes = lambda self, config, rows: False  # and so do these
+        ExpertMM.is_plain = lambda self, config: False
         allows = wgrad.descriptor_strides
         wgrad.descriptor_strides = lambda x, inner: inner == 1 and allows(x, inner=inner)  # inner = 2: the gradient
     torch.manual_seed(0)
@@ -52,8 +56,22 @@ def main() -> None:
     for T in TOKENS:
         x = torch.randn(T, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         moe_ops.fused_moe(x, torch.randn(T, E, device="cuda"), top_k=K, **made).float().pow(2).sum().backward()
+    by_the_largest_tile()
     torch.cuda.synchronize()
     print("ran")
+
+
+def by_the_largest_tile() -> None:
+    """Layers of 16 bits and their gradients by the tile of very many rows, which no plan takes for so few."""
+    triton_plans._tile = lambda *given, **options: (LARGEST, 0.0)
+    for planned in (triton_plans.plan_for, triton_plans.by_products, triton_plans.tile_for):
+        planned.cache_clear()
+    made = {name: weight.requires_grad_() for name, weight in weights(None).items()}
+    for format in ("grouped", "batched"):
+        print("the largest tile", format, flush=True)
+        x = torch.randn(300, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        logits = torch.randn(300, E, device="cuda")
+        moe_ops.fused_moe(x, logits, top_k=K, format=format, **made).float().pow(2).sum().backward()
 
 
 def weights(scheme: str | None, experts: int = E) -> dict[str, Any]:

@@ -304,7 +304,8 @@ def _launch(
     in_order = not mm.is_decoded or ((mm.rows_order or mm.shares(config)) and a.dtype == torch.bfloat16)
     specialised = as_they_come and in_order and mm.specialises(config)
     promoted = as_they_come and not specialised and mm.promotes(config, rows)
-    if specialised or promoted:
+    plain = a.dtype == mm.weight.dtype and mm.is_plain(config) and all(descriptor_strides(t, 1) for t in (a, *kept))
+    if specialised or promoted or plain:
         if load is not None:
             count_rows(load, extents, num_rows, batched=batched)
         if told is None and (words := mm.words_told(config, rows)):
@@ -326,6 +327,10 @@ def _launch(
         return
     if promoted:
         _launch_specialised(mm, _of_promoted(a, mm, extents, config, outputs, told), grid, a.device, pdl)
+        return
+    if plain:
+        of = _of_plain(a, mm, extents, config, out, kept, (row_to_pair, top_k), told)
+        _launch_specialised(mm, of, grid, a.device, pdl)
         return
     made = mm.prepare(a, out, config, gathered=row_to_pair is not None)
     arguments = (
@@ -436,6 +441,25 @@ def _of_promoted(
     if mm.folds_scales:
         return _folded_mm_kernel, made, tensors, 4
     return _promoted_mm_kernel, made, (*tensors, told), 4
+
+
+def _of_plain(
+    a: torch.Tensor,
+    mm: ExpertMM,
+    extents: torch.Tensor,
+    config: MMConfig,
+    out: torch.Tensor,
+    kept: Kept,
+    gather: tuple[torch.Tensor | None, int],
+    told: torch.Tensor | None,
+) -> Specialised:
+    """A launch of `plain_mm`."""
+    from moe_ops.kernels.triton.plain_mm import _plain_mm_kernel
+
+    row_to_pair, top_k = gather
+    made, of_kept = mm.prepare_plain(a, out, kept, config, 0 if row_to_pair is None else top_k)
+    tensors = (a, made.a_desc, row_to_pair, extents, made.w_desc, mm.bias, made.out_desc, *of_kept, told)
+    return _plain_mm_kernel, made, tensors, 4
 
 
 def _of_decoded_once(

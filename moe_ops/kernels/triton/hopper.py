@@ -1,5 +1,5 @@
-"""What kernels in Gluon for Hopper share: `decoded_mm` and the like, `promoted_mm` and `wgrad_mm`, one of whose
-warps brings what others take.
+"""What kernels in Gluon for Hopper share: `decoded_mm` and the like, `promoted_mm`, `plain_mm` and `wgrad_mm`,
+one of whose warps brings what others take.
 
 Gluon is Triton's language of layouts. It is experimental, and may be another in another Triton: `CALLED`.
 """
@@ -69,7 +69,13 @@ def table_of_tiles(
 
 @gluon.jit
 def drawn(counter):
-    """The next number of a counter, to a warp."""
+    """The next number of a counter, to a warp, which draws no sooner than it can begin: tiles of the same weight rows,
+    drawn together, then begin together, and all but one find these in L2. Steps that are on their way hide the wait.
+
+    us of GEMM 1 with 128 rows an expert on an H200, two tiles' rows of half of them, drawn when the tile before begins
+    and so, beside two heights of `mm_tile` in the same process: DeepSeek-V3 5086 beside 4658, 6288 beside 6532, Phi
+    562 beside 536, 541 beside 520 (benchmarks/comparisons/h200-plain-mm.json).
+    """
     return uniform(gl.atomic_add(counter, 1, sem="relaxed", scope="gpu"))
 
 
@@ -184,7 +190,7 @@ def next_turn(turns, GROUP: gl.constexpr, GROUPS: gl.constexpr, place):
 @gluon.jit
 def buffers(
     a_desc, w_desc, out_desc, ROWS: gl.constexpr, WEIGHTS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
-    DONE: gl.constexpr = 1,
+    DONE: gl.constexpr = 1, ARRIVALS: gl.constexpr = 1,
 ):  # fmt: skip
     """Shared memory for so many boxes of rows and of weights in each of STAGES steps, for what every group of warps
     writes, and the `ring` of the steps, of each of which a group says DONE times that it is done. Where no rows come,
@@ -196,8 +202,17 @@ def buffers(
     if ROWS == 0:
         rows_of = weights_of
     staged = gl.allocate_shared_memory(out_desc.dtype, boxes(GROUPS, out_desc.block_shape), out_desc.layout)
-    full, empty = ring(STAGES, GROUPS * DONE)
+    full, empty = ring(STAGES, GROUPS * DONE, ARRIVALS)
     return rows_of, weights_of, staged, full, empty
+
+
+@gluon.jit
+def with_bias(value, bias, expert, row, exists, STRIDES: gl.constexpr):
+    """Sums [rows, weight rows] and what an expert's bias has for weight rows `row` that exist, if there is one."""
+    if STRIDES is not None:
+        where = bias + expert.to(gl.int64) * STRIDES[0] + row * STRIDES[1]
+        value += gl.load(where, mask=exists, other=0.0).to(gl.float32)[None, :]
+    return value
 
 
 @gluon.jit

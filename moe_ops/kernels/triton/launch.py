@@ -117,7 +117,7 @@ FEW_REGISTERS = 80  # of its threads when they start; those that multiply have 1
 FEW_COLUMNS = 64  # of an output that it writes at once
 MOST_STEPS = 8  # of it that are on their way
 IN_LINE = 128  # bytes of a row of shared memory that tensor cores read
-PROMOTED_ROWS = 128  # of tokens, in a tile of `promoted_mm`
+PROMOTED_ROWS = 128  # of tokens, in a tile of `promoted_mm`, and of `plain_mm`
 PANEL_BYTES = 128 * 2**20  # of decoded weights of eight bits, at most
 
 
@@ -661,6 +661,46 @@ class ExpertMM:
             n_tiles=cdiv(self.out_features, self.columns(config)),
         )
 
+    def is_plain(self, config: MMConfig) -> bool:
+        """Whether `plain_mm` takes the product, of rows by descriptor or gathered: where Gluon's Hopper is."""
+        large = config.a_tma and config[:3] == (PROMOTED_ROWS, 256, 64) and not config.tall_m
+        dtype = self.operand.data.dtype
+        if not large or self.operand.scales or not dtype.itemsize == 2 or dtype != self.out_dtype:
+            return False
+        load = self._weight_load(config)
+        taken = load == TMA_NK.value or (load == TMA_KN.value and self.glu != CONCAT.value)
+        return taken and self.out_features % 8 == 0 and hopper_with_gluon(self.weight.device)
+
+    def prepare_plain(
+        self, a: torch.Tensor, out: torch.Tensor, kept: tuple[torch.Tensor, ...], config: MMConfig, top_k: int
+    ) -> tuple[Launch, list[Any]]:
+        """The same for `plain_mm`, and descriptors of two tensors that are kept, or what stands in for them.
+
+        `block` ends with the steps that there is room for, `top_k` of gathered rows or 0, whether it is a weight's rows
+        that are side by side, and whether anything is kept. Of gathered rows, of any stride, no descriptor brings any:
+        the output's says how they lie in shared memory.
+        """
+        from moe_ops.kernels.triton.plain_mm import HALF, ROWS, STEP, columns_of
+
+        at_once = HALF.value // (2 if self.glu == INTERLEAVED.value else 1)
+        load, rows = self._weight_load(config), out if top_k else a
+        step = (config.block_m + config.block_n) * STEP.value * a.element_size()
+        room = TYPICAL.shared_kib * 1024 - PROGRAM_BYTES - config.block_m * at_once * out.element_size()
+        block = (*config[:4], next_power_of_2(self.num_experts), 0, min(MOST_STEPS, room // step), top_k)
+        out_desc = for_gluon(ragged_rows(out, ROWS.value, at_once))
+        of_kept = [for_gluon(ragged_rows(part, ROWS.value, at_once)) for part in kept]
+        made = Launch(
+            a_desc=for_gluon(TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [ROWS.value, STEP.value])),
+            w_desc=for_gluon(self._weight_descriptor(load, config)),
+            out_desc=out_desc,
+            strides=(*self.strides, a.stride(0), None, None),
+            block=(*block, load == TMA_KN.value, bool(kept)),
+            moves=(not top_k, load, at_once, self.up_offset < 0),
+            walk=TILE_BY_TILE.value,
+            n_tiles=cdiv(self.out_features, columns_of(self.glu)),
+        )
+        return made, of_kept + [out_desc] * (2 - len(of_kept))
+
     def promotes(self, config: MMConfig, rows: int) -> bool:
         """Whether `promoted_mm` takes the product of so many rows by descriptor."""
         return self.promotable(config) and are_promoted(rows, self.num_experts)
@@ -727,9 +767,9 @@ class ExpertMM:
         return whole_steps and are_shared(rows, self.num_experts, self.folds_scales) and self.specialises(config)
 
     def _draws(self, config: MMConfig, rows: int) -> bool:
-        """Whether programs draw the product's tiles: `decoded_mm`, `decoded_fp8_mm`, `promoted_mm`."""
+        """Whether programs draw the product's tiles: `decoded_mm`, `decoded_fp8_mm`, `promoted_mm`, `plain_mm`."""
         if not self.is_packed:
-            return self.promotes(config, rows)
+            return self.is_plain(config) or self.promotes(config, rows)
         return self.specialises(config) and not (self.takes_few(config) or self.folds_scales)
 
     def words_told(self, config: MMConfig, rows: int) -> int:

@@ -36,6 +36,7 @@ from moe_ops.kernels.triton.hopper import (
     say_tile,
     table_of_tiles,
     tiles_told,
+    with_bias,
     write,
 )
 from moe_ops.kernels.triton.scales import group_scale, largest_magnitude, load_scale, quantize_tile, store_as
@@ -73,7 +74,6 @@ def _bring(given, SIZES: gl.constexpr):
     place = 0
     tile = drawn(told)
     while tile < tiles:
-        next_tile = drawn(told)
         expert, first, past, n_tile = find_tile(tile, table, BLOCK[0], 0, N_TILES, BLOCK[3])
         for step in range((K + STEP - 1) // STEP):
             stage = place % STAGES
@@ -93,7 +93,7 @@ def _bring(given, SIZES: gl.constexpr):
                     where = [expert, (n_tile * 2 + part) * HALF, step * STEP]
                 tma.async_copy_global_to_shared(w_desc, where, arrived, weights)
             place += 1
-        tile = next_tile
+        tile = drawn(told)
     no_more_tiles(tiles_of, place, full, empty, STAGES)
 
 
@@ -152,14 +152,6 @@ def _scaled(total, of_rows, w_scale, expert, row, exists, STRIDES: gl.constexpr)
 
 
 @gluon.jit
-def _with_bias(value, bias, expert, row, exists, STRIDES: gl.constexpr):
-    if STRIDES is not None:
-        where = bias + expert.to(gl.int64) * STRIDES[0] + row * STRIDES[1]
-        value += gl.load(where, mask=exists, other=0.0).to(gl.float32)[None, :]
-    return value
-
-
-@gluon.jit
 def _quantized(value, exists, at, past, out_scale, group, N: gl.constexpr, DTYPE: gl.constexpr):
     """Rows of one scale group of columns in e4m3, or for a while in fp16; their scales are stored."""
     quantized, scale = quantize_tile(gl.where(exists[None, :], value, 0.0), DTYPE)
@@ -205,8 +197,8 @@ def finish(lower, upper, of_rows, of_weights, where, leaving, GROUP: gl.constexp
         exists = row < N
         lower = _scaled(lower, of_rows, w_scale, expert, row, exists, SCALES)
         upper = _scaled(upper, of_rows, w_scale + up_apart, expert, row, exists, SCALES)
-        lower = _with_bias(lower, bias, expert, row, exists, BIASES)
-        upper = _with_bias(upper, bias, expert, row + N, exists, BIASES)
+        lower = with_bias(lower, bias, expert, row, exists, BIASES)
+        upper = with_bias(upper, bias, expert, row + N, exists, BIASES)
         value = apply_activation(lower, upper, alpha, limit, ACTIVATION, True)
         if QUANTIZES:
             value = _quantized(value, exists, at, past, out_scale, n_tile, N, staged.dtype)
@@ -217,7 +209,7 @@ def finish(lower, upper, of_rows, of_weights, where, leaving, GROUP: gl.constexp
             row = (n_tile * 2 + half) * HALF + place_in_half
             exists = row < OUTPUTS
             value = _scaled(lower if half == 0 else upper, of_rows, w_scale, expert, row, exists, SCALES)
-            value = _with_bias(value, bias, expert, row, exists, BIASES)
+            value = with_bias(value, bias, expert, row, exists, BIASES)
             if GLU == INTERLEAVED:
                 gate, up = gl.split(value.reshape([ROWS, HALF // 2, 2]))
                 value = apply_activation(gate, up, alpha, limit, ACTIVATION, True)

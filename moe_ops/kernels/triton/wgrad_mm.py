@@ -11,8 +11,7 @@ core, so that who copies need not wait: us of gpt-oss-120b's dimensions, T = 409
 
 us of both products of a layer on an H200, by Triton's kernel and by this one: Qwen3-30B-A3B, T = 2048 532 and 453,
 T = 4096 686 and 599; gpt-oss-120b's dimensions, T = 4096 2913 and 2192, T = 16384 6528 and 5793; Mixtral-8x7B,
-T = 4096 4722 and 4511; OLMoE, T = 16384 2598 and 2582. The same roles for products of rows and weights (GEMM 2 and the
-gradient of rows) took from 0.96 to 1.08 of the time of `mm_tile`, so there is no such kernel.
+T = 4096 4722 and 4511; OLMoE, T = 16384 2598 and 2582.
 
 Written in Gluon, which has no interpreter: that runs `wgrad`'s kernel.
 """
