@@ -111,6 +111,7 @@ def agree(op: str, group: Group, device: torch.device, facts: dict[str, Any]) ->
 
 _CURES = {
     "T": "Pad the shorter batches: ids of -1 contribute nothing.",
+    "capacity": "Under moe_ops.debug() every rank judges the rows of all by its own.",
     "call": "Every rank makes the same calls in the same order.",
     "moe_ops.debug()": "Its checks ask all ranks: open it on every one, or on none.",
 }
@@ -193,6 +194,8 @@ def _agreed_ids(
     refusing(group, _check_members, op, members, Group(group, rank, size))
     facts: dict[str, Any] = {"T": topk_ids.shape[0], "K": topk_ids.shape[1], "num_experts": num_experts, "H": width}
     facts |= dict(option.split("=") for option in options.split(";")) | {"rank_capacity": rank_capacity}
+    if debugging.active():
+        facts["capacity"] = capacity
     agree(op, members, topk_ids.device, facts)
     if debugging.active():
         _check_data(op, members, topk_ids, num_experts, rank_capacity, capacity, facts["transport"] == "replicated")

@@ -296,6 +296,9 @@ def _checked(op: str, wanted: _Wanted, group: Group) -> str:
     if chosen == "nvshmem" and _is_differentiated(hidden_states, topk_weights):
         raise fail(op, "transport", "one with gradients", "'nvshmem'", _NO_GRADIENT)
     if chosen != "local":
+        for name, columns in (("H of hidden_states", hidden_states.shape[1]), ("K of topk_ids", topk_ids.shape[1])):
+            if columns == 0:  # backends of torch.distributed do not all send tensors without elements
+                raise fail(op, name, ">= 1 where rows go to other ranks", 0, "Leave it out: all results are 0.")
         _refuse_transforms(op, group, hidden_states, topk_weights)
     return chosen
 

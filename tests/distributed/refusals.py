@@ -131,6 +131,29 @@ def capacities(ranks: Ranks) -> None:
         refused(ranks, lambda transport=transport: _prepare(ranks, transport=transport, rank_capacity=2), said)
     refused(ranks, lambda: _prepare(ranks, transport="all_to_all", rank_capacity=0), "rank_capacity must be >= 1")
 
+    def run() -> Tensor:
+        with moe_ops.debug():
+            return _layer(ranks, format="batched", capacity=_last(ranks, 1, 2 * T * ranks.size))
+
+    said = f"capacity must be the same on every rank of the group, got {_of_every_rank(2 * T * ranks.size, 1, ranks)}"
+    refused(ranks, run, said, "every rank judges the rows of all by its own")
+
+
+def no_columns(ranks: Ranks) -> None:
+    """What there is nothing of to send; alone, sums of nothing are 0."""
+    x, weights, ids = random(T)[:3]
+    for given, said in (
+        ({"hidden_states": x[:, :0]}, "H of hidden_states must be >= 1 where rows go to other ranks, got 0. Leave it"),
+        ({"topk_weights": weights[:, :0], "topk_ids": ids[:, :0]}, "K of topk_ids must be >= 1 where rows go to other"),
+    ):
+        for transport in CROSSING:
+            refused(ranks, partial(_prepare, ranks, transport=transport, **given), f"ep.prepare: {said}")
+        prepared = _prepare(ranks, group=ranks.alone, **given)
+        layer = random(T)
+        held = layer.gate_up[..., : prepared.rows.shape[1]], layer.down[:, : prepared.rows.shape[1]]
+        result = ep.finalize(ep.experts(prepared, *held), prepared)
+        ranks.same(result, torch.zeros_like(prepared.rows), "of one rank")
+
 
 def arguments(ranks: Ranks) -> None:
     """Of the wrong type, rank or dtype, on every rank and on one."""
@@ -612,7 +635,8 @@ def a_rank_that_never_calls(ranks: Ranks) -> None:
 
 
 _OF_TWO = (
-    widths, dtypes, options, results, experts, transports, capacities, arguments, weights_of_halves, beside_a_group,
+    widths, dtypes, options, results, experts, transports, capacities, no_columns, arguments, weights_of_halves,
+    beside_a_group,
     tokens_in_a_graph, weights_in_a_graph, weights_of_halves_in_a_graph,
     no_tensors, layer_options, differentiated, added, types, arguments_in_a_graph, arguments_beside_a_graph,
     trained_in_part,
