@@ -12,7 +12,7 @@ import linecache
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import fx, nn
@@ -65,6 +65,11 @@ class Stop:
         return _OF_THE_DATA in self.reason
 
     @property
+    def of_numbers(self) -> bool:
+        """Whether it stopped where code asks a tensor for its numbers."""
+        return any(word in self.reason for word in _NUMBERS_OF_THE_DATA)
+
+    @property
     def cutting(self) -> tuple[str, str]:
         """(reason, cure) of a block that is in two graphs for it."""
         if self.of_the_data:
@@ -74,9 +79,7 @@ class Stop:
     @property
     def mend(self) -> str:
         """What to do about the graph break."""
-        if not any(word in self.reason for word in _NUMBERS_OF_THE_DATA):
-            return MEND
-        return f"{_ALLOW_NUMBERS}{MEND[:1].lower()}{MEND[1:]}"
+        return f"{_ALLOW_NUMBERS}{MEND[:1].lower()}{MEND[1:]}" if self.of_numbers else MEND
 
     @property
     def source(self) -> str:
@@ -141,8 +144,14 @@ class Seen:
 def explanation(model: nn.Module, group: ExpertGroup, seen: Seen, stops: Sequence[Stop]) -> tuple[str, str] | None:
     """(reason, cure) of a block that nothing reported; None when nothing is wrong with it: it was not run."""
     near = _stop_inside(model, group, stops)
+    lists = any(makes_lists(type(module)) for module in _inside_out(model, group))
     if not any(id(weight) in seen.in_graphs for weight in group.weights):
-        stop = near or next((stop for stop in stops if "HOP" in stop.reason), None) or next(iter(stops), None)
+        # Hooks that record stop a capture, too, but what they are called in is captured up to them and from there on.
+        stop = near or min(
+            stops,
+            key=lambda stop: ("HOP" not in stop.reason, not stop.of_the_data and not stop.of_numbers),
+            default=None,
+        )
         if stop is None:
             return _disabled(model, group)
         reason = f"None of its weights is in a captured graph: the code around it was left to Python, {stop.line}."
@@ -152,9 +161,8 @@ def explanation(model: nn.Module, group: ExpertGroup, seen: Seen, stops: Sequenc
                 "router logits there, set model.config.output_router_logits and use moe_ops.compile(model), which "
                 "lets Dynamo capture that; else leave out what records values, or gradient checkpointing."
             )
-        return reason, MEND
-    lists = (makes_lists(type(module)) for module in _inside_out(model, group))
-    if near is not None and near.of_the_data and not any(lists):
+        return reason, _ALLOW if stop.of_the_data and not lists else stop.mend
+    if near is not None and near.of_the_data and not lists:
         return (
             f"Capture stops in its loop, at an operation whose result has a size of the data: {near.line}.",
             _ALLOW,
@@ -251,13 +259,21 @@ def _stop_in(module: nn.Module, stops: Sequence[Stop]) -> Stop | None:
         if kind is nn.Module:
             break
         methods = [value for value in vars(kind).values() if isinstance(value, FunctionType)]
-        called = [method.__globals__.get(name) for method in methods for name in method.__code__.co_names]
-        codes: list[type | FunctionType] = [kind, *(value for value in called if isinstance(value, FunctionType))]
+        codes: list[Any] = [kind, *(value for method in methods for value in _named_in(method))]
         for code in codes:
             stop = _stop_in_code(code, stops)
             if stop is not None:
                 return stop
     return None
+
+
+def _named_in(method: FunctionType) -> Iterator[Any]:
+    """The functions that a method names, and the functions and classes of Python modules and classes that it does."""
+    names = method.__code__.co_names
+    for value in map(method.__globals__.get, names):
+        members = [vars(value).get(name) for name in names] if isinstance(value, ModuleType | type) else []
+        yield from (each for each in (value, *members) if isinstance(each, FunctionType))
+        yield from (each for each in members if isinstance(each, type))
 
 
 def _stop_in_code(code: type | FunctionType, stops: Sequence[Stop]) -> Stop | None:

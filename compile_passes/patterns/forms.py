@@ -101,7 +101,8 @@ def _siblings(flow: Flow, taken: set[fx.Node], known: Mapping[fx.Node, Refusal])
             blocks.setdefault(evidence.route.source, {}).setdefault(pair.down, evidence)
     named: set[fx.Node] = set()
     found = []
-    for experts in blocks.values():
+    # Where no norm is between layers, the scores of one seem to weigh the next one's rows, too: the last one's do not.
+    for experts in reversed(blocks.values()):
         experts = {down: evidence for down, evidence in experts.items() if down not in named}
         # w[e] is one weight, however often a loop over slots takes it
         roots = {_spelled(root): root for root in (flow.products[down] for down in experts)}

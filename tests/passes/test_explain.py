@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from contextvars import ContextVar
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,48 @@ def test_a_layer_that_is_in_no_graph_is_refused_beside_one_that_is_fused():
     report = moe_ops.explain(model, weights(dtype=torch.float32)["x"])
     assert len(report.fused) == 1 and [row.module for row in report.refused] == ["second"]
     assert "None of its weights is in a captured graph" in report.refused[0].reason
+
+
+class Loops:
+    """A loop over the experts, and who names it."""
+
+    @staticmethod
+    def run(x, gate, w1, w2):
+        topk_weights, ids = softmax_router(x, gate)
+        out = torch.zeros_like(x)
+        for e in range(len(w1)):
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, silu_glu(x[token] @ w1[e].t()) @ w2[e].t() * topk_weights[token, slot, None])
+        return out
+
+
+class Looped(StackedExperts):
+    """Code of another class, called by its name or as a value."""
+
+    def forward(self, x):
+        run = Loops.run if self.place == "named" else self.place
+        return run(x, self.gate, self.w1, self.w2)
+
+
+class Doubled(Two):
+    """The same, with something to capture in front."""
+
+    def forward(self, x):
+        return self.second(self.first(x * 2))
+
+
+@pytest.mark.parametrize("code", ["named", Loops.run], ids=["named", "held"])
+def test_hooks_that_record_are_no_reason_of_a_loop_that_is_not_captured(code):
+    """As transformers records router logits: the hook asks a ContextVar, at which a graph breaks first."""
+    recorded = ContextVar("recorded", default=None)
+    model = Doubled(torch.nn.Linear(H, H), Looped(code))
+    model.first.register_forward_hook(lambda module, args, output: recorded.get())
+    report = moe_ops.explain(model, weights(dtype=torch.float32)["x"])
+    assert report.graph_break_reasons[0].startswith("Unsupported method call")
+    (row,) = report.refused
+    line = Loops.run.__code__.co_firstlineno + 5
+    assert row.module == "second" and f"Dynamic shape operator ({__file__}:{line})" in row.reason
+    assert "capture_dynamic_output_shape_ops = True" in row.cure
 
 
 class Unread(torch.nn.Module):

@@ -184,6 +184,9 @@ class Experts(nn.Module):
         if self.how == "soft":
             return sum(expert(x) * scores[:, e, None] for e, expert in enumerate(self.experts))
         topk_weights, ids = scores.topk(2)
+        if self.how == "mask":
+            pairs = [(topk_weights * (ids == e)).sum(-1, keepdim=True) for e in range(len(self.experts))]
+            return sum(weight * expert(x) for weight, expert in zip(pairs, self.experts, strict=True))
         if self.how == "split":
             order = ids.flatten().argsort()
             sizes = F.one_hot(ids.flatten(), len(self.experts)).sum(0).tolist()
@@ -329,6 +332,12 @@ def test_one_refusal_per_layer():
     """Two layers are two blocks, however many experts they have."""
     model = nn.Sequential(Experts(), nn.LayerNorm(H), Experts(experts=4))
     assert [row.reason[0] for row in named(model, torch.randn(T, H))] == ["8", "4"]
+
+
+def test_layers_without_a_norm_between_them_have_a_refusal_each():
+    """The scores of the first seem to weigh the rows of the second, too."""
+    model = nn.Sequential(*(Experts(experts=experts, forward="mask") for experts in (8, 4, 4)))
+    assert [row.reason[0] for row in named(model, torch.randn(T, H))] == ["8", "4", "4"]
 
 
 def test_stacked_layers_of_other_sizes_are_blocks_of_their_own():
