@@ -142,7 +142,7 @@ def _spans(call: GemmCall) -> list[tuple[int, int]]:
     """First and end row of every expert, among the rows of all."""
     extents = call.extents.tolist()
     if call.problem.format == "grouped":
-        return list(zip([0, *extents[:-1]], extents, strict=True))
+        return list(pairwise([0, *extents]))
     capacity = call.x.data.shape[1]
     return [(e * capacity, e * capacity + min(count, capacity)) for e, count in enumerate(extents)]
 

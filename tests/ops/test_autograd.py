@@ -562,6 +562,25 @@ def test_gradients_of_no_tokens(format: str, recompute: str | None, device: str)
         assert not layer.tensors["gate_up_proj"].grad.any()
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+@pytest.mark.parametrize("empty", ["T", "K", "E", "H", "I"])
+def test_an_empty_sum_is_zero_and_has_gradients(empty: str, format: str, backend: str) -> None:
+    sizes = {"T": 3, "K": 2, "E": 4, "H": 16, "I": 8} | {empty: 0}
+    T, K, E, H, I = sizes.values()
+    tensors = {
+        "hidden_states": torch.randn(T, H), "gate_up_proj": torch.randn(E, 2 * I, H),
+        "down_proj": torch.randn(E, H, I), "topk_weights": torch.rand(T, K),
+        "topk_ids": torch.arange(T * K).view(T, K) if E else torch.full((T, K), -1),
+    }  # fmt: skip
+    layer = leaves(Layer(tensors, {"format": format, "backend": backend}))
+    result = fused(layer)
+    result.sum().backward()
+    assert result.shape == (T, H) and not result.any()
+    for name in ("hidden_states", "gate_up_proj", "down_proj", "topk_weights"):
+        assert layer.tensors[name].grad.shape == tensors[name].shape and not layer.tensors[name].grad.any(), name
+
+
 @pytest.mark.parametrize("format", ["grouped", "batched"])
 def test_gradients_on_no_device(format: str) -> None:
     layer = VARIANTS["plain"].build()
