@@ -113,10 +113,10 @@ def number_text(value: float) -> str:
         return str(value)
     if value < 0:
         return "-" + number_text(-value)
+    if not value < (1 << 62 if isinstance(value, int) else 1e9):  # ranges have no more
+        return "a number"
     if isinstance(value, int):
         return str(len(range(value)))
-    if not value < 1e9:
-        return "a number"
     millionths = len(range(math.floor(value * 1e6 + 0.5)))
     return f"{millionths // 10**6}." + (str(millionths % 10**6 + 10**6)[1:].rstrip("0") or "0")
 

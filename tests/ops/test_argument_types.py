@@ -108,6 +108,15 @@ def test_a_number_that_the_dispatcher_cannot_pass_compiled() -> None:
         compiled(torch.randn(4, 8))
 
 
+@pytest.mark.parametrize(("name", "value", "rule"), [("top_k", -(2**63), ">= 1"), ("routing", 2**64, "a string")])
+def test_a_number_that_no_range_has_is_refused_compiled(name: str, value: int, rule: str) -> None:
+    torch._dynamo.reset()
+    options = {"top_k": 2, name: value}
+    compiled = torch.compile(lambda x: moe_ops.fused_topk(x, **options), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=f"fused_topk: {name} must be {rule}, got -?a number"):
+        compiled(torch.randn(4, 8))
+
+
 CONTAINERS = {
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)]), "a strided tensor"),
     "jagged": (
