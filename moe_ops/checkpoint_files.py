@@ -148,26 +148,37 @@ class Checkpoint:
 
     @cached_property
     def weights_alone(self) -> bool:
-        """Its ``config.json`` says that compressed-tensors quantised weights, in one way, and no activations.
+        """Its ``config.json`` says that compressed-tensors quantised weights, in one way, and no activations."""
+        return bool(self._way) and self._way.get("input_activations") is None
+
+    @cached_property
+    def has_zero_points(self) -> bool:
+        """It says that compressed-tensors quantised all weights with zero points."""
+        weights = self._way.get("weights")
+        return isinstance(weights, dict) and weights.get("symmetric") is False
+
+    @cached_property
+    def _way(self) -> dict[str, Any]:
+        """The one way in which compressed-tensors quantised weights, as its ``config.json`` says; or nothing.
 
         Raises:
             ValueError: there is such a file, and it is no JSON.
         """
         path = (self.path.parent if self.path.is_file() else self.path) / "config.json"
         if not path.is_file():
-            return False
+            return {}
         try:
             config = json.loads(path.read_text())
         except ValueError as error:
             raise fail(OP, "checkpoint", f"with JSON in {path.name!r}", f"{type(error).__name__}: {error}") from error
         said = config.get("quantization_config") if isinstance(config, dict) else None
         if not isinstance(said, dict) or said.get("quant_method") != "compressed-tensors":
-            return False
+            return {}
         groups = said.get("config_groups")
         if not isinstance(groups, dict) or len(groups) != 1:
-            return False
+            return {}
         (group,) = groups.values()
-        return isinstance(group, dict) and group.get("input_activations") is None
+        return group if isinstance(group, dict) else {}
 
     def members(self, prefix: str, *, apart: bool = False) -> dict[str, Members]:
         """The parts of each of the layer's weights, by the name of the parameter that it is.
@@ -217,7 +228,8 @@ class Checkpoint:
                 rule = f"absent beside {key!r}, which is the same part of {name!r}"
                 raise fail(OP, others[0], rule, "it", "Take one of them out of the checkpoint.")
         first = {part: keys[0] for part, keys in found.items()}
-        return Parts(first, self.view, self.note, name=name, stacked=expert is None, weights_alone=self.weights_alone)
+        said = {"weights_alone": self.weights_alone, "has_zero_points": self.has_zero_points}
+        return Parts(first, self.view, self.note, name=name, stacked=expert is None, **said)
 
 
 def _weight_map(index: Path) -> dict[str, str]:

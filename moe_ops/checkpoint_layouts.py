@@ -183,7 +183,7 @@ def _int8(parts: Parts, data: Tensor, halves: bool) -> Stored:
     if scale.dtype in _EXPONENTS:
         return _stored("mxfp4", data.view(torch.uint8), (key, scale))
     by_row = _rows_of(key, scale, data)
-    if by_row.shape[-1] == 1 and "zero_point" not in parts:
+    if by_row.shape[-1] == 1 and "zero_point" not in parts and not parts.has_zero_points:
         return _stored("int8_channel", data, (key, by_row))
     return _stored("int8_w8a16", data, (key, by_row), *_zero_points(parts, data, scale, lambda zero: zero))
 
@@ -240,7 +240,7 @@ def _zero_points(
     Args:
         packed_rows: what these take along N, of several in an int32; None for int8, one in each.
     """
-    if "zero_point" not in parts:
+    if "zero_point" not in parts and not parts.has_zero_points:
         return []
     key, zero = parts.take("zero_point")
     dtype = torch.int8 if packed_rows is None else torch.int32

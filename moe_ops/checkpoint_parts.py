@@ -40,6 +40,7 @@ class Parts:
         name: of the projection, for messages: what keys begin with.
         stacked: they are of all experts.
         weights_alone: the checkpoint says that its activations are not quantised.
+        has_zero_points: it says that its weights have zero points.
     """
 
     def __init__(
@@ -51,11 +52,13 @@ class Parts:
         name: str,
         stacked: bool,
         weights_alone: bool = False,
+        has_zero_points: bool = False,
     ) -> None:
         self.keys = keys
         self.name = name
         self.stacked = stacked
         self.weights_alone = weights_alone
+        self.has_zero_points = has_zero_points
         self.turned: frozenset[str] = frozenset()
         self._view = view
         self._note = note

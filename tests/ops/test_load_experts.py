@@ -208,6 +208,24 @@ def test_a_config_says_that_activations_are_not_quantised(
             assert torch.equal(model.get_submodule(prefix).get_parameter(weight).dequantize(), numbers)
 
 
+@pytest.mark.parametrize("name", ["int8, channel, zero", "pack 4, group, zero", "pack 8, group, zero"])
+def test_zero_points_that_a_config_promises_are_there(name: str, tmp_path: Path) -> None:
+    """Without the config these are weights without zero points, as others are."""
+    prefix = "layers.0.mlp.experts"
+    state = layers_of(name, [prefix])
+    group = {"weights": CASES[name].weights | {"scale_dtype": None}, "input_activations": None}
+    said = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": said}))
+    save_file(state, tmp_path / "model.safetensors")
+    assert moe_ops.load_experts_(Model(1), tmp_path) == {prefix: CASES[name].scheme}
+    lost = {key: tensor for key, tensor in state.items() if "down_proj.weight_zero_point" not in key}
+    save_file(lost, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"0.down_proj.weight.* must be stored beside 'weight_zero_point', got"):
+        moe_ops.load_experts_(Model(1), tmp_path)
+    (tmp_path / "config.json").unlink()
+    assert moe_ops.load_experts_(Model(1), tmp_path) == {prefix: CASES[name].scheme}
+
+
 @pytest.mark.parametrize("change", ["another method", "two groups", "names of presets"])
 def test_other_configs_change_no_scheme(change: str, tmp_path: Path) -> None:
     save_file(layers_of("float, channel", ["layers.0.mlp.experts"]), tmp_path / "model.safetensors")
