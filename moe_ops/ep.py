@@ -34,6 +34,7 @@ from meta.checks import (
     check_float,
     check_index,
     check_name,
+    check_placement,
     check_rank,
     check_shape,
     check_type,
@@ -93,6 +94,7 @@ class Prepared(NamedTuple):
     group: str
     transport: str
     splits: Tensor | None = None
+    held: int | None = None
 
 
 class Preparing(NamedTuple):
@@ -274,6 +276,7 @@ def _checked(op: str, wanted: _Wanted, group: Group) -> str:
     """The transport, if every argument is as it must be."""
     _check(op, **wanted._asdict())
     hidden_states, topk_weights, topk_ids, num_experts, transport, scheme, rank_capacity = wanted
+    check_placement(op, {"hidden_states": hidden_states, "topk_weights": topk_weights, "topk_ids": topk_ids})
     check_rank(op, "hidden_states", hidden_states, "T H")
     check_rank(op, "topk_ids", topk_ids, "T K")
     check_index(op, "topk_ids", topk_ids)
@@ -281,6 +284,8 @@ def _checked(op: str, wanted: _Wanted, group: Group) -> str:
     check_float(op, "topk_weights", topk_weights)
     check_float(op, "hidden_states", hidden_states)
     check_shape(op, "topk_ids", topk_ids, "T K", (hidden_states.shape[0], topk_ids.shape[1]))
+    if num_experts < 0:
+        raise fail(op, "num_experts", ">= 0", num_experts)
     if num_experts % group.size:
         got = f"{number_text(num_experts)} for {group.size} ranks"
         raise fail(op, "num_experts", "a multiple of the group's size", got, "Every rank holds an equal block.")
@@ -374,7 +379,7 @@ def prepare_wait(preparing: Preparing, after: Sequence[Tensor] = ()) -> Prepared
     held = num_experts // group.size
     ids = ids - group.rank * held
     ids = torch.where((ids >= 0) & (ids < held), ids, -1)
-    return Prepared(rows, scale, weights, ids, slots, name, transport, splits)
+    return Prepared(rows, scale, weights, ids, slots, name, transport, splits, held)
 
 
 def prepare(
@@ -460,7 +465,20 @@ def experts(prepared: Prepared, gate_up_proj: Tensor, down_proj: Tensor, **optio
     options = sharded.local("ep.experts", prepared.group, {**weights, **options})
     routing = {"topk_weights": prepared.topk_weights, "topk_ids": prepared.topk_ids}
     check_while_compiling(prepared.group, {"hidden_states": prepared.rows, **routing, **options})
+    refusing(prepared.group, _check_held, "ep.experts", prepared.held, options)
     return refusing(prepared.group, fused_experts, prepared.rows, **routing, **options)
+
+
+def _check_held(op: str, held: int | None, options: dict[str, Any]) -> None:
+    """Ids of experts that the weights have not would contribute nothing; a map may leave some out."""
+    if held is None or options.get("expert_map") is not None:
+        return
+    for name in ("gate_up_proj", "down_proj"):
+        weight = options[name]
+        check_type(op, name, weight, ARGUMENTS["fused_experts"][name])
+        check_rank(op, name, weight, "E N K")
+        cure = "Pass this rank's block, of as many experts as moe_ops.ep.prepare was told."
+        check_shape(op, name, weight, "E N K", (held, *weight.shape[1:]), cure=cure)
 
 
 def finalize_start(result: Tensor, prepared: Prepared) -> Finalizing:
@@ -493,6 +511,8 @@ def _finalize_start(result: Tensor, prepared: Prepared, *, apart: bool, agreed: 
 
 def _check_result(op: str, result: Tensor, prepared: Prepared) -> None:
     _check(op, result=result)
+    check_placement(op, {"rows": prepared.rows, "result": result})
+    check_float(op, "result", result)
     check_rank(op, "result", result, "R H")
     cure = "Pass what moe_ops.ep.experts made of this prepared, every row in its place."
     check_shape(op, "result", result, "R H", (prepared.rows.shape[0], result.shape[1]), cure=cure)
@@ -505,6 +525,7 @@ def finalize_wait(finalizing: Finalizing, added: Tensor | None = None) -> Tensor
     _check("ep.finalize", finalizing=finalizing, added=added)
     received, sent, prepared = finalizing
     if added is not None:
+        check_placement("ep.finalize", {"result": sent, "added": added})
         check_float("ep.finalize", "added", added)
         T = sent.shape[-2] if prepared.slots is None else prepared.slots.shape[0]
         check_shape("ep.finalize", "added", added, "T H", (T, sent.shape[-1]))

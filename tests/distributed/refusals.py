@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moe_ops
 from moe_ops import ep
-from tests.distributed.ranks import CROSSING, PATIENCE, Check, E, H, Layer, Ranks, integers, random, routed
+from tests.distributed.ranks import CROSSING, PATIENCE, Check, E, H, I, Layer, Ranks, integers, random, routed
 
 T = 3
 
@@ -103,10 +103,18 @@ def results(ranks: Ranks) -> None:
 
 
 def experts(ranks: Ranks) -> None:
-    """A number that does not divide: everywhere, and on one rank."""
+    """A number that does not divide, everywhere, and on one rank; below 0; another one than the weights have."""
     said = f"num_experts must be a multiple of the group's size, got 7 for {ranks.size} ranks"
     refused(ranks, lambda: _prepare(ranks, num_experts=7), said)
     refused(ranks, lambda: _prepare(ranks, num_experts=_last(ranks, 7, E)), said, _last(ranks, "", _refused(ranks)))
+    refused(ranks, lambda: _prepare(ranks, num_experts=-E), "ep.prepare: num_experts must be >= 0, got -8.")
+    layer = random(T)
+    held = [ranks.held(None, tensor) for tensor in (layer.gate_up, layer.down)]
+    more = _prepare(ranks, num_experts=2 * E)
+    said = f"ep.experts: gate_up_proj must be [E={2 * E // ranks.size}, N={2 * I}, K={H}], got"
+    refused(ranks, lambda: ep.experts(more, *held), said, "of as many experts as moe_ops.ep.prepare was told")
+    expert_map = torch.arange(2 * E // ranks.size) % len(held[0])
+    ranks.expect(ep.experts(more, *held, expert_map=expert_map).isfinite().all(), "a map")
 
 
 def _refused(ranks: Ranks) -> str:
@@ -159,6 +167,11 @@ def arguments(ranks: Ranks) -> None:
     """Of the wrong type, rank or dtype, on every rank and on one."""
     for name, value in (("topk_ids", torch.rand(T, 3)), ("hidden_states", torch.rand(T, 1, H)), ("num_experts", "8")):
         refused(ranks, lambda given={name: value}: _prepare(ranks, **given), f"ep.prepare: {name} must be")
+    prepared = _prepare(ranks)
+    refused(ranks, lambda: ep.finalize(prepared.rows.long(), prepared), "ep.finalize: result must be bfloat16, float")
+    x = random(T).x
+    refused(ranks, lambda: _prepare(ranks, hidden_states=x.to_sparse()), "hidden_states must be a strided tensor")
+    refused(ranks, lambda: _prepare(ranks, topk_weights=random(T).weights.to("meta")), "topk_weights must be on cpu")
     good = random(T).ids
     ids = _last(ranks, good.float(), good)
     refused(ranks, lambda: _prepare(ranks, topk_ids=ids), "topk_ids must be", _last(ranks, "", _refused(ranks)))
