@@ -144,7 +144,10 @@ class Reading(Values):
         if mode is not None:
             return mode
         for node, call in self._calls.items():
-            if self._grad_modes[node] is None and call.name in _DIFFERENTIABLE and _needs_grad(node.all_input_nodes):
+            if self._grad_modes[node] is not None or call.name not in _DIFFERENTIABLE:
+                continue
+            # What is not recorded, and requires grad, a later `requires_grad_` was called of: that is done in any mode.
+            if _needs_grad(node.all_input_nodes) and not (_needs_grad([node]) and _is_leaf(node)):
                 return _needs_grad([node])
         return False
 
@@ -226,6 +229,11 @@ class Reading(Values):
 def _needs_grad(nodes: Iterable[fx.Node]) -> bool:
     values = map(example, nodes)
     return any(value is not None and value.requires_grad for value in values)
+
+
+def _is_leaf(node: fx.Node) -> bool:
+    value = example(node)
+    return value is not None and value.is_leaf
 
 
 def _is_same_tensor(left: fx.Node, right: fx.Node) -> bool:

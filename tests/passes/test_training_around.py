@@ -236,6 +236,20 @@ def test_a_graph_that_is_broken_above_the_layers_is_not_broken_again():
     assert not any("ContextVar" in reason for reason in counters["graph_break"])
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_embeddings_that_ask_for_gradients_are_evaluated_without_any(mode, frozen):
+    """Gradient checkpointing, and PEFT, have the embeddings' output `requires_grad_()`, whatever the mode."""
+    model = model_of("qwen3_moe").eval().requires_grad_(not frozen)
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    with mode():
+        expected = model(IDS, use_cache=False).logits
+        got = torch.compile(model, backend="moe_ops_eager", fullgraph=True)(IDS, use_cache=False).logits
+    assert_fused()
+    assert difference(got, expected, 2e-5) is None
+
+
 class Block(nn.Module):
     """A router and stacked experts behind a function that two kernels could round differently."""
 
