@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from meta.arch import lookup
+from meta.cost import Work, product_us
 from meta.schemes import SCHEMES
 from moe_ops import backends, plans
 from moe_ops.backends import triton_plans
@@ -130,16 +131,22 @@ def test_tiles_grow_with_an_experts_rows(scheme: str) -> None:
     assert heights == sorted(heights) and heights[0] == 16 and heights[-1] == 128
 
 
-def test_rows_that_are_gathered_cost_more_than_rows_by_descriptor() -> None:
-    """GEMM 1 of the batched format, whose rows are sorted, has the tiles of GEMM 2; quantised, it has its own."""
+def test_which_costs_a_product_has() -> None:
+    """GEMM 1 of the batched format, whose rows are sorted, has those of GEMM 2; quantised, it has its own. Where rows
+    are gathered beside a tensor core's work, by the largest tile, that costs nothing.
+    """
     assert triton_plans.product("bf16", first=True, gathered=True) == "up"
     assert triton_plans.product("bf16", first=True, gathered=False) == triton_plans.product(
         "bf16", first=False, gathered=False
     )
     assert triton_plans.product("fp8_block128", first=True, gathered=False) == "up"
-    sizes = {"E": 64, "K": 8, "H": 2048, "I": 1024}
-    gathered, batched = (cheapest(6000, format=format, **sizes).configs[0] for format in ("grouped", "batched"))
-    assert (gathered.block_m, gathered.tall_m) == (64, 128) and (batched.block_m, batched.tall_m) == (128, 0)
+    (largest,) = (
+        family for family in triton_plans.FAMILIES["plain"] if triton_plans.has_short_ends("bf16", family.tile)
+    )
+    assert largest.up is not None and largest.down is not None
+    for tokens in (3000, 16384):
+        work = Work(64, 8, tokens, 2048, 2048, 2.0)
+        assert product_us(work, largest.up, 132) == pytest.approx(product_us(work, largest.down, 132), rel=0.02)
 
 
 def test_pairs_that_share_experts_are_sorted() -> None:
