@@ -176,6 +176,8 @@ def combine_case(top_k: int, weights: dict[str, str], dtype: str = "bf16", vecto
     )
 
 
+CLEARED = {"cleared_ptr": "*i32:16", "CLEARED_COUNT": "i32"}
+COUNTS, COUNTING = {"table_ptr": "*i32:16"}, {"BLOCK": 1024, "BLOCK_Q": 512, "BLOCK_E": 128}
 CASES = {
     "topk_qwen3": topk_case(128, 8, "softmax", "bf16"),
     "topk_qwen3_many_tokens": topk_case(128, 8, "softmax", "bf16", tokens=4),
@@ -196,7 +198,9 @@ CASES = {
     "place_few": Case(_place_small_kernel, IDS | PLACES, PLACING),
     "place_few_quantising": Case(_place_small_kernel, IDS | PLACES | BESIDE, {**PLACING, "GROUP": 128}),
     "place_few_slots": Case(_place_small_kernel, MAPPED | SLOTS, {**PLACING, "BATCHED": True}),
-    "count": Case(_count_kernel, IDS | {"table_ptr": "*i32:16"}, {"BLOCK": 1024, "BLOCK_Q": 512, "BLOCK_E": 128}),
+    "place_few_clearing": Case(_place_small_kernel, IDS | PLACES | CLEARED, PLACING),
+    "count": Case(_count_kernel, IDS | COUNTS, COUNTING),
+    "count_clearing": Case(_count_kernel, IDS | COUNTS | CLEARED, COUNTING),
     "place_128_experts": place_case(IDS | PLACES, False, 128),
     "place_512_experts": place_case(MAPPED | PLACES, False, 512),
     "place_slots": place_case(IDS | SLOTS, True, 128),
