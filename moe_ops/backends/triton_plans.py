@@ -10,7 +10,7 @@ from meta.arch import FIRST_CAPABILITY, HOPPER, SCALED_BLOCKS, TYPICAL, lookup_g
 from meta.cost import TileCost, Work, expected_experts, pairwise_us, product_us, robust_us
 from meta.formats import E4M3
 from meta.schemes import SCHEMES, WHOLE
-from moe_ops.kernels.triton.config import MMConfig, SmallConfig, are_promoted
+from moe_ops.kernels.triton.config import MMConfig, SmallConfig, are_promoted, is_of_plain_mm
 from moe_ops.plans import LayerKey, Plan, measured, tokens_of
 
 NAME = "triton"
@@ -72,7 +72,7 @@ def has_short_ends(scheme: str, tile: MMConfig) -> bool:
     `plain_mm`.
     """
     if kind(scheme) == "plain":
-        return tile[:3] == (128, 256, 64) and not tile.tall_m
+        return is_of_plain_mm(tile)
     return scheme in PACKED and tile.a_tma and tile.block_m >= 128
 
 

@@ -12,12 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from pytest import MonkeyPatch
 
 import moe_ops
-from moe_ops.backends import triton_plans
 from moe_ops.kernels.triton import wgrad
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.launch import ExpertMM
+from tests.cuda.specialised import every_tile
 
 E, K, H, I = 6, 2, 256, 192
 TOKENS = (1, 3, 40, 300)
@@ -63,15 +64,13 @@ def main() -> None:
 
 def by_the_largest_tile() -> None:
     """Layers of 16 bits and their gradients by the tile of very many rows, which no plan takes for so few."""
-    triton_plans._tile = lambda *given, **options: (LARGEST, 0.0)
-    for planned in (triton_plans.plan_for, triton_plans.by_products, triton_plans.tile_for):
-        planned.cache_clear()
     made = {name: weight.requires_grad_() for name, weight in weights(None).items()}
-    for format in ("grouped", "batched"):
-        print("the largest tile", format, flush=True)
-        x = torch.randn(300, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        logits = torch.randn(300, E, device="cuda")
-        moe_ops.fused_moe(x, logits, top_k=K, format=format, **made).float().pow(2).sum().backward()
+    with MonkeyPatch.context() as patched, every_tile(LARGEST, patched):
+        for format in ("grouped", "batched"):
+            print("the largest tile", format, flush=True)
+            x = torch.randn(300, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            logits = torch.randn(300, E, device="cuda")
+            moe_ops.fused_moe(x, logits, top_k=K, format=format, **made).float().pow(2).sum().backward()
 
 
 def weights(scheme: str | None, experts: int = E) -> dict[str, Any]:

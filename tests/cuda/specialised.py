@@ -26,8 +26,9 @@ ZEROS = pytest.mark.parametrize("zeros", [None, torch.int8, torch.uint8], ids=["
 
 @contextmanager
 def every_tile(tile: MMConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Both products of decoded weights by this tile, whatever a plan would take."""
+    """Both products by this tile, of decoded weights or of 16 bits, whatever a plan would take."""
     monkeypatch.setattr(triton_plans, "_hopper_tile", lambda *given: tile)
+    monkeypatch.setattr(triton_plans, "_tile", lambda *given, **options: (tile, 0.0))
     planned = (triton_plans.plan_for, triton_plans.by_products, triton_plans.tile_for)
     for cached in planned:
         cached.cache_clear()

@@ -12,12 +12,11 @@ import torch
 
 import moe_ops
 from meta.operands import Operand
-from moe_ops.backends import triton_plans
 from moe_ops.census import kernel_names
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.expert_mm import batched_mm, grouped_mm
 from moe_ops.kernels.triton.launch import ExpertMM
-from tests.cuda.specialised import assert_any_number_of_rows, assert_replays, forget, run
+from tests.cuda.specialised import assert_any_number_of_rows, assert_replays, every_tile, forget, run
 from tests.cuda.test_expert_mm import poison
 from tests.ops.scheme_layers import FORMS, SchemeLayer, assert_contract, build
 
@@ -147,13 +146,8 @@ LAYERS = {"whole": (8, 2, 1024, 512), "odd": (6, 2, 1216, 648), "one": (1, 1, 25
 @pytest.fixture
 def planned(monkeypatch):
     """Both products by its tile, whatever a plan would take."""
-    planned = (triton_plans.plan_for, triton_plans.by_products, triton_plans.tile_for)
-    for cached in planned:
-        cached.cache_clear()
-    monkeypatch.setattr(triton_plans, "_tile", lambda *given, **options: (TILE, 0.0))
-    yield
-    for cached in planned:
-        cached.cache_clear()
+    with every_tile(TILE, monkeypatch):
+        yield
 
 
 def layer_of(size: str = "whole", **options: object) -> SchemeLayer:

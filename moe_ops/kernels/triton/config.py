@@ -38,6 +38,11 @@ class SmallConfig(NamedTuple):
     num_warps: int
 
 
+def is_of_plain_mm(tile: MMConfig) -> bool:
+    """Whether a tile of 16-bit products, of both sides, is that of `plain_mm`."""
+    return tile.a_tma and tile[:3] == (128, 256, 64) and not tile.tall_m
+
+
 def are_promoted(rows: int, num_experts: int) -> bool:
     """Whether experts have so many rows, all together, that `promoted_mm` is the faster one for them: 64 each where
     there are 8192, else up to 256, as few large tiles do not fill a GPU and weights are the time.

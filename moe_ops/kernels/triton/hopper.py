@@ -193,8 +193,9 @@ def buffers(
     DONE: gl.constexpr = 1, ARRIVALS: gl.constexpr = 1,
 ):  # fmt: skip
     """Shared memory for so many boxes of rows and of weights in each of STAGES steps, for what every group of warps
-    writes, and the `ring` of the steps, of each of which a group says DONE times that it is done. Where no rows come,
-    that of weights stands in for theirs, as no partition takes None.
+    writes, and the `ring` of the steps, of each of which a group says DONE times that it is done, and who brings it
+    ARRIVALS times that it has arrived. Where no rows come, that of weights stands in for theirs, as no partition takes
+    None.
     """
     if ROWS > 0:
         rows_of = gl.allocate_shared_memory(a_desc.dtype, boxes(STAGES * ROWS, a_desc.block_shape), a_desc.layout)

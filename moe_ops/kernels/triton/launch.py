@@ -17,7 +17,7 @@ from meta.checks import fail
 from meta.operands import Operand
 from meta.schemes import WHOLE, ActivationFormat
 from moe_ops.kernels.triton.codes import CODE_NUMBERS, codes_of_word
-from moe_ops.kernels.triton.config import MMConfig, are_promoted, are_shared
+from moe_ops.kernels.triton.config import MMConfig, are_promoted, are_shared, is_of_plain_mm
 from moe_ops.kernels.triton.packed_fp8_tile import step_columns
 from moe_ops.kernels.triton.scales import HALF_GROUP
 from moe_ops.kernels.triton.tile_loads import (
@@ -117,7 +117,7 @@ FEW_REGISTERS = 80  # of its threads when they start; those that multiply have 1
 FEW_COLUMNS = 64  # of an output that it writes at once
 MOST_STEPS = 8  # of it that are on their way
 IN_LINE = 128  # bytes of a row of shared memory that tensor cores read
-PROMOTED_ROWS = 128  # of tokens, in a tile of `promoted_mm`, and of `plain_mm`
+PROMOTED_ROWS = 128  # of tokens, in a tile of `promoted_mm`
 PANEL_BYTES = 128 * 2**20  # of decoded weights of eight bits, at most
 
 
@@ -663,9 +663,8 @@ class ExpertMM:
 
     def is_plain(self, config: MMConfig) -> bool:
         """Whether `plain_mm` takes the product, of rows by descriptor or gathered: where Gluon's Hopper is."""
-        large = config.a_tma and config[:3] == (PROMOTED_ROWS, 256, 64) and not config.tall_m
         dtype = self.operand.data.dtype
-        if not large or self.operand.scales or not dtype.itemsize == 2 or dtype != self.out_dtype:
+        if not is_of_plain_mm(config) or self.operand.scales or dtype.itemsize != 2 or dtype != self.out_dtype:
             return False
         load = self._weight_load(config)
         taken = load == TMA_NK.value or (load == TMA_KN.value and self.glu != CONCAT.value)

@@ -224,7 +224,8 @@ class Layer:
         pdl, (before, after) = pdl_launches(rows.device), self._weights(topk_weights)
         static, top_k, form = self.up.operand.static, topk_ids.shape[1], self._rows_form(plan)
         beside = None if copied or hidden_states.scales else act_quant.beside(rows, form)
-        sorting, told = (topk_ids, self.up.num_experts, self.expert_map), self._told(self._tiles(plan), topk_ids)
+        sorting, tiles = (topk_ids, self.up.num_experts, self.expert_map), self._tiles(plan)
+        told = self._told(tiles, topk_ids)
         if arrive is not None and beside is not None:
             arrive()  # the sort's kernel quantises the tokens
             arrive, pdl = None, False  # it waits for more than the kernel before it
@@ -239,7 +240,7 @@ class Layer:
                 rows, pairs = permute.gather_rows(rows, pair_to_row, before, pdl=pdl), None
             gather, tokens = None, act_quant.quantize_static(rows, offsets, static, form, pairs, pdl=pdl)
         elif copied:
-            order = self.up.order(self._tiles(plan)[0])
+            order = self.up.order(tiles[0])
             gather, tokens = None, self._sorted(hidden_states, form, pair_to_row, before, pdl, order)
         else:
             gather = row_to_pair

@@ -214,11 +214,9 @@ def _finish(total, where, leaving, GROUP: gl.constexpr, SIZES: gl.constexpr):
             if GLU == INTERLEAVED:
                 gate, up = gl.split(value.reshape([ROWS, HALF // 2, 2]))
                 value = apply_activation(gate, up, alpha, limit, ACTIVATION, True)
-                write(round_to(value, room.dtype), room, out_desc, where[1], where[2], n_start // 2)
-            else:
-                if ACTIVATION is not None:
-                    value = apply_activation(value, value, alpha, limit, ACTIVATION, False)
-                _leave(value, room, out_desc, where, n_start)
+            elif ACTIVATION is not None:
+                value = apply_activation(value, value, alpha, limit, ACTIVATION, False)
+            _leave(value, room, out_desc, where, n_start // 2 if GLU == INTERLEAVED else n_start)
 
 
 @gluon.jit
