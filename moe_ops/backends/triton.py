@@ -46,7 +46,7 @@ from moe_ops.kernels.triton import (
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.expert_mm import batched_mm as launch_batched_mm
 from moe_ops.kernels.triton.expert_mm import grouped_mm as launch_grouped_mm
-from moe_ops.kernels.triton.launch import ExpertMM
+from moe_ops.kernels.triton.launch import ExpertMM, descriptor_strides
 from moe_ops.kernels.triton.layer import Ends, Layer, blocks_for, fit, pdl_launches, plans_for
 from moe_ops.kernels.triton.record import Recorder
 from moe_ops.kernels.triton.tile_loads import CONCAT
@@ -162,13 +162,16 @@ def _gemm(
     tile = _tile_for(problem.scheme, mm, int(problem.M), column)
     if mm.gathers_few(tile):  # bf16 numbers, not what is given
         tile = mm.beside_few(tile)
+    rows = unit_stride(x.data)
     # Of a batch every row would be copied, in use or not; few are not worth a kernel that counts them.
     counted = load is not None and mm.takes_few(tile)
-    copied = problem.format == "batched" and not (mm.shares(tile) and mm.specialises(tile))
-    tile = fit(tile, mm, as_they_are=gather is not None or copied or counted)
+    shared = mm.shares(tile) and mm.specialises(tile)
+    copied = problem.format == "batched" and not shared
+    gathered = gather is not None and not (shared and descriptor_strides(rows, inner=1))
+    tile = fit(tile, mm, as_they_are=gathered or copied or counted)
     if problem.format == "batched":
         return launch_batched_mm(x.data.contiguous(), mm, extents, tile, load=load)
-    rows, order, count = unit_stride(x.data), mm.order(tile), int(problem.M)
+    order, count = mm.order(tile), int(problem.M)
     if order is not None:
         rows, mm = permute.gather_rows(rows, None, order=order), replace(mm, rows_order=order)
     return launch_grouped_mm(rows, mm, extents, tile, num_rows=count, load=load, **(gather or {}))

@@ -269,12 +269,20 @@ def _packed_fp8_tile(scheme: str, work: Work) -> MMConfig:
 FEW_ROWS = {scheme: 0 if scheme == "w4a8_fp8" else 5 for scheme in DECODED}
 
 
-#: Rows an expert from which on weights are decoded once for all tiles of rows, and of a scheme whose codes take more to
-#: decode. us of a layer on an H200 where every tile of 256 rows decodes them, and so: Mixtral-8x7B (1024, 2048 and 4096
-#: rows) nvfp4 4918 and 5201, fp8_w8a16 4787 and 4975, 9193 and 9343, 19169 and 18540; mxfp8 5380 and 5119, 10298 and
-#: 8960, 20800 and 18087, Qwen3-30B-A3B (512) 1458 and 1436 (benchmarks/comparisons/h200-short-ends.json).
-SHARED_ROWS = 4096
-SHARED_ROWS_OF = {"mxfp8": 1024}
+#: Rows an expert from which on weights are decoded once for all tiles of rows, of codes that have scales of their own,
+#: and so many for each of a weight row's columns: decoded, more rows at a time leave L2. us of a layer on an H200 where
+#: every tile of 256 rows decodes them, and so (benchmarks/comparisons/h200-decoded-plain-mm.json): Qwen3-30B-A3B (2048
+#: columns; 512 rows, 1024) mxfp4 1196 and 1391, 2349 and 2282, mxfp8 1322 and 1630, 2576 and 2393; Mixtral-8x7B (4096;
+#: 1024, 4096) mxfp4 4655 and 4937, 18707 and 17960, mxfp8 5324 and 5122, 19505 and 18139, but int8_w8a16 4600 and 4810,
+#: 18233 and 18588.
+SHARED_ROWS = 1024
+SHARED_OF_COLUMNS = {"mxfp4": 0.5, "nvfp4": 0.5, "mxfp8": 0.25}
+
+
+def _are_shared(scheme: str, work: Work) -> bool:
+    """Whether weights are decoded once for all tiles of rows."""
+    of_columns = SHARED_OF_COLUMNS.get(scheme)
+    return of_columns is not None and work.T * work.K >= max(SHARED_ROWS, of_columns * work.depth) * work.E
 
 
 def _hopper_tile(scheme: str, works: tuple[Work, ...], multiprocessors: int) -> MMConfig:
@@ -284,7 +292,7 @@ def _hopper_tile(scheme: str, works: tuple[Work, ...], multiprocessors: int) -> 
     work = works[0]
     if work.T * work.K <= FEW_ROWS[scheme] * work.E:
         return _streamed(8, 128, 256, 1, 4, 3)
-    if scheme in PACKED and work.T * work.K >= SHARED_ROWS_OF.get(scheme, SHARED_ROWS) * work.E:
+    if _are_shared(scheme, work):
         return _streamed(128, 256, 64, 8, 8, 3)
     costs = {family.tile: family.down for family in FAMILIES[kind(scheme)] if family.down is not None}
     return _cheapest(costs, works, multiprocessors)

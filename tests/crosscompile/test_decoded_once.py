@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from dataclasses import replace
 from typing import Any
@@ -10,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ops.backends.triton_plans import PACKED
 from moe_ops.kernels.triton import expert_mm, launch, permute
-from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.decoded_fp8_mm import _decoded_fp8_mm_kernel
 from moe_ops.kernels.triton.decoded_once_mm import _decoded_once_mm_kernel
 from moe_ops.kernels.triton.folded_mm import _folded_mm_kernel
@@ -24,28 +21,19 @@ from tests.crosscompile.test_decoded_fp8 import MANY, product
 from tests.crosscompile.test_packed import TYPES, common_arguments, compile_gluon, descriptor, halves_in_order
 
 SCHEMES = ("mxfp4_a8", "w4a8_fp8")
-SHARED = MMConfig(128, 256, 64, 8, 8, 3, a_tma=True, w_tma=True)
-#: Those whose codes become bf16, each beside rows of that.
-WIDE = ("mxfp4", "nvfp4", "mxfp8", "int8_w8a16", "fp8_w8a16")
 #: The kernel whose every tile decodes its weights, and what tensor cores multiply with e4m3 rows.
 IN_EVERY_TILE = {"mxfp4_a8": _folded_mm_kernel, "w4a8_fp8": _decoded_fp8_mm_kernel}
 NUMBERS = {"mxfp4_a8": "E5M2", "w4a8_fp8": "E4M3"}
 
 
-def of_scheme(scheme: str, layout: str | None, **options: Any) -> ExpertMM:
-    """GEMM 1 of a layout, or GEMM 2, which quantises nothing for rows of bf16."""
-    mm = product(scheme, layout, **options)
-    return replace(mm, quantize_output=mm.form is not None and mm.quantize_output)
-
-
 def compile_product(mm: ExpertMM, *, experts: int = 8, swapped: bool = False) -> Compiled:
-    rows = torch.empty(512, mm.in_features, dtype=torch.bfloat16 if mm.form is None else mm.form.dtype)
+    rows = torch.empty(512, mm.in_features, dtype=torch.float8_e4m3fn)
     out, _ = mm.allocate((512,), rows)
-    made, memory, memory_desc = mm.prepare_decoded_once(rows, out, MANY if mm.form else SHARED)
+    made, memory, memory_desc = mm.prepare_decoded_once(rows, out, MANY)
     arguments = common_arguments(mm) | {
         "a_desc": descriptor(made.a_desc), "w": f"*{TYPES[mm.weight.dtype]}:16", "w_desc": descriptor(made.w_desc),
         "memory": f"*{TYPES[memory.dtype]}:16", "memory_desc": descriptor(memory_desc), "told": "*i32:16",
-        "out_desc": descriptor(made.out_desc), "a_scale": mm.form and "*fp32:16", "out_scale": "*fp32:16",
+        "out_desc": descriptor(made.out_desc), "a_scale": "*fp32:16", "out_scale": "*fp32:16",
     }  # fmt: skip
     for name in ("w_zeros", "up_zeros_offset"):
         del arguments[name]
@@ -62,46 +50,34 @@ def compile_product(mm: ExpertMM, *, experts: int = 8, swapped: bool = False) ->
         ("w4a8_fp8", "interleaved", 512),
         ("w4a8_fp8", "none", 8),
         ("mxfp4_a8", None, 8),
-        *((scheme, layout, 8) for scheme, layout in zip(WIDE, itertools.cycle(["concat", "interleaved", None]))),
-        ("mxfp4", "none", 512),
     ],
     ids=str,
 )
 def test_compiles(scheme: str, layout: str | None, experts: int) -> None:
     """Both groups of warps take decoded numbers from shared memory; no sum of theirs leaves registers in a step."""
-    kernel = compile_product(of_scheme(scheme, layout, bias=layout == "concat"), experts=experts)
+    kernel = compile_product(product(scheme, layout, bias=layout == "concat"), experts=experts)
     sizes = ("128",) if scheme == "mxfp4_a8" else ("64", "128")  # of rows of tokens, where they are the second operand
-    if scheme in WIDE:
-        wanted = {f"HGMMA.64x{size}x16.F32.BF16" for size in sizes}
-        assert kernel.stores_16_bytes, "of what is decoded, to memory"
-    else:
-        wanted = {f"QGMMA.64x{size}x32.F32.E4M3.{NUMBERS[scheme]}" for size in sizes}
+    wanted = {f"QGMMA.64x{size}x32.F32.E4M3.{NUMBERS[scheme]}" for size in sizes}
     assert set(re.findall(r"[QH]GMMA\S+", kernel.sass)) == wanted
     steps = [body for body in kernel.loops if sum("GMMA" in line[1] for line in body) == 8]
     assert len(steps) >= 2 * len(sizes), "one for each group of warps"
     for body in sorted(steps, key=len)[: 2 * len(sizes)]:
-        assert len(body) < (80 if scheme in WIDE else 260)
+        assert len(body) < 260
         spilled = [line for line in body if line[1].startswith(("LDL", "STL"))]
         assert len(spilled) <= (2 if scheme == "w4a8_fp8" else 0), "an address of scales, at the most"
     assert "CCTL" not in kernel.sass, "what is waited for is not acquired, which would empty L1"
 
 
-@pytest.mark.parametrize("layout", ["concat", None], ids=str)
-def test_leaves_rows_in_the_order_of_a_product_that_decodes_in_every_tile(layout: str | None) -> None:
-    compile_product(replace(of_scheme("mxfp4", layout), out_order=(32, 8)))
-
-
-@pytest.mark.parametrize("scheme", ["mxfp4_a8", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("sizes", [(1184, 320), (1216, 320)], ids=["one_by_one", "in_pairs"])
-def test_compiles_for_scales_that_no_wide_load_takes(scheme: str, sizes: tuple[int, int]) -> None:
-    compile_product(of_scheme(scheme, "concat", sizes=sizes))
+def test_compiles_for_scales_that_no_wide_load_takes(sizes: tuple[int, int]) -> None:
+    compile_product(product("mxfp4_a8", "concat", sizes=sizes))
 
 
 @pytest.mark.parametrize("swapped", [False, True], ids=["gate_first", "up_first"])
-@pytest.mark.parametrize("scheme", [*SCHEMES, "mxfp8"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_gate_comes_first_wherever_it_is(scheme: str, swapped: bool) -> None:
     """The descriptor begins with the half of the lower address; scales are looked up in the order of the halves."""
-    halves = halves_in_order(compile_product(of_scheme(scheme, "concat", bias=True), swapped=swapped))
+    halves = halves_in_order(compile_product(product(scheme, "concat", bias=True), swapped=swapped))
     assert halves == (["1", "0"] if swapped else ["0", "1"])
 
 
@@ -117,12 +93,9 @@ def launches(mm: ExpertMM, rows: int, monkeypatch: pytest.MonkeyPatch, **given: 
     monkeypatch.setattr(expert_mm, "launch", note)
     monkeypatch.setattr(permute, "launch", note)
     monkeypatch.setattr(expert_mm, "quantize_sorted", lambda *of, pdl: of)
-    a, tile = torch.empty(rows, mm.in_features, dtype=torch.bfloat16), SHARED
-    if mm.form is not None:
-        mm = replace(mm, rows_scale=torch.ones(rows, mm.in_features // 128 if mm.folds_scales else 1))
-        a, tile = a.to(torch.float8_e4m3fn), MANY
-    extents = torch.tensor([100, rows]).int()
-    launched.append((None, {"results": expert_mm.grouped_mm(a, mm, extents, tile, num_rows=rows, pdl=True, **given)}))
+    mm = replace(mm, rows_scale=torch.ones(rows, mm.in_features // 128 if mm.folds_scales else 1))
+    a, extents = torch.empty(rows, mm.in_features, dtype=torch.float8_e4m3fn), torch.tensor([100, rows]).int()
+    launched.append((None, {"results": expert_mm.grouped_mm(a, mm, extents, MANY, num_rows=rows, pdl=True, **given)}))
     return launched
 
 
@@ -148,32 +121,6 @@ def test_which_products_it_takes(scheme: str, rows: int, once: bool, monkeypatch
     assert kernels == [other]
 
 
-@pytest.mark.parametrize("scheme", sorted(PACKED))
-def test_which_weights_tiles_share_as_bf16(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those whose sums wait for no scales and that no zero points are subtracted from; others have the tile in which
-    every one decodes. Rows that come by descriptor are in their own order.
-    """
-    monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: True)
-    mm, once = of_scheme(scheme, "concat"), scheme in WIDE
-    assert fit(SHARED, mm) == (SHARED if once else SHARED._replace(block_n=128))
-    assert (mm.words_told(fit(SHARED, mm), 100) > 1) == once
-    assert fit(SHARED, mm, as_they_are=True).block_n == 128 and not fit(SHARED, mm, as_they_are=True).a_tma
-    if once:
-        assert mm.order(SHARED) is None and mm.order(SHARED._replace(block_n=128)) is not None
-        assert mm.columns_at_once(SHARED) == 64
-        assert not replace(mm, out_dtype=torch.float16).specialises(SHARED), "rows of two parts"
-    monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: False)
-    assert fit(SHARED, mm).block_n == 128, "no such GPU"
-
-
-def test_weights_with_zero_points_are_decoded_in_every_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: True)
-    mm = of_scheme("int8_w8a16", "concat")
-    zeros = torch.zeros(mm.operand.scales[0].shape, dtype=torch.int8)
-    shifted = replace(mm, operand=replace(mm.operand, scales=(*mm.operand.scales, zeros)))
-    assert mm.specialises(SHARED) and not shifted.specialises(SHARED)
-
-
 def test_products_of_groups_that_no_step_is_within_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of int4 codes are scaled after every step."""
     monkeypatch.setattr(launch, "hopper_with_gluon", lambda device: True)
@@ -186,14 +133,14 @@ def test_products_of_groups_that_no_step_is_within_are_not_taken(monkeypatch: py
 
 
 @pytest.mark.parametrize("layout", ["concat", "interleaved", None], ids=str)
-@pytest.mark.parametrize("scheme", [*SCHEMES, *WIDE])
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_argument_of_a_launch_has_its_place(
     scheme: str, layout: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mm, rows = of_scheme(scheme, layout, bias=True), 512 if scheme == "mxfp4_a8" else 1024
+    mm, rows = product(scheme, layout, bias=True), 512 if scheme == "mxfp4_a8" else 1024
     (_, cleared), (_, launched), (_, returned) = launches(mm, rows, monkeypatch)
     out, out_scale = returned["results"][:2] if mm.folds_scales or not layout else (returned["results"][0], None)
-    columns = 64 if scheme in WIDE else 128  # of a step
+    columns = 128  # of a step
     assert list(launched) == _decoded_once_mm_kernel.arg_names
     scale, panels, steps = (
         mm.decoding["groups"],
@@ -206,13 +153,11 @@ def test_every_argument_of_a_launch_has_its_place(
     bases = {"w": mm.weight, "w_desc": mm.weight, "memory_desc": launched["memory"], "out_desc": out, "bias": mm.bias}
     bases |= {"w_scale": scale.tensor, "w_outer": mm.decoding["rows"].tensor}
     bases |= {"out_scale": out_scale} if mm.folds_scales else {}
-    assert (launched["a_scale"] is None) == (scheme in WIDE)
     for name, tensor in bases.items():
         if tensor is None:
             assert launched[name] is None
             continue
         assert getattr(launched[name], "base", launched[name]).data_ptr() == tensor.data_ptr(), name
-    assert (launched["w_scale"] is None) == (scheme in ("int8_w8a16", "fp8_w8a16")), "which have one for a row"
     sizes = {"num_rows": rows, "E": 2, "N": mm.out_features, "K": mm.in_features, "GLU": mm.glu, "SWAPPED": False}
     sizes |= {"up_offset": mm.up_offset, "up_scale_offset": scale.up_offset, "PDL": True, "BATCHED": False}
     assert {name: launched[name] for name in sizes} == sizes

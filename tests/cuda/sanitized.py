@@ -23,9 +23,9 @@ from tests.cuda.specialised import every_tile
 E, K, H, I = 6, 2, 256, 192
 TOKENS = (1, 3, 40, 300)
 #: With how many tokens; fp8_channel for the kernels of one token and of experts with 256 rows and more, mxfp4_a8, also
-#: of such experts, and w4a8_fp8 for those of codes beside e4m3; int8_w8a16 for codes that many tiles share.
+#: of such experts, and w4a8_fp8 for those of codes beside e4m3; mxfp8 for codes that many tiles share.
 SCHEMES = {
-    **{None: TOKENS, "fp8_block128": TOKENS, "mxfp4": TOKENS, "int8_w8a16": (3200,)},
+    **{None: TOKENS, "fp8_block128": TOKENS, "mxfp4": TOKENS, "mxfp8": (3200,)},
     **{"fp8_channel": (1, 900), "mxfp4_a8": (300, 900), "w4a8_fp8": (300,)},
 }
 LARGEST = MMConfig(128, 256, 64, 8, 8, 4, a_tma=True, w_tma=True)

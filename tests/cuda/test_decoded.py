@@ -26,7 +26,7 @@ from tests.ops.scheme_layers import FORMS, SchemeLayer, assert_contract, build, 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("on_hopper", "poisoned_memory")]
 SCHEMES = sorted(triton_plans.PACKED)
 ONCE = [scheme for scheme in SCHEMES if scheme != "int4_w4a16"]  # whose sums wait for no scales of groups of columns
-MANY = 16500  # tokens, whose experts have more than 4096 rows each
+MANY = 4200  # tokens, whose experts have more than 1024 rows each
 #: E, K, H, I: whole tiles; an odd number of steps of both products, and no whole tiles of columns; one expert.
 SIZES = {"whole": (8, 2, 1024, 512), "odd": (6, 2, 1152, 640), "ragged": (3, 2, 320, 160), "one": (1, 1, 256, 128)}
 
@@ -55,7 +55,7 @@ def test_is_as_near_to_float64_as_tritons_tile(scheme, size, form, tile, monkeyp
     tensor cores' instruction is the same, which adds up in an order of its own: not that of tiles of 32 rows.
     """
     layer = layer_of(scheme, 700, size, form=form)
-    kernel = "_decoded_once_mm" if tile[1] == 256 else "_decoded_mm"
+    kernel = "_decoded_plain_mm" if tile[1] == 256 else "_decoded_mm"
     if scheme not in ONCE:
         kernel = "_decoded_"  # groups of some sizes are whole rows
     for got, other in beside_tritons_tile(layer, kernel, 2, "specialises", monkeypatch):
@@ -94,10 +94,24 @@ def test_memory_of_panels_is_written_over_again_and_again(scheme, panels, monkey
 
 @pytest.mark.parametrize("scheme", ONCE)
 def test_which_tiles_share_decoded_weights(scheme):
-    """Those of experts with many rows."""
-    for T, kernel in ((1600, "_decoded_mm"), (MANY, "_decoded_once_mm")):
+    """Those of experts with many rows, of codes with scales of their own. Rows are gathered: there are five kernels."""
+    shares = scheme in triton_plans.SHARED_OF_COLUMNS
+    for T, kernel in ((1600, "_decoded_mm"), (MANY, "_decoded_plain_mm" if shares else "_decoded_mm")):
         names = kernel_names(partial(run, layer_of(scheme, T), "grouped"))
-        assert sum(kernel in name for name in names) == 2, names
+        assert sum(kernel in name for name in names) == 2 and len(names) <= 5, names
+
+
+@pytest.mark.parametrize("scheme", ONCE)
+def test_tokens_of_any_strides(scheme, monkeypatch):
+    """Of which a tensor map could describe some, and others not: those are copied."""
+    layer = layer_of(scheme, MANY)
+    x = layer.tensors["hidden_states"]
+    wide = torch.full((MANY, x.shape[1] + 68), float("nan"), device="cuda", dtype=x.dtype)
+    with every_tile(MMConfig(128, 256, 64, 8, 8, 3, a_tma=True, w_tma=True), monkeypatch):
+        expected = run(layer, "grouped")
+        for width in (64, 68):
+            part = wide[:, : x.shape[1] + width].as_strided(x.shape, (x.shape[1] + width, 1)).copy_(x)
+            assert torch.equal(run(layer, "grouped", hidden_states=part), expected)
 
 
 @GROUPS

@@ -192,15 +192,17 @@ def test_tiles_of_decoded_weights_grow_with_an_experts_rows(scheme: str, gpu: st
     assert heights[3] == (64 if scheme == "w4a8_fp8" else 128) and heights[-1] == (128 if wait else 256)
 
 
+@pytest.mark.parametrize("hidden", [2048, 4096, 8192])
 @pytest.mark.parametrize("scheme", sorted(triton_plans.PACKED))
-def test_tiles_of_many_rows_share_decoded_weights(scheme: str) -> None:
-    """From 4096 rows an expert on, of codes that take more to decode from 1024, on Hopper alone."""
-    rows = 1024 if scheme == "mxfp8" else 4096
-    for tokens, columns in ((rows * 16 - 100, 128), (rows * 16, 256)):
-        key = plans.LayerKey(scheme, "grouped", 128, 8, 2048, 768, True)
-        for sm, wanted in ((90, columns), (80, 128)):
+def test_tiles_of_many_rows_share_decoded_weights(scheme: str, hidden: int) -> None:
+    """Of codes with scales of their own, from 1024 rows an expert on, of longer weight rows from more; on Hopper."""
+    rows = max(1024, hidden // (4 if scheme == "mxfp8" else 2))
+    wanted = 256 if scheme in ("mxfp4", "nvfp4", "mxfp8") else 128
+    for tokens, columns in ((rows * 16 - 100, 128), (rows * 16, wanted)):
+        key = plans.LayerKey(scheme, "grouped", 128, 8, hidden, 768, True)
+        for sm, width in ((90, columns), (80, 128)):
             tiles = triton_plans.cheapest(key, tokens, "Another GPU", sm).configs
-            assert [tile.block_n for tile in tiles] == [wanted, wanted]
+            assert [tile.block_n for tile in tiles] == [width, width]
 
 
 @pytest.mark.parametrize("scheme", ["mxfp8", "mxfp4_a8", "nvfp4"])

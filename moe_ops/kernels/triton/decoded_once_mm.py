@@ -1,10 +1,11 @@
-"""Expert GEMMs of very many rows and weights of codes, for Hopper: e4m3 beside codes of four bits, or bf16.
+"""Expert GEMMs of very many rows of e4m3 and weights of codes of four bits, for Hopper.
 
-What `folded_mm`, `decoded_fp8_mm` and `decoded_mm` compute, to the bit but for the order in which tensor cores add, for
-experts that have several tiles of rows. There every tile decodes its weight rows. Here a panel of 256 weight rows is
-decoded once, to memory that stays in L2 (`panels`), and all tiles of its expert have descriptors bring it from there,
-as those of `promoted_mm` bring stored weights: in every program one warp has rows and decoded weights brought for two
-groups of four that multiply, beside four that decode and two for what belongs to that.
+What `folded_mm` and `decoded_fp8_mm` compute, to the bit but for the order in which tensor cores add, for experts that
+have several tiles of rows. There every tile decodes its weight rows. Here a panel of 256 weight rows is decoded once,
+to memory that stays in L2 (`panels`), and all tiles of its expert have descriptors bring it from there, as those of
+`promoted_mm` bring stored weights: in every program one warp has rows and decoded weights brought for two groups of
+four that multiply, beside four that decode and two for what belongs to that. `decoded_plain_mm` does so beside rows of
+16 bits.
 
 Programs draw tiles and what they decode in order, from two counters: what a program waits for was drawn before, by one
 that runs. However few programs run at once, all get done.
@@ -12,14 +13,11 @@ that runs. However few programs run at once, all get done.
 Times as fast as fp8_block128 on an H200, the other kernel and this one, T = 4096, 16384: mxfp4_a8, Qwen3-30B-A3B (256
 rows an expert, 1024) 0.72, 0.80 and 0.70, 0.95, Mixtral-8x7B (1024, 4096) 0.59, 0.90 and 0.75, 0.99; w4a8_fp8,
 Qwen3-30B-A3B, 16384 tokens, 0.70, 0.82, Mixtral-8x7B, 4096, 0.87, 0.92. Of few tiles an expert, L2 is the limit,
-through which decoded weights go once more. us of layers with bf16 weights, `decoded_mm`, which decodes in every tile
-of 256 rows, and this one: Mixtral-8x7B, T = 4096 (1024 rows an expert), fp8_w8a16 4835, 4787, 4975, mxfp8, whose codes
-take more to decode, 4835, 5380, 5119, T = 16384 18759, 19169, 18540 and 18759, 20800, 18087. Counters, and what was
-tried: benchmarks/comparisons/h200-decoded-once.json, h200-short-ends.json.
+through which decoded weights go once more. Counters, and what was tried: benchmarks/comparisons/h200-decoded-once.json.
 
 Of e2m1 codes, a step's columns are multiplied in turns where scales are too far apart for one unit; codes of turns
-after the first are decoded by the warp that has the others brought, for every tile. Of others weight rows are the first
-operand: `weight_rows`.
+after the first are decoded by the warp that has the others brought, for every tile. Of int4 codes weight rows are the
+first operand: `weight_rows`.
 
 Written in Gluon, which has no interpreter: that runs `packed_fp8_tile` for the same products.
 """
@@ -62,42 +60,27 @@ from moe_ops.kernels.triton.panels import (
     WARP,
     added,
     at_once_of,
-    columns_of_step,
     decode,
     done_of,
     draw,
-    fenced,
     folded_codes,
     is_folded,
-    is_wide,
     lines_of,
     panel_of,
     panels_held,
     publish,
     room_of,
-    seen,
-    sleep,
     steps_of_codes,
     stored_codes,
+    when_decoded,
+    whole_columns,
     words_of,
     words_of_steps,
 )
 from moe_ops.kernels.triton.promoted_mm import GROUPS, HALF, ROWS, STEP, SUM, columns_of, finish
 from moe_ops.kernels.triton.scales import decode_scale
-from moe_ops.kernels.triton.util import find_tile, pdl_release, pdl_wait, uniform
+from moe_ops.kernels.triton.util import find_tile, pdl_release, pdl_wait
 from moe_ops.kernels.triton.weight_rows import multiply_weight_rows
-
-
-@gluon.jit
-def _at_lane(words, at):
-    """The word of lane `at` of a warp."""
-    return uniform(gl.sum(gl.where(gl.arange(0, 32, layout=WARP) == at, words, 0), axis=0))
-
-
-@gluon.constexpr_function
-def whole_columns(n_tiles):
-    """So many tiles of rows that all of an expert's go along its columns together: those of a panel are neighbours."""
-    return 2**30 // n_tiles
 
 
 @gluon.jit
@@ -111,28 +94,19 @@ def _bring(given, SIZES: gl.constexpr):
     N_TILES: gl.constexpr = SIZES[5]
     BATCHED: gl.constexpr = SIZES[9]
     STAGES: gl.constexpr = BLOCK[6]
-    COLUMNS: gl.constexpr = columns_of_step(SIZES[10])
-    STEPS: gl.constexpr = (K + COLUMNS - 1) // COLUMNS
+    STEPS: gl.constexpr = (K + STEP - 1) // STEP
     FOLDED: gl.constexpr = is_folded(SIZES[10])
     table, tiles = table_of_tiles(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
     room = room_of(at_once_of(panels_held(table, N_TILES), tiles, BLOCK), BLOCK)
-    lane = gl.arange(0, 32, layout=WARP)
     place = 0
     tile = drawn(told)
     while tile < tiles:
         expert, first, past, n_tile = find_tile(tile, table, BLOCK[0], 0, N_TILES, whole_columns(N_TILES))
         panel = panel_of(table, expert, n_tile, N_TILES)
         of_steps = words_of_steps(told, E * N_TILES) + panel * STEPS
-        words = lane * 0
+        words = gl.zeros([32], gl.int32, layout=WARP)
         for step in range(STEPS):
-            if step % 32 == 0:
-                words = seen(of_steps + step + lane)
-            word = _at_lane(words, step % 32)
-            while word == 0:
-                sleep(word, 64)
-                words = seen(of_steps + step // 32 * 32 + lane)
-                word = _at_lane(words, step % 32)
-            word = fenced(word)
+            words, word = when_decoded(of_steps, words, step)
             turns, lower, upper = word >> TURNS_AT, word & 0xFF, (word >> 8) & 0xFF
             stage = place % STAGES
             arrived = full.index(stage)
@@ -144,9 +118,9 @@ def _bring(given, SIZES: gl.constexpr):
             gl.thread_barrier()
             mbarrier.expect(arrived, (GROUPS * ROWS + 2 * HALF) * STEP)
             for box in gl.static_range(2):
-                at = [first + box * ROWS, step * COLUMNS]
+                at = [first + box * ROWS, step * STEP]
                 tma.async_copy_global_to_shared(a_desc, at, arrived, rows_of.index(stage * 2 + box))
-                at = [(panel % room * 2 + box) * HALF, step * COLUMNS]
+                at = [(panel % room * 2 + box) * HALF, step * STEP]
                 tma.async_copy_global_to_shared(memory_desc, at, arrived, weights_of.index(stage * 2 + box))
             place += 1
             if FOLDED:
@@ -246,16 +220,6 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
         multiply_weight_rows(given, GROUP, SIZES)
 
 
-@gluon.constexpr_function
-def registers_of(scheme):
-    """Registers of a thread that multiplies, of one that decodes, and of the others. Sums that no scale waits for leave
-    some to others.
-    """
-    if is_wide(scheme):
-        return [176, 96, 64, 64, 64]
-    return [216, 48, 32, 32, 32]
-
-
 @gluon.jit(do_not_specialize=["num_rows", "up_offset", "up_scale_offset", "up_outer_offset"])
 def _decoded_once_mm_kernel(
     a_desc,
@@ -292,12 +256,12 @@ def _decoded_once_mm_kernel(
     """One program for each multiprocessor; tiles of 128 rows of one expert times 256 rows of its weight.
 
     Args: see `expert_mm._expert_mm_kernel`. Rows, codes, decoded weights and output come and leave by descriptor, 128
-    bytes at a time. BLOCK[6]: steps that there is room for in shared memory; BLOCK[8]: panels, in `memory`. told: i32
+    bytes at a time. BLOCK[6]: steps that there is room for in shared memory; BLOCK[-1]: panels, in `memory`. told: i32
     [COUNTERS + panels * (1 + steps) + 32], all 0: see `panels.drawn`, `done_of`, `words_of_steps`.
     """
     N_TILES: gl.constexpr = (N + columns_of(GLU)[0] - 1) // columns_of(GLU)[0]
     STAGES: gl.constexpr = BLOCK[6]
-    STEPS: gl.constexpr = (K + columns_of_step(SCHEME) - 1) // columns_of_step(SCHEME)
+    STEPS: gl.constexpr = (K + STEP - 1) // STEP
     CHUNKS: gl.constexpr = 2 * HALF // CHUNK
     OF_CODES: gl.constexpr = steps_of_codes(SCHEME)
     THREADS: gl.constexpr = 32 * gl.num_warps()  # of a group
@@ -332,7 +296,7 @@ def _decoded_once_mm_kernel(
     brought = (
         a_desc, memory_desc, rows_of, weights_of, few_of, left, full, empty, of_weights, told, extents, num_rows,
     )  # fmt: skip
-    decoded = (chunks_of, bytes_of, passed, coded, kept, memory, inner)
+    decoded = (chunks_of, bytes_of, passed, coded, kept, memory)
     drawn_of = (of_weights, w_desc, codes_of, fours_of, passed, coded, taken, told, extents, num_rows)
     SIZES: gl.constexpr = (E, N, K, STRIDES, BLOCK, N_TILES, GLU, ACTIVATION, SWAPPED, BATCHED, SCHEME)
     gl.warp_specialize(
@@ -345,5 +309,5 @@ def _decoded_once_mm_kernel(
             (publish, (tops_of, numbers_of, kept, taken, of_steps, OF_CODES)),
         ],
         [4, 4, 1, 1, 1],
-        registers_of(SCHEME),
+        [216, 48, 32, 32, 32],
     )

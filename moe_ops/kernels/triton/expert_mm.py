@@ -299,7 +299,8 @@ def _launch(
     if out.numel() == 0:
         return
     rows, row_tiles, num_rows, batched = grid
-    as_they_come = _comes_sorted(a, None if mm.gathers_few(config) else row_to_pair)
+    gathers = mm.gathers_few(config) or mm.shares(config)
+    as_they_come = _comes_sorted(a, None if gathers else row_to_pair)
     as_they_come &= load is None or not mm.takes_few(config)  # few rows are not worth a kernel that counts them
     in_order = not mm.is_decoded or ((mm.rows_order or mm.shares(config)) and a.dtype == torch.bfloat16)
     specialised = as_they_come and in_order and mm.specialises(config)
@@ -312,7 +313,7 @@ def _launch(
             told = clear(a.new_empty(words, dtype=torch.int32), pdl)
     if specialised:
         if mm.decodes_once(config, rows):
-            of = _of_decoded_once(a, mm, extents, config, outputs, told)
+            of = _of_decoded_once(a, mm, extents, config, outputs, (row_to_pair, top_k), told)
             _launch_specialised(mm, of, grid, a.device, pdl)
         elif mm.takes_few(config):
             gather = (row_to_pair, top_k) if mm.widened else (None, None)
@@ -468,16 +469,19 @@ def _of_decoded_once(
     extents: torch.Tensor,
     config: MMConfig,
     outputs: tuple[torch.Tensor, torch.Tensor],
+    gather: tuple[torch.Tensor | None, int],
     told: torch.Tensor,
 ) -> Specialised:
-    """A launch of `decoded_once_mm`."""
+    """A launch of `decoded_once_mm`, or of `decoded_plain_mm`, which alone gathers rows."""
     from moe_ops.kernels.triton.decoded_once_mm import _decoded_once_mm_kernel
+    from moe_ops.kernels.triton.decoded_plain_mm import _decoded_plain_mm_kernel
 
-    out, out_scale = outputs
-    made, memory, memory_desc = mm.prepare_decoded_once(a, out, config)
-    weights = (mm.weight, made.w_desc, mm.up_offset, *_decoded_by_rows(mm))
-    tensors = (made.a_desc, mm.rows_scale, extents, *weights, memory, memory_desc, told, mm.bias)
-    return _decoded_once_mm_kernel, made, (*tensors, made.out_desc, out_scale), 4
+    (out, out_scale), (row_to_pair, top_k) = outputs, gather
+    made, memory, memory_desc = mm.prepare_decoded_once(a, out, config, 0 if row_to_pair is None else top_k)
+    weights = (mm.weight, made.w_desc, mm.up_offset, *_decoded_by_rows(mm), memory, memory_desc, told, mm.bias)
+    if mm.is_decoded:
+        return _decoded_plain_mm_kernel, made, (a, made.a_desc, row_to_pair, extents, *weights, made.out_desc), 4
+    return _decoded_once_mm_kernel, made, (made.a_desc, mm.rows_scale, extents, *weights, made.out_desc, out_scale), 4
 
 
 def _launch_specialised(

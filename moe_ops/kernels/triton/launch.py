@@ -390,7 +390,7 @@ class ExpertMM:
         return self.is_decoded and not self.exact_scales and self.decoding["groups"].group[1] > 0
 
     def shares(self, config: MMConfig) -> bool:
-        """Whether a tile of decoded weights is one of `decoded_once_mm`, which decodes them for all tiles of rows."""
+        """Whether a tile of decoded weights is one of `decoded_plain_mm`, which decodes them for all tiles of rows."""
         return self.is_decoded and not self.widened and config.a_tma and config.block_n > GLUON_ROWS
 
     def takes_few(self, config: MMConfig) -> bool:
@@ -432,8 +432,8 @@ class ExpertMM:
 
     @property
     def _decodes_once(self) -> bool:
-        """Whether `decoded_once_mm` decodes its weights to bf16: no sum waits for scales, no zeros are subtracted,
-        and 64 columns of a row are of four groups at most.
+        """Whether `decoded_plain_mm` decodes its weights: no sum waits for scales, no zeros are subtracted, and 64
+        columns of a row are of four groups at most.
         """
         if self.waits_decoded or self.decoding["zeros"].tensor is not None:
             return False
@@ -755,8 +755,8 @@ class ExpertMM:
         )
 
     def decodes_once(self, config: MMConfig, rows: int) -> bool:
-        """Whether `decoded_once_mm` takes the product of so many rows by descriptor: of e4m3 ones in the place of
-        `folded_mm` or `decoded_fp8_mm`, of others where the tile says so.
+        """Whether `decoded_once_mm` takes the product of so many rows by descriptor, in the place of `folded_mm` or
+        `decoded_fp8_mm`; or of 16 bits `decoded_plain_mm`, where the tile says so.
         """
         if self.is_decoded:
             return self.shares(config) and self.specialises(config)
@@ -785,10 +785,11 @@ class ExpertMM:
         return COUNTERS.value + panels * (1 + steps) + 32  # which a warp reads at once
 
     def prepare_decoded_once(
-        self, a: torch.Tensor, out: torch.Tensor, config: MMConfig
+        self, a: torch.Tensor, out: torch.Tensor, config: MMConfig, top_k: int = 0
     ) -> tuple[Launch, torch.Tensor, Any]:
-        """The same for `decoded_once_mm`, with the memory that it decodes panels to and a descriptor of that; `block`
-        ends with how many of them there is room for.
+        """The same for `decoded_once_mm`, or `decoded_plain_mm` beside rows of 16 bits, `top_k` of gathered ones, with
+        the memory that it decodes panels to and a descriptor of that; `block` ends with how many of them there is room
+        for.
         """
         from moe_ops.kernels.triton.panels import CHUNK, code_bytes, columns_of_step
         from moe_ops.kernels.triton.promoted_mm import HALF
@@ -801,7 +802,8 @@ class ExpertMM:
         panels = min(self.num_experts * made.n_tiles, max(2, PANEL_BYTES // (2 * HALF.value * columns)))
         memory = a.new_empty((panels * 2 * HALF.value, columns), dtype=numbers)
         box = TensorDescriptor(memory, list(memory.shape), list(memory.stride()), [HALF.value, step])
-        return replace(made, block=(*made.block, panels)), memory, for_gluon(box)
+        block = (*made.block[:7], top_k, False, False) if self.is_decoded else made.block
+        return replace(made, block=(*block, panels)), memory, for_gluon(box)
 
     def prepare_decoded_fp8(self, a: torch.Tensor, out: torch.Tensor, config: MMConfig) -> Launch:
         """The same for `decoded_fp8_mm`, whose tile is one of its own."""

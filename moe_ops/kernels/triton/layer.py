@@ -31,6 +31,7 @@ from moe_ops.kernels.triton.launch import (
     SMALLEST_GROUP,
     ExpertMM,
     as_bf16,
+    descriptor_strides,
     hopper_with_gluon,
 )
 from moe_ops.kernels.triton.route import Routed
@@ -220,7 +221,8 @@ class Layer:
         collect: Collect | None = None,
         arrive: Callable[[], None] | None = None,
     ) -> Any:
-        rows, copied = hidden_states.data, self._copies_rows(plan, topk_ids)
+        rows = hidden_states.data
+        copied = self._copies_rows(plan, topk_ids, described=descriptor_strides(rows, inner=1))
         pdl, (before, after) = pdl_launches(rows.device), self._weights(topk_weights)
         static, top_k, form = self.up.operand.static, topk_ids.shape[1], self._rows_form(plan)
         beside = None if copied or hidden_states.scales else act_quant.beside(rows, form)
@@ -250,11 +252,12 @@ class Layer:
         y = self._gemm_2(plan, *h, offsets, pair_to_row, told.second)
         return (collect or self._combined())(y, pair_to_row, after)
 
-    def _copies_rows(self, plan: Plan, topk_ids: Tensor) -> bool:
+    def _copies_rows(self, plan: Plan, topk_ids: Tensor, described: bool = True) -> bool:
         """Whether GEMM 1 reads sorted copies of the tokens: where they carry the routing weights, or are quantised, or
         multiplied with decoded weights, and its tile has many rows, which come faster by descriptor. The batched
         format, which always copies, took 0.92 to 0.96 of the time of gathered rows on an H200 (Mixtral-8x7B from 64
-        rows an expert on, Qwen3-30B-A3B from 256).
+        rows an expert on, Qwen3-30B-A3B from 256). `decoded_plain_mm` gathers tokens if a tensor map could describe
+        them: `described`.
 
         Not where whole rows are quantised beside the sort: there a kernel quantises between the products as well, and a
         layer has five; but where a kernel in Gluon takes the product of many rows, and gathers none (Mixtral-8x7B,
@@ -263,7 +266,7 @@ class Layer:
         if self.up.operand.static is not None:
             return True
         first, tile = self._first(), self._tiles(plan)[0]
-        if self.weight_on_input or first.order(tile) is not None or first.shares(tile):
+        if self.weight_on_input or first.order(tile) is not None or (first.shares(tile) and not described):
             return True
         if not (self.quantizes and tile.a_tma) or first.gathers_few(tile):
             return False
@@ -279,7 +282,7 @@ class Layer:
         up, first, second = self._first(), *plan.configs
         if given and up.gathers_few(first):
             first = up.beside_few(first)
-        first = fit(first, up, as_they_are=gathered)
+        first = fit(first, up, as_they_are=gathered and not up.shares(first))
         if self.down.gathers_few(second) and not up.beside(first).quantizes_rows:
             second = self.down.beside_few(second)
         second = fit(second, self.down)

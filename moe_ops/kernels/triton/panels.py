@@ -1,6 +1,7 @@
-"""Panels of weight rows that are decoded once for all tiles that multiply with them: `decoded_once_mm`'s.
+"""Panels of weight rows that are decoded once for all tiles that multiply with them: those of `decoded_once_mm`, and
+beside rows of 16 bits of `decoded_plain_mm`.
 
-A panel is 256 weight rows: HALF of the gate and as many of up, or twice as many in a row. In every program four warps
+A panel is 256 weight rows: HALF of the gate and as many of up, or twice as many in a row. In every program some warps
 decode, whatever panel is next, 128 bytes of a row at a time, to memory that stays in L2. One warp draws what they
 decode, and has codes and scales of it brought; another tells all programs what is decoded.
 
@@ -9,8 +10,8 @@ earlier one when all tiles of that are done. Panels are counted over the experts
 
 e2m1 codes become e5m2, whose scales are folded in as in `folded_mm`, but the largest of 128 weight rows and 128 columns
 is their unit. Where codes other than 0 have scales too far below it, columns are multiplied in turns. int4 codes become
-e4m3, whose scales are multiplied with sums, and rows come in the order of `weight_rows`. So do those of codes that
-become bf16, as in `decoded_mm`, times the scales of groups where that is exact.
+e4m3, whose scales are multiplied with sums, and rows come in the order of `weight_rows`. Codes that become bf16 are
+multiplied with the scales of their groups.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from moe_ops.kernels.triton.codes import E2M1, E2M1_SHIFT, E4M3, E4M3_SHIFT, codes_of_word, decode_words
+from moe_ops.kernels.triton.codes import E2M1, codes_of_word
 from moe_ops.kernels.triton.folded_mm import NAN_SCALE, WORDS, ask_for_codes, e5m2_of, four_scales
 from moe_ops.kernels.triton.hopper import computed_here, drawn, said, say, table_of_tiles
 from moe_ops.kernels.triton.packed_fp8_tile import (
@@ -35,7 +36,7 @@ from moe_ops.kernels.triton.packed_fp8_tile import (
     int4_parts,
     join_int4,
 )
-from moe_ops.kernels.triton.packed_tile import factor_of, fetch, of_rows
+from moe_ops.kernels.triton.packed_tile import fetch, of_rows
 from moe_ops.kernels.triton.promoted_mm import HALF, STEP
 from moe_ops.kernels.triton.tile_loads import CONCAT, INTERLEAVED, NOT_GATED
 from moe_ops.kernels.triton.util import uniform
@@ -139,10 +140,36 @@ def words_of_steps(told, PANELS: gl.constexpr):
 
 
 @gluon.jit
+def _at_lane(words, at):
+    """The word of lane `at` of a warp."""
+    return uniform(gl.sum(gl.where(gl.arange(0, 32, layout=WARP) == at, words, 0), axis=0))
+
+
+@gluon.jit
+def when_decoded(of_steps, words, step):
+    """(words of 32 steps, that of this one), once it is decoded; `words`: what was seen of the step before."""
+    lane = gl.arange(0, 32, layout=WARP)
+    if step % 32 == 0:
+        words = seen(of_steps + step + lane)
+    word = _at_lane(words, step % 32)
+    while word == 0:
+        sleep(word, 64)
+        words = seen(of_steps + step // 32 * 32 + lane)
+        word = _at_lane(words, step % 32)
+    return words, fenced(word)
+
+
+@gluon.constexpr_function
+def whole_columns(n_tiles):
+    """So many tiles of rows that all of an expert's go along its columns together: those of a panel are neighbours."""
+    return 2**30 // n_tiles
+
+
+@gluon.jit
 def at_once_of(panels, tiles, BLOCK: gl.constexpr):
     """How many panels programs multiply with at a time."""
     at_once = (gl.num_programs(0) * panels + tiles - 1) // gl.maximum(tiles, 1)
-    return gl.minimum(gl.maximum(at_once, 1), BLOCK[8])
+    return gl.minimum(gl.maximum(at_once, 1), BLOCK[-1])
 
 
 @gluon.jit
@@ -154,7 +181,7 @@ def _together(at_once):
 @gluon.jit
 def room_of(at_once, BLOCK: gl.constexpr):
     """Panels that there is room for."""
-    return gl.minimum(2 * at_once + 2, BLOCK[8])
+    return gl.minimum(2 * at_once + 2, BLOCK[-1])
 
 
 @gluon.jit
@@ -399,7 +426,7 @@ def _chunk(codes_of, fours_of, at):
 
 
 @gluon.jit
-def _keep(decoded, row, memory, place, STEPS: gl.constexpr):
+def keep(decoded, row, memory, place, STEPS: gl.constexpr):
     """Store a step of weight rows as rows `row` of a panel; `place`: of its first one and this step, in steps."""
     LIKE: gl.constexpr = decoded.type.layout
     COLUMNS: gl.constexpr = decoded.shape[1]
@@ -417,13 +444,13 @@ def _decode_rows(codes_of, fours_of, slot, tops, memory, place, STEPS: gl.conste
         top = gl.where(chunk < CHUNKS // 2, tops[0], tops[1])
         folded = folded_codes(words, exponent, top, ALL)
         row = chunk * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, folded.type.layout))
-        _keep(folded, row, memory, place, STEPS)
+        keep(folded, row, memory, place, STEPS)
 
 
 @gluon.jit
 def _row_of_panel(chunk, LAYOUT: gl.constexpr, GLU: gl.constexpr):
-    """Where weight rows of a chunk belong. Of each group of warps that multiplies, rows of its first product are
-    followed by those of its second one: of 64 outputs the gate's and up's, or 128 in a row.
+    """Where weight rows of a chunk of int4 codes belong. Of each group of warps that multiplies, rows of its first
+    product are followed by those of its second one: of 64 outputs the gate's and up's, or 128 in a row.
     """
     row = gl.arange(0, CHUNK, layout=LAYOUT)
     if GLU == CONCAT:
@@ -444,31 +471,7 @@ def _decode_int4(codes_of, slot, memory, place, STEPS: gl.constexpr, GLU: gl.con
         first = join_int4(int4_parts(words, BELOW, ABOVE))
         second = join_int4(int4_parts(words >> 16, BELOW, ABOVE))
         numbers = gl.join(first, second).reshape([CHUNK, 2 * WORDS])
-        _keep(numbers, _row_of_panel(chunk, gl.SliceLayout(1, numbers.type.layout), GLU), memory, place, STEPS)
-
-
-@gluon.jit
-def _decode_bf16(
-    codes_of, fours_of, slot, scale, memory, place, STEPS: gl.constexpr, GLU: gl.constexpr, SCHEME: gl.constexpr
-):  # fmt: skip
-    """Decode a step to bf16, times its scales if these are the codes'."""
-    CHUNKS: gl.constexpr = 2 * HALF // CHUNK
-    COLUMNS: gl.constexpr = columns_of_step(SCHEME)
-    CODE: gl.constexpr = SCHEME[4][0]
-    EXACT: gl.constexpr = SCHEME[4][2]
-    SHIFT: gl.constexpr = E2M1_SHIFT if CODE == E2M1 else E4M3_SHIFT if CODE == E4M3 else 0
-    PER_WORD: gl.constexpr = codes_of_word(CODE)
-    OF_WORDS: gl.constexpr = words_layout(gl.num_warps(), words_of(SCHEME), 8 // PER_WORD)
-    IN_LINES: gl.constexpr = words_layout(gl.num_warps(), words_of(SCHEME), 8 // PER_WORD, PER_WORD)
-    for chunk in range(CHUNKS):
-        at = slot * CHUNKS + chunk
-        numbers = decode_words(codes_of.index(at).load(OF_WORDS), None, CODE, EXACT)
-        if EXACT:
-            numbers = numbers.reshape([CHUNK, 4, COLUMNS // 4])
-            bits = fours_of.index(at).load(gl.SliceLayout(2, numbers.type.layout)).to(gl.int32)
-            numbers *= factor_of(bits, scale, True, SHIFT)[:, :, None]
-        numbers = gl.convert_layout(numbers.reshape([CHUNK, COLUMNS]), IN_LINES, assert_trivial=True)
-        _keep(numbers, _row_of_panel(chunk, gl.SliceLayout(1, IN_LINES), GLU), memory, place, STEPS)
+        keep(numbers, _row_of_panel(chunk, gl.SliceLayout(1, numbers.type.layout), GLU), memory, place, STEPS)
 
 
 @gluon.jit
@@ -485,8 +488,8 @@ def _largest(codes_of, fours_of, first):
 
 @gluon.jit
 def decode(given, STEPS: gl.constexpr, GLU: gl.constexpr, SCHEME: gl.constexpr):
-    """The warps that decode what the one that draws has had brought."""
-    codes_of, fours_of, passed, coded, kept, memory, scale = given
+    """The warps that decode what the one that draws has had brought, beside rows of e4m3."""
+    codes_of, fours_of, passed, coded, kept, memory = given
     tops_of, numbers_of, places_of = passed
     CHUNKS: gl.constexpr = 2 * HALF // CHUNK
     OF_CODES: gl.constexpr = steps_of_codes(SCHEME)
@@ -496,9 +499,7 @@ def decode(given, STEPS: gl.constexpr, GLU: gl.constexpr, SCHEME: gl.constexpr):
     while number >= 0:
         slot = step % OF_CODES
         word, place = said(tops_of, slot), said(places_of, slot)
-        if is_wide(SCHEME):
-            _decode_bf16(codes_of, fours_of, slot, scale, memory, place, STEPS, GLU, SCHEME)
-        elif not is_folded(SCHEME):
+        if not is_folded(SCHEME):
             _decode_int4(codes_of, slot, memory, place, STEPS, GLU)
         elif word >> TURNS_AT == 1:
             tops = (word & 0xFF, (word >> 8) & 0xFF)

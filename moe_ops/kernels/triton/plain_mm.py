@@ -35,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moe_ops.kernels.triton.act_quant import apply_activation
+from moe_ops.kernels.triton.codes import E2M1, E2M1_UNIT, E4M3, E4M3_UNIT
 from moe_ops.kernels.triton.hopper import (
     buffers,
     drawn,
@@ -47,6 +48,9 @@ from moe_ops.kernels.triton.hopper import (
     with_bias,
     write,
 )
+from moe_ops.kernels.triton.order import in_order
+from moe_ops.kernels.triton.packed_tile import of_rows
+from moe_ops.kernels.triton.scales import load_scale
 from moe_ops.kernels.triton.tile_loads import CONCAT, INTERLEAVED
 from moe_ops.kernels.triton.util import find_tile, pdl_release, pdl_wait, round_to
 
@@ -117,9 +121,10 @@ def _bring(given, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def _gather(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
-    """A warp that copies a group's rows of every step from tokens, as soon as there is room. It waits for none of them:
-    the copies of each of its threads arrive at the step's barrier by themselves.
+def gather(given, PART: gl.constexpr, SIZES: gl.constexpr):
+    """A warp that copies rows of every step from tokens, as soon as there is room: those of a group, or all of a
+    tile's, as `rows_of` has them together. It waits for none of them: the copies of each of its threads arrive at the
+    step's barrier by themselves.
     """
     a, row_to_pair, rows_of, tiles_of, full, empty, begun = given
     K: gl.constexpr = SIZES[2]
@@ -127,13 +132,15 @@ def _gather(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
     BLOCK: gl.constexpr = SIZES[4]
     STAGES: gl.constexpr = BLOCK[6]
     TOP_K: gl.constexpr = BLOCK[7]
+    TOGETHER: gl.constexpr = rows_of.shape[1]
+    PARTS: gl.constexpr = GROUPS * ROWS // TOGETHER
     COPIED_BY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    of_row = GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPIED_BY))
+    of_row = PART * TOGETHER + gl.arange(0, TOGETHER, layout=gl.SliceLayout(1, COPIED_BY))
     of_column = gl.arange(0, STEP, layout=gl.SliceLayout(0, COPIED_BY))
     place = 0
     _, first, past, _ = said_tile(tiles_of, place, begun, STAGES)
     while past > 0:
-        exist = first + GROUP * ROWS < past
+        exist = first + PART * TOGETHER < past
         # The last row stands in for those behind it, whose products nobody reads.
         token = gl.load(row_to_pair + gl.minimum(first + of_row, past - 1)) // TOP_K
         tokens = a + token.to(gl.int64) * A_STRIDE
@@ -143,7 +150,7 @@ def _gather(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
             if exist:
                 column = step * STEP + of_column
                 where = tokens[:, None] + column[None, :]
-                room = rows_of.index(stage * GROUPS + GROUP)
+                room = rows_of.index(stage * PARTS + PART)
                 if K % STEP == 0:
                     async_copy.async_copy_global_to_shared(room, where)
                 else:
@@ -166,20 +173,48 @@ def _halves(tile):
 
 
 @gluon.jit
-def _leave(value, room, desc, where, column):
-    """A group's rows of columns `column` and on, rounded, as many of them at once as a box of the descriptor has."""
+def _leave(value, room, desc, where, column, ORDER: gl.constexpr):
+    """A group's rows of columns `column` and on, rounded, as many of them at once as a box of the descriptor has, in an
+    order of columns if there is one.
+    """
     _, first, past, _ = where
     if value.shape[1] > desc.block_shape[3]:
         left, right = _halves(value)
-        _leave(left, room, desc, where, column)
-        _leave(right, room, desc, where, column + value.shape[1] // 2)
+        _leave(left, room, desc, where, column, ORDER)
+        _leave(right, room, desc, where, column + value.shape[1] // 2, ORDER)
     else:
-        write(round_to(value, room.dtype), room, desc, first, past, column)
+        rounded = round_to(value, room.dtype)
+        if ORDER is not None:
+            rounded = in_order(rounded, ORDER[0], ORDER[1])
+        write(rounded, room, desc, first, past, column)
+
+
+@gluon.constexpr_function
+def _unit_of(code, exact):
+    """What sums are multiplied with because of the numbers that codes became."""
+    return {E2M1.value: E2M1_UNIT.value, E4M3.value: E4M3_UNIT.value}.get(code, 1.0) if exact else 1.0
 
 
 @gluon.jit
-def _finish(total, where, leaving, GROUP: gl.constexpr, SIZES: gl.constexpr):
-    """Write a tile of a group of warps, of its sums [rows, weight rows]: bias, what is kept of it, activation."""
+def _decoded(total, expert, row, half, decoding, SIZES: gl.constexpr):
+    """Sums of weight rows `row` of `half`: of decoded ones times the unit of what they became and their scales."""
+    OUTER_STRIDES: gl.constexpr = SIZES[3][5]
+    SCHEME: gl.constexpr = SIZES[10]
+    if SCHEME is not None:
+        PACKED: gl.constexpr = SCHEME[4]
+        UNIT: gl.constexpr = _unit_of(PACKED[0], PACKED[2])
+        if UNIT != 1.0:
+            total *= UNIT
+        if OUTER_STRIDES is not None:
+            _, outer, apart = decoding
+            scale = of_rows(outer, apart, expert, row, row * 0 + half, SIZES[1], PACKED[6], PACKED[7], OUTER_STRIDES)
+            total *= load_scale(scale)[None, :]
+    return total
+
+
+@gluon.jit
+def _finish(total, where, leaving, decoding, GROUP: gl.constexpr, SIZES: gl.constexpr):
+    """Write a tile of a group of warps, of its sums [rows, weight rows]: scales, bias, what is kept, activation."""
     staged, out_desc, kept_desc, kept_up_desc, bias, alpha, limit = leaving
     expert, _, _, n_tile = where
     N: gl.constexpr = SIZES[1]
@@ -188,6 +223,7 @@ def _finish(total, where, leaving, GROUP: gl.constexpr, SIZES: gl.constexpr):
     ACTIVATION: gl.constexpr = SIZES[7]
     SWAPPED: gl.constexpr = SIZES[8]
     KEEPS: gl.constexpr = SIZES[4][9]
+    ORDER: gl.constexpr = SIZES[10][6] if SIZES[10] is not None else None
     room = staged.index(GROUP)
     place = gl.arange(0, HALF, layout=gl.SliceLayout(0, OF_HALF))
     left, right = _halves(total)
@@ -197,41 +233,49 @@ def _finish(total, where, leaving, GROUP: gl.constexpr, SIZES: gl.constexpr):
         gate, up = left, right
         if SWAPPED:
             gate, up = right, left
+        held = gl.minimum(row, N - 1)
+        gate, up = _decoded(gate, expert, held, 0, decoding, SIZES), _decoded(up, expert, held, 1, decoding, SIZES)
         gate = with_bias(gate, bias, expert, row, exists, BIASES)
         up = with_bias(up, bias, expert, row + N, exists, BIASES)
         if KEEPS:
-            _leave(gate, room, kept_desc, where, n_start)
-            _leave(up, room, kept_up_desc, where, n_start)
-        _leave(apply_activation(gate, up, alpha, limit, ACTIVATION, True), room, out_desc, where, n_start)
+            _leave(gate, room, kept_desc, where, n_start, None)
+            _leave(up, room, kept_up_desc, where, n_start, None)
+        _leave(apply_activation(gate, up, alpha, limit, ACTIVATION, True), room, out_desc, where, n_start, ORDER)
     else:
         WIDTH: gl.constexpr = 2 * N if GLU == INTERLEAVED else N
         for half in gl.static_range(2):
             n_start = n_tile * HEIGHT + half * HALF
             row = n_start + place
-            value = with_bias(left if half == 0 else right, bias, expert, row, row < WIDTH, BIASES)
+            value = left if half == 0 else right
+            value = _decoded(value, expert, gl.minimum(row, WIDTH - 1), 0, decoding, SIZES)
+            value = with_bias(value, bias, expert, row, row < WIDTH, BIASES)
             if KEEPS:
-                _leave(value, room, kept_desc, where, n_start)
+                _leave(value, room, kept_desc, where, n_start, None)
             if GLU == INTERLEAVED:
                 gate, up = gl.split(value.reshape([ROWS, HALF // 2, 2]))
                 value = apply_activation(gate, up, alpha, limit, ACTIVATION, True)
             elif ACTIVATION is not None:
                 value = apply_activation(value, value, alpha, limit, ACTIVATION, False)
-            _leave(value, room, out_desc, where, n_start // 2 if GLU == INTERLEAVED else n_start)
+            _leave(value, room, out_desc, where, n_start // 2 if GLU == INTERLEAVED else n_start, ORDER)
 
 
 @gluon.jit
-def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
-    """A group of warps: its 64 rows of every tile times the tile's weight rows."""
-    rows_of, weights_of, tiles_of, full, empty, leaving = given
+def multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
+    """A group of warps: its 64 rows of every tile times the tile's weight rows. Of decoded ones the tiles that are told
+    name a panel, of which the first group counts the tiles that are done.
+    """
+    rows_of, weights_of, tiles_of, full, empty, leaving, decoding = given
     K: gl.constexpr = SIZES[2]
     BLOCK: gl.constexpr = SIZES[4]
     STAGES: gl.constexpr = BLOCK[6]
     TOP_K: gl.constexpr = BLOCK[7]
     TURNED: gl.constexpr = BLOCK[8]
+    DECODED: gl.constexpr = SIZES[10] is not None
     STEPS: gl.constexpr = (K + STEP - 1) // STEP
     place = 0
-    expert, first, past, n_tile = said_tile(tiles_of, place, full, STAGES)
+    expert, first, past, column = said_tile(tiles_of, place, full, STAGES)
     while past > 0:
+        n_tile = column % SIZES[5] if DECODED else column
         first += GROUP * ROWS
         if first >= past:
             for _ in range(STEPS):
@@ -256,8 +300,10 @@ def _multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
                 place += 1
             total = warpgroup_mma_wait(0, deps=[total])
             mbarrier.arrive(empty.index((place + STAGES - 1) % STAGES))
-            _finish(total, (expert, first, past, n_tile), leaving, GROUP, SIZES)
-        expert, first, past, n_tile = said_tile(tiles_of, place, full, STAGES)
+            if DECODED and GROUP == 0:  # whose rows there always are: the panel has been read
+                gl.atomic_add(decoding[0] + column, 1, sem="relaxed", scope="gpu")
+            _finish(total, (expert, first, past, n_tile), leaving, decoding, GROUP, SIZES)
+        expert, first, past, column = said_tile(tiles_of, place, full, STAGES)
     tma.store_wait(0)
 
 
@@ -313,12 +359,13 @@ def _plain_mm_kernel(
     pdl_release(PDL)
     bias = bias if STRIDES[2] is not None else extents
     leaving = (staged, out_desc, kept_desc, kept_up_desc, bias, alpha, limit)
-    given = (rows_of, weights_of, tiles_of, full, empty, leaving)
+    # A partition takes no None: nothing is decoded.
+    given = (rows_of, weights_of, tiles_of, full, empty, leaving, (extents, extents, num_rows))
     brought = (a_desc, w_desc, rows_of, weights_of, tiles_of, full, empty, begun, extents, num_rows, told)
-    SIZES: gl.constexpr = (E, N, K, STRIDES, BLOCK, N_TILES, GLU, ACTIVATION, SWAPPED, BATCHED)
+    SIZES: gl.constexpr = (E, N, K, STRIDES, BLOCK, N_TILES, GLU, ACTIVATION, SWAPPED, BATCHED, SCHEME)
     if TOP_K == 0:
         gl.warp_specialize(
-            [(_multiply, (given, 0, SIZES)), (_multiply, (given, 1, SIZES)), (_bring, (brought, SIZES))],
+            [(multiply, (given, 0, SIZES)), (multiply, (given, 1, SIZES)), (_bring, (brought, SIZES))],
             [4, 1],
             [232, 40],
         )
@@ -326,11 +373,11 @@ def _plain_mm_kernel(
         gathered = (a, row_to_pair, rows_of, tiles_of, full, empty, begun)
         gl.warp_specialize(
             [
-                (_multiply, (given, 0, SIZES)),
-                (_multiply, (given, 1, SIZES)),
+                (multiply, (given, 0, SIZES)),
+                (multiply, (given, 1, SIZES)),
                 (_bring, (brought, SIZES)),
-                (_gather, (gathered, 0, SIZES)),
-                (_gather, (gathered, 1, SIZES)),
+                (gather, (gathered, 0, SIZES)),
+                (gather, (gathered, 1, SIZES)),
             ],
             [4, 1, 1, 1],
             [208, 96, 96, 96],

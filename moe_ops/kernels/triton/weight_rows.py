@@ -1,15 +1,15 @@
-"""How groups of warps multiply panels of `decoded_once_mm` whose scales are not folded into codes of eight bits.
+"""How groups of warps multiply panels of `decoded_once_mm` whose scales are not folded into the codes: of int4.
 
 Weight rows are the first operand, so that a thread has two of them in each product, and their scales in registers:
 groups have 128 weight rows each, in two products of 64 with the tile's 128 rows of tokens, or with 64 where it has no
 more. Of a gated weight the first is the gate's and the second that of up, of the same outputs. Tensor cores add up 128
 columns, more than which their own sums of e4m3 have too few bits for; one group adds that to its sums in fp32 while the
-other multiplies. Sums of bf16 stay in the tensor cores to the end.
+other multiplies.
 
 Tried, us of a layer on an H200, Qwen3-30B-A3B, 16384 tokens, and Mixtral-8x7B, 4096: rows of tokens as the first
 operand, as in `promoted_mm`, and scales of weight rows in shared memory, from where every thread takes 64 a step 2004,
-3900; this 1864, 3245. Of bf16, Mixtral-8x7B, T = 4096: int4_w4a16, whose sums wait for the scales of 128 columns, 6281,
-added up after 128 columns, for which a group holds two steps, 7105; by `decoded_mm` 5653.
+3900; this 1864, 3245. Beside rows of bf16, Mixtral-8x7B, T = 4096: int4_w4a16, whose sums wait for the scales of 128
+columns, 6281, added up after 128 columns, for which a group holds two steps, 7105; by `decoded_mm` 5653.
 """
 
 from __future__ import annotations
@@ -25,29 +25,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moe_ops.kernels.triton.act_quant import apply_activation
-from moe_ops.kernels.triton.codes import E2M1, E2M1_UNIT, E4M3, E4M3_UNIT
 from moe_ops.kernels.triton.hopper import done_with, said_tile, write
 from moe_ops.kernels.triton.order import in_order
 from moe_ops.kernels.triton.packed_fp8_tile import INT4_UNIT
 from moe_ops.kernels.triton.packed_tile import of_rows
-from moe_ops.kernels.triton.panels import CHUNK, added, columns_of_step, is_wide
-from moe_ops.kernels.triton.promoted_mm import HALF, ROWS
+from moe_ops.kernels.triton.panels import CHUNK, added
+from moe_ops.kernels.triton.promoted_mm import HALF, ROWS, STEP
 from moe_ops.kernels.triton.scales import decode_scale, load_scale
 from moe_ops.kernels.triton.tile_loads import INTERLEAVED, NOT_GATED
 
 
 @gluon.constexpr_function
-def _product_layout(tokens, scheme):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tokens, 16 if is_wide(scheme) else 32])
-
-
-@gluon.constexpr_function
-def _unit_of(scheme):
-    """What sums are multiplied with because of the numbers that codes became."""
-    code, exact = scheme[4][0], scheme[4][2]
-    if not is_wide(scheme):
-        return INT4_UNIT.value
-    return {E2M1.value: E2M1_UNIT.value, E4M3.value: E4M3_UNIT.value}.get(code, 1.0) if exact else 1.0
+def _product_layout(tokens):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tokens, 32])
 
 
 @gluon.jit
@@ -57,7 +47,7 @@ def _rows_of(n_tile, UPPER: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.conste
     """
     N: gl.constexpr = SIZES[1]
     GLU: gl.constexpr = SIZES[6]
-    row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, _product_layout(TOKENS, SIZES[10])))
+    row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, _product_layout(TOKENS)))
     half = row * 0
     if GLU == NOT_GATED:
         n_start = n_tile * (2 * HALF) + GROUP * HALF + UPPER * CHUNK
@@ -75,33 +65,10 @@ def _rows_of(n_tile, UPPER: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.conste
 
 
 @gluon.jit
-def _sums(given, where, GROUP: gl.constexpr, TOKENS: gl.constexpr, SIZES: gl.constexpr):
-    """(where the next step is, sums [weight rows, tokens] of a group's first and of its second product) of a tile whose
-    sums wait for no scales.
-    """
-    tokens_of, weights_of, full, empty, _ = given
-    _, _, place = where
-    K: gl.constexpr = SIZES[2]
-    STAGES: gl.constexpr = SIZES[4][6]
-    STEP: gl.constexpr = columns_of_step(SIZES[10])
-    lower = gl.zeros([CHUNK, TOKENS], gl.float32, layout=_product_layout(TOKENS, SIZES[10]))
-    upper = gl.zeros([CHUNK, TOKENS], gl.float32, layout=_product_layout(TOKENS, SIZES[10]))
-    for _ in range((K + STEP - 1) // STEP):
-        stage = place % STAGES
-        mbarrier.wait(full.index(stage), (place // STAGES) & 1)
-        tokens = tokens_of.index(stage * (2 * ROWS // TOKENS)).permute((1, 0))
-        of_lower, of_upper = weights_of.index(stage * 4 + GROUP * 2), weights_of.index(stage * 4 + GROUP * 2 + 1)
-        product = warpgroup_mma(of_lower, tokens, warpgroup_mma_init(lower), is_async=True)
-        other = warpgroup_mma(of_upper, tokens, warpgroup_mma_init(upper), is_async=True)
-        lower, upper = warpgroup_mma_wait(0, deps=[product, other])
-        done_with(empty, stage)
-        place += 1
-    return place, lower, upper
-
-
-@gluon.jit
 def _scaled_sums(given, where, GROUP: gl.constexpr, TOKENS: gl.constexpr, SIZES: gl.constexpr):
-    """The same of a tile whose sums are multiplied with the scales of groups of columns."""
+    """(where the next step is, sums [weight rows, tokens] of a group's first and of its second product) of a tile whose
+    sums are multiplied with the scales of groups of columns.
+    """
     tokens_of, weights_of, full, empty, decoding = given
     expert, n_tile, place = where
     inner, _, inner_apart, _ = decoding
@@ -110,7 +77,6 @@ def _scaled_sums(given, where, GROUP: gl.constexpr, TOKENS: gl.constexpr, SIZES:
     STRIDES: gl.constexpr = SIZES[3][1]
     STAGES: gl.constexpr = SIZES[4][6]
     PACKED: gl.constexpr = SIZES[10][4]
-    STEP: gl.constexpr = columns_of_step(SIZES[10])
     STEPS: gl.constexpr = (K + STEP - 1) // STEP
     GROUP_K: gl.constexpr = PACKED[4]
     LAST: gl.constexpr = (K + GROUP_K - 1) // GROUP_K - 1 if GROUP_K > 0 else 0
@@ -119,8 +85,8 @@ def _scaled_sums(given, where, GROUP: gl.constexpr, TOKENS: gl.constexpr, SIZES:
     row, half, _ = _rows_of(n_tile, 1, GROUP, TOKENS, SIZES)
     of_upper = of_rows(inner, inner_apart, expert, row, half, N, PACKED[3], PACKED[5], STRIDES)
     next_lower, next_upper = gl.load(of_lower), gl.load(of_upper)
-    lower = gl.zeros([CHUNK, TOKENS], gl.float32, layout=_product_layout(TOKENS, SIZES[10]))
-    upper = gl.zeros([CHUNK, TOKENS], gl.float32, layout=_product_layout(TOKENS, SIZES[10]))
+    lower = gl.zeros([CHUNK, TOKENS], gl.float32, layout=_product_layout(TOKENS))
+    upper = gl.zeros([CHUNK, TOKENS], gl.float32, layout=_product_layout(TOKENS))
     product = warpgroup_mma_init(lower)
     for step in range(STEPS):
         stage = place % STAGES
@@ -151,12 +117,8 @@ def _scaled(total, of_tokens, row, half, expert, decoding, bias, SIZES: gl.const
     OUTER_STRIDES: gl.constexpr = SIZES[3][5]
     BIAS_STRIDES: gl.constexpr = SIZES[3][2]
     PACKED: gl.constexpr = SIZES[10][4]
-    UNIT: gl.constexpr = _unit_of(SIZES[10])
     _, outer, _, outer_apart = decoding
-    if of_tokens is not None:
-        total *= of_tokens[None, :]
-    if UNIT != 1.0:
-        total *= UNIT
+    total = total * of_tokens[None, :] * INT4_UNIT
     if OUTER_STRIDES is not None:
         pointers = of_rows(outer, outer_apart, expert, row, half, N, PACKED[6], PACKED[7], OUTER_STRIDES)
         total *= load_scale(pointers)[:, None]
@@ -190,14 +152,9 @@ def _tile(given, where, leaving, GROUP: gl.constexpr, TOKENS: gl.constexpr, SIZE
     GLU: gl.constexpr = SIZES[6]
     ACTIVATION: gl.constexpr = SIZES[7]
     ORDER: gl.constexpr = SIZES[10][6]
-    if is_wide(SIZES[10]):
-        place, lower, upper = _sums(given, (expert, n_tile, place), GROUP, TOKENS, SIZES)
-    else:
-        place, lower, upper = _scaled_sums(given, (expert, n_tile, place), GROUP, TOKENS, SIZES)
-    at = first + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, _product_layout(TOKENS, SIZES[10])))
-    of_tokens = None
-    if not is_wide(SIZES[10]):
-        of_tokens = gl.load(a_scale + at, mask=at < past, other=0.0)
+    place, lower, upper = _scaled_sums(given, (expert, n_tile, place), GROUP, TOKENS, SIZES)
+    at = first + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, _product_layout(TOKENS)))
+    of_tokens = gl.load(a_scale + at, mask=at < past, other=0.0)
     row, half, n_start = _rows_of(n_tile, 0, GROUP, TOKENS, SIZES)
     lower = _scaled(lower, of_tokens, row, half, expert, decoding, bias, SIZES)
     row, half, n_start_of_upper = _rows_of(n_tile, 1, GROUP, TOKENS, SIZES)
@@ -222,12 +179,10 @@ def multiply_weight_rows(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
     staged, out_desc, _, alpha, limit = leaving
     N_TILES: gl.constexpr = SIZES[5]
     STAGES: gl.constexpr = SIZES[4][6]
-    STEP: gl.constexpr = columns_of_step(SIZES[10])
-    DTYPE: gl.constexpr = gl.bfloat16 if is_wide(SIZES[10]) else gl.float8e4nv
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, DTYPE.primitive_bitwidth, 2)
-    all_of = rows_of._reinterpret(DTYPE, [STAGES, 2 * ROWS, STEP], LAYOUT)
-    halves_of = rows_of._reinterpret(DTYPE, [STAGES * 2, ROWS, STEP], LAYOUT)
-    weights_of = weights_of._reinterpret(DTYPE, [STAGES * 4, CHUNK, STEP], LAYOUT)
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    all_of = rows_of._reinterpret(gl.float8e4nv, [STAGES, 2 * ROWS, STEP], LAYOUT)
+    halves_of = rows_of._reinterpret(gl.float8e4nv, [STAGES * 2, ROWS, STEP], LAYOUT)
+    weights_of = weights_of._reinterpret(gl.float8e4nv, [STAGES * 4, CHUNK, STEP], LAYOUT)
     many, few = (all_of, weights_of, full, empty, decoding), (halves_of, weights_of, full, empty, decoding)
     leaving = (staged.index(GROUP), out_desc, a_scale, decoding, bias, alpha, limit)
     place = 0
