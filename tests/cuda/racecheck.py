@@ -26,22 +26,22 @@ def _beginnings(file: Path) -> Iterator[str]:
 
 BEGINNINGS = {place for file in KERNELS.glob("*.py") for place in _beginnings(file)}
 
-#: By file, names of what warps with work of their own tell one another in shared memory.
+#: By files, names of what warps with work of their own tell one another in shared memory.
 TOLD = {
-    "folded_mm.py": (r"tops_of(_step)?", r"far_of"),
-    "panels.py": (r"fours_of",),
-    "hopper.py": (r"of",),
+    ("folded_mm.py",): (r"tops_of(_step)?", r"far_of"),
+    ("panels.py", "decoded_plain_mm.py"): (r"fours_of",),
+    ("hopper.py",): (r"of",),
 }
 
 
-def _accesses(file: str, name: str) -> set[str]:
+def _accesses(files: tuple[str, ...], name: str) -> set[str]:
     """Where it is stored and loaded."""
-    lines = (KERNELS / file).read_text().splitlines()
     found = re.compile(rf"\b({name})\.index\([^()]*\)\.(store|load)\(")
-    return {f"{file}:{number}" for number, line in enumerate(lines, start=1) if found.search(line)}
+    lines = [(file, at) for file in files for at in enumerate((KERNELS / file).read_text().splitlines(), start=1)]
+    return {f"{file}:{number}" for file, (number, line) in lines if found.search(line)}
 
 
-ORDERED = [BEGINNINGS, *(_accesses(file, name) for file, names in TOLD.items() for name in names)]
+ORDERED = [BEGINNINGS, *(_accesses(files, name) for files, names in TOLD.items() for name in names)]
 
 
 def races_told(lines: list[str]) -> list[list[str]]:

@@ -11,8 +11,8 @@ us of layers on an H200 in bf16, by `decoded_mm` and by this kernel, of mxfp4: Q
 expert) 1059, 1196, 1391, T = 16384 2083, 2349, 2282; Mixtral-8x7B, T = 4096 (1024) 4464, 4655, 4937, T = 16384 18060,
 18707, 17960. A panel takes a program 3.6 us a step, as long as four tiles multiply one; where eight share it, what is
 decoded makes up a tenth of what goes through L2, which the products of bf16 alone fill; where 32 do it costs nothing.
-Tried, and slower: rows copied by the warp that draws tiles (18060, 19840), 64 weight rows as the first operand of a
-product (`decoded_once_mm`), whose four warps that decode leave no registers for 256. All in
+Tried: rows copied by the warp that draws tiles, two that decode (Mixtral-8x7B, T = 16384 17909 in bf16, so 19844);
+`decoded_once_mm`'s four warps that decode leave no registers for products of 256 weight rows. All in
 benchmarks/comparisons/h200-decoded-plain-mm.json.
 
 Written in Gluon, which has no interpreter: that runs `packed_tile` for the same products.
