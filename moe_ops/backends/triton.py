@@ -170,7 +170,7 @@ def _gemm(
     gathered = gather is not None and not (shared and descriptor_strides(rows, inner=1))
     tile = fit(tile, mm, as_they_are=gathered or copied or counted)
     if problem.format == "batched":
-        return launch_batched_mm(x.data.contiguous(), mm, extents, tile, load=load)
+        return launch_batched_mm(rows.contiguous(), mm, extents, tile, load=load)
     order, count = mm.order(tile), int(problem.M)
     if order is not None:
         rows, mm = permute.gather_rows(rows, None, order=order), replace(mm, rows_order=order)

@@ -87,10 +87,10 @@ def test_sort_with_a_table_of_several_tiles(monkeypatch, poisoned):
 @pytest.mark.parametrize("words", [1, 2, 700])
 def test_sort_makes_words_0(words, path, poisoned):
     """And none behind them: those that programs of the products tell one another, in both formats."""
-    ids = torch.randint(-1, 16, (200, 7))
+    ids = torch.randint(-1, 16, (60, 7))
     for call in (
         lambda cleared: sort_pairs(ids, 16, cleared=cleared),
-        lambda cleared: dispatch(torch.randn(200, 8), ids, 16, 100, cleared=cleared),
+        lambda cleared: dispatch(torch.randn(60, 8), ids, 16, 30, cleared=cleared),
     ):
         room = torch.full((words + 1,), 77, dtype=torch.int32)
         call(room[:words])
