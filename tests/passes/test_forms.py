@@ -132,9 +132,9 @@ def _capacity_masks(x, gate):
 def mixtral_v4(x, gate, w1, w2):
     """A static loop: one-hot mask, where, index_add."""
     topk_weights, ids = softmax_router(x, gate)
-    mask = F.one_hot(ids, E).permute(2, 1, 0)
+    mask = F.one_hot(ids, len(w1)).permute(2, 1, 0)
     out = torch.zeros_like(x)
-    for e in range(E):
+    for e in range(len(w1)):
         slot, token = torch.where(mask[e])
         rows = F.linear(silu_glu(F.linear(x[None, token].reshape(-1, H), w1[e])), w2[e])
         out.index_add_(0, token, (rows * topk_weights[token, slot, None]).to(x.dtype))
@@ -146,7 +146,7 @@ def boolean_assignment(x, gate, w1, w2):
     topk_weights, ids = softmax_router(x, gate)
     rows, flat = x.repeat_interleave(K, dim=0), ids.view(-1)
     out = torch.empty_like(rows)
-    for e in range(E):
+    for e in range(len(w1)):
         out[flat == e] = F.linear(silu_glu(F.linear(rows[flat == e], w1[e])), w2[e])
     return (out.view(T, K, H) * topk_weights.unsqueeze(-1)).sum(1)
 
@@ -155,7 +155,7 @@ def masked_everywhere(x, gate, w1, w2):
     """Every expert on every token, the results multiplied by what the router gives for it."""
     topk_weights, ids = softmax_router(x, gate)
     out = torch.zeros_like(x)
-    for e in range(E):
+    for e in range(len(w1)):
         factor = (topk_weights * (ids == e)).sum(-1, keepdim=True).to(x.dtype)
         out = out + factor * F.linear(silu_glu(F.linear(x, w1[e])), w2[e])
     return out

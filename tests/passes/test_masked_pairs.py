@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 
 import moe_ops
-from tests.passes.blocks import E, H, silu_glu, softmax_router, weights
+from tests.passes.blocks import FEW as E
+from tests.passes.blocks import H, silu_glu, softmax_router
+from tests.passes.blocks import few_weights as weights
 from tests.passes.compare import check
 
 
@@ -50,9 +52,9 @@ def two_slots(x, gate, w1, w2):
 
 def two_slots_tokens_first(x, gate, w1, w2):
     scores, ids = route(x, gate)
-    mask = ((scores > 0.3)[..., None] * F.one_hot(ids, num_classes=E)).permute(2, 0, 1)
+    mask = ((scores > 0.3)[..., None] * F.one_hot(ids, num_classes=len(w1))).permute(2, 0, 1)
     out = torch.zeros_like(x)
-    for e in range(E):
+    for e in range(len(w1)):
         token, slot = torch.where(mask[e])
         out.index_add_(0, token, expert(x[token], w1[e], w2[e]) * scores[token, slot, None])
     return out

@@ -18,7 +18,8 @@ import moe_ops
 from benchmarks.foreign import Expert
 from compile_passes.loops import numbered_experts
 from compile_passes.narrow import narrowing
-from tests.passes.blocks import E, H, I, K
+from tests.passes.blocks import FEW as E
+from tests.passes.blocks import H, I, K
 
 
 class Mixture(nn.Module):

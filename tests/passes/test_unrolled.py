@@ -10,7 +10,9 @@ from torch._dynamo.utils import counters
 import moe_ops
 from compile_passes.passes import run_all
 from tests.passes import unrolled
-from tests.passes.blocks import E, H, K, T, silu_glu, softmax_router, weights
+from tests.passes.blocks import FEW as E
+from tests.passes.blocks import H, K, T, silu_glu, softmax_router
+from tests.passes.blocks import few_weights as weights
 from tests.passes.compare import assert_same, check, settled
 from tests.passes.test_forms import boolean_assignment, masked_everywhere, mixtral_v4
 

@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 
 import moe_ops
-from tests.passes.blocks import E, silu_glu, softmax_router, weights
+from tests.passes.blocks import FEW as E
+from tests.passes.blocks import few_weights as weights
+from tests.passes.blocks import silu_glu, softmax_router
 from tests.passes.compare import check
 
 
