@@ -52,6 +52,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # pytest hangs its handlers on every logger that does not propagate, and for a handler torch writes a trace of every
     # compilation: graphs and guards as text and JSON, none of which comes through the level above.
     logging.getLogger("torch.__trace").propagate = True
+    root = logging.getLogger()
+    set_level = root.setLevel
+    # pytest sets the level that there is, twelve times for a test, and each time every logger forgets what it knew.
+    root.setLevel = lambda level: None if level == root.level else set_level(level)  # type: ignore[method-assign]
 
 
 @pytest.fixture(autouse=True, scope="module")
