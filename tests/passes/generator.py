@@ -1284,8 +1284,9 @@ def written_after(parts: Parts, case: Case, rng: random.Random) -> bool:
 # ---- cases
 
 
-def _sizes(rng: random.Random) -> Sizes:
-    e = rng.choice((2, 3, 4, 5, 6, 8, 8))
+def _sizes(rng: random.Random, most: int = 8) -> Sizes:
+    """With ``most`` experts at most."""
+    e = min(rng.choice((2, 3, 4, 5, 6, 8, 8)), most)
     k = rng.randint(1, min(e, 4))
     t, h, i = rng.choice((1, 2, 3, 4, 5, 7, 8, 12, 16)), rng.choice((8, 16, 24, 32)), rng.choice((8, 16, 24))
     coincidence = rng.choice(("none", "none", "T=E", "R=H", "K=1", "E=K", "I=H", "R=E", "T=K", "H=2I", "T=H", "2I=R"))

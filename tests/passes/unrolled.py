@@ -18,6 +18,7 @@ from torch import Tensor
 
 from benchmarks.parts import Sizes
 from tests.passes import generator
+from tests.passes.blocks import FEW
 from tests.passes.compare import Outcome
 from tests.passes.generator import GATED, PLAIN
 
@@ -416,7 +417,7 @@ _PLACES = {
 def make(seed: int, misses: int | None = None) -> Case:
     """The case of ``seed``, with ``misses`` near misses (None: none for a third of the seeds, else one or two)."""
     rng = random.Random(seed)
-    sizes = generator._sizes(rng)
+    sizes = generator._sizes(rng, most=FEW)
     gated, biased = rng.random() < 0.8, rng.random() < 0.25
     apart = gated and rng.random() < 0.4
     dtype = rng.choice((torch.float32, torch.float32, torch.bfloat16))
