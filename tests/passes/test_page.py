@@ -226,7 +226,7 @@ def test_a_page_needs_nothing_else(form, fused, refused):
 def test_a_page_says_it_in_words(fused, refused):
     text = " ".join(Tags(Report(fused=fused.fused, refused=refused.refused, graphs=2).html()).text)
     for words in ("Router", "Top-k", "Dispatch", "Expert products", "Combine", "moe_ops.fused_moe", "nearest miss",
-                  "return torch.tanh(gate) * up", "Cure.", "[12, 32] bfloat16", "blocks.py:62 in grouped"):  # fmt: skip
+                  "return torch.tanh(gate) * up", "Cure.", "[12, 32] bfloat16", "blocks.py:68 in grouped"):  # fmt: skip
         assert words in text, words
 
 

@@ -17,7 +17,8 @@ from torch import nn
 import moe_ops
 from benchmarks.foreign import Expert, ExpertLoop, perceptron
 from compile_passes import stackable
-from tests.passes.blocks import E, H, I
+from tests.passes.blocks import FEW as E
+from tests.passes.blocks import H, I
 from tests.passes.compare import compiled
 from tests.passes.test_stacking import X, mixture
 
