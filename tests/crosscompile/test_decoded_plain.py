@@ -21,7 +21,6 @@ from moe_ops.plans import Plan
 from tests.crosscompile.compiling import Compiled
 from tests.crosscompile.test_decoded_fp8 import product as product_of
 from tests.crosscompile.test_packed import (
-    TYPES,
     common_arguments,
     compile_gluon,
     descriptor,
@@ -47,11 +46,11 @@ def compile_product(mm: ExpertMM, *, gathered: bool = False, experts: int = 8, s
     )
     arguments = common_arguments(mm) | {
         "a": "*bf16:16", "a_desc": descriptor(made.a_desc), "row_to_pair": "*i32:16" if gathered else None,
-        "w": f"*{TYPES[mm.weight.dtype]}:16", "w_desc": descriptor(made.w_desc), "memory": "*bf16:16",
-        "memory_desc": descriptor(memory_desc), "told": "*i32:16", "out_desc": descriptor(made.out_desc),
+        "w_desc": descriptor(made.w_desc), "memory": "*bf16:16", "memory_desc": descriptor(memory_desc),
+        "told": "*i32:16", "out_desc": descriptor(made.out_desc),
     }  # fmt: skip
     assert memory.dtype == torch.bfloat16
-    for name in ("w_zeros", "up_zeros_offset"):
+    for name in ("up_offset", "w_zeros", "up_zeros_offset"):
         del arguments[name]
     return compile_gluon(_decoded_plain_mm_kernel, mm, made, arguments, experts=experts, swapped=swapped)
 
@@ -141,7 +140,7 @@ def test_every_argument_of_a_launch_has_its_place(
     assert told.numel() == COUNTERS.value + panels * (1 + steps) + 32
     assert launched["memory"].shape == (panels * 256, steps * 64)
     scale, outer = mm.decoding["groups"], mm.decoding["rows"]
-    bases = {"a": rows, "a_desc": rows, "w": mm.weight, "w_desc": mm.weight, "memory_desc": launched["memory"]}
+    bases = {"a": rows, "a_desc": rows, "w_desc": mm.weight, "memory_desc": launched["memory"]}
     bases |= {"out_desc": out, "bias": mm.bias, "told": told, "w_scale": scale.tensor, "w_outer": outer.tensor}
     bases |= {"row_to_pair": pairs if gathered else None, "extents": extents}
     for name, tensor in bases.items():
@@ -151,7 +150,7 @@ def test_every_argument_of_a_launch_has_its_place(
         assert getattr(launched[name], "base", launched[name]).data_ptr() == tensor.data_ptr(), name
     assert (launched["w_scale"] is None) == (scheme in ("int8_w8a16", "fp8_w8a16")), "which have one for a row"
     sizes = {"num_rows": 1024, "E": 2, "N": mm.out_features, "K": mm.in_features, "GLU": mm.glu, "SWAPPED": False}
-    sizes |= {"up_offset": mm.up_offset, "up_scale_offset": scale.up_offset, "PDL": True, "BATCHED": False}
+    sizes |= {"up_scale_offset": scale.up_offset, "PDL": True, "BATCHED": False}
     assert {name: launched[name] for name in sizes} == sizes
     assert launched["BLOCK"][6:] == (4, TOP_K if gathered else 0, False, False, panels)
 

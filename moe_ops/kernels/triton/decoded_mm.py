@@ -38,11 +38,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from moe_ops.kernels.triton.act_quant import apply_activation
 from moe_ops.kernels.triton.codes import (
     E2M1,
-    E2M1_SHIFT,
-    E2M1_UNIT,
-    E4M3,
-    E4M3_SHIFT,
-    E4M3_UNIT,
     INT4,
     codes_of_word,
     decode_words,
@@ -58,7 +53,7 @@ from moe_ops.kernels.triton.hopper import (
     write,
 )
 from moe_ops.kernels.triton.order import in_order
-from moe_ops.kernels.triton.packed_tile import factor_of, fetch, of_rows
+from moe_ops.kernels.triton.packed_tile import factor_of, fetch, of_rows, shift_of, unit_of
 from moe_ops.kernels.triton.scales import load_scale
 from moe_ops.kernels.triton.tile_loads import CONCAT, INTERLEAVED, NOT_GATED
 from moe_ops.kernels.triton.util import find_tile, pdl_release, pdl_wait
@@ -242,7 +237,7 @@ def first_operand(
     CODE: gl.constexpr = PACKED[0]
     EXACT: gl.constexpr = PACKED[2]
     PER_WORD: gl.constexpr = codes_of_word(CODE)
-    SHIFT: gl.constexpr = 0 if not EXACT else E2M1_SHIFT if CODE == E2M1 else E4M3_SHIFT if CODE == E4M3 else 0
+    SHIFT: gl.constexpr = shift_of(PACKED)
     ROWS: gl.constexpr = words.shape[0]
     decoded = decode_words(words, None, CODE, EXACT)
     if EXACT:
@@ -315,11 +310,8 @@ def finished(total, row, half, expert, decoding, bias, SIZES: gl.constexpr, IN_U
     BIAS_STRIDES: gl.constexpr = STRIDES[2]
     OUTER_STRIDES: gl.constexpr = STRIDES[5]
     _, _, outer, _, _, outer_apart = decoding
-    if PACKED[0] == E2M1:
-        if IN_UNITS:
-            total *= E2M1_UNIT
-    elif PACKED[2] and PACKED[0] == E4M3:
-        total *= E4M3_UNIT
+    if unit_of(PACKED) != 1.0 and (IN_UNITS or PACKED[0] != E2M1):
+        total *= unit_of(PACKED)
     if OUTER_STRIDES is not None:
         pointers = of_rows(outer, outer_apart, expert, row, half, N, PACKED[6], PACKED[7], OUTER_STRIDES)
         total *= load_scale(pointers)[:, None]

@@ -38,7 +38,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from moe_ops.kernels.triton.folded_mm import WORDS
 from moe_ops.kernels.triton.hopper import (
     IN_LINE,
-    boxes,
     buffers,
     done_with,
     drawn,
@@ -53,7 +52,6 @@ from moe_ops.kernels.triton.hopper import (
 )
 from moe_ops.kernels.triton.packed_fp8_tile import FOLDED_UNIT, WINDOW
 from moe_ops.kernels.triton.panels import (
-    BY_BYTE,
     CHUNK,
     FEW,
     TURNS_AT,
@@ -65,16 +63,15 @@ from moe_ops.kernels.triton.panels import (
     draw,
     folded_codes,
     is_folded,
-    lines_of,
     panel_of,
     panels_held,
     publish,
+    room_for_codes,
     room_of,
     steps_of_codes,
     stored_codes,
     when_decoded,
     whole_columns,
-    words_of,
     words_of_steps,
 )
 from moe_ops.kernels.triton.promoted_mm import GROUPS, HALF, ROWS, STEP, SUM, columns_of, finish
@@ -86,7 +83,7 @@ from moe_ops.kernels.triton.weight_rows import multiply_weight_rows
 @gluon.jit
 def _bring(given, SIZES: gl.constexpr):
     """The warp that draws tiles, and has rows and decoded weights of their steps brought, as soon as there is room."""
-    a_desc, memory_desc, rows_of, weights_of, few_of, left, full, empty, of_weights, told, extents, num_rows = given
+    a_desc, memory_desc, rows_of, weights_of, few_of, left, full, empty, stored, scales, told, extents, num_rows = given
     steps_of, tile_of = left
     E: gl.constexpr = SIZES[0]
     K: gl.constexpr = SIZES[2]
@@ -133,9 +130,9 @@ def _bring(given, SIZES: gl.constexpr):
                     in_panel = (expert, n_tile, step)
                     few = stage * (2 * HALF // FEW)
                     for chunk in range(HALF // FEW):
-                        codes, exponent = stored_codes(of_weights, in_panel, chunk * FEW, 0, SIZES)
+                        codes, exponent = stored_codes(stored, scales, in_panel, chunk * FEW, 0, SIZES)
                         few_of.index(few + chunk).store(folded_codes(codes, exponent, lower, False))
-                        codes, exponent = stored_codes(of_weights, in_panel, chunk * FEW, 1, SIZES)
+                        codes, exponent = stored_codes(stored, scales, in_panel, chunk * FEW, 1, SIZES)
                         few_of.index(few + HALF // FEW + chunk).store(folded_codes(codes, exponent, upper, False))
                     tops = gl.maximum(lower, 0) | (gl.maximum(upper, 0) << 8)
                     say(steps_of, stage, tops | ((turn == turns - 1).to(gl.int32) << TURNS_AT))
@@ -262,18 +259,12 @@ def _decoded_once_mm_kernel(
     N_TILES: gl.constexpr = (N + columns_of(GLU)[0] - 1) // columns_of(GLU)[0]
     STAGES: gl.constexpr = BLOCK[6]
     STEPS: gl.constexpr = (K + STEP - 1) // STEP
-    CHUNKS: gl.constexpr = 2 * HALF // CHUNK
     OF_CODES: gl.constexpr = steps_of_codes(SCHEME)
     THREADS: gl.constexpr = 32 * gl.num_warps()  # of a group
     rows_of, weights_of, staged, full, empty = buffers(a_desc, memory_desc, out_desc, 2, 2, GROUPS, STAGES, THREADS)
-    codes_of = gl.allocate_shared_memory(w_desc.dtype, boxes(OF_CODES * 2, w_desc.block_shape), w_desc.layout)
-    fours_of = gl.allocate_shared_memory(gl.int32, [OF_CODES * 2, HALF], IN_LINE)
+    codes_of, chunks_of, bytes_of, passed, coded, taken = room_for_codes(w_desc, CHUNK, SCHEME)
     steps_of = gl.allocate_shared_memory(gl.int32, [STAGES, 1], IN_LINE)
     tile_of = tiles_told(STAGES)
-    tops_of = gl.allocate_shared_memory(gl.int32, [OF_CODES, 1], IN_LINE)
-    numbers_of = gl.allocate_shared_memory(gl.int32, [OF_CODES, 1], IN_LINE)
-    places_of = gl.allocate_shared_memory(gl.int32, [OF_CODES, 1], IN_LINE)
-    coded, taken = ring(OF_CODES, 1, 2)
     kept, _ = ring(OF_CODES, 1)
     pdl_wait(PDL)
     pdl_release(PDL)
@@ -282,22 +273,19 @@ def _decoded_once_mm_kernel(
     inner = w_scale if STRIDES[1] is not None else extents
     outer = w_outer if STRIDES[5] is not None else extents
     bias = bias if STRIDES[2] is not None else extents
-    a_scale = a_scale if a_scale is not None else extents
     leaving = (staged, out_desc, out_scale, alpha, limit)
-    of_weights = (w, gl.multiple_of(up_offset, 16), inner, up_scale_offset)
+    stored, scales = (w, gl.multiple_of(up_offset, 16)), (inner, up_scale_offset)
     few_of = weights_of._reinterpret(
         gl.int32, [STAGES * 2 * HALF // FEW, FEW, 2 * WORDS], gl.NVMMASharedLayout(128, 32, 2)
     )
-    chunks_of = codes_of._reinterpret(gl.int32, [OF_CODES * CHUNKS, CHUNK, words_of(SCHEME)], lines_of(SCHEME))
-    bytes_of = fours_of._reinterpret(gl.uint8, [OF_CODES * CHUNKS, CHUNK, 4], BY_BYTE)
-    left, passed = (steps_of, tile_of), (tops_of, numbers_of, places_of)
+    left = (steps_of, tile_of)
     decoding = (inner, outer, up_scale_offset, up_outer_offset)
     multiplied = (rows_of, weights_of, left, full, empty, leaving, a_scale, done, bias, decoding)
     brought = (
-        a_desc, memory_desc, rows_of, weights_of, few_of, left, full, empty, of_weights, told, extents, num_rows,
+        a_desc, memory_desc, rows_of, weights_of, few_of, left, full, empty, stored, scales, told, extents, num_rows,
     )  # fmt: skip
     decoded = (chunks_of, bytes_of, passed, coded, kept, memory)
-    drawn_of = (of_weights, w_desc, codes_of, fours_of, passed, coded, taken, told, extents, num_rows)
+    drawn_of = (scales, w_desc, codes_of, passed, coded, taken, told, extents, num_rows)
     SIZES: gl.constexpr = (E, N, K, STRIDES, BLOCK, N_TILES, GLU, ACTIVATION, SWAPPED, BATCHED, SCHEME)
     gl.warp_specialize(
         [
@@ -306,7 +294,7 @@ def _decoded_once_mm_kernel(
             (decode, (decoded, STEPS, GLU, SCHEME)),
             (_bring, (brought, SIZES)),
             (draw, (drawn_of, SIZES)),
-            (publish, (tops_of, numbers_of, kept, taken, of_steps, OF_CODES)),
+            (publish, (passed[0], passed[1], kept, taken, of_steps, OF_CODES)),
         ],
         [4, 4, 1, 1, 1],
         [216, 48, 32, 32, 32],

@@ -24,10 +24,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from moe_ops.kernels.triton.codes import E2M1, E2M1_SHIFT, E4M3, E4M3_SHIFT, codes_of_word, decode_words
+from moe_ops.kernels.triton.codes import codes_of_word, decode_words
 from moe_ops.kernels.triton.hopper import (
-    IN_LINE,
-    boxes,
     buffers,
     drawn,
     no_more_tiles,
@@ -37,18 +35,17 @@ from moe_ops.kernels.triton.hopper import (
     table_of_tiles,
     tiles_told,
 )
-from moe_ops.kernels.triton.packed_tile import factor_of
+from moe_ops.kernels.triton.packed_tile import factor_of, shift_of
 from moe_ops.kernels.triton.panels import (
-    BY_BYTE,
     WARP,
     at_once_of,
     done_of,
     draw,
     fenced,
     keep,
-    lines_of,
     panel_of,
     panels_held,
+    room_for_codes,
     room_of,
     steps_of_codes,
     when_decoded,
@@ -127,7 +124,6 @@ def _decode_step(codes_of, fours_of, slot, scale, memory, place, STEPS: gl.const
     CHUNKS: gl.constexpr = HEIGHT // ROWS_OF
     CODE: gl.constexpr = SCHEME[4][0]
     EXACT: gl.constexpr = SCHEME[4][2]
-    SHIFT: gl.constexpr = E2M1_SHIFT if CODE == E2M1 else E4M3_SHIFT if CODE == E4M3 else 0
     PER_WORD: gl.constexpr = codes_of_word(CODE)
     OF_WORDS: gl.constexpr = words_layout(gl.num_warps(), words_of(SCHEME), 8 // PER_WORD)
     IN_LINES: gl.constexpr = words_layout(gl.num_warps(), words_of(SCHEME), 8 // PER_WORD, PER_WORD)
@@ -137,7 +133,7 @@ def _decode_step(codes_of, fours_of, slot, scale, memory, place, STEPS: gl.const
         if EXACT:
             numbers = numbers.reshape([ROWS_OF, 4, STEP // 4])
             bits = fours_of.index(at).load(gl.SliceLayout(2, numbers.type.layout)).to(gl.int32)
-            numbers *= factor_of(bits, scale, True, SHIFT)[:, :, None]
+            numbers *= factor_of(bits, scale, True, shift_of(SCHEME[4]))[:, :, None]
         numbers = gl.convert_layout(numbers.reshape([ROWS_OF, STEP]), IN_LINES, assert_trivial=True)
         row = chunk * ROWS_OF + gl.arange(0, ROWS_OF, layout=gl.SliceLayout(1, IN_LINES))
         keep(numbers, row, memory, place, STEPS)
@@ -165,15 +161,13 @@ def _decode(given, STEPS: gl.constexpr, SCHEME: gl.constexpr):
         number = said(numbers_of, step % OF_CODES)
 
 
-@gluon.jit(do_not_specialize=["num_rows", "up_offset", "up_scale_offset", "up_outer_offset"])
+@gluon.jit(do_not_specialize=["num_rows", "up_scale_offset", "up_outer_offset"])
 def _decoded_plain_mm_kernel(
     a,
     a_desc,
     row_to_pair,
     extents,
-    w,
     w_desc,
-    up_offset,
     w_scale,
     w_outer,
     up_scale_offset,
@@ -209,20 +203,12 @@ def _decoded_plain_mm_kernel(
     TOP_K: gl.constexpr = BLOCK[7]
     STEPS: gl.constexpr = (K + STEP - 1) // STEP
     DECODERS: gl.constexpr = 1 if TOP_K > 0 else 2  # warps that decode, so many as there is room for
-    CHUNK: gl.constexpr = 32 * DECODERS
-    CHUNKS: gl.constexpr = HEIGHT // CHUNK
-    OF_CODES: gl.constexpr = steps_of_codes(SCHEME)
     ARRIVALS: gl.constexpr = 1 if TOP_K == 0 else 1 + THREADS
     rows_of, weights_of, staged, full, empty = buffers(
         a_desc, memory_desc, out_desc, GROUPS, 2, GROUPS, STAGES, ARRIVALS=ARRIVALS
     )
-    codes_of = gl.allocate_shared_memory(w_desc.dtype, boxes(OF_CODES * 2, w_desc.block_shape), w_desc.layout)
-    fours_of = gl.allocate_shared_memory(gl.int32, [OF_CODES * 2, HALF], IN_LINE)
+    codes_of, chunks_of, bytes_of, passed, coded, taken = room_for_codes(w_desc, 32 * DECODERS, SCHEME)
     tiles_of = tiles_told(STAGES)
-    tops_of = gl.allocate_shared_memory(gl.int32, [OF_CODES, 1], IN_LINE)
-    numbers_of = gl.allocate_shared_memory(gl.int32, [OF_CODES, 1], IN_LINE)
-    places_of = gl.allocate_shared_memory(gl.int32, [OF_CODES, 1], IN_LINE)
-    coded, taken = ring(OF_CODES, 1, 2)
     begun = full
     if TOP_K > 0:
         begun, _ = ring(STAGES, 1)
@@ -233,16 +219,12 @@ def _decoded_plain_mm_kernel(
     inner = w_scale if STRIDES[1] is not None else extents
     outer = w_outer if STRIDES[5] is not None else extents
     bias = bias if STRIDES[2] is not None else extents
-    chunks_of = codes_of._reinterpret(gl.int32, [OF_CODES * CHUNKS, CHUNK, words_of(SCHEME)], lines_of(SCHEME))
-    bytes_of = fours_of._reinterpret(gl.uint8, [OF_CODES * CHUNKS, CHUNK, 4], BY_BYTE)
     panels_of = weights_of._reinterpret(memory_desc.dtype, [STAGES, HEIGHT, STEP], memory_desc.layout)
     leaving = (staged, out_desc, out_desc, out_desc, bias, alpha, limit)
-    of_weights = (w, gl.multiple_of(up_offset, 16), inner, up_scale_offset)
-    passed = (tops_of, numbers_of, places_of)
     multiplied = (rows_of, panels_of, tiles_of, full, empty, leaving, (done, outer, up_outer_offset))
     brought = (a_desc, memory_desc, rows_of, weights_of, tiles_of, full, empty, begun, told, extents, num_rows)
     decoded = (chunks_of, bytes_of, passed, coded, taken, memory, inner, of_steps)
-    drawn_of = (of_weights, w_desc, codes_of, fours_of, passed, coded, taken, told, extents, num_rows)
+    drawn_of = ((inner, up_scale_offset), w_desc, codes_of, passed, coded, taken, told, extents, num_rows)
     # A panel has the gate's rows first, wherever they are stored.
     SIZES: gl.constexpr = (E, N, K, STRIDES, BLOCK, N_TILES, GLU, ACTIVATION, False, BATCHED, SCHEME)
     OF_CODES_SIZES: gl.constexpr = (E, N, K, STRIDES, BLOCK, N_TILES, GLU, ACTIVATION, SWAPPED, BATCHED, SCHEME)

@@ -478,10 +478,11 @@ def _of_decoded_once(
 
     (out, out_scale), (row_to_pair, top_k) = outputs, gather
     made, memory, memory_desc = mm.prepare_decoded_once(a, out, config, 0 if row_to_pair is None else top_k)
-    weights = (mm.weight, made.w_desc, mm.up_offset, *_decoded_by_rows(mm), memory, memory_desc, told, mm.bias)
+    rest = (*_decoded_by_rows(mm), memory, memory_desc, told, mm.bias, made.out_desc)
     if mm.is_decoded:
-        return _decoded_plain_mm_kernel, made, (a, made.a_desc, row_to_pair, extents, *weights, made.out_desc), 4
-    return _decoded_once_mm_kernel, made, (made.a_desc, mm.rows_scale, extents, *weights, made.out_desc, out_scale), 4
+        return _decoded_plain_mm_kernel, made, (a, made.a_desc, row_to_pair, extents, made.w_desc, *rest), 4
+    weights = (mm.weight, made.w_desc, mm.up_offset)
+    return _decoded_once_mm_kernel, made, (made.a_desc, mm.rows_scale, extents, *weights, *rest, out_scale), 4
 
 
 def _launch_specialised(

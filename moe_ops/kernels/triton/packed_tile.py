@@ -343,6 +343,14 @@ def shift_of(packed):
     return {E2M1.value: E2M1_SHIFT.value, E4M3.value: E4M3_SHIFT.value}.get(packed[0], 0)
 
 
+@triton.constexpr_function
+def unit_of(packed):
+    """What sums are multiplied with because of the numbers that codes became."""
+    if packed[0] == E2M1.value:
+        return E2M1_UNIT.value
+    return E4M3_UNIT.value if packed[2] and packed[0] == E4M3.value else 1.0
+
+
 @triton.jit
 def packed_tile(
     a,
@@ -386,7 +394,6 @@ def packed_tile(
             the up half; None for what is absent.
         PACKED: see `launch.ExpertMM.packed`; the strides are those of the three scales.
     """
-    CODE: tl.constexpr = PACKED[0]
     RUNS_ON: tl.constexpr = PACKED[5]
     inner, zeros, outer, inner_apart, zeros_apart, outer_apart = scales
     w_row, w_valid = weight_rows(n_start, N, BLOCK_N, GLU)
@@ -416,10 +423,8 @@ def packed_tile(
             accumulator, turn, *operands, K, A_STRIDE, W_STRIDES, BLOCK_M, BLOCK_N, BLOCK_K, GLU, A_TMA, W_LOAD,
             SWAPPED, PACKED, GROUP_STRIDES, ZERO_STRIDES, STAGES,
         )  # fmt: skip
-        if CODE == E2M1:
-            accumulator *= E2M1_UNIT
-        elif shift_of(PACKED) > 0:
-            accumulator *= E4M3_UNIT
+        if unit_of(PACKED) != 1.0:
+            accumulator *= unit_of(PACKED)
     WARPS: tl.constexpr = 4 if INTERPRETED else num_warps()
     if has_runs(PACKED, BLOCK_N, BLOCK_K, WARPS):
         accumulator = accumulator.reshape(BLOCK_N // 16 // WARPS, WARPS, 2, 8, BLOCK_M).permute(0, 2, 1, 3, 4)

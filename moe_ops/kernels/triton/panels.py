@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from moe_ops.kernels.triton.codes import E2M1, codes_of_word
 from moe_ops.kernels.triton.folded_mm import NAN_SCALE, WORDS, ask_for_codes, e5m2_of, four_scales
-from moe_ops.kernels.triton.hopper import computed_here, drawn, said, say, table_of_tiles
+from moe_ops.kernels.triton.hopper import IN_LINE, boxes, computed_here, drawn, ring, said, say, table_of_tiles
 from moe_ops.kernels.triton.packed_fp8_tile import (
     ABOVE,
     BELOW,
@@ -226,9 +226,27 @@ def _weight_rows(n_tile, row, HALF_OF: gl.constexpr, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def _codes(of_weights, expert, n_tile, row, HALF_OF: gl.constexpr, SIZES: gl.constexpr):
+def room_for_codes(w_desc, CHUNK: gl.constexpr, SCHEME: gl.constexpr):
+    """Shared memory for steps of codes and words of scales, both as they come and by CHUNK weight rows; for what `draw`
+    says of a step: largest exponents, its number, its place; barriers of the steps.
+    """
+    OF_CODES: gl.constexpr = steps_of_codes(SCHEME)
+    CHUNKS: gl.constexpr = OF_CODES * 2 * HALF // CHUNK
+    codes_of = gl.allocate_shared_memory(w_desc.dtype, boxes(OF_CODES * 2, w_desc.block_shape), w_desc.layout)
+    fours_of = gl.allocate_shared_memory(gl.int32, [OF_CODES * 2, HALF], IN_LINE)
+    tops_of = gl.allocate_shared_memory(gl.int32, [OF_CODES, 1], IN_LINE)
+    numbers_of = gl.allocate_shared_memory(gl.int32, [OF_CODES, 1], IN_LINE)
+    places_of = gl.allocate_shared_memory(gl.int32, [OF_CODES, 1], IN_LINE)
+    coded, taken = ring(OF_CODES, 1, 2)
+    chunks_of = codes_of._reinterpret(gl.int32, [CHUNKS, CHUNK, words_of(SCHEME)], lines_of(SCHEME))
+    bytes_of = fours_of._reinterpret(gl.uint8, [CHUNKS, CHUNK, 4], BY_BYTE)
+    return (codes_of, fours_of), chunks_of, bytes_of, (tops_of, numbers_of, places_of), coded, taken
+
+
+@gluon.jit
+def _codes(stored, expert, n_tile, row, HALF_OF: gl.constexpr, SIZES: gl.constexpr):
     """Where the codes of rows of one half of a panel are, in words."""
-    w, up_apart, _, _ = of_weights
+    w, up_apart = stored
     W_STRIDES: gl.constexpr = SIZES[3][0]
     words = w.to(gl.pointer_type(gl.int32)) + expert.to(gl.int64) * (W_STRIDES[0] // 4)
     if SIZES[6] == CONCAT:
@@ -237,9 +255,9 @@ def _codes(of_weights, expert, n_tile, row, HALF_OF: gl.constexpr, SIZES: gl.con
 
 
 @gluon.jit
-def _scales(of_weights, expert, n_tile, row, HALF_OF: gl.constexpr, SIZES: gl.constexpr):
+def _scales(scales, expert, n_tile, row, HALF_OF: gl.constexpr, SIZES: gl.constexpr):
     """Where the scales of rows of one half of a panel are."""
-    _, _, scale, apart = of_weights
+    scale, apart = scales
     N: gl.constexpr = SIZES[1]
     STRIDES: gl.constexpr = SIZES[3][1]
     PACKED: gl.constexpr = SIZES[10][4]
@@ -260,7 +278,7 @@ def words_layout(warps, words, together, numbers=1):
 
 
 @gluon.jit
-def stored_codes(of_weights, where, first, HALF_OF: gl.constexpr, SIZES: gl.constexpr):
+def stored_codes(stored, scales, where, first, HALF_OF: gl.constexpr, SIZES: gl.constexpr):
     """Words of codes [FEW, WORDS] and exponents [FEW, 4] of a step of rows `first` and on of one half of a panel; codes
     behind the last column are 0.
     """
@@ -269,13 +287,13 @@ def stored_codes(of_weights, where, first, HALF_OF: gl.constexpr, SIZES: gl.cons
     OF_WORDS: gl.constexpr = words_layout(gl.num_warps(), WORDS, 2)
     column = step * WORDS + gl.arange(0, WORDS, layout=gl.SliceLayout(0, OF_WORDS))
     row = first + gl.arange(0, FEW, layout=gl.SliceLayout(1, OF_WORDS))
-    words = _codes(of_weights, expert, n_tile, row, HALF_OF, SIZES)
+    words = _codes(stored, expert, n_tile, row, HALF_OF, SIZES)
     words = gl.load(words[:, None] + column[None, :], mask=(column < K // 8)[None, :], other=0)
     OF_GROUPS: gl.constexpr = gl.SliceLayout(2, words.reshape([FEW, 4, 4]).type.layout)
     group = gl.minimum(step * 4 + gl.arange(0, 4, layout=gl.SliceLayout(0, OF_GROUPS)), K // 32 - 1)
     row = first + gl.arange(0, FEW, layout=gl.SliceLayout(1, OF_GROUPS))
-    scales = _scales(of_weights, expert, n_tile, row, HALF_OF, SIZES)
-    return words, gl.load(scales[:, None] + group[None, :] * SIZES[3][1][2]).to(gl.int32)
+    first = _scales(scales, expert, n_tile, row, HALF_OF, SIZES)
+    return words, gl.load(first[:, None] + group[None, :] * SIZES[3][1][2]).to(gl.int32)
 
 
 @gluon.jit
@@ -352,7 +370,8 @@ def draw(given, SIZES: gl.constexpr):
     """The warp that draws what is decoded here, has codes and scales brought, and says where it belongs. It waits until
     there is room in memory, so that who decodes need not.
     """
-    of_weights, w_desc, codes_of, fours_of, passed, coded, taken, told, extents, num_rows = given
+    scales, w_desc, held, passed, coded, taken, told, extents, num_rows = given
+    codes_of, fours_of = held
     tops_of, numbers_of, places_of = passed
     E: gl.constexpr = SIZES[0]
     K: gl.constexpr = SIZES[2]
@@ -379,8 +398,8 @@ def draw(given, SIZES: gl.constexpr):
         expert = uniform(gl.sum(gl.where(ranks == panel // N_TILES, e, 0), axis=0))
         n_tile = panel % N_TILES
         if SCALES:
-            of_lower = _scales(of_weights, expert, n_tile, row, 0, SIZES)
-            of_upper = _scales(of_weights, expert, n_tile, row, 1, SIZES)
+            of_lower = _scales(scales, expert, n_tile, row, 0, SIZES)
+            of_upper = _scales(scales, expert, n_tile, row, 1, SIZES)
         before = panel - room
         if before >= 0:
             used = _tiles_of(before, ranks, end - start, BLOCK, N_TILES)

@@ -35,7 +35,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moe_ops.kernels.triton.act_quant import apply_activation
-from moe_ops.kernels.triton.codes import E2M1, E2M1_UNIT, E4M3, E4M3_UNIT
 from moe_ops.kernels.triton.hopper import (
     buffers,
     drawn,
@@ -49,7 +48,7 @@ from moe_ops.kernels.triton.hopper import (
     write,
 )
 from moe_ops.kernels.triton.order import in_order
-from moe_ops.kernels.triton.packed_tile import of_rows
+from moe_ops.kernels.triton.packed_tile import of_rows, unit_of
 from moe_ops.kernels.triton.scales import load_scale
 from moe_ops.kernels.triton.tile_loads import CONCAT, INTERLEAVED
 from moe_ops.kernels.triton.util import find_tile, pdl_release, pdl_wait, round_to
@@ -189,12 +188,6 @@ def _leave(value, room, desc, where, column, ORDER: gl.constexpr):
         write(rounded, room, desc, first, past, column)
 
 
-@gluon.constexpr_function
-def _unit_of(code, exact):
-    """What sums are multiplied with because of the numbers that codes became."""
-    return {E2M1.value: E2M1_UNIT.value, E4M3.value: E4M3_UNIT.value}.get(code, 1.0) if exact else 1.0
-
-
 @gluon.jit
 def _decoded(total, expert, row, half, decoding, SIZES: gl.constexpr):
     """Sums of weight rows `row` of `half`: of decoded ones times the unit of what they became and their scales."""
@@ -202,9 +195,8 @@ def _decoded(total, expert, row, half, decoding, SIZES: gl.constexpr):
     SCHEME: gl.constexpr = SIZES[10]
     if SCHEME is not None:
         PACKED: gl.constexpr = SCHEME[4]
-        UNIT: gl.constexpr = _unit_of(PACKED[0], PACKED[2])
-        if UNIT != 1.0:
-            total *= UNIT
+        if unit_of(PACKED) != 1.0:
+            total *= unit_of(PACKED)
         if OUTER_STRIDES is not None:
             _, outer, apart = decoding
             scale = of_rows(outer, apart, expert, row, row * 0 + half, SIZES[1], PACKED[6], PACKED[7], OUTER_STRIDES)
