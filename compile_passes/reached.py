@@ -28,9 +28,12 @@ def reached(kinds: Collection[type[nn.Module]], *more: str) -> Iterator[Function
             continue
         seen.add(function.__code__)
         yield function
-        for name in members_named(function):
-            waiting += [found for kind in kinds for found in _members(kind, name)]
-        for name in names_of(function.__code__):
+        named = names_of(function.__code__)
+        for kind in kinds:
+            # `super().forward(x)`, `Base.forward(self, x)`: which of the classes is meant is not told apart.
+            inherited = not named.isdisjoint({"super", *(base.__name__ for base in kind.__mro__[1:])})
+            waiting += [found for name in members_named(function) for found in _members(kind, name, inherited)]
+        for name in named:
             waiting += _functions(function.__globals__.get(name))
         for cell in function.__closure__ or ():
             try:
@@ -89,9 +92,15 @@ def inner_code(code: CodeType) -> list[CodeType]:
     return [part for part in code.co_consts if isinstance(part, CodeType)]
 
 
-def _members(kind: type[nn.Module], name: str) -> list[FunctionType]:
-    owner = next((base for base in kind.__mro__ if name in vars(base)), None)
-    return [] if owner is None or of_torch(owner.__module__) else _functions(vars(owner)[name])
+def _members(kind: type[nn.Module], name: str, inherited: bool = False) -> list[FunctionType]:
+    """What a class calls by a name; ``inherited``: and what the classes call so that it derives from."""
+    owners = [base for base in kind.__mro__ if name in vars(base)]
+    return [
+        function
+        for owner in (owners if inherited else owners[:1])
+        if not of_torch(owner.__module__)
+        for function in _functions(vars(owner)[name])
+    ]
 
 
 def _functions(value: Any) -> list[FunctionType]:

@@ -223,6 +223,25 @@ class Counts(Stacked):
         return self.one(x, 0) * ids.bincount(minlength=E)[0]
 
 
+class CountsInABaseClass(Counts):
+    """Its forward calls that of its base class, where the counts are."""
+
+    def forward(self, x, ids):
+        return super().forward(x, ids) * 2
+
+
+class CountsInANamedClass(Counts):
+    """The same, by name."""
+
+    def forward(self, x, ids):
+        return Counts.forward(self, x, ids) * 2
+
+
+@pytest.mark.parametrize("kind", [CountsInABaseClass, CountsInANamedClass])
+def test_counts_are_found_in_base_classes(kind):
+    assert find_sizes_of_the_data(Holder(kind())) == ["experts"]
+
+
 def test_counts_are_found_at_experts_alone():
     """Not far from them, and not beside a loop, which has a static form of its own."""
     model = nn.Module()

@@ -53,6 +53,11 @@ class AsksByAnotherName(Expert):
         return super().forward(x) + 0 * sum(weight.sum() for weight in this.parameters())
 
 
+class AsksInABaseClass(AsksByAFunction):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
 class ComparesTypes(nn.Module):
     def __init__(self, dim: int, hidden: int, *others) -> None:
         super().__init__()
@@ -136,6 +141,7 @@ ASKING = {
     AsksByAProperty: r"AsksByAProperty\.dtype asks for parameters",
     AsksByAFunction: r"dtype_of asks for parameters",
     AsksByAnotherName: r"AsksByAnotherName\.asked asks for parameters",
+    AsksInABaseClass: r"dtype_of asks for parameters",
     ComparesTypes: r"ComparesTypes\.forward asks for a class",
     ComparesClasses: r"ComparesClasses\.forward asks for a class",
     AsksForLeaves: r"AsksForLeaves\.forward asks for is_leaf",
@@ -173,6 +179,16 @@ class Around(nn.Module):
 class Penalised(Around):
     def forward(self, x):
         return self.layer(x) + sum(penalty(expert) for expert in self.layer.experts)
+
+
+class PenalisedInABaseClass(Penalised):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+class PenalisedInANamedClass(Penalised):
+    def forward(self, x):
+        return Penalised.forward(self, x) * 2
 
 
 class PenalisedByName(Around):
@@ -234,6 +250,8 @@ class FirstDtype(Around):
 
 AROUND = {
     Penalised: r"layer\.experts\.0\.w1\.weight, which penalty asks for by parameters, to find one stack",
+    PenalisedInABaseClass: r"which penalty asks for by parameters",
+    PenalisedInANamedClass: r"which penalty asks for by parameters",
     PenalisedByName: r"which PenalisedByName\.forward asks for by named_parameters",
     HeldInParts: r"layer\.experts\.1\.w2\.weight, which HeldInParts also holds as space\.view",
     HeldInAPartial: r"experts\.2\.w1\.weight, which HeldInAPartial also holds as product\.keywords\['weight'\]",
