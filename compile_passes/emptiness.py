@@ -21,11 +21,13 @@ class Tests:
     Attributes:
         counts: names of numbers of an expert's rows that the loop itself is over, or of lists of them.
         updates: what the loop writes; None where its rows are slices as long as the counts say.
+        any_rows: whether it may ask about rows, too, that are not known to be all that it writes.
     """
 
     scope: Scope
     counts: frozenset[str]
     updates: Updates | None
+    any_rows: bool = False
 
 
 def without_tests(body: list[ast.stmt], tests: Tests) -> list[ast.stmt]:
@@ -94,4 +96,4 @@ def _is_number(value: ast.expr, place: ast.stmt, tests: Tests) -> bool:
 
 
 def _are_rows(value: ast.expr, place: ast.stmt, tests: Tests) -> bool:
-    return tests.updates is not None and tests.updates.emptied_by(value, place)
+    return tests.any_rows or (tests.updates is not None and tests.updates.emptied_by(value, place))

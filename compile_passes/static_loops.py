@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_passes.emptiness import Tests, without_tests
+from compile_passes.emptiness import Tests, is_empty, without_tests
 from compile_passes.loop_body import (
     ELEMENTS,
     POSITIVE,
@@ -218,8 +218,12 @@ class _Method:
         if has_data_dependent_calls(loop.iter) or called(self.scope.resolved(loop.iter, loop)[0]) == "tolist":
             self.unknown.append(f"line {loop.lineno}: {ast.unparse(loop.iter)} is no list of the experts that were hit")
         elif tests:
-            test = ast.unparse(tests[0].test)
-            self.unknown.append(f"line {tests[0].lineno}: `if {test}` is no test for an expert without tokens")
+            test, asked = tests[0], Tests(self.scope, frozenset(), None, any_rows=True)
+            why = ": the loop writes more than the rows that it asks about, or other ones, as far as can be told"
+            self.unknown.append(
+                f"line {test.lineno}: `if {ast.unparse(test.test)}` is no test for an expert without tokens"
+                + why * (is_empty(test.test, test, asked) is not None)
+            )
 
     def _counts(self, loop: ast.For, updates: Updates) -> frozenset[str]:
         """Names of numbers of the rows that the loop writes, and of lists of them."""

@@ -126,6 +126,8 @@ class Updates:
             elif isinstance(value, ast.Subscript):
                 if called(value.value) in ("where", "nonzero") and isinstance(value.slice, ast.Constant):
                     inner = value.value
+                elif _adds_dimensions(value.slice):
+                    inner = value.value
                 elif self._is_rows(value, place):
                     inner = value.slice
             if inner is None:
@@ -141,6 +143,16 @@ class Updates:
         if isinstance(made, ast.Subscript):  # places from `where(mask)`; `e[0]` of the loop's own `e` is a number
             return called(made.value) in ("where", "nonzero")
         return isinstance(made, ast.Compare) or (isinstance(made, ast.Call) and called(made) not in ("int", "item"))
+
+
+def _adds_dimensions(index: ast.expr) -> bool:
+    """`[:, None]`: all elements, in another shape."""
+    parts = index.elts if isinstance(index, ast.Tuple) else [index]
+    return any(isinstance(part, ast.Constant) and part.value is None for part in parts) and all(
+        part.value in (None, ...) if isinstance(part, ast.Constant)
+        else isinstance(part, ast.Slice) and part.lower is part.upper is part.step is None
+        for part in parts
+    )  # fmt: skip
 
 
 def _of_one(call: ast.Call) -> bool:

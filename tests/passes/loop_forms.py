@@ -447,6 +447,22 @@ class SkipsSmallWeights(Missing):
         return out
 
 
+class CountsTokens(Missing):
+    """In a tensor beside the results."""
+
+    def forward(self, x):
+        x = x.reshape(-1, H)
+        w, ids = self.route(x)
+        out, hits = torch.zeros_like(x), torch.zeros(len(self.experts))
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == e)
+            if token.numel() == 0:
+                continue
+            hits[e] += token.numel()
+            out.index_add_(0, token, expert(x[token]) * w[token, slot, None])
+        return out, hits
+
+
 class HitsByWeight(Missing):
     def forward(self, x):
         x = x.reshape(-1, H)
@@ -627,8 +643,9 @@ MISSES = {
     CountsInADefault: "the static form gives other values of default 0 of in_a_default",
     CountsInItsOwn: "the static form gives other values of note.calls",
     SkipsAnExpert: f"captured but not fused: The loop runs {E - 1} of {E} experts",
-    SkipsFewTokens: "`if token.numel() < 2` is no test for an expert without tokens",
-    SkipsSmallWeights: "`if big.any()` is no test for an expert without tokens",
+    SkipsFewTokens: "`if token.numel() < 2` is no test for an expert without tokens. ",
+    SkipsSmallWeights: "`if big.any()` is no test for an expert without tokens: the loop writes more than the rows",
+    CountsTokens: "`if token.numel() == 0` is no test for an expert without tokens: the loop writes more than the rows",
     HitsByWeight: "may be other experts than those that were hit",
     Capacity: "what the loop writes is not chosen by ids.unique",
     CapacityOfSlices: "no loop in it is over the experts that were hit",

@@ -314,6 +314,42 @@ def test_a_test_of_any_slot_of_any_token():
     proved_and_fused(decoder(AsksTwice), tokens(5))
 
 
+class AddsByScatter(Block):
+    """Results added by ids of tokens that are as wide as they are."""
+
+    def forward(self, x):
+        shape, x = x.shape, x.reshape(-1, H)
+        w, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == e)
+            if token.numel() == 0:
+                continue
+            rows = expert(x[token]) * w[token, slot, None]
+            out.scatter_add_(0, token[:, None].expand_as(rows), rows)
+        return out.view(shape)
+
+
+class AddsByRepeatedIds(Block):
+    """The same, not in place."""
+
+    def forward(self, x):
+        shape, x = x.shape, x.reshape(-1, H)
+        w, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == e)
+            if token.numel() > 0:
+                rows = expert(x[token]) * w[token, slot, None]
+                out = out.scatter_add(0, token[..., None].repeat(1, H), rows)
+        return out.view(shape)
+
+
+@pytest.mark.parametrize("kind", [AddsByScatter, AddsByRepeatedIds], ids=lambda kind: kind.__name__)
+def test_rows_written_by_ids_as_wide_as_they_are(kind):
+    proved_and_fused(decoder(kind), tokens(5))
+
+
 class Counts(nn.Module):
     """Every token through every expert, and a list of counts: Dynamo breaks the graph there, or fails."""
 
