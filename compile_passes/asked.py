@@ -31,9 +31,9 @@ def asked_of_experts(kinds: tuple[type[nn.Module], ...], owner: tuple[type[nn.Mo
         kinds: classes of the modules of experts.
         owner: that of the module with their list, if there is one.
     """
-    around = list(reached(owner))
+    around = list(reached(owner, held=True))
     named = {name for function in around for name in members_named(function)}
-    inside = list(reached(kinds, *sorted(named)))
+    inside = list(reached(kinds, *sorted(named), held=True))
     packages = {package_of(kind.__module__) for kind in (*kinds, *owner)}
     for function, first_too in (*((one, True) for one in inside), *((one, False) for one in around)):
         name = _parameters(function, first_too=first_too)
@@ -51,7 +51,7 @@ def asked_around(kinds: tuple[type[nn.Module], ...]) -> str | None:
     """Which code that ``forward`` of one of these classes calls asks for all parameters of what is in a module, and by
     what; the first of them (`next(self.parameters()).dtype`) tells nothing of experts.
     """
-    named = ((function, _parameters(function, first_too=False)) for function in reached(kinds))
+    named = ((function, _parameters(function, first_too=False)) for function in reached(kinds, held=True))
     return next((f"{function.__qualname__} asks for by {name}" for function, name in named if name is not None), None)
 
 

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 import textwrap
+from collections import OrderedDict
 from collections.abc import Collection, Iterator
-from functools import cache, cached_property
-from types import CodeType, FunctionType
+from functools import cache, cached_property, partial
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
 
-def reached(kinds: Collection[type[nn.Module]], *more: str) -> Iterator[FunctionType]:
+def reached(kinds: Collection[type[nn.Module]], *more: str, held: bool = False) -> Iterator[FunctionType]:
     """``forward`` of classes, members of other names, what these name of members, on whatever object, and the functions
     that they name, and so on; without torch's own.
 
     A name that a tensor has, too, is a member's where it is read of a function's first argument.
+
+    Args:
+        held: with the functions, too, that are called as something of what they name: of a module, class or object, in
+            a partial or a table, and with those that are defaults of arguments.
     """
     kinds = [kind for kind in kinds if not of_torch(kind.__module__)]
     waiting = [function for kind in kinds for name in ("forward", *more) for function in _members(kind, name)]
@@ -33,13 +39,17 @@ def reached(kinds: Collection[type[nn.Module]], *more: str) -> Iterator[Function
             # `super().forward(x)`, `Base.forward(self, x)`: which of the classes is meant is not told apart.
             inherited = not named.isdisjoint({"super", *(base.__name__ for base in kind.__mro__[1:])})
             waiting += [found for name in members_named(function) for found in _members(kind, name, inherited)]
-        for name in named:
-            waiting += _functions(function.__globals__.get(name))
+        values = [function.__globals__[name] for name in named & function.__globals__.keys()]
         for cell in function.__closure__ or ():
             try:
-                waiting += _functions(cell.cell_contents)
+                values.append(cell.cell_contents)
             except ValueError:  # it has no value yet
                 pass
+        if held:
+            values += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+            values = _inside(values, named)
+        for value in values:
+            waiting += _functions(value)
 
 
 def members_named(function: FunctionType) -> set[str]:
@@ -87,6 +97,11 @@ def of_torch(module: str | None) -> bool:
     return package_of(module) == "torch"
 
 
+def _knows_no_modules(module: str | None) -> bool:
+    """Whether what a module of this name defines is torch's, or Python's own."""
+    return of_torch(module) or package_of(module) in sys.stdlib_module_names
+
+
 def inner_code(code: CodeType) -> list[CodeType]:
     """What is defined in a piece of code: lambdas, comprehensions, functions."""
     return [part for part in code.co_consts if isinstance(part, CodeType)]
@@ -101,6 +116,32 @@ def _members(kind: type[nn.Module], name: str, inherited: bool = False) -> list[
         if not of_torch(owner.__module__)
         for function in _functions(vars(owner)[name])
     ]
+
+
+def _inside(values: list[Any], named: set[str]) -> list[Any]:
+    """``values``, and what code that has these ``named`` may call of them."""
+    found, seen = [], set[int]()
+    while values:
+        value = values.pop()
+        kind = type(value)
+        if id(value) in seen or of_torch(getattr(kind, "__module__", None)):
+            continue
+        seen.add(id(value))
+        found.append(value)
+        if issubclass(kind, partial):
+            values.append(value.func)
+        elif kind in (dict, OrderedDict):
+            values += value.values()
+        elif kind in (list, tuple):
+            values += value
+        elif issubclass(kind, ModuleType):
+            own = named & vars(value).keys()
+            values += [] if _knows_no_modules(value.__name__) else [vars(value)[name] for name in own]
+        elif not issubclass(kind, FunctionType):
+            bases = value.__mro__ if issubclass(kind, type) else kind.__mro__
+            owned = [vars(base) for base in bases if not _knows_no_modules(base.__module__)]
+            values += [members[name] for members in owned for name in {*named, "__call__"} & members.keys()]
+    return found
 
 
 def _functions(value: Any) -> list[FunctionType]:

@@ -191,6 +191,46 @@ class PenalisedInANamedClass(Penalised):
         return Penalised.forward(self, x) * 2
 
 
+class Penalties:
+    """The same function by other names."""
+
+    @staticmethod
+    def of(module):
+        return sum(weight.square().sum() for weight in module.parameters())
+
+    def __call__(self, module):
+        return penalty(module)
+
+
+PENALTIES, BOUND, TABLE = Penalties(), partial(penalty), {"square": penalty}
+HELPERS = ModuleType("helpers")
+HELPERS.inner = ModuleType("helpers.inner")
+HELPERS.inner.squares = penalty
+
+PENALISED = {
+    "of a class": lambda expert: Penalties.of(expert),
+    "of an object": lambda expert: PENALTIES.of(expert),
+    "an object": lambda expert: PENALTIES(expert),
+    "a partial": lambda expert: BOUND(expert),
+    "of a table": lambda expert: TABLE["square"](expert),
+    "of a module": lambda expert: HELPERS.inner.squares(expert),
+    "a default": lambda expert, penalised=penalty: penalised(expert),
+}
+
+
+@pytest.mark.parametrize("called", PENALISED)
+def test_code_around_them_by_other_names(called):
+    """Without parameters of the experts a penalty would be 0."""
+    penalised = PENALISED[called]
+
+    class Calls(Around):
+        def forward(self, x):
+            return self.layer(x) + sum(penalised(expert) for expert in self.layer.experts)
+
+    with pytest.raises(ValueError, match=r"which (penalty|Penalties\.of) asks for by parameters"):
+        moe_ops.stack_experts_(Calls())
+
+
 class PenalisedByName(Around):
     def forward(self, x):
         return self.layer(x) + sum(w.sum() for name, w in self.named_parameters() if ".w1." in name)
