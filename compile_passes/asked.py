@@ -1,6 +1,7 @@
 """What code asks of the modules that it runs beside their results: their parameters, and the classes that they are of.
 
-Experts of a stack have no parameters, and layers that read slices have classes of their own (`stack_slices`).
+Experts of a stack have slices in the place of parameters, lists of them the stacks, and layers that read slices have
+classes of their own (`stack_slices`).
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from torch import nn
 
 from compile_passes.reached import members_named, names_of, package_of, reached, tree_of, words_of
 
-# How a module's parameters are asked for by a call, and without one.
+# How a module's parameters are asked for by a call, and without one; and by which calls for slices in their place, as
+# long as they are not of the module alone.
 _CALLED = frozenset({"parameters", "named_parameters", "get_parameter", "state_dict"})
 _READ = frozenset({"_parameters"})
+_SLICES_TOO = frozenset({"parameters", "named_parameters"})
 # What tells a parameter from a slice of one.
 _OF_A_PARAMETER = frozenset({"Parameter", "is_leaf", "grad"})
 _CLASSES = frozenset({"type", "__class__"})
@@ -35,8 +38,8 @@ def asked_of_experts(kinds: tuple[type[nn.Module], ...], owner: tuple[type[nn.Mo
     named = {name for function in around for name in members_named(function)}
     inside = list(reached(kinds, *sorted(named), held=True))
     packages = {package_of(kind.__module__) for kind in (*kinds, *owner)}
-    for function, first_too in (*((one, True) for one in inside), *((one, False) for one in around)):
-        name = _parameters(function, first_too=first_too)
+    for function, of_an_expert in (*((one, True) for one in inside), *((one, False) for one in around)):
+        name = _parameters(function, of_an_expert=of_an_expert)
         if name is not None:
             return f"{function.__qualname__} asks for {name}, which experts of a stack have none of"
         if package_of(function.__module__) in packages:  # others know nothing of modules
@@ -47,11 +50,12 @@ def asked_of_experts(kinds: tuple[type[nn.Module], ...], owner: tuple[type[nn.Mo
 
 
 @cache
-def asked_around(kinds: tuple[type[nn.Module], ...]) -> str | None:
-    """Which code that ``forward`` of one of these classes calls asks for all parameters of what is in a module, and by
-    what; the first of them (`next(self.parameters()).dtype`) tells nothing of experts.
+def asked_around(kinds: tuple[type[nn.Module], ...], functions: tuple[FunctionType, ...]) -> str | None:
+    """Which code that ``forward`` of these classes, or these functions, call asks for all parameters of what
+    is in a module, and by what; the first of them (`next(self.parameters()).dtype`) tells nothing of experts.
     """
-    named = ((function, _parameters(function, first_too=False)) for function in reached(kinds, held=True))
+    called = reached(kinds, held=True, functions=functions)
+    named = ((function, _parameters(function, of_an_expert=False)) for function in called)
     return next((f"{function.__qualname__} asks for by {name}" for function, name in named if name is not None), None)
 
 
@@ -61,20 +65,25 @@ def words(kinds: tuple[type[nn.Module], ...]) -> set[str]:
     return set[str]().union(*(words_of(function.__code__) for function in reached(kinds)))
 
 
-def _parameters(function: FunctionType, *, first_too: bool) -> str | None:
-    """By what a function asks for the parameters of a module; ``first_too``: for the first of them alone, too."""
+def _parameters(function: FunctionType, *, of_an_expert: bool) -> str | None:
+    """By what a function asks for the parameters of a module that slices, or a stack, are not for it: of an expert all
+    but calls for its slices, of others all but those for the first parameter alone.
+    """
     if names_of(function.__code__).isdisjoint(_CALLED | _READ):
         return None
     tree = tree_of(function)
     if tree is None:
         return "parameters"
-    first = {node for taken in ast.walk(tree) if _takes_the_first(taken) for node in ast.walk(taken)}
-    called = {node.func for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    asked = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
-    return next(
-        (node.attr for node in asked if node.attr in _READ or (node.attr in _CALLED and node in called)
-         if first_too or node not in first), None,
-    )  # fmt: skip
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    fine: set[ast.AST]
+    if of_an_expert:
+        plain = [node.func for node in calls if not (node.args or node.keywords)]
+        fine = {node for node in plain if isinstance(node, ast.Attribute) and node.attr in _SLICES_TOO}
+    else:
+        fine = {node for taken in ast.walk(tree) if _takes_the_first(taken) for node in ast.walk(taken)}
+    called = {node.func for node in calls}
+    asked = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node not in fine)
+    return next((node.attr for node in asked if node.attr in _READ or (node.attr in _CALLED and node in called)), None)
 
 
 def _takes_the_first(node: ast.AST) -> bool:

@@ -121,7 +121,7 @@ class _Alike:
 def _make_static(model: nn.Module, loops: list[ExpertLoop]) -> None:
     """Bind the static form of every loop that has one, and say what became of each kind of loop."""
     kinds: dict[tuple[type, str], _Alike] = {}
-    taken = taken_elsewhere(model) if loops else {}
+    taken = taken_elsewhere(model, expert_lists(model)) if loops else {}
     for loop in loops:
         verdict, _ = _unstackable(model, loop, taken) or verdict_of(model, loop.name)
         if verdict.forms:
@@ -220,7 +220,7 @@ def _unstackable(model: nn.Module, loop: ExpertLoop, taken: dict[int, str]) -> t
 def _stack_lists(model: nn.Module) -> None:
     """Stack the lists of experts that a capturable loop runs over."""
     lists = [found for found in expert_lists(model) if not _loops(model, found.path)]
-    taken = taken_elsewhere(model) if lists else {}
+    taken = taken_elsewhere(model, lists) if lists else {}
     done, left = [], []
     problems = [why_not(found, taken) for found in lists]
     # Of lists of parameters side by side, some alone would be slower, and not fused.

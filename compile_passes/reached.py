@@ -14,8 +14,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
-def reached(kinds: Collection[type[nn.Module]], *more: str, held: bool = False) -> Iterator[FunctionType]:
+
+def reached(
+    kinds: Collection[type[nn.Module]], *more: str, held: bool = False, functions: tuple[FunctionType, ...] = ()
+) -> Iterator[FunctionType]:
     """``forward`` of classes, members of other names, what these name of members, on whatever object, and the functions
     that they name, and so on; without torch's own.
 
@@ -24,9 +28,11 @@ def reached(kinds: Collection[type[nn.Module]], *more: str, held: bool = False) 
     Args:
         held: with the functions, too, that are called as something of what they name: of a module, class or object, in
             a partial or a table, and with those that are defaults of arguments.
+        functions: others that they call: `functions_of` modules of these classes.
     """
     kinds = [kind for kind in kinds if not of_torch(kind.__module__)]
     waiting = [function for kind in kinds for name in ("forward", *more) for function in _members(kind, name)]
+    waiting += functions
     seen: set[CodeType] = set()
     while waiting:
         function = waiting.pop()
@@ -50,6 +56,12 @@ def reached(kinds: Collection[type[nn.Module]], *more: str, held: bool = False) 
             values = _inside(values, named)
         for value in values:
             waiting += _functions(value)
+
+
+def functions_of(module: nn.Module) -> tuple[FunctionType, ...]:
+    """The functions that a module has in attributes: as they are, in partials and tables, of objects to be called."""
+    values = [value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE]
+    return tuple(function for value in _inside(values, set()) for function in _functions(value))
 
 
 def members_named(function: FunctionType) -> set[str]:

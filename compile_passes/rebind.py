@@ -25,7 +25,7 @@ from compile_passes.explain import explain
 from compile_passes.loops import STATIC
 from compile_passes.report import Report
 from compile_passes.source import NotStatic, held
-from compile_passes.stack_slices import FREEZE
+from compile_passes.stack_slices import METHODS
 from compile_passes.stackable import expert_lists, why_not
 from compile_passes.stacking import stack_list
 from compile_passes.static_loops import StaticForm, static_form
@@ -227,7 +227,7 @@ def _problem(report: Report) -> str | None:
 def _check_unbound(module: nn.Module) -> None:
     """Raise NotStatic where a module runs something else than its class already."""
     for name in vars(module):
-        if name != FREEZE and callable(inspect.getattr_static(type(module), name, None)):
+        if name not in METHODS and callable(inspect.getattr_static(type(module), name, None)):
             raise NotStatic(f"its {name} is bound to the instance already")
 
 
@@ -265,7 +265,7 @@ def _facts(block: nn.Module) -> Iterator[Any]:
             if name[:1] == "_":
                 if name not in _OF_EVERY_MODULE and isinstance(value, int | float | str | None):
                     yield name, repr(value)
-            elif name != FREEZE:
+            elif name not in METHODS:
                 settings = getattr(value, "to_dict", None)
                 yield name, _comparable(settings() if callable(settings) else value)
 

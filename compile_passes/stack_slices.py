@@ -23,7 +23,6 @@ from moe_ops.quantized import QuantizedWeight
 STACKS, SLICE = "_moe_ops_stacks", "_moe_ops_slice"
 # What may be set on a parameter, and goes to its stack.
 PLAIN = (bool, int, float, str, type(None), tuple, list, dict, set, frozenset, torch.dtype)
-FREEZE = "requires_grad_"  # nn.Module's method: an expert's modules have their own, as it would find no parameters
 
 _SLICED: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
 # Lists whose stacks were loaded, and in which call: the list of missing keys, of which every call has its own.
@@ -175,6 +174,40 @@ def freeze(module: nn.Module, requires_grad: bool = True) -> nn.Module:
             cure = "Call it on the list, or on this expert before moe_ops.compile or after moe_ops.restore(model)."
             raise fail("requires_grad_", "requires_grad", rule, requires_grad, cure)
     return type(module).requires_grad_(module, requires_grad)
+
+
+def named_parameters(
+    module: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """`named_parameters` of a module of an expert: its slices, which a penalty or a count of its weights is of.
+
+    Of the module alone there are none: who asks so (DDP, FSDP) goes through all modules for what there is to train.
+    """
+    yield from type(module).named_parameters(module, prefix, recurse, remove_duplicate)
+    for path, inner, holder, slices in slices_in(module) if recurse else ():
+        for own, (stacked, _) in slices.items():
+            if holder._parameters[stacked] is not None:
+                yield ".".join(filter(None, (prefix, path, own))), getattr(inner, own)
+
+
+#: Methods of nn.Module that each module of an expert has its own of, as torch's would find no parameters.
+METHODS: dict[str, Any] = {"requires_grad_": freeze, "named_parameters": named_parameters}
+
+
+class Method:
+    """One of `METHODS` of a module: as a bound method has them its ``__func__``, which Dynamo reads, but pickled by its
+    name, where a bound method is read of a module that has no attributes yet.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module, self.name = module, name
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        return self.__func__(self.module, *given, **named)
+
+    @property
+    def __func__(self) -> Any:
+        return METHODS[self.name]
 
 
 # ---- state dicts

@@ -18,7 +18,7 @@ from compile_passes import compat
 from compile_passes.asked import asked_around, asked_of_experts, words
 from compile_passes.effects import OF_TORCH, is_proxy, parts
 from compile_passes.loops import LISTS, PARAMETERS, number_of_experts, numbered_experts
-from compile_passes.reached import of_torch, package_of
+from compile_passes.reached import functions_of, of_torch, package_of
 from compile_passes.stack_slices import PLAIN, STACKS, sliced
 from meta.checks import fail
 
@@ -173,10 +173,12 @@ def _is_equal(one: Any, other: Any) -> bool:
         return False
 
 
-def taken_elsewhere(model: nn.Module) -> dict[int, str]:
+def taken_elsewhere(model: nn.Module, lists: list[ExpertList]) -> dict[int, str]:
     """Parameters that somebody holds besides their expert, by id, and who: the model once more, attributes of modules
-    that are no parameters of theirs, code around the experts, an optimizer, or what brings gradients together.
+    that are no parameters of theirs, code around the experts of ``lists``, an optimizer, or what brings gradients
+    together.
     """
+    experts = {inner for found in lists for expert in found.experts for inner in expert.modules()}
     outside = list(holders(model))  # first: a name of one here would be a holder
     users = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     taken = {weight: "the model uses in more than one place" for weight, count in users.items() if count > 1}
@@ -184,7 +186,7 @@ def taken_elsewhere(model: nn.Module) -> dict[int, str]:
     for weight in model.parameters():
         memory.setdefault(_memory_of(weight), []).append(id(weight))
     for path, module in model.named_modules():
-        asked = asked_around((type(module),))
+        asked = None if module in experts else asked_around((type(module),), functions_of(module))
         if asked is not None:
             taken |= {id(weight): f"{asked}, to find one stack for all experts" for weight in module.parameters()}
         for said, held in _beside(module):

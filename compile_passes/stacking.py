@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from functools import partial
 
 import torch
 from torch import nn
@@ -18,11 +17,11 @@ from torch import nn
 from compile_passes.asked import words
 from compile_passes.loops import LISTS
 from compile_passes.stack_slices import (
-    FREEZE,
+    METHODS,
     SLICE,
     STACKS,
+    Method,
     drop_stacks,
-    freeze,
     load_stacks,
     make_single,
     original,
@@ -74,7 +73,7 @@ def stack_experts_(model: nn.Module, *names: str) -> nn.Module:
             f"{type(model).__name__} without one. If one has another name, give it: "
             'stack_experts_(model, "layers.0.ffns")',
         )  # fmt: skip
-    taken = taken_elsewhere(model)
+    taken = taken_elsewhere(model, lists)
     for found in lists:
         problem = why_not(found, taken)
         if problem is not None:
@@ -93,7 +92,8 @@ def unstack(model: nn.Module) -> nn.Module:
         type(holder).__name__ for holder, ids in held if isinstance(holder, torch.optim.Optimizer) and stacked & ids
     }
     for module in list(model.modules()):
-        vars(module).pop(FREEZE, None)
+        for name in METHODS:
+            vars(module).pop(name, None)
         if SLICE in vars(module):
             make_single(module)
     for module in lists:
@@ -130,7 +130,7 @@ def stack_list(found: ExpertList) -> None:
         layer.__class__ = sliced(original(type(layer)), tuple(sorted(vars(layer)[SLICE][1])))
     vars(module)[STACKS] = stacks
     for inner in [inner for expert in found.experts for inner in expert.modules()]:
-        vars(inner)[FREEZE] = partial(freeze, inner)
+        vars(inner).update({name: Method(inner, name) for name in METHODS})
     if not found.called and all(isinstance(layer, nn.Linear) for layer in layers):
         vars(module)[_TRANSPOSED] = False  # [E, N, K], which the shapes alone need not say
     module.register_state_dict_post_hook(drop_stacks)

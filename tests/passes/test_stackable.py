@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
 import sys
 import weakref
 from functools import partial
@@ -50,12 +51,27 @@ class AsksByAnotherName(Expert):
         return this.asked(x)
 
     def asked(this, x):
-        return super().forward(x) + 0 * sum(weight.sum() for weight in this.parameters())
+        return super().forward(x) + sum(weight.square().sum() for weight in this.parameters())
 
 
 class AsksInABaseClass(AsksByAFunction):
     def forward(self, x):
         return super().forward(x) * 2
+
+
+class AsksByARecord(Expert):
+    def forward(self, x):
+        return super().forward(x) * len(self.w1._parameters)
+
+
+class AsksOfOneModule(Expert):
+    def forward(self, x):
+        return super().forward(x) * len(list(self.w1.parameters(recurse=False)))
+
+
+class AsksForOneByName(Expert):
+    def forward(self, x):
+        return super().forward(x) * self.get_parameter("w1.weight").abs().max()
 
 
 class ComparesTypes(nn.Module):
@@ -138,10 +154,9 @@ def scripted(dim: int, hidden: int, *others) -> nn.Module:
 
 
 ASKING = {
-    AsksByAProperty: r"AsksByAProperty\.dtype asks for parameters",
-    AsksByAFunction: r"dtype_of asks for parameters",
-    AsksByAnotherName: r"AsksByAnotherName\.asked asks for parameters",
-    AsksInABaseClass: r"dtype_of asks for parameters",
+    AsksByARecord: r"AsksByARecord\.forward asks for _parameters",
+    AsksOfOneModule: r"AsksOfOneModule\.forward asks for parameters",
+    AsksForOneByName: r"AsksForOneByName\.forward asks for get_parameter",
     ComparesTypes: r"ComparesTypes\.forward asks for a class",
     ComparesClasses: r"ComparesClasses\.forward asks for a class",
     AsksForLeaves: r"AsksForLeaves\.forward asks for is_leaf",
@@ -168,6 +183,27 @@ def test_experts_whose_code_needs_its_own_parameters(make):
     torch.testing.assert_close(function(X), expected)
     state = model.state_dict()
     assert list(state) == list(before) and all(torch.equal(value, before[key]) for key, value in state.items())
+
+
+def same_when_compiled(model):
+    """Of a stacked model, in one graph: what it gave before, and the gradients of the weights of each expert."""
+    model(X).square().sum().backward()
+    expected, gradients = model(X), {name: weight.grad for name, weight in model.named_parameters()}
+    model.zero_grad()
+    moe_ops.stack_experts_(model)
+    found = compiled(model, fullgraph=True)(X)
+    found.square().sum().backward()
+    moe_ops.restore(model)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weight.grad, gradients[name], atol=1e-2, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize(
+    "make", [AsksByAProperty, AsksByAFunction, AsksByAnotherName, AsksInABaseClass], ids=lambda make: make.__name__
+)
+def test_experts_whose_code_asks_for_slices(make):
+    same_when_compiled(mixture("mask", make))
 
 
 class Around(nn.Module):
@@ -231,6 +267,43 @@ def test_code_around_them_by_other_names(called):
         moe_ops.stack_experts_(Calls())
 
 
+class PenalisedUnseen(Around):
+    """By a name that no code has."""
+
+    def forward(self, x):
+        asked = [getattr(expert, "para" + "meters")() for expert in self.layer.experts]
+        return self.layer(x) + sum(weight.square().sum() for weights in asked for weight in weights)
+
+
+class Penalty(nn.Module):
+    def forward(self, module):
+        return penalty(module)
+
+
+class PenalisedByAModule(Around):
+    def __init__(self) -> None:
+        super().__init__()
+        self.added = Penalty()
+
+    def forward(self, x):
+        return self.layer(x) + sum(self.added(expert.w2) for expert in self.layer.experts)
+
+
+@pytest.mark.parametrize("kind", [PenalisedUnseen, PenalisedByAModule], ids=lambda kind: kind.__name__)
+def test_penalties_of_slices(kind):
+    """Of what no analysis finds the experts' modules have their slices."""
+    same_when_compiled(kind())
+
+
+class PenalisedByAnAttribute(Around):
+    def __init__(self) -> None:
+        super().__init__()
+        self.penalise = penalty
+
+    def forward(self, x):
+        return self.layer(x) + self.penalise(self.layer.experts)
+
+
 class PenalisedByName(Around):
     def forward(self, x):
         return self.layer(x) + sum(w.sum() for name, w in self.named_parameters() if ".w1." in name)
@@ -289,6 +362,7 @@ class FirstDtype(Around):
 
 
 AROUND = {
+    PenalisedByAnAttribute: r"which penalty asks for by parameters",
     Penalised: r"layer\.experts\.0\.w1\.weight, which penalty asks for by parameters, to find one stack",
     PenalisedInABaseClass: r"which penalty asks for by parameters",
     PenalisedInANamedClass: r"which penalty asks for by parameters",
@@ -450,6 +524,10 @@ def test_nothing_is_lost_where_memory_ends(monkeypatch):
 # ---- single experts of a stacked list
 
 
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
 @pytest.fixture
 def pair() -> tuple[ExpertLoop, ExpertLoop]:
     """The same model, as a list and stacked."""
@@ -489,6 +567,19 @@ def test_states_of_one_expert_that_do_not_fit(pair, without, more, said):
     state.pop(without, None)
     with pytest.raises(RuntimeError, match=said):
         pair[1].experts[1].load_state_dict(state)
+
+
+@pytest.mark.parametrize("path", ["", "w2"])
+@pytest.mark.parametrize("through", [lambda model: model, copy.deepcopy, pickled], ids=["itself", "copied", "pickled"])
+def test_the_parameters_of_one_expert(pair, path, through):
+    """Its slices, by its own names and in their order; of a module alone, as DDP asks for what it reduces, none."""
+    plain, stacked = pair
+    stacked = through(stacked)
+    one, other = (dict(model.experts[1].get_submodule(path).named_parameters("of")) for model in (plain, stacked))
+    assert list(one) == list(other) and all(torch.equal(one[name], other[name]) for name in one)
+    assert sum(weight.numel() for weight in stacked.experts[1].parameters()) > 0
+    held = [weight for module in stacked.modules() for weight in module.parameters(recurse=False)]
+    assert [*map(id, held)] == [*map(id, stacked.parameters())]
 
 
 def test_a_copy_of_one_expert_is_its_own(pair):
@@ -541,5 +632,5 @@ def test_what_is_alive_is_looked_through_only_for_parameters_that_others_hold(he
     others = [model[1].bias] if held else []
     looked: list[int] = []
     monkeypatch.setattr(stackable.gc, "get_objects", lambda: looked.append(1) or [])
-    stackable.taken_elsewhere(model)
+    stackable.taken_elsewhere(model, [])
     assert looked == [1] * len(others)

@@ -565,23 +565,6 @@ def test_compile_leaves_what_an_optimizer_holds():
     assert isinstance(model.experts[0].w1.weight, nn.Parameter) and optimizer is not None
 
 
-class AsksItself(Expert):
-    """An expert that reads its dtype from its parameters, of which it has none once they are slices."""
-
-    def forward(self, x):
-        return super().forward(x.to(next(self.parameters()).dtype))
-
-
-def test_experts_that_ask_for_their_parameters_stay_a_list():
-    model = mixture("mask", AsksItself)
-    expected = model(X)
-    with pytest.raises(ValueError, match=r"AsksItself.forward asks for parameters"):
-        moe_ops.stack_experts_(model)
-    with pytest.warns(UserWarning, match="a list of experts stays a list"):
-        function = moe_ops.compile(model, backend="moe_ops_eager")
-    torch.testing.assert_close(function(X), expected)
-
-
 def test_what_data_parallel_holds_is_left_alone():
     """Its reducer would go on with parameters that the model no longer has, and every rank train experts of its own."""
     model = mixture("mask")
