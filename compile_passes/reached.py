@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_LONGEST = 1_000  # entries of a table of functions: what has more is data
 
 
 def reached(
@@ -143,9 +144,9 @@ def _inside(values: list[Any], named: set[str]) -> list[Any]:
         if issubclass(kind, partial):
             values.append(value.func)
         elif kind in (dict, OrderedDict):
-            values += value.values()
+            values += value.values() if len(value) <= _LONGEST else ()
         elif kind in (list, tuple):
-            values += value
+            values += value if len(value) <= _LONGEST else ()
         elif issubclass(kind, ModuleType):
             own = named & vars(value).keys()
             values += [] if _knows_no_modules(value.__name__) else [vars(value)[name] for name in own]
