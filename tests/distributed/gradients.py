@@ -62,7 +62,7 @@ def gradients(transport: str, compiled: bool, ranks: Ranks) -> None:
             )
 
         backend = "inductor" if transport == "all_to_all" else "aot_eager"
-        called = torch.compile(run, fullgraph=True, dynamic=True, backend=backend) if compiled else run
+        called = ranks.compiled(run, dynamic=True, backend=backend) if compiled else run
         (called(own, ids) * loss).sum().backward()
         for name, leaf in own.items():
             ranks.close(leaf.grad, parts[name](transport, grads[name]), WITHIN, f"{name}, {routing}, T = {tokens}")
@@ -111,7 +111,7 @@ def of_a_sum_compiled(ranks: Ranks) -> None:
     x.requires_grad_(), weights.requires_grad_()
     held = [ranks.held(None, each) for each in random(0)[3:5]]
     call = partial(moe_ops.fused_experts, group=ranks.group, transport="replicated")
-    torch.compile(call, fullgraph=True, backend="aot_eager")(x, *held, weights, ids).sum().backward()
+    ranks.compiled(call, backend="aot_eager")(x, *held, weights, ids).sum().backward()
     ranks.expect((x.grad.shape, weights.grad.shape) == ((0, H), (0, 1)), "gradients of no tokens")
 
 

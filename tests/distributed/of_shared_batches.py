@@ -29,11 +29,13 @@ def tokens(pair: int, length: int) -> Tensor:
 
 
 def logits(length: int, rank: int, folder: Path) -> None:
-    """Of an even and of an odd number of tokens, eager and in one graph."""
+    """Of an even and of an odd number of tokens, eager; and in one graph, of the odd one, which has all of its code."""
     ids = tokens(rank // 2, length)
     model = spread(alone(NAMES[0]))
     with torch.no_grad():
-        found = [model(ids).logits, torch.compile(model, backend="aot_eager", fullgraph=True)(ids).logits]
+        found = [model(ids).logits]
+        if length % 2:
+            found.append(torch.compile(model, backend="aot_eager", fullgraph=True)(ids).logits)
         wanted = alone(NAMES[0])(ids).logits
     for got in found:
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)

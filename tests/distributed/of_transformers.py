@@ -22,10 +22,11 @@ from tests.distributed.doors import RANKS, Checks
 
 NAMES = ("qwen3_moe", "deepseek_v3", "gpt_oss")
 #: What a model is compiled with: "aot_eager" and "moe_ops_eager" capture alike, and no compiler runs for them. One
-#: model shows what becomes of the graphs: those of the others differ in what is no concern of this door.
+#: model shows what becomes of the graphs, both ways: those of the others differ in what is no concern of this door, and
+#: each of them is captured in one way, as it is the same code of ours around other experts.
 BACKENDS = {
-    "shared": dict.fromkeys(NAMES, ("moe_ops_eager",)) | {NAMES[0]: ("aot_eager", "moe_ops")},
-    "different": dict.fromkeys(NAMES, ("aot_eager",)) | {NAMES[0]: ("inductor",)},
+    "shared": {"qwen3_moe": "moe_ops", "deepseek_v3": "moe_ops_eager"},
+    "different": {"qwen3_moe": "inductor", "gpt_oss": "aot_eager"},
 }
 #: Some families have no plan for tensor parallelism of their own.
 HEAD = {"lm_head": "colwise_gather_output"}
@@ -76,9 +77,8 @@ def logits_are_those_of_one_process(name: str, way: str, rank: int, folder: Path
     with torch.no_grad():
         wanted = alone(name)(ids).logits
         found.append(model(ids).logits)
-        for backend in BACKENDS[way][name]:
-            torch.compiler.reset()
-            found.append(torch.compile(model, backend=backend, fullgraph=True)(ids).logits)
+        if name in BACKENDS[way]:
+            found.append(torch.compile(model, backend=BACKENDS[way][name], fullgraph=True)(ids).logits)
     for got in found:
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
     assert counters["moe_ops"]["errors"] == 0 and not counters["graph_break"]

@@ -56,16 +56,28 @@ class Ranks:
         group: of all processes.
         alone: of this process.
         errors: what :meth:`expect` found wrong. It does not raise: a rank that left would keep the others waiting.
+        turn: how often one rank has compiled for all.
     """
 
     def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size, self.errors = rank, size, list[str]()
+        self.rank, self.size, self.errors, self.turn = rank, size, list[str](), 0
         self.alone = [dist.new_group([member]) for member in range(size)][rank]
         self.group = self.new_group()
 
     def new_group(self, ranks: list[int] | None = None) -> Any:
         """A group of all ranks, or of some; every rank calls it."""
         return dist.new_group(ranks, timeout=timedelta(seconds=PATIENCE))
+
+    def compiles(self) -> bool:
+        """Whether it is this rank's turn to compile. The others run eager code: what crosses is the same, so that code
+        of the two kinds shows more than two of one, and a compilation is paid for once.
+        """
+        self.turn += 1
+        return self.turn % self.size == self.rank
+
+    def compiled(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """The function, compiled on the rank whose turn it is."""
+        return torch.compile(function, fullgraph=True, **options) if self.compiles() else function
 
     def expect(self, fine: bool, message: str, *got_and_want: Tensor) -> None:
         if not fine:
