@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -175,14 +176,6 @@ def test_backends_list_schemes_that_exist(name: str) -> None:
     assert module.SERVED_SCHEMES <= set(SCHEMES)
 
 
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    import os
-
-    return subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
-    )
-
-
 #: Prints which operators the reference ran, then the operators' words or "ran".
 CALLS_BY_VARIABLE = """
 import torch, moe_ops
@@ -204,36 +197,71 @@ for options in {options}:
 """
 
 
-def calls_by_variable(backend: str, *options: dict[str, str]) -> list[str]:
-    result = run_python(CALLS_BY_VARIABLE.replace("{options}", repr(options)), MOE_OPS_BACKEND=backend)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.splitlines()
+CPU_CALLS = """
+import sys, torch, moe_ops
+moe_ops.fused_moe(torch.randn(2, 4), torch.randn(2, 3), torch.randn(3, 4, 4), torch.randn(3, 4, 2), top_k=1)
+heavy = ('triton.', 'transformers.', 'torch._inductor.')
+print([m for m in sys.modules if f'{m}.'.startswith(heavy)])
+"""
+#: Name of a program -> the backend in the environment, if any, and the program.
+PROGRAMS = {
+    "reference": ("reference", CALLS_BY_VARIABLE.replace("{options}", "({}, {'backend': 'cpu'})")),
+    "triton": ("triton", CALLS_BY_VARIABLE.replace("{options}", "({},)")),
+    "cutlass": ("cutlass", "import moe_ops"),
+    "cpu calls": (None, CPU_CALLS),
+}
+#: Each in a process that has imported torch, and nothing of ours: what it wrote, or the error that ended it.
+EACH = """
+import json, os, sys, traceback
+import torch
+
+found = {}
+for name, (backend, code) in json.loads(sys.argv[1]).items():
+    read, write = os.pipe()
+    if not os.fork():
+        os.dup2(write, 1)
+        os.environ |= {"MOE_OPS_BACKEND": backend} if backend else {}
+        try:
+            exec(code, {})
+        except BaseException:
+            traceback.print_exc(file=sys.stdout)
+        sys.stdout.flush()
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as said:
+        found[name] = said.read()
+    os.wait()
+print(json.dumps(found))
+"""
 
 
-def test_environment_variable_is_honoured() -> None:
-    got = calls_by_variable("reference", {}, {"backend": "cpu"})
-    assert got == ["fused_topk", "fused_experts", "ran", "fused_topk", "ran"], "an argument comes before the variable"
+@pytest.fixture(scope="module")
+def said() -> dict[str, list[str]]:
+    """Lines that each program wrote."""
+    command = [sys.executable, "-c", EACH, json.dumps(PROGRAMS)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return {name: text.splitlines() for name, text in json.loads(result.stdout).items()}
 
 
-def test_environment_variable_never_falls_back() -> None:
-    (refused,) = calls_by_variable("triton", {})
+def test_environment_variable_is_honoured(said: dict[str, list[str]]) -> None:
+    wanted = ["fused_topk", "fused_experts", "ran", "fused_topk", "ran"]
+    assert said["reference"] == wanted, "an argument comes before the variable"
+
+
+def test_environment_variable_never_falls_back(said: dict[str, list[str]]) -> None:
+    (refused,) = said["triton"]
     assert refused.startswith("fused_topk: MOE_OPS_BACKEND=triton must accept the problem, got refusals: triton")
     assert refused.endswith("Unset MOE_OPS_BACKEND."), "it takes no backend="
 
 
-def test_environment_variable_with_an_unknown_name_fails_at_import() -> None:
-    result = run_python("import moe_ops", MOE_OPS_BACKEND="cutlass")
-    assert "MOE_OPS_BACKEND must be one of ['cpu', 'reference', 'triton'], got 'cutlass'" in result.stderr
+def test_environment_variable_with_an_unknown_name_fails_at_import(said: dict[str, list[str]]) -> None:
+    error = said["cutlass"][-1]
+    assert "MOE_OPS_BACKEND must be one of ['cpu', 'reference', 'triton'], got 'cutlass'" in error
 
 
-def test_import_and_cpu_calls_load_neither_triton_nor_inductor() -> None:
-    code = (
-        "import sys, torch, moe_ops\n"
-        "moe_ops.fused_moe(torch.randn(2, 4), torch.randn(2, 3), torch.randn(3, 4, 4), torch.randn(3, 4, 2), top_k=1)\n"
-        "heavy = ('triton.', 'transformers.', 'torch._inductor.')\n"
-        "print([m for m in sys.modules if f'{m}.'.startswith(heavy)])"
-    )
-    assert run_python(code).stdout.strip() == "[]"
+def test_import_and_cpu_calls_load_neither_triton_nor_inductor(said: dict[str, list[str]]) -> None:
+    assert said["cpu calls"] == ["[]"]
 
 
 def test_unknown_attribute_is_an_attribute_error() -> None:

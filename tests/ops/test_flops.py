@@ -80,11 +80,10 @@ def test_every_operator_has_a_formula(op: str) -> None:
     assert getattr(torch.ops.moe_ops, op) in flop_registry
 
 
-@pytest.mark.parametrize("order", ["counter first", "operators first"])
-def test_formulas_do_not_depend_on_the_order_of_imports(order: str) -> None:
-    lines = ["from torch.utils.flop_counter import flop_registry", "import moe_ops, torch"]
-    code = "\n".join(lines if order == "counter first" else lines[::-1])
-    code += "\nprint(torch.ops.moe_ops.fused_moe in flop_registry)"
+def test_formulas_are_there_where_the_counter_was_imported_first() -> None:
+    """Of the other order see `test_import_hook.py`."""
+    code = "from torch.utils.flop_counter import flop_registry\nimport moe_ops, torch\n"
+    code += "print(torch.ops.moe_ops.fused_moe in flop_registry)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.stdout.strip() == "True", result.stderr
 
