@@ -13,11 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves, tree_map
 
 import compile_passes  # noqa: F401  (registers the backends)
+from compile_passes.decide import Decision
+from compile_passes.match import Refusal
+from compile_passes.passes import Report, enter, run_all
 from moe_ops.compat import captured_under
 from moe_ops.logs import quiet
 
@@ -83,11 +86,11 @@ def _differs(got: Any, expected: Any, tolerance: float | None) -> str | None:
     return None
 
 
-def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], backend: Any = "moe_ops_eager", **options: Any) -> Callable[..., Any]:
     """``function`` compiled afresh, with the counters at zero."""
     torch.compiler.reset()
     counters.clear()
-    return torch.compile(function, backend="moe_ops_eager", **options)
+    return torch.compile(function, backend=backend, **options)
 
 
 def check(
@@ -95,6 +98,7 @@ def check(
     *args: Any,
     tolerance: float | None = None,
     gradients: bool = False,
+    backend: Any = "moe_ops_eager",
     **options: Any,
 ) -> Outcome:
     """Run ``function`` eagerly and compiled on equal arguments, and compare results and what became of the arguments.
@@ -105,6 +109,7 @@ def check(
         args: what ``function`` is called with; it is copied for each of the two runs.
         tolerance: bound relative to the largest element; by dtype when None.
         gradients: whether to train: the gradients of all floating point arguments are compared too.
+        backend: what compiles; it runs our passes.
         options: of torch.compile.
 
     Raises:
@@ -114,7 +119,7 @@ def check(
     with quiet(), torch.set_grad_enabled(gradients), torch._dynamo.config.patch(captured_under(function)):
         expected = _once(function, eager_args, gradients)
         try:
-            got = _once(compiled(function, **options), own_args, gradients)
+            got = _once(compiled(function, backend, **options), own_args, gradients)
         except torch._dynamo.exc.Unsupported as error:
             raise Undefined(f"Dynamo does not capture it, before any pass: {' '.join(str(error).split())}") from error
         except Exception as error:
@@ -222,6 +227,33 @@ def assert_same(function: Callable[..., Any], *args: Any, **options: Any) -> Out
     outcome = check(function, *args, **options)
     assert outcome.problem is None, f"{outcome.problem} (fused {outcome.fused})"
     return outcome
+
+
+def _reported(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[Outcome, list[Report]]:
+    """`check`, and what the passes said of what was compiled for it."""
+    reports: list[Report] = []
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        own = run_all(gm)
+        reports.extend(own)
+        return enter(gm.forward, own)
+
+    return check(function, *args, backend=backend, **options), reports
+
+
+def decisions(function: Callable[..., Any], *args: Any, **options: Any) -> list[Decision]:
+    """The blocks that are fused in a program, which computes what it did."""
+    outcome, reports = _reported(function, *args, **options)
+    found = [decision for report in reports for decision in report.fused]
+    assert (outcome.problem, outcome.fused) == (None, len(found))
+    return found
+
+
+def refusals(function: Callable[..., Any], *args: Any, **options: Any) -> list[Refusal]:
+    """What the passes say of a program in which they must fuse nothing, and which computes what it did."""
+    outcome, reports = _reported(function, *args, **options)
+    assert (outcome.problem, outcome.fused) == (None, 0)
+    return [refusal for report in reports for refusal in report.refused]
 
 
 def settled(run: Callable[[Any], Outcome | None], case: Any) -> Outcome:

@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import moe_ops
 from tests.passes.blocks import E, I, softmax_router, weights
-from tests.passes.compare import check
+from tests.passes.compare import check, refusals
 
 LOOP = "run one after the other"
 
@@ -111,7 +110,5 @@ def test_near_miss(taken):
         return loop(x, gate, w1, w2, taken)
 
     inputs = weights(dtype=torch.float32).values()
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        assert all(LOOP in row.reason or "experts" in row.reason for row in moe_ops.explain(program, *inputs).refused)
-    outcome = check(program, *inputs, fullgraph=True)
-    assert (outcome.problem, outcome.fused) == (None, 0)
+    said = [row.reason for row in refusals(program, *inputs, fullgraph=True)]
+    assert all(LOOP in reason or "experts" in reason for reason in said)

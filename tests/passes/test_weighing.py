@@ -8,9 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import moe_ops
 from tests.passes.blocks import E, H, K, silu_glu, weights
-from tests.passes.compare import check
+from tests.passes.compare import check, refusals
 
 # The second product, from [T, K, I], gathered [T, K, H, I] and routing weights [T, K].
 WAYS = {
@@ -103,19 +102,15 @@ def test_a_bias_is_not_weighed():
         return (torch.einsum("tki,tkhi,tk->tkh", h, w2[ids], topk_weights) + w2[:, :, 0][ids]).sum(1)
 
     inputs = weights(dtype=torch.float32)
-    (row,) = moe_ops.explain(program, *inputs.values()).refused
+    (row,) = refusals(program, *inputs.values(), fullgraph=True)
     assert "it does not multiply its bias" in row.reason
-    outcome = check(program, *inputs.values(), fullgraph=True)
-    assert (outcome.problem, outcome.fused) == (None, 0)
 
 
 @pytest.mark.parametrize("program", [weighed_first, weighed_before_and_after], ids=lambda program: program.__name__)
 def test_first_products_do_not_weigh(program):
     inputs = weights(dtype=torch.float32)
-    (row, *_) = moe_ops.explain(program, *inputs.values()).refused
+    (row, *_) = refusals(program, *inputs.values(), fullgraph=True)
     assert row.reason and row.cure
-    outcome = check(program, *inputs.values(), fullgraph=True)
-    assert (outcome.problem, outcome.fused) == (None, 0)
 
 
 # ---- no routing weights
