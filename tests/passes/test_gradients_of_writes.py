@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
-from tests.passes.blocks import E, K, batched, softmax_router, weights
+from tests.passes.blocks import FEW as E
+from tests.passes.blocks import K, batched, softmax_router
+from tests.passes.blocks import few_weights as weights
 from tests.passes.compare import check
 from tests.passes.test_unrolled import expert
 

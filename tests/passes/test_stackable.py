@@ -344,7 +344,7 @@ class HeldInAPartial(Around):
 class HeldAsABuffer(Around):
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("seen", self.layer.experts[3].w3.weight.detach())
+        self.register_buffer("seen", self.layer.experts[E - 1].w3.weight.detach())
 
     def forward(self, x):
         return self.layer(x) + self.seen.sum()
@@ -369,7 +369,7 @@ AROUND = {
     PenalisedByName: r"which PenalisedByName\.forward asks for by named_parameters",
     HeldInParts: r"layer\.experts\.1\.w2\.weight, which HeldInParts also holds as space\.view",
     HeldInAPartial: r"experts\.2\.w1\.weight, which HeldInAPartial also holds as product\.keywords\['weight'\]",
-    HeldAsABuffer: r"layer\.experts\.3\.w3\.weight, which HeldAsABuffer also holds as seen",
+    HeldAsABuffer: rf"layer\.experts\.{E - 1}\.w3\.weight, which HeldAsABuffer also holds as seen",
     Cached: r"layer\.experts\.0\.w1\.weight, which Cached also holds as held\['all'\]\[0\]",
 }
 
@@ -549,7 +549,7 @@ def test_the_state_of_one_expert(pair):
         for expert in model.experts[1:]:
             expert.load_state_dict(first)
         model.experts[2].w2.load_state_dict({"weight": torch.ones(H, I)})
-        assert torch.equal(model.experts[3].w1.weight, model.experts[0].w1.weight)
+        assert torch.equal(model.experts[E - 1].w1.weight, model.experts[0].w1.weight)
     assert same(*pair)
 
 
