@@ -13,7 +13,9 @@ from benchmarks.foreign import GraniteMoe, TorchTitanMoE
 from compile_passes.passes import FUSE, run
 from moe_ops.compat import captured_under
 from tests.passes import sliced
-from tests.passes.blocks import E, H, I, K, capture, silu_glu, weights
+from tests.passes.blocks import FEW as E
+from tests.passes.blocks import H, I, K, capture, silu_glu
+from tests.passes.blocks import few_weights as weights
 from tests.passes.compare import check, settled
 
 TORCHTITAN = {"looped": True, "dim": H, "hidden": I, "dtype": torch.float32}
@@ -97,9 +99,14 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [(form, torch.float32) for form in FORMS]
+    + [(form, torch.bfloat16) for form in ("products", "experts_with_bias", "padded")],
+    ids=str,
+)
 def test_fused(form, dtype):
+    """In bf16 those that differ in what is cast."""
     outcome = check(FORMS[form], *weights(dtype=dtype).values(), fullgraph=True)
     assert (outcome.problem, outcome.fused) == (None, 1)
 
@@ -174,7 +181,7 @@ MISSES = {
     "equal_sizes": lambda *given: by_experts(*given, sizes=lambda ids: [12 * K // E] * E),
     "bias_of_one_expert": lambda x, gate, w1, w2: by_experts(
         x, gate, w1, w2,
-        expert=lambda rows, e: F.linear(silu_glu(F.linear(rows, w1[e], w1[3, :, 0] if e == 3 else None)), w2[e]),
+        expert=lambda rows, e: F.linear(silu_glu(F.linear(rows, w1[e], w1[e, :, 0] if e == E - 1 else None)), w2[e]),
     ),
     "another_activation_for_one": lambda x, gate, w1, w2: by_experts(
         x, gate, w1, w2,
@@ -231,7 +238,10 @@ def test_compile_asks_for_weights_that_hold_numbers(name):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_compile_allows_the_capture(name):
-    """`moe_ops.compile` tries a copy, has the model captured so, and says so; one graph for all numbers of tokens."""
+    """`moe_ops.compile` tries a copy, has the model captured so, and says so; one graph for all numbers of tokens.
+
+    Under Inductor one of them: the others are captured alike.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(MODULES[name]()).eval()
     torch.compiler.reset()
@@ -240,7 +250,7 @@ def test_compile_allows_the_capture(name):
         refused = moe_ops.explain(model, torch.randn(2, 3, H)).refused
         assert refused and all("moe_ops.compile(model)" in row.cure for row in refused)
         with pytest.warns(UserWarning, match="reads counts of rows on the host to cut the rows by them"):
-            compiled = moe_ops.compile(model)
+            compiled = moe_ops.compile(model, backend="moe_ops" if name == "granite" else "moe_ops_eager")
         assert captured_under(model) == {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
         torch.compiler.reset()
         dynamo.clear()
@@ -295,6 +305,6 @@ def test_block(seed):
     settled(sliced.run, sliced.make(seed, misses=0))
 
 
-@pytest.mark.parametrize("seed", range(100, 112))
+@pytest.mark.parametrize("seed", range(100, 106))
 def test_changed_block(seed):
     settled(sliced.run, sliced.make(seed, misses=1))
