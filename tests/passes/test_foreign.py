@@ -14,7 +14,7 @@ import moe_ops
 from benchmarks.first_call import Decoder
 from benchmarks.foreign import GptFast, GptOss, Llama4, Llama4OfTransformers, SparseByMask, TorchTitanMoE
 from compile_passes.passes import run_all
-from tests.passes.compare import check, compiled
+from tests.passes.compare import check, compiled, difference
 
 DIM = 32
 
@@ -60,22 +60,15 @@ def dtype_of(module: nn.Module) -> torch.dtype:
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_fused_in_one_graph(name: str):
+    """One for the first number of tokens, one for all others."""
     module = layer(name)
-    # The products are in bf16 whatever the tokens are in.
-    outcome = check(module, tokens(4, dtype_of(module)), fullgraph=True, tolerance=3e-2)
-    assert (outcome.problem, outcome.fused) == (None, 1)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_no_recompile_over_tokens(name: str):
-    """One graph for the first number of tokens, one for all others."""
-    module = layer(name)
-    torch._dynamo.reset()
-    counters.clear()
     function = compiled(module, fullgraph=True)
     with torch.no_grad():
         for batch in (4, 9, 2, 16):
-            function(tokens(batch, dtype_of(module)))
+            x = tokens(batch, dtype_of(module))
+            found = function(x)
+            # The products are in bf16 whatever the tokens are in; in others than the first tokens scores may be tied.
+            assert batch != 4 or difference(found, module(x), 3e-2) is None
     graphs = counters["stats"]["unique_graphs"]
     assert graphs <= 2 and counters["moe_ops"]["fused"] == graphs
 
