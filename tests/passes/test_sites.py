@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import gc
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -224,14 +219,16 @@ def is_apart(scheduler: Any, node: Any, *_: Any, **__: Any) -> Any:
     return getattr(node.node, "unbacked_bindings", None) or None
 
 
-@pytest.mark.parametrize("partitioned", [False, True], ids=["whole", "partitioned"])
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("name", PROGRAMS)
+# With symbols, which have to be in scope, in every function and part; without them where nothing else is new.
+ASKED = [(name, "dynamic", parts) for name in PROGRAMS for parts in ("whole", "partitioned")]
+ASKED += [("repeated", "static", "whole"), ("unbacked", "static", "partitioned")]
+
+
+@pytest.mark.parametrize(("name", "sizes", "parts"), ASKED)
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
-def test_functions_of_a_graph(
-    name: str, dynamic: bool, partitioned: bool, monkeypatch: pytest.MonkeyPatch, launched: list[int]
-):
+def test_functions_of_a_graph(name: str, sizes: str, parts: str, monkeypatch: pytest.MonkeyPatch, launched: list[int]):
     """Symbols are in scope in the functions that bodies and parts of a graph become."""
+    dynamic, partitioned = sizes == "dynamic", parts == "partitioned"
     if partitioned:
         from torch._inductor.scheduler import Scheduler
 
@@ -253,37 +250,3 @@ def test_functions_of_a_graph(
     code = "\n".join(codes)
     assert not re.search(r"= torch\.ops\.moe_ops", code)
     assert ("def partition_0(args)" in code) is partitioned
-
-
-PROCESS = """
-import json, sys, torch, moe_ops
-from torch._dynamo.utils import counters
-from moe_ops import runtime
-calls, call = [], runtime.Launcher.__call__
-runtime.Launcher.__call__ = lambda self, *args, **options: calls.append(1) or call(self, *args, **options)
-torch.manual_seed(0)
-made = [torch.randn(4, 48, 16) / 16, torch.randn(4, 16, 24)]
-block = torch.compile(lambda x, logits: moe_ops.fused_moe(x * 2, logits, *made, top_k=2), fullgraph=True, dynamic=True)
-same, through = [], []
-with torch.no_grad():
-    for T in (8, 8, 8, 40, 40, 40):
-        x, logits = torch.randn(T, 16), torch.randn(T, 4)
-        expected = moe_ops.fused_moe(x * 2, logits, *made, top_k=2, backend="reference")
-        calls.clear()
-        same.append(torch.allclose(block(x, logits), expected, atol=1e-4))
-        through.append(len(calls))
-print(json.dumps({"same": same, "through": through, "hits": counters["inductor"]["fxgraph_cache_hit"]}))
-"""
-
-
-def test_a_second_process_with_a_warm_cache(tmp_path: Path):
-    """Emitted code holds nothing of the process that wrote it; sites learn anew."""
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
-    for hits in (0, 1):
-        done = subprocess.run(
-            [sys.executable, "-c", PROCESS], capture_output=True, text=True, env=environment, check=False
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
-        answer = json.loads(done.stdout.splitlines()[-1])
-        assert all(answer["same"]) and answer["through"] == [1, 1, 0, 1, 1, 0]
-        assert answer["hits"] == hits

@@ -43,6 +43,25 @@ for case in CASES:
         torch.testing.assert_close(output, function(**inputs), rtol=tolerance, atol=tolerance)
     caches = {name: counters["aot_autograd"][f"autograd_cache_{name}"] for name in ("hit", "miss", "bypass")}
     found[case] = {"counts": dict(counters["moe_ops"]), "lines": list(lines), "caches": caches}
+
+from moe_ops import runtime
+
+calls, call = [], runtime.Launcher.__call__
+runtime.Launcher.__call__ = lambda self, *args, **options: calls.append(1) or call(self, *args, **options)
+torch.compiler.reset()
+counters.clear()
+torch.manual_seed(0)
+made = [torch.randn(4, 48, 16) / 16, torch.randn(4, 16, 24)]
+block = torch.compile(lambda x, logits: moe_ops.fused_moe(x * 2, logits, *made, top_k=2), fullgraph=True, dynamic=True)
+same, through = [], []
+with torch.no_grad():
+    for T in (8, 8, 8, 40, 40, 40):
+        x, logits = torch.randn(T, 16), torch.randn(T, 4)
+        expected = moe_ops.fused_moe(x * 2, logits, *made, top_k=2, backend="reference")
+        calls.clear()
+        same.append(torch.allclose(block(x, logits), expected, atol=1e-4))
+        through.append(len(calls))
+found["sites"] = {"same": same, "through": through, "hits": counters["inductor"]["fxgraph_cache_hit"]}
 print(json.dumps(found))
 """
 JOINED = {"fused": 1, "refused": 0, "joined": 1, "causal_masks": 0, "shared_heads": 0, "staged": 0, "errors": 0}
@@ -117,6 +136,15 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
             results.write_text(json.dumps([run(cache), run(cache)]))
     first, second = json.loads(results.read_text())
     return first, second
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_call_sites_of_a_second_process_learn_anew(processes: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    """Emitted code holds nothing of the process that wrote it."""
+    for hits, answer in enumerate(process["sites"] for process in processes):
+        assert all(answer["same"]) and answer["through"] == [1, 1, 0, 1, 1, 0]
+        assert answer["hits"] == hits
 
 
 @pytest.mark.slow
