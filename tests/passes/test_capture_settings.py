@@ -112,8 +112,13 @@ def test_other_models_are_compiled_as_before(plain: FunctionType, name: str) -> 
     assert counts() == before
 
 
-@pytest.mark.parametrize("options", [{}, {"dynamic": True}, {"dynamic": False}], ids=["found", "dynamic", "static"])
-@pytest.mark.parametrize("name", BLOCKS)
+# Each block asks for other settings, and torch finds what varies in each way; a loop is asked in all of them.
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("loop", {}), ("loop", {"dynamic": True}), ("loop", {"dynamic": False}), ("cut_by_counts", {"dynamic": True}),
+     ("bincount", {})],
+    ids=["loop-found", "loop-dynamic", "loop-static", "cut_by_counts-dynamic", "bincount-found"],
+)  # fmt: skip
 def test_one_graph_without_a_break(name: str, options: dict[str, Any]) -> None:
     """When it is compiled again for other sizes, too, and never for one that it has code for."""
     model = block(name)
@@ -168,7 +173,7 @@ def test_settings_of_the_user_are_kept(own: tuple[bool, bool]) -> None:
     assert reads.seen == [(True, own[1])]
 
 
-@pytest.mark.parametrize("own", SETTINGS, ids=lambda own: "-".join(map(str, own)))
+@pytest.mark.parametrize("own", SETTINGS[1:3], ids=lambda own: "-".join(map(str, own)))
 def test_an_exception_restores_them(own: tuple[bool, bool]) -> None:
     """After both tries; the next call is compiled as if nothing had been."""
     model, reads, fails = block("loop"), Reads(), [True]
