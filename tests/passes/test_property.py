@@ -7,20 +7,17 @@ import pytest
 from tests.passes import generator
 from tests.passes.compare import settled
 
-BLOCKS, NEAR_MISSES, COUNTED = 32, 24, 32
+BLOCKS, NEAR_MISSES = 40, 12
 
 
 @pytest.mark.parametrize("seed", range(BLOCKS))
 def test_block(seed):
-    settled(generator.run, generator.make(seed, misses=0))
-
-
-def test_blocks_fuse():
-    """Refusing everything is not soundness: nearly every block that nothing was changed in is fused."""
-    cases = (generator.make(seed, misses=0) for seed in range(3000, 3000 + COUNTED))
-    outcomes = [generator.run(case) for case in cases if case.dynamic != "all"]
-    fused = [outcome.fused == 1 for outcome in outcomes if outcome is not None]
-    assert len(fused) > COUNTED // 2 and sum(fused) >= 0.98 * len(fused), f"{sum(fused)} of {len(fused)}"
+    """Refusing everything is not soundness: a block that nothing was changed in is fused, but for one of which every
+    size is a symbol.
+    """
+    case = generator.make(seed, misses=0)
+    outcome = settled(generator.run, case)
+    assert outcome.fused == 1 or case.dynamic == "all", str(case)
 
 
 @pytest.mark.parametrize("name", generator.MUTATIONS)
