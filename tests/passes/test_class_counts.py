@@ -56,10 +56,13 @@ def test_fused(policy: str, train: bool):
     torch.testing.assert_close(own(tokens(12)), wanted)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("factor", [0.5, 2.0], ids=["few_slots", "many_slots"])
-@pytest.mark.parametrize("count", [3, 40])
-def test_capacities(policy: str, factor: float, count: int):
+# Every policy where tokens are dropped and where none is, and few slots for few tokens with one of them.
+@pytest.mark.parametrize(
+    ("count", "factor", "policy"),
+    [*((40, 0.5, policy) for policy in POLICIES), *((3, 2.0, policy) for policy in POLICIES), (3, 0.5, "all")],
+    ids=str,
+)
+def test_capacities(count: int, factor: float, policy: str):
     model = layer(second_policy_eval=policy, capacity_factor_eval=factor).eval()
     expected = model(tokens(count))
     prepared(model)

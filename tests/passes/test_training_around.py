@@ -229,15 +229,18 @@ class Adapted(nn.Module):
 
 def test_a_graph_that_is_broken_above_the_layers_is_not_broken_again():
     """`moe_ops.compile` fuses what the backend does, of a model in training that nobody asks for router logits."""
-    made = Adapted(model_of("qwen3_moe", layers=2))
+    made = Adapted(model_of("qwen3_moe"))
     compiled = moe_ops.compile(made, backend="moe_ops_eager")
     compiled(tokens(2, 8)).sum().backward()
-    assert counters["graph_break"] and counters["moe_ops"]["fused"] == 2
+    assert counters["graph_break"] and counters["moe_ops"]["fused"] == 1
     assert not any("ContextVar" in reason for reason in counters["graph_break"])
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
-@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize(
+    ("frozen", "mode"),
+    [(False, torch.no_grad), (True, torch.inference_mode), (True, torch.no_grad)],
+    ids=["trained-no_grad", "frozen-inference_mode", "frozen-no_grad"],
+)
 def test_embeddings_that_ask_for_gradients_are_evaluated_without_any(mode, frozen):
     """Gradient checkpointing, and PEFT, have the embeddings' output `requires_grad_()`, whatever the mode."""
     model = model_of("qwen3_moe").eval().requires_grad_(not frozen)
