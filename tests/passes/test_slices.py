@@ -168,6 +168,12 @@ MISSES = {
     "weights_of_the_next": lambda *given: by_products(
         *given, first=lambda parts, w: torch.cat([F.linear(parts[e], w[(e + 1) % E]) for e in range(E)])
     ),
+    "slices_of_the_next_to_a_product": lambda *given: by_products(
+        *given, first=lambda parts, w: torch.cat([F.linear(parts[(e + 1) % E], w[e]) for e in range(E)])
+    ),
+    "slices_swapped_before_the_second": lambda *given: by_products(
+        *given, second=lambda parts, w: multiplied([parts[1], parts[0], *parts[2:]], w)
+    ),
     "slices_of_the_next": lambda *given: by_experts(*given, cut=shifted, joined=lambda parts: torch.cat(parts)),
     "rows_flipped": lambda *given: by_experts(*given, cut=other_rows),
     "rows_flipped_before_the_second": lambda *given: by_products(
