@@ -258,7 +258,7 @@ def test_quantised_rows_are_copied_for_descriptors_and_gathered_by_threads(store
 
 @pytest.mark.parametrize(
     ("top_k", "hidden", "inter", "glu"),
-    [(5, 480, 304, "concat"), (5, 480, 304, "none"), (2, 1152, 368, "concat"), (1, 1100, 272, "interleaved")],
+    [(5, 480, 176, "concat"), (5, 480, 176, "none"), (2, 1152, 176, "concat"), (1, 1100, 144, "interleaved")],
     ids=str,
 )  # fmt: skip
 def test_fp8_of_few_tokens_at_sizes_that_fill_no_block(top_k, hidden, inter, glu, monkeypatch):
