@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
@@ -17,6 +14,7 @@ from meta.schemes import SCHEMES
 from moe_ops import backends, choice
 from moe_ops.backends import cpu
 from moe_ops.ops import parse
+from tests.ops.forked import forked
 from tests.ops.layers import VARIANTS
 
 
@@ -203,45 +201,20 @@ moe_ops.fused_moe(torch.randn(2, 4), torch.randn(2, 3), torch.randn(3, 4, 4), to
 heavy = ('triton.', 'transformers.', 'torch._inductor.')
 print([m for m in sys.modules if f'{m}.'.startswith(heavy)])
 """
-#: Name of a program -> the backend in the environment, if any, and the program.
+OF_ENVIRONMENT = "import os; os.environ['MOE_OPS_BACKEND'] = {!r}\n"
 PROGRAMS = {
-    "reference": ("reference", CALLS_BY_VARIABLE.replace("{options}", "({}, {'backend': 'cpu'})")),
-    "triton": ("triton", CALLS_BY_VARIABLE.replace("{options}", "({},)")),
-    "cutlass": ("cutlass", "import moe_ops"),
-    "cpu calls": (None, CPU_CALLS),
+    "reference": OF_ENVIRONMENT.format("reference")
+    + CALLS_BY_VARIABLE.replace("{options}", "({}, {'backend': 'cpu'})"),
+    "triton": OF_ENVIRONMENT.format("triton") + CALLS_BY_VARIABLE.replace("{options}", "({},)"),
+    "cutlass": OF_ENVIRONMENT.format("cutlass") + "import moe_ops",
+    "cpu calls": CPU_CALLS,
 }
-#: Each in a process that has imported torch, and nothing of ours: what it wrote, or the error that ended it.
-EACH = """
-import json, os, sys, traceback
-import torch
-
-found = {}
-for name, (backend, code) in json.loads(sys.argv[1]).items():
-    read, write = os.pipe()
-    if not os.fork():
-        os.dup2(write, 1)
-        os.environ |= {"MOE_OPS_BACKEND": backend} if backend else {}
-        try:
-            exec(code, {})
-        except BaseException:
-            traceback.print_exc(file=sys.stdout)
-        sys.stdout.flush()
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as said:
-        found[name] = said.read()
-    os.wait()
-print(json.dumps(found))
-"""
 
 
 @pytest.fixture(scope="module")
 def said() -> dict[str, list[str]]:
-    """Lines that each program wrote."""
-    command = [sys.executable, "-c", EACH, json.dumps(PROGRAMS)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert result.returncode == 0, result.stderr[-2000:]
-    return {name: text.splitlines() for name, text in json.loads(result.stdout).items()}
+    """Lines that each program wrote, in a process that has imported torch, and nothing of ours."""
+    return {name: text.splitlines() for name, text in forked("import torch\n", PROGRAMS).items()}
 
 
 def test_environment_variable_is_honoured(said: dict[str, list[str]]) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
+
+from tests.ops.forked import forked
 
 BEFORE = """
 import importlib, importlib.util, inspect, pickle, sys
@@ -76,36 +74,10 @@ else:
 }
 
 
-# Each in a process that has imported torch and moe_ops, and nothing that this has imported.
-EACH = """
-import json, os, traceback
-found = {}
-for name, code in json.loads(sys.argv[1]).items():
-    read, write = os.pipe()
-    if not os.fork():
-        try:
-            exec(code, globals())
-            text = ""
-        except BaseException:
-            text = traceback.format_exc()
-        os.write(write, text.encode()[-2000:])
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as said:
-        found[name] = said.read()
-    os.wait()
-print(json.dumps(found))
-"""
-
-
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
     """What was wrong with each case, "" if nothing."""
-    command = [sys.executable, "-c", BEFORE + EACH, json.dumps(CASES)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert result.returncode == 0, result.stderr[-2000:]
-    found: dict[str, str] = json.loads(result.stdout)
-    return found
+    return forked(BEFORE, CASES)
 
 
 @pytest.mark.parametrize("case", CASES)
