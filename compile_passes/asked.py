@@ -28,7 +28,7 @@ _DECIDES = frozenset({"isinstance", "issubclass", "super"})
 
 @cache
 def asked_of_experts(kinds: tuple[type[nn.Module], ...], owner: tuple[type[nn.Module], ...]) -> str | None:
-    """What code of experts, or of what has their list, asks for that experts of a stack have not, and which code.
+    """What code of experts, or of what has their list, asks for that is not their own in a stack, and which code.
 
     Args:
         kinds: classes of the modules of experts.
@@ -41,7 +41,7 @@ def asked_of_experts(kinds: tuple[type[nn.Module], ...], owner: tuple[type[nn.Mo
     for function, of_an_expert in (*((one, True) for one in inside), *((one, False) for one in around)):
         name = _parameters(function, of_an_expert=of_an_expert)
         if name is not None:
-            return f"{function.__qualname__} asks for {name}, which experts of a stack have none of"
+            return f"{function.__qualname__} asks for {name}, which are not an expert's own in a stack"
         if package_of(function.__module__) in packages:  # others know nothing of modules
             name = _class_or_kind(function)
             if name is not None:

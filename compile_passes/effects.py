@@ -24,13 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from compile_passes.reached import inner_code, package_of
+from compile_passes.reached import OF_TORCH, inner_code, package_of
 from compile_passes.source import NotStatic
 
 log = logging.getLogger(__name__)
 
 # What torch itself keeps in a module.
-OF_TORCH = frozenset(vars(nn.Module()))
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum)
 # What names code, and holds nothing.
 _CODE = (FunctionType, MethodType, ModuleType, type, staticmethod, classmethod, property, GetSetDescriptorType)

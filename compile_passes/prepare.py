@@ -37,7 +37,7 @@ from compile_passes.loops import (
 from compile_passes.rebind import Verdict, bind, fused_as_written, unbind, verdict_of
 from compile_passes.recording import prepare_recording, restore_recording
 from compile_passes.source import sure
-from compile_passes.stackable import expert_lists, taken_elsewhere, why_not
+from compile_passes.stackable import ExpertList, expert_lists, taken_elsewhere, why_not
 from compile_passes.stacking import stack_list, unstack
 from compile_passes.trial import ON_META
 from meta.checks import check_module
@@ -121,9 +121,10 @@ class _Alike:
 def _make_static(model: nn.Module, loops: list[ExpertLoop]) -> None:
     """Bind the static form of every loop that has one, and say what became of each kind of loop."""
     kinds: dict[tuple[type, str], _Alike] = {}
-    taken = taken_elsewhere(model, expert_lists(model)) if loops else {}
+    lists = expert_lists(model) if loops else []
+    taken = taken_elsewhere(model, lists) if loops else {}
     for loop in loops:
-        verdict, _ = _unstackable(model, loop, taken) or verdict_of(model, loop.name)
+        verdict, _ = _unstackable(lists, loop, taken) or verdict_of(model, loop.name)
         if verdict.forms:
             bind(model, verdict)
             _allow([loop.module], SIZES)
@@ -206,9 +207,9 @@ def _proved(verdict: Verdict) -> str:
     )
 
 
-def _unstackable(model: nn.Module, loop: ExpertLoop, taken: dict[int, str]) -> tuple[Verdict, bool] | None:
+def _unstackable(lists: list[ExpertList], loop: ExpertLoop, taken: dict[int, str]) -> tuple[Verdict, bool] | None:
     """A verdict against a loop over a list that cannot be stacked: its static form would not be fused."""
-    for found in expert_lists(model):
+    for found in lists:
         if found.module is loop.module or found.path.startswith(f"{loop.name}." if loop.name else ""):
             problem = why_not(found, taken)
             if problem is not None:

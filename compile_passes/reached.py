@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+OF_TORCH = frozenset(vars(nn.Module()))  # what every module has in attributes
 _LONGEST = 1_000  # entries of a table of functions: what has more is data
 
 
@@ -41,11 +41,11 @@ def reached(
             continue
         seen.add(function.__code__)
         yield function
-        named = names_of(function.__code__)
+        named, members = names_of(function.__code__), members_named(function)
         for kind in kinds:
             # `super().forward(x)`, `Base.forward(self, x)`: which of the classes is meant is not told apart.
             inherited = not named.isdisjoint({"super", *(base.__name__ for base in kind.__mro__[1:])})
-            waiting += [found for name in members_named(function) for found in _members(kind, name, inherited)]
+            waiting += [found for name in members for found in _members(kind, name, inherited)]
         values = [function.__globals__[name] for name in named & function.__globals__.keys()]
         for cell in function.__closure__ or ():
             try:
@@ -61,7 +61,7 @@ def reached(
 
 def functions_of(module: nn.Module) -> tuple[FunctionType, ...]:
     """The functions that a module has in attributes: as they are, in partials and tables, of objects to be called."""
-    values = [value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE]
+    values = [value for name, value in vars(module).items() if name not in OF_TORCH]
     return tuple(function for value in _inside(values, set()) for function in _functions(value))
 
 

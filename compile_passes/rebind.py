@@ -23,6 +23,7 @@ from compile_passes.conversions import without_conversions
 from compile_passes.effects import Kept
 from compile_passes.explain import explain
 from compile_passes.loops import STATIC
+from compile_passes.reached import OF_TORCH
 from compile_passes.report import Report
 from compile_passes.source import NotStatic, held
 from compile_passes.stack_slices import METHODS
@@ -249,9 +250,6 @@ def _blocks(model: nn.Module, path: str) -> Iterator[str]:
         tried = tried.rpartition(".")[0]
 
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-
-
 def _facts(block: nn.Module) -> Iterator[Any]:
     """What a trial's outcome depends on: classes, shapes, modes, and all that is set on the modules."""
     for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
@@ -263,7 +261,7 @@ def _facts(block: nn.Module) -> Iterator[Any]:
         yield path, getattr(type(module), "_moe_ops_original", type(module)), module.training
         for name, value in sorted(vars(module).items()):
             if name[:1] == "_":
-                if name not in _OF_EVERY_MODULE and isinstance(value, int | float | str | None):
+                if name not in OF_TORCH and isinstance(value, int | float | str | None):
                     yield name, repr(value)
             elif name not in METHODS:
                 settings = getattr(value, "to_dict", None)

@@ -16,9 +16,9 @@ from torch import nn
 
 from compile_passes import compat
 from compile_passes.asked import asked_around, asked_of_experts, words
-from compile_passes.effects import OF_TORCH, is_proxy, parts
+from compile_passes.effects import is_proxy, parts
 from compile_passes.loops import LISTS, PARAMETERS, number_of_experts, numbered_experts
-from compile_passes.reached import functions_of, of_torch, package_of
+from compile_passes.reached import OF_TORCH, functions_of, of_torch, package_of
 from compile_passes.stack_slices import PLAIN, STACKS, sliced
 from meta.checks import fail
 
