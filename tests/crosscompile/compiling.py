@@ -93,6 +93,11 @@ class Compiled:
         """Instructions in loops that write a register which a product under way still reads as its first operand."""
         return [found for body in self.loops for found in _hazards([*body, *body])]
 
+    @cached_property
+    def voted(self) -> list[str]:
+        """Atomic additions by lanes that voted which of them add, see `hopper._by_one_lane`."""
+        return re.findall(r"VOTEU?\.ANY U?R\d+(?:.*\n){1,16}?.*?\b((?:ATOM|RED)G?\.\S+)", self.sass)
+
     @property
     def loads_16_bytes(self) -> bool:
         """Whether global loads (or asynchronous copies) of 16 bytes a thread are present."""

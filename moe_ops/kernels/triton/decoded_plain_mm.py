@@ -85,7 +85,7 @@ def _bring(given, SIZES: gl.constexpr):
     BYTES: gl.constexpr = ((GROUPS * ROWS if TOP_K == 0 else 0) + HEIGHT) * STEP * 2
     table, tiles = table_of_tiles(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
     room = room_of(at_once_of(panels_held(table, N_TILES), tiles, BLOCK), BLOCK)
-    place = 0
+    place, number = 0, 0
     tile = drawn(told)
     while tile < tiles:
         expert, first, past, n_tile = find_tile(tile, table, BLOCK[0], 0, N_TILES, whole_columns(N_TILES))
@@ -99,8 +99,8 @@ def _bring(given, SIZES: gl.constexpr):
             if step == 0:
                 say_tile(tiles_of, stage, expert, first, past, panel)
                 gl.thread_barrier()
-            if TOP_K > 0:
-                mbarrier.arrive(begun.index(stage))
+                if TOP_K > 0:
+                    mbarrier.arrive(begun.index(number % STAGES))
             words, _ = when_decoded(of_steps, words, step)
             mbarrier.expect(arrived, BYTES)
             if TOP_K == 0:
@@ -111,10 +111,11 @@ def _bring(given, SIZES: gl.constexpr):
                 at = [(panel % room * 2 + half) * HALF, step * STEP]
                 tma.async_copy_global_to_shared(memory_desc, at, arrived, weights_of.index(stage * 2 + half))
             place += 1
+        number += 1
         tile = drawn(told)
     no_more_tiles(tiles_of, place, full, empty, STAGES)
     if TOP_K > 0:
-        mbarrier.arrive(begun.index(place % STAGES))
+        mbarrier.arrive(begun.index(number % STAGES))
 
 
 @gluon.jit

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from moe_ops.kernels.triton.codes import E2M1, codes_of_word
 from moe_ops.kernels.triton.folded_mm import NAN_SCALE, WORDS, ask_for_codes, e5m2_of, four_scales
-from moe_ops.kernels.triton.hopper import IN_LINE, boxes, computed_here, drawn, ring, said, say, table_of_tiles
+from moe_ops.kernels.triton.hopper import IN_LINE, WARPS, boxes, computed_here, drawn, ring, said, say, table_of_tiles
 from moe_ops.kernels.triton.packed_fp8_tile import (
     ABOVE,
     BELOW,
@@ -127,7 +127,7 @@ def fenced(word):
 
 @gluon.jit
 def done_of(told):
-    """Words of how many tiles of each panel are done."""
+    """Words of how many tiles of each panel are done, times the WARPS of the group that says so."""
     return told + COUNTERS
 
 
@@ -402,7 +402,7 @@ def draw(given, SIZES: gl.constexpr):
             of_upper = _scales(scales, expert, n_tile, row, 1, SIZES)
         before = panel - room
         if before >= 0:
-            used = _tiles_of(before, ranks, end - start, BLOCK, N_TILES)
+            used = WARPS * _tiles_of(before, ranks, end - start, BLOCK, N_TILES)
             while seen(done_of(told) + before) < used:
                 sleep(used, 200)
         for step in range(lot * LOT, gl.minimum(lot * LOT + LOT, STEPS)):

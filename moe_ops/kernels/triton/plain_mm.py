@@ -36,7 +36,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from moe_ops.kernels.triton.act_quant import apply_activation
 from moe_ops.kernels.triton.hopper import (
+    begun_tile,
     buffers,
+    count_by_warps,
     drawn,
     no_more_tiles,
     ring,
@@ -86,7 +88,7 @@ def _bring(given, SIZES: gl.constexpr):
     TURNED: gl.constexpr = BLOCK[8]
     BYTES: gl.constexpr = ((GROUPS * ROWS if TOP_K == 0 else 0) + HEIGHT) * STEP * 2
     table, tiles = table_of_tiles(extents, num_rows, E, BLOCK, N_TILES, BATCHED)
-    place = 0
+    place, number = 0, 0
     tile = drawn(told)
     while tile < tiles:
         expert, first, past, n_tile = find_tile(tile, table, BLOCK[0], 0, N_TILES, BLOCK[3])
@@ -97,8 +99,8 @@ def _bring(given, SIZES: gl.constexpr):
             if step == 0:
                 say_tile(tiles_of, stage, expert, first, past, n_tile)
                 gl.thread_barrier()
-            if TOP_K > 0:
-                mbarrier.arrive(begun.index(stage))
+                if TOP_K > 0:
+                    mbarrier.arrive(begun.index(number % STAGES))
             mbarrier.expect(arrived, BYTES)
             if TOP_K == 0:
                 for group in gl.static_range(GROUPS):
@@ -113,10 +115,11 @@ def _bring(given, SIZES: gl.constexpr):
                 where = [expert, n_tile * HEIGHT, step * STEP]
             tma.async_copy_global_to_shared(w_desc, where, arrived, weights)
             place += 1
+        number += 1
         tile = drawn(told)
     no_more_tiles(tiles_of, place, full, empty, STAGES)
     if TOP_K > 0:
-        mbarrier.arrive(begun.index(place % STAGES))
+        mbarrier.arrive(begun.index(number % STAGES))
 
 
 @gluon.jit
@@ -136,8 +139,8 @@ def gather(given, PART: gl.constexpr, SIZES: gl.constexpr):
     COPIED_BY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     of_row = PART * TOGETHER + gl.arange(0, TOGETHER, layout=gl.SliceLayout(1, COPIED_BY))
     of_column = gl.arange(0, STEP, layout=gl.SliceLayout(0, COPIED_BY))
-    place = 0
-    _, first, past, _ = said_tile(tiles_of, place, begun, STAGES)
+    place, number = 0, 0
+    _, first, past, _ = begun_tile(tiles_of, place, begun, number, STAGES)
     while past > 0:
         exist = first + PART * TOGETHER < past
         # The last row stands in for those behind it, whose products nobody reads.
@@ -156,7 +159,8 @@ def gather(given, PART: gl.constexpr, SIZES: gl.constexpr):
                     async_copy.async_copy_global_to_shared(room, where, mask=(column < K)[None, :])
             async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
             place += 1
-        _, first, past, _ = said_tile(tiles_of, place, begun, STAGES)
+        number += 1
+        _, first, past, _ = begun_tile(tiles_of, place, begun, number, STAGES)
     async_copy.mbarrier_arrive(full.index(place % STAGES), increment_count=False)  # that there are no more tiles
 
 
@@ -293,7 +297,7 @@ def multiply(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
             total = warpgroup_mma_wait(0, deps=[total])
             mbarrier.arrive(empty.index((place + STAGES - 1) % STAGES))
             if DECODED and GROUP == 0:  # whose rows there always are: the panel has been read
-                gl.atomic_add(decoding[0] + column, 1, sem="relaxed", scope="gpu")
+                count_by_warps(decoding[0] + column)
             _finish(total, (expert, first, past, n_tile), leaving, decoding, GROUP, SIZES)
         expert, first, past, column = said_tile(tiles_of, place, full, STAGES)
     tma.store_wait(0)

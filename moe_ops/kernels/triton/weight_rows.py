@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moe_ops.kernels.triton.act_quant import apply_activation
-from moe_ops.kernels.triton.hopper import done_with, said_tile, write
+from moe_ops.kernels.triton.hopper import count_by_warps, done_with, said_tile, write
 from moe_ops.kernels.triton.order import in_order
 from moe_ops.kernels.triton.packed_fp8_tile import INT4_UNIT
 from moe_ops.kernels.triton.packed_tile import of_rows
@@ -194,6 +194,6 @@ def multiply_weight_rows(given, GROUP: gl.constexpr, SIZES: gl.constexpr):
         else:
             place = _tile(few, where, leaving, GROUP, ROWS, SIZES)
         if GROUP == 0:  # the panel has been read
-            gl.atomic_add(done + panel, 1, sem="relaxed", scope="gpu")
+            count_by_warps(done + panel)
         expert, first, past, panel = said_tile(tile_of, place, full, STAGES)
     tma.store_wait(0)
