@@ -166,10 +166,11 @@ class InTraining:
 
     Args:
         bind: the operator's arguments by name, defaults included.
+        rule: what refuses its arguments.
     """
 
-    def __init__(self, op: str, bind: Callable[..., dict[str, Any]]) -> None:
-        self._op, self._bind = op, bind
+    def __init__(self, op: str, bind: Callable[..., dict[str, Any]], rule: Callable[..., Any]) -> None:
+        self._op, self._bind, self._rule = op, bind, rule
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         refuse_tangents(self._op, args)
@@ -185,6 +186,7 @@ class InTraining:
                 "Call it under torch.no_grad(), or train with unquantised weights."
             )
         if self._op == "fused_moe":
+            self._rule(*args, **kwargs)  # neither part knows that each expert has to have a logit
             options = {name: given[name] for name in RouterOptions._fields}
             topk = torch.ops.moe_ops.fused_topk.default(given["router_logits"], given["correction_bias"], **options)
             given["topk_weights"], given["topk_ids"] = topk
@@ -251,14 +253,16 @@ def no_formula(op: str, names: tuple[str, ...], cure: str) -> Formula:
     return backward, setup_context
 
 
-def formula(op: str, names: tuple[str, ...], bind: Callable[..., dict[str, Any]]) -> Formula | InTraining | None:
+def formula(
+    op: str, names: tuple[str, ...], bind: Callable[..., dict[str, Any]], rule: Callable[..., Any]
+) -> Formula | InTraining | None:
     """``(backward, setup_context)`` of a differentiable operator, whose positional arguments have these names; of a
-    layer what stands in its place.
+    layer what stands in its place, which is :class:`InTraining`.
     """
     if op == "fused_topk":
         return _backward_topk, _setup_topk
     if op in ("fused_experts", "fused_moe"):
-        return InTraining(op, bind)
+        return InTraining(op, bind, rule)
     if op == "fused_experts_saving":
         layer = _LayerFormula(op, names)
         return layer.backward, layer.setup_context

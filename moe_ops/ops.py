@@ -258,7 +258,7 @@ def _row(name: str) -> Op:
         return cost.OP_FLOPS[name](SimpleNamespace(**by_name(name, shapes, options)))
 
     signature = SIGNATURES[name]
-    formula = autograd.formula(name, signature.positional, signature.bind) or autograd.no_formula(
+    formula = autograd.formula(name, signature.positional, signature.bind, partial(parse, name)) or autograd.no_formula(
         name, signature.positional, cure
     )
     return Op(name, SCHEMAS[name], LAUNCHERS[name], fake, formula, flops)

@@ -183,6 +183,35 @@ def test_errors_name_what_was_called(op: str, how: str) -> None:
     assert "fused_experts_saving: " not in str(caught.value)
 
 
+ROUTERS = {
+    "more logits": (dict(), 8, r"router_logits must be \[T=3, E=4\], got \[3, 8\]"),
+    "fewer logits": (dict(), 3, r"router_logits must be \[T=3, E=4\], got \[3, 3\]"),
+    "logits of held experts": (
+        dict(expert_map=torch.arange(6)), 4, r"router_logits must be \[T=3, E_global=6\], got \[3, 4\]",
+    ),
+    "top_k": (dict(top_k=9), 4, "top_k must be <= E=4, got 9"),
+    "routing": (dict(routing="x"), 4, "routing must be one of"),
+    "bias": (dict(correction_bias=torch.ones(3)), 4, r"correction_bias must be \[E=4\]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_router_in_training_is_refused_as_without_gradients(name: str, how: str) -> None:
+    """Its ids of experts that are not there would be left out without a word."""
+    options, experts, words = ROUTERS[name]
+    x, logits = torch.randn(3, 16), torch.randn(3, experts, requires_grad=True)
+    up, down = torch.randn(4, 64, 16), torch.randn(4, 16, 32)
+
+    def call(logits: torch.Tensor) -> torch.Tensor:
+        return moe_ops.fused_moe(x, logits, up, down, **{"top_k": 2, **options})
+
+    torch.compiler.reset()
+    run = call if how == "eager" else torch.compile(call, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=f"fused_moe: {words}"):
+        run(logits)
+
+
 RECOMPUTED = (
     "plain", "bias", "bf16", "gpt_oss", "separate_bias", "weight_on_input", "expert_map_bias", "batched", "no_tokens",
 )  # fmt: skip
