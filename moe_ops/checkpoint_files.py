@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from meta.checks import fail
+from moe_ops.checkpoint_config import Config
 from moe_ops.checkpoint_parts import OP, Parts, part_of
 
 #: Other names of the three projections.
@@ -147,38 +148,9 @@ class Checkpoint:
         return {prefix: any(expert is not None for expert, _ in layer) for prefix, layer in self.layers.items()}
 
     @cached_property
-    def weights_alone(self) -> bool:
-        """Its ``config.json`` says that compressed-tensors quantised weights, in one way, and no activations."""
-        return bool(self._way) and self._way.get("input_activations") is None
-
-    @cached_property
-    def has_zero_points(self) -> bool:
-        """It says that compressed-tensors quantised all weights with zero points."""
-        weights = self._way.get("weights")
-        return isinstance(weights, dict) and weights.get("symmetric") is False
-
-    @cached_property
-    def _way(self) -> dict[str, Any]:
-        """The one way in which compressed-tensors quantised weights, as its ``config.json`` says; or nothing.
-
-        Raises:
-            ValueError: there is such a file, and it is no JSON.
-        """
-        path = (self.path.parent if self.path.is_file() else self.path) / "config.json"
-        if not path.is_file():
-            return {}
-        try:
-            config = json.loads(path.read_text())
-        except ValueError as error:
-            raise fail(OP, "checkpoint", f"with JSON in {path.name!r}", f"{type(error).__name__}: {error}") from error
-        said = config.get("quantization_config") if isinstance(config, dict) else None
-        if not isinstance(said, dict) or said.get("quant_method") != "compressed-tensors":
-            return {}
-        groups = said.get("config_groups")
-        if not isinstance(groups, dict) or len(groups) != 1:
-            return {}
-        (group,) = groups.values()
-        return group if isinstance(group, dict) else {}
+    def _config(self) -> Config:
+        """What is said beside it."""
+        return Config((self.path.parent if self.path.is_file() else self.path) / "config.json")
 
     def members(self, prefix: str, *, apart: bool = False) -> dict[str, Members]:
         """The parts of each of the layer's weights, by the name of the parameter that it is.
@@ -228,7 +200,8 @@ class Checkpoint:
                 rule = f"absent beside {key!r}, which is the same part of {name!r}"
                 raise fail(OP, others[0], rule, "it", "Take one of them out of the checkpoint.")
         first = {part: keys[0] for part, keys in found.items()}
-        said = {"weights_alone": self.weights_alone, "has_zero_points": self.has_zero_points}
+        config = self._config
+        said = {"weights_alone": config.weights_alone(name), "has_zero_points": config.has_zero_points(name)}
         return Parts(first, self.view, self.note, name=name, stacked=expert is None, **said)
 
 

@@ -421,6 +421,15 @@ def test_config_that_is_no_json_is_named_and_others_say_nothing(text: str, tmp_p
         moe_ops.load_experts_(Model(1), tmp_path)
 
 
+def test_a_target_of_a_config_that_is_no_expression_is_named(tmp_path: Path) -> None:
+    save_file(at_layer_0(layer("float, channel")), tmp_path / "model.safetensors")
+    said = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"targets": ["re:*.experts"]}}}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": said}))
+    words = r"checkpoint must be with regular expressions behind 're:' in 'config\.json', got 're:\*\.experts': nothing"
+    with pytest.raises(ValueError, match=words):
+        moe_ops.load_experts_(Model(1), tmp_path)
+
+
 def at_layer_0(state: Tensors) -> Tensors:
     return {key.replace("model.layers.1", "layers.0"): tensor for key, tensor in state.items()}
 

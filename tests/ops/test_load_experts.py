@@ -226,16 +226,49 @@ def test_zero_points_that_a_config_promises_are_there(name: str, tmp_path: Path)
     assert moe_ops.load_experts_(Model(1), tmp_path) == {prefix: CASES[name].scheme}
 
 
-@pytest.mark.parametrize("change", ["another method", "two groups", "names of presets"])
+def config_of(groups: dict[str, Any], method: str = "compressed-tensors") -> str:
+    return json.dumps({"quantization_config": {"quant_method": method, "config_groups": groups}})
+
+
+ALONE, BOTH = {"input_activations": None}, {"input_activations": {"num_bits": 8, "dynamic": True}}
+EXPERTS, ATTENTION = {"targets": ["re:.*mlp\\.experts\\..*"]}, {"targets": ["re:.*self_attn.*"]}
+ONE = {"targets": ["layers.0.mlp.experts.2.down_proj"]}
+LINEAR, OTHERS = {"targets": ["Linear"]}, {"targets": ["LlamaAttention"]}
+#: Groups of a config, and whether they say that activations are not quantised; None: of some projections.
+GROUPS: dict[str, tuple[list[dict[str, Any]], bool | None]] = {
+    "agree": ([LINEAR | ALONE, LINEAR | ALONE], True),
+    "of all modules": ([ALONE, ALONE], True),
+    "do not agree": ([LINEAR | ALONE, LINEAR | BOTH], False),
+    "experts alone": ([LINEAR | BOTH, EXPERTS | ALONE], True),
+    "others alone": ([EXPERTS | BOTH, LINEAR | ALONE], False),
+    "attention alone": ([ATTENTION | ALONE, LINEAR | BOTH], False),
+    "attention both": ([ATTENTION | BOTH, LINEAR | ALONE], True),
+    "another class": ([OTHERS | BOTH, LINEAR | ALONE], True),
+    "no class of theirs": ([OTHERS | ALONE], False),
+    "one projection": ([LINEAR | BOTH, ONE | ALONE], None),
+    "one projection beside expressions": ([EXPERTS | BOTH, ONE | ALONE], None),
+}
+
+
+@pytest.mark.parametrize("case", GROUPS)
+def test_the_group_of_the_experts_counts(case: str, tmp_path: Path) -> None:
+    groups, alone = GROUPS[case]
+    save_file(layers_of("float, channel", ["layers.0.mlp.experts"]), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(config_of({f"group_{i}": group for i, group in enumerate(groups)}))
+    if alone is None:
+        with pytest.raises(ValueError, match=r"experts\.2\.down_proj.* must be stored like expert 0's, fp8_channel"):
+            moe_ops.load_experts_(Model(1), tmp_path)
+    else:
+        wanted = "fp8_w8a16" if alone else "fp8_channel"
+        assert moe_ops.load_experts_(Model(1), tmp_path) == {"layers.0.mlp.experts": wanted}
+
+
+@pytest.mark.parametrize("change", ["another method", "names of presets"])
 def test_other_configs_change_no_scheme(change: str, tmp_path: Path) -> None:
     save_file(layers_of("float, channel", ["layers.0.mlp.experts"]), tmp_path / "model.safetensors")
-    groups: dict[str, Any] = {"group_0": {"input_activations": None}}
-    if change == "two groups":
-        groups["group_1"] = {"input_activations": None}
-    elif change == "names of presets":
-        groups = {"FP8": ["Linear"]}
-    said = {"quant_method": "fp8" if change == "another method" else "compressed-tensors", "config_groups": groups}
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": said}))
+    groups: dict[str, Any] = {"FP8": ["Linear"]} if change == "names of presets" else {"group_0": ALONE}
+    method = "fp8" if change == "another method" else "compressed-tensors"
+    (tmp_path / "config.json").write_text(config_of(groups, method))
     assert moe_ops.load_experts_(Model(1), tmp_path) == {"layers.0.mlp.experts": "fp8_channel"}
 
 
