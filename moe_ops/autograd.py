@@ -174,19 +174,17 @@ class InTraining:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         refuse_tangents(self._op, args)
-        wanted = torch.is_grad_enabled() and any(map(wants_grad, (*args, *kwargs.values())))
-        given = self._bind(args, kwargs) if wanted else {}
-        if not wanted or _is_mistaken(given["scheme"], given["gate_up_proj"]):  # which the rule refuses
+        if not torch.is_grad_enabled() or not any(map(wants_grad, (*args, *kwargs.values()))):
             with compat.below_autograd():
                 return getattr(torch.ops.moe_ops, self._op).default(*args, **kwargs)
-        quantized = given["scheme"] is not None and SCHEMES[given["scheme"]].quantized
-        if quantized or given["gate_up_scales"] or given["hidden_states_scale"] is not None:
+        self._rule(*args, **kwargs)  # the parts know less: neither that each expert has a logit, nor of scales
+        given = self._bind(args, kwargs)
+        if given["scheme"] is not None and SCHEMES[given["scheme"]].quantized:
             raise ValueError(
                 f"{self._op}: {_asking(given)} must not require grad for quantised weights, got a tensor that does. "
                 "Call it under torch.no_grad(), or train with unquantised weights."
             )
         if self._op == "fused_moe":
-            self._rule(*args, **kwargs)  # neither part knows that each expert has to have a logit
             options = {name: given[name] for name in RouterOptions._fields}
             topk = torch.ops.moe_ops.fused_topk.default(given["router_logits"], given["correction_bias"], **options)
             given["topk_weights"], given["topk_ids"] = topk
@@ -199,12 +197,6 @@ class InTraining:
             if by != "fused_experts_saving":
                 raise
             raise ValueError(f"{self._op}: {rest}") from None  # in the words of what was called
-
-
-def _is_mistaken(scheme: str | None, weight: Tensor) -> bool:
-    """Whether a scheme's name is none, or that of weights of another dtype."""
-    row = None if scheme is None else SCHEMES.get(scheme)
-    return scheme is not None and (row is None or (not row.quantized and row.weight_dtype != weight.dtype))
 
 
 def wants_grad(value: Any) -> bool:

@@ -212,6 +212,22 @@ def test_a_router_in_training_is_refused_as_without_gradients(name: str, how: st
         run(logits)
 
 
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("scales", ["gate_up_scales", "down_scales"])
+def test_scales_beside_float_weights_are_refused_in_training(scales: str, how: str) -> None:
+    """They would be left out without a word, as the part that trains takes none."""
+    x, up, down = torch.randn(3, 16, requires_grad=True), torch.randn(4, 64, 16), torch.randn(4, 16, 32)
+    options = {scales: [torch.ones(4, 1, 1)]}
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return moe_ops.fused_experts(x, up, down, torch.rand(3, 2), torch.zeros(3, 2, dtype=torch.int32), **options)
+
+    torch.compiler.reset()
+    run = call if how == "eager" else torch.compile(call, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=f"fused_experts: {scales} must be empty for scheme 'fp32', got 1 tensors"):
+        run(x)
+
+
 RECOMPUTED = (
     "plain", "bias", "bf16", "gpt_oss", "separate_bias", "weight_on_input", "expert_map_bias", "batched", "no_tokens",
 )  # fmt: skip
