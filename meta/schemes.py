@@ -289,7 +289,15 @@ def per_element(scale: Tensor, form: Groups, N: int, K: int) -> Tensor:
 
 
 def _spread(scale: Tensor, dim: int, group: int, size: int) -> Tensor:
-    return scale if group == WHOLE else scale.repeat_interleave(group, dim=dim).narrow(dim, 0, size)
+    """Each entry ``group`` times, the last one as often as there is room for."""
+    if group == WHOLE:
+        return scale
+    if isinstance(size, int) and size % group == 0:
+        return scale.repeat_interleave(group, dim=dim)
+    # Not a part of that: of an index that is divided by a group, Inductor (2.13, on a CPU) computes whole groups alone,
+    # and leaves what memory held behind them. It does not know a quotient that is truncated for such an index.
+    places = torch.arange(size, device=scale.device).div(group, rounding_mode="trunc")
+    return scale.index_select(dim, places)
 
 
 def _scale_of(amax: Tensor, largest: float) -> Tensor:

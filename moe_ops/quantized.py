@@ -12,13 +12,17 @@ is a copy of dequantised numbers, which changes alone.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from meta import formats, schemes
 from meta.checks import accepts, check_name, check_placement, check_rank, check_type, describe_value, fail
 from meta.formats import E4M3, E8M0
 from meta.gemm_shapes import by_place, weight_operand
@@ -193,12 +197,15 @@ class QuantizedWeight(ExchangedTensor):
         return assemble(parts, *fields)
 
     def _stable_hash_for_caching(self) -> str:
-        """What compiled code depends on, in words that are the same in every process: torch's key of its caches."""
+        """What compiled code depends on, in words that are the same in every process: torch's key of its caches.
+
+        They know nothing else of what dequantises.
+        """
         parts = [
             (name, str(part.dtype), str(part.device), [*part.shape], [*part.stride()], part.storage_offset())
             for name, part in self.parts().items()
         ]
-        return repr((self.scheme, str(self.dtype), self.transposed, self.requires_grad, parts))
+        return repr((_decoding(), self.scheme, str(self.dtype), self.transposed, self.requires_grad, parts))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         is_parameter = isinstance(self, torch.nn.Parameter)
@@ -224,6 +231,15 @@ class QuantizedWeight(ExchangedTensor):
         _refuse_writes(func, args, kwargs)
         args, kwargs = pytree.tree_map_only(QuantizedWeight, QuantizedWeight.dequantize, (args, kwargs))
         return func(*args, **kwargs)
+
+
+@cache
+def _decoding() -> str:
+    """A digest of the sources that dequantise."""
+    digest = hashlib.sha256()
+    for source in (__file__, schemes.__file__, formats.__file__):
+        digest.update(Path(source).read_bytes())
+    return digest.hexdigest()
 
 
 def rebuild(

@@ -16,7 +16,8 @@ from torch._dynamo.utils import counters
 import moe_ops
 from compile_passes.apart import overlap
 from compile_passes.passes import FUSE, run
-from meta import schemes
+from meta import formats, schemes
+from moe_ops import quantized
 from moe_ops.integrations.containers import read
 from moe_ops.quantized import QuantizedWeight
 from tests.corpus.families import build, one_layer, result, tokens
@@ -403,6 +404,31 @@ def test_inductor_decodes_exponents(use: str, scheme: str, scales: str) -> None:
     with torch.no_grad():
         got = torch.compile(UNFUSED[use], backend="inductor", fullgraph=True)(weight)
     assert torch.equal(got, UNFUSED[use](weight))
+
+
+@pytest.mark.parametrize(("scheme", "N", "K"), [("fp8_block128", 128, 192), ("mxfp8", 64, 48)])
+def test_inductor_decodes_a_last_group_that_is_cut_short(scheme: str, N: int, K: int) -> None:
+    """On a CPU it leaves out what is behind the last whole group of an index that a group divides."""
+    stored, *scales = moe_ops.quantize_weight(torch.randn(2, N, K), scheme=scheme)
+    weight = QuantizedWeight(stored, scales, scheme=scheme, dtype=torch.float32)
+    torch.compiler.reset()
+    with torch.no_grad():
+        got = torch.compile(lambda weight: weight * 2, backend="inductor", fullgraph=True)(weight)
+    assert torch.equal(got, 2 * weight.dequantize())
+
+
+def test_compiled_code_is_kept_for_the_sources_that_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's caches on disk ask a weight alone what code that was compiled around it depends on."""
+    stored, scale = moe_ops.quantize_weight(torch.randn(2, 32, 64), scheme="mxfp4")
+    weight = QuantizedWeight(stored, [scale], scheme="mxfp4")
+    keys = {weight._stable_hash_for_caching()}
+    for module in (schemes, formats, quantized):
+        quantized._decoding.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "__file__", __file__)
+            keys.add(weight._stable_hash_for_caching())
+    quantized._decoding.cache_clear()
+    assert len(keys) == 4 and weight._stable_hash_for_caching() in keys
 
 
 def test_a_gathered_weight_is_trained_around() -> None:
