@@ -19,7 +19,7 @@ from moe_ops.checkpoint_parts import OP, Parts, part_of
 
 #: Other names of the three projections.
 _PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-_KEY = re.compile(r"(.+?)\.(?:(\d+)\.)?_?(gate_up_proj|gate_proj|up_proj|down_proj|w[123])((?:[._].+)?)")
+_KEY = re.compile(r"(?:(.+?)\.)?(?:(\d+)\.)?_?(gate_up_proj|gate_proj|up_proj|down_proj|w[123])((?:[._].+)?)")
 
 #: What helps against a file that is not safetensors', by its suffix.
 _OF_TORCH = "Convert it with safetensors.torch.save_file."
@@ -139,7 +139,7 @@ class Checkpoint:
             if match:
                 prefix, expert, projection, suffix = match.groups()
                 place = (None if expert is None else int(expert), _PROJECTIONS.get(projection, projection))
-                layers[prefix][place][part_of(suffix)].append(key)
+                layers[prefix or ""][place][part_of(suffix)].append(key)
         return layers
 
     @cached_property
@@ -180,7 +180,7 @@ class Checkpoint:
         read = [(expert, one) for expert in numbers for projections in weights.values() for one in projections]
         for place in sorted(layer.keys() - set(read), key=str):
             (key, *_), *_ = layer[place].values()
-            beside = ".".join([prefix, *([] if stacked else ["0"]), read[0][1]])
+            beside = _joined(prefix, None if stacked else 0, read[0][1])
             raise fail(OP, key, f"absent beside {beside!r}", "it", "Take one of them out of the checkpoint.")
         for expected, number in enumerate(experts):
             if number != expected:
@@ -192,7 +192,7 @@ class Checkpoint:
 
     def _parts(self, layer: Layer, prefix: str, expert: int | None, projection: str) -> Parts:
         found = layer.get((expert, projection), {})
-        name = ".".join([prefix, *([] if expert is None else [str(expert)]), projection])
+        name = _joined(prefix, expert, projection)
         if not found:
             raise fail(OP, "checkpoint", f"complete, with {name!r}", "no key of it")
         for key, *others in found.values():
@@ -203,6 +203,11 @@ class Checkpoint:
         config = self._config
         said = {"weights_alone": config.weights_alone(name), "has_zero_points": config.has_zero_points(name)}
         return Parts(first, self.view, self.note, name=name, stacked=expert is None, **said)
+
+
+def _joined(prefix: str, expert: int | None, projection: str) -> str:
+    """What the keys of a projection begin with; those of stacks that are the whole checkpoint have no prefix."""
+    return ".".join([*filter(None, [prefix]), *([] if expert is None else [str(expert)]), projection])
 
 
 def _weight_map(index: Path) -> dict[str, str]:

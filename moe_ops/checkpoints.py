@@ -45,7 +45,8 @@ def read_experts(
 
     Args:
         checkpoint: a folder or a file of safetensors.
-        prefix: what the layer's keys begin with, such as ``"model.layers.3.mlp.experts"``.
+        prefix: what the layer's keys begin with, such as ``"model.layers.3.mlp.experts"``; ``""`` where these are the
+            names of stacked parameters alone.
         device: where the operands go, one expert after the other.
 
     Returns:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import moe_ops
+from moe_ops.checkpoints import read_experts
 from moe_ops.quantized import quantized_schemes
 from tests.ops import checkpoints as files
 from tests.ops.test_load_experts import Model
@@ -39,6 +40,15 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
         assert mine.scheme == its.scheme
         for part, tensor in mine.parts().items():
             assert torch.equal(tensor.view(torch.uint8), its.parts()[part].view(torch.uint8))
+
+
+def test_experts_that_are_the_whole_file_have_no_prefix(tmp_path: Path) -> None:
+    written, model = quantised("nvfp4"), Model(1)
+    save_file(experts(written).state_dict(), tmp_path / "model.safetensors")
+    assert moe_ops.load_experts_(experts(model), tmp_path) == {"": "nvfp4"}
+    assert_same(model, written)
+    operand = read_experts(tmp_path, "")["down_proj"]
+    assert torch.equal(operand.data, experts(written).down_proj.stored)
 
 
 @pytest.mark.parametrize("scheme", quantized_schemes())
