@@ -264,7 +264,7 @@ class Pairs:
         added = self.reading.read(value, "sum", "dim keepdim")
         call = self.reading.read(value if added is None else added["x"], "fancy index", "index")
         if call is None:
-            return None
+            return self._weights_of_rows(value, added, hits, number)
         index = call["index"]
         parts = [part for part in ([index] if isinstance(index, fx.Node) else index) if part is not None]
         if added is not None:
@@ -278,23 +278,95 @@ class Pairs:
             return None
         if hits.dims > 1:
             listed = all(self._lists(part, hits, at) for at, part in enumerate(parts))
-            return Weighed(self.reading.uncast(call["x"], self.floor)) if listed else None
+            return Weighed(self._uncast(call["x"])) if listed else None
         if not self._lists(parts[0], hits, hits.token) or not self._lists(parts[1], hits, 1 - hits.token):
             return None
         if not self._is_pairwise(call["x"], hits.ids):
             return None
-        return Weighed(self.reading.uncast(call["x"], self.floor))
+        return Weighed(self._uncast(call["x"]))
 
     def _weights_of_tokens(self, source: fx.Node, place: Any, hits: Hits, number: int) -> Weighed | None:
         if self._has_one_slot(place, hits, number) and same_shape(source, place):  # weights[ids == e]
-            return Weighed(self.reading.uncast(source, self.floor))
+            return Weighed(self._uncast(source))
         if not self._lists(place, hits, hits.token):
             return None
         found = self.summed(source, number)
         if found is not None:
             return Weighed(found[1]) if self.reading.same(found[0], hits.ids) else None
         one = self.one_each(hits.ids) and self._numbers(source, self.tokens)
-        return Weighed(self.reading.uncast(source, self.floor)) if one else None
+        return Weighed(self._uncast(source)) if one else None
+
+    def _weights_of_rows(self, value: Any, added: Call | None, hits: Hits, number: int) -> Weighed | None:
+        """The weights that are picked out of those [R, K] of the tokens of ``hits``: masked and added, or gathered at
+        the slot of the expert.
+        """
+        if added is not None:
+            if single(added["dim"]) not in (-1, 1) or rank(added["x"]) != 2:
+                return None
+            sides = self._masked_sides(self.reading.uncast(added["x"], self.floor))
+            masked = (weights for weights, mask, others in sides if self._is_of_rows(mask, hits, number, others))
+            weights = next(masked, None)
+        else:
+            call = self.reading.read(value, "gather take_along_dim", "dim index")
+            if call is None or call["dim"] not in (-1, 1) or not self._is_slot_of_rows(call["index"], hits, number):
+                return None
+            weights = call["x"]
+        source = None if weights is None else self._of_tokens(weights, hits)
+        if source is None or not same_shape(source, hits.ids):
+            return None
+        return Weighed(self._uncast(source))
+
+    def _uncast(self, weights: fx.Node) -> fx.Node:
+        """``weights`` without casts, as far as the shape stays the same: theirs has to be that of the ids."""
+        *_, inner = (node for node in self.reading.casts(weights, self.floor) if same_shape(node, weights))
+        return inner  # type: ignore[no-any-return]
+
+    def _of_tokens(self, value: Any, hits: Hits) -> fx.Node | None:
+        """The tensor, of all tokens, whose entries for those of ``hits`` are ``value`` [R, K] or [R]."""
+        value = self.reading.uncast(value, self.floor) if isinstance(value, fx.Node) else None
+        call = self.reading.read(value, "fancy index", "index")
+        if call is None or not hits.alone:
+            return None
+        parts = [call["index"]] if isinstance(call["index"], fx.Node) else call["index"]
+        source: fx.Node = call["x"]
+        return source if len(parts) == 1 and self._lists(parts[0], hits, hits.token) else None
+
+    def _is_of_rows(self, mask: Any, hits: Hits, number: int, others: bool = False) -> bool:
+        """Whether ``mask`` [R, K] is ``(ids == e)[places]`` or ``ids[places] == e``, or the inverse with ``others``."""
+        if not isinstance(mask, fx.Node) or rank(mask) != 2:
+            return False
+        source = self._of_tokens(mask, hits)
+        if source is not None:
+            found = self.of_mask(source, number, others)
+            return found is not None and not found[1] and self._is_of(found[0], source, hits)
+        call = self.reading.read(self.reading.exact(mask, 2), "ne" if others else "eq", "y")
+        ids = None if call is None or call["y"] != number else self._of_tokens(call["x"], hits)
+        return ids is not None and are_integers(self.reading, ids) and self._is_of(ids, ids, hits)
+
+    def _is_of(self, ids: fx.Node, value: fx.Node, hits: Hits) -> bool:
+        """Whether ``value`` has one entry for each of ``ids``, which are those of ``hits``."""
+        return same_shape(value, ids) and same_shape(ids, hits.ids) and self.reading.same(ids, hits.ids)
+
+    def _is_slot_of_rows(self, index: Any, hits: Hits, number: int) -> bool:
+        """Whether ``index`` has, for each token of ``hits``, the one slot with expert ``number``."""
+        shape = example(hits.ids)
+        if shape is None or not are_distinct(self.reading, hits.ids, self.experts, shape.shape[-1]):
+            return False
+        value = self.reading.strip(index)
+        item = self.reading.read(value, "item", "index")
+        if item is not None:  # the second of `(ids[places] == e).nonzero(as_tuple=True)`
+            where = self.reading.read(item["x"], "where nonzero", "mask as_tuple")
+            mask = None if where is None or "y" in where.args else where["mask" if where.name == "where" else "x"]
+            return bool(item["index"] == 1) and self._is_of_rows(mask, hits, number)
+        source = self._of_tokens(value, hits)
+        call = self.reading.read(value if source is None else self.reading.strip(source), "argmax", "dim keepdim")
+        if call is None or call["dim"] not in (-1, (rank(call["x"]) or 0) - 1):
+            return False
+        mask = self.reading.exact(call["x"], 2)
+        if source is None:
+            return self._is_of_rows(mask, hits, number)
+        found = self.of_mask(mask, number)
+        return found is not None and not found[1] and self._is_of(found[0], mask, hits)
 
     def _has_one_slot(self, mask: Any, hits: Hits, number: int) -> bool:
         """Whether ``mask`` [T, K] is set once for each token of ``hits``: its expert is in no two slots."""
@@ -326,16 +398,10 @@ class Pairs:
     def _masked_by(self, value: fx.Node, number: int) -> tuple[fx.Node, fx.Node, int] | None:
         """(ids, weights, dimension of the slots) of weights that are 0 but in the slots with expert ``number``."""
         product, shape = self.reading.uncast(value, self.floor), example(value)
-        inner = self.reading.read(product, "mul where masked_fill", "y mask value")
-        if inner is None or shape is None or not same_shape(product, value):
+        if shape is None or not same_shape(product, value):
             return None
-        if inner.name == "mul":
-            sides = [(inner["x"], inner["y"]), (inner["y"], inner["x"])]
-        else:
-            other = inner["y" if inner.name == "where" else "value"]
-            sides = [(inner["x"], inner["mask"])] if other == 0 or self.reading.is_zeros(other) else []
-        for weights, mask in sides:
-            found = self.of_mask(mask, number, inner.name == "masked_fill")
+        for weights, mask, others in self._masked_sides(product):
+            found = self.of_mask(mask, number, others)
             if found is None or not same_shape(mask, product):
                 continue
             ids, flipped = found
@@ -346,6 +412,17 @@ class Pairs:
             known = root is not None and same_shape(root, ids)
             return (ids, root, 0 if flipped else shape.dim() - 1) if known else None
         return None
+
+    def _masked_sides(self, product: fx.Node) -> list[tuple[Any, Any, bool]]:
+        """(numbers, mask, whether they are 0 where it is set, and not where it is not), as ``product`` may be made."""
+        inner = self.reading.read(product, "mul where masked_fill", "y mask value")
+        if inner is None:
+            return []
+        if inner.name == "mul":
+            return [(inner["x"], inner["y"], False), (inner["y"], inner["x"], False)]
+        other = inner["y" if inner.name == "where" else "value"]
+        zero = other == 0 or self.reading.is_zeros(other)
+        return [(inner["x"], inner["mask"], inner.name == "masked_fill")] if zero else []
 
     def _column(self, value: Any, number: int) -> fx.Node | None:
         """The scores [..., E] of which ``value`` is column ``number``."""
@@ -505,8 +582,7 @@ class Pairs:
         of_tokens = whole is not None and equal_sizes(prod(whole.shape[:-1]), self.tokens)
         if found is None or whole is None or not of_tokens or not found[1] == whole.dim() - 1 > 0:
             return Slot(root, None)
-        same = [node for node in self.reading.casts(found[0], self.floor) if same_shape(node, found[0])]
-        return Slot(same[-1], found[2])
+        return Slot(self._uncast(found[0]), found[2])
 
     def beside(self, numbers: Sequence[int], chosen: Sequence[Chosen]) -> Selection | Refusal:
         """The experts of every token, by the slots in which each expert, of these numbers, is looked for."""

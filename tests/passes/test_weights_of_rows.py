@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -56,6 +58,109 @@ def rows_of_masked_weights(*given):
 
 def rows_of_filled_weights(*given):
     return its_tokens(*given, lambda w, mask, token: w.masked_fill(~mask, 0.0)[token].sum(-1, keepdim=True))
+
+
+def picked(x, gate, w1, w2, weighs, number=lambda e: e, of=lambda scores, ids: (scores, ids)):
+    """The best of [batch, length], flattened; weights from those of an expert's tokens: ``weighs(scores, ids, token,
+    e)``.
+    """
+    scores, ids = (part.reshape(-1, part.shape[-1]) for part in of(*route(x[None], gate)))
+    out = torch.zeros_like(x)
+    for e in range(E):
+        token = (ids == e).any(-1).nonzero().squeeze(-1)
+        weight = weighs(scores, ids, token, number(e))
+        out.index_add_(0, token, expert(x[token], w1[e], w2[e]) * weight.view(-1, 1))
+    return out
+
+
+def where_of_rows(w, ids, token, e):
+    return torch.where(ids[token] == e, w[token], torch.zeros_like(w[token])).sum(-1)
+
+
+def filled_rows(w, ids, token, e):
+    return w[token].masked_fill(ids[token] != e, 0).sum(1)
+
+
+def rows_of_both(w, ids, token, e):
+    return ((ids == e)[token] * w[token]).sum(-1, keepdim=True)
+
+
+def slot_of_rows(w, ids, token, e):
+    slot = (ids == e)[token].int().argmax(dim=-1, keepdim=True)
+    return w.index_select(0, token).gather(-1, slot).squeeze(-1)
+
+
+def rows_of_slots(w, ids, token, e):
+    slot = (ids == e).float().argmax(dim=-1)
+    return torch.gather(w[token], 1, slot[token].unsqueeze(-1))
+
+
+def slot_by_nonzero(w, ids, token, e):
+    slot = (ids[token] == e).nonzero(as_tuple=True)[1]
+    return w[token].gather(1, slot.unsqueeze(1))
+
+
+def pairs_of_flattened(w, ids, token, e):
+    return w[ids == e]
+
+
+PICKS = (where_of_rows, filled_rows, rows_of_both, slot_of_rows, rows_of_slots, slot_by_nonzero, pairs_of_flattened)
+
+
+@pytest.mark.parametrize("pick", PICKS, ids=lambda pick: pick.__name__)
+def test_picked_from_rows(pick):
+    inputs = weights(dtype=torch.float64).values()
+    outcome = check(lambda *given: picked(*given, pick), *inputs, gradients=True, fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 1)
+
+
+def slot_of_others(w, ids, token, e):
+    return w[token].gather(-1, (ids[token] != e).int().argmax(dim=-1, keepdim=True))
+
+
+def slots_of_other_rows(w, ids, token, e):
+    return w[token].gather(-1, (ids == e).int().flip(0).argmax(dim=-1, keepdim=True)[token])
+
+
+def last_slot(w, ids, token, e):
+    return w[token].gather(-1, (ids[token] == e).int().argmax(dim=-1, keepdim=True) * 0 + 1)
+
+
+def ones_beside_rows(w, ids, token, e):
+    return torch.where(ids[token] == e, w[token], torch.ones_like(w[token])).sum(-1)
+
+
+def its_own_filled_rows(w, ids, token, e):
+    return w[token].masked_fill(ids[token] == e, 0).sum(1)
+
+
+def over_rows(w, ids, token, e):
+    return torch.where(ids[token] == e, w[token], torch.zeros_like(w[token])).sum(0).sum() + torch.zeros_like(
+        w[token, 0]
+    )
+
+
+NO_PICKS = (slot_of_others, slots_of_other_rows, last_slot, ones_beside_rows, its_own_filled_rows, over_rows)
+
+
+@pytest.mark.parametrize("pick", NO_PICKS, ids=lambda pick: pick.__name__)
+def test_picked_otherwise(pick):
+    inputs = weights(dtype=torch.float32).values()
+    found = refusals(lambda *given: picked(*given, pick), *inputs, fullgraph=True)
+    assert "routing weights" in found[0].reason
+
+
+@pytest.mark.parametrize("pick", [where_of_rows, slot_of_rows], ids=lambda pick: pick.__name__)
+def test_picked_for_the_next_expert(pick):
+    inputs = weights(dtype=torch.float32).values()
+    assert refusals(lambda *given: picked(*given, pick, number=lambda e: (e + 1) % E), *inputs, fullgraph=True)
+
+
+def test_one_of_two_slots_with_the_same_expert():
+    """The weight of the first slot alone is not what the sum of both weighs."""
+    inputs = weights(dtype=torch.float32).values()
+    program = partial(picked, weighs=slot_of_rows, of=lambda scores, ids: (scores, ids // 2))
+    assert refusals(lambda *given: program(*given), *inputs, fullgraph=True)
 
 
 def column_at_tokens(x, gate, w1, w2, number=lambda e: e):
