@@ -13,6 +13,7 @@ from types import FunctionType
 from torch import nn
 
 from compile_passes.reached import members_named, names_of, package_of, reached, tree_of, words_of
+from compile_passes.zero_sums import is_zero_sum
 
 # How a module's parameters are asked for by a call, and without one; and by which calls for slices in their place, as
 # long as they are not of the module alone.
@@ -67,7 +68,7 @@ def words(kinds: tuple[type[nn.Module], ...]) -> set[str]:
 
 def _parameters(function: FunctionType, *, of_an_expert: bool) -> str | None:
     """By what a function asks for the parameters of a module that slices, or a stack, are not for it: of an expert all
-    but calls for its slices, of others all but those for the first parameter alone.
+    but calls for its slices, of others all but those for the first parameter alone, and for a sum of all times 0.
     """
     if names_of(function.__code__).isdisjoint(_CALLED | _READ):
         return None
@@ -80,7 +81,8 @@ def _parameters(function: FunctionType, *, of_an_expert: bool) -> str | None:
         plain = [node.func for node in calls if not (node.args or node.keywords)]
         fine = {node for node in plain if isinstance(node, ast.Attribute) and node.attr in _SLICES_TOO}
     else:
-        fine = {node for taken in ast.walk(tree) if _takes_the_first(taken) for node in ast.walk(taken)}
+        harmless = [node for node in ast.walk(tree) if _takes_the_first(node) or is_zero_sum(node)]
+        fine = {node for taken in harmless for node in ast.walk(taken)}
     called = {node.func for node in calls}
     asked = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node not in fine)
     return next((node.attr for node in asked if node.attr in _READ or (node.attr in _CALLED and node in called)), None)

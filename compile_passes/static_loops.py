@@ -49,6 +49,7 @@ from compile_passes.source import (
     sure,
 )
 from compile_passes.updates import Updates
+from compile_passes.zero_sums import drop_zero_sums
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ class _Method:
     def __init__(self, module: nn.Module, source: Source) -> None:
         self.module, self.source = module, source
         self.tree = copy.deepcopy(source.tree)
+        self.dropped = drop_zero_sums(self.tree)
         self.said: list[str] = []
         self.unknown: list[str] = []
         self.holds: list[str] = []
@@ -135,6 +137,7 @@ class _Method:
         for loop in [node for node in ast.walk(self.tree) if isinstance(node, ast.For | ast.While)]:
             if self.scope.alive(loop):
                 self._loop(loop)
+        self.said += self.dropped
         if self.said:
             if self.source.function.__globals__.get("torch") is not torch:
                 raise NotStatic("torch is called otherwise there", self.tree)

@@ -39,6 +39,7 @@ from tests.passes.loop_forms import (
     SLOTS,
     SPACE,
     Counter,
+    Missing,
     Subtracts,
     in_a_default,
 )  # fmt: skip
@@ -206,6 +207,79 @@ def test_nothing_of_a_trial_is_left():
         REMEMBERED.clear()
         torch.testing.assert_close(result, twin(tokens(5)), atol=1e-5, rtol=1e-5)
     REMEMBERED.clear()
+
+
+class KeepsParameters(Block):
+    """Parameters of experts without tokens stay in autograd's graph while it trains, as minimind has it."""
+
+    def forward(self, x):
+        shape, x = x.shape, x.view(-1, x.shape[-1])
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            pairs = ids == i
+            if pairs.any():
+                token = pairs.any(dim=-1).nonzero().flatten()
+                out.index_add_(0, token, expert(x[token]) * weights[pairs].view(-1, 1))
+            elif self.training:
+                out[0, 0] += 0 * sum(p.sum() for p in expert.parameters())
+        return out.view(shape)
+
+
+class KeepsParametersInRows(Block):
+    """The same with a sum for rows that there are none of, as minimind had it."""
+
+    def forward(self, x):
+        shape, x = x.shape, x.view(-1, x.shape[-1])
+        weights, ids = self.route(x)
+        x, flat = x.repeat_interleave(self.top_k, dim=0), ids.view(-1)
+        out = torch.empty_like(x)
+        for i, expert in enumerate(self.experts):
+            rows = expert(x[flat == i])
+            if rows.shape[0] > 0:
+                out[flat == i] = rows.to(out.dtype)
+            else:
+                out[flat == i] = sum([w.sum() for w in expert.parameters()]) * 0.0 + rows.to(out.dtype)
+        return (out.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1).view(shape)
+
+
+@pytest.mark.parametrize("kind", [KeepsParameters, KeepsParametersInRows], ids=lambda kind: kind.__name__)
+def test_sums_of_parameters_times_zero(kind):
+    """They are left out, which is said."""
+    model = decoder(kind, training=True)
+    exact, eager = copy.deepcopy(model).double(), copy.deepcopy(model)
+    function, said = prepared(model, fullgraph=True)
+    assert "was proved equal" in said[0] and "which is 0 as long as all weights are finite" in said[0]
+    x = tokens(1)  # fewer pairs than experts
+    torch.testing.assert_close(function(x), eager(x), atol=1e-5, rtol=1e-5)
+    function(x).square().sum().backward()
+    assert counters["moe_ops"]["fused"] == 1
+    assert_no_further(gradients(moe_ops.restore(model)), learnt(eager, 1), learnt(exact, 1))
+
+
+class KeepsMore(Missing):
+    """A sum that is no zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coefficient = 0.0
+
+    def forward(self, x):
+        shape, x = x.shape, x.view(-1, x.shape[-1])
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == i)
+            if token.numel() > 0:
+                out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+            elif self.training:
+                out[0, 0] += self.coefficient * sum(p.sum() for p in expert.parameters())
+        return out.view(shape)
+
+
+def test_sums_of_parameters_that_are_no_zeros():
+    _, said = prepared(decoder(KeepsMore, training=True))
+    assert len(said) == 1 and "KeepsMore.forward asks for parameters" in said[0]
 
 
 class Router(nn.Module):
