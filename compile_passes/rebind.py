@@ -30,7 +30,7 @@ from compile_passes.stack_slices import METHODS
 from compile_passes.stackable import expert_lists, why_not
 from compile_passes.stacking import stack_list
 from compile_passes.static_loops import StaticForm, static_form
-from compile_passes.trial import HOOKS, NotAlone, Trial, bound, takes_hidden_states_alone
+from compile_passes.trial import HOOKS, NotAlone, Trial, apart, bound, takes_hidden_states_alone
 from moe_ops.logs import quiet
 
 # Modules around the one with the loop that are tried for a forward of hidden states alone.
@@ -175,12 +175,18 @@ def _judged(block: nn.Module, forms: Mapping[str, StaticForm], trial: Trial) -> 
     forms = {path: replace(form, converts=_converted(trial.copy.get_submodule(path), form))
              for path, form in forms.items()}  # fmt: skip
     training: bool | None = block.training
+    drew = False
     try:
-        trial.compare(methods, not block.training)
+        drew = trial.compare(methods, not block.training)
         training = None
     except NotStatic:
         pass  # the other mode runs the original
     _check_fused(trial, forms, block.training)
+    if drew:  # of dropout in experts, with which they are not fused
+        try:
+            _check_fused(trial, forms, not block.training)
+        except NotStatic:
+            training = block.training
     return Verdict(forms, training=training, narrower=trial.narrowing.factor)
 
 
@@ -205,7 +211,7 @@ def _check_fused(trial: Trial, forms: Mapping[str, StaticForm], training: bool, 
     methods = {path: form.functions() for path, form in forms.items()}
     kept = Kept(trial.effects, block)
     try:  # what is refused in a trial is part of the verdict
-        with bound(block, methods), torch.set_grad_enabled(training), quiet(logging.CRITICAL):
+        with apart(), bound(block, methods), torch.set_grad_enabled(training), quiet(logging.CRITICAL):
             with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, **allowed):
                 report = explain(block, trial.tokens("many tokens"))
     finally:

@@ -3,7 +3,8 @@
 The copy has random weights, so that the answer is one about the code. Batches: many tokens, one token (all other
 experts are empty), tokens of one direction (all go to the same experts). Compared are outputs, gradients of the inputs
 and of the weights, buffers, and what else the code leaves behind (`effects`), in the dtype of the weights and in
-float64, or in float32 where the code does not run in that. A forward that draws random numbers is not compared at all.
+float64, or in float32 where the code does not run in that. Random numbers start from one seed in both, and both have to
+draw as many: a form that draws for other experts, or in another order, gives other results.
 
 Where memory has no room for copies of full width, they are narrower, and the block itself is run besides them, with
 gradients of the inputs alone; where that is not possible, the trial is made on the CPU.
@@ -56,6 +57,7 @@ class _Result:
     gradients: dict[str, Tensor]
     buffers: dict[str, Tensor]  # and other tensors that it left
     state: dict[str, Any]
+    random: list[Any]  # the generators after it
     drew: bool
 
 
@@ -103,7 +105,7 @@ class Trial:
 
     def _copy(self) -> None:
         try:
-            with _apart():
+            with apart():
                 self.copy = narrow_copy(self.block, self.narrowing, self.device)
         except Exception as error:
             raise NotStatic(f"it cannot be copied: {_said(error)}") from error
@@ -135,8 +137,6 @@ class Trial:
                 except Exception as error:
                     problem = problem or error
                     continue
-                if result.drew:
-                    raise NotStatic("its forward draws random numbers")
                 if result.outputs:
                     return width, flat
         why = "no size of hidden states is known" if problem is None else _said(problem)
@@ -156,14 +156,15 @@ class Trial:
 
     # ---- comparing
 
-    def compare(self, methods: Methods, training: bool) -> None:
-        """Raise NotStatic when ``methods`` in the place of the block's own do anything else than these."""
+    def compare(self, methods: Methods, training: bool) -> bool:
+        """Raise NotStatic when ``methods`` in the place of the block's own do anything else than these; returns whether
+        they draw random numbers.
+        """
         self.copy.train(training)
-        self._compare_exactly(methods, training)
-        for own, width in self._compared(training):
-            self._compare(own, width, self.dtype, methods, training)
+        self._compare_exactly(methods)
+        return sum(self._compare(own, width, self.dtype, methods) for own, width in self._compared(training)) > 0
 
-    def _compare_exactly(self, methods: Methods, training: bool) -> None:
+    def _compare_exactly(self, methods: Methods) -> None:
         """In the dtype of most bits that the code runs in: it may name one of its own, for a router or for sums, beside
         which another does not do.
         """
@@ -172,23 +173,22 @@ class Trial:
             if dtype is self.dtype:
                 return
             try:
-                self._compare(copy.deepcopy(self.copy).to(dtype), self.width, dtype, methods, training)
+                self._compare(copy.deepcopy(self.copy).to(dtype), self.width, dtype, methods)
                 return
             except _DoesNotRun as error:
                 problem = problem or error
         if problem is not None:
             raise problem
 
-    def _compare(self, own: nn.Module, width: int, dtype: torch.dtype, methods: Methods, training: bool) -> None:
-        """One block with and without ``methods``."""
+    def _compare(self, own: nn.Module, width: int, dtype: torch.dtype, methods: Methods) -> bool:
+        """One block with and without ``methods``; whether it draws random numbers."""
+        drew = False
         for batch in BATCHES:
             x = self._tokens(batch, width, self.flat, dtype)
             try:
                 expected = self._run(own, {}, x)
             except Exception as error:
                 raise _DoesNotRun(f"it does not run in {_name(dtype)} on {batch}: {_said(error)}") from error
-            if expected.drew:
-                raise NotStatic("its forward draws random numbers" + " in training" * training)
             if not all(value.isfinite().all() for value in expected.outputs.values()):
                 raise NotStatic(f"it has outputs that are not finite on {batch}")
             try:
@@ -199,6 +199,8 @@ class Trial:
             problem = _difference(found, expected, nudged, dtype)
             if problem is not None:
                 raise NotStatic(f"the static form gives other {problem} on {batch} in {_name(dtype)}")
+            drew |= expected.drew
+        return drew
 
     def _compared(self, training: bool) -> Iterator[tuple[nn.Module, int]]:
         """Blocks to run in their own dtype with and without the static form, one after the other: block, width."""
@@ -217,11 +219,12 @@ class Trial:
         buffers = {name: value.clone() for name, value in block.named_buffers()}
         x = x.clone().requires_grad_()
         try:
-            with _apart(), torch.enable_grad(), bound(block, methods):
+            with apart(), torch.enable_grad(), bound(block, methods):
                 torch.manual_seed(0)
+                random.seed(0)
                 before = _random_state(self.device)
                 out = block.forward(x.clone())
-                drew = any(not _same(one, other) for one, other in zip(before, _random_state(self.device), strict=True))
+                after = _random_state(self.device)
                 leaves = tree_leaves(out)
                 outputs = {f"output {place}": value for place, value in enumerate(leaves)
                            if isinstance(value, Tensor)}  # fmt: skip
@@ -231,7 +234,8 @@ class Trial:
             state["what it returns beside tensors"] = [value for value in leaves if not isinstance(value, Tensor)]
             tensors = {name: value.numbers() for name, value in left.items() if isinstance(value, Written)}
             tensors |= {name: value.clone() for name, value in block.named_buffers()}
-            return _Result({name: value.detach() for name, value in outputs.items()}, gradients, tensors, state, drew)
+            outputs = {name: value.detach() for name, value in outputs.items()}
+            return _Result(outputs, gradients, tensors, state, after, not all(map(_same, before, after)))
         finally:
             kept.put_back()
             with torch.no_grad():
@@ -256,7 +260,7 @@ def bound(block: nn.Module, methods: Methods) -> Iterator[None]:
 
 
 @contextmanager
-def _apart() -> Iterator[None]:
+def apart() -> Iterator[None]:
     """Random states are inside as they were, and outside as if there had been no inside."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     state = random.getstate()
@@ -294,7 +298,7 @@ def _gradients(block: nn.Module, x: Tensor, outputs: Sequence[Tensor]) -> dict[s
 
 def _difference(found: _Result, expected: _Result, nudged: _Result, dtype: torch.dtype) -> str | None:
     """What differs: in kind, or by more than rounding; None when nothing does."""
-    if found.drew:
+    if not all(map(_same, found.random, expected.random)):
         return "random numbers"
     if found.state != expected.state:
         changed = [name for name in expected.state if found.state.get(name) != expected.state[name]]
@@ -400,7 +404,7 @@ def _view(block: nn.Module) -> nn.Module:
     """A copy of the modules on the weights of the block, frozen, without hooks; buffers are copied."""
     memo: dict[int, Any] = {id(weight): nn.Parameter(weight.detach(), False) for weight in block.parameters()}
     memo.update({id(value): value.detach().clone() for value in block.buffers()})
-    with _apart():
+    with apart():
         view = copy.deepcopy(block, memo)
     _drop_hooks(view)
     return view

@@ -24,14 +24,16 @@ class Missing(Block):
 
 
 class Jitter(Missing):
+    """One number for every expert that was hit."""
+
     def forward(self, x):
         x = x.reshape(-1, H)
-        x = x * torch.empty_like(x).uniform_(0.99, 1.01)
         w, ids = self.route(x)
         out = torch.zeros_like(x)
         for e in ids.unique().tolist():
             token, slot = torch.where(ids == e)
-            out.index_add_(0, token, self.experts[e](x[token]) * w[token, slot, None])
+            rows = x[token] * torch.empty(1, dtype=x.dtype).uniform_(0.99, 1.01)
+            out.index_add_(0, token, self.experts[e](rows) * w[token, slot, None])
         return out
 
 
@@ -615,7 +617,7 @@ class TakesIds(Missing):
 
 
 MISSES = {
-    Jitter: "draws random numbers",
+    Jitter: "gives other random numbers",
     CountsHits: "the loop writes self.hits, for experts that were hit alone",
     CountsHitsByAnotherName: "what the loop writes is not chosen by ids.unique",
     CountsInPlace: "what the loop writes is not chosen by ids.unique",

@@ -71,22 +71,17 @@ def test_capacities(count: int, factor: float, policy: str):
     assert (outcome.problem, outcome.fused) == (None, 1)
 
 
-def test_random_policy_is_left_alone():
-    model = layer().eval()
-    assert "left as is. Its forward draws random numbers. Write it as" in prepared(model)
-    assert "forward" not in vars(model.gate)
-
-
-def test_random_in_training_alone():
-    """What was proved is for eval mode: in training the original runs, random numbers and all."""
-    model = layer(second_policy_eval="all").eval()
-    assert prepared(model).endswith("In training the original runs.")
-    other = layer(second_policy_eval="all")
-    other.load_state_dict(model.state_dict())
-    for one in (model.train(), other):
+def test_random_policy():
+    """What is drawn is drawn from the same numbers."""
+    own, other = layer().eval(), layer().eval()
+    assert "was proved equal" in prepared(own)
+    results = []
+    for one in (own, other):
         torch.manual_seed(1)
-        one.result = one(tokens(12))[0]
-    assert torch.equal(model.result, other.result)
+        results.append(one(tokens(12))[0])
+    torch.testing.assert_close(*results)
+    outcome = check(own, tokens(12), fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 1)
 
 
 def test_layers_share_a_sentence():

@@ -614,27 +614,35 @@ def test_what_a_loop_writes_of_its_own():
     assert "The static form is captured" in said
 
 
-def test_random_in_training_alone():
-    """The static form is for eval mode; in training the original runs."""
+class NoisyRouter(Block):
+    """The choice is one of noisy logits, in eval mode, too, as tutorials have it."""
 
-    class Noisy(Unique):
-        def route(self, x):
-            return super().route(x + torch.rand_like(x) * 1e-3 if self.training else x)
+    def forward(self, x):
+        shape, x = x.shape, x.view(-1, x.shape[-1])
+        logits = self.gate(x)
+        best, ids = (logits + torch.randn_like(logits) * F.softplus(logits)).topk(self.top_k)
+        scores = torch.full_like(logits, float("-inf")).scatter(-1, ids, best).softmax(-1)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            mask = (ids == i).any(dim=-1)
+            if mask.any():
+                out[mask] += expert(x[mask]) * scores[mask, i].unsqueeze(1)
+        return out.view(shape)
 
-    torch.manual_seed(0)
-    model = Noisy().eval()
-    calls = []
-    original = Noisy.forward
-    _, said = prepared(model)
-    assert STATIC in vars(model) and "In training the original runs." in said[0]
-    Noisy.forward = lambda self, x: calls.append(x) or original(self, x)
-    model(tokens(2))
-    assert calls == []
-    model.train()(tokens(2))
-    assert len(calls) == 1
-    Noisy.forward = original
-    _, said = prepared(Noisy().train())
-    assert "draws random numbers" in said[0]
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_noise_before_the_loop(training):
+    """The same from the same seed."""
+    model = decoder(NoisyRouter, training=training)
+    single = copy.deepcopy(model)
+    function, said = prepared(model, fullgraph=True)
+    assert "was proved equal" in said[0] and "original runs" not in said[0]
+    results = []
+    for one in (function, single):
+        torch.manual_seed(1)
+        results.append(one(tokens(5)))
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
+    assert counters["moe_ops"]["fused"] == 1
 
 
 class CountsInLists(Unique):
@@ -648,11 +656,11 @@ class CountsInLists(Unique):
             if counts[e] == 0:
                 continue
             token, slot = torch.where(ids == e)
-            out.index_add_(0, token, expert(flat[token]) * w[token, slot, None])
+            out.index_add_(0, token, module.noisy(expert(flat[token])) * w[token, slot, None])
         return out.view_as(x)
 
-    def route(self, x):
-        return super().route(F.dropout(x, 0.5, self.training))
+    def noisy(self, rows):
+        return rows * torch.rand(()) if self.training else rows
 
 
 class Lengths(CountsInLists):
@@ -664,7 +672,7 @@ class Lengths(CountsInLists):
         for e, expert in enumerate(self.experts):
             token, slot = torch.where(ids == e)
             if len(token):
-                out.index_add_(0, token, expert(flat[token]) * w[token, slot, None])
+                out.index_add_(0, token, self.noisy(expert(flat[token])) * w[token, slot, None])
         return out.view_as(x)
 
 
@@ -676,7 +684,7 @@ class Numbers(CountsInLists):
             token, slot = torch.where(ids == e)
             if not token.numel():
                 continue
-            out.index_add_(0, token, expert(flat[token]) * w[token, slot, None])
+            out.index_add_(0, token, self.noisy(expert(flat[token])) * w[token, slot, None])
         return out.view_as(x)
 
 
@@ -687,17 +695,18 @@ class Shapes(CountsInLists):
         for e, expert in enumerate(self.experts):
             token, slot = torch.where(ids == e)
             if token.shape[0]:
-                out.index_add_(0, token, expert(flat[token]) * w[token, slot, None])
+                out.index_add_(0, token, self.noisy(expert(flat[token])) * w[token, slot, None])
         return out.view_as(x)
 
 
 @pytest.mark.parametrize("kind", [CountsInLists, Lengths, Numbers, Shapes])
-def test_dropout_in_training_alone(kind):
-    """Fused in eval mode; in training the original runs, and draws what it would."""
+def test_random_in_training_alone(kind):
+    """Fused in eval mode; in training the original runs, and draws what it would for the experts that were hit."""
     torch.manual_seed(0)
     model = kind().eval()
     single = copy.deepcopy(model)
-    function, _ = prepared(model)
+    function, said = prepared(model)
+    assert STATIC in vars(model) and "In training the original runs." in said[0]
     with torch.no_grad():
         torch.testing.assert_close(function(tokens(4)), single(tokens(4)))
     assert counters["moe_ops"]["fused"] == 1
@@ -707,6 +716,8 @@ def test_dropout_in_training_alone(kind):
         torch.manual_seed(1)
         results.append(one(tokens(4)))
     assert torch.equal(*results) and counters["moe_ops"]["fused"] == 1
+    _, said = prepared(kind().train())
+    assert "gives other random numbers" in said[0]
 
 
 def test_a_loop_that_asks_for_truth_runs_beside_one_that_is_captured():
