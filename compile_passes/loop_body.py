@@ -16,7 +16,7 @@ ELEMENTS = frozenset({"tolist", "cpu", "numpy", "flatten", "squeeze", "view", "r
 POSITIVE = frozenset({"greater", "gt", "ne", "not_equal"})
 
 # What may be left out when nobody reads it.
-_PURE = ELEMENTS | CONVERSIONS | POSITIVE | {"nonzero", "unique", "where", "bool", "argsort"}
+PURE = ELEMENTS | CONVERSIONS | POSITIVE | {"nonzero", "unique", "where", "bool", "argsort", "split"}
 
 
 class Element(ast.NodeTransformer):
@@ -143,7 +143,7 @@ def drop_lists_of_positions(tree: ast.FunctionDef) -> None:
                 node.value = sure(ast.Attribute, sure(ast.Call, node.value).func).value
 
 
-def drop_unread(tree: ast.FunctionDef, pure: frozenset[str] = _PURE) -> None:
+def drop_unread(tree: ast.FunctionDef, pure: frozenset[str] = PURE) -> None:
     """Leave out assignments that nobody reads any more: the lists of hit experts, and their counts.
 
     Args:
@@ -165,6 +165,20 @@ def drop_unread(tree: ast.FunctionDef, pure: frozenset[str] = _PURE) -> None:
                     dropped += 1
         if not dropped:
             return
+
+
+def computes_alone(method: ast.FunctionDef) -> bool:
+    """Whether a method may be left out when nobody reads what it returns."""
+    told = [part for part in method.body[:1] if isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)]
+    parts = [part for statement in method.body if statement not in told for part in ast.walk(statement)]
+    kinds = (ast.Return, ast.Assign)
+    written = [target for part in parts if isinstance(part, ast.Assign) for target in part.targets]
+    calls = [part for part in parts if isinstance(part, ast.Call)]
+    return (
+        all(isinstance(part, kinds) for part in parts if isinstance(part, ast.stmt))
+        and all(isinstance(target, ast.Name) for target in written)
+        and all(called(call) in PURE for call in calls)
+    )
 
 
 def _is_unread(statement: ast.stmt, read_names: set[str], pure: frozenset[str]) -> bool:

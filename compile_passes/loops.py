@@ -380,7 +380,9 @@ def _has_such_loop(tree: ast.AST) -> bool:
     """A loop statement, and an operation whose result size depends on the data, in one function; counts of rows matter
     where a loop reads them, and not beside it.
     """
-    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While)]
+    loops: list[ast.AST] = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While)]
+    if _calls(tree, _CUTS):  # lists that are made of the parts
+        loops += [node for node in ast.walk(tree) if isinstance(node, ast.ListComp)]
     if loops and _calls(tree, _DATA_DEPENDENT - _COUNTS):
         return True
     counted = _assigned(tree, lambda value: _calls(value, _COUNTS))

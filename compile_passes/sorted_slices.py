@@ -17,6 +17,7 @@ import ast
 import copy
 from dataclasses import dataclass
 
+from compile_passes.chunks import chunks_of
 from compile_passes.slice_bounds import Slices, slices_of
 from compile_passes.source import NotStatic, Scope, bodies, called, is_zero, names, subject, sure
 
@@ -39,7 +40,7 @@ def unsort(tree: ast.FunctionDef, scope: Scope, loop: ast.For) -> Slices | None:
     Raises:
         NotStatic: there are, and what they are slices of is not known.
     """
-    slices = slices_of(scope, loop)
+    slices = slices_of(scope, loop) or chunks_of(scope, loop)
     if slices is None:
         return None
     uses = [node for statement in loop.body for node in ast.walk(statement) if _is_slice(node, slices)]
@@ -90,11 +91,12 @@ class _Unsorting(ast.NodeTransformer):
 
     def _without_test(self, statement: ast.stmt) -> list[ast.stmt]:
         """Nothing of `if start == end: continue`, the body of `if start < end`: rows of no token change nothing."""
-        if isinstance(statement, ast.If) and not statement.orelse:
+        if isinstance(statement, ast.If):
             test = ast.unparse(statement.test)
-            if test in self.slices.empty and isinstance(statement.body[0], ast.Continue):
-                return []
-            if test in self.slices.filled:
+            *before, last = statement.body
+            if test in self.slices.empty and isinstance(last, ast.Continue) and all(map(_appends, before)):
+                return [] if not statement.orelse else [statement]
+            if test in self.slices.filled and _names_assigned(statement.orelse) <= _names_assigned(statement.body):
                 return statement.body
         return [statement]
 
@@ -199,6 +201,10 @@ class _Unsorting(ast.NodeTransformer):
         divided = self._divided(value, place)
         if divided is not None:
             return divided
+        size = self._size_of_tokens(value, place)
+        if size is not None and (not self.size or ast.unparse(self.size) == ast.unparse(size)):
+            self.size = size
+            return "token"
         flat = _sorted(value)
         if flat is None or not name or not isinstance(place, ast.Assign):
             return None
@@ -225,6 +231,31 @@ class _Unsorting(ast.NodeTransformer):
             return None
         self.size = size
         return kind
+
+    def _size_of_tokens(self, value: ast.expr, place: ast.stmt) -> ast.expr | None:
+        """K of `tokens[order]`, of the token of every pair."""
+        if not isinstance(value, ast.Subscript) or self._kind(value.slice, place) != "pair":
+            return None
+        made, where = self.scope.resolved(value.value, place)
+        while isinstance(made, ast.Call) and called(made) in ("flatten", "reshape", "view", "contiguous"):
+            made, where = self.scope.resolved(sure(ast.expr, subject(made)), where)
+        if not isinstance(made, ast.Call):
+            return None
+        of, _ = self.scope.resolved(sure(ast.expr, subject(made)), where)
+        numbers, tall = of, False
+        if isinstance(of, ast.Call) and called(of) in ("unsqueeze", "view", "reshape"):
+            numbers, tall = sure(ast.expr, subject(of)), ast.unparse(of.args[-1]) in ("1", "-1")
+        elif isinstance(of, ast.Subscript) and ast.unparse(of.slice) in (":, None", "(:, None)"):
+            numbers, tall = of.value, True
+        if called(self.scope.resolved(numbers, where)[0]) != "arange" or not made.args:
+            return None
+        if called(made) == "repeat_interleave" and not tall:
+            return made.args[-1]
+        if called(made) in ("expand", "repeat") and tall and len(made.args) == 2:
+            return made.args[-1]
+        if called(made) == "expand_as" and tall:
+            return _expr(f"{ast.unparse(made.args[0])}.shape[-1]")
+        return None
 
     # ---- results
 
@@ -381,6 +412,18 @@ class _Spelled(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         return copy.deepcopy(self.values.get(node.id, node)) if isinstance(node.ctx, ast.Load) else node
+
+
+def _appends(statement: ast.stmt) -> bool:
+    """Whether a statement does nothing but to put something in a list."""
+    return isinstance(statement, ast.Expr) and called(statement.value) == "append"
+
+
+def _names_assigned(body: list[ast.stmt]) -> set[str]:
+    """The names that statements assign to; those that do anything else are names of their own."""
+    simple = [part.targets[0] if isinstance(part, ast.Assign) and len(part.targets) == 1 else part for part in body]
+    return {part.id if isinstance(part, ast.Name) else ast.dump(part) for part in simple
+            if not isinstance(part, ast.Pass)}  # fmt: skip
 
 
 def _sorted(value: ast.expr) -> ast.expr | None:

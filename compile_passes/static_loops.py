@@ -19,14 +19,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from compile_passes.chunks import unroll_comprehensions
 from compile_passes.emptiness import Tests, is_empty, without_tests
 from compile_passes.loop_body import (
     ELEMENTS,
     POSITIVE,
+    PURE,
     Element,
     check_after,
     check_body,
     check_tests,
+    computes_alone,
     drop_lists_of_positions,
     drop_unread,
     take_known_branches,
@@ -107,8 +110,10 @@ def static_form(module: nn.Module) -> StaticForm:
     said: list[str] = []
     holds: dict[str, None] = {}
     unknown: list[str] = []
-    for name, source in methods_of(module).items():
-        rewriting = _Method(module, source)
+    found = methods_of(module)
+    pure = PURE.union(name for name, source in found.items() if computes_alone(source.tree))
+    for name, source in found.items():
+        rewriting = _Method(module, source, pure)
         rewriting.run()
         unknown += rewriting.unknown
         if rewriting.said:
@@ -121,12 +126,13 @@ def static_form(module: nn.Module) -> StaticForm:
 
 
 class _Method:
-    """The rewriting of one method, in a copy of its tree."""
+    """The rewriting of one method, in a copy of its tree; ``pure``: calls that are left out where nobody reads them."""
 
-    def __init__(self, module: nn.Module, source: Source) -> None:
-        self.module, self.source = module, source
+    def __init__(self, module: nn.Module, source: Source, pure: frozenset[str]) -> None:
+        self.module, self.source, self.pure = module, source, pure
         self.tree = copy.deepcopy(source.tree)
         self.dropped = drop_zero_sums(self.tree)
+        unroll_comprehensions(self.tree)
         self.said: list[str] = []
         self.unknown: list[str] = []
         self.holds: list[str] = []
@@ -143,7 +149,7 @@ class _Method:
                 raise NotStatic("torch is called otherwise there", self.tree)
             take_known_branches(self.tree, self.dead)
             drop_lists_of_positions(self.tree)
-            drop_unread(self.tree)
+            drop_unread(self.tree, self.pure)
             ast.fix_missing_locations(self.tree)
         else:
             self.holds.clear()

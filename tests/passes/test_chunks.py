@@ -1,0 +1,177 @@
+"""Loops over the chunks that `split` makes of sorted rows: static, fused in one graph, and equal to eager."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import moe_ops
+from benchmarks.loops import Block, E, K
+from compile_passes.rebind import verdict_of
+from tests.passes.test_static_loops import assert_no_further, decoder, gradients, learnt, prepared, tokens
+
+
+class Sorted(Block):
+    """What the others have in common: pairs sorted by expert, in the names that they need."""
+
+    def forward(self, x):
+        flat = x.view(-1, x.shape[-1])
+        weights, ids = self.route(flat)
+        return self.mixed(flat, weights, ids).view_as(x)
+
+
+class Enumerated(Sorted):
+    """Sizes come from a method; an expert without tokens has rows of its own."""
+
+    def sizes(self, ids):
+        """How many there are of each."""
+        counts = torch.bincount(ids, minlength=self.num_experts)
+        return counts.tolist()
+
+    def mixed(self, x, weights, ids):
+        flat = ids.view(-1)
+        order = torch.argsort(flat)
+        chunks = torch.split(x[order // self.top_k], self.sizes(flat[order]), dim=0)
+        outs = []
+        for i, chunk in enumerate(chunks):
+            if chunk.shape[0] > 0:
+                out = self.experts[i](chunk)
+            else:
+                out = torch.empty((0, x.shape[-1]), dtype=chunk.dtype)
+            outs.append(out)
+        rows = torch.cat(outs)
+        back = torch.empty_like(rows)
+        back[order] = rows
+        return (back.view(-1, self.top_k, x.shape[-1]) * weights.unsqueeze(-1)).sum(1)
+
+
+class Zipped(Sorted):
+    """A list by an expression, over experts, tokens and weights; tokens are listed for all pairs."""
+
+    def mixed(self, x, weights, ids):
+        token = torch.arange(len(x), device=x.device).repeat_interleave(self.top_k)
+        flat = ids.reshape(-1)
+        order = torch.argsort(flat)
+        places, scores = token[order], weights.reshape(-1)[order]
+        sizes = torch.bincount(flat, minlength=len(self.experts)).tolist()
+        outs = [
+            expert(x[mine]) * score.unsqueeze(-1)
+            for expert, mine, score in zip(self.experts, torch.split(places, sizes), scores.split(sizes), strict=False)
+            if mine.numel()
+        ]
+        out = torch.zeros_like(x)
+        out.index_add_(0, places, torch.cat(outs, dim=0))
+        return out
+
+
+class ByNumber(Sorted):
+    """Chunks by their numbers, none left out; tokens by `expand`."""
+
+    def mixed(self, x, weights, ids):
+        flat, scores = ids.flatten(), weights.flatten()
+        token = torch.arange(x.size(0)).unsqueeze(1).expand(-1, K).reshape(-1)
+        order = flat.argsort()
+        places, by_row = token[order], scores[order]
+        inputs = torch.split(x[places], torch.bincount(flat, minlength=E).tolist())
+        outs = [self.experts[e](inputs[e]) for e in range(E)]
+        rows = torch.cat(outs, 0) * by_row.unsqueeze(-1)
+        return torch.zeros_like(x).index_add_(0, places, rows)
+
+
+class Continues(Sorted):
+    """An expert without tokens hands its rows on."""
+
+    def mixed(self, x, weights, ids):
+        order = ids.view(-1).argsort(stable=True)
+        inputs = x[order // K].split(torch.bincount(ids.view(-1), minlength=E).tolist())
+        outs = []
+        for e, expert in enumerate(self.experts):
+            if inputs[e].numel() == 0:
+                outs.append(inputs[e])
+                continue
+            outs.append(expert(inputs[e]))
+        rows = torch.cat(outs)
+        back = torch.empty_like(rows)
+        back[order] = rows
+        return (back.view(*ids.shape, -1) * weights[..., None]).sum(1)
+
+
+FORMS = (Enumerated, Zipped, ByNumber, Continues)
+
+
+@pytest.mark.parametrize("kind", FORMS, ids=lambda kind: kind.__name__)
+def test_form(kind):
+    model = decoder(kind, training=True)
+    exact, eager = copy.deepcopy(model).double(), copy.deepcopy(model)
+    function, said = prepared(model, fullgraph=True)
+    assert "was proved equal" in said[0], said
+    found = function(tokens(9))
+    torch.testing.assert_close(found, eager(tokens(9)), atol=1e-5, rtol=1e-5)
+    assert counters["stats"]["unique_graphs"] == counters["moe_ops"]["fused"] == 1
+    found.square().sum().backward()
+    assert_no_further(gradients(moe_ops.restore(model)), learnt(eager, 9), learnt(exact, 9))
+
+
+class Unsorted(ByNumber):
+    """Chunks of rows in the order of the tokens go to experts that these have not chosen."""
+
+    def mixed(self, x, weights, ids):
+        rows = x.repeat_interleave(K, dim=0)
+        inputs = torch.split(rows, torch.bincount(ids.flatten(), minlength=E).tolist())
+        outs = [self.experts[e](inputs[e]) for e in range(E) if inputs[e].shape[0] > 0]
+        return (torch.cat(outs).view(-1, K, x.shape[-1]) * weights.unsqueeze(-1)).sum(1)
+
+
+class OtherCounts(ByNumber):
+    """Chunks as long as those of other experts."""
+
+    def mixed(self, x, weights, ids):
+        order = ids.flatten().argsort()
+        counts = torch.bincount(ids.flatten(), minlength=E).flip(0).tolist()
+        inputs = torch.split(x[order // K], counts)
+        outs = [self.experts[e](inputs[e]) for e in range(E)]
+        rows = torch.cat(outs) * weights.flatten()[order].unsqueeze(-1)
+        return torch.zeros_like(x).index_add_(0, order // K, rows)
+
+
+class FromTheLast(ByNumber):
+    """Experts in the other order."""
+
+    def mixed(self, x, weights, ids):
+        order = ids.flatten().argsort()
+        inputs = torch.split(x[order // K], torch.bincount(ids.flatten(), minlength=E).tolist())
+        outs = [self.experts[E - 1 - e](inputs[e]) for e in range(E)]
+        rows = torch.cat(outs) * weights.flatten()[order].unsqueeze(-1)
+        return torch.zeros_like(x).index_add_(0, order // K, rows)
+
+
+class LeavesOutOne(ByNumber):
+    """Experts with one token are left out as well, where none has any: no results are missed."""
+
+    def mixed(self, x, weights, ids):
+        order = ids.flatten().argsort()
+        token = order // K
+        inputs = torch.split(token, torch.bincount(ids.flatten(), minlength=E).tolist())
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            if inputs[e].shape[0] > 1:
+                out.index_add_(0, inputs[e], expert(x[inputs[e]]))
+        return out
+
+
+MISSES = {
+    Unsorted: "is not known to be rows sorted by expert",
+    OtherCounts: "gives other outputs",
+    FromTheLast: "captured but not fused",
+    LeavesOutOne: "more than a test for an empty expert",
+}
+
+
+@pytest.mark.parametrize("kind", MISSES, ids=lambda kind: kind.__name__)
+def test_left_as_it_is(kind):
+    torch.manual_seed(0)
+    verdict, _ = verdict_of(kind().eval(), "")
+    assert not verdict.forms and MISSES[kind] in verdict.reason
