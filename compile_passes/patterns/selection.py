@@ -22,7 +22,7 @@ from compile_passes.equal import is_float_cast, no_narrower
 from compile_passes.match import Made, Refusal, Spread, Value, everywhere
 from compile_passes.patterns.contraction import alike, axis_of, moves_one, permutation, spread_of
 from compile_passes.patterns.ids import are_distinct, are_in_range, topk_over_experts
-from compile_passes.patterns.rows import counted_off
+from compile_passes.patterns.rows import counted_off, entry_of
 from compile_passes.patterns.signs import is_not_negative
 from compile_passes.reading import Reading
 from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, same_shape, single, two_labelled
@@ -155,6 +155,8 @@ class _Reader:
     def _scatter(self, value: fx.Node, call: Call, depth: int) -> _Sparse | None:
         understood = self.reading.read(value, "scatter scatter_add", "dim index src") is not None
         start, index, shape = self._constant(call["x"]), example(call["index"]), example(value)
+        if start is None and call.name == "scatter":
+            return self._slot_by_slot(value)
         if not understood or start is None or index is None or shape is None or type(index.shape[-1]) is not int:
             return None
         top_k, src = index.shape[-1], call["src"]
@@ -167,6 +169,28 @@ class _Reader:
         if values is None or (call.name == "scatter_add" and start != 0):
             return None
         return self._at(call["index"], top_k, values, start, call.name == "scatter")
+
+    def _slot_by_slot(self, value: fx.Node) -> _Sparse | None:
+        """A scatter for every slot: of ``ids[..., k:k + 1]``, over what the last one wrote."""
+        columns: list[Any] = []
+        start, last, shape = None, value, example(value)
+        while start is None and (call := self.reading.read(last, "scatter", "dim index src")) is not None:
+            if not self._over_experts(last, call["dim"]) or not same_shape(call["src"], call["index"]):
+                return None
+            columns.insert(0, (entry_of(self.reading, call["index"]), call["src"]))
+            start, last = self._constant(call["x"]), call["x"]
+        found = [entry for entry, _ in columns if entry is not None]
+        ids = found[0][0] if found else None
+        held = example(ids)
+        if ids is None or start is None or shape is None or held is None or len(found) < len(columns):
+            return None
+        if not has_shape(ids, *shape.shape[:-1], len(columns)) or any(
+            not self.reading.same(source, ids) or (dim, number) != (held.dim() - 1, slot)
+            for slot, (source, dim, number) in enumerate(found)
+        ):
+            return None
+        values = Made(_ATEN.cat.default, ([_rows(src, 1) for _, src in columns], -1))
+        return self._at(ids, len(columns), values, start, True)
 
     def _at(self, ids: fx.Node, top_k: int, values: Value | float, elsewhere: float, once: bool) -> _Sparse | None:
         if top_k == 0:

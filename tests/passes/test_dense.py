@@ -74,6 +74,32 @@ def escaping(x, gate, w1, w2):
     return torch.einsum("te,teh->th", scores, torch.einsum("ten,ehn->teh", h, w2)), h.mean()
 
 
+def slot_by_slot(x, gate, w1, w2, slots=range(K), of=lambda k: k, fill=0.0, ids_of=lambda ids: ids):
+    """A scatter for every slot, in place; ``of``: the slot whose score it writes."""
+    logits = F.linear(x, gate)
+    best, ids = logits.topk(K)
+    best, ids, scores = best.softmax(-1), ids_of(ids), torch.full_like(logits, fill)
+    for k in slots:
+        scores.scatter_(dim=-1, index=ids[..., k : k + 1], src=best[..., of(k) : of(k) + 1])
+    return every_expert(x, scores, w1, w2)
+
+
+def test_scores_slot_by_slot():
+    outcome = check(slot_by_slot, *weights(dtype=torch.float64).values(), gradients=True, fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 1)
+    swapped = check(lambda *given: slot_by_slot(*given, of=lambda k: K - 1 - k), *weights(dtype=torch.float64).values())
+    assert (swapped.problem, swapped.fused) == (None, 1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"slots": (0, 0)}, {"slots": (1, 0)}, {"fill": 0.1}, {"ids_of": lambda ids: ids // 2}],
+    ids=["one twice", "in another order", "over no zeros", "ids that may be twice"],
+)
+def test_other_scores_slot_by_slot(options):
+    assert refusals(lambda *given: slot_by_slot(*given, **options), *weights(dtype=torch.float32).values())
+
+
 def scattered(x, gate):
     return torch.zeros(x.shape[0], E).scatter(1, *F.linear(x, gate).topk(K, dim=1)[::-1])
 
