@@ -157,11 +157,13 @@ def cure(loop: ExpertLoop, *, tried: bool = False) -> str:
 
 def are_projections(module: nn.Module) -> bool:
     """Whether the experts that ``module`` has as modules, if there are any, have matrices as those of a gated or plain
-    layer of two projections, and biases.
+    layer of two projections, and biases. Lists of equal length beside each other have a projection each.
     """
+    lists = [[*child.children()] for name, child in module.named_children() if number_of_experts(module, name, child)]
+    if len({len(inner) for inner in lists}) == 1:
+        lists = [[nn.ModuleList(parts) for parts in zip(*lists, strict=True)]]
     experts = [module.get_submodule(key) for key in numbered_experts(module)[1]]
-    experts += [expert for name, child in module.named_children() if number_of_experts(module, name, child)
-                for expert in child.children()]  # fmt: skip
+    experts += [expert for inner in lists for expert in inner]
     weights = [{name: weight.dim() for name, weight in expert.named_parameters()} for expert in experts]
     return all(
         list(dims.values()).count(2) in (2, 3) and all(dim == 2 or "bias" in name for name, dim in dims.items())

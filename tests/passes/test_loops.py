@@ -165,6 +165,16 @@ def test_experts_of_a_stacked_list_are_projections():
     assert are_projections(moe_ops.stack_experts_(Loop()))
 
 
+@pytest.mark.parametrize("projections", [1, 2, 3, 4])
+def test_lists_of_projections_beside_each_other(projections):
+    """As many lists as an expert has projections."""
+    model = Loop()
+    del model.experts
+    for number in range(projections):
+        model.add_module(f"{'abcd'[number]}_experts", nn.ModuleList(nn.Linear(H, H) for _ in range(E)))
+    assert are_projections(model) == (projections in (2, 3))
+
+
 @pytest.mark.parametrize("kind", ["mlp", *OTHER_EXPERTS])
 def test_experts_that_are_called_by_numbers_are_looked_at_one_by_one(kind):
     model = nn.Module()
