@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import torch
@@ -85,6 +86,8 @@ class Ends:
                 factor = self.factor(reader, value)
                 if factor is None:
                     return None
+                if scale == 1:
+                    factor, scale = self._without_number(factor)
                 value = reader
             elif kept[0] is None and (found := self._kept_by(reader, value)) is not None:
                 kept, value = found, reader
@@ -102,6 +105,19 @@ class Ends:
             return None
         other = call["y"] if call["x"] is value else call["x"]
         return other if type(other) in (int, float) else None
+
+    def _without_number(self, factor: fx.Node) -> tuple[fx.Node, int | float]:
+        """Weights of rows, and the number that they are multiplied by: ``weights[token, slot, None] * 2.5``."""
+        scaled = self.reading.uncast(factor, self.floor)
+        call, held = self.reading.read(scaled, "mul", "y"), example(scaled)
+        for one, other in (("x", "y"), ("y", "x")) if call is not None else ():
+            weights, number = call[one], call[other]  # type: ignore[index]
+            before = example(weights)
+            if before is None or held is None or not (type(number) in (int, float) and isfinite(number)):
+                continue
+            if before.dtype.is_floating_point and before.dtype == held.dtype and same_shape(weights, scaled):
+                return weights, number
+        return factor, 1
 
     def factor(self, reader: fx.Node, value: fx.Node) -> fx.Node | None:
         """What the multiplication ``reader`` multiplies ``value`` [..., H] by: one number for each of its rows."""

@@ -104,7 +104,16 @@ def pairs_of_flattened(w, ids, token, e):
     return w[ids == e]
 
 
-PICKS = (where_of_rows, filled_rows, rows_of_both, slot_of_rows, rows_of_slots, slot_by_nonzero, pairs_of_flattened)
+def scaled_slot(w, ids, token, e):
+    return 2.5 * slot_of_rows(w, ids, token, e)
+
+
+def scaled_pairs(w, ids, token, e):
+    return (w[ids == e] * 0.5).unsqueeze(-1)
+
+
+PICKS = (where_of_rows, filled_rows, rows_of_both, slot_of_rows, rows_of_slots, slot_by_nonzero, pairs_of_flattened,
+         scaled_slot, scaled_pairs)  # fmt: skip
 
 
 @pytest.mark.parametrize("pick", PICKS, ids=lambda pick: pick.__name__)
@@ -140,7 +149,16 @@ def over_rows(w, ids, token, e):
     )
 
 
-NO_PICKS = (slot_of_others, slots_of_other_rows, last_slot, ones_beside_rows, its_own_filled_rows, over_rows)
+def scaled_by_number(w, ids, token, e):
+    return w[ids == e] * (e + 1)
+
+
+def scaled_by_rows(w, ids, token, e):
+    return w[ids == e] * w[token, 0]
+
+
+NO_PICKS = (slot_of_others, slots_of_other_rows, last_slot, ones_beside_rows, its_own_filled_rows, over_rows,
+            scaled_by_rows)  # fmt: skip
 
 
 @pytest.mark.parametrize("pick", NO_PICKS, ids=lambda pick: pick.__name__)
@@ -154,6 +172,11 @@ def test_picked_otherwise(pick):
 def test_picked_for_the_next_expert(pick):
     inputs = weights(dtype=torch.float32).values()
     assert refusals(lambda *given: picked(*given, pick, number=lambda e: (e + 1) % E), *inputs, fullgraph=True)
+
+
+def test_scaled_otherwise_for_every_expert():
+    inputs = weights(dtype=torch.float32).values()
+    assert refusals(lambda *given: picked(*given, scaled_by_number), *inputs, fullgraph=True)
 
 
 def test_one_of_two_slots_with_the_same_expert():
