@@ -239,6 +239,8 @@ class _Bounds:
     def _is_behind_zero(self, value: ast.expr) -> bool:
         """Whether ``value`` is a 0 and the ends behind it: padded, or put together."""
         for made in _chain(value, self.scope, self.loop):
+            if called(made) in ("zeros", "new_zeros"):
+                return self._ends_written(made)
             if called(made) == "pad":
                 given = sure(ast.Call, made).args
                 padded = len(given) > 1 and ast.unparse(given[1]) in ("(1, 0)", "[1, 0]")
@@ -252,6 +254,17 @@ class _Bounds:
             if isinstance(made, ast.List) and len(made.elts) == 2 and isinstance(made.elts[1], ast.Starred):
                 return is_zero(made.elts[0]) and _is_cumulated(made.elts[1].value, self.scope, self.loop)
         return False
+
+    def _ends_written(self, zeros: ast.expr) -> bool:
+        """Whether the one thing that is written into ``zeros`` are the ends, behind the first: `bounds[1:] = ...`."""
+        statements = [part for part in self.scope.statements() if isinstance(part, ast.Assign)]
+        held = {ast.unparse(part.targets[0]) for part in statements if part.value is zeros}
+        written = [
+            part for part in statements
+            if isinstance(to := part.targets[0], ast.Subscript) and ast.unparse(to.value) in held
+        ]  # fmt: skip
+        behind = [ast.unparse(sure(ast.Subscript, part.targets[0]).slice) for part in written]
+        return behind == ["1:"] and _is_cumulated(written[0].value, self.scope, written[0])
 
 
 def _before(ends: str, number: str) -> frozenset[str]:

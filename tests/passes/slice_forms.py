@@ -33,6 +33,26 @@ class OffsetsBehindZero(Sorting):
         return out
 
 
+class WrittenBehindZero(Sorting):
+    """Bounds that are written into zeros; the token of every pair is listed."""
+
+    def infer(self, x, ids, w):
+        listed = torch.arange(len(x)).unsqueeze(1).expand_as(ids).flatten()
+        ordered, order = ids.flatten().sort()
+        token, weights = listed[order], w.flatten()[order]
+        ends = torch.zeros(E + 1, dtype=torch.long)
+        ends[1:] = torch.bincount(ordered, minlength=E).cumsum(0)
+        bounds = ends.tolist()
+        out = torch.zeros_like(x)
+        for e in range(E):
+            start, end = bounds[e], bounds[e + 1]
+            if start == end:
+                continue
+            mine = token[start:end]
+            out.index_add_(0, mine, self.experts[e](x[mine]) * weights[start:end].unsqueeze(-1))
+        return out
+
+
 class PaddedEndsInTheSlices(Sorting):
     def infer(self, x, ids, w):
         flat = ids.flatten()
@@ -269,9 +289,27 @@ class FirstIsLost(Sorting):
         return out
 
 
+class WrittenTwice(Sorting):
+    """Near miss: the first of the bounds is no zero."""
+
+    def infer(self, x, ids, w):
+        order = ids.flatten().argsort()
+        ends = torch.zeros(E + 1, dtype=torch.long)
+        ends[1:] = torch.bincount(ids.flatten(), minlength=E).cumsum(0)
+        ends[0] = 1
+        bounds = ends.tolist()
+        out = torch.zeros_like(x)
+        for e in range(E):
+            token = order[bounds[e] : bounds[e + 1]] // K
+            weights = w.view(-1)[order[bounds[e] : bounds[e + 1]], None]
+            out.index_add_(0, token, self.experts[e](x[token]) * weights)
+        return out
+
+
 FORMS = [
-    OffsetsBehindZero, PaddedEndsInTheSlices, EndOfTheOneBefore, RunningStart, StartsAndEnds, CollectedBehindZero,
-    BufferAddedToTokens, BufferPutBackByTheInverse, BufferPutBackByPlaces, ListAddedToTokens, TokenAndSlot,
+    OffsetsBehindZero, WrittenBehindZero, PaddedEndsInTheSlices, EndOfTheOneBefore, RunningStart, StartsAndEnds,
+    CollectedBehindZero, BufferAddedToTokens, BufferPutBackByTheInverse, BufferPutBackByPlaces, ListAddedToTokens,
+    TokenAndSlot,
 ]  # fmt: skip
 # Near misses, and what is said of them.
 MISSES = {
@@ -280,4 +318,5 @@ MISSES = {
     LeftSorted: "outs is not put in the order of the pairs again",
     CountsOfOthers: "The static form gives other outputs",
     FirstIsLost: "The static form gives other outputs",
+    WrittenTwice: "No loop in it is over the experts that were hit",
 }
