@@ -68,25 +68,12 @@ class Zipped(Sorted):
 
 
 class ByNumber(Sorted):
-    """Chunks by their numbers, none left out; tokens by `expand`."""
+    """Chunks by their numbers; tokens by `expand`; an expert without tokens hands its rows on."""
 
     def mixed(self, x, weights, ids):
-        flat, scores = ids.flatten(), weights.flatten()
         token = torch.arange(x.size(0)).unsqueeze(1).expand(-1, K).reshape(-1)
-        order = flat.argsort()
-        places, by_row = token[order], scores[order]
-        inputs = torch.split(x[places], torch.bincount(flat, minlength=E).tolist())
-        outs = [self.experts[e](inputs[e]) for e in range(E)]
-        rows = torch.cat(outs, 0) * by_row.unsqueeze(-1)
-        return torch.zeros_like(x).index_add_(0, places, rows)
-
-
-class Continues(Sorted):
-    """An expert without tokens hands its rows on."""
-
-    def mixed(self, x, weights, ids):
         order = ids.view(-1).argsort(stable=True)
-        inputs = x[order // K].split(torch.bincount(ids.view(-1), minlength=E).tolist())
+        inputs = x[token[order]].split(torch.bincount(ids.view(-1), minlength=E).tolist())
         outs = []
         for e, expert in enumerate(self.experts):
             if inputs[e].numel() == 0:
@@ -99,7 +86,7 @@ class Continues(Sorted):
         return (back.view(*ids.shape, -1) * weights[..., None]).sum(1)
 
 
-FORMS = (Enumerated, Zipped, ByNumber, Continues)
+FORMS = (Enumerated, Zipped, ByNumber)
 
 
 @pytest.mark.parametrize("kind", FORMS, ids=lambda kind: kind.__name__)
@@ -115,7 +102,7 @@ def test_form(kind):
     assert_no_further(gradients(moe_ops.restore(model)), learnt(eager, 9), learnt(exact, 9))
 
 
-class Unsorted(ByNumber):
+class Unsorted(Sorted):
     """Chunks of rows in the order of the tokens go to experts that these have not chosen."""
 
     def mixed(self, x, weights, ids):
@@ -125,7 +112,7 @@ class Unsorted(ByNumber):
         return (torch.cat(outs).view(-1, K, x.shape[-1]) * weights.unsqueeze(-1)).sum(1)
 
 
-class OtherCounts(ByNumber):
+class OtherCounts(Sorted):
     """Chunks as long as those of other experts."""
 
     def mixed(self, x, weights, ids):
@@ -137,7 +124,7 @@ class OtherCounts(ByNumber):
         return torch.zeros_like(x).index_add_(0, order // K, rows)
 
 
-class FromTheLast(ByNumber):
+class FromTheLast(Sorted):
     """Experts in the other order."""
 
     def mixed(self, x, weights, ids):
@@ -148,7 +135,7 @@ class FromTheLast(ByNumber):
         return torch.zeros_like(x).index_add_(0, order // K, rows)
 
 
-class LeavesOutOne(ByNumber):
+class LeavesOutOne(Sorted):
     """Experts with one token are left out as well, where none has any: no results are missed."""
 
     def mixed(self, x, weights, ids):
