@@ -127,6 +127,14 @@ def _expert(routed, pair, exists, SIZES: gl.constexpr):
         return load_expert(routed[0], routed[1], pair, exists, SIZES[0][1], SIZES[0][2])
 
 
+@gluon.constexpr_function
+def _at_least_a_warp(size):
+    """A power of two from `size` on, and of lanes: where several held the same pair, they would vote who counts it, see
+    `hopper._by_one_lane`.
+    """
+    return max(1 << (size - 1).bit_length(), 32)
+
+
 @gluon.jit
 def _tasks(UP: gl.constexpr, SIZES: gl.constexpr):
     """This program's tasks of GEMM 1, first and past the last: all programs have as many, as all wait for the last."""
@@ -147,10 +155,9 @@ def _bring(given, SIZES: gl.constexpr):
     pdl_wait(SIZES[0][4])
     if SIZES[0][6]:
         if gl.program_id(0) == 0:
-            counted = is_counted(load_ptr, True)
-            for pair in range(TOP_K):
-                expert = _expert(routed, pair, pair >= 0, SIZES)
-                count_pairs(load_ptr, counted, expert, expert * 0 + 1, expert < SIZES[0][1])
+            pair = gl.arange(0, _at_least_a_warp(TOP_K), layout=gl.BlockedLayout([1], [32], [1], [0]))
+            expert = _expert(routed, pair, pair < TOP_K, SIZES)
+            count_pairs(load_ptr, is_counted(load_ptr, True), expert, expert * 0 + 1, expert < SIZES[0][1])
     first, past = _tasks(UP, SIZES)
     place = 0
     KIND: gl.constexpr = 1 if UP[0][6] else 0

@@ -27,7 +27,7 @@ from moe_ops.kernels.triton.tile_loads import CONCAT, INTERLEAVED, expert_rows
 from moe_ops.kernels.triton.util import (
     INTERPRETED,
     cdiv,
-    count_pairs,
+    count_pair,
     is_counted,
     load_expert,
     next_power_of_2,
@@ -290,7 +290,7 @@ def _small_glu_kernel(
                 up_sum += tl.load(shift + bias_row * BIAS_STRIDES[1], mask=valid, other=0.0).to(tl.float32)
         value = apply_activation(gate_sum, up_sum, alpha, limit, ACTIVATION, GLU > 0)
         tl.store(h + pair.to(tl.int64) * N + column, round_to(value, h.dtype.element_ty), mask=valid)
-        count_pairs(load_ptr, counted, expert, tl.full([], 1, tl.int32), None)
+        count_pair(load_ptr, counted, expert)
 
 
 @triton.jit

@@ -221,3 +221,12 @@ def count_pairs(load_ptr, counted, expert, pairs, mask):
     if load_ptr is not None:
         if counted != 0:
             tl.atomic_add(load_ptr + 1 + expert, pairs.to(tl.int64), mask=mask, sem="relaxed")
+
+
+@triton.jit
+def count_pair(load_ptr, counted, expert):
+    """`count_pairs` of a pair, whose expert is held here: by the one lane that could, not by all that agree on it, of
+    whom ptxas would have a vote (`hopper._by_one_lane`).
+    """
+    lane = tl.arange(0, 32)
+    count_pairs(load_ptr, counted, expert + lane, lane * 0 + 1, lane == 0)
