@@ -284,12 +284,16 @@ def assert_cuda_graph_safe(
             return
         # what asks the device is to be found in the graph, and not to break it
         allowed = torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)
-        with _fresh(function), allowed, _as_one_graph(function, inputs, run):
-            if on_gpu:
-                with contained():
-                    _assert_compiled_replays(function, variants, backend, run)
-            else:
-                _assert_no_incompatible_node(function, inputs, backend, run)
+        try:
+            with _fresh(function), allowed, _as_one_graph(function, inputs, run):
+                if on_gpu:
+                    with contained():
+                        _assert_compiled_replays(function, variants, backend, run)
+                else:
+                    _assert_no_incompatible_node(function, inputs, backend, run)
+        except IndexError:  # Dynamo's own, of x[:, n] by a number that was allowed
+            assert_no_graph_breaks(function, inputs, backend="eager", backward=backward)
+            raise
         # Inductor may take a number that was allowed out of the graph: without the permission the caller's call breaks
         assert_no_graph_breaks(function, inputs, backend="eager", backward=backward)
 

@@ -705,6 +705,16 @@ def test_a_number_that_inductor_takes_out_of_the_graph_breaks_the_callers(functi
         assert_cuda_graph_safe(function, INPUTS)
 
 
+def test_an_index_that_only_the_data_knows_is_said_by_its_line() -> None:
+    """Where Dynamo may capture the number, indexing by it raises an error of torch's own."""
+
+    def indexed(x: torch.Tensor) -> torch.Tensor:
+        return x[:, int(x[0, 0].abs()) % 4]
+
+    with pytest.raises(AssertionError, match=r"^it does not compile as one graph:\n  return x\[:, int.*kit\.py:\d+"):
+        assert_cuda_graph_safe(indexed, INPUTS)
+
+
 @pytest.mark.parametrize("operator", ["cond", "while_loop"])
 def test_branches_of_the_host_are_not_capturable(operator: str) -> None:
     def branches(x: torch.Tensor) -> torch.Tensor:
