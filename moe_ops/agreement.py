@@ -10,6 +10,7 @@ from __future__ import annotations
 from ast import literal_eval
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from moe_ops.pairs import count_pairs, local_ids
 
 T = TypeVar("T")
 _REFUSED = "refused: "
+_GAVE_UP = "gave up: "
 _SEPARATOR = "\x1f"
 
 #: Of a group: how many have had its name so far, and how many exchanges it has had; the same numbers on all ranks.
@@ -63,18 +65,29 @@ def _post(group: Group, text: str) -> tuple[Any, int]:
 def exchange_texts(op: str, group: Group, text: str) -> list[str]:
     """What every rank wrote, in rank order."""
     store, number = _post(group, text)
-    texts = []
+    texts: list[str] = []
     for rank in range(group.size):
         try:
             texts.append(text if rank == group.rank else store.get(f"{number}/{rank}").decode())
         except RuntimeError as late:
-            raise RuntimeError(
+            raise _given_up(
+                store,
+                f"{number}/{group.rank}",
                 f"{op}: rank {rank} of group {group.name!r} did not call it within {store.timeout}. Every rank of the "
-                "group must call it, as often and in the same order; look for an error of that rank."
+                "group must call it, as often and in the same order; look for an error of that rank.",
             ) from late
+        if texts[-1].startswith(_GAVE_UP):
+            raise _given_up(store, f"{number}/{group.rank}", texts[-1][len(_GAVE_UP) :])
     if number:  # whoever wrote this has read all that came before
         store.delete_key(f"{number - 1}/{group.rank}")
     return texts
+
+
+def _given_up(store: Any, key: str, message: str) -> RuntimeError:
+    """The error, left under ``key`` for ranks that come later: they would wait for this one's tensors."""
+    with suppress(RuntimeError):  # the store itself may be gone
+        store.set(key, _GAVE_UP + message)
+    return RuntimeError(message)
 
 
 def agree(op: str, group: Group, device: torch.device, facts: dict[str, Any]) -> None:
@@ -88,7 +101,8 @@ def agree(op: str, group: Group, device: torch.device, facts: dict[str, Any]) ->
 
     Raises:
         ValueError: on every rank, the same message: a rank has another value, or refused its arguments.
-        RuntimeError: a rank did not come within the time that torch.distributed was initialised with.
+        RuntimeError: a rank did not come within the time that torch.distributed was initialised with; that rank raises
+            it as well when it comes.
     """
     facts = {"call": op, "moe_ops.debug()": "on" if debugging.active() else "off", **facts}
     text = _SEPARATOR.join(f"{name}={value}" for name, value in facts.items())
