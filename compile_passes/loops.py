@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from compile_passes.dispatchers import has_dispatcher
 from compile_passes.reached import names_of, of_torch, reached, tree_of
 from compile_passes.source import call_it_self
 
@@ -375,7 +376,7 @@ def cuts_by_numbers(module: nn.Module) -> bool:
 
 def loops_over_data(kind: type[nn.Module]) -> bool:
     """Whether ``forward`` of a class, or a method or function that it calls, loops over what only the data knows."""
-    return any(_has_such_loop(tree) for tree in _forward_code(kind))
+    return any(_has_such_loop(tree) for tree in _forward_code(kind)) or has_dispatcher(kind)
 
 
 def _has_such_loop(tree: ast.AST) -> bool:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from compile_passes.chunks import unroll_comprehensions
+from compile_passes.dispatchers import without_dispatchers, without_own_gradients
 from compile_passes.emptiness import Tests, is_empty, without_tests
 from compile_passes.loop_body import (
     ELEMENTS,
@@ -110,6 +111,7 @@ def static_form(module: nn.Module) -> StaticForm:
     said: list[str] = []
     holds: dict[str, None] = {}
     unknown: list[str] = []
+    beside: list[_Method] = []
     found = methods_of(module)
     pure = PURE.union(name for name, source in found.items() if computes_alone(source.tree))
     for name, source in found.items():
@@ -120,8 +122,13 @@ def static_form(module: nn.Module) -> StaticForm:
             methods[name], sources[name] = rewriting.tree, source
             said += rewriting.said
             holds.update(dict.fromkeys(rewriting.holds))
+        elif rewriting.beside:
+            beside.append(rewriting)
     if not methods:
         raise NotStatic(unknown[0] if unknown else "no loop in it is over the experts that were hit")
+    for other in beside:
+        methods[other.source.name], sources[other.source.name] = other.tree, other.source
+        said += other.beside
     return StaticForm(methods, sources, tuple(said), tuple(holds))
 
 
@@ -132,6 +139,7 @@ class _Method:
         self.module, self.source, self.pure = module, source, pure
         self.tree = copy.deepcopy(source.tree)
         self.dropped = drop_zero_sums(self.tree)
+        self.beside = without_own_gradients(self.tree)
         unroll_comprehensions(self.tree)
         self.said: list[str] = []
         self.unknown: list[str] = []
@@ -143,8 +151,10 @@ class _Method:
         for loop in [node for node in ast.walk(self.tree) if isinstance(node, ast.For | ast.While)]:
             if self.scope.alive(loop):
                 self._loop(loop)
+        self.said += without_dispatchers(self.tree, self.scope, self.source.function)
         self.said += self.dropped
         if self.said:
+            self.said += self.beside
             if self.source.function.__globals__.get("torch") is not torch:
                 raise NotStatic("torch is called otherwise there", self.tree)
             take_known_branches(self.tree, self.dead)
