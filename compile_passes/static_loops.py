@@ -53,7 +53,7 @@ from compile_passes.source import (
     sure,
 )
 from compile_passes.updates import Updates
-from compile_passes.zero_sums import drop_zero_sums
+from compile_passes.zero_sums import drop_results_of_zeros, drop_zero_sums
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class _Method:
     def __init__(self, module: nn.Module, source: Source, pure: frozenset[str]) -> None:
         self.module, self.source, self.pure = module, source, pure
         self.tree = copy.deepcopy(source.tree)
-        self.dropped = drop_zero_sums(self.tree)
+        self.dropped = drop_zero_sums(self.tree) + drop_results_of_zeros(self.tree)
         self.beside = without_own_gradients(self.tree)
         unroll_comprehensions(self.tree)
         self.said: list[str] = []

@@ -282,6 +282,83 @@ def test_sums_of_parameters_that_are_no_zeros():
     assert len(said) == 1 and "KeepsMore.forward asks for parameters" in said[0]
 
 
+class RunsOnZeros(Block):
+    """Experts without tokens run on zeros, as Nemotron-H has it."""
+
+    def forward(self, x):
+        shape, x = x.shape, x.view(-1, x.shape[-1])
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == i)
+            if token.numel() > 0:
+                out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+            else:
+                nothing = expert(torch.zeros_like(x[0]).unsqueeze(0))
+                out = out + nothing
+        return out.view(shape)
+
+
+class RunsOnZerosInTraining(Block):
+    def forward(self, x):
+        shape, x = x.shape, x.view(-1, x.shape[-1])
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == i)
+            if token.numel() > 0:
+                out[token] += expert(x[token]) * weights[token, slot, None]
+            elif self.training:
+                out += expert(x.new_zeros(1, x.shape[-1]))
+        return out.view(shape)
+
+
+@pytest.mark.parametrize("kind", [RunsOnZeros, RunsOnZerosInTraining], ids=lambda kind: kind.__name__)
+def test_results_of_zeros(kind):
+    """They are left out, which is said."""
+    model = decoder(kind, training=True)
+    exact, eager = copy.deepcopy(model).double(), copy.deepcopy(model)
+    function, said = prepared(model, fullgraph=True)
+    assert "was proved equal" in said[0] and "which experts make of zeros, and which is 0" in said[0]
+    x = tokens(1)  # fewer pairs than experts
+    torch.testing.assert_close(function(x), eager(x), atol=1e-5, rtol=1e-5)
+    function(x).square().sum().backward()
+    assert counters["moe_ops"]["fused"] == 1
+    assert_no_further(gradients(moe_ops.restore(model)), learnt(eager, 1), learnt(exact, 1))
+
+
+class RunsBiasesOnZeros(RunsOnZeros):
+    """Of zeros experts make their biases here, which every token gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(H, 8, bias=False), nn.SiLU(), nn.Linear(8, H)) for _ in self.experts
+        )
+
+
+class RunsOnMoreThanZeros(RunsOnZeros):
+    """Another condition than one on tokens."""
+
+    def forward(self, x):
+        flat = x.view(-1, x.shape[-1])
+        weights, ids = self.route(flat)
+        out = torch.zeros_like(flat)
+        for i, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == i)
+            if token.numel() > 1:
+                out.index_add_(0, token, expert(flat[token]) * weights[token, slot, None])
+            else:
+                out = out + expert(torch.zeros_like(flat[:1]))
+        return out.view(x.shape)
+
+
+@pytest.mark.parametrize(("kind", "why"), [(RunsBiasesOnZeros, "other outputs"), (RunsOnMoreThanZeros, "no test for")])
+def test_results_of_zeros_that_count(kind, why):
+    _, said = prepared(decoder(kind))
+    assert len([line for line in said if why in line]) == 1, said
+
+
 class Router(nn.Module):
     """A router that brings its weights to another dtype in its first call, where it is asked to."""
 
