@@ -22,6 +22,7 @@ from torch import nn
 from compile_passes.chunks import unroll_comprehensions
 from compile_passes.dispatchers import without_dispatchers, without_own_gradients
 from compile_passes.emptiness import Tests, is_empty, without_tests
+from compile_passes.inherited import call_by_name, inherited_methods, is_inherited
 from compile_passes.loop_body import (
     ELEMENTS,
     POSITIVE,
@@ -94,7 +95,7 @@ class StaticForm:
         for name, tree in self.methods.items():
             own = copy.deepcopy(tree)
             mode = [] if training is None else [f"{'' if training else 'not '}{_given(own)[0]}.training"]
-            if self.holds or mode:
+            if (self.holds or mode) and not is_inherited(name):  # what calls that is the original then
                 own.body[:0] = [_original_unless(own, self.sources[name], [*self.holds, *mode])]
             made[name] = build(self.sources[name], own, self.helpers.get(name, ()))
         return made
@@ -111,8 +112,9 @@ def static_form(module: nn.Module) -> StaticForm:
     said: list[str] = []
     holds: dict[str, None] = {}
     unknown: list[str] = []
-    beside: list[_Method] = []
+    beside: dict[str, _Method] = {}
     found = methods_of(module)
+    found |= inherited_methods(module, found)
     pure = PURE.union(name for name, source in found.items() if computes_alone(source.tree))
     for name, source in found.items():
         rewriting = _Method(module, source, pure)
@@ -122,14 +124,31 @@ def static_form(module: nn.Module) -> StaticForm:
             methods[name], sources[name] = rewriting.tree, source
             said += rewriting.said
             holds.update(dict.fromkeys(rewriting.holds))
-        elif rewriting.beside:
-            beside.append(rewriting)
+        else:
+            beside[name] = rewriting
     if not methods:
         raise NotStatic(unknown[0] if unknown else "no loop in it is over the experts that were hit")
-    for other in beside:
-        methods[other.source.name], sources[other.source.name] = other.tree, other.source
-        said += other.beside
+    for name, other in beside.items():
+        if other.beside:
+            methods[name], sources[name] = other.tree, other.source
+            said += other.beside
+    _call_inherited(module, found, beside, methods, sources)
     return StaticForm(methods, sources, tuple(said), tuple(holds))
+
+
+def _call_inherited(
+    module: nn.Module, found: Mapping[str, Source], unchanged: Mapping[str, _Method],
+    methods: dict[str, ast.FunctionDef], sources: dict[str, Source],
+) -> None:  # fmt: skip
+    """Have methods call what is changed of those that `super()` calls, which makes them changed, too."""
+    waiting = True
+    while waiting:
+        waiting = False
+        for name, source in found.items():
+            tree = methods[name] if name in methods else unchanged[name].tree
+            if call_by_name(type(module), name, tree, methods):
+                methods[name], sources[name] = tree, source
+                waiting = True
 
 
 class _Method:
