@@ -153,7 +153,19 @@ def cure(loop: ExpertLoop, *, tried: bool = False) -> str:
         text = f"{weights} {call} in place of the loop."
     else:
         text = f"store the experts as stacked [E, N, K] weights, and replace the loop by {call}."
+    if _leaves_tokens_out(type(loop.module)):
+        text += " Pairs that the loop leaves out, of tokens beyond a capacity, have the id -1 there."
     return first + text if first else text[0].upper() + text[1:]
+
+
+def _leaves_tokens_out(kind: type[nn.Module]) -> bool:
+    """Whether a loop asks whether an expert has more tokens than something, other than 0 and 1."""
+    loops = [loop for tree in _forward_code(kind) for loop in ast.walk(tree) if isinstance(loop, ast.For)]
+    asked = [node.test for loop in loops for node in ast.walk(loop) if isinstance(node, ast.If | ast.IfExp)]
+    tests = [part for test in asked if _asks_for_numbers(test) for part in ast.walk(test)]
+    more = [test for test in tests if isinstance(test, ast.Compare)
+            and isinstance(test.ops[0], ast.Gt | ast.GtE | ast.Lt | ast.LtE)]  # fmt: skip
+    return any(not isinstance(test.comparators[0], ast.Constant) for test in more)
 
 
 def are_projections(module: nn.Module) -> bool:
@@ -434,12 +446,14 @@ def _names(tree: ast.AST) -> set[str]:
 
 def decides(node: ast.AST) -> bool:
     """An `if` on what tensors hold, or on how many positions there are: `if mask.any():`, `if token.shape[0] == 0:`."""
-    if not isinstance(node, ast.If):
-        return False
-    calls = [part for part in ast.walk(node.test) if isinstance(part, ast.Call)]
+    return isinstance(node, ast.If) and _asks_for_numbers(node.test)
+
+
+def _asks_for_numbers(test: ast.expr) -> bool:
+    calls = [part for part in ast.walk(test) if isinstance(part, ast.Call)]
     asked = {_name(part.func) for part in calls}
     asked |= {"size" for part in calls if _name(part.func) == "len" and isinstance(part.args[0], ast.Name)}
-    sizes = any(isinstance(part, ast.Attribute) and part.attr == "shape" for part in ast.walk(node.test))
+    sizes = any(isinstance(part, ast.Attribute) and part.attr == "shape" for part in ast.walk(test))
     return bool(asked & {"any", "all", "numel", "size", "sum"}) or sizes
 
 

@@ -21,7 +21,7 @@ from compile_passes.class_counts import FIX_CLASSES, without_class_counts
 from compile_passes.compat import is_disabled
 from compile_passes.loops import ExpertGroup, are_projections, has_router, makes_lists
 from compile_passes.match import functions, module_of
-from moe_ops.graphs import TORCH
+from moe_ops.graphs import TORCH, operation
 
 #: What to do about a graph break.
 MEND = (
@@ -37,6 +37,8 @@ _ALLOW_NUMBERS = (
     "Where rows are cut by counts, moe_ops.compile(model) allows that capture; by hand: "
     "torch._dynamo.config.capture_scalar_outputs = True (which fullgraph=True sets). Elsewhere: "
 )
+# Operations by which experts are chosen for a token, or tokens for an expert.
+_CHOOSING = frozenset({"topk", "argmax", "max", "sort", "argsort", "kthvalue", "multinomial", "fused_topk"})
 _ALLOW = (
     "Where no list is made of what tensors hold, moe_ops.compile(model) allows that capture, and stacks a list of "
     "experts; by hand: torch._dynamo.config.capture_dynamic_output_shape_ops = True (which fullgraph=True sets), and "
@@ -97,12 +99,14 @@ class Seen:
         in_graphs: ids of their weights that are in a graph.
         reported: ids of their weights that a fused or refused block, or a call of ours, takes.
         modules: paths of the modules in which such blocks are.
+        chosen: whether something is chosen in a graph that holds experts' weights.
     """
 
     experts: list[ExpertGroup]
     in_graphs: set[int] = field(default_factory=set)
     reported: set[int] = field(default_factory=set)
     modules: set[str] = field(default_factory=set)
+    chosen: bool = False
 
     def __post_init__(self) -> None:
         self._weights = {id(weight) for group in self.experts for weight in group.weights}
@@ -112,7 +116,9 @@ class Seen:
         """Remember which weights are inputs of a captured graph."""
         names = [node.name for node in gm.graph.nodes if node.op == "placeholder"]
         self._inputs = dict(zip(names, map(id, inputs), strict=False))
-        self.in_graphs |= self._weights.intersection(self._inputs.values())
+        held = self._weights.intersection(self._inputs.values())
+        self.in_graphs |= held
+        self.chosen |= bool(held) and any(map(_chooses, _nodes(gm)))
 
     def report(self, node: fx.Node) -> str:
         """Remember the experts' weights next to ``node``, which belongs to a block that is reported.
@@ -184,10 +190,32 @@ def explanation(model: nn.Module, group: ExpertGroup, seen: Seen, stops: Sequenc
             "Its experts are not two projections with an activation between them, which is what is fused.",
             "Nothing is to be done for torch.compile, which captures them as they are.",
         )
+    if not seen.chosen:
+        return (
+            "Its weights are in a captured graph in which nothing is chosen, by topk, argmax or a sort: all experts "
+            "count for every token, or they are given with it.",
+            "Nothing to do where all of them count, as in a soft mixture: no call of moe_ops computes that. Where a "
+            "token is given with its experts' ids: moe_ops.fused_experts(hidden_states, gate_up_proj, down_proj, "
+            "topk_weights, topk_ids).",
+        )
     return (
         "Its weights are in a captured graph, but not in a form in which experts are recognised.",
-        "Call moe_ops.fused_experts(hidden_states, gate_up_proj, down_proj, topk_weights, topk_ids) in its place.",
+        "Where every token has the ids and weights of as many experts, call moe_ops.fused_experts(hidden_states, "
+        "gate_up_proj, down_proj, topk_weights, topk_ids) in its place, with the id -1 for a pair that is dropped. No "
+        "call computes experts that choose their tokens, or as many for a token as pass a threshold.",
     )
+
+
+def _nodes(gm: fx.GraphModule) -> Iterator[fx.Node]:
+    """The operations of a captured graph, those of checkpointed regions included."""
+    for part in gm.modules():
+        if isinstance(part, fx.GraphModule):
+            yield from (node for node in part.graph.nodes if node.op in ("call_function", "call_method"))
+
+
+def _chooses(node: fx.Node) -> bool:
+    parts = operation(node).strip(".").split(".")
+    return not _CHOOSING.isdisjoint(parts)
 
 
 def _disabled(model: nn.Module, group: ExpertGroup) -> tuple[str, str] | None:

@@ -105,9 +105,31 @@ class _Loop:
                 refusal = refusal or found
             elif found is not None:
                 return Loop(self.ups, self.first.down, body, *found)
-        return refusal or self._no(
-            "The rows that an expert of the loop takes, or what becomes of its results, are no known way to route: "
-            "neither all tokens times its weights, nor the rows of torch.where(ids == e), added or assigned back."
+        return (
+            refusal
+            or self._tokens_of_experts()
+            or self._no(
+                "The rows that an expert of the loop takes, or what becomes of its results, are no known way to route: "
+                "neither all tokens times its weights, nor the rows of torch.where(ids == e), added or assigned back."
+            )
+        )
+
+    def _tokens_of_experts(self) -> Refusal | None:
+        """The refusal of experts that choose their tokens: every one takes those of its row of a list of tokens."""
+        rows = [row for row in map(self.ends.taken, self.experts) if row is not None]
+        listed = [entry_of(self.reading, self.order.bare(row.index)) for row in rows if isinstance(row.index, fx.Node)]
+        lists = [one for one in listed if one is not None]
+        shape = example(lists[0][0]) if lists else None
+        if len(lists) != self.count or shape is None or shape.dtype != torch.int64:
+            return None
+        if [one[1:] for one in lists] != [(0, expert.number) for expert in self.experts]:
+            return None
+        if any(one[0] is not lists[0][0] for one in lists) or not equal_sizes(shape.shape[0], self.count):
+            return None
+        return Refusal(
+            self.first.down.anchor,
+            f"Experts choose their tokens here, by {in_words(lists[0][0])}: a token has as many experts as chose it.",
+            "Nothing to do: what is fused are the experts that every token chose, of which all have as many.",
         )
 
     def _of_count(self, up: Product) -> Weight:

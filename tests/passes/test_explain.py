@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from torch._dynamo.utils import counters
 
 import compile_passes
 import moe_ops
+from benchmarks.loops import Block
 from compile_passes.__main__ import main
 from compile_passes.tiny import model_of, tiny_model
 from tests.corpus.families import available, build, tokens
@@ -215,6 +217,62 @@ def test_a_break_in_one_layer_is_no_reason_of_another():
     rows = {row.module: row for row in moe_ops.explain(model, weights(dtype=torch.float32)["x"]).refused}
     assert "cuts the block in pieces" in rows["first"].reason
     assert "not in a form in which experts are recognised" in rows["second"].reason
+
+
+class Chosen(Block):
+    """Experts choose their tokens."""
+
+    def forward(self, x):
+        flat = x.view(-1, x.shape[-1])
+        scores, tokens = self.gate(flat).softmax(-1).T.topk(2)
+        out = torch.zeros_like(flat)
+        for e, expert in enumerate(self.experts):
+            out[tokens[e]] += expert(flat[tokens[e]]) * scores[e, :, None]
+        return out.view_as(x)
+
+
+class OfRelu(Block):
+    """As many experts for a token as have a positive gate."""
+
+    def forward(self, x):
+        gates = torch.relu(self.gate(x))
+        return sum(gates[..., e, None] * expert(x) for e, expert in enumerate(self.experts))
+
+
+class Limited(Block):
+    """An expert takes two tokens at most."""
+
+    def forward(self, x):
+        flat = x.view(-1, x.shape[-1])
+        weights, ids = self.route(flat)
+        out = torch.zeros_like(flat)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == e)
+            token, slot = (token[: self.top_k], slot[: self.top_k]) if token.numel() > self.top_k else (token, slot)
+            if token.numel() > 0:
+                out.index_add_(0, token, expert(flat[token]) * weights[token, slot, None])
+        return out.view_as(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason", "cure"),
+    [
+        (Chosen, "Experts choose their tokens here, by `scores, tokens =", "Nothing to do: what is fused"),
+        (OfRelu, "in which nothing is chosen", "no call of moe_ops computes that"),
+        (Limited, "is more than a test for an empty expert", "of tokens beyond a capacity, have the id -1"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_no_call_computes(kind, reason, cure):
+    """The cure is no call that computes something else."""
+    torch.manual_seed(0)
+    model = kind().eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        moe_ops.compile(model, backend="moe_ops_eager")
+    with torch.no_grad():
+        (row,) = moe_ops.explain(model, torch.randn(1, 9, 16)).refused
+    assert reason in row.reason and cure in row.cure
 
 
 class DenseConvolutions(torch.nn.Module):
