@@ -16,7 +16,7 @@ from torch import fx
 
 from compile_passes.equal import is_float_cast, no_narrower
 from compile_passes.patterns.chains import Expert
-from compile_passes.patterns.rows import Order
+from compile_passes.patterns.rows import Order, entry_of
 from compile_passes.safety import readers_of_numbers
 from compile_passes.vocabulary import example, has_shape, rank, same_shape
 
@@ -28,11 +28,22 @@ _NOTHING: frozenset[fx.Node] = frozenset()
 
 
 @dataclass(frozen=True)
+class Entry:
+    """Entry ``number`` of ``source`` [N], as a tensor without dimensions."""
+
+    source: fx.Node
+    number: int
+
+
+Scale = int | float | Entry
+
+
+@dataclass(frozen=True)
 class End:
     """What becomes of one expert's results: ``value``, multiplied by ``factor`` if at all, meets ``reader``.
 
     ``mask``: where the results are not replaced by zeros, if some are; with ``others`` where they are. ``scale``: a
-    number that multiplies them, too.
+    number that multiplies them, too, or the entry of a tensor.
     """
 
     value: fx.Node
@@ -40,7 +51,7 @@ class End:
     reader: fx.Node
     mask: fx.Node | None = None
     others: bool = False
-    scale: int | float = 1
+    scale: Scale = 1
 
 
 @dataclass(frozen=True)
@@ -74,7 +85,7 @@ class Ends:
         """From an expert's result, as ``reader`` reads it, to what sums or collects the results of all."""
         factor = None
         kept: tuple[fx.Node | None, bool] = (None, False)
-        scale: int | float = 1
+        scale: Scale = 1
         while True:
             if self.reading.read(reader, "cast") is not None and is_float_cast(reader, value, self.wide):
                 value = reader
@@ -98,25 +109,33 @@ class Ends:
                 return None
             (reader,) = readers
 
-    def _number(self, reader: fx.Node, value: fx.Node) -> int | float | None:
-        """The number that ``reader`` multiplies ``value`` by."""
+    def _number(self, reader: fx.Node, value: fx.Node) -> Scale | None:
+        """The number, or the entry of a tensor, that ``reader`` multiplies ``value`` by."""
         call = self.reading.read(reader, "mul", "y")
         if call is None or not same_shape(reader, self.reading.operand(value)):
             return None
         other = call["y"] if call["x"] is value else call["x"]
-        return other if type(other) in (int, float) else None
+        return other if type(other) in (int, float) else self._entry(other)
 
-    def _without_number(self, factor: fx.Node) -> tuple[fx.Node, int | float]:
-        """Weights of rows, and the number that they are multiplied by: ``weights[token, slot, None] * 2.5``."""
+    def _entry(self, value: Any) -> Entry | None:
+        """``scale[e]`` of floats [N]: it has no dimensions, and changes no dtype of what it multiplies."""
+        held = example(value)
+        found = entry_of(self.reading, value) if held is not None and held.dim() == 0 else None
+        known = found is not None and rank(found[0]) == 1 and held is not None and held.dtype.is_floating_point
+        return Entry(found[0], found[2]) if found is not None and known else None
+
+    def _without_number(self, factor: fx.Node) -> tuple[fx.Node, Scale]:
+        """Weights of rows, and what they are multiplied by: ``weights[token, slot, None] * 2.5``, or ``scale[e]``."""
         scaled = self.reading.uncast(factor, self.floor)
         call, held = self.reading.read(scaled, "mul", "y"), example(scaled)
         for one, other in (("x", "y"), ("y", "x")) if call is not None else ():
             weights, number = call[one], call[other]  # type: ignore[index]
             before = example(weights)
-            if before is None or held is None or not (type(number) in (int, float) and isfinite(number)):
+            scale = number if type(number) in (int, float) and isfinite(number) else self._entry(number)
+            if before is None or held is None or scale is None:
                 continue
             if before.dtype.is_floating_point and before.dtype == held.dtype and same_shape(weights, scaled):
-                return weights, number
+                return weights, scale
         return factor, 1
 
     def factor(self, reader: fx.Node, value: fx.Node) -> fx.Node | None:

@@ -24,14 +24,14 @@ import torch
 from torch import fx
 
 from compile_passes.equal import is_float_cast, narrower
-from compile_passes.match import Body, Combine, Dispatch, Made, Product, Refusal, Spread, Value, Weight, in_words
+from compile_passes.match import Body, Combine, Dispatch, Made, Product, Refusal, Spread, Weight, in_words
 from compile_passes.patterns.activation import recognise_body
 from compile_passes.patterns.capacity import recognise_capacity
 from compile_passes.patterns.chains import Expert
 from compile_passes.patterns.combine import final_cast, recognise_combine
 from compile_passes.patterns.counts import counts_of
 from compile_passes.patterns.dense import recognise_dense
-from compile_passes.patterns.ends import End, Ends, Step, chain_of
+from compile_passes.patterns.ends import End, Ends, Entry, Scale, Step, chain_of
 from compile_passes.patterns.ids import are_distinct, are_in_range
 from compile_passes.patterns.pairs import Chosen, Pairs, no_loop
 from compile_passes.patterns.routed import routed_rows
@@ -40,9 +40,10 @@ from compile_passes.patterns.selection import Selection, without_zeros
 from compile_passes.patterns.slices import all_rows, cut_up, parts_of, slices_of
 from compile_passes.patterns.slots import dropped_unless
 from compile_passes.reading import Reading
-from compile_passes.vocabulary import equal_sizes, example, rank, same_shape
+from compile_passes.vocabulary import equal_sizes, example, has_shape, rank, same_shape
 
 _ANY, _CAST, _SCALED = torch.ops.aten.any.dim, torch.ops.aten.to.dtype, torch.ops.aten.mul.Scalar
+_TAKEN, _TIMES = torch.ops.aten.index_select.default, torch.ops.aten.mul.Tensor
 _RESHAPE = torch.ops.aten.reshape.default
 
 
@@ -94,7 +95,7 @@ class _Loop:
         followed = [end for _, found in reached for end in found]
         self.ended = [expert for expert, found in reached for _ in found]
         ends = [end for end in followed if end is not None]
-        whole = len(ends) == len(followed) and len({end.scale for end in ends}) == 1
+        whole = len(ends) == len(followed) and self._are_scaled_alike(ends)
         plain = [self._of_all_tokens, self._of_slots, self._of_slices] if whole and ends[0].scale == 1 else []
         by_row = [self._of_rows, self._of_split_pairs] if whole else []
         ways = [*plain, *by_row] if len(ends) == self.count else []
@@ -113,6 +114,16 @@ class _Loop:
                 "neither all tokens times its weights, nor the rows of torch.where(ids == e), added or assigned back."
             )
         )
+
+    def _are_scaled_alike(self, ends: Sequence[End]) -> bool:
+        """Whether one number multiplies all results, or those of every expert its own entry of one tensor [E]."""
+        scales = [end.scale for end in ends]
+        entries = [scale for scale in scales if isinstance(scale, Entry)]
+        if not entries:
+            return len({*scales}) == 1
+        source = entries[0].source
+        own = [Entry(source, expert.number) for expert in self.ended]
+        return entries == own and has_shape(source, self.count)
 
     def _tokens_of_experts(self) -> Refusal | None:
         """The refusal of experts that choose their tokens: every one takes those of its row of a list of tokens."""
@@ -434,21 +445,32 @@ class _Loop:
         if routed is not None:
             kept, pairs_ = (Made(_RESHAPE, (one, [-1, chosen.top_k])) for one in (Made(_ANY, (routed, -1)), ids))
             dispatch = replace(dispatch, ids=dropped_unless(kept, pairs_))
+        if scale != 1 and isinstance(scale, Entry) and not are_in_range(self.reading, ids, self.count):
+            return Refusal(
+                ids, "The expert ids cannot be proved to be in [0, number of experts), of which every one has a scale.",
+                "Take the ids from topk, max or argmax over the experts.",
+            )  # fmt: skip
         if scale != 1:
-            combine = replace(combine, weights=self._scaled(combine.weights, scale, weighed[0].node))
+            combine = replace(combine, weights=self._scaled(chosen, scale, weighed[0].node))
         return dispatch, combine
 
-    def _scaled(self, weights: Value, scale: int | float, given: fx.Node) -> Made:
+    def _scaled(self, chosen: Selection, scale: Scale, given: fx.Node) -> Made:
         """``scale`` times routing weights, in no fewer bits than the original has for their product with the rows.
 
         Args:
             given: the weights as the graph has them.
         """
-        held = example(given)
+        held, weights = example(given), chosen.weights
+        wide = torch.promote_types(self.floor if held is None else held.dtype, torch.float32)
+        wide = torch.promote_types(wide, self.floor)
         if held is not None:
-            wide = torch.promote_types(torch.promote_types(held.dtype, self.floor), torch.float32)
             weights = Made(_CAST, (weights, wide, False, False, None))
-        return Made(_SCALED, (weights, scale))
+        if not isinstance(scale, Entry):
+            return Made(_SCALED, (weights, scale))
+        ids = Made(_CAST, (Made(_RESHAPE, (chosen.ids, [-1])), torch.int64, False, False, None))
+        own = Made(_CAST, (Made(_TAKEN, (scale.source, 0, ids)), wide, False, False, None))
+        rows = [-1, chosen.top_k]
+        return Made(_TIMES, (Made(_RESHAPE, (weights, rows)), Made(_RESHAPE, (own, rows))))
 
     # ---- one slot after the other
 

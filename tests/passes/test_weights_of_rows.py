@@ -179,6 +179,74 @@ def test_scaled_otherwise_for_every_expert():
     assert refusals(lambda *given: picked(*given, scaled_by_number), *inputs, fullgraph=True)
 
 
+def scaled(x, gate, w1, w2, scale, weighs, of=lambda ids: ids):
+    """Every expert has a scale of its own: ``weighs(rows, weights, scale, e)``."""
+    scores, ids = route(x, gate)
+    ids = of(ids)
+    out = torch.zeros_like(x)
+    for e in range(E):
+        token, slot = torch.where(ids == e)
+        out = out.index_add(0, token, weighs(expert(x[token], w1[e], w2[e]), scores[token, slot, None], scale, e))
+    return out
+
+
+def scaled_weights(rows, w, scale, e):
+    return rows * (w * scale[e])
+
+
+def scaled_results(rows, w, scale, e):
+    return scale[e] * rows * w
+
+
+def scaled_after(rows, w, scale, e):
+    return rows * w * scale.unbind(0)[e]
+
+
+def scaled_as_the_next(rows, w, scale, e):
+    return rows * w * scale[(e + 1) % E]
+
+
+def scaled_by_the_first(rows, w, scale, e):
+    return rows * w * scale[0]
+
+
+def scaled_and_changed(rows, w, scale, e):
+    return rows * w * scale.add_(1)[e]
+
+
+def scaled_inputs(dtype):
+    return [*weights(dtype=dtype).values(), torch.linspace(0.5, 2, E, dtype=dtype)]
+
+
+@pytest.mark.parametrize("weighs", [scaled_weights, scaled_results, scaled_after], ids=lambda one: one.__name__)
+def test_scale_of_every_expert(weighs):
+    outcome = check(
+        lambda *given: scaled(*given, weighs), *scaled_inputs(torch.float64), gradients=True, fullgraph=True
+    )
+    assert (outcome.problem, outcome.fused) == (None, 1)
+
+
+@pytest.mark.parametrize("weighs", [scaled_as_the_next, scaled_by_the_first], ids=lambda one: one.__name__)
+def test_scale_of_another_expert(weighs):
+    assert refusals(lambda *given: scaled(*given, weighs), *scaled_inputs(torch.float32), fullgraph=True)
+
+
+def test_scale_that_changes_in_the_loop():
+    def program(*given):
+        *others, scale = given
+        return scaled(*others, scale.clone(), scaled_and_changed)
+
+    assert refusals(program, *scaled_inputs(torch.float32), fullgraph=True)
+
+
+def test_scale_of_ids_that_may_be_no_experts():
+    found = refusals(
+        lambda *given: scaled(*given, scaled_weights, of=lambda ids: ids * 2 - 1),
+        *scaled_inputs(torch.float32), fullgraph=True,
+    )  # fmt: skip
+    assert "of which every one has a scale" in found[0].reason
+
+
 def test_one_of_two_slots_with_the_same_expert():
     """The weight of the first slot alone is not what the sum of both weighs."""
     inputs = weights(dtype=torch.float32).values()
