@@ -37,6 +37,7 @@ from compile_passes.loop_body import (
     take_known_branches,
 )
 from compile_passes.loops import LISTS, counts_of_experts, decides, has_data_dependent_calls
+from compile_passes.row_calls import by_index
 from compile_passes.slice_bounds import CONVERSIONS, counted, slices_of
 from compile_passes.sorted_slices import unsort
 from compile_passes.source import (
@@ -159,6 +160,7 @@ class _Method:
         self.tree = copy.deepcopy(source.tree)
         self.dropped = drop_zero_sums(self.tree) + drop_results_of_zeros(self.tree)
         self.beside = without_own_gradients(self.tree)
+        by_index(self.tree)
         unroll_comprehensions(self.tree)
         self.said: list[str] = []
         self.unknown: list[str] = []
