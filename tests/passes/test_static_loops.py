@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import pickle
 import random
@@ -29,6 +30,7 @@ from benchmarks.loops import (
 )  # fmt: skip
 from compile_passes import rebind
 from compile_passes.loops import STATIC, find_loops
+from compile_passes.zero_sums import drop_results_of_zeros
 from moe_ops.compat import captured_under
 from tests.passes.loop_forms import (
     ARRAY,
@@ -299,24 +301,9 @@ class RunsOnZeros(Block):
         return out.view(shape)
 
 
-class RunsOnZerosInTraining(Block):
-    def forward(self, x):
-        shape, x = x.shape, x.view(-1, x.shape[-1])
-        weights, ids = self.route(x)
-        out = torch.zeros_like(x)
-        for i, expert in enumerate(self.experts):
-            token, slot = torch.where(ids == i)
-            if token.numel() > 0:
-                out[token] += expert(x[token]) * weights[token, slot, None]
-            elif self.training:
-                out += expert(x.new_zeros(1, x.shape[-1]))
-        return out.view(shape)
-
-
-@pytest.mark.parametrize("kind", [RunsOnZeros, RunsOnZerosInTraining], ids=lambda kind: kind.__name__)
-def test_results_of_zeros(kind):
+def test_results_of_zeros():
     """They are left out, which is said."""
-    model = decoder(kind, training=True)
+    model = decoder(RunsOnZeros, training=True)
     exact, eager = copy.deepcopy(model).double(), copy.deepcopy(model)
     function, said = prepared(model, fullgraph=True)
     assert "was proved equal" in said[0] and "which experts make of zeros, and which is 0" in said[0]
@@ -325,6 +312,21 @@ def test_results_of_zeros(kind):
     function(x).square().sum().backward()
     assert counters["moe_ops"]["fused"] == 1
     assert_no_further(gradients(moe_ops.restore(model)), learnt(eager, 1), learnt(exact, 1))
+
+
+@pytest.mark.parametrize(
+    ("otherwise", "count"),
+    [
+        ("elif self.training: out += expert(x.new_zeros(1, 4))", 1),
+        ("elif self.training: y = torch.zeros(4); out = out + expert(y)", 1),
+        ("else: x = torch.zeros(4); out = out + expert(x)", 0),  # x is read elsewhere
+        ("else: out = expert(torch.zeros(4)) + 1", 0),
+        ("else: out += expert(x)", 0),
+    ],
+)
+def test_what_is_left_out_of_zeros(otherwise, count):
+    text = f"def forward(self, x):\n for expert in self.experts:\n  if x.numel(): out = x\n  {otherwise}\n return out"
+    assert len(drop_results_of_zeros(ast.parse(text).body[0])) == count
 
 
 class RunsBiasesOnZeros(RunsOnZeros):
