@@ -333,6 +333,9 @@ class _Reader:
         for one, other in (("x", "y"), ("y", "x")):
             if type(call[one]) in (int, float) and call[one] == 0:  # of Python's sum
                 return self.sparse(call[other], depth)
+        masked = self._masked_sum(value, call, depth)
+        if masked is not None:
+            return masked
         sides = [self.sparse(self._uncast(call[side]), depth) for side in ("x", "y")]
         for side in sides:
             if side is not None and side.terms and (side.values is not side.sum or side.order != side.terms[0].order):
@@ -346,6 +349,24 @@ class _Reader:
         index, values = (Made(_ATEN.cat.default, ([getattr(term, name) for term in terms], -1)) for name in _JOINED)
         top_k = sum(term.top_k for term in terms)
         return _Sparse(index, index, top_k, values, 0.0, False, terms[0].order, tuple(terms), values)
+
+    def _masked_sum(self, value: fx.Node, call: Call, depth: int) -> _Sparse | None:
+        """Logits plus 0 at the ids of their own topk and -inf elsewhere: where NaN or infinity are among the others,
+        they are among the chosen ones, too, and make all of a token's weights NaN.
+        """
+        if not all(same_shape(call[side], value) for side in ("x", "y")):
+            return None
+        for one, other in (("x", "y"), ("y", "x")):
+            found = self.sparse(call[one], depth)
+            if found is None or found.terms or found.elsewhere != -inf or not isinstance(found.values, int | float):
+                continue
+            chosen = topk_over_experts(self.reading, found.ids, self.experts)
+            if found.values != 0 or chosen is None or not chosen.largest:
+                continue
+            values = self._at_ids(found, call[other])
+            if values is not None and self.reading.same(self._uncast(chosen.scores), self._uncast(call[other])):
+                return replace(found, values=values)
+        return None
 
     def _factor(self, found: _Sparse, other: Any, value: fx.Node, depth: int) -> Value | float | None:
         """What ``other`` multiplies the K numbers by; it is finite wherever the product has to be 0."""

@@ -472,3 +472,33 @@ def test_scores_that_stay_and_are_constants_are_no_scores_with_a_gradient(traini
 
     outcome = check(program, *weights(dtype=torch.float64).values(), gradients=training, fullgraph=True)
     assert (outcome.problem, outcome.fused) == (None, 0 if training else 1)
+
+
+def by_sum(x, gate, w1, w2, of=lambda logits: logits, at=0.0, largest=True):
+    """The softmax of logits and a mask of -inf for the experts that were not chosen."""
+    logits = F.linear(x, gate)
+    ids = of(logits).topk(K, largest=largest).indices
+    mask = torch.full_like(logits, float("-inf")).scatter_(-1, ids, at)
+    return every_expert(x, (logits + mask).softmax(-1), w1, w2)
+
+
+def test_mask_that_is_added_to_logits():
+    outcome = check(by_sum, *weights(dtype=torch.float64).values(), gradients=True, fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 1)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_mask_that_is_added_to_logits_that_are_not_finite(value):
+    inputs = weights(dtype=torch.float32)
+    inputs["x"][3] = value
+    outcome = check(by_sum, *inputs.values(), fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 1)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"of": lambda logits: logits.roll(1, 0)}, {"at": 1.0}, {"largest": False}],
+    ids=["of other logits", "of ones", "of the smallest"],
+)
+def test_other_masks_that_are_added_to_logits(given):
+    assert refusals(lambda *inputs: by_sum(*inputs, **given), *weights(dtype=torch.float32).values(), fullgraph=True)
