@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
-import moe_ops
 from benchmarks.loops import Block, E, K
 from compile_passes.rebind import verdict_of
-from tests.passes.test_static_loops import assert_no_further, decoder, gradients, learnt, prepared, tokens
+from tests.passes.test_static_loops import assert_trains_as_eager
 
 
 class Sorted(Block):
@@ -110,15 +106,7 @@ FORMS = (Enumerated, Zipped, ByNumber, ByCalls)
 
 @pytest.mark.parametrize("kind", FORMS, ids=lambda kind: kind.__name__)
 def test_form(kind):
-    model = decoder(kind, training=True)
-    exact, eager = copy.deepcopy(model).double(), copy.deepcopy(model)
-    function, said = prepared(model, fullgraph=True)
-    assert "was proved equal" in said[0], said
-    found = function(tokens(9))
-    torch.testing.assert_close(found, eager(tokens(9)), atol=1e-5, rtol=1e-5)
-    assert counters["stats"]["unique_graphs"] == counters["moe_ops"]["fused"] == 1
-    found.square().sum().backward()
-    assert_no_further(gradients(moe_ops.restore(model)), learnt(eager, 9), learnt(exact, 9))
+    assert_trains_as_eager(kind, 9)
 
 
 class Unsorted(Sorted):

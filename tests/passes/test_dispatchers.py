@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import ast
-import copy
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
-import moe_ops
 from benchmarks.loops import Block, K
 from compile_passes.dispatchers import without_own_gradients
 from compile_passes.rebind import verdict_of
-from tests.passes.test_static_loops import assert_no_further, decoder, gradients, learnt, prepared, tokens
+from tests.passes.test_static_loops import assert_trains_as_eager
 
 
 class Dispatcher:
@@ -77,15 +74,7 @@ class Zipped(Gated):
 
 
 def test_form():
-    model = decoder(Zipped, training=True)
-    exact, eager = copy.deepcopy(model).double(), copy.deepcopy(model)
-    function, said = prepared(model, fullgraph=True)
-    assert "as all rows times the gates" in said[0] and "was proved equal" in said[0], said
-    found = function(tokens(9))
-    torch.testing.assert_close(found, eager(tokens(9)), atol=1e-5, rtol=1e-5)
-    assert counters["stats"]["unique_graphs"] == counters["moe_ops"]["fused"] == 1
-    found.square().sum().backward()
-    assert_no_further(gradients(moe_ops.restore(model)), learnt(eager, 9), learnt(exact, 9))
+    assert "as all rows times the gates" in assert_trains_as_eager(Zipped, 9)
 
 
 def test_list_by_an_expression():
