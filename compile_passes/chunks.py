@@ -11,26 +11,17 @@ from __future__ import annotations
 
 import ast
 import copy
-from dataclasses import dataclass
 
 from compile_passes.slice_bounds import Slices
-from compile_passes.source import Scope, bodies, called, is_zero, names, subject
+from compile_passes.source import CUTS, Scope, bodies, called, is_zero, names, subject
 
 _START, _END, _NUMBER = "_start_", "_end_", "_number_"
-
-
-@dataclass(frozen=True)
-class _Split:
-    """`torch.split(rows, sizes)`."""
-
-    rows: ast.expr
-    sizes: ast.expr
 
 
 def chunks_of(scope: Scope, loop: ast.For) -> Slices | None:
     """The chunks that the loop is over, or takes by its number; their names, and what takes them, become slices."""
     beside, number = _parts(loop)
-    taken = {name: split for name, value in beside.items() if (split := _split(value, scope, loop)) is not None}
+    taken = {name: rows for name, value in beside.items() if (rows := _split(value, scope, loop)) is not None}
     if taken:
         others = {name: value for name, value in beside.items() if name not in taken}
         loop.body[:0] = [
@@ -66,8 +57,7 @@ def unroll_comprehensions(tree: ast.FunctionDef) -> None:
             for test in reversed(over.ifs):
                 inner = ast.If(test, [inner], [])
             loop = ast.For(over.target, over.iter, [inner], [])
-            probe = copy.deepcopy(loop)
-            if _is_of_chunks(scope, statement, probe):
+            if _is_of_chunks(scope, statement, loop):
                 first = ast.Assign([ast.Name(name, ast.Store())], ast.List([], ast.Load()))
                 place = block.index(statement)
                 block[place : place + 1] = [_at(part, statement) for part in (first, loop)]
@@ -122,10 +112,10 @@ def _parts(loop: ast.For) -> tuple[dict[str, ast.expr], str]:
     return {ast.unparse(part): value for part, value in zip(parts, given, strict=True)}, number
 
 
-def _split(value: ast.expr, scope: Scope, place: ast.stmt) -> _Split | None:
-    """`torch.split(rows, sizes, dim=0)`, `rows.split(sizes)`, of rows that nothing changes until ``place``."""
+def _split(value: ast.expr, scope: Scope, place: ast.stmt) -> ast.expr | None:
+    """The rows of `torch.split(rows, sizes, dim=0)`, `rows.split(sizes)`, which nothing changes until ``place``."""
     made, where = scope.resolved(value, place)
-    if not isinstance(made, ast.Call) or called(made) not in ("split", "split_with_sizes"):
+    if not isinstance(made, ast.Call) or called(made) not in CUTS:
         return None
     rows = subject(made)
     rest = [part for part in made.args if part is not rows] + [
@@ -134,28 +124,28 @@ def _split(value: ast.expr, scope: Scope, place: ast.stmt) -> _Split | None:
     dims = [word.value for word in made.keywords if word.arg == "dim"] + rest[1:]
     if rows is None or not rest or isinstance(rest[0], ast.Constant) or not all(map(is_zero, dims)):
         return None
-    return None if scope.changed(rows, where, place) else _Split(rows, rest[0])
+    return None if scope.changed(rows, where, place) else rows
 
 
 class _Slicing(ast.NodeTransformer):
     """Slices in the place of chunks."""
 
-    def __init__(self, scope: Scope, loop: ast.For, number: str, taken: dict[str, _Split]) -> None:
+    def __init__(self, scope: Scope, loop: ast.For, number: str, taken: dict[str, ast.expr]) -> None:
         self.scope, self.loop, self.number, self.taken = scope, loop, number, taken
         self.found: dict[str, None] = {}
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        split = self.taken.get(node.id) if isinstance(node.ctx, ast.Load) else None
-        return node if split is None else self._slice(split)
+        rows = self.taken.get(node.id) if isinstance(node.ctx, ast.Load) else None
+        return node if rows is None else self._slice(rows)
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-        split = None
+        rows = None
         if self.number and isinstance(node.ctx, ast.Load) and ast.unparse(node.slice) == self.number:
-            split = _split(node.value, self.scope, self.loop)
-        return self.generic_visit(node) if split is None else self._slice(split)
+            rows = _split(node.value, self.scope, self.loop)
+        return self.generic_visit(node) if rows is None else self._slice(rows)
 
-    def _slice(self, split: _Split) -> ast.expr:
+    def _slice(self, rows: ast.expr) -> ast.expr:
         ends = ast.Slice(ast.Name(_START, ast.Load()), ast.Name(_END, ast.Load()))
-        made = ast.Subscript(copy.deepcopy(split.rows), ends, ast.Load())
+        made = ast.Subscript(copy.deepcopy(rows), ends, ast.Load())
         self.found[ast.unparse(made)] = None
         return made

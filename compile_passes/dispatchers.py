@@ -21,10 +21,9 @@ from typing import Any
 from torch import nn
 
 from compile_passes.reached import names_of, reached
-from compile_passes.source import NotStatic, Scope, Source, bodies, called, names, read, subject, sure
+from compile_passes.source import CUTS, NotStatic, Scope, Source, bodies, called, names, read, subject, sure
 
 _ADDING = frozenset({"index_add", "index_add_", "scatter_add", "scatter_add_"})
-_CUTTING = frozenset({"split", "split_with_sizes"})
 # Calls of a leaf of zeros whose own gradient nobody reads: it is not written to.
 _WRITING_ELSEWHERE = frozenset({"scatter", "scatter_add", "index_add", "index_put"})
 _MADE = frozenset({"zeros", "zeros_like", "new_zeros", "full", "full_like"})
@@ -176,7 +175,7 @@ class _Replaced(ast.NodeTransformer):
             rows = sure(ast.expr, adding[0].args[-1])
             cast = ".float()" if called(rows) == "float" else ""
             text = f"sum((_gates_[:, _e_, None] * _out_){cast} for _e_, _out_ in enumerate({given}))"
-        elif calls & _CUTTING:
+        elif calls & CUTS:
             text = f"[{given}] * _gates_.shape[1]"
         else:
             raise NotStatic(f"what {ast.unparse(call)} does is not known", call)

@@ -21,7 +21,7 @@ from torch import nn
 
 from compile_passes.dispatchers import has_dispatcher
 from compile_passes.reached import names_of, of_torch, reached, tree_of
-from compile_passes.source import call_it_self
+from compile_passes.source import CUTS, call_it_self
 
 CAPTURABLE = "grouped_mm"
 # What transformers' `use_experts_implementation` sets on every instance of a class that it decorates.
@@ -46,7 +46,6 @@ _POSITIONS = frozenset({"nonzero", "where"})
 
 # Calls that read numbers of a tensor on the host, and that cut rows by such.
 _NUMBERS = frozenset({"tolist", "item"})
-_CUTS = frozenset({"split", "split_with_sizes"})
 _NAMES_CALLED: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
 #: Why `moe_ops.compile` left the loop of a module as it is.
 LEFT: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
@@ -383,7 +382,7 @@ def names_called(kind: type[nn.Module], depth: int = 3) -> frozenset[str]:
 def cuts_by_numbers(module: nn.Module) -> bool:
     """Whether code of a module, or of those inside of it, splits rows, and reads numbers of tensors on the host."""
     named = frozenset[str]().union(*(names_called(type(inside)) for inside in module.modules()))
-    return not named.isdisjoint(_NUMBERS) and not named.isdisjoint(_CUTS)
+    return not named.isdisjoint(_NUMBERS) and not named.isdisjoint(CUTS)
 
 
 def loops_over_data(kind: type[nn.Module]) -> bool:
@@ -396,7 +395,7 @@ def _has_such_loop(tree: ast.AST) -> bool:
     where a loop reads them, and not beside it.
     """
     loops: list[ast.AST] = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While)]
-    if _calls(tree, _CUTS):  # lists that are made of the parts
+    if _calls(tree, CUTS):  # lists that are made of the parts
         loops += [node for node in ast.walk(tree) if isinstance(node, ast.ListComp)]
     if loops and _calls(tree, _DATA_DEPENDENT - _COUNTS):
         return True

@@ -19,7 +19,8 @@ _MODES: dict[str, Callable[[], Any]] = {
     "torch.no_grad()": torch.no_grad, "torch.no_grad": torch.no_grad,
     "torch.inference_mode()": torch.inference_mode, "torch.enable_grad()": torch.enable_grad,
 }  # fmt: skip
-
+# Calls that cut rows up.
+CUTS = frozenset({"split", "split_with_sizes"})
 
 _Kind = TypeVar("_Kind")
 

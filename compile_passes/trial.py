@@ -162,7 +162,8 @@ class Trial:
         """
         self.copy.train(training)
         self._compare_exactly(methods)
-        return sum(self._compare(own, width, self.dtype, methods) for own, width in self._compared(training)) > 0
+        drew = [self._compare(own, width, self.dtype, methods) for own, width in self._compared(training)]
+        return any(drew)
 
     def _compare_exactly(self, methods: Methods) -> None:
         """In the dtype of most bits that the code runs in: it may name one of its own, for a router or for sums, beside

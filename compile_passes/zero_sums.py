@@ -72,14 +72,13 @@ def _added(body: list[ast.stmt]) -> ast.expr | None:
     *before, last = body
     if not all(isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Name) for part in before):
         return None
-    if isinstance(last, ast.AugAssign) and isinstance(last.op, ast.Add):
-        added: ast.expr | None = last.value
-    else:
-        total = last.value if isinstance(last, ast.Assign) else None
-        to = last.targets[0] if isinstance(last, ast.Assign) else None
-        is_sum = isinstance(total, ast.BinOp) and isinstance(total.op, ast.Add) and isinstance(to, ast.Name)
-        same = is_sum and ast.unparse(to) == ast.unparse(total.left)  # type: ignore[arg-type, union-attr]
-        added = total.right if same and isinstance(total, ast.BinOp) else None
+    match last:
+        case ast.AugAssign(op=ast.Add(), value=added):
+            pass
+        case ast.Assign([ast.Name(to), *_], ast.BinOp(ast.Name(left), ast.Add(), added)) if to == left:
+            pass
+        case _:
+            return None
     parts = [node for part in body for node in ast.walk(part) if isinstance(node, ast.Call)]
     return added if any(called(part) in _ZEROS for part in parts) else None
 

@@ -445,7 +445,7 @@ class _Loop:
         if routed is not None:
             kept, pairs_ = (Made(_RESHAPE, (one, [-1, chosen.top_k])) for one in (Made(_ANY, (routed, -1)), ids))
             dispatch = replace(dispatch, ids=dropped_unless(kept, pairs_))
-        if scale != 1 and isinstance(scale, Entry) and not are_in_range(self.reading, ids, self.count):
+        if isinstance(scale, Entry) and not are_in_range(self.reading, ids, self.count):
             return Refusal(
                 ids, "The expert ids cannot be proved to be in [0, number of experts), of which every one has a scale.",
                 "Take the ids from topk, max or argmax over the experts.",

@@ -20,13 +20,14 @@ from meta.schemes import SCHEMES
 from moe_ops.kernels.triton.config import MMConfig
 from moe_ops.kernels.triton.expert_mm import grouped_mm
 from moe_ops.kernels.triton.launch import ExpertMM
+from tests.cuda.sanitized import weights
 
 E, K, H, I = 32, 8, 2048, 768
 SECONDS = 1.0
 AT_ONCE = 8  # layers that are under way: turns end anywhere in them
-#: Scheme -> tokens, which is to say kernels: of few rows an expert, of 256, of 1024.
+#: Scheme, None without one -> tokens, which is to say kernels: of few rows an expert, of 256, of 1024.
 LAYERS = {
-    "bf16": (1, 16, 1024, 4096),
+    None: (1, 16, 1024, 4096),
     "fp8_block128": (16, 1024),
     "fp8_channel": (1, 4096),
     "mxfp4": (1, 16, 1024, 4096),
@@ -44,29 +45,17 @@ def main() -> None:
     for gathered in (False, True):
         draw(gathered)
     for scheme, sizes in LAYERS.items():
-        made = weights(scheme)
+        made = weights(scheme, E, H, I)
         for T in sizes:
             x, logits = torch.randn(T, H, device="cuda").bfloat16(), torch.randn(T, E, device="cuda")
             for format in ("grouped", "batched"):
-                repeat(f"{scheme} {format} T={T}", partial(layer, x, logits, top_k=K, format=format, **made))
-    made = {name: weight.requires_grad_() for name, weight in weights("bf16").items()}
+                repeat(f"{scheme or 'bf16'} {format} T={T}", partial(layer, x, logits, top_k=K, format=format, **made))
+    made = {name: weight.requires_grad_() for name, weight in weights(None, E, H, I).items()}
     for T in (512, 4096):
         x = torch.randn(T, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         logits = torch.randn(T, E, device="cuda", requires_grad=True)
         repeat(f"gradients T={T}", partial(step, x, logits, made))
     print("ran")
-
-
-def weights(scheme: str) -> dict[str, Any]:
-    """Arguments of a layer."""
-    made: dict[str, Any] = {}
-    for name, (n, k) in {"gate_up": (2 * I, H), "down": (H, I)}.items():
-        weight = torch.randn(E, n, k, device="cuda", dtype=torch.bfloat16) * k**-0.5
-        if scheme == "bf16":
-            made[f"{name}_proj"] = weight
-        else:
-            made[f"{name}_proj"], *made[f"{name}_scales"] = moe_ops.quantize_weight(weight, scheme=scheme)
-    return made if scheme == "bf16" else {**made, "scheme": scheme}
 
 
 def layer(*given: torch.Tensor, **options: Any) -> list[torch.Tensor]:

@@ -77,10 +77,10 @@ def by_the_largest_tile() -> None:
                 moe_ops.fused_moe(x.detach(), logits, top_k=K, format=format, **weights(scheme))
 
 
-def weights(scheme: str | None, experts: int = E) -> dict[str, Any]:
+def weights(scheme: str | None, experts: int = E, width: int = H, inner: int = I) -> dict[str, Any]:
     """Arguments of a layer. The last expert's memory is the last of its allocation."""
     made: dict[str, Any] = {}
-    for name, (n, k) in {"gate_up": (2 * I, H), "down": (H, I)}.items():
+    for name, (n, k) in {"gate_up": (2 * inner, width), "down": (width, inner)}.items():
         weight = (torch.randn(experts, n, k, device="cuda") * k**-0.5).bfloat16()
         if scheme is None:
             made[f"{name}_proj"] = weight

@@ -30,6 +30,7 @@ from benchmarks.loops import (
 )  # fmt: skip
 from compile_passes import rebind
 from compile_passes.loops import STATIC, find_loops
+from compile_passes.rebind import verdict_of
 from compile_passes.zero_sums import drop_results_of_zeros
 from moe_ops.compat import captured_under
 from tests.passes.loop_forms import (
@@ -111,6 +112,13 @@ def assert_trains_as_eager(kind, count: int) -> str:
     found.square().sum().backward()
     assert_no_further(gradients(moe_ops.restore(model)), learnt(eager, count), learnt(exact, count))
     return said[0]
+
+
+def assert_left(kind, reason: str):
+    """A block of ``kind`` stays as it is, for a reason with these words."""
+    torch.manual_seed(0)
+    verdict, _ = verdict_of(kind().eval(), "")
+    assert not verdict.forms and reason in verdict.reason
 
 
 # In inference those whose own code has no gradients, whose experts are no list, or that run other code in training.

@@ -169,29 +169,22 @@ def no_more_tiles(of, place, full, empty, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def tile_of_step(of, stage):
-    """(expert, first, past, column) of `say_tile`."""
-    expert, first = uniform(said(of, stage * 4)), uniform(said(of, stage * 4 + 1))
-    return expert, first, uniform(said(of, stage * 4 + 2)), uniform(said(of, stage * 4 + 3))
-
-
-@gluon.jit
 def said_tile(of, place, full, STAGES: gl.constexpr):
-    """`tile_of_step` number `place`, once that has arrived, to warps that need no table then: of 128 experts it is 16
-    registers of each thread, and some hundred instructions a tile.
+    """(expert, first, past, column) of `say_tile`, once step number `place` has arrived, to warps that need no table
+    then: of 128 experts it is 16 registers of each thread, and some hundred instructions a tile.
     """
-    stage = place % STAGES
-    mbarrier.wait(full.index(stage), (place // STAGES) & 1)
-    return tile_of_step(of, stage)
+    return begun_tile(of, place, full, place, STAGES)
 
 
 @gluon.jit
 def begun_tile(of, place, begun, number, STAGES: gl.constexpr):
-    """`tile_of_step` number `place`, with which tile `number` begins, once that is said. Of every tile `begun` is told,
-    once, and asked, once: of steps, who asks only where tiles begin could be told of one that was there before.
+    """The same of step number `place`, with which tile `number` begins, once that is said. Of every tile `begun` is
+    told, once, and asked, once: of steps, who asks only where tiles begin could be told of one that was there before.
     """
     mbarrier.wait(begun.index(number % STAGES), (number // STAGES) & 1)
-    return tile_of_step(of, place % STAGES)
+    stage = place % STAGES
+    expert, first = uniform(said(of, stage * 4)), uniform(said(of, stage * 4 + 1))
+    return expert, first, uniform(said(of, stage * 4 + 2)), uniform(said(of, stage * 4 + 3))
 
 
 @gluon.jit
