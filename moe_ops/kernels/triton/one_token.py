@@ -77,9 +77,9 @@ def steps_of(slices, w):
 
 
 @gluon.constexpr_function
-def steps_at_once(steps):
+def steps_at_once(steps, most):
     """How many steps are multiplied at a time, so that no product waits for another."""
-    return max(n for n in (1, 2, 3) if steps % n == 0)
+    return max(n for n in (1, 2, 3, 6) if n <= most and steps % n == 0)
 
 
 @gluon.constexpr_function
@@ -104,8 +104,8 @@ def slices_held(slices, bytes_of_slice):
 
 @gluon.constexpr_function
 def bytes_left(quantised):
-    """Of a slice of what GEMM 1 leaves: fp32 where it is quantised."""
-    return SLICE_BYTES.value * (4 if quantised else 1)
+    """Of a slice of what GEMM 1 leaves: 16 bits where it is quantised, too."""
+    return SLICE_BYTES.value * (2 if quantised else 1)
 
 
 @gluon.constexpr_function
@@ -362,7 +362,7 @@ def _leave(value, held, where):
     """
     bits = gl.where(held, value.to(where.dtype.element_ty, bitcast=True), 0)
     column = gl.arange(0, value.shape[0], layout=value.type.layout)
-    gl.store(where + column, gl.where(bits == ABSENT, 0x7FFFFFFF if bits.dtype == gl.int32 else 0x7FFF, bits))
+    gl.store(where + column, gl.where(bits == ABSENT, 0x7FFF, bits))
 
 
 @gluon.jit
@@ -441,7 +441,7 @@ def _unlike(bits, none):
     and where four of a thread are alike ptxas (CUDA 12.8) packs two in e4m3 with what another register holds.
     """
     column = gl.arange(0, bits.shape[1], layout=gl.SliceLayout(0, bits.type.layout))
-    return bits | (none * column)[None, :]
+    return bits | (none * column).to(bits.dtype)[None, :]
 
 
 @gluon.jit
@@ -475,10 +475,11 @@ def _results(h, to, factors, peaks, routed, weights, W: gl.constexpr, SIZES: gl.
         found, none = _awaited(found, where, exists)
         if WHOLE_ROWS:
             peaks._reinterpret(gl.int32, [peaks.shape[0] // COUNT, COUNT], peaks.layout).index(part).store(
-                gl.max(found & 0x7FFFFFFF, axis=1)
+                gl.max((found.to(gl.int32) & 0x7FFF) << 16, axis=1)
             )
         elif W[0][6]:
-            stored, scale = quantize_tile(_unlike(found, none).to(gl.float32, bitcast=True), gl.float8e4nv)
+            values = _unlike(found, none).to(gl.bfloat16, bitcast=True).to(gl.float32)
+            stored, scale = quantize_tile(values, gl.float8e4nv)
             parts.index(part).store(stored)
             of_parts.index(part).store(weight * scale)
         else:
@@ -499,7 +500,7 @@ def _results(h, to, factors, peaks, routed, weights, W: gl.constexpr, SIZES: gl.
             same = (slice // W[0][4])[:, None] == (other // W[0][4])[None, :]
             peak = gl.max(gl.where(same & (other < SLICES_OF_ALL)[None, :], bits[None, :], 0), axis=1)
             scale = group_scale(gl.convert_layout(peak, OF_SLICES).to(gl.float32, bitcast=True), gl.float8e4nv)
-            parts.index(part).store(store_as(values.to(gl.float32, bitcast=True), scale, gl.float8e4nv))
+            parts.index(part).store(store_as(values.to(gl.bfloat16, bitcast=True).to(gl.float32), scale, gl.float8e4nv))
             of_parts.index(part).store(weight * scale)
 
 
@@ -522,7 +523,8 @@ def _multiply(given, SIZES: gl.constexpr):
     pdl_wait(SIZES[0][4])
     first, past = _tasks(UP, SIZES)
     place = 0
-    AT_ONCE: gl.constexpr = steps_at_once(STEPS)
+    AT_ONCE: gl.constexpr = steps_at_once(STEPS, 3)
+    LEFT: gl.constexpr = gl.bfloat16 if UP[0][6] else out.dtype.element_ty
     scales = ()
     if UP[0][6]:
         for n in gl.static_range(AHEAD):
@@ -547,11 +549,11 @@ def _multiply(given, SIZES: gl.constexpr):
             place += AT_ONCE
         value = _activated(total, shift, alpha, limit, UP, ACTIVATION)
         held = _expert(routed, pair, pair >= 0, SIZES) < SIZES[0][1]
-        _leave(value if UP[0][6] else value.to(out.dtype.element_ty), held, h + pair * UP[0][0] + n_start)
+        _leave(value.to(LEFT), held, h + pair * UP[0][0] + n_start)
     of_memory = (words_of, results, full, empty)
     first = gl.program_id(0)
     nothing_down = _by_slices(_nothing(DOWN), None, 0, DOWN)
-    AT_ONCE_DOWN: gl.constexpr = steps_at_once(STEPS_DOWN)
+    AT_ONCE_DOWN: gl.constexpr = steps_at_once(STEPS_DOWN, AHEAD)
     scales = ()
     if DOWN[0][6]:
         for n in gl.static_range(AHEAD):
@@ -721,17 +723,11 @@ class OneToken:
         taken = (SLICE_BYTES.value + 4) * (held + held_down) + 4 * power_of_2(held_down)
         return (TYPICAL.shared_kib * 1024 - PROGRAM_BYTES - taken) // STEP_BYTES.value
 
-    @property
-    def quantised(self) -> bool:
-        """Whether rows are."""
-        return self.up.is_scaled
-
     def room(self, like: torch.Tensor) -> torch.Tensor:
-        """Memory for GEMM 1's results, which `route.route_few` or `fill` makes absent: fp32 where they are quantised,
-        the numbers that other kernels' epilogues quantise.
+        """Memory for GEMM 1's results, which `route.route_few` or `fill` makes absent: 16 bits, bf16 where they are
+        quantised, which keeps four.
         """
-        dtype = torch.int32 if self.quantised else torch.int16
-        return torch.empty((self.top_k, self.up.out_features), dtype=dtype, device=like.device)
+        return torch.empty((self.top_k, self.up.out_features), dtype=torch.int16, device=like.device)
 
     def layer(self, mapped: int, pdl: bool, counted: bool) -> tuple[Any, ...]:
         """Constants: pairs, experts, entries of the map (-1: there is none), steps in shared memory, whether the kernel
