@@ -4,7 +4,10 @@ vectors of bf16, fp16, or e4m3 with scales of their own.
 A thread loads 16 bytes of a row, decodes them in registers and sums their products with the vector; that sum alone is
 multiplied with the scale of its group, and only then threads add theirs up. No decoded weight is ever stored, and with
 16 codes a sum a scale costs next to nothing, exact or not. With four bits the bytes are fewer than a quarter of bf16's
-but the codes are as many: about four instructions each, of which the product is one.
+but the codes are as many: about four instructions each, of which the product is one. Of a token of Qwen3-30B-A3B in
+mxfp4 a warp has 1352 of them in the first kernel, for 256 codes a thread, and 1480 in the second, a quarter of whose
+lanes are behind their rows: one a cycle, schedulers are at it for 4.0 and 2.9 of a layer's 13.9 us on an H200.
+`decoded_few_mm`, whose products the tensor core makes, has 333 for 128 codes a thread, but sorts first.
 """
 
 from __future__ import annotations
