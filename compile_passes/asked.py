@@ -107,6 +107,8 @@ def _class_or_kind(function: FunctionType) -> str | None:
         inside: list[ast.AST] = []
         if isinstance(node, ast.Compare):
             inside = [node.left, *node.comparators]
+            if any(_is_a_container(part, function) for part in inside):
+                inside = []  # `type(out) is tuple`: no module or parameter is one
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _DECIDES:
             inside = [*node.args]
         elif isinstance(node, ast.Subscript):
@@ -116,6 +118,14 @@ def _class_or_kind(function: FunctionType) -> str | None:
         if any(_is_a_class(part) for part in inside):
             return "a class"
     return None
+
+
+def _is_a_container(value: ast.AST, function: FunctionType) -> bool:
+    """`tuple`, `list` or `dict`, where nothing else is called so."""
+    name = value.id if isinstance(value, ast.Name) else ""
+    code = function.__code__
+    other = name in function.__globals__ or name in (*code.co_varnames, *code.co_freevars, *code.co_cellvars)
+    return name in ("tuple", "list", "dict") and not other
 
 
 def _is_a_class(value: ast.AST) -> bool:

@@ -132,15 +132,40 @@ def take_known_branches(tree: ast.FunctionDef, dead: frozenset[int]) -> None:
 
 
 def drop_lists_of_positions(tree: ast.FunctionDef) -> None:
-    """`token.tolist()` that is only used to index is `token`."""
+    """`token.tolist()` that is only used to index is `token`, whether it has a name, one of several, or none."""
+    for block in [inner for node in ast.walk(tree) if isinstance(node, ast.stmt) for inner in bodies(node)]:
+        block[:] = [one for statement in block for one in _one_by_one(statement)]
+    inside: list[ast.expr] = []
+    for taken in [node for node in ast.walk(tree) if isinstance(node, ast.Subscript)]:
+        if isinstance(taken.slice, ast.Tuple):
+            taken.slice.elts = [_positions(part) for part in taken.slice.elts]
+            inside += taken.slice.elts
+        else:
+            taken.slice = _positions(taken.slice)
+            inside.append(taken.slice)
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and called(node.value) == "tolist" and isinstance(node.targets[0], ast.Name):
             name = node.targets[0].id
             reads = sum(isinstance(part, ast.Name) and part.id == name for part in ast.walk(tree)) - 1
-            slices = [part.slice for part in ast.walk(tree) if isinstance(part, ast.Subscript)]
-            inside = [part for index in slices for part in (index.elts if isinstance(index, ast.Tuple) else [index])]
             if reads == sum(isinstance(part, ast.Name) and part.id == name for part in inside):
-                node.value = sure(ast.Attribute, sure(ast.Call, node.value).func).value
+                node.value = _positions(node.value)
+
+
+def _one_by_one(statement: ast.stmt) -> list[ast.stmt]:
+    """`a, b = p.tolist(), q.tolist()` as a statement for each, where none reads what another one writes."""
+    target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+    value = statement.value if isinstance(statement, ast.Assign) else None
+    if not isinstance(target, ast.Tuple) or not isinstance(value, ast.Tuple) or len(target.elts) != len(value.elts):
+        return [statement]
+    if not all(called(part) == "tolist" for part in value.elts) or names(target) & names(value):
+        return [statement]
+    pairs = zip(target.elts, value.elts, strict=True)
+    return [ast.copy_location(ast.Assign([one], part), statement) for one, part in pairs]
+
+
+def _positions(value: ast.expr) -> ast.expr:
+    """What a list is made of by `.tolist()`."""
+    return sure(ast.Attribute, sure(ast.Call, value).func).value if called(value) == "tolist" else value
 
 
 def drop_unread(tree: ast.FunctionDef, pure: frozenset[str] = PURE) -> None:

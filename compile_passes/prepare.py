@@ -304,9 +304,12 @@ def _keep_whole(model: nn.Module) -> None:
 
 
 def _loops(model: nn.Module, path: str) -> bool:
-    """Whether a list is run by a loop that was left as it is: `_make_static` has said so."""
+    """Whether a list is run by a loop that was left as it is: `_make_static` has said so. One that is captured with the
+    counts that it reads is none.
+    """
     modules = [model.get_submodule(path), model.get_submodule(path.rpartition(".")[0])]
-    return any(loops_over_data(type(module)) and not is_static(module) for module in modules)
+    left = [one for one in modules if not is_static(one) and NUMBERS not in vars(one).get(CAPTURED_UNDER, ())]
+    return any(loops_over_data(type(module)) for module in left)
 
 
 def _sentence(reason: str) -> str:

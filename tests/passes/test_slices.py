@@ -10,6 +10,7 @@ from torch._dynamo.utils import counters as dynamo
 
 import moe_ops
 from benchmarks.foreign import GraniteMoe, TorchTitanMoE
+from benchmarks.loops import Block
 from compile_passes.passes import FUSE, run
 from moe_ops.compat import captured_under
 from tests.passes import sliced
@@ -234,6 +235,22 @@ MODULES = {
 }
 
 
+class SlicesForAList(Block):
+    """Every slice through a module of its own."""
+
+    def forward(self, x):
+        shape, x = x.shape, x.view(-1, x.shape[-1])
+        weights, ids = self.route(x)
+        order = ids.flatten().argsort()
+        counts = torch.histc(ids.flatten().float(), self.num_experts, 0, self.num_experts - 1).int().tolist()
+        rows = [expert(part) for expert, part in zip(self.experts, x[order // self.top_k].split(counts))]  # noqa: B905
+        out = torch.zeros(len(order), shape[-1]).index_copy(0, order, torch.cat(rows))
+        return (out.view(-1, self.top_k, shape[-1]) * weights.unsqueeze(-1)).sum(1).view(shape)
+
+
+LISTED = {**MODULES, "a list of modules": lambda: SlicesForAList(dim=H, hidden=I)}
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_compile_asks_for_weights_that_hold_numbers(name):
     model = nn.Sequential(MODULES[name]()).eval().to("meta")
@@ -242,14 +259,14 @@ def test_compile_asks_for_weights_that_hold_numbers(name):
     assert not captured_under(model)
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", LISTED)
 def test_compile_allows_the_capture(name):
     """`moe_ops.compile` tries a copy, has the model captured so, and says so; one graph for all numbers of tokens.
 
     Under Inductor one of them: the others are captured alike.
     """
     torch.manual_seed(0)
-    model = nn.Sequential(MODULES[name]()).eval()
+    model = nn.Sequential(LISTED[name]()).eval()
     torch.compiler.reset()
     dynamo.clear()
     with torch._dynamo.config.patch(capture_scalar_outputs=False, capture_dynamic_output_shape_ops=False):

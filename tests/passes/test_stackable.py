@@ -388,7 +388,9 @@ def test_code_that_asks_for_the_first_parameter():
 
 
 class AsksHarmlessly(ExpertLoop):
-    """Names that are other things' too: of the first parameter, of tensors, of a signature, in a message."""
+    """Names that are other things' too: of the first parameter, of tensors, of a signature, in a message; and a class
+    that no module has.
+    """
 
     @property
     def device(self):
@@ -397,7 +399,8 @@ class AsksHarmlessly(ExpertLoop):
     def forward(self, x):
         if x.dim() == 9 or ("x" not in inspect.signature(perceptron).parameters and x.device != self.device):
             raise ValueError(f"{type(self).__name__} takes no {type(x)}, nor what {self.__class__.__name__} is")
-        return super().forward(x)
+        out = super().forward(x)
+        return out[0] if type(out) is tuple else out
 
 
 class Answers:

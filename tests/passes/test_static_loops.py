@@ -267,6 +267,26 @@ class KeepsParametersInRows(Block):
         return (out.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1).view(shape)
 
 
+class ListsOfPositions(Block):
+    """Lists with names of their own, as DBRX has them, and without."""
+
+    def forward(self, x):
+        shape, x = x.shape, x.view(-1, x.shape[-1])
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == i)
+            if token.shape[0] == 0:
+                continue
+            tokens, slots = token.tolist(), slot.tolist()
+            out[tokens] += expert(x[token.tolist()]) * weights[tokens, slots, None]
+        return out.view(shape)
+
+
+def test_lists_of_positions():
+    assert_trains_as_eager(ListsOfPositions, 9)
+
+
 class RunsOnZeros(Block):
     """Experts without tokens run on zeros, as Nemotron-H has it."""
 
