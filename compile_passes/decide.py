@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
+from torch import fx
 
 from compile_passes.compat import fake_mode_of
 from compile_passes.match import MoEMatch, Product, Refusal, Router, Weight
@@ -77,7 +78,7 @@ def _describe(
         weights = [weight.to(match.dtype) for weight in weights]
     gate_up, *halves, down = weights
     up, layout, body = halves[0] if halves else None, match.body.glu_layout, match.body
-    bias, down_bias = _bias(match), None if match.down.bias is None else example(match.down.bias)
+    bias, down_bias = _bias(match), _flat(match.down.bias)
     if match.dtype is not None:
         bias, down_bias = (None if one is None else one.to(match.dtype) for one in (bias, down_bias))
     parts = body.halves(gate_up.shape[1])
@@ -116,14 +117,18 @@ def _ask_for_updates(weight: Weight, stored: torch.Tensor, tokens: torch.Tensor,
 
 def _bias(match: MoEMatch) -> torch.Tensor | None:
     """The bias of gate and up, as one."""
-    found = [None if bias is None else example(bias)
-             for bias in (match.up.bias, None if match.up_half is None else match.up_half.bias)]  # fmt: skip
-    one, other = found
+    one, other = _flat(match.up.bias), _flat(None if match.up_half is None else match.up_half.bias)
     if one is None or other is None:
         if match.up_half is not None and (one is None) != (other is None):
             raise ValueError("Of gate and up only one has a bias.")
         return one
     return torch.cat((one, other), 1)
+
+
+def _flat(bias: fx.Node | None) -> torch.Tensor | None:
+    """A stacked bias as ``[E, N]``."""
+    value = None if bias is None else example(bias)
+    return value if value is None or value.dim() == 2 else value.squeeze(1)
 
 
 def _router(match: MoEMatch) -> Router | Refusal:

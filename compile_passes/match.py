@@ -181,7 +181,7 @@ class Product:
         weight: the stacked weight of all experts.
         routing_key: what says which expert a row belongs to: the group offsets (grouped), the counts of rows (slices)
             or the ids (batched); the weight itself where all experts take all tokens.
-        bias: stacked bias ``[E, N]``, or None.
+        bias: stacked bias ``[E, N]`` or ``[E, 1, N]``, or None.
         bias_ids: the expert id of every row by which the bias was gathered, or None; with ``bias_repeated`` the counts
             of rows by which it was repeated.
         masks: masks by which rows or the result were zeroed.

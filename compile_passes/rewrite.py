@@ -339,7 +339,12 @@ class Rewriter:
         return builder.to(builder.item(topk, 0, "topk_weights"), router.rounded), builder.item(topk, 1, "topk_ids")
 
     def _bias(self, builder: Builder, match: MoEMatch, product: Product) -> fx.Node | None:
-        return None if product.bias is None else builder.to(self._node(product.bias), match.dtype)
+        if product.bias is None:
+            return None
+        bias, stacked = self._node(product.bias), example(product.bias)
+        if stacked is not None and stacked.dim() == 3:
+            bias = builder.call(_ATEN.squeeze.dim, (bias, 1))
+        return builder.to(bias, match.dtype)
 
     def _weight(self, builder: Builder, match: MoEMatch, product: Product) -> fx.Node:
         weight = product.weight

@@ -191,20 +191,27 @@ def _drops_ones(reader: fx.Node, value: fx.Node) -> bool:
 
 
 def _stacked_bias(reading: Reading, value: Any, result: fx.Node, order: Spread | None) -> fx.Node | None:
-    """The ``[E, N]`` that ``value`` adds to every token's row of each expert in ``result``."""
+    """The ``[E, N]``, or ``[E, 1, N]``, that ``value`` adds to every token's row of each expert in ``result``."""
     shape, given = example(result), example(value)
     if order is None or shape is None or given is None or given.dim() > shape.dim():
         return None
-    root = next((node for node in reading.reshapes(value) if rank(node) == 2), None)
+    root = next((node for node in reading.reshapes(value) if _is_stacked(example(node), shape.shape[-1])), None)
     stacked = example(root)
-    if stacked is None or not equal_sizes(stacked.shape[1], shape.shape[-1]):
+    if stacked is None:
         return None
     at = axis_of(shape.shape, order, stacked.shape[0])
     ones = [1] * shape.dim()
     if at is None:
         return None
-    ones[at], ones[-1] = stacked.shape[0], stacked.shape[1]
+    ones[at], ones[-1] = stacked.shape[0], stacked.shape[-1]
     return root if has_shape(value, *ones[shape.dim() - given.dim() :]) and shape.dim() - given.dim() <= at else None
+
+
+def _is_stacked(bias: torch.Tensor | None, width: Any) -> bool:
+    """Whether ``bias`` is ``[E, N]`` or, as it is added to the rows of each expert, ``[E, 1, N]``."""
+    if bias is None or bias.dim() not in (2, 3) or not equal_sizes(bias.shape[-1], width):
+        return False
+    return bias.dim() == 2 or equal_sizes(bias.shape[1], 1)
 
 
 def peel_transpose(reading: Reading, weight: Weight) -> Weight:

@@ -10,7 +10,7 @@ from torch import fx
 from compile_passes.match import Part, Product, Weight
 from compile_passes.patterns.contraction import peel_transpose
 from compile_passes.reading import Reading
-from compile_passes.vocabulary import example, has_shape, rank, same_shape, tensors_of
+from compile_passes.vocabulary import equal_sizes, example, has_shape, rank, same_shape, tensors_of
 
 
 def product_of_one(reading: Reading, node: fx.Node) -> tuple[Product, int] | None:
@@ -22,7 +22,7 @@ def product_of_one(reading: Reading, node: fx.Node) -> tuple[Product, int] | Non
     weight, number = found
     if call.name != "linear":
         weight = replace(weight, transposed=not weight.transposed)
-    given = None if call["bias"] is None else _slice(reading, call["bias"], dims=2)
+    given = None if call["bias"] is None else _bias(reading, call["bias"])
     if call["bias"] is not None and (given is None or given[1] != number):
         return None
     bias = None if given is None else given[0].node
@@ -30,10 +30,20 @@ def product_of_one(reading: Reading, node: fx.Node) -> tuple[Product, int] | Non
     readers = reading.readers(node)
     added = reading.read(readers[0], "add", "y") if len(readers) == 1 and bias is None else None
     if added is not None and same_shape(readers[0], node):
-        more = _slice(reading, added["y"] if added["x"] is node else added["x"], dims=2)
+        more = _bias(reading, added["y"] if added["x"] is node else added["x"])
         if more is not None and more[1] == number:
             product = replace(product, bias=more[0].node, result=readers[0])
     return product, number
+
+
+def _bias(reading: Reading, value: Any) -> tuple[Weight, int] | None:
+    """``stacked[e]`` of a bias ``[E, N]`` or ``[E, 1, N]``: the stack, and e."""
+    found = _slice(reading, value, dims=2)
+    if found is None and rank(value) == 2 and (found := _slice(reading, value)) is not None:
+        weight, stacked = found[0], example(found[0].node)
+        row = stacked is not None and equal_sizes(stacked.shape[1], 1)
+        return found if row and not weight.transposed and weight.part is None else None
+    return found
 
 
 def _slice(reading: Reading, value: Any, dims: int = 3) -> tuple[Weight, int] | None:

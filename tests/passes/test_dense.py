@@ -401,6 +401,34 @@ def test_what_a_product_adds_is_not_lost():
     assert (outcome.problem, outcome.fused) == (None, 0)
 
 
+def with_rows(x, scores, w1, w2, row):
+    h = silu_glu(torch.baddbmm(row, x.expand(E, -1, -1), w1.mT))
+    return torch.einsum("te,eth->th", scores, torch.bmm(h, w2.mT))
+
+
+def with_rows_in_a_loop(x, scores, w1, w2, row):
+    return sum(scores[:, e, None] * (silu_glu(x @ w1[e].mT + row[e]) @ w2[e].mT) for e in range(E))
+
+
+def with_rows_of_tokens(x, scores, w1, w2, row):
+    """As many tokens as experts."""
+    h = torch.einsum("th,enh->ten", x[:E], w1) + row
+    return torch.einsum("te,teh->th", scores[:E], torch.einsum("ten,ehn->teh", silu_glu(h), w2))
+
+
+@pytest.mark.parametrize("way", [with_rows, with_rows_in_a_loop, with_rows_of_tokens], ids=lambda way: way.__name__)
+def test_a_bias_that_is_a_row_for_each_expert(way):
+    """[E, 1, N], as it is added to the rows of all tokens."""
+
+    def program(x, gate, w1, w2, row):
+        scores = torch.zeros(T, E).scatter(1, *F.linear(x, gate).softmax(-1).topk(K, dim=1)[::-1])
+        return way(x, scores, w1, w2, row)
+
+    row = torch.randn(E, 1, 2 * I, generator=torch.Generator().manual_seed(0))
+    outcome = check(program, *weights(dtype=torch.float32).values(), row, gradients=True, fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, way is not with_rows_of_tokens)
+
+
 def test_scores_that_somebody_else_reads_stay():
     """A load-balancing loss reads the dense scores: they stay, the products of all experts go."""
 
