@@ -222,10 +222,12 @@ def _are_alike(module: nn.Module, pairs: list[tuple[int, str]]) -> bool:
     """Whether the children of these keys have parameters of the same names and shapes, more than a projection has: a
     name alone does not tell them from layers that follow each other.
     """
-    first, *others = (
-        {name: weight.shape for name, weight in module.get_submodule(key).named_parameters()} for _, key in pairs
-    )
-    return all(shapes == first for shapes in others) and sum(len(shape) > 1 for shape in first.values()) > 1
+    first, *others = (_shapes(module.get_submodule(key)) for _, key in pairs)
+    return all(shapes == first for shapes in others) and sum(len(shape) > 1 for _, shape in first) > 1
+
+
+def _shapes(module: nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((name, tuple(weight.shape)) for name, weight in module.named_parameters())
 
 
 def counts_of_experts(module: nn.Module) -> set[int]:
@@ -247,6 +249,8 @@ def number_of_experts(module: nn.Module, name: str, child: nn.Module) -> int:
         counts = _scored(module).union(value for value in said.values() if type(value) is int)
         return len(child) if "expert" in name or len(child) in counts else 0
     alike = len({type(inner) for inner in child.children()}) == 1
+    if isinstance(child, nn.ModuleDict) and _NUMBERED.fullmatch(name) and len({*map(_shapes, child.children())}) > 1:
+        return 0  # `expert_0`: the layers of one, by their names
     return len(child) if "expert" in name or (alike and len(child) in _scored(module)) else 0
 
 
@@ -342,9 +346,13 @@ def _has_sizes_of_the_data(tree: ast.AST) -> bool:
 
 
 def _compares(tree: ast.AST) -> bool:
-    """Whether an expression asks where something is an expert's number."""
-    tests = [node for node in ast.walk(tree) if isinstance(node, ast.Compare)]
-    return any(isinstance(test.ops[0], ast.Eq) and not isinstance(test.left, ast.Constant) for test in tests)
+    """Whether an expression asks where something is an expert's number, or, of a one-hot as `mask.bool()`, not 0."""
+    parts = [*ast.walk(tree)]
+    tests = [node for node in parts if isinstance(node, ast.Compare)]
+    masks = [node.func for node in parts if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    return any(mask.attr == "bool" for mask in masks) or any(
+        isinstance(test.ops[0], ast.Eq) and not isinstance(test.left, ast.Constant) for test in tests
+    )
 
 
 def _taken_by(tree: ast.AST) -> Iterator[ast.AST]:

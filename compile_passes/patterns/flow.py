@@ -117,8 +117,14 @@ class Flow:
 
     def _product(self, node: fx.Node, operands: list[fx.Node], weights: list[fx.Node]) -> None:
         if weights:
-            # of two candidates the gathered one, else the one with more dimensions, else the second operand
-            weight = max(weights, key=lambda w: (w in self.gathered, rank_of(self.weight[w]), operands.index(w)))
+            # of two candidates the parameter (rows of an input may be gathered, too), else the gathered one, else the
+            # one with more dimensions, else the second operand
+            weight = max(
+                weights,
+                key=lambda w: (
+                    not _is_activation(self.weight[w]), w in self.gathered, rank_of(self.weight[w]), operands.index(w)
+                ),
+            )  # fmt: skip
             self.products[node] = weight
             rows = [operand for operand in operands if operand is not weight]
             inside = [self.body[row] for row in rows if row in self.body and row not in self.normalised]

@@ -208,6 +208,8 @@ def test_of_two_weights_the_gathered_or_the_larger_one_is_the_products():
     assert chosen(lambda x, w: torch.matmul(x, w), X, STACK.mT.contiguous()).name == "l_w_"
     assert chosen(lambda w, x: torch.matmul(w, x), STACK, X.mT.contiguous()).name == "l_w_"
     assert chosen(lambda a, b: torch.mm(a, b), X, W1.t().contiguous()).name == "l_b_", "the second of two alike"
+    learnt, inputs = torch.nn.Parameter(STACK.mT.contiguous()), torch.randn(2, E, H)
+    assert chosen(lambda x, w, i: torch.bmm(x[i], w), inputs, learnt, IDS[:E, 0] % 2).name == "l_w_", "the parameter"
 
 
 PRODUCTS_WITH_A_WEIGHT = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import moe_ops
@@ -247,8 +248,19 @@ class CountsInANamedClass(Counts):
         return Counts.forward(self, x, ids) * 2
 
 
-@pytest.mark.parametrize("kind", [CountsInABaseClass, CountsInANamedClass])
-def test_counts_are_found_in_base_classes(kind):
+class TakesByMasks(Stacked):
+    """Of a one-hot of the ids, as Switch Transformers has it."""
+
+    def forward(self, x, ids):
+        out, chosen = torch.zeros_like(x), F.one_hot(ids, E).sum(1)
+        for e in range(E):
+            mask = chosen[:, e].bool()
+            out[mask] = self.one(x[mask], e)
+        return out
+
+
+@pytest.mark.parametrize("kind", [CountsInABaseClass, CountsInANamedClass, TakesByMasks])
+def test_sizes_of_the_data_are_found(kind):
     assert find_sizes_of_the_data(Holder(kind())) == ["experts"]
 
 

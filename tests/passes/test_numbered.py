@@ -106,6 +106,20 @@ class Named(Mixture):
         return self.experts[self.names[e]](x)
 
 
+class NamedLayers(Mixture):
+    """Every expert is a dictionary as well, of its layers."""
+
+    def make(self):
+        self.experts = nn.ModuleDict({
+            f"expert_{e}": nn.ModuleDict({"wi": nn.Linear(H, I, bias=False), "wo": nn.Linear(I, H, bias=False)})
+            for e in range(E)
+        })  # fmt: skip
+
+    def expert(self, x, e):
+        layers = self.experts[f"expert_{e}"]
+        return layers["wo"](F.relu(layers["wi"](x)))
+
+
 class Parameters(Mixture):
     """Lists of weights, by which rows are multiplied."""
 
@@ -240,6 +254,7 @@ KINDS = (
     OtherNames,
     OtherNamesListed,
     Named,
+    NamedLayers,
     Parameters,
     Linear,
     Zipped,
