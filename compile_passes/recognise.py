@@ -74,6 +74,9 @@ def recognise(reading: Reading) -> list[MoEMatch | Refusal]:
         elif outcome is not None:
             paired.update((anchor, *(product.anchor for product in feeding)))
             found.append(outcome)
+    # Where no norm is between layers, the second product of one and the first one of the next look like a block, too.
+    inner = {product.anchor for match in found if isinstance(match, MoEMatch) for product in match.products}
+    found = [row for row in found if not any(row is refused.get(anchor) for anchor in inner)]
     for loops in find_siblings(reading):
         for loop, downs in _loop_blocks(reading, loops):
             if isinstance(loop, Refusal):

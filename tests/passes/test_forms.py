@@ -340,6 +340,20 @@ def test_layers_without_a_norm_between_them_have_a_refusal_each():
     assert [row.reason[0] for row in named(model, torch.randn(T, H))] == ["8", "4", "4"]
 
 
+def test_layers_without_a_norm_between_them_are_fused():
+    """Nothing is said of the second product of one and the first one of the other."""
+
+    def run(x, gate, w1, w2):
+        for _ in range(2):
+            topk_weights, ids = F.linear(x, gate).sigmoid().topk(K)
+            h = F.silu(torch.einsum("th,tkih->tki", x, w1[ids]))
+            x = x + torch.einsum("tki,tkhi,tk->th", h, w2[ids], topk_weights)
+        return x
+
+    report = moe_ops.explain(run, **weights(n=I, dtype=torch.float32))
+    assert (len(report.fused), report.refused) == (2, [])
+
+
 def test_stacked_layers_of_other_sizes_are_blocks_of_their_own():
     """A pair of products whose experts differ is none, and hides none that comes after it."""
 
