@@ -176,11 +176,17 @@ def are_projections(module: nn.Module) -> bool:
         lists = [[nn.ModuleList(parts) for parts in zip(*lists, strict=True)]]
     experts = [module.get_submodule(key) for key in numbered_experts(module)[1]]
     experts += [expert for inner in lists for expert in inner]
-    weights = [{name: weight.dim() for name, weight in expert.named_parameters()} for expert in experts]
+    weights = [dict(_shapes(expert)) for expert in experts]
     return all(
-        list(dims.values()).count(2) in (2, 3) and all(dim == 2 or "bias" in name for name, dim in dims.items())
-        for dims in filter(None, weights)  # those of a stacked list have no parameters
+        _are_of_two_projections([shape for shape in shapes.values() if len(shape) == 2])
+        and all(len(shape) == 2 or "bias" in name for name, shape in shapes.items())
+        for shapes in filter(None, weights)  # those of a stacked list have no parameters
     )
+
+
+def _are_of_two_projections(matrices: list[tuple[int, ...]]) -> bool:
+    """Of three, two are alike: gate and up."""
+    return len(matrices) == 2 or (len(matrices) == 3 and len({*matrices}) < 3)
 
 
 def _holds_experts(name: str, module: nn.Module) -> bool:

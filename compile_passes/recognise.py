@@ -77,10 +77,14 @@ def recognise(reading: Reading) -> list[MoEMatch | Refusal]:
     # Where no norm is between layers, the second product of one and the first one of the next look like a block, too.
     inner = {product.anchor for match in found if isinstance(match, MoEMatch) for product in match.products}
     found = [row for row in found if not any(row is refused.get(anchor) for anchor in inner)]
-    for loops in find_siblings(reading):
+    siblings = find_siblings(reading)
+    seconds = {expert.down.anchor for loops in siblings for loop in loops for expert in loop}
+    for loops in siblings:
+        first = loops[0][0]
+        deeper = _deeper(first.down) if any(up.anchor in seconds for up in first.ups) else None
         for loop, downs in _loop_blocks(reading, loops):
             if isinstance(loop, Refusal):
-                guesses.update(dict.fromkeys(downs, loop))
+                guesses.update(dict.fromkeys(downs, deeper or loop))
             else:
                 paired.update(downs)
                 found.append(loop)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from compile_passes.effects import Effects, Kept, Written
+from compile_passes.loops import STATIC
 from compile_passes.narrow import FULL, Narrowing, narrow_copy, narrowing
 from compile_passes.source import NotStatic
 from moe_ops.quantized import QuantizedWeight
@@ -252,11 +253,12 @@ def bound(block: nn.Module, methods: Methods) -> Iterator[None]:
     for module, own in owners:
         for name, function in own.items():
             vars(module)[name] = MethodType(function, module)
+        vars(module)[STATIC] = tuple(own)
     try:
         yield
     finally:
         for module, own in owners:
-            for name in own:
+            for name in (*own, STATIC):
                 vars(module).pop(name, None)
 
 

@@ -166,6 +166,17 @@ def test_experts_of_a_stacked_list_are_projections():
     assert are_projections(moe_ops.stack_experts_(Loop()))
 
 
+def test_three_matrices_are_two_projections_where_two_are_alike():
+    """Gate and up; not of three layers one after the other."""
+
+    def of(*shapes):
+        model = Loop()
+        model.experts = nn.ModuleList(nn.ModuleList(nn.Linear(*shape) for shape in shapes) for _ in range(E))
+        return model
+
+    assert are_projections(of((H, 8), (H, 8), (8, H))) and not are_projections(of((H, 8), (8, 4), (4, H)))
+
+
 @pytest.mark.parametrize("projections", [1, 2, 3, 4])
 def test_lists_of_projections_beside_each_other(projections):
     """As many lists as an expert has projections."""

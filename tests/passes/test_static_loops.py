@@ -287,6 +287,22 @@ def test_lists_of_positions():
     assert_trains_as_eager(ListsOfPositions, 9)
 
 
+class Normalised(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, F.normalize(self.weight, dim=-1))
+
+
+class OfNormalisedWeights(DeepseekV3):
+    def __init__(self) -> None:
+        super().__init__()
+        for expert in self.experts:
+            expert.w1 = Normalised(expert.w1.in_features, expert.w1.out_features, bias=False)
+
+
+def test_a_form_that_is_captured_is_no_loop_any_more():
+    assert_left(OfNormalisedWeights, "captured but not fused: Its weights are in a captured graph, but not in a form")
+
+
 class RunsOnZeros(Block):
     """Experts without tokens run on zeros, as Nemotron-H has it."""
 

@@ -246,7 +246,17 @@ def with_a_norm(x, gate, w1, w2):
     return out
 
 
+def with_three_projections(x, gate, w1, w2):
+    out, (topk_weights, ids) = x.new_zeros(len(x), w1.shape[1]), softmax_router(x, gate)
+    for e in range(E):
+        token, slot = torch.where(ids == e)
+        rows = F.linear(expert(x[token], w1[e], w2[e]).relu(), w1[e])
+        out.index_add_(0, token, topk_weights[token, slot, None] * rows)
+    return out
+
+
 REFUSED = {
+    with_three_projections: "more than two projections",
     with_a_residual: "`out.index_add_(0, token, topk_weights[token, slot, None] * (rows + expert(",
     with_a_norm: "`rows = F.rms_norm(expert(x[token], w1[e], w2[e]), (H,))`",
     skipping: f"The loop runs {E - 1} of {E} experts",
