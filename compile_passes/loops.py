@@ -409,8 +409,8 @@ def _has_such_loop(tree: ast.AST) -> bool:
     where a loop reads them, and not beside it.
     """
     loops: list[ast.AST] = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While)]
-    if _calls(tree, CUTS):  # lists that are made of the parts
-        loops += [node for node in ast.walk(tree) if isinstance(node, ast.ListComp)]
+    numbers, made = _calls(tree, _NUMBERS), [node for node in ast.walk(tree) if isinstance(node, ast.ListComp)]
+    loops += [node for node in made if _calls(tree, CUTS) or (numbers and _slices(node))]  # lists of the parts
     if loops and _calls(tree, _DATA_DEPENDENT - _COUNTS):
         return True
     counted = _assigned(tree, lambda value: _calls(value, _COUNTS))
@@ -421,6 +421,12 @@ def _has_such_loop(tree: ast.AST) -> bool:
     if any(_lists_positions(value) or listed & _names(value) for value in over):
         return True
     return any(decides(node) for loop in loops for node in ast.walk(loop))
+
+
+def _slices(made: ast.ListComp) -> bool:
+    """`[... rows[start:end] ... for start, end in ...]`."""
+    own = set[str]().union(*(_names(part.target) for part in made.generators))
+    return any(isinstance(node, ast.Slice) and own & _names(node) for node in ast.walk(made.elt))
 
 
 def has_data_dependent_calls(tree: ast.AST) -> bool:

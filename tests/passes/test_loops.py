@@ -166,6 +166,19 @@ def test_experts_of_a_stacked_list_are_projections():
     assert are_projections(moe_ops.stack_experts_(Loop()))
 
 
+class SlicesInAList(Stacked):
+    """By bounds that are read on the host, as MegaBlocks' rows."""
+
+    def forward(self, x, ids):
+        ends = torch.histc(ids.flatten().float(), E, 0, E - 1).int().cumsum(0).tolist()
+        return torch.cat([self.one(x[start:end], e) for e, (start, end) in enumerate(zip([0, *ends], ends))])  # noqa: B905
+
+
+def test_a_list_of_slices_is_a_loop():
+    """It is what `moe_ops.compile` speaks of, which does not capture it."""
+    assert [loop.name for loop in find_loops(Holder(SlicesInAList()))] == ["experts"]
+
+
 def test_three_matrices_are_two_projections_where_two_are_alike():
     """Gate and up; not of three layers one after the other."""
 
