@@ -220,6 +220,29 @@ class MakeMoE(Block):
         return final_output
 
 
+class MakeMoECapacity(Block):
+    """makeMoE's with an expert capacity: an expert takes the first of its tokens, as many as it has room for."""
+
+    def forward(self, x):
+        batch_size, seq_len, _ = x.shape
+        logits = self.gate(x)
+        top, indices = logits.topk(self.top_k, dim=-1)
+        gating_output = torch.full_like(logits, float("-inf")).scatter(-1, indices, top).softmax(-1)
+        flat_x = x.view(-1, x.size(-1))
+        flat_gating_output = gating_output.view(-1, gating_output.size(-1))
+        tokens_per_batch = batch_size * seq_len * self.top_k
+        expert_capacity = int((tokens_per_batch / self.num_experts) * 1.0)
+        updates = torch.zeros_like(flat_x)
+        for i, expert in enumerate(self.experts):
+            flat_mask = (indices == i).any(dim=-1).view(-1)
+            selected = torch.nonzero(flat_mask).squeeze(-1)
+            limited = selected[:expert_capacity] if selected.numel() > expert_capacity else selected
+            if limited.numel() > 0:
+                weights = flat_gating_output[limited, i].unsqueeze(1)
+                updates.index_add_(0, limited, expert(flat_x[limited]) * weights)
+        return updates.view(batch_size, seq_len, -1)
+
+
 class Unique(Block):
     """A loop over the ids that occur."""
 
@@ -335,6 +358,6 @@ class GptOssMLP(nn.Module):
 
 
 FORMS = (
-    MixtralHits, MixtralLists, DeepseekV3, DeepseekReference, MoeInfer, MoeInferAdding, MakeMoE, Unique, BesideCounts,
-    StackedExperts,
+    MixtralHits, MixtralLists, DeepseekV3, DeepseekReference, MoeInfer, MoeInferAdding, MakeMoE, MakeMoECapacity,
+    Unique, BesideCounts, StackedExperts,
 )  # fmt: skip

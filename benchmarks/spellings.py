@@ -30,6 +30,7 @@ Make = Callable[[], nn.Module]
 #: Layers after public code.
 LAYERS: dict[str, Make] = {
     "loop with any() and masks (nanoGPT-like, makeMoE)": loops.MakeMoE,
+    "the same with an expert capacity": loops.MakeMoECapacity,
     "all experts on all tokens, einsum with a dense mask": foreign.SparseByMask,
     "all experts on all tokens, in a loop": partial(foreign.ExpertLoop, "mask"),
     "ModuleList, results stacked and gathered": partial(foreign.ExpertLoop, "stack"),

@@ -254,6 +254,8 @@ class Scope:
         stores = self._stores.get(name, [])
         before = [store for store in stores if self._order[store.place] < self._order[place]]
         loops = [block for block in self._blocks[place] if isinstance(block, ast.For | ast.While)]
+        # What the round before has left is assigned to anew where the last assignment is in the loop, too.
+        loops = [loop for loop in loops if not before or loop not in self._blocks[before[-1].place]]
         again = any(
             loop in (*self._blocks[store.place], store.place) and loop is not store.place
             for store in stores if store not in before for loop in loops

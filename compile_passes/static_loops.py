@@ -3,6 +3,7 @@
     for e in hit.nonzero(): ...                     for e in range(len(self.experts)): ...
     if not mask.any(): continue                     -
     x[token.tolist()]                               x[token]
+    token[:n] if len(token) > n else token          token[:n]
 
 An expert without tokens computes nothing from no rows. That the rest of the loop does nothing for it either is what
 `trial` finds out. All other code stays as it is, so that a rewritten loop differs in nothing but the empty experts.
@@ -22,6 +23,7 @@ from torch import nn
 from compile_passes.chunks import unroll_comprehensions
 from compile_passes.dispatchers import without_dispatchers, without_own_gradients
 from compile_passes.emptiness import Tests, is_empty, without_tests
+from compile_passes.first_rows import first_rows_alone
 from compile_passes.inherited import call_by_name, inherited_methods, is_inherited
 from compile_passes.loop_body import (
     ELEMENTS,
@@ -162,6 +164,7 @@ class _Method:
         self.beside = without_own_gradients(self.tree)
         by_index(self.tree)
         unroll_comprehensions(self.tree)
+        self.limited = first_rows_alone(self.tree)
         self.said: list[str] = []
         self.unknown: list[str] = []
         self.holds: list[str] = []
@@ -173,7 +176,7 @@ class _Method:
             if self.scope.alive(loop):
                 self._loop(loop)
         self.said += without_dispatchers(self.tree, self.scope, self.source.function)
-        self.said += self.dropped
+        self.said += self.limited + self.dropped
         if self.said:
             self.said += self.beside
             if self.source.function.__globals__.get("torch") is not torch:

@@ -284,17 +284,16 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _gradients(block: nn.Module, x: Tensor, outputs: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Gradients of one number made of all outputs: of ``x``, and of every weight; none where there is none."""
+    """Gradients of one number made of all outputs: of ``x``, and of every weight."""
     wanted = [value for value in outputs if value.requires_grad and value.is_floating_point()]
-    if not wanted:
-        return {}
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     for value in wanted:
         weights = torch.linspace(-1, 1.5, max(value.numel(), 1), dtype=torch.float64, device=value.device)
         total = total + (value.double() * weights[: value.numel()].view(value.shape)).sum()
     leaves = {"x": x, **{name: weight for name, weight in block.named_parameters() if weight.requires_grad}}
-    found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
-    # An expert without tokens has a gradient of zeros in one form, and none in the other, as users are told.
+    found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True) if wanted else [None] * len(leaves)
+    # An expert without tokens has a gradient of zeros in one form, and none in the other, as users are told. So have
+    # all of them where one token exceeds the capacity.
     return {name: torch.zeros_like(leaves[name]) if grad is None else grad
             for name, grad in zip(leaves, found, strict=True)}  # fmt: skip
 

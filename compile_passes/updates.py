@@ -88,15 +88,15 @@ class Updates:
         return False
 
     def emptied_by(self, value: ast.expr, place: ast.stmt) -> bool:
-        """Whether all that the loop writes are the rows, or the places, that ``value`` holds."""
-        one = ast.dump(self._places(value, place))
-        rows = [ast.dump(self._places(row, where)) for row, where in self.rows]
-        return self.known and bool(rows) and all(row == one for row in rows)
+        """Whether all that the loop writes are the rows, or the places, that ``value`` holds, or the first of them."""
+        one = ast.dump(self._places(value, place)[0])
+        rows = [{ast.dump(self._places(row, where, first)[0]) for first in (False, True)} for row, where in self.rows]
+        return self.known and bool(rows) and all(one in row for row in rows)
 
     def chosen_by(self, roots: set[str]) -> bool:
         """Whether all that the loop writes are places in a mask that is made of one of ``roots``."""
         return self.known and bool(self.rows) and all(
-            roots & self._made_of(self._places(row, where), where) for row, where in self.rows
+            roots & self._made_of(*self._places(row, where)) for row, where in self.rows
         )  # fmt: skip
 
     def _made_of(self, value: ast.expr, place: ast.stmt) -> set[str]:
@@ -111,8 +111,10 @@ class Updates:
                 waiting += [] if made is None else [(inner, made[1]) for inner in names(made[0])]
         return found
 
-    def _places(self, value: ast.expr, place: ast.stmt) -> ast.expr:
-        """The mask in whose places the rows are."""
+    def _places(self, value: ast.expr, place: ast.stmt, first: bool = False) -> tuple[ast.expr, ast.stmt]:
+        """The mask in whose places the rows are, and where it is read; with ``first`` the mask of rows, too, of which
+        they are the first ones.
+        """
         while True:
             value, place = self.scope.resolved(value, place)
             inner: ast.expr | None = None
@@ -130,8 +132,10 @@ class Updates:
                     inner = value.value
                 elif self._is_rows(value, place):
                     inner = value.slice
+                elif first and isinstance(value.slice, ast.Slice):
+                    inner = value.value
             if inner is None:
-                return value
+                return value, place
             value = inner
 
     def _is_rows(self, value: ast.Subscript, place: ast.stmt) -> bool:

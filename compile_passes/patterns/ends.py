@@ -241,10 +241,14 @@ class Ends:
         """Ends and indices of the experts in the order in which their results are collected."""
         return sorted(zip(ends, indices, strict=True), key=lambda pair: self.reading.order[pair[0].reader])
 
-    def put_in_turn(self, ends: Sequence[End], indices: Sequence[Index]) -> fx.Node | None:
-        """What the experts have written one after the other, each the results of its tokens."""
+    def put_in_turn(self, ends: Sequence[End], indices: Sequence[Index], whole: bool) -> fx.Node | None:
+        """What the experts have written one after the other, each the results of its tokens; over zeros, where these
+        are not the ``whole``.
+        """
         chain = chain_of(self.put(end.reader, index, end.value) for end, index in self._in_order(ends, indices))
-        return chain[1] if chain is not None and self.is_wide(chain[1]) else None
+        if chain is None or not (whole or self.reading.is_zeros(chain[0])):
+            return None
+        return chain[1] if self.is_wide(chain[1]) else None
 
     def put(self, node: fx.Node, index: Any, rows: fx.Node) -> Step | None:
         """(before, after) of ``before[index] = rows``."""

@@ -8,7 +8,7 @@ at those places, are the sum over the slots of ``weights * mask``, or are column
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torch import fx
 
 from compile_passes.match import Made, Refusal, Spread, Value
 from compile_passes.patterns.ids import are_distinct, are_in_range, are_integers
+from compile_passes.patterns.limits import Limit, cut_short, same_limit
 from compile_passes.patterns.rows import Order, counted_off, entry_of, place_of
 from compile_passes.patterns.selection import Selection, selected_of
 from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank, same_shape, single
@@ -31,7 +32,8 @@ class Hits:
 
     ``alone``: tokens, whatever the slot. ``routed``: a tensor [..., E] that is not zero at the expert of a pair where
     the expert gets it; None: it gets all. ``single``: the places are [T, 1], and element t of the ids is the expert of
-    token t, whatever shape they have. ``dims``: how many results number a token, of ids [B, S, K] two.
+    token t, whatever shape they have. ``dims``: how many results number a token, of ids [B, S, K] two. ``limit``: the
+    expert gets so many of them, the first that are listed; None: all.
     """
 
     ids: fx.Node
@@ -41,6 +43,12 @@ class Hits:
     routed: fx.Node | None = None
     single: bool = False
     dims: int = 1
+    limit: Limit | None = None
+
+    @property
+    def listed_by(self) -> str:
+        """As `within_limit` asks."""
+        return "tokens" if self.alone else "slot" if self.token else "token"
 
 
 class Weighed(NamedTuple):
@@ -184,6 +192,10 @@ class Pairs:
         if isinstance(index, tuple):
             return self._hits_by_dims(index, number)
         value = self.order.bare(index)
+        first = cut_short(self.reading, value)
+        if first is not None:
+            whole = self.hits(first[0], number)
+            return None if whole is None or whole.limit is not None else replace(whole, limit=first[1])
         call = self.reading.read(value, "item", "index")
         if call is not None:
             where = self.reading.read(call["x"], "where nonzero", "mask as_tuple")
@@ -251,6 +263,10 @@ class Pairs:
     def _lists(self, value: Any, hits: Hits, result: int) -> bool:
         """Whether ``value`` is result ``result`` of what lists the pairs, or the mask of them."""
         value = self.order.bare(value)
+        whole, limit = cut_short(self.reading, value) or (value, None)
+        if not same_limit(limit, hits.limit):
+            return False
+        value = self.order.bare(whole)
         item = self.reading.read(value, "item", "index")
         if item is not None:
             return bool(item["index"] == result) and self.reading.same(item["x"], hits.places)
@@ -533,7 +549,7 @@ class Pairs:
         hits = self.hits(index, number)
         value = self.reading.uncast(factor, self.floor) if isinstance(factor, fx.Node) else None
         call = self.reading.read(value, "fancy index", "index")
-        if call is None or hits is None or not hits.alone or not self.one_each(hits.ids):
+        if call is None or hits is None or not hits.alone or not self.one_each(hits.ids) or hits.limit is not None:
             return None
         index = call["index"]
         place, *rest = [part for part in ([index] if isinstance(index, fx.Node) else index) if part is not None]

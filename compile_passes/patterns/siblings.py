@@ -33,7 +33,8 @@ from compile_passes.patterns.counts import counts_of
 from compile_passes.patterns.dense import recognise_dense
 from compile_passes.patterns.ends import End, Ends, Entry, Scale, Step, chain_of
 from compile_passes.patterns.ids import are_distinct, are_in_range
-from compile_passes.patterns.pairs import Chosen, Pairs, no_loop
+from compile_passes.patterns.limits import same_limit, within_limit
+from compile_passes.patterns.pairs import Chosen, Hits, Pairs, no_loop
 from compile_passes.patterns.routed import routed_rows
 from compile_passes.patterns.rows import BLANK, Order, entry_of, sorts
 from compile_passes.patterns.selection import Selection, without_zeros
@@ -399,16 +400,20 @@ class _Loop:
         if len(hits) != len(ends) or not pairs.all_same([hit.ids for hit in hits]):
             return None
         ids, alone = hits[0].ids, hits[0].alone
-        if any(hit.alone != alone for hit in hits):
+        limit = hits[0].limit
+        if any(hit.alone != alone or not same_limit(hit.limit, limit) for hit in hits):
             return None
         weighed = [pairs.weights_at(end.factor, hit, n) for n, (end, hit) in enumerate(zip(ends, hits, strict=True))]
         weights = [None if one is None else one.node for one in weighed]
         routed, scale = hits[0].routed, ends[0].scale
-        if any(hit.routed is not routed for hit in hits):
+        if any(hit.routed is not routed for hit in hits) or (routed is not None and limit is not None):
             return None
-        total = self.ends.put_in_turn(ends, indices) if alone and pairs.one_each(ids) and scale == 1 else None
-        if total is not None and all(end.factor is None or weight for end, weight in zip(ends, weights, strict=True)):
-            return self._one_expert(pairs, source, [ids], weights, total, rows[0].indexed)
+        one_each = alone and pairs.one_each(ids) and scale == 1
+        total = self.ends.put_in_turn(ends, indices, limit is None) if one_each else None
+        bare = [limit is None and end.factor is None for end in ends]  # a token beyond the limit would be 0 * weight
+        if total is not None and all(none or weight for none, weight in zip(bare, weights, strict=True)):
+            put = self._one_expert(pairs, source, [ids], weights, total, rows[0].indexed)
+            return self._limited(hits[0], put)
         if ends[0].factor is None and same_shape(ends[0].reader, ends[0].value):
             return Refusal(
                 ends[0].reader, "An expert's results are not weighted as they come out of its last product: "
@@ -436,10 +441,10 @@ class _Loop:
                 ids, "A token may have an expert id twice, as far as can be proved, and its row would count once.",
                 "Take the ids from one topk over the experts, or add with index_add_.",
             )  # fmt: skip
-        if not (once or alone) and routed is None:
+        if not (once or alone) and routed is None and limit is None:
             chosen = without_zeros(self.reading, chosen, pairs.tokens, self.floor)
-        block = self._combined(source, chosen, total, start, rows[0].indexed)
-        if isinstance(block, Refusal):
+        block = self._limited(hits[0], self._combined(source, chosen, total, start, rows[0].indexed))
+        if block is None or isinstance(block, Refusal):
             return block
         dispatch, combine = block
         if routed is not None:
@@ -453,6 +458,17 @@ class _Loop:
         if scale != 1:
             combine = replace(combine, weights=self._scaled(chosen, scale, weighed[0].node))
         return dispatch, combine
+
+    def _limited(
+        self, hits: Hits, block: tuple[Dispatch, Combine] | Refusal | None
+    ) -> tuple[Dispatch, Combine] | Refusal | None:
+        """``block`` without the pairs that the experts, which get as those of ``hits``, have no room for."""
+        if block is None or isinstance(block, Refusal) or hits.limit is None:
+            return block
+        dispatch, combine = block
+        ids = Made(_RESHAPE, (dispatch.ids, [-1, dispatch.top_k]))
+        kept = within_limit(ids, dispatch.top_k, self.count, hits.limit, hits.listed_by)
+        return replace(dispatch, ids=dropped_unless(kept, ids)), combine
 
     def _scaled(self, chosen: Selection, scale: Scale, given: fx.Node) -> Made:
         """``scale`` times routing weights, in no fewer bits than the original has for their product with the rows.

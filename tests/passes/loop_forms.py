@@ -476,20 +476,6 @@ class HitsByWeight(Missing):
         return out
 
 
-class Capacity(Missing):
-    """More tokens than any batch of a trial has."""
-
-    def forward(self, x):
-        x = x.reshape(-1, H)
-        w, ids = self.route(x)
-        out = torch.zeros_like(x)
-        for e in ids.unique().tolist():
-            token, slot = torch.where(ids == e)
-            token, slot = token[:100], slot[:100]
-            out.index_add_(0, token, self.experts[e](x[token]) * w[token, slot, None])
-        return out
-
-
 class CapacityOfSlices(Missing):
     def forward(self, x):
         x = x.reshape(-1, H)
@@ -649,7 +635,6 @@ MISSES = {
     SkipsSmallWeights: "`if big.any()` is no test for an expert without tokens: the loop writes more than the rows",
     CountsTokens: "`if token.numel() == 0` is no test for an expert without tokens: the loop writes more than the rows",
     HitsByWeight: "may be other experts than those that were hit",
-    Capacity: "what the loop writes is not chosen by ids.unique",
     CapacityOfSlices: "no loop in it is over the experts that were hit",
     WeightsInOrderOfExperts: "a value inside of the MoE block",
     RowsChangeBeforeTheLoop: "x changes before the loop",
