@@ -361,7 +361,7 @@ def _may_be_negative(reading: Reading, ids: fx.Node, experts: Any) -> bool:
     """Whether the graph itself computes ids that are not proved: ids given to it, or read from a table, are the model's
     data, and the sorted form gives rows of a negative id no meaning that anybody could rely on."""
     call = reading.call(reading.faithful(ids, experts, also=torch.int32))
-    return call is not None and call.name != "index" and not are_not_negative(reading, ids, experts)
+    return call is not None and call.name != "index" and not are_not_negative(reading, ids)
 
 
 def closure(reading: Reading, output: fx.Node, inputs: Iterable[fx.Node]) -> set[fx.Node]:

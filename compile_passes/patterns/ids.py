@@ -8,14 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from compile_passes.patterns.bounds import bounds_of
 from compile_passes.reading import Reading
-from compile_passes.vocabulary import Call, equal_sizes, example
+from compile_passes.vocabulary import Call, equal_sizes, example, same_shape
 
-# Calls whose result holds only elements of their first operand.
-_PICKS = frozenset(
-    {"index", "gather", "getslice", "slice", "narrow", "select", "transpose", "permute", "mt", "expand", "repeat",
-     "index_select", "take_along_dim", "repeat_interleave"}
-)  # fmt: skip
 # How far down ids are looked into.
 _DEPTH = 8
 
@@ -57,19 +53,61 @@ def topk_over_experts(reading: Reading, ids: Any, experts: Any) -> Choice | None
 
 
 def are_distinct(reading: Reading, ids: Any, experts: Any, top_k: int) -> bool:
-    """Whether the ids of one token never repeat: they are the indices of one topk, or some columns of them."""
-    topk = topk_over_experts(reading, ids, experts)
-    if topk is not None:
-        return bool(topk.k == top_k)
-    taken = reading.exact(ids, experts)
-    columns, some = reading.read(taken, "getslice slice narrow", "index dim start end length"), example(taken)
-    whole = example(columns["x"]) if columns is not None else None
-    # A view of them may have made one token of two.
-    if columns is None or whole is None or some is None or not equal_sizes(some.shape[-1], top_k):
+    """Whether the ids of one token, all in [0, E), never repeat: they are the indices of one topk, some columns of
+    them, or several such beside each other that have no number in common, as those of experts that every token has.
+    """
+    return are_in_range(reading, ids, experts) and _are_distinct(reading, ids, experts, top_k, _DEPTH)
+
+
+def _are_distinct(reading: Reading, ids: Any, experts: Any, width: Any, depth: int) -> bool:
+    value = reading.exact(ids, experts)
+    call, shape = reading.call(value), example(value)
+    if call is None or shape is None or depth == 0 or reading.is_stale(value):
         return False
-    index = columns["index"] if isinstance(columns["index"], tuple) else (columns["index"],)
-    kept = columns.name != "getslice" or all(part is Ellipsis or isinstance(part, slice) for part in index)
-    return kept and are_distinct(reading, columns["x"], experts, whole.shape[-1])
+    if _is_choice(reading, value, width):
+        return True
+    # A view of them may have made one token of two.
+    if not shape.dim() or not equal_sizes(shape.shape[-1], width):
+        return False
+    if equal_sizes(width, 1) and shape.dim() > 1:
+        return True
+    if reading.read(value, "getslice slice narrow", "index dim start end length") is not None:
+        whole = example(call["x"])
+        index = call["index"] if isinstance(call["index"], tuple) else (call["index"],)
+        kept = call.name != "getslice" or all(part is Ellipsis or isinstance(part, slice) for part in index)
+        return kept and whole is not None and _are_distinct(reading, call["x"], experts, whole.shape[-1], depth - 1)
+    if call.name in ("add", "sub") and type(call["y"]) is int and same_shape(call["x"], value):
+        return _are_distinct(reading, call["x"], experts, width, depth - 1)
+    if call.name == "arange":
+        return True
+    if call.name in ("expand", "repeat"):
+        inner = example(call["x"])
+        one = inner is not None and inner.dim() and equal_sizes(inner.shape[-1], width)
+        return bool(one) and _are_distinct(reading, call["x"], experts, width, depth - 1)
+    return call.name == "cat" and _are_apart(reading, call, shape.dim(), experts, depth - 1)
+
+
+def _are_apart(reading: Reading, call: Call, dims: int, experts: Any, depth: int) -> bool:
+    """Whether the columns of every part of a cat are distinct, and no number is in two parts."""
+    if call["dim"] not in (-1, dims - 1) or not isinstance(call["x"], list | tuple):
+        return False
+    parts = [(bounds_of(reading, part), example(part), part) for part in call["x"]]
+    for place, (found, shape, part) in enumerate(parts):
+        if found is None or shape is None or not _are_distinct(reading, part, experts, shape.shape[-1], depth):
+            return False
+        if not all(other is not None and found.apart_from(other) for other, *_ in parts[:place]):
+            return False
+    return True
+
+
+def _is_choice(reading: Reading, value: Any, width: Any) -> bool:
+    """Whether ``value`` are the places of the best ``width`` along a last dimension."""
+    item = reading.read(value, "item", "index")
+    topk = None if item is None else reading.read(item["x"], "topk", "k dim largest")
+    scores = example(topk["x"]) if topk is not None else None
+    if topk is None or item is None or scores is None or item["index"] != 1:
+        return False
+    return topk["dim"] in (-1, scores.dim() - 1) and bool(topk["k"] == width)
 
 
 def ids_within(reading: Reading, ids: fx.Node, experts: Any) -> fx.Node:
@@ -100,86 +138,11 @@ def exact_ids(reading: Reading, ids: Any, experts: Any, also: torch.dtype | None
 
 def are_in_range(reading: Reading, ids: Any, experts: Any) -> bool:
     """Whether ``ids`` are proved to be in ``[0, E)``, whatever the data."""
-    return _bounded(reading, ids, experts, above=True, depth=_DEPTH)
+    found = bounds_of(reading, ids)
+    return found is not None and found.within(experts)
 
 
-def are_not_negative(reading: Reading, ids: Any, experts: Any) -> bool:
+def are_not_negative(reading: Reading, ids: Any) -> bool:
     """Whether ``ids`` are proved to be 0 or more, whatever the data."""
-    return _bounded(reading, ids, experts, above=False, depth=_DEPTH)
-
-
-def _bounded(reading: Reading, ids: Any, experts: Any, above: bool, depth: int) -> bool:
-    """Whether ``ids`` are 0 or more and, if asked ``above``, less than E."""
-    value = reading.exact(ids, experts)
-    if depth == 0 or reading.call(value) is None or reading.is_stale(value):
-        return False
-    parts = _picked_from(reading, value)
-    if parts is not None:
-        limit = experts if above else None
-        return all(_is_within(part, limit) or _bounded(reading, part, experts, above, depth - 1) for part in parts)
-    if (call := reading.read(value, "item argmax argsort", "index dim keepdim descending")) is not None:
-        source = _positions_source(reading, call)
-        return source is not None and (not above or _axis_is(source, experts))
-    if (call := reading.read(value, "clamp", "min max")) is not None:
-        low, high = call["min"], call["max"]
-        return _is_within(low, None) and (not above or (high is not None and equal_sizes(high, experts - 1)))
-    if (call := reading.read(value, "randint", "low high size dtype")) is not None:
-        return _is_within(call["low"], None) and (not above or equal_sizes(call["high"], experts))
-    if _is_bit(reading, value, depth):
-        return not above or (isinstance(experts, int) and experts > 1)
-    call = reading.read(value, "mod", "y")
-    if call is None:
-        return False
-    return equal_sizes(call["y"], experts) if above else type(call["y"]) is int and call["y"] > 0
-
-
-def _is_bit(reading: Reading, value: Any, depth: int) -> bool:
-    """Whether ``value`` is 0 or 1 everywhere: a mask, a one-hot, or a product of such."""
-    tensor, value = example(value), reading.exact(value, 2)
-    made = example(value)
-    if depth == 0 or tensor is None or made is None:
-        return False
-    if made.dtype == torch.bool or reading.named(value, "one_hot") is not None:
-        return True
-    call = reading.read(value, "mul", "y")
-    return call is not None and all(_is_bit(reading, part, depth - 1) for part in (call["x"], call["y"]))
-
-
-def _picked_from(reading: Reading, value: Any) -> list[Any] | None:
-    """The values, and numbers, among which every element of ``value`` is one; None when it is computed otherwise."""
-    call = reading.call(value)
-    if call is None:
-        return None
-    if call.name in _PICKS:
-        return [call["x"]]
-    if call.name in ("cat", "stack", "hstack", "vstack") and isinstance(call["x"], list | tuple):
-        return list(call["x"])
-    if call.name == "where" and len(call.args) == 3:
-        return [call["x"], call["y"]]
-    if call.name == "masked_fill":
-        return [call["x"], call["value"]]
-    if call.name == "item":
-        source = reading.named(call["x"], "sort", "topk", "max", "chunk", "split")
-        if source is not None and (source.name in ("chunk", "split") or call["index"] == 0):
-            return [source["x"]]
-    return None
-
-
-def _is_within(value: Any, experts: Any) -> bool:
-    """Whether ``value`` is a number in ``[0, E)``; with E of None, in ``[0, inf)``."""
-    return type(value) is int and value >= 0 and (experts is None or (isinstance(experts, int) and value < experts))
-
-
-def _positions_source(reading: Reading, call: Call) -> Call | None:
-    """The call along whose dimension ``call`` holds positions: the second result of sort, topk or max, or its own."""
-    if call.name != "item":
-        return call
-    return reading.named(call["x"], "sort", "topk", "max") if call["index"] == 1 else None
-
-
-def _axis_is(call: Call, size: Any) -> bool:
-    """Whether the dimension along which ``call`` works has ``size`` entries."""
-    tensor, dim = example(call["x"]), call["dim"]
-    if tensor is None or type(dim) is not int or not -tensor.dim() <= dim < tensor.dim():
-        return False
-    return equal_sizes(tensor.shape[dim], size)
+    found = bounds_of(reading, ids)
+    return found is not None and found.low >= 0

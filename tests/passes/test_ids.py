@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from compile_passes.patterns.ids import are_distinct, are_in_range, are_not_negative
 from compile_passes.patterns.rows import is_ramp
 from compile_passes.reading import Reading
+from compile_passes.vocabulary import example
 from tests.passes.blocks import E, H, K, T, batched, capture, silu_glu, softmax_router, weights
 from tests.passes.compare import check
 
@@ -63,7 +64,31 @@ IDS = {
     "random_from_one": (lambda s, w, g: torch.randint(1, E, (T, K)), True, True),
     "shape_and_dtype": (lambda s, w, g: top(s).reshape(-1).to(torch.int32).view(T, K).long(), True, True),
     "a_dtype_that_holds_them": (lambda s, w, g: top(s).to(torch.int8).long(), True, True),
-    "a_dtype_that_does_not": (lambda s, w, g: top(s).bool().long(), False, False),
+    "a_dtype_that_does_not": (lambda s, w, g: top(w.repeat(1, 20)).to(torch.int8).long(), False, False),
+    "a_dtype_of_bits": (lambda s, w, g: top(s).bool().long(), False, False),
+    "bits": (lambda s, w, g: (top(s) > 0).long(), True, True),
+    "bits_as_bits": (lambda s, w, g: (top(s) > 0).long().bool().long(), True, True),
+    "clamped_to_a_negative": (lambda s, w, g: g.clamp(0, -1), False, False),
+    "clamped_scores": (lambda s, w, g: s[:, :K].clamp(0, E - 1).long(), False, False),  # NaN is a negative integer
+    "remainders_of_scores": (lambda s, w, g: (s[:, :K] % E).long(), False, False),
+    "topk_over_fewer_columns": (lambda s, w, g: top(s[:, 1:]), True, True),
+    "behind_another": (lambda s, w, g: top(s[:, 1:]) + 1, True, True),
+    "behind_two_others": (lambda s, w, g: 2 + top(s[:, 1:]), False, True),
+    "before_another": (lambda s, w, g: top(s) - 1 + 1, True, True),
+    "a_sum_that_wraps": (lambda s, w, g: (top(s).to(torch.int8) + 127 - 127).long(), False, False),
+    "a_sum_times_a_number": (lambda s, w, g: torch.add(top(s[:, 1:]), 1, alpha=2), False, False),
+    "a_constant": (lambda s, w, g: torch.full((T, 1), E - 1), True, True),
+    "a_constant_of_more": (lambda s, w, g: torch.full((T, 1), E), False, True),
+    "a_negative_constant": (lambda s, w, g: g.new_full((T, 1), -1), False, False),
+    "constants": (lambda s, w, g: torch.tensor([0, E - 1]).expand(T, 2), True, True),
+    "constants_of_more": (lambda s, w, g: torch.tensor([0, E]).expand(T, 2), False, True),
+    "ones_times_a_number": (lambda s, w, g: torch.ones_like(g) * (E - 1), True, True),
+    "counted_from": (lambda s, w, g: torch.arange(2, E).expand(T, -1), True, True),
+    "counted_to_more": (lambda s, w, g: torch.arange(2, E + 1).expand(T, -1), False, True),
+    "counted_in_steps": (lambda s, w, g: torch.arange(E - 1, -2, -1).expand(T, -1), False, False),
+    "padded_with_an_id": (lambda s, w, g: F.pad(top(s), (0, 1), value=E - 1), True, True),
+    "padded_with_more": (lambda s, w, g: F.pad(top(s), (0, 1), value=E), False, True),
+    "padded_by_unknown": (lambda s, w, g: F.pad(g, (0, 1), value=E - 1), False, False),
     "picked": (lambda s, w, g: top(s)[:, :1], True, True),
     "picked_by_a_table": (lambda s, w, g: top(s).reshape(-1)[g], True, True),
     "gathered": (lambda s, w, g: top(s).gather(1, g * 0), True, True),
@@ -103,13 +128,13 @@ def reading(function):
 def test_bounds(name):
     function, in_range, not_negative = IDS[name]
     read, ids = reading(function)
-    assert (are_in_range(read, ids, E), are_not_negative(read, ids, E)) == (in_range, not_negative)
+    assert (are_in_range(read, ids, E), are_not_negative(read, ids)) == (in_range, not_negative)
 
 
 def test_ids_given_to_the_graph_are_not_proved():
     read, _ = reading(lambda s, w, g: g * 1)
     given = [node for node in read.graph.nodes if node.op == "placeholder"]
-    assert not any(are_in_range(read, node, E) or are_not_negative(read, node, E) for node in given)
+    assert not any(are_in_range(read, node, E) or are_not_negative(read, node) for node in given)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +157,34 @@ def test_distinct(function, distinct):
     assert are_distinct(read, ids, E, K) is distinct
 
 
+def beside(*columns):
+    return torch.cat(columns, -1)
+
+
+@pytest.mark.parametrize(
+    ("function", "distinct"),
+    [
+        (lambda s, w, g: beside(top(s[:, 1:]), torch.full((T, 1), E - 1)), True),
+        (lambda s, w, g: beside(torch.arange(2).expand(T, 2), top(s[:, 2:]) + 2), True),
+        (lambda s, w, g: beside(top(s[:, 2:]), torch.arange(E - 2, E).repeat(T, 1)).to(torch.int32), True),
+        (lambda s, w, g: beside(top(s), torch.full((T, 1), E - 1)), False),
+        (lambda s, w, g: beside(torch.arange(2).expand(T, 2), top(s[:, 1:]) + 1), False),
+        (lambda s, w, g: beside(top(s[:, 1:]), torch.full((T, 2), E - 1)), False),
+        (lambda s, w, g: beside(g, torch.full((T, 1), E - 1)), False),
+        (lambda s, w, g: beside(top(s[:, 1:]), torch.full((T, 1), E)), False),
+        (lambda s, w, g: torch.cat((top(s[:, 1:]), torch.full((1, K), E - 1))), False),
+        (lambda s, w, g: beside(top(s[:, 1:]), torch.full((T, 2), E - 1)).view(-1, 1).view(T, K + 2), False),
+        (lambda s, w, g: torch.arange(2)[:, None].expand(2, K), False),
+    ],
+    ids=["constant", "shifted", "counted", "may_be_it", "shifted_by_less", "one_twice", "given", "out_of_range",
+         "tokens", "viewed", "counted_by_token"],
+)  # fmt: skip
+def test_distinct_beside_each_other(function, distinct):
+    """Of experts that every token has, and experts that it chooses."""
+    read, ids = reading(function)
+    assert are_distinct(read, ids, E, example(ids).shape[-1]) is distinct
+
+
 def first_written(ids, change):
     """``ids``, whose first row is written through another name."""
     change(ids[:1])
@@ -141,7 +194,7 @@ def first_written(ids, change):
 def test_ids_written_through_a_view_are_not_those_of_topk():
     for shape in (lambda ids: torch.where(ids > 2, ids, 0), lambda ids: torch.where(ids > 2, ids.clone(), 0)):
         read, ids = reading(lambda s, w, g, shape=shape: shape(first_written(top(s), lambda row: row.sub_(1))))
-        assert not are_in_range(read, ids, E) and not are_not_negative(read, ids, E)
+        assert not are_in_range(read, ids, E) and not are_not_negative(read, ids)
 
 
 def test_a_row_of_ids_that_is_written_counts_from_the_end():
