@@ -84,13 +84,11 @@ def _are_distinct(reading: Reading, ids: Any, experts: Any, width: Any, depth: i
         inner = example(call["x"])
         one = inner is not None and inner.dim() and equal_sizes(inner.shape[-1], width)
         return bool(one) and _are_distinct(reading, call["x"], experts, width, depth - 1)
-    return call.name == "cat" and _are_apart(reading, call, shape.dim(), experts, depth - 1)
+    return call.name == "cat" and _are_apart(reading, call, experts, depth - 1)
 
 
-def _are_apart(reading: Reading, call: Call, dims: int, experts: Any, depth: int) -> bool:
+def _are_apart(reading: Reading, call: Call, experts: Any, depth: int) -> bool:
     """Whether the columns of every part of a cat are distinct, and no number is in two parts."""
-    if call["dim"] not in (-1, dims - 1) or not isinstance(call["x"], list | tuple):
-        return False
     parts = [(bounds_of(reading, part), example(part), part) for part in call["x"]]
     for place, (found, shape, part) in enumerate(parts):
         if found is None or shape is None or not _are_distinct(reading, part, experts, shape.shape[-1], depth):

@@ -172,12 +172,13 @@ def beside(*columns):
         (lambda s, w, g: beside(top(s[:, 1:]), torch.full((T, 2), E - 1)), False),
         (lambda s, w, g: beside(g, torch.full((T, 1), E - 1)), False),
         (lambda s, w, g: beside(top(s[:, 1:]), torch.full((T, 1), E)), False),
-        (lambda s, w, g: torch.cat((top(s[:, 1:]), torch.full((1, K), E - 1))), False),
+        (lambda s, w, g: torch.cat((top(s[:, 2:]), torch.full((1, K), E - 1))), False),
+        (lambda s, w, g: beside(top(s[:, 1:]), torch.full((T, 1), E - 1)).view(T // 2, -1), False),
         (lambda s, w, g: beside(top(s[:, 1:]), torch.full((T, 2), E - 1)).view(-1, 1).view(T, K + 2), False),
         (lambda s, w, g: torch.arange(2)[:, None].expand(2, K), False),
     ],
     ids=["constant", "shifted", "counted", "may_be_it", "shifted_by_less", "one_twice", "given", "out_of_range",
-         "tokens", "viewed", "counted_by_token"],
+         "tokens", "two_as_one", "viewed", "counted_by_token"],
 )  # fmt: skip
 def test_distinct_beside_each_other(function, distinct):
     """Of experts that every token has, and experts that it chooses."""
