@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from compile_passes.equal import is_float_cast, narrower, no_narrower
-from compile_passes.match import Combine, Dispatch, Product, Refusal, Spread
+from compile_passes.match import Combine, Dispatch, Product, Refusal, Spread, in_words
 from compile_passes.patterns.combine import final_cast, recognise_combine, stopped
 from compile_passes.patterns.contraction import alike, axis_of, moves_one, permutation, spread_of
 from compile_passes.patterns.ids import are_in_range
@@ -37,6 +37,8 @@ from compile_passes.vocabulary import (
 )
 
 _LATER = "Apply the weights after the experts."
+# Calls that put rows somewhere.
+_PUTS = ("index_put", "fancy_put", "index_add", "index_copy", "scatter", "scatter_add")
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,22 @@ class _Dense:
         # What the results may be rounded to: the hidden states' own dtype may be narrower than that of the weights.
         self.wide = floor
 
+    def _put_at_places(self) -> Refusal | None:
+        """The refusal of rows that are put at their places of a buffer [experts, capacity, hidden]."""
+        rows = self.ups[0].rows
+        while (call := self.reading.named(rows, "view", "clone", "cast", "getslice", "slice", "narrow")) is not None:
+            rows = call["x"]
+        if self.reading.named(rows, *_PUTS) is None:
+            return None
+        return Refusal(
+            rows, f"Rows are put at places of [experts, capacity, hidden], by {in_words(rows)}; a capacity is read as "
+            "products with one-hots of the places, or as the first tokens of every expert in a loop.",
+            "Call moe_ops.fused_experts(hidden_states, gate_up_proj, down_proj, topk_weights, topk_ids) in place of "
+            "putting rows, the experts and taking rows, with the id -1 for a pair that is dropped, as by "
+            "torch.where(places < capacity, topk_ids, -1). Or use moe_ops.batched_dispatch, batched_mm_glu, batched_mm "
+            "and batched_combine.",
+        )  # fmt: skip
+
     def block(self) -> tuple[Dispatch, Combine] | Refusal:
         if not self._agrees():
             return Refusal(
@@ -121,11 +139,10 @@ class _Dense:
         (hidden, scores), *others = [self._tokens_of(up) for up in self.ups]
         tensor = example(hidden)
         if hidden is None or tensor is None:
-            return Refusal(
+            return self._put_at_places() or Refusal(
                 self.ups[0].anchor, "The rows of the first expert product are not all tokens for all experts, as far "
-                "as can be proved.", "Write them as hidden_states.expand(num_experts, -1, -1). Rows that are put at "
-                "places of [experts, capacity, hidden], or that experts choose, are for moe_ops.batched_dispatch, "
-                "batched_mm_glu, batched_mm and batched_combine.",
+                "as can be proved.", "Write them as hidden_states.expand(num_experts, -1, -1). Rows that experts "
+                "choose are for moe_ops.batched_dispatch, batched_mm_glu, batched_mm and batched_combine.",
             )  # fmt: skip
         if any(other != (hidden, scores) for other in others):
             return Refusal(

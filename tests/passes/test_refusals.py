@@ -570,5 +570,5 @@ def test_rows_put_at_places_of_a_buffer():
         return torch.zeros_like(x).index_add(0, token, rows * scores.flatten()[:, None])
 
     row = refusal(run)
-    says(row, "not all tokens for all experts")
-    assert "moe_ops.batched_dispatch" in row.cure
+    says(row, "Rows are put at places of [experts, capacity, hidden], by `buffer = ")
+    assert "moe_ops.batched_dispatch" in row.cure and "the id -1" in row.cure
