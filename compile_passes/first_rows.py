@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 
-from compile_passes.source import Scope, called, is_zero
+from compile_passes.source import Scope, assignments, called, is_zero
 
 
 def first_rows_alone(tree: ast.FunctionDef) -> list[str]:
@@ -59,14 +59,10 @@ class _FirstRows(ast.NodeTransformer):
         """The names of which the body keeps the first ``limit``, all as long as ``asked`` is; None: it does more."""
         found: list[str] = []
         for statement in node.body:
-            if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+            pairs = [(ast.unparse(target), _first(value)) for target, value in assignments(statement)]
+            if not pairs or any(first != (name, limit) for name, first in pairs):
                 return None
-            targets, values = [statement.targets[0]], [statement.value]
-            if isinstance(targets[0], ast.Tuple) and isinstance(values[0], ast.Tuple):
-                targets, values = targets[0].elts, values[0].elts
-            if [_first(value) for value in values] != [(ast.unparse(one), limit) for one in targets]:
-                return None
-            found += [ast.unparse(one) for one in targets]
+            found += [name for name, _ in pairs]
         origins = {self._origin(name, node) for name in found}
         return found if [*found] == [asked] or (len(origins) == 1 and None not in origins) else None
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from compile_passes.slice_bounds import CONVERSIONS
-from compile_passes.source import NotStatic, bodies, called, is_zero, names, sure
+from compile_passes.source import NotStatic, assignments, bodies, called, is_zero, names, sure
 
 # What may lie between the ids, or a mask of them, and the list of experts that were hit.
 ELEMENTS = frozenset({"tolist", "cpu", "numpy", "flatten", "squeeze", "view", "reshape", "ravel", "detach", "sorted"})
@@ -153,14 +153,12 @@ def drop_lists_of_positions(tree: ast.FunctionDef) -> None:
 
 def _one_by_one(statement: ast.stmt) -> list[ast.stmt]:
     """`a, b = p.tolist(), q.tolist()` as a statement for each, where none reads what another one writes."""
-    target = statement.targets[0] if isinstance(statement, ast.Assign) else None
-    value = statement.value if isinstance(statement, ast.Assign) else None
-    if not isinstance(target, ast.Tuple) or not isinstance(value, ast.Tuple) or len(target.elts) != len(value.elts):
+    pairs = assignments(statement)
+    if len(pairs) < 2 or not all(called(value) == "tolist" for _, value in pairs):
         return [statement]
-    if not all(called(part) == "tolist" for part in value.elts) or names(target) & names(value):
+    if set[str]().union(*(names(target) for target, _ in pairs)) & set[str]().union(*(names(v) for _, v in pairs)):
         return [statement]
-    pairs = zip(target.elts, value.elts, strict=True)
-    return [ast.copy_location(ast.Assign([one], part), statement) for one, part in pairs]
+    return [ast.copy_location(ast.Assign([target], value), statement) for target, value in pairs]
 
 
 def _positions(value: ast.expr) -> ast.expr:

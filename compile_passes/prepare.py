@@ -34,12 +34,12 @@ from compile_passes.loops import (
     is_static,
     loops_over_data,
 )
-from compile_passes.rebind import Verdict, bind, fused_as_written, unbind, verdict_of
+from compile_passes.rebind import Verdict, bind, fused_as_written, verdict_of
 from compile_passes.recording import prepare_recording, restore_recording
 from compile_passes.source import sure
 from compile_passes.stackable import ExpertList, expert_lists, taken_elsewhere, why_not
 from compile_passes.stacking import stack_list, unstack
-from compile_passes.trial import ON_META
+from compile_passes.trial import ON_META, unbind
 from meta.checks import check_module
 from moe_ops.compat import CAPTURED_UNDER, captured_under
 

@@ -9,10 +9,9 @@ import ast
 import inspect
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +21,6 @@ from compile_passes.class_counts import without_class_counts
 from compile_passes.conversions import without_conversions
 from compile_passes.effects import Kept
 from compile_passes.explain import explain
-from compile_passes.loops import STATIC
 from compile_passes.reached import OF_TORCH
 from compile_passes.report import Report
 from compile_passes.source import NotStatic, held
@@ -30,7 +28,7 @@ from compile_passes.stack_slices import METHODS
 from compile_passes.stackable import expert_lists, why_not
 from compile_passes.stacking import stack_list
 from compile_passes.static_loops import StaticForm, static_form
-from compile_passes.trial import HOOKS, NotAlone, Trial, apart, bound, takes_hidden_states_alone
+from compile_passes.trial import HOOKS, NotAlone, Trial, apart, bind_methods, bound, takes_hidden_states_alone
 from moe_ops.logs import quiet
 
 # Modules around the one with the loop that are tried for a forward of hidden states alone.
@@ -127,17 +125,7 @@ def bind(model: nn.Module, verdict: Verdict) -> None:
         module = block.get_submodule(path)
         for converted, dtype in form.converts:
             held(module, converted).to(held(module, dtype))
-        methods = form.functions(training=verdict.training)
-        for name, function in methods.items():
-            vars(module)[name] = MethodType(function, module)
-        vars(module)[STATIC] = tuple(methods)
-
-
-def unbind(modules: Iterable[nn.Module]) -> None:
-    """Undo `bind` for modules."""
-    for module in modules:
-        for name in vars(module).pop(STATIC, ()):
-            vars(module).pop(name, None)
+        bind_methods(module, form.functions(training=verdict.training))
 
 
 class _NotFused(NotStatic):

@@ -15,7 +15,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from compile_passes.source import Scope, called, is_zero, subject, sure
+from compile_passes.source import Scope, assignments, called, is_zero, subject, sure
 
 # What may lie between ids, or a mask of them, and counts of an expert's tokens.
 CONVERSIONS = frozenset({
@@ -279,12 +279,7 @@ def _assigned(loop: ast.For) -> dict[str, tuple[ast.expr, ast.stmt]]:
     found: dict[str, tuple[ast.expr, ast.stmt]] = {}
     twice: set[str] = set()
     for part in loop.body:
-        if not isinstance(part, ast.Assign) or len(part.targets) != 1:
-            continue
-        target, value = part.targets[0], part.value
-        many = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts)
-        pairs = zip(target.elts, value.elts, strict=True) if many else [(target, value)]  # type: ignore[attr-defined]
-        for name, given in pairs:
+        for name, given in assignments(part):
             if isinstance(name, ast.Name):
                 twice |= {name.id} & {*found}
                 found[name.id] = (given, part)

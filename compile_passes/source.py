@@ -348,6 +348,16 @@ def _stored(statement: ast.stmt) -> Iterator[tuple[str, ast.expr | None]]:
                 yield from _targets(item.optional_vars, None)
 
 
+def assignments(statement: ast.stmt) -> list[tuple[ast.expr, ast.expr]]:
+    """(target, value) of `a = p`, and of `a, b = p, q` both pairs."""
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+        return []
+    target, value = statement.targets[0], statement.value
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+        return [*zip(target.elts, value.elts, strict=True)]
+    return [(target, value)]
+
+
 def _targets(target: ast.expr, value: ast.expr | None) -> Iterator[tuple[str, ast.expr | None]]:
     if isinstance(target, ast.Name):
         yield target.id, value

@@ -18,7 +18,7 @@ import math
 import os
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -251,15 +251,25 @@ def bound(block: nn.Module, methods: Methods) -> Iterator[None]:
     """``methods`` in the place of those of the modules of ``block``."""
     owners = [(block.get_submodule(path), own) for path, own in methods.items()]
     for module, own in owners:
-        for name, function in own.items():
-            vars(module)[name] = MethodType(function, module)
-        vars(module)[STATIC] = tuple(own)
+        bind_methods(module, own)
     try:
         yield
     finally:
-        for module, own in owners:
-            for name in (*own, STATIC):
-                vars(module).pop(name, None)
+        unbind(module for module, _ in owners)
+
+
+def bind_methods(module: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> None:
+    """Put ``functions`` in the place of the methods of one module."""
+    for name, function in functions.items():
+        vars(module)[name] = MethodType(function, module)
+    vars(module)[STATIC] = tuple(functions)
+
+
+def unbind(modules: Iterable[nn.Module]) -> None:
+    """Undo `bind_methods` for modules."""
+    for module in modules:
+        for name in vars(module).pop(STATIC, ()):
+            vars(module).pop(name, None)
 
 
 @contextmanager
