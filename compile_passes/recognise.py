@@ -37,6 +37,7 @@ from compile_passes.patterns.ids import are_in_range, are_not_negative, exact_id
 from compile_passes.patterns.low_rank import without_updates
 from compile_passes.patterns.routed import narrowest, routed_rows
 from compile_passes.patterns.router import kept, recognise_router
+from compile_passes.patterns.selection import integer_weights
 from compile_passes.patterns.siblings import recognise_loop
 from compile_passes.reading import Reading
 from compile_passes.safety import (
@@ -280,6 +281,9 @@ def _closed(
             "take over: a bias is added, the model's own code runs on the results, or they multiply the input.",
             "Multiply the second projection's weight by it.",
         )  # fmt: skip
+    given = combine.weights
+    if isinstance(given, fx.Node) and not _is_float(given):
+        return integer_weights(given)
     weight, hidden = example(down.weight.node), example(dispatch.hidden)
     experts = None if weight is None else weight.shape[0]
     if isinstance(dispatch.ids, fx.Node):

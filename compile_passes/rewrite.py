@@ -176,14 +176,17 @@ class Rewriter:
         )  # fmt: skip
         return fused, self._finished(builder, match, fused)
 
-    def _rows(self, match: MoEMatch, writers: frozenset[fx.Node]) -> tuple[fx.Node, fx.Node]:
+    def _rows(self, match: MoEMatch, writers: frozenset[fx.Node]) -> tuple[fx.Node, fx.Node | None]:
         """Put the experts' results, sorted by expert, in the place of the rows that row-wise code reads; returns where
-        each pair's row is, and the routing weights."""
+        each pair's row is, and the routing weights of a known router: others may not be computed yet."""
         start = match.combine.staged.start if match.combine.staged is not None else match.output
         builder = Builder(self.graph, start, self.reading.operand(start))
         with self.graph.inserting_before(start):
-            gate_up = self._weight(builder, match, match.up)
-            weights, ids = self._routing(builder, match, gate_up)
+            gate_up, weights = self._weight(builder, match, match.up), None
+            if isinstance(match.router, Router):
+                weights, ids = self._topk(builder, match.router)
+            else:
+                ids = self._ids(builder, match, gate_up)
             made, places = self._experts(builder, match, self._hidden(builder, match, gate_up), ids)
             made = builder.cast(made, self.reading.operand(start))
         self._before |= dict.fromkeys(builder.made, writers)
@@ -236,12 +239,13 @@ class Rewriter:
         return builder.dense(node)
 
     def _return_rows(
-        self, builder: Builder, match: MoEMatch, rows: tuple[fx.Node, fx.Node]
+        self, builder: Builder, match: MoEMatch, rows: tuple[fx.Node, fx.Node | None]
     ) -> tuple[fx.Node, fx.Node]:  # fmt: skip
         """`moe_unpermute` of what row-wise code made of the experts' results; as `_build`."""
         places, weights = rows
         end = match.output if match.combine.staged is None else match.combine.staged.end
         made = builder.rows(self._node(end), None)  # of one expert for each token it may be [T, 1, H]
+        weights = self._weights(builder, match) if weights is None else weights
         values = {"rows": made, "pair_to_row": places, "topk_weights": weights}
         fused = builder.operator("moe_unpermute", values)
         return fused, self._finished(builder, match, fused)
@@ -250,10 +254,15 @@ class Rewriter:
         """Routing weights and ids ``[T, K]``."""
         if isinstance(match.router, Router):
             return self._topk(builder, match.router)
+        return self._weights(builder, match), self._ids(builder, match, gate_up)
+
+    def _weights(self, builder: Builder, match: MoEMatch) -> fx.Node:
         weights = builder.rows(self._value(builder, match.combine.weights), match.dispatch.top_k)
-        weights = builder.scaled(weights, match.body.scale)
+        return builder.scaled(weights, match.body.scale)
+
+    def _ids(self, builder: Builder, match: MoEMatch, gate_up: fx.Node) -> fx.Node:
         ids = builder.integers(builder.rows(self._value(builder, match.dispatch.ids), match.dispatch.top_k))
-        return weights, builder.wrapped(ids, gate_up) if match.dispatch.wrapped else ids
+        return builder.wrapped(ids, gate_up) if match.dispatch.wrapped else ids
 
     def _hidden(self, builder: Builder, match: MoEMatch, gate_up: fx.Node) -> fx.Node:
         """The hidden states ``[T, H]`` in the weights' dtype, the nominal one of quantised weights."""

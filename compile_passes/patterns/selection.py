@@ -93,11 +93,16 @@ def selected_of(
         return problem
     held = example(scores)
     if held is None or not held.dtype.is_floating_point:
-        return Refusal(scores, "The routing weights are integers.", "Cast them to the dtype of the tokens.")
+        return integer_weights(scores)
     weights = found.values
     if not isinstance(weights, fx.Node | Made):
         weights = everywhere(found.ids, float(weights), held.dtype)
     return Selection(found.ids, weights, found.top_k)
+
+
+def integer_weights(weights: fx.Node) -> Refusal:
+    """The refusal of routing weights that are integers, or masks."""
+    return Refusal(weights, "The routing weights are integers.", "Cast them to the dtype of the tokens.")
 
 
 def without_zeros(reading: Reading, chosen: Selection, tokens: Any, floor: torch.dtype) -> Selection:

@@ -141,6 +141,20 @@ def test_rows_that_return_to_pair_order_first() -> None:
     assert counters["moe_ops"]["staged"] == 1
 
 
+def test_weights_that_are_made_behind_the_code() -> None:
+    """Of a router that stays: the operators before the code need none of them."""
+
+    def run(x, gate, w1, w2):
+        values, ids = F.linear(x, gate).softmax(-1).topk(K, dim=-1)
+        flat = ids.reshape(-1)
+        h = torch.bmm(w1[flat], x.repeat_interleave(K, dim=0).unsqueeze(-1)).squeeze(-1)
+        out = F.rms_norm(torch.bmm(w2[flat], silu_glu(h).unsqueeze(-1)).squeeze(-1), (H,))
+        return (out * values.reshape(-1).clamp(0.1, 0.9).unsqueeze(-1)).view(-1, K, H).sum(1)
+
+    assert_same(run, *weights(dtype=torch.float32).values(), gradients=True)
+    assert counters["moe_ops"]["staged"] == 1 and not counters["moe_ops"]["errors"]
+
+
 def test_biases_and_activations_go_to_the_stages() -> None:
     def run(x, gate, w1, w2, b1, b2):
         values, ids = F.linear(x, gate).float().softmax(-1).topk(K, dim=-1)

@@ -120,6 +120,13 @@ def unweighted(x, gate, w1, w2):
     return out * ids.sum()
 
 
+def weighted_by_integers(x, gate, w1, w2):
+    out, (_, ids) = torch.zeros_like(x), softmax_router(x, gate)
+    for e in range(E):
+        out = out + (ids * (ids == e)).sum(-1, keepdim=True) * expert(x, w1[e], w2[e])
+    return out
+
+
 def of_another_expert(x, gate, w1, w2):
     out, (topk_weights, ids) = torch.zeros_like(x), softmax_router(x, gate)
     for e in range(E):
@@ -260,6 +267,7 @@ REFUSED = {
     with_a_residual: "`out.index_add_(0, token, topk_weights[token, slot, None] * (rows + expert(",
     with_a_norm: "`rows = F.rms_norm(expert(x[token], w1[e], w2[e]), (H,))`",
     skipping: f"The loop runs {E - 1} of {E} experts",
+    weighted_by_integers: "weights are integers",
     unweighted: "summed without routing weights",
     of_another_expert: "cannot be proved to be its routing weight",
     one_is_different: "other activations",
