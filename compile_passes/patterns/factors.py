@@ -62,6 +62,8 @@ class Factor:
 
 
 Factored = tuple[Factor, ...]
+# The two operands of a product, and their dimensions.
+Pairs = Sequence[tuple[Any, Axes]]
 
 
 def flat(axes: Axes) -> tuple[str, ...]:
@@ -82,6 +84,11 @@ def one_of(product: Factored, kind: str) -> Factor:
 def has_hot(product: Factored) -> bool:
     """Whether a one-hot of experts is among the factors."""
     return any(factor.kind == "experts" for factor in product)
+
+
+def spreads(axes: Axes, inner: Axes) -> bool:
+    """Whether a value has a dimension of experts that what it is made of has not: there a one-hot picks of others."""
+    return EXPERT in flat(axes) and EXPERT not in flat(inner)
 
 
 @dataclass
@@ -111,7 +118,9 @@ class Factors:
             return [(place,)]
         inner = self.moved(value, call, axes)
         if inner is not None:
-            return self.terms(*inner, depth - 1)
+            found = self.terms(*inner, depth - 1)
+            picked = any(map(has_hot, found or ())) and spreads(axes, inner[1])
+            return None if picked else found
         if call.name == "add" and self.reading.read(value, "add", "y") is not None:
             if not all(same_shape(call[side], value) for side in "xy"):
                 return None
@@ -122,11 +131,11 @@ class Factors:
         # A sum over the experts inside would take the name of the experts outside.
         if not parts or any(EXPERT in flat(inside) for _, inside in parts) > (EXPERT in flat(axes)):
             return None
-        found = [self.terms(part, inside, depth - 1) for part, inside in parts]
-        if len(found) == 1:
-            return found[0]
+        sides = [self.terms(part, inside, depth - 1) for part, inside in parts]
+        if len(sides) == 1:
+            return sides[0]
         own = {*flat(axes), *({*flat(parts[0][1])} & {*flat(parts[1][1])})}
-        return None if found[0] is None or found[1] is None else _products(found[0], found[1], own)
+        return None if sides[0] is None or sides[1] is None else self._products(sides[0], sides[1], parts, own)
 
     # ---- products
 
@@ -142,11 +151,11 @@ class Factors:
         inner = self.moved(value, call, axes)
         if inner is not None:
             found = self.factors(*inner, depth - 1)
-            return number if found is None else found
+            picked = found is not None and has_hot(found) and spreads(axes, inner[1])
+            return number if found is None or picked else found
         pairs = self.multiplied(value, call, axes)
         if pairs is not None and all(set(flat(pair[1])) <= set(flat(axes)) for pair in pairs):
-            sides = [self.factors(*pair, depth - 1) for pair in pairs]
-            return number if None in sides else _joined(sides[0] or (), sides[1] or ())
+            return self._product(pairs, depth) or number
         divided = self._divided(value, call, axes, depth) or self._kept(value, call, axes, depth)
         if divided is not None:
             return divided
@@ -161,12 +170,44 @@ class Factors:
         if summed is not None:
             found = self.factors(*summed, depth - 1) if EXPERT in flat(summed[1]) else None
         elif pairs is not None:
-            sides = [self.factors(*pair, depth - 1) for pair in pairs]
-            found = None if None in sides else _joined(sides[0] or (), sides[1] or ())
+            found = self._product(pairs, depth)
         else:
             return None
         hots = [one for one in found or () if one.kind == "experts"]
         return found if len(hots) == 1 and set(flat(hots[0].axes)) <= set(flat(axes)) else None
+
+    def _product(self, pairs: Pairs, depth: int) -> Factored | None:
+        one, other = (self.factors(*pair, depth - 1) for pair in pairs)
+        return None if one is None or other is None else self._together(one, other, pairs)
+
+    def _products(
+        self, left: Sequence[Factored], right: Sequence[Factored], pairs: Pairs, own: set[str]
+    ) -> list[Factored] | None:
+        """The products of the terms of two sums, whose common dimensions are ``own``: a sum over another one, times
+        itself, is no sum of products over it.
+        """
+        twice = {name for one in left for other in right for name in names(one) & names(other) - own}
+        if len(left) * len(right) > _TERMS or not all(name.startswith(CHOICES) for name in twice):
+            return None
+        found = [self._together(one, other, pairs) for one in left for other in right]
+        known = [term for term in found if term is not None]
+        return known if len(known) == len(found) else None
+
+    def _together(self, one: Factored, other: Factored, pairs: Pairs) -> Factored | None:
+        """The product of terms of two operands. What is picked by a one-hot has no experts: beside an operand that has,
+        it is at its expert where that has this one-hot, too, and otherwise a number for all of them.
+        """
+        sides = [one, other]
+        for place, (value, axes) in enumerate(pairs):
+            if not spreads(pairs[1 - place][1], axes):
+                continue
+            hots = [factor for factor in sides[1 - place] if factor.kind == "experts"]
+            if all(factor.kind != "experts" or any(self.same(factor, hot) for hot in hots) for factor in sides[place]):
+                continue
+            if SLOT in flat(axes) or not isinstance(value, fx.Node):
+                return None
+            sides[place] = (Factor("number", value, axes),)
+        return _joined(*sides)
 
     def is_mask(self, factor: Factor) -> bool:
         """Whether ``factor`` is 0 or 1."""
@@ -387,7 +428,8 @@ class Factors:
         found = self.factors(call["x"], axes, depth - 1) if same_shape(call["x"], value) else None
         if found is None or mask is None or not all(map(self.is_mask, mask)):
             return None
-        return _joined(found, mask)
+        covered = self.broadcast(call["mask"], value, axes)
+        return self._together(found, mask, [(call["x"], axes), (call["mask"], covered)])
 
     # ---- one-hots
 
@@ -456,16 +498,6 @@ class Factors:
             return bool(value == 1)
         call = self.reading.named(self.reading.strip(value), "ones", "ones_like", "full")
         return call is not None and (call.name != "full" or call["fill"] in (1, True))
-
-
-def _products(left: Sequence[Factored], right: Sequence[Factored], own: set[str]) -> list[Factored] | None:
-    """The products of the terms of two sums, whose common dimensions are ``own``: a sum over another one, times itself,
-    is no sum of products over it.
-    """
-    twice = {name for one in left for other in right for name in names(one) & names(other) - own}
-    if len(left) * len(right) > _TERMS or not all(name.startswith(CHOICES) for name in twice):
-        return None
-    return [_joined(one, other) for one in left for other in right]
 
 
 def _joined(one: Sequence[Factor], other: Sequence[Factor]) -> Factored:

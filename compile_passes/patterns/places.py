@@ -204,10 +204,11 @@ class _Places:
             return self._shifted(value, call, axes, term, depth)
         if self.reading.read(value, "mul", "y") is not None:
             for one, other in (("x", "y"), ("y", "x")):
-                mask = self._mask(call[other], self.factors.broadcast(call[other], value, axes), term)
+                own = self.factors.broadcast(call[other], value, axes)
+                mask = self._mask(call[other], own, term)
                 if mask is not None and same_shape(call[one], value):
                     found = self._rank(call[one], axes, term, depth - 1)
-                    only = has_hot(mask)
+                    only = _is_of_one(mask, own)
                     return None if found is None else replace(found, only=found.only or only)
             return None
         if self.reading.read(value, "gather", "dim index") is not None:
@@ -226,7 +227,7 @@ class _Places:
         """A cumsum of a mask: 1 at its first element."""
         understood = self.reading.read(value, "cumsum", "dim dtype") is not None
         mask = self._mask(call["x"], axes, term) if understood and type(call["dim"]) is int else None
-        if mask is None or not has_hot(mask):
+        if mask is None or not _is_of_one(mask, axes):
             return None
         return _Rank(mask, flat((axes[call["dim"] % len(axes)],)), 1)
 
@@ -248,7 +249,7 @@ class _Places:
         if not ends or any(part != slice(None) for place, part in enumerate(kept) if place != at):
             return None
         mask = self._mask(padded["x"], axes, term)
-        hot = mask is not None and has_hot(mask)
+        hot = mask is not None and _is_of_one(mask, axes)
         return _Rank(mask, flat((axes[dim],)), 0) if mask is not None and hot else None
 
     def _shifted(self, value: fx.Node, call: Call, axes: Axes, term: Factored, depth: int) -> _Rank | None:
@@ -295,7 +296,9 @@ class _Places:
             source.pop(dim % dims)
         source.insert(dim % dims, over[0] if over else None)
         mask = self.factors.factors(call["x"], tuple(source)) if len(source) == dims else None
-        return [mask] if mask is not None and all(map(self.factors.is_mask, mask)) else None
+        if mask is None or not _is_of_one(mask, tuple(source)):
+            return None
+        return [mask] if all(map(self.factors.is_mask, mask)) else None
 
     def _at_ids(self, value: fx.Node, call: Call, axes: Axes, term: Factored, depth: int) -> _Rank | None:
         """``ranks.gather(1, ids)``: the rank at the token's expert."""
@@ -326,8 +329,13 @@ class _Places:
                 mask = self._mask(*other, term)
                 inner = None if mask is None else self._rank(*one, term, depth - 1)
                 if mask is not None and inner is not None:
-                    found = replace(inner, only=inner.only or has_hot(mask))
+                    found = replace(inner, only=inner.only or _is_of_one(mask, other[1]))
         else:
             return None
         one_each = not any(name.startswith(CHOICES) for name in flat(one_of(term, "experts").axes))
         return replace(found, only=False) if found is not None and found.only and one_each else None
+
+
+def _is_of_one(mask: Factored, axes: Axes) -> bool:
+    """Whether a mask is 0 but for one expert of a token: what is picked by a one-hot is a number for all of them."""
+    return has_hot(mask) and EXPERT in flat(axes)

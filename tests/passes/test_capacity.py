@@ -322,6 +322,82 @@ def test_masks_of_weights_are_what_they_are(name):
     assert outcome.problem is None
 
 
+def of_a_token(x, gate, w1, w2, *, weights=None, slotted=None, places=None):
+    """A block of one choice; its mask is made of the one-hots, whatever the weights are.
+
+    Args:
+        weights: from (own: the gate of each token's expert, gates, hot, ranks) [s, e].
+        slotted: from the same and the slots, the weights of the slots.
+        places: from (ranks, hot: what is kept).
+    """
+    gates = F.linear(x, gate).softmax(-1)
+    hot = F.one_hot(gates.argmax(-1), E)
+    ranks = hot.cumsum(0) - 1
+    hot = hot * (ranks < CAPACITY)
+    place = (ranks * hot).sum(-1) if places is None else places(ranks, hot)
+    slots = (place.unsqueeze(-1) == torch.arange(CAPACITY)).to(x.dtype)
+    given = (gates * hot).sum(-1, keepdim=True), gates, hot.to(x.dtype), ranks.to(x.dtype)
+    if slotted is None:
+        combine = torch.einsum("se,sc->sec", gates * hot if weights is None else weights(*given), slots)
+    else:
+        combine = slotted(*given, slots)
+    return moved(x, combine, combine.bool() if places is None else hot.unsqueeze(-1) * slots.unsqueeze(1), w1, w2)
+
+
+# Numbers that a sum over the experts picked, in places where they are numbers for all experts.
+PICKED = {
+    "times its one-hot": (dict(weights=lambda own, gates, hot, ranks: own * hot), 1),
+    "times the one-hots of slots": (
+        dict(slotted=lambda own, gates, hot, ranks, slots: own[..., None] * torch.einsum("se,sc->sec", hot, slots)), 1,
+    ),
+    "times all gates": (dict(weights=lambda own, gates, hot, ranks: own * gates), 0),
+    "times ranks": (dict(weights=lambda own, gates, hot, ranks: torch.einsum("s,se->se", own[:, 0], ranks)), 0),
+    "times a mask of sizes": (dict(weights=lambda own, gates, hot, ranks: own * (gates > 0.1)), 0),
+    "for all experts": (dict(weights=lambda own, gates, hot, ranks: own.expand(-1, E)), 0),
+    "times all, in slots": (
+        dict(slotted=lambda own, gates, hot, ranks, slots: torch.einsum("se,sc->sec", ranks, own * slots)), 0,
+    ),
+    "times slots of all": (
+        dict(slotted=lambda own, gates, hot, ranks, slots: own[..., None] * torch.einsum("se,sc->sec", ranks, slots)),
+        0,
+    ),
+    "places of all experts": (dict(places=lambda ranks, hot: (ranks * hot.sum(1, keepdim=True)).sum(-1)), 0),
+    "places of all experts by einsum": (
+        dict(places=lambda ranks, hot: torch.einsum("se,s->s", ranks, hot.sum(1))), 0,
+    ),
+    "places in all experts": (dict(places=lambda ranks, hot: hot.sum(1).cumsum(0) - 1), 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PICKED)
+def test_what_is_picked_by_a_one_hot_is_a_number_of_all_experts(name):
+    parts, fused = PICKED[name]
+    inputs = weights(dtype=torch.float32).values()
+    outcome = check(lambda *given: of_a_token(*given, **parts), *inputs, fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, fused)
+
+
+def test_second_choices_behind_all_first_ones_of_any_expert():
+    """Their places are compared with the capacity as if they began behind those of one expert."""
+
+    def run(x, gate, w1, w2):
+        gates = F.linear(x, gate).softmax(-1)
+        first = F.one_hot(gates.argmax(-1), E)
+        second = F.one_hot(gates.masked_fill(first.bool(), float("-inf")).argmax(-1), E)
+        rank, other = first.cumsum(0) - 1, second.cumsum(0) - 1
+        kept, others = first * (rank < CAPACITY), second * (other + first.sum(0, keepdim=True) < CAPACITY)
+        further = other + first.sum(1, keepdim=True).sum(0, keepdim=True)
+        made = []
+        for hot, places in ((kept, rank), (others, further)):
+            slots = ((places * hot).sum(-1).unsqueeze(-1) == torch.arange(CAPACITY)).to(x.dtype)
+            made.append(torch.einsum("se,sc->sec", gates * hot, slots))
+        combine = made[0] + made[1]
+        return moved(x, combine, combine.bool(), w1, w2)
+
+    outcome = check(run, *weights(dtype=torch.float32).values(), fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 0)
+
+
 # How experts one after the other take their slots and give back the results: DeepSpeed's Experts, and others.
 LISTS = {
     "chunk": lambda rows, expert: torch.cat(
