@@ -5,6 +5,7 @@ AOTInductor counts the arguments of a call, and knows no defaults.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -182,13 +183,14 @@ class Builder:
             return ids
         return self.call(_ATEN.to.dtype, (ids, torch.int64, False, False, None))
 
-    def scaled(self, weights: fx.Node, scale: float) -> fx.Node:
-        """``scale`` times routing weights, in fp32 and wider."""
+    def scaled(self, weights: fx.Node, scale: float, dtype: torch.dtype) -> fx.Node:
+        """``scale`` times routing weights, in ``dtype``, fp32 and wider."""
         value = example(weights)
         if scale == 1:
             return weights
-        if value is not None and value.dtype.itemsize < 4:
-            weights = self.call(_ATEN.to.dtype, (weights, torch.float32, False, False, None))
+        if value is not None:
+            wide = functools.reduce(torch.promote_types, (value.dtype, dtype, torch.float32))
+            weights = self.to(weights, wide)
         return self.call(_ATEN.mul.Scalar, (weights, scale))
 
     def part(self, node: fx.Node, rows: slice) -> fx.Node:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from dataclasses import dataclass, field
@@ -104,6 +105,26 @@ def leaves(value: Value) -> list[fx.Node]:
         return [value]
     args = [part for arg in value.args for part in (arg if isinstance(arg, list | tuple) else (arg,))]
     return [node for arg in args if isinstance(arg, fx.Node | Made) for node in leaves(arg)]
+
+
+def dtype_of(value: Value) -> torch.dtype | None:
+    """The dtype of ``value``; None where the graph does not say it."""
+    if isinstance(value, fx.Node):
+        tensor = example(value)
+        return None if tensor is None else tensor.dtype
+    given = next((arg for arg in value.args if isinstance(arg, torch.dtype)), None)
+    parts = [part for arg in value.args for part in (arg if isinstance(arg, list | tuple) else (arg,))]
+    found = [dtype_of(part) for part in parts if isinstance(part, fx.Node | Made)]
+    known = [dtype for dtype in found if dtype is not None]
+    return given or (functools.reduce(torch.promote_types, known) if known else None)
+
+
+def in_dtype(value: Value, dtype: torch.dtype) -> Value:
+    """``value`` in at least ``dtype``: what it is without its casts may be narrower, which would round its products."""
+    held = dtype_of(value)
+    if held is None or not held.is_floating_point or torch.promote_types(held, dtype) == held:
+        return value
+    return Made(torch.ops.aten.to.dtype, (value, torch.promote_types(held, dtype)))
 
 
 @dataclass(frozen=True)

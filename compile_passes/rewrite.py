@@ -258,7 +258,7 @@ class Rewriter:
 
     def _weights(self, builder: Builder, match: MoEMatch) -> fx.Node:
         weights = builder.rows(self._value(builder, match.combine.weights), match.dispatch.top_k)
-        return builder.scaled(weights, match.body.scale)
+        return builder.scaled(weights, match.body.scale, match.down.dtype)
 
     def _ids(self, builder: Builder, match: MoEMatch, gate_up: fx.Node) -> fx.Node:
         ids = builder.integers(builder.rows(self._value(builder, match.dispatch.ids), match.dispatch.top_k))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from compile_passes.equal import is_float_cast
+from compile_passes.equal import is_float_cast, no_narrower
 from compile_passes.patterns.contraction import permutation
 from compile_passes.patterns.rows import counted_off
 from compile_passes.reading import Reading
@@ -152,7 +152,7 @@ class Factors:
         if inner is not None:
             found = self.factors(*inner, depth - 1)
             picked = found is not None and has_hot(found) and spreads(axes, inner[1])
-            return number if found is None or picked else found
+            return number if found is None or picked or self._is_narrower(found, value) else found
         pairs = self.multiplied(value, call, axes)
         if pairs is not None and all(set(flat(pair[1])) <= set(flat(axes)) for pair in pairs):
             return self._product(pairs, depth) or number
@@ -160,6 +160,13 @@ class Factors:
         if divided is not None:
             return divided
         return self.picked(value, call, axes, depth) or number
+
+    def _is_narrower(self, found: Factored, value: fx.Node) -> bool:
+        """Whether ``value`` is nothing but a number in a wider dtype, in which others are made of it, too."""
+        one, made = example(found[0].node) if len(found) == 1 and found[0].kind == "number" else None, example(value)
+        if one is None or made is None or not one.dtype.is_floating_point:
+            return False
+        return not no_narrower(one.dtype, made.dtype)
 
     def picked(self, value: Any, call: Call, axes: Axes, depth: int) -> Factored | None:
         """A sum over the experts of a product with a one-hot of one expert for each token: the others at the ids."""

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from compile_passes.equal import is_float_cast, no_narrower
-from compile_passes.match import Made, Refusal, Spread, Value, everywhere
+from compile_passes.match import Made, Refusal, Spread, Value, everywhere, in_dtype
 from compile_passes.patterns.contraction import alike, axis_of, moves_one, permutation, spread_of
 from compile_passes.patterns.ids import are_distinct, are_in_range, topk_over_experts
 from compile_passes.patterns.rows import counted_off, entry_of
@@ -328,7 +328,7 @@ class _Reader:
                 twice = self.sparse(call[other], depth) is not None
                 if twice and found.terms:
                     return None
-                return replace(found, values=_times(found.values, factor), once=found.once or twice)
+                return replace(found, values=_times(found.values, factor, held.dtype), once=found.once or twice)
         return None
 
     def _add(self, value: fx.Node, call: Call, depth: int) -> _Sparse | None:
@@ -393,14 +393,17 @@ class _Reader:
         found = self.sparse(call["x"], depth) if self.reading.read(value, "div", "y") is not None else None
         if found is None or found.elsewhere != 0 or not isinstance(found.values, fx.Node | Made):
             return None
+        held = example(value)
+        given = found.values if held is None else in_dtype(found.values, held.dtype)
+        found = replace(found, values=given)  # of which the sum is, too: rounded once on the way back
         if type(call["y"]) in (int, float):
-            made = Made(_ATEN.div.Scalar, (found.values, call["y"]))
+            made = Made(_ATEN.div.Scalar, (given, call["y"]))
             return replace(found, values=made) if call["y"] != 0 else None
         total = self._total(found, call["y"], call["x"], depth) if self._is_of_tokens(found, call["y"], value) else None
         divisor = total or self._per_token(found, call["y"], value)
         if divisor is None:
             return None
-        values = Made(_ATEN.div.Tensor, (found.values, divisor))
+        values = Made(_ATEN.div.Tensor, (given, divisor))
         if total is None or not is_not_negative(self.reading, call["x"]):  # 0: the others' quotients are NaN
             nothing = Made(_ATEN.div.Tensor, (Made(_ATEN.mul.Scalar, (divisor, 0.0)), divisor))
             values = Made(_ATEN.add.Tensor, (values, nothing))
@@ -430,14 +433,17 @@ class _Reader:
         if call is None or not self._over_experts(call["x"], single(call["dim"]), found):
             return None
         summed = (self._uncast(side) for side in (call["x"], scores))
-        return Made(_ATEN.sum.dim_IntList, (found.values, [-1], True)) if self.reading.same(*summed) else None
+        held = example(value)
+        if held is None or not isinstance(found.values, fx.Node | Made) or not self.reading.same(*summed):
+            return None
+        return Made(_ATEN.sum.dim_IntList, (in_dtype(found.values, held.dtype), [-1], True))
 
     def _per_token(self, found: _Sparse, other: Any, value: fx.Node) -> Value | None:
         """A factor ``[..., 1]`` of every token."""
         shape = example(value)
         if shape is None or not self._over_experts(value, -1, found) or not has_shape(other, *shape.shape[:-1], 1):
             return None
-        return _rows(self._uncast(other), 1)
+        return _rows(other, 1)
 
     def _masked_fill(self, value: fx.Node, call: Call, depth: int) -> _Sparse | None:
         return self._either(call["mask"], self._constant(call["value"]), call["x"], value, depth)
@@ -483,10 +489,11 @@ class _Reader:
         return replace(found, values=Made(_ATEN.softmax.int, (found.values, -1, shape.dtype)), elsewhere=0.0)
 
     def _sigmoid(self, value: fx.Node, call: Call, depth: int) -> _Sparse | None:
-        found = self.sparse(call["x"], depth)
-        if found is None or found.elsewhere != -inf or not isinstance(found.values, fx.Node | Made):
+        found, held = self.sparse(call["x"], depth), example(value)
+        if found is None or found.elsewhere != -inf or not isinstance(found.values, fx.Node | Made) or held is None:
             return None
-        return replace(found, values=Made(_ATEN.sigmoid.default, (found.values,)), elsewhere=0.0)
+        given = in_dtype(found.values, held.dtype)
+        return replace(found, values=Made(_ATEN.sigmoid.default, (given,)), elsewhere=0.0)
 
     # ---- values
 
@@ -611,13 +618,14 @@ def _rows(value: Any, width: Any) -> Value:
     return Made(_ATEN.reshape.default, (value, [-1, width]))
 
 
-def _times(values: Value | float, factor: Value | float) -> Value | float:
+def _times(values: Value | float, factor: Value | float, dtype: torch.dtype) -> Value | float:
+    """The product in at least ``dtype``."""
     if isinstance(values, float) or isinstance(factor, float):
         number, other = (values, factor) if isinstance(values, float) else (factor, values)
         if isinstance(other, float):
             return number * other  # type: ignore[operator]
-        return other if number == 1 else Made(_ATEN.mul.Scalar, (other, number))
-    return Made(_ATEN.mul.Tensor, (values, factor))
+        return other if number == 1 else Made(_ATEN.mul.Scalar, (in_dtype(other, dtype), number))
+    return Made(_ATEN.mul.Tensor, (in_dtype(values, dtype), in_dtype(factor, dtype)))
 
 
 _STEPS = {

@@ -8,7 +8,7 @@ from functools import reduce
 import torch
 from torch import fx
 
-from compile_passes.match import Made, Value
+from compile_passes.match import Made, Value, in_dtype
 from compile_passes.patterns.factors import EXPERT, SLOT, Axes, Factored, Factors, flat, one_of
 
 _ATEN = torch.ops.aten
@@ -29,7 +29,7 @@ def pairs_of(factors: Factors, tokens: Sequence[str], term: Factored, outside: b
         return None
     ids = Made(_ATEN.to.dtype, (ids, torch.int64))
     masks: list[Value] = []
-    weight: Value | None = None
+    above: list[Value] = []
     below: list[Value] = []
     for factor in term:
         if factor.kind in ("experts", "places"):
@@ -43,15 +43,18 @@ def pairs_of(factors: Factors, tokens: Sequence[str], term: Factored, outside: b
         elif factor.kind == "inverse":
             below.append(value)
         else:
-            weight = value if weight is None else Made(_ATEN.mul.Tensor, (weight, value))
+            above.append(value)
     if outside:
         place = one_of(term, "places")
         slots, at = factors.sizes[SLOT], _at(factors, tokens, place.node, place.axes, chosen, ids)
         if at is None or type(slots) is not int:
             return None
         masks.append(Made(_ATEN.lt.Scalar, (at, slots)))
-    if weight is None:
+    if not above:
         return None
+    if len(above) + len(below) > 1:
+        above, below = ([in_dtype(value, factors.floor) for value in values] for values in (above, below))
+    weight = reduce(lambda one, other: Made(_ATEN.mul.Tensor, (one, other)), above)
     for value in below:
         weight = Made(_ATEN.div.Tensor, (weight, value))
     if masks:
