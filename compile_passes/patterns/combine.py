@@ -12,13 +12,15 @@ from torch import fx
 
 from compile_passes.equal import is_float_cast, is_noop_cast, no_narrower
 from compile_passes.match import KEEP, Combine, Dispatch, Product, Refusal, Staged, Value, everywhere, in_words
+from compile_passes.patterns.contraction import TRANSPOSES, permutation
 from compile_passes.patterns.rows import BLANK, Order, is_ramp, sorts
 from compile_passes.patterns.rowwise import row_wise
 from compile_passes.reading import Reading
 from compile_passes.safety import readers_of_numbers
-from compile_passes.vocabulary import Call, example, has_shape, rank, same_shape, single, two_labelled
+from compile_passes.vocabulary import example, has_shape, rank, same_shape, single, two_labelled
 
 _NORM_SEARCH = 12
+_PRODUCTS = ("bmm", "matmul")
 
 
 @dataclass(frozen=True)
@@ -149,8 +151,8 @@ class _Walk:
             return replace(state, value=reader) if self._known(reader) else None
         if call.name == "sum" and self._by_token(state.value) and self._sums_slots(state, reader):
             return replace(state, value=reader, done=True)
-        if call.name in ("bmm", "einsum") and state.weights is None and state.in_pair_order:
-            return self._contracts(state, reader, call)
+        if call.name in (*_PRODUCTS, *TRANSPOSES, "einsum") and state.weights is None and state.in_pair_order:
+            return self._contracts(state, reader)
         if not state.in_pair_order and self._unpermutes(state, reader):
             return replace(state, value=reader, in_pair_order=True)
         return self._adds_to_tokens(state, reader)
@@ -194,19 +196,47 @@ class _Walk:
         along = call is not None and single(call["dim"]) in dims
         return along and result is not None and no_narrower(result.dtype, self.floor)
 
-    def _contracts(self, state: _State, reader: fx.Node, call: Call) -> _State | None:
+    def _contracts(self, state: _State, reader: fx.Node) -> _State | None:
         """Weights and rows ``[T, K, H]`` in one product that sums over the slots."""
-        result = example(reader)
+        product = self._transposed_by(state.value, reader) or reader
+        result = example(product)
         if not self._by_token(state.value) or result is None or not no_narrower(result.dtype, self.floor):
             return None
-        if call.name == "bmm":
-            # [T, 1, K] @ [T, K, H]
-            fits = call["y"] is state.value and has_shape(call["x"], self.tokens, 1, self.dispatch.top_k)
-            other = call["x"] if fits and self.reading.read(reader, "bmm", "y") is not None else None
+        if self.reading.named(product, *_PRODUCTS) is not None:
+            other = self._summed_by_product(state.value, reader, product)
         else:
-            other = self._summed_by_einsum(state.value, reader)
+            other = self._summed_by_einsum(state.value, product)
         weights = None if other is None else self.order.weights_of(other, self.rows, None)
-        return None if weights is None else replace(state, value=reader, weights=weights, done=True)
+        total = product if product is reader else self._without_one(product)
+        if weights is None or total is None:
+            return None
+        return replace(state, value=total, weights=weights, done=True)
+
+    def _without_one(self, product: fx.Node) -> fx.Node | None:
+        """``[..., H]``, as which alone ``product`` [..., H, 1] is read."""
+        made, readers = example(product), readers_of_numbers(self.reading, product)
+        if made is None or len(readers) != 1 or self.reading.read(readers[0], "view") is None:
+            return None
+        return readers[0] if has_shape(readers[0], *made.shape[:-1]) else None
+
+    def _transposed_by(self, rows: fx.Node, reader: fx.Node) -> fx.Node | None:
+        """What alone reads the rows as ``[..., H, K]``, which is what ``reader`` makes of them."""
+        call, held = self.reading.named(reader, *TRANSPOSES), example(self.reading.operand(rows))
+        readers = readers_of_numbers(self.reading, reader)
+        if call is None or held is None or len(readers) != 1:
+            return None
+        *lead, slots, width = range(held.dim())
+        return readers[0] if permutation(call, held.dim()) == [*lead, width, slots] else None
+
+    def _summed_by_product(self, rows: fx.Node, reader: fx.Node, product: fx.Node) -> Any:
+        """The weights of ``weights [..., 1, K] @ rows``, or of ``rows.mT @ weights [..., K, 1]``."""
+        call, held = self.reading.read(product, " ".join(_PRODUCTS), "y"), example(self.reading.operand(rows))
+        if call is None or held is None:
+            return None
+        *lead, slots, _ = held.shape
+        if product is reader:
+            return call["x"] if call["y"] is rows and has_shape(call["x"], *lead, 1, slots) else None
+        return call["y"] if call["x"] is reader and has_shape(call["y"], *lead, slots, 1) else None
 
     def _summed_by_einsum(self, rows: fx.Node, reader: fx.Node) -> Any:
         """The weights of ``einsum("tkh,tk->th", rows, weights)``, in either order, whatever the letters."""

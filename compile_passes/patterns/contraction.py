@@ -136,6 +136,10 @@ def moves_one(call: Call, dims: int, at: int | None) -> list[int] | None:
     return found if others == sorted(others) else None
 
 
+# Calls of which `permutation` says what they do.
+TRANSPOSES = ("transpose", "permute", "mt", "t")
+
+
 def permutation(call: Call, dims: int) -> list[int] | None:
     """For every dimension of the result of a transposition, the dimension of its operand."""
     order = list(range(dims))

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from compile_passes.equal import is_float_cast, no_narrower
-from compile_passes.patterns.contraction import permutation
+from compile_passes.patterns.contraction import TRANSPOSES, permutation
 from compile_passes.patterns.rows import counted_off
 from compile_passes.reading import Reading
 from compile_passes.vocabulary import (
@@ -261,7 +261,7 @@ class Factors:
         dims = rank(call.args.get("x"))
         if dims is None:
             return None
-        if call.name in ("transpose", "permute", "mt", "t"):
+        if call.name in TRANSPOSES:
             order = permutation(call, dims)
             if order is None:
                 return None

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from compile_passes.match import Made, Refusal, Spread, Value
+from compile_passes.patterns.contraction import TRANSPOSES
 from compile_passes.patterns.ids import are_distinct, are_in_range, are_integers
 from compile_passes.patterns.limits import Limit, cut_short, same_limit
 from compile_passes.patterns.rows import Order, counted_off, entry_of, place_of
@@ -423,7 +424,7 @@ class Pairs:
             ids, flipped = found
             root = self.reading.uncast(weights, self.floor)
             if flipped:
-                turned = self.reading.named(root, "transpose", "mt", "t", "permute")
+                turned = self.reading.named(root, *TRANSPOSES)
                 root = turned["x"] if turned is not None and rank(turned["x"]) == 2 else None
             known = root is not None and same_shape(root, ids)
             return (ids, root, 0 if flipped else shape.dim() - 1) if known else None

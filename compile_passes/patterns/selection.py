@@ -20,7 +20,7 @@ from torch import fx
 
 from compile_passes.equal import is_float_cast, no_narrower
 from compile_passes.match import Made, Refusal, Spread, Value, everywhere, in_dtype
-from compile_passes.patterns.contraction import alike, axis_of, moves_one, permutation, spread_of
+from compile_passes.patterns.contraction import TRANSPOSES, alike, axis_of, moves_one, permutation, spread_of
 from compile_passes.patterns.ids import are_distinct, are_in_range, topk_over_experts
 from compile_passes.patterns.rows import counted_off, entry_of
 from compile_passes.patterns.signs import is_not_negative
@@ -520,7 +520,7 @@ class _Reader:
         shape = example(scores)
         at = None if shape is None else axis_of((*shape.shape, 1), found.order, self.experts)
         if at is not None and not equal_sizes(found.order.after, 1):
-            moved = self.reading.named(scores, "transpose", "mt", "t", "permute")
+            moved = self.reading.named(scores, *TRANSPOSES)
             dims = None if moved is None or shape is None else permutation(moved, shape.dim())
             if moved is None or dims is None or sorted(rest := [dim for dim in dims if dim != dims[at]]) != rest:
                 return None

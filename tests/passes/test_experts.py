@@ -11,7 +11,23 @@ from compile_passes.match import Body, Refusal
 from compile_passes.passes import FUSE, run
 from compile_passes.patterns.experts import feeding_products, find_products
 from compile_passes.reading import Reading
-from tests.passes.blocks import E, H, I, K, T, batched, block, capture, found, grouped, match, refusal, weights
+from tests.passes.blocks import (
+    E,
+    H,
+    I,
+    K,
+    T,
+    batched,
+    block,
+    capture,
+    found,
+    grouped,
+    match,
+    refusal,
+    silu_glu,
+    weights,
+)
+from tests.passes.compare import assert_same, check
 
 
 def halves(h):
@@ -522,3 +538,42 @@ def test_more_spellings_of_activations(name):
 @pytest.mark.parametrize("name", ALMOST)
 def test_almost_an_activation(name):
     assert refusal(block(batched, activation=ALMOST[name])).cure
+
+
+# Weights [..., K] and rows [..., K, H] of tokens with one dimension, or two, in a product that sums over the slots.
+SUMMED = {
+    "weights first": lambda w, rows: torch.matmul(w.unsqueeze(-2), rows).squeeze(-2),
+    "weights first, by select": lambda w, rows: (w.unsqueeze(-2) @ rows)[..., 0, :],
+    "rows turned": lambda w, rows: torch.matmul(rows.transpose(-1, -2), w.unsqueeze(-1)).squeeze(-1),
+    "rows turned, mT": lambda w, rows: (rows.mT @ w[..., None])[..., 0],
+}
+NOT_SUMMED = {
+    "weights of the first token": lambda w, rows: torch.matmul(w.reshape(-1, 1, K)[:1], rows).squeeze(-2),
+    "rows turned and read again": lambda w, rows: (rows.mT @ w.unsqueeze(-1)).squeeze(-1) + 0 * rows[..., 0, :],
+    "rows turned for all of a sequence": lambda w, rows: (rows.mT @ w[:, :1].unsqueeze(-1)).squeeze(-1),
+    "two columns": lambda w, rows: (rows.mT @ torch.stack([w, w], -1)).sum(-1),
+    "one column twice": lambda w, rows: (rows.mT @ w.unsqueeze(-1)).expand(*w.shape[:-1], H, 2).sum(-1),
+}
+
+
+def summed_by(finish, sequences):
+    def run(x, gate, w1, w2):
+        x = x.view(3, -1, H) if sequences else x
+        topk_weights, ids = F.linear(x, gate).softmax(-1).topk(K)
+        h = torch.einsum("...h,...knh->...kn", x, w1[ids])
+        return finish(topk_weights, torch.einsum("...ki,...khi->...kh", silu_glu(h), w2[ids]))
+
+    return run
+
+
+@pytest.mark.parametrize("sequences", [False, True], ids=["tokens", "sequences"])
+@pytest.mark.parametrize("name", SUMMED)
+def test_slots_summed_by_a_product(name, sequences):
+    inputs = weights(dtype=torch.float32).values()
+    assert assert_same(summed_by(SUMMED[name], sequences), *inputs, gradients=sequences).fused == 1
+
+
+@pytest.mark.parametrize("name", NOT_SUMMED)
+def test_near_miss_of_slots_summed_by_a_product(name):
+    outcome = check(summed_by(NOT_SUMMED[name], True), *weights(dtype=torch.float32).values())
+    assert (outcome.problem, outcome.fused) == (None, 0)
