@@ -76,7 +76,8 @@ def _stacked(flow: Flow, taken: set[fx.Node], known: Mapping[fx.Node, Refusal]) 
         if up in flow.gathered or down in flow.gathered or not equal_sizes(experts, shape_of(up)[0]):
             continue
         for evidence in flow.evidence(pair):
-            if _routes_to(evidence.route, experts):
+            # A router may score more than the experts, and the scores of those that compute nothing be left out.
+            if _routes_to(evidence.route, experts) or (pair.down in known and evidence.route.chosen):
                 refusal = known.get(pair.down) or _dense(pair, evidence)
                 if evidence.by == "product" and evidence.before and refusal.node in (pair.up, pair.down):
                     # what is known is only that the rows are no tokens
@@ -137,13 +138,23 @@ def _hub(flow: Flow) -> dict[fx.Node, Refusal]:
 
 
 def _alone(flow: Flow, taken: set[fx.Node], alone: Mapping[fx.Node, Refusal]) -> list[Refusal]:
-    """What is said of ``alone``; where there is another product, with weights that were changed, that this is why."""
+    """What is said of ``alone``; where there is another product, what is said of that one."""
     found = dict(alone)
     for pair in flow.pairs:
         for one, other in ((pair.up, pair.down), (pair.down, pair.up)):
             if one in alone and other not in taken:
-                found[one] = _changed(other, flow) or found[one]
+                found[one] = _changed(other, flow) or _unread(other)
     return list(found.values())
+
+
+def _unread(product: fx.Node) -> Refusal:
+    return Refusal(
+        product,
+        f"Of the two products of these experts, {in_words(product)} is none that is read: one sum, over the width of "
+        "the rows, for every pair of a token and an expert.",
+        "Let it give the rows of all pairs, [tokens, top_k, hidden], to weigh and to sum behind it; or call "
+        f"{_CALL} in place of both.",
+    )
 
 
 def _is_integer(node: fx.Node) -> bool:
