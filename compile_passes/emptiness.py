@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
-from compile_passes.source import Scope, called, is_zero, subject
+from compile_passes.source import Scope, called, is_zero, rows_counted, subject
 from compile_passes.updates import Updates
 
-# Calls that say how many there are of something, or whether there is any.
-_COUNTS = frozenset({"numel", "nelement", "size", "sum", "any", "len", "count_nonzero"})
+# Calls that say how many of a mask's entries hold, or whether one does.
+_COUNTS = frozenset({"sum", "any", "count_nonzero"})
 # Calls that a number passes through.
 _NUMBER = frozenset({"item", "int", "bool", "cpu", "long"})
 
@@ -74,25 +74,22 @@ def _is_number(value: ast.expr, place: ast.stmt, tests: Tests) -> bool:
     if isinstance(value, ast.Name) and value.id in tests.counts:
         return True
     value, place = tests.scope.resolved(value, place)
+    rows = rows_counted(value)
+    if rows is not None:
+        return _are_rows(rows, place, tests)
     if isinstance(value, ast.Subscript):
-        inside = value.value
-        if isinstance(inside, ast.Attribute) and inside.attr == "shape":
-            return is_zero(value.slice) and _are_rows(inside.value, place, tests)
-        return isinstance(inside, ast.Name) and inside.id in tests.counts
-    name = called(value)
+        return isinstance(value.value, ast.Name) and value.value.id in tests.counts
     if not isinstance(value, ast.Call):
         return False
     inner = subject(value)
     if inner is None:
         return False
-    if name in _NUMBER:
+    if called(value) in _NUMBER:
         return _is_number(inner, place, tests)
-    # `x.size(0)`, but not `x.size(1)`; `mask.sum()`, but not `mask.sum(0)`
+    # `mask.sum()`, but not `mask.sum(0)`
     own = isinstance(value.func, ast.Attribute) and inner is value.func.value
-    given = value.args if own else value.args[1:]
-    if value.keywords or name not in _COUNTS or [is_zero(part) for part in given] != [True] * (name == "size"):
-        return False
-    return _are_rows(inner, place, tests)
+    asked = called(value) in _COUNTS and not value.keywords and not (value.args if own else value.args[1:])
+    return asked and _are_rows(inner, place, tests)
 
 
 def _are_rows(value: ast.expr, place: ast.stmt, tests: Tests) -> bool:

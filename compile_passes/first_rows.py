@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 
-from compile_passes.source import Scope, assignments, called, is_zero
+from compile_passes.source import Scope, assignments, called, is_zero, rows_counted
 
 
 def first_rows_alone(tree: ast.FunctionDef) -> list[str]:
@@ -97,24 +97,7 @@ def _asked(test: ast.expr) -> tuple[str, str, bool] | None:
     if not more and not isinstance(operator, ast.Lt | ast.LtE):
         return None
     for one, other, says in ((left, right, more), (right, left, not more)):
-        counted = _counted(one)
+        counted = rows_counted(one)
         if counted is not None:
-            return counted, ast.unparse(other), says
+            return ast.unparse(counted), ast.unparse(other), says
     return None
-
-
-def _counted(value: ast.expr) -> str | None:
-    """x of ``len(x)``, ``x.numel()``, ``x.size(0)`` and ``x.shape[0]``."""
-    if isinstance(value, ast.Subscript):
-        shape = value.value
-        known = is_zero(value.slice) and isinstance(shape, ast.Attribute) and shape.attr == "shape"
-        return ast.unparse(shape.value) if known and isinstance(shape, ast.Attribute) else None
-    if not isinstance(value, ast.Call) or value.keywords:
-        return None
-    if ast.unparse(value.func) == "len" and len(value.args) == 1:
-        return ast.unparse(value.args[0])
-    if not isinstance(value.func, ast.Attribute):
-        return None
-    given = [is_zero(part) for part in value.args]
-    wanted: dict[str, list[bool]] = {"numel": [], "nelement": [], "size": [True]}
-    return ast.unparse(value.func.value) if wanted.get(value.func.attr) == given else None

@@ -395,5 +395,20 @@ def subject(call: ast.Call) -> ast.expr | None:
     return call.args[0] if call.args else None
 
 
+def rows_counted(value: ast.expr) -> ast.expr | None:
+    """x of ``len(x)``, ``x.shape[0]``, ``x.size(0)`` and ``x.numel()``, which is as many for a list of rows."""
+    if isinstance(value, ast.Subscript):
+        shape = value.value
+        first = is_zero(value.slice) and isinstance(shape, ast.Attribute) and shape.attr == "shape"
+        return shape.value if first and isinstance(shape, ast.Attribute) else None
+    if not isinstance(value, ast.Call) or value.keywords:
+        return None
+    inside = subject(value)
+    own = isinstance(value.func, ast.Attribute) and inside is value.func.value
+    given = [is_zero(part) for part in (value.args if own else value.args[1:])]
+    wanted: dict[str, list[bool]] = {"len": [], "numel": [], "nelement": [], "size": [True]}
+    return inside if wanted.get(called(value)) == given and not (own and called(value) == "len") else None
+
+
 def is_zero(value: ast.AST) -> bool:
     return isinstance(value, ast.Constant) and type(value.value) is int and value.value == 0
