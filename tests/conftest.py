@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from _pytest import runner
+from _pytest.logging import catching_logs
 
 import compile_passes  # noqa: F401  (registers the backends in a checkout that is not installed)
 from compile_passes.passes import last_errors
@@ -44,14 +45,27 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     return _roomy(item, nextitem)
 
 
+def _on_the_root(catching: catching_logs[Any]) -> Any:
+    """pytest hangs its handlers on all 83 loggers of torch that do not propagate, too, six times for a test: that takes
+    a millisecond, and for a handler torch writes a trace of every compilation, graphs and guards as text and JSON.
+    """
+    root = logging.getLogger()
+    root.addHandler(catching.handler)
+    catching.attached_loggers.append(root)
+    if catching.level is not None:
+        catching.handler.setLevel(catching.level)
+        catching.orig_level = root.level
+        root.setLevel(min(root.level, catching.level))
+    return catching.handler
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Markers that need this file, and less of what shows nothing."""
     config.addinivalue_line("markers", "provokes_errors: makes a pass fail on purpose")
     gc.set_threshold(50_000, 20, 50)
     leave_out()
-    # pytest hangs its handlers on every logger that does not propagate, and for a handler torch writes a trace of every
-    # compilation: graphs and guards as text and JSON, none of which comes through the level above.
-    logging.getLogger("torch.__trace").propagate = True
+    if set(catching_logs.__slots__) == {"attached_loggers", "handler", "level", "orig_level"}:
+        catching_logs.__enter__ = _on_the_root  # type: ignore[method-assign]
     root = logging.getLogger()
     set_level = root.setLevel
     # pytest sets the level that there is, twelve times for a test, and each time every logger forgets what it knew.
