@@ -10,6 +10,7 @@ import pytest
 import torch
 from filelock import FileLock
 
+from tests.distributed.processes import START
 from tests.passes import two_processes
 from tests.passes.two_processes import Outcome
 
@@ -18,15 +19,17 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reaso
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """All ways, in one pair of processes, whichever of the test processes asks first: starting them takes longer than
-    what they do.
+    """All ways, in one pair of processes, whichever of the test processes asks first: starting them from nothing takes
+    longer than what they do.
     """
     root = tmp_path_factory.getbasetemp()
     folder = Path(root.parent if "PYTEST_XDIST_WORKER" in os.environ else root, "two_processes")
     with FileLock(f"{folder}.lock"):
         if not (folder / "outcomes").exists():
             folder.mkdir(exist_ok=True)
-            torch.multiprocessing.spawn(two_processes.run, args=(str(folder),), nprocs=two_processes.RANKS)
+            torch.multiprocessing.start_processes(
+                two_processes.run, (str(folder),), two_processes.RANKS, start_method=START.get_start_method()
+            )
     found: dict[str, Outcome] = pickle.loads((folder / "outcomes").read_bytes())
     return found
 
