@@ -12,6 +12,9 @@ export HF_HUB_OFFLINE := 1
 # Two test processes on two cores: more threads in each of them would only wait for one another. Inductor's C++ without
 # vectors, which are not what is tested: its first compilation of a process takes 2 s instead of 12 to 13.
 TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 TORCHINDUCTOR_VEC_ISA_OK=0
+# Bytecode is kept, whatever the caller keeps: dozens of processes import the same files. Not for mutants, whose files may
+# differ in neither size nor time.
+KEEP_BYTECODE := PYTHONDONTWRITEBYTECODE=
 
 .PHONY: help demo test test-cuda mutants check bench docs readme clean
 .DEFAULT_GOAL := help
@@ -29,8 +32,8 @@ demo: $(STAMP)  ## compile real model classes, show the graph before and after, 
 	$(PY) -m moe_ops.examples.quickstart
 
 test: $(STAMP)  ## the test suite, then the kernels under the Triton CPU interpreter
-	$(TEST_ENV) $(PYTEST) tests
-	$(TEST_ENV) TRITON_INTERPRET=1 $(PYTEST) tests/interpreted
+	$(TEST_ENV) $(KEEP_BYTECODE) $(PYTEST) tests
+	$(TEST_ENV) $(KEEP_BYTECODE) TRITON_INTERPRET=1 $(PYTEST) tests/interpreted
 
 test-cuda: $(STAMP)  ## the tests that need a GPU
 	$(PY) -m pytest -m cuda tests
