@@ -54,6 +54,7 @@ __all__ = [
     "inductor_options",
     "inductor_setting",
     "is_ahead_of_time",
+    "is_of_the_data",
     "is_plain",
     "is_tracing",
     "mode_options",
@@ -114,6 +115,12 @@ def _is_guarding() -> bool:
 def same_symbols(one: Any, two: Any) -> bool:
     """Whether two sizes are one expression of the same symbols; torch's comparison takes ten times as long."""
     return isinstance(one, torch.SymInt) and isinstance(two, torch.SymInt) and bool(one.node.expr == two.node.expr)
+
+
+def is_of_the_data(size: Any) -> bool:
+    """Whether a size has symbols that only the data knows."""
+    free = feature("torch.fx.experimental.symbolic_shapes", "free_unbacked_symbols")
+    return free is not None and isinstance(size, torch.SymInt) and bool(free(size))
 
 
 def as_asserted(size: Any) -> Any:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from compile_passes.compat import as_asserted, equal_by_a_guard, same_symbols, statically_known_true
+from compile_passes.compat import as_asserted, equal_by_a_guard, is_of_the_data, same_symbols, statically_known_true
 from compile_passes.reached import of_torch
 
 # name, parameters in order, spellings. A string spelling is a Tensor method AND the ATen operator of that name.
@@ -423,9 +423,14 @@ def _keeps_elements(node: fx.Node, name: str, source: Any) -> bool:
 
 
 def _keeps_all(node: fx.Node, source: Any) -> bool:
-    """Whether a slice takes every element; of no elements, whether it would of more."""
+    """Whether a slice takes every element; of no elements, whether it would of more.
+
+    What torch asserts of a size that only the data knows is no answer: that ``h * w[:1]`` broadcasts nothing, say.
+    """
     after, before = example(node), example(source)
     if after is None or before is None or not same_count(after, before):
+        return False
+    if any(map(is_of_the_data, before.shape)) and not _same_factors(after, before):
         return False
     empty = any(type(size) is int and size == 0 for size in before.shape)
     return not empty or equal_sizes(_extent(after), _extent(before))
@@ -618,10 +623,14 @@ def as_many_by_a_guard(tensor: torch.Tensor, count: Any) -> bool:
 
 def same_count(one: torch.Tensor, other: torch.Tensor, times: int = 1) -> bool:
     """Whether ``other`` has ``times`` as many elements as ``one``, for every input."""
+    # Torch takes much longer to multiply the symbols.
+    return _same_factors(one, other, times) or equal_sizes(one.numel() * times, other.numel())
+
+
+def _same_factors(one: torch.Tensor, other: torch.Tensor, times: int = 1) -> bool:
+    """Whether the sizes of both are the same symbols and, multiplied by ``times``, numbers of one product."""
     (known, symbols), (others, more) = _factors(one.shape), _factors(other.shape)
-    if known * times == others and len(symbols) == len(more) and all(map(same_symbols, symbols, more)):
-        return True  # torch takes much longer to multiply the symbols
-    return equal_sizes(one.numel() * times, other.numel())
+    return known * times == others and len(symbols) == len(more) and all(map(same_symbols, symbols, more))
 
 
 def _factors(sizes: Iterable[Any]) -> tuple[int, list[Any]]:

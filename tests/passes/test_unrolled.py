@@ -390,6 +390,31 @@ def test_mask_that_keeps_others(name):
     assert (outcome.problem, outcome.fused) == (None, 0)
 
 
+FIRST = {
+    "of_the_slots": lambda token, slot: (token, token, slot[:1]),
+    "of_the_rows": lambda token, slot: (token[:1], token, slot),
+}
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_first_of_an_experts_pairs_is_not_all_of_them(name):
+    """Eager torch gives every pair what the first one has; torch's own graph asserts that there are no others, which is
+    no proof: it raises, and so do we.
+    """
+
+    def program(x, gate, w1, w2):
+        out, (topk_weights, ids) = torch.zeros_like(x), softmax_router(x, gate)
+        for e in range(E):
+            taken, token, slot = FIRST[name](*torch.where(ids == e))
+            out.index_add_(0, token, topk_weights[token, slot, None] * expert(x[taken], w1[e], w2[e]))
+        return out
+
+    for backend in ("eager", "moe_ops_eager"):
+        torch.compiler.reset()
+        with pytest.raises(RuntimeError, match="Runtime assertion failed"):
+            torch.compile(program, backend=backend, fullgraph=True)(*weights(dtype=torch.float32).values())
+
+
 def test_added_in_place_to_what_is_there():
     """Every addition of the chain goes, and what it added to is read before any of them."""
 
