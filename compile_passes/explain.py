@@ -58,16 +58,20 @@ def explain(model: Any, *args: Any, **kwargs: Any) -> Report:
     if not is_named(model):
         if not callable(model):
             raise fail("explain", "model", "a module, a function or a model's name", type(model).__name__)
-        return _explain(model, args, kwargs)
+        return explained(model, args, kwargs)
     if args:
         raise ValueError("explain: a model by name must come without inputs: they are made with it. Give the model.")
     with torch.no_grad():
-        return _explain(*subject(model, **kwargs))
+        return explained(*subject(model, **kwargs))
 
 
-def _explain(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:
+def explained(
+    model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+    watch: Callable[[fx.Graph], None] = lambda graph: None,
+) -> Report:  # fmt: skip
+    """`explain` of a call; ``watch`` is given every graph before anything is fused in it."""
     module = model if isinstance(model, torch.nn.Module) else None
-    collector = _Collector(Seen([] if module is None else find_experts(module)))
+    collector = _Collector(Seen([] if module is None else find_experts(module)), watch)
     report = collector.report
     with as_written(model), compiling_apart(collector.collect, model) as (options, lost):
         try:
@@ -97,8 +101,8 @@ def _said(error: Exception) -> str:
 class _Collector:
     """The backend that `explain` compiles with: it runs the passes, and keeps what they say."""
 
-    def __init__(self, seen: Seen) -> None:
-        self.seen, self.report = seen, Report()
+    def __init__(self, seen: Seen, watch: Callable[[fx.Graph], None]) -> None:
+        self.seen, self.watch, self.report = seen, watch, Report()
         self.refused: list[tuple[Refusal, str, Diagram | None]] = []
         self.breaks: list[Stop] = []
 
@@ -108,6 +112,7 @@ class _Collector:
         parts = graph_modules(gm)
         joins = not needs_gradient(part.graph for part in parts)
         for part in parts:
+            self.watch(part.graph)
             self._fuse(part, checked=part is gm, joins=joins)
             part.recompile()
         reason = break_reason(gm)

@@ -15,13 +15,16 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from compile_passes.class_counts import without_class_counts
 from compile_passes.conversions import without_conversions
 from compile_passes.effects import Kept
-from compile_passes.explain import explain
+from compile_passes.explain import explained
+from compile_passes.match import in_words
+from compile_passes.patterns.ids import are_integers, are_not_negative
 from compile_passes.reached import OF_TORCH
+from compile_passes.reading import Reading
 from compile_passes.report import Report
 from compile_passes.source import NotStatic, held
 from compile_passes.stack_slices import METHODS
@@ -198,15 +201,37 @@ def _check_fused(trial: Trial, forms: Mapping[str, StaticForm], training: bool, 
             stack_list(found)
     methods = {path: form.functions() for path, form in forms.items()}
     kept = Kept(trial.effects, block)
+    unproven: list[str] = []
+
+    def watch(graph: fx.Graph) -> None:
+        if any(form.by_number for form in forms.values()):
+            unproven.extend(_may_be_negative(graph))
+
     try:  # what is refused in a trial is part of the verdict
         with apart(), bound(block, methods), torch.set_grad_enabled(training), quiet(logging.CRITICAL):
             with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, **allowed):
-                report = explain(block, trial.tokens("many tokens"))
+                report = explained(block, (trial.tokens("many tokens"),), {}, watch)
     finally:
         kept.put_back()
     problem = _problem(report)
     if problem is not None:
         raise _NotFused(problem)
+    if unproven:
+        raise NotStatic(
+            f"its ids cannot be proved not to be negative, at {unproven[0]}, and a negative one counts from the end "
+            "there, or moves the rows of others"
+        )
+
+
+def _may_be_negative(graph: fx.Graph) -> list[str]:
+    """Where integers that may be negative are compared with a number, as ids are with that of every expert."""
+    reading = Reading(graph)
+    calls = [(node, reading.read(node, "eq", "y")) for node in graph.nodes]
+    return [
+        in_words(node) for node, call in calls
+        if call is not None and type(call["y"]) is int and are_integers(reading, call["x"])
+        and not are_not_negative(reading, call["x"])
+    ]  # fmt: skip
 
 
 def _problem(report: Report) -> str | None:

@@ -70,6 +70,8 @@ class StaticForm:
         holds: conditions on ``self`` without which the original has to run.
         converts: (module, dtype) as expressions on ``self``: what the original converts in its first call.
         helpers: name of a method -> functions beside the module that it calls, with changed code.
+        by_number: whether the original takes its experts by the numbers of the ids, of which a negative one counts from
+            the end, or moves the rows of others: the form is equal where the ids are none, which no trial can tell.
     """
 
     methods: dict[str, ast.FunctionDef]
@@ -78,6 +80,7 @@ class StaticForm:
     holds: tuple[str, ...]
     converts: tuple[tuple[ast.expr, ast.expr], ...] = ()
     helpers: Mapping[str, tuple[Helper, ...]] = field(default_factory=dict)
+    by_number: bool = False
 
     def trees(self) -> Iterator[ast.FunctionDef]:
         """The changed code, that of helpers included."""
@@ -115,6 +118,7 @@ def static_form(module: nn.Module) -> StaticForm:
     said: list[str] = []
     holds: dict[str, None] = {}
     unknown: list[str] = []
+    by_number = False
     beside: dict[str, _Method] = {}
     found = methods_of(module)
     found |= inherited_methods(module, found)
@@ -127,6 +131,7 @@ def static_form(module: nn.Module) -> StaticForm:
             methods[name], sources[name] = rewriting.tree, source
             said += rewriting.said
             holds.update(dict.fromkeys(rewriting.holds))
+            by_number |= rewriting.by_number
         else:
             beside[name] = rewriting
     if not methods:
@@ -136,7 +141,7 @@ def static_form(module: nn.Module) -> StaticForm:
             methods[name], sources[name] = other.tree, other.source
             said += other.beside
     _call_inherited(module, found, beside, methods, sources)
-    return StaticForm(methods, sources, tuple(said), tuple(holds))
+    return StaticForm(methods, sources, tuple(said), tuple(holds), by_number=by_number)
 
 
 def _call_inherited(
@@ -168,6 +173,7 @@ class _Method:
         self.said: list[str] = []
         self.unknown: list[str] = []
         self.holds: list[str] = []
+        self.by_number = False
         self.dead = self._dead()
         self.scope = Scope(self.tree, self.dead)
 
@@ -239,6 +245,7 @@ class _Method:
         updates = Updates(loop, self.scope)
         counts = self._counts(loop, updates)
         unsorted = unsort(self.tree, self.scope, loop)
+        self.by_number |= unsorted is not None
         if unsorted is not None and unsorted.over_counts:
             number = unsorted.number
             loop.iter, loop.target = _range(self._experts(loop, number)), ast.Name(number, ast.Store())
@@ -358,6 +365,7 @@ class _Method:
             return None
         if name == "unique" and (value.keywords or len(value.args) > 1):
             raise NotStatic(f"{ast.unparse(value)} gives more than the experts that were hit", loop)
+        self.by_number |= name == "unique" and not _asks_for_negative(loop)
         given = subject(value)
         roots = self._positive(given, place) if name != "unique" else counted(given, self.scope, place, whole=True)
         if roots is None:
@@ -447,6 +455,17 @@ class _Everywhere(Scope):
 def _holds_more(value: Any) -> bool:
     """Whether a value is only a way to an attribute: a configuration."""
     return value is not None and not isinstance(value, int | float | str | torch.Tensor) and hasattr(value, "__dict__")
+
+
+def _asks_for_negative(loop: ast.For) -> bool:
+    """Whether the loop treats negative numbers apart: `if e < 0: continue`, `if e == -1: continue`."""
+    tests = [node.test for node in ast.walk(loop) if isinstance(node, ast.If)]
+    for part in (part for test in tests for part in ast.walk(test)):
+        if isinstance(part, ast.Compare) and ast.unparse(part.left) == ast.unparse(loop.target):
+            (operator, *_), (other, *_) = part.ops, part.comparators
+            if isinstance(other, ast.UnaryOp) or (is_zero(other) and isinstance(operator, ast.Lt | ast.GtE)):
+                return True
+    return False
 
 
 def _range(count: ast.expr) -> ast.expr:

@@ -1038,3 +1038,52 @@ def test_line_numbers_are_those_of_the_file():
     lines, original = ({line for *_, line in code.co_lines() if line is not None} for code in (one, other))
     assert one.co_filename == other.co_filename
     assert min(original) <= min(lines) and max(lines) <= max(original)
+
+
+class SeldomNegative(Unique):
+    """Some ids count from the end, of tokens such as no trial has."""
+
+    def route(self, x):
+        weights, ids = super().route(x)
+        return weights, ids.masked_fill(x[:, :1] > 8, -1)
+
+
+class SeldomNegativeSlices(SeldomNegative):
+    """They move the rows of the others, by counts that leave them out."""
+
+    def forward(self, x):
+        x = x.reshape(-1, H)
+        w, ids = self.route(x)
+        flat = ids.view(-1)
+        order = flat.argsort()
+        ends = torch.histc(flat.to(x.dtype), bins=E, min=0, max=E - 1).long().cumsum(0).tolist()
+        out = torch.zeros_like(x)
+        for e, end in enumerate(ends):
+            pairs = order[ends[e - 1] if e > 0 else 0 : end]
+            token = pairs // self.top_k
+            out.index_add_(0, token, self.experts[e](x[token]) * w.view(-1)[pairs, None])
+        return out
+
+
+class SkipsNegative(SeldomNegative):
+    def forward(self, x):
+        x = x.reshape(-1, H)
+        w, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e in ids.unique().tolist():
+            if e == -1:
+                continue
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, self.experts[e](x[token]) * w[token, slot, None])
+        return out
+
+
+@pytest.mark.parametrize("kind", [SeldomNegative, SeldomNegativeSlices], ids=lambda kind: kind.__name__)
+def test_ids_that_may_be_negative(kind):
+    """Experts by the numbers of ids: a negative one counts from the end, which no form over all experts does."""
+    assert_left(kind, "its ids cannot be proved not to be negative")
+
+
+def test_ids_that_are_asked_for_being_negative():
+    torch.manual_seed(0)
+    assert verdict_of(SkipsNegative().eval(), "")[0].forms
