@@ -22,7 +22,7 @@ from compile_passes.conversions import without_conversions
 from compile_passes.effects import Kept
 from compile_passes.explain import explained
 from compile_passes.match import in_words
-from compile_passes.patterns.ids import are_integers, are_not_negative
+from compile_passes.patterns.ids import are_distinct, are_integers, are_not_negative
 from compile_passes.reached import OF_TORCH
 from compile_passes.reading import Reading
 from compile_passes.report import Report
@@ -32,6 +32,7 @@ from compile_passes.stackable import expert_lists, why_not
 from compile_passes.stacking import stack_list
 from compile_passes.static_loops import StaticForm, static_form
 from compile_passes.trial import HOOKS, NotAlone, Trial, apart, bind_methods, bound, takes_hidden_states_alone
+from compile_passes.vocabulary import example
 from moe_ops.logs import quiet
 
 # Modules around the one with the loop that are tried for a forward of hidden states alone.
@@ -201,11 +202,14 @@ def _check_fused(trial: Trial, forms: Mapping[str, StaticForm], training: bool, 
             stack_list(found)
     methods = {path: form.functions() for path, form in forms.items()}
     kept = Kept(trial.effects, block)
-    unproven: list[str] = []
+    negative: list[str] = []
+    repeated: list[str] = []
 
     def watch(graph: fx.Graph) -> None:
         if any(form.by_number for form in forms.values()):
-            unproven.extend(_may_be_negative(graph))
+            negative.extend(_without(graph, _are_not_negative))
+        if any(form.once for form in forms.values()):
+            repeated.extend(_without(graph, _are_distinct))
 
     try:  # what is refused in a trial is part of the verdict
         with apart(), bound(block, methods), torch.set_grad_enabled(training), quiet(logging.CRITICAL):
@@ -216,22 +220,38 @@ def _check_fused(trial: Trial, forms: Mapping[str, StaticForm], training: bool, 
     problem = _problem(report)
     if problem is not None:
         raise _NotFused(problem)
-    if unproven:
+    if negative:
         raise NotStatic(
-            f"its ids cannot be proved not to be negative, at {unproven[0]}, and a negative one counts from the end "
+            f"its ids cannot be proved not to be negative, at {negative[0]}, and a negative one counts from the end "
             "there, or moves the rows of others"
+        )
+    if repeated:
+        raise NotStatic(
+            f"its ids cannot be proved to be a token's only once each, at {repeated[0]}, and an expert that it has "
+            "twice is counted once there, which moves the rows of others"
         )
 
 
-def _may_be_negative(graph: fx.Graph) -> list[str]:
-    """Where integers that may be negative are compared with a number, as ids are with that of every expert."""
-    reading = Reading(graph)
-    calls = [(node, reading.read(node, "eq", "y")) for node in graph.nodes]
-    return [
-        in_words(node) for node, call in calls
-        if call is not None and type(call["y"]) is int and are_integers(reading, call["x"])
-        and not are_not_negative(reading, call["x"])
-    ]  # fmt: skip
+def _without(graph: fx.Graph, proved: Callable[..., bool]) -> list[str]:
+    """Where integers of which that is not ``proved`` are compared with a number, as ids are with that of every expert;
+    ``proved`` takes how many experts there are as well.
+    """
+    reading, found = Reading(graph), []
+    for node in graph.nodes:
+        call = reading.read(node, "eq", "y")
+        if call is not None and type(call["y"]) is int and are_integers(reading, call["x"]):
+            found.append((node, call["x"], call["y"]))
+    experts = 1 + max((number for *_, number in found), default=0)
+    return [in_words(node) for node, ids, _ in found if not proved(reading, ids, experts)]
+
+
+def _are_not_negative(reading: Reading, ids: Any, _experts: int) -> bool:
+    return are_not_negative(reading, ids)
+
+
+def _are_distinct(reading: Reading, ids: Any, experts: int) -> bool:
+    chosen = example(reading.exact(ids, experts))
+    return chosen is not None and chosen.dim() > 0 and are_distinct(reading, ids, experts, chosen.shape[-1])
 
 
 def _problem(report: Report) -> str | None:

@@ -59,6 +59,12 @@ from compile_passes.source import (
 from compile_passes.updates import Updates
 from compile_passes.zero_sums import drop_results_of_zeros, drop_zero_sums
 
+# Calls after which a token's experts may be counted once each, however often it has one.
+_ONE_OF_SEVERAL = frozenset({
+    "scatter", "scatter_", "index_fill", "index_fill_", "index_put", "index_put_", "amax", "any", "clamp", "clamp_",
+    "bool",
+})  # fmt: skip
+
 
 @dataclass(frozen=True)
 class StaticForm:
@@ -72,6 +78,8 @@ class StaticForm:
         helpers: name of a method -> functions beside the module that it calls, with changed code.
         by_number: whether the original takes its experts by the numbers of the ids, of which a negative one counts from
             the end, or moves the rows of others: the form is equal where the ids are none, which no trial can tell.
+        once: whether the original counts a token's expert once, however often it has it: the form, which counts its
+            pairs, is equal where it never has it twice.
     """
 
     methods: dict[str, ast.FunctionDef]
@@ -81,6 +89,7 @@ class StaticForm:
     converts: tuple[tuple[ast.expr, ast.expr], ...] = ()
     helpers: Mapping[str, tuple[Helper, ...]] = field(default_factory=dict)
     by_number: bool = False
+    once: bool = False
 
     def trees(self) -> Iterator[ast.FunctionDef]:
         """The changed code, that of helpers included."""
@@ -118,7 +127,7 @@ def static_form(module: nn.Module) -> StaticForm:
     said: list[str] = []
     holds: dict[str, None] = {}
     unknown: list[str] = []
-    by_number = False
+    by_number = once = False
     beside: dict[str, _Method] = {}
     found = methods_of(module)
     found |= inherited_methods(module, found)
@@ -132,6 +141,7 @@ def static_form(module: nn.Module) -> StaticForm:
             said += rewriting.said
             holds.update(dict.fromkeys(rewriting.holds))
             by_number |= rewriting.by_number
+            once |= rewriting.once
         else:
             beside[name] = rewriting
     if not methods:
@@ -141,7 +151,7 @@ def static_form(module: nn.Module) -> StaticForm:
             methods[name], sources[name] = other.tree, other.source
             said += other.beside
     _call_inherited(module, found, beside, methods, sources)
-    return StaticForm(methods, sources, tuple(said), tuple(holds), by_number=by_number)
+    return StaticForm(methods, sources, tuple(said), tuple(holds), by_number=by_number, once=once)
 
 
 def _call_inherited(
@@ -173,7 +183,7 @@ class _Method:
         self.said: list[str] = []
         self.unknown: list[str] = []
         self.holds: list[str] = []
-        self.by_number = False
+        self.by_number = self.once = False
         self.dead = self._dead()
         self.scope = Scope(self.tree, self.dead)
 
@@ -246,6 +256,7 @@ class _Method:
         counts = self._counts(loop, updates)
         unsorted = unsort(self.tree, self.scope, loop)
         self.by_number |= unsorted is not None
+        self.once |= unsorted is not None and any(map(_is_once, ast.walk(self.tree)))
         if unsorted is not None and unsorted.over_counts:
             number = unsorted.number
             loop.iter, loop.target = _range(self._experts(loop, number)), ast.Name(number, ast.Store())
@@ -455,6 +466,13 @@ class _Everywhere(Scope):
 def _holds_more(value: Any) -> bool:
     """Whether a value is only a way to an attribute: a configuration."""
     return value is not None and not isinstance(value, int | float | str | torch.Tensor) and hasattr(value, "__dict__")
+
+
+def _is_once(node: ast.AST) -> bool:
+    """``x.scatter_(1, ids, 1)``, ``x[rows, ids] = 1``, ``hot.amax(1)``: of several at one place one is left."""
+    if isinstance(node, ast.Assign):
+        return isinstance(node.value, ast.Constant) and any(isinstance(one, ast.Subscript) for one in node.targets)
+    return called(node) in _ONE_OF_SEVERAL
 
 
 def _asks_for_negative(loop: ast.For) -> bool:

@@ -1065,6 +1065,30 @@ class SeldomNegativeSlices(SeldomNegative):
         return out
 
 
+class CountedOnce(Unique):
+    """Slices by counts that have an expert of a token once, however often it has it."""
+
+    def forward(self, x):
+        x = x.reshape(-1, H)
+        w, ids = self.route(x)
+        counts = ids.new_zeros((ids.shape[0], E))
+        counts.scatter_(1, ids, 1)
+        order = ids.view(-1).argsort()
+        ends = counts.sum(0).cumsum(0).tolist()
+        out = torch.zeros_like(x)
+        for e, end in enumerate(ends):
+            pairs = order[ends[e - 1] if e > 0 else 0 : end]
+            token = pairs // self.top_k
+            out.index_add_(0, token, self.experts[e](x[token]) * w.view(-1)[pairs, None])
+        return out
+
+
+class SeldomTwice(CountedOnce):
+    def route(self, x):
+        weights, ids = super().route(x)
+        return weights, torch.where(x[:, :1] > 8, ids[:, :1], ids)
+
+
 class SkipsNegative(SeldomNegative):
     def forward(self, x):
         x = x.reshape(-1, H)
@@ -1087,3 +1111,9 @@ def test_ids_that_may_be_negative(kind):
 def test_ids_that_are_asked_for_being_negative():
     torch.manual_seed(0)
     assert verdict_of(SkipsNegative().eval(), "")[0].forms
+
+
+def test_ids_that_may_be_twice_a_tokens_where_it_is_counted_once():
+    torch.manual_seed(0)
+    assert verdict_of(CountedOnce().eval(), "")[0].forms
+    assert_left(SeldomTwice, "its ids cannot be proved to be a token's only once each")
