@@ -76,8 +76,7 @@ def _stacked(flow: Flow, taken: set[fx.Node], known: Mapping[fx.Node, Refusal]) 
         if up in flow.gathered or down in flow.gathered or not equal_sizes(experts, shape_of(up)[0]):
             continue
         for evidence in flow.evidence(pair):
-            # A router may score more than the experts, and the scores of those that compute nothing be left out.
-            if _routes_to(evidence.route, experts) or (pair.down in known and evidence.route.chosen):
+            if _routes_to(evidence.route, experts):
                 refusal = known.get(pair.down) or _dense(pair, evidence)
                 if evidence.by == "product" and evidence.before and refusal.node in (pair.up, pair.down):
                     # what is known is only that the rows are no tokens

@@ -383,19 +383,6 @@ def test_a_second_product_that_sums_over_the_slots_as_well():
     assert '"tki,tkhi->th"' in row.reason
 
 
-def test_scores_of_more_than_the_experts():
-    """AdaMoE: some of what is scored computes nothing; what the other scores are is said."""
-
-    def run(x, gate, w1, w2):
-        logits = F.linear(x, torch.cat([gate, gate[:2]]))
-        topk_weights, ids = logits.softmax(-1).topk(K)
-        scores = torch.zeros_like(logits).scatter(1, ids, topk_weights)[:, :E]
-        h = torch.einsum("th,enh->etn", x, w1[:, :I]).relu()
-        return torch.einsum("eth,te->th", torch.einsum("eti,ehi->eth", h, w2), scores)
-
-    says(refusal(run), "(they come from getslice)")
-
-
 def test_sum_used_in_another_dtype():
     def kept_in_fp32(x, ids, topk_weights, w1, w2):
         flat = ids.reshape(-1)
