@@ -5,10 +5,9 @@ AOTInductor counts the arguments of a call, and knows no defaults.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any, cast
 
 import torch
@@ -189,7 +188,7 @@ class Builder:
         if scale == 1:
             return weights
         if value is not None:
-            wide = functools.reduce(torch.promote_types, (value.dtype, dtype, torch.float32))
+            wide = reduce(torch.promote_types, (value.dtype, dtype, torch.float32))
             weights = self.to(weights, wide)
         return self.call(_ATEN.mul.Scalar, (weights, scale))
 

@@ -117,10 +117,15 @@ def same_symbols(one: Any, two: Any) -> bool:
     return isinstance(one, torch.SymInt) and isinstance(two, torch.SymInt) and bool(one.node.expr == two.node.expr)
 
 
+def _symbols_of_the_data(size: Any) -> Any:
+    """The symbols of a size, or of an expression, that only the data knows."""
+    free = feature("torch.fx.experimental.symbolic_shapes", "free_unbacked_symbols")
+    return () if free is None else free(size)
+
+
 def is_of_the_data(size: Any) -> bool:
     """Whether a size has symbols that only the data knows."""
-    free = feature("torch.fx.experimental.symbolic_shapes", "free_unbacked_symbols")
-    return free is not None and isinstance(size, torch.SymInt) and bool(free(size))
+    return isinstance(size, torch.SymInt) and bool(_symbols_of_the_data(size))
 
 
 def as_asserted(size: Any) -> Any:
@@ -129,8 +134,7 @@ def as_asserted(size: Any) -> Any:
     """
     env: Any = getattr(getattr(size, "node", None), "shape_env", None)
     asserted: Any = getattr(env, "deferred_runtime_asserts", None)
-    free = feature("torch.fx.experimental.symbolic_shapes", "free_unbacked_symbols")
-    symbols = free(size) if asserted and free is not None else ()
+    symbols = _symbols_of_the_data(size) if asserted else ()
     if not symbols:
         return size
     expression = size.node.expr
@@ -139,7 +143,7 @@ def as_asserted(size: Any) -> Any:
         if getattr(condition, "rel_op", "") != "==":
             continue
         for total, value in ((condition.lhs, condition.rhs), (condition.rhs, condition.lhs)):
-            terms = total.args if total.is_Add and not free(value) else ()
+            terms = total.args if total.is_Add and not _symbols_of_the_data(value) else ()
             if terms and all(term.is_Symbol for term in terms):
                 last = max(terms, key=str)
                 expression = expression.xreplace({last: value - total + last})

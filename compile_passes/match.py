@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
@@ -116,7 +116,7 @@ def dtype_of(value: Value) -> torch.dtype | None:
     parts = [part for arg in value.args for part in (arg if isinstance(arg, list | tuple) else (arg,))]
     found = [dtype_of(part) for part in parts if isinstance(part, fx.Node | Made)]
     known = [dtype for dtype in found if dtype is not None]
-    return given or (functools.reduce(torch.promote_types, known) if known else None)
+    return given or (reduce(torch.promote_types, known) if known else None)
 
 
 def in_dtype(value: Value, dtype: torch.dtype) -> Value:

@@ -206,10 +206,14 @@ def _check_fused(trial: Trial, forms: Mapping[str, StaticForm], training: bool, 
     repeated: list[str] = []
 
     def watch(graph: fx.Graph) -> None:
-        if any(form.by_number for form in forms.values()):
-            negative.extend(_without(graph, _are_not_negative))
-        if any(form.once for form in forms.values()):
-            repeated.extend(_without(graph, _are_distinct))
+        reading = Reading(graph)
+        compared = _compared(reading, graph)
+        experts = 1 + max((number for *_, number in compared), default=0)
+        for node, ids, _ in compared:
+            if any(form.by_number for form in forms.values()) and not are_not_negative(reading, ids):
+                negative.append(in_words(node))
+            if any(form.once for form in forms.values()) and not _are_distinct(reading, ids, experts):
+                repeated.append(in_words(node))
 
     try:  # what is refused in a trial is part of the verdict
         with apart(), bound(block, methods), torch.set_grad_enabled(training), quiet(logging.CRITICAL):
@@ -232,24 +236,17 @@ def _check_fused(trial: Trial, forms: Mapping[str, StaticForm], training: bool, 
         )
 
 
-def _without(graph: fx.Graph, proved: Callable[..., bool]) -> list[str]:
-    """Where integers of which that is not ``proved`` are compared with a number, as ids are with that of every expert;
-    ``proved`` takes how many experts there are as well.
-    """
-    reading, found = Reading(graph), []
-    for node in graph.nodes:
-        call = reading.read(node, "eq", "y")
-        if call is not None and type(call["y"]) is int and are_integers(reading, call["x"]):
-            found.append((node, call["x"], call["y"]))
-    experts = 1 + max((number for *_, number in found), default=0)
-    return [in_words(node) for node, ids, _ in found if not proved(reading, ids, experts)]
-
-
-def _are_not_negative(reading: Reading, ids: Any, _experts: int) -> bool:
-    return are_not_negative(reading, ids)
+def _compared(reading: Reading, graph: fx.Graph) -> list[tuple[fx.Node, Any, int]]:
+    """Where integers are compared with a number, as ids are with that of every expert: (comparison, ids, number)."""
+    calls = [(node, reading.read(node, "eq", "y")) for node in graph.nodes]
+    return [
+        (node, call["x"], call["y"]) for node, call in calls
+        if call is not None and type(call["y"]) is int and are_integers(reading, call["x"])
+    ]  # fmt: skip
 
 
 def _are_distinct(reading: Reading, ids: Any, experts: int) -> bool:
+    """Whether no token has one of ``ids``, in whatever shape, twice."""
     chosen = example(reading.exact(ids, experts))
     return chosen is not None and chosen.dim() > 0 and are_distinct(reading, ids, experts, chosen.shape[-1])
 

@@ -8,7 +8,8 @@ but the codes are as many: about four instructions each, of which the product is
 mxfp4 a warp has 1352 of them in the first kernel, for 256 codes a thread, and 1480 in the second, a quarter of whose
 lanes are behind their rows: one a cycle, schedulers are at it for 4.0 and 2.9 of a layer's 13.9 us on an H200.
 `decoded_few_mm`, whose products the tensor core makes, has 333 for 128 codes a thread, but sorts first; `one_token`
-with such products was no faster but for int8 (benchmarks/comparisons/h200-one-token.json, `codes_in_registers`).
+with such products was at most 3 % faster but for int8 (`codes_in_registers` of
+benchmarks/comparisons/h200-one-token.json).
 """
 
 from __future__ import annotations
