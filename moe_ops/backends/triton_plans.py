@@ -337,7 +337,7 @@ def cheapest(key: LayerKey, tokens: int, gpu: str, sm: int) -> Plan:
         expert_bytes = (first.N * first.depth + second.N * second.depth) * SCHEMES[key.scheme].bits // 8
         costs = PAIRWISE.get(key.scheme) or PAIRWISE[CODE[key.scheme] if key.scheme in PACKED else kind(key.scheme)]
         if pairwise_us(first, expert_bytes, *costs) < us + AROUND_US:
-            return plan("small", *small_tiles(key))
+            return plan("small", *small_tiles(key, tokens))
     return grouped
 
 
@@ -386,9 +386,15 @@ def _step_bytes(row: int, most: int) -> int:
     return next((step for step in steps if -(-row // step) * step <= 1.1 * row), steps[-1])
 
 
-def small_tiles(key: LayerKey) -> tuple[SmallConfig, SmallConfig]:
-    """Tiles of the small kernels, by what ran fastest at T = 1 on an H200: the second holds all K experts of a token
-    at once, so that its columns are fewer the larger K is.
+def small_tiles(key: LayerKey, tokens: int) -> tuple[SmallConfig, SmallConfig]:
+    """Tiles of the small kernels, by what ran fastest on an H200, at T = 1 where nothing is said of T: the second holds
+    all K experts of a token at once, so that its columns are fewer the larger K is.
+
+    Decoded weights, us (`small_of_words` of benchmarks/comparisons/h200-one-token.json has more): a token of
+    Qwen3-30B-A3B in mxfp4, nvfp4, int8_w8a16, mxfp8 when the first kernel has 8 KiB of rows a step 12.2, 12.9, 15.8,
+    15.9, of 16 KiB 12.4, 13.3, 17.4, 16.7, by two warps, twice as many loads a thread, 13.0, 12.9, 16.4, 16.5; four
+    tokens 38.6, 39.7, 43.8, 45.2, by two warps 36.9, 37.2, 41.5, 42.0. Eight warps of the second kernel, T = 1: 12.8,
+    13.3, 15.2, 15.6.
     """
     if key.scheme in DECODED:
         pack = SCHEMES[key.scheme].pack
@@ -396,7 +402,8 @@ def small_tiles(key: LayerKey) -> tuple[SmallConfig, SmallConfig]:
         # Four loads of 16 bytes a thread, eight where they are all: the compiler has the next step's on their way.
         rows = (8192 if key.I > of_down * pack else 16384) // of_down
         columns = max(1, min(8, rows // (1 << (key.K - 1).bit_length())))
-        return SmallConfig(8, of_up * pack, 4), SmallConfig(columns, of_down * pack, 4)
+        up = SmallConfig(min(8, 4096 // of_up), of_up * pack, 4 if tokens == 1 else 2)
+        return up, SmallConfig(columns, of_down * pack, 8 if tokens == pack == 1 and key.K > 4 else 4)
     if kind(key.scheme) == "scaled":
         up = SmallConfig(8, 1024 if key.H % 2048 else 2048, 4)
         return up, SmallConfig(4, 1024 if key.K <= 4 else 256, 4)

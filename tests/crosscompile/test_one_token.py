@@ -61,15 +61,15 @@ def compile_layer(
     one = one_of(scheme, *arguments, **options)
     names = ("UP_SIZES", "UP_STRIDES", "UP_SCHEME", "DOWN_SIZES", "DOWN_STRIDES", "DOWN_SCHEME")
     constants = dict(zip(names, one.products, strict=True)) | {"LAYER": one.layer(mapped, True, counted)}
-    x = torch.float8_e4m3fn if one.up.is_scaled else one.down.out_dtype
+    x = torch.float8_e4m3fn if one.quantised else one.down.out_dtype
     kinds = {
-        "x": f"*{TYPES[x]}:16", "x_scale": "*fp32:16" if one.up.is_scaled else None,
+        "x": f"*{TYPES[x]}:16", "x_scale": "*fp32:16" if one.quantised else None,
         "up_desc": descriptor(_weight_map(one.up, one.sizes[0])),
         "down_desc": descriptor(_weight_map(one.down, one.sizes[1])),
         "up_scale": pointer(one.up.weight_scale), "up_scale_apart": "i32", "down_scale": pointer(one.down.weight_scale),
         "up_bias": pointer(one.up.bias), "down_bias": pointer(one.down.bias),
         "topk_weights": f"*{weights}:16", "topk_ids": "*i32:16", "expert_map": "*i32:16" if mapped >= 0 else None,
-        "h": "*i16:16", "out": f"*{TYPES[one.down.out_dtype]}:16",
+        "h": "*i32:16" if one.quantised else "*i16:16", "out": f"*{TYPES[one.down.out_dtype]}:16",
         "alpha": "fp32", "limit": "fp32", "load_ptr": "*i64:16" if counted else None,
     }  # fmt: skip
     kernel = compile_kernel(

@@ -52,19 +52,25 @@ def weight(scheme: str, E: int, n: int, k: int) -> Operand:
 
 
 def compile_small(
-    scheme: str, model: str, monkeypatch: pytest.MonkeyPatch, *, top_k: int | None = None, mapped: bool = False
+    scheme: str,
+    model: str,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    tokens: int = 1,
+    top_k: int | None = None,
+    mapped: bool = False,
 ) -> list[Compiled]:
-    """Both kernels of a layer of one token, with the tiles that a plan has for it."""
+    """Both kernels of a layer, with the tiles that a plan has for so many tokens."""
     E, K, H, I, activation, layout = MODELS[model]
     K = K if top_k is None else top_k
-    tiles = small_tiles(LayerKey(scheme, "grouped", E, K, H, I, True))
+    tiles = small_tiles(LayerKey(scheme, "grouped", E, K, H, I, True), tokens)
     bias = [
         torch.empty(E, n, dtype=torch.bfloat16, device="meta") if activation == "swiglu_oai" else None
         for n in (2 * I, H)
     ]
     glu = {"glu_layout": layout, "activation": activation, "alpha": 1.702, "limit": 7.0}
     form = SCHEMES[scheme].rows
-    rows_scale = None if form is None else torch.empty(1, int(form.scale_width(H)), device="meta")
+    rows_scale = None if form is None else torch.empty(tokens, int(form.scale_width(H)), device="meta")
     quantised = {"rows_scale": rows_scale, "quantize_output": form is not None}
     up = ExpertMM(weight(scheme, E, 2 * I, H), torch.bfloat16, bias=bias[0], **glu, **quantised)
     down = ExpertMM(weight(scheme, E, H, I), torch.bfloat16, bias=bias[1])
@@ -75,7 +81,7 @@ def compile_small(
     load = torch.empty(1 + E, dtype=torch.int64, device="meta")
     options = {"expert_map": expert_map, "weight_on_input": False, "pdl": True, "load": load}
     x, weights, ids = (
-        torch.empty(1, n, dtype=dtype, device="meta")
+        torch.empty(tokens, n, dtype=dtype, device="meta")
         for n, dtype in (
             (H, torch.bfloat16 if form is None else form.dtype),
             (K, torch.float32),
@@ -98,9 +104,10 @@ CASES = [(scheme, "qwen3-30b-a3b") for scheme in sorted({*DECODED, "int8_channel
 CASES += [("mxfp4", "gpt-oss-120b"), ("fp8_w8a16", "deepseek-v3"), ("mxfp4_a8", "gpt-oss-120b")]
 
 
+@pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize(("scheme", "model"), CASES)
-def test_compiles(scheme: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for kernel in compile_small(scheme, model, monkeypatch):
+def test_compiles(scheme: str, model: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kernel in compile_small(scheme, model, monkeypatch, tokens=tokens):
         assert kernel.stack == 0, f"{kernel.name}: {kernel.stack} bytes of spills, {kernel.registers} registers"
         assert kernel.loads_16_bytes and not kernel.voted, kernel.name
         fused, others, of_words = (
@@ -114,6 +121,14 @@ def test_compiles(scheme: str, model: str, monkeypatch: pytest.MonkeyPatch) -> N
         if SCHEMES[scheme].code.name == "e4m3":  # converted, not put together from bits
             bits = len(re.findall(r"^ .*\bLOP3\b", kernel.sass, re.M))
             assert bits < fused, f"{kernel.name}: {bits} instructions of bits for {fused} products"
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4", "int4_w4a16", "int8_w8a16"])
+def test_threads_load_the_rows_that_they_multiply(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From threads that load the first product's rows in another order these come through shared memory, in rounds."""
+    _, down = compile_small(scheme, "qwen3-30b-a3b", monkeypatch)
+    barriers = len(re.findall(r"\bBAR\.SYNC", down.sass))
+    assert barriers <= 6, f"{barriers} barriers"
 
 
 @pytest.mark.parametrize("top_k", [32, 64])

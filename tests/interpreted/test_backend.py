@@ -267,13 +267,14 @@ def test_fp8_of_few_tokens_at_sizes_that_fill_no_block(top_k, hidden, inter, glu
     """
     torch.manual_seed(14)
     key = plans.LayerKey("fp8_block128", "grouped", 8, top_k, hidden, inter, glu != "none")
-    monkeypatch.setattr(triton_plans, "plan_for", lambda *_: triton_plans.plan("small", *triton_plans.small_tiles(key)))
+    tokens = 1 if top_k > 1 else 2
+    small_plan = triton_plans.plan("small", *triton_plans.small_tiles(key, tokens))
+    monkeypatch.setattr(triton_plans, "plan_for", lambda *_: small_plan)
     ran, experts = [], small.small_experts
     monkeypatch.setattr(small, "small_experts", lambda *a, **named: ran.append(1) or experts(*a, **named))
     scheme = SCHEMES["fp8_block128"]
     w1, s1 = scheme.quantize(torch.randn(8, (1 if glu == "none" else 2) * inter, hidden) * hidden**-0.5)
     w2, s2 = scheme.quantize(torch.randn(8, hidden, inter) * inter**-0.5)
-    tokens = 1 if top_k > 1 else 2
     x, logits = torch.randn(tokens, hidden).bfloat16(), torch.randn(tokens, 8)
     options = {"scheme": "fp8_block128", "gate_up_scales": s1, "down_scales": s2, "top_k": top_k}
     options |= {"glu_layout": None, "activation": "relu2"} if glu == "none" else {"glu_layout": glu}

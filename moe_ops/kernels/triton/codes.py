@@ -34,6 +34,72 @@ def codes_of_word(code):
     return 8 if code in (E2M1.value, INT4.value) else 4
 
 
+# A word's codes in pairs of 16 bits, $8 to code0, ..., code3, each twice: one's sign is in place, the other's rest.
+_COPIES_OF_E2M1 = tl.constexpr("""
+    .reg .b32 high;
+    shr.u32 high, $8, 8;
+    and.b32 code0, $8, 0x000F000F;
+    and.b32 code1, $8, 0x00F000F0;
+    and.b32 code2, high, 0x000F000F;
+    and.b32 code3, high, 0x00F000F0;
+    mul.lo.u32 code0, code0, 0x1040;
+    mul.lo.u32 code1, code1, 0x0104;
+    mul.lo.u32 code2, code2, 0x1040;
+    mul.lo.u32 code3, code3, 0x0104;
+""")
+
+
+@triton.constexpr_function
+def _wide_instructions(code):
+    """What makes fp32 of the codes of a word, in order: of e2m1 2^-126 times them, as `_instructions` does, of int4 and
+    int8 numbers less 8 and as such, which are fp16 before, 1024 or 64 more: an instruction widens those that is not one
+    of the integer pipe's, which is what kernels wait for where each code is multiplied by itself.
+    """
+    if code == E2M1.value:
+        body = _COPIES_OF_E2M1.value + "".join(
+            f"""
+            shl.b32 ${n}, code{n}, 16;
+            and.b32 ${n + 4}, code{n}, 0x81C00000;
+            and.b32 ${n}, ${n}, 0x81C00000;
+            """
+            for n in range(4)
+        )
+        return f"{{ .reg .b32 code<4>; {body} }}"
+    if code == INT4.value:
+        body = """
+            .reg .b32 high, more, part, less;
+            mov.b32 more, 0xE408E408;
+            mov.b32 part, 0x2C002C00;
+            mov.b32 less, 0xD480D480;
+            shr.u32 high, $8, 8;
+            lop3.b32 code0, $8, 0x000F000F, 0x64006400, 0xEA;
+            lop3.b32 code1, $8, 0x00F000F0, 0x64006400, 0xEA;
+            lop3.b32 code2, high, 0x000F000F, 0x64006400, 0xEA;
+            lop3.b32 code3, high, 0x00F000F0, 0x64006400, 0xEA;
+            add.rn.f16x2 code0, code0, more;
+            fma.rn.f16x2 code1, code1, part, less;
+            add.rn.f16x2 code2, code2, more;
+            fma.rn.f16x2 code3, code3, part, less;
+        """
+        places = [(n, n + 4) for n in range(4)]
+    else:
+        body = """
+            .reg .b32 bytes, more;
+            mov.b32 more, 0xE480E480;
+            xor.b32 bytes, $4, 0x80808080;
+            prmt.b32 code0, bytes, 0x64646464, 0x4140;
+            prmt.b32 code1, bytes, 0x64646464, 0x4342;
+            add.rn.f16x2 code0, code0, more;
+            add.rn.f16x2 code1, code1, more;
+        """
+        places = [(0, 1), (2, 3)]
+    widened = "".join(
+        f"mov.b32 {{first, second}}, code{n}; cvt.f32.f16 ${a}, first; cvt.f32.f16 ${b}, second;"
+        for n, (a, b) in enumerate(places)
+    )
+    return f"{{ .reg .b32 code<4>; .reg .b16 first, second; {body} {widened} }}"
+
+
 @triton.constexpr_function
 def _instructions(code, bare):
     """What makes bf16 of the codes of a word, a pair in each of code0, code1, ...: codes that are 16 bits apart.
@@ -45,17 +111,8 @@ def _instructions(code, bare):
     follows, what it would be, 480, times a number that 448 can be multiplied with is infinite, and NaN times 0.
     """
     if code == E2M1.value:
-        body = """
-            .reg .b32 high;
-            shr.u32 high, $8, 8;
-            and.b32 code0, $8, 0x000F000F;
-            and.b32 code1, $8, 0x00F000F0;
-            and.b32 code2, high, 0x000F000F;
-            and.b32 code3, high, 0x00F000F0;
-            mul.lo.u32 code0, code0, 0x1040;
-            mul.lo.u32 code1, code1, 0x0104;
-            mul.lo.u32 code2, code2, 0x1040;
-            mul.lo.u32 code3, code3, 0x0104;
+        body = f"""
+            {_COPIES_OF_E2M1.value}
             and.b32 code0, code0, 0x81C081C0;
             and.b32 code1, code1, 0x81C081C0;
             and.b32 code2, code2, 0x81C081C0;
@@ -173,7 +230,7 @@ def _e4m3_value(byte):
 
 
 @triton.jit
-def _in_order(c):
+def in_order(c):
     """[..., 2, 2 or 4] of the numbers of a word; a thread's neighbours are halves of one register."""
     if len(c) == 8:
         first, second = (
@@ -212,7 +269,7 @@ def decode_words(words, zero, CODE: tl.constexpr, BARE: tl.constexpr = False):
             value = code.to(tl.float32)
         found = value.reshape(words.shape[0], words.shape[1], 2, PER_WORD // 2)
     else:
-        found = _in_order(_numbers(words, CODE, BARE))
+        found = in_order(_numbers(words, CODE, BARE))
         if CODE == INT4:
             if zero is None:
                 found -= 136.0
@@ -220,6 +277,28 @@ def decode_words(words, zero, CODE: tl.constexpr, BARE: tl.constexpr = False):
                 found -= (zero.to(tl.float32) + 128.0).to(tl.bfloat16)[:, :, None, None]
         elif CODE == INT8 and zero is not None:
             found -= zero.to(tl.bfloat16)[:, :, None, None]
+    return found
+
+
+@triton.jit
+def decode_wide(words, zero, CODE: tl.constexpr):
+    """:func:`decode_words` in fp32, not of e4m3."""
+    if INTERPRETED:
+        found = decode_words(words, zero, CODE)
+    else:
+        INSTRUCTIONS: tl.constexpr = _wide_instructions(CODE)
+        if codes_of_word(CODE) == 8:
+            numbers = tl.inline_asm_elementwise(
+                INSTRUCTIONS, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [words], dtype=(tl.float32,) * 8, is_pure=True,
+                pack=1,
+            )  # fmt: skip
+        else:
+            numbers = tl.inline_asm_elementwise(
+                INSTRUCTIONS, "=&r,=&r,=&r,=&r,r", [words], dtype=(tl.float32,) * 4, is_pure=True, pack=1
+            )
+        found = in_order(numbers)
+        if zero is not None:
+            found -= (zero.to(tl.float32) - (8.0 if CODE == INT4 else 0.0))[:, :, None, None]
     return found
 
 

@@ -16,9 +16,10 @@ in bf16, when a first version had 48, 64, 96 and 128 KiB of each multiprocessor 
 
 us by `small`'s kernels and by this one, H200: Qwen3-30B-A3B in bf16 22.2 and 21.3, fp8_block128 16.9 and 15.2,
 fp8_channel 18.6 and 15.5; OLMoE-1B-7B 27.6 and 26.3, 21.2 and 18.5, 24.4 and 18.7; gpt-oss-120b 50.3 and 49.8, 40.2 and
-38.1, 38.6 and 38.1. fp8_block128 since what GEMM 1 leaves for it is 16 bits 14.6 where it was 15.0, 17.4 (18.2), 35.8
-(37.6). Mixtral-8x7B in bf16 158.6 and 162.2: so many bytes are left to `small`. Where the rest of the time
-goes, and what was tried: benchmarks/comparisons/h200-one-token.json.
+38.1, 38.6 and 38.1. Mixtral-8x7B in bf16 158.6 and 162.2: so many bytes are left to `small`. What GEMM 1 leaves to be
+rounded to e4m3 is fp32: of bf16, 0.4 us less, some are rounded to others, and small layers' errors beside
+float64 were up to 1.17 of what rounding once has. Where the rest of the time goes, and what was tried:
+benchmarks/comparisons/h200-one-token.json.
 
 Written in Gluon, Triton's language of layouts, which has no interpreter: that runs `small` for the same layers.
 """
@@ -105,8 +106,8 @@ def slices_held(slices, bytes_of_slice):
 
 @gluon.constexpr_function
 def bytes_left(quantised):
-    """Of a slice of what GEMM 1 leaves: 16 bits where it is quantised, too."""
-    return SLICE_BYTES.value * (2 if quantised else 1)
+    """Of a slice of what GEMM 1 leaves: fp32 where it is quantised."""
+    return SLICE_BYTES.value * (4 if quantised else 1)
 
 
 @gluon.constexpr_function
@@ -363,7 +364,7 @@ def _leave(value, held, where):
     """
     bits = gl.where(held, value.to(where.dtype.element_ty, bitcast=True), 0)
     column = gl.arange(0, value.shape[0], layout=value.type.layout)
-    gl.store(where + column, gl.where(bits == ABSENT, 0x7FFF, bits))
+    gl.store(where + column, gl.where(bits == ABSENT, 0x7FFFFFFF if bits.dtype == gl.int32 else 0x7FFF, bits))
 
 
 @gluon.jit
@@ -442,7 +443,7 @@ def _unlike(bits, none):
     and where four of a thread are alike ptxas (CUDA 12.8) packs two in e4m3 with what another register holds.
     """
     column = gl.arange(0, bits.shape[1], layout=gl.SliceLayout(0, bits.type.layout))
-    return bits | (none * column).to(bits.dtype)[None, :]
+    return bits | (none * column)[None, :]
 
 
 @gluon.jit
@@ -476,11 +477,10 @@ def _results(h, to, factors, peaks, routed, weights, W: gl.constexpr, SIZES: gl.
         found, none = _awaited(found, where, exists)
         if WHOLE_ROWS:
             peaks._reinterpret(gl.int32, [peaks.shape[0] // COUNT, COUNT], peaks.layout).index(part).store(
-                gl.max((found.to(gl.int32) & 0x7FFF) << 16, axis=1)
+                gl.max(found & 0x7FFFFFFF, axis=1)
             )
         elif W[0][6]:
-            values = _unlike(found, none).to(gl.bfloat16, bitcast=True).to(gl.float32)
-            stored, scale = quantize_tile(values, gl.float8e4nv)
+            stored, scale = quantize_tile(_unlike(found, none).to(gl.float32, bitcast=True), gl.float8e4nv)
             parts.index(part).store(stored)
             of_parts.index(part).store(weight * scale)
         else:
@@ -501,7 +501,7 @@ def _results(h, to, factors, peaks, routed, weights, W: gl.constexpr, SIZES: gl.
             same = (slice // W[0][4])[:, None] == (other // W[0][4])[None, :]
             peak = gl.max(gl.where(same & (other < SLICES_OF_ALL)[None, :], bits[None, :], 0), axis=1)
             scale = group_scale(gl.convert_layout(peak, OF_SLICES).to(gl.float32, bitcast=True), gl.float8e4nv)
-            parts.index(part).store(store_as(values.to(gl.bfloat16, bitcast=True).to(gl.float32), scale, gl.float8e4nv))
+            parts.index(part).store(store_as(values.to(gl.float32, bitcast=True), scale, gl.float8e4nv))
             of_parts.index(part).store(weight * scale)
 
 
@@ -525,7 +525,6 @@ def _multiply(given, SIZES: gl.constexpr):
     first, past = _tasks(UP, SIZES)
     place = 0
     AT_ONCE: gl.constexpr = steps_at_once(STEPS, 3)
-    LEFT: gl.constexpr = gl.bfloat16 if UP[0][6] else out.dtype.element_ty
     scales = ()
     if UP[0][6]:
         for n in gl.static_range(AHEAD):
@@ -550,7 +549,7 @@ def _multiply(given, SIZES: gl.constexpr):
             place += AT_ONCE
         value = _activated(total, shift, alpha, limit, UP, ACTIVATION)
         held = _expert(routed, pair, pair >= 0, SIZES) < SIZES[0][1]
-        _leave(value.to(LEFT), held, h + pair * UP[0][0] + n_start)
+        _leave(value if UP[0][6] else value.to(out.dtype.element_ty), held, h + pair * UP[0][0] + n_start)
     of_memory = (words_of, results, full, empty)
     first = gl.program_id(0)
     nothing_down = _by_slices(_nothing(DOWN), None, 0, DOWN)
@@ -724,11 +723,17 @@ class OneToken:
         taken = (SLICE_BYTES.value + 4) * (held + held_down) + 4 * power_of_2(held_down)
         return (TYPICAL.shared_kib * 1024 - PROGRAM_BYTES - taken) // STEP_BYTES.value
 
+    @property
+    def quantised(self) -> bool:
+        """Whether rows are."""
+        return self.up.is_scaled
+
     def room(self, like: torch.Tensor) -> torch.Tensor:
-        """Memory for GEMM 1's results, which `route.route_few` or `fill` makes absent: 16 bits, bf16 where they are
-        quantised, which keeps four.
+        """Memory for GEMM 1's results, which `route.route_few` or `fill` makes absent: fp32 where they are quantised,
+        the numbers that other kernels' epilogues quantise.
         """
-        return torch.empty((self.top_k, self.up.out_features), dtype=torch.int16, device=like.device)
+        dtype = torch.int32 if self.quantised else torch.int16
+        return torch.empty((self.top_k, self.up.out_features), dtype=dtype, device=like.device)
 
     def layer(self, mapped: int, pdl: bool, counted: bool) -> tuple[Any, ...]:
         """Constants: pairs, experts, entries of the map (-1: there is none), steps in shared memory, whether the kernel

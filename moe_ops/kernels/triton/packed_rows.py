@@ -4,12 +4,13 @@ vectors of bf16, fp16, or e4m3 with scales of their own.
 A thread loads 16 bytes of a row, decodes them in registers and sums their products with the vector; that sum alone is
 multiplied with the scale of its group, and only then threads add theirs up. No decoded weight is ever stored, and with
 16 codes a sum a scale costs next to nothing, exact or not. With four bits the bytes are fewer than a quarter of bf16's
-but the codes are as many: about four instructions each, of which the product is one. Of a token of Qwen3-30B-A3B in
-mxfp4 a warp has 1352 of them in the first kernel, for 256 codes a thread, and 1480 in the second, a quarter of whose
-lanes are behind their rows: one a cycle, schedulers are at it for 4.0 and 2.9 of a layer's 13.9 us on an H200.
-`decoded_few_mm`, whose products the tensor core makes, has 333 for 128 codes a thread, but sorts first; `one_token`
-with such products was at most 3 % faster but for int8 (`codes_in_registers` of
-benchmarks/comparisons/h200-one-token.json).
+but the codes are as many: about five instructions each of e2m1, of which the product is one and two are the integer
+pipe's, which takes one every second cycle. So a word's codes become fp32 in one block of instructions, by fp16
+where they are integers, and the second kernel's threads load the rows that they multiply: us of a layer of
+Qwen3-30B-A3B on an H200, T = 1, before and after: mxfp4 14.1 and 12.4, nvfp4 13.8 and 13.3, int4_w4a16 12.9 and 12.0,
+int8_w8a16 19.0 and 17.4, and with the tiles that this made the best 12.2, 12.9, 12.1, 15.3 (`small_of_words` of
+benchmarks/comparisons/h200-one-token.json). `decoded_few_mm`, whose products the tensor core makes, has fewer, but
+sorts first; for `one_token` with such products see `codes_in_registers` there.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from moe_ops.kernels.triton.codes import (
     as_words,
     codes_of_word,
     decode_bytes,
-    decode_words,
+    decode_wide,
+    in_order,
 )
 from moe_ops.kernels.triton.packed_tile import of_rows
 from moe_ops.kernels.triton.scales import decode_scale, load_scale, load_stored_scale
@@ -129,28 +131,6 @@ def load_stored(operand, k, K: tl.constexpr, PACKED: tl.constexpr, STRIDES: tl.c
 
 
 @triton.jit
-def _widen(x):
-    """fp32 of bf16, one instruction each for halves of a register; the compiler takes two for every second one."""
-    if INTERPRETED:
-        return x.to(tl.float32)
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 low;
-        shl.b32 low, $2, 16;
-        and.b32 $1, $2, 0xFFFF0000;
-        mov.b32 $0, low;
-        }
-        """,
-        "=r,=r,r",
-        [x],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
 def _of_units(product, UNIT: tl.constexpr):
     """[P, N, columns / UNIT] sums of UNIT neighbours, which one thread has."""
     P: tl.constexpr = product.shape[0]
@@ -163,12 +143,68 @@ def _times_factor(x):
     """x in the units that e2m1's need, exact: bf16 as such, else fp32."""
     if x.dtype == tl.float8e4nv:
         return widen(x) * ROWS_FACTOR
-    elif x.dtype == tl.float16:
+    elif x.dtype == tl.float16 or x.dtype == tl.float32:
         return x.to(tl.float32) * E2M1_FACTOR
     elif INTERPRETED:
         return round_to(widen(x) * E2M1_FACTOR, tl.bfloat16)
     else:
         return x * tl.full((1, 1), E2M1_FACTOR, tl.bfloat16)
+
+
+@triton.constexpr_function
+def _fetching(dtype, count):
+    """What loads `count` numbers of 16 bits at once and makes fp32 of them."""
+    words = [f"word{n}" for n in range(count // 2)]
+    load = f"@held ld.global.v{len(words)}.b32 {{{', '.join(words)}}}, [${count}];"
+    body = "".join(f"mov.b32 {word}, 0;" for word in words) + load
+    for n, word in enumerate(words):
+        low, high = f"${2 * n}", f"${2 * n + 1}"
+        if dtype == tl.bfloat16:
+            body += f"shl.b32 {low}, {word}, 16; and.b32 {high}, {word}, 0xFFFF0000;"
+        else:
+            body += f"mov.b32 {{first, second}}, {word}; cvt.f32.f16 {low}, first; cvt.f32.f16 {high}, second;"
+    return f"""
+    {{
+    .reg .pred held;
+    .reg .b32 word<{len(words)}>;
+    .reg .b16 first, second;
+    setp.ne.b64 held, ${count}, 0;
+    {body}
+    }}
+    """
+
+
+@triton.jit
+def _fetch_rows(rows, first, held, COUNT: tl.constexpr):
+    """fp32 [P, COUNT * columns of `first`]: COUNT neighbours, as many as a word has codes, of 16 bits and aligned, from
+    each of columns `first` [1, .] on, 0 where not `held` [P, .]; loaded by the threads that multiply that word's codes.
+    From threads that load in an order of Triton's own they come through shared memory, in rounds.
+
+    Args:
+        rows: [P] pointers, see `_after_the_wait`.
+    """
+    INSTRUCTIONS: tl.constexpr = _fetching(rows.dtype.element_ty, COUNT)
+    where = tl.where(held, (rows[:, None] + first).to(tl.int64), 0)
+    if COUNT == 8:
+        numbers = tl.inline_asm_elementwise(
+            INSTRUCTIONS, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,l", [where], dtype=(tl.float32,) * 8, is_pure=True, pack=1
+        )
+    else:
+        numbers = tl.inline_asm_elementwise(
+            INSTRUCTIONS, "=&r,=&r,=&r,=&r,l", [where], dtype=(tl.float32,) * 4, is_pure=True, pack=1
+        )
+    return in_order(numbers).reshape(held.shape[0], held.shape[1] * COUNT)
+
+
+@triton.jit
+def _after_the_wait(pointers):
+    """The pointers, which nothing knows before what comes before this: loads of `_fetch_rows` are pure, so that copies
+    of them can be where they are used, and no wait for another kernel would hold them.
+    """
+    bits = tl.inline_asm_elementwise(
+        "mov.b64 $0, $1;", "=l,l", [pointers.to(tl.int64)], dtype=tl.int64, is_pure=False, pack=1
+    )
+    return bits.to(pointers.dtype)
 
 
 @triton.jit
@@ -182,6 +218,7 @@ def _unit_sums(
     PACKED: tl.constexpr,
     STRIDES: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    OWN: tl.constexpr,
 ):
     """[P, N, units] of what `load_stored` loaded: scaled products with columns k .. k + BLOCK_K - 1 of the vectors."""
     codes, scale, zero = stored
@@ -194,7 +231,13 @@ def _unit_sums(
     TOGETHER: tl.constexpr = 1 if PACKED[1] == 1 else codes_of_word(CODE)  # codes that are decoded together
     column = k + tl.arange(0, BLOCK_K)
     vectors, x_scale = x
-    value = tl.load(vectors[:, None] + column[None, :], mask=x_held[:, None] & (column < K)[None, :], other=0.0)
+    if OWN:
+        word = k // TOGETHER + tl.arange(0, BLOCK_K // TOGETHER)
+        value = _fetch_rows(
+            vectors, word[None, :] * TOGETHER, x_held[:, None] & (word < K // TOGETHER)[None, :], TOGETHER
+        )
+    else:
+        value = tl.load(vectors[:, None] + column[None, :], mask=x_held[:, None] & (column < K)[None, :], other=0.0)
     if x_factor is not None:
         value = round_to(widen(value) * x_factor, value.dtype)
     shift = None
@@ -207,7 +250,7 @@ def _unit_sums(
     if TOGETHER == 1:
         number = decode_bytes(flat, shift, CODE)
     else:
-        number = _widen(decode_words(as_words(flat), shift, CODE))
+        number = decode_wide(as_words(flat), shift, CODE)
     sums = _of_units(number.reshape(P, N, BLOCK_K) * widen(value)[:, None, :], UNIT)
     if PACKED[8] > 0:
         group = (k + tl.arange(0, BLOCK_K // UNIT) * UNIT) // PACKED[8]
@@ -229,6 +272,7 @@ def row_sums(
     PACKED: tl.constexpr,
     STRIDES: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    OWN: tl.constexpr = False,
 ):
     """fp32 [P, N]: sum over k of x[p, k] * decoded w[row p, n, k].
 
@@ -237,12 +281,24 @@ def row_sums(
         operand: `packed_operand`.
         x: `vectors_at` of [P] vectors of K columns, or [1] for all; x_held: those that are read, the others are 0.
         x_factor: multiplied with x and rounded as x is stored, or None.
+        OWN: whether the vectors are rows of a contiguous tensor [., K].
     """
-    total = _unit_sums(stored, x, x_held, x_factor, 0, K, PACKED, STRIDES, BLOCK_K)
+    vectors, x_scale = x
+    PER_WORD: tl.constexpr = codes_of_word(PACKED[0])
+    FETCHED: tl.constexpr = (
+        OWN
+        and PACKED[1] > 1
+        and K % PER_WORD == 0
+        and vectors.dtype.element_ty.primitive_bitwidth == 16
+        and not INTERPRETED
+    )
+    if FETCHED:
+        x = (_after_the_wait(vectors), x_scale)
+    total = _unit_sums(stored, x, x_held, x_factor, 0, K, PACKED, STRIDES, BLOCK_K, FETCHED)
     # Nothing on its way while a product is made: bytes that outlive a step would be a register each.
     for k in range(BLOCK_K, K, BLOCK_K):
         stored = load_stored(operand, k, K, PACKED, STRIDES, BLOCK_K)
-        total += _unit_sums(stored, x, x_held, x_factor, k, K, PACKED, STRIDES, BLOCK_K)
+        total += _unit_sums(stored, x, x_held, x_factor, k, K, PACKED, STRIDES, BLOCK_K, FETCHED)
     result = tl.sum(total, axis=2)
     if PACKED[0] == E2M1:
         result *= E2M1_UNIT if PACKED[8] < 0 else ROWS_UNIT

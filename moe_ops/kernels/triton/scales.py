@@ -38,8 +38,7 @@ def load_stored_scale(pointers, mask=None):
 def decode_scale(stored):
     """fp32 of scales stored as a float or as e8m0: an exponent alone, which arrives as uint8."""
     if stored.dtype == tl.uint8:
-        bits = stored.to(tl.int32) << 23
-        bits = tl.where(stored == 0, 0x00400000, bits)  # 2^-127, a subnormal
+        bits = tl.maximum(stored.to(tl.int32) << 23, 0x00400000)  # 2^-127, a subnormal
         return tl.where(stored == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
     else:
         return widen(stored)

@@ -449,7 +449,7 @@ def _small_down_kernel(
         products = _down_products(tile, rows, exists, *of_rows, K, W_STRIDES, SCALE_STRIDES, SCHEME, BLOCK_K)
     else:
         vectors = vectors_at(h, h_scale, pair, K, K, PACKED)
-        products = row_sums(tile, operand, vectors, held, None, K, PACKED, STRIDES, BLOCK_K) * scale[:, None]
+        products = row_sums(tile, operand, vectors, held, None, K, PACKED, STRIDES, BLOCK_K, True) * scale[:, None]
     result = tl.sum(products, axis=0)
     if BIAS_STRIDES is not None:
         pointers = bias + expert[:, None] * BIAS_STRIDES[0] + column[None, :] * BIAS_STRIDES[1]
