@@ -51,10 +51,10 @@ _COPIES_OF_E2M1 = tl.constexpr("""
 
 @triton.constexpr_function
 def _wide_instructions(code):
-    """What makes fp32 of the codes of a word, in order: of e2m1 2^-126 times them, as `_instructions` does, of int4 less
-    8, of int8 the numbers. Integers are fp16 before, which an instruction widens that is none of the integer pipe's,
-    what kernels wait for where each code is multiplied by itself: int4 the last bits of 1024 + code, less 1032, or of
-    1024 + 16 code, divided by 16, less 72; int8 the last byte of 1024 + 128 + code, less 1152.
+    """What makes fp32 of the codes of a word, in order: of e2m1 2^-126 times them, as `_instructions` does, of int4
+    numbers less 8, of int8 these. Integers are fp16 before, which an instruction widens that is none of the integer
+    pipe's, what kernels wait for where each code is multiplied by itself: int4 the last bits of 1024 + code, less 1032,
+    or of 1024 + 16 code, divided by 16, less 72; int8 the last byte of 1024 + 128 + code, less 1152.
     """
     if code == E2M1.value:
         body = _COPIES_OF_E2M1.value + "".join(
