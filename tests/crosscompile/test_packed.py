@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from moe_ops.kernels.triton.layer import fit
 from moe_ops.kernels.triton.programs import most_registers
 from moe_ops.plans import bucket
 from tests.crosscompile.compiling import Compiled, compile_kernel, quantized
+from tests.crosscompile.ptx import run
 
 E, K, H, I = 128, 8, 2048, 768
 TYPES = {torch.uint8: "u8", torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv", torch.bfloat16: "bf16"}
@@ -286,30 +287,6 @@ def test_compiles_for_e4m3_rows(scheme: str, tokens: int, gated: bool) -> None:
     assert not re.search(r"st\.shared\.(v\d\.)?b32|stmatrix", decoded), "codes go through shared memory"
 
 
-def words_of(machine_code: str, registers: dict[str, int]) -> tuple[int, int]:
-    """What a decoder's instructions make of the values of its operands."""
-
-    def permuted(low: int, high: int, selectors: int) -> int:
-        table, found = (low | high << 32).to_bytes(8, "little"), 0
-        for place in range(4):
-            selector = selectors >> 4 * place & 15
-            byte = table[selector & 7]
-            found |= (byte if selector < 8 else byte // 128 * 255) << 8 * place
-        return found
-
-    operations: dict[str, Callable[..., int]] = {
-        "shl": lambda a, b: a << b,
-        "and": lambda a, b: a & b,
-        "xor": lambda a, b: a ^ b,
-        "prmt": permuted,
-    }
-    for name, operands in re.findall(r"^ *(\w+)\.[bu]32 ([^;]+);", machine_code, re.MULTILINE):
-        target, *given = operands.split(", ")
-        values = (registers[o] if o in registers else int(o, 0) for o in given)
-        registers[target] = operations[name](*values) & 0xFFFFFFFF
-    return registers["$0"], registers["$1"]
-
-
 @pytest.mark.parametrize("power", [None, 0, 13, fp8.WINDOW.value], ids=str)
 def test_decoders(power: int | None) -> None:
     """Of words that have every byte at every place: int4, and e2m1 times a power of two."""
@@ -324,7 +301,8 @@ def test_decoders(power: int | None) -> None:
         else:
             registers["$3"] = fp8.LOW_BYTES.value + power * fp8.LOW_POWER.value
             registers["$4"] = fp8.HIGH_BYTES.value + power * fp8.HIGH_POWER.value
-        first_part, second = words_of(decoder.src, registers)
+        registers = run(decoder.src.split('"""')[3], registers)  # behind its docstring
+        first_part, second = registers["$0"], registers["$1"]
         joined = 2 * first_part + second if power is None else first_part & fp8.SIGNS.value | second
         words = torch.tensor([joined]).to(torch.int32)
         assert torch.equal(words.view(dtype).float() * factor, code.decode(stored))
