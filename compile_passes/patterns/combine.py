@@ -37,17 +37,22 @@ class _State:
     staged: Staged | None = None
 
 
-def recognise_combine(reading: Reading, dispatch: Dispatch, down: Product, floor: torch.dtype) -> Combine | Refusal:
+def recognise_combine(
+    reading: Reading, dispatch: Dispatch, down: Product, floor: torch.dtype, weights: fx.Node | None = None
+) -> Combine | Refusal:
     """Follow the second product's result forward, reader by reader, to the ``[T, H]`` output.
 
     Args:
         floor: the narrowest dtype that a cast of rows or weights may go to.
+        weights: what the result's rows were multiplied by already.
     """
-    return _Walk(reading, dispatch, down, floor).run()
+    return _Walk(reading, dispatch, down, floor, weights).run()
 
 
 class _Walk:
-    def __init__(self, reading: Reading, dispatch: Dispatch, down: Product, floor: torch.dtype) -> None:
+    def __init__(
+        self, reading: Reading, dispatch: Dispatch, down: Product, floor: torch.dtype, weights: fx.Node | None
+    ) -> None:
         self.reading, self.dispatch, self.floor = reading, dispatch, floor
         self.order = Order(reading, floor)
         hidden, ids = example(dispatch.hidden), example(dispatch.ids)
@@ -56,7 +61,7 @@ class _Walk:
         self.tokens: Any = None if hidden is None else math.prod(self.lead)
         self.rows: Any = None if ids is None else ids.numel()
         self.width: Any = None if result is None else result.shape[-1]
-        self.down, self.start = down, _State(down.result, in_pair_order=dispatch.perm is None)
+        self.down, self.start = down, _State(down.result, dispatch.perm is None, weights)
 
     def run(self) -> Combine | Refusal:
         if self.down.weighed is not None:

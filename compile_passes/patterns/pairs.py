@@ -197,19 +197,26 @@ class Pairs:
         if first is not None:
             whole = self.hits(first[0], number)
             return None if whole is None or whole.limit is not None else replace(whole, limit=first[1])
-        call = self.reading.read(value, "item", "index")
+        found = self._listing(value)
+        return None if found is None else self._hits(found[0], number, *found[1:])
+
+    def mask_of(self, index: Any) -> fx.Node | None:
+        """The mask of one dimension whose places ``index`` lists, or which it is."""
+        found = self._listing(self.order.bare(index))
+        return found[0] if found is not None and rank(found[0]) == 1 and found[2] == 0 else None
+
+    def _listing(self, value: Any) -> tuple[Any, fx.Node, int] | None:
+        """(mask, what lists its places, or it, which result of that ``value`` is)."""
+        call, shape = self.reading.read(value, "item", "index"), example(value)
         if call is not None:
             where = self.reading.read(call["x"], "where nonzero", "mask as_tuple")
             if where is None or "y" in where.args:
                 return None
-            return self._hits(where["mask" if where.name == "where" else "x"], number, call["x"], call["index"])
-        shape = example(value)
+            return where["mask" if where.name == "where" else "x"], call["x"], call["index"]
         if shape is not None and shape.dtype == torch.bool:
-            return self._hits(value, number, value, 0)
+            return value, value, 0
         listed = self.reading.read(value, "nonzero", "as_tuple")  # of one dimension, squeezed
-        if listed is not None and rank(listed["x"]) == 1 and not listed["as_tuple"]:
-            return self._hits(listed["x"], number, value, 0)
-        return None
+        return None if listed is None or rank(listed["x"]) != 1 or listed["as_tuple"] else (listed["x"], value, 0)
 
     def _hits_by_dims(self, index: tuple[fx.Node, ...], number: int) -> Hits | None:
         """``b, s, k = torch.where(ids == e)``, of which b and s are ``index``."""
@@ -261,7 +268,7 @@ class Pairs:
             shapes.append((self.tokens, 1))
         return any(has_shape(value, *(reversed(shape) if flipped else shape)) for shape in shapes)
 
-    def _lists(self, value: Any, hits: Hits, result: int) -> bool:
+    def lists(self, value: Any, hits: Hits, result: int) -> bool:
         """Whether ``value`` is result ``result`` of what lists the pairs, or the mask of them."""
         value = self.order.bare(value)
         whole, limit = cut_short(self.reading, value) or (value, None)
@@ -288,15 +295,15 @@ class Pairs:
             return self._added_at(added, call, parts, hits, number)
         if hits.dims == 1 and list(map(place_of, parts[1:])) == [number]:  # scores[tokens, e]
             scores = self._scores(call["x"]) if rank(call["x"]) == 2 else None
-            return Weighed(scores, True) if scores is not None and self._lists(parts[0], hits, hits.token) else None
+            return Weighed(scores, True) if scores is not None and self.lists(parts[0], hits, hits.token) else None
         if hits.alone:
             return self._weights_of_tokens(call["x"], parts[0], hits, number) if len(parts) == 1 else None
         if len(parts) != hits.dims + 1 or rank(call["x"]) != hits.dims + 1:
             return None
         if hits.dims > 1:
-            listed = all(self._lists(part, hits, at) for at, part in enumerate(parts))
+            listed = all(self.lists(part, hits, at) for at, part in enumerate(parts))
             return Weighed(self._uncast(call["x"])) if listed else None
-        if not self._lists(parts[0], hits, hits.token) or not self._lists(parts[1], hits, 1 - hits.token):
+        if not self.lists(parts[0], hits, hits.token) or not self.lists(parts[1], hits, 1 - hits.token):
             return None
         if not self._is_pairwise(call["x"], hits.ids):
             return None
@@ -305,7 +312,7 @@ class Pairs:
     def _weights_of_tokens(self, source: fx.Node, place: Any, hits: Hits, number: int) -> Weighed | None:
         if self._has_one_slot(place, hits, number) and same_shape(source, place):  # weights[ids == e]
             return Weighed(self._uncast(source))
-        if not self._lists(place, hits, hits.token):
+        if not self.lists(place, hits, hits.token):
             return None
         found = self.summed(source, number)
         if found is not None:
@@ -346,7 +353,7 @@ class Pairs:
             return None
         parts = [call["index"]] if isinstance(call["index"], fx.Node) else call["index"]
         source: fx.Node = call["x"]
-        return source if len(parts) == 1 and self._lists(parts[0], hits, hits.token) else None
+        return source if len(parts) == 1 and self.lists(parts[0], hits, hits.token) else None
 
     def _is_of_rows(self, mask: Any, hits: Hits, number: int, others: bool = False) -> bool:
         """Whether ``mask`` [R, K] is ``(ids == e)[places]`` or ``ids[places] == e``, or the inverse with ``others``."""
@@ -397,7 +404,7 @@ class Pairs:
         """``(weights * (ids == e))[mask].sum(-1)``."""
         if len(parts) != 1 or single(added["dim"]) not in (-1, 1) or rank(call["x"]) != 2:
             return None
-        found = self._masked_by(call["x"], number) if self._lists(parts[0], hits, hits.token) else None
+        found = self._masked_by(call["x"], number) if self.lists(parts[0], hits, hits.token) else None
         if found is None or found[2] != 1 or not self.reading.same(found[0], hits.ids):
             return None
         return Weighed(found[1])
@@ -554,7 +561,7 @@ class Pairs:
             return None
         index = call["index"]
         place, *rest = [part for part in ([index] if isinstance(index, fx.Node) else index) if part is not None]
-        if not self._lists(place, hits, hits.token):
+        if not self.lists(place, hits, hits.token):
             return None
         source, ids = self.reading.uncast(call["x"], self.floor), self._slot(hits.ids)
         if not rest:

@@ -6,7 +6,7 @@ a block where their results meet in one sum, in one of these ways:
     all tokens      out = out + scores[:, e, None] * expert_e(x)          or stacked, then picked from
     rows of pairs   token, slot = torch.where(ids == e)
                     out.index_add_(0, token, expert_e(x[token]) * weights[token, slot, None])
-    rows by mask    y[ids == e] = expert_e(x_of_pairs[ids == e]), then weighted and summed over the slots
+    rows put back   y[ids == e] = expert_e(x_of_pairs[ids == e]), then weighted and summed over the slots
     rows of slots   torch.stack([expert_e(rows[e]) ...]) of rows that were moved to [E, C]
     sorted rows     torch.cat([expert_e(rows.split(counts)[e]) ...])
 
@@ -34,9 +34,10 @@ from compile_passes.patterns.dense import recognise_dense
 from compile_passes.patterns.ends import End, Ends, Entry, Scale, Step, chain_of
 from compile_passes.patterns.ids import are_distinct, are_in_range
 from compile_passes.patterns.limits import same_limit, within_limit
+from compile_passes.patterns.pair_rows import PairRows, pair_rows
 from compile_passes.patterns.pairs import Chosen, Hits, Pairs, no_loop
 from compile_passes.patterns.routed import routed_rows
-from compile_passes.patterns.rows import BLANK, Order, entry_of, sorts
+from compile_passes.patterns.rows import Order, entry_of, sorts
 from compile_passes.patterns.selection import Selection, without_zeros
 from compile_passes.patterns.slices import all_rows, cut_up, parts_of, slices_of
 from compile_passes.patterns.slots import dropped_unless
@@ -391,11 +392,10 @@ class _Loop:
         if shape is None or any(row.source is not source for row in rows):
             return None
         indices = [row.index for row in rows]
-        masks = [index for index in indices if isinstance(index, fx.Node)] if shape.dim() == 2 else []
-        put = self._put_by_mask(source, masks, ends) if ends[0].scale == 1 and masks else None
-        if put is not None:
-            return put
         pairs = self._pairs(prod(shape.shape[:-1]))
+        written = pair_rows(self.ends, pairs, rows, ends) if shape.dim() == 2 and ends[0].scale == 1 else None
+        if written is not None:
+            return self._by_pair(written)
         hits = [hit for number, index in enumerate(indices) if (hit := pairs.hits(index, number)) is not None]
         if len(hits) != len(ends) or not pairs.all_same([hit.ids for hit in hits]):
             return None
@@ -526,30 +526,14 @@ class _Loop:
         selection = pairs.beside([expert.number for expert in self.ended], found)
         return selection if isinstance(selection, Refusal) else self._combined(hidden, selection, *added, *views)
 
-    def _put_by_mask(
-        self, source: fx.Node, masks: Sequence[fx.Node], ends: Sequence[End]
-    ) -> tuple[Dispatch, Combine] | Refusal | None:
+    def _by_pair(self, found: PairRows) -> tuple[Dispatch, Combine] | Refusal:
         """Every expert writes the rows of its pairs; weighted and summed over the slots as anywhere."""
-        rows = self.order.rows(source)
-        tokens = example(rows.hidden) if rows is not None else None
-        if rows is None or tokens is None or rows.perm is not None or rows.weights is not None:
-            return None
-        pairs = self._pairs(tokens.shape[0])
-        found = [pairs.of_mask(mask, number) for number, mask in enumerate(masks)]
-        ids = [pair[0] for pair in found if pair is not None and not pair[1]]
-        chain = chain_of(self.ends.put(end.reader, mask, end.value) for end, mask in zip(ends, masks, strict=True))
-        if chain is None or len(ids) != len(ends) or not pairs.all_same(ids) or any(end.factor for end in ends):
-            return None
-        if self.reading.named(self.reading.strip(chain[0]), *BLANK) is None or not self.ends.is_wide(chain[0]):
-            return None
-        if not are_in_range(self.reading, ids[0], self.count):
+        if not are_in_range(self.reading, found.ids, self.count):
             return Refusal(
-                ids[0], "The expert ids cannot be proved to be in [0, number of experts), and rows of no expert would "
-                "not be written.", "Take the ids from topk over the experts.",
+                found.ids, "The expert ids cannot be proved to be in [0, number of experts), and rows of no expert "
+                "would not be written.", "Take the ids from topk over the experts.",
             )  # fmt: skip
-        shape = example(ids[0])
-        if shape is None or not equal_sizes(shape.numel(), tokens.shape[0] * rows.top_k):
-            return None
-        dispatch = Dispatch("loop", rows.hidden, ids[0], None, rows.top_k)
-        combine = recognise_combine(self.reading, dispatch, replace(self.first.down, result=chain[1]), self.wide)
+        dispatch = Dispatch("loop", found.hidden, found.ids, None, found.top_k)
+        down = replace(self.first.down, result=found.result)
+        combine = recognise_combine(self.reading, dispatch, down, self.wide, found.weights)
         return combine if isinstance(combine, Refusal) else (dispatch, combine)

@@ -1,0 +1,156 @@
+"""Loops whose experts write the rows of their pairs, which code behind the loop sums over the slots:
+
+    y[flat_ids == e] = expert_e(x_of_pairs[flat_ids == e])
+    y[place] = expert_e(x[place // K])          place, = torch.where(flat_ids == e)
+    y[token, slot] = expert_e(x[token])         token, slot = torch.where(ids == e)
+
+by assignment, index_copy, index_put or scatter, or added to zeros; weighted before that, or behind the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from compile_passes.compat import number_by_a_guard
+from compile_passes.patterns.ends import End, Ends, Step, Taken, chain_of
+from compile_passes.patterns.pairs import Hits, Pairs
+from compile_passes.patterns.rows import BLANK, Written
+from compile_passes.vocabulary import equal_sizes, example, has_shape, rank, size_of
+
+
+@dataclass(frozen=True)
+class PairRows:
+    """``result`` has the rows of all pairs, [T * K, H] or [T, K, H], of tokens ``hidden``; ``weights``: what each was
+    multiplied by, or None.
+    """
+
+    hidden: fx.Node
+    top_k: Any
+    ids: fx.Node
+    result: fx.Node
+    weights: fx.Node | None
+
+
+def pair_rows(ends: Ends, pairs: Pairs, rows: Sequence[Taken], results: Sequence[End]) -> PairRows | None:
+    """What experts 0, 1, ..., which take ``rows``, write."""
+    reader = _PairRows(ends, pairs, rows, results)
+    return reader.by_place() or reader.by_slot()
+
+
+class _PairRows:
+    def __init__(self, ends: Ends, pairs: Pairs, rows: Sequence[Taken], results: Sequence[End]) -> None:
+        self.ends, self.pairs, self.rows, self.results = ends, pairs, rows, results
+        self.order, self.reading = ends.order, ends.reading
+        self.source = rows[0].source
+
+    def by_place(self) -> PairRows | None:
+        """By the number of the pair, row by row of the ids."""
+        copies = self.order.rows(self.source)
+        if copies is not None and copies.perm is None and copies.weights is None:
+            hidden, top_k, places = copies.hidden, copies.top_k, [row.index for row in self.rows]
+        else:
+            tokens = [self._token_of(row.index) for row in self.rows]
+            known = [token for token in tokens if token is not None]
+            if len(known) != len(tokens) or len({number for _, number in known}) != 1:
+                return None
+            hidden, top_k, places = self.source, known[0][1], [place for place, _ in known]
+        shape, masks = example(hidden), [self.pairs.mask_of(place) for place in places]
+        found = [self.pairs.of_mask(mask, number) for number, mask in enumerate(masks) if mask is not None]
+        ids = [pair[0] for pair in found if pair is not None and not pair[1]]
+        held = example(ids[0]) if len(ids) == len(masks) and self.pairs.all_same(ids) else None
+        if shape is None or held is None or not equal_sizes(held.numel(), shape.shape[0] * top_k):
+            return None
+        written = [self._written(end) for end in self.results]
+        if any(one is None or not self._are(one.index, mask) for one, mask in zip(written, masks, strict=True)):
+            return None
+        result, weighted = self._result(written), any(end.factor is not None for end in self.results)
+        weights = self._weights_at(masks, held.numel()) if weighted else None
+        if result is None or (weighted and weights is None):
+            return None
+        return PairRows(hidden, top_k, ids[0], result, weights)
+
+    def by_slot(self) -> PairRows | None:
+        """By token and slot."""
+        shape = example(self.source)
+        found = [self.pairs.hits(row.index, number) for number, row in enumerate(self.rows)]
+        hits = [one for one in found if one is not None and not one.alone and one.dims == 1 and one.routed is None]
+        if shape is None or len(hits) != len(found) or any(hit.limit is not None or hit.single for hit in hits):
+            return None
+        ids = example(hits[0].ids)
+        if ids is None or ids.dim() != 2 or not self.pairs.all_same([hit.ids for hit in hits]):
+            return None
+        written = [self._written(end) for end in self.results]
+        if any(one is None or not self._are_pairs(one.index, hit) for one, hit in zip(written, hits, strict=True)):
+            return None
+        result, weights = self._result(written), None
+        if result is None or not has_shape(self.reading.operand(result), *ids.shape, shape.shape[-1]):
+            return None
+        if any(end.factor is not None for end in self.results):
+            given = [self.pairs.weights_at(end.factor, hit, n)
+                     for n, (end, hit) in enumerate(zip(self.results, hits, strict=True))]  # fmt: skip
+            nodes = [None if one is None or one.scores else one.node for one in given]
+            if not self.pairs.all_same(nodes):
+                return None
+            weights = nodes[0]
+        return PairRows(self.source, ids.shape[1], hits[0].ids, result, weights)
+
+    def _token_of(self, index: Any) -> tuple[Any, int] | None:
+        """(place, K) of the tokens ``place // K``."""
+        call = self.reading.read(self.order.bare(index), "floordiv truncdiv", "y") if rank(index) == 1 else None
+        top_k = None if call is None else number_by_a_guard(size_of(call["y"]))
+        return None if call is None or top_k is None or top_k < 1 else (call["x"], top_k)
+
+    def _written(self, end: End) -> Written | None:
+        """What ``end`` is written into; or is added to, where no row is twice."""
+        for found in (self.order.placed(end.reader), self.order.added(end.reader)):
+            if found is not None and found.rows is end.value:
+                return found if not found.wide else self._by_column(found)
+        return None
+
+    def _by_column(self, written: Written) -> Written | None:
+        column = self.order.column(written.index)
+        return None if column is None else written._replace(index=column, wide=False)
+
+    def _are(self, index: Any, mask: Any) -> bool:
+        """Whether ``index`` lists the places of ``mask``, or is it."""
+        found = self.pairs.mask_of(index) if isinstance(index, fx.Node) else None
+        return found is not None and self.reading.same(found, mask)
+
+    def _are_pairs(self, index: Any, hits: Hits) -> bool:
+        """Whether ``index`` has the token and the slot of every pair of ``hits``, in their order."""
+        if not isinstance(index, list | tuple) or len(index) != 2:
+            return False
+        return all(
+            self.pairs.lists(part, hits, at) for part, at in zip(index, (hits.token, 1 - hits.token), strict=True)
+        )
+
+    def _result(self, written: Sequence[Written | None]) -> fx.Node | None:
+        """What has all rows: every row is written, so that it is nobody's what was there before, but of sums."""
+        steps: list[tuple[int, Step]] = [
+            (self.reading.order[end.reader], (one.start, end.reader))
+            for end, one in zip(self.results, written, strict=True)
+            if one is not None
+        ]
+        chain = chain_of(step for _, step in sorted(steps, key=lambda pair: pair[0]))
+        if chain is None or not self.ends.is_wide(chain[0]):
+            return None
+        sums = any(self.order.placed(end.reader) is None for end in self.results)
+        blank = self.reading.named(self.reading.strip(chain[0]), *BLANK) is not None
+        return chain[1] if (self.reading.is_zeros(chain[0]) if sums else blank) else None
+
+    def _weights_at(self, masks: Sequence[Any], count: Any) -> fx.Node | None:
+        """The weights of all pairs, ``count``, that every expert takes at its places."""
+        sources: list[Any] = []
+        for end, mask in zip(self.results, masks, strict=True):
+            value = None if end.factor is None else self.reading.uncast(end.factor, self.order.floor)
+            call = self.reading.read(value, "index fancy", "index")
+            index = None if call is None else call["index"]
+            parts = [part for part in (index if isinstance(index, list | tuple) else [index]) if part is not None]
+            if call is None or len(parts) != 1 or not self._are(parts[0], mask) or rank(call["x"]) != 1:
+                return None
+            sources.append(call["x"])
+        return self.order.weights_of(sources[0], count, None) if self.pairs.all_same(sources) else None
