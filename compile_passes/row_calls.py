@@ -2,13 +2,17 @@
 
 torch.index_select(x, 0, rows)      x[rows]
 out.index_copy_(0, rows, values)    out[rows] = values
+out = torch.empty_like(values).index_copy_(0, rows, values)    and this is both
 """
 
 from __future__ import annotations
 
 import ast
 
-from compile_passes.source import called, is_zero, subject
+from compile_passes.source import called, is_zero, names, subject
+
+# Calls whose result nobody else has.
+_NEW = ("empty_like", "zeros_like", "empty", "zeros", "new_empty", "new_zeros")
 
 
 def by_index(tree: ast.FunctionDef) -> None:
@@ -30,10 +34,26 @@ class _ByIndex(ast.NodeTransformer):
         target = ast.copy_location(ast.Subscript(given[0], given[1], ast.Store()), node)
         return ast.copy_location(ast.Assign([target], given[2]), node)
 
+    def visit_Assign(self, node: ast.Assign) -> ast.AST | list[ast.AST]:
+        made, given = node.targets[0], _given(node.value, "index_copy_", 2)
+        if given is None and _is_new(subject(node.value) if isinstance(node.value, ast.Call) else None):
+            given = _given(node.value, "index_copy", 2)
+        if given is None or len(node.targets) > 1 or not isinstance(made, ast.Name):
+            return self.generic_visit(node)
+        if made.id in names(given[1]) | names(given[2]):  # what it was before
+            return self.generic_visit(node)
+        target = ast.Subscript(ast.Name(made.id, ast.Load()), given[1], ast.Store())
+        statements = [ast.Assign([made], given[0]), ast.Assign([target], given[2])]
+        return [ast.fix_missing_locations(ast.copy_location(one, node)) for one in statements]
+
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         given = _given(node, "index_select", 1)
         return node if given is None else ast.copy_location(ast.Subscript(given[0], given[1], ast.Load()), node)
+
+
+def _is_new(value: ast.expr | None) -> bool:
+    return isinstance(value, ast.Call) and called(value) in _NEW
 
 
 def _given(node: ast.expr, name: str, count: int) -> list[ast.expr] | None:

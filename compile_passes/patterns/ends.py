@@ -16,7 +16,7 @@ from torch import fx
 
 from compile_passes.equal import is_float_cast, no_narrower
 from compile_passes.patterns.chains import Expert
-from compile_passes.patterns.rows import Order, entry_of
+from compile_passes.patterns.rows import Order, Written, entry_of
 from compile_passes.safety import readers_of_numbers
 from compile_passes.vocabulary import example, has_shape, rank, same_shape
 
@@ -237,6 +237,12 @@ class Ends:
         alike = len(parts[0]) == len(parts[1]) and all(isinstance(part, fx.Node) for both in parts for part in both)
         return alike and all(self.reading.same(a, b) for a, b in zip(*parts, strict=True))
 
+    def _is_index_of(self, written: Written, index: Any) -> bool:
+        """Whether rows are written at ``index``."""
+        return self._same(
+            *(self.order.bare(i) if isinstance(i, fx.Node) else i for i in (self.order.by_row(written), index))
+        )
+
     def _in_order(self, ends: Sequence[End], indices: Sequence[Index]) -> list[tuple[End, Index]]:
         """Ends and indices of the experts in the order in which their results are collected."""
         return sorted(zip(ends, indices, strict=True), key=lambda pair: self.reading.order[pair[0].reader])
@@ -253,7 +259,7 @@ class Ends:
     def put(self, node: fx.Node, index: Any, rows: fx.Node) -> Step | None:
         """(before, after) of ``before[index] = rows``."""
         placed = self.order.placed(node)
-        fits = placed is not None and placed.rows is rows and self._same(placed.index, index)
+        fits = placed is not None and placed.rows is rows and self._is_index_of(placed, index)
         return (placed.start, node) if placed is not None and fits else None
 
     def added_to_tokens(
@@ -273,9 +279,7 @@ class Ends:
         """
         added = self.order.added(end.reader)
         if added is not None and added.rows is end.value:
-            column = self.order.column(added.index) if added.wide else added.index
-            bare = [self.order.bare(one) if isinstance(one, fx.Node) else one for one in (column, index)]
-            return (added.start, end.reader) if self._same(*bare) else None
+            return (added.start, end.reader) if self._is_index_of(added, index) else None
         call, readers = self.reading.read(end.reader, "add", "y"), self.reading.readers(end.reader)
         if call is None or len(readers) != 1:
             return None

@@ -108,12 +108,8 @@ class _PairRows:
         """What ``end`` is written into; or is added to, where no row is twice."""
         for found in (self.order.placed(end.reader), self.order.added(end.reader)):
             if found is not None and found.rows is end.value:
-                return found if not found.wide else self._by_column(found)
+                return found._replace(index=self.order.by_row(found))
         return None
-
-    def _by_column(self, written: Written) -> Written | None:
-        column = self.order.column(written.index)
-        return None if column is None else written._replace(index=column, wide=False)
 
     def _are(self, index: Any, mask: Any) -> bool:
         """Whether ``index`` lists the places of ``mask``, or is it."""

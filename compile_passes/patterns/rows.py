@@ -195,6 +195,10 @@ class Order:
         """``start`` with rows added at an index, one for each."""
         return self._written(value, "index_put fancy_put index_add scatter_add", "accumulate")
 
+    def by_row(self, written: Written) -> Any:
+        """The index of `written` with one entry for each row; None where it has several that may differ."""
+        return self.column(written.index) if written.wide else written.index
+
     def _written(self, value: Any, names: str, flag: str) -> Written | None:
         call = self.reading.read(value, names, f"dim index src {flag}")
         dims = rank(self.reading.operand(call["x"])) if call is not None and isinstance(call["x"], fx.Node) else None

@@ -389,7 +389,7 @@ class _Loop:
         if len(rows) != len(ends) or any(end.mask is not None for end in ends):
             return None
         source, shape = rows[0].source, example(rows[0].source)
-        if shape is None or any(row.source is not source for row in rows):
+        if shape is None or not all(self.reading.same(row.source, source) for row in rows):
             return None
         indices = [row.index for row in rows]
         pairs = self._pairs(prod(shape.shape[:-1]))

@@ -100,7 +100,37 @@ class ByCalls(Sorted):
         return (back.view(*ids.shape, -1) * weights[..., None]).sum(1)
 
 
-FORMS = (Enumerated, Zipped, ByNumber, ByCalls)
+class ByOneCall(Sorted):
+    """Rows are put where they are made room for."""
+
+    def mixed(self, x, weights, ids):
+        flat = ids.view(-1)
+        order = flat.argsort()
+        inputs, outs, start = x.index_select(0, order // K), [], 0
+        for e, count in enumerate(torch.bincount(flat, minlength=E).tolist()):
+            outs.append(self.experts[e](inputs[start : start + count]))
+            start += count
+        rows = torch.cat(outs)
+        back = torch.empty_like(rows).index_copy_(0, order, rows)
+        return (back.view(*ids.shape, -1) * weights[..., None]).sum(1)
+
+
+class ByOneCallThatCopies(Sorted):
+    """The same out of place."""
+
+    def mixed(self, x, weights, ids):
+        flat = ids.view(-1)
+        order = flat.argsort()
+        inputs, outs, start = x.index_select(0, order // K), [], 0
+        for e, count in enumerate(torch.bincount(flat, minlength=E).tolist()):
+            outs.append(self.experts[e](inputs[start : start + count]))
+            start += count
+        rows = torch.cat(outs)
+        back = torch.zeros_like(rows).index_copy(0, index=order, source=rows)
+        return (back.view(*ids.shape, -1) * weights[..., None]).sum(1)
+
+
+FORMS = (Enumerated, Zipped, ByNumber, ByCalls, ByOneCall, ByOneCallThatCopies)
 
 
 @pytest.mark.parametrize("kind", FORMS, ids=lambda kind: kind.__name__)

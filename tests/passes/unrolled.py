@@ -150,7 +150,13 @@ def _put_by_mask(out: Tensor, mask: Tensor, expert: Callable[[Tensor], Tensor], 
     return out
 
 
-SINGLES = {"where": _put_where, "add_where": _add_where, "put": _put_at, "copy": _copy_at, "mask": _put_by_mask}
+def _scatter_at(out: Tensor, mask: Tensor, expert: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    (mine,) = torch.where(mask)
+    return out.scatter(0, mine[:, None].expand(-1, out.shape[-1]), expert(x[mine]))
+
+
+SINGLES = {"where": _put_where, "add_where": _add_where, "put": _put_at, "copy": _copy_at, "mask": _put_by_mask,
+           "scatter": _scatter_at}  # fmt: skip
 
 
 def _slot_factors(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, e: int, k: int, expert: Any) -> Tensor:
@@ -190,9 +196,46 @@ def _slot_others(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, e: int, k
     return out + weights[:, None, k] * torch.where(~(ids[:, k] == e).unsqueeze(1), 0.0, expert(x))
 
 
+# Rows of all pairs: (out [T * K, H], mask of some, experts of rows, x, K) -> out.
+
+
+def _pairs_by_mask(out: Tensor, mine: Tensor, expert: Callable[[Tensor], Tensor], x: Tensor, k: int) -> Tensor:
+    out[mine] = expert(x.repeat_interleave(k, dim=0)[mine])
+    return out
+
+
+def _pairs_by_place(out: Tensor, mine: Tensor, expert: Callable[[Tensor], Tensor], x: Tensor, k: int) -> Tensor:
+    (place,) = torch.where(mine)
+    out[place] = expert(x[place // k])
+    return out
+
+
+def _pairs_copied(out: Tensor, mine: Tensor, expert: Callable[[Tensor], Tensor], x: Tensor, k: int) -> Tensor:
+    place = mine.nonzero().squeeze(-1)
+    return out.index_copy(0, place, expert(x.repeat_interleave(k, dim=0)[place]))
+
+
+def _pairs_scattered(out: Tensor, mine: Tensor, expert: Callable[[Tensor], Tensor], x: Tensor, k: int) -> Tensor:
+    place = mine.nonzero(as_tuple=True)[0]
+    return out.scatter(0, place[:, None].expand(-1, out.shape[1]), expert(x[place // k]))
+
+
+def _pairs_added(out: Tensor, mine: Tensor, expert: Callable[[Tensor], Tensor], x: Tensor, k: int) -> Tensor:
+    (place,) = torch.where(mine)
+    return out.index_add_(0, place, expert(x[place // k]))
+
+
+def _pairs_by_slot(out: Tensor, mine: Tensor, expert: Callable[[Tensor], Tensor], x: Tensor, k: int) -> Tensor:
+    token, slot = torch.where(mine)
+    out[token, slot] = expert(x[token])
+    return out
+
+
+PUTS = {"mask": _pairs_by_mask, "place": _pairs_by_place, "copied": _pairs_copied, "scattered": _pairs_scattered,
+        "added": _pairs_added, "slot": _pairs_by_slot}  # fmt: skip
 SLOTS = {"factors": _slot_factors, "where": _slot_where, "filled": _slot_filled, "zeros": _slot_zeros,
          "others": _slot_others, "rows": _slot_rows, "masks": _slot_masks, "entries": _slot_entries}  # fmt: skip
-WAYS = ("factors", "factors", "rows", "rows", "rows", "stacked", "masked", "pairs", "single", "slots", "slots")
+WAYS = ("factors", "factors", "rows", "rows", "rows", "stacked", "masked", "pairs", "pairs", "single", "slots", "slots")
 
 
 @dataclass(frozen=True)
@@ -201,7 +244,7 @@ class Case:
 
     Attributes:
         way: "factors" (all tokens, times a factor), "rows" (those of an expert's pairs), "stacked" (picked from the
-            results of all), "masked" (tokens by a mask), "pairs" (rows of pairs by a mask), "single" (one expert for
+            results of all), "masked" (tokens by a mask), "pairs" (rows of pairs put back), "single" (one expert for
             each token, weighted after all of them), "slots" (a step for every expert and slot).
     """
 
@@ -308,11 +351,14 @@ def block(case: Case, mutations: tuple[str, ...]) -> Callable[..., Any]:
                 )
             out = out * weights
         else:
-            rows, flat = x.repeat_interleave(s.K, dim=0), ids.view(-1)
-            outs = torch.empty_like(rows) if names["start"] == "new_zeros" else torch.zeros_like(rows)
+            by_slot, empty = names["put"] == "slot", names["start"] == "new_zeros" and names["put"] != "added"
+            numbers = ids if by_slot else ids.view(-1)
+            outs = (torch.empty if empty else torch.zeros)(*numbers.shape, s.H, dtype=x.dtype)
             for e in experts:
-                mask = at("mask", flat == at("number", e, e), e)
-                outs[mask] = at("row", expert(e, at("tokens", rows[mask], e)), e)
+                mask = at("mask", numbers == at("number", e, e), e)
+                outs = PUTS[names["put"]](
+                    outs, mask, lambda rows, e=e: at("row", expert(e, at("tokens", rows, e)), e), x, s.K
+                )
             out = (outs.view(-1, s.K, s.H) * weights.unsqueeze(-1)).sum(1)
         if "scores_returned" in mutations:
             extra.append(weights.float().mean(0))
@@ -433,7 +479,7 @@ def make(seed: int, misses: int | None = None) -> Case:
     more = {"factors": {"factors": FACTORS, "sum": ("add", "add_", "radd")}, "stacked": {"pick": PICKS},
             "rows": {"pairs": PAIRS, "take": TAKES, "weights": WEIGHTS, "add": ADDS}, "single": {"single": SINGLES},
             "slots": {"slot": SLOTS, "outer": ("slots", "experts")},
-            "masked": {"score": ("sum", "scores")}}  # fmt: skip
+            "masked": {"score": ("sum", "scores")}, "pairs": {"put": PUTS}}  # fmt: skip
     names |= {part: rng.choice(list(forms)) for part, forms in more.get(way, {}).items()}
     batch = rng.choice([b for b in (1, 1, 2) if sizes.T % b == 0])
     if (batch > 1 and names["router"] in ("deepseek", "softmax_groups", "sigmoid_biased")) or names["start"] == "more":
