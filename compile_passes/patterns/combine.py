@@ -17,7 +17,7 @@ from compile_passes.patterns.rows import BLANK, Order, is_ramp, sorts
 from compile_passes.patterns.rowwise import row_wise
 from compile_passes.reading import Reading
 from compile_passes.safety import readers_of_numbers
-from compile_passes.vocabulary import example, has_shape, rank, same_shape, single, two_labelled
+from compile_passes.vocabulary import Call, example, has_shape, rank, same_shape, single, two_labelled
 
 _NORM_SEARCH = 12
 _PRODUCTS = ("bmm", "matmul")
@@ -245,13 +245,17 @@ class _Walk:
 
     def _summed_by_einsum(self, rows: fx.Node, reader: fx.Node) -> Any:
         """The weights of ``einsum("tkh,tk->th", rows, weights)``, in either order, whatever the letters."""
-        found = two_labelled(self.reading.read(reader, "einsum", "arg1 arg2"))
-        if found is None or rows not in found[0]:
+        call, tensor = self.reading.read(reader, "einsum", "arg1 arg2"), self.reading.operand(rows)
+        if call is None:
+            return None
+        given = {key: tensor if value is rows else value for key, value in call.args.items()}
+        found = two_labelled(Call(call.name, given))
+        if found is None or tensor not in found[0]:
             return None
         operands, labels, result = found
-        place = operands.index(rows)
+        place = operands.index(tensor)
         mine, other, weights = labels[place], labels[1 - place], operands[1 - place]
-        held = example(self.reading.operand(rows))
+        held = example(tensor)
         if held is None or len(mine) != held.dim() or not has_shape(weights, *held.shape[:-1]):
             return None
         return weights if other == mine[:-1] and result == mine[:-2] + mine[-1] else None

@@ -112,7 +112,7 @@ def slots_first(x, gate, w1, w2):
     for e in range(E):
         slot, token = torch.where(hot[e])
         y[token, slot] = expert(x[token], w1[e], w2[e])
-    return summed(y, scores)
+    return torch.einsum("tkh,tk->th", y, scores)
 
 
 def by_slot_weighted_before(x, gate, w1, w2):
