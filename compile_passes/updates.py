@@ -120,7 +120,7 @@ class Updates:
             inner: ast.expr | None = None
             if isinstance(value, ast.Tuple):  # x[None, token]
                 parts = [part for part in value.elts if not isinstance(part, ast.Constant | ast.Slice)]
-                inner = parts[0] if len(parts) == 1 else None
+                inner = parts[0] if len(parts) == 1 or self._are_listed(parts, place) else None
             elif isinstance(value, ast.Call):
                 name = called(value)
                 if name in _SAME or name == "any" or (name in ("where", "nonzero") and _of_one(value)):
@@ -137,6 +137,13 @@ class Updates:
             if inner is None:
                 return value, place
             value = inner
+
+    def _are_listed(self, parts: list[ast.expr], place: ast.stmt) -> bool:
+        """Whether ``parts`` are what one `where` lists: as many each."""
+        made = [self.scope.resolved(part, place)[0] for part in parts]
+        lists = [one.value for one in made if isinstance(one, ast.Subscript) and isinstance(one.slice, ast.Constant)]
+        calls = {ast.dump(one) for one in lists if isinstance(one, ast.Call) and called(one) in ("where", "nonzero")}
+        return len(lists) == len(parts) and len(calls) == 1
 
     def _is_rows(self, value: ast.Subscript, place: ast.stmt) -> bool:
         """Whether ``value`` is ``x[token]`` or ``x[mask]``: what picks is computed in the loop, and no number."""

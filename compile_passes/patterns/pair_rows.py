@@ -25,13 +25,13 @@ from compile_passes.vocabulary import equal_sizes, example, has_shape, rank, siz
 @dataclass(frozen=True)
 class PairRows:
     """``result`` has the rows of all pairs, [T * K, H] or [T, K, H], of tokens ``hidden``; ``weights``: what each was
-    multiplied by, or None.
+    multiplied by, or None. Without a result the rows, which are weighted, are added to their tokens.
     """
 
     hidden: fx.Node
     top_k: Any
     ids: fx.Node
-    result: fx.Node
+    result: fx.Node | None
     weights: fx.Node | None
 
 
@@ -49,29 +49,32 @@ class _PairRows:
 
     def by_place(self) -> PairRows | None:
         """By the number of the pair, row by row of the ids."""
-        copies = self.order.rows(self.source)
-        if copies is not None and copies.perm is None and copies.weights is None:
-            hidden, top_k, places = copies.hidden, copies.top_k, [row.index for row in self.rows]
-        else:
-            tokens = [self._token_of(row.index) for row in self.rows]
-            known = [token for token in tokens if token is not None]
-            if len(known) != len(tokens) or len({number for _, number in known}) != 1:
+        tokens = [self._token_of(row.index) for row in self.rows]
+        of_tokens = [token for token in tokens if token is not None]
+        if of_tokens:
+            if len(of_tokens) != len(tokens) or len({number for _, number in of_tokens}) != 1:
                 return None
-            hidden, top_k, places = self.source, known[0][1], [place for place, _ in known]
+            hidden, top_k, places = self.source, of_tokens[0][1], [place for place, _ in of_tokens]
+        else:
+            copies = self.order.rows(self.source)
+            if copies is None or copies.perm is not None or copies.weights is not None:
+                return None
+            hidden, top_k, places = copies.hidden, copies.top_k, [row.index for row in self.rows]
         shape, masks = example(hidden), [self.pairs.mask_of(place) for place in places]
         found = [self.pairs.of_mask(mask, number) for number, mask in enumerate(masks) if mask is not None]
         ids = [pair[0] for pair in found if pair is not None and not pair[1]]
         held = example(ids[0]) if len(ids) == len(masks) and self.pairs.all_same(ids) else None
         if shape is None or held is None or not equal_sizes(held.numel(), shape.shape[0] * top_k):
             return None
-        written = [self._written(end) for end in self.results]
-        if any(one is None or not self._are(one.index, mask) for one, mask in zip(written, masks, strict=True)):
-            return None
-        result, weighted = self._result(written), any(end.factor is not None for end in self.results)
+        weighted = any(end.factor is not None for end in self.results)
         weights = self._weights_at(masks, held.numel()) if weighted else None
-        if result is None or (weighted and weights is None):
+        if weighted and weights is None:
             return None
-        return PairRows(hidden, top_k, ids[0], result, weights)
+        written = [self._written(end) for end in self.results]
+        if all(one is not None and self._are(one.index, mask) for one, mask in zip(written, masks, strict=True)):
+            result = self._result(written)
+            return None if result is None else PairRows(hidden, top_k, ids[0], result, weights)
+        return PairRows(hidden, top_k, ids[0], None, weights) if of_tokens and weighted else None
 
     def by_slot(self) -> PairRows | None:
         """By token and slot."""
@@ -99,10 +102,25 @@ class _PairRows:
         return PairRows(self.source, ids.shape[1], hits[0].ids, result, weights)
 
     def _token_of(self, index: Any) -> tuple[Any, int] | None:
-        """(place, K) of the tokens ``place // K``."""
-        call = self.reading.read(self.order.bare(index), "floordiv truncdiv", "y") if rank(index) == 1 else None
-        top_k = None if call is None else number_by_a_guard(size_of(call["y"]))
-        return None if call is None or top_k is None or top_k < 1 else (call["x"], top_k)
+        """(place, K) of the tokens ``place // K``, which may be looked up in a list of all pairs'."""
+        if rank(index) != 1:
+            return None
+        call = self.reading.read(self.order.bare(index), "floordiv truncdiv", "y")
+        if call is not None:
+            top_k = number_by_a_guard(size_of(call["y"]))
+            return None if top_k is None or top_k < 1 else (call["x"], top_k)
+        found = self._taken_at(self.order.bare(index))
+        known = None if found is None else self.order.positions(found[0])
+        if found is None or known is None or known.kind != "token" or known.perm is not None:
+            return None
+        return (found[1], known.top_k) if type(known.top_k) is int else None
+
+    def _taken_at(self, value: Any) -> tuple[fx.Node, Any] | None:
+        """(source, place) of entries of a vector, in any shape."""
+        call = self.reading.read(value, "index fancy", "index")
+        index = None if call is None else call["index"]
+        parts = [part for part in (index if isinstance(index, list | tuple) else [index]) if part is not None]
+        return (call["x"], parts[0]) if call is not None and len(parts) == 1 and rank(call["x"]) == 1 else None
 
     def _written(self, end: End) -> Written | None:
         """What ``end`` is written into; or is added to, where no row is twice."""
@@ -143,10 +161,8 @@ class _PairRows:
         sources: list[Any] = []
         for end, mask in zip(self.results, masks, strict=True):
             value = None if end.factor is None else self.reading.uncast(end.factor, self.order.floor)
-            call = self.reading.read(value, "index fancy", "index")
-            index = None if call is None else call["index"]
-            parts = [part for part in (index if isinstance(index, list | tuple) else [index]) if part is not None]
-            if call is None or len(parts) != 1 or not self._are(parts[0], mask) or rank(call["x"]) != 1:
+            found = self._taken_at(value)
+            if found is None or not self._are(found[1], mask):
                 return None
-            sources.append(call["x"])
+            sources.append(found[0])
         return self.order.weights_of(sources[0], count, None) if self.pairs.all_same(sources) else None

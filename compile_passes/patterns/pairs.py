@@ -208,15 +208,28 @@ class Pairs:
     def _listing(self, value: Any) -> tuple[Any, fx.Node, int] | None:
         """(mask, what lists its places, or it, which result of that ``value`` is)."""
         call, shape = self.reading.read(value, "item", "index"), example(value)
-        if call is not None:
-            where = self.reading.read(call["x"], "where nonzero", "mask as_tuple")
-            if where is None or "y" in where.args:
-                return None
+        where = None if call is None else self.reading.read(call["x"], "where nonzero", "mask as_tuple")
+        if call is not None and where is not None and "y" not in where.args:
             return where["mask" if where.name == "where" else "x"], call["x"], call["index"]
         if shape is not None and shape.dtype == torch.bool:
             return value, value, 0
-        listed = self.reading.read(value, "nonzero", "as_tuple")  # of one dimension, squeezed
-        return None if listed is None or rank(listed["x"]) != 1 or listed["as_tuple"] else (listed["x"], value, 0)
+        column = self._column_of(value)
+        places, dims = (value, 1) if column is None else (column[0], 2)  # of one dimension, squeezed
+        listed = self.reading.read(places, "nonzero", "as_tuple")
+        if listed is None or rank(listed["x"]) != dims or listed["as_tuple"]:
+            return None
+        return listed["x"], places, 0 if column is None else column[1]
+
+    def _column_of(self, value: Any) -> tuple[fx.Node, int] | None:
+        """(source, number) of a column of ``source``, or of a row of what that is transposed."""
+        found = entry_of(self.reading, value)
+        if found is None or rank(found[0]) != 2:
+            return None
+        source, dim, number = found
+        turned = self.reading.read(source, "t mt") if dim == 0 else None
+        if turned is not None:
+            return turned["x"], number
+        return (source, number) if dim == 1 else None
 
     def _hits_by_dims(self, index: tuple[fx.Node, ...], number: int) -> Hits | None:
         """``b, s, k = torch.where(ids == e)``, of which b and s are ``index``."""
@@ -275,10 +288,8 @@ class Pairs:
         if not same_limit(limit, hits.limit):
             return False
         value = self.order.bare(whole)
-        item = self.reading.read(value, "item", "index")
-        if item is not None:
-            return bool(item["index"] == result) and self.reading.same(item["x"], hits.places)
-        return hits.alone and self.reading.same(value, hits.places)
+        found = self._listing(value)
+        return found is not None and found[2] == result and self.reading.same(found[1], hits.places)
 
     # ---- weights
 

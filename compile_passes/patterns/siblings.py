@@ -394,8 +394,10 @@ class _Loop:
         indices = [row.index for row in rows]
         pairs = self._pairs(prod(shape.shape[:-1]))
         written = pair_rows(self.ends, pairs, rows, ends) if shape.dim() == 2 and ends[0].scale == 1 else None
+        if written is not None and written.result is not None:
+            return self._by_pair(written, written.result)
         if written is not None:
-            return self._by_pair(written)
+            return self._added_by_pair(written, self.ends.added_to_tokens(ends, indices), rows[0].indexed)
         hits = [hit for number, index in enumerate(indices) if (hit := pairs.hits(index, number)) is not None]
         if len(hits) != len(ends) or not pairs.all_same([hit.ids for hit in hits]):
             return None
@@ -526,7 +528,18 @@ class _Loop:
         selection = pairs.beside([expert.number for expert in self.ended], found)
         return selection if isinstance(selection, Refusal) else self._combined(hidden, selection, *added, *views)
 
-    def _by_pair(self, found: PairRows) -> tuple[Dispatch, Combine] | Refusal:
+    def _added_by_pair(
+        self, found: PairRows, added: tuple[fx.Node, fx.Node | None, bool] | None, view: fx.Node
+    ) -> tuple[Dispatch, Combine] | Refusal | None:
+        """Every expert adds the rows of its pairs to their tokens, once each where a token's rows overwrite another."""
+        if added is None or found.weights is None:
+            return None
+        total, start, once = added
+        if once and found.top_k > 1 and not are_distinct(self.reading, found.ids, self.count, found.top_k):
+            return None
+        return self._combined(found.hidden, Selection(found.ids, found.weights, found.top_k), total, start, view)
+
+    def _by_pair(self, found: PairRows, result: fx.Node) -> tuple[Dispatch, Combine] | Refusal:
         """Every expert writes the rows of its pairs; weighted and summed over the slots as anywhere."""
         if not are_in_range(self.reading, found.ids, self.count):
             return Refusal(
@@ -534,6 +547,6 @@ class _Loop:
                 "would not be written.", "Take the ids from topk over the experts.",
             )  # fmt: skip
         dispatch = Dispatch("loop", found.hidden, found.ids, None, found.top_k)
-        down = replace(self.first.down, result=found.result)
+        down = replace(self.first.down, result=result)
         combine = recognise_combine(self.reading, dispatch, down, self.wide, found.weights)
         return combine if isinstance(combine, Refusal) else (dispatch, combine)

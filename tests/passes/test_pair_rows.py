@@ -124,9 +124,67 @@ def by_slot_weighted_before(x, gate, w1, w2):
     return y.sum(1)
 
 
+def tokens_of_a_list(x, gate, w1, w2):
+    scores, ids = route(x, gate)
+    flat, token = ids.flatten(), torch.arange(len(x)).repeat_interleave(K)
+    y = x.new_zeros(len(flat), H)
+    for e in range(E):
+        place = place_of(flat, e)
+        y[place] = expert(x[token[place]], w1[e], w2[e])
+    return summed(y, scores)
+
+
+def added_to_tokens(x, gate, w1, w2):
+    scores, ids = route(x, gate)
+    flat, given, out = ids.flatten(), scores.flatten(), torch.zeros_like(x)
+    for e in range(E):
+        place = place_of(flat, e)
+        out.index_add_(0, place // K, expert(x[place // K], w1[e], w2[e]) * given[place].unsqueeze(-1))
+    return out
+
+
+def added_to_tokens_of_a_list(x, gate, w1, w2):
+    scores, ids = route(x, gate)
+    flat, given, out = ids.flatten(), scores.flatten(), x * 0.5
+    tokens = torch.arange(len(flat)) // K
+    for e in range(E):
+        token = tokens[flat == e]
+        out = out.index_add(0, token, expert(x[token], w1[e], w2[e]) * given[flat == e, None])
+    return out
+
+
+def places_as_columns(x, gate, w1, w2):
+    scores, ids = route(x, gate)
+    out = torch.zeros_like(x)
+    for e in range(E):
+        places = torch.nonzero(ids == e)
+        token, slot = places[:, 0], places[:, 1]
+        out.index_add_(0, token, expert(x[token], w1[e], w2[e]) * scores[token, slot, None])
+    return out
+
+
+def columns_of_slots_first(x, gate, w1, w2):
+    scores, ids = route(x, gate)
+    out, hot = torch.zeros_like(x), F.one_hot(ids, E).permute(2, 1, 0)
+    for e in range(E):
+        slot, token = hot[e].nonzero().unbind(1)
+        out.index_add_(0, token, expert(x[token], w1[e], w2[e]) * scores[token, slot, None])
+    return out
+
+
+def places_as_rows(x, gate, w1, w2):
+    scores, ids = route(x, gate)
+    y = x.new_zeros(*ids.shape, H)
+    for e in range(E):
+        token, slot = (ids == e).nonzero().t()
+        y[token, slot] = expert(x[token], w1[e], w2[e])
+    return summed(y, scores)
+
+
 FORMS = (
-    copies_by_mask, copies_by_place, taken_by_mask_and_copied_by_place, tokens_of_places, scattered, added,
-    weighted_before, by_slot, slots_first, by_slot_weighted_before,
+    copies_by_mask, copies_by_place, taken_by_mask_and_copied_by_place, tokens_of_places, tokens_of_a_list, scattered,
+    added, weighted_before, by_slot, slots_first, by_slot_weighted_before, places_as_columns, columns_of_slots_first,
+    places_as_rows, added_to_tokens, added_to_tokens_of_a_list,
 )  # fmt: skip
 
 
@@ -276,7 +334,61 @@ def read_between(x, gate, w1, w2):
     return summed(y, scores) + seen
 
 
+def added_to_next_tokens(x, gate, w1, w2):
+    scores, ids = route(x, gate)
+    flat, given, out = ids.flatten(), scores.flatten(), torch.zeros_like(x)
+    for e in range(E):
+        place = place_of(flat, e)
+        rows = expert(x[place // K], w1[e], w2[e]) * given[place, None]
+        out.index_add_(0, (place // K + 1) % len(x), rows)
+    return out
+
+
+def each_token_once(x, gate, w1, w2):
+    """Of two slots with one expert the last one counts."""
+    scores, ids = route(x, gate)
+    ids = ids[:, :1].expand(-1, K)
+    flat, given, out = ids.flatten(), scores.flatten(), torch.zeros_like(x)
+    for e in range(E):
+        token = place_of(flat, e) // K
+        out[token] += expert(x[token], w1[e], w2[e]) * given[place_of(flat, e), None]
+    return out
+
+
+def tokens_of_another_list(x, gate, w1, w2):
+    scores, ids = route(x, gate)
+    flat, token = ids.flatten(), torch.arange(len(x)).repeat(K)
+    y = x.new_zeros(len(flat), H)
+    for e in range(E):
+        place = place_of(flat, e)
+        y[place] = expert(x[token[place]], w1[e], w2[e])
+    return summed(y, scores)
+
+
+def columns_swapped(x, gate, w1, w2):
+    """Slot and token, of as many tokens as slots."""
+    scores, ids = route(x, gate)
+    ids, scores, first = ids[:K], scores[:K], x[:K]
+    out = torch.zeros_like(first)
+    for e in range(E):
+        slot, token = torch.nonzero(ids == e).unbind(1)
+        out.index_add_(0, token, expert(first[token], w1[e], w2[e]) * scores[token, slot, None])
+    return out
+
+
+def weights_of_the_first_slot(x, gate, w1, w2):
+    """Weights of the first slot."""
+    scores, ids = route(x, gate)
+    out = torch.zeros_like(x)
+    for e in range(E):
+        places = torch.nonzero(ids == e)
+        token, slot = places[:, 0], places[:, 0] * 0
+        out.index_add_(0, token, expert(x[token], w1[e], w2[e]) * scores[token, slot, None])
+    return out
+
+
 MISSES = (
+    added_to_next_tokens, each_token_once, tokens_of_another_list, columns_swapped, weights_of_the_first_slot,
     next_tokens, another_width, slots_are_rows, places_of_others, other_slots, slots_of_tokens, over_ones,
     beside_more_rows, weights_of_tokens, weighted_twice, weighted_for_one, ids_of_no_expert, read_between,
 )  # fmt: skip

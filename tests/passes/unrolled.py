@@ -67,6 +67,8 @@ PAIRS: dict[str, Callable[[Tensor, int, int], tuple[Tensor, Tensor]]] = {
     "where_one_hot": lambda ids, e, n: torch.where(F.one_hot(ids, n)[:, :, e]),
     "mixtral": lambda ids, e, n: torch.where(F.one_hot(ids, num_classes=n).permute(2, 1, 0)[e])[::-1],
     "tokens_first": lambda ids, e, n: torch.where(F.one_hot(ids, n).permute(2, 0, 1)[e]),
+    "columns": lambda ids, e, n: torch.nonzero(ids == e).unbind(1),
+    "rows": lambda ids, e, n: tuple((ids == e).nonzero().t()),
 }
 TAKES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "index": lambda x, token: x[token],
