@@ -37,12 +37,12 @@ _EXPERTS = re.compile(r"\D*experts?_?")
 # How many modules around the experts belong to their block.
 _AROUND = 2
 # Calls whose result has a size, or a value, that only the data knows.
-_DATA_DEPENDENT = frozenset({"argwhere", "tolist", "item", "bincount", "masked_select", "unique", "numpy"})
+_DATA_DEPENDENT = frozenset({"tolist", "item", "bincount", "masked_select", "unique", "numpy"})
 _COUNTS = frozenset({"bincount"})
 # Calls whose result has a size that only the data knows, `where` of one argument beside them.
 _SIZED_BY_DATA = frozenset({"bincount", "nonzero", "argwhere", "masked_select"})
 # Lists of positions: a loop over them has a trip count that only the data knows; indexing by them has not.
-_POSITIONS = frozenset({"nonzero", "where"})
+_POSITIONS = frozenset({"nonzero", "argwhere", "where"})
 
 # Calls that read numbers of a tensor on the host, and that cut rows by such.
 _NUMBERS = frozenset({"tolist", "item"})

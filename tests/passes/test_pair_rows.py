@@ -176,7 +176,7 @@ def places_as_rows(x, gate, w1, w2):
     scores, ids = route(x, gate)
     y = x.new_zeros(*ids.shape, H)
     for e in range(E):
-        token, slot = (ids == e).nonzero().t()
+        token, slot = torch.argwhere(ids == e).t()
         y[token, slot] = expert(x[token], w1[e], w2[e])
     return summed(y, scores)
 

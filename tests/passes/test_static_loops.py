@@ -600,6 +600,29 @@ def test_rows_written_by_ids_as_wide_as_they_are(kind):
     proved_and_fused(decoder(kind), tokens(5))
 
 
+class ListsByColumns(Block):
+    """Pairs as rows of one list."""
+
+    def forward(self, x):
+        shape, x = x.shape, x.reshape(-1, H)
+        w, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            pairs = torch.argwhere(ids == e)
+            token, slot = pairs[:, 0], pairs[:, 1]
+            out.index_add_(0, token, expert(x[token]) * w[token, slot, None])
+        return out.view(shape)
+
+
+def test_pairs_by_argwhere_are_captured():
+    model, x = decoder(ListsByColumns), tokens(5)
+    expected = model(x)
+    function, _ = prepared(model, fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(function(x), expected, atol=1e-5, rtol=1e-5)
+    assert counters["moe_ops"]["fused"] == 1
+
+
 class Counts(nn.Module):
     """Every token through every expert, and a list of counts: Dynamo breaks the graph there, or fails."""
 
