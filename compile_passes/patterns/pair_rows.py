@@ -4,7 +4,8 @@
     y[place] = expert_e(x[place // K])          place, = torch.where(flat_ids == e)
     y[token, slot] = expert_e(x[token])         token, slot = torch.where(ids == e)
 
-by assignment, index_copy, index_put or scatter, or added to zeros; weighted before that, or behind the loop.
+by assignment, index_copy, index_put or scatter, or added to zeros; weighted before that, or behind the loop. And, of
+places, `out.index_add_(0, place // K, expert_e(x[place // K]) * flat_weights[place, None])`.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class _PairRows:
         )
 
     def _result(self, written: Sequence[Written | None]) -> fx.Node | None:
-        """What has all rows: every row is written, so that it is nobody's what was there before, but of sums."""
+        """What has all rows. Every row is written, so that what was there before counts where rows are added alone."""
         steps: list[tuple[int, Step]] = [
             (self.reading.order[end.reader], (one.start, end.reader))
             for end, one in zip(self.results, written, strict=True)
