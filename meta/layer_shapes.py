@@ -73,6 +73,7 @@ def route_call(op: str, flat: Flat, device: torch.device, problem: Problem | Non
     allowed: Dim = experts
     rule = f"<= E={experts}"
     groups, kept = flat.num_groups, flat.topk_groups
+    check_at_most(op, "topk_groups", kept, groups, f"<= num_groups={groups}", "")
     if groups > 1:
         if row.group is None:
             cure = f"Use one of {sorted(name for name, other in ROUTINGS.items() if other.group)}."
@@ -80,7 +81,6 @@ def route_call(op: str, flat: Flat, device: torch.device, problem: Problem | Non
         least = 2 if row.group == "top2" else 1
         if experts % groups or experts // groups < least:
             raise fail(op, "num_groups", f"a divisor of E={experts} leaving >= {least} experts a group", groups)
-        check_at_most(op, "topk_groups", kept, groups, f"<= num_groups={groups}", "")
         allowed = experts // groups * kept
         rule = f"<= {allowed} = E={experts} / num_groups={groups} * topk_groups={kept}"
     check_at_most(op, "top_k", flat.top_k, allowed, rule, "A token cannot select more experts than it may choose from.")

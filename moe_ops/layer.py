@@ -29,9 +29,9 @@ from meta.checks import (
     check_type,
     fail,
 )
-from meta.dims import FORMATS, SLOT_ORDERS, accumulation_dtype
+from meta.dims import FORMATS, GLU_LAYOUTS, SLOT_ORDERS, accumulation_dtype
 from meta.gemm_shapes import half_width
-from meta.schemes import SCHEMES, ceil_div
+from meta.schemes import SCHEMES, ceil_div, resolve_scheme
 from moe_ops import choice, compat
 from moe_ops.integrations.containers import are_plain, unpacked_layer
 from moe_ops.ops import SIGNATURES, call, parse
@@ -190,9 +190,11 @@ def prepare(
     check_name(op, "slot_order", slot_order, SLOT_ORDERS)
     if format == "grouped" and slot_order != "token":
         raise fail(op, "slot_order", "'token' for format='grouped'", repr(slot_order), "Pass format='batched'.")
+    rows = "hidden_states * topk_weights" if weight_on_input else "hidden_states"
+    run = _public(op, {"rows": rows, "batch": rows})
     return _prepare(
-        _public(op, {}), hidden_states, topk_weights, topk_ids, expert_map, num_experts, weight_on_input, scheme,
-        format, capacity, slot_order,
+        run, hidden_states, topk_weights, topk_ids, expert_map, num_experts, weight_on_input, scheme, format, capacity,
+        slot_order,
     )  # fmt: skip
 
 
@@ -294,8 +296,8 @@ def experts(
         gate_up_proj, down_proj, up_proj, scheme, gate_up_scales, down_scales = unpacked_layer(
             op, (gate_up_proj, down_proj, up_proj), scheme, gate_up_scales, down_scales, static=False
         )
-    if scheme is not None:
-        check_name(op, "scheme", scheme, SCHEMES)
+    check_name(op, "glu_layout", layout, GLU_LAYOUTS)
+    pack = resolve_scheme(op, scheme, gate_up_proj.dtype).pack
     # Else the second product would blame what the first took: the rows and their extents.
     check_rank(op, "prepared.rows", prepared.rows, _LETTERS[prepared.format])
     check_rank(op, "gate_up_proj", gate_up_proj, "E N H")
@@ -304,7 +306,7 @@ def experts(
         raise fail(op, "down_proj", f"of E={gate_up_proj.shape[0]} experts, as gate_up_proj", down_proj.shape[0])
     if down_proj.dtype != gate_up_proj.dtype:
         raise fail(op, "down_proj", f"{gate_up_proj.dtype}, as gate_up_proj", down_proj.dtype)
-    hidden, pack = prepared.rows.shape[-1], 1 if scheme is None else SCHEMES[scheme].pack
+    hidden = prepared.rows.shape[-1]
     sizes = (*gate_up_proj.shape[:2], ceil_div(hidden, pack))
     check_shape(op, "gate_up_proj", gate_up_proj, "E N H", sizes, hint=True)
     width = half_width(op, "gate_up_proj", sizes[1], layout if up_proj is None else "separate")

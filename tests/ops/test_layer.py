@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 import pytest
@@ -380,6 +381,36 @@ def test_errors_of_the_experts_have_their_words_all_through() -> None:
     given = {"scheme": "fp8_w8a16", "down_scales": second[1:], "up_proj": up[0]}
     with pytest.raises(ValueError, match="as many tensors for up_proj as for gate_up_proj, after them"):
         moe_ops.experts(prepared, gate[0], second[0], gate_up_scales=gate[1:], **given)
+
+
+#: What `experts` is told of packed weights, and what is wrong with that before any shape is.
+MISTOLD: dict[str, tuple[dict[str, Any], str]] = {
+    "no scheme": ({"scheme": None}, "scheme must be given for weights of dtype torch.uint8, got None. Pass one of ["),
+    "plain scheme": ({"scheme": "bf16"}, "weights must be torch.bfloat16 for scheme='bf16', got torch.uint8."),
+    "other scheme": ({"scheme": "mxfp8"}, "weights must be torch.float8_e4m3fn for scheme='mxfp8', got torch.uint8."),
+    "layout": ({"glu_layout": "stacked"}, "glu_layout must be one of ["),
+}
+
+
+@pytest.mark.parametrize("name", MISTOLD)
+def test_a_wrong_scheme_or_layout_is_not_called_a_wrong_shape(name: str) -> None:
+    changes, message = MISTOLD[name]
+    prepared, _, _ = _prepared()
+    first, second = (moe_ops.quantize_weight(torch.randn(8, *size), scheme="mxfp4") for size in ((63, 16), (16, 32)))
+    given = {"scheme": "mxfp4", "gate_up_scales": first[1:], "down_scales": second[1:]}
+    with pytest.raises(ValueError) as caught:
+        moe_ops.experts(prepared, first[0], second[0], **given | changes)
+    assert str(caught.value).startswith(f"experts: {message}")
+
+
+@pytest.mark.parametrize("format", ["grouped", "batched"])
+@pytest.mark.parametrize("on_input", [False, True], ids=["after", "before"])
+def test_rows_that_are_quantised_with_a_gradient_are_called_as_they_were_given(on_input: bool, format: str) -> None:
+    x, (weights, ids) = torch.randn(4, 16), moe_ops.fused_topk(torch.randn(4, 8), top_k=2)
+    given = {"num_experts": 8, "weight_on_input": on_input, "scheme": "fp8_channel", "format": format}
+    source = "hidden_states * topk_weights" if on_input else "hidden_states"
+    with pytest.raises(ValueError, match=f"^prepare: {re.escape(source)} must not require grad, got a tensor that"):
+        moe_ops.prepare(x.requires_grad_(not on_input), weights.requires_grad_(on_input), ids, **given)
 
 
 ODD: dict[str, Any] = {

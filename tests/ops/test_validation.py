@@ -415,6 +415,7 @@ CASES: dict[str, Case] = {
         {"routing": "softmax_group_max", "num_groups": 2, "topk_groups": 3},
         "topk_groups must be <= num_groups=2, got 3",
     ),
+    "topk_groups_of_one": ("fused_topk", topk, {"topk_groups": 3}, "topk_groups must be <= num_groups=1, got 3"),
     "renorm_eps": ("fused_topk", topk, {"renorm_eps": -1.0}, "renorm_eps must be >= 0, got -1.0"),
     "logits_rank": (
         "fused_topk",
