@@ -332,7 +332,8 @@ def _group_scales(code: str) -> Callable[[Tensor], tuple[Tensor, ...]]:
 
 
 def _columns(weight: Tensor) -> int:
-    return 128 if weight.shape[2] and weight.shape[2] % 128 == 0 else WHOLE
+    # One group is a row: Inductor (2.13) takes a number of groups that depends on K for K, where it is 1.
+    return 128 if weight.shape[2] > 128 and weight.shape[2] % 128 == 0 else WHOLE
 
 
 def _mx_scales(code: str) -> Callable[[Tensor], tuple[Tensor, ...]]:
@@ -342,7 +343,9 @@ def _mx_scales(code: str) -> Callable[[Tensor], tuple[Tensor, ...]]:
     def scales(weight: Tensor) -> tuple[Tensor, ...]:
         amax = _amax(weight, 1, 32)
         exponent = torch.frexp(amax.clamp(min=2.0**-126))[1] - 1 - largest_exponent
-        return ((exponent.clamp(-127, 127) + 127).masked_fill(amax.isnan(), 255).to(torch.uint8).view(E8M0),)
+        code = (exponent.clamp(-127, 127) + 127).masked_fill(amax.isnan(), 255)
+        # Not a view of bytes, of which Inductor makes no tensor on a CPU: it leaves the cast, which is exact, to aten.
+        return (exponents(code.to(torch.uint8)).to(E8M0),)
 
     return scales
 

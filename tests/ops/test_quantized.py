@@ -237,6 +237,20 @@ def test_graphs_of_symbolic_sizes_dequantise(scheme: str, dynamic: bool | None) 
         assert torch.equal(run(x, weight), product(x, weight)), width
 
 
+@pytest.mark.parametrize("scheme", ALL)
+def test_inductor_quantises_and_dequantises_to_the_same_bits(scheme: str) -> None:
+    """Of symbolic sizes and one group of columns, in one graph."""
+    torch.compiler.reset()
+
+    def both(values: Tensor) -> tuple[Tensor, ...]:
+        stored, *scales = moe_ops.quantize_weight(values, scheme=scheme)
+        return stored, *scales, QuantizedWeight(stored, scales, scheme=scheme, dtype=torch.float32) * 1
+
+    values = torch.randn(2, 6, 128, generator=torch.Generator().manual_seed(0))
+    for one, other in zip(torch.compile(both, fullgraph=True, dynamic=True)(values), both(values), strict=True):
+        assert one.dtype == other.dtype and torch.equal(bits(one), bits(other))
+
+
 BAD = (1, 3, 5)
 
 
