@@ -282,7 +282,9 @@ def per_element(scale: Tensor, form: Groups, N: int, K: int) -> Tensor:
     if group_k == ANY:
         group_k = K // scale.shape[-1]
     if scale.dim() == 4:
-        scale = _spread(scale, 2, group_n or N // 2, N // 2).flatten(1, 2)
+        # Inductor (2.13) fails on places that are divided by as many as there are, where that is a symbol.
+        spread = scale.expand(-1, -1, N // 2, -1) if group_n == WHOLE else _spread(scale, 2, group_n, N // 2)
+        scale = spread.flatten(1, 2)
     else:
         scale = _spread(scale, 1, group_n, N)
     return _spread(scale, -1, group_k, K)
@@ -290,7 +292,7 @@ def per_element(scale: Tensor, form: Groups, N: int, K: int) -> Tensor:
 
 def _spread(scale: Tensor, dim: int, group: int, size: int) -> Tensor:
     """Each entry ``group`` times, the last one as often as there is room for."""
-    if group == WHOLE:
+    if group in (WHOLE, 1):
         return scale
     if isinstance(size, int) and size % group == 0:
         return scale.repeat_interleave(group, dim=dim)

@@ -251,6 +251,21 @@ def test_inductor_quantises_and_dequantises_to_the_same_bits(scheme: str) -> Non
         assert one.dtype == other.dtype and torch.equal(bits(one), bits(other))
 
 
+@pytest.mark.parametrize("scheme", ["fp8_tensor", "nvfp4"])
+def test_inductor_dequantises_halves_of_one_scale_each(scheme: str) -> None:
+    """Of symbolic sizes: how many rows a half has is a symbol."""
+    torch.compiler.reset()
+    generator = torch.Generator().manual_seed(0)
+    halves = [moe_ops.quantize_weight(torch.randn(2, 6, 64, generator=generator), scheme=scheme) for _ in range(2)]
+    stored, *scales = (torch.stack(pair, dim=1) for pair in zip(*halves, strict=True))
+    weight = QuantizedWeight(stored.flatten(1, 2), scales, scheme=scheme, dtype=torch.float32)
+
+    def dequantised(weight: Tensor) -> Tensor:
+        return weight * 1
+
+    assert torch.equal(torch.compile(dequantised, fullgraph=True, dynamic=True)(weight), dequantised(weight))
+
+
 BAD = (1, 3, 5)
 
 
