@@ -7,6 +7,8 @@ classes of their own (`stack_slices`).
 from __future__ import annotations
 
 import ast
+from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from types import FunctionType
 
@@ -23,6 +25,9 @@ _SLICES_TOO = frozenset({"parameters", "named_parameters"})
 # What tells a parameter from a slice of one.
 _OF_A_PARAMETER = frozenset({"Parameter", "is_leaf", "grad"})
 _CLASSES = frozenset({"type", "__class__"})
+# What a parameter has that a stack of such has, too, and calls that take nothing else of it.
+_OF_A_STACK_TOO = frozenset({"dtype", "device", "is_cuda", "is_cpu", "is_meta", "requires_grad", "is_floating_point"})
+_LIKE = frozenset({"to", "type_as"})
 # Where a class decides.
 _DECIDES = frozenset({"isinstance", "issubclass", "super"})
 
@@ -53,7 +58,7 @@ def asked_of_experts(kinds: tuple[type[nn.Module], ...], owner: tuple[type[nn.Mo
 @cache
 def asked_around(kinds: tuple[type[nn.Module], ...], functions: tuple[FunctionType, ...]) -> str | None:
     """Which code that ``forward`` of these classes, or these functions, call asks for all parameters of what
-    is in a module, and by what; the first of them (`next(self.parameters()).dtype`) tells nothing of experts.
+    is in a module, and by what; the dtype and device of the first (`next(self.parameters()).dtype`) are a stack's, too.
     """
     called = reached(kinds, held=True, functions=functions)
     named = ((function, _parameters(function, of_an_expert=False)) for function in called)
@@ -68,7 +73,8 @@ def words(kinds: tuple[type[nn.Module], ...]) -> set[str]:
 
 def _parameters(function: FunctionType, *, of_an_expert: bool) -> str | None:
     """By what a function asks for the parameters of a module that slices, or a stack, are not for it: of an expert all
-    but calls for its slices, of others all but those for the first parameter alone, and for a sum of all times 0.
+    but calls for its slices, of others all but those for what the first has in common with a stack, and for a sum of
+    all times 0.
     """
     if names_of(function.__code__).isdisjoint(_CALLED | _READ):
         return None
@@ -81,11 +87,27 @@ def _parameters(function: FunctionType, *, of_an_expert: bool) -> str | None:
         plain = [node.func for node in calls if not (node.args or node.keywords)]
         fine = {node for node in plain if isinstance(node, ast.Attribute) and node.attr in _SLICES_TOO}
     else:
-        harmless = [node for node in ast.walk(tree) if _takes_the_first(node) or is_zero_sum(node)]
+        harmless = [*_like_a_stack(tree), *filter(is_zero_sum, ast.walk(tree))]
         fine = {node for taken in harmless for node in ast.walk(taken)}
     called = {node.func for node in calls}
     asked = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node not in fine)
     return next((node.attr for node in asked if node.attr in _READ or (node.attr in _CALLED and node in called)), None)
+
+
+def _like_a_stack(tree: ast.AST) -> Iterator[ast.AST]:
+    """Where `next(...)` or `list(...)[0]` is asked for what a stack has, too: itself, or by a name that is nothing else."""
+    parts = [*ast.walk(tree)]
+    asked = {node.value for node in parts if isinstance(node, ast.Attribute) and node.attr in _OF_A_STACK_TOO}
+    for call in (node for node in parts if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+        asked |= {*call.args} if call.func.attr in _LIKE else set()  # type: ignore[attr-defined]
+    named = [node for node in parts if isinstance(node, ast.Name)]
+    more = {node.id for node in named if isinstance(node.ctx, ast.Load) and node not in asked}
+    stores = Counter(node.id for node in named if isinstance(node.ctx, ast.Store))
+    for node in parts:
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            asked |= {node.value} if name not in more and stores[name] == 1 else set()
+    yield from (node for node in parts if _takes_the_first(node) and (node in asked or _gives_such(node)))
 
 
 def _takes_the_first(node: ast.AST) -> bool:
@@ -93,6 +115,13 @@ def _takes_the_first(node: ast.AST) -> bool:
     if isinstance(node, ast.Subscript):
         return isinstance(node.slice, ast.Constant) and node.slice.value == 0
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "next"
+
+
+def _gives_such(node: ast.AST) -> bool:
+    """`next(weight.dtype for weight in ...)`."""
+    made = node.args[0] if isinstance(node, ast.Call) and node.args else None
+    given = made.elt if isinstance(made, ast.GeneratorExp) else None
+    return isinstance(given, ast.Attribute) and given.attr in _OF_A_STACK_TOO
 
 
 def _class_or_kind(function: FunctionType) -> str | None:

@@ -361,7 +361,32 @@ class FirstDtype(Around):
         return self.layer(x.to(self.dtype))
 
 
+class FirstShape(Around):
+    """What comes first of experts alone is a stack."""
+
+    def forward(self, x):
+        return self.layer(x) * next(self.layer.experts.parameters()).shape[0]
+
+
+class ClampsTheFirst(Around):
+    def forward(self, x):
+        first = list(self.layer.experts.parameters())[0]
+        with torch.no_grad():
+            first[0].clamp_(max=0)
+        return self.layer(x.to(first.dtype))
+
+
+class FirstByAName(Around):
+    """Of which nothing is asked but what a stack has, too."""
+
+    def forward(self, x):
+        first = next(self.layer.experts.parameters())
+        return self.layer(x.to(first.device, first.dtype).to(next(self.parameters())))
+
+
 AROUND = {
+    FirstShape: r"which FirstShape\.forward asks for by parameters",
+    ClampsTheFirst: r"which ClampsTheFirst\.forward asks for by parameters",
     PenalisedByAnAttribute: r"which penalty asks for by parameters",
     Penalised: r"layer\.experts\.0\.w1\.weight, which penalty asks for by parameters, to find one stack",
     PenalisedInABaseClass: r"which penalty asks for by parameters",
@@ -380,8 +405,9 @@ def test_code_around_them(kind):
         moe_ops.stack_experts_(kind())
 
 
-def test_code_that_asks_for_the_first_parameter():
-    model = FirstDtype()
+@pytest.mark.parametrize("kind", [FirstDtype, FirstByAName], ids=lambda kind: kind.__name__)
+def test_code_that_asks_for_the_first_parameter(kind):
+    model = kind()
     expected = model(X)
     moe_ops.stack_experts_(model)
     torch.testing.assert_close(compiled(model, fullgraph=True)(X), expected, atol=1e-5, rtol=1e-5)
