@@ -31,7 +31,16 @@ from compile_passes.stack_slices import METHODS
 from compile_passes.stackable import expert_lists, why_not
 from compile_passes.stacking import stack_list
 from compile_passes.static_loops import StaticForm, static_form
-from compile_passes.trial import HOOKS, NotAlone, Trial, apart, bind_methods, bound, takes_hidden_states_alone
+from compile_passes.trial import (
+    HOOKS,
+    NotAlone,
+    Trial,
+    apart,
+    bind_methods,
+    bound,
+    takes_hidden_states_alone,
+    takes_more,
+)
 from compile_passes.vocabulary import example
 from moe_ops.logs import quiet
 
@@ -89,8 +98,10 @@ def verdict_of(model: nn.Module, path: str, *, loops: bool = True) -> tuple[Verd
                 more = None if inside in forms else without_class_counts(other) or without_conversions(other)
                 if more is not None:
                     forms[inside] = more
-            for inside in forms:
+            for inside, form in forms.items():
                 _check_unbound(block.get_submodule(inside))
+                if form.of_some_ids:
+                    _check_ids_are_its_own(model, around, path)
             source = [ast.dump(tree) for form in forms.values() for tree in form.trees()]
             key = (*forms, *source, *_facts(block))
             known = key in _VERDICTS
@@ -174,7 +185,8 @@ def _judged(block: nn.Module, forms: Mapping[str, StaticForm], trial: Trial) -> 
     except NotStatic:
         pass  # the other mode runs the original
     _check_fused(trial, forms, block.training)
-    if drew:  # of dropout in experts, with which they are not fused
+    # With dropout in experts they are not fused; ids may be others.
+    if training is None and (drew or any(form.of_some_ids for form in forms.values())):
         try:
             _check_fused(trial, forms, not block.training)
         except NotStatic:
@@ -273,6 +285,17 @@ def _check_hooks(module: nn.Module) -> None:
     for path, inner in module.named_modules():
         if path and any(getattr(inner, name, None) for name in HOOKS):
             raise NotStatic(f"{path} has hooks, which would also be called for experts without tokens")
+
+
+def _check_ids_are_its_own(model: nn.Module, around: str, path: str) -> None:
+    """Raise NotStatic where the module with the loop, at ``path``, may get other ids than in a trial of the block."""
+    while path != around:
+        module = model.get_submodule(path)
+        if sum(module in parent.children() for parent in model.modules()) > 1:
+            raise NotStatic(f"its ids may be others where {path} is called from another module")
+        path = path.rpartition(".")[0]
+        if path == around and takes_more(model.get_submodule(path)):
+            raise NotStatic(f"its ids may be others where {path or 'the model'} is given more than hidden states")
 
 
 def _blocks(model: nn.Module, path: str) -> Iterator[str]:

@@ -80,6 +80,8 @@ class StaticForm:
             the end, or moves the rows of others: the form is equal where the ids are none, which no trial can tell.
         once: whether the original counts a token's expert once, however often it has it: the form, which counts its
             pairs, is equal where it never has it twice.
+        left_out: conditions on the arguments of ``forward`` that hold where it is given hidden states alone, as in a
+            trial, where the form has to know of its ids: with other arguments they may be others.
     """
 
     methods: dict[str, ast.FunctionDef]
@@ -90,6 +92,12 @@ class StaticForm:
     helpers: Mapping[str, tuple[Helper, ...]] = field(default_factory=dict)
     by_number: bool = False
     once: bool = False
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def of_some_ids(self) -> bool:
+        """Whether it is equal for some ids alone."""
+        return self.by_number or self.once
 
     def trees(self) -> Iterator[ast.FunctionDef]:
         """The changed code, that of helpers included."""
@@ -110,8 +118,9 @@ class StaticForm:
         for name, tree in self.methods.items():
             own = copy.deepcopy(tree)
             mode = [] if training is None else [f"{'' if training else 'not '}{_given(own)[0]}.training"]
-            if (self.holds or mode) and not is_inherited(name):  # what calls that is the original then
-                own.body[:0] = [_original_unless(own, self.sources[name], [*self.holds, *mode])]
+            holds = [*self.holds, *mode, *(self.left_out if name == "forward" else ())]
+            if holds and not is_inherited(name):  # what calls that is the original then
+                own.body[:0] = [_original_unless(own, self.sources[name], holds)]
             made[name] = build(self.sources[name], own, self.helpers.get(name, ()))
         return made
 
@@ -151,7 +160,10 @@ def static_form(module: nn.Module) -> StaticForm:
             methods[name], sources[name] = other.tree, other.source
             said += other.beside
     _call_inherited(module, found, beside, methods, sources)
-    return StaticForm(methods, sources, tuple(said), tuple(holds), by_number=by_number, once=once)
+    left_out = _left_out(found["forward"].tree) if by_number or once else ()
+    if left_out and methods.keys() != {"forward"}:
+        raise NotStatic("its ids may be others where forward is given more than hidden states", found["forward"].tree)
+    return StaticForm(methods, sources, tuple(said), tuple(holds), by_number=by_number, once=once, left_out=left_out)
 
 
 def _call_inherited(
@@ -518,6 +530,20 @@ def _is_itself(statement: ast.stmt) -> bool:
 def _given(tree: ast.FunctionDef) -> list[str]:
     """Names of the arguments by position; what is called ``self`` as a rule is the first."""
     return [arg.arg for arg in (*tree.args.posonlyargs, *tree.args.args)]
+
+
+def _left_out(tree: ast.FunctionDef) -> tuple[str, ...]:
+    """Conditions that hold where the arguments that a function need not be given are not."""
+    given = tree.args
+    named = [*given.posonlyargs, *given.args]
+    defaults = [*zip(named[len(named) - len(given.defaults) :], given.defaults, strict=True)]
+    defaults += [(arg, default) for arg, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if default]
+    holds = [f"not {arg.arg}" for arg in (given.vararg, given.kwarg) if arg is not None]
+    for arg, default in defaults:
+        if not isinstance(default, ast.Constant) or not isinstance(default.value, bool | None):
+            raise NotStatic(f"its ids may be others where {arg.arg} is given", tree)
+        holds.append(f"{arg.arg} is {default.value}")
+    return tuple(holds)
 
 
 def _original_unless(tree: ast.FunctionDef, source: Source, holds: list[str]) -> ast.stmt:

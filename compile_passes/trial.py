@@ -348,14 +348,23 @@ def _close(one: Tensor, other: Tensor, nudged: Tensor, dtype: torch.dtype) -> bo
 
 def takes_hidden_states_alone(module: nn.Module) -> bool:
     """Whether ``forward`` needs one argument, and no more."""
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [part for part in _arguments(module) if part.default is inspect.Parameter.empty and part.kind not in kinds]
+    return len(needed) == 1 and needed[0].kind is not inspect.Parameter.KEYWORD_ONLY
+
+
+def takes_more(module: nn.Module) -> bool:
+    """Whether ``forward`` can be given more than the argument that it needs."""
+    return len(_arguments(module)) > 1
+
+
+def _arguments(module: nn.Module) -> list[inspect.Parameter]:
+    """Of ``forward``, without the module; none where its signature is not known."""
     forward: Any = getattr(type(module), "forward", None)  # TorchScript has none
     try:
-        parameters = list(inspect.signature(forward).parameters.values())[1:]
+        return list(inspect.signature(forward).parameters.values())[1:]
     except (TypeError, ValueError):
-        return False
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [part for part in parameters if part.default is inspect.Parameter.empty and part.kind not in kinds]
-    return len(needed) == 1 and needed[0].kind is not inspect.Parameter.KEYWORD_ONLY
+        return []
 
 
 def _widths(block: nn.Module) -> list[int]:

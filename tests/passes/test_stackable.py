@@ -370,7 +370,7 @@ class FirstShape(Around):
 
 class ClampsTheFirst(Around):
     def forward(self, x):
-        first = list(self.layer.experts.parameters())[0]
+        first = next(iter(self.layer.experts.parameters()))
         with torch.no_grad():
             first[0].clamp_(max=0)
         return self.layer(x.to(first.dtype))

@@ -1154,3 +1154,118 @@ def test_ids_that_may_be_twice_a_tokens_where_it_is_counted_once():
     torch.manual_seed(0)
     assert verdict_of(CountedOnce().eval(), "")[0].forms
     assert_left(SeldomTwice, "its ids cannot be proved to be a token's only once each")
+
+
+class MayBeMasked(Unique):
+    """Tokens of padding have the last expert, as -1 counts from the end."""
+
+    def forward(self, x, mask=None):
+        return self.mixed(*self.chosen(x, mask)).view(x.shape)
+
+    def chosen(self, x, mask):
+        x = x.reshape(-1, H)
+        w, ids = self.route(x)
+        return x, w, ids if mask is None else ids.masked_fill(mask.view(-1, 1), -1)
+
+    def mixed(self, x, w, ids):
+        out = torch.zeros_like(x)
+        for e in ids.unique().tolist():
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, self.experts[e](x[token]) * w[token, slot, None])
+        return out
+
+
+class MaskedInForward(MayBeMasked):
+    def forward(self, x, mask=None, *, causal=False, **others):
+        rows, w, ids = self.chosen(x, mask)
+        out = torch.zeros_like(rows)
+        for e in ids.unique().tolist():
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, self.experts[e](rows[token]) * w[token, slot, None])
+        return out.view(x.shape)
+
+
+class MaskedByANumber(MaskedInForward):
+    def forward(self, x, padded=0):
+        return super().forward(x, torch.arange(x[..., 0].numel()) < padded)
+
+
+class Masks(nn.Module):
+    """The loop is in a module of its own, which is given the ids."""
+
+    def __init__(self, inner=None) -> None:
+        super().__init__()
+        self.inner = MixesGiven() if inner is None else inner
+
+    def forward(self, x, mask=None):
+        return self.inner.mixed(*self.inner.chosen(x, mask)) if mask is not None else self.inner(
+            *self.inner.chosen(x, None)).view(x.shape)  # fmt: skip
+
+
+class MixesGiven(MayBeMasked):
+    def forward(self, x, w, ids):
+        out = torch.zeros_like(x)
+        for e in ids.unique().tolist():
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, self.experts[e](x[token]) * w[token, slot, None])
+        return out
+
+
+class Given(Masks):
+    def forward(self, x):
+        return super().forward(x)
+
+
+def test_ids_that_an_argument_makes_others():
+    """The static form runs where the argument is not given, as in the trial, and the original where it is."""
+    torch.manual_seed(0)
+    model = MaskedInForward().eval()
+    mask = torch.arange(10).view(2, 5) < 4
+    expected = [model(tokens(5)), model(tokens(5), mask), model(tokens(5), unknown=1)]
+    with torch.no_grad():
+        function, _ = prepared(model)
+        found = [function(tokens(5))]
+        assert counters["moe_ops"]["fused"] == 1
+        found += [function(tokens(5), mask), function(tokens(5), unknown=1)]
+    assert counters["moe_ops"]["fused"] == 1
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def twice(kind):
+    """Two modules with one module inside."""
+    first = kind()
+    return nn.ModuleList([first, kind(first.inner)])
+
+
+@pytest.mark.parametrize(
+    "make, path, reason",
+    [
+        (MayBeMasked, "", "others where forward is given more than hidden states"),
+        (MaskedByANumber, "", "others where padded is given"),
+        (Masks, "inner", "others where the model is given more than hidden states"),
+        (lambda: nn.Sequential(Masks()), "0.inner", "others where 0 is given more than hidden states"),
+        (lambda: twice(Given), "0.inner", "others where 0.inner is called from another module"),
+    ],
+    ids=["by a method", "a number", "around", "of a layer around", "shared"],
+)
+def test_ids_that_may_be_others_than_in_a_trial(make, path, reason):
+    torch.manual_seed(0)
+    verdict, _ = verdict_of(make().eval(), path)
+    assert not verdict.forms and f"its ids may be {reason}" in verdict.reason
+
+
+def test_ids_of_a_module_around():
+    torch.manual_seed(0)
+    assert verdict_of(Given().eval(), "inner")[0].forms
+
+
+class NegativeInTraining(SeldomNegative):
+    def route(self, x):
+        return super().route(x) if self.training else Unique.route(self, x)
+
+
+@pytest.mark.parametrize("training, proved", [(False, False), (True, None)], ids=["eval", "train"])
+def test_ids_that_may_be_negative_in_one_mode(training, proved):
+    torch.manual_seed(0)
+    verdict, _ = verdict_of(NegativeInTraining().train(training), "")
+    assert (verdict.training if verdict.forms else None) == proved
