@@ -95,7 +95,7 @@ def _parameters(function: FunctionType, *, of_an_expert: bool) -> str | None:
 
 
 def _like_a_stack(tree: ast.AST) -> Iterator[ast.AST]:
-    """`next(...)` and `list(...)[0]` of which only what a stack has, too, is asked: at once, or by a name of their own."""
+    """`next(...)` and `list(...)[0]` of which only what a stack has is asked: at once, or by a name of their own."""
     parts = [*ast.walk(tree)]
     asked = {node.value for node in parts if isinstance(node, ast.Attribute) and node.attr in _OF_A_STACK_TOO}
     for call in (node for node in parts if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
