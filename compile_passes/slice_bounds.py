@@ -58,14 +58,17 @@ def slices_of(scope: Scope, loop: ast.For) -> Slices | None:
     number, *elements = target.elts
     if not isinstance(number, ast.Name) or len(elements) != 1 or not isinstance(elements[0], ast.Name):
         return None
-    if counted(given[0], scope, loop) is None:
+    if counted(given[0], scope, loop, loop=loop) is None:
         return _Bounds(scope, loop, number.id).slices()
     element = ast.Subscript(given[0], ast.Name(number.id, ast.Load()), ast.Load())
     return _Bounds(scope, loop, number.id, {elements[0].id: element}).slices()
 
 
-def counted(value: ast.expr | None, scope: Scope, place: ast.stmt, *, whole: bool = False) -> set[str] | None:
-    """The names of what ``value`` counts, and of all steps between; None when it is something else than counts.
+def counted(
+    value: ast.expr | None, scope: Scope, place: ast.stmt, *, loop: ast.For, whole: bool = False
+) -> set[str] | None:
+    """The names of what ``value`` counts, and of all steps between, as far as these are in ``loop`` what they were
+    there; None when it is something else than counts.
 
     Args:
         whole: whether what is counted is an answer itself.
@@ -74,7 +77,7 @@ def counted(value: ast.expr | None, scope: Scope, place: ast.stmt, *, whole: boo
     steps = int(whole)
     while value is not None:
         if isinstance(value, ast.Name):
-            found.add(value.id)
+            found |= {value.id} if scope.kept(value.id, place, loop) else set()
             inner = scope.value(value.id, place)
             if inner is None or not isinstance(inner[0], ast.Call) or called(inner[0]) not in CONVERSIONS:
                 return found if steps else None
@@ -93,10 +96,10 @@ def _is_cumulated(value: ast.expr, scope: Scope, place: ast.stmt) -> bool:
     return any(called(node) == "cumsum" for node in _chain(value, scope, place))
 
 
-def _chain(value: ast.expr, scope: Scope, place: ast.stmt) -> Iterator[ast.expr]:
-    """The steps from ``value`` back to what it is made of, one operand each."""
+def _chain(value: ast.expr, scope: Scope, place: ast.stmt, *, as_made: bool = False) -> Iterator[ast.expr]:
+    """The steps from ``value`` back to what it is made of, one operand each; ``as_made``: past what is written to."""
     for _ in range(50):
-        value, place = scope.resolved(value, place)
+        value, place = scope.resolved(value, place, as_made=as_made)
         yield value
         inner = subject(value) if isinstance(value, ast.Call) else None
         if inner is None:
@@ -208,7 +211,7 @@ class _Bounds:
                 side for side in (upper.left, upper.right)
                 if isinstance(side, ast.Subscript) and ast.unparse(side.slice) == self.number
             ]  # fmt: skip
-            if len(counts) != 1 or start not in sides or counted(counts[0].value, self.scope, self.loop) is None:
+            if len(counts) != 1 or start not in sides or not self._are_counts(counts[0].value):
                 return None
             count = ast.unparse(counts[0])
             ends = {f"{start} + {count}", f"{count} + {start}"}
@@ -234,13 +237,19 @@ class _Bounds:
         return None
 
     def _is_ends(self, value: ast.expr) -> bool:
-        return _is_cumulated(value, self.scope, self.loop) and counted(value, self.scope, self.loop) is not None
+        return _is_cumulated(value, self.scope, self.loop) and self._are_counts(value)
+
+    def _are_counts(self, value: ast.expr) -> bool:
+        return counted(value, self.scope, self.loop, loop=self.loop) is not None
 
     def _is_behind_zero(self, value: ast.expr) -> bool:
         """Whether ``value`` is a 0 and the ends behind it: padded, or put together."""
-        for made in _chain(value, self.scope, self.loop):
+        unwritten = [*_chain(value, self.scope, self.loop)]
+        for made in _chain(value, self.scope, self.loop, as_made=True):
             if called(made) in ("zeros", "new_zeros"):
                 return self._ends_written(made)
+            if made not in unwritten:
+                return False
             if called(made) == "pad":
                 given = sure(ast.Call, made).args
                 padded = len(given) > 1 and ast.unparse(given[1]) in ("(1, 0)", "[1, 0]")

@@ -336,7 +336,7 @@ class _Behind(ast.NodeTransformer):
         if not isinstance(node.ctx, ast.Load):
             return node
         if node.id == self.of.listed:
-            made = self.scope.value(node.id, self.place)
+            made = self.scope.assigned(node.id, self.place)
             return _expr("_outs_") if made is not None and self.scope.before(made[1], self.loop) else node
         value, place = self.scope.resolved(node, self.place)
         if isinstance(value, ast.Subscript) and self.scope.before(place, self.loop) and (

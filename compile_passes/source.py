@@ -208,6 +208,13 @@ def _inner(code: CodeType, name: str) -> CodeType:
 
 # ---- what names stand for
 
+# Calls whose result may be a view of what they are called on.
+VIEWS = frozenset({
+    "view", "flatten", "squeeze", "reshape", "unsqueeze", "to", "contiguous", "detach", "expand", "ravel", "cpu",
+    "expand_as", "view_as", "type", "transpose", "permute", "t", "narrow", "select", "diagonal", "chunk", "split",
+    "unbind", "numpy", "long", "int", "float", "bool",
+})  # fmt: skip
+
 
 @dataclass(frozen=True)
 class _Store:
@@ -230,7 +237,9 @@ class Scope:
         self._blocks: dict[ast.stmt, tuple[ast.stmt, ...]] = {}
         self._branches: dict[ast.stmt, tuple[int, ...]] = {}
         self._stores: dict[str, list[_Store]] = {}
+        self._writes: dict[str, list[ast.stmt]] = {}
         self._walk(tree.body, (), (), dead)
+        self._find_writes()
 
     def _walk(
         self, body: list[ast.stmt], blocks: tuple[ast.stmt, ...], branches: tuple[int, ...], dead: frozenset[int]
@@ -250,7 +259,23 @@ class Scope:
         return statement in self._order
 
     def value(self, name: str, place: ast.stmt) -> tuple[ast.expr, ast.stmt] | None:
-        """What was assigned to ``name`` last before ``place``, and where; None when that depends on the run."""
+        """What was assigned to ``name`` last before ``place``, and where; None when that depends on the run, and where
+        it has been written to since.
+        """
+        found = self.assigned(name, place)
+        if found is None:
+            return None
+        loops = [block for block in self._blocks[place] if isinstance(block, ast.For | ast.While)]
+        loops = [loop for loop in loops if not self._is_in(found[1], loop)]
+        written = any(
+            self._order[found[1]] < self._order[write] < self._order[place]
+            or any(self._is_in(write, loop) for loop in loops)
+            for write in self._writes.get(name, [])
+        )
+        return None if written else found
+
+    def assigned(self, name: str, place: ast.stmt) -> tuple[ast.expr, ast.stmt] | None:
+        """The same, whatever has been written to it since."""
         stores = self._stores.get(name, [])
         before = [store for store in stores if self._order[store.place] < self._order[place]]
         loops = [block for block in self._blocks[place] if isinstance(block, ast.For | ast.While)]
@@ -265,6 +290,40 @@ class Scope:
         last = before[-1]
         inside = self._branches[last.place]
         return (last.value, last.place) if self._branches[place][: len(inside)] == inside and last.value else None
+
+    def _find_writes(self) -> None:
+        """Note for each name what writes to it, by that name or by one of the same memory."""
+        held = {
+            name: set[str]().union(*(self._memory_of(store.value, store.place) for store in stores))
+            for name, stores in self._stores.items()
+        }
+        for statement in self._order:
+            memory = set[str]().union(*(self._memory_of(written, statement) for written in _written(statement)))
+            for name in memory | {name for name, views in held.items() if views & memory}:
+                self._writes.setdefault(name, []).append(statement)
+
+    def _memory_of(self, value: ast.expr | None, place: ast.stmt) -> set[str]:
+        """The names of what ``value`` may be a view of."""
+        found: set[str] = set()
+        while value is not None:
+            if isinstance(value, ast.Name):
+                found.add(value.id)
+                made = self.assigned(value.id, place)
+                value, place = (None, place) if made is None else made
+            elif isinstance(value, ast.Attribute | ast.Subscript):
+                value = value.value
+            else:
+                value = subject(value) if isinstance(value, ast.Call) and called(value) in VIEWS else None
+        return found
+
+    def kept(self, name: str, since: ast.stmt, loop: ast.For) -> bool:
+        """Whether what ``name`` is where ``since`` reads it is what it is in all rounds of ``loop``."""
+        end = max(order for part, order in self._order.items() if part is loop or self._is_in(part, loop))
+        places = [*(store.place for store in self._stores.get(name, [])), *self._writes.get(name, [])]
+        return not any(self._order[since] <= self._order[place] <= end for place in places)
+
+    def _is_in(self, statement: ast.stmt, block: ast.stmt) -> bool:
+        return block in self._blocks[statement]
 
     def changed(self, value: ast.expr, since: ast.stmt, until: ast.stmt) -> bool:
         """Whether a name that ``value`` reads is assigned to between two statements."""
@@ -293,9 +352,10 @@ class Scope:
         found = [node for part in parts for node in ast.walk(part) if isinstance(node, ast.Name) and node.id == name]
         return sum(isinstance(node.ctx, ast.Load) for node in found)
 
-    def resolved(self, value: ast.expr, place: ast.stmt) -> tuple[ast.expr, ast.stmt]:
-        """``value``, or what the name that it is stands for, and where."""
-        while isinstance(value, ast.Name) and (found := self.value(value.id, place)) is not None:
+    def resolved(self, value: ast.expr, place: ast.stmt, *, as_made: bool = False) -> tuple[ast.expr, ast.stmt]:
+        """``value``, or what the name that it is stands for, and where; ``as_made``: whatever was written to it."""
+        found_by = self.assigned if as_made else self.value
+        while isinstance(value, ast.Name) and (found := found_by(value.id, place)) is not None:
             value, place = found
         return value, place
 
@@ -346,6 +406,21 @@ def _stored(statement: ast.stmt) -> Iterator[tuple[str, ast.expr | None]]:
         for item in statement.items:
             if item.optional_vars is not None:
                 yield from _targets(item.optional_vars, None)
+
+
+def _written(statement: ast.stmt) -> Iterator[ast.expr | None]:
+    """What a statement itself writes in place, as ``x[i] = y``, ``x += y``, ``x.add_(y)`` and ``out=x`` do."""
+    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    yield from (target for target in targets if isinstance(target, ast.Subscript | ast.Attribute))
+    if isinstance(statement, ast.AugAssign):
+        yield statement.target
+    parts = [part for part in ast.iter_child_nodes(statement) if not isinstance(part, ast.stmt)]
+    for call in (node for part in parts for node in ast.walk(part) if isinstance(node, ast.Call)):
+        words = {word.arg: word.value for word in call.keywords}
+        name = called(call)
+        if (name.endswith("_") and not name.endswith("__")) or "inplace" in words:
+            yield subject(call)
+        yield words.get("out")
 
 
 def assignments(statement: ast.stmt) -> list[tuple[ast.expr, ast.expr]]:

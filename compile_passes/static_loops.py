@@ -141,8 +141,9 @@ def static_form(module: nn.Module) -> StaticForm:
     found = methods_of(module)
     found |= inherited_methods(module, found)
     pure = PURE.union(name for name, source in found.items() if computes_alone(source.tree))
+    written = frozenset(name for source in found.values() for name in _attributes_written(source.tree))
     for name, source in found.items():
-        rewriting = _Method(module, source, pure)
+        rewriting = _Method(module, source, pure, written)
         rewriting.run()
         unknown += rewriting.unknown
         if rewriting.said:
@@ -182,10 +183,15 @@ def _call_inherited(
 
 
 class _Method:
-    """The rewriting of one method, in a copy of its tree; ``pure``: calls that are left out where nobody reads them."""
+    """The rewriting of one method, in a copy of its tree.
 
-    def __init__(self, module: nn.Module, source: Source, pure: frozenset[str]) -> None:
-        self.module, self.source, self.pure = module, source, pure
+    Args:
+        pure: calls that are left out where nobody reads them.
+        written: attributes that the methods write, which may change before they are asked for.
+    """
+
+    def __init__(self, module: nn.Module, source: Source, pure: frozenset[str], written: frozenset[str]) -> None:
+        self.module, self.source, self.pure, self.written = module, source, pure, written
         self.tree = copy.deepcopy(source.tree)
         self.dropped = drop_zero_sums(self.tree) + drop_results_of_zeros(self.tree)
         self.beside = without_own_gradients(self.tree)
@@ -238,7 +244,7 @@ class _Method:
         if not all(isinstance(part, allowed) for part in parts):
             return None
         chains = [part for part in parts if isinstance(part, ast.Attribute)]
-        if not chains or names(test) != {"self"} or any(chain.attr == "training" for chain in chains):
+        if not chains or names(test) != {"self"} or any(chain.attr in {"training", *self.written} for chain in chains):
             return None
         values = [self.held(chain) for chain in chains]
         if any(not isinstance(value, int | float | str | None) for value in values if not _holds_more(value)):
@@ -302,7 +308,7 @@ class _Method:
         """Names of numbers of the rows that the loop writes, and of lists of them."""
 
         def counts(value: ast.expr) -> bool:
-            roots = counted(value, self.scope, loop)
+            roots = counted(value, self.scope, loop, loop=loop)
             return roots is not None and (updates.chosen_by(roots) or slices_of(self.scope, loop) is not None)
 
         taken = [node.value for node in ast.walk(loop) if isinstance(node, ast.Subscript)]
@@ -343,13 +349,13 @@ class _Method:
         """`for i, n in enumerate(counts)` where n is only tested, `for expert, n in zip(self.experts, counts)`."""
         parts, targets = sure(ast.Call, loop.iter).args, sure(ast.Tuple, loop.target).elts
         if called(loop.iter) == "enumerate":
-            if len(parts) != 1 or len(targets) != 2 or counted(parts[0], self.scope, loop) is None:
+            if len(parts) != 1 or len(targets) != 2 or counted(parts[0], self.scope, loop, loop=loop) is None:
                 return
             self._only_tested(loop, targets[1])
             loop.target = targets[0]
             loop.iter = _range(self._experts(loop, ast.unparse(targets[0])))
             return
-        numbers = [counted(part, self.scope, loop) is not None for part in parts]
+        numbers = [counted(part, self.scope, loop, loop=loop) is not None for part in parts]
         if not any(numbers) or len(parts) != len(targets):
             return
         kept = [(part, target) for part, target, number in zip(parts, targets, numbers, strict=True) if not number]
@@ -390,12 +396,15 @@ class _Method:
             raise NotStatic(f"{ast.unparse(value)} gives more than the experts that were hit", loop)
         self.by_number |= name == "unique" and not _asks_for_negative(loop)
         given = subject(value)
-        roots = self._positive(given, place) if name != "unique" else counted(given, self.scope, place, whole=True)
+        if name == "unique":
+            roots = counted(given, self.scope, place, loop=loop, whole=True)
+        else:
+            roots = self._positive(given, place, loop)
         if roots is None:
             raise NotStatic(f"{ast.unparse(value)} may be other experts than those that were hit", loop)
         return not flat and name != "unique", roots
 
-    def _positive(self, value: ast.expr | None, place: ast.stmt) -> set[str] | None:
+    def _positive(self, value: ast.expr | None, place: ast.stmt, loop: ast.For) -> set[str] | None:
         """The names of what ``value`` says is more than zero."""
         if value is None:
             return None
@@ -406,10 +415,10 @@ class _Method:
             given = [subject(value), *value.args][-2:]
             inner = given[0] if len(given) == 2 and is_zero(value.args[-1]) else None
         elif isinstance(value, ast.Call) and called(value) in ("bool", "any"):
-            return self._positive(subject(value), place)
+            return self._positive(subject(value), place, loop)
         else:
-            return counted(value, self.scope, place)
-        return None if inner is None else counted(inner, self.scope, place)
+            return counted(value, self.scope, place, loop=loop)
+        return None if inner is None else counted(inner, self.scope, place, loop=loop)
 
     # ---- how many experts there are
 
@@ -471,8 +480,13 @@ class _Everywhere(Scope):
     def alive(self, statement: ast.stmt) -> bool:
         return True
 
-    def resolved(self, value: ast.expr, place: ast.stmt) -> tuple[ast.expr, ast.stmt]:
+    def resolved(self, value: ast.expr, place: ast.stmt, *, as_made: bool = False) -> tuple[ast.expr, ast.stmt]:
         return value, place
+
+
+def _attributes_written(tree: ast.AST) -> set[str]:
+    parts = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    return {node.attr for node in parts if not isinstance(node.ctx, ast.Load)}
 
 
 def _holds_more(value: Any) -> bool:

@@ -31,7 +31,7 @@ class Updates:
     """
 
     def __init__(self, loop: ast.For, scope: Scope) -> None:
-        self.scope = scope
+        self.scope, self.loop = scope, loop
         self._inside = frozenset(ast.walk(loop))
         self.known = True
         self.rows: list[tuple[ast.expr, ast.stmt]] = []
@@ -73,7 +73,7 @@ class Updates:
         written = subject(call) if in_place else out
         while written is not None:
             if isinstance(written, ast.Name):
-                found = self.scope.value(written.id, place)
+                found = self.scope.assigned(written.id, place)
                 if found is None:
                     return written.id in self.outside or not self.scope.stores(written.id)
                 if found[1] not in self._inside:
@@ -100,13 +100,15 @@ class Updates:
         )  # fmt: skip
 
     def _made_of(self, value: ast.expr, place: ast.stmt) -> set[str]:
-        """Names that ``value`` reads, and those that these are made of."""
+        """Names that ``value`` reads, and those that these are made of, if they are in the loop what they were."""
+        seen: set[str] = set()
         found: set[str] = set()
         waiting = [(name, place) for name in names(value)]
         while waiting:
             name, where = waiting.pop()
-            if name not in found:
-                found.add(name)
+            if name not in seen:
+                seen.add(name)
+                found |= {name} if self.scope.kept(name, where, self.loop) else set()
                 made = self.scope.value(name, where)
                 waiting += [] if made is None else [(inner, made[1]) for inner in names(made[0])]
         return found

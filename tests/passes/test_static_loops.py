@@ -1269,3 +1269,113 @@ def test_ids_that_may_be_negative_in_one_mode(training, proved):
     torch.manual_seed(0)
     verdict, _ = verdict_of(NegativeInTraining().train(training), "")
     assert (verdict.training if verdict.forms else None) == proved
+
+
+class Muted(Unique):
+    """Experts that a buffer mutes are left out; in a trial none is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.active = nn.Buffer(torch.ones(E))
+
+    def forward(self, x):
+        x = x.reshape(-1, H)
+        w, ids = self.route(x)
+        out = torch.zeros_like(x)
+        counts = torch.bincount(ids.flatten(), minlength=E)
+        counts.masked_fill_(self.active == 0, 0)
+        for e in counts.nonzero().flatten().tolist():
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, self.experts[e](x[token]) * w[token, slot, None])
+        return out
+
+
+class MovedLater(Unique):
+    """Some tokens get another expert, which need not have been hit before; in a trial no token does."""
+
+    def forward(self, x):
+        x = x.reshape(-1, H)
+        w, ids = self.route(x)
+        out = torch.zeros_like(x)
+        hit = ids.unique().tolist()
+        ids = ids.masked_fill(x[:, :1] > 8, 0)
+        for e in hit:
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, self.experts[e](x[token]) * w[token, slot, None])
+        return out
+
+
+class MovedByAView(Unique):
+    def forward(self, x):
+        x = x.reshape(-1, H)
+        w, ids = self.route(x)
+        out, ids = torch.zeros_like(x), ids.clone()
+        hit = ids.unique().tolist()
+        first = ids[:, 0]
+        first[x[:, 0] > 8] = 0
+        for e in hit:
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, self.experts[e](x[token]) * w[token, slot, None])
+        return out
+
+
+class CountedBefore(Unique):
+    def forward(self, x):
+        x = x.reshape(-1, H)
+        w, ids = self.route(x)
+        out = torch.zeros_like(x)
+        counts = torch.bincount(ids.flatten(), minlength=E).tolist()
+        ids = ids.masked_fill(x[:, :1] > 8, 0)
+        for e in range(E):
+            if counts[e] == 0:
+                continue
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, self.experts[e](x[token]) * w[token, slot, None])
+        return out
+
+
+@pytest.mark.parametrize(
+    "kind, reason",
+    [
+        (Muted, "may be other experts than those that were hit"),
+        (MovedLater, "what the loop writes is not chosen by hit alone"),
+        (MovedByAView, "what the loop writes is not chosen by hit alone"),
+        (CountedBefore, "no loop in it is over the experts that were hit"),
+    ],
+    ids=["counts in place", "assigned", "a view in place", "counts before"],
+)
+def test_what_changes_between_its_count_and_the_loop(kind, reason):
+    assert_left(kind, reason)
+
+
+class WarmsUp(Unique):
+    """A branch that runs from the third call on, by a number that changes between the start of a call and it."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.counted()
+        shape, x = x.shape, x.reshape(-1, H)
+        w, ids = self.route(x)
+        if self.calls > 2:
+            w = w * 2
+        out = torch.zeros_like(x)
+        for e in ids.unique().tolist():
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, self.experts[e](x[token]) * w[token, slot, None])
+        return out.view(shape)
+
+    def counted(self):
+        self.calls += 1
+
+
+def test_a_branch_that_what_a_call_itself_writes_decides():
+    torch.manual_seed(0)
+    model = WarmsUp().eval()
+    with torch.no_grad():
+        eager = copy.deepcopy(model)
+        expected = [eager(tokens(3)) for _ in range(4)]
+        function, _ = prepared(model)
+        found = [function(tokens(3)) for _ in range(4)]
+    assert counters["moe_ops"]["fused"] and not torch.equal(expected[1], expected[2])
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
