@@ -78,9 +78,13 @@ def counted(
     while value is not None:
         if isinstance(value, ast.Name):
             found |= {value.id} if scope.kept(value.id, place, loop) else set()
-            inner = scope.value(value.id, place)
+            inner = scope.assigned(value.id, place)
             if inner is None or not isinstance(inner[0], ast.Call) or called(inner[0]) not in CONVERSIONS:
-                return found if steps else None
+                # zeros that something has been counted into, once
+                again = inner is not None and scope.writes(value.id, inner[1], place) > 1
+                return found if steps and not again else None
+            if scope.value(value.id, place) is None:
+                return None
             value, place = inner
         elif isinstance(value, ast.Attribute):
             return found | {ast.unparse(value)} if steps else None

@@ -267,12 +267,8 @@ class Scope:
             return None
         loops = [block for block in self._blocks[place] if isinstance(block, ast.For | ast.While)]
         loops = [loop for loop in loops if not self._is_in(found[1], loop)]
-        written = any(
-            self._order[found[1]] < self._order[write] < self._order[place]
-            or any(self._is_in(write, loop) for loop in loops)
-            for write in self._writes.get(name, [])
-        )
-        return None if written else found
+        again = any(self._is_in(write, loop) for write in self._writes.get(name, []) for loop in loops)
+        return None if again or self.writes(name, found[1], place) else found
 
     def assigned(self, name: str, place: ast.stmt) -> tuple[ast.expr, ast.stmt] | None:
         """The same, whatever has been written to it since."""
@@ -326,9 +322,16 @@ class Scope:
         return block in self._blocks[statement]
 
     def changed(self, value: ast.expr, since: ast.stmt, until: ast.stmt) -> bool:
-        """Whether a name that ``value`` reads is assigned to between two statements."""
+        """Whether a name that ``value`` reads is assigned or written to between two statements."""
         between = range(self._order[since], self._order[until])
-        return any(self._order[store.place] in between for name in names(value) for store in self._stores.get(name, []))
+        stored = [store.place for name in names(value) for store in self._stores.get(name, [])]
+        return any(self._order[place] in between for place in stored) or any(
+            self.writes(name, since, until) for name in names(value)
+        )
+
+    def writes(self, name: str, since: ast.stmt, until: ast.stmt) -> int:
+        """How many statements between two write to what ``name`` is."""
+        return sum(self._order[since] < self._order[place] < self._order[until] for place in self._writes.get(name, []))
 
     def before(self, one: ast.stmt, other: ast.stmt) -> bool:
         return self._order[one] < self._order[other]

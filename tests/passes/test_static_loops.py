@@ -1334,15 +1334,91 @@ class CountedBefore(Unique):
         return out
 
 
+class SlicesInPlace(Unique):
+    """Slices in the order of ids that some tokens no longer have."""
+
+    def forward(self, x):
+        x = x.reshape(-1, H)
+        w, ids = self.route(x)
+        flat = ids.flatten().clone()
+        order = flat.argsort()
+        counts = torch.bincount(flat, minlength=E)
+        flat.masked_fill_((x[:, 0] > 8).repeat_interleave(K), 0)
+        rows, outs, start = x[order // K], [], 0
+        for e, n in enumerate(counts.tolist()):
+            end = start + n
+            if n == 0:
+                continue
+            outs.append(self.experts[e](rows[start:end]))
+            start = end
+        outs = torch.cat(outs)
+        y = torch.empty_like(outs)
+        y[order] = outs
+        return (y.view(-1, K, H) * w.unsqueeze(-1)).sum(1)
+
+
+class CountsInPlaceOfSlices(Unique):
+    """Slices as long as other experts have rows, for tokens such as no trial has."""
+
+    def forward(self, x):
+        x = x.reshape(-1, H)
+        w, ids = self.route(x)
+        flat = ids.flatten()
+        order = flat.argsort()
+        counts = torch.bincount(flat, minlength=E)
+        counts.copy_(torch.where((x > 8).any(), counts.flip(0), counts))
+        rows, outs, start = x[order // K], [], 0
+        for e, n in enumerate(counts.tolist()):
+            end = start + n
+            if n == 0:
+                continue
+            outs.append(self.experts[e](rows[start:end]))
+            start = end
+        outs = torch.cat(outs)
+        y = torch.empty_like(outs)
+        y[order] = outs
+        return (y.view(-1, K, H) * w.unsqueeze(-1)).sum(1)
+
+
+class CountedTwice(CountedOnce):
+    """Into zeros, and once more for tokens such as no trial has."""
+
+    def forward(self, x):
+        x = x.reshape(-1, H)
+        w, ids = self.route(x)
+        counts = ids.new_zeros((ids.shape[0], E))
+        counts.scatter_(1, ids, 1)
+        counts[x[:, 0] > 8] = 1
+        order = ids.view(-1).argsort()
+        ends = counts.sum(0).cumsum(0).tolist()
+        out = torch.zeros_like(x)
+        for e, end in enumerate(ends):
+            pairs = order[ends[e - 1] if e > 0 else 0 : end]
+            token = pairs // self.top_k
+            out.index_add_(0, token, self.experts[e](x[token]) * w.view(-1)[pairs, None])
+        return out
+
+
 @pytest.mark.parametrize(
     "kind, reason",
     [
+        (SlicesInPlace, "flat changes before the loop"),
+        (CountsInPlaceOfSlices, "is no list of the experts that were hit"),
+        (CountedTwice, "no loop in it is over the experts that were hit"),
         (Muted, "may be other experts than those that were hit"),
         (MovedLater, "what the loop writes is not chosen by hit alone"),
         (MovedByAView, "what the loop writes is not chosen by hit alone"),
         (CountedBefore, "no loop in it is over the experts that were hit"),
     ],
-    ids=["counts in place", "assigned", "a view in place", "counts before"],
+    ids=[
+        "ids in place",
+        "lengths in place",
+        "counts twice",
+        "counts in place",
+        "assigned",
+        "a view in place",
+        "counts before",
+    ],
 )
 def test_what_changes_between_its_count_and_the_loop(kind, reason):
     assert_left(kind, reason)
