@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import copy
 
-from compile_passes.slice_bounds import Slices
+from compile_passes.slice_bounds import CONVERSIONS, Slices
 from compile_passes.source import CUTS, Scope, bodies, called, is_zero, names, subject
 
 _START, _END, _NUMBER = "_start_", "_end_", "_number_"
@@ -122,9 +122,23 @@ def _split(value: ast.expr, scope: Scope, place: ast.stmt) -> ast.expr | None:
         word.value for word in made.keywords if word.arg not in ("dim", "tensor")
     ]
     dims = [word.value for word in made.keywords if word.arg == "dim"] + rest[1:]
-    if rows is None or not rest or isinstance(rest[0], ast.Constant) or not all(map(is_zero, dims)):
+    if rows is None or not rest or not _may_be_counts(rest[0], scope, where) or not all(map(is_zero, dims)):
         return None
     return None if scope.changed(rows, where, place) else rows
+
+
+def _may_be_counts(value: ast.expr, scope: Scope, place: ast.stmt) -> bool:
+    """Whether sizes are what a call, or a caller, gives, in other forms, and nothing has been written to since."""
+    while True:
+        value, place = scope.resolved(value, place)
+        if isinstance(value, ast.Name):
+            return scope.assigned(value.id, place) is None
+        if isinstance(value, ast.Subscript):  # one of several results
+            return isinstance(value.value, ast.Call)
+        inner = subject(value) if isinstance(value, ast.Call) and called(value) in CONVERSIONS else None
+        if inner is None:
+            return isinstance(value, ast.Call | ast.Attribute)
+        value = inner
 
 
 class _Slicing(ast.NodeTransformer):

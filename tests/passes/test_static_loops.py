@@ -1343,8 +1343,8 @@ class SlicesInPlace(Unique):
         flat = ids.flatten().clone()
         order = flat.argsort()
         counts = torch.bincount(flat, minlength=E)
-        flat.masked_fill_((x[:, 0] > 8).repeat_interleave(K), 0)
-        rows, outs, start = x[order // K], [], 0
+        flat.masked_fill_((x[:, 0] > 8).repeat_interleave(self.top_k), 0)
+        rows, outs, start = x[order // self.top_k], [], 0
         for e, n in enumerate(counts.tolist()):
             end = start + n
             if n == 0:
@@ -1354,7 +1354,7 @@ class SlicesInPlace(Unique):
         outs = torch.cat(outs)
         y = torch.empty_like(outs)
         y[order] = outs
-        return (y.view(-1, K, H) * w.unsqueeze(-1)).sum(1)
+        return (y.view(-1, self.top_k, H) * w.unsqueeze(-1)).sum(1)
 
 
 class CountsInPlaceOfSlices(Unique):
@@ -1367,7 +1367,7 @@ class CountsInPlaceOfSlices(Unique):
         order = flat.argsort()
         counts = torch.bincount(flat, minlength=E)
         counts.copy_(torch.where((x > 8).any(), counts.flip(0), counts))
-        rows, outs, start = x[order // K], [], 0
+        rows, outs, start = x[order // self.top_k], [], 0
         for e, n in enumerate(counts.tolist()):
             end = start + n
             if n == 0:
@@ -1377,7 +1377,41 @@ class CountsInPlaceOfSlices(Unique):
         outs = torch.cat(outs)
         y = torch.empty_like(outs)
         y[order] = outs
-        return (y.view(-1, K, H) * w.unsqueeze(-1)).sum(1)
+        return (y.view(-1, self.top_k, H) * w.unsqueeze(-1)).sum(1)
+
+
+class ChunksOfOtherSizes(Unique):
+    """Chunks as long as other experts have rows, for tokens such as no trial has."""
+
+    def forward(self, x):
+        x = x.reshape(-1, H)
+        w, ids = self.route(x)
+        order = ids.flatten().argsort()
+        sizes = torch.bincount(ids.flatten(), minlength=E).tolist()
+        sizes = sizes[::-1] if bool((x > 8).any()) else sizes
+        parts = x[order // self.top_k].split(sizes)
+        outs = [self.experts[e](parts[e]) for e in range(E)]
+        outs = torch.cat(outs)
+        y = torch.empty_like(outs)
+        y[order] = outs
+        return (y.view(-1, self.top_k, H) * w.unsqueeze(-1)).sum(1)
+
+
+class ChunksOfChangedSizes(Unique):
+    """The same, written in place."""
+
+    def forward(self, x):
+        x = x.reshape(-1, H)
+        w, ids = self.route(x)
+        order = ids.flatten().argsort()
+        counts = torch.bincount(ids.flatten(), minlength=E)
+        counts.copy_(torch.where((x > 8).any(), counts.flip(0), counts))
+        parts = x[order // self.top_k].split(counts.tolist())
+        outs = [self.experts[e](parts[e]) for e in range(E)]
+        outs = torch.cat(outs)
+        y = torch.empty_like(outs)
+        y[order] = outs
+        return (y.view(-1, self.top_k, H) * w.unsqueeze(-1)).sum(1)
 
 
 class CountedTwice(CountedOnce):
@@ -1404,6 +1438,8 @@ class CountedTwice(CountedOnce):
     [
         (SlicesInPlace, "flat changes before the loop"),
         (CountsInPlaceOfSlices, "is no list of the experts that were hit"),
+        (ChunksOfOtherSizes, "no loop in it is over the experts that were hit"),
+        (ChunksOfChangedSizes, "no loop in it is over the experts that were hit"),
         (CountedTwice, "no loop in it is over the experts that were hit"),
         (Muted, "may be other experts than those that were hit"),
         (MovedLater, "what the loop writes is not chosen by hit alone"),
@@ -1413,6 +1449,8 @@ class CountedTwice(CountedOnce):
     ids=[
         "ids in place",
         "lengths in place",
+        "sizes",
+        "sizes in place",
         "counts twice",
         "counts in place",
         "assigned",
