@@ -16,7 +16,7 @@ from torch import fx
 
 from compile_passes.builder import arguments, operator_name
 from compile_passes.match import MoEMatch, leaves, location, module_of, source
-from compile_passes.vocabulary import example, target_name, tensors_of
+from compile_passes.vocabulary import example, is_in_place_name, target_name, tensors_of
 from moe_ops.graphs import describe, operation
 
 #: The steps of a block, and what else reads a value from inside of it.
@@ -315,4 +315,4 @@ def _folded(lines: list[Line]) -> Iterator[Line]:
 
 def _writes(node: fx.Node) -> bool:
     name = target_name(node)
-    return name == "setitem" or (name.endswith("_") and not name.endswith("__"))
+    return name == "setitem" or is_in_place_name(name)

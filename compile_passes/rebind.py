@@ -98,10 +98,10 @@ def verdict_of(model: nn.Module, path: str, *, loops: bool = True) -> tuple[Verd
                 more = None if inside in forms else without_class_counts(other) or without_conversions(other)
                 if more is not None:
                     forms[inside] = more
-            for inside, form in forms.items():
+            for inside in forms:
                 _check_unbound(block.get_submodule(inside))
-                if form.of_some_ids:
-                    _check_ids_are_its_own(model, around, path)
+            if any(form.of_some_ids for form in forms.values()):
+                _check_ids_are_its_own(model, around, path)
             source = [ast.dump(tree) for form in forms.values() for tree in form.trees()]
             key = (*forms, *source, *_facts(block))
             known = key in _VERDICTS

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from compile_passes.vocabulary import is_in_place_name
+
 # Decorators that a changed function gets again.
 _MODES: dict[str, Callable[[], Any]] = {
     "torch.no_grad()": torch.no_grad, "torch.no_grad": torch.no_grad,
@@ -323,11 +325,9 @@ class Scope:
 
     def changed(self, value: ast.expr, since: ast.stmt, until: ast.stmt) -> bool:
         """Whether a name that ``value`` reads is assigned or written to between two statements."""
-        between = range(self._order[since], self._order[until])
-        stored = [store.place for name in names(value) for store in self._stores.get(name, [])]
-        return any(self._order[place] in between for place in stored) or any(
-            self.writes(name, since, until) for name in names(value)
-        )
+        between, read = range(self._order[since], self._order[until]), names(value)
+        stored = (self._order[store.place] for name in read for store in self._stores.get(name, []))
+        return any(place in between for place in stored) or any(self.writes(name, since, until) for name in read)
 
     def writes(self, name: str, since: ast.stmt, until: ast.stmt) -> int:
         """How many statements between two write to what ``name`` is."""
@@ -420,8 +420,7 @@ def _written(statement: ast.stmt) -> Iterator[ast.expr | None]:
     parts = [part for part in ast.iter_child_nodes(statement) if not isinstance(part, ast.stmt)]
     for call in (node for part in parts for node in ast.walk(part) if isinstance(node, ast.Call)):
         words = {word.arg: word.value for word in call.keywords}
-        name = called(call)
-        if (name.endswith("_") and not name.endswith("__")) or "inplace" in words:
+        if is_in_place_name(called(call)) or "inplace" in words:
             yield subject(call)
         yield words.get("out")
 

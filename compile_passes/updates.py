@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 
 from compile_passes.source import Scope, called, names, subject
+from compile_passes.vocabulary import is_in_place_name
 
 # Calls that write rows of the tensor that they are called on, and which argument says what rows.
 _WRITES = {
@@ -67,8 +68,7 @@ class Updates:
 
     def _writes_outside(self, call: ast.Call, place: ast.stmt) -> bool:
         """Whether a call writes what is there in place, as ``x.add_(y)`` does, and that is not the loop's own."""
-        name = called(call)
-        in_place = name.endswith("_") and not name.endswith("__")
+        in_place = is_in_place_name(called(call))
         out = next((word.value for word in call.keywords if word.arg == "out"), None)
         written = subject(call) if in_place else out
         while written is not None:

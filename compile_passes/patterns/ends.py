@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -24,6 +24,7 @@ from compile_passes.vocabulary import example, has_shape, rank, same_shape
 Index = fx.Node | tuple[fx.Node, ...]
 # What one expert's results are put into or added to, and what that gives.
 Step = tuple[Any, fx.Node]
+_Other = TypeVar("_Other")
 _NOTHING: frozenset[fx.Node] = frozenset()
 
 
@@ -243,15 +244,15 @@ class Ends:
             *(self.order.bare(i) if isinstance(i, fx.Node) else i for i in (self.order.by_row(written), index))
         )
 
-    def _in_order(self, ends: Sequence[End], indices: Sequence[Index]) -> list[tuple[End, Index]]:
-        """Ends and indices of the experts in the order in which their results are collected."""
-        return sorted(zip(ends, indices, strict=True), key=lambda pair: self.reading.order[pair[0].reader])
+    def in_order(self, ends: Sequence[End], others: Sequence[_Other]) -> list[tuple[End, _Other]]:
+        """Ends of the experts, and what else each has, in the order in which their results are collected."""
+        return sorted(zip(ends, others, strict=True), key=lambda pair: self.reading.order[pair[0].reader])
 
     def put_in_turn(self, ends: Sequence[End], indices: Sequence[Index], whole: bool) -> fx.Node | None:
         """What the experts have written one after the other, each the results of its tokens; over zeros, where these
         are not the ``whole``.
         """
-        chain = chain_of(self.put(end.reader, index, end.value) for end, index in self._in_order(ends, indices))
+        chain = chain_of(self.put(end.reader, index, end.value) for end, index in self.in_order(ends, indices))
         if chain is None or not (whole or self.reading.is_zeros(chain[0])):
             return None
         return chain[1] if self.is_wide(chain[1]) else None
@@ -266,7 +267,7 @@ class Ends:
         self, ends: Sequence[End], indices: Sequence[Index]
     ) -> tuple[fx.Node, fx.Node | None, bool] | None:  # fmt: skip
         """(the sum, what it was added to, whether a token's row counts once) of results added to their tokens."""
-        steps = [(end, self._added(end, index)) for end, index in self._in_order(ends, indices)]
+        steps = [(end, self._added(end, index)) for end, index in self.in_order(ends, indices)]
         chain = chain_of(step for _, step in steps)
         if chain is None or not self.is_wide(chain[1]):
             return None

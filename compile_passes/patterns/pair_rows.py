@@ -17,7 +17,7 @@ from typing import Any
 from torch import fx
 
 from compile_passes.compat import number_by_a_guard
-from compile_passes.patterns.ends import End, Ends, Step, Taken, chain_of
+from compile_passes.patterns.ends import End, Ends, Taken, chain_of
 from compile_passes.patterns.pairs import Hits, Pairs
 from compile_passes.patterns.rows import BLANK, Written
 from compile_passes.vocabulary import equal_sizes, example, has_shape, rank, size_of
@@ -145,12 +145,8 @@ class _PairRows:
 
     def _result(self, written: Sequence[Written | None]) -> fx.Node | None:
         """What has all rows. Every row is written, so that what was there before counts where rows are added alone."""
-        steps: list[tuple[int, Step]] = [
-            (self.reading.order[end.reader], (one.start, end.reader))
-            for end, one in zip(self.results, written, strict=True)
-            if one is not None
-        ]
-        chain = chain_of(step for _, step in sorted(steps, key=lambda pair: pair[0]))
+        steps = self.ends.in_order(self.results, written)
+        chain = chain_of(None if one is None else (one.start, end.reader) for end, one in steps)
         if chain is None or not self.ends.is_wide(chain[0]):
             return None
         sums = any(self.order.placed(end.reader) is None for end in self.results)
