@@ -3,6 +3,8 @@
     for e, chunk in enumerate(torch.split(rows, sizes))         chunk is rows[_start_:_end_]
     for expert, chunk in zip(self.experts, rows.split(sizes))   the same, with expert = self.experts[_number_]
     chunks[e] in a loop over range, [expert(chunk) for ...]     the same, in a loop
+    rows.tensor_split(ends[:-1])                                as rows.split(sizes)
+    outs[start : start + len(chunk)] = expert(chunk)            outs[_start_:_end_] = ..., where that is its place
 
 Nothing is proved here, not even that the sizes are counts of an expert's rows: what is made of such a loop is tried.
 """
@@ -11,118 +13,95 @@ from __future__ import annotations
 
 import ast
 import copy
+import itertools
 
-from compile_passes.slice_bounds import CONVERSIONS, Slices
-from compile_passes.source import CUTS, Scope, bodies, called, is_zero, names, subject
+from compile_passes.comprehensions import unrolled
+from compile_passes.slice_bounds import CONVERSIONS, Slices, has_both_ends, side_by_side, taken_by_number
+from compile_passes.source import CUTS, CUTS_AT, Scope, assignments, called, is_zero, subject, sure
 
-_START, _END, _NUMBER = "_start_", "_end_", "_number_"
+_START, _END = "_start_", "_end_"
 
 
 def chunks_of(scope: Scope, loop: ast.For) -> Slices | None:
     """The chunks that the loop is over, or takes by its number; their names, and what takes them, become slices."""
-    beside, number = _parts(loop)
+    beside, number = side_by_side(loop)
     taken = {name: rows for name, value in beside.items() if (rows := _split(value, scope, loop)) is not None}
     if taken:
         others = {name: value for name, value in beside.items() if name not in taken}
-        loop.body[:0] = [
-            ast.copy_location(ast.Assign([ast.Name(name, ast.Store())],
-                              ast.Subscript(value, ast.Name(number, ast.Load()), ast.Load())), loop)
-            for name, value in others.items()
-        ]  # fmt: skip
+        loop.body[:0] = taken_by_number(others, number, loop)
     replacing = _Slicing(scope, loop, number, taken)
     loop.body = [replacing.visit(part) for part in loop.body]
     if not replacing.found or not number:
         return None
+    counts = {chunk: (f"{chunk}.shape[0]", f"{chunk}.size(0)", f"len({chunk})") for chunk in replacing.found}
+    _cut_alike(scope, loop, frozenset(text for texts in counts.values() for text in texts))
+    held = [*itertools.chain(*map(assignments, loop.body))]
     empty, filled = set[str](), set[str]()
-    for chunk in replacing.found:
-        for count in (f"{chunk}.shape[0]", f"{chunk}.size(0)", f"{chunk}.numel()", f"{chunk}.nelement()",
-                      f"len({chunk})"):  # fmt: skip
+    for chunk, texts in counts.items():
+        known = {*texts, f"{chunk}.numel()", f"{chunk}.nelement()"}
+        for count in known | {ast.unparse(name) for name, value in held if ast.unparse(value) in known}:
             empty |= {f"{count} {test}" for test in ("== 0", "< 1", "<= 0")} | {f"not {count}"}
             filled |= {f"{count} {test}" for test in ("> 0", "!= 0", ">= 1")} | {count}
     return Slices(number, _START, _END, (), frozenset(empty), frozenset(filled), bool(taken))
 
 
+def _cut_alike(scope: Scope, loop: ast.For, counts: frozenset[str]) -> None:
+    """Slices that follow each other by ``counts``, the chunks' sizes, as those that the chunks are:
+
+    start = 0 before the loop, `outs[start : start + len(chunk)] = ...` in it, and then `start += len(chunk)`.
+    """
+    held = {name.id: ast.unparse(value) for part in loop.body for name, value in assignments(part)
+            if isinstance(name, ast.Name)}  # fmt: skip
+    sizes = counts | {name for name, text in held.items() if text in counts}
+    for moved in loop.body:
+        to = moved.targets[0] if isinstance(moved, ast.Assign) else getattr(moved, "target", None)
+        begin = scope.value(to.id, loop) if isinstance(to, ast.Name) else None
+        if begin is None or not is_zero(begin[0]):
+            continue
+        start = ast.unparse(sure(ast.Name, to))
+        ends = {f"{start} + {size}" for size in sizes} | {f"{size} + {start}" for size in sizes}
+        ends |= {name for name, text in held.items() if text in ends}
+        given = ast.unparse(sure(ast.expr, getattr(moved, "value", None)))
+        added = isinstance(moved, ast.AugAssign) and isinstance(moved.op, ast.Add) and given in sizes
+        if added or (isinstance(moved, ast.Assign) and given in ends):
+            loop.body.remove(moved)
+            for index in [node for part in loop.body for node in ast.walk(part) if isinstance(node, ast.Slice)]:
+                if ast.unparse(index) in {f"{start}:{end}" for end in ends}:
+                    index.lower, index.upper = ast.Name(_START, ast.Load()), ast.Name(_END, ast.Load())
+            return
+
+
 def unroll_comprehensions(tree: ast.FunctionDef) -> None:
-    """Lists that are made of chunks by an expression, as loops that append to them."""
+    """Lists that are made of chunks or slices by an expression, as loops that append to them."""
     scope = Scope(tree)
-    for block in [inner for node in ast.walk(tree) if isinstance(node, ast.stmt) for inner in bodies(node)]:
-        for statement in list(block):
-            made = _listed(statement)
-            if made is None or not scope.alive(statement):
-                continue
-            name, value = made
-            over = value.generators[0]
-            append = ast.Attribute(ast.Name(name, ast.Load()), "append", ast.Load())
-            inner: ast.stmt = ast.Expr(ast.Call(append, [value.elt], []))
-            for test in reversed(over.ifs):
-                inner = ast.If(test, [inner], [])
-            loop = ast.For(over.target, over.iter, [inner], [])
-            if _is_of_chunks(scope, statement, loop):
-                first = ast.Assign([ast.Name(name, ast.Store())], ast.List([], ast.Load()))
-                place = block.index(statement)
-                block[place : place + 1] = [_at(part, statement) for part in (first, loop)]
+    unrolled(tree, lambda loop, statement: scope.alive(statement) and _cuts(scope, statement, loop))
 
 
-def _is_of_chunks(scope: Scope, statement: ast.stmt, loop: ast.For) -> bool:
-    beside, number = _parts(loop)
+def _cuts(scope: Scope, statement: ast.stmt, loop: ast.For) -> bool:
+    """Whether a loop is over chunks, or takes chunks or slices by the number of an expert."""
+    beside, number = side_by_side(loop)
     if any(_split(value, scope, statement) is not None for value in beside.values()):
         return True
     items = [node for part in loop.body for node in ast.walk(part) if isinstance(node, ast.Subscript)]
-    return any(number and ast.unparse(item.slice) == number and _split(item.value, scope, statement) for item in items)
-
-
-def _listed(statement: ast.stmt) -> tuple[str, ast.ListComp] | None:
-    """(name, value) of `name = [... for ... in ...]`."""
-    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
-        return None
-    target, value = statement.targets[0], statement.value
-    if not isinstance(target, ast.Name) or not isinstance(value, ast.ListComp) or len(value.generators) != 1:
-        return None
-    stored = {node.id for node in ast.walk(value.generators[0].target) if isinstance(node, ast.Name)}
-    return (target.id, value) if target.id not in stored | names(value) else None
-
-
-def _at(made: ast.stmt, like: ast.stmt) -> ast.stmt:
-    for node in ast.walk(made):
-        if isinstance(node, ast.stmt):
-            ast.copy_location(node, like)
-    return made
-
-
-def _parts(loop: ast.For) -> tuple[dict[str, ast.expr], str]:
-    """What the loop's names go over side by side, and the name of its number."""
-    name, target, over = called(loop.iter), loop.target, loop.iter
-    if isinstance(target, ast.Name):
-        if name == "range":
-            return {}, target.id
-        return {target.id: over}, _NUMBER
-    if not isinstance(target, ast.Tuple) or not isinstance(over, ast.Call):
-        return {}, ""
-    if any(word.arg != "strict" for word in over.keywords):
-        return {}, ""
-    number, parts, given = _NUMBER, target.elts, over.args
-    if name == "enumerate" and len(given) == 1 and len(parts) == 2 and isinstance(parts[0], ast.Name):
-        number, parts = parts[0].id, [parts[1]]
-        if isinstance(parts[0], ast.Tuple) and called(given[0]) == "zip" and isinstance(given[0], ast.Call):
-            parts, given = parts[0].elts, given[0].args
-    elif name != "zip":
-        return {}, ""
-    if len(parts) != len(given) or not all(isinstance(part, ast.Name) for part in parts):
-        return {}, ""
-    return {ast.unparse(part): value for part, value in zip(parts, given, strict=True)}, number
+    if any(number and ast.unparse(item.slice) == number and _split(item.value, scope, statement) for item in items):
+        return True
+    return bool(number) and any(map(has_both_ends, items))
 
 
 def _split(value: ast.expr, scope: Scope, place: ast.stmt) -> ast.expr | None:
-    """The rows of `torch.split(rows, sizes, dim=0)`, `rows.split(sizes)`, which nothing changes until ``place``."""
+    """The rows of `torch.split(rows, sizes, dim=0)`, `rows.split(sizes)`, `rows.tensor_split(ends[:-1])`, which nothing
+    changes until ``place``.
+    """
     made, where = scope.resolved(value, place)
-    if not isinstance(made, ast.Call) or called(made) not in CUTS:
+    if not isinstance(made, ast.Call) or called(made) not in CUTS | CUTS_AT:
         return None
+    may_cut = _may_be_counts if called(made) in CUTS else _may_be_ends
     rows = subject(made)
     rest = [part for part in made.args if part is not rows] + [
         word.value for word in made.keywords if word.arg not in ("dim", "tensor")
     ]
     dims = [word.value for word in made.keywords if word.arg == "dim"] + rest[1:]
-    if rows is None or not rest or not _may_be_counts(rest[0], scope, where) or not all(map(is_zero, dims)):
+    if rows is None or not rest or not may_cut(rest[0], scope, where) or not all(map(is_zero, dims)):
         return None
     return None if scope.changed(rows, where, place) else rows
 
@@ -138,6 +117,23 @@ def _may_be_counts(value: ast.expr, scope: Scope, place: ast.stmt) -> bool:
         inner = subject(value) if isinstance(value, ast.Call) and called(value) in CONVERSIONS else None
         if inner is None:
             return isinstance(value, ast.Call | ast.Attribute)
+        value = inner
+
+
+def _may_be_ends(value: ast.expr, scope: Scope, place: ast.stmt) -> bool:
+    """Whether places are sums of counts, one by one, without the last."""
+    summed = last_left_out = False
+    while True:
+        value, place = scope.resolved(value, place)
+        if isinstance(value, ast.Call) and called(value) in CONVERSIONS:
+            summed |= called(value) == "cumsum"
+            inner = subject(value)
+        elif isinstance(value, ast.Subscript) and ast.unparse(value.slice) == ":-1" and not last_left_out:
+            last_left_out, inner = True, value.value
+        else:
+            inner = None
+        if inner is None:
+            return summed and last_left_out and _may_be_counts(value, scope, place)
         value = inner
 
 

@@ -9,14 +9,15 @@ from typing import Any
 from torch import nn
 
 from compile_passes.slice_bounds import CONVERSIONS
-from compile_passes.source import NotStatic, assignments, bodies, called, is_zero, names, sure
+from compile_passes.source import CUTS, CUTS_AT, NotStatic, assignments, bodies, called, is_zero, names, sure
 
 # What may lie between the ids, or a mask of them, and the list of experts that were hit.
 ELEMENTS = frozenset({"tolist", "cpu", "numpy", "flatten", "squeeze", "view", "reshape", "ravel", "detach", "sorted"})
 POSITIVE = frozenset({"greater", "gt", "ne", "not_equal"})
 
 # What may be left out when nobody reads it.
-PURE = ELEMENTS | CONVERSIONS | POSITIVE | {"nonzero", "unique", "where", "bool", "argsort", "split"}
+PURE = ELEMENTS | CONVERSIONS | POSITIVE | CUTS | CUTS_AT
+PURE |= {"nonzero", "unique", "where", "bool", "argsort", "size", "len", "numel"}
 
 
 class Element(ast.NodeTransformer):

@@ -21,7 +21,7 @@ from torch import nn
 
 from compile_passes.dispatchers import has_dispatcher
 from compile_passes.reached import names_of, of_torch, reached, tree_of
-from compile_passes.source import CUTS, call_it_self
+from compile_passes.source import CUTS, CUTS_AT, call_it_self
 
 CAPTURABLE = "grouped_mm"
 # What transformers' `use_experts_implementation` sets on every instance of a class that it decorates.
@@ -396,7 +396,7 @@ def names_called(kind: type[nn.Module], depth: int = 3) -> frozenset[str]:
 def cuts_by_numbers(module: nn.Module) -> bool:
     """Whether code of a module, or of those inside of it, splits rows, and reads numbers of tensors on the host."""
     named = frozenset[str]().union(*(names_called(type(inside)) for inside in module.modules()))
-    return not named.isdisjoint(_NUMBERS) and not named.isdisjoint(CUTS)
+    return not named.isdisjoint(_NUMBERS) and not named.isdisjoint(CUTS | CUTS_AT)
 
 
 def loops_over_data(kind: type[nn.Module]) -> bool:
@@ -410,7 +410,8 @@ def _has_such_loop(tree: ast.AST) -> bool:
     """
     loops: list[ast.AST] = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While)]
     numbers, made = _calls(tree, _NUMBERS), [node for node in ast.walk(tree) if isinstance(node, ast.ListComp)]
-    loops += [node for node in made if _calls(tree, CUTS) or (numbers and _slices(node))]  # lists of the parts
+    cut = _calls(tree, CUTS | CUTS_AT)
+    loops += [node for node in made if cut or (numbers and _slices(node))]  # lists of the parts
     if loops and _calls(tree, _DATA_DEPENDENT - _COUNTS):
         return True
     counted = _assigned(tree, lambda value: _calls(value, _COUNTS))

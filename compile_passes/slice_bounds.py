@@ -3,8 +3,11 @@
     for e, n in enumerate(counts):          end = start + n; ...; start = end
     for e, end in enumerate(ends):          start = 0 if e == 0 else ends[e - 1]
     for e in range(len(self.experts)):      the same with counts[e] and ends[e], or rows[offsets[e]:offsets[e + 1]]
+    for expert, n in zip(self.experts, counts):                 the same, with expert = self.experts[_number_]
+    for expert, a, b in zip(self.experts, starts, ends):        starts = [0, *ends[:-1]], or ends - counts
+    for e, (a, b) in enumerate(pairwise(offsets)):              a = offsets[e], b = offsets[e + 1]
 
-What is taken of an element of ``enumerate`` is taken by the number: n is counts[e].
+What is taken of an element is taken by the number: n is counts[e].
 
 Nothing is proved here: what is made of such a loop is tried.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from compile_passes.source import Scope, assignments, called, is_zero, subject, sure
 
@@ -23,6 +26,7 @@ CONVERSIONS = frozenset({
     "int", "to", "float", "squeeze", "detach", "ravel", "any", "transpose", "histc", "type", "nelement", "item",
 })  # fmt: skip
 _READ = frozenset({"item", "int", "tolist"})
+_NUMBER = "_number_"  # of an expert, where the loop has no name for it
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class Slices:
         arithmetic: the statements that make these, and need not be there without them.
         empty, filled: what asks whether a slice is empty, and whether it is not.
         over_counts: whether the loop is over what the data knows, and not over the experts.
+        beside: what the loop's other names are then, by the number.
     """
 
     number: str
@@ -44,24 +49,99 @@ class Slices:
     empty: frozenset[str]
     filled: frozenset[str]
     over_counts: bool
+    beside: tuple[ast.stmt, ...] = ()
 
 
 def slices_of(scope: Scope, loop: ast.For) -> Slices | None:
     """Slices that follow each other, by counts or by their ends."""
-    target, given = loop.target, sure(ast.Call, loop.iter).args if isinstance(loop.iter, ast.Call) else []
-    if len(given) != 1:
+    over = called(loop.iter)
+    beside, number = side_by_side(loop)
+    if over not in ("range", "enumerate", "zip", "pairwise") or not number:
         return None
-    if called(loop.iter) == "range" and isinstance(target, ast.Name):
-        return _Bounds(scope, loop, target.id).slices()
-    if called(loop.iter) != "enumerate" or not isinstance(target, ast.Tuple):
+    if over == "range" and len(sure(ast.Call, loop.iter).args) != 1:
         return None
-    number, *elements = target.elts
-    if not isinstance(number, ast.Name) or len(elements) != 1 or not isinstance(elements[0], ast.Name):
+    known = {name: _element(value, number) for name, value in beside.items() if _is_known(value, scope, loop)}
+    if not known and over in ("zip", "pairwise"):
         return None
-    if counted(given[0], scope, loop, loop=loop) is None:
-        return _Bounds(scope, loop, number.id).slices()
-    element = ast.Subscript(given[0], ast.Name(number.id, ast.Load()), ast.Load())
-    return _Bounds(scope, loop, number.id, {elements[0].id: element}).slices()
+    others = {name: value for name, value in beside.items() if known and name not in known}
+    return _Bounds(scope, loop, number, known).slices(taken_by_number(others, number, loop))
+
+
+def _is_known(value: ast.expr, scope: Scope, loop: ast.For) -> bool:
+    """Whether it is counts, or their ends, or ends that start with 0."""
+    inner = value.value if isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Slice) else value
+    if counted(inner, scope, loop, loop=loop) is not None:
+        return True
+    made = [_all_but_the_last(part) for part in _chain(inner, scope, loop)]
+    chain = [one for part in made for one in _chain(part, scope, loop)]
+    behind = [found for one in chain if (found := _behind_zero(one)) is not None]
+    behind += [one.left for one in chain if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Sub)]  # ends - counts
+    return any(_is_cumulated(_all_but_the_last(part), scope, loop) for part in behind)
+
+
+def _all_but_the_last(value: ast.expr) -> ast.expr:
+    return value.value if isinstance(value, ast.Subscript) and ast.unparse(value.slice) == ":-1" else value
+
+
+def _element(value: ast.expr, number: str) -> ast.expr:
+    """Element number ``number`` of ``value``: that of ends[:-1] is ends[number], of ends[1:] ends[number + 1]."""
+    place: ast.expr = ast.Name(number, ast.Load())
+    cut = ast.unparse(value.slice) if isinstance(value, ast.Subscript) else ""
+    if isinstance(value, ast.Subscript) and cut in (":-1", "1:"):
+        value, place = value.value, ast.BinOp(place, ast.Add(), ast.Constant(1)) if cut == "1:" else place
+    return ast.Subscript(value, place, ast.Load())
+
+
+def side_by_side(loop: ast.For) -> tuple[dict[str, ast.expr], str]:
+    """What the names of a loop go over side by side, and the name of its number; ({}, "") of other loops."""
+    name, target, over = called(loop.iter), loop.target, loop.iter
+    if isinstance(target, ast.Name):
+        if name == "range":
+            return {}, target.id
+        return {target.id: over}, _NUMBER
+    if not isinstance(target, ast.Tuple) or not isinstance(over, ast.Call):
+        return {}, ""
+    if any(word.arg != "strict" for word in over.keywords):
+        return {}, ""
+    number, part = _NUMBER, sure(ast.expr, target)
+    if name == "enumerate" and len(over.args) == 1 and len(target.elts) == 2 and isinstance(target.elts[0], ast.Name):
+        number, part, over = target.elts[0].id, target.elts[1], over.args[0]
+    elif name not in ("zip", "pairwise"):
+        return {}, ""
+    pairs = [*_pairs(part, over)]
+    if not all(isinstance(name, ast.Name) for name, _ in pairs):
+        return {}, ""
+    return {ast.unparse(name): value for name, value in pairs}, number
+
+
+def _pairs(target: ast.expr, over: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """(name, what it goes over) of `x in xs`, `x, y in zip(xs, ys)` and `x, y in pairwise(xs)`, one in another, too."""
+    name = called(over)
+    given = over.args if isinstance(over, ast.Call) else []
+    parts = target.elts if isinstance(target, ast.Tuple) else []
+    if name == "pairwise" and len(given) == 1 and len(parts) == 2:
+        below, above = (ast.parse(f"({ast.unparse(given[0])})[{cut}]", mode="eval").body for cut in (":-1", "1:"))
+        given, name = [below, above], "zip"
+    if name != "zip" or len(parts) != len(given) or not parts:
+        yield target, over
+        return
+    for part, value in zip(parts, given, strict=True):
+        yield from _pairs(part, value)
+
+
+def taken_by_number(beside: dict[str, ast.expr], number: str, loop: ast.For) -> list[ast.stmt]:
+    """`name = value[number]` of names that a loop goes over."""
+    return [
+        ast.copy_location(ast.Assign([ast.Name(name, ast.Store())],
+                                     ast.Subscript(value, ast.Name(number, ast.Load()), ast.Load())), loop)
+        for name, value in beside.items()
+    ]  # fmt: skip
+
+
+def has_both_ends(node: ast.AST) -> bool:
+    """Whether it is `rows[start:end]`."""
+    index = node.slice if isinstance(node, ast.Subscript) else None
+    return isinstance(index, ast.Slice) and None not in (index.lower, index.upper) and index.step is None
 
 
 def counted(
@@ -124,7 +204,7 @@ class _Bounds:
         self.assigned: dict[str, tuple[ast.expr, ast.stmt]] = dict(_assigned(loop))
         self.used: list[ast.stmt] = []
 
-    def slices(self) -> Slices | None:
+    def slices(self, beside: list[ast.stmt]) -> Slices | None:
         found = {
             (ast.unparse(index.lower), ast.unparse(index.upper)): (index.lower, index.upper)
             for part in self.loop.body for node in ast.walk(part)
@@ -138,7 +218,7 @@ class _Bounds:
             lower, upper = self._bare(below, but=begin), self._bare(above, but=begin)
             counts = self._ended(upper, begin) if begin else self._followed(lower, upper)
             if counts is not None:
-                return self._made(start, end, counts)
+                return replace(self._made(start, end, counts), beside=tuple(beside))
         return None
 
     def _made(self, start: str, end: str, counts: str) -> Slices:
@@ -194,13 +274,38 @@ class _Bounds:
         if start in _before(ends, number):
             return f"{ends}[{number}] - {start}"
         starts = lower.value if isinstance(lower, ast.Subscript) and ast.unparse(lower.slice) == number else lower
-        made = self.scope.resolved(starts, self.loop)[0]  # ends - counts
-        if isinstance(made, ast.BinOp) and isinstance(made.op, ast.Sub) and ast.unparse(made.left) in (
-            ends, ast.unparse(upper)
-        ):  # fmt: skip
+        if starts is not lower and self._are_starts(starts, upper.value):
+            return f"{ast.unparse(upper)} - {start}"
+        chain = _chain(starts, self.scope, self.loop)
+        made = next((part for part in chain if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Sub)), None)
+        if made is None:
+            return None
+        cumulated = self._cumulated(upper.value) if starts is not lower else None
+        of_ends = cumulated is not None and self._cumulated(made.left) == cumulated
+        if of_ends or ast.unparse(made.left) in (ends, ast.unparse(upper)):  # ends - counts
             counts = ast.unparse(made.right)
             return counts if starts is lower else f"{counts}[{number}]"
         return None
+
+    def _are_starts(self, starts: ast.expr, ends: ast.expr) -> bool:
+        """Whether ``starts`` are a 0 and all ``ends`` but the last."""
+        cumulated = self._cumulated(ends)
+        for made in _chain(starts, self.scope, self.loop):
+            behind = _behind_zero(made)
+            if behind is None and isinstance(made, ast.Subscript) and ast.unparse(made.slice) == ":-1":
+                behind = next(filter(None, map(_behind_zero, _chain(made.value, self.scope, self.loop))), None)
+            elif isinstance(behind, ast.Subscript):
+                behind = behind.value if ast.unparse(behind.slice) == ":-1" else None
+            else:
+                behind = None
+            if behind is not None:
+                return cumulated is not None and self._cumulated(behind) == cumulated
+        return False
+
+    def _cumulated(self, value: ast.expr) -> str | None:
+        """The call of `cumsum` that ``value`` is made of."""
+        chain = _chain(value, self.scope, self.loop)
+        return next((ast.unparse(part) for part in chain if called(part) == "cumsum"), None)
 
     def _zero_before(self, start: ast.expr) -> str | None:
         """The name that slices start from, where it is 0 before the loop."""
@@ -254,18 +359,9 @@ class _Bounds:
                 return self._ends_written(made)
             if made not in unwritten:
                 return False
-            if called(made) == "pad":
-                given = sure(ast.Call, made).args
-                padded = len(given) > 1 and ast.unparse(given[1]) in ("(1, 0)", "[1, 0]")
-                return padded and _is_cumulated(given[0], self.scope, self.loop)
-            if called(made) in ("cat", "concat", "hstack"):
-                parts = sure(ast.Call, made).args[0]
-                both = parts.elts if isinstance(parts, ast.List | ast.Tuple) else []
-                return len(both) == 2 and _is_cumulated(both[1], self.scope, self.loop)
-            if isinstance(made, ast.BinOp) and isinstance(made.op, ast.Add) and ast.unparse(made.left) == "[0]":
-                return _is_cumulated(made.right, self.scope, self.loop)
-            if isinstance(made, ast.List) and len(made.elts) == 2 and isinstance(made.elts[1], ast.Starred):
-                return is_zero(made.elts[0]) and _is_cumulated(made.elts[1].value, self.scope, self.loop)
+            behind = _behind_zero(made)
+            if behind is not None:
+                return _is_cumulated(behind, self.scope, self.loop)
         return False
 
     def _ends_written(self, zeros: ast.expr) -> bool:
@@ -278,6 +374,22 @@ class _Bounds:
         ]  # fmt: skip
         behind = [ast.unparse(sure(ast.Subscript, part.targets[0]).slice) for part in written]
         return behind == ["1:"] and _is_cumulated(written[0].value, self.scope, written[0])
+
+
+def _behind_zero(made: ast.expr) -> ast.expr | None:
+    """What is behind a 0: padded, or put together."""
+    if called(made) == "pad":
+        given = sure(ast.Call, made).args
+        return given[0] if len(given) > 1 and ast.unparse(given[1]) in ("(1, 0)", "[1, 0]") else None
+    if called(made) in ("cat", "concat", "hstack"):
+        parts = sure(ast.Call, made).args[0]
+        both = parts.elts if isinstance(parts, ast.List | ast.Tuple) else []
+        return both[1] if len(both) == 2 else None
+    if isinstance(made, ast.BinOp) and isinstance(made.op, ast.Add):
+        return made.right if ast.unparse(made.left) == "[0]" else None
+    if isinstance(made, ast.List) and len(made.elts) == 2 and isinstance(made.elts[1], ast.Starred):
+        return made.elts[1].value if is_zero(made.elts[0]) else None
+    return None
 
 
 def _before(ends: str, number: str) -> frozenset[str]:

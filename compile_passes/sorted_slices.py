@@ -43,6 +43,7 @@ def unsort(tree: ast.FunctionDef, scope: Scope, loop: ast.For) -> Slices | None:
     slices = slices_of(scope, loop) or chunks_of(scope, loop)
     if slices is None:
         return None
+    loop.body[:0] = slices.beside
     uses = [node for statement in loop.body for node in ast.walk(statement) if _is_slice(node, slices)]
     if not uses:
         raise NotStatic("no rows are taken from one place to another of them", loop)
@@ -77,6 +78,7 @@ class _Unsorting(ast.NodeTransformer):
     def run(self) -> Slices:
         loop, slices = self.loop, self.slices
         rest = [part for part in loop.body if part not in slices.arithmetic]
+        rest = [_Filled(slices).visit(part) for part in rest]
         rest = [inner for part in rest for inner in self._without_test(part)]
         self.listed = self._collected(rest)
         rest = [self._put(part) for part in rest]
@@ -287,6 +289,19 @@ class _Unsorting(ast.NodeTransformer):
         block[place:place] = _statements(text, self.loop)
 
 
+class _Filled(ast.NodeTransformer):
+    """`expert(rows) if len(rows) else rows` as what it is where there are rows."""
+
+    def __init__(self, slices: Slices) -> None:
+        self.slices = slices
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        test = ast.unparse(node.test)
+        if test in self.slices.filled:
+            return sure(ast.expr, self.visit(node.body))
+        return sure(ast.expr, self.visit(node.orelse)) if test in self.slices.empty else self.generic_visit(node)
+
+
 class _Behind(ast.NodeTransformer):
     """What is behind a loop over sorted rows, with the rows of all pairs in the pairs' own order.
 
@@ -351,6 +366,9 @@ class _Behind(ast.NodeTransformer):
             return sure(ast.expr, self.visit(node.value))
         if self._kind(node.slice) == "pair":
             return sure(ast.expr, self.visit(node.value))
+        index = node.slice.elts if isinstance(node.slice, ast.Tuple) else []
+        if len(index) == 2 and isinstance(index[1], ast.Constant) and self._kind(index[0]) == "pair":
+            node.slice = ast.Tuple([ast.Slice(), index[1]], ast.Load())  # [order, None]
         return self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:

@@ -21,8 +21,9 @@ _MODES: dict[str, Callable[[], Any]] = {
     "torch.no_grad()": torch.no_grad, "torch.no_grad": torch.no_grad,
     "torch.inference_mode()": torch.inference_mode, "torch.enable_grad()": torch.enable_grad,
 }  # fmt: skip
-# Calls that cut rows up.
+# Calls that cut rows up, into parts of so many rows, and at such places.
 CUTS = frozenset({"split", "split_with_sizes"})
+CUTS_AT = frozenset({"tensor_split"})
 
 _Kind = TypeVar("_Kind")
 

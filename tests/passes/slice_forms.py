@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 
@@ -306,10 +308,92 @@ class WrittenTwice(Sorting):
         return out
 
 
+class BesideTheirCounts(Sorting):
+    """Experts beside the counts of their rows."""
+
+    def infer(self, x, ids, w):
+        flat = ids.flatten()
+        order = flat.argsort()
+        inputs, rows, start = x[order // K], [], 0
+        for expert, count in zip(self.experts, torch.bincount(flat, minlength=E).tolist(), strict=True):
+            if count == 0:
+                continue
+            rows.append(expert(inputs[start : start + count]))
+            start += count
+        return torch.zeros_like(x).index_add_(0, order // K, torch.cat(rows) * w.flatten()[order].unsqueeze(-1))
+
+
+class BesideStartsAndEnds(Sorting):
+    """In a list by an expression; starts are the ends of those before."""
+
+    def infer(self, x, ids, w):
+        flat = ids.flatten()
+        order = flat.argsort()
+        inputs = x[order // K]
+        ends = torch.bincount(flat, minlength=E).cumsum(0).tolist()
+        starts = [0, *ends[:-1]]
+        rows = torch.cat([e(inputs[a:b]) for e, a, b in zip(self.experts, starts, ends, strict=True)])
+        return torch.zeros_like(x).index_add_(0, order // K, rows * w.flatten()[order].unsqueeze(-1))
+
+
+class BesideDifferences(Sorting):
+    """Starts are ends without the counts."""
+
+    def infer(self, x, ids, w):
+        flat = ids.flatten()
+        order = flat.argsort()
+        counts = torch.bincount(flat, minlength=E)
+        ends = counts.cumsum(0)
+        starts, inputs, rows = ends - counts, x[order // K], []
+        for e, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+            rows.append(self.experts[e](inputs[start:end]))
+        return torch.zeros_like(x).index_add_(0, order // K, torch.cat(rows) * w.flatten()[order].unsqueeze(-1))
+
+
+class BesideNeighbours(Sorting):
+    """Two neighbours of the bounds at a time."""
+
+    def infer(self, x, ids, w):
+        flat = ids.flatten()
+        order = flat.argsort()
+        inputs = x[order // K]
+        bounds = F.pad(torch.bincount(flat, minlength=E).cumsum(0), (1, 0)).tolist()
+        rows = [e(inputs[a:b]) for e, a, b in zip(self.experts, bounds[:-1], bounds[1:], strict=True)]
+        return torch.zeros_like(x).index_add_(0, order // K, torch.cat(rows) * w.flatten()[order].unsqueeze(-1))
+
+
+class Pairwise(Sorting):
+    """The same by itertools, a loop over tokens."""
+
+    def infer(self, x, ids, w):
+        flat = ids.flatten()
+        order = flat.argsort()
+        token, weights, out = order // K, w.flatten()[order], torch.zeros_like(x)
+        bounds = [0, *torch.bincount(flat, minlength=E).cumsum(0).tolist()]
+        for expert, (start, end) in zip(self.experts, pairwise(bounds), strict=True):
+            mine = token[start:end]
+            out.index_add_(0, mine, expert(x[mine]) * weights[start:end, None])
+        return out
+
+
+class StartsOfOthers(Sorting):
+    """Starts are the ends of those behind."""
+
+    def infer(self, x, ids, w):
+        flat = ids.flatten()
+        order = flat.argsort()
+        inputs = x[order // K]
+        ends = torch.bincount(flat, minlength=E).cumsum(0).tolist()
+        starts = [0, *ends[1:]]
+        rows = [e(inputs[a:b]) for e, a, b in zip(self.experts, starts, ends, strict=True)]
+        rows = torch.cat([*rows, inputs])[: len(inputs)]
+        return torch.zeros_like(x).index_add_(0, order // K, rows * w.flatten()[order].unsqueeze(-1))
+
+
 FORMS = [
     OffsetsBehindZero, WrittenBehindZero, PaddedEndsInTheSlices, EndOfTheOneBefore, RunningStart, StartsAndEnds,
     CollectedBehindZero, BufferAddedToTokens, BufferPutBackByTheInverse, BufferPutBackByPlaces, ListAddedToTokens,
-    TokenAndSlot,
+    TokenAndSlot, BesideTheirCounts, BesideStartsAndEnds, BesideDifferences, BesideNeighbours, Pairwise,
 ]  # fmt: skip
 # Near misses, and what is said of them.
 MISSES = {
@@ -318,5 +402,6 @@ MISSES = {
     LeftSorted: "outs is not put in the order of the pairs again",
     CountsOfOthers: "The static form gives other outputs",
     FirstIsLost: "The static form gives other outputs",
+    StartsOfOthers: "rows of an expert are not taken in a known way",
     WrittenTwice: "No loop in it is over the experts that were hit",
 }

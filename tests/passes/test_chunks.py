@@ -130,7 +130,79 @@ class ByOneCallThatCopies(Sorted):
         return (back.view(*ids.shape, -1) * weights[..., None]).sum(1)
 
 
-FORMS = (Enumerated, Zipped, ByNumber, ByCalls, ByOneCall, ByOneCallThatCopies)
+class InOneExpression(Sorted):
+    """A list without a name, of names that the function has; an expert without tokens hands its rows on."""
+
+    def mixed(self, x, weights, ids):
+        order = ids.flatten().argsort()
+        chunks = x[order // K].split(torch.bincount(ids.flatten(), minlength=E).tolist())
+        rows = torch.cat([expert(x) if len(x) else x for expert, x in zip(self.experts, chunks, strict=True)])
+        return torch.zeros_like(x).index_add_(0, order // K, rows * weights.flatten()[order, None])
+
+
+class Tested(Sorted):
+    """The same of chunks with tokens alone, put in order again where they are made."""
+
+    def mixed(self, x, weights, ids):
+        order = ids.flatten().argsort(stable=True)
+        chunks = x[order // K].split(torch.bincount(ids.flatten(), minlength=E).tolist())
+        rows = torch.cat([self.experts[e](chunk) for e, chunk in enumerate(chunks) if chunk.shape[0] > 0])[
+            order.argsort()
+        ]
+        return torch.einsum("tkh,tk->th", rows.view(*ids.shape, -1), weights)
+
+
+class CutAtEnds(Sorted):
+    """By `tensor_split`."""
+
+    def mixed(self, x, weights, ids):
+        order = ids.flatten().argsort()
+        ends = torch.bincount(ids.flatten(), minlength=E).cumsum(0)
+        chunks = torch.tensor_split(x[order // K], ends[:-1].cpu())
+        rows = torch.cat([expert(chunk) for expert, chunk in zip(self.experts, chunks, strict=False)])
+        back = torch.empty_like(rows)
+        back[order] = rows
+        return (back.view(*ids.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+class IntoABuffer(Sorted):
+    """Results are put behind each other, by the chunks' own sizes."""
+
+    def mixed(self, x, weights, ids):
+        order = ids.flatten().argsort()
+        inputs = x[order // K]
+        rows, start = torch.empty_like(inputs), 0
+        for expert, chunk in zip(
+            self.experts, inputs.split(torch.bincount(ids.flatten(), minlength=E).tolist()), strict=True
+        ):
+            size = chunk.shape[0]
+            if size == 0:
+                continue
+            rows[start : start + size] = expert(chunk)
+            start += size
+        back = torch.empty_like(rows)
+        back[order] = rows
+        return (back.view(*ids.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+class IntoABufferByEnds(Sorted):
+    """The same by where they end."""
+
+    def mixed(self, x, weights, ids):
+        order = ids.flatten().argsort()
+        inputs = x[order // K]
+        rows, start = torch.zeros_like(inputs), 0
+        for e, chunk in enumerate(inputs.split(torch.bincount(ids.flatten(), minlength=E).tolist())):
+            end = start + chunk.size(0)
+            rows[start:end] = self.experts[e](chunk)
+            start = end
+        return torch.zeros_like(x).index_add_(0, order // K, rows * weights.flatten()[order, None])
+
+
+FORMS = (
+    Enumerated, Zipped, ByNumber, ByCalls, ByOneCall, ByOneCallThatCopies, InOneExpression, Tested, CutAtEnds,
+    IntoABuffer, IntoABufferByEnds,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", FORMS, ids=lambda kind: kind.__name__)
@@ -185,7 +257,36 @@ class LeavesOutOne(Sorted):
         return out
 
 
+class BehindTheirPlaces(Sorted):
+    """Results begin where the chunk before ends, and one row later."""
+
+    def mixed(self, x, weights, ids):
+        order = ids.flatten().argsort()
+        inputs = x[order // K]
+        rows, start = torch.zeros(len(inputs) + E, x.shape[-1]), 0
+        for e, chunk in enumerate(inputs.split(torch.bincount(ids.flatten(), minlength=E).tolist())):
+            rows[start : start + len(chunk)] = self.experts[e](chunk)
+            start += len(chunk) + 1
+        return torch.zeros_like(x).index_add_(0, order // K, rows[: len(order)] * weights.flatten()[order, None])
+
+
+class ChosenList(Sorted):
+    """A list that is made for some calls alone."""
+
+    def mixed(self, x, weights, ids):
+        order = ids.flatten().argsort()
+        chunks = x[order // K].split(torch.bincount(ids.flatten(), minlength=E).tolist())
+        rows = (
+            torch.cat([e(chunk) for e, chunk in zip(self.experts, chunks, strict=True)])
+            if len(x) > 4
+            else x[order // K]
+        )
+        return torch.zeros_like(x).index_add_(0, order // K, rows * weights.flatten()[order, None])
+
+
 MISSES = {
+    BehindTheirPlaces: "gives other outputs",
+    ChosenList: "no loop in it is over the experts that were hit",
     Unsorted: "is not known to be rows sorted by expert",
     OtherCounts: "gives other outputs",
     FromTheLast: "captured but not fused",
