@@ -40,6 +40,7 @@ class Slices:
         empty, filled: what asks whether a slice is empty, and whether it is not.
         over_counts: whether the loop is over what the data knows, and not over the experts.
         beside: what the loop's other names are then, by the number.
+        given: the names of counts or bounds that the loop goes over.
     """
 
     number: str
@@ -50,6 +51,7 @@ class Slices:
     filled: frozenset[str]
     over_counts: bool
     beside: tuple[ast.stmt, ...] = ()
+    given: frozenset[str] = frozenset()
 
 
 def slices_of(scope: Scope, loop: ast.For) -> Slices | None:
@@ -60,11 +62,26 @@ def slices_of(scope: Scope, loop: ast.For) -> Slices | None:
         return None
     if over == "range" and len(sure(ast.Call, loop.iter).args) != 1:
         return None
+    hit = experts_hit(beside, scope, loop)
+    if hit is not None:
+        number = hit
+        del beside[hit]
     known = {name: _element(value, number) for name, value in beside.items() if _is_known(value, scope, loop)}
     if not known and over in ("zip", "pairwise"):
         return None
     others = {name: value for name, value in beside.items() if known and name not in known}
     return _Bounds(scope, loop, number, known).slices(taken_by_number(others, number, loop))
+
+
+def experts_hit(beside: dict[str, ast.expr], scope: Scope, loop: ast.For) -> str | None:
+    """The name of the numbers that `experts, counts = unique(sorted_ids, return_counts=True)` gives first, where a loop
+    goes over these; experts without rows are left out there.
+    """
+    for name, value in beside.items():
+        first = [part for part in _chain(value, scope, loop) if isinstance(part, ast.Subscript) and is_zero(part.slice)]
+        if any(called(part.value) in ("unique", "unique_consecutive") for part in first):
+            return name
+    return None
 
 
 def _is_known(value: ast.expr, scope: Scope, loop: ast.For) -> bool:
@@ -218,7 +235,7 @@ class _Bounds:
             lower, upper = self._bare(below, but=begin), self._bare(above, but=begin)
             counts = self._ended(upper, begin) if begin else self._followed(lower, upper)
             if counts is not None:
-                return replace(self._made(start, end, counts), beside=tuple(beside))
+                return replace(self._made(start, end, counts), beside=tuple(beside), given=frozenset(self.given))
         return None
 
     def _made(self, start: str, end: str, counts: str) -> Slices:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from compile_passes.chunks import chunks_of
 from compile_passes.slice_bounds import Slices, slices_of
-from compile_passes.source import NotStatic, Scope, bodies, called, is_zero, names, subject, sure
+from compile_passes.source import NotStatic, Scope, bodies, called, is_zero, names, one_a_row, subject, sure
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,8 @@ class _Unsorting(ast.NodeTransformer):
         for part in loop.body:
             if any(ast.unparse(node) in (slices.start, slices.end) for node in ast.walk(part) if _is_value(node)):
                 raise NotStatic(f"{slices.start} or {slices.end} is more than an end of a slice", part)
+            if more := slices.given & names(part):
+                raise NotStatic(f"{min(more)} is more than a number of rows", part)
         (self._write_pairs if self.listed else self._add_tokens)()
         return slices
 
@@ -185,11 +187,30 @@ class _Unsorting(ast.NodeTransformer):
             return _expr(f"_rows_[{index}]" if self.listed else f"{text}[{index}]", x=source)
         if kind == "pair":
             behind = ", None" if narrow else ""
+            if self.listed and not narrow and (repeated := self._repeated(source)) is not None:
+                return _expr("_rows_[_pairs_]", x=repeated)
             if self.listed:
                 return _expr(f"{text}[_pairs_{behind}]")
             taken = f"{text}.view(_ids_.shape)[_token_, _slot_{behind}]"  # of [P] or [P, 1]
             return _expr(taken if narrow else f"{taken}.view(-1, *{text}.shape[1:])")
         raise NotStatic(f"{text} is not taken in the order of the experts", self.loop)
+
+    def _repeated(self, source: ast.expr) -> ast.expr | None:
+        """x of `x.repeat_interleave(K, dim=0)`, a row for every pair."""
+        made, where = self.scope.resolved(source, self.loop)
+        if not isinstance(made, ast.Call) or called(made) != "repeat_interleave":
+            return None
+        rows = subject(made)
+        given = [part for part in made.args if part is not rows]
+        words = {word.arg: word.value for word in made.keywords}
+        size = words.pop("repeats", None) or (given.pop(0) if given else None)
+        dim = words.pop("dim", None) or (given.pop(0) if given else None)
+        if rows is None or size is None or dim is None or not is_zero(dim) or words or given:
+            return None
+        if self.scope.changed(rows, where, self.loop) or (self.size and ast.unparse(self.size) != ast.unparse(size)):
+            return None
+        self.size = size
+        return rows
 
     def _token(self) -> ast.expr:
         if self.listed:
@@ -328,7 +349,8 @@ class _Behind(ast.NodeTransformer):
             block = _block_of(self.of.tree, made)
             block.remove(made)
         if not self.put:
-            raise NotStatic(f"{self.of.listed} is not put in the order of the pairs again", self.loop)
+            results = "the list" if str(self.of.listed).startswith("_") else self.of.listed
+            raise NotStatic(f"{results} is not put in the order of the pairs again", self.loop)
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
         target = node.targets[0]
@@ -480,11 +502,7 @@ def _added_rows(call: ast.Call) -> ast.expr | None:
         return None
     if name == "scatter_reduce" and not words:
         return None
-    narrow = call.args[1]
-    while isinstance(narrow, ast.Call) and called(narrow) in ("repeat", "expand", "view", "unsqueeze", "reshape"):
-        narrow = subject(narrow) or narrow
-    if isinstance(narrow, ast.Subscript) and isinstance(narrow.slice, ast.Tuple):  # tokens[:, None]
-        narrow = narrow.value
+    narrow = one_a_row(call.args[1])
     return narrow if name == "index_add" or narrow is not call.args[1] else None
 
 

@@ -488,5 +488,16 @@ def rows_counted(value: ast.expr) -> ast.expr | None:
     return inside if wanted.get(called(value)) == given and not (own and called(value) == "len") else None
 
 
+def one_a_row(index: ast.expr) -> ast.expr:
+    """The numbers of rows that an index of as many columns as these have is made of: `rows.view(-1, 1).expand(-1, n)`,
+    `rows[:, None].expand_as(x)`; ``index`` itself where it is no such.
+    """
+    while isinstance(index, ast.Call) and called(index) in (
+        "repeat", "expand", "expand_as", "view", "unsqueeze", "reshape"
+    ):  # fmt: skip
+        index = subject(index) or index
+    return index.value if isinstance(index, ast.Subscript) and isinstance(index.slice, ast.Tuple) else index
+
+
 def is_zero(value: ast.AST) -> bool:
     return isinstance(value, ast.Constant) and type(value.value) is int and value.value == 0

@@ -376,6 +376,72 @@ class Pairwise(Sorting):
         return out
 
 
+class Repeated(Sorting):
+    """Every token's row as often as it has experts, in one sort with the ids; results are scattered back."""
+
+    def infer(self, x, ids, w):
+        ordered, order = ids.view(-1).sort()
+        inputs = x.repeat_interleave(K, dim=0)[order]
+        chunks = inputs.split(torch.bincount(ordered, minlength=E).tolist())
+        rows = torch.cat([self.experts[e](chunk) for e, chunk in enumerate(chunks)])
+        back = torch.zeros_like(rows).scatter_(0, order[:, None].expand_as(rows), rows)
+        return (back.view(*ids.shape, -1) * w.unsqueeze(-1)).sum(1)
+
+
+class OfThoseHit(Sorting):
+    """Experts without rows are in no list."""
+
+    def infer(self, x, ids, w):
+        flat = ids.view(-1)
+        order = flat.argsort()
+        hit, counts = torch.unique_consecutive(flat[order], return_counts=True)
+        inputs, rows, start = x[order // K], [], 0
+        for e, count in zip(hit.tolist(), counts.tolist(), strict=True):
+            rows.append(self.experts[e](inputs[start : start + count]))
+            start += count
+        return torch.zeros_like(x).index_add_(0, order // K, torch.cat(rows) * w.flatten()[order, None])
+
+
+class ChunksOfThoseHit(Sorting):
+    """The same with chunks."""
+
+    def infer(self, x, ids, w):
+        flat = ids.view(-1)
+        order = flat.argsort()
+        hit, counts = flat.unique(return_counts=True)
+        chunks = x[order // K].split(counts.tolist())
+        rows = torch.cat([self.experts[e](chunk) for e, chunk in zip(hit.tolist(), chunks, strict=True)])
+        back = torch.empty_like(rows)
+        back[order] = rows
+        return (back.view(*ids.shape, -1) * w.unsqueeze(-1)).sum(1)
+
+
+class Narrowed(Sorting):
+    """Slices by a call."""
+
+    def infer(self, x, ids, w):
+        flat = ids.view(-1)
+        order = flat.argsort()
+        inputs, rows, start = x[order // K], [], 0
+        for e, count in enumerate(torch.bincount(flat, minlength=E).tolist()):
+            rows.append(self.experts[e](inputs.narrow(0, start, count)))
+            start += count
+        return torch.zeros_like(x).index_add_(0, order // K, torch.cat(rows) * w.flatten()[order, None])
+
+
+class ScaledByTheirCounts(Sorting):
+    """Results times how many rows an expert has."""
+
+    def infer(self, x, ids, w):
+        flat = ids.view(-1)
+        order = flat.argsort()
+        inputs, rows, start = x[order // K], [], 0
+        for expert, count in zip(self.experts, torch.bincount(flat, minlength=E).tolist(), strict=True):
+            rows.append(expert(inputs[start : start + count]) * count)
+            start += count
+        return torch.zeros_like(x).index_add_(0, order // K, torch.cat(rows) * w.flatten()[order, None])
+
+
 class StartsOfOthers(Sorting):
     """Starts are the ends of those behind."""
 
@@ -394,6 +460,7 @@ FORMS = [
     OffsetsBehindZero, WrittenBehindZero, PaddedEndsInTheSlices, EndOfTheOneBefore, RunningStart, StartsAndEnds,
     CollectedBehindZero, BufferAddedToTokens, BufferPutBackByTheInverse, BufferPutBackByPlaces, ListAddedToTokens,
     TokenAndSlot, BesideTheirCounts, BesideStartsAndEnds, BesideDifferences, BesideNeighbours, Pairwise,
+    Repeated, OfThoseHit, ChunksOfThoseHit, Narrowed,
 ]  # fmt: skip
 # Near misses, and what is said of them.
 MISSES = {
@@ -402,6 +469,7 @@ MISSES = {
     LeftSorted: "outs is not put in the order of the pairs again",
     CountsOfOthers: "The static form gives other outputs",
     FirstIsLost: "The static form gives other outputs",
+    ScaledByTheirCounts: "count is more than a number of rows",
     StartsOfOthers: "rows of an expert are not taken in a known way",
     WrittenTwice: "No loop in it is over the experts that were hit",
 }
