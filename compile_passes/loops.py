@@ -21,7 +21,7 @@ from torch import nn
 
 from compile_passes.dispatchers import has_dispatcher
 from compile_passes.reached import names_of, of_torch, reached, tree_of
-from compile_passes.source import CUTS, CUTS_AT, call_it_self
+from compile_passes.source import CUTS, CUTS_AT, call_it_self, is_zero
 
 CAPTURABLE = "grouped_mm"
 # What transformers' `use_experts_implementation` sets on every instance of a class that it decorates.
@@ -352,13 +352,23 @@ def _has_sizes_of_the_data(tree: ast.AST) -> bool:
 
 
 def _compares(tree: ast.AST) -> bool:
-    """Whether an expression asks where something is an expert's number, or, of a one-hot as `mask.bool()`, not 0."""
+    """Whether an expression asks where something is an expert's number, or, of a one-hot as `mask.bool()` or of an
+    expert's column, not 0.
+    """
     parts = [*ast.walk(tree)]
     tests = [node for node in parts if isinstance(node, ast.Compare)]
     masks = [node.func for node in parts if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
     return any(mask.attr == "bool" for mask in masks) or any(
-        isinstance(test.ops[0], ast.Eq) and not isinstance(test.left, ast.Constant) for test in tests
+        (isinstance(test.ops[0], ast.Eq) and not isinstance(test.left, ast.Constant)) or _is_of_column(test)
+        for test in tests
     )
+
+
+def _is_of_column(test: ast.Compare) -> bool:
+    """`scores[:, e] > 0`, `scores[:, e] != 0`."""
+    index = test.left.slice if isinstance(test.left, ast.Subscript) else None
+    column = isinstance(index, ast.Tuple) and isinstance(index.elts[0], ast.Slice)
+    return column and isinstance(test.ops[0], ast.Gt | ast.NotEq) and is_zero(test.comparators[0])
 
 
 def _taken_by(tree: ast.AST) -> Iterator[ast.AST]:
@@ -440,7 +450,11 @@ def _calls(tree: ast.AST, names: frozenset[str]) -> bool:
 
 
 def _lists_positions(tree: ast.AST) -> bool:
-    """Whether an expression is made of the places where a condition holds."""
+    """Whether an expression is made of the places where a condition holds, as many as there are: a list of such, one
+    for every expert, is as long as that of the experts.
+    """
+    if isinstance(tree, ast.ListComp | ast.DictComp):
+        return any(_calls(part.iter, _POSITIONS) for part in tree.generators)
     return _calls(tree, _POSITIONS)
 
 

@@ -1,7 +1,8 @@
 """Which pairs of a token and a slot one expert of an unrolled loop gets, and what they are weighted by.
 
 An expert e finds its pairs by ``ids == e`` or column e of a one-hot, as a mask [T, K] or [K, T], as the places where
-one is set (``torch.where``, ``nonzero``), or as a mask [T] of the tokens that have e in any slot. Its weights are taken
+one is set (``torch.where``, ``nonzero``), or as a mask [T] of the tokens that have e in any slot, or whose score for e,
+of scores [T, E] that are 0 but at the ids, is not 0. Its weights are taken
 at those places, are the sum over the slots of ``weights * mask``, or are column e of scores for all experts.
 """
 
@@ -32,16 +33,17 @@ class Hits:
     """The pairs of one expert: ``places`` lists them, ``token`` is which of its results holds tokens.
 
     ``alone``: tokens, whatever the slot. ``routed``: a tensor [..., E] that is not zero at the expert of a pair where
-    the expert gets it; None: it gets all. ``single``: the places are [T, 1], and element t of the ids is the expert of
-    token t, whatever shape they have. ``dims``: how many results number a token, of ids [B, S, K] two. ``limit``: the
-    expert gets so many of them, the first that are listed; None: all.
+    the expert gets it, or [T, K, 1] that is not zero at such a pair; None: it gets all. ``single``: the places are
+    [T, 1], and element t of the ids is the expert of token t, whatever shape they have. ``dims``: how many results
+    number a token, of ids [B, S, K] two. ``limit``: the expert gets so many of them, the first that are listed; None:
+    all.
     """
 
     ids: fx.Node
     places: fx.Node
     token: int
     alone: bool
-    routed: fx.Node | None = None
+    routed: Value | None = None
     single: bool = False
     dims: int = 1
     limit: Limit | None = None
@@ -92,6 +94,7 @@ class Pairs:
     def __init__(self, order: Order, tokens: Any, experts: Any, anchor: fx.Node) -> None:
         self.order, self.reading, self.floor = order, order.reading, order.floor
         self.tokens, self.experts, self.anchor = tokens, experts, anchor
+        self._asked: dict[tuple[fx.Node, str], tuple[fx.Node, Value | None] | None] = {}
 
     # ---- masks
 
@@ -265,6 +268,8 @@ class Pairs:
             return Hits(ids, places, 0, True) if alone and place == 0 else None
         if not boolean and (masked := self._masked(mask, number, places, place)) is not None:
             return masked
+        if place == 0 and (rank(mask) == 1 or boolean) and (scored := self._by_scores(mask, number)) is not None:
+            return Hits(scored[0], places, 0, True, scored[1])
         any_slot = self.reading.read(self.reading.exact(mask, 2), "any sum amax", "dim")
         found = None if any_slot is None else self.of_mask(any_slot["x"], number)
         if any_slot is None or found is None or place != 0 or not (rank(mask) == 1 or boolean):
@@ -272,6 +277,32 @@ class Pairs:
         wanted = (0,) if found[1] else (-1, (rank(any_slot["x"]) or 0) - 1)
         fits = any_slot["dim"] in wanted and self._numbers(mask, self.tokens)
         return Hits(found[0], places, 0, True) if fits else None
+
+    def _by_scores(self, mask: Any, number: int) -> tuple[fx.Node, Value | None] | None:
+        """(ids, see `Hits.routed`) of the tokens whose score for an expert is not 0, or is more: ``scores[:, e]``, or
+        ``scores[:, e] > 0``, of scores that are 0 but at the ids.
+        """
+        value = self.reading.exact(mask, 2)
+        call = self.reading.read(value, "gt ne", "y")
+        name = "ne" if call is None else call.name
+        if not self._numbers(mask, self.tokens) or (call is not None and call["y"] != 0):
+            return None
+        scores = self._column(value if call is None else call["x"], number)
+        if scores is None:
+            return None
+        if (scores, name) not in self._asked:  # of every expert the same
+            self._asked[scores, name] = self._chosen_by(scores, name)
+        return self._asked[scores, name]
+
+    def _chosen_by(self, scores: fx.Node, name: str) -> tuple[fx.Node, Value | None] | None:
+        chosen = self._selected(scores)
+        if isinstance(chosen, Refusal) or not isinstance(chosen.ids, fx.Node):
+            return None
+        weights = chosen.weights
+        if isinstance(weights, Made) and weights.operator is _ATEN.full_like.default and weights.args[1] > 0:
+            return chosen.ids, None
+        compare = _ATEN.gt.Scalar if name == "gt" else _ATEN.ne.Scalar
+        return chosen.ids, Made(_ATEN.unsqueeze.default, (Made(compare, (weights, 0)), -1))
 
     def _is_pairwise(self, value: Any, ids: fx.Node, flipped: bool = False) -> bool:
         """Whether ``value`` has one for every id, by token and slot, or ``flipped``: a view may have other tokens."""
@@ -328,6 +359,9 @@ class Pairs:
         found = self.summed(source, number)
         if found is not None:
             return Weighed(found[1]) if self.reading.same(found[0], hits.ids) else None
+        column = self._column(source, number)
+        if column is not None:
+            return Weighed(column, True)
         one = self.one_each(hits.ids) and self._numbers(source, self.tokens)
         return Weighed(self._uncast(source)) if one else None
 
@@ -523,12 +557,26 @@ class Pairs:
         if not weighed.scores and same_shape(ids, weights):
             return self._checked(ids, weights)
         found = self._selected(weights)
+        if isinstance(found, Refusal) and weighed.scores:  # scores[tokens, e], of tokens with that id alone
+            return self._gathered(weights, ids) or found
         if isinstance(found, Selection) and not self.reading.same(found.ids, ids):
             return no_loop(
                 self.anchor,
                 "The rows go to other experts than those whose weights are not zero, as far as can be proved.",
             )
         return found
+
+    def _gathered(self, scores: fx.Node, ids: fx.Node) -> Selection | None:
+        """The scores of every token's own experts."""
+        shape = example(ids)
+        top_k = None if shape is None or shape.dim() != 2 else shape.shape[-1]
+        if type(top_k) is not int or not self._numbers(ids, self.tokens * top_k):
+            return None
+        if not are_in_range(self.reading, ids, self.experts):
+            return None
+        of_tokens = Made(_ATEN.reshape.default, (scores, [-1, self.experts]))
+        index = Made(_ATEN.to.dtype, (ids, torch.int64))
+        return Selection(ids, Made(_ATEN.gather.default, (of_tokens, -1, index)), top_k)
 
     # ---- one slot alone
 

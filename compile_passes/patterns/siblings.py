@@ -410,7 +410,7 @@ class _Loop:
         routed, scale = hits[0].routed, ends[0].scale
         if any(hit.routed is not routed for hit in hits) or (routed is not None and limit is not None):
             return None
-        one_each = alone and pairs.one_each(ids) and scale == 1
+        one_each = alone and pairs.one_each(ids) and scale == 1 and routed is None
         total = self.ends.put_in_turn(ends, indices, limit is None) if one_each else None
         bare = [limit is None and end.factor is None for end in ends]  # a token beyond the limit would be 0 * weight
         if total is not None and all(none or weight for none, weight in zip(bare, weights, strict=True)):
@@ -436,7 +436,7 @@ class _Loop:
         chosen = pairs.selection_of(hits[0], weighed[0])
         if isinstance(chosen, Refusal):
             return chosen
-        if once and routed is not None:
+        if once and routed is not None and not alone:
             return None
         if (once or alone) and chosen.top_k > 1 and not are_distinct(self.reading, ids, self.count, chosen.top_k):
             return Refusal(

@@ -614,8 +614,22 @@ class ListsByColumns(Block):
         return out.view(shape)
 
 
-def test_pairs_by_argwhere_are_captured():
-    model, x = decoder(ListsByColumns), tokens(5)
+class ListsOfAllExperts(Block):
+    """Made before the loop, one for each."""
+
+    def forward(self, x):
+        shape, x = x.shape, x.view(-1, x.shape[-1])
+        w, ids = self.route(x)
+        out = torch.zeros_like(x)
+        lists = [torch.where(ids == e) for e in range(self.num_experts)]
+        for expert, (token, slot) in zip(self.experts, lists, strict=True):
+            out.index_add_(0, token, expert(x[token]) * w[token, slot, None])
+        return out.view(shape)
+
+
+@pytest.mark.parametrize("kind", [ListsByColumns, ListsOfAllExperts], ids=lambda kind: kind.__name__)
+def test_lists_of_pairs_are_captured(kind):
+    model, x = decoder(kind), tokens(5)
     expected = model(x)
     function, _ = prepared(model, fullgraph=True)
     with torch.no_grad():
