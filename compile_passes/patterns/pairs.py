@@ -21,7 +21,7 @@ from compile_passes.patterns.contraction import TRANSPOSES
 from compile_passes.patterns.ids import are_distinct, are_in_range, are_integers
 from compile_passes.patterns.limits import Limit, cut_short, same_limit
 from compile_passes.patterns.rows import Order, counted_off, entry_of, place_of
-from compile_passes.patterns.selection import Selection, selected_of
+from compile_passes.patterns.selection import Selection, beside_zeros, selected_of
 from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank, same_shape, single
 
 _ATEN = torch.ops.aten
@@ -544,7 +544,15 @@ class Pairs:
                 factors[0], "What multiplies an expert's results cannot be proved to be its routing weight.",
                 "Multiply by (topk_weights * (topk_ids == e)).sum(-1, keepdim=True).",
             )  # fmt: skip
-        return self._checked(*pairs[0])
+        chosen = self._checked(*pairs[0])
+        if isinstance(chosen, Refusal) or not any(map(self._is_product, factors)):
+            return chosen
+        return beside_zeros(self.reading, chosen, self.experts, self.floor)
+
+    def _is_product(self, factor: Any) -> bool:
+        """Whether a sum over the slots is of products with a mask, and not of what was chosen by it."""
+        call = self.reading.read(self.reading.uncast(factor, self.floor), "sum", "dim keepdim")
+        return call is not None and self.reading.named(self.reading.uncast(call["x"], self.floor), "mul") is not None
 
     def selection_of(self, hits: Hits, weighed: Weighed) -> Selection | Refusal:
         """The experts of every token, by the pairs of an expert and what weighs them."""

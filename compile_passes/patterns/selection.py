@@ -33,6 +33,8 @@ _COMPARES: dict[str, Callable[[float, float], bool]] = {
 }  # fmt: skip
 # How far down scores are looked into.
 _DEPTH = 16
+# The largest number that weights no larger than 1 are scaled by in any dtype, and stay finite.
+_SCALE = 2.0**15
 _JOINED = ("index", "values")  # of the terms of a sum
 _CURE = (
     "Make them zero but for the ids of a topk: torch.zeros_like(scores).scatter(-1, topk_ids, topk_weights), or give "
@@ -115,6 +117,15 @@ def without_zeros(reading: Reading, chosen: Selection, tokens: Any, floor: torch
     slots = Made(_ATEN.reshape.default, (found.ids, [-1, found.top_k]))
     slots = Made(_ATEN.to.dtype, (slots, torch.int64))
     return replace(found, ids=Made(_ATEN.gather.default, (_rows(chosen.ids, chosen.top_k), -1, slots)))
+
+
+def beside_zeros(reading: Reading, chosen: Selection, experts: Any, floor: torch.dtype) -> Selection:
+    """``chosen``, whose weights are multiplied by masks of the experts: an infinite one makes NaN of all experts' sums,
+    as its products with the zeros are.
+    """
+    if _Reader(reading, experts, floor).is_finite(chosen.weights):
+        return chosen
+    return replace(chosen, weights=_or_nan(_rows(chosen.weights, chosen.top_k)))
 
 
 def _unsafe(reading: Reading, term: _Sparse, experts: Any) -> Refusal | None:
@@ -237,7 +248,8 @@ class _Reader:
         for one, other in (("x", "y"), ("y", "x")):
             hot = self._by_slot(call[one], depth - 1) if same_shape(call[one], value) else None
             if hot is not None and hot[2] == 1 and has_shape(call[other], *shape.shape[:-1], 1):
-                return (hot[0], hot[1], _as_float(_rows(self._uncast(call[other]), hot[1]), call[other], shape.dtype))
+                given = self._beside_zeros(_rows(self._uncast(call[other]), hot[1]), call[other])
+                return (hot[0], hot[1], _as_float(given, call[other], shape.dtype))
         return None
 
     def _sum(self, value: fx.Node, call: Call, depth: int) -> _Sparse | None:
@@ -272,7 +284,20 @@ class _Reader:
         hot = self._by_slot(other, depth) if fits else None
         if hot is None or hot[2] != 1:
             return None
-        return self._at(hot[0], hot[1], _rows(self._uncast(one), hot[1]), 0.0, False)
+        weights = self._beside_zeros(_rows(self._uncast(one), hot[1]), one)
+        return self._at(hot[0], hot[1], weights, 0.0, False)
+
+    def _beside_zeros(self, values: Value, of: Any) -> Value:
+        return values if self.is_finite(of) else _or_nan(values)
+
+    def is_finite(self, weights: Any) -> bool:
+        """Whether ``weights``, perhaps scaled by a number, are finite, or NaN, whatever the data."""
+        root = self._uncast(weights)
+        call = self.reading.read(root, "mul", "y")
+        for one, other in (("x", "y"), ("y", "x")) if call is not None else ():
+            if type(call[other]) in (int, float) and abs(call[other]) <= _SCALE:  # type: ignore[index]
+                root = call[one]  # type: ignore[index]
+        return self._is_bounded(root)
 
     # ---- what is done to it
 
@@ -542,7 +567,23 @@ class _Reader:
             call = self.reading.named(call["x"], "max", "topk", "sort") if call["index"] == 0 else None
         if call is not None and call.name in ("max", "topk", "sort", "amax", "gather"):
             return self._is_bounded(call["x"])
+        if call is not None and call.name == "div":
+            return self._is_share(call)
         return call is not None and call.name in ("softmax", "sigmoid")
+
+    def _is_share(self, call: Call) -> bool:
+        """Whether a quotient is of what is not negative, by its own sum over the last dimension, or more."""
+        total, shared, shape = self._uncast(call["y"]), call["x"], example(call["x"])
+        more = self.reading.read(total, "add clamp", "y min")
+        number = None if more is None else more["y" if more.name == "add" else "min"]
+        if more is not None and isinstance(number, int | float) and number >= 0:
+            total = self._uncast(more["x"])
+        summed = self.reading.read(total, "sum", "dim keepdim dtype")
+        if summed is None or shape is None or not has_shape(call["y"], *shape.shape[:-1], 1):
+            return False
+        whole = same_shape(summed["x"], shared) and single(summed["dim"]) in (-1, shape.dim() - 1)
+        own = whole and self.reading.same(self._uncast(summed["x"]), self._uncast(shared))
+        return own and is_not_negative(self.reading, shared)
 
     def _is_nan_in_chosen(self, found: _Sparse, scores: Any) -> bool:
         """Whether a token with NaN among bounded ``scores`` has one among those at its ids."""
@@ -607,6 +648,12 @@ def _as_stored(number: float, dtype: torch.dtype) -> float | None:
         return float(bool(number))
     limits = None if dtype.is_complex else torch.iinfo(dtype)
     return float(int(number)) if limits is not None and limits.min <= number <= limits.max else None
+
+
+def _or_nan(weights: Value) -> Made:
+    """``weights`` [T, K], all of a token NaN where one of them is infinite."""
+    nothing = Made(_ATEN.sum.dim_IntList, (Made(_ATEN.mul.Scalar, (weights, 0.0)), [-1], True))
+    return Made(_ATEN.add.Tensor, (weights, nothing))
 
 
 def _rows(value: Any, width: Any) -> Value:

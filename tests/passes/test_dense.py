@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 import moe_ops
+from compile_passes.match import Router
 from tests.passes import dense
-from tests.passes.blocks import E, H, I, K, T, batched, block, silu_glu, weights
+from tests.passes.blocks import E, H, I, K, T, batched, block, match, silu_glu, weights
 from tests.passes.compare import check, refusals, settled
 
 BLOCKS, NEAR_MISSES = 24, 12
@@ -530,3 +531,65 @@ def test_mask_that_is_added_to_logits_that_are_not_finite(value):
 )
 def test_other_masks_that_are_added_to_logits(given):
     assert refusals(lambda *inputs: by_sum(*inputs, **given), *weights(dtype=torch.float32).values(), fullgraph=True)
+
+
+def by_a_loop(x, values, ids, w1, w2):
+    out = torch.zeros_like(x)
+    for e in range(E):
+        out = out + (values * (ids == e)).sum(-1, keepdim=True) * (silu_glu(x @ w1[e].t()) @ w2[e].t())
+    return out
+
+
+MASKED = {
+    "one_hot": lambda values, ids: (F.one_hot(ids, E) * values.unsqueeze(-1)).sum(1),
+    "einsum": lambda values, ids: torch.einsum("tk,tke->te", values, F.one_hot(ids, E).to(values.dtype)),
+    "bmm": lambda values, ids: torch.bmm(values.unsqueeze(1), F.one_hot(ids, E).to(values.dtype)).squeeze(1),
+}
+
+
+def weighted_by_masks(form, scores, share=False):
+    """A block whose weights are multiplied by masks of the experts, of ``scores`` of the logits."""
+
+    def run(x, gate, w1, w2):
+        values, ids = scores(F.linear(x, gate)).topk(K)
+        if share:
+            values = values / (values.sum(-1, keepdim=True) + 1e-20) * 2.5
+        if form == "loop":
+            return by_a_loop(x, values, ids, w1, w2)
+        return every_expert(x, MASKED[form](values, ids), w1, w2)
+
+    return run
+
+
+@pytest.mark.parametrize("given", [float("inf"), float("-inf")])
+@pytest.mark.parametrize("form", [*MASKED, "loop"])
+def test_infinite_weights_that_masks_multiply(form, given):
+    """Infinity times the zeros of the others is NaN."""
+
+    def scores(logits):
+        """One finite score for the first tokens, as many as there are for the others."""
+        return logits.masked_fill((torch.arange(T) < 4)[:, None] & (torch.arange(E) > 0), given)
+
+    outcome = check(weighted_by_masks(form, scores), *weights(dtype=torch.float64).values(), fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 1)
+
+
+@pytest.mark.parametrize("form", [*MASKED, "loop"])
+def test_weights_divided_by_a_sum_that_may_be_zero(form):
+    def run(x, gate, w1, w2):
+        signs = torch.ones(E, dtype=x.dtype).index_fill(0, torch.arange(1, E), -1.0)
+        values, ids = torch.where((torch.arange(T) < 4)[:, None], signs, F.linear(x, gate)).topk(K)
+        values = values / values.sum(-1, keepdim=True)
+        if form == "loop":
+            return by_a_loop(x, values, ids, w1, w2)
+        return every_expert(x, MASKED[form](values, ids), w1, w2)
+
+    outcome = check(run, *weights(dtype=torch.float64).values(), fullgraph=True)
+    assert (outcome.problem, outcome.fused) == (None, 1)
+
+
+@pytest.mark.parametrize("scores", [torch.sigmoid, lambda logits: logits.softmax(-1)], ids=["sigmoid", "softmax"])
+@pytest.mark.parametrize("form", [*MASKED, "loop"])
+def test_shares_that_masks_multiply_keep_their_router(form, scores):
+    found = match(weighted_by_masks(form, scores, share=True), **weights(dtype=torch.float32))
+    assert isinstance(found.router, Router) and found.router.renormalize
