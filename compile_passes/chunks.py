@@ -16,7 +16,7 @@ import copy
 import itertools
 
 from compile_passes.comprehensions import unrolled
-from compile_passes.slice_bounds import CONVERSIONS, Slices, experts_hit, has_both_ends, side_by_side, taken_by_number
+from compile_passes.slice_bounds import CONVERSIONS, Slices, has_both_ends, numbered, side_by_side, taken_by_number
 from compile_passes.source import CUTS, CUTS_AT, Scope, assignments, called, is_zero, subject, sure
 
 _START, _END = "_start_", "_end_"
@@ -24,11 +24,7 @@ _START, _END = "_start_", "_end_"
 
 def chunks_of(scope: Scope, loop: ast.For) -> Slices | None:
     """The chunks that the loop is over, or takes by its number; their names, and what takes them, become slices."""
-    beside, number = side_by_side(loop)
-    hit = experts_hit(beside, scope, loop)
-    if hit is not None:
-        number = hit
-        del beside[hit]
+    beside, number = numbered(scope, loop)
     taken = {name: rows for name, value in beside.items() if (rows := _split(value, scope, loop)) is not None}
     if taken:
         others = {name: value for name, value in beside.items() if name not in taken}

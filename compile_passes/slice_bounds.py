@@ -57,15 +57,11 @@ class Slices:
 def slices_of(scope: Scope, loop: ast.For) -> Slices | None:
     """Slices that follow each other, by counts or by their ends."""
     over = called(loop.iter)
-    beside, number = side_by_side(loop)
+    beside, number = numbered(scope, loop)
     if over not in ("range", "enumerate", "zip", "pairwise") or not number:
         return None
     if over == "range" and len(sure(ast.Call, loop.iter).args) != 1:
         return None
-    hit = experts_hit(beside, scope, loop)
-    if hit is not None:
-        number = hit
-        del beside[hit]
     known = {name: _element(value, number) for name, value in beside.items() if _is_known(value, scope, loop)}
     if not known and over in ("zip", "pairwise"):
         return None
@@ -73,15 +69,16 @@ def slices_of(scope: Scope, loop: ast.For) -> Slices | None:
     return _Bounds(scope, loop, number, known).slices(taken_by_number(others, number, loop))
 
 
-def experts_hit(beside: dict[str, ast.expr], scope: Scope, loop: ast.For) -> str | None:
-    """The name of the numbers that `experts, counts = unique(sorted_ids, return_counts=True)` gives first, where a loop
-    goes over these; experts without rows are left out there.
+def numbered(scope: Scope, loop: ast.For) -> tuple[dict[str, ast.expr], str]:
+    """As `side_by_side`, where the numbers that `experts, counts = unique(sorted_ids, return_counts=True)` gives first
+    are those of a loop over both, which leaves out experts without rows.
     """
-    for name, value in beside.items():
+    beside, number = side_by_side(loop)
+    for name, value in beside.items() if len(beside) > 1 else ():
         first = [part for part in _chain(value, scope, loop) if isinstance(part, ast.Subscript) and is_zero(part.slice)]
         if any(called(part.value) in ("unique", "unique_consecutive") for part in first):
-            return name
-    return None
+            return {other: of for other, of in beside.items() if other != name}, name
+    return beside, number
 
 
 def _is_known(value: ast.expr, scope: Scope, loop: ast.For) -> bool:

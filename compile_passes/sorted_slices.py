@@ -18,7 +18,7 @@ import copy
 from dataclasses import dataclass
 
 from compile_passes.chunks import chunks_of
-from compile_passes.slice_bounds import Slices, slices_of
+from compile_passes.slice_bounds import Slices, has_both_ends, slices_of
 from compile_passes.source import NotStatic, Scope, bodies, called, is_zero, names, one_a_row, subject, sure
 
 
@@ -56,14 +56,7 @@ def _is_value(node: ast.AST) -> bool:
 
 def _is_slice(node: ast.AST, slices: Slices) -> bool:
     """`rows[start:end]`."""
-    index = node.slice if isinstance(node, ast.Subscript) else None
-    return (
-        isinstance(index, ast.Slice)
-        and index.step is None
-        and index.lower is not None
-        and index.upper is not None
-        and (ast.unparse(index.lower), ast.unparse(index.upper)) == (slices.start, slices.end)
-    )
+    return has_both_ends(node) and ast.unparse(sure(ast.Subscript, node).slice) == f"{slices.start}:{slices.end}"
 
 
 class _Unsorting(ast.NodeTransformer):
