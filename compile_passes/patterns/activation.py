@@ -165,11 +165,24 @@ def _layout(gate: Half, up: Half | None) -> str | None:
     return gate.layout if gate.layout == up.layout and {gate.index, up.index} == {0, 1} else None
 
 
+def _is_one_a_row(reading: Reading, value: fx.Node) -> bool:
+    """Whether ``value`` is rows times [..., 1]."""
+    call, shape = reading.read(value, "mul", "y"), example(value)
+    sides = [] if call is None or shape is None else [example(call["x"]), example(call["y"])]
+    narrow = [side is not None and side.dim() > 0 and side.shape[-1] == 1 for side in sides]
+    return sum(narrow) == 1 and shape is not None and shape.shape[-1] != 1
+
+
 def _unknown(halves: Halves, value: fx.Node) -> Refusal:
     """The refusal of a factor: it is no known function, or a known one of something that is no half of the product."""
     reading = halves.reading
     call = reading.call(value)
     name = call.name if call is not None else value.name
+    if _is_one_a_row(reading, value):
+        return Refusal(
+            value, "The rows between the expert products are multiplied by a number for each of them.",
+            "Multiply the results of the second product, before its bias: they are the same multiples of these rows.",
+        )  # fmt: skip
     if name not in _FUNCTIONS or call is None or not isinstance(call["x"], fx.Node):
         return Refusal(value, f"Unknown activation between the expert products (at {name}).", _CURE)
     whole, operand = halves.whole(call["x"]), reading.strip(call["x"])

@@ -53,6 +53,13 @@ def test_unknown_activation():
     says(refusal(block(activation=lambda h: torch.tanh(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1])), "Unknown activation")
 
 
+def test_rows_that_are_scaled_between_the_products():
+    """By a number each, as routing weights are; the second product may have a bias."""
+    found = refusal(block(activation=lambda h: silu_glu(h) * h.abs().amax(-1, keepdim=True)))
+    says(found, "multiplied by a number for each of them")
+    assert found.cure.startswith("Multiply the results of the second product")
+
+
 def test_sigmoid_of_the_up_half_is_no_silu():
     def crossed(h):
         gate, up = h.chunk(2, -1)
