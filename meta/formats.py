@@ -77,10 +77,11 @@ def _decode_e2m1(stored: Tensor) -> Tensor:
 
 
 def _encode_e2m1(value: Tensor) -> Tensor:
-    # Rounding x / step to an integer, ties to even, and going back is rounding to e2m1; the step is that of the binade.
+    # Rounding x / step to an integer, ties to even, and going back is rounding to e2m1; the step is that of the binade:
+    # a half, one and two. By products, which are exact whoever compiles them.
     magnitude = value.abs().clamp(max=6.0)
-    step = torch.where(magnitude < 2.0, 0.5, torch.where(magnitude < 4.0, 1.0, 2.0))
-    rounded = (magnitude / step).round() * step
+    upper = torch.where(magnitude < 4.0, magnitude.round(), (magnitude * 0.5).round() * 2.0)
+    rounded = torch.where(magnitude < 2.0, (magnitude * 2.0).round() * 0.5, upper)
     table = torch.tensor(E2M1_VALUES, device=value.device)
     code = torch.searchsorted(table, rounded.contiguous())
     return pack(code + 8 * torch.signbit(value))

@@ -131,7 +131,7 @@ class ActivationFormat:
             scale = self.scale_of(wide.abs().amax(dim=-1) if K else wide.new_zeros(wide.shape[:-1]))
         else:
             scale = static.expand(wide.shape[:-1])
-        quotient = (wide / scale.unsqueeze(-1)).clamp(-self.largest, self.largest)
+        quotient = _divided(wide, scale.unsqueeze(-1)).clamp(-self.largest, self.largest)
         quotient = quotient if self.dtype.is_floating_point else quotient.round()
         stored = quotient.flatten(-2)[..., :K].to(self.dtype, memory_format=torch.contiguous_format)
         return stored, (scale.clone(memory_format=torch.contiguous_format),)
@@ -258,7 +258,7 @@ class QuantScheme:
         for spec, scale in zip(self.scales, scales, strict=False):
             if (form := spec.groups_of(scale.shape, N, K)) is not None:
                 factor = factor * per_element(spec.value(scale), form, N, K)
-        return self.code.encode((wide / factor).nan_to_num(0.0)), scales  # beside a NaN scale any code will do
+        return self.code.encode(_divided(wide, factor).nan_to_num(0.0)), scales  # beside a NaN scale any code will do
 
 
 def groups(size: Dim, group: int) -> Dim:
@@ -302,13 +302,21 @@ def _spread(scale: Tensor, dim: int, group: int, size: int) -> Tensor:
     return scale.index_select(dim, places)
 
 
-def _scale_of(amax: Tensor, largest: float) -> Tensor:
-    """Scale of a group with this largest magnitude; the group of zeros gets a normal number.
+def _divided(a: Tensor, b: Tensor | float) -> Tensor:
+    """The IEEE quotient of fp32 ``a`` and ``b``, whoever computes it: the same rows have the same bits everywhere.
 
-    Divided by a tensor: torch on CUDA turns a division by a Python number into a product with its rounded reciprocal,
-    and the same rows would have other scales there than on a CPU and in the kernels.
+    torch on CUDA turns a division by a Python number into a product with its rounded reciprocal, and Inductor's kernels
+    there divide with an error of two units. In fp64 both are exact enough for the quotient rounded to fp32 to be right
+    where it is normal (see `QuantScheme.dequantize`); eagerly that would take eight bytes a weight.
     """
-    return amax.clamp(min=1e-12) / amax.new_full((), largest)
+    if torch.compiler.is_compiling():
+        return (a.double() / (b.double() if isinstance(b, Tensor) else b)).float()
+    return a / (b if isinstance(b, Tensor) else a.new_full((), b))
+
+
+def _scale_of(amax: Tensor, largest: float) -> Tensor:
+    """Scale of a group with this largest magnitude; the group of zeros gets a normal number."""
+    return _divided(amax.clamp(min=1e-12), largest)
 
 
 def _amax(weight: Tensor, group_n: int, group_k: int) -> Tensor:
@@ -355,7 +363,7 @@ def _mx_scales(code: str) -> Callable[[Tensor], tuple[Tensor, ...]]:
 def _nv_scales(weight: Tensor) -> tuple[Tensor, ...]:
     """e4m3 of 16 columns, in units of one fp32 number for an expert that makes the largest of them 448."""
     whole = _scale_of(_amax(weight, WHOLE, WHOLE), E4M3_MAX * CODES["e2m1"].largest)
-    part = _amax(weight, 1, 16) / CODES["e2m1"].largest / whole
+    part = _divided(_divided(_amax(weight, 1, 16), CODES["e2m1"].largest), whole)
     return _positive_e4m3(part), whole
 
 
@@ -363,7 +371,7 @@ def _w4a8_scales(weight: Tensor) -> tuple[Tensor, ...]:
     """e4m3 of a group of columns, in units of one fp32 number for each row that makes the largest of them 448."""
     part = _scale_of(_amax(weight, 1, _columns(weight)), CODES["int4"].largest)
     row = _scale_of(part.amax(dim=2, keepdim=True), E4M3_MAX)
-    return _positive_e4m3(part / row), row
+    return _positive_e4m3(_divided(part, row)), row
 
 
 def _positive_e4m3(scale: Tensor) -> Tensor:

@@ -185,3 +185,18 @@ def test_rows_past_the_count_of_an_expert_change_nothing(scheme):
         results.append(y[used])
     assert options["activation"] == "silu" and results[0].isfinite().all()
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if SCHEMES[name].make_scales is not None])
+def test_quantising_in_a_graph_gives_the_bits_of_a_cpu(scheme):
+    torch.manual_seed(0)
+    weight = torch.randn(4, 256, 256, dtype=torch.bfloat16)
+
+    def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return moe_ops.quantize_weight(weight, scheme=scheme)
+
+    expected = [part.contiguous().view(torch.uint8) for part in quantise(weight)]
+    torch.compiler.reset()
+    for run in (quantise, torch.compile(quantise, fullgraph=True)):
+        for part, wanted in zip(run(weight.cuda()), expected, strict=True):
+            assert torch.equal(part.cpu().contiguous().view(torch.uint8), wanted)
