@@ -85,6 +85,8 @@ class Reading(Values):
         self._grad_mode: bool | None = None
         self._grad_modes: dict[fx.Node, bool | None] = {}
         self._read_as: dict[fx.Node, dict[fx.Node, fx.Node]] = {}
+        self._kinds: dict[fx.Node, fx.Node] = {}
+        self._of_storage: dict[int, list[fx.Node]] = {}
         for node in graph.nodes:
             self._visit(node)
 
@@ -196,11 +198,22 @@ class Reading(Values):
             for name in self.memory.names(target):
                 if self.order[name] >= self.order[node]:
                     break
-                if single is not None and _is_same_tensor(name, single):
+                if single is not None and self._kind(name) is self._kind(single):
                     self._current[name] = node
                     self._overwritten.pop(name, None)
                 else:
                     self._overwritten[name] = node
+
+    def _kind(self, name: fx.Node) -> fx.Node:
+        """The first name that may be read for ``name``: turns of a loop write one tensor under as many names, and all
+        of them would be compared with each other.
+        """
+        if name not in self._kinds:
+            known = self._of_storage.setdefault(_storage(name), [])
+            self._kinds[name] = next((one for one in known if _is_same_tensor(one, name)), name)
+            if self._kinds[name] is name:
+                known.append(name)
+        return self._kinds[name]
 
     def _track_scopes(self, node: fx.Node) -> None:
         if node.op != "call_function" or any(example(operand) is not None for operand in node.all_input_nodes):
@@ -234,6 +247,15 @@ def _needs_grad(nodes: Iterable[fx.Node]) -> bool:
 def _is_leaf(node: fx.Node) -> bool:
     value = example(node)
     return value is not None and value.is_leaf
+
+
+def _storage(node: fx.Node) -> int:
+    """Which storage the tensor of ``node`` has; 0 where that cannot be said."""
+    value = example(node)
+    try:
+        return 0 if value is None else int(value.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return 0
 
 
 def _is_same_tensor(left: fx.Node, right: fx.Node) -> bool:

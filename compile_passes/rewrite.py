@@ -418,10 +418,12 @@ class Rewriter:
         """
         order, memory = self.reading.order, self.reading.memory
         erased: set[fx.Node] = set()
-        heap = [(-order[node], node.name, node) for node in seeds if node in order]
+        queued = {node for node in seeds if node in order}
+        heap = [(-order[node], node.name, node) for node in queued]
         heapq.heapify(heap)
         while heap:
             node = heapq.heappop(heap)[2]
+            queued.discard(node)
             if node in erased or node._erased:
                 continue
             for check in [user for user in node.users if self.reading.is_check(user)]:
@@ -431,11 +433,13 @@ class Rewriter:
             if not self._is_dead(node, erased):
                 continue
             touched = {*node.all_input_nodes}
-            touched.update(writer for name in node.all_input_nodes for writer in memory.writers(name))
+            for name in node.all_input_nodes:  # what is read later keeps a writer, and nothing that is read before it
+                touched.update(writer for writer in memory.writers(name) if order[writer] < order[node])
             self.graph.erase_node(node)
             erased.add(node)
-            for other in touched - erased:
+            for other in touched - erased - queued:
                 if other in order:
+                    queued.add(other)
                     heapq.heappush(heap, (-order[other], other.name, other))
 
     def _aliases(self, node: fx.Node, erased: set[fx.Node]) -> set[fx.Node]:
