@@ -27,10 +27,10 @@ from compile_passes.match import (
     in_words,
     leaves,
 )
-from compile_passes.patterns.activation import recognise_body
+from compile_passes.patterns.activation import of_rows_and_bias, recognise_body
 from compile_passes.patterns.capacity import recognise_capacity
 from compile_passes.patterns.chains import Expert, find_siblings
-from compile_passes.patterns.dense import recognise_dense, weighted_inside
+from compile_passes.patterns.dense import recognise_dense
 from compile_passes.patterns.experts import feeding_products, find_products, unpaired
 from compile_passes.patterns.forms import name_forms
 from compile_passes.patterns.ids import are_in_range, are_not_negative, exact_ids, ids_within
@@ -178,26 +178,24 @@ def _block(reading: Reading, down: Product, feeding: list[Product]) -> MoEMatch 
             early.anchor, "The first product of the experts multiplies by scores as well.",
             "Apply the weights after the experts, or multiply the tokens by them before.",
         )  # fmt: skip
-    inside = None
-    if down.spread is not None:
-        rows, inside = weighted_inside(reading, down, dtype)
-        down = replace(down, rows=rows)
-    body = recognise_body(reading, down.rows, [product.result for product in feeding], dtype)
-    if isinstance(body, Refusal):
-        return body
-    ups = [next(product for product in feeding if product.result is source) for source in body[1]]
+    between = recognise_body(reading, down.rows, [product.result for product in feeding], dtype)
+    if isinstance(between, Refusal):
+        return between
+    ups = [next(product for product in feeding if product.result is source) for source in between.sources]
     unused = [product for product in feeding if product not in ups]
     if unused:
         return Refusal(
             unused[0].anchor, "More expert products than gate and up come before the last one.",
             "Give every expert one product, or gate and up, before the last one.",
         )  # fmt: skip
+    if between.of_rows is not None and down.bias is not None:
+        return of_rows_and_bias(between.of_rows)
     if down.spread is None:
-        found = routed_rows(reading, ups, down, dtype)
+        found = routed_rows(reading, ups, down, dtype, None if between.of_rows is None else between.of_rows.weights)
     else:
-        plain = inside is None and down.weighed is None
+        plain = between.of_rows is None and down.weighed is None
         slots = recognise_capacity(reading, ups, down, dtype) if plain else None
-        found = slots or recognise_dense(reading, ups, down, dtype, inside)
+        found = slots or recognise_dense(reading, ups, down, dtype, between.of_rows)
     if isinstance(found, Refusal):
         return found
     dispatch, combine = found
@@ -207,7 +205,7 @@ def _block(reading: Reading, down: Product, feeding: list[Product]) -> MoEMatch 
             leaves(dispatch.weights)[0], "The routing weights multiply the rows in another dtype than that of the "
             "experts.", "Give the block hidden states in the experts' dtype, or apply the weights after the experts.",
         )  # fmt: skip
-    return _close(reading, ups, down, body[0], dispatch, combine, narrowest(hidden, dtype))
+    return _close(reading, ups, down, between.body, dispatch, combine, narrowest(hidden, dtype))
 
 
 def _loop_blocks(

@@ -658,6 +658,14 @@ def has_shape(node: Any, *sizes: Any) -> bool:
     return value is not None and value.dim() == len(sizes) and all(map(equal_sizes, value.shape, sizes))
 
 
+def has_sizes(node: Any, sizes: Sequence[Any]) -> bool:
+    """Whether ``node`` has these sizes, but for leading ones of 1: whether it meets such a tensor without a copy."""
+    given = example(node)
+    if given is None or given.dim() > len(sizes) or not has_shape(node, *sizes[len(sizes) - given.dim() :]):
+        return False
+    return equal_sizes(given.numel(), math.prod(sizes))
+
+
 def is_dense(tensor: torch.Tensor, order: Sequence[int]) -> bool:
     """Whether the elements of ``tensor`` lie one after the other in memory, the last of these dimensions fastest."""
     step: Any = 1

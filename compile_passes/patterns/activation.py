@@ -3,19 +3,21 @@
 `formula` reads it as a number times a product of functions of the halves, so that the order of multiplication and the
 spelling of an activation do not matter. Casts to floating dtypes no narrower than the experts' own are looked through:
 the fused operator computes the activation in fp32 from the fp32 accumulator. Operands that broadcast are no halves of
-one product. The number is left to the routing weights: the second product is linear.
+one product. The number, and a factor with one number for each row, are left to the routing weights: the second product
+is linear.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from compile_passes.match import KEEP, Body, Refusal
-from compile_passes.patterns.formula import Factor, Formulas, Term
+from compile_passes.patterns.formula import Factor, Formulas, OfRows, Term
 from compile_passes.patterns.halves import Half, Halves
 from compile_passes.reading import Reading
 from compile_passes.vocabulary import example, same_count, same_shape
@@ -25,6 +27,7 @@ _CURE = (
     f"Fused are the activations {', '.join(ACTIVATIONS)} on the (gate, up) halves of one product; another one in the "
     f"place of this is another function. {KEEP}"
 )
+_OF_ROWS = "Multiply the results of the second product, before its bias: they are the same multiples of these rows."
 # Functions that only the gate goes through; tanh may be on both halves, as a cap.
 _ACTIVE = frozenset({"sigmoid", "cdf", "cdf_tanh", "relu", "silu_max"})
 _FUNCTIONS = frozenset({"silu", "gelu", "relu", "sigmoid", "tanh"})
@@ -34,27 +37,47 @@ _OF_GATE = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Between:
+    """What lies between the products.
+
+    Attributes:
+        body: the activation.
+        sources: the results of the first products that it reads: the gate's, then the up half's if it is another.
+        of_rows: what multiplies the rows, or None.
+    """
+
+    body: Body
+    sources: tuple[fx.Node, ...]
+    of_rows: OfRows | None = None
+
+
 def recognise_body(
     reading: Reading, rows: fx.Node, results: Iterable[fx.Node], floor: torch.dtype
-) -> tuple[Body, tuple[fx.Node, ...]] | Refusal:
+) -> Between | Refusal:
     """The activation whose value is ``rows``.
 
     Args:
         rows: operand of the second product.
         results: the values that first products may have.
         floor: the narrowest dtype that a cast may go to.
-
-    Returns:
-        The body and the results of the first products that it reads: the gate's, then the up half's if it is another.
     """
     formulas = Formulas(Halves(reading, results, floor))
     term = formulas.term(rows)
     if term is None:
         return _unknown(formulas.halves, rows if formulas.stuck is None else formulas.stuck)
     found = _decide(term, rows)
-    if isinstance(found, Refusal) or _fits(found[0], found[1], rows):
+    if isinstance(found, Refusal) or _fits(found.body, found.sources, rows):
         return found
     return Refusal(rows, "The value between the expert products is not [rows, expert width].", _CURE)
+
+
+def of_rows_and_bias(of_rows: OfRows) -> Refusal:
+    """The refusal of rows that are multiplied by a number each before a product with a bias."""
+    return Refusal(
+        of_rows.product, "The rows between the expert products are multiplied by a number for each of them, and the "
+        "second product adds a bias, which the routing weights would multiply.", _OF_ROWS,
+    )  # fmt: skip
 
 
 def _fits(body: Body, sources: tuple[fx.Node, ...], rows: fx.Node) -> bool:
@@ -69,7 +92,9 @@ def _fits(body: Body, sources: tuple[fx.Node, ...], rows: fx.Node) -> bool:
     return True
 
 
-def _decide(term: Term, rows: fx.Node) -> tuple[Body, tuple[fx.Node, ...]] | Refusal:
+def _decide(term: Term, rows: fx.Node) -> Between | Refusal:
+    if len(term.of_rows) > 1:
+        return Refusal(rows, "The rows between the expert products are multiplied by several numbers each.", _OF_ROWS)
     halves: dict[Half, list[Factor]] = {}
     for factor in term.factors:
         halves.setdefault(factor.half, []).append(factor)
@@ -105,7 +130,8 @@ def _decide(term: Term, rows: fx.Node) -> tuple[Body, tuple[fx.Node, ...]] | Ref
         )  # fmt: skip
     sources = (gate.source,) if half is None or half.source is gate.source else (gate.source, half.source)
     up_first = layout in ("concat", "interleaved") and gate.index == 1
-    return Body(activation, alpha, limit, layout, up_first=up_first, scale=scale), sources
+    body = Body(activation, alpha, limit, layout, up_first=up_first, scale=scale)
+    return Between(body, sources, *term.of_rows)
 
 
 # (activation, alpha, limit, what of the formula's number belongs to it)
@@ -165,24 +191,11 @@ def _layout(gate: Half, up: Half | None) -> str | None:
     return gate.layout if gate.layout == up.layout and {gate.index, up.index} == {0, 1} else None
 
 
-def _is_one_a_row(reading: Reading, value: fx.Node) -> bool:
-    """Whether ``value`` is rows times [..., 1]."""
-    call, shape = reading.read(value, "mul", "y"), example(value)
-    sides = [] if call is None or shape is None else [example(call["x"]), example(call["y"])]
-    narrow = [side is not None and side.dim() > 0 and side.shape[-1] == 1 for side in sides]
-    return sum(narrow) == 1 and shape is not None and shape.shape[-1] != 1
-
-
 def _unknown(halves: Halves, value: fx.Node) -> Refusal:
     """The refusal of a factor: it is no known function, or a known one of something that is no half of the product."""
     reading = halves.reading
     call = reading.call(value)
     name = call.name if call is not None else value.name
-    if _is_one_a_row(reading, value):
-        return Refusal(
-            value, "The rows between the expert products are multiplied by a number for each of them.",
-            "Multiply the results of the second product, before its bias: they are the same multiples of these rows.",
-        )  # fmt: skip
     if name not in _FUNCTIONS or call is None or not isinstance(call["x"], fx.Node):
         return Refusal(value, f"Unknown activation between the expert products (at {name}).", _CURE)
     whole, operand = halves.whole(call["x"]), reading.strip(call["x"])

@@ -19,6 +19,7 @@ from compile_passes.equal import is_float_cast, narrower, no_narrower
 from compile_passes.match import Combine, Dispatch, Product, Refusal, Spread, in_words
 from compile_passes.patterns.combine import final_cast, recognise_combine, stopped
 from compile_passes.patterns.contraction import alike, axis_of, moves_one, permutation, spread_of
+from compile_passes.patterns.formula import OfRows
 from compile_passes.patterns.ids import are_in_range
 from compile_passes.patterns.rows import Order, is_ramp
 from compile_passes.patterns.selection import selected_of
@@ -29,6 +30,7 @@ from compile_passes.vocabulary import (
     equal_sizes,
     example,
     has_shape,
+    has_sizes,
     rank,
     same_count,
     same_shape,
@@ -68,29 +70,17 @@ def recognise_dense(
     ups: Sequence[Product],
     down: Product,
     floor: torch.dtype,
-    inside: fx.Node | None,
+    inside: OfRows | None,
     turned: bool = False,
 ) -> tuple[Dispatch, Combine] | Refusal:
     """The tokens before, and the sum over the selected experts behind, products of every token with every expert.
 
     Args:
-        inside: what multiplies the value between the products, or None.
+        inside: what multiplies the rows between the products, or None.
         floor: the narrowest dtype that rows and scores may be rounded to.
         turned: whether the results are [..., H, E].
     """
     return _Dense(reading, ups, down, floor, inside, turned).block()
-
-
-def weighted_inside(reading: Reading, down: Product, floor: torch.dtype) -> tuple[fx.Node, fx.Node | None]:
-    """The operand of the second product without a factor ``[..., 1]`` of its rows, and that factor."""
-    rows = reading.uncast(down.rows, floor)
-    call, shape = reading.read(rows, "mul", "y"), example(rows)
-    if call is None or shape is None:
-        return down.rows, None
-    for one, other in (("x", "y"), ("y", "x")):
-        if same_shape(call[one], rows) and _multiplies_rows(call[other], shape):
-            return call[one], call[other]
-    return down.rows, None
 
 
 class _Dense:
@@ -100,7 +90,7 @@ class _Dense:
         ups: Sequence[Product],
         down: Product,
         floor: torch.dtype,
-        inside: fx.Node | None,
+        inside: OfRows | None,
         turned: bool,
     ) -> None:
         self.reading, self.ups, self.down, self.floor, self.inside = reading, ups, down, floor, inside
@@ -247,10 +237,11 @@ class _Dense:
                 "their biases.", _LATER,
             )  # fmt: skip
         inner, order = self.down.spread or (None, None)
-        within = [] if self.inside is None or inner is None else [_Scores(self.inside, inner)]
+        within = [] if self.inside is None or inner is None else [_Scores(self.inside.weights, inner)]
         if self.down.weighed is not None and self.down.weighed[1] is not None:
             within.append(_Scores(self.down.weighed[0], self.down.weighed[1]))
-        if within and (len(within) > 1 or before is not None or self.down.bias is not None):
+        spread = self.inside is not None and not same_shape(self.inside.product, self.down.rows)
+        if within and (len(within) > 1 or before is not None or self.down.bias is not None or spread):
             return Refusal(
                 self.down.anchor, "The routing weights multiply what the second product takes, and not its bias, or "
                 "multiply twice.", _LATER,
@@ -320,7 +311,7 @@ class _Dense:
             return None
         if self.reading.read(reader, "mul", "y") is not None:
             factor = self._before_expanding(other)
-            fits = same_shape(reader, state.value) and _has_sizes(factor, [*tokens, 1, shape.shape[-1]])
+            fits = same_shape(reader, state.value) and has_sizes(factor, [*tokens, 1, shape.shape[-1]])
             return replace(state, value=reader, scores=_Scores(factor, order)) if fits else None
         scores = None
         if self.reading.read(reader, "bmm matmul", "y") is not None:  # [T, H, E] @ [T, E, 1]
@@ -440,15 +431,7 @@ class _Dense:
 
 def _multiplies_rows(factor: Any, rows: torch.Tensor) -> bool:
     """Whether ``factor`` has one number for every row of ``rows`` [..., H], its dimensions in their places."""
-    return _has_sizes(factor, [*rows.shape[:-1], 1])
-
-
-def _has_sizes(factor: Any, sizes: Sequence[Any]) -> bool:
-    """Whether ``factor`` has these sizes, but for leading ones of 1."""
-    given = example(factor)
-    if given is None or given.dim() > len(sizes) or not has_shape(factor, *sizes[len(sizes) - given.dim() :]):
-        return False
-    return equal_sizes(given.numel(), prod(sizes))
+    return has_sizes(factor, [*rows.shape[:-1], 1])
 
 
 def _outer(

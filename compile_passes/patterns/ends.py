@@ -77,14 +77,15 @@ class Ends:
     def __init__(self, order: Order, wide: torch.dtype) -> None:
         self.order, self.reading, self.floor, self.wide = order, order.reading, order.floor, wide
 
-    def of(self, value: fx.Node) -> list[End | None]:
-        """What becomes of an expert's result: once, or once for each slot of the tokens."""
+    def of(self, value: fx.Node, inside: fx.Node | None) -> list[End | None]:
+        """What becomes of an expert's result, of whose rows ``inside`` is a factor: once, or once for each slot of the
+        tokens.
+        """
         readers = readers_of_numbers(self.reading, value)
-        return [self._follow(value, reader) for reader in readers] or [None]
+        return [self._follow(value, reader, inside) for reader in readers] or [None]
 
-    def _follow(self, value: fx.Node, reader: fx.Node) -> End | None:
+    def _follow(self, value: fx.Node, reader: fx.Node, factor: fx.Node | None) -> End | None:
         """From an expert's result, as ``reader`` reads it, to what sums or collects the results of all."""
-        factor = None
         kept: tuple[fx.Node | None, bool] = (None, False)
         scale: Scale = 1
         while True:

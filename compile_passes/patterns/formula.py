@@ -6,7 +6,8 @@ Spellings are equal because the formulas are: `x * sigmoid(x)`, `F.silu(x)`, `x 
     sigmoid(z) = 1 / (1 + exp(-z))          2 sigmoid(2 z) = 1 + tanh(z)        sigmoid(-z) = 1 - sigmoid(z)
     2 cdf(x) = 1 + erf(x / sqrt(2))         silu(z) = z sigmoid(z)              gelu(x) = x cdf(x)
 
-with z a multiple of x, and `gelu(approximate="tanh")` alike, of a cubic in x. A sum that no rule reads is unknown.
+with z a multiple of x, and `gelu(approximate="tanh")` alike, of a cubic in x. A sum that no rule reads is unknown. A
+factor may have one number for each row, as routing weights have: what it is others have to say.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 from torch import fx
 
 from compile_passes.patterns.halves import Half, Halves, finite_bounds
-from compile_passes.vocabulary import Call, example
+from compile_passes.vocabulary import Call, equal_sizes, example, has_sizes, same_shape
 
 # A formula of more factors is none of ours.
 _MOST_FACTORS = 8
@@ -46,14 +47,24 @@ class Factor:
 
 
 @dataclass(frozen=True)
+class OfRows:
+    """``weights`` [..., 1], which multiply rows in ``product`` [..., I]."""
+
+    weights: fx.Node
+    product: fx.Node
+
+
+@dataclass(frozen=True)
 class Term:
-    """``coefficient`` times the product of ``factors``."""
+    """``coefficient`` times the product of ``factors``, and of what has one number for each row."""
 
     coefficient: float
     factors: tuple[Factor, ...] = ()
+    of_rows: tuple[OfRows, ...] = ()
 
     def __mul__(self, other: Term) -> Term:
-        return Term(self.coefficient * other.coefficient, self.factors + other.factors)
+        factors, of_rows = self.factors + other.factors, self.of_rows + other.of_rows
+        return Term(self.coefficient * other.coefficient, factors, of_rows)
 
 
 @dataclass(frozen=True)
@@ -131,8 +142,23 @@ class Formulas:
         if half is not None:
             is_relu = half.is_positive_part and not _is_trained(value)
             return Term(1.0, (Factor("relu", replace(half, low=None)) if is_relu else Factor("plain", half),))
+        weighted = self._weighted(value)
+        if weighted is not None:
+            term = self.term(weighted[0])
+            return None if term is None else term * Term(1.0, of_rows=(OfRows(weighted[1], value),))
         call = self.halves.elementwise(value, _READ, "y approximate tensor1 tensor2 min max")
         return None if call is None else _STEPS[call.name](self, call)
+
+    def _weighted(self, value: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+        """(rows, weights) of ``rows [..., I] * weights [..., 1]``."""
+        call, shape = self.halves.reading.read(value, "mul", "y"), example(value)
+        if call is None or shape is None or shape.dim() == 0 or equal_sizes(shape.shape[-1], 1):
+            return None
+        for one, other in (("x", "y"), ("y", "x")):
+            rows, weights = call[one], call[other]
+            if same_shape(rows, value) and has_sizes(weights, [*shape.shape[:-1], 1]):
+                return rows, weights
+        return None
 
     # ---- products
 
@@ -287,7 +313,7 @@ class Formulas:
 def is_silu(term: Term, half: Half) -> bool:
     """Whether ``term`` is silu of ``half``."""
     wanted = {Factor("plain", half), Factor("sigmoid", half, 1.0)}
-    return term.coefficient == 1 and len(term.factors) == 2 and set(term.factors) == wanted
+    return term.coefficient == 1 and not term.of_rows and len(term.factors) == 2 and set(term.factors) == wanted
 
 
 def _sigmoid(argument: _Polynomial, sign: float) -> Term | None:
@@ -304,7 +330,7 @@ def _shifted(number: float, term: Term) -> Term | None:
     """``number + term`` as a product."""
     if number == 0:
         return term
-    if len(term.factors) != 1:
+    if len(term.factors) != 1 or term.of_rows:
         return None
     (factor,) = term.factors
     plus, minus = _close(term.coefficient, number), _close(term.coefficient, -number)

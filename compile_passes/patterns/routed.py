@@ -5,30 +5,46 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import fx
 
 from compile_passes.equal import narrower, no_narrower
 from compile_passes.match import Combine, Dispatch, Made, Product, Refusal
 from compile_passes.patterns.combine import recognise_combine
 from compile_passes.patterns.dispatch import recognise_dispatch, weighted_tokens
+from compile_passes.patterns.rows import Order
 from compile_passes.reading import Reading
 from compile_passes.vocabulary import example, same_shape
 
 
 def routed_rows(
-    reading: Reading, ups: list[Product], down: Product, dtype: torch.dtype
+    reading: Reading, ups: list[Product], down: Product, dtype: torch.dtype, of_rows: fx.Node | None = None
 ) -> tuple[Dispatch, Combine] | Refusal:  # fmt: skip
-    """How rows of selected experts come from the tokens and return to them."""
+    """How rows of selected experts come from the tokens and return to them.
+
+    Args:
+        of_rows: what multiplies the results already, or what they are of: one number for each row.
+    """
     dispatch = recognise_dispatch(reading, ups, down, dtype)
     if isinstance(dispatch, Refusal):
         return dispatch
     floor = narrowest(example(dispatch.hidden), dtype)
-    combine = recognise_combine(reading, dispatch, down, floor)
+    weights, ids = None, example(dispatch.ids)
+    if of_rows is not None:
+        count = None if ids is None else ids.numel()
+        given = None if down.weighed is not None else Order(reading, floor).weights_of(of_rows, count, dispatch.perm)
+        if given is None:
+            return Refusal(
+                of_rows, "An expert's rows are multiplied by a number for each of them, which cannot be proved to be "
+                "the routing weights.", "Multiply them by topk_weights in the order of the rows, once.",
+            )  # fmt: skip
+        weights = given
+    combine = recognise_combine(reading, dispatch, down, floor, weights)
     if isinstance(combine, Refusal):
         others = [weighted_tokens(reading, dispatch, floor), _unrounded(reading, dispatch, dtype)]
     else:  # results that are summed as they are may be of tokens that were weighed
         others = [weighted_tokens(reading, dispatch, floor)] if isinstance(combine.weights, Made) else []
     for other in others:
-        again = None if other is None else recognise_combine(reading, other, down, floor)
+        again = None if other is None else recognise_combine(reading, other, down, floor, weights)
         if other is not None and isinstance(again, Combine):
             return other, again
     return combine if isinstance(combine, Refusal) else (dispatch, combine)

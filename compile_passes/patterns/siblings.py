@@ -25,7 +25,7 @@ from torch import fx
 
 from compile_passes.equal import is_float_cast, narrower
 from compile_passes.match import Body, Combine, Dispatch, Made, Product, Refusal, Spread, Weight, in_words
-from compile_passes.patterns.activation import recognise_body
+from compile_passes.patterns.activation import of_rows_and_bias, recognise_body
 from compile_passes.patterns.capacity import recognise_capacity
 from compile_passes.patterns.chains import Expert
 from compile_passes.patterns.combine import final_cast, recognise_combine
@@ -74,6 +74,7 @@ class _Loop:
         self.width: Any = None if result is None else result.shape[-1]
         self.order = Order(reading, self.floor)
         self.ups: list[Product] = []
+        self.inside: list[fx.Node | None] = []  # what multiplies each expert's rows between the products
         self.ended: list[Expert] = []  # the expert of each end
         # What the results may be rounded to: the hidden states' own dtype may be narrower than that of the weights.
         self.wide = self.floor
@@ -93,7 +94,10 @@ class _Loop:
         rows = example(self.reading.uncast(self.ups[0].rows, self.floor))
         self.wide = self.floor if rows is None else narrower(rows.dtype, self.floor)
         self.ends = Ends(self.order, self.wide)
-        reached = [(expert, self.ends.of(expert.down.result)) for expert in self.experts]
+        reached = [
+            (expert, self.ends.of(expert.down.result, inside))
+            for expert, inside in zip(self.experts, self.inside, strict=True)
+        ]
         followed = [end for _, found in reached for end in found]
         self.ended = [expert for expert, found in reached for _ in found]
         ends = [end for end in followed if end is not None]
@@ -165,7 +169,10 @@ class _Loop:
             found = recognise_body(self.reading, expert.down.rows, results, self.floor)
             if isinstance(found, Refusal):
                 return found
-            ups = [next(up for up in expert.ups if up.result is source) for source in found[1]]
+            if found.of_rows is not None and expert.down.bias is not None:
+                return of_rows_and_bias(found.of_rows)
+            self.inside.append(None if found.of_rows is None else found.of_rows.weights)
+            ups = [next(up for up in expert.ups if up.result is source) for source in found.sources]
             self.ups = self.ups or ups
             alike = [(up.weight, up.bias, up.dtype) for up in ups] == [
                 (up.weight, up.bias, up.dtype) for up in self.ups
@@ -176,9 +183,9 @@ class _Loop:
                     "The experts of the loop are not alike: one of them has a bias, a product, or a dtype to multiply "
                     "in, that another has not."
                 )
-            if bodies and found[0] != bodies[0]:
+            if bodies and found.body != bodies[0]:
                 return self._no("The experts of the loop have other activations.")
-            bodies.append(found[0])
+            bodies.append(found.body)
         return bodies[0]
 
     # ---- all tokens for every expert
@@ -343,12 +350,18 @@ class _Loop:
         cut = cuts.pop()
         if cut is None or cuts or joined is None or list(joined) != [end.value for end in ends]:
             return None
-        if any(end.reader is not ends[0].reader or end.factor or end.mask for end in ends):
+        if any(end.reader is not ends[0].reader or end.mask for end in ends):
             return None
+        weights = None
+        if any(end.factor is not None for end in ends):
+            given = slices_of(self.reading, [self.reading.strip(end.factor) for end in ends], self.floor)
+            if given is None or given.sizes != cut.sizes:
+                return None
+            weights = given.rows
         self.ups = [cut_up(up, cut) for up in self.ups]
         result = all_rows(self.reading, ends[0].reader, cut.rows)
         down = replace(cut_up(self.first.down, cut), result=result)
-        return routed_rows(self.reading, self.ups, down, self.floor)
+        return routed_rows(self.reading, self.ups, down, self.floor, weights)
 
     def _of_split_pairs(self, ends: Sequence[End]) -> tuple[Dispatch, Combine] | Refusal | None:
         """Every expert takes the tokens in its slice of the sorted pairs, and adds its results to them."""

@@ -39,7 +39,7 @@ def read(activation, captured: bool = True) -> Body | Refusal:
     source = next(iter(graph.find_nodes(op="placeholder")))
     rows = next(iter(graph.find_nodes(op="output"))).args[0]
     found = recognise_body(Reading(graph), rows[0] if isinstance(rows, tuple) else rows, [source], torch.float64)
-    return found if isinstance(found, Refusal) else found[0]
+    return found if isinstance(found, Refusal) else found.body
 
 
 def numbers(body: Body, h: torch.Tensor) -> torch.Tensor:
