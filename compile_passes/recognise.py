@@ -188,9 +188,9 @@ def _block(reading: Reading, down: Product, feeding: list[Product]) -> MoEMatch 
             unused[0].anchor, "More expert products than gate and up come before the last one.",
             "Give every expert one product, or gate and up, before the last one.",
         )  # fmt: skip
-    if between.of_rows is not None and down.bias is not None:
-        return of_rows_and_bias(between.of_rows)
     if down.spread is None:
+        if between.of_rows is not None and down.bias is not None:
+            return of_rows_and_bias(between.of_rows)
         found = routed_rows(reading, ups, down, dtype, None if between.of_rows is None else between.of_rows.weights)
     else:
         plain = between.of_rows is None and down.weighed is None

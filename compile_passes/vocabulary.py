@@ -122,6 +122,7 @@ _TABLE: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("histc", "x bins min max", (torch.histc, "histc")),
     ("count_nonzero", "x dim", (torch.count_nonzero, "count_nonzero")),
     ("nonzero", "x", (torch.argwhere, "argwhere")),
+    ("masked_select", "x mask", (torch.masked_select, "masked_select")),
     ("one_hot", "x num_classes", (F.one_hot, "one_hot")),
     ("searchsorted", "x y out_int32 right side", (torch.searchsorted, torch.ops.aten.searchsorted)),
     ("bucketize", "x y out_int32 right", (torch.bucketize, torch.ops.aten.bucketize)),

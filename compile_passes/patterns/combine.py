@@ -13,8 +13,9 @@ from torch import fx
 from compile_passes.equal import is_float_cast, is_noop_cast, no_narrower
 from compile_passes.match import KEEP, Combine, Dispatch, Product, Refusal, Staged, Value, everywhere, in_words
 from compile_passes.patterns.contraction import TRANSPOSES, permutation
-from compile_passes.patterns.rows import BLANK, Order, is_ramp, sorts
+from compile_passes.patterns.rows import BLANK, Order, is_mask, is_ramp, sorts
 from compile_passes.patterns.rowwise import row_wise
+from compile_passes.patterns.selection import weights_listed_by
 from compile_passes.reading import Reading
 from compile_passes.safety import readers_of_numbers
 from compile_passes.vocabulary import Call, example, has_shape, rank, same_shape, single, two_labelled
@@ -60,6 +61,8 @@ class _Walk:
         self.lead: tuple[Any, ...] = () if hidden is None else tuple(hidden.shape[:-1])
         self.tokens: Any = None if hidden is None else math.prod(self.lead)
         self.rows: Any = None if ids is None else ids.numel()
+        if is_mask(dispatch.perm):  # a size of the data, of which the mask is proved to make as many
+            self.rows = None if result is None else result.shape[0]
         self.width: Any = None if result is None else result.shape[-1]
         self.down, self.start = down, _State(down.result, dispatch.perm is None, weights)
 
@@ -100,6 +103,7 @@ class _Walk:
     def _passed(self, state: _State, rows: _State) -> _State | None:
         """Behind the row-wise code that reads ``rows``, the last value that was in this order: it may stay."""
         plain = state.weights is None and state.staged is None and self.dispatch.weights is None
+        plain = plain and not is_mask(self.dispatch.perm)
         if not plain or not self._are_rows(rows.value):
             return None
         staged = row_wise(self.reading, rows.value)
@@ -124,7 +128,14 @@ class _Walk:
             return Refusal(
                 after, "The routing weights multiply the experts' inputs and their results.", "Apply them once."
             )
-        weights, made = after if before is None else before, example(output)
+        made = example(output)
+        if after is not None and self.dispatch.perm is not None and is_mask(self.dispatch.perm):
+            weights = weights_listed_by(self.reading, self.dispatch.perm, after, self.floor)
+            return weights or Refusal(
+                after, "What multiplies an expert's rows cannot be proved to be their routing weights.",
+                "Multiply by weights.T.masked_select(mask)[:, None], of weights [tokens, experts].",
+            )  # fmt: skip
+        weights = after if before is None else before
         if weights is not None:
             return weights
         if state.staged is not None or made is None:  # the weights may be in the code between that stays
@@ -284,7 +295,7 @@ class _Walk:
             return False
         if found.kind == "pair":
             return bool(self.dispatch.top_k == 1)
-        return found.kind == "token" and bool(found.top_k == self.dispatch.top_k)
+        return found.kind == "token" and (is_mask(perm) or bool(found.top_k == self.dispatch.top_k))
 
 
 def final_cast(

@@ -11,6 +11,7 @@ from compile_passes.equal import holds
 from compile_passes.match import Dispatch, Refusal
 from compile_passes.patterns.ids import are_distinct, are_in_range, exact_ids
 from compile_passes.patterns.rows import Order, is_ramp
+from compile_passes.patterns.selection import chosen_by
 from compile_passes.reading import Reading
 from compile_passes.vocabulary import Call, equal_sizes, example, has_shape, rank
 
@@ -95,6 +96,8 @@ class _Counting:
         mask = self._summed(value)
         if mask is not None and self._is_one_hot(mask):
             return self._raising(value) if self.reading.named(mask, "one_hot") is not None else None
+        if mask is not None and self._is_set_at_ids(mask):
+            return None
         return None if self._sum_for_each(value) else self._unknown(value)
 
     def _histogram(self, value: Any, call: Call) -> Refusal | None:
@@ -204,6 +207,13 @@ class _Counting:
             if call.name == "count_nonzero":
                 break
         return None if found is None else self.reading.exact(found, 2)
+
+    def _is_set_at_ids(self, mask: fx.Node) -> bool:
+        """Whether ``mask`` [T, E] is set for the ids of every token, and nowhere else."""
+        ids, shape = chosen_by(self.reading, mask, self.order.floor), example(mask)
+        if ids is None or shape is None or not equal_sizes(shape.shape[-1], self.experts):
+            return False
+        return _are_pair_ids(self.reading, ids, self.dispatch, self.experts)
 
     def _scattered(self, call: Call) -> bool:
         """torchtitan: ``zeros(T, E, bool).scatter(1, ids, True)``, right where a token's ids are distinct."""

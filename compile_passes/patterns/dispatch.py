@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from compile_passes.match import KEEP, Dispatch, Product, Refusal
+from compile_passes.match import KEEP, Dispatch, Product, Refusal, Value
 from compile_passes.patterns.counts import counts_of, offsets_of, row_ids
 from compile_passes.patterns.ids import are_in_range, exact_ids, is_harmless
-from compile_passes.patterns.rows import Order, Rows, sorts
+from compile_passes.patterns.rows import Order, Rows, is_mask, sorts
+from compile_passes.patterns.selection import listed_by, weights_listed_by
 from compile_passes.reading import Reading
 from compile_passes.vocabulary import as_many_by_a_guard, equal_sizes, example, has_shape, rank
 
@@ -82,10 +83,28 @@ def _alike(order: Order, one: Dispatch, other: Dispatch) -> bool:
 def _sorted_rows(order: Order, up: Product) -> Dispatch | Refusal:
     """Tokens sorted by their flattened expert ids."""
     rows = order.rows(up.rows)
+    if rows is not None and rows.perm is not None and is_mask(rows.perm):
+        return _listed_rows(order, up, rows, rows.perm)
     ids = sorts(order.reading, rows.perm) if rows is not None else None
     if rows is None or rows.perm is None or ids is None:
         return _not_gathered(order, up)
     return _dispatch(up, "loop" if up.sizes else "grouped_mm", rows, ids)
+
+
+def _listed_rows(order: Order, up: Product, rows: Rows, mask: fx.Node) -> Dispatch | Refusal:
+    """The tokens where a mask [experts, tokens] is set."""
+    found = listed_by(order.reading, mask, order.floor)
+    if found is None:
+        return Refusal(
+            mask, "A mask [experts, tokens] lists the rows, which cannot be proved to be set for top_k experts of each "
+            "token.", "Make it by torch.zeros(..., dtype=torch.bool).scatter(1, topk_ids, True), with ids from topk.",
+        )  # fmt: skip
+    ids, top_k = found
+    weights = None if rows.weights is None else weights_listed_by(order.reading, mask, rows.weights, order.floor)
+    if rows.weights is not None and weights is None:
+        return _not_gathered(order, up)
+    form = "loop" if up.sizes else "grouped_mm"
+    return _dispatch(up, form, replace(rows, top_k=top_k, weights=None), ids, weights)
 
 
 def _not_gathered(order: Order, up: Product) -> Refusal:
@@ -131,7 +150,9 @@ def _repeated_rows(order: Order, up: Product) -> Dispatch | Refusal:
     return _dispatch(up, "batched_mm", rows, up.routing_key)
 
 
-def _dispatch(up: Product, form: str, rows: Rows, ids: fx.Node) -> Dispatch | Refusal:
+def _dispatch(
+    up: Product, form: str, rows: Rows, ids: fx.Node, weights: Value | None = None
+) -> Dispatch | Refusal:  # fmt: skip
     tokens, count = example(rows.hidden), example(ids)
     if tokens is None or count is None or (tokens.dim() != 2 and up.copies is None):
         return Refusal(
@@ -139,13 +160,13 @@ def _dispatch(up: Product, form: str, rows: Rows, ids: fx.Node) -> Dispatch | Re
         )
     number, width = prod(tokens.shape[:-1]), tokens.shape[-1]
     given, copied = example(up.rows), number if up.copies is not None else count.numel()
-    whole = given is not None and equal_sizes(given.numel(), copied * width)
+    whole = given is not None and (is_mask(rows.perm) or equal_sizes(given.numel(), copied * width))
     if not whole or not as_many_by_a_guard(count, number * rows.top_k):
         return Refusal(
             up.anchor, f"There are {count.numel()} expert ids for {number} tokens, not top_k={rows.top_k} "
             "each.", "Gather with perm // topk_ids.shape[1].",
         )  # fmt: skip
-    return Dispatch(form, rows.hidden, ids, rows.perm, rows.top_k, weights=rows.weights)
+    return Dispatch(form, rows.hidden, ids, rows.perm, rows.top_k, weights=weights or rows.weights)
 
 
 def _disagreement(order: Order, dispatch: Dispatch, products: Sequence[Product]) -> Refusal | None:

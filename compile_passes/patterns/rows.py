@@ -4,6 +4,10 @@ R = T * K pairs of a token and one of its K slots are numbered row by row of ``t
 of token r // K. Rows are in pair order, or sorted by a permutation. An index says which pairs, tokens or slots a list
 of rows has, in an order; taking rows by an index of pairs sorts what was in pair order, whatever it is:
 ``x[perm // K]``, ``x.repeat_interleave(K, 0)[perm]`` and ``x.gather(0, tokens[perm][:, None].expand(-1, H))`` are one.
+
+Rows may be those of a mask [experts, tokens] as well, as Megatron lists them: ``arange(T).expand(E, -1)[mask]`` and
+``weights.T.masked_select(mask)``, expert after expert, and of each the tokens in their order. Such a mask stands where
+the permutation does; whether it is set for K experts of every token, and which, others have to prove.
 """
 
 from __future__ import annotations
@@ -43,8 +47,8 @@ class Positions:
 
     Attributes:
         kind: "pair", "token" or "slot".
-        top_k: the K that tokens and slots were computed with; None of pairs.
-        perm: the permutation that the rows are sorted by, None in pair order.
+        top_k: the K that tokens and slots were computed with; None of pairs, and of the tokens of a mask.
+        perm: the permutation that the rows are sorted by, or the mask that lists them, None in pair order.
     """
 
     kind: str
@@ -116,7 +120,31 @@ class Order:
             return Positions("pair")
         if sorts(self.reading, node) is not None:
             return Positions("pair", perm=node)
-        return self._repeated_positions(node) or self._taken_positions(node, depth)
+        return self._repeated_positions(node) or self._listed_positions(node) or self._taken_positions(node, depth)
+
+    def _listed_positions(self, node: Any) -> Positions | None:
+        """The tokens of a mask [E, T], expert after expert."""
+        chosen = self.chosen(node)
+        if chosen is not None:
+            call, tokens = self.reading.named(self.reading.strip(chosen[0]), "expand", "repeat"), example(chosen[0])
+            if call is None or tokens is None or not is_ramp(self.reading, self.bare(call["x"])):
+                return None
+            across = has_shape(call["x"], 1, tokens.shape[1]) or has_shape(call["x"], tokens.shape[1])
+            return Positions("token", perm=chosen[1]) if across else None
+        part = self.reading.read(node, "item", "index")
+        where = self.reading.read(part["x"], "where nonzero", "mask as_tuple") if part is not None else None
+        if part is None or where is None or part["index"] != 1:
+            return None
+        mask = where["mask" if where.name == "where" else "x"]
+        return Positions("token", perm=mask) if is_mask(mask) and rank(mask) == 2 else None
+
+    def chosen(self, value: Any) -> tuple[fx.Node, fx.Node] | None:
+        """(x, mask) of the entries of ``x`` [E, T] where a mask of its shape is set."""
+        call = self.reading.read(value, "masked_select fancy", "mask index")
+        mask = None if call is None else call["mask" if call.name == "masked_select" else "index"]
+        if call is None or not isinstance(mask, fx.Node) or not is_mask(mask) or rank(mask) != 2:
+            return None
+        return (call["x"], mask) if same_shape(mask, call["x"]) else None
 
     def column(self, value: Any) -> Any:
         """``value`` [N, W] is [N, 1] in every column, or is [N, 1] itself."""
@@ -314,7 +342,9 @@ class Order:
         return next((n for n in self.reading.reshapes(value) if has_shape(n, shape.shape[0], shape.shape[2])), None)
 
     def weights(self, value: Any, rows: Any, perm: fx.Node | None) -> fx.Node | None:
-        """The weights, in pair order, that ``value`` brings to ``rows`` [..., H] in the order of ``perm``, or None."""
+        """The weights, in pair order, that ``value`` brings to ``rows`` [..., H] in the order of ``perm``, or None; in
+        that of a mask [E, T], those of every expert and token.
+        """
         shape = example(self.reading.operand(rows) if isinstance(rows, fx.Node) else rows)
         if shape is None or not has_shape(value, *shape.shape[:-1], 1):
             return None
@@ -330,10 +360,13 @@ class Order:
         if weights is None or not weights.dtype.is_floating_point or weights.dtype.itemsize < 2:
             return None
         found: fx.Node = value
-        return found if as_many_by_a_guard(weights, count) else None
+        return found if is_mask(perm) or as_many_by_a_guard(weights, count) else None
 
     def _sorted_weights(self, value: Any, perm: fx.Node) -> Any:
         """What ``value`` takes in the order of ``perm``: ``w[perm]`` of flat weights, ``w[perm // K, perm % K]``."""
+        chosen = self.chosen(value)
+        if chosen is not None:
+            return self.reading.uncast(chosen[0], self.floor) if self.same(chosen[1], perm) else None
         taken = self.taken(value)
         if taken is not None:
             by_pair = self._in_a_row(taken.source) and self.has_order(taken.index, perm, taken.wide)
@@ -349,6 +382,12 @@ class Order:
         agree = token.top_k == slot.top_k and equal_sizes(width.shape[1], token.top_k)
         ordered = all(p.perm is not None and self.same(p.perm, perm) for p in (token, slot))
         return self.reading.uncast(call["x"], self.floor) if agree and ordered else None
+
+
+def is_mask(value: Any) -> bool:
+    """Whether ``value`` holds booleans."""
+    held = example(value)
+    return held is not None and held.dtype == torch.bool
 
 
 def sorts(reading: Reading, value: Any) -> fx.Node | None:

@@ -102,6 +102,43 @@ def selected_of(
     return Selection(found.ids, weights, found.top_k)
 
 
+def listed_by(reading: Reading, mask: fx.Node, floor: torch.dtype) -> tuple[fx.Node, int] | None:
+    """(ids [..., K], K) of a mask [experts, tokens] that is set for K experts of every token, and for no others."""
+    found = _of_mask(reading, mask, floor, 0)
+    return None if found is None or not isinstance(found.ids, fx.Node) else (found.ids, found.top_k)
+
+
+def chosen_by(reading: Reading, mask: fx.Node, floor: torch.dtype) -> fx.Node | None:
+    """The ids of a mask [tokens, experts] as of `listed_by`."""
+    found = _of_mask(reading, mask, floor, 1)
+    return found.ids if found is not None and isinstance(found.ids, fx.Node) else None
+
+
+def weights_listed_by(reading: Reading, mask: fx.Node, scores: fx.Node, floor: torch.dtype) -> Value | None:
+    """What ``scores`` [experts, tokens] hold where a mask as of `listed_by` is set, [T, K] in the order of its ids."""
+    found, shape = _of_mask(reading, mask, floor, 0), example(mask)
+    if found is None or shape is None:
+        return None
+    reader = _Reader(reading, shape.shape[0], floor)
+    given = reader.sparse(scores)
+    if given is None or given.terms or not isinstance(given.values, fx.Node | Made):
+        return reader._at_ids(found, reading.strip(scores))
+    alone = isinstance(given.ids, fx.Node) and reading.same(given.ids, found.ids) and alike(given.order, found.order)
+    return given.values if alone else None
+
+
+def _of_mask(reading: Reading, mask: fx.Node, floor: torch.dtype, at: int) -> _Sparse | None:
+    """The ids of a mask of tokens and experts, the experts its dimension ``at``: a bit is set once for each of them."""
+    shape = example(mask)
+    if shape is None or shape.dim() != 2:
+        return None
+    experts, order = shape.shape[at], spread_of(shape.shape, at)
+    found = _Reader(reading, experts, floor).sparse(mask)
+    if found is None or found.terms or (found.values, found.elsewhere) != (1, 0) or not alike(found.order, order):
+        return None
+    return found if _unsafe(reading, replace(found, once=True), experts) is None else None
+
+
 def integer_weights(weights: fx.Node) -> Refusal:
     """The refusal of routing weights that are integers, or masks."""
     return Refusal(weights, "The routing weights are integers.", "Cast them to the dtype of the tokens.")

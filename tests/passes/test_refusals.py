@@ -54,10 +54,10 @@ def test_unknown_activation():
 
 
 def test_rows_that_are_scaled_between_the_products():
-    """By a number each, as routing weights are; the second product may have a bias."""
+    """By a number each, as routing weights are, which these are not."""
     found = refusal(block(activation=lambda h: silu_glu(h) * h.abs().amax(-1, keepdim=True)))
     says(found, "multiplied by a number for each of them")
-    assert found.cure.startswith("Multiply the results of the second product")
+    assert found.cure.startswith("Multiply them by topk_weights")
 
 
 def test_sigmoid_of_the_up_half_is_no_silu():

@@ -168,8 +168,8 @@ class Slices(Loop):
         counts = torch.bincount(ids.flatten(), minlength=E).tolist()
         rows = x[perm // K].split(counts)
         own = w.flatten()[perm].split(counts)
-        parts = zip(self.experts, rows, own, strict=True)
-        done = torch.cat([expert(part, mine[:, None]) for expert, part, mine in parts])
+        done = [expert(part, mine[:, None]) for expert, part, mine in zip(self.experts, rows, own, strict=True)]
+        done = torch.cat(done)
         return torch.zeros_like(x).index_add(0, perm // K, done)
 
 
