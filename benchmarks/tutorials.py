@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.foreign import Expert
-from benchmarks.loops import Block
+from benchmarks.loops import Block, H, I
 
 
 def filled(*sizes: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -241,6 +241,39 @@ class BestTwoOneHots(StackedWeights):
         return torch.einsum("bsek,ehk,bse->bsh", F.silu(gate) * up, self.w_out, scores)
 
 
+class WeightedInside(Expert):
+    """The routing weights multiply what the second projection takes."""
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x) * weights[:, None])
+
+
+class ListedByMask(Block):
+    """Megatron's dispatcher: a mask [experts, tokens] lists tokens and weights; experts take what counts cut off."""
+
+    def __init__(self, dim: int = H, hidden: int = I) -> None:
+        super().__init__(dim=dim, hidden=hidden)
+        self.experts = nn.ModuleList(WeightedInside(dim, hidden) for _ in range(self.num_experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        logits = self.gate(tokens)
+        top, ids = logits.topk(self.top_k, dim=1)
+        probs = torch.zeros_like(logits).scatter(1, ids, top.softmax(dim=-1))
+        routing_map = torch.zeros_like(logits).int().scatter(1, ids, 1).bool()
+        mask = routing_map.mT.contiguous()
+        places = torch.arange(tokens.shape[0], device=x.device).unsqueeze(0).expand(self.num_experts, -1)
+        sorted_indices = places.masked_select(mask)
+        counts = routing_map.sum(dim=0).tolist()
+        rows = torch.split(tokens.index_select(0, sorted_indices), counts)
+        weights = torch.split(probs.mT.contiguous().masked_select(mask), counts)
+        parts = []
+        for expert, part, given in zip(self.experts, rows, weights, strict=True):
+            parts.append(expert(part, given))
+        places = sorted_indices.unsqueeze(1).expand(-1, tokens.shape[1])
+        return torch.zeros_like(tokens).scatter_add_(0, places, torch.cat(parts)).view_as(x)
+
+
 LAYERS = {
     "litgpt: a mask for every expert": LitGPT,
     "[batch, length] as they are: three lists of positions": UnflattenedPlaces,
@@ -256,4 +289,5 @@ LAYERS = {
     "a list that is not called experts": FeedForwards,
     "halves of one stacked weight, in the loop": HalvesInTheLoop,
     "the best two as one-hots, one einsum of three operands": BestTwoOneHots,
+    "Megatron: a mask lists the tokens, weights between the projections": ListedByMask,
 }
