@@ -9,7 +9,8 @@ is made of the ids alone, which stays; (5) no input is overwritten between its f
 end, where the operator is inserted; (6) gradients flow where they flowed before. So the block computes what
 `fused_experts` computes, except that the operator accumulates, activates and combines in fp32, and that ids of E and
 more contribute exactly zero (transformers writes masks to that effect, which disappear with the block). A number that
-multiplies what is between the products multiplies the routing weights: the second product is linear. Ids that index
+multiplies what is between the products, or each row of it, multiplies the routing weights: the second product is linear
+(but for infinite weights of rows, whose sums were NaN and are infinite). Ids that index
 weights from the end where they are negative get E added. A router is replaced only when its weights and ids have no
 reader outside of the block. Casts of the routing weights to a narrower dtype, that of the hidden states at the least,
 disappear: the operator takes them in fp32; one to a dtype below that stays behind `fused_topk`. Where autocast rounds

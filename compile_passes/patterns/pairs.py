@@ -71,10 +71,11 @@ class Slot:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The ids and the weights of one slot."""
+    """The ids and the weights of one slot; ``multiplied``: the weights are, by a mask of the ids."""
 
     ids: Slot
     weights: Slot
+    multiplied: bool = False
 
 
 def no_loop(anchor: fx.Node, reason: str) -> Refusal:
@@ -547,7 +548,7 @@ class Pairs:
         chosen = self._checked(*pairs[0])
         if isinstance(chosen, Refusal) or not any(map(self._is_product, factors)):
             return chosen
-        return beside_zeros(self.reading, chosen, self.experts, self.floor)
+        return beside_zeros(self.reading, chosen, self.experts, self.floor, [pairs[0][1]])
 
     def _is_product(self, factor: Any) -> bool:
         """Whether a sum over the slots is of products with a mask, and not of what was chosen by it."""
@@ -598,10 +599,11 @@ class Pairs:
         call = self.reading.read(value, "mul where", "y mask")
         if call is None:
             return None
+        multiplied = call.name == "mul"
         sides = [(call["x"], call["mask"])] if call.name == "where" and call["y"] == 0 else []
-        sides += [(call["x"], call["y"]), (call["y"], call["x"])] if call.name == "mul" else []
+        sides += [(call["x"], call["y"]), (call["y"], call["x"])] if multiplied else []
         found = (self._alone(given, weights, number) for weights, given in sides if isinstance(given, fx.Node))
-        return next((one for one in found if one is not None), None)
+        return next((replace(one, multiplied=multiplied) for one in found if one is not None), None)
 
     def _alone(self, mask: Any, weights: Any, number: int, others: bool = False) -> Chosen | None:
         found, one = self.of_mask(mask, number, others), isinstance(weights, fx.Node)
@@ -689,7 +691,10 @@ class Pairs:
                     return no_loop(self.anchor, "The experts of the loop are looked for in other slots of the tokens.")
                 left.remove(match)
         ids, weights = ([getattr(one, side) for one in first] for side in ("ids", "weights"))
-        return Selection(self._columns(ids), self._columns(weights), len(first))
+        selection = Selection(self._columns(ids), self._columns(weights), len(first))
+        if not any(one.multiplied for one in chosen):
+            return selection
+        return beside_zeros(self.reading, selection, self.experts, self.floor, [slot.source for slot in weights])
 
     def _equal(self, one: Chosen, other: Chosen) -> bool:
         pairs = ((one.ids, other.ids), (one.weights, other.weights))

@@ -10,7 +10,7 @@ scores are equal, and is no selection.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 from typing import Any
@@ -156,11 +156,16 @@ def without_zeros(reading: Reading, chosen: Selection, tokens: Any, floor: torch
     return replace(found, ids=Made(_ATEN.gather.default, (_rows(chosen.ids, chosen.top_k), -1, slots)))
 
 
-def beside_zeros(reading: Reading, chosen: Selection, experts: Any, floor: torch.dtype) -> Selection:
+def beside_zeros(
+    reading: Reading, chosen: Selection, experts: Any, floor: torch.dtype, of: Iterable[fx.Node]
+) -> Selection:
     """``chosen``, whose weights are multiplied by masks of the experts: an infinite one makes NaN of all experts' sums,
     as its products with the zeros are.
+
+    Args:
+        of: what the weights are, or are columns of.
     """
-    if _Reader(reading, experts, floor).is_finite(chosen.weights):
+    if all(map(_Reader(reading, experts, floor).is_finite, of)):
         return chosen
     return replace(chosen, weights=_or_nan(_rows(chosen.weights, chosen.top_k)))
 

@@ -540,6 +540,15 @@ def by_a_loop(x, values, ids, w1, w2):
     return out
 
 
+def by_slots(x, values, ids, w1, w2):
+    out = torch.zeros_like(x)
+    for k in range(K):
+        for e in range(E):
+            out = out + (values[:, k] * (ids[:, k] == e))[:, None] * (silu_glu(x @ w1[e].t()) @ w2[e].t())
+    return out
+
+
+LOOPS = {"loop": by_a_loop, "slots": by_slots}
 MASKED = {
     "one_hot": lambda values, ids: (F.one_hot(ids, E) * values.unsqueeze(-1)).sum(1),
     "einsum": lambda values, ids: torch.einsum("tk,tke->te", values, F.one_hot(ids, E).to(values.dtype)),
@@ -554,15 +563,15 @@ def weighted_by_masks(form, scores, share=False):
         values, ids = scores(F.linear(x, gate)).topk(K)
         if share:
             values = values / (values.sum(-1, keepdim=True) + 1e-20) * 2.5
-        if form == "loop":
-            return by_a_loop(x, values, ids, w1, w2)
+        if form in LOOPS:
+            return LOOPS[form](x, values, ids, w1, w2)
         return every_expert(x, MASKED[form](values, ids), w1, w2)
 
     return run
 
 
 @pytest.mark.parametrize("given", [float("inf"), float("-inf")])
-@pytest.mark.parametrize("form", [*MASKED, "loop"])
+@pytest.mark.parametrize("form", [*MASKED, *LOOPS])
 def test_infinite_weights_that_masks_multiply(form, given):
     """Infinity times the zeros of the others is NaN."""
 
@@ -574,14 +583,14 @@ def test_infinite_weights_that_masks_multiply(form, given):
     assert (outcome.problem, outcome.fused) == (None, 1)
 
 
-@pytest.mark.parametrize("form", [*MASKED, "loop"])
+@pytest.mark.parametrize("form", [*MASKED, *LOOPS])
 def test_weights_divided_by_a_sum_that_may_be_zero(form):
     def run(x, gate, w1, w2):
         signs = torch.ones(E, dtype=x.dtype).index_fill(0, torch.arange(1, E), -1.0)
         values, ids = torch.where((torch.arange(T) < 4)[:, None], signs, F.linear(x, gate)).topk(K)
         values = values / values.sum(-1, keepdim=True)
-        if form == "loop":
-            return by_a_loop(x, values, ids, w1, w2)
+        if form in LOOPS:
+            return LOOPS[form](x, values, ids, w1, w2)
         return every_expert(x, MASKED[form](values, ids), w1, w2)
 
     outcome = check(run, *weights(dtype=torch.float64).values(), fullgraph=True)
@@ -589,7 +598,7 @@ def test_weights_divided_by_a_sum_that_may_be_zero(form):
 
 
 @pytest.mark.parametrize("scores", [torch.sigmoid, lambda logits: logits.softmax(-1)], ids=["sigmoid", "softmax"])
-@pytest.mark.parametrize("form", [*MASKED, "loop"])
+@pytest.mark.parametrize("form", [*MASKED, *LOOPS])
 def test_shares_that_masks_multiply_keep_their_router(form, scores):
     found = match(weighted_by_masks(form, scores, share=True), **weights(dtype=torch.float32))
     assert isinstance(found.router, Router) and found.router.renormalize
